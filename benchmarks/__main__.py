@@ -1,0 +1,124 @@
+"""The command line: `python -m benchmarks OPERATION | plot | compare | selftest`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import pathlib
+import sys
+
+# Before JAX starts: leave room for PyTorch on the same GPU, and keep C++ chatter off the table.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+OPERATIONS = ("softmax",)
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Speed beside peers and beside a plain copy."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in OPERATIONS:
+        p = commands.add_parser(name, help=f"measure {name}")
+        p.add_argument("--quick", action="store_true", help="a few shapes, fewer repeats")
+        p.add_argument(
+            "--cases", default="", metavar="REGEX", help="only the cases whose name matches, as in '49152x1024'"
+        )
+        p.add_argument("--dtypes", type=_names, default=(), metavar="A,B", help="float16,bfloat16,float32,float64")
+        p.add_argument(
+            "--ops",
+            type=_names,
+            default=(),
+            metavar="A,B",
+            help="the operations of the family, as in 'softmax,log_softmax'",
+        )
+        p.add_argument("--repeats", type=int, default=0, help="timed executions of each candidate")
+        p.add_argument(
+            "--tiers",
+            action="store_true",
+            help="time every tier that can run a case, not only the default one (GPU)",
+        )
+        p.add_argument("--inspect", action="store_true", help="errors against float64 instead of times")
+        p.add_argument(
+            "--out",
+            type=pathlib.Path,
+            default=RESULTS,
+            metavar="DIR",
+            help="where results go (default: benchmarks/results)",
+        )
+    p = commands.add_parser("plot", help="draw the plots of a result file again")
+    p.add_argument("file", type=pathlib.Path)
+    p = commands.add_parser("compare", help="what changed from one result file to another")
+    p.add_argument("old", type=pathlib.Path)
+    p.add_argument("new", type=pathlib.Path)
+    commands.add_parser("selftest", help="check the clock that the measurements rest on")
+    return parser
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(n for n in text.replace(",", " ").split() if n)
+
+
+def main(argv: list[str]) -> int:
+    if argv[:1] == ["--compare"]:
+        argv = ["compare", *argv[1:]]
+    arguments = _parser().parse_args(argv)
+    from benchmarks import _report
+
+    if arguments.command == "compare":
+        print(_report.compare(_report.load(arguments.old), _report.load(arguments.new)))
+        return 0
+    if arguments.command == "plot":
+        return _plot(_report.load(arguments.file), arguments.file.with_suffix(""))
+    if arguments.command == "selftest":
+        from benchmarks import selftest
+
+        return selftest.main()
+    return _operation(arguments)
+
+
+def _operation(arguments: argparse.Namespace) -> int:
+    import jax
+
+    from benchmarks import _report, _run
+
+    if "float64" in arguments.dtypes:
+        jax.config.update("jax_enable_x64", True)
+    operation = importlib.import_module(f"benchmarks.{arguments.command}")
+    unknown = set(arguments.ops) - set(operation.OPS)
+    if unknown:
+        raise SystemExit(
+            f"benchmarks: {arguments.command} has no {', '.join(sorted(unknown))}; it has {', '.join(operation.OPS)}"
+        )
+    options = _run.Options(
+        arguments.quick, arguments.cases, arguments.dtypes, arguments.ops, arguments.repeats, arguments.tiers
+    )
+    if arguments.inspect:
+        accuracy = importlib.import_module(f"benchmarks.{arguments.command}_accuracy")
+        return accuracy.main(options, arguments.out)
+
+    data = _run.run(operation, options)
+    path = _report.save(data, arguments.out)
+    print(_report.header(data), _report.table(data), _report.summary(data), f"written: {path}", sep="\n")
+    _plot(data, path.with_suffix(""))
+    return 0
+
+
+def _plot(data: dict, stem: pathlib.Path) -> int:
+    from benchmarks import _plot
+
+    try:
+        written = _plot.plot(data, stem)
+    except ImportError:
+        print("no plots: matplotlib is not installed", file=sys.stderr)
+        return 1
+    for path in written:
+        print(f"written: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,199 @@
+"""Runs one operation's benchmark: compile everything, then measure case by case.
+
+Compiling comes first and in threads, because XLA tries out kernels on the GPU while it compiles and
+would disturb a measurement.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import datetime
+import os
+import platform
+import re
+import subprocess
+import sys
+from types import ModuleType
+from typing import Any
+
+import jax
+
+import jaxkern
+from benchmarks import _goals, _inputs, _timing, _torch
+
+
+@dataclasses.dataclass
+class Options:
+    """What the command line asked for."""
+
+    quick: bool = False
+    cases: str = ""
+    dtypes: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ()
+    repeats: int = 0
+    tiers: bool = False
+
+
+def run(operation: ModuleType, options: Options) -> dict[str, Any]:
+    """Measures and returns what goes to the result file."""
+    gpu = jax.default_backend() == "gpu"
+    dtypes = options.dtypes or (("bfloat16",) if options.quick and gpu else operation.default_dtypes())
+    ops = options.ops or operation.OPS
+    repeats = (
+        options.repeats
+        or {(True, False): 24, (True, True): 20, (False, False): 15, (False, True): 7}[gpu, options.quick]
+    )
+    chosen = [c for c in operation.cases(options.quick) if re.search(options.cases, c.name)]
+    if not chosen:
+        raise SystemExit(
+            f"benchmarks: no case matches {options.cases!r}; there are: "
+            + ", ".join(c.name for c in operation.cases(False))
+        )
+
+    chosen = _that_fit(chosen, max(jax.numpy.dtype(d).itemsize for d in dtypes))
+
+    plan = [(dtype, case, list(operation.cells(case, dtype, ops))) for dtype in dtypes for case in chosen]
+    compiled = _compile(operation, [cell for _, _, cells in plan for cell in cells], options.tiers)
+    clock = _timing.make_clock()
+
+    rows: list[dict[str, Any]] = []
+    pool = None
+    for dtype, case, cells in _timing.progress(plan, len(plan), f"measure {operation.OPERATION}"):
+        if pool is None or pool.dtype != dtype:
+            pool = None  # the old one goes before the new one comes
+            pool = _inputs.Pool(dtype, operation.pool_size(chosen))
+        rows += _measure(operation, clock, pool, case, cells, compiled, repeats)
+        _torch.release()
+    found = operation.checks(clock)
+    return {
+        "format": 1,
+        "operation": operation.OPERATION,
+        "environment": environment(clock),
+        "options": dataclasses.asdict(options) | {"dtypes": list(dtypes), "ops": list(ops), "repeats": repeats},
+        "results": rows,
+        "checks": found,
+    }
+
+
+def _that_fit(chosen: list[Any], itemsize: int) -> list[Any]:
+    """The cases that the GPU's memory has room for: the pool, its copy, inputs and outputs that rotate."""
+    stats = jax.devices()[0].memory_stats() or {}
+    limit = stats.get("bytes_limit")
+    fit = [c for c in chosen if not limit or 14 * c.size * itemsize < limit]
+    for c in chosen:
+        if c not in fit:
+            print(f"benchmarks: {c.name} needs more memory than this device has", file=sys.stderr)
+    if not fit:
+        raise SystemExit("benchmarks: no case fits this device's memory")
+    return fit
+
+
+def _compile(operation: ModuleType, cells: list[Any], tiers: bool) -> dict[Any, list[Any]]:
+    programs = {cell: operation.programs(cell, tiers) for cell in cells}
+    everything = [p for found in programs.values() for p in found]
+    threads = max(1, min(8, (os.cpu_count() or 2) // 2))
+    with concurrent.futures.ThreadPoolExecutor(threads) as executor:
+        jobs = [executor.submit(p.compile) for p in everything]
+        for job in _timing.progress(concurrent.futures.as_completed(jobs), len(jobs), "compile"):
+            job.result()
+    return programs
+
+
+def _measure(
+    operation: ModuleType,
+    clock: Any,
+    pool: Any,
+    case: Any,
+    cells: list[Any],
+    compiled: dict[Any, list[Any]],
+    repeats: int,
+) -> list[dict[str, Any]]:
+    """All cells of a case in one go, so that they share the inputs, the copies and the trace."""
+    inputs = operation.Inputs(pool, case)
+    everything: dict[str, _timing.Candidate] = {}
+    for cell in cells:
+        if (key := f"copy {cell.bytes}") not in everything:
+            everything[key] = pool.copy_candidate(cell.bytes)
+        for candidate in operation.candidates(cell, compiled[cell], inputs):
+            everything[f"{cell.op} {cell.direction} {candidate.name}"] = candidate
+    measured = clock.measure([dataclasses.replace(c, name=key) for key, c in everything.items()], repeats)
+
+    rows = []
+    for cell in cells:
+        results = {_goals.COPY: measured[f"copy {cell.bytes}"]}
+        prefix = f"{cell.op} {cell.direction} "
+        results |= {k.removeprefix(prefix): v for k, v in measured.items() if k.startswith(prefix)}
+        medians = {k: v.median for k, v in results.items() if isinstance(v, _timing.Timing)}
+        copy = medians.get(_goals.COPY)
+        native = [p.targets for p in compiled[cell] if p.name == _goals.OURS]
+        rows.append(
+            cell.to_json()
+            | {
+                "times": {k: v.to_json() for k, v in results.items()},
+                "copy_ratio": {k: round(copy / v, 4) for k, v in medians.items()} if copy else {},
+                "goals": _goals.evaluate(cell.goals(), medians),
+                "handlers": native[0] if native else [],
+                "tier": operation.chosen_tier(cell),
+            }
+        )
+    return rows
+
+
+def environment(clock: Any = None) -> dict[str, Any]:
+    """What the figures depend on."""
+    torch = _torch.torch()
+    device = jax.devices()[0]
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": device.device_kind if device.platform == "gpu" else _cpu_name(),
+        "platform": device.platform,
+        "driver": _command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        if device.platform == "gpu"
+        else "",
+        "cpu_count": os.cpu_count(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": _version("jaxlib"),
+        "torch": torch.__version__ if torch else None,
+        "jaxkern": jaxkern.__version__,
+        "commit": _commit(),
+        "clock": getattr(clock, "name", None),
+        "single_traces": getattr(clock, "single_traces", 0),
+    }
+
+
+def _version(package: str) -> str | None:
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str:
+    """The checkout's commit; JAXKERN_COMMIT names it where a copy of the tree is measured without git."""
+    if os.environ.get("JAXKERN_COMMIT"):
+        return os.environ["JAXKERN_COMMIT"]
+    here = os.path.dirname(os.path.abspath(__file__))
+    commit = _command("git", "-C", here, "rev-parse", "--short=12", "HEAD")
+    dirty = commit and _command("git", "-C", here, "status", "--porcelain", "--untracked-files=no")
+    return commit + (" with changes" if dirty else "")
+
+
+def _command(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else ""
+
+
+def _cpu_name() -> str:
+    if sys.platform == "linux":
+        with open("/proc/cpuinfo") as f:
+            for line in f:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

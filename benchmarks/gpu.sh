@@ -1,0 +1,92 @@
+#!/usr/bin/env bash
+# Everything that a GPU machine is for, in one go: build, tests, compute-sanitizer, benchmarks.
+#
+#     benchmarks/gpu.sh OUT_DIR
+#
+# Logs and results go to OUT_DIR; a short table comes last, and the exit status is 0 if all stages passed.
+#
+#     STAGES              which stages, in order       "build tests sanitize bench"
+#     LIMIT_BUILD, LIMIT_TESTS, LIMIT_SANITIZE, LIMIT_BENCH     seconds for each (sanitize: for each tool)
+#     JAXKERN_SKIP_BUILD  1: test the jaxkern that is installed or on PYTHONPATH
+#     PYTHON              the interpreter that has JAX with CUDA            python3
+#     PYTEST_ARGS         more arguments for pytest
+#     BENCH_ARGS          more arguments for the benchmark, such as --quick or --tiers
+#     SANITIZE_TOOLS      of compute-sanitizer         "memcheck racecheck initcheck synccheck"
+#     SANITIZE_ARGS       more arguments for sanitize.py, such as --wide
+set -u
+
+out=${1:?usage: benchmarks/gpu.sh OUT_DIR}
+mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root" || exit 2
+
+python=${PYTHON:-python3}
+stages=${STAGES:-build tests sanitize bench}
+tools=${SANITIZE_TOOLS:-memcheck racecheck initcheck synccheck}
+[ "${JAXKERN_SKIP_BUILD:-0}" = 1 ] && stages=${stages//build/}
+
+# A checkout has no built modules, and importing from it would shadow the installed package: everything
+# runs from a folder that has all of the checkout but the package.
+work=$(mktemp -d)
+for entry in "$root"/*; do
+  [ "${entry##*/}" = jaxkern ] || ln -s "$entry" "$work/"
+done
+
+export PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_PREALLOCATE=false
+table=$(mktemp)
+failed=$(mktemp)
+trap 'rm -rf "$work" "$table" "$failed"' EXIT
+
+# stage NAME LIMIT COMMAND...: runs it under a time limit, its output to OUT_DIR/NAME.log
+stage() {
+  local name=$1 limit=$2 log=$out/$1.log begin=$SECONDS status verdict
+  shift 2
+  echo "== $name (at most $limit s): $*"
+  (cd "$work" && timeout --kill-after=20 "$limit" "$@") >"$log" 2>&1
+  status=$?
+  case $status in
+    0) verdict=passed ;;
+    124 | 137) verdict="out of time" ;;
+    *) verdict="failed ($status)" ;;
+  esac
+  if [ $status -ne 0 ]; then
+    echo "$name" >>"$failed"
+    echo "-- end of $log"
+    tail -n 15 "$log"
+  fi
+  printf '%-22s %-12s %5d s   %s\n' "$name" "$verdict" $((SECONDS - begin)) "$(tail -n 1 "$log" | cut -c1-110)" >>"$table"
+}
+
+for s in $stages; do
+  case $s in
+    build) stage build "${LIMIT_BUILD:-600}" "$python" -m pip install --no-deps ${PIP_ARGS:-} "$root" ;;
+    tests) stage tests "${LIMIT_TESTS:-900}" "$python" -m pytest -q -p no:cacheprovider tests ${PYTEST_ARGS:-} ;;
+    sanitize)
+      sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1)
+      if [ -z "$sanitizer" ]; then
+        echo "sanitize               not run      compute-sanitizer is not installed" | tee -a "$failed" >>"$table"
+        continue
+      fi
+      # XLA asks the driver for what may be missing, so failing API calls are not reported; failing
+      # kernels still are, and sanitize.py checks every value.
+      # The tools run side by side: each spends most of its time on the host.
+      for tool in $tools; do
+        XLA_PYTHON_CLIENT_ALLOCATOR=platform stage "sanitize-$tool" "${LIMIT_SANITIZE:-600}" \
+          "$sanitizer" --tool "$tool" --error-exitcode 9 --print-limit 20 \
+          $([ "$tool" = memcheck ] && echo --report-api-errors no) \
+          "$python" -m benchmarks.sanitize ${SANITIZE_ARGS:-} &
+      done
+      wait
+      ;;
+    bench)
+      stage selftest 120 "$python" -m benchmarks selftest
+      stage bench "${LIMIT_BENCH:-900}" "$python" -m benchmarks softmax --out "$out" ${BENCH_ARGS:-}
+      grep -E '^(missed|not run|note)' "$out/bench.log" | cut -c1-160 | head -n "${MISSES:-40}"
+      ;;
+    *) echo "gpu.sh: no stage '$s'" >&2; exit 2 ;;
+  esac
+done
+
+echo
+cat "$table"
+[ ! -s "$failed" ]

@@ -1,0 +1,134 @@
+"""Runs every tier at the widths where kernels break, for compute-sanitizer to watch.
+
+    compute-sanitizer --tool memcheck python -m benchmarks.sanitize [--dtypes ...] [--wide]
+
+Only kernels of this library run: inputs come from NumPy, and each compiled program is one call. With
+XLA_PYTHON_CLIENT_ALLOCATOR=platform every array is an allocation of its own, so that memcheck sees a
+step over its edge. Values are checked too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import os
+import sys
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+# Row bytes at which one tier gives way to the next, and those that each tier is run around.
+EDGES = {
+    "sub_warp": (16, 64, 128, 256, 512),
+    "warp": (512, 1024, 2048),
+    "block": (2048, 8192, 16384, 32768, 65536),
+    "cluster": (16384, 65536, 131072, 262144),
+    "pipeline": (32768, 212992, 425984),
+    "streaming": (16, 4096, 65536, 262144),
+    "split": (32768, 262144),
+    "column": (16, 512, 4096),
+}
+WIDE = {"cluster": (1 << 20,), "pipeline": (1 << 20, 2 << 20), "streaming": (2 << 20,), "split": (1 << 20, 4 << 20)}
+TOLERANCE = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 2e-5, "float64": 1e-12}
+MASK_EVERY = 3  # one width in so many is run with a mask as well
+
+
+def widths(tier: str, itemsize: int, wide: bool) -> list[int]:
+    """Row lengths at each edge and one either side of it, and one that no vector width divides."""
+    found = set()
+    for edge in EDGES[tier] + (WIDE.get(tier, ()) if wide else ()):
+        at = edge // itemsize
+        found |= {at - 1, at, at + 1}
+    found.add(max(found) // 2 + 3 | 1)
+    return sorted(w for w in found if w > 0)
+
+
+def shape_of(tier: str, width: int) -> tuple[tuple[int, ...], int]:
+    """A problem for a tier: odd numbers of rows, so that the last block is ragged."""
+    if tier == "column":
+        return (3, width, 37), 1
+    rows = 67 if width <= 2048 else 5 if width <= 65536 else 2
+    return (rows, width), 1
+
+
+def reference(op: str, x: np.ndarray, g: np.ndarray, keep: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
+    """y, and dx as a function of the y given, in float64."""
+    x = np.where(keep, x.astype(np.float64), -np.inf)
+    e = np.exp(x - x.max(axis, keepdims=True))
+    total = e.sum(axis, keepdims=True)
+    p, g = e / total, np.where(keep, g.astype(np.float64), 0)
+    if op == "softmax":
+        return p, p * (g - (p * g).sum(axis, keepdims=True))
+    with np.errstate(divide="ignore"):
+        return np.log(e) - np.log(total), np.where(keep, g - p * g.sum(axis, keepdims=True), 0)
+
+
+def run(tier: str, dtype: str, width: int, masked: bool, direction: str) -> str:
+    """Runs both operations once; "" or what went wrong."""
+    kernels = importlib.import_module("jaxkern.softmax")
+    shape, axis = shape_of(tier, width)
+    generator = np.random.default_rng(width)
+    np_dtype = jnp.dtype(dtype)
+    x, g = (generator.standard_normal(shape).astype(np_dtype) for _ in range(2))
+    mask = None
+    if masked:  # broadcast over the other dimensions, and every row keeps its first element
+        mask = generator.random((1, width, 1) if tier == "column" else (1, width)) < 0.8
+        mask[:, 0] = True
+    keep = np.broadcast_to(True if mask is None else mask, shape)
+    operands = [] if mask is None else [jax.device_put(mask)]
+    for op in ("softmax", "log_softmax"):
+        y, dx = reference(op, x, g, keep, axis)
+        name = f"{op}_p" if direction == "forward" else f"{op}_grad_p"
+        primitive = getattr(kernels, name)
+        given = [x] if direction == "forward" else [y.astype(np_dtype), g]
+        call = jax.jit(lambda *a: primitive.bind(*a, axis=axis, tier=tier))
+        got = np.asarray(jax.device_get(call(*map(jax.device_put, given), *operands))).astype(np.float64)
+        want = y if direction == "forward" else dx
+        with np.errstate(invalid="ignore"):  # -inf against -inf is equal, and their difference nothing
+            same = (got == want) | (np.abs(got - want) <= TOLERANCE[dtype] * np.maximum(1, np.abs(want)))
+        if not same.all():
+            return f"{op} {direction}: wrong at {np.argwhere(~same)[0].tolist()} of {shape}, {int((~same).sum())} elements"
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtypes", default="float32,bfloat16", help="of float16,bfloat16,float32,float64")
+    parser.add_argument("--tiers", default=",".join(EDGES))
+    parser.add_argument("--wide", action="store_true", help="rows of 1 MB and more as well")
+    arguments = parser.parse_args()
+    if "float64" in arguments.dtypes:
+        jax.config.update("jax_enable_x64", True)
+    from jaxkern import tiers
+
+    wrong, done, skipped = [], 0, 0
+    for tier in arguments.tiers.split(","):
+        for dtype in arguments.dtypes.split(","):
+            for n, width in enumerate(widths(tier, jnp.dtype(dtype).itemsize, arguments.wide)):
+                shape, axis = shape_of(tier, width)
+                inner = shape[2] if len(shape) == 3 else 1
+                masks = (False, True) if n % MASK_EVERY == 0 else (False,)
+                for direction, masked in itertools.product(("forward", "backward"), masks):
+                    backward = direction == "backward"
+                    if not tiers.fits(tier, shape[0], width, inner, dtype, backward=backward, masked=masked):
+                        skipped += 1
+                        continue
+                    problem = run(tier, dtype, width, masked, direction)
+                    done += 1
+                    if problem:
+                        wrong.append(f"{tier} {dtype} width {width}{' masked' if masked else ''}: {problem}")
+        print(
+            f"{tier}: {done} problems run so far, {skipped} do not fit their tier, {len(wrong)} wrong", flush=True
+        )
+    print(*wrong, sep="\n")
+    print(f"sanitize: {done} problems on {jax.devices()[0].device_kind}, {len(wrong)} wrong")
+    return int(bool(wrong) or done == 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,300 @@
+"""Train a language model on Python's own sources, with jaxkern and with jax.nn, and compare them.
+
+    python examples/language_model.py                  # bytes, 0.4 M parameters, two CPU cores
+    python examples/language_model.py --preset gpt2    # 124 M parameters, bfloat16, a large GPU
+
+One transformer is trained twice from one seed on the same batches. The two trainings share all
+their code but the functions in LIBRARIES: attention is `softmax(scores, where=causal_mask)`, the
+loss a `log_softmax`, under jit, grad and a vmap over the examples. They take turns step by step,
+so each step is timed beside its twin on the same machine in the same second.
+
+Printed at the end: bits per byte on held-out files, the median milliseconds of a step, and how far
+apart the curves are; drawn: both curves and their difference. The exit status is 1 if the curves
+disagree by more than the preset's bounds.
+
+  --preset small   one token a byte. Takes a minute or two on 2 cores and reaches about 2.7 bits
+                   per byte (8 is no model at all). The curves part by rounding only, some
+                   millionths of a bit; a softmax gradient wrong by 5 % breaks the bounds.
+  --preset gpt2    a vocabulary of 50257 (256 bytes and 50001 merges, trained first; corpus.py says
+                   how), 12 layers, 768 wide, context 1024: the sizes of GPT-2, in bfloat16 with
+                   float32 weights. Batch 32 is meant for 80 GB of GPU memory or more.
+  --preset tiny    seconds; for the tests. Its bounds, too, are for its own number of steps:
+                   rounding grows with training, and thousands of steps outgrow any bound.
+
+The text is every .py file of the standard library, or of --text DIR. Held-out text is cut into
+windows of the context's length, each read from nothing; the bits of all predicted tokens are
+divided by the bytes those tokens stand for, so that tokenizers can be compared.
+
+Needs the `examples` extra: tqdm and matplotlib.
+"""
+
+import argparse
+import dataclasses
+import functools
+import math
+import pathlib
+import sys
+import sysconfig
+import time
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+import corpus
+import jaxkern
+
+
+class Functions(typing.NamedTuple):
+    """What the model takes from a library; everything else is the same code for both."""
+
+    softmax: typing.Callable
+    log_softmax: typing.Callable
+
+
+LIBRARIES = {
+    "jaxkern": Functions(jaxkern.softmax, jaxkern.log_softmax),
+    "jax.nn": Functions(jax.nn.softmax, jax.nn.log_softmax),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    vocabulary: int
+    layers: int
+    width: int
+    heads: int
+    context: int
+    batch: int
+    steps: int
+    rate: float  # the peak learning rate
+    dtype: typing.Any  # of the arithmetic; weights and optimizer are float32 always
+    heldout: int  # windows of held-out text
+    curve_bound: float  # mean difference allowed between the curves, bits per byte
+    norm_bound: float  # relative difference allowed between the first step's gradient norms
+
+
+PRESETS = {
+    "tiny": Preset(256, 2, 32, 2, 32, 4, 10, 4e-3, jnp.float32, 16, 1e-3, 1e-5),
+    "small": Preset(256, 3, 96, 3, 128, 16, 300, 4e-3, jnp.float32, 256, 1e-3, 1e-5),
+    "gpt2": Preset(50257, 12, 768, 12, 1024, 32, 300, 6e-4, jnp.bfloat16, 256, 3e-2, 3e-2),
+}
+
+
+def initial_params(key, p):
+    keys = iter(jax.random.split(key, 1 + 4 * p.layers))
+
+    def normal(*shape, std=0.02):
+        return std * jax.random.normal(next(keys), shape, jnp.float32)
+
+    into_residual = 0.02 / math.sqrt(2 * p.layers)  # so that depth does not widen the residual stream
+    return {
+        "embedding": normal(p.vocabulary, p.width),
+        "last_gain": jnp.ones(p.width),
+        "layers": [
+            {
+                "attention_gain": jnp.ones(p.width),
+                "query_key_value": normal(p.width, 3, p.heads, p.width // p.heads),
+                "attention_out": normal(p.heads, p.width // p.heads, p.width, std=into_residual),
+                "mlp_gain": jnp.ones(p.width),
+                "mlp_in": normal(p.width, 4 * p.width),
+                "mlp_out": normal(4 * p.width, p.width, std=into_residual),
+            }
+            for _ in range(p.layers)
+        ],
+    }
+
+
+def normalize(x, gain):
+    """RMS norm, in float32 whatever x is."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
+    return (wide * scale * gain).astype(x.dtype)
+
+
+def rotate(x):
+    """Rotary positions: pairs of features of x (time, heads, features) turn with time."""
+    time_steps, _, features = x.shape
+    speed = 10000.0 ** (-jnp.arange(features // 2) / (features // 2))
+    angle = jnp.arange(time_steps)[:, None, None] * speed
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
+
+
+def example_loss(functions, p, params, window):
+    """Mean nats a token of one window of context + 1 tokens; the batch is a vmap outside."""
+    inputs, targets = window[:-1], window[1:]
+    causal_mask = jnp.tril(jnp.ones((p.context, p.context), bool))
+    embedding = params["embedding"].astype(p.dtype)
+    x = embedding[inputs]
+    for layer in params["layers"]:
+        w = {name: weight.astype(p.dtype) for name, weight in layer.items()}
+
+        h = normalize(x, layer["attention_gain"])
+        query, key, value = jnp.einsum("td,dchf->cthf", h, w["query_key_value"])
+        query, key = rotate(query) / math.sqrt(query.shape[-1]), rotate(key)
+        scores = jnp.einsum("qhf,khf->hqk", query, key)
+        attention = functions.softmax(scores, where=causal_mask)
+        h = jnp.einsum("hqk,khf->qhf", attention, value)
+        x = x + jnp.einsum("qhf,hfd->qd", h, w["attention_out"])
+
+        h = normalize(x, layer["mlp_gain"])
+        x = x + jnp.square(jax.nn.relu(h @ w["mlp_in"])) @ w["mlp_out"]
+
+    logits = normalize(x, params["last_gain"]) @ embedding.T
+    log_probability = functions.log_softmax(logits.astype(jnp.float32))
+    return -jnp.mean(jnp.take_along_axis(log_probability, targets[:, None], axis=-1))
+
+
+def adamw(params, grads, state, rate, decay=0.1, beta1=0.9, beta2=0.95, clip=1.0):
+    """One step of AdamW on clipped gradients: (params, state, norm of the gradients)."""
+    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
+    grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip / norm), grads)
+    count = state["count"] + 1
+    mean = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, state["mean"], grads)
+    square = jax.tree.map(lambda s, g: beta2 * s + (1 - beta2) * g * g, state["square"], grads)
+
+    def update(w, m, s):
+        step = m / (1 - beta1**count) / (jnp.sqrt(s / (1 - beta2**count)) + 1e-8)
+        return w - rate * (step + (decay * w if w.ndim > 1 else 0.0))  # gains do not decay
+
+    params = jax.tree.map(update, params, mean, square)
+    return params, {"mean": mean, "square": square, "count": count}, norm
+
+
+class Training:
+    """One library's training: its weights and optimizer, and what was measured on the way."""
+
+    def __init__(self, functions, p, seed):
+        losses = jax.vmap(functools.partial(example_loss, functions, p), in_axes=(None, 0))
+        warmup = max(1, p.steps // 10)
+
+        @jax.jit
+        def loss(params, windows):
+            return jnp.mean(losses(params, windows))
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def step(params, state, windows):
+            value, grads = jax.value_and_grad(loss)(params, windows)
+            cosine = 0.55 + 0.45 * jnp.cos(jnp.pi * state["count"] / p.steps)  # from 1 to a tenth
+            rate = p.rate * jnp.minimum((state["count"] + 1) / warmup, cosine)
+            params, state, norm = adamw(params, grads, state, rate)
+            return params, state, value, norm
+
+        self._step, self._loss = step, loss
+        self.params = initial_params(jax.random.key(seed), p)
+        zeros = functools.partial(jax.tree.map, jnp.zeros_like)
+        self.state = {"mean": zeros(self.params), "square": zeros(self.params), "count": jnp.int32(0)}
+        self.nats, self.norms, self.seconds = [], [], []
+
+    def step(self, windows):
+        start = time.perf_counter()
+        out = jax.block_until_ready(self._step(self.params, self.state, windows))
+        self.seconds.append(time.perf_counter() - start)
+        self.params, self.state, nats, norm = out
+        self.nats.append(float(nats))
+        self.norms.append(float(norm))
+
+    def heldout_nats(self, batches):
+        return float(np.mean([self._loss(self.params, windows) for windows in batches]))
+
+    def milliseconds(self):
+        """Median of a step, without the first ones, which compile and warm the caches."""
+        return 1e3 * float(np.median(self.seconds[min(5, len(self.seconds) // 2) :]))
+
+
+def draw(out, curves, heldout, difference, bound, title):
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    steps = np.arange(1, len(difference) + 1)
+    looks = [{"color": "#1f77b4", "lw": 3, "alpha": 0.5}, {"color": "#222222", "lw": 0.9}]
+    for (name, curve), look in zip(curves.items(), looks):
+        top.plot(steps, curve, label=f"{name} ({heldout[name]:.4f} on held-out files)", **look)
+    top.set_ylabel("training loss, bits per byte")
+    top.set_title(title, fontsize=10, loc="left")
+    top.legend(frameon=False)
+    bottom.axhline(0, color="#999999", lw=0.8)
+    bottom.plot(steps, difference, color="#c0392b", lw=0.9)
+    bottom.set_ylabel("jaxkern − jax.nn")
+    bottom.set_xlabel(f"step   (mean |difference| {np.abs(difference).mean():.1e}, allowed {bound:g})")
+    bottom.ticklabel_format(axis="y", scilimits=(-2, 2))
+    for axes in (top, bottom):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(out, dpi=150)
+
+
+def main():
+    raw = argparse.RawDescriptionHelpFormatter  # keeps the lines of the docstring
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--preset", choices=PRESETS, default="small")
+    parser.add_argument("--steps", type=int, help="training steps of each model")
+    parser.add_argument("--batch", type=int, help="windows a step")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches")
+    parser.add_argument("--text", default=sysconfig.get_path("stdlib"), help="folder of .py files")
+    default_out = pathlib.Path(__file__).with_suffix(".png")
+    parser.add_argument("--out", type=pathlib.Path, default=default_out, help="the figure's file")
+    args = parser.parse_args()
+    given = {k: v for k in ("steps", "batch") if (v := getattr(args, k)) is not None}
+    p = dataclasses.replace(PRESETS[args.preset], **given)
+    if min(p.steps, p.batch) < 1:
+        parser.error("--steps and --batch start at 1")
+    if not args.out.parent.is_dir():  # said now, not after the training
+        parser.error(f"--out: there is no folder {args.out.parent}")
+
+    if p.dtype == jnp.float32:  # a GPU's default is fewer bits, and both curves would wander
+        jax.config.update("jax_default_matmul_precision", "float32")
+
+    training_text, heldout_text = corpus.read_text(args.text)
+    if min(sum(map(len, texts)) for texts in (training_text, heldout_text)) < 16 * p.context:
+        parser.error(f"--text: too few .py files under {args.text} to train on")
+    training, heldout, bytes_of = corpus.tokenize(training_text, heldout_text, p.vocabulary)
+    runs = {name: Training(functions, p, args.seed) for name, functions in LIBRARIES.items()}
+    size = sum(w.size for w in jax.tree.leaves(runs["jaxkern"].params))
+    setting = f"{args.preset}: {size / 1e6:.1f} M parameters, {p.dtype.__name__}, "
+    setting += f"batch {p.batch} × {p.context}, {jax.devices()[0].device_kind}"
+    print(setting)
+    for what, texts, ids in ("training", training_text, training), ("held out", heldout_text, heldout):
+        print(f"{what}: {len(texts)} files, {len(ids) / 1e6:.1f} M tokens", flush=True)
+
+    rng, scales = np.random.default_rng(args.seed), []
+    bar = tqdm(range(p.steps), desc="training", unit="step")
+    for step in bar:
+        starts = rng.integers(len(training) - p.context, size=p.batch)
+        windows = corpus.cut_windows(training, starts, p.context)
+        scales.append(corpus.bits_per_byte(windows, bytes_of))
+        order = list(runs.values())
+        for run in order if step % 2 else reversed(order):  # neither always goes first
+            run.step(windows)
+        bar.set_postfix({name: f"{run.nats[-1] * scales[-1]:.3f}" for name, run in runs.items()})
+
+    curves = {name: np.array(run.nats) * scales for name, run in runs.items()}
+    batches = corpus.even_windows(heldout, p.context, p.batch, p.heldout)
+    scale = corpus.bits_per_byte(batches, bytes_of)
+    bits = {name: run.heldout_nats(batches) * scale for name, run in runs.items()}
+    print(f"\n{'':10}{'held out, bits/byte':>22}{'ms a step':>14}")
+    for name, run in runs.items():
+        print(f"{name:10}{bits[name]:>22.4f}{run.milliseconds():>14.1f}")
+
+    difference = curves["jaxkern"] - curves["jax.nn"]
+    norms = [run.norms[0] for run in runs.values()]
+    checks = {
+        "curves, mean |difference|, bits/byte": (np.abs(difference).mean(), p.curve_bound),
+        "held out, |difference|, bits/byte": (abs(bits["jaxkern"] - bits["jax.nn"]), p.curve_bound),
+        "first gradient's norm, relative": (abs(norms[0] / norms[1] - 1), p.norm_bound),
+    }
+    print()
+    for what, (value, bound) in checks.items():
+        print(f"{what:38}{value:>10.2e}   allowed {bound:g}")
+    draw(args.out, curves, bits, difference, p.curve_bound, setting)
+    agree = all(value <= bound for value, bound in checks.values())  # False for NaN too
+    print(f"figure: {args.out}", "the curves agree" if agree else "THE CURVES DISAGREE", sep="\n")
+    return not agree
+
+
+if __name__ == "__main__":
+    sys.exit(main())

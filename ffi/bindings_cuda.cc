@@ -1,0 +1,10 @@
+// The extension module jaxkern._cuda: hands out the CUDA handlers, nothing more.
+#include "common/bindings.h"
+#include "softmax/softmax_ffi.h"
+
+NB_MODULE(_cuda, m) {
+  m.doc() = "XLA FFI handlers of jaxkern's CUDA kernels.";
+  jaxkern::AddApiVersion(m);
+  m.def("registrations", [] { return jaxkern::Registrations({jaxkern::SoftmaxCudaTargets()}); },
+        "{target name: capsule of its handler}");
+}

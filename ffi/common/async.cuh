@@ -1,0 +1,117 @@
+// Hopper's asynchronous copies and the barriers they complete on (sm_90 and newer): mbarrier,
+// cp.async.bulk from global to shared memory, and the arrival at a barrier of another block of the
+// cluster. Thin wrappers of the PTX instructions; see "Asynchronous copy" in the PTX ISA.
+#pragma once
+
+#include <cstdint>
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define JAXKERN_HAS_BULK_COPY 1
+#endif
+
+namespace jaxkern {
+
+constexpr int kMaxCluster = 16;  // blocks; more than 8 need the kernel's consent
+
+#ifdef JAXKERN_HAS_BULK_COPY
+
+using Barrier = uint64_t;  // an mbarrier object, in shared memory
+
+__device__ __forceinline__ uint32_t SharedAddress(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ void InitBarrier(Barrier* b, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(b)), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to the copy engine and to the other blocks of the cluster; a
+// cluster-wide barrier must still follow before anybody else touches them.
+__device__ __forceinline__ void FenceBarrierInit() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void Arrive(Barrier* b) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(b)) : "memory");
+}
+
+// Arrives and announces bytes that copies are going to bring.
+__device__ __forceinline__ void ArriveExpect(Barrier* b, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(b)), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void Wait(Barrier* b, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}"
+      ::"r"(SharedAddress(b)), "r"(parity) : "memory");
+}
+
+// Copies bytes (a multiple of 16, both addresses aligned to 16) that nobody reads again; completes on
+// the barrier.
+__device__ __forceinline__ void BulkCopyOnce(void* shared, const void* global, uint32_t bytes, Barrier* b) {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+      ::"r"(SharedAddress(shared)), "l"(global), "r"(bytes), "r"(SharedAddress(b)), "l"(policy) : "memory");
+}
+
+__device__ __forceinline__ uint32_t ClusterRank() {
+  uint32_t r;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return r;
+}
+
+__device__ __forceinline__ uint32_t ClusterSize() {
+  uint32_t n;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
+  return n;
+}
+
+// The barrier of all threads of the cluster, in its two halves.
+__device__ __forceinline__ void ArriveCluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+// Announces no more than that this thread has come so far.
+__device__ __forceinline__ void ArriveClusterRelaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void WaitCluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void SyncCluster() {
+  ArriveCluster();
+  WaitCluster();
+}
+
+// The generic address of the same shared object in block `rank`.
+template <class V> __device__ __forceinline__ V* RemoteShared(V* p, uint32_t rank) {
+  uint64_t address;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(reinterpret_cast<uint64_t>(p)), "r"(rank));
+  return reinterpret_cast<V*>(address);
+}
+
+// Writes a value to the same shared object of block `rank`, and its bytes to the count of that
+// block's barrier: whoever waits there sees it. Needs no fence, unlike a store and an arrival, whose
+// release would wait for every global store of this thread.
+template <class V> __device__ __forceinline__ void StoreRemote(V* at, const V& value, Barrier* b, uint32_t rank) {
+  static_assert(sizeof(V) % 8 == 0);
+  uint32_t remote_at, remote_barrier;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_at) : "r"(SharedAddress(at)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_barrier) : "r"(SharedAddress(b)), "r"(rank));
+  const uint64_t* words = reinterpret_cast<const uint64_t*>(&value);
+#pragma unroll
+  for (int i = 0; i < sizeof(V) / 8; ++i) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];"
+                 ::"r"(remote_at + 8 * i), "l"(words[i]), "r"(remote_barrier) : "memory");
+  }
+}
+
+#endif  // JAXKERN_HAS_BULK_COPY
+
+// A barrier among the first `threads` threads of the block (a multiple of 32).
+__device__ __forceinline__ void SyncThreads(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+}  // namespace jaxkern

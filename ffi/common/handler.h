@@ -1,0 +1,73 @@
+// What every XLA FFI handler of this library shares, on the CPU and on CUDA: errors that name the
+// operation, dtypes, the list of targets that a module hands out, and XLA's CPU thread pool as an
+// Executor.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "common/dtype.h"
+#include "common/parallel_for.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxkern {
+
+namespace ffi = xla::ffi;
+
+// A target's name, which is also its primitive's, and the handler behind it.
+struct Target {
+  const char* name;
+  XLA_FFI_Handler* handler;
+};
+using Targets = std::vector<Target>;
+
+// InvalidArgument("jaxkern.softmax", "axis ", 3, " of rank ", 2) says "jaxkern.softmax: axis 3 of rank 2".
+template <class... Parts>
+ffi::Error InvalidArgument(const char* operation, const Parts&... parts) {
+  std::ostringstream message;
+  message << operation << ": ";
+  (message << ... << parts);
+  return ffi::Error::InvalidArgument(message.str());
+}
+
+inline std::optional<DType> ToDType(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::F16: return DType::kF16;
+    case ffi::DataType::BF16: return DType::kBF16;
+    case ffi::DataType::F32: return DType::kF32;
+    case ffi::DataType::F64: return DType::kF64;
+    default: return std::nullopt;
+  }
+}
+
+// "[8,128,64]", for messages.
+inline std::string ShapeString(ffi::Span<const int64_t> dims) {
+  std::string s = "[";
+  for (size_t i = 0; i < dims.size(); ++i) s += (i ? "," : "") + std::to_string(dims[i]);
+  return s + "]";
+}
+
+// The product of dims[first .. last-1].
+inline int64_t Product(ffi::Span<const int64_t> dims, size_t first, size_t last) {
+  int64_t n = 1;
+  for (size_t i = first; i < last; ++i) n *= dims[i];
+  return n;
+}
+
+class XlaExecutor : public Executor {
+ public:
+  explicit XlaExecutor(ffi::ThreadPool pool) : pool_(pool), threads_(pool.num_threads()) {}
+  int64_t Threads() const override { return threads_; }
+  void Schedule(std::function<void()> task) const override { pool_.Schedule(std::move(task)); }
+
+ private:
+  mutable ffi::ThreadPool pool_;  // Schedule() is not const in the older headers
+  int64_t threads_;
+};
+
+}  // namespace jaxkern

@@ -1,0 +1,269 @@
+// Packs: a row is read and written as 16-byte vectors whatever its dtype, and computed on in float
+// (double for double). A pack that sticks out of its row at either end is read and written element
+// by element, so nothing outside a row is ever touched.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "dtype.h"
+
+namespace jaxkern {
+
+template <DType> struct CudaTypeOf;
+template <> struct CudaTypeOf<DType::kF16> { using type = __half; };
+template <> struct CudaTypeOf<DType::kBF16> { using type = __nv_bfloat16; };
+template <> struct CudaTypeOf<DType::kF32> { using type = float; };
+template <> struct CudaTypeOf<DType::kF64> { using type = double; };
+template <DType t> using CudaType = typename CudaTypeOf<t>::type;
+
+// What a T is computed in.
+template <class T> struct ComputeOf { using type = float; };
+template <> struct ComputeOf<double> { using type = double; };
+template <class T> using Compute = typename ComputeOf<T>::type;
+
+// Elements in 16 bytes.
+template <class T> constexpr int kVector = 16 / static_cast<int>(sizeof(T));
+
+// N elements as they lie in memory, in 32-bit words. Never elements: taking a loaded vector apart into
+// 16-bit registers makes the compiler wait for each load before it issues the next.
+template <class T, int N> struct alignas(N * sizeof(T) < 4 ? 4 : N * sizeof(T)) Pack {
+  static constexpr int kWords = (N * sizeof(T) + 3) / 4;
+  uint32_t word[kWords];
+};
+
+__device__ __forceinline__ float ToCompute(float x) { return x; }
+__device__ __forceinline__ double ToCompute(double x) { return x; }
+__device__ __forceinline__ float ToCompute(__half x) { return __half2float(x); }
+__device__ __forceinline__ float ToCompute(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <class T> __device__ __forceinline__ T FromCompute(Compute<T> x) {
+  if constexpr (std::is_same_v<T, __half>) return __float2half_rn(x);
+  else if constexpr (std::is_same_v<T, __nv_bfloat16>) return __float2bfloat16_rn(x);
+  else return x;
+}
+
+// Element i of a pack, by its bits. i is a compile-time constant wherever this is unrolled.
+template <class T, int N> __device__ __forceinline__ void SetElement(Pack<T, N>& pack, int i, T x) {
+  if constexpr (sizeof(T) == 2) {
+    const uint32_t bits = *reinterpret_cast<const uint16_t*>(&x);
+    uint32_t& word = pack.word[i / 2];
+    word = i % 2 ? (word & 0x0000ffffu) | bits << 16 : (word & 0xffff0000u) | bits;
+  } else if constexpr (sizeof(T) == 4) {
+    pack.word[i] = __float_as_uint(x);
+  } else {
+    pack.word[2 * i] = static_cast<uint32_t>(__double2loint(x));
+    pack.word[2 * i + 1] = static_cast<uint32_t>(__double2hiint(x));
+  }
+}
+
+template <class T, int N> __device__ __forceinline__ T Element(const Pack<T, N>& pack, int i) {
+  if constexpr (sizeof(T) == 2) {
+    const uint16_t bits = static_cast<uint16_t>(i % 2 ? pack.word[i / 2] >> 16 : pack.word[i / 2]);
+    T x;
+    *reinterpret_cast<uint16_t*>(&x) = bits;
+    return x;
+  } else if constexpr (sizeof(T) == 4) {
+    return __uint_as_float(pack.word[i]);
+  } else {
+    return __hiloint2double(static_cast<int>(pack.word[2 * i + 1]), static_cast<int>(pack.word[2 * i]));
+  }
+}
+
+template <class T, int N> __device__ __forceinline__ Pack<T, N> Filled(T x) {
+  Pack<T, N> pack = {};
+#pragma unroll
+  for (int i = 0; i < N; ++i) SetElement(pack, i, x);
+  return pack;
+}
+
+template <class T, int N>
+__device__ __forceinline__ void Unpack(const Pack<T, N>& pack, Compute<T> (&out)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {  // a bf16 is the upper half of a float
+      out[i] = __uint_as_float(i % 2 ? pack.word[i / 2] & 0xffff0000u : pack.word[i / 2] << 16);
+    } else {
+      out[i] = ToCompute(Element(pack, i));
+    }
+  }
+}
+
+// Makes the compiler forget what it knows of a pack, so that a later Unpack is done anew instead of
+// its result being kept: N floats take twice the registers of the 16-bit pack.
+template <class T, int N> __device__ __forceinline__ void Forget(Pack<T, N>& pack) {
+#pragma unroll
+  for (int w = 0; w < Pack<T, N>::kWords; ++w) asm volatile("" : "+r"(pack.word[w]));
+}
+
+template <class T, int N>
+__device__ __forceinline__ Pack<T, N> Repack(const Compute<T> (&in)[N]) {
+  Pack<T, N> pack = {};
+  if constexpr (sizeof(T) == 2 && N % 2 == 0) {  // one instruction rounds two
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      if constexpr (std::is_same_v<T, __half>) {
+        const __half2 pair = __floats2half2_rn(in[2 * i], in[2 * i + 1]);
+        pack.word[i] = *reinterpret_cast<const uint32_t*>(&pair);
+      } else {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(in[2 * i], in[2 * i + 1]);
+        pack.word[i] = *reinterpret_cast<const uint32_t*>(&pair);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) SetElement(pack, i, FromCompute<T>(in[i]));
+  }
+  return pack;
+}
+
+// Streaming accesses: each byte is used once, so nothing is worth keeping in L1.
+template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadVector(const T* p) {
+  Pack<T, N> pack = {};
+  if constexpr (N * sizeof(T) == 16) {
+    *reinterpret_cast<uint4*>(pack.word) = __ldcs(reinterpret_cast<const uint4*>(p));
+  } else if constexpr (N * sizeof(T) == 8) {
+    *reinterpret_cast<uint2*>(pack.word) = __ldcs(reinterpret_cast<const uint2*>(p));
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) SetElement(pack, i, p[i]);
+  }
+  return pack;
+}
+
+template <class T, int N> __device__ __forceinline__ void StoreVector(T* p, const Pack<T, N>& pack) {
+  if constexpr (N * sizeof(T) == 16) {
+    __stcs(reinterpret_cast<uint4*>(p), *reinterpret_cast<const uint4*>(pack.word));
+  } else if constexpr (N * sizeof(T) == 8) {
+    __stcs(reinterpret_cast<uint2*>(p), *reinterpret_cast<const uint2*>(pack.word));
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) p[i] = Element(pack, i);
+  }
+}
+
+// The first `bytes` bytes of a 16-byte vector (0 < bytes < 16) in stores of 8, 4 and 2 bytes.
+template <class T, int N> __device__ __forceinline__ void StoreFront(T* p, const Pack<T, N>& pack, int bytes) {
+  char* at = reinterpret_cast<char*>(p);
+  const uint32_t* w = pack.word;
+  const bool eight = bytes & 8, four = bytes & 4;
+  if (eight) *reinterpret_cast<uint2*>(at) = make_uint2(w[0], w[1]);
+  if constexpr (sizeof(T) <= 4) {
+    if (four) *reinterpret_cast<uint32_t*>(at + (bytes & 8)) = eight ? w[2] : w[0];
+  }
+  if constexpr (sizeof(T) == 2) {
+    const uint32_t word = eight ? (four ? w[3] : w[2]) : (four ? w[1] : w[0]);
+    if (bytes & 2) *reinterpret_cast<uint16_t*>(at + (bytes & 12)) = static_cast<uint16_t>(word);
+  }
+}
+
+// The last `bytes` bytes of the vector at p.
+template <class T, int N> __device__ __forceinline__ void StoreBack(T* p, const Pack<T, N>& pack, int bytes) {
+  char* end = reinterpret_cast<char*>(p) + 16;
+  const uint32_t* w = pack.word;
+  const bool eight = bytes & 8, four = bytes & 4;
+  if (eight) *reinterpret_cast<uint2*>(end - 8) = make_uint2(w[2], w[3]);
+  if constexpr (sizeof(T) <= 4) {
+    if (four) *reinterpret_cast<uint32_t*>(end - (bytes & 8) - 4) = eight ? w[1] : w[3];
+  }
+  if constexpr (sizeof(T) == 2) {
+    const uint32_t word = eight ? (four ? w[0] : w[1]) : (four ? w[2] : w[3]);
+    if (bytes & 2) *reinterpret_cast<uint16_t*>(end - (bytes & 12) - 2) = static_cast<uint16_t>(word >> 16);
+  }
+}
+
+// A row of `width` elements seen as aligned packs: pack p holds columns [p * N - shift, ... + N),
+// where shift is how far the row's first element lies behind a boundary of `grain` elements. The
+// grain is 16 bytes or more: a warp whose vectors start on 32 bytes writes whole sectors. All arrays
+// of a call share the shift (the launcher takes N = 1 when they do not); misalignment is the arrays'
+// own, in elements.
+//
+// Packs [head, Count()) hold elements of the row. The first and the last of them may be ragged, that
+// is, belong to the row with some of their elements only. kRagged = false promises that none is, and
+// makes for shorter code.
+template <class T, int N, class Index, bool kRagged = true> struct Row {
+  int64_t base;         // element offset of pack 0; lies before the row by `shift`
+  Index width;
+  int shift;
+  Index head;
+  Index whole_begin;    // packs [whole_begin, whole_end) lie in the row with all their elements
+  Index whole_end;
+
+  __device__ __forceinline__ Row(int64_t first, int64_t row_width, int misalignment, int grain)
+      : width(static_cast<Index>(row_width)) {
+    shift = kRagged ? static_cast<int>(first + misalignment) & (grain - 1) : 0;
+    base = first - shift;
+    head = shift / N;
+    whole_begin = (shift + N - 1) / N;
+    whole_end = (width + shift) / N;
+  }
+  __device__ __forceinline__ Index Count() const { return (width + shift + N - 1) / N; }
+  // Some pack of the row is ragged.
+  __device__ __forceinline__ bool Ragged() const { return kRagged && ((shift | width) & (N - 1)) != 0; }
+  __device__ __forceinline__ bool Whole(Index p) const { return (!kRagged || p >= whole_begin) && p < whole_end; }
+  __device__ __forceinline__ Index Column(Index p) const { return p * N - shift; }
+  __device__ __forceinline__ bool Has(Index column) const { return column >= 0 && column < width; }
+  __device__ __forceinline__ int64_t At(Index p) const { return base + static_cast<int64_t>(p) * N; }
+
+  // Whether all of a ragged pack lies inside the array, so that it can be read as a vector.
+  __device__ __forceinline__ bool Inside(Index p, int64_t array_size) const {
+    return At(p) >= 0 && At(p) + N <= array_size;
+  }
+
+  // Puts `otherwise` into the elements of a ragged pack that are not the row's.
+  __device__ __forceinline__ void Trim(Pack<T, N>& pack, Index p, T otherwise) const {
+    const Pack<T, N> fill = Filled<T, N>(otherwise);
+    // Bytes [from, to) of the pack are the row's.
+    const int from = max(-static_cast<int>(max(Column(p), Index(-N))), 0) * static_cast<int>(sizeof(T));
+    const int to = static_cast<int>(min(width - Column(p), Index(N))) * static_cast<int>(sizeof(T));
+#pragma unroll
+    for (int w = 0; w < Pack<T, N>::kWords; ++w) {
+      const int low = max(from - 4 * w, 0), high = max(4 * w + 4 - to, 0);
+      const uint32_t keep = (low < 4 ? ~0u << (8 * low) : 0u) & (high < 4 ? ~0u >> (8 * high) : 0u);
+      pack.word[w] = (pack.word[w] & keep) | (fill.word[w] & ~keep);
+    }
+  }
+
+  // Any pack, its elements inside the row one by one.
+  __device__ __forceinline__ Pack<T, N> LoadElements(const T* array, Index p, T otherwise) const {
+    Pack<T, N> pack = Filled<T, N>(otherwise);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (Has(Column(p) + i)) SetElement(pack, i, array[At(p) + i]);
+    }
+    return pack;
+  }
+
+  __device__ __forceinline__ Pack<T, N> Load(const T* array, Index p, T otherwise) const {
+    if (Whole(p)) return LoadVector<T, N>(array + At(p));
+    return LoadElements(array, p, otherwise);
+  }
+
+  __device__ __forceinline__ void Store(T* array, Index p, const Pack<T, N>& pack) const {
+    if (Whole(p)) {
+      StoreVector<T, N>(array + At(p), pack);
+    } else if (Ragged()) {
+      StoreRagged(array, p, pack);
+    }
+  }
+
+  // A pack that is not whole; its elements outside the row stay.
+  __device__ __forceinline__ void StoreRagged(T* array, Index p, const Pack<T, N>& pack) const {
+    T* const at = array + At(p);
+    const Index column = Column(p);
+    if (N * sizeof(T) != 16 || (column < 0 && column + N > width)) {  // cut at both ends
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if (Has(column + i)) at[i] = Element(pack, i);
+      }
+    } else if constexpr (N * sizeof(T) == 16) {
+      if (column < 0 && column > -N) StoreBack(at, pack, static_cast<int>(column + N) * static_cast<int>(sizeof(T)));
+      else if (column >= 0 && column < width) StoreFront(at, pack, static_cast<int>(width - column) * static_cast<int>(sizeof(T)));
+    }
+  }
+};
+
+}  // namespace jaxkern

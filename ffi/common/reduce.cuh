@@ -1,0 +1,46 @@
+// Reductions by layer: lanes of a warp, then warps of a block. Each leaves the result in every
+// thread, in an order that depends on nothing but the thread count, so results are reproducible.
+#pragma once
+
+#include <cstdint>
+
+namespace jaxkern {
+
+constexpr int kWarp = 32;
+
+// Folds an array pairwise: short dependency chains, and a rounding error that grows with log(N).
+template <int N, class V, class Combine> __device__ __forceinline__ V Fold(const V (&v)[N], Combine combine) {
+  V level[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) level[i] = v[i];
+#pragma unroll
+  for (int step = 1; step < N; step *= 2) {
+#pragma unroll
+    for (int i = 0; i + step < N; i += 2 * step) level[i] = combine(level[i], level[i + step]);
+  }
+  return level[0];
+}
+
+// Combines over aligned groups of kLanes lanes (a power of two up to 32); all 32 lanes take part.
+template <int kLanes, class V, class Combine>
+__device__ __forceinline__ V ReduceLanes(V v, Combine combine) {
+#pragma unroll
+  for (int lane = kLanes / 2; lane > 0; lane /= 2) v = combine(v, __shfl_xor_sync(0xffffffffu, v, lane));
+  return v;
+}
+
+// Folds one value a warp into one for the block, in the order of the lanes that hold them.
+// `merge` combines over kMaxWarps lanes; `identity` fills up a smaller block. `room` holds one Stat a
+// warp in shared memory. One barrier: a caller that comes again with the same room must place a
+// barrier between.
+template <int kMaxWarps, class Stat, class Sync, class MergeLanes>
+__device__ __forceinline__ Stat ReduceWarps(Stat mine, Stat* room, int warps, Stat identity, Sync sync,
+                                            MergeLanes merge) {
+  const int lane = threadIdx.x % kWarp;
+  if (lane == 0) room[threadIdx.x / kWarp] = mine;
+  sync();
+  const int slot = lane % kMaxWarps;
+  return merge(slot < warps ? room[slot] : identity);
+}
+
+}  // namespace jaxkern

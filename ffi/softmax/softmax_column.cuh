@@ -1,0 +1,158 @@
+// Softmax over an axis that is not the last one: the column tier. Nothing is transposed.
+//
+// A block takes a tile of lanes_x packs of neighbouring columns and all of their `width` rows. Thread
+// (x, y) owns pack x of rows y, y + threads_y, ... ; each of the N columns of a pack has a Stat of
+// its own. The tile is brought to shared memory with asynchronous copies, all in flight at once, and
+// every thread reads back only what it copied itself; a tile too tall for that is read twice.
+// N = 1 serves an inner dimension that is not a multiple of 16 bytes.
+#pragma once
+
+#include "softmax_ops.cuh"
+
+namespace jaxkern {
+
+constexpr int kColumnThreads = 256;
+constexpr int kColumnParts = 4;
+constexpr int kColumnUnroll = 4;  // rows whose exponentials share one rescaling
+
+struct ColumnPlan {
+  int lanes_x;        // power of two up to kColumnThreads
+  bool resident;      // the tile stays in shared memory
+  int64_t tiles;      // blocks along the inner dimension
+  int shared_bytes;
+};
+
+template <int kBytes> __device__ __forceinline__ void CopyAsync(void* shared, const void* global) {
+  static_assert(kBytes == 16);
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+               ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "l"(global) : "memory");
+}
+
+template <class Op, int N, bool kMasked>
+__global__ void __launch_bounds__(kColumnThreads)
+SoftmaxColumn(const __grid_constant__ SoftmaxParams p, const __grid_constant__ ColumnPlan plan) {
+  using T = typename Op::T;
+  using C = typename Op::C;
+  using Stat = typename Op::Stat;
+  using Final = typename Op::Final;
+  using Packed = Pack<T, N>;
+  constexpr int kInputs = Op::kInputs;
+  extern __shared__ __align__(128) char shared_bytes[];
+  // [threads_y][columns] Stats, [columns] merged Stats, then the tile.
+  Stat* const stats = reinterpret_cast<Stat*>(shared_bytes);
+  Stat* const merged = stats + kColumnThreads * N;
+  const int columns = plan.lanes_x * N;
+  Packed* const tile = reinterpret_cast<Packed*>(merged + columns);
+
+  const int x = threadIdx.x % plan.lanes_x, y = threadIdx.x / plan.lanes_x;
+  const int threads_y = kColumnThreads / plan.lanes_x;
+  const int64_t outer = blockIdx.x / plan.tiles;
+  const int64_t column = (blockIdx.x % plan.tiles * plan.lanes_x + x) * N;
+  const bool active = column < p.inner;
+  const int64_t first = outer * p.width * p.inner + column;
+
+  int64_t mask_at[N];
+  if constexpr (kMasked) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      mask_at[j] = p.mask_view.outer_map(outer) + (active ? p.mask_view.inner_map(column + j) : 0);
+    }
+  }
+  auto unmasked = [&](int64_t a, int j) {
+    if constexpr (kMasked) return p.mask[mask_at[j] + a * p.mask_view.axis_stride] != 0;
+    else return true;
+  };
+  auto tile_at = [&](int k, int64_t a) -> Packed& { return tile[(k * p.width + a) * plan.lanes_x + x]; };
+  auto global_at = [&](int k, int64_t a) { return static_cast<const T*>(p.input[k]) + first + a * p.inner; };
+  auto load = [&](int k, int64_t a) {
+    if (plan.resident) return tile_at(k, a);
+    return LoadVector<T, N>(global_at(k, a));
+  };
+
+  if (plan.resident && active) {
+    for (int64_t a = y; a < p.width; a += threads_y) {
+#pragma unroll
+      for (int k = 0; k < kInputs; ++k) {
+        if constexpr (sizeof(Packed) == 16) CopyAsync<16>(&tile_at(k, a), global_at(k, a));
+        else tile_at(k, a) = LoadVector<T, N>(global_at(k, a));
+      }
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+  }
+
+  Stat stat[N];
+#pragma unroll
+  for (int j = 0; j < N; ++j) stat[j] = Op::Identity();
+  if (active) {
+    for (int64_t a0 = y; a0 < p.width; a0 += kColumnUnroll * threads_y) {
+      Packed raw[kColumnUnroll][kInputs];
+#pragma unroll
+      for (int u = 0; u < kColumnUnroll; ++u) {
+        const int64_t a = a0 + u * threads_y;
+#pragma unroll
+        for (int k = 0; k < kInputs; ++k) {
+          if (a < p.width) raw[u][k] = load(k, a);
+        }
+      }
+      C values[kColumnUnroll][kInputs][N];
+#pragma unroll
+      for (int u = 0; u < kColumnUnroll; ++u)
+#pragma unroll
+        for (int k = 0; k < kInputs; ++k) Unpack(raw[u][k], values[u][k]);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        C v[kInputs][kColumnUnroll];
+#pragma unroll
+        for (int u = 0; u < kColumnUnroll; ++u) {
+          const int64_t a = a0 + u * threads_y;
+          const bool in = a < p.width && unmasked(a, j);
+#pragma unroll
+          for (int k = 0; k < kInputs; ++k) v[k][u] = in ? values[u][k][j] : Op::Neutral(k);
+        }
+        Op::Accumulate(stat[j], v);
+      }
+    }
+  }
+
+  if (threads_y > 1) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) stats[y * columns + x * N + j] = stat[j];
+    __syncthreads();
+    // kColumnParts neighbouring lanes merge a column.
+    const int part = threadIdx.x % kColumnParts;
+    for (int c0 = 0; c0 < columns; c0 += kColumnThreads / kColumnParts) {
+      const int c = c0 + threadIdx.x / kColumnParts;
+      Stat all = Op::Identity();
+      if (c < columns) {
+        for (int row = part; row < threads_y; row += kColumnParts) all = Op::Merge(all, stats[row * columns + c]);
+      }
+      all = Op::template MergeLanes<kColumnParts>(all);
+      if (part == 0 && c < columns) merged[c] = all;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < N; ++j) stat[j] = merged[x * N + j];
+  }
+  if (!active) return;
+
+  Final final[N];
+#pragma unroll
+  for (int j = 0; j < N; ++j) final[j] = Op::Finish(stat[j]);
+#pragma unroll 2
+  for (int64_t a = y; a < p.width; a += threads_y) {
+    C values[kInputs][N], out[N];
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k) Unpack(load(k, a), values[k]);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      C v[kInputs][1], o[1];
+#pragma unroll
+      for (int k = 0; k < kInputs; ++k) v[k][0] = values[k][j];
+      Op::Map(v, final[j], o);
+      out[j] = unmasked(a, j) ? o[0] : Op::Masked();
+    }
+    StoreVector<T, N>(static_cast<T*>(p.out) + first + a * p.inner, Repack<T, N>(out));
+  }
+}
+
+}  // namespace jaxkern

@@ -1,0 +1,58 @@
+// Dispatch of the softmax family to a tier and a dtype.
+#include "softmax_cuda.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace jaxkern {
+
+template <class T>
+cudaError_t LaunchSoftmax(const SoftmaxArgs&, const SoftmaxProblem&, SoftmaxTier, const Device&, cudaStream_t);
+
+namespace {
+
+int Misalignment(const void* p) { return static_cast<int>(reinterpret_cast<uintptr_t>(p) % 128); }
+
+SoftmaxProblem Describe(const SoftmaxArgs& a) {
+  SoftmaxProblem p;
+  p.rows = a.outer;
+  p.width = a.width;
+  p.inner = a.inner;
+  p.dtype = a.dtype;
+  p.backward = a.backward;
+  p.scratch_bytes = a.scratch_bytes;
+  p.misalignment = Misalignment(a.a);
+  const auto alike = [&](const void* other) { return (Misalignment(other) - p.misalignment) % 16 == 0; };
+  p.aligned_alike = alike(a.out) && (!a.backward || alike(a.b));
+  p.masked = a.mask != nullptr;
+  return p;
+}
+
+SoftmaxTier Resolve(const SoftmaxArgs& args, const SoftmaxProblem& problem, const Device& device) {
+  const DeviceTraits traits = {device.sm_count, device.compute_capability, device.shared_memory};
+  if (args.tier == SoftmaxTier::kAuto) return ChooseSoftmaxTier(problem, traits);
+  return SoftmaxTierFits(args.tier, problem, traits) ? args.tier : SoftmaxTier::kAuto;
+}
+
+}  // namespace
+
+SoftmaxTier ResolveSoftmaxTier(const SoftmaxArgs& args, const Device& device) {
+  return Resolve(args, Describe(args), device);
+}
+
+cudaError_t SoftmaxCuda(const SoftmaxArgs& args, const Device& device, cudaStream_t stream) {
+  if (args.outer == 0 || args.width == 0 || args.inner == 0) return cudaSuccess;
+  if (device.error != cudaSuccess) return device.error;
+  const SoftmaxProblem problem = Describe(args);
+  const SoftmaxTier tier = Resolve(args, problem, device);
+  if (tier == SoftmaxTier::kAuto) return cudaErrorInvalidConfiguration;
+  switch (args.dtype) {
+    case DType::kF16: return LaunchSoftmax<__half>(args, problem, tier, device, stream);
+    case DType::kBF16: return LaunchSoftmax<__nv_bfloat16>(args, problem, tier, device, stream);
+    case DType::kF32: return LaunchSoftmax<float>(args, problem, tier, device, stream);
+    case DType::kF64: return LaunchSoftmax<double>(args, problem, tier, device, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace jaxkern

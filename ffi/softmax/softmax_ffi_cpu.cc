@@ -1,0 +1,39 @@
+// The XLA FFI handlers of the softmax family on the CPU.
+#include "softmax/softmax_cpu.h"
+#include "softmax/softmax_ffi.h"
+
+namespace jaxkern {
+namespace {
+
+template <bool kLog, bool kBackward>
+ffi::Error Run(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t axis,
+               std::string_view tier) {
+  SoftmaxArgs args;
+  if (ffi::Error e = DecodeSoftmax(kLog, kBackward, operands, results, axis, tier, &args); e.failure()) return e;
+  SoftmaxCpu(args, XlaExecutor(pool));
+  return ffi::Error::Success();
+}
+
+template <bool kLog, bool kBackward>
+XLA_FFI_Error* Handler(XLA_FFI_CallFrame* frame) {
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::ThreadPool>()
+                             .RemainingArgs()
+                             .RemainingRets()
+                             .Attr<int64_t>("axis")
+                             .Attr<std::string_view>("tier")
+                             .To(Run<kLog, kBackward>)
+                             .release();
+  return handler->Call(frame);
+}
+
+}  // namespace
+
+Targets SoftmaxCpuTargets() {
+  return {{"jaxkern_softmax", Handler<false, false>},
+          {"jaxkern_log_softmax", Handler<true, false>},
+          {"jaxkern_softmax_grad", Handler<false, true>},
+          {"jaxkern_log_softmax_grad", Handler<true, true>}};
+}
+
+}  // namespace jaxkern

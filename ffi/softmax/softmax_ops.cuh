@@ -1,0 +1,460 @@
+// What the kernels of the softmax family compute, apart from how they read and write: one struct
+// for the forward pass and one for the gradient, used by every tier.
+//
+// An Op works on packs of its kInputs operands (forward: x; gradient: y and g), already converted
+// to the compute type:
+//     Accumulate   folds a pack into a Stat (a thread's share of a row)
+//     Merge        combines two Stats
+//     Finish       Stat of the whole row -> what Map needs
+//     Map          a pack and the Final -> the output pack
+//     Tile         a thread's packs of one row held in registers: Set all (changed: by the mask),
+//                  Reduce, Localize the row's Final, Get each
+// A masked element enters as Neutral() and leaves as Masked(), which Map sees to by itself when the
+// Final is Regular().
+#pragma once
+
+#include "../common/broadcast.h"
+#include "../common/pack.cuh"
+#include "../common/reduce.cuh"
+
+namespace jaxkern {
+
+struct SoftmaxParams {  // what every kernel reads comes first, and shares its cache lines
+  const void* input[2];
+  void* out;
+  int64_t rows;      // outer
+  int64_t width;
+  int misalignment;  // of the arrays from 128 bytes, in elements
+  int grain;         // see Row
+  int64_t inner;
+  const uint8_t* mask;
+  BroadcastView mask_view;
+};
+
+template <class C> __device__ __forceinline__ C Infinity() { return static_cast<C>(INFINITY); }
+__device__ __forceinline__ float Max(float a, float b) { return fmaxf(a, b); }
+__device__ __forceinline__ double Max(double a, double b) { return fmax(a, b); }
+
+struct MaxOf {
+  template <class C> __device__ __forceinline__ C operator()(C a, C b) const { return Max(a, b); }
+};
+struct SumOf {
+  template <class C> __device__ __forceinline__ C operator()(C a, C b) const { return a + b; }
+};
+
+__device__ __forceinline__ float Exp2Approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+constexpr float kLog2E = 1.44269504088896340736f;
+constexpr float kLn2 = 0.693147180559945309417f;
+
+// e^(x - base) for x <= base, to the accuracy that T's output can show.
+//
+// float16: 2^(x * log2(e) - round(base * log2(e))), one instruction less. The rounding of the second
+// product scales every term of a row alike, so it cancels in softmax; log_softmax takes it back
+// (Forward::Finish). bfloat16 has values whose product with log2(e) overflows.
+// float: what the product d * log2(e) loses by rounding is put back as e^high * (1 + low), which
+// leaves the error of ex2.approx alone (2 ulp).
+template <class T> __device__ __forceinline__ Compute<T> ExpDifference(Compute<T> x, Compute<T> base) {
+  if constexpr (sizeof(T) == 8) {
+    return exp(x - base);
+  } else if constexpr (sizeof(T) == 4) {
+    float d;  // -inf would make the low part NaN; NaN itself passes
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(x - base), "f"(-104.0f));
+    const float high = __fmul_rn(d, kLog2E);
+    const float low = fmaf(high, -kLn2, d);
+    const float power = Exp2Approx(high);
+    return fmaf(power, low, power);
+  } else if constexpr (std::is_same_v<T, __half>) {
+    return Exp2Approx(fmaf(x, kLog2E, -__fmul_rn(base, kLog2E)));
+  } else {
+    return Exp2Approx((x - base) * kLog2E);
+  }
+}
+
+// The factor that takes a sum relative to `from` to one relative to `to`.
+template <class T> __device__ __forceinline__ Compute<T> Rescale(Compute<T> from, Compute<T> to) {
+  if constexpr (std::is_same_v<T, __half>) return Exp2Approx(__fmul_rn(from, kLog2E) - __fmul_rn(to, kLog2E));
+  else return ExpDifference<T>(from, to);
+}
+
+// The maximum of a row without participants is -inf; 0 in its place keeps -inf - -inf out.
+template <class C> __device__ __forceinline__ C Base(C max) { return max == -Infinity<C>() ? C(0) : max; }
+
+template <class T_, bool kLog> struct Forward {
+  using T = T_;
+  using C = Compute<T>;
+  static constexpr int kInputs = 1;
+
+  struct Stat {
+    C max, sum;  // sum of e^(x - max)
+  };
+  struct Final {
+    C max;
+    C norm;         // log: the logarithm of the sum
+    C inverse;      // 1 / sum
+    C inverse_low;  // float, double: what inverse lacks
+  };
+
+  static __device__ __forceinline__ Stat Identity() { return {-Infinity<C>(), C(0)}; }
+  static __device__ __forceinline__ C Neutral(int) { return -Infinity<C>(); }
+  static __device__ __forceinline__ C Masked() { return kLog ? -Infinity<C>() : C(0); }
+
+  // Both maxima may be -inf, when neither side has met a participant.
+  static __device__ __forceinline__ Stat Merge(Stat a, Stat b) {
+    const C max = Max(a.max, b.max), base = Base(max);
+    return {max, a.sum * Rescale<T>(a.max, base) + b.sum * Rescale<T>(b.max, base)};
+  }
+
+  // The same over aligned groups of kLanes lanes, with fewer exponentials.
+  template <int kLanes> static __device__ __forceinline__ Stat MergeLanes(Stat stat) {
+    const C max = ReduceLanes<kLanes>(stat.max, MaxOf());
+    return {max, ReduceLanes<kLanes>(stat.sum * Rescale<T>(stat.max, Base(max)), SumOf())};
+  }
+
+  template <int N> static __device__ __forceinline__ void Accumulate(Stat& stat, const C (&v)[1][N]) {
+    const C max = Max(stat.max, Fold(v[0], MaxOf()));
+    const C base = Base(max);
+    C e[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) e[j] = ExpDifference<T>(v[0][j], base);
+    stat = {max, stat.sum * Rescale<T>(stat.max, base) + Fold(e, SumOf())};
+  }
+
+  static __device__ __forceinline__ Final Finish(Stat stat) {
+    Final f;
+    f.max = Base(stat.max);
+    const bool empty = stat.sum == C(0);
+    if constexpr (kLog) {
+      if constexpr (sizeof(T) == 8) f.norm = log(stat.sum);
+      else f.norm = logf(stat.sum);
+      if constexpr (std::is_same_v<T, __half>) {  // see ExpDifference
+        const float scaled = __fmul_rn(f.max, kLog2E);
+        f.norm -= fmaf(f.max, kLog2E, -scaled) * kLn2;
+      }
+      if (empty) f.norm = 0;
+      f.inverse = f.inverse_low = 0;
+    } else {
+      f.norm = 0;
+      f.inverse = empty ? C(0) : Reciprocal(stat.sum);
+      f.inverse_low = sizeof(T) == 2 ? C(0) : f.inverse * fma(-stat.sum, f.inverse, C(1));
+    }
+    return f;
+  }
+
+  static __device__ __forceinline__ C Reciprocal(C sum) {
+    if constexpr (sizeof(T) == 8) return 1.0 / sum;
+    else return __frcp_rn(sum);
+  }
+
+  // exp / sum, beyond 16 bit to the accuracy of a division.
+  static __device__ __forceinline__ C Divide(C e, const Final& f) {
+    if constexpr (sizeof(T) == 2) return e * f.inverse;
+    else return fma(e, f.inverse, e * f.inverse_low);
+  }
+
+  template <int N>
+  static __device__ __forceinline__ void Map(const C (&v)[1][N], const Final& f, C (&out)[N]) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      if constexpr (kLog) out[j] = (v[0][j] - f.max) - f.norm;
+      else out[j] = Divide(ExpDifference<T>(v[0][j], f.max), f);
+    }
+  }
+
+  // Nothing in the row was NaN or +inf.
+  static __device__ __forceinline__ bool Regular(const Final& f) {
+    return f.max < Infinity<C>() && (kLog ? f.norm == f.norm : f.inverse == f.inverse);
+  }
+
+  // Holds e^(x - max of the warp) (log: x), so that each exponential is taken once.
+  template <int kPacks, int N> struct Tile {
+    C held[kPacks][N];
+    C local_max;
+
+    __device__ __forceinline__ void Set(int i, const C (&v)[1][N], const Pack<T, N>*, bool) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) held[i][j] = v[0][j];
+    }
+    // Reduces over aligned groups of kLanes lanes. `widen` may replace their maximum by that of a
+    // wider group.
+    template <int kLanes, class Widen> __device__ __forceinline__ Stat Reduce(Widen widen) {
+      C of_pack[kPacks];
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) of_pack[i] = Fold(held[i], MaxOf());
+      local_max = widen(ReduceLanes<kLanes>(Fold(of_pack, MaxOf()), MaxOf()));
+      const C base = Base(local_max);
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        C e[N];
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          e[j] = ExpDifference<T>(held[i][j], base);
+          if constexpr (!kLog) held[i][j] = e[j];
+        }
+        of_pack[i] = Fold(e, SumOf());
+      }
+      return {local_max, ReduceLanes<kLanes>(Fold(of_pack, SumOf()), SumOf())};
+    }
+    // The Final of a row in which other warps have a part: what is held is relative to this warp's
+    // own maximum.
+    __device__ __forceinline__ Final Localize(Final f) const {
+      // A warp of nothing but -inf holds zeros; its factor must not make them NaN.
+      const C rescale = local_max == -Infinity<C>() ? C(0) : Rescale<T>(local_max, f.max);
+      f.inverse *= rescale;
+      f.inverse_low *= rescale;
+      return f;
+    }
+    __device__ __forceinline__ void Get(int i, const Final& f, C (&out)[N]) const {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        if constexpr (kLog) out[j] = (held[i][j] - f.max) - f.norm;
+        else out[j] = Divide(held[i][j], f);
+      }
+    }
+  };
+};
+
+template <class T_, bool kLog> struct Backward {
+  using T = T_;
+  using C = Compute<T>;
+  static constexpr int kInputs = 2;  // y, g
+
+  struct Stat {
+    C sum;      // sum y * g; log: sum g
+    int alive;  // log: some y is not -inf
+  };
+  using Final = Stat;
+
+  static __device__ __forceinline__ Stat Identity() { return {C(0), 0}; }
+  static __device__ __forceinline__ C Neutral(int k) { return kLog && k == 0 ? -Infinity<C>() : C(0); }
+  static __device__ __forceinline__ C Masked() { return 0; }
+  static __device__ __forceinline__ Stat Merge(Stat a, Stat b) { return {a.sum + b.sum, a.alive | b.alive}; }
+  static __device__ __forceinline__ Final Finish(Stat stat) { return stat; }
+  template <int kLanes> static __device__ __forceinline__ Stat MergeLanes(Stat stat) {
+    stat.sum = ReduceLanes<kLanes>(stat.sum, SumOf());
+    if constexpr (kLog) stat.alive = ReduceLanes<kLanes>(stat.alive, [](int a, int b) { return a | b; });
+    return stat;
+  }
+
+  template <int N> static __device__ __forceinline__ void Accumulate(Stat& stat, const C (&v)[2][N]) {
+    C term[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      if constexpr (kLog) {
+        term[j] = v[1][j];
+        stat.alive |= !(v[0][j] == -Infinity<C>());
+      } else {
+        term[j] = v[0][j] * v[1][j];
+      }
+    }
+    stat.sum += Fold(term, SumOf());
+  }
+
+  template <int N>
+  static __device__ __forceinline__ void Map(const C (&v)[2][N], const Final& f, C (&out)[N]) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      if constexpr (kLog) out[j] = f.alive ? v[1][j] - ExpDifference<T>(v[0][j], C(0)) * f.sum : C(0);
+      else out[j] = v[0][j] * (v[1][j] - f.sum);
+    }
+  }
+
+  static __device__ __forceinline__ bool Regular(const Final& f) { return f.sum - f.sum == C(0); }
+
+  // Holds the packs as they were read: two inputs in float would be too many registers.
+  template <int kPacks, int N> struct Tile {
+    Pack<T, N> held[kPacks][2];
+    Stat stat = Identity();
+
+    __device__ __forceinline__ void Set(int i, const C (&v)[2][N], const Pack<T, N>* raw, bool changed) {
+      held[i][0] = changed ? Repack<T, N>(v[0]) : raw[0];
+      held[i][1] = changed ? Repack<T, N>(v[1]) : raw[1];
+      Accumulate(stat, v);
+      Forget(held[i][0]);
+      Forget(held[i][1]);
+    }
+    template <int kLanes, class Widen> __device__ __forceinline__ Stat Reduce(Widen) {
+      return MergeLanes<kLanes>(stat);
+    }
+    __device__ __forceinline__ Final Localize(Final f) const { return f; }
+    __device__ __forceinline__ void Get(int i, const Final& f, C (&out)[N]) const {
+      C v[2][N];
+      Unpack(held[i][0], v[0]);
+      Unpack(held[i][1], v[1]);
+      Map(v, f, out);
+    }
+  };
+};
+
+// Over the block, from one Stat a warp (the same in all its lanes) to one in every thread.
+template <class Op>
+__device__ __forceinline__ typename Op::Stat ReduceBlock(typename Op::Stat stat, typename Op::Stat* room) {
+  constexpr int kMaxWarps = 16;
+  return ReduceWarps<kMaxWarps>(stat, room, blockDim.x / kWarp, Op::Identity(), [] { __syncthreads(); },
+                                [](typename Op::Stat s) { return Op::template MergeLanes<kMaxWarps>(s); });
+}
+
+// The mask bytes of a pack, as they lie in memory.
+template <int N> struct MaskPack {
+  uint32_t word[(N + 3) / 4];
+  __device__ __forceinline__ bool operator[](int i) const { return (word[i / 4] >> (i % 4 * 8)) & 0xff; }
+};
+
+// One row's packs as an Op's inputs, mask applied. kMasked = false costs nothing.
+template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struct SoftmaxRow {
+  using T = typename Op::T;
+  using C = typename Op::C;
+  static constexpr int kPack = N;
+  Row<T, N, Index, kRagged> span;
+  const T* input[Op::kInputs];
+  int64_t array_size;
+  const uint8_t* mask_row;
+  int64_t mask_stride;
+  bool mask_vector;  // a whole pack's mask bytes can be read at once
+
+  struct Raw {
+    Pack<T, N> data[Op::kInputs];
+    MaskPack<N> mask;
+  };
+
+  // A row at or beyond the end has no elements: every load gives neutral ones.
+  __device__ __forceinline__ SoftmaxRow(const SoftmaxParams& p, int64_t row)
+      : span(row * p.width, row < p.rows ? p.width : 0, p.misalignment, p.grain), array_size(p.rows * p.width) {
+#pragma unroll
+    for (int k = 0; k < Op::kInputs; ++k) input[k] = static_cast<const T*>(p.input[k]);
+    if constexpr (kMasked) {
+      mask_row = p.mask + p.mask_view.outer_map(row);
+      mask_stride = p.mask_view.axis_stride;
+      mask_vector = mask_stride == 1 && (reinterpret_cast<uintptr_t>(mask_row) - span.shift) % N == 0;
+    }
+  }
+
+  static __device__ __forceinline__ T Otherwise(int k) { return FromCompute<T>(Op::Neutral(k)); }
+
+  __device__ __forceinline__ MaskPack<N> LoadMask(Index p) const {
+    MaskPack<N> mask = {};
+    const Index column = span.Column(p);
+    if (mask_vector && span.Whole(p)) {
+      const uint8_t* at = mask_row + column;
+      if constexpr (N == 8) *reinterpret_cast<uint2*>(mask.word) = *reinterpret_cast<const uint2*>(at);
+      else if constexpr (N == 4) mask.word[0] = *reinterpret_cast<const uint32_t*>(at);
+      else if constexpr (N == 2) mask.word[0] = *reinterpret_cast<const uint16_t*>(at);
+      else mask.word[0] = *at;
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        if (span.Has(column + j)) mask.word[j / 4] |= uint32_t{mask_row[(column + j) * mask_stride]} << (j % 4 * 8);
+      }
+    }
+    return mask;
+  }
+
+  __device__ __forceinline__ Raw Load(Index p) const {
+    Raw raw;
+#pragma unroll
+    for (int k = 0; k < Op::kInputs; ++k) raw.data[k] = span.Load(input[k], p, Otherwise(k));
+    if constexpr (kMasked) raw.mask = LoadMask(p);
+    return raw;
+  }
+
+  // Packs first, first + step, ... , all loads in flight at once. Ragged packs are read as vectors too,
+  // and trimmed when they have arrived; only at the very ends of the array are elements read one by
+  // one. `step` is at least the grain in packs, so a ragged head can only be the thread's pack 0.
+  template <int kPacks> __device__ __forceinline__ void LoadAll(Raw (&raw)[kPacks], Index first, Index step) const {
+    const Index last = span.Count() - 1;
+    const Index begin = !kRagged ? 0 : span.head + (span.shift % N != 0 && !span.Inside(span.head, array_size));
+    const Index end = !kRagged ? span.whole_end
+                               : last + 1 - (last >= span.whole_end && !span.Inside(last, array_size));
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      const Index p = first + i * step;
+#pragma unroll
+      for (int k = 0; k < Op::kInputs; ++k) {
+        raw[i].data[k] = Filled<T, N>(Otherwise(k));
+        if ((!kRagged || p >= begin) && p < end) raw[i].data[k] = LoadVector<T, N>(input[k] + span.At(p));
+      }
+      if constexpr (kMasked) raw[i].mask = LoadMask(p);
+    }
+    if (!span.Ragged()) return;
+    const int tail = last >= first ? static_cast<int>((last - first) / step) : -1;
+    const bool has_tail = !span.Whole(last) && first + tail * step == last;
+    const bool has_head = first == span.head && !span.Whole(first) && first != last;
+#pragma unroll
+    for (int k = 0; k < Op::kInputs; ++k) {
+      if (has_head) {
+        if (first >= begin) span.Trim(raw[0].data[k], first, Otherwise(k));
+        else raw[0].data[k] = span.LoadElements(input[k], first, Otherwise(k));
+      }
+      if (has_tail) {
+        Pack<T, N> pack = raw[0].data[k];
+#pragma unroll
+        for (int i = 1; i < kPacks; ++i) {
+          if (i == tail) pack = raw[i].data[k];
+        }
+        if (last >= begin && last < end) span.Trim(pack, last, Otherwise(k));
+        else pack = span.LoadElements(input[k], last, Otherwise(k));
+#pragma unroll
+        for (int i = 0; i < kPacks; ++i) {
+          if (i == tail) raw[i].data[k] = pack;
+        }
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void Values(const Raw& raw, C (&v)[Op::kInputs][N]) {
+#pragma unroll
+    for (int k = 0; k < Op::kInputs; ++k) {
+      Unpack(raw.data[k], v[k]);
+      if constexpr (kMasked) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          if (!raw.mask[j]) v[k][j] = Op::Neutral(k);
+        }
+      }
+    }
+  }
+
+  // A neutral element maps to Masked() by itself, unless the row has met NaN or infinity.
+  static __device__ __forceinline__ Pack<T, N> Result(C (&v)[N], const typename Op::Final& final,
+                                                      const MaskPack<N>& mask) {
+    if constexpr (kMasked) {
+      if (!Op::Regular(final)) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          if (!mask[j]) v[j] = Op::Masked();
+        }
+      }
+    }
+    return Repack<T, N>(v);
+  }
+  __device__ __forceinline__ void Store(T* out, Index p, C (&v)[N], const typename Op::Final& final,
+                                        const MaskPack<N>& mask) const {
+    span.Store(out, p, Result(v, final, mask));
+  }
+  // The packs that LoadAll took, once their values are final: whole ones, then the ragged.
+  template <int kPacks>
+  __device__ __forceinline__ void StoreAll(T* out, const Pack<T, N> (&pack)[kPacks], Index first, Index step) const {
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      const Index p = first + i * step;
+      if (span.Whole(p)) StoreVector<T, N>(out + span.At(p), pack[i]);
+    }
+    if (!span.Ragged()) return;
+    const Index last = span.Count() - 1;
+    if (first == span.head && !span.Whole(first)) span.StoreRagged(out, first, pack[0]);
+    if (last > span.head && last >= first && !span.Whole(last) && (last - first) % step == 0) {
+      Pack<T, N> tail = pack[0];
+#pragma unroll
+      for (int i = 1; i < kPacks; ++i) {
+        if (first + i * step == last) tail = pack[i];
+      }
+      span.StoreRagged(out, last, tail);
+    }
+  }
+};
+
+}  // namespace jaxkern

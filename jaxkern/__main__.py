@@ -1,0 +1,159 @@
+"""`python -m jaxkern`: what is loaded here, whether it is right, and how fast it is.
+
+Exits with 1 when a module that belongs on this machine is not loaded or a result is wrong.
+"""
+
+import pathlib
+import platform
+import re
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import jaxlib.version
+import numpy as np
+
+import jaxkern
+from jaxkern import _compat, _registry
+
+OPERATIONS = ("softmax", "log_softmax")
+# Shape, axis and mask shape: a row of packs, an odd one under a broadcast mask, an axis in the middle.
+PROBLEMS = (((64, 1024), -1, None), ((4, 16, 1003), -1, (4, 1, 1003)), ((8, 200, 12), 1, None))
+# What rounding explains, in epsilons of the dtype times the largest element: half of one where the
+# arithmetic is wider than the result, some more where it is not.
+TOLERANCE = {"float16": 1.0, "bfloat16": 1.0, "float32": 8.0, "float64": 8.0}
+
+
+def driver_version() -> str:
+    try:
+        text = pathlib.Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return "none"
+    found = re.search(r"(\d+\.\d+(\.\d+)?)", text)
+    return found[1] if found else text.splitlines()[0]
+
+
+def show_versions() -> None:
+    api = _compat.ffi_api_version()
+    for name, value in (
+            ("jaxkern", jaxkern.__version__),
+            ("python", f"{platform.python_version()} on {platform.platform()}"),
+            ("jax", jax.__version__),
+            ("jaxlib", f"{jaxlib.version.__version__}, XLA FFI {'.'.join(map(str, api)) if api else 'unknown'}"),
+            ("NVIDIA driver", driver_version()),
+            ("devices", ", ".join(d.device_kind for d in jax.devices()))):
+        print(f"{name:14} {value}")
+
+
+def show_modules() -> bool:
+    """Prints what loaded; True unless a module that this machine needs did not."""
+    good = True
+    for name, module in _registry.status.items():
+        if module.module is not None:
+            built = ".".join(map(str, module.module.api_version))
+            print(f"{name + ' kernels':14} loaded, built for XLA FFI {built}")
+        else:
+            print(f"{name + ' kernels':14} not loaded: {module.reason}")
+            good &= name == "cuda" and not _registry.gpu_present()
+    return good
+
+
+def expected(operation, x, mask, axis):
+    """The operation by numpy, in float64 or wider."""
+    x = np.where(mask, x.astype(np.longdouble), -np.inf)
+    shifted = x - x.max(axis, keepdims=True)
+    total = np.exp(shifted).sum(axis, keepdims=True)
+    return np.exp(shifted) / total if operation == "softmax" else shifted - np.log(total)
+
+
+def expected_gradient(operation, y, g, mask, axis):
+    """The gradient from the result `y` and its cotangent `g`, likewise."""
+    y, g = y.astype(np.longdouble), np.where(mask, g.astype(np.longdouble), 0)
+    if operation == "softmax":
+        return y * (g - (y * g).sum(axis, keepdims=True))
+    return np.where(mask, g - np.exp(y) * g.sum(axis, keepdims=True), 0)
+
+
+def epsilons(found, wanted, dtype) -> float:
+    """The largest error in epsilons of `dtype` times the largest element; NaN anywhere is infinite."""
+    found, finite = found.astype(np.longdouble), np.isfinite(wanted)
+    if not np.array_equal(found[~finite], wanted[~finite]) or not np.isfinite(found[finite]).all():
+        return np.inf
+    scale = float(jnp.finfo(dtype).eps) * np.abs(wanted[finite]).max()
+    return float(np.abs(found[finite] - wanted[finite]).max() / scale)
+
+
+def check(operation, dtype) -> tuple[float, float]:
+    """The worst error of the operation and of its gradient over all problems."""
+    f, worst, rng = getattr(jaxkern, operation), [0.0, 0.0], np.random.default_rng(0)
+    for shape, axis, mask_shape in PROBLEMS:
+        x, g = (jnp.asarray(rng.normal(0, 3, shape), dtype) for _ in range(2))
+        mask = None if mask_shape is None else jnp.asarray(rng.random(mask_shape) < 0.8)
+        y, pull = jax.vjp(jax.jit(lambda x: f(x, axis, mask)), x)
+        (dx,) = pull(g)
+        x, g, y, dx = map(np.asarray, (x, g, y, dx))
+        mask = np.ones((), bool) if mask is None else np.asarray(mask)
+        worst[0] = max(worst[0], epsilons(y, expected(operation, x, mask, axis), dtype))
+        worst[1] = max(worst[1], epsilons(dx, expected_gradient(operation, y, g, mask, axis), dtype))
+    return tuple(worst)
+
+
+def show_checks() -> bool:
+    limits = ", ".join(f"{limit:g} for {dtype}" for dtype, limit in TOLERANCE.items())
+    print(f"\nlargest error against float64, in epsilons of the dtype; right is up to {limits}")
+    print(f"{'':14}" + "".join(f"{d:>22}" for d in TOLERANCE) + "\n" + f"{'':14}" + f"{'forward':>11}{'gradient':>11}" * len(TOLERANCE))
+    good = True
+    for operation in OPERATIONS:
+        with _compat.enable_x64():
+            errors = [(e, e <= limit) for dtype, limit in TOLERANCE.items() for e in check(operation, dtype)]
+        good &= all(right for _, right in errors)
+        print(f"{operation:14}" + "".join(f"{e:10.2f}{' ' if right else '!'}" for e, right in errors))
+    if not good:
+        print("WRONG: the errors marked ! are larger than rounding explains")
+    return good
+
+
+def seconds(f, *args) -> float:
+    """Time of a call: the best of five batches, each long enough to hide the dispatch."""
+    jax.block_until_ready(f(*args))
+    calls, best = 20 if jax.default_backend() == "gpu" else 3, np.inf
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(calls):
+            out = f(*args)
+        jax.block_until_ready(out)
+        best = min(best, (time.perf_counter() - start) / calls)
+    return best
+
+
+def show_speed() -> None:
+    # Larger than the caches, so that the copy is one of memory.
+    rows = 65536 if jax.default_backend() == "gpu" else 8192
+    print(f"\nmilliseconds a call on {jax.devices()[0].device_kind}, [{rows}, 2048]; the gradient reads two arrays")
+    print(f"{'':14}{'dtype':>10}{'jaxkern':>10}{'XLA':>10}{'copy':>10}")
+    for dtype in ("float32", "bfloat16"):
+        x = jax.random.normal(jax.random.key(0), (rows, 2048), dtype)
+        copy = seconds(jax.jit(jnp.copy), x)
+        for operation in OPERATIONS:
+            ours, theirs = (getattr(m, operation) for m in (jaxkern, jax.nn))
+            rows_of_table = [("", seconds(jax.jit(ours), x), seconds(jax.jit(theirs), x))]
+            # What the backward pass keeps is an argument, and no constant of the program.
+            pull = jax.jit(lambda pull, g: pull(g))
+            kept = [jax.vjp(f, x)[1] for f in (ours, theirs)]
+            rows_of_table.append((" grad", *(seconds(pull, k, x) for k in kept)))
+            for name, *times in rows_of_table:
+                print(f"{operation + name:17}{dtype:>7}" + "".join(f"{1e3 * t:10.3f}" for t in (*times, copy)))
+
+
+def main() -> int:
+    show_versions()
+    loaded = show_modules()
+    right = show_checks()
+    show_speed()
+    print("\n" + ("all is well" if loaded and right else "something is wrong: see above"))
+    return 0 if loaded and right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""Every derivative of a primitive from one `jax.custom_vjp`.
+
+A function under `jax.custom_vjp` refuses forward mode. Here it is not the function that users call
+but the source of the primitive's JVP rule: the forward derivative is the transpose of the backward
+rule, and reverse mode transposes it once more, which gives the backward rule itself.
+"""
+
+import jax
+from jax.interpreters import ad
+
+from jaxkern._primitive import bind
+
+
+def defvjp(prim, f_vjp, differentiable):
+    """Gives `prim` the derivatives of `f_vjp`.
+
+    f_vjp: called as `f_vjp(*operands, **params)`; a `jax.custom_vjp` inside it binds `prim`, and its
+        backward rule is linear in the cotangent.
+    differentiable: positions of the operands that have a derivative.
+    """
+
+    def rule(primals, tangents, **params):
+        active = [k for k in differentiable if type(tangents[k]) is not ad.Zero]
+
+        def f(*xs):
+            operands = list(primals)
+            for k, x in zip(active, xs):
+                operands[k] = x
+            return f_vjp(*operands, **params)
+
+        if not active:
+            y = f()
+            return y, ad.Zero.from_primal_value(y)
+        y, pull = jax.vjp(f, *(primals[k] for k in active))
+        (dy,) = jax.linear_transpose(pull, y)(tuple(tangents[k] for k in active))
+        return y, dy
+
+    ad.primitive_jvps[prim] = rule
+
+
+def deflinear(prim, position, jvp, transpose):
+    """Derivatives of `prim`, which is linear in the operand at `position` but not in the first.
+
+    jvp(*operands, tangent of the first, **params): the derivative along the first operand.
+    transpose: the primitive that is its transpose, with the cotangent in that same position.
+    """
+
+    def jvp_rule(primals, tangents, **params):
+        out = bind(prim, *primals, **params)
+        terms = []
+        if type(tangents[position]) is not ad.Zero:
+            operands = list(primals)
+            operands[position] = tangents[position]
+            terms.append(bind(prim, *operands, **params))
+        if type(tangents[0]) is not ad.Zero:
+            terms.append(jvp(*primals, tangents[0], **params))
+        if not terms:
+            return out, ad.Zero.from_primal_value(out)
+        return out, sum(terms[1:], start=terms[0])
+
+    def transpose_rule(ct, *operands, **params):
+        linear = operands[position]
+        if any(ad.is_undefined_primal(x) for k, x in enumerate(operands) if k != position):
+            raise NotImplementedError(f"{prim.name} is linear in operand {position} only")
+        cts = [None] * len(operands)
+        if type(ct) is ad.Zero:
+            cts[position] = ad.Zero(linear.aval)
+        else:
+            cts[position] = bind(transpose, *operands[:position], ct, *operands[position + 1 :], **params)
+        return cts
+
+    ad.primitive_jvps[prim] = jvp_rule
+    ad.primitive_transposes[prim] = transpose_rule

@@ -1,0 +1,94 @@
+"""Checking the arguments of an operation along an axis, and bringing them to what a primitive takes.
+
+Every error here is raised while tracing and names the function, the argument and the shapes.
+"""
+
+import math
+import operator
+
+import jax
+import jax.numpy as jnp
+
+
+def static_axis(name: str, axis):
+    """`axis` as a hashable int, tuple of ints, or None."""
+    if axis is None or type(axis) is int:
+        return axis
+    try:
+        return operator.index(axis)
+    except TypeError:
+        pass
+    try:
+        return tuple(operator.index(a) for a in axis)
+    except TypeError:
+        raise TypeError(f"jaxkern.{name}: axis must be an int, a tuple of ints or None, got {axis!r}") from None
+
+
+def floating(name: str, x):
+    """`x` as a floating-point array; integers promote as in `jax.nn`."""
+    if not isinstance(x, jax.Array):
+        raise TypeError(f"jaxkern.{name}: x must be an array or a number, got {type(x).__name__}")
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return x.astype(jax.eval_shape(jnp.exp, x).dtype)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"jaxkern.{name}: x must be real, floating-point or integer, got {x.dtype}{list(x.shape)}")
+    return x
+
+
+def full_rank_mask(name: str, x, where):
+    """`where` with as many dimensions as `x`, each 1 or equal; None stays None."""
+    if where is None:
+        return None
+    if not isinstance(where, jax.Array):
+        raise TypeError(f"jaxkern.{name}: where must be a boolean array, got {type(where).__name__}")
+    if where.dtype != jnp.bool_:
+        raise TypeError(f"jaxkern.{name}: where must be boolean, got {where.dtype}{list(where.shape)}")
+    shape = (1,) * (x.ndim - where.ndim) + where.shape
+    if len(shape) > x.ndim or any(b != 1 and b != a for a, b in zip(x.shape, shape)):
+        raise ValueError(f"jaxkern.{name}: where of shape {where.shape} does not broadcast to x of shape {x.shape}")
+    return where if where.ndim == x.ndim else where.reshape(shape)
+
+
+def sorted_axes(name: str, axis, shape) -> list[int]:
+    """The axes as ascending non-negative numbers."""
+    rank = len(shape)
+    axes = range(rank) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    for a in axes:
+        if not -rank <= a < rank:
+            raise ValueError(f"jaxkern.{name}: axis {a} is out of bounds for x of shape {shape}")
+    axes = sorted(a % rank for a in axes)
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"jaxkern.{name}: duplicate value in axis {axis} for x of shape {shape}")
+    return axes
+
+
+def along_axes(f, x, mask, axes):
+    """`f(x, mask, axis)`, a row operation over one axis, over several of them.
+
+    Neighbouring axes become one by a reshape, which moves nothing; dimensions of size 1 are no
+    obstacle. Other axes are first moved to the end, which copies the array.
+    """
+    long = [a for a in axes if x.shape[a] != 1]
+    if len(long) == 1 or (not long and axes):
+        return f(x, mask, (long or axes)[0])
+    if not axes:  # each element is a row of its own
+        one = lambda a: None if a is None else a[..., None]
+        return f(one(x), one(mask), x.ndim)[..., 0]
+    first, last = long[0], long[-1]
+    if any(x.shape[a] != 1 for a in range(first, last) if a not in axes):
+        order = [a for a in range(x.ndim) if a not in axes] + axes
+        y = along_axes(f, x.transpose(order), None if mask is None else mask.transpose(order),
+                       list(range(x.ndim - len(axes), x.ndim)))
+        return y.transpose([order.index(a) for a in range(x.ndim)])
+    span = slice(first, last + 1)
+    if mask is not None:
+        # Whole or of size 1 over all these axes, it can be reshaped; else it is broadcast over them.
+        if any(b != 1 for b in mask.shape[span]):
+            mask = jnp.broadcast_to(mask, (*mask.shape[:first], *x.shape[span], *mask.shape[last + 1 :]))
+        mask = _collapse(mask, span)
+    return f(_collapse(x, span), mask, first).reshape(x.shape)
+
+
+def _collapse(x, span):
+    # math.prod keeps symbolic sizes symbolic
+    return x.reshape(*x.shape[: span.start], math.prod(x.shape[span]), *x.shape[span.stop :])

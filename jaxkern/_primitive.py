@@ -1,0 +1,81 @@
+"""Making a primitive of an operation on rows: shape rule, eager evaluation, batching.
+
+A row operation takes one or more arrays of equal shape, then perhaps a mask (boolean, the same rank,
+each dimension 1 or equal), and returns one array of that shape. Its parameters are `axis`, the
+dimension that a row lies along, and `tier`, the kernel to use.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import batching
+
+from jaxkern import _compat
+
+
+def bind(prim, *operands, **params):
+    """`prim.bind`, with the operands first marked as varying over the same axes of a `shard_map`.
+
+    Bound as they are, a replicated and a varying operand would lose the sum over devices in the
+    replicated one's gradient.
+    """
+    axes = [_compat.varying_axes(x) for x in operands]
+    union = frozenset().union(*axes)
+    operands = [_compat.cast_varying(x, union - own) if union - own else x
+                for x, own in zip(operands, axes)]
+    return prim.bind(*operands, **params)
+
+
+def row_primitive(name: str, arrays: int) -> Primitive:
+    """A primitive on `arrays` arrays and an optional mask; its lowering and derivatives come apart."""
+    prim = Primitive(name)
+    prim.def_abstract_eval(functools.partial(_abstract_eval, name, arrays))
+    prim.def_impl(functools.partial(_evaluate, prim))
+    batching.primitive_batchers[prim] = functools.partial(_batch, prim, arrays)
+    return prim
+
+
+def _evaluate(prim, *operands, **params):
+    if jax.config.jax_disable_jit:  # a primitive is compiled all the same, like any of JAX's own
+        with jax.disable_jit(False):
+            return _compiled(prim, *operands, **params)
+    return _compiled(prim, *operands, **params)
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("axis", "tier"))
+def _compiled(prim, *operands, **params):
+    return prim.bind(*operands, **params)
+
+
+def _abstract_eval(name, arrays, x, *rest, axis, tier):
+    del tier
+    others, mask = rest[: arrays - 1], rest[arrays - 1 :]
+    if not 0 <= axis < x.ndim:
+        raise ValueError(f"{name}: axis {axis} is out of bounds for shape {x.shape}")
+    for y in others:
+        if y.shape != x.shape or y.dtype != x.dtype:
+            raise ValueError(f"{name}: operands differ: {x.str_short()} and {y.str_short()}")
+    for m in mask:
+        if m.dtype != jnp.bool_ or m.ndim != x.ndim or any(
+                b != 1 and b != a for a, b in zip(x.shape, m.shape)):
+            raise ValueError(f"{name}: the mask {m.str_short()} does not fit {x.str_short()}")
+    # Updating keeps the sharding and the varying axes that x came with.
+    return x.update(weak_type=False)
+
+
+def _batch(prim, arrays, operands, dims, *, axis, tier):
+    """The batch becomes one more dimension, wherever the first batched operand has it."""
+    at = next(d for d in dims if d is not None)
+    size = next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
+
+    def place(x, d, broadcasts):
+        if d is not None:
+            return jnp.moveaxis(x, d, at)  # nothing at all when d == at
+        x = jnp.expand_dims(x, at)
+        return x if broadcasts else jnp.broadcast_to(x, (*x.shape[:at], size, *x.shape[at + 1 :]))
+
+    # An unbatched mask keeps a dimension of size 1: kernels read it in place.
+    operands = [place(x, d, k >= arrays) for k, (x, d) in enumerate(zip(operands, dims))]
+    return bind(prim, *operands, axis=axis + (at <= axis), tier=tier), at

@@ -1,0 +1,90 @@
+"""Loading the extension modules and registering their kernels with XLA, once, at import.
+
+Each module (`_cpu`, `_cuda`) has `registrations()`, target name -> capsule, and `api_version`, the
+version of the XLA FFI headers that it was built with. A module that is absent or refused leaves a
+reason in `status`, and the operations run through XLA instead.
+"""
+
+import dataclasses
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import warnings
+
+import jax
+import jaxlib.version
+
+import jaxkern
+from jaxkern import _compat
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """One extension module: loaded (`module` is set), or not, and why (`reason`)."""
+
+    name: str
+    platform: str  # as XLA spells it
+    module: object = None
+    targets: frozenset = frozenset()
+    reason: str = ""
+
+
+def find_installed(package=jaxkern) -> None:
+    """Lets a checkout, which Python prefers when it runs there, use the modules of the installed package."""
+    try:
+        installed = importlib.metadata.distribution("jaxkern")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    folder = pathlib.Path(str(installed.locate_file("jaxkern")))
+    if folder.is_dir() and installed.version == package.__version__ and str(folder) not in package.__path__:
+        package.__path__.append(str(folder))
+
+
+def load(name: str, platform: str, runtime=None) -> Module:
+    """Imports `jaxkern.<name>` and registers its targets; never raises."""
+    if importlib.util.find_spec(f"jaxkern.{name}") is None:
+        return Module(name, platform, reason=f"jaxkern.{name} was not built")
+    try:
+        module = importlib.import_module(f"jaxkern.{name}")
+    except Exception as error:  # a missing symbol, a wrong glibc: anything the loader says
+        return Module(name, platform, reason=f"jaxkern.{name} does not load: {error}")
+    runtime = runtime or _compat.ffi_api_version()
+    if runtime is not None and tuple(module.api_version) > tuple(runtime):
+        built, accepted = (".".join(map(str, v)) for v in (module.api_version, runtime))
+        return Module(
+            name, platform,
+            reason=f"jaxkern.{name} was built for XLA FFI {built}, and jaxlib {jaxlib.version.__version__} "
+            f"accepts up to {accepted}: upgrade jaxlib, or rebuild jaxkern against this one")
+    try:
+        targets = module.registrations()
+        for target, capsule in targets.items():
+            jax.ffi.register_ffi_target(target, capsule, platform=platform)
+            jax.ffi.register_ffi_target_as_batch_partitionable(target)
+    except Exception as error:
+        return Module(name, platform, reason=f"jaxkern.{name} does not register: {error}")
+    return Module(name, platform, module, frozenset(targets))
+
+
+def gpu_present() -> bool:
+    """Whether JAX could use an NVIDIA GPU here, without starting any of its backends."""
+    driver = any(map(os.path.exists, ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")))
+    plugin = any(importlib.util.find_spec(f"jax_cuda{v}_plugin") for v in (12, 13, 14))
+    return driver and plugin
+
+
+def warn(modules, gpu: bool) -> None:
+    """One warning for each module whose absence a user would want to know of."""
+    for module in modules:
+        absent = module.reason.endswith("was not built")
+        # No CUDA module on a machine without a GPU is as it should be.
+        wanted = gpu if module.platform == "CUDA" else not absent
+        if module.module is None and wanted:
+            warnings.warn(f"jaxkern runs through XLA on {module.platform}: {module.reason}", stacklevel=4)
+
+
+find_installed()
+# By the platform name that lowering rules use.
+status = {"cpu": load("_cpu", "cpu"), "cuda": load("_cuda", "CUDA")}
+warn(status.values(), gpu_present())

@@ -1,0 +1,237 @@
+"""softmax and log_softmax: what a user calls, the primitives, their rules and references.
+
+    softmax_p            y  = exp(x - max) / sum(exp(x - max))
+    log_softmax_p        y  = x - max - log(sum(exp(x - max)))
+    softmax_grad_p       dx = y * (g - sum(y * g))
+    log_softmax_grad_p   dx = g - exp(y) * sum(g)
+    log_softmax_jvp_p    dy = t - sum(exp(y) * t)      the transpose of the last one; left to XLA
+
+along one axis, each with an optional mask. An element that is masked out takes no part: its output is
+0 (log_softmax: -inf), its gradient 0 whatever the cotangent holds. A row of which nothing takes part,
+or which is -inf throughout, is a row of such elements.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern import _canonical, _lowering, tiers
+from jaxkern._autodiff import deflinear, defvjp
+from jaxkern._primitive import bind, row_primitive
+
+
+# ---- what a user calls
+
+
+def softmax(x, axis=-1, where=None):
+    """Softmax along `axis`, as `jax.nn.softmax`: positive, and 1 in sum.
+
+    Args:
+        x: array of any shape. float16, bfloat16 and float32 are computed in float32, float64 in
+            float64, and rounded once; integers promote as in `jax.nn`; other floating-point types
+            (float8) run through XLA, in float32.
+        axis: an int, a tuple of ints, or None for all axes. Any single axis, and neighbouring ones,
+            are read in place; axes that are apart are moved together first, which costs a copy.
+        where: boolean array that broadcasts to the shape of `x`, read without being materialised.
+            Elements where it is False take no part and get 0.
+
+    Returns:
+        Array of the shape of `x`. A row of which no element takes part, or which is -inf throughout,
+        is zeros with zero gradients; NaN or +inf in a row makes it NaN, as in `jax.nn`.
+
+    Raises:
+        TypeError: `x` is boolean, complex or no array; `where` is not boolean.
+        ValueError: `axis` is out of bounds or holds a duplicate; `where` does not broadcast to `x`.
+
+    >>> import jax.numpy as jnp, jaxkern
+    >>> x = jnp.array([[0.0, 0.0, 5.0], [1.0, 1.0, 1.0]])
+    >>> jaxkern.softmax(x, where=jnp.array([True, True, False])).tolist()
+    [[0.5, 0.5, 0.0], [0.5, 0.5, 0.0]]
+
+    Source: Bridle, "Probabilistic Interpretation of Feedforward Classification Network Outputs", 1990;
+    one pass over a row after Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+    """
+    return _softmax(x, where, axis=_canonical.static_axis("softmax", axis), tier=tiers.forced())
+
+
+def log_softmax(x, axis=-1, where=None):
+    """Logarithm of the softmax along `axis`, as `jax.nn.log_softmax`, without taking it of a small number.
+
+    Args:
+        x: array of any shape. float16, bfloat16 and float32 are computed in float32, float64 in
+            float64, and rounded once; integers promote as in `jax.nn`; other floating-point types
+            (float8) run through XLA, in float32.
+        axis: an int, a tuple of ints, or None for all axes. Any single axis, and neighbouring ones,
+            are read in place; axes that are apart are moved together first, which costs a copy.
+        where: boolean array that broadcasts to the shape of `x`, read without being materialised.
+            Elements where it is False take no part and get -inf.
+
+    Returns:
+        Array of the shape of `x`. A row of which no element takes part, or which is -inf throughout,
+        is -inf with zero gradients; NaN or +inf in a row makes it NaN, as in `jax.nn`.
+
+    Raises:
+        TypeError: `x` is boolean, complex or no array; `where` is not boolean.
+        ValueError: `axis` is out of bounds or holds a duplicate; `where` does not broadcast to `x`.
+
+    >>> import jax.numpy as jnp, jaxkern
+    >>> y = jaxkern.log_softmax(jnp.array([3.0, 3.0, 7.0]), where=jnp.array([True, True, False]))
+    >>> [round(v, 4) for v in y.tolist()]
+    [-0.6931, -0.6931, -inf]
+
+    Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+    """
+    return _log_softmax(x, where, axis=_canonical.static_axis("log_softmax", axis), tier=tiers.forced())
+
+
+def _along_axis(name, prim, x, where, axis, tier):
+    x = _canonical.floating(name, x)
+    mask = _canonical.full_rank_mask(name, x, where)
+    axes = _canonical.sorted_axes(name, axis, x.shape)
+
+    def row_operation(x, mask, axis):
+        return bind(prim, x, *(() if mask is None else (mask,)), axis=axis, tier=tier)
+
+    return _canonical.along_axes(row_operation, x, mask, axes)
+
+
+# Inlined, so that a jaxpr holds the primitive alone; jitted, so that an eager call costs no more than
+# that of a jnp function.
+@functools.partial(jax.jit, static_argnames=("axis", "tier"), inline=True)
+def _softmax(x, where, *, axis, tier):
+    return _along_axis("softmax", softmax_p, x, where, axis, tier)
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "tier"), inline=True)
+def _log_softmax(x, where, *, axis, tier):
+    return _along_axis("log_softmax", log_softmax_p, x, where, axis, tier)
+
+
+# ---- the primitives and their derivatives
+
+softmax_p = row_primitive("jaxkern_softmax", arrays=1)
+log_softmax_p = row_primitive("jaxkern_log_softmax", arrays=1)
+softmax_grad_p = row_primitive("jaxkern_softmax_grad", arrays=2)
+log_softmax_grad_p = row_primitive("jaxkern_log_softmax_grad", arrays=2)
+log_softmax_jvp_p = row_primitive("jaxkern_log_softmax_jvp", arrays=2)
+
+
+def _custom_vjp(forward_p, backward_p):
+    """The rule that every derivative of `forward_p` comes from: y is all that the backward pass keeps."""
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+    def f(x, mask, axis, tier):
+        return bind(forward_p, x, *mask, axis=axis, tier=tier)
+
+    def forward(x, mask, axis, tier):
+        y = bind(forward_p, x, *mask, axis=axis, tier=tier)  # not f, which has no derivative
+        return y, (y, mask)
+
+    def backward(axis, tier, kept, g):
+        y, mask = kept
+        return bind(backward_p, y, g, *mask, axis=axis, tier=tier), (None,) * len(mask)
+
+    f.defvjp(forward, backward)
+    return lambda x, *mask, axis, tier: f(x, mask, axis, tier)
+
+
+softmax_vjp = _custom_vjp(softmax_p, softmax_grad_p)
+log_softmax_vjp = _custom_vjp(log_softmax_p, log_softmax_grad_p)
+defvjp(softmax_p, softmax_vjp, differentiable=(0,))
+defvjp(log_softmax_p, log_softmax_vjp, differentiable=(0,))
+
+
+def _computed(x, *mask):
+    """`x` in the type that its arithmetic is done in, with 0 where it is masked out."""
+    x = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+    return jnp.where(mask[0], x, 0) if mask else x
+
+
+def _sum(x, axis):
+    return jnp.sum(x, axis, keepdims=True)
+
+
+def _probabilities(y, *mask):
+    return _computed(jnp.exp(_computed(y)), *mask)
+
+
+def _live(y, axis, *mask):
+    """Rows of a log-softmax in which something takes part: not -inf throughout."""
+    takes_part = y != -jnp.inf
+    return jnp.any(takes_part & mask[0] if mask else takes_part, axis, keepdims=True)
+
+
+def _softmax_grad_jvp(y, g, *rest, axis, tier):
+    *mask, dy = rest
+    dtype = y.dtype
+    y, g, dy = (_computed(a, *mask) for a in (y, g, dy))
+    return (dy * (g - _sum(y * g, axis)) - y * _sum(dy * g, axis)).astype(dtype)
+
+
+def _log_softmax_grad_jvp(y, g, *rest, axis, tier):
+    *mask, dy = rest
+    p = _probabilities(y, *mask)
+    return (-p * _computed(dy, *mask) * _sum(_computed(g, *mask), axis)).astype(y.dtype)
+
+
+def _log_softmax_jvp_jvp(y, t, *rest, axis, tier):
+    *mask, dy = rest
+    p = _probabilities(y, *mask)
+    dot = _sum(p * _computed(dy, *mask) * _computed(t, *mask), axis)
+    return _computed(jnp.broadcast_to(-dot, y.shape), *mask).astype(y.dtype)
+
+
+deflinear(softmax_grad_p, 1, _softmax_grad_jvp, transpose=softmax_grad_p)  # self-adjoint
+deflinear(log_softmax_grad_p, 1, _log_softmax_grad_jvp, transpose=log_softmax_jvp_p)
+deflinear(log_softmax_jvp_p, 1, _log_softmax_jvp_jvp, transpose=log_softmax_grad_p)
+
+
+# ---- the same in jnp, where there is no kernel
+
+
+def _shifted(x, mask, axis):
+    """x - max in the computing type, its exponential and that one's sum; all-masked rows sum to 0."""
+    x = _computed(x)
+    if mask:
+        x = jnp.where(mask[0], x, -jnp.inf)
+    largest = jnp.max(x, axis, keepdims=True, initial=-jnp.inf)
+    shifted = x - jnp.where(largest == -jnp.inf, 0, largest)
+    exponential = jnp.exp(shifted)
+    return shifted, exponential, _sum(exponential, axis)
+
+
+def _softmax_reference(x, *mask, axis, tier):
+    _, exponential, total = _shifted(x, mask, axis)
+    y = exponential / jnp.where(total == 0, 1, total)
+    return _computed(y, *mask).astype(x.dtype)
+
+
+def _log_softmax_reference(x, *mask, axis, tier):
+    shifted, _, total = _shifted(x, mask, axis)
+    y = jnp.where(total == 0, -jnp.inf, shifted - jnp.log(total))
+    return (jnp.where(mask[0], y, -jnp.inf) if mask else y).astype(x.dtype)
+
+
+def _softmax_grad_reference(y, g, *mask, axis, tier):
+    p, g = _computed(y, *mask), _computed(g, *mask)
+    return _computed(p * (g - _sum(p * g, axis)), *mask).astype(y.dtype)
+
+
+def _log_softmax_grad_reference(y, g, *mask, axis, tier):
+    p, g = _probabilities(y, *mask), _computed(g, *mask)
+    dx = jnp.where(_live(y, axis, *mask), g - p * _sum(g, axis), 0)
+    return _computed(dx, *mask).astype(y.dtype)
+
+
+def _log_softmax_jvp_reference(y, t, *mask, axis, tier):
+    p, t = _probabilities(y, *mask), _computed(t, *mask)
+    dy = jnp.where(_live(y, axis, *mask), t - _sum(p * t, axis), 0)
+    return _computed(dy, *mask).astype(y.dtype)
+
+
+_lowering.register(softmax_p, 1, _softmax_reference)
+_lowering.register(log_softmax_p, 1, _log_softmax_reference)
+_lowering.register(softmax_grad_p, 2, _softmax_grad_reference)
+_lowering.register(log_softmax_grad_p, 2, _log_softmax_grad_reference)
+_lowering.register(log_softmax_jvp_p, 2, _log_softmax_jvp_reference)

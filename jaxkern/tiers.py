@@ -1,0 +1,110 @@
+"""Which CUDA kernel runs a softmax: ask for it, or force it, in tests and benchmarks.
+
+    tiers.softmax(49152, 1024, dtype="bfloat16")     -> "warp", say; works without a GPU
+    with tiers.force("block"): jaxkern.softmax(x)
+
+The tiers are described in ffi/softmax/softmax_tier.h. They differ in speed and, by rounding, in the
+last bits of the result, never in meaning.
+"""
+
+import contextlib
+import typing
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern import _lowering, _registry
+
+NAMES = ("sub_warp", "warp", "block", "cluster", "pipeline", "streaming", "split", "column")
+
+
+class Device(typing.NamedTuple):
+    """What the choice of a tier depends on."""
+
+    sm_count: int
+    compute_capability: int  # 10 * major + minor
+    shared_memory: int  # bytes that a block can opt in to
+
+
+H200 = Device(132, 90, 227 * 1024)
+A100 = Device(108, 80, 163 * 1024)
+
+# Part of the key of every cache of traces and programs, and local to a thread.
+_forced = jax.make_user_context("auto")
+
+
+@contextlib.contextmanager
+def force(name: str):
+    """Every softmax inside the block, by this thread, runs on CUDA in this tier; jitted ones too.
+
+    A tier that cannot run a problem (see `fits`) raises an error when it is executed. "auto" ends
+    the force of an enclosing block. The CPU has no tiers and takes no notice.
+
+    >>> import jax.numpy as jnp, jaxkern
+    >>> with jaxkern.tiers.force("streaming"):
+    ...     jaxkern.softmax(jnp.zeros(4)).tolist()
+    [0.25, 0.25, 0.25, 0.25]
+    """
+    if name not in NAMES and name != "auto":
+        raise ValueError(f"jaxkern.tiers.force: no tier {name!r}, there are {', '.join(NAMES)}")
+    with _forced(name):
+        yield
+
+
+def forced() -> str:
+    """The tier that this thread forces, or "auto"."""
+    return _forced.value
+
+
+def softmax(rows: int, width: int, inner: int = 1, dtype="float32", *, backward: bool = False,
+            masked: bool = False, device: Device | None = None) -> str:
+    """The tier that runs a softmax over the middle dimension of [rows, width, inner] by default.
+
+    Args:
+        rows, width, inner: how many rows there are before the axis, their width, and the number of
+            elements after the axis (1 when it is the last one).
+        dtype: float16, bfloat16, float32 or float64.
+        backward: the gradient, which reads two arrays.
+        masked: with a `where`.
+        device: H200, A100 or another `Device`; this machine's GPU by default, or H200 without one.
+
+    Raises:
+        ValueError: `dtype` has no kernel. RuntimeError: the CPU module, which answers, is not loaded.
+    """
+    return _ask("softmax_tier", rows, width, inner, dtype, backward, masked, device)
+
+
+def fits(tier: str, rows: int, width: int, inner: int = 1, dtype="float32", *, backward: bool = False,
+         masked: bool = False, device: Device | None = None) -> bool:
+    """Whether `tier` can run that problem; arguments as for `softmax`."""
+    if tier not in NAMES:
+        raise ValueError(f"jaxkern.tiers.fits: no tier {tier!r}, there are {', '.join(NAMES)}")
+    return _ask("softmax_tier_fits", rows, width, inner, dtype, backward, masked, device, tier)
+
+
+def _ask(query, rows, width, inner, dtype, backward, masked, device, *first):
+    cpu = _registry.status["cpu"]
+    if cpu.module is None:
+        raise RuntimeError(f"jaxkern.tiers: {cpu.reason}")
+    dtype = jnp.dtype(dtype)
+    if dtype not in _lowering.KERNEL_DTYPES:
+        raise ValueError(f"jaxkern.tiers: no kernel for {dtype}")
+    if min(rows, width, inner) < 1:
+        raise ValueError(f"jaxkern.tiers: rows, width and inner must be positive, got {rows}, {width}, {inner}")
+    scratch = _lowering.scratch_shape((rows, width, inner), dtype, 1)
+    scratch_bytes = scratch[0] * scratch[1] if scratch else 0
+    return getattr(cpu.module, query)(*first, rows, width, inner, dtype.name, backward, masked, scratch_bytes,
+                                      *(device or this_device()))
+
+
+def this_device() -> Device:
+    """The first GPU that JAX sees, or an H200 where there is none."""
+    try:
+        gpu = jax.devices("cuda")[0]
+    except RuntimeError:
+        return H200
+    major, minor = map(int, gpu.compute_capability.split("."))
+    # Bytes of shared memory a block can opt in to, by architecture; CUDA programming guide, table
+    # "technical specifications per compute capability".
+    shared = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (12, 0): 99, (12, 1): 99}
+    return Device(gpu.core_count, 10 * major + minor, 1024 * shared.get((major, minor), 227))

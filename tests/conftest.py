@@ -1,0 +1,26 @@
+"""What every test shares: the devices are found once, and the types stay 32 bits wide unless asked."""
+
+import jax
+import pytest
+
+from jaxkern import _compat
+
+ON_GPU = jax.default_backend() == "gpu"
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+
+
+def pytest_collection_modifyitems(items):
+    if not ON_GPU:
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture
+def x64():
+    """float64 arrays inside the test; its other arrays must name their dtype."""
+    with _compat.enable_x64():
+        yield

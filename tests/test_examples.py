@@ -1,0 +1,65 @@
+"""The examples run as a user runs them: in a process of their own, from the command line."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).resolve().parent.parent / "examples"
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+def run(name, *arguments):
+    command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(autouse=True)
+def extra():
+    for module in ("matplotlib", "tqdm"):
+        pytest.importorskip(module, reason="the examples need the `examples` extra")
+
+
+def test_language_model_trains_the_same_with_both_libraries(tmp_path):
+    figure = tmp_path / "curves.png"
+    result = run("language_model.py", "--preset", "tiny", "--steps", 40, "--out", figure)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "the curves agree" in result.stdout
+    assert "40/40" in result.stderr  # the progress bar
+
+    rows = dict(re.findall(r"^(jaxkern|jax\.nn) +([0-9.]+) +[0-9.]+$", result.stdout, re.M))
+    assert rows.keys() == {"jaxkern", "jax.nn"}
+    for bits in map(float, rows.values()):
+        assert 2 < bits < 6.5  # 8 is a model that has learnt nothing
+
+    picture = figure.read_bytes()
+    assert picture.startswith(PNG_SIGNATURE) and len(picture) > 10_000
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--steps", "0"], "start at 1"),
+        (["--text", "{empty}"], "too few .py files"),
+        (["--out", "{empty}/no/such.png"], "there is no folder"),
+    ],
+)
+def test_language_model_refuses_bad_arguments(tmp_path, arguments, message):
+    result = run("language_model.py", *(a.format(empty=tmp_path) for a in arguments))
+    assert result.returncode == 2 and message in result.stderr
+
+
+def test_byte_pairs_lose_nothing(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import corpus
+
+    texts = [b"import os\n\n\ndef f(x):\n\treturn  x + 10\r\n\0", bytes(range(256)), b"aaaa aaaa  \n", b""]
+    pairs = corpus.train(texts * 3, 60)
+    table, encode = corpus.token_bytes(pairs), corpus.encoder(pairs)
+    assert 0 < len(pairs) <= 60 and len(table) == 256 + len(pairs)
+    for text in [*texts, b"def unseen(words): return \xff\xfe"]:
+        ids = encode(text)
+        assert b"".join(table[i] for i in ids) == text
+    assert len(encode(texts[0])) < len(texts[0])

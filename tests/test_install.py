@@ -1,0 +1,249 @@
+"""The package as it is installed: modules that load or say why not, the doctor, the examples in docs."""
+
+import doctest
+import importlib
+import os
+import subprocess
+import sys
+import types
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkern
+from jaxkern import __main__ as doctor
+from jaxkern import _compat, _lowering, _partition, _registry
+
+TARGETS = {"jaxkern_softmax", "jaxkern_softmax_grad", "jaxkern_log_softmax", "jaxkern_log_softmax_grad"}
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """Writes a module `jaxkern._fake` with the given source, and forgets it afterwards."""
+    monkeypatch.setattr(jaxkern, "__path__", [*jaxkern.__path__, str(tmp_path)])
+
+    def write(source):
+        (tmp_path / "_fake.py").write_text(source)
+        importlib.invalidate_caches()
+
+    yield write
+    sys.modules.pop("jaxkern._fake", None)
+
+
+def python(code, **environment):
+    """Runs `code` in a fresh process, by the package under test."""
+    return subprocess.run([sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True)
+
+
+# ---- the public names
+
+
+def test_public_names():
+    assert set(jaxkern.__all__) == {"softmax", "log_softmax", "tiers"}
+    assert jaxkern.__version__.count(".") == 2
+    assert isinstance(jaxkern.tiers, types.ModuleType) and callable(jaxkern.softmax)
+
+
+def test_installed_version_is_that_of_the_source():
+    from importlib import metadata
+
+    try:
+        installed = metadata.version("jaxkern")
+    except metadata.PackageNotFoundError:
+        pytest.skip("runs from the source folder")
+    assert installed == jaxkern.__version__
+
+
+@pytest.mark.parametrize("module", ["softmax", "tiers", "_lowering", "_partition"])
+def test_examples_in_docstrings(module):
+    results = doctest.testmod(importlib.import_module(f"jaxkern.{module}"))
+    assert results.attempted and not results.failed
+
+
+def test_private_jax_is_imported_nowhere():
+    folder = os.path.dirname(jaxkern.__file__)
+    for name in os.listdir(folder):
+        if name.endswith(".py") and name != "_compat.py":
+            with open(os.path.join(folder, name)) as file:
+                assert "jax._src" not in file.read(), name
+
+
+def test_importing_starts_no_backend_and_warns_of_nothing():
+    done = python("import warnings; warnings.simplefilter('error'); import jaxkern\n"
+                  "from jax._src import xla_bridge; print(len(xla_bridge._backends))")
+    assert done.stdout.strip() == "0", done.stderr
+
+
+# ---- the extension modules
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_modules_hand_out_capsules_and_nothing_more(name):
+    status = _registry.status[name]
+    if status.module is None:
+        pytest.skip(status.reason)
+    public = {n for n in vars(status.module) if not n.startswith("__")}
+    queries = {"softmax_tier", "softmax_tier_fits"} if name == "cpu" else set()
+    assert public == {"registrations", "api_version"} | queries
+    capsules = status.module.registrations()
+    assert set(capsules) == TARGETS == status.targets
+    assert all(type(c).__name__ == "PyCapsule" for c in capsules.values())
+    assert tuple(status.module.api_version) <= _compat.ffi_api_version()
+
+
+def test_runtime_version_is_known():
+    assert _compat.ffi_api_version() >= (0, 2)
+
+
+def test_absent_module():
+    status = _registry.load("_never_built", "cpu")
+    assert status.module is None and status.reason == "jaxkern._never_built was not built"
+
+
+def test_module_that_does_not_load(fake):
+    fake("raise ImportError('undefined symbol: cudaLaunchKernelExC')")
+    status = _registry.load("_fake", "CUDA")
+    assert status.module is None and "jaxkern._fake does not load: undefined symbol: cudaLaunchKernelExC" == status.reason
+
+
+def test_module_newer_than_the_runtime(fake):
+    fake("api_version = (0, 7)\ndef registrations(): raise AssertionError('not to be asked')")
+    status = _registry.load("_fake", "CUDA", runtime=(0, 3))
+    assert status.module is None
+    for word in ("jaxkern._fake", "XLA FFI 0.7", "up to 0.3", f"jaxlib {importlib.import_module('jaxlib').__version__}"):
+        assert word in status.reason
+    assert "\n" not in status.reason
+
+
+def test_module_that_xla_refuses(fake):
+    fake("api_version = (0, 1)\ndef registrations(): return {'jaxkern_fake': 'no capsule'}")
+    status = _registry.load("_fake", "cpu")
+    assert status.module is None and status.reason.startswith("jaxkern._fake does not register: ")
+
+
+def warned(modules, gpu):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _registry.warn(modules, gpu)
+    return [str(w.message) for w in caught]
+
+
+def test_warnings():
+    """Of a CUDA module only where there is a GPU; of a broken CPU module always; of what loaded, never."""
+    absent = _registry.Module("_cuda", "CUDA", reason="jaxkern._cuda was not built")
+    broken = _registry.Module("_cpu", "cpu", reason="jaxkern._cpu does not load: GLIBC_2.99 not found")
+    loaded = _registry.Module("_cpu", "cpu", module=object())
+    assert warned([loaded, absent], gpu=False) == []
+    assert warned([loaded, absent], gpu=True) == ["jaxkern runs through XLA on CUDA: jaxkern._cuda was not built"]
+    assert warned([broken], gpu=False) == ["jaxkern runs through XLA on cpu: jaxkern._cpu does not load: GLIBC_2.99 not found"]
+
+
+WITHOUT_MODULES = """
+import importlib.util, warnings
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *a: None if name in ("jaxkern._cpu", "jaxkern._cuda") else find(name, *a)
+"""
+
+
+def test_without_modules_everything_runs_through_xla():
+    done = python(WITHOUT_MODULES + """
+import jax, jax.numpy as jnp, numpy as np, jaxkern
+x = jnp.arange(12.0).reshape(3, 4)
+text = jax.jit(jaxkern.softmax).lower(x).as_text()
+assert "jaxkern_softmax" not in text and "exponential" in text, text
+np.testing.assert_allclose(jaxkern.softmax(x), jax.nn.softmax(x), rtol=1e-6)
+g = [jax.grad(lambda x: m.log_softmax(x, 0)[1, 2])(x) for m in (jaxkern, jax.nn)]
+np.testing.assert_allclose(*g, rtol=1e-5, atol=1e-7)
+print("fine")
+""", JAX_PLATFORMS="cpu")
+    assert done.stdout.strip() == "fine", done.stderr
+
+
+def test_gpu_without_module_warns_once_at_import():
+    done = python(WITHOUT_MODULES + """
+import os
+exists = os.path.exists
+os.path.exists = lambda p: str(p).startswith("/proc/driver/nvidia") or exists(p)
+patched = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *a: object() if name == "jax_cuda13_plugin" else patched(name, *a)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import jaxkern, jaxkern.softmax
+print([str(w.message) for w in caught if "jaxkern" in str(w.message)])
+""", JAX_PLATFORMS="cpu")
+    assert done.stdout.strip() == "['jaxkern runs through XLA on CUDA: jaxkern._cuda was not built']", done.stderr
+
+
+# ---- python -m jaxkern
+
+
+def test_doctor():
+    done = subprocess.run([sys.executable, "-m", "jaxkern"], capture_output=True, text=True, timeout=120)
+    for word in (jaxkern.__version__, jax.__version__, "NVIDIA driver", "devices", "cpu kernels", "cuda kernels",
+                 "float64", "milliseconds", "XLA", "copy"):
+        assert word in done.stdout, done.stdout + done.stderr
+    well = all(s.module or (n == "cuda" and not _registry.gpu_present()) for n, s in _registry.status.items())
+    assert done.returncode == (0 if well else 1), done.stdout
+    assert done.stdout.strip().endswith("all is well" if well else "something is wrong: see above")
+    assert "!" not in done.stdout
+
+
+def test_doctor_finds_a_wrong_result(monkeypatch, capsys):
+    right = jaxkern.softmax
+    assert doctor.show_checks()
+    monkeypatch.setattr(jaxkern, "softmax", lambda x, axis=-1, where=None: right(x, axis, where) * 1.01)
+    assert not doctor.show_checks() and "WRONG" in capsys.readouterr().out
+    monkeypatch.setattr(jaxkern, "softmax", lambda x, axis=-1, where=None: right(x, axis, where).at[..., 0].set(jnp.nan))
+    assert not doctor.show_checks()
+
+
+def test_doctor_finds_a_missing_module(monkeypatch, capsys):
+    monkeypatch.setattr(_registry, "gpu_present", lambda: True)
+    monkeypatch.setitem(_registry.status, "cuda", _registry.Module("_cuda", "CUDA", reason="jaxkern._cuda was not built"))
+    assert not doctor.show_modules() and "cuda kernels   not loaded: jaxkern._cuda was not built" in capsys.readouterr().out
+
+
+# ---- small parts that nothing else shows
+
+
+def test_sharding_rule_has_as_many_letters_as_it_needs():
+    rule = _partition.sharding_rule([(2,) * 12], [(2,) * 12], 1)
+    names = [n.split("=")[0] for n in rule.split("{")[1].split("}")[0].split(", ")]
+    assert len(set(names)) == 23 and names[17:20] == ["z", "z_1", "z_2"]
+
+
+@pytest.mark.parametrize("full, part, axis, sharded, shape", [
+    ((4, 8, 5), (4, 1, 5), 2, False, (4, 1, 5)),
+    ((4, 8, 5), (4, 1, 5), 2, True, (4, 8, 5)),
+    ((4, 8, 5), (1, 1, 1), 0, True, (1, 1, 1)),
+    ((2,) * 9, (2, 1) * 4 + (2,), 8, False, (2,) * 9),          # eight groups before the axis
+    ((2,) * 9, (2, 1, 1, 2, 1, 1, 2, 2, 1), 8, False, (2,) * 9),  # five
+    ((2,) * 9, (2, 1, 1, 2, 1, 1, 1, 1, 2), 8, False, (2, 1, 1, 2, 1, 1, 1, 1, 2)),  # four
+    ((2, 1, 2, 1, 2, 1, 2, 1, 3), (2, 1, 2, 1, 2, 1, 2, 1, 3), 8, False, (2, 1, 2, 1, 2, 1, 2, 1, 3)),  # one: size 1 is no group
+])
+def test_mask_shape(full, part, axis, sharded, shape):
+    assert _lowering.mask_shape(full, part, axis, sharded) == shape
+
+
+@pytest.mark.parametrize("shape, dtype, axis, scratch", [
+    ((1, 1 << 20), "float32", 1, (1, 32768)),
+    ((16, 131072), "bfloat16", 1, (16, 2048)),
+    ((4, 4, 1, 131072, 1), "float32", 3, (4, 4, 1, 2048)),
+    ((512, 8192), "float32", 1, (512, 64)),
+    ((513, 8192), "float32", 1, None),
+    ((512, 8191), "float32", 1, None),
+    ((512, 8192), "bfloat16", 1, None),
+    ((4, 131072, 2), "float32", 1, None),
+])
+def test_scratch_shape(shape, dtype, axis, scratch):
+    assert _lowering.scratch_shape(shape, dtype, axis) == scratch
+
+
+def test_an_array_is_transposed_only_where_axes_are_apart():
+    x = jnp.ones((2, 3, 1, 5))
+    jaxpr = lambda axis: str(jax.make_jaxpr(lambda x: jaxkern.softmax(x, axis))(x))
+    for axis in (0, 1, 2, 3, (0, 1), (1, 3), (1, 2, 3), None, (2,), ()):
+        assert "transpose" not in jaxpr(axis)
+    assert "transpose" in jaxpr((0, 3))

@@ -1,0 +1,165 @@
+"""Arrays spread over several devices: right numbers always, no communication where rows are split.
+
+On a machine with fewer than eight devices the file runs itself again in a process with eight CPU
+devices, and the first test reports what happened there.
+"""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+from reference import OPERATIONS
+
+import jaxkern
+from jaxkern import _registry
+
+several = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices; run by test_eight_cpu_devices")
+every_operation = pytest.mark.parametrize("operation", OPERATIONS)
+COLLECTIVES = r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+
+
+@pytest.mark.skipif(len(jax.devices()) >= 8, reason="this process has eight devices")
+def test_eight_cpu_devices():
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+                          env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and re.search(r"\d+ passed", done.stdout), done.stdout + done.stderr
+
+
+def mesh(kind="Auto", shape=(4, 2), names=("r", "c")):
+    kinds = (getattr(jax.sharding.AxisType, kind),) * len(shape)
+    return jax.make_mesh(shape, names, axis_types=kinds, devices=jax.devices()[:8])
+
+
+def arrays(shape, mask_shape=None):
+    rng = np.random.default_rng(0)
+    x, g = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
+    return x, g, None if mask_shape is None else jnp.asarray(rng.random(mask_shape) < 0.7)
+
+
+def both(operation, axis):
+    def f(x, g, mask):
+        y, pull = jax.vjp(lambda x: getattr(jaxkern, operation)(x, axis, mask), x)
+        return y, pull(g)[0]
+    return f
+
+
+def same(found, wanted):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=2e-6), found, wanted)
+
+
+@several
+@every_operation
+@pytest.mark.parametrize("shape, axis, spec, mask_shape, mask_spec, silent", [
+    ((16, 64), -1, P("r"), None, None, True),
+    ((16, 64), -1, P(("r", "c")), None, None, True),
+    ((8, 4, 64), -1, P("r", "c"), None, None, True),
+    ((8, 64, 4), 1, P("r"), None, None, True),
+    ((8, 4, 64), -1, P("r", "c"), (8, 4, 64), P("r", "c"), True),
+    ((8, 4, 64), -1, P("r", "c"), (8, 1, 64), P("r"), True),   # the mask has a dimension of size 1 where x is split
+    ((8, 4, 64), -1, P("r", "c"), (64,), P(), True),
+    ((8, 4, 64), -1, P("r", "c"), (8, 4, 1), P("r", "c"), True),
+    ((7, 64), -1, P(), None, None, True),
+    ((16, 64), -1, P("r", "c"), None, None, False),             # rows are cut: they must be brought together
+    ((16, 64), 0, P("r"), None, None, False),
+    ((8, 64, 4), 1, P(None, "r", "c"), None, None, False),
+    ((8, 4, 64), -1, P(None, None, "r"), (8, 1, 64), P(), False),
+])
+def test_split(operation, shape, axis, spec, mask_shape, mask_spec, silent):
+    m = mesh()
+    x, g, mask = arrays(shape, mask_shape)
+    wanted = both(operation, axis)(x, g, mask)
+    put = lambda a, s: None if a is None else jax.device_put(a, NamedSharding(m, s))
+    args = put(x, spec), put(g, spec), put(mask, mask_spec)
+    f = jax.jit(both(operation, axis), out_shardings=NamedSharding(m, spec))
+    same(f(*args), wanted)
+    text = f.lower(*args).compile().as_text()
+    if _registry.status["cpu"].module is not None and jax.default_backend() == "cpu":
+        assert "jaxkern_" in text
+    if silent:
+        assert not re.findall(COLLECTIVES, text)
+
+
+@several
+@every_operation
+def test_output_keeps_the_sharding_of_the_rows(operation):
+    x = jax.device_put(arrays((16, 64))[0], NamedSharding(mesh(), P("r")))
+    for f in (getattr(jaxkern, operation), jax.jit(getattr(jaxkern, operation)), jax.vmap(getattr(jaxkern, operation))):
+        assert f(x).sharding.is_equivalent_to(x.sharding, 2)
+
+
+@several
+@every_operation
+@pytest.mark.parametrize("spec", [P("r"), P("r", "c"), P(None, "c")])
+def test_explicit_mesh(operation, spec):
+    """Sharding in types: the result's type says how it is split."""
+    m = mesh("Explicit")
+    x, g, mask = arrays((16, 64), (1, 64))
+    wanted = both(operation, -1)(x, g, mask)
+    put = lambda a, s: jax.device_put(a, NamedSharding(m, s))
+    with jax.set_mesh(m):
+        found = jax.jit(both(operation, -1))(put(x, spec), put(g, spec), put(mask, P()))
+    assert found[0].sharding.is_equivalent_to(NamedSharding(m, spec), 2)
+    same(found, wanted)
+
+
+@several
+@every_operation
+@pytest.mark.parametrize("manual", [{"r", "c"}, {"r"}])
+def test_shard_map(operation, manual):
+    """Inside shard_map, over all axes of the mesh or one; the mask is the same on every device."""
+    m = mesh()
+    x, g, mask = arrays((16, 64), (1, 64))
+    f = both(operation, -1)
+    mapped = jax.jit(jax.shard_map(f, mesh=m, in_specs=(P("r"), P("r"), P()), out_specs=P("r"), axis_names=manual))
+    same(mapped(x, g, mask), f(x, g, mask))
+
+
+@several
+@every_operation
+def test_gradient_of_a_replicated_array_in_shard_map(operation):
+    """Each device weighs the same softmax its own way: the gradient is the sum over devices."""
+    m = mesh(shape=(8,), names=("r",))
+    x, _, _ = arrays((3, 20))
+    w, _, _ = arrays((8, 3, 20))
+    op = getattr(jaxkern, operation)
+
+    def local(x, w):
+        return jax.lax.psum(jnp.sum(jnp.sin(op(x + 0 * w[0]) * w[0]) + op(x) * w[0]), "r")
+
+    mapped = jax.shard_map(local, mesh=m, in_specs=(P(), P("r")), out_specs=P())
+    whole = lambda x, w: sum(jnp.sum(jnp.sin(op(x) * v) + op(x) * v) for v in w)
+    tangent = jnp.cos(x)
+    hvp = lambda f: jax.jit(lambda x, w: jax.jvp(jax.grad(f), (x, w), (tangent, w)))(x, w)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), hvp(mapped), hvp(whole))
+
+
+@several
+@every_operation
+def test_a_mask_of_its_own_on_each_device_in_shard_map(operation):
+    """The array is replicated, the mask is not: nor is the result, and the gradient is a sum over devices."""
+    m = mesh(shape=(8,), names=("r",))
+    x, w, mask = arrays((3, 20), (8, 1, 20))
+    op = getattr(jaxkern, operation)
+    one = lambda x, k: jnp.sum(jnp.where(k, jnp.sin(op(x, -1, k)), 0) * w)
+    mapped = jax.shard_map(lambda x, k: jax.lax.psum(one(x, k[0]), "r"), mesh=m, in_specs=(P(), P("r")), out_specs=P())
+    whole = lambda x, mask: sum(one(x, k) for k in mask)
+    same(*(jax.jit(jax.value_and_grad(f))(x, mask) for f in (mapped, whole)))
+
+
+@several
+@every_operation
+def test_vmap_over_a_split_axis(operation):
+    m = mesh()
+    x, g, mask = arrays((8, 6, 32), (6, 32))
+    f = jax.vmap(both(operation, 0), (1, 1, 0), 1)
+    wanted = f(x, g, mask)
+    put = lambda a: jax.device_put(a, NamedSharding(m, P(None, None, "r")))
+    same(jax.jit(f)(put(x), put(g), mask), wanted)

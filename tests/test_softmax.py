@@ -1,0 +1,397 @@
+"""softmax and log_softmax and their gradients: numbers, shapes, extremes, bad input, tiers."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ON_GPU
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import DTYPES, OPERATIONS, assert_rounded, forward, gradient
+
+import jaxkern
+from jaxkern import _compat, _registry, tiers
+
+OURS = {name: getattr(jaxkern, name) for name in OPERATIONS}
+JAX = {name: getattr(jax.nn, name) for name in OPERATIONS}
+
+every_operation = pytest.mark.parametrize("operation", OPERATIONS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+needs_cpu_module = pytest.mark.skipif(_registry.status["cpu"].module is None, reason=_registry.status["cpu"].reason)
+
+
+def both(f, x, g, axis, mask):
+    """The result and the gradient, in one compiled function."""
+
+    def run(x, g, mask):
+        y, pull = jax.vjp(lambda x: f(x, axis, mask), x)
+        return y, pull(g)[0]
+
+    return jax.jit(run)(x, g, mask)
+
+
+def check(operation, x, axis=-1, mask=None, seed=1):
+    """The operation and its gradient against numpy."""
+    with _compat.enable_x64(x.dtype == jnp.float64):
+        g = jnp.asarray(np.random.default_rng(seed).normal(size=x.shape), x.dtype)
+        y, dx = both(OURS[operation], x, g, axis, mask)
+        assert_rounded(y, *forward(operation, x, axis, mask), x.dtype)
+        assert_rounded(dx, *gradient(operation, y, g, axis, mask), x.dtype)
+
+
+def normal(shape, dtype, scale=3.0, seed=0):
+    with _compat.enable_x64(dtype == "float64"):
+        return jnp.asarray(np.random.default_rng(seed).normal(0, scale, shape), dtype)
+
+
+def random_mask(shape, density=0.7, seed=2):
+    return jnp.asarray(np.random.default_rng(seed).random(shape) < density)
+
+
+# ---- numbers
+
+CASES = [  # shape, axis, mask shape
+    ((7,), 0, None),
+    ((5, 1), -1, None),
+    ((1, 9), 0, None),
+    ((64, 128), -1, None),
+    ((3, 1003), -1, (3, 1003)),
+    ((33, 17), 0, (1, 17)),
+    ((4, 50, 6), 1, None),
+    ((4, 50, 6), 1, (4, 1, 6)),
+    ((4, 50, 6), 1, (1, 50, 1)),
+    ((2, 3, 5, 64), -1, (2, 1, 5, 64)),
+    ((2, 3, 5, 64), -1, (3, 1, 1)),
+    ((2, 3, 5, 64), 2, (64,)),
+    ((2, 3, 5, 64), 0, ()),
+    ((2, 3, 5, 64), (2, 3), (3, 1, 64)),
+    ((2, 3, 5, 64), (-1, 0), (2, 1, 5, 1)),
+    ((2, 3, 5, 64), (3, 1, 2), None),
+    ((2, 1, 5, 1, 3), (0, 2), (1, 5, 1, 3)),
+    ((2, 3, 5), None, (3, 1)),
+    ((2, 3, 5), (), None),
+    ((2, 2, 2, 2, 2, 2, 2, 2, 2, 3), -1, (2, 1, 2, 1, 2, 1, 2, 1, 2, 3)),  # more groups than a kernel takes
+    ((2, 2, 2, 3, 2, 2, 2, 2, 2, 2), 3, (2, 2, 2, 3, 1, 2, 1, 2, 1, 2)),
+]
+
+
+@every_operation
+@every_dtype
+@pytest.mark.parametrize("shape, axis, mask", CASES)
+def test_against_numpy(operation, dtype, shape, axis, mask):
+    check(operation, normal(shape, dtype), axis, None if mask is None else random_mask(mask))
+
+
+# Around the ends of packs (16 bytes) and of the tiers that rows of so many bytes run in.
+WIDTHS = sorted({max(1, w + d) for w in (1, 8, 16, 64, 128, 256, 1024, 2048) for d in (-1, 0, 1)} | {
+    4097, 8191, 16384, 16387, 32771, 50257})
+
+
+@every_operation
+@every_dtype
+@pytest.mark.parametrize("width", WIDTHS)
+def test_widths(operation, dtype, width):
+    check(operation, normal((3, width), dtype))
+
+
+@every_operation
+@pytest.mark.parametrize("shape, axis", [((1, 1 << 20), -1), ((2, 131080), -1), ((70001, 5), -1), ((3, 40001, 2), 1), ((40001, 3), 0)])
+def test_long(operation, shape, axis):
+    check(operation, normal(shape, "float32"), axis)
+    check(operation, normal(shape, "bfloat16"), axis, random_mask((*shape[:-1], 1) if axis == 0 else shape[1:]))
+
+
+@every_operation
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("shape, scale", [((64, 1000), 1.0), ((16, 4096), 10.0), ((4, 50257), 3.0)])
+def test_no_less_accurate_than_jax(operation, dtype, shape, scale):
+    x, g = normal(shape, dtype, scale), normal(shape, dtype, seed=3)
+    exact = [forward(operation, x)[0]]
+    exact.append(gradient(operation, exact[0], g)[0])
+    eps = float(jnp.finfo(dtype).eps)
+    # Where both are within rounding of the largest element there is nothing to compare.
+    allowed = [eps * np.abs(e).max() for e in exact]
+    if operation == "log_softmax":
+        # The gradient is taken from y as it was rounded, which is all that is kept of the forward pass.
+        p_sum = np.exp(exact[0]) * np.abs(np.asarray(g).astype(np.longdouble).sum(-1, keepdims=True))
+        allowed[1] += eps / 2 * np.abs(exact[0] * p_sum).max()
+    with _compat.enable_x64(dtype == "float64"):
+        ours, theirs = (
+            [np.abs(np.asarray(found).astype(np.longdouble) - e).max() for found, e in zip(both(f, x, g, -1, None), exact)]
+            for f in (OURS[operation], JAX[operation]))
+    for what, error, peer, limit in zip(("result", "gradient"), ours, theirs, allowed):
+        assert error <= max(peer, limit), f"{what}: {error / limit:.2f} of the rounding, jax.nn {peer / limit:.2f}"
+
+
+@every_operation
+@every_dtype
+def test_bitwise_reproducible(operation, dtype):
+    x, g, mask = normal((257, 1003), dtype), normal((257, 1003), dtype, seed=3), random_mask((1, 1003))
+    with _compat.enable_x64(dtype == "float64"):
+        runs = [[np.asarray(a).tobytes() for a in both(OURS[operation], x, g, -1, mask)] for _ in range(5)]
+    assert all(run == runs[0] for run in runs)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_shape_axis_and_mask(data):
+    shape = tuple(data.draw(st.lists(st.sampled_from((0, 1, 2, 3, 5, 17)), min_size=1, max_size=4), label="shape"))
+    rank = len(shape)
+    axes = st.one_of(st.integers(-rank, rank - 1), st.none(), st.lists(st.integers(0, rank - 1), unique=True).map(tuple))
+    axis = data.draw(axes, label="axis")
+    mask = None
+    if data.draw(st.booleans(), label="masked"):
+        drop = data.draw(st.integers(0, rank), label="dropped")
+        mask_shape = [s if data.draw(st.booleans()) else 1 for s in shape][drop:]
+        mask = random_mask(tuple(mask_shape), data.draw(st.sampled_from((0.2, 0.8))))
+    check(data.draw(st.sampled_from(OPERATIONS)), normal(shape, data.draw(st.sampled_from(DTYPES))), axis, mask)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False), min_size=6, max_size=6))
+def test_sums_to_one_and_keeps_order(values):
+    x = np.clip(np.asarray(values, np.float32), -1e30, 1e30)
+    y = np.asarray(jaxkern.softmax(x), np.float64)
+    assert abs(y.sum() - 1) <= 6 * 2.0**-23 and (y >= 0).all()
+    assert (np.diff(y[np.argsort(x, kind="stable")]) >= 0).all()
+
+
+# ---- extremes
+
+
+@every_operation
+@every_dtype
+@pytest.mark.parametrize("width", [5, 300, 5000])
+def test_masked_out_and_empty_rows(operation, dtype, width):
+    """Rows with nothing in them: masked out, or -inf throughout, or both; never NaN."""
+    x = np.random.default_rng(0).normal(size=(5, width))
+    x[1] = x[3, 1:] = -np.inf
+    mask = np.random.default_rng(1).random((5, width)) < 0.5
+    mask[0], mask[3, 1:], mask[3, 0] = False, True, False
+    x[2, ~mask[2]] = np.nan  # what is masked out is never looked at
+    x[4, ~mask[4]] = np.inf
+    mask[2, 0] = mask[4, 0] = True
+    x[2, 0] = x[4, 0] = 0
+    with _compat.enable_x64(dtype == "float64"):
+        x = jnp.asarray(x, dtype)
+        g = jnp.where(mask, 1.5, jnp.nan).astype(dtype)
+        y, dx = both(OURS[operation], x, g, -1, jnp.asarray(mask))
+    y, dx = np.asarray(y), np.asarray(dx)
+    empty = 0 if operation == "softmax" else -np.inf
+    assert (y[[0, 1, 3]] == empty).all() and (dx[[0, 1, 3]] == 0).all()
+    assert (y[~mask] == empty).all() and (dx[~mask] == 0).all()
+    assert not np.isnan(y).any() and not np.isnan(dx).any()
+    assert_rounded(y, *forward(operation, x, -1, mask), dtype)
+
+
+@every_operation
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("width", [4, 513, 20000])
+def test_rows_of_minus_infinity_without_a_mask(operation, width, axis):
+    x = np.full((3, width), -np.inf, np.float32)
+    x[1, width // 2], x[2, -1] = 7, -1e30
+    x = x if axis == 1 else x.T.copy()
+    y, dx = map(np.asarray, both(OURS[operation], x, np.ones_like(x), axis, None))
+    y, dx = (y, dx) if axis == 1 else (y.T, dx.T)
+    assert (y[0] == (0 if operation == "softmax" else -np.inf)).all() and (dx[0] == 0).all()
+    one = 1 if operation == "softmax" else 0
+    assert y[1, width // 2] == one and y[2, -1] == one and not np.isnan(y).any() and not np.isnan(dx).any()
+
+
+@every_operation
+@every_dtype
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("width", [3, 40, 700, 9000])
+def test_nan_and_infinity_propagate_as_in_jax(operation, dtype, bad, width):
+    x = np.random.default_rng(0).normal(size=(4, width))
+    x[0, 0], x[2, -1], x[3, width // 2] = bad, bad, -np.inf
+    with _compat.enable_x64(dtype == "float64"):
+        x = jnp.asarray(x, dtype)
+        ours, theirs = np.asarray(OURS[operation](x)), np.asarray(JAX[operation](x))
+    np.testing.assert_array_equal(np.isnan(ours), np.isnan(theirs))
+    assert np.isnan(ours[[0, 2]]).all() and not np.isnan(ours[[1, 3]]).any()
+
+
+@every_operation
+@every_dtype
+def test_huge_and_tiny_values(operation, dtype):
+    info = jnp.finfo(dtype)
+    huge, tiny, least = float(info.max), float(info.smallest_normal), float(info.smallest_subnormal)
+    rows = [[huge, huge, huge], [-huge, -huge, -huge], [huge / 2, 0, -huge / 2], [tiny, -tiny, 0], [least, 0, -least],
+            [huge, huge / 2, -np.inf]]
+    with _compat.enable_x64(dtype == "float64"):
+        x = jnp.asarray(np.array(rows), dtype)
+        y = OURS[operation](x)
+    assert_rounded(y, *forward(operation, x), dtype)
+
+
+@every_operation
+@pytest.mark.parametrize("shape, axis", [((0,), 0), ((3, 0), 1), ((3, 0), 0), ((0, 5), -1), ((2, 0, 3), 1), ((2, 0, 3), (1, 2)), ((0, 0), None)])
+def test_empty(operation, shape, axis):
+    x = jnp.zeros(shape, jnp.bfloat16)
+    mask = jnp.ones(shape[-1:], bool)
+    for y in (OURS[operation](x, axis), OURS[operation](x, axis, mask), jax.grad(lambda x: OURS[operation](x, axis).sum())(x)):
+        assert y.shape == shape and y.dtype == x.dtype
+
+
+@every_operation
+def test_numbers_integers_and_other_types(operation):
+    ours, theirs = OURS[operation], JAX[operation]
+    assert ours(2.5, axis=None) == theirs(2.5, axis=None) and ours(2.5, axis=None).shape == ()
+    assert not ours(2.5, axis=()).weak_type
+    for dtype in ("int8", "uint8", "int16", "int32", "uint32"):
+        x = jnp.arange(6, dtype=dtype)
+        assert ours(x).dtype == theirs(x).dtype == jnp.float32
+        np.testing.assert_array_equal(ours(x), ours(x.astype(jnp.float32)))
+    np.testing.assert_array_equal(ours(np.arange(6.0)), ours(jnp.arange(6.0)))
+
+
+@every_operation
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_types_without_a_kernel(operation, dtype):
+    """Computed in float32 through XLA and rounded once."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 40)), dtype)
+    wide, narrow = OURS[operation](x.astype(jnp.float32)).astype(dtype), OURS[operation](x)
+    assert narrow.dtype == x.dtype
+    np.testing.assert_array_equal(np.asarray(narrow.astype(jnp.float32)), np.asarray(wide.astype(jnp.float32)))
+    assert jax.grad(lambda x: OURS[operation](x)[0, 0].astype(jnp.float32))(x).dtype == x.dtype
+
+
+@pytest.mark.gpu
+@every_operation
+def test_more_than_2_to_31_elements(operation):
+    free = jax.devices()[0].memory_stats()
+    shape = ((1 << 20) + 3, 2051)
+    if free["bytes_limit"] - free["bytes_in_use"] < 5 * 2 * shape[0] * shape[1]:
+        pytest.skip("not enough device memory")
+    x = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))(jax.random.key(0))
+    y = jax.jit(OURS[operation])(x)
+    for row in (0, 1, (1 << 31) // 2051, (1 << 31) // 2051 + 1, shape[0] - 1):
+        assert_rounded(y[row], *forward(operation, x[row]), x.dtype)
+
+
+# ---- bad input
+
+
+@every_operation
+@pytest.mark.parametrize("args, kind, words", [
+    (lambda: (jnp.ones((2, 3)), 2), ValueError, ["axis 2", "(2, 3)"]),
+    (lambda: (jnp.ones((2, 3)), -3), ValueError, ["axis -3", "(2, 3)"]),
+    (lambda: (jnp.ones((2, 3)), (0, 2)), ValueError, ["axis 2", "(2, 3)"]),
+    (lambda: (jnp.ones((2, 3)), (1, -1)), ValueError, ["duplicate", "(1, -1)", "(2, 3)"]),
+    (lambda: (jnp.ones((2, 3)), 1.0), TypeError, ["axis", "1.0"]),
+    (lambda: (jnp.ones((2, 3)), "x"), TypeError, ["axis", "'x'"]),
+    (lambda: (1.0, -1), ValueError, ["axis -1", "()"]),
+    (lambda: (jnp.ones((2, 3), bool), -1), TypeError, ["x must be real", "bool[2, 3]"]),
+    (lambda: (jnp.ones((2, 3), jnp.complex64), -1), TypeError, ["x must be real", "complex64[2, 3]"]),
+    (lambda: (jax.random.key(0), None), TypeError, ["x must be real"]),
+    (lambda: ([1.0, 2.0], -1), TypeError, ["x must be an array", "list"]),
+    (lambda: (jnp.ones((2, 3)), -1, jnp.ones((2,), bool)), ValueError, ["where", "(2,)", "(2, 3)"]),
+    (lambda: (jnp.ones((2, 3)), -1, jnp.ones((4, 2, 3), bool)), ValueError, ["where", "(4, 2, 3)", "(2, 3)"]),
+    (lambda: (jnp.ones((2, 1)), -1, jnp.ones((2, 3), bool)), ValueError, ["where", "(2, 3)", "(2, 1)"]),
+    (lambda: (jnp.ones((2, 3)), -1, jnp.ones((2, 3))), TypeError, ["where must be boolean", "float32[2, 3]"]),
+    (lambda: (jnp.ones((2, 3)), -1, [True, False, True]), TypeError, ["where must be a boolean array", "list"]),
+])
+def test_bad_input(operation, args, kind, words):
+    with pytest.raises(kind) as error:
+        OURS[operation](*args())
+    message = str(error.value)
+    assert message.startswith(f"jaxkern.{operation}: ") and all(word in message for word in words), message
+
+
+# ---- tiers
+
+
+def test_force_is_local_and_restored():
+    assert tiers.forced() == "auto"
+    with tiers.force("block"):
+        with tiers.force("auto"):
+            assert tiers.forced() == "auto"
+        assert "tier=block" in str(jax.make_jaxpr(jaxkern.softmax)(jnp.ones(3)))
+    assert "tier=auto" in str(jax.make_jaxpr(jaxkern.softmax)(jnp.ones(3)))
+    f = jax.jit(jaxkern.softmax)  # neither way round may a program of another tier be reused
+    for tier in ("auto", "warp", "auto", "split"):
+        with tiers.force(tier):
+            assert f"tier={tier}" in str(jax.make_jaxpr(f)(jnp.ones(3)))
+    with pytest.raises(ValueError, match="no tier 'blok', there are sub_warp"), tiers.force("blok"):
+        pass
+
+
+@needs_cpu_module
+def test_tier_query_needs_no_gpu():
+    for device in (tiers.H200, tiers.A100):
+        for width, inner, dtype, backward, masked in itertools.product(
+                (1, 64, 1000, 4096, 50257, 1 << 20), (1, 7), DTYPES, (False, True), (False, True)):
+            for rows in (1, 49152):
+                problem = dict(rows=rows, width=width, inner=inner, dtype=dtype, backward=backward, masked=masked,
+                               device=device)
+                tier = tiers.softmax(**problem)
+                assert tier in tiers.NAMES and tiers.fits(tier, **problem)
+                assert (tier == "column") == (inner != 1)
+                assert device is tiers.H200 or tier not in ("cluster", "pipeline")  # Hopper's
+    assert tiers.softmax(49152, 32, dtype=jnp.bfloat16) == "sub_warp"
+    assert tiers.softmax(1, 1 << 20) == "split"
+    assert not tiers.fits("cluster", 49152, 8192, device=tiers.A100)
+    with pytest.raises(ValueError, match="no kernel for int32"):
+        tiers.softmax(1, 1, dtype="int32")
+    with pytest.raises(ValueError, match="positive"):
+        tiers.softmax(1, 0)
+    with pytest.raises(ValueError, match="no tier 'wrap'"):
+        tiers.fits("wrap", 1, 1)
+
+
+@needs_cpu_module
+def test_names_are_those_of_the_kernels():
+    module = _registry.status["cpu"].module
+    problem = (1, 1 << 20, 1, "float32", False, False, 0, *tiers.H200)
+    for name in ("auto", *tiers.NAMES):
+        assert module.softmax_tier_fits(name, *problem) in (True, False)
+    with pytest.raises(ValueError, match="wrap"):
+        module.softmax_tier_fits("wrap", *problem)
+
+
+def test_tier_query_says_what_is_missing(monkeypatch):
+    monkeypatch.setitem(_registry.status, "cpu", _registry.Module("_cpu", "cpu", reason="jaxkern._cpu was not built"))
+    with pytest.raises(RuntimeError, match="jaxkern._cpu was not built"):
+        tiers.softmax(1, 1)
+
+
+EDGES = (1, 7, 8, 9, 31, 127, 128, 129, 255, 257, 511, 513, 1000, 1023, 1025, 2047, 2049, 4095, 4097, 8193, 16384, 16385,
+         32767, 50257, 131080)
+
+
+@pytest.mark.gpu
+@needs_cpu_module
+@every_dtype
+@pytest.mark.parametrize("tier", tiers.NAMES)
+def test_every_tier(tier, dtype):
+    """Each kernel where it fits, right and the same with a mask, at widths around every tier's edges."""
+    ran = 0
+    for width, operation in itertools.product(EDGES, OPERATIONS):
+        rows = 5
+        if not all(tiers.fits(tier, rows, width, dtype=dtype, backward=b) for b in (False, True)):
+            continue
+        with tiers.force(tier):
+            check(operation, normal((rows, width), dtype))
+            if all(tiers.fits(tier, rows, width, dtype=dtype, backward=b, masked=True) for b in (False, True)):
+                check(operation, normal((rows, width), dtype), -1, random_mask((1, width)))
+        ran += 1
+    assert ran or not any(tiers.fits(tier, 5, w, dtype=dtype) for w in EDGES)  # a tier of another device
+
+
+@pytest.mark.gpu
+@needs_cpu_module
+def test_a_tier_that_does_not_fit_is_an_error():
+    with tiers.force("sub_warp"), pytest.raises(Exception, match="jaxkern.softmax.*sub_warp"):
+        jax.block_until_ready(jaxkern.softmax(jnp.ones((2, 100_003))))
+
+
+def test_backend_is_the_one_under_test():
+    """On a machine with both modules no operation silently runs through XLA."""
+    module = _registry.status["cuda" if ON_GPU else "cpu"]
+    if module.module is None:
+        pytest.skip(module.reason)
+    for dtype in ("float16", "bfloat16", "float32"):
+        assert "jaxkern_softmax" in jax.jit(jaxkern.softmax).lower(jnp.ones((3, 5), dtype)).as_text()

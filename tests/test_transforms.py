@@ -1,0 +1,334 @@
+"""Every operation under every JAX transformation, against the same transformation of plain jnp.
+
+In float64, so that a wrong rule cannot hide behind rounding; what XLA compiles is read in float32.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export, lax
+from reference import OPERATIONS
+
+import jaxkern
+from jaxkern import _registry
+
+SHAPE = (3, 4, 5)
+AXIS = 1
+MASKS = {"whole": None, "full": SHAPE, "broadcast": (3, 1, 5), "row": (4, 1)}
+
+
+def plain(operation, x, axis, mask):
+    """The operation in jnp, of which JAX derives everything itself; no row is empty here."""
+    x = x if mask is None else jnp.where(mask, x, -jnp.inf)
+    shifted = x - lax.stop_gradient(x.max(axis, keepdims=True))
+    y = shifted - jnp.log(jnp.exp(shifted).sum(axis, keepdims=True))
+    return jnp.exp(y) if operation == "softmax" else y
+
+
+def functions(operation, mask, axis=AXIS):
+    """The operation and its twin as functions of x alone, finite wherever they are masked."""
+
+    def finite(y):
+        return y if mask is None else jnp.where(mask, y, 0)
+
+    ours = lambda x: finite(getattr(jaxkern, operation)(x, axis, mask))
+    return ours, lambda x: finite(plain(operation, x, axis, mask))
+
+
+def inputs(shape=SHAPE, seed=0):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.normal(0, 2, shape)), jnp.asarray(rng.normal(size=shape))
+
+
+def mask_of(shape):
+    if shape is None:
+        return None
+    mask = np.random.default_rng(5).random(shape) < 0.6
+    mask[(slice(None), 0) if len(shape) == 3 else 0] = True  # no empty row
+    return jnp.asarray(mask)
+
+
+def loss(f, t):
+    return lambda x: jnp.sum(jnp.sin(f(x)) * t)
+
+
+def _while(f):
+    def body(state):
+        k, x = state
+        return k + 1, f(x) + 0.1 * x
+    return lambda x: lax.while_loop(lambda state: state[0] < 3, body, (0, x))[1]
+
+
+# name -> a function of (f, x, t), with f from an array to one of its shape
+TRANSFORMATIONS = {
+    "eager": lambda f, x, t: f(x),
+    "jit": lambda f, x, t: jax.jit(f)(x),
+    "grad": lambda f, x, t: jax.grad(loss(f, t))(x),
+    "jit of grad": lambda f, x, t: jax.jit(jax.grad(loss(f, t)))(x),
+    "grad of jit": lambda f, x, t: jax.grad(loss(jax.jit(f), t))(x),
+    "jvp": lambda f, x, t: jax.jvp(f, (x,), (t,)),
+    "vjp": lambda f, x, t: jax.vjp(f, x)[1](t),
+    "linearize": lambda f, x, t: jax.linearize(f, x)[1](t),
+    "jacfwd": lambda f, x, t: jax.jacfwd(f)(x),
+    "jacrev": lambda f, x, t: jax.jacrev(f)(x),
+    "hessian": lambda f, x, t: jax.hessian(loss(f, t))(x),
+    "jacrev of jacrev": lambda f, x, t: jax.jacrev(jax.jacrev(loss(f, t)))(x),
+    "jacfwd of jacfwd": lambda f, x, t: jax.jacfwd(jax.jacfwd(loss(f, t)))(x),
+    "jacrev of jacfwd": lambda f, x, t: jax.jacrev(jax.jacfwd(loss(f, t)))(x),
+    "hessian-vector, forward over reverse": lambda f, x, t: jax.jvp(jax.grad(loss(f, t)), (x,), (t,))[1],
+    "hessian-vector, reverse over forward": lambda f, x, t: jax.grad(lambda x: jax.jvp(loss(f, t), (x,), (t,))[1])(x),
+    "hessian-vector, reverse over reverse": lambda f, x, t: jax.grad(lambda x: jnp.sum(jax.grad(loss(f, t))(x) * t))(x),
+    "third order": lambda f, x, t: jax.grad(lambda x: jax.jvp(lambda x: jnp.sum(jax.grad(loss(f, t))(x) * t), (x,), (t,))[1])(x),
+    "third order, forward": lambda f, x, t: jax.jvp(lambda x: jax.jvp(lambda x: jax.jvp(f, (x,), (t,))[1], (x,), (t,))[1], (x,), (t,))[1],
+    "linear_transpose of vjp": lambda f, x, t: jax.linear_transpose(lambda g: jax.vjp(f, x)[1](g)[0], x)(t),
+    "linear_transpose of jvp": lambda f, x, t: jax.linear_transpose(lambda d: jax.jvp(f, (x,), (d,))[1], x)(t),
+    "gradient in the cotangent": lambda f, x, t: jax.grad(lambda g: jnp.sum(jnp.sin(jax.vjp(f, x)[1](g)[0])))(t),
+    "gradient in the tangent": lambda f, x, t: jax.grad(lambda d: jnp.sum(jnp.sin(jax.jvp(f, (x,), (d,))[1])))(t),
+    "vmap of grad": lambda f, x, t: jax.vmap(lambda x, t: jax.grad(loss(f, t))(x))(jnp.stack([x, t, -x]), jnp.stack([t, x, t])),
+    "grad of vmap": lambda f, x, t: jax.grad(lambda xs: jnp.sum(jnp.sin(jax.vmap(f)(xs)) * t))(jnp.stack([x, t, -x])),
+    "vmap of jvp": lambda f, x, t: jax.vmap(lambda d: jax.jvp(f, (x,), (d,))[1])(jnp.stack([x, t, -x])),
+    "vmap of vjp": lambda f, x, t: jax.vmap(jax.vjp(f, x)[1])(jnp.stack([x, t, -x])),
+    "vmap of hessian-vector": lambda f, x, t: jax.vmap(lambda d: jax.jvp(jax.grad(loss(f, t)), (x,), (d,))[1])(jnp.stack([x, t])),
+    "remat": lambda f, x, t: jax.grad(loss(jax.checkpoint(lambda x: f(jnp.cos(f(x)))), t))(x),
+    "remat, nothing saved": lambda f, x, t: jax.jit(jax.grad(loss(
+        jax.checkpoint(f, policy=jax.checkpoint_policies.nothing_saveable), t)))(x),
+    "scan": lambda f, x, t: lax.scan(lambda c, d: (f(c + d), f(c - d).sum()), x, jnp.stack([t, x, -t])),
+    "grad of scan": lambda f, x, t: jax.grad(lambda x: jnp.sum(lax.scan(lambda c, d: (f(c + d), f(c)), x, jnp.stack([t, -t]))[1] * t))(x),
+    "cond": lambda f, x, t: [jax.jit(lambda p, x: lax.cond(p, f, lambda x: 2 * f(-x), x))(p, x) for p in (True, False)],
+    "grad of cond": lambda f, x, t: jax.grad(lambda x: jnp.sum(lax.cond(x[0, 0, 0] > 0, f, jnp.sin, x) * t))(x),
+    "while": lambda f, x, t: jax.jit(_while(f))(x),
+    "jvp of while": lambda f, x, t: jax.jvp(_while(f), (x,), (t,))[1],
+    "donation": lambda f, x, t: jax.jit(f, donate_argnums=0)(x + 0),
+    "symbolic zero": lambda f, x, t: jax.jvp(lambda x, s: f(x) * s, (x, 2.0), (jnp.zeros_like(x), 1.0))[1],
+    "has no tangent": lambda f, x, t: jax.jvp(lambda s: f(x) * s, (2.0,), (1.0,)),
+    "nested": lambda f, x, t: jax.grad(lambda x: jnp.sum(f(jnp.tanh(f(x))) * t))(x),
+}
+OUTSIDE_JIT = ("eager", "jit", "donation", "grad", "jvp", "vjp", "linearize", "vmap of vjp", "cond")
+
+
+def assert_same(ours, theirs):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-11, atol=1e-12), ours, theirs)
+
+
+# Every transformation with and without a mask; with other masks, one of each kind of rule.
+PAIRS = [(name, masked) for name in TRANSFORMATIONS for masked in ("whole", "broadcast")] + [
+    (name, masked) for name in ("eager", "grad", "jvp", "hessian-vector, reverse over forward", "vmap of grad")
+    for masked in ("full", "row")]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("name, masked", PAIRS)
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_transformation(operation, masked, name, x64):
+    x, t = inputs()
+    f, g = functions(operation, mask_of(MASKS[masked]))
+    # The rest is traced as a whole, which compiles once.
+    whole = (lambda run: run) if name in OUTSIDE_JIT else jax.jit
+    ours, theirs = (whole(functools.partial(TRANSFORMATIONS[name], h))(x, t) for h in (f, g))
+    assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(theirs)) > 1e-3  # or nothing is compared
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("axis", [0, 1, -1, (0, 1), (0, 2)])
+def test_second_order_on_every_axis(operation, axis, x64):
+    x, t = inputs()
+    f, g = functions(operation, None, axis)
+    assert_same(*(jax.jit(jax.hessian(loss(h, t)))(x) for h in (f, g)))
+
+
+# ---- vmap
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("at", [0, 1, 2, 3, -2])
+@pytest.mark.parametrize("out", [0, 2, -1])
+def test_vmap_in_and_out_axes(operation, at, out, x64):
+    x, _ = inputs((3, 4, 5, 6))
+    f, g = functions(operation, None)
+    assert_same(jax.vmap(f, at, out)(x), jax.vmap(g, at, out)(x))
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("x_at, mask_at", [(0, 0), (2, 1), (1, 3), (None, 0), (None, 2), (3, None), (0, None)])
+@pytest.mark.parametrize("axis, mask_shape", [(0, (3, 4, 5)), (1, (3, 1, 5)), (2, (1, 4, 1)), (1, (1, 4, 1))])
+def test_vmap_of_array_and_mask(operation, x_at, mask_at, axis, mask_shape, x64):
+    """Against a loop, gradients too: the batch may lie anywhere in either operand, or in one of them."""
+    rng, size = np.random.default_rng(0), 2
+    stack = lambda shape, at, draw: jnp.asarray(draw(shape if at is None else (*shape[:at], size, *shape[at:])))
+    x = stack((3, 4, 5), x_at, lambda s: rng.normal(size=s))
+    mask = stack(mask_shape, mask_at, lambda s: rng.random(s) < 0.7)
+    f = getattr(jaxkern, operation)
+
+    def both(x, mask):
+        y, pull = jax.vjp(lambda x: jnp.where(mask, f(x, axis, mask), 0), x)
+        return y, pull(jnp.cos(x))[0]
+
+    batched, single = jax.jit(jax.vmap(both, (x_at, mask_at)))(x, mask), jax.jit(both)
+    take = lambda a, at, k: a if at is None else jnp.take(a, k, at)
+    for k in range(size):
+        assert_same(tuple(b[k] for b in batched), single(take(x, x_at, k), take(mask, mask_at, k)))
+
+
+def test_nested_vmap(x64):
+    x, _ = inputs((3, 4, 5, 6))
+    f, g = functions("softmax", None, 0)
+    nested = lambda f: jax.vmap(jax.vmap(lambda x: f(x), 1, 1), 0, 2)
+    assert_same(nested(f)(x), nested(g)(x))
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_vmap_moves_and_broadcasts_nothing(at):
+    x, mask = jnp.ones((4, 5, 6)), jnp.ones((5, 6)[:2] if at == 0 else ((4, 6) if at == 1 else (4, 5)), bool)
+    batched = jax.vmap(lambda x: jaxkern.softmax(x, 0, mask), at, at)
+    jaxpr = str(jax.make_jaxpr(jax.grad(lambda x: (batched(x) * x).sum()))(x))
+    assert "transpose" not in jaxpr
+    mask_shape = [1 if k == at else n for k, n in enumerate(x.shape)]
+    assert f"bool[{','.join(map(str, mask_shape))}]" in jaxpr and "bool[4,5,6]" not in jaxpr
+
+
+# ---- what becomes of it
+
+
+def equations(jaxpr):
+    """The equations of a jaxpr and of the calls in it."""
+    for e in jaxpr.eqns:
+        inner = [v for v in e.params.values() if hasattr(v, "eqns") or hasattr(v, "jaxpr")]
+        if inner and e.primitive.name in ("jit", "pjit", "closed_call", "core_call"):
+            for j in inner:
+                yield from equations(getattr(j, "jaxpr", j))
+        else:
+            yield e
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("axis", [-1, 0, (1, 2)])
+def test_jaxpr_is_one_primitive(operation, axis):
+    jaxpr = jax.make_jaxpr(lambda x: getattr(jaxkern, operation)(x, axis))(jnp.ones((2, 3, 4)))
+    names = [e.primitive.name for e in equations(jaxpr.jaxpr)]
+    assert [n for n in names if n != "reshape"] == [f"jaxkern_{operation}"]
+    assert isinstance(axis, tuple) or len(names) == 1
+
+
+def compiled(f, *args):
+    return jax.jit(f).lower(*args).compile().as_text()
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("shape, axis, mask_shape", [
+    ((64, 256), -1, None), ((64, 256), 0, None), ((8, 64, 32), 1, None), ((4, 8, 16, 64), -1, (4, 1, 16, 64)),
+    ((4, 8, 16, 64), (2, 3), None)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_kernel_forward_and_one_backward(operation, shape, axis, mask_shape, dtype):
+    """value_and_grad compiles to our two kernels, without a transpose or a copy."""
+    platform = {"cpu": "cpu", "gpu": "cuda"}[jax.default_backend()]
+    if _registry.status[platform].module is None:
+        pytest.skip(_registry.status[platform].reason)
+    mask = None if mask_shape is None else jnp.ones(mask_shape, bool)
+    f = lambda x, w: (getattr(jaxkern, operation)(x, axis, mask) * w).sum()
+    text = compiled(jax.value_and_grad(f), jnp.ones(shape, dtype), jnp.ones(shape, dtype))
+    calls = re.findall(r'custom_call_target="(jaxkern_\w+)"', text)
+    assert sorted(calls) == [f"jaxkern_{operation}", f"jaxkern_{operation}_grad"]
+    # A copy of a scalar is the loss on its way out.
+    moved = [line for line in re.findall(r"= (\S+) (?:transpose|copy)\(", text) if re.search(r"\[\d", line)]
+    assert not moved, moved
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_forward_mode_costs_no_more_than_reverse(operation):
+    x = jnp.ones((8, 16))
+    f = getattr(jaxkern, operation)
+    names = [e.primitive.name for e in equations(jax.make_jaxpr(lambda x: jax.jvp(f, (x,), (x,)))(x).jaxpr)]
+    backward = {"softmax": "jaxkern_softmax_grad", "log_softmax": "jaxkern_log_softmax_jvp"}[operation]
+    assert names == [f"jaxkern_{operation}", backward]
+    names = [e.primitive.name for e in equations(jax.make_jaxpr(lambda x: jax.vjp(f, x)[1](x))(x).jaxpr)]
+    assert names == [f"jaxkern_{operation}", f"jaxkern_{operation}_grad"]
+
+
+def test_types_survive():
+    """Weak types are dropped, 16 bits stay 16 bits through every order."""
+    x = jnp.ones((2, 3), jnp.bfloat16)
+    for operation in OPERATIONS:
+        f = getattr(jaxkern, operation)
+        leaves = jax.tree.leaves([f(x), jax.jvp(f, (x,), (x,)), jax.vjp(f, x)[1](x), jax.hessian(lambda x: f(x).sum())(x)])
+        assert {leaf.dtype for leaf in leaves} == {x.dtype}
+        assert not jax.eval_shape(lambda s: f(s, None), 1.0).weak_type
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_masked_elements_never_reach_a_derivative(operation, x64):
+    """NaN under the mask, in the array, the tangent and the cotangent, through second order."""
+    x, t = inputs()
+    mask = mask_of(SHAPE).at[0].set(False)  # and some rows without any participant
+    x, t = jnp.where(mask, x, jnp.nan), jnp.where(mask, t, jnp.nan)
+    f = lambda x: getattr(jaxkern, operation)(x, AXIS, mask)
+    y, dy = jax.jvp(f, (x,), (t,))
+    (dx,) = jax.vjp(f, x)[1](t)
+    ddx = jax.jvp(lambda x: jax.vjp(f, x)[1](t)[0], (x,), (t,))[1]
+    for d in (dy, dx, ddx):
+        assert jnp.isfinite(d).all() and (jnp.where(mask, 0, d) == 0).all() and (d[1:] != 0).any()
+    assert not jnp.isnan(y).any()
+
+
+def test_mask_is_traced_and_not_differentiated(x64):
+    x, t = inputs()
+    f = lambda x, m: jnp.sum(jaxkern.softmax(x, AXIS, m) * t)
+    value, (dx, dm) = jax.value_and_grad(f, (0, 1), allow_int=True)(x, mask_of(SHAPE))
+    assert dm.dtype == jax.dtypes.float0 and dx.shape == x.shape
+    depends = lambda x: jnp.sum(jaxkern.softmax(x, AXIS, x > 0) * t)
+    fixed = lambda x, m=x > 0: jnp.sum(jaxkern.softmax(x, AXIS, m) * t)
+    assert_same(jax.jit(jax.grad(depends))(x), jax.grad(fixed)(x))
+
+
+# ---- programs
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_symbolic_shapes_export_and_run(operation):
+    """One exported program for every number of rows, and for a platform that has no kernel."""
+    (rows,) = export.symbolic_shape("rows")
+    f = jax.jit(lambda x: getattr(jaxkern, operation)(x, -1, jnp.arange(7) < 5))
+    here = {"cpu": "cpu", "gpu": "cuda"}[jax.default_backend()]
+    exported = export.export(
+        f, platforms=[here, "tpu"], disabled_checks=[export.DisabledSafetyCheck.custom_call(f"jaxkern_{operation}")])(
+        jax.ShapeDtypeStruct((rows, 7), jnp.float32))
+    for n in (1, 4):
+        x = jax.random.normal(jax.random.key(n), (n, 7))
+        np.testing.assert_array_equal(exported.call(x), f(x))
+
+
+@pytest.mark.gpu
+def test_command_buffers_and_scan():
+    """Runs inside a CUDA graph: many calls in one program, twice, with other data the second time."""
+    def program(x):
+        def step(c, _):
+            return jaxkern.softmax(c * 3) + jaxkern.log_softmax(c, 0) * 0.1, jax.grad(lambda c: jaxkern.softmax(c)[:, 0].sum())(c).sum()
+        for _ in range(8):
+            x = step(x, None)[0]
+        return lax.scan(step, x, length=5)
+
+    options = {"xla_gpu_graph_min_graph_size": 1}
+    x = jax.random.normal(jax.random.key(0), (64, 1000))
+    f = jax.jit(program).lower(x).compile(compiler_options=options)
+    assert "custom-call" in f.as_text()
+    for scale in (1.0, 2.0, 2.0):
+        with jax.disable_jit():
+            want = program(x * scale)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-5), f(x * scale), want)
+
+
+def test_threads_share_the_library():
+    """Many Python threads at once: the same results as one."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    xs = [jax.random.normal(jax.random.key(k), (65, 301)) for k in range(8)]
+    f = jax.jit(lambda x: (jaxkern.softmax(x), jax.grad(lambda x: jaxkern.log_softmax(x, 0)[3].sum())(x)))
+    alone = [jax.tree.map(np.asarray, f(x)) for x in xs]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda x: jax.tree.map(np.asarray, f(x)), xs * 5))
+    for k, result in enumerate(together):
+        jax.tree.map(np.testing.assert_array_equal, result, alone[k % len(xs)])
