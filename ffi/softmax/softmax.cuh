@@ -15,11 +15,7 @@ namespace jaxkern {
 
 inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-#ifdef JAXKERN_TUNE
-extern int g_target, g_block;
-#else
-constexpr int g_target = 1024, g_block = 0;
-#endif
+constexpr int64_t kClusterTarget = 1024;  // packs that a block of a cluster gets, where rows are many
 
 // Grants the kernel its dynamic shared memory on this device, once.
 template <auto kKernel> cudaError_t AllowSharedMemory(const Device& device, int bytes) {
@@ -72,7 +68,6 @@ template <class Run> cudaError_t WithHeld(int64_t packs, Run run) {
   const auto threads = [&](int held) { return static_cast<int>(CeilDiv(CeilDiv(packs, held), kWarp) * kWarp); };
   const int64_t room4 = 4 * int64_t{threads(4)}, room8 = 8 * int64_t{threads(8)};
   bool four = room4 < room8 || (room4 == room8 && packs < 512);
-  if (g_block) four = g_block == 4;
   if (threads(4) > kBlockTierThreads) four = false;
   return four ? run(kInt<4>, threads(4)) : run(kInt<8>, threads(8));
 }
@@ -99,12 +94,12 @@ cudaError_t LaunchRegisters(const SoftmaxParams& p, int64_t packs, SoftmaxTier t
   });
 }
 
-// A row over 2, 4, 8 or 16 blocks: about kClusterPacks a block, or fewer when there are few rows.
+// A row over 2, 4, 8 or 16 blocks: about kClusterTarget packs a block, or fewer when there are few rows.
 template <class Op, bool kRagged>
 cudaError_t LaunchCluster(const SoftmaxParams& p, int64_t packs, const Device& device, cudaStream_t stream) {
   int log_size = 1;
   const auto each = [&] { return CeilDiv(packs, 1 << log_size); };
-  while (log_size < 4 && each() > g_target) ++log_size;
+  while (log_size < 4 && each() > kClusterTarget) ++log_size;
   while (log_size < 4 && (p.rows << (log_size + 1)) <= 2 * device.sm_count && each() > 256) ++log_size;
   const auto go = [&](auto held, int threads) {
     constexpr auto kKernel =
@@ -186,10 +181,12 @@ cudaError_t LaunchPipeline(const SoftmaxParams& p, int64_t packs, const Device& 
 }
 
 template <class Op, int N, bool kMasked>
-cudaError_t LaunchSplit(const SoftmaxParams& p, const SoftmaxArgs& args, cudaStream_t stream) {
+cudaError_t LaunchSplit(const SoftmaxParams& p, const SoftmaxArgs& args, const Device& device, cudaStream_t stream) {
   using Stat = typename Op::Stat;
   const int64_t room = args.scratch_bytes / static_cast<int64_t>(sizeof(Stat)) / p.rows;
-  const int64_t useful = CeilDiv(p.width, int64_t{N} * kStreamThreads);
+  // One block a multiprocessor: more would spend their time merging partial results.
+  const int64_t useful = std::min(CeilDiv(p.width, int64_t{N} * kStreamThreads),
+                                  std::max<int64_t>(1, device.sm_count / p.rows));
   LaunchShape shape;
   shape.threads = kStreamThreads;
   shape.blocks = std::max<int64_t>(1, std::min(room, useful));
@@ -281,7 +278,7 @@ cudaError_t LaunchOp(const SoftmaxArgs& args, const SoftmaxProblem& problem, Sof
       return Launch(SoftmaxStreaming<Op, 1, kMasked>, shape, stream, p);
     }
     case SoftmaxTier::kSplit:
-      return LaunchSplit<Op, N, kMasked>(p, args, stream);
+      return LaunchSplit<Op, N, kMasked>(p, args, device, stream);
     case SoftmaxTier::kColumn:
       if (alike && problem.misalignment % 16 == 0 && p.inner % N == 0) return LaunchColumn<Op, N, kMasked>(p, device, stream);
       return LaunchColumn<Op, 1, kMasked>(p, device, stream);

@@ -49,7 +49,7 @@ SoftmaxTier ChooseSoftmaxTier(const SoftmaxProblem& p, const DeviceTraits& d) {
   const auto fits = [&](SoftmaxTier tier) { return SoftmaxTierFits(tier, p, d); };
   const int64_t packs = RowPacks(p), inputs = Inputs(p);
   if (packs <= kSubWarpPacks && fits(SoftmaxTier::kSubWarp)) return SoftmaxTier::kSubWarp;
-  if (packs <= 128 / inputs && fits(SoftmaxTier::kWarp)) return SoftmaxTier::kWarp;
+  if (packs <= 64 && fits(SoftmaxTier::kWarp)) return SoftmaxTier::kWarp;
 
   // Few long rows: all multiprocessors on each.
   const bool few = p.rows * 2 <= d.sm_count && packs >= 256;

@@ -2,8 +2,8 @@
 // asked from Python (jaxkern.tiers) and overridden by tests and benchmarks. Host only.
 //
 //     sub_warp   rows up to 512 B: 1-32 lanes a row, several rows a lane group, in registers
-//     warp       rows up to 4 KB: a warp a row, in registers
-//     block      rows up to 32 KB: a block a row, in registers
+//     warp       rows up to 2 KB: a warp a row, in registers
+//     block      rows up to 64 KB: a block a row, in registers
 //     cluster    sm_90: a row over the registers of 2-16 blocks, which exchange their (max, sum)
 //     pipeline   sm_90: one block, or a cluster of up to 16, holds a row in shared memory, and
 //                bulk copies refill it while the previous row is still being written
