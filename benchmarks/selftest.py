@@ -123,9 +123,9 @@ def _check_copy() -> bool:
         "\ncopy of 1 GiB (2 GiB moved):",
         {k: f"{v:.1f} us, {(2 << 30) / v / 1e3:.0f} GB/s" for k, v in times.items()},
     )
-    first = times["profiler"]
-    ok = all(abs(v / first - 1) <= AGREE for v in times.values())
-    print(f"they agree within {AGREE:.0%}: {'ok' if ok else 'NO'}")
+    # Events bracket a call's launch too, which torch's slicing makes long: they are shown, not judged.
+    ok = abs(times["host, 50 queued"] / times["profiler"] - 1) <= AGREE
+    print(f"profiler and host agree within {AGREE:.0%}: {'ok' if ok else 'NO'}")
     return ok
 
 

@@ -84,13 +84,18 @@ template <class T> __device__ __forceinline__ Compute<T> Rescale(Compute<T> from
 // The maximum of a row without participants is -inf; 0 in its place keeps -inf - -inf out.
 template <class C> __device__ __forceinline__ C Base(C max) { return max == -Infinity<C>() ? C(0) : max; }
 
+// What threads have summed is added up in double for float: each addition to a sum near 1 would cost
+// half a unit, and there are ten of them.
+template <class T> using Sum = std::conditional_t<sizeof(T) == 4, double, Compute<T>>;
+
 template <class T_, bool kLog> struct Forward {
   using T = T_;
   using C = Compute<T>;
   static constexpr int kInputs = 1;
 
   struct Stat {
-    C max, sum;  // sum of e^(x - max)
+    C max;
+    Sum<T> sum;  // of e^(x - max)
   };
   struct Final {
     C max;
@@ -99,7 +104,7 @@ template <class T_, bool kLog> struct Forward {
     C inverse_low;  // float, double: what inverse lacks
   };
 
-  static __device__ __forceinline__ Stat Identity() { return {-Infinity<C>(), C(0)}; }
+  static __device__ __forceinline__ Stat Identity() { return {-Infinity<C>(), Sum<T>(0)}; }
   static __device__ __forceinline__ C Neutral(int) { return -Infinity<C>(); }
   static __device__ __forceinline__ C Masked() { return kLog ? -Infinity<C>() : C(0); }
 
@@ -127,20 +132,21 @@ template <class T_, bool kLog> struct Forward {
   static __device__ __forceinline__ Final Finish(Stat stat) {
     Final f;
     f.max = Base(stat.max);
-    const bool empty = stat.sum == C(0);
+    const bool empty = stat.sum == Sum<T>(0);
+    const C sum = static_cast<C>(stat.sum), rest = static_cast<C>(stat.sum - sum);  // rest: 0 but for float
+    f.inverse = empty ? C(0) : Reciprocal(sum);
+    f.inverse_low = 0;
     if constexpr (kLog) {
-      if constexpr (sizeof(T) == 8) f.norm = log(stat.sum);
-      else f.norm = logf(stat.sum);
+      if constexpr (sizeof(T) == 8) f.norm = log(sum);
+      else f.norm = logf(sum) + rest * f.inverse;
       if constexpr (std::is_same_v<T, __half>) {  // see ExpDifference
         const float scaled = __fmul_rn(f.max, kLog2E);
         f.norm -= fmaf(f.max, kLog2E, -scaled) * kLn2;
       }
       if (empty) f.norm = 0;
-      f.inverse = f.inverse_low = 0;
     } else {
       f.norm = 0;
-      f.inverse = empty ? C(0) : Reciprocal(stat.sum);
-      f.inverse_low = sizeof(T) == 2 ? C(0) : f.inverse * fma(-stat.sum, f.inverse, C(1));
+      if constexpr (sizeof(T) > 2) f.inverse_low = f.inverse * (fma(-sum, f.inverse, C(1)) - rest * f.inverse);
     }
     return f;
   }
@@ -197,7 +203,7 @@ template <class T_, bool kLog> struct Forward {
         }
         of_pack[i] = Fold(e, SumOf());
       }
-      return {local_max, ReduceLanes<kLanes>(Fold(of_pack, SumOf()), SumOf())};
+      return {local_max, ReduceLanes<kLanes>(static_cast<Sum<T>>(Fold(of_pack, SumOf())), SumOf())};
     }
     // The Final of a row in which other warps have a part: what is held is relative to this warp's
     // own maximum.
@@ -224,16 +230,24 @@ template <class T_, bool kLog> struct Backward {
   static constexpr int kInputs = 2;  // y, g
 
   struct Stat {
-    C sum;      // sum y * g; log: sum g
-    int alive;  // log: some y is not -inf
+    Sum<T> sum;  // sum y * g; log: sum g
+    int alive;   // log: some y is not -inf
   };
-  using Final = Stat;
+  struct Final {
+    C sum;
+    C rest;  // float: what sum lacks
+    int alive;
+  };
 
-  static __device__ __forceinline__ Stat Identity() { return {C(0), 0}; }
+  static __device__ __forceinline__ Stat Identity() { return {Sum<T>(0), 0}; }
   static __device__ __forceinline__ C Neutral(int k) { return kLog && k == 0 ? -Infinity<C>() : C(0); }
   static __device__ __forceinline__ C Masked() { return 0; }
   static __device__ __forceinline__ Stat Merge(Stat a, Stat b) { return {a.sum + b.sum, a.alive | b.alive}; }
-  static __device__ __forceinline__ Final Finish(Stat stat) { return stat; }
+  static __device__ __forceinline__ Final Finish(Stat stat) {
+    const C sum = static_cast<C>(stat.sum);
+    const C rest = sum - sum == C(0) ? static_cast<C>(stat.sum - sum) : C(0);  // inf has none
+    return {sum, rest, stat.alive};
+  }
   template <int kLanes> static __device__ __forceinline__ Stat MergeLanes(Stat stat) {
     stat.sum = ReduceLanes<kLanes>(stat.sum, SumOf());
     if constexpr (kLog) stat.alive = ReduceLanes<kLanes>(stat.alive, [](int a, int b) { return a | b; });
@@ -259,6 +273,7 @@ template <class T_, bool kLog> struct Backward {
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       if constexpr (kLog) out[j] = f.alive ? v[1][j] - ExpDifference<T>(v[0][j], C(0)) * f.sum : C(0);
+      else if constexpr (sizeof(T) == 4) out[j] = v[0][j] * ((v[1][j] - f.sum) - f.rest);
       else out[j] = v[0][j] * (v[1][j] - f.sum);
     }
   }

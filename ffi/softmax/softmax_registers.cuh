@@ -37,16 +37,16 @@ template <class Op> struct ClusterMailbox {
     Barrier arrived;
     Stat stat[kMaxCluster];
   };
-  static __device__ __forceinline__ void Open(Shared* box, uint32_t blocks) {
+  static __device__ __forceinline__ void Open(Shared* box) {
     if (threadIdx.x == 0) {
       InitBarrier(&box->arrived, 1);
       FenceBarrierInit();
-      ArriveExpect(&box->arrived, blocks * sizeof(Stat));
     }
     ArriveClusterRelaxed();
   }
   static __device__ __forceinline__ Stat Merge(Shared* box, Stat stat, uint32_t rank, uint32_t blocks) {
     WaitCluster();
+    if (threadIdx.x == 0) ArriveExpect(&box->arrived, blocks * sizeof(Stat));
     if (threadIdx.x < blocks) StoreRemote(&box->stat[rank], stat, &box->arrived, threadIdx.x);
     Wait(&box->arrived, 0);
     const uint32_t lane = threadIdx.x % kMaxCluster;
@@ -79,7 +79,7 @@ SoftmaxRegisters(const __grid_constant__ SoftmaxParams p) {
   if constexpr (kCluster) {
     rank = ClusterRank();
     blocks = ClusterSize();
-    ClusterMailbox<Op>::Open(&mailbox, blocks);
+    ClusterMailbox<Op>::Open(&mailbox);
   }
 #endif
   const int lanes = kGroup ? kLanes : static_cast<int>(blocks * blockDim.x);
