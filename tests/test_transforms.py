@@ -332,3 +332,19 @@ def test_threads_share_the_library():
         together = list(pool.map(lambda x: jax.tree.map(np.asarray, f(x)), xs * 5))
     for k, result in enumerate(together):
         jax.tree.map(np.testing.assert_array_equal, result, alone[k % len(xs)])
+
+
+@pytest.mark.parametrize("call", [lambda f, x: f(x), lambda f, x: jax.jit(f)(x), lambda f, x: jax.grad(lambda x: f(x)[0, 0])(x)])
+def test_debug_nans_finds_them(call):
+    x = jnp.array([[jnp.inf, 1.0]])
+    with jax.debug_nans(True):
+        with pytest.raises(FloatingPointError):
+            call(jaxkern.softmax, x)
+        call(jaxkern.softmax, jnp.ones((2, 3)))
+
+
+def test_disable_jit():
+    x = jnp.arange(6.0).reshape(2, 3)
+    want = jaxkern.softmax(x)
+    with jax.disable_jit():
+        np.testing.assert_array_equal(jaxkern.softmax(x), want)

@@ -84,13 +84,6 @@ __device__ __forceinline__ void SyncCluster() {
   WaitCluster();
 }
 
-// The generic address of the same shared object in block `rank`.
-template <class V> __device__ __forceinline__ V* RemoteShared(V* p, uint32_t rank) {
-  uint64_t address;
-  asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(reinterpret_cast<uint64_t>(p)), "r"(rank));
-  return reinterpret_cast<V*>(address);
-}
-
 // Writes a value to the same shared object of block `rank`, and its bytes to the count of that
 // block's barrier: whoever waits there sees it. Needs no fence, unlike a store and an arrival, whose
 // release would wait for every global store of this thread.

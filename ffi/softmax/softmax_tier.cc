@@ -34,7 +34,7 @@ bool SoftmaxTierFits(SoftmaxTier tier, const SoftmaxProblem& p, const DeviceTrai
     case SoftmaxTier::kWarp: return p.aligned_alike && packs <= kWarpPacks;
     case SoftmaxTier::kBlock: return p.aligned_alike && packs <= kBlockPacks;
     case SoftmaxTier::kCluster:
-      return Hopper(d) && p.aligned_alike && !p.masked && packs > kClusterBlocks && 
+      return Hopper(d) && p.aligned_alike && !p.masked && packs > kClusterBlocks &&
              packs <= kClusterBlocks * kClusterPacks * (Whole(p) ? 2 : 1);
     case SoftmaxTier::kPipeline:
       return Hopper(d) && p.aligned_alike && !p.masked && packs * 16 * Inputs(p) <= kClusterBlocks * kRingBytes;

@@ -1,5 +1,6 @@
 // Which kernel runs a softmax: a pure function of the problem and the device, so that it can be
-// asked from Python (jaxkern.tiers) and overridden by tests and benchmarks. Host only.
+// asked from Python (jaxkern.tiers) and overridden by tests and benchmarks. Host only. The widths below
+// are what a tier can hold; ChooseSoftmaxTier takes some of them only for shorter rows.
 //
 //     sub_warp   rows up to 512 B: 1-32 lanes a row, several rows a lane group, in registers
 //     warp       rows up to 2 KB: a warp a row, in registers
