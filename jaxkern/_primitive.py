@@ -38,12 +38,11 @@ def row_primitive(name: str, arrays: int) -> Primitive:
 
 
 def _evaluate(prim, *operands, **params):
-    debugging = jax.config.jax_debug_nans or jax.config.jax_debug_infs
-    if not debugging and not jax.config.jax_disable_jit:
+    nans, infs = jax.config.jax_debug_nans, jax.config.jax_debug_infs
+    if not (nans or infs or jax.config.jax_disable_jit):
         return _compiled(prim, *operands, **params)
     # A primitive is compiled all the same, like any of JAX's own: with these modes on, a jitted function
     # would be run again operation by operation, and come back here without end.
-    nans, infs = jax.config.jax_debug_nans, jax.config.jax_debug_infs
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
         y = _compiled(prim, *operands, **params)
         for wanted, what, test in ((nans, "nan", jnp.isnan), (infs, "inf", jnp.isinf)):
