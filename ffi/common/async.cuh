@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "pack.cuh"
+
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define JAXKERN_HAS_BULK_COPY 1
 #endif
@@ -48,14 +50,12 @@ __device__ __forceinline__ void Wait(Barrier* b, uint32_t parity) {
       ::"r"(SharedAddress(b)), "r"(parity) : "memory");
 }
 
-// Copies bytes (a multiple of 16, both addresses aligned to 16) that nobody reads again; completes on
-// the barrier.
-__device__ __forceinline__ void BulkCopyOnce(void* shared, const void* global, uint32_t bytes, Barrier* b) {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+// Copies bytes (a multiple of 16, both addresses aligned to 16); completes on the barrier.
+__device__ __forceinline__ void BulkCopy(void* shared, const void* global, uint32_t bytes, Barrier* b,
+                                         ReadPolicy policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-      ::"r"(SharedAddress(shared)), "l"(global), "r"(bytes), "r"(SharedAddress(b)), "l"(policy) : "memory");
+      ::"r"(SharedAddress(shared)), "l"(global), "r"(bytes), "r"(SharedAddress(b)), "l"(policy.bits) : "memory");
 }
 
 __device__ __forceinline__ uint32_t ClusterRank() {

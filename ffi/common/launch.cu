@@ -26,6 +26,7 @@ const Device& CurrentDevice() {
     read(&major, cudaDevAttrComputeCapabilityMajor);
     read(&minor, cudaDevAttrComputeCapabilityMinor);
     read(&d.shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    read(&d.l2_bytes, cudaDevAttrL2CacheSize);
     d.compute_capability = 10 * major + minor;
   });
   return devices[ordinal];

@@ -18,6 +18,7 @@ struct Device {
   int sm_count = 0;
   int compute_capability = 0;  // 10 * major + minor
   int shared_memory = 0;       // bytes a block can opt in to
+  int l2_bytes = 0;
   cudaError_t error = cudaSuccess;
 };
 

@@ -167,7 +167,7 @@ cudaError_t LaunchPipeline(const SoftmaxParams& p, int64_t packs, const Device& 
   int log_size = 0;
   while (CeilDiv(CeilDiv(packs, 1 << log_size), kChunkPacks<Op>) > kSlots<Op>) ++log_size;
   LaunchShape shape;
-  shape.threads = kPipelineThreads<Op>;
+  shape.threads = kPipelineThreads;
   shape.shared_bytes = kPipelineSharedBytes<Op>;
   shape.cluster = 1 << log_size;
   cudaError_t e = AllowSharedMemory<kKernel>(device, shape.shared_bytes);
@@ -195,6 +195,25 @@ cudaError_t LaunchSplit(const SoftmaxParams& p, const SoftmaxArgs& args, const D
   const cudaError_t e = Launch(SoftmaxPartials<Op, N, kMasked>, shape, stream, p, partials);
   if (e != cudaSuccess) return e;
   return Launch(SoftmaxApply<Op, N, kMasked>, shape, stream, p, partials);
+}
+
+// Tiles of up to 16 warps in registers.
+constexpr int64_t kMostTileRows = int64_t{kTileWarps} * kTileRows * 8;
+
+template <class Op> cudaError_t LaunchColumnRegisters(const SoftmaxParams& p, cudaStream_t stream) {
+  const auto go = [&](auto held, auto alone, int64_t lanes, int64_t warps) {
+    const int64_t tiles = CeilDiv(p.inner, lanes * kVector<typename Op::T>);
+    LaunchShape shape;
+    shape.threads = static_cast<int>(kWarp * (warps == 1 ? 4 : warps));
+    shape.blocks = warps == 1 ? CeilDiv(p.rows * tiles, 4) : p.rows * tiles;
+    return Launch(SoftmaxColumnRegisters<Op, decltype(held)::value, decltype(alone)::value>, shape, stream, p,
+                  static_cast<int>(warps), tiles);
+  };
+  // All rows in one thread's registers, while they are few.
+  constexpr int kAlone = Op::kInputs == 1 ? 24 : 8;
+  if (p.width <= kAlone) return go(kInt<kAlone>, std::true_type(), kWarp, 1);
+  if (p.width <= 4 * kTileRows) return go(kInt<4>, std::false_type(), kTileLanes, 1);
+  return go(kInt<8>, std::false_type(), kTileLanes, CeilDiv(p.width, int64_t{kTileRows} * 8));
 }
 
 template <class Op, int N, bool kMasked>
@@ -245,6 +264,7 @@ cudaError_t LaunchOp(const SoftmaxArgs& args, const SoftmaxProblem& problem, Sof
   p.inner = args.inner;
   p.misalignment = problem.misalignment / static_cast<int>(sizeof(T));
   p.grain = RowGrain(problem) / static_cast<int>(sizeof(T));
+  p.exceeds_l2 = args.outer * args.width * args.inner * int64_t{sizeof(T)} * (Op::kInputs + 1) > device.l2_bytes;
   const bool alike = problem.aligned_alike;  // else element by element
   const bool whole = problem.misalignment % 16 == 0 && p.width % N == 0;  // no pack is ragged
   const int64_t packs = RowPacks(problem);
@@ -279,9 +299,14 @@ cudaError_t LaunchOp(const SoftmaxArgs& args, const SoftmaxProblem& problem, Sof
     }
     case SoftmaxTier::kSplit:
       return LaunchSplit<Op, N, kMasked>(p, args, device, stream);
-    case SoftmaxTier::kColumn:
-      if (alike && problem.misalignment % 16 == 0 && p.inner % N == 0) return LaunchColumn<Op, N, kMasked>(p, device, stream);
-      return LaunchColumn<Op, 1, kMasked>(p, device, stream);
+    case SoftmaxTier::kColumn: {
+      using ForColumns = typename Op::ForColumns;
+      if (!alike || problem.misalignment % 16 != 0 || p.inner % N != 0) return LaunchColumn<ForColumns, 1, kMasked>(p, device, stream);
+      if constexpr (!kMasked) {
+        if (p.width <= kMostTileRows) return LaunchColumnRegisters<ForColumns>(p, stream);
+      }
+      return LaunchColumn<ForColumns, N, kMasked>(p, device, stream);
+    }
     case SoftmaxTier::kAuto:
       break;
   }

@@ -1,10 +1,14 @@
 // Softmax over an axis that is not the last one: the column tier. Nothing is transposed.
 //
-// A block takes a tile of lanes_x packs of neighbouring columns and all of their `width` rows. Thread
-// (x, y) owns pack x of rows y, y + threads_y, ... ; each of the N columns of a pack has a Stat of
-// its own. The tile is brought to shared memory with asynchronous copies, all in flight at once, and
-// every thread reads back only what it copied itself; a tile too tall for that is read twice.
-// N = 1 serves an inner dimension that is not a multiple of 16 bytes.
+// SoftmaxColumnRegisters: a tile is held in the registers of one warp or of a block. A warp is 4 packs (64
+// bytes) across and 8 rows down; each of the N columns of a thread's packs has a Stat of its own, and
+// merging over the 8 rows halves the columns that a lane looks after at each step, so that it costs N - 1
+// merges and not 3 N. For few rows a warp is 32 packs across and each thread has all rows of its columns.
+//
+// SoftmaxColumn, for taller tiles, masks, and an inner dimension that is not a multiple of 16 bytes
+// (N = 1): a block takes a tile of lanes_x packs. Thread (x, y) owns pack x of rows y, y + threads_y, ... .
+// The tile is brought to shared memory with asynchronous copies, all in flight at once, and every thread
+// reads back only what it copied itself; a tile too tall for that is read twice.
 #pragma once
 
 #include "softmax_ops.cuh"
@@ -14,6 +18,137 @@ namespace jaxkern {
 constexpr int kColumnThreads = 256;
 constexpr int kColumnParts = 4;
 constexpr int kColumnUnroll = 4;  // rows whose exponentials share one rescaling
+
+// ---- the tile in registers
+
+constexpr int kTileLanes = 4;  // of a warp, across; the others are rows
+constexpr int kTileRows = kWarp / kTileLanes;
+constexpr int kTileWarps = 16;  // at most
+
+// Merges each column's Stats over the rows of the warp. Lane (x, y) is left with column (the returned
+// number) of pack x in stat[0]; where a pack has fewer columns than the warp has rows, several lanes are
+// left with the same.
+template <class Op, int N> __device__ __forceinline__ int MergeTileRows(typename Op::Stat (&stat)[N]) {
+  int column = 0, columns = N;
+#pragma unroll
+  for (int step = kWarp / 2; step >= kTileLanes; step /= 2) {
+    if (columns > 1) {
+      columns /= 2;
+      const bool upper = threadIdx.x & step;
+      column += upper ? columns : 0;
+#pragma unroll
+      for (int j = 0; j < columns; ++j) {
+        const auto keep = upper ? stat[j + columns] : stat[j], give = upper ? stat[j] : stat[j + columns];
+        stat[j] = Op::Merge(keep, Op::Exchange(give, step));
+      }
+    } else {
+      stat[0] = Op::Merge(stat[0], Op::Exchange(stat[0], step));
+    }
+  }
+  return column;
+}
+
+// `warps` warps a tile: one, and then the block has several tiles, or all of the block. kAlone: a warp
+// is 32 packs across, and a tile is one warp.
+template <class Op, int kPacks, bool kAlone>
+__global__ void __launch_bounds__(kAlone ? 128 : kWarp * kTileWarps, kAlone ? 4 - Op::kInputs : 2 / Op::kInputs)
+SoftmaxColumnRegisters(const __grid_constant__ SoftmaxParams p, int warps, int64_t tiles) {
+  using T = typename Op::T;
+  using C = typename Op::C;
+  using Stat = typename Op::Stat;
+  using Final = typename Op::Final;
+  constexpr int N = kVector<T>, kInputs = Op::kInputs, kLanes = kAlone ? kWarp : kTileLanes;
+
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, x = lane % kLanes;
+  const int64_t tile = warps == 1 ? int64_t{blockIdx.x} * (blockDim.x / kWarp) + warp : blockIdx.x;
+  const int64_t outer = tile / tiles;
+  const int64_t column = (tile % tiles * kLanes + x) * N;
+  const int first_row = kAlone ? 0 : (warps == 1 ? 0 : warp * kTileRows) + lane / kLanes;
+  const int step = kAlone ? 1 : warps * kTileRows;
+  const int width = outer < p.rows && column < p.inner ? static_cast<int>(p.width) : 0;
+  const int64_t first = (outer * p.width + first_row) * p.inner + column;
+  const int64_t stride = step * p.inner;  // pointers walk: a product a row would be a quarter of the instructions
+
+  const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
+  Pack<T, N> held[kPacks][kInputs];
+#pragma unroll
+  for (int k = 0; k < kInputs; ++k) {
+    const T* from = static_cast<const T*>(p.input[k]) + first;
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i, from += stride) {
+      held[i][k] = Filled<T, N>(FromCompute<T>(Op::Neutral(k)));
+      if (first_row + i * step < width) held[i][k] = LoadVector<T, N>(from, policy);
+    }
+  }
+
+  Stat stat[N];
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    C v[kInputs][kPacks];
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k)
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        C values[N];
+        Unpack(held[i][k], values);
+        v[k][i] = values[j];
+      }
+    stat[j] = Op::First(v);
+  }
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i)
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k) Forget(held[i][k]);
+
+  Final final[N];
+  if constexpr (kAlone) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) final[j] = Op::Finish(stat[j]);
+  } else {
+    constexpr int kColumns = kLanes * N;
+    __shared__ Stat stats[kTileWarps][kColumns];
+    __shared__ Final finals[kTileWarps][kColumns];
+    const int mine = x * N + MergeTileRows<Op, N>(stat);
+    if (warps == 1) {
+      finals[warp][mine] = Op::Finish(stat[0]);
+      __syncwarp();
+    } else {
+      stats[warp][mine] = stat[0];
+      __syncthreads();
+      // 16 neighbouring lanes merge a column.
+      const int part = lane % kTileWarps;
+      for (int c0 = 0; c0 < kColumns; c0 += blockDim.x / kTileWarps) {
+        const int c = c0 + threadIdx.x / kTileWarps;
+        const bool has = c < kColumns && part < warps;
+        const Stat all = Op::template MergeLanes<kTileWarps>(has ? stats[part][c] : Op::Identity());
+        if (part == 0 && c < kColumns) finals[0][c] = Op::Finish(all);
+      }
+      __syncthreads();
+    }
+#pragma unroll
+    for (int j = 0; j < N; ++j) final[j] = finals[warps == 1 ? warp : 0][x * N + j];
+  }
+
+  T* to = static_cast<T*>(p.out) + first;
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i, to += stride) {
+    if (first_row + i * step >= width) break;
+    C values[kInputs][N], out[N];
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k) Unpack(held[i][k], values[k]);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      C v[kInputs][1], o[1];
+#pragma unroll
+      for (int k = 0; k < kInputs; ++k) v[k][0] = values[k][j];
+      Op::Map(v, final[j], o);
+      out[j] = o[0];
+    }
+    StoreVector<T, N>(to, Repack<T, N>(out));
+  }
+}
+
+// ---- the tile in shared memory
 
 struct ColumnPlan {
   int lanes_x;        // power of two up to kColumnThreads
@@ -62,11 +197,12 @@ SoftmaxColumn(const __grid_constant__ SoftmaxParams p, const __grid_constant__ C
     if constexpr (kMasked) return p.mask[mask_at[j] + a * p.mask_view.axis_stride] != 0;
     else return true;
   };
+  const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
   auto tile_at = [&](int k, int64_t a) -> Packed& { return tile[(k * p.width + a) * plan.lanes_x + x]; };
   auto global_at = [&](int k, int64_t a) { return static_cast<const T*>(p.input[k]) + first + a * p.inner; };
   auto load = [&](int k, int64_t a) {
     if (plan.resident) return tile_at(k, a);
-    return LoadVector<T, N>(global_at(k, a));
+    return LoadVector<T, N>(global_at(k, a), policy);
   };
 
   if (plan.resident && active) {
@@ -74,7 +210,7 @@ SoftmaxColumn(const __grid_constant__ SoftmaxParams p, const __grid_constant__ C
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) {
         if constexpr (sizeof(Packed) == 16) CopyAsync<16>(&tile_at(k, a), global_at(k, a));
-        else tile_at(k, a) = LoadVector<T, N>(global_at(k, a));
+        else tile_at(k, a) = LoadVector<T, N>(global_at(k, a), policy);
       }
     }
     asm volatile("cp.async.wait_all;" ::: "memory");

@@ -26,6 +26,7 @@ struct SoftmaxParams {  // what every kernel reads comes first, and shares its c
   int64_t width;
   int misalignment;  // of the arrays from 128 bytes, in elements
   int grain;         // see Row
+  bool exceeds_l2;   // the arrays together; see ReadPolicy
   int64_t inner;
   const uint8_t* mask;
   BroadcastView mask_view;
@@ -51,14 +52,24 @@ __device__ __forceinline__ float Exp2Approx(float x) {
 constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kLn2 = 0.693147180559945309417f;
 
+// 16 bit: what x and base are multiplied by before their difference is taken, log2(e); 1 where two
+// different bfloat16 are so far apart that any factor makes the smaller one's power 0.
+template <class T> __device__ __forceinline__ float PowerScale(float base) {
+  if constexpr (std::is_same_v<T, __half>) return kLog2E;
+  else return fabsf(base) < 0x1p29f ? kLog2E : 1.0f;
+}
+
 // e^(x - base) for x <= base, to the accuracy that T's output can show.
 //
-// float16: 2^(x * log2(e) - round(base * log2(e))), one instruction less. The rounding of the second
-// product scales every term of a row alike, so it cancels in softmax; log_softmax takes it back
-// (Forward::Finish). bfloat16 has values whose product with log2(e) overflows.
+// 16 bit: 2^(x * log2(e) - round(base * log2(e))), one instruction less than from the difference. The
+// rounding of the second product scales every term of a row alike, by 2^32 at most, so it cancels in
+// softmax; log_softmax takes it back (Forward::Finish).
 // float: what the product d * log2(e) loses by rounding is put back as e^high * (1 + low), which
 // leaves the error of ex2.approx alone (2 ulp).
-template <class T> __device__ __forceinline__ Compute<T> ExpDifference(Compute<T> x, Compute<T> base) {
+//
+// kManyBases: the caller has a base for each element of a pack, and no registers for as many scales.
+template <class T, bool kManyBases = false>
+__device__ __forceinline__ Compute<T> ExpDifference(Compute<T> x, Compute<T> base) {
   if constexpr (sizeof(T) == 8) {
     return exp(x - base);
   } else if constexpr (sizeof(T) == 4) {
@@ -68,17 +79,26 @@ template <class T> __device__ __forceinline__ Compute<T> ExpDifference(Compute<T
     const float low = fmaf(high, -kLn2, d);
     const float power = Exp2Approx(high);
     return fmaf(power, low, power);
-  } else if constexpr (std::is_same_v<T, __half>) {
-    return Exp2Approx(fmaf(x, kLog2E, -__fmul_rn(base, kLog2E)));
-  } else {
+  } else if constexpr (kManyBases && std::is_same_v<T, __nv_bfloat16>) {
     return Exp2Approx((x - base) * kLog2E);
+  } else {
+    const float scale = PowerScale<T>(base);
+    return Exp2Approx(fmaf(x, scale, -__fmul_rn(base, scale)));
   }
 }
 
 // The factor that takes a sum relative to `from` to one relative to `to`.
-template <class T> __device__ __forceinline__ Compute<T> Rescale(Compute<T> from, Compute<T> to) {
-  if constexpr (std::is_same_v<T, __half>) return Exp2Approx(__fmul_rn(from, kLog2E) - __fmul_rn(to, kLog2E));
-  else return ExpDifference<T>(from, to);
+template <class T, bool kManyBases = false>
+__device__ __forceinline__ Compute<T> Rescale(Compute<T> from, Compute<T> to) {
+  if constexpr (kManyBases && std::is_same_v<T, __nv_bfloat16>) {
+    return ExpDifference<T, true>(from, to);
+  } else if constexpr (sizeof(T) == 2) {
+    const float scale = PowerScale<T>(to);
+    if (PowerScale<T>(from) != scale) return 0;
+    return Exp2Approx(__fmul_rn(from, scale) - __fmul_rn(to, scale));
+  } else {
+    return ExpDifference<T>(from, to);
+  }
 }
 
 // The maximum of a row without participants is -inf; 0 in its place keeps -inf - -inf out.
@@ -88,15 +108,22 @@ template <class C> __device__ __forceinline__ C Base(C max) { return max == -Inf
 // half a unit, and there are ten of them.
 template <class T> using Sum = std::conditional_t<sizeof(T) == 4, double, Compute<T>>;
 
-template <class T_, bool kLog> struct Forward {
+// kColumns: for the column tier, where a thread has many Stats at once and merges them over few lanes:
+// sums are merged in Compute<T>, not Sum<T>.
+template <class T_, bool kLog, bool kColumns = false> struct Forward {
   using T = T_;
   using C = Compute<T>;
+  using S = std::conditional_t<kColumns, C, Sum<T>>;
+  using ForColumns = Forward<T, kLog, true>;
   static constexpr int kInputs = 1;
 
   struct Stat {
     C max;
-    Sum<T> sum;  // of e^(x - max)
+    S sum;  // of e^(x - max)
   };
+  static __device__ __forceinline__ C Exp(C x, C base) { return ExpDifference<T, kColumns>(x, base); }
+  static __device__ __forceinline__ C Factor(C from, C to) { return Rescale<T, kColumns>(from, to); }
+
   struct Final {
     C max;
     C norm;         // log: the logarithm of the sum
@@ -104,20 +131,25 @@ template <class T_, bool kLog> struct Forward {
     C inverse_low;  // float, double: what inverse lacks
   };
 
-  static __device__ __forceinline__ Stat Identity() { return {-Infinity<C>(), Sum<T>(0)}; }
+  static __device__ __forceinline__ Stat Identity() { return {-Infinity<C>(), S(0)}; }
   static __device__ __forceinline__ C Neutral(int) { return -Infinity<C>(); }
   static __device__ __forceinline__ C Masked() { return kLog ? -Infinity<C>() : C(0); }
 
   // Both maxima may be -inf, when neither side has met a participant.
   static __device__ __forceinline__ Stat Merge(Stat a, Stat b) {
     const C max = Max(a.max, b.max), base = Base(max);
-    return {max, a.sum * Rescale<T>(a.max, base) + b.sum * Rescale<T>(b.max, base)};
+    return {max, a.sum * Factor(a.max, base) + b.sum * Factor(b.max, base)};
   }
 
-  // The same over aligned groups of kLanes lanes, with fewer exponentials.
+  // That of the lane whose number differs in the bit `lane`.
+  static __device__ __forceinline__ Stat Exchange(Stat stat, int lane) {
+    return {__shfl_xor_sync(0xffffffffu, stat.max, lane), __shfl_xor_sync(0xffffffffu, stat.sum, lane)};
+  }
+
+  // Merge over aligned groups of kLanes lanes, with fewer exponentials.
   template <int kLanes> static __device__ __forceinline__ Stat MergeLanes(Stat stat) {
     const C max = ReduceLanes<kLanes>(stat.max, MaxOf());
-    return {max, ReduceLanes<kLanes>(stat.sum * Rescale<T>(stat.max, Base(max)), SumOf())};
+    return {max, ReduceLanes<kLanes>(stat.sum * Factor(stat.max, Base(max)), SumOf())};
   }
 
   template <int N> static __device__ __forceinline__ void Accumulate(Stat& stat, const C (&v)[1][N]) {
@@ -125,23 +157,32 @@ template <class T_, bool kLog> struct Forward {
     const C base = Base(max);
     C e[N];
 #pragma unroll
-    for (int j = 0; j < N; ++j) e[j] = ExpDifference<T>(v[0][j], base);
-    stat = {max, stat.sum * Rescale<T>(stat.max, base) + Fold(e, SumOf())};
+    for (int j = 0; j < N; ++j) e[j] = Exp(v[0][j], base);
+    stat = {max, stat.sum * Factor(stat.max, base) + Fold(e, SumOf())};
+  }
+
+  // Accumulate from nothing.
+  template <int N> static __device__ __forceinline__ Stat First(const C (&v)[1][N]) {
+    const C max = Fold(v[0], MaxOf()), base = Base(max);
+    C e[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) e[j] = Exp(v[0][j], base);
+    return {max, static_cast<S>(Fold(e, SumOf()))};
   }
 
   static __device__ __forceinline__ Final Finish(Stat stat) {
     Final f;
     f.max = Base(stat.max);
-    const bool empty = stat.sum == Sum<T>(0);
+    const bool empty = stat.sum == S(0);
     const C sum = static_cast<C>(stat.sum), rest = static_cast<C>(stat.sum - sum);  // rest: 0 but for float
     f.inverse = empty ? C(0) : Reciprocal(sum);
     f.inverse_low = 0;
     if constexpr (kLog) {
       if constexpr (sizeof(T) == 8) f.norm = log(sum);
       else f.norm = logf(sum) + rest * f.inverse;
-      if constexpr (std::is_same_v<T, __half>) {  // see ExpDifference
-        const float scaled = __fmul_rn(f.max, kLog2E);
-        f.norm -= fmaf(f.max, kLog2E, -scaled) * kLn2;
+      if constexpr (sizeof(T) == 2 && !(kColumns && std::is_same_v<T, __nv_bfloat16>)) {  // see ExpDifference
+        const float scale = PowerScale<T>(f.max);
+        f.norm -= fmaf(f.max, scale, -__fmul_rn(f.max, scale)) * kLn2;
       }
       if (empty) f.norm = 0;
     } else {
@@ -167,7 +208,7 @@ template <class T_, bool kLog> struct Forward {
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       if constexpr (kLog) out[j] = (v[0][j] - f.max) - f.norm;
-      else out[j] = Divide(ExpDifference<T>(v[0][j], f.max), f);
+      else out[j] = Divide(Exp(v[0][j], f.max), f);
     }
   }
 
@@ -198,18 +239,18 @@ template <class T_, bool kLog> struct Forward {
         C e[N];
 #pragma unroll
         for (int j = 0; j < N; ++j) {
-          e[j] = ExpDifference<T>(held[i][j], base);
+          e[j] = Exp(held[i][j], base);
           if constexpr (!kLog) held[i][j] = e[j];
         }
         of_pack[i] = Fold(e, SumOf());
       }
-      return {local_max, ReduceLanes<kLanes>(static_cast<Sum<T>>(Fold(of_pack, SumOf())), SumOf())};
+      return {local_max, ReduceLanes<kLanes>(static_cast<S>(Fold(of_pack, SumOf())), SumOf())};
     }
     // The Final of a row in which other warps have a part: what is held is relative to this warp's
     // own maximum.
     __device__ __forceinline__ Final Localize(Final f) const {
       // A warp of nothing but -inf holds zeros; its factor must not make them NaN.
-      const C rescale = local_max == -Infinity<C>() ? C(0) : Rescale<T>(local_max, f.max);
+      const C rescale = local_max == -Infinity<C>() ? C(0) : Factor(local_max, f.max);
       f.inverse *= rescale;
       f.inverse_low *= rescale;
       return f;
@@ -224,13 +265,15 @@ template <class T_, bool kLog> struct Forward {
   };
 };
 
-template <class T_, bool kLog> struct Backward {
+template <class T_, bool kLog, bool kColumns = false> struct Backward {
   using T = T_;
   using C = Compute<T>;
+  using S = std::conditional_t<kColumns, C, Sum<T>>;
+  using ForColumns = Backward<T, kLog, true>;
   static constexpr int kInputs = 2;  // y, g
 
   struct Stat {
-    Sum<T> sum;  // sum y * g; log: sum g
+    S sum;       // sum y * g; log: sum g
     int alive;   // log: some y is not -inf
   };
   struct Final {
@@ -239,10 +282,13 @@ template <class T_, bool kLog> struct Backward {
     int alive;
   };
 
-  static __device__ __forceinline__ Stat Identity() { return {Sum<T>(0), 0}; }
+  static __device__ __forceinline__ Stat Identity() { return {S(0), 0}; }
   static __device__ __forceinline__ C Neutral(int k) { return kLog && k == 0 ? -Infinity<C>() : C(0); }
   static __device__ __forceinline__ C Masked() { return 0; }
   static __device__ __forceinline__ Stat Merge(Stat a, Stat b) { return {a.sum + b.sum, a.alive | b.alive}; }
+  static __device__ __forceinline__ Stat Exchange(Stat stat, int lane) {
+    return {__shfl_xor_sync(0xffffffffu, stat.sum, lane), kLog ? __shfl_xor_sync(0xffffffffu, stat.alive, lane) : 0};
+  }
   static __device__ __forceinline__ Final Finish(Stat stat) {
     const C sum = static_cast<C>(stat.sum);
     const C rest = sum - sum == C(0) ? static_cast<C>(stat.sum - sum) : C(0);  // inf has none
@@ -266,6 +312,12 @@ template <class T_, bool kLog> struct Backward {
       }
     }
     stat.sum += Fold(term, SumOf());
+  }
+
+  template <int N> static __device__ __forceinline__ Stat First(const C (&v)[2][N]) {
+    Stat stat = Identity();
+    Accumulate(stat, v);
+    return stat;
   }
 
   template <int N>
@@ -327,6 +379,7 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
   Row<T, N, Index, kRagged> span;
   const T* input[Op::kInputs];
   int64_t array_size;
+  ReadPolicy policy;
   const uint8_t* mask_row;
   int64_t mask_stride;
   bool mask_vector;  // a whole pack's mask bytes can be read at once
@@ -338,7 +391,9 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
 
   // A row at or beyond the end has no elements: every load gives neutral ones.
   __device__ __forceinline__ SoftmaxRow(const SoftmaxParams& p, int64_t row)
-      : span(row * p.width, row < p.rows ? p.width : 0, p.misalignment, p.grain), array_size(p.rows * p.width) {
+      : span(row * p.width, row < p.rows ? p.width : 0, p.misalignment, p.grain),
+        array_size(p.rows * p.width),
+        policy(MakeReadPolicy(p.exceeds_l2)) {
 #pragma unroll
     for (int k = 0; k < Op::kInputs; ++k) input[k] = static_cast<const T*>(p.input[k]);
     if constexpr (kMasked) {
@@ -371,7 +426,7 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
   __device__ __forceinline__ Raw Load(Index p) const {
     Raw raw;
 #pragma unroll
-    for (int k = 0; k < Op::kInputs; ++k) raw.data[k] = span.Load(input[k], p, Otherwise(k));
+    for (int k = 0; k < Op::kInputs; ++k) raw.data[k] = span.Load(input[k], p, Otherwise(k), policy);
     if constexpr (kMasked) raw.mask = LoadMask(p);
     return raw;
   }
@@ -390,7 +445,7 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
 #pragma unroll
       for (int k = 0; k < Op::kInputs; ++k) {
         raw[i].data[k] = Filled<T, N>(Otherwise(k));
-        if ((!kRagged || p >= begin) && p < end) raw[i].data[k] = LoadVector<T, N>(input[k] + span.At(p));
+        if ((!kRagged || p >= begin) && p < end) raw[i].data[k] = LoadVector<T, N>(input[k] + span.At(p), policy);
       }
       if constexpr (kMasked) raw[i].mask = LoadMask(p);
     }

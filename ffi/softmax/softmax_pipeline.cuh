@@ -22,12 +22,12 @@
 namespace jaxkern {
 
 // Consumer threads; one producer warp is added.
-template <class Op> constexpr int kConsumers = Op::kInputs == 1 && sizeof(typename Op::T) < 8 ? 960 : 512;
-template <class Op> constexpr int kPipelineThreads = kConsumers<Op> + kWarp;
+constexpr int kConsumers = 512;
+constexpr int kPipelineThreads = kConsumers + kWarp;
 
 // Packs of a chunk that a thread handles, and its bytes over all inputs.
-template <class Op> constexpr int kChunkUnroll = 1;
-template <class Op> constexpr int kChunkPacks = kConsumers<Op> * kChunkUnroll<Op>;
+template <class Op> constexpr int kChunkUnroll = Op::kInputs == 1 ? 2 : 1;
+template <class Op> constexpr int kChunkPacks = kConsumers * kChunkUnroll<Op>;
 template <class Op> constexpr int kSlotBytes = 16 * kChunkPacks<Op> * Op::kInputs;
 constexpr int kRingBytes = 208 * 1024;
 template <class Op> constexpr int kSlots = kRingBytes / kSlotBytes<Op>;
@@ -36,13 +36,13 @@ template <class Op> struct PipelineShared {
   Barrier full[kSlots<Op>];
   Barrier empty[kSlots<Op>];
   Barrier exchanged[2];
-  typename Op::Stat room[2][kConsumers<Op> / kWarp];
+  typename Op::Stat room[2][kConsumers / kWarp];
   typename Op::Stat exchange[2][kMaxCluster];
 };
 template <class Op> constexpr int kPipelineSharedBytes = kRingBytes + static_cast<int>(sizeof(PipelineShared<Op>));
 
 template <class Op, bool kMasked>
-__global__ void __launch_bounds__(kPipelineThreads<Op>, 1)
+__global__ void __launch_bounds__(kPipelineThreads, 1)
 SoftmaxPipeline(const __grid_constant__ SoftmaxParams p, int piece_packs) {
 #ifdef JAXKERN_HAS_BULK_COPY
   using T = typename Op::T;
@@ -62,7 +62,7 @@ SoftmaxPipeline(const __grid_constant__ SoftmaxParams p, int piece_packs) {
   if (threadIdx.x == 0) {
     for (int s = 0; s < kSlots<Op>; ++s) {
       InitBarrier(&shared.full[s], 1);
-      InitBarrier(&shared.empty[s], kConsumers<Op> / kWarp);
+      InitBarrier(&shared.empty[s], kConsumers / kWarp);
     }
     for (int i = 0; i < 2; ++i) InitBarrier(&shared.exchanged[i], 1);
     FenceBarrierInit();
@@ -79,8 +79,8 @@ SoftmaxPipeline(const __grid_constant__ SoftmaxParams p, int piece_packs) {
     if (++slot == kSlots<Op>) slot = 0, parity ^= 1;
   };
 
-  if (threadIdx.x >= kConsumers<Op>) {
-    if (threadIdx.x == kConsumers<Op>) {
+  if (threadIdx.x >= kConsumers) {
+    if (threadIdx.x == kConsumers) {
       for (int64_t r = first_row; r < p.rows; r += row_step) {
         const RowOf row(p, r);
         const int end = min(row.span.Count(), begin + piece_packs);
@@ -98,9 +98,9 @@ SoftmaxPipeline(const __grid_constant__ SoftmaxParams p, int piece_packs) {
           ArriveExpect(&shared.full[slot], (to - from) * 16 * Op::kInputs);
 #pragma unroll
           for (int k = 0; k < Op::kInputs; ++k) {
-            BulkCopyOnce(ring + slot * kSlotBytes<Op> + (k * kChunkPacks<Op> + from - start) * 16,
+            BulkCopy(ring + slot * kSlotBytes<Op> + (k * kChunkPacks<Op> + from - start) * 16,
                      row.input[k] + row.span.base + static_cast<int64_t>(from) * N, (to - from) * 16,
-                     &shared.full[slot]);
+                     &shared.full[slot], row.policy);
           }
         }
       }
@@ -114,7 +114,7 @@ SoftmaxPipeline(const __grid_constant__ SoftmaxParams p, int piece_packs) {
     };
     auto load_whole = [&](const RowOf& row, int at_slot, int c, int u) {
       typename RowOf::Raw raw;
-      const int offset = threadIdx.x + u * kConsumers<Op>;
+      const int offset = threadIdx.x + u * kConsumers;
 #pragma unroll
       for (int k = 0; k < Op::kInputs; ++k) {
         raw.data[k] = *reinterpret_cast<const Pack<T, N>*>(ring + at_slot * kSlotBytes<Op> +
@@ -170,7 +170,7 @@ SoftmaxPipeline(const __grid_constant__ SoftmaxParams p, int piece_packs) {
         }
 #pragma unroll
         for (int u = 0; u < kChunkUnroll<Op>; ++u) {
-          const int offset = threadIdx.x + u * kConsumers<Op>;
+          const int offset = threadIdx.x + u * kConsumers;
           const int pack = begin + c * kChunkPacks<Op> + offset;
           if (pack >= row.span.head && pack < end) {
             C v[Op::kInputs][N];
@@ -180,8 +180,8 @@ SoftmaxPipeline(const __grid_constant__ SoftmaxParams p, int piece_packs) {
         }
       }
 
-      stat = ReduceWarps<kWarp>(Op::template MergeLanes<kWarp>(stat), shared.room[turn % 2], kConsumers<Op> / kWarp,
-                         Op::Identity(), [] { SyncThreads(1, kConsumers<Op>); },
+      stat = ReduceWarps<kWarp>(Op::template MergeLanes<kWarp>(stat), shared.room[turn % 2], kConsumers / kWarp,
+                         Op::Identity(), [] { SyncThreads(1, kConsumers); },
                          [](Stat s) { return Op::template MergeLanes<kWarp>(s); });
       if (cluster > 1) {
         Stat* exchange = shared.exchange[turn % 2];
@@ -206,12 +206,12 @@ SoftmaxPipeline(const __grid_constant__ SoftmaxParams p, int piece_packs) {
             C v[Op::kInputs][N], y[N];
             RowOf::Values(raw[u], v);
             Op::Map(v, final, y);
-            StoreVector<T, N>(out + u * kConsumers<Op> * N, RowOf::Result(y, final, raw[u].mask));
+            StoreVector<T, N>(out + u * kConsumers * N, RowOf::Result(y, final, raw[u].mask));
           }
         } else {
 #pragma unroll
           for (int u = 0; u < kChunkUnroll<Op>; ++u) {
-            const int offset = threadIdx.x + u * kConsumers<Op>;
+            const int offset = threadIdx.x + u * kConsumers;
             const int pack = begin + c * kChunkPacks<Op> + offset;
             if (pack >= row.span.head && pack < end) {
               C v[Op::kInputs][N], y[N];

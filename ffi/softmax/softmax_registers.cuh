@@ -147,10 +147,12 @@ SoftmaxStaged(const __grid_constant__ SoftmaxParams p, int rows_per_block, int r
   const int width = static_cast<int>(p.width);
   const Row<T, N, int> stretch(first_row * p.width, rows * width, p.misalignment, N);
   const int packs = stretch.Count();
+  const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
 #pragma unroll
   for (int k = 0; k < Op::kInputs; ++k) {
     for (int i = threadIdx.x; i < packs; i += kWarpTierThreads) {
-      room[k * room_packs + i] = stretch.Load(static_cast<const T*>(p.input[k]), i, FromCompute<T>(Op::Neutral(k)));
+      room[k * room_packs + i] =
+          stretch.Load(static_cast<const T*>(p.input[k]), i, FromCompute<T>(Op::Neutral(k)), policy);
     }
   }
   __syncthreads();
