@@ -19,6 +19,7 @@ SoftmaxProblem Describe(const SoftmaxArgs& a) {
   p.width = a.width;
   p.inner = a.inner;
   p.dtype = a.dtype;
+  p.log = a.log;
   p.backward = a.backward;
   p.scratch_bytes = a.scratch_bytes;
   p.misalignment = Misalignment(a.a);

@@ -58,12 +58,15 @@ SoftmaxTier ChooseSoftmaxTier(const SoftmaxProblem& p, const DeviceTraits& d) {
   }
   if (few && packs * inputs <= 65536 && fits(SoftmaxTier::kCluster)) return SoftmaxTier::kCluster;
 
-  if (packs <= kBlockPacks / 2 && fits(SoftmaxTier::kBlock)) return SoftmaxTier::kBlock;
-  // A cluster leaves long ragged rows too many idle lanes, and 16-bit ones too little time for their
-  // exponentials, twice as many a byte.
-  const bool narrow_type = SizeOf(p.dtype) == 2 && !p.backward;
-  const int64_t most = narrow_type ? 4096 : p.backward ? 32768 : 65536;
-  if (Whole(p) && packs <= most && fits(SoftmaxTier::kCluster)) return SoftmaxTier::kCluster;
+  // Exponentials by the byte: twice as many in 16 bit, none in the gradient of softmax. What has many is
+  // better off where a thread holds raw packs and takes them when it writes: not in a cluster, which
+  // keeps them in float.
+  const bool many_powers = SizeOf(p.dtype) == 2 && (!p.backward || p.log);
+  const int64_t block = p.backward && many_powers ? kBlockPacks : kBlockPacks / 2;
+  if (packs <= block && fits(SoftmaxTier::kBlock)) return SoftmaxTier::kBlock;
+  // A cluster leaves long ragged rows too many idle lanes.
+  const int64_t cluster = p.backward ? 32768 : 49152;
+  if (Whole(p) && !many_powers && packs <= cluster && fits(SoftmaxTier::kCluster)) return SoftmaxTier::kCluster;
   if (fits(SoftmaxTier::kPipeline)) return SoftmaxTier::kPipeline;
   // Without Hopper's tiers, or masked.
   if (fits(SoftmaxTier::kBlock)) return SoftmaxTier::kBlock;

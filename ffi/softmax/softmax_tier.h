@@ -40,6 +40,7 @@ constexpr bool ParseSoftmaxTier(std::string_view name, SoftmaxTier* tier) {
 struct SoftmaxProblem {
   int64_t rows = 0, width = 0, inner = 1;
   DType dtype = DType::kF32;
+  bool log = false;            // log_softmax
   bool backward = false;
   int64_t scratch_bytes = 0;
   int misalignment = 0;        // of the first array from 128, in bytes
