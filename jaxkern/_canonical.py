@@ -8,6 +8,7 @@ import operator
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 
 def static_axis(name: str, axis):
@@ -85,10 +86,26 @@ def along_axes(f, x, mask, axes):
         # Whole or of size 1 over all these axes, it can be reshaped; else it is broadcast over them.
         if any(b != 1 for b in mask.shape[span]):
             mask = jnp.broadcast_to(mask, (*mask.shape[:first], *x.shape[span], *mask.shape[last + 1 :]))
-        mask = _collapse(mask, span)
-    return f(_collapse(x, span), mask, first).reshape(x.shape)
+        mask = _collapse(_gathered(mask, span), span)
+    y = f(_collapse(_gathered(x, span), span), mask, first).reshape(x.shape)
+    spec = _explicit_spec(x)
+    return y if not any(spec[span]) else jax.sharding.reshard(y, P(*spec))
 
 
 def _collapse(x, span):
     # math.prod keeps symbolic sizes symbolic
     return x.reshape(*x.shape[: span.start], math.prod(x.shape[span]), *x.shape[span.stop :])
+
+
+def _explicit_spec(x) -> tuple:
+    """How the type of `x` says that each dimension is split: all None but on a mesh with explicit axes."""
+    spec = tuple(jax.typeof(x).sharding.spec)
+    return spec + (None,) * (x.ndim - len(spec))
+
+
+def _gathered(x, span):
+    """`x` with the dimensions of `span` whole on every device, without which a type has no word for their product."""
+    spec = _explicit_spec(x)
+    if not any(spec[span]):
+        return x
+    return jax.sharding.reshard(x, P(*spec[: span.start], *(None,) * (span.stop - span.start), *spec[span.stop :]))
