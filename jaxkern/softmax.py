@@ -52,7 +52,7 @@ def softmax(x, axis=-1, where=None):
     Source: Bridle, "Probabilistic Interpretation of Feedforward Classification Network Outputs", 1990;
     one pass over a row after Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
-    return _softmax(x, where, axis=_canonical.static_axis("softmax", axis), tier=tiers.forced())
+    return _call(_softmax, "softmax", x, axis, where)
 
 
 def log_softmax(x, axis=-1, where=None):
@@ -82,7 +82,15 @@ def log_softmax(x, axis=-1, where=None):
 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
-    return _log_softmax(x, where, axis=_canonical.static_axis("log_softmax", axis), tier=tiers.forced())
+    return _call(_log_softmax, "log_softmax", x, axis, where)
+
+
+def _call(jitted, name, x, axis, where):
+    # jit would name itself and not the operation
+    _canonical.check_array(name, "x", "an array or a number", x)
+    if where is not None:
+        _canonical.check_array(name, "where", "a boolean array", where)
+    return jitted(x, where, axis=_canonical.static_axis(name, axis), tier=tiers.forced())
 
 
 def _along_axis(name, prim, x, where, axis, tier):

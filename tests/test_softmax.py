@@ -288,6 +288,29 @@ def test_more_than_2_to_31_elements(operation):
     (lambda: (jnp.ones((2, 3), jnp.complex64), -1), TypeError, ["x must be real", "complex64[2, 3]"]),
     (lambda: (jax.random.key(0), None), TypeError, ["x must be real"]),
     (lambda: ([1.0, 2.0], -1), TypeError, ["x must be an array", "list"]),
+    (lambda: ("abc",), TypeError, ["x must be an array", "str"]),
+    (lambda: (None,), TypeError, ["x must be an array", "NoneType"]),
+    (lambda: (object(),), TypeError, ["x must be an array", "object"]),
+    (lambda: (np.array(["a", "b"]),), TypeError, ["x must be an array", "<U1[2]"]),
+    (lambda: (np.ones((2, 3), np.longdouble),), TypeError, ["x must be an array", "[2, 3]"]),
+    (lambda: (jax.ShapeDtypeStruct((2, 3), jnp.float32),), TypeError, ["x must be an array", "ShapeDtypeStruct"]),
+    (lambda: (1 << 70, None), TypeError, ["x must be an array", "too large"]),
+    (lambda: (np.zeros(3, jax.dtypes.float0),), TypeError, ["x must be real", "float0[3]"]),
+    (lambda: (jnp.ones((2, 3), jnp.int4),), TypeError, ["int4[2, 3]", "does not promote"]),
+    (lambda: (jnp.ones((2, 3), jnp.uint4),), TypeError, ["uint4[2, 3]", "does not promote"]),
+    (lambda: (jnp.ones((2, 3), jnp.int2),), TypeError, ["int2[2, 3]", "does not promote"]),
+    (lambda: (jnp.ones((2, 3), jnp.float8_e8m0fnu),), TypeError, ["a zero and a sign", "float8_e8m0fnu[2, 3]"]),
+    (lambda: (jnp.ones((2, 3)), ""), TypeError, ["axis must be", "''"]),
+    (lambda: (jnp.ones((2, 3)), b"\0"), TypeError, ["axis must be", "b'\\x00'"]),
+    (lambda: (jnp.ones((2, 3)), {0: 1}), TypeError, ["axis must be", "{0: 1}"]),
+    (lambda: (jnp.ones((2, 3)), True), TypeError, ["axis must be", "True"]),
+    (lambda: (jnp.ones((2, 3)), (0, False)), TypeError, ["axis must be", "(0, False)"]),
+    (lambda: (jnp.ones((2, 3)), ((0,), 1)), TypeError, ["axis must be", "((0,), 1)"]),
+    (lambda: (jnp.ones((2, 3)), jnp.ones((2, 3), bool)), TypeError, ["axis must be", "True"]),
+    (lambda: (jnp.ones((2, 3)), -1, "abc"), TypeError, ["where must be a boolean array", "str"]),
+    (lambda: (jnp.ones((2, 3)), -1, object()), TypeError, ["where must be a boolean array", "object"]),
+    (lambda: (jnp.ones((2, 3)), -1, np.array([None] * 3)), TypeError, ["where must be a boolean array", "object[3]"]),
+    (lambda: (jnp.ones((2, 3)), -1, 1), TypeError, ["where must be boolean", "int32[]"]),
     (lambda: (jnp.ones((2, 3)), -1, jnp.ones((2,), bool)), ValueError, ["where", "(2,)", "(2, 3)"]),
     (lambda: (jnp.ones((2, 3)), -1, jnp.ones((4, 2, 3), bool)), ValueError, ["where", "(4, 2, 3)", "(2, 3)"]),
     (lambda: (jnp.ones((2, 1)), -1, jnp.ones((2, 3), bool)), ValueError, ["where", "(2, 3)", "(2, 1)"]),
@@ -299,6 +322,13 @@ def test_bad_input(operation, args, kind, words):
         OURS[operation](*args())
     message = str(error.value)
     assert message.startswith(f"jaxkern.{operation}: ") and all(word in message for word in words), message
+
+
+@every_operation
+def test_axes_of_any_integer_type(operation):
+    x = normal((2, 3, 4), "float32")
+    for axis, same in ((np.int64(1), 1), (np.array(-1), -1), ([0, 1], (0, 1)), (np.array([0, 1]), (0, 1)), (range(3), None)):
+        np.testing.assert_array_equal(OURS[operation](x, axis), OURS[operation](x, same))
 
 
 # ---- tiers
