@@ -15,6 +15,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkern import _canonical, _lowering, tiers
 from jaxkern._autodiff import deflinear, defvjp
@@ -65,7 +66,8 @@ def log_softmax(x, axis=-1, where=None):
         axis: an int, a tuple of ints, or None for all axes. Any single axis, and neighbouring ones,
             are read in place; axes that are apart are moved together first, which costs a copy.
         where: boolean array that broadcasts to the shape of `x`, read without being materialised.
-            Elements where it is False take no part and get -inf.
+            Elements where it is False take no part and get -inf, or the least number of a type
+            without infinity (some of float8).
 
     Returns:
         Array of the shape of `x`. A row of which no element takes part, or which is -inf throughout,
@@ -218,7 +220,11 @@ def _softmax_reference(x, *mask, axis, tier):
 def _log_softmax_reference(x, *mask, axis, tier):
     shifted, _, total = _shifted(x, mask, axis)
     y = jnp.where(total == 0, -jnp.inf, shifted - jnp.log(total))
-    return (jnp.where(mask[0], y, -jnp.inf) if mask else y).astype(x.dtype)
+    y = jnp.where(mask[0], y, -jnp.inf) if mask else y
+    if not np.isinf(np.float32(-np.inf).astype(x.dtype).astype(np.float32)):
+        # Some types of 8 bits have no infinity and would turn it into NaN: there it is the least number.
+        y = jnp.maximum(y, float(jnp.finfo(x.dtype).min))
+    return y.astype(x.dtype)
 
 
 def _softmax_grad_reference(y, g, *mask, axis, tier):

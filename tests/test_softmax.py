@@ -259,6 +259,22 @@ def test_types_without_a_kernel(operation, dtype):
     assert jax.grad(lambda x: OURS[operation](x)[0, 0].astype(jnp.float32))(x).dtype == x.dtype
 
 
+@every_operation
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz"])
+def test_types_without_an_infinity(operation, dtype):
+    """What would be -inf is the least number, never NaN; so is a logarithm below it."""
+    least = float(jnp.finfo(dtype).min)
+    x = jnp.asarray([[0, 1, 2, 3], [0, 1, 2, 3], [-least, 0, 1, least]], dtype)
+    mask = jnp.asarray([[True, False, True, True], [False] * 4, [True] * 4])
+    y, dx = both(OURS[operation], x, jnp.ones_like(x), -1, mask)
+    exact = np.asarray(forward(operation, x.astype(jnp.float32), -1, mask)[0])
+    y, dx = (np.asarray(a.astype(jnp.float32)) for a in (y, dx))
+    assert np.isfinite(y).all() and np.isfinite(dx).all()
+    np.testing.assert_allclose(y, np.maximum(exact, least), rtol=float(jnp.finfo(dtype).eps), atol=2.0**-8)
+    assert (dx[~np.asarray(mask)] == 0).all()
+    assert np.isnan(np.asarray(OURS[operation](x.at[0, 0].set(jnp.nan)).astype(jnp.float32))[0]).all()
+
+
 @pytest.mark.gpu
 @every_operation
 def test_more_than_2_to_31_elements(operation):
