@@ -14,7 +14,7 @@ from jax import export, lax
 from reference import OPERATIONS
 
 import jaxkern
-from jaxkern import _registry
+from jaxkern import _lowering, _registry
 
 SHAPE = (3, 4, 5)
 AXIS = 1
@@ -272,6 +272,35 @@ def test_masked_elements_never_reach_a_derivative(operation, x64):
     for d in (dy, dx, ddx):
         assert jnp.isfinite(d).all() and (jnp.where(mask, 0, d) == 0).all() and (d[1:] != 0).any()
     assert not jnp.isnan(y).any()
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("through_xla", [False, True])
+def test_empty_rows_never_reach_a_derivative(operation, masked, through_xla, x64, monkeypatch):
+    """Nor does NaN in the tangent or cotangent of a row of -inf, in the first three orders."""
+    if through_xla:  # what runs on platforms without a kernel
+        monkeypatch.setattr(_lowering, "KERNEL_DTYPES", frozenset())
+    x, t = inputs((4, 5 + through_xla))  # of another shape, or the program with kernels would be reused
+    mask = mask_of(x.shape) if masked else None
+    rows = slice(1, 3)
+    x, t = x.at[rows].set(-jnp.inf), t.at[rows].set(jnp.nan)
+    f = lambda x: getattr(jaxkern, operation)(x, -1, mask)
+    backward = lambda x, g: jax.vjp(f, x)[1](g)[0]
+    forward = lambda x, d: jax.jvp(f, (x,), (d,))[1]
+    gradient_of = lambda h: lambda x, d: jax.grad(lambda x, d: jnp.sum(jnp.sin(h(x, d))[::3]), (0, 1))(x, d)
+    derivatives = {
+        "first": lambda x, t: [backward(x, t), forward(x, t)],
+        "forward over reverse": lambda x, t: jax.jvp(lambda x: backward(x, t), (x,), (t,))[1],
+        "forward over forward": lambda x, t: jax.jvp(lambda x: forward(x, t), (x,), (t,))[1],
+        "reverse over reverse": lambda x, t: jax.vjp(backward, x, t)[1](t),
+        "reverse over forward": lambda x, t: jax.vjp(forward, x, t)[1](t),
+        "third": lambda x, t: [jax.jvp(gradient_of(h), (x, t), (t, t))[1] for h in (backward, forward)],
+    }
+    for name, derivative in derivatives.items():
+        for d in jax.tree.leaves(jax.jit(derivative)(x, t)):
+            assert (d[rows] == 0).all(), name
+            assert jnp.isfinite(d).all() and (d[::3] != 0).any(), name
 
 
 def test_mask_is_traced_and_not_differentiated(x64):
