@@ -380,12 +380,36 @@ def test_tier_query_needs_no_gpu():
     assert tiers.softmax(49152, 32, dtype=jnp.bfloat16) == "sub_warp"
     assert tiers.softmax(1, 1 << 20) == "split"
     assert not tiers.fits("cluster", 49152, 8192, device=tiers.A100)
-    with pytest.raises(ValueError, match="no kernel for int32"):
-        tiers.softmax(1, 1, dtype="int32")
-    with pytest.raises(ValueError, match="positive"):
-        tiers.softmax(1, 0)
     with pytest.raises(ValueError, match="no tier 'wrap'"):
         tiers.fits("wrap", 1, 1)
+
+
+@needs_cpu_module
+@pytest.mark.parametrize("problem, kind, words", [
+    (dict(dtype="int32"), ValueError, "no kernel for dtype int32, there are bfloat16, float16, float32, float64"),
+    (dict(dtype=None), ValueError, "no kernel for dtype None"),
+    (dict(dtype="floot"), TypeError, "dtype must be a dtype or the name of one, got 'floot'"),
+    (dict(dtype=object()), TypeError, "dtype must be a dtype or the name of one"),
+    (dict(width=0), ValueError, "width must be positive, got 0"),
+    (dict(rows=-3), ValueError, "rows must be positive, got -3"),
+    (dict(inner=2.0), TypeError, "inner must be an int, got 2.0"),
+    (dict(rows=True), TypeError, "rows must be an int, got True"),
+    (dict(rows="8"), TypeError, "rows must be an int, got '8'"),
+    (dict(width=1 << 63), ValueError, "width must be below 9223372036854775808, got 9223372036854775808"),
+    (dict(backward=1), TypeError, "backward must be True or False, got 1"),
+    (dict(masked=None), TypeError, "masked must be True or False, got None"),
+    (dict(device="H200"), TypeError, "device must be a jaxkern.tiers.Device or None, got str"),
+    (dict(device=(132, 90, 1)), TypeError, "device must be a jaxkern.tiers.Device or None, got tuple"),
+    (dict(device=tiers.Device(132, 9.0, 1)), TypeError, "device.compute_capability must be an int, got 9.0"),
+    (dict(device=tiers.Device(0, 90, 1)), ValueError, "device.sm_count must be positive, got 0"),
+])
+def test_bad_tier_query(problem, kind, words):
+    problem = {"rows": 8, "width": 64, **problem}
+    for name, ask in (("softmax", tiers.softmax), ("fits", lambda **p: tiers.fits("warp", **p))):
+        with pytest.raises(kind) as error:
+            ask(**problem)
+        message = str(error.value)
+        assert message.startswith(f"jaxkern.tiers.{name}: {words}") and "\n" not in message, message
 
 
 @needs_cpu_module
