@@ -318,17 +318,29 @@ def test_mask_is_traced_and_not_differentiated(x64):
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_symbolic_shapes_export_and_run(operation):
-    """One exported program for every number of rows, and for a platform that has no kernel."""
-    (rows,) = export.symbolic_shape("rows")
-    f = jax.jit(lambda x: getattr(jaxkern, operation)(x, -1, jnp.arange(7) < 5))
+@pytest.mark.parametrize("rows", ["4", "rows"])
+def test_export(operation, rows):
+    """One program for several platforms and, where the size is a symbol, for every number of rows, kept as bytes."""
+    pytest.importorskip("flatbuffers", reason="Exported.serialize needs it")
+    f = jax.jit(lambda x: jax.value_and_grad(lambda x: getattr(jaxkern, operation)(x, -1, jnp.arange(7) < 5)[..., 0].sum())(x))
     here = {"cpu": "cpu", "gpu": "cuda"}[jax.default_backend()]
-    exported = export.export(
-        f, platforms=[here, "tpu"], disabled_checks=[export.DisabledSafetyCheck.custom_call(f"jaxkern_{operation}")])(
-        jax.ShapeDtypeStruct((rows, 7), jnp.float32))
-    for n in (1, 4):
+    platforms = {"cpu", "cuda", "tpu"}
+    shape = export.symbolic_shape(f"{rows}, 7")
+    exported = export.export(f, platforms=sorted(platforms), disabled_checks=jaxkern.export_checks())(
+        jax.ShapeDtypeStruct(shape, jnp.float32))
+    assert set(exported.platforms) == platforms
+    for platform in ("cpu", "cuda"):
+        kernel = f"custom_call @jaxkern_{operation}("
+        single = export.export(f, platforms=[platform], disabled_checks=jaxkern.export_checks())(
+            jax.ShapeDtypeStruct(shape, jnp.float32))
+        assert (kernel in single.mlir_module()) == (_registry.status[platform].module is not None)
+    again = export.deserialize(exported.serialize())
+    for n in (4,) if rows == "4" else (1, 4, 9):
         x = jax.random.normal(jax.random.key(n), (n, 7))
-        np.testing.assert_array_equal(exported.call(x), f(x))
+        jax.tree.map(np.testing.assert_array_equal, again.call(x), f(x))
+    if _registry.status[here].module is not None:
+        with pytest.raises(ValueError, match="jaxkern_"):  # the checks are needed
+            export.export(f, platforms=[here])(jax.ShapeDtypeStruct(shape, jnp.float32))
 
 
 @pytest.mark.gpu
