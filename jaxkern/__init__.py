@@ -9,6 +9,7 @@
 __version__ = "0.1.0"
 
 from jaxkern import tiers
+from jaxkern._registry import export_checks
 from jaxkern.softmax import log_softmax, softmax
 
-__all__ = ["log_softmax", "softmax", "tiers"]
+__all__ = ["export_checks", "log_softmax", "softmax", "tiers"]

@@ -8,30 +8,61 @@ import operator
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 
 def static_axis(name: str, axis):
     """`axis` as a hashable int, tuple of ints, or None."""
     if axis is None or type(axis) is int:
         return axis
+    # A bool is an int to Python, a string or a dict is iterable: none of them is meant as an axis.
+    if not isinstance(axis, (bool, str, bytes, bytearray, dict)):
+        try:
+            return _index(axis)
+        except TypeError:
+            pass
+        try:
+            return tuple(map(_index, axis))
+        except TypeError:
+            pass
+    raise TypeError(f"jaxkern.{name}: axis must be an int, a tuple of ints or None, got {axis!r}")
+
+
+def _index(a) -> int:
+    if isinstance(a, bool):
+        raise TypeError
+    return operator.index(a)
+
+
+def check_array(name: str, argument: str, wanted: str, value) -> None:
+    """Raises unless `value` is something that a jitted function takes for one array."""
+    if isinstance(value, jax.Array):
+        return
     try:
-        return operator.index(axis)
-    except TypeError:
-        pass
-    try:
-        return tuple(operator.index(a) for a in axis)
-    except TypeError:
-        raise TypeError(f"jaxkern.{name}: axis must be an int, a tuple of ints or None, got {axis!r}") from None
+        if not isinstance(value, jax.ShapeDtypeStruct):
+            jax.typeof(value)
+            return
+        got = "ShapeDtypeStruct"
+    except Exception:  # its type differs with the reason
+        dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+        got = f"{dtype}{list(shape)}" if isinstance(shape, tuple) else type(value).__name__
+        if isinstance(value, int):
+            got = "an int too large for any integer type of JAX"
+    raise TypeError(f"jaxkern.{name}: {argument} must be {wanted}, got {got}")
 
 
 def floating(name: str, x):
     """`x` as a floating-point array; integers promote as in `jax.nn`."""
-    if not isinstance(x, jax.Array):
-        raise TypeError(f"jaxkern.{name}: x must be an array or a number, got {type(x).__name__}")
     if jnp.issubdtype(x.dtype, jnp.integer):
+        if jnp.iinfo(x.dtype).bits < 8:  # as in jax.nn
+            raise TypeError(f"jaxkern.{name}: x of type {x.dtype}{list(x.shape)} does not promote to a floating-point "
+                            "type by itself: convert it with x.astype")
         return x.astype(jax.eval_shape(jnp.exp, x).dtype)
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"jaxkern.{name}: x must be real, floating-point or integer, got {x.dtype}{list(x.shape)}")
+        dtype = "float0" if x.dtype == jax.dtypes.float0 else x.dtype
+        raise TypeError(f"jaxkern.{name}: x must be real, floating-point or integer, got {dtype}{list(x.shape)}")
+    if float(jnp.finfo(x.dtype).min) >= 0:
+        raise TypeError(f"jaxkern.{name}: x must be of a type with a zero and a sign, got {x.dtype}{list(x.shape)}")
     return x
 
 
@@ -39,8 +70,6 @@ def full_rank_mask(name: str, x, where):
     """`where` with as many dimensions as `x`, each 1 or equal; None stays None."""
     if where is None:
         return None
-    if not isinstance(where, jax.Array):
-        raise TypeError(f"jaxkern.{name}: where must be a boolean array, got {type(where).__name__}")
     if where.dtype != jnp.bool_:
         raise TypeError(f"jaxkern.{name}: where must be boolean, got {where.dtype}{list(where.shape)}")
     shape = (1,) * (x.ndim - where.ndim) + where.shape
@@ -85,10 +114,26 @@ def along_axes(f, x, mask, axes):
         # Whole or of size 1 over all these axes, it can be reshaped; else it is broadcast over them.
         if any(b != 1 for b in mask.shape[span]):
             mask = jnp.broadcast_to(mask, (*mask.shape[:first], *x.shape[span], *mask.shape[last + 1 :]))
-        mask = _collapse(mask, span)
-    return f(_collapse(x, span), mask, first).reshape(x.shape)
+        mask = _collapse(_gathered(mask, span), span)
+    y = f(_collapse(_gathered(x, span), span), mask, first).reshape(x.shape)
+    spec = _explicit_spec(x)
+    return y if not any(spec[span]) else jax.sharding.reshard(y, P(*spec))
 
 
 def _collapse(x, span):
     # math.prod keeps symbolic sizes symbolic
     return x.reshape(*x.shape[: span.start], math.prod(x.shape[span]), *x.shape[span.stop :])
+
+
+def _explicit_spec(x) -> tuple:
+    """How the type of `x` says that each dimension is split: all None but on a mesh with explicit axes."""
+    spec = tuple(jax.typeof(x).sharding.spec)
+    return spec + (None,) * (x.ndim - len(spec))
+
+
+def _gathered(x, span):
+    """`x` with the dimensions of `span` whole on every device, without which a type has no word for their product."""
+    spec = _explicit_spec(x)
+    if not any(spec[span]):
+        return x
+    return jax.sharding.reshard(x, P(*spec[: span.start], *(None,) * (span.stop - span.start), *spec[span.stop :]))

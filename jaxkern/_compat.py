@@ -9,6 +9,7 @@ import pathlib
 import re
 
 import jax
+import jax.numpy as jnp
 
 
 def varying_axes(x) -> frozenset:
@@ -52,6 +53,35 @@ def partitioned_devices(ctx) -> int:
 def shardy() -> bool:
     """Whether shardings go through Shardy (all of 0.9 and later) or the older GSPMD propagation."""
     return bool(getattr(jax.config, "jax_use_shardy_partitioner", True))
+
+
+def check_nans(prim) -> None:
+    """Lets `jax.experimental.checkify` report NaN that `prim` makes; elsewhere nothing changes."""
+    with contextlib.suppress(ImportError, AttributeError):
+        from jax._src import checkify
+
+        checkify.error_checks[prim] = functools.partial(checkify.nan_error_check, prim)
+
+
+def taylor_rule(prim, reference) -> None:
+    """Lets `jax.experimental.jet` through `prim`, by the series of its reference; elsewhere nothing changes."""
+
+    def rule(primals, series, **params):
+        at = [k for k, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+        def f(*xs):  # of what has a series, which a mask has not
+            operands = list(primals)
+            for k, x in zip(at, xs):
+                operands[k] = x
+            return reference(*operands, **params)
+
+        # Inside a rule the terms are not scaled by factorials.
+        return jet.jet(f, [primals[k] for k in at], [series[k] for k in at], factorial_scaled=False)
+
+    with contextlib.suppress(ImportError, AttributeError):
+        from jax.experimental import jet
+
+        jet.jet_rules[prim] = rule
 
 
 @functools.cache

@@ -20,6 +20,7 @@ def register(prim, arrays: int, reference) -> None:
     empty arrays, and where the extension module is missing.
     """
     mlir.register_lowering(prim, mlir.lower_fun(reference, multiple_results=False))
+    _compat.taylor_rule(prim, reference)
     for platform, module in _registry.status.items():
         if prim.name in module.targets:
             rule = functools.partial(_lower, prim, arrays, reference, platform)

@@ -34,6 +34,7 @@ def row_primitive(name: str, arrays: int) -> Primitive:
     prim.def_abstract_eval(functools.partial(_abstract_eval, name, arrays))
     prim.def_impl(functools.partial(_evaluate, prim))
     batching.primitive_batchers[prim] = functools.partial(_batch, prim, arrays)
+    _compat.check_nans(prim)
     return prim
 
 

@@ -14,6 +14,7 @@ import pathlib
 import warnings
 
 import jax
+import jax.export
 import jaxlib.version
 
 import jaxkern
@@ -82,6 +83,20 @@ def warn(modules, gpu: bool) -> None:
         wanted = gpu if module.platform == "CUDA" else not absent
         if module.module is None and wanted:
             warnings.warn(f"jaxkern runs through XLA on {module.platform}: {module.reason}", stacklevel=4)
+
+
+def export_checks() -> list:
+    """What `jax.export` must be told of this library's kernels: that their names and meaning will last.
+
+    >>> import jax, jax.numpy as jnp, jaxkern
+    >>> shape = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+    >>> exported = jax.export.export(jax.jit(jaxkern.softmax), disabled_checks=jaxkern.export_checks())(shape)
+
+    A program that holds such a kernel runs where this library is imported, in the version that exported it or a
+    later one. For a platform whose module is not loaded here, the program holds XLA's own operations instead.
+    """
+    targets = frozenset().union(*(module.targets for module in status.values()))
+    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in sorted(targets)]
 
 
 find_installed()

@@ -15,6 +15,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkern import _canonical, _lowering, tiers
 from jaxkern._autodiff import deflinear, defvjp
@@ -52,7 +53,7 @@ def softmax(x, axis=-1, where=None):
     Source: Bridle, "Probabilistic Interpretation of Feedforward Classification Network Outputs", 1990;
     one pass over a row after Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
-    return _softmax(x, where, axis=_canonical.static_axis("softmax", axis), tier=tiers.forced())
+    return _call(_softmax, "softmax", x, axis, where)
 
 
 def log_softmax(x, axis=-1, where=None):
@@ -65,7 +66,8 @@ def log_softmax(x, axis=-1, where=None):
         axis: an int, a tuple of ints, or None for all axes. Any single axis, and neighbouring ones,
             are read in place; axes that are apart are moved together first, which costs a copy.
         where: boolean array that broadcasts to the shape of `x`, read without being materialised.
-            Elements where it is False take no part and get -inf.
+            Elements where it is False take no part and get -inf, or the least number of a type
+            without infinity (some of float8).
 
     Returns:
         Array of the shape of `x`. A row of which no element takes part, or which is -inf throughout,
@@ -82,7 +84,15 @@ def log_softmax(x, axis=-1, where=None):
 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
-    return _log_softmax(x, where, axis=_canonical.static_axis("log_softmax", axis), tier=tiers.forced())
+    return _call(_log_softmax, "log_softmax", x, axis, where)
+
+
+def _call(jitted, name, x, axis, where):
+    # jit would name itself and not the operation
+    _canonical.check_array(name, "x", "an array or a number", x)
+    if where is not None:
+        _canonical.check_array(name, "where", "a boolean array", where)
+    return jitted(x, where, axis=_canonical.static_axis(name, axis), tier=tiers.forced())
 
 
 def _along_axis(name, prim, x, where, axis, tier):
@@ -156,30 +166,36 @@ def _probabilities(y, *mask):
     return _computed(jnp.exp(_computed(y)), *mask)
 
 
-def _live(y, axis, *mask):
-    """Rows of a log-softmax in which something takes part: not -inf throughout."""
-    takes_part = y != -jnp.inf
-    return jnp.any(takes_part & mask[0] if mask else takes_part, axis, keepdims=True)
+def _participants(y, nothing, axis, *mask):
+    """Elements that take part in a row that is alive: in which something unmasked is not `nothing`.
+
+    Whatever the tangents and cotangents of all the others hold, NaN included, stays out of a sum.
+    """
+    takes_part = y != nothing
+    alive = jnp.any(takes_part & mask[0] if mask else takes_part, axis, keepdims=True)
+    return jnp.broadcast_to(alive & mask[0] if mask else alive, y.shape)
 
 
 def _softmax_grad_jvp(y, g, *rest, axis, tier):
     *mask, dy = rest
+    kept = _participants(y, 0, axis, *mask)
     dtype = y.dtype
-    y, g, dy = (_computed(a, *mask) for a in (y, g, dy))
+    y, g, dy = (_computed(a, kept) for a in (y, g, dy))
     return (dy * (g - _sum(y * g, axis)) - y * _sum(dy * g, axis)).astype(dtype)
 
 
 def _log_softmax_grad_jvp(y, g, *rest, axis, tier):
     *mask, dy = rest
-    p = _probabilities(y, *mask)
-    return (-p * _computed(dy, *mask) * _sum(_computed(g, *mask), axis)).astype(y.dtype)
+    kept = _participants(y, -jnp.inf, axis, *mask)
+    p = _probabilities(y, kept)
+    return (-p * _computed(dy, kept) * _sum(_computed(g, kept), axis)).astype(y.dtype)
 
 
 def _log_softmax_jvp_jvp(y, t, *rest, axis, tier):
     *mask, dy = rest
-    p = _probabilities(y, *mask)
-    dot = _sum(p * _computed(dy, *mask) * _computed(t, *mask), axis)
-    return _computed(jnp.broadcast_to(-dot, y.shape), *mask).astype(y.dtype)
+    kept = _participants(y, -jnp.inf, axis, *mask)
+    dot = _sum(_probabilities(y, kept) * _computed(dy, kept) * _computed(t, kept), axis)
+    return _computed(jnp.broadcast_to(-dot, y.shape), kept).astype(y.dtype)
 
 
 deflinear(softmax_grad_p, 1, _softmax_grad_jvp, transpose=softmax_grad_p)  # self-adjoint
@@ -210,24 +226,29 @@ def _softmax_reference(x, *mask, axis, tier):
 def _log_softmax_reference(x, *mask, axis, tier):
     shifted, _, total = _shifted(x, mask, axis)
     y = jnp.where(total == 0, -jnp.inf, shifted - jnp.log(total))
-    return (jnp.where(mask[0], y, -jnp.inf) if mask else y).astype(x.dtype)
+    y = jnp.where(mask[0], y, -jnp.inf) if mask else y
+    if not np.isinf(np.float32(-np.inf).astype(x.dtype).astype(np.float32)):
+        # Some types of 8 bits have no infinity and would turn it into NaN: there it is the least number.
+        y = jnp.maximum(y, float(jnp.finfo(x.dtype).min))
+    return y.astype(x.dtype)
 
 
 def _softmax_grad_reference(y, g, *mask, axis, tier):
-    p, g = _computed(y, *mask), _computed(g, *mask)
-    return _computed(p * (g - _sum(p * g, axis)), *mask).astype(y.dtype)
+    kept = _participants(y, 0, axis, *mask)
+    p, g = _computed(y, kept), _computed(g, kept)
+    return (p * (g - _sum(p * g, axis))).astype(y.dtype)
 
 
 def _log_softmax_grad_reference(y, g, *mask, axis, tier):
-    p, g = _probabilities(y, *mask), _computed(g, *mask)
-    dx = jnp.where(_live(y, axis, *mask), g - p * _sum(g, axis), 0)
-    return _computed(dx, *mask).astype(y.dtype)
+    kept = _participants(y, -jnp.inf, axis, *mask)
+    g = _computed(g, kept)
+    return (g - _probabilities(y, kept) * _sum(g, axis)).astype(y.dtype)
 
 
 def _log_softmax_jvp_reference(y, t, *mask, axis, tier):
-    p, t = _probabilities(y, *mask), _computed(t, *mask)
-    dy = jnp.where(_live(y, axis, *mask), t - _sum(p * t, axis), 0)
-    return _computed(dy, *mask).astype(y.dtype)
+    kept = _participants(y, -jnp.inf, axis, *mask)
+    t = _computed(t, kept)
+    return _computed(t - _sum(_probabilities(y, kept) * t, axis), kept).astype(y.dtype)
 
 
 _lowering.register(softmax_p, 1, _softmax_reference)

@@ -8,6 +8,7 @@ last bits of the result, never in meaning.
 """
 
 import contextlib
+import operator
 import typing
 
 import jax
@@ -69,9 +70,10 @@ def softmax(rows: int, width: int, inner: int = 1, dtype="float32", *, backward:
         device: H200, A100 or another `Device`; this machine's GPU by default, or H200 without one.
 
     Raises:
-        ValueError: `dtype` has no kernel. RuntimeError: the CPU module, which answers, is not loaded.
+        ValueError: a size is not positive, or `dtype` has no kernel. TypeError: an argument is of another type.
+        RuntimeError: the CPU module, which answers, is not loaded.
     """
-    return _ask("softmax_tier", rows, width, inner, dtype, backward, masked, device)
+    return _ask("softmax", "softmax_tier", rows, width, inner, dtype, backward, masked, device)
 
 
 def fits(tier: str, rows: int, width: int, inner: int = 1, dtype="float32", *, backward: bool = False,
@@ -79,22 +81,45 @@ def fits(tier: str, rows: int, width: int, inner: int = 1, dtype="float32", *, b
     """Whether `tier` can run that problem; arguments as for `softmax`."""
     if tier not in NAMES:
         raise ValueError(f"jaxkern.tiers.fits: no tier {tier!r}, there are {', '.join(NAMES)}")
-    return _ask("softmax_tier_fits", rows, width, inner, dtype, backward, masked, device, tier)
+    return _ask("fits", "softmax_tier_fits", rows, width, inner, dtype, backward, masked, device, tier)
 
 
-def _ask(query, rows, width, inner, dtype, backward, masked, device, *first):
+def _ask(function, query, rows, width, inner, dtype, backward, masked, device, *first):
+    name = f"jaxkern.tiers.{function}"
     cpu = _registry.status["cpu"]
     if cpu.module is None:
-        raise RuntimeError(f"jaxkern.tiers: {cpu.reason}")
-    dtype = jnp.dtype(dtype)
-    if dtype not in _lowering.KERNEL_DTYPES:
-        raise ValueError(f"jaxkern.tiers: no kernel for {dtype}")
-    if min(rows, width, inner) < 1:
-        raise ValueError(f"jaxkern.tiers: rows, width and inner must be positive, got {rows}, {width}, {inner}")
+        raise RuntimeError(f"{name}: {cpu.reason}")
+    rows, width, inner = (_positive(name, *size) for size in (("rows", rows), ("width", width), ("inner", inner)))
+    for argument, flag in (("backward", backward), ("masked", masked)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: {argument} must be True or False, got {flag!r}")
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"{name}: dtype must be a dtype or the name of one, got {dtype!r}") from None
+    if dtype is None or known not in _lowering.KERNEL_DTYPES:  # numpy takes None for float64
+        raise ValueError(f"{name}: no kernel for dtype {dtype if dtype is None else known}, there are "
+                         f"{', '.join(sorted(d.name for d in _lowering.KERNEL_DTYPES))}")
+    dtype = known
+    device = this_device() if device is None else device
+    if not isinstance(device, Device):
+        raise TypeError(f"{name}: device must be a jaxkern.tiers.Device or None, got {type(device).__name__}")
+    device = Device(*(_positive(name, f"device.{field}", n, 1 << 31) for field, n in device._asdict().items()))
     scratch = _lowering.scratch_shape((rows, width, inner), dtype, 1)
     scratch_bytes = scratch[0] * scratch[1] if scratch else 0
-    return getattr(cpu.module, query)(*first, rows, width, inner, dtype.name, backward, masked, scratch_bytes,
-                                      *(device or this_device()))
+    return getattr(cpu.module, query)(*first, rows, width, inner, dtype.name, backward, masked, scratch_bytes, *device)
+
+
+def _positive(name, argument, value, limit=1 << 63) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"{name}: {argument} must be an int, got {value!r}")
+    if not 1 <= number < limit:
+        raise ValueError(f"{name}: {argument} must be {'positive' if number < 1 else f'below {limit}'}, got {number}")
+    return number
 
 
 def this_device() -> Device:

@@ -41,7 +41,7 @@ def python(code, **environment):
 
 
 def test_public_names():
-    assert set(jaxkern.__all__) == {"softmax", "log_softmax", "tiers"}
+    assert set(jaxkern.__all__) == {"softmax", "log_softmax", "export_checks", "tiers"}
     assert jaxkern.__version__.count(".") == 2
     assert isinstance(jaxkern.tiers, types.ModuleType) and callable(jaxkern.softmax)
 
@@ -56,7 +56,7 @@ def test_installed_version_is_that_of_the_source():
     assert installed == jaxkern.__version__
 
 
-@pytest.mark.parametrize("module", ["softmax", "tiers", "_lowering", "_partition"])
+@pytest.mark.parametrize("module", ["softmax", "tiers", "_lowering", "_partition", "_registry"])
 def test_examples_in_docstrings(module):
     results = doctest.testmod(importlib.import_module(f"jaxkern.{module}"))
     assert results.attempted and not results.failed

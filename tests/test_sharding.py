@@ -112,6 +112,34 @@ def test_explicit_mesh(operation, spec):
 
 @several
 @every_operation
+@pytest.mark.parametrize("axis, spec, mask_shape, mask_spec", [
+    ((0, 1), P("r"), None, None),
+    ((0, 1), P("r", "c"), (8, 4, 6), P("r", "c")),
+    ((0, 1), P(None, "r", "c"), (4, 6), P("r", "c")),
+    ((1, 2), P("r", None, "c"), (8, 1, 1), P("r")),
+    ((0, 2), P(None, "r", "c"), None, None),
+    ((0, 2), P("r"), (8, 1, 6), P("r")),
+    (None, P(("r", "c")), (8, 4, 6), P()),
+    (None, P(), (8, 1, 6), P("r", None, "c")),
+])
+def test_explicit_mesh_over_several_axes(operation, axis, spec, mask_shape, mask_spec):
+    """Axes that are reduced together may be split: the result still is split like `x`, and its type says so."""
+    m = mesh("Explicit")
+    x, g, mask = arrays((8, 4, 6), mask_shape)
+    wanted = both(operation, axis)(x, g, mask)
+    put = lambda a, s: None if a is None else jax.device_put(a, NamedSharding(m, s))
+    with jax.set_mesh(m):
+        args = put(x, spec), put(g, spec), put(mask, mask_spec)
+        f = jax.jit(both(operation, axis))
+        types, found = jax.eval_shape(f, *args), f(*args)
+    for y, t in zip(found, types):
+        assert tuple(t.sharding.spec) == tuple(spec) + (None,) * (3 - len(spec))
+        assert y.sharding.is_equivalent_to(NamedSharding(m, spec), 3)
+    same(found, wanted)
+
+
+@several
+@every_operation
 @pytest.mark.parametrize("manual", [{"r", "c"}, {"r"}])
 def test_shard_map(operation, manual):
     """Inside shard_map, over all axes of the mesh or one; the mask is the same on every device."""

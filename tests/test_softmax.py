@@ -259,6 +259,22 @@ def test_types_without_a_kernel(operation, dtype):
     assert jax.grad(lambda x: OURS[operation](x)[0, 0].astype(jnp.float32))(x).dtype == x.dtype
 
 
+@every_operation
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz"])
+def test_types_without_an_infinity(operation, dtype):
+    """What would be -inf is the least number, never NaN; so is a logarithm below it."""
+    least = float(jnp.finfo(dtype).min)
+    x = jnp.asarray([[0, 1, 2, 3], [0, 1, 2, 3], [-least, 0, 1, least]], dtype)
+    mask = jnp.asarray([[True, False, True, True], [False] * 4, [True] * 4])
+    y, dx = both(OURS[operation], x, jnp.ones_like(x), -1, mask)
+    exact = np.asarray(forward(operation, x.astype(jnp.float32), -1, mask)[0])
+    y, dx = (np.asarray(a.astype(jnp.float32)) for a in (y, dx))
+    assert np.isfinite(y).all() and np.isfinite(dx).all()
+    np.testing.assert_allclose(y, np.maximum(exact, least), rtol=float(jnp.finfo(dtype).eps), atol=2.0**-8)
+    assert (dx[~np.asarray(mask)] == 0).all()
+    assert np.isnan(np.asarray(OURS[operation](x.at[0, 0].set(jnp.nan)).astype(jnp.float32))[0]).all()
+
+
 @pytest.mark.gpu
 @every_operation
 def test_more_than_2_to_31_elements(operation):
@@ -288,6 +304,29 @@ def test_more_than_2_to_31_elements(operation):
     (lambda: (jnp.ones((2, 3), jnp.complex64), -1), TypeError, ["x must be real", "complex64[2, 3]"]),
     (lambda: (jax.random.key(0), None), TypeError, ["x must be real"]),
     (lambda: ([1.0, 2.0], -1), TypeError, ["x must be an array", "list"]),
+    (lambda: ("abc",), TypeError, ["x must be an array", "str"]),
+    (lambda: (None,), TypeError, ["x must be an array", "NoneType"]),
+    (lambda: (object(),), TypeError, ["x must be an array", "object"]),
+    (lambda: (np.array(["a", "b"]),), TypeError, ["x must be an array", "<U1[2]"]),
+    (lambda: (np.ones((2, 3), np.longdouble),), TypeError, ["x must be an array", "[2, 3]"]),
+    (lambda: (jax.ShapeDtypeStruct((2, 3), jnp.float32),), TypeError, ["x must be an array", "ShapeDtypeStruct"]),
+    (lambda: (1 << 70, None), TypeError, ["x must be an array", "too large"]),
+    (lambda: (np.zeros(3, jax.dtypes.float0),), TypeError, ["x must be real", "float0[3]"]),
+    (lambda: (jnp.ones((2, 3), jnp.int4),), TypeError, ["int4[2, 3]", "does not promote"]),
+    (lambda: (jnp.ones((2, 3), jnp.uint4),), TypeError, ["uint4[2, 3]", "does not promote"]),
+    (lambda: (jnp.ones((2, 3), jnp.int2),), TypeError, ["int2[2, 3]", "does not promote"]),
+    (lambda: (jnp.ones((2, 3), jnp.float8_e8m0fnu),), TypeError, ["a zero and a sign", "float8_e8m0fnu[2, 3]"]),
+    (lambda: (jnp.ones((2, 3)), ""), TypeError, ["axis must be", "''"]),
+    (lambda: (jnp.ones((2, 3)), b"\0"), TypeError, ["axis must be", "b'\\x00'"]),
+    (lambda: (jnp.ones((2, 3)), {0: 1}), TypeError, ["axis must be", "{0: 1}"]),
+    (lambda: (jnp.ones((2, 3)), True), TypeError, ["axis must be", "True"]),
+    (lambda: (jnp.ones((2, 3)), (0, False)), TypeError, ["axis must be", "(0, False)"]),
+    (lambda: (jnp.ones((2, 3)), ((0,), 1)), TypeError, ["axis must be", "((0,), 1)"]),
+    (lambda: (jnp.ones((2, 3)), jnp.ones((2, 3), bool)), TypeError, ["axis must be", "True"]),
+    (lambda: (jnp.ones((2, 3)), -1, "abc"), TypeError, ["where must be a boolean array", "str"]),
+    (lambda: (jnp.ones((2, 3)), -1, object()), TypeError, ["where must be a boolean array", "object"]),
+    (lambda: (jnp.ones((2, 3)), -1, np.array([None] * 3)), TypeError, ["where must be a boolean array", "object[3]"]),
+    (lambda: (jnp.ones((2, 3)), -1, 1), TypeError, ["where must be boolean", "int32[]"]),
     (lambda: (jnp.ones((2, 3)), -1, jnp.ones((2,), bool)), ValueError, ["where", "(2,)", "(2, 3)"]),
     (lambda: (jnp.ones((2, 3)), -1, jnp.ones((4, 2, 3), bool)), ValueError, ["where", "(4, 2, 3)", "(2, 3)"]),
     (lambda: (jnp.ones((2, 1)), -1, jnp.ones((2, 3), bool)), ValueError, ["where", "(2, 3)", "(2, 1)"]),
@@ -299,6 +338,13 @@ def test_bad_input(operation, args, kind, words):
         OURS[operation](*args())
     message = str(error.value)
     assert message.startswith(f"jaxkern.{operation}: ") and all(word in message for word in words), message
+
+
+@every_operation
+def test_axes_of_any_integer_type(operation):
+    x = normal((2, 3, 4), "float32")
+    for axis, same in ((np.int64(1), 1), (np.array(-1), -1), ([0, 1], (0, 1)), (np.array([0, 1]), (0, 1)), (range(3), None)):
+        np.testing.assert_array_equal(OURS[operation](x, axis), OURS[operation](x, same))
 
 
 # ---- tiers
@@ -334,12 +380,36 @@ def test_tier_query_needs_no_gpu():
     assert tiers.softmax(49152, 32, dtype=jnp.bfloat16) == "sub_warp"
     assert tiers.softmax(1, 1 << 20) == "split"
     assert not tiers.fits("cluster", 49152, 8192, device=tiers.A100)
-    with pytest.raises(ValueError, match="no kernel for int32"):
-        tiers.softmax(1, 1, dtype="int32")
-    with pytest.raises(ValueError, match="positive"):
-        tiers.softmax(1, 0)
     with pytest.raises(ValueError, match="no tier 'wrap'"):
         tiers.fits("wrap", 1, 1)
+
+
+@needs_cpu_module
+@pytest.mark.parametrize("problem, kind, words", [
+    (dict(dtype="int32"), ValueError, "no kernel for dtype int32, there are bfloat16, float16, float32, float64"),
+    (dict(dtype=None), ValueError, "no kernel for dtype None"),
+    (dict(dtype="floot"), TypeError, "dtype must be a dtype or the name of one, got 'floot'"),
+    (dict(dtype=object()), TypeError, "dtype must be a dtype or the name of one"),
+    (dict(width=0), ValueError, "width must be positive, got 0"),
+    (dict(rows=-3), ValueError, "rows must be positive, got -3"),
+    (dict(inner=2.0), TypeError, "inner must be an int, got 2.0"),
+    (dict(rows=True), TypeError, "rows must be an int, got True"),
+    (dict(rows="8"), TypeError, "rows must be an int, got '8'"),
+    (dict(width=1 << 63), ValueError, "width must be below 9223372036854775808, got 9223372036854775808"),
+    (dict(backward=1), TypeError, "backward must be True or False, got 1"),
+    (dict(masked=None), TypeError, "masked must be True or False, got None"),
+    (dict(device="H200"), TypeError, "device must be a jaxkern.tiers.Device or None, got str"),
+    (dict(device=(132, 90, 1)), TypeError, "device must be a jaxkern.tiers.Device or None, got tuple"),
+    (dict(device=tiers.Device(132, 9.0, 1)), TypeError, "device.compute_capability must be an int, got 9.0"),
+    (dict(device=tiers.Device(0, 90, 1)), ValueError, "device.sm_count must be positive, got 0"),
+])
+def test_bad_tier_query(problem, kind, words):
+    problem = {"rows": 8, "width": 64, **problem}
+    for name, ask in (("softmax", tiers.softmax), ("fits", lambda **p: tiers.fits("warp", **p))):
+        with pytest.raises(kind) as error:
+            ask(**problem)
+        message = str(error.value)
+        assert message.startswith(f"jaxkern.tiers.{name}: {words}") and "\n" not in message, message
 
 
 @needs_cpu_module

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export, lax
+from jax.experimental import checkify, jet
 from reference import OPERATIONS
 
 import jaxkern
-from jaxkern import _registry
+from jaxkern import _lowering, _registry
 
 SHAPE = (3, 4, 5)
 AXIS = 1
@@ -274,6 +275,35 @@ def test_masked_elements_never_reach_a_derivative(operation, x64):
     assert not jnp.isnan(y).any()
 
 
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("through_xla", [False, True])
+def test_empty_rows_never_reach_a_derivative(operation, masked, through_xla, x64, monkeypatch):
+    """Nor does NaN in the tangent or cotangent of a row of -inf, in the first three orders."""
+    if through_xla:  # what runs on platforms without a kernel
+        monkeypatch.setattr(_lowering, "KERNEL_DTYPES", frozenset())
+    x, t = inputs((4, 5 + through_xla))  # of another shape, or the program with kernels would be reused
+    mask = mask_of(x.shape) if masked else None
+    rows = slice(1, 3)
+    x, t = x.at[rows].set(-jnp.inf), t.at[rows].set(jnp.nan)
+    f = lambda x: getattr(jaxkern, operation)(x, -1, mask)
+    backward = lambda x, g: jax.vjp(f, x)[1](g)[0]
+    forward = lambda x, d: jax.jvp(f, (x,), (d,))[1]
+    gradient_of = lambda h: lambda x, d: jax.grad(lambda x, d: jnp.sum(jnp.sin(h(x, d))[::3]), (0, 1))(x, d)
+    derivatives = {
+        "first": lambda x, t: [backward(x, t), forward(x, t)],
+        "forward over reverse": lambda x, t: jax.jvp(lambda x: backward(x, t), (x,), (t,))[1],
+        "forward over forward": lambda x, t: jax.jvp(lambda x: forward(x, t), (x,), (t,))[1],
+        "reverse over reverse": lambda x, t: jax.vjp(backward, x, t)[1](t),
+        "reverse over forward": lambda x, t: jax.vjp(forward, x, t)[1](t),
+        "third": lambda x, t: [jax.jvp(gradient_of(h), (x, t), (t, t))[1] for h in (backward, forward)],
+    }
+    for name, derivative in derivatives.items():
+        for d in jax.tree.leaves(jax.jit(derivative)(x, t)):
+            assert (d[rows] == 0).all(), name
+            assert jnp.isfinite(d).all() and (d[::3] != 0).any(), name
+
+
 def test_mask_is_traced_and_not_differentiated(x64):
     x, t = inputs()
     f = lambda x, m: jnp.sum(jaxkern.softmax(x, AXIS, m) * t)
@@ -288,17 +318,29 @@ def test_mask_is_traced_and_not_differentiated(x64):
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_symbolic_shapes_export_and_run(operation):
-    """One exported program for every number of rows, and for a platform that has no kernel."""
-    (rows,) = export.symbolic_shape("rows")
-    f = jax.jit(lambda x: getattr(jaxkern, operation)(x, -1, jnp.arange(7) < 5))
+@pytest.mark.parametrize("rows", ["4", "rows"])
+def test_export(operation, rows):
+    """One program for several platforms and, where the size is a symbol, for every number of rows, kept as bytes."""
+    pytest.importorskip("flatbuffers", reason="Exported.serialize needs it")
+    f = jax.jit(lambda x: jax.value_and_grad(lambda x: getattr(jaxkern, operation)(x, -1, jnp.arange(7) < 5)[..., 0].sum())(x))
     here = {"cpu": "cpu", "gpu": "cuda"}[jax.default_backend()]
-    exported = export.export(
-        f, platforms=[here, "tpu"], disabled_checks=[export.DisabledSafetyCheck.custom_call(f"jaxkern_{operation}")])(
-        jax.ShapeDtypeStruct((rows, 7), jnp.float32))
-    for n in (1, 4):
+    platforms = {"cpu", "cuda", "tpu"}
+    shape = export.symbolic_shape(f"{rows}, 7")
+    exported = export.export(f, platforms=sorted(platforms), disabled_checks=jaxkern.export_checks())(
+        jax.ShapeDtypeStruct(shape, jnp.float32))
+    assert set(exported.platforms) == platforms
+    for platform in ("cpu", "cuda"):
+        kernel = f"custom_call @jaxkern_{operation}("
+        single = export.export(f, platforms=[platform], disabled_checks=jaxkern.export_checks())(
+            jax.ShapeDtypeStruct(shape, jnp.float32))
+        assert (kernel in single.mlir_module()) == (_registry.status[platform].module is not None)
+    again = export.deserialize(exported.serialize())
+    for n in (4,) if rows == "4" else (1, 4, 9):
         x = jax.random.normal(jax.random.key(n), (n, 7))
-        np.testing.assert_array_equal(exported.call(x), f(x))
+        jax.tree.map(np.testing.assert_array_equal, again.call(x), f(x))
+    if _registry.status[here].module is not None:
+        with pytest.raises(ValueError, match="jaxkern_"):  # the checks are needed
+            export.export(f, platforms=[here])(jax.ShapeDtypeStruct(shape, jnp.float32))
 
 
 @pytest.mark.gpu
@@ -341,6 +383,34 @@ def test_debug_nans_finds_them(call):
         with pytest.raises(FloatingPointError):
             call(jaxkern.softmax, x)
         call(jaxkern.softmax, jnp.ones((2, 3)))
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_checkify_finds_nan(operation):
+    f = getattr(jaxkern, operation)
+    functions = {"": f, "_grad": jax.grad(lambda x: jnp.where(jnp.isnan(f(x)), 0, f(x)).sum()), "vmap": jax.vmap(f), "jit": jax.jit(f)}
+    for name, g in functions.items():
+        for checks in (checkify.nan_checks, checkify.float_checks, checkify.all_checks):
+            check = jax.jit(checkify.checkify(g, errors=checks))
+            assert f"nan generated by primitive: jaxkern_{operation}" in (check(jnp.array([[jnp.inf, 1.0]]))[0].get() or ""), name
+            error, result = check(jnp.ones((2, 3)))
+            assert error.get() is None
+            np.testing.assert_array_equal(result, g(jnp.ones((2, 3))))
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("masked", ["whole", "broadcast"])
+def test_taylor_series(operation, masked, x64):
+    """jax.experimental.jet, to the third order, against nested forward mode."""
+    x, t = inputs()
+    f, g = functions(operation, mask_of(MASKS[masked]))
+    curve = lambda e: g(x + e * t)
+    orders = [curve]
+    for _ in range(3):
+        orders.append(lambda e, h=orders[-1]: jax.jvp(h, (e,), (1.0,))[1])
+    for h in (f, jax.jit(f)):
+        y, terms = jet.jet(h, (x,), ([t, jnp.zeros_like(t), jnp.zeros_like(t)],))
+        assert_same([y, *terms], [order(0.0) for order in orders])
 
 
 def test_disable_jit():

@@ -1,4 +1,5 @@
 // The XLA FFI handlers of the softmax family on the CPU.
+#include "common/huge_pages.h"
 #include "softmax/softmax_cpu.h"
 #include "softmax/softmax_ffi.h"
 
@@ -10,6 +11,7 @@ ffi::Error Run(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::Remaining
                std::string_view tier) {
   SoftmaxArgs args;
   if (ffi::Error e = DecodeSoftmax(kLog, kBackward, operands, results, axis, tier, &args); e.failure()) return e;
+  PreferHugePages(args.out, results.get<ffi::AnyBuffer>(0).value()->size_bytes());
   SoftmaxCpu(args, XlaExecutor(pool));
   return ffi::Error::Success();
 }
