@@ -15,9 +15,9 @@ namespace jaxkern {
 
 constexpr int kMaxCluster = 16;  // blocks; more than 8 need the kernel's consent
 
-#ifdef JAXKERN_HAS_BULK_COPY
-
 using Barrier = uint64_t;  // an mbarrier object, in shared memory
+
+#ifdef JAXKERN_HAS_BULK_COPY
 
 __device__ __forceinline__ uint32_t SharedAddress(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));

@@ -17,7 +17,8 @@ namespace jaxkern {
 
 constexpr int kColumnThreads = 256;
 constexpr int kColumnParts = 4;
-constexpr int kColumnUnroll = 4;  // rows whose exponentials share one rescaling
+// Rows whose exponentials share one rescaling. Masked, four rows of eight columns would take ptxas seconds.
+template <bool kMasked> constexpr int kColumnUnroll = kMasked ? 1 : 4;
 
 // ---- the tile in registers
 
@@ -220,26 +221,26 @@ SoftmaxColumn(const __grid_constant__ SoftmaxParams p, const __grid_constant__ C
 #pragma unroll
   for (int j = 0; j < N; ++j) stat[j] = Op::Identity();
   if (active) {
-    for (int64_t a0 = y; a0 < p.width; a0 += kColumnUnroll * threads_y) {
-      Packed raw[kColumnUnroll][kInputs];
+    for (int64_t a0 = y; a0 < p.width; a0 += kColumnUnroll<kMasked> * threads_y) {
+      Packed raw[kColumnUnroll<kMasked>][kInputs];
 #pragma unroll
-      for (int u = 0; u < kColumnUnroll; ++u) {
+      for (int u = 0; u < kColumnUnroll<kMasked>; ++u) {
         const int64_t a = a0 + u * threads_y;
 #pragma unroll
         for (int k = 0; k < kInputs; ++k) {
           if (a < p.width) raw[u][k] = load(k, a);
         }
       }
-      C values[kColumnUnroll][kInputs][N];
+      C values[kColumnUnroll<kMasked>][kInputs][N];
 #pragma unroll
-      for (int u = 0; u < kColumnUnroll; ++u)
+      for (int u = 0; u < kColumnUnroll<kMasked>; ++u)
 #pragma unroll
         for (int k = 0; k < kInputs; ++k) Unpack(raw[u][k], values[u][k]);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        C v[kInputs][kColumnUnroll];
+        C v[kInputs][kColumnUnroll<kMasked>];
 #pragma unroll
-        for (int u = 0; u < kColumnUnroll; ++u) {
+        for (int u = 0; u < kColumnUnroll<kMasked>; ++u) {
           const int64_t a = a0 + u * threads_y;
           const bool in = a < p.width && unmasked(a, j);
 #pragma unroll
