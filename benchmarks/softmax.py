@@ -222,19 +222,25 @@ def _ours(cell: Cell, tier: str) -> Callable[..., jax.Array]:
     return forward
 
 
-def _problem(cell: Cell) -> tuple[tuple[int, int, int, str], bool]:
-    """[rows, width, inner], dtype and direction, as `jaxkern.tiers` asks for them."""
+def _problem(cell: Cell) -> dict[str, Any]:
+    """The arguments with which to ask `jaxkern.tiers`."""
     shape, axis = cell.case.shape, cell.case.axis % len(cell.case.shape)
-    sizes = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
-    return (*sizes, cell.dtype), cell.direction == "backward"
+    return {
+        "rows": math.prod(shape[:axis]),
+        "width": shape[axis],
+        "inner": math.prod(shape[axis + 1 :]),
+        "dtype": cell.dtype,
+        "log": cell.op == "log_softmax",
+        "backward": cell.direction == "backward",
+        "masked": cell.case.mask is not None,
+    }
 
 
 def _fits(cell: Cell, tier: str) -> bool:
     from jaxkern import tiers
 
-    problem, backward = _problem(cell)
     try:
-        return tiers.fits(tier, *problem, backward=backward, masked=cell.case.mask is not None)
+        return tiers.fits(tier, **_problem(cell))
     except RuntimeError:
         return True  # nobody to ask: a tier that does not fit says so when it runs
 
@@ -245,9 +251,8 @@ def chosen_tier(cell: Cell) -> str | None:
         return None
     from jaxkern import tiers
 
-    problem, backward = _problem(cell)
     try:
-        return tiers.softmax(*problem, backward=backward, masked=cell.case.mask is not None)
+        return tiers.softmax(**_problem(cell))
     except RuntimeError:
         return None
 

@@ -58,9 +58,9 @@ NB_MODULE(_cpu, m) {
   AddApiVersion(m);
   m.def("registrations", [] { return Registrations({SoftmaxCpuTargets()}); });
   m.def("softmax_tier", &Tier, nb::arg("rows"), nb::arg("width"), nb::arg("inner"), nb::arg("dtype"),
-        nb::arg("log"), nb::arg("backward"), nb::arg("masked"), nb::arg("scratch_bytes"), nb::arg("sm_count"), nb::arg("compute_capability"),
-        nb::arg("shared_memory"));
-  m.def("softmax_tier_fits", &TierFits, nb::arg("tier"), nb::arg("rows"), nb::arg("width"), nb::arg("inner"),
-        nb::arg("dtype"), nb::arg("log"), nb::arg("backward"), nb::arg("masked"), nb::arg("scratch_bytes"), nb::arg("sm_count"),
+        nb::arg("log"), nb::arg("backward"), nb::arg("masked"), nb::arg("scratch_bytes"), nb::arg("sm_count"),
         nb::arg("compute_capability"), nb::arg("shared_memory"));
+  m.def("softmax_tier_fits", &TierFits, nb::arg("tier"), nb::arg("rows"), nb::arg("width"), nb::arg("inner"),
+        nb::arg("dtype"), nb::arg("log"), nb::arg("backward"), nb::arg("masked"), nb::arg("scratch_bytes"),
+        nb::arg("sm_count"), nb::arg("compute_capability"), nb::arg("shared_memory"));
 }

@@ -57,14 +57,15 @@ def forced() -> str:
     return _forced.value
 
 
-def softmax(rows: int, width: int, inner: int = 1, dtype="float32", *, backward: bool = False,
-            masked: bool = False, device: Device | None = None) -> str:
+def softmax(rows: int, width: int, inner: int = 1, dtype="float32", *, log: bool = False,
+            backward: bool = False, masked: bool = False, device: Device | None = None) -> str:
     """The tier that runs a softmax over the middle dimension of [rows, width, inner] by default.
 
     Args:
         rows, width, inner: how many rows there are before the axis, their width, and the number of
             elements after the axis (1 when it is the last one).
         dtype: float16, bfloat16, float32 or float64.
+        log: log_softmax.
         backward: the gradient, which reads two arrays.
         masked: with a `where`.
         device: H200, A100 or another `Device`; this machine's GPU by default, or H200 without one.
@@ -73,24 +74,24 @@ def softmax(rows: int, width: int, inner: int = 1, dtype="float32", *, backward:
         ValueError: a size is not positive, or `dtype` has no kernel. TypeError: an argument is of another type.
         RuntimeError: the CPU module, which answers, is not loaded.
     """
-    return _ask("softmax", "softmax_tier", rows, width, inner, dtype, backward, masked, device)
+    return _ask("softmax", "softmax_tier", rows, width, inner, dtype, log, backward, masked, device)
 
 
-def fits(tier: str, rows: int, width: int, inner: int = 1, dtype="float32", *, backward: bool = False,
-         masked: bool = False, device: Device | None = None) -> bool:
+def fits(tier: str, rows: int, width: int, inner: int = 1, dtype="float32", *, log: bool = False,
+         backward: bool = False, masked: bool = False, device: Device | None = None) -> bool:
     """Whether `tier` can run that problem; arguments as for `softmax`."""
     if tier not in NAMES:
         raise ValueError(f"jaxkern.tiers.fits: no tier {tier!r}, there are {', '.join(NAMES)}")
-    return _ask("fits", "softmax_tier_fits", rows, width, inner, dtype, backward, masked, device, tier)
+    return _ask("fits", "softmax_tier_fits", rows, width, inner, dtype, log, backward, masked, device, tier)
 
 
-def _ask(function, query, rows, width, inner, dtype, backward, masked, device, *first):
+def _ask(function, query, rows, width, inner, dtype, log, backward, masked, device, *first):
     name = f"jaxkern.tiers.{function}"
     cpu = _registry.status["cpu"]
     if cpu.module is None:
         raise RuntimeError(f"{name}: {cpu.reason}")
     rows, width, inner = (_positive(name, *size) for size in (("rows", rows), ("width", width), ("inner", inner)))
-    for argument, flag in (("backward", backward), ("masked", masked)):
+    for argument, flag in (("log", log), ("backward", backward), ("masked", masked)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name}: {argument} must be True or False, got {flag!r}")
     try:
@@ -107,7 +108,8 @@ def _ask(function, query, rows, width, inner, dtype, backward, masked, device, *
     device = Device(*(_positive(name, f"device.{field}", n, 1 << 31) for field, n in device._asdict().items()))
     scratch = _lowering.scratch_shape((rows, width, inner), dtype, 1)
     scratch_bytes = scratch[0] * scratch[1] if scratch else 0
-    return getattr(cpu.module, query)(*first, rows, width, inner, dtype.name, backward, masked, scratch_bytes, *device)
+    return getattr(cpu.module, query)(*first, rows, width, inner, dtype.name, log, backward, masked, scratch_bytes,
+                                      *device)
 
 
 def _positive(name, argument, value, limit=1 << 63) -> int:
