@@ -97,6 +97,30 @@ def test_widths(operation, dtype, width):
 
 
 @every_operation
+@every_dtype
+@pytest.mark.parametrize("inner", [37, 40, 200])
+@pytest.mark.parametrize("width", [1, 8, 9, 24, 25, 32, 33, 64, 65, 400, 1023, 1025])
+def test_columns(operation, dtype, width, inner):
+    check(operation, normal((2, width, inner), dtype), 1)
+
+
+@every_operation
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_where_a_product_with_log2_e_loses_its_meaning(operation, dtype, axis):
+    """Values so large that their products round by more than 1, or overflow; their differences do not."""
+    rng = np.random.default_rng(5)
+    scales = np.array([2.0**k for k in (0, 20, 27, 28, 29, 30, 40, 100, 126)] + [1.6e38])[:, None]
+    x = rng.uniform(-1, 1, (10, 3000)) * scales
+    x[:, 7] = x[:, 1900] = x.max(1)  # the largest twice, far apart
+    x[5, 100] = np.nextafter(np.float32(x[5].max()), 0)
+    x = np.concatenate([x, -np.abs(x)])
+    x = jnp.asarray(x if axis else x.T, dtype)
+    check(operation, x, axis)
+    check(operation, x, axis, random_mask((3000,) if axis else (3000, 1)))
+
+
+@every_operation
 @pytest.mark.parametrize("shape, axis", [((1, 1 << 20), -1), ((2, 131080), -1), ((70001, 5), -1), ((3, 40001, 2), 1), ((40001, 3), 0)])
 def test_long(operation, shape, axis):
     check(operation, normal(shape, "float32"), axis)
@@ -415,7 +439,7 @@ def test_bad_tier_query(problem, kind, words):
 @needs_cpu_module
 def test_names_are_those_of_the_kernels():
     module = _registry.status["cpu"].module
-    problem = (1, 1 << 20, 1, "float32", False, False, 0, *tiers.H200)
+    problem = (1, 1 << 20, 1, "float32", False, False, False, 0, *tiers.H200)
     for name in ("auto", *tiers.NAMES):
         assert module.softmax_tier_fits(name, *problem) in (True, False)
     with pytest.raises(ValueError, match="wrap"):
