@@ -212,6 +212,19 @@ template <class T_, bool kLog, bool kColumns = false> struct Forward {
     }
   }
 
+  // 16-bit softmax: e^(x - max) / sum as the single power 2^(x * log2(e) - offset), for rows where taking
+  // log2(sum) into the exponent costs no more than 2^-19. It saves a multiplication an element.
+  static constexpr bool kOnePower = sizeof(T) == 2 && !kLog;
+  static __device__ __forceinline__ bool OnePower(const Final& f, float* offset) {
+    *offset = __fmul_rn(f.max, kLog2E) - __log2f(f.inverse);
+    return fabsf(*offset) < 64;
+  }
+  template <int N>
+  static __device__ __forceinline__ void MapOnePower(const C (&v)[1][N], float offset, C (&out)[N]) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) out[j] = Exp2Approx(fmaf(v[0][j], kLog2E, -offset));
+  }
+
   // Nothing in the row was NaN or +inf.
   static __device__ __forceinline__ bool Regular(const Final& f) {
     return f.max < Infinity<C>() && (kLog ? f.norm == f.norm : f.inverse == f.inverse);
@@ -330,6 +343,7 @@ template <class T_, bool kLog, bool kColumns = false> struct Backward {
     }
   }
 
+  static constexpr bool kOnePower = false;
   static __device__ __forceinline__ bool Regular(const Final& f) { return f.sum - f.sum == C(0); }
 
   // Holds the packs as they were read: two inputs in float would be too many registers.

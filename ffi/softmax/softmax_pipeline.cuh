@@ -194,6 +194,9 @@ SoftmaxPipeline(const __grid_constant__ SoftmaxParams p, int piece_packs) {
       }
       const typename Op::Final final = Op::Finish(stat);
 
+      float offset = 0;
+      bool one_power = false;
+      if constexpr (Op::kOnePower) one_power = Op::OnePower(final, &offset);
       int again = row_slot;
       for (int c = 0; c < chunks; ++c) {
         if (whole_chunk(row, c)) {
@@ -201,21 +204,27 @@ SoftmaxPipeline(const __grid_constant__ SoftmaxParams p, int piece_packs) {
 #pragma unroll
           for (int u = 0; u < kChunkUnroll<Op>; ++u) raw[u] = load_whole(row, again, c, u);
           T* const out = static_cast<T*>(p.out) + row.span.At(begin + c * kChunkPacks<Op> + threadIdx.x);
+          const auto write = [&](auto map) {
 #pragma unroll
-          for (int u = 0; u < kChunkUnroll<Op>; ++u) {
-            C v[Op::kInputs][N], y[N];
-            RowOf::Values(raw[u], v);
-            Op::Map(v, final, y);
-            StoreVector<T, N>(out + u * kConsumers * N, RowOf::Result(y, final, raw[u].mask));
+            for (int u = 0; u < kChunkUnroll<Op>; ++u) {
+              C v[Op::kInputs][N], y[N];
+              RowOf::Values(raw[u], v);
+              map(v, y);
+              StoreVector<T, N>(out + u * kConsumers * N, RowOf::Result(y, final, raw[u].mask));
+            }
+          };
+          if constexpr (Op::kOnePower) {
+            if (one_power) write([&](auto& v, auto& y) { Op::MapOnePower(v, offset, y); });
           }
+          if (!one_power) write([&](auto& v, auto& y) { Op::Map(v, final, y); });
         } else {
 #pragma unroll
           for (int u = 0; u < kChunkUnroll<Op>; ++u) {
-            const int offset = threadIdx.x + u * kConsumers;
-            const int pack = begin + c * kChunkPacks<Op> + offset;
+            const int place = threadIdx.x + u * kConsumers;
+            const int pack = begin + c * kChunkPacks<Op> + place;
             if (pack >= row.span.head && pack < end) {
               C v[Op::kInputs][N], y[N];
-              const auto raw = load(row, again, offset, pack);
+              const auto raw = load(row, again, place, pack);
               RowOf::Values(raw, v);
               Op::Map(v, final, y);
               row.Store(static_cast<T*>(p.out), pack, y, final, raw.mask);
