@@ -78,7 +78,8 @@ IndexRadix RadixOf(int64_t positions, int low_bit, int high_bit) {
 int64_t ChunkOf(int64_t positions, int64_t outer, int64_t row_bytes) {
   // Half a million lanes of 16 bytes, if there is work for so many.
   const double lanes = static_cast<double>(positions) * outer * Ceil(row_bytes, 16);
-  return PowerOfTwo(static_cast<int64_t>(std::min(lanes / (1 << 19), 1e6)), 16, 512);
+  // No power of two: chunks that are walked side by side must not all meet in the same memory channels.
+  return PowerOfTwo(static_cast<int64_t>(std::min(lanes / (1 << 19), 1e6)), 16, 512) + 8;
 }
 
 int64_t BinChunkOf(int64_t positions) { return PowerOfTwo(positions / 1024, 4096, 32768); }
@@ -99,13 +100,14 @@ IndexLayout LayoutOf(IndexPlan plan, const IndexProblem& p) {
       layout.keys[i] = take(4 * positions);
       layout.values[i] = take(4 * positions);
     }
-    if (radix.passes) layout.counts = take(4 * radix.tiles * (int64_t{1} << radix.bits));
+    if (radix.passes) layout.counts = take(4 * (radix.tiles + 1) * (int64_t{1} << radix.bits));
   };
   if (p.rows == 0 || positions == 0) return layout;
   switch (plan) {
     case IndexPlan::kSort: sort(0); [[fallthrough]];
     case IndexPlan::kSorted: {
-      const int64_t chunks = Ceil(positions, ChunkOf(positions, p.outer, RowBytes(p)));
+      const int64_t chunks = Ceil(positions, p.inner <= kNarrowInner ? NarrowTileOf(p.inner, SizeOf(p.type))
+                                                                     : ChunkOf(positions, p.outer, RowBytes(p)));
       layout.partials = take(2 * chunks * p.outer * p.inner * Sum(p.type));
       break;
     }

@@ -102,6 +102,12 @@ constexpr int BitsFor(int64_t n) {
 // Positions a chunk of the segmented reduction; a run of equal keys is in one piece up to about twice as many.
 int64_t ChunkOf(int64_t positions, int64_t outer, int64_t row_bytes);
 
+// Rows of up to kNarrowInner elements are reduced in shared memory, a tile of positions a block: each of 256
+// threads walks a stretch of positions in one column.
+constexpr int64_t kNarrowInner = 8;
+constexpr int NarrowStretch(int64_t element_bytes) { return element_bytes == 8 ? 8 : 16; }
+constexpr int64_t NarrowTileOf(int64_t inner, int64_t element_bytes) { return 256 / inner * NarrowStretch(element_bytes); }
+
 // The bins of the narrow plan.
 constexpr int kBinBits = 11;
 constexpr int64_t kBins = int64_t{1} << kBinBits;
