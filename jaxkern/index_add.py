@@ -203,7 +203,9 @@ def _factor(name, alpha, dtype):
     array(name, "alpha", alpha)
     if alpha.shape != ():
         raise ValueError(f"jaxkern.{name}: alpha must be a scalar, got shape {alpha.shape}")
-    if not jnp.can_cast(alpha.dtype, dtype, "same_kind"):
+    kinds = (jnp.integer, jnp.floating, jnp.complexfloating)  # each takes those before it
+    own = next((k for k, kind in enumerate(kinds) if jnp.issubdtype(alpha.dtype, kind)), 0)
+    if not any(jnp.issubdtype(dtype, kind) for kind in kinds[own:]) and dtype != alpha.dtype:
         raise TypeError(f"jaxkern.{name}: alpha of type {alpha.dtype} cannot scale x of type {dtype}")
     return alpha.astype(_index.computing(dtype))
 
