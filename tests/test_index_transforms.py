@@ -65,10 +65,15 @@ def curved(f):
     return lambda x: f(jnp.sin(x) + 0.3 * x * x)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
+# Every transformation of two functions that use all rules between them; the others under one of each kind.
+PAIRS = [(name, f) for name in TRANSFORMATIONS for f in ("index_add, all", "segment_max, ties")] + [
+    (name, f) for name in ("eager", "grad", "jvp", "hessian", "linear_transpose of vjp", "vmap of grad", "grad of scan")
+    for f in FUNCTIONS if f not in ("index_add, all", "segment_max, ties")]
+
+
+@pytest.mark.parametrize("name, function", PAIRS)
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-def test_transformation(function, name, x64):
+def test_transformation(name, function, x64):
     x, t = inputs()
     whole = (lambda run: run) if name in OUTSIDE_JIT else jax.jit
     ours, theirs = (whole(functools.partial(TRANSFORMATIONS[name], curved(f)))(x, t) for f in FUNCTIONS[function])
@@ -127,7 +132,7 @@ def check_batched(f, in_axes, *operands):
         assert_same(jax.tree.map(lambda b: b[k], batched), single(*(take(a, at, k) for a, at in zip(operands, in_axes))))
 
 
-AXES = [(0, 0, 0), (None, 0, None), (0, None, 0), (None, None, 0), (1, 1, 1), (None, 0, 0), (0, None, None)]
+AXES = [(0, 0, 0), (None, 0, None), (0, None, 0), (1, 1, 1), (None, 0, 0)]
 
 
 @pytest.mark.parametrize("outer", AXES)
