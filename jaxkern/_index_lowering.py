@@ -22,13 +22,14 @@ def rows_of(index, rows, rules):
     if index.dtype.itemsize < 4:
         index = index.astype(jnp.int32)
     most = jnp.iinfo(index.dtype).max
+    beyond = isinstance(rows, int) and rows > most  # more rows than the type can name: none is too large
+    limit = jnp.asarray(most if beyond else rows, index.dtype)  # rows may be symbolic
     if rules.wrap and jnp.issubdtype(index.dtype, jnp.signedinteger):
-        index = jnp.where(index < 0, index + jnp.asarray(rows, index.dtype), index)
+        index = jnp.where(index < 0, index + limit, index)
     if rules.clip:
         index = jnp.maximum(index, 0)
-        return index if rows - 1 > most else jnp.minimum(index, jnp.asarray(max(rows - 1, 0), index.dtype))
-    outside = index < 0 if rows > most else (index < 0) | (index >= jnp.asarray(rows, index.dtype))
-    return jnp.where(outside, jnp.asarray(min(rows, most), index.dtype), index)
+        return index if beyond else jnp.minimum(index, jnp.maximum(limit, 1) - 1)
+    return jnp.where((index < 0) | ((index >= limit) & (not beyond)), limit, index)
 
 
 def _for_each_batch(f, rules):

@@ -1,6 +1,7 @@
 """The index_add family under every JAX transformation, against plain jnp under the same one."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -164,14 +165,13 @@ def test_nested_vmap(inner, outer, x64):
 
 def test_vmap_moves_and_repeats_nothing():
     """Shared indices stay one index, whatever the batch; a source shared by a batch of indices stays one source."""
-    x, index, source = jnp.ones((4, 7, 5)), jnp.zeros(6, jnp.int32), jnp.ones((4, 6, 5))
-    jaxpr = str(jax.make_jaxpr(jax.vmap(lambda x, s: jaxkern.index_add(x, 0, index, s)))(x, source))
+    x, index, source, ids = jnp.ones((4, 7, 5)), jnp.zeros(6, jnp.int32), jnp.ones((4, 6, 5)), jnp.zeros((4, 6), jnp.int32)
+    jaxpr = str(jax.make_jaxpr(jax.vmap(lambda x, i, s: jaxkern.index_add(x, 0, i, s), (0, None, 0)))(x, index, source))
     assert "transpose" not in jaxpr and "broadcast" not in jaxpr and "i32[4,6]" not in jaxpr
-    ids = jnp.zeros((4, 6), jnp.int32)
-    jaxpr = str(jax.make_jaxpr(jax.vmap(lambda i: jaxkern.segment_sum(source[0], i, 7)))(ids))
+    jaxpr = str(jax.make_jaxpr(jax.vmap(lambda s, i: jaxkern.segment_sum(s, i, 7), (None, 0)))(source[0], ids))
     assert "f32[4,6,5]" not in jaxpr and "f32[4,7,5]" in jaxpr
-    jaxpr = str(jax.make_jaxpr(jax.vmap(lambda i: jaxkern.embedding_lookup(x[0], i)))(ids))
-    assert "f32[4,7,5]" not in jaxpr.replace(str(jax.typeof(x).str_short()), "", 1) and jaxpr.count("jaxkern_index_select") == 1
+    jaxpr = str(jax.make_jaxpr(jax.vmap(jaxkern.embedding_lookup, (None, 0)))(x[0], ids))
+    assert "f32[4,7,5]" not in jaxpr and "f32[24,5]" in jaxpr and jaxpr.count("jaxkern_index_select") == 1
 
 
 # ---- what becomes of it
@@ -180,8 +180,8 @@ def test_vmap_moves_and_repeats_nothing():
 @pytest.mark.parametrize("f, names", [
     (lambda x: jaxkern.index_add(x, 1, INDEX, x), ["jaxkern_index_add"]),
     (lambda x: jaxkern.index_select(x, -1, INDEX), ["jaxkern_index_select"]),
-    (lambda x: jaxkern.segment_sum(x, IDS[:3], 7), ["jaxkern_segment_sum"]),
-    (lambda x: jaxkern.segment_max(x, IDS[:3], 7), ["jaxkern_segment_max"])])
+    (lambda x: jaxkern.segment_sum(x, np.arange(3), 7), ["jaxkern_segment_sum"]),
+    (lambda x: jaxkern.segment_max(x, np.arange(3), 7), ["jaxkern_segment_max"])])
 def test_jaxpr_is_one_primitive(f, names):
     assert [e.primitive.name for e in equations(jax.make_jaxpr(f)(jnp.ones(SHAPE)).jaxpr)] == names
 
@@ -196,15 +196,17 @@ def test_training_step_moves_nothing(dtype, axis):
     x, index = jnp.ones((40, 50, 60), dtype), jnp.zeros(33, jnp.int32)
     loss = lambda x, w: (jaxkern.index_select(x, axis, index) * w).sum()
     text = compiled(jax.value_and_grad(loss), x, jaxkern.index_select(x, axis, index))
-    assert text.count('custom_call_target="jaxkern_') == 2 and "transpose(" not in text
-    assert not [line for line in text.splitlines() if " copy(" in line and "50" in line]
+    assert text.count('custom_call_target="jaxkern_') == 2
+    # A copy of a scalar is the loss on its way out.
+    assert not [line for line in re.findall(r"= (\S+) (?:transpose|copy)\(", text) if re.search(r"\[\d", line)]
 
 
 def test_types_survive():
     x, index = jnp.ones((4, 3), jnp.bfloat16), jnp.array([1, 1, 2])
     for f in (lambda x: jaxkern.index_add(x, 0, index, x[:3], alpha=x[0, 0]), lambda x: jaxkern.index_select(x, 0, index),
               lambda x: jaxkern.segment_mean(x[:3], index, 4), lambda x: jaxkern.segment_max(x[:3], index, 4)):
-        leaves = jax.tree.leaves([f(x), jax.jvp(f, (x,), (x,)), jax.vjp(f, x)[1](f(x)), jax.hessian(lambda x: f(x).sum())(x)])
+        everything = lambda x: [f(x), jax.jvp(f, (x,), (x,)), jax.vjp(f, x)[1](f(x)), jax.hessian(lambda x: f(x).sum())(x)]
+        leaves = jax.tree.leaves(jax.eval_shape(everything, x))
         assert {leaf.dtype for leaf in leaves} == {x.dtype}
     assert not jax.eval_shape(lambda s: jaxkern.index_add(s[None], 0, index[:1], s[None]), 1.0).weak_type
 
