@@ -250,74 +250,88 @@ def _summed(x, dims, dtype):
     return (jnp.sum(x, dims, keepdims=True) if dims else x).astype(dtype)
 
 
-def _taken(g, index, shared, *factor, rules):
-    """Rows of g at index: the cotangent of a source, times alpha."""
+def _split_like(g, aval):
+    """A cotangent, spread over an explicit mesh as what it belongs to is."""
+    if aval.sharding.mesh.empty or jax.typeof(g).sharding.spec == aval.sharding.spec:
+        return g
+    return jax.sharding.reshard(g, aval.sharding.spec)
+
+
+def _taken(g, index, source, *factor, rules):
+    """Rows of g at index: the cotangent of a source of this type, times alpha."""
     taken = index_select(g, index, rules=rules._replace(fill_nan=False))
-    if not shared and not factor:
-        return taken
-    wide = taken.astype(computing(g.dtype))
-    return _summed(wide * factor[0] if factor else wide, shared, g.dtype)
+    shared = _shared(source, index, rules)
+    if shared or factor:
+        wide = taken.astype(computing(g.dtype))
+        taken = _summed(wide * factor[0] if factor else wide, shared, g.dtype)
+    return _split_like(taken, source)
+
+
+def _given(g, index, x, rules):
+    """The sum of rows of g for each row of x: its cotangent."""
+    return _split_like(segment_sum(g, index, rows=x.shape[rules.axis], rules=rules), x)
 
 
 def _alpha_cotangent(g, index, source, rules):
     wide = computing(g.dtype)
-    return jnp.sum(_taken(g, index, (), rules=rules).astype(wide) * source.astype(wide))
+    taken = index_select(g, index, rules=rules._replace(fill_nan=False))
+    return jnp.sum(taken.astype(wide) * source.astype(wide))
 
 
-# Forward rules bind the primitive and not the function that they belong to, which has no derivative.
+# Forward rules bind the primitive and not the function that they belong to, which has no derivative. The
+# types of operands, whose values the backward rules do without, are static arguments.
 
 
 def _add_vjp(x, index, source, *alpha, rules):
-    shared = _shared(source, index, rules)
-    if not alpha:
-        return _add_vjp_1(x, index, source, shared, rules)
-    return _add_vjp_alpha(x, index, source, *alpha, shared, rules)
+    if alpha:
+        return _add_scaled_vjp(x, index, source, *alpha, jax.typeof(source), rules)
+    return _add_unscaled_vjp(x, index, source, jax.typeof(source), rules)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _add_vjp_1(x, index, source, shared, rules):
+def _add_unscaled_vjp(x, index, source, source_type, rules):
     return index_add(x, index, source, rules=rules)
 
 
-_add_vjp_1.defvjp(
-    lambda x, index, source, shared, rules: (index_add(x, index, source, rules=rules), index),
-    lambda shared, rules, index, g: (g, None, _taken(g, index, shared, rules=rules)))
+_add_unscaled_vjp.defvjp(
+    lambda x, index, source, source_type, rules: (index_add(x, index, source, rules=rules), index),
+    lambda source_type, rules, index, g: (g, None, _taken(g, index, source_type, rules=rules)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _add_vjp_alpha(x, index, source, alpha, shared, rules):
+def _add_scaled_vjp(x, index, source, alpha, source_type, rules):
     return index_add(x, index, source, alpha, rules=rules)
 
 
-def _add_backward(shared, rules, kept, g):
+def _add_scaled_backward(source_type, rules, kept, g):
     index, source, alpha = kept
-    return g, None, _taken(g, index, shared, alpha, rules=rules), _alpha_cotangent(g, index, source, rules)
+    return g, None, _taken(g, index, source_type, alpha, rules=rules), _alpha_cotangent(g, index, source, rules)
 
 
-_add_vjp_alpha.defvjp(
-    lambda x, index, source, alpha, shared, rules:
+_add_scaled_vjp.defvjp(
+    lambda x, index, source, alpha, source_type, rules:
         (index_add(x, index, source, alpha, rules=rules), (index, source, alpha)),
-    _add_backward)
+    _add_scaled_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _select_vjp(x, index, rows, rules):
+def _select_vjp(x, index, x_type, rules):
     return index_select(x, index, rules=rules)
 
 
 _select_vjp.defvjp(
-    lambda x, index, rows, rules: (index_select(x, index, rules=rules), index),
-    lambda rows, rules, index, g: (segment_sum(g, index, rows=rows, rules=rules), None))
+    lambda x, index, x_type, rules: (index_select(x, index, rules=rules), index),
+    lambda x_type, rules, index, g: (_given(g, index, x_type, rules), None))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _sum_vjp(source, index, rows, shared, rules):
+def _sum_vjp(source, index, rows, source_type, rules):
     return segment_sum(source, index, rows=rows, rules=rules)
 
 
 _sum_vjp.defvjp(
-    lambda source, index, rows, shared, rules: (segment_sum(source, index, rows=rows, rules=rules), index),
-    lambda rows, shared, rules, index, g: (_taken(g, index, shared, rules=rules), None))
+    lambda source, index, rows, source_type, rules: (segment_sum(source, index, rows=rows, rules=rules), index),
+    lambda rows, source_type, rules, index, g: (_taken(g, index, source_type, rules=rules), None))
 
 
 def _extreme_vjp(prim):
@@ -334,19 +348,21 @@ def _extreme_vjp(prim):
     def backward(rows, rules, kept, g):
         y, source, index = kept
         wide = computing(g.dtype)
-        winners = (source == index_select(y, index, rules=rules._replace(fill_nan=True))).astype(wide)
+        select = functools.partial(index_select, index=index)
+        winners = (source == select(y, rules=rules._replace(fill_nan=True))).astype(wide)
         sharing = segment_sum(winners, index, rows=rows, rules=rules)
-        share = _taken(g.astype(wide) / jnp.maximum(sharing, 1), index, (), rules=rules)
-        return _summed(winners * share, _shared(source, index, rules), g.dtype), None
+        share = select(g.astype(wide) / jnp.maximum(sharing, 1), rules=rules._replace(fill_nan=False))
+        dx = _summed(winners * share, _shared(source, index, rules), g.dtype)
+        return _split_like(dx, jax.typeof(source)), None
 
     f.defvjp(forward, backward)
     return lambda source, index, *, rows, rules: f(source, index, rows, rules)
 
 
 defvjp(index_add_p, _add_vjp, differentiable=(0, 2, 3))
-defvjp(index_select_p, lambda x, index, *, rules: _select_vjp(x, index, x.shape[rules.axis], rules), differentiable=(0,))
+defvjp(index_select_p, lambda x, index, *, rules: _select_vjp(x, index, jax.typeof(x), rules), differentiable=(0,))
 defvjp(segment_sum_p, lambda source, index, *, rows, rules:
-       _sum_vjp(source, index, rows, _shared(source, index, rules), rules), differentiable=(0,))
+       _sum_vjp(source, index, rows, jax.typeof(source), rules), differentiable=(0,))
 for _prim in SEGMENT[1:]:
     defvjp(_prim, _extreme_vjp(_prim), differentiable=(0,))
 
@@ -359,7 +375,7 @@ def _transpose_add(ct, x, index, source, *alpha, rules):
         return [ad.Zero(v.aval) if is_linear else None for v, is_linear in zip(operands, linear)]
     cts = [ct if linear[0] else None, *[None] * (len(operands) - 1)]
     if linear[2]:
-        cts[2] = _taken(ct, index, _shared(source.aval, index, rules), *alpha, rules=rules)
+        cts[2] = _taken(ct, index, source.aval, *alpha, rules=rules)
     if any(linear[3:]):
         if any(linear[:3]):
             raise NotImplementedError("jaxkern.index_add is linear in source and alpha one at a time")
@@ -370,13 +386,13 @@ def _transpose_add(ct, x, index, source, *alpha, rules):
 def _transpose_select(ct, x, index, *, rules):
     if type(ct) is ad.Zero:
         return [ad.Zero(x.aval), None]
-    return [segment_sum(ct, index, rows=x.aval.shape[rules.axis], rules=rules), None]
+    return [_given(ct, index, x.aval, rules), None]
 
 
 def _transpose_sum(ct, source, index, *, rows, rules):
     if type(ct) is ad.Zero:
         return [ad.Zero(source.aval), None]
-    return [_taken(ct, index, _shared(source.aval, index, rules), rules=rules), None]
+    return [_taken(ct, index, source.aval, rules=rules), None]
 
 
 ad.primitive_transposes[index_add_p] = _transpose_add
