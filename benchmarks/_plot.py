@@ -1,7 +1,9 @@
-"""The figure of OneFlow's softmax article: effective bandwidth against the number of columns.
+"""Softmax: the figure of OneFlow's softmax article: effective bandwidth against the number of columns.
 
 One panel a direction and dtype, one line an implementation, the copy as the dashed limit. Peers that
 were measured elsewhere (peers.json) are drawn thin, scaled by their ratio to the copy of their run.
+
+index_add: time over the floor, a copy of the bytes that must move, against how uneven the indices are.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ def plot(data: dict[str, Any], stem: pathlib.Path) -> list[pathlib.Path]:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    if data["operation"] == "index_add":
+        return _skew(data, stem, plt)
+
     written = []
     rows = [r for r in data["results"] if r["group"] in ("sweep", "odd", "cpu")]
     for op in dict.fromkeys(r["op"] for r in rows):
@@ -58,6 +63,35 @@ def plot(data: dict[str, Any], stem: pathlib.Path) -> list[pathlib.Path]:
         plt.close(figure)
         written.append(path)
     return written
+
+
+def _skew(data: dict[str, Any], stem: pathlib.Path, plt: Any) -> list[pathlib.Path]:
+    """One panel a dtype and operation, over the cases of one shape from even indices to all on one row."""
+    rows = [r for r in data["results"] if r["group"] == "skew" and "copy" in _report.medians(r)]
+    if not rows:
+        return []
+    dtypes, ops = (list(dict.fromkeys(r[k] for r in rows)) for k in ("dtype", "op"))
+    figure, axes = plt.subplots(len(ops), len(dtypes), figsize=(4.6 * len(dtypes), 3.4 * len(ops)), squeeze=False)
+    for i, op in enumerate(ops):
+        for j, dtype in enumerate(dtypes):
+            mine, axis = [r for r in rows if r["op"] == op and r["dtype"] == dtype], axes[i][j]
+            for name in dict.fromkeys(k for r in mine for k in _report.medians(r) if k != "copy" and ":" not in k):
+                points = [(k, t[name] / t["copy"]) for k, t in enumerate(map(_report.medians, mine)) if name in t]
+                axis.plot(*zip(*points), label=name, **{"markersize": 4} | STYLES.get(name, {}))
+            axis.axhline(1, label="floor", **STYLES["copy"])
+            axis.set_xticks(range(len(mine)), [r["kind"] for r in mine], rotation=30, fontsize=8)
+            axis.set_yscale("log")
+            axis.set_title(f"{op}, {dtype}", fontsize=10)
+            axis.grid(alpha=0.25)
+        axes[i][0].set_ylabel("time / floor")
+    axes[0][0].legend(fontsize=8, frameon=False)
+    environment = data["environment"]
+    figure.suptitle(f"{rows[0]['case'].rsplit(' ', 1)[0]}: {environment['device']}, jax {environment['jax']}", fontsize=10)
+    figure.tight_layout()
+    path = stem.with_name(f"{stem.name}-skew.png")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return [path]
 
 
 def _panel(axis: Any, rows: list[dict[str, Any]]) -> None:

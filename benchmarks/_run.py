@@ -119,6 +119,8 @@ def _measure(
             everything[f"{cell.op} {cell.direction} {candidate.name}"] = candidate
     measured = clock.measure([dataclasses.replace(c, name=key) for key, c in everything.items()], repeats)
 
+    # What an operation checks of the results themselves, as goals that are met or not.
+    examined = getattr(operation, "examine", lambda *_: [])
     rows = []
     for cell in cells:
         results = {_goals.COPY: measured[f"copy {cell.bytes}"]}
@@ -132,7 +134,7 @@ def _measure(
             | {
                 "times": {k: v.to_json() for k, v in results.items()},
                 "copy_ratio": {k: round(copy / v, 4) for k, v in medians.items()} if copy else {},
-                "goals": _goals.evaluate(cell.goals(), medians),
+                "goals": _goals.evaluate(cell.goals(), medians) + examined(cell, compiled[cell], inputs),
                 "handlers": native[0] if native else [],
                 "tier": operation.chosen_tier(cell),
             }

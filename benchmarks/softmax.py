@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import _goals, _inputs, _timing, _torch
+from benchmarks._program import Program
 
 OPERATION = "softmax"
 OPS = ("softmax", "log_softmax")
@@ -148,28 +149,6 @@ def cells(case: Case, dtype: str, ops: tuple[str, ...]) -> Iterator[Cell]:
 
 
 # --- what runs -----------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Program:
-    """A function to compile: `specs` are its arguments, told apart by what they hold."""
-
-    name: str
-    function: Callable[..., Any]
-    specs: list[jax.ShapeDtypeStruct]
-    compiled: Any = None
-    error: str = ""
-
-    def compile(self) -> None:
-        try:
-            self.compiled = jax.jit(self.function).lower(*self.specs).compile()
-        except Exception as e:
-            self.error = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
-
-    @property
-    def targets(self) -> list[str]:
-        """Handlers of this library that the compiled program calls."""
-        return re.findall(r'custom_call_target="(jaxkern\w*)"', self.compiled.as_text()) if self.compiled else []
 
 
 def _kernels() -> Any:
@@ -329,9 +308,7 @@ def candidates(cell: Cell, compiled: list[Program], inputs: Inputs) -> list[_tim
         arguments = inputs.feed(program.specs)
 
         def call(i: int, program: Program = program, arguments: Any = arguments) -> Any:
-            if program.error:
-                raise RuntimeError(program.error)
-            return program.compiled(*arguments(i))
+            return program(*arguments(i))
 
         found.append(
             _timing.Candidate(program.name, call, lambda out: jax.block_until_ready(out), keep=inputs.turns)

@@ -18,6 +18,7 @@ import jaxkern
 from jaxkern import _compat, _registry
 
 OPERATIONS = ("softmax", "log_softmax")
+INDEXED = ("index_add", "index_select", "segment_sum", "segment_max")
 # Shape, axis and mask shape: a row of packs, an odd one under a broadcast mask, an axis in the middle.
 PROBLEMS = (((64, 1024), -1, None), ((4, 16, 1003), -1, (4, 1, 1003)), ((8, 200, 12), 1, None))
 # What rounding explains, in epsilons of the dtype times the largest element: half of one where the
@@ -99,6 +100,31 @@ def check(operation, dtype) -> tuple[float, float]:
     return tuple(worst)
 
 
+def check_indexed(name, dtype) -> float:
+    """The worst error of an operation on rows over even and uneven indices, wide and narrow rows."""
+    worst, rng = 0.0, np.random.default_rng(0)
+    for rows, count, width, most in ((50, 4000, 1, 60), (300, 900, 130, 300), (40, 500, 17, 1)):
+        ids = rng.integers(-3, most, count)
+        data = jnp.asarray(rng.normal(size=(count, width)), dtype)
+        x = jnp.asarray(rng.normal(size=(rows, width)), dtype)
+        wide = lambda a: np.asarray(a).astype(np.longdouble)
+        wanted, at = wide(x), ids
+        if name == "index_add":
+            at = np.where(ids < 0, ids + rows, ids)
+            found = jaxkern.index_add(x, 0, ids, data)
+        elif name == "index_select":
+            at = np.clip(np.where(ids < 0, ids + rows, ids), 0, rows - 1)
+            worst = max(worst, epsilons(np.asarray(jaxkern.index_select(x, 0, ids, mode="clip")), wide(x)[at], dtype))
+            continue
+        else:
+            wanted = np.zeros_like(wanted) - (np.inf if name == "segment_max" else 0)
+            found = getattr(jaxkern, name)(data, ids, rows)
+        kept = (at >= 0) & (at < rows)
+        (np.maximum if name == "segment_max" else np.add).at(wanted, at[kept], wide(data)[kept])
+        worst = max(worst, epsilons(np.asarray(found), wanted, dtype))
+    return worst
+
+
 def show_checks() -> bool:
     limits = ", ".join(f"{limit:g} for {dtype}" for dtype, limit in TOLERANCE.items())
     print(f"\nlargest error against float64, in epsilons of the dtype; right is up to {limits}")
@@ -109,6 +135,11 @@ def show_checks() -> bool:
             errors = [(e, e <= limit) for dtype, limit in TOLERANCE.items() for e in check(operation, dtype)]
         good &= all(right for _, right in errors)
         print(f"{operation:14}" + "".join(f"{e:10.2f}{' ' if right else '!'}" for e, right in errors))
+    for operation in INDEXED:
+        with _compat.enable_x64():
+            errors = [(e := check_indexed(operation, dtype), e <= limit) for dtype, limit in TOLERANCE.items()]
+        good &= all(right for _, right in errors)
+        print(f"{operation:14}" + "".join(f"{e:10.2f}{' ' if right else '!'}{'':11}" for e, right in errors))
     if not good:
         print("WRONG: the errors marked ! are larger than rounding explains")
     return good
@@ -146,11 +177,23 @@ def show_speed() -> None:
                 print(f"{operation + name:17}{dtype:>7}" + "".join(f"{1e3 * t:10.3f}" for t in (*times, copy)))
 
 
+def show_indexed_speed() -> None:
+    rows, count, width = (169343, 1166243, 128) if jax.default_backend() == "gpu" else (16934, 116624, 128)
+    print(f"\nmilliseconds a call, {count} rows of {width} and {rows} segments, half of the rows in one")
+    print(f"{'':14}{'dtype':>10}{'jaxkern':>10}{'XLA':>10}")
+    ids = jax.random.randint(jax.random.key(1), count, 0, rows).at[::2].set(0)
+    for dtype in ("float32", "bfloat16"):
+        data = jax.random.normal(jax.random.key(0), (count, width), dtype)
+        times = [seconds(jax.jit(lambda d, i, f=module.segment_sum: f(d, i, rows)), data, ids) for module in (jaxkern, jax.ops)]
+        print(f"{'segment_sum':17}{dtype:>7}" + "".join(f"{1e3 * t:10.3f}" for t in times))
+
+
 def main() -> int:
     show_versions()
     loaded = show_modules()
     right = show_checks()
     show_speed()
+    show_indexed_speed()
     print("\n" + ("all is well" if loaded and right else "something is wrong: see above"))
     return 0 if loaded and right else 1
 

@@ -16,11 +16,11 @@ def defvjp(prim, f_vjp, differentiable):
 
     f_vjp: called as `f_vjp(*operands, **params)`; a `jax.custom_vjp` inside it binds `prim`, and its
         backward rule is linear in the cotangent.
-    differentiable: positions of the operands that have a derivative.
+    differentiable: positions of the operands that have a derivative; one at the end may be left out.
     """
 
     def rule(primals, tangents, **params):
-        active = [k for k in differentiable if type(tangents[k]) is not ad.Zero]
+        active = [k for k in differentiable if k < len(tangents) and type(tangents[k]) is not ad.Zero]
 
         def f(*xs):
             operands = list(primals)

@@ -1,4 +1,4 @@
-"""Making a primitive of an operation on rows: shape rule, eager evaluation, batching.
+"""Making a primitive: what every one needs, and the rules of an operation on rows.
 
 A row operation takes one or more arrays of equal shape, then perhaps a mask (boolean, the same rank,
 each dimension 1 or equal), and returns one array of that shape. Its parameters are `axis`, the
@@ -32,29 +32,31 @@ def row_primitive(name: str, arrays: int) -> Primitive:
     """A primitive on `arrays` arrays and an optional mask; its lowering and derivatives come apart."""
     prim = Primitive(name)
     prim.def_abstract_eval(functools.partial(_abstract_eval, name, arrays))
-    prim.def_impl(functools.partial(_evaluate, prim))
+    prim.def_impl(functools.partial(evaluate, prim))
     batching.primitive_batchers[prim] = functools.partial(_batch, prim, arrays)
     _compat.check_nans(prim)
     return prim
 
 
-def _evaluate(prim, *operands, **params):
+def evaluate(prim, *operands, **params):
+    """The eager rule of any primitive: compiled, once for each set of (hashable) parameters."""
+    params = tuple(params.items())
     nans, infs = jax.config.jax_debug_nans, jax.config.jax_debug_infs
     if not (nans or infs or jax.config.jax_disable_jit):
-        return _compiled(prim, *operands, **params)
+        return _compiled(prim, params, *operands)
     # A primitive is compiled all the same, like any of JAX's own: with these modes on, a jitted function
     # would be run again operation by operation, and come back here without end.
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
-        y = _compiled(prim, *operands, **params)
+        y = _compiled(prim, params, *operands)
         for wanted, what, test in ((nans, "nan", jnp.isnan), (infs, "inf", jnp.isinf)):
             if wanted and bool(test(y).any()):
                 raise FloatingPointError(f"invalid value ({what}) encountered in {prim.name}")
     return y
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("axis", "tier"))
-def _compiled(prim, *operands, **params):
-    return prim.bind(*operands, **params)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _compiled(prim, params, *operands):
+    return prim.bind(*operands, **dict(params))
 
 
 def _abstract_eval(name, arrays, x, *rest, axis, tier):

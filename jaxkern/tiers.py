@@ -1,10 +1,12 @@
-"""Which CUDA kernel runs a softmax: ask for it, or force it, in tests and benchmarks.
+"""Which CUDA kernels run an operation: ask for them, or force them, in tests and benchmarks.
 
     tiers.softmax(49152, 1024, dtype="bfloat16")     -> "warp", say; works without a GPU
+    tiers.index_add(169343, 1166243, 128)            -> "sort"
     with tiers.force("block"): jaxkern.softmax(x)
 
-The tiers are described in ffi/softmax/softmax_tier.h. They differ in speed and, by rounding, in the
-last bits of the result, never in meaning.
+The tiers of softmax are described in ffi/softmax/softmax_tier.h, the plans of index_add and its family
+in ffi/index_add/index_add_plan.h. They differ in speed and, by rounding, in the last bits of the
+result, never in meaning.
 """
 
 import contextlib
@@ -17,6 +19,7 @@ import jax.numpy as jnp
 from jaxkern import _lowering, _registry
 
 NAMES = ("sub_warp", "warp", "block", "cluster", "pipeline", "streaming", "split", "column")
+PLANS = ("unique", "small", "sorted", "sort", "narrow", "atomic", "gather")
 
 
 class Device(typing.NamedTuple):
@@ -36,9 +39,9 @@ _forced = jax.make_user_context("auto")
 
 @contextlib.contextmanager
 def force(name: str):
-    """Every softmax inside the block, by this thread, runs on CUDA in this tier; jitted ones too.
+    """Every operation inside the block, by this thread, that has such a tier or plan runs on CUDA in it.
 
-    A tier that cannot run a problem (see `fits`) raises an error when it is executed. "auto" ends
+    Jitted ones too. A tier that cannot run a problem (see `fits`) raises an error when it is executed. "auto" ends
     the force of an enclosing block. The CPU has no tiers and takes no notice.
 
     >>> import jax.numpy as jnp, jaxkern
@@ -46,15 +49,15 @@ def force(name: str):
     ...     jaxkern.softmax(jnp.zeros(4)).tolist()
     [0.25, 0.25, 0.25, 0.25]
     """
-    if name not in NAMES and name != "auto":
-        raise ValueError(f"jaxkern.tiers.force: no tier {name!r}, there are {', '.join(NAMES)}")
+    if name not in (*NAMES, *PLANS, "auto"):
+        raise ValueError(f"jaxkern.tiers.force: no tier {name!r}, there are {', '.join((*NAMES, *PLANS))}")
     with _forced(name):
         yield
 
 
-def forced() -> str:
-    """The tier that this thread forces, or "auto"."""
-    return _forced.value
+def forced(names=NAMES) -> str:
+    """The one of `names`, by default the tiers of softmax, that this thread forces, or "auto"."""
+    return _forced.value if _forced.value in names else "auto"
 
 
 def softmax(rows: int, width: int, inner: int = 1, dtype="float32", *, log: bool = False,
@@ -85,31 +88,65 @@ def fits(tier: str, rows: int, width: int, inner: int = 1, dtype="float32", *, l
     return _ask("fits", "softmax_tier_fits", rows, width, inner, dtype, log, backward, masked, device, tier)
 
 
+def index_add(rows: int, count: int, inner: int = 1, dtype="float32", **problem) -> str:
+    """The plan that adds `count` rows of `inner` elements onto some of `rows` by default.
+
+    Args:
+        rows, count, inner: of x and of the source along the axis, and the elements after the axis.
+        dtype: float16, bfloat16, float32, float64, int32, int64 or uint32.
+        op: "index_add", "segment_sum", "segment_max", "segment_min" or "index_select".
+        batch, outer: slices with indices of their own, and with the same ones; 1 each.
+        index_dtype: "int32".
+        indices_are_sorted, unique_indices, deterministic: as for `jaxkern.index_add`.
+        device: as for `softmax`.
+
+    Raises:
+        ValueError: a size is not positive, or no kernel for a dtype. TypeError: an argument is of another type.
+        RuntimeError: the CPU module, which answers, is not loaded.
+    """
+    query, device = index_query(rows, count, inner, dtype, name="jaxkern.tiers.index_add", **problem)
+    return query.plan(*device)
+
+
+def index_add_fits(plan: str, rows: int, count: int, inner: int = 1, dtype="float32", **problem) -> bool:
+    """Whether `plan` can run that problem; arguments as for `index_add`."""
+    if plan not in PLANS:
+        raise ValueError(f"jaxkern.tiers.index_add_fits: no plan {plan!r}, there are {', '.join(PLANS)}")
+    query, device = index_query(rows, count, inner, dtype, name="jaxkern.tiers.index_add_fits", **problem)
+    return query.fits(plan, *device)
+
+
+def index_query(rows, count, inner=1, dtype="float32", *, op="index_add", batch=1, outer=1, index_dtype="int32",
+                indices_are_sorted=False, unique_indices=False, deterministic=True, device=None, name="jaxkern.tiers"):
+    """The problem as the CPU module takes it, which answers what it is asked, and the device."""
+    module = _answering(name)
+    sizes = [_positive(name, *size) for size in (
+        ("batch", batch), ("outer", outer), ("rows", rows), ("count", count), ("inner", inner))]
+    hints = [_flag(name, *hint) for hint in (
+        ("indices_are_sorted", indices_are_sorted), ("unique_indices", unique_indices), ("deterministic", deterministic))]
+    names = _dtype(name, "dtype", dtype).name, _dtype(name, "index_dtype", index_dtype).name
+    return module.IndexQuery(op, *names, *sizes, *hints), _device(name, device)
+
+
 def _ask(function, query, rows, width, inner, dtype, log, backward, masked, device, *first):
     name = f"jaxkern.tiers.{function}"
+    module = _answering(name)
+    rows, width, inner = (_positive(name, *size) for size in (("rows", rows), ("width", width), ("inner", inner)))
+    flags = [_flag(name, *flag) for flag in (("log", log), ("backward", backward), ("masked", masked))]
+    dtype = _dtype(name, "dtype", dtype)
+    if dtype not in _lowering.KERNEL_DTYPES:
+        raise ValueError(f"{name}: no kernel for dtype {dtype}, there are "
+                         f"{', '.join(sorted(d.name for d in _lowering.KERNEL_DTYPES))}")
+    scratch = _lowering.scratch_shape((rows, width, inner), dtype, 1)
+    scratch_bytes = scratch[0] * scratch[1] if scratch else 0
+    return getattr(module, query)(*first, rows, width, inner, dtype.name, *flags, scratch_bytes, *_device(name, device))
+
+
+def _answering(name):
     cpu = _registry.status["cpu"]
     if cpu.module is None:
         raise RuntimeError(f"{name}: {cpu.reason}")
-    rows, width, inner = (_positive(name, *size) for size in (("rows", rows), ("width", width), ("inner", inner)))
-    for argument, flag in (("log", log), ("backward", backward), ("masked", masked)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name}: {argument} must be True or False, got {flag!r}")
-    try:
-        known = jnp.dtype(dtype)
-    except TypeError:
-        raise TypeError(f"{name}: dtype must be a dtype or the name of one, got {dtype!r}") from None
-    if dtype is None or known not in _lowering.KERNEL_DTYPES:  # numpy takes None for float64
-        raise ValueError(f"{name}: no kernel for dtype {dtype if dtype is None else known}, there are "
-                         f"{', '.join(sorted(d.name for d in _lowering.KERNEL_DTYPES))}")
-    dtype = known
-    device = this_device() if device is None else device
-    if not isinstance(device, Device):
-        raise TypeError(f"{name}: device must be a jaxkern.tiers.Device or None, got {type(device).__name__}")
-    device = Device(*(_positive(name, f"device.{field}", n, 1 << 31) for field, n in device._asdict().items()))
-    scratch = _lowering.scratch_shape((rows, width, inner), dtype, 1)
-    scratch_bytes = scratch[0] * scratch[1] if scratch else 0
-    return getattr(cpu.module, query)(*first, rows, width, inner, dtype.name, log, backward, masked, scratch_bytes,
-                                      *device)
+    return cpu.module
 
 
 def _positive(name, argument, value, limit=1 << 63) -> int:
@@ -122,6 +159,29 @@ def _positive(name, argument, value, limit=1 << 63) -> int:
     if not 1 <= number < limit:
         raise ValueError(f"{name}: {argument} must be {'positive' if number < 1 else f'below {limit}'}, got {number}")
     return number
+
+
+def _flag(name, argument, value) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: {argument} must be True or False, got {value!r}")
+    return value
+
+
+def _dtype(name, argument, value):
+    try:
+        known = jnp.dtype(value)
+    except TypeError:
+        raise TypeError(f"{name}: {argument} must be a dtype or the name of one, got {value!r}") from None
+    if value is None:  # numpy takes it for float64
+        raise ValueError(f"{name}: no kernel for {argument} None")
+    return known
+
+
+def _device(name, device) -> Device:
+    device = this_device() if device is None else device
+    if not isinstance(device, Device):
+        raise TypeError(f"{name}: device must be a jaxkern.tiers.Device or None, got {type(device).__name__}")
+    return Device(*(_positive(name, f"device.{field}", n, 1 << 31) for field, n in device._asdict().items()))
 
 
 def this_device() -> Device:

@@ -191,3 +191,94 @@ def test_vmap_over_a_split_axis(operation):
     wanted = f(x, g, mask)
     put = lambda a: jax.device_put(a, NamedSharding(m, P(None, None, "r")))
     same(jax.jit(f)(put(x), put(g), mask), wanted)
+
+
+# ---- rows at indices
+
+
+def indexed(lead, rows=16, count=24, width=32):
+    rng = np.random.default_rng(0)
+    x, source = (jnp.asarray(rng.normal(size=(*lead, n, width)), jnp.float32) for n in (rows, count))
+    return x, jnp.asarray(rng.integers(-rows, rows + 3, count)), source
+
+
+def all_of(x, index, source):
+    """index_add, index_select, segment_sum and segment_max, and gradients, along the dimension before the last."""
+    axis, rows = x.ndim - 2, x.shape[-2]
+    y, pull = jax.vjp(lambda x, s: jaxkern.index_add(x, axis, index, s, alpha=0.5), x, source)
+    z, pull_select = jax.vjp(lambda x: jaxkern.index_select(x, axis, index, mode="clip"), x)
+    total, largest = (functools.partial(getattr(jaxkern, f"segment_{n}"), num_segments=rows) for n in ("sum", "max"))
+    for _ in range(axis):
+        total, largest = (jax.vmap(f, (0, None)) for f in (total, largest))
+    return y, *pull(y), z, *pull_select(z), total(source, index), jnp.maximum(largest(source, index), -9)
+
+
+@several
+@pytest.mark.parametrize("lead, x_spec, index_spec, source_spec, silent", [
+    ((8,), P("r"), P(), P("r"), True),
+    ((8,), P(("r", "c")), P(), P(("r", "c")), True),
+    ((8, 4), P("r", "c"), P(), P("r", "c"), True),
+    ((), P(), P(), P(), True),
+    ((), P("r"), P(), P(), False),            # rows are cut
+    ((), P(), P("r"), P("r"), False),         # indices are
+    ((), P(None, "c"), P(), P(None, "c"), False),
+    ((8,), P(None, "r", "c"), P("r"), P("r", None, "c"), False),
+])
+def test_rows_at_indices_split(lead, x_spec, index_spec, source_spec, silent):
+    m = mesh()
+    operands = indexed(lead)
+    wanted = all_of(*operands)
+    put = [jax.device_put(a, NamedSharding(m, s)) for a, s in zip(operands, (x_spec, index_spec, source_spec))]
+    f = jax.jit(all_of, out_shardings=tuple(NamedSharding(m, P(*x_spec)) for _ in wanted) if silent else None)
+    same(f(*put), wanted)
+    text = f.lower(*put).compile().as_text()
+    if _registry.status["cpu"].module is not None and jax.default_backend() == "cpu":
+        assert "jaxkern_" in text
+    if silent:
+        assert not re.findall(COLLECTIVES, text)
+
+
+@several
+@pytest.mark.parametrize("lead, x_spec, index_spec, source_spec", [
+    ((8,), P("r"), P(), P("r")), ((8,), P("r", None, "c"), P(), P("r", None, "c")), ((), P(), P("r"), P("r")),
+    ((), P("r"), P(), P()), ((), P(None, "c"), P("r"), P("r", "c"))])
+def test_rows_at_indices_on_an_explicit_mesh(lead, x_spec, index_spec, source_spec):
+    m = mesh("Explicit")
+    operands = indexed(lead)
+    wanted = all_of(*operands)
+    with jax.set_mesh(m):
+        put = [jax.device_put(a, NamedSharding(m, s)) for a, s in zip(operands, (x_spec, index_spec, source_spec))]
+        same(jax.jit(all_of)(*put), wanted)
+
+
+@several
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("spec", [P(), P("r"), P("r", "c")])
+def test_lookup_of_split_ids(kind, spec):
+    m = mesh(kind)
+    table, ids = jnp.arange(40.0).reshape(10, 4), jnp.arange(32).reshape(8, 4) % 11
+    both = lambda t, i: jax.value_and_grad(lambda t: jnp.nansum(jnp.sin(jaxkern.embedding_lookup(t, i))))(t)
+    wanted = both(table, ids)
+    with jax.set_mesh(m):
+        same(jax.jit(both)(jax.device_put(table, NamedSharding(m, P())), jax.device_put(ids, NamedSharding(m, spec))), wanted)
+
+
+@several
+@pytest.mark.parametrize("manual", [{"r", "c"}, {"r"}])
+def test_rows_at_indices_in_shard_map(manual):
+    m = mesh()
+    operands = indexed((8,))
+    f = jax.shard_map(all_of, mesh=m, in_specs=(P("r"), P(), P("r")), out_specs=P("r"), axis_names=manual)
+    same(jax.jit(f)(*operands), all_of(*operands))
+
+
+@several
+def test_gradient_of_a_replicated_table_in_shard_map():
+    """Each device looks up its own ids: the gradient of the table is the sum over devices, whatever is replicated."""
+    m = mesh(shape=(8,), names=("r",))
+    table, ids = jnp.arange(40.0).reshape(10, 4) / 40, jnp.arange(32).reshape(8, 4) % 10
+    loss = lambda t, i: jnp.sum(jnp.sin(jaxkern.embedding_lookup(t, i) * 3) + jnp.sin(
+        jaxkern.segment_sum(t[:4], i.reshape(-1)[:4], 5)).sum())
+    mapped = jax.shard_map(lambda t, i: jax.lax.psum(loss(t, i), "r"), mesh=m, in_specs=(P(), P("r")), out_specs=P())
+    whole = lambda t, i: sum(loss(t, one[None]) for one in i)
+    same(*(jax.jit(jax.value_and_grad(f))(table, ids) for f in (mapped, whole)))

@@ -1,5 +1,5 @@
 // Packs: a row is read and written as 16-byte vectors whatever its dtype, and computed on in float
-// (double for double). A pack that sticks out of its row at either end is read and written element
+// (double for double, integers as they are). A pack that sticks out of its row at either end is read and written element
 // by element, so nothing outside a row is ever touched.
 #pragma once
 
@@ -23,6 +23,9 @@ template <DType t> using CudaType = typename CudaTypeOf<t>::type;
 // What a T is computed in.
 template <class T> struct ComputeOf { using type = float; };
 template <> struct ComputeOf<double> { using type = double; };
+template <> struct ComputeOf<int32_t> { using type = int32_t; };
+template <> struct ComputeOf<int64_t> { using type = int64_t; };
+template <> struct ComputeOf<uint32_t> { using type = uint32_t; };
 template <class T> using Compute = typename ComputeOf<T>::type;
 
 // Elements in 16 bytes.
@@ -37,6 +40,9 @@ template <class T, int N> struct alignas(N * sizeof(T) < 4 ? 4 : N * sizeof(T)) 
 
 __device__ __forceinline__ float ToCompute(float x) { return x; }
 __device__ __forceinline__ double ToCompute(double x) { return x; }
+__device__ __forceinline__ int32_t ToCompute(int32_t x) { return x; }
+__device__ __forceinline__ int64_t ToCompute(int64_t x) { return x; }
+__device__ __forceinline__ uint32_t ToCompute(uint32_t x) { return x; }
 __device__ __forceinline__ float ToCompute(__half x) { return __half2float(x); }
 __device__ __forceinline__ float ToCompute(__nv_bfloat16 x) { return __bfloat162float(x); }
 
@@ -53,10 +59,11 @@ template <class T, int N> __device__ __forceinline__ void SetElement(Pack<T, N>&
     uint32_t& word = pack.word[i / 2];
     word = i % 2 ? (word & 0x0000ffffu) | bits << 16 : (word & 0xffff0000u) | bits;
   } else if constexpr (sizeof(T) == 4) {
-    pack.word[i] = __float_as_uint(x);
+    pack.word[i] = *reinterpret_cast<const uint32_t*>(&x);
   } else {
-    pack.word[2 * i] = static_cast<uint32_t>(__double2loint(x));
-    pack.word[2 * i + 1] = static_cast<uint32_t>(__double2hiint(x));
+    const uint64_t bits = *reinterpret_cast<const uint64_t*>(&x);
+    pack.word[2 * i] = static_cast<uint32_t>(bits);
+    pack.word[2 * i + 1] = static_cast<uint32_t>(bits >> 32);
   }
 }
 
@@ -67,9 +74,10 @@ template <class T, int N> __device__ __forceinline__ T Element(const Pack<T, N>&
     *reinterpret_cast<uint16_t*>(&x) = bits;
     return x;
   } else if constexpr (sizeof(T) == 4) {
-    return __uint_as_float(pack.word[i]);
+    return *reinterpret_cast<const T*>(&pack.word[i]);
   } else {
-    return __hiloint2double(static_cast<int>(pack.word[2 * i + 1]), static_cast<int>(pack.word[2 * i]));
+    const uint64_t bits = static_cast<uint64_t>(pack.word[2 * i + 1]) << 32 | pack.word[2 * i];
+    return *reinterpret_cast<const T*>(&bits);
   }
 }
 

@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <string_view>
 
+#include "../common/device_traits.h"
 #include "../common/dtype.h"
 
 namespace jaxkern {
@@ -46,12 +47,6 @@ struct SoftmaxProblem {
   int misalignment = 0;        // of the first array from 128, in bytes
   bool aligned_alike = true;   // the other arrays have the same misalignment from 16
   bool masked = false;
-};
-
-struct DeviceTraits {
-  int sm_count = 132;
-  int compute_capability = 90;      // 10 * major + minor
-  int shared_memory = 227 * 1024;   // bytes a block can opt in to
 };
 
 // Rows start their packs on a boundary of so many bytes at or before their first element.

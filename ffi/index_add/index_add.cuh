@@ -1,0 +1,279 @@
+// What the kernels of the index_add family share: a run's parameters, reading indices of any type, rows as
+// vectors, the reductions, and filling the rows that nothing is added to.
+//
+// A run has at most kMaxKeys keys and kMaxPositions positions, so that both are 32-bit numbers:
+//
+//     key        batch * rows + row: the row of x that an update goes to; `dropped` where it goes nowhere
+//     position   batch * count + k: the number of an update
+//
+// Offsets into x, source and out are 64 bit everywhere.
+#pragma once
+
+#include "../common/broadcast.h"
+#include "../common/launch.h"
+#include "../common/pack.cuh"
+#include "../common/reduce.cuh"
+#include "index_add.h"
+
+namespace jaxkern {
+
+// Division by a number that does not change; fast while both are below 2^32.
+struct Divider {
+  int64_t divisor = 1;
+  FastDivmod fast;
+  bool wide = false;
+
+  Divider() = default;
+  explicit Divider(int64_t d) : divisor(d), fast(d < INT32_MAX ? static_cast<uint32_t>(d) : 1), wide(d >= INT32_MAX) {}
+  __device__ __forceinline__ int64_t Div(int64_t n) const {
+    if (wide || n >> 32) return n / divisor;
+    return fast.Div(static_cast<uint32_t>(n));
+  }
+  __device__ __forceinline__ uint32_t Div(uint32_t n) const { return wide ? 0 : fast.Div(n); }
+};
+
+struct IndexRun {
+  // The indices as they came, [batch, count] of them.
+  const void* index;
+  int index_bytes;
+  bool index_signed, wrap, clip;
+  int64_t all_rows;    // the rows that indices count in
+  int64_t first_row;   // the first of them that this run has
+  uint32_t rows, count, batch;
+  uint32_t positions;  // batch * count
+  uint32_t dropped;    // batch * rows, the key of an update that goes nowhere
+
+  // The updates in the order of their keys; null: in their own order.
+  const uint32_t* keys;
+  const uint32_t* order;
+
+  const void* source;
+  const void* alpha;
+  void* out;
+  int64_t outer, inner;
+  int64_t source_stride, out_stride;  // rows from one `outer` to the next
+  int64_t source_extra, out_extra;    // rows that one b lies further than count, or rows, after the last
+  Divider by_count, by_rows;
+  bool reads_out;                     // out holds what the reduction goes on from
+
+  void* partials;
+
+  __device__ __forceinline__ int64_t SourceRow(uint32_t position) const {
+    int64_t row = position;
+    if (source_extra) row += by_count.Div(position) * source_extra;
+    return row;
+  }
+  __device__ __forceinline__ int64_t OutRow(uint32_t key) const {
+    int64_t row = key + first_row;
+    if (out_extra) row += by_rows.Div(key) * out_extra;
+    return row;
+  }
+};
+
+// An index as it lies in memory: loaded without looking at it, so that several loads can be under way.
+struct RawIndex {
+  uint32_t low, high;
+};
+
+__device__ __forceinline__ RawIndex LoadIndex(const IndexRun& run, int64_t at) {
+  RawIndex raw = {0, 0};
+  if (run.index_bytes == 4) {
+    raw.low = __ldg(static_cast<const uint32_t*>(run.index) + at);
+  } else if (run.index_bytes == 8) {
+    const uint2 both = __ldg(static_cast<const uint2*>(run.index) + at);
+    raw = {both.x, both.y};
+  } else if (run.index_bytes == 2) {
+    raw.low = __ldg(static_cast<const uint16_t*>(run.index) + at);
+  } else {
+    raw.low = __ldg(static_cast<const uint8_t*>(run.index) + at);
+  }
+  return raw;
+}
+
+// The row that an index means, wrapped or clipped; may lie outside [0, all_rows).
+__device__ __forceinline__ int64_t RowOf(const IndexRun& run, RawIndex raw) {
+  int64_t row = static_cast<int64_t>(static_cast<uint64_t>(raw.high) << 32 | raw.low);
+  if (run.index_signed) {
+    if (run.index_bytes == 4) row = static_cast<int32_t>(raw.low);
+    else if (run.index_bytes == 2) row = static_cast<int16_t>(raw.low);
+    else if (run.index_bytes == 1) row = static_cast<int8_t>(raw.low);
+    if (run.wrap && row < 0) row += run.all_rows;
+  } else if (row < 0) {
+    row = INT64_MAX;  // an unsigned index beyond all rows
+  }
+  if (run.clip) row = max(min(row, run.all_rows - 1), int64_t{0});
+  return row;
+}
+
+__device__ __forceinline__ uint32_t KeyOf(const IndexRun& run, RawIndex raw, uint32_t position) {
+  const int64_t row = RowOf(run, raw) - run.first_row;
+  if (row < 0 || row >= run.rows) return run.dropped;
+  const uint32_t key = static_cast<uint32_t>(row);
+  return run.batch > 1 ? key + run.by_count.Div(position) * run.rows : key;
+}
+
+// The key at a place in the order of keys.
+__device__ __forceinline__ uint32_t KeyAt(const IndexRun& run, uint32_t place) {
+  return run.keys ? run.keys[place] : KeyOf(run, LoadIndex(run, place), place);
+}
+
+// Whether any update goes to a row, given ascending keys; by bisection.
+__device__ inline bool Touched(const IndexRun& run, uint32_t key) {
+  uint32_t low = 0, high = run.positions;
+  int64_t row = key;
+  if (!run.keys) {  // the order is that of the rows, among them those out of range, within each b
+    const uint32_t b = run.batch > 1 ? run.by_rows.Div(key) : 0;
+    low = b * run.count;
+    high = low + run.count;
+    row = key - b * run.rows + run.first_row;
+  }
+  const uint32_t end = high;
+  while (low < high) {
+    const uint32_t middle = low + (high - low) / 2;
+    const int64_t at = run.keys ? int64_t{run.keys[middle]} : RowOf(run, LoadIndex(run, middle));
+    if (at < row) low = middle + 1;
+    else high = middle;
+  }
+  return low < end && KeyAt(run, low) == key;
+}
+
+// --- Reductions --------------------------------------------------------------------------------------
+
+enum class Reduction { kSum, kMax, kMin };
+
+template <class C> constexpr bool kIsFloat = std::is_floating_point_v<C>;
+
+// The least and the largest value of a C, infinities where it has them.
+template <class C> __device__ __forceinline__ C Extreme(bool largest) {
+  if constexpr (std::is_same_v<C, float>) return __uint_as_float(largest ? 0x7f800000u : 0xff800000u);
+  else if constexpr (std::is_same_v<C, double>) return __hiloint2double(largest ? 0x7ff00000 : 0xfff00000, 0);
+  else if constexpr (std::is_same_v<C, uint32_t>) return largest ? UINT32_MAX : 0;
+  else if constexpr (std::is_same_v<C, int32_t>) return largest ? INT32_MAX : INT32_MIN;
+  else return largest ? INT64_MAX : INT64_MIN;
+}
+
+template <Reduction kOp, class C> __device__ __forceinline__ C Identity() {
+  if constexpr (kOp == Reduction::kSum) return C(0);
+  else return Extreme<C>(kOp == Reduction::kMin);
+}
+
+template <Reduction kOp, class C> __device__ __forceinline__ C Combined(C a, C b) {
+  if constexpr (kOp == Reduction::kSum) {
+    if constexpr (kIsFloat<C>) return a + b;
+    else return static_cast<C>(static_cast<std::make_unsigned_t<C>>(a) + static_cast<std::make_unsigned_t<C>>(b));
+  } else if constexpr (std::is_same_v<C, float>) {  // a NaN wins
+    float r;
+    if constexpr (kOp == Reduction::kMax) asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    else asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+  } else {
+    return a != a || (kOp == Reduction::kMax ? a > b : a < b) ? a : b;
+  }
+}
+
+// What a row of out becomes: x + alpha * sum, or the extreme of both.
+template <Reduction kOp, class C> __device__ __forceinline__ C Finished(C total, C alpha, bool has_x, C x) {
+  if constexpr (kOp == Reduction::kSum) {
+    if constexpr (std::is_same_v<C, float>) return has_x ? fmaf(alpha, total, x) : total;
+    else if constexpr (std::is_same_v<C, double>) return has_x ? fma(alpha, total, x) : total;
+    else {
+      using U = std::make_unsigned_t<C>;
+      return static_cast<C>(has_x ? static_cast<U>(x) + static_cast<U>(alpha) * static_cast<U>(total) : static_cast<U>(total));
+    }
+  } else {
+    return has_x ? Combined<kOp>(total, x) : total;
+  }
+}
+
+template <class C> __device__ __forceinline__ C Alpha(const IndexRun& run) {
+  return run.alpha ? *static_cast<const C*>(run.alpha) : C(1);
+}
+
+// --- Vectors of a row --------------------------------------------------------------------------------
+// Vectors of 16 bytes are read and written once; narrower ones may share a sector with others.
+
+template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadPart(const T* p) {
+  if constexpr (N * sizeof(T) == 4) {
+    Pack<T, N> pack;
+    pack.word[0] = *reinterpret_cast<const uint32_t*>(p);
+    return pack;
+  } else {
+    return LoadVector<T, N>(p);
+  }
+}
+
+template <class T, int N> __device__ __forceinline__ void StorePart(T* p, const Pack<T, N>& pack) {
+  if constexpr (N * sizeof(T) == 4) *reinterpret_cast<uint32_t*>(p) = pack.word[0];
+  else StoreVector<T, N>(p, pack);
+}
+
+template <Reduction kOp, class T, int N>
+__device__ __forceinline__ void Accumulate(Compute<T> (&total)[N], const Pack<T, N>& pack) {
+  Compute<T> v[N];
+  Unpack(pack, v);
+#pragma unroll
+  for (int i = 0; i < N; ++i) total[i] = Combined<kOp>(total[i], v[i]);
+}
+
+template <Reduction kOp, class T, int N>
+__device__ __forceinline__ Pack<T, N> FinishedPack(const Compute<T> (&total)[N], Compute<T> alpha, bool has_x,
+                                                   const Pack<T, N>& x) {
+  Compute<T> v[N], old[N];
+  Unpack(x, old);
+#pragma unroll
+  for (int i = 0; i < N; ++i) v[i] = Finished<kOp>(total[i], alpha, has_x, old[i]);
+  return Repack<T, N>(v);
+}
+
+// --- Rows that nothing goes to ------------------------------------------------------------------------
+
+// Untouched rows of out are written by blocks of their own, a tile of rows and vectors each.
+constexpr int kFillRows = 1024, kFillThreads = 256;
+struct FillShape {
+  int64_t rows = 0;     // of a tile
+  int64_t vectors = 0;  // of a tile's rows
+  int64_t slabs = 0, tiles = 0, row_tiles = 0;
+  Divider by_vectors;
+  int64_t blocks = 0;
+};
+
+// `vectors` a row, `bytes` each.
+inline FillShape FillShapeOf(int64_t keys, int64_t outer, int64_t vectors, int64_t bytes) {
+  FillShape f;
+  constexpr int64_t kTileBytes = 64 * 1024;
+  f.vectors = vectors * bytes > 2 * kTileBytes ? kTileBytes / bytes : vectors;
+  f.slabs = (vectors + f.vectors - 1) / f.vectors;
+  f.rows = kTileBytes / (f.vectors * bytes);
+  f.rows = f.rows < 1 ? 1 : f.rows > kFillRows ? kFillRows : f.rows;
+  f.row_tiles = (keys + f.rows - 1) / f.rows;
+  f.by_vectors = Divider(f.vectors);
+  f.blocks = f.row_tiles * f.slabs * outer;
+  return f;
+}
+
+// Writes the identity to the rows of tile `block` that `mark` leaves unmarked. mark(first key, keys, bits)
+// sets the bits of touched rows; all threads of the block take part.
+template <Reduction kOp, class T, int N, class Mark>
+__device__ __forceinline__ void FillTile(const IndexRun& run, const FillShape& f, int64_t vectors, int64_t block,
+                                         uint32_t* bits, Mark mark) {
+  const int64_t slab = block % f.slabs, o = block / f.slabs / f.row_tiles;
+  const uint32_t first = static_cast<uint32_t>(block / f.slabs % f.row_tiles * f.rows);
+  const int rows = static_cast<int>(min(f.rows, int64_t{run.dropped} - first));
+  for (int i = threadIdx.x; i < kFillRows / 32; i += blockDim.x) bits[i] = 0;
+  __syncthreads();
+  mark(first, rows, bits);
+  __syncthreads();
+  const int64_t begin = slab * f.vectors;
+  const uint32_t width = static_cast<uint32_t>(min(f.vectors, vectors - begin));
+  const Pack<T, N> identity = Filled<T, N>(FromCompute<T>(Identity<kOp, Compute<T>>()));
+  T* const out = static_cast<T*>(run.out) + o * run.out_stride * run.inner;
+  const uint32_t all = rows * static_cast<uint32_t>(f.vectors);
+  for (uint32_t i = threadIdx.x; i < all; i += blockDim.x) {
+    const uint32_t r = f.by_vectors.Div(i), v = i - r * static_cast<uint32_t>(f.vectors);
+    if (v < width && !(bits[r / 32] >> (r % 32) & 1)) {
+      StorePart<T, N>(out + run.OutRow(first + r) * run.inner + (begin + v) * N, identity);
+    }
+  }
+}
+
+}  // namespace jaxkern

@@ -1,0 +1,56 @@
+// The XLA FFI handlers of the index_add family on CUDA.
+#include "common/handler_cuda.h"
+#include "index_add/index_add_cuda.h"
+#include "index_add/index_add_ffi.h"
+
+namespace jaxkern {
+namespace {
+
+template <IndexOp kOp>
+ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t axis,
+               int64_t batch_dims, bool wrap, bool clip, bool sorted, bool unique, bool deterministic, bool fill_nan,
+               std::string_view plan) {
+  IndexArgs args;
+  const IndexAttributes attributes = {axis, batch_dims, wrap, clip, sorted, unique, deterministic, fill_nan, plan};
+  if (ffi::Error e = DecodeIndex(kOp, operands, results, attributes, &args); e.failure()) return e;
+  if (results.size() > 1) {
+    auto scratch = results.get<ffi::AnyBuffer>(1);
+    if (!scratch) return scratch.error();
+    args.scratch = (*scratch)->untyped_data();
+    args.scratch_bytes = (*scratch)->size_bytes();
+  }
+  const Device& device = CurrentDevice();
+  if (ResolveIndexPlan(args, device) == IndexPlan::kAuto) {
+    return InvalidArgument(IndexName(kOp), "the plan '", plan, "' cannot run this problem with ", args.scratch_bytes,
+                           " bytes of scratch");
+  }
+  if (kOp == IndexOp::kAdd && args.x != args.out) {
+    const size_t bytes = args.batch * args.outer * args.rows * args.inner * SizeOf(args.type);
+    const cudaError_t copied = cudaMemcpyAsync(args.out, args.x, bytes, cudaMemcpyDeviceToDevice, stream);
+    if (copied != cudaSuccess) return LaunchError(IndexName(kOp), copied);
+  }
+  return LaunchError(IndexName(kOp), IndexCuda(args, device, stream));
+}
+
+template <IndexOp kOp>
+XLA_FFI_Error* Handler(XLA_FFI_CallFrame* frame) {
+  static auto* handler = BindIndexAttributes(ffi::Ffi::Bind()
+                                                 .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                                 .RemainingArgs()
+                                                 .RemainingRets())
+                             .To(Run<kOp>, {ffi::Traits::kCmdBufferCompatible})
+                             .release();
+  return handler->Call(frame);
+}
+
+}  // namespace
+
+Targets IndexCudaTargets() {
+  return {{"jaxkern_index_add", Handler<IndexOp::kAdd>},
+          {"jaxkern_segment_sum", Handler<IndexOp::kSegmentSum>},
+          {"jaxkern_segment_max", Handler<IndexOp::kSegmentMax>},
+          {"jaxkern_segment_min", Handler<IndexOp::kSegmentMin>},
+          {"jaxkern_index_select", Handler<IndexOp::kSelect>}};
+}
+
+}  // namespace jaxkern

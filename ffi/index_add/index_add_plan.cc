@@ -1,0 +1,133 @@
+// The choice of a plan, and the scratch it takes: see index_add_plan.h. The limits are those of the kernels;
+// the preferences were measured (benchmarks/NOTES.md).
+#include "index_add_plan.h"
+
+#include <algorithm>
+
+namespace jaxkern {
+namespace {
+
+constexpr int64_t kSmallCount = 2048;  // indices of which a block can keep a list in shared memory
+
+constexpr int64_t Ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The largest power of two up to n, within [least, most]; both of them powers of two.
+int64_t PowerOfTwo(int64_t n, int64_t least, int64_t most) {
+  int64_t p = least;
+  while (p < most && 2 * p <= n) p *= 2;
+  return p;
+}
+
+int64_t Sum(ElementType t) { return SizeOf(t) == 2 ? 4 : SizeOf(t); }  // bytes of what a T is summed in
+
+int64_t RowBytes(const IndexProblem& p) { return p.inner * SizeOf(p.type); }
+
+// Every update compares itself with all others of its slice; a team of threads each 4 KB of its row.
+bool SmallPays(const IndexProblem& p) {
+  if (p.count > kSmallCount / 2) return false;
+  const double compares = static_cast<double>(p.batch * p.outer) * p.count * p.count * Ceil(RowBytes(p), 4096);
+  return p.count <= 64 || compares <= 16e6;
+}
+
+bool NarrowPays(const IndexProblem& p) {
+  const int64_t positions = p.batch * p.outer * p.count;
+  if (p.rows <= kBins && p.count >= 4 * p.rows) return positions >= 4096;
+  return p.outer == 1 && positions >= (1 << 18) && positions >= p.batch * p.rows;
+}
+
+}  // namespace
+
+bool IndexPlanFits(IndexPlan plan, const IndexProblem& p, const DeviceTraits&) {
+  if (plan == IndexPlan::kAuto) return true;
+  if (p.op == IndexOp::kSelect) return plan == IndexPlan::kGather;
+  switch (plan) {
+    case IndexPlan::kUnique: return p.unique;
+    case IndexPlan::kSmall: return p.count <= kSmallCount;
+    case IndexPlan::kSorted: return p.sorted;
+    case IndexPlan::kSort: return true;
+    case IndexPlan::kNarrow:
+      if (p.inner != 1 || SizeOf(p.type) > 4) return false;
+      return p.rows <= kBins || (p.outer == 1 && p.batch * p.rows < kMaxKeys && p.batch * p.count <= kMaxPositions);
+    case IndexPlan::kAtomic:
+      return !p.deterministic && p.op == IndexOp::kAdd && SizeOf(p.type) == 4;
+    default: return false;
+  }
+}
+
+IndexPlan ChooseIndexPlan(const IndexProblem& p, const DeviceTraits& d) {
+  if (p.op == IndexOp::kSelect) return IndexPlan::kGather;
+  const auto fits = [&](IndexPlan plan) { return IndexPlanFits(plan, p, d); };
+  if (fits(IndexPlan::kUnique) && p.op == IndexOp::kAdd) return IndexPlan::kUnique;
+  if (SmallPays(p)) return IndexPlan::kSmall;
+  if (fits(IndexPlan::kSorted)) return IndexPlan::kSorted;
+  if (fits(IndexPlan::kUnique)) return IndexPlan::kUnique;
+  if (fits(IndexPlan::kNarrow) && NarrowPays(p)) return IndexPlan::kNarrow;
+  return IndexPlan::kSort;
+}
+
+IndexRadix RadixOf(int64_t positions, int low_bit, int high_bit) {
+  IndexRadix r;
+  const int bits = std::max(high_bit - low_bit, 0);
+  r.passes = static_cast<int>(Ceil(bits, kRadixBitsMax));
+  r.bits = r.passes ? static_cast<int>(Ceil(bits, r.passes)) : 0;
+  r.tile = positions < (1 << 20) ? 2048 : 8192;
+  r.tiles = Ceil(positions, r.tile);
+  return r;
+}
+
+int64_t ChunkOf(int64_t positions, int64_t outer, int64_t row_bytes) {
+  // Half a million lanes of 16 bytes, if there is work for so many.
+  const double lanes = static_cast<double>(positions) * outer * Ceil(row_bytes, 16);
+  // No power of two: chunks that are walked side by side must not all meet in the same memory channels.
+  return PowerOfTwo(static_cast<int64_t>(std::min(lanes / (1 << 19), 1e6)), 16, 512) + 8;
+}
+
+int64_t BinChunkOf(int64_t positions) { return PowerOfTwo(positions / 1024, 4096, 32768); }
+
+IndexLayout LayoutOf(IndexPlan plan, const IndexProblem& p) {
+  IndexLayout layout;
+  const auto take = [&](int64_t bytes) {
+    const int64_t at = layout.total;
+    layout.total += Ceil(bytes, 256) * 256;
+    return at;
+  };
+  // A batch that is too large for one run of the kernels is run slice by slice.
+  const int64_t positions = std::min(p.batch * p.count, std::max(kMaxPositions, int64_t{1}));
+  const int64_t keys = std::min(p.batch * p.rows + 1, kMaxKeys);
+  const auto sort = [&](int low_bit) {
+    const IndexRadix radix = RadixOf(positions, low_bit, BitsFor(keys));
+    for (int i = 0; i < std::min(radix.passes, 2); ++i) {
+      layout.keys[i] = take(4 * positions);
+      layout.values[i] = take(4 * positions);
+    }
+    if (radix.passes) layout.counts = take(4 * (radix.tiles + 1) * (int64_t{1} << radix.bits));
+  };
+  if (p.rows == 0 || positions == 0) return layout;
+  switch (plan) {
+    case IndexPlan::kSort: sort(0); [[fallthrough]];
+    case IndexPlan::kSorted: {
+      const int64_t chunks = Ceil(positions, p.inner <= kNarrowInner ? NarrowTileOf(p.inner, SizeOf(p.type))
+                                                                     : ChunkOf(positions, p.outer, RowBytes(p)));
+      layout.partials = take(2 * chunks * p.outer * p.inner * Sum(p.type));
+      break;
+    }
+    case IndexPlan::kNarrow:
+      if (p.rows <= kBins) {
+        layout.partials = take(4 * p.batch * p.outer * Ceil(p.count, BinChunkOf(p.batch * p.outer * p.count)) * p.rows);
+      } else {
+        sort(kBinBits);
+        layout.partials = take(4 * 2 * Ceil(positions, BinChunkOf(positions)) * kBins);
+      }
+      break;
+    default: break;
+  }
+  return layout;
+}
+
+int64_t IndexScratchBytes(IndexPlan plan, const IndexProblem& p) {
+  // The choice depends on the problem alone, whatever the device.
+  if (plan == IndexPlan::kAuto) plan = ChooseIndexPlan(p, DeviceTraits());
+  return LayoutOf(plan, p).total;
+}
+
+}  // namespace jaxkern

@@ -1,0 +1,296 @@
+// A least-significant-digit radix sort of (key, payload) pairs, digits of up to 9 bits. Of each pass, three
+// launches:
+//
+//     RadixCount      a block a tile: how many of its keys have each digit
+//     RadixScan       the sums of those counts over the tiles before
+//     RadixScatter    a block a tile: ranks its pairs, brings them into order in shared memory and writes
+//                     each digit's to where the scan says
+//
+// The first pass reads the indices themselves. Cub's sort does the same with one launch a pass, in which
+// each tile waits for those before it; with at most a few hundred tiles that chain, and its fixed cost
+// of a launch for each 8 bits, take longer than three short launches for each 9. Nothing here depends on
+// the device, so the room it needs is known without one.
+#include "index_add_sort.h"
+
+namespace jaxkern {
+namespace {
+
+constexpr int kThreads = 512, kWarps = kThreads / kWarp, kDigits = 1 << kRadixBitsMax;
+static_assert(kDigits == kThreads, "a thread a digit");
+constexpr int kScanThreads = 1024, kScanDigits = 8, kScanSegments = kScanThreads / kScanDigits;
+
+struct RadixPass {
+  int shift, bits;
+  uint32_t tiles;
+  uint32_t* counts;  // [tiles + 1, 2^bits]; the last row has the totals
+  const uint32_t* keys_in;
+  const uint32_t* payload_in;
+  uint32_t* keys_out;
+  uint32_t* payload_out;
+  SortPayload payload;
+};
+
+// The tile's keys, a warp's in order: item i of lane l is number 32 * i + l of the warp's stretch. `held` of them.
+template <int kItems, bool kFirst>
+__device__ __forceinline__ void LoadKeys(const IndexRun& run, const RadixPass& pass, uint32_t first, uint32_t (&key)[kItems]) {
+  if constexpr (kFirst) {
+    RawIndex raw[kItems];
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const uint32_t at = first + i * kWarp;
+      raw[i] = at < run.positions ? LoadIndex(run, at) : RawIndex{};
+    }
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const uint32_t at = first + i * kWarp;
+      key[i] = at < run.positions ? KeyOf(run, raw[i], at) : UINT32_MAX;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const uint32_t at = first + i * kWarp;
+      key[i] = at < run.positions ? __ldg(pass.keys_in + at) : UINT32_MAX;
+    }
+  }
+}
+
+template <int kItems> __device__ __forceinline__ uint32_t FirstOfLane() {
+  return (blockIdx.x * kWarps + threadIdx.x / kWarp) * (kWarp * kItems) + threadIdx.x % kWarp;
+}
+
+__device__ __forceinline__ uint32_t DigitOf(uint32_t key, const RadixPass& pass) {
+  return (key >> pass.shift) & ((1u << pass.bits) - 1);
+}
+
+template <int kItems, bool kFirst>
+__global__ void __launch_bounds__(kThreads)
+RadixCount(const __grid_constant__ IndexRun run, const __grid_constant__ RadixPass pass) {
+  __shared__ uint32_t count[kDigits];
+  count[threadIdx.x] = 0;
+  const uint32_t first = FirstOfLane<kItems>();
+  uint32_t key[kItems];
+  LoadKeys<kItems, kFirst>(run, pass, first, key);
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const bool held = first + i * kWarp < run.positions;
+    const uint32_t digit = DigitOf(key[i], pass);
+    // A warp whose digits are all the same adds once: a hot row must not serialise the atomics.
+    const uint32_t first_digit = __shfl_sync(~0u, digit, 0);
+    if (__all_sync(~0u, held && digit == first_digit)) {
+      if (threadIdx.x % kWarp == 0) atomicAdd(&count[digit], kWarp);
+    } else if (held) {
+      atomicAdd(&count[digit], 1);
+    }
+  }
+  __syncthreads();
+  const int digits = 1 << pass.bits;
+  if (threadIdx.x < digits) pass.counts[static_cast<int64_t>(blockIdx.x) * digits + threadIdx.x] = count[threadIdx.x];
+}
+
+// Turns each digit's counts into the sums of those of the tiles before. A block takes kScanDigits digits; its
+// threads a segment of the tiles each.
+__global__ void __launch_bounds__(kScanThreads) RadixScan(uint32_t* counts, uint32_t tiles, int digits) {
+  __shared__ uint32_t sum[kScanSegments][kScanDigits];
+  const int digit = threadIdx.x % kScanDigits, segment = threadIdx.x / kScanDigits;
+  const uint32_t each = (tiles + kScanSegments - 1) / kScanSegments;
+  const uint32_t begin = min(segment * each, tiles), end = min(begin + each, tiles);
+  const bool active = blockIdx.x * kScanDigits + digit < digits;
+  uint32_t* const mine = counts + blockIdx.x * kScanDigits + digit;
+  uint32_t total = 0;
+  if (active) {
+#pragma unroll 4
+    for (uint32_t t = begin; t < end; ++t) total += mine[static_cast<int64_t>(t) * digits];
+  }
+  sum[segment][digit] = total;
+  __syncthreads();
+  // A warp scans one digit's segments, four a lane.
+  static_assert(kScanSegments == 4 * kWarp);
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  if (warp < kScanDigits) {
+    uint32_t v[4], s = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = sum[4 * lane + i][warp];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s += v[i];
+    uint32_t inclusive = s;
+#pragma unroll
+    for (int step = 1; step < kWarp; step *= 2) {
+      const uint32_t other = __shfl_up_sync(~0u, inclusive, step);
+      if (lane >= step) inclusive += other;
+    }
+    uint32_t before = inclusive - s;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sum[4 * lane + i][warp] = before;
+      before += v[i];
+    }
+    if (lane == kWarp - 1 && blockIdx.x * kScanDigits + warp < digits) {
+      counts[static_cast<int64_t>(tiles) * digits + blockIdx.x * kScanDigits + warp] = before;
+    }
+  }
+  __syncthreads();
+  if (!active) return;
+  uint32_t before = sum[segment][digit];
+  for (uint32_t t = begin; t < end; ++t) {
+    const uint32_t v = mine[static_cast<int64_t>(t) * digits];
+    mine[static_cast<int64_t>(t) * digits] = before;
+    before += v;
+  }
+}
+
+// The sum of the threads' values before this one's; one barrier before and one after `room` is used.
+__device__ __forceinline__ uint32_t BlockExclusiveSum(uint32_t v, uint32_t* room) {
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  uint32_t inclusive = v;
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) {
+    const uint32_t other = __shfl_up_sync(~0u, inclusive, step);
+    if (lane >= step) inclusive += other;
+  }
+  if (lane == kWarp - 1) room[warp] = inclusive;
+  __syncthreads();
+  uint32_t before = inclusive - v;
+  for (int w = 0; w < warp; ++w) before += room[w];
+  __syncthreads();
+  return before;
+}
+
+template <int kItems> struct ScatterRoom {
+  uint32_t key[kThreads * kItems];
+  uint32_t payload[kThreads * kItems];
+  uint16_t rank[kWarps][kDigits];  // of a warp's next key with the digit
+  uint32_t offset[kDigits];        // from a place in the tile to one in the output
+  uint16_t start[kDigits];         // of the digit in the tile
+  uint32_t room[kWarps];
+};
+
+template <int kItems, bool kFirst>
+__global__ void __launch_bounds__(kThreads, 2)
+RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ RadixPass pass) {
+  extern __shared__ __align__(16) char shared_bytes[];
+  auto& s = *reinterpret_cast<ScatterRoom<kItems>*>(shared_bytes);
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, digits = 1 << pass.bits;
+  const uint32_t first = FirstOfLane<kItems>();
+  uint32_t key[kItems], payload[kItems];
+  LoadKeys<kItems, kFirst>(run, pass, first, key);
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const uint32_t at = first + i * kWarp;
+    payload[i] = at;
+    if (at >= run.positions) continue;
+    if constexpr (!kFirst) {
+      payload[i] = __ldg(pass.payload_in + at);
+    } else if (pass.payload == SortPayload::kElement4) {
+      payload[i] = __ldg(static_cast<const uint32_t*>(run.source) + run.SourceRow(at));
+    } else if (pass.payload == SortPayload::kElement2) {
+      payload[i] = __ldg(static_cast<const uint16_t*>(run.source) + run.SourceRow(at));
+    }
+  }
+  // Where the digit's pairs of this tile go: behind those of smaller digits and those of earlier tiles.
+  uint32_t total = 0, earlier = 0;
+  if (threadIdx.x < digits) {
+    total = pass.counts[static_cast<int64_t>(pass.tiles) * digits + threadIdx.x];
+    earlier = pass.counts[static_cast<int64_t>(blockIdx.x) * digits + threadIdx.x];
+  }
+  for (int i = threadIdx.x; i < kWarps * kDigits / 2; i += kThreads) reinterpret_cast<uint32_t*>(s.rank)[i] = 0;
+  const uint32_t to = BlockExclusiveSum(total, s.room) + earlier;
+
+  // Ranks among the warp's pairs with the same digit. Places beyond the last position have all bits set
+  // and come last of all.
+  uint16_t rank[kItems];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const uint32_t digit = DigitOf(key[i], pass);
+    uint32_t peers = ~0u;
+#pragma unroll
+    for (int b = 0; b < kRadixBitsMax; ++b) {
+      if (b < pass.bits) {
+        const bool set = digit >> b & 1;
+        const uint32_t votes = __ballot_sync(~0u, set);
+        peers &= set ? votes : ~votes;
+      }
+    }
+    const uint16_t before = s.rank[warp][digit];
+    __syncwarp();
+    const uint32_t lower = peers & ((1u << lane) - 1);
+    rank[i] = before + __popc(lower);
+    if (lower == 0) s.rank[warp][digit] = before + __popc(peers);
+    __syncwarp();
+  }
+  __syncthreads();
+  uint32_t in_tile = 0;  // of the digit threadIdx.x
+  for (int w = 0; w < kWarps; ++w) {
+    const uint16_t n = s.rank[w][threadIdx.x];
+    s.rank[w][threadIdx.x] = in_tile;
+    in_tile += n;
+  }
+  const uint32_t start = BlockExclusiveSum(in_tile, s.room);
+  s.start[threadIdx.x] = start;
+  s.offset[threadIdx.x] = to - start;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const uint32_t digit = DigitOf(key[i], pass);
+    const uint32_t place = s.start[digit] + s.rank[warp][digit] + rank[i];
+    s.key[place] = key[i];
+    s.payload[place] = payload[i];
+  }
+  __syncthreads();
+  const uint32_t held = min(static_cast<uint32_t>(kThreads * kItems), run.positions - blockIdx.x * (kThreads * kItems));
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const uint32_t place = threadIdx.x + i * kThreads;
+    if (place < held) {
+      const uint32_t k = s.key[place], out = s.offset[DigitOf(k, pass)] + place;
+      pass.keys_out[out] = k;
+      pass.payload_out[out] = s.payload[place];
+    }
+  }
+}
+
+template <int kItems, bool kFirst>
+cudaError_t LaunchPass(const IndexRun& run, const RadixPass& pass, cudaStream_t stream) {
+  cudaError_t error = Launch(RadixCount<kItems, kFirst>, {pass.tiles, 1, kThreads}, stream, run, pass);
+  if (error != cudaSuccess) return error;
+  const int digits = 1 << pass.bits;
+  error = Launch(RadixScan, {(digits + kScanDigits - 1) / kScanDigits, 1, kScanThreads}, stream, pass.counts, pass.tiles, digits);
+  if (error != cudaSuccess) return error;
+  constexpr int kBytes = sizeof(ScatterRoom<kItems>);
+  static std::atomic<bool> done[kMaxDevices];
+  error = OncePerDevice(done, CurrentDevice().ordinal, [] {
+    return cudaFuncSetAttribute(RadixScatter<kItems, kFirst>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  });
+  if (error != cudaSuccess) return error;
+  return Launch(RadixScatter<kItems, kFirst>, {pass.tiles, 1, kThreads, kBytes}, stream, run, pass);
+}
+
+}  // namespace
+
+cudaError_t SortUpdates(IndexRun* run, int low_bit, int high_bit, SortPayload payload, const IndexLayout& layout,
+                        void* scratch, cudaStream_t stream) {
+  const IndexRadix radix = RadixOf(run->positions, low_bit, high_bit);
+  const auto room = [&](int64_t offset) { return reinterpret_cast<uint32_t*>(static_cast<char*>(scratch) + offset); };
+  RadixPass pass = {};
+  pass.bits = radix.bits;
+  pass.tiles = static_cast<uint32_t>(radix.tiles);
+  pass.counts = room(layout.counts);
+  pass.payload = payload;
+  for (int i = 0; i < radix.passes; ++i) {
+    pass.shift = low_bit + i * radix.bits;
+    pass.keys_out = room(layout.keys[i % 2]);
+    pass.payload_out = room(layout.values[i % 2]);
+    const bool large = radix.tile == kThreads * 16;
+    const cudaError_t error =
+        i == 0 ? (large ? LaunchPass<16, true>(*run, pass, stream) : LaunchPass<4, true>(*run, pass, stream))
+               : (large ? LaunchPass<16, false>(*run, pass, stream) : LaunchPass<4, false>(*run, pass, stream));
+    if (error != cudaSuccess) return error;
+    pass.keys_in = pass.keys_out;
+    pass.payload_in = pass.payload_out;
+  }
+  run->keys = pass.keys_out;
+  run->order = pass.payload_out;
+  return cudaSuccess;
+}
+
+}  // namespace jaxkern

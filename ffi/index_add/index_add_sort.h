@@ -1,0 +1,16 @@
+// The stable radix sort of the index_add family: updates by their keys, or by the leading bits of them.
+#pragma once
+
+#include "index_add.cuh"
+
+namespace jaxkern {
+
+// What travels with a key: the update's position, or the element of source itself as it lies in memory.
+enum class SortPayload : int32_t { kPosition = 0, kElement2 = 2, kElement4 = 4 };
+
+// Sorts the run's updates by bits [low_bit, high_bit) of their keys into run->keys and run->order, which lie in
+// `scratch` as `layout` says. Updates with equal bits stay in the order of their positions.
+cudaError_t SortUpdates(IndexRun* run, int low_bit, int high_bit, SortPayload payload, const IndexLayout& layout,
+                        void* scratch, cudaStream_t stream);
+
+}  // namespace jaxkern

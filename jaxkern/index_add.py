@@ -1,0 +1,228 @@
+"""index_add, index_select and embedding_lookup: adding onto rows of an array, and taking them.
+
+Their primitives, derivatives and vmap are in _index.py, what runs them in _index_lowering.py.
+"""
+
+import functools
+import numbers
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkern import _index, _index_lowering  # noqa: F401  (the second registers what runs the first)
+from jaxkern._index import Rules
+
+MODES = ("None", "'fill'", "'drop'", "'clip'", "'promise_in_bounds'")
+
+
+def index_add(x, axis, index, source, *, alpha=1, mode=None, indices_are_sorted=False, unique_indices=False,
+              deterministic=True):
+    """Adds `alpha` times the rows of `source` onto the rows of `x` at `index` along `axis`.
+
+    As `torch.index_add(x, axis, index, source, alpha=alpha)`, with the rules for indices of
+    `x.at[..., index, ...].add(source)`. A row may be named many times, and gets them all.
+
+    Args:
+        x: array of one dimension or more, which is overwritten in place where it is donated.
+            float16, bfloat16 and float32 are summed in float32 or wider, float64 in float64, and
+            rounded once; int32, int64 and uint32 wrap. Other types run through XLA.
+        axis: an int, the dimension of `x` that is indexed.
+        index: array of one dimension, of any integer type, with x64 on or off. A negative index counts
+            from the end.
+        source: array of the shape of `x`, but as long as `index` along `axis`. If the types differ, both
+            are promoted, and the sum is rounded to that of `x`; floating-point onto integers is refused.
+        alpha: a factor, a number or a (traced) scalar.
+        mode: what becomes of indices that are still out of range: None, "drop" and "fill" drop them, "clip"
+            takes the nearest row, "promise_in_bounds" is a promise that there are none (they are dropped:
+            nothing is ever written out of bounds). A `jax.lax.GatherScatterMode` too.
+        indices_are_sorted: a promise that indices ascend, negative ones counted as what they stand for.
+        unique_indices: a promise that no row is named twice.
+        deterministic: False allows atomics where they are faster, and with them sums that differ in the
+            last bits from run to run. The default is the same bits every time.
+
+    Returns:
+        Array of the shape and type of `x`.
+
+    Raises:
+        TypeError: `index` is not of an integer type; `x`, `index` or `source` is no array; floating-point
+            `source` or `alpha` for integer `x`.
+        ValueError: `axis` is out of bounds; shapes do not match; unknown `mode`.
+
+    >>> import jax.numpy as jnp, jaxkern
+    >>> x = jnp.zeros((3, 2))
+    >>> jaxkern.index_add(x, 0, jnp.array([2, 0, -1, 7]), jnp.ones((4, 2)), alpha=0.5).tolist()
+    [[0.5, 0.5], [0.0, 0.0], [1.0, 1.0]]
+
+    Source: sorting before adding after Bell and Garland, "Implementing sparse matrix-vector multiplication
+    on throughput-oriented processors", 2009, whose segmented reduction this is.
+    """
+    name = "index_add"
+    rules = _rules(name, axis, mode, wrap=True, sorted=bool(indices_are_sorted), unique=bool(unique_indices),
+                   deterministic=bool(deterministic))
+    if isinstance(alpha, numbers.Number) and alpha == 1:
+        return _index_add(x, safe_index(index), source, rules=rules)
+    return _index_add(x, safe_index(index), source, alpha, rules=rules)
+
+
+def index_select(x, axis, index, *, mode=None):
+    """Rows of `x` at `index` along `axis`, as `jnp.take(x, index, axis, mode=mode)`.
+
+    Args:
+        x: array of one dimension or more and of any type.
+        axis: an int, the dimension of `x` that is indexed.
+        index: array of one dimension, of any integer type. A negative index counts from the end.
+        mode: what becomes of indices that are still out of range: None, "fill" and "drop" give NaN, or the
+            least value of a signed and the greatest of an unsigned type; "clip" takes the nearest row;
+            "promise_in_bounds" is a promise that there are none (they are clipped). A
+            `jax.lax.GatherScatterMode` too.
+
+    Returns:
+        Array of the shape of `x`, but as long as `index` along `axis`. Its gradient is a `segment_sum`, which
+        writes every row once.
+
+    Raises:
+        TypeError: `index` is not of an integer type; `x` or `index` is no array.
+        ValueError: `axis` is out of bounds; `index` has not one dimension; unknown `mode`.
+
+    >>> import jax.numpy as jnp, jaxkern
+    >>> jaxkern.index_select(jnp.array([[1.0, 2.0], [3.0, 4.0]]), 1, jnp.array([1, -2, 1])).tolist()
+    [[2.0, 1.0, 2.0], [4.0, 3.0, 4.0]]
+    """
+    rules = _rules("index_select", axis, mode, wrap=True, fill_nan=True)
+    promised = _mode("index_select", mode) == jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    return _index_select(x, safe_index(index), rules=rules._replace(clip=rules.clip or promised))
+
+
+def embedding_lookup(table, ids):
+    """The rows of `table` that `ids` name, as `jnp.take(table, ids, axis=0)`.
+
+    Args:
+        table: array of shape (rows, ...) and of any type.
+        ids: integer array of any shape and integer type. A negative one counts from the end; one that is
+            out of range gives NaN (an integer's limit), as in `jnp.take`.
+
+    Returns:
+        Array of shape (*ids.shape, *table.shape[1:]). The gradient with respect to `table` is a `segment_sum`:
+        each of its rows is written once, summed in float32 or wider, and is the same bits every time.
+
+    Raises:
+        TypeError: `ids` is not of an integer type; `table` or `ids` is no array.
+        ValueError: `table` has no dimension.
+
+    >>> import jax, jax.numpy as jnp, jaxkern
+    >>> table, ids = jnp.eye(3), jnp.array([[0, 2], [2, -1]])
+    >>> jaxkern.embedding_lookup(table, ids).shape
+    (2, 2, 3)
+    >>> jax.grad(lambda t: jaxkern.embedding_lookup(t, ids).sum())(table)[:, 0].tolist()
+    [1.0, 0.0, 3.0]
+    """
+    return _embedding_lookup(table, safe_index(ids))
+
+
+# Inlined, so that a jaxpr holds the primitive alone; jitted, so that an eager call costs no more than
+# that of a jnp function.
+@functools.partial(jax.jit, static_argnames="rules", inline=True)
+def _index_add(x, index, source, *alpha, rules):
+    name = "index_add"
+    array(name, "x", x)
+    array(name, "source", source)
+    index, rules = _along(name, x, index, rules)
+    wanted = (*x.shape[: rules.axis], *index.shape, *x.shape[rules.axis + 1 :])
+    if source.shape != wanted:
+        raise ValueError(f"jaxkern.{name}: source must have shape {wanted}, for x of shape {x.shape} and index of "
+                         f"shape {index.shape} along axis {rules.axis}, got {source.shape}")
+    if jnp.issubdtype(x.dtype, jnp.integer) and not jnp.issubdtype(source.dtype, jnp.integer) and source.dtype != bool:
+        raise TypeError(f"jaxkern.{name}: source of type {source.dtype} cannot be added to x of type {x.dtype}")
+    dtype = jnp.promote_types(x.dtype, source.dtype)
+    factor = tuple(_factor(name, a, dtype) for a in alpha)
+    return _index.index_add(x.astype(dtype), index, source.astype(dtype), *factor, rules=rules).astype(x.dtype)
+
+
+@functools.partial(jax.jit, static_argnames="rules", inline=True)
+def _index_select(x, index, *, rules):
+    array("index_select", "x", x)
+    index, rules = _along("index_select", x, index, rules)
+    return _index.index_select(x, index, rules=rules)
+
+
+@functools.partial(jax.jit, inline=True)
+def _embedding_lookup(table, ids):
+    name = "embedding_lookup"
+    array(name, "table", table)
+    ids = integers(name, "ids", ids)
+    if table.ndim == 0:
+        raise ValueError(f"jaxkern.{name}: table must have at least one dimension, got shape ()")
+    rules = Rules(0, wrap=True, fill_nan=True)
+    flat = ids if ids.ndim == 1 else ids.reshape(-1)
+    y = _index.index_select(table, flat, rules=rules)
+    return y if ids.ndim == 1 else y.reshape(*ids.shape, *table.shape[1:])
+
+
+# ---- arguments
+
+
+def safe_index(index):
+    """`index` such that jit takes its value with it: without x64, 64 bits would be cut to 32.
+
+    What does not fit becomes the limit of int32, which is out of range too.
+    """
+    wide = isinstance(index, (np.ndarray, np.generic)) and index.dtype.kind in "iu" and index.dtype.itemsize == 8
+    if wide and not jax.config.jax_enable_x64:
+        limits = np.iinfo(np.int32)
+        return np.clip(index, max(limits.min, np.iinfo(index.dtype).min), limits.max).astype(np.int32)
+    return index
+
+
+def array(name, argument, x):
+    if not isinstance(x, jax.Array) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        kind = x.dtype if isinstance(x, jax.Array) else type(x).__name__
+        raise TypeError(f"jaxkern.{name}: {argument} must be an array, got {kind}")
+
+
+def integers(name, argument, index):
+    """`index` as an array of integers of at least 8 bits."""
+    array(name, argument, index)
+    if not jnp.issubdtype(index.dtype, jnp.integer):
+        raise TypeError(f"jaxkern.{name}: {argument} must be of an integer type, got {index.dtype}{list(index.shape)}")
+    return index.astype(jnp.int8) if jnp.iinfo(index.dtype).bits < 8 else index
+
+
+def _along(name, x, index, rules):
+    """The index, and the rules with an axis that counts from the front."""
+    index = integers(name, "index", index)
+    if index.ndim != 1:
+        raise ValueError(f"jaxkern.{name}: index must have one dimension, got shape {index.shape}")
+    if not -x.ndim <= rules.axis < x.ndim:
+        raise ValueError(f"jaxkern.{name}: axis {rules.axis} is out of bounds for x of shape {x.shape}")
+    return index, rules._replace(axis=rules.axis % x.ndim)
+
+
+def _factor(name, alpha, dtype):
+    array(name, "alpha", alpha)
+    if alpha.shape != ():
+        raise ValueError(f"jaxkern.{name}: alpha must be a scalar, got shape {alpha.shape}")
+    kinds = (jnp.integer, jnp.floating, jnp.complexfloating)  # each takes those before it
+    own = next((k for k, kind in enumerate(kinds) if jnp.issubdtype(alpha.dtype, kind)), 0)
+    if not any(jnp.issubdtype(dtype, kind) for kind in kinds[own:]) and dtype != alpha.dtype:
+        raise TypeError(f"jaxkern.{name}: alpha of type {alpha.dtype} cannot scale x of type {dtype}")
+    return alpha.astype(_index.computing(dtype))
+
+
+def _mode(name, mode):
+    try:
+        found = jax.lax.GatherScatterMode.from_any(mode)
+    except (ValueError, TypeError):
+        found = None
+    if found is None or found.name not in ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS"):
+        raise ValueError(f"jaxkern.{name}: mode must be one of {', '.join(MODES)}, got {mode!r}")
+    return found
+
+
+def _rules(name, axis, mode, **others):
+    try:
+        axis = operator.index(axis)
+    except TypeError:
+        raise TypeError(f"jaxkern.{name}: axis must be an int, got {axis!r}") from None
+    return Rules(axis, clip=_mode(name, mode) == jax.lax.GatherScatterMode.CLIP, **others)

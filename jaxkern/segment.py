@@ -1,0 +1,148 @@
+"""segment_sum, segment_mean, segment_max and segment_min: what `jax.ops` has, and the mean.
+
+Rows of `data` with the same id are reduced to one row. Their primitives are in _index.py.
+"""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+from jaxkern import _index
+from jaxkern.index_add import _rules, array, integers, safe_index
+
+
+def segment_sum(data, segment_ids, num_segments=None, indices_are_sorted=False, unique_indices=False,
+                bucket_size=None, mode=None):
+    """Sums of the rows of `data` with the same id, as `jax.ops.segment_sum`.
+
+    Args:
+        data: array of shape (count, ...). float16, bfloat16 and float32 are summed in float32 or wider,
+            float64 in float64, and rounded once; int32, int64 and uint32 wrap. Other types run through XLA.
+        segment_ids: integer array of shape (count,) and of any integer type: the row of the result that
+            each row of `data` goes to. Other shapes as in `jax.ops`: `data` broadcasts to
+            `segment_ids.shape + data.shape[1:]`.
+        num_segments: rows of the result, an int. None: the largest id and 1, which only an id that is
+            known while tracing can tell; give it under jit.
+        indices_are_sorted: a promise that ids ascend, which saves sorting them.
+        unique_indices: a promise that no id comes twice.
+        bucket_size: a positive int or None; accepted for `jax.ops`, whose sums are more accurate with it.
+            Here they are without.
+        mode: what becomes of ids outside [0, num_segments), negative ones included: None, "drop", "fill"
+            and "promise_in_bounds" drop them, "clip" takes the nearest row.
+
+    Returns:
+        Array of shape (num_segments, *data.shape[1:]), 0 where no row went. Every row is written once, and
+        the result is the same bits every time. Its gradient is an `index_select`.
+
+    Raises:
+        TypeError: `segment_ids` is not of an integer type; `num_segments` is no int, or missing under jit.
+        ValueError: `num_segments` is negative; shapes do not match; unknown `mode`.
+
+    >>> import jax.numpy as jnp, jaxkern
+    >>> jaxkern.segment_sum(jnp.arange(5.0), jnp.array([0, 0, 1, 1, -1]), num_segments=3).tolist()
+    [1.0, 5.0, 0.0]
+    """
+    return _segment("segment_sum", data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size, mode)
+
+
+def segment_mean(data, segment_ids, num_segments=None, indices_are_sorted=False, unique_indices=False,
+                 bucket_size=None, mode=None):
+    """Means of the rows of `data` with the same id; 0 where there is none.
+
+    Arguments and errors as for `segment_sum`; integers give float32. 16-bit sums stay in float32 until they
+    are divided, so that a float16 mean is finite where the sum would not be.
+
+    >>> import jax.numpy as jnp, jaxkern
+    >>> jaxkern.segment_mean(jnp.array([1.0, 2.0, 6.0]), jnp.array([0, 0, 2]), num_segments=3).tolist()
+    [1.5, 0.0, 6.0]
+    """
+    return _segment("segment_mean", data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size, mode)
+
+
+def segment_max(data, segment_ids, num_segments=None, indices_are_sorted=False, unique_indices=False,
+                bucket_size=None, mode=None):
+    """Maxima of the rows of `data` with the same id, as `jax.ops.segment_max`.
+
+    Arguments and errors as for `segment_sum`. Where no row went the result is -inf, or the least integer;
+    NaN wins. Elements that share the maximum share its gradient equally.
+
+    >>> import jax.numpy as jnp, jaxkern
+    >>> jaxkern.segment_max(jnp.array([3.0, 1.0, 2.0]), jnp.array([0, 0, 2]), num_segments=3).tolist()
+    [3.0, -inf, 2.0]
+    """
+    return _segment("segment_max", data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size, mode)
+
+
+def segment_min(data, segment_ids, num_segments=None, indices_are_sorted=False, unique_indices=False,
+                bucket_size=None, mode=None):
+    """Minima of the rows of `data` with the same id, as `jax.ops.segment_min`.
+
+    Arguments and errors as for `segment_sum`. Where no row went the result is inf, or the greatest integer;
+    NaN wins. Elements that share the minimum share its gradient equally.
+
+    >>> import jax.numpy as jnp, jaxkern
+    >>> jaxkern.segment_min(jnp.array([3.0, 1.0, 2.0]), jnp.array([0, 0, 2]), num_segments=3).tolist()
+    [1.0, inf, 2.0]
+    """
+    return _segment("segment_min", data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size, mode)
+
+
+def _segment(name, data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size, mode):
+    rules = _rules(name, 0, mode, sorted=bool(indices_are_sorted), unique=bool(unique_indices))
+    if bucket_size is not None and operator.index(bucket_size) < 1:
+        raise ValueError(f"jaxkern.{name}: bucket_size must be positive, got {bucket_size}")
+    segment_ids = safe_index(segment_ids)
+    rows = _num_segments(name, num_segments, segment_ids)
+    return _segment_jit(data, segment_ids, name=name, rows=rows, rules=rules)
+
+
+def _num_segments(name, num_segments, segment_ids):
+    if num_segments is None:
+        if isinstance(segment_ids, jax.core.Tracer):
+            raise TypeError(f"jaxkern.{name}: num_segments must be given where segment_ids is traced, "
+                            f"as {jax.typeof(segment_ids).str_short()} is")
+        ids = np.asarray(segment_ids)
+        if ids.dtype.kind not in "iu":
+            raise TypeError(f"jaxkern.{name}: segment_ids must be of an integer type, got {ids.dtype}{list(ids.shape)}")
+        return max(int(ids.max()) + 1, 0) if ids.size else 0
+    if export.is_symbolic_dim(num_segments):
+        return num_segments
+    try:
+        rows = operator.index(num_segments)
+    except TypeError:
+        raise TypeError(f"jaxkern.{name}: num_segments must be an int, known while tracing, got {num_segments!r}") from None
+    if rows < 0:
+        raise ValueError(f"jaxkern.{name}: num_segments must not be negative, got {rows}")
+    return rows
+
+
+@functools.partial(jax.jit, static_argnames=("name", "rows", "rules"), inline=True)
+def _segment_jit(data, segment_ids, *, name, rows, rules):
+    array(name, "data", data)
+    ids = integers(name, "segment_ids", segment_ids)
+    tail = data.shape[1:]
+    if ids.ndim != 1 or data.shape[:1] != ids.shape:
+        try:
+            data = jnp.broadcast_to(data, (*ids.shape, *tail))
+        except ValueError:
+            raise ValueError(f"jaxkern.{name}: data of shape {data.shape} does not fit segment_ids of shape "
+                             f"{ids.shape}") from None
+        ids = ids.reshape(-1)
+        data = data.reshape(*ids.shape, *tail)
+    if name == "segment_mean":
+        return _mean(data, ids, rows, rules)
+    prim = {"segment_sum": _index.segment_sum_p, "segment_max": _index.segment_max_p,
+            "segment_min": _index.segment_min_p}[name]
+    return _index.segment(prim, data, ids, rows=rows, rules=rules)
+
+
+def _mean(data, ids, rows, rules):
+    dtype = data.dtype if jnp.issubdtype(data.dtype, jnp.inexact) else jnp.promote_types(data.dtype, jnp.float32)
+    total = _index.segment_sum(data.astype(_index.computing(dtype)), ids, rows=rows, rules=rules)
+    count = _index.segment_sum(jnp.ones(ids.shape, jnp.int32), ids, rows=rows, rules=rules)
+    count = jnp.maximum(count, 1).reshape(rows, *[1] * (data.ndim - 1))
+    return (total / count.astype(total.dtype)).astype(dtype)

@@ -1,0 +1,595 @@
+"""index_add, index_select, embedding_lookup and the segment reductions: numbers, indices, bad input, plans."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ON_GPU
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import assert_rounded, computing, wide
+
+import jaxkern
+from jaxkern import _compat, _registry, tiers
+
+REDUCTIONS = ("index_add", "segment_sum", "segment_mean", "segment_max", "segment_min")
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+INTEGERS = ("int32", "int64", "uint32")
+INDEX_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+GatherScatterMode = jax.lax.GatherScatterMode
+
+every_reduction = pytest.mark.parametrize("operation", REDUCTIONS)
+every_dtype = pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
+needs_cpu_module = pytest.mark.skipif(_registry.status["cpu"].module is None, reason=_registry.status["cpu"].reason)
+
+
+# ---- the operations in numpy
+
+
+def numpy_rows(index, rows, wrap, clip=False):
+    """The row of each index as a Python integer has it, -1 where it is none."""
+    found = []
+    for i in np.asarray(index).ravel().tolist():
+        i += rows if wrap and i < 0 else 0
+        i = min(max(i, 0), rows - 1) if clip else i
+        found.append(i if 0 <= i < rows else -1)
+    return np.array(found, np.int64).reshape(np.shape(index))
+
+
+def scattered(method, start, at, source):
+    """method.at along the first dimension, without what goes nowhere."""
+    out = start.copy()
+    method.at(out, at[at >= 0], source[at >= 0])
+    return out
+
+
+def assert_reduced(operation, found, x, index, source, axis=0, alpha=1, clip=False):
+    """`found` is the operation by numpy, as precisely as its types allow. `x` gives the shape only, but in index_add."""
+    dtype, rows = found.dtype, x.shape[axis]
+    floating = jnp.issubdtype(dtype, jnp.floating)
+    # Integers wrap, and no wider type could tell where.
+    exact_type = wide if floating else np.dtype(dtype).type
+    x, source, found = (np.moveaxis(np.asarray(a), axis, 0) for a in (x, source, found))
+    at = numpy_rows(index, rows, wrap=operation == "index_add", clip=clip)
+    source = source.astype(exact_type)
+    zeros = np.zeros(x.shape, exact_type)
+    if operation in ("segment_max", "segment_min"):
+        largest = operation == "segment_max"
+        limits = (-np.inf, np.inf) if floating else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+        start = np.full(x.shape, limits[0 if largest else 1], exact_type)
+        want = scattered(np.maximum if largest else np.minimum, start, at, source)
+        return np.testing.assert_array_equal(found.astype(exact_type), want)
+    with np.errstate(over="ignore"):
+        want = scattered(np.add, zeros, at, source) * np.asarray(alpha).astype(exact_type)
+    many = scattered(np.add, np.zeros(rows, wide), at, np.ones(len(at), wide)).reshape(-1, *[1] * (x.ndim - 1))
+    size = scattered(np.add, zeros.astype(wide), at, np.abs(source.astype(wide))) * wide(abs(alpha))
+    if operation == "index_add":
+        want, size = want + x.astype(exact_type), size + np.abs(x.astype(wide))
+    if operation == "segment_mean":
+        want, size = (a / np.maximum(many, 1) for a in (want, size))
+    if not floating:
+        return np.testing.assert_array_equal(found, want)
+    # A sum of n terms in a few parts; alpha itself is rounded.
+    assert_rounded(found, want, size * (2 + np.sqrt(many) / 4), dtype)
+
+
+def values(shape, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    with _compat.enable_x64():
+        if jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+            return jnp.asarray(rng.normal(size=shape), dtype)
+        return jnp.asarray(rng.integers(0 if dtype == "uint32" else -(2**31), 2**31, shape), dtype)
+
+
+def indices(rows, count, seed=1, kind="wild"):
+    rng = np.random.default_rng(seed)
+    if kind == "same":
+        return np.full(count, rows // 2, np.int32)
+    if kind == "zipf":
+        return (rng.zipf(1.3, count) % max(rows, 1)).astype(np.int32)
+    low, high = {"wild": (-2 * rows - 1, 2 * rows + 2), "uniform": (0, max(rows, 1)), "sorted": (0, max(rows, 1))}[kind]
+    found = rng.integers(low, high, count).astype(np.int32)
+    return np.sort(found) if kind == "sorted" else found
+
+
+def run(operation, x, index, source, axis=0, **options):
+    """The operation on arrays of these shapes; segments along another axis through vmap."""
+    if operation == "index_add":
+        return jax.jit(lambda x, i, s: jaxkern.index_add(x, axis, i, s, **options))(x, index, source)
+    f = lambda s, i: getattr(jaxkern, operation)(s, i, x.shape[axis], **options)
+    for d in range(axis):
+        f = jax.vmap(f, (0, None))
+    return jax.jit(f)(source, index)
+
+
+def check(operation, dtype, shape, axis, count, kind="wild", **options):
+    axis %= len(shape)
+    source_shape = (*shape[:axis], count, *shape[axis + 1 :])
+    with _compat.enable_x64("64" in dtype):
+        if operation == "segment_mean" and dtype in INTEGERS:
+            pytest.skip("the mean of integers is another type")
+        x, source, index = values(shape, dtype), values(source_shape, dtype, 2), indices(shape[axis], count, kind=kind)
+        found = run(operation, x, index, source, axis, **options)
+        options = {k: v for k, v in options.items() if k == "alpha"}
+        assert_reduced(operation, found, x, index, source, axis, **options)
+
+
+# ---- numbers
+
+CASES = [  # shape, axis, count: what the ways through the kernels differ in
+    ((5,), 0, 17),
+    ((3, 4), 0, 1),
+    ((7, 5), 1, 30),
+    ((4, 33, 3), 1, 70),
+    ((2, 3, 40, 130), 2, 50),
+    ((1000,), 0, 5000),            # narrow
+    ((60000, 4), 0, 40000),        # narrow, in buckets
+    ((9, 2000), -1, 3000),
+    ((100, 700), 0, 900),
+    ((50000, 20), 0, 40),          # few rows of many
+    ((6, 5001), 0, 300),           # wide and odd
+]
+
+
+@every_reduction
+@every_dtype
+@pytest.mark.parametrize("shape, axis, count", CASES)
+def test_against_numpy(operation, dtype, shape, axis, count):
+    check(operation, dtype, shape, axis, count)
+
+
+@every_reduction
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+@pytest.mark.parametrize("kind", ["same", "zipf", "uniform", "sorted"])
+@pytest.mark.parametrize("shape, count", [((300,), 9000), ((40, 24), 9000), ((300, 129), 5000)])
+def test_skew(operation, dtype, kind, shape, count):
+    check(operation, dtype, shape, 0, count, kind, indices_are_sorted=kind == "sorted")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int32"])
+@pytest.mark.parametrize("width", [1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 257, 1091])
+def test_widths(dtype, width):
+    for operation in ("index_add", "segment_max"):
+        check(operation, dtype, (23, width), 0, 90)
+    x, index = values((23, width), dtype), indices(23, 90)
+    assert_selected(jaxkern.index_select(x, 0, index), x, index, 0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
+@pytest.mark.parametrize("alpha", [2, -3, 0])
+def test_integral_alpha(dtype, alpha):
+    check("index_add", dtype, (12, 30), 0, 40, alpha=alpha)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_alpha_is_applied_before_the_only_rounding(dtype):
+    check("index_add", dtype, (12, 30), 1, 40, alpha=0.375)
+    with _compat.enable_x64(dtype == "float64"):
+        x, source = jnp.ones((1,), dtype), jnp.full((1000,), 0.001, dtype)
+        for alpha in (0.5, jnp.float32(0.5), np.float16(0.5)):
+            found = jaxkern.index_add(x, 0, np.zeros(1000, np.int32), source, alpha=alpha)
+            assert_reduced("index_add", found, x, np.zeros(1000, np.int32), source, alpha=0.5)
+
+
+def test_sixteen_bits_do_not_saturate():
+    """1 + 1 + ... stops at 256 in a bfloat16 that is rounded after every addition."""
+    ids = jnp.zeros(10000, jnp.int32)
+    assert jaxkern.segment_sum(jnp.ones(10000, jnp.bfloat16), ids, 1)[0] == 9984  # 10000, rounded
+    assert jaxkern.segment_mean(jnp.full(10000, 60000, jnp.float16), ids, 1)[0] == 60000  # whose sum is infinite
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("rows, count, width", [(100, 3000, 32), (10, 20000, 1), (3, 5000, 100)])
+def test_no_less_accurate_than_jax(dtype, rows, count, width):
+    data, ids = values((count, width), dtype), indices(rows, count, kind="zipf")
+    exact = scattered(np.add, np.zeros((rows, width), wide), ids.astype(np.int64), np.asarray(data).astype(wide))
+    ours, theirs = (np.abs(np.asarray(f(data, ids, rows)).astype(wide) - exact).max()
+                    for f in (jaxkern.segment_sum, jax.ops.segment_sum))
+    # Half a unit of the largest result is what rounding costs either way.
+    assert ours <= max(theirs, float(jnp.finfo(dtype).eps) * np.abs(exact).max() / 2), (ours, theirs)
+
+
+@every_reduction
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape, count", [((50,), 20000), ((3000, 40), 8000), ((7, 3000), 500), ((90000, 2), 30000)])
+def test_bitwise_reproducible(operation, dtype, shape, count):
+    x, source, index = values(shape, dtype), values((count, *shape[1:]), dtype, 2), indices(shape[0], count, kind="zipf")
+    runs = {np.asarray(run(operation, x, index, source)).tobytes() for _ in range(4)}
+    assert len(runs) == 1
+
+
+@every_reduction
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_nan_and_infinity_propagate_as_in_jax(operation, bad):
+    if operation == "segment_mean":
+        pytest.skip("jax.ops has no mean")
+    source = np.random.default_rng(0).normal(size=(40, 70)).astype(np.float32)
+    source[5, 3], source[7, 69], source[8, 3] = bad, bad, 1
+    index = indices(4, 40, kind="uniform")
+    index[7] = 9  # goes nowhere
+    x = np.zeros((4, 70), np.float32)
+    theirs = x_at_add(x, index, source) if operation == "index_add" else getattr(jax.ops, operation)(source, index, 4)
+    np.testing.assert_allclose(run(operation, x, index, source), theirs, rtol=1e-5, atol=1e-5)
+
+
+def x_at_add(x, index, source, **options):
+    return jnp.asarray(x).at[index].add(source, **options)
+
+
+# ---- index_select and embedding_lookup
+
+
+def assert_selected(found, x, index, axis, clip=False):
+    x = np.asarray(x)
+    at = numpy_rows(index, x.shape[axis], wrap=True, clip=clip)
+    want = np.take(x, np.maximum(at, 0), axis)
+    fill = np.nan if jnp.issubdtype(x.dtype, jnp.floating) else (
+        np.iinfo(x.dtype).max if x.dtype.kind == "u" else np.iinfo(x.dtype).min)
+    np.moveaxis(want, axis, 0)[at < 0] = fill
+    assert found.dtype == x.dtype
+    exact = wide if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype  # numpy knows no NaN of bfloat16
+    np.testing.assert_array_equal(np.asarray(found).astype(exact), want.astype(exact))
+
+
+@every_dtype
+@pytest.mark.parametrize("shape, axis, count", CASES)
+@pytest.mark.parametrize("mode", [None, "clip"])
+def test_select_against_numpy(dtype, shape, axis, count, mode):
+    with _compat.enable_x64("64" in dtype):
+        x, index = values(shape, dtype), indices(shape[axis], count)
+        assert_selected(jaxkern.index_select(x, axis, index, mode=mode), x, index, axis, clip=mode == "clip")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "complex64", "float8_e4m3fn"])
+@pytest.mark.parametrize("ids_shape", [(), (7,), (2, 3, 4), (0,), (3, 0)])
+def test_lookup_is_take(dtype, ids_shape):
+    table = values((11, 6), "float32").astype(dtype)
+    ids = jnp.asarray(np.random.default_rng(0).integers(-13, 14, ids_shape), jnp.int32)
+    found, want = jaxkern.embedding_lookup(table, ids), jnp.take(table, ids, axis=0)
+    assert found.dtype == want.dtype and found.shape == want.shape
+    np.testing.assert_array_equal(np.asarray(found.astype(jnp.complex64)), np.asarray(want.astype(jnp.complex64)))
+
+
+def test_gradient_of_a_lookup_is_written_once():
+    """A segment_sum, not an index_add onto zeros that are written first."""
+    table, ids = jnp.ones((20, 8)), jnp.arange(12).reshape(3, 4) % 5
+    gradient = jax.grad(lambda t: (jaxkern.embedding_lookup(t, ids) ** 2).sum())
+    text = str(jax.make_jaxpr(gradient)(table))
+    assert "jaxkern_segment_sum" in text and "jaxkern_index_add" not in text and "jaxkern_index_select" in text
+    np.testing.assert_array_equal(gradient(table), jax.grad(lambda t: (t[ids] ** 2).sum())(table))
+
+
+# ---- indices
+
+
+@every_reduction
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
+@pytest.mark.parametrize("rows", [5, 1000, 70000])
+def test_every_index_type(operation, index_dtype, x64, rows):
+    """The extremes of the type among them; 8 bits may count into more rows than they can name."""
+    with _compat.enable_x64(x64):
+        info = np.iinfo(index_dtype)
+        index = np.random.default_rng(0).integers(-min(rows, -int(info.min)), min(2 * rows, int(info.max)), 50)
+        index = np.concatenate([index.astype(index_dtype), np.array([info.min, info.max, 0, info.max - 1], index_dtype)])
+        x, source = jnp.zeros((rows, 3)), values((len(index), 3), "float32")
+        assert_reduced(operation, run_eager(operation, x, index, source), x, index, source)
+        assert_selected(jaxkern.index_select(values((rows, 3), "float32"), 0, index), values((rows, 3), "float32"), index, 0)
+
+
+def run_eager(operation, x, index, source):
+    if operation == "index_add":
+        return jaxkern.index_add(x, 0, index, source)
+    return getattr(jaxkern, operation)(source, index, x.shape[0])
+
+
+@pytest.mark.parametrize("index", [2**31, 2**32 + 1, 2**33, -(2**32) + 1, -(2**63), 2**63 - 1])
+@pytest.mark.parametrize("x64", [False, True])
+def test_indices_beyond_32_bits_go_nowhere(index, x64):
+    with _compat.enable_x64(x64):
+        index = np.array([index, 1], np.int64)
+        np.testing.assert_array_equal(jaxkern.segment_sum(jnp.ones(2), index, 3), [0, 1, 0])
+        np.testing.assert_array_equal(jaxkern.index_add(jnp.zeros(3), 0, index, jnp.ones(2)), [0, 1, 0])
+        assert np.isnan(jaxkern.embedding_lookup(jnp.ones(3), index)).tolist() == [True, False]
+
+
+MODES = [None, "drop", "fill", "clip", "promise_in_bounds", *(
+    m for m in GatherScatterMode if m.name in ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS"))]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rows", [1, 6])
+def test_modes_are_those_of_jax(mode, rows):
+    promised = "promise" in str(mode).lower()
+    index = jnp.asarray(indices(rows, 40) % rows if promised else indices(rows, 40))
+    x, source = values((rows, 3), "float32"), values((40, 3), "float32", 2)
+    same = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
+    same(jaxkern.index_add(x, 0, index, source, mode=mode), x.at[index].add(source, mode=mode))
+    for name in ("segment_sum", "segment_max", "segment_min"):
+        same(getattr(jaxkern, name)(source, index, rows, mode=mode), getattr(jax.ops, name)(source, index, rows, mode=mode))
+    same(jaxkern.index_select(x, 0, index, mode=mode), x.at[index].get(mode=mode or "fill"))
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_shape_axis_and_indices(data):
+    shape = tuple(data.draw(st.lists(st.sampled_from((0, 1, 2, 3, 5, 17)), min_size=1, max_size=4), label="shape"))
+    axis = data.draw(st.integers(-len(shape), len(shape) - 1), label="axis")
+    rows, count = shape[axis], data.draw(st.sampled_from((0, 1, 2, 7, 300)), label="count")
+    hint = data.draw(st.sampled_from(("none", "sorted", "unique", "both")), label="hint")
+    if hint in ("unique", "both"):
+        count = min(count, rows)
+        index = np.random.default_rng(count).permutation(rows)[:count]
+    else:
+        some = st.one_of(st.integers(-2 * rows - 1, 2 * rows), st.sampled_from((-(2**31), 2**31 - 1)))
+        index = np.array(data.draw(st.lists(some, min_size=count, max_size=count), label="index"), np.int64)
+        if hint == "sorted":
+            index = np.sort(np.abs(index) % max(rows, 1))
+    index = (np.sort(index) if hint == "both" else index).astype(np.int32)
+    options = dict(indices_are_sorted=hint in ("sorted", "both"), unique_indices=hint in ("unique", "both"))
+    dtype = data.draw(st.sampled_from(FLOATS + INTEGERS), label="dtype")
+    operation = data.draw(st.sampled_from(REDUCTIONS), label="operation")
+    if operation == "segment_mean" and dtype in INTEGERS:
+        operation = "segment_sum"
+    axis %= len(shape)
+    with _compat.enable_x64("64" in dtype):
+        x, source = values(shape, dtype), values((*shape[:axis], count, *shape[axis + 1 :]), dtype, 2)
+        assert_reduced(operation, run(operation, x, index, source, axis, **options), x, index, source, axis)
+        if rows:
+            assert_selected(jaxkern.index_select(x, axis, index), x, index, axis)
+
+
+@every_reduction
+@pytest.mark.parametrize("shape, count", [((4, 3), 0), ((0, 3), 5), ((4, 0), 5), ((0, 0), 0), ((0,), 0), ((2, 0, 3), 2)])
+def test_empty(operation, shape, count):
+    x, source, index = jnp.ones(shape, jnp.bfloat16), jnp.ones((count, *shape[1:]), jnp.bfloat16), indices(shape[0], count)
+    found = run(operation, x, index, source)
+    assert found.shape == shape
+    identity = {"segment_max": -np.inf, "segment_min": np.inf, "index_add": 1}.get(operation, 0)
+    if count == 0:
+        assert (np.asarray(found) == identity).all()
+    selected = jaxkern.index_select(x, 0, index)
+    assert selected.shape == source.shape and (shape[0] != 0 or np.isnan(np.asarray(selected, np.float32)).all())
+    gradient = jax.grad(lambda x: jaxkern.index_select(x, 0, index, mode="clip").astype(jnp.float32).sum())(x)
+    assert gradient.shape == shape
+
+
+# ---- like jax.ops
+
+
+@pytest.mark.parametrize("name", ["segment_sum", "segment_max", "segment_min"])
+def test_segments_without_a_number(name):
+    data, ids = values((9, 2), "float32"), np.array([0, 3, 1, 1, 0, 3, -1, 2, 2])
+    ours, theirs = (getattr(m, name)(data, ids) for m in (jaxkern, jax.ops))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    assert getattr(jaxkern, name)(jnp.ones(0), jnp.zeros(0, int)).shape == (0,)
+    assert jaxkern.segment_sum(jnp.ones(2), np.array([127, 0], np.int8)).shape == (128,)
+    assert jaxkern.segment_sum(jnp.ones(2), np.array([-4, -2])).shape == (0,)
+
+
+@pytest.mark.parametrize("data_shape, ids_shape", [((1,), (6,)), ((), (4,)), ((3, 2), ()), ((1, 2), (5,)), ((3,), (2, 3))])
+def test_segments_broadcast_as_in_jax(data_shape, ids_shape):
+    data = values(data_shape, "float32")
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 3, ids_shape))
+    try:
+        want = jax.ops.segment_sum(data, ids, 3)
+    except (ValueError, TypeError):
+        with pytest.raises(ValueError, match="does not fit segment_ids"):
+            jaxkern.segment_sum(data, ids, 3)
+    else:
+        np.testing.assert_allclose(jaxkern.segment_sum(data, ids, 3), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "bool", "complex64", "float8_e4m3fn", "uint64"])
+def test_other_types_run_through_xla(dtype):
+    with _compat.enable_x64(dtype == "uint64"):
+        data = jnp.asarray(np.random.default_rng(0).integers(0, 2, (30, 4)), jnp.float32).astype(dtype)
+        ids = jnp.asarray(indices(5, 30))
+        for name in ("segment_sum", "segment_max", "segment_min"):
+            if dtype == "complex64" and name != "segment_sum":
+                continue
+            ours, theirs = (np.asarray(getattr(m, name)(data, ids, 5).astype(jnp.complex64)) for m in (jaxkern, jax.ops))
+            np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("bucket_size", [1, 7, 1000])
+def test_buckets(bucket_size):
+    data, ids = values((50, 3), "float32"), indices(6, 50, kind="uniform")
+    ours, theirs = (m.segment_sum(data, ids, 6, bucket_size=bucket_size) for m in (jaxkern, jax.ops))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("x_dtype, source_dtype", [
+    ("bfloat16", "float32"), ("float32", "bfloat16"), ("float32", "int32"), ("int32", "int8"), ("float16", "bfloat16"),
+    ("float32", "bool"), ("int32", "uint8")])
+def test_types_promote_as_in_jax(x_dtype, source_dtype):
+    x, source = values((5, 4), "float32").astype(x_dtype), (values((9, 4), "float32", 2) * 3).astype(source_dtype)
+    index = indices(5, 9, kind="uniform")
+    ours, theirs = jaxkern.index_add(x, 0, index, source), x.at[index].add(source)
+    assert ours.dtype == theirs.dtype
+    np.testing.assert_allclose(*(np.asarray(a.astype(jnp.float32)) for a in (ours, theirs)), rtol=2e-2)
+
+
+def test_numpy_and_scalars_are_arrays():
+    assert jaxkern.index_add(np.zeros(3), 0, np.array([1]), np.ones(1)).tolist() == [0, 1, 0]
+    assert jaxkern.index_add(jnp.zeros(3), np.int64(-1), np.array([1]), np.ones(1), alpha=np.float64(2)).tolist() == [0, 2, 0]
+    assert jaxkern.embedding_lookup(jnp.arange(3), 1) == 1
+
+
+# ---- what XLA makes of it
+
+
+def on_this_platform():
+    module = _registry.status["cuda" if ON_GPU else "cpu"]
+    if module.module is None:
+        pytest.skip(module.reason)
+
+
+def test_donated_x_is_updated_in_place():
+    on_this_platform()
+    x, index, source = jnp.ones((500, 64)), jnp.zeros(7, jnp.int32), jnp.ones((7, 64))
+    f = jax.jit(lambda x, i, s: jaxkern.index_add(x, 0, i, s), donate_argnums=0)
+    compiled = f.lower(x, index, source).compile()
+    text = compiled.as_text()
+    assert "input_output_alias={ {}: (0, {}, may-alias)" in text.replace("must-alias", "may-alias"), text
+    assert "copy(" not in text and text.count("jaxkern_index_add") >= 1
+    where = x.unsafe_buffer_pointer()
+    y = f(x, index, source)
+    assert x.is_deleted() and y.unsafe_buffer_pointer() == where
+    assert y[0, 0] == 8 and y[1, 0] == 1
+
+
+def test_what_is_not_donated_is_left_alone():
+    x = jnp.ones((50, 4))
+    f = jax.jit(lambda x: (jaxkern.index_add(x, 0, jnp.zeros(3, jnp.int32), jnp.ones((3, 4))), x))
+    y, same = f(x)
+    assert (x == 1).all() and (same == 1).all() and y[0, 0] == 4
+
+
+def test_backend_is_the_one_under_test():
+    """On a machine with both modules no operation silently runs through XLA."""
+    on_this_platform()
+    index = jnp.zeros(3, jnp.int8)
+    for dtype in ("float16", "bfloat16", "float32", "int32", "uint32"):
+        x = jnp.ones((3, 5), dtype)
+        for name, f in {"index_add": lambda x: jaxkern.index_add(x, 0, index, x),
+                        "index_select": lambda x: jaxkern.index_select(x, 0, index),
+                        **{n: functools.partial(getattr(jaxkern, n), segment_ids=index, num_segments=4)
+                           for n in ("segment_sum", "segment_max", "segment_min")}}.items():
+            assert f"jaxkern_{name}" in jax.jit(f).lower(x).as_text()
+
+
+# ---- bad input
+
+
+def add(x=((3, 4), "float32"), axis=0, index=((2,), "int32"), source=((2, 4), "float32"), **options):
+    one = lambda a: jnp.ones(*a) if isinstance(a, tuple) else a
+    return lambda: jaxkern.index_add(one(x), axis, one(index), one(source), **options)
+
+
+def total(data=((2, 4), "float32"), ids=((2,), "int32"), n=3, **options):
+    one = lambda a: jnp.ones(*a) if isinstance(a, tuple) else a
+    return lambda: jaxkern.segment_sum(one(data), one(ids), n, **options)
+
+
+@pytest.mark.parametrize("call, kind, words", [
+    (add(index=((2,), "float32")), TypeError, ["index_add: index must be of an integer type", "float32[2]"]),
+    (add(index=((2,), "bool")), TypeError, ["index must be of an integer type", "bool[2]"]),
+    (add(index=((2, 1), "int32")), ValueError, ["index must have one dimension", "(2, 1)"]),
+    (add(index=[0, 1]), TypeError, ["index must be an array", "list"]),
+    (add(x=[1.0]), TypeError, ["x must be an array", "list"]),
+    (add(source=((2, 5), "float32")), ValueError, ["source must have shape (2, 4)", "(3, 4)", "(2,)", "(2, 5)"]),
+    (add(source=((3, 4), "float32")), ValueError, ["source must have shape (2, 4)", "(3, 4)"]),
+    (add(axis=2), ValueError, ["axis 2 is out of bounds", "(3, 4)"]),
+    (add(axis=-3), ValueError, ["axis -3 is out of bounds", "(3, 4)"]),
+    (add(axis=0.0), TypeError, ["axis must be an int", "0.0"]),
+    (add(x=1.0), ValueError, ["axis 0 is out of bounds", "()"]),
+    (add(mode="wrap"), ValueError, ["mode", "'wrap'", "'clip'"]),
+    (add(mode=["clip"]), ValueError, ["mode", "['clip']"]),
+    (add(mode=GatherScatterMode.ONE_HOT), ValueError, ["mode", "ONE_HOT"]),
+    (add(x=((3, 4), "int32")), TypeError, ["source of type float32", "int32"]),
+    (add(alpha=jnp.ones(2)), ValueError, ["alpha must be a scalar", "(2,)"]),
+    (add(alpha=1j), TypeError, ["alpha of type complex64", "float32"]),
+    (add(x=((3, 4), "int32"), source=((2, 4), "int32"), alpha=0.5), TypeError, ["alpha of type float32", "int32"]),
+    (add(x=jax.random.key(0)), TypeError, ["x must be an array", "key"]),
+    (total(ids=((2,), "float32")), TypeError, ["segment_sum: segment_ids must be of an integer type", "float32[2]"]),
+    (total(ids=((2,), "float32"), n=None), TypeError, ["segment_ids must be of an integer type", "float32[2]"]),
+    (total(ids=((3,), "int32")), ValueError, ["(2, 4)", "(3,)"]),
+    (total(n=-1), ValueError, ["num_segments must not be negative", "-1"]),
+    (total(n=2.5), TypeError, ["num_segments must be an int", "2.5"]),
+    (total(bucket_size=0), ValueError, ["bucket_size", "0"]),
+    (total(mode="no"), ValueError, ["mode", "'no'"]),
+    (lambda: jax.jit(jaxkern.segment_sum)(jnp.ones(3), jnp.zeros(3, int)), TypeError, ["num_segments must be given", "int32[3]"]),
+    (lambda: jax.jit(jaxkern.segment_sum)(jnp.ones(3), jnp.zeros(3, int), 4), TypeError, ["num_segments must be an int"]),
+    (lambda: jaxkern.embedding_lookup(jnp.ones((3, 2)), jnp.ones(2)), TypeError, ["embedding_lookup: ids", "float32[2]"]),
+    (lambda: jaxkern.embedding_lookup(jnp.ones(()), jnp.ones(2, int)), ValueError, ["table", "()"]),
+    (lambda: jaxkern.index_select(jnp.ones(3), 1, jnp.ones(2, int)), ValueError, ["index_select: axis 1", "(3,)"]),
+    (lambda: jaxkern.index_select(jnp.ones(3), 0, jnp.ones((), int)), ValueError, ["index must have one dimension", "()"]),
+])
+def test_bad_input(call, kind, words):
+    with pytest.raises(kind) as error:
+        call()
+    message = str(error.value)
+    assert message.startswith("jaxkern.") and all(word in message for word in words), message
+
+
+# ---- plans
+
+
+def test_plans_are_forced_on_what_they_are_for():
+    x, index = jnp.ones((3, 4)), jnp.zeros(2, jnp.int32)
+    gradient = jax.grad(lambda x: jaxkern.index_select(x, 0, index).sum())
+    with tiers.force("sort"):
+        text = str(jax.make_jaxpr(gradient)(x))
+        assert "plan='sort'" in text and "plan='auto'" in text  # the gather's own
+        assert "tier=auto" in str(jax.make_jaxpr(jaxkern.softmax)(x))
+    with tiers.force("gather"):
+        assert "plan='gather'" in str(jax.make_jaxpr(gradient)(x)).split("segment_sum")[0]
+    assert "plan='sort'" not in str(jax.make_jaxpr(gradient)(x))
+    with pytest.raises(ValueError, match="no tier 'sorts', there are sub_warp"), tiers.force("sorts"):
+        pass
+
+
+@needs_cpu_module
+def test_plan_query_needs_no_gpu():
+    for device, dtype, rows, count, inner in itertools.product(
+            (tiers.H200, tiers.A100), FLOATS + INTEGERS, (1, 1000, 1 << 20), (1, 1000, 1 << 20), (1, 7, 128)):
+        for op in ("index_add", "segment_sum", "segment_max", "segment_min", "index_select"):
+            problem = dict(rows=rows, count=count, inner=inner, dtype=dtype, op=op, device=device)
+            plan = tiers.index_add(**problem)
+            assert plan in tiers.PLANS and tiers.index_add_fits(plan, **problem)
+            assert (plan == "gather") == (op == "index_select") and plan != "atomic"
+    for words, call in {"complex64": lambda: tiers.index_add(1, 1, dtype="complex64"),
+                        "float32": lambda: tiers.index_add(1, 1, index_dtype="float32"),
+                        "positive": lambda: tiers.index_add(0, 1),
+                        "no plan 'sorts'": lambda: tiers.index_add_fits("sorts", 1, 1)}.items():
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+@needs_cpu_module
+def test_scratch_is_index_bytes_and_never_the_source():
+    for rows, count, inner in ((128256, 16384, 4096), (169343, 1166243, 128), (1 << 20, 64 << 20, 1)):
+        query, _ = tiers.index_query(rows, count, inner)
+        assert 0 <= query.scratch_bytes("auto") <= max(64 * count, count * inner)
+
+
+@pytest.mark.gpu
+@needs_cpu_module
+@pytest.mark.parametrize("plan", tiers.PLANS)
+@pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
+@pytest.mark.parametrize("operation", [*REDUCTIONS, "index_select"])
+def test_every_plan(plan, dtype, operation):
+    """Each plan where it fits, at sizes around its edges, right and the same every time."""
+    if operation == "segment_mean" and dtype in INTEGERS:
+        pytest.skip("the mean of integers is another type")
+    hints = dict(indices_are_sorted=plan == "sorted", unique_indices=plan == "unique", deterministic=plan != "atomic")
+    if operation != "index_add":
+        hints.pop("deterministic")
+    asked = {"segment_mean": "segment_sum"}.get(operation, operation)
+    for rows, count, inner in itertools.product((1, 31, 1000, 70000), (1, 33, 1024, 5000, 70001), (1, 3, 8, 33, 128, 1000)):
+        if plan == "unique" and count > rows or count * inner > 1 << 22:
+            continue
+        if not tiers.index_add_fits(plan, rows, count, inner, dtype, op=asked, **hints):
+            continue
+        with _compat.enable_x64("64" in dtype), tiers.force(plan):
+            x, source = values((rows, inner), dtype), values((count, inner), dtype, 2)
+            index = indices(rows, count, kind="sorted" if plan == "sorted" else "wild")
+            if plan == "unique":
+                index = np.random.default_rng(0).permutation(rows)[:count].astype(np.int32)
+            if operation == "index_select":
+                assert_selected(jaxkern.index_select(x, 0, index), x, index, 0)
+                continue
+            runs = [run(operation, x, index, source, **hints) for _ in range(2)]
+            assert_reduced(operation, runs[0], x, index, source)
+            assert plan == "atomic" or np.asarray(runs[0]).tobytes() == np.asarray(runs[1]).tobytes()
+
+
+@pytest.mark.gpu
+@needs_cpu_module
+def test_a_plan_that_does_not_fit_is_an_error():
+    with tiers.force("sorted"), pytest.raises(Exception, match="jaxkern.segment_sum.*sorted"):
+        jax.block_until_ready(jaxkern.segment_sum(jnp.ones(5), jnp.zeros(5, int), 3))

@@ -1,0 +1,275 @@
+"""The index_add family under every JAX transformation, against plain jnp under the same one."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from test_transforms import AXIS, OUTSIDE_JIT, SHAPE, TRANSFORMATIONS, assert_same, compiled, equations, inputs
+
+import jaxkern
+from jaxkern import _registry
+
+ROWS = SHAPE[AXIS]
+INDEX = jnp.array([2, 0, 2, -3], jnp.int8)  # as many as rows, so that every operation keeps the shape; none of row 3
+IDS = INDEX % ROWS
+ALPHA = 0.7
+
+
+def at(x):
+    return x.at[:, INDEX]
+
+
+def segments(module, name, s):
+    """Along the axis, by vmap."""
+    reduced = jax.vmap(lambda s: getattr(module, name)(s, IDS, ROWS))(s)
+    return jnp.where(jnp.isfinite(reduced), reduced, 0)
+
+
+def mean(s):
+    count = jax.ops.segment_sum(jnp.ones(ROWS), IDS, ROWS)[:, None]
+    return segments(jax.ops, "segment_sum", s) / jnp.maximum(count, 1)
+
+
+def ties(s):
+    """Rows that are equal: 0 and 2 go to the same."""
+    return s.at[:, 2].set(s[:, 0])
+
+
+# name -> (ours, theirs): functions of one array, to one of its shape
+FUNCTIONS = {
+    "index_add, x": (lambda x: jaxkern.index_add(x, 1, INDEX, SOURCE(), alpha=ALPHA), lambda x: at(x).add(ALPHA * SOURCE())),
+    "index_add, source": (lambda s: jaxkern.index_add(SOURCE(), 1, INDEX, s), lambda s: at(SOURCE()).add(s)),
+    "index_add, all": (lambda s: jaxkern.index_add(s, 1, INDEX, jnp.cos(s), alpha=s.mean()),
+                       lambda s: at(s).add(jnp.cos(s) * s.mean())),
+    "index_select": (lambda x: jaxkern.index_select(x, 1, INDEX), lambda x: x[:, INDEX]),
+    "index_select, filled": (lambda x: jnp.nan_to_num(jaxkern.index_select(x, 1, INDEX + 2)),
+                             lambda x: at(x).get(mode="fill", fill_value=0) * 0 + x.at[:, INDEX + 2].get(mode="fill", fill_value=0)),
+    "segment_sum": (lambda s: segments(jaxkern, "segment_sum", s), lambda s: segments(jax.ops, "segment_sum", s)),
+    "segment_mean": (lambda s: segments(jaxkern, "segment_mean", s), mean),
+    "segment_max": (lambda s: segments(jaxkern, "segment_max", s), lambda s: segments(jax.ops, "segment_max", s)),
+    "segment_min": (lambda s: segments(jaxkern, "segment_min", s), lambda s: segments(jax.ops, "segment_min", s)),
+    "segment_max, ties": (lambda s: segments(jaxkern, "segment_max", ties(s)),
+                          lambda s: segments(jax.ops, "segment_max", ties(s))),
+}
+
+
+def SOURCE():
+    return jnp.asarray(np.random.default_rng(3).normal(size=SHAPE))
+
+
+def curved(f):
+    """Not linear, so that no derivative is zero for want of something to derive."""
+    return lambda x: f(jnp.sin(x) + 0.3 * x * x)
+
+
+# Every transformation of two functions that use all rules between them; the others under one of each kind.
+PAIRS = [(name, f) for name in TRANSFORMATIONS for f in ("index_add, all", "segment_max, ties")] + [
+    (name, f) for name in ("eager", "grad", "jvp", "hessian", "linear_transpose of vjp", "vmap of grad", "grad of scan")
+    for f in FUNCTIONS if f not in ("index_add, all", "segment_max, ties")]
+
+
+@pytest.mark.parametrize("name, function", PAIRS)
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_transformation(name, function, x64):
+    x, t = inputs()
+    whole = (lambda run: run) if name in OUTSIDE_JIT else jax.jit
+    ours, theirs = (whole(functools.partial(TRANSFORMATIONS[name], curved(f)))(x, t) for f in FUNCTIONS[function])
+    assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(theirs)) > 1e-3  # or nothing is compared
+    assert_same(ours, theirs)
+
+
+# ---- vmap
+
+
+@pytest.mark.parametrize("x_at, index_at, source_at, alpha_at", [
+    (0, 0, 0, None), (2, 1, 1, None), (None, 0, 0, None), (0, None, 0, None), (3, None, 1, None), (0, 0, None, None),
+    (0, None, None, None), (None, 0, None, None), (None, None, 2, None), (None, None, None, 0), (1, 0, 2, 0), (3, 1, 0, None)])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_vmap_of_every_operand(x_at, index_at, source_at, alpha_at, axis, x64):
+    """Against a loop, gradients too: the batch may lie anywhere, in any of the operands."""
+    rng, size, count = np.random.default_rng(0), 2, 6
+    stack = lambda shape, at, draw: jnp.asarray(draw(shape if at is None else (*shape[:at], size, *shape[at:])))
+    shape = (3, 4, 5)
+    x = stack(shape, x_at, lambda s: rng.normal(size=s))
+    index = stack((count,), index_at, lambda s: rng.integers(-6, 7, s))
+    source = stack((*shape[:axis], count, *shape[axis + 1 :]), source_at, lambda s: rng.normal(size=s))
+    alpha = stack((), alpha_at, lambda s: rng.normal(size=s))
+
+    def everything(x, index, source, alpha):
+        add = lambda x, source, alpha: jnp.sin(jaxkern.index_add(x, axis, index, source, alpha=alpha))
+        y, pull = jax.vjp(add, x, source, alpha)
+        plain = jnp.sin(jaxkern.index_add(x, axis, index, source))
+        z, pull_select = jax.vjp(lambda x: jaxkern.index_select(x, axis, index, mode="clip"), x)
+        return y, pull(jnp.cos(y)), plain, z, pull_select(jnp.cos(z))
+
+    check_batched(everything, (x_at, index_at, source_at, alpha_at), x, index, source, alpha)
+
+
+@pytest.mark.parametrize("source_at, index_at", [(0, 0), (1, 0), (2, 1), (None, 0), (0, None), (1, None), (2, None)])
+@pytest.mark.parametrize("name", ["segment_sum", "segment_mean", "segment_max", "segment_min"])
+def test_vmap_of_segments(source_at, index_at, name, x64):
+    rng, size = np.random.default_rng(0), 3
+    stack = lambda shape, at, draw: jnp.asarray(draw(shape if at is None else (*shape[:at], size, *shape[at:])))
+    source = stack((6, 5), source_at, lambda s: rng.normal(size=s))
+    index = stack((6,), index_at, lambda s: rng.integers(-1, 5, s))
+
+    def both(source, index):
+        y, pull = jax.vjp(lambda s: getattr(jaxkern, name)(s, index, 4), source)
+        y = jnp.where(jnp.isfinite(y), y, 0)
+        return y, pull(jnp.cos(y))
+
+    check_batched(both, (source_at, index_at), source, index)
+
+
+def check_batched(f, in_axes, *operands):
+    batched, single = jax.jit(jax.vmap(f, in_axes))(*operands), jax.jit(f)
+    take = lambda a, at, k: a if at is None else jnp.take(a, k, at)
+    size = next(a.shape[at] for a, at in zip(operands, in_axes) if at is not None)
+    for k in range(size):
+        assert_same(jax.tree.map(lambda b: b[k], batched), single(*(take(a, at, k) for a, at in zip(operands, in_axes))))
+
+
+AXES = [(0, 0, 0), (None, 0, None), (0, None, 0), (1, 1, 1), (None, 0, 0)]
+
+
+@pytest.mark.parametrize("outer", AXES)
+@pytest.mark.parametrize("inner", AXES)
+def test_nested_vmap(inner, outer, x64):
+    """Batches of indices over shared ones over batches of them, against a loop in a loop."""
+    rng, sizes = np.random.default_rng(0), (2, 3)
+
+    def stacked(shape, i, o):
+        for at, size in ((i, sizes[0]), (o, sizes[1])):
+            shape = shape if at is None else (*shape[:at], size, *shape[at:])
+        return shape
+
+    shapes = [stacked(s, i, o) for s, i, o in zip(((4, 3), (5,), (5, 3)), inner, outer)]
+    x, source = jnp.asarray(rng.normal(size=shapes[0])), jnp.asarray(rng.normal(size=shapes[2]))
+    index = jnp.asarray(rng.integers(-5, 6, shapes[1]))
+
+    def f(x, index, source):
+        y = jaxkern.index_add(x, 0, index, source)
+        back = jax.vjp(lambda s: jaxkern.segment_sum(s, index, 4), source)[1](x)
+        return y, jaxkern.index_select(x, 0, index, mode="clip"), jaxkern.segment_sum(source, index, 4), back
+
+    batched = jax.jit(jax.vmap(jax.vmap(f, inner), outer))(x, index, source)
+    single, take = jax.jit(f), lambda a, at, k: a if at is None else jnp.take(a, k, at)
+    for o, i in np.ndindex(sizes[1], sizes[0]):
+        operands = [take(take(a, ao, o), ai, i) for a, ai, ao in zip((x, index, source), inner, outer)]
+        assert_same(jax.tree.map(lambda b: b[o, i], batched), single(*operands))
+
+
+def test_vmap_moves_and_repeats_nothing():
+    """Shared indices stay one index, whatever the batch; a source shared by a batch of indices stays one source."""
+    x, index, source, ids = jnp.ones((4, 7, 5)), jnp.zeros(6, jnp.int32), jnp.ones((4, 6, 5)), jnp.zeros((4, 6), jnp.int32)
+    jaxpr = str(jax.make_jaxpr(jax.vmap(lambda x, i, s: jaxkern.index_add(x, 0, i, s), (0, None, 0)))(x, index, source))
+    assert "transpose" not in jaxpr and "broadcast" not in jaxpr and "i32[4,6]" not in jaxpr
+    jaxpr = str(jax.make_jaxpr(jax.vmap(lambda s, i: jaxkern.segment_sum(s, i, 7), (None, 0)))(source[0], ids))
+    assert "f32[4,6,5]" not in jaxpr and "f32[4,7,5]" in jaxpr
+    jaxpr = str(jax.make_jaxpr(jax.vmap(jaxkern.embedding_lookup, (None, 0)))(x[0], ids))
+    assert "f32[4,7,5]" not in jaxpr and "f32[24,5]" in jaxpr and jaxpr.count("jaxkern_index_select") == 1
+
+
+# ---- what becomes of it
+
+
+@pytest.mark.parametrize("f, names", [
+    (lambda x: jaxkern.index_add(x, 1, INDEX, x), ["jaxkern_index_add"]),
+    (lambda x: jaxkern.index_select(x, -1, INDEX), ["jaxkern_index_select"]),
+    (lambda x: jaxkern.segment_sum(x, np.arange(3), 7), ["jaxkern_segment_sum"]),
+    (lambda x: jaxkern.segment_max(x, np.arange(3), 7), ["jaxkern_segment_max"])])
+def test_jaxpr_is_one_primitive(f, names):
+    assert [e.primitive.name for e in equations(jax.make_jaxpr(f)(jnp.ones(SHAPE)).jaxpr)] == names
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_training_step_moves_nothing(dtype, axis):
+    """A lookup and its gradient along any axis: one kernel each, without a transpose or a copy of the array."""
+    platform = {"cpu": "cpu", "gpu": "cuda"}[jax.default_backend()]
+    if _registry.status[platform].module is None:
+        pytest.skip(_registry.status[platform].reason)
+    x, index = jnp.ones((40, 50, 60), dtype), jnp.zeros(33, jnp.int32)
+    loss = lambda x, w: (jaxkern.index_select(x, axis, index) * w).sum()
+    text = compiled(jax.value_and_grad(loss), x, jaxkern.index_select(x, axis, index))
+    assert text.count('custom_call_target="jaxkern_') == 2
+    # A copy of a scalar is the loss on its way out.
+    assert not [line for line in re.findall(r"= (\S+) (?:transpose|copy)\(", text) if re.search(r"\[\d", line)]
+
+
+def test_types_survive():
+    x, index = jnp.ones((4, 3), jnp.bfloat16), jnp.array([1, 1, 2])
+    for f in (lambda x: jaxkern.index_add(x, 0, index, x[:3], alpha=x[0, 0]), lambda x: jaxkern.index_select(x, 0, index),
+              lambda x: jaxkern.segment_mean(x[:3], index, 4), lambda x: jaxkern.segment_max(x[:3], index, 4)):
+        everything = lambda x: [f(x), jax.jvp(f, (x,), (x,)), jax.vjp(f, x)[1](f(x)), jax.hessian(lambda x: f(x).sum())(x)]
+        leaves = jax.tree.leaves(jax.eval_shape(everything, x))
+        assert {leaf.dtype for leaf in leaves} == {x.dtype}
+    assert not jax.eval_shape(lambda s: jaxkern.index_add(s[None], 0, index[:1], s[None]), 1.0).weak_type
+
+
+def test_integers_have_no_derivative():
+    x = jnp.arange(4)
+    f = lambda w: (jaxkern.segment_sum(x, x, 4) * w).sum() + (jaxkern.index_add(x, 0, x, x) * w).sum()
+    assert jax.grad(f)(2.0) == 18
+    gradient = jax.grad(lambda x, i: jaxkern.index_select(x, 0, i).sum(), (0, 1), allow_int=True)(jnp.ones(4), x)
+    assert gradient[1].dtype == jax.dtypes.float0 and (gradient[0] == 1).all()
+
+
+def test_linear_transpose(x64):
+    x, t = inputs((4, 3))
+    for f in (lambda s: jaxkern.index_add(x, 0, INDEX, s, alpha=ALPHA) - x, lambda x: jaxkern.index_select(x, 0, INDEX),
+              lambda s: jaxkern.segment_sum(s, INDEX, 4), lambda s: jaxkern.index_add(s, 0, INDEX, s)):
+        (transposed,) = jax.linear_transpose(f, x)(t) if f(0 * x).any() == 0 else (None,)
+        np.testing.assert_allclose(jnp.vdot(f(x), t), jnp.vdot(x, transposed))
+    (of_alpha,) = jax.linear_transpose(lambda a: jaxkern.index_add(0 * x, 0, INDEX, x, alpha=a), 1.0)(t)
+    np.testing.assert_allclose(of_alpha, jnp.vdot(x, t[INDEX]))
+
+
+def test_nans_are_found_in_debug_mode():
+    with jax.debug_nans(True):
+        assert jaxkern.index_select(jnp.ones(3), 0, jnp.array([1])) == 1
+        with pytest.raises(FloatingPointError):
+            jaxkern.index_select(jnp.ones(3), 0, jnp.array([5]))
+
+
+def test_symbolic_shapes_export_and_run():
+    """One exported program for every number of rows and indices, and for a platform that has no kernel."""
+    rows, count = export.symbolic_shape("rows, count")
+    names = ("index_add", "segment_sum", "segment_max", "index_select")
+    here = {"cpu": "cpu", "gpu": "cuda"}[jax.default_backend()]
+
+    def f(x, i):
+        y = jaxkern.index_select(x, 0, i)
+        return jaxkern.index_add(x, 0, i, y) + jaxkern.segment_sum(y, i, x.shape[0]) + jaxkern.segment_max(y, i, x.shape[0])
+
+    f = jax.jit(f)
+    exported = export.export(
+        f, platforms=[here, "tpu"], disabled_checks=[export.DisabledSafetyCheck.custom_call(f"jaxkern_{n}") for n in names])(
+        jax.ShapeDtypeStruct((rows, 7), jnp.float32), jax.ShapeDtypeStruct((count,), jnp.int32))
+    for n, c in ((1, 5), (4, 2)):
+        x, i = jax.random.normal(jax.random.key(n), (n, 7)), jnp.arange(c) % n
+        np.testing.assert_array_equal(exported.call(x, i), f(x, i))
+
+
+@pytest.mark.gpu
+def test_command_buffers_and_scan():
+    """Runs inside a CUDA graph: many calls in one program, twice, with other data the second time."""
+    index = jnp.arange(5000) % 37
+
+    def program(x):
+        def step(c, k):
+            c = jaxkern.index_add(c, 0, (index + k) % 64, jnp.sin(c)[index]) * 0.5
+            return c, jax.grad(lambda c: (jaxkern.index_select(c, 0, index) ** 2).sum())(c).sum()
+
+        return jax.lax.scan(step, x, jnp.arange(9))
+
+    f = jax.jit(program)
+    for seed in (0, 1):
+        x = jax.random.normal(jax.random.key(seed), (64, 16))
+        with jax.disable_jit():
+            want = program(x)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), f(x), want)
