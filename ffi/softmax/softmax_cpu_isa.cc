@@ -22,6 +22,7 @@
 #include "softmax_cpu_isa.h"
 
 #include "common/simd.h"
+#include "softmax_cpu_narrow.h"
 
 namespace jaxkern {
 namespace JAXKERN_ISA {
@@ -49,6 +50,7 @@ struct Kernel {
   using C = Compute<T>;
   using V = Vec<C>;
   using D = Vec<double>;
+  using FactorsOfRows = Factors<C>;
   static constexpr int W = kLanes<C>;  // of a register
   static constexpr int L = K * W;      // of a block
   static constexpr int64_t kChunkSteps = kChunkBytes / (L * sizeof(T));
@@ -223,17 +225,23 @@ struct Kernel {
 
   // --- The statistics of steps [begin, end) of `count` strips ---
   // One thing for every strip before the next for any, so that the CPU overlaps strips. `kept`, where
-  // there is one, gets exp(x - maximum), a block of scales and one of fractions a step.
+  // there is one, gets exp(x - maximum), a block of scales and one of fractions a step. The cache is
+  // told of what will be read `ahead` elements from here, while the exponentials keep it idle.
   static JAXKERN_OUTLINE void Reduce(const SoftmaxArgs& a, const Strip* strips, int count, int64_t begin, int64_t end,
-                                     double* stats, C* kept) {
+                                     double* stats, C* kept, int64_t ahead) {
     if constexpr (kBackward) {
       for (int j = 0; j < count; ++j) ReduceGradient(a, strips[j], begin, end, stats + j);
     } else {
       for (int j = 0; j < count; ++j) ReduceMax(a, strips[j], begin, end, stats + j);
       for (int j = 0; j < count; ++j) {
-        ReduceExp(a, strips[j], begin, end, stats + j, kept ? kept + j * (end - begin) * 2 * L : nullptr);
+        ReduceExp(a, strips[j], begin, end, stats + j, kept ? kept + j * (end - begin) * 2 * L : nullptr, ahead);
       }
     }
+  }
+
+  // A hint, which may point anywhere.
+  static JAXKERN_INLINE void Prefetch(const T* p) {
+    for (int byte = 0; byte < L * int(sizeof(T)); byte += 64) __builtin_prefetch(reinterpret_cast<const char*>(p) + byte);
   }
 
   static JAXKERN_INLINE void ReduceMax(const SoftmaxArgs& a, const Strip& s, int64_t begin, int64_t end,
@@ -259,7 +267,7 @@ struct Kernel {
   }
 
   static JAXKERN_INLINE void ReduceExp(const SoftmaxArgs& a, const Strip& s, int64_t begin, int64_t end,
-                                       double* stats, C* kept) {
+                                       double* stats, C* kept, int64_t ahead) {
     const T* x = static_cast<const T*>(a.a) + s.base;
     const int padded = PaddedRows(a);
     const auto reference_of = [&](int r) { return C(stats[r] == -kInf ? 0 : stats[r]); };
@@ -276,6 +284,7 @@ struct Kernel {
       const int n = s.Valid(t);
       Block b = LoadBlock(s, x, t, n, Nothing());
       Apply(s, t, n, &b, Nothing());
+      if constexpr (kRow) Prefetch(x + t * s.step + ahead);
       if (kKeeps && kept) {
         for (int k = 0; k < K; ++k) {
           const Exponential<V> e = ExpParts<C>(b.v[k] - reference[kRow ? 0 : k]);
@@ -391,11 +400,29 @@ struct Kernel {
     std::memcpy(p, &v, sizeof v);
   }
 
+  // The output from x or y, g, and exp(x - p), as far as the operation has them.
+  static JAXKERN_INLINE V Output(V x, V g, const Exponential<V>& e, V p, V q, V r) {
+    if constexpr (kBackward) {
+      const V dx = kLog ? Fma(-Exp<C>(x), p, g) : x * ((g - p) - q);
+      return r == V{} ? V{} : dx;
+    } else if constexpr (kLog) {
+      const V y = x - p, u = y - x;
+      V rest = (x - (y - u)) + (-p - u);  // TwoSum: y + rest is x - p exactly
+      rest = y == Splat(C(-kInf)) ? V{} : rest;
+      return y + ((rest - r) - q);
+    } else if constexpr (kHasFma) {
+      const V scale = e.scale * q, rest = e.scale * r;
+      return scale + Fma(scale, e.fraction, Fma(rest, e.fraction, rest));
+    } else {
+      return e.Rounded() / q;
+    }
+  }
+
   // --- The output of steps [begin, end) ---
   // Up to `writable` elements from the strip's first, what is stored beyond the last step does not
   // matter: this thread writes it later.
   static JAXKERN_OUTLINE void Write(const SoftmaxArgs& a, const Strip& s, int64_t begin, int64_t end,
-                                    const Factors<C>& factors, int index, const C* kept, int64_t writable) {
+                                    const Factors<C>& factors, int index, const C* kept, int64_t writable, int64_t ahead) {
     constexpr int F = kRow ? 1 : K;
     V p[F], q[F], r[F];
     for (int k = 0; k < F; ++k) {
@@ -414,28 +441,15 @@ struct Kernel {
       if constexpr (kBackward) d = LoadBlock(s, g, t, n, V{});
       for (int k = 0; k < K; ++k) {
         const int f = kRow ? 0 : k;
-        if constexpr (kBackward) {
-          b.v[k] = kLog ? Fma(-Exp<C>(b.v[k]), p[f], d.v[k]) : b.v[k] * ((d.v[k] - p[f]) - q[f]);
-          b.v[k] = r[f] == V{} ? V{} : b.v[k];
-        } else if constexpr (kLog) {
-          const V y = b.v[k] - p[f], u = y - b.v[k];
-          V rest = (b.v[k] - (y - u)) + (-p[f] - u);  // TwoSum: y + rest is x - p exactly
-          rest = y == Splat(C(-kInf)) ? V{} : rest;
-          b.v[k] = y + ((rest - r[f]) - q[f]);
-        } else {
-          Exponential<V> e;
+        Exponential<V> e{};
+        if constexpr (!kBackward && !kLog) {
           if (kept) {
             e = {Load(kept + k * W), Load(kept + L + k * W)};
           } else {
             e = ExpParts<C>(b.v[k] - p[f]);
           }
-          if constexpr (kHasFma) {
-            const V scale = e.scale * q[f], rest = e.scale * r[f];
-            b.v[k] = scale + Fma(scale, e.fraction, Fma(rest, e.fraction, rest));
-          } else {
-            b.v[k] = e.Rounded() / q[f];
-          }
         }
+        b.v[k] = Output(kKeeps ? V{} : b.v[k], kBackward ? d.v[k] : V{}, e, p[f], q[f], r[f]);
       }
       if (kKeeps && kept) kept += 2 * L;
       Apply(s, t, n, &b, kLog && !kBackward ? Splat(C(-kInf)) : V{});
@@ -467,26 +481,28 @@ struct Kernel {
       const int count = int(Min(group, last - first));
       Strip strips[kGroup];
       for (int j = 0; j < count; ++j) strips[j] = MakeStrip(a, first + j);
-      Reduce(a, strips, count, 0, Min(kChunkSteps, steps), total, kept);
+      const int64_t ahead = Min(kChunkSteps * L, count * a.width);
+      Reduce(a, strips, count, 0, Min(kChunkSteps, steps), total, kept, ahead);
       for (int64_t t = kChunkSteps; t < steps; t += kChunkSteps) {
-        Reduce(a, strips, 1, t, Min(t + kChunkSteps, steps), chunk, nullptr);
+        Reduce(a, strips, 1, t, Min(t + kChunkSteps, steps), chunk, nullptr, ahead);
         Merge(a, total, chunk);
       }
       const Factors<C> f = LaneFactors(a, strips[0], count, total);
       for (int j = 0; j < count; ++j) {
         const int64_t writable = Packed(a) ? (last - first - j) * strips[j].extent : 0;
-        Write(a, strips[j], 0, steps, f, j, kept ? kept + j * steps * 2 * L : nullptr, writable);
+        Write(a, strips[j], 0, steps, f, j, kept ? kept + j * steps * 2 * L : nullptr, writable, count * a.width);
       }
     }
   }
   static void ReduceChunk(const SoftmaxArgs& a, int64_t strip, int64_t chunk, double* stats) {
     const Strip s = MakeStrip(a, strip);
-    Reduce(a, &s, 1, chunk * kChunkSteps, Min((chunk + 1) * kChunkSteps, s.steps), stats, nullptr);
+    Reduce(a, &s, 1, chunk * kChunkSteps, Min((chunk + 1) * kChunkSteps, s.steps), stats, nullptr, kChunkSteps * L);
   }
   static void MergeChunks(const SoftmaxArgs& a, double* into, const double* from) { Merge(a, into, from); }
   static void WriteChunk(const SoftmaxArgs& a, int64_t strip, int64_t chunk, const double* stats) {
     const Strip s = MakeStrip(a, strip);
-    Write(a, s, chunk * kChunkSteps, Min((chunk + 1) * kChunkSteps, s.steps), LaneFactors(a, s, 1, stats), 0, nullptr, 0);
+    Write(a, s, chunk * kChunkSteps, Min((chunk + 1) * kChunkSteps, s.steps), LaneFactors(a, s, 1, stats), 0, nullptr, 0,
+          kChunkSteps * L);
   }
 
   static SoftmaxCpuPlan Plan(const SoftmaxArgs& a) {
@@ -512,7 +528,13 @@ SoftmaxCpuPlan PlanMask(const SoftmaxArgs& a) {
 template <bool kLog, bool kBackward, class T>
 SoftmaxCpuPlan PlanShape(const SoftmaxArgs& a) {
   if (a.inner > 1) return PlanMask<kLog, kBackward, T, kMaxK, false>(a);
-  // Short rows would leave most of a wide block empty.
+  // Short rows would leave most of a wide block empty, the shortest most of a register.
+  if constexpr (kPermuteIsFast<Compute<T>>) {
+    using Row = Kernel<kLog, kBackward, T, 1, true, false>;
+    if (2 * a.width <= kLanes<Compute<T>>) {
+      return a.mask ? NarrowKernel<Row, kLog, kBackward, T, true>::Plan(a) : NarrowKernel<Row, kLog, kBackward, T, false>::Plan(a);
+    }
+  }
   return a.width < 4 * kLanes<Compute<T>> ? PlanMask<kLog, kBackward, T, 1, true>(a)
                                            : PlanMask<kLog, kBackward, T, kMaxK, true>(a);
 }
