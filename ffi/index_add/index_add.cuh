@@ -34,8 +34,9 @@ struct Divider {
 
 // What of a chunk of places the chunk itself reduces (index_add_reduce.cuh).
 struct alignas(16) ChunkInfo {
-  uint32_t start, stop;
-  uint32_t long_head, long_tail;
+  uint32_t start, stop;  // the places that it reduces
+  uint32_t long_head;    // whether the first run came in from the chunk before
+  uint32_t parts;        // of the long run that begins in it and goes on, else 0
 };
 
 struct IndexRun {
@@ -188,6 +189,24 @@ __device__ __forceinline__ bool LongHead(const IndexRun& run, uint32_t chunk, ui
 // Whether the run that begins in a chunk and goes on behind its `end` is a long one.
 __device__ __forceinline__ bool LongTail(const IndexRun& run, uint32_t chunk, uint32_t end, uint32_t key) {
   return end + chunk < run.positions && KeyAt(run, end + chunk) == key;
+}
+
+// Into how many parts the chunks cut the run that begins in `chunk` and goes on behind it; 0 where none does,
+// or where it is a short run that needs no cutting.
+__device__ inline uint32_t PartsOf(const IndexRun& run, uint32_t chunk_places, uint32_t chunks, uint32_t chunk, bool only_long) {
+  const uint32_t begin = chunk * chunk_places, end = begin + chunk_places;
+  if (end >= run.positions) return 0;
+  const uint32_t key = KeyAt(run, end - 1);
+  if (key >= run.dropped || KeyAt(run, end) != key) return 0;
+  if (begin > 0 && KeyAt(run, begin) == key && KeyAt(run, begin - 1) == key) return 0;  // began earlier
+  if (only_long && !LongTail(run, chunk_places, end, key)) return 0;
+  // The last chunk that begins within the run: doubling steps, then bisection.
+  uint32_t last = chunk + 1, step = 1;
+  while (last + step < chunks && KeyAt(run, (last + step) * chunk_places) == key) last += step, step *= 2;
+  for (; step; step /= 2) {
+    if (last + step < chunks && KeyAt(run, (last + step) * chunk_places) == key) last += step;
+  }
+  return last - chunk + 1;
 }
 
 // --- Reductions --------------------------------------------------------------------------------------

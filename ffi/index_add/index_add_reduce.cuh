@@ -21,15 +21,14 @@
 namespace jaxkern {
 
 constexpr int kReduceThreads = 128;
-constexpr int kFixupThreads = 1024, kFixupWarps = kFixupThreads / kWarp, kFixupChunks = 64;
+constexpr int kFixupThreads = 512, kFixupWarps = kFixupThreads / kWarp, kFixupChunks = 64;
 
 struct ReduceShape {
   uint32_t chunk = 0, chunks = 0;
   int64_t vectors = 0;     // of a row
   Divider by_vectors, by_chunks;
   int64_t threads = 0;     // of the reduction
-  bool cuts_short_runs = false;  // there are only long runs (index_add_reduce_narrow.cuh)
-  bool fills_gaps = false;       // short gaps between keys are filled by who sees them (likewise)
+  bool fills_gaps = false;       // short gaps between keys are filled by who sees them (index_add_reduce_narrow.cuh)
   FillShape fill;          // its blocks come first
 };
 
@@ -146,7 +145,7 @@ ReduceChunks(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
       x_read = true;
     }
   }
-  if (info.long_tail) put(1);
+  if (info.parts > 0) put(1);
   else flush();
 }
 
@@ -166,24 +165,13 @@ ReduceFixup(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
 
   if (threadIdx.x == 0) runs = 0;
   __syncthreads();
-  if (threadIdx.x < kFixupChunks) {
-    const int64_t chunk = group * kFixupChunks + threadIdx.x;
-    const int64_t begin = chunk * s.chunk, end = begin + s.chunk;
-    if (end < run.positions) {
-      const uint32_t key = KeyAt(run, end - 1);
-      const bool whole = begin > 0 && KeyAt(run, begin - 1) == key && KeyAt(run, begin) == key;
-      if (key < run.dropped && !whole && KeyAt(run, end) == key &&
-          (s.cuts_short_runs || LongTail(run, s.chunk, end, key))) {
-        // The last chunk that begins within the run: doubling steps, then bisection.
-        uint32_t within = chunk + (s.cuts_short_runs ? 1 : 2), step = 1;
-        while (within + step < s.chunks && KeyAt(run, (within + step) * s.chunk) == key) within += step, step *= 2;
-        for (; step; step /= 2) {
-          if (within + step < s.chunks && KeyAt(run, (within + step) * s.chunk) == key) within += step;
-        }
-        const int at = atomicAdd(&runs, 1);
-        first[at] = chunk;
-        parts[at] = within - chunk + 1;
-      }
+  const int64_t chunk = group * kFixupChunks + threadIdx.x;
+  if (threadIdx.x < kFixupChunks && chunk < s.chunks) {
+    const uint32_t count = run.chunks ? run.chunks[chunk].parts : PartsOf(run, s.chunk, s.chunks, chunk, false);
+    if (count > 0) {
+      const int at = atomicAdd(&runs, 1);
+      first[at] = chunk;
+      parts[at] = count;
     }
   }
   __syncthreads();

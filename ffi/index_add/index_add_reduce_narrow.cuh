@@ -2,7 +2,7 @@
 // would touch a line each if a thread walked its own stretch of them. A block brings a tile of keys and rows
 // to shared memory; a thread walks kStretch places of it in one column and writes the runs that begin and
 // end there; a segmented scan over the threads adds up those that do not, and ReduceFixup those that a
-// tile's edge cuts.
+// tile's edge cuts, short or long.
 //
 // Untouched rows of the segment operations: the thread that sees the gap between two keys writes it if it
 // is short; gaps of more than kGap rows are found by bisection, by blocks of their own.
@@ -222,7 +222,6 @@ cudaError_t LaunchNarrowReduce(const IndexRun& run, bool fills, cudaStream_t str
   s.chunks = (run.positions + s.chunk - 1) / s.chunk;
   s.by_vectors = Divider(run.inner);
   s.by_chunks = Divider(s.chunks);
-  s.cuts_short_runs = true;
   if (fills) {
     s.fills_gaps = run.keys || run.batch == 1;
     s.fill = FillShapeOf(run.dropped, run.outer, run.inner, sizeof(T));

@@ -1,6 +1,6 @@
 // The small plan: one launch, no sort. A warp takes one update and a slab of its row's columns, and looks
 // through all indices for others that go to the same row. If there are
-// c of them, the warp's own being number r, and S is the largest power of two up to c and to a limit, the
+// c of them, the warp's own being number r, and S is the largest power of two up to c and to 32, the
 // first S of these warps take a share of the columns each, for all c updates; the others have
 // nothing to do. So the work of a warp is about the same whether all indices differ or all are
 // equal, and the order of the additions depends on c alone.
@@ -22,7 +22,6 @@ struct SmallShape {
   int64_t vectors = 0;     // of a row
   int64_t slabs = 0;       // of a row; each kWarp * each vectors
   int each = 1;            // vectors a thread
-  int most_shares = 1;     // threads that share one column: two vectors stay side by side
   int64_t groups = 0;      // blocks that the updates of one b take, each slab
   Divider by_slabs, by_groups;
   int words = 0;           // 32 indices each
@@ -39,7 +38,7 @@ template <Reduction kOp, class T, int N>
 __global__ void __launch_bounds__(kSmallThreads, 4)
 SmallUpdates(const __grid_constant__ IndexRun run, const __grid_constant__ SmallShape s) {
   using C = Compute<T>;
-  constexpr int kAhead = 4;
+  constexpr int kAhead = 4, kTogether = N * sizeof(T) == 16 && sizeof(T) == 2 ? 4 : 8;
   if (blockIdx.x >= s.fill_after) {
     __shared__ uint32_t bits[kFillRows / 32];
     FillTile<kOp, T, N>(run, s.fill, s.vectors, blockIdx.x - s.fill_after, bits,
@@ -129,7 +128,7 @@ SmallUpdates(const __grid_constant__ IndexRun run, const __grid_constant__ Small
     return;
   }
   int shares = 1;
-  while (shares < s.most_shares && 2 * shares <= all) shares *= 2;
+  while (shares < kWarp && 2 * shares <= all) shares *= 2;
   if (before >= shares) return;
 
   int to = __popc(same);  // of the list, where this lane's part ends
@@ -141,6 +140,27 @@ SmallUpdates(const __grid_constant__ IndexRun run, const __grid_constant__ Small
   to -= __popc(same);
   for (uint32_t word = same; word; word &= word - 1) list[to++] = lane * 32 + __ffs(word) - 1;
   __syncwarp();
+  if (all <= kSmallVectors && s.each >= shares) {  // long rows: whole columns a lane, all of their loads at once
+    for (int i = 0; i < s.each / shares; ++i) {
+      const int64_t v = slab_begin + (before * (s.each / shares) + i) * kWarp + lane;
+      if (v >= s.vectors) break;
+      Pack<T, N> part[kSmallVectors], x = {};
+#pragma unroll
+      for (int k = 0; k < kSmallVectors; ++k) {
+        if (k < all) part[k] = LoadPart<T, N>(source + run.SourceRow(b_begin + list[k]) * run.inner + v * N);
+      }
+      if (reads) x = LoadPart<T, N>(out + v * N);
+      C total[N];
+#pragma unroll
+      for (int j = 0; j < N; ++j) total[j] = Identity<kOp, C>();
+#pragma unroll
+      for (int k = 0; k < kSmallVectors; ++k) {
+        if (k < all) Accumulate<kOp>(total, part[k]);
+      }
+      store(v, total, x);
+    }
+    return;
+  }
   // `width` columns side by side, `shares` threads to each, which take every shares-th update.
   const int width = kWarp / shares, first = lane / width, c = lane % width;
   for (int i = 0; i < s.each; ++i) {
@@ -151,14 +171,14 @@ SmallUpdates(const __grid_constant__ IndexRun run, const __grid_constant__ Small
     C total[N];
 #pragma unroll
     for (int j = 0; j < N; ++j) total[j] = Identity<kOp, C>();
-    for (int u = first; active && u < all; u += 4 * shares) {
-      Pack<T, N> part[4];
+    for (int u = first; active && u < all; u += kTogether * shares) {
+      Pack<T, N> part[kTogether];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
+      for (int k = 0; k < kTogether; ++k) {
         if (u + k * shares < all) part[k] = LoadPart<T, N>(source + run.SourceRow(b_begin + list[u + k * shares]) * run.inner + v * N);
       }
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
+      for (int k = 0; k < kTogether; ++k) {
         if (u + k * shares < all) Accumulate<kOp>(total, part[k]);
       }
     }
@@ -184,8 +204,6 @@ cudaError_t LaunchSmall(const IndexRun& run, bool fills, cudaStream_t stream) {
          s.vectors > kWarp * s.each) {
     s.each *= 2;
   }
-  s.most_shares = kWarp;
-  while (s.most_shares > kWarp / 2 && kWarp / s.most_shares < s.vectors) s.most_shares /= 2;
   s.slabs = (s.vectors + kWarp * s.each - 1) / (kWarp * s.each);
   s.groups = (run.count + kSmallWarps - 1) / kSmallWarps;
   s.by_slabs = Divider(s.slabs);

@@ -169,7 +169,6 @@ template <int kItems> struct ScatterRoom {
   uint32_t payload[kPairs > kWarps * kDigits - kPairs ? kPairs : kWarps * kDigits - kPairs];
   uint16_t rank[kWarps][kDigits];  // of a warp's next key with the digit
   uint32_t offset[kDigits];        // from a place in the tile to one in the output
-  uint16_t start[kDigits];         // of the digit in the tile
   uint32_t room[kWarps];
 };
 
@@ -236,20 +235,24 @@ RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ Radix
     __syncwarp();
   }
   __syncthreads();
-  uint32_t in_tile = 0;  // of the digit threadIdx.x
-  for (int w = 0; w < kWarps; ++w) {
-    const uint16_t n = s.rank[w][threadIdx.x];
-    s.rank[w][threadIdx.x] = in_tile;
-    in_tile += n;
-  }
+  // From ranks within a warp to places in the tile, for the digit threadIdx.x.
+  uint32_t in_tile = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) in_tile += s.rank[w][threadIdx.x];
   const uint32_t start = BlockExclusiveSum(in_tile, s.room);
-  s.start[threadIdx.x] = start;
+  uint32_t place_of = start;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    const uint16_t held = s.rank[w][threadIdx.x];
+    s.rank[w][threadIdx.x] = place_of;
+    place_of += held;
+  }
   s.offset[threadIdx.x] = to - start;
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const uint32_t digit = DigitOf(key[i], pass);
-    const uint32_t place = s.start[digit] + s.rank[warp][digit] + rank[i];
+    const uint32_t place = s.rank[warp][digit] + rank[i];
     s.key[place] = key[i];
     s.payload[place] = payload[i];
   }
@@ -310,10 +313,9 @@ Describe(const __grid_constant__ IndexRun run, uint32_t chunk, uint32_t chunks) 
   const bool comes_in = begin > 0 && head < run.dropped && KeyAt(run, begin - 1) == head;
   const bool goes_on = end < run.positions && last < run.dropped && KeyAt(run, end) == last;
   const bool long_head = comes_in && LongHead(run, chunk, begin, end, head);
-  const bool long_tail = goes_on && LongTail(run, chunk, end, last) && !(long_head && head == last);
-  ChunkInfo info = {begin, end, long_head, long_tail};
+  ChunkInfo info = {begin, end, long_head, PartsOf(run, chunk, chunks, thread, true)};
   if (comes_in && !long_head) info.start = EndOf(run, begin, end, head);
-  if (goes_on && !long_tail && !(long_head && head == last) && info.start < end) {
+  if (goes_on && info.parts == 0 && !(long_head && head == last) && info.start < end) {
     info.stop = EndOf(run, end, min(end + chunk, run.positions), last);
   }
   run.chunks[thread] = info;
