@@ -1,4 +1,4 @@
-"""Runs every tier at the widths where kernels break, for compute-sanitizer to watch.
+"""Runs every tier and plan at the sizes where kernels break, for compute-sanitizer to watch.
 
     compute-sanitizer --tool memcheck python -m benchmarks.sanitize [--dtypes ...] [--wide]
 
@@ -96,10 +96,70 @@ def run(tier: str, dtype: str, width: int, masked: bool, direction: str) -> str:
     return ""
 
 
+# Rows, updates and elements of a row: around blocks of 32 and 1024, chunks and bins, aligned and not.
+INDEXED = [(rows, count, inner) for rows in (1, 33, 5000) for count in (1, 31, 1025, 9001) for inner in (1, 3, 8, 65, 260)]
+
+
+def run_indexed(op: str, plan: str, dtype: str, rows: int, count: int, inner: int) -> str | None:
+    """Runs an operation at indices once; "" or what went wrong, None where the plan cannot run it."""
+    from jaxkern import tiers
+
+    generator = np.random.default_rng(count)
+    hints = {"indices_are_sorted": plan == "sorted", "unique_indices": plan == "unique"}
+    if (plan == "unique" and count > rows) or not tiers.index_add_fits(
+        plan, rows, count, inner, dtype, op=op, deterministic=plan != "atomic", **hints
+    ):
+        return None
+    index = generator.permutation(rows)[:count] if plan == "unique" else generator.integers(-rows, 2 * rows, count)
+    index = np.sort(np.abs(index) % rows) if plan == "sorted" else index
+    x, source = (generator.standard_normal((n, inner)).astype(jnp.dtype(dtype)) for n in (rows, count))
+    primitives, wraps = importlib.import_module("jaxkern._index"), op in ("index_add", "index_select")
+    rules = primitives.Rules(
+        0, wrap=wraps, sorted=plan == "sorted", unique=plan == "unique", deterministic=plan != "atomic", plan=plan
+    )
+    index = index.astype(np.int32)
+    at = np.where((index < 0) & wraps, index + rows, index)
+    kept = (at >= 0) & (at < rows)
+    if op == "index_select":
+        call, operands = lambda x, i: primitives.index_select_p.bind(x, i, rules=rules), (x, index)
+        want = np.where(kept[:, None], x[np.clip(at, 0, rows - 1)], 0).astype(np.float64)
+    elif op == "index_add":
+        call, operands = lambda *a: primitives.index_add_p.bind(*a, rules=rules), (x, index, source)
+        want = x.astype(np.float64)
+        np.add.at(want, at[kept], source[kept].astype(np.float64))
+    else:
+        prim = getattr(primitives, f"{op}_p")
+        call, operands = lambda s, i: prim.bind(s, i, rows=rows, rules=rules), (source, index)
+        want = np.full((rows, inner), -np.inf if op == "segment_max" else 0.0)
+        (np.maximum if op == "segment_max" else np.add).at(want, at[kept], source[kept].astype(np.float64))
+    got = np.asarray(jax.device_get(jax.jit(call)(*map(jax.device_put, operands)))).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        same = (got == want) | (np.abs(got - want) <= TOLERANCE[dtype] * np.maximum(1, np.abs(want)) * 4)
+    return "" if same.all() else f"wrong at {np.argwhere(~same)[0].tolist()} of {got.shape}, {int((~same).sum())} elements"
+
+
+def sanitize_indexed(dtypes: list[str]) -> tuple[int, list[str]]:
+    """Every operation at indices in every plan that can run it."""
+    from jaxkern import tiers
+
+    done, wrong = 0, []
+    for plan in tiers.PLANS:
+        for dtype, op, sizes in itertools.product(
+            dtypes, ("index_add", "segment_sum", "segment_max", "index_select"), INDEXED
+        ):
+            problem = run_indexed(op, plan, dtype, *sizes)
+            done += problem is not None
+            if problem:
+                wrong.append(f"{plan} {op} {dtype} {sizes}: {problem}")
+        print(f"{plan}: {done} problems run so far, {len(wrong)} wrong", flush=True)
+    return done, wrong
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtypes", default="float32,bfloat16", help="of float16,bfloat16,float32,float64")
-    parser.add_argument("--tiers", default=",".join(EDGES))
+    parser.add_argument("--tiers", default=",".join(EDGES), help="of softmax")
+    parser.add_argument("--only", choices=("softmax", "index_add"), help="one family of operations")
     parser.add_argument("--wide", action="store_true", help="rows of 1 MB and more as well")
     arguments = parser.parse_args()
     if "float64" in arguments.dtypes:
@@ -107,7 +167,7 @@ def main() -> int:
     from jaxkern import tiers
 
     wrong, done, skipped = [], 0, 0
-    for tier in arguments.tiers.split(","):
+    for tier in arguments.tiers.split(",") if arguments.only != "index_add" else ():
         for dtype in arguments.dtypes.split(","):
             for n, width in enumerate(widths(tier, jnp.dtype(dtype).itemsize, arguments.wide)):
                 shape, axis = shape_of(tier, width)
@@ -125,6 +185,9 @@ def main() -> int:
         print(
             f"{tier}: {done} problems run so far, {skipped} do not fit their tier, {len(wrong)} wrong", flush=True
         )
+    if arguments.only != "softmax":
+        more, found = sanitize_indexed(arguments.dtypes.split(","))
+        done, wrong = done + more, wrong + found
     print(*wrong, sep="\n")
     print(f"sanitize: {done} problems on {jax.devices()[0].device_kind}, {len(wrong)} wrong")
     return int(bool(wrong) or done == 0)

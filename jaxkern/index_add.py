@@ -128,6 +128,8 @@ def _index_add(x, index, source, *alpha, rules):
     name = "index_add"
     array(name, "x", x)
     array(name, "source", source)
+    if x.dtype == jnp.bool_:
+        raise TypeError(f"jaxkern.{name}: x must not be boolean, got bool{list(x.shape)}")
     index, rules = _along(name, x, index, rules)
     wanted = (*x.shape[: rules.axis], *index.shape, *x.shape[rules.axis + 1 :])
     if source.shape != wanted:

@@ -123,6 +123,8 @@ def _num_segments(name, num_segments, segment_ids):
 @functools.partial(jax.jit, static_argnames=("name", "rows", "rules"), inline=True)
 def _segment_jit(data, segment_ids, *, name, rows, rules):
     array(name, "data", data)
+    if name == "segment_sum" and data.dtype == jnp.bool_:
+        raise TypeError(f"jaxkern.{name}: data must not be boolean, got bool{list(data.shape)}")
     ids = integers(name, "segment_ids", segment_ids)
     tail = data.shape[1:]
     if ids.ndim != 1 or data.shape[:1] != ids.shape:

@@ -16,7 +16,8 @@ import jaxkern
 from jaxkern import __main__ as doctor
 from jaxkern import _compat, _lowering, _partition, _registry
 
-TARGETS = {"jaxkern_softmax", "jaxkern_softmax_grad", "jaxkern_log_softmax", "jaxkern_log_softmax_grad"}
+TARGETS = {"jaxkern_softmax", "jaxkern_softmax_grad", "jaxkern_log_softmax", "jaxkern_log_softmax_grad",
+           "jaxkern_index_add", "jaxkern_index_select", "jaxkern_segment_sum", "jaxkern_segment_max", "jaxkern_segment_min"}
 
 
 @pytest.fixture
@@ -41,7 +42,9 @@ def python(code, **environment):
 
 
 def test_public_names():
-    assert set(jaxkern.__all__) == {"softmax", "log_softmax", "export_checks", "tiers"}
+    assert set(jaxkern.__all__) == {
+        "embedding_lookup", "export_checks", "index_add", "index_select", "log_softmax", "segment_max", "segment_mean", "segment_min",
+        "segment_sum", "softmax", "tiers"}
     assert jaxkern.__version__.count(".") == 2
     assert isinstance(jaxkern.tiers, types.ModuleType) and callable(jaxkern.softmax)
 
@@ -56,7 +59,7 @@ def test_installed_version_is_that_of_the_source():
     assert installed == jaxkern.__version__
 
 
-@pytest.mark.parametrize("module", ["softmax", "tiers", "_lowering", "_partition", "_registry"])
+@pytest.mark.parametrize("module", ["softmax", "index_add", "segment", "tiers", "_lowering", "_partition", "_registry"])
 def test_examples_in_docstrings(module):
     results = doctest.testmod(importlib.import_module(f"jaxkern.{module}"))
     assert results.attempted and not results.failed
@@ -85,7 +88,7 @@ def test_modules_hand_out_capsules_and_nothing_more(name):
     if status.module is None:
         pytest.skip(status.reason)
     public = {n for n in vars(status.module) if not n.startswith("__")}
-    queries = {"softmax_tier", "softmax_tier_fits"} if name == "cpu" else set()
+    queries = {"softmax_tier", "softmax_tier_fits", "IndexQuery"} if name == "cpu" else set()
     assert public == {"registrations", "api_version"} | queries
     capsules = status.module.registrations()
     assert set(capsules) == TARGETS == status.targets

@@ -118,6 +118,10 @@ def test_where_a_product_with_log2_e_loses_its_meaning(operation, dtype, axis):
     x = jnp.asarray(x if axis else x.T, dtype)
     check(operation, x, axis)
     check(operation, x, axis, random_mask((3000,) if axis else (3000, 1)))
+
+
+@every_operation
+@every_dtype
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 7, 8, 9, 16, 17])
 def test_many_short_rows(operation, dtype, width):
     """Short rows are computed many at a time: groups full and not, a last register that is not full either."""

@@ -32,20 +32,32 @@ struct Divider {
   __device__ __forceinline__ uint32_t Div(uint32_t n) const { return wide ? 0 : fast.Div(n); }
 };
 
+// What of a chunk of places the chunk itself reduces (index_add_reduce.cuh).
+struct alignas(16) ChunkInfo {
+  uint32_t start, stop;  // the places that it reduces
+  uint32_t long_head;    // whether the first run came in from the chunk before
+  uint32_t parts;        // of the long run that begins in it and goes on, else 0
+};
+
 struct IndexRun {
   // The indices as they came, [batch, count] of them.
   const void* index;
   int index_bytes;
   bool index_signed, wrap, clip;
+  bool plain;          // 4 bytes, signed, not clipped, and rows == all_rows
   int64_t all_rows;    // the rows that indices count in
   int64_t first_row;   // the first of them that this run has
   uint32_t rows, count, batch;
   uint32_t positions;  // batch * count
   uint32_t dropped;    // batch * rows, the key of an update that goes nowhere
 
-  // The updates in the order of their keys; null: in their own order.
+  // The updates in the order of their keys, and the row of source of each; without `order` they are in
+  // their own, which only a sort changes.
   const uint32_t* keys;
   const uint32_t* order;
+  bool sorted_keys;  // keys ascend, those that go nowhere last; else the indices do, if anything does
+  uint32_t *keys_room, *order_room;  // for those of ascending indices, where they are read more than once
+  ChunkInfo* chunks;
 
   const void* source;
   const void* alpha;
@@ -106,9 +118,15 @@ __device__ __forceinline__ int64_t RowOf(const IndexRun& run, RawIndex raw) {
 }
 
 __device__ __forceinline__ uint32_t KeyOf(const IndexRun& run, RawIndex raw, uint32_t position) {
-  const int64_t row = RowOf(run, raw) - run.first_row;
-  if (row < 0 || row >= run.rows) return run.dropped;
-  const uint32_t key = static_cast<uint32_t>(row);
+  uint32_t key;
+  if (run.plain) {  // a signed 32-bit index, all of the rows, not clipped: by far the most common
+    const int32_t row = static_cast<int32_t>(raw.low);
+    key = run.wrap && row < 0 ? row + run.rows : row;
+  } else {
+    const int64_t row = RowOf(run, raw) - run.first_row;
+    key = static_cast<uint32_t>(min(static_cast<uint64_t>(row), uint64_t{UINT32_MAX}));
+  }
+  if (key >= run.rows) return run.dropped;
   return run.batch > 1 ? key + run.by_count.Div(position) * run.rows : key;
 }
 
@@ -117,24 +135,78 @@ __device__ __forceinline__ uint32_t KeyAt(const IndexRun& run, uint32_t place) {
   return run.keys ? run.keys[place] : KeyOf(run, LoadIndex(run, place), place);
 }
 
-// Whether any update goes to a row, given ascending keys; by bisection.
-__device__ inline bool Touched(const IndexRun& run, uint32_t key) {
-  uint32_t low = 0, high = run.positions;
-  int64_t row = key;
-  if (!run.keys) {  // the order is that of the rows, among them those out of range, within each b
-    const uint32_t b = run.batch > 1 ? run.by_rows.Div(key) : 0;
-    low = b * run.count;
-    high = low + run.count;
-    row = key - b * run.rows + run.first_row;
-  }
-  const uint32_t end = high;
+// The first of places [low, high) whose key is `key` or more, where keys ascend.
+__device__ __forceinline__ uint32_t LowerBound(const IndexRun& run, uint32_t low, uint32_t high, uint32_t key) {
+  // Indices that are out of range do not have their place among the keys, but their rows do.
+  const bool keyed = run.sorted_keys;
+  const int64_t row = !keyed && run.batch > 1 ? key % run.rows : key;
   while (low < high) {
     const uint32_t middle = low + (high - low) / 2;
-    const int64_t at = run.keys ? int64_t{run.keys[middle]} : RowOf(run, LoadIndex(run, middle));
+    const int64_t at = keyed ? int64_t{__ldg(run.keys + middle)} : RowOf(run, LoadIndex(run, middle)) - run.first_row;
     if (at < row) low = middle + 1;
     else high = middle;
   }
-  return low < end && KeyAt(run, low) == key;
+  return low;
+}
+
+// Marks which of `rows` rows from `first` on some update goes to, given ascending keys. All threads of the
+// block come here; `room` are two shared words.
+__device__ inline void MarkTouched(const IndexRun& run, uint32_t first, int rows, uint32_t* marks, uint32_t* room) {
+  const uint32_t last = first + rows - 1;
+  uint32_t begin = 0, end = run.positions;
+  if (!run.sorted_keys && run.batch > 1) {  // the rows of one b at a time
+    begin = first / run.rows * run.count;
+    end = last / run.rows * run.count + run.count;
+  } else {
+    if (threadIdx.x == 0) room[0] = LowerBound(run, 0, run.positions, first);
+    if (threadIdx.x == kWarp) room[1] = LowerBound(run, 0, run.positions, last + 1);
+    __syncthreads();
+    begin = room[0], end = room[1];
+  }
+  if (end - begin <= 16u * rows) {  // as quickly looked through
+    for (uint32_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
+      const uint32_t r = KeyAt(run, i) - first;
+      if (r < static_cast<uint32_t>(rows)) atomicOr(&marks[r / 32], 1u << (r % 32));
+    }
+    return;
+  }
+  for (uint32_t r = threadIdx.x; r < static_cast<uint32_t>(rows); r += blockDim.x) {
+    uint32_t low = begin, high = end;
+    if (!run.sorted_keys && run.batch > 1) {
+      low = (first + r) / run.rows * run.count;
+      high = low + run.count;
+    }
+    const uint32_t at = LowerBound(run, low, high, first + r);
+    if (at < high && KeyAt(run, at) == first + r) atomicOr(&marks[r / 32], 1u << (r % 32));
+  }
+}
+
+// Whether the run that comes into the chunk at `begin` is a long one.
+__device__ __forceinline__ bool LongHead(const IndexRun& run, uint32_t chunk, uint32_t begin, uint32_t end, uint32_t key) {
+  return (end < run.positions && KeyAt(run, end) == key) || (begin > chunk && KeyAt(run, begin - chunk - 1) == key);
+}
+
+// Whether the run that begins in a chunk and goes on behind its `end` is a long one.
+__device__ __forceinline__ bool LongTail(const IndexRun& run, uint32_t chunk, uint32_t end, uint32_t key) {
+  return end + chunk < run.positions && KeyAt(run, end + chunk) == key;
+}
+
+// Into how many parts the chunks cut the run that begins in `chunk` and goes on behind it; 0 where none does,
+// or where it is a short run that needs no cutting.
+__device__ inline uint32_t PartsOf(const IndexRun& run, uint32_t chunk_places, uint32_t chunks, uint32_t chunk, bool only_long) {
+  const uint32_t begin = chunk * chunk_places, end = begin + chunk_places;
+  if (end >= run.positions) return 0;
+  const uint32_t key = KeyAt(run, end - 1);
+  if (key >= run.dropped || KeyAt(run, end) != key) return 0;
+  if (begin > 0 && KeyAt(run, begin) == key && KeyAt(run, begin - 1) == key) return 0;  // began earlier
+  if (only_long && !LongTail(run, chunk_places, end, key)) return 0;
+  // The last chunk that begins within the run: doubling steps, then bisection.
+  uint32_t last = chunk + 1, step = 1;
+  while (last + step < chunks && KeyAt(run, (last + step) * chunk_places) == key) last += step, step *= 2;
+  for (; step; step /= 2) {
+    if (last + step < chunks && KeyAt(run, (last + step) * chunk_places) == key) last += step;
+  }
+  return last - chunk + 1;
 }
 
 // --- Reductions --------------------------------------------------------------------------------------
@@ -183,6 +255,19 @@ template <Reduction kOp, class C> __device__ __forceinline__ C Finished(C total,
   } else {
     return has_x ? Combined<kOp>(total, x) : total;
   }
+}
+
+// Adds to memory that nobody else adds to, without waiting for what is there.
+template <int N> __device__ __forceinline__ void AddInPlace(float* at, const float (&v)[N]) {
+#if __CUDA_ARCH__ >= 900
+  if constexpr (N == 4) {
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
+                 ::"l"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+    return;
+  }
+#endif
+#pragma unroll
+  for (int i = 0; i < N; ++i) atomicAdd(at + i, v[i]);
 }
 
 template <class C> __device__ __forceinline__ C Alpha(const IndexRun& run) {

@@ -78,7 +78,7 @@ IndexRun RunOf(const IndexArgs& a) {
   run.index = a.index;
   run.index_bytes = IndexBytes(a.index_type);
   run.index_signed = IsSigned(a.index_type);
-  run.wrap = a.wrap;
+  run.wrap = a.wrap && run.index_signed;
   run.clip = a.clip;
   run.all_rows = a.rows;
   run.source = a.source;
@@ -146,7 +146,7 @@ cudaError_t IndexCuda(const IndexArgs& a, const Device& device, cudaStream_t str
 
   // The largest runs: whole slices of the batch where they fit, else parts of the rows and of the updates of one.
   const int64_t rows = std::min(a.rows, kMaxKeys - 2), count = std::min(a.count, kMaxPositions);
-  const int64_t batch = std::min(a.batch, std::max(int64_t{1}, std::min((kMaxKeys - 2) / a.rows, kMaxPositions / a.count)));
+  const int64_t batch = std::min(a.batch, std::max(int64_t{1}, std::min((kMaxKeys - 2) / a.rows, kMaxPositions / a.count / a.outer)));
   const int64_t source_batch = a.source_batched ? a.outer * a.count : 0;  // rows from one b to the next
   const IndexLayout layout = LayoutOf(plan, DescribeIndex(a));
   for (int64_t b = 0; b < a.batch; b += batch) {
@@ -159,6 +159,7 @@ cudaError_t IndexCuda(const IndexArgs& a, const Device& device, cudaStream_t str
         run.positions = run.batch * run.count;
         run.dropped = run.batch * run.rows;
         run.first_row = r;
+        run.plain = run.index_bytes == 4 && run.index_signed && !run.clip && run.rows == a.rows;
         run.by_count = Divider(run.count);
         run.by_rows = Divider(run.rows);
         run.index = static_cast<const char*>(a.index) + (b * a.count + k) * run.index_bytes;
@@ -170,14 +171,22 @@ cudaError_t IndexCuda(const IndexArgs& a, const Device& device, cudaStream_t str
         }
         // Rows that an earlier part of the updates has written are read back.
         run.reads_out = adds || (k > 0 && plan != IndexPlan::kUnique);
-        if (a.scratch) run.partials = static_cast<char*>(a.scratch) + std::max(layout.partials, int64_t{0});
         cudaError_t error = cudaSuccess;
         const int key_bits = BitsFor(int64_t{run.dropped} + 1);
+        const auto room = [&](int64_t offset) { return offset < 0 ? nullptr : static_cast<char*>(a.scratch) + offset; };
+        run.partials = room(layout.partials);
+        run.chunks = reinterpret_cast<ChunkInfo*>(room(layout.chunks));
         if (plan == IndexPlan::kSort) {
           error = SortUpdates(&run, 0, key_bits, SortPayload::kPosition, layout, a.scratch, stream);
         } else if (plan == IndexPlan::kNarrow && a.rows > kBins) {
           const SortPayload payload = size == 2 ? SortPayload::kElement2 : SortPayload::kElement4;
-          error = SortUpdates(&run, kBinBits, key_bits, payload, layout, a.scratch, stream);
+          // Updates that go nowhere may mix with others here, which spares a bit where the rows are a power of two.
+          error = SortUpdates(&run, kBinBits, BitsFor(run.dropped), payload, layout, a.scratch, stream);
+        }
+        if (error == cudaSuccess && run.chunks) {
+          if (!run.keys) run.keys_room = reinterpret_cast<uint32_t*>(room(layout.keys[0]));
+          if (!run.keys && run.source_extra) run.order_room = reinterpret_cast<uint32_t*>(room(layout.values[0]));
+          error = DescribeChunks(&run, ChunkOf(run.positions, run.outer, run.inner * size), stream);
         }
         if (error != cudaSuccess) return error;
         error = LaunchTyped(a.type, plan, a.op, run, !adds && k == 0 && plan != IndexPlan::kUnique, stream);

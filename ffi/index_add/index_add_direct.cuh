@@ -58,15 +58,7 @@ DirectUpdates(const __grid_constant__ IndexRun run, const __grid_constant__ Dire
 #pragma unroll
       for (int i = 0; i < N; ++i) v[i] = Finished<kOp>(v[i], alpha, true, C(0));
       if constexpr (std::is_same_v<T, float>) {
-#if __CUDA_ARCH__ >= 900
-        if constexpr (N == 4) {
-          asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
-                       ::"l"(at[u]), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
-          continue;
-        }
-#endif
-#pragma unroll
-        for (int i = 0; i < N; ++i) atomicAdd(at[u] + i, v[i]);
+        AddInPlace<N>(at[u], v);
       } else {
 #pragma unroll
         for (int i = 0; i < N; ++i) atomicAdd(reinterpret_cast<unsigned*>(at[u]) + i, static_cast<unsigned>(v[i]));

@@ -22,7 +22,8 @@ constexpr int kBinThreads = 256, kBinWarps = kBinThreads / kWarp, kBinAhead = 8,
 struct BinShape {
   uint32_t chunk = 0, chunks = 0;  // of a slice
   int64_t slices = 1;              // batch * outer
-  int bins = 0;                    // of a slice, or of a stretch
+  int bins = 0;                    // of a slice
+  uint32_t stretches = 0;          // a mask: the leading bits that the sort has looked at
   int64_t fill_after = 0;
   FillShape fill;
 };
@@ -175,7 +176,9 @@ BinParts(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape 
   EmitBin<kOp, T>(run, slice % run.outer, static_cast<uint32_t>(slice / run.outer * run.rows + bin), total);
 }
 
-__device__ __forceinline__ uint32_t StretchAt(const IndexRun& run, uint32_t place) { return __ldg(run.keys + place) >> kBinBits; }
+__device__ __forceinline__ uint32_t StretchAt(const IndexRun& run, const BinShape& s, uint32_t place) {
+  return __ldg(run.keys + place) >> kBinBits & s.stretches;
+}
 
 // More rows: a block a chunk of the updates in the order of their stretch, run.order holding their elements.
 template <Reduction kOp, class T>
@@ -190,10 +193,10 @@ BinSorted(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape
       const uint32_t stretch = first >> kBinBits;
       while (low < high) {
         const uint32_t middle = low + (high - low) / 2;
-        if (StretchAt(run, middle) < stretch) low = middle + 1;
+        if (StretchAt(run, s, middle) < stretch) low = middle + 1;
         else high = middle;
       }
-      const bool touched = low < run.positions && StretchAt(run, low) == stretch;
+      const bool touched = low < run.positions && StretchAt(run, s, low) == stretch;
       for (int i = threadIdx.x; touched && i < kFillRows / 32; i += kBinThreads) marks[i] = ~0u;
     });
     return;
@@ -202,14 +205,14 @@ BinSorted(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape
   BlockBins<kOp, C, false> bins(shared_bytes, static_cast<int>(kBins));
   const uint32_t chunk = blockIdx.x, chunk_begin = chunk * s.chunk, chunk_end = min(chunk_begin + s.chunk, run.positions);
   for (uint32_t begin = chunk_begin; begin < chunk_end;) {
-    const uint32_t stretch = StretchAt(run, begin);
+    const uint32_t stretch = StretchAt(run, s, begin);
     // Where it ends: 256 probes at a time.
     uint32_t end = chunk_end;
-    if (StretchAt(run, chunk_end - 1) != stretch) {
+    if (StretchAt(run, s, chunk_end - 1) != stretch) {
       uint32_t low = begin, high = chunk_end - 1;
       while (high - low > 1) {
         const uint32_t step = (high - low + kBinThreads) / (kBinThreads + 1), probe = low + (threadIdx.x + 1) * step;
-        const int inside = __syncthreads_count(probe < high && StretchAt(run, probe) == stretch);
+        const int inside = __syncthreads_count(probe < high && StretchAt(run, s, probe) == stretch);
         low += inside * step;
         high = min(low + step, high);
       }
@@ -230,8 +233,8 @@ BinSorted(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape
         bins.Add(key[u] % kBins, ToCompute(*reinterpret_cast<const T*>(&value[u])), key[u] < run.dropped);
       }
     }
-    const bool head = begin == chunk_begin && begin > 0 && StretchAt(run, begin - 1) == stretch;
-    const bool tail = end == chunk_end && end < run.positions && StretchAt(run, end) == stretch;
+    const bool head = begin == chunk_begin && begin > 0 && StretchAt(run, s, begin - 1) == stretch;
+    const bool tail = end == chunk_end && end < run.positions && StretchAt(run, s, end) == stretch;
     bins.ForEach([&](int bin, C total) {
       if (head || tail) static_cast<C*>(run.partials)[(2 * static_cast<int64_t>(chunk) + !head) * kBins + bin] = total;
       else EmitBin<kOp, T>(run, 0, static_cast<uint32_t>(stretch * kBins + bin), total);
@@ -247,13 +250,13 @@ BinStretches(const __grid_constant__ IndexRun run, const __grid_constant__ BinSh
   using C = Compute<T>;
   const uint32_t chunk = blockIdx.x / 2, begin = chunk * s.chunk, end = begin + s.chunk;
   if (end >= run.positions) return;
-  const uint32_t stretch = StretchAt(run, end - 1);
-  if (StretchAt(run, end) != stretch) return;
-  if (begin > 0 && StretchAt(run, begin - 1) == stretch) return;  // began earlier
+  const uint32_t stretch = StretchAt(run, s, end - 1);
+  if (StretchAt(run, s, end) != stretch) return;
+  if (begin > 0 && StretchAt(run, s, begin - 1) == stretch) return;  // began earlier
   uint32_t last = chunk + 1, step = 1;
-  while (last + step < s.chunks && StretchAt(run, (last + step) * s.chunk) == stretch) last += step, step *= 2;
+  while (last + step < s.chunks && StretchAt(run, s, (last + step) * s.chunk) == stretch) last += step, step *= 2;
   for (; step; step /= 2) {
-    if (last + step < s.chunks && StretchAt(run, (last + step) * s.chunk) == stretch) last += step;
+    if (last + step < s.chunks && StretchAt(run, s, (last + step) * s.chunk) == stretch) last += step;
   }
   const int64_t bin = blockIdx.x % 2 * 1024 + threadIdx.x;
   const C* const parts = static_cast<const C*>(run.partials) + bin;
@@ -291,6 +294,7 @@ cudaError_t LaunchNarrow(const IndexRun& run, bool fills, cudaStream_t stream) {
   }
   s.chunk = static_cast<uint32_t>(BinChunkOf(run.positions));
   s.chunks = (run.positions + s.chunk - 1) / s.chunk;
+  s.stretches = (1u << (BitsFor(run.dropped) - kBinBits)) - 1;
   s.fill_after = s.chunks;
   int64_t blocks = s.chunks;
   if (fills) {

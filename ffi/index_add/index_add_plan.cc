@@ -7,7 +7,7 @@
 namespace jaxkern {
 namespace {
 
-constexpr int64_t kSmallCount = 2048;  // indices of which a block can keep a list in shared memory
+constexpr int64_t kSmallCount = 1024;  // indices: 32 for each lane of a warp
 
 constexpr int64_t Ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -24,7 +24,7 @@ int64_t RowBytes(const IndexProblem& p) { return p.inner * SizeOf(p.type); }
 
 // Every update compares itself with all others of its slice; a team of threads each 4 KB of its row.
 bool SmallPays(const IndexProblem& p) {
-  if (p.count > kSmallCount / 2) return false;
+  if (p.count > kSmallCount) return false;
   const double compares = static_cast<double>(p.batch * p.outer) * p.count * p.count * Ceil(RowBytes(p), 4096);
   return p.count <= 64 || compares <= 16e6;
 }
@@ -59,6 +59,8 @@ IndexPlan ChooseIndexPlan(const IndexProblem& p, const DeviceTraits& d) {
   const auto fits = [&](IndexPlan plan) { return IndexPlanFits(plan, p, d); };
   if (fits(IndexPlan::kUnique) && p.op == IndexOp::kAdd) return IndexPlan::kUnique;
   if (SmallPays(p)) return IndexPlan::kSmall;
+  // Atomics win where there are too few updates for a sort to pay, and lose by any measure where many meet.
+  if (fits(IndexPlan::kAtomic) && p.batch * p.count <= 16384) return IndexPlan::kAtomic;
   if (fits(IndexPlan::kSorted)) return IndexPlan::kSorted;
   if (fits(IndexPlan::kUnique)) return IndexPlan::kUnique;
   if (fits(IndexPlan::kNarrow) && NarrowPays(p)) return IndexPlan::kNarrow;
@@ -70,7 +72,7 @@ IndexRadix RadixOf(int64_t positions, int low_bit, int high_bit) {
   const int bits = std::max(high_bit - low_bit, 0);
   r.passes = static_cast<int>(Ceil(bits, kRadixBitsMax));
   r.bits = r.passes ? static_cast<int>(Ceil(bits, r.passes)) : 0;
-  r.tile = positions < (1 << 20) ? 2048 : 8192;
+  r.tile = positions < (1 << 19) ? 2048 : positions < (1 << 22) ? 4096 : 8192;
   r.tiles = Ceil(positions, r.tile);
   return r;
 }
@@ -94,8 +96,8 @@ IndexLayout LayoutOf(IndexPlan plan, const IndexProblem& p) {
   // A batch that is too large for one run of the kernels is run slice by slice.
   const int64_t positions = std::min(p.batch * p.count, std::max(kMaxPositions, int64_t{1}));
   const int64_t keys = std::min(p.batch * p.rows + 1, kMaxKeys);
-  const auto sort = [&](int low_bit) {
-    const IndexRadix radix = RadixOf(positions, low_bit, BitsFor(keys));
+  const auto sort = [&](int low_bit, int64_t values) {
+    const IndexRadix radix = RadixOf(positions, low_bit, BitsFor(values));
     for (int i = 0; i < std::min(radix.passes, 2); ++i) {
       layout.keys[i] = take(4 * positions);
       layout.values[i] = take(4 * positions);
@@ -104,10 +106,15 @@ IndexLayout LayoutOf(IndexPlan plan, const IndexProblem& p) {
   };
   if (p.rows == 0 || positions == 0) return layout;
   switch (plan) {
-    case IndexPlan::kSort: sort(0); [[fallthrough]];
+    case IndexPlan::kSort:
     case IndexPlan::kSorted: {
-      const int64_t chunks = Ceil(positions, p.inner <= kNarrowInner ? NarrowTileOf(p.inner, SizeOf(p.type))
-                                                                     : ChunkOf(positions, p.outer, RowBytes(p)));
+      const bool narrow = p.inner <= kNarrowInner;
+      const int64_t chunks =
+          Ceil(positions, narrow ? NarrowTileOf(p.inner, SizeOf(p.type)) : ChunkOf(positions, p.outer, RowBytes(p)));
+      if (plan == IndexPlan::kSort) sort(0, keys);
+      else if (!narrow) layout.keys[0] = take(4 * positions);
+      if (plan == IndexPlan::kSorted && !narrow && p.batch > 1) layout.values[0] = take(4 * positions);
+      if (!narrow) layout.chunks = take(16 * chunks);
       layout.partials = take(2 * chunks * p.outer * p.inner * Sum(p.type));
       break;
     }
@@ -115,7 +122,7 @@ IndexLayout LayoutOf(IndexPlan plan, const IndexProblem& p) {
       if (p.rows <= kBins) {
         layout.partials = take(4 * p.batch * p.outer * Ceil(p.count, BinChunkOf(p.batch * p.outer * p.count)) * p.rows);
       } else {
-        sort(kBinBits);
+        sort(kBinBits, p.batch * p.rows);
         layout.partials = take(4 * 2 * Ceil(positions, BinChunkOf(positions)) * kBins);
       }
       break;

@@ -116,7 +116,8 @@ int64_t BinChunkOf(int64_t positions);  // positions a block and round
 // Scratch of one run of the kernels, as byte offsets; -1 where the plan has no use for it.
 struct IndexLayout {
   int64_t keys[2] = {-1, -1}, values[2] = {-1, -1};  // the sort's two buffers, [positions] of 4 bytes each
-  int64_t counts = -1;                               // the sort's [tiles, 2^bits] counts
+  int64_t counts = -1;                               // the sort's [tiles + 1, 2^bits] counts
+  int64_t chunks = -1;                               // what each chunk of the reduction does, 16 bytes each
   int64_t partials = -1;
   int64_t total = 0;
 };

@@ -2,7 +2,7 @@
 // would touch a line each if a thread walked its own stretch of them. A block brings a tile of keys and rows
 // to shared memory; a thread walks kStretch places of it in one column and writes the runs that begin and
 // end there; a segmented scan over the threads adds up those that do not, and ReduceFixup those that a
-// tile's edge cuts.
+// tile's edge cuts, short or long.
 //
 // Untouched rows of the segment operations: the thread that sees the gap between two keys writes it if it
 // is short; gaps of more than kGap rows are found by bisection, by blocks of their own.
@@ -17,6 +17,10 @@ constexpr uint32_t kGap = 32, kBeforeAll = UINT32_MAX;
 
 // As KeyOf, but kBeforeAll for an index below zero, so that the gap before the first row can be seen.
 __device__ __forceinline__ uint32_t OrderedKey(const IndexRun& run, RawIndex raw, uint32_t place) {
+  if (run.plain && run.batch == 1 && !run.wrap) {
+    const int32_t row = static_cast<int32_t>(raw.low);
+    return row < 0 ? kBeforeAll : min(static_cast<uint32_t>(row), run.dropped);
+  }
   if (run.batch == 1 && RowOf(run, raw) < run.first_row) return kBeforeAll;
   return KeyOf(run, raw, place);
 }
@@ -27,19 +31,17 @@ __device__ __forceinline__ uint32_t OrderedKeyAt(const IndexRun& run, uint32_t p
 
 // Clears the bits of rows of a tile that lie in gaps of more than kGap. Such a gap has the first row of each
 // word of bits that it reaches into, or that of the next word.
-__device__ inline void MarkAllButGaps(const IndexRun& run, uint32_t first, int rows, uint32_t* marks) {
+__device__ inline void MarkAllButGaps(const IndexRun& run, uint32_t first, int rows, uint32_t* marks, uint32_t* room) {
   static_assert(kGap == 32, "rows of a word");
   for (int w = threadIdx.x; w < kFillRows / 32; w += blockDim.x) marks[w] = ~0u;
+  if (threadIdx.x == 0) room[0] = LowerBound(run, 0, run.positions, first);
+  if (threadIdx.x == kWarp) room[1] = LowerBound(run, 0, run.positions, first + rows - 1);
   __syncthreads();
   for (int t = threadIdx.x; t < 2 * ((rows + 31) / 32); t += blockDim.x) {
     const uint32_t word = first + t / 2 * 32, row = word + t % 2 * 32;
     if (row >= run.dropped) continue;
-    uint32_t low = 0, high = run.positions;
-    while (low < high) {
-      const uint32_t middle = low + (high - low) / 2;
-      if (OrderedKeyAt(run, middle) + 1 < row + 1) low = middle + 1;  // + 1: kBeforeAll is the least
-      else high = middle;
-    }
+    const bool inside = row < first + rows;
+    const uint32_t low = LowerBound(run, room[inside ? 0 : 1], inside ? room[1] : run.positions, row);
     const uint32_t after = low < run.positions ? OrderedKeyAt(run, low) : run.dropped;
     const uint32_t before = low > 0 ? OrderedKeyAt(run, low - 1) + 1 : 0;  // the first row of the gap
     if (after <= before || after - before <= kGap) continue;
@@ -63,45 +65,49 @@ ReduceNarrow(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
   __shared__ C warp_sum[kNarrowThreads / kWarp];
   __shared__ bool warp_flag[kNarrowThreads / kWarp];
   const int width = static_cast<int>(run.inner);
-  if (blockIdx.x >= s.fill_after) {
-    FillTile<kOp, T, 1>(run, s.fill, width, blockIdx.x - s.fill_after, room, [&](uint32_t first, int rows, uint32_t* marks) {
-      if (s.fills_gaps) {
-        MarkAllButGaps(run, first, rows, marks);
-      } else {
-        for (int r = threadIdx.x; r < rows; r += kNarrowThreads) {
-          if (Touched(run, first + r)) atomicOr(&marks[r / 32], 1u << (r % 32));
-        }
-      }
+  if (blockIdx.x < s.fill.blocks) {
+    uint32_t* const ends = room + kFillRows / 32;
+    FillTile<kOp, T, 1>(run, s.fill, width, blockIdx.x, room, [&](uint32_t first, int rows, uint32_t* marks) {
+      if (s.fills_gaps) MarkAllButGaps(run, first, rows, marks, ends);
+      else MarkTouched(run, first, rows, marks, ends);
     });
     return;
   }
-  const int64_t o = s.by_chunks.Div(int64_t{blockIdx.x});
-  const uint32_t tile = static_cast<uint32_t>(blockIdx.x - o * s.chunks), begin = tile * s.chunk;
+  const int64_t block = blockIdx.x - s.fill.blocks;
+  const int64_t o = s.by_chunks.Div(block);
+  const uint32_t tile = static_cast<uint32_t>(block - o * s.chunks), begin = tile * s.chunk;
   const int held = static_cast<int>(min(s.chunk, run.positions - begin)), elements = held * width;
   const T* const source = static_cast<const T*>(run.source) + o * run.source_stride * run.inner;
   T* const out = static_cast<T*>(run.out) + o * run.out_stride * run.inner;
 
-  // Two rounds of eight, to have the loads of one under way together.
+  // The tile's rows, eight loads at a time; without an order they are one stretch of memory.
+  const bool contiguous = !run.order && !run.source_extra;
+  const T* const stretch = source + static_cast<int64_t>(begin) * width;
   for (int base = threadIdx.x; base < elements; base += 8 * kNarrowThreads) {
     T v[8];
-    int place[8];
-    int64_t row[8];
+    if (contiguous) {
 #pragma unroll
-    for (int u = 0; u < 8; ++u) {
-      const int e = base + u * kNarrowThreads;
-      place[u] = static_cast<int>(s.by_vectors.Div(static_cast<uint32_t>(e)));
-      row[u] = begin + place[u];
-      if (run.order && e < elements) row[u] = __ldg(run.order + begin + place[u]);
+      for (int u = 0; u < 8; ++u) {
+        if (base + u * kNarrowThreads < elements) v[u] = stretch[base + u * kNarrowThreads];
+      }
+    } else {
+      int64_t row[8];
+#pragma unroll
+      for (int u = 0; u < 8; ++u) {
+        const int e = base + u * kNarrowThreads;
+        const uint32_t place = begin + s.by_vectors.Div(static_cast<uint32_t>(e));
+        if (e < elements) row[u] = run.order ? __ldg(run.order + place) : run.SourceRow(place);
+      }
+#pragma unroll
+      for (int u = 0; u < 8; ++u) {
+        const int e = base + u * kNarrowThreads;
+        if (e < elements) v[u] = source[row[u] * width + (e - s.by_vectors.Div(static_cast<uint32_t>(e)) * width)];
+      }
     }
 #pragma unroll
     for (int u = 0; u < 8; ++u) {
       const int e = base + u * kNarrowThreads;
-      if (e < elements) v[u] = source[run.SourceRow(static_cast<uint32_t>(row[u])) * width + (e - place[u] * width)];
-    }
-#pragma unroll
-    for (int u = 0; u < 8; ++u) {
-      const int e = base + u * kNarrowThreads;
-      if (e < elements) values[e + place[u] / kQ] = ToCompute(v[u]);  // stretches an odd number of elements apart
+      if (e < elements) values[e + s.by_vectors.Div(static_cast<uint32_t>(e)) / kQ] = ToCompute(v[u]);
     }
   }
   for (int base = threadIdx.x; base < held; base += 8 * kNarrowThreads) {
@@ -216,14 +222,11 @@ cudaError_t LaunchNarrowReduce(const IndexRun& run, bool fills, cudaStream_t str
   s.chunks = (run.positions + s.chunk - 1) / s.chunk;
   s.by_vectors = Divider(run.inner);
   s.by_chunks = Divider(s.chunks);
-  s.cuts_short_runs = true;
-  s.fill_after = run.outer * s.chunks;
-  int64_t blocks = s.fill_after;
   if (fills) {
     s.fills_gaps = run.keys || run.batch == 1;
     s.fill = FillShapeOf(run.dropped, run.outer, run.inner, sizeof(T));
-    blocks += s.fill.blocks;
   }
+  const int64_t blocks = s.fill.blocks + run.outer * s.chunks;
   cudaError_t error = Launch(ReduceNarrow<kOp, T>, {blocks, 1, kNarrowThreads}, stream, run, s);
   if (error != cudaSuccess || s.chunks == 1) return error;
   return LaunchFixup<kOp, T>(run, s, stream);

@@ -1,41 +1,44 @@
-// The small plan: one launch, no sort. A team of threads, a warp or a block, takes one update and a slab of
-// its row's columns, and looks through all indices for others that go to the same row. If there are
-// c of them, the team's own being number r, and S is the largest power of two up to c and to the team's
-// limit, the first S of these teams take a share of the columns each, for all c updates; the others
-// have nothing to do. So the work of a team is the same whether all indices differ or all are
+// The small plan: one launch, no sort. A warp takes one update and a slab of its row's columns, and looks
+// through all indices for others that go to the same row. If there are
+// c of them, the warp's own being number r, and S is the largest power of two up to c and to 32, the
+// first S of these warps take a share of the columns each, for all c updates; the others have
+// nothing to do. So the work of a warp is about the same whether all indices differ or all are
 // equal, and the order of the additions depends on c alone.
+//
+// Float rows are added to by `red` where alpha is 1, as only one thread has the row: it need not wait for what
+// is there, which is a third of the time of a call this small. (It takes subnormal numbers for 0.)
 #pragma once
 
 #include "index_add.cuh"
 
 namespace jaxkern {
 
-constexpr int kSmallThreads = 256, kSmallVectors = 4;  // vectors a thread, when the row has as many
+constexpr int kSmallThreads = 256, kSmallWarps = kSmallThreads / kWarp;
+constexpr int kSmallVectors = 4;  // a thread, when the row has as many
+
+constexpr int kKeyPitch = 36;  // words from 32 keys in shared memory to the next 32: 16-byte reads free of conflicts
 
 struct SmallShape {
   int64_t vectors = 0;     // of a row
-  int64_t slabs = 0;       // of a row; each kTeam * each vectors
+  int64_t slabs = 0;       // of a row; each kWarp * each vectors
   int each = 1;            // vectors a thread
-  int most_shares = 1;     // threads that share one column: eight columns stay side by side
-  int64_t items = 0;       // teams
-  Divider by_slabs, by_positions;
-  int words = 0;           // of a team's bit set of updates
+  int64_t groups = 0;      // blocks that the updates of one b take, each slab
+  Divider by_slabs, by_groups;
+  int words = 0;           // 32 indices each
   int64_t fill_after = 0;
   FillShape fill;
 };
 
-// Bytes of dynamic shared memory: a bit set and a list of updates a team, a vector of sums a thread.
-template <class C, int N, int kTeam> int SmallBytes(int count) {
-  const int words = (count + 31) / 32, teams = kSmallThreads / kTeam;
-  return kSmallThreads * N * static_cast<int>(sizeof(C)) + teams * words * (4 + 32 * 2);
+// Bytes of dynamic shared memory: the keys, a vector of sums a thread, a list of updates a warp.
+template <class C, int N> int SmallBytes(int words) {
+  return words * (kKeyPitch * 4 + kSmallWarps * 32 * 2) + kSmallThreads * N * static_cast<int>(sizeof(C));
 }
 
-template <Reduction kOp, class T, int N, int kTeam>
-__global__ void __launch_bounds__(kSmallThreads)
+template <Reduction kOp, class T, int N>
+__global__ void __launch_bounds__(kSmallThreads, 4)
 SmallUpdates(const __grid_constant__ IndexRun run, const __grid_constant__ SmallShape s) {
   using C = Compute<T>;
-  constexpr int kTeams = kSmallThreads / kTeam, kTeamWarps = kTeam / kWarp, kAhead = 8;
-  static_assert(kTeam == kWarp || kTeam == kSmallThreads);
+  constexpr int kAhead = 4, kTogether = N * sizeof(T) == 16 && sizeof(T) == 2 ? 4 : 8;
   if (blockIdx.x >= s.fill_after) {
     __shared__ uint32_t bits[kFillRows / 32];
     FillTile<kOp, T, N>(run, s.fill, s.vectors, blockIdx.x - s.fill_after, bits,
@@ -48,151 +51,172 @@ SmallUpdates(const __grid_constant__ IndexRun run, const __grid_constant__ Small
     return;
   }
   extern __shared__ __align__(16) char shared_bytes[];
-  const int team = threadIdx.x / kTeam, t = threadIdx.x % kTeam, lane = threadIdx.x % kWarp, warp = t / kWarp;
-  C* const sums = reinterpret_cast<C*>(shared_bytes) + static_cast<int64_t>(team) * kTeam * N;
-  uint32_t* const words = reinterpret_cast<uint32_t*>(shared_bytes + kSmallThreads * N * sizeof(C)) + team * s.words;
-  uint16_t* const list = reinterpret_cast<uint16_t*>(shared_bytes + kSmallThreads * N * sizeof(C) + kTeams * s.words * 4) +
-                         team * s.words * 32;
-  const auto sync = [] {
-    if constexpr (kTeam == kWarp) __syncwarp();
-    else __syncthreads();
-  };
-  const int64_t item = static_cast<int64_t>(blockIdx.x) * kTeams + team;
-  if (item >= s.items) return;  // the whole team
-  const int64_t rest = s.by_slabs.Div(item), slab = item - rest * s.slabs;
-  const int64_t o = s.by_positions.Div(rest);
-  const uint32_t position = static_cast<uint32_t>(rest - o * run.positions);
-  const uint32_t b_begin = run.batch > 1 ? run.by_count.Div(position) * run.count : 0;
-  const int mine = static_cast<int>(position - b_begin);
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  uint32_t* const keys = reinterpret_cast<uint32_t*>(shared_bytes);
+  char* const behind = shared_bytes + s.words * kKeyPitch * 4;
+  C* const sums = reinterpret_cast<C*>(behind) + warp * kWarp * N;
+  uint16_t* const list = reinterpret_cast<uint16_t*>(behind + kSmallThreads * N * sizeof(C)) + warp * s.words * 32;
+  const int64_t item = s.by_slabs.Div(int64_t{blockIdx.x}), slab = blockIdx.x - item * s.slabs;
+  const int64_t slice = s.by_groups.Div(item);  // o * batch + b
+  const int mine = static_cast<int>(item - slice * s.groups) * kSmallWarps + warp;
+  const int64_t o = slice / run.batch;
+  const uint32_t b_begin = static_cast<uint32_t>(slice - o * run.batch) * run.count;
+  const C alpha = Alpha<C>(run);
 
-  // Which updates go to the same row.
-  const uint32_t key = KeyOf(run, LoadIndex(run, position), position);
-  const int rounds = (s.words + kTeamWarps - 1) / kTeamWarps;
-  for (int round = 0; round < rounds; round += kAhead) {
+  for (int base = threadIdx.x; base < s.words * 32; base += kAhead * kSmallThreads) {
     RawIndex raw[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      const uint32_t p = (round + i) * kTeam + t;
+      const uint32_t p = base + i * kSmallThreads;
       raw[i] = p < run.count ? LoadIndex(run, b_begin + p) : RawIndex{};
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      const uint32_t p = (round + i) * kTeam + t;
-      const uint32_t same = __ballot_sync(~0u, p < run.count && KeyOf(run, raw[i], b_begin + p) == key);
-      const int word = (round + i) * kTeamWarps + warp;
-      if (lane == 0 && word < s.words) words[word] = same;
+      const uint32_t p = base + i * kSmallThreads;
+      if (p < s.words * 32) keys[p / 32 * kKeyPitch + p % 32] = p < run.count ? KeyOf(run, raw[i], b_begin + p) : UINT32_MAX;
     }
   }
-  if (key >= run.dropped) return;  // the whole team
-  sync();
-  int all = 0, before = 0;
-  for (int w = 0; w < s.words; ++w) {
-    const uint32_t word = words[w];
-    all += __popc(word);
-    if (w * 32 <= mine) before += __popc(mine - w * 32 >= 32 ? word : word & ((1u << (mine - w * 32)) - 1));
-  }
+  __syncthreads();
+  if (mine >= run.count) return;  // the whole warp, here and below
+  const uint32_t position = b_begin + mine, key = keys[mine / 32 * kKeyPitch + mine % 32];
+  if (key >= run.dropped) return;
 
-  const C alpha = Alpha<C>(run);
+  // Which updates go to the same row: 32 of them a lane, as bits.
+  uint32_t same = 0;
+  if (lane < s.words) {
+#pragma unroll
+    for (int q = 0; q < 8; ++q) {
+      const uint4 four = *reinterpret_cast<const uint4*>(keys + lane * kKeyPitch + 4 * q);
+      same |= ((four.x == key) | (four.y == key) << 1 | (four.z == key) << 2 | (four.w == key) << 3) << (4 * q);
+    }
+  }
+  const int lower = mine - lane * 32;
+  const uint32_t earlier = lower >= 32 ? same : lower > 0 ? same & ((1u << lower) - 1) : 0;
+  const int all = __reduce_add_sync(~0u, __popc(same)), before = __reduce_add_sync(~0u, __popc(earlier));
+
   const T* const source = static_cast<const T*>(run.source) + o * run.source_stride * run.inner;
   T* const out = static_cast<T*>(run.out) + (o * run.out_stride + run.OutRow(key)) * run.inner;
-  const int64_t slab_begin = slab * kTeam * s.each;
+  const int64_t slab_begin = slab * kWarp * s.each;
+  const bool adds = kOp == Reduction::kSum && std::is_same_v<T, float> && run.reads_out && alpha == C(1);
+  const bool reads = run.reads_out && !adds;
+  const auto store = [&](int64_t v, const C (&total)[N], const Pack<T, N>& x) {
+    if constexpr (std::is_same_v<T, float>) {
+      if (adds) return AddInPlace<N>(out + v * N, total);
+    }
+    StorePart<T, N>(out + v * N, FinishedPack<kOp, T, N>(total, alpha, run.reads_out, x));
+  };
   if (all == 1) {
     const T* const row = source + run.SourceRow(position) * run.inner;
     Pack<T, N> part[kSmallVectors] = {}, old[kSmallVectors] = {};
 #pragma unroll
     for (int i = 0; i < kSmallVectors; ++i) {
-      const int64_t v = slab_begin + t + i * kTeam;
+      const int64_t v = slab_begin + lane + i * kWarp;
       if (i < s.each && v < s.vectors) {
         part[i] = LoadPart<T, N>(row + v * N);
-        if (run.reads_out) old[i] = LoadPart<T, N>(out + v * N);
+        if (reads) old[i] = LoadPart<T, N>(out + v * N);
       }
     }
 #pragma unroll
     for (int i = 0; i < kSmallVectors; ++i) {
-      const int64_t v = slab_begin + t + i * kTeam;
+      const int64_t v = slab_begin + lane + i * kWarp;
       if (i < s.each && v < s.vectors) {
         C total[N];
         Unpack(part[i], total);
-        StorePart<T, N>(out + v * N, FinishedPack<kOp, T, N>(total, alpha, run.reads_out, old[i]));
+        store(v, total, old[i]);
       }
     }
     return;
   }
   int shares = 1;
-  while (shares < s.most_shares && 2 * shares <= all) shares *= 2;
-  if (before >= shares) return;  // the whole team
+  while (shares < kWarp && 2 * shares <= all) shares *= 2;
+  if (before >= shares) return;
 
-  for (int w = t; w < s.words; w += kTeam) {
-    int at = 0;
-    for (int j = 0; j < w; ++j) at += __popc(words[j]);
-    for (uint32_t word = words[w]; word; word &= word - 1) list[at++] = w * 32 + __ffs(word) - 1;
+  int to = __popc(same);  // of the list, where this lane's part ends
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) {
+    const int other = __shfl_up_sync(~0u, to, step);
+    if (lane >= step) to += other;
   }
-  sync();
+  to -= __popc(same);
+  for (uint32_t word = same; word; word &= word - 1) list[to++] = lane * 32 + __ffs(word) - 1;
+  __syncwarp();
+  if (all <= kSmallVectors && s.each >= shares) {  // long rows: whole columns a lane, all of their loads at once
+    for (int i = 0; i < s.each / shares; ++i) {
+      const int64_t v = slab_begin + (before * (s.each / shares) + i) * kWarp + lane;
+      if (v >= s.vectors) break;
+      Pack<T, N> part[kSmallVectors], x = {};
+#pragma unroll
+      for (int k = 0; k < kSmallVectors; ++k) {
+        if (k < all) part[k] = LoadPart<T, N>(source + run.SourceRow(b_begin + list[k]) * run.inner + v * N);
+      }
+      if (reads) x = LoadPart<T, N>(out + v * N);
+      C total[N];
+#pragma unroll
+      for (int j = 0; j < N; ++j) total[j] = Identity<kOp, C>();
+#pragma unroll
+      for (int k = 0; k < kSmallVectors; ++k) {
+        if (k < all) Accumulate<kOp>(total, part[k]);
+      }
+      store(v, total, x);
+    }
+    return;
+  }
   // `width` columns side by side, `shares` threads to each, which take every shares-th update.
-  const int width = kTeam / shares, first = t / width, c = t % width;
+  const int width = kWarp / shares, first = lane / width, c = lane % width;
   for (int i = 0; i < s.each; ++i) {
     const int64_t v = slab_begin + (before * s.each + i) * width + c;
     const bool active = v < s.vectors;
     Pack<T, N> x = {};
-    if (active && first == 0 && run.reads_out) x = LoadPart<T, N>(out + v * N);
+    if (active && first == 0 && reads) x = LoadPart<T, N>(out + v * N);
     C total[N];
 #pragma unroll
     for (int j = 0; j < N; ++j) total[j] = Identity<kOp, C>();
-    for (int u = first; active && u < all; u += 4 * shares) {
-      Pack<T, N> part[4];
+    for (int u = first; active && u < all; u += kTogether * shares) {
+      Pack<T, N> part[kTogether];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
+      for (int k = 0; k < kTogether; ++k) {
         if (u + k * shares < all) part[k] = LoadPart<T, N>(source + run.SourceRow(b_begin + list[u + k * shares]) * run.inner + v * N);
       }
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
+      for (int k = 0; k < kTogether; ++k) {
         if (u + k * shares < all) Accumulate<kOp>(total, part[k]);
       }
     }
 #pragma unroll
-    for (int j = 0; j < N; ++j) sums[j * kTeam + t] = total[j];
-    sync();
+    for (int j = 0; j < N; ++j) sums[j * kWarp + lane] = total[j];
+    __syncwarp();
     if (active && first == 0) {
       for (int f = 1; f < shares; ++f) {
 #pragma unroll
-        for (int j = 0; j < N; ++j) total[j] = Combined<kOp>(total[j], sums[j * kTeam + f * width + c]);
+        for (int j = 0; j < N; ++j) total[j] = Combined<kOp>(total[j], sums[j * kWarp + f * width + c]);
       }
-      StorePart<T, N>(out + v * N, FinishedPack<kOp, T, N>(total, alpha, run.reads_out, x));
+      store(v, total, x);
     }
-    sync();
+    __syncwarp();
   }
 }
 
-template <Reduction kOp, class T, int N, int kTeam>
-cudaError_t LaunchSmallTeam(const IndexRun& run, bool fills, cudaStream_t stream) {
-  constexpr int kTeams = kSmallThreads / kTeam;
+template <Reduction kOp, class T, int N>
+cudaError_t LaunchSmall(const IndexRun& run, bool fills, cudaStream_t stream) {
   SmallShape s;
   s.vectors = run.inner / N;
-  while (s.each < kSmallVectors && s.vectors * run.positions * run.outer > int64_t{kTeam} * s.each * 4096 &&
-         s.vectors > kTeam * s.each) {
+  while (s.each < kSmallVectors && s.vectors * run.positions * run.outer > int64_t{kWarp} * s.each * 4096 &&
+         s.vectors > kWarp * s.each) {
     s.each *= 2;
   }
-  s.most_shares = kTeam;
-  while (s.most_shares > kTeam / 8 && kTeam / s.most_shares < s.vectors) s.most_shares /= 2;
-  s.slabs = (s.vectors + kTeam * s.each - 1) / (kTeam * s.each);
-  s.items = s.slabs * run.positions * run.outer;
+  s.slabs = (s.vectors + kWarp * s.each - 1) / (kWarp * s.each);
+  s.groups = (run.count + kSmallWarps - 1) / kSmallWarps;
   s.by_slabs = Divider(s.slabs);
-  s.by_positions = Divider(run.positions);
+  s.by_groups = Divider(s.groups);
   s.words = (run.count + 31) / 32;
-  s.fill_after = (s.items + kTeams - 1) / kTeams;
+  s.fill_after = s.slabs * s.groups * run.batch * run.outer;
   int64_t blocks = s.fill_after;
   if (fills) {
     s.fill = FillShapeOf(run.dropped, run.outer, s.vectors, N * sizeof(T));
     blocks += s.fill.blocks;
   }
-  const int bytes = SmallBytes<Compute<T>, N, kTeam>(run.count);
-  return Launch(SmallUpdates<kOp, T, N, kTeam>, {blocks, 1, kSmallThreads, bytes}, stream, run, s);
-}
-
-template <Reduction kOp, class T, int N>
-cudaError_t LaunchSmall(const IndexRun& run, bool fills, cudaStream_t stream) {
-  if (run.inner / N <= kWarp) return LaunchSmallTeam<kOp, T, N, kWarp>(run, fills, stream);
-  return LaunchSmallTeam<kOp, T, N, kSmallThreads>(run, fills, stream);
+  const int bytes = SmallBytes<Compute<T>, N>(s.words);
+  return Launch(SmallUpdates<kOp, T, N>, {blocks, 1, kSmallThreads, bytes}, stream, run, s);
 }
 
 }  // namespace jaxkern

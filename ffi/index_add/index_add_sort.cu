@@ -2,7 +2,7 @@
 // launches:
 //
 //     RadixCount      a block a tile: how many of its keys have each digit
-//     RadixScan       the sums of those counts over the tiles before
+//     RadixScan       the sums of those counts over the tiles before; left out where tiles are few
 //     RadixScatter    a block a tile: ranks its pairs, brings them into order in shared memory and writes
 //                     each digit's to where the scan says
 //
@@ -17,12 +17,14 @@ namespace {
 
 constexpr int kThreads = 512, kWarps = kThreads / kWarp, kDigits = 1 << kRadixBitsMax;
 static_assert(kDigits == kThreads, "a thread a digit");
+constexpr int kUnscannedTiles = 32;  // so few are added up by each block of RadixScatter itself
 constexpr int kScanThreads = 1024, kScanDigits = 8, kScanSegments = kScanThreads / kScanDigits;
 
 struct RadixPass {
   int shift, bits;
   uint32_t tiles;
-  uint32_t* counts;  // [tiles + 1, 2^bits]; the last row has the totals
+  uint32_t* counts;  // [tiles + 1, 2^bits]; once scanned, the last row has the totals
+  bool scanned;
   const uint32_t* keys_in;
   const uint32_t* payload_in;
   uint32_t* keys_out;
@@ -99,7 +101,7 @@ __global__ void __launch_bounds__(kScanThreads) RadixScan(uint32_t* counts, uint
   uint32_t* const mine = counts + blockIdx.x * kScanDigits + digit;
   uint32_t total = 0;
   if (active) {
-#pragma unroll 4
+#pragma unroll 8
     for (uint32_t t = begin; t < end; ++t) total += mine[static_cast<int64_t>(t) * digits];
   }
   sum[segment][digit] = total;
@@ -132,10 +134,15 @@ __global__ void __launch_bounds__(kScanThreads) RadixScan(uint32_t* counts, uint
   __syncthreads();
   if (!active) return;
   uint32_t before = sum[segment][digit];
-  for (uint32_t t = begin; t < end; ++t) {
-    const uint32_t v = mine[static_cast<int64_t>(t) * digits];
-    mine[static_cast<int64_t>(t) * digits] = before;
-    before += v;
+  for (uint32_t t = begin; t < end; t += 8) {
+    uint32_t v[8];
+#pragma unroll
+    for (uint32_t u = 0; u < 8; ++u) v[u] = t + u < end ? mine[static_cast<int64_t>(t + u) * digits] : 0;
+#pragma unroll
+    for (uint32_t u = 0; u < 8; ++u) {
+      if (t + u < end) mine[static_cast<int64_t>(t + u) * digits] = before;
+      before += v[u];
+    }
   }
 }
 
@@ -157,16 +164,16 @@ __device__ __forceinline__ uint32_t BlockExclusiveSum(uint32_t v, uint32_t* room
 }
 
 template <int kItems> struct ScatterRoom {
-  uint32_t key[kThreads * kItems];
-  uint32_t payload[kThreads * kItems];
+  static constexpr int kPairs = kThreads * kItems;
+  uint32_t key[kPairs];  // with `payload`, first a word for each digit and warp
+  uint32_t payload[kPairs > kWarps * kDigits - kPairs ? kPairs : kWarps * kDigits - kPairs];
   uint16_t rank[kWarps][kDigits];  // of a warp's next key with the digit
   uint32_t offset[kDigits];        // from a place in the tile to one in the output
-  uint16_t start[kDigits];         // of the digit in the tile
   uint32_t room[kWarps];
 };
 
 template <int kItems, bool kFirst>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kItems <= 8 ? 3 : 2)
 RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ RadixPass pass) {
   extern __shared__ __align__(16) char shared_bytes[];
   auto& s = *reinterpret_cast<ScatterRoom<kItems>*>(shared_bytes);
@@ -177,7 +184,7 @@ RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ Radix
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const uint32_t at = first + i * kWarp;
-    payload[i] = at;
+    payload[i] = 0;
     if (at >= run.positions) continue;
     if constexpr (!kFirst) {
       payload[i] = __ldg(pass.payload_in + at);
@@ -185,54 +192,67 @@ RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ Radix
       payload[i] = __ldg(static_cast<const uint32_t*>(run.source) + run.SourceRow(at));
     } else if (pass.payload == SortPayload::kElement2) {
       payload[i] = __ldg(static_cast<const uint16_t*>(run.source) + run.SourceRow(at));
+    } else {
+      payload[i] = static_cast<uint32_t>(run.SourceRow(at));
     }
   }
   // Where the digit's pairs of this tile go: behind those of smaller digits and those of earlier tiles.
   uint32_t total = 0, earlier = 0;
-  if (threadIdx.x < digits) {
+  if (threadIdx.x < digits && pass.scanned) {
     total = pass.counts[static_cast<int64_t>(pass.tiles) * digits + threadIdx.x];
     earlier = pass.counts[static_cast<int64_t>(blockIdx.x) * digits + threadIdx.x];
+  } else if (threadIdx.x < digits) {
+#pragma unroll 8
+    for (uint32_t t = 0; t < pass.tiles; ++t) {
+      const uint32_t count = pass.counts[static_cast<int64_t>(t) * digits + threadIdx.x];
+      total += count;
+      if (t < blockIdx.x) earlier += count;
+    }
   }
   for (int i = threadIdx.x; i < kWarps * kDigits / 2; i += kThreads) reinterpret_cast<uint32_t*>(s.rank)[i] = 0;
+  for (int i = threadIdx.x; i < kWarps * kDigits; i += kThreads) s.key[i] = 0;
   const uint32_t to = BlockExclusiveSum(total, s.room) + earlier;
 
-  // Ranks among the warp's pairs with the same digit. Places beyond the last position have all bits set
-  // and come last of all.
+  // Ranks among the warp's pairs with the same digit, of which the lanes tell each other through a word a
+  // digit; these words lie where the pairs themselves come to lie afterwards. Places beyond the
+  // last position have all bits set and come last of all.
+  uint32_t* const peers_of = s.key + warp * kDigits;
   uint16_t rank[kItems];
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const uint32_t digit = DigitOf(key[i], pass);
-    uint32_t peers = ~0u;
-#pragma unroll
-    for (int b = 0; b < kRadixBitsMax; ++b) {
-      if (b < pass.bits) {
-        const bool set = digit >> b & 1;
-        const uint32_t votes = __ballot_sync(~0u, set);
-        peers &= set ? votes : ~votes;
-      }
-    }
+    atomicOr(&peers_of[digit], 1u << lane);
+    __syncwarp();
+    const uint32_t peers = peers_of[digit];
     const uint16_t before = s.rank[warp][digit];
     __syncwarp();
     const uint32_t lower = peers & ((1u << lane) - 1);
     rank[i] = before + __popc(lower);
-    if (lower == 0) s.rank[warp][digit] = before + __popc(peers);
+    if (lower == 0) {
+      s.rank[warp][digit] = before + __popc(peers);
+      peers_of[digit] = 0;
+    }
     __syncwarp();
   }
   __syncthreads();
-  uint32_t in_tile = 0;  // of the digit threadIdx.x
-  for (int w = 0; w < kWarps; ++w) {
-    const uint16_t n = s.rank[w][threadIdx.x];
-    s.rank[w][threadIdx.x] = in_tile;
-    in_tile += n;
-  }
+  // From ranks within a warp to places in the tile, for the digit threadIdx.x.
+  uint32_t in_tile = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) in_tile += s.rank[w][threadIdx.x];
   const uint32_t start = BlockExclusiveSum(in_tile, s.room);
-  s.start[threadIdx.x] = start;
+  uint32_t place_of = start;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    const uint16_t held = s.rank[w][threadIdx.x];
+    s.rank[w][threadIdx.x] = place_of;
+    place_of += held;
+  }
   s.offset[threadIdx.x] = to - start;
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const uint32_t digit = DigitOf(key[i], pass);
-    const uint32_t place = s.start[digit] + s.rank[warp][digit] + rank[i];
+    const uint32_t place = s.rank[warp][digit] + rank[i];
     s.key[place] = key[i];
     s.payload[place] = payload[i];
   }
@@ -254,8 +274,10 @@ cudaError_t LaunchPass(const IndexRun& run, const RadixPass& pass, cudaStream_t 
   cudaError_t error = Launch(RadixCount<kItems, kFirst>, {pass.tiles, 1, kThreads}, stream, run, pass);
   if (error != cudaSuccess) return error;
   const int digits = 1 << pass.bits;
-  error = Launch(RadixScan, {(digits + kScanDigits - 1) / kScanDigits, 1, kScanThreads}, stream, pass.counts, pass.tiles, digits);
-  if (error != cudaSuccess) return error;
+  if (pass.scanned) {
+    error = Launch(RadixScan, {(digits + kScanDigits - 1) / kScanDigits, 1, kScanThreads}, stream, pass.counts, pass.tiles, digits);
+    if (error != cudaSuccess) return error;
+  }
   constexpr int kBytes = sizeof(ScatterRoom<kItems>);
   static std::atomic<bool> done[kMaxDevices];
   error = OncePerDevice(done, CurrentDevice().ordinal, [] {
@@ -265,7 +287,52 @@ cudaError_t LaunchPass(const IndexRun& run, const RadixPass& pass, cudaStream_t 
   return Launch(RadixScatter<kItems, kFirst>, {pass.tiles, 1, kThreads, kBytes}, stream, run, pass);
 }
 
+constexpr int kDescribeThreads = 256;
+
+// The first of places [low, high) whose key is not `key`, which those before it all have.
+__device__ __forceinline__ uint32_t EndOf(const IndexRun& run, uint32_t low, uint32_t high, uint32_t key) {
+  while (low < high) {
+    const uint32_t middle = low + (high - low) / 2;
+    if (KeyAt(run, middle) == key) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+// One thread a chunk; where run.keys is missing, first one a place, which writes its key.
+__global__ void __launch_bounds__(kDescribeThreads)
+Describe(const __grid_constant__ IndexRun run, uint32_t chunk, uint32_t chunks) {
+  const uint32_t thread = blockIdx.x * kDescribeThreads + threadIdx.x;
+  if (!run.keys && thread < run.positions) {
+    run.keys_room[thread] = KeyAt(run, thread);
+    if (run.order_room) run.order_room[thread] = static_cast<uint32_t>(run.SourceRow(thread));
+  }
+  if (thread >= chunks) return;
+  const uint32_t begin = thread * chunk, end = min(begin + chunk, run.positions);
+  const uint32_t head = KeyAt(run, begin), last = KeyAt(run, end - 1);
+  const bool comes_in = begin > 0 && head < run.dropped && KeyAt(run, begin - 1) == head;
+  const bool goes_on = end < run.positions && last < run.dropped && KeyAt(run, end) == last;
+  const bool long_head = comes_in && LongHead(run, chunk, begin, end, head);
+  ChunkInfo info = {begin, end, long_head, PartsOf(run, chunk, chunks, thread, true)};
+  if (comes_in && !long_head) info.start = EndOf(run, begin, end, head);
+  if (goes_on && info.parts == 0 && !(long_head && head == last) && info.start < end) {
+    info.stop = EndOf(run, end, min(end + chunk, run.positions), last);
+  }
+  run.chunks[thread] = info;
+}
+
 }  // namespace
+
+cudaError_t DescribeChunks(IndexRun* run, int64_t chunk, cudaStream_t stream) {
+  const int64_t chunks = (run->positions + chunk - 1) / chunk, threads = run->keys ? chunks : run->positions;
+  const cudaError_t error = Launch(Describe, {(threads + kDescribeThreads - 1) / kDescribeThreads, 1, kDescribeThreads}, stream,
+                                   *run, static_cast<uint32_t>(chunk), static_cast<uint32_t>(chunks));
+  if (!run->keys) {
+    run->keys = run->keys_room;
+    run->order = run->order_room;
+  }
+  return error;
+}
 
 cudaError_t SortUpdates(IndexRun* run, int low_bit, int high_bit, SortPayload payload, const IndexLayout& layout,
                         void* scratch, cudaStream_t stream) {
@@ -276,20 +343,22 @@ cudaError_t SortUpdates(IndexRun* run, int low_bit, int high_bit, SortPayload pa
   pass.tiles = static_cast<uint32_t>(radix.tiles);
   pass.counts = room(layout.counts);
   pass.payload = payload;
+  pass.scanned = pass.tiles > kUnscannedTiles;
   for (int i = 0; i < radix.passes; ++i) {
     pass.shift = low_bit + i * radix.bits;
     pass.keys_out = room(layout.keys[i % 2]);
     pass.payload_out = room(layout.values[i % 2]);
-    const bool large = radix.tile == kThreads * 16;
-    const cudaError_t error =
-        i == 0 ? (large ? LaunchPass<16, true>(*run, pass, stream) : LaunchPass<4, true>(*run, pass, stream))
-               : (large ? LaunchPass<16, false>(*run, pass, stream) : LaunchPass<4, false>(*run, pass, stream));
+    const auto launch = radix.tile == kThreads * 16 ? (i == 0 ? LaunchPass<16, true> : LaunchPass<16, false>)
+                        : radix.tile == kThreads * 8 ? (i == 0 ? LaunchPass<8, true> : LaunchPass<8, false>)
+                                                     : (i == 0 ? LaunchPass<4, true> : LaunchPass<4, false>);
+    const cudaError_t error = launch(*run, pass, stream);
     if (error != cudaSuccess) return error;
     pass.keys_in = pass.keys_out;
     pass.payload_in = pass.payload_out;
   }
   run->keys = pass.keys_out;
   run->order = pass.payload_out;
+  run->sorted_keys = true;
   return cudaSuccess;
 }
 

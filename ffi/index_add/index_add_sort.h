@@ -1,4 +1,5 @@
-// The stable radix sort of the index_add family: updates by their keys, or by the leading bits of them.
+// The stable radix sort of the index_add family, of updates by their keys or by the leading bits of them, and
+// what the reduction wants to know of the order that results.
 #pragma once
 
 #include "index_add.cuh"
@@ -12,5 +13,8 @@ enum class SortPayload : int32_t { kPosition = 0, kElement2 = 2, kElement4 = 4 }
 // `scratch` as `layout` says. Updates with equal bits stay in the order of their positions.
 cudaError_t SortUpdates(IndexRun* run, int low_bit, int high_bit, SortPayload payload, const IndexLayout& layout,
                         void* scratch, cudaStream_t stream);
+
+// Fills run->chunks for chunks of so many places, and run->keys where there are only indices that ascend.
+cudaError_t DescribeChunks(IndexRun* run, int64_t chunk, cudaStream_t stream);
 
 }  // namespace jaxkern
