@@ -1,6 +1,6 @@
 // Packs: a row is read and written as 16-byte vectors whatever its dtype, and computed on in float
-// (double for double, integers as they are). A pack that sticks out of its row at either end is read and written element
-// by element, so nothing outside a row is ever touched.
+// (double for double, integers as they are). A pack that sticks out of its row at either end is read and
+// written element by element, so nothing outside a row is ever touched.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -158,6 +158,15 @@ template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadVector(const
 #pragma unroll
     for (int i = 0; i < N; ++i) SetElement(pack, i, p[i]);
   }
+  return pack;
+}
+
+// A read that leaves the choice to L2, and that a kernel may make of what it has written.
+template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadVector(const T* p) {
+  static_assert(N * sizeof(T) == 16 || N * sizeof(T) == 8);
+  using Vector = std::conditional_t<N * sizeof(T) == 16, uint4, uint2>;
+  Pack<T, N> pack;
+  *reinterpret_cast<Vector*>(pack.word) = *reinterpret_cast<const Vector*>(p);
   return pack;
 }
 

@@ -226,7 +226,7 @@ BinSorted(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape
       for (int u = 0; u < kBinAhead; ++u) {
         const uint32_t k = i + u * kBinThreads + threadIdx.x;
         key[u] = run.dropped, value[u] = 0;
-        if (k < end) key[u] = __ldcs(run.keys + k), value[u] = __ldcs(run.order + k);
+        if (k < end) key[u] = run.keys[k], value[u] = run.order[k];
       }
 #pragma unroll
       for (int u = 0; u < kBinAhead; ++u) {
