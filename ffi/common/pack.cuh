@@ -163,10 +163,15 @@ template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadVector(const
 
 // A read that leaves the choice to L2, and that a kernel may make of what it has written.
 template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadVector(const T* p) {
-  static_assert(N * sizeof(T) == 16 || N * sizeof(T) == 8);
-  using Vector = std::conditional_t<N * sizeof(T) == 16, uint4, uint2>;
-  Pack<T, N> pack;
-  *reinterpret_cast<Vector*>(pack.word) = *reinterpret_cast<const Vector*>(p);
+  Pack<T, N> pack = {};
+  if constexpr (N * sizeof(T) == 16) {
+    *reinterpret_cast<uint4*>(pack.word) = *reinterpret_cast<const uint4*>(p);
+  } else if constexpr (N * sizeof(T) == 8) {
+    *reinterpret_cast<uint2*>(pack.word) = *reinterpret_cast<const uint2*>(p);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) SetElement(pack, i, p[i]);
+  }
   return pack;
 }
 
