@@ -367,7 +367,8 @@ def _bits(a: jax.Array) -> jax.Array:
 
 
 def _goal(name: str, value: float, required: float) -> dict[str, Any]:
-    return {"goal": name, "required": required, "value": round(min(value, 1e6), 4), "met": value >= required}
+    value = min(float(value), 1e6)
+    return {"goal": name, "required": required, "value": round(value, 4), "met": value >= required}
 
 
 def _exact(cell: Cell, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:

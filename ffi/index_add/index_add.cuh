@@ -257,7 +257,7 @@ template <Reduction kOp, class C> __device__ __forceinline__ C Finished(C total,
   }
 }
 
-// Adds to memory that nobody else adds to, without waiting for what is there.
+// Adds to memory in no particular order, without waiting for what is there; takes subnormal numbers for 0.
 template <int N> __device__ __forceinline__ void AddInPlace(float* at, const float (&v)[N]) {
 #if __CUDA_ARCH__ >= 900
   if constexpr (N == 4) {

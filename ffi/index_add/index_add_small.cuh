@@ -4,9 +4,6 @@
 // first S of these warps take a share of the columns each, for all c updates; the others have
 // nothing to do. So the work of a warp is about the same whether all indices differ or all are
 // equal, and the order of the additions depends on c alone.
-//
-// Float rows are added to by `red` where alpha is 1, as only one thread has the row: it need not wait for what
-// is there, which is a third of the time of a call this small. (It takes subnormal numbers for 0.)
 #pragma once
 
 #include "index_add.cuh"
@@ -97,13 +94,9 @@ SmallUpdates(const __grid_constant__ IndexRun run, const __grid_constant__ Small
   const T* const source = static_cast<const T*>(run.source) + o * run.source_stride * run.inner;
   T* const out = static_cast<T*>(run.out) + (o * run.out_stride + run.OutRow(key)) * run.inner;
   const int64_t slab_begin = slab * kWarp * s.each;
-  const bool adds = kOp == Reduction::kSum && std::is_same_v<T, float> && run.reads_out && alpha == C(1);
-  const bool reads = run.reads_out && !adds;
+  const bool reads = run.reads_out;
   const auto store = [&](int64_t v, const C (&total)[N], const Pack<T, N>& x) {
-    if constexpr (std::is_same_v<T, float>) {
-      if (adds) return AddInPlace<N>(out + v * N, total);
-    }
-    StorePart<T, N>(out + v * N, FinishedPack<kOp, T, N>(total, alpha, run.reads_out, x));
+    StorePart<T, N>(out + v * N, FinishedPack<kOp, T, N>(total, alpha, reads, x));
   };
   if (all == 1) {
     const T* const row = source + run.SourceRow(position) * run.inner;
