@@ -28,7 +28,7 @@ constexpr int kTileWarps = 16;  // at most
 
 // Merges each column's Stats over the rows of the warp. Lane (x, y) is left with column (the returned
 // number) of pack x in stat[0]; where a pack has fewer columns than the warp has rows, several lanes are
-// left with the same.
+// left with the same, and all but one of them get -1.
 template <class Op, int N> __device__ __forceinline__ int MergeTileRows(typename Op::Stat (&stat)[N]) {
   int column = 0, columns = N;
 #pragma unroll
@@ -44,6 +44,7 @@ template <class Op, int N> __device__ __forceinline__ int MergeTileRows(typename
       }
     } else {
       stat[0] = Op::Merge(stat[0], Op::Exchange(stat[0], step));
+      if (threadIdx.x & step) column = -1;
     }
   }
   return column;
@@ -109,12 +110,12 @@ SoftmaxColumnRegisters(const __grid_constant__ SoftmaxParams p, int warps, int64
     constexpr int kColumns = kLanes * N;
     __shared__ Stat stats[kTileWarps][kColumns];
     __shared__ Final finals[kTileWarps][kColumns];
-    const int mine = x * N + MergeTileRows<Op, N>(stat);
+    const int own = MergeTileRows<Op, N>(stat);
     if (warps == 1) {
-      finals[warp][mine] = Op::Finish(stat[0]);
+      if (own >= 0) finals[warp][x * N + own] = Op::Finish(stat[0]);
       __syncwarp();
     } else {
-      stats[warp][mine] = stat[0];
+      if (own >= 0) stats[warp][x * N + own] = stat[0];
       __syncthreads();
       // 16 neighbouring lanes merge a column.
       const int part = lane % kTileWarps;

@@ -287,7 +287,7 @@ template <class T_, bool kLog, bool kColumns = false> struct Backward {
 
   struct Stat {
     S sum;       // sum y * g; log: sum g
-    int alive;   // log: some y is not -inf
+    int alive;   // not 0: some y is not 0; log: not -inf
   };
   struct Final {
     C sum;
@@ -295,12 +295,16 @@ template <class T_, bool kLog, bool kColumns = false> struct Backward {
     int alive;
   };
 
+  // Not 0 if x is not.
+  static __device__ __forceinline__ int Bits(float x) { return __float_as_int(x); }
+  static __device__ __forceinline__ int Bits(double x) { return __double2hiint(x) | __double2loint(x); }
+
   static __device__ __forceinline__ Stat Identity() { return {S(0), 0}; }
   static __device__ __forceinline__ C Neutral(int k) { return kLog && k == 0 ? -Infinity<C>() : C(0); }
   static __device__ __forceinline__ C Masked() { return 0; }
   static __device__ __forceinline__ Stat Merge(Stat a, Stat b) { return {a.sum + b.sum, a.alive | b.alive}; }
   static __device__ __forceinline__ Stat Exchange(Stat stat, int lane) {
-    return {__shfl_xor_sync(0xffffffffu, stat.sum, lane), kLog ? __shfl_xor_sync(0xffffffffu, stat.alive, lane) : 0};
+    return {__shfl_xor_sync(0xffffffffu, stat.sum, lane), __shfl_xor_sync(0xffffffffu, stat.alive, lane)};
   }
   static __device__ __forceinline__ Final Finish(Stat stat) {
     const C sum = static_cast<C>(stat.sum);
@@ -309,7 +313,7 @@ template <class T_, bool kLog, bool kColumns = false> struct Backward {
   }
   template <int kLanes> static __device__ __forceinline__ Stat MergeLanes(Stat stat) {
     stat.sum = ReduceLanes<kLanes>(stat.sum, SumOf());
-    if constexpr (kLog) stat.alive = ReduceLanes<kLanes>(stat.alive, [](int a, int b) { return a | b; });
+    stat.alive = ReduceLanes<kLanes>(stat.alive, [](int a, int b) { return a | b; });
     return stat;
   }
 
@@ -322,6 +326,7 @@ template <class T_, bool kLog, bool kColumns = false> struct Backward {
         stat.alive |= !(v[0][j] == -Infinity<C>());
       } else {
         term[j] = v[0][j] * v[1][j];
+        stat.alive |= Bits(v[0][j]);
       }
     }
     stat.sum += Fold(term, SumOf());
@@ -337,9 +342,11 @@ template <class T_, bool kLog, bool kColumns = false> struct Backward {
   static __device__ __forceinline__ void Map(const C (&v)[2][N], const Final& f, C (&out)[N]) {
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      if constexpr (kLog) out[j] = f.alive ? v[1][j] - ExpDifference<T>(v[0][j], C(0)) * f.sum : C(0);
+      // A row without a participant has no gradient, whatever the cotangent holds.
+      if constexpr (kLog) out[j] = v[1][j] - ExpDifference<T>(v[0][j], C(0)) * f.sum;
       else if constexpr (sizeof(T) == 4) out[j] = v[0][j] * ((v[1][j] - f.sum) - f.rest);
       else out[j] = v[0][j] * (v[1][j] - f.sum);
+      if (!f.alive) out[j] = 0;
     }
   }
 
