@@ -1,5 +1,9 @@
 """What every test shares: the devices are found once, and the types stay 32 bits wide unless asked."""
 
+import os
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several test processes share a GPU
+
 import jax
 import pytest
 
