@@ -223,17 +223,23 @@ struct Kernel {
 
   // --- The statistics of steps [begin, end) of `count` strips ---
   // One thing for every strip before the next for any, so that the CPU overlaps strips. `kept`, where
-  // there is one, gets exp(x - maximum), a block of scales and one of fractions a step.
+  // there is one, gets exp(x - maximum), a block of scales and one of fractions a step. The cache is
+  // told of what will be read `ahead` elements from here, while the exponentials keep it idle.
   static JAXKERN_OUTLINE void Reduce(const SoftmaxArgs& a, const Strip* strips, int count, int64_t begin, int64_t end,
-                                     double* stats, C* kept) {
+                                     double* stats, C* kept, int64_t ahead) {
     if constexpr (kBackward) {
       for (int j = 0; j < count; ++j) ReduceGradient(a, strips[j], begin, end, stats + j);
     } else {
       for (int j = 0; j < count; ++j) ReduceMax(a, strips[j], begin, end, stats + j);
       for (int j = 0; j < count; ++j) {
-        ReduceExp(a, strips[j], begin, end, stats + j, kept ? kept + j * (end - begin) * 2 * L : nullptr);
+        ReduceExp(a, strips[j], begin, end, stats + j, kept ? kept + j * (end - begin) * 2 * L : nullptr, ahead);
       }
     }
+  }
+
+  // A hint, which may point anywhere.
+  static JAXKERN_INLINE void Prefetch(const T* p) {
+    for (int byte = 0; byte < L * int(sizeof(T)); byte += 64) __builtin_prefetch(reinterpret_cast<const char*>(p) + byte);
   }
 
   static JAXKERN_INLINE void ReduceMax(const SoftmaxArgs& a, const Strip& s, int64_t begin, int64_t end,
@@ -259,7 +265,7 @@ struct Kernel {
   }
 
   static JAXKERN_INLINE void ReduceExp(const SoftmaxArgs& a, const Strip& s, int64_t begin, int64_t end,
-                                       double* stats, C* kept) {
+                                       double* stats, C* kept, int64_t ahead) {
     const T* x = static_cast<const T*>(a.a) + s.base;
     const int padded = PaddedRows(a);
     const auto reference_of = [&](int r) { return C(stats[r] == -kInf ? 0 : stats[r]); };
@@ -276,6 +282,7 @@ struct Kernel {
       const int n = s.Valid(t);
       Block b = LoadBlock(s, x, t, n, Nothing());
       Apply(s, t, n, &b, Nothing());
+      if constexpr (kRow) Prefetch(x + t * s.step + ahead);
       if (kKeeps && kept) {
         for (int k = 0; k < K; ++k) {
           const Exponential<V> e = ExpParts<C>(b.v[k] - reference[kRow ? 0 : k]);
@@ -467,9 +474,10 @@ struct Kernel {
       const int count = int(Min(group, last - first));
       Strip strips[kGroup];
       for (int j = 0; j < count; ++j) strips[j] = MakeStrip(a, first + j);
-      Reduce(a, strips, count, 0, Min(kChunkSteps, steps), total, kept);
+      const int64_t ahead = Min(kChunkSteps * L, count * a.width);
+      Reduce(a, strips, count, 0, Min(kChunkSteps, steps), total, kept, ahead);
       for (int64_t t = kChunkSteps; t < steps; t += kChunkSteps) {
-        Reduce(a, strips, 1, t, Min(t + kChunkSteps, steps), chunk, nullptr);
+        Reduce(a, strips, 1, t, Min(t + kChunkSteps, steps), chunk, nullptr, ahead);
         Merge(a, total, chunk);
       }
       const Factors<C> f = LaneFactors(a, strips[0], count, total);
@@ -481,7 +489,7 @@ struct Kernel {
   }
   static void ReduceChunk(const SoftmaxArgs& a, int64_t strip, int64_t chunk, double* stats) {
     const Strip s = MakeStrip(a, strip);
-    Reduce(a, &s, 1, chunk * kChunkSteps, Min((chunk + 1) * kChunkSteps, s.steps), stats, nullptr);
+    Reduce(a, &s, 1, chunk * kChunkSteps, Min((chunk + 1) * kChunkSteps, s.steps), stats, nullptr, kChunkSteps * L);
   }
   static void MergeChunks(const SoftmaxArgs& a, double* into, const double* from) { Merge(a, into, from); }
   static void WriteChunk(const SoftmaxArgs& a, int64_t strip, int64_t chunk, const double* stats) {
