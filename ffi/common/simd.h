@@ -215,6 +215,22 @@ JAXKERN_INLINE Vec<C> Below(int n, Vec<C> a, Vec<C> b) {
   return lane < I(n) ? a : b;
 }
 
+// Lane l of the result is lane index[l] of v.
+template <class C>
+constexpr bool kPermuteIsFast = kRegisterBytes == 64 || (kRegisterBytes == 32 && sizeof(C) == 4);
+template <class C>
+JAXKERN_INLINE Vec<C> Permute(Vec<C> v, IntVec<C> index) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(C) == 4) return (Vec<C>)_mm512_permutexvar_ps((__m512i)index, (__m512)v);
+  if constexpr (sizeof(C) == 8) return (Vec<C>)_mm512_permutexvar_pd((__m512i)index, (__m512d)v);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(C) == 4) return (Vec<C>)_mm256_permutevar8x32_ps((__m256)v, (__m256i)index);
+#endif
+  Vec<C> result;
+  for (int l = 0; l < kLanes<C>; ++l) result[l] = v[index[l]];
+  return result;
+}
+
 // The first n elements, the other lanes from `fill`; nothing beyond p[n-1] is touched.
 #if defined(__AVX512F__)
 constexpr bool kPartIsFast = true;

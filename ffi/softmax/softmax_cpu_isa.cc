@@ -22,6 +22,7 @@
 #include "softmax_cpu_isa.h"
 
 #include "common/simd.h"
+#include "softmax_cpu_narrow.h"
 
 namespace jaxkern {
 namespace JAXKERN_ISA {
@@ -49,6 +50,7 @@ struct Kernel {
   using C = Compute<T>;
   using V = Vec<C>;
   using D = Vec<double>;
+  using FactorsOfRows = Factors<C>;
   static constexpr int W = kLanes<C>;  // of a register
   static constexpr int L = K * W;      // of a block
   static constexpr int64_t kChunkSteps = kChunkBytes / (L * sizeof(T));
@@ -398,6 +400,24 @@ struct Kernel {
     std::memcpy(p, &v, sizeof v);
   }
 
+  // The output from x or y, g, and exp(x - p), as far as the operation has them.
+  static JAXKERN_INLINE V Output(V x, V g, const Exponential<V>& e, V p, V q, V r) {
+    if constexpr (kBackward) {
+      const V dx = kLog ? Fma(-Exp<C>(x), p, g) : x * ((g - p) - q);
+      return r == V{} ? V{} : dx;
+    } else if constexpr (kLog) {
+      const V y = x - p, u = y - x;
+      V rest = (x - (y - u)) + (-p - u);  // TwoSum: y + rest is x - p exactly
+      rest = y == Splat(C(-kInf)) ? V{} : rest;
+      return y + ((rest - r) - q);
+    } else if constexpr (kHasFma) {
+      const V scale = e.scale * q, rest = e.scale * r;
+      return scale + Fma(scale, e.fraction, Fma(rest, e.fraction, rest));
+    } else {
+      return e.Rounded() / q;
+    }
+  }
+
   // --- The output of steps [begin, end) ---
   // Up to `writable` elements from the strip's first, what is stored beyond the last step does not
   // matter: this thread writes it later.
@@ -421,28 +441,15 @@ struct Kernel {
       if constexpr (kBackward) d = LoadBlock(s, g, t, n, V{});
       for (int k = 0; k < K; ++k) {
         const int f = kRow ? 0 : k;
-        if constexpr (kBackward) {
-          b.v[k] = kLog ? Fma(-Exp<C>(b.v[k]), p[f], d.v[k]) : b.v[k] * ((d.v[k] - p[f]) - q[f]);
-          b.v[k] = r[f] == V{} ? V{} : b.v[k];
-        } else if constexpr (kLog) {
-          const V y = b.v[k] - p[f], u = y - b.v[k];
-          V rest = (b.v[k] - (y - u)) + (-p[f] - u);  // TwoSum: y + rest is x - p exactly
-          rest = y == Splat(C(-kInf)) ? V{} : rest;
-          b.v[k] = y + ((rest - r[f]) - q[f]);
-        } else {
-          Exponential<V> e;
+        Exponential<V> e{};
+        if constexpr (!kBackward && !kLog) {
           if (kept) {
             e = {Load(kept + k * W), Load(kept + L + k * W)};
           } else {
             e = ExpParts<C>(b.v[k] - p[f]);
           }
-          if constexpr (kHasFma) {
-            const V scale = e.scale * q[f], rest = e.scale * r[f];
-            b.v[k] = scale + Fma(scale, e.fraction, Fma(rest, e.fraction, rest));
-          } else {
-            b.v[k] = e.Rounded() / q[f];
-          }
         }
+        b.v[k] = Output(kKeeps ? V{} : b.v[k], kBackward ? d.v[k] : V{}, e, p[f], q[f], r[f]);
       }
       if (kKeeps && kept) kept += 2 * L;
       Apply(s, t, n, &b, kLog && !kBackward ? Splat(C(-kInf)) : V{});
@@ -520,7 +527,13 @@ SoftmaxCpuPlan PlanMask(const SoftmaxArgs& a) {
 template <bool kLog, bool kBackward, class T>
 SoftmaxCpuPlan PlanShape(const SoftmaxArgs& a) {
   if (a.inner > 1) return PlanMask<kLog, kBackward, T, kMaxK, false>(a);
-  // Short rows would leave most of a wide block empty.
+  // Short rows would leave most of a wide block empty, the shortest most of a register.
+  if constexpr (kPermuteIsFast<Compute<T>>) {
+    using Row = Kernel<kLog, kBackward, T, 1, true, false>;
+    if (2 * a.width <= kLanes<Compute<T>>) {
+      return a.mask ? NarrowKernel<Row, kLog, kBackward, T, true>::Plan(a) : NarrowKernel<Row, kLog, kBackward, T, false>::Plan(a);
+    }
+  }
   return a.width < 4 * kLanes<Compute<T>> ? PlanMask<kLog, kBackward, T, 1, true>(a)
                                            : PlanMask<kLog, kBackward, T, kMaxK, true>(a);
 }
