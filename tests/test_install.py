@@ -97,7 +97,7 @@ def test_modules_hand_out_capsules_and_nothing_more(name):
 
 
 def test_runtime_version_is_known():
-    assert _compat.ffi_api_version() >= (0, 2)
+    assert _compat.ffi_api_version() >= (0, 1)  # of jaxlib 0.8.0
 
 
 def test_absent_module():

@@ -230,7 +230,8 @@ struct Kernel {
   static JAXKERN_OUTLINE void Reduce(const SoftmaxArgs& a, const Strip* strips, int count, int64_t begin, int64_t end,
                                      double* stats, C* kept, int64_t ahead) {
     if constexpr (kBackward) {
-      for (int j = 0; j < count; ++j) ReduceGradient(a, strips[j], begin, end, stats + j);
+      // Of several short rows the cache is also told that they will be written; of one, that would be slower.
+      for (int j = 0; j < count; ++j) ReduceGradient(a, strips[j], begin, end, stats + j, count > 1);
     } else {
       for (int j = 0; j < count; ++j) ReduceMax(a, strips[j], begin, end, stats + j);
       for (int j = 0; j < count; ++j) {
@@ -240,8 +241,11 @@ struct Kernel {
   }
 
   // A hint, which may point anywhere.
+  template <int kWrite>
   static JAXKERN_INLINE void Prefetch(const T* p) {
-    for (int byte = 0; byte < L * int(sizeof(T)); byte += 64) __builtin_prefetch(reinterpret_cast<const char*>(p) + byte);
+    for (int byte = 0; byte < L * int(sizeof(T)); byte += 64) {
+      __builtin_prefetch(reinterpret_cast<const char*>(p) + byte, kWrite);
+    }
   }
 
   static JAXKERN_INLINE void ReduceMax(const SoftmaxArgs& a, const Strip& s, int64_t begin, int64_t end,
@@ -284,7 +288,7 @@ struct Kernel {
       const int n = s.Valid(t);
       Block b = LoadBlock(s, x, t, n, Nothing());
       Apply(s, t, n, &b, Nothing());
-      if constexpr (kRow) Prefetch(x + t * s.step + ahead);
+      if constexpr (kRow) Prefetch<0>(x + t * s.step + ahead);
       if (kKeeps && kept) {
         for (int k = 0; k < K; ++k) {
           const Exponential<V> e = ExpParts<C>(b.v[k] - reference[kRow ? 0 : k]);
@@ -301,7 +305,7 @@ struct Kernel {
   }
 
   static JAXKERN_INLINE void ReduceGradient(const SoftmaxArgs& a, const Strip& s, int64_t begin, int64_t end,
-                                            double* stats) {
+                                            double* stats, bool several) {
     const T *y = static_cast<const T*>(a.a) + s.base, *g = static_cast<const T*>(a.b) + s.base;
     const int padded = PaddedRows(a);
     Accumulator<C> sums[K];
@@ -309,10 +313,11 @@ struct Kernel {
     for (int64_t t = begin; t < end; ++t) {
       const int n = s.Valid(t);
       Block b = LoadBlock(s, y, t, n, Nothing()), d = LoadBlock(s, g, t, n, V{});
+      if (kRow && several) Prefetch<1>(static_cast<const T*>(a.out) + s.base + t * s.step);
       Apply(s, t, n, &b, Nothing());
       Apply(s, t, n, &d, V{});
       for (int k = 0; k < K; ++k) {
-        alive[k] |= b.v[k] != Nothing();
+        alive[k] |= BitCast<IntVec<C>>(b.v[k]) ^ BitCast<IntVec<C>>(Nothing());  // a bit, where they differ
         sums[k].Add(kLog ? d.v[k] : b.v[k] * d.v[k]);
       }
     }
@@ -323,7 +328,7 @@ struct Kernel {
     } else {
       alignas(64) typename IntOf<C>::type lanes[L];
       for (int k = 0; k < K; ++k) {
-        alive[k] = -alive[k];  // true is -1 in a vector
+        alive[k] = -(alive[k] != 0);  // true is -1 in a vector
         std::memcpy(lanes + k * W, &alive[k], sizeof alive[k]);
       }
       MergeLanes(s, lanes, stats, [](double p, double q) { return p > q ? p : q; });
@@ -422,7 +427,7 @@ struct Kernel {
   // Up to `writable` elements from the strip's first, what is stored beyond the last step does not
   // matter: this thread writes it later.
   static JAXKERN_OUTLINE void Write(const SoftmaxArgs& a, const Strip& s, int64_t begin, int64_t end,
-                                    const Factors<C>& factors, int index, const C* kept, int64_t writable, int64_t ahead) {
+                                    const Factors<C>& factors, int index, const C* kept, int64_t writable) {
     constexpr int F = kRow ? 1 : K;
     V p[F], q[F], r[F];
     for (int k = 0; k < F; ++k) {
@@ -490,7 +495,7 @@ struct Kernel {
       const Factors<C> f = LaneFactors(a, strips[0], count, total);
       for (int j = 0; j < count; ++j) {
         const int64_t writable = Packed(a) ? (last - first - j) * strips[j].extent : 0;
-        Write(a, strips[j], 0, steps, f, j, kept ? kept + j * steps * 2 * L : nullptr, writable, count * a.width);
+        Write(a, strips[j], 0, steps, f, j, kept ? kept + j * steps * 2 * L : nullptr, writable);
       }
     }
   }
@@ -501,8 +506,7 @@ struct Kernel {
   static void MergeChunks(const SoftmaxArgs& a, double* into, const double* from) { Merge(a, into, from); }
   static void WriteChunk(const SoftmaxArgs& a, int64_t strip, int64_t chunk, const double* stats) {
     const Strip s = MakeStrip(a, strip);
-    Write(a, s, chunk * kChunkSteps, Min((chunk + 1) * kChunkSteps, s.steps), LaneFactors(a, s, 1, stats), 0, nullptr, 0,
-          kChunkSteps * L);
+    Write(a, s, chunk * kChunkSteps, Min((chunk + 1) * kChunkSteps, s.steps), LaneFactors(a, s, 1, stats), 0, nullptr, 0);
   }
 
   static SoftmaxCpuPlan Plan(const SoftmaxArgs& a) {
