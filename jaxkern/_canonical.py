@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jaxkern import _compat
+
 
 def static_axis(name: str, axis):
     """`axis` as a hashable int, tuple of ints, or None."""
@@ -129,6 +131,14 @@ def _explicit_spec(x) -> tuple:
     """How the type of `x` says that each dimension is split: all None but on a mesh with explicit axes."""
     spec = tuple(jax.typeof(x).sharding.spec)
     return spec + (None,) * (x.ndim - len(spec))
+
+
+def mergeable(x, dims: int):
+    """`x` such that its first `dims` dimensions may be reshaped to one.
+
+    JAX before 0.10 merges dimensions on a mesh with explicit axes only where no more than the first is split.
+    """
+    return x if _compat.merges_split_dimensions() else _gathered(x, slice(1, dims))
 
 
 def _gathered(x, span):

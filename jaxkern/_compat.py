@@ -50,6 +50,11 @@ def partitioned_devices(ctx) -> int:
     return getattr(axis_context, "num_devices", None) or 1
 
 
+def merges_split_dimensions() -> bool:
+    """Whether a reshape merges several dimensions that are split on a mesh with explicit axes."""
+    return jax.__version_info__ >= (0, 10)
+
+
 def shardy() -> bool:
     """Whether shardings go through Shardy (all of 0.9 and later) or the older GSPMD propagation."""
     return bool(getattr(jax.config, "jax_use_shardy_partitioner", True))

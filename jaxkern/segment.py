@@ -4,6 +4,7 @@ Rows of `data` with the same id are reduced to one row. Their primitives are in 
 """
 
 import functools
+import math
 import operator
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from jaxkern import _index
+from jaxkern import _canonical, _index
 from jaxkern.index_add import _rules, array, integers, safe_index
 
 
@@ -133,8 +134,8 @@ def _segment_jit(data, segment_ids, *, name, rows, rules):
         except ValueError:
             raise ValueError(f"jaxkern.{name}: data of shape {data.shape} does not fit segment_ids of shape "
                              f"{ids.shape}") from None
-        ids = ids.reshape(-1)
-        data = data.reshape(*ids.shape, *tail)
+        data = _canonical.mergeable(data, ids.ndim).reshape(math.prod(ids.shape), *tail)
+        ids = _canonical.mergeable(ids, ids.ndim).reshape(-1)
     if name == "segment_mean":
         return _mean(data, ids, rows, rules)
     prim = {"segment_sum": _index.segment_sum_p, "segment_max": _index.segment_max_p,
