@@ -43,8 +43,8 @@ def python(code, **environment):
 
 def test_public_names():
     assert set(jaxkern.__all__) == {
-        "embedding_lookup", "export_checks", "index_add", "index_select", "log_softmax", "segment_max", "segment_mean", "segment_min",
-        "segment_sum", "softmax", "tiers"}
+        "embedding_lookup", "export_checks", "index_add", "index_select", "log_softmax", "segment_max", "segment_mean",
+        "segment_min", "segment_sum", "softmax", "tiers"}
     assert jaxkern.__version__.count(".") == 2
     assert isinstance(jaxkern.tiers, types.ModuleType) and callable(jaxkern.softmax)
 

@@ -134,18 +134,6 @@ def test_many_short_rows(operation, dtype, width):
 
 
 @every_operation
-@every_dtype
-@pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 7, 8, 9, 16, 17])
-def test_many_short_rows(operation, dtype, width):
-    """Short rows are computed many at a time: groups full and not, a last register that is not full either."""
-    for rows in (33, 131):
-        x = np.array(normal((rows, width), dtype))
-        x[5] = x[7, 0] = -np.inf
-        for mask in (None, random_mask(x.shape), random_mask((1, width))):
-            check(operation, x, -1, mask)
-
-
-@every_operation
 @pytest.mark.parametrize("shape, axis", [((1, 1 << 20), -1), ((2, 131080), -1), ((70001, 5), -1), ((3, 40001, 2), 1), ((40001, 3), 0)])
 def test_long(operation, shape, axis):
     check(operation, normal(shape, "float32"), axis)

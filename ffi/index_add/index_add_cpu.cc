@@ -13,13 +13,12 @@
 #include "index_add/index_add_cpu.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <string_view>
 #include <vector>
 
+#include "common/isa.h"
 #include "index_add/index_add_cpu_isa.h"
 
 namespace jaxkern {
@@ -34,17 +33,13 @@ constexpr int kDigitBits = 11;                 // of a pass of the sort, at most
 
 using Chooser = IndexCpuKernels (*)(const IndexArgs&);
 
-// The widest that this CPU has, or at most what the environment variable JAXKERN_CPU_ISA names.
 Chooser Choose() {
 #if defined(JAXKERN_X86_VARIANTS)
-  const char* variable = std::getenv("JAXKERN_CPU_ISA");
-  const std::string_view limit = variable ? variable : "avx512";
-  __builtin_cpu_init();
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (has_avx2 && has_avx512 && limit == "avx512") return avx512::ChooseIndexKernels;
-  if (has_avx2 && limit != "baseline") return avx2::ChooseIndexKernels;
+  switch (ChooseIsa()) {
+    case Isa::kAvx512: return avx512::ChooseIndexKernels;
+    case Isa::kAvx2: return avx2::ChooseIndexKernels;
+    case Isa::kBaseline: break;
+  }
 #endif
   return baseline::ChooseIndexKernels;
 }

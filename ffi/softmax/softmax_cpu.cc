@@ -6,10 +6,9 @@
 #include "softmax_cpu.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <string_view>
 #include <vector>
 
+#include "../common/isa.h"
 #include "softmax_cpu_isa.h"
 
 namespace jaxkern {
@@ -20,18 +19,13 @@ constexpr int64_t kShardElements = 16 * 1024;
 
 using Planner = SoftmaxCpuPlan (*)(const SoftmaxArgs&);
 
-// The widest that this CPU has, or at most what the environment variable JAXKERN_CPU_ISA names
-// (avx2, baseline), with which tests reach the others.
 Planner ChoosePlanner() {
 #if defined(JAXKERN_X86_VARIANTS)
-  const char* variable = std::getenv("JAXKERN_CPU_ISA");
-  const std::string_view limit = variable ? variable : "avx512";
-  __builtin_cpu_init();
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (has_avx2 && has_avx512 && limit == "avx512") return avx512::PlanSoftmax;
-  if (has_avx2 && limit != "baseline") return avx2::PlanSoftmax;
+  switch (ChooseIsa()) {
+    case Isa::kAvx512: return avx512::PlanSoftmax;
+    case Isa::kAvx2: return avx2::PlanSoftmax;
+    case Isa::kBaseline: break;
+  }
 #endif
   return baseline::PlanSoftmax;
 }
