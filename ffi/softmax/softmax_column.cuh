@@ -69,7 +69,7 @@ SoftmaxColumnRegisters(const __grid_constant__ SoftmaxParams p, int warps, int64
   const int step = kAlone ? 1 : warps * kTileRows;
   const int width = outer < p.rows && column < p.inner ? static_cast<int>(p.width) : 0;
   const int64_t first = (outer * p.width + first_row) * p.inner + column;
-  const int64_t stride = step * p.inner;  // pointers walk: a product a row would be a quarter of the instructions
+  const int64_t stride = step * p.inner;  // pointers walk: a 64-bit product a row is 5% of the instructions
 
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
   Pack<T, N> held[kPacks][kInputs];
