@@ -68,12 +68,13 @@ def expected(operation, x, mask, axis):
     return np.exp(shifted) / total if operation == "softmax" else shifted - np.log(total)
 
 
-def expected_gradient(operation, y, g, mask, axis):
-    """The gradient from the result `y` and its cotangent `g`, likewise."""
-    y, g = y.astype(np.longdouble), np.where(mask, g.astype(np.longdouble), 0)
+def expected_gradient(operation, x, y, g, mask, axis):
+    """The gradient for the cotangent `g`, likewise; that of softmax from the result `y`."""
+    g = np.where(mask, g.astype(np.longdouble), 0)
     if operation == "softmax":
+        y = y.astype(np.longdouble)
         return y * (g - (y * g).sum(axis, keepdims=True))
-    return np.where(mask, g - np.exp(y) * g.sum(axis, keepdims=True), 0)
+    return np.where(mask, g - expected("softmax", x, mask, axis) * g.sum(axis, keepdims=True), 0)
 
 
 def epsilons(found, wanted, dtype) -> float:
@@ -96,7 +97,7 @@ def check(operation, dtype) -> tuple[float, float]:
         x, g, y, dx = map(np.asarray, (x, g, y, dx))
         mask = np.ones((), bool) if mask is None else np.asarray(mask)
         worst[0] = max(worst[0], epsilons(y, expected(operation, x, mask, axis), dtype))
-        worst[1] = max(worst[1], epsilons(dx, expected_gradient(operation, y, g, mask, axis), dtype))
+        worst[1] = max(worst[1], epsilons(dx, expected_gradient(operation, x, y, g, mask, axis), dtype))
     return tuple(worst)
 
 

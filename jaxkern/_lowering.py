@@ -68,10 +68,10 @@ def _groups(full, part) -> int:
 
 
 def scratch_shape(shape, dtype, axis: int):
-    """CUDA: room for the partial results of few long rows, `16 * max(1, 2048 // rows)` bytes a row.
+    """CUDA: room for the partial results of few long rows, `24 * max(1, 2048 // rows)` bytes a row.
 
     >>> scratch_shape((4, 100_000), "float32", 1)
-    (4, 8192)
+    (4, 12288)
     >>> scratch_shape((4096, 1000), "float32", 1) is None
     True
     """
@@ -80,4 +80,4 @@ def scratch_shape(shape, dtype, axis: int):
     rows = math.prod(shape[:axis])
     if rows > 512 or shape[axis] * jnp.dtype(dtype).itemsize < 32768:
         return None
-    return (*shape[:axis], 16 * max(1, 2048 // rows))
+    return (*shape[:axis], 24 * max(1, 2048 // rows))

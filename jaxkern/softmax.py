@@ -3,8 +3,8 @@
     softmax_p            y  = exp(x - max) / sum(exp(x - max))
     log_softmax_p        y  = x - max - log(sum(exp(x - max)))
     softmax_grad_p       dx = y * (g - sum(y * g))
-    log_softmax_grad_p   dx = g - exp(y) * sum(g)
-    log_softmax_jvp_p    dy = t - sum(exp(y) * t)      the transpose of the last one; left to XLA
+    log_softmax_grad_p   dx = g - softmax(x) * sum(g)      from x: y has been rounded, by up to |y| / 2 ulp of 1
+    log_softmax_jvp_p    dy = t - sum(softmax(x) * t)      the transpose of the last one; left to XLA
 
 along one axis, each with an optional mask. An element that is masked out takes no part: its output is
 0 (log_softmax: -inf), its gradient 0 whatever the cotangent holds. A row of which nothing takes part,
@@ -127,8 +127,8 @@ log_softmax_grad_p = row_primitive("jaxkern_log_softmax_grad", arrays=2)
 log_softmax_jvp_p = row_primitive("jaxkern_log_softmax_jvp", arrays=2)
 
 
-def _custom_vjp(forward_p, backward_p):
-    """The rule that every derivative of `forward_p` comes from: y is all that the backward pass keeps."""
+def _custom_vjp(forward_p, backward_p, keep):
+    """The rule that every derivative of `forward_p` comes from; `keep` says which of x, y the backward pass takes."""
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
     def f(x, mask, axis, tier):
@@ -136,18 +136,18 @@ def _custom_vjp(forward_p, backward_p):
 
     def forward(x, mask, axis, tier):
         y = bind(forward_p, x, *mask, axis=axis, tier=tier)  # not f, which has no derivative
-        return y, (y, mask)
+        return y, (keep(x, y), mask)
 
-    def backward(axis, tier, kept, g):
-        y, mask = kept
-        return bind(backward_p, y, g, *mask, axis=axis, tier=tier), (None,) * len(mask)
+    def backward(axis, tier, residuals, g):
+        kept, mask = residuals
+        return bind(backward_p, kept, g, *mask, axis=axis, tier=tier), (None,) * len(mask)
 
     f.defvjp(forward, backward)
     return lambda x, *mask, axis, tier: f(x, mask, axis, tier)
 
 
-softmax_vjp = _custom_vjp(softmax_p, softmax_grad_p)
-log_softmax_vjp = _custom_vjp(log_softmax_p, log_softmax_grad_p)
+softmax_vjp = _custom_vjp(softmax_p, softmax_grad_p, keep=lambda x, y: y)
+log_softmax_vjp = _custom_vjp(log_softmax_p, log_softmax_grad_p, keep=lambda x, y: x)
 defvjp(softmax_p, softmax_vjp, differentiable=(0,))
 defvjp(log_softmax_p, log_softmax_vjp, differentiable=(0,))
 
@@ -162,18 +162,20 @@ def _sum(x, axis):
     return jnp.sum(x, axis, keepdims=True)
 
 
-def _probabilities(y, *mask):
-    return _computed(jnp.exp(_computed(y)), *mask)
-
-
-def _participants(y, nothing, axis, *mask):
+def _participants(x, nothing, axis, *mask):
     """Elements that take part in a row that is alive: in which something unmasked is not `nothing`.
 
     Whatever the tangents and cotangents of all the others hold, NaN included, stays out of a sum.
     """
-    takes_part = y != nothing
+    takes_part = x != nothing
     alive = jnp.any(takes_part & mask[0] if mask else takes_part, axis, keepdims=True)
-    return jnp.broadcast_to(alive & mask[0] if mask else alive, y.shape)
+    return jnp.broadcast_to(alive & mask[0] if mask else alive, x.shape)
+
+
+def _probabilities(x, axis, kept):
+    """softmax(x) in the computing type; 0 for elements that are not `kept`."""
+    _, exponential, total = _shifted(x, (kept,), axis)
+    return exponential / jnp.where(total == 0, 1, total)
 
 
 def _softmax_grad_jvp(y, g, *rest, axis, tier):
@@ -184,18 +186,22 @@ def _softmax_grad_jvp(y, g, *rest, axis, tier):
     return (dy * (g - _sum(y * g, axis)) - y * _sum(dy * g, axis)).astype(dtype)
 
 
-def _log_softmax_grad_jvp(y, g, *rest, axis, tier):
-    *mask, dy = rest
-    kept = _participants(y, -jnp.inf, axis, *mask)
-    p = _probabilities(y, kept)
-    return (-p * _computed(dy, kept) * _sum(_computed(g, kept), axis)).astype(y.dtype)
+def _softmax_tangent(x, dx, axis, kept):
+    p, dx = _probabilities(x, axis, kept), _computed(dx, kept)
+    return p * (dx - _sum(p * dx, axis))
 
 
-def _log_softmax_jvp_jvp(y, t, *rest, axis, tier):
-    *mask, dy = rest
-    kept = _participants(y, -jnp.inf, axis, *mask)
-    dot = _sum(_probabilities(y, kept) * _computed(dy, kept) * _computed(t, kept), axis)
-    return _computed(jnp.broadcast_to(-dot, y.shape), kept).astype(y.dtype)
+def _log_softmax_grad_jvp(x, g, *rest, axis, tier):
+    *mask, dx = rest
+    kept = _participants(x, -jnp.inf, axis, *mask)
+    return (-_softmax_tangent(x, dx, axis, kept) * _sum(_computed(g, kept), axis)).astype(x.dtype)
+
+
+def _log_softmax_jvp_jvp(x, t, *rest, axis, tier):
+    *mask, dx = rest
+    kept = _participants(x, -jnp.inf, axis, *mask)
+    dot = _sum(_softmax_tangent(x, dx, axis, kept) * _computed(t, kept), axis)
+    return _computed(jnp.broadcast_to(-dot, x.shape), kept).astype(x.dtype)
 
 
 deflinear(softmax_grad_p, 1, _softmax_grad_jvp, transpose=softmax_grad_p)  # self-adjoint
@@ -239,16 +245,16 @@ def _softmax_grad_reference(y, g, *mask, axis, tier):
     return (p * (g - _sum(p * g, axis))).astype(y.dtype)
 
 
-def _log_softmax_grad_reference(y, g, *mask, axis, tier):
-    kept = _participants(y, -jnp.inf, axis, *mask)
+def _log_softmax_grad_reference(x, g, *mask, axis, tier):
+    kept = _participants(x, -jnp.inf, axis, *mask)
     g = _computed(g, kept)
-    return (g - _probabilities(y, kept) * _sum(g, axis)).astype(y.dtype)
+    return (g - _probabilities(x, axis, kept) * _sum(g, axis)).astype(x.dtype)
 
 
-def _log_softmax_jvp_reference(y, t, *mask, axis, tier):
-    kept = _participants(y, -jnp.inf, axis, *mask)
+def _log_softmax_jvp_reference(x, t, *mask, axis, tier):
+    kept = _participants(x, -jnp.inf, axis, *mask)
     t = _computed(t, kept)
-    return _computed(t - _sum(_probabilities(y, kept) * t, axis), kept).astype(y.dtype)
+    return _computed(t - _sum(_probabilities(x, axis, kept) * t, axis), kept).astype(x.dtype)
 
 
 _lowering.register(softmax_p, 1, _softmax_reference)

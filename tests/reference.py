@@ -37,19 +37,20 @@ def forward(operation, x, axis=-1, mask=None):
         return y, distance + np.abs(np.log(np.where(dead, 1, total))) + _sum_error(x, axis) + 2
 
 
-def gradient(operation, y, g, axis=-1, mask=None):
-    """(gradient from the result as it was rounded, error bound of the arithmetic)."""
-    y, g = np.asarray(y).astype(wide), np.asarray(g).astype(wide)
-    kept = np.broadcast_to(whole(mask), y.shape)
+def gradient(operation, x, y, g, axis=-1, mask=None):
+    """(gradient, of softmax from the result as it was rounded, error bound of the arithmetic)."""
+    g = np.asarray(g).astype(wide)
+    kept = np.broadcast_to(whole(mask), g.shape)
     with np.errstate(all="ignore"):
         g = np.where(kept, g, 0)
         if operation == "softmax":
-            y = np.where(kept, y, 0)
+            y = np.where(kept, np.asarray(y).astype(wide), 0)
             dx = y * (g - (y * g).sum(axis, keepdims=True))
             size = np.abs(y) * (np.abs(g) + (1 + _sum_error(y, axis)) * np.abs(y * g).sum(axis, keepdims=True))
             return np.where(kept, dx, 0), 2 * size
-        alive = (kept & (y != -np.inf)).any(axis, keepdims=True)
-        p = np.where(kept, np.exp(y), 0)
+        y, _ = forward(operation, x, axis, mask)
+        alive = (y != -np.inf).any(axis, keepdims=True)
+        p = np.exp(y)
         dx = np.where(kept & alive, g - p * g.sum(axis, keepdims=True), 0)
         argument = np.where(np.isfinite(y), np.abs(y), 0)
         size = np.abs(g) + p * (argument + 3 + _sum_error(y, axis)) * np.abs(g).sum(axis, keepdims=True)

@@ -14,11 +14,12 @@
 //
 //     forward   a chunk at a time: its maximum, then the sum of exp(x - maximum), from the L1 cache
 //               the second time; chunks merge as (maximum, sum) pairs; then y from x again
-//     gradient  the sum of y * g (log_softmax: of g), then dx
+//     gradient  of softmax the sum of y * g, then dx; of log_softmax all that the forward pass does, and
+//               the sum of g
 //
-// A strip of one chunk keeps exp(x - maximum) in the L1 cache from the sum to y. A longer one evaluates
-// it twice, which costs less than keeping it would: a 16-bit output could not hold it, and memory is
-// slower than the polynomial.
+// A strip of one chunk keeps exp(x - maximum) in the L1 cache from the sum to the output, except where
+// that is log_softmax's and needs none. A longer one evaluates it twice, which costs less than keeping it
+// would: a 16-bit output could not hold it, and memory is slower than the polynomial.
 #include "softmax_cpu_isa.h"
 
 #include "common/simd.h"
@@ -54,13 +55,17 @@ struct Kernel {
   static constexpr int W = kLanes<C>;  // of a register
   static constexpr int L = K * W;      // of a block
   static constexpr int64_t kChunkSteps = kChunkBytes / (L * sizeof(T));
-  // Strips of one chunk keep exp(x - maximum) from the sum to the output.
-  static constexpr bool kKeeps = !kBackward && !kLog;
+  static constexpr bool kPowers = !kBackward || kLog;  // exp(x - maximum) is summed
+  // Strips of one chunk keep exp(x - maximum) from the sum to the output: in two parts, or rounded.
+  static constexpr bool kParts = !kBackward && !kLog, kKeeps = kPowers && kLog == kBackward;
+  static constexpr int kKept = kParts ? 2 * L : L;  // a step
+  static constexpr int kStats = kPowers && kBackward ? 5 : 3;
   static constexpr int kGroup = kRow ? kMaxK * kLanes<double> : 1;  // strips at a time, at most
 
-  // Statistics of the rows of a strip, a chunk or a group, [3][padded rows]:
-  //     forward   maximum, sum of exp(x - maximum), what rounding lost of that sum
-  //     gradient  1 if the row is alive (has a participant that is not -inf), the sum, what it lost
+  // Statistics of the rows of a strip, a chunk or a group, [kStats][padded rows]:
+  //     forward                maximum, sum of exp(x - maximum), what rounding lost of that sum
+  //     log_softmax, gradient  the same, the sum of g, what it lost
+  //     softmax, gradient      1 if the row is alive (some y is not 0), the sum of y * g, what it lost
   static JAXKERN_INLINE int PaddedRows(const SoftmaxArgs& a) {
     return kRow ? kGroup : int(CeilDiv(Rows(a), kLanes<double>)) * kLanes<double>;
   }
@@ -133,7 +138,7 @@ struct Kernel {
     V v[K];
   };
   // What x or y of an element that takes no part is.
-  static JAXKERN_INLINE V Nothing() { return kBackward && !kLog ? V{} : Splat(C(-kInf)); }
+  static JAXKERN_INLINE V Nothing() { return kPowers ? Splat(C(-kInf)) : V{}; }
 
   static JAXKERN_INLINE Block LoadBlock(const Strip& s, const T* x, int64_t t, int n, V fill) {
     Block b;
@@ -225,17 +230,18 @@ struct Kernel {
 
   // --- The statistics of steps [begin, end) of `count` strips ---
   // One thing for every strip before the next for any, so that the CPU overlaps strips. `kept`, where
-  // there is one, gets exp(x - maximum), a block of scales and one of fractions a step. The cache is
+  // there is one, gets exp(x - maximum), kParts as a block of scales and one of fractions a step. The cache is
   // told of what will be read `ahead` elements from here, while the exponentials keep it idle.
   static JAXKERN_OUTLINE void Reduce(const SoftmaxArgs& a, const Strip* strips, int count, int64_t begin, int64_t end,
                                      double* stats, C* kept, int64_t ahead) {
-    if constexpr (kBackward) {
+    if constexpr (!kPowers) {
       // Of several short rows the cache is also told that they will be written; of one, that would be slower.
       for (int j = 0; j < count; ++j) ReduceGradient(a, strips[j], begin, end, stats + j, count > 1);
     } else {
       for (int j = 0; j < count; ++j) ReduceMax(a, strips[j], begin, end, stats + j);
       for (int j = 0; j < count; ++j) {
-        ReduceExp(a, strips[j], begin, end, stats + j, kept ? kept + j * (end - begin) * 2 * L : nullptr, ahead);
+        ReduceExp(a, strips[j], begin, end, stats + j, kept ? kept + j * (end - begin) * kKept : nullptr, ahead,
+                  count > 1);
       }
     }
   }
@@ -271,8 +277,9 @@ struct Kernel {
   }
 
   static JAXKERN_INLINE void ReduceExp(const SoftmaxArgs& a, const Strip& s, int64_t begin, int64_t end,
-                                       double* stats, C* kept, int64_t ahead) {
+                                       double* stats, C* kept, int64_t ahead, bool several) {
     const T* x = static_cast<const T*>(a.a) + s.base;
+    const T* g = kBackward ? static_cast<const T*>(a.b) + s.base : nullptr;
     const int padded = PaddedRows(a);
     const auto reference_of = [&](int r) { return C(stats[r] == -kInf ? 0 : stats[r]); };
     V reference[kRow ? 1 : K];
@@ -283,25 +290,38 @@ struct Kernel {
       SpreadRows(s, lanes, reference_of);
       for (int k = 0; k < K; ++k) reference[k] = Load(lanes + k * W);
     }
-    Accumulator<C> sums[K];
+    Accumulator<C> sums[K], of_g[kBackward ? K : 1];
     for (int64_t t = begin; t < end; ++t) {
       const int n = s.Valid(t);
       Block b = LoadBlock(s, x, t, n, Nothing());
       Apply(s, t, n, &b, Nothing());
       if constexpr (kRow) Prefetch<0>(x + t * s.step + ahead);
-      if (kKeeps && kept) {
+      if constexpr (kBackward) {
+        Block d = LoadBlock(s, g, t, n, V{});
+        if constexpr (kRow) Prefetch<0>(g + t * s.step + ahead);
+        if (kRow && several) Prefetch<1>(static_cast<const T*>(a.out) + s.base + t * s.step);
+        Apply(s, t, n, &d, V{});
+        for (int k = 0; k < K; ++k) of_g[k].Add(d.v[k]);
+      }
+      if (kParts && kept) {
         for (int k = 0; k < K; ++k) {
           const Exponential<V> e = ExpParts<C>(b.v[k] - reference[kRow ? 0 : k]);
           sums[k].Add(e.Rounded());
           Store(kept + k * W, e.scale);
           Store(kept + L + k * W, e.fraction);
         }
-        kept += 2 * L;
+        kept += kKept;
       } else {
-        for (int k = 0; k < K; ++k) sums[k].Add(Exp<C>(b.v[k] - reference[kRow ? 0 : k]));
+        for (int k = 0; k < K; ++k) {
+          const V e = Exp<C>(b.v[k] - reference[kRow ? 0 : k]);
+          sums[k].Add(e);
+          if (kKeeps && kept) Store(kept + k * W, e);
+        }
+        if (kKeeps && kept) kept += kKept;
       }
     }
     MergeSums(s, sums, stats + padded, stats + 2 * padded);
+    if constexpr (kBackward) MergeSums(s, of_g, stats + 3 * padded, stats + 4 * padded);
   }
 
   static JAXKERN_INLINE void ReduceGradient(const SoftmaxArgs& a, const Strip& s, int64_t begin, int64_t end,
@@ -318,7 +338,7 @@ struct Kernel {
       Apply(s, t, n, &d, V{});
       for (int k = 0; k < K; ++k) {
         alive[k] |= BitCast<IntVec<C>>(b.v[k]) ^ BitCast<IntVec<C>>(Nothing());  // a bit, where they differ
-        sums[k].Add(kLog ? d.v[k] : b.v[k] * d.v[k]);
+        sums[k].Add(b.v[k] * d.v[k]);
       }
     }
     MergeSums(s, sums, stats + padded, stats + 2 * padded);
@@ -342,12 +362,19 @@ struct Kernel {
       double *state = into + r, *sum = state + padded, *lost = sum + padded;
       const D other_state = Load(from + r), m = Max(Load(state), other_state);
       Sum<D> x{Load(sum), Load(lost)}, y{Load(from + r + padded), Load(from + r + 2 * padded)};
-      if constexpr (!kBackward) {
+      if constexpr (kPowers) {
         const D reference = m == Splat(-kInf) ? D{} : m;
         const D f = Exp<double>(Load(state) - reference), h = Exp<double>(other_state - reference);
         x.sum *= f, x.lost *= f, y.sum *= h, y.lost *= h;
       }
       x.Merge(y);
+      if constexpr (kPowers && kBackward) {
+        double *of_g = lost + padded, *lost_of_g = of_g + padded;
+        Sum<D> g{Load(of_g), Load(lost_of_g)};
+        g.Merge({Load(from + r + 3 * padded), Load(from + r + 4 * padded)});
+        Store(of_g, g.sum);
+        Store(lost_of_g, g.lost);
+      }
       Store(state, m);
       Store(sum, x.sum);
       Store(lost, x.lost);
@@ -364,7 +391,7 @@ struct Kernel {
   // The factors of the rows:
   //     softmax       y  = exp(x - p) * (q + r), q + r = 1 / sum; without fma exp(x - p) / q, q = sum
   //     log_softmax   y  = (x - p) - q, q = log(sum), and what rounding lost of x - p
-  //     gradients     dx = y * (g - (p + q)),  dx = g - exp(y) * p;  0 where r is 0
+  //     gradients     dx = y * (g - (p + q)), dx = g - exp(x - p) * q; 0 where r is 0
   static JAXKERN_INLINE void Finish(const double* stats, int padded, int rows, Factors<C>* f) {
     constexpr int N = kLanes<double>;
     const D zero{}, one = Splat(1.0);
@@ -374,7 +401,7 @@ struct Kernel {
       lost = lost == lost ? lost : zero;  // the sum is infinite or NaN
       const D total = sum + lost, rest = (sum - total) + lost;
       D p, q, r;
-      if constexpr (kBackward) {
+      if constexpr (!kPowers) {
         p = Rounded(total);
         q = (total - p) + rest;
         q = q == q ? q : zero;
@@ -383,7 +410,12 @@ struct Kernel {
         const auto dead = total == 0;
         const D divisor = dead ? one : total;
         p = state == -kInf ? zero : state;
-        if constexpr (kLog) {
+        if constexpr (kBackward) {
+          D lost_of_g = Load(stats + 4 * padded + i);
+          lost_of_g = lost_of_g == lost_of_g ? lost_of_g : zero;
+          q = (Load(stats + 3 * padded + i) + lost_of_g) / divisor;
+          r = dead ? zero : one;
+        } else if constexpr (kLog) {
           const D log = Log(divisor);
           q = Rounded(log);
           r = (log - q) + rest / divisor;
@@ -405,10 +437,10 @@ struct Kernel {
     std::memcpy(p, &v, sizeof v);
   }
 
-  // The output from x or y, g, and exp(x - p), as far as the operation has them.
+  // The output from x or y, g, and exp(x - p), as far as the operation has them; e in one part: as its scale.
   static JAXKERN_INLINE V Output(V x, V g, const Exponential<V>& e, V p, V q, V r) {
     if constexpr (kBackward) {
-      const V dx = kLog ? Fma(-Exp<C>(x), p, g) : x * ((g - p) - q);
+      const V dx = kLog ? Fma(-e.scale, q, g) : x * ((g - p) - q);
       return r == V{} ? V{} : dx;
     } else if constexpr (kLog) {
       const V y = x - p, u = y - x;
@@ -447,16 +479,14 @@ struct Kernel {
       for (int k = 0; k < K; ++k) {
         const int f = kRow ? 0 : k;
         Exponential<V> e{};
-        if constexpr (!kBackward && !kLog) {
-          if (kept) {
-            e = {Load(kept + k * W), Load(kept + L + k * W)};
-          } else {
-            e = ExpParts<C>(b.v[k] - p[f]);
-          }
+        if constexpr (kParts) {
+          e = kept ? Exponential<V>{Load(kept + k * W), Load(kept + L + k * W)} : ExpParts<C>(b.v[k] - p[f]);
+        } else if constexpr (kKeeps) {
+          e.scale = kept ? Load(kept + k * W) : Exp<C>(b.v[k] - p[f]);
         }
         b.v[k] = Output(kKeeps ? V{} : b.v[k], kBackward ? d.v[k] : V{}, e, p[f], q[f], r[f]);
       }
-      if (kKeeps && kept) kept += 2 * L;
+      if (kKeeps && kept) kept += kKept;
       Apply(s, t, n, &b, kLog && !kBackward ? Splat(C(-kInf)) : V{});
       StoreBlock(s, out, t, n, b, writable);
     }
@@ -476,8 +506,8 @@ struct Kernel {
 
   // --- The entry points of SoftmaxCpuPlan ---
   static void RunStrips(const SoftmaxArgs& a, int64_t first, int64_t last) {
-    alignas(64) double total[3 * kMaxK * kLanes<float>] = {}, chunk[3 * kMaxK * kLanes<float>];
-    alignas(64) C buffer[kKeeps ? 2 * kChunkSteps * L : 1];  // what Reduce keeps for Write
+    alignas(64) double total[kStats * kMaxK * kLanes<float>] = {}, chunk[kStats * kMaxK * kLanes<float>];
+    alignas(64) C buffer[kKeeps ? kKept * kChunkSteps : 1];  // what Reduce keeps for Write
     const int64_t steps = Steps(a);
     C* const kept = kKeeps && steps <= kChunkSteps ? buffer : nullptr;
     constexpr int64_t kGroupSteps = kGroupBytes / (L * sizeof(T));
@@ -495,7 +525,7 @@ struct Kernel {
       const Factors<C> f = LaneFactors(a, strips[0], count, total);
       for (int j = 0; j < count; ++j) {
         const int64_t writable = Packed(a) ? (last - first - j) * strips[j].extent : 0;
-        Write(a, strips[j], 0, steps, f, j, kept ? kept + j * steps * 2 * L : nullptr, writable);
+        Write(a, strips[j], 0, steps, f, j, kept ? kept + j * steps * kKept : nullptr, writable);
       }
     }
   }
@@ -513,7 +543,7 @@ struct Kernel {
     SoftmaxCpuPlan plan;
     plan.strips = a.outer * Tiles(a);
     plan.chunks = CeilDiv(Steps(a), kChunkSteps);
-    plan.stats_size = 3 * PaddedRows(a);
+    plan.stats_size = kStats * PaddedRows(a);
     plan.run = RunStrips;
     plan.reduce = ReduceChunk;
     plan.merge = MergeChunks;

@@ -59,22 +59,21 @@ struct NarrowKernel {
     return BitCast<V>(BitCast<I>(Permute<C>(v, y.shift[k])) & y.inside[k]);
   }
   static JAXKERN_INLINE Sum<V> SumOfRows(const Layout& y, V v) {
-    if constexpr (kBackward) {
-      Sum<V> s{v, V{}};
-      for (int k = 0; k < y.steps; ++k) s.Merge({Further(y, k, s.sum), Further(y, k, s.lost)});
-      return s;
-    } else {
-      // At most 8 terms of at most 1: the parts of them that are multiples of the unit in the last
-      // place of 16 add up exactly, the rests are so small that their rounding does not matter.
-      Sum<V> s{(v + C(24)) - C(24), V{}};
-      s.lost = v - s.sum;
-      for (int k = 0; k < y.steps; ++k) s.sum += Further(y, k, s.sum), s.lost += Further(y, k, s.lost);
-      return s;
-    }
+    Sum<V> s{v, V{}};
+    for (int k = 0; k < y.steps; ++k) s.Merge({Further(y, k, s.sum), Further(y, k, s.lost)});
+    return s;
+  }
+  // At most 8 terms of at most 1: the parts of them that are multiples of the unit in the last
+  // place of 16 add up exactly, the rests are so small that their rounding does not matter.
+  static JAXKERN_INLINE Sum<V> SumOfPowers(const Layout& y, V v) {
+    Sum<V> s{(v + C(24)) - C(24), V{}};
+    s.lost = v - s.sum;
+    for (int k = 0; k < y.steps; ++k) s.sum += Further(y, k, s.sum), s.lost += Further(y, k, s.lost);
+    return s;
   }
 
   struct Stats {
-    alignas(64) double state[kMaxRows], sum[kMaxRows], lost[kMaxRows];
+    alignas(64) double state[kMaxRows], sum[kMaxRows], lost[kMaxRows], sum_of_g[kMaxRows], lost_of_g[kMaxRows];
   };
   static JAXKERN_INLINE void Collect(const Layout& y, V v, double* rows) {
     C lanes[W];
@@ -114,23 +113,26 @@ struct NarrowKernel {
         const int rows = count - r < y.rows ? count - r : y.rows;
         x[i] = Masked(a, y, row + r, rows, LoadRows(a.a, at, total - at, Row::Nothing()), Row::Nothing());
         __builtin_prefetch(static_cast<const T*>(a.a) + at + group * a.width);
-        state[i] = MaxOfRows(y, !kBackward ? x[i] : x[i] == Row::Nothing() ? V{} : Splat(C(1)));
+        state[i] = MaxOfRows(y, Row::kPowers ? x[i] : x[i] == Row::Nothing() ? V{} : Splat(C(1)));
         Collect(y, state[i], stats.state + r);
       }
       for (int r = 0, i = 0; r < count; r += y.rows, ++i) {
-        V term;
+        if constexpr (Row::kPowers) {
+          const V largest = Permute<C>(state[i], y.first);
+          kept[i] = ExpParts<C>(x[i] - (largest == Splat(C(-__builtin_inf())) ? V{} : largest));
+          const V power = kept[i].Rounded();
+          const Sum<V> sum = SumOfPowers(y, power);
+          Collect(y, sum.sum, stats.sum + r), Collect(y, sum.lost, stats.lost + r);
+          if constexpr (!Row::kParts) kept[i].scale = power;
+        }
         if constexpr (kBackward) {
           const int64_t at = (row + r) * a.width;
           const int rows = count - r < y.rows ? count - r : y.rows;
           const V g = Masked(a, y, row + r, rows, LoadRows(a.b, at, total - at, V{}), V{});
-          term = kLog ? g : x[i] * g;
-        } else {
-          const V largest = Permute<C>(state[i], y.first);
-          kept[i] = ExpParts<C>(x[i] - (largest == Splat(C(-__builtin_inf())) ? V{} : largest));
-          term = kept[i].Rounded();
+          const Sum<V> sum = SumOfRows(y, kLog ? g : x[i] * g);
+          Collect(y, sum.sum, (kLog ? stats.sum_of_g : stats.sum) + r);
+          Collect(y, sum.lost, (kLog ? stats.lost_of_g : stats.lost) + r);
         }
-        const Sum<V> sum = SumOfRows(y, term);
-        Collect(y, sum.sum, stats.sum + r), Collect(y, sum.lost, stats.lost + r);
       }
       struct {
         Factors rows;

@@ -20,7 +20,8 @@ constexpr const char* SoftmaxName(bool log, bool backward) {
              : (backward ? "jaxkern.softmax gradient" : "jaxkern.softmax");
 }
 
-// Fills everything but the scratch, of which only CUDA has any. Operands: x[, mask] or y, g[, mask].
+// Fills everything but the scratch, of which only CUDA has any. Operands: x[, mask]; of a gradient y, g[, mask], of
+// that of log_softmax x, g[, mask].
 inline ffi::Error DecodeSoftmax(bool log, bool backward, const ffi::RemainingArgs& operands,
                                 const ffi::RemainingRets& results, int64_t axis, std::string_view tier,
                                 SoftmaxArgs* args) {
@@ -58,7 +59,7 @@ inline ffi::Error DecodeSoftmax(bool log, bool backward, const ffi::RemainingArg
     const auto b = operands.get<ffi::AnyBuffer>(1);
     if (!b) return b.error();
     if (!same(*b)) {
-      return InvalidArgument(name, "y of shape ", ShapeString(dims), ", g of shape ", ShapeString(b->dimensions()),
+      return InvalidArgument(name, "an operand of shape ", ShapeString(dims), ", a cotangent of shape ", ShapeString(b->dimensions()),
                              " or of another element type");
     }
     args->b = b->untyped_data();

@@ -1,8 +1,8 @@
 // What the kernels of the softmax family compute, apart from how they read and write: one struct
 // for the forward pass and one for the gradient, used by every tier.
 //
-// An Op works on packs of its kInputs operands (forward: x; gradient: y and g), already converted
-// to the compute type:
+// An Op works on packs of its kInputs operands (forward: x; gradient: y and g, of log_softmax x and g),
+// already converted to the compute type:
 //     Accumulate   folds a pack into a Stat (a thread's share of a row)
 //     Merge        combines two Stats
 //     Finish       Stat of the whole row -> what Map needs
@@ -278,16 +278,19 @@ template <class T_, bool kLog, bool kColumns = false> struct Forward {
   };
 };
 
-template <class T_, bool kLog, bool kColumns = false> struct Backward {
+template <class T, bool kLog, bool kColumns = false> struct Backward;
+
+// softmax: dx = y * (g - sum(y * g))
+template <class T_, bool kColumns> struct Backward<T_, false, kColumns> {
   using T = T_;
   using C = Compute<T>;
   using S = std::conditional_t<kColumns, C, Sum<T>>;
-  using ForColumns = Backward<T, kLog, true>;
+  using ForColumns = Backward<T, false, true>;
   static constexpr int kInputs = 2;  // y, g
 
   struct Stat {
-    S sum;       // sum y * g; log: sum g
-    int alive;   // not 0: some y is not 0; log: not -inf
+    S sum;      // of y * g
+    int alive;  // not 0: some y is not 0
   };
   struct Final {
     C sum;
@@ -300,7 +303,7 @@ template <class T_, bool kLog, bool kColumns = false> struct Backward {
   static __device__ __forceinline__ int Bits(double x) { return __double2hiint(x) | __double2loint(x); }
 
   static __device__ __forceinline__ Stat Identity() { return {S(0), 0}; }
-  static __device__ __forceinline__ C Neutral(int k) { return kLog && k == 0 ? -Infinity<C>() : C(0); }
+  static __device__ __forceinline__ C Neutral(int) { return 0; }
   static __device__ __forceinline__ C Masked() { return 0; }
   static __device__ __forceinline__ Stat Merge(Stat a, Stat b) { return {a.sum + b.sum, a.alive | b.alive}; }
   static __device__ __forceinline__ Stat Exchange(Stat stat, int lane) {
@@ -321,13 +324,8 @@ template <class T_, bool kLog, bool kColumns = false> struct Backward {
     C term[N];
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      if constexpr (kLog) {
-        term[j] = v[1][j];
-        stat.alive |= !(v[0][j] == -Infinity<C>());
-      } else {
-        term[j] = v[0][j] * v[1][j];
-        stat.alive |= Bits(v[0][j]);
-      }
+      term[j] = v[0][j] * v[1][j];
+      stat.alive |= Bits(v[0][j]);
     }
     stat.sum += Fold(term, SumOf());
   }
@@ -342,10 +340,9 @@ template <class T_, bool kLog, bool kColumns = false> struct Backward {
   static __device__ __forceinline__ void Map(const C (&v)[2][N], const Final& f, C (&out)[N]) {
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      // A row without a participant has no gradient, whatever the cotangent holds.
-      if constexpr (kLog) out[j] = v[1][j] - ExpDifference<T>(v[0][j], C(0)) * f.sum;
-      else if constexpr (sizeof(T) == 4) out[j] = v[0][j] * ((v[1][j] - f.sum) - f.rest);
+      if constexpr (sizeof(T) == 4) out[j] = v[0][j] * ((v[1][j] - f.sum) - f.rest);
       else out[j] = v[0][j] * (v[1][j] - f.sum);
+      // A row without a participant has no gradient, whatever the cotangent holds.
       if (!f.alive) out[j] = 0;
     }
   }
@@ -374,6 +371,117 @@ template <class T_, bool kLog, bool kColumns = false> struct Backward {
       Unpack(held[i][0], v[0]);
       Unpack(held[i][1], v[1]);
       Map(v, f, out);
+    }
+  };
+};
+
+// log_softmax: dx = g - exp(x - max) / sum(exp(x - max)) * sum(g). From x and not from y, whose rounding
+// would come back multiplied by |y|: it costs an exponential, and no byte.
+template <class T_, bool kColumns> struct Backward<T_, true, kColumns> {
+  using T = T_;
+  using Powers = Forward<T, true, kColumns>;
+  using C = typename Powers::C;
+  using S = typename Powers::S;
+  using ForColumns = Backward<T, true, true>;
+  static constexpr int kInputs = 2;  // x, g
+
+  struct alignas(8) Stat {  // see StoreRemote
+    typename Powers::Stat powers;
+    S sum;  // of g
+  };
+  struct Final {
+    C max;
+    C factor;    // sum(g) / sum(exp(x - max))
+    bool empty;  // no x but -inf
+  };
+
+  static __device__ __forceinline__ Stat Identity() { return {Powers::Identity(), S(0)}; }
+  static __device__ __forceinline__ C Neutral(int k) { return k == 0 ? -Infinity<C>() : C(0); }
+  static __device__ __forceinline__ C Masked() { return 0; }
+  static __device__ __forceinline__ Stat Merge(Stat a, Stat b) {
+    return {Powers::Merge(a.powers, b.powers), a.sum + b.sum};
+  }
+  static __device__ __forceinline__ Stat Exchange(Stat stat, int lane) {
+    return {Powers::Exchange(stat.powers, lane), __shfl_xor_sync(0xffffffffu, stat.sum, lane)};
+  }
+  template <int kLanes> static __device__ __forceinline__ Stat MergeLanes(Stat stat) {
+    return {Powers::template MergeLanes<kLanes>(stat.powers), ReduceLanes<kLanes>(stat.sum, SumOf())};
+  }
+  static __device__ __forceinline__ Final Finish(Stat stat) {
+    const bool empty = stat.powers.sum == S(0);
+    const C sum = static_cast<C>(stat.sum), powers = empty ? C(1) : static_cast<C>(stat.powers.sum);
+    return {Base(stat.powers.max), sum / powers, empty};
+  }
+
+  template <int N> static __device__ __forceinline__ void Accumulate(Stat& stat, const C (&v)[2][N]) {
+    C x[1][N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) x[0][j] = v[0][j];
+    Powers::Accumulate(stat.powers, x);
+    stat.sum += Fold(v[1], SumOf());
+  }
+
+  template <int N> static __device__ __forceinline__ Stat First(const C (&v)[2][N]) {
+    C x[1][N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) x[0][j] = v[0][j];
+    return {Powers::First(x), static_cast<S>(Fold(v[1], SumOf()))};
+  }
+
+  // A row without a participant has no gradient, whatever the cotangent holds.
+  static __device__ __forceinline__ C One(C power, C g, const Final& f) { return f.empty ? C(0) : fma(-power, f.factor, g); }
+
+  template <int N>
+  static __device__ __forceinline__ void Map(const C (&v)[2][N], const Final& f, C (&out)[N]) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) out[j] = One(Powers::Exp(v[0][j], f.max), v[1][j], f);
+  }
+
+  static constexpr bool kOnePower = false;
+  static __device__ __forceinline__ bool Regular(const Final& f) { return f.factor - f.factor == C(0); }
+
+  // Holds the packs as they were read; beyond 16 bit e^(x - max of the warp) takes the place of x.
+  template <int kPacks, int N> struct Tile {
+    static constexpr bool kKeeps = sizeof(T) > 2;
+    Pack<T, N> held[kPacks][2];
+    C local_max = -Infinity<C>();
+    C sum = 0;
+
+    __device__ __forceinline__ void Set(int i, const C (&v)[2][N], const Pack<T, N>* raw, bool changed) {
+      held[i][0] = changed ? Repack<T, N>(v[0]) : raw[0];
+      held[i][1] = changed ? Repack<T, N>(v[1]) : raw[1];
+      local_max = Max(local_max, Fold(v[0], MaxOf()));
+      sum += Fold(v[1], SumOf());
+      Forget(held[i][0]);
+      Forget(held[i][1]);
+    }
+    template <int kLanes, class Widen> __device__ __forceinline__ Stat Reduce(Widen widen) {
+      local_max = widen(ReduceLanes<kLanes>(local_max, MaxOf()));
+      const C base = Base(local_max);
+      C of_pack[kPacks];
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        C x[N];
+        Unpack(held[i][0], x);
+#pragma unroll
+        for (int j = 0; j < N; ++j) x[j] = Powers::Exp(x[j], base);
+        if constexpr (kKeeps) held[i][0] = Repack<T, N>(x);
+        else Forget(held[i][0]);
+        of_pack[i] = Fold(x, SumOf());
+      }
+      const S powers = ReduceLanes<kLanes>(static_cast<S>(Fold(of_pack, SumOf())), SumOf());
+      return {{local_max, powers}, ReduceLanes<kLanes>(static_cast<S>(sum), SumOf())};
+    }
+    __device__ __forceinline__ Final Localize(Final f) const {
+      if constexpr (kKeeps) f.factor *= local_max == -Infinity<C>() ? C(0) : Powers::Factor(local_max, f.max);
+      return f;
+    }
+    __device__ __forceinline__ void Get(int i, const Final& f, C (&out)[N]) const {
+      C v[2][N];
+      Unpack(held[i][0], v[0]);
+      Unpack(held[i][1], v[1]);
+#pragma unroll
+      for (int j = 0; j < N; ++j) out[j] = One(kKeeps ? v[0][j] : Powers::Exp(v[0][j], f.max), v[1][j], f);
     }
   };
 };

@@ -39,7 +39,7 @@ bool SoftmaxTierFits(SoftmaxTier tier, const SoftmaxProblem& p, const DeviceTrai
     case SoftmaxTier::kPipeline:
       return Hopper(d) && p.aligned_alike && !p.masked && packs * 16 * Inputs(p) <= kClusterBlocks * kRingBytes;
     case SoftmaxTier::kStreaming: return true;
-    case SoftmaxTier::kSplit: return p.aligned_alike && p.rows <= kMaxGridY && p.scratch_bytes >= 16 * p.rows;
+    case SoftmaxTier::kSplit: return p.aligned_alike && p.rows <= kMaxGridY && p.scratch_bytes >= 24 * p.rows;
     default: return false;
   }
 }
