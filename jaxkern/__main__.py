@@ -69,12 +69,13 @@ def expected(operation, x, mask, axis):
 
 
 def expected_gradient(operation, x, y, g, mask, axis):
-    """The gradient for the cotangent `g`, likewise; that of softmax from the result `y`."""
+    """The gradient for the cotangent `g`, likewise; from the result `y` but for wide log_softmax."""
     g = np.where(mask, g.astype(np.longdouble), 0)
     if operation == "softmax":
         y = y.astype(np.longdouble)
         return y * (g - (y * g).sum(axis, keepdims=True))
-    return np.where(mask, g - expected("softmax", x, mask, axis) * g.sum(axis, keepdims=True), 0)
+    p = np.exp(y.astype(np.longdouble)) if x.dtype.itemsize <= 2 else expected("softmax", x, mask, axis)
+    return np.where(mask, g - p * g.sum(axis, keepdims=True), 0)
 
 
 def epsilons(found, wanted, dtype) -> float:

@@ -3,7 +3,7 @@
     softmax_p            y  = exp(x - max) / sum(exp(x - max))
     log_softmax_p        y  = x - max - log(sum(exp(x - max)))
     softmax_grad_p       dx = y * (g - sum(y * g))
-    log_softmax_grad_p   dx = g - softmax(x) * sum(g)      from x: y has been rounded, by up to |y| / 2 ulp of 1
+    log_softmax_grad_p   dx = g - softmax(x) * sum(g)      or of y, which is the same but for y's rounding
     log_softmax_jvp_p    dy = t - sum(softmax(x) * t)      the transpose of the last one; left to XLA
 
 along one axis, each with an optional mask. An element that is masked out takes no part: its output is
@@ -146,8 +146,16 @@ def _custom_vjp(forward_p, backward_p, keep):
     return lambda x, *mask, axis, tier: f(x, mask, axis, tier)
 
 
+def _precise(x, y):
+    """What log_softmax keeps: y has been rounded, and the error comes back multiplied by |y|.
+
+    16-bit results hide that, and their kernels are faster from y; both have the same softmax.
+    """
+    return y if x.dtype.itemsize <= 2 else x
+
+
 softmax_vjp = _custom_vjp(softmax_p, softmax_grad_p, keep=lambda x, y: y)
-log_softmax_vjp = _custom_vjp(log_softmax_p, log_softmax_grad_p, keep=lambda x, y: x)
+log_softmax_vjp = _custom_vjp(log_softmax_p, log_softmax_grad_p, keep=_precise)
 defvjp(softmax_p, softmax_vjp, differentiable=(0,))
 defvjp(log_softmax_p, log_softmax_vjp, differentiable=(0,))
 

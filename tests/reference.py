@@ -38,7 +38,7 @@ def forward(operation, x, axis=-1, mask=None):
 
 
 def gradient(operation, x, y, g, axis=-1, mask=None):
-    """(gradient, of softmax from the result as it was rounded, error bound of the arithmetic)."""
+    """(gradient, from the result as it was rounded but for wide log_softmax, error bound of the arithmetic)."""
     g = np.asarray(g).astype(wide)
     kept = np.broadcast_to(whole(mask), g.shape)
     with np.errstate(all="ignore"):
@@ -48,7 +48,9 @@ def gradient(operation, x, y, g, axis=-1, mask=None):
             dx = y * (g - (y * g).sum(axis, keepdims=True))
             size = np.abs(y) * (np.abs(g) + (1 + _sum_error(y, axis)) * np.abs(y * g).sum(axis, keepdims=True))
             return np.where(kept, dx, 0), 2 * size
-        y, _ = forward(operation, x, axis, mask)
+        if np.asarray(x).dtype.itemsize > 2:
+            y, _ = forward(operation, x, axis, mask)
+        y = np.where(kept, np.asarray(y).astype(wide), -np.inf)
         alive = (y != -np.inf).any(axis, keepdims=True)
         p = np.exp(y)
         dx = np.where(kept & alive, g - p * g.sum(axis, keepdims=True), 0)

@@ -4,7 +4,7 @@
 //     forward    softmax       y  = exp(x - max) / sum(exp(x - max))
 //                log_softmax   y  = x - max - log(sum(exp(x - max)))
 //     gradient   softmax       dx = y * (g - sum(y * g))
-//                log_softmax   dx = g - softmax(x) * sum(g)
+//                log_softmax   dx = g - softmax(x) * sum(g), in 16 bit g - exp(y) * sum(g)
 //
 // over the middle dimension of [outer, width, inner]. An element whose mask is false takes no part:
 // its output is 0 (log_softmax: -inf), its gradient 0. A row without a single participant, or with
@@ -21,7 +21,7 @@ namespace jaxkern {
 
 struct SoftmaxArgs {
   bool log = false;       // log_softmax
-  bool backward = false;  // the gradient: a = y (log_softmax: x), b = g; else a = x
+  bool backward = false;  // the gradient: a = y (log_softmax: x, in 16 bit y), b = g; else a = x
   DType dtype = DType::kF32;
   int64_t outer = 0, width = 0, inner = 1;
   const void* a = nullptr;

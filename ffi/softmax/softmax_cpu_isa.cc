@@ -14,8 +14,8 @@
 //
 //     forward   a chunk at a time: its maximum, then the sum of exp(x - maximum), from the L1 cache
 //               the second time; chunks merge as (maximum, sum) pairs; then y from x again
-//     gradient  of softmax the sum of y * g, then dx; of log_softmax all that the forward pass does, and
-//               the sum of g
+//     gradient  the sum of y * g (log_softmax: of g), then dx; of log_softmax, but in 16 bit, also all that
+//               the forward pass does
 //
 // A strip of one chunk keeps exp(x - maximum) in the L1 cache from the sum to the output, except where
 // that is log_softmax's and needs none. A longer one evaluates it twice, which costs less than keeping it
@@ -55,9 +55,9 @@ struct Kernel {
   static constexpr int W = kLanes<C>;  // of a register
   static constexpr int L = K * W;      // of a block
   static constexpr int64_t kChunkSteps = kChunkBytes / (L * sizeof(T));
-  static constexpr bool kPowers = !kBackward || kLog;  // exp(x - maximum) is summed
+  static constexpr bool kPowers = !kBackward || (kLog && sizeof(T) > 2);  // exp(x - maximum) is summed
   // Strips of one chunk keep exp(x - maximum) from the sum to the output: in two parts, or rounded.
-  static constexpr bool kParts = !kBackward && !kLog, kKeeps = kPowers && kLog == kBackward;
+  static constexpr bool kParts = !kBackward && !kLog, kKeeps = kParts || (kPowers && kBackward);
   static constexpr int kKept = kParts ? 2 * L : L;  // a step
   static constexpr int kStats = kPowers && kBackward ? 5 : 3;
   // The gradient of log_softmax has two sums, and adds to the precise ones only every few steps.
@@ -66,8 +66,8 @@ struct Kernel {
 
   // Statistics of the rows of a strip, a chunk or a group, [kStats][padded rows]:
   //     forward                maximum, sum of exp(x - maximum), what rounding lost of that sum
-  //     log_softmax, gradient  the same, the sum of g, what it lost
-  //     softmax, gradient      1 if the row is alive (some y is not 0), the sum of y * g, what it lost
+  //     gradient from x        the same, the sum of g, what it lost
+  //     gradient from y        1 if the row is alive (has a participant that is not -inf), the sum, what it lost
   static JAXKERN_INLINE int PaddedRows(const SoftmaxArgs& a) {
     return kRow ? kGroup : int(CeilDiv(Rows(a), kLanes<double>)) * kLanes<double>;
   }
@@ -140,7 +140,7 @@ struct Kernel {
     V v[K];
   };
   // What x or y of an element that takes no part is.
-  static JAXKERN_INLINE V Nothing() { return kPowers ? Splat(C(-kInf)) : V{}; }
+  static JAXKERN_INLINE V Nothing() { return kBackward && !kLog ? V{} : Splat(C(-kInf)); }
 
   static JAXKERN_INLINE Block LoadBlock(const Strip& s, const T* x, int64_t t, int n, V fill) {
     Block b;
@@ -350,7 +350,7 @@ struct Kernel {
       Apply(s, t, n, &d, V{});
       for (int k = 0; k < K; ++k) {
         alive[k] |= BitCast<IntVec<C>>(b.v[k]) ^ BitCast<IntVec<C>>(Nothing());  // a bit, where they differ
-        sums[k].Add(b.v[k] * d.v[k]);
+        sums[k].Add(kLog ? d.v[k] : b.v[k] * d.v[k]);
       }
     }
     MergeSums(s, sums, stats + padded, stats + 2 * padded);
@@ -403,7 +403,7 @@ struct Kernel {
   // The factors of the rows:
   //     softmax       y  = exp(x - p) * (q + r), q + r = 1 / sum; without fma exp(x - p) / q, q = sum
   //     log_softmax   y  = (x - p) - q, q = log(sum), and what rounding lost of x - p
-  //     gradients     dx = y * (g - (p + q)), dx = g - exp(x - p) * q; 0 where r is 0
+  //     gradients     dx = y * (g - (p + q)), dx = g - exp(x - p) * q, dx = g - exp(y) * p; 0 where r is 0
   static JAXKERN_INLINE void Finish(const double* stats, int padded, int rows, Factors<C>* f) {
     constexpr int N = kLanes<double>;
     const D zero{}, one = Splat(1.0);
@@ -452,7 +452,7 @@ struct Kernel {
   // The output from x or y, g, and exp(x - p), as far as the operation has them; e in one part: as its scale.
   static JAXKERN_INLINE V Output(V x, V g, const Exponential<V>& e, V p, V q, V r) {
     if constexpr (kBackward) {
-      const V dx = kLog ? Fma(-e.scale, q, g) : x * ((g - p) - q);
+      const V dx = !kLog ? x * ((g - p) - q) : kPowers ? Fma(-e.scale, q, g) : Fma(-Exp<C>(x), p, g);
       return r == V{} ? V{} : dx;
     } else if constexpr (kLog) {
       const V y = x - p, u = y - x;

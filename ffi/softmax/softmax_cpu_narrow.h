@@ -130,8 +130,8 @@ struct NarrowKernel {
           const int rows = count - r < y.rows ? count - r : y.rows;
           const V g = Masked(a, y, row + r, rows, LoadRows(a.b, at, total - at, V{}), V{});
           const Sum<V> sum = SumOfRows(y, kLog ? g : x[i] * g);
-          Collect(y, sum.sum, (kLog ? stats.sum_of_g : stats.sum) + r);
-          Collect(y, sum.lost, (kLog ? stats.lost_of_g : stats.lost) + r);
+          Collect(y, sum.sum, (Row::kPowers ? stats.sum_of_g : stats.sum) + r);
+          Collect(y, sum.lost, (Row::kPowers ? stats.lost_of_g : stats.lost) + r);
         }
       }
       struct {

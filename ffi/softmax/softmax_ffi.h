@@ -20,8 +20,8 @@ constexpr const char* SoftmaxName(bool log, bool backward) {
              : (backward ? "jaxkern.softmax gradient" : "jaxkern.softmax");
 }
 
-// Fills everything but the scratch, of which only CUDA has any. Operands: x[, mask]; of a gradient y, g[, mask], of
-// that of log_softmax x, g[, mask].
+// Fills everything but the scratch, of which only CUDA has any. Operands: x[, mask]; of a gradient y or x (see
+// softmax.h), g[, mask].
 inline ffi::Error DecodeSoftmax(bool log, bool backward, const ffi::RemainingArgs& operands,
                                 const ffi::RemainingRets& results, int64_t axis, std::string_view tier,
                                 SoftmaxArgs* args) {

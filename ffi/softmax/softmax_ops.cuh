@@ -1,7 +1,7 @@
 // What the kernels of the softmax family compute, apart from how they read and write: one struct
 // for the forward pass and one for the gradient, used by every tier.
 //
-// An Op works on packs of its kInputs operands (forward: x; gradient: y and g, of log_softmax x and g),
+// An Op works on packs of its kInputs operands (forward: x; gradient: y or x, and g),
 // already converted to the compute type:
 //     Accumulate   folds a pack into a Stat (a thread's share of a row)
 //     Merge        combines two Stats
@@ -278,19 +278,19 @@ template <class T_, bool kLog, bool kColumns = false> struct Forward {
   };
 };
 
-template <class T, bool kLog, bool kColumns = false> struct Backward;
-
-// softmax: dx = y * (g - sum(y * g))
-template <class T_, bool kColumns> struct Backward<T_, false, kColumns> {
+// A gradient from the output:
+//     softmax             dx = y * (g - sum(y * g))
+//     log_softmax         dx = g - exp(y) * sum(g)
+template <class T_, bool kLog, bool kColumns = false> struct FromOutput {
   using T = T_;
   using C = Compute<T>;
   using S = std::conditional_t<kColumns, C, Sum<T>>;
-  using ForColumns = Backward<T, false, true>;
+  using ForColumns = FromOutput<T, kLog, true>;
   static constexpr int kInputs = 2;  // y, g
 
   struct Stat {
-    S sum;      // of y * g
-    int alive;  // not 0: some y is not 0
+    S sum;       // sum y * g; log: sum g
+    int alive;   // not 0: some y is not 0; log: not -inf
   };
   struct Final {
     C sum;
@@ -303,7 +303,7 @@ template <class T_, bool kColumns> struct Backward<T_, false, kColumns> {
   static __device__ __forceinline__ int Bits(double x) { return __double2hiint(x) | __double2loint(x); }
 
   static __device__ __forceinline__ Stat Identity() { return {S(0), 0}; }
-  static __device__ __forceinline__ C Neutral(int) { return 0; }
+  static __device__ __forceinline__ C Neutral(int k) { return kLog && k == 0 ? -Infinity<C>() : C(0); }
   static __device__ __forceinline__ C Masked() { return 0; }
   static __device__ __forceinline__ Stat Merge(Stat a, Stat b) { return {a.sum + b.sum, a.alive | b.alive}; }
   static __device__ __forceinline__ Stat Exchange(Stat stat, int lane) {
@@ -324,8 +324,13 @@ template <class T_, bool kColumns> struct Backward<T_, false, kColumns> {
     C term[N];
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      term[j] = v[0][j] * v[1][j];
-      stat.alive |= Bits(v[0][j]);
+      if constexpr (kLog) {
+        term[j] = v[1][j];
+        stat.alive |= !(v[0][j] == -Infinity<C>());
+      } else {
+        term[j] = v[0][j] * v[1][j];
+        stat.alive |= Bits(v[0][j]);
+      }
     }
     stat.sum += Fold(term, SumOf());
   }
@@ -340,9 +345,10 @@ template <class T_, bool kColumns> struct Backward<T_, false, kColumns> {
   static __device__ __forceinline__ void Map(const C (&v)[2][N], const Final& f, C (&out)[N]) {
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      if constexpr (sizeof(T) == 4) out[j] = v[0][j] * ((v[1][j] - f.sum) - f.rest);
-      else out[j] = v[0][j] * (v[1][j] - f.sum);
       // A row without a participant has no gradient, whatever the cotangent holds.
+      if constexpr (kLog) out[j] = v[1][j] - ExpDifference<T>(v[0][j], C(0)) * f.sum;
+      else if constexpr (sizeof(T) == 4) out[j] = v[0][j] * ((v[1][j] - f.sum) - f.rest);
+      else out[j] = v[0][j] * (v[1][j] - f.sum);
       if (!f.alive) out[j] = 0;
     }
   }
@@ -375,14 +381,15 @@ template <class T_, bool kColumns> struct Backward<T_, false, kColumns> {
   };
 };
 
-// log_softmax: dx = g - exp(x - max) / sum(exp(x - max)) * sum(g). From x and not from y, whose rounding
-// would come back multiplied by |y|: it costs an exponential, and no byte.
-template <class T_, bool kColumns> struct Backward<T_, true, kColumns> {
+// That of log_softmax from the input: dx = g - exp(x - max) / sum(exp(x - max)) * sum(g). The rounding of y
+// would come back multiplied by |y|; this costs an exponential more, and no byte. x may be y too, whose
+// softmax is the same.
+template <class T_, bool kColumns = false> struct FromInput {
   using T = T_;
   using Powers = Forward<T, true, kColumns>;
   using C = typename Powers::C;
   using S = typename Powers::S;
-  using ForColumns = Backward<T, true, true>;
+  using ForColumns = FromInput<T, true>;
   static constexpr int kInputs = 2;  // x, g
 
   struct alignas(8) Stat {  // see StoreRemote
@@ -485,6 +492,11 @@ template <class T_, bool kColumns> struct Backward<T_, true, kColumns> {
     }
   };
 };
+
+// 16-bit results hide the rounding of y (jax.nn's gradient, in 16-bit arithmetic, errs more), and have no time for
+// the exponential.
+template <class T, bool kLog>
+using Backward = std::conditional_t<kLog && (sizeof(T) > 2), FromInput<T>, FromOutput<T, kLog>>;
 
 // Over the block, from one Stat a warp (the same in all its lanes) to one in every thread.
 template <class Op>

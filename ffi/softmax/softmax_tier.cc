@@ -64,8 +64,9 @@ SoftmaxTier ChooseSoftmaxTier(const SoftmaxProblem& p, const DeviceTraits& d) {
   const bool many_powers = SizeOf(p.dtype) == 2 && (!p.backward || p.log);
   const int64_t block = p.backward && many_powers ? kBlockPacks : kBlockPacks / 2;
   if (packs <= block && fits(SoftmaxTier::kBlock)) return SoftmaxTier::kBlock;
-  // A cluster leaves long ragged rows too many idle lanes.
-  const int64_t cluster = p.backward ? 32768 : 49152;
+  // A cluster leaves long ragged rows too many idle lanes. The gradient of log_softmax, with a power and two sums, wants
+  // more registers than 16 blocks at a time have.
+  const int64_t cluster = p.backward ? (p.log ? 8192 : 32768) : 49152;
   if (Whole(p) && !many_powers && packs <= cluster && fits(SoftmaxTier::kCluster)) return SoftmaxTier::kCluster;
   if (fits(SoftmaxTier::kPipeline)) return SoftmaxTier::kPipeline;
   // Without Hopper's tiers, or masked.
