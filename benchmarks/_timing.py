@@ -45,7 +45,7 @@ class Candidate:
     sync: Callable[[Any], None]
     keep: int = 2  # outputs to hold on to, so that the allocator cannot hand out a cached one
     torch: bool = False
-    like: str = ""  # candidates of one `like` are one program on other types: if one is hopeless, so are they all
+    like: str = ""  # candidates of one `like` do the same, to other types say: if one is hopeless, so are they all
 
 
 @dataclasses.dataclass
@@ -284,7 +284,7 @@ class ProfilerClock:
     def _warm_up(self, c: Candidate) -> Result | None:
         """Calls a candidate as often as it is fast; what came of it, if that was not often enough to go on."""
         if c.like in self._hopeless:
-            return Failure(f"not called: {self._hopeless[c.like]:.0f} s a call with another type")
+            return Failure(f"not called: {self._hopeless[c.like]:.0f} s a call of its like")
         seconds = self._seconds(c)
         if seconds < SLOW:
             self._run(c, WARM_UP - 1)

@@ -255,21 +255,30 @@ def test_symbolic_shapes_export_and_run():
         np.testing.assert_array_equal(exported.call(x, i), f(x, i))
 
 
+GRAPHED = {  # one after the other in a program, each under scan
+    "index_add": lambda x, i: jaxkern.index_add(x, 0, i % 64, jnp.sin(x)[i % 37]) * 0.5,
+    "index_select": lambda x, i: jaxkern.index_select(x, 0, i[:64] % 64),
+    "gradient": lambda x, i: jax.grad(lambda x: (jaxkern.index_select(x, 0, i % 64) ** 2).sum())(x) * 0.01,
+    **{name: lambda x, i, name=name: getattr(jaxkern, name)(jnp.cos(x)[i % 37], i % 64, 64)
+       for name in ("segment_sum", "segment_mean", "segment_max", "segment_min")},
+}
+
+
 @pytest.mark.gpu
-def test_command_buffers_and_scan():
-    """Runs inside a CUDA graph: many calls in one program, twice, with other data the second time."""
-    index = jnp.arange(5000) % 37
+@pytest.mark.parametrize("name", GRAPHED)
+def test_command_buffers_and_scan(name):
+    """In CUDA graphs: several calls in one program and some under scan, three times, with other data each time."""
+    f, index = GRAPHED[name], jnp.arange(5000) * 7
 
     def program(x):
-        def step(c, k):
-            c = jaxkern.index_add(c, 0, (index + k) % 64, jnp.sin(c)[index]) * 0.5
-            return c, jax.grad(lambda c: (jaxkern.index_select(c, 0, index) ** 2).sum())(c).sum()
+        for k in range(4):
+            x = f(x, index + k)
+        return jax.lax.scan(lambda x, k: (f(x, index + k), x.sum()), x, jnp.arange(5))
 
-        return jax.lax.scan(step, x, jnp.arange(9))
-
-    f = jax.jit(program)
-    for seed in (0, 1):
-        x = jax.random.normal(jax.random.key(seed), (64, 16))
+    x = jax.random.normal(jax.random.key(0), (64, 16))
+    compiled = jax.jit(program).lower(x).compile(compiler_options={"xla_gpu_graph_min_graph_size": 1})
+    assert compiled.as_text().count('custom_call_target="jaxkern_') >= 5
+    for scale in (1.0, 2.0, 0.5):
         with jax.disable_jit():
-            want = program(x)
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), f(x), want)
+            want = program(x * scale)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), compiled(x * scale), want)
