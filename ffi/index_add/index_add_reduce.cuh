@@ -266,12 +266,16 @@ ReduceFixup(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
 template <Reduction kOp, class T>
 cudaError_t LaunchFixup(const IndexRun& run, const ReduceShape& s, cudaStream_t stream) {
   FixupShape f;
-  // Rows of few columns would leave a long run to few blocks: sectors instead of lines, then. Long runs are rare,
-  // but where the parts of short ones are added up here too, each chunk begins one.
+  // Rows of few columns would leave a long run to few blocks: sectors instead of lines, then.
   f.columns = run.inner <= 1024 ? 8 : kWarp;
-  f.chunks = run.chunks ? kFixupThreads : kFixupThreads / 8;
   f.slabs = (run.inner + f.columns - 1) / f.columns;
+  // Small groups, so that the runs of one are few; but most have none, and no more than a wave or two should look.
+  f.chunks = kFixupThreads / 8;
   f.groups = (s.chunks + f.chunks - 1) / f.chunks;
+  while (f.chunks < kFixupThreads && f.slabs * f.groups * run.outer > 1024) {
+    f.chunks *= 2;
+    f.groups = (s.chunks + f.chunks - 1) / f.chunks;
+  }
   return Launch(ReduceFixup<kOp, T>, {f.slabs * f.groups * run.outer, 1, kFixupThreads}, stream, run, s, f);
 }
 
