@@ -93,12 +93,13 @@ def run(tier: str, dtype: str, width: int, masked: bool, direction: str) -> str:
         with np.errstate(invalid="ignore"):  # -inf against -inf is equal, and their difference nothing
             same = (got == want) | (np.abs(got - want) <= TOLERANCE[dtype] * np.maximum(1, np.abs(want)))
         if not same.all():
-            return f"{op} {direction}: wrong at {np.argwhere(~same)[0].tolist()} of {shape}, {int((~same).sum())} elements"
+            where = np.argwhere(~same)[0].tolist()
+            return f"{op} {direction}: wrong at {where} of {shape}, {int((~same).sum())} elements"
     return ""
 
 
 # Rows, updates and elements of a row: around blocks of 32 and 1024, chunks and bins, aligned and not.
-INDEXED = [(rows, count, inner) for rows in (1, 33, 5000) for count in (1, 31, 1025, 9001) for inner in (1, 3, 8, 65, 260)]
+INDEXED = list(itertools.product((1, 33, 5000), (1, 31, 1025, 9001), (1, 3, 8, 65, 260)))
 
 
 def run_indexed(op: str, plan: str, dtype: str, rows: int, count: int, inner: int, lie: bool) -> str | None:
@@ -116,7 +117,8 @@ def run_indexed(op: str, plan: str, dtype: str, rows: int, count: int, inner: in
         return None
     index = generator.integers(-rows, 2 * rows, count)
     if not lie:
-        index = {"unique": generator.permutation(rows)[:count], "sorted": np.sort(np.abs(index) % rows)}.get(plan, index)
+        honest = {"unique": generator.permutation(rows)[:count], "sorted": np.sort(np.abs(index) % rows)}
+        index = honest.get(plan, index)
     x, source = (generator.standard_normal((n, inner)).astype(jnp.dtype(dtype)) for n in (rows, count))
     primitives, wraps = importlib.import_module("jaxkern._index"), op in ("index_add", "index_select")
     rules = primitives.Rules(
@@ -147,7 +149,9 @@ def run_indexed(op: str, plan: str, dtype: str, rows: int, count: int, inner: in
         allowed += np.finfo(np.float32).eps * size
     with np.errstate(invalid="ignore"):
         same = (got == want) | (np.abs(got - want) <= allowed)
-    return "" if same.all() else f"wrong at {np.argwhere(~same)[0].tolist()} of {got.shape}, {int((~same).sum())} elements"
+    if same.all():
+        return ""
+    return f"wrong at {np.argwhere(~same)[0].tolist()} of {got.shape}, {int((~same).sum())} elements"
 
 
 def sanitize_indexed(dtypes: list[str], plans: Sequence[str]) -> tuple[int, list[str]]:
@@ -200,7 +204,8 @@ def main() -> int:
             f"{tier}: {done} problems run so far, {skipped} do not fit their tier, {len(wrong)} wrong", flush=True
         )
     if arguments.only != "softmax":
-        more, found = sanitize_indexed(arguments.dtypes.split(","), arguments.plans.split(",") if arguments.plans else tiers.PLANS)
+        plans = arguments.plans.split(",") if arguments.plans else tiers.PLANS
+        more, found = sanitize_indexed(arguments.dtypes.split(","), plans)
         done, wrong = done + more, wrong + found
     print(*wrong, sep="\n")
     print(f"sanitize: {done} problems on {jax.devices()[0].device_kind}, {len(wrong)} wrong")

@@ -50,7 +50,7 @@ def scattered(method, start, at, source):
 
 
 def assert_reduced(operation, found, x, index, source, axis=0, alpha=1, clip=False):
-    """`found` is the operation by numpy, as precisely as its types allow. `x` gives the shape only, but in index_add."""
+    """`found` is the operation by numpy, as precisely as its types allow; of `x`, segments take the shape alone."""
     dtype, rows = found.dtype, x.shape[axis]
     floating = jnp.issubdtype(dtype, jnp.floating)
     # Integers wrap, and no wider type could tell where.
@@ -205,7 +205,8 @@ def test_no_less_accurate_than_jax(dtype, rows, count, width):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape, count", [((50,), 20000), ((3000, 40), 8000), ((7, 3000), 500), ((90000, 2), 30000)])
 def test_bitwise_reproducible(operation, dtype, shape, count):
-    x, source, index = values(shape, dtype), values((count, *shape[1:]), dtype, 2), indices(shape[0], count, kind="zipf")
+    x, source = values(shape, dtype), values((count, *shape[1:]), dtype, 2)
+    index = indices(shape[0], count, kind="zipf")
     runs = {np.asarray(run(operation, x, index, source)).tobytes() for _ in range(4)}
     assert len(runs) == 1
 
@@ -283,10 +284,12 @@ def test_every_index_type(operation, index_dtype, x64, rows):
     with _compat.enable_x64(x64):
         info = np.iinfo(index_dtype)
         index = np.random.default_rng(0).integers(-min(rows, -int(info.min)), min(2 * rows, int(info.max)), 50)
-        index = np.concatenate([index.astype(index_dtype), np.array([info.min, info.max, 0, info.max - 1], index_dtype)])
+        extremes = np.array([info.min, info.max, 0, info.max - 1], index_dtype)
+        index = np.concatenate([index.astype(index_dtype), extremes])
         x, source = jnp.zeros((rows, 3)), values((len(index), 3), "float32")
         assert_reduced(operation, run_eager(operation, x, index, source), x, index, source)
-        assert_selected(jaxkern.index_select(values((rows, 3), "float32"), 0, index), values((rows, 3), "float32"), index, 0)
+        x = values((rows, 3), "float32")
+        assert_selected(jaxkern.index_select(x, 0, index), x, index, 0)
 
 
 def run_eager(operation, x, index, source):
@@ -318,7 +321,7 @@ def test_modes_are_those_of_jax(mode, rows):
     same = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
     same(jaxkern.index_add(x, 0, index, source, mode=mode), x.at[index].add(source, mode=mode))
     for name in ("segment_sum", "segment_max", "segment_min"):
-        same(getattr(jaxkern, name)(source, index, rows, mode=mode), getattr(jax.ops, name)(source, index, rows, mode=mode))
+        same(*(getattr(m, name)(source, index, rows, mode=mode) for m in (jaxkern, jax.ops)))
     same(jaxkern.index_select(x, 0, index, mode=mode), x.at[index].get(mode=mode or "fill"))
 
 
@@ -392,9 +395,11 @@ def test_any_shape_axis_and_indices(data):
 
 
 @every_reduction
-@pytest.mark.parametrize("shape, count", [((4, 3), 0), ((0, 3), 5), ((4, 0), 5), ((0, 0), 0), ((0,), 0), ((2, 0, 3), 2)])
+@pytest.mark.parametrize(
+    "shape, count", [((4, 3), 0), ((0, 3), 5), ((4, 0), 5), ((0, 0), 0), ((0,), 0), ((2, 0, 3), 2)])
 def test_empty(operation, shape, count):
-    x, source, index = jnp.ones(shape, jnp.bfloat16), jnp.ones((count, *shape[1:]), jnp.bfloat16), indices(shape[0], count)
+    x, source = jnp.ones(shape, jnp.bfloat16), jnp.ones((count, *shape[1:]), jnp.bfloat16)
+    index = indices(shape[0], count)
     found = run(operation, x, index, source)
     assert found.shape == shape
     identity = {"segment_max": -np.inf, "segment_min": np.inf, "index_add": 1}.get(operation, 0)
@@ -419,7 +424,8 @@ def test_segments_without_a_number(name):
     assert jaxkern.segment_sum(jnp.ones(2), np.array([-4, -2])).shape == (0,)
 
 
-@pytest.mark.parametrize("data_shape, ids_shape", [((1,), (6,)), ((), (4,)), ((3, 2), ()), ((1, 2), (5,)), ((3,), (2, 3))])
+@pytest.mark.parametrize(
+    "data_shape, ids_shape", [((1,), (6,)), ((), (4,)), ((3, 2), ()), ((1, 2), (5,)), ((3,), (2, 3))])
 def test_segments_broadcast_as_in_jax(data_shape, ids_shape):
     data = values(data_shape, "float32")
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 3, ids_shape))
@@ -440,8 +446,8 @@ def test_other_types_run_through_xla(dtype):
         for name in ("segment_sum", "segment_max", "segment_min"):
             if (dtype, name) in (("bool", "segment_sum"), ("complex64", "segment_max"), ("complex64", "segment_min")):
                 continue  # neither library has these
-            ours, theirs = (np.asarray(getattr(m, name)(data, ids, 5).astype(jnp.complex64)) for m in (jaxkern, jax.ops))
-            np.testing.assert_array_equal(ours, theirs)
+            results = (getattr(m, name)(data, ids, 5).astype(jnp.complex64) for m in (jaxkern, jax.ops))
+            np.testing.assert_array_equal(*map(np.asarray, results))
 
 
 @pytest.mark.parametrize("bucket_size", [1, 7, 1000])
@@ -464,7 +470,8 @@ def test_types_promote_as_in_jax(x_dtype, source_dtype):
 
 def test_numpy_and_scalars_are_arrays():
     assert jaxkern.index_add(np.zeros(3), 0, np.array([1]), np.ones(1)).tolist() == [0, 1, 0]
-    assert jaxkern.index_add(jnp.zeros(3), np.int64(-1), np.array([1]), np.ones(1), alpha=np.float64(2)).tolist() == [0, 2, 0]
+    scaled = jaxkern.index_add(jnp.zeros(3), np.int64(-1), np.array([1]), np.ones(1), alpha=np.float64(2))
+    assert scaled.tolist() == [0, 2, 0]
     assert jaxkern.embedding_lookup(jnp.arange(3), 1) == 1
 
 
@@ -553,12 +560,16 @@ def total(data=((2, 4), "float32"), ids=((2,), "int32"), n=3, **options):
     (total(n=2.5), TypeError, ["num_segments must be an int", "2.5"]),
     (total(bucket_size=0), ValueError, ["bucket_size", "0"]),
     (total(mode="no"), ValueError, ["mode", "'no'"]),
-    (lambda: jax.jit(jaxkern.segment_sum)(jnp.ones(3), jnp.zeros(3, int)), TypeError, ["num_segments must be given", "int32[3]"]),
-    (lambda: jax.jit(jaxkern.segment_sum)(jnp.ones(3), jnp.zeros(3, int), 4), TypeError, ["num_segments must be an int"]),
-    (lambda: jaxkern.embedding_lookup(jnp.ones((3, 2)), jnp.ones(2)), TypeError, ["embedding_lookup: ids", "float32[2]"]),
+    (lambda: jax.jit(jaxkern.segment_sum)(jnp.ones(3), jnp.zeros(3, int)), TypeError,
+     ["num_segments must be given", "int32[3]"]),
+    (lambda: jax.jit(jaxkern.segment_sum)(jnp.ones(3), jnp.zeros(3, int), 4), TypeError,
+     ["num_segments must be an int"]),
+    (lambda: jaxkern.embedding_lookup(jnp.ones((3, 2)), jnp.ones(2)), TypeError,
+     ["embedding_lookup: ids", "float32[2]"]),
     (lambda: jaxkern.embedding_lookup(jnp.ones(()), jnp.ones(2, int)), ValueError, ["table", "()"]),
     (lambda: jaxkern.index_select(jnp.ones(3), 1, jnp.ones(2, int)), ValueError, ["index_select: axis 1", "(3,)"]),
-    (lambda: jaxkern.index_select(jnp.ones(3), 0, jnp.ones((), int)), ValueError, ["index must have one dimension", "()"]),
+    (lambda: jaxkern.index_select(jnp.ones(3), 0, jnp.ones((), int)), ValueError,
+     ["index must have one dimension", "()"]),
 ])
 def test_bad_input(call, kind, words):
     with pytest.raises(kind) as error:
