@@ -134,7 +134,7 @@ def _measure(
             | {
                 "times": {k: v.to_json() for k, v in results.items()},
                 "copy_ratio": {k: round(copy / v, 4) for k, v in medians.items()} if copy else {},
-                "goals": _goals.evaluate(cell.goals(), medians) + examined(cell, compiled[cell], inputs),
+                "goals": _goals.evaluate(cell.goals(), medians) + examined(cell, compiled[cell], inputs, medians),
                 "handlers": native[0] if native else [],
                 "tier": operation.chosen_tier(cell),
             }

@@ -29,6 +29,8 @@ import jax
 import jax.numpy as jnp
 
 WARM_UP = 3  # calls of a candidate before it is timed
+SLOW = 0.25  # seconds a call: what takes longer is called once more, by the host's clock
+HOPELESS = 5.0  # and what takes this long is never called again in the run, nor is its like
 ROUNDS = 2  # turns that every candidate gets in a trace, so that a drifting clock hits all alike
 MARKER = "benchmark_marker"
 MARKER_KERNEL = "popcnt"  # the HLO that the marker compiles to, and so part of its kernel's name
@@ -43,6 +45,7 @@ class Candidate:
     sync: Callable[[Any], None]
     keep: int = 2  # outputs to hold on to, so that the allocator cannot hand out a cached one
     torch: bool = False
+    like: str = ""  # candidates of one `like` do the same, to other types say: if one is hopeless, so are they all
 
 
 @dataclasses.dataclass
@@ -225,6 +228,7 @@ class ProfilerClock:
 
     def __init__(self) -> None:
         self._next: collections.Counter[str] = collections.Counter()
+        self._hopeless: dict[str, float] = {}  # seconds that a call took, by `like`
         self.single_traces = 0  # measurements whose markers were lost
         with trace():  # the first trace of a process loads CUPTI and may come back incomplete
             _marker_call()()
@@ -241,10 +245,13 @@ class ProfilerClock:
         ready = []
         for c in candidates:
             try:
-                self._run(c, WARM_UP)
-                ready.append(c)
+                slow = self._warm_up(c)
             except Exception as e:  # a peer that refuses a shape must not end the run
-                results[c.name] = Failure(_one_line(e))
+                slow = Failure(_one_line(e))
+            if slow:
+                results[c.name] = slow
+            else:
+                ready.append(c)
 
         calls = -(-repeats // ROUNDS)
         turns = [c for _ in range(ROUNDS) for c in ready]
@@ -273,6 +280,27 @@ class ProfilerClock:
         i = self._next[c.name]
         self._next[c.name] += 1
         return c.call(i)
+
+    def _warm_up(self, c: Candidate) -> Result | None:
+        """Calls a candidate as often as it is fast; what came of it, if that was not often enough to go on."""
+        if c.like in self._hopeless:
+            return Failure(f"not called: {self._hopeless[c.like]:.0f} s a call of its like")
+        seconds = self._seconds(c)
+        if seconds < SLOW:
+            self._run(c, WARM_UP - 1)
+            return None
+        if c.like and seconds > HOPELESS:
+            self._hopeless[c.like] = seconds
+        else:
+            seconds = self._seconds(c)  # without what the first call alone has to do
+            if seconds < SLOW:
+                return None
+        return Timing([seconds * 1e6], "host", note=f"{seconds:.2g} s a call: timed once, by the host's clock")
+
+    def _seconds(self, c: Candidate) -> float:
+        start = time.perf_counter()
+        self._run(c, 1)
+        return time.perf_counter() - start
 
     def _run(self, c: Candidate, calls: int) -> None:
         kept: collections.deque[Any] = collections.deque(maxlen=max(2, c.keep))

@@ -138,7 +138,8 @@ def _lower(prim, reference, of_source, aliases, platform, ctx, *operands, rules,
         return through(functools.partial(_spread, prim, out.shape[: rules.axis]))(ctx, *operands, rules=rules, **params)
     results = [out]
     if platform == "cuda":
-        scratch = _scratch_shape(prim.name.removeprefix("jaxkern_"), out.dtype, avals[1], rows.shape, count, rules, devices)
+        operation = prim.name.removeprefix("jaxkern_")
+        scratch = _scratch_shape(operation, out.dtype, avals[1], rows.shape, count, rules, devices)
         if scratch is None:
             return through(reference)(ctx, *operands, rules=rules, **params)
         results += [jax.core.ShapedArray(scratch, jnp.dtype(jnp.uint8))] if 0 not in scratch else []

@@ -47,7 +47,8 @@ def segment_sum(data, segment_ids, num_segments=None, indices_are_sorted=False, 
     >>> jaxkern.segment_sum(jnp.arange(5.0), jnp.array([0, 0, 1, 1, -1]), num_segments=3).tolist()
     [1.0, 5.0, 0.0]
     """
-    return _segment("segment_sum", data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size, mode)
+    return _segment("segment_sum", data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size,
+                    mode)
 
 
 def segment_mean(data, segment_ids, num_segments=None, indices_are_sorted=False, unique_indices=False,
@@ -61,7 +62,8 @@ def segment_mean(data, segment_ids, num_segments=None, indices_are_sorted=False,
     >>> jaxkern.segment_mean(jnp.array([1.0, 2.0, 6.0]), jnp.array([0, 0, 2]), num_segments=3).tolist()
     [1.5, 0.0, 6.0]
     """
-    return _segment("segment_mean", data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size, mode)
+    return _segment("segment_mean", data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size,
+                    mode)
 
 
 def segment_max(data, segment_ids, num_segments=None, indices_are_sorted=False, unique_indices=False,
@@ -75,7 +77,8 @@ def segment_max(data, segment_ids, num_segments=None, indices_are_sorted=False, 
     >>> jaxkern.segment_max(jnp.array([3.0, 1.0, 2.0]), jnp.array([0, 0, 2]), num_segments=3).tolist()
     [3.0, -inf, 2.0]
     """
-    return _segment("segment_max", data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size, mode)
+    return _segment("segment_max", data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size,
+                    mode)
 
 
 def segment_min(data, segment_ids, num_segments=None, indices_are_sorted=False, unique_indices=False,
@@ -89,7 +92,8 @@ def segment_min(data, segment_ids, num_segments=None, indices_are_sorted=False, 
     >>> jaxkern.segment_min(jnp.array([3.0, 1.0, 2.0]), jnp.array([0, 0, 2]), num_segments=3).tolist()
     [1.0, inf, 2.0]
     """
-    return _segment("segment_min", data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size, mode)
+    return _segment("segment_min", data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size,
+                    mode)
 
 
 def _segment(name, data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size, mode):
@@ -115,7 +119,8 @@ def _num_segments(name, num_segments, segment_ids):
     try:
         rows = operator.index(num_segments)
     except TypeError:
-        raise TypeError(f"jaxkern.{name}: num_segments must be an int, known while tracing, got {num_segments!r}") from None
+        raise TypeError(
+            f"jaxkern.{name}: num_segments must be an int, known while tracing, got {num_segments!r}") from None
     if rows < 0:
         raise ValueError(f"jaxkern.{name}: num_segments must not be negative, got {rows}")
     return rows

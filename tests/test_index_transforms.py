@@ -41,13 +41,14 @@ def ties(s):
 
 # name -> (ours, theirs): functions of one array, to one of its shape
 FUNCTIONS = {
-    "index_add, x": (lambda x: jaxkern.index_add(x, 1, INDEX, SOURCE(), alpha=ALPHA), lambda x: at(x).add(ALPHA * SOURCE())),
+    "index_add, x": (lambda x: jaxkern.index_add(x, 1, INDEX, SOURCE(), alpha=ALPHA),
+                     lambda x: at(x).add(ALPHA * SOURCE())),
     "index_add, source": (lambda s: jaxkern.index_add(SOURCE(), 1, INDEX, s), lambda s: at(SOURCE()).add(s)),
     "index_add, all": (lambda s: jaxkern.index_add(s, 1, INDEX, jnp.cos(s), alpha=s.mean()),
                        lambda s: at(s).add(jnp.cos(s) * s.mean())),
     "index_select": (lambda x: jaxkern.index_select(x, 1, INDEX), lambda x: x[:, INDEX]),
     "index_select, filled": (lambda x: jnp.nan_to_num(jaxkern.index_select(x, 1, INDEX + 2)),
-                             lambda x: at(x).get(mode="fill", fill_value=0) * 0 + x.at[:, INDEX + 2].get(mode="fill", fill_value=0)),
+                             lambda x: x.at[:, INDEX + 2].get(mode="fill", fill_value=0)),
     "segment_sum": (lambda s: segments(jaxkern, "segment_sum", s), lambda s: segments(jax.ops, "segment_sum", s)),
     "segment_mean": (lambda s: segments(jaxkern, "segment_mean", s), mean),
     "segment_max": (lambda s: segments(jaxkern, "segment_max", s), lambda s: segments(jax.ops, "segment_max", s)),
@@ -87,7 +88,8 @@ def test_transformation(name, function, x64):
 
 @pytest.mark.parametrize("x_at, index_at, source_at, alpha_at", [
     (0, 0, 0, None), (2, 1, 1, None), (None, 0, 0, None), (0, None, 0, None), (3, None, 1, None), (0, 0, None, None),
-    (0, None, None, None), (None, 0, None, None), (None, None, 2, None), (None, None, None, 0), (1, 0, 2, 0), (3, 1, 0, None)])
+    (0, None, None, None), (None, 0, None, None), (None, None, 2, None), (None, None, None, 0), (1, 0, 2, 0),
+    (3, 1, 0, None)])
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_vmap_of_every_operand(x_at, index_at, source_at, alpha_at, axis, x64):
     """Against a loop, gradients too: the batch may lie anywhere, in any of the operands."""
@@ -130,7 +132,8 @@ def check_batched(f, in_axes, *operands):
     take = lambda a, at, k: a if at is None else jnp.take(a, k, at)
     size = next(a.shape[at] for a, at in zip(operands, in_axes) if at is not None)
     for k in range(size):
-        assert_same(jax.tree.map(lambda b: b[k], batched), single(*(take(a, at, k) for a, at in zip(operands, in_axes))))
+        alone = single(*(take(a, at, k) for a, at in zip(operands, in_axes)))
+        assert_same(jax.tree.map(lambda b: b[k], batched), alone)
 
 
 AXES = [(0, 0, 0), (None, 0, None), (0, None, 0), (1, 1, 1), (None, 0, 0)]
@@ -165,7 +168,8 @@ def test_nested_vmap(inner, outer, x64):
 
 def test_vmap_moves_and_repeats_nothing():
     """Shared indices stay one index, whatever the batch; a source shared by a batch of indices stays one source."""
-    x, index, source, ids = jnp.ones((4, 7, 5)), jnp.zeros(6, jnp.int32), jnp.ones((4, 6, 5)), jnp.zeros((4, 6), jnp.int32)
+    x, source = jnp.ones((4, 7, 5)), jnp.ones((4, 6, 5))
+    index, ids = jnp.zeros(6, jnp.int32), jnp.zeros((4, 6), jnp.int32)
     jaxpr = str(jax.make_jaxpr(jax.vmap(lambda x, i, s: jaxkern.index_add(x, 0, i, s), (0, None, 0)))(x, index, source))
     assert "transpose" not in jaxpr and "broadcast" not in jaxpr and "i32[4,6]" not in jaxpr
     jaxpr = str(jax.make_jaxpr(jax.vmap(lambda s, i: jaxkern.segment_sum(s, i, 7), (None, 0)))(source[0], ids))
@@ -203,9 +207,11 @@ def test_training_step_moves_nothing(dtype, axis):
 
 def test_types_survive():
     x, index = jnp.ones((4, 3), jnp.bfloat16), jnp.array([1, 1, 2])
-    for f in (lambda x: jaxkern.index_add(x, 0, index, x[:3], alpha=x[0, 0]), lambda x: jaxkern.index_select(x, 0, index),
+    for f in (lambda x: jaxkern.index_add(x, 0, index, x[:3], alpha=x[0, 0]),
+              lambda x: jaxkern.index_select(x, 0, index),
               lambda x: jaxkern.segment_mean(x[:3], index, 4), lambda x: jaxkern.segment_max(x[:3], index, 4)):
-        everything = lambda x: [f(x), jax.jvp(f, (x,), (x,)), jax.vjp(f, x)[1](f(x)), jax.hessian(lambda x: f(x).sum())(x)]
+        everything = lambda x: [f(x), jax.jvp(f, (x,), (x,)), jax.vjp(f, x)[1](f(x)),
+                                jax.hessian(lambda x: f(x).sum())(x)]
         leaves = jax.tree.leaves(jax.eval_shape(everything, x))
         assert {leaf.dtype for leaf in leaves} == {x.dtype}
     assert not jax.eval_shape(lambda s: jaxkern.index_add(s[None], 0, index[:1], s[None]), 1.0).weak_type
@@ -244,32 +250,43 @@ def test_symbolic_shapes_export_and_run():
 
     def f(x, i):
         y = jaxkern.index_select(x, 0, i)
-        return jaxkern.index_add(x, 0, i, y) + jaxkern.segment_sum(y, i, x.shape[0]) + jaxkern.segment_max(y, i, x.shape[0])
+        rows = x.shape[0]
+        return jaxkern.index_add(x, 0, i, y) + jaxkern.segment_sum(y, i, rows) + jaxkern.segment_max(y, i, rows)
 
     f = jax.jit(f)
     exported = export.export(
-        f, platforms=[here, "tpu"], disabled_checks=[export.DisabledSafetyCheck.custom_call(f"jaxkern_{n}") for n in names])(
+        f, platforms=[here, "tpu"],
+        disabled_checks=[export.DisabledSafetyCheck.custom_call(f"jaxkern_{n}") for n in names])(
         jax.ShapeDtypeStruct((rows, 7), jnp.float32), jax.ShapeDtypeStruct((count,), jnp.int32))
     for n, c in ((1, 5), (4, 2)):
         x, i = jax.random.normal(jax.random.key(n), (n, 7)), jnp.arange(c) % n
         np.testing.assert_array_equal(exported.call(x, i), f(x, i))
 
 
+GRAPHED = {  # one after the other in a program, each under scan
+    "index_add": lambda x, i: jaxkern.index_add(x, 0, i % 64, jnp.sin(x)[i % 37]) * 0.5,
+    "index_select": lambda x, i: jaxkern.index_select(x, 0, i[:64] % 64),
+    "gradient": lambda x, i: jax.grad(lambda x: (jaxkern.index_select(x, 0, i % 64) ** 2).sum())(x) * 0.01,
+    **{name: lambda x, i, name=name: getattr(jaxkern, name)(jnp.cos(x)[i % 37], i % 64, 64)
+       for name in ("segment_sum", "segment_mean", "segment_max", "segment_min")},
+}
+
+
 @pytest.mark.gpu
-def test_command_buffers_and_scan():
-    """Runs inside a CUDA graph: many calls in one program, twice, with other data the second time."""
-    index = jnp.arange(5000) % 37
+@pytest.mark.parametrize("name", GRAPHED)
+def test_command_buffers_and_scan(name):
+    """In CUDA graphs: several calls in one program and some under scan, three times, with other data each time."""
+    f, index = GRAPHED[name], jnp.arange(5000) * 7
 
     def program(x):
-        def step(c, k):
-            c = jaxkern.index_add(c, 0, (index + k) % 64, jnp.sin(c)[index]) * 0.5
-            return c, jax.grad(lambda c: (jaxkern.index_select(c, 0, index) ** 2).sum())(c).sum()
+        for k in range(4):
+            x = f(x, index + k)
+        return jax.lax.scan(lambda x, k: (f(x, index + k), x.sum()), x, jnp.arange(5))
 
-        return jax.lax.scan(step, x, jnp.arange(9))
-
-    f = jax.jit(program)
-    for seed in (0, 1):
-        x = jax.random.normal(jax.random.key(seed), (64, 16))
+    x = jax.random.normal(jax.random.key(0), (64, 16))
+    compiled = jax.jit(program).lower(x).compile(compiler_options={"xla_gpu_graph_min_graph_size": 1})
+    assert compiled.as_text().count('custom_call_target="jaxkern_') >= 5
+    for scale in (1.0, 2.0, 0.5):
         with jax.disable_jit():
-            want = program(x)
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), f(x), want)
+            want = program(x * scale)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), compiled(x * scale), want)

@@ -1,5 +1,5 @@
 // Reductions by layer: lanes of a warp, then warps of a block. Each leaves the result in every
-// thread, in an order that depends on nothing but the thread count, so results are reproducible.
+// thread (a scan: its own), in an order that depends on nothing but the thread count, so results are reproducible.
 #pragma once
 
 #include <cstdint>
@@ -41,6 +41,24 @@ __device__ __forceinline__ Stat ReduceWarps(Stat mine, Stat* room, int warps, St
   sync();
   const int slot = lane % kMaxWarps;
   return merge(slot < warps ? room[slot] : identity);
+}
+
+// The sum of v over the block's threads before this one. `room`, in shared memory, is left with the sum of each
+// warp. Two barriers, the second behind every use of `room`.
+__device__ __forceinline__ uint32_t SumOfThreadsBefore(uint32_t v, uint32_t* room) {
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  uint32_t sum = v;
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) {
+    const uint32_t other = __shfl_up_sync(0xffffffffu, sum, step);
+    if (lane >= step) sum += other;
+  }
+  if (lane == kWarp - 1) room[warp] = sum;
+  __syncthreads();
+  uint32_t before = sum - v;
+  for (int w = 0; w < warp; ++w) before += room[w];
+  __syncthreads();
+  return before;
 }
 
 }  // namespace jaxkern

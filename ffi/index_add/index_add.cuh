@@ -53,7 +53,7 @@ struct IndexRun {
 
   // The updates in the order of their keys, and the row of source of each; without `order` they are in
   // their own, which only a sort changes.
-  const uint32_t* keys;
+  const uint32_t* keys;  // dropped, or more, where they go nowhere
   const uint32_t* order;
   bool sorted_keys;  // keys ascend, those that go nowhere last; else the indices do, if anything does
   uint32_t *keys_room, *order_room;  // for those of ascending indices, where they are read more than once
@@ -135,16 +135,24 @@ __device__ __forceinline__ uint32_t KeyAt(const IndexRun& run, uint32_t place) {
   return run.keys ? run.keys[place] : KeyOf(run, LoadIndex(run, place), place);
 }
 
-// The first of places [low, high) whose key is `key` or more, where keys ascend.
+// The first of places [low, high) whose key is `key` or more, where keys ascend. A lane of the group looks at
+// one place each time: a thread alone (kLanes = 1) waits for memory five times as often as a warp.
+template <int kLanes>
 __device__ __forceinline__ uint32_t LowerBound(const IndexRun& run, uint32_t low, uint32_t high, uint32_t key) {
+  static_assert(kLanes == 1 || kLanes == kWarp);
   // Indices that are out of range do not have their place among the keys, but their rows do.
   const bool keyed = run.sorted_keys;
   const int64_t row = !keyed && run.batch > 1 ? key % run.rows : key;
+  const uint32_t lane = kLanes == 1 ? 0 : threadIdx.x % kWarp;
   while (low < high) {
-    const uint32_t middle = low + (high - low) / 2;
-    const int64_t at = keyed ? int64_t{__ldg(run.keys + middle)} : RowOf(run, LoadIndex(run, middle)) - run.first_row;
-    if (at < row) low = middle + 1;
-    else high = middle;
+    const uint32_t step = (high - low + kLanes) / (kLanes + 1), at = low + (lane + 1) * step - 1;
+    bool less = false;
+    if (at < high) {
+      less = (keyed ? int64_t{__ldg(run.keys + at)} : RowOf(run, LoadIndex(run, at)) - run.first_row) < row;
+    }
+    const uint32_t passed = kLanes == 1 ? less : __popc(__ballot_sync(~0u, less));
+    if (passed < kLanes) high = min(high, low + (passed + 1) * step - 1);
+    low += passed * step;
   }
   return low;
 }
@@ -152,21 +160,35 @@ __device__ __forceinline__ uint32_t LowerBound(const IndexRun& run, uint32_t low
 // Marks which of `rows` rows from `first` on some update goes to, given ascending keys. All threads of the
 // block come here; `room` are two shared words.
 __device__ inline void MarkTouched(const IndexRun& run, uint32_t first, int rows, uint32_t* marks, uint32_t* room) {
+  constexpr uint32_t kScanned = 32;  // updates a row that are as quickly looked through
   const uint32_t last = first + rows - 1;
   uint32_t begin = 0, end = run.positions;
   if (!run.sorted_keys && run.batch > 1) {  // the rows of one b at a time
     begin = first / run.rows * run.count;
     end = last / run.rows * run.count + run.count;
   } else {
-    if (threadIdx.x == 0) room[0] = LowerBound(run, 0, run.positions, first);
-    if (threadIdx.x == kWarp) room[1] = LowerBound(run, 0, run.positions, last + 1);
+    const int warp = threadIdx.x / kWarp;
+    if (warp < 2) {
+      const uint32_t found = LowerBound<kWarp>(run, 0, run.positions, warp == 0 ? first : last + 1);
+      if (threadIdx.x % kWarp == 0) room[warp] = found;
+    }
     __syncthreads();
     begin = room[0], end = room[1];
   }
-  if (end - begin <= 16u * rows) {  // as quickly looked through
-    for (uint32_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
-      const uint32_t r = KeyAt(run, i) - first;
-      if (r < static_cast<uint32_t>(rows)) atomicOr(&marks[r / 32], 1u << (r % 32));
+  if (end <= begin) return;
+  if (end - begin <= kScanned * rows) {
+    for (uint32_t base = begin + threadIdx.x; base < end; base += 8 * blockDim.x) {
+      uint32_t key[8];
+#pragma unroll
+      for (int u = 0; u < 8; ++u) {
+        const uint32_t at = base + u * blockDim.x;
+        key[u] = at < end ? KeyAt(run, at) : run.dropped;
+      }
+#pragma unroll
+      for (int u = 0; u < 8; ++u) {
+        const uint32_t r = key[u] - first;
+        if (r < static_cast<uint32_t>(rows)) atomicOr(&marks[r / 32], 1u << (r % 32));
+      }
     }
     return;
   }
@@ -176,13 +198,14 @@ __device__ inline void MarkTouched(const IndexRun& run, uint32_t first, int rows
       low = (first + r) / run.rows * run.count;
       high = low + run.count;
     }
-    const uint32_t at = LowerBound(run, low, high, first + r);
+    const uint32_t at = LowerBound<1>(run, low, high, first + r);
     if (at < high && KeyAt(run, at) == first + r) atomicOr(&marks[r / 32], 1u << (r % 32));
   }
 }
 
 // Whether the run that comes into the chunk at `begin` is a long one.
-__device__ __forceinline__ bool LongHead(const IndexRun& run, uint32_t chunk, uint32_t begin, uint32_t end, uint32_t key) {
+__device__ __forceinline__ bool LongHead(const IndexRun& run, uint32_t chunk, uint32_t begin, uint32_t end,
+                                         uint32_t key) {
   return (end < run.positions && KeyAt(run, end) == key) || (begin > chunk && KeyAt(run, begin - chunk - 1) == key);
 }
 
@@ -193,7 +216,8 @@ __device__ __forceinline__ bool LongTail(const IndexRun& run, uint32_t chunk, ui
 
 // Into how many parts the chunks cut the run that begins in `chunk` and goes on behind it; 0 where none does,
 // or where it is a short run that needs no cutting.
-__device__ inline uint32_t PartsOf(const IndexRun& run, uint32_t chunk_places, uint32_t chunks, uint32_t chunk, bool only_long) {
+__device__ inline uint32_t PartsOf(const IndexRun& run, uint32_t chunk_places, uint32_t chunks, uint32_t chunk,
+                                   bool only_long) {
   const uint32_t begin = chunk * chunk_places, end = begin + chunk_places;
   if (end >= run.positions) return 0;
   const uint32_t key = KeyAt(run, end - 1);
@@ -250,7 +274,8 @@ template <Reduction kOp, class C> __device__ __forceinline__ C Finished(C total,
     else if constexpr (std::is_same_v<C, double>) return has_x ? fma(alpha, total, x) : total;
     else {
       using U = std::make_unsigned_t<C>;
-      return static_cast<C>(has_x ? static_cast<U>(x) + static_cast<U>(alpha) * static_cast<U>(total) : static_cast<U>(total));
+      const U sum = static_cast<U>(total);
+      return static_cast<C>(has_x ? static_cast<U>(x) + static_cast<U>(alpha) * sum : sum);
     }
   } else {
     return has_x ? Combined<kOp>(total, x) : total;

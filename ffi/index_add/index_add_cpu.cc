@@ -225,7 +225,8 @@ void Sorted(const IndexArgs& a, const IndexCpuKernels& kernels, const Executor& 
                       partials.get() + (chunks > 1 ? slice * partial_bytes : 0), first,
                       std::min(a.inner, first + kSlabElements)};
   };
-  ParallelTasks(executor, all * chunks * slabs, std::min(a.count, chunk) * std::min(a.inner, kSlabElements), [&](int64_t task) {
+  const int64_t work = std::min(a.count, chunk) * std::min(a.inner, kSlabElements);
+  ParallelTasks(executor, all * chunks * slabs, work, [&](int64_t task) {
     const int64_t slab = task % slabs, c = task / slabs % chunks;
     const IndexSlice slice = slice_of(task / slabs / chunks, slab);
     if (c * chunk < slice.size) kernels.reduce(a, slice, c);
@@ -243,7 +244,8 @@ void Sorted(const IndexArgs& a, const IndexCpuKernels& kernels, const Executor& 
     int64_t row = task % blocks * block;
     const int64_t end = std::min(a.rows, row + block);
     const IndexEntry* last = slice.entries + slice.size;
-    const IndexEntry* e = std::lower_bound(slice.entries, last, row, [](const IndexEntry& e, int64_t r) { return e.row < r; });
+    const auto before = [](const IndexEntry& e, int64_t r) { return e.row < r; };
+    const IndexEntry* e = std::lower_bound(slice.entries, last, row, before);
     while (row < end) {
       const int64_t gap = e == last ? end : std::min<int64_t>(e->row, end);
       if (gap > row) kernels.fill(static_cast<char*>(slice.out) + row * a.inner * slices.item, (gap - row) * a.inner);
@@ -263,7 +265,8 @@ bool Narrow(const IndexArgs& a, const IndexCpuKernels& kernels, const Executor& 
 
   if (a.rows * a.inner * item <= kCacheBytes) {
     int64_t parts = 1;
-    while (parts < 16 && 2 * parts * all <= 16 && 16 * parts * std::max(a.rows, kPieceEntries / 4) <= a.count) parts *= 2;
+    const int64_t least = 16 * std::max(a.rows, kPieceEntries / 4);
+    while (parts < 16 && 2 * parts * all <= 16 && parts * least <= a.count) parts *= 2;
     const int64_t elements = a.rows * a.inner, room = (a.rows + 1) * a.inner * item;  // the last row: what is dropped
     const auto copies = Uninitialised<char>(parts > 1 ? all * parts * room : 0);
     ParallelTasks(executor, all * parts, a.count / parts * a.inner, [&](int64_t task) {
@@ -334,8 +337,10 @@ void Select(const IndexArgs& a, const IndexCpuKernels& kernels, const Executor& 
   }
   constexpr int64_t kMost = 1024;
   const int64_t block = std::clamp<int64_t>(slab / row_bytes, 8, kMost), blocks = CeilDiv(a.count, block);
-  ParallelTasks(executor, a.batch * a.outer * blocks * slabs, block * std::min(a.inner, slab / slices.item), [&](int64_t task) {
-    const int64_t slice = task / slabs / blocks, first = task / slabs % blocks * block, n = std::min(block, a.count - first);
+  const int64_t work = block * std::min(a.inner, slab / slices.item);
+  ParallelTasks(executor, a.batch * a.outer * blocks * slabs, work, [&](int64_t task) {
+    const int64_t slice = task / slabs / blocks, first = task / slabs % blocks * block;
+    const int64_t n = std::min(block, a.count - first);
     const int64_t column = task % slabs * slab;
     uint32_t row[kMost];
     Decode(a, slice / a.outer, first, first + n, [&](int64_t k, uint32_t r) { row[k - first] = r; });

@@ -261,7 +261,8 @@ struct Kernel {
     };
     tile(Number<kTile>()), tile(Number<2>()), tile(Number<1>());
     if (c < s.last) {
-      ReduceTile<1, true>(source + c, inner, e, end, last, alpha, out + c, partial ? partial + c : nullptr, int(s.last - c));
+      ReduceTile<1, true>(source + c, inner, e, end, last, alpha, out + c, partial ? partial + c : nullptr,
+                          int(s.last - c));
     }
   }
   template <int n>

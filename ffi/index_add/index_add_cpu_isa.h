@@ -39,7 +39,8 @@ struct IndexCpuKernels {
   // The same with an accumulator for each element of each row, for narrow rows. row[k] is the row that
   // position first + k goes to; `row == rows` must have room too.
   void (*start)(void* accumulators, int64_t size) = nullptr;
-  void (*accumulate)(const IndexArgs&, const void* source, const uint32_t* row, int64_t size, void* accumulators) = nullptr;
+  void (*accumulate)(const IndexArgs&, const void* source, const uint32_t* row, int64_t size,
+                     void* accumulators) = nullptr;
   void (*accumulate_at)(const IndexArgs&, const void* source, const IndexEntry* entries, int64_t size,
                         int64_t first_row, void* accumulators) = nullptr;
   void (*merge)(void* into, const void* from, int64_t size) = nullptr;

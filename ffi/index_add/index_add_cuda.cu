@@ -92,7 +92,8 @@ IndexRun RunOf(const IndexArgs& a) {
   return run;
 }
 
-cudaError_t LaunchTyped(ElementType type, IndexPlan plan, IndexOp op, const IndexRun& run, bool fills, cudaStream_t stream) {
+cudaError_t LaunchTyped(ElementType type, IndexPlan plan, IndexOp op, const IndexRun& run, bool fills,
+                        cudaStream_t stream) {
   switch (type) {
     case ElementType::kF16: return LaunchIndexRun<__half>(plan, op, run, fills, stream);
     case ElementType::kBF16: return LaunchIndexRun<__nv_bfloat16>(plan, op, run, fills, stream);
@@ -146,7 +147,8 @@ cudaError_t IndexCuda(const IndexArgs& a, const Device& device, cudaStream_t str
 
   // The largest runs: whole slices of the batch where they fit, else parts of the rows and of the updates of one.
   const int64_t rows = std::min(a.rows, kMaxKeys - 2), count = std::min(a.count, kMaxPositions);
-  const int64_t batch = std::min(a.batch, std::max(int64_t{1}, std::min((kMaxKeys - 2) / a.rows, kMaxPositions / a.count / a.outer)));
+  const int64_t slices_fit = std::min((kMaxKeys - 2) / a.rows, kMaxPositions / a.count / a.outer);
+  const int64_t batch = std::min(a.batch, std::max(int64_t{1}, slices_fit));
   const int64_t source_batch = a.source_batched ? a.outer * a.count : 0;  // rows from one b to the next
   const IndexLayout layout = LayoutOf(plan, DescribeIndex(a));
   for (int64_t b = 0; b < a.batch; b += batch) {
@@ -182,6 +184,12 @@ cudaError_t IndexCuda(const IndexArgs& a, const Device& device, cudaStream_t str
           const SortPayload payload = size == 2 ? SortPayload::kElement2 : SortPayload::kElement4;
           // Updates that go nowhere may mix with others here, which spares a bit where the rows are a power of two.
           error = SortUpdates(&run, kBinBits, BitsFor(run.dropped), payload, layout, a.scratch, stream);
+        }
+        // Ascending indices of this kind are keys as they are: one that is out of range is no row as a number
+        // without a sign either.
+        if (plan == IndexPlan::kSorted && run.plain && !run.wrap && run.batch == 1 &&
+            reinterpret_cast<uintptr_t>(run.index) % 16 == 0) {
+          run.keys = static_cast<const uint32_t*>(run.index);
         }
         if (error == cudaSuccess && run.chunks) {
           if (!run.keys) run.keys_room = reinterpret_cast<uint32_t*>(room(layout.keys[0]));

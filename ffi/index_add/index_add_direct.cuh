@@ -77,7 +77,8 @@ cudaError_t LaunchDirect(const IndexRun& run, cudaStream_t stream) {
   s.by_positions = Divider(run.positions);
   s.threads = run.outer * run.positions * s.vectors;
   constexpr int kEach = kDirectThreads * kDirectUpdates;
-  return Launch(DirectUpdates<kOp, T, N, kAtomic>, {(s.threads + kEach - 1) / kEach, 1, kDirectThreads}, stream, run, s);
+  const int64_t blocks = (s.threads + kEach - 1) / kEach;
+  return Launch(DirectUpdates<kOp, T, N, kAtomic>, {blocks, 1, kDirectThreads}, stream, run, s);
 }
 
 }  // namespace jaxkern

@@ -29,6 +29,15 @@ namespace jaxkern {
 Targets IndexCpuTargets();
 Targets IndexCudaTargets();
 
+// The targets of a platform, given its handler of each operation.
+template <template <IndexOp> class Handler> Targets IndexTargets() {
+  return {{"jaxkern_index_add", Handler<IndexOp::kAdd>::Call},
+          {"jaxkern_segment_sum", Handler<IndexOp::kSegmentSum>::Call},
+          {"jaxkern_segment_max", Handler<IndexOp::kSegmentMax>::Call},
+          {"jaxkern_segment_min", Handler<IndexOp::kSegmentMin>::Call},
+          {"jaxkern_index_select", Handler<IndexOp::kSelect>::Call}};
+}
+
 struct IndexAttributes {
   int64_t axis, batch_dims;
   bool wrap, clip, sorted, unique, deterministic, fill_nan;
@@ -138,7 +147,8 @@ inline ffi::Error DecodeIndex(IndexOp op, const ffi::RemainingArgs& operands, co
   }
   if ((!index_whole && !index_ones) || (!source_whole && (!source_ones || select))) return shapes_refused();
   if (add && ShapeString(first->dimensions()) != ShapeString(shape)) {
-    return InvalidArgument(name, "x of shape ", ShapeString(first->dimensions()), ", result of shape ", ShapeString(shape));
+    return InvalidArgument(name, "x of shape ", ShapeString(first->dimensions()), ", result of shape ",
+                           ShapeString(shape));
   }
   const ffi::DataType type = (*result)->element_type();
   if (!ToElementType(type, &args->type) || first->element_type() != type || third->element_type() != type) {

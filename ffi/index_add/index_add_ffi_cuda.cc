@@ -32,25 +32,20 @@ ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingR
   return LaunchError(IndexName(kOp), IndexCuda(args, device, stream));
 }
 
-template <IndexOp kOp>
-XLA_FFI_Error* Handler(XLA_FFI_CallFrame* frame) {
-  static auto* handler = BindIndexAttributes(ffi::Ffi::Bind()
-                                                 .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                                 .RemainingArgs()
-                                                 .RemainingRets())
-                             .To(Run<kOp>, {ffi::Traits::kCmdBufferCompatible})
-                             .release();
-  return handler->Call(frame);
-}
+template <IndexOp kOp> struct Handler {
+  static XLA_FFI_Error* Call(XLA_FFI_CallFrame* frame) {
+    static auto* handler = BindIndexAttributes(ffi::Ffi::Bind()
+                                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                                   .RemainingArgs()
+                                                   .RemainingRets())
+                               .To(Run<kOp>, {ffi::Traits::kCmdBufferCompatible})
+                               .release();
+    return handler->Call(frame);
+  }
+};
 
 }  // namespace
 
-Targets IndexCudaTargets() {
-  return {{"jaxkern_index_add", Handler<IndexOp::kAdd>},
-          {"jaxkern_segment_sum", Handler<IndexOp::kSegmentSum>},
-          {"jaxkern_segment_max", Handler<IndexOp::kSegmentMax>},
-          {"jaxkern_segment_min", Handler<IndexOp::kSegmentMin>},
-          {"jaxkern_index_select", Handler<IndexOp::kSelect>}};
-}
+Targets IndexCudaTargets() { return IndexTargets<Handler>(); }
 
 }  // namespace jaxkern

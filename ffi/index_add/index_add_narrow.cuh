@@ -2,9 +2,7 @@
 // sums. Floats are not added by atomics: a bin belongs to one warp at a time.
 //
 //     few rows       every thread has bins of its own
-//     up to kBins    every warp has. Lanes that meet in a bin find out by writing their number to its claim:
-//                    who reads another's has met somebody, and the updates of such a bin are first
-//                    added up across the warp
+//     up to kBins    every warp has. The updates of lanes that meet in a bin are first added up across the warp
 //     more           the sort has brought updates with equal leading bits of the key together; a block
 //                    takes one stretch after the other of its chunk of them, as above
 //
@@ -47,20 +45,26 @@ __device__ __forceinline__ void EmitBin(const IndexRun& run, int64_t o, uint32_t
   *at = FromCompute<T>(Finished<kOp>(total, Alpha<C>(run), run.reads_out, x));
 }
 
-// A block's bins: a copy a thread, or a copy a warp with a claim to each bin.
+// A block's bins: a copy a thread or a warp, and for the latter a bit a bin, to see who meets whom.
 template <Reduction kOp, class C, bool kFew> struct BlockBins {
+  static constexpr int kTaken = kBins / 32;  // words
   C* sum;
-  uint8_t* claim;
+  uint32_t* taken;
   int bins;
 
-  static constexpr int Bytes(int bins) { return kFew ? bins * kBinThreads * 4 : bins * kBinWarps * (4 + 1); }
+  static constexpr int Bytes(int bins) {
+    return bins * (kFew ? kBinThreads : kBinWarps) * 4 + (kFew ? 0 : kBinWarps * kTaken * 4);
+  }
 
   __device__ __forceinline__ BlockBins(char* shared, int n)
-      : sum(reinterpret_cast<C*>(shared)), claim(reinterpret_cast<uint8_t*>(shared + n * kBinWarps * 4)), bins(n) {}
+      : sum(reinterpret_cast<C*>(shared)), taken(reinterpret_cast<uint32_t*>(shared) + n * kBinWarps), bins(n) {}
 
   __device__ __forceinline__ void Clear() {
     const int all = bins * (kFew ? kBinThreads : kBinWarps);
     for (int i = threadIdx.x; i < all; i += kBinThreads) sum[i] = Empty<kOp, C>();
+    if (!kFew) {
+      for (int i = threadIdx.x; i < kBinWarps * kTaken; i += kBinThreads) taken[i] = 0;
+    }
   }
 
   // All lanes of a warp come here.
@@ -71,10 +75,12 @@ template <Reduction kOp, class C, bool kFew> struct BlockBins {
     } else {
       const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
       C* const mine = sum + warp * bins;
-      volatile uint8_t* const claims = claim + warp * bins;
-      if (valid) claims[bin] = lane;
-      __syncwarp();
-      uint32_t met = __ballot_sync(~0u, valid && claims[bin] != lane);
+      uint32_t* const mine_taken = taken + warp * kTaken;
+      const uint32_t bit = 1u << (bin % 32);
+      // All but one of those that meet see that somebody was there before them. Not __match_any_sync, which is slow.
+      uint32_t met = __ballot_sync(~0u, valid && (atomicOr(&mine_taken[bin / 32], bit) & bit));
+#pragma unroll
+      for (int i = 0; i < kTaken; i += kWarp) mine_taken[i + lane] = 0;
       while (met) {  // one bin a turn
         const int leader = __ffs(met) - 1;
         const int bin_met = __shfl_sync(~0u, bin, leader);
@@ -97,7 +103,9 @@ template <Reduction kOp, class C, bool kFew> struct BlockBins {
       for (int bin = threadIdx.x / kWarp; bin < bins; bin += kBinWarps) {
         C total = sum[bin * kBinThreads + lane];
 #pragma unroll
-        for (int i = 1; i < kBinThreads / kWarp; ++i) total = Combined<kOp>(total, sum[bin * kBinThreads + i * kWarp + lane]);
+        for (int i = 1; i < kBinThreads / kWarp; ++i) {
+          total = Combined<kOp>(total, sum[bin * kBinThreads + i * kWarp + lane]);
+        }
         total = ReduceLanes<kWarp>(total, [](C a, C b) { return Combined<kOp>(a, b); });
         if (lane == 0) emit(bin, total);
       }
@@ -123,7 +131,8 @@ BinSlices(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape
   const int64_t slice = blockIdx.x / s.chunks;
   const uint32_t chunk = blockIdx.x % s.chunks;
   const int64_t b = slice / run.outer, o = slice % run.outer;
-  const uint32_t begin = chunk * s.chunk, end = min(begin + s.chunk, run.count), place = static_cast<uint32_t>(b * run.count);
+  const uint32_t begin = chunk * s.chunk, end = min(begin + s.chunk, run.count);
+  const uint32_t place = static_cast<uint32_t>(b * run.count);
   const T* const source = static_cast<const T*>(run.source) + o * run.source_stride + run.SourceRow(place);
   bins.Clear();
   __syncthreads();
@@ -167,7 +176,7 @@ BinParts(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape 
   C total = Empty<kOp, C>();
   if (bin < s.bins) {
 #pragma unroll 8
-    for (uint32_t c = warp; c < s.chunks; c += kWarp) total = Combined<kOp>(total, parts[static_cast<int64_t>(c) * s.bins]);
+    for (int64_t c = warp; c < s.chunks; c += kWarp) total = Combined<kOp>(total, parts[c * s.bins]);
   }
   room[warp][lane] = total;
   __syncthreads();
@@ -203,7 +212,8 @@ BinSorted(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape
   }
   extern __shared__ __align__(16) char shared_bytes[];
   BlockBins<kOp, C, false> bins(shared_bytes, static_cast<int>(kBins));
-  const uint32_t chunk = blockIdx.x, chunk_begin = chunk * s.chunk, chunk_end = min(chunk_begin + s.chunk, run.positions);
+  const uint32_t chunk = blockIdx.x, chunk_begin = chunk * s.chunk;
+  const uint32_t chunk_end = min(chunk_begin + s.chunk, run.positions);
   for (uint32_t begin = chunk_begin; begin < chunk_end;) {
     const uint32_t stretch = StretchAt(run, s, begin);
     // Where it ends: 256 probes at a time.
@@ -290,7 +300,8 @@ cudaError_t LaunchNarrow(const IndexRun& run, bool fills, cudaStream_t stream) {
     s.chunk = static_cast<uint32_t>(BinChunkOf(run.positions * run.outer));
     s.chunks = (run.count + s.chunk - 1) / s.chunk;
     s.bins = static_cast<int>(run.rows);
-    return run.rows <= kFewBins ? LaunchBinSlices<kOp, T, true>(run, s, stream) : LaunchBinSlices<kOp, T, false>(run, s, stream);
+    if (run.rows <= kFewBins) return LaunchBinSlices<kOp, T, true>(run, s, stream);
+    return LaunchBinSlices<kOp, T, false>(run, s, stream);
   }
   s.chunk = static_cast<uint32_t>(BinChunkOf(run.positions));
   s.chunks = (run.positions + s.chunk - 1) / s.chunk;

@@ -102,11 +102,13 @@ constexpr int BitsFor(int64_t n) {
 // Positions a chunk of the segmented reduction; a run of equal keys is in one piece up to about twice as many.
 int64_t ChunkOf(int64_t positions, int64_t outer, int64_t row_bytes);
 
-// Rows of up to kNarrowInner elements are reduced in shared memory, a tile of positions a block: each of 256
-// threads walks a stretch of positions in one column.
+// The segmented reduction of narrow rows: in shared memory, a tile of positions a block, of which each of 256
+// threads walks a stretch in one column. An odd length, so that threads find their elements in different banks.
 constexpr int64_t kNarrowInner = 8;
-constexpr int NarrowStretch(int64_t element_bytes) { return element_bytes == 8 ? 8 : 16; }
-constexpr int64_t NarrowTileOf(int64_t inner, int64_t element_bytes) { return 256 / inner * NarrowStretch(element_bytes); }
+constexpr int NarrowStretch(int64_t element_bytes) { return element_bytes == 8 ? 9 : 17; }
+constexpr int64_t NarrowTileOf(int64_t inner, int64_t element_bytes) {
+  return 256 / inner * NarrowStretch(element_bytes);
+}
 
 // The bins of the narrow plan.
 constexpr int kBinBits = 11;

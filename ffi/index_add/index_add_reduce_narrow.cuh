@@ -1,11 +1,14 @@
 // The segmented reduction of the sorted and sort plans for rows of a few elements, of which a warp's loads
 // would touch a line each if a thread walked its own stretch of them. A block brings a tile of keys and rows
-// to shared memory; a thread walks kStretch places of it in one column and writes the runs that begin and
-// end there; a segmented scan over the threads adds up those that do not, and ReduceFixup those that a
-// tile's edge cuts, short or long.
+// to shared memory, and then
 //
-// Untouched rows of the segment operations: the thread that sees the gap between two keys writes it if it
-// is short; gaps of more than kGap rows are found by bisection, by blocks of their own.
+//     lists the runs     a thread a stretch of places: at which of them a run of equal keys ends
+//     adds them up       a thread a stretch and column: the total of each run is left where it ends
+//     carries over       a segmented scan: what the first run of each stretch has in the stretches before
+//     writes             a thread an element of the listed rows, which mostly lie side by side in out
+//
+// so that nothing is decided for each element but whether a run ends there. Runs that the tile's edges cut
+// leave their parts for ReduceFixup, short ones too.
 #pragma once
 
 #include "index_add_reduce.cuh"
@@ -13,66 +16,45 @@
 namespace jaxkern {
 
 constexpr int kNarrowThreads = 256;
-constexpr uint32_t kGap = 32, kBeforeAll = UINT32_MAX;
+// Shared memory of a tile.
+template <class T> struct NarrowRoom {
+  using C = Compute<T>;
+  static constexpr int kN = kVector<T>;
+  int values, places;  // elements, as they lie in memory from a 16-byte boundary on; places of the tile
 
-// As KeyOf, but kBeforeAll for an index below zero, so that the gap before the first row can be seen.
-__device__ __forceinline__ uint32_t OrderedKey(const IndexRun& run, RawIndex raw, uint32_t place) {
-  if (run.plain && run.batch == 1 && !run.wrap) {
-    const int32_t row = static_cast<int32_t>(raw.low);
-    return row < 0 ? kBeforeAll : min(static_cast<uint32_t>(row), run.dropped);
+  NarrowRoom(int tile, int width) : values((tile * width + 2 * kN) / kN * kN), places(tile) {}
+  // values, a carry and a mask a thread, the keys before, in and behind the tile, the ends of runs
+  int Bytes() const {
+    const int bytes = values * sizeof(C) + kNarrowThreads * (sizeof(C) + 4) + (places + 2) * 4 + places * 2;
+    return bytes < kFillRows / 32 * 4 + 8 ? kFillRows / 32 * 4 + 8 : bytes;
   }
-  if (run.batch == 1 && RowOf(run, raw) < run.first_row) return kBeforeAll;
-  return KeyOf(run, raw, place);
-}
-
-__device__ __forceinline__ uint32_t OrderedKeyAt(const IndexRun& run, uint32_t place) {
-  return run.keys ? __ldg(run.keys + place) : OrderedKey(run, LoadIndex(run, place), place);
-}
-
-// Clears the bits of rows of a tile that lie in gaps of more than kGap. Such a gap has the first row of each
-// word of bits that it reaches into, or that of the next word.
-__device__ inline void MarkAllButGaps(const IndexRun& run, uint32_t first, int rows, uint32_t* marks, uint32_t* room) {
-  static_assert(kGap == 32, "rows of a word");
-  for (int w = threadIdx.x; w < kFillRows / 32; w += blockDim.x) marks[w] = ~0u;
-  if (threadIdx.x == 0) room[0] = LowerBound(run, 0, run.positions, first);
-  if (threadIdx.x == kWarp) room[1] = LowerBound(run, 0, run.positions, first + rows - 1);
-  __syncthreads();
-  for (int t = threadIdx.x; t < 2 * ((rows + 31) / 32); t += blockDim.x) {
-    const uint32_t word = first + t / 2 * 32, row = word + t % 2 * 32;
-    if (row >= run.dropped) continue;
-    const bool inside = row < first + rows;
-    const uint32_t low = LowerBound(run, room[inside ? 0 : 1], inside ? room[1] : run.positions, row);
-    const uint32_t after = low < run.positions ? OrderedKeyAt(run, low) : run.dropped;
-    const uint32_t before = low > 0 ? OrderedKeyAt(run, low - 1) + 1 : 0;  // the first row of the gap
-    if (after <= before || after - before <= kGap) continue;
-    const uint32_t from = max(before, word), to = min(after, word + 32);
-    if (from >= to) continue;
-    const uint32_t mask = (to - from == 32 ? ~0u : (1u << (to - from)) - 1) << (from - word);
-    atomicAnd(&marks[t / 2], ~mask);
-  }
-}
+};
 
 template <Reduction kOp, class T>
-__global__ void __launch_bounds__(kNarrowThreads)
-ReduceNarrow(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s) {
+__global__ void __launch_bounds__(kNarrowThreads, 4)
+ReduceNarrow(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s,
+             const __grid_constant__ NarrowRoom<T> room) {
   using C = Compute<T>;
-  constexpr int kQ = NarrowStretch(sizeof(T)), kHeld = kNarrowThreads * kQ;
-  // Both padded, so that threads a stretch apart find theirs in different banks.
-  __shared__ uint32_t room[kHeld + kHeld / kQ + 4];
-  __shared__ C values[kHeld + kHeld / kQ];
-  const auto keys = [&](int i) -> uint32_t& { return room[i + 1 + (i + 1) / kQ]; };  // of place i of the tile, from -1 on
-  __shared__ C sums[kNarrowThreads];
-  __shared__ C warp_sum[kNarrowThreads / kWarp];
-  __shared__ bool warp_flag[kNarrowThreads / kWarp];
-  const int width = static_cast<int>(run.inner);
+  constexpr int kQ = NarrowStretch(sizeof(T)), kN = kVector<T>;
+  constexpr int kParts = (kNarrowThreads * kQ + 2 * kN - 2) / kN / kNarrowThreads + 1;  // vectors a thread
+  extern __shared__ __align__(16) char shared_bytes[];
+  const int width = static_cast<int>(run.inner), t = threadIdx.x;
   if (blockIdx.x < s.fill.blocks) {
-    uint32_t* const ends = room + kFillRows / 32;
-    FillTile<kOp, T, 1>(run, s.fill, width, blockIdx.x, room, [&](uint32_t first, int rows, uint32_t* marks) {
-      if (s.fills_gaps) MarkAllButGaps(run, first, rows, marks, ends);
-      else MarkTouched(run, first, rows, marks, ends);
+    uint32_t* const bits = reinterpret_cast<uint32_t*>(shared_bytes);
+    FillTile<kOp, T, 1>(run, s.fill, width, blockIdx.x, bits, [&](uint32_t first, int rows, uint32_t* marks) {
+      MarkTouched(run, first, rows, marks, bits + kFillRows / 32);
     });
     return;
   }
+  C* const image = reinterpret_cast<C*>(shared_bytes);
+  C* const carry = image + room.values;
+  uint32_t* const masks = reinterpret_cast<uint32_t*>(carry + kNarrowThreads);
+  uint32_t* const keys = masks + kNarrowThreads + 1;  // from place -1 on
+  uint16_t* const ends = reinterpret_cast<uint16_t*>(keys + s.chunk + 1);
+  __shared__ uint32_t warp_runs[kNarrowThreads / kWarp];
+  __shared__ C warp_sum[kNarrowThreads / kWarp];
+  __shared__ bool warp_flag[kNarrowThreads / kWarp];
+
   const int64_t block = blockIdx.x - s.fill.blocks;
   const int64_t o = s.by_chunks.Div(block);
   const uint32_t tile = static_cast<uint32_t>(block - o * s.chunks), begin = tile * s.chunk;
@@ -80,17 +62,22 @@ ReduceNarrow(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
   const T* const source = static_cast<const T*>(run.source) + o * run.source_stride * run.inner;
   T* const out = static_cast<T*>(run.out) + o * run.out_stride * run.inner;
 
-  // The tile's rows, eight loads at a time; without an order they are one stretch of memory.
+  // The rows. Without an order they are one stretch of memory, read as vectors wherever it begins.
   const bool contiguous = !run.order && !run.source_extra;
   const T* const stretch = source + static_cast<int64_t>(begin) * width;
-  for (int base = threadIdx.x; base < elements; base += 8 * kNarrowThreads) {
-    T v[8];
-    if (contiguous) {
+  const int ahead = contiguous ? static_cast<int>(reinterpret_cast<uintptr_t>(stretch) % 16 / sizeof(T)) : 0;
+  C* const values = image + ahead;
+  const auto whole = [&](int v) { return v * kN >= ahead && v * kN + kN <= ahead + elements; };
+  Pack<T, kN> part[kParts] = {};
+  if (contiguous) {
 #pragma unroll
-      for (int u = 0; u < 8; ++u) {
-        if (base + u * kNarrowThreads < elements) v[u] = stretch[base + u * kNarrowThreads];
-      }
-    } else {
+    for (int u = 0; u < kParts; ++u) {
+      const int v = t + u * kNarrowThreads;
+      if (whole(v)) part[u] = LoadVector<T, kN>(stretch - ahead + v * kN);
+    }
+  } else {
+    for (int base = t; base < elements; base += 8 * kNarrowThreads) {
+      T v[8];
       int64_t row[8];
 #pragma unroll
       for (int u = 0; u < 8; ++u) {
@@ -103,113 +90,130 @@ ReduceNarrow(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
         const int e = base + u * kNarrowThreads;
         if (e < elements) v[u] = source[row[u] * width + (e - s.by_vectors.Div(static_cast<uint32_t>(e)) * width)];
       }
-    }
 #pragma unroll
-    for (int u = 0; u < 8; ++u) {
-      const int e = base + u * kNarrowThreads;
-      if (e < elements) values[e + s.by_vectors.Div(static_cast<uint32_t>(e)) / kQ] = ToCompute(v[u]);
+      for (int u = 0; u < 8; ++u) {
+        if (base + u * kNarrowThreads < elements) values[base + u * kNarrowThreads] = ToCompute(v[u]);
+      }
     }
   }
-  for (int base = threadIdx.x; base < held; base += 8 * kNarrowThreads) {
-    RawIndex raw[8];
-#pragma unroll
-    for (int u = 0; u < 8; ++u) {
-      const int i = base + u * kNarrowThreads;
-      raw[u] = {};
-      if (i < held) raw[u] = run.keys ? RawIndex{__ldg(run.keys + begin + i), 0} : LoadIndex(run, begin + i);
-    }
-#pragma unroll
-    for (int u = 0; u < 8; ++u) {
-      const int i = base + u * kNarrowThreads;
-      if (i < held) keys(i) = run.keys ? raw[u].low : OrderedKey(run, raw[u], begin + i);
-    }
+  if (run.keys) {
+#pragma unroll 4
+    for (int i = t; i < held; i += kNarrowThreads) keys[i] = __ldg(run.keys + begin + i);
+  } else {
+#pragma unroll 4
+    for (int i = t; i < held; i += kNarrowThreads) keys[i] = KeyAt(run, begin + i);
   }
-  if (threadIdx.x == 0) keys(-1) = begin > 0 ? OrderedKeyAt(run, begin - 1) : kBeforeAll;
-  if (threadIdx.x == 1) {
-    // Behind the last update: a key that no run has, `dropped` so that the gap before it is seen.
-    keys(held) = begin + held < run.positions ? OrderedKeyAt(run, begin + held) : run.dropped;
+  // Beyond the first and the last update lies a key that no row has.
+  if (t == 0) keys[-1] = begin > 0 ? KeyAt(run, begin - 1) : UINT32_MAX;
+  if (t == kWarp) keys[held] = begin + held < run.positions ? KeyAt(run, begin + held) : UINT32_MAX;
+  if (contiguous) {
+#pragma unroll
+    for (int u = 0; u < kParts; ++u) {
+      const int v = t + u * kNarrowThreads;
+      if (whole(v)) {
+        alignas(16) C c[kN];
+        Unpack(part[u], c);
+#pragma unroll
+        for (int i = 0; i < kN; i += 16 / sizeof(C)) {
+          *reinterpret_cast<uint4*>(image + v * kN + i) = *reinterpret_cast<const uint4*>(c + i);
+        }
+      } else {
+        for (int e = max(v * kN, ahead); e < min(v * kN + kN, ahead + elements); ++e) {
+          image[e] = ToCompute(stretch[e - ahead]);
+        }
+      }
+    }
   }
   __syncthreads();
 
-  const int stretches = s.chunk / kQ;  // a column; a thread each
-  const int column = threadIdx.x / stretches, j = threadIdx.x - column * stretches;
-  const int from = j * kQ, to = min(from + kQ, held);
-  const bool active = column < width && from < to;
-  const C alpha = Alpha<C>(run);
-  const auto write = [&](uint32_t key, C total) {
-    T* const at = out + run.OutRow(key) * width + column;
-    const C x = run.reads_out ? ToCompute(*at) : C(0);
-    *at = FromCompute<T>(Finished<kOp>(total, alpha, run.reads_out, x));
-  };
-  const auto fill = [&](uint32_t after, uint32_t before) {  // the rows between two keys
-    const uint32_t first = after + 1;
-    if (!s.fills_gaps || before == kBeforeAll || before <= first || before - first > kGap) return;
-    for (uint32_t key = first; key < before; ++key) {
-      out[run.OutRow(key) * width + column] = FromCompute<T>(Identity<kOp, C>());
+  // Where runs end, and how many do in the stretches before. The tile's last run ends with it for now.
+  const int stretches = s.chunk / kQ, lane = t % kWarp, warp = t / kWarp;
+  uint32_t mask = 0;
+  if (t < stretches) {
+    uint32_t key = keys[t * kQ];
+#pragma unroll
+    for (int i = 0; i < kQ; ++i) {
+      const int place = t * kQ + i;
+      const uint32_t next = keys[place + 1];
+      if (place < held && (next != key || place == held - 1)) mask |= 1u << i;
+      key = next;
     }
-  };
+    masks[t] = mask;
+  }
+  uint32_t listed = SumOfThreadsBefore(__popc(mask), warp_runs);
+  for (uint32_t left = mask; left; left &= left - 1) ends[listed++] = t * kQ + __ffs(left) - 1;
+  __syncthreads();
+  int runs = 0;
+#pragma unroll
+  for (int w = 0; w < kNarrowThreads / kWarp; ++w) runs += warp_runs[w];
 
-  // The stretch's runs: those that end in it, but for the first if it came in, are written.
-  C total = Identity<kOp, C>(), head = total;
-  bool comes_in = false, single = true;
-  uint32_t current = run.dropped;
+  // The totals of the parts of runs within a stretch; what is left at its end goes on in the next.
+  const int j = s.by_vectors.Div(static_cast<uint32_t>(t)), column = t - j * width;
+  const bool active = j < stretches;
+  C* const mine = values + j * kQ * width + column;
+  mask = active ? masks[j] : 0;
   if (active) {
-    current = keys(from);
-    comes_in = keys(from - 1) == current && current < run.dropped;
-    if (!comes_in) fill(keys(from - 1), current);
-    for (int i = from; i < to; ++i) {
-      const uint32_t key = keys(i);
-      if (key != current) {
-        if (single && comes_in) head = total;
-        else if (current < run.dropped) write(current, total);
-        fill(current, key);
-        single = false;
-        current = key;
+    C v[kQ], total = Identity<kOp, C>();
+#pragma unroll
+    for (int i = 0; i < kQ; ++i) v[i] = mine[i * width];
+#pragma unroll
+    for (int i = 0; i < kQ; ++i) {
+      total = Combined<kOp>(total, v[i]);
+      if (mask >> i & 1) {
+        mine[i * width] = total;
         total = Identity<kOp, C>();
       }
-      if (key < run.dropped) total = Combined<kOp>(total, values[i * width + column + i / kQ]);
     }
-    if (begin + to == run.positions) fill(current, run.dropped);
+    carry[t] = total;
   }
-  // The sum of the last run's part up to and with this stretch, from where the run or the column begins.
-  const bool opens = j == 0 || !(single && comes_in);
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  C sum = total;
-  bool flag = opens || !active;
+  __syncthreads();
+  // The scan, a column's stretches side by side.
+  {
+    const int c = t / stretches, k = t - c * stretches;
+    C sum = c < width ? carry[k * width + c] : Identity<kOp, C>();
+    bool flag = c >= width || k == 0 || masks[k] != 0;
 #pragma unroll
-  for (int step = 1; step < kWarp; step *= 2) {
-    const C other = __shfl_up_sync(~0u, sum, step);
-    const bool other_flag = __shfl_up_sync(~0u, flag, step);
-    if (lane >= step) {
-      if (!flag) sum = Combined<kOp>(other, sum);
-      flag |= other_flag;
+    for (int step = 1; step < kWarp; step *= 2) {
+      const C other = __shfl_up_sync(~0u, sum, step);
+      const bool other_flag = __shfl_up_sync(~0u, flag, step);
+      if (lane >= step) {
+        if (!flag) sum = Combined<kOp>(other, sum);
+        flag |= other_flag;
+      }
     }
+    if (lane == kWarp - 1) warp_sum[warp] = sum, warp_flag[warp] = flag;
+    __syncthreads();
+    if (!flag) {
+      C before = Identity<kOp, C>();
+      int w = warp - 1;
+      while (w > 0 && !warp_flag[w]) --w;
+      for (; w < warp; ++w) before = Combined<kOp>(before, warp_sum[max(w, 0)]);
+      sum = Combined<kOp>(before, sum);
+    }
+    if (c < width) carry[k * width + c] = sum;
   }
-  if (lane == kWarp - 1) warp_sum[warp] = sum, warp_flag[warp] = flag;
   __syncthreads();
-  if (!flag) {
-    C before = Identity<kOp, C>();
-    int w = warp - 1;
-    while (w > 0 && !warp_flag[w]) --w;
-    for (; w < warp; ++w) before = Combined<kOp>(before, warp_sum[max(w, 0)]);
-    sum = Combined<kOp>(before, sum);
+  if (j > 0 && mask) {
+    C* const first = mine + (__ffs(mask) - 1) * width;
+    *first = Combined<kOp>(carry[t - width], *first);
   }
-  sums[threadIdx.x] = sum;
   __syncthreads();
-  if (!active) return;
-  const bool tile_comes_in = begin > 0 && keys(-1) == keys(0);
-  C* const slots = static_cast<C*>(run.partials) + (o * s.chunks + tile) * 2 * run.inner + column;
-  const auto close = [&](uint32_t key, C all) {  // of a run that ends in this stretch
-    if (tile_comes_in && key == keys(0)) slots[0] = all;
-    else write(key, all);
-  };
-  if (comes_in && !single) close(keys(from), j > 0 ? Combined<kOp>(sums[threadIdx.x - 1], head) : head);
-  if (current >= run.dropped) return;
-  if (keys(to) != current) {  // ends with the stretch
-    if (single && comes_in) close(current, sum);
-    else write(current, total);
-  } else if (to == held) {  // goes on in the next tile
-    slots[tile_comes_in && current == keys(0) ? 0 : run.inner] = sum;
+
+  const C alpha = Alpha<C>(run);
+  C* const slots = static_cast<C*>(run.partials) + (o * s.chunks + tile) * 2 * run.inner;
+  for (int e = t; e < runs * width; e += kNarrowThreads) {
+    const int r = s.by_vectors.Div(static_cast<uint32_t>(e)), c = e - r * width, place = ends[r];
+    const uint32_t key = keys[place];
+    if (key >= run.dropped) continue;
+    const C total = values[place * width + c];
+    const bool comes_in = r == 0 && keys[-1] == key;
+    if (comes_in || (r == runs - 1 && keys[held] == key)) {
+      slots[comes_in ? c : width + c] = total;
+    } else {
+      T* const at = out + run.OutRow(key) * width + c;
+      const C x = run.reads_out ? ToCompute(*at) : C(0);
+      *at = FromCompute<T>(Finished<kOp>(total, alpha, run.reads_out, x));
+    }
   }
 }
 
@@ -222,12 +226,10 @@ cudaError_t LaunchNarrowReduce(const IndexRun& run, bool fills, cudaStream_t str
   s.chunks = (run.positions + s.chunk - 1) / s.chunk;
   s.by_vectors = Divider(run.inner);
   s.by_chunks = Divider(s.chunks);
-  if (fills) {
-    s.fills_gaps = run.keys || run.batch == 1;
-    s.fill = FillShapeOf(run.dropped, run.outer, run.inner, sizeof(T));
-  }
+  if (fills) s.fill = FillShapeOf(run.dropped, run.outer, run.inner, sizeof(T));
   const int64_t blocks = s.fill.blocks + run.outer * s.chunks;
-  cudaError_t error = Launch(ReduceNarrow<kOp, T>, {blocks, 1, kNarrowThreads}, stream, run, s);
+  const NarrowRoom<T> room(s.chunk, static_cast<int>(run.inner));
+  cudaError_t error = Launch(ReduceNarrow<kOp, T>, {blocks, 1, kNarrowThreads, room.Bytes()}, stream, run, s, room);
   if (error != cudaSuccess || s.chunks == 1) return error;
   return LaunchFixup<kOp, T>(run, s, stream);
 }

@@ -70,7 +70,8 @@ SmallUpdates(const __grid_constant__ IndexRun run, const __grid_constant__ Small
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const uint32_t p = base + i * kSmallThreads;
-      if (p < s.words * 32) keys[p / 32 * kKeyPitch + p % 32] = p < run.count ? KeyOf(run, raw[i], b_begin + p) : UINT32_MAX;
+      const uint32_t key = p < run.count ? KeyOf(run, raw[i], b_begin + p) : UINT32_MAX;
+      if (p < s.words * 32) keys[p / 32 * kKeyPitch + p % 32] = key;
     }
   }
   __syncthreads();
@@ -168,7 +169,10 @@ SmallUpdates(const __grid_constant__ IndexRun run, const __grid_constant__ Small
       Pack<T, N> part[kTogether];
 #pragma unroll
       for (int k = 0; k < kTogether; ++k) {
-        if (u + k * shares < all) part[k] = LoadPart<T, N>(source + run.SourceRow(b_begin + list[u + k * shares]) * run.inner + v * N);
+        if (u + k * shares < all) {
+          const int64_t row = run.SourceRow(b_begin + list[u + k * shares]);
+          part[k] = LoadPart<T, N>(source + row * run.inner + v * N);
+        }
       }
 #pragma unroll
       for (int k = 0; k < kTogether; ++k) {

@@ -34,7 +34,8 @@ struct RadixPass {
 
 // The tile's keys, a warp's in order: item i of lane l is number 32 * i + l of the warp's stretch. `held` of them.
 template <int kItems, bool kFirst>
-__device__ __forceinline__ void LoadKeys(const IndexRun& run, const RadixPass& pass, uint32_t first, uint32_t (&key)[kItems]) {
+__device__ __forceinline__ void LoadKeys(const IndexRun& run, const RadixPass& pass, uint32_t first,
+                                         uint32_t (&key)[kItems]) {
   if constexpr (kFirst) {
     RawIndex raw[kItems];
 #pragma unroll
@@ -146,23 +147,6 @@ __global__ void __launch_bounds__(kScanThreads) RadixScan(uint32_t* counts, uint
   }
 }
 
-// The sum of the threads' values before this one's; one barrier before and one after `room` is used.
-__device__ __forceinline__ uint32_t BlockExclusiveSum(uint32_t v, uint32_t* room) {
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  uint32_t inclusive = v;
-#pragma unroll
-  for (int step = 1; step < kWarp; step *= 2) {
-    const uint32_t other = __shfl_up_sync(~0u, inclusive, step);
-    if (lane >= step) inclusive += other;
-  }
-  if (lane == kWarp - 1) room[warp] = inclusive;
-  __syncthreads();
-  uint32_t before = inclusive - v;
-  for (int w = 0; w < warp; ++w) before += room[w];
-  __syncthreads();
-  return before;
-}
-
 template <int kItems> struct ScatterRoom {
   static constexpr int kPairs = kThreads * kItems;
   uint32_t key[kPairs];  // with `payload`, first a word for each digit and warp
@@ -211,7 +195,7 @@ RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ Radix
   }
   for (int i = threadIdx.x; i < kWarps * kDigits / 2; i += kThreads) reinterpret_cast<uint32_t*>(s.rank)[i] = 0;
   for (int i = threadIdx.x; i < kWarps * kDigits; i += kThreads) s.key[i] = 0;
-  const uint32_t to = BlockExclusiveSum(total, s.room) + earlier;
+  const uint32_t to = SumOfThreadsBefore(total, s.room) + earlier;
 
   // Ranks among the warp's pairs with the same digit, of which the lanes tell each other through a word a
   // digit; these words lie where the pairs themselves come to lie afterwards. Places beyond the
@@ -239,7 +223,7 @@ RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ Radix
   uint32_t in_tile = 0;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) in_tile += s.rank[w][threadIdx.x];
-  const uint32_t start = BlockExclusiveSum(in_tile, s.room);
+  const uint32_t start = SumOfThreadsBefore(in_tile, s.room);
   uint32_t place_of = start;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) {
@@ -275,7 +259,8 @@ cudaError_t LaunchPass(const IndexRun& run, const RadixPass& pass, cudaStream_t 
   if (error != cudaSuccess) return error;
   const int digits = 1 << pass.bits;
   if (pass.scanned) {
-    error = Launch(RadixScan, {(digits + kScanDigits - 1) / kScanDigits, 1, kScanThreads}, stream, pass.counts, pass.tiles, digits);
+    const int blocks = (digits + kScanDigits - 1) / kScanDigits;
+    error = Launch(RadixScan, {blocks, 1, kScanThreads}, stream, pass.counts, pass.tiles, digits);
     if (error != cudaSuccess) return error;
   }
   constexpr int kBytes = sizeof(ScatterRoom<kItems>);
@@ -325,8 +310,9 @@ Describe(const __grid_constant__ IndexRun run, uint32_t chunk, uint32_t chunks) 
 
 cudaError_t DescribeChunks(IndexRun* run, int64_t chunk, cudaStream_t stream) {
   const int64_t chunks = (run->positions + chunk - 1) / chunk, threads = run->keys ? chunks : run->positions;
-  const cudaError_t error = Launch(Describe, {(threads + kDescribeThreads - 1) / kDescribeThreads, 1, kDescribeThreads}, stream,
-                                   *run, static_cast<uint32_t>(chunk), static_cast<uint32_t>(chunks));
+  const int64_t blocks = (threads + kDescribeThreads - 1) / kDescribeThreads;
+  const cudaError_t error = Launch(Describe, {blocks, 1, kDescribeThreads}, stream, *run,
+                                   static_cast<uint32_t>(chunk), static_cast<uint32_t>(chunks));
   if (!run->keys) {
     run->keys = run->keys_room;
     run->order = run->order_room;
