@@ -158,6 +158,12 @@ def _explicit_spec(x) -> tuple:
     return spec + (None,) * (x.ndim - len(spec))
 
 
+def split_like(x, aval):
+    """`x` as its type must say that it is split on a mesh with explicit axes to be a cotangent for `aval`."""
+    same = tuple(jax.typeof(x).sharding.spec) == tuple(aval.sharding.spec)
+    return x if same or aval.sharding.mesh.empty else jax.sharding.reshard(x, aval.sharding.spec)
+
+
 def mergeable(x, dims: int):
     """`x` such that its first `dims` dimensions may be reshaped to one.
 

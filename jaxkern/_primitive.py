@@ -76,11 +76,11 @@ def _abstract_eval(name, arrays, x, *rest, axis, tier, dtype=None):
     # Updating keeps the sharding and the varying axes that x came with.
     if dtype is None:
         return x.update(weak_type=False)
-    y = x.update(shape=(*x.shape[:axis], *x.shape[axis + 1 :]), dtype=dtype, weak_type=False, sharding=None)
-    spec = [*x.sharding.spec, *[None] * (x.ndim - len(x.sharding.spec))]
+    y = {"shape": (*x.shape[:axis], *x.shape[axis + 1 :]), "dtype": dtype, "weak_type": False}
     if x.sharding.mesh.empty:
-        return y
-    return y.update(sharding=NamedSharding(x.sharding.mesh, PartitionSpec(*spec[:axis], *spec[axis + 1 :])))
+        return x.update(**y)
+    spec = [*x.sharding.spec, *[None] * (x.ndim - len(x.sharding.spec))]
+    return x.update(**y, sharding=NamedSharding(x.sharding.mesh, PartitionSpec(*spec[:axis], *spec[axis + 1 :])))
 
 
 def _batch(prim, arrays, operands, dims, *, axis, **params):

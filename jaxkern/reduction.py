@@ -206,8 +206,8 @@ def _deflinear(prim, spread):
         none = [None] * len(mask)
         if type(ct) is ad.Zero:
             return [ad.Zero(x.aval), *none]
-        spread_ct = spread(jnp.expand_dims(ct.astype(_computing(x.aval.dtype)), axis), x.aval.shape, mask, axis)
-        return [spread_ct.astype(x.aval.dtype), *none]
+        dx = spread(jnp.expand_dims(ct.astype(_computing(x.aval.dtype)), axis), x.aval.shape, mask, axis)
+        return [_canonical.split_like(dx.astype(x.aval.dtype), x.aval), *none]
 
     ad.primitive_jvps[prim] = jvp
     ad.primitive_transposes[prim] = transpose
@@ -305,12 +305,16 @@ def _bounds(dtype):
     return float(jnp.finfo(dtype).min), float(jnp.finfo(dtype).max)
 
 
-def _max_reference(x, *mask, axis, dtype, tier):
-    return jnp.max(x, axis, where=_where(mask), initial=_bounds(dtype)[0]).astype(dtype)
+def _extreme_reference(method, end, x, *mask, axis, dtype, tier):
+    # What takes no part needs a value; elsewhere none is given, which jax.experimental.jet cannot see through.
+    rest = {"where": mask[0]} if mask else {}
+    if mask or x.shape[axis] == 0:
+        rest["initial"] = _bounds(dtype)[end]
+    return method(x, axis, **rest).astype(dtype)
 
 
-def _min_reference(x, *mask, axis, dtype, tier):
-    return jnp.min(x, axis, where=_where(mask), initial=_bounds(dtype)[1]).astype(dtype)
+_max_reference = functools.partial(_extreme_reference, jnp.max, 0)
+_min_reference = functools.partial(_extreme_reference, jnp.min, 1)
 
 
 def _logsumexp_reference(x, *mask, axis, dtype, tier):

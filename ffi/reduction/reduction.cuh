@@ -55,22 +55,22 @@ template <template <bool> class Of> struct ReduceLauncher {
       shape.threads = kWarpsOfRows * kWarp;
       shape.blocks = ReduceCeilDiv(p.rows, kWarpsOfRows);
     } else {
-      const int64_t loads = p.mask ? p.width : p.width / N;
-      const int64_t each = p.mask ? kInFlight<T, 1> : kInFlight<T, N>;
-      shape.threads = static_cast<int>(std::clamp<int64_t>(ReduceCeilDiv(loads, p.parts * each * kWarp), 2, kRowThreads / kWarp)) * kWarp;
+      // Few threads with two turns or more each: blocks of many warps go through their phases in step.
+      const int64_t warps_wanted = ReduceCeilDiv(p.width / N, p.parts * 2 * kInFlight<T> * kWarp);
+      shape.threads = static_cast<int>(std::clamp<int64_t>(warps_wanted, 2, kRowThreads / kWarp)) * kWarp;
       shape.blocks = p.rows;
       shape.blocks_y = static_cast<int>(p.parts);
     }
-    return p.mask ? Launch(ReduceRows<Counting, 1>, shape, stream, p, warps)
-                  : Launch(ReduceRows<Op, N>, shape, stream, p, warps);
+    return p.mask ? Launch(ReduceRows<Counting, N, true>, shape, stream, p, warps)
+                  : Launch(ReduceRows<Op, N, false>, shape, stream, p, warps);
   }
 
   cudaError_t Columns() const {
     const bool packs = !std::is_integral_v<T> && !p.mask && problem.misalignment == 0 && p.inner % N == 0;
     const int64_t across = packs ? p.inner / N : p.inner;
-    // 32 threads across, more where there are too few rows for the others.
+    // 32 threads across, more where there are too few rows for the others: a thread has 16, if there are.
     const int64_t each = ReduceCeilDiv(p.width, p.parts);
-    const int log_y = std::clamp(Log2Ceil(each / 4), 0, 3);
+    const int log_y = each < 32 ? 0 : each < 64 ? 1 : each < 128 ? 2 : 3;
     const int log_x = std::min(8 - log_y, Log2Ceil(across));
     const int64_t tiles = ReduceCeilDiv(across, int64_t{1} << log_x);
     LaunchShape shape;

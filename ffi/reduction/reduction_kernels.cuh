@@ -8,7 +8,8 @@
 //                     thread walks down its own columns, and the block merges those of equal ones
 //     ReduceMerge     joins the parts of each row or column, in their order
 //
-// With N = 1, elements are read one by one, and a mask may say which of them take part.
+// With N = 1, elements are read one by one, and a mask may say which of them take part; in ReduceRows, whose
+// masks have their bytes side by side, vectors of them are read too.
 #pragma once
 
 #include "reduction_ops.cuh"
@@ -16,13 +17,13 @@
 namespace jaxkern {
 
 constexpr int kNarrowThreads = 128, kNarrowRows = 4;
-constexpr int kRowThreads = 512;   // a block, at most
+constexpr int kRowThreads = 256;   // a block, at most
 constexpr int kWarpsOfRows = 4;    // a block of the warp tier
 constexpr int kColumnsThreads = 256;
 constexpr int kMergeThreads = 256;
 
 // Packs that a thread has in flight.
-template <class T, int N> constexpr int kInFlight = N == 1 ? 8 : sizeof(T) == 1 ? 2 : sizeof(T) == 4 ? 8 : 4;
+template <class T> constexpr int kInFlight = sizeof(T) == 1 ? 2 : sizeof(T) == 4 ? 8 : 4;
 
 template <class T, int N> __device__ __forceinline__ Pack<T, N> NeutralPack(const ReduceParams& p) {
   Pack<T, N> pack;
@@ -104,88 +105,126 @@ ReduceNarrow(const __grid_constant__ ReduceParams p, int log_lanes, int packs) {
       for (int i = 0; i < kPacks; ++i) Values(raw[u][i], v[u] + i * N);
   }
 
-  typename Op::Stat mine = Op::Identity();  // that of row `lane` of the four
+  typename Op::Stat stat[kNarrowRows];
 #pragma unroll
   for (int u = 0; u < kNarrowRows; ++u) {
-    typename Op::Stat stat = Op::Identity();
-    Op::Accumulate(p, stat, v[u]);
-    Op::Count(stat, count[u]);
-    stat = Op::MergeLanes(stat, 1 << log_lanes);
-    if (lane == u) mine = stat;
+    stat[u] = Op::Identity();
+    Op::Accumulate(p, stat[u], v[u]);
+    Op::Count(stat[u], count[u]);
   }
-  const int64_t row = first + lane * groups;
-  if (lane < kNarrowRows && row < p.rows) Op::Store(p, row, mine);
+  // Merging over two lanes halves the rows that a lane looks after, until it is one; then over the others.
+  int row = 0, rows = kNarrowRows;
+#pragma unroll
+  for (int bit = 1; bit < kNarrowRows; bit *= 2) {
+    rows /= 2;
+    const bool upper = lane & bit;
+    row += upper ? rows : 0;
+#pragma unroll
+    for (int u = 0; u < rows; ++u) {
+      const auto keep = upper ? stat[u + rows] : stat[u], give = upper ? stat[u] : stat[u + rows];
+      stat[u] = Op::Merge(keep, Op::Exchange(give, bit));
+    }
+  }
+  for (int step = kNarrowRows; step < 1 << log_lanes; step *= 2) stat[0] = Op::Merge(stat[0], Op::Exchange(stat[0], step));
+  const int64_t at = first + row * groups;
+  if (lane < kNarrowRows && at < p.rows) Op::Store(p, at, stat[0]);
+}
+
+// The N bytes of a mask at m, as words; `aligned`: m is a multiple of N.
+template <int N> __device__ __forceinline__ void LoadMaskWords(const uint8_t* m, bool aligned, uint32_t (&w)[(N + 3) / 4]) {
+  if (aligned) {
+    if constexpr (N == 2) w[0] = *reinterpret_cast<const uint16_t*>(m);
+#pragma unroll
+    for (int i = 0; i < N / 4; ++i) w[i] = reinterpret_cast<const uint32_t*>(m)[i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) w[i / 4] = (i % 4 ? w[i / 4] : 0) | uint32_t{m[i]} << (i % 4 * 8);
+  }
 }
 
 // blockIdx.x: a row, or in the warp tier kWarpsOfRows of them; blockIdx.y: a part of it.
-template <class Op, int N>
-__global__ void __launch_bounds__(kRowThreads, sizeof(typename Op::T) == 8 ? 1 : 2)
+template <class Op, int N, bool kMasked>
+__global__ void __launch_bounds__(kRowThreads, sizeof(typename Op::T) == 8 ? 2 : 4)
 ReduceRows(const __grid_constant__ ReduceParams p, bool warps) {
   using T = typename Op::T;
   using V = typename Op::V;
-  constexpr int U = kInFlight<T, N>;
+  constexpr int U = kMasked && N * kInFlight<T> > 16 ? 16 / N : kInFlight<T>;
   const int lane = warps ? threadIdx.x % kWarp : threadIdx.x, lanes = warps ? kWarp : blockDim.x;
   const int64_t row = warps ? int64_t{blockIdx.x} * kWarpsOfRows + threadIdx.x / kWarp : blockIdx.x;
   if (row >= p.rows) return;
 
   constexpr int kGrain = 128 / sizeof(T);
   const int64_t each = (p.width + p.parts * kGrain - 1) / (p.parts * kGrain) * kGrain;
-  const int64_t begin = min(p.width, each * blockIdx.y), width = min(p.width - begin, each);
+  const int64_t begin = min(p.width, each * blockIdx.y);
+  int64_t width = min(p.width - begin, each);
   const T* const x = static_cast<const T*>(p.x) + row * p.width + begin;
-
   typename Op::Stat stat = Op::Identity();
-  if constexpr (N == 1) {
-    const uint8_t* const mask = p.mask + p.mask_view.outer_map(row) + begin * p.mask_view.axis_stride;
-    for (int64_t at = lane; at < width; at += U * lanes) {
-      const int left = static_cast<int>(min(width - at, int64_t{U} * lanes));
-      T raw[U];
-      bool in[U];
-      V v[U];
-      int count = 0;
-#pragma unroll
-      for (int i = 0; i < U; ++i) {
-        in[i] = i * lanes < left;
-        if (in[i]) {
-          raw[i] = x[at + i * lanes];
-          in[i] = mask[(at + i * lanes) * p.mask_view.axis_stride];
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < U; ++i) {
-        v[i] = in[i] ? ValueOf<V>(raw[i]) : Op::Neutral(p);
-        count += in[i];
-      }
-      Op::Accumulate(p, stat, v);
-      Op::Count(stat, count);
+
+  // A mask has a byte for each element, or one for the row.
+  const uint8_t* mask = nullptr;
+  if constexpr (kMasked) {
+    mask = p.mask + p.mask_view.outer_map(row);
+    if (p.mask_view.axis_stride) {
+      mask += begin;
+    } else {
+      if (!*mask) width = 0;
+      if (lane == 0) Op::Count(stat, width);
+      mask = nullptr;
     }
-  } else {
-    // Elements before the first whole vector and after the last one: fewer than lanes.
-    const int offset = static_cast<int>(reinterpret_cast<uintptr_t>(x) % 16 / sizeof(T));
-    const int head = static_cast<int>(min(width, int64_t{offset ? N - offset : 0}));
-    const int64_t packs = (width - head) / N;
-    const int tail = static_cast<int>(width - head - packs * N);
-    const T* const body = x + head;
-    V ends[2] = {Op::Neutral(p), Op::Neutral(p)};
-    if (head | tail) {
-      if (lane < head) ends[0] = ValueOf<V>(x[lane]);
-      if (lane < tail) ends[1] = ValueOf<V>(body[packs * N + lane]);
-    }
-    const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
-    for (int64_t at = lane; at < packs; at += U * lanes) {
-      const int left = static_cast<int>(min(packs - at, int64_t{U} * lanes));
-      Pack<T, N> raw[U];
-#pragma unroll
-      for (int i = 0; i < U; ++i) {
-        raw[i] = NeutralPack<T, N>(p);
-        if (i * lanes < left) raw[i] = LoadVector<T, N>(body + (at + i * lanes) * N, policy);
-      }
-      V v[U * N];
-#pragma unroll
-      for (int i = 0; i < U; ++i) Values(raw[i], v + i * N);
-      Op::Accumulate(p, stat, v);
-    }
-    if (head | tail) Op::Accumulate(p, stat, ends);
   }
+
+  // Elements before the first whole vector and after the last one: fewer than lanes.
+  const int offset = static_cast<int>(reinterpret_cast<uintptr_t>(x) % 16 / sizeof(T));
+  const int head = static_cast<int>(min(width, int64_t{offset ? N - offset : 0}));
+  const int64_t packs = (width - head) / N;
+  const int tail = static_cast<int>(width - head - packs * N);
+  const T* const body = x + head;
+  V ends[2] = {Op::Neutral(p), Op::Neutral(p)};
+  if (head | tail) {
+    const int64_t last = head + packs * N + lane;
+    bool has_head = lane < head, has_tail = lane < tail;
+    if (kMasked && mask) {
+      has_head = has_head && mask[lane];
+      has_tail = has_tail && mask[last];
+      Op::Count(stat, has_head + has_tail);
+    }
+    if (has_head) ends[0] = ValueOf<V>(x[lane]);
+    if (has_tail) ends[1] = ValueOf<V>(x[last]);
+  }
+  const bool mask_aligned = kMasked && reinterpret_cast<uintptr_t>(mask + head) % (N < 4 ? N : 4) == 0;
+  const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
+  for (int64_t at = lane; at < packs; at += U * lanes) {
+    const int left = static_cast<int>(min(packs - at, int64_t{U} * lanes));
+    Pack<T, N> raw[U];
+#pragma unroll
+    for (int i = 0; i < U; ++i) {
+      raw[i] = NeutralPack<T, N>(p);
+      if (i * lanes < left) raw[i] = LoadVector<T, N>(body + (at + i * lanes) * N, policy);
+    }
+    uint32_t in[kMasked ? U : 1][(N + 3) / 4];
+    if (kMasked && mask) {
+#pragma unroll
+      for (int i = 0; i < U; ++i) {
+        if (i * lanes < left) LoadMaskWords<N>(mask + head + (at + i * lanes) * N, mask_aligned, in[i]);
+      }
+    }
+    V v[U * N];
+#pragma unroll
+    for (int i = 0; i < U; ++i) Values(raw[i], v + i * N);
+    if (kMasked && mask) {
+#pragma unroll
+      for (int i = 0; i < U; ++i) {
+        if (i * lanes >= left) continue;
+#pragma unroll
+        for (int j = 0; j < N; ++j) v[i * N + j] = in[i][j / 4] >> (j % 4 * 8) & 1 ? v[i * N + j] : Op::Neutral(p);
+#pragma unroll
+        for (int w = 0; w < (N + 3) / 4; ++w) Op::Count(stat, __popc(in[i][w]));
+      }
+    }
+    if constexpr (Op::kKnowsLargest && !kMasked) Op::Accumulate(stat, v, LargestOf<V>(raw));
+    else Op::Accumulate(p, stat, v);
+  }
+  if (head | tail) Op::Accumulate(p, stat, ends);
 
   stat = Op::MergeLanes(stat, kWarp);
   if (!warps) stat = MergeWarps<Op>(stat);
@@ -194,12 +233,12 @@ ReduceRows(const __grid_constant__ ReduceParams p, bool warps) {
 
 // Tiles of 2^log_x threads across, each with N columns, and the other threads of the block down.
 template <class Op, int N>
-__global__ void __launch_bounds__(kColumnsThreads, 2)
+__global__ void __launch_bounds__(kColumnsThreads, sizeof(typename Op::T) == 8 ? 2 : N == 8 ? 3 : 4)
 ReduceColumns(const __grid_constant__ ReduceParams p, int log_x, int64_t tiles) {
   using T = typename Op::T;
   using V = typename Op::V;
   using Stat = typename Op::Stat;
-  constexpr int U = N == 1 ? 8 : 32 / N > 8 ? 8 : 32 / N;
+  constexpr int U = N == 1 ? 8 : 4;
   __shared__ Stat room[kColumnsThreads * N];
 
   const int x = threadIdx.x & ((1 << log_x) - 1), y = threadIdx.x >> log_x, threads_y = kColumnsThreads >> log_x;

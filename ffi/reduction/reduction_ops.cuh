@@ -4,8 +4,9 @@
 // An Op works on values of its type V:
 //     Neutral      what an element that takes no part is
 //     Accumulate   folds values into a Stat, a thread's share of a row
-//     MergeLanes   merges the Stats of aligned groups of lanes
 //     Merge        two Stats
+//     Exchange     that of the lane whose number differs in the bit `lane`
+//     MergeLanes   merges the Stats of aligned groups of lanes
 //     Store        the Stat of a whole row -> its element of the output
 #pragma once
 
@@ -79,9 +80,34 @@ struct MaxOrNan {
   }
 };
 
+template <class T> __device__ __forceinline__ uint32_t MaxOrNanOfPairs(uint32_t a, uint32_t b) {
+  uint32_t m;
+  if constexpr (std::is_same_v<T, __half>) asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
+  else asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
+  return m;
+}
+
 template <class T> __device__ __forceinline__ void StoreRounded(const ReduceParams& p, int64_t at, Compute<T> y) {
   if (sizeof(T) == 2 && p.wide) static_cast<Compute<T>*>(p.out)[at] = y;
   else static_cast<T*>(p.out)[at] = FromCompute<T>(y);
+}
+
+// The largest element of some packs, or NaN; 16-bit ones two at a time.
+template <class V, class T, int U, int N> __device__ __forceinline__ V LargestOf(const Pack<T, N> (&raw)[U]) {
+  static_assert(sizeof(T) == 2 && N % 2 == 0);
+  uint32_t m[U];
+#pragma unroll
+  for (int i = 0; i < U; ++i) {
+    m[i] = raw[i].word[0];
+#pragma unroll
+    for (int w = 1; w < Pack<T, N>::kWords; ++w) m[i] = MaxOrNanOfPairs<T>(m[i], raw[i].word[w]);
+    if (i > 0) m[0] = MaxOrNanOfPairs<T>(m[0], m[i]);
+  }
+  Pack<T, 2> pair;
+  pair.word[0] = m[0];
+  V v[2];
+  Unpack(pair, v);
+  return MaxOrNan()(v[0], v[1]);
 }
 
 // ---- sum and mean
@@ -89,6 +115,7 @@ template <class T> __device__ __forceinline__ void StoreRounded(const ReducePara
 // kCounts: the elements that take part are counted, where there is a mask.
 template <class T_, bool kCounts> struct Sum_ {
   using T = T_;
+  static constexpr bool kKnowsLargest = false;
   static constexpr bool kInteger = std::is_integral_v<T>;
   // Values of a few packs of small integers add up in 32 bits.
   using V = std::conditional_t<!kInteger, Compute<T>, std::conditional_t<sizeof(T) <= 2, int32_t, int64_t>>;
@@ -100,13 +127,18 @@ template <class T_, bool kCounts> struct Sum_ {
 
   static __device__ __forceinline__ Stat Identity() { return {S(0), 0}; }
   static __device__ __forceinline__ V Neutral(const ReduceParams&) { return V(0); }
-  static __device__ __forceinline__ void Count(Stat& stat, int n) {
+  static __device__ __forceinline__ void Count(Stat& stat, int64_t n) {
     if constexpr (kCounts) stat.count += n;
   }
   template <int N> static __device__ __forceinline__ void Accumulate(const ReduceParams&, Stat& stat, const V (&v)[N]) {
     stat.sum += static_cast<S>(Fold(v, SumOf()));
   }
   static __device__ __forceinline__ Stat Merge(Stat a, Stat b) { return {a.sum + b.sum, a.count + b.count}; }
+  static __device__ __forceinline__ Stat Exchange(Stat stat, int lane) {
+    stat.sum = __shfl_xor_sync(0xffffffffu, stat.sum, lane);
+    if constexpr (kCounts) stat.count = __shfl_xor_sync(0xffffffffu, stat.count, lane);
+    return stat;
+  }
   static __device__ __forceinline__ Stat MergeLanes(Stat stat, int lanes) {
     stat.sum = ShuffleReduce(stat.sum, lanes, SumOf());
     if constexpr (kCounts) stat.count = ShuffleReduce(stat.count, lanes, SumOf());
@@ -128,6 +160,7 @@ template <class T_, bool kCounts> struct Sum_ {
 
 template <class T_> struct Max_ {
   using T = T_;
+  static constexpr bool kKnowsLargest = false;
   using V = std::conditional_t<!std::is_integral_v<T>, Compute<T>,
                                std::conditional_t<(sizeof(T) < 4), std::conditional_t<std::is_signed_v<T>, int32_t, uint32_t>, T>>;
   struct Stat {
@@ -145,7 +178,7 @@ template <class T_> struct Max_ {
   }
   static __device__ __forceinline__ Stat Identity() { return {Least()}; }
   static __device__ __forceinline__ V Neutral(const ReduceParams& p) { return Flip(p, Least()); }
-  static __device__ __forceinline__ void Count(Stat&, int) {}
+  static __device__ __forceinline__ void Count(Stat&, int64_t) {}
   template <int N> static __device__ __forceinline__ void Accumulate(const ReduceParams& p, Stat& stat, const V (&v)[N]) {
     V flipped[N];
 #pragma unroll
@@ -153,6 +186,9 @@ template <class T_> struct Max_ {
     stat.max = MaxOrNan()(stat.max, Fold(flipped, MaxOrNan()));
   }
   static __device__ __forceinline__ Stat Merge(Stat a, Stat b) { return {MaxOrNan()(a.max, b.max)}; }
+  static __device__ __forceinline__ Stat Exchange(Stat stat, int lane) {
+    return {__shfl_xor_sync(0xffffffffu, stat.max, lane)};
+  }
   static __device__ __forceinline__ Stat MergeLanes(Stat stat, int lanes) {
     return {ShuffleReduce(stat.max, lanes, MaxOrNan())};
   }
@@ -169,6 +205,7 @@ template <class T_> struct Max_ {
 // Gimelshein, 2018). The maximum carries NaN and +inf to the end, where the sum beside it means nothing.
 template <class T_> struct LogSumExp_ {
   using T = T_;
+  static constexpr bool kKnowsLargest = sizeof(T) == 2;  // see LargestOf
   using V = Compute<T>;
   // 16 bits do not show what float loses.
   using S = std::conditional_t<sizeof(T) == 2, float, double>;
@@ -177,36 +214,47 @@ template <class T_> struct LogSumExp_ {
     S sum;  // of e^(x - max)
   };
 
-  // The product with log2(e) comes after the difference: before it, it would shift the result by up to
-  // half a unit of max * log2(e).
-  static __device__ __forceinline__ V Exp(V x, V base) {
-    if constexpr (sizeof(T) == 2) return Exp2Approx((x - base) * kLog2E);
-    else return ExpDifference<T>(x, base);
-  }
+  // 16 bit: sums are relative to what max * log2(e) rounds to, which Store takes back; see ExpDifference.
+  static __device__ __forceinline__ V Exp(V x, V base) { return ExpDifference<T>(x, base); }
+  static __device__ __forceinline__ S Factor(V from, V to) { return static_cast<S>(Rescale<T>(from, to)); }
+
   static __device__ __forceinline__ Stat Identity() { return {-Infinity<V>(), S(0)}; }
   static __device__ __forceinline__ V Neutral(const ReduceParams&) { return -Infinity<V>(); }
-  static __device__ __forceinline__ void Count(Stat&, int) {}
+  static __device__ __forceinline__ void Count(Stat&, int64_t) {}
   template <int N> static __device__ __forceinline__ void Accumulate(const ReduceParams&, Stat& stat, const V (&v)[N]) {
-    const V max = MaxOrNan()(stat.max, Fold(v, MaxOrNan())), base = Base(max);
+    Accumulate(stat, v, Fold(v, MaxOrNan()));
+  }
+  // With the largest of the values, if that is known.
+  template <int N> static __device__ __forceinline__ void Accumulate(Stat& stat, const V (&v)[N], V largest) {
+    const V max = MaxOrNan()(stat.max, largest), base = Base(max);
     V e[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) e[i] = Exp(v[i], base);
-    stat = {max, stat.sum * static_cast<S>(Exp(stat.max, base)) + static_cast<S>(Fold(e, SumOf()))};
+    stat = {max, stat.sum * Factor(stat.max, base) + static_cast<S>(Fold(e, SumOf()))};
   }
   static __device__ __forceinline__ Stat Merge(Stat a, Stat b) {
     const V max = MaxOrNan()(a.max, b.max), base = Base(max);
-    return {max, a.sum * static_cast<S>(Exp(a.max, base)) + b.sum * static_cast<S>(Exp(b.max, base))};
+    return {max, a.sum * Factor(a.max, base) + b.sum * Factor(b.max, base)};
+  }
+  static __device__ __forceinline__ Stat Exchange(Stat stat, int lane) {
+    return {__shfl_xor_sync(0xffffffffu, stat.max, lane), __shfl_xor_sync(0xffffffffu, stat.sum, lane)};
   }
   static __device__ __forceinline__ Stat MergeLanes(Stat stat, int lanes) {
     const V max = ShuffleReduce(stat.max, lanes, MaxOrNan());
-    return {max, ShuffleReduce(stat.sum * static_cast<S>(Exp(stat.max, Base(max))), lanes, SumOf())};
+    return {max, ShuffleReduce(stat.sum * Factor(stat.max, Base(max)), lanes, SumOf())};
   }
   static __device__ __forceinline__ void Store(const ReduceParams& p, int64_t at, const Stat& stat) {
     V y = stat.max;
     if (y - y == V(0)) {  // finite
       const V sum = static_cast<V>(stat.sum);
-      if constexpr (sizeof(T) == 8) y += log(sum);
-      else y += logf(sum) + static_cast<V>(stat.sum - sum) / sum;
+      if constexpr (sizeof(T) == 8) {
+        y += log(sum);
+      } else if constexpr (sizeof(T) == 4) {
+        y += logf(sum) + static_cast<V>(stat.sum - sum) / sum;
+      } else {
+        const float scale = PowerScale<T>(y);
+        y += logf(sum) - fmaf(y, scale, -__fmul_rn(y, scale)) * kLn2;
+      }
     }
     StoreRounded<T>(p, at, y);
   }
