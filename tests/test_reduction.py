@@ -249,8 +249,7 @@ def test_laws(values, shift):
 
 @every_operation
 @every_dtype
-@pytest.mark.parametrize("width", [5, 300, 40000])
-@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("width, axis", [(5, 1), (300, 0), (40000, 1)])
 def test_masked_out_and_empty_rows(operation, dtype, width, axis):
     """What is masked out is never looked at, in the gradient either; a row of nothing has the neutral result."""
     x = np.random.default_rng(0).normal(size=(5, width))
@@ -274,7 +273,7 @@ def test_masked_out_and_empty_rows(operation, dtype, width, axis):
 
 @every_operation
 @every_dtype
-@pytest.mark.parametrize("width", [3, 40, 700, 9000, 140_000])
+@pytest.mark.parametrize("width", [3, 700, 140_000])
 def test_nan_and_infinities_as_in_jax(operation, dtype, width):
     x = np.random.default_rng(0).normal(size=(8, width))
     x[0, 0], x[1, -1], x[2, width // 2] = np.nan, np.inf, -np.inf
@@ -288,6 +287,8 @@ def test_nan_and_infinities_as_in_jax(operation, dtype, width):
             special = ~np.isfinite(wanted)  # by numpy: on a CPU XLA's maximum may lose a NaN
             np.testing.assert_array_equal(found[special], wanted[special].astype(np.float64))
             assert np.isfinite(found[~special]).all()
+            if dtype != "float32" or width > 1000:
+                continue
             rows = [0, 1, 2, 4, 7] if operation == "logsumexp" else range(8)
             ours, theirs = (np.isnan(np.asarray(jax.grad(lambda x: f(x, axis=axis)[:7].astype(jnp.float32).sum())(a)))
                             for f in (OURS[operation], JAX[operation]))
@@ -459,8 +460,10 @@ def assert_same(ours, theirs):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-11), ours, theirs)
 
 
-PAIRS = [(name, masked) for name in TRANSFORMATIONS for masked in ("whole", "broadcast")] + [
-    (name, masked) for name in ("eager", "grad", "jvp") for masked in ("full", "row")]
+# Everything with a mask, one of each kind of rule without, and with other masks.
+PAIRS = [(name, "broadcast") for name in TRANSFORMATIONS] + [
+    (name, "whole") for name in ("eager", "jvp", "hessian", "third order", "vmap of grad", "linear_transpose of jvp")] + [
+    (name, masked) for name in ("grad", "jvp") for masked in ("full", "row")]
 
 
 @every_operation
@@ -482,15 +485,16 @@ def test_derivatives_on_every_axis(operation, axis, x64):
 
 
 @every_operation
-@pytest.mark.parametrize("at, out", [(0, 0), (1, 2), (2, 1), (3, -1), (-2, 0)])
+@pytest.mark.parametrize("at, out", [(0, 0), (1, 2), (3, -1)])
 def test_vmap_in_and_out_axes(operation, at, out, x64):
     x, _ = inputs((3, 4, 5, 6), ties=False)
     assert_same(*(jax.vmap(h, at, out)(x) for h in functions(operation, None)))
 
 
 @every_operation
-@pytest.mark.parametrize("x_at, mask_at", [(0, 0), (2, 1), (1, 3), (None, 0), (None, 2), (3, None)])
-@pytest.mark.parametrize("axis, mask_shape", [(0, (3, 4, 5)), (1, (3, 1, 5)), (2, (1, 4, 1))])
+@pytest.mark.parametrize("x_at, mask_at, axis, mask_shape", [
+    (0, 0, 1, (3, 1, 5)), (2, 1, 0, (3, 4, 5)), (1, 3, 2, (1, 4, 1)), (None, 0, 1, (3, 4, 5)), (None, 2, 0, (3, 1, 5)),
+    (3, None, 2, (3, 4, 5)), (1, None, 1, (3, 1, 5))])
 def test_vmap_of_array_and_mask(operation, x_at, mask_at, axis, mask_shape, x64):
     """Against a loop, gradients too: the batch may lie anywhere in either operand, or in one of them."""
     rng, size = np.random.default_rng(0), 2
