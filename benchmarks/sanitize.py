@@ -172,12 +172,61 @@ def sanitize_indexed(dtypes: list[str], plans: Sequence[str]) -> tuple[int, list
     return done, wrong
 
 
+# Widths around the ends of vectors, lane groups, warps and parts.
+REDUCED = (1, 3, 8, 15, 32, 33, 127, 129, 256, 513, 1003, 4096, 8201, 70001)
+
+
+def run_reduction(op: str, tier: str, dtype: str, width: int, masked: bool) -> str | None:
+    """Runs a reduction in a tier once; "" or what went wrong, None where the tier cannot run it."""
+    from jaxkern import tiers
+
+    inner = 1 if tier != "column" else (1, 24, 37)[width % 3]
+    rows = 67 if width <= 2048 else 3
+    if not tiers.reduction_fits(tier, rows, width, inner, dtype, masked=masked):
+        return None
+    generator = np.random.default_rng(width)
+    x = generator.standard_normal((rows, width, inner)).astype(jnp.dtype(dtype))
+    mask = generator.random((1, width, 1)) < 0.8 if masked else np.ones((1, 1, 1), bool)
+    mask[:, 0] = True
+    public = getattr(importlib.import_module("jaxkern.reduction"), op)
+    with tiers.force(tier):
+        call = jax.jit(lambda x, m: public(x, axis=1, where=m)) if masked else jax.jit(lambda x, m: public(x, axis=1))
+        got = np.asarray(jax.device_get(call(jax.device_put(x), jax.device_put(mask)))).astype(np.float64)
+    x, keep = x.astype(np.float64), np.broadcast_to(mask, x.shape)
+    want = {
+        "reduce_sum": lambda: x.sum(1, where=keep),
+        "reduce_mean": lambda: x.mean(1, where=keep),
+        "reduce_max": lambda: x.max(1, where=keep, initial=-np.inf),
+        "logsumexp": lambda: np.log(np.exp(x).sum(1, where=keep)),
+    }[op]()
+    size = np.abs(x).sum(1) if op == "reduce_sum" else 1
+    same = np.abs(got - want) <= TOLERANCE[dtype] * np.maximum(size, np.abs(want))
+    return "" if same.all() else f"wrong at {np.argwhere(~same)[0].tolist()} of {got.shape}, {int((~same).sum())} elements"
+
+
+def sanitize_reductions(dtypes: list[str]) -> tuple[int, list[str]]:
+    """Every reduction in every tier that can run it."""
+    from jaxkern import tiers
+
+    done, wrong = 0, []
+    for tier in tiers.REDUCTIONS:
+        for dtype, op, width, masked in itertools.product(
+            dtypes, ("reduce_sum", "reduce_mean", "reduce_max", "logsumexp"), REDUCED, (False, True)
+        ):
+            problem = run_reduction(op, tier, dtype, width, masked)
+            done += problem is not None
+            if problem:
+                wrong.append(f"{tier} {op} {dtype} width {width}{' masked' if masked else ''}: {problem}")
+        print(f"{tier}: {done} reductions run so far, {len(wrong)} wrong", flush=True)
+    return done, wrong
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtypes", default="float32,bfloat16", help="of float16,bfloat16,float32,float64")
     parser.add_argument("--tiers", default=",".join(EDGES), help="of softmax")
     parser.add_argument("--plans", default="", help="of index_add")
-    parser.add_argument("--only", choices=("softmax", "index_add"), help="one family of operations")
+    parser.add_argument("--only", choices=("softmax", "index_add", "reduction"), help="one family of operations")
     parser.add_argument("--wide", action="store_true", help="rows of 1 MB and more as well")
     arguments = parser.parse_args()
     if "float64" in arguments.dtypes:
@@ -185,7 +234,7 @@ def main() -> int:
     from jaxkern import tiers
 
     wrong, done, skipped = [], 0, 0
-    for tier in arguments.tiers.split(",") if arguments.only != "index_add" else ():
+    for tier in arguments.tiers.split(",") if arguments.only in (None, "softmax") else ():
         for dtype in arguments.dtypes.split(","):
             for n, width in enumerate(widths(tier, jnp.dtype(dtype).itemsize, arguments.wide)):
                 shape, axis = shape_of(tier, width)
@@ -203,10 +252,15 @@ def main() -> int:
         print(
             f"{tier}: {done} problems run so far, {skipped} do not fit their tier, {len(wrong)} wrong", flush=True
         )
-    if arguments.only != "softmax":
-        plans = arguments.plans.split(",") if arguments.plans else tiers.PLANS
-        more, found = sanitize_indexed(arguments.dtypes.split(","), plans)
-        done, wrong = done + more, wrong + found
+    plans = arguments.plans.split(",") if arguments.plans else tiers.PLANS
+    others = {
+        "index_add": lambda dtypes: sanitize_indexed(dtypes, plans),
+        "reduction": sanitize_reductions,
+    }
+    for family, sanitize in others.items():
+        if arguments.only in (None, family):
+            more, found = sanitize(arguments.dtypes.split(","))
+            done, wrong = done + more, wrong + found
     print(*wrong, sep="\n")
     print(f"sanitize: {done} problems on {jax.devices()[0].device_kind}, {len(wrong)} wrong")
     return int(bool(wrong) or done == 0)

@@ -11,10 +11,12 @@ __version__ = "0.1.0"
 from jaxkern import tiers
 from jaxkern._registry import export_checks
 from jaxkern.index_add import embedding_lookup, index_add, index_select
+from jaxkern.reduction import logsumexp, reduce_max, reduce_mean, reduce_min, reduce_sum
 from jaxkern.segment import segment_max, segment_mean, segment_min, segment_sum
 from jaxkern.softmax import log_softmax, softmax
 
 __all__ = [
-    "embedding_lookup", "export_checks", "index_add", "index_select", "log_softmax", "segment_max", "segment_mean",
-    "segment_min", "segment_sum", "softmax", "tiers",
+    "embedding_lookup", "export_checks", "index_add", "index_select", "log_softmax", "logsumexp", "reduce_max",
+    "reduce_mean", "reduce_min", "reduce_sum", "segment_max", "segment_mean", "segment_min", "segment_sum", "softmax",
+    "tiers",
 ]

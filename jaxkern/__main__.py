@@ -18,6 +18,7 @@ import jaxkern
 from jaxkern import _compat, _registry
 
 OPERATIONS = ("softmax", "log_softmax")
+REDUCTIONS = ("reduce_sum", "reduce_mean", "reduce_max", "reduce_min", "logsumexp")
 INDEXED = ("index_add", "index_select", "segment_sum", "segment_max")
 # Shape, axis and mask shape: a row of packs, an odd one under a broadcast mask, an axis in the middle.
 PROBLEMS = (((64, 1024), -1, None), ((4, 16, 1003), -1, (4, 1, 1003)), ((8, 200, 12), 1, None))
@@ -127,6 +128,23 @@ def check_indexed(name, dtype) -> float:
     return worst
 
 
+def check_reduction(name, dtype) -> float:
+    """The worst error of a reduction over all problems."""
+    worst, rng = 0.0, np.random.default_rng(0)
+    for shape, axis, mask_shape in PROBLEMS:
+        x = jnp.asarray(rng.normal(1, 3, shape), dtype)
+        kept = np.ones(shape, bool) if mask_shape is None else np.broadcast_to(rng.random(mask_shape) < 0.8, shape)
+        found = getattr(jaxkern, name)(x, axis=axis, where=None if mask_shape is None else jnp.asarray(kept))
+        x = np.asarray(x).astype(np.longdouble)
+        initial = {"reduce_max": {"initial": -np.inf}, "reduce_min": {"initial": np.inf}}.get(name, {})
+        if name == "logsumexp":
+            wanted = np.log(np.exp(x).sum(axis, where=kept))
+        else:
+            wanted = getattr(np, name.removeprefix("reduce_"))(x, axis=axis, where=kept, **initial)
+        worst = max(worst, epsilons(np.asarray(found), wanted, dtype))
+    return worst
+
+
 def show_checks() -> bool:
     limits = ", ".join(f"{limit:g} for {dtype}" for dtype, limit in TOLERANCE.items())
     print(f"\nlargest error against float64, in epsilons of the dtype; right is up to {limits}")
@@ -137,9 +155,10 @@ def show_checks() -> bool:
             errors = [(e, e <= limit) for dtype, limit in TOLERANCE.items() for e in check(operation, dtype)]
         good &= all(right for _, right in errors)
         print(f"{operation:14}" + "".join(f"{e:10.2f}{' ' if right else '!'}" for e, right in errors))
-    for operation in INDEXED:
+    for operation in (*INDEXED, *REDUCTIONS):
+        check_one = check_indexed if operation in INDEXED else check_reduction
         with _compat.enable_x64():
-            errors = [(e := check_indexed(operation, dtype), e <= limit) for dtype, limit in TOLERANCE.items()]
+            errors = [(e := check_one(operation, dtype), e <= limit) for dtype, limit in TOLERANCE.items()]
         good &= all(right for _, right in errors)
         print(f"{operation:14}" + "".join(f"{e:10.2f}{' ' if right else '!'}{'':11}" for e, right in errors))
     if not good:
@@ -163,7 +182,8 @@ def seconds(f, *args) -> float:
 def show_speed() -> None:
     # Larger than the caches, so that the copy is one of memory.
     rows = 65536 if jax.default_backend() == "gpu" else 8192
-    print(f"\nmilliseconds a call on {jax.devices()[0].device_kind}, [{rows}, 2048]; the gradient reads two arrays")
+    print(f"\nmilliseconds a call on {jax.devices()[0].device_kind}, [{rows}, 2048]; the gradient reads two arrays, a reduction "
+          "writes none")
     print(f"{'':14}{'dtype':>10}{'jaxkern':>10}{'XLA':>10}{'copy':>10}")
     for dtype in ("float32", "bfloat16"):
         x = jax.random.normal(jax.random.key(0), (rows, 2048), dtype)
@@ -177,6 +197,9 @@ def show_speed() -> None:
             rows_of_table.append((" grad", *(seconds(pull, k, x) for k in kept)))
             for name, *times in rows_of_table:
                 print(f"{operation + name:17}{dtype:>7}" + "".join(f"{1e3 * t:10.3f}" for t in (*times, copy)))
+        for operation, theirs in (("reduce_sum", jnp.sum), ("logsumexp", jax.nn.logsumexp)):
+            times = seconds(jax.jit(getattr(jaxkern, operation)), x), seconds(jax.jit(lambda x: theirs(x, axis=-1)), x)
+            print(f"{operation:17}{dtype:>7}" + "".join(f"{1e3 * t:10.3f}" for t in (*times, copy)))
 
 
 def show_indexed_speed() -> None:

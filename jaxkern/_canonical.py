@@ -94,32 +94,57 @@ def sorted_axes(name: str, axis, shape) -> list[int]:
 
 
 def along_axes(f, x, mask, axes):
-    """`f(x, mask, axis)`, a row operation over one axis, over several of them.
-
-    Neighbouring axes become one by a reshape, which moves nothing; dimensions of size 1 are no
-    obstacle. Other axes are first moved to the end, which copies the array.
-    """
-    long = [a for a in axes if x.shape[a] != 1]
-    if len(long) == 1 or (not long and axes):
-        return f(x, mask, (long or axes)[0])
-    if not axes:  # each element is a row of its own
-        one = lambda a: None if a is None else a[..., None]
-        return f(one(x), one(mask), x.ndim)[..., 0]
-    first, last = long[0], long[-1]
-    if any(x.shape[a] != 1 for a in range(first, last) if a not in axes):
-        order = [a for a in range(x.ndim) if a not in axes] + axes
+    """`f(x, mask, axis)`, a row operation over one axis, over several of them; see one_axis."""
+    if _apart(x, axes):
+        order = _last(x, axes)
         y = along_axes(f, x.transpose(order), None if mask is None else mask.transpose(order),
                        list(range(x.ndim - len(axes), x.ndim)))
         return y.transpose([order.index(a) for a in range(x.ndim)])
+    merged, mask, axis = one_axis(x, mask, axes)
+    y = f(merged, mask, axis)
+    if merged.ndim >= x.ndim:
+        return y if merged.ndim == x.ndim else y[..., 0]
+    y = y.reshape(x.shape)
+    spec = _explicit_spec(x)
+    return y if not any(spec[axes[0] : axes[-1] + 1]) else jax.sharding.reshard(y, P(*spec))
+
+
+def one_axis(x, mask, axes):
+    """(x, mask, axis) with one axis in the place of several.
+
+    Neighbouring axes become one by a reshape, which moves nothing; dimensions of size 1 are no
+    obstacle. Other axes are first moved to the end, which copies the array. Dimensions that are no axes
+    keep their order, but those of size 1 among the axes may go; without axes there is a new one of size 1.
+    """
+    long = [a for a in axes if x.shape[a] != 1]
+    if len(long) == 1 or (not long and axes):
+        return x, mask, (long or axes)[0]
+    if not axes:  # each element is a row of its own
+        one = lambda a: None if a is None else a[..., None]
+        return one(x), one(mask), x.ndim
+    if _apart(x, axes):
+        order = _last(x, axes)
+        return one_axis(x.transpose(order), None if mask is None else mask.transpose(order),
+                        list(range(x.ndim - len(axes), x.ndim)))
+    first, last = long[0], long[-1]
     span = slice(first, last + 1)
     if mask is not None:
         # Whole or of size 1 over all these axes, it can be reshaped; else it is broadcast over them.
         if any(b != 1 for b in mask.shape[span]):
             mask = jnp.broadcast_to(mask, (*mask.shape[:first], *x.shape[span], *mask.shape[last + 1 :]))
         mask = _collapse(_gathered(mask, span), span)
-    y = f(_collapse(_gathered(x, span), span), mask, first).reshape(x.shape)
-    spec = _explicit_spec(x)
-    return y if not any(spec[span]) else jax.sharding.reshard(y, P(*spec))
+    return _collapse(_gathered(x, span), span), mask, first
+
+
+def _apart(x, axes) -> bool:
+    """Whether another dimension, not of size 1, lies between the axes."""
+    long = [a for a in axes if x.shape[a] != 1]
+    return any(x.shape[a] != 1 for a in range(long[0], long[-1] + 1) if a not in axes) if long else False
+
+
+def _last(x, axes) -> list[int]:
+    """The order of dimensions with the axes at the end."""
+    return [a for a in range(x.ndim) if a not in axes] + list(axes)
 
 
 def _collapse(x, span):
@@ -131,6 +156,12 @@ def _explicit_spec(x) -> tuple:
     """How the type of `x` says that each dimension is split: all None but on a mesh with explicit axes."""
     spec = tuple(jax.typeof(x).sharding.spec)
     return spec + (None,) * (x.ndim - len(spec))
+
+
+def split_like(x, aval):
+    """`x` as its type must say that it is split on a mesh with explicit axes to be a cotangent for `aval`."""
+    same = tuple(jax.typeof(x).sharding.spec) == tuple(aval.sharding.spec)
+    return x if same or aval.sharding.mesh.empty else jax.sharding.reshard(x, aval.sharding.spec)
 
 
 def mergeable(x, dims: int):

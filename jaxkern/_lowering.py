@@ -10,43 +10,85 @@ from jax.interpreters import mlir
 from jaxkern import _partition, _registry, _compat
 
 KERNEL_DTYPES = frozenset(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
+INTEGER_DTYPES = frozenset(map(jnp.dtype, (
+    jnp.int8, jnp.int16, jnp.int32, jnp.int64, jnp.uint8, jnp.uint16, jnp.uint32, jnp.uint64)))
 MASK_GROUPS = 4  # BroadcastView's limit on alternations of broadcast and other dimensions
 
 
-def register(prim, arrays: int, reference) -> None:
+def scratch_shape(shape, dtype, axis: int):
+    """CUDA: room for the partial results of few long rows, `24 * max(1, 2048 // rows)` bytes a row.
+
+    >>> scratch_shape((4, 100_000), "float32", 1)
+    (4, 12288)
+    >>> scratch_shape((4096, 1000), "float32", 1) is None
+    True
+    """
+    if not all(isinstance(d, int) for d in shape) or math.prod(shape[axis + 1 :]) != 1:
+        return None
+    rows = math.prod(shape[:axis])
+    if rows > 512 or shape[axis] * jnp.dtype(dtype).itemsize < 32768:
+        return None
+    return (*shape[:axis], 24 * max(1, 2048 // rows))
+
+
+def reduction_scratch_shape(shape, dtype, axis: int):
+    """CUDA: room for the partial results of a reduction of few rows, or few columns, over many blocks.
+
+    >>> reduction_scratch_shape((4, 1_000_000), "float32", 1)
+    (4, 3904)
+    >>> reduction_scratch_shape((1_000_000, 32), "float32", 0)
+    (655360,)
+    >>> reduction_scratch_shape((4096, 1000), "float32", 1) is None
+    True
+    """
+    if not all(isinstance(d, int) for d in shape):
+        return None
+    rows, inner, itemsize = math.prod(shape[:axis]), math.prod(shape[axis + 1 :]), jnp.dtype(dtype).itemsize
+    # As SplitParts in reduction_tier.cc, for a GPU of 160 multiprocessors.
+    if inner == 1:
+        blocks, parts = rows, shape[axis] * itemsize // 16384
+    else:
+        blocks, parts = rows * -(-inner * itemsize // 512), shape[axis] // 64
+    parts = min(parts, 1280 // blocks)
+    return None if parts < 2 else (*shape[:axis], 16 * parts * inner)
+
+
+def register(prim, arrays: int, reference, dtypes=KERNEL_DTYPES, scratch=scratch_shape) -> None:
     """Lowers `prim`, a row primitive on `arrays` arrays, to the target of its own name.
 
-    reference(*operands, axis, tier): the same in jnp, for platforms and dtypes without a kernel, for
-    empty arrays, and where the extension module is missing.
+    reference(*operands, **params): the same in jnp, for platforms and dtypes without a kernel, for
+        empty arrays, and where the extension module is missing.
+    dtypes: those that there is a kernel for.
+    scratch(shape, dtype, axis): the shape in bytes of what a CUDA kernel needs beside its result, or None.
     """
     mlir.register_lowering(prim, mlir.lower_fun(reference, multiple_results=False))
     _compat.taylor_rule(prim, reference)
     for platform, module in _registry.status.items():
         if prim.name in module.targets:
-            rule = functools.partial(_lower, prim, arrays, reference, platform)
+            rule = functools.partial(_lower, prim, arrays, reference, dtypes, scratch if platform == "cuda" else None)
             mlir.register_lowering(prim, rule, platform=platform)
 
 
-def _lower(prim, arrays, reference, platform, ctx, *operands, axis, tier):
-    avals = ctx.avals_in
+def _lower(prim, arrays, reference, dtypes, scratch, ctx, *operands, **params):
+    avals, axis = ctx.avals_in, params["axis"]
     x, mask = avals[0], avals[arrays:]
     through = functools.partial(mlir.lower_fun, multiple_results=False)
-    if x.dtype not in KERNEL_DTYPES or 0 in x.shape:
-        return through(reference)(ctx, *operands, axis=axis, tier=tier)
+    if x.dtype not in dtypes or 0 in x.shape:
+        return through(reference)(ctx, *operands, **params)
     if mask:
         shape = mask_shape(x.shape, mask[0].shape, axis, _compat.partitioned_devices(ctx) > 1)
         if shape != mask[0].shape:
             def with_larger_mask(*args, **params):
                 return prim.bind(*args[:-1], jnp.broadcast_to(args[-1], shape), **params)
-            return through(with_larger_mask)(ctx, *operands, axis=axis, tier=tier)
+            return through(with_larger_mask)(ctx, *operands, **params)
 
     results = list(ctx.avals_out)
-    scratch = scratch_shape(x.shape, x.dtype, axis) if platform == "cuda" else None
-    if scratch is not None:
-        results.append(jax.core.ShapedArray(scratch, jnp.dtype(jnp.uint8)))
+    room = scratch(x.shape, x.dtype, axis) if scratch else None
+    if room is not None:
+        results.append(jax.core.ShapedArray(room, jnp.dtype(jnp.uint8)))
     attributes = _partition.attributes([a.shape for a in avals], [a.shape for a in results], axis)
     rule = jax.ffi.ffi_lowering(prim.name, **({"extra_attributes": attributes} if attributes else {}))
-    return rule(ctx.replace(avals_out=results), *operands, axis=axis, tier=tier)[:1]
+    return rule(ctx.replace(avals_out=results), *operands, axis=axis, tier=params["tier"])[:1]
 
 
 def mask_shape(full, part, axis: int, sharded: bool):
@@ -65,19 +107,3 @@ def _groups(full, part) -> int:
     if any(a >= 1 << 32 for a in full):
         return MASK_GROUPS + 1 if len(set(kinds)) > 1 else 1
     return sum(k == 0 or kinds[k] != kinds[k - 1] for k in range(len(kinds)))
-
-
-def scratch_shape(shape, dtype, axis: int):
-    """CUDA: room for the partial results of few long rows, `24 * max(1, 2048 // rows)` bytes a row.
-
-    >>> scratch_shape((4, 100_000), "float32", 1)
-    (4, 12288)
-    >>> scratch_shape((4096, 1000), "float32", 1) is None
-    True
-    """
-    if not all(isinstance(d, int) for d in shape) or math.prod(shape[axis + 1 :]) != 1:
-        return None
-    rows = math.prod(shape[:axis])
-    if rows > 512 or shape[axis] * jnp.dtype(dtype).itemsize < 32768:
-        return None
-    return (*shape[:axis], 24 * max(1, 2048 // rows))

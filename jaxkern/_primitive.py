@@ -1,8 +1,9 @@
 """Making a primitive: what every one needs, and the rules of an operation on rows.
 
 A row operation takes one or more arrays of equal shape, then perhaps a mask (boolean, the same rank,
-each dimension 1 or equal), and returns one array of that shape. Its parameters are `axis`, the
-dimension that a row lies along, and `tier`, the kernel to use.
+each dimension 1 or equal), and returns one array of that shape, or, where it reduces rows, of that shape
+without the axis. Its parameters are `axis`, the dimension that a row lies along, `tier`, the kernel to use,
+and, where it reduces, `dtype`, the type of the result.
 """
 
 import functools
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkern import _compat
 
@@ -59,7 +61,7 @@ def _compiled(prim, params, *operands):
     return prim.bind(*operands, **dict(params))
 
 
-def _abstract_eval(name, arrays, x, *rest, axis, tier):
+def _abstract_eval(name, arrays, x, *rest, axis, tier, dtype=None):
     del tier
     others, mask = rest[: arrays - 1], rest[arrays - 1 :]
     if not 0 <= axis < x.ndim:
@@ -72,10 +74,16 @@ def _abstract_eval(name, arrays, x, *rest, axis, tier):
                 b != 1 and b != a for a, b in zip(x.shape, m.shape)):
             raise ValueError(f"{name}: the mask {m.str_short()} does not fit {x.str_short()}")
     # Updating keeps the sharding and the varying axes that x came with.
-    return x.update(weak_type=False)
+    if dtype is None:
+        return x.update(weak_type=False)
+    y = {"shape": (*x.shape[:axis], *x.shape[axis + 1 :]), "dtype": dtype, "weak_type": False}
+    if x.sharding.mesh.empty:
+        return x.update(**y)
+    spec = [*x.sharding.spec, *[None] * (x.ndim - len(x.sharding.spec))]
+    return x.update(**y, sharding=NamedSharding(x.sharding.mesh, PartitionSpec(*spec[:axis], *spec[axis + 1 :])))
 
 
-def _batch(prim, arrays, operands, dims, *, axis, tier):
+def _batch(prim, arrays, operands, dims, *, axis, **params):
     """The batch becomes one more dimension, wherever the first batched operand has it."""
     at = next(d for d in dims if d is not None)
     size = next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
@@ -88,4 +96,5 @@ def _batch(prim, arrays, operands, dims, *, axis, tier):
 
     # An unbatched mask keeps a dimension of size 1: kernels read it in place.
     operands = [place(x, d, k >= arrays) for k, (x, d) in enumerate(zip(operands, dims))]
-    return bind(prim, *operands, axis=axis + (at <= axis), tier=tier), at
+    y = bind(prim, *operands, axis=axis + (at <= axis), **params)
+    return y, at - (y.ndim < operands[0].ndim and at > axis)

@@ -2,10 +2,11 @@
 
     tiers.softmax(49152, 1024, dtype="bfloat16")     -> "warp", say; works without a GPU
     tiers.index_add(169343, 1166243, 128)            -> "sort"
+    tiers.reduction(1, 1 << 26)                      -> "split"
     with tiers.force("block"): jaxkern.softmax(x)
 
-The tiers of softmax are described in ffi/softmax/softmax_tier.h, the plans of index_add and its family
-in ffi/index_add/index_add_plan.h. They differ in speed and, by rounding, in the last bits of the
+The tiers of softmax are described in ffi/softmax/softmax_tier.h, those of the reductions in
+ffi/reduction/reduction_tier.h, the plans of index_add and its family in ffi/index_add/index_add_plan.h. They differ in speed and, by rounding, in the last bits of the
 result, never in meaning.
 """
 
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 from jaxkern import _lowering, _registry
 
 NAMES = ("sub_warp", "warp", "block", "cluster", "pipeline", "streaming", "split", "column")
+REDUCTIONS = ("sub_warp", "warp", "block", "split", "column")  # of NAMES, those that reductions have
 PLANS = ("unique", "small", "sorted", "sort", "narrow", "atomic", "gather")
 
 
@@ -88,6 +90,22 @@ def fits(tier: str, rows: int, width: int, inner: int = 1, dtype="float32", *, l
     return _ask("fits", "softmax_tier_fits", rows, width, inner, dtype, log, backward, masked, device, tier)
 
 
+def reduction(rows: int, width: int, inner: int = 1, dtype="float32", *, masked: bool = False,
+              device: Device | None = None) -> str:
+    """The tier that runs a reduction (sum, mean, max, min, logsumexp) over the middle dimension of
+    [rows, width, inner] by default; arguments and errors as for `softmax`, and `dtype` may be an integer type.
+    """
+    return _ask_reduction("reduction", "reduction_tier", rows, width, inner, dtype, masked, device)
+
+
+def reduction_fits(tier: str, rows: int, width: int, inner: int = 1, dtype="float32", *, masked: bool = False,
+                   device: Device | None = None) -> bool:
+    """Whether `tier` can run that reduction; arguments as for `reduction`."""
+    if tier not in REDUCTIONS:
+        raise ValueError(f"jaxkern.tiers.reduction_fits: no tier {tier!r}, there are {', '.join(REDUCTIONS)}")
+    return _ask_reduction("reduction_fits", "reduction_tier_fits", rows, width, inner, dtype, masked, device, tier)
+
+
 def index_add(rows: int, count: int, inner: int = 1, dtype="float32", **problem) -> str:
     """The plan that adds `count` rows of `inner` elements onto some of `rows` by default.
 
@@ -140,6 +158,19 @@ def _ask(function, query, rows, width, inner, dtype, log, backward, masked, devi
     scratch = _lowering.scratch_shape((rows, width, inner), dtype, 1)
     scratch_bytes = scratch[0] * scratch[1] if scratch else 0
     return getattr(module, query)(*first, rows, width, inner, dtype.name, *flags, scratch_bytes, *_device(name, device))
+
+
+def _ask_reduction(function, query, rows, width, inner, dtype, masked, device, *first):
+    name = f"jaxkern.tiers.{function}"
+    module = _answering(name)
+    rows, width, inner = (_positive(name, *size) for size in (("rows", rows), ("width", width), ("inner", inner)))
+    masked, dtype = _flag(name, "masked", masked), _dtype(name, "dtype", dtype)
+    known = _lowering.KERNEL_DTYPES | _lowering.INTEGER_DTYPES
+    if dtype not in known:
+        raise ValueError(f"{name}: no kernel for dtype {dtype}, there are {', '.join(sorted(d.name for d in known))}")
+    scratch = _lowering.reduction_scratch_shape((rows, width, inner), dtype, 1)
+    return getattr(module, query)(*first, rows, width, inner, dtype.itemsize, dtype in _lowering.INTEGER_DTYPES, masked,
+                                  scratch[0] * scratch[1] if scratch else 0, *_device(name, device))
 
 
 def _answering(name):

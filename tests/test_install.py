@@ -17,7 +17,8 @@ from jaxkern import __main__ as doctor
 from jaxkern import _compat, _lowering, _partition, _registry
 
 TARGETS = {"jaxkern_softmax", "jaxkern_softmax_grad", "jaxkern_log_softmax", "jaxkern_log_softmax_grad",
-           "jaxkern_index_add", "jaxkern_index_select", "jaxkern_segment_sum", "jaxkern_segment_max", "jaxkern_segment_min"}
+           "jaxkern_index_add", "jaxkern_index_select", "jaxkern_segment_sum", "jaxkern_segment_max", "jaxkern_segment_min",
+           "jaxkern_reduce_sum", "jaxkern_reduce_mean", "jaxkern_reduce_max", "jaxkern_reduce_min", "jaxkern_logsumexp"}
 
 
 @pytest.fixture
@@ -43,8 +44,9 @@ def python(code, **environment):
 
 def test_public_names():
     assert set(jaxkern.__all__) == {
-        "embedding_lookup", "export_checks", "index_add", "index_select", "log_softmax", "segment_max", "segment_mean",
-        "segment_min", "segment_sum", "softmax", "tiers"}
+        "embedding_lookup", "export_checks", "index_add", "index_select", "log_softmax", "logsumexp", "reduce_max",
+        "reduce_mean", "reduce_min", "reduce_sum", "segment_max", "segment_mean", "segment_min", "segment_sum", "softmax",
+        "tiers"}
     assert jaxkern.__version__.count(".") == 2
     assert isinstance(jaxkern.tiers, types.ModuleType) and callable(jaxkern.softmax)
 
@@ -59,7 +61,7 @@ def test_installed_version_is_that_of_the_source():
     assert installed == jaxkern.__version__
 
 
-@pytest.mark.parametrize("module", ["softmax", "index_add", "segment", "tiers", "_lowering", "_partition", "_registry"])
+@pytest.mark.parametrize("module", ["softmax", "reduction", "index_add", "segment", "tiers", "_lowering", "_partition", "_registry"])
 def test_examples_in_docstrings(module):
     results = doctest.testmod(importlib.import_module(f"jaxkern.{module}"))
     assert results.attempted and not results.failed

@@ -193,6 +193,57 @@ def test_vmap_over_a_split_axis(operation):
     same(jax.jit(f)(put(x), put(g), mask), wanted)
 
 
+# ---- reductions
+
+REDUCTIONS = ("reduce_sum", "reduce_mean", "reduce_max", "logsumexp")
+
+
+def reduced(operation, axis):
+    def f(x, mask):
+        y, pull = jax.vjp(lambda x: getattr(jaxkern, operation)(x, axis=axis, where=mask), x)
+        return y, pull(jnp.cos(y))[0]
+    return f
+
+
+@several
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("axis, spec, mask_spec, left, silent", [
+    (-1, P("r"), None, P("r"), True),
+    (-1, P("r", "c"), P("r", "c"), P("r", "c"), True),
+    (1, P("r"), P("r"), P("r"), True),
+    ((1, 2), P("r"), None, P("r"), True),
+    (0, P(None, "r", "c"), None, P("r", "c"), False),
+    (-1, P("r", None, "c"), P(), P("r"), False),  # rows are cut: they must be brought together
+    (None, P("r", "c"), None, P(), False),
+])
+def test_reductions(kind, axis, spec, mask_spec, left, silent):
+    m = mesh(kind)
+    x, _, mask = arrays((8, 4, 64), None if mask_spec is None else (8, 4, 64))
+    put = lambda a, s: None if a is None else jax.device_put(a, NamedSharding(m, s))
+    for operation in REDUCTIONS:
+        f = reduced(operation, axis)
+        wanted, args = f(x, mask), (put(x, spec), put(mask, mask_spec))
+        if kind == "Explicit":
+            with jax.set_mesh(m):
+                found = jax.jit(f)(*args)
+            assert found[0].sharding.is_equivalent_to(NamedSharding(m, left), found[0].ndim)
+        else:
+            found = jax.jit(f, out_shardings=(NamedSharding(m, left), NamedSharding(m, spec)))(*args)
+            text = jax.jit(getattr(jaxkern, operation), static_argnums=1).lower(args[0], axis).compile().as_text()
+            assert not (silent and re.findall(COLLECTIVES, text))
+        same(found, wanted)
+
+
+@several
+@pytest.mark.parametrize("manual", [{"r", "c"}, {"r"}])
+def test_reductions_in_shard_map(manual):
+    x, _, mask = arrays((16, 64), (1, 64))
+    for operation in REDUCTIONS:
+        f = reduced(operation, -1)
+        mapped = jax.shard_map(f, mesh=mesh(), in_specs=(P("r"), P()), out_specs=P("r"), axis_names=manual)
+        same(jax.jit(mapped)(x, mask), f(x, mask))
+
+
 # ---- rows at indices
 
 

@@ -1,0 +1,180 @@
+// Launching the row reductions of one element type: from ReduceArgs and a tier to a kernel. Each
+// reduction_<type>.cu instantiates LaunchReduction, so that types compile side by side.
+#pragma once
+
+#include <algorithm>
+
+#include "reduction_cuda.h"
+#include "reduction_kernels.cuh"
+
+namespace jaxkern {
+
+inline int64_t ReduceCeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int Log2Ceil(int64_t n) {
+  int log = 0;
+  while ((int64_t{1} << log) < n) ++log;
+  return log;
+}
+
+// `Of` tells the Op with a count of elements, for masks, from the one without.
+template <template <bool> class Of> struct ReduceLauncher {
+  using Op = typename Of<false>::type;
+  using Counting = typename Of<true>::type;
+  using T = typename Op::T;
+  using Stat = typename Op::Stat;
+  static_assert(sizeof(Stat) <= kPartialBytes && sizeof(typename Counting::Stat) == sizeof(Stat));
+  static constexpr int N = kVector<T>;
+
+  ReduceParams p;
+  const ReduceArgs& args;
+  const ReduceProblem& problem;
+  const Device& device;
+  cudaStream_t stream;
+
+  cudaError_t Narrow() const {
+    LaunchShape shape;
+    shape.threads = kNarrowThreads;
+    const auto blocks = [&](int log_lanes) { return ReduceCeilDiv(p.rows, (kNarrowThreads >> log_lanes) * kNarrowRows); };
+    if constexpr (!std::is_integral_v<T>) {
+      if (WholePacks(problem) && p.width <= 32 * N) {
+        const int packs = static_cast<int>(p.width / N), log_lanes = std::max(2, Log2Ceil(packs));
+        shape.blocks = blocks(log_lanes);
+        return Launch(ReduceNarrow<Op, N, 1>, shape, stream, p, log_lanes, packs);
+      }
+    }
+    constexpr int kPacks = kSubWarpElements / 32;
+    const int log_lanes = std::max(2, Log2Ceil(ReduceCeilDiv(p.width, kPacks)));
+    shape.blocks = blocks(log_lanes);
+    return Launch(ReduceNarrow<Counting, 1, kPacks>, shape, stream, p, log_lanes, static_cast<int>(p.width));
+  }
+
+  // Whole rows, or p.parts parts of each.
+  cudaError_t Rows(bool warps) const {
+    LaunchShape shape;
+    if (warps) {
+      shape.threads = kWarpsOfRows * kWarp;
+      shape.blocks = ReduceCeilDiv(p.rows, kWarpsOfRows);
+    } else {
+      // Few threads with two turns or more each: blocks of many warps go through their phases in step.
+      const int64_t warps_wanted = ReduceCeilDiv(p.width / N, p.parts * 2 * kInFlight<T> * kWarp);
+      shape.threads = static_cast<int>(std::clamp<int64_t>(warps_wanted, 2, kRowThreads / kWarp)) * kWarp;
+      shape.blocks = p.rows;
+      shape.blocks_y = static_cast<int>(p.parts);
+    }
+    return p.mask ? Launch(ReduceRows<Counting, N, true>, shape, stream, p, warps)
+                  : Launch(ReduceRows<Op, N, false>, shape, stream, p, warps);
+  }
+
+  cudaError_t Columns() const {
+    const bool packs = !std::is_integral_v<T> && !p.mask && problem.misalignment == 0 && p.inner % N == 0;
+    const int64_t across = packs ? p.inner / N : p.inner;
+    // 32 threads across, more where there are too few rows for the others: a thread has 16, if there are.
+    const int64_t each = ReduceCeilDiv(p.width, p.parts);
+    const int log_y = each < 32 ? 0 : each < 64 ? 1 : each < 128 ? 2 : 3;
+    const int log_x = std::min(8 - log_y, Log2Ceil(across));
+    const int64_t tiles = ReduceCeilDiv(across, int64_t{1} << log_x);
+    LaunchShape shape;
+    shape.threads = kColumnsThreads;
+    shape.blocks = p.rows * tiles;
+    shape.blocks_y = static_cast<int>(p.parts);
+    if constexpr (!std::is_integral_v<T>) {
+      if (packs) return Launch(ReduceColumns<Op, N>, shape, stream, p, log_x, tiles);
+    }
+    return Launch(ReduceColumns<Counting, 1>, shape, stream, p, log_x, tiles);
+  }
+
+  cudaError_t Merge() const {
+    ReduceParams q = p;
+    q.out = args.out;
+    q.rows = p.rows * p.inner;
+    const bool warps = p.parts <= 4 * kWarp;
+    LaunchShape shape;
+    shape.threads = kMergeThreads;
+    shape.blocks = warps ? ReduceCeilDiv(q.rows, kMergeThreads / kWarp) : q.rows;
+    return Launch(ReduceMerge<Counting>, shape, stream, q, static_cast<const typename Counting::Stat*>(args.scratch), warps);
+  }
+
+  cudaError_t Run(ReduceTier tier) {
+    const DeviceTraits traits = {device.sm_count, device.compute_capability, device.shared_memory};
+    if (tier == ReduceTier::kSplit || tier == ReduceTier::kColumn) p.parts = SplitParts(problem, traits);
+    if (p.parts > 1) p.out = args.scratch;
+    cudaError_t error = cudaErrorInvalidValue;
+    switch (tier) {
+      case ReduceTier::kSubWarp: error = Narrow(); break;
+      case ReduceTier::kWarp: error = Rows(true); break;
+      case ReduceTier::kBlock:
+      case ReduceTier::kSplit: error = Rows(false); break;
+      case ReduceTier::kColumn: error = Columns(); break;
+      case ReduceTier::kAuto: break;
+    }
+    return error == cudaSuccess && p.parts > 1 ? Merge() : error;
+  }
+};
+
+// Bits of the type's own width, repeated to 8 bytes.
+template <class T> uint64_t Repeated(uint64_t bits) {
+  if (sizeof(T) < 8) bits &= (uint64_t{1} << (8 * sizeof(T) % 64)) - 1;
+  for (int width = sizeof(T); width < 8; width *= 2) bits |= bits << (8 * width);
+  return bits;
+}
+
+template <class T> struct OpsOf {
+  template <bool kCounts> struct Sum {
+    using type = Sum_<T, kCounts>;
+  };
+  template <bool> struct Max {
+    using type = Max_<T>;
+  };
+  template <bool> struct LogSumExp {
+    using type = LogSumExp_<T>;
+  };
+};
+
+template <class T>
+cudaError_t LaunchReduction(const ReduceArgs& args, const ReduceProblem& problem, ReduceTier tier, const Device& device,
+                            cudaStream_t stream) {
+  ReduceParams p = {};
+  p.x = args.x;
+  p.out = args.out;
+  p.rows = args.outer;
+  p.width = args.width;
+  p.inner = args.inner;
+  p.parts = 1;
+  p.mask = args.mask;
+  p.mask_view = args.mask_view;
+  p.wide = args.wide;
+  p.mean = args.op == ReduceOp::kMean;
+  p.scale = p.mean ? 1.0 / static_cast<double>(args.width) : 1.0;
+  p.exceeds_l2 = args.outer * args.width * args.inner * int64_t{sizeof(T)} > device.l2_bytes;
+
+  constexpr uint64_t kSign = uint64_t{1} << (8 * sizeof(T) - 1), kOnes = ~uint64_t{0} >> (64 - 8 * sizeof(T));
+  if constexpr (std::is_integral_v<T>) {
+    const bool extreme = args.op == ReduceOp::kMax || args.op == ReduceOp::kMin;
+    // A signed minimum is computed on 32 or 64 bits, of which all are flipped.
+    p.flip = args.op == ReduceOp::kMin ? (std::is_signed_v<T> ? ~uint64_t{0} : kOnes) : 0;
+    const uint64_t least = std::is_signed_v<T> ? kSign : 0;
+    p.neutral = extreme ? Repeated<T>((least ^ p.flip) & kOnes) : 0;
+    if (extreme) return ReduceLauncher<OpsOf<T>::template Max>{p, args, problem, device, stream}.Run(tier);
+    return ReduceLauncher<OpsOf<T>::template Sum>{p, args, problem, device, stream}.Run(tier);
+  } else {
+    constexpr uint64_t kInfinity = std::is_same_v<T, __half> ? 0x7c00 : sizeof(T) == 2 ? 0x7f80
+                                   : sizeof(T) == 4 ? 0x7f800000 : 0x7ff0000000000000;
+    switch (args.op) {
+      case ReduceOp::kSum:
+      case ReduceOp::kMean:
+        return ReduceLauncher<OpsOf<T>::template Sum>{p, args, problem, device, stream}.Run(tier);
+      case ReduceOp::kMax:
+      case ReduceOp::kMin:
+        // The values are flipped in the type that they are computed in.
+        p.flip = args.op == ReduceOp::kMin ? uint64_t{1} << (sizeof(T) == 8 ? 63 : 31) : 0;
+        p.neutral = Repeated<T>(kInfinity | (p.flip ? 0 : kSign));
+        return ReduceLauncher<OpsOf<T>::template Max>{p, args, problem, device, stream}.Run(tier);
+      case ReduceOp::kLogSumExp:
+        p.neutral = Repeated<T>(kInfinity | kSign);
+        return ReduceLauncher<OpsOf<T>::template LogSumExp>{p, args, problem, device, stream}.Run(tier);
+    }
+    return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace jaxkern

@@ -1,0 +1,263 @@
+// What the row reductions compute, apart from how the kernels read: one struct an operation, used by
+// every tier.
+//
+// An Op works on values of its type V:
+//     Neutral      what an element that takes no part is
+//     Accumulate   folds values into a Stat, a thread's share of a row
+//     Merge        two Stats
+//     Exchange     that of the lane whose number differs in the bit `lane`
+//     MergeLanes   merges the Stats of aligned groups of lanes
+//     Store        the Stat of a whole row -> its element of the output
+#pragma once
+
+#include <limits>
+#include <type_traits>
+
+#include "../common/pack.cuh"
+#include "../common/reduce.cuh"
+#include "../softmax/softmax_ops.cuh"
+#include "reduction.h"
+
+namespace jaxkern {
+
+struct ReduceParams {
+  const void* x;
+  void* out;
+  int64_t rows;   // outer
+  int64_t width;
+  int64_t inner;
+  int64_t parts;  // blocks that share a row or column; more than 1: `out` takes [rows, inner, parts] Stats
+  uint64_t flip;     // min is the max of values with these bits flipped; 0 for everything else
+  uint64_t neutral;  // as it lies in memory, before flipping, repeated to 8 bytes
+  double scale;      // mean: 1 / width; else 1
+  bool mean;
+  bool wide;         // integer sums: 64 bits; 16-bit types: a float
+  bool exceeds_l2;   // see ReadPolicy
+  const uint8_t* mask;
+  BroadcastView mask_view;
+};
+
+// The elements of a pack, as V.
+template <class V, class T, int N> __device__ __forceinline__ void Values(const Pack<T, N>& pack, V* v) {
+  if constexpr (std::is_integral_v<T>) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if constexpr (sizeof(T) == 8) {
+        v[i] = static_cast<V>(static_cast<uint64_t>(pack.word[2 * i + 1]) << 32 | pack.word[2 * i]);
+      } else {
+        constexpr int kPer = 4 / sizeof(T);
+        v[i] = static_cast<V>(static_cast<T>(pack.word[i / kPer] >> (i % kPer * 8 * sizeof(T))));
+      }
+    }
+  } else {
+    V out[N];
+    Unpack(pack, out);
+#pragma unroll
+    for (int i = 0; i < N; ++i) v[i] = out[i];
+  }
+}
+template <class V, class T> __device__ __forceinline__ V ValueOf(T x) {
+  if constexpr (std::is_integral_v<T>) return static_cast<V>(x);
+  else return ToCompute(x);
+}
+
+// Over aligned groups of `lanes` lanes, a power of two.
+template <class V, class Combine> __device__ __forceinline__ V ShuffleReduce(V v, int lanes, Combine combine) {
+  for (int lane = lanes / 2; lane > 0; lane /= 2) v = combine(v, __shfl_xor_sync(0xffffffffu, v, lane));
+  return v;
+}
+
+// The larger one; NaN if either is.
+struct MaxOrNan {
+  template <class V> __device__ __forceinline__ V operator()(V a, V b) const {
+    if constexpr (std::is_same_v<V, float>) {
+      float m;
+      asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(a), "f"(b));
+      return m;
+    } else {
+      return a > b || a != a ? a : b;
+    }
+  }
+};
+
+template <class T> __device__ __forceinline__ uint32_t MaxOrNanOfPairs(uint32_t a, uint32_t b) {
+  uint32_t m;
+  if constexpr (std::is_same_v<T, __half>) asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
+  else asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
+  return m;
+}
+
+template <class T> __device__ __forceinline__ void StoreRounded(const ReduceParams& p, int64_t at, Compute<T> y) {
+  if (sizeof(T) == 2 && p.wide) static_cast<Compute<T>*>(p.out)[at] = y;
+  else static_cast<T*>(p.out)[at] = FromCompute<T>(y);
+}
+
+// The largest element of some packs, or NaN; 16-bit ones two at a time.
+template <class V, class T, int U, int N> __device__ __forceinline__ V LargestOf(const Pack<T, N> (&raw)[U]) {
+  static_assert(sizeof(T) == 2 && N % 2 == 0);
+  uint32_t m[U];
+#pragma unroll
+  for (int i = 0; i < U; ++i) {
+    m[i] = raw[i].word[0];
+#pragma unroll
+    for (int w = 1; w < Pack<T, N>::kWords; ++w) m[i] = MaxOrNanOfPairs<T>(m[i], raw[i].word[w]);
+    if (i > 0) m[0] = MaxOrNanOfPairs<T>(m[0], m[i]);
+  }
+  Pack<T, 2> pair;
+  pair.word[0] = m[0];
+  V v[2];
+  Unpack(pair, v);
+  return MaxOrNan()(v[0], v[1]);
+}
+
+// ---- sum and mean
+
+// kCounts: the elements that take part are counted, where there is a mask.
+template <class T_, bool kCounts> struct Sum_ {
+  using T = T_;
+  static constexpr bool kKnowsLargest = false;
+  static constexpr bool kInteger = std::is_integral_v<T>;
+  // Values of a few packs of small integers add up in 32 bits.
+  using V = std::conditional_t<!kInteger, Compute<T>, std::conditional_t<sizeof(T) <= 2, int32_t, int64_t>>;
+  using S = std::conditional_t<kInteger, int64_t, double>;
+  struct Stat {
+    S sum;
+    int64_t count;
+  };
+
+  static __device__ __forceinline__ Stat Identity() { return {S(0), 0}; }
+  static __device__ __forceinline__ V Neutral(const ReduceParams&) { return V(0); }
+  static __device__ __forceinline__ void Count(Stat& stat, int64_t n) {
+    if constexpr (kCounts) stat.count += n;
+  }
+  template <int N> static __device__ __forceinline__ void Accumulate(const ReduceParams&, Stat& stat, const V (&v)[N]) {
+    stat.sum += static_cast<S>(Fold(v, SumOf()));
+  }
+  static __device__ __forceinline__ Stat Merge(Stat a, Stat b) { return {a.sum + b.sum, a.count + b.count}; }
+  static __device__ __forceinline__ Stat Exchange(Stat stat, int lane) {
+    stat.sum = __shfl_xor_sync(0xffffffffu, stat.sum, lane);
+    if constexpr (kCounts) stat.count = __shfl_xor_sync(0xffffffffu, stat.count, lane);
+    return stat;
+  }
+  static __device__ __forceinline__ Stat MergeLanes(Stat stat, int lanes) {
+    stat.sum = ShuffleReduce(stat.sum, lanes, SumOf());
+    if constexpr (kCounts) stat.count = ShuffleReduce(stat.count, lanes, SumOf());
+    return stat;
+  }
+  static __device__ __forceinline__ void Store(const ReduceParams& p, int64_t at, const Stat& stat) {
+    if constexpr (kInteger) {
+      if (p.wide) static_cast<int64_t*>(p.out)[at] = stat.sum;
+      else static_cast<int32_t*>(p.out)[at] = static_cast<int32_t>(stat.sum);
+    } else {
+      double sum = stat.sum * p.scale;
+      if (p.mean && p.mask) sum = stat.sum / static_cast<double>(stat.count);
+      StoreRounded<T>(p, at, static_cast<V>(sum));
+    }
+  }
+};
+
+// ---- max and min
+
+template <class T_> struct Max_ {
+  using T = T_;
+  static constexpr bool kKnowsLargest = false;
+  using V = std::conditional_t<!std::is_integral_v<T>, Compute<T>,
+                               std::conditional_t<(sizeof(T) < 4), std::conditional_t<std::is_signed_v<T>, int32_t, uint32_t>, T>>;
+  struct Stat {
+    V max;
+  };
+
+  static __device__ __forceinline__ V Flip(const ReduceParams& p, V x) {
+    if constexpr (std::is_same_v<V, float>) return __uint_as_float(__float_as_uint(x) ^ static_cast<uint32_t>(p.flip));
+    else if constexpr (std::is_same_v<V, double>) return __longlong_as_double(__double_as_longlong(x) ^ p.flip);
+    else return x ^ static_cast<V>(p.flip);
+  }
+  static __device__ __forceinline__ V Least() {
+    if constexpr (std::is_integral_v<T>) return static_cast<V>(std::numeric_limits<T>::min());
+    else return -Infinity<V>();
+  }
+  static __device__ __forceinline__ Stat Identity() { return {Least()}; }
+  static __device__ __forceinline__ V Neutral(const ReduceParams& p) { return Flip(p, Least()); }
+  static __device__ __forceinline__ void Count(Stat&, int64_t) {}
+  template <int N> static __device__ __forceinline__ void Accumulate(const ReduceParams& p, Stat& stat, const V (&v)[N]) {
+    V flipped[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) flipped[i] = Flip(p, v[i]);
+    stat.max = MaxOrNan()(stat.max, Fold(flipped, MaxOrNan()));
+  }
+  static __device__ __forceinline__ Stat Merge(Stat a, Stat b) { return {MaxOrNan()(a.max, b.max)}; }
+  static __device__ __forceinline__ Stat Exchange(Stat stat, int lane) {
+    return {__shfl_xor_sync(0xffffffffu, stat.max, lane)};
+  }
+  static __device__ __forceinline__ Stat MergeLanes(Stat stat, int lanes) {
+    return {ShuffleReduce(stat.max, lanes, MaxOrNan())};
+  }
+  static __device__ __forceinline__ void Store(const ReduceParams& p, int64_t at, const Stat& stat) {
+    const V x = Flip(p, stat.max);
+    if constexpr (std::is_integral_v<T>) static_cast<T*>(p.out)[at] = static_cast<T>(x);
+    else StoreRounded<T>(p, at, x);
+  }
+};
+
+// ---- logsumexp
+
+// One pass: the sum is relative to the largest value so far, and rescaled when that grows (Milakov and
+// Gimelshein, 2018). The maximum carries NaN and +inf to the end, where the sum beside it means nothing.
+template <class T_> struct LogSumExp_ {
+  using T = T_;
+  static constexpr bool kKnowsLargest = sizeof(T) == 2;  // see LargestOf
+  using V = Compute<T>;
+  // 16 bits do not show what float loses.
+  using S = std::conditional_t<sizeof(T) == 2, float, double>;
+  struct Stat {
+    V max;
+    S sum;  // of e^(x - max)
+  };
+
+  // 16 bit: sums are relative to what max * log2(e) rounds to, which Store takes back; see ExpDifference.
+  static __device__ __forceinline__ V Exp(V x, V base) { return ExpDifference<T>(x, base); }
+  static __device__ __forceinline__ S Factor(V from, V to) { return static_cast<S>(Rescale<T>(from, to)); }
+
+  static __device__ __forceinline__ Stat Identity() { return {-Infinity<V>(), S(0)}; }
+  static __device__ __forceinline__ V Neutral(const ReduceParams&) { return -Infinity<V>(); }
+  static __device__ __forceinline__ void Count(Stat&, int64_t) {}
+  template <int N> static __device__ __forceinline__ void Accumulate(const ReduceParams&, Stat& stat, const V (&v)[N]) {
+    Accumulate(stat, v, Fold(v, MaxOrNan()));
+  }
+  // With the largest of the values, if that is known.
+  template <int N> static __device__ __forceinline__ void Accumulate(Stat& stat, const V (&v)[N], V largest) {
+    const V max = MaxOrNan()(stat.max, largest), base = Base(max);
+    V e[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) e[i] = Exp(v[i], base);
+    stat = {max, stat.sum * Factor(stat.max, base) + static_cast<S>(Fold(e, SumOf()))};
+  }
+  static __device__ __forceinline__ Stat Merge(Stat a, Stat b) {
+    const V max = MaxOrNan()(a.max, b.max), base = Base(max);
+    return {max, a.sum * Factor(a.max, base) + b.sum * Factor(b.max, base)};
+  }
+  static __device__ __forceinline__ Stat Exchange(Stat stat, int lane) {
+    return {__shfl_xor_sync(0xffffffffu, stat.max, lane), __shfl_xor_sync(0xffffffffu, stat.sum, lane)};
+  }
+  static __device__ __forceinline__ Stat MergeLanes(Stat stat, int lanes) {
+    const V max = ShuffleReduce(stat.max, lanes, MaxOrNan());
+    return {max, ShuffleReduce(stat.sum * Factor(stat.max, Base(max)), lanes, SumOf())};
+  }
+  static __device__ __forceinline__ void Store(const ReduceParams& p, int64_t at, const Stat& stat) {
+    V y = stat.max;
+    if (y - y == V(0)) {  // finite
+      const V sum = static_cast<V>(stat.sum);
+      if constexpr (sizeof(T) == 8) {
+        y += log(sum);
+      } else if constexpr (sizeof(T) == 4) {
+        y += logf(sum) + static_cast<V>(stat.sum - sum) / sum;
+      } else {
+        const float scale = PowerScale<T>(y);
+        y += logf(sum) - fmaf(y, scale, -__fmul_rn(y, scale)) * kLn2;
+      }
+    }
+    StoreRounded<T>(p, at, y);
+  }
+};
+
+}  // namespace jaxkern

@@ -1,0 +1,689 @@
+"""reduce_sum, reduce_mean, reduce_max, reduce_min and logsumexp: numbers, extremes, transformations, bad input, tiers."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ON_GPU
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import export, lax
+from jax.experimental import jet
+from reference import DTYPES, assert_rounded, computing, wide, whole
+
+import jaxkern
+from jaxkern import _compat, _lowering, _registry, tiers
+
+OPERATIONS = ("reduce_sum", "reduce_mean", "reduce_max", "reduce_min", "logsumexp")
+SELECTING = ("reduce_max", "reduce_min")
+OURS = {name: getattr(jaxkern, name) for name in OPERATIONS}
+JAX = {"reduce_sum": jnp.sum, "reduce_mean": jnp.mean, "reduce_max": jnp.max, "reduce_min": jnp.min,
+       "logsumexp": jax.nn.logsumexp}
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+every_operation = pytest.mark.parametrize("operation", OPERATIONS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+needs_cpu_module = pytest.mark.skipif(_registry.status["cpu"].module is None, reason=_registry.status["cpu"].reason)
+
+
+def call(operation, x, axis=-1, mask=None, keepdims=False):
+    return OURS[operation](x, axis=axis, where=mask, keepdims=keepdims)
+
+
+def expected(operation, x, axis=-1, mask=None, keepdims=False):
+    """(result, error bound of the arithmetic in epsilons of the computing type), both in the wide type.
+
+    Sums run in a few interleaved partial sums of float32, joined in double: an error of the size of the
+    elements for each of them, and no more than a few of them in a vector.
+    """
+    x = np.asarray(x).astype(wide)
+    axis = tuple(range(x.ndim)) if axis is None else axis
+    kept = np.broadcast_to(whole(mask), x.shape)
+    reduced = dict(axis=axis, keepdims=keepdims)
+    with np.errstate(all="ignore"):
+        if operation in SELECTING:
+            identity = -np.inf if operation == "reduce_max" else np.inf
+            method = np.max if operation == "reduce_max" else np.min
+            return method(np.where(kept, x, identity), initial=identity, **reduced), wide(0)
+        if operation == "logsumexp":
+            x = np.where(kept, x, -np.inf)
+            largest = x.max(axis, keepdims=True, initial=-np.inf)
+            base = np.where(np.isfinite(largest), largest, 0)
+            e = np.exp(x - base)
+            y = np.log(e.sum(**reduced)) + (base if keepdims else base.sum(axis))
+            # The difference is rounded, the exponential and the logarithm err by an ulp or two, and so does the sum.
+            distance = np.where(np.isfinite(x), base - x, 0)
+            weighted = np.where(e > 0, e * distance, 0).sum(**reduced) / np.where(e.sum(**reduced) > 0, e.sum(**reduced), 1)
+            return y, weighted + np.abs(np.where(np.isfinite(y), y, 0)) + 6
+        x = np.where(kept, x, 0)
+        total, size = x.sum(**reduced), np.abs(np.where(np.isfinite(x), x, 0)).sum(**reduced)
+        if operation == "reduce_mean":
+            count = kept.sum(**reduced)
+            return total / count, 4 * size / np.maximum(count, 1)
+        return total, 4 * size
+
+
+def check_all(x, axis=-1, mask=None, keepdims=False):
+    """All operations, in one compiled function."""
+    with _compat.enable_x64(x.dtype == jnp.float64):
+        found = jax.jit(lambda x, mask: [call(operation, x, axis, mask, keepdims) for operation in OPERATIONS])(x, mask)
+    for operation, y in zip(OPERATIONS, found):
+        assert_rounded(y, *expected(operation, x, axis, mask, keepdims), x.dtype)
+
+
+def check(operation, x, axis=-1, mask=None, keepdims=False):
+    with _compat.enable_x64(x.dtype == jnp.float64):
+        y = call(operation, x, axis, mask, keepdims)
+    exact, slack = expected(operation, x, axis, mask, keepdims)
+    assert_rounded(y, exact, slack, x.dtype)
+
+
+def normal(shape, dtype, scale=3.0, seed=0):
+    with _compat.enable_x64(dtype == "float64"):
+        return jnp.asarray(np.random.default_rng(seed).normal(0, scale, shape), dtype)
+
+
+def integers(shape, dtype, seed=0):
+    info = np.iinfo(dtype)
+    with _compat.enable_x64():
+        return jnp.asarray(np.random.default_rng(seed).integers(info.min, info.max, shape, dtype, endpoint=True))
+
+
+def random_mask(shape, density=0.7, seed=2):
+    return jnp.asarray(np.random.default_rng(seed).random(shape) < density)
+
+
+# ---- numbers
+
+CASES = [  # shape, axis, mask shape
+    ((7,), 0, None),
+    ((5, 1), -1, None),
+    ((1, 9), 0, None),
+    ((64, 128), -1, None),
+    ((3, 1003), -1, (3, 1003)),
+    ((33, 17), 0, (1, 17)),
+    ((4, 50, 6), 1, None),
+    ((4, 50, 6), 1, (4, 1, 6)),
+    ((4, 50, 6), 1, (1, 50, 1)),
+    ((2, 3, 5, 64), -1, (2, 1, 5, 64)),
+    ((2, 3, 5, 64), 2, (64,)),
+    ((2, 3, 5, 64), 0, ()),
+    ((2, 3, 5, 64), (2, 3), (3, 1, 64)),
+    ((2, 3, 5, 64), (-1, 0), (2, 1, 5, 1)),
+    ((2, 3, 5, 64), (3, 1, 2), None),
+    ((2, 1, 5, 1, 3), (0, 2), (1, 5, 1, 3)),
+    ((2, 3, 5), None, (3, 1)),
+    ((2, 3, 5), (), None),
+    ((2, 2, 2, 2, 2, 2, 2, 2, 2, 3), -1, (2, 1, 2, 1, 2, 1, 2, 1, 2, 3)),  # more groups than a kernel takes
+    ((2, 2, 2, 3, 2, 2, 2, 2, 2, 2), 3, (2, 2, 2, 3, 1, 2, 1, 2, 1, 2)),
+]
+
+
+@every_dtype
+@pytest.mark.parametrize("shape, axis, mask", CASES)
+def test_against_numpy(dtype, shape, axis, mask):
+    check_all(normal(shape, dtype), axis, None if mask is None else random_mask(mask),
+              keepdims=(len(shape) + len(dtype)) % 2 == 0)
+
+
+# Around the ends of packs (16 bytes) and of the tiers that rows of so many bytes run in.
+WIDTHS = sorted({max(1, w + d) for w in (1, 8, 16, 32, 64, 128, 256, 1024, 2048) for d in (-1, 0, 1)} | {
+    4097, 8191, 16387, 50257})
+
+
+@every_dtype
+@pytest.mark.parametrize("width", WIDTHS)
+def test_widths(dtype, width):
+    x = normal((5, width), dtype)
+    check_all(x)
+    check_all(x, -1, random_mask((5, width)))
+
+
+@every_dtype
+@pytest.mark.parametrize("inner", [2, 5, 16, 40, 63, 64, 65, 130, 257])
+def test_columns(dtype, inner):
+    """Whole vectors of columns and single ones, few and many of them, short and tall."""
+    for width in (3, 100, 1031):
+        check_all(normal((2, width, inner), dtype), 1)
+    check_all(normal((2, 300, inner), dtype), 1, random_mask((2, 300, 1) if inner % 2 else (300, inner)))
+
+
+@every_operation
+@pytest.mark.parametrize("shape, axis", [((1, 1 << 20), -1), ((2, 131080), -1), ((70001, 5), -1), ((3, 40001, 2), 1), ((40001, 3), 0), ((30011, 64), 0)])
+def test_long(operation, shape, axis):
+    check(operation, normal(shape, "float32"), axis)
+    check(operation, normal(shape, "bfloat16"), axis, random_mask((*shape[:-1], 1) if axis == 0 else shape[1:]))
+
+
+@pytest.mark.parametrize("start", range(1, 9))
+def test_slices_that_start_anywhere(start):
+    """XLA may hand over an array that does not start on a vector."""
+    x = normal((4 * 333 + 9,), "float16")
+    for operation in OPERATIONS:
+        y = jax.jit(lambda x: call(operation, x[start : start + 4 * 333].reshape(4, 333)))(x)
+        part = x[start : start + 4 * 333].reshape(4, 333)
+        assert_rounded(y, *expected(operation, part), x.dtype)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS + ("bool",))
+@pytest.mark.parametrize("shape, axis", [((5, 7), 1), ((3, 130), 1), ((2, 70001), -1), ((4, 50, 6), 1), ((3, 5000, 65), 1), ((300, 64), 0)])
+def test_integers_are_exact(dtype, shape, axis):
+    x = random_mask(shape, 0.4) if dtype == "bool" else integers(shape, dtype)
+    for x64 in (True, False):
+        if not x64 and jnp.dtype(dtype).itemsize == 8:
+            continue
+        with _compat.enable_x64(x64):
+            for name, mask in itertools.product(("reduce_sum", "reduce_max", "reduce_min"), (None, random_mask(shape, 0.5))):
+                initial = {} if name == "reduce_sum" or mask is None else {"initial": JAX[
+                    "reduce_min" if name == "reduce_max" else "reduce_max"](x)}
+                theirs = JAX[name](x, axis, where=mask, **initial)
+                ours = call(name, x, axis, mask)
+                assert ours.dtype == theirs.dtype
+                if mask is not None and name != "reduce_sum":
+                    alive = np.asarray(jnp.any(mask, axis))
+                    ours, theirs = np.asarray(ours)[alive], np.asarray(theirs)[alive]
+                np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("shape, axis, scale", [((64, 1000), 1, 1.0), ((16, 4096), 1, 10.0), ((4, 500_257), 1, 3.0), ((3000, 40), 0, 1.0)])
+def test_no_less_accurate_than_jax(dtype, shape, axis, scale):
+    """The largest error of a result, and of a gradient, is at most XLA's, or within rounding of the largest."""
+    x = normal(shape, dtype, scale)
+    for operation in OPERATIONS:
+        exact = expected(operation, x, axis)[0]
+        limit = float(jnp.finfo(dtype).eps) * np.abs(exact).max() / 2 * (1 + 2.0**-20)
+        ours, theirs = (np.abs(np.asarray(f(x, axis=axis)).astype(wide) - exact).max() for f in (OURS[operation], JAX[operation]))
+        assert ours <= max(theirs, limit), f"{operation}: {ours / limit:.3f} of the rounding, XLA {theirs / limit:.3f}"
+    # The gradient of logsumexp is the softmax, taken from y in the computing type.
+    y = expected("logsumexp", x, axis, keepdims=True)[0]
+    exact = np.exp(np.asarray(x).astype(wide) - y)
+    ours, theirs = (np.abs(np.asarray(jax.grad(lambda x: f(x, axis=axis).astype(jnp.float32).sum())(x)).astype(wide) - exact).max()
+                    for f in (OURS["logsumexp"], JAX["logsumexp"]))
+    rounding = float(jnp.finfo(dtype).eps) / 2 + float(jnp.finfo("float32").eps) * (np.abs(y).max() / 2 + 4)
+    assert ours <= max(theirs, exact.max() * rounding)
+
+
+@every_operation
+@every_dtype
+def test_bitwise_reproducible(operation, dtype):
+    for shape, axis in (((257, 1003), 1), ((2, 300_001), 1), ((9001, 24), 0)):
+        x = normal(shape, dtype)
+        with _compat.enable_x64(dtype == "float64"):
+            runs = [np.asarray(call(operation, x, axis)).tobytes() for _ in range(4)]
+        assert all(run == runs[0] for run in runs)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_shape_axis_and_mask(data):
+    shape = tuple(data.draw(st.lists(st.sampled_from((0, 1, 2, 3, 5, 17)), min_size=1, max_size=4), label="shape"))
+    rank = len(shape)
+    axes = st.one_of(st.integers(-rank, rank - 1), st.none(), st.lists(st.integers(0, rank - 1), unique=True).map(tuple))
+    axis = data.draw(axes, label="axis")
+    operation = data.draw(st.sampled_from(OPERATIONS), label="operation")
+    mask = None
+    if data.draw(st.booleans()) or (0 in shape and operation in SELECTING):
+        drop = data.draw(st.integers(0, rank), label="dropped")
+        mask_shape = [s if data.draw(st.booleans()) else 1 for s in shape][drop:]
+        mask = random_mask(tuple(mask_shape), data.draw(st.sampled_from((0.2, 0.8))))
+    check(operation, normal(shape, data.draw(st.sampled_from(DTYPES))), axis, mask, data.draw(st.booleans()))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=40), st.floats(-1e4, 1e4, width=32))
+def test_laws(values, shift):
+    """max and min are elements and mirror each other; logsumexp lies between the maximum and log(n) above it."""
+    x = np.asarray(values, np.float32)
+    high, low, lse = (float(OURS[name](x)) for name in ("reduce_max", "reduce_min", "logsumexp"))
+    assert high == x.max() and low == x.min() and low == -float(jaxkern.reduce_max(-x))
+    assert high <= lse <= high + np.log(len(x)) + abs(high) * 2.0**-22 + 1e-5
+    assert float(jaxkern.reduce_sum(x[::-1])) == pytest.approx(float(np.sum(x.astype(np.float64))), rel=1e-6, abs=4e-7 * np.abs(x.astype(np.float64)).sum())
+
+
+# ---- extremes
+
+
+@every_operation
+@every_dtype
+@pytest.mark.parametrize("width, axis", [(5, 1), (300, 0), (40000, 1)])
+def test_masked_out_and_empty_rows(operation, dtype, width, axis):
+    """What is masked out is never looked at, in the gradient either; a row of nothing has the neutral result."""
+    x = np.random.default_rng(0).normal(size=(5, width))
+    mask = np.random.default_rng(1).random((5, width)) < 0.5
+    mask[0], mask[1:, 0] = False, True
+    x[2, ~mask[2]], x[4, ~mask[4]] = np.nan, np.inf
+    x[0] = np.nan
+    with _compat.enable_x64(dtype == "float64"):
+        x, mask = (a if axis else a.T.copy() for a in (jnp.asarray(x, dtype), jnp.asarray(mask)))
+        x = jnp.asarray(x, dtype)
+        y, pull = jax.vjp(lambda x: call(operation, x, axis, mask), x)
+        dx = np.asarray(pull(jnp.full(y.shape, 1.5, dtype))[0])
+    nothing = {"reduce_sum": 0, "reduce_mean": np.nan, "reduce_max": -np.inf, "reduce_min": np.inf, "logsumexp": -np.inf}
+    np.testing.assert_array_equal(np.asarray(y)[0].astype(np.float64), nothing[operation])
+    assert np.isfinite(np.asarray(y)[1:]).all()
+    assert np.isfinite(dx).all() and (dx[~np.asarray(mask)] == 0).all()
+    with np.errstate(invalid="ignore"):
+        exact, slack = expected(operation, x, axis, mask)
+    assert_rounded(np.asarray(y)[1:], exact[1:], np.broadcast_to(slack, exact.shape)[1:], dtype)
+
+
+@every_operation
+@every_dtype
+@pytest.mark.parametrize("width", [3, 700, 140_000])
+def test_nan_and_infinities_as_in_jax(operation, dtype, width):
+    x = np.random.default_rng(0).normal(size=(8, width))
+    x[0, 0], x[1, -1], x[2, width // 2] = np.nan, np.inf, -np.inf
+    x[3, [0, -1]] = np.inf, -np.inf
+    x[4, [0, -1]] = np.nan, np.inf
+    x[5], x[6] = -np.inf, np.inf
+    with _compat.enable_x64(dtype == "float64"):
+        x = jnp.asarray(x, dtype)
+        for axis, a in ((1, x), (0, x.T)):
+            found, wanted = np.asarray(call(operation, a, axis)).astype(np.float64), expected(operation, a, axis)[0]
+            special = ~np.isfinite(wanted)  # by numpy: on a CPU XLA's maximum may lose a NaN
+            np.testing.assert_array_equal(found[special], wanted[special].astype(np.float64))
+            assert np.isfinite(found[~special]).all()
+            if dtype != "float32" or width > 1000:
+                continue
+            rows = [0, 1, 2, 4, 7] if operation == "logsumexp" else range(8)
+            ours, theirs = (np.isnan(np.asarray(jax.grad(lambda x: f(x, axis=axis)[:7].astype(jnp.float32).sum())(a)))
+                            for f in (OURS[operation], JAX[operation]))
+            if operation in SELECTING:  # likewise
+                theirs = np.broadcast_to(np.isin(np.arange(8), (0, 4))[:, None], (8, width))
+                theirs = theirs if axis else theirs.T
+            np.testing.assert_array_equal(*(a[rows] if axis else a.T[rows] for a in (ours, theirs)))
+
+
+@every_dtype
+def test_huge_and_tiny_values(dtype):
+    info = jnp.finfo(dtype)
+    huge, tiny = float(info.max), float(info.smallest_normal)
+    rows = [[huge, -huge, 0], [-huge, -huge, -huge], [huge / 2, 0, -huge / 2], [tiny, -tiny, 0], [huge / 4, huge / 4, -huge / 2]]
+    with _compat.enable_x64(dtype == "float64"):
+        x = jnp.asarray(np.array(rows), dtype)
+        for operation in OPERATIONS:
+            y = call(operation, x)
+            exact, slack = expected(operation, x)
+            fits = np.abs(exact) <= huge
+            if operation in ("reduce_sum", "reduce_mean"):  # nor may a sum on the way overflow what it is computed in
+                fits &= np.abs(np.asarray(x).astype(wide)).sum(-1) <= float(jnp.finfo(computing(dtype)).max)
+            assert_rounded(np.asarray(y)[fits], exact[fits], np.broadcast_to(slack, exact.shape)[fits], dtype)
+        if dtype == "float16":  # the sum is infinite, the mean is not
+            y = jaxkern.reduce_mean(jnp.full((2, 1000), 60000, dtype))
+            assert (np.asarray(y) == 60000).all() and np.isinf(jaxkern.reduce_sum(jnp.full(1000, 60000, dtype)))
+
+
+@every_operation
+@pytest.mark.parametrize("shape, axis", [((0,), 0), ((3, 0), 1), ((3, 0), 0), ((0, 5), -1), ((2, 0, 3), 1), ((2, 0, 3), (1, 2)), ((0, 0), None)])
+def test_empty(operation, shape, axis):
+    x = jnp.zeros(shape, jnp.bfloat16)
+    reduced = any(shape[a] == 0 for a in (range(len(shape)) if axis is None else np.atleast_1d(axis)))
+    mask = jnp.ones(shape[-1:], bool)
+    if operation in SELECTING and reduced:
+        with pytest.raises(ValueError, match="has no elements"):
+            call(operation, x, axis)
+        y = call(operation, x, axis, mask)
+        assert (np.asarray(y) == (-np.inf if operation == "reduce_max" else np.inf)).all()
+        return
+    theirs = np.asarray(JAX[operation](x, axis=axis))
+    for y in (call(operation, x, axis), call(operation, x, axis, mask)):
+        np.testing.assert_array_equal(np.asarray(y).astype(np.float32), theirs.astype(np.float32))
+        assert y.dtype == theirs.dtype
+    assert jax.grad(lambda x: call(operation, x, axis).sum())(x).shape == shape
+
+
+@every_operation
+def test_numbers_and_other_types(operation):
+    ours, theirs = OURS[operation], JAX[operation]
+    assert ours(2.5, axis=None) == theirs(2.5, axis=None) and ours(2.5, axis=None).shape == ()
+    assert not ours(2.5, axis=()).weak_type
+    for dtype in ("int8", "uint8", "int16", "int32", "uint32"):
+        x = jnp.arange(6, dtype=dtype)
+        assert ours(x).dtype == theirs(x).dtype
+        np.testing.assert_allclose(ours(x), theirs(x), rtol=1e-6)
+    if operation != "logsumexp":
+        x = jnp.array([[True, False, True], [False, False, True]])
+        assert ours(x).dtype == theirs(x, axis=-1).dtype
+        np.testing.assert_allclose(ours(x), theirs(x, axis=-1))
+    np.testing.assert_array_equal(ours(np.arange(6.0)), ours(jnp.arange(6.0)))
+
+
+@every_operation
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_types_without_a_kernel(operation, dtype):
+    """Computed in float32 through XLA and rounded once."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 40)), dtype)
+    for mask in (None, random_mask((6, 40)).at[0].set(False)):
+        wider = call(operation, x.astype(jnp.float32), mask=mask)
+        if mask is not None:
+            wider = wider[1:]
+        narrow = call(operation, x, mask=mask)
+        assert narrow.dtype == x.dtype
+        found = np.asarray(narrow.astype(jnp.float32))
+        np.testing.assert_array_equal(found[len(found) - len(wider) :], np.asarray(wider.astype(dtype).astype(jnp.float32)))
+        assert operation == "reduce_mean" or not np.isnan(found).any()
+    assert jax.grad(lambda x: OURS[operation](x)[0].astype(jnp.float32))(x).dtype == x.dtype
+
+
+@pytest.mark.gpu
+@every_operation
+def test_more_than_2_to_31_elements(operation):
+    free = jax.devices()[0].memory_stats()
+    shape = ((1 << 20) + 3, 2051)
+    if free["bytes_limit"] - free["bytes_in_use"] < 2.5 * 2 * shape[0] * shape[1]:
+        pytest.skip("not enough device memory")
+    x = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))(jax.random.key(0))
+    rows = (0, 1, (1 << 31) // 2051, (1 << 31) // 2051 + 1, shape[0] - 1)
+    y = jax.jit(OURS[operation])(x)
+    for row in rows:
+        assert_rounded(y[row], *expected(operation, x[row]), x.dtype)
+    columns = jax.jit(lambda x: OURS[operation](x, 0))(x)
+    whole = jax.jit(lambda x: OURS[operation](x.reshape(1, -1)))(x)
+    some = [0, 7, 2050]
+    near = jax.jit(lambda x: JAX[operation](x[:, jnp.array(some)].astype(jnp.float32), axis=0))(x)
+    np.testing.assert_allclose(np.asarray(columns.astype(jnp.float32))[some], near, rtol=1e-2, atol=8 if operation == "reduce_sum" else 1e-4)
+    if operation in SELECTING:
+        assert whole[0] == OURS[operation](y)
+    elif operation == "logsumexp":
+        np.testing.assert_allclose(float(whole[0]), float(jax.nn.logsumexp(y.astype(jnp.float32))), rtol=1e-2)
+
+
+# ---- transformations, in float64 so that a wrong rule cannot hide behind rounding
+
+SHAPE, AXIS = (3, 4, 5), 1
+MASKS = {"whole": None, "full": SHAPE, "broadcast": (3, 1, 5), "row": (4, 1)}
+
+
+def functions(operation, mask, axis=AXIS):
+    """The operation and what JAX derives everything of itself, as functions of x alone; no row is empty."""
+
+    def plain(x):
+        if operation in SELECTING:
+            edge = -1e30 if operation == "reduce_max" else 1e30
+            return JAX[operation](x if mask is None else jnp.where(mask, x, edge), axis=axis)
+        return JAX[operation](x, axis=axis, where=mask)
+
+    return lambda x: call(operation, x, axis, mask), plain
+
+
+def inputs(shape=SHAPE, ties=True):
+    rng = np.random.default_rng(0)
+    x = rng.normal(0, 2, shape)
+    if ties:
+        x[0, :, :2] = np.round(x[0, :, :2])
+        x[1, :, 1] = 0.5
+    return jnp.asarray(x), jnp.asarray(rng.normal(size=shape))
+
+
+def mask_of(shape):
+    if shape is None:
+        return None
+    mask = np.random.default_rng(5).random(shape) < 0.6
+    mask[(slice(None), 0) if len(shape) == 3 else 0] = True
+    return jnp.asarray(mask)
+
+
+def loss(f):
+    return lambda x: jnp.sum(jnp.sin(f(x)) * jnp.cos(jnp.arange(f(x).size)).reshape(f(x).shape))
+
+
+TRANSFORMATIONS = {
+    "eager": lambda f, x, t: f(x),
+    "jit": lambda f, x, t: jax.jit(f)(x),
+    "grad": lambda f, x, t: jax.grad(loss(f))(x),
+    "jvp": lambda f, x, t: jax.jvp(f, (x,), (t,)),
+    "linearize": lambda f, x, t: jax.linearize(f, x)[1](t),
+    "jacfwd": lambda f, x, t: jax.jacfwd(f)(x),
+    "jacrev": lambda f, x, t: jax.jacrev(f)(x),
+    "hessian": lambda f, x, t: jax.hessian(loss(f))(x),
+    "jacrev of jacfwd": lambda f, x, t: jax.jacrev(jax.jacfwd(loss(f)))(x),
+    "hessian-vector, reverse over reverse": lambda f, x, t: jax.grad(lambda x: jnp.sum(jax.grad(loss(f))(x) * t))(x),
+    "third order": lambda f, x, t: jax.grad(lambda x: jax.jvp(lambda x: jnp.sum(jax.grad(loss(f))(x) * t), (x,), (t,))[1])(x),
+    "linear_transpose of jvp": lambda f, x, t: jax.linear_transpose(lambda d: jax.jvp(f, (x,), (d,))[1], x)(f(t)),
+    "gradient in the cotangent": lambda f, x, t: jax.grad(lambda g: jnp.sum(jnp.sin(jax.vjp(f, x)[1](g)[0])))(f(t)),
+    "vmap of grad": lambda f, x, t: jax.vmap(jax.grad(loss(f)))(jnp.stack([x, t, -x])),
+    "grad of vmap": lambda f, x, t: jax.grad(lambda xs: jnp.sum(jnp.sin(jax.vmap(f, 1)(xs))))(jnp.stack([x, t, -x], 1)),
+    "vmap of jvp": lambda f, x, t: jax.vmap(lambda d: jax.jvp(f, (x,), (d,))[1])(jnp.stack([x, t, -x])),
+    "vmap of hessian-vector": lambda f, x, t: jax.vmap(lambda d: jax.jvp(jax.grad(loss(f)), (x,), (d,))[1])(jnp.stack([x, t])),
+    "remat": lambda f, x, t: jax.grad(loss(jax.checkpoint(lambda x: f(jnp.cos(x)))))(x),
+    "grad of scan": lambda f, x, t: jax.grad(lambda x: jnp.sum(lax.scan(lambda c, d: (c * 0.5 + d, f(c + d)), x, jnp.stack([t, -t]))[1]))(x),
+    "cond": lambda f, x, t: [jax.jit(lambda p, x: lax.cond(p, f, lambda x: 2 * f(-x), x))(p, x) for p in (True, False)],
+    "has no tangent": lambda f, x, t: jax.jvp(lambda s: f(x) * s, (2.0,), (1.0,)),
+}
+
+
+def assert_same(ours, theirs):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-11), ours, theirs)
+
+
+# Everything with a mask, one of each kind of rule without, and with other masks.
+PAIRS = [(name, "broadcast") for name in TRANSFORMATIONS] + [
+    (name, "whole") for name in ("eager", "jvp", "hessian", "third order", "vmap of grad", "linear_transpose of jvp")] + [
+    (name, masked) for name in ("grad", "jvp") for masked in ("full", "row")]
+
+
+@every_operation
+@pytest.mark.parametrize("name, masked", PAIRS)
+def test_transformation(operation, masked, name, x64):
+    x, t = inputs()
+    ours, theirs = (jax.jit(functools.partial(TRANSFORMATIONS[name], h))(x, t) if name != "eager" else h(x)
+                    for h in functions(operation, mask_of(MASKS[masked])))
+    if operation in ("reduce_sum", "reduce_mean") or name not in ("gradient in the cotangent",):
+        assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(theirs)) > 1e-3  # or nothing is compared
+    assert_same(ours, theirs)
+
+
+@every_operation
+@pytest.mark.parametrize("axis", [0, -1, (0, 1), (0, 2), None])
+def test_derivatives_on_every_axis(operation, axis, x64):
+    x, _ = inputs()
+    assert_same(*(jax.jit(jax.hessian(loss(h)))(x) for h in functions(operation, None, axis)))
+
+
+@every_operation
+@pytest.mark.parametrize("at, out", [(0, 0), (1, 2), (3, -1)])
+def test_vmap_in_and_out_axes(operation, at, out, x64):
+    x, _ = inputs((3, 4, 5, 6), ties=False)
+    assert_same(*(jax.vmap(h, at, out)(x) for h in functions(operation, None)))
+
+
+@every_operation
+@pytest.mark.parametrize("x_at, mask_at, axis, mask_shape", [
+    (0, 0, 1, (3, 1, 5)), (2, 1, 0, (3, 4, 5)), (1, 3, 2, (1, 4, 1)), (None, 0, 1, (3, 4, 5)), (None, 2, 0, (3, 1, 5)),
+    (3, None, 2, (3, 4, 5)), (1, None, 1, (3, 1, 5))])
+def test_vmap_of_array_and_mask(operation, x_at, mask_at, axis, mask_shape, x64):
+    """Against a loop, gradients too: the batch may lie anywhere in either operand, or in one of them."""
+    rng, size = np.random.default_rng(0), 2
+    stack = lambda shape, at, draw: jnp.asarray(draw(shape if at is None else (*shape[:at], size, *shape[at:])))
+    x = stack((3, 4, 5), x_at, lambda s: rng.normal(size=s))
+    mask = stack(mask_shape, mask_at, lambda s: rng.random(s) < 0.7)
+
+    def both(x, mask):
+        y, pull = jax.vjp(lambda x: call(operation, x, axis, mask), x)
+        return y, pull(jnp.cos(jnp.arange(y.size * 1.0)).reshape(y.shape))[0]
+
+    batched, single = jax.jit(jax.vmap(both, (x_at, mask_at)))(x, mask), jax.jit(both)
+    take = lambda a, at, k: a if at is None else jnp.take(a, k, at)
+    for k in range(size):
+        assert_same(tuple(b[k] for b in batched), single(take(x, x_at, k), take(mask, mask_at, k)))
+
+
+@every_operation
+def test_jaxpr_is_one_primitive(operation):
+    for axis in (-1, 0, (1, 2)):
+        jaxpr = str(jax.make_jaxpr(lambda x: OURS[operation](x, axis))(jnp.ones((2, 3, 4))))
+        assert jaxpr.count(f"jaxkern_{operation}") == 1 and "transpose" not in jaxpr
+
+
+@every_operation
+@pytest.mark.parametrize("shape, axis, mask_shape", [((64, 256), -1, None), ((8, 64, 32), 1, None), ((4, 8, 16, 64), -1, (4, 1, 16, 64))])
+def test_one_kernel_and_nothing_moved(operation, shape, axis, mask_shape):
+    module = _registry.status["cuda" if ON_GPU else "cpu"]
+    if module.module is None:
+        pytest.skip(module.reason)
+    mask = None if mask_shape is None else jnp.ones(mask_shape, bool)
+    x = jnp.ones(shape, "bfloat16")
+    text = jax.jit(jax.value_and_grad(lambda x: call(operation, x, axis, mask).astype(jnp.float32).sum())).lower(x).compile().as_text()
+    assert text.count(f'custom_call_target="jaxkern_{operation}"') == 1 and " transpose(" not in text
+
+
+@every_operation
+def test_export(operation):
+    """One program for several platforms and every number of rows."""
+    f = jax.jit(lambda x: jax.value_and_grad(lambda x: call(operation, x, -1, jnp.arange(7) < 5).sum())(x))
+    shape = jax.ShapeDtypeStruct(export.symbolic_shape("rows, 7"), jnp.float32)
+    exported = export.export(f, platforms=["cpu", "cuda", "tpu"], disabled_checks=jaxkern.export_checks())(shape)
+    for n in (1, 9):
+        x = jax.random.normal(jax.random.key(n), (n, 7))
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), exported.call(x), f(x))
+
+
+@every_operation
+def test_taylor_series(operation, x64):
+    x, t = inputs(ties=False)
+    f, g = functions(operation, None)
+    y, terms = jet.jet(f, (x,), ([t, jnp.zeros_like(t)],))
+    curve = lambda e: g(x + e * t)
+    first = lambda e: jax.jvp(curve, (e,), (1.0,))[1]
+    assert_same([y, *terms], [curve(0.0), first(0.0), jax.jvp(first, (0.0,), (1.0,))[1]])
+
+
+# ---- bad input
+
+
+@every_operation
+@pytest.mark.parametrize("args, kind, words", [
+    (lambda: (jnp.ones((2, 3)), 2), ValueError, ["axis 2", "(2, 3)"]),
+    (lambda: (jnp.ones((2, 3)), (1, -1)), ValueError, ["duplicate", "(1, -1)", "(2, 3)"]),
+    (lambda: (jnp.ones((2, 3)), 1.0), TypeError, ["axis", "1.0"]),
+    (lambda: (jnp.ones((2, 3)), True), TypeError, ["axis must be", "True"]),
+    (lambda: (1.0, -1), ValueError, ["axis -1", "()"]),
+    (lambda: (jnp.ones((2, 3), jnp.complex64), -1), TypeError, ["x must be real", "complex64[2, 3]"]),
+    (lambda: (jax.random.key(0), None), TypeError, ["x must be real"]),
+    (lambda: ([1.0, 2.0], -1), TypeError, ["x must be an array", "list"]),
+    (lambda: (None,), TypeError, ["x must be an array", "NoneType"]),
+    (lambda: (jnp.ones((2, 3)), -1, 1), TypeError, ["where must be boolean", "int32[]"]),
+    (lambda: (jnp.ones((2, 3)), -1, jnp.ones((2,), bool)), ValueError, ["where", "(2,)", "(2, 3)"]),
+    (lambda: (jnp.ones((2, 3)), -1, jnp.ones((4, 2, 3), bool)), ValueError, ["where", "(4, 2, 3)", "(2, 3)"]),
+    (lambda: (jnp.ones((2, 3)), -1, None, 1), TypeError, ["keepdims must be True or False", "1"]),
+])
+def test_bad_input(operation, args, kind, words):
+    x, axis, where, keepdims = (*args(), *(-1, None, False)[len(args()) - 1 :])
+    with pytest.raises(kind) as error:
+        call(operation, x, axis, where, keepdims)
+    message = str(error.value)
+    assert message.startswith(f"jaxkern.{operation}: ") and all(word in message for word in words), message
+
+
+def test_logsumexp_of_booleans_is_refused():
+    with pytest.raises(TypeError, match="jaxkern.logsumexp: x must be real"):
+        jaxkern.logsumexp(jnp.ones((2, 3), bool))
+
+
+# ---- tiers
+
+
+def test_force():
+    with tiers.force("split"):
+        assert "tier=split" in str(jax.make_jaxpr(jaxkern.logsumexp)(jnp.ones(3)))
+    with tiers.force("pipeline"):  # softmax's alone
+        assert "tier=auto" in str(jax.make_jaxpr(jaxkern.logsumexp)(jnp.ones(3)))
+
+
+@needs_cpu_module
+def test_tier_query_needs_no_gpu():
+    for device, width, inner, dtype, masked, rows in itertools.product(
+            (tiers.H200, tiers.A100), (1, 64, 1000, 4096, 50257, 1 << 20), (1, 7), ("bfloat16", "float64", "uint8"),
+            (False, True), (1, 49152)):
+        problem = dict(rows=rows, width=width, inner=inner, dtype=dtype, masked=masked, device=device)
+        tier = tiers.reduction(**problem)
+        assert tier in tiers.REDUCTIONS and tiers.reduction_fits(tier, **problem)
+        assert (tier == "column") == (inner != 1)
+    wanted = {(49152, 32): "sub_warp", (49152, 1024): "warp", (16384, 4096): "block", (8192, 32768): "block",
+              (64, 1 << 20): "split", (1, 1 << 26): "split"}
+    assert {shape: tiers.reduction(*shape, device=tiers.H200) for shape in wanted} == wanted
+    assert not tiers.reduction_fits("sub_warp", 8, 129, masked=True)
+
+
+@needs_cpu_module
+@pytest.mark.parametrize("problem, kind, words", [
+    (dict(dtype="complex64"), ValueError, "no kernel for dtype complex64, there are bfloat16, float16"),
+    (dict(width=0), ValueError, "width must be positive, got 0"),
+    (dict(inner=2.0), TypeError, "inner must be an int, got 2.0"),
+    (dict(masked=1), TypeError, "masked must be True or False, got 1"),
+    (dict(device="H200"), TypeError, "device must be a jaxkern.tiers.Device or None, got str"),
+])
+def test_bad_tier_query(problem, kind, words):
+    problem = {"rows": 8, "width": 64, **problem}
+    for name, ask in (("reduction", tiers.reduction), ("reduction_fits", lambda **p: tiers.reduction_fits("warp", **p))):
+        with pytest.raises(kind) as error:
+            ask(**problem)
+        assert str(error.value).startswith(f"jaxkern.tiers.{name}: {words}")
+    with pytest.raises(ValueError, match="no tier 'pipeline', there are sub_warp"):
+        tiers.reduction_fits("pipeline", 8, 64)
+
+
+@needs_cpu_module
+def test_names_are_those_of_the_kernels():
+    module = _registry.status["cpu"].module
+    problem = (1, 1 << 20, 1, 4, False, False, 0, *tiers.H200)
+    for name in ("auto", *tiers.REDUCTIONS):
+        assert module.reduction_tier_fits(name, *problem) in (True, False)
+    with pytest.raises(ValueError, match="wrap"):
+        module.reduction_tier_fits("wrap", *problem)
+
+
+EDGES = (1, 3, 7, 8, 9, 31, 32, 33, 64, 127, 128, 129, 255, 256, 257, 513, 1000, 1025, 4095, 4097, 16384, 50257, 131080, 600_001)
+
+
+@pytest.mark.gpu
+@needs_cpu_module
+@pytest.mark.parametrize("dtype", DTYPES + ("int8", "uint16", "int32", "uint64"))
+@pytest.mark.parametrize("tier", tiers.REDUCTIONS)
+def test_every_tier(tier, dtype):
+    """Each kernel where it fits, with a mask too, at widths around every tier's edges; right and the same twice."""
+    ran, whole = 0, dtype in INTEGERS
+    for width, operation, masked in itertools.product(EDGES, OPERATIONS, (False, True)):
+        if whole and operation in ("reduce_mean", "logsumexp"):
+            continue
+        shapes = [((37, width, 24), 1), ((3, width, 5), 1), ((1, width, 70), 1)] if tier == "column" else [((37 if width < 5000 else 3, width), 1)]
+        for shape, axis in shapes:
+            inner = int(np.prod(shape[2:]))
+            if (not tiers.reduction_fits(tier, shape[0], width, inner, dtype, masked=masked)
+                    or np.prod(shape) > 3_000_000):
+                continue
+            with _compat.enable_x64(jnp.dtype(dtype).itemsize == 8), tiers.force(tier):
+                mask = random_mask((1, width, *shape[2:])) if masked else None
+                if whole:
+                    x = integers(shape, dtype)
+                    y = call(operation, x, axis, mask)
+                    kept = np.broadcast_to(True if mask is None else mask, shape)
+                    method, initial = {"reduce_sum": (np.sum, 0), "reduce_max": (np.max, np.iinfo(dtype).min),
+                                       "reduce_min": (np.min, np.iinfo(dtype).max)}[operation]
+                    np.testing.assert_array_equal(y, method(np.asarray(x), axis, where=kept, initial=initial, **(
+                        {"dtype": y.dtype} if operation == "reduce_sum" else {})))
+                else:
+                    check(operation, normal(shape, dtype), axis, mask)
+            ran += 1
+    assert ran
+
+
+@pytest.mark.gpu
+@needs_cpu_module
+def test_a_tier_that_does_not_fit_is_an_error():
+    with tiers.force("sub_warp"), pytest.raises(Exception, match="jaxkern.logsumexp.*sub_warp"):
+        jax.block_until_ready(jaxkern.logsumexp(jnp.ones((2, 100_003))))
+
+
+def test_backend_is_the_one_under_test():
+    """On a machine with both modules no operation silently runs through XLA."""
+    module = _registry.status["cuda" if ON_GPU else "cpu"]
+    if module.module is None:
+        pytest.skip(module.reason)
+    for operation, dtype in itertools.product(OPERATIONS, ("float16", "bfloat16", "float32", "int8", "uint32")):
+        if jnp.dtype(dtype) in _lowering.KERNEL_DTYPES or operation not in ("reduce_mean", "logsumexp"):
+            assert f"jaxkern_{operation}" in jax.jit(OURS[operation]).lower(jnp.ones((3, 5), dtype)).as_text()
