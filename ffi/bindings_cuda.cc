@@ -1,11 +1,16 @@
 // The extension module jaxkern._cuda: hands out the CUDA handlers, nothing more.
 #include "common/bindings.h"
+#include "cross_entropy/cross_entropy_ffi.h"
 #include "index_add/index_add_ffi.h"
 #include "softmax/softmax_ffi.h"
 
 NB_MODULE(_cuda, m) {
   m.doc() = "XLA FFI handlers of jaxkern's CUDA kernels.";
   jaxkern::AddApiVersion(m);
-  m.def("registrations", [] { return jaxkern::Registrations({jaxkern::SoftmaxCudaTargets(), jaxkern::IndexCudaTargets()}); },
+  m.def("registrations",
+        [] {
+          return jaxkern::Registrations(
+              {jaxkern::SoftmaxCudaTargets(), jaxkern::IndexCudaTargets(), jaxkern::CrossEntropyCudaTargets()});
+        },
         "{target name: capsule of its handler}");
 }
