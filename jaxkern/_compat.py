@@ -10,6 +10,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 
@@ -67,6 +68,11 @@ def register_uncached_lowering(prim, rule, platform) -> None:
         mlir.register_lowering(prim, rule, platform=platform, cacheable=False)
     except TypeError:  # before there was a cache
         mlir.register_lowering(prim, rule, platform=platform)
+
+
+def moves_operations() -> bool:
+    """Whether an operation of a program that is being lowered knows its place and can be moved."""
+    return all(hasattr(ir.Operation, name) for name in ("block", "is_before_in_block", "move_before"))
 
 
 def check_nans(prim) -> None:

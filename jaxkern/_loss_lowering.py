@@ -96,18 +96,17 @@ def scratch_shape(shape, dtype, axis: int):
 # ---- the program around
 
 
-def _origin(value):
-    """The value that `value` is another view of."""
-    while not isinstance(value.owner, ir.Block) and value.owner.name == "stablehlo.reshape":
-        value = value.owner.operands[0]
-    return value
+def _maker(value):
+    """The operation that `value` is a result of, None for an argument."""
+    return None if isinstance(value.owner, ir.Block) else value.owner.operation
 
 
 def _may_overwrite(value) -> bool:
-    value = _origin(value)
-    if not isinstance(value.owner, ir.Block):
-        return value.owner.name != "stablehlo.constant"
-    function = value.owner.owner
+    while (maker := _maker(value)) is not None and maker.name == "stablehlo.reshape":
+        value = maker.operands[0]  # the same memory
+    if maker is not None:
+        return maker.name != "stablehlo.constant"
+    function = value.owner.owner.operation
     if function.name != "func.func" or "arg_attrs" not in function.attributes:
         return False
     own = ir.DictAttr(ir.ArrayAttr(function.attributes["arg_attrs"])[ir.BlockArgument(value).arg_number])
@@ -117,12 +116,12 @@ def _may_overwrite(value) -> bool:
 def _take_both(ctx, platform, operands, params):
     """The gradient out of one call that takes the loss's place too; None where that cannot be."""
     logits, labels, largest, _, weight, *rest = operands
-    forward = largest.owner
-    if isinstance(forward, ir.Block) or forward.name != "stablehlo.custom_call":
+    forward = _maker(largest)
+    if forward is None or forward.name != "stablehlo.custom_call" or not _compat.moves_operations():
         return None
     if ir.StringAttr(forward.attributes["call_target_name"]).value != loss.cross_entropy_p.name:
         return None
-    # The same logits, labels and mask, in the same block as everything that comes after.
+    # The same problem, in the same block as everything that comes after.
     if list(forward.operands) != [logits, labels, *rest[1:]]:
         return None
     moved = _before(weight, forward)
@@ -130,36 +129,35 @@ def _take_both(ctx, platform, operands, params):
         return None
     for operation in moved:
         operation.move_before(forward)
-    prim = loss.cross_entropy_both_p
-    x, g, rest_avals = ctx.avals_in[0], ctx.avals_in[4], ctx.avals_in[6:]
-    row = [ctx.avals_in[2]] * (4 if rest else 3)
+    row = [ctx.avals_in[2]] * (3 + bool(rest))
+    avals = [ctx.avals_in[0], ctx.avals_in[1], ctx.avals_in[4], *ctx.avals_in[6:]]
     with ir.InsertionPoint(forward), forward.location:
-        found = _call(prim, platform, ctx, [x, ctx.avals_in[1], g, *rest_avals], [*row, ctx.avals_out[0]],
-                      [logits, labels, weight, *rest[1:]], params)
+        *found, gradient = _call(loss.cross_entropy_both_p, platform, ctx, avals, [*row, ctx.avals_out[0]],
+                                 [logits, labels, weight, *rest[1:]], params)
     for old, new in zip(forward.results, found):
-        old.replace_all_uses_with(new)
-    return found[-1]
+        old.replace_all_uses_with(new)  # which leaves the loss's own call without a use
+    return gradient
 
 
 def _before(value, barrier):
     """The operations, in order, that must be moved before `barrier` for `value` to be known there; None if one of
-    them depends on it, or is of another kind than plain arithmetic."""
-    block, found, seen = barrier.block, [], set()
+    them depends on it, is not plain arithmetic, or stands in another block."""
+    found = []
 
     def visit(value):
-        owner = value.owner
-        if isinstance(owner, ir.Block):
+        maker = _maker(value)
+        if maker is None or maker in found:
             return True
-        if owner in seen or owner.block != block or owner.is_before_in_block(barrier):
+        if maker.block != barrier.block:
+            return False
+        if maker != barrier and maker.is_before_in_block(barrier):
             return True
-        if owner == barrier or not owner.name.startswith("stablehlo.") or owner.name == "stablehlo.custom_call":
+        # Regions of control flow may use what is not among the operands; a custom call may have an effect.
+        unknown = ("stablehlo.custom_call", "stablehlo.while", "stablehlo.case", "stablehlo.if")
+        plain = maker.name == "func.call" or (maker.name.startswith("stablehlo.") and maker.name not in unknown)
+        if maker == barrier or not plain or len(found) > 200 or not all(map(visit, maker.operands)):
             return False
-        if any(True for region in owner.regions for _ in region.blocks) and owner.name != "stablehlo.reduce":
-            return False
-        seen.add(owner)
-        if not all(visit(operand) for operand in owner.operands):
-            return False
-        found.append(owner)
+        found.append(maker)
         return True
 
     return found if visit(value) else None

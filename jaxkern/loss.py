@@ -83,7 +83,7 @@ def softmax_cross_entropy(logits, labels, *, axis=-1, where=None, label_smoothin
     """
     name = "softmax_cross_entropy"
     options = _checked(name, logits, labels, where, label_smoothing, z_loss, ignore_index)
-    return _loss(logits, safe_index(labels), where, axis=_canonical.static_axis(name, axis), tier=tiers.forced(), options=options)
+    return _call(_loss, logits, safe_index(labels), where, axis=_canonical.static_axis(name, axis), tier=tiers.forced(), options=options)
 
 
 def softmax_cross_entropy_and_grad(logits, labels, weights=None, *, axis=-1, where=None, label_smoothing=0.0, z_loss=0.0,
@@ -110,8 +110,21 @@ def softmax_cross_entropy_and_grad(logits, labels, weights=None, *, axis=-1, whe
     options = _checked(name, logits, labels, where, label_smoothing, z_loss, ignore_index)
     if weights is not None:
         _canonical.check_array(name, "weights", "an array or a number", weights)
-    return _both(logits, safe_index(labels), weights, where, axis=_canonical.static_axis(name, axis), tier=tiers.forced(),
-                 options=options)
+    return _call(_both, logits, safe_index(labels), weights, where, axis=_canonical.static_axis(name, axis),
+                 tier=tiers.forced(), options=options)
+
+
+def _call(f, *arrays, **static):
+    """f, compiled where it is called eagerly. Under a transformation its primitives become part of the program around
+    them, where _loss_lowering.py looks about; a jit of their own would hide that."""
+    if not any(isinstance(a, jax.core.Tracer) for a in arrays):
+        return _compiled(f, *arrays, **static)
+    return f(*(None if a is None else jnp.asarray(a) for a in arrays), **static)
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("axis", "tier", "options"))
+def _compiled(f, *arrays, **static):
+    return f(*arrays, **static)
 
 
 def _checked(name, logits, labels, where, label_smoothing, z_loss, ignore_index) -> Options:
@@ -163,14 +176,11 @@ def _prepared(name, logits, labels, where, axis, options):
     return (logits, labels, *(() if mask is None else (mask,))), axis, options
 
 
-# Inlined, so that a jaxpr holds the primitive alone; jitted, so that an eager call costs little.
-@functools.partial(jax.jit, static_argnames=("axis", "tier", "options"), inline=True)
 def _loss(logits, labels, where, *, axis, tier, options):
     operands, axis, options = _prepared("softmax_cross_entropy", logits, labels, where, axis, options)
     return bind(cross_entropy_p, *operands, axis=axis, tier=tier, options=options)[0]
 
 
-@functools.partial(jax.jit, static_argnames=("axis", "tier", "options"), inline=True)
 def _both(logits, labels, weights, where, *, axis, tier, options):
     name = "softmax_cross_entropy_and_grad"
     (logits, labels, *mask), axis, options = _prepared(name, logits, labels, where, axis, options)
