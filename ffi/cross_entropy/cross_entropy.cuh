@@ -25,7 +25,7 @@ template <class T, int kLanes, bool kMasked>
 cudaError_t LaunchLossGroups(const LossParams& p, const Device& device, cudaStream_t stream) {
   LaunchShape shape;
   shape.threads = kLossGroupThreads;
-  shape.blocks = PersistentBlocks(p.rows, kLossGroupThreads / kLanes, kLossGroupBlocks<kMasked>, device);
+  shape.blocks = PersistentBlocks(p.rows, kLossGroupThreads / kLanes, kLossGroupBlocks<T, kMasked>, device);
   return Launch(LossRows<T, kLanes, kMasked>, shape, stream, p);
 }
 
@@ -34,7 +34,7 @@ cudaError_t LaunchLossBlocks(LossParams p, const CrossEntropyArgs& args, bool sp
   const int64_t packs = CeilDiv(p.width, kVector<T>);
   LaunchShape shape;
   shape.threads = static_cast<int>(std::min<int64_t>(kLossBlockThreads, std::max<int64_t>(128, CeilDiv(packs, 4 * kWarp) * kWarp)));
-  const int per_sm = (kMasked ? 1 : 2) * (kLossBlockThreads / shape.threads);
+  const int per_sm = (kMasked || sizeof(T) == 8 ? 1 : 2) * (kLossBlockThreads / shape.threads);
   if (split) {
     const int64_t room = args.scratch_bytes / kLossPartialBytes / p.rows;
     const int64_t useful = std::min(CeilDiv(packs, kLossPartPacks), CeilDiv(2 * device.sm_count, p.rows));
@@ -54,7 +54,7 @@ cudaError_t LaunchGradient(LossParams p, const Device& device, cudaStream_t stre
   p.parts = static_cast<int>(CeilDiv(CeilDiv(p.width, kVector<T>), kGradientPartPacks));
   LaunchShape shape;
   shape.threads = kLossGroupThreads;
-  shape.blocks = PersistentBlocks(p.rows * p.parts, kLossGroupThreads / kLanes, kLossGroupBlocks<kMasked>, device);
+  shape.blocks = PersistentBlocks(p.rows * p.parts, kLossGroupThreads / kLanes, kLossGroupBlocks<T, kMasked>, device);
   return Launch(GradientRows<T, kLanes, kMasked>, shape, stream, p);
 }
 

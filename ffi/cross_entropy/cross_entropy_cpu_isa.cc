@@ -145,7 +145,7 @@ struct Kernel {
       for (int u = 1; u < kUnroll; ++u) sums[0].Merge(sums[u]);
       const Sum<double> total = sums[0].Total(), aside = above.Total();
       Merge(stats, shift[0], total.sum, total.lost);
-      stats->above += aside.sum + aside.lost;
+      stats->above += aside.lost == aside.lost ? aside.sum + aside.lost : aside.sum;  // an infinite sum has lost NaN
       for (int l = 0; l < W; ++l) stats->count += count[l];
     } else {
       alignas(64) double sum[W], lost[W], aside[W], aside_lost[W];
@@ -153,7 +153,7 @@ struct Kernel {
       above.Store(aside, aside_lost);
       for (int r = 0; r < s.rows; ++r) {
         Merge(stats + r, shift[r], sum[r], lost[r]);
-        stats[r].above += aside[r] + aside_lost[r];
+        stats[r].above += aside_lost[r] == aside_lost[r] ? aside[r] + aside_lost[r] : aside[r];
         stats[r].count += count[r];
       }
     }

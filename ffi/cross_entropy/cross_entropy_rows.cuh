@@ -15,7 +15,7 @@ constexpr int kLossUnroll = 4;        // packs of a batch that a lane handles
 constexpr int kLossGroupThreads = 128;
 constexpr int kLossBlockThreads = 512;  // at most
 // Blocks of groups a multiprocessor, which caps the registers at 80 or 128 a thread.
-template <bool kMasked> constexpr int kLossGroupBlocks = kMasked ? 4 : 6;
+template <class T, bool kMasked> constexpr int kLossGroupBlocks = kMasked || sizeof(T) == 8 ? 4 : 6;
 
 // Over a block, from one LossStat a warp to one in every thread. The room is one of two that take turns, so
 // that one barrier is enough.
@@ -79,7 +79,7 @@ __device__ __forceinline__ KeptElements<N> LoadKept(const LossParams& p, const u
 }
 
 template <class T, int kLanes, bool kMasked>
-__global__ void __launch_bounds__(kLanes ? kLossGroupThreads : kLossBlockThreads, kLanes ? kLossGroupBlocks<kMasked> : (kMasked ? 1 : 2))
+__global__ void __launch_bounds__(kLanes ? kLossGroupThreads : kLossBlockThreads, kLanes ? kLossGroupBlocks<T, kMasked> : kMasked || sizeof(T) == 8 ? 1 : 2)
 LossRows(const __grid_constant__ LossParams p) {
   using C = Compute<T>;
   using Stat = LossStat<T>;
@@ -202,7 +202,7 @@ template <class T> __global__ void __launch_bounds__(kLossGroupThreads) LossMerg
 }
 
 template <class T, int kLanes, bool kMasked>
-__global__ void __launch_bounds__(kLossGroupThreads, kLossGroupBlocks<kMasked>) GradientRows(const __grid_constant__ LossParams p) {
+__global__ void __launch_bounds__(kLossGroupThreads, kLossGroupBlocks<T, kMasked>) GradientRows(const __grid_constant__ LossParams p) {
   using C = Compute<T>;
   constexpr int N = kVector<T>, kGroups = kLossGroupThreads / kLanes;
   const int lane = threadIdx.x % kLanes;
