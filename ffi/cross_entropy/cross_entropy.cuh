@@ -33,15 +33,15 @@ template <class T, bool kMasked>
 cudaError_t LaunchLossBlocks(LossParams p, const CrossEntropyArgs& args, bool split, const Device& device, cudaStream_t stream) {
   const int64_t packs = CeilDiv(p.width, kVector<T>);
   LaunchShape shape;
-  shape.threads = static_cast<int>(std::min<int64_t>(kLossBlockThreads, std::max<int64_t>(128, CeilDiv(packs, 4 * kWarp) * kWarp)));
-  const int per_sm = (kMasked || sizeof(T) == 8 ? 1 : 2) * (kLossBlockThreads / shape.threads);
+  // Several blocks of few warps a multiprocessor: what one of them waits for at a row's end, the others do not.
+  shape.threads = static_cast<int>(std::min<int64_t>(kLossStreamThreads, std::max<int64_t>(128, CeilDiv(packs, 4 * kWarp) * kWarp)));
   if (split) {
     const int64_t room = args.scratch_bytes / kLossPartialBytes / p.rows;
-    const int64_t useful = std::min(CeilDiv(packs, kLossPartPacks), CeilDiv(2 * device.sm_count, p.rows));
+    const int64_t useful = std::min(CeilDiv(packs, kLossPartPacks), CeilDiv(4 * device.sm_count, p.rows));
     p.parts = static_cast<int>(std::max<int64_t>(1, std::min(room, useful)));
     if (p.parts > 1) p.partials = args.scratch;
   }
-  shape.blocks = PersistentBlocks(p.rows * p.parts, 1, per_sm, device);
+  shape.blocks = p.rows * p.parts;
   const cudaError_t e = Launch(LossRows<T, kWholeBlock, kMasked>, shape, stream, p);
   if (e != cudaSuccess || !p.partials) return e;
   shape.threads = kLossGroupThreads;
@@ -83,43 +83,49 @@ cudaError_t LaunchColumns(const LossParams& p, bool loss, bool gradient, bool al
 template <class T>
 cudaError_t LaunchBothRegisters(const LossParams& p, LossTier tier, const Device& device, cudaStream_t stream) {
   const int64_t packs = std::max<int64_t>(1, p.width / kVector<T>);
-  const auto group = [&](auto lanes, auto held, auto rows) {
+  constexpr int kRoom = sizeof(T) == 2 ? 640 : 768;  // threads a multiprocessor: see BothRegisters
+  const auto group = [&](auto lanes) {
     constexpr int kLanes = decltype(lanes)::value;
     LaunchShape shape;
     shape.threads = kLossGroupThreads;
-    shape.blocks = CeilDiv(p.rows, kLossGroupThreads / kLanes * decltype(rows)::value);
-    return Launch(BothRegisters<T, kLanes, decltype(held)::value, decltype(rows)::value>, shape, stream, p);
+    shape.blocks = PersistentBlocks(p.rows, kLossGroupThreads / kLanes, kRoom / kLossGroupThreads, device);
+    return Launch(BothRegisters<T, kLanes, 4, kLossGroupThreads, true>, shape, stream, p);
   };
-  if (tier == LossTier::kSubWarp) {
-    if (packs <= 8) return group(kInt<8>, kInt<1>, kInt<2>);
-    if (packs <= 32) return group(kInt<8>, kInt<4>, kInt<1>);
-    return group(kInt<16>, kInt<4>, kInt<1>);
-  }
-  if (tier == LossTier::kWarp) return group(kInt<32>, kInt<4>, kInt<1>);
-  const auto block = [&](auto held, auto lanes, int log_size) {
-    constexpr auto kKernel = BothRegisters<T, decltype(lanes)::value, decltype(held)::value, 1>;
-    LaunchShape shape;
-    shape.cluster = 1 << log_size;
-    shape.blocks = p.rows << log_size;
-    shape.threads = static_cast<int>(CeilDiv(CeilDiv(packs, shape.cluster), decltype(held)::value * kWarp) * kWarp);
-    if (log_size > 3) {
-      const cudaError_t e = AllowLargeClusters<kKernel>(device);
-      if (e != cudaSuccess) return e;
-    }
-    return Launch(kKernel, shape, stream, p);
-  };
-  int log_size = 0;
+  if (tier == LossTier::kSubWarp) return packs <= 32 ? group(kInt<8>) : group(kInt<16>);
+  if (tier == LossTier::kWarp) return group(kInt<32>);
+  LaunchShape shape;
   if (tier == LossTier::kCluster) {
+    int log_size = 1;
     const auto each = [&] { return CeilDiv(packs, 1 << log_size); };
-    log_size = 1;
     while (log_size < 4 && each() > 1024) ++log_size;
     while (log_size < 4 && (p.rows << (log_size + 1)) <= 2 * device.sm_count && each() > 256) ++log_size;
-    if (each() <= 4 * kLossBlockThreads) return block(kInt<4>, kInt<kWholeCluster>, log_size);
-    if constexpr (sizeof(T) == 4) return block(kInt<8>, kInt<kWholeCluster>, log_size);
+    shape.cluster = 1 << log_size;
+    shape.blocks = p.rows << log_size;
+    const auto cluster = [&](auto held) {
+      constexpr auto kKernel = BothRegisters<T, kWholeCluster, decltype(held)::value, kLossBlockThreads, false>;
+      shape.threads = static_cast<int>(CeilDiv(each(), decltype(held)::value * kWarp) * kWarp);
+      const cudaError_t e = AllowLargeClusters<kKernel>(device);
+      return e != cudaSuccess ? e : Launch(kKernel, shape, stream, p);
+    };
+    if (each() <= 4 * kLossBlockThreads) return cluster(kInt<4>);
+    if constexpr (sizeof(T) == 4) return cluster(kInt<8>);
     return cudaErrorInvalidConfiguration;
   }
-  if (packs <= 4 * 256 || sizeof(T) == 2) return block(kInt<4>, kInt<kWholeBlock>, 0);
-  if constexpr (sizeof(T) == 4) return block(kInt<8>, kInt<kWholeBlock>, 0);
+  shape.threads = static_cast<int>(CeilDiv(packs, 4 * kWarp) * kWarp);
+  if (shape.threads <= 256) {
+    shape.blocks = PersistentBlocks(p.rows, 1, kRoom / shape.threads, device);
+    return Launch(BothRegisters<T, kWholeBlock, 4, 256, true>, shape, stream, p);
+  }
+  if (shape.threads <= kLossBlockThreads) {
+    constexpr bool kPrefetch = sizeof(T) == 2;  // whose exponentials leave room for one block a multiprocessor only
+    shape.blocks = kPrefetch ? PersistentBlocks(p.rows, 1, 1, device) : p.rows;
+    return Launch(BothRegisters<T, kWholeBlock, 4, kLossBlockThreads, kPrefetch>, shape, stream, p);
+  }
+  if constexpr (sizeof(T) == 4) {
+    shape.threads = static_cast<int>(CeilDiv(packs, 8 * kWarp) * kWarp);
+    shape.blocks = PersistentBlocks(p.rows, 1, 1, device);
+    return Launch(BothRegisters<T, kWholeBlock, 8, kLossBlockThreads, true>, shape, stream, p);
+  }
   return cudaErrorInvalidConfiguration;
 }
 
@@ -157,7 +163,9 @@ cudaError_t LaunchLoss(const CrossEntropyArgs& args, const LossProblem& problem,
   const int tensors = args.pass == LossPass::kLoss ? 1 : 2;
   p.exceeds_l2 = args.outer * args.width * args.inner * int64_t{sizeof(T)} * tensors > device.l2_bytes;
   p.has_ignore = args.has_ignore, p.ignore = args.ignore, p.label_type = args.label_type;
-  p.smoothing = args.smoothing, p.z_loss = args.z_loss;
+  p.wide = {args.smoothing, 1 - args.smoothing, args.z_loss, static_cast<double>(args.width)};
+  p.single = {static_cast<float>(p.wide.soft), static_cast<float>(p.wide.hard), static_cast<float>(p.wide.z_loss),
+              static_cast<float>(p.wide.width)};
   p.mask = args.mask, p.mask_view = args.mask_view;
 
   const bool loss = args.pass != LossPass::kGradient, gradient = args.pass != LossPass::kLoss;

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kWarp * kLossColumnWarps) LossColumn(const __g
   const T* const logits = static_cast<const T*>(p.logits) + own.first;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
-  const bool smoothing = p.smoothing != 0;
+  const bool smoothing = p.Smoothing();
 
   Stat stat[N];
   C reference[N];
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kWarp * kLossColumnWarps) GradientColumn(const
   const auto slope_of = [&](int j, Label label) {
     const int64_t row = own.Row(p, j);
     return Slope<T>(p, label, 0, static_cast<const C*>(p.largest)[row], static_cast<const C*>(p.total)[row],
-                    kMasked ? static_cast<const C*>(p.count)[row] : C(p.width), static_cast<const C*>(p.weight)[row]);
+                    kMasked ? static_cast<const C*>(p.count)[row] : p.template Numbers<C>().width, static_cast<const C*>(p.weight)[row]);
   };
   // One of each of the columns; what differs between them is little, but an array of Slopes would spill.
   C base[N], factor[N], smooth[N], hot[N];

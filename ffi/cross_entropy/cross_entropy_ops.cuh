@@ -14,6 +14,12 @@
 
 namespace jaxkern {
 
+// The options in the type that they are computed with: converting them takes the GPU longer than using them.
+template <class C> struct LossNumbers {
+  C soft, hard, z_loss;  // label_smoothing, and what it leaves
+  C width;
+};
+
 struct LossParams {  // of every kernel
   const void* logits;
   void* gradient;
@@ -31,10 +37,17 @@ struct LossParams {  // of every kernel
   bool has_ignore;
   LabelType label_type;
   int64_t ignore;
-  double smoothing, z_loss;
+  LossNumbers<float> single;
+  LossNumbers<double> wide;
   void* partials;    // LossStats of parts, or null
   const uint8_t* mask;
   BroadcastView mask_view;
+
+  __device__ __forceinline__ bool Smoothing() const { return single.soft != 0; }
+  template <class C> __device__ __forceinline__ const LossNumbers<C>& Numbers() const {
+    if constexpr (sizeof(C) == 8) return wide;
+    else return single;
+  }
 };
 
 // ---- labels
@@ -44,22 +57,39 @@ struct Label {
   static constexpr int64_t kIgnored = -1, kBad = -2;
 };
 
-__device__ __forceinline__ Label ReadLabel(const LossParams& p, int64_t row) {
-  int64_t label = 0;
-  const auto read = [&](auto type) { label = static_cast<int64_t>(static_cast<const decltype(type)*>(p.labels)[row]); };
+// A label as it was loaded: looking at it would wait for it.
+struct RawLabel {
+  int32_t low, high;  // the upper half of 64 bits only
+};
+
+__device__ __forceinline__ RawLabel LoadLabel(const LossParams& p, int64_t row) {
+  RawLabel raw = {0, 0};
   switch (p.label_type) {
-    case LabelType::kS8: read(int8_t()); break;
-    case LabelType::kS16: read(int16_t()); break;
-    case LabelType::kS32: read(int32_t()); break;
-    case LabelType::kU8: read(uint8_t()); break;
-    case LabelType::kU16: read(uint16_t()); break;
-    case LabelType::kU32: read(uint32_t()); break;
-    default: read(int64_t()); break;
+    case LabelType::kS8: raw.low = static_cast<const int8_t*>(p.labels)[row]; break;
+    case LabelType::kS16: raw.low = static_cast<const int16_t*>(p.labels)[row]; break;
+    case LabelType::kU8: raw.low = static_cast<const uint8_t*>(p.labels)[row]; break;
+    case LabelType::kU16: raw.low = static_cast<const uint16_t*>(p.labels)[row]; break;
+    case LabelType::kS32:
+    case LabelType::kU32: raw.low = static_cast<const int32_t*>(p.labels)[row]; break;
+    default: {
+      const int2 both = static_cast<const int2*>(p.labels)[row];
+      raw.low = both.x, raw.high = both.y;
+    }
+  }
+  return raw;
+}
+
+__device__ __forceinline__ Label Resolve(const LossParams& p, RawLabel raw) {
+  int64_t label = raw.low;
+  if (p.label_type == LabelType::kU32) label = static_cast<uint32_t>(raw.low);
+  if (p.label_type == LabelType::kS64 || p.label_type == LabelType::kU64) {
+    label = static_cast<int64_t>(raw.high) << 32 | static_cast<uint32_t>(raw.low);
   }
   if (p.has_ignore && label == p.ignore) return {Label::kIgnored};
   // Negative numbers, and those of 64 unsigned bits, are large here.
   return {static_cast<uint64_t>(label) < static_cast<uint64_t>(p.width) ? label : Label::kBad};
 }
+__device__ __forceinline__ Label ReadLabel(const LossParams& p, int64_t row) { return Resolve(p, LoadLabel(p, row)); }
 
 // ---- a row's statistics
 
@@ -166,18 +196,18 @@ template <class T>
 __device__ __forceinline__ void WriteRow(const LossParams& p, int64_t row, const LossStat<T>& stat, Label label,
                                          Compute<T> x_label, Compute<T> reference) {
   using C = Compute<T>;
-  const C base = Base(stat.max), count = p.mask ? C(stat.count) : C(p.width);
+  const LossNumbers<C>& numbers = p.template Numbers<C>();
+  const C base = Base(stat.max), count = p.mask ? C(stat.count) : numbers.width;
   C loss = 0;
   if (label.at == Label::kBad) {
     loss = NAN;
   } else if (label.at != Label::kIgnored && !(stat.sum == Sum<T>(0))) {
     const C log_total = LogTotal<T>(base, stat.sum);
     loss = log_total;
-    const C hard = C(1 - p.smoothing), soft = C(p.smoothing);
-    if (hard != 0) loss += hard * (base - x_label);
-    if (soft != 0) loss += soft * ((base - reference) - static_cast<C>(stat.above / count));
+    if (numbers.hard != 0) loss += numbers.hard * (base - x_label);
+    if (numbers.soft != 0) loss += numbers.soft * ((base - reference) - static_cast<C>(stat.above / count));
     const C lse = base + log_total;
-    if (p.z_loss != 0) loss += C(p.z_loss) * lse * lse;
+    if (numbers.z_loss != 0) loss += numbers.z_loss * lse * lse;
   }
   static_cast<C*>(p.loss)[row] = loss;
   static_cast<C*>(p.largest)[row] = base;
@@ -250,10 +280,12 @@ template <class T> struct Slope {
     label_pack = label.at >= head ? static_cast<int>(offset / N) : -1;
     label_place = static_cast<int>(offset & (N - 1));
     nothing = label.at == Label::kIgnored || (total == Sum<T>(0) && label.at != Label::kBad);
-    smooth = weight * C(p.smoothing) / count;
-    hot = weight * C(1 - p.smoothing);
+    const LossNumbers<C>& numbers = p.template Numbers<C>();
+    smooth = 0;
+    if (numbers.soft != 0) smooth = weight * numbers.soft / count;
+    hot = weight * numbers.hard;
     C rise = weight;
-    if (p.z_loss != 0) rise *= 1 + 2 * C(p.z_loss) * (largest + LogTotal<T>(largest, total));
+    if (numbers.z_loss != 0) rise *= 1 + 2 * numbers.z_loss * (largest + LogTotal<T>(largest, total));
     factor = label.at == Label::kBad ? C(NAN) : rise / static_cast<C>(total);
   }
 

@@ -87,7 +87,7 @@ BothPipeline(const __grid_constant__ LossParams p, int piece_packs) {
       }
     }
   } else {
-    const bool smoothing = p.smoothing != 0;
+    const bool smoothing = p.Smoothing();
     const int lane = threadIdx.x;
     T* const gradient = static_cast<T*>(p.gradient);
     const auto pack_at = [&](int at_slot, int u) -> const Pack<T, N>& {
@@ -140,7 +140,7 @@ BothPipeline(const __grid_constant__ LossParams p, int piece_packs) {
         stat = (from < cluster ? exchange[from] : Stat::Identity()).template MergeLanes<kMaxCluster>(smoothing, false);
       }
 
-      const Slope<T> slope(p, label, span.head, Base(stat.max), stat.sum, C(p.width), weight);
+      const Slope<T> slope(p, label, span.head, Base(stat.max), stat.sum, p.template Numbers<C>().width, weight);
       if (label.at < 0 && rank == 0 && lane == 0) WriteRow<T>(p, r, stat, label, C(0), reference);
       int again = row_slot;
       for (int c = 0; c < chunks; ++c) {

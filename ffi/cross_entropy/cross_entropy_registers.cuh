@@ -1,9 +1,9 @@
 // Loss and gradient in one read, a row held in registers.
 //
 // A row belongs to a group of kLanes lanes, to a block (kWholeBlock) or to a cluster of blocks (kWholeCluster,
-// sm_90), and a thread holds kPacks of its packs, as exponentials relative to its warp's maximum. All loads
-// are issued before the first use. Who holds the label's logit writes the row's loss: it need not be read
-// again, and the gradient may overwrite the logits.
+// sm_90), and a thread holds kPacks of its packs, as exponentials relative to its warp's maximum. Groups, and
+// blocks that live as long as the kernel, load their next row as soon as this one has been unpacked. Who holds
+// the label's logit writes the row's loss: it need not be read again, and the gradient may overwrite the logits.
 #pragma once
 
 #include "cross_entropy_rows.cuh"
@@ -12,15 +12,46 @@ namespace jaxkern {
 
 constexpr int kWholeCluster = -1;
 
-template <class T, int kLanes, int kPacks, int kRows>
-__global__ void __launch_bounds__(kLanes > 0 ? kLossGroupThreads : kLossBlockThreads, kLanes > 0 ? 6 : kLanes == kWholeCluster && kPacks > 4 ? 1 : 2)
+// A row as it was loaded.
+template <class T, int kPacks> struct HeldRow {
+  static constexpr int N = kVector<T>;
+  Pack<T, N> packs[kPacks];
+  Pack<T, 1> single[2];
+  RawLabel label;
+  Compute<T> weight;
+
+  __device__ __forceinline__ void Load(const LossParams& p, int64_t row, int lane, int lanes, ReadPolicy policy) {
+    const LossRow<T> span(p, row);
+    const T* const logits = static_cast<const T*>(p.logits);
+    const T* const at = logits + span.At(lane);
+    const T nothing = FromCompute<T>(-Infinity<Compute<T>>());
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      packs[i] = Filled<T, N>(nothing);
+      if (lane + i * lanes < span.end) packs[i] = LoadVector<T, N>(at + i * lanes * N, policy);
+    }
+    single[0] = single[1] = Filled<T, 1>(nothing);
+    if (row >= p.rows) return;
+    if (p.ragged) {
+      const LossSingles<T> singles(p, span, lane, true);
+#pragma unroll
+      for (int k = 0; k < 2; ++k) single[k] = singles.Load(logits + row * p.width, k);
+    }
+    label = LoadLabel(p, row);
+    weight = static_cast<const Compute<T>*>(p.weight)[row];
+  }
+};
+
+// kPrefetch: a block takes several rows. Fewer blocks fit a multiprocessor then.
+template <class T, int kLanes, int kPacks, int kThreads, bool kPrefetch>
+__global__ void __launch_bounds__(kThreads, kPrefetch ? (kPacks > 4 ? 512 : sizeof(T) == 2 ? 640 : 768) / kThreads : kPacks > 4 ? 1 : 1024 / kThreads)
 BothRegisters(const __grid_constant__ LossParams p) {
   using C = Compute<T>;
   using Stat = LossStat<T>;
   constexpr int N = kVector<T>;
   constexpr bool kGroup = kLanes > 0, kCluster = kLanes == kWholeCluster;
-  static_assert(kGroup || kRows == 1, "a block has one row");
-  __shared__ Stat room[kLossBlockThreads / kWarp];
+  constexpr int kMaxWarps = kLossBlockThreads / kWarp;
+  __shared__ Stat rooms[2][kMaxWarps];
 
   uint32_t rank = 0, blocks = 1;
 #ifdef JAXKERN_HAS_BULK_COPY
@@ -36,84 +67,67 @@ BothRegisters(const __grid_constant__ LossParams p) {
     ArriveClusterRelaxed();
   }
 #endif
+  static_assert(!(kCluster && kPrefetch), "a cluster has one row");
   const int lanes = kGroup ? kLanes : static_cast<int>(blocks * blockDim.x);
   const int lane = kGroup ? threadIdx.x % lanes : rank * blockDim.x + threadIdx.x;
-  constexpr int kGroups = kGroup ? kLossGroupThreads / (kGroup ? kLanes : 1) : 1;
-  const int64_t first_row = kGroup ? int64_t{blockIdx.x} * (kGroups * kRows) + threadIdx.x / lanes : blockIdx.x / blocks;
+  constexpr int kGroups = kGroup ? kThreads / (kGroup ? kLanes : 1) : 1;
+  const int64_t step = int64_t{gridDim.x} * kGroups;
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
-  const T* const logits = static_cast<const T*>(p.logits);
   T* const gradient = static_cast<T*>(p.gradient);
-  const T nothing = FromCompute<T>(-Infinity<C>());
-  const bool smoothing = p.smoothing != 0;
+  const bool smoothing = p.Smoothing();
 
-  Pack<T, N> raw[kRows][kPacks];
-  Pack<T, 1> single[kRows][2];
-#pragma unroll
-  for (int u = 0; u < kRows; ++u) {
-    const LossRow<T> span(p, first_row + u * kGroups);
-    const T* const at = logits + span.At(lane);
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      raw[u][i] = Filled<T, N>(nothing);
-      if (lane + i * lanes < span.end) raw[u][i] = LoadVector<T, N>(at + i * lanes * N, policy);
-    }
-    single[u][0] = single[u][1] = Filled<T, 1>(nothing);
-    if (p.ragged) {
-      const LossSingles<T> singles(p, span, lane, first_row + u * kGroups < p.rows);
-#pragma unroll
-      for (int k = 0; k < 2; ++k) single[u][k] = singles.Load(logits + (first_row + u * kGroups) * p.width, k);
-    }
-  }
-
-#pragma unroll
-  for (int u = 0; u < kRows; ++u) {
-    const int64_t row = first_row + u * kGroups;
+  int64_t row = kGroup ? int64_t{blockIdx.x} * kGroups + threadIdx.x / lanes : blockIdx.x / blocks;
+  // The lanes of a warp stay together: its first row decides.
+  const int64_t behind = kGroup ? threadIdx.x % kWarp / lanes : 0;
+  HeldRow<T, kPacks> raw;
+  raw.Load(p, row, lane, lanes, policy);
+  for (int turn = 0; row - behind < p.rows; ++turn, row += step) {
     const bool real = row < p.rows;
     const LossRow<T> span(p, row);
     const LossSingles<T> singles(p, span, lane, real);
-    Label label = {Label::kIgnored};
-    C weight = 0, reference = 0;
-    if (real) {
-      label = ReadLabel(p, row);
-      weight = static_cast<const C*>(p.weight)[row];
-      if (smoothing) reference = ReferenceOf(logits[row * p.width]);
-    }
+    const Label label = real ? Resolve(p, raw.label) : Label{Label::kIgnored};
+    const C weight = raw.weight;
+    C reference = 0;
+    if (smoothing && real) reference = ReferenceOf(static_cast<const T*>(p.logits)[row * p.width]);
 
     Stat stat = Stat::Identity();
-    C held[kPacks][N], x_label = 0;
-    const C max = LargestOf<T>(raw[u]);
-    C local = max;
-    if (p.ragged) local = Max(local, Max(ToCompute(Element(single[u][0], 0)), ToCompute(Element(single[u][1], 0))));
-    stat.max = ReduceLanes<kGroup ? kLanes : kWarp>(local, MaxOf());
-    const C base = Base(stat.max);
+    C held[kPacks][N], single[2] = {ToCompute(Element(raw.single[0], 0)), ToCompute(Element(raw.single[1], 0))};
+    stat.max = LargestOf<T>(raw.packs);
+    if (p.ragged) stat.max = Max(stat.max, Max(single[0], single[1]));
     // Whether the label is among this thread's, and which.
     const int offset = static_cast<int>(label.at) - span.head, place = offset & (N - 1);
     const int label_pack = label.at >= span.head && offset / N < span.end ? offset / N : -1;
+    C x_label = 0;
     bool own = false;
-    C of_pack[kPacks];
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
-      Unpack(raw[u][i], held[i]);
+      if (smoothing && lane + i * lanes < span.end) AddAbove(stat, raw.packs[i], reference);
+      Unpack(raw.packs[i], held[i]);
       if (lane + i * lanes == label_pack) {
         own = true;
 #pragma unroll
         for (int j = 0; j < N; ++j) x_label = j == place ? held[i][j] : x_label;
       }
-      if (smoothing && lane + i * lanes < span.end) AddAbove(stat, raw[u][i], reference);
+    }
+    if constexpr (kPrefetch) raw.Load(p, row + step, lane, lanes, policy);
+
+    stat.max = ReduceLanes<kGroup ? kLanes : kWarp>(stat.max, MaxOf());
+    const C base = Base(stat.max);
+    C of_pack[kPacks];
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
 #pragma unroll
       for (int j = 0; j < N; ++j) held[i][j] = ExpDifference<T>(held[i][j], base);
       of_pack[i] = Fold(held[i], SumOf());
     }
     stat.sum = Fold(of_pack, SumOf());
-    C single_power[2] = {0, 0};
     if (p.ragged) {
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        const C x = ToCompute(Element(single[u][k], 0));
-        if (smoothing && singles.column[k] >= 0) stat.above += x - reference;
-        if (singles.column[k] >= 0 && singles.column[k] == label.at) own = true, x_label = x;
-        single_power[k] = ExpDifference<T>(x, base);
-        stat.sum += single_power[k];
+        if (smoothing && singles.column[k] >= 0) stat.above += single[k] - reference;
+        if (singles.column[k] >= 0 && singles.column[k] == label.at) own = true, x_label = single[k];
+        single[k] = ExpDifference<T>(single[k], base);
+        stat.sum += single[k];
       }
     }
 
@@ -123,8 +137,7 @@ BothRegisters(const __grid_constant__ LossParams p) {
     C rescale = 1;
     if constexpr (!kGroup) {
       const C of_warp = stat.max;
-      constexpr int kMaxWarps = kLossBlockThreads / kWarp;
-      stat = ReduceWarps<kMaxWarps>(stat, room, blockDim.x / kWarp, Stat::Identity(), [] { __syncthreads(); },
+      stat = ReduceWarps<kMaxWarps>(stat, rooms[turn % 2], blockDim.x / kWarp, Stat::Identity(), [] { __syncthreads(); },
                                     [=](const Stat& s) { return s.template MergeLanes<kMaxWarps>(smoothing, false); });
 #ifdef JAXKERN_HAS_BULK_COPY
       if constexpr (kCluster) {
@@ -138,28 +151,27 @@ BothRegisters(const __grid_constant__ LossParams p) {
 #endif
       // A warp of nothing but -inf holds zeros; its factor must not make them NaN.
       rescale = of_warp == -Infinity<C>() ? C(0) : Rescale<T>(of_warp, Base(stat.max));
-    } else {
-      __syncwarp();  // all of a row has been read before any of it is overwritten
     }
 
-    if (!real) continue;
-    if (label.at >= 0 ? own : lane == 0) WriteRow<T>(p, row, stat, label, x_label, reference);
-    Slope<T> slope(p, label, span.head, Base(stat.max), stat.sum, C(p.width), weight);
+    Slope<T> slope(p, label, span.head, Base(stat.max), stat.sum, p.template Numbers<C>().width, weight);
     slope.factor *= rescale;
+    T* const out = gradient + span.At(lane);
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       const int pack = lane + i * lanes;
       if (pack >= span.end) break;
       slope.FromPowers(held[i], pack);
-      StoreVector<T, N>(gradient + span.At(pack), Repack<T, N>(held[i]));
+      StoreVector<T, N>(out + i * lanes * N, Repack<T, N>(held[i]));
     }
+    if (!real) continue;
     if (p.ragged) {
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         const int64_t column = singles.column[k];
-        if (column >= 0) gradient[row * p.width + column] = slope.FromPower(single_power[k], column == label.at);
+        if (column >= 0) gradient[row * p.width + column] = slope.FromPower(single[k], column == label.at);
       }
     }
+    if (label.at >= 0 ? own : lane == 0) WriteRow<T>(p, row, stat, label, x_label, reference);
   }
 }
 

@@ -13,7 +13,7 @@ namespace jaxkern {
 constexpr int kWholeBlock = 0;
 constexpr int kLossUnroll = 4;        // packs of a batch that a lane handles
 constexpr int kLossGroupThreads = 128;
-constexpr int kLossBlockThreads = 512;  // at most
+constexpr int kLossStreamThreads = 256, kLossBlockThreads = 512;  // at most: of a block that streams a row, or holds it
 // Blocks of groups a multiprocessor, which caps the registers at 80 or 128 a thread.
 template <class T, bool kMasked> constexpr int kLossGroupBlocks = kMasked || sizeof(T) == 8 ? 4 : 6;
 
@@ -22,7 +22,7 @@ template <class T, bool kMasked> constexpr int kLossGroupBlocks = kMasked || siz
 template <class T>
 __device__ __forceinline__ LossStat<T> ReduceLossBlock(const LossParams& p, const LossStat<T>& stat, LossStat<T>* room) {
   constexpr int kMaxWarps = kLossBlockThreads / kWarp;
-  const bool smoothing = p.smoothing != 0, masked = p.mask != nullptr;
+  const bool smoothing = p.Smoothing(), masked = p.mask != nullptr;
   return ReduceWarps<kMaxWarps>(stat.template MergeLanes<kWarp>(smoothing, masked), room, blockDim.x / kWarp,
                                 LossStat<T>::Identity(), [] { __syncthreads(); }, [=](const LossStat<T>& s) {
                                   return s.template MergeLanes<kMaxWarps>(smoothing, masked);
@@ -79,7 +79,7 @@ __device__ __forceinline__ KeptElements<N> LoadKept(const LossParams& p, const u
 }
 
 template <class T, int kLanes, bool kMasked>
-__global__ void __launch_bounds__(kLanes ? kLossGroupThreads : kLossBlockThreads, kLanes ? kLossGroupBlocks<T, kMasked> : kMasked || sizeof(T) == 8 ? 1 : 2)
+__global__ void __launch_bounds__(kLanes ? kLossGroupThreads : kLossStreamThreads, kLossGroupBlocks<T, kMasked> / (kLanes ? 1 : 2))
 LossRows(const __grid_constant__ LossParams p) {
   using C = Compute<T>;
   using Stat = LossStat<T>;
@@ -93,7 +93,7 @@ LossRows(const __grid_constant__ LossParams p) {
   const int64_t units = p.rows * p.parts, step = int64_t{gridDim.x} * groups;
   const int batch_packs = lanes * kLossUnroll;
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
-  const bool smoothing = p.smoothing != 0;
+  const bool smoothing = p.Smoothing();
   const T* const logits = static_cast<const T*>(p.logits);
 
   int64_t at = int64_t{blockIdx.x} * groups + threadIdx.x / lanes;
@@ -102,12 +102,18 @@ LossRows(const __grid_constant__ LossParams p) {
   LossUnit<T> unit(p, at);
   Pack<T, N> next[kLossUnroll];
   unit.Load(p, unit.span.begin, lane, lanes, policy, next);
+  RawLabel next_label = {};
+  if (lane == 0 && at < units) next_label = LoadLabel(p, unit.row);
   for (int turn = 0; at - behind < units; ++turn) {
     const bool real = at < units;
     const int64_t row = real ? unit.row : 0;
     const T* const first = logits + row * p.width;
     Label label = {Label::kIgnored};
-    if (lane == 0 && real) label = ReadLabel(p, row);
+    T label_logit = {};
+    if (lane == 0 && real) {
+      label = Resolve(p, next_label);
+      if (label.at >= 0) label_logit = first[label.at];
+    }
     C reference = 0;
     if (smoothing) reference = ReferenceOf(*first);
     const uint8_t* mask_row = nullptr;
@@ -124,6 +130,7 @@ LossRows(const __grid_constant__ LossParams p) {
       const bool last = from + batch_packs >= unit.span.end;
       if (last) following = LossUnit<T>(p, at + step);
       following.Load(p, last ? following.span.begin : from + batch_packs, lane, lanes, policy, next);
+      if (last && lane == 0 && at + step < units) next_label = LoadLabel(p, following.row);
       if (kMasked || smoothing) {
 #pragma unroll
         for (int i = 0; i < kLossUnroll; ++i) {
@@ -165,7 +172,7 @@ LossRows(const __grid_constant__ LossParams p) {
 
     C x_label = 0;
     if (lane == 0 && label.at >= 0) {
-      x_label = ToCompute(first[label.at]);
+      x_label = ToCompute(label_logit);
       if (kMasked && !mask_row[label.at * p.mask_view.axis_stride]) x_label = -Infinity<C>();
     }
     if constexpr (kGroup) stat = stat.template MergeLanes<kGroup ? kLanes : 1>(smoothing, kMasked);
@@ -189,7 +196,7 @@ template <class T> __global__ void __launch_bounds__(kLossGroupThreads) LossMerg
   const Stat* const partials = static_cast<const Stat*>(p.partials) + row * p.parts;
   Stat stat = Stat::Identity();
   for (int i = lane; i < p.parts; i += kWarp) stat = Stat::Merge(stat, partials[i]);
-  stat = stat.template MergeLanes<kWarp>(p.smoothing != 0, p.mask != nullptr);
+  stat = stat.template MergeLanes<kWarp>(p.Smoothing(), p.mask != nullptr);
   if (lane != 0) return;
   const T* const first = static_cast<const T*>(p.logits) + row * p.width;
   const Label label = ReadLabel(p, row);
@@ -200,6 +207,19 @@ template <class T> __global__ void __launch_bounds__(kLossGroupThreads) LossMerg
   }
   WriteRow<T>(p, row, stat, label, x_label, ReferenceOf(*first));
 }
+
+// What the gradient of a row is computed from, as it was loaded.
+template <class C, bool kMasked> struct RowNumbers {
+  RawLabel label;
+  C largest, total, weight, count;
+
+  __device__ __forceinline__ RowNumbers(const LossParams& p, int64_t row)
+      : label(LoadLabel(p, row)),
+        largest(static_cast<const C*>(p.largest)[row]),
+        total(static_cast<const C*>(p.total)[row]),
+        weight(static_cast<const C*>(p.weight)[row]),
+        count(kMasked ? static_cast<const C*>(p.count)[row] : p.template Numbers<C>().width) {}
+};
 
 template <class T, int kLanes, bool kMasked>
 __global__ void __launch_bounds__(kLossGroupThreads, kLossGroupBlocks<T, kMasked>) GradientRows(const __grid_constant__ LossParams p) {
@@ -216,10 +236,11 @@ __global__ void __launch_bounds__(kLossGroupThreads, kLossGroupBlocks<T, kMasked
   LossUnit<T> unit(p, at);
   Pack<T, N> next[kLossUnroll];
   unit.Load(p, unit.span.begin, lane, kLanes, policy, next);
+  RowNumbers<C, kMasked> numbers(p, unit.row);
   for (; at < units; at += step) {
     const int64_t row = unit.row;
-    const Slope<T> slope(p, ReadLabel(p, row), unit.span.head, static_cast<const C*>(p.largest)[row], static_cast<const C*>(p.total)[row],
-                         kMasked ? static_cast<const C*>(p.count)[row] : C(p.width), static_cast<const C*>(p.weight)[row]);
+    const Label label = Resolve(p, numbers.label);
+    const Slope<T> slope(p, label, unit.span.head, numbers.largest, numbers.total, numbers.count, numbers.weight);
     const uint8_t* mask_row = nullptr;
     if constexpr (kMasked) mask_row = p.mask + p.mask_view.outer_map(row);
     LossUnit<T> following = unit;
@@ -231,6 +252,7 @@ __global__ void __launch_bounds__(kLossGroupThreads, kLossGroupBlocks<T, kMasked
       const bool last = from + kBatchPacks >= unit.span.end;
       if (last) following = LossUnit<T>(p, at + step);
       following.Load(p, last ? following.span.begin : from + kBatchPacks, lane, kLanes, policy, next);
+      if (last && at + step < units) numbers = RowNumbers<C, kMasked>(p, following.row);
 #pragma unroll
       for (int i = 0; i < kLossUnroll; ++i) {
         const int pack = from + lane + i * kLanes;
@@ -249,12 +271,11 @@ __global__ void __launch_bounds__(kLossGroupThreads, kLossGroupBlocks<T, kMasked
     } while (from < unit.span.end);
     if (p.ragged) {
       const LossSingles<T> singles(p, unit.span, lane, unit.first_part);
-      const int64_t label = ReadLabel(p, row).at;
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         const int64_t column = singles.column[k];
         if (column < 0) continue;
-        T result = slope.Gradient(singles.Load(static_cast<const T*>(p.logits) + row * p.width, k), column == label);
+        T result = slope.Gradient(singles.Load(static_cast<const T*>(p.logits) + row * p.width, k), column == label.at);
         if (kMasked && !mask_row[column * p.mask_view.axis_stride]) result = FromCompute<T>(C(0));
         gradient[row * p.width + column] = result;
       }

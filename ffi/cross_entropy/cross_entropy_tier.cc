@@ -57,7 +57,9 @@ LossTier ChooseLossTier(const LossProblem& p, const DeviceTraits& d) {
   if (few && fits(LossTier::kCluster)) return LossTier::kCluster;
   if (fits(LossTier::kBlock)) return LossTier::kBlock;
   // In 16 bit exponentials by the byte are twice as many, and held in float: shared memory holds rows as they are.
-  if (SizeOf(p.dtype) == 4 && fits(LossTier::kCluster)) return LossTier::kCluster;
+  // A cluster leaves ragged rows too many idle lanes.
+  const bool whole = p.width * SizeOf(p.dtype) % 16 == 0 && p.misalignment == 0;
+  if (SizeOf(p.dtype) == 4 && whole && fits(LossTier::kCluster)) return LossTier::kCluster;
   if (fits(LossTier::kPipeline)) return LossTier::kPipeline;
   return fits(LossTier::kStreaming) ? LossTier::kStreaming : LossTier::kColumn;
 }
