@@ -27,7 +27,7 @@ from benchmarks._program import Program
 OPERATION = "cross_entropy"
 OPS = ("cross_entropy",)
 DIRECTIONS = ("forward", "both", "step", "backward")
-TIERS = ("sub_warp", "warp", "block", "cluster", "pipeline", "streaming", "split")
+TIERS = ("sub_warp", "warp", "block", "pipeline", "streaming", "split")
 NEAR_READ, NEAR_COPY, LARGE = 0.97, 0.95, 100e6
 
 

@@ -83,7 +83,7 @@ def softmax_cross_entropy(logits, labels, *, axis=-1, where=None, label_smoothin
     """
     name = "softmax_cross_entropy"
     options = _checked(name, logits, labels, where, label_smoothing, z_loss, ignore_index)
-    return _call(_loss, logits, safe_index(labels), where, axis=_canonical.static_axis(name, axis), tier=tiers.forced(), options=options)
+    return _call(_loss, logits, safe_index(labels), where, axis=_canonical.static_axis(name, axis), tier=tiers.forced(tiers.LOSS_TIERS), options=options)
 
 
 def softmax_cross_entropy_and_grad(logits, labels, weights=None, *, axis=-1, where=None, label_smoothing=0.0, z_loss=0.0,
@@ -111,7 +111,7 @@ def softmax_cross_entropy_and_grad(logits, labels, weights=None, *, axis=-1, whe
     if weights is not None:
         _canonical.check_array(name, "weights", "an array or a number", weights)
     return _call(_both, logits, safe_index(labels), weights, where, axis=_canonical.static_axis(name, axis),
-                 tier=tiers.forced(), options=options)
+                 tier=tiers.forced(tiers.LOSS_TIERS), options=options)
 
 
 def _call(f, *arrays, **static):

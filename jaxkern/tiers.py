@@ -4,7 +4,8 @@
     tiers.index_add(169343, 1166243, 128)            -> "sort"
     with tiers.force("block"): jaxkern.softmax(x)
 
-The tiers of softmax are described in ffi/softmax/softmax_tier.h, the plans of index_add and its family
+The tiers of softmax are described in ffi/softmax/softmax_tier.h, those of cross-entropy in
+ffi/cross_entropy/cross_entropy_tier.h, the plans of index_add and its family
 in ffi/index_add/index_add_plan.h. They differ in speed and, by rounding, in the last bits of the
 result, never in meaning.
 """
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 from jaxkern import _lowering, _registry
 
 NAMES = ("sub_warp", "warp", "block", "cluster", "pipeline", "streaming", "split", "column")
+LOSS_TIERS = tuple(name for name in NAMES if name != "cluster")  # of cross-entropy
 PLANS = ("unique", "small", "sorted", "sort", "narrow", "atomic", "gather")
 
 
@@ -109,7 +111,7 @@ def cross_entropy_fits(tier: str, rows: int, width: int, inner: int = 1, dtype="
     if tier not in NAMES:
         raise ValueError(f"jaxkern.tiers.cross_entropy_fits: no tier {tier!r}, there are {', '.join(NAMES)}")
     query, device = _loss_query("cross_entropy_fits", rows, width, inner, dtype, which, masked, device)
-    return query.fits(tier, *device)
+    return tier in LOSS_TIERS and query.fits(tier, *device)
 
 
 def _loss_query(function, rows, width, inner, dtype, which, masked, device):

@@ -79,52 +79,34 @@ cudaError_t LaunchColumns(const LossParams& p, bool loss, bool gradient, bool al
   return go(kInt<1>);
 }
 
-// Loss and gradient with the row in the registers of a group, a block or a cluster.
+// Loss and gradient with the row in the registers of a group or a block.
 template <class T>
 cudaError_t LaunchBothRegisters(const LossParams& p, LossTier tier, const Device& device, cudaStream_t stream) {
   const int64_t packs = std::max<int64_t>(1, p.width / kVector<T>);
-  constexpr int kRoom = sizeof(T) == 2 ? 640 : 768;  // threads a multiprocessor: see BothRegisters
+  constexpr int kRoom = kBothThreads;
   const auto group = [&](auto lanes) {
     constexpr int kLanes = decltype(lanes)::value;
     LaunchShape shape;
     shape.threads = kLossGroupThreads;
     shape.blocks = PersistentBlocks(p.rows, kLossGroupThreads / kLanes, kRoom / kLossGroupThreads, device);
-    return Launch(BothRegisters<T, kLanes, 4, kLossGroupThreads, true>, shape, stream, p);
+    return Launch(BothRegisters<T, kLanes, 4, kLossGroupThreads>, shape, stream, p);
   };
   if (tier == LossTier::kSubWarp) return packs <= 32 ? group(kInt<8>) : group(kInt<16>);
   if (tier == LossTier::kWarp) return group(kInt<32>);
   LaunchShape shape;
-  if (tier == LossTier::kCluster) {
-    int log_size = 1;
-    const auto each = [&] { return CeilDiv(packs, 1 << log_size); };
-    while (log_size < 4 && each() > 1024) ++log_size;
-    while (log_size < 4 && (p.rows << (log_size + 1)) <= 2 * device.sm_count && each() > 256) ++log_size;
-    shape.cluster = 1 << log_size;
-    shape.blocks = p.rows << log_size;
-    const auto cluster = [&](auto held) {
-      constexpr auto kKernel = BothRegisters<T, kWholeCluster, decltype(held)::value, kLossBlockThreads, false>;
-      shape.threads = static_cast<int>(CeilDiv(each(), decltype(held)::value * kWarp) * kWarp);
-      const cudaError_t e = AllowLargeClusters<kKernel>(device);
-      return e != cudaSuccess ? e : Launch(kKernel, shape, stream, p);
-    };
-    if (each() <= 4 * kLossBlockThreads) return cluster(kInt<4>);
-    if constexpr (sizeof(T) == 4) return cluster(kInt<8>);
-    return cudaErrorInvalidConfiguration;
-  }
   shape.threads = static_cast<int>(CeilDiv(packs, 4 * kWarp) * kWarp);
   if (shape.threads <= 256) {
     shape.blocks = PersistentBlocks(p.rows, 1, kRoom / shape.threads, device);
-    return Launch(BothRegisters<T, kWholeBlock, 4, 256, true>, shape, stream, p);
+    return Launch(BothRegisters<T, kWholeBlock, 4, 256>, shape, stream, p);
   }
   if (shape.threads <= kLossBlockThreads) {
-    constexpr bool kPrefetch = sizeof(T) == 2;  // whose exponentials leave room for one block a multiprocessor only
-    shape.blocks = kPrefetch ? PersistentBlocks(p.rows, 1, 1, device) : p.rows;
-    return Launch(BothRegisters<T, kWholeBlock, 4, kLossBlockThreads, kPrefetch>, shape, stream, p);
+    shape.blocks = PersistentBlocks(p.rows, 1, 1, device);
+    return Launch(BothRegisters<T, kWholeBlock, 4, kLossBlockThreads>, shape, stream, p);
   }
   if constexpr (sizeof(T) == 4) {
     shape.threads = static_cast<int>(CeilDiv(packs, 8 * kWarp) * kWarp);
     shape.blocks = PersistentBlocks(p.rows, 1, 1, device);
-    return Launch(BothRegisters<T, kWholeBlock, 8, kLossBlockThreads, true>, shape, stream, p);
+    return Launch(BothRegisters<T, kWholeBlock, 8, kLossBlockThreads>, shape, stream, p);
   }
   return cudaErrorInvalidConfiguration;
 }

@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kWarp * kLossColumnWarps) GradientColumn(const
   for (int j = 0; j < N; ++j) {
     const Label own_label = ReadLabel(p, own.Row(p, j));
     const Slope<T> s = slope_of(j, own_label);
-    base[j] = s.base, factor[j] = s.factor, smooth[j] = s.smooth, hot[j] = s.hot, nothing[j] = s.nothing;
+    base[j] = s.base, factor[j] = s.factor, smooth[j] = s.smooth, hot[j] = s.hot, nothing[j] = !s.live;
     label[j] = own_label.at;
   }
   const int64_t step = int64_t{kLossColumnWarps} * gridDim.y;

@@ -272,14 +272,14 @@ template <class T> struct Slope {
   C smooth, hot;   // taken from every participant, and from the label
   int label_pack;  // where the label is: -1 for none of the packs
   int label_place;
-  bool nothing;    // zeros, whatever the logits are
+  uint32_t live;   // bits of the gradient to keep: none where it is zeros whatever the logits are
 
   __device__ __forceinline__ Slope(const LossParams& p, Label label, int head, C largest, Sum<T> total, C count, C weight)
       : base(largest) {
     const int64_t offset = label.at - head;
     label_pack = label.at >= head ? static_cast<int>(offset / N) : -1;
     label_place = static_cast<int>(offset & (N - 1));
-    nothing = label.at == Label::kIgnored || (total == Sum<T>(0) && label.at != Label::kBad);
+    live = label.at == Label::kIgnored || (total == Sum<T>(0) && label.at != Label::kBad) ? 0u : ~0u;
     const LossNumbers<C>& numbers = p.template Numbers<C>();
     smooth = 0;
     if (numbers.soft != 0) smooth = weight * numbers.soft / count;
@@ -290,29 +290,28 @@ template <class T> struct Slope {
   }
 
   // The gradient of a pack from its exponentials.
-  __device__ __forceinline__ void FromPowers(C (&e)[N], int pack) const {
+  __device__ __forceinline__ Pack<T, N> FromPowers(C (&e)[N], int pack) const {
 #pragma unroll
     for (int j = 0; j < N; ++j) e[j] = fma(e[j], factor, -smooth);
     if (pack == label_pack) {
 #pragma unroll
       for (int j = 0; j < N; ++j) e[j] -= j == label_place ? hot : C(0);
     }
-    if (nothing) {
+    Pack<T, N> result = Repack<T, N>(e);
 #pragma unroll
-      for (int j = 0; j < N; ++j) e[j] = 0;
-    }
+    for (int w = 0; w < Pack<T, N>::kWords; ++w) result.word[w] &= live;
+    return result;
   }
   __device__ __forceinline__ Pack<T, N> Gradient(const Pack<T, N>& x, int pack) const {
     C v[N];
     Unpack(x, v);
 #pragma unroll
     for (int j = 0; j < N; ++j) v[j] = ExpDifference<T>(v[j], base);
-    FromPowers(v, pack);
-    return Repack<T, N>(v);
+    return FromPowers(v, pack);
   }
   __device__ __forceinline__ T FromPower(C e, bool is_label) const {
     const C dx = fma(e, factor, -smooth) - (is_label ? hot : C(0));
-    return FromCompute<T>(nothing ? C(0) : dx);
+    return FromCompute<T>(live ? dx : C(0));
   }
   __device__ __forceinline__ T Gradient(const Pack<T, 1>& x, bool is_label) const {
     return FromPower(ExpDifference<T>(ToCompute(Element(x, 0)), base), is_label);

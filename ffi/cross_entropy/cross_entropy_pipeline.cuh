@@ -98,7 +98,7 @@ BothPipeline(const __grid_constant__ LossParams p, int piece_packs) {
       const LossRow<T> span(p, r);
       const int end = min(static_cast<int>(span.end), begin + piece_packs);
       const int row_slot = slot;
-      const Label label = ReadLabel(p, r);
+      const RawLabel raw_label = LoadLabel(p, r);  // not looked at before pass 1 is done
       const C weight = static_cast<const C*>(p.weight)[r];
       C reference = 0;
       if (smoothing) reference = ReferenceOf(logits[r * p.width]);
@@ -140,8 +140,10 @@ BothPipeline(const __grid_constant__ LossParams p, int piece_packs) {
         stat = (from < cluster ? exchange[from] : Stat::Identity()).template MergeLanes<kMaxCluster>(smoothing, false);
       }
 
+      const Label label = Resolve(p, raw_label);
       const Slope<T> slope(p, label, span.head, Base(stat.max), stat.sum, p.template Numbers<C>().width, weight);
-      if (label.at < 0 && rank == 0 && lane == 0) WriteRow<T>(p, r, stat, label, C(0), reference);
+      bool own = label.at < 0 && rank == 0 && lane == 0;  // who writes the loss
+      C x_label = 0;
       int again = row_slot;
       for (int c = 0; c < chunks; ++c) {
         const int from = begin + c * kLossChunkPacks + lane;
@@ -152,11 +154,11 @@ BothPipeline(const __grid_constant__ LossParams p, int piece_packs) {
           if (pack < end) {
             const Pack<T, N> x = pack_at(again, u);
             if (pack == slope.label_pack) {
-              C v[N], x_label = 0;
+              C v[N];
               Unpack(x, v);
 #pragma unroll
               for (int j = 0; j < N; ++j) x_label = j == slope.label_place ? v[j] : x_label;
-              WriteRow<T>(p, r, stat, label, x_label, reference);
+              own = true;
             }
             StoreVector<T, N>(out + u * kLossConsumers * N, slope.Gradient(x, pack));
           }
@@ -169,9 +171,10 @@ BothPipeline(const __grid_constant__ LossParams p, int piece_packs) {
       for (int k = 0; k < 2; ++k) {
         const int64_t column = singles.column[k];
         if (column < 0) continue;
-        if (column == label.at) WriteRow<T>(p, r, stat, label, ToCompute(Element(single[k], 0)), reference);
+        if (column == label.at) own = true, x_label = ToCompute(Element(single[k], 0));
         gradient[r * p.width + column] = slope.Gradient(single[k], column == label.at);
       }
+      if (own) WriteRow<T>(p, r, stat, label, x_label, reference);
     }
   }
   // No block may leave while another still writes to its shared memory.

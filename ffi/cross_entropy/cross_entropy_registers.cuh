@@ -1,16 +1,17 @@
 // Loss and gradient in one read, a row held in registers.
 //
-// A row belongs to a group of kLanes lanes, to a block (kWholeBlock) or to a cluster of blocks (kWholeCluster,
-// sm_90), and a thread holds kPacks of its packs, as exponentials relative to its warp's maximum. Groups, and
-// blocks that live as long as the kernel, load their next row as soon as this one has been unpacked. Who holds
-// the label's logit writes the row's loss: it need not be read again, and the gradient may overwrite the logits.
+// A row belongs to a group of kLanes lanes or to a block (kWholeBlock), and a thread holds kPacks of its packs,
+// as exponentials relative to its warp's maximum. Groups and blocks live as long as the kernel and load their
+// next row as soon as this one has been unpacked. Who holds the label's logit writes the row's loss: it need not
+// be read again, and the gradient may overwrite the logits.
 #pragma once
 
 #include "cross_entropy_rows.cuh"
 
 namespace jaxkern {
 
-constexpr int kWholeCluster = -1;
+// Threads a multiprocessor, which caps the registers of each.
+constexpr int kBothThreads = 640;
 
 // A row as it was loaded.
 template <class T, int kPacks> struct HeldRow {
@@ -42,41 +43,25 @@ template <class T, int kPacks> struct HeldRow {
   }
 };
 
-// kPrefetch: a block takes several rows. Fewer blocks fit a multiprocessor then.
-template <class T, int kLanes, int kPacks, int kThreads, bool kPrefetch>
-__global__ void __launch_bounds__(kThreads, kPrefetch ? (kPacks > 4 ? 512 : sizeof(T) == 2 ? 640 : 768) / kThreads : kPacks > 4 ? 1 : 1024 / kThreads)
+template <class T, int kLanes, int kPacks, int kThreads>
+__global__ void __launch_bounds__(kThreads, (kPacks > 4 ? 512 : kBothThreads) / kThreads)
 BothRegisters(const __grid_constant__ LossParams p) {
   using C = Compute<T>;
   using Stat = LossStat<T>;
   constexpr int N = kVector<T>;
-  constexpr bool kGroup = kLanes > 0, kCluster = kLanes == kWholeCluster;
+  constexpr bool kGroup = kLanes != kWholeBlock;
   constexpr int kMaxWarps = kLossBlockThreads / kWarp;
   __shared__ Stat rooms[2][kMaxWarps];
 
-  uint32_t rank = 0, blocks = 1;
-#ifdef JAXKERN_HAS_BULK_COPY
-  __shared__ Stat mail[kMaxCluster];
-  __shared__ Barrier mailed;
-  if constexpr (kCluster) {
-    rank = ClusterRank();
-    blocks = ClusterSize();
-    if (threadIdx.x == 0) {
-      InitBarrier(&mailed, 1);
-      FenceBarrierInit();
-    }
-    ArriveClusterRelaxed();
-  }
-#endif
-  static_assert(!(kCluster && kPrefetch), "a cluster has one row");
-  const int lanes = kGroup ? kLanes : static_cast<int>(blocks * blockDim.x);
-  const int lane = kGroup ? threadIdx.x % lanes : rank * blockDim.x + threadIdx.x;
+  const int lanes = kGroup ? kLanes : static_cast<int>(blockDim.x);
+  const int lane = threadIdx.x % lanes;
   constexpr int kGroups = kGroup ? kThreads / (kGroup ? kLanes : 1) : 1;
   const int64_t step = int64_t{gridDim.x} * kGroups;
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
   T* const gradient = static_cast<T*>(p.gradient);
   const bool smoothing = p.Smoothing();
 
-  int64_t row = kGroup ? int64_t{blockIdx.x} * kGroups + threadIdx.x / lanes : blockIdx.x / blocks;
+  int64_t row = int64_t{blockIdx.x} * kGroups + threadIdx.x / lanes;
   // The lanes of a warp stay together: its first row decides.
   const int64_t behind = kGroup ? threadIdx.x % kWarp / lanes : 0;
   HeldRow<T, kPacks> raw;
@@ -109,7 +94,7 @@ BothRegisters(const __grid_constant__ LossParams p) {
         for (int j = 0; j < N; ++j) x_label = j == place ? held[i][j] : x_label;
       }
     }
-    if constexpr (kPrefetch) raw.Load(p, row + step, lane, lanes, policy);
+    raw.Load(p, row + step, lane, lanes, policy);
 
     stat.max = ReduceLanes<kGroup ? kLanes : kWarp>(stat.max, MaxOf());
     const C base = Base(stat.max);
@@ -139,16 +124,6 @@ BothRegisters(const __grid_constant__ LossParams p) {
       const C of_warp = stat.max;
       stat = ReduceWarps<kMaxWarps>(stat, rooms[turn % 2], blockDim.x / kWarp, Stat::Identity(), [] { __syncthreads(); },
                                     [=](const Stat& s) { return s.template MergeLanes<kMaxWarps>(smoothing, false); });
-#ifdef JAXKERN_HAS_BULK_COPY
-      if constexpr (kCluster) {
-        WaitCluster();
-        if (threadIdx.x == 0) ArriveExpect(&mailed, blocks * sizeof(Stat));
-        if (threadIdx.x < blocks) StoreRemote(&mail[rank], stat, &mailed, threadIdx.x);
-        Wait(&mailed, 0);
-        const uint32_t from = threadIdx.x % kMaxCluster;
-        stat = (from < blocks ? mail[from] : Stat::Identity()).template MergeLanes<kMaxCluster>(smoothing, false);
-      }
-#endif
       // A warp of nothing but -inf holds zeros; its factor must not make them NaN.
       rescale = of_warp == -Infinity<C>() ? C(0) : Rescale<T>(of_warp, Base(stat.max));
     }
@@ -160,8 +135,7 @@ BothRegisters(const __grid_constant__ LossParams p) {
     for (int i = 0; i < kPacks; ++i) {
       const int pack = lane + i * lanes;
       if (pack >= span.end) break;
-      slope.FromPowers(held[i], pack);
-      StoreVector<T, N>(out + i * lanes * N, Repack<T, N>(held[i]));
+      StoreVector<T, N>(out + i * lanes * N, slope.FromPowers(held[i], pack));
     }
     if (!real) continue;
     if (p.ragged) {

@@ -28,9 +28,6 @@ bool LossTierFits(LossTier tier, const LossProblem& p, const DeviceTraits& d) {
     case LossTier::kWarp: return p.pass == LossPass::kBoth ? in_registers && packs <= kWarpPacks : true;
     case LossTier::kBlock:
       return p.pass == LossPass::kLoss || (in_registers && packs <= kBlockThreads * HeldPacks(p));
-    case LossTier::kCluster:
-      return in_registers && Hopper(d) && packs > kClusterBlocks &&
-             packs <= kClusterBlocks * kBlockThreads * HeldPacks(p);
     case LossTier::kPipeline: return in_registers && Hopper(d) && packs * 16 <= kClusterBlocks * kRingBytes;
     case LossTier::kStreaming: return p.pass != LossPass::kGradient;
     case LossTier::kSplit:
@@ -49,17 +46,13 @@ LossTier ChooseLossTier(const LossProblem& p, const DeviceTraits& d) {
   const bool few = p.rows * 2 <= d.sm_count && packs >= 2048;
   if (p.pass == LossPass::kLoss) {
     if (few && fits(LossTier::kSplit)) return LossTier::kSplit;
-    // A warp a row wants as many rows as warps.
-    return packs <= 1024 && p.rows >= 32 * d.sm_count ? LossTier::kWarp : LossTier::kBlock;
+    // A warp a row wants many more rows than there are warps, or short ones.
+    const int64_t wanted = (packs <= 1024 ? 24 : 60) * int64_t{d.sm_count};
+    return p.rows >= wanted ? LossTier::kWarp : LossTier::kBlock;
   }
   if (fits(LossTier::kWarp)) return LossTier::kWarp;
   if (few && p.rows * kClusterBlocks < d.sm_count / 2 && packs >= 16384 && fits(LossTier::kSplit)) return LossTier::kSplit;
-  if (few && fits(LossTier::kCluster)) return LossTier::kCluster;
   if (fits(LossTier::kBlock)) return LossTier::kBlock;
-  // In 16 bit exponentials by the byte are twice as many, and held in float: shared memory holds rows as they are.
-  // A cluster leaves ragged rows too many idle lanes.
-  const bool whole = p.width * SizeOf(p.dtype) % 16 == 0 && p.misalignment == 0;
-  if (SizeOf(p.dtype) == 4 && whole && fits(LossTier::kCluster)) return LossTier::kCluster;
   if (fits(LossTier::kPipeline)) return LossTier::kPipeline;
   return fits(LossTier::kStreaming) ? LossTier::kStreaming : LossTier::kColumn;
 }

@@ -5,7 +5,6 @@
 //     sub_warp   8 or 16 lanes a row           the same      rows up to 1 KB in registers
 //     warp       a warp a row                  any row       rows up to 2 KB in registers
 //     block      a block a row                 -             rows up to 64 KB (16 bit: 32 KB) in registers
-//     cluster    -                             -             sm_90: a row over the registers of 2-16 blocks
 //     pipeline   -                             -             sm_90: a row in the shared memory of 1-16 blocks,
 //                                                            which bulk copies refill while it is written
 //     streaming  a block a row                 as warp       the two, one after the other
@@ -25,10 +24,10 @@ namespace jaxkern {
 
 enum class LossPass : int32_t { kLoss, kGradient, kBoth };
 
-enum class LossTier : int32_t { kAuto, kSubWarp, kWarp, kBlock, kCluster, kPipeline, kStreaming, kSplit, kColumn };
+enum class LossTier : int32_t { kAuto, kSubWarp, kWarp, kBlock, kPipeline, kStreaming, kSplit, kColumn };
 
 constexpr std::string_view kLossPassNames[] = {"loss", "gradient", "both"};
-constexpr std::string_view kLossTierNames[] = {"auto",     "sub_warp",  "warp",  "block", "cluster",
+constexpr std::string_view kLossTierNames[] = {"auto",     "sub_warp",  "warp",  "block",
                                                "pipeline", "streaming", "split", "column"};
 
 // The position of a name among those of an enum; false for an unknown one.
