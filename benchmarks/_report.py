@@ -11,6 +11,8 @@ from typing import Any
 from benchmarks import _goals
 
 PEERS = ("xla", "torch")
+# Under what name, if not its own, peers.json has an operation or a direction.
+PUBLISHED = {"cross_entropy": "cross_entropy", "step": "both"}
 CHANGED = 0.03  # a difference between two runs that is worth a mark
 
 
@@ -47,6 +49,8 @@ def table(data: dict[str, Any]) -> str:
     names = list(dict.fromkeys(k for r in rows for k in r["times"]))
     shown = [_goals.COPY, _goals.OURS, *(p for p in PEERS if p in names)]
     tiers = [k for k in names if ":" in k]
+    peaks = [next((g["peak_bytes"] for g in r["goals"] if g["goal"] == "memory"), None) for r in rows]
+    with_peaks = any(p is not None for p in peaks)
     lines = [
         [
             "case",
@@ -56,16 +60,18 @@ def table(data: dict[str, Any]) -> str:
             "copy/ours",
             "best published",
             "tier",
+            *["peak MB"] * with_peaks,
             *(t.split(":")[1] for t in tiers),
             "verdict",
         ]
     ]
-    for r in rows:
+    for r, peak in zip(rows, peaks):
         times = medians(r)
         ratio = r["copy_ratio"].get(_goals.OURS)
         known = (
-            _goals.published("softmax", r["direction"], _itemsize(r["dtype"]), r["width"])
-            if r["group"] in ("sweep", "odd")
+            _goals.published(PUBLISHED.get(r["op"], "softmax"), PUBLISHED.get(r["direction"], r["direction"]),
+                             _itemsize(r["dtype"]), r["width"])
+            if r["group"] in ("sweep", "odd", "classes")
             else {}
         )
         best = max(known, key=known.__getitem__) if known else None
@@ -81,11 +87,12 @@ def table(data: dict[str, Any]) -> str:
             [
                 r["case"],
                 r["dtype"].replace("float", "f"),
-                f"{r['op']} {'fwd' if r['direction'] == 'forward' else 'bwd'}",
+                f"{r['op']} {({'forward': 'fwd', 'backward': 'bwd'}.get(r['direction'], r['direction']))}",
                 *(time_text(times.get(k)) for k in shown),
                 "-" if ratio is None else f"{ratio:.3f}",
                 f"{known[best]:.2f} {best}" if best else "-",
                 r.get("tier") or "-",
+                *["-" if peak is None else f"{peak / 1e6:.1f}"] * with_peaks,
                 *(time_text(times.get(t)) for t in tiers),
                 verdict,
             ]

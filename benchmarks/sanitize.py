@@ -10,6 +10,7 @@ step over its edge. Values are checked too.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import itertools
 import os
@@ -221,12 +222,63 @@ def sanitize_reductions(dtypes: list[str]) -> tuple[int, list[str]]:
     return done, wrong
 
 
+# Rows and classes: around packs, batches and the ends of tiers.
+LOSSES = [(rows, width) for rows in (1, 70) for width in (1, 7, 64, 129, 513, 1024, 2049)] + [(5, 9001), (3, 40000), (2, 70001)]
+
+
+def run_loss(tier: str, dtype: str, rows: int, width: int, masked: bool) -> str | None:
+    """The loss and its gradient by both ways that the tier has; "" or what went wrong, None where it has none."""
+    from jaxkern import tiers
+
+    kernels = importlib.import_module("jaxkern.loss")
+    generator = np.random.default_rng(width)
+    options = kernels.Options(0.1 if width % 2 else 0.0, 1e-3, -1)
+    x = generator.standard_normal((rows, width)).astype(jnp.dtype(dtype))
+    wide = np.float64 if dtype == "float64" else np.float32
+    labels, g = generator.integers(-1, width, rows).astype(np.int32), generator.standard_normal(rows).astype(wide)
+    mask = [jax.device_put(generator.random((1, width)) < 0.8)] if masked else []
+    params = {"axis": 1, "tier": tier, "options": options}
+    x, labels, g = map(jax.device_put, (x, labels, g))
+    want = kernels.REFERENCES[kernels.cross_entropy_both_p](x, labels, g, *mask, **params)
+    bind = lambda prim: jax.jit(functools.partial(prim.bind, **params))
+    fits = lambda which: tiers.cross_entropy_fits(tier, rows, width, dtype=dtype, which=which, masked=masked)
+    found = []
+    if fits("loss"):
+        loss, *kept = bind(kernels.cross_entropy_p)(x, labels, *mask)
+        found.append((loss, want[0]))
+        if fits("gradient"):
+            found.append((bind(kernels.cross_entropy_grad_p)(x, labels, *kept[:2], g, *kept[2:], *mask), want[-1]))
+    if fits("both"):
+        both = bind(kernels.cross_entropy_both_p)(x, labels, g, *mask)
+        found += [(both[0], want[0]), (both[-1], want[-1])]
+    for got, wanted in found:
+        got, wanted = (np.asarray(a).astype(np.float64) for a in (got, wanted))
+        with np.errstate(invalid="ignore"):
+            same = (got == wanted) | (np.abs(got - wanted) <= TOLERANCE[dtype] * np.maximum(1, np.abs(wanted)))
+        if not same.all():
+            return f"wrong at {np.argwhere(~same)[0].tolist()} of {got.shape}, {int((~same).sum())} elements"
+    return "" if found else None
+
+
+def sanitize_losses(dtypes: list[str]) -> tuple[int, list[str]]:
+    """Cross-entropy in every tier that can run it."""
+    done, wrong = 0, []
+    for tier in EDGES:
+        for dtype, (rows, width), masked in itertools.product(dtypes, LOSSES, (False, True)):
+            problem = run_loss(tier, dtype, rows, width, masked)
+            done += problem is not None
+            if problem:
+                wrong.append(f"cross_entropy {tier} {dtype} {rows}x{width}{' masked' * masked}: {problem}")
+        print(f"cross_entropy {tier}: {done} problems run so far, {len(wrong)} wrong", flush=True)
+    return done, wrong
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtypes", default="float32,bfloat16", help="of float16,bfloat16,float32,float64")
     parser.add_argument("--tiers", default=",".join(EDGES), help="of softmax")
     parser.add_argument("--plans", default="", help="of index_add")
-    parser.add_argument("--only", choices=("softmax", "index_add", "reduction"), help="one family of operations")
+    parser.add_argument("--only", choices=("softmax", "index_add", "reduction", "cross_entropy"), help="one family of operations")
     parser.add_argument("--wide", action="store_true", help="rows of 1 MB and more as well")
     arguments = parser.parse_args()
     if "float64" in arguments.dtypes:
@@ -256,6 +308,7 @@ def main() -> int:
     others = {
         "index_add": lambda dtypes: sanitize_indexed(dtypes, plans),
         "reduction": sanitize_reductions,
+        "cross_entropy": sanitize_losses,
     }
     for family, sanitize in others.items():
         if arguments.only in (None, family):

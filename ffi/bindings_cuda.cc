@@ -1,5 +1,6 @@
 // The extension module jaxkern._cuda: hands out the CUDA handlers, nothing more.
 #include "common/bindings.h"
+#include "cross_entropy/cross_entropy_ffi.h"
 #include "index_add/index_add_ffi.h"
 #include "reduction/reduction_ffi.h"
 #include "softmax/softmax_ffi.h"
@@ -10,7 +11,8 @@ NB_MODULE(_cuda, m) {
   m.def("registrations",
         [] {
           return jaxkern::Registrations(
-              {jaxkern::SoftmaxCudaTargets(), jaxkern::IndexCudaTargets(), jaxkern::ReductionCudaTargets()});
+              {jaxkern::SoftmaxCudaTargets(), jaxkern::ReductionCudaTargets(), jaxkern::CrossEntropyCudaTargets(),
+               jaxkern::IndexCudaTargets()});
         },
         "{target name: capsule of its handler}");
 }

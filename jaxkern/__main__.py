@@ -145,6 +145,22 @@ def check_reduction(name, dtype) -> float:
     return worst
 
 
+def check_loss(dtype) -> tuple[float, float]:
+    """The worst error of cross-entropy and of its gradient, with and without smoothing."""
+    worst, rng = [0.0, 0.0], np.random.default_rng(0)
+    for shape, smoothing in (((64, 1024), 0.0), ((16, 1003), 0.1), ((3, 50257), 0.0)):
+        x = jnp.asarray(rng.normal(0, 3, shape), dtype)
+        labels = rng.integers(0, shape[1], shape[0])
+        f = lambda x: jaxkern.softmax_cross_entropy(x, labels.astype(np.int32), label_smoothing=smoothing)
+        loss, pull = jax.vjp(jax.jit(f), x)
+        (dx,) = pull(jnp.ones_like(loss))
+        logs = expected("log_softmax", np.asarray(x), True, -1)
+        target = (np.arange(shape[1]) == labels[:, None]) * (1 - smoothing) + smoothing / shape[1]
+        worst[0] = max(worst[0], epsilons(np.asarray(loss), -(logs * target).sum(-1), loss.dtype))
+        worst[1] = max(worst[1], epsilons(np.asarray(dx), np.exp(logs) - target, dtype))
+    return tuple(worst)
+
+
 def show_checks() -> bool:
     limits = ", ".join(f"{limit:g} for {dtype}" for dtype, limit in TOLERANCE.items())
     print(f"\nlargest error against float64, in epsilons of the dtype; right is up to {limits}")
@@ -155,6 +171,10 @@ def show_checks() -> bool:
             errors = [(e, e <= limit) for dtype, limit in TOLERANCE.items() for e in check(operation, dtype)]
         good &= all(right for _, right in errors)
         print(f"{operation:14}" + "".join(f"{e:10.2f}{' ' if right else '!'}" for e, right in errors))
+    with _compat.enable_x64():
+        errors = [(e, e <= limit) for dtype, limit in TOLERANCE.items() for e in check_loss(dtype)]
+    good &= all(right for _, right in errors)
+    print(f"{'cross_entropy':14}" + "".join(f"{e:10.2f}{' ' if right else '!'}" for e, right in errors))
     for operation in (*INDEXED, *REDUCTIONS):
         check_one = check_indexed if operation in INDEXED else check_reduction
         with _compat.enable_x64():
@@ -202,6 +222,22 @@ def show_speed() -> None:
             print(f"{operation:17}{dtype:>7}" + "".join(f"{1e3 * t:10.3f}" for t in (*times, copy)))
 
 
+def show_loss_speed() -> None:
+    rows, classes = (8192, 50257) if jax.default_backend() == "gpu" else (64, 50257)
+    print(f"\nmilliseconds a call, value_and_grad of the mean cross-entropy of [{rows}, {classes}]")
+    print(f"{'':14}{'dtype':>10}{'jaxkern':>10}{'XLA':>10}")
+
+    def plain(x, labels):
+        return -jnp.take_along_axis(jax.nn.log_softmax(x), labels[:, None], -1)[:, 0]
+
+    labels = jax.random.randint(jax.random.key(1), rows, 0, classes)
+    for dtype in ("float32", "bfloat16"):
+        x = jax.random.normal(jax.random.key(0), (rows, classes), dtype)
+        times = [seconds(jax.jit(jax.value_and_grad(lambda x, y, f=f: f(x, y).mean())), x, labels)
+                 for f in (jaxkern.softmax_cross_entropy, plain)]
+        print(f"{'cross_entropy':17}{dtype:>7}" + "".join(f"{1e3 * t:10.3f}" for t in times))
+
+
 def show_indexed_speed() -> None:
     rows, count, width = (169343, 1166243, 128) if jax.default_backend() == "gpu" else (16934, 116624, 128)
     print(f"\nmilliseconds a call, {count} rows of {width} and {rows} segments, half of the rows in one")
@@ -218,6 +254,7 @@ def main() -> int:
     loaded = show_modules()
     right = show_checks()
     show_speed()
+    show_loss_speed()
     show_indexed_speed()
     print("\n" + ("all is well" if loaded and right else "something is wrong: see above"))
     return 0 if loaded and right else 1

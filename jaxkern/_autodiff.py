@@ -14,7 +14,7 @@ from jaxkern._primitive import bind
 def defvjp(prim, f_vjp, differentiable):
     """Gives `prim` the derivatives of `f_vjp`.
 
-    f_vjp: called as `f_vjp(*operands, **params)`; a `jax.custom_vjp` inside it binds `prim`, and its
+    f_vjp: called as `f_vjp(*operands, **params)`, returns what `prim` does, one array or several; a `jax.custom_vjp` inside it binds `prim`, and its
         backward rule is linear in the cotangent.
     differentiable: positions of the operands that have a derivative; one at the end may be left out.
     """
@@ -30,7 +30,7 @@ def defvjp(prim, f_vjp, differentiable):
 
         if not active:
             y = f()
-            return y, ad.Zero.from_primal_value(y)
+            return y, jax.tree.map(ad.Zero.from_primal_value, y)
         y, pull = jax.vjp(f, *(primals[k] for k in active))
         (dy,) = jax.linear_transpose(pull, y)(tuple(tangents[k] for k in active))
         return y, dy

@@ -53,22 +53,22 @@ def check_array(name: str, argument: str, wanted: str, value) -> None:
     raise TypeError(f"jaxkern.{name}: {argument} must be {wanted}, got {got}")
 
 
-def floating(name: str, x):
-    """`x` as a floating-point array; integers promote as in `jax.nn`."""
+def floating(name: str, x, argument: str = "x"):
+    """`x`, of which errors speak as `argument`, as a floating-point array; integers promote as in `jax.nn`."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         if jnp.iinfo(x.dtype).bits < 8:  # as in jax.nn
-            raise TypeError(f"jaxkern.{name}: x of type {x.dtype}{list(x.shape)} does not promote to a floating-point "
-                            "type by itself: convert it with x.astype")
+            raise TypeError(f"jaxkern.{name}: {argument} of type {x.dtype}{list(x.shape)} does not promote to a floating-point "
+                            "type by itself: convert it with astype")
         return x.astype(jax.eval_shape(jnp.exp, x).dtype)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         dtype = "float0" if x.dtype == jax.dtypes.float0 else x.dtype
-        raise TypeError(f"jaxkern.{name}: x must be real, floating-point or integer, got {dtype}{list(x.shape)}")
+        raise TypeError(f"jaxkern.{name}: {argument} must be real, floating-point or integer, got {dtype}{list(x.shape)}")
     if float(jnp.finfo(x.dtype).min) >= 0:
-        raise TypeError(f"jaxkern.{name}: x must be of a type with a zero and a sign, got {x.dtype}{list(x.shape)}")
+        raise TypeError(f"jaxkern.{name}: {argument} must be of a type with a zero and a sign, got {x.dtype}{list(x.shape)}")
     return x
 
 
-def full_rank_mask(name: str, x, where):
+def full_rank_mask(name: str, x, where, argument: str = "x"):
     """`where` with as many dimensions as `x`, each 1 or equal; None stays None."""
     if where is None:
         return None
@@ -76,20 +76,20 @@ def full_rank_mask(name: str, x, where):
         raise TypeError(f"jaxkern.{name}: where must be boolean, got {where.dtype}{list(where.shape)}")
     shape = (1,) * (x.ndim - where.ndim) + where.shape
     if len(shape) > x.ndim or any(b != 1 and b != a for a, b in zip(x.shape, shape)):
-        raise ValueError(f"jaxkern.{name}: where of shape {where.shape} does not broadcast to x of shape {x.shape}")
+        raise ValueError(f"jaxkern.{name}: where of shape {where.shape} does not broadcast to {argument} of shape {x.shape}")
     return where if where.ndim == x.ndim else where.reshape(shape)
 
 
-def sorted_axes(name: str, axis, shape) -> list[int]:
+def sorted_axes(name: str, axis, shape, argument: str = "x") -> list[int]:
     """The axes as ascending non-negative numbers."""
     rank = len(shape)
     axes = range(rank) if axis is None else axis if isinstance(axis, tuple) else (axis,)
     for a in axes:
         if not -rank <= a < rank:
-            raise ValueError(f"jaxkern.{name}: axis {a} is out of bounds for x of shape {shape}")
+            raise ValueError(f"jaxkern.{name}: axis {a} is out of bounds for {argument} of shape {shape}")
     axes = sorted(a % rank for a in axes)
     if len(set(axes)) != len(axes):
-        raise ValueError(f"jaxkern.{name}: duplicate value in axis {axis} for x of shape {shape}")
+        raise ValueError(f"jaxkern.{name}: duplicate value in axis {axis} for {argument} of shape {shape}")
     return axes
 
 

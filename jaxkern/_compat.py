@@ -10,6 +10,8 @@ import re
 
 import jax
 import jax.numpy as jnp
+from jax.extend.mlir import ir
+from jax.interpreters import mlir
 
 
 def varying_axes(x) -> frozenset:
@@ -58,6 +60,19 @@ def merges_split_dimensions() -> bool:
 def shardy() -> bool:
     """Whether shardings go through Shardy (all of 0.9 and later) or the older GSPMD propagation."""
     return bool(getattr(jax.config, "jax_use_shardy_partitioner", True))
+
+
+def register_uncached_lowering(prim, rule, platform) -> None:
+    """A lowering rule that is called for every use of `prim`, in the function that the use stands in."""
+    try:
+        mlir.register_lowering(prim, rule, platform=platform, cacheable=False)
+    except TypeError:  # before there was a cache
+        mlir.register_lowering(prim, rule, platform=platform)
+
+
+def moves_operations() -> bool:
+    """Whether an operation of a program that is being lowered knows its place and can be moved."""
+    return all(hasattr(ir.Operation, name) for name in ("block", "is_before_in_block", "move_before"))
 
 
 def check_nans(prim) -> None:

@@ -5,8 +5,9 @@
     tiers.reduction(1, 1 << 26)                      -> "split"
     with tiers.force("block"): jaxkern.softmax(x)
 
-The tiers of softmax are described in ffi/softmax/softmax_tier.h, those of the reductions in
-ffi/reduction/reduction_tier.h, the plans of index_add and its family in ffi/index_add/index_add_plan.h. They differ in speed and, by rounding, in the last bits of the
+The tiers are described beside the kernels: ffi/softmax/softmax_tier.h, ffi/reduction/reduction_tier.h,
+ffi/cross_entropy/cross_entropy_tier.h, and the plans of index_add and its family in
+ffi/index_add/index_add_plan.h. They differ in speed and, by rounding, in the last bits of the
 result, never in meaning.
 """
 
@@ -21,6 +22,7 @@ from jaxkern import _lowering, _registry
 
 NAMES = ("sub_warp", "warp", "block", "cluster", "pipeline", "streaming", "split", "column")
 REDUCTIONS = ("sub_warp", "warp", "block", "split", "column")  # of NAMES, those that reductions have
+LOSS_TIERS = tuple(name for name in NAMES if name != "cluster")  # of cross-entropy
 PLANS = ("unique", "small", "sorted", "sort", "narrow", "atomic", "gather")
 
 
@@ -106,6 +108,44 @@ def reduction_fits(tier: str, rows: int, width: int, inner: int = 1, dtype="floa
     return _ask_reduction("reduction_fits", "reduction_tier_fits", rows, width, inner, dtype, masked, device, tier)
 
 
+def cross_entropy(rows: int, width: int, inner: int = 1, dtype="float32", *, which: str = "loss", masked: bool = False,
+                  device: Device | None = None) -> str:
+    """The tier that runs a cross-entropy over the middle dimension of [rows, width, inner] by default.
+
+    Args:
+        which: "loss", "gradient", or "both" in one call.
+        The others: as for `softmax`; width is the number of classes.
+
+    Raises:
+        As `softmax`.
+    """
+    query, device = _loss_query("cross_entropy", rows, width, inner, dtype, which, masked, device)
+    return query.tier(*device)
+
+
+def cross_entropy_fits(tier: str, rows: int, width: int, inner: int = 1, dtype="float32", *, which: str = "loss",
+                       masked: bool = False, device: Device | None = None) -> bool:
+    """Whether `tier` can run that problem; arguments as for `cross_entropy`."""
+    if tier not in NAMES:
+        raise ValueError(f"jaxkern.tiers.cross_entropy_fits: no tier {tier!r}, there are {', '.join(NAMES)}")
+    query, device = _loss_query("cross_entropy_fits", rows, width, inner, dtype, which, masked, device)
+    return tier in LOSS_TIERS and query.fits(tier, *device)
+
+
+def _loss_query(function, rows, width, inner, dtype, which, masked, device):
+    from jaxkern import _loss_lowering  # which asks this module what is forced
+
+    name = f"jaxkern.tiers.{function}"
+    module = _answering(name)
+    rows, width, inner = (_positive(name, *size) for size in (("rows", rows), ("width", width), ("inner", inner)))
+    masked, dtype = _flag(name, "masked", masked), _kernel_dtype(name, dtype)
+    if which not in ("loss", "gradient", "both"):
+        raise ValueError(f"{name}: which must be 'loss', 'gradient' or 'both', got {which!r}")
+    scratch = _loss_lowering.scratch_shape((rows, width, inner), dtype, 1)
+    query = module.LossQuery(which, dtype.name, rows, width, inner, masked, scratch[0] * scratch[1] if scratch else 0)
+    return query, _device(name, device)
+
+
 def index_add(rows: int, count: int, inner: int = 1, dtype="float32", **problem) -> str:
     """The plan that adds `count` rows of `inner` elements onto some of `rows` by default.
 
@@ -151,10 +191,7 @@ def _ask(function, query, rows, width, inner, dtype, log, backward, masked, devi
     module = _answering(name)
     rows, width, inner = (_positive(name, *size) for size in (("rows", rows), ("width", width), ("inner", inner)))
     flags = [_flag(name, *flag) for flag in (("log", log), ("backward", backward), ("masked", masked))]
-    dtype = _dtype(name, "dtype", dtype)
-    if dtype not in _lowering.KERNEL_DTYPES:
-        raise ValueError(f"{name}: no kernel for dtype {dtype}, there are "
-                         f"{', '.join(sorted(d.name for d in _lowering.KERNEL_DTYPES))}")
+    dtype = _kernel_dtype(name, dtype)
     scratch = _lowering.scratch_shape((rows, width, inner), dtype, 1)
     scratch_bytes = scratch[0] * scratch[1] if scratch else 0
     return getattr(module, query)(*first, rows, width, inner, dtype.name, *flags, scratch_bytes, *_device(name, device))
@@ -206,6 +243,14 @@ def _dtype(name, argument, value):
     if value is None:  # numpy takes it for float64
         raise ValueError(f"{name}: no kernel for {argument} None")
     return known
+
+
+def _kernel_dtype(name, value):
+    dtype = _dtype(name, "dtype", value)
+    if dtype not in _lowering.KERNEL_DTYPES:
+        raise ValueError(f"{name}: no kernel for dtype {dtype}, there are "
+                         f"{', '.join(sorted(d.name for d in _lowering.KERNEL_DTYPES))}")
+    return dtype
 
 
 def _device(name, device) -> Device:

@@ -18,7 +18,8 @@ from jaxkern import _compat, _lowering, _partition, _registry
 
 TARGETS = {"jaxkern_softmax", "jaxkern_softmax_grad", "jaxkern_log_softmax", "jaxkern_log_softmax_grad",
            "jaxkern_index_add", "jaxkern_index_select", "jaxkern_segment_sum", "jaxkern_segment_max", "jaxkern_segment_min",
-           "jaxkern_reduce_sum", "jaxkern_reduce_mean", "jaxkern_reduce_max", "jaxkern_reduce_min", "jaxkern_logsumexp"}
+           "jaxkern_reduce_sum", "jaxkern_reduce_mean", "jaxkern_reduce_max", "jaxkern_reduce_min", "jaxkern_logsumexp",
+           "jaxkern_cross_entropy", "jaxkern_cross_entropy_grad", "jaxkern_cross_entropy_both"}
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_public_names():
     assert set(jaxkern.__all__) == {
         "embedding_lookup", "export_checks", "index_add", "index_select", "log_softmax", "logsumexp", "reduce_max",
         "reduce_mean", "reduce_min", "reduce_sum", "segment_max", "segment_mean", "segment_min", "segment_sum", "softmax",
-        "tiers"}
+        "softmax_cross_entropy", "softmax_cross_entropy_and_grad", "tiers"}
     assert jaxkern.__version__.count(".") == 2
     assert isinstance(jaxkern.tiers, types.ModuleType) and callable(jaxkern.softmax)
 
@@ -61,7 +62,8 @@ def test_installed_version_is_that_of_the_source():
     assert installed == jaxkern.__version__
 
 
-@pytest.mark.parametrize("module", ["softmax", "reduction", "index_add", "segment", "tiers", "_lowering", "_partition", "_registry"])
+@pytest.mark.parametrize("module", ["softmax", "reduction", "loss", "_loss_lowering", "index_add", "segment", "tiers",
+                                    "_lowering", "_partition", "_registry"])
 def test_examples_in_docstrings(module):
     results = doctest.testmod(importlib.import_module(f"jaxkern.{module}"))
     assert results.attempted and not results.failed
@@ -90,7 +92,7 @@ def test_modules_hand_out_capsules_and_nothing_more(name):
     if status.module is None:
         pytest.skip(status.reason)
     public = {n for n in vars(status.module) if not n.startswith("__")}
-    queries = {"softmax_tier", "softmax_tier_fits", "IndexQuery"} if name == "cpu" else set()
+    queries = {"softmax_tier", "softmax_tier_fits", "IndexQuery", "LossQuery"} if name == "cpu" else set()
     assert public == {"registrations", "api_version"} | queries
     capsules = status.module.registrations()
     assert set(capsules) == TARGETS == status.targets

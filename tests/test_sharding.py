@@ -333,3 +333,57 @@ def test_gradient_of_a_replicated_table_in_shard_map():
     mapped = jax.shard_map(lambda t, i: jax.lax.psum(loss(t, i), "r"), mesh=m, in_specs=(P(), P("r")), out_specs=P())
     whole = lambda t, i: sum(loss(t, one[None]) for one in i)
     same(*(jax.jit(jax.value_and_grad(f))(table, ids) for f in (mapped, whole)))
+
+
+# ---- cross-entropy
+
+
+@several
+@pytest.mark.parametrize("spec, silent", [(P("r"), True), (P(("r", "c")), True), (P("r", "c"), False), (P(), True)])
+@pytest.mark.parametrize("mask_shape", [None, (1, 64)])
+def test_loss_of_split_rows(spec, silent, mask_shape):
+    """Rows stay where they are: of a step, only the mean is summed over devices."""
+    m = mesh()
+    x, _, mask = arrays((16, 64), mask_shape)
+    mask = None if mask is None else mask.at[0, 0].set(True)
+    labels = jnp.zeros(16, jnp.int32)
+
+    def both(x, labels, mask):
+        value, pull = jax.vjp(lambda x: jaxkern.softmax_cross_entropy(x, labels, where=mask, label_smoothing=0.1), x)
+        return value, pull(jnp.cos(value))[0]
+
+    step = jax.value_and_grad(lambda x, labels, mask: jaxkern.softmax_cross_entropy(x, labels, where=mask).mean())
+    args = jax.device_put(x, NamedSharding(m, spec)), jax.device_put(labels, NamedSharding(m, P(*spec[:1]))), mask
+    for f in (both, step):
+        compiled = jax.jit(f).lower(*args).compile()
+        same(compiled(*args), f(x, labels, mask))
+        found = re.findall(COLLECTIVES, compiled.as_text())
+        if silent:
+            assert not found or (f is step and set(found) == {"all-reduce"})
+        if _registry.status["cpu"].module is not None and jax.default_backend() == "cpu":
+            assert "jaxkern_cross_entropy" in compiled.as_text()
+
+
+@several
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_loss_keeps_the_sharding_of_the_rows(kind):
+    m = mesh(kind)
+    x = jax.device_put(arrays((16, 64))[0], NamedSharding(m, P("r")))
+    labels = jax.device_put(jnp.zeros(16, jnp.int32), NamedSharding(m, P("r")))
+    value = jax.jit(jaxkern.softmax_cross_entropy)(x, labels)
+    assert value.sharding.is_equivalent_to(labels.sharding, 1)
+    dx = jax.jit(jax.grad(lambda x: jaxkern.softmax_cross_entropy(x, labels).sum()))(x)
+    assert dx.sharding.is_equivalent_to(x.sharding, 2)
+
+
+@several
+def test_loss_in_shard_map():
+    m = mesh()
+    x, labels = arrays((16, 64))[0], jnp.arange(16) * 3
+
+    def f(x, labels):
+        return jax.lax.psum(jaxkern.softmax_cross_entropy(x, labels).sum(), ("r", "c"))
+
+    mapped = jax.shard_map(f, mesh=m, in_specs=(P(("r", "c")), P(("r", "c"))), out_specs=P())
+    found = jax.jit(jax.value_and_grad(mapped))(x, labels)
+    same(found, jax.value_and_grad(lambda x: jaxkern.softmax_cross_entropy(x, labels).sum())(x))

@@ -1,0 +1,605 @@
+"""softmax_cross_entropy: numbers, labels, extremes, derivatives, batches, memory, tiers, bad input."""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import ON_GPU
+from reference import DTYPES, computing, spacing, wide
+
+import jaxkern
+from jaxkern import _compat, _loss_lowering, _registry, loss, tiers
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+needs_cpu_module = pytest.mark.skipif(_registry.status["cpu"].module is None, reason=_registry.status["cpu"].reason)
+needs_kernels = pytest.mark.skipif(_registry.status["cuda" if ON_GPU else "cpu"].module is None, reason="no kernels here")
+
+
+def problem(shape, dtype, axis=-1, scale=3.0, seed=0):
+    """Random logits, labels and weights of rows."""
+    rng = np.random.default_rng(seed)
+    rows = np.delete(shape, axis)
+    with _compat.enable_x64(dtype == "float64"):
+        x = jnp.asarray(rng.normal(0, scale, shape), dtype)
+        g = jnp.asarray(rng.normal(size=rows), computing(dtype))
+    return x, jnp.asarray(rng.integers(0, shape[axis], rows), jnp.int32), g
+
+
+def exact(x, labels, g, axis=-1, mask=None, smoothing=0.0, z_loss=0.0, ignore=None):
+    """Loss and gradient in numpy, wider than float64 where the machine can, and what the arithmetic may lose of each."""
+    x = np.moveaxis(np.asarray(x).astype(wide), axis, -1)
+    width = x.shape[-1]
+    kept = np.ones(x.shape, bool) if mask is None else np.moveaxis(np.broadcast_to(np.asarray(mask), np.moveaxis(x, -1, axis).shape), axis, -1)
+    labels, g = np.asarray(labels).astype(object), np.asarray(g).astype(wide)[..., None]
+    ignored = (labels == ignore).astype(bool)[..., None] if ignore is not None else np.zeros((*labels.shape, 1), bool)
+    bad = ~((labels >= 0) & (labels < width)).astype(bool)[..., None] & ~ignored
+    at = np.where((bad | ignored)[..., 0], 0, labels).astype(np.int64)[..., None]
+    with np.errstate(all="ignore"):
+        x = np.where(kept, x, -np.inf)
+        largest = x.max(-1, keepdims=True, initial=-np.inf)
+        largest = np.where(largest == -np.inf, 0, largest)
+        e = np.exp(x - largest)
+        total = e.sum(-1, keepdims=True)
+        dead = total == 0
+        lse = largest + np.log(total)
+        below = np.where(kept, largest - x, 0)
+        count = kept.sum(-1, keepdims=True)
+        of_label = np.take_along_axis(largest - x, at, -1)
+        value = np.log(total) + z_loss * lse**2
+        value = value + ((1 - smoothing) * of_label if smoothing != 1 else 0)
+        value = value + (smoothing * below.sum(-1, keepdims=True) / count if smoothing else 0)
+        p = e / total
+        rise = 1 + 2 * z_loss * lse
+        target = (np.arange(width) == at) * (1 - smoothing) + smoothing / count
+        dx = g * (p * rise - target)
+        finite = np.where(np.isfinite(of_label), np.abs(of_label), 0)
+        value_size = 2 + np.sqrt(width) / 8 + np.abs(np.log(total)) + finite + 2 * z_loss * lse**2
+        value_size += smoothing * (3 + np.log2(width + 1)) * np.where(np.isfinite(below), below, 0).max(-1, keepdims=True)
+        distance = np.where(np.isfinite(x), np.abs(x - largest), 0)
+        dx_size = np.abs(g) * (p * (np.abs(rise) + np.abs(2 * z_loss * lse)) * (distance / 2 + 8 + np.sqrt(width) / 8) + 2 * target)
+    value = np.where(ignored | (dead & ~bad), 0, np.where(bad, np.nan, value))
+    dx = np.where(bad, np.nan, np.where(ignored | dead, 0, dx))
+    dx = np.where(kept, dx, 0)
+    back = lambda a: np.moveaxis(a, -1, axis)
+    nothing = ignored | dead | bad  # of these there is no arithmetic
+    value_size, dx_size = (np.where(nothing, 0, size) for size in (value_size, dx_size))
+    return (value[..., 0], value_size[..., 0]), (back(dx), back(np.broadcast_to(dx_size, dx.shape)))
+
+
+def assert_near(found, wanted, size, dtype):
+    """`found` is `wanted` rounded to its own dtype, but for `size` epsilons of what `dtype` is computed in."""
+    found = np.asarray(found)
+    assert found.shape == wanted.shape
+    info = jnp.finfo(computing(dtype))
+    special = ~np.isfinite(wanted)
+    np.testing.assert_array_equal(found.astype(wide)[special], wanted[special])
+    found_wide, wanted, size = found.astype(wide)[~special], wanted[~special], np.broadcast_to(size, special.shape)[~special]
+    bound = 0.5 * spacing(wanted, found.dtype) + size * wide(float(info.eps)) + wide(float(info.smallest_normal))
+    ratio = np.abs(found_wide - wanted) / bound
+    assert np.isfinite(found_wide).all()
+    assert (ratio <= 1).all(), f"error {ratio.max():.3f} times the bound, at element {ratio.argmax()}"
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "options"))
+def separate(x, labels, g, mask, axis, options):
+    """The loss, then its gradient, by the two kernels."""
+    value, pull = jax.vjp(lambda x: jaxkern.softmax_cross_entropy(x, labels, axis=axis, where=mask, **dict(options)), x)
+    # A cotangent that depends on the loss keeps the two apart.
+    return value, pull(jnp.where(value == 12345, 0, g))[0]
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "options"))
+def together(x, labels, g, mask, axis, options):
+    return jaxkern.softmax_cross_entropy_and_grad(x, labels, g, axis=axis, where=mask, **dict(options))
+
+
+def check(x, labels, g, axis=-1, mask=None, runs=(separate, together), **options):
+    names = {"label_smoothing": "smoothing", "z_loss": "z_loss", "ignore_index": "ignore"}
+    (value, value_size), (dx, dx_size) = exact(x, labels, g, axis, mask, **{names[k]: v for k, v in options.items()})
+    with _compat.enable_x64(x.dtype == jnp.float64):
+        for run in runs:
+            found, found_dx = run(x, labels, g, mask, axis, tuple(options.items()))
+            assert found.dtype == computing(x.dtype) and found_dx.dtype == x.dtype
+            assert_near(found, value, value_size, x.dtype)
+            assert_near(found_dx, dx, dx_size, x.dtype)
+
+
+def random_mask(shape, density=0.7):
+    return jnp.asarray(np.random.default_rng(2).random(shape) < density)
+
+
+# ---- numbers
+
+OPTIONS = [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"label_smoothing": 1.0, "z_loss": -1e-3, "ignore_index": -1}]
+
+
+@every_dtype
+@pytest.mark.parametrize("shape, axis, mask", [
+    ((9,), 0, None), ((5, 1), -1, None), ((33, 128), -1, None), ((3, 1003), 1, (3, 1003)), ((5, 7, 40), 1, None),
+    ((5, 40, 7), 1, (5, 1, 7)), ((6, 4, 300), -1, (1, 4, 1)), ((6, 4, 300), -1, (300,)), ((130, 6), 0, (130, 1)),
+    ((2, 2, 2, 2, 2, 2, 2, 2, 2, 3), -1, (2, 1, 2, 1, 2, 1, 2, 1, 2, 3))])  # more groups than a kernel takes
+def test_against_numpy(dtype, shape, axis, mask):
+    for options in OPTIONS[len(shape) % 2 :: 2] if dtype != "float32" else OPTIONS:
+        check(*problem(shape, dtype, axis), axis, None if mask is None else random_mask(mask), **options)
+
+
+# Around the ends of packs (16 bytes) and of the tiers that rows of so many bytes run in.
+WIDTHS = sorted({max(1, w + d) for w in (1, 8, 16, 64, 256, 512, 2048) for d in (-1, 0, 1)} | {8191, 16387, 32768, 50257})
+
+
+@every_dtype
+@pytest.mark.parametrize("width", WIDTHS)
+def test_widths(dtype, width):
+    check(*problem((5, width), dtype), label_smoothing=0.1 if width % 2 else 0.0)
+
+
+def by_optax(x, labels, g):
+    value, pull = jax.vjp(lambda x: optax.softmax_cross_entropy_with_integer_labels(x, labels), x)
+    return value, pull(g.astype(value.dtype))[0]
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-6), ("bfloat16", 3e-2), ("float16", 4e-3)])
+def test_as_optax(dtype, tolerance):
+    x, labels, g = problem((64, 1000), dtype)
+    for ours, theirs in zip(separate(x, labels, g, None, -1, ()), jax.jit(by_optax)(x, labels, g)):
+        np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(theirs, np.float32), rtol=tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("shift", [0.0, 1e4])
+def test_no_less_accurate_than_optax(dtype, shift):
+    """Nor where the logits are large, so that their differences are all that counts."""
+    x, labels, g = problem((32, 4096), dtype, scale=4.0)
+    x = (x.astype(jnp.float32) + shift).astype(dtype)
+    wanted = [size_and_value[0] for size_and_value in exact(x, labels, g)]
+    allowed = [float(jnp.finfo(jnp.float32).eps) * np.abs(wanted[0]).max(), float(jnp.finfo(dtype).eps) * np.abs(wanted[1]).max()]
+    errors = [[np.abs(np.asarray(a).astype(wide) - w).max() for a, w in zip(found, wanted)] for found in (
+        separate(x, labels, g, None, -1, ()), together(x, labels, g, None, -1, ()), jax.jit(by_optax)(x, labels, g))]
+    for ours in errors[:2]:
+        for mine, theirs, limit in zip(ours, errors[2], allowed):
+            assert mine <= max(theirs, limit), f"{mine / limit:.2f} of the rounding, optax {theirs / limit:.2f}"
+
+
+@every_dtype
+def test_bitwise_reproducible(dtype):
+    x, labels, g = problem((257, 1003), dtype)
+    with _compat.enable_x64(dtype == "float64"):
+        for run in (separate, together):
+            runs = [[np.asarray(a).tobytes() for a in run(x, labels, g, None, -1, (("label_smoothing", 0.1),))] for _ in range(4)]
+            assert all(r == runs[0] for r in runs)
+
+
+# ---- labels
+
+LABELS = [0, 6, 7, -1, -2, 100, -100, 127, -128]
+
+
+@pytest.mark.parametrize("label_type", ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "int4"])
+@pytest.mark.parametrize("ignore, shape, axis", [(None, (9, 7), 1), (-1, (9, 7), 1), (-100, (7, 9), 0), (100, (9, 7), 1)])
+def test_labels_of_any_type(label_type, ignore, shape, axis):
+    """Out of range: NaN, unless it is what is ignored. 64 bits with x64 off."""
+    values = [v for v in LABELS if np.iinfo(label_type if label_type != "int4" else np.int8).min <= v]
+    values = [v if label_type != "int4" or -8 <= v < 8 else 0 for v in values]
+    values = (values + [2] * 9)[:9]
+    if label_type == "int64":
+        values[-2:] = [2**32 + 1, -(2**40)]
+    if label_type in ("uint32", "uint64"):
+        values[-2:] = [2**32 - 1, 2**63 + 1 if label_type == "uint64" else 2**31]
+    labels = np.array(values, label_type if label_type != "int4" else jnp.int4)
+    x, _, g = problem(shape, "float32", axis)
+    exactly = np.array(values, object)
+    (value, _), (dx, _) = exact(x, exactly, g, axis, ignore=ignore)
+    options = {} if ignore is None else {"ignore_index": ignore}
+    f = lambda x: jaxkern.softmax_cross_entropy(x, labels, axis=axis, **options)
+    found, pull = jax.vjp(f, x)
+    for a, b in ((found, value), (pull(g)[0], dx), *zip(
+            jaxkern.softmax_cross_entropy_and_grad(x, labels, g, axis=axis, **options), (value, dx))):
+        np.testing.assert_allclose(a, b.astype(np.float64), rtol=1e-5, atol=1e-5)
+    assert np.isnan(value).any() and np.isfinite(value).any()
+
+
+def test_more_classes_than_the_labels_can_name():
+    x, _, g = problem((4, 50257), "float32")
+    check(x, jnp.array([0, 127, -1, -128], jnp.int8), g, ignore_index=-128)
+
+
+def test_ignored_rows_do_not_spread_nan():
+    x, labels, g = problem((6, 40), "float32")
+    x, g = x.at[1].set(jnp.nan), g.at[1].set(jnp.nan)
+    labels = labels.at[1].set(-7)
+    for run in (separate, together):
+        value, dx = run(x, labels, g, None, -1, (("ignore_index", -7),))
+        assert value[1] == 0 and (dx[1] == 0).all() and np.isfinite(dx).all()
+
+
+# ---- extremes
+
+
+@every_dtype
+@pytest.mark.parametrize("width", [3, 40, 700, 9000])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_special_logits(dtype, width, smoothing):
+    x = np.random.default_rng(0).normal(size=(8, width))
+    x[0, 0] = x[1, -1] = np.nan
+    x[2, width // 2] = np.inf
+    x[3] = -np.inf  # a row without a class
+    x[4, 1:] = -np.inf  # one class
+    x[5, 0] = -np.inf  # the label is impossible
+    x[6, 0] = -np.inf
+    labels = jnp.array([1, 0, 1, 1, 0, 0, 1, 1])
+    _, _, g = problem((8, width), dtype)
+    with _compat.enable_x64(dtype == "float64"):
+        x = jnp.asarray(x, dtype)
+        for run in (separate, together):
+            value, dx = (np.asarray(a, np.float64) for a in run(x, labels, g, None, -1, (("label_smoothing", smoothing),)))
+            assert np.isnan(value[:3]).all() and np.isnan(dx[:3]).all(-1).all()
+            assert value[3] == 0 and (dx[3] == 0).all()
+            assert np.isposinf(value[5]) and np.isfinite(dx[3:]).all()
+            assert np.isposinf(value[[4, 6]]).all() if smoothing else abs(value[4]) < 1e-7 and np.isfinite(value[6])
+            assert np.isfinite(value[7])
+
+
+@every_dtype
+@pytest.mark.parametrize("axis", [0, 1])
+def test_huge_logits(dtype, axis):
+    huge = float(jnp.finfo(dtype).max)
+    rows = np.array([[huge, huge, huge], [-huge, -huge, -huge], [huge / 2, 0, -huge / 2], [huge, huge / 2, -np.inf], [0, 1e-4, 0]])
+    with _compat.enable_x64(dtype == "float64"):
+        x = jnp.asarray(rows if axis else rows.T, dtype)
+        check(x, jnp.array([0, 1, 0, 0, 2]), jnp.ones(5, computing(dtype)), axis)
+
+
+@every_dtype
+@pytest.mark.parametrize("width", [5, 300, 5000])
+def test_masks(dtype, width):
+    """A row without a participant, a masked label, and NaN where it is not looked at."""
+    x = np.random.default_rng(0).normal(size=(5, width))
+    mask = np.random.default_rng(1).random((5, width)) < 0.5
+    mask[0], mask[1:, 0], mask[1:, 1] = False, True, False
+    x[2, 1] = np.nan
+    labels = jnp.array([0, 0, 0, 1, 0])  # that of row 3 is masked
+    for smoothing in (0.0, 0.1):
+        with _compat.enable_x64(dtype == "float64"):
+            x = jnp.asarray(x, dtype)
+            check(x, labels, jnp.ones(5, computing(dtype)), -1, jnp.asarray(mask), label_smoothing=smoothing)
+            value = jaxkern.softmax_cross_entropy(x, labels, where=jnp.asarray(mask), label_smoothing=smoothing)
+            assert value[0] == 0 and np.isposinf(value[3])
+
+
+@pytest.mark.parametrize("shape, axis", [((0, 5), -1), ((3, 0), 0), ((2, 0, 3), 1), ((0,), 0)])
+def test_empty(shape, axis):
+    x = jnp.zeros(shape, jnp.bfloat16)
+    labels = jnp.zeros(np.delete(shape, axis), jnp.int32)
+    value, dx = jaxkern.softmax_cross_entropy_and_grad(x, labels, axis=axis)
+    assert value.shape == labels.shape and value.dtype == jnp.float32 and dx.shape == shape and dx.dtype == x.dtype
+    assert jax.grad(lambda x: jaxkern.softmax_cross_entropy(x, labels, axis=axis).sum())(x).shape == shape
+    assert np.isnan(value).all() or 0 in labels.shape  # no label is one of no classes
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int32"])
+def test_types_without_a_kernel(dtype):
+    x = jnp.asarray(np.random.default_rng(0).normal(0, 3, (6, 40)), dtype)
+    labels = jnp.arange(6)
+    np.testing.assert_allclose(jaxkern.softmax_cross_entropy(x, labels),
+                               jaxkern.softmax_cross_entropy(x.astype(jnp.float32), labels), rtol=1e-6)
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_31_elements():
+    free = jax.devices()[0].memory_stats()
+    shape = ((1 << 20) + 3, 2051)
+    if free["bytes_limit"] - free["bytes_in_use"] < 6 * 2 * shape[0] * shape[1]:
+        pytest.skip("not enough device memory")
+    x = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))(jax.random.key(0))
+    labels = jnp.arange(shape[0]) % shape[1]
+    g = jnp.ones(shape[0])
+    rows = np.array([0, 1, (1 << 31) // 2051, (1 << 31) // 2051 + 1, shape[0] - 1])
+    for run in (separate, together):
+        value, dx = run(x, labels, g, None, -1, ())
+        (wanted, size), (wanted_dx, size_dx) = exact(x[rows], labels[rows], g[rows])
+        assert_near(value[rows], wanted, size, x.dtype)
+        assert_near(dx[rows], wanted_dx, size_dx, x.dtype)
+        del value, dx
+
+
+# ---- derivatives and batches
+
+
+def plain(x, labels, mask=None, smoothing=0.1, z_loss=1e-2, ignore=-1):
+    """The loss in jnp, of which JAX derives everything itself; along the last axis."""
+    if mask is not None:
+        x = jnp.where(mask, x, -jnp.inf)
+    lse = jax.nn.logsumexp(x, -1)
+    at = jnp.where(labels == ignore, 0, labels)
+    kept = jnp.ones(x.shape, bool) if mask is None else jnp.broadcast_to(mask, x.shape)
+    mean = jnp.sum(jnp.where(kept, x, 0), -1) / kept.sum(-1)
+    value = lse - (1 - smoothing) * jnp.take_along_axis(x, at[..., None], -1)[..., 0] - smoothing * mean + z_loss * lse**2
+    return jnp.where(labels == ignore, 0, value)
+
+
+OURS = functools.partial(jaxkern.softmax_cross_entropy, label_smoothing=0.1, z_loss=1e-2, ignore_index=-1)
+TRANSFORMATIONS = {
+    "grad": lambda f, x, t: jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))(x),
+    "grad of mean": lambda f, x, t: jax.value_and_grad(lambda x: jnp.mean(f(x)))(x),
+    "grad of a loss of the loss": lambda f, x, t: jax.value_and_grad(lambda x: jnp.mean(f(x)) ** 2)(x),
+    "jvp": lambda f, x, t: jax.jvp(f, (x,), (t,)),
+    "linearize": lambda f, x, t: jax.linearize(f, x)[1](t),
+    "jacfwd": lambda f, x, t: jax.jacfwd(f)(x),
+    "jacrev": lambda f, x, t: jax.jacrev(f)(x),
+    "hessian": lambda f, x, t: jax.hessian(lambda x: jnp.sum(jnp.sin(f(x))))(x),
+    "reverse over reverse": lambda f, x, t: jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))(x) * t))(x),
+    "third order": lambda f, x, t: jax.jvp(lambda x: jax.jvp(lambda x: jax.jvp(f, (x,), (t,))[1], (x,), (t,))[1], (x,), (t,))[1],
+    "third order, reverse": lambda f, x, t: jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jax.jvp(
+        lambda x: f(x).sum(), (x,), (t,))[1])(x) * t))(x),
+    "gradient in the cotangent": lambda f, x, t: jax.grad(lambda g: jnp.sum(jnp.sin(jax.vjp(f, x)[1](g)[0])))(f(t)),
+    "vmap of grad": lambda f, x, t: jax.vmap(jax.grad(lambda x: jnp.sum(f(x))))(jnp.stack([x, t])),
+    "grad of vmap": lambda f, x, t: jax.grad(lambda xs: jnp.sum(jnp.sin(jax.vmap(f)(xs))))(jnp.stack([x, t])),
+    "remat": lambda f, x, t: jax.grad(lambda x: jnp.sum(jax.checkpoint(lambda x: f(jnp.sin(x)))(x)))(x),
+    "grad of scan": lambda f, x, t: jax.grad(lambda x: jax.lax.scan(lambda c, d: (c + f(x * d).sum(), None), 0.0, t[0])[0])(x),
+    "symbolic zero": lambda f, x, t: jax.jvp(lambda x, s: f(x) * s, (x, 2.0), (jnp.zeros_like(x), 1.0)),
+    "has no tangent": lambda f, x, t: jax.jvp(lambda s: f(x) * s, (2.0,), (1.0,)),
+}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_transformation(name, masked, x64):
+    rng = np.random.default_rng(0)
+    x, t = (jnp.asarray(rng.normal(0, 2, (4, 5))) for _ in range(2))
+    labels = jnp.array([0, 4, -1, 2])
+    mask = jnp.asarray(rng.random((1, 5)) < 0.6).at[0, jnp.array([0, 2, 4])].set(True) if masked else None
+    fs = lambda x: OURS(x, labels, where=mask), lambda x: plain(x, labels, mask)
+    ours, theirs = (jax.jit(functools.partial(TRANSFORMATIONS[name], f))(x, t) for f in fs)
+    assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(theirs)) > 1e-3
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-11), ours, theirs)
+
+
+def test_derivatives_of_the_gradient_that_comes_with_the_loss(x64):
+    rng = np.random.default_rng(0)
+    x, t = (jnp.asarray(rng.normal(size=(4, 5))) for _ in range(2))
+    labels, g = jnp.array([0, 4, 1, 2]), jnp.asarray(rng.normal(size=4))
+    both = functools.partial(jaxkern.softmax_cross_entropy_and_grad, label_smoothing=0.1, z_loss=1e-2)
+    ours = lambda x, g: both(x, labels, g)
+    theirs = lambda x, g: (plain(x, labels), jax.vjp(lambda x: plain(x, labels), x)[1](g)[0])
+    for f, h in ((ours, theirs), (jax.jacrev(ours, (0, 1)), jax.jacrev(theirs, (0, 1)))):
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-11), jax.jit(f)(x, g), jax.jit(h)(x, g))
+    stacked = jax.vmap(ours, in_axes=(1, None), out_axes=(0, 2))(jnp.stack([x, t], 1), g)
+    np.testing.assert_allclose(stacked[1][:, :, 1], ours(t, g)[1], rtol=1e-12)
+
+
+@pytest.mark.parametrize("in_axes", [(0, 0, None), (1, 0, 0), (2, None, 1), (-1, 1, None), (None, 0, None), (None, None, 0)])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_vmap(in_axes, axis):
+    """The batch in any place of any operand, the gradient's too."""
+    rng = np.random.default_rng(0)
+    shapes = (6, 4), (4,) if axis == 0 else (6,), (6, 1)
+    values = rng.normal(size=(3, 6, 4)).astype(np.float32), rng.integers(0, 4, (3, *shapes[1])), rng.random((3, 6, 1)) < 0.8
+    given = [v[0] if a is None else np.moveaxis(v, 0, a) for v, a in zip(values, in_axes)]
+
+    def f(x, labels, mask):
+        run = lambda x: jaxkern.softmax_cross_entropy(x, labels, axis=axis, where=mask)
+        return run(x), jax.grad(lambda x: jnp.sum(jnp.where(jnp.isfinite(v := run(x)), v, 0)))(x)
+
+    found = jax.jit(jax.vmap(f, in_axes))(*given)
+    each = [f(*(v[0 if a is None else k] for v, a in zip(values, in_axes))) for k in range(3)]
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, jax.tree.map(lambda *a: jnp.stack(a), *each))
+
+
+def test_debugging_modes():
+    x, labels, _ = problem((3, 5), "float32")
+    with jax.debug_nans(True):
+        jaxkern.softmax_cross_entropy(x, labels)
+        with pytest.raises(FloatingPointError):
+            jaxkern.softmax_cross_entropy(x, labels.at[0].set(9)).block_until_ready()
+
+
+# ---- what is compiled: kernels, copies, memory
+
+
+def compiled(f, *args, donate=()):
+    program = jax.jit(f, donate_argnums=donate).lower(*args).compile()
+    text = program.as_text()
+    return program, re.findall(r'custom_call_target="jaxkern_(\w+)"', text), re.findall(r"= \S+ (?:copy|transpose)(?:-start)?\(", text)
+
+
+def mean_loss(x, labels):
+    return jaxkern.softmax_cross_entropy(x, labels).mean()
+
+
+def masked_mean(x, labels):
+    keep = (labels > 3).astype(jnp.float32)
+    return jnp.sum(jaxkern.softmax_cross_entropy(x, labels) * keep) / jnp.maximum(keep.sum(), 1)
+
+
+def squared_mean(x, labels):
+    return mean_loss(x, labels) ** 2
+
+
+SHAPE = (512, 1000)
+ROWS = 64 * SHAPE[0] + 65536  # bytes: what is kept, and what XLA rounds up to
+
+
+@needs_kernels
+@pytest.mark.skipif(not _compat.moves_operations(), reason="this JAX's MLIR cannot move operations")
+@pytest.mark.parametrize("f", [mean_loss, masked_mean])
+@pytest.mark.parametrize("donate", [(), (0,)])
+def test_value_and_grad_reads_the_logits_once(f, donate):
+    x, labels, _ = problem(SHAPE, "float32")
+    program, calls, moves = compiled(jax.value_and_grad(f), x, labels, donate=donate)
+    assert calls == ["cross_entropy_both"] and not moves
+    memory = program.memory_analysis()
+    assert memory.temp_size_in_bytes <= ROWS
+    assert (memory.alias_size_in_bytes >= x.nbytes) == bool(donate)  # the gradient in the logits' memory
+    value, dx = program(x + 0, labels)
+    wanted, wanted_dx = jax.value_and_grad(lambda x: {mean_loss: lambda v: v.mean(), masked_mean: lambda v: jnp.sum(
+        v * (labels > 3)) / (labels > 3).sum()}[f](plain(x, labels, None, 0, 0)))(x)
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    np.testing.assert_allclose(dx, wanted_dx, atol=1e-7)
+
+
+@needs_kernels
+@pytest.mark.parametrize("donate", [(), (0,)])
+def test_a_cotangent_that_depends_on_the_loss(donate):
+    x, labels, _ = problem(SHAPE, "float32")
+    program, calls, moves = compiled(jax.value_and_grad(squared_mean), x, labels, donate=donate)
+    assert sorted(calls) == ["cross_entropy", "cross_entropy_grad"] and not moves
+    memory = program.memory_analysis()
+    assert memory.temp_size_in_bytes <= ROWS
+    assert (memory.alias_size_in_bytes >= x.nbytes) == bool(donate)
+    np.testing.assert_allclose(program(x + 0, labels)[1], jax.grad(lambda x: plain(x, labels, None, 0, 0).mean() ** 2)(x), atol=1e-6)
+
+
+@needs_kernels
+@pytest.mark.parametrize("f", [mean_loss, squared_mean])
+def test_the_gradient_takes_the_place_of_logits_that_are_an_intermediate_result(f):
+    """A step of training: one array of the logits' size at any time."""
+    h, w = (jnp.asarray(np.random.default_rng(k).normal(size=s), jnp.float32) for k, s in enumerate(((SHAPE[0], 16), (16, SHAPE[1]))))
+    labels = problem(SHAPE, "float32")[1]
+    program, _, moves = compiled(jax.grad(lambda w: f(h @ w, labels)), w)
+    assert program.memory_analysis().temp_size_in_bytes < 1.5 * 4 * SHAPE[0] * SHAPE[1]
+    np.testing.assert_allclose(program(w), jax.grad(lambda w: {mean_loss: lambda v: v.mean(), squared_mean: lambda v: v.mean() ** 2}[f](
+        plain(h @ w, labels, None, 0, 0)))(w), rtol=2e-4, atol=2e-6)
+
+
+@needs_kernels
+def test_logits_that_live_on_are_not_overwritten():
+    x, labels, _ = problem(SHAPE, "float32")
+    f = lambda x: (mean_loss(jnp.sin(x), labels), jnp.sin(x))
+    (_, kept), dx = jax.jit(jax.value_and_grad(f, has_aux=True))(x)
+    np.testing.assert_allclose(kept, jnp.sin(x), rtol=1e-6)
+    np.testing.assert_allclose(dx, jax.grad(lambda x: plain(jnp.sin(x), labels, None, 0, 0).mean())(x), atol=1e-7)
+    before = np.asarray(x)
+    jax.jit(jax.value_and_grad(mean_loss))(x, labels)
+    np.testing.assert_array_equal(before, x)
+
+
+@needs_kernels
+def test_memory_is_a_few_numbers_a_row():
+    x, labels, g = problem(SHAPE, "bfloat16")
+    for f in (lambda x: jaxkern.softmax_cross_entropy(x, labels), lambda x: jaxkern.softmax_cross_entropy_and_grad(x, labels),
+              lambda x: jax.vjp(lambda x: jaxkern.softmax_cross_entropy(x, labels, label_smoothing=0.1), x)[1](g)):
+        program, calls, moves = compiled(f, x)
+        assert calls and not moves and program.memory_analysis().temp_size_in_bytes <= ROWS
+
+
+# ---- tiers
+
+
+@needs_cpu_module
+def test_tier_query_needs_no_gpu():
+    for device, width, inner, dtype, which, masked, rows in itertools.product(
+            (tiers.H200, tiers.A100), (1, 64, 1000, 4096, 50257, 1 << 20), (1, 7), DTYPES, ("loss", "gradient", "both"),
+            (False, True), (1, 49152)):
+        asked = dict(rows=rows, width=width, inner=inner, dtype=dtype, which=which, masked=masked, device=device)
+        tier = tiers.cross_entropy(**asked)
+        assert tiers.cross_entropy_fits(tier, **asked)
+        assert (tier == "column") == (inner != 1)
+        assert device is tiers.H200 or tier != "pipeline"  # Hopper's
+    assert tiers.cross_entropy(32768, 131072, dtype="bfloat16", which="both") == "pipeline"
+    assert tiers.cross_entropy(32768, 4096) == "warp"
+    assert tiers.cross_entropy(1, 1 << 20) == "split"
+    assert not tiers.cross_entropy_fits("cluster", 100, 4096, which="both")  # softmax has it
+    with tiers.force("cluster"):
+        assert "tier=auto" in str(jax.make_jaxpr(jaxkern.softmax_cross_entropy)(jnp.ones((2, 3)), jnp.zeros(2, int)))
+    with pytest.raises(ValueError, match="no tier 'wrap'"):
+        tiers.cross_entropy_fits("wrap", 1, 1)
+    with pytest.raises(ValueError, match="which must be"):
+        tiers.cross_entropy(1, 1, which="backward")
+    assert _loss_lowering.PARTIAL_BYTES == 32
+
+
+EDGES = (1, 7, 8, 9, 31, 127, 129, 256, 511, 513, 1000, 1024, 2049, 4095, 4096, 8193, 16384, 16385, 32768, 50257, 131080)
+
+
+@pytest.mark.gpu
+@needs_cpu_module
+@every_dtype
+@pytest.mark.parametrize("tier", tiers.NAMES)
+def test_every_tier(tier, dtype):
+    """Each kernel where it fits, with every option and with a mask, at widths around every tier's edges."""
+    ran, rows = 0, 5
+    # Not those of the functions above: what is compiled for one tier is not for another.
+    for n, width in enumerate(EDGES):
+        fits = lambda which, masked=False: tiers.cross_entropy_fits(tier, rows, width, dtype=dtype, which=which, masked=masked)
+        args = problem((rows, width), dtype)
+        with tiers.force(tier):
+            for masked in (False, True):
+                runs = [run for run, names in ((separate, ("loss", "gradient")), (together, ("both",))) if all(
+                    fits(which, masked) for which in names)]
+                if tier in ("block", "streaming", "split") and fits("loss", masked):
+                    value = jax.jit(functools.partial(jaxkern.softmax_cross_entropy, label_smoothing=0.1))(*args[:2])
+                    assert_near(value, *exact(*args, smoothing=0.1)[0], dtype)
+                    ran += 1
+                check(*args, -1, random_mask((1, width)) if masked else None, runs=runs, **OPTIONS[n % len(OPTIONS)])
+                ran += len(runs)
+    assert ran or not any(tiers.cross_entropy_fits(tier, 5, w, dtype=dtype, which=k) for w in EDGES for k in ("loss", "gradient", "both"))
+
+
+@pytest.mark.gpu
+@needs_cpu_module
+def test_a_tier_that_does_not_fit_is_an_error():
+    with tiers.force("sub_warp"), pytest.raises(Exception, match="jaxkern.softmax_cross_entropy.*sub_warp"):
+        jax.block_until_ready(jaxkern.softmax_cross_entropy(jnp.ones((2, 100_003)), jnp.zeros(2, jnp.int32)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape, dtype", [((700, 4096), "bfloat16"), ((700, 50257), "bfloat16"), ((300, 50257), "float32"),
+                                          ((5000, 257), "float16"), ((90000, 64), "float32"), ((600, 32768), "float32")])
+def test_many_rows(shape, dtype):
+    """More rows than the device takes at a time."""
+    check(*problem(shape, dtype))
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize("args, options, kind, words", [
+    ((jnp.ones((2, 3)), jnp.zeros(2)), {}, TypeError, ["labels must be of an integer type", "float32[2]"]),
+    ((jnp.ones((2, 3)), jnp.zeros(2, bool)), {}, TypeError, ["labels must be of an integer type", "bool[2]"]),
+    ((jnp.ones((2, 3)), jnp.zeros(3, int)), {}, ValueError, ["labels of shape (3,)", "(2, 3)", "axis 1"]),
+    ((jnp.ones((2, 3)), jnp.zeros((2, 3), int)), {}, ValueError, ["labels of shape (2, 3)", "shape (2,)"]),
+    ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"axis": 2}, ValueError, ["axis 2", "logits of shape (2, 3)"]),
+    ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"axis": (0, 1)}, TypeError, ["axis must be an int", "(0, 1)"]),
+    ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"axis": None}, TypeError, ["axis must be an int", "None"]),
+    ((jnp.ones((2, 3)), [0, 1]), {}, TypeError, ["labels must be an array of integers", "list"]),
+    (([[1.0]], jnp.zeros(1, int)), {}, TypeError, ["logits must be an array", "list"]),
+    ((jnp.ones((2, 3), jnp.complex64), jnp.zeros(2, int)), {}, TypeError, ["logits must be real", "complex64[2, 3]"]),
+    ((1.0, jnp.zeros((), int)), {}, ValueError, ["axis -1", "logits of shape ()"]),
+    ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"where": jnp.ones((2, 3))}, TypeError, ["where must be boolean", "float32[2, 3]"]),
+    ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"where": jnp.ones((2,), bool)}, ValueError, ["where of shape (2,)", "logits of shape (2, 3)"]),
+    ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"label_smoothing": 1.5}, ValueError, ["label_smoothing", "1.5"]),
+    ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"label_smoothing": jnp.float32(0.1)}, TypeError, ["label_smoothing must be a Python number"]),
+    ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"z_loss": "a"}, TypeError, ["z_loss must be a Python number", "str"]),
+    ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"z_loss": float("nan")}, ValueError, ["z_loss must be finite"]),
+    ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"ignore_index": 2}, ValueError, ["ignore_index 2 is a class", "(2, 3)"]),
+    ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"ignore_index": 1.0}, TypeError, ["ignore_index must be an int", "1.0"]),
+    ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"ignore_index": True}, TypeError, ["ignore_index must be an int", "True"]),
+])
+def test_bad_input(args, options, kind, words):
+    for name in ("softmax_cross_entropy", "softmax_cross_entropy_and_grad"):
+        with pytest.raises(kind) as error:
+            getattr(jaxkern, name)(*args, **options)
+        message = str(error.value)
+        assert message.startswith(f"jaxkern.{name}: ") and all(word in message for word in words), message
+
+
+def test_bad_weights():
+    x, labels, _ = problem((2, 3), "float32")
+    for weights, kind, words in ((jnp.ones(3), ValueError, "weights of shape \\(3,\\)"), (jnp.ones((2, 1)), ValueError, "weights"),
+                                 (jnp.ones(2, bool), TypeError, "weights must be real"), ("a", TypeError, "weights must be an array")):
+        with pytest.raises(kind, match=words):
+            jaxkern.softmax_cross_entropy_and_grad(x, labels, weights)
+
+
+@needs_kernels
+def test_backend_is_the_one_under_test():
+    """No call silently runs through XLA."""
+    assert set(loss.KINDS) == {p.name.removeprefix("jaxkern_") for p in loss.REFERENCES}
+    for dtype in ("float16", "bfloat16", "float32"):
+        x, labels, _ = problem((3, 5), dtype)
+        assert "jaxkern_cross_entropy" in jax.jit(jaxkern.softmax_cross_entropy).lower(x, labels).as_text()
