@@ -6,6 +6,8 @@
 #include <string>
 
 #include "common/bindings.h"
+#include "elementwise/elementwise_cpu.h"
+#include "elementwise/elementwise_ffi.h"
 #include "index_add/index_add_ffi.h"
 #include "index_add/index_add_plan.h"
 #include "softmax/softmax_ffi.h"
@@ -98,7 +100,10 @@ struct IndexQuery {
 
 NB_MODULE(_cpu, m) {
   AddApiVersion(m);
-  m.def("registrations", [] { return Registrations({SoftmaxCpuTargets(), IndexCpuTargets()}); });
+  m.def("registrations", [] {
+    return Registrations({SoftmaxCpuTargets(), IndexCpuTargets(), ElementwiseCpuTargets()});
+  });
+  m.def("elementwise", [] { return ElementwiseSignatures(ElementwiseCpuKernels(), [](const auto&) { return true; }); });
   m.def("softmax_tier", &Tier, nb::arg("rows"), nb::arg("width"), nb::arg("inner"), nb::arg("dtype"),
         nb::arg("log"), nb::arg("backward"), nb::arg("masked"), nb::arg("scratch_bytes"), nb::arg("sm_count"),
         nb::arg("compute_capability"), nb::arg("shared_memory"));

@@ -8,13 +8,14 @@
 
 __version__ = "0.1.0"
 
-from jaxkern import tiers
+from jaxkern import elementwise, tiers
 from jaxkern._registry import export_checks
+from jaxkern.elementwise import *  # noqa: F403  every operation of the table
 from jaxkern.index_add import embedding_lookup, index_add, index_select
 from jaxkern.segment import segment_max, segment_mean, segment_min, segment_sum
 from jaxkern.softmax import log_softmax, softmax
 
 __all__ = [
     "embedding_lookup", "export_checks", "index_add", "index_select", "log_softmax", "segment_max", "segment_mean",
-    "segment_min", "segment_sum", "softmax", "tiers",
+    "segment_min", "segment_sum", "softmax", "tiers", *elementwise.__all__,
 ]

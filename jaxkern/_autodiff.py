@@ -11,22 +11,25 @@ from jax.interpreters import ad
 from jaxkern._primitive import bind
 
 
-def defvjp(prim, f_vjp, differentiable):
+def defvjp(prim, f_vjp, differentiable, tell_active=False):
     """Gives `prim` the derivatives of `f_vjp`.
 
     f_vjp: called as `f_vjp(*operands, **params)`; a `jax.custom_vjp` inside it binds `prim`, and its
         backward rule is linear in the cotangent.
     differentiable: positions of the operands that have a derivative; one at the end may be left out.
+    tell_active: also passes `active`, those of them that are being differentiated by.
     """
 
     def rule(primals, tangents, **params):
         active = [k for k in differentiable if k < len(tangents) and type(tangents[k]) is not ad.Zero]
 
+        told = {"active": tuple(active)} if tell_active else {}
+
         def f(*xs):
             operands = list(primals)
             for k, x in zip(active, xs):
                 operands[k] = x
-            return f_vjp(*operands, **params)
+            return f_vjp(*operands, **told, **params)
 
         if not active:
             y = f()

@@ -49,7 +49,7 @@ def evaluate(prim, *operands, **params):
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
         y = _compiled(prim, params, *operands)
         for wanted, what, test in ((nans, "nan", jnp.isnan), (infs, "inf", jnp.isinf)):
-            if wanted and bool(test(y).any()):
+            if wanted and any(bool(test(leaf).any()) for leaf in jax.tree.leaves(y)):
                 raise FloatingPointError(f"invalid value ({what}) encountered in {prim.name}")
     return y
 
