@@ -8,6 +8,7 @@ rule, and reverse mode transposes it once more, which gives the backward rule it
 import jax
 from jax.interpreters import ad
 
+from jaxkern import _compat
 from jaxkern._primitive import bind
 
 
@@ -33,7 +34,7 @@ def defvjp(prim, f_vjp, differentiable, tell_active=False):
 
         if not active:
             y = f()
-            return y, ad.Zero.from_primal_value(y)
+            return y, _compat.zero_tangent(y)
         y, pull = jax.vjp(f, *(primals[k] for k in active))
         (dy,) = jax.linear_transpose(pull, y)(tuple(tangents[k] for k in active))
         return y, dy
@@ -58,7 +59,7 @@ def deflinear(prim, position, jvp, transpose):
         if type(tangents[0]) is not ad.Zero:
             terms.append(jvp(*primals, tangents[0], **params))
         if not terms:
-            return out, ad.Zero.from_primal_value(out)
+            return out, _compat.zero_tangent(out)
         return out, sum(terms[1:], start=terms[0])
 
     def transpose_rule(ct, *operands, **params):

@@ -10,6 +10,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters import ad
 
 
 def varying_axes(x) -> frozenset:
@@ -58,6 +59,14 @@ def merges_split_dimensions() -> bool:
 def shardy() -> bool:
     """Whether shardings go through Shardy (all of 0.9 and later) or the older GSPMD propagation."""
     return bool(getattr(jax.config, "jax_use_shardy_partitioner", True))
+
+
+def zero_tangent(y):
+    """The symbolic zero that is the tangent of `y`."""
+    if hasattr(ad.Zero, "from_primal_value"):  # jax < 0.10
+        return ad.Zero.from_primal_value(y)
+    aval = jax.typeof(y)
+    return ad.Zero(aval.to_tangent_aval())
 
 
 def check_nans(prim) -> None:

@@ -61,7 +61,7 @@ ROWS = (
     _unary("selu", "Selu", "jax.nn.selu(x)", "1.0507 elu(x, 1.6733)"),
     _unary("gelu_erf", "GeluErf", "x * 0.5 * jax.lax.erfc(-x * 0.7071067811865476)", "x Phi(x), Phi the normal distribution",
            part_of="gelu"),
-    _unary("gelu_tanh", "GeluTanh", "jax.nn.gelu(x, approximate=True)", "the same with tanh for Phi", part_of="gelu"),
+    _unary("gelu_tanh", "GeluTanh", "x * jax.nn.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))", "the same with 0.5 (1 + tanh(0.798 (x + 0.0447 x^3))) for Phi", part_of="gelu"),
     _unary("quick_gelu", "QuickGelu", "x * jax.nn.sigmoid(1.702 * x)", "x sigmoid(1.702 x)"),
     _unary("silu", "Silu", "jax.nn.silu(x)", "x sigmoid(x)"),
     _unary("mish", "Mish", "jax.nn.mish(x)", "x tanh(softplus(x))"),
@@ -84,7 +84,7 @@ ROWS = (
     Row("swiglu", "Swiglu", "x * jax.nn.silu(gate)", "x silu(gate)", ("x", "gate"), gradient=(0, 1), gated=True),
     Row("geglu_erf", "GegluErf", "x * (gate * 0.5 * jax.lax.erfc(-gate * 0.7071067811865476))", "x gelu(gate)", ("x", "gate"),
         gradient=(0, 1), gated=True, part_of="geglu"),
-    Row("geglu_tanh", "GegluTanh", "x * jax.nn.gelu(gate, approximate=True)", "the same with tanh", ("x", "gate"),
+    Row("geglu_tanh", "GegluTanh", "x * (gate * jax.nn.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))", "the same with tanh", ("x", "gate"),
         gradient=(0, 1), gated=True, part_of="geglu"),
     # one operand
     _unary("abs", "Abs", "jnp.abs(x)", "absolute value", types="number"),

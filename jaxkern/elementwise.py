@@ -131,26 +131,24 @@ def _abstract_gradient(row, *operands, split):
     return [operands[0].update(weak_type=False)] if split >= 0 else [g.update(weak_type=False)] * len(row.gradient)
 
 
-def _batch(prim, operands, dims, *, split):
+def _batch(prim, whole, operands, dims, *, split):
     at = next(d for d in dims if d is not None)
     # An operand without the batch gets a dimension of size 1: kernels read it in place.
     operands = [jnp.expand_dims(x, at) if d is None else jnp.moveaxis(x, d, at) for x, d in zip(operands, dims)]
-    if prim.multiple_results:  # a derivative: its results have the shape of the cotangent
+    if whole is not None:  # but for those from this position on, cotangents and tangents, and for what is split
         size = next(x.shape[at] for x, d in zip(operands, dims) if d is not None)
-        row = _ROW_OF[prim]
-        whole = (len(operands) - len(row.parameters) - 1, *(() if split < 0 else (0,)))
-        operands = [jnp.broadcast_to(x, (*x.shape[:at], size, *x.shape[at + 1 :])) if k in whole else x
-                    for k, x in enumerate(operands)]
+        operands = [jnp.broadcast_to(x, (*x.shape[:at], size, *x.shape[at + 1 :]))
+                    if k >= whole or (k == 0 and split >= 0) else x for k, x in enumerate(operands)]
     y = bind(prim, *operands, split=split + (0 <= at <= split))
     return (y, [at] * len(y)) if prim.multiple_results else (y, at)
 
 
-def _primitive(name, row, abstract, reference, several=False):
+def _primitive(name, row, abstract, reference, several=False, whole=None):
     prim = Primitive(f"jaxkern_{name}")
     prim.multiple_results = several
     prim.def_abstract_eval(functools.partial(abstract, row))
     prim.def_impl(functools.partial(evaluate, prim))
-    batching.primitive_batchers[prim] = functools.partial(_batch, prim)
+    batching.primitive_batchers[prim] = functools.partial(_batch, prim, whole)
     _compat.check_nans(prim)
     reference = functools.partial(reference, row)
     mlir.register_lowering(prim, mlir.lower_fun(reference, multiple_results=several))
@@ -159,11 +157,7 @@ def _primitive(name, row, abstract, reference, several=False):
     for platform, signatures in _SIGNATURES.items():
         if signatures:
             mlir.register_lowering(prim, functools.partial(_lower, name, row, reference, platform, several), platform=platform)
-    _ROW_OF[prim] = row
     return prim
-
-
-_ROW_OF = {}
 
 
 # ---- lowering
@@ -252,57 +246,85 @@ def _differentiate(row, forward_p, gradient_p):
     return f
 
 
-def _gradient_rules(row, prim):
-    """The derivative is linear in the cotangent, and differentiated through its reference."""
-    at = len(_used(row))
+def _operand_counts(row, split):
+    """How many operands of a derivative come before the cotangent, and how many gradients it has."""
+    return (1, 1) if split >= 0 else (len(_used(row)), len(row.gradient))
 
-    def place(operands, split):
-        return 1 if split >= 0 else at
 
-    def jvp(primals, tangents, *, split):
-        out = bind(prim, *primals, split=split)
-        active = [k for k, t in enumerate(tangents) if type(t) is not ad.Zero]
-        if active == [place(primals, split)]:
-            operands = list(primals)
-            operands[active[0]] = tangents[active[0]]
-            return out, bind(prim, *operands, split=split)
+def _tangent_reference(row, *operands, split):
+    """The transpose of the derivative: from a tangent for each gradient to that of the result."""
+    k, n = _operand_counts(row, split)
+    before, tangents, parameters = operands[:k], operands[k : k + n], operands[k + n :]
+    g = tangents[0] if split < 0 else jax.lax.slice_in_dim(tangents[0], 0, tangents[0].shape[split] // 2, axis=split)
+    (t,) = jax.linear_transpose(lambda g: _gradient_reference(row, *before, g, *parameters, split=split), g)(list(tangents))
+    return t
 
-        def f(*xs):
-            operands = list(primals)
-            for k, x in zip(active, xs):
-                operands[k] = x
-            return _gradient_reference(row, *operands, split=split)
 
-        return out, jax.jvp(f, [primals[k] for k in active], [tangents[k] for k in active])[1]
+def _abstract_tangent(row, *operands, split):
+    k, _ = _operand_counts(row, split)
+    return _result(row.name, operands[k : k + 1], split, operands[k].dtype)
 
-    def transpose(cts, *operands, split):
-        k = place(operands, split)
-        if any(ad.is_undefined_primal(x) for i, x in enumerate(operands) if i != k):
-            raise NotImplementedError(f"{prim.name} is linear in its cotangent only")
+
+def _gradient_rules(row, gradient_p, tangent_p):
+    """The derivative is linear in the cotangent, and tangent_p its transpose; both are differentiated through jnp."""
+
+    def jvp_rule(prim, reference, linear):
+        def rule(primals, tangents, *, split):
+            out = bind(prim, *primals, split=split)
+            active = [k for k, t in enumerate(tangents) if type(t) is not ad.Zero]
+            if active == linear(split):
+                operands = list(primals)
+                for k in active:
+                    operands[k] = tangents[k]
+                return out, bind(prim, *operands, split=split)
+
+            def f(*xs):
+                operands = list(primals)
+                for k, x in zip(active, xs):
+                    operands[k] = x
+                return reference(row, *operands, split=split)
+
+            return out, jax.jvp(f, [primals[k] for k in active], [tangents[k] for k in active])[1]
+
+        return rule
+
+    def transpose_gradient(cts, *operands, split):
+        k, _ = _operand_counts(row, split)
         result = [None] * len(operands)
         g = operands[k].aval
         if all(type(ct) is ad.Zero for ct in cts):
             result[k] = ad.Zero(g)
             return result
-        cts = [jnp.zeros(ct.aval.shape, ct.aval.dtype) if type(ct) is ad.Zero else ct for ct in cts]
-        if len(row.gradient) == 1:  # its own transpose
-            (result[k],) = bind(prim, *operands[:k], *cts, *operands[k + 1 :], split=split)
-            return result
-
-        def f(x):
-            return _gradient_reference(row, *operands[:k], x, *operands[k + 1 :], split=split)
-
-        (result[k],) = jax.linear_transpose(f, g)(cts)
+        cts = [ad.zeros_like_aval(ct.aval) if type(ct) is ad.Zero else ct for ct in cts]
+        transposed = [*operands[:k], *cts, *operands[k + 1 :]]
+        y = bind(tangent_p, *transposed, split=split)
+        result[k] = y[0] if tangent_p.multiple_results else y
         return result
 
-    ad.primitive_jvps[prim] = jvp
-    ad.primitive_transposes[prim] = transpose
+    def transpose_tangent(ct, *operands, split):
+        k, n = _operand_counts(row, split)
+        result = [None] * len(operands)
+        linear = [i for i in range(k, k + n) if ad.is_undefined_primal(operands[i])]
+        if type(ct) is ad.Zero:
+            ds = [ad.Zero(x.aval) if i in linear else None for i, x in enumerate(operands)][k : k + n]
+        else:
+            ds = bind(gradient_p, *operands[:k], ct, *operands[k + n :], split=split)
+        for i in linear:
+            result[i] = ds[i - k]
+        return result
+
+    ad.primitive_jvps[gradient_p] = jvp_rule(gradient_p, _gradient_reference, lambda split: [_operand_counts(row, split)[0]])
+    ad.primitive_transposes[gradient_p] = transpose_gradient
+    if tangent_p is not gradient_p:
+        between = lambda split: list(range(_operand_counts(row, split)[0], sum(_operand_counts(row, split))))
+        ad.primitive_jvps[tangent_p] = jvp_rule(tangent_p, _tangent_reference, between)
+        ad.primitive_transposes[tangent_p] = transpose_tangent
 
 
 def _no_derivative(prim):
     def rule(primals, tangents, **params):
         y = bind(prim, *primals, **params)
-        return y, ad.Zero.from_primal_value(y)
+        return y, _compat.zero_tangent(y)
 
     ad.primitive_jvps[prim] = rule
 
@@ -311,8 +333,11 @@ def _define(row):
     forward_p = _primitive(row.name, row, _abstract, _reference)
     gradient_p = None
     if row.gradient:
-        gradient_p = _primitive(f"{row.name}_grad", row, _abstract_gradient, _gradient_reference, several=True)
-        _gradient_rules(row, gradient_p)
+        whole = len(_used(row))
+        gradient_p = tangent_p = _primitive(f"{row.name}_grad", row, _abstract_gradient, _gradient_reference, True, whole)
+        if len(row.gradient) > 1:  # else it is its own transpose
+            tangent_p = _primitive(f"{row.name}_jvp", row, _abstract_tangent, _tangent_reference, False, whole)
+        _gradient_rules(row, gradient_p, tangent_p)
     if row.types in ("test", "compare", "logical"):
         _no_derivative(forward_p)
     else:
@@ -552,7 +577,7 @@ def _cast_jvp(primals, tangents, *, dtype):
     (x,), (t,) = primals, tangents
     y = bind(cast_p, x, dtype=dtype)
     if type(t) is ad.Zero or not jnp.issubdtype(dtype, jnp.floating):
-        return y, ad.Zero.from_primal_value(y)
+        return y, _compat.zero_tangent(y)
     return y, bind(cast_p, t, dtype=dtype)
 
 

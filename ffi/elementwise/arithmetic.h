@@ -103,6 +103,7 @@ struct Double : Real<double> {
   static JAXKERN_FN C Power(C x, C y) { return pow(x, y); }
   static JAXKERN_FN C Fmod(C x, C y) { return fmod(x, y); }
   static JAXKERN_FN C NormalCdf(C x) { return normcdf(x); }
+  static JAXKERN_FN C ExpOfProduct(C x, double c) { return exp(c * x); }
   static JAXKERN_FN C ExpOfGeluArgument(C x) { return exp(-1.5957691216057308 * x * (1 + 0.044715 * (x * x))); }
 };
 
@@ -141,6 +142,11 @@ struct Single : Float {
     const C square = a * a, rest = fmaf(a, a, -square);
     const C e = expf(-0.5f * square), cdf = tail * fmaf(e, -0.5f * rest, e);
     return x < 0 ? cdf : 1 - cdf;
+  }
+  static JAXKERN_FN C ExpOfProduct(C x, double c) {
+    const C high = C(c), low = C(c - high), p = x * high, rest = fmaf(x, high, -p) + x * low;
+    const C e = expf(p);
+    return fabsf(p) < 200 ? fmaf(e, rest, e) : e;
   }
   // exp(-2 sqrt(2 / pi) (x + 0.044715 x^3)), the exponent in two parts for the same reason.
   static JAXKERN_FN C ExpOfGeluArgument(C x) {
@@ -189,6 +195,7 @@ struct Coarse : Float {
     const C cdf = tail * Power2(a * a * (-0.5f * kLog2e));
     return x < 0 ? cdf : 1 - cdf;
   }
+  static JAXKERN_FN C ExpOfProduct(C x, double c) { return Power2(x * C(c * 1.4426950408889634)); }
   static JAXKERN_FN C ExpOfGeluArgument(C x) {
     return Power2(x * fmaf(x * x, -0.0713548163f * kLog2e, -1.59576912f * kLog2e));
   }
@@ -221,6 +228,7 @@ struct Double : Real<double> {
   static JAXKERN_FN C Power(C x, C y) { return __builtin_pow(x, y); }
   static JAXKERN_FN C Fmod(C x, C y) { return __builtin_fmod(x, y); }
   static JAXKERN_FN C NormalCdf(C x) { return 0.5 * __builtin_erfc(-x * kSqrtHalf); }
+  static JAXKERN_FN C ExpOfProduct(C x, double c) { return __builtin_exp(c * x); }
   static JAXKERN_FN C ExpOfGeluArgument(C x) { return __builtin_exp(-1.5957691216057308 * x * (1 + 0.044715 * (x * x))); }
 };
 
@@ -269,6 +277,7 @@ struct Single : Real<float> {
     const double tail = NormalTail(__builtin_fabs(double(x)));
     return C(x < 0 ? tail : 1 - tail);
   }
+  static JAXKERN_FN C ExpOfProduct(C x, double c) { return C(Exponential(c * x).Value()); }
   static JAXKERN_FN C ExpOfGeluArgument(C x) {
     const double d = x;
     return C(Exponential(-1.5957691216057308 * d * (1 + 0.044715 * (d * d))).Value());

@@ -28,7 +28,8 @@ struct Logistic {
   using C = typename M::C;
   C e, inverse;  // e^-|x|, 1 / (1 + e^-|x|)
   bool negative;
-  JAXKERN_FN explicit Logistic(C x) : e(M::Exp(-M::Abs(x))), inverse(M::Quotient(C(1), 1 + e)), negative(x < 0) {}
+  JAXKERN_FN explicit Logistic(C x) : Logistic(x, M::Exp(-M::Abs(x))) {}
+  JAXKERN_FN Logistic(C x, C e) : e(e), inverse(M::Quotient(C(1), 1 + e)), negative(x < 0) {}
   JAXKERN_FN C Value() const { return negative ? e * inverse : inverse; }
   JAXKERN_FN C Complement() const { return negative ? inverse : e * inverse; }
   JAXKERN_FN C Derivative() const { return e * inverse * inverse; }
@@ -119,20 +120,11 @@ struct GeluErfGrad {
 template <class M>
 struct GeluTanh {
   using C = typename M::C;
-  static JAXKERN_FN void Evaluate(C x, C* cdf, C* rest) {  // 0.5 (1 + tanh(u)), 0.5 (1 - tanh(u))
-    const C e = M::ExpOfGeluArgument(M::Abs(x)), inverse = M::Quotient(C(1), 1 + e);
-    *cdf = x < 0 ? e * inverse : inverse;
-    *rest = x < 0 ? inverse : e * inverse;
-  }
-  JAXKERN_FN C operator()(C x) const {
-    C cdf, rest;
-    Evaluate(x, &cdf, &rest);
-    return x * cdf;
-  }
+  static JAXKERN_FN Logistic<M> Gate(C x) { return Logistic<M>(x, M::ExpOfGeluArgument(M::Abs(x))); }
+  JAXKERN_FN C operator()(C x) const { return x * Gate(x).Value(); }
   static JAXKERN_FN C Slope(C x) {
-    C cdf, rest;
-    Evaluate(x, &cdf, &rest);
-    return cdf + x * (cdf * rest) * (C(1.5957691216057308) + C(0.21406444881780074) * (x * x));
+    const Logistic<M> s = Gate(x);
+    return s.Value() + x * s.Derivative() * (C(1.5957691216057308) + C(0.21406444881780074) * (x * x));
   }
 };
 template <class M>
@@ -144,13 +136,14 @@ struct GeluTanhGrad {
 template <class M>
 struct QuickGelu {
   using C = typename M::C;
-  JAXKERN_FN C operator()(C x) const { return x * Logistic<M>(C(1.702) * x).Value(); }
+  static JAXKERN_FN Logistic<M> Gate(C x) { return Logistic<M>(x, M::ExpOfProduct(M::Abs(x), -1.702)); }
+  JAXKERN_FN C operator()(C x) const { return x * Gate(x).Value(); }
 };
 template <class M>
 struct QuickGeluGrad {
   using C = typename M::C;
   JAXKERN_FN C operator()(C x, C g) const {
-    const Logistic<M> s(C(1.702) * x);
+    const Logistic<M> s = QuickGelu<M>::Gate(x);
     return g * (s.Value() + C(1.702) * x * s.Derivative());
   }
 };
@@ -399,7 +392,7 @@ struct Abs {
 template <class M>
 struct AbsGrad {
   using C = typename M::C;
-  JAXKERN_FN C operator()(C x, C g) const { return g * M::Sign(x); }
+  JAXKERN_FN C operator()(C x, C g) const { return x >= 0 ? g : -g; }
 };
 
 template <class M>
