@@ -10,7 +10,8 @@
 // everything is free of branches and calls, so that the compiler makes vectors of it. Coarse is Single.
 //
 // Sources. Normal distribution: exp(-a^2/2) times a polynomial in 1 / (1 + k a), after Hastings,
-// "Approximations for Digital Computers", 1955; coefficients by weighted least squares (Lawson, 1961), here.
+// "Approximations for Digital Computers", 1955, or a ratio of polynomials, after Cody, "Rational Chebyshev Approximations
+// for the Error Function", 1969; coefficients by weighted least squares (Lawson, 1961), here.
 // Logarithm: FreeBSD's e_log.c (Sun Microsystems, 1993).
 #pragma once
 
@@ -45,7 +46,13 @@ JAXKERN_FN C Polynomial(C x, const C (&c)[n]) {
 #else
 #pragma GCC unroll 16
 #endif
-  for (int i = n - 2; i >= 0; --i) sum = sum * x + c[i];
+  for (int i = n - 2; i >= 0; --i) {
+#if defined(__FMA__) || defined(__aarch64__)
+    sum = sizeof(C) == 4 ? C(__builtin_fmaf(float(sum), float(x), float(c[i]))) : C(__builtin_fma(sum, x, c[i]));
+#else
+    sum = sum * x + c[i];  // nvcc makes it one instruction
+#endif
+  }
   return sum;
 }
 
@@ -76,6 +83,38 @@ struct Real : Basic<T> {
   static constexpr C kInverseSqrt2Pi = C(0.39894228040143267794);
   static constexpr C kTwoInverseSqrtPi = C(1.12837916709551257390);
   static JAXKERN_FN bool IsInf(C x) { return x == kInfinity || x == -kInfinity; }
+};
+
+// Exponentials of what is no float, with M's Exp and its Fma, which must be one: the exponent is taken in two parts,
+// since what rounding it loses would be multiplied by up to 100.
+template <class M>
+struct InFloat {
+  static JAXKERN_FN float NormalCdf(float x) {
+    const float a = M::Min(M::Abs(x), 20.0f);
+    // All coefficients are positive: nothing cancels.
+    const float tail = Polynomial(a, {0.5f, 0.4382949931912699f, 0.18323514216995898f, 0.04063322010640017f, 0.004116305797282249f}) /
+                       Polynomial(a, {1.0f, 1.6744749674881534f, 1.2025032189749807f, 0.469470634569593f, 0.10185882534286565f,
+                                      0.010317928758492221f});
+    const float square = a * a, rest = M::Fma(a, a, -square);
+    const float e = M::Exp(-0.5f * square), cdf = tail * M::Fma(e, -0.5f * rest, e);
+    return x < 0 ? cdf : 1 - cdf;
+  }
+  static JAXKERN_FN float ExpOfProduct(float x, double c) {
+    const float high = float(c), low = float(c - high), p = x * high, rest = M::Fma(x, high, -p) + x * low;
+    const float e = M::Exp(p);
+    return M::Abs(p) < 200 ? M::Fma(e, rest, e) : e;
+  }
+  // exp(-2 sqrt(2 / pi) (x + 0.044715 x^3))
+  static JAXKERN_FN float ExpOfGeluArgument(float x) {
+    constexpr double kC = 1.5957691216057308, kD = kC * 0.044715;
+    constexpr float c = float(kC), c_low = float(kC - c), d = float(kD), d_low = float(kD - d);
+    const float p = x * x, p_low = M::Fma(x, x, -p);
+    const float m = d * p, m_low = M::Fma(d, p, -m) + M::Fma(d, p_low, d_low * p);
+    const float s = c + m, z = s - c, s_low = (c - (s - z)) + (m - z) + (m_low + c_low);  // Knuth's TwoSum
+    const float u = x * s, u_low = M::Fma(x, s, -u) + x * s_low;
+    const float e = M::Exp(-u);
+    return p < 1e4f ? M::Fma(e, -u_low, e) : e;
+  }
 };
 
 #if defined(__CUDACC__)
@@ -133,31 +172,9 @@ struct Single : Float {
   static JAXKERN_FN C Expm1(C x) { return expm1f(x); }
   static JAXKERN_FN C Log1pUnit(C x) { return log1pf(x); }
   static JAXKERN_FN C Tanh(C x) { return tanhf(x); }
-  static JAXKERN_FN C NormalCdf(C x) {
-    const C a = fminf(fabsf(x), 20.0f), t = __frcp_rn(fmaf(0.35f, a, 1.0f));
-    const C tail = t * Polynomial(t, {0.13962126362817626f, 0.13986423956904545f, 0.11981624090946964f, 0.10557167235001946f,
-                                      -0.023255913821813322f, 0.1593805438984012f, -0.2558902045775498f, 0.14405472215812193f,
-                                      -0.029162580004303242f});
-    // a^2 in two parts: what rounding takes from it would be multiplied by up to 100.
-    const C square = a * a, rest = fmaf(a, a, -square);
-    const C e = expf(-0.5f * square), cdf = tail * fmaf(e, -0.5f * rest, e);
-    return x < 0 ? cdf : 1 - cdf;
-  }
-  static JAXKERN_FN C ExpOfProduct(C x, double c) {
-    const C high = C(c), low = C(c - high), p = x * high, rest = fmaf(x, high, -p) + x * low;
-    const C e = expf(p);
-    return fabsf(p) < 200 ? fmaf(e, rest, e) : e;
-  }
-  // exp(-2 sqrt(2 / pi) (x + 0.044715 x^3)), the exponent in two parts for the same reason.
-  static JAXKERN_FN C ExpOfGeluArgument(C x) {
-    const C c = 1.59576912f, c_low = 9.99e-10f, d = 0.0713548163f, d_low = 4.1e-10f;
-    const C p = x * x, p_low = fmaf(x, x, -p);
-    const C m = d * p, m_low = fmaf(d, p, -m) + fmaf(d, p_low, d_low * p);
-    const C s = c + m, z = s - c, s_low = (c - (s - z)) + (m - z) + (m_low + c_low);  // Knuth's TwoSum
-    const C u = x * s, u_low = fmaf(x, s, -u) + x * s_low;
-    const C e = expf(-u);
-    return p < 1e4f ? fmaf(e, -u_low, e) : e;
-  }
+  static JAXKERN_FN C NormalCdf(C x) { return InFloat<Single>::NormalCdf(x); }
+  static JAXKERN_FN C ExpOfProduct(C x, double c) { return InFloat<Single>::ExpOfProduct(x, c); }
+  static JAXKERN_FN C ExpOfGeluArgument(C x) { return InFloat<Single>::ExpOfGeluArgument(x); }
 };
 
 struct Coarse : Float {
@@ -246,8 +263,8 @@ struct Single : Real<float> {
   static JAXKERN_FN C Round(C x) { return __builtin_nearbyintf(x); }
   static JAXKERN_FN C Sqrt(C x) { return __builtin_sqrtf(x); }
   static JAXKERN_FN C Rsqrt(C x) { return C(1 / __builtin_sqrt(double(x))); }
-  static JAXKERN_FN C Exp(C x) { return C(Exponential(x).Value()); }
-  static JAXKERN_FN C Expm1(C x) { return C(Exponential(x).MinusOne()); }
+  static JAXKERN_FN C Exp(C x) { return ShortExponential(x).Value(); }
+  static JAXKERN_FN C Expm1(C x) { return ShortExponential(x).MinusOne(); }
   static JAXKERN_FN C Log(C x) { return C(Logarithm(x)); }
   static JAXKERN_FN C Log1p(C x) {
     const double d = x;
@@ -255,8 +272,8 @@ struct Single : Real<float> {
   }
   static JAXKERN_FN C Log1pUnit(C x) { return Log1p(x); }
   static JAXKERN_FN C Tanh(C x) {
-    const double t = Exponential(2 * __builtin_fabs(double(x))).MinusOne();
-    return __builtin_copysignf(C(t / (t + 2)), x);
+    const C t = Expm1(Min(2 * Abs(x), C(40)));
+    return __builtin_copysignf(t / (t + 2), x);
   }
   static JAXKERN_FN C Sin(C x) { return __builtin_sinf(x); }
   static JAXKERN_FN C Cos(C x) { return __builtin_cosf(x); }
@@ -273,6 +290,11 @@ struct Single : Real<float> {
   }
   static JAXKERN_FN C Power(C x, C y) { return __builtin_powf(x, y); }
   static JAXKERN_FN C Fmod(C x, C y) { return __builtin_fmodf(x, y); }
+#if defined(__FMA__) || defined(__aarch64__)
+  static JAXKERN_FN C NormalCdf(C x) { return InFloat<Single>::NormalCdf(x); }
+  static JAXKERN_FN C ExpOfProduct(C x, double c) { return InFloat<Single>::ExpOfProduct(x, c); }
+  static JAXKERN_FN C ExpOfGeluArgument(C x) { return InFloat<Single>::ExpOfGeluArgument(x); }
+#else
   static JAXKERN_FN C NormalCdf(C x) {
     const double tail = NormalTail(__builtin_fabs(double(x)));
     return C(x < 0 ? tail : 1 - tail);
@@ -282,8 +304,27 @@ struct Single : Real<float> {
     const double d = x;
     return C(Exponential(-1.5957691216057308 * d * (1 + 0.044715 * (d * d))).Value());
   }
+#endif
 
  private:
+  // e^x = 2^n (1 + fraction), as in common/simd.h; 2^n as the product of two, which neither over- nor underflow.
+  struct ShortParts {
+    C low, high, fraction;
+    JAXKERN_FN C Value() const { return Fma(low, fraction, low) * high; }
+    JAXKERN_FN C MinusOne() const {
+      const C scale = low * high;
+      return scale < C(1e30) ? Fma(scale, fraction, scale - 1) : Value();
+    }
+  };
+  static JAXKERN_FN ShortParts ShortExponential(C x) {
+    x = x < -105 ? C(-105) : x;  // NaN stays
+    x = x > 89 ? C(89) : x;
+    const C shifted = Fma(x, C(1.44269504f), C(0x1.8p23f)), n = shifted - C(0x1.8p23f);
+    const C r = Fma(n, C(2.12194440e-4f), Fma(n, C(-0.693359375f), x));
+    const C q = Polynomial(r, {0x1.fffffcp-2f, 0x1.555492p-3f, 0x1.5558f2p-5f, 0x1.123a2p-7f, 0x1.6a23ccp-10f});
+    const int32_t i = BitsAs<int32_t>(shifted) - 0x4b400000, half = i >> 1;
+    return {BitsAs<C>((half + 127) << 23), BitsAs<C>((i - half + 127) << 23), Fma(r * r, q, r)};
+  }
   // e^x = 2^n (1 + fraction), good to 2^-34, for results that a float can hold.
   struct Parts {
     double scale, fraction;
