@@ -1,7 +1,7 @@
 """The elementwise operations, forward and backward, against XLA, PyTorch and a copy.
 
-Every operation of the table at 2^28 elements; a few of them from 2^16 elements on, with a bias or a scale a row
-that are read in place, and with operands that begin one element behind a boundary.
+Every operation of the table at 2^28 elements; a few of them from 2^16 elements on, and with a bias or a scale a row
+that are read in place.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ ROWS = elementwise.ROWS
 OPS = (*ROWS, "cast_f32", "cast_f16")  # the casts: from the dtype to float32, or from float32 to it
 SOME = ("relu", "gelu_erf", "silu", "add", "swiglu")
 LARGE = 100e6  # bytes a call, from which bandwidth alone decides
-NEAR_COPY, NEAR_COPY_BROADCAST, NEAR_COPY_MISALIGNED = 0.97, 0.95, 0.90
-NOT_SLOWER = 0.05
+NEAR_COPY, NEAR_COPY_BROADCAST = 0.97, 0.95
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +55,6 @@ CASES = (
     [Case("all", (1 << 28,))]
     + [Case("sizes", (1 << n,)) for n in (16, 18, 20, 22, 24, 26)]
     + [Case("bias", (65536, 4096)), Case("scale", (65536, 4096))]
-    + [Case("misaligned", (1 << 28,))]
 )
 CPU_CASES = [Case("cpu", (1 << 22,), cpu=True)]
 QUICK = {"2^16", "2^20", "2^24", "2^26", "65536x4096 bias"}
@@ -104,7 +102,7 @@ class Cell:
             return [peers | {"against": ["xla"]}]
         if self.case.group == "sizes":
             return [peers]
-        wanted = {"bias": NEAR_COPY_BROADCAST, "scale": NEAR_COPY_BROADCAST, "misaligned": NEAR_COPY_MISALIGNED}
+        wanted = {"bias": NEAR_COPY_BROADCAST, "scale": NEAR_COPY_BROADCAST}
         return [{"goal": "copy", "required": wanted.get(self.case.group, NEAR_COPY)}]
 
     def to_json(self) -> dict[str, Any]:
@@ -215,19 +213,12 @@ class Inputs:
     """The arrays of one case and dtype, enough of them to go round cold."""
 
     def __init__(self, pool: _inputs.Pool, case: Case) -> None:
-        self.case, self.pool = case, pool
+        self.case = case
         self.turns = _inputs.rotation(case.size * pool.dtype.itemsize)
         count = 4 if self.turns <= 2 else 2 * ((self.turns + 1) // 2)
-        self.arrays = [self._cut(i) for i in range(count)]
+        self.arrays = [pool.array(case.shape, i) for i in range(count)]
         self.others: dict[Any, list[jax.Array]] = {}
         jax.block_until_ready(self.arrays)
-
-    def _cut(self, index: int) -> jax.Array:
-        if self.case.group != "misaligned":
-            return self.pool.array(self.case.shape, index)
-        # A view of a larger array, by way of PyTorch, which is where misaligned arrays come from.
-        whole = self.pool.array((self.case.size + _inputs.ALIGN,), index)
-        return jax.dlpack.from_dlpack(_torch.share(whole)[1 : self.case.size + 1])
 
     def of(self, spec: jax.ShapeDtypeStruct) -> list[jax.Array]:
         if spec.shape == self.case.shape and spec.dtype == self.arrays[0].dtype:
@@ -254,9 +245,6 @@ def candidates(cell: Cell, compiled: list[Program], inputs: Inputs) -> list[_tim
     found = []
     arguments = inputs.feed(compiled[0].specs)
     for program in compiled:
-        if cell.case.group == "misaligned" and program.name != _goals.OURS:
-            continue  # XLA expects arrays of its own alignment
-
         def call(i: int, program: Program = program) -> Any:
             return program(*arguments(i))
 

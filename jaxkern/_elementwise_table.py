@@ -49,8 +49,7 @@ def _binary(name, functor, like, summary, **more):
 
 _POSITIVE = (0.01, 50.0)
 
-ROWS = (
-    # activations
+ACTIVATIONS = (
     _unary("relu", "Relu", "jax.nn.relu(x)", "max(x, 0)", types="number"),
     _unary("leaky_relu", "LeakyRelu", "jnp.where(x >= 0, x, negative_slope * x)", "x, or negative_slope x below 0",
            parameters=(("negative_slope", 0.01),)),
@@ -80,13 +79,16 @@ ROWS = (
            parameters=(("threshold", None), ("value", None))),
     _unary("tanh", "Tanh", "jnp.tanh(x)", "hyperbolic tangent"),
     _unary("square_relu", "SquareRelu", "jnp.square(jax.nn.relu(x))", "relu(x)^2"),
+)
+GATED = (
     Row("glu", "Glu", "x * jax.nn.sigmoid(gate)", "x sigmoid(gate)", ("x", "gate"), gradient=(0, 1), gated=True),
     Row("swiglu", "Swiglu", "x * jax.nn.silu(gate)", "x silu(gate)", ("x", "gate"), gradient=(0, 1), gated=True),
     Row("geglu_erf", "GegluErf", "x * (gate * 0.5 * jax.lax.erfc(-gate * 0.7071067811865476))", "x gelu(gate)", ("x", "gate"),
         gradient=(0, 1), gated=True, part_of="geglu"),
     Row("geglu_tanh", "GegluTanh", "x * (gate * jax.nn.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))", "the same with tanh", ("x", "gate"),
         gradient=(0, 1), gated=True, part_of="geglu"),
-    # one operand
+)
+UNARY = (
     _unary("abs", "Abs", "jnp.abs(x)", "absolute value", types="number"),
     _unary("negative", "Negative", "jnp.negative(x)", "-x", types="number", gradient=()),
     _unary("reciprocal", "Reciprocal", "jnp.reciprocal(x)", "1 / x"),
@@ -110,7 +112,8 @@ ROWS = (
     _unary("isfinite", "IsFinite", "jnp.isfinite(x)", "whether x is neither NaN nor infinite", types="test", gradient=()),
     _unary("logical_not", "LogicalNot", "jnp.logical_not(x)", "not x", types="logical", gradient=()),
     _unary("scale", "Scale", "x * alpha", "x times a scalar", parameters=(("alpha", None),)),
-    # two
+)
+BINARY = (
     _binary("add", "Add", "x + y", "x + y", types="number"),
     _binary("subtract", "Subtract", "x - y", "x - y", types="number"),
     _binary("multiply", "Multiply", "x * y", "x y", types="number", gradient=(0, 1)),
@@ -128,7 +131,8 @@ ROWS = (
     _binary("logical_and", "LogicalAnd", "jnp.logical_and(x, y)", "x and y", types="logical", in_place=False),
     _binary("logical_or", "LogicalOr", "jnp.logical_or(x, y)", "x or y", types="logical", in_place=False),
     _binary("logical_xor", "LogicalXor", "jnp.logical_xor(x, y)", "either x or y", types="logical", in_place=False),
-    # three
+)
+TERNARY = (
     Row("fma", "Fma", "x * y + z", "x y + z in one rounding", ("x", "y", "z"), types="number", gradient=(0, 1), uses=(0, 1)),
     Row("where", "Where", "jnp.where(condition, x, y)", "x where the condition holds, y elsewhere", ("condition", "x", "y"),
         types="select", gradient=(1, 2), uses=(0,)),
@@ -137,6 +141,17 @@ ROWS = (
     Row("clamp", "Clamp", "jnp.minimum(jnp.maximum(x, min), max)", "x between min and max", ("x", "min", "max"), types="number",
         gradient=(0,)),
 )
+GROUPS = {"activations": ACTIVATIONS, "gated": GATED, "one operand": UNARY, "two": BINARY, "three": TERNARY}
+ROWS = tuple(row for rows in GROUPS.values() for row in rows)
+
+
+def markdown() -> str:
+    """The list in README.md, which this file prints when it is run."""
+    lines = ["| | |", "|---|---|"]
+    for group, rows in GROUPS.items():
+        names = dict.fromkeys(row.part_of or row.name for row in rows)
+        lines.append(f"| {group} | {', '.join(f'`{name}`' for name in (*names, *(['cast'] if rows is UNARY else [])))} |")
+    return "\n".join(lines)
 
 
 class Kernel(typing.NamedTuple):
@@ -191,3 +206,7 @@ def kernels():
     for row in ROWS:
         yield from kernels_of(row)
     yield from cast_kernels()
+
+
+if __name__ == "__main__":
+    print(markdown())

@@ -66,6 +66,7 @@ struct Basic {
   static JAXKERN_FN C Min(C a, C b) { return a < b || a != a ? a : b; }
   static JAXKERN_FN bool IsNan(C x) { return x != x; }
   static JAXKERN_FN C Fma(C a, C b, C c) { return a * b + c; }
+  static JAXKERN_FN C Product(C a, C b) { return a * b; }  // rounded, and no part of a fused multiply-add
   static JAXKERN_FN C Sign(C x) { return C(x > 0) - C(x < 0); }
 };
 
@@ -77,6 +78,7 @@ struct Integer : Basic<int32_t> {
 template <class T>
 struct Real : Basic<T> {
   using C = T;
+  static JAXKERN_FN C Divide(C a, C b) { return a / b; }
   static JAXKERN_FN C Sign(C x) { return x > 0 ? C(1) : x < 0 ? C(-1) : x; }  // keeps -0 and NaN
   static constexpr C kInfinity = C(__builtin_huge_val());
   static constexpr C kSqrtHalf = C(0.70710678118654752440);
@@ -92,15 +94,16 @@ struct InFloat {
   static JAXKERN_FN float NormalCdf(float x) {
     const float a = M::Min(M::Abs(x), 20.0f);
     // All coefficients are positive: nothing cancels.
-    const float tail = Polynomial(a, {0.5f, 0.4382949931912699f, 0.18323514216995898f, 0.04063322010640017f, 0.004116305797282249f}) /
-                       Polynomial(a, {1.0f, 1.6744749674881534f, 1.2025032189749807f, 0.469470634569593f, 0.10185882534286565f,
-                                      0.010317928758492221f});
-    const float square = a * a, rest = M::Fma(a, a, -square);
+    const float tail = M::Quotient(
+        Polynomial(a, {0.5f, 0.4382949931912699f, 0.18323514216995898f, 0.04063322010640017f, 0.004116305797282249f}),
+        Polynomial(a, {1.0f, 1.6744749674881534f, 1.2025032189749807f, 0.469470634569593f, 0.10185882534286565f,
+                       0.010317928758492221f}));
+    const float square = M::Product(a, a), rest = M::Fma(a, a, -square);
     const float e = M::Exp(-0.5f * square), cdf = tail * M::Fma(e, -0.5f * rest, e);
     return x < 0 ? cdf : 1 - cdf;
   }
   static JAXKERN_FN float ExpOfProduct(float x, double c) {
-    const float high = float(c), low = float(c - high), p = x * high, rest = M::Fma(x, high, -p) + x * low;
+    const float high = float(c), low = float(c - high), p = M::Product(x, high), rest = M::Fma(x, high, -p) + x * low;
     const float e = M::Exp(p);
     return M::Abs(p) < 200 ? M::Fma(e, rest, e) : e;
   }
@@ -108,10 +111,10 @@ struct InFloat {
   static JAXKERN_FN float ExpOfGeluArgument(float x) {
     constexpr double kC = 1.5957691216057308, kD = kC * 0.044715;
     constexpr float c = float(kC), c_low = float(kC - c), d = float(kD), d_low = float(kD - d);
-    const float p = x * x, p_low = M::Fma(x, x, -p);
-    const float m = d * p, m_low = M::Fma(d, p, -m) + M::Fma(d, p_low, d_low * p);
+    const float p = M::Product(x, x), p_low = M::Fma(x, x, -p);
+    const float m = M::Product(d, p), m_low = M::Fma(d, p, -m) + M::Fma(d, p_low, d_low * p);
     const float s = c + m, z = s - c, s_low = (c - (s - z)) + (m - z) + (m_low + c_low);  // Knuth's TwoSum
-    const float u = x * s, u_low = M::Fma(x, s, -u) + x * s_low;
+    const float u = M::Product(x, s), u_low = M::Fma(x, s, -u) + x * s_low;
     const float e = M::Exp(-u);
     return p < 1e4f ? M::Fma(e, -u_low, e) : e;
   }
@@ -150,7 +153,18 @@ struct Double : Real<double> {
 struct Float : Real<float> {
   static JAXKERN_FN C Abs(C x) { return fabsf(x); }
   static JAXKERN_FN C Fma(C a, C b, C c) { return fmaf(a, b, c); }
+  static JAXKERN_FN C Product(C a, C b) { return __fmul_rn(a, b); }
   static JAXKERN_FN C Quotient(C a, C b) { return __fdividef(a, b); }  // |b| < 2^126
+  static JAXKERN_FN C Max(C a, C b) {
+    C y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+  }
+  static JAXKERN_FN C Min(C a, C b) {
+    C y;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+  }
   static JAXKERN_FN C Floor(C x) { return floorf(x); }
   static JAXKERN_FN C Ceil(C x) { return ceilf(x); }
   static JAXKERN_FN C Trunc(C x) { return truncf(x); }
@@ -195,6 +209,48 @@ struct Coarse : Float {
     const C near = x + x * x * Polynomial(x, {0.499974747722195f, 0.16667396983678887f, 0.042092714478751445f, 0.008342257019566366f});
     return fabsf(x) < 0.5f ? near : Exp(x) - 1;
   }
+  static JAXKERN_FN C Divide(C a, C b) {
+    C y;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+  }
+  static JAXKERN_FN C Sqrt(C x) {
+    C y;
+    asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+  }
+  static JAXKERN_FN C LogFar(C x) {  // the hardware's is exact to 2^-22, which is too little near 1
+    C y;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y * 0.693147181f;
+  }
+  static JAXKERN_FN C LogNear(C d) {  // log(1 + d), |d| <= 0.25
+    return d + d * d * Polynomial(d, {-0.4997886403677242f, 0.3330636130757025f, -0.2635769483181442f, 0.21333018737577322f});
+  }
+  static JAXKERN_FN C Log(C x) { return fabsf(x - 1) < 0.25f ? LogNear(x - 1) : LogFar(x); }
+  static JAXKERN_FN C Log1p(C x) { return fabsf(x) < 0.25f ? LogNear(x) : LogFar(1 + x); }
+  static JAXKERN_FN C Erf(C x) {
+    const C a = fabsf(x), p = x * x;
+    const C near = x * Polynomial(p, {1.128364811152035f, -0.3755716839024236f, 0.10938604915100508f, -0.019715479656588878f});
+    return a < 0.9f ? near : copysignf(1 - 2 * NormalTail(a * 1.41421356f), x);
+  }
+  static JAXKERN_FN C Erfc(C x) {
+    const C tail = 2 * NormalTail(fabsf(x) * 1.41421356f);
+    return x < 0 ? 2 - tail : tail;
+  }
+  // Quarter turns n of the angle, and what is left of it, for |x| < 2^16; beyond, the library's.
+  static JAXKERN_FN C Turned(C x, int quarters) {
+    const C shifted = fmaf(x, 0.636619772f, 12582912.0f), n = shifted - 12582912.0f;
+    const C r = fmaf(n, -5.39030253e-15f, fmaf(n, -7.54978942e-8f, fmaf(n, -1.57079625f, x))), p = r * r;
+    const int turn = __float_as_int(shifted) + quarters;
+    const C sine = r + r * p * Polynomial(p, {-0.16663219891404868f, 0.008158937474924114f});
+    const C cosine = 1 + p * Polynomial(p, {-0.4999987536890312f, 0.04165519882547708f, -0.0013584128198166675f});
+    const C y = turn & 1 ? cosine : sine;
+    return turn & 2 ? -y : y;
+  }
+  static JAXKERN_FN C Sin(C x) { return fabsf(x) < 65536 ? Turned(x, 0) : FarSine(x, false); }
+  static JAXKERN_FN C Cos(C x) { return fabsf(x) < 65536 ? Turned(x, 1) : FarSine(x, true); }
+  static __device__ __noinline__ C FarSine(C x, bool cosine) { return cosine ? cosf(x) : sinf(x); }
   static JAXKERN_FN C Log1pUnit(C x) {  // 0 <= x <= 1
     return x * Polynomial(x, {0.9999432849988102f, -0.4969777385491167f, 0.3063005783822492f, -0.15742679072715737f,
                               0.04134716969250328f});
@@ -205,11 +261,13 @@ struct Coarse : Float {
     const C near = x + x * p * Polynomial(p, {-0.3331907296061318f, 0.13086401078092183f, -0.0413873725950373f});
     return a < 0.6f ? near : far;
   }
+  static JAXKERN_FN C NormalTail(C a) {  // beyond a >= 0
+    const C t = Inverse(fmaf(0.25f, a, 1.0f));
+    return t * Polynomial(t, {0.10115983337163925f, 0.08204630762338638f, 0.17608729004859924f, -0.09883411228656769f,
+                              0.23950965702533722f}) * Power2(a * a * (-0.5f * kLog2e));
+  }
   static JAXKERN_FN C NormalCdf(C x) {
-    const C a = fabsf(x), t = Inverse(fmaf(0.25f, a, 1.0f));
-    const C tail = t * Polynomial(t, {0.10115983337163925f, 0.08204630762338638f, 0.17608729004859924f, -0.09883411228656769f,
-                                      0.23950965702533722f});
-    const C cdf = tail * Power2(a * a * (-0.5f * kLog2e));
+    const C cdf = NormalTail(fabsf(x));
     return x < 0 ? cdf : 1 - cdf;
   }
   static JAXKERN_FN C ExpOfProduct(C x, double c) { return Power2(x * C(c * 1.4426950408889634)); }

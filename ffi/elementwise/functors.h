@@ -81,13 +81,13 @@ template <class M>
 struct Celu {
   using C = typename M::C;
   C alpha;
-  JAXKERN_FN C operator()(C x) const { return x > 0 ? x : alpha * M::Expm1(x / alpha); }
+  JAXKERN_FN C operator()(C x) const { return x > 0 ? x : alpha * M::Expm1(M::Divide(x, alpha)); }
 };
 template <class M>
 struct CeluGrad {
   using C = typename M::C;
   C alpha;
-  JAXKERN_FN C operator()(C x, C g) const { return x > 0 ? g : M::Exp(x / alpha) * g; }
+  JAXKERN_FN C operator()(C x, C g) const { return x > 0 ? g : M::Exp(M::Divide(x, alpha)) * g; }
 };
 
 // Klambauer et al., "Self-Normalizing Neural Networks", 2017.
@@ -217,13 +217,13 @@ struct LogSigmoidGrad {
 template <class M>
 struct SoftSign {
   using C = typename M::C;
-  JAXKERN_FN C operator()(C x) const { return x / (1 + M::Abs(x)); }
+  JAXKERN_FN C operator()(C x) const { return M::Divide(x, 1 + M::Abs(x)); }
 };
 template <class M>
 struct SoftSignGrad {
   using C = typename M::C;
   JAXKERN_FN C operator()(C x, C g) const {
-    const C inverse = 1 / (1 + M::Abs(x));
+    const C inverse = M::Divide(C(1), 1 + M::Abs(x));
     return g * (inverse * inverse);
   }
 };
@@ -231,7 +231,7 @@ struct SoftSignGrad {
 template <class M>
 struct HardSigmoid {
   using C = typename M::C;
-  JAXKERN_FN C operator()(C x) const { return M::Min(M::Max(x + 3, C(0)), C(6)) / 6; }
+  JAXKERN_FN C operator()(C x) const { return M::Min(M::Max(x + 3, C(0)), C(6)) * C(1.0 / 6); }
   static JAXKERN_FN C Slope(C x) { return x > -3 && x < 3 ? C(1.0 / 6) : C(0); }
 };
 template <class M>
@@ -404,13 +404,13 @@ struct Negative {
 template <class M>
 struct Reciprocal {
   using C = typename M::C;
-  JAXKERN_FN C operator()(C x) const { return 1 / x; }
+  JAXKERN_FN C operator()(C x) const { return M::Divide(C(1), x); }
 };
 template <class M>
 struct ReciprocalGrad {
   using C = typename M::C;
   JAXKERN_FN C operator()(C x, C g) const {
-    const C y = 1 / x;
+    const C y = M::Divide(C(1), x);
     return -g * (y * y);
   }
 };
@@ -434,7 +434,7 @@ struct Sqrt {
 template <class M>
 struct SqrtGrad {
   using C = typename M::C;
-  JAXKERN_FN C operator()(C x, C g) const { return C(0.5) * g / M::Sqrt(x); }
+  JAXKERN_FN C operator()(C x, C g) const { return C(0.5) * M::Divide(g, M::Sqrt(x)); }
 };
 
 template <class M>
@@ -445,7 +445,7 @@ struct Rsqrt {
 template <class M>
 struct RsqrtGrad {
   using C = typename M::C;
-  JAXKERN_FN C operator()(C x, C g) const { return C(-0.5) * g * M::Rsqrt(x) / x; }
+  JAXKERN_FN C operator()(C x, C g) const { return C(-0.5) * M::Divide(g * M::Rsqrt(x), x); }
 };
 
 template <class M>
@@ -478,7 +478,7 @@ struct Log {
 template <class M>
 struct LogGrad {
   using C = typename M::C;
-  JAXKERN_FN C operator()(C x, C g) const { return g / x; }
+  JAXKERN_FN C operator()(C x, C g) const { return M::Divide(g, x); }
 };
 
 template <class M>
@@ -489,7 +489,7 @@ struct Log1p {
 template <class M>
 struct Log1pGrad {
   using C = typename M::C;
-  JAXKERN_FN C operator()(C x, C g) const { return g / (1 + x); }
+  JAXKERN_FN C operator()(C x, C g) const { return M::Divide(g, 1 + x); }
 };
 
 template <class M>
@@ -635,12 +635,15 @@ struct MultiplyGrad {
 template <class M>
 struct Divide {
   using C = typename M::C;
-  JAXKERN_FN C operator()(C x, C y) const { return x / y; }
+  JAXKERN_FN C operator()(C x, C y) const { return M::Divide(x, y); }
 };
 template <class M>
 struct DivideGrad {
   using C = typename M::C;
-  JAXKERN_FN Values<C, 2> operator()(C x, C y, C g) const { return {{g / y, -g * x / y / y}}; }
+  JAXKERN_FN Values<C, 2> operator()(C x, C y, C g) const {
+    const C d = M::Divide(g, y);
+    return {{d, -d * M::Divide(x, y)}};
+  }
 };
 
 // Equal operands share the cotangent.
