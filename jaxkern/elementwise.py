@@ -156,14 +156,23 @@ def _primitive(name, row, abstract, reference, several=False, whole=None):
         _compat.taylor_rule(prim, reference)
     for platform, signatures in _SIGNATURES.items():
         if signatures:
-            mlir.register_lowering(prim, functools.partial(_lower, name, row, reference, platform, several), platform=platform)
+            mlir.register_lowering(prim, functools.partial(_lower, prim, name, row, reference, platform, several), platform=platform)
     return prim
 
 
 # ---- lowering
 
 
-def _lower(name, row, reference, platform, several, ctx, *operands, split):
+def _with_unit(f, several):
+    """f on arrays with one more dimension, of size 1: XLA splits any of a target's dimensions but the last."""
+    def wrapped(*operands):
+        y = f(*(x[..., None] for x in operands))
+        return [r[..., 0] for r in y] if several else y[..., 0]
+
+    return mlir.lower_fun(wrapped, multiple_results=several)
+
+
+def _lower(prim, name, row, reference, platform, several, ctx, *operands, split):
     through = mlir.lower_fun(reference, multiple_results=several)
     avals, results = ctx.avals_in, ctx.avals_out
     parameters = len(row.parameters)
@@ -177,10 +186,14 @@ def _lower(name, row, reference, platform, several, ctx, *operands, split):
     extra = {}
     if _compat.partitioned_devices(ctx) > 1:
         # XLA splits all operands alike; what it cannot, it computes itself, and nothing is gathered.
-        depth = results[0].ndim if split < 0 else split
-        whole = [a for a in (*arrays, *results) if a.shape[:depth] != results[0].shape[:depth]]
+        shape = results[0].shape
+        if parameters or (split < 0 and (not shape or any(a.shape != shape for a in arrays))) or 0 <= split < len(shape) - 1:
+            return through(ctx, *operands, split=split)
+        if split < 0 and shape[-1] != 1:
+            return _with_unit(functools.partial(bind, prim, split=-1), several)(ctx, *operands)
+        depth = len(shape) - 1 if split < 0 else split
         attributes = _partition.attributes([a.shape for a in arrays], [a.shape for a in results], depth)
-        if whole or parameters or attributes is None:
+        if attributes is None:
             return through(ctx, *operands, split=split)
         extra["extra_attributes"] = attributes
     rule = jax.ffi.ffi_lowering(TARGET, **extra)
@@ -563,12 +576,16 @@ def _cast_reference(x, *, dtype):
 
 def _lower_cast(platform, ctx, x, *, dtype):
     aval, out = ctx.avals_in[0], ctx.avals_out[0]
+    through = mlir.lower_fun(_cast_reference, multiple_results=False)
+    if _signature("cast", [aval], [out]) not in _SIGNATURES[platform] or 0 in aval.shape:
+        return through(ctx, x, dtype=dtype)
     attributes = None
     if _compat.partitioned_devices(ctx) > 1:
-        attributes = _partition.attributes([aval.shape], [out.shape], aval.ndim)
-    if _signature("cast", [aval], [out]) not in _SIGNATURES[platform] or 0 in aval.shape or (
-            attributes is None and _compat.partitioned_devices(ctx) > 1):
-        return mlir.lower_fun(_cast_reference, multiple_results=False)(ctx, x, dtype=dtype)
+        if aval.ndim and aval.shape[-1] != 1:
+            return _with_unit(functools.partial(bind, cast_p, dtype=dtype), False)(ctx, x)
+        attributes = _partition.attributes([aval.shape], [out.shape], aval.ndim - 1) if aval.ndim else None
+        if attributes is None:
+            return through(ctx, x, dtype=dtype)
     rule = jax.ffi.ffi_lowering(TARGET, **({"extra_attributes": attributes} if attributes else {}))
     return rule(ctx, x, operation="cast", split=np.int64(-1))
 
