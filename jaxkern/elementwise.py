@@ -105,7 +105,7 @@ def _result(prim, arrays, split, dtype):
     first = arrays[0]
     shape, spec = list(first.shape), [*first.sharding.spec, *[None] * (first.ndim - len(first.sharding.spec))]
     if split >= 0:
-        shape[split] //= 2
+        shape[split], spec[split] = shape[split] // 2, None
     for x in arrays[1:]:
         other = [*x.sharding.spec, *[None] * (x.ndim - len(x.sharding.spec))]
         for d in range(len(shape)):
@@ -385,6 +385,8 @@ def _jitted(*operands, name, split):
     arrays[first:] = [x if x.dtype == dtype else x.astype(dtype) if dtype != jnp.bool_ else x != 0 for x in arrays[first:]]
     if first and arrays[0].dtype != jnp.bool_:
         arrays[0] = arrays[0] != 0
+    if split >= 0:
+        arrays[0] = _canonical.whole(arrays[0], split)
     rank = max(x.ndim for x in arrays)
     try:
         np.broadcast_shapes(*(tuple(d if isinstance(d, int) else 1 for d in x.shape) for x in arrays))

@@ -305,7 +305,7 @@ def test_elementwise_stays_where_it_is(kind):
     for axis, spec in ((2, P("r", None, None)), (2, P("r", "c", None)), (2, P(("r", "c"), None, None)), (1, P("r", None, "c"))):
         wanted = jax.jit(lambda *a: both(*a))(x, y, bias)  # traced anew for each axis
         split = [jax.device_put(a, NamedSharding(grid, spec)) for a in (x, y)] + [
-            jax.device_put(bias, NamedSharding(grid, P(None)))]
+            jax.device_put(bias, NamedSharding(grid, P(spec[-1])))]
         with jax.set_mesh(grid):
             compiled = jax.jit(lambda *a: both(*a)).lower(*split).compile()
         found = compiled(*split)
