@@ -471,8 +471,8 @@ def gelu(x, approximate=True):
         TypeError: x is boolean, complex or no array.
 
     >>> import jax.numpy as jnp, jaxkern
-    >>> [round(float(y), 4) for y in jaxkern.gelu(jnp.array([-1.0, 0.0, 1.0]), approximate=False)]
-    [-0.1587, 0.0, 0.8413]
+    >>> [f"{y:.4f}" for y in jaxkern.gelu(jnp.array([-1.0, 0.0, 1.0]), approximate=False)]
+    ['-0.1587', '0.0000', '0.8413']
 
     Source: Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016.
     """
