@@ -273,12 +273,43 @@ def sanitize_losses(dtypes: list[str]) -> tuple[int, list[str]]:
     return done, wrong
 
 
+def sanitize_elementwise(dtypes: list[str]) -> tuple[int, list[str]]:
+    """A few operations around packs and tiles, with operands that broadcast, in halves, and of mixed types."""
+    import jaxkern
+
+    swiglu = lambda x: x[:, : x.shape[1] // 2] * jax.nn.silu(x[:, x.shape[1] // 2 :])
+    found = {
+        "gelu": lambda x, y: (jaxkern.gelu(x, approximate=False), jax.nn.gelu(x, approximate=False)),
+        "less": lambda x, y: (jaxkern.less(x, y), x < y),
+        "add, bias": lambda x, y: (jaxkern.add(x, y[:1]), x + y[:1]),
+        "where, scale": lambda x, y: (jaxkern.where(x > 0, y[:, :1], x), jnp.where(x > 0, y[:, :1], x)),
+        "cast": lambda x, y: (jaxkern.cast(x, "int8"), x.astype("int8")),
+        "leaky_relu": lambda x, y: (jaxkern.leaky_relu(x), jax.nn.leaky_relu(x)),
+        "swiglu": lambda x, y: (jaxkern.swiglu(x), swiglu(x)),
+        "swiglu backward": lambda x, y: tuple(
+            jax.vjp(f, x)[1](y[:, : x.shape[1] // 2])[0] for f in (jaxkern.swiglu, swiglu)
+        ),
+    }
+    done, wrong = 0, []
+    generator = np.random.default_rng(0)
+    for (name, both), dtype, shape in itertools.product(
+        found.items(), dtypes, ((1, 2), (3, 34), (5, 130), (67, 1024), (9, 40002), (517, 4096))
+    ):
+        x, y = (jax.device_put(generator.standard_normal(shape).astype(jnp.dtype(dtype))) for _ in range(2))
+        got, want = (np.asarray(a).astype(np.float64) for a in jax.jit(both)(x, y))
+        done += 1
+        if not (np.abs(got - want) <= 4 * TOLERANCE[dtype] * np.maximum(1, np.abs(want))).all():
+            wrong.append(f"elementwise {name} {dtype} {shape}")
+    print(f"elementwise: {done} problems run, {len(wrong)} wrong", flush=True)
+    return done, wrong
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtypes", default="float32,bfloat16", help="of float16,bfloat16,float32,float64")
     parser.add_argument("--tiers", default=",".join(EDGES), help="of softmax")
     parser.add_argument("--plans", default="", help="of index_add")
-    parser.add_argument("--only", choices=("softmax", "index_add", "reduction", "cross_entropy"), help="one family of operations")
+    parser.add_argument("--only", choices=("softmax", "index_add", "reduction", "cross_entropy", "elementwise"), help="one family of operations")
     parser.add_argument("--wide", action="store_true", help="rows of 1 MB and more as well")
     arguments = parser.parse_args()
     if "float64" in arguments.dtypes:
@@ -309,6 +340,7 @@ def main() -> int:
         "index_add": lambda dtypes: sanitize_indexed(dtypes, plans),
         "reduction": sanitize_reductions,
         "cross_entropy": sanitize_losses,
+        "elementwise": sanitize_elementwise,
     }
     for family, sanitize in others.items():
         if arguments.only in (None, family):

@@ -3,6 +3,7 @@
 Exits with 1 when a module that belongs on this machine is not loaded or a result is wrong.
 """
 
+import functools
 import pathlib
 import platform
 import re
@@ -161,20 +162,30 @@ def check_loss(dtype) -> tuple[float, float]:
     return tuple(worst)
 
 
+def check_swiglu(dtype) -> tuple[float, float]:
+    """The error of swiglu, for all elementwise operations, and of its gradient, over an odd number of columns."""
+    rng = np.random.default_rng(0)
+    h, g = (jnp.asarray(rng.normal(0, 2, shape), dtype) for shape in ((67, 2 * 1003), (67, 1003)))
+    y, pull = jax.vjp(jax.jit(jaxkern.swiglu), h)
+    (dh,) = pull(g)
+    (x, gate), g = np.split(np.asarray(h).astype(np.longdouble), 2, 1), np.asarray(g).astype(np.longdouble)
+    s = 1 / (1 + np.exp(-gate))
+    gradient = np.concatenate([g * gate * s, g * x * s * (1 + gate * (1 - s))], 1)
+    return epsilons(np.asarray(y), x * gate * s, dtype), epsilons(np.asarray(dh), gradient, dtype)
+
+
 def show_checks() -> bool:
     limits = ", ".join(f"{limit:g} for {dtype}" for dtype, limit in TOLERANCE.items())
     print(f"\nlargest error against float64, in epsilons of the dtype; right is up to {limits}")
     print(f"{'':14}" + "".join(f"{d:>22}" for d in TOLERANCE) + "\n" + f"{'':14}" + f"{'forward':>11}{'gradient':>11}" * len(TOLERANCE))
     good = True
-    for operation in OPERATIONS:
+    checks = {operation: functools.partial(check, operation) for operation in OPERATIONS} | {
+        "swiglu": check_swiglu, "cross_entropy": check_loss}
+    for operation, errors_in in checks.items():
         with _compat.enable_x64():
-            errors = [(e, e <= limit) for dtype, limit in TOLERANCE.items() for e in check(operation, dtype)]
+            errors = [(e, e <= limit) for dtype, limit in TOLERANCE.items() for e in errors_in(dtype)]
         good &= all(right for _, right in errors)
         print(f"{operation:14}" + "".join(f"{e:10.2f}{' ' if right else '!'}" for e, right in errors))
-    with _compat.enable_x64():
-        errors = [(e, e <= limit) for dtype, limit in TOLERANCE.items() for e in check_loss(dtype)]
-    good &= all(right for _, right in errors)
-    print(f"{'cross_entropy':14}" + "".join(f"{e:10.2f}{' ' if right else '!'}" for e, right in errors))
     for operation in (*INDEXED, *REDUCTIONS):
         check_one = check_indexed if operation in INDEXED else check_reduction
         with _compat.enable_x64():

@@ -8,29 +8,33 @@ rule, and reverse mode transposes it once more, which gives the backward rule it
 import jax
 from jax.interpreters import ad
 
+from jaxkern import _compat
 from jaxkern._primitive import bind
 
 
-def defvjp(prim, f_vjp, differentiable):
+def defvjp(prim, f_vjp, differentiable, tell_active=False):
     """Gives `prim` the derivatives of `f_vjp`.
 
-    f_vjp: called as `f_vjp(*operands, **params)`, returns what `prim` does, one array or several; a `jax.custom_vjp` inside it binds `prim`, and its
-        backward rule is linear in the cotangent.
+    f_vjp: called as `f_vjp(*operands, **params)`, returns what `prim` does, one array or several; a `jax.custom_vjp`
+        inside it binds `prim`, and its backward rule is linear in the cotangent.
     differentiable: positions of the operands that have a derivative; one at the end may be left out.
+    tell_active: also passes `active`, those of them that are being differentiated by.
     """
 
     def rule(primals, tangents, **params):
         active = [k for k in differentiable if k < len(tangents) and type(tangents[k]) is not ad.Zero]
 
+        told = {"active": tuple(active)} if tell_active else {}
+
         def f(*xs):
             operands = list(primals)
             for k, x in zip(active, xs):
                 operands[k] = x
-            return f_vjp(*operands, **params)
+            return f_vjp(*operands, **told, **params)
 
         if not active:
             y = f()
-            return y, jax.tree.map(ad.Zero.from_primal_value, y)
+            return y, jax.tree.map(_compat.zero_tangent, y)
         y, pull = jax.vjp(f, *(primals[k] for k in active))
         (dy,) = jax.linear_transpose(pull, y)(tuple(tangents[k] for k in active))
         return y, dy
@@ -55,7 +59,7 @@ def deflinear(prim, position, jvp, transpose):
         if type(tangents[0]) is not ad.Zero:
             terms.append(jvp(*primals, tangents[0], **params))
         if not terms:
-            return out, ad.Zero.from_primal_value(out)
+            return out, _compat.zero_tangent(out)
         return out, sum(terms[1:], start=terms[0])
 
     def transpose_rule(ct, *operands, **params):

@@ -172,6 +172,11 @@ def mergeable(x, dims: int):
     return x if _compat.merges_split_dimensions() else _gathered(x, slice(1, dims))
 
 
+def whole(x, dim: int):
+    """`x` with that dimension whole on every device, on a mesh with explicit axes."""
+    return _gathered(x, slice(dim, dim + 1))
+
+
 def _gathered(x, span):
     """`x` with the dimensions of `span` whole on every device, without which a type has no word for their product."""
     spec = _explicit_spec(x)

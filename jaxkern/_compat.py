@@ -11,7 +11,7 @@ import re
 import jax
 import jax.numpy as jnp
 from jax.extend.mlir import ir
-from jax.interpreters import mlir
+from jax.interpreters import ad, mlir
 
 
 def varying_axes(x) -> frozenset:
@@ -73,6 +73,14 @@ def register_uncached_lowering(prim, rule, platform) -> None:
 def moves_operations() -> bool:
     """Whether an operation of a program that is being lowered knows its place and can be moved."""
     return all(hasattr(ir.Operation, name) for name in ("block", "is_before_in_block", "move_before"))
+
+
+def zero_tangent(y):
+    """The symbolic zero that is the tangent of `y`."""
+    if hasattr(ad.Zero, "from_primal_value"):  # jax < 0.10
+        return ad.Zero.from_primal_value(y)
+    aval = jax.typeof(y)
+    return ad.Zero(aval.to_tangent_aval())
 
 
 def check_nans(prim) -> None:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad
 
-from jaxkern import _canonical, _lowering, tiers
+from jaxkern import _canonical, _compat, _lowering, tiers
 from jaxkern._autodiff import defvjp
 from jaxkern._primitive import bind, row_primitive
 
@@ -197,7 +197,7 @@ def _deflinear(prim, spread):
     def jvp(primals, tangents, **params):
         y = bind(prim, *primals, **params)
         if type(tangents[0]) is ad.Zero:
-            return y, ad.Zero.from_primal_value(y)
+            return y, _compat.zero_tangent(y)
         return y, bind(prim, tangents[0], *primals[1:], **params)
 
     def transpose(ct, x, *mask, axis, dtype, tier):

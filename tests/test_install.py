@@ -14,12 +14,12 @@ import pytest
 
 import jaxkern
 from jaxkern import __main__ as doctor
-from jaxkern import _compat, _lowering, _partition, _registry
+from jaxkern import _compat, _lowering, _partition, _registry, elementwise
 
 TARGETS = {"jaxkern_softmax", "jaxkern_softmax_grad", "jaxkern_log_softmax", "jaxkern_log_softmax_grad",
            "jaxkern_index_add", "jaxkern_index_select", "jaxkern_segment_sum", "jaxkern_segment_max", "jaxkern_segment_min",
            "jaxkern_reduce_sum", "jaxkern_reduce_mean", "jaxkern_reduce_max", "jaxkern_reduce_min", "jaxkern_logsumexp",
-           "jaxkern_cross_entropy", "jaxkern_cross_entropy_grad", "jaxkern_cross_entropy_both"}
+           "jaxkern_cross_entropy", "jaxkern_cross_entropy_grad", "jaxkern_cross_entropy_both", "jaxkern_elementwise"}
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_public_names():
     assert set(jaxkern.__all__) == {
         "embedding_lookup", "export_checks", "index_add", "index_select", "log_softmax", "logsumexp", "reduce_max",
         "reduce_mean", "reduce_min", "reduce_sum", "segment_max", "segment_mean", "segment_min", "segment_sum", "softmax",
-        "softmax_cross_entropy", "softmax_cross_entropy_and_grad", "tiers"}
+        "softmax_cross_entropy", "softmax_cross_entropy_and_grad", "tiers", *elementwise.NAMES}
     assert jaxkern.__version__.count(".") == 2
     assert isinstance(jaxkern.tiers, types.ModuleType) and callable(jaxkern.softmax)
 
@@ -62,7 +62,7 @@ def test_installed_version_is_that_of_the_source():
     assert installed == jaxkern.__version__
 
 
-@pytest.mark.parametrize("module", ["softmax", "reduction", "loss", "_loss_lowering", "index_add", "segment", "tiers",
+@pytest.mark.parametrize("module", ["softmax", "elementwise", "reduction", "loss", "_loss_lowering", "index_add", "segment", "tiers",
                                     "_lowering", "_partition", "_registry"])
 def test_examples_in_docstrings(module):
     results = doctest.testmod(importlib.import_module(f"jaxkern.{module}"))

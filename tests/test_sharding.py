@@ -387,3 +387,49 @@ def test_loss_in_shard_map():
     mapped = jax.shard_map(f, mesh=m, in_specs=(P(("r", "c")), P(("r", "c"))), out_specs=P())
     found = jax.jit(jax.value_and_grad(mapped))(x, labels)
     same(found, jax.value_and_grad(lambda x: jaxkern.softmax_cross_entropy(x, labels).sum())(x))
+
+
+# ---- elementwise operations
+
+
+@several
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_elementwise_stays_where_it_is(kind):
+    """Any split of any dimension, operands that broadcast, halves along a dimension that is whole."""
+    grid = mesh(kind)
+    rng = np.random.default_rng(0)
+    x, y = (jnp.asarray(rng.normal(size=(8, 6, 32)), jnp.float32) for _ in range(2))
+    bias = y[0, 0]
+
+    def f(x, y, bias):
+        hidden = jaxkern.gelu(jaxkern.add(jaxkern.multiply(x, y), bias))
+        halves = jaxkern.swiglu(x, axis)
+        return jaxkern.leaky_relu(hidden), halves, jaxkern.swiglu(x, gate=y), jaxkern.cast(x, jnp.bfloat16)
+
+    def both(x, y, bias):
+        out, pull = jax.vjp(f, x, y, bias)
+        return out, pull(jax.tree.map(jnp.ones_like, out))
+
+    for axis, spec in ((2, P("r", None, None)), (2, P("r", "c", None)), (2, P(("r", "c"), None, None)), (1, P("r", None, "c"))):
+        wanted = jax.jit(lambda *a: both(*a))(x, y, bias)  # traced anew for each axis
+        split = [jax.device_put(a, NamedSharding(grid, spec)) for a in (x, y)] + [
+            jax.device_put(bias, NamedSharding(grid, P(spec[-1])))]
+        with jax.set_mesh(grid):
+            compiled = jax.jit(lambda *a: both(*a)).lower(*split).compile()
+        found = compiled(*split)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
+            np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), 2e-5, 2e-5)
+        collectives = set(re.findall(COLLECTIVES, compiled.as_text()))
+        assert collectives <= {"all-reduce"}, collectives  # of the bias' gradient
+
+
+@several
+def test_elementwise_in_shard_map():
+    grid = mesh()
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 32)), jnp.float32)
+    f = lambda x, a: jaxkern.elu(jaxkern.swiglu(x), a)
+    split = jax.shard_map(f, mesh=grid, in_specs=(P("r", None), P()), out_specs=P("r", None))
+    same(jax.jit(split)(x, jnp.float32(0.5)), f(x, jnp.float32(0.5)))
+    g = jax.grad(lambda x, a: jnp.sum(jnp.sin(split(x, a))), (0, 1))(x, jnp.float32(0.5))
+    wanted = jax.grad(lambda x, a: jnp.sum(jnp.sin(f(x, a))), (0, 1))(x, jnp.float32(0.5))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), g, wanted)

@@ -1,0 +1,429 @@
+// What functors compute with, on the GPU and on the CPU: a functor is a template over one of
+//
+//     Single    float, results within 4 units in the last place
+//     Double    double
+//     Integer   int32_t, which wraps
+//     Coarse    float on the GPU for 16-bit results: relative errors of 2^-13, a few instructions each
+//
+// with C, the type, and functions for what + - * / and comparisons do not do. On the CPU, Single works
+// in double inside: polynomials that are good to 2^-30 then need no care about cancellation, and
+// everything is free of branches and calls, so that the compiler makes vectors of it. Coarse is Single.
+//
+// Sources. Normal distribution: exp(-a^2/2) times a polynomial in 1 / (1 + k a), after Hastings,
+// "Approximations for Digital Computers", 1955, or a ratio of polynomials, after Cody, "Rational Chebyshev Approximations
+// for the Error Function", 1969; coefficients by weighted least squares (Lawson, 1961), here.
+// Logarithm: FreeBSD's e_log.c (Sun Microsystems, 1993).
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__CUDACC__)
+#define JAXKERN_FN __device__ __forceinline__
+#define JAXKERN_ARITHMETIC device
+#else
+#define JAXKERN_FN inline __attribute__((always_inline))
+#define JAXKERN_ARITHMETIC JAXKERN_ISA  // one copy an instruction set, see common/simd.h
+#endif
+
+namespace jaxkern {
+namespace JAXKERN_ARITHMETIC {
+
+template <class To, class From>
+JAXKERN_FN To BitsAs(From from) {
+  static_assert(sizeof(To) == sizeof(From), "");
+  To to;
+  memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+// c[0] + c[1] x + c[2] x^2 ...
+template <class C, int n>
+JAXKERN_FN C Polynomial(C x, const C (&c)[n]) {
+  C sum = c[n - 1];
+#if defined(__CUDACC__)
+#pragma unroll
+#else
+#pragma GCC unroll 16
+#endif
+  for (int i = n - 2; i >= 0; --i) {
+#if defined(__FMA__) || defined(__aarch64__)
+    sum = sizeof(C) == 4 ? C(__builtin_fmaf(float(sum), float(x), float(c[i]))) : C(__builtin_fma(sum, x, c[i]));
+#else
+    sum = sum * x + c[i];  // nvcc makes it one instruction
+#endif
+  }
+  return sum;
+}
+
+// --- What all have in common -----------------------------------------------------------------------
+
+template <class T>
+struct Basic {
+  using C = T;
+  static JAXKERN_FN C Abs(C x) { return x < 0 ? C(-x) : x; }
+  static JAXKERN_FN C Max(C a, C b) { return a > b || a != a ? a : b; }  // NaN where either is
+  static JAXKERN_FN C Min(C a, C b) { return a < b || a != a ? a : b; }
+  static JAXKERN_FN bool IsNan(C x) { return x != x; }
+  static JAXKERN_FN C Fma(C a, C b, C c) { return a * b + c; }
+  static JAXKERN_FN C Product(C a, C b) { return a * b; }  // rounded, and no part of a fused multiply-add
+  static JAXKERN_FN C Sign(C x) { return C(x > 0) - C(x < 0); }
+};
+
+struct Integer : Basic<int32_t> {
+  static JAXKERN_FN C Abs(C x) { return x < 0 ? C(0u - uint32_t(x)) : x; }
+  static JAXKERN_FN C Fma(C a, C b, C c) { return C(uint32_t(a) * uint32_t(b) + uint32_t(c)); }
+};
+
+template <class T>
+struct Real : Basic<T> {
+  using C = T;
+  static JAXKERN_FN C Divide(C a, C b) { return a / b; }
+  static JAXKERN_FN C Sign(C x) { return x > 0 ? C(1) : x < 0 ? C(-1) : x; }  // keeps -0 and NaN
+  static constexpr C kInfinity = C(__builtin_huge_val());
+  static constexpr C kSqrtHalf = C(0.70710678118654752440);
+  static constexpr C kInverseSqrt2Pi = C(0.39894228040143267794);
+  static constexpr C kTwoInverseSqrtPi = C(1.12837916709551257390);
+  static JAXKERN_FN bool IsInf(C x) { return x == kInfinity || x == -kInfinity; }
+};
+
+// Exponentials of what is no float, with M's Exp and its Fma, which must be one: the exponent is taken in two parts,
+// since what rounding it loses would be multiplied by up to 100.
+template <class M>
+struct InFloat {
+  static JAXKERN_FN float NormalCdf(float x) {
+    const float a = M::Min(M::Abs(x), 20.0f);
+    // All coefficients are positive: nothing cancels.
+    const float tail = M::Quotient(
+        Polynomial(a, {0.5f, 0.4382949931912699f, 0.18323514216995898f, 0.04063322010640017f, 0.004116305797282249f}),
+        Polynomial(a, {1.0f, 1.6744749674881534f, 1.2025032189749807f, 0.469470634569593f, 0.10185882534286565f,
+                       0.010317928758492221f}));
+    const float square = M::Product(a, a), rest = M::Fma(a, a, -square);
+    const float e = M::Exp(-0.5f * square), cdf = tail * M::Fma(e, -0.5f * rest, e);
+    return x < 0 ? cdf : 1 - cdf;
+  }
+  static JAXKERN_FN float ExpOfProduct(float x, double c) {
+    const float high = float(c), low = float(c - high), p = M::Product(x, high), rest = M::Fma(x, high, -p) + x * low;
+    const float e = M::Exp(p);
+    return M::Abs(p) < 200 ? M::Fma(e, rest, e) : e;
+  }
+  // exp(-2 sqrt(2 / pi) (x + 0.044715 x^3))
+  static JAXKERN_FN float ExpOfGeluArgument(float x) {
+    constexpr double kC = 1.5957691216057308, kD = kC * 0.044715;
+    constexpr float c = float(kC), c_low = float(kC - c), d = float(kD), d_low = float(kD - d);
+    const float p = M::Product(x, x), p_low = M::Fma(x, x, -p);
+    const float m = M::Product(d, p), m_low = M::Fma(d, p, -m) + M::Fma(d, p_low, d_low * p);
+    const float s = c + m, z = s - c, s_low = (c - (s - z)) + (m - z) + (m_low + c_low);  // Knuth's TwoSum
+    const float u = M::Product(x, s), u_low = M::Fma(x, s, -u) + x * s_low;
+    const float e = M::Exp(-u);
+    return p < 1e4f ? M::Fma(e, -u_low, e) : e;
+  }
+};
+
+#if defined(__CUDACC__)
+
+struct Double : Real<double> {
+  static JAXKERN_FN C Abs(C x) { return fabs(x); }
+  static JAXKERN_FN C Fma(C a, C b, C c) { return fma(a, b, c); }
+  static JAXKERN_FN C Quotient(C a, C b) { return a / b; }
+  static JAXKERN_FN C Floor(C x) { return floor(x); }
+  static JAXKERN_FN C Ceil(C x) { return ceil(x); }
+  static JAXKERN_FN C Trunc(C x) { return trunc(x); }
+  static JAXKERN_FN C Round(C x) { return rint(x); }
+  static JAXKERN_FN C Sqrt(C x) { return sqrt(x); }
+  static JAXKERN_FN C Rsqrt(C x) { return rsqrt(x); }
+  static JAXKERN_FN C Exp(C x) { return exp(x); }
+  static JAXKERN_FN C Expm1(C x) { return expm1(x); }
+  static JAXKERN_FN C Log(C x) { return log(x); }
+  static JAXKERN_FN C Log1p(C x) { return log1p(x); }
+  static JAXKERN_FN C Log1pUnit(C x) { return log1p(x); }
+  static JAXKERN_FN C Tanh(C x) { return tanh(x); }
+  static JAXKERN_FN C Sin(C x) { return sin(x); }
+  static JAXKERN_FN C Cos(C x) { return cos(x); }
+  static JAXKERN_FN C Erf(C x) { return erf(x); }
+  static JAXKERN_FN C Erfc(C x) { return erfc(x); }
+  static JAXKERN_FN C Power(C x, C y) { return pow(x, y); }
+  static JAXKERN_FN C Fmod(C x, C y) { return fmod(x, y); }
+  static JAXKERN_FN C NormalCdf(C x) { return normcdf(x); }
+  static JAXKERN_FN C ExpOfProduct(C x, double c) { return exp(c * x); }
+  static JAXKERN_FN C ExpOfGeluArgument(C x) { return exp(-1.5957691216057308 * x * (1 + 0.044715 * (x * x))); }
+};
+
+// What float has in hardware, or exactly.
+struct Float : Real<float> {
+  static JAXKERN_FN C Abs(C x) { return fabsf(x); }
+  static JAXKERN_FN C Fma(C a, C b, C c) { return fmaf(a, b, c); }
+  static JAXKERN_FN C Product(C a, C b) { return __fmul_rn(a, b); }
+  static JAXKERN_FN C Quotient(C a, C b) { return __fdividef(a, b); }  // |b| < 2^126
+  static JAXKERN_FN C Max(C a, C b) {
+    C y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+  }
+  static JAXKERN_FN C Min(C a, C b) {
+    C y;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+  }
+  static JAXKERN_FN C Floor(C x) { return floorf(x); }
+  static JAXKERN_FN C Ceil(C x) { return ceilf(x); }
+  static JAXKERN_FN C Trunc(C x) { return truncf(x); }
+  static JAXKERN_FN C Round(C x) { return rintf(x); }
+  static JAXKERN_FN C Sqrt(C x) { return sqrtf(x); }
+  static JAXKERN_FN C Rsqrt(C x) { return rsqrtf(x); }
+  static JAXKERN_FN C Log(C x) { return logf(x); }
+  static JAXKERN_FN C Log1p(C x) { return log1pf(x); }
+  static JAXKERN_FN C Sin(C x) { return sinf(x); }
+  static JAXKERN_FN C Cos(C x) { return cosf(x); }
+  static JAXKERN_FN C Erf(C x) { return erff(x); }
+  static JAXKERN_FN C Erfc(C x) { return erfcf(x); }
+  static JAXKERN_FN C Power(C x, C y) { return powf(x, y); }
+  static JAXKERN_FN C Fmod(C x, C y) { return fmodf(x, y); }
+};
+
+struct Single : Float {
+  static JAXKERN_FN C Exp(C x) { return expf(x); }
+  static JAXKERN_FN C Expm1(C x) { return expm1f(x); }
+  static JAXKERN_FN C Log1pUnit(C x) { return log1pf(x); }
+  static JAXKERN_FN C Tanh(C x) { return tanhf(x); }
+  static JAXKERN_FN C NormalCdf(C x) { return InFloat<Single>::NormalCdf(x); }
+  static JAXKERN_FN C ExpOfProduct(C x, double c) { return InFloat<Single>::ExpOfProduct(x, c); }
+  static JAXKERN_FN C ExpOfGeluArgument(C x) { return InFloat<Single>::ExpOfGeluArgument(x); }
+};
+
+struct Coarse : Float {
+  static constexpr C kLog2e = 1.44269504f;
+  static JAXKERN_FN C Power2(C x) {
+    C y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+  }
+  static JAXKERN_FN C Inverse(C x) {
+    C y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+  }
+  static JAXKERN_FN C Quotient(C a, C b) { return a * Inverse(b); }
+  static JAXKERN_FN C Exp(C x) { return Power2(x * kLog2e); }
+  static JAXKERN_FN C Expm1(C x) {
+    const C near = x + x * x * Polynomial(x, {0.499974747722195f, 0.16667396983678887f, 0.042092714478751445f, 0.008342257019566366f});
+    return fabsf(x) < 0.5f ? near : Exp(x) - 1;
+  }
+  static JAXKERN_FN C Divide(C a, C b) {
+    C y;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+  }
+  static JAXKERN_FN C Sqrt(C x) {
+    C y;
+    asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+  }
+  static JAXKERN_FN C LogFar(C x) {  // the hardware's is exact to 2^-22, which is too little near 1
+    C y;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y * 0.693147181f;
+  }
+  static JAXKERN_FN C LogNear(C d) {  // log(1 + d), |d| <= 0.25
+    return d + d * d * Polynomial(d, {-0.4997886403677242f, 0.3330636130757025f, -0.2635769483181442f, 0.21333018737577322f});
+  }
+  static JAXKERN_FN C Log(C x) { return fabsf(x - 1) < 0.25f ? LogNear(x - 1) : LogFar(x); }
+  static JAXKERN_FN C Log1p(C x) { return fabsf(x) < 0.25f ? LogNear(x) : LogFar(1 + x); }
+  static JAXKERN_FN C Erf(C x) {
+    const C a = fabsf(x), p = x * x;
+    const C near = x * Polynomial(p, {1.128364811152035f, -0.3755716839024236f, 0.10938604915100508f, -0.019715479656588878f});
+    return a < 0.9f ? near : copysignf(1 - 2 * NormalTail(a * 1.41421356f), x);
+  }
+  static JAXKERN_FN C Erfc(C x) {
+    const C tail = 2 * NormalTail(fabsf(x) * 1.41421356f);
+    return x < 0 ? 2 - tail : tail;
+  }
+  // Quarter turns n of the angle, and what is left of it, for |x| < 2^16; beyond, the library's.
+  static JAXKERN_FN C Turned(C x, int quarters) {
+    const C shifted = fmaf(x, 0.636619772f, 12582912.0f), n = shifted - 12582912.0f;
+    const C r = fmaf(n, -5.39030253e-15f, fmaf(n, -7.54978942e-8f, fmaf(n, -1.57079625f, x))), p = r * r;
+    const int turn = __float_as_int(shifted) + quarters;
+    const C sine = r + r * p * Polynomial(p, {-0.16663219891404868f, 0.008158937474924114f});
+    const C cosine = 1 + p * Polynomial(p, {-0.4999987536890312f, 0.04165519882547708f, -0.0013584128198166675f});
+    const C y = turn & 1 ? cosine : sine;
+    return turn & 2 ? -y : y;
+  }
+  static JAXKERN_FN C Sin(C x) { return fabsf(x) < 65536 ? Turned(x, 0) : FarSine(x, false); }
+  static JAXKERN_FN C Cos(C x) { return fabsf(x) < 65536 ? Turned(x, 1) : FarSine(x, true); }
+  static __device__ __noinline__ C FarSine(C x, bool cosine) { return cosine ? cosf(x) : sinf(x); }
+  static JAXKERN_FN C Log1pUnit(C x) {  // 0 <= x <= 1
+    return x * Polynomial(x, {0.9999432849988102f, -0.4969777385491167f, 0.3063005783822492f, -0.15742679072715737f,
+                              0.04134716969250328f});
+  }
+  static JAXKERN_FN C Tanh(C x) {
+    const C a = fabsf(x), p = x * x;
+    const C far = copysignf(1 - 2 * Inverse(1 + Power2(a * (2 * kLog2e))), x);
+    const C near = x + x * p * Polynomial(p, {-0.3331907296061318f, 0.13086401078092183f, -0.0413873725950373f});
+    return a < 0.6f ? near : far;
+  }
+  static JAXKERN_FN C NormalTail(C a) {  // beyond a >= 0
+    const C t = Inverse(fmaf(0.25f, a, 1.0f));
+    return t * Polynomial(t, {0.10115983337163925f, 0.08204630762338638f, 0.17608729004859924f, -0.09883411228656769f,
+                              0.23950965702533722f}) * Power2(a * a * (-0.5f * kLog2e));
+  }
+  static JAXKERN_FN C NormalCdf(C x) {
+    const C cdf = NormalTail(fabsf(x));
+    return x < 0 ? cdf : 1 - cdf;
+  }
+  static JAXKERN_FN C ExpOfProduct(C x, double c) { return Power2(x * C(c * 1.4426950408889634)); }
+  static JAXKERN_FN C ExpOfGeluArgument(C x) {
+    return Power2(x * fmaf(x * x, -0.0713548163f * kLog2e, -1.59576912f * kLog2e));
+  }
+};
+
+#else
+
+struct Double : Real<double> {
+  static JAXKERN_FN C Abs(C x) { return __builtin_fabs(x); }
+#if defined(__FMA__) || defined(__aarch64__)
+  static JAXKERN_FN C Fma(C a, C b, C c) { return __builtin_fma(a, b, c); }
+#endif
+  static JAXKERN_FN C Quotient(C a, C b) { return a / b; }
+  static JAXKERN_FN C Floor(C x) { return __builtin_floor(x); }
+  static JAXKERN_FN C Ceil(C x) { return __builtin_ceil(x); }
+  static JAXKERN_FN C Trunc(C x) { return __builtin_trunc(x); }
+  static JAXKERN_FN C Round(C x) { return __builtin_nearbyint(x); }
+  static JAXKERN_FN C Sqrt(C x) { return __builtin_sqrt(x); }
+  static JAXKERN_FN C Rsqrt(C x) { return 1 / __builtin_sqrt(x); }
+  static JAXKERN_FN C Exp(C x) { return __builtin_exp(x); }
+  static JAXKERN_FN C Expm1(C x) { return __builtin_expm1(x); }
+  static JAXKERN_FN C Log(C x) { return __builtin_log(x); }
+  static JAXKERN_FN C Log1p(C x) { return __builtin_log1p(x); }
+  static JAXKERN_FN C Log1pUnit(C x) { return __builtin_log1p(x); }
+  static JAXKERN_FN C Tanh(C x) { return __builtin_tanh(x); }
+  static JAXKERN_FN C Sin(C x) { return __builtin_sin(x); }
+  static JAXKERN_FN C Cos(C x) { return __builtin_cos(x); }
+  static JAXKERN_FN C Erf(C x) { return __builtin_erf(x); }
+  static JAXKERN_FN C Erfc(C x) { return __builtin_erfc(x); }
+  static JAXKERN_FN C Power(C x, C y) { return __builtin_pow(x, y); }
+  static JAXKERN_FN C Fmod(C x, C y) { return __builtin_fmod(x, y); }
+  static JAXKERN_FN C NormalCdf(C x) { return 0.5 * __builtin_erfc(-x * kSqrtHalf); }
+  static JAXKERN_FN C ExpOfProduct(C x, double c) { return __builtin_exp(c * x); }
+  static JAXKERN_FN C ExpOfGeluArgument(C x) { return __builtin_exp(-1.5957691216057308 * x * (1 + 0.044715 * (x * x))); }
+};
+
+struct Single : Real<float> {
+  static JAXKERN_FN C Abs(C x) { return __builtin_fabsf(x); }
+#if defined(__FMA__) || defined(__aarch64__)
+  static JAXKERN_FN C Fma(C a, C b, C c) { return __builtin_fmaf(a, b, c); }
+#else
+  static JAXKERN_FN C Fma(C a, C b, C c) { return C(double(a) * b + c); }  // rounded twice, the first time hardly
+#endif
+  static JAXKERN_FN C Quotient(C a, C b) { return a / b; }
+  static JAXKERN_FN C Floor(C x) { return __builtin_floorf(x); }
+  static JAXKERN_FN C Ceil(C x) { return __builtin_ceilf(x); }
+  static JAXKERN_FN C Trunc(C x) { return __builtin_truncf(x); }
+  static JAXKERN_FN C Round(C x) { return __builtin_nearbyintf(x); }
+  static JAXKERN_FN C Sqrt(C x) { return __builtin_sqrtf(x); }
+  static JAXKERN_FN C Rsqrt(C x) { return C(1 / __builtin_sqrt(double(x))); }
+  static JAXKERN_FN C Exp(C x) { return ShortExponential(x).Value(); }
+  static JAXKERN_FN C Expm1(C x) { return ShortExponential(x).MinusOne(); }
+  static JAXKERN_FN C Log(C x) { return C(Logarithm(x)); }
+  static JAXKERN_FN C Log1p(C x) {
+    const double d = x;
+    return __builtin_fabs(d) < 1e-5 ? C(d - d * d * (0.5 - d * (1.0 / 3))) : C(Logarithm(1 + d));
+  }
+  static JAXKERN_FN C Log1pUnit(C x) { return Log1p(x); }
+  static JAXKERN_FN C Tanh(C x) {
+    const C t = Expm1(Min(2 * Abs(x), C(40)));
+    return __builtin_copysignf(t / (t + 2), x);
+  }
+  static JAXKERN_FN C Sin(C x) { return __builtin_sinf(x); }
+  static JAXKERN_FN C Cos(C x) { return __builtin_cosf(x); }
+  static JAXKERN_FN C Erf(C x) {
+    const double d = x, p = d * d;
+    const double near = d * Polynomial(p, {1.1283791670955126, -0.37612638903183754, 0.11283791670955126, -0.026866170645131252,
+                                           0.0052239776254421878, -0.00085483270234508528, 0.00012055332981789664});
+    const double far = __builtin_copysign(1 - 2 * NormalTail(__builtin_fabs(d) * 1.4142135623730951), d);
+    return C(p < 0.25 ? near : far);
+  }
+  static JAXKERN_FN C Erfc(C x) {
+    const double tail = 2 * NormalTail(__builtin_fabs(double(x)) * 1.4142135623730951);
+    return C(x < 0 ? 2 - tail : tail);
+  }
+  static JAXKERN_FN C Power(C x, C y) { return __builtin_powf(x, y); }
+  static JAXKERN_FN C Fmod(C x, C y) { return __builtin_fmodf(x, y); }
+#if defined(__FMA__) || defined(__aarch64__)
+  static JAXKERN_FN C NormalCdf(C x) { return InFloat<Single>::NormalCdf(x); }
+  static JAXKERN_FN C ExpOfProduct(C x, double c) { return InFloat<Single>::ExpOfProduct(x, c); }
+  static JAXKERN_FN C ExpOfGeluArgument(C x) { return InFloat<Single>::ExpOfGeluArgument(x); }
+#else
+  static JAXKERN_FN C NormalCdf(C x) {
+    const double tail = NormalTail(__builtin_fabs(double(x)));
+    return C(x < 0 ? tail : 1 - tail);
+  }
+  static JAXKERN_FN C ExpOfProduct(C x, double c) { return C(Exponential(c * x).Value()); }
+  static JAXKERN_FN C ExpOfGeluArgument(C x) {
+    const double d = x;
+    return C(Exponential(-1.5957691216057308 * d * (1 + 0.044715 * (d * d))).Value());
+  }
+#endif
+
+ private:
+  // e^x = 2^n (1 + fraction), as in common/simd.h; 2^n as the product of two, which neither over- nor underflow.
+  struct ShortParts {
+    C low, high, fraction;
+    JAXKERN_FN C Value() const { return Fma(low, fraction, low) * high; }
+    JAXKERN_FN C MinusOne() const {
+      const C scale = low * high;
+      return scale < C(1e30) ? Fma(scale, fraction, scale - 1) : Value();
+    }
+  };
+  static JAXKERN_FN ShortParts ShortExponential(C x) {
+    x = x < -105 ? C(-105) : x;  // NaN stays
+    x = x > 89 ? C(89) : x;
+    const C shifted = Fma(x, C(1.44269504f), C(0x1.8p23f)), n = shifted - C(0x1.8p23f);
+    const C r = Fma(n, C(2.12194440e-4f), Fma(n, C(-0.693359375f), x));
+    const C q = Polynomial(r, {0x1.fffffcp-2f, 0x1.555492p-3f, 0x1.5558f2p-5f, 0x1.123a2p-7f, 0x1.6a23ccp-10f});
+    const int32_t i = BitsAs<int32_t>(shifted) - 0x4b400000, half = i >> 1;
+    return {BitsAs<C>((half + 127) << 23), BitsAs<C>((i - half + 127) << 23), Fma(r * r, q, r)};
+  }
+  // e^x = 2^n (1 + fraction), good to 2^-34, for results that a float can hold.
+  struct Parts {
+    double scale, fraction;
+    JAXKERN_FN double Value() const { return scale + scale * fraction; }
+    JAXKERN_FN double MinusOne() const { return (scale - 1) + scale * fraction; }
+  };
+  static JAXKERN_FN Parts Exponential(double x) {
+    x = x < -110 ? -110 : x;  // NaN stays
+    x = x > 100 ? 100 : x;
+    const double shifted = x * 1.4426950408889634 + (0x1.8p52 + 1023), n = shifted - (0x1.8p52 + 1023);
+    const double r = (x - n * 6.93145751953125e-1) - n * 1.42860682030941723212e-6;
+    const double q = Polynomial(r, {0x1.0000003b180f3p-1, 0x1.5555543e95cb8p-3, 0x1.55548b909c7f8p-5, 0x1.111274aeae94bp-7,
+                                    0x1.6d8f194479b0ap-10, 0x1.9f07032391859p-13});
+    return {BitsAs<double>(BitsAs<uint64_t>(shifted) << 52), r + r * r * q};
+  }
+  // For floats, and what 1 + a float is.
+  static JAXKERN_FN double Logarithm(double x) {
+    const uint64_t bits = BitsAs<uint64_t>(x), n = (bits - 0x3fe6a09e667f3bcdull) >> 52;  // x = 2^n m, m in [1, 2] / sqrt 2
+    // n as a double without a conversion; negative ones have lost their upper bits to the shift.
+    const double biased = BitsAs<double>((n & 0xfff) | 0x4330000000000000ull) - 0x1p52, e = biased > 2048 ? biased - 4096 : biased;
+    const double f = BitsAs<double>(bits - (n << 52)) - 1;
+    const double s = f / (2 + f), z = s * s, half = 0.5 * f * f;
+    const double r = z * Polynomial(z, {6.666666666666735130e-01, 3.999999999940941908e-01, 2.857142874366239149e-01,
+                                        2.222219843214978396e-01, 1.818357216161805012e-01, 1.531383769920937332e-01,
+                                        1.479819860510658591e-01});
+    const double log = e * 6.93147180559945309417e-01 + (f - (half - s * (half + r)));
+    const double special = x == 0 ? -kDoubleInfinity : x != x || x < 0 ? __builtin_nan("") : kDoubleInfinity;
+    return x > 0 && x < kDoubleInfinity ? log : special;
+  }
+  static constexpr double kDoubleInfinity = __builtin_huge_val();
+  // The normal distribution beyond a >= 0, good to 2^-29.
+  static JAXKERN_FN double NormalTail(double a) {
+    const double t = 1 / (1 + 0.25 * a);
+    return t * Exponential(-0.5 * a * a).Value() *
+           Polynomial(t, {0.09972768354385529, 0.09993030825711358, 0.09138858891174864, 0.09431944679835891,
+                          0.00992601930643872, 0.18809524634900995, -0.2418336262542186, 0.3293219190839983,
+                          -0.24508766035122329, 0.08574799861302371, -0.011535923610767478});
+  }
+};
+
+#endif
+
+}  // namespace JAXKERN_ARITHMETIC
+}  // namespace jaxkern

@@ -1,0 +1,408 @@
+// One kernel template for every elementwise operation: unary, binary and ternary, with one result or several.
+//
+//     Elementwise<Functor, parameters, Types<results...>, Types<operands...>>
+//
+// Operands and results may have different types. A thread works on packs of N elements, where N elements of the
+// widest type are 16 bytes: it loads the packs of all operands, applies the functor element by element (two by two,
+// where it has a form for pairs), and stores. Two variants:
+//
+//   Flat       all arrays are contiguous, or scalars, which are read once a thread. The packs lie where the first
+//              result is aligned; what is before and after them is done element by element. An operand that is shifted
+//              against the result is read in aligned 32-bit words that are funnelled together, so that misalignment
+//              costs instructions and no bandwidth.
+//   Strided    operands may be broadcast (a bias, a scale a row) or be rows with gaps (the halves of a gated
+//              operation), results likewise. In packs if rows and pointers are whole packs, else element by element.
+//
+// A block takes tiles of kUnroll packs a thread, all of which are loaded before the first is computed on, in steps of the
+// grid, which is a block a tile up to many whole waves, known from the launch bounds. Inputs are read with evict-last
+// and results written with evict-first where the call exceeds L2 (benchmarks/NOTES.md says why).
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#include "../common/broadcast.h"
+#include "../common/launch.h"
+#include "../common/pack.cuh"
+#include "elementwise_cuda.h"
+#include "functors.h"
+
+namespace jaxkern {
+
+enum class Pred : uint8_t {};  // a bool in memory
+
+template <class... T> struct Types {};
+
+namespace device {
+
+constexpr int kThreads = 256;
+constexpr int kFlatBlocks = 6, kStridedBlocks = 8;  // a multiprocessor: at most 42 and 32 registers
+
+// --- Elements --------------------------------------------------------------------------------------
+
+template <class C, class T> JAXKERN_FN C Widen(T x) {
+  if constexpr (std::is_same_v<T, __half>) return C(__half2float(x));
+  else if constexpr (std::is_same_v<T, __nv_bfloat16>) return C(__bfloat162float(x));
+  else return static_cast<C>(x);
+}
+
+template <class T, class R> JAXKERN_FN T Narrow(R x) {
+  if constexpr (std::is_same_v<T, Pred>) return T(x != R(0));
+  else if constexpr (std::is_same_v<T, __half>) {
+    if constexpr (std::is_same_v<R, double>) return __double2half(x);
+    else return __float2half_rn(x);
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    if constexpr (std::is_same_v<R, double>) return __double2bfloat16(x);
+    else return __float2bfloat16_rn(x);
+  } else if constexpr (std::is_integral_v<T> && std::is_floating_point_v<R>) {
+    // Towards 0, to the nearest that the type has, 0 for NaN: as XLA does.
+    const int nearest = std::is_same_v<R, double> ? (x == x ? __double2int_rz(x) : 0) : __float2int_rz(x);
+    if constexpr (sizeof(T) == 4) return nearest;
+    else return static_cast<T>(min(max(nearest, std::is_signed_v<T> ? -128 : 0), std::is_signed_v<T> ? 127 : 255));
+  } else return static_cast<T>(x);
+}
+
+// N elements as they lie in memory, in 32-bit words (see common/pack.cuh).
+struct Words {
+  uint32_t w[4];
+};
+
+template <class T> JAXKERN_FN T Get(const Words& words, int i) {  // i is known when this is compiled
+  if constexpr (sizeof(T) == 8) {
+    return BitsAs<T>(uint64_t{words.w[2 * i + 1]} << 32 | words.w[2 * i]);
+  } else if constexpr (sizeof(T) == 4) {
+    return BitsAs<T>(words.w[i]);
+  } else if constexpr (sizeof(T) == 2) {
+    return BitsAs<T>(static_cast<uint16_t>(words.w[i / 2] >> (i % 2 * 16)));
+  } else {
+    return static_cast<T>(words.w[i / 4] >> (i % 4 * 8) & 0xff);
+  }
+}
+
+template <class T> JAXKERN_FN void Put(Words& words, int i, T x) {
+  if constexpr (sizeof(T) == 8) {
+    const uint64_t bits = BitsAs<uint64_t>(x);
+    words.w[2 * i] = static_cast<uint32_t>(bits), words.w[2 * i + 1] = static_cast<uint32_t>(bits >> 32);
+  } else if constexpr (sizeof(T) == 4) {
+    words.w[i] = BitsAs<uint32_t>(x);
+  } else {
+    constexpr int kPerWord = 4 / sizeof(T);
+    using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint8_t>;
+    const uint32_t bits = uint32_t{BitsAs<Bits>(x)} << (i % kPerWord * 8 * sizeof(T));
+    words.w[i / kPerWord] = i % kPerWord ? words.w[i / kPerWord] | bits : bits;  // in order, from 0
+  }
+}
+
+template <int kBytes> JAXKERN_FN void Load(Words& words, const void* p, ReadPolicy policy) {
+  if constexpr (kBytes == 16) {
+    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(words.w[0]), "=r"(words.w[1]), "=r"(words.w[2]), "=r"(words.w[3]) : "l"(p), "l"(policy.bits));
+  } else if constexpr (kBytes == 8) {
+    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"
+                 : "=r"(words.w[0]), "=r"(words.w[1]) : "l"(p), "l"(policy.bits));
+  } else if constexpr (kBytes == 4) {
+    words.w[0] = *static_cast<const uint32_t*>(p);
+  } else if constexpr (kBytes == 2) {
+    words.w[0] = *static_cast<const uint16_t*>(p);
+  } else {
+    words.w[0] = *static_cast<const uint8_t*>(p);
+  }
+}
+
+// From an address that is aligned to an element only. Reads up to 3 bytes before and after.
+template <int kBytes> JAXKERN_FN void LoadShifted(Words& words, const void* p) {
+  const uint32_t shift = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(p)) % 4 * 8;
+  const uint32_t* at = reinterpret_cast<const uint32_t*>(reinterpret_cast<uintptr_t>(p) & ~uintptr_t{3});
+  constexpr int kWords = (kBytes + 3) / 4;
+  uint32_t low = at[0];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    const uint32_t high = shift ? at[i + 1] : 0;
+    words.w[i] = __funnelshift_r(low, high, shift);
+    low = shift ? high : i + 1 < kWords ? at[i + 1] : 0;
+  }
+}
+
+template <int kBytes> JAXKERN_FN void Store(void* p, const Words& words) {
+  if constexpr (kBytes == 16) __stcs(static_cast<uint4*>(p), make_uint4(words.w[0], words.w[1], words.w[2], words.w[3]));
+  else if constexpr (kBytes == 8) __stcs(static_cast<uint2*>(p), make_uint2(words.w[0], words.w[1]));
+  else if constexpr (kBytes == 4) __stcs(static_cast<uint32_t*>(p), words.w[0]);
+  else if constexpr (kBytes == 2) *static_cast<uint16_t*>(p) = static_cast<uint16_t>(words.w[0]);
+  else *static_cast<uint8_t*>(p) = static_cast<uint8_t>(words.w[0]);
+}
+
+// --- The kernels -----------------------------------------------------------------------------------
+
+template <int kIn, int kOut, int kParameters> struct FlatArgs {
+  const void* in[kIn];
+  void* out[kOut];
+  const void* parameter[kParameters ? kParameters : 1];
+  int64_t tiles, packs, count;
+  int head;           // elements before the first pack
+  uint32_t scalars;   // bit k: operand k is one
+  bool shifted;       // some operand is not aligned where the packs lie
+  bool exceeds_l2;
+};
+
+template <int kIn, int kOut, int kParameters> struct StridedArgs {
+  const void* in[kIn];
+  void* out[kOut];
+  const void* parameter[kParameters ? kParameters : 1];
+  int64_t in_stride[kIn][3], out_stride[kOut][2];  // the innermost of a result is 1
+  int64_t count;
+  FastDivmod inner, middle;  // sizes in units of packs, or of elements
+  uint32_t inner_size, middle_size;
+  bool in_packs;
+  bool exceeds_l2;
+};
+
+template <class Functor, int kParameters, class Outs, class Ins> struct Elementwise;
+
+template <class Functor, int kParameters, class... Out, class... In>
+struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
+  using C = typename Functor::C;
+  static constexpr int kIn = sizeof...(In), kOut = sizeof...(Out);
+  static constexpr int kWidest = [] {
+    int widest = 0;
+    for (int s : {int(sizeof(In))..., int(sizeof(Out))...}) widest = s > widest ? s : widest;
+    return widest;
+  }();
+  static constexpr int N = 16 / kWidest;
+  static constexpr int kUnroll = kWidest == 8 || kIn > 2 ? 1 : 2;
+  static constexpr bool kShifts = kWidest < 8;  // what is misaligned is read in shifted packs, double element by element
+  using InIndex = std::make_index_sequence<kIn>;
+  using OutIndex = std::make_index_sequence<kOut>;
+  using Flat = FlatArgs<kIn, kOut, kParameters>;
+  using Strided = StridedArgs<kIn, kOut, kParameters>;
+
+  // All types are one of 16 bits, and the functor does two elements at a time.
+  using T = std::tuple_element_t<0, std::tuple<Out...>>;
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  template <class> using AsPair = Pair;
+  template <class F, class = void> struct HasPair : std::false_type {};
+  template <class F> struct HasPair<F, std::void_t<decltype(F::Pair(std::declval<AsPair<In>>()...))>> : std::true_type {};
+  static constexpr bool kPairs = [] {
+    if constexpr ((std::is_same_v<T, __half> || std::is_same_v<T, __nv_bfloat16>) && (std::is_same_v<T, In> && ...)) {
+      return HasPair<Functor>::value;
+    }
+    return false;
+  }();
+
+  static JAXKERN_FN Functor Make(const void* const* parameter) {
+    if constexpr (kParameters == 0) return Functor{};
+    else if constexpr (kParameters == 1) return Functor{*static_cast<const C*>(parameter[0])};
+    else return Functor{*static_cast<const C*>(parameter[0]), *static_cast<const C*>(parameter[1])};
+  }
+
+  // One element: operands from memory at these offsets, results to memory.
+  template <size_t... I, size_t... J>
+  static JAXKERN_FN void Element(const Functor& f, const void* const* in, void* const* out, const int64_t* at,
+                                 const int64_t* to, std::index_sequence<I...>, std::index_sequence<J...>) {
+    const auto result = f(Widen<C>(static_cast<const In*>(in[I])[at[I]])...);
+    if constexpr (kOut == 1) ((static_cast<Out*>(out[J])[to[J]] = Narrow<Out>(result)), ...);
+    else ((static_cast<Out*>(out[J])[to[J]] = Narrow<Out>(result.v[J])), ...);
+  }
+
+  template <size_t... I, size_t... J>
+  static JAXKERN_FN void Compute(const Functor& f, const Words (&x)[kIn], Words (&y)[kOut], std::index_sequence<I...>,
+                                 std::index_sequence<J...>) {
+    if constexpr (kPairs) {
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) y[0].w[i] = BitsAs<uint32_t>(Functor::Pair(BitsAs<AsPair<In>>(x[I].w[i])...));
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const auto result = f(Widen<C>(Get<In>(x[I], i))...);
+        if constexpr (kOut == 1) (Put(y[J], i, Narrow<Out>(result)), ...);
+        else (Put(y[J], i, Narrow<Out>(result.v[J])), ...);
+      }
+    }
+  }
+
+  template <class T> static JAXKERN_FN void Splat(Words& words, const void* p) {
+    const T x = *static_cast<const T*>(p);
+#pragma unroll
+    for (int i = 0; i < N; ++i) Put(words, i, x);
+  }
+
+  template <size_t... I, size_t... J>
+  static JAXKERN_FN void RunFlat(const Flat& a, std::index_sequence<I...>, std::index_sequence<J...>) {
+    const Functor f = Make(a.parameter);
+    const ReadPolicy policy = MakeReadPolicy(a.exceeds_l2);
+    Words constant[kIn];
+    ((a.scalars >> I & 1 ? Splat<In>(constant[I], a.in[I]) : void()), ...);
+    // Whole tiles: every load before the first result.
+    constexpr int kTile = kUnroll * kThreads;
+    for (int64_t tile = blockIdx.x; tile < a.tiles; tile += gridDim.x) {
+      const int64_t first = a.head + (tile * kTile + threadIdx.x) * N;
+      Words x[kUnroll][kIn];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        ((a.scalars >> I & 1
+              ? void(x[u][I] = constant[I])
+              : Load<N * sizeof(In)>(x[u][I], static_cast<const In*>(a.in[I]) + first + u * (kThreads * N), policy)),
+         ...);
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        Words y[kOut];
+        Compute(f, x[u], y, InIndex(), OutIndex());
+        ((Store<N * sizeof(Out)>(static_cast<Out*>(a.out[J]) + first + u * (kThreads * N), y[J])), ...);
+      }
+    }
+    // What is less than a tile; all of it, where tiles would leave multiprocessors idle, or operands are shifted.
+    const int64_t step = int64_t{gridDim.x} * blockDim.x, thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+    for (int64_t p = a.tiles * kTile + thread; p < a.packs; p += step) {
+      const int64_t first = a.head + p * N;
+      Words x[kIn], y[kOut];
+      ((a.scalars >> I & 1 ? void(x[I] = constant[I])
+        : kShifts && a.shifted ? LoadShifted<N * sizeof(In)>(x[I], static_cast<const In*>(a.in[I]) + first)
+                               : Load<N * sizeof(In)>(x[I], static_cast<const In*>(a.in[I]) + first, policy)),
+       ...);
+      Compute(f, x, y, InIndex(), OutIndex());
+      ((Store<N * sizeof(Out)>(static_cast<Out*>(a.out[J]) + first, y[J])), ...);
+    }
+    // The elements before and after the packs: few, unless results are misaligned each in its own way.
+    const int64_t body = a.packs * N;
+    for (int64_t e = thread; e < a.count - body; e += step) {
+      const int64_t i = e < a.head ? e : e + body;
+      const int64_t at[kIn] = {(a.scalars >> I & 1 ? 0 : i)...}, to[kOut] = {(void(J), i)...};
+      Element(f, a.in, a.out, at, to, InIndex(), OutIndex());
+    }
+  }
+
+  template <size_t... I, size_t... J>
+  static JAXKERN_FN void RunStrided(const Strided& a, std::index_sequence<I...>, std::index_sequence<J...>) {
+    const Functor f = Make(a.parameter);
+    const ReadPolicy policy = MakeReadPolicy(a.exceeds_l2);
+    const int64_t step = int64_t{gridDim.x} * blockDim.x;
+    const int unit = a.in_packs ? N : 1;
+    for (int64_t p = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; p < a.count; p += step) {
+      int64_t outer, row;
+      if (p >> 32) row = p / a.inner_size, outer = row / a.middle_size;
+      else row = a.inner.Div(static_cast<uint32_t>(p)), outer = a.middle.Div(static_cast<uint32_t>(row));
+      const int64_t inner = (p - row * a.inner_size) * unit, middle = row - outer * a.middle_size;
+      const int64_t at[kIn] = {(outer * a.in_stride[I][0] + middle * a.in_stride[I][1] + inner * a.in_stride[I][2])...};
+      const int64_t to[kOut] = {(outer * a.out_stride[J][0] + middle * a.out_stride[J][1] + inner)...};
+      if (a.in_packs) {
+        Words x[kIn], y[kOut];
+        ((a.in_stride[I][2] ? Load<N * sizeof(In)>(x[I], static_cast<const In*>(a.in[I]) + at[I], policy)
+                            : Splat<In>(x[I], static_cast<const In*>(a.in[I]) + at[I])),
+         ...);
+        Compute(f, x, y, InIndex(), OutIndex());
+        ((Store<N * sizeof(Out)>(static_cast<Out*>(a.out[J]) + to[J], y[J])), ...);
+      } else {
+        Element(f, a.in, a.out, at, to, InIndex(), OutIndex());
+      }
+    }
+  }
+};
+
+template <class E> __global__ void __launch_bounds__(kThreads, kFlatBlocks) FlatKernel(const __grid_constant__ typename E::Flat a) {
+  E::RunFlat(a, typename E::InIndex(), typename E::OutIndex());
+}
+template <class E> __global__ void __launch_bounds__(kThreads, kStridedBlocks) StridedKernel(const __grid_constant__ typename E::Strided a) {
+  E::RunStrided(a, typename E::InIndex(), typename E::OutIndex());
+}
+
+inline bool Aligned(const void* p, int bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
+
+// A block for every `kThreads` threads that are wanted, up to so many whole waves that each block's start is nothing
+// beside its work. Measured, blocks that take one tile and go are 4% faster than one wave that goes round.
+inline LaunchShape Grid(int64_t threads, int blocks_per_sm, const Device& device) {
+  LaunchShape shape;
+  shape.threads = kThreads;
+  const int64_t wave = int64_t{device.sm_count} * blocks_per_sm, most = wave * 4096;
+  if (threads <= int64_t{device.sm_count} * kThreads) shape.threads = kThreads / 2;  // little work: on more multiprocessors
+  const int64_t wanted = (threads + shape.threads - 1) / shape.threads;
+  shape.blocks = wanted < most ? wanted : most;
+  return shape;
+}
+
+template <class A> void Fill(const ElementwiseArgs& args, int64_t bytes, const Device& device, A* a) {
+  for (int k = 0; k < args.inputs; ++k) a->in[k] = args.in[k].data;
+  for (int k = 0; k < args.outputs; ++k) a->out[k] = args.out[k].data;
+  for (int k = 0; k < args.parameters; ++k) a->parameter[k] = args.parameter[k];
+  a->exceeds_l2 = bytes > device.l2_bytes;
+}
+
+template <class E>
+cudaError_t LaunchFlat(const ElementwiseArgs& args, int64_t bytes, const Device& device, cudaStream_t stream) {
+  typename E::Flat a = {};
+  Fill(args, bytes, device, &a);
+  a.count = args.Count();
+  const int size = static_cast<int>(SizeOf(args.out[0].type)), ahead = reinterpret_cast<uintptr_t>(a.out[0]) / size % E::N;
+  a.head = (E::N - ahead) % E::N;
+  const auto aligned = [&](const ElementwiseView& v) {
+    const int64_t s = SizeOf(v.type);
+    return Aligned(static_cast<const char*>(v.data) + a.head * s, static_cast<int>(E::N * s));
+  };
+  for (int k = 0; k < args.inputs; ++k) {
+    if (args.in[k].IsScalar()) a.scalars |= 1u << k;
+    else a.shifted |= !aligned(args.in[k]);
+  }
+  int margin = 0;  // LoadShifted reads up to 3 bytes more on either side
+  if (a.shifted) {
+    margin = 4;
+    while (a.head < margin) a.head += E::N;
+  }
+  a.packs = a.count >= a.head + margin && (E::kShifts || !a.shifted) ? (a.count - a.head - margin) / E::N : 0;
+  for (int k = 0; k < args.outputs; ++k) {
+    if (!aligned(args.out[k])) a.packs = 0;
+  }
+  if (a.packs == 0) a.head = 0;
+  // Tiles, if they make four waves.
+  constexpr int kTile = E::kUnroll * kThreads;
+  if (!a.shifted && a.packs >= int64_t{4} * kFlatBlocks * device.sm_count * kTile) a.tiles = a.packs / kTile;
+  const int64_t threads = a.tiles ? (a.tiles + 1) * kThreads : a.packs ? a.packs : a.count;
+  return Launch(FlatKernel<E>, Grid(threads, kFlatBlocks, device), stream, a);
+}
+
+template <class E>
+cudaError_t LaunchStrided(const ElementwiseArgs& args, int64_t bytes, const Device& device, cudaStream_t stream) {
+  typename E::Strided a = {};
+  Fill(args, bytes, device, &a);
+  a.in_packs = args.size[2] % E::N == 0;
+  const auto check = [&](const ElementwiseView& v) {
+    const bool whole = Aligned(v.data, static_cast<int>(E::N * SizeOf(v.type))) && v.stride[0] % E::N == 0 && v.stride[1] % E::N == 0;
+    a.in_packs &= v.stride[2] == 0 || whole;
+  };
+  for (int k = 0; k < args.inputs; ++k) {
+    check(args.in[k]);
+    for (int d = 0; d < 3; ++d) a.in_stride[k][d] = args.in[k].stride[d];
+  }
+  for (int k = 0; k < args.outputs; ++k) {
+    check(args.out[k]);
+    for (int d = 0; d < 2; ++d) a.out_stride[k][d] = args.out[k].stride[d];
+  }
+  const int64_t inner = args.size[2] / (a.in_packs ? E::N : 1);
+  if (inner >> 32 || args.size[1] >> 32) return cudaErrorInvalidConfiguration;
+  a.inner_size = static_cast<uint32_t>(inner), a.middle_size = static_cast<uint32_t>(args.size[1]);
+  a.inner = FastDivmod(a.inner_size), a.middle = FastDivmod(a.middle_size);
+  a.count = args.size[0] * args.size[1] * inner;
+  return Launch(StridedKernel<E>, Grid(a.count, kStridedBlocks, device), stream, a);
+}
+
+template <class E, bool kBroadcasts>
+cudaError_t LaunchElementwise(const ElementwiseArgs& args, const Device& device, cudaStream_t stream) {
+  int64_t bytes = 0;
+  for (int k = 0; k < args.inputs; ++k) bytes += args.in[k].IsScalar() ? 0 : args.Count() * SizeOf(args.in[k].type);
+  for (int k = 0; k < args.outputs; ++k) bytes += args.Count() * SizeOf(args.out[k].type);
+  if (args.IsFlat()) return LaunchFlat<E>(args, bytes, device, stream);
+  if constexpr (kBroadcasts) return LaunchStrided<E>(args, bytes, device, stream);
+  return cudaErrorInvalidConfiguration;
+}
+
+// What generated code has one line of for each signature.
+template <class Functor, int kParameters, bool kBroadcasts, class Outs, class Ins>
+constexpr ElementwiseEntry<ElementwiseCudaKernel> Entry(const char* signature) {
+  return {signature, {&LaunchElementwise<Elementwise<Functor, kParameters, Outs, Ins>, kBroadcasts>, kParameters, kBroadcasts}};
+}
+
+}  // namespace device
+}  // namespace jaxkern
