@@ -5,6 +5,8 @@ but the source of the primitive's JVP rule: the forward derivative is the transp
 rule, and reverse mode transposes it once more, which gives the backward rule itself.
 """
 
+import functools
+
 import jax
 from jax.interpreters import ad
 
@@ -58,16 +60,27 @@ def deflinear(prim, position, jvp, transpose):
             return out, ad.Zero.from_primal_value(out)
         return out, sum(terms[1:], start=terms[0])
 
-    def transpose_rule(ct, *operands, **params):
+    ad.primitive_jvps[prim] = jvp_rule
+    deftranspose(prim, position, functools.partial(_bound_transpose, transpose, position))
+
+
+def _bound_transpose(transpose, position, ct, *operands, **params):
+    return bind(transpose, *operands[:position], ct, *operands[position + 1 :], **params)
+
+
+def deftranspose(prim, position, transpose):
+    """Transposition of `prim`, which is linear in the operand at `position`.
+
+    transpose(cotangent, *operands, **params): the cotangent of that operand, whose own place holds nothing of use.
+    """
+
+    def rule(ct, *operands, **params):
         linear = operands[position]
         if any(ad.is_undefined_primal(x) for k, x in enumerate(operands) if k != position):
             raise NotImplementedError(f"{prim.name} is linear in operand {position} only")
         cts = [None] * len(operands)
-        if type(ct) is ad.Zero:
-            cts[position] = ad.Zero(linear.aval)
-        else:
-            cts[position] = bind(transpose, *operands[:position], ct, *operands[position + 1 :], **params)
+        zero = type(ct) is ad.Zero
+        cts[position] = ad.Zero(linear.aval) if zero else transpose(ct, *operands, **params)
         return cts
 
-    ad.primitive_jvps[prim] = jvp_rule
-    ad.primitive_transposes[prim] = transpose_rule
+    ad.primitive_transposes[prim] = rule

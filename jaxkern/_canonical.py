@@ -70,14 +70,19 @@ def floating(name: str, x):
 
 def full_rank_mask(name: str, x, where):
     """`where` with as many dimensions as `x`, each 1 or equal; None stays None."""
-    if where is None:
-        return None
-    if where.dtype != jnp.bool_:
+    if where is not None and where.dtype != jnp.bool_:
         raise TypeError(f"jaxkern.{name}: where must be boolean, got {where.dtype}{list(where.shape)}")
-    shape = (1,) * (x.ndim - where.ndim) + where.shape
+    return full_rank(name, "where", x, where)
+
+
+def full_rank(name: str, argument: str, x, part):
+    """`part`, which broadcasts to `x`, with as many dimensions as `x`, each 1 or equal; None stays None."""
+    if part is None:
+        return None
+    shape = (1,) * (x.ndim - part.ndim) + part.shape
     if len(shape) > x.ndim or any(b != 1 and b != a for a, b in zip(x.shape, shape)):
-        raise ValueError(f"jaxkern.{name}: where of shape {where.shape} does not broadcast to x of shape {x.shape}")
-    return where if where.ndim == x.ndim else where.reshape(shape)
+        raise ValueError(f"jaxkern.{name}: {argument} of shape {part.shape} does not broadcast to x of shape {x.shape}")
+    return part if part.ndim == x.ndim else part.reshape(shape)
 
 
 def sorted_axes(name: str, axis, shape) -> list[int]:
@@ -93,31 +98,33 @@ def sorted_axes(name: str, axis, shape) -> list[int]:
     return axes
 
 
-def along_axes(f, x, mask, axes):
-    """`f(x, mask, axis)`, a row operation over one axis, over several of them.
+def along_axes(f, x, parts, axes):
+    """`f(x, parts, axis)`, a row operation over one axis, over several of them.
 
-    Neighbouring axes become one by a reshape, which moves nothing; dimensions of size 1 are no
+    parts: operands of the rank of `x` that broadcast to it, or None, in a list. Neighbouring axes become one by a reshape, which moves nothing; dimensions of size 1 are no
     obstacle. Other axes are first moved to the end, which copies the array.
     """
     long = [a for a in axes if x.shape[a] != 1]
     if len(long) == 1 or (not long and axes):
-        return f(x, mask, (long or axes)[0])
+        return f(x, parts, (long or axes)[0])
+    each = lambda do: [None if p is None else do(p) for p in parts]
     if not axes:  # each element is a row of its own
-        one = lambda a: None if a is None else a[..., None]
-        return f(one(x), one(mask), x.ndim)[..., 0]
+        return f(x[..., None], each(lambda p: p[..., None]), x.ndim)[..., 0]
     first, last = long[0], long[-1]
     if any(x.shape[a] != 1 for a in range(first, last) if a not in axes):
         order = [a for a in range(x.ndim) if a not in axes] + axes
-        y = along_axes(f, x.transpose(order), None if mask is None else mask.transpose(order),
+        y = along_axes(f, x.transpose(order), each(lambda p: p.transpose(order)),
                        list(range(x.ndim - len(axes), x.ndim)))
         return y.transpose([order.index(a) for a in range(x.ndim)])
     span = slice(first, last + 1)
-    if mask is not None:
+
+    def collapsed(part):
         # Whole or of size 1 over all these axes, it can be reshaped; else it is broadcast over them.
-        if any(b != 1 for b in mask.shape[span]):
-            mask = jnp.broadcast_to(mask, (*mask.shape[:first], *x.shape[span], *mask.shape[last + 1 :]))
-        mask = _collapse(_gathered(mask, span), span)
-    y = f(_collapse(_gathered(x, span), span), mask, first).reshape(x.shape)
+        if any(b != 1 for b in part.shape[span]):
+            part = jnp.broadcast_to(part, (*part.shape[:first], *x.shape[span], *part.shape[last + 1 :]))
+        return _collapse(_gathered(part, span), span)
+
+    y = f(_collapse(_gathered(x, span), span), each(collapsed), first).reshape(x.shape)
     spec = _explicit_spec(x)
     return y if not any(spec[span]) else jax.sharding.reshard(y, P(*spec))
 
