@@ -4,7 +4,8 @@ A goal is plain data, so that result files carry both the requirement and the fi
 
     copy       copy / ours is at least `required`
     peers      ours is not slower than the fastest peer in the same run (or of those that `against`
-               names), up to NOISE
+               names), up to NOISE; or at least `required` times as fast
+    memory     a compiled call takes at most `required` bytes a row (examined by the operation itself)
     reproducible    the same bits every time: 1 (examined by the operation itself)
     accurate        the error of XLA's result over ours, both against float64, is at least `required` (likewise)
     published  copy / ours is at least what the best peer measured elsewhere (peers.json) reached
@@ -50,7 +51,7 @@ def evaluate(goals: list[dict[str, Any]], medians: dict[str, float]) -> list[dic
         if goal["goal"] == "peers":
             against = goal.get("against") or [k for k in medians if k not in (OURS, COPY) and ":" not in k]
             peers = {k: medians[k] for k in against if k in medians}
-            required = 1 - NOISE
+            required = required or 1 - NOISE
             if ours and peers:
                 label = min(peers, key=peers.__getitem__)
                 value = peers[label] / ours
@@ -69,6 +70,8 @@ def evaluate(goals: list[dict[str, Any]], medians: dict[str, float]) -> list[dic
 
 def describe(goal: dict[str, Any]) -> str:
     value = "not measured" if goal["value"] is None else f"{goal['value']:.3f}"
+    if goal["goal"] == "memory":
+        return f"{value} bytes a row beyond operands and results, at most {goal['required']}"
     if goal["goal"] in ("reproducible", "accurate"):
         return f"{goal['goal']}: {value}, required {goal['required']:.3f}"
     against = {"copy": "copy", "peers": goal.get("peer", "peers"), "published": f"copy, as {goal.get('peer', '')}"}

@@ -5,8 +5,6 @@ but the source of the primitive's JVP rule: the forward derivative is the transp
 rule, and reverse mode transposes it once more, which gives the backward rule itself.
 """
 
-import functools
-
 import jax
 from jax.interpreters import ad
 
@@ -61,26 +59,21 @@ def deflinear(prim, position, jvp, transpose):
         return out, sum(terms[1:], start=terms[0])
 
     ad.primitive_jvps[prim] = jvp_rule
-    deftranspose(prim, position, functools.partial(_bound_transpose, transpose, position))
-
-
-def _bound_transpose(transpose, position, ct, *operands, **params):
-    return bind(transpose, *operands[:position], ct, *operands[position + 1 :], **params)
+    deftranspose(prim, position, transpose)
 
 
 def deftranspose(prim, position, transpose):
-    """Transposition of `prim`, which is linear in the operand at `position`.
-
-    transpose(cotangent, *operands, **params): the cotangent of that operand, whose own place holds nothing of use.
-    """
+    """Transposition of `prim`, which is linear in the operand at `position`, to `transpose`; see `deflinear`."""
 
     def rule(ct, *operands, **params):
         linear = operands[position]
         if any(ad.is_undefined_primal(x) for k, x in enumerate(operands) if k != position):
             raise NotImplementedError(f"{prim.name} is linear in operand {position} only")
         cts = [None] * len(operands)
-        zero = type(ct) is ad.Zero
-        cts[position] = ad.Zero(linear.aval) if zero else transpose(ct, *operands, **params)
+        if type(ct) is ad.Zero:
+            cts[position] = ad.Zero(linear.aval)
+        else:
+            cts[position] = bind(transpose, *operands[:position], ct, *operands[position + 1 :], **params)
         return cts
 
     ad.primitive_transposes[prim] = rule

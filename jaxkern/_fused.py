@@ -3,9 +3,10 @@
     softmax_fused_p        y = dropout(softmax(s)), or log_softmax(s), of s = scale * x + bias
     softmax_fused_grad_p   dx = scale * ds from x and g: ds = p * (h - sum(p * h)) of h = dropout(g) and
                            p = softmax(s), or of log_softmax ds = g - p * sum(g)
+    softmax_fused_jvp_p    the transpose of the last one; left to XLA
 
 Nothing but the operands is kept for the gradient, which draws the same elements to drop. The gradients of
-bias and scale are sums of ds, what the transpose and higher derivatives need is jnp.
+bias and scale are sums of ds; higher derivatives are those of the references in jnp.
 
 Operands: x, of the gradient g, then those of bias, scale, mask and key that the parameter `extras` names, in
 this order. Each has the rank of x and dimensions of 1 or of its size; the key has one more, its two words.
@@ -157,6 +158,7 @@ def _batch(prim, arrays, operands, dims, *, axis, causal, extras, **params):
 
 softmax_fused_p = _primitive("jaxkern_softmax_fused", 1)
 softmax_fused_grad_p = _primitive("jaxkern_softmax_fused_grad", 2)
+softmax_fused_jvp_p = _primitive("jaxkern_softmax_fused_jvp", 2)
 
 
 # ---- the same in jnp
@@ -222,11 +224,10 @@ def _grad_reference(x, g, *parts, axis, tier, log, extras, causal, threshold, un
     return computed(_scaled(ds, named, unscaled), kept).astype(x.dtype)
 
 
-def _grad_transpose(ct, x, g, *parts, axis, tier, log, extras, causal, threshold, unscaled):
-    """Of the gradient as a linear function of g."""
+def _jvp_reference(x, t, *parts, axis, tier, log, extras, causal, threshold, unscaled):
     named = _named(parts, extras)
     p, kept = _probabilities(x, axis, named, causal)
-    t = _scaled(computed(ct, kept), named, unscaled)
+    t = _scaled(computed(t, kept), named, unscaled)
     t = t - row_sum(p * t, axis) if log else p * (t - row_sum(p * t, axis))
     return _dropout(computed(t, kept), axis, named, threshold).astype(x.dtype)
 
@@ -270,9 +271,11 @@ _fused.defvjp(_forward, _backward)
 defvjp(softmax_fused_p, lambda *operands, **params: _fused(operands, tuple(params.items())), differentiable=(0, 1, 2))
 
 
-def _grad_jvp(primals, tangents, **params):
+def _linear_jvp(prim, reference, primals, tangents, **params):
+    """Of a primitive that is linear in the operand after x."""
+
     def bound(g):
-        return bind(softmax_fused_grad_p, primals[0], g, *primals[2:], **params)
+        return bind(prim, primals[0], g, *primals[2:], **params)
 
     out = bound(primals[1])
     terms = [] if type(tangents[1]) is ad.Zero else [bound(tangents[1])]
@@ -283,14 +286,16 @@ def _grad_jvp(primals, tangents, **params):
             operands = list(primals)
             for k, x in zip(active, xs):
                 operands[k] = x
-            return _grad_reference(*operands, **params)
+            return reference(*operands, **params)
 
         terms.append(jax.jvp(f, [primals[k] for k in active], [tangents[k] for k in active])[1])
     return out, sum(terms[1:], start=terms[0]) if terms else ad.Zero.from_primal_value(out)
 
 
-ad.primitive_jvps[softmax_fused_grad_p] = _grad_jvp
-deftranspose(softmax_fused_grad_p, 1, _grad_transpose)
+for _prim, _other, _of in ((softmax_fused_grad_p, softmax_fused_jvp_p, _grad_reference),
+                           (softmax_fused_jvp_p, softmax_fused_grad_p, _jvp_reference)):
+    ad.primitive_jvps[_prim] = functools.partial(_linear_jvp, _prim, _of)
+    deftranspose(_prim, 1, _other)
 
 
 # ---- lowering
@@ -350,3 +355,4 @@ def _register(prim, arrays, reference):
 
 _register(softmax_fused_p, 1, _reference)
 _register(softmax_fused_grad_p, 2, _grad_reference)
+_register(softmax_fused_jvp_p, 2, _jvp_reference)
