@@ -96,6 +96,51 @@ def run(tier: str, dtype: str, width: int, masked: bool, direction: str) -> str:
     return ""
 
 
+# Tiers of the fused kernels, and the widths that each is run around.
+FUSED = {"warp": (8, 256, 512), "block": (512, 2048, 8192), "streaming": (3, 1000, 20000)}
+
+
+def run_fused(tier: str, dtype: str, width: int) -> str:
+    """Runs softmax with everything fused, and its gradient, once; "" or what went wrong."""
+    fused = importlib.import_module("jaxkern._fused")
+    generator, np_dtype = np.random.default_rng(width), jnp.dtype(dtype)
+    shape = (2, 3, 11 if width < 4096 else 3, width)
+    x, g = (generator.standard_normal(shape).astype(np_dtype) for _ in range(2))
+    wide = np.float64 if dtype == "float64" else np.float32
+    bias = generator.standard_normal((1, 3, 1, width)).astype(np_dtype if width % 2 else wide)
+    mask = generator.random((2, 1, *shape[2:])) < 0.8
+    operands = bias, np.full((1, 1, 1, 1), 0.5, wide), mask, np.array([1, 2], np.uint32).reshape(1, 1, 1, 1, 2)
+    params = {"axis": 3, "log": False, "extras": "bias scale mask key", "causal": True, "threshold": 20000, "unscaled": False}
+    for prim, arrays, reference in (
+        (fused.softmax_fused_p, (x,), fused._reference),
+        (fused.softmax_fused_grad_p, (x, g), fused._grad_reference),
+    ):
+        call = jax.jit(lambda *a: prim.bind(*a, tier=tier, **params))
+        got = np.asarray(jax.device_get(call(*map(jax.device_put, (*arrays, *operands))))).astype(np.float64)
+        with jax.default_device(jax.devices("cpu")[0]):
+            want = np.asarray(reference(*map(jnp.asarray, (*arrays, *operands)), tier="auto", **params)).astype(np.float64)
+        same = np.abs(got - want) <= TOLERANCE[dtype] * np.maximum(1, np.abs(want))
+        if not same.all():
+            return f"{prim.name}: wrong at {np.argwhere(~same)[0].tolist()} of {shape}, {int((~same).sum())} elements"
+    return ""
+
+
+def sanitize_fused(dtypes: list[str]) -> tuple[int, list[str]]:
+    """The fused kernels around the edges of their tiers."""
+    from jaxkern import tiers
+
+    done, wrong = 0, []
+    for tier, dtype in itertools.product(FUSED, dtypes):
+        for width in sorted({edge + d for edge in FUSED[tier] for d in (-1, 0, 1)}):
+            if tiers.fits(tier, 66, width, dtype=dtype, fused=True):
+                problem = run_fused(tier, dtype, width)
+                done += 1
+                if problem:
+                    wrong.append(f"fused {tier} {dtype} width {width}: {problem}")
+    print(f"fused: {done} problems run, {len(wrong)} wrong", flush=True)
+    return done, wrong
+
+
 # Rows, updates and elements of a row: around blocks of 32 and 1024, chunks and bins, aligned and not.
 INDEXED = [(rows, count, inner) for rows in (1, 33, 5000) for count in (1, 31, 1025, 9001) for inner in (1, 3, 8, 65, 260)]
 
@@ -164,7 +209,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtypes", default="float32,bfloat16", help="of float16,bfloat16,float32,float64")
     parser.add_argument("--tiers", default=",".join(EDGES), help="of softmax")
-    parser.add_argument("--only", choices=("softmax", "index_add"), help="one family of operations")
+    parser.add_argument("--only", choices=("softmax", "fused", "index_add"), help="one family of operations")
     parser.add_argument("--wide", action="store_true", help="rows of 1 MB and more as well")
     arguments = parser.parse_args()
     if "float64" in arguments.dtypes:
@@ -172,7 +217,7 @@ def main() -> int:
     from jaxkern import tiers
 
     wrong, done, skipped = [], 0, 0
-    for tier in arguments.tiers.split(",") if arguments.only != "index_add" else ():
+    for tier in arguments.tiers.split(",") if arguments.only in (None, "softmax") else ():
         for dtype in arguments.dtypes.split(","):
             for n, width in enumerate(widths(tier, jnp.dtype(dtype).itemsize, arguments.wide)):
                 shape, axis = shape_of(tier, width)
@@ -190,9 +235,10 @@ def main() -> int:
         print(
             f"{tier}: {done} problems run so far, {skipped} do not fit their tier, {len(wrong)} wrong", flush=True
         )
-    if arguments.only != "softmax":
-        more, found = sanitize_indexed(arguments.dtypes.split(","))
-        done, wrong = done + more, wrong + found
+    for family, sanitize in (("fused", sanitize_fused), ("index_add", sanitize_indexed)):
+        if arguments.only in (None, family):
+            more, found = sanitize(arguments.dtypes.split(","))
+            done, wrong = done + more, wrong + found
     print(*wrong, sep="\n")
     print(f"sanitize: {done} problems on {jax.devices()[0].device_kind}, {len(wrong)} wrong")
     return int(bool(wrong) or done == 0)
