@@ -140,6 +140,12 @@ def _explicit_spec(x) -> tuple:
     return spec + (None,) * (x.ndim - len(spec))
 
 
+def split_like(y, x):
+    """`y` split as the type of `x` says, on a mesh with explicit axes; elsewhere `y`."""
+    spec = _explicit_spec(x)
+    return y if _explicit_spec(y) == spec else jax.sharding.reshard(y, P(*spec))
+
+
 def mergeable(x, dims: int):
     """`x` such that its first `dims` dimensions may be reshaped to one.
 

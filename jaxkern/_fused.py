@@ -263,7 +263,7 @@ def _backward(params, operands, g):
 def _summed(a, part):
     """The sum of `a` over the dimensions that `part` broadcasts over."""
     over = [d for d in range(a.ndim) if part.shape[d] == 1 and a.shape[d] != 1]
-    return jnp.sum(a, over, keepdims=True).astype(part.dtype)
+    return _canonical.split_like(jnp.sum(a, over, keepdims=True).astype(part.dtype), part)
 
 
 _fused.defvjp(_forward, _backward)
