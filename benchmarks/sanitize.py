@@ -99,6 +99,51 @@ def run(tier: str, dtype: str, width: int, masked: bool, direction: str) -> str:
     return ""
 
 
+# Tiers of the fused kernels, and the widths that each is run around.
+FUSED = {"warp": (8, 256, 512), "block": (512, 2048, 8192), "streaming": (3, 1000, 20000)}
+
+
+def run_fused(tier: str, dtype: str, width: int) -> str:
+    """Runs softmax with everything fused, and its gradient, once; "" or what went wrong."""
+    fused = importlib.import_module("jaxkern._fused")
+    generator, np_dtype = np.random.default_rng(width), jnp.dtype(dtype)
+    shape = (2, 3, 11 if width < 4096 else 3, width)
+    x, g = (generator.standard_normal(shape).astype(np_dtype) for _ in range(2))
+    wide = np.float64 if dtype == "float64" else np.float32
+    bias = generator.standard_normal((1, 3, 1, width)).astype(np_dtype if width % 2 else wide)
+    mask = generator.random((2, 1, *shape[2:])) < 0.8
+    operands = bias, np.full((1, 1, 1, 1), 0.5, wide), mask, np.array([1, 2], np.uint32).reshape(1, 1, 1, 1, 2)
+    params = {"axis": 3, "log": False, "extras": "bias scale mask key", "causal": True, "threshold": 20000, "unscaled": False}
+    for prim, arrays, reference in (
+        (fused.softmax_fused_p, (x,), fused._reference),
+        (fused.softmax_fused_grad_p, (x, g), fused._grad_reference),
+    ):
+        call = jax.jit(lambda *a: prim.bind(*a, tier=tier, **params))
+        got = np.asarray(jax.device_get(call(*map(jax.device_put, (*arrays, *operands))))).astype(np.float64)
+        with jax.default_device(jax.devices("cpu")[0]):
+            want = np.asarray(reference(*map(jnp.asarray, (*arrays, *operands)), tier="auto", **params)).astype(np.float64)
+        same = np.abs(got - want) <= TOLERANCE[dtype] * np.maximum(1, np.abs(want))
+        if not same.all():
+            return f"{prim.name}: wrong at {np.argwhere(~same)[0].tolist()} of {shape}, {int((~same).sum())} elements"
+    return ""
+
+
+def sanitize_fused(dtypes: list[str]) -> tuple[int, list[str]]:
+    """The fused kernels around the edges of their tiers."""
+    from jaxkern import tiers
+
+    done, wrong = 0, []
+    for tier, dtype in itertools.product(FUSED, dtypes):
+        for width in sorted({edge + d for edge in FUSED[tier] for d in (-1, 0, 1)}):
+            if tiers.fits(tier, 66, width, dtype=dtype, fused=True):
+                problem = run_fused(tier, dtype, width)
+                done += 1
+                if problem:
+                    wrong.append(f"fused {tier} {dtype} width {width}: {problem}")
+    print(f"fused: {done} problems run, {len(wrong)} wrong", flush=True)
+    return done, wrong
+
+
 # Rows, updates and elements of a row: around blocks of 32 and 1024, chunks and bins, aligned and not.
 INDEXED = list(itertools.product((1, 33, 5000), (1, 31, 1025, 9001), (1, 3, 8, 65, 260)))
 
@@ -309,7 +354,8 @@ def main() -> int:
     parser.add_argument("--dtypes", default="float32,bfloat16", help="of float16,bfloat16,float32,float64")
     parser.add_argument("--tiers", default=",".join(EDGES), help="of softmax")
     parser.add_argument("--plans", default="", help="of index_add")
-    parser.add_argument("--only", choices=("softmax", "index_add", "reduction", "cross_entropy", "elementwise"), help="one family of operations")
+    families = ("softmax", "fused", "elementwise", "reduction", "cross_entropy", "index_add")
+    parser.add_argument("--only", choices=families, help="one family of operations")
     parser.add_argument("--wide", action="store_true", help="rows of 1 MB and more as well")
     arguments = parser.parse_args()
     if "float64" in arguments.dtypes:
@@ -337,6 +383,7 @@ def main() -> int:
         )
     plans = arguments.plans.split(",") if arguments.plans else tiers.PLANS
     others = {
+        "fused": sanitize_fused,
         "index_add": lambda dtypes: sanitize_indexed(dtypes, plans),
         "reduction": sanitize_reductions,
         "cross_entropy": sanitize_losses,

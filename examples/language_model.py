@@ -4,10 +4,10 @@
     python examples/language_model.py --preset gpt2    # 124 M parameters, bfloat16, a large GPU
 
 One transformer is trained twice from one seed on the same batches. The two trainings share all
-their code but the functions in LIBRARIES: tokens go through an `embedding_lookup`, attention is
-`softmax(scores, where=causal_mask)`, the feed-forward block a `swiglu`, the loss `softmax_cross_entropy`, under jit,
-grad and a vmap over the examples. They take turns step by step, so each step is timed beside its twin on the same
-machine in the same second.
+their code but the functions in LIBRARIES: tokens go through an `embedding_lookup`, attention is a causal,
+scaled softmax, with jaxkern in one kernel, the feed-forward block a `swiglu`, the loss `softmax_cross_entropy`, under
+jit, grad and a vmap over the examples. They take turns step by step, so each step is timed beside its twin on the
+same machine in the same second.
 
 Printed at the end: bits per byte on held-out files, the median milliseconds of a step, and how far
 apart the curves are; drawn: both curves and their difference. The exit status is 1 if the curves
@@ -21,6 +21,9 @@ disagree by more than the preset's bounds.
                    float32 weights. Batch 32 is meant for 80 GB of GPU memory or more.
   --preset tiny    seconds; for the tests. Its bounds, too, are for its own number of steps:
                    rounding grows with training, and thousands of steps outgrow any bound.
+
+With --dropout RATE both drop attention weights, from the same keys but each by its library's generator: then
+the curves are those of two trainings, which are compared loosely.
 
 The text is every .py file of the standard library, or of --text DIR. Held-out text is cut into
 windows of the context's length, each read from nothing; the bits of all predicted tokens are
@@ -52,7 +55,7 @@ import jaxkern
 class Functions(typing.NamedTuple):
     """What the model takes from a library; everything else is the same code for both."""
 
-    softmax: typing.Callable
+    attention_weights: typing.Callable  # of scores, their scale, a rate of dropout and a key
     cross_entropy: typing.Callable
     embedding_lookup: typing.Callable
     swiglu: typing.Callable  # of both halves in one array
@@ -68,9 +71,22 @@ def plain_cross_entropy(logits, labels):
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=-1)[:, 0]
 
 
+def fused_weights(scores, scale, rate, key):
+    return jaxkern.softmax(scores, scale=scale, causal=True, dropout_rate=rate, dropout_key=key)
+
+
+def composed_weights(scores, scale, rate, key):
+    causal_mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    wide = jnp.where(causal_mask, scores.astype(jnp.float32) * scale, -jnp.inf)
+    weights = jax.nn.softmax(wide).astype(scores.dtype)
+    if rate:
+        weights = jnp.where(jax.random.bernoulli(key, 1 - rate, weights.shape), weights / (1 - rate), 0)
+    return weights
+
+
 LIBRARIES = {
-    "jaxkern": Functions(jaxkern.softmax, jaxkern.softmax_cross_entropy, jaxkern.embedding_lookup, jaxkern.swiglu),
-    "jax.nn": Functions(jax.nn.softmax, plain_cross_entropy, lambda table, ids: table[ids], plain_swiglu),
+    "jaxkern": Functions(fused_weights, jaxkern.softmax_cross_entropy, jaxkern.embedding_lookup, jaxkern.swiglu),
+    "jax.nn": Functions(composed_weights, plain_cross_entropy, lambda table, ids: table[ids], plain_swiglu),
 }
 
 
@@ -88,6 +104,7 @@ class Preset:
     heldout: int  # windows of held-out text
     curve_bound: float  # mean difference allowed between the curves, bits per byte
     norm_bound: float  # relative difference allowed between the first step's gradient norms
+    dropout: float = 0.0  # of attention weights
 
 
 PRESETS = {
@@ -139,21 +156,19 @@ def rotate(x):
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
 
 
-def example_loss(functions, p, params, window):
+def example_loss(functions, p, dropout, params, window, key):
     """Mean nats a token of one window of context + 1 tokens; the batch is a vmap outside."""
     inputs, targets = window[:-1], window[1:]
-    causal_mask = jnp.tril(jnp.ones((p.context, p.context), bool))
     embedding = params["embedding"].astype(p.dtype)
     x = functions.embedding_lookup(embedding, inputs)
-    for layer in params["layers"]:
+    for layer, layer_key in zip(params["layers"], jax.random.split(key, p.layers)):
         w = {name: weight.astype(p.dtype) for name, weight in layer.items()}
 
         h = normalize(x, layer["attention_gain"])
-        query, key, value = jnp.einsum("td,dchf->cthf", h, w["query_key_value"])
-        query, key = rotate(query) / math.sqrt(query.shape[-1]), rotate(key)
-        scores = jnp.einsum("qhf,khf->hqk", query, key)
-        attention = functions.softmax(scores, where=causal_mask)
-        h = jnp.einsum("hqk,khf->qhf", attention, value)
+        queries, keys, values = jnp.einsum("td,dchf->cthf", h, w["query_key_value"])
+        scores = jnp.einsum("qhf,khf->hqk", rotate(queries), rotate(keys))
+        attention = functions.attention_weights(scores, queries.shape[-1] ** -0.5, dropout, layer_key)
+        h = jnp.einsum("hqk,khf->qhf", attention, values)
         x = x + jnp.einsum("qhf,hfd->qd", h, w["attention_out"])
 
         h = normalize(x, layer["mlp_gain"])
@@ -183,16 +198,17 @@ class Training:
     """One library's training: its weights and optimizer, and what was measured on the way."""
 
     def __init__(self, functions, p, seed):
-        losses = jax.vmap(functools.partial(example_loss, functions, p), in_axes=(None, 0))
         warmup = max(1, p.steps // 10)
 
-        @jax.jit
-        def loss(params, windows):
-            return jnp.mean(losses(params, windows))
+        @functools.partial(jax.jit, static_argnames="dropout")
+        def loss(params, windows, key, dropout=0.0):
+            losses = jax.vmap(functools.partial(example_loss, functions, p, dropout), in_axes=(None, 0, 0))
+            return jnp.mean(losses(params, windows, jax.random.split(key, len(windows))))
 
         @functools.partial(jax.jit, donate_argnums=(0, 1))
         def step(params, state, windows):
-            value, grads = jax.value_and_grad(loss)(params, windows)
+            key = jax.random.fold_in(jax.random.key(seed), state["count"])
+            value, grads = jax.value_and_grad(loss)(params, windows, key, p.dropout)
             cosine = 0.55 + 0.45 * jnp.cos(jnp.pi * state["count"] / p.steps)  # from 1 to a tenth
             rate = p.rate * jnp.minimum((state["count"] + 1) / warmup, cosine)
             params, state, norm = adamw(params, grads, state, rate)
@@ -213,7 +229,7 @@ class Training:
         self.norms.append(float(norm))
 
     def heldout_nats(self, batches):
-        return float(np.mean([self._loss(self.params, windows) for windows in batches]))
+        return float(np.mean([self._loss(self.params, windows, jax.random.key(0)) for windows in batches]))
 
     def milliseconds(self):
         """Median of a step, without the first ones, which compile and warm the caches."""
@@ -247,15 +263,20 @@ def main():
     parser.add_argument("--preset", choices=PRESETS, default="small")
     parser.add_argument("--steps", type=int, help="training steps of each model")
     parser.add_argument("--batch", type=int, help="windows a step")
+    parser.add_argument("--dropout", type=float, help="rate at which attention weights are dropped; 0 by default")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches")
     parser.add_argument("--text", default=sysconfig.get_path("stdlib"), help="folder of .py files")
     default_out = pathlib.Path(__file__).with_suffix(".png")
     parser.add_argument("--out", type=pathlib.Path, default=default_out, help="the figure's file")
     args = parser.parse_args()
-    given = {k: v for k in ("steps", "batch") if (v := getattr(args, k)) is not None}
+    given = {k: v for k in ("steps", "batch", "dropout") if (v := getattr(args, k)) is not None}
     p = dataclasses.replace(PRESETS[args.preset], **given)
     if min(p.steps, p.batch) < 1:
         parser.error("--steps and --batch start at 1")
+    if not 0 <= p.dropout < 1:
+        parser.error("--dropout is at least 0 and below 1")
+    if p.dropout:  # other elements are dropped: two trainings, of which the curves agree roughly
+        p = dataclasses.replace(p, curve_bound=0.3, norm_bound=0.3)
     if not args.out.parent.is_dir():  # said now, not after the training
         parser.error(f"--out: there is no folder {args.out.parent}")
 

@@ -62,7 +62,14 @@ def deflinear(prim, position, jvp, transpose):
             return out, _compat.zero_tangent(out)
         return out, sum(terms[1:], start=terms[0])
 
-    def transpose_rule(ct, *operands, **params):
+    ad.primitive_jvps[prim] = jvp_rule
+    deftranspose(prim, position, transpose)
+
+
+def deftranspose(prim, position, transpose):
+    """Transposition of `prim`, which is linear in the operand at `position`, to `transpose`; see `deflinear`."""
+
+    def rule(ct, *operands, **params):
         linear = operands[position]
         if any(ad.is_undefined_primal(x) for k, x in enumerate(operands) if k != position):
             raise NotImplementedError(f"{prim.name} is linear in operand {position} only")
@@ -73,5 +80,4 @@ def deflinear(prim, position, jvp, transpose):
             cts[position] = bind(transpose, *operands[:position], ct, *operands[position + 1 :], **params)
         return cts
 
-    ad.primitive_jvps[prim] = jvp_rule
-    ad.primitive_transposes[prim] = transpose_rule
+    ad.primitive_transposes[prim] = rule

@@ -68,16 +68,22 @@ def floating(name: str, x, argument: str = "x"):
     return x
 
 
-def full_rank_mask(name: str, x, where, argument: str = "x"):
-    """`where` with as many dimensions as `x`, each 1 or equal; None stays None."""
-    if where is None:
-        return None
-    if where.dtype != jnp.bool_:
+def full_rank_mask(name: str, x, where, whole: str = "x"):
+    """`where` with as many dimensions as `x`, which is called `whole`, each 1 or equal; None stays None."""
+    if where is not None and where.dtype != jnp.bool_:
         raise TypeError(f"jaxkern.{name}: where must be boolean, got {where.dtype}{list(where.shape)}")
-    shape = (1,) * (x.ndim - where.ndim) + where.shape
+    return full_rank(name, "where", x, where, whole)
+
+
+def full_rank(name: str, argument: str, x, part, whole: str = "x"):
+    """`part`, which broadcasts to `x`, with as many dimensions as `x`, each 1 or equal; None stays None."""
+    if part is None:
+        return None
+    shape = (1,) * (x.ndim - part.ndim) + part.shape
     if len(shape) > x.ndim or any(b != 1 and b != a for a, b in zip(x.shape, shape)):
-        raise ValueError(f"jaxkern.{name}: where of shape {where.shape} does not broadcast to {argument} of shape {x.shape}")
-    return where if where.ndim == x.ndim else where.reshape(shape)
+        raise ValueError(
+            f"jaxkern.{name}: {argument} of shape {part.shape} does not broadcast to {whole} of shape {x.shape}")
+    return part if part.ndim == x.ndim else part.reshape(shape)
 
 
 def sorted_axes(name: str, axis, shape, argument: str = "x") -> list[int]:
@@ -93,15 +99,15 @@ def sorted_axes(name: str, axis, shape, argument: str = "x") -> list[int]:
     return axes
 
 
-def along_axes(f, x, mask, axes):
-    """`f(x, mask, axis)`, a row operation over one axis, over several of them; see one_axis."""
+def along_axes(f, x, parts, axes):
+    """`f(x, parts, axis)`, a row operation over one axis, over several of them; see one_axis."""
     if _apart(x, axes):
         order = _last(x, axes)
-        y = along_axes(f, x.transpose(order), None if mask is None else mask.transpose(order),
+        y = along_axes(f, x.transpose(order), _each(lambda p: p.transpose(order), parts),
                        list(range(x.ndim - len(axes), x.ndim)))
         return y.transpose([order.index(a) for a in range(x.ndim)])
-    merged, mask, axis = one_axis(x, mask, axes)
-    y = f(merged, mask, axis)
+    merged, parts, axis = one_axis(x, parts, axes)
+    y = f(merged, parts, axis)
     if merged.ndim >= x.ndim:
         return y if merged.ndim == x.ndim else y[..., 0]
     y = y.reshape(x.shape)
@@ -109,8 +115,10 @@ def along_axes(f, x, mask, axes):
     return y if not any(spec[axes[0] : axes[-1] + 1]) else jax.sharding.reshard(y, P(*spec))
 
 
-def one_axis(x, mask, axes):
-    """(x, mask, axis) with one axis in the place of several.
+def one_axis(x, parts, axes):
+    """(x, parts, axis) with one axis in the place of several.
+
+    parts: operands of the rank of `x` that broadcast to it, or None, in a list.
 
     Neighbouring axes become one by a reshape, which moves nothing; dimensions of size 1 are no
     obstacle. Other axes are first moved to the end, which copies the array. Dimensions that are no axes
@@ -118,22 +126,27 @@ def one_axis(x, mask, axes):
     """
     long = [a for a in axes if x.shape[a] != 1]
     if len(long) == 1 or (not long and axes):
-        return x, mask, (long or axes)[0]
+        return x, parts, (long or axes)[0]
     if not axes:  # each element is a row of its own
-        one = lambda a: None if a is None else a[..., None]
-        return one(x), one(mask), x.ndim
+        return x[..., None], _each(lambda p: p[..., None], parts), x.ndim
     if _apart(x, axes):
         order = _last(x, axes)
-        return one_axis(x.transpose(order), None if mask is None else mask.transpose(order),
+        return one_axis(x.transpose(order), _each(lambda p: p.transpose(order), parts),
                         list(range(x.ndim - len(axes), x.ndim)))
     first, last = long[0], long[-1]
     span = slice(first, last + 1)
-    if mask is not None:
+
+    def collapsed(part):
         # Whole or of size 1 over all these axes, it can be reshaped; else it is broadcast over them.
-        if any(b != 1 for b in mask.shape[span]):
-            mask = jnp.broadcast_to(mask, (*mask.shape[:first], *x.shape[span], *mask.shape[last + 1 :]))
-        mask = _collapse(_gathered(mask, span), span)
-    return _collapse(_gathered(x, span), span), mask, first
+        if any(b != 1 for b in part.shape[span]):
+            part = jnp.broadcast_to(part, (*part.shape[:first], *x.shape[span], *part.shape[last + 1 :]))
+        return _collapse(_gathered(part, span), span)
+
+    return collapsed(x), _each(collapsed, parts), first
+
+
+def _each(do, parts):
+    return [None if p is None else do(p) for p in parts]
 
 
 def _apart(x, axes) -> bool:

@@ -145,7 +145,7 @@ def _reduce(x, where, *, name, axis, keepdims, tier):
         raise ValueError(f"jaxkern.{name}: x of shape {x.shape} has no elements along axis {axis}, and nothing has no "
                          f"{'maximum' if prim is reduce_max_p else 'minimum'}")
     shape = tuple(1 if a in axes else d for a, d in enumerate(x.shape) if keepdims or a not in axes)
-    x, mask, axis = _canonical.one_axis(x, mask, axes)
+    x, (mask,), axis = _canonical.one_axis(x, [mask], axes)
     dtype = _sum_dtype(x.dtype) if prim is reduce_sum_p else x.dtype
     y = bind(prim, x, *(() if mask is None else (mask,)), axis=axis, dtype=dtype, tier=tier)
     return y if y.shape == shape else y.reshape(shape)

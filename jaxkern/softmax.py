@@ -9,24 +9,29 @@
 along one axis, each with an optional mask. An element that is masked out takes no part: its output is
 0 (log_softmax: -inf), its gradient 0 whatever the cotangent holds. A row of which nothing takes part,
 or which is -inf throughout, is a row of such elements.
+
+With a scale, a bias, a causal limit or dropout it is the primitives of _fused.py that are bound.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxkern import _canonical, _lowering, tiers
+from jaxkern import _canonical, _fused, _lowering, tiers
 from jaxkern._autodiff import deflinear, defvjp
 from jaxkern._primitive import bind, row_primitive
+from jaxkern._rows import computed, lowest_for_infinity, row_sum, shifted
 
 
 # ---- what a user calls
 
 
-def softmax(x, axis=-1, where=None):
-    """Softmax along `axis`, as `jax.nn.softmax`: positive, and 1 in sum.
+def softmax(x, axis=-1, where=None, *, scale=1.0, bias=None, causal=False, dropout_rate=0.0, dropout_key=None):
+    """Softmax of `scale * x + bias` along `axis`, as `jax.nn.softmax`: positive, and 1 in sum before dropout.
+
+    One kernel reads x once and writes the result, whichever of the arguments are given; the gradient, one
+    kernel too, computes the softmax anew, so that nothing but x and these arguments is kept for it.
 
     Args:
         x: array of any shape. float16, bfloat16 and float32 are computed in float32, float64 in
@@ -36,28 +41,58 @@ def softmax(x, axis=-1, where=None):
             are read in place; axes that are apart are moved together first, which costs a copy.
         where: boolean array that broadcasts to the shape of `x`, read without being materialised.
             Elements where it is False take no part and get 0.
+        scale: a number, or a scalar array, which may be traced and has a gradient.
+        bias: floating-point array that broadcasts to the shape of `x`, read without being materialised. Its
+            gradient is summed over the dimensions that it broadcasts over. One of another type than x or
+            the computing type is converted first.
+        causal: the last two dimensions of `x` are queries and keys, of which query i takes the keys up to
+            i + keys - queries: the last query takes them all. Needs `axis` to be the last one.
+        dropout_rate: a number in [0, 1), rounded to a multiple of 2**-16: the probability of an element of the
+            result to be 0; the others are divided by one less the rate.
+        dropout_key: a key of `jax.random` or the `uint32[2]` of one; of a longer key the first two words.
+
+    The elements that are dropped depend on the key, on the number of an element's row among all rows of `x`
+    and on its place in the row, on nothing else: they are the same on the CPU and on CUDA, under `jit`,
+    `jax.checkpoint` and any sharding. Under `vmap` each example has the numbers that it would have alone: give
+    each a key of its own, or all drop the same ones. Inside `shard_map`, `x` is the part that a device has.
+
+    Scale, bias, causal limit and dropout run in a kernel of ours where `axis` is the last one of more than one
+    element, through XLA elsewhere.
 
     Returns:
         Array of the shape of `x`. A row of which no element takes part, or which is -inf throughout,
         is zeros with zero gradients; NaN or +inf in a row makes it NaN, as in `jax.nn`.
 
     Raises:
-        TypeError: `x` is boolean, complex or no array; `where` is not boolean.
-        ValueError: `axis` is out of bounds or holds a duplicate; `where` does not broadcast to `x`.
+        TypeError: `x` is boolean, complex or no array; `where` is not boolean, `bias` not floating-point;
+            `scale` or `dropout_rate` is no number; `dropout_key` is no key.
+        ValueError: `axis` is out of bounds or holds a duplicate; `where` or `bias` does not broadcast to `x`;
+            `scale` is no scalar; `causal` with another axis than the last; `dropout_rate` is not in [0, 1),
+            or not 0 without a key.
 
-    >>> import jax.numpy as jnp, jaxkern
+    >>> import jax, jax.numpy as jnp, jaxkern
     >>> x = jnp.array([[0.0, 0.0, 5.0], [1.0, 1.0, 1.0]])
     >>> jaxkern.softmax(x, where=jnp.array([True, True, False])).tolist()
     [[0.5, 0.5, 0.0], [0.5, 0.5, 0.0]]
+    >>> jaxkern.softmax(x, causal=True, scale=0.0).round(3).tolist()
+    [[0.5, 0.5, 0.0], [0.333, 0.333, 0.333]]
+    >>> y = jaxkern.softmax(jnp.zeros((1000, 1000)), dropout_rate=0.25, dropout_key=jax.random.key(0))
+    >>> round(float((y == 0).mean()), 2), round(float(y.max()) * 1000, 3)
+    (0.25, 1.333)
 
     Source: Bridle, "Probabilistic Interpretation of Feedforward Classification Network Outputs", 1990;
-    one pass over a row after Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+    one pass over a row after Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018;
+    random bits after Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011 (Philox4x32-10).
     """
+    extras = _fused.extras("softmax", scale, bias, causal, dropout_rate, dropout_key)
+    if extras is not None:
+        return _call(_fused_softmax, "softmax", x, axis, where, *extras)
     return _call(_softmax, "softmax", x, axis, where)
 
 
-def log_softmax(x, axis=-1, where=None):
-    """Logarithm of the softmax along `axis`, as `jax.nn.log_softmax`, without taking it of a small number.
+def log_softmax(x, axis=-1, where=None, *, scale=1.0, bias=None):
+    """Logarithm of the softmax of `scale * x + bias` along `axis`, as `jax.nn.log_softmax`, without taking it of a
+    small number.
 
     Args:
         x: array of any shape. float16, bfloat16 and float32 are computed in float32, float64 in
@@ -68,14 +103,17 @@ def log_softmax(x, axis=-1, where=None):
         where: boolean array that broadcasts to the shape of `x`, read without being materialised.
             Elements where it is False take no part and get -inf, or the least number of a type
             without infinity (some of float8).
+        scale, bias: as for `softmax`.
 
     Returns:
         Array of the shape of `x`. A row of which no element takes part, or which is -inf throughout,
         is -inf with zero gradients; NaN or +inf in a row makes it NaN, as in `jax.nn`.
 
     Raises:
-        TypeError: `x` is boolean, complex or no array; `where` is not boolean.
-        ValueError: `axis` is out of bounds or holds a duplicate; `where` does not broadcast to `x`.
+        TypeError: `x` is boolean, complex or no array; `where` is not boolean, `bias` not floating-point; `scale`
+            is no number.
+        ValueError: `axis` is out of bounds or holds a duplicate; `where` or `bias` does not broadcast to `x`;
+            `scale` is no scalar.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> y = jaxkern.log_softmax(jnp.array([3.0, 3.0, 7.0]), where=jnp.array([True, True, False]))
@@ -84,15 +122,18 @@ def log_softmax(x, axis=-1, where=None):
 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
+    extras = _fused.extras("log_softmax", scale, bias)
+    if extras is not None:
+        return _call(_fused_log_softmax, "log_softmax", x, axis, where, *extras)
     return _call(_log_softmax, "log_softmax", x, axis, where)
 
 
-def _call(jitted, name, x, axis, where):
+def _call(jitted, name, x, axis, where, arrays=(), flags=None):
     # jit would name itself and not the operation
     _canonical.check_array(name, "x", "an array or a number", x)
     if where is not None:
         _canonical.check_array(name, "where", "a boolean array", where)
-    return jitted(x, where, axis=_canonical.static_axis(name, axis), tier=tiers.forced())
+    return jitted(x, where, *arrays, axis=_canonical.static_axis(name, axis), tier=tiers.forced(), **(flags or {}))
 
 
 def _along_axis(name, prim, x, where, axis, tier):
@@ -100,10 +141,10 @@ def _along_axis(name, prim, x, where, axis, tier):
     mask = _canonical.full_rank_mask(name, x, where)
     axes = _canonical.sorted_axes(name, axis, x.shape)
 
-    def row_operation(x, mask, axis):
-        return bind(prim, x, *(() if mask is None else (mask,)), axis=axis, tier=tier)
+    def row_operation(x, parts, axis):
+        return bind(prim, x, *(p for p in parts if p is not None), axis=axis, tier=tier)
 
-    return _canonical.along_axes(row_operation, x, mask, axes)
+    return _canonical.along_axes(row_operation, x, [mask], axes)
 
 
 # Inlined, so that a jaxpr holds the primitive alone; jitted, so that an eager call costs no more than
@@ -116,6 +157,16 @@ def _softmax(x, where, *, axis, tier):
 @functools.partial(jax.jit, static_argnames=("axis", "tier"), inline=True)
 def _log_softmax(x, where, *, axis, tier):
     return _along_axis("log_softmax", log_softmax_p, x, where, axis, tier)
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "tier", "causal", "threshold"), inline=True)
+def _fused_softmax(x, where, scale, bias, key, *, axis, tier, causal, threshold):
+    return _fused.along_axis("softmax", x, where, scale, bias, key, axis, tier, causal, threshold)
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "tier"), inline=True)
+def _fused_log_softmax(x, where, scale, bias, *, axis, tier):
+    return _fused.along_axis("log_softmax", x, where, scale, bias, None, axis, tier, False, 0)
 
 
 # ---- the primitives and their derivatives
@@ -160,16 +211,6 @@ defvjp(softmax_p, softmax_vjp, differentiable=(0,))
 defvjp(log_softmax_p, log_softmax_vjp, differentiable=(0,))
 
 
-def _computed(x, *mask):
-    """`x` in the type that its arithmetic is done in, with 0 where it is masked out."""
-    x = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
-    return jnp.where(mask[0], x, 0) if mask else x
-
-
-def _sum(x, axis):
-    return jnp.sum(x, axis, keepdims=True)
-
-
 def _participants(x, nothing, axis, *mask):
     """Elements that take part in a row that is alive: in which something unmasked is not `nothing`.
 
@@ -182,7 +223,7 @@ def _participants(x, nothing, axis, *mask):
 
 def _probabilities(x, axis, kept):
     """softmax(x) in the computing type; 0 for elements that are not `kept`."""
-    _, exponential, total = _shifted(x, (kept,), axis)
+    _, exponential, total = shifted(x, (kept,), axis)
     return exponential / jnp.where(total == 0, 1, total)
 
 
@@ -190,26 +231,26 @@ def _softmax_grad_jvp(y, g, *rest, axis, tier):
     *mask, dy = rest
     kept = _participants(y, 0, axis, *mask)
     dtype = y.dtype
-    y, g, dy = (_computed(a, kept) for a in (y, g, dy))
-    return (dy * (g - _sum(y * g, axis)) - y * _sum(dy * g, axis)).astype(dtype)
+    y, g, dy = (computed(a, kept) for a in (y, g, dy))
+    return (dy * (g - row_sum(y * g, axis)) - y * row_sum(dy * g, axis)).astype(dtype)
 
 
 def _softmax_tangent(x, dx, axis, kept):
-    p, dx = _probabilities(x, axis, kept), _computed(dx, kept)
-    return p * (dx - _sum(p * dx, axis))
+    p, dx = _probabilities(x, axis, kept), computed(dx, kept)
+    return p * (dx - row_sum(p * dx, axis))
 
 
 def _log_softmax_grad_jvp(x, g, *rest, axis, tier):
     *mask, dx = rest
     kept = _participants(x, -jnp.inf, axis, *mask)
-    return (-_softmax_tangent(x, dx, axis, kept) * _sum(_computed(g, kept), axis)).astype(x.dtype)
+    return (-_softmax_tangent(x, dx, axis, kept) * row_sum(computed(g, kept), axis)).astype(x.dtype)
 
 
 def _log_softmax_jvp_jvp(x, t, *rest, axis, tier):
     *mask, dx = rest
     kept = _participants(x, -jnp.inf, axis, *mask)
-    dot = _sum(_softmax_tangent(x, dx, axis, kept) * _computed(t, kept), axis)
-    return _computed(jnp.broadcast_to(-dot, x.shape), kept).astype(x.dtype)
+    dot = row_sum(_softmax_tangent(x, dx, axis, kept) * computed(t, kept), axis)
+    return computed(jnp.broadcast_to(-dot, x.shape), kept).astype(x.dtype)
 
 
 deflinear(softmax_grad_p, 1, _softmax_grad_jvp, transpose=softmax_grad_p)  # self-adjoint
@@ -220,49 +261,34 @@ deflinear(log_softmax_jvp_p, 1, _log_softmax_jvp_jvp, transpose=log_softmax_grad
 # ---- the same in jnp, where there is no kernel
 
 
-def _shifted(x, mask, axis):
-    """x - max in the computing type, its exponential and that one's sum; all-masked rows sum to 0."""
-    x = _computed(x)
-    if mask:
-        x = jnp.where(mask[0], x, -jnp.inf)
-    largest = jnp.max(x, axis, keepdims=True, initial=-jnp.inf)
-    shifted = x - jnp.where(largest == -jnp.inf, 0, largest)
-    exponential = jnp.exp(shifted)
-    return shifted, exponential, _sum(exponential, axis)
-
-
 def _softmax_reference(x, *mask, axis, tier):
-    _, exponential, total = _shifted(x, mask, axis)
+    _, exponential, total = shifted(x, mask, axis)
     y = exponential / jnp.where(total == 0, 1, total)
-    return _computed(y, *mask).astype(x.dtype)
+    return computed(y, *mask).astype(x.dtype)
 
 
 def _log_softmax_reference(x, *mask, axis, tier):
-    shifted, _, total = _shifted(x, mask, axis)
-    y = jnp.where(total == 0, -jnp.inf, shifted - jnp.log(total))
-    y = jnp.where(mask[0], y, -jnp.inf) if mask else y
-    if not np.isinf(np.float32(-np.inf).astype(x.dtype).astype(np.float32)):
-        # Some types of 8 bits have no infinity and would turn it into NaN: there it is the least number.
-        y = jnp.maximum(y, float(jnp.finfo(x.dtype).min))
-    return y.astype(x.dtype)
+    below, _, total = shifted(x, mask, axis)
+    y = jnp.where(total == 0, -jnp.inf, below - jnp.log(total))
+    return lowest_for_infinity(jnp.where(mask[0], y, -jnp.inf) if mask else y, x.dtype)
 
 
 def _softmax_grad_reference(y, g, *mask, axis, tier):
     kept = _participants(y, 0, axis, *mask)
-    p, g = _computed(y, kept), _computed(g, kept)
-    return (p * (g - _sum(p * g, axis))).astype(y.dtype)
+    p, g = computed(y, kept), computed(g, kept)
+    return (p * (g - row_sum(p * g, axis))).astype(y.dtype)
 
 
 def _log_softmax_grad_reference(x, g, *mask, axis, tier):
     kept = _participants(x, -jnp.inf, axis, *mask)
-    g = _computed(g, kept)
-    return (g - _probabilities(x, axis, kept) * _sum(g, axis)).astype(x.dtype)
+    g = computed(g, kept)
+    return (g - _probabilities(x, axis, kept) * row_sum(g, axis)).astype(x.dtype)
 
 
 def _log_softmax_jvp_reference(x, t, *mask, axis, tier):
     kept = _participants(x, -jnp.inf, axis, *mask)
-    t = _computed(t, kept)
-    return _computed(t - _sum(_probabilities(x, axis, kept) * t, axis), kept).astype(x.dtype)
+    t = computed(t, kept)
+    return computed(t - row_sum(_probabilities(x, axis, kept) * t, axis), kept).astype(x.dtype)
 
 
 _lowering.register(softmax_p, 1, _softmax_reference)

@@ -65,7 +65,7 @@ def forced(names=NAMES) -> str:
 
 
 def softmax(rows: int, width: int, inner: int = 1, dtype="float32", *, log: bool = False,
-            backward: bool = False, masked: bool = False, device: Device | None = None) -> str:
+            backward: bool = False, masked: bool = False, fused: bool = False, device: Device | None = None) -> str:
     """The tier that runs a softmax over the middle dimension of [rows, width, inner] by default.
 
     Args:
@@ -75,21 +75,22 @@ def softmax(rows: int, width: int, inner: int = 1, dtype="float32", *, log: bool
         log: log_softmax.
         backward: the gradient, which reads two arrays.
         masked: with a `where`.
+        fused: with a scale, a bias, a causal limit or dropout.
         device: H200, A100 or another `Device`; this machine's GPU by default, or H200 without one.
 
     Raises:
         ValueError: a size is not positive, or `dtype` has no kernel. TypeError: an argument is of another type.
         RuntimeError: the CPU module, which answers, is not loaded.
     """
-    return _ask("softmax", "softmax_tier", rows, width, inner, dtype, log, backward, masked, device)
+    return _ask("softmax", "softmax_tier", rows, width, inner, dtype, log, backward, masked, fused, device)
 
 
 def fits(tier: str, rows: int, width: int, inner: int = 1, dtype="float32", *, log: bool = False,
-         backward: bool = False, masked: bool = False, device: Device | None = None) -> bool:
+         backward: bool = False, masked: bool = False, fused: bool = False, device: Device | None = None) -> bool:
     """Whether `tier` can run that problem; arguments as for `softmax`."""
     if tier not in NAMES:
         raise ValueError(f"jaxkern.tiers.fits: no tier {tier!r}, there are {', '.join(NAMES)}")
-    return _ask("fits", "softmax_tier_fits", rows, width, inner, dtype, log, backward, masked, device, tier)
+    return _ask("fits", "softmax_tier_fits", rows, width, inner, dtype, log, backward, masked, fused, device, tier)
 
 
 def reduction(rows: int, width: int, inner: int = 1, dtype="float32", *, masked: bool = False,
@@ -186,11 +187,12 @@ def index_query(rows, count, inner=1, dtype="float32", *, op="index_add", batch=
     return module.IndexQuery(op, *names, *sizes, *hints), _device(name, device)
 
 
-def _ask(function, query, rows, width, inner, dtype, log, backward, masked, device, *first):
+def _ask(function, query, rows, width, inner, dtype, log, backward, masked, fused, device, *first):
     name = f"jaxkern.tiers.{function}"
     module = _answering(name)
     rows, width, inner = (_positive(name, *size) for size in (("rows", rows), ("width", width), ("inner", inner)))
-    flags = [_flag(name, *flag) for flag in (("log", log), ("backward", backward), ("masked", masked))]
+    flags = [_flag(name, *flag) for flag in (
+        ("log", log), ("backward", backward), ("masked", masked), ("fused", fused))]
     dtype = _kernel_dtype(name, dtype)
     scratch = _lowering.scratch_shape((rows, width, inner), dtype, 1)
     scratch_bytes = scratch[0] * scratch[1] if scratch else 0

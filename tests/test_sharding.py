@@ -433,3 +433,58 @@ def test_elementwise_in_shard_map():
     g = jax.grad(lambda x, a: jnp.sum(jnp.sin(split(x, a))), (0, 1))(x, jnp.float32(0.5))
     wanted = jax.grad(lambda x, a: jnp.sum(jnp.sin(f(x, a))), (0, 1))(x, jnp.float32(0.5))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), g, wanted)
+
+
+# ---- the fused softmax
+
+
+FUSED = {"scale": 0.5, "causal": True, "dropout_rate": 0.3, "dropout_key": np.array([1, 2], np.uint32)}
+
+
+def fused(x, g, bias, where):
+    def f(x, bias):
+        return jaxkern.softmax(x, bias=bias, where=where, **FUSED)
+    y, pull = jax.vjp(f, x, bias)
+    return y, *pull(g)
+
+
+@several
+@pytest.mark.parametrize("spec, silent", [
+    (P("r"), True), (P("r", "c"), True), (P(("r", "c")), True), (P(), True), (P(None, None, "r"), False),
+    (P(None, None, None, "r"), False), (P("c", None, "r"), False),
+])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_fused_drops_the_same_elements_however_it_is_split(spec, silent, kind):
+    m = mesh(kind)
+    x, g, where = arrays((8, 4, 8, 64), (8, 1, 8, 64))
+    bias = arrays((4, 8, 64))[0]
+    wanted = jax.jit(fused)(x, g, bias, where)
+    put = lambda a, s: jax.device_put(a, NamedSharding(m, s))
+    args = put(x, spec), put(g, spec), put(bias, P()), put(where, P())
+    with jax.set_mesh(m):
+        f = jax.jit(fused)
+        found = f(*args)
+        text = jax.jit(lambda *a: fused(*a)[:2]).lower(*args).compile().as_text()
+    np.testing.assert_array_equal(np.asarray(found[0]) == 0, np.asarray(wanted[0]) == 0)
+    same(found, wanted)
+    if silent:
+        assert not re.findall(COLLECTIVES, text)
+
+
+@several
+def test_fused_in_shard_map():
+    """Each device's part is an array by itself; a bias that all share gets the sum of its gradients."""
+    m = mesh()
+    x, g, where = arrays((8, 4, 8, 64), (8, 1, 8, 64))
+    bias = arrays((4, 8, 64))[0]
+    keys = jax.random.split(jax.random.key(0), 4)
+
+    def part(x, g, bias, where, key):
+        f = lambda x, bias: jaxkern.softmax(x, bias=bias, where=where, causal=True, dropout_rate=0.3, dropout_key=key[0])
+        y, pull = jax.vjp(f, x, bias)
+        return y, *pull(g)
+
+    split = jax.shard_map(part, mesh=m, in_specs=(P("r"), P("r"), P(), P("r"), P("r")), out_specs=(P("r"), P("r"), P()))
+    found = jax.jit(split)(x, g, bias, where, keys)
+    each = [part(*(a[2 * k : 2 * k + 2] for a in (x, g)), bias, where[2 * k : 2 * k + 2], keys[k : k + 1]) for k in range(4)]
+    same(found, (np.concatenate([e[0] for e in each]), np.concatenate([e[1] for e in each]), sum(np.asarray(e[2]) for e in each)))

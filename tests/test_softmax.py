@@ -448,7 +448,7 @@ def test_bad_tier_query(problem, kind, words):
 @needs_cpu_module
 def test_names_are_those_of_the_kernels():
     module = _registry.status["cpu"].module
-    problem = (1, 1 << 20, 1, "float32", False, False, False, 0, *tiers.H200)
+    problem = (1, 1 << 20, 1, "float32", False, False, False, False, 0, *tiers.H200)
     for name in ("auto", *tiers.NAMES):
         assert module.softmax_tier_fits(name, *problem) in (True, False)
     with pytest.raises(ValueError, match="wrap"):

@@ -74,13 +74,13 @@ template <class Run> cudaError_t WithHeld(int64_t packs, Run run) {
 
 template <class Op, bool kMasked, bool kRagged>
 cudaError_t LaunchRegisters(const SoftmaxParams& p, int64_t packs, SoftmaxTier tier, cudaStream_t stream) {
-  constexpr int N = kVector<typename Op::T>;
+  using RowOf = SoftmaxRow<Op, kVector<typename Op::T>, kMasked, int, kRagged>;
   auto go = [&](auto lanes, auto held, auto rows) {
     constexpr int kLanes = decltype(lanes)::value, kPacks = decltype(held)::value, kRows = decltype(rows)::value;
     LaunchShape shape;
     shape.blocks = CeilDiv(p.rows, kWarpTierThreads / kLanes * kRows);
     shape.threads = kWarpTierThreads;
-    return Launch(SoftmaxRegisters<Op, N, kLanes, kPacks, kRows, kMasked, kRagged>, shape, stream, p);
+    return Launch(SoftmaxRegisters<Op, RowOf, kLanes, kPacks, kRows>, shape, stream, p);
   };
   if (tier == SoftmaxTier::kWarp) {
     if (packs <= 64) return go(kInt<32>, kInt<2>, kInt<2>);
@@ -90,7 +90,7 @@ cudaError_t LaunchRegisters(const SoftmaxParams& p, int64_t packs, SoftmaxTier t
     LaunchShape shape;
     shape.blocks = p.rows;
     shape.threads = threads;
-    return Launch(SoftmaxRegisters<Op, N, kBlockLanes, decltype(held)::value, 1, kMasked, kRagged>, shape, stream, p);
+    return Launch(SoftmaxRegisters<Op, RowOf, kBlockLanes, decltype(held)::value, 1>, shape, stream, p);
   });
 }
 
@@ -102,8 +102,8 @@ cudaError_t LaunchCluster(const SoftmaxParams& p, int64_t packs, const Device& d
   while (log_size < 4 && each() > kClusterTarget) ++log_size;
   while (log_size < 4 && (p.rows << (log_size + 1)) <= 2 * device.sm_count && each() > 256) ++log_size;
   const auto go = [&](auto held, int threads) {
-    constexpr auto kKernel =
-        SoftmaxRegisters<Op, kVector<typename Op::T>, kClusterLanes, decltype(held)::value, 1, false, kRagged>;
+    using RowOf = SoftmaxRow<Op, kVector<typename Op::T>, false, int, kRagged>;
+    constexpr auto kKernel = SoftmaxRegisters<Op, RowOf, kClusterLanes, decltype(held)::value, 1>;
     LaunchShape shape;
     shape.cluster = 1 << log_size;
     shape.blocks = p.rows << log_size;
@@ -123,7 +123,7 @@ template <class Op, int N> cudaError_t LaunchSubWarp(const SoftmaxParams& p, cud
     LaunchShape shape;
     shape.blocks = CeilDiv(p.rows, kWarpTierThreads / kLanes * kRows);
     shape.threads = kWarpTierThreads;
-    return Launch(SoftmaxRegisters<Op, N, kLanes, 1, kRows, false, false>, shape, stream, p);
+    return Launch(SoftmaxRegisters<Op, SoftmaxRow<Op, N, false, int, false>, kLanes, 1, kRows>, shape, stream, p);
   };
   const int64_t packs = p.width / N;
   if (packs <= 2) return go(kInt<2>);
@@ -248,11 +248,9 @@ cudaError_t LaunchColumn(const SoftmaxParams& p, const Device& device, cudaStrea
   return Launch(kKernel, shape, stream, p, plan);
 }
 
-template <class Op, bool kMasked>
-cudaError_t LaunchOp(const SoftmaxArgs& args, const SoftmaxProblem& problem, SoftmaxTier tier, const Device& device,
-                     cudaStream_t stream) {
-  using T = typename Op::T;
-  constexpr int N = kVector<T>;
+template <class Op>
+SoftmaxParams MakeParams(const SoftmaxArgs& args, const SoftmaxProblem& problem, const Device& device) {
+  constexpr int kSize = sizeof(typename Op::T);
   SoftmaxParams p = {};
   p.input[0] = args.a;
   p.input[1] = args.b;
@@ -262,9 +260,18 @@ cudaError_t LaunchOp(const SoftmaxArgs& args, const SoftmaxProblem& problem, Sof
   p.rows = args.outer;
   p.width = args.width;
   p.inner = args.inner;
-  p.misalignment = problem.misalignment / static_cast<int>(sizeof(T));
-  p.grain = RowGrain(problem) / static_cast<int>(sizeof(T));
-  p.exceeds_l2 = args.outer * args.width * args.inner * int64_t{sizeof(T)} * (Op::kInputs + 1) > device.l2_bytes;
+  p.misalignment = problem.misalignment / kSize;
+  p.grain = RowGrain(problem) / kSize;
+  p.exceeds_l2 = args.outer * args.width * args.inner * kSize * (Op::kInputs + 1) > device.l2_bytes;
+  return p;
+}
+
+template <class Op, bool kMasked>
+cudaError_t LaunchOp(const SoftmaxArgs& args, const SoftmaxProblem& problem, SoftmaxTier tier, const Device& device,
+                     cudaStream_t stream) {
+  using T = typename Op::T;
+  constexpr int N = kVector<T>;
+  const SoftmaxParams p = MakeParams<Op>(args, problem, device);
   const bool alike = problem.aligned_alike;  // else element by element
   const bool whole = problem.misalignment % 16 == 0 && p.width % N == 0;  // no pack is ragged
   const int64_t packs = RowPacks(problem);
@@ -294,8 +301,8 @@ cudaError_t LaunchOp(const SoftmaxArgs& args, const SoftmaxProblem& problem, Sof
       LaunchShape shape;
       shape.blocks = p.rows;
       shape.threads = kStreamThreads;
-      if (alike) return Launch(SoftmaxStreaming<Op, N, kMasked>, shape, stream, p);
-      return Launch(SoftmaxStreaming<Op, 1, kMasked>, shape, stream, p);
+      if (alike) return Launch(SoftmaxStreaming<Op, SoftmaxRow<Op, N, kMasked, int64_t>>, shape, stream, p);
+      return Launch(SoftmaxStreaming<Op, SoftmaxRow<Op, 1, kMasked, int64_t>>, shape, stream, p);
     }
     case SoftmaxTier::kSplit:
       return LaunchSplit<Op, N, kMasked>(p, args, device, stream);

@@ -9,6 +9,14 @@
 // over the middle dimension of [outer, width, inner]. An element whose mask is false takes no part:
 // its output is 0 (log_softmax: -inf), its gradient 0. A row without a single participant, or with
 // nothing but -inf, is such a row of masked elements: never NaN. NaN and +inf propagate.
+//
+// A fused call starts from scale * x + bias in place of x, masks what lies above the diagonal if it is causal,
+// and drops elements of the result of softmax; its gradient starts from x:
+//
+//     forward    softmax       y  = kept / (1 - rate) * softmax(scale * x + bias)
+//     gradient   softmax       ds = p * (h - sum(p * h)), p = softmax(scale * x + bias), h = kept / (1 - rate) * g
+//                log_softmax   ds = g - p * sum(g)
+//                              dx = scale * ds
 #pragma once
 
 #include <cstdint>
@@ -18,6 +26,33 @@
 #include "softmax_tier.h"
 
 namespace jaxkern {
+
+// What a fused call has beyond a mask. Its rows lie along the last dimension: inner is 1.
+struct SoftmaxExtras {
+  const void* bias = nullptr;   // null: none
+  bool bias_wide = false;       // in the type that is computed in, not in that of x
+  BroadcastView bias_view;
+  const void* scale = nullptr;  // null: 1. In the type that is computed in; the same along a row
+  BroadcastView scale_view;
+  int64_t matrix_rows = 1;      // the size of the dimension before the last
+  FastDivmod matrix;            // by matrix_rows, if that fits
+  bool causal = false;          // the last row of a matrix takes all columns, each one before it one less
+  const uint32_t* key = nullptr;  // null: no dropout. Two words, or for each row two, its number and one unused
+  bool key_per_row = false;
+  uint32_t threshold = 0;       // of 2^16: see philox.h
+  double kept_inverse = 1;      // 1 / the fraction that is kept
+  bool unscaled = false;        // the gradient is ds
+
+  // The columns of row `row` that take part lie below this.
+  JAXKERN_HD int64_t Limit(int64_t row, int64_t width) const {
+    if (!causal) return width;
+    int64_t in_matrix;
+    if ((row | matrix_rows) >> 32) in_matrix = row % matrix_rows;
+    else in_matrix = row - int64_t{matrix.Div(static_cast<uint32_t>(row))} * matrix_rows;
+    const int64_t limit = in_matrix + 1 + width - matrix_rows;
+    return limit < 0 ? 0 : limit;
+  }
+};
 
 struct SoftmaxArgs {
   bool log = false;       // log_softmax
@@ -29,6 +64,8 @@ struct SoftmaxArgs {
   void* out = nullptr;
   const uint8_t* mask = nullptr;  // one byte an element, true = takes part; null = all do
   BroadcastView mask_view;
+  bool fused = false;
+  SoftmaxExtras extras;
   SoftmaxTier tier = SoftmaxTier::kAuto;
   // CUDA only: room for the partial results of the split tier, may be empty.
   void* scratch = nullptr;

@@ -9,4 +9,7 @@ namespace jaxkern {
 // Returns when the result is written. The same bits whatever the executor and its threads.
 void SoftmaxCpu(const SoftmaxArgs& args, const Executor& executor);
 
+// The same of a fused call.
+void SoftmaxFusedCpu(const SoftmaxArgs& args, const Executor& executor);
+
 }  // namespace jaxkern

@@ -1,4 +1,5 @@
-// Between softmax_cpu.cc and the variants of softmax_cpu_isa.cc, one an instruction set.
+// Between softmax_cpu.cc and the variants of softmax_cpu_isa.cc and softmax_fused_cpu_isa.cc, one an
+// instruction set.
 #pragma once
 
 #include <cstdint>
@@ -25,14 +26,23 @@ struct SoftmaxCpuPlan {
   void (*write)(const SoftmaxArgs&, int64_t strip, int64_t chunk, const double* stats) = nullptr;
 };
 
+// What goes around that of a fused call, for rows [first, first + count) in the type that is computed in.
+struct FusedCpuPlan {
+  void (*prepare)(const SoftmaxArgs&, int64_t first, int64_t count, void* logits, void* cotangents) = nullptr;
+  void (*finish)(const SoftmaxArgs&, int64_t first, int64_t count, void* result) = nullptr;
+};
+
 namespace baseline {
 SoftmaxCpuPlan PlanSoftmax(const SoftmaxArgs& args);
+FusedCpuPlan PlanFused(const SoftmaxArgs& args);
 }
 namespace avx2 {
 SoftmaxCpuPlan PlanSoftmax(const SoftmaxArgs& args);
+FusedCpuPlan PlanFused(const SoftmaxArgs& args);
 }
 namespace avx512 {
 SoftmaxCpuPlan PlanSoftmax(const SoftmaxArgs& args);
+FusedCpuPlan PlanFused(const SoftmaxArgs& args);
 }
 
 }  // namespace jaxkern

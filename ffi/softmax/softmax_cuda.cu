@@ -8,6 +8,8 @@ namespace jaxkern {
 
 template <class T>
 cudaError_t LaunchSoftmax(const SoftmaxArgs&, const SoftmaxProblem&, SoftmaxTier, const Device&, cudaStream_t);
+template <class T>
+cudaError_t LaunchSoftmaxFused(const SoftmaxArgs&, const SoftmaxProblem&, SoftmaxTier, const Device&, cudaStream_t);
 
 namespace {
 
@@ -26,6 +28,7 @@ SoftmaxProblem Describe(const SoftmaxArgs& a) {
   const auto alike = [&](const void* other) { return (Misalignment(other) - p.misalignment) % 16 == 0; };
   p.aligned_alike = alike(a.out) && (!a.backward || alike(a.b));
   p.masked = a.mask != nullptr;
+  p.fused = a.fused;
   return p;
 }
 
@@ -41,6 +44,13 @@ SoftmaxTier ResolveSoftmaxTier(const SoftmaxArgs& args, const Device& device) {
   return Resolve(args, Describe(args), device);
 }
 
+template <class T>
+static cudaError_t LaunchOne(const SoftmaxArgs& args, const SoftmaxProblem& problem, SoftmaxTier tier,
+                             const Device& device, cudaStream_t stream) {
+  return args.fused ? LaunchSoftmaxFused<T>(args, problem, tier, device, stream)
+                    : LaunchSoftmax<T>(args, problem, tier, device, stream);
+}
+
 cudaError_t SoftmaxCuda(const SoftmaxArgs& args, const Device& device, cudaStream_t stream) {
   if (args.outer == 0 || args.width == 0 || args.inner == 0) return cudaSuccess;
   if (device.error != cudaSuccess) return device.error;
@@ -48,10 +58,10 @@ cudaError_t SoftmaxCuda(const SoftmaxArgs& args, const Device& device, cudaStrea
   const SoftmaxTier tier = Resolve(args, problem, device);
   if (tier == SoftmaxTier::kAuto) return cudaErrorInvalidConfiguration;
   switch (args.dtype) {
-    case DType::kF16: return LaunchSoftmax<__half>(args, problem, tier, device, stream);
-    case DType::kBF16: return LaunchSoftmax<__nv_bfloat16>(args, problem, tier, device, stream);
-    case DType::kF32: return LaunchSoftmax<float>(args, problem, tier, device, stream);
-    case DType::kF64: return LaunchSoftmax<double>(args, problem, tier, device, stream);
+    case DType::kF16: return LaunchOne<__half>(args, problem, tier, device, stream);
+    case DType::kBF16: return LaunchOne<__nv_bfloat16>(args, problem, tier, device, stream);
+    case DType::kF32: return LaunchOne<float>(args, problem, tier, device, stream);
+    case DType::kF64: return LaunchOne<double>(args, problem, tier, device, stream);
   }
   return cudaErrorInvalidValue;
 }

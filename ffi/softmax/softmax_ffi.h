@@ -20,16 +20,29 @@ constexpr const char* SoftmaxName(bool log, bool backward) {
              : (backward ? "jaxkern.softmax gradient" : "jaxkern.softmax");
 }
 
-// Fills everything but the scratch, of which only CUDA has any. Operands: x[, mask]; of a gradient y or x (see
-// softmax.h), g[, mask].
-inline ffi::Error DecodeSoftmax(bool log, bool backward, const ffi::RemainingArgs& operands,
-                                const ffi::RemainingRets& results, int64_t axis, std::string_view tier,
-                                SoftmaxArgs* args) {
-  const char* name = SoftmaxName(log, backward);
-  const size_t arrays = backward ? 2 : 1;
-  if (operands.size() < arrays || operands.size() > arrays + 1 || results.empty()) {
-    return InvalidArgument(name, "takes ", arrays, " operands and an optional mask, got ", operands.size());
+// Fills the view of an operand that broadcasts to an array of these dimensions.
+inline ffi::Error DecodePart(const char* name, const char* what, const ffi::AnyBuffer& part,
+                             ffi::Span<const int64_t> dims, int64_t axis, BroadcastView* view) {
+  const ffi::Span<const int64_t> own = part.dimensions();
+  bool broadcasts = own.size() == dims.size();
+  for (size_t d = 0; broadcasts && d < dims.size(); ++d) broadcasts = own[d] == 1 || own[d] == dims[d];
+  if (broadcasts && BroadcastView::FromShapes(dims, own, static_cast<int>(dims.size()), static_cast<int>(axis), view)) {
+    return ffi::Error::Success();
   }
+  return InvalidArgument(name, "a ", what, " of shape ", ShapeString(own), " for an array of shape ", ShapeString(dims));
+}
+
+inline ffi::Error DecodeMask(const char* name, const ffi::AnyBuffer& mask, ffi::Span<const int64_t> dims, int64_t axis,
+                             SoftmaxArgs* args) {
+  if (mask.element_type() != ffi::DataType::PRED) return InvalidArgument(name, "a mask that is not boolean");
+  args->mask = static_cast<const uint8_t*>(mask.untyped_data());
+  return DecodePart(name, "mask", mask, dims, axis, &args->mask_view);
+}
+
+// Fills what every call has: x or y, of a gradient the cotangent, and the result, all of one shape and type.
+inline ffi::Error DecodeArrays(const char* name, bool log, bool backward, const ffi::RemainingArgs& operands,
+                               const ffi::RemainingRets& results, int64_t axis, std::string_view tier,
+                               SoftmaxArgs* args) {
   const auto a = operands.get<ffi::AnyBuffer>(0);
   auto out = results.get<ffi::AnyBuffer>(0);
   if (!a) return a.error();
@@ -64,19 +77,86 @@ inline ffi::Error DecodeSoftmax(bool log, bool backward, const ffi::RemainingArg
     }
     args->b = b->untyped_data();
   }
-  if (operands.size() > arrays) {
-    const auto mask = operands.get<ffi::AnyBuffer>(arrays);
-    if (!mask) return mask.error();
-    const ffi::Span<const int64_t> part = mask->dimensions();
-    bool broadcasts = mask->element_type() == ffi::DataType::PRED && part.size() == dims.size();
-    for (int64_t d = 0; broadcasts && d < rank; ++d) broadcasts = part[d] == 1 || part[d] == dims[d];
-    if (!broadcasts || !BroadcastView::FromShapes(dims, part, static_cast<int>(rank), static_cast<int>(axis),
-                                                  &args->mask_view)) {
-      return InvalidArgument(name, "a mask of shape ", ShapeString(part), " for an array of shape ", ShapeString(dims));
-    }
-    args->mask = static_cast<const uint8_t*>(mask->untyped_data());
-  }
   if (!ParseSoftmaxTier(tier, &args->tier)) return InvalidArgument(name, "unknown tier '", tier, "'");
+  return ffi::Error::Success();
+}
+
+// Fills everything but the scratch, of which only CUDA has any. Operands: x[, mask]; of a gradient y or x (see
+// softmax.h), g[, mask].
+inline ffi::Error DecodeSoftmax(bool log, bool backward, const ffi::RemainingArgs& operands,
+                                const ffi::RemainingRets& results, int64_t axis, std::string_view tier,
+                                SoftmaxArgs* args) {
+  const char* name = SoftmaxName(log, backward);
+  const size_t arrays = backward ? 2 : 1;
+  if (operands.size() < arrays || operands.size() > arrays + 1 || results.empty()) {
+    return InvalidArgument(name, "takes ", arrays, " operands and an optional mask, got ", operands.size());
+  }
+  if (ffi::Error e = DecodeArrays(name, log, backward, operands, results, axis, tier, args); e.failure()) return e;
+  if (operands.size() == arrays) return ffi::Error::Success();
+  const auto mask = operands.get<ffi::AnyBuffer>(arrays);
+  if (!mask) return mask.error();
+  return DecodeMask(name, *mask, operands.get<ffi::AnyBuffer>(0)->dimensions(), axis, args);
+}
+
+// The same of a fused call. Operands: x, of a gradient g, then those of bias, scale, mask and key that `extras`
+// names, in this order.
+inline ffi::Error DecodeFused(bool backward, const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
+                              int64_t axis, std::string_view tier, bool log, std::string_view extras, bool causal,
+                              int64_t threshold, bool unscaled, SoftmaxArgs* args) {
+  const char* name = SoftmaxName(log, backward);
+  size_t at = backward ? 2 : 1;
+  if (operands.size() < at || results.empty()) return InvalidArgument(name, "got ", operands.size(), " operands");
+  if (ffi::Error e = DecodeArrays(name, log, backward, operands, results, axis, tier, args); e.failure()) return e;
+  const ffi::Span<const int64_t> dims = operands.get<ffi::AnyBuffer>(0)->dimensions();
+  if (args->inner != 1 || (causal && axis == 0) || threshold < 0 || threshold >= 1 << 16) {
+    return InvalidArgument(name, "axis ", axis, " or dropout threshold ", threshold, " for an array of shape ",
+                           ShapeString(dims));
+  }
+  const ffi::DataType type = operands.get<ffi::AnyBuffer>(0)->element_type();
+  const ffi::DataType wide = args->dtype == DType::kF64 ? ffi::DataType::F64 : ffi::DataType::F32;
+  args->fused = true;
+  SoftmaxExtras& e = args->extras;
+  e.causal = causal;
+  e.unscaled = unscaled;
+  e.matrix_rows = axis == 0 || dims[axis - 1] == 0 ? 1 : dims[axis - 1];
+  if (e.matrix_rows >> 32 == 0) e.matrix = FastDivmod(static_cast<uint32_t>(e.matrix_rows));
+  for (const std::string_view what : {"bias", "scale", "mask", "key"}) {
+    if (extras.find(what) == std::string_view::npos) continue;
+    const auto operand = operands.get<ffi::AnyBuffer>(at++);
+    if (!operand) return operand.error();
+    if (what == "mask") {
+      if (ffi::Error error = DecodeMask(name, *operand, dims, axis, args); error.failure()) return error;
+    } else if (what == "key") {
+      const ffi::Span<const int64_t> own = operand->dimensions();
+      const int64_t words = own.size() ? own[own.size() - 1] : 0, count = Product(own, 0, own.size());
+      if (operand->element_type() != ffi::DataType::U32 ||
+          !((words == 2 && count == 2) || (words == 4 && count == 4 * args->outer))) {
+        return InvalidArgument(name, "a key of shape ", ShapeString(own), " for an array of shape ", ShapeString(dims));
+      }
+      e.key = static_cast<const uint32_t*>(operand->untyped_data());
+      e.key_per_row = words == 4;
+      e.threshold = static_cast<uint32_t>(threshold);
+      e.kept_inverse = 65536.0 / static_cast<double>(65536 - threshold);
+    } else {
+      const bool bias = what == "bias";
+      if (operand->element_type() != wide && !(bias && operand->element_type() == type)) {
+        return InvalidArgument(name, "a ", what, " of element type ", static_cast<int>(operand->element_type()));
+      }
+      BroadcastView* const view = bias ? &e.bias_view : &e.scale_view;
+      if (ffi::Error error = DecodePart(name, bias ? "bias" : "scale", *operand, dims, axis, view); error.failure()) {
+        return error;
+      }
+      if (bias) {
+        e.bias = operand->untyped_data();
+        e.bias_wide = operand->element_type() != type;
+      } else if (view->axis_stride != 0) {
+        return InvalidArgument(name, "a scale of shape ", ShapeString(operand->dimensions()));
+      } else {
+        e.scale = operand->untyped_data();
+      }
+    }
+  }
+  if (at != operands.size()) return InvalidArgument(name, operands.size(), " operands for '", extras, "'");
   return ffi::Error::Success();
 }
 

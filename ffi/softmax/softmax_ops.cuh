@@ -13,6 +13,8 @@
 // Final is Regular().
 #pragma once
 
+#include <limits>
+
 #include "../common/broadcast.h"
 #include "../common/pack.cuh"
 #include "../common/reduce.cuh"
@@ -67,8 +69,9 @@ template <class T> __device__ __forceinline__ float PowerScale(float base) {
 // float: what the product d * log2(e) loses by rounding is put back as e^high * (1 + low), which
 // leaves the error of ex2.approx alone (2 ulp).
 //
-// kManyBases: the caller has a base for each element of a pack, and no registers for as many scales.
-template <class T, bool kManyBases = false>
+// kDifference: from the difference in 16 bit too. For a caller with a base for each element of a pack and no
+// registers for as many scales, and for one whose x are floats and may be of any size.
+template <class T, bool kDifference = false>
 __device__ __forceinline__ Compute<T> ExpDifference(Compute<T> x, Compute<T> base) {
   if constexpr (sizeof(T) == 8) {
     return exp(x - base);
@@ -79,7 +82,7 @@ __device__ __forceinline__ Compute<T> ExpDifference(Compute<T> x, Compute<T> bas
     const float low = fmaf(high, -kLn2, d);
     const float power = Exp2Approx(high);
     return fmaf(power, low, power);
-  } else if constexpr (kManyBases && std::is_same_v<T, __nv_bfloat16>) {
+  } else if constexpr (kDifference) {
     return Exp2Approx((x - base) * kLog2E);
   } else {
     const float scale = PowerScale<T>(base);
@@ -88,16 +91,14 @@ __device__ __forceinline__ Compute<T> ExpDifference(Compute<T> x, Compute<T> bas
 }
 
 // The factor that takes a sum relative to `from` to one relative to `to`.
-template <class T, bool kManyBases = false>
+template <class T, bool kDifference = false>
 __device__ __forceinline__ Compute<T> Rescale(Compute<T> from, Compute<T> to) {
-  if constexpr (kManyBases && std::is_same_v<T, __nv_bfloat16>) {
-    return ExpDifference<T, true>(from, to);
-  } else if constexpr (sizeof(T) == 2) {
+  if constexpr (sizeof(T) == 2 && !kDifference) {
     const float scale = PowerScale<T>(to);
     if (PowerScale<T>(from) != scale) return 0;
     return Exp2Approx(__fmul_rn(from, scale) - __fmul_rn(to, scale));
   } else {
-    return ExpDifference<T>(from, to);
+    return ExpDifference<T, kDifference>(from, to);
   }
 }
 
@@ -109,8 +110,10 @@ template <class C> __device__ __forceinline__ C Base(C max) { return max == -Inf
 template <class T> using Sum = std::conditional_t<sizeof(T) == 4, double, Compute<T>>;
 
 // kColumns: for the column tier, where a thread has many Stats at once and merges them over few lanes:
-// sums are merged in Compute<T>, not Sum<T>.
-template <class T_, bool kLog, bool kColumns = false> struct Forward {
+// sums are merged in Compute<T>, not Sum<T>. kDifference: see ExpDifference.
+template <class T_, bool kLog, bool kColumns = false,
+          bool kDifference = kColumns && std::is_same_v<T_, __nv_bfloat16>>
+struct Forward {
   using T = T_;
   using C = Compute<T>;
   using S = std::conditional_t<kColumns, C, Sum<T>>;
@@ -121,8 +124,8 @@ template <class T_, bool kLog, bool kColumns = false> struct Forward {
     C max;
     S sum;  // of e^(x - max)
   };
-  static __device__ __forceinline__ C Exp(C x, C base) { return ExpDifference<T, kColumns>(x, base); }
-  static __device__ __forceinline__ C Factor(C from, C to) { return Rescale<T, kColumns>(from, to); }
+  static __device__ __forceinline__ C Exp(C x, C base) { return ExpDifference<T, kDifference>(x, base); }
+  static __device__ __forceinline__ C Factor(C from, C to) { return Rescale<T, kDifference>(from, to); }
 
   struct Final {
     C max;
@@ -180,7 +183,7 @@ template <class T_, bool kLog, bool kColumns = false> struct Forward {
     if constexpr (kLog) {
       if constexpr (sizeof(T) == 8) f.norm = log(sum);
       else f.norm = logf(sum) + rest * f.inverse;
-      if constexpr (sizeof(T) == 2 && !(kColumns && std::is_same_v<T, __nv_bfloat16>)) {  // see ExpDifference
+      if constexpr (sizeof(T) == 2 && !kDifference) {  // see ExpDifference
         const float scale = PowerScale<T>(f.max);
         f.norm -= fmaf(f.max, scale, -__fmul_rn(f.max, scale)) * kLn2;
       }
@@ -516,7 +519,12 @@ template <int N> struct MaskPack {
 template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struct SoftmaxRow {
   using T = typename Op::T;
   using C = typename Op::C;
+  using Params = SoftmaxParams;
   static constexpr int kPack = N;
+  static constexpr bool kChanges = kMasked;  // Values are not always those that were read
+  static constexpr int kStreamUnroll = 4;    // packs in flight a thread and input, where a row is streamed
+  static constexpr int kStreamBlocks = 2;    // of such threads, a multiprocessor
+  static constexpr int kGroupBlocks = 1;     // of warps with rows of their own, a multiprocessor at least
   Row<T, N, Index, kRagged> span;
   const T* input[Op::kInputs];
   int64_t array_size;
@@ -574,12 +582,15 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
 
   // Packs first, first + step, ... , all loads in flight at once. Ragged packs are read as vectors too,
   // and trimmed when they have arrived; only at the very ends of the array are elements read one by
-  // one. `step` is at least the grain in packs, so a ragged head can only be the thread's pack 0.
-  template <int kPacks> __device__ __forceinline__ void LoadAll(Raw (&raw)[kPacks], Index first, Index step) const {
+  // one. `step` is at least the grain in packs, so a ragged head can only be the thread's pack 0. Whole packs
+  // from `stop` on are not read.
+  template <class AnyRaw, int kPacks>
+  __device__ __forceinline__ void LoadAll(AnyRaw (&raw)[kPacks], Index first, Index step,
+                                          Index stop = std::numeric_limits<Index>::max()) const {
     const Index last = span.Count() - 1;
     const Index begin = !kRagged ? 0 : span.head + (span.shift % N != 0 && !span.Inside(span.head, array_size));
-    const Index end = !kRagged ? span.whole_end
-                               : last + 1 - (last >= span.whole_end && !span.Inside(last, array_size));
+    const Index end = min(stop, !kRagged ? span.whole_end
+                                         : last + 1 - (last >= span.whole_end && !span.Inside(last, array_size)));
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       const Index p = first + i * step;

@@ -23,9 +23,9 @@ constexpr int kBlockTierThreads = 512;  // at most
 constexpr int kStagedElements = 8;      // a lane
 
 // Blocks of 512 threads a multiprocessor, which caps the registers at 64 or 128 a thread.
-template <class Op, int kPacks, bool kMasked>
+template <class Op, int kPacks, bool kChanges>
 constexpr int kMinBlocks =
-    !kMasked && sizeof(typename Op::T) <= 4 && kPacks * Op::kInputs * (sizeof(typename Op::T) == 4 ? 1 : 2) <= 8 ? 2 : 1;
+    !kChanges && sizeof(typename Op::T) <= 4 && kPacks * Op::kInputs * (sizeof(typename Op::T) == 4 ? 1 : 2) <= 8 ? 2 : 1;
 
 // One Stat a block, merged over the cluster in the order of rank, through a mailbox in each block's
 // shared memory. Open() comes first thing in the kernel; nothing waits for the other blocks to have
@@ -63,14 +63,15 @@ template <class C> __device__ __forceinline__ C BlockMax(C max) {
                                 [](C m) { return ReduceLanes<kMaxWarps>(m, MaxOf()); });
 }
 
-template <class Op, int N, int kLanes, int kPacks, int kRows, bool kMasked, bool kRagged>
+// RowOf: a SoftmaxRow or what reads and writes like one.
+template <class Op, class RowOf, int kLanes, int kPacks, int kRows>
 __global__ void __launch_bounds__(kLanes > 0 ? kWarpTierThreads : kBlockTierThreads,
-                                  kLanes > 0 ? 1 : kMinBlocks<Op, kPacks, kMasked>)
-SoftmaxRegisters(const __grid_constant__ SoftmaxParams p) {
+                                  kLanes > 0 ? RowOf::kGroupBlocks : kMinBlocks<Op, kPacks, RowOf::kChanges>)
+SoftmaxRegisters(const __grid_constant__ typename RowOf::Params p) {
   using T = typename Op::T;
   using C = typename Op::C;
+  constexpr int N = RowOf::kPack;
   constexpr bool kGroup = kLanes > 0, kCluster = kLanes == kClusterLanes;
-  using RowOf = SoftmaxRow<Op, N, kMasked, int, kRagged>;
   static_assert(kGroup || kRows == 1, "a block has one row");
 
   uint32_t rank = 0, blocks = 1;
@@ -102,8 +103,8 @@ SoftmaxRegisters(const __grid_constant__ SoftmaxParams p) {
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       C v[Op::kInputs][N];
-      RowOf::Values(raw[u][i], v);
-      tile.Set(i, v, raw[u][i].data, kMasked);
+      row.Values(raw[u][i], v);
+      tile.Set(i, v, raw[u][i].data, RowOf::kChanges);
     }
     typename Op::Stat stat = tile.template Reduce<kGroup ? kLanes : kWarp>([](C max) {
       // Double has the time for a barrier more, and no rounding to spare for rescaling.
@@ -124,7 +125,7 @@ SoftmaxRegisters(const __grid_constant__ SoftmaxParams p) {
     for (int i = 0; i < kPacks; ++i) {
       C out[N];
       tile.Get(i, final, out);
-      result[i] = RowOf::Result(out, final, raw[u][i].mask);
+      result[i] = row.Result(out, final, raw[u][i].mask);
     }
     row.StoreAll(static_cast<T*>(p.out), result, lane, lanes);
   }

@@ -13,25 +13,24 @@
 namespace jaxkern {
 
 constexpr int kStreamThreads = 512;
-constexpr int kStreamUnroll = 4;  // packs in flight a thread and input
 
 // The share of a row in packs [begin, end), by the whole block; the result is in every thread.
 template <class Op, class RowOf>
 __device__ __forceinline__ typename Op::Stat RangeStat(const RowOf& row, int64_t begin, int64_t end) {
   using C = typename Op::C;
-  constexpr int N = RowOf::kPack;
+  constexpr int N = RowOf::kPack, kUnroll = RowOf::kStreamUnroll;
   typename Op::Stat stat = Op::Identity();
-  for (int64_t p = begin + threadIdx.x; p < end; p += kStreamUnroll * kStreamThreads) {
-    typename RowOf::Raw raw[kStreamUnroll];
+  for (int64_t p = begin + threadIdx.x; p < end; p += kUnroll * kStreamThreads) {
+    typename RowOf::Raw raw[kUnroll];
 #pragma unroll
-    for (int i = 0; i < kStreamUnroll; ++i) {
+    for (int i = 0; i < kUnroll; ++i) {
       if (p + i * kStreamThreads < end) raw[i] = row.Load(p + i * kStreamThreads);
     }
 #pragma unroll
-    for (int i = 0; i < kStreamUnroll; ++i) {
+    for (int i = 0; i < kUnroll; ++i) {
       if (p + i * kStreamThreads < end) {
         C v[Op::kInputs][N];
-        RowOf::Values(raw[i], v);
+        row.Values(raw[i], v);
         Op::Accumulate(stat, v);
       }
     }
@@ -44,18 +43,18 @@ template <class Op, class RowOf>
 __device__ __forceinline__ void MapRange(const RowOf& row, typename Op::T* out, const typename Op::Final& final,
                                          int64_t begin, int64_t end) {
   using C = typename Op::C;
-  constexpr int N = RowOf::kPack;
-  for (int64_t p = begin + threadIdx.x; p < end; p += kStreamUnroll * kStreamThreads) {
-    typename RowOf::Raw raw[kStreamUnroll];
+  constexpr int N = RowOf::kPack, kUnroll = RowOf::kStreamUnroll;
+  for (int64_t p = begin + threadIdx.x; p < end; p += kUnroll * kStreamThreads) {
+    typename RowOf::Raw raw[kUnroll];
 #pragma unroll
-    for (int i = 0; i < kStreamUnroll; ++i) {
+    for (int i = 0; i < kUnroll; ++i) {
       if (p + i * kStreamThreads < end) raw[i] = row.Load(p + i * kStreamThreads);
     }
 #pragma unroll
-    for (int i = 0; i < kStreamUnroll; ++i) {
+    for (int i = 0; i < kUnroll; ++i) {
       if (p + i * kStreamThreads < end) {
         C v[Op::kInputs][N], y[N];
-        RowOf::Values(raw[i], v);
+        row.Values(raw[i], v);
         Op::Map(v, final, y);
         row.Store(out, p + i * kStreamThreads, y, final, raw[i].mask);
       }
@@ -63,9 +62,9 @@ __device__ __forceinline__ void MapRange(const RowOf& row, typename Op::T* out, 
   }
 }
 
-template <class Op, int N, bool kMasked>
-__global__ void __launch_bounds__(kStreamThreads, 2) SoftmaxStreaming(const __grid_constant__ SoftmaxParams p) {
-  using RowOf = SoftmaxRow<Op, N, kMasked, int64_t>;
+template <class Op, class RowOf>
+__global__ void __launch_bounds__(kStreamThreads, RowOf::kStreamBlocks)
+SoftmaxStreaming(const __grid_constant__ typename RowOf::Params p) {
   const RowOf row(p, blockIdx.x);
   const int64_t packs = row.span.Count();
   const auto final = Op::Finish(RangeStat<Op>(row, 0, packs));

@@ -9,6 +9,7 @@ namespace {
 constexpr int64_t kSubWarpPacks = 32;       // a pack a lane
 constexpr int64_t kWarpPacks = 32 * 4;      // 4 packs a lane
 constexpr int64_t kBlockPacks = 512 * 8;    // 8 packs a thread, 512 threads
+constexpr int64_t kFusedPacks = 512 * 4;   // the same, fused
 constexpr int64_t kClusterBlocks = 16;
 constexpr int64_t kClusterPacks = 512 * 4;  // a block of a cluster: 4 packs a thread, or 8
 constexpr int64_t kRingBytes = 208 * 1024;  // of rows in a block's shared memory
@@ -26,6 +27,12 @@ int64_t Inputs(const SoftmaxProblem& p) { return p.backward ? 2 : 1; }
 
 bool SoftmaxTierFits(SoftmaxTier tier, const SoftmaxProblem& p, const DeviceTraits& d) {
   if (tier == SoftmaxTier::kAuto) return true;
+  if (p.fused) {
+    const bool registers = p.aligned_alike && p.dtype != DType::kF64 && p.inner == 1;
+    if (tier == SoftmaxTier::kWarp) return registers && RowPacks(p) <= kWarpPacks;
+    if (tier == SoftmaxTier::kBlock) return registers && RowPacks(p) <= kFusedPacks;
+    return tier == SoftmaxTier::kStreaming && p.inner == 1;
+  }
   if (tier == SoftmaxTier::kColumn) return true;  // a last axis is a column tile of width 1
   if (p.inner != 1) return false;
   const int64_t packs = RowPacks(p);
@@ -45,6 +52,12 @@ bool SoftmaxTierFits(SoftmaxTier tier, const SoftmaxProblem& p, const DeviceTrai
 }
 
 SoftmaxTier ChooseSoftmaxTier(const SoftmaxProblem& p, const DeviceTraits& d) {
+  if (p.fused) {
+    for (const SoftmaxTier tier : {SoftmaxTier::kWarp, SoftmaxTier::kBlock}) {
+      if (SoftmaxTierFits(tier, p, d)) return tier;
+    }
+    return SoftmaxTier::kStreaming;
+  }
   if (p.inner != 1) return SoftmaxTier::kColumn;
   const auto fits = [&](SoftmaxTier tier) { return SoftmaxTierFits(tier, p, d); };
   const int64_t packs = RowPacks(p), inputs = Inputs(p);

@@ -47,6 +47,7 @@ struct SoftmaxProblem {
   int misalignment = 0;        // of the first array from 128, in bytes
   bool aligned_alike = true;   // the other arrays have the same misalignment from 16
   bool masked = false;
+  bool fused = false;          // see SoftmaxExtras: the warp, block and streaming tiers only
 };
 
 // Rows start their packs on a boundary of so many bytes at or before their first element.

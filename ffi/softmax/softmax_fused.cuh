@@ -1,0 +1,79 @@
+// Launching the fused softmax kernels for one dtype; as softmax.cuh does it for the others. Each
+// softmax_fused_<dtype>.cu instantiates LaunchSoftmaxFused once. double has the streaming tier alone.
+#pragma once
+
+#include "softmax.cuh"
+#include "softmax_fused_ops.cuh"
+
+namespace jaxkern {
+
+constexpr int kFusedPacks = 4;  // a thread, at most
+
+// Whether taking the rows of matrices by runs lets an operand that broadcasts over matrices stay in L2.
+inline RowOrder ChooseOrder(const SoftmaxArgs& args, bool exceeds_l2) {
+  RowOrder order;
+  order.matrix_rows = args.extras.matrix_rows;
+  const int64_t matrices = args.outer / order.matrix_rows;
+  const auto repeats = [](const void* operand, const BroadcastView& view) {
+    return operand != nullptr && view.axis_stride == 1 && view.outer_map.rank > 1 && view.outer_map.stride[0] != 0;
+  };
+  order.by_runs = exceeds_l2 && matrices > 1 && order.matrix_rows % RowOrder::kRun == 0 && args.outer <= INT32_MAX &&
+                  (repeats(args.mask, args.mask_view) || repeats(args.extras.bias, args.extras.bias_view));
+  if (order.by_runs) order.turn = FastDivmod(static_cast<uint32_t>(matrices * RowOrder::kRun));
+  return order;
+}
+
+template <class Op>
+cudaError_t LaunchFusedOp(const SoftmaxArgs& args, const SoftmaxProblem& problem, SoftmaxTier tier,
+                          const Device& device, cudaStream_t stream) {
+  using T = typename Op::T;
+  constexpr int N = kVector<T>;
+  FusedParams p = {};
+  static_cast<SoftmaxParams&>(p) = MakeParams<Op>(args, problem, device);
+  p.extras = args.extras;
+  p.order = ChooseOrder(args, p.exceeds_l2);
+  const bool whole = problem.misalignment % 16 == 0 && p.width % N == 0;
+  LaunchShape shape;
+  if (tier == SoftmaxTier::kStreaming) {
+    shape.blocks = p.rows;
+    shape.threads = kStreamThreads;
+    if (problem.aligned_alike) return Launch(SoftmaxStreaming<Op, FusedRow<Op, N, int64_t>>, shape, stream, p);
+    return Launch(SoftmaxStreaming<Op, FusedRow<Op, 1, int64_t>>, shape, stream, p);
+  }
+  if constexpr (sizeof(T) < 8) {
+    const auto run = [&](auto ragged, int64_t packs) {
+      using RowOf = FusedRow<Op, N, int, decltype(ragged)::value>;
+      if (tier == SoftmaxTier::kBlock) {
+        shape.threads = static_cast<int>(CeilDiv(CeilDiv(packs, kFusedPacks), kWarp) * kWarp);
+        shape.blocks = p.rows;
+        return Launch(SoftmaxRegisters<Op, RowOf, kBlockLanes, kFusedPacks, 1>, shape, stream, p);
+      }
+      shape.threads = kWarpTierThreads;
+      if constexpr (!decltype(ragged)::value) {
+        if (packs <= 64) {
+          shape.blocks = CeilDiv(p.rows, kWarpTierThreads / kWarp * 2);
+          return Launch(SoftmaxRegisters<Op, RowOf, kWarp, 2, 2>, shape, stream, p);
+        }
+      }
+      shape.blocks = CeilDiv(p.rows, kWarpTierThreads / kWarp);
+      return Launch(SoftmaxRegisters<Op, RowOf, kWarp, kFusedPacks, 1>, shape, stream, p);
+    };
+    if (tier == SoftmaxTier::kWarp || tier == SoftmaxTier::kBlock) {
+      return whole ? run(std::false_type(), p.width / N) : run(std::true_type(), RowPacks(problem));
+    }
+  }
+  return cudaErrorInvalidValue;
+}
+
+template <class T>
+cudaError_t LaunchSoftmaxFused(const SoftmaxArgs& args, const SoftmaxProblem& problem, SoftmaxTier tier,
+                               const Device& device, cudaStream_t stream) {
+  const auto direction = [&](auto log) {
+    constexpr bool kLog = decltype(log)::value;
+    if (args.backward) return LaunchFusedOp<FusedBackward<T, kLog>>(args, problem, tier, device, stream);
+    return LaunchFusedOp<FusedForward<T, kLog>>(args, problem, tier, device, stream);
+  };
+  return args.log ? direction(std::true_type()) : direction(std::false_type());
+}
+
+}  // namespace jaxkern

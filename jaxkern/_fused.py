@@ -1,0 +1,358 @@
+"""softmax and log_softmax with scale, bias, mask, causal limit and dropout in one kernel: the primitives.
+
+    softmax_fused_p        y = dropout(softmax(s)), or log_softmax(s), of s = scale * x + bias
+    softmax_fused_grad_p   dx = scale * ds from x and g: ds = p * (h - sum(p * h)) of h = dropout(g) and
+                           p = softmax(s), or of log_softmax ds = g - p * sum(g)
+    softmax_fused_jvp_p    the transpose of the last one; left to XLA
+
+Nothing but the operands is kept for the gradient, which draws the same elements to drop. The gradients of
+bias and scale are sums of ds; higher derivatives are those of the references in jnp.
+
+Operands: x, of the gradient g, then those of bias, scale, mask and key that the parameter `extras` names, in
+this order. Each has the rank of x and dimensions of 1 or of its size; the key has one more, its two words.
+Where the key has a size that is not 1, each index has a key and numbers its rows by itself.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jaxkern import _canonical, _compat, _lowering, _partition, _random, _registry
+from jaxkern._autodiff import deftranspose, defvjp
+from jaxkern._primitive import bind, evaluate
+from jaxkern._rows import computed, lowest_for_infinity, row_sum, shifted
+
+EXTRAS = ("bias", "scale", "mask", "key")
+
+
+# ---- from the arguments of the public functions to operands
+
+
+def extras(name: str, scale, bias, causal=None, rate=0.0, key=None):
+    """(arrays, flags) for the jitted functions, or None for a call that has nothing fused; `causal` None: log_softmax."""
+    numbers = (int, float, np.integer, np.floating)
+    if isinstance(scale, bool) or not isinstance(scale, numbers):
+        _canonical.check_array(name, "scale", "a real number or a scalar array", scale)
+    elif scale == 1:
+        scale = None
+    if bias is not None:
+        _canonical.check_array(name, "bias", "an array of floating-point type", bias)
+    if causal is None:
+        return None if scale is None and bias is None else ((scale, bias), {})
+    if not isinstance(causal, (bool, np.bool_)):
+        raise TypeError(f"jaxkern.{name}: causal must be True or False, got {type(causal).__name__}")
+    threshold = _random.threshold(name, rate)
+    if rate != 0 and key is None:
+        raise ValueError(f"jaxkern.{name}: dropout_rate of {rate} needs a dropout_key")
+    if key is not None:
+        _canonical.check_array(name, "dropout_key", "a key of jax.random", key)
+    if scale is None and bias is None and not causal and threshold == 0:
+        return None
+    return (scale, bias, key if threshold else None), {"causal": bool(causal), "threshold": threshold}
+
+
+def along_axis(name: str, x, where, scale, bias, key, axis, tier, causal, threshold):
+    x = _canonical.floating(name, x)
+    wide = computed(x).dtype
+    mask = _canonical.full_rank_mask(name, x, where)
+    bias = _canonical.full_rank(name, "bias", x, _bias(name, bias, x.dtype, wide))
+    scale = _scale(name, scale, wide)
+    axes = _canonical.sorted_axes(name, axis, x.shape)
+    if causal and (x.ndim < 2 or axes != [x.ndim - 1]):
+        raise ValueError(f"jaxkern.{name}: causal needs axis to be the last of two or more dimensions, got axis {axis} "
+                         f"for x of shape {x.shape}")
+    key = None if key is None else _random.key_words(name, key)
+
+    def row_operation(x, parts, axis):
+        ones = (1,) * x.ndim
+        operands = {"bias": parts[0], "scale": None if scale is None else scale.reshape(ones), "mask": parts[1],
+                    "key": None if key is None else key.reshape(*ones, 2)}
+        names = [e for e in EXTRAS if operands[e] is not None]
+        return bind(softmax_fused_p, x, *(operands[e] for e in names), axis=axis, tier=tier, log=name == "log_softmax",
+                    extras=" ".join(names), causal=causal, threshold=threshold, unscaled=False)
+
+    if causal:  # a dimension of size 1 may be the last one
+        return row_operation(x, [bias, mask], x.ndim - 1)
+    return _canonical.along_axes(row_operation, x, [bias, mask], axes)
+
+
+def _bias(name, bias, dtype, wide):
+    if bias is None:
+        return None
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise TypeError(f"jaxkern.{name}: bias must be of floating-point type, got {bias.dtype}{list(bias.shape)}")
+    return bias if bias.dtype in (dtype, wide) else bias.astype(wide)
+
+
+def _scale(name, scale, wide):
+    if scale is None:
+        return None
+    if scale.ndim:
+        raise ValueError(f"jaxkern.{name}: scale must be a scalar, got shape {scale.shape}")
+    if not jnp.issubdtype(scale.dtype, jnp.floating) and not jnp.issubdtype(scale.dtype, jnp.integer):
+        raise TypeError(f"jaxkern.{name}: scale must be a real number, got {scale.dtype}")
+    return scale.astype(wide)
+
+
+# ---- the primitives
+
+
+def _primitive(name: str, arrays: int) -> Primitive:
+    prim = Primitive(name)
+    prim.def_abstract_eval(functools.partial(_abstract_eval, name, arrays))
+    prim.def_impl(functools.partial(evaluate, prim))
+    batching.primitive_batchers[prim] = functools.partial(_batch, prim, arrays)
+    _compat.check_nans(prim)
+    return prim
+
+
+def _abstract_eval(name, arrays, x, *rest, axis, tier, log, extras, causal, threshold, unscaled):
+    del tier, unscaled
+    if not causal <= axis < x.ndim:
+        raise ValueError(f"{name}: axis {axis} is out of bounds for shape {x.shape}")
+    names, others, parts = extras.split(), rest[: arrays - 1], rest[arrays - 1 :]
+    if len(names) != len(parts) or names != [e for e in EXTRAS if e in names] or ("key" in names) != (threshold > 0):
+        raise ValueError(f"{name}: {len(parts)} operands for {extras!r} and a threshold of {threshold}")
+    if log and (causal or threshold):
+        raise ValueError(f"{name}: log_softmax is not causal and has no dropout")
+    for y in others:
+        if y.shape != x.shape or y.dtype != x.dtype:
+            raise ValueError(f"{name}: operands differ: {x.str_short()} and {y.str_short()}")
+    wide = jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+    dtypes = {"bias": (x.dtype, wide), "scale": (wide,), "mask": (jnp.bool_,), "key": (jnp.uint32,)}
+    for e, part in zip(names, parts):
+        shape = part.shape
+        if e == "key":
+            fits, shape = shape[-1:] in ((2,), (4,)), shape[:-1]  # (4,): see _per_row
+        else:
+            fits = True
+        fits = fits and len(shape) == x.ndim and all(b in (1, a) for a, b in zip(x.shape, shape))
+        if not fits or part.dtype not in dtypes[e] or (e in ("scale", "key") and shape[axis] != 1):
+            raise ValueError(f"{name}: the {e} {part.str_short()} does not fit {x.str_short()}")
+    # Updating keeps the sharding and the varying axes that x came with.
+    return x.update(weak_type=False)
+
+
+def _batch(prim, arrays, operands, dims, *, axis, causal, extras, **params):
+    """The batch becomes one more dimension, before the axis, and before the queries if it is causal."""
+    at = next(d for d in dims if d is not None)
+    size = next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
+    at = at if at <= axis - causal else 0
+    names = [None] * arrays + extras.split()
+
+    def place(x, d, name):
+        if d is not None:
+            return jnp.moveaxis(x, d, at)
+        x = jnp.expand_dims(x, at)
+        # A key is repeated, so that each example numbers its rows by itself; the other extras are read in place.
+        return jnp.broadcast_to(x, (*x.shape[:at], size, *x.shape[at + 1 :])) if name in (None, "key") else x
+
+    operands = [place(x, d, name) for x, d, name in zip(operands, dims, names)]
+    return bind(prim, *operands, axis=axis + 1, causal=causal, extras=extras, **params), at
+
+
+softmax_fused_p = _primitive("jaxkern_softmax_fused", 1)
+softmax_fused_grad_p = _primitive("jaxkern_softmax_fused_grad", 2)
+softmax_fused_jvp_p = _primitive("jaxkern_softmax_fused_jvp", 2)
+
+
+# ---- the same in jnp
+
+
+def _named(parts, extras):
+    return dict(zip(extras.split(), parts))
+
+
+def _part(x, axis, named, causal):
+    """Which elements take part, in a shape that broadcasts to that of x; None: all."""
+    part = named.get("mask")
+    if not causal:
+        return part
+    queries, keys = (jax.lax.broadcasted_iota(jnp.int32, x.shape[axis - 1 :], d) for d in (0, 1))
+    below = keys - queries <= x.shape[axis] - x.shape[axis - 1]
+    return below if part is None else part & below
+
+
+def _logits(x, named, part):
+    # Zero where nothing takes part, so that no derivative meets what lies there.
+    s = computed(x) if part is None else jnp.where(part, computed(x), 0)
+    s = s * named["scale"] if "scale" in named else s
+    return s + named["bias"].astype(s.dtype) if "bias" in named else s
+
+
+def _dropout(y, axis, named, threshold):
+    if not threshold:
+        return y
+    kept = _random.kept(y.shape, axis, named["key"], threshold)
+    return jnp.where(kept, y * (65536 / (65536 - threshold)), 0)
+
+
+def _reference(x, *parts, axis, tier, log, extras, causal, threshold, unscaled):
+    named = _named(parts, extras)
+    part = _part(x, axis, named, causal)
+    below, exponential, total = shifted(_logits(x, named, part), () if part is None else (part,), axis)
+    if log:
+        y = jnp.where(total == 0, -jnp.inf, below - jnp.log(total))
+        return lowest_for_infinity(y if part is None else jnp.where(part, y, -jnp.inf), x.dtype)
+    y = exponential / jnp.where(total == 0, 1, total)
+    y = _dropout(y if part is None else jnp.where(part, y, 0), axis, named, threshold)
+    return y.astype(x.dtype)
+
+
+def _probabilities(x, axis, named, causal):
+    """softmax(s), and which elements take part in a row that has one whose s is not -inf."""
+    part = _part(x, axis, named, causal)
+    _, exponential, total = shifted(_logits(x, named, part), () if part is None else (part,), axis)
+    kept = jnp.broadcast_to(total != 0, x.shape) if part is None else (total != 0) & part
+    return exponential / jnp.where(total == 0, 1, total), jnp.broadcast_to(kept, x.shape)
+
+
+def _scaled(ds, named, unscaled):
+    return ds if unscaled or "scale" not in named else ds * named["scale"]
+
+
+def _grad_reference(x, g, *parts, axis, tier, log, extras, causal, threshold, unscaled):
+    named = _named(parts, extras)
+    p, kept = _probabilities(x, axis, named, causal)
+    h = _dropout(computed(g, kept), axis, named, threshold)
+    ds = h - p * row_sum(h, axis) if log else p * (h - row_sum(p * h, axis))
+    return computed(_scaled(ds, named, unscaled), kept).astype(x.dtype)
+
+
+def _jvp_reference(x, t, *parts, axis, tier, log, extras, causal, threshold, unscaled):
+    named = _named(parts, extras)
+    p, kept = _probabilities(x, axis, named, causal)
+    t = _scaled(computed(t, kept), named, unscaled)
+    t = t - row_sum(p * t, axis) if log else p * (t - row_sum(p * t, axis))
+    return _dropout(computed(t, kept), axis, named, threshold).astype(x.dtype)
+
+
+# ---- derivatives
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _fused(operands, params):
+    return bind(softmax_fused_p, *operands, **dict(params))
+
+
+def _forward(operands, params):
+    return bind(softmax_fused_p, *operands, **dict(params)), operands
+
+
+def _backward(params, operands, g):
+    params = dict(params)
+    x, *parts = operands
+    named = _named(parts, params["extras"])
+    dx = bind(softmax_fused_grad_p, x, g, *parts, **params)
+    cotangents = dict.fromkeys(named)
+    if "scale" in named:  # what nobody asks for is dropped when it is compiled
+        ds = bind(softmax_fused_grad_p, x, g, *parts, **(params | {"unscaled": True}))
+        part = _part(x, params["axis"], named, params["causal"])
+        products = computed(ds) * (computed(x) if part is None else computed(x, part))
+        cotangents["scale"] = _summed(products, named["scale"])
+    if "bias" in named:
+        cotangents["bias"] = _summed(computed(ds if "scale" in named else dx), named["bias"])
+    return ((dx, *cotangents.values()),)
+
+
+def _summed(a, part):
+    """The sum of `a` over the dimensions that `part` broadcasts over."""
+    over = [d for d in range(a.ndim) if part.shape[d] == 1 and a.shape[d] != 1]
+    return _canonical.split_like(jnp.sum(a, over, keepdims=True).astype(part.dtype), jax.typeof(part))
+
+
+_fused.defvjp(_forward, _backward)
+# x, bias and scale: what else there is has no derivative.
+defvjp(softmax_fused_p, lambda *operands, **params: _fused(operands, tuple(params.items())), differentiable=(0, 1, 2))
+
+
+def _linear_jvp(prim, reference, primals, tangents, **params):
+    """Of a primitive that is linear in the operand after x."""
+
+    def bound(g):
+        return bind(prim, primals[0], g, *primals[2:], **params)
+
+    out = bound(primals[1])
+    terms = [] if type(tangents[1]) is ad.Zero else [bound(tangents[1])]
+    active = [k for k, t in enumerate(tangents) if k != 1 and type(t) is not ad.Zero]
+    if active:
+
+        def f(*xs):
+            operands = list(primals)
+            for k, x in zip(active, xs):
+                operands[k] = x
+            return reference(*operands, **params)
+
+        terms.append(jax.jvp(f, [primals[k] for k in active], [tangents[k] for k in active])[1])
+    return out, sum(terms[1:], start=terms[0]) if terms else ad.Zero.from_primal_value(out)
+
+
+for _prim, _other, _of in ((softmax_fused_grad_p, softmax_fused_jvp_p, _grad_reference),
+                           (softmax_fused_jvp_p, softmax_fused_grad_p, _jvp_reference)):
+    ad.primitive_jvps[_prim] = functools.partial(_linear_jvp, _prim, _of)
+    deftranspose(_prim, 1, _other)
+
+
+# ---- lowering
+
+
+def _per_row(key, shape, axis: int):
+    """Key, row number and an unused word for each row, of shape (*shape[:axis], 1, 4).
+
+    For kernels that run on a part of the rows, and where keys differ.
+    """
+    full = (*shape[:axis], *(1,) * (len(shape) - axis))
+    numbers = _random.row_numbers(shape, axis, key.shape)[..., None]
+    words = [jnp.broadcast_to(key, (*full, 2)), jnp.broadcast_to(numbers, (*full, 1)), jnp.zeros((*full, 1), jnp.uint32)]
+    return jnp.concatenate(words, -1)
+
+
+def _readable(name, shape, part, axis: int, sharded: bool):
+    """The shape that an extra operand must be brought to before a kernel can read it; mostly its own."""
+    lead = (*shape[:axis], *(1,) * (len(shape) - axis))
+    if name == "key":
+        return (*lead, 4) if sharded or any(d != 1 for d in part[:-1]) else part
+    wanted = _lowering.mask_shape(shape, part, axis, sharded)
+    return lead if name == "scale" and wanted != part else wanted
+
+
+def _lower(prim, arrays, reference, platform, ctx, *operands, **params):
+    avals, axis = ctx.avals_in, params["axis"]
+    shape = avals[0].shape
+    through = functools.partial(mlir.lower_fun, multiple_results=False)
+    known = all(isinstance(d, int) for a in avals for d in a.shape)
+    if avals[0].dtype not in _lowering.KERNEL_DTYPES or not known or 0 in shape or math.prod(shape[axis + 1 :]) != 1:
+        return through(reference)(ctx, *operands, **params)
+    names, sharded = params["extras"].split(), _compat.partitioned_devices(ctx) > 1
+    wanted = [_readable(e, shape, a.shape, axis, sharded) for e, a in zip(names, avals[arrays:])]
+    if wanted != [a.shape for a in avals[arrays:]]:
+
+        def brought(*args):
+            parts = [p if p.shape == w else _per_row(p, shape, axis) if e == "key" else jnp.broadcast_to(p, w)
+                     for e, p, w in zip(names, args[arrays:], wanted)]
+            return prim.bind(*args[:arrays], *parts, **params)
+
+        return through(brought)(ctx, *operands)
+    # A causal kernel needs whole matrices.
+    attributes = _partition.attributes([a.shape for a in avals], [a.shape for a in ctx.avals_out], axis - params["causal"])
+    rule = jax.ffi.ffi_lowering(prim.name, **({"extra_attributes": attributes} if attributes else {}))
+    return rule(ctx, *operands, **params)
+
+
+def _register(prim, arrays, reference):
+    mlir.register_lowering(prim, mlir.lower_fun(reference, multiple_results=False))
+    _compat.taylor_rule(prim, reference)
+    for platform, module in _registry.status.items():
+        if prim.name in module.targets:
+            rule = functools.partial(_lower, prim, arrays, reference, platform)
+            mlir.register_lowering(prim, rule, platform=platform)
+
+
+_register(softmax_fused_p, 1, _reference)
+_register(softmax_fused_grad_p, 2, _grad_reference)
+_register(softmax_fused_jvp_p, 2, _jvp_reference)

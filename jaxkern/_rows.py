@@ -1,0 +1,33 @@
+"""Rows in jnp: what the references of the softmax family have in common."""
+
+import jax.numpy as jnp
+import numpy as np
+
+
+def computed(x, *mask):
+    """`x` in the type that its arithmetic is done in, with 0 where it is masked out."""
+    x = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+    return jnp.where(mask[0], x, 0) if mask else x
+
+
+def row_sum(x, axis):
+    return jnp.sum(x, axis, keepdims=True)
+
+
+def shifted(x, mask, axis):
+    """x - max in the computing type, its exponential and that one's sum; all-masked rows sum to 0."""
+    x = computed(x)
+    if mask:
+        x = jnp.where(mask[0], x, -jnp.inf)
+    largest = jnp.max(x, axis, keepdims=True, initial=-jnp.inf)
+    below = x - jnp.where(largest == -jnp.inf, 0, largest)
+    exponential = jnp.exp(below)
+    return below, exponential, row_sum(exponential, axis)
+
+
+
+def lowest_for_infinity(y, dtype):
+    """`y` in `dtype`, its least number for -inf where it has no infinity (some of 8 bits) and would make that NaN."""
+    if not np.isinf(np.float32(-np.inf).astype(dtype).astype(np.float32)):
+        y = jnp.maximum(y, float(jnp.finfo(dtype).min))
+    return y.astype(dtype)
