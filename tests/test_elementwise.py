@@ -25,9 +25,9 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 DIFFERENTIABLE = [row for row in ROWS if row.types in ("float", "number", "select") and not row.name == "where"]
 by_name = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 # In units in the last place of the result. In float64 exponents, up to 90 of them, are rounded on both sides.
-ALLOWED = {"float16": 1, "bfloat16": 1, "float64": 128}
-# Two polynomials, their quotient and an exponential, each good to one or two.
-ALLOWED_FLOAT32 = {"gelu_erf": 7, "geglu_erf": 8, "geglu_tanh": 5, "quick_gelu": 5, "mish": 5, "gelu_tanh": 5}
+ALLOWED = {"float16": 1, "bfloat16": 1, "float32": 4, "float64": 128}
+# What these reach in float32, where 4 are asked: two polynomials, their quotient and an exponential, each good to one or two.
+REACHED = {"gelu_erf": 7, "geglu_erf": 8, "geglu_tanh": 5, "quick_gelu": 5, "mish": 5, "gelu_tanh": 5}
 # Sums and differences: an error of one operand, which the result may be small beside.
 CANCELS = {"lerp", "add3", "fma", "celu", "soft_shrink"}
 PARAMETERS = {"threshold": 0.25, "value": -1.5, "alpha": 1.5, "negative_slope": 0.01, "lambd": 0.5}
@@ -120,7 +120,14 @@ def test_values(row, x64):
             check_values(row, dtype, found, operands)
 
 
-def check_values(row, dtype, found, operands):
+@pytest.mark.parametrize("row", [row for row in ROWS if row.name in REACHED], ids=lambda row: row.name)
+@pytest.mark.xfail(reason="4 units in the last place are asked; see REACHED", raises=AssertionError)
+def test_float32_values(row, x64):
+    operands = numbers(row, (100_000,), "float32")
+    check_values(row, "float32", jax.jit(function(row))(*operands), operands, {})
+
+
+def check_values(row, dtype, found, operands, reached=REACHED):
     exact = in_float64(elementwise.meaning(row), *operands)
     if exact.dtype == bool:
         np.testing.assert_array_equal(found, exact)
@@ -130,7 +137,7 @@ def check_values(row, dtype, found, operands):
         scale = np.abs(np.asarray(operands[0], np.float64) * np.asarray(operands[1], np.float64)) + scale
     with np.errstate(all="ignore"):
         slack = 2 * float(jnp.finfo(elementwise.computing(jnp.dtype(dtype))).eps) * scale
-    allowed = ALLOWED_FLOAT32.get(row.name, 4) if dtype == "float32" else ALLOWED[dtype]
+    allowed = max(ALLOWED[dtype], reached.get(row.name, 0) if dtype == "float32" else 0)
     assert_close(found, exact, dtype, allowed, np.where(np.isfinite(slack), slack, 0.0))
 
 
