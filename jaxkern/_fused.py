@@ -38,8 +38,8 @@ def extras(name: str, scale, bias, causal=None, rate=0.0, key=None):
     numbers = (int, float, np.integer, np.floating)
     if isinstance(scale, bool) or not isinstance(scale, numbers):
         _canonical.check_array(name, "scale", "a real number or a scalar array", scale)
-    elif scale == 1:
-        scale = None
+    else:
+        scale = None if scale == 1 else float(scale)
     if bias is not None:
         _canonical.check_array(name, "bias", "an array of floating-point type", bias)
     if causal is None:
@@ -326,7 +326,8 @@ def _lower(prim, arrays, reference, platform, ctx, *operands, **params):
     shape = avals[0].shape
     through = functools.partial(mlir.lower_fun, multiple_results=False)
     known = all(isinstance(d, int) for a in avals for d in a.shape)
-    if avals[0].dtype not in _lowering.KERNEL_DTYPES or not known or 0 in shape or math.prod(shape[axis + 1 :]) != 1:
+    if avals[0].dtype not in _lowering.KERNEL_DTYPES or not known or 0 in shape or math.prod(
+            shape[axis + 1 :]) != 1 or math.prod(shape[:axis]) >= 1 << 31:
         return through(reference)(ctx, *operands, **params)
     names, sharded = params["extras"].split(), _compat.partitioned_devices(ctx) > 1
     wanted = [_readable(e, shape, a.shape, axis, sharded) for e, a in zip(names, avals[arrays:])]

@@ -27,7 +27,8 @@
 
 namespace jaxkern {
 
-// What a fused call has beyond a mask. Its rows lie along the last dimension: inner is 1.
+// What a fused call has beyond a mask. Its rows lie along the last dimension, inner is 1, and there are fewer
+// than 2^31 of them.
 struct SoftmaxExtras {
   const void* bias = nullptr;   // null: none
   bool bias_wide = false;       // in the type that is computed in, not in that of x
@@ -35,7 +36,7 @@ struct SoftmaxExtras {
   const void* scale = nullptr;  // null: 1. In the type that is computed in; the same along a row
   BroadcastView scale_view;
   int64_t matrix_rows = 1;      // the size of the dimension before the last
-  FastDivmod matrix;            // by matrix_rows, if that fits
+  FastDivmod matrix;            // by matrix_rows
   bool causal = false;          // the last row of a matrix takes all columns, each one before it one less
   const uint32_t* key = nullptr;  // null: no dropout. Two words, or for each row two, its number and one unused
   bool key_per_row = false;
@@ -44,12 +45,10 @@ struct SoftmaxExtras {
   bool unscaled = false;        // the gradient is ds
 
   // The columns of row `row` that take part lie below this.
-  JAXKERN_HD int64_t Limit(int64_t row, int64_t width) const {
+  JAXKERN_HD int64_t Limit(uint32_t row, int64_t width) const {
     if (!causal) return width;
-    int64_t in_matrix;
-    if ((row | matrix_rows) >> 32) in_matrix = row % matrix_rows;
-    else in_matrix = row - int64_t{matrix.Div(static_cast<uint32_t>(row))} * matrix_rows;
-    const int64_t limit = in_matrix + 1 + width - matrix_rows;
+    const uint32_t in_matrix = row - matrix.Div(row) * matrix.divisor;
+    const int64_t limit = int64_t{in_matrix} + 1 + width - matrix_rows;
     return limit < 0 ? 0 : limit;
   }
 };

@@ -108,7 +108,7 @@ inline ffi::Error DecodeFused(bool backward, const ffi::RemainingArgs& operands,
   if (operands.size() < at || results.empty()) return InvalidArgument(name, "got ", operands.size(), " operands");
   if (ffi::Error e = DecodeArrays(name, log, backward, operands, results, axis, tier, args); e.failure()) return e;
   const ffi::Span<const int64_t> dims = operands.get<ffi::AnyBuffer>(0)->dimensions();
-  if (args->inner != 1 || (causal && axis == 0) || threshold < 0 || threshold >= 1 << 16) {
+  if (args->inner != 1 || args->outer > INT32_MAX || (causal && axis == 0) || threshold < 0 || threshold >= 1 << 16) {
     return InvalidArgument(name, "axis ", axis, " or dropout threshold ", threshold, " for an array of shape ",
                            ShapeString(dims));
   }
@@ -119,7 +119,7 @@ inline ffi::Error DecodeFused(bool backward, const ffi::RemainingArgs& operands,
   e.causal = causal;
   e.unscaled = unscaled;
   e.matrix_rows = axis == 0 || dims[axis - 1] == 0 ? 1 : dims[axis - 1];
-  if (e.matrix_rows >> 32 == 0) e.matrix = FastDivmod(static_cast<uint32_t>(e.matrix_rows));
+  if (args->outer != 0) e.matrix = FastDivmod(static_cast<uint32_t>(e.matrix_rows));
   for (const std::string_view what : {"bias", "scale", "mask", "key"}) {
     if (extras.find(what) == std::string_view::npos) continue;
     const auto operand = operands.get<ffi::AnyBuffer>(at++);

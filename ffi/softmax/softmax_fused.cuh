@@ -12,12 +12,12 @@ constexpr int kFusedPacks = 4;  // a thread, at most
 // Whether taking the rows of matrices by runs lets an operand that broadcasts over matrices stay in L2.
 inline RowOrder ChooseOrder(const SoftmaxArgs& args, bool exceeds_l2) {
   RowOrder order;
-  order.matrix_rows = args.extras.matrix_rows;
+  order.matrix_rows = static_cast<uint32_t>(args.extras.matrix_rows);
   const int64_t matrices = args.outer / order.matrix_rows;
   const auto repeats = [](const void* operand, const BroadcastView& view) {
     return operand != nullptr && view.axis_stride == 1 && view.outer_map.rank > 1 && view.outer_map.stride[0] != 0;
   };
-  order.by_runs = exceeds_l2 && matrices > 1 && order.matrix_rows % RowOrder::kRun == 0 && args.outer <= INT32_MAX &&
+  order.by_runs = exceeds_l2 && matrices > 1 && order.matrix_rows % RowOrder::kRun == 0 &&
                   (repeats(args.mask, args.mask_view) || repeats(args.extras.bias, args.extras.bias_view));
   if (order.by_runs) order.turn = FastDivmod(static_cast<uint32_t>(matrices * RowOrder::kRun));
   return order;
@@ -28,11 +28,14 @@ cudaError_t LaunchFusedOp(const SoftmaxArgs& args, const SoftmaxProblem& problem
                           const Device& device, cudaStream_t stream) {
   using T = typename Op::T;
   constexpr int N = kVector<T>;
+  if (args.outer > INT32_MAX) return cudaErrorInvalidValue;
   FusedParams p = {};
   static_cast<SoftmaxParams&>(p) = MakeParams<Op>(args, problem, device);
   p.extras = args.extras;
   p.order = ChooseOrder(args, p.exceeds_l2);
-  const bool whole = problem.misalignment % 16 == 0 && p.width % N == 0;
+  // No pack is ragged, of the mask and the bias neither.
+  const auto aligned = [](const void* operand) { return reinterpret_cast<uintptr_t>(operand) % 16 == 0; };
+  const bool whole = problem.misalignment % 16 == 0 && p.width % N == 0 && aligned(p.mask) && aligned(p.extras.bias);
   LaunchShape shape;
   if (tier == SoftmaxTier::kStreaming) {
     shape.blocks = p.rows;

@@ -58,7 +58,7 @@ struct Fused {
   static JAXKERN_INLINE RowOf MakeRow(const SoftmaxArgs& a, int64_t row) {
     const SoftmaxExtras& e = a.extras;
     RowOf r = {};
-    r.limit = e.Limit(row, a.width);
+    r.limit = e.Limit(uint32_t(row), a.width);
     if (a.mask) r.mask = a.mask + a.mask_view.outer_map(row);
     r.scale = e.scale ? static_cast<const C*>(e.scale)[e.scale_view.outer_map(row)] : C(1);
     if (e.key) {

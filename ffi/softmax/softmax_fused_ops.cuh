@@ -18,13 +18,13 @@ namespace jaxkern {
 struct RowOrder {
   static constexpr int kRun = 32;
   bool by_runs = false;   // else as they lie in memory
-  int64_t matrix_rows = 0;
+  uint32_t matrix_rows = 0;
   FastDivmod turn;        // kRun rows of every matrix
 
-  JAXKERN_HD int64_t operator()(int64_t i) const {
+  JAXKERN_HD uint32_t operator()(uint32_t i) const {
     if (!by_runs) return i;
-    const uint32_t n = static_cast<uint32_t>(i), round = turn.Div(n), rest = n - round * turn.divisor;
-    return int64_t{rest / kRun} * matrix_rows + round * kRun + rest % kRun;
+    const uint32_t round = turn.Div(i), rest = i - round * turn.divisor;
+    return rest / kRun * matrix_rows + round * kRun + rest % kRun;
   }
 };
 
@@ -63,26 +63,29 @@ struct FusedRow : SoftmaxRow<Op, N, false, Index, kRagged> {
   Index limit;
   uint32_t key[2], number;
 
-  __device__ __forceinline__ FusedRow(const FusedParams& params, int64_t at) : FusedRow(params, at, params.order(at)) {}
+  // Row `at` in the order in which they are taken. One at or beyond the end has no elements; what else is read
+  // for it is that of the first.
+  __device__ __forceinline__ FusedRow(const FusedParams& params, int64_t at)
+      : FusedRow(params, at, at < params.rows ? params.order(static_cast<uint32_t>(at)) : 0) {}
 
-  __device__ __forceinline__ FusedRow(const FusedParams& params, int64_t at, int64_t row)
+  __device__ __forceinline__ FusedRow(const FusedParams& params, int64_t at, uint32_t row)
       : Base(params, at < params.rows ? row : at), p(params) {
     const SoftmaxExtras& e = p.extras;
     limit = at < p.rows ? static_cast<Index>(e.Limit(row, p.width)) : Index(0);
-    if (at >= p.rows) row = 0;
-    if (p.mask) mask_row = p.mask + p.mask_view.outer_map(row);
+    if (p.mask) mask_row = p.mask + p.mask_view.outer_map.Below32Bits(row);
     if (e.bias) {
-      const int64_t offset = e.bias_view.outer_map(row) * static_cast<int64_t>(e.bias_wide ? sizeof(C) : sizeof(T));
+      const int64_t size = e.bias_wide ? sizeof(C) : sizeof(T);
+      const int64_t offset = e.bias_view.outer_map.Below32Bits(row) * size;
       bias_row = static_cast<const char*>(e.bias) + offset;
     }
     scale = post = 1;
-    if (e.scale) scale = __ldg(static_cast<const C*>(e.scale) + e.scale_view.outer_map(row));
+    if (e.scale) scale = __ldg(static_cast<const C*>(e.scale) + e.scale_view.outer_map.Below32Bits(row));
     if (Op::kInputs == 2 && !e.unscaled) post = scale;
     if constexpr (!Op::kOfLog) {
       if (e.key) {
-        const uint32_t* const words = e.key + (e.key_per_row ? 4 * row : 0);
+        const uint32_t* const words = e.key + (e.key_per_row ? 4 * int64_t{row} : 0);
         key[0] = __ldg(words), key[1] = __ldg(words + 1);
-        number = e.key_per_row ? __ldg(words + 2) : static_cast<uint32_t>(row);
+        number = e.key_per_row ? __ldg(words + 2) : row;
         post *= static_cast<C>(e.kept_inverse);
       }
     }
@@ -139,11 +142,12 @@ struct FusedRow : SoftmaxRow<Op, N, false, Index, kRagged> {
     return !kRagged || (column >= 0 && column + N <= span.width);
   }
 
-  // Those of the elements in `part` that the mask lets take part.
+  // Those of the elements in `part` that the mask lets take part. Without ragged packs the mask's are aligned.
   __device__ __forceinline__ uint32_t MaskBits(Index column, uint32_t part, bool vector) const {
+    if (part == 0) return 0;
     if (p.mask_view.axis_stride == 0) return __ldg(mask_row) ? part : 0;
     uint32_t bits = 0;
-    if (N >= 4 && vector && part != 0 && Inside(column)) {
+    if (N >= 4 && (!kRagged || (vector && Inside(column)))) {
       uint32_t word[(N + 3) / 4];
       if constexpr (N == 8) *reinterpret_cast<uint2*>(word) = __ldg(reinterpret_cast<const uint2*>(mask_row + column));
       else word[0] = __ldg(reinterpret_cast<const uint32_t*>(mask_row + column));
@@ -159,32 +163,34 @@ struct FusedRow : SoftmaxRow<Op, N, false, Index, kRagged> {
     return bits;
   }
 
-  template <class B>  // the type of the bias
+  // The bias of a pack of which some elements take part, of type B, as it lies in memory.
+  template <class B>
   __device__ __forceinline__ void LoadBias(Index column, uint32_t part, uint32_t (&words)[kBiasWords]) const {
-    constexpr int kWords = (N * sizeof(B) + 3) / 4;
-    const B* const at = static_cast<const B*>(bias_row) + column * p.extras.bias_view.axis_stride;
-    const int64_t stride = p.extras.bias_view.axis_stride;
-    constexpr int kBytes = N * sizeof(B) < 16 ? N * sizeof(B) : 16;
-    if (kBytes >= 8 && stride == 1 && Inside(column) && reinterpret_cast<uintptr_t>(at) % kBytes == 0) {
+    constexpr int kWords = Pack<B, N>::kWords, kBytes = N * sizeof(B) < 16 ? N * sizeof(B) : 16;
+    const B* const row = static_cast<const B*>(bias_row);
+    Pack<B, N> pack = {};
+    if (p.extras.bias_view.axis_stride == 0) {
+      pack = Filled<B, N>(*row);
+    } else if (kBytes >= 8 && (!kRagged || (Inside(column) && reinterpret_cast<uintptr_t>(row + column) % kBytes == 0))) {
 #pragma unroll
       for (int i = 0; i < kWords; i += kBytes / 4) {
+        const void* const at = reinterpret_cast<const uint32_t*>(row + column) + i;
         if constexpr (kBytes == 16) {
-          const uint4 v = __ldg(reinterpret_cast<const uint4*>(at) + i / 4);
-          words[i] = v.x, words[i + 1] = v.y, words[i + 2] = v.z, words[i + 3] = v.w;
+          const uint4 v = __ldg(static_cast<const uint4*>(at));
+          pack.word[i] = v.x, pack.word[i + 1] = v.y, pack.word[i + 2] = v.z, pack.word[i + 3] = v.w;
         } else if constexpr (kBytes == 8) {
-          const uint2 v = __ldg(reinterpret_cast<const uint2*>(at) + i / 2);
-          words[i] = v.x, words[i + 1] = v.y;
+          const uint2 v = __ldg(static_cast<const uint2*>(at));
+          pack.word[i] = v.x, pack.word[i + 1] = v.y;
         }
       }
     } else {
-      Pack<B, N> pack = {};
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        if (part >> j & 1) SetElement(pack, j, at[j * stride]);
+        if (part >> j & 1) SetElement(pack, j, row[column + j]);
       }
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) words[i] = pack.word[i];
     }
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] = pack.word[i];
   }
 
   // First what comes from memory, then the draws, which need nothing from there.
