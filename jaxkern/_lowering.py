@@ -13,26 +13,32 @@ KERNEL_DTYPES = frozenset(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32
 MASK_GROUPS = 4  # BroadcastView's limit on alternations of broadcast and other dimensions
 
 
-def register(prim, arrays: int, reference) -> None:
+def register(prim, arrays: int, reference, split=None) -> None:
     """Lowers `prim`, a row primitive on `arrays` arrays, to the target of its own name.
 
     reference(*operands, axis, tier): the same in jnp, for platforms and dtypes without a kernel, for
-    empty arrays, and where the extension module is missing.
+        empty arrays, and where the extension module is missing.
+    split(*parts, over, axis, tier): the same for rows that are split over devices, with a message between those
+        along the mesh axes `over`; often the reference, if its sums over a row go through `_partition.row_sums`.
+        Without it such rows are gathered.
     """
     mlir.register_lowering(prim, mlir.lower_fun(reference, multiple_results=False))
     _compat.taylor_rule(prim, reference)
     for platform, module in _registry.status.items():
         if prim.name in module.targets:
-            rule = functools.partial(_lower, prim, arrays, reference, platform)
+            rule = functools.partial(_lower, prim, arrays, reference, split, platform)
+            _compat.needs_devices(prim)
             mlir.register_lowering(prim, rule, platform=platform)
 
 
-def _lower(prim, arrays, reference, platform, ctx, *operands, axis, tier):
+def _lower(prim, arrays, reference, split, platform, ctx, *operands, axis, tier):
     avals = ctx.avals_in
     x, mask = avals[0], avals[arrays:]
     through = functools.partial(mlir.lower_fun, multiple_results=False)
     if x.dtype not in KERNEL_DTYPES or 0 in x.shape:
         return through(reference)(ctx, *operands, axis=axis, tier=tier)
+    if _compat.may_partition_itself(ctx) and all(isinstance(d, int) for d in x.shape):
+        return _partitioned(prim, split, ctx, operands, dict(axis=axis, tier=tier))
     if mask:
         shape = mask_shape(x.shape, mask[0].shape, axis, _compat.partitioned_devices(ctx) > 1)
         if shape != mask[0].shape:
@@ -47,6 +53,23 @@ def _lower(prim, arrays, reference, platform, ctx, *operands, axis, tier):
     attributes = _partition.attributes([a.shape for a in avals], [a.shape for a in results], axis)
     rule = jax.ffi.ffi_lowering(prim.name, **({"extra_attributes": attributes} if attributes else {}))
     return rule(ctx.replace(avals_out=results), *operands, axis=axis, tier=tier)[:1]
+
+
+def _partitioned(prim, split, ctx, operands, params):
+    """Rows may be anywhere; a row is split as well if there is a `split`."""
+    axis = params["axis"]
+    names = [f"d{d}" for d in range(ctx.avals_in[0].ndim)]
+    names[axis] = "row"
+    reduced = names[:axis] + names[axis + 1 :]
+    dims = [names if a.ndim == len(names) else reduced for a in (*ctx.avals_in, *ctx.avals_out)]
+
+    def shard(over, *parts, **params):
+        if over["row"]:
+            return split(*parts, over=over["row"], **params)
+        return prim.bind(*parts, **params)
+
+    return _partition.lower(ctx, prim, operands, params, dims, shard, exact={"row"}, whole=() if split else {"row"},
+                            summed=() if dims[-1] is names else ("row",))
 
 
 def mask_shape(full, part, axis: int, sharded: bool):

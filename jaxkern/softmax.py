@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern import _canonical, _lowering, tiers
+from jaxkern import _canonical, _lowering, _partition, tiers
 from jaxkern._autodiff import deflinear, defvjp
 from jaxkern._primitive import bind, row_primitive
 
@@ -174,8 +174,8 @@ def _participants(x, nothing, axis, *mask):
 
 def _probabilities(x, axis, kept):
     """softmax(x) in the computing type; 0 for elements that are not `kept`."""
-    _, exponential, total = _shifted(x, (kept,), axis)
-    return exponential / jnp.where(total == 0, 1, total)
+    _, exponential = _exponentials(x, (kept,), axis)
+    return exponential / _nonzero(_sum(exponential, axis))
 
 
 def _softmax_grad_jvp(y, g, *rest, axis, tier):
@@ -209,28 +209,34 @@ deflinear(log_softmax_grad_p, 1, _log_softmax_grad_jvp, transpose=log_softmax_jv
 deflinear(log_softmax_jvp_p, 1, _log_softmax_jvp_jvp, transpose=log_softmax_grad_p)
 
 
-# ---- the same in jnp, where there is no kernel
+# ---- the same in jnp: where there is no kernel, and for rows that are split over devices
 
 
-def _shifted(x, mask, axis):
-    """x - max in the computing type, its exponential and that one's sum; all-masked rows sum to 0."""
+def _exponentials(x, mask, axis, over=()):
+    """x - max in the computing type, and its exponential; where it is masked out, -inf and 0."""
     x = _computed(x)
     if mask:
         x = jnp.where(mask[0], x, -jnp.inf)
-    largest = jnp.max(x, axis, keepdims=True, initial=-jnp.inf)
+    largest = _partition.row_max(x, axis, over)
     shifted = x - jnp.where(largest == -jnp.inf, 0, largest)
-    exponential = jnp.exp(shifted)
-    return shifted, exponential, _sum(exponential, axis)
+    return shifted, jnp.exp(shifted)
 
 
-def _softmax_reference(x, *mask, axis, tier):
-    _, exponential, total = _shifted(x, mask, axis)
-    y = exponential / jnp.where(total == 0, 1, total)
+def _nonzero(total):
+    """A sum of exponentials to divide by; it is 0 where nothing takes part."""
+    return jnp.where(total == 0, 1, total)
+
+
+def _softmax_reference(x, *mask, axis, tier, over=()):
+    _, exponential = _exponentials(x, mask, axis, over)
+    (total,) = _partition.row_sums(axis, over, exponential)
+    y = exponential / _nonzero(total)
     return _computed(y, *mask).astype(x.dtype)
 
 
-def _log_softmax_reference(x, *mask, axis, tier):
-    shifted, _, total = _shifted(x, mask, axis)
+def _log_softmax_reference(x, *mask, axis, tier, over=()):
+    shifted, exponential = _exponentials(x, mask, axis, over)
+    (total,) = _partition.row_sums(axis, over, exponential)
     y = jnp.where(total == 0, -jnp.inf, shifted - jnp.log(total))
     y = jnp.where(mask[0], y, -jnp.inf) if mask else y
     if not np.isinf(np.float32(-np.inf).astype(x.dtype).astype(np.float32)):
@@ -239,26 +245,37 @@ def _log_softmax_reference(x, *mask, axis, tier):
     return y.astype(x.dtype)
 
 
-def _softmax_grad_reference(y, g, *mask, axis, tier):
-    kept = _participants(y, 0, axis, *mask)
-    p, g = _computed(y, kept), _computed(g, kept)
-    return (p * (g - _sum(p * g, axis))).astype(y.dtype)
+# What the tangents and cotangents hold in rows where nothing takes part, NaN included, is in sums that
+# are not used: to know beforehand which rows those are would be another message between devices.
 
 
-def _log_softmax_grad_reference(x, g, *mask, axis, tier):
-    kept = _participants(x, -jnp.inf, axis, *mask)
-    g = _computed(g, kept)
-    return (g - _probabilities(x, axis, kept) * _sum(g, axis)).astype(x.dtype)
+def _kept(dx, alive, mask, dtype):
+    """`dx`, and 0 where it is masked out or nothing in the row is alive."""
+    return jnp.where(alive & mask[0] if mask else alive, dx, 0).astype(dtype)
 
 
-def _log_softmax_jvp_reference(x, t, *mask, axis, tier):
-    kept = _participants(x, -jnp.inf, axis, *mask)
-    t = _computed(t, kept)
-    return _computed(t - _sum(_probabilities(x, axis, kept) * t, axis), kept).astype(x.dtype)
+def _softmax_grad_reference(y, g, *mask, axis, tier, over=()):
+    p, g = _computed(y, *mask), _computed(g, *mask)
+    dot, positive = _partition.row_sums(axis, over, p * g, (p != 0).astype(p.dtype))
+    return _kept(p * (g - dot), positive != 0, mask, y.dtype)
 
 
-_lowering.register(softmax_p, 1, _softmax_reference)
-_lowering.register(log_softmax_p, 1, _log_softmax_reference)
-_lowering.register(softmax_grad_p, 2, _softmax_grad_reference)
-_lowering.register(log_softmax_grad_p, 2, _log_softmax_grad_reference)
-_lowering.register(log_softmax_jvp_p, 2, _log_softmax_jvp_reference)
+def _log_softmax_grad_reference(x, g, *mask, axis, tier, over=()):
+    g = _computed(g, *mask)
+    _, exponential = _exponentials(x, mask, axis, over)
+    total, of_g = _partition.row_sums(axis, over, exponential, g)
+    return _kept(g - exponential / _nonzero(total) * of_g, total != 0, mask, x.dtype)
+
+
+def _log_softmax_jvp_reference(x, t, *mask, axis, tier, over=()):
+    t = _computed(t, *mask)
+    _, exponential = _exponentials(x, mask, axis, over)
+    total, dot = _partition.row_sums(axis, over, exponential, exponential * t)
+    return _kept(t - dot / _nonzero(total), total != 0, mask, x.dtype)
+
+
+for _prim, _arrays, _reference in (
+        (softmax_p, 1, _softmax_reference), (log_softmax_p, 1, _log_softmax_reference),
+        (softmax_grad_p, 2, _softmax_grad_reference), (log_softmax_grad_p, 2, _log_softmax_grad_reference),
+        (log_softmax_jvp_p, 2, _log_softmax_jvp_reference)):
+    _lowering.register(_prim, _arrays, _reference, split=_reference)
