@@ -3,6 +3,7 @@
 Nothing else in the package probes a version or imports from `jax._src`.
 """
 
+import concurrent.futures
 import contextlib
 import functools
 import pathlib
@@ -73,9 +74,20 @@ def needs_devices(prim) -> None:
 
 def may_partition_itself(ctx) -> bool:
     """Whether `ctx`, a lowering context, is one in which XLA calls back to partition an operation."""
+    # JAX 0.9 and 0.10 are called back in another thread, where 64-bit types that a context allows are unknown.
+    elsewhere = (0, 9) <= jax.__version_info__ < (0, 11)
+    wide = any(a.dtype.itemsize == 8 and a.dtype != jnp.complex64 for a in (*ctx.avals_in, *ctx.avals_out))
+    if elsewhere and wide and not _in_a_thread(lambda: jax.config.jax_enable_x64):
+        return False
     devices = getattr(ctx.module_context.axis_context, "device_assignment", None) or ()
     exported = getattr(ctx.module_context.lowering_parameters, "for_export", False)
     return len(devices) > 1 and not exported and shardy() and _primitives_that_need_devices() is not None
+
+
+def _in_a_thread(f):
+    """What `f` returns where none of this thread's contexts are."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(f).result()
 
 
 def partitioned_by(f, partition, rule, summed):

@@ -9,6 +9,7 @@ stands in an attribute and again in a Shardy rule; arrays split along others are
 """
 
 import functools
+import hashlib
 import math
 
 import jax
@@ -19,6 +20,7 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
+import jaxkern
 from jaxkern import _compat
 
 
@@ -57,7 +59,15 @@ def lower(ctx, prim, operands, params, dims, shard, exact=(), summed=(), whole=(
         _outside_meshes(functools.partial(prim.bind, **params)), partition,
         rule=", ".join(" ".join(names) for names in alone[:-1]) + " -> " + " ".join(alone[-1]), summed=tuple(
             name for name in summed if any(name in names for names in alone)))
-    return mlir.lower_fun(lambda *operands: call(*operands), multiple_results=False)(ctx, *operands)
+
+    def named(*operands):
+        return call(*operands)
+
+    # The compiler's cache knows the callback by its address at most, which another callback has in another
+    # process: what it does stands in the name of a function of the program.
+    facts = repr((jaxkern.__version__, sorted(params.items())))
+    named.__name__ = f"{prim.name}_{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+    return mlir.lower_fun(jax.jit(named), multiple_results=False)(ctx, *operands)
 
 
 def _outside_meshes(f):

@@ -1,0 +1,66 @@
+"""What several processes share: the compiler's cache, and the devices of one program."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+CPU = {"JAX_PLATFORMS": "cpu"}
+
+
+def start(program, devices, **environment):
+    """A process that runs `program`, a string, on so many CPU devices."""
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    paths = os.pathsep.join([*sys.path, str(ROOT / "examples")])  # of this process, whatever its library is
+    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            env={**os.environ, **CPU, "XLA_FLAGS": flags, "PYTHONPATH": paths, **environment})
+
+
+def finish(*processes):
+    """What each printed."""
+    try:
+        done = [process.communicate(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (out, errors) in zip(processes, done):
+        assert process.returncode == 0, out + errors
+    return [out for out, _ in done]
+
+
+# ---- the compiler's cache
+
+
+CACHED = """
+import jax, jax.numpy as jnp, jaxkern, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event) if event.endswith("/cache_hits") else None)
+mesh = jax.make_mesh((2,), ("r",), axis_types=(jax.sharding.AxisType.Auto,))
+x = jax.device_put(jnp.arange(64.0).reshape(8, 8) / 9, NamedSharding(mesh, P("r")))
+i = jnp.arange(8) % 3
+for f in (jaxkern.softmax, jaxkern.log_softmax, lambda x: jaxkern.softmax(x, 0), lambda x: jaxkern.segment_max(x, i, 4),
+          lambda x: jaxkern.segment_min(x, i, 4), lambda x: jaxkern.index_add(x, 0, i, x)):
+    g = lambda x: f(x)  # of one name, so that nothing but the operation tells the programs apart
+    hits.clear()
+    compiled = jax.jit(g).lower(x).compile()
+    print(len(hits), float(np.abs(np.nan_to_num(compiled(x), neginf=-9)).sum()))
+"""
+
+
+def test_second_run_finds_every_program_in_the_cache(tmp_path):
+    """And none that is another operation's: callbacks alone cannot be told apart from process to process."""
+    environment = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                   "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+                   "JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY": "1"}
+    (first,), (second,) = (finish(start(CACHED, 2, **environment)) for _ in range(2))
+    first, second = ([line.split() for line in out.splitlines()] for out in (first, second))
+    assert len(first) == len(second) == 6
+    assert [hits for hits, _ in first] == ["0"] * 6 and [hits for hits, _ in second] == ["1"] * 6
+    assert [value for _, value in first] == [value for _, value in second]
+    assert len({value for _, value in first}) == 6
