@@ -49,7 +49,7 @@ for f in (jaxkern.softmax, jaxkern.log_softmax, lambda x: jaxkern.softmax(x, 0),
     g = lambda x: f(x)  # of one name, so that nothing but the operation tells the programs apart
     hits.clear()
     compiled = jax.jit(g).lower(x).compile()
-    print(len(hits), float(np.abs(np.nan_to_num(compiled(x), neginf=-9)).sum()))
+    print(len(hits), float(np.clip(compiled(x), -9, 9).ravel() @ np.arange(compiled(x).size)))
 """
 
 
