@@ -12,11 +12,11 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 CPU = {"JAX_PLATFORMS": "cpu"}
 
 
-def start(program, devices, **environment):
-    """A process that runs `program`, a string, on so many CPU devices."""
+def start(program, devices, *arguments, **environment):
+    """A process that runs `program`, a string, with arguments, on so many CPU devices."""
     flags = f"--xla_force_host_platform_device_count={devices}"
     paths = os.pathsep.join([*sys.path, str(ROOT / "examples")])  # of this process, whatever its library is
-    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    return subprocess.Popen([sys.executable, "-c", program, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                             env={**os.environ, **CPU, "XLA_FLAGS": flags, "PYTHONPATH": paths, **environment})
 
 
@@ -64,3 +64,55 @@ def test_second_run_finds_every_program_in_the_cache(tmp_path):
     assert [hits for hits, _ in first] == ["0"] * 6 and [hits for hits, _ in second] == ["1"] * 6
     assert [value for _, value in first] == [value for _, value in second]
     assert len({value for _, value in first}) == 6
+
+
+# ---- one program on the devices of two processes
+
+
+TRAINED = """
+import sys
+import jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+address, rank, processes, *splits = sys.argv[1:]
+if int(processes) > 1:
+    jax.distributed.initialize(address, int(processes), int(rank))
+import language_model as example
+
+assert jax.device_count() == int(processes)
+mesh = jax.make_mesh((jax.device_count(),), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+put = lambda a, spec: jax.device_put(np.asarray(a), NamedSharding(mesh, spec))
+p = example.PRESETS["tiny"]
+for split in splits:
+    def spread(path, a):
+        vocabulary = any(getattr(k, "key", None) == "embedding" for k in path)
+        return put(a, P("d") if vocabulary and split == "vocabulary" else P())
+
+    run = example.Training(example.LIBRARIES["jaxkern"], p, seed=0)
+    run.params, run.state = jax.tree_util.tree_map_with_path(spread, (run.params, run.state))
+    rng = np.random.default_rng(0)
+    for _ in range(p.steps):  # each window counts to eight, over and over
+        windows = (rng.integers(8, size=(p.batch, 1)) + np.arange(p.context + 1)) % 8 * 32
+        run.step(put(windows.astype(np.int32), P("d") if split == "data" else P()))
+    print("losses", *run.nats)
+"""
+
+
+def losses(out):
+    return [list(map(float, line.split()[1:])) for line in out.splitlines() if line.startswith("losses")]
+
+
+def test_two_processes_train_as_one():
+    """The example, its batch or its vocabulary split over the processes: the same losses, by rounding."""
+    for module in ("matplotlib", "tqdm"):
+        pytest.importorskip(module, reason="the example needs the `examples` extra")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    gloo = {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
+    both = [start(TRAINED, 1, address, rank, 2, "data", "vocabulary", **gloo) for rank in range(2)]
+    (alone,), *split = map(losses, finish(start(TRAINED, 1, "", 0, 1, "data"), *both))
+    assert alone[-1] < alone[0] - 0.5  # it learns
+    assert split[0] == split[1] and len(split[0]) == 2
+    for run in split[0]:
+        assert run == pytest.approx(alone, rel=1e-5)
