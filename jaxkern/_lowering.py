@@ -19,7 +19,7 @@ def register(prim, arrays: int, reference, split=None) -> None:
     reference(*operands, axis, tier): the same in jnp, for platforms and dtypes without a kernel, for
         empty arrays, and where the extension module is missing.
     split(*parts, over, axis, tier): the same for rows that are split over devices, with a message between those
-        along the mesh axes `over`; often the reference, if its sums over a row go through `_partition.row_sums`.
+        along the mesh axes `over`; often the reference, with `_partition.row_sums` for what it sums over a row.
         Without it such rows are gathered.
     """
     mlir.register_lowering(prim, mlir.lower_fun(reference, multiple_results=False))

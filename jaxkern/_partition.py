@@ -82,7 +82,9 @@ def _outside_meshes(f):
 
 def _refined(mesh, arrays):
     """The mesh with axes of prime size: XLA may split a dimension by a part of an axis."""
-    sharding, rank = next((a.sharding, len(a.shape)) for a in arrays if a.sharding is not None)
+    sharding, rank = next(((a.sharding, len(a.shape)) for a in arrays if a.sharding is not None), (None, 0))
+    if sharding is None:
+        return mesh
     devices = list(sharding.devices_indices_map((sharding.num_devices,) * rank))  # in the order of the mesh
     sizes = mesh.shape.values() if mesh.size == len(devices) else (len(devices),)
     primes = [p for n in sizes for p in _primes(n)]
@@ -131,21 +133,40 @@ def _agreed(dims, splits, size, exact, whole, mesh_shape):
     return over
 
 
-# ---- rows that are split: what their elements have in common
-
-
-def row_max(x, axis, over=()):
-    """The largest element of each row, of which this is a part on each device of `over`; -inf of nothing."""
-    largest = jnp.max(x, axis, keepdims=True, initial=-jnp.inf)
-    return lax.pmax(largest, over) if over else largest
+# ---- rows that are split: each device reduces its part, then they tell each other a few numbers a row
 
 
 def row_sums(axis, over, *arrays):
     """The sum of each row of each of the arrays; one message between devices for all."""
-    sums = [jnp.sum(x, axis, keepdims=True) for x in arrays]
+    return _summed([jnp.sum(x, axis, keepdims=True) for x in arrays], over)
+
+
+def row_exponentials(x, axis, over, weights=(), others=()):
+    """(largest, sums): the largest element of each row of x, and sums over the row, in two messages.
+
+    The sums are those of exp(x - largest), of that times each of the weights, and of each of the others. A row of
+    nothing but -inf has the largest element 0, and sums 0 of what has an exponential in it.
+    """
+    largest = jnp.max(x, axis, keepdims=True, initial=-jnp.inf)
+    base = jnp.where(largest == -jnp.inf, 0, largest)
+    exponential = jnp.exp(x - base)
+    sums = [exponential, *(exponential * w for w in weights), *others]
+    return merge_exponentials(largest, [jnp.sum(a, axis, keepdims=True) for a in sums], over, 1 + len(weights))
+
+
+def merge_exponentials(largest, sums, over, scaled=1):
+    """(largest, sums) of rows from those of their parts, each on a device; the first `scaled` sums are of exponentials."""
+    base = jnp.where(largest == -jnp.inf, 0, largest)
     if not over:
-        return sums
-    return list(lax.psum(jnp.stack(sums), over))
+        return base, sums
+    whole = lax.pmax(largest, over)
+    whole = jnp.where(whole == -jnp.inf, 0, whole)
+    factor = jnp.exp(jnp.where(largest == -jnp.inf, -jnp.inf, base - whole))
+    return whole, _summed([s * factor for s in sums[:scaled]] + sums[scaled:], over)
+
+
+def _summed(sums, over):
+    return list(lax.psum(jnp.stack(sums), over)) if over else sums
 
 
 # ---- dimensions that XLA may slice

@@ -174,8 +174,9 @@ def _participants(x, nothing, axis, *mask):
 
 def _probabilities(x, axis, kept):
     """softmax(x) in the computing type; 0 for elements that are not `kept`."""
-    _, exponential = _exponentials(x, (kept,), axis)
-    return exponential / _nonzero(_sum(exponential, axis))
+    wide = _unmasked(x, kept)
+    largest, (total,) = _partition.row_exponentials(wide, axis, ())
+    return jnp.exp(wide - largest) / _nonzero(total)
 
 
 def _softmax_grad_jvp(y, g, *rest, axis, tier):
@@ -212,14 +213,10 @@ deflinear(log_softmax_jvp_p, 1, _log_softmax_jvp_jvp, transpose=log_softmax_grad
 # ---- the same in jnp: where there is no kernel, and for rows that are split over devices
 
 
-def _exponentials(x, mask, axis, over=()):
-    """x - max in the computing type, and its exponential; where it is masked out, -inf and 0."""
+def _unmasked(x, *mask):
+    """`x` in the type that its arithmetic is done in, with -inf where it is masked out."""
     x = _computed(x)
-    if mask:
-        x = jnp.where(mask[0], x, -jnp.inf)
-    largest = _partition.row_max(x, axis, over)
-    shifted = x - jnp.where(largest == -jnp.inf, 0, largest)
-    return shifted, jnp.exp(shifted)
+    return jnp.where(mask[0], x, -jnp.inf) if mask else x
 
 
 def _nonzero(total):
@@ -228,16 +225,16 @@ def _nonzero(total):
 
 
 def _softmax_reference(x, *mask, axis, tier, over=()):
-    _, exponential = _exponentials(x, mask, axis, over)
-    (total,) = _partition.row_sums(axis, over, exponential)
-    y = exponential / _nonzero(total)
+    wide = _unmasked(x, *mask)
+    largest, (total,) = _partition.row_exponentials(wide, axis, over)
+    y = jnp.exp(wide - largest) / _nonzero(total)
     return _computed(y, *mask).astype(x.dtype)
 
 
 def _log_softmax_reference(x, *mask, axis, tier, over=()):
-    shifted, exponential = _exponentials(x, mask, axis, over)
-    (total,) = _partition.row_sums(axis, over, exponential)
-    y = jnp.where(total == 0, -jnp.inf, shifted - jnp.log(total))
+    wide = _unmasked(x, *mask)
+    largest, (total,) = _partition.row_exponentials(wide, axis, over)
+    y = jnp.where(total == 0, -jnp.inf, wide - largest - jnp.log(total))
     y = jnp.where(mask[0], y, -jnp.inf) if mask else y
     if not np.isinf(np.float32(-np.inf).astype(x.dtype).astype(np.float32)):
         # Some types of 8 bits have no infinity and would turn it into NaN: there it is the least number.
@@ -261,16 +258,14 @@ def _softmax_grad_reference(y, g, *mask, axis, tier, over=()):
 
 
 def _log_softmax_grad_reference(x, g, *mask, axis, tier, over=()):
-    g = _computed(g, *mask)
-    _, exponential = _exponentials(x, mask, axis, over)
-    total, of_g = _partition.row_sums(axis, over, exponential, g)
-    return _kept(g - exponential / _nonzero(total) * of_g, total != 0, mask, x.dtype)
+    wide, g = _unmasked(x, *mask), _computed(g, *mask)
+    largest, (total, of_g) = _partition.row_exponentials(wide, axis, over, others=[g])
+    return _kept(g - jnp.exp(wide - largest) / _nonzero(total) * of_g, total != 0, mask, x.dtype)
 
 
 def _log_softmax_jvp_reference(x, t, *mask, axis, tier, over=()):
     t = _computed(t, *mask)
-    _, exponential = _exponentials(x, mask, axis, over)
-    total, dot = _partition.row_sums(axis, over, exponential, exponential * t)
+    _, (total, dot) = _partition.row_exponentials(_unmasked(x, *mask), axis, over, weights=[t])
     return _kept(t - dot / _nonzero(total), total != 0, mask, x.dtype)
 
 
