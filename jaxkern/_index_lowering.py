@@ -43,6 +43,8 @@ def _for_each_batch(f, rules):
 
 def _whole(source, index, rules):
     k = rules.batch_dims
+    if source.shape[:k] == index.shape[:k]:
+        return source
     return jnp.broadcast_to(source, (*index.shape[:k], *source.shape[k:]))
 
 

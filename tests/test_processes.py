@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from jaxkern import _registry
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CPU = {"JAX_PLATFORMS": "cpu"}
 
@@ -64,6 +66,36 @@ def test_second_run_finds_every_program_in_the_cache(tmp_path):
     assert [hits for hits, _ in first] == ["0"] * 6 and [hits for hits, _ in second] == ["1"] * 6
     assert [value for _, value in first] == [value for _, value in second]
     assert len({value for _, value in first}) == 6
+
+
+# ---- what JAX refuses to operations that partition themselves
+
+
+ABSTRACT = """
+import jax, jax.numpy as jnp, jaxkern
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
+
+abstract = AbstractMesh((4, 2), ("r", "c"), axis_types=(AxisType.Auto,) * 2)
+x = jax.ShapeDtypeStruct((16, 64), jnp.float32, sharding=NamedSharding(abstract, P("r")))
+f = jax.jit(lambda x: jaxkern.index_add(jaxkern.softmax(x), 0, jnp.arange(16), x))
+for platform in ("cpu", "cuda"):
+    exported = jax.export.export(f, platforms=[platform], disabled_checks=jaxkern.export_checks())(x)
+    print(exported.nr_devices, "custom_call @jaxkern_softmax(" in exported.mlir_module(), platform)
+
+meshes = [jax.make_mesh(*m, axis_types=(AxisType.Auto,) * len(m[0])) for m in (((2,), ("a",)), ((1, 2), ("b", "c")))]
+x = jnp.arange(64.0).reshape(8, 8) / 9
+two = jax.jit(lambda x: jaxkern.softmax(jax.lax.with_sharding_constraint(x, NamedSharding(meshes[1], P("c")))))
+print(abs(two(jax.device_put(x, NamedSharding(meshes[0], P("a")))) - jax.nn.softmax(x)).max() < 1e-6)
+"""
+
+
+def test_batch_dimensions_alone_by_request():
+    """Abstract meshes, and two meshes in one program."""
+    (out,) = finish(start(ABSTRACT, 2, JAXKERN_PARTITION="batch"))
+    on_cpu, on_cuda, two = out.splitlines()
+    assert on_cpu == f"8 {_registry.status['cpu'].module is not None} cpu"
+    assert on_cuda == f"8 {_registry.status['cuda'].module is not None} cuda"
+    assert two == "True"
 
 
 # ---- one program on the devices of two processes
