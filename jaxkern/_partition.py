@@ -28,17 +28,18 @@ from jaxkern import _compat
 
 
 def lower(ctx, prim, operands, params, dims, shard, exact=(), summed=(), whole=()):
-    """Lowers `prim`, which has one result, to parts that each device computes for itself.
+    """Lowers `prim` to parts that each device computes for itself.
 
-    dims: for each operand and then for the result, a name for each dimension. Those of one name are split
+    dims: for each operand and then for each result, a name for each dimension. Those of one name are split
         alike. A dimension of size 1 where others of its name are longer is whole on every device.
-    shard(over, *parts, **params): the part of the result that belongs to these parts of the operands. `over`
-        maps each name to the axes of the mesh that split it, which collectives take; mostly ().
+    shard(over, *parts, **params): the part of the result (a list, if `prim` has several) that belongs to these parts
+        of the operands. `over` maps each name to the axes of the mesh that split it, which collectives take; mostly ().
     exact: names that are split only into equal parts, since `shard` depends on where a part begins. Others
         may be padded at the end, with whatever.
-    summed: names that the result is without, so that `shard` must reduce over them.
+    summed: names that results are without, so that `shard` must reduce over them.
     whole: names that are never split: arrays that are will be gathered.
     """
+    several, count = prim.multiple_results, len(ctx.avals_in)
     shapes = [a.shape for a in (*ctx.avals_in, *ctx.avals_out)]
     size = {}
     for names, shape in zip(dims, shapes):
@@ -48,17 +49,20 @@ def lower(ctx, prim, operands, params, dims, shard, exact=(), summed=(), whole=(
              for k, (names, shape) in enumerate(zip(dims, shapes))]
     size = {name: n for names, shape in zip(alone, shapes) for name, n in zip(names, shape)}
 
-    def partition(mesh, parts, result):
-        mesh = _refined(mesh, (*parts, result))
-        splits = [_axes_of(part.sharding, mesh, len(names)) for part, names in zip((*parts, result), alone)]
-        over = _agreed(alone, splits, size, exact, whole, mesh.shape)
+    def partition(mesh, parts, results):
+        arrays = [*parts, *(results if several else [results])]
+        mesh = _refined(mesh, arrays)
+        splits = [_axes_of(a.sharding, mesh, len(names)) for a, names in zip(arrays, alone)]
+        over = _agreed(alone, splits, [*range(count, len(arrays)), *range(count)], size, exact, whole, mesh.shape)
         shardings = [NamedSharding(mesh, P(*(over[name] or None for name in names))) for names in alone]
-        return mesh, _outside_meshes(functools.partial(shard, over, **params)), shardings[-1], tuple(shardings[:-1])
+        local = _outside_meshes(functools.partial(shard, over, **params))
+        return mesh, local, shardings[count:] if several else shardings[count], tuple(shardings[:count])
 
+    spelled = [" ".join(names) for names in alone]
     call = _compat.partitioned_by(
         _outside_meshes(functools.partial(prim.bind, **params)), partition,
-        rule=", ".join(" ".join(names) for names in alone[:-1]) + " -> " + " ".join(alone[-1]), summed=tuple(
-            name for name in summed if any(name in names for names in alone)))
+        rule=f"{', '.join(spelled[:count])} -> {', '.join(spelled[count:])}",
+        summed=tuple(name for name in summed if any(name in names for names in alone)))
 
     def named(*operands):
         return call(*operands)
@@ -67,7 +71,7 @@ def lower(ctx, prim, operands, params, dims, shard, exact=(), summed=(), whole=(
     # process: what it does stands in the name of a function of the program.
     facts = repr((jaxkern.__version__, sorted(params.items())))
     named.__name__ = f"{prim.name}_{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
-    return mlir.lower_fun(jax.jit(named), multiple_results=False)(ctx, *operands)
+    return mlir.lower_fun(jax.jit(named), multiple_results=several)(ctx, *operands)
 
 
 def _outside_meshes(f):
@@ -115,14 +119,14 @@ def _axes_of(sharding, mesh, rank):
     return splits
 
 
-def _agreed(dims, splits, size, exact, whole, mesh_shape):
-    """One split for each name: that of the result, or of the first operand that has one.
+def _agreed(dims, splits, order, size, exact, whole, mesh_shape):
+    """One split for each name: that of the first array, in this order, that has one.
 
     No array may be split along two of its dimensions by the same axis; two names that no array has both of may.
     """
     over = {}
-    for names, split in zip((dims[-1], *dims[:-1]), (splits[-1], *splits[:-1])):
-        for name, axes in zip(names, split):
+    for k in order:
+        for name, axes in zip(dims[k], splits[k]):
             if over.get(name):
                 continue
             beside = {other for names in dims if name in names for other in names} - {name}

@@ -547,6 +547,18 @@ def test_exported_programs_run_on_several_devices():
 
 
 @several
+def test_exported_for_any_batch_on_several_devices():
+    m = mesh()
+    (rows,) = jax.export.symbolic_shape("rows")
+    f = jax.jit(lambda x: jax.value_and_grad(lambda x: jaxkern.log_softmax(x)[..., 0].sum())(x))
+    shape = jax.ShapeDtypeStruct((8 * rows, 12), jnp.float32, sharding=NamedSharding(m, P("r")))
+    exported = jax.export.export(f, disabled_checks=jaxkern.export_checks())(shape)
+    for n in (1, 3):
+        x, _, _ = arrays((8 * n, 12))
+        same(jax.jit(exported.call)(jax.device_put(x, NamedSharding(m, P("r")))), f(x))
+
+
+@several
 def test_without_the_hook_rows_are_gathered(monkeypatch):
     """A version of JAX that lacks a private name: said once, and the numbers are right."""
     find = _compat._primitives_that_need_devices
