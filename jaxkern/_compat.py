@@ -3,10 +3,13 @@
 Nothing else in the package probes a version or imports from `jax._src`.
 """
 
+import concurrent.futures
 import contextlib
 import functools
+import os
 import pathlib
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +53,55 @@ def partitioned_devices(ctx) -> int:
         mesh = axis_context.mesh
         return 1 if set(manual) == set(mesh.axis_names) else mesh.size
     return getattr(axis_context, "num_devices", None) or 1
+
+
+@functools.cache
+def _primitives_that_need_devices():
+    """The set of primitives that JAX names the devices to while they are lowered, or None where it is gone."""
+    if os.environ.get("JAXKERN_PARTITION") == "batch":  # asked for: JAX refuses such primitives in some programs
+        return None
+    with contextlib.suppress(ImportError, AttributeError):
+        from jax._src import dispatch
+        from jax.experimental import custom_partitioning  # noqa: F401
+
+        return dispatch.prim_requires_devices_during_lowering
+    warnings.warn("jaxkern: this version of JAX does not let operations partition themselves. Arrays that are split "
+                  "along the axis of an operation will be gathered.", stacklevel=2)
+    return None
+
+
+def needs_devices(prim) -> None:
+    """Lets the lowering of `prim` know the devices, without which it cannot partition itself."""
+    primitives = _primitives_that_need_devices()
+    if primitives is not None:
+        primitives.add(prim)
+
+
+def may_partition_itself(ctx) -> bool:
+    """Whether `ctx`, a lowering context, is one in which XLA calls back to partition an operation."""
+    # JAX 0.9 and 0.10 are called back in another thread, where 64-bit types that a context allows are unknown.
+    elsewhere = (0, 9) <= jax.__version_info__ < (0, 11)
+    wide = any(a.dtype.itemsize == 8 and a.dtype != jnp.complex64 for a in (*ctx.avals_in, *ctx.avals_out))
+    if elsewhere and wide and not _in_a_thread(lambda: jax.config.jax_enable_x64):
+        return False
+    devices = getattr(ctx.module_context.axis_context, "device_assignment", None) or ()
+    exported = getattr(ctx.module_context.lowering_parameters, "for_export", False)
+    return len(devices) > 1 and not exported and shardy() and _primitives_that_need_devices() is not None
+
+
+def _in_a_thread(f):
+    """What `f` returns where none of this thread's contexts are."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(f).result()
+
+
+def partitioned_by(f, partition, rule, summed):
+    """`f`, which XLA partitions by `partition` after spreading shardings by `rule`."""
+    from jax.experimental.custom_partitioning import custom_partitioning
+
+    f = custom_partitioning(f)
+    f.def_partition(partition, sharding_rule=rule, reduction_factors=summed, decode_shardings=False)
+    return f
 
 
 def merges_split_dimensions() -> bool:

@@ -68,6 +68,25 @@ def computing(dtype):
     return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
 
 
+def least(dtype):
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return -jnp.inf
+    return False if dtype == jnp.bool_ else jnp.iinfo(dtype).min
+
+
+def greatest(dtype):
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.inf
+    return True if dtype == jnp.bool_ else jnp.iinfo(dtype).max
+
+
+def fill_value(dtype):
+    """What `jnp.take` gives for an index that is out of range."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.nan
+    return least(dtype) if jnp.issubdtype(dtype, jnp.signedinteger) else greatest(dtype)
+
+
 # ---- shapes
 
 

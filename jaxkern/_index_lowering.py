@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
-from jaxkern import _compat, _index, _partition, _registry, tiers
+from jaxkern import _compat, _index, _index_parts, _partition, _registry, tiers
 
 KERNEL_DTYPES = frozenset(map(jnp.dtype, (
     jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64, jnp.int32, jnp.int64, jnp.uint32)))
@@ -43,6 +43,8 @@ def _for_each_batch(f, rules):
 
 def _whole(source, index, rules):
     k = rules.batch_dims
+    if source.shape[:k] == index.shape[:k]:
+        return source
     return jnp.broadcast_to(source, (*index.shape[:k], *source.shape[k:]))
 
 
@@ -63,7 +65,7 @@ def _add_reference(x, index, source, *alpha, rules):
 
 
 def _select_reference(x, index, *, rules):
-    value = fill_value(x.dtype) if rules.fill_nan else 0
+    value = _index.fill_value(x.dtype) if rules.fill_nan else 0
 
     def select(x, index, rules):
         axis = rules.axis
@@ -74,29 +76,10 @@ def _select_reference(x, index, *, rules):
     return _for_each_batch(select, rules)(x, index)
 
 
-def fill_value(dtype):
-    """What `jnp.take` gives for an index that is out of range."""
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.nan
-    return least(dtype) if jnp.issubdtype(dtype, jnp.signedinteger) else greatest(dtype)
-
-
 def _sum_reference(source, index, *, rows, rules):
     k, axis = rules.batch_dims, rules.axis
     zeros = jnp.zeros((*index.shape[:k], *source.shape[k:axis], rows, *source.shape[axis + 1 :]), source.dtype)
     return _add_reference(zeros, index, source, rules=rules)
-
-
-def least(dtype):
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return -jnp.inf
-    return False if dtype == jnp.bool_ else jnp.iinfo(dtype).min
-
-
-def greatest(dtype):
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.inf
-    return True if dtype == jnp.bool_ else jnp.iinfo(dtype).max
 
 
 def _extreme_reference(method, identity, source, index, *, rows, rules):
@@ -117,6 +100,7 @@ def _register(prim, reference, of_source, aliases=None):
     for platform, module in _registry.status.items():
         if prim.name in module.targets:
             rule = functools.partial(_lower, prim, reference, of_source, aliases, platform)
+            _compat.needs_devices(prim)
             mlir.register_lowering(prim, rule, platform=platform)
 
 
@@ -132,6 +116,11 @@ def _lower(prim, reference, of_source, aliases, platform, ctx, *operands, rules,
             or (platform == "cpu" and static and max(count, height) > LIMIT)):
         return through(reference)(ctx, *operands, rules=rules, **params)
 
+    if static and _compat.may_partition_itself(ctx):
+        dims = _index_parts.dims(prim, [a.ndim for a in avals], rules)
+        return _partition.lower(
+            ctx, prim, operands, dict(rules=rules, **params), dims, _index_parts.SHARDS[prim], exact={"rows", "count"},
+            summed=_index_parts.summed(prim), whole={"rows"} if height > _index_parts.LIMIT else ())
     devices = _compat.partitioned_devices(ctx)
     if devices > 1 and rules.axis > 0 and any(
             a.shape[: rules.axis] != out.shape[: rules.axis] for a in avals):
@@ -186,5 +175,5 @@ def _scratch_shape(operation, dtype, index, shape, count, rules, devices):
 _register(_index.index_add_p, _add_reference, 2, {0: 0})
 _register(_index.index_select_p, _select_reference, -1)
 _register(_index.segment_sum_p, _sum_reference, 0)
-_register(_index.segment_max_p, functools.partial(_extreme_reference, "max", least), 0)
-_register(_index.segment_min_p, functools.partial(_extreme_reference, "min", greatest), 0)
+_register(_index.segment_max_p, functools.partial(_extreme_reference, "max", _index.least), 0)
+_register(_index.segment_min_p, functools.partial(_extreme_reference, "min", _index.greatest), 0)

@@ -53,28 +53,34 @@ def reduction_scratch_shape(shape, dtype, axis: int):
     return None if parts < 2 else (*shape[:axis], 16 * parts * inner)
 
 
-def register(prim, arrays: int, reference, dtypes=KERNEL_DTYPES, scratch=scratch_shape) -> None:
+def register(prim, arrays: int, reference, dtypes=KERNEL_DTYPES, scratch=scratch_shape, split=None) -> None:
     """Lowers `prim`, a row primitive on `arrays` arrays, to the target of its own name.
 
     reference(*operands, **params): the same in jnp, for platforms and dtypes without a kernel, for
         empty arrays, and where the extension module is missing.
     dtypes: those that there is a kernel for.
     scratch(shape, dtype, axis): the shape in bytes of what a CUDA kernel needs beside its result, or None.
+    split(*parts, over, **params): the same for rows that are split over devices, with a message between those
+        along the mesh axes `over`; often the reference, with `_partition.row_sums` for what it sums over a row.
+        Without it such rows are gathered.
     """
     mlir.register_lowering(prim, mlir.lower_fun(reference, multiple_results=False))
     _compat.taylor_rule(prim, reference)
     for platform, module in _registry.status.items():
         if prim.name in module.targets:
-            rule = functools.partial(_lower, prim, arrays, reference, dtypes, scratch if platform == "cuda" else None)
+            rule = functools.partial(_lower, prim, arrays, reference, dtypes, scratch if platform == "cuda" else None, split)
+            _compat.needs_devices(prim)
             mlir.register_lowering(prim, rule, platform=platform)
 
 
-def _lower(prim, arrays, reference, dtypes, scratch, ctx, *operands, **params):
+def _lower(prim, arrays, reference, dtypes, scratch, split, ctx, *operands, **params):
     avals, axis = ctx.avals_in, params["axis"]
     x, mask = avals[0], avals[arrays:]
     through = functools.partial(mlir.lower_fun, multiple_results=False)
     if x.dtype not in dtypes or 0 in x.shape:
         return through(reference)(ctx, *operands, **params)
+    if _compat.may_partition_itself(ctx) and all(isinstance(d, int) for d in x.shape):
+        return _partitioned(prim, split, ctx, operands, params)
     if mask:
         shape = mask_shape(x.shape, mask[0].shape, axis, _compat.partitioned_devices(ctx) > 1)
         if shape != mask[0].shape:
@@ -89,6 +95,23 @@ def _lower(prim, arrays, reference, dtypes, scratch, ctx, *operands, **params):
     attributes = _partition.attributes([a.shape for a in avals], [a.shape for a in results], axis)
     rule = jax.ffi.ffi_lowering(prim.name, **({"extra_attributes": attributes} if attributes else {}))
     return rule(ctx.replace(avals_out=results), *operands, axis=axis, tier=params["tier"])[:1]
+
+
+def _partitioned(prim, split, ctx, operands, params):
+    """Rows may be anywhere; a row is split as well if there is a `split`."""
+    axis = params["axis"]
+    names = [f"d{d}" for d in range(ctx.avals_in[0].ndim)]
+    names[axis] = "row"
+    reduced = names[:axis] + names[axis + 1 :]
+    dims = [names if a.ndim == len(names) else reduced for a in (*ctx.avals_in, *ctx.avals_out)]
+
+    def shard(over, *parts, **params):
+        if over["row"]:
+            return split(*parts, over=over["row"], **params)
+        return prim.bind(*parts, **params)
+
+    return _partition.lower(ctx, prim, operands, params, dims, shard, exact={"row"}, whole=() if split else {"row"},
+                            summed=() if dims[-1] is names else ("row",))
 
 
 def mask_shape(full, part, axis: int, sharded: bool):

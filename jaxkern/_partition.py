@@ -1,12 +1,179 @@
-"""Sharding of a row operation: what XLA is told so that sharded rows stay where they are.
+"""Sharding: what XLA is told so that no operation gathers an array that it could work on in parts.
 
-A target registered as batch partitionable may be run on a slice of its leading dimensions. How many
-of them are such batch dimensions stands in an attribute, and again in a Shardy rule.
+There are two ways, and the lowering of a primitive chooses. Under jit over several devices it hands XLA a
+callback (`jax.experimental.custom_partitioning`): the primitive names the dimensions of its operands and
+results, dimensions of one name are split alike, and `shard` computes a device's part, with collectives
+where it must. Where JAX has no callbacks (inside a `shard_map` over some of the mesh, and in an exported
+program) the target is batch partitionable: it may be run on a slice of its leading dimensions, whose number
+stands in an attribute and again in a Shardy rule; arrays split along others are gathered.
 """
 
-from jax.extend.mlir import ir
+import functools
+import hashlib
+import math
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.mlir import ir
+from jax.interpreters import mlir
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
+
+import jaxkern
 from jaxkern import _compat
+
+
+# ---- a callback that computes each device's part
+
+
+def lower(ctx, prim, operands, params, dims, shard, exact=(), summed=(), whole=()):
+    """Lowers `prim` to parts that each device computes for itself.
+
+    dims: for each operand and then for each result, a name for each dimension. Those of one name are split
+        alike. A dimension of size 1 where others of its name are longer is whole on every device.
+    shard(over, *parts, **params): the part of the result (a list, if `prim` has several) that belongs to these parts
+        of the operands. `over` maps each name to the axes of the mesh that split it, which collectives take; mostly ().
+    exact: names that are split only into equal parts, since `shard` depends on where a part begins. Others
+        may be padded at the end, with whatever.
+    summed: names that results are without, so that `shard` must reduce over them.
+    whole: names that are never split: arrays that are will be gathered.
+    """
+    several, count = prim.multiple_results, len(ctx.avals_in)
+    shapes = [a.shape for a in (*ctx.avals_in, *ctx.avals_out)]
+    size = {}
+    for names, shape in zip(dims, shapes):
+        for name, n in zip(names, shape):
+            size[name] = max(n, size.get(name, n))
+    alone = [[name if n == size[name] else f"one{k}x{d}" for d, (name, n) in enumerate(zip(names, shape))]
+             for k, (names, shape) in enumerate(zip(dims, shapes))]
+    size = {name: n for names, shape in zip(alone, shapes) for name, n in zip(names, shape)}
+
+    def partition(mesh, parts, results):
+        arrays = [*parts, *(results if several else [results])]
+        mesh = _refined(mesh, arrays)
+        splits = [_axes_of(a.sharding, mesh, len(names)) for a, names in zip(arrays, alone)]
+        over = _agreed(alone, splits, [*range(count, len(arrays)), *range(count)], size, exact, whole, mesh.shape)
+        shardings = [NamedSharding(mesh, P(*(over[name] or None for name in names))) for names in alone]
+        local = _outside_meshes(functools.partial(shard, over, **params))
+        return mesh, local, shardings[count:] if several else shardings[count], tuple(shardings[:count])
+
+    spelled = [" ".join(names) for names in alone]
+    call = _compat.partitioned_by(
+        _outside_meshes(functools.partial(prim.bind, **params)), partition,
+        rule=f"{', '.join(spelled[:count])} -> {', '.join(spelled[count:])}",
+        summed=tuple(name for name in summed if any(name in names for names in alone)))
+
+    def named(*operands):
+        return call(*operands)
+
+    # The compiler's cache knows the callback by its address at most, which another callback has in another
+    # process: what it does stands in the name of a function of the program.
+    facts = repr((jaxkern.__version__, sorted(params.items())))
+    named.__name__ = f"{prim.name}_{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+    return mlir.lower_fun(jax.jit(named), multiple_results=several)(ctx, *operands)
+
+
+def _outside_meshes(f):
+    """`f`, whose parts of arrays know nothing of the mesh that the whole is in."""
+
+    def g(*parts):
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            return f(*parts)
+
+    return g
+
+
+def _refined(mesh, arrays):
+    """The mesh with axes of prime size: XLA may split a dimension by a part of an axis."""
+    sharding, rank = next(((a.sharding, len(a.shape)) for a in arrays if a.sharding is not None), (None, 0))
+    if sharding is None:
+        return mesh
+    devices = list(sharding.devices_indices_map((sharding.num_devices,) * rank))  # in the order of the mesh
+    sizes = mesh.shape.values() if mesh.size == len(devices) else (len(devices),)
+    primes = [p for n in sizes for p in _primes(n)]
+    return Mesh(np.array(devices).reshape(primes), [f"jaxkern{k}" for k in range(len(primes))])
+
+
+def _primes(n):
+    p = next((p for p in range(2, math.isqrt(n) + 1) if n % p == 0), n)
+    return [] if n == 1 else [p, *_primes(n // p)]
+
+
+def _axes_of(sharding, mesh, rank):
+    """The axes of the mesh that split each dimension, the slowest first; () where that is none or no such axes."""
+    if sharding is None or rank == 0:
+        return [()] * rank
+    n, shape = mesh.size, tuple(mesh.shape.values())
+    begin = [[s.start or 0 for s in part] for part in sharding.devices_indices_map((n,) * rank).values()]
+    digit = dict(zip(mesh.axis_names, np.indices(shape)))
+    splits = []
+    for begins in np.array(begin).T.reshape(rank, *shape):
+        stride = {a: begins[tuple(int(k == at) for k in range(len(shape)))] for at, a in enumerate(mesh.axis_names)}
+        axes = sorted((a for a in stride if stride[a]), key=stride.get, reverse=True)
+        unit, expected = n, np.zeros(shape, int)
+        for a in axes:
+            unit //= mesh.shape[a]
+            expected += unit * digit[a]
+        splits.append(tuple(axes) if (expected == begins).all() else ())
+    return splits
+
+
+def _agreed(dims, splits, order, size, exact, whole, mesh_shape):
+    """One split for each name: that of the first array, in this order, that has one.
+
+    No array may be split along two of its dimensions by the same axis; two names that no array has both of may.
+    """
+    over = {}
+    for k in order:
+        for name, axes in zip(dims[k], splits[k]):
+            if over.get(name):
+                continue
+            beside = {other for names in dims if name in names for other in names} - {name}
+            taken = {a for other in beside for a in over.get(other, ())}
+            axes = () if name in whole else tuple(a for a in axes if a not in taken)
+            uneven = size[name] % math.prod(mesh_shape[a] for a in axes)
+            over[name] = () if uneven and name in exact else axes
+    return over
+
+
+# ---- rows that are split: each device reduces its part, then they tell each other a few numbers a row
+
+
+def row_sums(axis, over, *arrays):
+    """The sum of each row of each of the arrays; one message between devices for all."""
+    return _summed([jnp.sum(x, axis, keepdims=True) for x in arrays], over)
+
+
+def row_exponentials(x, axis, over, weights=(), others=()):
+    """(largest, sums): the largest element of each row of x, and sums over the row, in two messages.
+
+    The sums are those of exp(x - largest), of that times each of the weights, and of each of the others. A row of
+    nothing but -inf has the largest element 0, and sums 0 of what has an exponential in it.
+    """
+    largest = jnp.max(x, axis, keepdims=True, initial=-jnp.inf)
+    base = jnp.where(largest == -jnp.inf, 0, largest)
+    exponential = jnp.exp(x - base)
+    sums = [exponential, *(exponential * w for w in weights), *others]
+    return merge_exponentials(largest, [jnp.sum(a, axis, keepdims=True) for a in sums], over, 1 + len(weights))
+
+
+def merge_exponentials(largest, sums, over, scaled=1):
+    """(largest, sums) of rows from those of their parts, each on a device; the first `scaled` sums are of exponentials."""
+    base = jnp.where(largest == -jnp.inf, 0, largest)
+    if not over:
+        return base, sums
+    whole = lax.pmax(largest, over)
+    whole = jnp.where(whole == -jnp.inf, 0, whole)
+    factor = jnp.exp(jnp.where(largest == -jnp.inf, -jnp.inf, base - whole))
+    return whole, _summed([s * factor for s in sums[:scaled]] + sums[scaled:], over)
+
+
+def _summed(sums, over):
+    return list(lax.psum(jnp.stack(sums), over)) if over else sums
+
+
+# ---- dimensions that XLA may slice
 
 
 def batch_dims(shapes, axis: int) -> int:

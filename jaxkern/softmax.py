@@ -18,10 +18,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxkern import _canonical, _fused, _lowering, tiers
+from jaxkern import _canonical, _fused, _lowering, _partition, tiers
 from jaxkern._autodiff import deflinear, defvjp
 from jaxkern._primitive import bind, row_primitive
-from jaxkern._rows import computed, lowest_for_infinity, row_sum, shifted
+from jaxkern._rows import computed, lowest_for_infinity, row_sum
 
 
 # ---- what a user calls
@@ -223,8 +223,9 @@ def _participants(x, nothing, axis, *mask):
 
 def _probabilities(x, axis, kept):
     """softmax(x) in the computing type; 0 for elements that are not `kept`."""
-    _, exponential, total = shifted(x, (kept,), axis)
-    return exponential / jnp.where(total == 0, 1, total)
+    wide = _unmasked(x, kept)
+    largest, (total,) = _partition.row_exponentials(wide, axis, ())
+    return jnp.exp(wide - largest) / _nonzero(total)
 
 
 def _softmax_grad_jvp(y, g, *rest, axis, tier):
@@ -258,41 +259,63 @@ deflinear(log_softmax_grad_p, 1, _log_softmax_grad_jvp, transpose=log_softmax_jv
 deflinear(log_softmax_jvp_p, 1, _log_softmax_jvp_jvp, transpose=log_softmax_grad_p)
 
 
-# ---- the same in jnp, where there is no kernel
+# ---- the same in jnp: where there is no kernel, and for rows that are split over devices
 
 
-def _softmax_reference(x, *mask, axis, tier):
-    _, exponential, total = shifted(x, mask, axis)
-    y = exponential / jnp.where(total == 0, 1, total)
+def _unmasked(x, *mask):
+    """`x` in the type that its arithmetic is done in, with -inf where it is masked out."""
+    x = computed(x)
+    return jnp.where(mask[0], x, -jnp.inf) if mask else x
+
+
+def _nonzero(total):
+    """A sum of exponentials to divide by; it is 0 where nothing takes part."""
+    return jnp.where(total == 0, 1, total)
+
+
+def _softmax_reference(x, *mask, axis, tier, over=()):
+    wide = _unmasked(x, *mask)
+    largest, (total,) = _partition.row_exponentials(wide, axis, over)
+    y = jnp.exp(wide - largest) / _nonzero(total)
     return computed(y, *mask).astype(x.dtype)
 
 
-def _log_softmax_reference(x, *mask, axis, tier):
-    below, _, total = shifted(x, mask, axis)
-    y = jnp.where(total == 0, -jnp.inf, below - jnp.log(total))
+def _log_softmax_reference(x, *mask, axis, tier, over=()):
+    wide = _unmasked(x, *mask)
+    largest, (total,) = _partition.row_exponentials(wide, axis, over)
+    y = jnp.where(total == 0, -jnp.inf, wide - largest - jnp.log(total))
     return lowest_for_infinity(jnp.where(mask[0], y, -jnp.inf) if mask else y, x.dtype)
 
 
-def _softmax_grad_reference(y, g, *mask, axis, tier):
-    kept = _participants(y, 0, axis, *mask)
-    p, g = computed(y, kept), computed(g, kept)
-    return (p * (g - row_sum(p * g, axis))).astype(y.dtype)
+# What the tangents and cotangents hold in rows where nothing takes part, NaN included, is in sums that
+# are not used: to know beforehand which rows those are would be another message between devices.
 
 
-def _log_softmax_grad_reference(x, g, *mask, axis, tier):
-    kept = _participants(x, -jnp.inf, axis, *mask)
-    g = computed(g, kept)
-    return (g - _probabilities(x, axis, kept) * row_sum(g, axis)).astype(x.dtype)
+def _kept(dx, alive, mask, dtype):
+    """`dx`, and 0 where it is masked out or nothing in the row is alive."""
+    return jnp.where(alive & mask[0] if mask else alive, dx, 0).astype(dtype)
 
 
-def _log_softmax_jvp_reference(x, t, *mask, axis, tier):
-    kept = _participants(x, -jnp.inf, axis, *mask)
-    t = computed(t, kept)
-    return computed(t - row_sum(_probabilities(x, axis, kept) * t, axis), kept).astype(x.dtype)
+def _softmax_grad_reference(y, g, *mask, axis, tier, over=()):
+    p, g = computed(y, *mask), computed(g, *mask)
+    dot, positive = _partition.row_sums(axis, over, p * g, (p != 0).astype(p.dtype))
+    return _kept(p * (g - dot), positive != 0, mask, y.dtype)
 
 
-_lowering.register(softmax_p, 1, _softmax_reference)
-_lowering.register(log_softmax_p, 1, _log_softmax_reference)
-_lowering.register(softmax_grad_p, 2, _softmax_grad_reference)
-_lowering.register(log_softmax_grad_p, 2, _log_softmax_grad_reference)
-_lowering.register(log_softmax_jvp_p, 2, _log_softmax_jvp_reference)
+def _log_softmax_grad_reference(x, g, *mask, axis, tier, over=()):
+    wide, g = _unmasked(x, *mask), computed(g, *mask)
+    largest, (total, of_g) = _partition.row_exponentials(wide, axis, over, others=[g])
+    return _kept(g - jnp.exp(wide - largest) / _nonzero(total) * of_g, total != 0, mask, x.dtype)
+
+
+def _log_softmax_jvp_reference(x, t, *mask, axis, tier, over=()):
+    t = computed(t, *mask)
+    _, (total, dot) = _partition.row_exponentials(_unmasked(x, *mask), axis, over, weights=[t])
+    return _kept(t - dot / _nonzero(total), total != 0, mask, x.dtype)
+
+
+for _prim, _arrays, _reference in (
+        (softmax_p, 1, _softmax_reference), (log_softmax_p, 1, _log_softmax_reference),
+        (softmax_grad_p, 2, _softmax_grad_reference), (log_softmax_grad_p, 2, _log_softmax_grad_reference),
+        (log_softmax_jvp_p, 2, _log_softmax_jvp_reference)):
+    _lowering.register(_prim, _arrays, _reference, split=_reference)

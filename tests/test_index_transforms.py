@@ -1,4 +1,4 @@
-"""The index_add family under every JAX transformation, against plain jnp under the same one."""
+"""What the transformations of test_matrix.py leave open: the index_add family under vmap of each operand, and in programs."""
 
 import functools
 import re
@@ -8,79 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from test_transforms import AXIS, OUTSIDE_JIT, SHAPE, TRANSFORMATIONS, assert_same, compiled, equations, inputs
+from test_transforms import SHAPE, assert_same, compiled, equations, inputs
 
 import jaxkern
 from jaxkern import _registry
 
-ROWS = SHAPE[AXIS]
 INDEX = jnp.array([2, 0, 2, -3], jnp.int8)  # as many as rows, so that every operation keeps the shape; none of row 3
-IDS = INDEX % ROWS
 ALPHA = 0.7
-
-
-def at(x):
-    return x.at[:, INDEX]
-
-
-def segments(module, name, s):
-    """Along the axis, by vmap."""
-    reduced = jax.vmap(lambda s: getattr(module, name)(s, IDS, ROWS))(s)
-    return jnp.where(jnp.isfinite(reduced), reduced, 0)
-
-
-def mean(s):
-    count = jax.ops.segment_sum(jnp.ones(ROWS), IDS, ROWS)[:, None]
-    return segments(jax.ops, "segment_sum", s) / jnp.maximum(count, 1)
-
-
-def ties(s):
-    """Rows that are equal: 0 and 2 go to the same."""
-    return s.at[:, 2].set(s[:, 0])
-
-
-# name -> (ours, theirs): functions of one array, to one of its shape
-FUNCTIONS = {
-    "index_add, x": (lambda x: jaxkern.index_add(x, 1, INDEX, SOURCE(), alpha=ALPHA),
-                     lambda x: at(x).add(ALPHA * SOURCE())),
-    "index_add, source": (lambda s: jaxkern.index_add(SOURCE(), 1, INDEX, s), lambda s: at(SOURCE()).add(s)),
-    "index_add, all": (lambda s: jaxkern.index_add(s, 1, INDEX, jnp.cos(s), alpha=s.mean()),
-                       lambda s: at(s).add(jnp.cos(s) * s.mean())),
-    "index_select": (lambda x: jaxkern.index_select(x, 1, INDEX), lambda x: x[:, INDEX]),
-    "index_select, filled": (lambda x: jnp.nan_to_num(jaxkern.index_select(x, 1, INDEX + 2)),
-                             lambda x: x.at[:, INDEX + 2].get(mode="fill", fill_value=0)),
-    "segment_sum": (lambda s: segments(jaxkern, "segment_sum", s), lambda s: segments(jax.ops, "segment_sum", s)),
-    "segment_mean": (lambda s: segments(jaxkern, "segment_mean", s), mean),
-    "segment_max": (lambda s: segments(jaxkern, "segment_max", s), lambda s: segments(jax.ops, "segment_max", s)),
-    "segment_min": (lambda s: segments(jaxkern, "segment_min", s), lambda s: segments(jax.ops, "segment_min", s)),
-    "segment_max, ties": (lambda s: segments(jaxkern, "segment_max", ties(s)),
-                          lambda s: segments(jax.ops, "segment_max", ties(s))),
-}
-
-
-def SOURCE():
-    return jnp.asarray(np.random.default_rng(3).normal(size=SHAPE))
-
-
-def curved(f):
-    """Not linear, so that no derivative is zero for want of something to derive."""
-    return lambda x: f(jnp.sin(x) + 0.3 * x * x)
-
-
-# Every transformation of two functions that use all rules between them; the others under one of each kind.
-PAIRS = [(name, f) for name in TRANSFORMATIONS for f in ("index_add, all", "segment_max, ties")] + [
-    (name, f) for name in ("eager", "grad", "jvp", "hessian", "linear_transpose of vjp", "vmap of grad", "grad of scan")
-    for f in FUNCTIONS if f not in ("index_add, all", "segment_max, ties")]
-
-
-@pytest.mark.parametrize("name, function", PAIRS)
-@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-def test_transformation(name, function, x64):
-    x, t = inputs()
-    whole = (lambda run: run) if name in OUTSIDE_JIT else jax.jit
-    ours, theirs = (whole(functools.partial(TRANSFORMATIONS[name], curved(f)))(x, t) for f in FUNCTIONS[function])
-    assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(theirs)) > 1e-3  # or nothing is compared
-    assert_same(ours, theirs)
 
 
 # ---- vmap

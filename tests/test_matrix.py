@@ -1,0 +1,273 @@
+"""Every operation under every transformation of JAX, against plain jnp under the same one, in float64.
+
+An operation is covered by being listed in CASES. `python tests/test_matrix.py` prints the table of README.md.
+"""
+
+import functools
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export, lax
+from jax.sharding import PartitionSpec as P
+from reference import OPERATIONS
+from test_index_transforms import ALPHA, INDEX
+from test_transforms import MASKS, SHAPE, assert_same, functions, inputs, loss, mask_of
+
+import jaxkern
+
+# ---- the operations
+
+
+ROWS = SHAPE[1]
+IDS = INDEX % ROWS
+
+
+def SOURCE():  # in the types of the test that asks
+    return jnp.asarray(np.random.default_rng(3).normal(size=SHAPE))
+
+
+def at(x):
+    return x.at[:, INDEX]
+
+
+def segments(module, name, s):
+    """Along the axis, by vmap."""
+    reduced = jax.vmap(lambda s: getattr(module, name)(s, IDS, ROWS))(s)
+    return jnp.where(jnp.isfinite(reduced), reduced, 0)
+
+
+def mean(s):
+    count = jax.ops.segment_sum(jnp.ones(ROWS), IDS, ROWS)[:, None]
+    return segments(jax.ops, "segment_sum", s) / jnp.maximum(count, 1)
+
+
+def ties(s):
+    """Rows that are equal: 0 and 2 go to the same."""
+    return s.at[:, 2].set(s[:, 0])
+
+
+def filled(x):
+    return x.at[:, INDEX + 2].get(mode="fill", fill_value=0)
+
+
+def curved(f):
+    """Not linear, so that no derivative is zero for want of something to derive."""
+    return lambda x: f(jnp.sin(x) + 0.3 * x * x)
+
+
+def masked(operation, kind):
+    return functions(operation, mask_of(MASKS[kind]))
+
+
+# Name (a public function, perhaps a comma and what is special) -> ours and theirs, functions of one array of
+# SHAPE to one like it. A reduction is broadcast to it again. A case runs the first transformation of every column
+# below, and all of them if it is in THOROUGH, which has one case of each kind of rule. In place of a pair stands a
+# function that makes it, where it holds arrays.
+CASES = {
+    **{f"{operation}, mask {kind}": functools.partial(masked, operation, kind) for operation in OPERATIONS for kind in MASKS},
+    "index_add, x": (lambda x: jaxkern.index_add(x, 1, INDEX, SOURCE(), alpha=ALPHA), lambda x: at(x).add(ALPHA * SOURCE())),
+    "index_add, source": (lambda s: jaxkern.index_add(SOURCE(), 1, INDEX, s), lambda s: at(SOURCE()).add(s)),
+    "index_add, all": (lambda s: jaxkern.index_add(s, 1, INDEX, jnp.cos(s), alpha=s.mean()),
+                       lambda s: at(s).add(jnp.cos(s) * s.mean())),
+    "index_select": (lambda x: jaxkern.index_select(x, 1, INDEX), lambda x: x[:, INDEX]),
+    "index_select, filled": (lambda x: jnp.nan_to_num(jaxkern.index_select(x, 1, INDEX + 2)), filled),
+    "embedding_lookup": (lambda x: jaxkern.embedding_lookup(x, IDS[:3]), lambda x: x[IDS[:3]]),
+    "segment_sum": (lambda s: segments(jaxkern, "segment_sum", s), lambda s: segments(jax.ops, "segment_sum", s)),
+    "segment_mean": (lambda s: segments(jaxkern, "segment_mean", s), mean),
+    "segment_max": (lambda s: segments(jaxkern, "segment_max", s), lambda s: segments(jax.ops, "segment_max", s)),
+    "segment_min": (lambda s: segments(jaxkern, "segment_min", s), lambda s: segments(jax.ops, "segment_min", s)),
+    "segment_max, ties": (lambda s: segments(jaxkern, "segment_max", ties(s)),
+                          lambda s: segments(jax.ops, "segment_max", ties(s))),
+}
+THOROUGH = ("softmax, mask whole", "softmax, mask broadcast", "log_softmax, mask whole", "log_softmax, mask broadcast",
+            "index_add, all", "segment_max, ties")
+
+
+def case(name):
+    pair = CASES[name]
+    return pair() if callable(pair) else tuple(map(curved, pair))
+
+
+# ---- the transformations
+
+
+def _while(f):
+    def body(state):
+        k, x = state
+        return k + 1, f(x) + 0.1 * x
+    return lambda x: lax.while_loop(lambda state: state[0] < 3, body, (0, x))[1]
+
+
+def _root(f):
+    """y with y = x + f(y) / 10, nearly, differentiated as the root that it is."""
+    def iterate(step, start):
+        return lax.fori_loop(0, 6, lambda _, y: step(y), start)
+
+    def root(x):
+        residual = lambda y: y - 0.1 * f(y) - x
+        return lax.custom_root(residual, x, lambda g, y: iterate(lambda y: y - g(y), y),
+                               lambda g, b: iterate(lambda z: z + b - g(z), b))
+    return root
+
+
+def _mapped(f):
+    """Over one device; which axes a value varies over is checked all the same."""
+    mesh = jax.make_mesh((1,), ("r",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    return jax.shard_map(f, mesh=mesh, in_specs=P("r"), out_specs=P("r"))
+
+
+def _exported(f):
+    return export.export(jax.jit(f), disabled_checks=jaxkern.export_checks())
+
+
+def three(x, t):
+    return jnp.stack([x, t, -x])
+
+
+def _remat(policy):
+    return lambda f, x, t: jax.grad(loss(jax.checkpoint(lambda x: f(jnp.cos(f(x))), policy=policy), t))(x)
+
+
+# Column of the table -> name -> a function of (f, x, t), with f from an array to one of its shape.
+TRANSFORMATIONS = {
+    "jit": {
+        "jit": lambda f, x, t: jax.jit(f)(x),
+        "eager": lambda f, x, t: f(x),
+    },
+    "grad": {
+        "grad": lambda f, x, t: jax.grad(loss(f, t))(x),
+        "vjp": lambda f, x, t: jax.vjp(f, x)[1](t),
+        "grad, eager": lambda f, x, t: jax.grad(loss(f, t))(x),
+        "jit of grad": lambda f, x, t: jax.jit(jax.grad(loss(f, t)))(x),
+        "grad of jit": lambda f, x, t: jax.grad(loss(jax.jit(f), t))(x),
+        "nested": lambda f, x, t: jax.grad(lambda x: jnp.sum(f(jnp.tanh(f(x))) * t))(x),
+        "gradient in the cotangent": lambda f, x, t: jax.grad(lambda g: jnp.sum(jnp.sin(jax.vjp(f, x)[1](g)[0])))(t),
+    },
+    "jvp": {
+        "jvp": lambda f, x, t: jax.jvp(f, (x,), (t,)),
+        "jvp, eager": lambda f, x, t: jax.jvp(f, (x,), (t,)),
+        "symbolic zero": lambda f, x, t: jax.jvp(lambda x, s: f(x) * s, (x, 2.0), (jnp.zeros_like(x), 1.0))[1],
+        "has no tangent": lambda f, x, t: jax.jvp(lambda s: f(x) * s, (2.0,), (1.0,)),
+        "gradient in the tangent": lambda f, x, t: jax.grad(lambda d: jnp.sum(jnp.sin(jax.jvp(f, (x,), (d,))[1])))(t),
+        "third order, forward": lambda f, x, t: jax.jvp(lambda x: jax.jvp(lambda x: jax.jvp(f, (x,), (t,))[1], (x,), (t,))[1], (x,), (t,))[1],
+    },
+    "linearize": {"linearize": lambda f, x, t: jax.linearize(f, x)[1](t)},
+    "linear_transpose": {
+        "of vjp": lambda f, x, t: jax.linear_transpose(lambda g: jax.vjp(f, x)[1](g)[0], x)(t),
+        "of jvp": lambda f, x, t: jax.linear_transpose(lambda d: jax.jvp(f, (x,), (d,))[1], x)(t),
+    },
+    "jacfwd": {
+        "jacfwd": lambda f, x, t: jax.jacfwd(f)(x),
+        "jacfwd of jacfwd": lambda f, x, t: jax.jacfwd(jax.jacfwd(loss(f, t)))(x),
+    },
+    "jacrev": {
+        "jacrev": lambda f, x, t: jax.jacrev(f)(x),
+        "jacrev of jacrev": lambda f, x, t: jax.jacrev(jax.jacrev(loss(f, t)))(x),
+        "jacrev of jacfwd": lambda f, x, t: jax.jacrev(jax.jacfwd(loss(f, t)))(x),
+    },
+    "hessian": {
+        "hessian": lambda f, x, t: jax.hessian(loss(f, t))(x),
+        "product, forward over reverse": lambda f, x, t: jax.jvp(jax.grad(loss(f, t)), (x,), (t,))[1],
+        "product, reverse over forward": lambda f, x, t: jax.grad(lambda x: jax.jvp(loss(f, t), (x,), (t,))[1])(x),
+        "product, reverse over reverse": lambda f, x, t: jax.grad(lambda x: jnp.sum(jax.grad(loss(f, t))(x) * t))(x),
+        "third order": lambda f, x, t: jax.grad(lambda x: jax.jvp(lambda x: jnp.sum(jax.grad(loss(f, t))(x) * t), (x,), (t,))[1])(x),
+    },
+    "vmap": {
+        "every in_axes": lambda f, x, t: [jax.vmap(f, k, (k + 1) % 4)(jnp.stack([x, t], k)) for k in range(4)],
+        "nested": lambda f, x, t: jax.vmap(jax.vmap(f, 1, 2), 3, 0)(jnp.stack([three(x, t), three(t, x)], 3).swapaxes(0, 1)),
+        "of jvp": lambda f, x, t: jax.vmap(lambda d: jax.jvp(f, (x,), (d,))[1])(three(x, t)),
+        "of vjp": lambda f, x, t: jax.vmap(jax.vjp(f, x)[1])(three(x, t)),
+        "of Hessian product": lambda f, x, t: jax.vmap(lambda d: jax.jvp(jax.grad(loss(f, t)), (x,), (d,))[1])(jnp.stack([x, t])),
+    },
+    "vmap∘grad": {"vmap of grad": lambda f, x, t: jax.vmap(lambda x, t: jax.grad(loss(f, t))(x))(three(x, t), three(t, x))},
+    "grad∘vmap": {"grad of vmap": lambda f, x, t: jax.grad(lambda xs: jnp.sum(jnp.sin(jax.vmap(f)(xs)) * t))(three(x, t))},
+    "remat": {
+        "nothing saved": _remat(jax.checkpoint_policies.nothing_saveable),
+        "no policy": _remat(None),
+        "everything saved": _remat(jax.checkpoint_policies.everything_saveable),
+        "products saved": _remat(jax.checkpoint_policies.dots_saveable),
+    },
+    "scan": {
+        "grad of scan": lambda f, x, t: jax.grad(lambda x: jnp.sum(lax.scan(
+            lambda c, d: (f(c + d), f(c)), x, jnp.stack([t, -t]))[1] * t))(x),
+        "scan": lambda f, x, t: lax.scan(lambda c, d: (f(c + d), f(c - d).sum()), x, three(t, x)),
+    },
+    "while": {
+        "jvp of while": lambda f, x, t: jax.jvp(_while(f), (x,), (t,)),
+        "while": lambda f, x, t: _while(f)(x),
+    },
+    "cond": {
+        "grad of cond": lambda f, x, t: jax.grad(lambda x: jnp.sum(lax.cond(x[0, 0, 0] > 0, f, jnp.sin, x) * t))(x),
+        "either branch": lambda f, x, t: [lax.cond(p, f, lambda x: 2 * f(-x), x) for p in (x.sum() > t.sum(), x.sum() <= t.sum())],
+    },
+    "custom_root": {"grad of custom_root": lambda f, x, t: jax.value_and_grad(loss(_root(f), t))(x)},
+    "shard_map": {"grad of shard_map": lambda f, x, t: jax.value_and_grad(loss(_mapped(f), t))(x)},
+    "donation": {"donation": lambda f, x, t: jax.jit(f, donate_argnums=0)(x + 0)},
+    "export": {
+        "export": lambda f, x, t: _exported(f)(x).call(x),
+        "export of vjp": lambda f, x, t: _exported(lambda x, t: jax.vjp(f, x)[1](t))(x, t).call(x, t),
+    },
+}
+# These are about what happens outside of a program; all others of a test are one program.
+OUTSIDE_JIT = ("jit", "eager", "grad, eager", "jvp, eager", "donation", "export", "export of vjp")
+
+
+def check(f, g, transformations):
+    x, t = inputs()
+    inside = {k: v for k, v in transformations.items() if k.split(": ")[1] not in OUTSIDE_JIT}
+    results = []
+    for h in (f, g):
+        program = jax.jit(lambda x, t, h=h: {name: run(h, x, t) for name, run in inside.items()})
+        results.append(program(x, t) | {name: run(h, x, t) for name, run in transformations.items() if name not in inside})
+    ours, theirs = results
+    assert ours.keys() == theirs.keys() == transformations.keys()
+    for name in transformations:
+        largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(theirs[name]))
+        assert largest > 1e-3, f"{name}: nothing is compared"
+        try:
+            assert_same(ours[name], theirs[name])
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
+
+
+@pytest.mark.parametrize("column", TRANSFORMATIONS)
+@pytest.mark.parametrize("name", THOROUGH)
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_every_transformation(name, column, x64):
+    check(*case(name), {f"{column}: {k}": run for k, run in TRANSFORMATIONS[column].items()})
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in THOROUGH])
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_first_transformation_of_every_column(name, x64):
+    check(*case(name), {f"{column}: {next(iter(runs))}": next(iter(runs.values())) for column, runs in TRANSFORMATIONS.items()})
+
+
+# ---- the table
+
+
+def table():
+    """README's: what is run for each public function, by one of its cases at least."""
+    lines = ["| | " + " | ".join(TRANSFORMATIONS) + " |", "|---" * (len(TRANSFORMATIONS) + 1) + "|"]
+    for operation in dict.fromkeys(name.split(",")[0] for name in CASES):
+        lines.append(f"| `{operation}` |" + " ✓ |" * len(TRANSFORMATIONS))
+    return "\n".join(lines)
+
+
+def test_every_public_function_is_listed():
+    listed = {name.split(",")[0] for name in CASES}
+    assert listed == {name for name in jaxkern.__all__ if name not in ("tiers", "export_checks")}
+
+
+def test_readme_shows_the_table():
+    readme = (pathlib.Path(__file__).resolve().parent.parent / "README.md").read_text()
+    (shown,) = re.findall(r"<!-- transformations -->\n(.*?)\n<!-- /transformations -->", readme, re.S)
+    assert shown == table(), "run: python tests/test_matrix.py"
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,150 @@
+"""What several processes share: the compiler's cache, and the devices of one program."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from jaxkern import _registry
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+CPU = {"JAX_PLATFORMS": "cpu"}
+
+
+def start(program, devices, *arguments, **environment):
+    """A process that runs `program`, a string, with arguments, on so many CPU devices."""
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    paths = os.pathsep.join([*sys.path, str(ROOT / "examples")])  # of this process, whatever its library is
+    return subprocess.Popen([sys.executable, "-c", program, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            env={**os.environ, **CPU, "XLA_FLAGS": flags, "PYTHONPATH": paths, **environment})
+
+
+def finish(*processes):
+    """What each printed."""
+    try:
+        done = [process.communicate(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (out, errors) in zip(processes, done):
+        assert process.returncode == 0, out + errors
+    return [out for out, _ in done]
+
+
+# ---- the compiler's cache
+
+
+CACHED = """
+import jax, jax.numpy as jnp, jaxkern, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event) if event.endswith("/cache_hits") else None)
+mesh = jax.make_mesh((2,), ("r",), axis_types=(jax.sharding.AxisType.Auto,))
+x = jax.device_put(jnp.arange(64.0).reshape(8, 8) / 9, NamedSharding(mesh, P("r")))
+i = jnp.arange(8) % 3
+for f in (jaxkern.softmax, jaxkern.log_softmax, lambda x: jaxkern.softmax(x, 0), lambda x: jaxkern.segment_max(x, i, 4),
+          lambda x: jaxkern.segment_min(x, i, 4), lambda x: jaxkern.index_add(x, 0, i, x)):
+    g = lambda x: f(x)  # of one name, so that nothing but the operation tells the programs apart
+    hits.clear()
+    compiled = jax.jit(g).lower(x).compile()
+    print(len(hits), float(np.clip(compiled(x), -9, 9).ravel() @ np.arange(compiled(x).size)))
+"""
+
+
+def test_second_run_finds_every_program_in_the_cache(tmp_path):
+    """And none that is another operation's: callbacks alone cannot be told apart from process to process."""
+    environment = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                   "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+                   "JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY": "1"}
+    (first,), (second,) = (finish(start(CACHED, 2, **environment)) for _ in range(2))
+    first, second = ([line.split() for line in out.splitlines()] for out in (first, second))
+    assert len(first) == len(second) == 6
+    assert [hits for hits, _ in first] == ["0"] * 6 and [hits for hits, _ in second] == ["1"] * 6
+    assert [value for _, value in first] == [value for _, value in second]
+    assert len({value for _, value in first}) == 6
+
+
+# ---- what JAX refuses to operations that partition themselves
+
+
+ABSTRACT = """
+import jax, jax.numpy as jnp, jaxkern
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
+
+abstract = AbstractMesh((4, 2), ("r", "c"), axis_types=(AxisType.Auto,) * 2)
+x = jax.ShapeDtypeStruct((16, 64), jnp.float32, sharding=NamedSharding(abstract, P("r")))
+f = jax.jit(lambda x: jaxkern.index_add(jaxkern.softmax(x), 0, jnp.arange(16), x))
+for platform in ("cpu", "cuda"):
+    exported = jax.export.export(f, platforms=[platform], disabled_checks=jaxkern.export_checks())(x)
+    print(exported.nr_devices, "custom_call @jaxkern_softmax(" in exported.mlir_module(), platform)
+
+meshes = [jax.make_mesh(*m, axis_types=(AxisType.Auto,) * len(m[0])) for m in (((2,), ("a",)), ((1, 2), ("b", "c")))]
+x = jnp.arange(64.0).reshape(8, 8) / 9
+two = jax.jit(lambda x: jaxkern.softmax(jax.lax.with_sharding_constraint(x, NamedSharding(meshes[1], P("c")))))
+print(abs(two(jax.device_put(x, NamedSharding(meshes[0], P("a")))) - jax.nn.softmax(x)).max() < 1e-6)
+"""
+
+
+def test_batch_dimensions_alone_by_request():
+    """Abstract meshes, and two meshes in one program."""
+    (out,) = finish(start(ABSTRACT, 2, JAXKERN_PARTITION="batch"))
+    on_cpu, on_cuda, two = out.splitlines()
+    assert on_cpu == f"8 {_registry.status['cpu'].module is not None} cpu"
+    assert on_cuda == f"8 {_registry.status['cuda'].module is not None} cuda"
+    assert two == "True"
+
+
+# ---- one program on the devices of two processes
+
+
+TRAINED = """
+import sys
+import jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+address, rank, processes, *splits = sys.argv[1:]
+if int(processes) > 1:
+    jax.distributed.initialize(address, int(processes), int(rank))
+import language_model as example
+
+assert jax.device_count() == int(processes)
+mesh = jax.make_mesh((jax.device_count(),), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+put = lambda a, spec: jax.device_put(np.asarray(a), NamedSharding(mesh, spec))
+p = example.PRESETS["tiny"]
+for split in splits:
+    def spread(path, a):
+        vocabulary = any(getattr(k, "key", None) == "embedding" for k in path)
+        return put(a, P("d") if vocabulary and split == "vocabulary" else P())
+
+    run = example.Training(example.LIBRARIES["jaxkern"], p, seed=0)
+    run.params, run.state = jax.tree_util.tree_map_with_path(spread, (run.params, run.state))
+    rng = np.random.default_rng(0)
+    for _ in range(p.steps):  # each window counts to eight, over and over
+        windows = (rng.integers(8, size=(p.batch, 1)) + np.arange(p.context + 1)) % 8 * 32
+        run.step(put(windows.astype(np.int32), P("d") if split == "data" else P()))
+    print("losses", *run.nats)
+"""
+
+
+def losses(out):
+    return [list(map(float, line.split()[1:])) for line in out.splitlines() if line.startswith("losses")]
+
+
+def test_two_processes_train_as_one():
+    """The example, its batch or its vocabulary split over the processes: the same losses, by rounding."""
+    for module in ("matplotlib", "tqdm"):
+        pytest.importorskip(module, reason="the example needs the `examples` extra")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    gloo = {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
+    both = [start(TRAINED, 1, address, rank, 2, "data", "vocabulary", **gloo) for rank in range(2)]
+    (alone,), *split = map(losses, finish(start(TRAINED, 1, "", 0, 1, "data"), *both))
+    assert alone[-1] < alone[0] - 0.5  # it learns
+    assert split[0] == split[1] and len(split[0]) == 2
+    for run in split[0]:
+        assert run == pytest.approx(alone, rel=1e-5)
