@@ -67,11 +67,11 @@ void RunFused(const SoftmaxArgs& args, const Executor& executor) {
     const int64_t size = std::min(group, last - first) * args.width;
     std::vector<C> buffers((args.backward ? 4 : 2) * size);
     C* const logits = buffers.data();
-    C* const result = logits + size;
-    C* const cotangents = args.backward ? result + size : nullptr;
+    C* const cotangents = args.backward ? logits + 2 * size : nullptr;
     C* const powers = args.backward ? cotangents + size : nullptr;
     for (; first < last; first += group) {
       const int64_t rows = std::min(group, last - first);
+      C* const result = SizeOf(args.dtype) == sizeof(C) ? static_cast<C*>(args.out) + first * args.width : logits + size;
       plan.prepare(args, first, rows, logits, cotangents);
       RunFusedRows(args, rows, logits, cotangents, powers, result);
       plan.finish(args, first, rows, result);

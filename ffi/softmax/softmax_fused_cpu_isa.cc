@@ -29,20 +29,18 @@ JAXKERN_OUTLINE void Draw(uint32_t first, uint32_t row, uint32_t key0, uint32_t 
   }
 }
 
-template <class T>
-JAXKERN_INLINE void Widen(const T* from, Compute<T>* to, int64_t count) {
-  constexpr int W = kLanes<Compute<T>>;
+// to[i] = f(from[i]) in registers; f also gets the place of its elements and their number.
+template <class From, class To, class F>
+JAXKERN_INLINE void Map(const From* from, To* to, int64_t count, F f) {
+  using V = Vec<Compute<From>>;
+  constexpr int W = kLanes<Compute<From>>;
   int64_t i = 0;
-  for (; i + W <= count; i += W) Store(to + i, Load(from + i));
-  if (i < count) StorePart(to + i, int(count - i), LoadPart(from + i, int(count - i), Vec<Compute<T>>{}));
+  for (; i + W <= count; i += W) Store(to + i, f(Load(from + i), i, W));
+  if (i < count) StorePart(to + i, int(count - i), f(LoadPart(from + i, int(count - i), V{}), i, int(count - i)));
 }
-
-template <class T>
-JAXKERN_INLINE void Round(const Compute<T>* from, T* to, int64_t count) {
-  constexpr int W = kLanes<Compute<T>>;
-  int64_t i = 0;
-  for (; i + W <= count; i += W) Store(to + i, Load(from + i));
-  if (i < count) StorePart(to + i, int(count - i), LoadPart(from + i, int(count - i), Vec<Compute<T>>{}));
+template <class From, class To>
+JAXKERN_INLINE void Convert(const From* from, To* to, int64_t count) {
+  Map(from, to, count, [](auto v, int64_t, int) { return v; });
 }
 
 template <class T>
@@ -88,18 +86,17 @@ struct Fused {
   }
 
   template <class B>
-  static JAXKERN_INLINE void AddBias(const SoftmaxArgs& a, int64_t row, const RowOf& r, C* v) {
+  static JAXKERN_INLINE void ScaleAndBias(const SoftmaxArgs& a, int64_t row, const RowOf& r, const T* x, C* s) {
     const BroadcastView& view = a.extras.bias_view;
     const B* const bias = static_cast<const B*>(a.extras.bias) + view.outer_map(row);
-    constexpr int W = kLanes<C>;
-    C one[1];
-    Widen(bias, one, 1);
-    for (int64_t i = 0; i < r.limit; i += W) {
-      const int count = int(r.limit - i < W ? r.limit - i : W);
-      Vec<C> b = Splat(one[0]);
-      if (view.axis_stride) b = count == W ? Load(bias + i) : LoadPart(bias + i, count, Vec<C>{});
-      if (count == W) Store(v + i, Load(v + i) * r.scale + b);
-      else StorePart(v + i, count, LoadPart(v + i, count, Vec<C>{}) * r.scale + b);
+    C same;
+    Convert(bias, &same, 1);
+    if (view.axis_stride == 0) {
+      Map(x, s, r.limit, [&](auto v, int64_t, int) { return v * r.scale + same; });
+    } else {
+      Map(x, s, r.limit, [&](auto v, int64_t i, int count) {
+        return v * r.scale + (count == kLanes<C> ? Load(bias + i) : LoadPart(bias + i, count, Vec<C>{}));
+      });
     }
   }
 
@@ -107,17 +104,17 @@ struct Fused {
     for (int64_t k = 0; k < count; ++k) {
       const RowOf r = MakeRow(a, first + k);
       const int64_t at = (first + k) * a.width;
+      const T* const x = static_cast<const T*>(a.a) + at;
       C* const s = static_cast<C*>(logits) + k * a.width;
-      Widen(static_cast<const T*>(a.a) + at, s, r.limit);
       if (a.extras.bias) {
-        a.extras.bias_wide ? AddBias<C>(a, first + k, r, s) : AddBias<T>(a, first + k, r, s);
-      } else if (a.extras.scale) {
-        for (int64_t i = 0; i < r.limit; ++i) s[i] *= r.scale;
+        a.extras.bias_wide ? ScaleAndBias<C>(a, first + k, r, x, s) : ScaleAndBias<T>(a, first + k, r, x, s);
+      } else {
+        Map(x, s, r.limit, [&](auto v, int64_t, int) { return v * r.scale; });
       }
       Mask(a, r, s, C(-kInf));
       if (!a.backward) continue;
       C* const h = static_cast<C*>(cotangents) + k * a.width;
-      Widen(static_cast<const T*>(a.b) + at, h, r.limit);
+      Convert(static_cast<const T*>(a.b) + at, h, r.limit);
       Mask(a, r, h, C(0));
       if (a.extras.key) Drop(a, r, h);
     }
@@ -134,7 +131,8 @@ struct Fused {
       }
       if (a.extras.key && !a.backward) Drop(a, r, v);
       Mask(a, r, v, a.log && !a.backward ? C(-kInf) : C(0));  // a row with NaN has it everywhere
-      Round(v, static_cast<T*>(a.out) + (first + k) * a.width, a.width);
+      T* const out = static_cast<T*>(a.out) + (first + k) * a.width;
+      if (static_cast<void*>(v) != out) Convert(v, out, a.width);
     }
   }
 };
