@@ -91,8 +91,8 @@ def _gradient_reference(row, *operands, split):
     used = _used(row)
     g, parameters = operands[len(used)], operands[len(used) + 1 :]
     arrays = [jnp.zeros_like(g)] * len(row.arrays)  # what is not used has no influence
-    for k, x in zip(used, operands):
-        arrays[k] = x
+    for k, x in zip(used, operands):  # under vmap, what is not mapped has a dimension of size 1 where g's is longer
+        arrays[k] = x if split >= 0 else jnp.broadcast_to(x, g.shape)
     ds = _pullback(row, [*arrays, *parameters], row.gradient, g)
     return ds if split < 0 else [jnp.concatenate(ds, split)]
 

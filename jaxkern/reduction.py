@@ -17,6 +17,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.interpreters import ad
 
 from jaxkern import _canonical, _compat, _lowering, tiers
@@ -328,9 +329,44 @@ def _logsumexp_reference(x, *mask, axis, dtype, tier):
     return (y if math.isinf(least) else jnp.maximum(y, least)).astype(dtype)
 
 
+# ---- rows that are split over devices: a kernel reduces each part, then the devices tell each other of theirs
+
+
+def _sum_split(x, *mask, over, axis, dtype, tier):
+    wide = _computing(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
+    return lax.psum(bind(reduce_sum_p, x, *mask, axis=axis, dtype=wide, tier=tier), over).astype(dtype)
+
+
+def _mean_split(x, *mask, over, axis, dtype, tier):
+    wide = _computing(dtype)
+    total = bind(reduce_sum_p, x, *mask, axis=axis, dtype=wide, tier=tier)
+    count = jnp.broadcast_to(jnp.squeeze(_count(x.shape, mask, axis, wide), axis) if mask else jnp.asarray(x.shape[axis], wide),
+                             total.shape)
+    total, count = lax.psum(jnp.stack([total, count]), over)
+    return (total / count).astype(dtype)
+
+
+def _extreme_split(prim, end, collective, x, *mask, over, axis, dtype, tier):
+    y = bind(prim, x, *mask, axis=axis, dtype=dtype, tier=tier)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return collective(y, over)
+    # Not every network takes NaN for the largest of all.
+    nan = lax.psum(jnp.isnan(y).astype(jnp.int32), over)
+    return jnp.where(nan > 0, jnp.nan, collective(jnp.where(jnp.isnan(y), _bounds(dtype)[end], y), over)).astype(dtype)
+
+
+def _logsumexp_split(x, *mask, over, axis, dtype, tier):
+    y = bind(logsumexp_p, x, *mask, axis=axis, dtype=_computing(dtype), tier=tier)
+    largest = lax.pmax(y, over)
+    base = jnp.where(jnp.isfinite(largest), largest, 0)
+    return (base + jnp.log(lax.psum(jnp.exp(y - base), over))).astype(dtype)
+
+
 _FLOATS, _INTEGERS = _lowering.KERNEL_DTYPES, _lowering.INTEGER_DTYPES
-for _prim, _reference, _dtypes in (
-        (reduce_sum_p, _sum_reference, _FLOATS | _INTEGERS | {jnp.dtype(bool)}), (reduce_mean_p, _mean_reference, _FLOATS),
-        (reduce_max_p, _max_reference, _FLOATS | _INTEGERS), (reduce_min_p, _min_reference, _FLOATS | _INTEGERS),
-        (logsumexp_p, _logsumexp_reference, _FLOATS)):
-    _lowering.register(_prim, 1, _reference, _dtypes, _lowering.reduction_scratch_shape)
+for _prim, _reference, _split, _dtypes in (
+        (reduce_sum_p, _sum_reference, _sum_split, _FLOATS | _INTEGERS | {jnp.dtype(bool)}),
+        (reduce_mean_p, _mean_reference, _mean_split, _FLOATS),
+        (reduce_max_p, _max_reference, functools.partial(_extreme_split, reduce_max_p, 0, lax.pmax), _FLOATS | _INTEGERS),
+        (reduce_min_p, _min_reference, functools.partial(_extreme_split, reduce_min_p, 1, lax.pmin), _FLOATS | _INTEGERS),
+        (logsumexp_p, _logsumexp_reference, _logsumexp_split, _FLOATS)):
+    _lowering.register(_prim, 1, _reference, _dtypes, _lowering.reduction_scratch_shape, _split)

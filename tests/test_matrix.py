@@ -54,6 +54,29 @@ def filled(x):
     return x.at[:, INDEX + 2].get(mode="fill", fill_value=0)
 
 
+LABELS = INDEX[:3, None] % SHAPE[2] * jnp.ones(SHAPE[1], INDEX.dtype)
+
+
+def spread(f, x):
+    """A reduction along the middle, in the shape of what is reduced, and small enough to have a root."""
+    return jnp.broadcast_to(jnp.sin(f(x, axis=1, keepdims=True)), x.shape)
+
+
+def cross_entropy(x):
+    return jnp.cos(x) * jnp.sin(jaxkern.softmax_cross_entropy(x, LABELS, label_smoothing=0.1)[..., None])
+
+
+def plain_cross_entropy(x):
+    logs = jax.nn.log_softmax(x)
+    picked = jnp.take_along_axis(logs, LABELS[..., None], -1)
+    return jnp.cos(x) * jnp.sin(-0.9 * picked - 0.1 * logs.mean(-1, keepdims=True))
+
+
+def attention(x):
+    scores = jnp.where(jnp.tril(jnp.ones(SHAPE[1:], bool), SHAPE[2] - SHAPE[1]), 0.7 * x + jnp.cos(x[:1]), -jnp.inf)
+    return jax.nn.softmax(scores)
+
+
 def curved(f):
     """Not linear, so that no derivative is zero for want of something to derive."""
     return lambda x: f(jnp.sin(x) + 0.3 * x * x)
@@ -69,6 +92,16 @@ def masked(operation, kind):
 # function that makes it, where it holds arrays.
 CASES = {
     **{f"{operation}, mask {kind}": functools.partial(masked, operation, kind) for operation in OPERATIONS for kind in MASKS},
+    "softmax, fused": (lambda x: jaxkern.softmax(x, scale=0.7, bias=jnp.cos(x[:1]), causal=True), attention),
+    **{name: (functools.partial(spread, getattr(jaxkern, name)), functools.partial(spread, theirs)) for name, theirs in (
+        ("reduce_sum", jnp.sum), ("reduce_mean", jnp.mean), ("reduce_max", jnp.max), ("reduce_min", jnp.min),
+        ("logsumexp", jax.nn.logsumexp))},
+    "softmax_cross_entropy": (cross_entropy, plain_cross_entropy),
+    "softmax_cross_entropy_and_grad": (lambda x: jaxkern.softmax_cross_entropy_and_grad(x, LABELS)[1],
+                                       lambda x: jax.nn.softmax(x) - jax.nn.one_hot(LABELS, SHAPE[2])),
+    "gelu": (functools.partial(jaxkern.gelu, approximate=False), functools.partial(jax.nn.gelu, approximate=False)),
+    "swiglu": (lambda x: jaxkern.swiglu(x, gate=jnp.cos(x)), lambda x: x * jax.nn.silu(jnp.cos(x))),
+    "multiply": (lambda x: jaxkern.multiply(x, jnp.sin(x[:, :1])), lambda x: x * jnp.sin(x[:, :1])),
     "index_add, x": (lambda x: jaxkern.index_add(x, 1, INDEX, SOURCE(), alpha=ALPHA), lambda x: at(x).add(ALPHA * SOURCE())),
     "index_add, source": (lambda s: jaxkern.index_add(SOURCE(), 1, INDEX, s), lambda s: at(SOURCE()).add(s)),
     "index_add, all": (lambda s: jaxkern.index_add(s, 1, INDEX, jnp.cos(s), alpha=s.mean()),
@@ -260,7 +293,9 @@ def table():
 
 def test_every_public_function_is_listed():
     listed = {name.split(",")[0] for name in CASES}
-    assert listed == {name for name in jaxkern.__all__ if name not in ("tiers", "export_checks")}
+    # Elementwise operations share their rules; tests/test_elementwise.py has them all.
+    public = {name for name in jaxkern.__all__ if name not in ("tiers", "export_checks")} - set(jaxkern.elementwise.NAMES)
+    assert listed - set(jaxkern.elementwise.NAMES) == public and len(listed) > len(public)
 
 
 def test_readme_shows_the_table():

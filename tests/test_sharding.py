@@ -348,6 +348,24 @@ def test_reductions(kind, axis, spec, mask_spec, left, silent):
 
 
 @several
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_reductions_of_split_rows(dtype, masked):
+    """Devices tell each other a number or two a row; NaN and infinity come through."""
+    m = mesh()
+    x, _, mask = arrays((8, 64), (8, 64) if masked else None)
+    x = x.at[1, 40].set(jnp.nan).at[2, 3].set(jnp.inf).at[3].set(-jnp.inf).astype(dtype)
+    mask = None if mask is None else mask.at[:3, 3].set(True).at[1, 40].set(True)
+    for operation in (*REDUCTIONS, "reduce_min"):
+        f = jax.jit(lambda x, mask: getattr(jaxkern, operation)(x, where=mask))
+        for spec in (P("r", "c"), P(None, ("r", "c"))):
+            args = put(m, (x, mask), (spec, spec))
+            found, wanted = (np.asarray(f(*a), np.float32) for a in (args, (x, mask)))
+            same(found, wanted, 2e-6 if dtype == "float32" else 2.0**-7)
+            check(f.lower(*args).compile().as_text(), {"all-reduce": 2}, most=16)
+
+
+@several
 @pytest.mark.parametrize("manual", [{"r", "c"}, {"r"}])
 def test_reductions_in_shard_map(manual):
     x, _, mask = arrays((16, 64), (1, 64))
