@@ -48,17 +48,28 @@ struct IndexMap {
   JAXKERN_HD int64_t operator()(int64_t index) const {
     if (rank == 0) return 0;
     if (rank == 1) return index * stride[0];
-    if (index >> 32 == 0) return Below32Bits(static_cast<uint32_t>(index));
     int64_t offset = 0;
-    for (int d = 0; d + 1 < rank; ++d) {  // by the plain division
-      const int64_t q = index / size[d].divisor;
-      offset += (index - q * size[d].divisor) * stride[d];
-      index = q;
+    // Sizes and indices beyond 32 bits take the plain division.
+    if (index >> 32) {
+      for (int d = 0; d + 1 < rank; ++d) {
+        const int64_t q = index / size[d].divisor;
+        offset += (index - q * size[d].divisor) * stride[d];
+        index = q;
+      }
+    } else {
+      uint32_t i = static_cast<uint32_t>(index);
+      for (int d = 0; d + 1 < rank; ++d) {
+        const uint32_t q = size[d].Div(i);
+        offset += static_cast<int64_t>(i - q * size[d].divisor) * stride[d];
+        i = q;
+      }
+      index = i;
     }
     return offset + index * stride[rank - 1];
   }
 
-  // The same for a caller who knows that the index fits 32 bits: a tenth of the code.
+  // The same for a caller who knows that the index fits 32 bits: a tenth of the code. Not called above, where
+  // it would make two copies of the last step.
   JAXKERN_HD int64_t Below32Bits(uint32_t i) const {
     int64_t offset = 0;
     for (int d = 0; d + 1 < rank; ++d) {
