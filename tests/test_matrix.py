@@ -101,7 +101,6 @@ CASES = {
                                        lambda x: jax.nn.softmax(x) - jax.nn.one_hot(LABELS, SHAPE[2])),
     "gelu": (functools.partial(jaxkern.gelu, approximate=False), functools.partial(jax.nn.gelu, approximate=False)),
     "swiglu": (lambda x: jaxkern.swiglu(x, gate=jnp.cos(x)), lambda x: x * jax.nn.silu(jnp.cos(x))),
-    "multiply": (lambda x: jaxkern.multiply(x, jnp.sin(x[:, :1])), lambda x: x * jnp.sin(x[:, :1])),
     "index_add, x": (lambda x: jaxkern.index_add(x, 1, INDEX, SOURCE(), alpha=ALPHA), lambda x: at(x).add(ALPHA * SOURCE())),
     "index_add, source": (lambda s: jaxkern.index_add(SOURCE(), 1, INDEX, s), lambda s: at(SOURCE()).add(s)),
     "index_add, all": (lambda s: jaxkern.index_add(s, 1, INDEX, jnp.cos(s), alpha=s.mean()),
@@ -116,8 +115,7 @@ CASES = {
     "segment_max, ties": (lambda s: segments(jaxkern, "segment_max", ties(s)),
                           lambda s: segments(jax.ops, "segment_max", ties(s))),
 }
-THOROUGH = ("softmax, mask whole", "softmax, mask broadcast", "log_softmax, mask whole", "log_softmax, mask broadcast",
-            "index_add, all", "segment_max, ties")
+THOROUGH = ("softmax, mask broadcast", "log_softmax, mask whole", "index_add, all", "segment_max, ties")
 
 
 def case(name):
