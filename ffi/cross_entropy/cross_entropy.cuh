@@ -95,9 +95,12 @@ cudaError_t LaunchBothRegisters(const LossParams& p, LossTier tier, const Device
   if (tier == LossTier::kWarp) return group(kInt<32>);
   LaunchShape shape;
   shape.threads = static_cast<int>(CeilDiv(packs, 4 * kWarp) * kWarp);
-  if (shape.threads <= 256) {
-    shape.blocks = PersistentBlocks(p.rows, 1, kRoom / shape.threads, device);
-    return Launch(BothRegisters<T, kWholeBlock, 4, 256>, shape, stream, p);
+  constexpr int kSmallBlock = 256;
+  if (shape.threads <= kSmallBlock) {
+    // The kernel's registers are those of whole blocks of kSmallBlock; smaller ones have room for no more threads.
+    constexpr int kBlockRoom = kRoom / kSmallBlock * kSmallBlock;
+    shape.blocks = PersistentBlocks(p.rows, 1, kBlockRoom / shape.threads, device);
+    return Launch(BothRegisters<T, kWholeBlock, 4, kSmallBlock>, shape, stream, p);
   }
   if (shape.threads <= kLossBlockThreads) {
     shape.blocks = PersistentBlocks(p.rows, 1, 1, device);

@@ -10,7 +10,7 @@
 
 namespace jaxkern {
 
-// Threads a multiprocessor, which caps the registers of each.
+// Threads a multiprocessor, as whole blocks, which caps the registers of each.
 constexpr int kBothThreads = 640;
 
 // A row as it was loaded.
