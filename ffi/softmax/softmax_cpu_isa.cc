@@ -60,7 +60,8 @@ struct Kernel {
   static constexpr bool kParts = !kBackward && !kLog, kKeeps = kParts || (kPowers && kBackward);
   static constexpr int kKept = kParts ? 2 * L : L;  // a step
   static constexpr int kStats = kPowers && kBackward ? 5 : 3;
-  // The gradient of log_softmax has two sums, and adds to the precise ones only every few steps.
+  // The gradient of log_softmax has two sums. That of exponentials, which cannot cancel, is added to precisely only
+  // every few steps.
   static constexpr int kFew = sizeof(C) == 4 ? 8 : 1;
   static constexpr int kGroup = kRow ? kMaxK * kLanes<double> : 1;  // strips at a time, at most
 
@@ -293,7 +294,7 @@ struct Kernel {
       for (int k = 0; k < K; ++k) reference[k] = Load(lanes + k * W);
     }
     Accumulator<C> sums[K], of_g[kBackward ? K : 1];
-    V few[2][kBackward ? K : 1] = {};  // of exponentials and of g, until they are added to those
+    V few[kBackward ? K : 1] = {};  // of exponentials, until they are added to those
     for (int64_t t = begin; t < end; ++t) {
       const int n = s.Valid(t);
       Block b = LoadBlock(s, x, t, n, Nothing());
@@ -304,7 +305,7 @@ struct Kernel {
         if constexpr (kRow) Prefetch<0>(g + t * s.step + ahead);
         if (kRow && several) Prefetch<1>(static_cast<const T*>(a.out) + s.base + t * s.step);
         Apply(s, t, n, &d, V{});
-        for (int k = 0; k < K; ++k) few[1][k] += d.v[k];
+        for (int k = 0; k < K; ++k) of_g[k].Add(d.v[k]);
       }
       if (kParts && kept) {
         for (int k = 0; k < K; ++k) {
@@ -317,7 +318,7 @@ struct Kernel {
       } else {
         for (int k = 0; k < K; ++k) {
           const V e = Exp<C>(b.v[k] - reference[kRow ? 0 : k]);
-          if constexpr (kBackward) few[0][k] += e;
+          if constexpr (kBackward) few[k] += e;
           else sums[k].Add(e);
           if (kKeeps && kept) Store(kept + k * W, e);
         }
@@ -326,8 +327,8 @@ struct Kernel {
       if constexpr (kBackward) {
         if (t % kFew == kFew - 1 || t + 1 == end) {
           for (int k = 0; k < K; ++k) {
-            sums[k].Add(few[0][k]), of_g[k].Add(few[1][k]);
-            few[0][k] = few[1][k] = V{};
+            sums[k].Add(few[k]);
+            few[k] = V{};
           }
         }
       }
