@@ -38,17 +38,17 @@ class Options:
 def run(operation: ModuleType, options: Options) -> dict[str, Any]:
     """Measures and returns what goes to the result file."""
     gpu = jax.default_backend() == "gpu"
-    dtypes = options.dtypes or (("bfloat16",) if options.quick and gpu else operation.default_dtypes())
+    dtypes = options.dtypes or (("bfloat16",) if options.quick and gpu else operation.DTYPES[backend()])
     ops = options.ops or operation.OPS
     repeats = (
         options.repeats
         or {(True, False): 24, (True, True): 20, (False, False): 15, (False, True): 7}[gpu, options.quick]
     )
-    chosen = [c for c in operation.cases(options.quick) if re.search(options.cases, c.name)]
+    chosen = [c for c in cases(operation, options.quick) if re.search(options.cases, c.name)]
     if not chosen:
         raise SystemExit(
             f"benchmarks: no case matches {options.cases!r}; there are: "
-            + ", ".join(c.name for c in operation.cases(False))
+            + ", ".join(c.name for c in cases(operation, False))
         )
 
     chosen = _that_fit(chosen, max(jax.numpy.dtype(d).itemsize for d in dtypes))
@@ -62,7 +62,7 @@ def run(operation: ModuleType, options: Options) -> dict[str, Any]:
     for dtype, case, cells in _timing.progress(plan, len(plan), f"measure {operation.OPERATION}"):
         if pool is None or pool.dtype != dtype:
             pool = None  # the old one goes before the new one comes
-            pool = _inputs.Pool(dtype, operation.pool_size(chosen))
+            pool = _inputs.Pool(dtype, pool_size(chosen))
         rows += _measure(operation, clock, pool, case, cells, compiled, repeats)
         _torch.release()
     found = operation.checks(clock)
@@ -74,6 +74,29 @@ def run(operation: ModuleType, options: Options) -> dict[str, Any]:
         "results": rows,
         "checks": found,
     }
+
+
+def backend() -> str:
+    return "gpu" if jax.default_backend() == "gpu" else "cpu"
+
+
+def cases(operation: ModuleType, quick: bool) -> list[Any]:
+    """An operation's cases for this device; of these a quick run takes what QUICK names, or all if it names none."""
+    found = operation.CASES if backend() == "gpu" else operation.CPU_CASES
+    return quick and [c for c in found if c.name in operation.QUICK] or found
+
+
+def pool_size(chosen: list[Any]) -> int:
+    """Elements that the random pool needs: a copy reads half of what a call with three arrays moves, from two places."""
+    return max(3 * c.size for c in chosen) + sum(2 * _inputs.ALIGN for _ in chosen)
+
+
+def _facts(cell: Any) -> dict[str, Any]:
+    """What a row of the results says of its cell."""
+    case = cell.case
+    some = {name: getattr(case, name) for name in ("axis", "count", "kind") if hasattr(case, name)}
+    return {"case": case.name, "group": case.group, "shape": list(case.shape), "width": case.width, **some,
+            "dtype": cell.dtype, "op": cell.op, "direction": cell.direction, "bytes": cell.bytes}
 
 
 def _that_fit(chosen: list[Any], itemsize: int) -> list[Any]:
@@ -119,7 +142,7 @@ def _measure(
             everything[f"{cell.op} {cell.direction} {candidate.name}"] = candidate
     measured = clock.measure([dataclasses.replace(c, name=key) for key, c in everything.items()], repeats)
 
-    # What an operation checks of the results themselves, as goals that are met or not.
+    # What an operation checks of the results themselves, as goals that are met or not; it is told the medians.
     examined = getattr(operation, "examine", lambda *_: [])
     rows = []
     for cell in cells:
@@ -130,7 +153,7 @@ def _measure(
         copy = medians.get(_goals.COPY)
         native = [p.targets for p in compiled[cell] if p.name == _goals.OURS]
         rows.append(
-            cell.to_json()
+            _facts(cell)
             | {
                 "times": {k: v.to_json() for k, v in results.items()},
                 "copy_ratio": {k: round(copy / v, 4) for k, v in medians.items()} if copy else {},

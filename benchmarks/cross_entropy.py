@@ -47,7 +47,12 @@ class Case:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def width(self) -> int:
+        return self.shape[-1]
 
+
+DTYPES = {"gpu": ("bfloat16", "float32"), "cpu": ("float32", "bfloat16")}
 CASES = [Case("classes", (32768, 1 << k)) for k in range(8, 16)] + [
     Case("classes", s) for s in ((16384, 65536), (8192, 131072), (4096, 262144), (8192, 50257), (8192, 128256))
 ] + [Case("few rows", s) for s in ((64, 131072), (1, 1 << 20), (1024, 50257))]
@@ -84,23 +89,6 @@ class Cell:
             best = max(found, key=found.__getitem__)
             goals.append({"goal": "published", "peer": best, "required": found[best] * (1 - _goals.NOISE)})
         return goals
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "case": self.case.name, "group": self.case.group, "shape": list(self.case.shape), "axis": -1,
-            "width": self.case.shape[1], "dtype": self.dtype, "op": self.op, "direction": self.direction, "bytes": self.bytes,
-        }
-
-
-def default_dtypes() -> tuple[str, ...]:
-    return ("bfloat16", "float32") if jax.default_backend() == "gpu" else ("float32", "bfloat16")
-
-
-def cases(quick: bool) -> list[Case]:
-    """What to measure on this device."""
-    if jax.default_backend() != "gpu":
-        return CPU_CASES
-    return [c for c in CASES if not quick or c.name in QUICK]
 
 
 def cells(case: Case, dtype: str, ops: tuple[str, ...]) -> Iterator[Cell]:
@@ -247,24 +235,12 @@ def _torch_candidate(cell: Cell, inputs: Inputs) -> _timing.Candidate:
     return _timing.Candidate("torch", call, _torch.sync, keep=inputs.turns, torch=True)
 
 
-def pool_size(chosen: list[Case]) -> int:
-    """Elements that the random pool needs: a copy of the most bytes reads one array of logits."""
-    return max(c.size for c in chosen) + sum(64 * c.shape[0] + _inputs.ALIGN for c in chosen)
-
-
 # --- checks --------------------------------------------------------------------------------------
 
 
-def examine(cell: Cell, compiled: list[Program], inputs: Inputs) -> list[dict[str, Any]]:
-    """Peak memory by XLA's own account: the outputs, and a few numbers a row."""
-    ours = next(p for p in compiled if p.name == _goals.OURS)
-    if ours.compiled is None:
-        return []
-    memory = ours.compiled.memory_analysis()
-    allowed = memory.output_size_in_bytes + 64 * cell.case.shape[0] + (1 << 17)
-    peak = memory.output_size_in_bytes + memory.temp_size_in_bytes
-    return [{"goal": "memory", "required": 1.0, "value": round(allowed / peak, 4), "met": peak <= allowed,
-             "peak_bytes": peak, "temporary_bytes": memory.temp_size_in_bytes}]
+def examine(cell: Cell, compiled: list[Program], inputs: Inputs, times: dict[str, float]) -> list[dict[str, Any]]:
+    """Memory beside the results: a few numbers a row, and the partial results of few rows."""
+    return _goals.memory(compiled, 64 * cell.case.shape[0] + (1 << 17))
 
 
 def checks(clock: Any) -> list[dict[str, Any]]:

@@ -45,12 +45,17 @@ class Case:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def width(self) -> int:
+        return self.size
+
     def operand(self, last: bool) -> tuple[int, ...]:
         if not last or self.group not in ("bias", "scale"):
             return self.shape
         return (1, self.shape[1]) if self.group == "bias" else (self.shape[0], 1)
 
 
+DTYPES = {"gpu": ("float16", "bfloat16", "float32"), "cpu": ("float32",)}
 CASES = (
     [Case("all", (1 << 28,))]
     + [Case("sizes", (1 << n,)) for n in (16, 18, 20, 22, 24, 26)]
@@ -104,29 +109,6 @@ class Cell:
             return [peers]
         wanted = {"bias": NEAR_COPY_BROADCAST, "scale": NEAR_COPY_BROADCAST}
         return [{"goal": "copy", "required": wanted.get(self.case.group, NEAR_COPY)}]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "case": self.case.name,
-            "group": self.case.group,
-            "shape": list(self.case.shape),
-            "width": self.case.size,
-            "dtype": self.dtype,
-            "op": self.op,
-            "direction": self.direction,
-            "bytes": self.bytes,
-        }
-
-
-def default_dtypes() -> tuple[str, ...]:
-    return ("float16", "bfloat16", "float32") if jax.default_backend() == "gpu" else ("float32",)
-
-
-def cases(quick: bool) -> list[Case]:
-    """What to measure on this device."""
-    if jax.default_backend() != "gpu":
-        return CPU_CASES
-    return [c for c in CASES if not quick or c.name in QUICK]
 
 
 def cells(case: Case, dtype: str, ops: tuple[str, ...]) -> Iterator[Cell]:
@@ -281,11 +263,6 @@ def _torch_function(cell: Cell) -> Callable[..., Any] | None:
     names = ("sigmoid", "tanh", "abs", "exp", "log", "sin", "cos", "erf", "erfc", "sqrt", "rsqrt", "add", "multiply", "square",
              "expm1", "log1p", "floor", "reciprocal", "divide", "maximum", "minimum", "less", "isnan", "where", "lerp")  # fmt: skip
     return (named | {name: getattr(torch, name) for name in names}).get(cell.op)
-
-
-def pool_size(chosen: list[Case]) -> int:
-    """Elements that the random pool needs: the copy reads as much as a backward pass moves, by half."""
-    return max(3 * c.size for c in chosen) + sum(2 * _inputs.ALIGN for _ in chosen)
 
 
 # --- checks --------------------------------------------------------------------------------------

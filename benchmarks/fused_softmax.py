@@ -36,6 +36,7 @@ class Case:
 
     shape: tuple[int, ...]
     cpu: bool = False
+    group: str = "fused"
 
     @property
     def name(self) -> str:
@@ -46,6 +47,10 @@ class Case:
         return math.prod(self.shape)
 
     @property
+    def width(self) -> int:
+        return self.shape[-1]
+
+    @property
     def mask(self) -> tuple[int, ...]:
         return (self.shape[0], 1, *self.shape[2:])
 
@@ -54,8 +59,10 @@ class Case:
         return (1, *self.shape[1:])
 
 
+DTYPES = {"gpu": ("bfloat16", "float16"), "cpu": ("float32",)}
 CASES = [Case((32, 16, 512, 512)), Case((8, 16, 2048, 2048))]
 CPU_CASES = [Case((4, 4, 512, 512), cpu=True)]
+QUICK = {"32x16x512x512"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,29 +96,6 @@ class Cell:
             against_xla | ({"required": BEFORE_XLA} if self.op == "all" else {}),
             {"goal": "copy", "required": NEAR_COPY},
         ]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "case": self.case.name,
-            "group": "fused",
-            "shape": list(self.case.shape),
-            "width": self.case.shape[-1],
-            "dtype": self.dtype,
-            "op": self.op,
-            "direction": self.direction,
-            "bytes": self.bytes,
-        }
-
-
-def default_dtypes() -> tuple[str, ...]:
-    return ("bfloat16", "float16") if jax.default_backend() == "gpu" else ("float32",)
-
-
-def cases(quick: bool) -> list[Case]:
-    """What to measure on this device."""
-    if jax.default_backend() != "gpu":
-        return CPU_CASES
-    return CASES[:1] if quick else CASES
 
 
 def cells(case: Case, dtype: str, ops: tuple[str, ...]) -> Iterator[Cell]:
@@ -281,24 +265,12 @@ def candidates(cell: Cell, compiled: list[Program], inputs: Inputs) -> list[_tim
     return found
 
 
-def pool_size(chosen: list[Case]) -> int:
-    """Elements that the random pool needs."""
-    return max(3 * c.size for c in chosen) + sum(_inputs.ALIGN for _ in chosen)
-
-
 # --- checks --------------------------------------------------------------------------------------
 
 
-def examine(cell: Cell, compiled: list[Program], inputs: Inputs) -> list[dict[str, Any]]:
-    """The memory of the compiled call beyond operands and results: some bytes a row."""
-    ours = next(p for p in compiled if p.name == _goals.OURS)
-    if ours.compiled is None:
-        return []
-    memory = ours.compiled.memory_analysis()
-    allowed = memory.output_size_in_bytes + ROW_BYTES * math.prod(cell.case.shape[:-1])
-    peak = memory.output_size_in_bytes + memory.temp_size_in_bytes
-    return [{"goal": "memory", "required": 1.0, "value": round(allowed / peak, 4), "met": peak <= allowed,
-             "peak_bytes": peak, "temporary_bytes": memory.temp_size_in_bytes}]
+def examine(cell: Cell, compiled: list[Program], inputs: Inputs, times: dict[str, float]) -> list[dict[str, Any]]:
+    """Memory beside the results: some bytes a row."""
+    return _goals.memory(compiled, ROW_BYTES * math.prod(cell.case.shape[:-1]))
 
 
 def checks(clock: Any) -> list[dict[str, Any]]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -54,13 +53,13 @@ class Case:
         return f"{batch}{'x'.join(map(str, self.shape))} n{self.count} {self.kind.replace(' ', '')}"
 
     @property
-    def inner(self) -> int:
+    def width(self) -> int:
         return math.prod(self.shape[1:])
 
     @property
     def size(self) -> int:
         """Elements of the larger of x and source."""
-        return max(1, self.batch) * max(self.shape[0], self.count) * self.inner
+        return max(1, self.batch) * max(self.shape[0], self.count) * self.width
 
     def tenth(self) -> Case:
         small = lambda n: max(1, n // 10)
@@ -91,20 +90,10 @@ CASES = [
     Case("batch", (1000, 64), 20000, batch=64, ops=SEGMENTS),
     Case("batch", (1000, 64), 20000, batch=64, shared=True, ops=SEGMENTS),
 ]
-QUICK = ("32768x1024 n1024 uniform", "169343x128 n1166243 uniform", "169343x128 n1166243 same",
-         "399x128 n40960 uniform")
-QUICK_GPU = ("128256x4096 n16384 zipf1.1", "1048576 n67108864 uniform")
-
-
-def default_dtypes() -> tuple[str, ...]:
-    return ("float32", "bfloat16", "float16") if jax.default_backend() == "gpu" else ("float32", "bfloat16")
-
-
-def cases(quick: bool) -> list[Case]:
-    """What to measure on this device."""
-    gpu = jax.default_backend() == "gpu"
-    chosen = [c for c in CASES if not quick or c.name in QUICK + QUICK_GPU * gpu]
-    return chosen if gpu else [c.tenth() for c in chosen]
+DTYPES = {"gpu": ("float32", "bfloat16", "float16"), "cpu": ("float32", "bfloat16")}
+CPU_CASES = [c.tenth() for c in CASES]
+_QUICK = ("32768x1024 n1024 uniform", "169343x128 n1166243 uniform", "169343x128 n1166243 same", "399x128 n40960 uniform")
+QUICK = {*_QUICK, *(c.tenth().name for c in CASES if c.name in _QUICK), "128256x4096 n16384 zipf1.1", "1048576 n67108864 uniform"}
 
 
 @functools.cache  # the dtypes come back to it
@@ -146,7 +135,7 @@ class Cell:
         moved = case.count * max(1, case.batch)
         rows = {"index_add": moved + 2 * touched(case), "segment_sum": moved + max(1, case.batch) * case.shape[0],
                 "index_select": 2 * moved}[self.op]
-        return rows * case.inner * item + index_of(case).size * 4
+        return rows * case.width * item + index_of(case).size * 4
 
     def goals(self) -> list[dict[str, Any]]:
         case, item = self.case, jnp.dtype(self.dtype).itemsize
@@ -154,7 +143,7 @@ class Cell:
         if case.cpu:
             return [peers | {"against": ["xla"]}]
         floor = lambda times: {"goal": "copy", "required": 1 / times}
-        row = case.inner * item
+        row = case.width * item
         if self.op == "index_select":
             return [peers, *([{"goal": "copy", "required": 0.9}] if row >= 128 else [])]
         if case.group == "embedding" and self.op == "segment_sum":
@@ -164,12 +153,6 @@ class Cell:
         if row >= LARGE_ROW and case.count >= LARGE_COUNT:
             return [peers, floor(1.35 if item >= 4 else 1.6)]
         return [peers]
-
-    def to_json(self) -> dict[str, Any]:
-        case = self.case
-        return {"case": case.name, "group": case.group, "shape": list(case.shape), "count": case.count,
-                "kind": case.kind, "width": case.inner, "dtype": self.dtype, "op": self.op,
-                "direction": self.direction, "bytes": self.bytes}
 
 
 def cells(case: Case, dtype: str, ops: tuple[str, ...]) -> Iterator[Cell]:
@@ -239,7 +222,7 @@ def programs(cell: Cell, tiers: bool) -> list[Program]:
 def _problem(cell: Cell) -> dict[str, Any]:
     """As `jaxkern.tiers` asks for it."""
     case = cell.case
-    return dict(rows=case.shape[0], count=case.count, inner=case.inner, dtype=cell.dtype, op=cell.op,
+    return dict(rows=case.shape[0], count=case.count, inner=case.width, dtype=cell.dtype, op=cell.op,
                 indices_are_sorted=case.kind == "sorted",
                 **({"outer" if case.shared else "batch": case.batch} if case.batch else {}))
 
@@ -333,11 +316,6 @@ def _torch_candidate(cell: Cell, inputs: Inputs) -> _timing.Candidate:
         return x.index_add_(0, state["index"], source)
 
     return _timing.Candidate("torch", call, _torch.sync, torch=True)
-
-
-def pool_size(chosen: list[Case]) -> int:
-    """Elements that the random pool needs: a copy reads as much as the largest array or two."""
-    return max(3 * c.size for c in chosen) + sum(_inputs.ALIGN for _ in chosen)
 
 
 # --- what is examined ----------------------------------------------------------------------------

@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import _goals, _inputs, _timing, _torch
+from benchmarks import _goals, _timing, _torch
 from benchmarks._program import Program
-from benchmarks.softmax import Case, Inputs, pool_size  # noqa: F401  (the runner asks for pool_size)
+from benchmarks.softmax import Case, Inputs
 
 OPERATION = "reduction"
 OPS = ("reduce_sum", "reduce_mean", "reduce_max", "reduce_min", "logsumexp")
@@ -26,6 +26,7 @@ TIERS = ("sub_warp", "warp", "block", "split", "column")
 
 NEAR_SUM = 0.95  # of the fastest sum's bandwidth
 
+DTYPES = {"gpu": ("bfloat16", "float32"), "cpu": ("float32",)}
 CASES = (
     [Case("rows", s) for s in ((49152, 1024), (16384, 4096), (8192, 32768), (64, 1 << 20), (1, 1 << 26))]
     + [Case("narrow", (49152, 32))]
@@ -60,30 +61,6 @@ class Cell:
         if self.op == "logsumexp" and self.case.group == "narrow":
             peers.append({"goal": "peers", "against": ["xla sum"]})
         return peers
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "case": self.case.name,
-            "group": self.case.group,
-            "shape": list(self.case.shape),
-            "axis": self.case.axis,
-            "width": self.case.width,
-            "dtype": self.dtype,
-            "op": self.op,
-            "direction": self.direction,
-            "bytes": self.bytes,
-        }
-
-
-def default_dtypes() -> tuple[str, ...]:
-    return ("bfloat16", "float32") if jax.default_backend() == "gpu" else ("float32",)
-
-
-def cases(quick: bool) -> list[Case]:
-    """What to measure on this device."""
-    if jax.default_backend() != "gpu":
-        return CPU_CASES
-    return [c for c in CASES if not quick or c.name in QUICK]
 
 
 def cells(case: Case, dtype: str, ops: tuple[str, ...]) -> Iterator[Cell]:

@@ -64,6 +64,7 @@ SWEEP = [(49152, w) for w in (32, 64, 100, 128, 256, 512, 1000, 1024, 2048, 4096
     (3072, 131072),
     (1536, 262144),
 ]
+DTYPES = {"gpu": ("float16", "bfloat16", "float32"), "cpu": ("float32",)}
 CASES = (
     [Case("sweep", s) for s in SWEEP]
     + [Case("odd", (49152, 4097))]
@@ -116,30 +117,6 @@ class Cell:
                 goals.append({"goal": "published", "peer": best, "required": found[best] * (1 - _goals.NOISE)})
             return goals
         return [peers]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "case": self.case.name,
-            "group": self.case.group,
-            "shape": list(self.case.shape),
-            "axis": self.case.axis,
-            "width": self.case.width,
-            "dtype": self.dtype,
-            "op": self.op,
-            "direction": self.direction,
-            "bytes": self.bytes,
-        }
-
-
-def default_dtypes() -> tuple[str, ...]:
-    return ("float16", "bfloat16", "float32") if jax.default_backend() == "gpu" else ("float32",)
-
-
-def cases(quick: bool) -> list[Case]:
-    """What to measure on this device."""
-    if jax.default_backend() != "gpu":
-        return CPU_CASES
-    return [c for c in CASES if not quick or c.name in QUICK]
 
 
 def cells(case: Case, dtype: str, ops: tuple[str, ...]) -> Iterator[Cell]:
@@ -345,11 +322,6 @@ def _torch_candidate(cell: Cell, inputs: Inputs) -> _timing.Candidate:
 
     call = forward if cell.direction == "forward" else backward
     return _timing.Candidate("torch", call, _torch.sync, keep=inputs.turns, torch=True)
-
-
-def pool_size(chosen: list[Case]) -> int:
-    """Elements that the random pool needs: the backward's copy reads 1.5 tensors, from two places."""
-    return max(3 * c.size for c in chosen) + sum(_inputs.ALIGN for _ in chosen)
 
 
 # --- checks --------------------------------------------------------------------------------------

@@ -24,15 +24,15 @@ SCALE = 4.0  # logits of a real network are wider than a unit normal
 
 def main(options: _run.Options, out: pathlib.Path) -> int:
     """Prints the table, writes OUT/softmax-accuracy-DEVICE.json; 0 if no cell is worse than jax.nn's."""
-    dtypes = options.dtypes or softmax.default_dtypes()
-    cases = [c for c in softmax.cases(options.quick) if re.search(options.cases, c.name)]
+    dtypes = options.dtypes or softmax.DTYPES[_run.backend()]
+    cases = [c for c in _run.cases(softmax, options.quick) if re.search(options.cases, c.name)]
     ops = options.ops or softmax.OPS
     rows: list[dict[str, Any]] = []
     plan = [(d, c) for d in dtypes for c in cases]
     pool = None
     for dtype, case in _timing.progress(plan, len(plan), "inspect"):
         if pool is None or pool.dtype != dtype:
-            pool = _inputs.Pool(dtype, softmax.pool_size(cases))
+            pool = _inputs.Pool(dtype, _run.pool_size(cases))
         for op in ops:
             rows += errors(pool, case, op)
     lines = [["case", "dtype", "op", "direction", "ours", "jax.nn", "ours/jax.nn", "verdict"]]

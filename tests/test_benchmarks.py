@@ -1,0 +1,34 @@
+"""The benchmarks run: each family's whole way, on one small case, from the command line's options to the file."""
+
+import dataclasses
+import importlib
+import json
+
+import pytest
+from conftest import ON_GPU
+
+pytest.importorskip("jaxkern")
+from benchmarks import _goals, _report, _run  # noqa: E402  from the checkout
+from benchmarks.__main__ import OPERATIONS  # noqa: E402
+
+SMALL = {"softmax": (1024, 256), "fused_softmax": (2, 2, 128, 512), "elementwise": (1 << 18,), "reduction": (1024, 256),
+         "cross_entropy": (1024, 256), "index_add": (5000, 8)}
+FEW = {"elementwise": ("gelu_erf", "add")}
+
+
+@pytest.mark.skipif(ON_GPU, reason="the profiler's clock has a test of its own: python -m benchmarks selftest")
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_small_case(name, monkeypatch, tmp_path):
+    operation = importlib.import_module(f"benchmarks.{name}")
+    fewer = {"count": 4000, "below": 0} if name == "index_add" else {}
+    case = dataclasses.replace(operation.CPU_CASES[0], shape=SMALL[name], **fewer)
+    monkeypatch.setattr(operation, "CPU_CASES", [case])
+    data = _run.run(operation, _run.Options(repeats=1, dtypes=("float32",), ops=FEW.get(name, ())))
+    path = _report.save(data, tmp_path)
+    rows = json.loads(path.read_text())["results"]
+    assert rows and {r["case"] for r in rows} == {case.name}
+    for row in rows:
+        times = row["times"]
+        assert all("median_us" in times[who] for who in (_goals.OURS, "xla", _goals.COPY)), (row["op"], times)
+        assert all(goal["met"] for goal in row["goals"] if goal["goal"] in ("reproducible", "accurate", "memory"))
+    assert case.name in _report.table(data)
