@@ -57,7 +57,7 @@ def _lower(prim, platform, ctx, *operands, axis, tier, options):
 
 
 def _call(prim, platform, ctx, avals, results, operands, params):
-    x, axis, options = avals[0], params["axis"], params["options"]
+    x, axis = avals[0], params["axis"]
     count = len(results)
     scratch = scratch_shape(x.shape, x.dtype, axis) if platform == "cuda" and prim is not loss.cross_entropy_grad_p else None
     if scratch is not None:

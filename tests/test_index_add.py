@@ -10,7 +10,7 @@ import pytest
 from conftest import ON_GPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import assert_rounded, computing, wide
+from reference import assert_rounded, wide
 
 import jaxkern
 from jaxkern import _compat, _registry, tiers

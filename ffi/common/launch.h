@@ -9,6 +9,8 @@
 #include <tuple>
 #include <utility>
 
+#include "device_traits.h"
+
 namespace jaxkern {
 
 constexpr int kMaxDevices = 64;
@@ -24,6 +26,16 @@ struct Device {
 
 // The attributes of the calling thread's current device; the first call for each device reads them.
 const Device& CurrentDevice();
+
+// The tier that runs a problem: the one asked for, or kAuto where that cannot; the best where none was asked for.
+template <class Tier, class Problem>
+Tier ResolveTier(Tier asked, const Problem& problem, const Device& device,
+                 Tier (*choose)(const Problem&, const DeviceTraits&),
+                 bool (*fits)(Tier, const Problem&, const DeviceTraits&)) {
+  const DeviceTraits traits = {device.sm_count, device.compute_capability, device.shared_memory};
+  if (asked == Tier::kAuto) return choose(problem, traits);
+  return fits(asked, problem, traits) ? asked : Tier::kAuto;
+}
 
 // Runs `prepare` once per device for this call site's `done` flags: function attributes, occupancy.
 template <class Prepare>

@@ -26,23 +26,17 @@ LossProblem Describe(const CrossEntropyArgs& a) {
   return p;
 }
 
-LossTier Resolve(const CrossEntropyArgs& args, const LossProblem& problem, const Device& device) {
-  const DeviceTraits traits = {device.sm_count, device.compute_capability, device.shared_memory};
-  if (args.tier == LossTier::kAuto) return ChooseLossTier(problem, traits);
-  return LossTierFits(args.tier, problem, traits) ? args.tier : LossTier::kAuto;
-}
-
 }  // namespace
 
 LossTier ResolveLossTier(const CrossEntropyArgs& args, const Device& device) {
-  return Resolve(args, Describe(args), device);
+  return ResolveTier(args.tier, Describe(args), device, ChooseLossTier, LossTierFits);
 }
 
 cudaError_t CrossEntropyCuda(const CrossEntropyArgs& args, const Device& device, cudaStream_t stream) {
   if (args.outer == 0 || args.width == 0 || args.inner == 0) return cudaSuccess;
   if (device.error != cudaSuccess) return device.error;
   const LossProblem problem = Describe(args);
-  const LossTier tier = Resolve(args, problem, device);
+  const LossTier tier = ResolveTier(args.tier, problem, device, ChooseLossTier, LossTierFits);
   if (tier == LossTier::kAuto) return cudaErrorInvalidConfiguration;
   switch (args.dtype) {
     case DType::kF16: return LaunchLoss<__half>(args, problem, tier, device, stream);

@@ -24,23 +24,17 @@ ReduceProblem Describe(const ReduceArgs& a) {
   return p;
 }
 
-ReduceTier Resolve(const ReduceArgs& args, const ReduceProblem& problem, const Device& device) {
-  const DeviceTraits traits = {device.sm_count, device.compute_capability, device.shared_memory};
-  if (args.tier == ReduceTier::kAuto) return ChooseReduceTier(problem, traits);
-  return ReduceTierFits(args.tier, problem, traits) ? args.tier : ReduceTier::kAuto;
-}
-
 }  // namespace
 
 ReduceTier ResolveReduceTier(const ReduceArgs& args, const Device& device) {
-  return Resolve(args, Describe(args), device);
+  return ResolveTier(args.tier, Describe(args), device, ChooseReduceTier, ReduceTierFits);
 }
 
 cudaError_t ReductionCuda(const ReduceArgs& args, const Device& device, cudaStream_t stream) {
   if (args.outer == 0 || args.width == 0 || args.inner == 0) return cudaSuccess;
   if (device.error != cudaSuccess) return device.error;
   const ReduceProblem problem = Describe(args);
-  const ReduceTier tier = Resolve(args, problem, device);
+  const ReduceTier tier = ResolveTier(args.tier, problem, device, ChooseReduceTier, ReduceTierFits);
   if (tier == ReduceTier::kAuto) return cudaErrorInvalidConfiguration;
   const auto launch = [&](auto run) { return run(args, problem, tier, device, stream); };
   switch (args.type) {

@@ -32,16 +32,10 @@ SoftmaxProblem Describe(const SoftmaxArgs& a) {
   return p;
 }
 
-SoftmaxTier Resolve(const SoftmaxArgs& args, const SoftmaxProblem& problem, const Device& device) {
-  const DeviceTraits traits = {device.sm_count, device.compute_capability, device.shared_memory};
-  if (args.tier == SoftmaxTier::kAuto) return ChooseSoftmaxTier(problem, traits);
-  return SoftmaxTierFits(args.tier, problem, traits) ? args.tier : SoftmaxTier::kAuto;
-}
-
 }  // namespace
 
 SoftmaxTier ResolveSoftmaxTier(const SoftmaxArgs& args, const Device& device) {
-  return Resolve(args, Describe(args), device);
+  return ResolveTier(args.tier, Describe(args), device, ChooseSoftmaxTier, SoftmaxTierFits);
 }
 
 template <class T>
@@ -55,7 +49,7 @@ cudaError_t SoftmaxCuda(const SoftmaxArgs& args, const Device& device, cudaStrea
   if (args.outer == 0 || args.width == 0 || args.inner == 0) return cudaSuccess;
   if (device.error != cudaSuccess) return device.error;
   const SoftmaxProblem problem = Describe(args);
-  const SoftmaxTier tier = Resolve(args, problem, device);
+  const SoftmaxTier tier = ResolveTier(args.tier, problem, device, ChooseSoftmaxTier, SoftmaxTierFits);
   if (tier == SoftmaxTier::kAuto) return cudaErrorInvalidConfiguration;
   switch (args.dtype) {
     case DType::kF16: return LaunchOne<__half>(args, problem, tier, device, stream);
