@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/broadcast.h"
 #include "common/dtype.h"
 #include "common/parallel_for.h"
 #include "xla/ffi/api/ffi.h"
@@ -58,6 +59,30 @@ inline int64_t Product(ffi::Span<const int64_t> dims, size_t first, size_t last)
   for (size_t i = first; i < last; ++i) n *= dims[i];
   return n;
 }
+
+// Fills the view of an operand that broadcasts to an array of these dimensions, of which `axis` is the row.
+inline ffi::Error DecodeBroadcast(const char* operation, const char* what, const ffi::AnyBuffer& part,
+                                  ffi::Span<const int64_t> dims, int64_t axis, BroadcastView* view) {
+  const ffi::Span<const int64_t> own = part.dimensions();
+  bool broadcasts = own.size() == dims.size();
+  for (size_t d = 0; broadcasts && d < dims.size(); ++d) broadcasts = own[d] == 1 || own[d] == dims[d];
+  if (broadcasts && BroadcastView::FromShapes(dims, own, static_cast<int>(dims.size()), static_cast<int>(axis), view)) {
+    return ffi::Error::Success();
+  }
+  return InvalidArgument(operation, "a ", what, " of shape ", ShapeString(own), " for an array of shape ", ShapeString(dims));
+}
+
+// The same of a mask, into arguments that have `mask` and `mask_view`.
+template <class Args>
+ffi::Error DecodeMask(const char* operation, const ffi::AnyBuffer& mask, ffi::Span<const int64_t> dims, int64_t axis,
+                      Args* args) {
+  if (mask.element_type() != ffi::DataType::PRED) return InvalidArgument(operation, "a mask that is not boolean");
+  args->mask = static_cast<const uint8_t*>(mask.untyped_data());
+  return DecodeBroadcast(operation, "mask", mask, dims, axis, &args->mask_view);
+}
+
+// What a CPU handler is given: XLA's thread pool, the operands and the results. Attributes follow.
+inline auto BindCpu() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets(); }
 
 class XlaExecutor : public Executor {
  public:

@@ -7,6 +7,22 @@
 
 namespace jaxkern {
 
+// What a CUDA handler is given: the stream, the operands and the results. Attributes follow.
+inline auto BindCuda() {
+  return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().RemainingArgs().RemainingRets();
+}
+
+// The result behind the first `used` ones, if there is one, as the scratch of these arguments.
+template <class Args>
+ffi::Error DecodeScratch(const ffi::RemainingRets& results, size_t used, Args* args) {
+  if (results.size() <= used) return ffi::Error::Success();
+  auto scratch = results.get<ffi::AnyBuffer>(used);
+  if (!scratch) return scratch.error();
+  args->scratch = (*scratch)->untyped_data();
+  args->scratch_bytes = (*scratch)->size_bytes();
+  return ffi::Error::Success();
+}
+
 // A failed launch as an error that names the operation.
 inline ffi::Error LaunchError(const char* operation, cudaError_t error) {
   if (error == cudaSuccess) return ffi::Error::Success();

@@ -14,6 +14,12 @@ namespace jaxkern {
 Targets CrossEntropyCpuTargets();
 Targets CrossEntropyCudaTargets();
 
+template <template <LossPass> class Handler> Targets CrossEntropyTargets() {
+  return {{"jaxkern_cross_entropy", Handler<LossPass::kLoss>::Call},
+          {"jaxkern_cross_entropy_grad", Handler<LossPass::kGradient>::Call},
+          {"jaxkern_cross_entropy_both", Handler<LossPass::kBoth>::Call}};
+}
+
 // The operation's name in messages.
 constexpr const char* LossName(LossPass pass) {
   return pass == LossPass::kLoss       ? "jaxkern.softmax_cross_entropy"
@@ -42,6 +48,18 @@ struct LossAttributes {
   int64_t ignore;
   std::string_view tier;
 };
+
+// The attributes, in the order of LossAttributes, at the end of a handler's binding.
+template <class Binding>
+auto BindLossAttributes(Binding&& binding) {
+  return std::forward<Binding>(binding)
+      .template Attr<int64_t>("axis")
+      .template Attr<double>("smoothing")
+      .template Attr<double>("z_loss")
+      .template Attr<bool>("has_ignore")
+      .template Attr<int64_t>("ignore")
+      .template Attr<std::string_view>("tier");
+}
 
 // Operands and results, with a count only where there is a mask:
 //     kLoss       logits, labels[, mask]                                        -> loss, largest, total[, count]
@@ -124,13 +142,7 @@ inline ffi::Error DecodeCrossEntropy(LossPass pass, const ffi::RemainingArgs& op
   if (masked) {
     const auto mask = operands.get<ffi::AnyBuffer>(with_mask - 1);
     if (!mask) return mask.error();
-    const ffi::Span<const int64_t> part = mask->dimensions();
-    bool broadcasts = mask->element_type() == ffi::DataType::PRED && part.size() == dims.size();
-    for (int64_t d = 0; broadcasts && d < rank; ++d) broadcasts = part[d] == 1 || part[d] == dims[d];
-    if (!broadcasts || !BroadcastView::FromShapes(dims, part, static_cast<int>(rank), static_cast<int>(axis), &args->mask_view)) {
-      return InvalidArgument(name, "a mask of shape ", ShapeString(part), " for logits of shape ", ShapeString(dims));
-    }
-    args->mask = static_cast<const uint8_t*>(mask->untyped_data());
+    if (ffi::Error e = DecodeMask(name, *mask, dims, axis, args); e.failure()) return e;
   }
   if (!ParseLossName(attributes.tier, kLossTierNames, &args->tier)) {
     return InvalidArgument(name, "unknown tier '", attributes.tier, "'");

@@ -18,14 +18,7 @@ ffi::Error Run(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::Remaining
 }
 
 XLA_FFI_Error* Handler(XLA_FFI_CallFrame* frame) {
-  static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<ffi::ThreadPool>()
-                             .RemainingArgs()
-                             .RemainingRets()
-                             .Attr<std::string_view>("operation")
-                             .Attr<int64_t>("split")
-                             .To(Run)
-                             .release();
+  static auto* handler = BindCpu().Attr<std::string_view>("operation").Attr<int64_t>("split").To(Run).release();
   return handler->Call(frame);
 }
 

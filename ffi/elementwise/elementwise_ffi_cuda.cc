@@ -21,10 +21,7 @@ ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingR
 }
 
 XLA_FFI_Error* Handler(XLA_FFI_CallFrame* frame) {
-  static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                             .RemainingArgs()
-                             .RemainingRets()
+  static auto* handler = BindCuda()
                              .Attr<std::string_view>("operation")
                              .Attr<int64_t>("split")
                              .To(Run, {ffi::Traits::kCmdBufferCompatible})

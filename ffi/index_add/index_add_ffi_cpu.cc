@@ -25,7 +25,7 @@ ffi::Error Run(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::Remaining
 template <IndexOp op> struct Handler {
   static XLA_FFI_Error* Call(XLA_FFI_CallFrame* frame) {
     static auto* handler =
-        BindIndexAttributes(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets())
+        BindIndexAttributes(BindCpu())
             .To(Run<op, int64_t, int64_t, bool, bool, bool, bool, bool, bool, std::string_view>)
             .release();
     return handler->Call(frame);

@@ -13,12 +13,7 @@ ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingR
   IndexArgs args;
   const IndexAttributes attributes = {axis, batch_dims, wrap, clip, sorted, unique, deterministic, fill_nan, plan};
   if (ffi::Error e = DecodeIndex(kOp, operands, results, attributes, &args); e.failure()) return e;
-  if (results.size() > 1) {
-    auto scratch = results.get<ffi::AnyBuffer>(1);
-    if (!scratch) return scratch.error();
-    args.scratch = (*scratch)->untyped_data();
-    args.scratch_bytes = (*scratch)->size_bytes();
-  }
+  if (ffi::Error e = DecodeScratch(results, 1, &args); e.failure()) return e;
   const Device& device = CurrentDevice();
   if (ResolveIndexPlan(args, device) == IndexPlan::kAuto) {
     return InvalidArgument(IndexName(kOp), "the plan '", plan, "' cannot run this problem with ", args.scratch_bytes,
@@ -34,12 +29,7 @@ ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingR
 
 template <IndexOp kOp> struct Handler {
   static XLA_FFI_Error* Call(XLA_FFI_CallFrame* frame) {
-    static auto* handler = BindIndexAttributes(ffi::Ffi::Bind()
-                                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                                   .RemainingArgs()
-                                                   .RemainingRets())
-                               .To(Run<kOp>, {ffi::Traits::kCmdBufferCompatible})
-                               .release();
+    static auto* handler = BindIndexAttributes(BindCuda()).To(Run<kOp>, {ffi::Traits::kCmdBufferCompatible}).release();
     return handler->Call(frame);
   }
 };

@@ -84,14 +84,7 @@ inline ffi::Error DecodeReduction(ReduceOp op, const ffi::RemainingArgs& operand
   if (operands.size() > 1) {
     const auto mask = operands.get<ffi::AnyBuffer>(1);
     if (!mask) return mask.error();
-    const ffi::Span<const int64_t> part = mask->dimensions();
-    bool broadcasts = mask->element_type() == ffi::DataType::PRED && part.size() == dims.size();
-    for (int64_t d = 0; broadcasts && d < rank; ++d) broadcasts = part[d] == 1 || part[d] == dims[d];
-    if (!broadcasts || !BroadcastView::FromShapes(dims, part, static_cast<int>(rank), static_cast<int>(axis),
-                                                  &args->mask_view)) {
-      return InvalidArgument(name, "a mask of shape ", ShapeString(part), " for an array of shape ", ShapeString(dims));
-    }
-    args->mask = static_cast<const uint8_t*>(mask->untyped_data());
+    if (ffi::Error e = DecodeMask(name, *mask, dims, axis, args); e.failure()) return e;
   }
   if (!ParseReduceTier(tier, &args->tier)) return InvalidArgument(name, "unknown tier '", tier, "'");
   return ffi::Error::Success();

@@ -14,29 +14,44 @@ namespace jaxkern {
 Targets SoftmaxCpuTargets();
 Targets SoftmaxCudaTargets();
 
+// The targets, from a device's two templates of handlers.
+template <template <bool kLog, bool kBackward> class Handler, template <bool kBackward> class FusedHandler>
+Targets SoftmaxTargets() {
+  return {{"jaxkern_softmax", Handler<false, false>::Call},
+          {"jaxkern_log_softmax", Handler<true, false>::Call},
+          {"jaxkern_softmax_grad", Handler<false, true>::Call},
+          {"jaxkern_log_softmax_grad", Handler<true, true>::Call},
+          {"jaxkern_softmax_fused", FusedHandler<false>::Call},
+          {"jaxkern_softmax_fused_grad", FusedHandler<true>::Call}};
+}
+
+struct FusedAttributes {
+  int64_t axis;
+  std::string_view tier;
+  bool log;
+  std::string_view extras;
+  bool causal;
+  int64_t threshold;
+  bool unscaled;
+};
+
+// The attributes, in the order of FusedAttributes, at the end of a handler's binding.
+template <class Binding>
+auto BindFusedAttributes(Binding&& binding) {
+  return std::forward<Binding>(binding)
+      .template Attr<int64_t>("axis")
+      .template Attr<std::string_view>("tier")
+      .template Attr<bool>("log")
+      .template Attr<std::string_view>("extras")
+      .template Attr<bool>("causal")
+      .template Attr<int64_t>("threshold")
+      .template Attr<bool>("unscaled");
+}
+
 // The operation's name in messages.
 constexpr const char* SoftmaxName(bool log, bool backward) {
   return log ? (backward ? "jaxkern.log_softmax gradient" : "jaxkern.log_softmax")
              : (backward ? "jaxkern.softmax gradient" : "jaxkern.softmax");
-}
-
-// Fills the view of an operand that broadcasts to an array of these dimensions.
-inline ffi::Error DecodePart(const char* name, const char* what, const ffi::AnyBuffer& part,
-                             ffi::Span<const int64_t> dims, int64_t axis, BroadcastView* view) {
-  const ffi::Span<const int64_t> own = part.dimensions();
-  bool broadcasts = own.size() == dims.size();
-  for (size_t d = 0; broadcasts && d < dims.size(); ++d) broadcasts = own[d] == 1 || own[d] == dims[d];
-  if (broadcasts && BroadcastView::FromShapes(dims, own, static_cast<int>(dims.size()), static_cast<int>(axis), view)) {
-    return ffi::Error::Success();
-  }
-  return InvalidArgument(name, "a ", what, " of shape ", ShapeString(own), " for an array of shape ", ShapeString(dims));
-}
-
-inline ffi::Error DecodeMask(const char* name, const ffi::AnyBuffer& mask, ffi::Span<const int64_t> dims, int64_t axis,
-                             SoftmaxArgs* args) {
-  if (mask.element_type() != ffi::DataType::PRED) return InvalidArgument(name, "a mask that is not boolean");
-  args->mask = static_cast<const uint8_t*>(mask.untyped_data());
-  return DecodePart(name, "mask", mask, dims, axis, &args->mask_view);
 }
 
 // Fills what every call has: x or y, of a gradient the cotangent, and the result, all of one shape and type.
@@ -101,8 +116,8 @@ inline ffi::Error DecodeSoftmax(bool log, bool backward, const ffi::RemainingArg
 // The same of a fused call. Operands: x, of a gradient g, then those of bias, scale, mask and key that `extras`
 // names, in this order.
 inline ffi::Error DecodeFused(bool backward, const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
-                              int64_t axis, std::string_view tier, bool log, std::string_view extras, bool causal,
-                              int64_t threshold, bool unscaled, SoftmaxArgs* args) {
+                              const FusedAttributes& attributes, SoftmaxArgs* args) {
+  const auto [axis, tier, log, extras, causal, threshold, unscaled] = attributes;
   const char* name = SoftmaxName(log, backward);
   size_t at = backward ? 2 : 1;
   if (operands.size() < at || results.empty()) return InvalidArgument(name, "got ", operands.size(), " operands");
@@ -143,7 +158,7 @@ inline ffi::Error DecodeFused(bool backward, const ffi::RemainingArgs& operands,
         return InvalidArgument(name, "a ", what, " of element type ", static_cast<int>(operand->element_type()));
       }
       BroadcastView* const view = bias ? &e.bias_view : &e.scale_view;
-      if (ffi::Error error = DecodePart(name, bias ? "bias" : "scale", *operand, dims, axis, view); error.failure()) {
+      if (ffi::Error error = DecodeBroadcast(name, bias ? "bias" : "scale", *operand, dims, axis, view); error.failure()) {
         return error;
       }
       if (bias) {
