@@ -151,7 +151,7 @@ def row_exponentials(x, axis, over, weights=(), others=()):
     The sums are those of exp(x - largest), of that times each of the weights, and of each of the others. A row of
     nothing but -inf has the largest element 0, and sums 0 of what has an exponential in it.
     """
-    largest = jnp.max(x, axis, keepdims=True, initial=-jnp.inf)
+    largest = lax.stop_gradient(jnp.max(x, axis, keepdims=True, initial=-jnp.inf))  # see _rows.shifted
     base = jnp.where(largest == -jnp.inf, 0, largest)
     exponential = jnp.exp(x - base)
     sums = [exponential, *(exponential * w for w in weights), *others]

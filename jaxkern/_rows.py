@@ -1,5 +1,6 @@
 """Rows in jnp: what the references of the softmax family have in common."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -15,15 +16,18 @@ def row_sum(x, axis):
 
 
 def shifted(x, mask, axis):
-    """x - max in the computing type, its exponential and that one's sum; all-masked rows sum to 0."""
+    """x - max in the computing type, its exponential and that one's sum; all-masked rows sum to 0.
+
+    The maximum counts as a constant: no derivative of what is made of these depends on it, and that of a maximum
+    looks for an element equal to it, which is not found where XLA rounds the two differently.
+    """
     x = computed(x)
     if mask:
         x = jnp.where(mask[0], x, -jnp.inf)
-    largest = jnp.max(x, axis, keepdims=True, initial=-jnp.inf)
+    largest = jax.lax.stop_gradient(jnp.max(x, axis, keepdims=True, initial=-jnp.inf))
     below = x - jnp.where(largest == -jnp.inf, 0, largest)
     exponential = jnp.exp(below)
     return below, exponential, row_sum(exponential, axis)
-
 
 
 def lowest_for_infinity(y, dtype):

@@ -322,7 +322,7 @@ def _logsumexp_reference(x, *mask, axis, dtype, tier):
     x = x.astype(_computing(x.dtype))
     if mask:
         x = jnp.where(mask[0], x, -jnp.inf)
-    largest = jnp.max(x, axis, keepdims=True, initial=-jnp.inf)
+    largest = lax.stop_gradient(jnp.max(x, axis, keepdims=True, initial=-jnp.inf))  # see _rows.shifted
     base = jnp.where(jnp.isfinite(largest), largest, 0)
     y = jnp.log(jnp.sum(jnp.exp(x - base), axis)) + jnp.squeeze(base, axis)
     least, _ = _bounds(dtype)

@@ -24,6 +24,17 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
+def quick_compilation():
+    """On the CPU, XLA spends no time on making its own code fast: for tests that compile much and run little."""
+    if ON_GPU:
+        yield
+        return
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
 def x64():
     """float64 arrays inside the test; its other arrays must name their dtype."""
     with _compat.enable_x64():
