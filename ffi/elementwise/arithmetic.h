@@ -91,15 +91,18 @@ struct Real : Basic<T> {
 // since what rounding it loses would be multiplied by up to 100.
 template <class M>
 struct InFloat {
+  // Beyond a the distribution is exp(-a^2/2) / (2 + a (sqrt(2 pi) + h(a))), where the terms before h say most: what a
+  // ratio of polynomials loses in h hardly counts.
   static JAXKERN_FN float NormalCdf(float x) {
     const float a = M::Min(M::Abs(x), 20.0f);
-    // All coefficients are positive: nothing cancels.
-    const float tail = M::Quotient(
-        Polynomial(a, {0.5f, 0.4382949931912699f, 0.18323514216995898f, 0.04063322010640017f, 0.004116305797282249f}),
-        Polynomial(a, {1.0f, 1.6744749674881534f, 1.2025032189749807f, 0.469470634569593f, 0.10185882534286565f,
-                       0.010317928758492221f}));
-    const float square = M::Product(a, a), rest = M::Fma(a, a, -square);
-    const float e = M::Exp(-0.5f * square), cdf = tail * M::Fma(e, -0.5f * rest, e);
+    const float h = M::FastQuotient(
+        Polynomial(a, {-0.910859227180481f, -0.695903480052948f, -0.25419881939888f, -0.04974844306707382f,
+                       -0.004505206365138292f}),
+        Polynomial(a, {1.0f, 1.0639886856079102f, 0.5456064343452454f, 0.1617821604013443f, 0.02769853174686432f,
+                       0.0022525868844240904f}));
+    const float inverse = M::Fma(a, 2.50662827463f, M::Fma(a, h, 2.0f));
+    const float square = M::Product(a, a), rest = M::Fma(a, a, -square), e = M::Exp(-0.5f * square);
+    const float cdf = M::Quotient(M::Fma(e, -0.5f * rest, e), inverse);
     return x < 0 ? cdf : 1 - cdf;
   }
   static JAXKERN_FN float ExpOfProduct(float x, double c) {
@@ -154,7 +157,17 @@ struct Float : Real<float> {
   static JAXKERN_FN C Abs(C x) { return fabsf(x); }
   static JAXKERN_FN C Fma(C a, C b, C c) { return fmaf(a, b, c); }
   static JAXKERN_FN C Product(C a, C b) { return __fmul_rn(a, b); }
-  static JAXKERN_FN C Quotient(C a, C b) { return __fdividef(a, b); }  // |b| < 2^126
+  // Of b from 2^-126 to 2^126. __fdividef would first ask whether it is smaller.
+  static JAXKERN_FN C Inverse(C b) {
+    C y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(b));
+    return y;
+  }
+  static JAXKERN_FN C FastQuotient(C a, C b) { return a * Inverse(b); }
+  static JAXKERN_FN C Quotient(C a, C b) {  // hardly more than rounded; of finite numbers
+    const C inverse = Inverse(b), q = a * inverse;
+    return fmaf(inverse, fmaf(-b, q, a), q);
+  }
   static JAXKERN_FN C Max(C a, C b) {
     C y;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
@@ -198,12 +211,7 @@ struct Coarse : Float {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
   }
-  static JAXKERN_FN C Inverse(C x) {
-    C y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-  }
-  static JAXKERN_FN C Quotient(C a, C b) { return a * Inverse(b); }
+  static JAXKERN_FN C Quotient(C a, C b) { return FastQuotient(a, b); }
   static JAXKERN_FN C Exp(C x) { return Power2(x * kLog2e); }
   static JAXKERN_FN C Expm1(C x) {
     const C near = x + x * x * Polynomial(x, {0.499974747722195f, 0.16667396983678887f, 0.042092714478751445f, 0.008342257019566366f});
@@ -315,6 +323,7 @@ struct Single : Real<float> {
   static JAXKERN_FN C Fma(C a, C b, C c) { return C(double(a) * b + c); }  // rounded twice, the first time hardly
 #endif
   static JAXKERN_FN C Quotient(C a, C b) { return a / b; }
+  static JAXKERN_FN C FastQuotient(C a, C b) { return a / b; }
   static JAXKERN_FN C Floor(C x) { return __builtin_floorf(x); }
   static JAXKERN_FN C Ceil(C x) { return __builtin_ceilf(x); }
   static JAXKERN_FN C Trunc(C x) { return __builtin_truncf(x); }

@@ -26,13 +26,16 @@ struct Values {
 template <class M>
 struct Logistic {
   using C = typename M::C;
-  C e, inverse;  // e^-|x|, 1 / (1 + e^-|x|)
+  C e;  // e^-|x|
   bool negative;
   JAXKERN_FN explicit Logistic(C x) : Logistic(x, M::Exp(-M::Abs(x))) {}
-  JAXKERN_FN Logistic(C x, C e) : e(e), inverse(M::Quotient(C(1), 1 + e)), negative(x < 0) {}
-  JAXKERN_FN C Value() const { return negative ? e * inverse : inverse; }
-  JAXKERN_FN C Complement() const { return negative ? inverse : e * inverse; }
-  JAXKERN_FN C Derivative() const { return e * inverse * inverse; }
+  JAXKERN_FN Logistic(C x, C e) : e(e), negative(x < 0) {}
+  JAXKERN_FN C Value() const { return M::Quotient(negative ? e : C(1), 1 + e); }
+  JAXKERN_FN C Complement() const { return M::Quotient(negative ? C(1) : e, 1 + e); }
+  JAXKERN_FN C Derivative() const {
+    const C inverse = M::Quotient(C(1), 1 + e);
+    return e * inverse * inverse;
+  }
 };
 
 // --- Activations -----------------------------------------------------------------------------------
@@ -168,7 +171,7 @@ template <class M>
 struct Mish {
   using C = typename M::C;
   JAXKERN_FN C operator()(C x) const {
-    const C e = M::Exp(M::Min(x, C(20))), n = e * (e + 2);
+    const C e = M::Exp(M::Min(x, C(20))), n = M::Fma(e, e, 2 * e);
     return x * M::Quotient(n, n + 2);
   }
 };
@@ -176,7 +179,7 @@ template <class M>
 struct MishGrad {
   using C = typename M::C;
   JAXKERN_FN C operator()(C x, C g) const {
-    const C e = M::Exp(M::Min(x, C(20))), n = e * (e + 2), inverse = M::Quotient(C(1), n + 2);
+    const C e = M::Exp(M::Min(x, C(20))), n = M::Fma(e, e, 2 * e), inverse = M::Quotient(C(1), n + 2);
     return g * (n * inverse + x * (4 * (e * inverse) * ((e + 1) * inverse)));
   }
 };
