@@ -90,12 +90,12 @@ _vjp.defvjp(_forward, _backward)
 
 
 def _grad_jvp(y, g, index, dy, *, rows, rules):
-    """dy * (g - sum(y * g)) - y * sum(dy * g)"""
-    dtype = y.dtype
-    y, g, dy = (computed(a) for a in (y, g, dy))
-    g = jnp.where((y == 0) & (dy == 0), 0, g)
+    """dy * (g - sum(y * g)) - y * sum(dy * g); an element with y = 0 has no part in it, nor has its dy."""
+    dtype, takes_part = y.dtype, y != 0
+    y, g, dy = (jnp.where(takes_part, computed(a), 0) for a in (y, g, dy))
     of_segment = _totals(index, rows, rules)
-    return (dy * (g - of_segment(y * g)) - y * of_segment(dy * g)).astype(dtype)
+    slope = dy * (g - of_segment(y * g)) - y * of_segment(dy * g)
+    return jnp.where(takes_part, slope, 0).astype(dtype)
 
 
 defvjp(segment_softmax_p, lambda data, index, *, rows, rules: _vjp(data, index, rows, rules), differentiable=(0,))
