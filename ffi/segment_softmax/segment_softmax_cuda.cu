@@ -43,6 +43,10 @@ cudaError_t SegmentSoftmaxCuda(const IndexArgs& a, const Device& device, cudaStr
           SortUpdates(&run, 0, BitsFor(int64_t{run.dropped} + 1), SortPayload::kPosition, layout, a.scratch, stream);
       if (error != cudaSuccess) return error;
     }
+    // Ascending ids of this kind are keys as they are: as a number without a sign, one out of range is no segment either.
+    if (plan == IndexPlan::kSorted && run.plain && !run.wrap && run.batch == 1) {
+      run.keys = static_cast<const uint32_t*>(run.index);
+    }
     const void* cotangent = a.x ? static_cast<const char*>(a.x) + b * slice : nullptr;
     const cudaError_t error = LaunchTyped(a, run, cotangent, stream);
     if (error != cudaSuccess) return error;
