@@ -103,9 +103,9 @@ def segment_softmax(data, segment_ids, num_segments=None, indices_are_sorted=Fal
     In jnp it would be, with `of` for `jnp.take(..., segment_ids, 0)`,
     `e = exp(data - of(jax.ops.segment_max(data, segment_ids)))` and `e / of(jax.ops.segment_sum(e, segment_ids))`.
     Here one kernel reads data once and writes the result once, but for segments that are too long for a block of it
-    (CUDA: between 155 and 7936 rows, the more the narrower they are), which are read twice; ids are sorted first
-    unless they ascend. The gradient is another such kernel. Beside the result a call takes memory for sorted ids and
-    for partial results of long segments, far less than data.
+    (CUDA: some hundreds of rows, thousands where these are narrow), which are read twice; ids are sorted first unless
+    they ascend. The gradient is another such kernel. Beside the result a call takes memory for sorted ids, some bytes a
+    row, and for partial results of long segments. (CUDA: at most 2**31 - 3 segments and 2**30 rows; more run through XLA.)
 
     Args:
         data: array of shape (count, ...). float16, bfloat16 and float32 are computed in float32, float64 in float64,

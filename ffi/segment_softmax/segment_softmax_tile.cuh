@@ -62,22 +62,20 @@ template <class T> struct Staged {
                                        const T* array, int first, int last) {
     if (s.contiguous) {
       const T* const from = array + int64_t{b.begin} * s.columns - ahead;
-      const int low = ahead + first * s.columns, high = ahead + last * s.columns, stop = (high + kN - 1) / kN;
-      for (int base = low / kN + threadIdx.x; base < stop; base += kBatch * kSegmentThreads) {
-        Pack<T, kN> part[kBatch] = {};
+      const int low = ahead + first * s.columns, high = ahead + last * s.columns, stop = high / kN;
+      const int ragged = Ragged(low, high);
+      if (ragged >= 0) image[ragged] = ToCompute(from[ragged]);
+      for (int base = (low + kN - 1) / kN + threadIdx.x; base < stop; base += kBatch * kSegmentThreads) {
+        Pack<T, kN> part[kBatch];
 #pragma unroll
         for (int u = 0; u < kBatch; ++u) {
           const int v = base + u * kSegmentThreads;
-          if (v * kN >= low && v * kN + kN <= high) part[u] = LoadVector<T, kN>(from + v * kN);
+          if (v < stop) part[u] = LoadVector<T, kN>(from + v * kN);
         }
 #pragma unroll
         for (int u = 0; u < kBatch; ++u) {
           const int v = base + u * kSegmentThreads;
-          if (v * kN >= low && v * kN + kN <= high) {
-            Put(v * kN, part[u]);
-          } else {
-            for (int e = max(v * kN, low); e < min(v * kN + kN, high); ++e) image[e] = ToCompute(from[e]);
-          }
+          if (v < stop) Put(v * kN, part[u]);
         }
       }
     } else if (s.vectors) {
@@ -94,12 +92,10 @@ template <class T> struct Staged {
       T* const to = array + int64_t{b.begin} * s.columns - out;
       const C* const from = values - out;
       const int low = out + first * s.columns, high = out + last * s.columns;
-      for (int v = low / kN + threadIdx.x; v < (high + kN - 1) / kN; v += kSegmentThreads) {
-        if (v * kN >= low && v * kN + kN <= high) {
-          StoreVector<T, kN>(to + v * kN, Get(from + v * kN, out == ahead));
-        } else {
-          for (int e = max(v * kN, low); e < min(v * kN + kN, high); ++e) to[e] = FromCompute<T>(from[e]);
-        }
+      const int ragged = Ragged(low, high);
+      if (ragged >= 0) to[ragged] = FromCompute<T>(from[ragged]);
+      for (int v = (low + kN - 1) / kN + threadIdx.x; v < high / kN; v += kSegmentThreads) {
+        StoreVector<T, kN>(to + v * kN, Get(from + v * kN, out == ahead));
       }
     } else if (s.vectors) {
       WriteRows<kN>(run, s, b, array, first, last, s.by_vectors);
@@ -109,6 +105,12 @@ template <class T> struct Staged {
   }
 
  private:
+  // The element of [low, high) that is this thread's, of those at either end that make no whole vector; or -1.
+  static __device__ __forceinline__ int Ragged(int low, int high) {
+    const int t = threadIdx.x, head = min((low + kN - 1) / kN * kN, high), tail = max(high / kN * kN, head);
+    const int e = t < kN ? low + t : tail + t - kN;
+    return t < kN ? (e < head ? e : -1) : t < 2 * kN && e < high ? e : -1;
+  }
   __device__ __forceinline__ void Put(int at, const Pack<T, kN>& pack) {
     alignas(16) C c[kN];
     Unpack(pack, c);
