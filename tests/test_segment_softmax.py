@@ -45,7 +45,7 @@ def softmax(x, at, rows):
         total = of_segments(e, at, rows, np.add, 0)
         y = e / np.where(total == 0, 1, total)
         distance = np.where(np.isfinite(shifted), np.abs(shifted), 0)
-    return y, y * (distance / 2 + 5 + np.sqrt(count_of(at, x.ndim)) / 8)
+    return y, y * (distance / 2 + 5 + np.sqrt(count_of(at, x.ndim)) / 4)
 
 
 def gradient(y, g, at, rows):
@@ -55,7 +55,7 @@ def gradient(y, g, at, rows):
         product = np.where(y == 0, 0, y * g)
         dx = np.where(y == 0, 0, y * (g - of_segments(product, at, rows, np.add, 0)))
         size = of_segments(np.abs(product), at, rows, np.add, 0)
-        slack = np.where(y == 0, 0, 2 * np.abs(y) * (np.abs(g) + (2 + np.sqrt(count_of(at, y.ndim)) / 8) * size))
+        slack = np.where(y == 0, 0, 2 * np.abs(y) * (np.abs(g) + (2 + np.sqrt(count_of(at, y.ndim)) / 4) * size))
     return dx, slack
 
 
