@@ -218,6 +218,54 @@ def sanitize_indexed(dtypes: list[str], plans: Sequence[str]) -> tuple[int, list
     return done, wrong
 
 
+# Rows of data and elements of a row: around stretches, tiles, vectors and slabs.
+SEGMENTED = [(1, 1), (7937, 1), (40000, 1), (700, 3), (993, 8), (9000, 8), (497, 16), (3000, 40), (2001, 129)]
+
+
+def run_segment_softmax(plan: str, dtype: str, count: int, inner: int, segments: int, lie: bool) -> str:
+    """The softmax and its gradient once; "" or what went wrong, which a lie about the order can only be by stopping."""
+    import jaxkern
+
+    generator = np.random.default_rng(count)
+    ids = generator.integers(-2, segments + 2, count).astype(np.int32)
+    ids = ids if lie or plan == "sort" else np.sort(ids)
+    x, g = (generator.standard_normal((count, inner)).astype(jnp.dtype(dtype)) for _ in range(2))
+
+    def both(x: jax.Array, ids: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y, pull = jax.vjp(lambda x: jaxkern.segment_softmax(x, ids, segments, plan == "sorted"), x)
+        return y, pull(g)[0]
+
+    found = [np.asarray(a).astype(np.float64) for a in jax.jit(both)(*map(jax.device_put, (x, ids, g)))]
+    if lie:
+        return ""
+    want = [np.zeros((count, inner)) for _ in range(2)]
+    for segment in range(segments):
+        at = np.flatnonzero(ids == segment)
+        if at.size:
+            e = np.exp(x[at].astype(np.float64) - x[at].astype(np.float64).max(0))
+            want[0][at] = e / e.sum(0)
+            y, cotangent = found[0][at], g[at].astype(np.float64)
+            want[1][at] = y * (cotangent - (y * cotangent).sum(0))
+    for name, a, b in zip(("result", "gradient"), found, want):
+        wrong = ~(np.abs(a - b) <= 4 * TOLERANCE[dtype])
+        if wrong.any():
+            return f"{name} wrong at {np.argwhere(wrong)[0].tolist()} of {a.shape}, {int(wrong.sum())} elements"
+    return ""
+
+
+def sanitize_segment_softmax(dtypes: list[str]) -> tuple[int, list[str]]:
+    """In both plans, of segments short and long, and with ids that do not ascend although they were said to."""
+    done, wrong = 0, []
+    for plan, dtype, sizes, segments in itertools.product(("sort", "sorted"), dtypes, SEGMENTED, (1, 40)):
+        for lie in (False, True) if plan == "sorted" else (False,):
+            problem = run_segment_softmax(plan, dtype, *sizes, segments, lie)
+            done += 1
+            if problem:
+                wrong.append(f"segment_softmax {plan} {dtype} {sizes} in {segments}: {problem}")
+    print(f"segment_softmax: {done} problems run, {len(wrong)} wrong", flush=True)
+    return done, wrong
+
+
 # Widths around the ends of vectors, lane groups, warps and parts.
 REDUCED = (1, 3, 8, 15, 32, 33, 127, 129, 256, 513, 1003, 4096, 8201, 70001)
 
@@ -354,7 +402,7 @@ def main() -> int:
     parser.add_argument("--dtypes", default="float32,bfloat16", help="of float16,bfloat16,float32,float64")
     parser.add_argument("--tiers", default=",".join(EDGES), help="of softmax")
     parser.add_argument("--plans", default="", help="of index_add")
-    families = ("softmax", "fused", "elementwise", "reduction", "cross_entropy", "index_add")
+    families = ("softmax", "fused", "elementwise", "reduction", "cross_entropy", "index_add", "segment_softmax")
     parser.add_argument("--only", choices=families, help="one family of operations")
     parser.add_argument("--wide", action="store_true", help="rows of 1 MB and more as well")
     arguments = parser.parse_args()
@@ -385,6 +433,7 @@ def main() -> int:
     others = {
         "fused": sanitize_fused,
         "index_add": lambda dtypes: sanitize_indexed(dtypes, plans),
+        "segment_softmax": sanitize_segment_softmax,
         "reduction": sanitize_reductions,
         "cross_entropy": sanitize_losses,
         "elementwise": sanitize_elementwise,

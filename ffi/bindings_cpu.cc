@@ -14,6 +14,7 @@
 #include "index_add/index_add_plan.h"
 #include "reduction/reduction_ffi.h"
 #include "reduction/reduction_tier.h"
+#include "segment_softmax/segment_softmax_ffi.h"
 #include "softmax/softmax_ffi.h"
 #include "softmax/softmax_tier.h"
 
@@ -102,7 +103,8 @@ struct IndexQuery {
   IndexProblem problem;
   IndexQuery(const std::string& op, const std::string& dtype, const std::string& index_dtype, int64_t batch,
              int64_t outer, int64_t rows, int64_t count, int64_t inner, bool sorted, bool unique, bool deterministic) {
-    static constexpr const char* kOps[] = {"index_add", "segment_sum", "segment_max", "segment_min", "index_select"};
+    static constexpr const char* kOps[] = {"index_add",    "segment_sum",     "segment_max",         "segment_min",
+                                           "index_select", "segment_softmax", "segment_softmax_grad"};
     static constexpr const char* kTypes[] = {"float16", "bfloat16", "float32", "float64", "int32", "int64", "uint32"};
     static constexpr const char* kIndexTypes[] = {"int8",  "int16",  "int32",  "int64",
                                                   "uint8", "uint16", "uint32", "uint64"};
@@ -152,7 +154,7 @@ NB_MODULE(_cpu, m) {
   AddApiVersion(m);
   m.def("registrations", [] {
     return Registrations({SoftmaxCpuTargets(), ElementwiseCpuTargets(), ReductionCpuTargets(), CrossEntropyCpuTargets(),
-                          IndexCpuTargets()});
+                          IndexCpuTargets(), SegmentSoftmaxCpuTargets()});
   });
   m.def("elementwise", [] { return ElementwiseSignatures(ElementwiseCpuKernels(), [](const auto&) { return true; }); });
   m.def("softmax_tier", &Tier, nb::arg("rows"), nb::arg("width"), nb::arg("inner"), nb::arg("dtype"),

@@ -174,24 +174,42 @@ def check_swiglu(dtype) -> tuple[float, float]:
     return epsilons(np.asarray(y), x * gate * s, dtype), epsilons(np.asarray(dh), gradient, dtype)
 
 
+def check_segment_softmax(dtype) -> tuple[float, float]:
+    """The worst error of segment_softmax and of its gradient over even and uneven segments, wide and narrow rows."""
+    worst, rng = [0.0, 0.0], np.random.default_rng(0)
+    for rows, count, width, most in ((50, 4000, 1, 60), (300, 900, 130, 300), (40, 5000, 17, 1), (90, 6000, 8, 90)):
+        ids = rng.integers(-3, most, count)
+        data, g = (jnp.asarray(rng.normal(0, 3, (count, width)), dtype) for _ in range(2))
+        y, pull = jax.vjp(jax.jit(lambda x: jaxkern.segment_softmax(x, ids, rows)), data)
+        found = np.asarray(y), np.asarray(pull(g)[0])
+        wanted = [np.zeros((count, width), np.longdouble) for _ in range(2)]
+        for segment in range(min(rows, most)):
+            at = np.flatnonzero(ids == segment)
+            if at.size:
+                wanted[0][at] = expected("softmax", np.asarray(data)[at], True, 0)
+                wanted[1][at] = expected_gradient("softmax", None, found[0][at], np.asarray(g)[at], True, 0)
+        worst = [max(w, epsilons(f, e, dtype)) for w, f, e in zip(worst, found, wanted)]
+    return tuple(worst)
+
+
 def show_checks() -> bool:
     limits = ", ".join(f"{limit:g} for {dtype}" for dtype, limit in TOLERANCE.items())
     print(f"\nlargest error against float64, in epsilons of the dtype; right is up to {limits}")
-    print(f"{'':14}" + "".join(f"{d:>22}" for d in TOLERANCE) + "\n" + f"{'':14}" + f"{'forward':>11}{'gradient':>11}" * len(TOLERANCE))
+    print(f"{'':16}" + "".join(f"{d:>22}" for d in TOLERANCE) + "\n" + f"{'':16}" + f"{'forward':>11}{'gradient':>11}" * len(TOLERANCE))
     good = True
     checks = {operation: functools.partial(check, operation) for operation in OPERATIONS} | {
-        "swiglu": check_swiglu, "cross_entropy": check_loss}
+        "swiglu": check_swiglu, "cross_entropy": check_loss, "segment_softmax": check_segment_softmax}
     for operation, errors_in in checks.items():
         with _compat.enable_x64():
             errors = [(e, e <= limit) for dtype, limit in TOLERANCE.items() for e in errors_in(dtype)]
         good &= all(right for _, right in errors)
-        print(f"{operation:14}" + "".join(f"{e:10.2f}{' ' if right else '!'}" for e, right in errors))
+        print(f"{operation:16}" + "".join(f"{e:10.2f}{' ' if right else '!'}" for e, right in errors))
     for operation in (*INDEXED, *REDUCTIONS):
         check_one = check_indexed if operation in INDEXED else check_reduction
         with _compat.enable_x64():
             errors = [(e := check_one(operation, dtype), e <= limit) for dtype, limit in TOLERANCE.items()]
         good &= all(right for _, right in errors)
-        print(f"{operation:14}" + "".join(f"{e:10.2f}{' ' if right else '!'}{'':11}" for e, right in errors))
+        print(f"{operation:16}" + "".join(f"{e:10.2f}{' ' if right else '!'}{'':11}" for e, right in errors))
     if not good:
         print("WRONG: the errors marked ! are larger than rounding explains")
     return good

@@ -167,7 +167,7 @@ SEGMENT = (segment_sum_p, segment_max_p, segment_min_p)
 # dimensions before or after the axis, wherever it lies, behind the batch dimensions that there are.
 
 
-def _to(x, d, at, size):
+def moved(x, d, at, size):
     """Batch dimension d of x at `at`; x is repeated if it has none."""
     if d is not None:
         return jnp.moveaxis(x, d, at)  # nothing at all when d == at
@@ -180,24 +180,24 @@ def _source_in_front(source, d, size, lead, rules):
     ones = source.shape[:k] if d is None else jnp.moveaxis(source, d, 0).shape[1 : 1 + k]
     if d is None and all(s == 1 for s in ones):
         return source[None]
-    source = _to(source, d, 0, size)
+    source = moved(source, d, 0, size)
     return jnp.broadcast_to(source, (size, *lead[:k], *source.shape[1 + k :]))
 
 
-def _inner(rules, at):
+def inner(rules, at):
     """Rules of operands that have a new dimension at `at`, under the same indices."""
     return rules._replace(axis=rules.axis + (at <= rules.axis))
 
 
-def _outer(rules):
+def outer(rules):
     return rules._replace(axis=rules.axis + 1, batch_dims=rules.batch_dims + 1)
 
 
-def _size(operands, dims):
+def size_of(operands, dims):
     return next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
 
 
-def _place(d, rules):
+def place(d, rules):
     """Where a batch that lies at d goes: there, but not among the batch dimensions."""
     return max(d, rules.batch_dims)
 
@@ -207,14 +207,14 @@ def _batch_add(operands, dims, *, rules):
         return jax.vmap(functools.partial(_add_in_parts, rules=rules), dims)(*operands), 0
     x, index, source, *alpha = operands
     dx, di, ds, *_ = dims
-    size = _size(operands, dims)
+    size = size_of(operands, dims)
     if di is not None:
-        x, index = _to(x, dx, 0, size), _to(index, di, 0, size)
+        x, index = moved(x, dx, 0, size), moved(index, di, 0, size)
         source = _source_in_front(source, ds, size, x.shape[1:], rules)
-        return index_add(x, index, source, *alpha, rules=_outer(rules)), 0
-    at = _place(dx if dx is not None else ds, rules)
-    x, source = _to(x, dx, at, size), _to(source, ds, at, size)
-    return index_add(x, index, source, *alpha, rules=_inner(rules, at)), at
+        return index_add(x, index, source, *alpha, rules=outer(rules)), 0
+    at = place(dx if dx is not None else ds, rules)
+    x, source = moved(x, dx, at, size), moved(source, ds, at, size)
+    return index_add(x, index, source, *alpha, rules=inner(rules, at)), at
 
 
 def _add_in_parts(x, index, source, alpha, *, rules):
@@ -227,14 +227,14 @@ def _add_in_parts(x, index, source, alpha, *, rules):
 def _batch_select(operands, dims, *, rules):
     (x, index), (dx, di) = operands, dims
     axis, k = rules.axis, rules.batch_dims
-    size = _size(operands, dims)
+    size = size_of(operands, dims)
     if di is None:
-        at = _place(dx, rules)
-        return index_select(_to(x, dx, at, size), index, rules=_inner(rules, at)), at
+        at = place(dx, rules)
+        return index_select(moved(x, dx, at, size), index, rules=inner(rules, at)), at
     if dx is not None:
-        return index_select(_to(x, dx, 0, size), _to(index, di, 0, size), rules=_outer(rules)), 0
+        return index_select(moved(x, dx, 0, size), moved(index, di, 0, size), rules=outer(rules)), 0
     # One array, many indices: a longer index.
-    index = _to(index, di, k, size)
+    index = moved(index, di, k, size)
     count = index.shape[k + 1]
     y = index_select(x, index.reshape(*index.shape[:k], size * count), rules=rules._replace(sorted=False, unique=False))
     return y.reshape(*y.shape[:axis], size, count, *y.shape[axis + 1 :]), axis
@@ -242,13 +242,13 @@ def _batch_select(operands, dims, *, rules):
 
 def _batch_segment(prim, operands, dims, *, rows, rules):
     (source, index), (ds, di) = operands, dims
-    size = _size(operands, dims)
+    size = size_of(operands, dims)
     if di is None:
-        at = _place(ds, rules)
-        return segment(prim, _to(source, ds, at, size), index, rows=rows, rules=_inner(rules, at)), at
-    index = _to(index, di, 0, size)
+        at = place(ds, rules)
+        return segment(prim, moved(source, ds, at, size), index, rows=rows, rules=inner(rules, at)), at
+    index = moved(index, di, 0, size)
     source = _source_in_front(source, ds, size, index.shape[1:], rules)
-    return segment(prim, source, index, rows=rows, rules=_outer(rules)), 0
+    return segment(prim, source, index, rows=rows, rules=outer(rules)), 0
 
 
 batching.primitive_batchers[index_add_p] = _batch_add

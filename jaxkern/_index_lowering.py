@@ -128,7 +128,7 @@ def _lower(prim, reference, of_source, aliases, platform, ctx, *operands, rules,
     results = [out]
     if platform == "cuda":
         operation = prim.name.removeprefix("jaxkern_")
-        scratch = _scratch_shape(operation, out.dtype, avals[1], rows.shape, count, rules, devices)
+        scratch = scratch_shape(operation, out.dtype, avals[1], rows.shape, count, rules, devices)
         if scratch is None:
             return through(reference)(ctx, *operands, rules=rules, **params)
         results += [jax.core.ShapedArray(scratch, jnp.dtype(jnp.uint8))] if 0 not in scratch else []
@@ -149,7 +149,7 @@ def _spread(prim, lead, *operands, rules, **params):
     return prim.bind(*operands, rules=rules._replace(batch_dims=axis), **params)
 
 
-def _scratch_shape(operation, dtype, index, shape, count, rules, devices):
+def scratch_shape(operation, dtype, index, shape, count, rules, devices):
     """CUDA: the bytes that the plan needs, or None where there is nobody to ask.
 
     Split with its batch dimensions, it must still suffice for each device's part of them.

@@ -1,6 +1,7 @@
-"""segment_sum, segment_mean, segment_max and segment_min: what `jax.ops` has, and the mean.
+"""segment_sum, segment_mean, segment_max and segment_min: what `jax.ops` has, and the mean; segment_softmax.
 
-Rows of `data` with the same id are reduced to one row. Their primitives are in _index.py.
+Rows of `data` with the same id are reduced to one row, or normalised together. Their primitives are in _index.py and
+_segment_softmax.py.
 """
 
 import functools
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from jaxkern import _canonical, _index
+from jaxkern import _canonical, _index, _segment_softmax
 from jaxkern.index_add import _rules, array, integers, safe_index
 
 
@@ -96,6 +97,56 @@ def segment_min(data, segment_ids, num_segments=None, indices_are_sorted=False, 
                     mode)
 
 
+def segment_softmax(data, segment_ids, num_segments=None, indices_are_sorted=False, unique_indices=False, mode=None):
+    """Softmax over the rows of `data` with the same id, a column at a time.
+
+    In jnp it would be, with `of` for `jnp.take(..., segment_ids, 0)`,
+    `e = exp(data - of(jax.ops.segment_max(data, segment_ids)))` and `e / of(jax.ops.segment_sum(e, segment_ids))`.
+    Here one kernel reads data once and writes the result once, but for segments that are too long for a block of it
+    (CUDA: some hundreds of rows, thousands where these are narrow), which are read twice; ids are sorted first unless
+    they ascend. The gradient is another such kernel. Beside the result a call takes memory for sorted ids, some bytes a
+    row, and for partial results of long segments. (CUDA: at most 2**31 - 3 segments and 2**30 rows; more run through XLA.)
+
+    Args:
+        data: array of shape (count, ...). float16, bfloat16 and float32 are computed in float32, float64 in float64,
+            and rounded once; integers promote as in `jax.nn`; other floating-point types (float8) run through XLA,
+            in float32.
+        segment_ids: integer array of shape (count,) and of any integer type: the segment of each row of `data`.
+            Other shapes as in `segment_sum`: `data` broadcasts to `segment_ids.shape + data.shape[1:]`.
+        num_segments: how many segments there are, an int. None: the largest id and 1, which only an id that is
+            known while tracing can tell; give it under jit.
+        indices_are_sorted: a promise that ids ascend, which saves sorting them.
+        unique_indices: a promise that no id comes twice.
+        mode: what becomes of ids outside [0, num_segments), negative ones included: None, "drop", "fill"
+            and "promise_in_bounds" have them belong to no segment, "clip" to the nearest one.
+
+    Returns:
+        Array of the shape that `data` was broadcast to, the same bits every time. In each segment and column it is
+        positive and 1 in sum. A row of no segment is 0 with zero gradients, as is a segment that is -inf throughout;
+        NaN or +inf makes its segment NaN in its column. Where an element of the result is 0, that of the gradient is
+        0 whatever the cotangent holds.
+
+    Raises:
+        TypeError: `data` is boolean, complex or no array; `segment_ids` is not of an integer type; `num_segments` is
+            no int, or missing under jit.
+        ValueError: `num_segments` is negative; shapes do not match; unknown `mode`.
+
+    >>> import jax.numpy as jnp, jaxkern
+    >>> data, ids = jnp.array([0.0, 0.0, 5.0, 1.0, 1.0]), jnp.array([0, 0, 1, 3, -1])
+    >>> jaxkern.segment_softmax(data, ids, num_segments=4, indices_are_sorted=False).tolist()
+    [0.5, 0.5, 1.0, 1.0, 0.0]
+
+    Source: the weights of Velickovic et al., "Graph Attention Networks", 2018; one pass over a segment after Milakov
+    and Gimelshein, "Online normalizer calculation for softmax", 2018.
+    """
+    name = "segment_softmax"
+    # Unique ids need no sort either: no two neighbours are of one segment, nor are any others.
+    rules = _rules(name, 0, mode, sorted=bool(indices_are_sorted) or bool(unique_indices), unique=bool(unique_indices))
+    segment_ids = safe_index(segment_ids)
+    rows = _num_segments(name, num_segments, segment_ids)
+    return _segment_jit(data, segment_ids, name=name, rows=rows, rules=rules)
+
+
 def _segment(name, data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size, mode):
     rules = _rules(name, 0, mode, sorted=bool(indices_are_sorted), unique=bool(unique_indices))
     if bucket_size is not None and operator.index(bucket_size) < 1:
@@ -131,18 +182,24 @@ def _segment_jit(data, segment_ids, *, name, rows, rules):
     array(name, "data", data)
     if name == "segment_sum" and data.dtype == jnp.bool_:
         raise TypeError(f"jaxkern.{name}: data must not be boolean, got bool{list(data.shape)}")
+    if name == "segment_softmax":
+        data = _canonical.floating(name, data, "data")
     ids = integers(name, "segment_ids", segment_ids)
-    tail = data.shape[1:]
+    tail, shape = data.shape[1:], None
     if ids.ndim != 1 or data.shape[:1] != ids.shape:
         try:
             data = jnp.broadcast_to(data, (*ids.shape, *tail))
         except ValueError:
             raise ValueError(f"jaxkern.{name}: data of shape {data.shape} does not fit segment_ids of shape "
                              f"{ids.shape}") from None
+        shape = data.shape
         data = _canonical.mergeable(data, ids.ndim).reshape(math.prod(ids.shape), *tail)
         ids = _canonical.mergeable(ids, ids.ndim).reshape(-1)
     if name == "segment_mean":
         return _mean(data, ids, rows, rules)
+    if name == "segment_softmax":
+        y = _segment_softmax.segment_softmax(data, ids, rows=rows, rules=rules)
+        return y if shape is None else y.reshape(shape)
     prim = {"segment_sum": _index.segment_sum_p, "segment_max": _index.segment_max_p,
             "segment_min": _index.segment_min_p}[name]
     return _index.segment(prim, data, ids, rows=rows, rules=rules)

@@ -153,7 +153,8 @@ def index_add(rows: int, count: int, inner: int = 1, dtype="float32", **problem)
     Args:
         rows, count, inner: of x and of the source along the axis, and the elements after the axis.
         dtype: float16, bfloat16, float32, float64, int32, int64 or uint32.
-        op: "index_add", "segment_sum", "segment_max", "segment_min" or "index_select".
+        op: "index_add", "segment_sum", "segment_max", "segment_min", "index_select", "segment_softmax" or
+            "segment_softmax_grad".
         batch, outer: slices with indices of their own, and with the same ones; 1 each.
         index_dtype: "int32".
         indices_are_sorted, unique_indices, deterministic: as for `jaxkern.index_add`.

@@ -14,7 +14,7 @@ from benchmarks import _goals, _report, _run  # noqa: E402
 from benchmarks.__main__ import OPERATIONS  # noqa: E402
 
 SMALL = {"softmax": (1024, 256), "fused_softmax": (2, 2, 128, 512), "elementwise": (1 << 18,), "reduction": (1024, 256),
-         "cross_entropy": (1024, 256), "index_add": (5000, 8)}
+         "cross_entropy": (1024, 256), "index_add": (5000, 8), "segment_softmax": (5000, 8)}
 FEW = {"elementwise": ("gelu_erf", "add")}
 
 

@@ -18,6 +18,7 @@ from jaxkern import _compat, _lowering, _partition, _registry, elementwise
 
 TARGETS = {"jaxkern_softmax", "jaxkern_softmax_grad", "jaxkern_log_softmax", "jaxkern_log_softmax_grad",
            "jaxkern_index_add", "jaxkern_index_select", "jaxkern_segment_sum", "jaxkern_segment_max", "jaxkern_segment_min",
+           "jaxkern_segment_softmax", "jaxkern_segment_softmax_grad",
            "jaxkern_reduce_sum", "jaxkern_reduce_mean", "jaxkern_reduce_max", "jaxkern_reduce_min", "jaxkern_logsumexp",
            "jaxkern_cross_entropy", "jaxkern_cross_entropy_grad", "jaxkern_cross_entropy_both", "jaxkern_elementwise",
            "jaxkern_softmax_fused", "jaxkern_softmax_fused_grad"}
@@ -47,7 +48,7 @@ def python(code, **environment):
 def test_public_names():
     assert set(jaxkern.__all__) == {
         "embedding_lookup", "export_checks", "index_add", "index_select", "log_softmax", "logsumexp", "reduce_max",
-        "reduce_mean", "reduce_min", "reduce_sum", "segment_max", "segment_mean", "segment_min", "segment_sum", "softmax",
+        "reduce_mean", "reduce_min", "reduce_sum", "segment_max", "segment_mean", "segment_min", "segment_softmax", "segment_sum", "softmax",
         "softmax_cross_entropy", "softmax_cross_entropy_and_grad", "tiers", *elementwise.NAMES}
     assert jaxkern.__version__.count(".") == 2
     assert isinstance(jaxkern.tiers, types.ModuleType) and callable(jaxkern.softmax)

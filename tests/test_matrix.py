@@ -45,6 +45,12 @@ def mean(s):
     return segments(jax.ops, "segment_sum", s) / jnp.maximum(count, 1)
 
 
+def softmax_of_segments(s):
+    """Along the axis, in jnp."""
+    e = jnp.exp(s)
+    return e / jnp.einsum("ij,bj...->bi...", (IDS[:, None] == IDS).astype(s.dtype), e)
+
+
 def ties(s):
     """Rows that are equal: 0 and 2 go to the same."""
     return s.at[:, 2].set(s[:, 0])
@@ -125,6 +131,7 @@ CASES = {
     "segment_mean": (lambda s: segments(jaxkern, "segment_mean", s), mean),
     "segment_max": (lambda s: segments(jaxkern, "segment_max", s), lambda s: segments(jax.ops, "segment_max", s)),
     "segment_min": (lambda s: segments(jaxkern, "segment_min", s), lambda s: segments(jax.ops, "segment_min", s)),
+    "segment_softmax": (lambda s: segments(jaxkern, "segment_softmax", s), softmax_of_segments),
     "segment_max, ties": (lambda s: segments(jaxkern, "segment_max", ties(s)),
                           lambda s: segments(jax.ops, "segment_max", ties(s))),
 }

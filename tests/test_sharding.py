@@ -415,9 +415,10 @@ def derivative(f, at):
 
 FUNCTIONS = {
     "index_add": add, "index_select": select, "segment_sum": segments("sum"), "segment_mean": segments("mean"),
-    "segment_max": segments("max"), "segment_min": segments("min"),
+    "segment_max": segments("max"), "segment_min": segments("min"), "segment_softmax": segments("softmax"),
     "index_add, to source": derivative(add, 2), "index_select, to x": derivative(select, 0),
     "segment_sum, to source": derivative(segments("sum"), 2), "segment_max, to source": derivative(segments("max"), 2),
+    "segment_softmax, to source": derivative(segments("softmax"), 2),
 }
 AR, RS, AG = "all-reduce", "reduce-scatter", "all-gather"
 ROWS_SPLIT = (P("r"), P(), P())
@@ -457,6 +458,9 @@ SENT = [
     ("segment_mean", (), COUNT_SPLIT, P(), {AR: 2}),
     ("segment_sum, to source", (), COUNT_SPLIT, P("r"), {AR: 1}),
     ("segment_max, to source", (), COUNT_SPLIT, P("r"), {AR: 2}),
+    ("segment_softmax", (), COUNT_SPLIT, P("r"), {AR: 2}),
+    ("segment_softmax", (8,), (P(), P("c"), P("r", "c")), P("r", "c"), {AR: 2}),
+    ("segment_softmax, to source", (), COUNT_SPLIT, P("r"), {AR: 3}),
 ]
 
 

@@ -82,6 +82,16 @@ struct IndexRun {
   }
 };
 
+// All of a call as one run, without the numbers of 32 bits, and so much of it: slices [b, b + batch) of the batch, and
+// of the rows and positions of each those from `row` and `position` on.
+struct IndexPart {
+  int64_t b, batch, row, rows, position, count;
+};
+IndexRun RunOf(const IndexArgs& args);
+IndexRun RunOf(const IndexArgs& args, const IndexPart& part);
+// The most slices of the batch that a run can have.
+int64_t BatchOf(const IndexArgs& args);
+
 // An index as it lies in memory: loaded without looking at it, so that several loads can be under way.
 struct RawIndex {
   uint32_t low, high;
@@ -203,27 +213,28 @@ __device__ inline void MarkTouched(const IndexRun& run, uint32_t first, int rows
   }
 }
 
-// Whether the run that comes into the chunk at `begin` is a long one.
+// Whether the run that comes into the chunk at `begin` is a long one: it has the place `end` too, or came into
+// the chunk before.
 __device__ __forceinline__ bool LongHead(const IndexRun& run, uint32_t chunk, uint32_t begin, uint32_t end,
                                          uint32_t key) {
   return (end < run.positions && KeyAt(run, end) == key) || (begin > chunk && KeyAt(run, begin - chunk - 1) == key);
 }
 
-// Whether the run that begins in a chunk and goes on behind its `end` is a long one.
-__device__ __forceinline__ bool LongTail(const IndexRun& run, uint32_t chunk, uint32_t end, uint32_t key) {
-  return end + chunk < run.positions && KeyAt(run, end + chunk) == key;
+// Whether the run that begins in a chunk goes on for more than `reach` places behind its `end`.
+__device__ __forceinline__ bool LongTail(const IndexRun& run, uint32_t reach, uint32_t end, uint32_t key) {
+  return end + reach < run.positions && KeyAt(run, end + reach) == key;
 }
 
-// Into how many parts the chunks cut the run that begins in `chunk` and goes on behind it; 0 where none does,
-// or where it is a short run that needs no cutting.
+// Into how many parts the chunks cut the run that begins in `chunk` and goes on behind it; 0 where none does, or
+// where it ends within `reach` places from there and needs no cutting.
 __device__ inline uint32_t PartsOf(const IndexRun& run, uint32_t chunk_places, uint32_t chunks, uint32_t chunk,
-                                   bool only_long) {
+                                   uint32_t reach) {
   const uint32_t begin = chunk * chunk_places, end = begin + chunk_places;
   if (end >= run.positions) return 0;
   const uint32_t key = KeyAt(run, end - 1);
   if (key >= run.dropped || KeyAt(run, end) != key) return 0;
   if (begin > 0 && KeyAt(run, begin) == key && KeyAt(run, begin - 1) == key) return 0;  // began earlier
-  if (only_long && !LongTail(run, chunk_places, end, key)) return 0;
+  if (!LongTail(run, reach, end, key)) return 0;
   // The last chunk that begins within the run: doubling steps, then bisection.
   uint32_t last = chunk + 1, step = 1;
   while (last + step < chunks && KeyAt(run, (last + step) * chunk_places) == key) last += step, step *= 2;

@@ -11,6 +11,7 @@
 //     segment_max    the largest source[b, o, k, :] of each row; -inf (the dtype's least) where there is none
 //     segment_min    likewise the smallest
 //     index_select   selected[b, o, k, :] = x[b, o, index[b, k], :], and `fill` where the index is out of range
+//     segment_softmax, segment_softmax_grad          see ffi/segment_softmax/segment_softmax.h
 //
 // Sums are taken in float (double for double, modulo 2^n for integers) and rounded once; NaN wins in
 // max and min, as in jax.ops.
@@ -37,7 +38,7 @@ struct IndexArgs {
   bool fill_nan = false;       // index_select: fill with NaN (integers: least value; unsigned: largest), else 0
   IndexPlan plan = IndexPlan::kAuto;
 
-  const void* x = nullptr;       // index_select only: index_add is in place, out already holds x
+  const void* x = nullptr;       // index_select only: index_add is in place, out already holds x. segment_softmax_grad: g
   const void* index = nullptr;
   const void* source = nullptr;  // not for index_select
   const void* alpha = nullptr;   // one element of the computing type; null: 1

@@ -19,14 +19,11 @@
 #include <vector>
 
 #include "common/isa.h"
-#include "index_add/index_add_cpu_isa.h"
+#include "index_add/index_add_cpu_sort.h"
 
 namespace jaxkern {
 namespace {
 
-constexpr int64_t kShardElements = 16 * 1024;  // work below this is done before another thread has woken up
-constexpr int64_t kChunkElements = 64 * 1024;  // of the source, in a chunk of sorted positions
-constexpr int64_t kSlabElements = 4096;        // columns that a task takes where there are few chunks
 constexpr int64_t kCacheBytes = 1 << 20;       // of accumulators that stay in a core's own cache
 constexpr int64_t kPieceEntries = 32 * 1024;   // that a thread sorts at least
 constexpr int kDigitBits = 11;                 // of a pass of the sort, at most
@@ -42,23 +39,6 @@ Chooser Choose() {
   }
 #endif
   return baseline::ChooseIndexKernels;
-}
-
-constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-template <class T>
-std::unique_ptr<T[]> Uninitialised(int64_t size) {
-  return std::unique_ptr<T[]>(new T[std::max<int64_t>(size, 1)]);
-}
-
-// body(task) for tasks of about `elements` elements each.
-template <class Body>
-void ParallelTasks(const Executor& executor, int64_t tasks, int64_t elements, const Body& body) {
-  const int64_t grain = std::max<int64_t>(CeilDiv(kShardElements, std::max<int64_t>(elements, 1)),
-                                          tasks / (16 * std::max<int64_t>(executor.Threads(), 1)));
-  ParallelFor(executor, tasks, grain, [&](int64_t first, int64_t last) {
-    for (int64_t t = first; t < last; ++t) body(t);
-  });
 }
 
 // --- Indices ---------------------------------------------------------------------------------------
@@ -174,13 +154,6 @@ int64_t SortEntries(const Executor& executor, const IndexArgs& a, int64_t b, Ind
   return std::lower_bound(entries, entries + a.count, a.rows, row_below) - entries;
 }
 
-// Runs a loop on the calling thread alone: inside a task.
-class Alone : public Executor {
- public:
-  int64_t Threads() const override { return 1; }
-  void Schedule(std::function<void()> task) const override { task(); }
-};
-
 // body(executor, b) for every b: many at a time, or one after the other with all threads on each.
 template <class Body>
 void ForEachBatch(const Executor& executor, const IndexArgs& a, const Body& body) {
@@ -190,6 +163,23 @@ void ForEachBatch(const Executor& executor, const IndexArgs& a, const Body& body
     ParallelTasks(executor, a.batch, a.count, [&](int64_t b) { body(Alone(), b); });
   }
 }
+
+}  // namespace
+
+void DecodeRows(const IndexArgs& a, int64_t b, int64_t first, int64_t last, uint32_t* row) {
+  Decode(a, b, first, last, [&](int64_t k, uint32_t r) { row[k - first] = r; });
+}
+
+SortedEntries SortAllEntries(const Executor& executor, const IndexArgs& a) {
+  SortedEntries sorted{Uninitialised<IndexEntry>(a.batch * a.count), Uninitialised<int64_t>(a.batch)};
+  ForEachBatch(executor, a, [&](const Executor& inside, int64_t b) {
+    const auto spare = Uninitialised<IndexEntry>(a.count);
+    sorted.sizes[b] = SortEntries(inside, a, b, sorted.entries.get() + b * a.count, spare.get());
+  });
+  return sorted;
+}
+
+namespace {
 
 // --- The ways --------------------------------------------------------------------------------------
 
@@ -208,12 +198,7 @@ struct Slices {
 
 void Sorted(const IndexArgs& a, const IndexCpuKernels& kernels, const Executor& executor) {
   const Slices slices{a};
-  const auto entries = Uninitialised<IndexEntry>(a.batch * a.count);
-  std::vector<int64_t> sizes(a.batch);
-  ForEachBatch(executor, a, [&](const Executor& inside, int64_t b) {
-    const auto spare = Uninitialised<IndexEntry>(a.count);
-    sizes[b] = SortEntries(inside, a, b, entries.get() + b * a.count, spare.get());
-  });
+  const SortedEntries sorted = SortAllEntries(executor, a);
 
   const int64_t chunk = std::clamp<int64_t>(kChunkElements / a.inner, 64, 8192), chunks = CeilDiv(a.count, chunk);
   const int64_t all = a.batch * a.outer, slabs = CeilDiv(a.inner, kSlabElements);
@@ -221,7 +206,7 @@ void Sorted(const IndexArgs& a, const IndexCpuKernels& kernels, const Executor& 
   const auto partials = Uninitialised<char>(chunks > 1 ? all * partial_bytes : 0);
   const auto slice_of = [&](int64_t slice, int64_t slab) {
     const int64_t b = slice / a.outer, first = slab * kSlabElements;
-    return IndexSlice{entries.get() + b * a.count, sizes[b], chunk, slices.Source(slice), slices.Out(slice),
+    return IndexSlice{sorted.entries.get() + b * a.count, sorted.sizes[b], chunk, slices.Source(slice), slices.Out(slice),
                       partials.get() + (chunks > 1 ? slice * partial_bytes : 0), first,
                       std::min(a.inner, first + kSlabElements)};
   };

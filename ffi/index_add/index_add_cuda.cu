@@ -72,7 +72,22 @@ uint64_t FillBits(bool nan, ElementType t) {
   return 0;
 }
 
-// All of the call as one run; its 32-bit numbers only when they fit.
+cudaError_t LaunchTyped(ElementType type, IndexPlan plan, IndexOp op, const IndexRun& run, bool fills,
+                        cudaStream_t stream) {
+  switch (type) {
+    case ElementType::kF16: return LaunchIndexRun<__half>(plan, op, run, fills, stream);
+    case ElementType::kBF16: return LaunchIndexRun<__nv_bfloat16>(plan, op, run, fills, stream);
+    case ElementType::kF32: return LaunchIndexRun<float>(plan, op, run, fills, stream);
+    case ElementType::kF64: return LaunchIndexRun<double>(plan, op, run, fills, stream);
+    case ElementType::kS32: return LaunchIndexRun<int32_t>(plan, op, run, fills, stream);
+    case ElementType::kS64: return LaunchIndexRun<int64_t>(plan, op, run, fills, stream);
+    case ElementType::kU32: return LaunchIndexRun<uint32_t>(plan, op, run, fills, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace
+
 IndexRun RunOf(const IndexArgs& a) {
   IndexRun run = {};
   run.index = a.index;
@@ -92,21 +107,33 @@ IndexRun RunOf(const IndexArgs& a) {
   return run;
 }
 
-cudaError_t LaunchTyped(ElementType type, IndexPlan plan, IndexOp op, const IndexRun& run, bool fills,
-                        cudaStream_t stream) {
-  switch (type) {
-    case ElementType::kF16: return LaunchIndexRun<__half>(plan, op, run, fills, stream);
-    case ElementType::kBF16: return LaunchIndexRun<__nv_bfloat16>(plan, op, run, fills, stream);
-    case ElementType::kF32: return LaunchIndexRun<float>(plan, op, run, fills, stream);
-    case ElementType::kF64: return LaunchIndexRun<double>(plan, op, run, fills, stream);
-    case ElementType::kS32: return LaunchIndexRun<int32_t>(plan, op, run, fills, stream);
-    case ElementType::kS64: return LaunchIndexRun<int64_t>(plan, op, run, fills, stream);
-    case ElementType::kU32: return LaunchIndexRun<uint32_t>(plan, op, run, fills, stream);
+IndexRun RunOf(const IndexArgs& a, const IndexPart& part) {
+  const int64_t size = SizeOf(a.type), source_batch = a.source_batched ? a.outer * a.count : 0;
+  IndexRun run = RunOf(a);
+  run.batch = static_cast<uint32_t>(part.batch);
+  run.rows = static_cast<uint32_t>(part.rows);
+  run.count = static_cast<uint32_t>(part.count);
+  run.positions = run.batch * run.count;
+  run.dropped = run.batch * run.rows;
+  run.first_row = part.row;
+  run.plain = run.index_bytes == 4 && run.index_signed && !run.clip && run.rows == a.rows;
+  run.by_count = Divider(run.count);
+  run.by_rows = Divider(run.rows);
+  run.index = static_cast<const char*>(a.index) + (part.b * a.count + part.position) * run.index_bytes;
+  run.source = static_cast<const char*>(a.source) +
+               (part.b * source_batch + part.position * (run.batch == 1)) * a.inner * size;
+  run.out = static_cast<char*>(a.out) + part.b * a.outer * a.rows * a.inner * size;
+  if (run.batch > 1) {
+    run.source_extra = source_batch - a.count;
+    run.out_extra = (a.outer - 1) * a.rows;
   }
-  return cudaErrorInvalidValue;
+  return run;
 }
 
-}  // namespace
+int64_t BatchOf(const IndexArgs& a) {
+  const int64_t fit = std::min((kMaxKeys - 2) / a.rows, kMaxPositions / a.count / a.outer);
+  return std::min(a.batch, std::max(int64_t{1}, fit));
+}
 
 IndexProblem DescribeIndex(const IndexArgs& a) {
   return {a.op, a.type, a.index_type, a.batch, a.outer, a.rows, a.count, a.inner, a.sorted, a.unique, a.deterministic};
@@ -147,30 +174,13 @@ cudaError_t IndexCuda(const IndexArgs& a, const Device& device, cudaStream_t str
 
   // The largest runs: whole slices of the batch where they fit, else parts of the rows and of the updates of one.
   const int64_t rows = std::min(a.rows, kMaxKeys - 2), count = std::min(a.count, kMaxPositions);
-  const int64_t slices_fit = std::min((kMaxKeys - 2) / a.rows, kMaxPositions / a.count / a.outer);
-  const int64_t batch = std::min(a.batch, std::max(int64_t{1}, slices_fit));
-  const int64_t source_batch = a.source_batched ? a.outer * a.count : 0;  // rows from one b to the next
+  const int64_t batch = BatchOf(a);
   const IndexLayout layout = LayoutOf(plan, DescribeIndex(a));
   for (int64_t b = 0; b < a.batch; b += batch) {
     for (int64_t r = 0; r < a.rows; r += rows) {
       for (int64_t k = 0; k < a.count; k += count) {
-        IndexRun run = RunOf(a);
-        run.batch = static_cast<uint32_t>(std::min(batch, a.batch - b));
-        run.rows = static_cast<uint32_t>(std::min(rows, a.rows - r));
-        run.count = static_cast<uint32_t>(std::min(count, a.count - k));
-        run.positions = run.batch * run.count;
-        run.dropped = run.batch * run.rows;
-        run.first_row = r;
-        run.plain = run.index_bytes == 4 && run.index_signed && !run.clip && run.rows == a.rows;
-        run.by_count = Divider(run.count);
-        run.by_rows = Divider(run.rows);
-        run.index = static_cast<const char*>(a.index) + (b * a.count + k) * run.index_bytes;
-        run.source = static_cast<const char*>(a.source) + (b * source_batch + k * (run.batch == 1)) * a.inner * size;
-        run.out = static_cast<char*>(a.out) + b * a.outer * a.rows * a.inner * size;
-        if (run.batch > 1) {
-          run.source_extra = source_batch - a.count;
-          run.out_extra = (a.outer - 1) * a.rows;
-        }
+        IndexRun run = RunOf(a, {b, std::min(batch, a.batch - b), r, std::min(rows, a.rows - r), k,
+                                 std::min(count, a.count - k)});
         // Rows that an earlier part of the updates has written are read back.
         run.reads_out = adds || (k > 0 && plan != IndexPlan::kUnique);
         cudaError_t error = cudaSuccess;

@@ -67,6 +67,8 @@ constexpr const char* IndexName(IndexOp op) {
     case IndexOp::kSegmentMax: return "jaxkern.segment_max";
     case IndexOp::kSegmentMin: return "jaxkern.segment_min";
     case IndexOp::kSelect: return "jaxkern.index_select";
+    case IndexOp::kSegmentSoftmax: return "jaxkern.segment_softmax";
+    case IndexOp::kSegmentSoftmaxGrad: return "the gradient of jaxkern.segment_softmax";
   }
   return "jaxkern";
 }

@@ -213,7 +213,7 @@ ReduceFixup(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
   __syncthreads();
   const int64_t chunk = group * f.chunks + threadIdx.x;
   if (threadIdx.x < f.chunks && chunk < s.chunks) {
-    const uint32_t count = run.chunks ? run.chunks[chunk].parts : PartsOf(run, s.chunk, s.chunks, chunk, false);
+    const uint32_t count = run.chunks ? run.chunks[chunk].parts : PartsOf(run, s.chunk, s.chunks, chunk, 0);
     if (count > 0) {
       const int at = atomicAdd(&runs, 1);
       first[at] = chunk;

@@ -298,7 +298,7 @@ Describe(const __grid_constant__ IndexRun run, uint32_t chunk, uint32_t chunks) 
   const bool comes_in = begin > 0 && head < run.dropped && KeyAt(run, begin - 1) == head;
   const bool goes_on = end < run.positions && last < run.dropped && KeyAt(run, end) == last;
   const bool long_head = comes_in && LongHead(run, chunk, begin, end, head);
-  ChunkInfo info = {begin, end, long_head, PartsOf(run, chunk, chunks, thread, true)};
+  ChunkInfo info = {begin, end, long_head, PartsOf(run, chunk, chunks, thread, chunk)};
   if (comes_in && !long_head) info.start = EndOf(run, begin, end, head);
   if (goes_on && info.parts == 0 && !(long_head && head == last) && info.start < end) {
     info.stop = EndOf(run, end, min(end + chunk, run.positions), last);

@@ -1,0 +1,164 @@
+// What the kernels of the segment softmax compute: one struct for the forward pass and one for the gradient.
+//
+//     Stat      of a run or a part of one, merged in any grouping
+//     Reduce    a stretch: what Write needs of each element, and the Stats of the parts of runs at its ends
+//               (head: up to the first end in it; tail: from the last one on; both all of it if there is none)
+//     Write     a stretch, given the totals of those two runs; other runs are known
+//     Map       an element, given the total of its run
+//
+// `v` are the inputs, of which the first is overwritten, elements `step` apart.
+#pragma once
+
+#include "../softmax/softmax_ops.cuh"
+
+namespace jaxkern {
+
+template <class C> __device__ __forceinline__ C Reciprocal(C x) {
+  if constexpr (sizeof(C) == 4) return __fdividef(1.0f, x);
+  else return C(1) / x;
+}
+
+__device__ __forceinline__ bool EndsAt(uint32_t ends, int i) { return ends >> i & 1; }
+// Where the run begins that goes on behind the stretch.
+__device__ __forceinline__ int TailOf(uint32_t ends) { return ends ? 32 - __clz(ends) : 0; }
+
+template <class T_> struct SegmentForward {
+  using T = T_;
+  using C = Compute<T>;
+  static constexpr int kInputs = 1;
+
+  struct Stat {
+    C max, sum;  // of e^(x - max)
+  };
+  // What exponentials are multiplied by: the reciprocal of their sum, and what that lacks.
+  struct Factor {
+    C high, low;
+  };
+  struct Final {
+    C base;
+    Factor factor;
+  };
+
+  static __device__ __forceinline__ C Exp(C x, C base) { return ExpDifference<T, true>(x, base); }
+  static __device__ __forceinline__ Stat Identity() { return {-Infinity<C>(), C(0)}; }
+  static __device__ __forceinline__ Stat Merge(Stat a, Stat b) {
+    const C max = Max(a.max, b.max), base = Base(max);
+    return {max, a.sum * Exp(a.max, base) + b.sum * Exp(b.max, base)};
+  }
+  static __device__ __forceinline__ Stat ShuffleUp(Stat s, int step) {
+    return {__shfl_up_sync(~0u, s.max, step), __shfl_up_sync(~0u, s.sum, step)};
+  }
+
+  static __device__ __forceinline__ Factor Inverse(C sum) {
+    const C high = sum == C(0) ? C(0) : Reciprocal(sum);
+    return {high, sizeof(T) >= 4 ? fma(-sum, high, C(1)) * high : C(0)};
+  }
+  // For exponentials of x - max where the run's total has a larger maximum.
+  static __device__ __forceinline__ Factor Scaled(Stat total, C max) {
+    const Factor f = Inverse(total.sum);
+    const C scale = Exp(max, Base(total.max)), high = scale * f.high;
+    return {high, sizeof(T) >= 4 ? fma(scale, f.high, -high) + scale * f.low : C(0)};
+  }
+  static __device__ __forceinline__ C Times(C e, Factor f) {
+    if constexpr (sizeof(T) >= 4) return fma(e, f.high, e * f.low);
+    else return e * f.high;
+  }
+
+  template <int kQ>
+  static __device__ __forceinline__ void Reduce(C* const (&v)[1], int step, uint32_t ends, uint32_t drops,
+                                                C (&kept)[kQ], Stat* head, Stat* tail) {
+    for (uint32_t left = drops; left; left &= left - 1) v[0][(__ffs(left) - 1) * step] = -Infinity<C>();
+    C largest = -Infinity<C>();
+#pragma unroll
+    for (int i = 0; i < kQ; ++i) {
+      largest = Max(largest, v[0][i * step]);  // leaves out NaN, whose power is NaN all the same
+      kept[i] = largest;
+      if (EndsAt(ends, i)) largest = -Infinity<C>();
+    }
+    tail->max = largest;
+    // Backwards, where the maximum of a run is met before its elements; the sum is known where it begins.
+    C base = Base(largest), sum = C(0);
+#pragma unroll
+    for (int i = kQ - 1; i >= 0; --i) {
+      if (EndsAt(ends, i)) {
+        largest = kept[i];
+        base = Base(largest);
+        sum = C(0);
+      }
+      kept[i] = Exp(v[0][i * step], base);
+      sum += kept[i];
+      v[0][i * step] = sum;
+    }
+    *head = {largest, sum};
+    const int begin = TailOf(ends);
+    tail->sum = begin < kQ ? v[0][begin * step] : C(0);
+  }
+
+  template <int kQ>
+  static __device__ __forceinline__ void Write(C* const (&v)[1], int step, uint32_t ends, const C (&kept)[kQ],
+                                               Stat head, Stat head_total, Stat tail, Stat tail_total) {
+    Factor f = Scaled(head_total, head.max);
+    const Factor last = Scaled(tail_total, tail.max);
+    const int begin = TailOf(ends);
+#pragma unroll
+    for (int i = 0; i < kQ; ++i) {
+      if (i > 0 && EndsAt(ends, i - 1)) f = i == begin ? last : Inverse(v[0][i * step]);
+      v[0][i * step] = Times(kept[i], f);
+    }
+  }
+
+  static __device__ __forceinline__ Final Finish(Stat total) { return {Base(total.max), Inverse(total.sum)}; }
+  static __device__ __forceinline__ C Map(const C (&x)[1], const Final& f) { return Times(Exp(x[0], f.base), f.factor); }
+};
+
+template <class T_> struct SegmentBackward {
+  using T = T_;
+  using C = Compute<T>;
+  static constexpr int kInputs = 2;  // y, g
+
+  struct Stat {
+    C sum;  // of y * g
+  };
+  using Final = Stat;
+
+  static __device__ __forceinline__ Stat Identity() { return {C(0)}; }
+  static __device__ __forceinline__ Stat Merge(Stat a, Stat b) { return {a.sum + b.sum}; }
+  static __device__ __forceinline__ Stat ShuffleUp(Stat s, int step) { return {__shfl_up_sync(~0u, s.sum, step)}; }
+
+  template <int kQ>
+  static __device__ __forceinline__ void Reduce(C* const (&v)[2], int step, uint32_t ends, uint32_t drops,
+                                                C (&kept)[kQ], Stat* head, Stat* tail) {
+    for (uint32_t left = drops; left; left &= left - 1) v[0][(__ffs(left) - 1) * step] = C(0);
+    const int begin = TailOf(ends);
+    C sum = C(0);
+    tail->sum = C(0);
+#pragma unroll
+    for (int i = kQ - 1; i >= 0; --i) {
+      if (EndsAt(ends, i)) sum = C(0);
+      const C y = v[0][i * step];
+      if (y != C(0)) sum += y * v[1][i * step];  // whatever g is beside a y of 0
+      kept[i] = sum;
+      if (i == begin) tail->sum = sum;
+    }
+    head->sum = sum;
+  }
+
+  template <int kQ>
+  static __device__ __forceinline__ void Write(C* const (&v)[2], int step, uint32_t ends, const C (&kept)[kQ], Stat,
+                                               Stat head_total, Stat, Stat tail_total) {
+    Stat total = head_total;
+    const int begin = TailOf(ends);
+#pragma unroll
+    for (int i = 0; i < kQ; ++i) {
+      if (i > 0 && EndsAt(ends, i - 1)) total.sum = i == begin ? tail_total.sum : kept[i];
+      v[0][i * step] = Map({v[0][i * step], v[1][i * step]}, total);
+    }
+  }
+
+  static __device__ __forceinline__ Final Finish(Stat total) { return total; }
+  static __device__ __forceinline__ C Map(const C (&x)[2], const Final& f) {
+    return x[0] == C(0) ? C(0) : x[0] * (x[1] - f.sum);
+  }
+};
+
+}  // namespace jaxkern
