@@ -104,7 +104,8 @@ __global__ void __launch_bounds__(kWarp * kLossColumnWarps) GradientColumn(const
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
   const auto slope_of = [&](int j, Label label) {
     const int64_t row = own.Row(p, j);
-    return Slope<T>(p, label, 0, static_cast<const C*>(p.largest)[row], static_cast<const C*>(p.total)[row],
+    const C largest = static_cast<const C*>(p.largest)[row];
+    return Slope<T>(p, label, 0, largest, OwnTotal<T>(largest, static_cast<const C*>(p.total)[row]),
                     kMasked ? static_cast<const C*>(p.count)[row] : p.template Numbers<C>().width, static_cast<const C*>(p.weight)[row]);
   };
   // One of each of the columns; what differs between them is little, but an array of Slopes would spill.
