@@ -140,7 +140,7 @@ def test_rows(shape_of_mesh, operation, shape, axis, spec, mask_shape, mask_spec
     cut = (*spec, *[None] * len(shape))[: len(shape)][axis] or ()
     cut = split_by(m, [cut], ("r", "c"))
     # Forward the maximum, then the sum; backward one for softmax, and both again for log_softmax, which starts from x.
-    check(f.as_text(), {"all-reduce": 3 if operation == "softmax" else 4} if cut else {}, kernel=not cut,
+    check(f.as_text(), {"all-reduce": 3 if operation == "softmax" else 4} if cut else {},
           most=2 * math.prod(shape) // shape[axis])
 
 

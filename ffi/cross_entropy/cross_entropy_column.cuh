@@ -95,7 +95,8 @@ __global__ void __launch_bounds__(kWarp * kLossColumnWarps) LossColumn(const __g
 
 // gridDim.y blocks share the axis.
 template <class T, int N, bool kMasked>
-__global__ void __launch_bounds__(kWarp * kLossColumnWarps) GradientColumn(const __grid_constant__ LossParams p) {
+__global__ void __launch_bounds__(kWarp * kLossColumnWarps, sizeof(T) == 2 ? 3 : 1)
+GradientColumn(const __grid_constant__ LossParams p) {
   using C = Compute<T>;
   const LossColumns<T, N> own(p);
   if (!own.active) return;
