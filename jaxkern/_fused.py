@@ -92,6 +92,7 @@ def _bias(name, bias, dtype, wide):
 def _scale(name, scale, wide):
     if scale is None:
         return None
+    scale = jnp.asarray(scale)  # a Python number still, where jit is disabled
     if scale.ndim:
         raise ValueError(f"jaxkern.{name}: scale must be a scalar, got shape {scale.shape}")
     if not jnp.issubdtype(scale.dtype, jnp.floating) and not jnp.issubdtype(scale.dtype, jnp.integer):
