@@ -102,7 +102,7 @@ def test_batch_dimensions_alone_by_request():
 
 
 TRAINED = """
-import sys
+import re, sys
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -123,9 +123,14 @@ for split in splits:
     run = example.Training(example.LIBRARIES["jaxkern"], p, seed=0)
     run.params, run.state = jax.tree_util.tree_map_with_path(spread, (run.params, run.state))
     rng = np.random.default_rng(0)
-    for _ in range(p.steps):  # each window counts to eight, over and over
+    for k in range(p.steps):  # each window counts to eight, over and over
         windows = (rng.integers(8, size=(p.batch, 1)) + np.arange(p.context + 1)) % 8 * 32
-        run.step(put(windows.astype(np.int32), P("d") if split == "data" else P()))
+        windows = put(windows.astype(np.int32), P("d") if split == "data" else P())
+        if k == 0:
+            run._step = run._step.lower(run.params, run.state, windows).compile()
+            kinds = r" ((?:all|collective|reduce)-(?:gather|reduce|to-all|permute|scatter))(?:-start)?\\("
+            print("sent", *sorted(set(re.findall(kinds, run._step.as_text()))))
+        run.step(windows)
     print("losses", *run.nats)
 """
 
@@ -135,7 +140,8 @@ def losses(out):
 
 
 def test_two_processes_train_as_one():
-    """The example, its batch or its vocabulary split over the processes: the same losses, by rounding."""
+    """The example, its batch or its vocabulary split over the processes: the same losses, by rounding. Only sums are sent, and
+    neither logits nor the table are gathered."""
     for module in ("matplotlib", "tqdm"):
         pytest.importorskip(module, reason="the example needs the `examples` extra")
     with socket.socket() as free:
@@ -143,8 +149,11 @@ def test_two_processes_train_as_one():
         address = f"localhost:{free.getsockname()[1]}"
     gloo = {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
     both = [start(TRAINED, 1, address, rank, 2, "data", "vocabulary", **gloo) for rank in range(2)]
-    (alone,), *split = map(losses, finish(start(TRAINED, 1, "", 0, 1, "data"), *both))
+    printed = finish(start(TRAINED, 1, "", 0, 1, "data"), *both)
+    (alone,), *split = map(losses, printed)
     assert alone[-1] < alone[0] - 0.5  # it learns
     assert split[0] == split[1] and len(split[0]) == 2
     for run in split[0]:
         assert run == pytest.approx(alone, rel=1e-5)
+    for out in printed[1:]:
+        assert [line for line in out.splitlines() if line.startswith("sent")] == ["sent all-reduce"] * 2
