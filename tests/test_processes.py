@@ -47,7 +47,8 @@ mesh = jax.make_mesh((2,), ("r",), axis_types=(jax.sharding.AxisType.Auto,))
 x = jax.device_put(jnp.arange(64.0).reshape(8, 8) / 9, NamedSharding(mesh, P("r")))
 i = jnp.arange(8) % 3
 for f in (jaxkern.softmax, jaxkern.log_softmax, lambda x: jaxkern.softmax(x, 0), lambda x: jaxkern.segment_max(x, i, 4),
-          lambda x: jaxkern.segment_min(x, i, 4), lambda x: jaxkern.index_add(x, 0, i, x)):
+          lambda x: jaxkern.segment_min(x, i, 4), lambda x: jaxkern.index_add(x, 0, i, x), lambda x: jaxkern.softmax(x, scale=0.5),
+          lambda x: jaxkern.softmax_cross_entropy(x, i), lambda x: jaxkern.softmax_cross_entropy(x, i, z_loss=0.5)):
     g = lambda x: f(x)  # of one name, so that nothing but the operation tells the programs apart
     hits.clear()
     compiled = jax.jit(g).lower(x).compile()
@@ -62,10 +63,10 @@ def test_second_run_finds_every_program_in_the_cache(tmp_path):
                    "JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY": "1"}
     (first,), (second,) = (finish(start(CACHED, 2, **environment)) for _ in range(2))
     first, second = ([line.split() for line in out.splitlines()] for out in (first, second))
-    assert len(first) == len(second) == 6
-    assert [hits for hits, _ in first] == ["0"] * 6 and [hits for hits, _ in second] == ["1"] * 6
+    assert len(first) == len(second) == 9
+    assert [hits for hits, _ in first] == ["0"] * 9 and [hits for hits, _ in second] == ["1"] * 9
     assert [value for _, value in first] == [value for _, value in second]
-    assert len({value for _, value in first}) == 6
+    assert len({value for _, value in first}) == 9
 
 
 # ---- what JAX refuses to operations that partition themselves

@@ -11,13 +11,7 @@ template <ReduceOp kOp, bool kStatistics> struct Handler {
                         std::string_view tier) {
     ReduceArgs args;
     if (ffi::Error e = DecodeReduction(kOp, kStatistics, operands, results, axis, tier, &args); e.failure()) return e;
-    constexpr size_t kResults = kStatistics ? 3 : 1;
-    if (results.size() > kResults) {
-      auto scratch = results.get<ffi::AnyBuffer>(kResults);
-      if (!scratch) return scratch.error();
-      args.scratch = (*scratch)->untyped_data();
-      args.scratch_bytes = (*scratch)->size_bytes();
-    }
+    if (ffi::Error e = DecodeScratch(results, kStatistics ? 3 : 1, &args); e.failure()) return e;
     const Device& device = CurrentDevice();
     const char* name = ReduceName(kOp);
     if (args.tier != ReduceTier::kAuto && ResolveReduceTier(args, device) == ReduceTier::kAuto) {
