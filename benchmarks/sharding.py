@@ -18,7 +18,6 @@ import collections
 import dataclasses
 import pathlib
 import re
-import statistics
 import sys
 import time
 from collections.abc import Callable

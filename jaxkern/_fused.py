@@ -271,7 +271,8 @@ def _lower(prim, arrays, reference, platform, ctx, *operands, **params):
 
         return through(brought)(ctx, *operands)
     if itself:
-        dims, shard = _fused_parts.dims(len(shape), axis, params["causal"], arrays, names), functools.partial(_fused_parts.shard, prim)
+        dims = _fused_parts.dims(len(shape), axis, params["causal"], arrays, names)
+        shard = functools.partial(_fused_parts.shard, prim)
         return _partition.lower(ctx, prim, operands, params, dims, shard, _fused_parts.EXACT)
     # A causal kernel needs whole matrices.
     attributes = _partition.attributes([a.shape for a in avals], [a.shape for a in ctx.avals_out], axis - params["causal"])

@@ -12,7 +12,7 @@ Split rows need no message, and the kernels run on each part. Classes that do no
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern import _partition, loss, reduction
+from jaxkern import loss, reduction
 
 
 def dims(prim, avals, axis: int):
@@ -87,7 +87,8 @@ def _slopes(over, logits, labels, largest, total, rest, axis, options):
     count, mask = rest[:1], rest[1:]
     first, classes = _place(over, logits.shape[axis])
     count = jnp.expand_dims(count[0], axis) if count else classes
-    return loss.slopes(logits, labels, *(jnp.expand_dims(a, axis) for a in (largest, total)), count, mask, axis, options, first, classes)
+    largest, total = (jnp.expand_dims(a, axis) for a in (largest, total))
+    return loss.slopes(logits, labels, largest, total, count, mask, axis, options, first, classes)
 
 
 def _both(over, logits, labels, g, *mask, axis, tier, options):
