@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks OPERATION | plot | compare | selftest`."""
+"""The command line: `python -m benchmarks OPERATION | sharding | plot | compare | selftest`."""
 
 from __future__ import annotations
 
@@ -49,6 +49,12 @@ def _parser() -> argparse.ArgumentParser:
             metavar="DIR",
             help="where results go (default: benchmarks/results)",
         )
+    p = commands.add_parser("sharding", help="measure what several devices are worth")
+    p.add_argument("--quick", action="store_true", help="small arrays")
+    p.add_argument("--cases", default="", metavar="REGEX", help="only the cases whose name matches, as in 'softmax'")
+    p.add_argument("--devices", type=lambda text: [int(n) for n in _names(text)], default=(), metavar="A,B", help="how many")
+    p.add_argument("--repeats", type=int, default=0, help="readings of the clock")
+    p.add_argument("--out", type=pathlib.Path, default=RESULTS, metavar="DIR", help="where results go (default: benchmarks/results)")
     p = commands.add_parser("plot", help="draw the plots of a result file again")
     p.add_argument("file", type=pathlib.Path)
     p = commands.add_parser("compare", help="what changed from one result file to another")
@@ -77,6 +83,10 @@ def main(argv: list[str]) -> int:
         from benchmarks import selftest
 
         return selftest.main()
+    if arguments.command == "sharding":
+        from benchmarks import sharding
+
+        return _write(data := sharding.run(arguments), sharding.table(data), arguments.out)
     return _operation(arguments)
 
 
@@ -101,8 +111,14 @@ def _operation(arguments: argparse.Namespace) -> int:
         return accuracy.main(options, arguments.out)
 
     data = _run.run(operation, options)
-    path = _report.save(data, arguments.out)
-    print(_report.header(data), _report.table(data), _report.summary(data), f"written: {path}", sep="\n")
+    return _write(data, _report.table(data), arguments.out)
+
+
+def _write(data: dict, table: str, out: pathlib.Path) -> int:
+    from benchmarks import _report
+
+    path = _report.save(data, out)
+    print(_report.header(data), table, _report.summary(data), f"written: {path}", sep="\n")
     _plot(data, path.with_suffix(""))
     return 0
 

@@ -7,6 +7,7 @@ A goal is plain data, so that result files carry both the requirement and the fi
                names), up to NOISE, or the peer's time over ours is at least `required`
     reproducible    the same bits every time: 1 (examined by the operation itself)
     accurate        the error of XLA's result over ours, both against float64, is at least `required` (likewise)
+    scaling         the time on one device over that on several, as a fraction of the perfect one, is at least `required`
     memory          the bytes that outputs and a few numbers a row take, over the peak: 1 (likewise)
     published  copy / ours is at least what the best peer measured elsewhere (peers.json) reached
                against the copy of its own run, up to NOISE
@@ -81,7 +82,7 @@ def memory(programs: list[Any], beside: int) -> list[dict[str, Any]]:
 
 def describe(goal: dict[str, Any]) -> str:
     value = "not measured" if goal["value"] is None else f"{goal['value']:.3f}"
-    if goal["goal"] in ("reproducible", "accurate", "memory"):
+    if goal["goal"] in ("reproducible", "accurate", "memory", "scaling"):
         return f"{goal['goal']}: {value}, required {goal['required']:.3f}"
     against = {"copy": "copy", "peers": goal.get("peer", "peers"), "published": f"copy, as {goal.get('peer', '')}"}
     return f"{value} of {against[goal['goal']]}, required {goal['required']:.3f}"

@@ -3,6 +3,8 @@
 One panel a direction and dtype, one line an implementation, the copy as the dashed limit. Peers that
 were measured elsewhere (peers.json) are drawn thin, scaled by their ratio to the copy of their run.
 
+Sharding: the fraction of perfect scaling against the number of devices.
+
 index_add: time over the floor, a copy of the bytes that must move, against how uneven the indices are.
 """
 
@@ -35,6 +37,8 @@ def plot(data: dict[str, Any], stem: pathlib.Path) -> list[pathlib.Path]:
 
     if data["operation"] == "index_add":
         return _skew(data, stem, plt)
+    if data["operation"] == "sharding":
+        return _scaling(data, stem, plt)
 
     written = []
     rows = [r for r in data["results"] if r["group"] in ("sweep", "odd", "cpu")]
@@ -89,6 +93,34 @@ def _skew(data: dict[str, Any], stem: pathlib.Path, plt: Any) -> list[pathlib.Pa
     figure.suptitle(f"{rows[0]['case'].rsplit(' ', 1)[0]}: {environment['device']}, jax {environment['jax']}", fontsize=10)
     figure.tight_layout()
     path = stem.with_name(f"{stem.name}-skew.png")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return [path]
+
+
+def _scaling(data: dict[str, Any], stem: pathlib.Path, plt: Any) -> list[pathlib.Path]:
+    """One panel a case: the fraction of perfect scaling against the number of devices."""
+    names = list(dict.fromkeys(r["of"] for r in data["results"]))
+    figure, axes = plt.subplots(1, len(names), figsize=(2.6 * len(names), 3.2), squeeze=False, sharey=True)
+    for axis, name in zip(axes[0], names):
+        rows = [r for r in data["results"] if r["of"] == name]
+        for who in rows[0]["scaling"]:
+            points = [(r["devices"], r["scaling"][who]) for r in rows]
+            axis.plot(*zip(*points), label=who, **{"markersize": 4} | STYLES.get(who, {}))
+        for goal in rows[-1]["goals"]:
+            axis.axhline(goal["required"], label="goal", **STYLES["copy"])
+        axis.set_xscale("log", base=2)
+        axis.set_xticks([r["devices"] for r in rows], [str(r["devices"]) for r in rows])
+        axis.set_ylim(0, 1.15)
+        axis.set_title(name, fontsize=9)
+        axis.set_xlabel("devices")
+        axis.grid(alpha=0.25)
+    axes[0][0].set_ylabel("fraction of perfect scaling")
+    axes[0][0].legend(fontsize=8, frameon=False)
+    environment = data["environment"]
+    figure.suptitle(f"{environment['device']}, jax {environment['jax']}, {environment['date'][:10]}", fontsize=10)
+    figure.tight_layout()
+    path = stem.with_name(f"{stem.name}.png")
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return [path]

@@ -97,14 +97,14 @@ def table(data: dict[str, Any]) -> str:
                 verdict,
             ]
         )
-    return _align(lines)
+    return align(lines)
 
 
 def _itemsize(dtype: str) -> int:
     return int(re.search(r"\d+", dtype).group()) // 8
 
 
-def _align(lines: list[list[str]]) -> str:
+def align(lines: list[list[str]]) -> str:
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     left = {0, 1, 2, len(widths) - 1}
     text = [
@@ -193,4 +193,4 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> str:
         return "no cell is in both files"
     mean = math.exp(sum(logs) / len(logs)) - 1
     end = f"{len(logs)} cells, geometric mean of the change {mean:+.1%}"
-    return "\n".join([f"old: {header(old)}", f"new: {header(new)}", _align(lines), end])
+    return "\n".join([f"old: {header(old)}", f"new: {header(new)}", align(lines), end])

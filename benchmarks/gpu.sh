@@ -12,6 +12,7 @@
 #     PYTEST_ARGS         more arguments for pytest
 #     BENCH_ARGS          more arguments for the benchmark, such as --quick or --tiers
 #     OPERATIONS          which benchmarks             "softmax fused_softmax elementwise reduction cross_entropy index_add segment_softmax"
+#                         sharding is another, for several GPUs
 #     SANITIZE_TOOLS      of compute-sanitizer         "memcheck racecheck initcheck synccheck"
 #     SANITIZE_ARGS       more arguments for sanitize.py, such as --wide
 set -u

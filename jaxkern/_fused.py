@@ -22,10 +22,10 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxkern import _canonical, _compat, _lowering, _partition, _random, _registry
+from jaxkern import _canonical, _compat, _fused_jnp, _fused_parts, _lowering, _partition, _random, _registry
 from jaxkern._autodiff import deftranspose, defvjp
 from jaxkern._primitive import bind, evaluate
-from jaxkern._rows import computed, lowest_for_infinity, row_sum, shifted
+from jaxkern._rows import computed
 
 EXTRAS = ("bias", "scale", "mask", "key")
 
@@ -92,6 +92,7 @@ def _bias(name, bias, dtype, wide):
 def _scale(name, scale, wide):
     if scale is None:
         return None
+    scale = jnp.asarray(scale)  # a Python number still, where jit is disabled
     if scale.ndim:
         raise ValueError(f"jaxkern.{name}: scale must be a scalar, got shape {scale.shape}")
     if not jnp.issubdtype(scale.dtype, jnp.floating) and not jnp.issubdtype(scale.dtype, jnp.integer):
@@ -161,77 +162,6 @@ softmax_fused_grad_p = _primitive("jaxkern_softmax_fused_grad", 2)
 softmax_fused_jvp_p = _primitive("jaxkern_softmax_fused_jvp", 2)
 
 
-# ---- the same in jnp
-
-
-def _named(parts, extras):
-    return dict(zip(extras.split(), parts))
-
-
-def _part(x, axis, named, causal):
-    """Which elements take part, in a shape that broadcasts to that of x; None: all."""
-    part = named.get("mask")
-    if not causal:
-        return part
-    queries, keys = (jax.lax.broadcasted_iota(jnp.int32, x.shape[axis - 1 :], d) for d in (0, 1))
-    below = keys - queries <= x.shape[axis] - x.shape[axis - 1]
-    return below if part is None else part & below
-
-
-def _logits(x, named, part):
-    # Zero where nothing takes part, so that no derivative meets what lies there.
-    s = computed(x) if part is None else jnp.where(part, computed(x), 0)
-    s = s * named["scale"] if "scale" in named else s
-    return s + named["bias"].astype(s.dtype) if "bias" in named else s
-
-
-def _dropout(y, axis, named, threshold):
-    if not threshold:
-        return y
-    kept = _random.kept(y.shape, axis, named["key"], threshold)
-    return jnp.where(kept, y * (65536 / (65536 - threshold)), 0)
-
-
-def _reference(x, *parts, axis, tier, log, extras, causal, threshold, unscaled):
-    named = _named(parts, extras)
-    part = _part(x, axis, named, causal)
-    below, exponential, total = shifted(_logits(x, named, part), () if part is None else (part,), axis)
-    if log:
-        y = jnp.where(total == 0, -jnp.inf, below - jnp.log(total))
-        return lowest_for_infinity(y if part is None else jnp.where(part, y, -jnp.inf), x.dtype)
-    y = exponential / jnp.where(total == 0, 1, total)
-    y = _dropout(y if part is None else jnp.where(part, y, 0), axis, named, threshold)
-    return y.astype(x.dtype)
-
-
-def _probabilities(x, axis, named, causal):
-    """softmax(s), and which elements take part in a row that has one whose s is not -inf."""
-    part = _part(x, axis, named, causal)
-    _, exponential, total = shifted(_logits(x, named, part), () if part is None else (part,), axis)
-    kept = jnp.broadcast_to(total != 0, x.shape) if part is None else (total != 0) & part
-    return exponential / jnp.where(total == 0, 1, total), jnp.broadcast_to(kept, x.shape)
-
-
-def _scaled(ds, named, unscaled):
-    return ds if unscaled or "scale" not in named else ds * named["scale"]
-
-
-def _grad_reference(x, g, *parts, axis, tier, log, extras, causal, threshold, unscaled):
-    named = _named(parts, extras)
-    p, kept = _probabilities(x, axis, named, causal)
-    h = _dropout(computed(g, kept), axis, named, threshold)
-    ds = h - p * row_sum(h, axis) if log else p * (h - row_sum(p * h, axis))
-    return computed(_scaled(ds, named, unscaled), kept).astype(x.dtype)
-
-
-def _jvp_reference(x, t, *parts, axis, tier, log, extras, causal, threshold, unscaled):
-    named = _named(parts, extras)
-    p, kept = _probabilities(x, axis, named, causal)
-    t = _scaled(computed(t, kept), named, unscaled)
-    t = t - row_sum(p * t, axis) if log else p * (t - row_sum(p * t, axis))
-    return _dropout(computed(t, kept), axis, named, threshold).astype(x.dtype)
-
-
 # ---- derivatives
 
 
@@ -247,12 +177,12 @@ def _forward(operands, params):
 def _backward(params, operands, g):
     params = dict(params)
     x, *parts = operands
-    named = _named(parts, params["extras"])
+    named = _fused_jnp.named(parts, params["extras"])
     dx = bind(softmax_fused_grad_p, x, g, *parts, **params)
     cotangents = dict.fromkeys(named)
     if "scale" in named:  # what nobody asks for is dropped when it is compiled
         ds = bind(softmax_fused_grad_p, x, g, *parts, **(params | {"unscaled": True}))
-        part = _part(x, params["axis"], named, params["causal"])
+        part = _fused_jnp.participants(x, params["axis"], named, params["causal"])
         products = computed(ds) * (computed(x) if part is None else computed(x, part))
         cotangents["scale"] = _summed(products, named["scale"])
     if "bias" in named:
@@ -292,8 +222,8 @@ def _linear_jvp(prim, reference, primals, tangents, **params):
     return out, sum(terms[1:], start=terms[0]) if terms else ad.Zero.from_primal_value(out)
 
 
-for _prim, _other, _of in ((softmax_fused_grad_p, softmax_fused_jvp_p, _grad_reference),
-                           (softmax_fused_jvp_p, softmax_fused_grad_p, _jvp_reference)):
+for _prim, _other, _of in ((softmax_fused_grad_p, softmax_fused_jvp_p, _fused_jnp.gradient),
+                           (softmax_fused_jvp_p, softmax_fused_grad_p, _fused_jnp.jvp)):
     ad.primitive_jvps[_prim] = functools.partial(_linear_jvp, _prim, _of)
     deftranspose(_prim, 1, _other)
 
@@ -304,7 +234,7 @@ for _prim, _other, _of in ((softmax_fused_grad_p, softmax_fused_jvp_p, _grad_ref
 def _per_row(key, shape, axis: int):
     """Key, row number and an unused word for each row, of shape (*shape[:axis], 1, 4).
 
-    For kernels that run on a part of the rows, and where keys differ.
+    For what runs on a part of the rows, and where keys differ.
     """
     full = (*shape[:axis], *(1,) * (len(shape) - axis))
     numbers = _random.row_numbers(shape, axis, key.shape)[..., None]
@@ -330,7 +260,8 @@ def _lower(prim, arrays, reference, platform, ctx, *operands, **params):
             shape[axis + 1 :]) != 1 or math.prod(shape[:axis]) >= 1 << 31:
         return through(reference)(ctx, *operands, **params)
     names, sharded = params["extras"].split(), _compat.partitioned_devices(ctx) > 1
-    wanted = [_readable(e, shape, a.shape, axis, sharded) for e, a in zip(names, avals[arrays:])]
+    itself = _compat.may_partition_itself(ctx)  # and so may keep dimensions of size 1, but for those of the key
+    wanted = [_readable(e, shape, a.shape, axis, sharded and (e == "key" or not itself)) for e, a in zip(names, avals[arrays:])]
     if wanted != [a.shape for a in avals[arrays:]]:
 
         def brought(*args):
@@ -339,6 +270,10 @@ def _lower(prim, arrays, reference, platform, ctx, *operands, **params):
             return prim.bind(*args[:arrays], *parts, **params)
 
         return through(brought)(ctx, *operands)
+    if itself:
+        dims = _fused_parts.dims(len(shape), axis, params["causal"], arrays, names)
+        shard = functools.partial(_fused_parts.shard, prim)
+        return _partition.lower(ctx, prim, operands, params, dims, shard, _fused_parts.EXACT)
     # A causal kernel needs whole matrices.
     attributes = _partition.attributes([a.shape for a in avals], [a.shape for a in ctx.avals_out], axis - params["causal"])
     rule = jax.ffi.ffi_lowering(prim.name, **({"extra_attributes": attributes} if attributes else {}))
@@ -351,9 +286,10 @@ def _register(prim, arrays, reference):
     for platform, module in _registry.status.items():
         if prim.name in module.targets:
             rule = functools.partial(_lower, prim, arrays, reference, platform)
+            _compat.needs_devices(prim)
             mlir.register_lowering(prim, rule, platform=platform)
 
 
-_register(softmax_fused_p, 1, _reference)
-_register(softmax_fused_grad_p, 2, _grad_reference)
-_register(softmax_fused_jvp_p, 2, _jvp_reference)
+_register(softmax_fused_p, 1, _fused_jnp.forward)
+_register(softmax_fused_grad_p, 2, _fused_jnp.gradient)
+_register(softmax_fused_jvp_p, 2, _fused_jnp.jvp)

@@ -12,6 +12,7 @@ Two things are decided here, where the program around a primitive is in view:
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +20,20 @@ import numpy as np
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
-from jaxkern import _compat, _lowering, _partition, _registry, loss
+from jaxkern import _compat, _loss_parts, _lowering, _partition, _registry, loss
 
 PARTIAL_BYTES = 32  # of scratch for a part of a row: kLossPartialBytes
 
 
 def _register(prim):
     reference = loss.REFERENCES[prim]
-    mlir.register_lowering(prim, mlir.lower_fun(reference, multiple_results=prim.multiple_results))
+    without_kernel = loss.tangent if prim is loss.cross_entropy_jvp_p else reference
+    mlir.register_lowering(prim, mlir.lower_fun(without_kernel, multiple_results=prim.multiple_results))
     _compat.taylor_rule(prim, reference)
     for platform, module in _registry.status.items():
         if prim.name in module.targets:
             rule = functools.partial(_lower, prim, platform)
+            _compat.needs_devices(prim)
             # Not cached: a cached rule sees the operands as arguments of a function of its own.
             _compat.register_uncached_lowering(prim, rule, platform)
 
@@ -43,7 +46,8 @@ def _lower(prim, platform, ctx, *operands, axis, tier, options):
     if x.dtype not in _lowering.KERNEL_DTYPES or 0 in x.shape:
         return through(loss.REFERENCES[prim])(ctx, *operands, **params)
     if kinds[-1] == "m":
-        shape = _lowering.mask_shape(x.shape, avals[-1].shape, axis, _compat.partitioned_devices(ctx) > 1)
+        sharded = _compat.partitioned_devices(ctx) > 1 and not _compat.may_partition_itself(ctx)
+        shape = _lowering.mask_shape(x.shape, avals[-1].shape, axis, sharded)
         if shape != avals[-1].shape:
             def with_larger_mask(*args, **params):
                 return prim.bind(*args[:-1], jnp.broadcast_to(args[-1], shape), **params)
@@ -57,13 +61,21 @@ def _lower(prim, platform, ctx, *operands, axis, tier, options):
 
 
 def _call(prim, platform, ctx, avals, results, operands, params):
-    x, axis = avals[0], params["axis"]
+    x, axis, options = avals[0], params["axis"], params["options"]
+    overwrites = prim is not loss.cross_entropy_p and (options.overwrites or _may_overwrite(operands[0]))
+    if _compat.may_partition_itself(ctx) and all(isinstance(d, int) for d in x.shape):
+        params = params | {"options": options._replace(overwrites=overwrites)}
+        dims = _loss_parts.dims(prim, avals, axis)
+        shard = functools.partial(_loss_parts.shard, prim)
+        ctx = ctx.replace(avals_in=list(avals), avals_out=list(results))
+        summed = () if "x" in loss.kinds(prim, avals)[1] else ("classes",)
+        return _partition.lower(ctx, prim, operands, params, dims, shard, exact={"classes"}, summed=summed)
     count = len(results)
     scratch = scratch_shape(x.shape, x.dtype, axis) if platform == "cuda" and prim is not loss.cross_entropy_grad_p else None
     if scratch is not None:
         results = [*results, jax.core.ShapedArray(scratch, jnp.dtype(jnp.uint8))]
     attributes = _partition.attributes([a.shape for a in avals], [a.shape for a in results], axis)
-    aliases = {0: count - 1} if prim is not loss.cross_entropy_p and _may_overwrite(operands[0]) else None
+    aliases = {0: count - 1} if overwrites else None
     rule = jax.ffi.ffi_lowering(
         prim.name, **({"extra_attributes": attributes} if attributes else {}),
         **({"operand_output_aliases": aliases} if aliases else {}))
@@ -117,9 +129,7 @@ def _take_both(ctx, platform, operands, params):
     """The gradient out of one call that takes the loss's place too; None where that cannot be."""
     logits, labels, largest, _, weight, *rest = operands
     forward = _maker(largest)
-    if forward is None or forward.name != "stablehlo.custom_call" or not _compat.moves_operations():
-        return None
-    if ir.StringAttr(forward.attributes["call_target_name"]).value != loss.cross_entropy_p.name:
+    if forward is None or not _compat.moves_operations() or not _is_loss(forward, params):
         return None
     # The same problem, in the same block as everything that comes after.
     if list(forward.operands) != [logits, labels, *rest[1:]]:
@@ -137,6 +147,16 @@ def _take_both(ctx, platform, operands, params):
     for old, new in zip(forward.results, found):
         old.replace_all_uses_with(new)  # which leaves the loss's own call without a use
     return gradient
+
+
+def _is_loss(operation, params):
+    """Whether it calls the kernel of the loss, or partitions it, with these parameters."""
+    if operation.name == "stablehlo.custom_call":
+        return ir.StringAttr(operation.attributes["call_target_name"]).value == loss.cross_entropy_p.name
+    if operation.name != "func.call":
+        return False
+    callee = ir.FlatSymbolRefAttr(operation.attributes["callee"]).value
+    return re.fullmatch(_partition.function_name(loss.cross_entropy_p, params) + r"(_\d+)?", callee) is not None
 
 
 def _before(value, barrier):

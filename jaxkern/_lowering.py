@@ -64,7 +64,7 @@ def register(prim, arrays: int, reference, dtypes=KERNEL_DTYPES, scratch=scratch
         along the mesh axes `over`; often the reference, with `_partition.row_sums` for what it sums over a row.
         Without it such rows are gathered.
     """
-    mlir.register_lowering(prim, mlir.lower_fun(reference, multiple_results=False))
+    mlir.register_lowering(prim, mlir.lower_fun(reference, multiple_results=prim.multiple_results))
     _compat.taylor_rule(prim, reference)
     for platform, module in _registry.status.items():
         if prim.name in module.targets:
@@ -76,7 +76,7 @@ def register(prim, arrays: int, reference, dtypes=KERNEL_DTYPES, scratch=scratch
 def _lower(prim, arrays, reference, dtypes, scratch, split, ctx, *operands, **params):
     avals, axis = ctx.avals_in, params["axis"]
     x, mask = avals[0], avals[arrays:]
-    through = functools.partial(mlir.lower_fun, multiple_results=False)
+    through = functools.partial(mlir.lower_fun, multiple_results=prim.multiple_results)
     if x.dtype not in dtypes or 0 in x.shape:
         return through(reference)(ctx, *operands, **params)
     if _compat.may_partition_itself(ctx) and all(isinstance(d, int) for d in x.shape):
@@ -94,7 +94,7 @@ def _lower(prim, arrays, reference, dtypes, scratch, split, ctx, *operands, **pa
         results.append(jax.core.ShapedArray(room, jnp.dtype(jnp.uint8)))
     attributes = _partition.attributes([a.shape for a in avals], [a.shape for a in results], axis)
     rule = jax.ffi.ffi_lowering(prim.name, **({"extra_attributes": attributes} if attributes else {}))
-    return rule(ctx.replace(avals_out=results), *operands, axis=axis, tier=params["tier"])[:1]
+    return rule(ctx.replace(avals_out=results), *operands, axis=axis, tier=params["tier"])[: len(ctx.avals_out)]
 
 
 def _partitioned(prim, split, ctx, operands, params):

@@ -67,11 +67,18 @@ def lower(ctx, prim, operands, params, dims, shard, exact=(), summed=(), whole=(
     def named(*operands):
         return call(*operands)
 
-    # The compiler's cache knows the callback by its address at most, which another callback has in another
-    # process: what it does stands in the name of a function of the program.
-    facts = repr((jaxkern.__version__, sorted(params.items())))
-    named.__name__ = f"{prim.name}_{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+    named.__name__ = function_name(prim, params)
     return mlir.lower_fun(jax.jit(named), multiple_results=several)(ctx, *operands)
+
+
+def function_name(prim, params) -> str:
+    """That of the function in a program that holds the callback of `prim`; the program may put a number behind it.
+
+    The compiler's cache knows the callback by its address at most, which another callback has in another
+    process: so the name says what it does.
+    """
+    facts = repr((jaxkern.__version__, sorted(params.items())))
+    return f"{prim.name}_{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
 
 
 def _outside_meshes(f):
@@ -151,11 +158,31 @@ def row_exponentials(x, axis, over, weights=(), others=()):
     The sums are those of exp(x - largest), of that times each of the weights, and of each of the others. A row of
     nothing but -inf has the largest element 0, and sums 0 of what has an exponential in it.
     """
-    largest = lax.stop_gradient(jnp.max(x, axis, keepdims=True, initial=-jnp.inf))  # see _rows.shifted
-    base = jnp.where(largest == -jnp.inf, 0, largest)
-    exponential = jnp.exp(x - base)
-    sums = [exponential, *(exponential * w for w in weights), *others]
-    return merge_exponentials(largest, [jnp.sum(a, axis, keepdims=True) for a in sums], over, 1 + len(weights))
+    if over:
+        largest, *sums = _in_one_read(x, weights, axis)
+    else:
+        largest = lax.stop_gradient(jnp.max(x, axis, keepdims=True, initial=-jnp.inf))  # see _rows.shifted
+        exponential = jnp.exp(x - jnp.where(largest == -jnp.inf, 0, largest))
+        sums = [jnp.sum(a, axis, keepdims=True) for a in (exponential, *(exponential * w for w in weights))]
+    sums += [jnp.sum(a, axis, keepdims=True) for a in others]
+    return merge_exponentials(largest, sums, over, 1 + len(weights))
+
+
+def _in_one_read(x, weights, axis):
+    """The largest element of each row and those sums: XLA reads x, and all that makes it, once.
+
+    A sum is relative to the largest element so far, and rescaled when that grows (Milakov and Gimelshein, 2018).
+    """
+
+    def join(a, b):
+        largest = jnp.maximum(a[0], b[0])
+        base = jnp.where(largest == -jnp.inf, 0, largest)
+        return largest, *(s * jnp.exp(a[0] - base) + t * jnp.exp(b[0] - base) for s, t in zip(a[1:], b[1:]))
+
+    operands = (x, *(jnp.where(x == -jnp.inf, 0, w) for w in (jnp.ones_like(x), *weights)))
+    zero = jnp.zeros((), x.dtype)
+    found = lax.reduce(operands, (zero - jnp.inf, *[zero] * (len(operands) - 1)), join, (axis,))
+    return [jnp.expand_dims(a, axis) for a in found]
 
 
 def merge_exponentials(largest, sums, over, scaled=1):

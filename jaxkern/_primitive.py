@@ -3,7 +3,7 @@
 A row operation takes one or more arrays of equal shape, then perhaps a mask (boolean, the same rank,
 each dimension 1 or equal), and returns one array of that shape, or, where it reduces rows, of that shape
 without the axis. Its parameters are `axis`, the dimension that a row lies along, `tier`, the kernel to use,
-and, where it reduces, `dtype`, the type of the result.
+and, where it reduces, `dtype`, the type of the result, or the types of several.
 """
 
 import functools
@@ -30,9 +30,13 @@ def bind(prim, *operands, **params):
     return prim.bind(*operands, **params)
 
 
-def row_primitive(name: str, arrays: int) -> Primitive:
-    """A primitive on `arrays` arrays and an optional mask; its lowering and derivatives come apart."""
+def row_primitive(name: str, arrays: int, several: bool = False) -> Primitive:
+    """A primitive on `arrays` arrays and an optional mask; its lowering and derivatives come apart.
+
+    several: it reduces rows to several numbers each.
+    """
     prim = Primitive(name)
+    prim.multiple_results = several
     prim.def_abstract_eval(functools.partial(_abstract_eval, name, arrays))
     prim.def_impl(functools.partial(evaluate, prim))
     batching.primitive_batchers[prim] = functools.partial(_batch, prim, arrays)
@@ -76,11 +80,11 @@ def _abstract_eval(name, arrays, x, *rest, axis, tier, dtype=None):
     # Updating keeps the sharding and the varying axes that x came with.
     if dtype is None:
         return x.update(weak_type=False)
-    y = {"shape": (*x.shape[:axis], *x.shape[axis + 1 :]), "dtype": dtype, "weak_type": False}
-    if x.sharding.mesh.empty:
-        return x.update(**y)
-    spec = [*x.sharding.spec, *[None] * (x.ndim - len(x.sharding.spec))]
-    return x.update(**y, sharding=NamedSharding(x.sharding.mesh, PartitionSpec(*spec[:axis], *spec[axis + 1 :])))
+    y = {"shape": (*x.shape[:axis], *x.shape[axis + 1 :]), "weak_type": False}
+    if not x.sharding.mesh.empty:
+        spec = [*x.sharding.spec, *[None] * (x.ndim - len(x.sharding.spec))]
+        y["sharding"] = NamedSharding(x.sharding.mesh, PartitionSpec(*spec[:axis], *spec[axis + 1 :]))
+    return [x.update(**y, dtype=d) for d in dtype] if isinstance(dtype, tuple) else x.update(**y, dtype=dtype)
 
 
 def _batch(prim, arrays, operands, dims, *, axis, **params):
@@ -97,4 +101,5 @@ def _batch(prim, arrays, operands, dims, *, axis, **params):
     # An unbatched mask keeps a dimension of size 1: kernels read it in place.
     operands = [place(x, d, k >= arrays) for k, (x, d) in enumerate(zip(operands, dims))]
     y = bind(prim, *operands, axis=axis + (at <= axis), **params)
-    return y, at - (y.ndim < operands[0].ndim and at > axis)
+    place_of = lambda a: at - (a.ndim < operands[0].ndim and at > axis)
+    return y, list(map(place_of, y)) if prim.multiple_results else place_of(y)

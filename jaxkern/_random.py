@@ -67,19 +67,26 @@ def row_numbers(shape, axis: int, key_shape):
     return numbers
 
 
-def kept(shape, axis: int, key, threshold: int):
+def kept(shape, axis: int, key, threshold: int, first=0):
     """Which elements of an array of this shape dropout keeps.
 
     key: uint32, of shape (*dims, 2) with each of `dims` 1 or that of `shape`, and 1 for `axis`. Where it is not
-        1 there is a key for each index.
+        1 there is a key for each index. Of 4 words the third is the number of the row.
+    first: the place of the first element in its row, of which this array is a part.
     """
-    width = shape[axis]
-    blocks = (width + 7) // 8
+    width, whole = shape[axis], isinstance(first, int) and first == 0
+    # A part of whole blocks begins with one, if it is one of several equal ones.
+    blocks = (width + 7) // 8 + (not whole and width % 8 != 0)
     drawn = (*shape[:axis], blocks, *shape[axis + 1 :])
     block = jax.lax.broadcasted_iota(jnp.uint32, drawn, axis)
+    if not whole:
+        block += jnp.asarray(first // 8).astype(jnp.uint32)
+    row = key[..., 2] if key.shape[-1] == 4 else row_numbers(shape, axis, key.shape)
     zero = jnp.zeros((), jnp.uint32)
-    words = philox((block, row_numbers(shape, axis, key.shape), zero, zero), (key[..., 0], key[..., 1]))
+    words = philox((block, row, zero, zero), (key[..., 0], key[..., 1]))
     halves = [half for w in words for half in (w & 0xFFFF, w >> 16)]
     draws = jnp.stack([jnp.broadcast_to(half, drawn) for half in halves], axis + 1)
     draws = draws.reshape(*shape[:axis], blocks * 8, *shape[axis + 1 :])
-    return jax.lax.slice_in_dim(draws, 0, width, axis=axis) >= threshold
+    if whole or width % 8 == 0:
+        return jax.lax.slice_in_dim(draws, 0, width, axis=axis) >= threshold
+    return jax.lax.dynamic_slice_in_dim(draws, first % 8, width, axis) >= threshold

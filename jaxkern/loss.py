@@ -35,6 +35,7 @@ class Options(typing.NamedTuple):
     smoothing: float = 0.0
     z_loss: float = 0.0
     ignore: int | None = None
+    overwrites: bool = False  # the logits by their gradient: of a part of an array, whose program does not show that it may
 
 
 # ---- what a user calls
@@ -330,7 +331,7 @@ def _shifted(x, mask, axis):
     return x - largest, largest, e, jnp.sum(e, axis, keepdims=True)
 
 
-def _classes(labels, classes, axis, options):
+def classes_of(labels, classes, axis, options):
     """(which class, 0 for none; is none and must not be; is ignored), with a dimension for the axis."""
     labels = jnp.expand_dims(labels, axis)
     labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
@@ -341,29 +342,40 @@ def _classes(labels, classes, axis, options):
     return jnp.where(within, labels, 0), ~within & ~ignored, ignored
 
 
-def _participants(x, mask, axis):
+def participants(x, mask, axis):
     """How many elements of each row take part."""
     if not mask:
         return jnp.full([1 if d == axis else s for d, s in enumerate(x.shape)], x.shape[axis], computing(x.dtype))
     return jnp.sum(jnp.broadcast_to(mask[0], x.shape), axis, keepdims=True, dtype=computing(x.dtype))
 
 
-def _slopes(logits, labels, mask, axis, options):
-    """The derivative of each row's loss by its logits, and where it is not 0 whatever it is multiplied with."""
-    _, largest, e, total = _shifted(logits, mask, axis)
-    label, bad, ignored = _classes(labels, logits.shape[axis], axis, options)
+def slopes(logits, labels, largest, total, count, mask, axis, options, first=0, classes=None):
+    """The derivative of each row's loss by its logits, and where it is not 0 whatever it is multiplied with.
+
+    largest, total, count: numbers of each row, with a dimension for the axis.
+    first, classes: the number of the first class, and of them all, where logits are a part of an array.
+    """
+    x = logits.astype(total.dtype)
+    e = jnp.exp((jnp.where(mask[0], x, -jnp.inf) if mask else x) - largest)
+    label, bad, ignored = classes_of(labels, classes or logits.shape[axis], axis, options)
     dead = total == 0
     total = jnp.where(dead, 1, total)
-    p = e / total
+    factor = 1 / total
     if options.z_loss:
-        p = p * (1 + 2 * options.z_loss * (largest + jnp.log(total)))
-    numbers_of_axis = jax.lax.broadcasted_iota(label.dtype, logits.shape, axis)
-    slope = p - jnp.where(numbers_of_axis == label, 1 - options.smoothing, 0).astype(p.dtype)
+        factor = factor * (1 + 2 * options.z_loss * (largest + jnp.log(total)))
+    hot = jax.lax.broadcasted_iota(label.dtype, logits.shape, axis) == label - jnp.asarray(first).astype(label.dtype)
+    slope = e * factor - jnp.where(hot, 1 - options.smoothing, 0).astype(e.dtype)
     if options.smoothing:
-        slope = slope - options.smoothing / _participants(logits, mask, axis)
+        slope = slope - options.smoothing / count
     slope = jnp.where(bad, jnp.nan, slope)
     live = jnp.broadcast_to(~ignored & (~dead | bad), logits.shape)
     return slope, live & mask[0] if mask else live
+
+
+def _slopes(logits, labels, mask, axis, options):
+    """The same as a function of the logits alone, which it is differentiated as."""
+    _, largest, _, total = _shifted(logits, mask, axis)
+    return slopes(logits, labels, largest, total, participants(logits, mask, axis), mask, axis, options)
 
 
 def _grad_reference(logits, labels, largest, total, g, *rest, axis, tier, options):
@@ -373,6 +385,13 @@ def _grad_reference(logits, labels, largest, total, g, *rest, axis, tier, option
 
 def _jvp_reference(logits, labels, largest, total, t, *rest, axis, tier, options):
     slope, live = _slopes(logits, labels, rest[1:], axis, options)
+    return jnp.sum(jnp.where(live, slope * t.astype(slope.dtype), 0), axis)
+
+
+def tangent(logits, labels, largest, total, t, *rest, axis, tier, options):
+    """The same from what is kept: in one read of logits and t."""
+    count = jnp.expand_dims(rest[0], axis) if rest else logits.shape[axis]
+    slope, live = slopes(logits, labels, *(jnp.expand_dims(a, axis) for a in (largest, total)), count, rest[1:], axis, options)
     return jnp.sum(jnp.where(live, slope * t.astype(slope.dtype), 0), axis)
 
 
@@ -392,10 +411,15 @@ deflinear(cross_entropy_jvp_p, 4, _along_logits(_jvp_reference), transpose=cross
 # ---- the same in jnp, where there is no kernel
 
 
+def settled(loss, total, bad, ignored):
+    """The loss, where nothing takes part or the label is no class as well."""
+    return jnp.where(ignored, 0, jnp.where(bad, jnp.nan, jnp.where(total == 0, 0, loss)))
+
+
 def _loss_reference(logits, labels, *mask, axis, tier, options):
     shifted, largest, _, total = _shifted(logits, mask, axis)
-    label, bad, ignored = _classes(labels, logits.shape[axis], axis, options)
-    count = _participants(logits, mask, axis)
+    label, bad, ignored = classes_of(labels, logits.shape[axis], axis, options)
+    count = participants(logits, mask, axis)
     log_total = jnp.log(total)
     loss = log_total
     if logits.shape[axis] == 0:
@@ -406,8 +430,7 @@ def _loss_reference(logits, labels, *mask, axis, tier, options):
         loss = loss - options.smoothing * jnp.sum(jnp.where(mask[0], shifted, 0) if mask else shifted, axis, keepdims=True) / count
     if options.z_loss:
         loss = loss + options.z_loss * (largest + log_total) ** 2
-    loss = jnp.where(total == 0, 0, loss)
-    loss = jnp.where(ignored, 0, jnp.where(bad, jnp.nan, loss))
+    loss = settled(loss, total, bad, ignored)
     found = [loss, largest, total, *([count] if mask else [])]
     return [jnp.squeeze(a, axis) for a in found]
 

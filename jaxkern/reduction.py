@@ -4,11 +4,13 @@
     reduce_mean_p   sum(x) / count    likewise
     reduce_max_p    max(x)            dx = g / ties where x is the maximum
     reduce_min_p    -max(-x)          likewise
-    logsumexp_p     log(sum(exp(x)))  dx = g * exp(x - y)
+    logsumexp_p     log(sum(exp(x)))  dx = g * exp(x - largest) / total
+    logsumexp_statistics_p            the same, the largest element and the sum of exp(x - largest)
 
 along one axis, which the result is without, each with an optional mask. An element that is masked out takes
 no part, and gets no gradient whatever the cotangent holds. The kernels only read; the gradients are one
-elementwise pass (two over x for the ties), which XLA fuses with what comes before and after.
+elementwise pass (two over x for the ties), which XLA fuses with what comes before and after. That of logsumexp is
+not taken from y, which has been rounded: where y is 10, exp(x - y) errs by ten times what the softmax does.
 """
 
 import functools
@@ -171,6 +173,7 @@ def _sum_dtype(dtype):
 
 # ---- the primitives and their derivatives
 
+logsumexp_statistics_p = row_primitive("jaxkern_logsumexp_statistics", arrays=1, several=True)
 _PRIMITIVES = {name: row_primitive(f"jaxkern_{name}", arrays=1)
                for name in ("reduce_sum", "reduce_mean", "reduce_max", "reduce_min", "logsumexp")}
 reduce_sum_p, reduce_mean_p, reduce_max_p, reduce_min_p, logsumexp_p = _PRIMITIVES.values()
@@ -259,22 +262,49 @@ def _extreme_backward(x, y, g, mask, axis):
     return hits * (g / ties)
 
 
-def _logsumexp_forward(x, *mask, dtype, **params):
-    # In 16 bits y is too coarse for exp(x - y).
-    y = bind(logsumexp_p, x, *mask, dtype=_computing(x.dtype), **params)
-    return y.astype(dtype), y
-
-
-def _logsumexp_backward(x, y, g, mask, axis):
-    x = x.astype(y.dtype)
-    if mask:  # no exponential of what takes no part: it might be infinite
-        x = jnp.where(mask[0], x, -jnp.inf)
-    return g * jnp.exp(x - jnp.where(y == -jnp.inf, 0, y))
-
-
 _custom_vjp(reduce_max_p, _extreme_forward(reduce_max_p), _extreme_backward)
 _custom_vjp(reduce_min_p, _extreme_forward(reduce_min_p), _extreme_backward)
-_custom_vjp(logsumexp_p, _logsumexp_forward, _logsumexp_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _statistics(x, mask, params):
+    return bind(logsumexp_statistics_p, x, *mask, **dict(params))
+
+
+def _statistics_forward(x, mask, params):
+    y, largest, total = bind(logsumexp_statistics_p, x, *mask, **dict(params))
+    return [y, largest, total], (x, largest, total, mask)
+
+
+def _statistics_backward(params, kept, cotangents):
+    # The largest element is as good as any other number that sums are relative to: only y and, with it, the total change.
+    x, *numbers, mask = kept
+    of_y, _, of_total = cotangents
+    g = of_y.astype(_computing(x.dtype)) + jnp.where(jnp.isfinite(numbers[1]), of_total * numbers[1], 0)
+    largest, total, g = (jnp.expand_dims(a, dict(params)["axis"]) for a in (*numbers, g))
+    x = x.astype(g.dtype)
+    if mask:  # no exponential of what takes no part: it might be infinite
+        x = jnp.where(mask[0], x, -jnp.inf)
+    alive = total != 0
+    dx = jnp.exp(x - jnp.where(alive, largest, 0)) * jnp.where(alive, g / jnp.where(alive, total, 1), 0)
+    return _masked(dx, mask).astype(kept[0].dtype), (None,) * len(mask)
+
+
+_statistics.defvjp(_statistics_forward, _statistics_backward)
+defvjp(logsumexp_statistics_p, lambda x, *mask, **params: _statistics(x, mask, tuple(params.items())), differentiable=(0,))
+
+
+def statistics(x, *mask, axis, tier, dtype=None):
+    """logsumexp of each row in `dtype`, by default that of x, the row's largest element, and the sum of exp(x - largest).
+
+    The sum is 0 where the largest is -inf, and the largest itself where that is inf or NaN.
+    """
+    wide = _computing(x.dtype)
+    return bind(logsumexp_statistics_p, x, *mask, axis=axis, tier=tier, dtype=(dtype or x.dtype, wide, wide))
+
+
+defvjp(logsumexp_p, lambda x, *mask, axis, dtype, tier: _statistics(x, mask, (
+    ("axis", axis), ("tier", tier), ("dtype", (dtype, *[_computing(x.dtype)] * 2))))[0], differentiable=(0,))
 
 
 # ---- the same in jnp, where there is no kernel
@@ -319,13 +349,26 @@ _min_reference = functools.partial(_extreme_reference, jnp.min, 1)
 
 
 def _logsumexp_reference(x, *mask, axis, dtype, tier):
+    return _statistics_reference(x, *mask, axis=axis, dtype=(dtype,), tier=tier)[0]
+
+
+def _statistics_reference(x, *mask, axis, dtype, tier):
     x = x.astype(_computing(x.dtype))
     if mask:
         x = jnp.where(mask[0], x, -jnp.inf)
-    largest = lax.stop_gradient(jnp.max(x, axis, keepdims=True, initial=-jnp.inf))  # see _rows.shifted
-    base = jnp.where(jnp.isfinite(largest), largest, 0)
-    y = jnp.log(jnp.sum(jnp.exp(x - base), axis)) + jnp.squeeze(base, axis)
-    least, _ = _bounds(dtype)
+    largest = lax.stop_gradient(jnp.max(x, axis, initial=-jnp.inf))  # see _rows.shifted
+    base = _finite(largest)
+    total = jnp.sum(jnp.exp(x - jnp.expand_dims(base, axis)), axis)
+    return [_logsumexp_of(base, total, dtype[0]), largest, total]
+
+
+def _finite(largest):
+    """What sums of exponentials are relative to: 0 instead of an infinity."""
+    return jnp.where(jnp.isfinite(largest), largest, 0)
+
+
+def _logsumexp_of(base, total, dtype):
+    y, (least, _) = jnp.log(total) + base, _bounds(dtype)
     return (y if math.isinf(least) else jnp.maximum(y, least)).astype(dtype)
 
 
@@ -356,10 +399,16 @@ def _extreme_split(prim, end, collective, x, *mask, over, axis, dtype, tier):
 
 
 def _logsumexp_split(x, *mask, over, axis, dtype, tier):
-    y = bind(logsumexp_p, x, *mask, axis=axis, dtype=_computing(dtype), tier=tier)
-    largest = lax.pmax(y, over)
-    base = jnp.where(jnp.isfinite(largest), largest, 0)
-    return (base + jnp.log(lax.psum(jnp.exp(y - base), over))).astype(dtype)
+    return _statistics_split(x, *mask, over=over, axis=axis, dtype=(dtype,), tier=tier)[0]
+
+
+def _statistics_split(x, *mask, over, axis, dtype, tier):
+    _, largest, total = statistics(x, *mask, axis=axis, tier=tier)
+    whole = lax.pmax(largest, over)
+    base = _finite(whole)
+    # Of a part of nothing, and of one whose largest element is infinite or NaN, the total is that of exp(x).
+    total = lax.psum(total * jnp.where(jnp.isfinite(largest), jnp.exp(largest - base), 1), over)
+    return [_logsumexp_of(base, total, dtype[0]), jnp.where(jnp.isnan(total), jnp.nan, whole), total]
 
 
 _FLOATS, _INTEGERS = _lowering.KERNEL_DTYPES, _lowering.INTEGER_DTYPES
@@ -368,5 +417,6 @@ for _prim, _reference, _split, _dtypes in (
         (reduce_mean_p, _mean_reference, _mean_split, _FLOATS),
         (reduce_max_p, _max_reference, functools.partial(_extreme_split, reduce_max_p, 0, lax.pmax), _FLOATS | _INTEGERS),
         (reduce_min_p, _min_reference, functools.partial(_extreme_split, reduce_min_p, 1, lax.pmin), _FLOATS | _INTEGERS),
-        (logsumexp_p, _logsumexp_reference, _logsumexp_split, _FLOATS)):
+        (logsumexp_p, _logsumexp_reference, _logsumexp_split, _FLOATS),
+        (logsumexp_statistics_p, _statistics_reference, _statistics_split, _FLOATS)):
     _lowering.register(_prim, 1, _reference, _dtypes, _lowering.reduction_scratch_shape, _split)

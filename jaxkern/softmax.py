@@ -18,7 +18,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxkern import _canonical, _fused, _lowering, _partition, tiers
+from jaxkern import _canonical, _fused, _lowering, _partition, reduction, tiers
 from jaxkern._autodiff import deflinear, defvjp
 from jaxkern._primitive import bind, row_primitive
 from jaxkern._rows import computed, lowest_for_infinity, row_sum
@@ -273,16 +273,27 @@ def _nonzero(total):
     return jnp.where(total == 0, 1, total)
 
 
-def _softmax_reference(x, *mask, axis, tier, over=()):
+def _exponentials(x, mask, axis, over, others=()):
+    """(x in the computing type, its largest element in each row, [sum of exponentials, sums of the others]).
+
+    Of rows that are split, a kernel reads each part once.
+    """
     wide = _unmasked(x, *mask)
-    largest, (total,) = _partition.row_exponentials(wide, axis, over)
+    if not over:
+        return wide, *_partition.row_exponentials(wide, axis, (), others=others)
+    _, largest, total = (jnp.expand_dims(a, axis) for a in reduction.statistics(x, *mask, axis=axis, tier="auto"))
+    sums = [total, *(jnp.sum(a, axis, keepdims=True) for a in others)]
+    return wide, *_partition.merge_exponentials(largest, sums, over)
+
+
+def _softmax_reference(x, *mask, axis, tier, over=()):
+    wide, largest, (total,) = _exponentials(x, mask, axis, over)
     y = jnp.exp(wide - largest) / _nonzero(total)
     return computed(y, *mask).astype(x.dtype)
 
 
 def _log_softmax_reference(x, *mask, axis, tier, over=()):
-    wide = _unmasked(x, *mask)
-    largest, (total,) = _partition.row_exponentials(wide, axis, over)
+    wide, largest, (total,) = _exponentials(x, mask, axis, over)
     y = jnp.where(total == 0, -jnp.inf, wide - largest - jnp.log(total))
     return lowest_for_infinity(jnp.where(mask[0], y, -jnp.inf) if mask else y, x.dtype)
 
@@ -303,8 +314,8 @@ def _softmax_grad_reference(y, g, *mask, axis, tier, over=()):
 
 
 def _log_softmax_grad_reference(x, g, *mask, axis, tier, over=()):
-    wide, g = _unmasked(x, *mask), computed(g, *mask)
-    largest, (total, of_g) = _partition.row_exponentials(wide, axis, over, others=[g])
+    g = computed(g, *mask)
+    wide, largest, (total, of_g) = _exponentials(x, mask, axis, over, others=[g])
     return _kept(g - jnp.exp(wide - largest) / _nonzero(total) * of_g, total != 0, mask, x.dtype)
 
 

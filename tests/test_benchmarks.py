@@ -1,5 +1,6 @@
 """The benchmarks run: each family's whole way, on one small case, from the command line's options to the file."""
 
+import argparse
 import dataclasses
 import importlib
 import json
@@ -10,7 +11,7 @@ import pytest
 from conftest import ON_GPU
 
 sys.path.append(str(pathlib.Path(__file__).parent.parent))  # last, so that the package under test stays the installed one
-from benchmarks import _goals, _report, _run  # noqa: E402
+from benchmarks import _goals, _report, _run, sharding  # noqa: E402
 from benchmarks.__main__ import OPERATIONS  # noqa: E402
 
 SMALL = {"softmax": (1024, 256), "fused_softmax": (2, 2, 128, 512), "elementwise": (1 << 18,), "reduction": (1024, 256),
@@ -34,3 +35,17 @@ def test_a_small_case(name, monkeypatch, tmp_path):
         assert all("median_us" in times[who] for who in (_goals.OURS, "xla", _goals.COPY)), (row["op"], times)
         assert all(goal["met"] for goal in row["goals"] if goal["goal"] in ("reproducible", "accurate", "memory"))
     assert case.name in _report.table(data)
+
+
+@pytest.mark.skipif(ON_GPU, reason="arrays of a gigabyte")
+def test_what_devices_are_worth(tmp_path):
+    """On as many as there are."""
+    options = argparse.Namespace(quick=True, cases="classes|index_add", devices=(), repeats=1)
+    path = _report.save(data := sharding.run(options), tmp_path)
+    rows = json.loads(path.read_text())["results"]
+    assert {r["group"] for r in rows} == {"classes", "rows"} and {1} <= {r["devices"] for r in rows}
+    for row in rows:
+        assert set(row["times"]) == set(row["scaling"]) == {_goals.OURS, "xla"}
+        assert "all-gather" not in row["sent"][_goals.OURS]
+        assert row["devices"] > 1 or set(row["scaling"].values()) == {1.0}
+    assert all(row["of"] in sharding.table(data) for row in rows)

@@ -19,7 +19,8 @@ from jaxkern import _compat, _lowering, _partition, _registry, elementwise
 TARGETS = {"jaxkern_softmax", "jaxkern_softmax_grad", "jaxkern_log_softmax", "jaxkern_log_softmax_grad",
            "jaxkern_index_add", "jaxkern_index_select", "jaxkern_segment_sum", "jaxkern_segment_max", "jaxkern_segment_min",
            "jaxkern_segment_softmax", "jaxkern_segment_softmax_grad",
-           "jaxkern_reduce_sum", "jaxkern_reduce_mean", "jaxkern_reduce_max", "jaxkern_reduce_min", "jaxkern_logsumexp",
+           "jaxkern_reduce_sum", "jaxkern_reduce_mean", "jaxkern_reduce_max", "jaxkern_reduce_min",
+           "jaxkern_logsumexp", "jaxkern_logsumexp_statistics",
            "jaxkern_cross_entropy", "jaxkern_cross_entropy_grad", "jaxkern_cross_entropy_both", "jaxkern_elementwise",
            "jaxkern_softmax_fused", "jaxkern_softmax_fused_grad"}
 

@@ -155,13 +155,17 @@ def _while(f):
 
 def _root(f):
     """y with y = x + f(y) / 10, nearly, differentiated as the root that it is."""
-    def iterate(step, start):
-        return lax.fori_loop(0, 6, lambda _, y: step(y), start)
+    def solve(g, y):
+        return lax.fori_loop(0, 6, lambda _, y: y - g(y), y)
+
+    def tangent_solve(g, b):  # without a loop, which JAX before 0.10 cannot transpose here
+        z = b
+        for _ in range(3):
+            z = z + b - g(z)
+        return z
 
     def root(x):
-        residual = lambda y: y - 0.1 * f(y) - x
-        return lax.custom_root(residual, x, lambda g, y: iterate(lambda y: y - g(y), y),
-                               lambda g, b: iterate(lambda z: z + b - g(z), b))
+        return lax.custom_root(lambda y: y - 0.1 * f(y) - x, x, solve, tangent_solve)
     return root
 
 

@@ -95,7 +95,8 @@ __global__ void __launch_bounds__(kWarp * kLossColumnWarps) LossColumn(const __g
 
 // gridDim.y blocks share the axis.
 template <class T, int N, bool kMasked>
-__global__ void __launch_bounds__(kWarp * kLossColumnWarps) GradientColumn(const __grid_constant__ LossParams p) {
+__global__ void __launch_bounds__(kWarp * kLossColumnWarps, sizeof(T) == 2 ? 3 : 1)
+GradientColumn(const __grid_constant__ LossParams p) {
   using C = Compute<T>;
   const LossColumns<T, N> own(p);
   if (!own.active) return;
@@ -104,7 +105,8 @@ __global__ void __launch_bounds__(kWarp * kLossColumnWarps) GradientColumn(const
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
   const auto slope_of = [&](int j, Label label) {
     const int64_t row = own.Row(p, j);
-    return Slope<T>(p, label, 0, static_cast<const C*>(p.largest)[row], static_cast<const C*>(p.total)[row],
+    const C largest = static_cast<const C*>(p.largest)[row];
+    return Slope<T>(p, label, 0, largest, OwnTotal<T>(largest, static_cast<const C*>(p.total)[row]),
                     kMasked ? static_cast<const C*>(p.count)[row] : p.template Numbers<C>().width, static_cast<const C*>(p.weight)[row]);
   };
   // One of each of the columns; what differs between them is little, but an array of Slopes would spill.

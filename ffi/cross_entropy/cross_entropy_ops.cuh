@@ -185,9 +185,18 @@ template <class T> __device__ __forceinline__ Compute<T> LogTotal(Compute<T> bas
   } else if constexpr (sizeof(T) == 4) {
     return logf(total) + static_cast<C>(sum - total) / total;
   } else {
-    const float scale = PowerScale<T>(base);
-    return logf(total) - fmaf(base, scale, -__fmul_rn(base, scale)) * kLn2;
+    return logf(total) - LogOfExcess<T>(base) * kLn2;
   }
+}
+
+// The sum as it is kept for the gradient: of e^(x - max), whoever takes it; and as the kernels have it.
+template <class T> __device__ __forceinline__ Compute<T> KeptTotal(Compute<T> base, Sum<T> sum) {
+  if constexpr (sizeof(T) == 2) return sum * Exp2Approx(-LogOfExcess<T>(base));
+  else return static_cast<Compute<T>>(sum);
+}
+template <class T> __device__ __forceinline__ Compute<T> OwnTotal(Compute<T> base, Compute<T> kept) {
+  if constexpr (sizeof(T) == 2) return kept * Exp2Approx(LogOfExcess<T>(base));
+  else return kept;
 }
 
 // By one thread: the loss of a row, and what its gradient keeps. x_label: the label's logit, -inf where it is
@@ -211,7 +220,7 @@ __device__ __forceinline__ void WriteRow(const LossParams& p, int64_t row, const
   }
   static_cast<C*>(p.loss)[row] = loss;
   static_cast<C*>(p.largest)[row] = base;
-  static_cast<C*>(p.total)[row] = static_cast<C>(stat.sum);
+  static_cast<C*>(p.total)[row] = KeptTotal<T>(base, stat.sum);
   if (p.mask) static_cast<C*>(p.count)[row] = count;
 }
 

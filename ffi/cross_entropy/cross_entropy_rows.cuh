@@ -240,7 +240,8 @@ __global__ void __launch_bounds__(kLossGroupThreads, kLossGroupBlocks<T, kMasked
   for (; at < units; at += step) {
     const int64_t row = unit.row;
     const Label label = Resolve(p, numbers.label);
-    const Slope<T> slope(p, label, unit.span.head, numbers.largest, numbers.total, numbers.count, numbers.weight);
+    const Slope<T> slope(p, label, unit.span.head, numbers.largest, OwnTotal<T>(numbers.largest, numbers.total), numbers.count,
+                         numbers.weight);
     const uint8_t* mask_row = nullptr;
     if constexpr (kMasked) mask_row = p.mask + p.mask_view.outer_map(row);
     LossUnit<T> following = unit;

@@ -136,6 +136,8 @@ cudaError_t LaunchReduction(const ReduceArgs& args, const ReduceProblem& problem
   ReduceParams p = {};
   p.x = args.x;
   p.out = args.out;
+  p.largest = args.largest;
+  p.total = args.total;
   p.rows = args.outer;
   p.width = args.width;
   p.inner = args.inner;

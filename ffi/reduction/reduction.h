@@ -1,7 +1,7 @@
 // The calling convention of the row reductions, shared by the CPU and the CUDA kernels. Knows neither
 // XLA nor Python.
 //
-//     sum, mean, max, min     logsumexp  log(sum(exp(x))), whatever the size of x
+//     sum, mean, max, min     logsumexp  log(sum(exp(x))), whatever the size of x, and what it is made of
 //
 // over the middle dimension of [outer, width, inner]; the result is [outer, inner]. An element whose
 // mask is false takes no part. Where nothing takes part sum is 0, mean NaN, logsumexp -inf, and max and
@@ -35,6 +35,11 @@ struct ReduceArgs {
   int64_t outer = 0, width = 0, inner = 1;
   const void* x = nullptr;
   void* out = nullptr;
+  // Only of logsumexp, and only where they are wanted: of each row the largest element and the sum of
+  // e^(x - largest), in the type that they are computed in. The sum is 0 where the largest is -inf, and the
+  // largest itself where that is inf or NaN.
+  void* largest = nullptr;
+  void* total = nullptr;
   const uint8_t* mask = nullptr;  // one byte an element, true = takes part; null = all do
   BroadcastView mask_view;
   ReduceTier tier = ReduceTier::kAuto;

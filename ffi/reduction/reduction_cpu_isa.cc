@@ -271,7 +271,7 @@ struct FloatKernel {
   static JAXKERN_OUTLINE void Finish(const ReduceArgs& a, const double* stats, int skip, int rows, int64_t at) {
     using Narrow = VecN<C, kLanes<double>>;
     constexpr int M = kLanes<double>;
-    alignas(64) C result[P < W ? W : P];
+    alignas(64) C result[P < W ? W : P], totals[P < W ? W : P];
     const double width = double(a.width);
     const bool mean = a.op == ReduceOp::kMean;
     for (int r = 0; r < rows; r += M) {
@@ -283,6 +283,9 @@ struct FloatKernel {
         const D total = sum + lost;
         if constexpr (kKind == kLogSumExp) {
           const auto finite = y - y == D{};
+          const D sum_of_row = finite ? total : y < D{} ? D{} : y;
+          const Narrow n = __builtin_convertvector(sum_of_row, Narrow);
+          std::memcpy(totals + r, &n, sizeof n);
           y = finite ? y + Log(finite ? total : Splat(1.0)) : y;
         } else {
           y = total;
@@ -291,6 +294,10 @@ struct FloatKernel {
       }
       const Narrow v = __builtin_convertvector(y, Narrow);
       std::memcpy(result + r, &v, sizeof v);
+    }
+    if (kKind == kLogSumExp && a.largest) {
+      StoreResults(static_cast<C*>(a.total) + at, totals, skip, rows);
+      for (int r = skip; r < rows; ++r) static_cast<C*>(a.largest)[at + r] = C(stats[r]);
     }
     if (sizeof(T) == 2 && a.wide) StoreResults(static_cast<C*>(a.out) + at, result, skip, rows);
     else StoreResults(static_cast<T*>(a.out) + at, result, skip, rows);

@@ -42,9 +42,10 @@ inline std::optional<ReduceType> ToReduceType(ffi::DataType type) {
   }
 }
 
-// Fills everything but the scratch, of which only CUDA has any. Operands: x[, mask].
-inline ffi::Error DecodeReduction(ReduceOp op, const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
-                                  int64_t axis, std::string_view tier, ReduceArgs* args) {
+// Fills everything but the scratch, of which only CUDA has any. Operands: x[, mask]; results: one, and of logsumexp with
+// `statistics` two more.
+inline ffi::Error DecodeReduction(ReduceOp op, bool statistics, const ffi::RemainingArgs& operands,
+                                  const ffi::RemainingRets& results, int64_t axis, std::string_view tier, ReduceArgs* args) {
   const char* name = ReduceName(op);
   if (operands.size() < 1 || operands.size() > 2 || results.empty()) {
     return InvalidArgument(name, "takes an operand and an optional mask, got ", operands.size());
@@ -81,6 +82,19 @@ inline ffi::Error DecodeReduction(ReduceOp op, const ffi::RemainingArgs& operand
     return InvalidArgument(name, "operand of shape ", ShapeString(dims), " and axis ", axis, ", result of shape ",
                            ShapeString((*out)->dimensions()), " or of another element type");
   }
+  if (statistics) {
+    void** const kept[] = {&args->largest, &args->total};
+    const bool is_double = *type == ReduceType::kF64;
+    for (int i = 0; i < 2; ++i) {
+      auto numbers = results.get<ffi::AnyBuffer>(1 + i);
+      if (!numbers) return numbers.error();
+      if ((*numbers)->element_type() != (is_double ? ffi::DataType::F64 : ffi::DataType::F32) ||
+          static_cast<int64_t>((*numbers)->element_count()) != args->outer * args->inner) {
+        return InvalidArgument(name, "statistics of shape ", ShapeString((*numbers)->dimensions()), " or of another element type");
+      }
+      *kept[i] = (*numbers)->untyped_data();
+    }
+  }
   if (operands.size() > 1) {
     const auto mask = operands.get<ffi::AnyBuffer>(1);
     if (!mask) return mask.error();
@@ -90,13 +104,14 @@ inline ffi::Error DecodeReduction(ReduceOp op, const ffi::RemainingArgs& operand
   return ffi::Error::Success();
 }
 
-// {target name: handler} with Handler<op> for each operation.
-template <template <ReduceOp> class Handler> Targets ReductionTargets() {
-  return {{"jaxkern_reduce_sum", Handler<ReduceOp::kSum>::Call},
-          {"jaxkern_reduce_mean", Handler<ReduceOp::kMean>::Call},
-          {"jaxkern_reduce_max", Handler<ReduceOp::kMax>::Call},
-          {"jaxkern_reduce_min", Handler<ReduceOp::kMin>::Call},
-          {"jaxkern_logsumexp", Handler<ReduceOp::kLogSumExp>::Call}};
+// {target name: handler} with Handler<op, whether it gives statistics> for each operation.
+template <template <ReduceOp, bool> class Handler> Targets ReductionTargets() {
+  return {{"jaxkern_reduce_sum", Handler<ReduceOp::kSum, false>::Call},
+          {"jaxkern_reduce_mean", Handler<ReduceOp::kMean, false>::Call},
+          {"jaxkern_reduce_max", Handler<ReduceOp::kMax, false>::Call},
+          {"jaxkern_reduce_min", Handler<ReduceOp::kMin, false>::Call},
+          {"jaxkern_logsumexp", Handler<ReduceOp::kLogSumExp, false>::Call},
+          {"jaxkern_logsumexp_statistics", Handler<ReduceOp::kLogSumExp, true>::Call}};
 }
 
 }  // namespace jaxkern

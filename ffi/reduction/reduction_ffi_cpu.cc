@@ -5,11 +5,11 @@
 namespace jaxkern {
 namespace {
 
-template <ReduceOp kOp> struct Handler {
+template <ReduceOp kOp, bool kStatistics> struct Handler {
   static ffi::Error Run(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t axis,
                         std::string_view tier) {
     ReduceArgs args;
-    if (ffi::Error e = DecodeReduction(kOp, operands, results, axis, tier, &args); e.failure()) return e;
+    if (ffi::Error e = DecodeReduction(kOp, kStatistics, operands, results, axis, tier, &args); e.failure()) return e;
     ReductionCpu(args, XlaExecutor(pool));
     return ffi::Error::Success();
   }

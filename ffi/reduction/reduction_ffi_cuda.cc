@@ -6,17 +6,12 @@
 namespace jaxkern {
 namespace {
 
-template <ReduceOp kOp> struct Handler {
+template <ReduceOp kOp, bool kStatistics> struct Handler {
   static ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t axis,
                         std::string_view tier) {
     ReduceArgs args;
-    if (ffi::Error e = DecodeReduction(kOp, operands, results, axis, tier, &args); e.failure()) return e;
-    if (results.size() > 1) {
-      auto scratch = results.get<ffi::AnyBuffer>(1);
-      if (!scratch) return scratch.error();
-      args.scratch = (*scratch)->untyped_data();
-      args.scratch_bytes = (*scratch)->size_bytes();
-    }
+    if (ffi::Error e = DecodeReduction(kOp, kStatistics, operands, results, axis, tier, &args); e.failure()) return e;
+    if (ffi::Error e = DecodeScratch(results, kStatistics ? 3 : 1, &args); e.failure()) return e;
     const Device& device = CurrentDevice();
     const char* name = ReduceName(kOp);
     if (args.tier != ReduceTier::kAuto && ResolveReduceTier(args, device) == ReduceTier::kAuto) {

@@ -23,6 +23,7 @@ namespace jaxkern {
 struct ReduceParams {
   const void* x;
   void* out;
+  void *largest, *total;  // see ReduceArgs
   int64_t rows;   // outer
   int64_t width;
   int64_t inner;
@@ -252,11 +253,19 @@ template <class T_> struct LogSumExp_ {
       } else if constexpr (sizeof(T) == 4) {
         y += logf(sum) + static_cast<V>(stat.sum - sum) / sum;
       } else {
-        const float scale = PowerScale<T>(y);
-        y += logf(sum) - fmaf(y, scale, -__fmul_rn(y, scale)) * kLn2;
+        y += logf(sum) - LogOfExcess<T>(y) * kLn2;
       }
     }
     StoreRounded<T>(p, at, y);
+    if (p.largest) {
+      V total = stat.max < V(0) ? V(0) : stat.max;  // of infinities and NaN
+      if (stat.max - stat.max == V(0)) {
+        total = static_cast<V>(stat.sum);
+        if constexpr (sizeof(T) == 2) total *= Exp2Approx(-LogOfExcess<T>(stat.max));
+      }
+      static_cast<V*>(p.largest)[at] = stat.max;
+      static_cast<V*>(p.total)[at] = total;
+    }
   }
 };
 

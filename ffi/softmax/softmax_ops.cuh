@@ -61,6 +61,12 @@ template <class T> __device__ __forceinline__ float PowerScale(float base) {
   else return fabsf(base) < 0x1p29f ? kLog2E : 1.0f;
 }
 
+// 16 bit: log2 of what the rounding of base * log2(e) multiplies every term of a sum relative to `base` with; see below.
+template <class T> __device__ __forceinline__ float LogOfExcess(float base) {
+  const float scale = PowerScale<T>(base);
+  return fmaf(base, scale, -__fmul_rn(base, scale));
+}
+
 // e^(x - base) for x <= base, to the accuracy that T's output can show.
 //
 // 16 bit: 2^(x * log2(e) - round(base * log2(e))), one instruction less than from the difference. The
@@ -183,10 +189,7 @@ struct Forward {
     if constexpr (kLog) {
       if constexpr (sizeof(T) == 8) f.norm = log(sum);
       else f.norm = logf(sum) + rest * f.inverse;
-      if constexpr (sizeof(T) == 2 && !kDifference) {  // see ExpDifference
-        const float scale = PowerScale<T>(f.max);
-        f.norm -= fmaf(f.max, scale, -__fmul_rn(f.max, scale)) * kLn2;
-      }
+      if constexpr (sizeof(T) == 2 && !kDifference) f.norm -= LogOfExcess<T>(f.max) * kLn2;
       if (empty) f.norm = 0;
     } else {
       f.norm = 0;

@@ -1,0 +1,237 @@
+"""What more devices are worth: the time of a call on one, and on several.
+
+    python -m benchmarks sharding                 on 1, 2, 4, ... of the devices that there are
+    python -m benchmarks sharding --devices 1,4 --cases softmax
+
+    rows       each device has as many bytes as one had alone: softmax, the loss with its gradient, index_add
+    classes    one array is split along the axis that is reduced
+    step       a training step of examples/language_model.py, each device with the batch that one had alone
+
+Perfect scaling is 1: rows and the step take as long as on one device, the split array a part of it. XLA's own
+partitioning of what jax.nn and jnp have stands beside. Calls are enqueued one behind the other and timed by the
+host's clock, so that what is sent between devices and the start of every one's work are in it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import pathlib
+import re
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import jaxkern
+from benchmarks import _goals, _report, _run, _timing
+
+OPERATION = "sharding"
+EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+SAMPLE = 0.05  # seconds of work, at least, that one reading of the clock is about
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """An argument: its shape where one device works alone, the dimension that is split, and how it is drawn."""
+
+    shape: tuple[int, ...]
+    split: int | None
+    dtype: str
+    below: int = 0  # of integers: up to this, or up to what a split of it grows to if negative
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """ours and theirs take the arrays; `grows`: the split dimensions get longer with the number of devices."""
+
+    name: str
+    group: str
+    arrays: tuple[Array, ...]
+    ours: Callable[..., Any]
+    theirs: Callable[..., Any]
+    result: tuple[int | None, ...]  # the dimension of each result that is split
+    required: float
+    grows: bool = True
+
+
+def _plain_loss(x, labels):
+    x = x.astype(jnp.float32)
+    return jax.nn.logsumexp(x, -1) - jnp.take_along_axis(x, labels[:, None], -1)[:, 0]
+
+
+def _plain_loss_and_grad(x, labels):
+    losses, pull = jax.vjp(lambda x: _plain_loss(x, labels), x)
+    return losses, pull(jnp.ones_like(losses))[0]
+
+
+def _add(x, index, source):
+    return jaxkern.index_add(x, 0, index, source)
+
+
+def _plain_add(x, index, source):
+    return x.at[index].add(source)
+
+
+def cases(small: bool) -> list[Case]:
+    """A gigabyte a device, and logits of a large vocabulary; `small`: what a few CPU cores can do."""
+    rows, width = (64, 512) if small else (131072, 4096)
+    tokens, classes = (64, 1024) if small else (4096, 131072)
+    height, inner, count = (512, 64, 256) if small else (262144, 1024, 65536)
+    few, vocabulary = (64, 1024) if small else (4096, 128256)
+    labels = lambda n, split, m: Array((n,), split, "int32", m)
+    logits = Array((few, vocabulary), 1, "bfloat16")
+    return [
+        Case("softmax rows", "rows", (Array((rows, width), 0, "bfloat16"),), jaxkern.softmax, jax.nn.softmax, (0,), 0.95),
+        Case("cross_entropy rows", "rows", (Array((tokens, classes), 0, "bfloat16"), labels(tokens, 0, classes)),
+             jaxkern.softmax_cross_entropy_and_grad, _plain_loss_and_grad, (0, 0), 0.95),
+        Case("index_add rows", "rows", (
+            Array((height, inner), 0, "float32"), labels(count, None, -height), Array((count, inner), None, "float32")),
+            _add, _plain_add, (0,), 0.95),
+        Case("softmax classes", "classes", (logits,), jaxkern.softmax, jax.nn.softmax, (1,), 0.8, grows=False),
+        Case("cross_entropy classes", "classes", (logits, labels(few, None, vocabulary)), jaxkern.softmax_cross_entropy_and_grad,
+             _plain_loss_and_grad, (None, 1), 0.8, grows=False),
+    ]
+
+
+STEP, STEP_REQUIRED = "training step", 0.9
+
+
+# --- what runs -----------------------------------------------------------------------------------
+
+
+def _spec(split: int | None) -> P:
+    return P() if split is None else P(*[None] * split, "d")
+
+
+def _drawn(array: Array, mesh: Mesh, n: int, key: int) -> jax.Array:
+    shape = tuple(s * n if d == array.split else s for d, s in enumerate(array.shape))
+
+    def draw(key):
+        if array.dtype == "int32":
+            below = -array.below * n if array.below < 0 else array.below
+            return jax.random.randint(key, shape, 0, below, jnp.int32)
+        return jax.random.normal(key, shape, array.dtype)
+
+    return jax.jit(draw, out_shardings=NamedSharding(mesh, _spec(array.split)))(jax.random.key(key))
+
+
+def _mesh(n: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[:n]), ("d",))
+
+
+def _calls(case: Case, n: int) -> dict[str, tuple[Callable[[], Any], str]]:
+    """Name -> what runs one call, and the compiled program."""
+    mesh, grow = _mesh(n), n if case.grows else 1
+    arrays = [_drawn(a, mesh, grow, k) for k, a in enumerate(case.arrays)]
+    found = tuple(NamedSharding(mesh, _spec(split)) for split in case.result)
+    calls = {}
+    for name, f in ((_goals.OURS, case.ours), ("xla", case.theirs)):
+        compiled = jax.jit(f, out_shardings=found if len(found) > 1 else found[0]).lower(*arrays).compile()
+        calls[name] = (lambda compiled=compiled: compiled(*arrays)), compiled.as_text()
+    return calls
+
+
+def _step_calls(n: int, small: bool) -> dict[str, tuple[Callable[[], Any], str]]:
+    if str(EXAMPLES) not in sys.path:
+        sys.path.append(str(EXAMPLES))
+    import language_model as example
+
+    preset = example.PRESETS["tiny" if small else "gpt2"]
+    mesh = _mesh(n)
+    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+    windows = np.random.default_rng(0).integers(256, size=(n * preset.batch, preset.context + 1)).astype(np.int32)
+    windows = put(windows, P("d"))
+    calls = {}
+    for name, library in ((_goals.OURS, "jaxkern"), ("xla", "jax.nn")):
+        training = example.Training(example.LIBRARIES[library], preset, seed=0)
+        state = [put(training.params, P()), put(training.state, P())]
+        compiled = training._step.lower(*state, windows).compile()
+
+        def call(compiled=compiled, state=state):
+            state[0], state[1], nats, _ = compiled(*state, windows)
+            return nats
+
+        calls[name] = call, compiled.as_text()
+        del training
+    return calls
+
+
+def _timing_of(call: Callable[[], Any], repeats: int) -> _timing.Timing:
+    """Microseconds a call, of calls in a row; one by one on CPU devices, whose programs may wait for each other for ever."""
+    waits = jax.default_backend() == "cpu"
+
+    def seconds(count):
+        kept = collections.deque(maxlen=2)
+        start = time.perf_counter()
+        for _ in range(count):
+            kept.append(jax.block_until_ready(call()) if waits else call())
+        jax.block_until_ready(list(kept))
+        return time.perf_counter() - start
+
+    seconds(2)
+    count = max(2, round(SAMPLE / max(seconds(2) / 2, 1e-6)))
+    seconds(count)
+    return _timing.Timing([seconds(count) / count * 1e6 for _ in range(repeats)], "host")
+
+
+def run(arguments: Any) -> dict[str, Any]:
+    """Measures; what goes to the result file."""
+    gpu = _run.backend() == "gpu"
+    small, repeats = not gpu or arguments.quick, arguments.repeats or (9 if gpu else 3)
+    counts = sorted(set(arguments.devices or [n for n in (1, 2, 4, 8) if n <= jax.device_count()]) | {1})
+    if counts[-1] > jax.device_count():
+        raise SystemExit(f"benchmarks: {counts[-1]} devices were asked for, and there are {jax.device_count()}")
+    everything = {case.name: (case, lambda n, case=case: _calls(case, n)) for case in cases(small)}
+    everything[STEP] = None, lambda n: _step_calls(n, small)
+    chosen = {name: found for name, found in everything.items() if re.search(arguments.cases, name)}
+    if not chosen:
+        raise SystemExit(f"benchmarks: no case matches {arguments.cases!r}; there are: {', '.join(everything)}")
+    rows: list[dict[str, Any]] = []
+    for name, (case, calls_of) in _timing.progress(list(chosen.items()), len(chosen), "measure sharding"):
+        alone: dict[str, float] = {}
+        for n in counts:
+            times, sent, handlers = {}, {}, []
+            for who, (call, text) in calls_of(n).items():
+                handlers += re.findall(r'custom_call_target="(jaxkern\w*)"', text)
+                times[who] = _timing_of(call, repeats)
+                sent[who] = dict(collections.Counter(re.findall(
+                    r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", text)))
+            rows.append(_row(name, case, n, times, sent, alone, gpu) | {"handlers": sorted(set(handlers))})
+    return {
+        "format": 1, "operation": OPERATION, "environment": _run.environment() | {"clock": "host", "devices": counts},
+        "options": {"quick": small, "cases": arguments.cases, "repeats": repeats}, "results": rows, "checks": [],
+    }
+
+
+def _row(name, case, n, times, sent, alone, gpu) -> dict[str, Any]:
+    medians = {who: timing.median for who, timing in times.items()}
+    if n == 1:
+        alone.update(medians)
+    grows = case is None or case.grows
+    scaling = {who: alone[who] / us / (1 if grows else n) for who, us in medians.items()}
+    required = case.required if case else STEP_REQUIRED
+    goals = [{"goal": "scaling", "required": required, "value": round(scaling[_goals.OURS], 4),
+              "met": scaling[_goals.OURS] >= required}] if gpu and n > 1 else []
+    first = case.arrays[0] if case else None
+    return {"case": f"{name}, {n}", "of": name, "group": case.group if case else "step", "devices": n,
+            "shape": list(first.shape) if first else [], "dtype": first.dtype if first else "-", "op": name.split()[0],
+            "direction": "forward", "times": {who: t.to_json() for who, t in times.items()}, "copy_ratio": {},
+            "scaling": {who: round(v, 4) for who, v in scaling.items()}, "sent": sent, "goals": goals}
+
+
+def table(data: dict[str, Any]) -> str:
+    lines = [["case", "shape alone", "dtype", "devices", "jaxkern", "xla", "scaling", "of xla", "sent", "verdict"]]
+    for row in data["results"]:
+        times = _report.medians(row)
+        sent = " ".join(f"{count} {kind}" for kind, count in row["sent"][_goals.OURS].items())
+        verdict = "-" if not row["goals"] else "met" if all(g["met"] for g in row["goals"]) else "missed: scaling"
+        lines.append([row["of"], "x".join(map(str, row["shape"])) or "-", row["dtype"], str(row["devices"]),
+                      *(_report.time_text(times.get(who)) for who in (_goals.OURS, "xla")),
+                      *(f"{row['scaling'][who]:.3f}" for who in (_goals.OURS, "xla")), sent or "-", verdict])
+    return _report.align(lines)
