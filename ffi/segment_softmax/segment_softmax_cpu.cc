@@ -22,6 +22,8 @@
 namespace jaxkern {
 namespace {
 
+constexpr int64_t kNumbersBytes = 2 << 20;
+
 using Chooser = SegmentCpuKernels (*)(const IndexArgs&);
 
 Chooser Choose() {
@@ -52,6 +54,13 @@ std::vector<LongSegment> LongSegments(const IndexEntry* entries, int64_t size, i
     if (s.end - s.begin > limit) found.push_back(s);
   }
   return found;
+}
+
+// Where a sort takes longer than going three times through the data: what there is a number for must lie in the cache,
+// but for the narrowest rows.
+bool NarrowPays(const IndexArgs& a) {
+  if (a.inner > kSegmentNarrow || a.rows > 4 * a.count) return false;
+  return a.inner <= kSegmentNarrow / 2 || (!a.sorted && 2 * a.rows * a.inner * int64_t{sizeof(double)} <= kNumbersBytes);
 }
 
 // Shifts that are not a maximum of anything, which are -inf, become 0.
@@ -125,7 +134,7 @@ void SegmentSoftmaxCpu(const IndexArgs& a, const Executor& executor) {
     return SegmentSlice{part(a.source), a.x ? part(a.x) : nullptr, static_cast<char*>(a.out) + slice * elements * item,
                         a.inner, slab * kSlabElements, std::min(a.inner, (slab + 1) * kSlabElements)};
   };
-  if (a.inner <= kSegmentNarrow && a.rows <= 4 * a.count) {
+  if (NarrowPays(a)) {
     if (all < 4 * executor.Threads()) {
       for (int64_t i = 0; i < all; ++i) NarrowSlice(a, kernels, slice_of(i, 0), i / a.outer, executor);
     } else {

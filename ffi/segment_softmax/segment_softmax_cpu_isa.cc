@@ -169,6 +169,8 @@ struct Kernel {
   }
 
   // --- Narrow rows ---
+  // Exponentials stay where the result will be, if that can hold them as they are.
+  static constexpr bool kKept = !kGrad && sizeof(T) == sizeof(C);
   static constexpr int64_t kMost = kSegmentNarrow * kSegmentBlock + W;
 
   // Elements of the block in the computing type.
@@ -181,7 +183,7 @@ struct Kernel {
   template <int kInner, class F>
   static JAXKERN_INLINE void Each(const uint32_t* row, int64_t size, F f) {
     for (int64_t k = 0; k < size; ++k) {
-      for (int c = 0; c < kInner; ++c) f(k * kInner + c, int64_t(row[k]) * kInner + c);
+      for (int c = 0; c < kInner; ++c) f(k * kInner + c, int64_t{row[k]} * kInner + c);
     }
   }
   template <class F>
@@ -190,7 +192,11 @@ struct Kernel {
       case 1: return Each<1>(row, size, f);
       case 2: return Each<2>(row, size, f);
       case 3: return Each<3>(row, size, f);
-      default: return Each<4>(row, size, f);
+      case 4: return Each<4>(row, size, f);
+      case 5: return Each<5>(row, size, f);
+      case 6: return Each<6>(row, size, f);
+      case 7: return Each<7>(row, size, f);
+      default: return Each<8>(row, size, f);
     }
   }
   // What is added up: exponentials, or products.
@@ -219,6 +225,7 @@ struct Kernel {
                     double* sum) {
     alignas(64) C terms[kMost], other[kMost];
     Terms(s, first, row, size, largest, terms, other);
+    if constexpr (kKept) std::memcpy(static_cast<T*>(s.out) + first * s.inner, terms, size * s.inner * sizeof(T));
     EachOf(s.inner, row, size, [&](int64_t e, int64_t at) __attribute__((always_inline)) { sum[at] += double(terms[e]); });
   }
 
@@ -227,7 +234,9 @@ struct Kernel {
     alignas(64) C x[kMost], other[kMost], total[kMost];
     const int64_t at = first * s.inner, n = size * s.inner;
     T* out = static_cast<T*>(s.out) + at;
-    if constexpr (kGrad) {
+    if constexpr (kKept) {
+      Widen(out, n, x);
+    } else if constexpr (kGrad) {
       Widen(static_cast<const T*>(s.source) + at, n, x);
       Widen(static_cast<const T*>(s.x) + at, n, other);
     } else {

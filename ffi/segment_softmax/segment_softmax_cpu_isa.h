@@ -6,7 +6,7 @@
 
 namespace jaxkern {
 
-constexpr int64_t kSegmentNarrow = 4, kSegmentBlock = 512;
+constexpr int64_t kSegmentNarrow = 8, kSegmentBlock = 256;
 
 // The arrays of one b and o, [count, inner] each, and which columns to work on.
 struct SegmentSlice {
