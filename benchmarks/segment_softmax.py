@@ -227,11 +227,11 @@ def examine(cell: Cell, compiled: list[Program], inputs: Inputs, times: dict[str
     beside = (0 if case.ascending else SORTED_BYTES * case.count) + case.size // PARTS + (1 << 16)
     found = [_goal("reproducible", float(same), 1.0), *_goals.memory(compiled, beside)]
     at, exact = _exact(cell, inputs)
-    error = lambda out: np.abs(np.asarray(out[jnp.asarray(at)]).astype(np.float64) - exact).max()
-    allowed = float(jnp.finfo(cell.dtype).eps) / 2 * exact.max()
+    errors = lambda out: [np.abs(np.asarray(a[jnp.asarray(at)]).astype(np.float64) - e).max() for a, e in zip(out, exact, strict=True)]
+    allowed = [float(jnp.finfo(cell.dtype).eps) / 2 * np.abs(e).max() for e in exact]
     if "xla" in times and times["xla"] < _timing.SLOW * 1e6:
-        allowed = max(allowed, error(run(theirs)[0]))
-    return [*found, _goal("accurate", allowed / max(error(first[0]), 1e-300), 1.0)]
+        allowed = map(max, allowed, errors(run(theirs)))
+    return [*found, _goal("accurate", min(a / max(e, 1e-300) for a, e in zip(allowed, errors(first))), 1.0)]
 
 
 @jax.jit
@@ -245,17 +245,18 @@ def _goal(name: str, value: float, required: float) -> dict[str, Any]:
     return {"goal": name, "required": required, "value": round(value, 4), "met": value >= required}
 
 
-def _exact(cell: Cell, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
-    """The rows of some segments, and the softmax of these in float64."""
+def _exact(cell: Cell, inputs: Inputs) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The rows of some segments, and the softmax of these, and its gradient, in float64."""
     ids = ids_of(cell.case)
     segments = np.unique(np.random.default_rng(1).choice(ids, EXAMINED_SEGMENTS))
     while (at := np.flatnonzero(np.isin(ids, segments))).size > EXAMINED_ROWS and segments.size > 1:
         segments = segments[: segments.size // 2]
     at = at[np.argsort(ids[at], kind="stable")]
-    x = np.asarray(inputs.arguments(cell, 0)[0][jnp.asarray(at)]).astype(np.float64)
+    x, *g = (np.asarray(a[jnp.asarray(at)]).astype(np.float64) for a in inputs.arguments(cell, 0)[::2])
     begin, place = np.searchsorted(ids[at], segments), np.searchsorted(segments, ids[at])
     e = np.exp(x - np.maximum.reduceat(x, begin)[place])
-    return at, e / np.add.reduceat(e, begin)[place]
+    y = e / np.add.reduceat(e, begin)[place]
+    return at, [y, *(y * (g - np.add.reduceat(y * g, begin)[place]) for g in g)]
 
 
 def checks(clock: Any) -> list[dict[str, Any]]:

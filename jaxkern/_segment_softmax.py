@@ -107,7 +107,7 @@ deflinear(segment_softmax_grad_p, 1, _grad_jvp, transpose=segment_softmax_grad_p
 
 def _totals(index, rows, rules, over=()):
     """x -> the sum over its segment for each element of x; 0 for an element of no segment."""
-    rules = rules._replace(plan="auto", unique=False)  # one segment may have several rows, on several devices
+    rules = rules._replace(plan="auto")
 
     def of_segment(x):
         total = _index.segment_sum(x, index, rows=rows, rules=rules)
@@ -121,7 +121,7 @@ def _reference(data, index, *, rows, rules, over=()):
     if isinstance(rows, int) and rows == 0:
         return jnp.zeros_like(data)
     x = computed(data)
-    rules = rules._replace(plan="auto", unique=False)
+    rules = rules._replace(plan="auto")
     largest = _index.segment(_index.segment_max_p, x, index, rows=rows, rules=rules)
     if over:
         largest = lax.pmax(largest, over)  # that of a NaN may be any: what it is subtracted from becomes NaN

@@ -102,10 +102,11 @@ def segment_softmax(data, segment_ids, num_segments=None, indices_are_sorted=Fal
 
     In jnp it would be, with `of` for `jnp.take(..., segment_ids, 0)`,
     `e = exp(data - of(jax.ops.segment_max(data, segment_ids)))` and `e / of(jax.ops.segment_sum(e, segment_ids))`.
-    Here one kernel reads data once and writes the result once, but for segments that are too long for a block of it
-    (CUDA: some hundreds of rows, thousands where these are narrow), which are read twice; ids are sorted first unless
-    they ascend. The gradient is another such kernel. Beside the result a call takes memory for sorted ids, some bytes a
-    row, and for partial results of long segments. (CUDA: at most 2**31 - 3 segments and 2**30 rows; more run through XLA.)
+    On CUDA one kernel reads data once and writes the result once, but for segments that are too long for a block of it
+    (some hundreds of rows, thousands where these are narrow), which are read twice; ids are sorted first unless they
+    ascend. The gradient is another such kernel. Beside the result a call takes memory for sorted ids, some bytes a row,
+    and for partial results of long segments. More than 2**31 - 3 segments or 2**30 rows run through XLA. On the CPU data
+    is read two or three times; rows of up to 8 elements may take two float64 numbers for each segment and column.
 
     Args:
         data: array of shape (count, ...). float16, bfloat16 and float32 are computed in float32, float64 in float64,
@@ -116,13 +117,13 @@ def segment_softmax(data, segment_ids, num_segments=None, indices_are_sorted=Fal
         num_segments: how many segments there are, an int. None: the largest id and 1, which only an id that is
             known while tracing can tell; give it under jit.
         indices_are_sorted: a promise that ids ascend, which saves sorting them.
-        unique_indices: a promise that no id comes twice.
+        unique_indices: a promise that no id comes twice; taken as in `segment_sum`, and of no use here.
         mode: what becomes of ids outside [0, num_segments), negative ones included: None, "drop", "fill"
             and "promise_in_bounds" have them belong to no segment, "clip" to the nearest one.
 
     Returns:
-        Array of the shape that `data` was broadcast to, the same bits every time. In each segment and column it is
-        positive and 1 in sum. A row of no segment is 0 with zero gradients, as is a segment that is -inf throughout;
+        Array of the shape that `data` was broadcast to, the same bits every time. In each segment and column it
+        is 1 in sum and nowhere negative. A row of no segment is 0 with zero gradients, as is a segment that is -inf throughout;
         NaN or +inf makes its segment NaN in its column. Where an element of the result is 0, that of the gradient is
         0 whatever the cotangent holds.
 
@@ -140,8 +141,8 @@ def segment_softmax(data, segment_ids, num_segments=None, indices_are_sorted=Fal
     and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
     name = "segment_softmax"
-    # Unique ids need no sort either: no two neighbours are of one segment, nor are any others.
-    rules = _rules(name, 0, mode, sorted=bool(indices_are_sorted) or bool(unique_indices), unique=bool(unique_indices))
+    del unique_indices  # saves nothing: what is sorted by segment is the result of a row as well as its data
+    rules = _rules(name, 0, mode, sorted=bool(indices_are_sorted), unique=False)
     segment_ids = safe_index(segment_ids)
     rows = _num_segments(name, num_segments, segment_ids)
     return _segment_jit(data, segment_ids, name=name, rows=rows, rules=rules)

@@ -101,6 +101,18 @@ def test_against_numpy(dtype, shape, rows):
     check(dtype, shape, rows, indices(rows, shape[0], kind="sorted"), indices_are_sorted=True)
 
 
+def test_unique_ids_need_not_ascend():
+    """Nor be unique once they are clipped; second derivatives go by way of the segments."""
+    count = 3000
+    ids = np.random.default_rng(0).permutation(count).astype(np.int32)
+    check("float32", (count, 3), count, ids, unique_indices=True)
+    check("float32", (3, 2), 4, np.array([-1, 3, -2], np.int32), clip=True, unique_indices=True, mode="clip")
+    f = lambda x, **promise: jnp.sum(jnp.sin(jaxkern.segment_softmax(x, ids, count, **promise)) * x)
+    x = values((count, 3), "float32")
+    product = lambda **promise: jax.jvp(jax.grad(functools.partial(f, **promise)), (x,), (jnp.cos(x),))[1]
+    np.testing.assert_array_equal(product(unique_indices=True), product())
+
+
 @pytest.mark.parametrize("kind", ["same", "zipf", "uniform", "unique", "half", "none"])
 @pytest.mark.parametrize("width, rows", [(1, 400), (8, 3000), (40, 3000)])
 def test_skew(kind, width, rows):

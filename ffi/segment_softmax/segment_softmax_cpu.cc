@@ -59,7 +59,7 @@ std::vector<LongSegment> LongSegments(const IndexEntry* entries, int64_t size, i
 // Where a sort takes longer than going three times through the data: what there is a number for must lie in the cache,
 // but for the narrowest rows.
 bool NarrowPays(const IndexArgs& a) {
-  if (a.inner > kSegmentNarrow || a.rows > 4 * a.count) return false;
+  if (a.inner > kSegmentNarrow || a.rows > a.count) return false;
   return a.inner <= kSegmentNarrow / 2 || (!a.sorted && 2 * a.rows * a.inner * int64_t{sizeof(double)} <= kNumbersBytes);
 }
 
@@ -73,7 +73,8 @@ void NarrowSlice(const IndexArgs& a, const SegmentCpuKernels& kernels, const Seg
   const int64_t size = (a.rows + 1) * a.inner;  // the last row: what is of no segment
   int64_t parts = 1;
   while (parts < 16 && 8 * parts * a.rows <= a.count && 2 * parts * 16384 <= a.count) parts *= 2;
-  const auto largest = Uninitialised<double>(parts * size), sums = Uninitialised<double>(parts * size);
+  const auto largest = Uninitialised<double>(kernels.find_largest ? parts * size : 0);
+  const auto sums = Uninitialised<double>(parts * size);
   // step(own copy, position, rows, how many) for all positions, a part with its own copy.
   const auto pass = [&](int64_t parts, const auto& start, const auto& step) {
     ParallelFor(executor, parts, 1, [&](int64_t from, int64_t to) {
