@@ -14,9 +14,11 @@ ON_GPU = jax.default_backend() == "gpu"
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "process: runs a program for many seconds, and so begins before the others")
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: "process" not in item.keywords)
     if not ON_GPU:
         for item in items:
             if "gpu" in item.keywords:

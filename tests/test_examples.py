@@ -22,6 +22,7 @@ def extra():
         pytest.importorskip(module, reason="the examples need the `examples` extra")
 
 
+@pytest.mark.process
 def test_language_model_trains_the_same_with_both_libraries(tmp_path):
     figure = tmp_path / "curves.png"
     result = run("language_model.py", "--preset", "tiny", "--steps", 40, "--out", figure)
@@ -51,6 +52,7 @@ def test_language_model_refuses_bad_arguments(tmp_path, arguments, message):
     assert result.returncode == 2 and message in result.stderr
 
 
+@pytest.mark.process
 def test_graph_network_learns_the_same_with_both_libraries(tmp_path):
     figure = tmp_path / "curves.png"
     result = run("graph_network.py", "--modules", 600, "--steps", 40, "--width", 16, "--out", figure)

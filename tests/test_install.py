@@ -189,6 +189,7 @@ print([str(w.message) for w in caught if "jaxkern" in str(w.message)])
 # ---- python -m jaxkern
 
 
+@pytest.mark.process
 def test_doctor():
     done = subprocess.run([sys.executable, "-m", "jaxkern"], capture_output=True, text=True, timeout=900)  # only of a hang
     for word in (jaxkern.__version__, jax.__version__, "NVIDIA driver", "devices", "cpu kernels", "cuda kernels",

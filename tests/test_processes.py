@@ -140,6 +140,7 @@ def losses(out):
     return [list(map(float, line.split()[1:])) for line in out.splitlines() if line.startswith("losses")]
 
 
+@pytest.mark.process
 def test_two_processes_train_as_one():
     """The example, its batch or its vocabulary split over the processes: the same losses, by rounding. Only sums are sent, and
     neither logits nor the table are gathered."""

@@ -150,8 +150,9 @@ def test_slices_that_start_anywhere(start):
         assert_rounded(y, *expected(operation, part), x.dtype)
 
 
-@pytest.mark.parametrize("dtype", INTEGERS + ("bool",))
-@pytest.mark.parametrize("shape, axis", [((5, 7), 1), ((3, 130), 1), ((2, 70001), -1), ((4, 50, 6), 1), ((3, 5000, 65), 1), ((300, 64), 0)])
+@pytest.mark.parametrize("dtype, shape, axis", [
+    *((dtype, *problem) for dtype in INTEGERS + ("bool",) for problem in (((5, 7), 1), ((3, 130), 1), ((4, 50, 6), 1), ((300, 64), 0))),
+    *((dtype, *problem) for dtype in ("int8", "uint16", "int64", "bool") for problem in (((2, 70001), -1), ((3, 5000, 65), 1)))])
 def test_integers_are_exact(dtype, shape, axis):
     x, mask = random_mask(shape, 0.4) if dtype == "bool" else integers(shape, dtype), random_mask(shape, 0.5)
     alive = np.asarray(mask).any(axis)

@@ -31,6 +31,7 @@ every_operation = pytest.mark.parametrize("operation", OPERATIONS)
 KERNELS = _registry.status[{"cpu": "cpu", "gpu": "cuda"}[jax.default_backend()]].module is not None
 
 
+@pytest.mark.process
 @pytest.mark.skipif(bool(SHAPES), reason="this process has several devices")
 def test_eight_cpu_devices():
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu",
