@@ -1,8 +1,8 @@
 // The fused softmax on the CPU for one instruction set: what comes before and after the kernels of
 // softmax_cpu_isa.cc, which do the rest in a few rows of the type that is computed in.
 //
-//     Prepare   s = scale * x + bias, -inf where masked; of a gradient also h, the cotangent of what was kept
-//     Finish    the result, with dropout or times the scale, rounded
+//     Prepare   s = scale * x + bias, -inf where masked; of a gradient also h, the cotangent of what was kept, times the scale
+//     Finish    the result, with dropout, rounded
 //
 // Each is a few short passes over a row that lies in the L1 or L2 cache.
 #include "common/philox.h"
@@ -67,6 +67,12 @@ struct Fused {
     return r;
   }
 
+  // What the result is multiplied by.
+  static JAXKERN_INLINE C Factor(const SoftmaxArgs& a, const RowOf& r) {
+    const C kept = a.extras.key ? C(a.extras.kept_inverse) : C(1);
+    return a.backward && !a.extras.unscaled ? kept * r.scale : kept;
+  }
+
   // Elements that take no part become `otherwise`.
   static JAXKERN_INLINE void Mask(const SoftmaxArgs& a, const RowOf& r, C* v, C otherwise) {
     if (r.mask && a.mask_view.axis_stride) {
@@ -114,7 +120,8 @@ struct Fused {
       Mask(a, r, s, C(-kInf));
       if (!a.backward) continue;
       C* const h = static_cast<C*>(cotangents) + k * a.width;
-      Convert(static_cast<const T*>(a.b) + at, h, r.limit);
+      const C factor = Factor(a, r);  // the gradient is linear in h
+      Map(static_cast<const T*>(a.b) + at, h, r.limit, [&](auto v, int64_t, int) { return v * factor; });
       Mask(a, r, h, C(0));
       if (a.extras.key) Drop(a, r, h);
     }
@@ -124,12 +131,11 @@ struct Fused {
     for (int64_t k = 0; k < count; ++k) {
       const RowOf r = MakeRow(a, first + k);
       C* const v = static_cast<C*>(result) + k * a.width;
-      C factor = a.extras.key ? C(a.extras.kept_inverse) : C(1);
-      if (a.backward && !a.extras.unscaled) factor *= r.scale;
-      if (factor != C(1)) {
+      if (a.extras.key && !a.backward) {
+        const C factor = Factor(a, r);
         for (int64_t i = 0; i < r.limit; ++i) v[i] *= factor;
+        Drop(a, r, v);
       }
-      if (a.extras.key && !a.backward) Drop(a, r, v);
       Mask(a, r, v, a.log && !a.backward ? C(-kInf) : C(0));  // a row with NaN has it everywhere
       T* const out = static_cast<T*>(a.out) + (first + k) * a.width;
       if (static_cast<void*>(v) != out) Convert(v, out, a.width);
