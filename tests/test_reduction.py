@@ -10,7 +10,7 @@ import pytest
 from conftest import ON_GPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax import export, lax
+from jax import export
 from jax.experimental import jet
 from problems import ROWS, WIDTHS, normal, random_mask
 from reference import DTYPES, assert_rounded, computing, wide, whole
