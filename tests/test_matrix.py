@@ -110,7 +110,7 @@ def masked(operation, kind):
 # function that makes it, where it holds arrays.
 CASES = {
     **{f"softmax, mask {kind}": functools.partial(masked, "softmax", kind) for kind in MASKS},
-    **{f"log_softmax, mask {kind}": functools.partial(masked, "log_softmax", kind) for kind in ("whole", "broadcast")},
+    "log_softmax, mask broadcast": functools.partial(masked, "log_softmax", "broadcast"),
     "softmax, fused": (lambda x: jaxkern.softmax(x, scale=0.7, bias=jnp.cos(x[:1]), causal=True), attention),
     **{f"{name}, masked ties": functools.partial(masked_ties, name) for name in REDUCTIONS},
     **{name: (functools.partial(spread, getattr(jaxkern, name)), functools.partial(spread, theirs))
@@ -129,11 +129,10 @@ CASES = {
     "embedding_lookup": (lambda x: jaxkern.embedding_lookup(x, IDS[:3]), lambda x: x[IDS[:3]]),
     "segment_sum": (lambda s: segments(jaxkern, "segment_sum", s), lambda s: segments(jax.ops, "segment_sum", s)),
     "segment_mean": (lambda s: segments(jaxkern, "segment_mean", s), mean),
-    "segment_max": (lambda s: segments(jaxkern, "segment_max", s), lambda s: segments(jax.ops, "segment_max", s)),
-    "segment_min": (lambda s: segments(jaxkern, "segment_min", s), lambda s: segments(jax.ops, "segment_min", s)),
-    "segment_softmax": (lambda s: segments(jaxkern, "segment_softmax", s), softmax_of_segments),
     "segment_max, ties": (lambda s: segments(jaxkern, "segment_max", ties(s)),
                           lambda s: segments(jax.ops, "segment_max", ties(s))),
+    "segment_min": (lambda s: segments(jaxkern, "segment_min", s), lambda s: segments(jax.ops, "segment_min", s)),
+    "segment_softmax": (lambda s: segments(jaxkern, "segment_softmax", s), softmax_of_segments),
 }
 THOROUGH = ("softmax, mask broadcast", "index_add, all", "segment_max, ties")
 

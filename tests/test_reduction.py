@@ -446,7 +446,7 @@ def assert_same(ours, theirs):
 
 
 @every_operation
-@pytest.mark.parametrize("axis", [0, -1, (0, 1), (0, 2), None])
+@pytest.mark.parametrize("axis", [0, (0, 2), None])
 def test_derivatives_on_every_axis(operation, axis, x64):
     x, _ = inputs()
     assert_same(*(jax.jit(jax.hessian(loss(h)))(x) for h in functions(operation, None, axis)))
@@ -459,7 +459,7 @@ def test_vmap_in_and_out_axes(operation, at, out, x64):
     assert_same(*(jax.vmap(h, at, out)(x) for h in functions(operation, None)))
 
 
-@every_operation
+@pytest.mark.parametrize("operation", ["reduce_mean", "reduce_max", "logsumexp"])  # the others share their rules
 @pytest.mark.parametrize("x_at, mask_at, axis, mask_shape", [
     (0, 0, 1, (3, 1, 5)), (2, 1, 0, (3, 4, 5)), (1, 3, 2, (1, 4, 1)), (None, 0, 1, (3, 4, 5)), (None, 2, 0, (3, 1, 5)),
     (3, None, 2, (3, 4, 5)), (1, None, 1, (3, 1, 5))])
