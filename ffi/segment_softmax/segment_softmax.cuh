@@ -100,14 +100,8 @@ SegmentTiles(const __grid_constant__ IndexRun run, const __grid_constant__ Segme
   __syncthreads();
 
   C* const images = reinterpret_cast<C*>(shared_bytes);
-  Staged<T> staged(s, b, images, InputOf<T>(run, s, 0, b.o));
-  staged.Read(run, s, b, InputOf<T>(run, s, 0, b.o), low, high);
-  C* values[Op::kInputs] = {staged.values};
-  if constexpr (Op::kInputs == 2) {
-    Staged<T> other(s, b, images + s.held, InputOf<T>(run, s, 1, b.o));
-    other.Read(run, s, b, InputOf<T>(run, s, 1, b.o), low, high);
-    values[1] = other.values;
-  }
+  C* values[Op::kInputs];
+  Staged<T> staged = StageInputs<T>(run, s, b, images, low, high, values);
   __syncthreads();
 
   const int j = s.by_columns.Div(t), c = t - j * s.columns;
@@ -237,14 +231,8 @@ SegmentRewrite(const __grid_constant__ IndexRun run, const __grid_constant__ Seg
           Op::Finish(SegmentSlot<typename Op::Stat>(run, s, b.o, b.tile, tail)[b.column + threadIdx.x]);
     }
     C* const images = reinterpret_cast<C*>(shared_bytes);
-    Staged<T> staged(s, b, images, InputOf<T>(run, s, 0, b.o));
-    staged.Read(run, s, b, InputOf<T>(run, s, 0, b.o), low, high);
-    C* values[Op::kInputs] = {staged.values};
-    if constexpr (Op::kInputs == 2) {
-      Staged<T> other(s, b, images + s.held, InputOf<T>(run, s, 1, b.o));
-      other.Read(run, s, b, InputOf<T>(run, s, 1, b.o), low, high);
-      values[1] = other.values;
-    }
+    C* values[Op::kInputs];
+    Staged<T> staged = StageInputs<T>(run, s, b, images, low, high, values);
     __syncthreads();
 #pragma unroll 4
     for (int e = low * s.columns + threadIdx.x; e < high * s.columns; e += kSegmentThreads) {

@@ -184,6 +184,22 @@ template <class T> struct Staged {
 template <class T> __device__ __forceinline__ const T* InputOf(const IndexRun& run, const SegmentShape& s, int k, int64_t o) {
   return static_cast<const T*>(k == 0 ? run.source : s.cotangent) + o * run.source_stride * run.inner;
 }
+
+// The places [low, high) of all inputs, behind one another in shared memory; the first one's, which the result is put in
+// the place of.
+template <class T, int kInputs>
+__device__ __forceinline__ Staged<T> StageInputs(const IndexRun& run, const SegmentShape& s, const SegmentBlock& b,
+                                                 Compute<T>* images, int low, int high, Compute<T>* (&values)[kInputs]) {
+  Staged<T> staged(s, b, images, InputOf<T>(run, s, 0, b.o));
+  staged.Read(run, s, b, InputOf<T>(run, s, 0, b.o), low, high);
+  values[0] = staged.values;
+  if constexpr (kInputs == 2) {
+    Staged<T> other(s, b, images + s.held, InputOf<T>(run, s, 1, b.o));
+    other.Read(run, s, b, InputOf<T>(run, s, 1, b.o), low, high);
+    values[1] = other.values;
+  }
+  return staged;
+}
 template <class T> __device__ __forceinline__ T* OutputOf(const IndexRun& run, int64_t o) {
   return static_cast<T*>(run.out) + o * run.source_stride * run.inner;
 }
