@@ -59,13 +59,19 @@ def run(operation: ModuleType, options: Options) -> dict[str, Any]:
 
     rows: list[dict[str, Any]] = []
     pool = None
-    for dtype, case, cells in _timing.progress(plan, len(plan), f"measure {operation.OPERATION}"):
-        if pool is None or pool.dtype != dtype:
-            pool = None  # the old one goes before the new one comes
-            pool = _inputs.Pool(dtype, pool_size(chosen))
-        rows += _measure(operation, clock, pool, case, cells, compiled, repeats)
-        _torch.release()
-    found = operation.checks(clock)
+    found: list[Any] = []
+    try:
+        for dtype, case, cells in _timing.progress(plan, len(plan), f"measure {operation.OPERATION}"):
+            if pool is None or pool.dtype != dtype:
+                pool = None  # the old one goes before the new one comes
+                pool = _inputs.Pool(dtype, pool_size(chosen))
+            rows += _measure(operation, clock, pool, case, cells, compiled, repeats)
+            _torch.release()
+        found = operation.checks(clock)
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+        print(f"benchmarks: interrupted; {len(rows)} results are kept", file=sys.stderr)
     return {
         "format": 1,
         "operation": operation.OPERATION,

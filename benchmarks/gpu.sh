@@ -44,7 +44,7 @@ stage() {
   local name=$1 limit=$2 log=$out/$1.log begin=$SECONDS status verdict
   shift 2
   echo "== $name (at most $limit s): $*"
-  (cd "$work" && timeout --kill-after=20 "$limit" "$@") >"$log" 2>&1
+  (cd "$work" && timeout --signal=INT --kill-after=20 "$limit" "$@") >"$log" 2>&1
   status=$?
   case $status in
     0) verdict=passed ;;
