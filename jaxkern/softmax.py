@@ -82,7 +82,7 @@ def softmax(x, axis=-1, where=None, *, scale=1.0, bias=None, causal=False, dropo
 
     Source: Bridle, "Probabilistic Interpretation of Feedforward Classification Network Outputs", 1990;
     one pass over a row after Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018;
-    random bits after Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011 (Philox4x32-10).
+    random bits after Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011 (Philox4x32-7).
     """
     extras = _fused.extras("softmax", scale, bias, causal, dropout_rate, dropout_key)
     if extras is not None:
