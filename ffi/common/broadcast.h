@@ -72,6 +72,9 @@ struct IndexMap {
   // it would make two copies of the last step.
   JAXKERN_HD int64_t Below32Bits(uint32_t i) const {
     int64_t offset = 0;
+#if defined(__CUDACC__)
+#pragma unroll 1
+#endif
     for (int d = 0; d + 1 < rank; ++d) {
       const uint32_t q = size[d].Div(i);
       offset += static_cast<int64_t>(i - q * size[d].divisor) * stride[d];

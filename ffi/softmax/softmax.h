@@ -11,10 +11,11 @@
 // nothing but -inf, is such a row of masked elements: never NaN. NaN and +inf propagate.
 //
 // A fused call starts from scale * x + bias in place of x, masks what lies above the diagonal if it is causal,
-// and drops elements of the result of softmax; its gradient starts from x:
+// and drops elements of the result of softmax; its gradient starts from x, or without dropout from y:
 //
 //     forward    softmax       y  = kept / (1 - rate) * softmax(scale * x + bias)
-//     gradient   softmax       ds = p * (h - sum(p * h)), p = softmax(scale * x + bias), h = kept / (1 - rate) * g
+//     gradient   softmax       ds = p * (h - sum(p * h)), p = softmax(scale * x + bias), h = kept / (1 - rate) * g,
+//                              without dropout also from y, which is p
 //                log_softmax   ds = g - p * sum(g)
 //                              dx = scale * ds
 #pragma once
@@ -43,6 +44,7 @@ struct SoftmaxExtras {
   uint32_t threshold = 0;       // of 2^16: see philox.h
   double kept_inverse = 1;      // 1 / the fraction that is kept
   bool unscaled = false;        // the gradient is ds
+  bool from_output = false;     // the gradient of softmax starts from y; of the extras it needs the scale and the limit only
 
   // The columns of row `row` that take part lie below this.
   JAXKERN_HD int64_t Limit(uint32_t row, int64_t width) const {

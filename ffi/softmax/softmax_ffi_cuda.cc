@@ -34,13 +34,14 @@ template <bool kLog, bool kBackward> struct Handler {
   }
 };
 
-template <bool kBackward> struct FusedHandler {
+template <bool kBackward, bool kFromOutput> struct AnyFusedHandler {
   static ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t axis,
                         std::string_view tier, bool log, std::string_view extras, bool causal, int64_t threshold,
                         bool unscaled) {
     SoftmaxArgs args;
     const FusedAttributes attributes = {axis, tier, log, extras, causal, threshold, unscaled};
     if (ffi::Error e = DecodeFused(kBackward, operands, results, attributes, &args); e.failure()) return e;
+    args.extras.from_output = kFromOutput;
     return RunArgs(stream, args, tier);
   }
 
@@ -50,8 +51,15 @@ template <bool kBackward> struct FusedHandler {
   }
 };
 
+template <bool kBackward> using FusedHandler = AnyFusedHandler<kBackward, false>;
+
 }  // namespace
 
-Targets SoftmaxCudaTargets() { return SoftmaxTargets<Handler, FusedHandler>(); }
+Targets SoftmaxCudaTargets() {
+  Targets targets = SoftmaxTargets<Handler, FusedHandler>();
+  // On the CPU it is left to XLA, which is as fast.
+  targets.push_back({"jaxkern_softmax_fused_output_grad", AnyFusedHandler<true, true>::Call});
+  return targets;
+}
 
 }  // namespace jaxkern

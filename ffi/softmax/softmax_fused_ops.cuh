@@ -1,9 +1,11 @@
 // Softmax with scale, bias, mask, causal limit and dropout fused: how a row is read and written then, in
-// place of SoftmaxRow, and the gradient that starts from x. The kernels are those of the warp, block and
-// streaming tiers.
+// place of SoftmaxRow, and the gradients. The kernels are those of the warp, block and streaming tiers.
 //
-// Which of the extras a call has is known at run time only, the same for all threads: as template arguments
-// they would be 32 times the kernels.
+// An element that takes no part has x = 0, a cotangent of 0 and -inf added to it, so that all of a row go the same
+// way; all three are put into the packs as they were read, two 16-bit elements at a time.
+//
+// Which of the extras a call has is the same for all its threads. Kernels for whole packs know it for the common calls
+// when they are compiled (kMay), the others ask: as template arguments of all they would be 16 times the kernels.
 #pragma once
 
 #include "../common/philox.h"
@@ -11,6 +13,11 @@
 #include "softmax.h"
 
 namespace jaxkern {
+
+// What a call may have beyond a scale.
+constexpr uint32_t kMayBias = 1, kMayWideBias = 2, kMayMask = 4, kMayCausal = 8, kMayDrop = 16, kMayAll = 31;
+
+template <uint32_t... kSets> struct FeatureSets {};
 
 // The order in which rows are taken. Operands that broadcast over matrices are read once from memory, and
 // then from L2, if the same few rows of all matrices come one after the other: rows [0, kRun) of every
@@ -33,66 +40,85 @@ struct FusedParams : SoftmaxParams {
   RowOrder order;
 };
 
-// x beyond the row's causal limit is not read. Bits of elements are kept in a word a pack: N is at most 8.
-template <class Op, int N, class Index, bool kRagged = true>
+// The sign bits of the four bytes that the digits of `which`, 8 + byte, name, each eight times.
+__device__ __forceinline__ uint32_t SpreadSigns(uint32_t word, int which) {
+  uint32_t spread;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(spread) : "r"(word), "r"(which));
+  return spread;
+}
+
+// All ones for each element of word `w` of a pack of S whose byte in `bytes` has its sign bit set, else zeros.
+template <class S, int kWords> __device__ __forceinline__ uint32_t ElementMask(const uint32_t (&bytes)[kWords], int w) {
+  const int byte = w * 4 / static_cast<int>(sizeof(S)), low = byte % 4 + 8, high = sizeof(S) == 2 ? low + 1 : low;
+  return SpreadSigns(bytes[byte / 4], low * 0x11 + high * 0x1100);
+}
+
+// x beyond the row's causal limit is not read. N is at most 8.
+template <class Op, int N, uint32_t kMay, class Index, bool kRagged = true>
 struct FusedRow : SoftmaxRow<Op, N, false, Index, kRagged> {
   using Base = SoftmaxRow<Op, N, false, Index, kRagged>;
   using T = typename Op::T;
   using C = typename Op::C;
   using Params = FusedParams;
   using Base::span;
-  static constexpr bool kChanges = true;
-  static constexpr int kStreamUnroll = 1, kStreamBlocks = 1, kGroupBlocks = sizeof(T) == 2 && Op::kInputs == 1 ? 5 : 4;
-  static constexpr uint32_t kAll = (1u << N) - 1;
-  static constexpr int kBiasWords = N * sizeof(C) / 4;
+  static constexpr bool kBiased = (kMay & (kMayBias | kMayWideBias)) != 0, kMasked = (kMay & kMayMask) != 0;
+  static constexpr bool kCausal = (kMay & kMayCausal) != 0, kDrops = (kMay & kMayDrop) != 0;
+  static constexpr bool kWide = (kMay & kMayWideBias) != 0 && sizeof(C) != sizeof(T);
+  // Something is added to each element, and not the same to all of a pack.
+  static constexpr bool kLifts = Op::kFromInput && (kBiased || kMasked || kRagged);
+  static constexpr int kLiftWords = kLifts ? N * static_cast<int>(sizeof(C)) / (kWide || sizeof(T) > 2 ? 4 : 8) : 1;
+  static constexpr int kByteWords = (N + 3) / 4;
+  static constexpr bool kSkips = kCausal;
+  static constexpr bool kManyRegisters = kMasked || Op::kInputs == 2;
+  static constexpr int kStreamUnroll = 1, kStreamBlocks = 1, kGroupBlocks = Op::kInputs == 1 ? (kMasked ? 6 : 8) : kRagged ? 4 : 5;
 
-  struct Bits {
-    uint32_t part;  // elements that take part
-    uint32_t keep;  // that are not dropped
+  struct Bytes {  // an element's has its sign bit set if the element takes part
+    uint32_t word[kByteWords];
   };
   struct Raw {
     Pack<T, N> data[Op::kInputs];
-    uint32_t bias[kBiasWords];
-    Bits mask;
+    uint32_t lift[kLiftWords == 0 ? 1 : kLiftWords];  // what is added to scale * x: as it lies in memory, or one C
   };
 
   const FusedParams& p;
   const uint8_t* mask_row;
   const void* bias_row;
-  C scale, post;  // post: what the result is multiplied by
+  C scale;
   Index limit;
   uint32_t key[2], number;
 
   // Row `at` in the order in which they are taken. One at or beyond the end has no elements; what else is read
   // for it is that of the first.
   __device__ __forceinline__ FusedRow(const FusedParams& params, int64_t at)
-      : FusedRow(params, at, at < params.rows ? params.order(static_cast<uint32_t>(at)) : 0) {}
+      : FusedRow(params, at, at < params.rows ? Ordered(params, static_cast<uint32_t>(at)) : 0) {}
 
   __device__ __forceinline__ FusedRow(const FusedParams& params, int64_t at, uint32_t row)
       : Base(params, at < params.rows ? row : at), p(params) {
     const SoftmaxExtras& e = p.extras;
-    limit = at < p.rows ? static_cast<Index>(e.Limit(row, p.width)) : Index(0);
-    if (p.mask) mask_row = p.mask + p.mask_view.outer_map.Below32Bits(row);
-    if (e.bias) {
-      const int64_t size = e.bias_wide ? sizeof(C) : sizeof(T);
-      const int64_t offset = e.bias_view.outer_map.Below32Bits(row) * size;
-      bias_row = static_cast<const char*>(e.bias) + offset;
+    limit = at < p.rows ? static_cast<Index>(kCausal ? e.Limit(row, p.width) : p.width) : Index(0);
+    if constexpr (kMasked) {
+      if (p.mask) mask_row = p.mask + p.mask_view.outer_map.Below32Bits(row);
     }
-    scale = post = 1;
+    if constexpr (kBiased) {
+      const int64_t size = kWide && e.bias_wide ? sizeof(C) : sizeof(T);
+      if (e.bias) bias_row = static_cast<const char*>(e.bias) + e.bias_view.outer_map.Below32Bits(row) * size;
+    }
+    scale = 1;
     if (e.scale) scale = __ldg(static_cast<const C*>(e.scale) + e.scale_view.outer_map.Below32Bits(row));
-    if (Op::kInputs == 2 && !e.unscaled) post = scale;
-    if constexpr (!Op::kOfLog) {
+    if constexpr (kDrops) {
       if (e.key) {
         const uint32_t* const words = e.key + (e.key_per_row ? 4 * int64_t{row} : 0);
         key[0] = __ldg(words), key[1] = __ldg(words + 1);
         number = e.key_per_row ? __ldg(words + 2) : row;
-        post *= static_cast<C>(e.kept_inverse);
       }
     }
   }
+  static __device__ __forceinline__ uint32_t Ordered(const FusedParams& params, uint32_t at) {
+    return kBiased || kMasked ? params.order(at) : at;
+  }
 
-  // Which elements of a pack the draws of these columns keep.
-  __device__ __forceinline__ uint32_t Keep(Index column) const {
+  // Zeros for those elements of a pack that the draws of these columns drop.
+  __device__ __forceinline__ void Drop(Pack<T, N>& pack, Index column) const {
     const uint32_t block = static_cast<uint32_t>(column >> 3);
     PhiloxBlock draw = Philox(block, number, key[0], key[1]);
     uint32_t w[8] = {draw.word[0], draw.word[1], draw.word[2], draw.word[3]};
@@ -119,22 +145,48 @@ struct FusedRow : SoftmaxRow<Op, N, false, Index, kRagged> {
         for (int i = 0; i < 6; ++i) w[i] = __funnelshift_r(w[i], w[i + 1], 16);
       }
     }
-    const uint32_t threshold = p.extras.threshold << 16;
-    uint32_t bits = 0;
+    // How far each of two draws lies above the last that drops, but 1 at most, by two instructions: 1 is what keeps.
+    const uint32_t last = p.extras.threshold - 1, lasts = last * 0x10001u, minus = (-last & 0xffffu) * 0x10001u;
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
-      // 16 bits in the upper half; the lower one does not matter.
-      if ((j % 2 ? w[j / 2] : w[j / 2] << 16) >= threshold) bits |= 1u << j;
+    for (int j = 0; j < N; j += 2) {
+      const uint32_t keep = __viaddmin_u16x2(__vmaxu2(w[j / 2], lasts), minus, 0x10001u);
+      if constexpr (sizeof(T) == 2) {
+        pack.word[j / 2] &= keep * 0xffff;
+      } else {
+#pragma unroll
+        for (int i = 0; i < 2 && j + i < N; ++i) {
+          if (!(keep >> 16 * i & 1)) SetElement(pack, j + i, T(0));
+        }
+      }
     }
-    return bits;
+  }
+  // Dropout is of the result, or of the cotangent.
+  template <int kInputs> __device__ __forceinline__ bool Drops() const {
+    return kDrops && Op::kInputs == kInputs && p.extras.key != nullptr;
+  }
+
+  // No element of pack `i` takes part.
+  __device__ __forceinline__ bool Beyond(Index i) const {
+    const Index column = span.Column(i);
+    return column >= limit || (kRagged && column <= -N);
   }
 
   // The elements of the pack at `column` that lie in the row below its limit.
-  __device__ __forceinline__ uint32_t Below(Index column) const {
-    const int end = static_cast<int>(max(Index(0), min(Index(N), limit - column)));
-    uint32_t bits = (1u << end) - 1;
-    if (kRagged && column < 0) bits &= kAll << static_cast<int>(min(-column, Index(N)));
-    return bits;
+  __device__ __forceinline__ Bytes Below(Index column) const {
+    Bytes bytes;
+#pragma unroll
+    for (int i = 0; i < kByteWords; ++i) bytes.word[i] = 0x80808080u;
+    if (column + N > limit || (kRagged && column < 0)) {
+      const int end = static_cast<int>(max(Index(0), min(Index(N), limit - column)));
+      const int begin = kRagged ? static_cast<int>(max(Index(0), min(Index(N), -column))) : 0;
+#pragma unroll
+      for (int i = 0; i < kByteWords; ++i) {
+        const int from = 8 * max(begin - 4 * i, 0), to = 8 * max(4 * i + 4 - end, 0);
+        bytes.word[i] &= from < 32 ? ~0u << from : 0;
+        bytes.word[i] &= to < 32 ? ~0u >> to : 0;
+      }
+    }
+    return bytes;
   }
 
   // All of the pack at `column` lies in the row.
@@ -142,30 +194,41 @@ struct FusedRow : SoftmaxRow<Op, N, false, Index, kRagged> {
     return !kRagged || (column >= 0 && column + N <= span.width);
   }
 
-  // Those of the elements in `part` that the mask lets take part. Without ragged packs the mask's are aligned.
-  __device__ __forceinline__ uint32_t MaskBits(Index column, uint32_t part, bool vector) const {
-    if (part == 0) return 0;
-    if (p.mask_view.axis_stride == 0) return __ldg(mask_row) ? part : 0;
-    uint32_t bits = 0;
+  // Those of the elements in `below` that the mask lets take part. Without ragged packs the mask's are aligned.
+  __device__ __forceinline__ Bytes Unmasked(Index column, Bytes below) const {
+    if (p.mask_view.axis_stride == 0) {
+      if (__ldg(mask_row)) return below;
+      return {};
+    }
+    const bool vector = (reinterpret_cast<uintptr_t>(mask_row) - span.shift) % N == 0;
     if (N >= 4 && (!kRagged || (vector && Inside(column)))) {
-      uint32_t word[(N + 3) / 4];
+      uint32_t word[kByteWords];
       if constexpr (N == 8) *reinterpret_cast<uint2*>(word) = __ldg(reinterpret_cast<const uint2*>(mask_row + column));
       else word[0] = __ldg(reinterpret_cast<const uint32_t*>(mask_row + column));
 #pragma unroll
-      for (int i = 0; i < N / 4; ++i) bits |= ((word[i] & 0x01010101u) * 0x01020408u >> 24) << 4 * i;
-      bits &= part;
+      for (int i = 0; i < kByteWords; ++i) below.word[i] &= word[i] << 7;  // a byte is 0 or 1
     } else {
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        if (part >> j & 1 && __ldg(mask_row + column + j)) bits |= 1u << j;
+        const uint32_t sign = 0x80u << 8 * (j % 4);
+        if ((below.word[j / 4] & sign) && !__ldg(mask_row + column + j)) below.word[j / 4] &= ~sign;
       }
     }
-    return bits;
+    return below;
   }
 
-  // The bias of a pack of which some elements take part, of type B, as it lies in memory.
+  __device__ __forceinline__ Bytes Part(Index i) const {
+    const Index column = span.Column(i);
+    const Bytes below = Below(column);
+    if constexpr (kMasked) {
+      if (p.mask && !Beyond(i)) return Unmasked(column, below);
+    }
+    return below;
+  }
+
+  // The bias of a pack of which some elements lie in the row, of type B, as it lies in memory.
   template <class B>
-  __device__ __forceinline__ void LoadBias(Index column, uint32_t part, uint32_t (&words)[kBiasWords]) const {
+  __device__ __forceinline__ void LoadBias(Index column, uint32_t (&words)[kLiftWords]) const {
     constexpr int kWords = Pack<B, N>::kWords, kBytes = N * sizeof(B) < 16 ? N * sizeof(B) : 16;
     const B* const row = static_cast<const B*>(bias_row);
     Pack<B, N> pack = {};
@@ -186,41 +249,110 @@ struct FusedRow : SoftmaxRow<Op, N, false, Index, kRagged> {
     } else {
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        if (part >> j & 1) SetElement(pack, j, row[column + j]);
+        if (span.Has(column + j) && column + j < limit) SetElement(pack, j, row[column + j]);
       }
     }
 #pragma unroll
     for (int i = 0; i < kWords; ++i) words[i] = pack.word[i];
   }
+  __device__ __forceinline__ bool BiasIsWide() const { return kWide && p.extras.bias_wide; }
+
+  // Words of a pack of S, and `otherwise` for the elements that take no part.
+  template <class S, int kWords>
+  static __device__ __forceinline__ void Confine(uint32_t (&words)[kWords], const Bytes& part, C otherwise) {
+    const Pack<S, N> fill = Filled<S, N>(FromCompute<S>(otherwise));
+#pragma unroll
+    for (int i = 0; i < Pack<S, N>::kWords; ++i) {
+      const uint32_t mask = ElementMask<S>(part.word, i);
+      words[i] = (words[i] & mask) | (fill.word[i] & ~mask);
+    }
+  }
+
+  // Zeros for the elements of g where y is 0.
+  static __device__ __forceinline__ void ZeroLike(const Pack<T, N>& y, Pack<T, N>& g) {
+    if constexpr (sizeof(T) == 2) {
+#pragma unroll
+      for (int i = 0; i < Pack<T, N>::kWords; ++i) {
+        g.word[i] &= SpreadSigns((y.word[i] & 0x7fff7fffu) + 0x7fff7fffu, 0xbb99);  // not 0: a sign bit
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        if (Element(y, j) == T(0)) SetElement(g, j, T(0));
+      }
+    }
+  }
 
   // First what comes from memory, then the draws, which need nothing from there.
   template <int kPacks> __device__ __forceinline__ void LoadAll(Raw (&raw)[kPacks], Index first, Index step) const {
     Base::LoadAll(raw, first, step, (limit + span.shift + N - 1) / N);
-    const SoftmaxExtras& e = p.extras;
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) raw[i].mask = {Below(span.Column(first + i * step)), kAll};
-    if (e.bias) {
+    if constexpr (Op::kFromInput) {
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
-        if (raw[i].mask.part == 0) continue;
-        const Index column = span.Column(first + i * step);
-        if (e.bias_wide) LoadBias<C>(column, raw[i].mask.part, raw[i].bias);
-        else LoadBias<T>(column, raw[i].mask.part, raw[i].bias);
-      }
-    }
-    if constexpr (!Op::kOfLog) {
-      if (e.key) {
+        const bool live = !Beyond(first + i * step);
+        if constexpr (!kLifts) {
+          raw[i].lift[0] = live ? 0 : __float_as_uint(-Infinity<float>());
+        } else {
 #pragma unroll
-        for (int i = 0; i < kPacks; ++i) {
-          if (raw[i].mask.part != 0) raw[i].mask.keep = Keep(span.Column(first + i * step));
+          for (int w = 0; w < kLiftWords; ++w) raw[i].lift[w] = 0;
+          if (!live) {
+            if constexpr (!kMasked && !kCausal) Confine<T>(raw[i].lift, Bytes{}, -Infinity<C>());
+          } else if (kBiased && p.extras.bias) {
+            const Index column = span.Column(first + i * step);
+            if (BiasIsWide()) LoadBias<C>(column, raw[i].lift);
+            else LoadBias<T>(column, raw[i].lift);
+          }
         }
       }
     }
-    if (p.mask) {
-      const bool vector = (reinterpret_cast<uintptr_t>(mask_row) - span.shift) % N == 0;
+    [[maybe_unused]] Bytes part[kPacks];
+    const auto idle = [&](int i) { return kSkips && !kRagged && Beyond(first + i * step); };
+    if constexpr (!Op::kFromInput) {
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
-        raw[i].mask.part = MaskBits(span.Column(first + i * step), raw[i].mask.part, vector);
+        if (!idle(i)) ZeroLike(raw[i].data[0], raw[i].data[1]);
+      }
+      return;
+    }
+    if constexpr (kMasked || kRagged) {
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        if (!idle(i)) part[i] = Part(first + i * step);
+      }
+    }
+    if (Drops<2>()) {
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        if (!idle(i)) Drop(raw[i].data[1], span.Column(first + i * step));
+      }
+    }
+    if constexpr (kMasked || kRagged) {
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        if (idle(i)) continue;
+        if constexpr (kLifts) {
+          Confine<T>(raw[i].data[0].word, part[i], C(0));
+          if constexpr (kWide) {
+            if (BiasIsWide()) Confine<C>(raw[i].lift, part[i], -Infinity<C>());
+            else Confine<T>(raw[i].lift, part[i], -Infinity<C>());
+          } else {
+            Confine<T>(raw[i].lift, part[i], -Infinity<C>());
+          }
+        }
+        if constexpr (Op::kInputs == 2) Confine<T>(raw[i].data[1].word, part[i], C(0));
+      }
+    } else if constexpr (kCausal) {
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        const Index column = span.Column(first + i * step);
+        if (column < limit && column + N > limit) {
+          const Bytes below = Below(column);
+          if constexpr (kLifts) {
+            Confine<T>(raw[i].data[0].word, below, C(0));
+            Confine<T>(raw[i].lift, below, -Infinity<C>());
+          }
+          if constexpr (Op::kInputs == 2) Confine<T>(raw[i].data[1].word, below, C(0));
+        }
       }
     }
   }
@@ -231,84 +363,89 @@ struct FusedRow : SoftmaxRow<Op, N, false, Index, kRagged> {
     return raw[0];
   }
 
-  __device__ __forceinline__ void Values(const Raw& raw, C (&v)[Op::kInputs][N]) const {
-    const SoftmaxExtras& e = p.extras;
+  __device__ __forceinline__ void Values(const Raw& raw, C (&v)[Op::kInputs][N], Index i) const {
     Unpack(raw.data[0], v[0]);
-    if (e.bias) {
-      C bias[N];
-      if (e.bias_wide) {
-        Pack<C, N> pack;
-#pragma unroll
-        for (int i = 0; i < kBiasWords; ++i) pack.word[i] = raw.bias[i];
-        Unpack(pack, bias);
+    if constexpr (Op::kInputs == 2) Unpack(raw.data[1], v[1]);
+    if constexpr (Op::kFromInput && kLifts) {
+      C lift[N];
+      if (BiasIsWide()) {
+        Unpack(Words<C>(raw.lift), lift);
       } else {
-        Pack<T, N> pack;
-#pragma unroll
-        for (int i = 0; i < Pack<T, N>::kWords; ++i) pack.word[i] = raw.bias[i];
-        Unpack(pack, bias);
+        Unpack(Words<T>(raw.lift), lift);
       }
 #pragma unroll
-      for (int j = 0; j < N; ++j) v[0][j] = fma(v[0][j], scale, bias[j]);
-    } else if (e.scale) {
+      for (int j = 0; j < N; ++j) v[0][j] = fma(v[0][j], scale, lift[j]);
+    } else if constexpr (Op::kFromInput) {
+      const C lift = __uint_as_float(raw.lift[0]);
 #pragma unroll
-      for (int j = 0; j < N; ++j) v[0][j] *= scale;
-    }
-    if (raw.mask.part != kAll) {
+      for (int j = 0; j < N; ++j) v[0][j] = fma(v[0][j], scale, lift);
+      if constexpr (kCausal) {
+        const Index below = limit - span.Column(i);
+        if (below < N) {
 #pragma unroll
-      for (int j = 0; j < N; ++j) {
-        if (!(raw.mask.part >> j & 1)) v[0][j] = Op::Neutral(0);
-      }
-    }
-    if constexpr (Op::kInputs == 2) {
-      Unpack(raw.data[1], v[1]);
-      const uint32_t bits = raw.mask.part & raw.mask.keep;
-      if (bits != kAll) {
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-          if (!(bits >> j & 1)) v[1][j] = 0;
+          for (int j = 0; j < N; ++j) {
+            if (j >= below) v[0][j] = -Infinity<C>();
+          }
         }
       }
     }
   }
-
-  __device__ __forceinline__ Pack<T, N> Result(C (&v)[N], const typename Op::Final& final, const Bits& bits) const {
-    if (post != C(1)) {
+  template <class S> static __device__ __forceinline__ Pack<S, N> Words(const uint32_t (&words)[kLiftWords]) {
+    Pack<S, N> pack;
 #pragma unroll
-      for (int j = 0; j < N; ++j) v[j] *= post;
-    }
-    if (Op::kInputs == 1 && !Op::kOfLog && bits.keep != kAll) {
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        if (!(bits.keep >> j & 1)) v[j] = 0;
-      }
-    }
-    if (!Op::Regular(final) || !(post - post == C(0))) {
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        if (!(bits.part >> j & 1)) v[j] = Op::Masked();
-      }
-    }
-    return Repack<T, N>(v);
+    for (int i = 0; i < Pack<S, N>::kWords; ++i) pack.word[i] = i < kLiftWords ? words[i] : 0;
+    return pack;
   }
-  __device__ __forceinline__ void Store(T* out, Index pack, C (&v)[N], const typename Op::Final& final,
-                                        const Bits& bits) const {
-    span.Store(out, pack, Result(v, final, bits));
+
+  // What all of a row's results are multiplied by.
+  __device__ __forceinline__ void Scale(typename Op::Final& final) const {
+    if (kDrops && p.extras.key) Op::Scale(final, static_cast<C>(p.extras.kept_inverse));
+    if (Op::kInputs == 2 && !p.extras.unscaled) Op::Scale(final, scale);
+  }
+
+  __device__ __forceinline__ Pack<T, N> Result(C (&v)[N], const typename Op::Final& final, const Raw&, Index i) const {
+    Pack<T, N> result = Repack<T, N>(v);
+    if (Drops<1>()) Drop(result, span.Column(i));
+    if (!Op::Regular(final)) {
+      if constexpr (kMasked || kCausal || kRagged) Confine<T>(result.word, Part(i), Op::Masked());
+      if (Op::Empty(final)) result = Filled<T, N>(FromCompute<T>(C(0)));
+    }
+    return result;
+  }
+  __device__ __forceinline__ void Store(T* out, Index i, C (&v)[N], const typename Op::Final& final, const Raw& raw) const {
+    span.Store(out, i, Result(v, final, raw, i));
   }
 };
 
-template <class T, bool kLog> struct FusedForward : Forward<T, kLog, false, true> {
-  static constexpr bool kOfLog = kLog;
+template <class T_, bool kLog> struct FusedForward : Forward<T_, kLog, false, kLog> {
+  using Base = Forward<T_, kLog, false, kLog>;
+  using C = typename Base::C;
+  using Final = typename Base::Final;
+  static constexpr bool kFromInput = true;
+  // What a call may have, and the sets of which there are kernels.
+  static constexpr uint32_t kMay = kLog ? kMayBias | kMayWideBias | kMayMask : kMayAll;
+  using Sets = std::conditional_t<kLog, FeatureSets<kMayBias | kMayMask>,
+                                  FeatureSets<0, kMayBias, kMayCausal, kMayDrop, kMayAll & ~kMayWideBias>>;
+
+  static __device__ __forceinline__ C Neutral(int) { return 0; }  // and -inf is added
+  static __device__ __forceinline__ void Scale(Final& f, C factor) {
+    f.inverse *= factor;
+    f.inverse_low *= factor;
+  }
+  static __device__ __forceinline__ bool Empty(const Final&) { return false; }
 };
 
 // From s = scale * x + bias and h, the cotangent of what was kept: ds = p * (h - sum(p * h)) of softmax,
 // ds = h - p * sum(h) of log_softmax, with p = e^(s - max) / sum(e^(s - max)).
 template <class T_, bool kLog> struct FusedBackward {
   using T = T_;
-  using Powers = Forward<T, kLog, false, true>;
+  using Powers = Forward<T, kLog, false, kLog>;
   using C = typename Powers::C;
   using S = typename Powers::S;
   static constexpr int kInputs = 2;
-  static constexpr bool kOfLog = kLog;
+  static constexpr bool kFromInput = true;
+  static constexpr uint32_t kMay = kLog ? kMayBias | kMayWideBias | kMayMask : kMayAll;
+  using Sets = std::conditional_t<kLog, FeatureSets<kMayBias | kMayMask>, FeatureSets<kMayDrop, kMayAll & ~kMayWideBias>>;
 
   struct Stat {
     C max;
@@ -317,13 +454,14 @@ template <class T_, bool kLog> struct FusedBackward {
   };
   struct Final {
     C max;
-    C factor;     // 1 / powers; log: sum(h) / powers
+    C factor;     // scale / powers; log: scale * sum(h) / powers
     C dot, rest;  // sum(p * h); float: what that lacks
+    C scale;      // log: what h is multiplied by
     bool empty;   // no s but -inf
   };
 
   static __device__ __forceinline__ Stat Identity() { return {-Infinity<C>(), S(0), S(0)}; }
-  static __device__ __forceinline__ C Neutral(int k) { return k == 0 ? -Infinity<C>() : C(0); }
+  static __device__ __forceinline__ C Neutral(int) { return 0; }
   static __device__ __forceinline__ C Masked() { return 0; }
   template <int kLanes> static __device__ __forceinline__ Stat MergeLanes(Stat stat) {
     const C max = ReduceLanes<kLanes>(stat.max, MaxOf());
@@ -339,7 +477,12 @@ template <class T_, bool kLog> struct FusedBackward {
     f.factor = static_cast<C>((kLog ? stat.dot : S(1)) / powers);
     f.dot = static_cast<C>(dot);
     f.rest = f.dot - f.dot == C(0) ? static_cast<C>(dot - f.dot) : C(0);
+    f.scale = 1;
     return f;
+  }
+  static __device__ __forceinline__ void Scale(Final& f, C factor) {
+    f.factor *= factor;
+    f.scale *= factor;
   }
 
   template <int N> static __device__ __forceinline__ void Accumulate(Stat& stat, const C (&v)[2][N]) {
@@ -354,13 +497,10 @@ template <class T_, bool kLog> struct FusedBackward {
     stat = {max, stat.powers * factor + Fold(e, SumOf()), (kLog ? stat.dot : stat.dot * factor) + Fold(d, SumOf())};
   }
 
-  // A row without a participant has no gradient, whatever the cotangent holds.
   static __device__ __forceinline__ C One(C power, C h, const Final& f) {
-    C out;
-    if constexpr (kLog) out = fma(-power, f.factor, h);
-    else if constexpr (sizeof(T) == 4) out = power * f.factor * ((h - f.dot) - f.rest);
-    else out = power * f.factor * (h - f.dot);
-    return f.empty ? C(0) : out;
+    if constexpr (kLog) return fma(-power, f.factor, h * f.scale);
+    else if constexpr (sizeof(T) == 4) return power * f.factor * ((h - f.dot) - f.rest);
+    else return power * f.factor * (h - f.dot);
   }
   template <int N>
   static __device__ __forceinline__ void Map(const C (&v)[2][N], const Final& f, C (&out)[N]) {
@@ -368,29 +508,35 @@ template <class T_, bool kLog> struct FusedBackward {
     for (int j = 0; j < N; ++j) out[j] = One(Powers::Exp(v[0][j], f.max), v[1][j], f);
   }
   static __device__ __forceinline__ bool Regular(const Final& f) {
-    return f.factor - f.factor == C(0) && f.dot - f.dot == C(0);
+    return f.factor - f.factor == C(0) && f.dot - f.dot == C(0) && !f.empty;
   }
+  // A row without a participant has no gradient, whatever the cotangent holds.
+  static __device__ __forceinline__ bool Empty(const Final& f) { return f.empty; }
 
   // Holds e^(s - max of the warp), which no type of 16 bits can, and h, which was read in T.
-  template <int kPacks, int N> struct Tile {
+  template <int kPacks, int N, bool kSkips = false> struct Tile {
     C held[kPacks][N];
     Pack<T, N> cotangent[kPacks];
     C local_max;
+    bool skipped[kPacks] = {};
 
-    __device__ __forceinline__ void Set(int i, const C (&v)[2][N], const Pack<T, N>*, bool) {
+    __device__ __forceinline__ void Skip(int i) { skipped[i] = true; }
+    __device__ __forceinline__ void Set(int i, const C (&v)[2][N], const Pack<T, N>* raw, bool) {
 #pragma unroll
       for (int j = 0; j < N; ++j) held[i][j] = v[0][j];
-      cotangent[i] = Repack<T, N>(v[1]);
+      cotangent[i] = raw[1];
       Forget(cotangent[i]);
     }
     template <int kLanes, class Widen> __device__ __forceinline__ Stat Reduce(Widen widen) {
       C of_pack[kPacks], dot_of_pack[kPacks];
 #pragma unroll
-      for (int i = 0; i < kPacks; ++i) of_pack[i] = Fold(held[i], MaxOf());
+      for (int i = 0; i < kPacks; ++i) of_pack[i] = kSkips && skipped[i] ? -Infinity<C>() : Fold(held[i], MaxOf());
       local_max = widen(ReduceLanes<kLanes>(Fold(of_pack, MaxOf()), MaxOf()));
       const C base = Base(local_max);
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
+        of_pack[i] = dot_of_pack[i] = 0;
+        if (kSkips && skipped[i]) continue;
         C h[N];
         Unpack(cotangent[i], h);
 #pragma unroll
@@ -413,6 +559,89 @@ template <class T_, bool kLog> struct FusedBackward {
       Unpack(cotangent[i], h);
 #pragma unroll
       for (int j = 0; j < N; ++j) out[j] = One(held[i][j], h[j], f);
+    }
+  };
+};
+
+// From the result y of softmax without dropout: dx = scale * y * (g - sum(y * g)), whatever the bias was. Where y is 0,
+// masked ones among them, so is g (FusedRow sees to it), and a row of nothing needs no further care.
+template <class T_> struct FusedFromOutput {
+  using T = T_;
+  using C = Compute<T>;
+  using S = Sum<T>;
+  static constexpr int kInputs = 2;
+  static constexpr bool kFromInput = false;
+  static constexpr uint32_t kMay = kMayCausal;
+  using Sets = FeatureSets<0, kMayCausal>;
+
+  struct Stat {
+    S sum;
+  };
+  struct Final {
+    C scale;
+    C sum, rest;  // float: what sum lacks
+    C product;    // scale * sum
+  };
+  static __device__ __forceinline__ Stat Identity() { return {S(0)}; }
+  static __device__ __forceinline__ C Neutral(int) { return 0; }
+  static __device__ __forceinline__ C Masked() { return 0; }
+  template <int kLanes> static __device__ __forceinline__ Stat MergeLanes(Stat stat) {
+    return {ReduceLanes<kLanes>(stat.sum, SumOf())};
+  }
+  static __device__ __forceinline__ Final Finish(Stat stat) {
+    const C sum = static_cast<C>(stat.sum);
+    return {C(1), sum, sum - sum == C(0) ? static_cast<C>(stat.sum - sum) : C(0), sum};
+  }
+  static __device__ __forceinline__ void Scale(Final& f, C factor) {
+    f.scale = factor;
+    f.product = f.sum * factor;
+  }
+  template <int N> static __device__ __forceinline__ void Accumulate(Stat& stat, const C (&v)[2][N]) {
+    C term[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) term[j] = v[0][j] * v[1][j];
+    stat.sum += Fold(term, SumOf());
+  }
+  template <int N>
+  static __device__ __forceinline__ void Map(const C (&v)[2][N], const Final& f, C (&out)[N]) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      if constexpr (sizeof(T) == 4) out[j] = v[0][j] * f.scale * ((v[1][j] - f.sum) - f.rest);
+      else out[j] = v[0][j] * fma(v[1][j], f.scale, -f.product);
+    }
+    if (!(f.product - f.product == C(0))) {  // 0 times what is not finite
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        if (v[0][j] == C(0)) out[j] = 0;
+      }
+    }
+  }
+  static __device__ __forceinline__ bool Regular(const Final&) { return true; }
+  static __device__ __forceinline__ bool Empty(const Final&) { return false; }
+
+  // Holds the packs as they were read.
+  template <int kPacks, int N, bool kSkips = false> struct Tile {
+    Pack<T, N> held[kPacks][2];
+    Stat stat = Identity();
+
+    __device__ __forceinline__ void Skip(int) {}
+    __device__ __forceinline__ void Set(int i, const C (&v)[2][N], const Pack<T, N>* raw, bool) {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        held[i][k] = raw[k];
+        Forget(held[i][k]);
+      }
+      Accumulate(stat, v);
+    }
+    template <int kLanes, class Widen> __device__ __forceinline__ Stat Reduce(Widen) {
+      return MergeLanes<kLanes>(stat);
+    }
+    __device__ __forceinline__ Final Localize(Final f) const { return f; }
+    __device__ __forceinline__ void Get(int i, const Final& f, C (&out)[N]) const {
+      C v[2][N];
+      Unpack(held[i][0], v[0]);
+      Unpack(held[i][1], v[1]);
+      Map(v, f, out);
     }
   };
 };

@@ -55,10 +55,9 @@ constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kLn2 = 0.693147180559945309417f;
 
 // 16 bit: what x and base are multiplied by before their difference is taken, log2(e); 1 where two
-// different bfloat16 are so far apart that any factor makes the smaller one's power 0.
+// different bfloat16, or floats, are so far apart that any factor makes the smaller one's power all but 0. No half is.
 template <class T> __device__ __forceinline__ float PowerScale(float base) {
-  if constexpr (std::is_same_v<T, __half>) return kLog2E;
-  else return fabsf(base) < 0x1p29f ? kLog2E : 1.0f;
+  return fabsf(base) < 0x1p29f ? kLog2E : 1.0f;
 }
 
 // 16 bit: log2 of what the rounding of base * log2(e) multiplies every term of a sum relative to `base` with; see below.
@@ -236,11 +235,14 @@ struct Forward {
     return f.max < Infinity<C>() && (kLog ? f.norm == f.norm : f.inverse == f.inverse);
   }
 
-  // Holds e^(x - max of the warp) (log: x), so that each exponential is taken once.
-  template <int kPacks, int N> struct Tile {
+  // Holds e^(x - max of the warp) (log: x), so that each exponential is taken once. kSkips: some packs are not Set
+  // but skipped.
+  template <int kPacks, int N, bool kSkips = false> struct Tile {
     C held[kPacks][N];
     C local_max;
+    bool skipped[kPacks] = {};
 
+    __device__ __forceinline__ void Skip(int i) { skipped[i] = true; }
     __device__ __forceinline__ void Set(int i, const C (&v)[1][N], const Pack<T, N>*, bool) {
 #pragma unroll
       for (int j = 0; j < N; ++j) held[i][j] = v[0][j];
@@ -250,11 +252,13 @@ struct Forward {
     template <int kLanes, class Widen> __device__ __forceinline__ Stat Reduce(Widen widen) {
       C of_pack[kPacks];
 #pragma unroll
-      for (int i = 0; i < kPacks; ++i) of_pack[i] = Fold(held[i], MaxOf());
+      for (int i = 0; i < kPacks; ++i) of_pack[i] = kSkips && skipped[i] ? -Infinity<C>() : Fold(held[i], MaxOf());
       local_max = widen(ReduceLanes<kLanes>(Fold(of_pack, MaxOf()), MaxOf()));
       const C base = Base(local_max);
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
+        of_pack[i] = 0;
+        if (kSkips && skipped[i]) continue;
         C e[N];
 #pragma unroll
         for (int j = 0; j < N; ++j) {
@@ -363,7 +367,7 @@ template <class T_, bool kLog, bool kColumns = false> struct FromOutput {
   static __device__ __forceinline__ bool Regular(const Final& f) { return f.sum - f.sum == C(0); }
 
   // Holds the packs as they were read: two inputs in float would be too many registers.
-  template <int kPacks, int N> struct Tile {
+  template <int kPacks, int N, bool = false> struct Tile {
     Pack<T, N> held[kPacks][2];
     Stat stat = Identity();
 
@@ -454,7 +458,7 @@ template <class T_, bool kColumns = false> struct FromInput {
   static __device__ __forceinline__ bool Regular(const Final& f) { return f.factor - f.factor == C(0); }
 
   // Holds the packs as they were read; beyond 16 bit e^(x - max of the warp) takes the place of x.
-  template <int kPacks, int N> struct Tile {
+  template <int kPacks, int N, bool = false> struct Tile {
     static constexpr bool kKeeps = sizeof(T) > 2;
     Pack<T, N> held[kPacks][2];
     C local_max = -Infinity<C>();
@@ -525,6 +529,8 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
   using Params = SoftmaxParams;
   static constexpr int kPack = N;
   static constexpr bool kChanges = kMasked;  // Values are not always those that were read
+  static constexpr bool kManyRegisters = kMasked;  // wants more than two blocks of 512 threads leave
+  static constexpr bool kSkips = false;      // some packs are Beyond what takes part
   static constexpr int kStreamUnroll = 4;    // packs in flight a thread and input, where a row is streamed
   static constexpr int kStreamBlocks = 2;    // of such threads, a multiprocessor
   static constexpr int kGroupBlocks = 1;     // of warps with rows of their own, a multiprocessor at least
@@ -630,7 +636,7 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
     }
   }
 
-  static __device__ __forceinline__ void Values(const Raw& raw, C (&v)[Op::kInputs][N]) {
+  static __device__ __forceinline__ void Values(const Raw& raw, C (&v)[Op::kInputs][N], Index = 0) {
 #pragma unroll
     for (int k = 0; k < Op::kInputs; ++k) {
       Unpack(raw.data[k], v[k]);
@@ -643,22 +649,24 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
     }
   }
 
+  static __device__ __forceinline__ void Scale(typename Op::Final&) {}
+
   // A neutral element maps to Masked() by itself, unless the row has met NaN or infinity.
-  static __device__ __forceinline__ Pack<T, N> Result(C (&v)[N], const typename Op::Final& final,
-                                                      const MaskPack<N>& mask) {
+  static __device__ __forceinline__ Pack<T, N> Result(C (&v)[N], const typename Op::Final& final, const Raw& raw,
+                                                      Index = 0) {
     if constexpr (kMasked) {
       if (!Op::Regular(final)) {
 #pragma unroll
         for (int j = 0; j < N; ++j) {
-          if (!mask[j]) v[j] = Op::Masked();
+          if (!raw.mask[j]) v[j] = Op::Masked();
         }
       }
     }
     return Repack<T, N>(v);
   }
   __device__ __forceinline__ void Store(T* out, Index p, C (&v)[N], const typename Op::Final& final,
-                                        const MaskPack<N>& mask) const {
-    span.Store(out, p, Result(v, final, mask));
+                                        const Raw& raw) const {
+    span.Store(out, p, Result(v, final, raw, p));
   }
   // The packs that LoadAll took, once their values are final: whole ones, then the ragged.
   template <int kPacks>

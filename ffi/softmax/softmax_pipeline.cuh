@@ -210,7 +210,7 @@ SoftmaxPipeline(const __grid_constant__ SoftmaxParams p, int piece_packs) {
               C v[Op::kInputs][N], y[N];
               RowOf::Values(raw[u], v);
               map(v, y);
-              StoreVector<T, N>(out + u * kConsumers * N, RowOf::Result(y, final, raw[u].mask));
+              StoreVector<T, N>(out + u * kConsumers * N, RowOf::Result(y, final, raw[u]));
             }
           };
           if constexpr (Op::kOnePower) {
@@ -227,7 +227,7 @@ SoftmaxPipeline(const __grid_constant__ SoftmaxParams p, int piece_packs) {
               const auto raw = load(row, again, place, pack);
               RowOf::Values(raw, v);
               Op::Map(v, final, y);
-              row.Store(static_cast<T*>(p.out), pack, y, final, raw.mask);
+              row.Store(static_cast<T*>(p.out), pack, y, final, raw);
             }
           }
         }

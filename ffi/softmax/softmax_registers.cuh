@@ -23,9 +23,9 @@ constexpr int kBlockTierThreads = 512;  // at most
 constexpr int kStagedElements = 8;      // a lane
 
 // Blocks of 512 threads a multiprocessor, which caps the registers at 64 or 128 a thread.
-template <class Op, int kPacks, bool kChanges>
+template <class Op, int kPacks, bool kManyRegisters>
 constexpr int kMinBlocks =
-    !kChanges && sizeof(typename Op::T) <= 4 && kPacks * Op::kInputs * (sizeof(typename Op::T) == 4 ? 1 : 2) <= 8 ? 2 : 1;
+    !kManyRegisters && sizeof(typename Op::T) <= 4 && kPacks * Op::kInputs * (sizeof(typename Op::T) == 4 ? 1 : 2) <= 8 ? 2 : 1;
 
 // One Stat a block, merged over the cluster in the order of rank, through a mailbox in each block's
 // shared memory. Open() comes first thing in the kernel; nothing waits for the other blocks to have
@@ -66,7 +66,7 @@ template <class C> __device__ __forceinline__ C BlockMax(C max) {
 // RowOf: a SoftmaxRow or what reads and writes like one.
 template <class Op, class RowOf, int kLanes, int kPacks, int kRows>
 __global__ void __launch_bounds__(kLanes > 0 ? kWarpTierThreads : kBlockTierThreads,
-                                  kLanes > 0 ? RowOf::kGroupBlocks : kMinBlocks<Op, kPacks, RowOf::kChanges>)
+                                  kLanes > 0 ? RowOf::kGroupBlocks : kMinBlocks<Op, kPacks, RowOf::kManyRegisters>)
 SoftmaxRegisters(const __grid_constant__ typename RowOf::Params p) {
   using T = typename Op::T;
   using C = typename Op::C;
@@ -99,11 +99,21 @@ SoftmaxRegisters(const __grid_constant__ typename RowOf::Params p) {
 #pragma unroll
   for (int u = 0; u < kRows; ++u) {
     const RowOf row(p, first_row + u * kGroups);
-    typename Op::template Tile<kPacks, N> tile;
+    const auto skips = [&](int i) {
+      if constexpr (RowOf::kSkips) return row.Beyond(lane + i * lanes);
+      else return false;
+    };
+    typename Op::template Tile<kPacks, N, RowOf::kSkips> tile;
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
+      if constexpr (RowOf::kSkips) {
+        if (skips(i)) {
+          tile.Skip(i);
+          continue;
+        }
+      }
       C v[Op::kInputs][N];
-      row.Values(raw[u][i], v);
+      row.Values(raw[u][i], v, lane + i * lanes);
       tile.Set(i, v, raw[u][i].data, RowOf::kChanges);
     }
     typename Op::Stat stat = tile.template Reduce<kGroup ? kLanes : kWarp>([](C max) {
@@ -120,12 +130,15 @@ SoftmaxRegisters(const __grid_constant__ typename RowOf::Params p) {
 #endif
     typename Op::Final final = Op::Finish(stat);
     if constexpr (!kGroup) final = tile.Localize(final);
+    row.Scale(final);
     Pack<T, N> result[kPacks];
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
+      result[i] = Filled<T, N>(FromCompute<T>(Op::Masked()));
+      if (skips(i)) continue;
       C out[N];
       tile.Get(i, final, out);
-      result[i] = row.Result(out, final, raw[u][i].mask);
+      result[i] = row.Result(out, final, raw[u][i], lane + i * lanes);
     }
     row.StoreAll(static_cast<T*>(p.out), result, lane, lanes);
   }

@@ -30,7 +30,7 @@ __device__ __forceinline__ typename Op::Stat RangeStat(const RowOf& row, int64_t
     for (int i = 0; i < kUnroll; ++i) {
       if (p + i * kStreamThreads < end) {
         C v[Op::kInputs][N];
-        row.Values(raw[i], v);
+        row.Values(raw[i], v, p + i * kStreamThreads);
         Op::Accumulate(stat, v);
       }
     }
@@ -54,9 +54,9 @@ __device__ __forceinline__ void MapRange(const RowOf& row, typename Op::T* out, 
     for (int i = 0; i < kUnroll; ++i) {
       if (p + i * kStreamThreads < end) {
         C v[Op::kInputs][N], y[N];
-        row.Values(raw[i], v);
+        row.Values(raw[i], v, p + i * kStreamThreads);
         Op::Map(v, final, y);
-        row.Store(out, p + i * kStreamThreads, y, final, raw[i].mask);
+        row.Store(out, p + i * kStreamThreads, y, final, raw[i]);
       }
     }
   }
@@ -67,7 +67,8 @@ __global__ void __launch_bounds__(kStreamThreads, RowOf::kStreamBlocks)
 SoftmaxStreaming(const __grid_constant__ typename RowOf::Params p) {
   const RowOf row(p, blockIdx.x);
   const int64_t packs = row.span.Count();
-  const auto final = Op::Finish(RangeStat<Op>(row, 0, packs));
+  auto final = Op::Finish(RangeStat<Op>(row, 0, packs));
+  row.Scale(final);
   MapRange<Op>(row, static_cast<typename Op::T*>(p.out), final, 0, packs);
 }
 
