@@ -1,7 +1,8 @@
 """softmax with scale, mask, bias, causal limit and dropout, each alone and all together, against XLA and a copy.
 
 Attention weights of [batch, heads, queries, keys]: the mask broadcasts over heads, the bias over the batch. A
-causal call need not read what lies above the diagonal, and its bytes are counted without it. Beside the time
+causal call need not read what lies above the diagonal, and its bytes are counted without it; a gradient without
+dropout starts from the result, and needs neither bias nor, beside another feature, mask. Beside the time
 stands the memory that a compiled call takes beyond its operands and results.
 """
 
@@ -84,8 +85,9 @@ class Cell:
         triangle = np.tri(queries, keys, keys - queries).mean() if self.has("causal") else 1.0
         item = jnp.dtype(self.dtype).itemsize
         read = (1 if self.direction == "forward" else 2) * self.case.size * item
-        read += math.prod(self.case.mask) if self.has("mask") else 0
-        read += math.prod(self.case.bias) * item if self.has("bias") else 0
+        if self.direction == "forward" or self.has("dropout") or self.op == "mask":
+            read += math.prod(self.case.mask) if self.has("mask") else 0
+            read += math.prod(self.case.bias) * item if self.has("bias") else 0
         return int(read * triangle) + self.case.size * item
 
     def goals(self) -> list[dict[str, Any]]:
@@ -155,8 +157,10 @@ def _ours(cell: Cell, tier: str) -> Callable[..., jax.Array]:
 
     if cell.direction == "forward":
         return lambda x, *extras: softmax(x, extras)
-    if cell.op == "mask":  # has a gradient that starts from the result
+    if cell.op == "mask":  # the plain gradient, which reads the mask too
         return lambda y, g, mask: _gradient_of_masked(y, g, mask, tier)
+    if not cell.has("dropout"):  # has a gradient that starts from the result
+        return lambda y, g, *extras: _gradient_from_result(cell, y, g, tier)
     return lambda x, g, *extras: jax.vjp(lambda x: softmax(x, extras), x)[1](g)[0]  # the forward pass falls away
 
 
@@ -164,6 +168,15 @@ def _gradient_of_masked(y: jax.Array, g: jax.Array, mask: jax.Array, tier: str) 
     import importlib
 
     return importlib.import_module("jaxkern.softmax").softmax_grad_p.bind(y, g, mask, axis=y.ndim - 1, tier=tier)
+
+
+def _gradient_from_result(cell: Cell, y: jax.Array, g: jax.Array, tier: str) -> jax.Array:
+    from jaxkern import _fused
+
+    scale = [jnp.full((1,) * y.ndim, SCALE, jnp.float32)] if cell.has("scale") else []
+    return _fused.softmax_fused_output_grad_p.bind(
+        y, g, *scale, axis=y.ndim - 1, tier=tier, log=False, extras="scale" if scale else "",
+        causal=cell.has("causal"), threshold=0, unscaled=False)
 
 
 def _composition(cell: Cell, x: jax.Array, extras: tuple[Any, ...]) -> jax.Array:

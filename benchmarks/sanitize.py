@@ -110,13 +110,20 @@ def run_fused(tier: str, dtype: str, width: int) -> str:
     shape = (2, 3, 11 if width < 4096 else 3, width)
     x, g = (generator.standard_normal(shape).astype(np_dtype) for _ in range(2))
     wide = np.float64 if dtype == "float64" else np.float32
-    bias = generator.standard_normal((1, 3, 1, width)).astype(np_dtype if width % 2 else wide)
+    bias = generator.standard_normal((1, 3, 1, width)).astype(wide if width % 2 else np_dtype)
     mask = generator.random((2, 1, *shape[2:])) < 0.8
     operands = bias, np.full((1, 1, 1, 1), 0.5, wide), mask, np.array([1, 2], np.uint32).reshape(1, 1, 1, 1, 2)
     params = {"axis": 3, "log": False, "extras": "bias scale mask key", "causal": True, "threshold": 20000, "unscaled": False}
-    for prim, arrays, reference in (
-        (fused.softmax_fused_p, (x,), fused._fused_jnp.forward),
-        (fused.softmax_fused_grad_p, (x, g), fused._fused_jnp.gradient),
+    kept = {"extras": "scale", "threshold": 0}
+    y = np.where(np.tri(*shape[2:], shape[3] - shape[2], dtype=bool), abs(x) / width, 0).astype(np_dtype)
+    every = operands, params
+    for prim, arrays, (operands, params), reference in (
+        (fused.softmax_fused_p, (x,), every, fused._fused_jnp.forward),
+        (fused.softmax_fused_grad_p, (x, g), every, fused._fused_jnp.gradient),
+        (fused.softmax_fused_output_grad_p, (y, g), (operands[1:2], params | kept), fused._fused_jnp.output_gradient),
+        # Kernels of their own, if rows are whole.
+        *((fused.softmax_fused_p, (x,), (operands[:1], params | kept | {"extras": "bias", "causal": c}), fused._fused_jnp.forward)
+          for c in (False, True)),
     ):
         call = jax.jit(lambda *a: prim.bind(*a, tier=tier, **params))
         got = np.asarray(jax.device_get(call(*map(jax.device_put, (*arrays, *operands))))).astype(np.float64)

@@ -4,9 +4,12 @@
     softmax_fused_grad_p   dx = scale * ds from x and g: ds = p * (h - sum(p * h)) of h = dropout(g) and
                            p = softmax(s), or of log_softmax ds = g - p * sum(g)
     softmax_fused_jvp_p    the transpose of the last one; left to XLA
+    softmax_fused_output_grad_p   dx of softmax without dropout from y, which is p, and g
 
-Nothing but the operands is kept for the gradient, which draws the same elements to drop. The gradients of
-bias and scale are sums of ds; higher derivatives are those of the references in jnp.
+Softmax without dropout keeps y for the gradient, which then needs neither bias nor mask nor an exponential; y is what
+the caller has anyway. Dropout keeps the operands, and its gradient draws the same elements to drop: y lacks those, and
+p would be one more array. The gradients of bias and scale are sums of ds; higher derivatives are those of the
+references in jnp.
 
 Operands: x, of the gradient g, then those of bias, scale, mask and key that the parameter `extras` names, in
 this order. Each has the rank of x and dimensions of 1 or of its size; the key has one more, its two words.
@@ -160,31 +163,42 @@ def _batch(prim, arrays, operands, dims, *, axis, causal, extras, **params):
 softmax_fused_p = _primitive("jaxkern_softmax_fused", 1)
 softmax_fused_grad_p = _primitive("jaxkern_softmax_fused_grad", 2)
 softmax_fused_jvp_p = _primitive("jaxkern_softmax_fused_jvp", 2)
+softmax_fused_output_grad_p = _primitive("jaxkern_softmax_fused_output_grad", 2)
 
 
 # ---- derivatives
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _fused(operands, params):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _fused(operands, active, params):
     return bind(softmax_fused_p, *operands, **dict(params))
 
 
-def _forward(operands, params):
-    return bind(softmax_fused_p, *operands, **dict(params)), operands
+def _forward(operands, active, params):
+    y, params = bind(softmax_fused_p, *operands, **dict(params)), dict(params)
+    if params["log"] or params["threshold"]:
+        return y, (operands, None)
+    names = [None] + params["extras"].split()
+    of_scale = "scale" in names and names.index("scale") in active
+    return y, ((operands[0] if of_scale else None, *operands[1:]), y)
 
 
-def _backward(params, operands, g):
-    params = dict(params)
-    x, *parts = operands
+def _backward(active, params, kept, g):
+    params, ((x, *parts), y) = dict(params), kept
     named = _fused_jnp.named(parts, params["extras"])
-    dx = bind(softmax_fused_grad_p, x, g, *parts, **params)
+    if y is None:
+        gradient = functools.partial(bind, softmax_fused_grad_p, x, g, *parts)
+    else:
+        gradient = functools.partial(bind, softmax_fused_output_grad_p, y, g, *([named["scale"]] if "scale" in named else []))
+        params["extras"] = "scale" if "scale" in named else ""
+    dx = gradient(**params)
     cotangents = dict.fromkeys(named)
     if "scale" in named:  # what nobody asks for is dropped when it is compiled
-        ds = bind(softmax_fused_grad_p, x, g, *parts, **(params | {"unscaled": True}))
-        part = _fused_jnp.participants(x, params["axis"], named, params["causal"])
-        products = computed(ds) * (computed(x) if part is None else computed(x, part))
-        cotangents["scale"] = _summed(products, named["scale"])
+        ds = gradient(**(params | {"unscaled": True}))
+        if x is not None:
+            part = _fused_jnp.participants(x, params["axis"], named, params["causal"])
+            products = computed(ds) * (computed(x) if part is None else computed(x, part))
+            cotangents["scale"] = _summed(products, named["scale"])
     if "bias" in named:
         cotangents["bias"] = _summed(computed(ds if "scale" in named else dx), named["bias"])
     return ((dx, *cotangents.values()),)
@@ -198,11 +212,12 @@ def _summed(a, part):
 
 _fused.defvjp(_forward, _backward)
 # x, bias and scale: what else there is has no derivative.
-defvjp(softmax_fused_p, lambda *operands, **params: _fused(operands, tuple(params.items())), differentiable=(0, 1, 2))
+defvjp(softmax_fused_p, lambda *operands, active, **params: _fused(operands, active, tuple(params.items())),
+       differentiable=(0, 1, 2), tell_active=True)
 
 
 def _linear_jvp(prim, reference, primals, tangents, **params):
-    """Of a primitive that is linear in the operand after x."""
+    """Of a primitive that is linear in the operand after the first."""
 
     def bound(g):
         return bind(prim, primals[0], g, *primals[2:], **params)
@@ -223,7 +238,8 @@ def _linear_jvp(prim, reference, primals, tangents, **params):
 
 
 for _prim, _other, _of in ((softmax_fused_grad_p, softmax_fused_jvp_p, _fused_jnp.gradient),
-                           (softmax_fused_jvp_p, softmax_fused_grad_p, _fused_jnp.jvp)):
+                           (softmax_fused_jvp_p, softmax_fused_grad_p, _fused_jnp.jvp),
+                           (softmax_fused_output_grad_p, softmax_fused_output_grad_p, _fused_jnp.output_gradient)):
     ad.primitive_jvps[_prim] = functools.partial(_linear_jvp, _prim, _of)
     deftranspose(_prim, 1, _other)
 
@@ -293,3 +309,4 @@ def _register(prim, arrays, reference):
 _register(softmax_fused_p, 1, _fused_jnp.forward)
 _register(softmax_fused_grad_p, 2, _fused_jnp.gradient)
 _register(softmax_fused_jvp_p, 2, _fused_jnp.jvp)
+_register(softmax_fused_output_grad_p, 2, _fused_jnp.output_gradient)

@@ -90,6 +90,14 @@ def gradient(x, g, *parts, axis, tier, log, extras, causal, threshold, unscaled)
     return computed(_scaled(ds, extra, unscaled), kept).astype(x.dtype)
 
 
+def output_gradient(y, g, *parts, axis, tier, log, extras, causal, threshold, unscaled, over=()):
+    # Where y is 0, masked ones among them, nothing is known of g.
+    p = computed(y)
+    h = computed(g, p != 0)
+    (dot,) = _partition.row_sums(axis, over, p * h)
+    return computed(_scaled(p * (h - dot), named(parts, extras), unscaled), p != 0).astype(y.dtype)
+
+
 def jvp(x, t, *parts, axis, tier, log, extras, causal, threshold, unscaled):
     extra = named(parts, extras)
     p, kept = _probabilities(x, axis, extra, causal)

@@ -2,8 +2,9 @@
 
     split along            what a device does with its part
     none of those below    the kernel
-    the row                two messages of a few numbers a row, and XLA's operations, which read x twice
-    the queries, causal    XLA's operations, without a message
+    the row                two messages of a few numbers a row, and XLA's operations, which read x twice; of a gradient
+                           from the result one
+    the queries, causal    XLA's operations, without a message; of a gradient from the result the kernel
 
 An element is dropped, or beyond the causal limit, by its place in the whole array: the same ones on any number of
 devices. A row that does not divide evenly is gathered, and so are the queries of a causal one.
@@ -30,6 +31,9 @@ def shard(prim, over, *operands, **params):
     if not row and not queries:
         return prim.bind(*operands, **params)
     x, axis = operands[0], params["axis"]
+    if prim.name.endswith("_output_grad"):  # 0 beyond the limit, wherever that is
+        return (_fused_jnp.output_gradient(*operands, over=row, **params) if row
+                else prim.bind(*operands, **(params | {"causal": False})))
 
     def along(axes, size):
         return (lax.axis_index(axes) * size, lax.psum(1, axes) * size) if axes else (0, size)

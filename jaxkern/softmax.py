@@ -30,8 +30,9 @@ from jaxkern._rows import computed, lowest_for_infinity, row_sum
 def softmax(x, axis=-1, where=None, *, scale=1.0, bias=None, causal=False, dropout_rate=0.0, dropout_key=None):
     """Softmax of `scale * x + bias` along `axis`, as `jax.nn.softmax`: positive, and 1 in sum before dropout.
 
-    One kernel reads x once and writes the result, whichever of the arguments are given; the gradient, one
-    kernel too, computes the softmax anew, so that nothing but x and these arguments is kept for it.
+    One kernel reads x once and writes the result, whichever of the arguments are given. The gradient, one kernel too,
+    starts from the result. With dropout it computes the softmax anew, so that nothing but x and these arguments is
+    kept for it.
 
     Args:
         x: array of any shape. float16, bfloat16 and float32 are computed in float32, float64 in

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ON_GPU
-from reference import DTYPES, _sum_error, assert_rounded, wide
+from reference import DTYPES, _sum_error, assert_rounded, gradient, wide
 
 import jaxkern
 from jaxkern import _compat, _random, _registry, tiers
@@ -97,6 +97,13 @@ def reference(x, g, scale=None, bias=None, where=None, causal=False, keep=None, 
         return forward, (ds * factor, bound * np.abs(factor)), ds
 
 
+def from_result(y, g, scale=None):
+    """(dx, bound) of softmax without dropout, which keeps y, rounded as it is, for the gradient."""
+    dx, bound = gradient("softmax", None, y, g, mask=np.asarray(y) != 0)
+    factor = wide(1) if scale is None else wide(float(scale))
+    return factor * dx, np.abs(factor) * (bound + np.abs(dx))
+
+
 def arguments(features, shape, dtype, seed=0, bias_shape=None, mask_shape=None, bias_dtype=None):
     """Keyword arguments for softmax, and what `reference` takes beside them."""
     rng = np.random.default_rng(seed)
@@ -135,6 +142,8 @@ def check(features, shape, dtype, operation="softmax", **kwargs):
         y, dx = run(x, g, given)
         forward, backward, _ = reference(x, g, log=operation == "log_softmax", **more)
         assert_rounded(y, *forward, dtype)
+        if operation == "softmax" and "dropout" not in features:
+            backward = from_result(y, g, more.get("scale"))
         assert_rounded(dx, *backward, dtype)
         if "dropout_rate" in static:
             alive = np.asarray(forward[0] > 1e-6)
@@ -369,7 +378,8 @@ def plain(x, scale, bias, where, keep, log):
     part = where if log else where & (jnp.arange(keys) <= jnp.arange(queries)[:, None] + keys - queries)
     if log:
         return jnp.where(part, jax.nn.log_softmax(jnp.where(part, s, -1e30)), 0)
-    return jnp.where(keep, jax.nn.softmax(jnp.where(part, s, -1e30)) * 65536 / (65536 - THRESHOLD), 0)
+    y = jax.nn.softmax(jnp.where(part, s, -1e30))
+    return y if keep is None else jnp.where(keep, y * 65536 / (65536 - THRESHOLD), 0)
 
 
 DERIVATIVES = {
@@ -398,23 +408,28 @@ def grad(f, t):
     return lambda *xs: jax.grad(lambda xs: jnp.sum(jnp.sin(f(*xs)) * t))(xs)
 
 
-OF_LOG = ("vjp", "jvp", "forward over reverse", "reverse over reverse", "third order")
+# Dropout keeps x for the gradient, softmax alone y.
+OF_DROPOUT = ("vjp", "jvp", "forward over reverse", "reverse over reverse", "gradient in the cotangent", "vmap of grad", "remat", "scale alone")
+OF_SOFTMAX = [n for n in DERIVATIVES if n not in ("vmap of grad", "remat")]
+OF_LOG = ("vjp", "jvp", "forward over reverse", "reverse over reverse")
 
 
-@pytest.mark.parametrize("name, log", [(n, False) for n in DERIVATIVES] + [(n, True) for n in OF_LOG])
-def test_derivatives(name, log, x64):
+@pytest.mark.parametrize("name, kind", [
+    *((n, "dropout") for n in OF_DROPOUT), *((n, "softmax") for n in OF_SOFTMAX), *((n, "log") for n in OF_LOG)])
+def test_derivatives(name, kind, x64):
     """Of x, scale and bias, in float64, so that a wrong rule cannot hide behind rounding."""
     shape = (2, 3, 4, 5)
     draw = lambda shape, seed: jnp.asarray(np.random.default_rng(seed).normal(size=shape))
     where = np.random.default_rng(0).random((2, 1, 4, 5)) < 0.6
     where[..., :2] = True  # no empty row
-    keep = kept(shape)
+    log, dropout = kind == "log", {"dropout_rate": RATE, "dropout_key": KEY} if kind == "dropout" else {}
+    keep = kept(shape) if dropout else None
     xs, ts = ((draw(shape, k), draw((), k + 1), draw((3, 1, 5), k + 2)) for k in (1, 4))
 
     def ours(x, scale, bias):
         if log:
             return jnp.where(where, jaxkern.log_softmax(x, where=where, scale=scale, bias=bias), 0)
-        return jaxkern.softmax(x, where=where, scale=scale, bias=bias, causal=True, dropout_rate=RATE, dropout_key=KEY)
+        return jaxkern.softmax(x, where=where, scale=scale, bias=bias, causal=True, **dropout)
 
     theirs = lambda x, scale, bias: plain(x, scale, bias, where, keep, log)
     xs, ts = tuple(xs), tuple(ts)
@@ -491,6 +506,9 @@ def test_tiers(tier, dtype):
         if tiers.fits(tier, 6, width, dtype=dtype, fused=True):
             with tiers.force(tier):
                 check(FEATURES, (2, 3, width), dtype, mask_shape=(2, 3, width), bias_shape=(3, width))
+                if width in (64, 1024, 4096):  # whole packs, for which some features have kernels of their own
+                    for feature in ("scale", "bias", "causal", "dropout"):
+                        check((feature,), (2, 3, width), dtype, bias_shape=(3, width))
             done += 1
     assert done or (dtype == "float64" and tier != "streaming")
 
