@@ -98,7 +98,7 @@ SoftmaxRegisters(const __grid_constant__ typename RowOf::Params p) {
 
 #pragma unroll
   for (int u = 0; u < kRows; ++u) {
-    const RowOf row(p, first_row + u * kGroups);
+    RowOf row(p, first_row + u * kGroups);
     typename Op::template Tile<kPacks, N> tile;
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
@@ -118,6 +118,7 @@ SoftmaxRegisters(const __grid_constant__ typename RowOf::Params p) {
 #ifdef JAXKERN_HAS_BULK_COPY
     if constexpr (kCluster) stat = ClusterMailbox<Op>::Merge(&mailbox, stat, rank, blocks);
 #endif
+    row.Settle(raw[u][0].mask, stat);
     typename Op::Final final = Op::Finish(stat);
     if constexpr (!kGroup) final = tile.Localize(final);
     Pack<T, N> result[kPacks];
@@ -128,6 +129,7 @@ SoftmaxRegisters(const __grid_constant__ typename RowOf::Params p) {
       result[i] = row.Result(out, final, raw[u][i].mask);
     }
     row.StoreAll(static_cast<T*>(p.out), result, lane, lanes);
+    row.template Close<kLanes>(raw[u][0].mask, stat, lane);
   }
 }
 
