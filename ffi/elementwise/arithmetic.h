@@ -214,7 +214,7 @@ struct Single : Float {
 };
 
 struct Coarse : Float {
-  static constexpr C kLog2e = 1.44269504f;
+  static constexpr C kLog2e = 1.44269504f, kLn2 = 0.693147181f;
   static JAXKERN_FN C Power2(C x) {
     C y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -236,16 +236,28 @@ struct Coarse : Float {
     asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
   }
-  static JAXKERN_FN C LogFar(C x) {  // the hardware's is exact to 2^-22, which is too little near 1
+  static JAXKERN_FN C Log2Far(C x) {  // exact to 2^-22, which is too little near 1
     C y;
     asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y * 0.693147181f;
+    return y;
   }
-  static JAXKERN_FN C LogNear(C d) {  // log(1 + d), |d| <= 0.25
-    return d + d * d * Polynomial(d, {-0.4997886403677242f, 0.3330636130757025f, -0.2635769483181442f, 0.21333018737577322f});
+  static constexpr C kNear = 0x1p-5f;
+  static JAXKERN_FN C LogNear(C d) {  // log(1 + d), |d| <= kNear
+    return d * Polynomial(d, {0.9999999947f, -0.5001869f, 0.3335201f});
   }
-  static JAXKERN_FN C Log(C x) { return fabsf(x - 1) < 0.25f ? LogNear(x - 1) : LogFar(x); }
-  static JAXKERN_FN C Log1p(C x) { return fabsf(x) < 0.25f ? LogNear(x) : LogFar(1 + x); }
+  static JAXKERN_FN C Log(C x) { return fabsf(x - 1) < kNear ? LogNear(x - 1) : kLn2 * Log2Far(x); }
+  static JAXKERN_FN C Log1p(C x) { return fabsf(x) < kNear ? LogNear(x) : kLn2 * Log2Far(1 + x); }
+  // 2^(y log2 |x|), the logarithm to 2^-17 of itself, which y log2 |x| < 150 has room for; then C's rules for signs and NaN.
+  static JAXKERN_FN C Power(C x, C y) {
+    const C a = fabsf(x), d = a - 1, log2 = fabsf(d) < kNear ? kLog2e * LogNear(d) : Log2Far(a);
+    const C exponent = y == 0 || a == 1 ? C(0) : y * log2;
+    C power;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(exponent));
+    const C half = 0.5f * y;
+    const bool whole = truncf(y) == y, odd = truncf(half) != half;
+    if (whole && odd) power = copysignf(power, x);
+    return x < 0 && a < kInfinity && !whole ? C(NAN) : power;
+  }
   static JAXKERN_FN C Erf(C x) {  // 1, to 2^-14, beyond 2.9
     const C a = Max(Min(x, 2.9f), -2.9f), p = a * a;
     return a * Polynomial(p, {1.128332257270813f, 0.17995741963386536f, 0.02960597351193428f}) *
