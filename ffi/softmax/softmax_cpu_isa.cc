@@ -24,6 +24,7 @@
 
 #include "common/simd.h"
 #include "softmax_cpu_narrow.h"
+#include "softmax_cpu_quotient.h"
 
 namespace jaxkern {
 namespace JAXKERN_ISA {
@@ -456,13 +457,9 @@ struct Kernel {
       const V dx = !kLog ? x * ((g - p) - q) : kPowers ? Fma(-e.scale, q, g) : Fma(-Exp<C>(x), p, g);
       return r == V{} ? V{} : dx;
     } else if constexpr (kLog) {
-      const V y = x - p, u = y - x;
-      V rest = (x - (y - u)) + (-p - u);  // TwoSum: y + rest is x - p exactly
-      rest = y == Splat(C(-kInf)) ? V{} : rest;
-      return y + ((rest - r) - q);
+      return LogQuotient(x, p, q, r);
     } else if constexpr (kHasFma) {
-      const V scale = e.scale * q, rest = e.scale * r;
-      return scale + Fma(scale, e.fraction, Fma(rest, e.fraction, rest));
+      return Quotient(e, q, r);
     } else {
       return e.Rounded() / q;
     }
