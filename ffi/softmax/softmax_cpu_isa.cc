@@ -240,7 +240,7 @@ struct Kernel {
                                      double* stats, C* kept, int64_t ahead) {
     if constexpr (!kPowers) {
       // Of several short rows the cache is also told that they will be written; of one, that would be slower.
-      for (int j = 0; j < count; ++j) ReduceGradient(a, strips[j], begin, end, stats + j, count > 1);
+      for (int j = 0; j < count; ++j) ReduceGradient(a, strips[j], begin, end, stats + j, ahead, count > 1);
     } else {
       for (int j = 0; j < count; ++j) ReduceMax(a, strips[j], begin, end, stats + j);
       for (int j = 0; j < count; ++j) {
@@ -339,7 +339,7 @@ struct Kernel {
   }
 
   static JAXKERN_INLINE void ReduceGradient(const SoftmaxArgs& a, const Strip& s, int64_t begin, int64_t end,
-                                            double* stats, bool several) {
+                                            double* stats, int64_t ahead, bool several) {
     const T *y = static_cast<const T*>(a.a) + s.base, *g = static_cast<const T*>(a.b) + s.base;
     const int padded = PaddedRows(a);
     Accumulator<C> sums[K];
@@ -347,6 +347,7 @@ struct Kernel {
     for (int64_t t = begin; t < end; ++t) {
       const int n = s.Valid(t);
       Block b = LoadBlock(s, y, t, n, Nothing()), d = LoadBlock(s, g, t, n, V{});
+      if constexpr (kRow) Prefetch<0>(y + t * s.step + ahead), Prefetch<0>(g + t * s.step + ahead);
       if (kRow && several) Prefetch<1>(static_cast<const T*>(a.out) + s.base + t * s.step);
       Apply(s, t, n, &b, Nothing());
       Apply(s, t, n, &d, V{});
