@@ -292,23 +292,25 @@ JAXKERN_INLINE void StorePart(T* p, int n, Vec<Compute<T>> v) {
 }
 #endif
 
-// Bytes -> lanes: -1 where the byte is not 0. By intrinsics, since GCC 12 takes such a conversion apart byte by byte.
+// Bytes -> lanes: -1 where the byte is not 0. Of the first n bytes, the other lanes 0; nothing beyond p[n-1] is touched.
+// By intrinsics, since GCC 12 takes such a conversion apart byte by byte.
 template <class C>
-JAXKERN_INLINE IntVec<C> LoadMask(const uint8_t* p) {
-  VecN<uint8_t, kLanes<C>> bytes;
-  std::memcpy(&bytes, p, sizeof bytes);
+JAXKERN_INLINE IntVec<C> LoadMask(const uint8_t* p, int n = kLanes<C>) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_maskz_loadu_epi8(__mmask16(FirstLanes(n)), p);
+  if constexpr (sizeof(C) == 4) return (IntVec<C>)_mm512_cvtepu8_epi32(bytes) != 0;
+  else return (IntVec<C>)_mm512_cvtepu8_epi64(bytes) != 0;
+#else
+  VecN<uint8_t, kLanes<C>> bytes{};
+  n == kLanes<C> ? std::memcpy(&bytes, p, sizeof bytes) : std::memcpy(&bytes, p, n);
 #if defined(__AVX2__)
   __m128i low{};
   std::memcpy(&low, &bytes, sizeof bytes);
-#endif
-#if defined(__AVX512F__)
-  if constexpr (sizeof(C) == 4) return (IntVec<C>)_mm512_cvtepu8_epi32(low) != 0;
-  else return (IntVec<C>)_mm512_cvtepu8_epi64(low) != 0;
-#elif defined(__AVX2__)
   if constexpr (sizeof(C) == 4) return (IntVec<C>)_mm256_cvtepu8_epi32(low) != 0;
   else return (IntVec<C>)_mm256_cvtepu8_epi64(low) != 0;
 #else
   return __builtin_convertvector(bytes, IntVec<C>) != 0;
+#endif
 #endif
 }
 

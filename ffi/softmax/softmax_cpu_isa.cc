@@ -87,7 +87,7 @@ struct Kernel {
     const uint8_t* mask;
     int64_t mask_step;
     enum { kContiguous, kSame, kAnywhere } mask_lanes;
-    int64_t lane_offset[kMask ? L : 1];
+    int64_t lane_offset[kMask && !kRow ? L : 1];
 
     // Lanes of a step that may be read and written.
     JAXKERN_INLINE int Valid(int64_t t) const { return kRow || extent ? int(Min(L, extent - t * step)) : lanes; }
@@ -121,17 +121,16 @@ struct Kernel {
     }
     if constexpr (kMask) {
       const BroadcastView& view = a.mask_view;
-      s.mask = a.mask + view.outer_map(outer);
+      s.mask = a.mask + view.outer_map(outer) + (kRow ? 0 : view.inner_map(first));
       const int64_t per_step = Packed(a) ? s.step / a.inner : 1;  // positions along the axis
       s.mask_step = per_step * view.axis_stride;
-      bool contiguous = true, same = s.mask_step == 0 || per_step == 1;
-      for (int l = 0; l < L; ++l) {
+      bool contiguous = true, same = kRow ? view.axis_stride == 0 : s.mask_step == 0 || per_step == 1;
+      for (int l = 0; !kRow && l < L; ++l) {
         const int along = l / s.rows, row = l - along * s.rows;
-        s.lane_offset[l] = along * view.axis_stride + view.inner_map(first + row);
+        s.lane_offset[l] = along * view.axis_stride + view.inner_map(first + row) - view.inner_map(first);
         contiguous &= s.lane_offset[l] == l;
-        same &= s.lane_offset[l] == s.lane_offset[0];
+        same &= s.lane_offset[l] == 0;
       }
-      if (same) s.mask += s.lane_offset[0];
       s.mask_lanes = same ? Strip::kSame : contiguous ? Strip::kContiguous : Strip::kAnywhere;
     }
     return s;
@@ -185,8 +184,11 @@ struct Kernel {
   static JAXKERN_INLINE MaskBlock LoadMaskBlock(const Strip& s, int64_t t, int n) {
     MaskBlock m;
     const uint8_t* p = s.mask + t * s.mask_step;
-    if (s.mask_lanes == Strip::kContiguous && n == L) {
-      for (int k = 0; k < K; ++k) m.v[k] = LoadMask<C>(p + k * W);
+    if (s.mask_lanes == Strip::kContiguous) {
+      for (int k = 0; k < K; ++k) {
+        const int left = n - k * W;
+        m.v[k] = left >= W ? LoadMask<C>(p + k * W) : left > 0 ? LoadMask<C>(p + k * W, left) : IntVec<C>{};
+      }
     } else if (s.mask_lanes == Strip::kSame) {
       const IntVec<C> all = IntVec<C>{} - typename IntOf<C>::type(*p != 0);
       for (int k = 0; k < K; ++k) m.v[k] = all;

@@ -114,9 +114,7 @@ struct Fused {
   // Elements that take no part become `otherwise`.
   static JAXKERN_INLINE V Masked(const Row& r, int64_t i, int n, V v, V otherwise) {
     if (!r.mask) return v;
-    uint8_t bytes[W] = {};
-    if (n < W) std::memcpy(bytes, r.mask + i, n);
-    return LoadMask<C>(n < W ? bytes : r.mask + i) ? v : otherwise;
+    return LoadMask<C>(r.mask + i, n) ? v : otherwise;
   }
   // Elements that are dropped become 0.
   static JAXKERN_INLINE V Kept(const SoftmaxArgs& a, const Row& r, int64_t i, V v) {
