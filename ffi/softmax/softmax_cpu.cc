@@ -46,7 +46,10 @@ void SoftmaxFusedCpu(const SoftmaxArgs& args, const Executor& executor) {
   const FusedCpuPlan plan = ChosenPlanners().fused(args);
   const int64_t grain = std::max(kShardElements / args.width, args.outer / (16 * std::max<int64_t>(executor.Threads(), 1)));
   ParallelFor(executor, args.outer, grain, [&](int64_t first, int64_t last) {
-    const std::unique_ptr<double[]> buffer(new double[(plan.buffer_bytes + 7) / 8]);
+    struct alignas(64) Line {
+      char bytes[64];
+    };
+    const std::unique_ptr<Line[]> buffer(new Line[(plan.buffer_bytes + 63) / 64]);
     plan.run(args, first, last, buffer.get());
   });
 }

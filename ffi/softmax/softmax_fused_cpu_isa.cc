@@ -16,8 +16,7 @@ namespace JAXKERN_ISA {
 namespace {
 
 constexpr double kInf = __builtin_inf();
-constexpr int kK = 4;  // registers at a time
-
+constexpr int kK = 4;                        // registers at a time
 constexpr int kDraws = 8 * kLanes<double>;  // elements that a vector of Philox blocks is for
 
 // The bits of philox.h for elements [first, first + kDraws) of a row, where first is a multiple of 8. A lane has a
@@ -67,25 +66,31 @@ struct Fused {
   static constexpr int kRows = 16, kElements = 2048;  // that a pass runs over, at most, if not one row
 
   struct Row {
-    int64_t at, limit;    // the first element; how many may take part
+    const T *x, *g;
+    T* out;
+    int64_t limit;        // how many elements may take part
     const uint8_t* mask;  // of those, null: all do
     const T* bias;        // null: none, or the same for all
     const C* wide_bias;
     C scale, same_bias;
-    uint32_t key0, key1, number;
+    uint32_t key0, key1, number, threshold;
     C *s, *fraction;  // fraction: beside exp(s - maximum), of the forward pass
-    uint16_t* draws;
+    uint16_t* draws;  // null: nothing is dropped
+    int64_t ahead;    // elements to the row that will be read next; 0: too far
     C maximum, p, q, r;  // what Write computes with
   };
-  static JAXKERN_INLINE int64_t Padded(int64_t width) { return width + kDraws; }  // whole registers may be written
+  // Whole registers are written, and vectors of draws.
+  static JAXKERN_INLINE int64_t Padded(int64_t width) { return (width + kDraws - 1) / kDraws * kDraws; }
   static JAXKERN_INLINE int64_t Group(int64_t width) {
-    return width * kRows <= kElements ? kRows : width < kElements ? kElements / width : 1;
+    return width > kElements ? 1 : width * kRows > kElements ? kElements / width : kRows;
   }
 
   static JAXKERN_INLINE Row MakeRow(const SoftmaxArgs& a, int64_t row, C* buffer) {
     const SoftmaxExtras& e = a.extras;
     Row r = {};
-    r.at = row * a.width;
+    r.x = static_cast<const T*>(a.a) + row * a.width;
+    r.g = kBackward ? static_cast<const T*>(a.b) + row * a.width : nullptr;
+    r.out = static_cast<T*>(a.out) + row * a.width;
     r.limit = e.Limit(uint32_t(row), a.width);
     if (a.mask) {
       r.mask = a.mask + a.mask_view.outer_map(row);
@@ -105,9 +110,11 @@ struct Fused {
       const uint32_t* const words = e.key + (e.key_per_row ? 4 * row : 0);
       r.key0 = words[0], r.key1 = words[1];
       r.number = e.key_per_row ? words[2] : uint32_t(row);
+      r.threshold = e.threshold;
+      r.draws = reinterpret_cast<uint16_t*>(buffer + 2 * Padded(a.width));
     }
-    r.s = buffer, r.fraction = r.s + Padded(a.width);
-    r.draws = reinterpret_cast<uint16_t*>(r.fraction + Padded(a.width));
+    r.s = buffer, r.fraction = buffer + Padded(a.width);
+    r.ahead = a.width <= 4 * kElements ? Group(a.width) * a.width : 0;
     return r;
   }
 
@@ -117,24 +124,18 @@ struct Fused {
     return LoadMask<C>(r.mask + i, n) ? v : otherwise;
   }
   // Elements that are dropped become 0.
-  static JAXKERN_INLINE V Kept(const SoftmaxArgs& a, const Row& r, int64_t i, V v) {
-    if (!a.extras.key) return v;
+  static JAXKERN_INLINE V Kept(const Row& r, int64_t i, V v) {
+    if (!r.draws) return v;
     VecN<uint16_t, W> drawn;
     std::memcpy(&drawn, r.draws + i, sizeof drawn);
-    return __builtin_convertvector(drawn, IntVec<C>) >= typename IntOf<C>::type(a.extras.threshold) ? v : V{};
+    return __builtin_convertvector(drawn, IntVec<C>) >= typename IntOf<C>::type(r.threshold) ? v : V{};
   }
-  static JAXKERN_INLINE V Cotangent(const SoftmaxArgs& a, const Row& r, int64_t i, int n) {
-    return Kept(a, r, i, Masked(r, i, n, Get(static_cast<const T*>(a.b) + r.at + i, n), V{}));
-  }
-
-  template <int kWrite>
-  static JAXKERN_INLINE void Prefetch(const void* p) {  // a hint, which may point anywhere
-    __builtin_prefetch(p, kWrite);
+  static JAXKERN_INLINE V Cotangent(const Row& r, int64_t i, int n) {
+    return Kept(r, i, Masked(r, i, n, Get(r.g + i, n), V{}));
   }
 
-  static JAXKERN_OUTLINE void Logits(const SoftmaxArgs& a, Row* row) {
+  static JAXKERN_OUTLINE void Logits(Row* row) {
     const Row r = *row;
-    const T* const x = static_cast<const T*>(a.a) + r.at;
     const V nothing = Splat(C(-kInf)), scale = Splat(r.scale), same_bias = Splat(r.same_bias);
     V largest[kK];
     for (V& v : largest) v = nothing;
@@ -142,7 +143,7 @@ struct Fused {
       for (int k = 0; k < registers.count; ++k) {
         const int64_t i = begin + k * W;
         const V bias = r.bias ? Get(r.bias + i, n) : r.wide_bias ? Get(r.wide_bias + i, n) : same_bias;
-        V v = Masked(r, i, n, Get(x + i, n) * scale + bias, nothing);
+        V v = Masked(r, i, n, Get(r.x + i, n) * scale + bias, nothing);
         if (n < W) v = Below<C>(n, v, nothing);
         largest[k] = Max(v, largest[k]);
         Store(r.s + i, v);
@@ -153,14 +154,22 @@ struct Fused {
     row->maximum = maximum == -kInf ? 0 : maximum;
   }
 
+  // Tells the cache what the next rows read and this one writes, while exponentials keep memory idle. Hints, which may
+  // point anywhere.
+  static JAXKERN_INLINE void Prefetch(const Row& r, int64_t i) {
+    if (r.ahead == 0) return;
+    __builtin_prefetch(r.x + r.ahead + i);
+    if constexpr (kBackward) __builtin_prefetch(r.g + r.ahead + i);
+    if (r.bias) __builtin_prefetch(r.bias + r.ahead + i);
+    if (r.mask) __builtin_prefetch(r.mask + r.ahead + i);
+    __builtin_prefetch(r.out + i, 1);
+  }
+
   static JAXKERN_OUTLINE void Reduce(const SoftmaxArgs& a, Row* row) {
     const Row r = *row;
     const V maximum = Splat(r.maximum);
-    const int64_t group = Group(a.width) * a.width;
-    const T *const x = static_cast<const T*>(a.a) + r.at + group, *const g = static_cast<const T*>(a.b) + r.at + group;
-    const T* const out = static_cast<const T*>(a.out) + r.at;
     Accumulator<C> powers, products;
-    if (a.extras.key) {
+    if (r.draws) {
       for (int64_t i = 0; i < r.limit; i += kDraws) Draw(i, r.number, r.key0, r.key1, r.draws + i);
     }
     Walk<C>(r.limit, [&](auto registers, int64_t begin, int n) {
@@ -169,14 +178,10 @@ struct Fused {
         const int64_t i = begin + k * W;
         const Exponential<V> parts = ExpParts<C>(Load(r.s + i) - maximum);
         const V e = parts.Rounded();
-        Prefetch<0>(x + i);
-        if constexpr (kBackward) Prefetch<0>(g + i);
-        Prefetch<1>(out + i);
-        if (r.bias) Prefetch<0>(r.bias + group + i);
-        if (r.mask) Prefetch<0>(r.mask + group + i);
         power += e;
+        Prefetch(r, i);
         if constexpr (kBackward) {
-          const V h = Cotangent(a, r, i, n);
+          const V h = Cotangent(r, i, n);
           product = kLog ? product + h : Fma(e, h, product);
           Store(r.s + i, e);
         } else if constexpr (!kLog) {
@@ -211,9 +216,8 @@ struct Fused {
     return kBackward && !a.extras.unscaled ? kept * r.scale : kept;
   }
 
-  static JAXKERN_OUTLINE void Write(const SoftmaxArgs& a, const Row& row) {
+  static JAXKERN_OUTLINE void Write(int64_t width, const Row& row) {
     const Row r = row;
-    T* const out = static_cast<T*>(a.out) + r.at;
     const V maximum = Splat(r.maximum), p = Splat(r.p), q = Splat(r.q), rest = Splat(r.r);
     const V nothing = kLog && !kBackward ? Splat(C(-kInf)) : V{};
     Walk<C>(r.limit, [&](auto registers, int64_t begin, int n) {
@@ -222,16 +226,16 @@ struct Fused {
         const V s = Load(r.s + i);
         V v;
         if constexpr (kBackward) {
-          const V h = Cotangent(a, r, i, n);
+          const V h = Cotangent(r, i, n);
           v = kLog ? Fma(-s, q, h * p) : s * q * ((h - p) - rest);
         } else {
-          v = kLog ? LogQuotient(s, maximum, q, rest) : Kept(a, r, i, Quotient<V>({s, Load(r.fraction + i)}, q, rest));
+          v = kLog ? LogQuotient(s, maximum, q, rest) : Kept(r, i, Quotient<V>({s, Load(r.fraction + i)}, q, rest));
         }
-        Put(out + i, n, Masked(r, i, n, v, nothing));
+        Put(r.out + i, n, Masked(r, i, n, v, nothing));
       }
     });
-    Walk<C>(a.width - r.limit, [&](auto registers, int64_t i, int n) {
-      for (int k = 0; k < registers.count; ++k) Put(out + r.limit + i + k * W, n, nothing);
+    Walk<C>(width - r.limit, [&](auto registers, int64_t i, int n) {
+      for (int k = 0; k < registers.count; ++k) Put(r.out + r.limit + i + k * W, n, nothing);
     });
   }
 
@@ -241,10 +245,10 @@ struct Fused {
       Row rows[kRows];
       for (int64_t i = 0; i < count; ++i) {
         rows[i] = MakeRow(a, first + i, static_cast<C*>(buffer) + i * 3 * Padded(a.width));
-        Logits(a, &rows[i]);
+        Logits(&rows[i]);
       }
       for (int64_t i = 0; i < count; ++i) Reduce(a, &rows[i]);
-      for (int64_t i = 0; i < count; ++i) Write(a, rows[i]);
+      for (int64_t i = 0; i < count; ++i) Write(a.width, rows[i]);
     }
   }
 
