@@ -292,8 +292,8 @@ JAXKERN_INLINE void StorePart(T* p, int n, Vec<Compute<T>> v) {
 }
 #endif
 
-// Bytes -> lanes: -1 where the byte is not 0. Of the first n bytes, the other lanes 0; nothing beyond p[n-1] is touched.
-// By intrinsics, since GCC 12 takes such a conversion apart byte by byte.
+// The first n bytes -> lanes: -1 where a byte is not 0; 0 in the other lanes. Nothing beyond p[n-1] is touched. By
+// intrinsics, since GCC 12 takes such a conversion apart byte by byte.
 template <class C>
 JAXKERN_INLINE IntVec<C> LoadMask(const uint8_t* p, int n = kLanes<C>) {
 #if defined(__AVX512F__)

@@ -26,7 +26,8 @@ struct SoftmaxCpuPlan {
   void (*write)(const SoftmaxArgs&, int64_t strip, int64_t chunk, const double* stats) = nullptr;
 };
 
-// A fused call on rows [first, last), with a buffer of the caller's, aligned to a line of the cache, that no other thread uses.
+// A fused call on rows [first, last), with a buffer of the caller's, aligned to a line of the cache, that no other
+// thread uses.
 struct FusedCpuPlan {
   int64_t buffer_bytes = 0;
   void (*run)(const SoftmaxArgs&, int64_t first, int64_t last, void* buffer) = nullptr;
