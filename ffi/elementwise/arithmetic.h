@@ -236,21 +236,16 @@ struct Coarse : Float {
     asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
   }
-  static JAXKERN_FN C Log2Far(C x) {  // exact to 2^-22, which is too little near 1
-    C y;
-    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
+  static JAXKERN_FN C Log2(C x, C d) {  // of x = 1 + d, to 2^-17 of itself; the hardware's is exact to 2^-22, too little near 1
+    C far;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(far) : "f"(x));
+    return fabsf(d) < 0x1p-5f ? d * Polynomial(d, {1.4426950216293335f, -0.7216171622276306f, 0.4811677634716034f}) : far;
   }
-  static constexpr C kNear = 0x1p-5f;
-  static JAXKERN_FN C LogNear(C d) {  // log(1 + d), |d| <= kNear
-    return d * Polynomial(d, {0.9999999947f, -0.5001869f, 0.3335201f});
-  }
-  static JAXKERN_FN C Log(C x) { return fabsf(x - 1) < kNear ? LogNear(x - 1) : kLn2 * Log2Far(x); }
-  static JAXKERN_FN C Log1p(C x) { return fabsf(x) < kNear ? LogNear(x) : kLn2 * Log2Far(1 + x); }
-  // 2^(y log2 |x|), the logarithm to 2^-17 of itself, which y log2 |x| < 150 has room for; then C's rules for signs and NaN.
+  static JAXKERN_FN C Log(C x) { return kLn2 * Log2(x, x - 1); }
+  static JAXKERN_FN C Log1p(C x) { return kLn2 * Log2(1 + x, x); }
+  // 2^(y log2 |x|), where |y log2 |x|| < 150 has room for the logarithm's error; then C's rules for signs and NaN.
   static JAXKERN_FN C Power(C x, C y) {
-    const C a = fabsf(x), d = a - 1, log2 = fabsf(d) < kNear ? kLog2e * LogNear(d) : Log2Far(a);
-    const C exponent = y == 0 || a == 1 ? C(0) : y * log2;
+    const C a = fabsf(x), exponent = y == 0 || a == 1 ? C(0) : y * Log2(a, a - 1);
     C power;
     asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(exponent));
     const C half = 0.5f * y;
