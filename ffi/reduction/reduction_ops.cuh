@@ -202,6 +202,17 @@ template <class T_> struct Max_ {
 
 // ---- logsumexp
 
+// max + log(sum * (1 + low)): logf alone errs by a unit of a logarithm that may be larger than the result. sum = m * 2^k
+// with m near 1, whose logarithm is small, as is its error; k * log(2) has a high part that is exact, and what rounding
+// takes from max + high is added to the rest.
+__device__ __forceinline__ float PlusLog(float max, float sum, float low) {
+  const int bits = __float_as_int(sum), k = (bits - 0x3f3504f3) >> 23;  // of the square root of 1/2
+  const float high = static_cast<float>(k) * 0x1.62e4p-1f;  // 16 bits of log(2)
+  const float rest = fmaf(static_cast<float>(k), 0x1.7f7d1cp-20f, logf(__int_as_float(bits - (k << 23))) + low);
+  const float y = max + high, of_high = y - max;
+  return y + ((max - (y - of_high)) + (high - of_high) + rest);
+}
+
 // One pass: the sum is relative to the largest value so far, and rescaled when that grows (Milakov and
 // Gimelshein, 2018). The maximum carries NaN and +inf to the end, where the sum beside it means nothing.
 template <class T_> struct LogSumExp_ {
@@ -251,7 +262,7 @@ template <class T_> struct LogSumExp_ {
       if constexpr (sizeof(T) == 8) {
         y += log(sum);
       } else if constexpr (sizeof(T) == 4) {
-        y += logf(sum) + static_cast<V>(stat.sum - sum) / sum;
+        y = PlusLog(y, sum, static_cast<V>(stat.sum - sum) / sum);
       } else {
         y += logf(sum) - LogOfExcess<T>(y) * kLn2;
       }
