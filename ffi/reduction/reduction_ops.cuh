@@ -3,10 +3,11 @@
 //
 // An Op works on values of its type V:
 //     Neutral      what an element that takes no part is
-//     Accumulate   folds values into a Stat, a thread's share of a row
+//     Accumulate   folds values, or packs of them, into a Stat, a thread's share of a row
 //     Merge        two Stats
-//     Exchange     that of the lane whose number differs in the bit `lane`
-//     MergeLanes   merges the Stats of aligned groups of lanes
+//     Level        what a group of lanes must agree on before they join their Stats
+//     Exchange     the Stat of the lane whose number differs in the bit `lane`
+//     Join         two Stats of such a group
 //     Store        the Stat of a whole row -> its element of the output
 #pragma once
 
@@ -28,12 +29,13 @@ struct ReduceParams {
   int64_t width;
   int64_t inner;
   int64_t parts;  // blocks that share a row or column; more than 1: `out` takes [rows, inner, parts] Stats
+  int64_t each;   // elements of a part; the last ones may have fewer
   uint64_t flip;     // min is the max of values with these bits flipped; 0 for everything else
   uint64_t neutral;  // as it lies in memory, before flipping, repeated to 8 bytes
   double scale;      // mean: 1 / width; else 1
   bool mean;
   bool wide;         // integer sums: 64 bits; 16-bit types: a float
-  bool exceeds_l2;   // see ReadPolicy
+  bool whole;        // every row is whole vectors
   const uint8_t* mask;
   BroadcastView mask_view;
 };
@@ -62,10 +64,12 @@ template <class V, class T> __device__ __forceinline__ V ValueOf(T x) {
   else return ToCompute(x);
 }
 
-// Over aligned groups of `lanes` lanes, a power of two.
-template <class V, class Combine> __device__ __forceinline__ V ShuffleReduce(V v, int lanes, Combine combine) {
-  for (int lane = lanes / 2; lane > 0; lane /= 2) v = combine(v, __shfl_xor_sync(0xffffffffu, v, lane));
-  return v;
+// Merges the Stats of aligned groups of `lanes` lanes, a power of two.
+template <class Op> __device__ __forceinline__ typename Op::Stat MergeLanes(typename Op::Stat stat, int lanes) {
+  typename Op::Stat all[1] = {stat};
+  Op::Level(all, lanes);
+  for (int lane = lanes / 2; lane > 0; lane /= 2) all[0] = Op::Join(all[0], Op::Exchange(all[0], lane));
+  return all[0];
 }
 
 // The larger one; NaN if either is.
@@ -93,6 +97,15 @@ template <class T> __device__ __forceinline__ void StoreRounded(const ReducePara
   else static_cast<T*>(p.out)[at] = FromCompute<T>(y);
 }
 
+// The larger one of a pair, or NaN.
+template <class V, class T> __device__ __forceinline__ V LargerOf(uint32_t word) {
+  Pack<T, 2> pair;
+  pair.word[0] = word;
+  V v[2];
+  Unpack(pair, v);
+  return MaxOrNan()(v[0], v[1]);
+}
+
 // The largest element of some packs, or NaN; 16-bit ones two at a time.
 template <class V, class T, int U, int N> __device__ __forceinline__ V LargestOf(const Pack<T, N> (&raw)[U]) {
   static_assert(sizeof(T) == 2 && N % 2 == 0);
@@ -104,29 +117,34 @@ template <class V, class T, int U, int N> __device__ __forceinline__ V LargestOf
     for (int w = 1; w < Pack<T, N>::kWords; ++w) m[i] = MaxOrNanOfPairs<T>(m[i], raw[i].word[w]);
     if (i > 0) m[0] = MaxOrNanOfPairs<T>(m[0], m[i]);
   }
-  Pack<T, 2> pair;
-  pair.word[0] = m[0];
-  V v[2];
-  Unpack(pair, v);
-  return MaxOrNan()(v[0], v[1]);
+  return LargerOf<V, T>(m[0]);
+}
+
+// All elements of some packs, as V.
+template <class V, class T, int U, int N> __device__ __forceinline__ void AllValues(const Pack<T, N> (&raw)[U], V (&v)[U * N]) {
+#pragma unroll
+  for (int i = 0; i < U; ++i) Values(raw[i], v + i * N);
 }
 
 // ---- sum and mean
 
-// kCounts: the elements that take part are counted, where there is a mask.
-template <class T_, bool kCounts> struct Sum_ {
+// kMasked: there may be a mask, and a mean needs to know how many elements take part.
+template <class T_, bool kMasked> struct Sum_ {
   using T = T_;
-  static constexpr bool kKnowsLargest = false;
-  static constexpr bool kInteger = std::is_integral_v<T>;
+  static constexpr bool kInteger = std::is_integral_v<T>, kCounts = kMasked && !kInteger;
   // Values of a few packs of small integers add up in 32 bits.
   using V = std::conditional_t<!kInteger, Compute<T>, std::conditional_t<sizeof(T) <= 2, int32_t, int64_t>>;
   using S = std::conditional_t<kInteger, int64_t, double>;
-  struct Stat {
+  struct Counted {
     S sum;
     int64_t count;
   };
+  struct Uncounted {
+    S sum;
+  };
+  using Stat = std::conditional_t<kCounts, Counted, Uncounted>;
 
-  static __device__ __forceinline__ Stat Identity() { return {S(0), 0}; }
+  static __device__ __forceinline__ Stat Identity() { return {S(0)}; }
   static __device__ __forceinline__ V Neutral(const ReduceParams&) { return V(0); }
   static __device__ __forceinline__ void Count(Stat& stat, int64_t n) {
     if constexpr (kCounts) stat.count += n;
@@ -134,24 +152,33 @@ template <class T_, bool kCounts> struct Sum_ {
   template <int N> static __device__ __forceinline__ void Accumulate(const ReduceParams&, Stat& stat, const V (&v)[N]) {
     stat.sum += static_cast<S>(Fold(v, SumOf()));
   }
-  static __device__ __forceinline__ Stat Merge(Stat a, Stat b) { return {a.sum + b.sum, a.count + b.count}; }
+  template <int U, int N>
+  static __device__ __forceinline__ void Accumulate(const ReduceParams& p, Stat& stat, const Pack<T, N> (&raw)[U]) {
+    V v[U * N];
+    AllValues(raw, v);
+    Accumulate(p, stat, v);
+  }
+  static __device__ __forceinline__ Stat Merge(Stat a, Stat b) {
+    a.sum += b.sum;
+    if constexpr (kCounts) a.count += b.count;
+    return a;
+  }
+  template <int K> static __device__ __forceinline__ void Level(Stat (&)[K], int) {}
   static __device__ __forceinline__ Stat Exchange(Stat stat, int lane) {
     stat.sum = __shfl_xor_sync(0xffffffffu, stat.sum, lane);
     if constexpr (kCounts) stat.count = __shfl_xor_sync(0xffffffffu, stat.count, lane);
     return stat;
   }
-  static __device__ __forceinline__ Stat MergeLanes(Stat stat, int lanes) {
-    stat.sum = ShuffleReduce(stat.sum, lanes, SumOf());
-    if constexpr (kCounts) stat.count = ShuffleReduce(stat.count, lanes, SumOf());
-    return stat;
-  }
+  static __device__ __forceinline__ Stat Join(Stat a, Stat b) { return Merge(a, b); }
   static __device__ __forceinline__ void Store(const ReduceParams& p, int64_t at, const Stat& stat) {
     if constexpr (kInteger) {
       if (p.wide) static_cast<int64_t*>(p.out)[at] = stat.sum;
       else static_cast<int32_t*>(p.out)[at] = static_cast<int32_t>(stat.sum);
     } else {
       double sum = stat.sum * p.scale;
-      if (p.mean && p.mask) sum = stat.sum / static_cast<double>(stat.count);
+      if constexpr (kCounts) {
+        if (p.mean && p.mask) sum = stat.sum / static_cast<double>(stat.count);
+      }
       StoreRounded<T>(p, at, static_cast<V>(sum));
     }
   }
@@ -161,7 +188,6 @@ template <class T_, bool kCounts> struct Sum_ {
 
 template <class T_> struct Max_ {
   using T = T_;
-  static constexpr bool kKnowsLargest = false;
   using V = std::conditional_t<!std::is_integral_v<T>, Compute<T>,
                                std::conditional_t<(sizeof(T) < 4), std::conditional_t<std::is_signed_v<T>, int32_t, uint32_t>, T>>;
   struct Stat {
@@ -186,13 +212,31 @@ template <class T_> struct Max_ {
     for (int i = 0; i < N; ++i) flipped[i] = Flip(p, v[i]);
     stat.max = MaxOrNan()(stat.max, Fold(flipped, MaxOrNan()));
   }
+  template <int U, int N>
+  static __device__ __forceinline__ void Accumulate(const ReduceParams& p, Stat& stat, const Pack<T, N> (&raw)[U]) {
+    if constexpr (!std::is_integral_v<T> && sizeof(T) == 2) {
+      Pack<T, N> flipped[U];
+#pragma unroll
+      for (int i = 0; i < U; ++i)
+#pragma unroll
+        for (int w = 0; w < Pack<T, N>::kWords; ++w) flipped[i].word[w] = raw[i].word[w] ^ FlipOfPairs(p);
+      stat.max = MaxOrNan()(stat.max, LargestOf<V>(flipped));
+    } else {
+      V v[U * N];
+      AllValues(raw, v);
+      Accumulate(p, stat, v);
+    }
+  }
+  // The sign of a float, for each of two 16-bit numbers.
+  static __device__ __forceinline__ uint32_t FlipOfPairs(const ReduceParams& p) {
+    return static_cast<uint32_t>(p.flip) | static_cast<uint32_t>(p.flip) >> 16;
+  }
   static __device__ __forceinline__ Stat Merge(Stat a, Stat b) { return {MaxOrNan()(a.max, b.max)}; }
+  template <int K> static __device__ __forceinline__ void Level(Stat (&)[K], int) {}
   static __device__ __forceinline__ Stat Exchange(Stat stat, int lane) {
     return {__shfl_xor_sync(0xffffffffu, stat.max, lane)};
   }
-  static __device__ __forceinline__ Stat MergeLanes(Stat stat, int lanes) {
-    return {ShuffleReduce(stat.max, lanes, MaxOrNan())};
-  }
+  static __device__ __forceinline__ Stat Join(Stat a, Stat b) { return Merge(a, b); }
   static __device__ __forceinline__ void Store(const ReduceParams& p, int64_t at, const Stat& stat) {
     const V x = Flip(p, stat.max);
     if constexpr (std::is_integral_v<T>) static_cast<T*>(p.out)[at] = static_cast<T>(x);
@@ -217,7 +261,6 @@ __device__ __forceinline__ float PlusLog(float max, float sum, float low) {
 // Gimelshein, 2018). The maximum carries NaN and +inf to the end, where the sum beside it means nothing.
 template <class T_> struct LogSumExp_ {
   using T = T_;
-  static constexpr bool kKnowsLargest = sizeof(T) == 2;  // see LargestOf
   using V = Compute<T>;
   // 16 bits do not show what float loses.
   using S = std::conditional_t<sizeof(T) == 2, float, double>;
@@ -236,6 +279,13 @@ template <class T_> struct LogSumExp_ {
   template <int N> static __device__ __forceinline__ void Accumulate(const ReduceParams&, Stat& stat, const V (&v)[N]) {
     Accumulate(stat, v, Fold(v, MaxOrNan()));
   }
+  template <int U, int N>
+  static __device__ __forceinline__ void Accumulate(const ReduceParams& p, Stat& stat, const Pack<T, N> (&raw)[U]) {
+    V v[U * N];
+    AllValues(raw, v);
+    if constexpr (sizeof(T) == 2) Accumulate(stat, v, LargestOf<V>(raw));
+    else Accumulate(p, stat, v);
+  }
   // With the largest of the values, if that is known.
   template <int N> static __device__ __forceinline__ void Accumulate(Stat& stat, const V (&v)[N], V largest) {
     const V max = MaxOrNan()(stat.max, largest), base = Base(max);
@@ -248,13 +298,22 @@ template <class T_> struct LogSumExp_ {
     const V max = MaxOrNan()(a.max, b.max), base = Base(max);
     return {max, a.sum * Factor(a.max, base) + b.sum * Factor(b.max, base)};
   }
+  // All sums relative to the group's maximum: one exponential, not two for each step.
+  template <int K> static __device__ __forceinline__ void Level(Stat (&stat)[K], int lanes) {
+    V max[K];
+#pragma unroll
+    for (int u = 0; u < K; ++u) max[u] = stat[u].max;
+    for (int lane = lanes / 2; lane > 0; lane /= 2) {
+#pragma unroll
+      for (int u = 0; u < K; ++u) max[u] = MaxOrNan()(max[u], __shfl_xor_sync(0xffffffffu, max[u], lane));
+    }
+#pragma unroll
+    for (int u = 0; u < K; ++u) stat[u] = {max[u], stat[u].sum * Factor(stat[u].max, Base(max[u]))};
+  }
   static __device__ __forceinline__ Stat Exchange(Stat stat, int lane) {
-    return {__shfl_xor_sync(0xffffffffu, stat.max, lane), __shfl_xor_sync(0xffffffffu, stat.sum, lane)};
+    return {stat.max, __shfl_xor_sync(0xffffffffu, stat.sum, lane)};
   }
-  static __device__ __forceinline__ Stat MergeLanes(Stat stat, int lanes) {
-    const V max = ShuffleReduce(stat.max, lanes, MaxOrNan());
-    return {max, ShuffleReduce(stat.sum * Factor(stat.max, Base(max)), lanes, SumOf())};
-  }
+  static __device__ __forceinline__ Stat Join(Stat a, Stat b) { return {a.max, a.sum + b.sum}; }
   static __device__ __forceinline__ void Store(const ReduceParams& p, int64_t at, const Stat& stat) {
     V y = stat.max;
     if (y - y == V(0)) {  // finite

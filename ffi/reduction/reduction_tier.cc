@@ -17,6 +17,11 @@ int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t RowPacks(const ReduceProblem& p) { return CeilDiv(p.width * p.element_bytes, 16); }
 
+// A thread counts the packs of a row, and the rows that have masks, in 32 bits.
+bool CountsFit(const ReduceProblem& p, int64_t parts) {
+  return RowPacks(p) / parts < (int64_t{1} << 31) - kPartPacks && (!p.masked || p.rows < int64_t{1} << 32);
+}
+
 }  // namespace
 
 int64_t SplitParts(const ReduceProblem& p, const DeviceTraits& d) {
@@ -34,8 +39,8 @@ bool ReduceTierFits(ReduceTier tier, const ReduceProblem& p, const DeviceTraits&
     case ReduceTier::kSubWarp:
       return p.width <= kSubWarpElements || (!p.integer && WholePacks(p) && RowPacks(p) <= 32);
     case ReduceTier::kWarp:
-    case ReduceTier::kBlock: return true;
-    case ReduceTier::kSplit: return SplitParts(p, d) > 1;
+    case ReduceTier::kBlock: return CountsFit(p, 1);
+    case ReduceTier::kSplit: return SplitParts(p, d) > 1 && CountsFit(p, SplitParts(p, d));
     default: return false;
   }
 }
