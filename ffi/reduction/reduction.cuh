@@ -73,12 +73,12 @@ template <template <bool> class Of> struct ReduceLauncher {
     return Partly<Op>(Launch(ReduceRows<Op, N, true>, shape, stream, p, rows_each));
   }
 
-  cudaError_t Columns() const {
+  cudaError_t Columns() {
     const bool packs = !std::is_integral_v<T> && !p.mask && problem.misalignment == 0 && p.inner % N == 0;
     const int64_t across = packs ? p.inner / N : p.inner;
-    // 32 threads across, more where there are too few rows for the others: a thread has 16, if there are.
-    const int64_t each = ReduceCeilDiv(p.width, p.parts);
-    const int log_y = each < 32 ? 0 : each < 64 ? 1 : each < 128 ? 2 : 3;
+    // 32 threads across, more where there are too few rows for the others: a thread has 16, if there are. Of parts 8.
+    p.each = ReduceCeilDiv(p.width, p.parts);
+    const int log_y = p.parts > 1 ? 3 : p.each < 32 ? 0 : p.each < 64 ? 1 : p.each < 128 ? 2 : 3;
     const int log_x = std::min(8 - log_y, Log2Ceil(across));
     const int64_t tiles = ReduceCeilDiv(across, int64_t{1} << log_x);
     LaunchShape shape;
@@ -97,11 +97,12 @@ template <template <bool> class Of> struct ReduceLauncher {
     ReduceParams q = p;
     q.out = args.out;
     q.rows = p.rows * p.inner;
-    const bool warps = p.parts <= 4 * kWarp;
+    // A lane a part, but a warp for up to 128 of them, and then a block.
+    const int log_lanes = Log2Ceil(p.parts > 4 * kWarp ? kMergeThreads : std::min<int64_t>(p.parts, kWarp));
     LaunchShape shape;
     shape.threads = kMergeThreads;
-    shape.blocks = warps ? ReduceCeilDiv(q.rows, kMergeThreads / kWarp) : q.rows;
-    return Launch(ReduceMerge<O>, shape, stream, q, static_cast<const typename O::Stat*>(args.scratch), warps);
+    shape.blocks = ReduceCeilDiv(q.rows, kMergeThreads >> log_lanes);
+    return Launch(ReduceMerge<O>, shape, stream, q, static_cast<const typename O::Stat*>(args.scratch), log_lanes);
   }
 
   cudaError_t Run(ReduceTier tier) {

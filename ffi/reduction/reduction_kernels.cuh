@@ -21,8 +21,9 @@ constexpr int kRowsTogether = 4;   // that a group of lanes, or a warp, merges a
 constexpr int kRowThreads = 256;   // a block, at most
 constexpr int kPartThreads = 128;  // one that has a part of a row
 constexpr int kWarpsOfRows = 4;    // a block of the warp tier
-constexpr int kColumnsThreads = 256;
+constexpr int kColumnsThreads = 256, kColumnsBlocks = 4;  // a block, and blocks a multiprocessor
 constexpr int kMergeThreads = 256;
+static_assert(kColumnsThreads == kMergeThreads && kRowThreads == kMergeThreads);
 
 // Packs that a thread has in flight.
 template <class T> constexpr int kInFlight = sizeof(T) == 1 ? 2 : sizeof(T) == 4 ? 8 : 4;
@@ -300,22 +301,19 @@ ReduceRows(const __grid_constant__ ReduceParams p, int rows_each) {
 
 // Tiles of 2^log_x threads across, each with N columns, and the other threads of the block down.
 template <class Op, int N>
-__global__ void __launch_bounds__(kColumnsThreads, sizeof(typename Op::T) == 8 ? 2 : N == 8 ? 3 : 4)
+__global__ void __launch_bounds__(kColumnsThreads, sizeof(typename Op::T) == 8 ? 2 : kColumnsBlocks)
 ReduceColumns(const __grid_constant__ ReduceParams p, int log_x, int64_t tiles) {
   using T = typename Op::T;
-  using V = typename Op::V;
   using Stat = typename Op::Stat;
   constexpr int U = N == 1 ? 8 : 4;
-  __shared__ Stat room[kColumnsThreads * N];
+  constexpr int kPad = kWarp / N;  // so that both ways through shared memory meet different banks
+  __shared__ Stat room[kColumnsThreads * N + kColumnsThreads];
 
   const int x = threadIdx.x & ((1 << log_x) - 1), y = threadIdx.x >> log_x, threads_y = kColumnsThreads >> log_x;
-  const int64_t outer = blockIdx.x / tiles, first = (blockIdx.x % tiles << log_x) * N, column = first + x * N;
-  const int64_t each = (p.width + p.parts - 1) / p.parts;
-  const int64_t begin = min(p.width, each * blockIdx.y), end = column < p.inner ? min(p.width, begin + each) : 0;
+  const int64_t outer = blockIdx.x / tiles, first = (blockIdx.x - outer * tiles << log_x) * N, column = first + x * N;
+  const int64_t begin = min(p.width, p.each * blockIdx.y), end = column < p.inner ? min(p.width, begin + p.each) : 0;
 
-  Stat stat[N];
-#pragma unroll
-  for (int j = 0; j < N; ++j) stat[j] = Op::Identity();
+  typename Op::template Down<N> down;
   const T* from = static_cast<const T*>(p.x) + (outer * p.width + begin + y) * p.inner + column;
   const int64_t step = threads_y * p.inner;
   const uint8_t* mask = nullptr;
@@ -323,8 +321,8 @@ ReduceColumns(const __grid_constant__ ReduceParams p, int log_x, int64_t tiles) 
 
   for (int64_t a = begin + y; a < end; a += U * threads_y, from += U * step) {
     const int left = static_cast<int>(min(end - a, int64_t{U} * threads_y));
-    V v[U][N];
     if constexpr (N == 1) {
+      using V = typename Op::V;
       T raw[U];
       bool in[U];
       int count = 0;
@@ -339,12 +337,14 @@ ReduceColumns(const __grid_constant__ ReduceParams p, int log_x, int64_t tiles) 
           if (in[i]) in[i] = mask[(a + i * threads_y) * p.mask_view.axis_stride];
         }
       }
+      V v[U];
 #pragma unroll
       for (int i = 0; i < U; ++i) {
-        v[i][0] = in[i] ? ValueOf<V>(raw[i]) : Op::Neutral(p);
+        v[i] = in[i] ? ValueOf<V>(raw[i]) : Op::Neutral(p);
         count += in[i];
       }
-      Op::Count(stat[0], count);
+      down.Add(p, v);
+      down.Count(count);
     } else {
       Pack<T, N> raw[U];
 #pragma unroll
@@ -352,42 +352,41 @@ ReduceColumns(const __grid_constant__ ReduceParams p, int log_x, int64_t tiles) 
         raw[i] = NeutralPack<T, N>(p);
         if (i * threads_y < left) raw[i] = LoadVector<T, N>(from + i * step);
       }
-#pragma unroll
-      for (int i = 0; i < U; ++i) Values(raw[i], v[i]);
-    }
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      V down[U];
-#pragma unroll
-      for (int i = 0; i < U; ++i) down[i] = v[i][j];
-      Op::Accumulate(p, stat[j], down);
+      down.Add(p, raw);
     }
   }
 
-  const int columns = N << log_x;
+  Stat stat[N];
+  down.Get(stat);
+  const int across = (1 << log_x) + (log_x >= 5 ? kPad : 0);
 #pragma unroll
-  for (int j = 0; j < N; ++j) room[y * columns + x * N + j] = stat[j];
+  for (int j = 0; j < N; ++j) room[(y * N + j) * across + x] = stat[j];
   __syncthreads();
+  const int columns = N << log_x;
   for (int c = threadIdx.x; c < columns && first + c < p.inner; c += kColumnsThreads) {
-    Stat all = room[c];
-    for (int k = 1; k < threads_y; ++k) all = Op::Merge(all, room[k * columns + c]);
+    const Stat* const of = room + c % N * across + c / N;
+    Stat all = of[0];
+#pragma unroll 4
+    for (int k = 1; k < threads_y; ++k) all = Op::Merge(all, of[k * N * across]);
     Deliver<Op>(p, outer * p.inner + first + c, blockIdx.y, all);
   }
 }
 
-// A warp, or else a block, for each of the p.rows results; `partials` holds p.parts Stats of each.
+// 2^log_lanes lanes, or else a block, for each of the p.rows results; `partials` holds p.parts Stats of each.
 template <class Op>
 __global__ void __launch_bounds__(kMergeThreads)
-ReduceMerge(const __grid_constant__ ReduceParams p, const typename Op::Stat* partials, bool warps) {
-  const int lane = warps ? threadIdx.x % kWarp : threadIdx.x, lanes = warps ? kWarp : kMergeThreads;
-  const int64_t row = warps ? int64_t{blockIdx.x} * (kMergeThreads / kWarp) + threadIdx.x / kWarp : blockIdx.x;
-  if (row >= p.rows) return;
+ReduceMerge(const __grid_constant__ ReduceParams p, const typename Op::Stat* partials, int log_lanes) {
+  const bool block = kMergeThreads >> log_lanes == 1;
+  const int lanes = 1 << log_lanes, lane = threadIdx.x & (lanes - 1);
+  const int64_t row = int64_t{blockIdx.x} * (kMergeThreads >> log_lanes) + (threadIdx.x >> log_lanes);
   typename Op::Stat stat = Op::Identity();
+  if (row < p.rows) {
 #pragma unroll 4
-  for (int64_t i = lane; i < p.parts; i += lanes) stat = Op::Merge(stat, partials[row * p.parts + i]);
-  stat = MergeLanes<Op>(stat, kWarp);
-  if (!warps) stat = MergeWarps<Op>(stat);
-  if (lane == 0) Op::Store(p, row, stat);
+    for (int64_t i = lane; i < p.parts; i += lanes) stat = Op::Merge(stat, partials[row * p.parts + i]);
+  }
+  stat = MergeLanes<Op>(stat, min(lanes, kWarp));
+  if (block) stat = MergeWarps<Op>(stat);
+  if (lane == 0 && row < p.rows) Op::Store(p, row, stat);
 }
 
 }  // namespace jaxkern

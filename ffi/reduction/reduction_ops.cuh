@@ -9,6 +9,8 @@
 //     Exchange     the Stat of the lane whose number differs in the bit `lane`
 //     Join         two Stats of such a group
 //     Store        the Stat of a whole row -> its element of the output
+//     Down         what a thread makes of N columns while it walks down them: Add values of one column or packs of
+//                  all, Count those that take part, Get the Stats
 #pragma once
 
 #include <limits>
@@ -126,6 +128,36 @@ template <class V, class T, int U, int N> __device__ __forceinline__ void AllVal
   for (int i = 0; i < U; ++i) Values(raw[i], v + i * N);
 }
 
+// Stats all the way down.
+template <class Op, int N> struct StatsDown {
+  typename Op::Stat stat[N];
+
+  __device__ __forceinline__ StatsDown() {
+#pragma unroll
+    for (int j = 0; j < N; ++j) stat[j] = Op::Identity();
+  }
+  template <int U> __device__ __forceinline__ void Add(const ReduceParams& p, const typename Op::V (&v)[U]) {
+    static_assert(N == 1);
+    Op::Accumulate(p, stat[0], v);
+  }
+  template <int U> __device__ __forceinline__ void Add(const ReduceParams& p, const Pack<typename Op::T, N> (&raw)[U]) {
+    typename Op::V v[U * N];
+    AllValues(raw, v);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      typename Op::V of_column[U];
+#pragma unroll
+      for (int i = 0; i < U; ++i) of_column[i] = v[i * N + j];
+      Op::Accumulate(p, stat[j], of_column);
+    }
+  }
+  __device__ __forceinline__ void Count(int n) { Op::Count(stat[0], n); }
+  __device__ __forceinline__ void Get(typename Op::Stat (&out)[N]) const {
+#pragma unroll
+    for (int j = 0; j < N; ++j) out[j] = stat[j];
+  }
+};
+
 // ---- sum and mean
 
 // kMasked: there may be a mask, and a mean needs to know how many elements take part.
@@ -143,6 +175,41 @@ template <class T_, bool kMasked> struct Sum_ {
     S sum;
   };
   using Stat = std::conditional_t<kCounts, Counted, Uncounted>;
+
+  // 16 bit: what four times brought stays in float, which a conversion to double, a sixteenth of an addition's speed,
+  // is worth. At most five additions one after the other round, by 2^-24 each.
+  template <int N> struct FloatsDown : StatsDown<Sum_, N> {
+    float low[N] = {};
+    int times = 0;
+
+    template <int U> __device__ __forceinline__ void Add(const ReduceParams&, const Pack<T, N> (&raw)[U]) {
+#pragma unroll
+      for (int w = 0; w < Pack<T, N>::kWords; ++w) {
+        V left[U], right[U];
+#pragma unroll
+        for (int i = 0; i < U; ++i) {
+          Pack<T, 2> pair;
+          V v[2];
+          pair.word[0] = raw[i].word[w];
+          Unpack(pair, v);
+          left[i] = v[0], right[i] = v[1];
+        }
+        low[2 * w] += Fold(left, SumOf());
+        low[2 * w + 1] += Fold(right, SumOf());
+      }
+      if (++times % 4 == 0) Keep();
+    }
+    __device__ __forceinline__ void Keep() {
+#pragma unroll
+      for (int j = 0; j < N; ++j) this->stat[j].sum += static_cast<S>(low[j]), low[j] = 0;
+    }
+    __device__ __forceinline__ void Get(Stat (&out)[N]) {
+      Keep();
+      StatsDown<Sum_, N>::Get(out);
+    }
+  };
+  template <int N>
+  using Down = std::conditional_t<!kInteger && sizeof(T) == 2 && (N > 1), FloatsDown<N>, StatsDown<Sum_, N>>;
 
   static __device__ __forceinline__ Stat Identity() { return {S(0)}; }
   static __device__ __forceinline__ V Neutral(const ReduceParams&) { return V(0); }
@@ -193,6 +260,32 @@ template <class T_> struct Max_ {
   struct Stat {
     V max;
   };
+
+  // 16 bit: two columns at a time.
+  template <int N> struct PairsDown {
+    Pack<T, N> most;
+    bool any = false;
+
+    template <int U> __device__ __forceinline__ void Add(const ReduceParams& p, const Pack<T, N> (&raw)[U]) {
+#pragma unroll
+      for (int w = 0; w < Pack<T, N>::kWords; ++w) {
+        uint32_t m = raw[0].word[w] ^ FlipOfPairs(p);
+        if (any) m = MaxOrNanOfPairs<T>(m, most.word[w]);
+#pragma unroll
+        for (int i = 1; i < U; ++i) m = MaxOrNanOfPairs<T>(m, raw[i].word[w] ^ FlipOfPairs(p));
+        most.word[w] = m;
+      }
+      any = true;
+    }
+    __device__ __forceinline__ void Get(Stat (&out)[N]) const {
+      V v[N];
+      Unpack(most, v);
+#pragma unroll
+      for (int j = 0; j < N; ++j) out[j] = {any ? v[j] : Least()};
+    }
+  };
+  template <int N>
+  using Down = std::conditional_t<!std::is_integral_v<T> && sizeof(T) == 2 && (N > 1), PairsDown<N>, StatsDown<Max_, N>>;
 
   static __device__ __forceinline__ V Flip(const ReduceParams& p, V x) {
     if constexpr (std::is_same_v<V, float>) return __uint_as_float(__float_as_uint(x) ^ static_cast<uint32_t>(p.flip));
@@ -268,6 +361,7 @@ template <class T_> struct LogSumExp_ {
     V max;
     S sum;  // of e^(x - max)
   };
+  template <int N> using Down = StatsDown<LogSumExp_, N>;
 
   // 16 bit: sums are relative to what max * log2(e) rounds to, which Store takes back; see ExpDifference.
   static __device__ __forceinline__ V Exp(V x, V base) { return ExpDifference<T>(x, base); }
