@@ -32,20 +32,26 @@ template <template <bool> class Of> struct ReduceLauncher {
   cudaStream_t stream;
 
   cudaError_t Narrow() const {
-    LaunchShape shape;
-    shape.threads = kNarrowThreads;
-    const auto blocks = [&](int log_lanes) { return ReduceCeilDiv(p.rows, (kNarrowThreads >> log_lanes) * kRowsTogether); };
     if constexpr (!std::is_integral_v<T>) {
-      if (WholePacks(problem) && p.width <= 32 * N) {
-        const int packs = static_cast<int>(p.width / N), log_lanes = std::max(2, Log2Ceil(packs));
-        shape.blocks = blocks(log_lanes);
-        return Launch(ReduceNarrow<Op, N, 1>, shape, stream, p, log_lanes, packs);
+      // Half vectors where whole ones would leave most of four lanes without any.
+      if (WholePacks(problem) && p.width <= 32 * N && (sizeof(T) != 2 || p.width > 2 * N)) return NarrowPacks<N>();
+      if constexpr (sizeof(T) == 2) {
+        if (!p.mask && problem.misalignment % 8 == 0 && p.width % 4 == 0 && p.width <= 32 * 4) return NarrowPacks<4>();
       }
     }
     constexpr int kPacks = kSubWarpElements / 32;
     const int log_lanes = std::max(2, Log2Ceil(ReduceCeilDiv(p.width, kPacks)));
-    shape.blocks = blocks(log_lanes);
-    return Launch(ReduceNarrow<Counting, 1, kPacks>, shape, stream, p, log_lanes, static_cast<int>(p.width));
+    return Launch(ReduceNarrow<Counting, 1, kPacks>, NarrowShape(log_lanes), stream, p, log_lanes, static_cast<int>(p.width));
+  }
+  template <int M> cudaError_t NarrowPacks() const {
+    const int packs = static_cast<int>(p.width / M), log_lanes = std::max(2, Log2Ceil(packs));
+    return Launch(ReduceNarrow<Op, M, 1>, NarrowShape(log_lanes), stream, p, log_lanes, packs);
+  }
+  LaunchShape NarrowShape(int log_lanes) const {
+    LaunchShape shape;
+    shape.threads = kNarrowThreads;
+    shape.blocks = ReduceCeilDiv(p.rows, (kNarrowThreads >> log_lanes) * kRowsTogether);
+    return shape;
   }
 
   // Whole rows, or p.parts parts of each.
