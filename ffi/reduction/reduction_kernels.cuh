@@ -49,11 +49,10 @@ template <class Op> __device__ __forceinline__ typename Op::Stat MergeWarps(type
                                           [](typename Op::Stat s) { return MergeLanes<Op>(s, kRowThreads / kWarp); });
 }
 
-// Merges the Stats of kRowsTogether rows over aligned groups of 2^log_lanes lanes, four at least. Afterwards the
-// first kRowsTogether lanes of a group have that of one row each, number *row.
+// Merges the Stats of kRowsTogether rows over aligned groups of 2^log_lanes lanes, four at least, which are level.
+// Afterwards the first kRowsTogether lanes of a group have that of one row each, number *row.
 template <class Op>
 __device__ __forceinline__ typename Op::Stat MergeRows(typename Op::Stat (&stat)[kRowsTogether], int lane, int log_lanes, int* row) {
-  Op::Level(stat, 1 << log_lanes);
   // A step over two lanes halves the rows that a lane looks after, until it is one; then over the others.
   *row = 0;
   int rows = kRowsTogether;
@@ -118,6 +117,7 @@ ReduceNarrow(const __grid_constant__ ReduceParams p, int log_lanes, int packs) {
       Op::Accumulate(p, stat[u], v);
       Op::Count(stat[u], count);
     }
+    Op::Level(stat, 1 << log_lanes);
   } else {
     Pack<T, N> raw[kRowsTogether][kPacks];
     const T* from = x + first * p.width + lane * N;
@@ -130,8 +130,7 @@ ReduceNarrow(const __grid_constant__ ReduceParams p, int log_lanes, int packs) {
         if (i << log_lanes < has) raw[u][i] = LoadVector<T, N>(from + (i << log_lanes) * N);
       }
     }
-#pragma unroll
-    for (int u = 0; u < kRowsTogether; ++u) Op::Accumulate(p, stat[u], raw[u]);
+    Op::AccumulateLevel(p, stat, raw, 1 << log_lanes);
   }
   int row;
   const typename Op::Stat merged = MergeRows<Op>(stat, lane, log_lanes, &row);
@@ -290,6 +289,7 @@ ReduceRows(const __grid_constant__ ReduceParams p, int rows_each) {
   }
   if (rows_each > 1) {
     int row;
+    Op::Level(stat, kWarp);
     const Stat merged = MergeRows<Op>(stat, lane, 5, &row);
     if (lane < kRowsTogether && row < rows) Op::Store(p, first + row, merged);
   } else {

@@ -5,7 +5,7 @@
 //     Neutral      what an element that takes no part is
 //     Accumulate   folds values, or packs of them, into a Stat, a thread's share of a row
 //     Merge        two Stats
-//     Level        what a group of lanes must agree on before they join their Stats
+//     Level        what a group of lanes must agree on before they join their Stats; AccumulateLevel: both at once
 //     Exchange     the Stat of the lane whose number differs in the bit `lane`
 //     Join         two Stats of such a group
 //     Store        the Stat of a whole row -> its element of the output
@@ -176,8 +176,8 @@ template <class T_, bool kMasked> struct Sum_ {
   };
   using Stat = std::conditional_t<kCounts, Counted, Uncounted>;
 
-  // 16 bit: what four times brought stays in float, which a conversion to double, a sixteenth of an addition's speed,
-  // is worth. At most five additions one after the other round, by 2^-24 each.
+  // 16 bit: what two times bring stays in float, for a conversion to double has an eighth of an addition's speed. Three
+  // additions one after the other round, by 2^-24 each.
   template <int N> struct FloatsDown : StatsDown<Sum_, N> {
     float low[N] = {};
     int times = 0;
@@ -197,7 +197,7 @@ template <class T_, bool kMasked> struct Sum_ {
         low[2 * w] += Fold(left, SumOf());
         low[2 * w + 1] += Fold(right, SumOf());
       }
-      if (++times % 4 == 0) Keep();
+      if (++times % 2 == 0) Keep();
     }
     __device__ __forceinline__ void Keep() {
 #pragma unroll
@@ -231,6 +231,11 @@ template <class T_, bool kMasked> struct Sum_ {
     return a;
   }
   template <int K> static __device__ __forceinline__ void Level(Stat (&)[K], int) {}
+  template <int K, int U, int N>
+  static __device__ __forceinline__ void AccumulateLevel(const ReduceParams& p, Stat (&stat)[K], const Pack<T, N> (&raw)[K][U], int) {
+#pragma unroll
+    for (int u = 0; u < K; ++u) Accumulate(p, stat[u], raw[u]);
+  }
   static __device__ __forceinline__ Stat Exchange(Stat stat, int lane) {
     stat.sum = __shfl_xor_sync(0xffffffffu, stat.sum, lane);
     if constexpr (kCounts) stat.count = __shfl_xor_sync(0xffffffffu, stat.count, lane);
@@ -326,6 +331,11 @@ template <class T_> struct Max_ {
   }
   static __device__ __forceinline__ Stat Merge(Stat a, Stat b) { return {MaxOrNan()(a.max, b.max)}; }
   template <int K> static __device__ __forceinline__ void Level(Stat (&)[K], int) {}
+  template <int K, int U, int N>
+  static __device__ __forceinline__ void AccumulateLevel(const ReduceParams& p, Stat (&stat)[K], const Pack<T, N> (&raw)[K][U], int) {
+#pragma unroll
+    for (int u = 0; u < K; ++u) Accumulate(p, stat[u], raw[u]);
+  }
   static __device__ __forceinline__ Stat Exchange(Stat stat, int lane) {
     return {__shfl_xor_sync(0xffffffffu, stat.max, lane)};
   }
@@ -397,12 +407,35 @@ template <class T_> struct LogSumExp_ {
     V max[K];
 #pragma unroll
     for (int u = 0; u < K; ++u) max[u] = stat[u].max;
+    LevelMaxima(max, lanes);
+#pragma unroll
+    for (int u = 0; u < K; ++u) stat[u] = {max[u], stat[u].sum * Factor(stat[u].max, Base(max[u]))};
+  }
+  // From nothing: no exponential but those of the elements.
+  template <int K, int U, int N>
+  static __device__ __forceinline__ void AccumulateLevel(const ReduceParams&, Stat (&stat)[K], const Pack<T, N> (&raw)[K][U], int lanes) {
+    V v[K][U * N], max[K];
+#pragma unroll
+    for (int u = 0; u < K; ++u) {
+      AllValues(raw[u], v[u]);
+      if constexpr (sizeof(T) == 2) max[u] = LargestOf<V>(raw[u]);
+      else max[u] = Fold(v[u], MaxOrNan());
+    }
+    LevelMaxima(max, lanes);
+#pragma unroll
+    for (int u = 0; u < K; ++u) {
+      const V base = Base(max[u]);
+      V e[U * N];
+#pragma unroll
+      for (int i = 0; i < U * N; ++i) e[i] = Exp(v[u][i], base);
+      stat[u] = {max[u], static_cast<S>(Fold(e, SumOf()))};
+    }
+  }
+  template <int K> static __device__ __forceinline__ void LevelMaxima(V (&max)[K], int lanes) {
     for (int lane = lanes / 2; lane > 0; lane /= 2) {
 #pragma unroll
       for (int u = 0; u < K; ++u) max[u] = MaxOrNan()(max[u], __shfl_xor_sync(0xffffffffu, max[u], lane));
     }
-#pragma unroll
-    for (int u = 0; u < K; ++u) stat[u] = {max[u], stat[u].sum * Factor(stat[u].max, Base(max[u]))};
   }
   static __device__ __forceinline__ Stat Exchange(Stat stat, int lane) {
     return {stat.max, __shfl_xor_sync(0xffffffffu, stat.sum, lane)};
