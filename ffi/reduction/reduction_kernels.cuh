@@ -169,6 +169,22 @@ __device__ __forceinline__ void Mask(Pack<T, N>& pack, const uint32_t (&in)[(N +
   }
 }
 
+// One element as a pack, whose bits nothing is done to before it is used.
+template <class T> __device__ __forceinline__ Pack<T, 1> LoadElement(const T* x) {
+  Pack<T, 1> pack;
+  if constexpr (sizeof(T) == 8) {
+    const uint2 words = *reinterpret_cast<const uint2*>(x);
+    pack.word[0] = words.x, pack.word[1] = words.y;
+  } else if constexpr (sizeof(T) == 4) {
+    pack.word[0] = *reinterpret_cast<const uint32_t*>(x);
+  } else if constexpr (sizeof(T) == 2) {
+    pack.word[0] = *reinterpret_cast<const uint16_t*>(x);
+  } else {
+    pack.word[0] = *reinterpret_cast<const uint8_t*>(x);
+  }
+  return pack;
+}
+
 // How the threads of a warp or a block share a row: a warp reads kInFlight packs a thread that lie side by side, so
 // that all are at fixed distances from a thread's first, then as much again behind what the other warps read.
 struct RowShare {
@@ -188,25 +204,20 @@ __device__ __forceinline__ typename Op::Stat ReduceRow(const ReduceParams& p, co
   typename Op::Stat stat = Op::Identity();
   const bool bytes = kMasked && p.mask_view.axis_stride, skip = kMasked && !bytes && !*mask;
 
-  // Elements before the first whole vector and after the last one: fewer than threads.
+  // Elements before the first whole vector and after the last one: fewer than threads. They are looked at when all loads
+  // of vectors are under way.
   int head = 0, tail = 0, packs = share.whole_packs;
-  V ends[2] = {Op::Neutral(p), Op::Neutral(p)};
+  Pack<T, 1> ends[2] = {};
+  uint8_t ends_taken[2] = {};
   if (!p.whole) {
     const int offset = static_cast<int>(reinterpret_cast<uintptr_t>(x) % 16 / sizeof(T));
     head = static_cast<int>(min(share.width, int64_t{offset ? N - offset : 0}));
     tail = static_cast<int>(share.width - head) & (N - 1);
     packs = static_cast<int>((share.width - head) / N);
     const int64_t last = head + int64_t{packs} * N + share.thread;
-    bool has_head = share.thread < head && !skip, has_tail = share.thread < tail && !skip;
-    if constexpr (kMasked) {
-      if (bytes) {
-        has_head = has_head && mask[share.thread];
-        has_tail = has_tail && mask[last];
-      }
-      Op::Count(stat, has_head + has_tail);
-    }
-    if (has_head) ends[0] = ValueOf<V>(x[share.thread]);
-    if (has_tail) ends[1] = ValueOf<V>(x[last]);
+    const bool has_head = share.thread < head && !skip, has_tail = share.thread < tail && !skip;
+    if (has_head) ends[0] = LoadElement(x + share.thread), ends_taken[0] = bytes ? mask[share.thread] : 1;
+    if (has_tail) ends[1] = LoadElement(x + last), ends_taken[1] = bytes ? mask[last] : 1;
   }
   const T* from = x + (head + int64_t{share.first} * N);
   const uint8_t* in = kMasked ? mask + (head + int64_t{share.first} * N) : nullptr;
@@ -250,7 +261,17 @@ __device__ __forceinline__ typename Op::Stat ReduceRow(const ReduceParams& p, co
     }
     Op::Accumulate(p, stat, raw);
   }
-  if (head | tail) Op::Accumulate(p, stat, ends);
+  if (head | tail) {
+    V v[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      V one[1];
+      Values(ends[i], one);
+      v[i] = ends_taken[i] ? one[0] : Op::Neutral(p);
+    }
+    Op::Accumulate(p, stat, v);
+    Op::Count(stat, ends_taken[0] + ends_taken[1]);
+  }
   return stat;
 }
 
