@@ -41,7 +41,8 @@ template <template <bool> class Of> struct ReduceLauncher {
     }
     constexpr int kPacks = kSubWarpElements / 32;
     const int log_lanes = std::max(2, Log2Ceil(ReduceCeilDiv(p.width, kPacks)));
-    return Launch(ReduceNarrow<Counting, 1, kPacks>, NarrowShape(log_lanes), stream, p, log_lanes, static_cast<int>(p.width));
+    return Launch(ReduceNarrow<Counting, 1, kPacks>, NarrowShape(log_lanes), stream, p, log_lanes,
+                  static_cast<int>(p.width));
   }
   template <int M> cudaError_t NarrowPacks() const {
     const int packs = static_cast<int>(p.width / M), log_lanes = std::max(2, Log2Ceil(packs));
@@ -66,7 +67,8 @@ template <template <bool> class Of> struct ReduceLauncher {
     } else {
       // Few threads with two turns or more each: blocks of many warps go through their phases in step. One turn
       // where there are few rows, whose time is that of one block; parts of rows are all there at once.
-      const int turns = p.parts == 1 && p.rows <= 2 * device.sm_count ? 1 : 2, most = p.parts == 1 ? kRowThreads : kPartThreads;
+      const int turns = p.parts == 1 && p.rows <= 2 * device.sm_count ? 1 : 2;
+      const int most = p.parts == 1 ? kRowThreads : kPartThreads;
       const int64_t warps_wanted = ReduceCeilDiv(p.width / N, p.parts * turns * kInFlight<T> * kWarp);
       shape.threads = static_cast<int>(std::clamp<int64_t>(warps_wanted, 2, most / kWarp)) * kWarp;
       shape.blocks = p.rows;

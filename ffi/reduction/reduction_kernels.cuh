@@ -52,7 +52,8 @@ template <class Op> __device__ __forceinline__ typename Op::Stat MergeWarps(type
 // Merges the Stats of kRowsTogether rows over aligned groups of 2^log_lanes lanes, four at least, which are level.
 // Afterwards the first kRowsTogether lanes of a group have that of one row each, number *row.
 template <class Op>
-__device__ __forceinline__ typename Op::Stat MergeRows(typename Op::Stat (&stat)[kRowsTogether], int lane, int log_lanes, int* row) {
+__device__ __forceinline__ typename Op::Stat MergeRows(typename Op::Stat (&stat)[kRowsTogether], int lane,
+                                                       int log_lanes, int* row) {
   // A step over two lanes halves the rows that a lane looks after, until it is one; then over the others.
   *row = 0;
   int rows = kRowsTogether;
@@ -67,7 +68,9 @@ __device__ __forceinline__ typename Op::Stat MergeRows(typename Op::Stat (&stat)
       stat[u] = Op::Join(keep, Op::Exchange(give, bit));
     }
   }
-  for (int step = kRowsTogether; step < 1 << log_lanes; step *= 2) stat[0] = Op::Join(stat[0], Op::Exchange(stat[0], step));
+  for (int step = kRowsTogether; step < 1 << log_lanes; step *= 2) {
+    stat[0] = Op::Join(stat[0], Op::Exchange(stat[0], step));
+  }
   return stat[0];
 }
 
@@ -150,7 +153,8 @@ template <int N> __device__ __forceinline__ void LoadMaskVector(const uint8_t* m
 }
 
 // The same at any m; where the mask has no bytes of its own for elements, all of them are 1.
-template <int N> __device__ __forceinline__ void LoadMaskBytes(const uint8_t* m, bool bytes, uint32_t (&w)[(N + 3) / 4]) {
+template <int N>
+__device__ __forceinline__ void LoadMaskBytes(const uint8_t* m, bool bytes, uint32_t (&w)[(N + 3) / 4]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) w[i / 4] = (i % 4 ? w[i / 4] : 0) | uint32_t{bytes ? m[i] : uint8_t{1}} << (i % 4 * 8);
 }
@@ -204,8 +208,8 @@ __device__ __forceinline__ typename Op::Stat ReduceRow(const ReduceParams& p, co
   typename Op::Stat stat = Op::Identity();
   const bool bytes = kMasked && p.mask_view.axis_stride, skip = kMasked && !bytes && !*mask;
 
-  // Elements before the first whole vector and after the last one: fewer than threads. They are looked at when all loads
-  // of vectors are under way.
+  // Elements before the first whole vector and after the last one: fewer than threads. They are looked at when all
+  // loads of vectors are under way.
   int head = 0, tail = 0, packs = share.whole_packs;
   Pack<T, 1> ends[2] = {};
   uint8_t ends_taken[2] = {};
@@ -293,7 +297,8 @@ ReduceRows(const __grid_constant__ ReduceParams p, int rows_each) {
   int64_t mask_at = 0;  // of row number `lane`
   if constexpr (kMasked) {
     if (lane < rows) {
-      mask_at = p.mask_view.outer_map.Below32Bits(static_cast<uint32_t>(first + lane)) + begin * p.mask_view.axis_stride;
+      mask_at = p.mask_view.outer_map.Below32Bits(static_cast<uint32_t>(first + lane));
+      mask_at += begin * p.mask_view.axis_stride;
     }
   }
 

@@ -123,7 +123,8 @@ template <class V, class T, int U, int N> __device__ __forceinline__ V LargestOf
 }
 
 // All elements of some packs, as V.
-template <class V, class T, int U, int N> __device__ __forceinline__ void AllValues(const Pack<T, N> (&raw)[U], V (&v)[U * N]) {
+template <class V, class T, int U, int N>
+__device__ __forceinline__ void AllValues(const Pack<T, N> (&raw)[U], V (&v)[U * N]) {
 #pragma unroll
   for (int i = 0; i < U; ++i) Values(raw[i], v + i * N);
 }
@@ -232,7 +233,8 @@ template <class T_, bool kMasked> struct Sum_ {
   }
   template <int K> static __device__ __forceinline__ void Level(Stat (&)[K], int) {}
   template <int K, int U, int N>
-  static __device__ __forceinline__ void AccumulateLevel(const ReduceParams& p, Stat (&stat)[K], const Pack<T, N> (&raw)[K][U], int) {
+  static __device__ __forceinline__ void AccumulateLevel(const ReduceParams& p, Stat (&stat)[K],
+                                                         const Pack<T, N> (&raw)[K][U], int) {
 #pragma unroll
     for (int u = 0; u < K; ++u) Accumulate(p, stat[u], raw[u]);
   }
@@ -332,7 +334,8 @@ template <class T_> struct Max_ {
   static __device__ __forceinline__ Stat Merge(Stat a, Stat b) { return {MaxOrNan()(a.max, b.max)}; }
   template <int K> static __device__ __forceinline__ void Level(Stat (&)[K], int) {}
   template <int K, int U, int N>
-  static __device__ __forceinline__ void AccumulateLevel(const ReduceParams& p, Stat (&stat)[K], const Pack<T, N> (&raw)[K][U], int) {
+  static __device__ __forceinline__ void AccumulateLevel(const ReduceParams& p, Stat (&stat)[K],
+                                                         const Pack<T, N> (&raw)[K][U], int) {
 #pragma unroll
     for (int u = 0; u < K; ++u) Accumulate(p, stat[u], raw[u]);
   }
@@ -413,7 +416,8 @@ template <class T_> struct LogSumExp_ {
   }
   // From nothing: no exponential but those of the elements.
   template <int K, int U, int N>
-  static __device__ __forceinline__ void AccumulateLevel(const ReduceParams&, Stat (&stat)[K], const Pack<T, N> (&raw)[K][U], int lanes) {
+  static __device__ __forceinline__ void AccumulateLevel(const ReduceParams&, Stat (&stat)[K],
+                                                         const Pack<T, N> (&raw)[K][U], int lanes) {
     V v[K][U * N], max[K];
 #pragma unroll
     for (int u = 0; u < K; ++u) {

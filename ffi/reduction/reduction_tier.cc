@@ -31,8 +31,8 @@ int64_t SplitParts(const ReduceProblem& p, const DeviceTraits& d) {
     const int64_t wanted = kBlocksWanted * d.sm_count / std::max<int64_t>(p.rows, 1);
     return std::max<int64_t>(1, std::min({room, wanted, RowPacks(p) / (kPartPacks / 4), kMaxGridY}));
   }
-  // The fewest parts that keep nine tenths of the blocks busy which all multiprocessors run at a time, to the last; or else
-  // those that come nearest.
+  // The fewest parts that keep nine tenths of the blocks busy which all multiprocessors run at a time, to the last; or
+  // else those that come nearest.
   const int64_t tiles = std::max<int64_t>(1, p.rows * CeilDiv(p.inner * p.element_bytes, kTileBytes));
   const int64_t most = std::min({room, p.width / kPartRows, kMaxGridY}), slots = kColumnBlocksAtATime * d.sm_count;
   int64_t best = 1;
