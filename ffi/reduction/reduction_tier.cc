@@ -69,7 +69,8 @@ ReduceTier ChooseReduceTier(const ReduceProblem& p, const DeviceTraits& d) {
   }
   // A warp has at most 8 packs a lane in flight.
   const bool many = p.rows >= 32 * d.sm_count;
-  return packs <= (many ? 256 : 64) ? ReduceTier::kWarp : ReduceTier::kBlock;
+  const ReduceTier tier = packs <= (many ? 256 : 64) ? ReduceTier::kWarp : ReduceTier::kBlock;
+  return ReduceTierFits(tier, p, d) ? tier : ReduceTier::kColumn;
 }
 
 }  // namespace jaxkern
