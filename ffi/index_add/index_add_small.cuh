@@ -298,7 +298,8 @@ cudaError_t LaunchSmall(const IndexRun& run, bool fills, cudaStream_t stream) {
     s.each *= 2;
   }
   s.slabs = (s.vectors + kWarp * s.each - 1) / (kWarp * s.each);
-  if constexpr (kOp == Reduction::kSum && kIsFloat<Compute<T>>) {
+  // The vectors and types that such calls have; each is two more kernels to compile.
+  if constexpr (kOp == Reduction::kSum && std::is_same_v<Compute<T>, float> && (N == 1 || N == kVector<T>)) {
     // No more warps than there is room for at once: what they load too early is little then.
     int each = 1;
     const auto slabs = [&] { return (s.vectors + kWarp * each - 1) / (kWarp * each); };
