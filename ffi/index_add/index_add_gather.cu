@@ -31,13 +31,14 @@ struct GatherShape {
   bool protects = false;  // the rows of x from what is written, in L2
 };
 
-// Index numbers the vectors of the result: with 32 bits where they do, for three divisions in 64 take most of a thread's
-// registers.
+// Index numbers the vectors of the result: with 32 bits where they do, for three divisions in 64 take most of a
+// thread's registers.
 template <class V, class Index>
 __global__ void __launch_bounds__(kThreads, sizeof(Index) == 4 ? 8 : 5)
 Gather(const __grid_constant__ IndexRun run, const __grid_constant__ GatherShape s) {
   const Index first = static_cast<Index>(blockIdx.x) * (kThreads * kGathered) + threadIdx.x;
-  const Index total = static_cast<Index>(s.total), vectors = static_cast<Index>(s.vectors), count = static_cast<Index>(s.count);
+  const Index total = static_cast<Index>(s.total), vectors = static_cast<Index>(s.vectors);
+  const Index count = static_cast<Index>(s.count);
   RawIndex raw[kGathered];
   Index slice[kGathered], column[kGathered];
 #pragma unroll

@@ -192,8 +192,9 @@ ReduceChunks(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
   else flush();
 }
 
-// Groups of kGroup chunks that a long run comes into and goes on behind: the sum of their heads, in the tail of the first,
-// which such a chunk has no use for. A thread a group and column; the first group and the last have none.
+// Groups of kGroup chunks that a long run comes into and goes on behind: the sum of their heads, in the tail of the
+// first, which such a chunk has no use for. A thread a group and column; no run comes into the first group or goes on
+// behind the last.
 template <Reduction kOp, class T>
 __global__ void __launch_bounds__(kGroupThreads)
 ReduceGroups(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s, const Divider by_columns,
@@ -266,8 +267,8 @@ ReduceFixup(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
       T* const at = static_cast<T*>(run.out) + (o * run.out_stride + run.OutRow(r.key)) * run.inner + column;
       C x = C(0);
       if (run.reads_out && active && way == 0) x = ToCompute(*at);
-      // The tail of the chunk that it begins in, heads up to the first of the groups that it fills, the sums of those, and
-      // the heads behind them.
+      // The tail of the chunk that it begins in, heads up to the first of the groups that it fills, the sums of
+      // those, and the heads behind them.
       const uint32_t end = r.chunk + r.parts - 1;  // the chunk that it ends in
       uint32_t heads = r.parts - 1, groups = 0;
       if (f.grouped && end / kGroup > r.chunk / kGroup + 1) {
@@ -290,7 +291,9 @@ ReduceFixup(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
 #pragma unroll
         for (uint32_t u = 0; u < 16; ++u) total = Combined<kOp>(total, v[u]);
       }
-      for (int step = f.columns; step < kWarp; step *= 2) total = Combined<kOp>(total, __shfl_xor_sync(~0u, total, step));
+      for (int step = f.columns; step < kWarp; step *= 2) {
+        total = Combined<kOp>(total, __shfl_xor_sync(~0u, total, step));
+      }
       if (active && way == 0) *at = FromCompute<T>(Finished<kOp>(total, alpha, run.reads_out, x));
     }
     __syncthreads();

@@ -40,9 +40,9 @@ template <class C, int N> int SmallListBytes(int words) {
 // lane's of them as bits, and number(bit) is an update's; row_of(number) is where its row of source begins. `list` and
 // `sums` are the warp's own.
 template <Reduction kOp, class T, int N, class Number, class RowAt, class Store>
-__device__ __forceinline__ void AddTogether(uint32_t same, int all, int before, Number number, RowAt row_of, Store store,
-                                            const T* out, bool reads, int64_t slab_begin, int each, int64_t vectors,
-                                            uint16_t* list, Compute<T>* sums) {
+__device__ __forceinline__ void AddTogether(uint32_t same, int all, int before, Number number, RowAt row_of,
+                                            Store store, const T* out, bool reads, int64_t slab_begin, int each,
+                                            int64_t vectors, uint16_t* list, Compute<T>* sums) {
   using C = Compute<T>;
   constexpr int kTogether = N * sizeof(T) == 16 && sizeof(T) == 2 ? 4 : 8;
   const int lane = threadIdx.x % kWarp;
@@ -209,7 +209,8 @@ SmallUpdates(const __grid_constant__ IndexRun run, const __grid_constant__ Small
   }
   const auto row_of = [&](uint32_t u) { return source + run.SourceRow(b_begin + u) * run.inner; };
   const auto number = [&](int bit) { return lane * 32 + bit; };
-  AddTogether<kOp, T, N>(same, all, before, number, row_of, store, out, reads, slab_begin, s.each, s.vectors, list, sums);
+  AddTogether<kOp, T, N>(same, all, before, number, row_of, store, out, reads, slab_begin, s.each, s.vectors, list,
+                         sums);
 }
 
 struct SmallSum {
@@ -223,8 +224,8 @@ struct SmallSum {
   bool wrap;
 };
 
-// kKeys indices a lane: number 32 * j + lane is bit j of a mask. What few need lies close together, as what runs but once
-// takes as long to fetch as to run.
+// kKeys indices a lane: number 32 * j + lane is bit j of a mask. What a few updates need is a kernel without the rest,
+// for code that runs but once takes as long to fetch as to run.
 template <class T, int N, int kKeys>
 __global__ void __launch_bounds__(kSmallThreads, 2) SmallSums(const __grid_constant__ SmallSum s) {
   using C = Compute<T>;
@@ -282,7 +283,8 @@ __global__ void __launch_bounds__(kSmallThreads, 2) SmallSums(const __grid_const
   const uint32_t lower = lane < mine % kWarp ? same : same & (own_bit ? own_bit - 1 : 0);
   const int all = __reduce_add_sync(~0u, __popc(same)), before = __reduce_add_sync(~0u, __popc(lower));
   C* const sums = reinterpret_cast<C*>(shared_bytes) + warp * kWarp * N;
-  uint16_t* const list = reinterpret_cast<uint16_t*>(shared_bytes + kSmallThreads * N * sizeof(C)) + warp * kKeys * kWarp;
+  uint16_t* const lists = reinterpret_cast<uint16_t*>(shared_bytes + kSmallThreads * N * sizeof(C));
+  uint16_t* const list = lists + warp * kKeys * kWarp;
   const auto row_of = [&](uint32_t u) { return source + u * s.inner; };
   const auto number = [&](int bit) { return bit * kWarp + lane; };
   AddTogether<Reduction::kSum, T, N>(same, all, before, number, row_of, store, out, true, slab_begin, s.each, s.vectors,
@@ -305,8 +307,8 @@ cudaError_t LaunchSmall(const IndexRun& run, bool fills, cudaStream_t stream) {
     const auto slabs = [&] { return (s.vectors + kWarp * each - 1) / (kWarp * each); };
     while (each < kSmallVectors && slabs() * run.count > 2048) each *= 2;
     if (run.plain && run.reads_out && run.batch * run.outer == 1 && slabs() * run.count <= 4096) {
-      const SmallSum sum = {static_cast<const int32_t*>(run.index), run.source, run.alpha, run.out, run.inner, s.vectors,
-                            run.rows, run.count, each, run.wrap};
+      const SmallSum sum = {static_cast<const int32_t*>(run.index), run.source, run.alpha, run.out, run.inner,
+                            s.vectors, run.rows, run.count, each, run.wrap};
       const auto launch = [&](auto kernel, int words) {
         const int groups = (run.count + kSmallWarps - 1) / kSmallWarps, bytes = SmallListBytes<Compute<T>, N>(words);
         return Launch(kernel, {slabs(), groups, kSmallThreads, bytes}, stream, sum);
