@@ -276,10 +276,17 @@ constexpr int kDescribeThreads = 256;
 
 // The first of places [low, high) whose key is not `key`, which those before it all have.
 __device__ __forceinline__ uint32_t EndOf(const IndexRun& run, uint32_t low, uint32_t high, uint32_t key) {
+  constexpr uint32_t kLooks = 7;  // at once
   while (low < high) {
-    const uint32_t middle = low + (high - low) / 2;
-    if (KeyAt(run, middle) == key) low = middle + 1;
-    else high = middle;
+    const uint32_t step = (high - low + kLooks) / (kLooks + 1);
+    uint32_t passed = 0;
+#pragma unroll
+    for (uint32_t i = 1; i <= kLooks; ++i) {
+      const uint32_t at = low + i * step - 1;
+      if (at < high) passed += KeyAt(run, at) == key;
+    }
+    if (passed < kLooks) high = min(high, low + (passed + 1) * step - 1);
+    low += passed * step;
   }
   return low;
 }
@@ -295,10 +302,11 @@ Describe(const __grid_constant__ IndexRun run, uint32_t chunk, uint32_t chunks) 
   if (thread >= chunks) return;
   const uint32_t begin = thread * chunk, end = min(begin + chunk, run.positions);
   const uint32_t head = KeyAt(run, begin), last = KeyAt(run, end - 1);
-  const bool comes_in = begin > 0 && head < run.dropped && KeyAt(run, begin - 1) == head;
-  const bool goes_on = end < run.positions && last < run.dropped && KeyAt(run, end) == last;
+  const uint32_t before = KeyAt(run, begin - (begin > 0)), next = KeyAt(run, min(end, run.positions - 1));
+  const bool comes_in = begin > 0 && head < run.dropped && before == head;
+  const bool goes_on = end < run.positions && last < run.dropped && next == last;
   const bool long_head = comes_in && LongHead(run, chunk, begin, end, head);
-  ChunkInfo info = {begin, end, long_head, PartsOf(run, chunk, chunks, thread, chunk)};
+  ChunkInfo info = {begin, long_head, end, PartsOf(run, chunk, chunks, thread, chunk), last};
   if (comes_in && !long_head) info.start = EndOf(run, begin, end, head);
   if (goes_on && info.parts == 0 && !(long_head && head == last) && info.start < end) {
     info.stop = EndOf(run, end, min(end + chunk, run.positions), last);
