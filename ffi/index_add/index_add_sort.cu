@@ -141,7 +141,7 @@ RadixCount(const __grid_constant__ IndexRun run, const __grid_constant__ RadixPa
 // Turns each digit's counts into the sums of those of the tiles before. A block takes kScanDigits digits; its
 // threads a segment of the tiles each, of which they hold the first few counts and read the others again.
 __global__ void __launch_bounds__(kScanThreads) RadixScan(uint32_t* counts, uint32_t tiles, int digits) {
-  constexpr uint32_t kHeld = 4, kAhead = 8;
+  constexpr uint32_t kHeld = 4, kAhead = 16;
   __shared__ uint32_t sum[kScanSegments][kScanDigits];
   const int digit = threadIdx.x % kScanDigits, segment = threadIdx.x / kScanDigits;
   const uint32_t each = (tiles + kScanSegments - 1) / kScanSegments;
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kScanThreads) RadixScan(uint32_t* counts, uint
     held[u] = active && begin + u < end ? mine[static_cast<int64_t>(begin + u) * digits] : 0;
   }
   if (active) {
-#pragma unroll 8
+#pragma unroll 16
     for (uint32_t t = begin + kHeld; t < end; ++t) total += mine[static_cast<int64_t>(t) * digits];
   }
 #pragma unroll
