@@ -35,6 +35,9 @@ struct RadixPass {
 // Of a lane's items, so many are taken through a step at a time where registers are short.
 template <int kItems> constexpr int kTogether = kItems % 6 == 0 ? 6 : 4;
 
+// The first pass makes keys of the indices; what travels with them is there, or is their position.
+enum class Pass { kFirstOfPositions, kFirstOfElements, kLater };
+
 // A warp has its items in order: item i of lane l is number 32 * i + l of the warp's stretch of the tile.
 template <int kThreads, int kItems> __device__ __forceinline__ uint32_t FirstOfLane() {
   return blockIdx.x * (kThreads * kItems) + threadIdx.x / kWarp * (kWarp * kItems) + threadIdx.x % kWarp;
@@ -82,8 +85,8 @@ __device__ __forceinline__ void LoadKeys(const IndexRun& run, const RadixPass& p
   }
 }
 
-// What travels with them where it lies in memory. Positions are not worth registers: they are found when wanted.
-template <int kItems, bool kFirst>
+// What travels with them where it lies in memory.
+template <int kItems, Pass kPass>
 __device__ __forceinline__ void LoadPayload(const IndexRun& run, const RadixPass& pass, uint32_t first,
                                             uint32_t (&payload)[kItems]) {
   const auto load = [&](const auto* from, auto place_of) {
@@ -94,10 +97,16 @@ __device__ __forceinline__ void LoadPayload(const IndexRun& run, const RadixPass
     }
   };
   const auto same = [](uint32_t at) { return at; };
-  const auto row = [&](uint32_t at) { return run.SourceRow(at); };
-  if constexpr (!kFirst) load(pass.payload_in, same);
-  else if (pass.payload == SortPayload::kElement4) load(static_cast<const uint32_t*>(run.source), row);
-  else if (pass.payload == SortPayload::kElement2) load(static_cast<const uint16_t*>(run.source), row);
+  if constexpr (kPass == Pass::kLater) {
+    load(pass.payload_in, same);
+  } else {
+    const auto load_rows = [&](const auto* from) {
+      if (run.source_extra) load(from, [&](uint32_t at) { return run.SourceRow(at); });
+      else load(from, same);
+    };
+    if (pass.payload == SortPayload::kElement4) load_rows(static_cast<const uint32_t*>(run.source));
+    else load_rows(static_cast<const uint16_t*>(run.source));
+  }
 }
 
 struct Digits {
@@ -240,8 +249,8 @@ __device__ __forceinline__ uint2 SumsOfThreadsBefore(uint2 v, uint2* room) {
 
 // A dependent step through shared memory is some 30 cycles, so what can be read together is: the order of the loops
 // here is what the kernel's speed comes from.
-template <int kThreads, int kItems, bool kFirst>
-__global__ void __launch_bounds__(kThreads, kThreads * kItems <= 2048 ? 2 : 3)
+template <int kThreads, int kItems, Pass kPass>
+__global__ void __launch_bounds__(kThreads, kThreads * kItems <= kSmallTile ? 2 : 3)
 RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ RadixPass pass) {
   constexpr int kWarps = kThreads / kWarp, kPairs = kThreads * kItems, kStep = kTogether<kItems>;
   static_assert(kItems % kStep == 0 && kItems % 2 == 0 && kThreads >= kOwners && kPairs < 1 << 16, "two places a word");
@@ -251,8 +260,9 @@ RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ Radix
   const uint32_t first = FirstOfLane<kThreads, kItems>();
   const Digits digits(pass);
   uint32_t key[kItems], payload[kItems];
-  LoadKeys<kItems, kFirst>(run, pass, first, key);
-  LoadPayload<kItems, kFirst>(run, pass, first, payload);
+  // Before the keys, which are waited for.
+  if constexpr (kPass != Pass::kFirstOfPositions) LoadPayload<kItems, kPass>(run, pass, first, payload);
+  LoadKeys<kItems, kPass != Pass::kLater>(run, pass, first, key);
   // How many pairs of all tiles, and of those before this one, have either of the thread's digits.
   uint2 total = {0, 0}, earlier = {0, 0};
   if (2 * threadIdx.x < 1 << pass.bits) {
@@ -296,7 +306,7 @@ RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ Radix
     }
     __syncwarp();
   }
-  if (kFirst && pass.payload == SortPayload::kPosition) {
+  if constexpr (kPass == Pass::kFirstOfPositions) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) payload[i] = first + i * kWarp;
     if (run.source_extra) {
@@ -362,8 +372,9 @@ RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ Radix
   }
 }
 
-template <int kThreads, int kItems, bool kFirst>
+template <int kThreads, int kItems, Pass kPass>
 cudaError_t LaunchPass(const IndexRun& run, const RadixPass& pass, cudaStream_t stream) {
+  constexpr bool kFirst = kPass != Pass::kLater;
   cudaError_t error = Launch(RadixCount<kThreads, kItems, kFirst>, {pass.tiles, 1, kThreads}, stream, run, pass);
   if (error != cudaSuccess) return error;
   const int digits = 1 << pass.bits;
@@ -375,16 +386,18 @@ cudaError_t LaunchPass(const IndexRun& run, const RadixPass& pass, cudaStream_t 
   constexpr int kBytes = sizeof(ScatterRoom<kThreads, kItems>);
   static std::atomic<bool> done[kMaxDevices];
   error = OncePerDevice(done, CurrentDevice().ordinal, [] {
-    return cudaFuncSetAttribute(RadixScatter<kThreads, kItems, kFirst>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+    return cudaFuncSetAttribute(RadixScatter<kThreads, kItems, kPass>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 kBytes);
   });
   if (error != cudaSuccess) return error;
-  return Launch(RadixScatter<kThreads, kItems, kFirst>, {pass.tiles, 1, kThreads, kBytes}, stream, run, pass);
+  return Launch(RadixScatter<kThreads, kItems, kPass>, {pass.tiles, 1, kThreads, kBytes}, stream, run, pass);
 }
 
-template <int kPairs, int kThreads> auto LaunchTile(bool first) {
+template <int kPairs, int kThreads> auto LaunchTile(Pass pass) {
   constexpr int kItems = kPairs / kThreads;
-  return first ? LaunchPass<kThreads, kItems, true> : LaunchPass<kThreads, kItems, false>;
+  return pass == Pass::kLater              ? LaunchPass<kThreads, kItems, Pass::kLater>
+         : pass == Pass::kFirstOfPositions ? LaunchPass<kThreads, kItems, Pass::kFirstOfPositions>
+                                           : LaunchPass<kThreads, kItems, Pass::kFirstOfElements>;
 }
 
 constexpr int kDescribeThreads = 256;
@@ -449,7 +462,10 @@ cudaError_t SortUpdates(IndexRun* run, int low_bit, int high_bit, SortPayload pa
     pass.shift = low_bit + i * radix.bits;
     pass.keys_out = room(layout.keys[i % 2]);
     pass.payload_out = room(layout.values[i % 2]);
-    const auto launch = radix.tile == kSmallTile ? LaunchTile<kSmallTile, 512>(i == 0) : LaunchTile<kTile, 256>(i == 0);
+    const Pass kind = i > 0                                ? Pass::kLater
+                      : payload == SortPayload::kPosition ? Pass::kFirstOfPositions
+                                                          : Pass::kFirstOfElements;
+    const auto launch = radix.tile == kSmallTile ? LaunchTile<kSmallTile, 512>(kind) : LaunchTile<kTile, 256>(kind);
     const cudaError_t error = launch(*run, pass, stream);
     if (error != cudaSuccess) return error;
     pass.keys_in = pass.keys_out;
