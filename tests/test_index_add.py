@@ -659,7 +659,8 @@ def test_every_plan(plan, dtype, operation):
 
 @pytest.mark.gpu
 @needs_cpu_module
-@pytest.mark.parametrize("plan, rows, batch", [("sort", 300_000, None), ("narrow", 300_000, None), ("narrow", 9_000, 70)])
+@pytest.mark.parametrize(
+    "plan, rows, batch", [("sort", 300_000, None), ("narrow", 300_000, None), ("narrow", 9_000, 70)])
 def test_plans_of_many_updates(plan, rows, batch):
     """Half a million and more: the sort's larger tiles, and bins of whole slices; integers show every one of them."""
     count = 600_001 if batch is None else 9_001
