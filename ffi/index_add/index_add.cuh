@@ -128,17 +128,20 @@ __device__ __forceinline__ int64_t RowOf(const IndexRun& run, RawIndex raw) {
   return row;
 }
 
+// The key of an index in the first slice of the batch: of any, and of a `plain` one, by far the most common.
+__device__ __forceinline__ uint32_t RowKey(const IndexRun& run, RawIndex raw) {
+  const uint64_t row = static_cast<uint64_t>(RowOf(run, raw) - run.first_row);
+  return row < run.rows ? static_cast<uint32_t>(row) : run.dropped;
+}
+
+__device__ __forceinline__ uint32_t PlainKey(const IndexRun& run, uint32_t index) {
+  const uint32_t row = run.wrap && static_cast<int32_t>(index) < 0 ? index + run.rows : index;
+  return row < run.rows ? row : run.dropped;
+}
+
 __device__ __forceinline__ uint32_t KeyOf(const IndexRun& run, RawIndex raw, uint32_t position) {
-  uint32_t key;
-  if (run.plain) {  // a signed 32-bit index, all of the rows, not clipped: by far the most common
-    const int32_t row = static_cast<int32_t>(raw.low);
-    key = run.wrap && row < 0 ? row + run.rows : row;
-  } else {
-    const int64_t row = RowOf(run, raw) - run.first_row;
-    key = static_cast<uint32_t>(min(static_cast<uint64_t>(row), uint64_t{UINT32_MAX}));
-  }
-  if (key >= run.rows) return run.dropped;
-  return run.batch > 1 ? key + run.by_count.Div(position) * run.rows : key;
+  const uint32_t key = run.plain ? PlainKey(run, raw.low) : RowKey(run, raw);
+  return run.batch > 1 && key != run.dropped ? key + run.by_count.Div(position) * run.rows : key;
 }
 
 // The key at a place in the order of keys.
