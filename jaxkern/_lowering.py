@@ -44,7 +44,7 @@ def reduction_scratch_shape(shape, dtype, axis: int):
     if not all(isinstance(d, int) for d in shape):
         return None
     rows, inner, itemsize = math.prod(shape[:axis]), math.prod(shape[axis + 1 :]), jnp.dtype(dtype).itemsize
-    # As SplitParts in reduction_tier.cc, for a GPU of 160 multiprocessors.
+    # No fewer than SplitParts in reduction_tier.cc takes, for a GPU of 160 multiprocessors.
     if inner == 1:
         blocks, parts = rows, shape[axis] * itemsize // 16384
     else:

@@ -623,7 +623,7 @@ def test_scratch_is_index_bytes_and_never_the_source():
 PROBLEMS = [
     (1, 1, 1), (1, 5000, 1000), (31, 33, 3), (31, 1024, 128), (31, 5000, 1), (31, 70001, 33), (1000, 1024, 1),
     (1000, 5000, 7), (1000, 5000, 129), (1000, 33, 1000), (1000, 70001, 8), (70000, 33, 129), (70000, 1024, 3),
-    (70000, 5000, 15), (70000, 70001, 1), (70000, 70001, 3)]
+    (70000, 5000, 15), (70000, 70001, 1), (70000, 70001, 3), (5000, 9000, 1)]
 
 
 @pytest.mark.gpu
@@ -655,6 +655,25 @@ def test_every_plan(plan, dtype, operation):
             runs = [run(operation, x, index, source, **hints) for _ in range(2)]
             assert_reduced(operation, runs[0], x, index, source)
             assert plan == "atomic" or np.asarray(runs[0]).tobytes() == np.asarray(runs[1]).tobytes()
+
+
+@pytest.mark.gpu
+@needs_cpu_module
+@pytest.mark.parametrize(
+    "plan, rows, batch", [("sort", 300_000, None), ("narrow", 300_000, None), ("narrow", 9_000, 70)])
+def test_plans_of_many_updates(plan, rows, batch):
+    """Half a million and more: the sort's larger tiles, and bins of whole slices; integers show every one of them."""
+    count = 600_001 if batch is None else 9_001
+    shape = (count,) if batch is None else (batch, count)
+    index = np.random.default_rng(0).integers(-2, rows + 2, shape).astype(np.int32)
+    total = functools.partial(jaxkern.segment_sum, num_segments=rows)
+    for dtype in ("int32", "float32"):
+        source = values(shape, dtype)
+        with tiers.force(plan):
+            found = [np.asarray(jax.jit(total if batch is None else jax.vmap(total))(source, index)) for _ in range(2)]
+        assert found[0].tobytes() == found[1].tobytes()
+        for f, s, i in zip(*(np.asarray(a).reshape(-1, a.shape[-1]) for a in (found[0], source, index)), strict=True):
+            assert_reduced("segment_sum", f, np.zeros(rows), i, s)
 
 
 @pytest.mark.gpu

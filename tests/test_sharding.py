@@ -79,8 +79,8 @@ def check(text, listed, kernel=True, most=None):
     spared = max(0, listed.get("all-reduce", 0) - count["all-reduce"])
     surplus -= collections.Counter({"reduce-scatter": spared})
     assert not surplus, f"{dict(sent)}, but {listed} were listed"
-    if most is not None:
-        assert max((n for sizes in sent.values() for n in sizes), default=0) <= most, dict(sent)
+    if most is not None:  # elements a message; XLA may combine several into one
+        assert sum(n for sizes in sent.values() for n in sizes) <= most * sum(listed.values()), dict(sent)
     if kernel and KERNELS:
         assert "jaxkern_" in text
 
@@ -895,7 +895,8 @@ def test_fused_in_shard_map():
     m = mesh()
     x, g, where = arrays((8, 4, 8, 64), (8, 1, 8, 64))
     bias = arrays((4, 8, 64))[0]
-    keys = jax.random.split(jax.random.key(0), 4)
+    parts, rows = m.shape["r"], 8 // m.shape["r"]
+    keys = jax.random.split(jax.random.key(0), parts)
 
     def part(x, g, bias, where, key):
         f = lambda x, bias: jaxkern.softmax(x, bias=bias, where=where, causal=True, dropout_rate=0.3, dropout_key=key[0])
@@ -904,5 +905,6 @@ def test_fused_in_shard_map():
 
     split = jax.shard_map(part, mesh=m, in_specs=(P("r"), P("r"), P(), P("r"), P("r")), out_specs=(P("r"), P("r"), P()))
     found = jax.jit(split)(x, g, bias, where, keys)
-    each = [part(*(a[2 * k : 2 * k + 2] for a in (x, g)), bias, where[2 * k : 2 * k + 2], keys[k : k + 1]) for k in range(4)]
+    of = lambda a, k: a[rows * k : rows * (k + 1)]
+    each = [part(of(x, k), of(g, k), bias, of(where, k), keys[k : k + 1]) for k in range(parts)]
     same(found, (np.concatenate([e[0] for e in each]), np.concatenate([e[1] for e in each]), sum(np.asarray(e[2]) for e in each)))

@@ -120,6 +120,20 @@ JAXKERN_INLINE Vec<double> Widen(HalfVec v) {
 #endif
 }
 
+// The products of the lower halves of the lanes.
+using U64 = VecN<uint64_t, kLanes<double>>;
+JAXKERN_INLINE U64 MulLower(U64 a, U64 b) {
+#if defined(__AVX512F__)
+  return (U64)_mm512_mul_epu32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (U64)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+#elif defined(__x86_64__)
+  return (U64)_mm_mul_epu32((__m128i)a, (__m128i)b);
+#else
+  return (a & 0xFFFFFFFFu) * (b & 0xFFFFFFFFu);
+#endif
+}
+
 // --- Element types in memory ----------------------------------------------------------------------
 
 struct Half {
@@ -278,12 +292,26 @@ JAXKERN_INLINE void StorePart(T* p, int n, Vec<Compute<T>> v) {
 }
 #endif
 
-// Bytes -> lanes: -1 where the byte is not 0.
+// The first n bytes -> lanes: -1 where a byte is not 0; 0 in the other lanes. Nothing beyond p[n-1] is touched. By
+// intrinsics, since GCC 12 takes such a conversion apart byte by byte.
 template <class C>
-JAXKERN_INLINE IntVec<C> LoadMask(const uint8_t* p) {
-  VecN<uint8_t, kLanes<C>> bytes;
-  std::memcpy(&bytes, p, sizeof bytes);
+JAXKERN_INLINE IntVec<C> LoadMask(const uint8_t* p, int n = kLanes<C>) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_maskz_loadu_epi8(__mmask16(FirstLanes(n)), p);
+  if constexpr (sizeof(C) == 4) return (IntVec<C>)_mm512_cvtepu8_epi32(bytes) != 0;
+  else return (IntVec<C>)_mm512_cvtepu8_epi64(bytes) != 0;
+#else
+  VecN<uint8_t, kLanes<C>> bytes{};
+  n == kLanes<C> ? std::memcpy(&bytes, p, sizeof bytes) : std::memcpy(&bytes, p, n);
+#if defined(__AVX2__)
+  __m128i low{};
+  std::memcpy(&low, &bytes, sizeof bytes);
+  if constexpr (sizeof(C) == 4) return (IntVec<C>)_mm256_cvtepu8_epi32(low) != 0;
+  else return (IntVec<C>)_mm256_cvtepu8_epi64(low) != 0;
+#else
   return __builtin_convertvector(bytes, IntVec<C>) != 0;
+#endif
+#endif
 }
 
 // --- exp -------------------------------------------------------------------------------------------

@@ -80,38 +80,19 @@ cudaError_t LaunchColumns(const LossParams& p, bool loss, bool gradient, bool al
 }
 
 // Loss and gradient with the row in the registers of a group or a block.
-template <class T>
-cudaError_t LaunchBothRegisters(const LossParams& p, LossTier tier, const Device& device, cudaStream_t stream) {
-  const int64_t packs = std::max<int64_t>(1, p.width / kVector<T>);
-  constexpr int kRoom = kBothThreads;
-  const auto group = [&](auto lanes) {
+template <class T, bool kRagged>
+cudaError_t LaunchBothRegisters(const BothParams& p, int64_t packs, LossTier tier, cudaStream_t stream) {
+  const auto go = [&](auto lanes, auto held, int threads) {
     constexpr int kLanes = decltype(lanes)::value;
     LaunchShape shape;
-    shape.threads = kLossGroupThreads;
-    shape.blocks = PersistentBlocks(p.rows, kLossGroupThreads / kLanes, kRoom / kLossGroupThreads, device);
-    return Launch(BothRegisters<T, kLanes, 4, kLossGroupThreads>, shape, stream, p);
+    shape.threads = threads;
+    shape.blocks = kLanes == kBlockLanes ? p.rows : CeilDiv(p.rows, kWarpTierThreads / std::max(kLanes, 1));
+    return Launch(SoftmaxRegisters<BothForward<T>, BothRow<T, kRagged>, kLanes, decltype(held)::value, 1>, shape, stream, p);
   };
-  if (tier == LossTier::kSubWarp) return packs <= 32 ? group(kInt<8>) : group(kInt<16>);
-  if (tier == LossTier::kWarp) return group(kInt<32>);
-  LaunchShape shape;
-  shape.threads = static_cast<int>(CeilDiv(packs, 4 * kWarp) * kWarp);
-  constexpr int kSmallBlock = 256;
-  if (shape.threads <= kSmallBlock) {
-    // The kernel's registers are those of whole blocks of kSmallBlock; smaller ones have room for no more threads.
-    constexpr int kBlockRoom = kRoom / kSmallBlock * kSmallBlock;
-    shape.blocks = PersistentBlocks(p.rows, 1, kBlockRoom / shape.threads, device);
-    return Launch(BothRegisters<T, kWholeBlock, 4, kSmallBlock>, shape, stream, p);
-  }
-  if (shape.threads <= kLossBlockThreads) {
-    shape.blocks = PersistentBlocks(p.rows, 1, 1, device);
-    return Launch(BothRegisters<T, kWholeBlock, 4, kLossBlockThreads>, shape, stream, p);
-  }
-  if constexpr (sizeof(T) == 4) {
-    shape.threads = static_cast<int>(CeilDiv(packs, 8 * kWarp) * kWarp);
-    shape.blocks = PersistentBlocks(p.rows, 1, 1, device);
-    return Launch(BothRegisters<T, kWholeBlock, 8, kLossBlockThreads>, shape, stream, p);
-  }
-  return cudaErrorInvalidConfiguration;
+  if (tier == LossTier::kSubWarp && packs <= 32) return go(kInt<8>, kInt<4>, kWarpTierThreads);
+  if (tier == LossTier::kSubWarp && packs <= 64) return go(kInt<16>, kInt<4>, kWarpTierThreads);
+  if (packs <= 128) return go(kInt<kWarp>, kInt<4>, kWarpTierThreads);
+  return WithHeld(packs, [&](auto held, int threads) { return go(kInt<kBlockLanes>, held, threads); });
 }
 
 // The smallest cluster whose blocks hold a row in shared memory.
@@ -161,8 +142,12 @@ cudaError_t LaunchLoss(const CrossEntropyArgs& args, const LossProblem& problem,
   }
   if constexpr (sizeof(T) < 8) {
     if (loss && gradient && tier != LossTier::kStreaming && tier != LossTier::kSplit) {
-      return tier == LossTier::kPipeline ? LaunchBothPipeline<T>(p, device, stream)
-                                         : LaunchBothRegisters<T>(p, tier, device, stream);
+      if (tier == LossTier::kPipeline) return LaunchBothPipeline<T>(p, device, stream);
+      BothParams both = {};
+      both.input[0] = p.logits, both.out = p.gradient, both.rows = p.rows, both.width = p.width, both.inner = 1;
+      both.misalignment = p.misalignment, both.grain = N, both.exceeds_l2 = p.exceeds_l2, both.loss = p;
+      if (p.ragged) return LaunchBothRegisters<T, true>(both, RaggedLossPacks(problem), tier, stream);
+      return LaunchBothRegisters<T, false>(both, p.width / N, tier, stream);
     }
   }
   const int64_t packs = CeilDiv(p.width, N);

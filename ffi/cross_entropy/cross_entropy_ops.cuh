@@ -277,12 +277,14 @@ template <class T> struct Slope {
   using C = Compute<T>;
   static constexpr int N = kVector<T>;
   C base;
+  C rise;          // of the probabilities
   C factor;        // of e^(x - base)
   C smooth, hot;   // taken from every participant, and from the label
   int label_pack;  // where the label is: -1 for none of the packs
   int label_place;
   uint32_t live;   // bits of the gradient to keep: none where it is zeros whatever the logits are
 
+  Slope() = default;
   __device__ __forceinline__ Slope(const LossParams& p, Label label, int head, C largest, Sum<T> total, C count, C weight)
       : base(largest) {
     const int64_t offset = label.at - head;
@@ -293,9 +295,9 @@ template <class T> struct Slope {
     smooth = 0;
     if (numbers.soft != 0) smooth = weight * numbers.soft / count;
     hot = weight * numbers.hard;
-    C rise = weight;
+    rise = label.at == Label::kBad ? C(NAN) : weight;
     if (numbers.z_loss != 0) rise *= 1 + 2 * numbers.z_loss * (largest + LogTotal<T>(largest, total));
-    factor = label.at == Label::kBad ? C(NAN) : rise / static_cast<C>(total);
+    factor = rise / static_cast<C>(total);
   }
 
   // The gradient of a pack from its exponentials.

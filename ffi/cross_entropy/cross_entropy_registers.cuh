@@ -1,152 +1,120 @@
-// Loss and gradient in one read, a row held in registers.
+// Loss and gradient in one read, a row held in registers: the kernel of softmax (softmax_registers.cuh) with another
+// end, which turns a row's exponentials into the gradient and adds the loss.
 //
-// A row belongs to a group of kLanes lanes or to a block (kWholeBlock), and a thread holds kPacks of its packs,
-// as exponentials relative to its warp's maximum. Groups and blocks live as long as the kernel and load their
-// next row as soon as this one has been unpacked. Who holds the label's logit writes the row's loss: it need not
-// be read again, and the gradient may overwrite the logits.
+// Who holds the label's logit writes the row's loss: it need not be read again, and the gradient may overwrite
+// the logits.
 #pragma once
 
+#include "../softmax/softmax_registers.cuh"
 #include "cross_entropy_rows.cuh"
 
 namespace jaxkern {
 
-// Threads a multiprocessor, as whole blocks, which caps the registers of each.
-constexpr int kBothThreads = 640;
-
-// A row as it was loaded.
-template <class T, int kPacks> struct HeldRow {
-  static constexpr int N = kVector<T>;
-  Pack<T, N> packs[kPacks];
-  Pack<T, 1> single[2];
-  RawLabel label;
-  Compute<T> weight;
-
-  __device__ __forceinline__ void Load(const LossParams& p, int64_t row, int lane, int lanes, ReadPolicy policy) {
-    const LossRow<T> span(p, row);
-    const T* const logits = static_cast<const T*>(p.logits);
-    const T* const at = logits + span.At(lane);
-    const T nothing = FromCompute<T>(-Infinity<Compute<T>>());
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      packs[i] = Filled<T, N>(nothing);
-      if (lane + i * lanes < span.end) packs[i] = LoadVector<T, N>(at + i * lanes * N, policy);
-    }
-    single[0] = single[1] = Filled<T, 1>(nothing);
-    if (row >= p.rows) return;
-    if (p.ragged) {
-      const LossSingles<T> singles(p, span, lane, true);
-#pragma unroll
-      for (int k = 0; k < 2; ++k) single[k] = singles.Load(logits + row * p.width, k);
-    }
-    label = LoadLabel(p, row);
-    weight = static_cast<const Compute<T>*>(p.weight)[row];
-  }
+struct BothParams : SoftmaxParams {
+  LossParams loss;
 };
 
-template <class T, int kLanes, int kPacks, int kThreads>
-__global__ void __launch_bounds__(kThreads, (kPacks > 4 ? 512 : kBothThreads) / kThreads)
-BothRegisters(const __grid_constant__ LossParams p) {
+// As softmax up to the sum; what is held leaves as it is, and what it must be multiplied by is the Final's inverse.
+template <class T> struct BothForward : Forward<T, false> {
   using C = Compute<T>;
-  using Stat = LossStat<T>;
-  constexpr int N = kVector<T>;
-  constexpr bool kGroup = kLanes != kWholeBlock;
-  constexpr int kMaxWarps = kLossBlockThreads / kWarp;
-  __shared__ Stat rooms[2][kMaxWarps];
-
-  const int lanes = kGroup ? kLanes : static_cast<int>(blockDim.x);
-  const int lane = threadIdx.x % lanes;
-  constexpr int kGroups = kGroup ? kThreads / (kGroup ? kLanes : 1) : 1;
-  const int64_t step = int64_t{gridDim.x} * kGroups;
-  const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
-  T* const gradient = static_cast<T*>(p.gradient);
-  const bool smoothing = p.Smoothing();
-
-  int64_t row = int64_t{blockIdx.x} * kGroups + threadIdx.x / lanes;
-  // The lanes of a warp stay together: its first row decides.
-  const int64_t behind = kGroup ? threadIdx.x % kWarp / lanes : 0;
-  HeldRow<T, kPacks> raw;
-  raw.Load(p, row, lane, lanes, policy);
-  for (int turn = 0; row - behind < p.rows; ++turn, row += step) {
-    const bool real = row < p.rows;
-    const LossRow<T> span(p, row);
-    const LossSingles<T> singles(p, span, lane, real);
-    const Label label = real ? Resolve(p, raw.label) : Label{Label::kIgnored};
-    const C weight = raw.weight;
-    C reference = 0;
-    if (smoothing && real) reference = ReferenceOf(static_cast<const T*>(p.logits)[row * p.width]);
-
-    Stat stat = Stat::Identity();
-    C held[kPacks][N], single[2] = {ToCompute(Element(raw.single[0], 0)), ToCompute(Element(raw.single[1], 0))};
-    stat.max = LargestOf<T>(raw.packs);
-    if (p.ragged) stat.max = Max(stat.max, Max(single[0], single[1]));
-    // Whether the label is among this thread's, and which.
-    const int offset = static_cast<int>(label.at) - span.head, place = offset & (N - 1);
-    const int label_pack = label.at >= span.head && offset / N < span.end ? offset / N : -1;
-    C x_label = 0;
-    bool own = false;
+  template <int kPacks, int N, bool = false> struct Tile : Forward<T, false>::template Tile<kPacks, N> {
+    template <class Final> __device__ __forceinline__ void Get(int i, const Final&, C (&out)[N]) const {
 #pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      if (smoothing && lane + i * lanes < span.end) AddAbove(stat, raw.packs[i], reference);
-      Unpack(raw.packs[i], held[i]);
-      if (lane + i * lanes == label_pack) {
-        own = true;
-#pragma unroll
-        for (int j = 0; j < N; ++j) x_label = j == place ? held[i][j] : x_label;
-      }
+      for (int j = 0; j < N; ++j) out[j] = this->held[i][j];
     }
-    raw.Load(p, row + step, lane, lanes, policy);
+  };
+};
 
-    stat.max = ReduceLanes<kGroup ? kLanes : kWarp>(stat.max, MaxOf());
-    const C base = Base(stat.max);
-    C of_pack[kPacks];
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-#pragma unroll
-      for (int j = 0; j < N; ++j) held[i][j] = ExpDifference<T>(held[i][j], base);
-      of_pack[i] = Fold(held[i], SumOf());
-    }
-    stat.sum = Fold(of_pack, SumOf());
-    if (p.ragged) {
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        if (smoothing && singles.column[k] >= 0) stat.above += single[k] - reference;
-        if (singles.column[k] >= 0 && singles.column[k] == label.at) own = true, x_label = single[k];
-        single[k] = ExpDifference<T>(single[k], base);
-        stat.sum += single[k];
-      }
-    }
+template <class T, bool kRagged> struct BothRow : SoftmaxRow<BothForward<T>, kVector<T>, false, int, kRagged> {
+  using Op = BothForward<T>;
+  using C = Compute<T>;
+  using Base = SoftmaxRow<Op, kVector<T>, false, int, kRagged>;
+  using Params = BothParams;
+  using Base::span;
+  static constexpr int N = kVector<T>;
+  static constexpr int kGroupBlocks = 5;  // 102 registers a thread
 
-    // The warp's share, all relative to one maximum, then the row's.
-    stat.sum = ReduceLanes<kGroup ? kLanes : kWarp>(stat.sum, SumOf());
-    if (smoothing) stat.above = ReduceLanes<kGroup ? kLanes : kWarp>(stat.above, SumOf());
-    C rescale = 1;
-    if constexpr (!kGroup) {
-      const C of_warp = stat.max;
-      stat = ReduceWarps<kMaxWarps>(stat, rooms[turn % 2], blockDim.x / kWarp, Stat::Identity(), [] { __syncthreads(); },
-                                    [=](const Stat& s) { return s.template MergeLanes<kMaxWarps>(smoothing, false); });
-      // A warp of nothing but -inf holds zeros; its factor must not make them NaN.
-      rescale = of_warp == -Infinity<C>() ? C(0) : Rescale<T>(of_warp, Base(stat.max));
-    }
+  struct Place {  // of a pack, and what its row's threads have read of the label
+    int pack;
+    RawLabel label;
+    C weight;
+  };
+  struct Raw {
+    Pack<T, N> data[1];
+    Place mask;
+  };
 
-    Slope<T> slope(p, label, span.head, Base(stat.max), stat.sum, p.template Numbers<C>().width, weight);
-    slope.factor *= rescale;
-    T* const out = gradient + span.At(lane);
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      const int pack = lane + i * lanes;
-      if (pack >= span.end) break;
-      StoreVector<T, N>(out + i * lanes * N, slope.FromPowers(held[i], pack));
-    }
-    if (!real) continue;
-    if (p.ragged) {
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const int64_t column = singles.column[k];
-        if (column >= 0) gradient[row * p.width + column] = slope.FromPower(single[k], column == label.at);
-      }
-    }
-    if (label.at >= 0 ? own : lane == 0) WriteRow<T>(p, row, stat, label, x_label, reference);
+  const LossParams& p;
+  int64_t row;
+  C reference = 0, x_label = 0;
+  typename LossStat<T>::S above = 0;
+  bool own = false;
+  Slope<T> slope;
+
+  __device__ __forceinline__ BothRow(const BothParams& params, int64_t at) : Base(params, at), p(params.loss), row(at) {
+    if (p.Smoothing() && Real()) reference = ReferenceOf(this->input[0][row * p.width]);
   }
-}
+  __device__ __forceinline__ bool Real() const { return row < p.rows; }
+
+  template <int kPacks> __device__ __forceinline__ void LoadAll(Raw (&raw)[kPacks], int first, int step) const {
+    Base::LoadAll(raw, first, step);
+    Place place = {};
+    if (Real()) place.label = LoadLabel(p, row), place.weight = static_cast<const C*>(p.weight)[row];
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) raw[i].mask = {first + i * step, place.label, place.weight};
+  }
+
+  __device__ __forceinline__ Label LabelOf(const Place& place) const {
+    return Real() ? Resolve(p, place.label) : Label{Label::kIgnored};
+  }
+
+  __device__ __forceinline__ void Values(const Raw& raw, C (&v)[1][N], int) {
+    Base::Values({{raw.data[0]}, {}}, v);
+    const int column = span.Column(raw.mask.pack);
+    const Label label = LabelOf(raw.mask);
+    const int place = static_cast<int>(label.at) - column;
+    if (label.at >= 0 && place >= 0 && place < N) {
+      own = true;
+#pragma unroll
+      for (int j = 0; j < N; ++j) x_label = j == place ? v[0][j] : x_label;
+    }
+    if (p.Smoothing()) {
+      C d[N];
+#pragma unroll
+      for (int j = 0; j < N; ++j) d[j] = span.Has(column + j) ? v[0][j] - reference : C(0);
+      above += Fold(d, SumOf());
+    }
+  }
+
+  __device__ __forceinline__ void Settle(const Raw& raw, const typename Op::Stat& stat) {
+    const Place& place = raw.mask;
+    slope = Slope<T>(p, LabelOf(place), span.Column(0), ::jaxkern::Base(stat.max), stat.sum,
+                     p.template Numbers<C>().width, place.weight);
+  }
+  __device__ __forceinline__ Pack<T, N> Result(C (&v)[N], const typename Op::Final& final, const Raw& raw, int) const {
+    Slope<T> of_held = slope;
+    of_held.factor = slope.rise * final.inverse;
+    return of_held.FromPowers(v, raw.mask.pack);
+  }
+
+  // kLanes: of a group that has the row to itself, or kBlockLanes. By all of them.
+  template <int kLanes>
+  __device__ __forceinline__ void Close(const Raw& raw, const typename Op::Stat& stat, int lane) {
+    const Place& place = raw.mask;
+    LossStat<T> whole = {stat.max, 0, stat.sum, above};
+    if (p.Smoothing()) {
+      whole.above = ReduceLanes<kLanes == kBlockLanes ? kWarp : kLanes>(above, SumOf());
+      if constexpr (kLanes == kBlockLanes) {
+        constexpr int kMaxWarps = kBlockTierThreads / kWarp;
+        using S = typename LossStat<T>::S;
+        __shared__ S room[kMaxWarps];
+        whole.above = ReduceWarps<kMaxWarps>(whole.above, room, blockDim.x / kWarp, S(0), [] { __syncthreads(); },
+                                             [](S s) { return ReduceLanes<kMaxWarps>(s, SumOf()); });
+      }
+    }
+    const Label label = LabelOf(place);
+    if (Real() && (label.at >= 0 ? own : lane == 0)) WriteRow<T>(p, row, whole, label, x_label, reference);
+  }
+};
 
 }  // namespace jaxkern

@@ -25,9 +25,9 @@ bool LossTierFits(LossTier tier, const LossProblem& p, const DeviceTraits& d) {
   const bool narrow = p.dtype != DType::kF64 && !p.masked;
   switch (tier) {
     case LossTier::kSubWarp: return narrow && packs <= kSubWarpPacks;
-    case LossTier::kWarp: return p.pass == LossPass::kBoth ? in_registers && packs <= kWarpPacks : true;
+    case LossTier::kWarp: return p.pass == LossPass::kBoth ? in_registers && RaggedLossPacks(p) <= kWarpPacks : true;
     case LossTier::kBlock:
-      return p.pass == LossPass::kLoss || (in_registers && packs <= kBlockThreads * HeldPacks(p));
+      return p.pass == LossPass::kLoss || (in_registers && RaggedLossPacks(p) <= kBlockThreads * HeldPacks(p));
     case LossTier::kPipeline: return in_registers && Hopper(d) && packs * 16 <= kClusterBlocks * kRingBytes;
     case LossTier::kStreaming: return p.pass != LossPass::kGradient;
     case LossTier::kSplit:

@@ -57,6 +57,13 @@ constexpr int64_t kLossPartialBytes = 32;  // of scratch, for a part of a row
 // 16-byte vectors of a row, at most.
 constexpr int64_t LossPacks(const LossProblem& p) { return p.width * SizeOf(p.dtype) / 16; }
 
+// The same with vectors of which only a part is the row's, wherever it begins.
+constexpr int64_t RaggedLossPacks(const LossProblem& p) {
+  const int64_t n = 16 / SizeOf(p.dtype);
+  const bool whole = p.misalignment == 0 && p.width % n == 0;
+  return whole ? p.width / n : (p.width + 2 * n - 2) / n;
+}
+
 // Whether the tier can run the problem at all.
 bool LossTierFits(LossTier tier, const LossProblem& p, const DeviceTraits& d);
 

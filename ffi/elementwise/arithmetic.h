@@ -67,6 +67,7 @@ struct Basic {
   static JAXKERN_FN bool IsNan(C x) { return x != x; }
   static JAXKERN_FN C Fma(C a, C b, C c) { return a * b + c; }
   static JAXKERN_FN C Product(C a, C b) { return a * b; }  // rounded, and no part of a fused multiply-add
+  static JAXKERN_FN C Product(C a, C b, C c) { return a * (b * c); }
   static JAXKERN_FN C Sign(C x) { return C(x > 0) - C(x < 0); }
 };
 
@@ -104,6 +105,11 @@ struct InFloat {
     const float square = M::Product(a, a), rest = M::Fma(a, a, -square), e = M::Exp(-0.5f * square);
     const float cdf = M::Quotient(M::Fma(e, -0.5f * rest, e), inverse);
     return x < 0 ? cdf : 1 - cdf;
+  }
+  // a b c, rounded once where nothing overflows.
+  static JAXKERN_FN float Product(float a, float b, float c) {
+    const float p = M::Product(b, c), y = M::Product(a, p), low = M::Fma(b, c, -p);
+    return M::Abs(y) < M::kInfinity ? M::Fma(a, p, a * low) : y;
   }
   static JAXKERN_FN float ExpOfProduct(float x, double c) {
     const float high = float(c), low = float(c - high), p = M::Product(x, high), rest = M::Fma(x, high, -p) + x * low;
@@ -157,6 +163,7 @@ struct Float : Real<float> {
   static JAXKERN_FN C Abs(C x) { return fabsf(x); }
   static JAXKERN_FN C Fma(C a, C b, C c) { return fmaf(a, b, c); }
   static JAXKERN_FN C Product(C a, C b) { return __fmul_rn(a, b); }
+  static JAXKERN_FN C Product(C a, C b, C c) { return a * (b * c); }
   // Of b from 2^-126 to 2^126. __fdividef would first ask whether it is smaller.
   static JAXKERN_FN C Inverse(C b) {
     C y;
@@ -195,6 +202,8 @@ struct Float : Real<float> {
 };
 
 struct Single : Float {
+  using Float::Product;
+  static JAXKERN_FN C Product(C a, C b, C c) { return InFloat<Single>::Product(a, b, c); }
   static JAXKERN_FN C Exp(C x) { return expf(x); }
   static JAXKERN_FN C Expm1(C x) { return expm1f(x); }
   static JAXKERN_FN C Log1pUnit(C x) { return log1pf(x); }
@@ -205,7 +214,7 @@ struct Single : Float {
 };
 
 struct Coarse : Float {
-  static constexpr C kLog2e = 1.44269504f;
+  static constexpr C kLog2e = 1.44269504f, kLn2 = 0.693147181f;
   static JAXKERN_FN C Power2(C x) {
     C y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -227,37 +236,48 @@ struct Coarse : Float {
     asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
   }
-  static JAXKERN_FN C LogFar(C x) {  // the hardware's is exact to 2^-22, which is too little near 1
-    C y;
-    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y * 0.693147181f;
+  static JAXKERN_FN C Log2(C x, C d) {  // of x = 1 + d, to 2^-17 of itself; the hardware's is exact to 2^-22, too little near 1
+    C far;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(far) : "f"(x));
+    return fabsf(d) < 0x1p-5f ? d * Polynomial(d, {1.4426950216293335f, -0.7216171622276306f, 0.4811677634716034f}) : far;
   }
-  static JAXKERN_FN C LogNear(C d) {  // log(1 + d), |d| <= 0.25
-    return d + d * d * Polynomial(d, {-0.4997886403677242f, 0.3330636130757025f, -0.2635769483181442f, 0.21333018737577322f});
+  static JAXKERN_FN C Log(C x) { return kLn2 * Log2(x, x - 1); }
+  static JAXKERN_FN C Log1p(C x) { return kLn2 * Log2(1 + x, x); }
+  // 2^(y log2 |x|), where |y log2 |x|| < 150 has room for the logarithm's error; then C's rules for signs and NaN.
+  static JAXKERN_FN C Power(C x, C y) {
+    const C a = fabsf(x), exponent = y == 0 || a == 1 ? C(0) : y * Log2(a, a - 1);
+    C power;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(exponent));
+    const C half = 0.5f * y;
+    const bool whole = truncf(y) == y, odd = truncf(half) != half;
+    if (whole && odd) power = copysignf(power, x);
+    return x < 0 && a < kInfinity && !whole ? C(NAN) : power;
   }
-  static JAXKERN_FN C Log(C x) { return fabsf(x - 1) < 0.25f ? LogNear(x - 1) : LogFar(x); }
-  static JAXKERN_FN C Log1p(C x) { return fabsf(x) < 0.25f ? LogNear(x) : LogFar(1 + x); }
-  static JAXKERN_FN C Erf(C x) {
-    const C a = fabsf(x), p = x * x;
-    const C near = x * Polynomial(p, {1.128364811152035f, -0.3755716839024236f, 0.10938604915100508f, -0.019715479656588878f});
-    return a < 0.9f ? near : copysignf(1 - 2 * NormalTail(a * 1.41421356f), x);
+  static JAXKERN_FN C Erf(C x) {  // 1, to 2^-14, beyond 2.9
+    const C a = Max(Min(x, 2.9f), -2.9f), p = a * a;
+    return a * Polynomial(p, {1.128332257270813f, 0.17995741963386536f, 0.02960597351193428f}) *
+           Inverse(Polynomial(p, {1.0f, 0.4921444058418274f, 0.09203017503023148f, 0.0035081887617707253f}));
   }
   static JAXKERN_FN C Erfc(C x) {
     const C tail = 2 * NormalTail(fabsf(x) * 1.41421356f);
     return x < 0 ? 2 - tail : tail;
   }
-  // Quarter turns n of the angle, and what is left of it, for |x| < 2^16; beyond, the library's.
-  static JAXKERN_FN C Turned(C x, int quarters) {
-    const C shifted = fmaf(x, 0.636619772f, 12582912.0f), n = shifted - 12582912.0f;
-    const C r = fmaf(n, -5.39030253e-15f, fmaf(n, -7.54978942e-8f, fmaf(n, -1.57079625f, x))), p = r * r;
-    const int turn = __float_as_int(shifted) + quarters;
-    const C sine = r + r * p * Polynomial(p, {-0.16663219891404868f, 0.008158937474924114f});
-    const C cosine = 1 + p * Polynomial(p, {-0.4999987536890312f, 0.04165519882547708f, -0.0013584128198166675f});
-    const C y = turn & 1 ? cosine : sine;
-    return turn & 2 ? -y : y;
+  // The sine of what is left of the angle beside half turns, or halves of odd ones, for |x| < 2^16; beyond, the library's.
+  template <bool kCosine> static JAXKERN_FN C Turned(C x) {
+    const C turns = x * 0.318309886f, shifted = (kCosine ? turns - 0.5f : turns) + 12582912.0f, n = shifted - 12582912.0f;
+    const C k = kCosine ? n + 0.5f : n;
+    const C r = fmaf(k, -1.07806050e-14f, fmaf(k, -1.50995790e-7f, fmaf(k, -3.1415925f, x))), p = r * r;
+    const C y = r + r * p * Polynomial(p, {-0.16665849741842179f, 0.008314220651620347f, -0.000185404094866618f});
+    const uint32_t odd = static_cast<uint32_t>(__float_as_int(shifted)) << 31;
+    return __int_as_float(__float_as_int(y) ^ static_cast<int>(kCosine ? ~odd & 0x80000000u : odd));
   }
-  static JAXKERN_FN C Sin(C x) { return fabsf(x) < 65536 ? Turned(x, 0) : FarSine(x, false); }
-  static JAXKERN_FN C Cos(C x) { return fabsf(x) < 65536 ? Turned(x, 1) : FarSine(x, true); }
+  static JAXKERN_FN C Sin(C x) { return SineOf<false>(x); }
+  static JAXKERN_FN C Cos(C x) { return SineOf<true>(x); }
+  template <bool kCosine> static JAXKERN_FN C SineOf(C x) {
+    C y = Turned<kCosine>(x);
+    if (__builtin_expect(fabsf(x) >= 65536, 0)) y = FarSine(x, kCosine);  // NaN is near
+    return y;
+  }
   static __device__ __noinline__ C FarSine(C x, bool cosine) { return cosine ? cosf(x) : sinf(x); }
   static JAXKERN_FN C Log1pUnit(C x) {  // 0 <= x <= 1
     return x * Polynomial(x, {0.9999432849988102f, -0.4969777385491167f, 0.3063005783822492f, -0.15742679072715737f,
@@ -358,6 +378,8 @@ struct Single : Real<float> {
   static JAXKERN_FN C Power(C x, C y) { return __builtin_powf(x, y); }
   static JAXKERN_FN C Fmod(C x, C y) { return __builtin_fmodf(x, y); }
 #if defined(__FMA__) || defined(__aarch64__)
+  using Real<float>::Product;
+  static JAXKERN_FN C Product(C a, C b, C c) { return InFloat<Single>::Product(a, b, c); }
   static JAXKERN_FN C NormalCdf(C x) { return InFloat<Single>::NormalCdf(x); }
   static JAXKERN_FN C ExpOfProduct(C x, double c) { return InFloat<Single>::ExpOfProduct(x, c); }
   static JAXKERN_FN C ExpOfGeluArgument(C x) { return InFloat<Single>::ExpOfGeluArgument(x); }

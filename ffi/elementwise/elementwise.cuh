@@ -41,7 +41,7 @@ template <class... T> struct Types {};
 namespace device {
 
 constexpr int kThreads = 256;
-constexpr int kFlatBlocks = 6, kStridedBlocks = 8;  // a multiprocessor: at most 42 and 32 registers
+constexpr int kFlatBlocks = 6, kStridedBlocks = 6;  // a multiprocessor: at most 42 registers
 
 // --- Elements --------------------------------------------------------------------------------------
 
@@ -114,6 +114,19 @@ template <int kBytes> JAXKERN_FN void Load(Words& words, const void* p, ReadPoli
   }
 }
 
+template <int kBytes> JAXKERN_FN void LoadCached(Words& words, const void* p) {
+  constexpr int kVector = kBytes < 4 ? 4 : kBytes;
+  if constexpr (kVector == 16) {
+    const uint4 v = *static_cast<const uint4*>(p);
+    words.w[0] = v.x, words.w[1] = v.y, words.w[2] = v.z, words.w[3] = v.w;
+  } else if constexpr (kVector == 8) {
+    const uint2 v = *static_cast<const uint2*>(p);
+    words.w[0] = v.x, words.w[1] = v.y;
+  } else {
+    Load<kBytes>(words, p, ReadPolicy());
+  }
+}
+
 // From an address that is aligned to an element only. Reads up to 3 bytes before and after.
 template <int kBytes> JAXKERN_FN void LoadShifted(Words& words, const void* p) {
   const uint32_t shift = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(p)) % 4 * 8;
@@ -155,8 +168,9 @@ template <int kIn, int kOut, int kParameters> struct StridedArgs {
   const void* parameter[kParameters ? kParameters : 1];
   int64_t in_stride[kIn][3], out_stride[kOut][2];  // the innermost of a result is 1
   int64_t count;
-  FastDivmod inner, middle;  // sizes in units of packs, or of elements
-  uint32_t inner_size, middle_size;
+  FastDivmod inner, middle;  // sizes in units of packs, or of elements, and of `rows` rows
+  uint32_t inner_size, middle_size, middle_runs;
+  int rows;  // a thread
   bool in_packs;
   bool exceeds_l2;
 };
@@ -174,6 +188,7 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
   }();
   static constexpr int N = 16 / kWidest;
   static constexpr int kUnroll = kWidest == 8 || kIn > 2 ? 1 : 2;
+  static constexpr int kRows = kUnroll;  // of a strided call
   static constexpr bool kShifts = kWidest < 8;  // what is misaligned is read in shifted packs, double element by element
   using InIndex = std::make_index_sequence<kIn>;
   using OutIndex = std::make_index_sequence<kOut>;
@@ -276,6 +291,14 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
     }
   }
 
+  // What is the same in all rows stays in the L1, where the next block finds it.
+  template <class T>
+  static JAXKERN_FN void LoadStrided(const int64_t (&stride)[3], Words& words, const T* p, ReadPolicy policy) {
+    if (stride[2] == 0) Splat<T>(words, p);
+    else if (stride[1] == 0) LoadCached<N * sizeof(T)>(words, p);
+    else Load<N * sizeof(T)>(words, p, policy);
+  }
+
   template <size_t... I, size_t... J>
   static JAXKERN_FN void RunStrided(const Strided& a, std::index_sequence<I...>, std::index_sequence<J...>) {
     const Functor f = Make(a.parameter);
@@ -283,19 +306,30 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
     const int64_t step = int64_t{gridDim.x} * blockDim.x;
     const int unit = a.in_packs ? N : 1;
     for (int64_t p = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; p < a.count; p += step) {
-      int64_t outer, row;
-      if (p >> 32) row = p / a.inner_size, outer = row / a.middle_size;
-      else row = a.inner.Div(static_cast<uint32_t>(p)), outer = a.middle.Div(static_cast<uint32_t>(row));
-      const int64_t inner = (p - row * a.inner_size) * unit, middle = row - outer * a.middle_size;
+      int64_t outer, run;
+      if (p >> 32) run = p / a.inner_size, outer = run / a.middle_runs;
+      else run = a.inner.Div(static_cast<uint32_t>(p)), outer = a.middle.Div(static_cast<uint32_t>(run));
+      const int64_t inner = (p - run * a.inner_size) * unit, middle = (run - outer * a.middle_runs) * a.rows;
       const int64_t at[kIn] = {(outer * a.in_stride[I][0] + middle * a.in_stride[I][1] + inner * a.in_stride[I][2])...};
       const int64_t to[kOut] = {(outer * a.out_stride[J][0] + middle * a.out_stride[J][1] + inner)...};
       if (a.in_packs) {
-        Words x[kIn], y[kOut];
-        ((a.in_stride[I][2] ? Load<N * sizeof(In)>(x[I], static_cast<const In*>(a.in[I]) + at[I], policy)
-                            : Splat<In>(x[I], static_cast<const In*>(a.in[I]) + at[I])),
-         ...);
-        Compute(f, x, y, InIndex(), OutIndex());
-        ((Store<N * sizeof(Out)>(static_cast<Out*>(a.out[J]) + to[J], y[J])), ...);
+        // The same columns of kRows rows, of which the last may be missing; then the first is read twice.
+        Words x[kRows][kIn];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          const int64_t row = r < a.rows && middle + r < a.middle_size ? r : 0;
+          ((r > 0 && a.in_stride[I][1] == 0
+                ? void(x[r][I] = x[0][I])
+                : LoadStrided<In>(a.in_stride[I], x[r][I], static_cast<const In*>(a.in[I]) + at[I] + row * a.in_stride[I][1], policy)),
+           ...);
+        }
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          if (r > 0 && (r >= a.rows || middle + r >= a.middle_size)) break;
+          Words y[kOut];
+          Compute(f, x[r], y, InIndex(), OutIndex());
+          ((Store<N * sizeof(Out)>(static_cast<Out*>(a.out[J]) + to[J] + r * a.out_stride[J][1], y[J])), ...);
+        }
       } else {
         Element(f, a.in, a.out, at, to, InIndex(), OutIndex());
       }
@@ -383,8 +417,10 @@ cudaError_t LaunchStrided(const ElementwiseArgs& args, int64_t bytes, const Devi
   const int64_t inner = args.size[2] / (a.in_packs ? E::N : 1);
   if (inner >> 32 || args.size[1] >> 32) return cudaErrorInvalidConfiguration;
   a.inner_size = static_cast<uint32_t>(inner), a.middle_size = static_cast<uint32_t>(args.size[1]);
-  a.inner = FastDivmod(a.inner_size), a.middle = FastDivmod(a.middle_size);
-  a.count = args.size[0] * args.size[1] * inner;
+  a.rows = a.in_packs && a.middle_size >= E::kRows ? E::kRows : 1;
+  a.middle_runs = (a.middle_size + a.rows - 1) / a.rows;
+  a.inner = FastDivmod(a.inner_size), a.middle = FastDivmod(a.middle_runs);
+  a.count = args.size[0] * a.middle_runs * inner;
   return Launch(StridedKernel<E>, Grid(a.count, kStridedBlocks, device), stream, a);
 }
 

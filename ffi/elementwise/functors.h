@@ -83,14 +83,16 @@ struct EluGrad {
 template <class M>
 struct Celu {
   using C = typename M::C;
-  C alpha;
-  JAXKERN_FN C operator()(C x) const { return x > 0 ? x : alpha * M::Expm1(M::Divide(x, alpha)); }
+  C alpha, inverse;  // one division a thread
+  JAXKERN_FN explicit Celu(C alpha) : alpha(alpha), inverse(M::Divide(C(1), alpha)) {}
+  JAXKERN_FN C operator()(C x) const { return x > 0 ? x : alpha * M::Expm1(x * inverse); }
 };
 template <class M>
 struct CeluGrad {
   using C = typename M::C;
-  C alpha;
-  JAXKERN_FN C operator()(C x, C g) const { return x > 0 ? g : M::Exp(M::Divide(x, alpha)) * g; }
+  C inverse;
+  JAXKERN_FN explicit CeluGrad(C alpha) : inverse(M::Divide(C(1), alpha)) {}
+  JAXKERN_FN C operator()(C x, C g) const { return x > 0 ? g : M::Exp(x * inverse) * g; }
 };
 
 // Klambauer et al., "Self-Normalizing Neural Networks", 2017.
@@ -362,7 +364,7 @@ struct SwigluGrad {
 template <class M>
 struct GegluErf {
   using C = typename M::C;
-  JAXKERN_FN C operator()(C x, C gate) const { return x * GeluErf<M>()(gate); }
+  JAXKERN_FN C operator()(C x, C gate) const { return M::Product(x, gate, M::NormalCdf(gate)); }
 };
 template <class M>
 struct GegluErfGrad {
@@ -375,7 +377,7 @@ struct GegluErfGrad {
 template <class M>
 struct GegluTanh {
   using C = typename M::C;
-  JAXKERN_FN C operator()(C x, C gate) const { return x * GeluTanh<M>()(gate); }
+  JAXKERN_FN C operator()(C x, C gate) const { return M::Product(x, gate, GeluTanh<M>::Gate(gate).Value()); }
 };
 template <class M>
 struct GegluTanhGrad {

@@ -34,9 +34,10 @@ struct Divider {
 
 // What of a chunk of places the chunk itself reduces (index_add_reduce.cuh).
 struct alignas(16) ChunkInfo {
-  uint32_t start, stop;  // the places that it reduces
-  uint32_t long_head;    // whether the first run came in from the chunk before
-  uint32_t parts;        // of the long run that begins in it and goes on, else 0
+  uint32_t start : 31;      // of the places that it reduces
+  uint32_t long_head : 1;   // whether the first run is a long one that came in from the chunk before
+  uint32_t stop, parts;     // parts: of the long run that begins in it and goes on, else 0
+  uint32_t key;             // of its last place
 };
 
 struct IndexRun {
@@ -127,17 +128,20 @@ __device__ __forceinline__ int64_t RowOf(const IndexRun& run, RawIndex raw) {
   return row;
 }
 
+// The key of an index in the first slice of the batch: of any, and of a `plain` one, by far the most common.
+__device__ __forceinline__ uint32_t RowKey(const IndexRun& run, RawIndex raw) {
+  const uint64_t row = static_cast<uint64_t>(RowOf(run, raw) - run.first_row);
+  return row < run.rows ? static_cast<uint32_t>(row) : run.dropped;
+}
+
+__device__ __forceinline__ uint32_t PlainKey(const IndexRun& run, uint32_t index) {
+  const uint32_t row = run.wrap && static_cast<int32_t>(index) < 0 ? index + run.rows : index;
+  return row < run.rows ? row : run.dropped;
+}
+
 __device__ __forceinline__ uint32_t KeyOf(const IndexRun& run, RawIndex raw, uint32_t position) {
-  uint32_t key;
-  if (run.plain) {  // a signed 32-bit index, all of the rows, not clipped: by far the most common
-    const int32_t row = static_cast<int32_t>(raw.low);
-    key = run.wrap && row < 0 ? row + run.rows : row;
-  } else {
-    const int64_t row = RowOf(run, raw) - run.first_row;
-    key = static_cast<uint32_t>(min(static_cast<uint64_t>(row), uint64_t{UINT32_MAX}));
-  }
-  if (key >= run.rows) return run.dropped;
-  return run.batch > 1 ? key + run.by_count.Div(position) * run.rows : key;
+  const uint32_t key = run.plain ? PlainKey(run, raw.low) : RowKey(run, raw);
+  return run.batch > 1 && key != run.dropped ? key + run.by_count.Div(position) * run.rows : key;
 }
 
 // The key at a place in the order of keys.
@@ -231,13 +235,19 @@ __device__ inline uint32_t PartsOf(const IndexRun& run, uint32_t chunk_places, u
                                    uint32_t reach) {
   const uint32_t begin = chunk * chunk_places, end = begin + chunk_places;
   if (end >= run.positions) return 0;
-  const uint32_t key = KeyAt(run, end - 1);
-  if (key >= run.dropped || KeyAt(run, end) != key) return 0;
-  if (begin > 0 && KeyAt(run, begin) == key && KeyAt(run, begin - 1) == key) return 0;  // began earlier
-  if (!LongTail(run, reach, end, key)) return 0;
+  // All that decides for most chunks, under way at once.
+  const uint32_t before = KeyAt(run, begin - (begin > 0)), head = KeyAt(run, begin);
+  const uint32_t key = KeyAt(run, end - 1), next = KeyAt(run, end);
+  const uint32_t far = KeyAt(run, min(end + reach, run.positions - 1));
+  const uint32_t second = KeyAt(run, min(end + chunk_places, run.positions - 1));
+  if (key >= run.dropped || next != key) return 0;
+  if (begin > 0 && head == key && before == key) return 0;  // began earlier
+  if (end + reach >= run.positions || far != key) return 0;
   // The last chunk that begins within the run: doubling steps, then bisection.
   uint32_t last = chunk + 1, step = 1;
-  while (last + step < chunks && KeyAt(run, (last + step) * chunk_places) == key) last += step, step *= 2;
+  if (last + step >= chunks || second != key) return 2;
+  do last += step, step *= 2;
+  while (last + step < chunks && KeyAt(run, (last + step) * chunk_places) == key);
   for (; step; step /= 2) {
     if (last + step < chunks && KeyAt(run, (last + step) * chunk_places) == key) last += step;
   }

@@ -190,7 +190,7 @@ cudaError_t IndexCuda(const IndexArgs& a, const Device& device, cudaStream_t str
         run.chunks = reinterpret_cast<ChunkInfo*>(room(layout.chunks));
         if (plan == IndexPlan::kSort) {
           error = SortUpdates(&run, 0, key_bits, SortPayload::kPosition, layout, a.scratch, stream);
-        } else if (plan == IndexPlan::kNarrow && a.rows > kBins) {
+        } else if (plan == IndexPlan::kNarrow && a.rows > kWideBins) {
           const SortPayload payload = size == 2 ? SortPayload::kElement2 : SortPayload::kElement4;
           // Updates that go nowhere may mix with others here, which spares a bit where the rows are a power of two.
           error = SortUpdates(&run, kBinBits, BitsFor(run.dropped), payload, layout, a.scratch, stream);

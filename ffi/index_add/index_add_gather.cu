@@ -7,6 +7,7 @@ namespace jaxkern {
 namespace {
 
 constexpr int kThreads = 256, kGathered = 4;
+constexpr int64_t kFewBytes = 8 << 20;
 
 template <int kBytes> struct VectorOf;
 template <> struct VectorOf<1> { using type = uint8_t; };
@@ -27,39 +28,46 @@ struct GatherShape {
   int64_t count = 0;
   Divider by_vectors, by_count, by_outer;
   uint64_t fill = 0;
+  bool protects = false;  // the rows of x from what is written, in L2
 };
 
-template <class V>
-__global__ void __launch_bounds__(kThreads)
+// Index numbers the vectors of the result: with 32 bits where they do, for three divisions in 64 take most of a
+// thread's registers.
+template <class V, class Index>
+__global__ void __launch_bounds__(kThreads, sizeof(Index) == 4 ? 8 : 5)
 Gather(const __grid_constant__ IndexRun run, const __grid_constant__ GatherShape s) {
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * (kThreads * kGathered) + threadIdx.x;
+  const Index first = static_cast<Index>(blockIdx.x) * (kThreads * kGathered) + threadIdx.x;
+  const Index total = static_cast<Index>(s.total), vectors = static_cast<Index>(s.vectors);
+  const Index count = static_cast<Index>(s.count);
   RawIndex raw[kGathered];
-  int64_t base[kGathered], column[kGathered];
+  Index slice[kGathered], column[kGathered];
 #pragma unroll
   for (int u = 0; u < kGathered; ++u) {
-    const int64_t at = first + u * kThreads;
-    if (at >= s.total) continue;
-    const int64_t row = s.by_vectors.Div(at);
-    column[u] = at - row * s.vectors;
-    const int64_t slice = s.by_count.Div(row);
-    const int64_t b = s.by_outer.Div(slice);
-    base[u] = slice * run.all_rows;
-    raw[u] = LoadIndex(run, b * s.count + (row - slice * s.count));
+    const Index at = first + u * kThreads;
+    if (at >= total) continue;
+    const Index row = s.by_vectors.Div(at);
+    column[u] = at - row * vectors;
+    slice[u] = s.by_count.Div(row);
+    const Index b = s.by_outer.Div(slice[u]);
+    raw[u] = LoadIndex(run, b * count + (row - slice[u] * count));
   }
   V v[kGathered];
 #pragma unroll
   for (int u = 0; u < kGathered; ++u) {
     v[u] = FilledWith<V>(s.fill);
-    if (first + u * kThreads >= s.total) continue;
+    if (first + u * kThreads >= total) continue;
     const int64_t row = RowOf(run, raw[u]);
     if (row >= 0 && row < run.all_rows) {
-      v[u] = __ldg(static_cast<const V*>(run.source) + (base[u] + row) * s.vectors + column[u]);
+      v[u] = __ldg(static_cast<const V*>(run.source) + (slice[u] * run.all_rows + row) * s.vectors + column[u]);
     }
   }
 #pragma unroll
   for (int u = 0; u < kGathered; ++u) {
-    const int64_t at = first + u * kThreads;
-    if (at < s.total) __stcs(static_cast<V*>(run.out) + at, v[u]);
+    const Index at = first + u * kThreads;
+    if (at >= total) continue;
+    V* const to = static_cast<V*>(run.out) + at;
+    if (s.protects) __stcs(to, v[u]);
+    else *to = v[u];
   }
 }
 
@@ -74,8 +82,12 @@ cudaError_t LaunchGather(const IndexRun& run, int64_t rows, int64_t count, int64
   s.by_count = Divider(count);
   s.by_outer = Divider(run.outer);
   s.fill = fill;
+  // Few rows stay in the caches by themselves, and then what is written may stay in L2 as well, for whoever reads it.
+  s.protects = rows / count * run.all_rows * row_bytes > kFewBytes;
   constexpr int kEach = kThreads * kGathered;
-  return Launch(Gather<typename VectorOf<kBytes>::type>, {(s.total + kEach - 1) / kEach, 1, kThreads}, stream, run, s);
+  using V = typename VectorOf<kBytes>::type;
+  const auto kernel = s.total < INT32_MAX - kEach ? Gather<V, uint32_t> : Gather<V, int64_t>;
+  return Launch(kernel, {(s.total + kEach - 1) / kEach, 1, kThreads}, stream, run, s);
 }
 
 __global__ void __launch_bounds__(kThreads) Fill(char* out, int64_t bytes, uint64_t pattern) {

@@ -3,6 +3,7 @@
 //
 //     few rows       every thread has bins of its own
 //     up to kBins    every warp has. The updates of lanes that meet in a bin are first added up across the warp
+//     up to kWideBins    likewise, but there is room for one such warp a block; the others clear and write the bins
 //     more           the sort has brought updates with equal leading bits of the key together; a block
 //                    takes one stretch after the other of its chunk of them, as above
 //
@@ -11,16 +12,20 @@
 // that index_add leaves their rows alone.
 #pragma once
 
+#include <algorithm>
+
 #include "index_add.cuh"
 
 namespace jaxkern {
 
 constexpr int kBinThreads = 256, kBinWarps = kBinThreads / kWarp, kBinAhead = 8, kFewBins = 32;
+constexpr int kWideThreads = 128, kPrefetched = 2048;  // updates
 
 struct BinShape {
   uint32_t chunk = 0, chunks = 0;  // of a slice
   int64_t slices = 1;              // batch * outer
   int bins = 0;                    // of a slice
+  int copies = kBinWarps;          // warps with bins of their own
   uint32_t stretches = 0;          // a mask: the leading bits that the sort has looked at
   int64_t fill_after = 0;
   FillShape fill;
@@ -32,70 +37,151 @@ template <Reduction kOp, class C> __device__ __forceinline__ C Empty() {
   else return Identity<kOp, C>();
 }
 
-template <Reduction kOp, class T>
-__device__ __forceinline__ void EmitBin(const IndexRun& run, int64_t o, uint32_t key, Compute<T> total) {
+// Writes the bins of keys first, first + step, ... that are below `end`; what is there is read for all of them at once.
+template <Reduction kOp, class T, int N>
+__device__ __forceinline__ void EmitBins(const IndexRun& run, int64_t o, uint32_t first, uint32_t step, uint32_t end,
+                                         const Compute<T> (&total)[N]) {
   using C = Compute<T>;
-  if (key >= run.dropped) return;
-  T* const at = static_cast<T*>(run.out) + o * run.out_stride + run.OutRow(key);
-  if constexpr (kOp == Reduction::kSum && kIsFloat<C>) {
-    if (run.reads_out && __float_as_uint(total) == 0x80000000u) return;
-    total += 0.0f;
+  T* const out = static_cast<T*>(run.out) + o * run.out_stride;
+  end = min(end, run.dropped);
+  T* at[N];
+  C x[N];
+#pragma unroll
+  for (int u = 0; u < N; ++u) {
+    const uint32_t key = first + u * step;
+    bool writes = key < end;
+    if constexpr (kOp == Reduction::kSum && kIsFloat<C>) {
+      writes = writes && !(run.reads_out && __float_as_uint(total[u]) == 0x80000000u);
+    }
+    at[u] = writes ? out + run.OutRow(key) : nullptr;
+    x[u] = at[u] && run.reads_out ? ToCompute(*at[u]) : C(0);
   }
-  const C x = run.reads_out ? ToCompute(*at) : C(0);
-  *at = FromCompute<T>(Finished<kOp>(total, Alpha<C>(run), run.reads_out, x));
+  const C alpha = Alpha<C>(run);
+#pragma unroll
+  for (int u = 0; u < N; ++u) {
+    C sum = total[u];
+    if constexpr (kOp == Reduction::kSum && kIsFloat<C>) sum += 0.0f;
+    if (at[u]) *at[u] = FromCompute<T>(Finished<kOp>(sum, alpha, run.reads_out, x[u]));
+  }
 }
 
-// A block's bins: a copy a thread or a warp, and for the latter a bit a bin, to see who meets whom.
+template <Reduction kOp, class T>
+__device__ __forceinline__ void EmitBin(const IndexRun& run, int64_t o, uint32_t key, Compute<T> total) {
+  EmitBins<kOp, T, 1>(run, o, key, 0, run.dropped, {total});
+}
+
+// A block's bins: a copy a thread, or one for each of its first warps, and for these a bit a bin, to see who meets
+// whom.
 template <Reduction kOp, class C, bool kFew> struct BlockBins {
-  static constexpr int kTaken = kBins / 32;  // words
+  static constexpr int kTogether = kFew ? 1 : 4;  // bins that a thread hands on at once
   C* sum;
   uint32_t* taken;
-  int bins;
+  int bins, copies;
 
-  static constexpr int Bytes(int bins) {
-    return bins * (kFew ? kBinThreads : kBinWarps) * 4 + (kFew ? 0 : kBinWarps * kTaken * 4);
+  static constexpr int Taken(int bins) { return bins <= kBins ? kBins / 32 : (bins + 31) / 32; }  // words
+  static constexpr int Bytes(int bins, int copies) {
+    return kFew ? bins * kBinThreads * 4 : copies * (bins + Taken(bins)) * 4;
   }
 
-  __device__ __forceinline__ BlockBins(char* shared, int n)
-      : sum(reinterpret_cast<C*>(shared)), taken(reinterpret_cast<uint32_t*>(shared) + n * kBinWarps), bins(n) {}
+  __device__ __forceinline__ BlockBins(char* shared, int bins, int copies)
+      : sum(reinterpret_cast<C*>(shared)), taken(reinterpret_cast<uint32_t*>(shared) + bins * copies),
+        bins(bins), copies(copies) {}
+
+  // Threads that add.
+  __device__ __forceinline__ uint32_t Adding() const { return kFew ? kBinThreads : copies * kWarp; }
 
   __device__ __forceinline__ void Clear() {
-    const int all = bins * (kFew ? kBinThreads : kBinWarps);
-    for (int i = threadIdx.x; i < all; i += kBinThreads) sum[i] = Empty<kOp, C>();
+    const int all = bins * (kFew ? kBinThreads : copies);
+#pragma unroll 4
+    for (int i = threadIdx.x; i < all; i += blockDim.x) sum[i] = Empty<kOp, C>();
     if (!kFew) {
-      for (int i = threadIdx.x; i < kBinWarps * kTaken; i += kBinThreads) taken[i] = 0;
+      for (int i = threadIdx.x; i < copies * Taken(bins); i += blockDim.x) taken[i] = 0;
     }
   }
 
-  // All lanes of a warp come here.
-  __device__ __forceinline__ void Add(int bin, C v, bool valid) {
+  // All lanes of a warp come here. A negative bin is none.
+  template <int N> __device__ __forceinline__ void Add(const int (&bin)[N], const C (&v)[N]) {
     if constexpr (kFew) {
-      C* const mine = sum + bin * kBinThreads + threadIdx.x;
-      if (valid) *mine = Combined<kOp>(*mine, v);
+#pragma unroll
+      for (int u = 0; u < N; ++u) {
+        C* const mine = sum + bin[u] * kBinThreads + threadIdx.x;
+        if (bin[u] >= 0) *mine = Combined<kOp>(*mine, v[u]);
+      }
     } else {
       const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
       C* const mine = sum + warp * bins;
-      uint32_t* const mine_taken = taken + warp * kTaken;
-      const uint32_t bit = 1u << (bin % 32);
+      uint32_t* const mine_taken = taken + warp * Taken(bins);
       // All but one of those that meet see that somebody was there before them. Not __match_any_sync, which is slow.
-      uint32_t met = __ballot_sync(~0u, valid && (atomicOr(&mine_taken[bin / 32], bit) & bit));
+      // Nothing here waits for an answer: the next step's question is asked behind it.
+      uint32_t there[N];
 #pragma unroll
-      for (int i = 0; i < kTaken; i += kWarp) mine_taken[i + lane] = 0;
-      while (met) {  // one bin a turn
-        const int leader = __ffs(met) - 1;
-        const int bin_met = __shfl_sync(~0u, bin, leader);
-        const bool same = valid && bin == bin_met;
-        met &= ~__ballot_sync(~0u, same);
-        const C all = ReduceLanes<kWarp>(same ? v : Empty<kOp, C>(), [](C a, C b) { return Combined<kOp>(a, b); });
-        if (lane == leader) mine[bin] = Combined<kOp>(mine[bin], all);
-        if (same) valid = false;
+      for (int u = 0; u < N; ++u) {
+        const uint32_t bit = bin[u] >= 0 ? 1u << (bin[u] & 31) : 0;
+        const int word = bin[u] >= 0 ? bin[u] >> 5 : lane;
+        there[u] = atomicOr(&mine_taken[word], bit) & bit;
+        __syncwarp();
+        if (bins <= kBins) {
+#pragma unroll
+          for (int i = 0; i < kBins / 32; i += kWarp) mine_taken[i + lane] = 0;
+        } else {
+          atomicAnd(&mine_taken[word], ~bit);
+        }
+        __syncwarp();
       }
-      if (valid) mine[bin] = Combined<kOp>(mine[bin], v);
-      __syncwarp();
+#pragma unroll
+      for (int u = 0; u < N; ++u) {
+        bool valid = bin[u] >= 0;
+        uint32_t met = __ballot_sync(~0u, there[u] != 0);
+        while (met) {  // one bin a turn
+          const int leader = __ffs(met) - 1;
+          const int bin_met = __shfl_sync(~0u, bin[u], leader);
+          const bool same = valid && bin[u] == bin_met;
+          met &= ~__ballot_sync(~0u, same);
+          const C all =
+              ReduceLanes<kWarp>(same ? v[u] : Empty<kOp, C>(), [](C a, C b) { return Combined<kOp>(a, b); });
+          if (lane == leader) mine[bin_met] = Combined<kOp>(mine[bin_met], all);
+          if (same) valid = false;
+        }
+        C* const at = mine + (valid ? bin[u] : 0);
+        const C all = Combined<kOp>(*at, v[u]);
+        if (valid) *at = all;
+        __syncwarp();
+      }
     }
   }
 
-  // emit(bin, sum over the copies), between two barriers.
+  // Adds updates [begin, end), of which load(k) brings number k and take(loaded, &bin, &v) says what it is. The next
+  // ones are under way while some are added. turn(k, n): the warp has come to updates [k, k + n).
+  template <class Turn, class Load, class Take>
+  __device__ __forceinline__ void AddAll(uint32_t begin, uint32_t end, Turn turn, Load load, Take take) {
+    const uint32_t adding = Adding(), step = adding * kBinAhead;
+    if (threadIdx.x >= adding) return;
+    decltype(load(begin)) next[kBinAhead];
+#pragma unroll
+    for (int u = 0; u < kBinAhead; ++u) {
+      const uint32_t k = begin + u * adding + threadIdx.x;
+      next[u] = {};
+      if (k < end) next[u] = load(k);
+    }
+    for (uint32_t i = begin; i < end; i += step) {
+      turn(i, step);
+      int bin[kBinAhead];
+      C v[kBinAhead];
+#pragma unroll
+      for (int u = 0; u < kBinAhead; ++u) {
+        take(next[u], &bin[u], &v[u]);
+        if (i + u * adding + threadIdx.x >= end) bin[u] = -1;
+      }
+#pragma unroll
+      for (int u = 0; u < kBinAhead; ++u) {
+        const uint32_t k = i + step + u * adding + threadIdx.x;
+        if (k < end) next[u] = load(k);
+      }
+      Add(bin, v);
+    }
+  }
+
+  // emit(bin, step, sums over the copies of bins bin, bin + step, ...), between two barriers.
   template <class Emit> __device__ __forceinline__ void ForEach(Emit emit) {
     __syncthreads();
     if constexpr (kFew) {
@@ -106,60 +192,83 @@ template <Reduction kOp, class C, bool kFew> struct BlockBins {
         for (int i = 1; i < kBinThreads / kWarp; ++i) {
           total = Combined<kOp>(total, sum[bin * kBinThreads + i * kWarp + lane]);
         }
-        total = ReduceLanes<kWarp>(total, [](C a, C b) { return Combined<kOp>(a, b); });
-        if (lane == 0) emit(bin, total);
+        const C totals[1] = {ReduceLanes<kWarp>(total, [](C a, C b) { return Combined<kOp>(a, b); })};
+        if (lane == 0) emit(bin, 0, totals);
       }
     } else {
-      for (int bin = threadIdx.x; bin < bins; bin += kBinThreads) {
-        C total = sum[bin];
+      const int threads = blockDim.x;
+      for (int bin = threadIdx.x; bin < bins; bin += threads * kTogether) {
+        C totals[kTogether];
 #pragma unroll
-        for (int w = 1; w < kBinWarps; ++w) total = Combined<kOp>(total, sum[w * bins + bin]);
-        emit(bin, total);
+        for (int u = 0; u < kTogether; ++u) totals[u] = bin + u * threads < bins ? sum[bin + u * threads] : C(0);
+        for (int w = 1; w < copies; ++w) {
+#pragma unroll
+          for (int u = 0; u < kTogether; ++u) {
+            if (bin + u * threads < bins) totals[u] = Combined<kOp>(totals[u], sum[w * bins + bin + u * threads]);
+          }
+        }
+        emit(bin, threads, totals);
       }
     }
     __syncthreads();
   }
 };
 
-// Up to kBins rows: a block a chunk of a slice, straight from index and source.
+// Has the line that holds an address brought to L2.
+__device__ __forceinline__ void Prefetch(const char* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+// Up to kWideBins rows: a block a chunk of a slice, straight from index and source.
 template <Reduction kOp, class T, bool kFew>
 __global__ void __launch_bounds__(kBinThreads)
 BinSlices(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape s) {
   using C = Compute<T>;
   extern __shared__ __align__(16) char shared_bytes[];
-  BlockBins<kOp, C, kFew> bins(shared_bytes, s.bins);
+  BlockBins<kOp, C, kFew> bins(shared_bytes, s.bins, s.copies);
   const int64_t slice = blockIdx.x / s.chunks;
   const uint32_t chunk = blockIdx.x % s.chunks;
   const int64_t b = slice / run.outer, o = slice % run.outer;
   const uint32_t begin = chunk * s.chunk, end = min(begin + s.chunk, run.count);
   const uint32_t place = static_cast<uint32_t>(b * run.count);
   const T* const source = static_cast<const T*>(run.source) + o * run.source_stride + run.SourceRow(place);
+  // One warp has too few loads under way for memory, but not for L2: in each turn its lanes ask for a line each of
+  // the updates that lie kPrefetched ahead, and the whole block for the first of them.
+  const char* const indices = static_cast<const char*>(run.index) + int64_t{place} * run.index_bytes;
+  const auto prefetch = [&](uint32_t from, uint32_t count, uint32_t thread, uint32_t threads) {
+    const uint32_t to = min(from + count, end);
+    for (uint32_t k = from + thread * 32; k < to; k += threads * 32) {  // a line of 4 bytes each, two of 8
+      Prefetch(indices + int64_t{k} * run.index_bytes);
+      if (run.index_bytes == 8) Prefetch(indices + int64_t{min(k + 16, to - 1)} * 8);
+      Prefetch(reinterpret_cast<const char*>(source + k));
+    }
+  };
+  const bool wide = !kFew && s.copies == 1;
+  if (wide) prefetch(begin, kPrefetched, threadIdx.x, kWideThreads);
   bins.Clear();
   __syncthreads();
-  for (uint32_t i = begin; i < end; i += kBinThreads * kBinAhead) {
-    RawIndex raw[kBinAhead];
-    T value[kBinAhead];
-#pragma unroll
-    for (int u = 0; u < kBinAhead; ++u) {
-      const uint32_t k = i + u * kBinThreads + threadIdx.x;
-      raw[u] = {};
-      value[u] = FromCompute<T>(C(0));
-      if (k < end) {
-        raw[u] = LoadIndex(run, place + k);
-        value[u] = source[k];
+  struct Update {
+    RawIndex raw;
+    T value;
+  };
+  const auto turn = [&](uint32_t k, uint32_t n) {
+    if (wide) prefetch(k + kPrefetched, n, threadIdx.x, kWarp);
+  };
+  const auto load = [&](uint32_t k) { return Update{LoadIndex(run, place + k), source[k]}; };
+  bins.AddAll(begin, end, turn, load, [&](const Update& update, int* bin, C* v) {
+    const uint32_t row = run.plain ? PlainKey(run, update.raw.low) : RowKey(run, update.raw);
+    *bin = row < run.rows ? static_cast<int>(row) : -1;
+    *v = ToCompute(update.value);
+  });
+  bins.ForEach([&](int bin, int step, const auto& totals) {
+    if (s.chunks == 1) {
+      const uint32_t key = static_cast<uint32_t>(b * run.rows);
+      EmitBins<kOp, T>(run, o, key + bin, step, key + s.bins, totals);
+    } else {
+      C* const parts = static_cast<C*>(run.partials) + (slice * s.chunks + chunk) * s.bins;
+      for (const C& total : totals) {
+        if (bin < s.bins) parts[bin] = total;
+        bin += step;
       }
     }
-#pragma unroll
-    for (int u = 0; u < kBinAhead; ++u) {
-      const uint32_t k = i + u * kBinThreads + threadIdx.x;
-      const int64_t row = RowOf(run, raw[u]) - run.first_row;
-      const bool valid = k < end && row >= 0 && row < run.rows;
-      bins.Add(valid ? static_cast<int>(row) : 0, ToCompute(value[u]), valid);
-    }
-  }
-  bins.ForEach([&](int bin, C total) {
-    if (s.chunks == 1) EmitBin<kOp, T>(run, o, static_cast<uint32_t>(b * run.rows + bin), total);
-    else static_cast<C*>(run.partials)[(slice * s.chunks + chunk) * s.bins + bin] = total;
   });
 }
 
@@ -211,7 +320,8 @@ BinSorted(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape
     return;
   }
   extern __shared__ __align__(16) char shared_bytes[];
-  BlockBins<kOp, C, false> bins(shared_bytes, static_cast<int>(kBins));
+  BlockBins<kOp, C, false> bins(shared_bytes, static_cast<int>(kBins), kBinWarps);
+  static_assert(kBins % (kBinThreads * decltype(bins)::kTogether) == 0);
   const uint32_t chunk = blockIdx.x, chunk_begin = chunk * s.chunk;
   const uint32_t chunk_end = min(chunk_begin + s.chunk, run.positions);
   for (uint32_t begin = chunk_begin; begin < chunk_end;) {
@@ -230,35 +340,35 @@ BinSorted(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape
     }
     bins.Clear();
     __syncthreads();
-    for (uint32_t i = begin; i < end; i += kBinThreads * kBinAhead) {
-      uint32_t key[kBinAhead], value[kBinAhead];
-#pragma unroll
-      for (int u = 0; u < kBinAhead; ++u) {
-        const uint32_t k = i + u * kBinThreads + threadIdx.x;
-        key[u] = run.dropped, value[u] = 0;
-        if (k < end) key[u] = run.keys[k], value[u] = run.order[k];
-      }
-#pragma unroll
-      for (int u = 0; u < kBinAhead; ++u) {
-        bins.Add(key[u] % kBins, ToCompute(*reinterpret_cast<const T*>(&value[u])), key[u] < run.dropped);
-      }
-    }
+    const auto load = [&](uint32_t k) { return uint2{__ldg(run.keys + k), __ldg(run.order + k)}; };
+    bins.AddAll(begin, end, [](uint32_t, uint32_t) {}, load, [&](const uint2& update, int* bin, C* v) {
+      *bin = update.x < run.dropped ? static_cast<int>(update.x % kBins) : -1;
+      *v = ToCompute(*reinterpret_cast<const T*>(&update.y));
+    });
     const bool head = begin == chunk_begin && begin > 0 && StretchAt(run, s, begin - 1) == stretch;
     const bool tail = end == chunk_end && end < run.positions && StretchAt(run, s, end) == stretch;
-    bins.ForEach([&](int bin, C total) {
-      if (head || tail) static_cast<C*>(run.partials)[(2 * static_cast<int64_t>(chunk) + !head) * kBins + bin] = total;
-      else EmitBin<kOp, T>(run, 0, static_cast<uint32_t>(stretch * kBins + bin), total);
+    bins.ForEach([&](int bin, int step, const auto& totals) {
+      if (head || tail) {
+        C* const parts = static_cast<C*>(run.partials) + (2 * static_cast<int64_t>(chunk) + !head) * kBins;
+        for (const C& total : totals) {
+          parts[bin] = total;
+          bin += step;
+        }
+      } else {
+        EmitBins<kOp, T>(run, 0, static_cast<uint32_t>(stretch * kBins + bin), step, run.dropped, totals);
+      }
     });
     begin = end;
   }
 }
 
-// Adds up the parts of a stretch that chunks cut: two blocks a chunk, for the stretch that begins in it.
+// Adds up the parts of a stretch that chunks cut: a block a chunk, for the stretch that begins in it.
+constexpr int kStretchThreads = 512;
 template <Reduction kOp, class T>
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(kStretchThreads)
 BinStretches(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape s) {
   using C = Compute<T>;
-  const uint32_t chunk = blockIdx.x / 2, begin = chunk * s.chunk, end = begin + s.chunk;
+  const uint32_t chunk = blockIdx.x, begin = chunk * s.chunk, end = begin + s.chunk;
   if (end >= run.positions) return;
   const uint32_t stretch = StretchAt(run, s, end - 1);
   if (StretchAt(run, s, end) != stretch) return;
@@ -268,42 +378,50 @@ BinStretches(const __grid_constant__ IndexRun run, const __grid_constant__ BinSh
   for (; step; step /= 2) {
     if (last + step < s.chunks && StretchAt(run, s, (last + step) * s.chunk) == stretch) last += step;
   }
-  const int64_t bin = blockIdx.x % 2 * 1024 + threadIdx.x;
-  const C* const parts = static_cast<const C*>(run.partials) + bin;
-  C total = parts[(2 * static_cast<int64_t>(chunk) + 1) * kBins];
-#pragma unroll 8
-  for (uint32_t c = chunk + 1; c <= last; ++c) total = Combined<kOp>(total, parts[2 * static_cast<int64_t>(c) * kBins]);
-  EmitBin<kOp, T>(run, 0, static_cast<uint32_t>(stretch * kBins + bin), total);
+  constexpr int kEach = kBins / kStretchThreads;
+  const C* parts = static_cast<const C*>(run.partials) + (2 * int64_t{chunk} + 1) * kBins + threadIdx.x;
+  C total[kEach];
+#pragma unroll
+  for (int u = 0; u < kEach; ++u) total[u] = parts[u * kStretchThreads];
+  parts += kBins;
+#pragma unroll 4
+  for (uint32_t c = chunk + 1; c <= last; ++c, parts += 2 * kBins) {
+#pragma unroll
+    for (int u = 0; u < kEach; ++u) total[u] = Combined<kOp>(total[u], parts[u * kStretchThreads]);
+  }
+  EmitBins<kOp, T>(run, 0, static_cast<uint32_t>(stretch * kBins + threadIdx.x), kStretchThreads, run.dropped, total);
 }
 
 template <Reduction kOp, class T, bool kFew>
 cudaError_t LaunchBinSlices(const IndexRun& run, const BinShape& s, cudaStream_t stream) {
-  constexpr int kMost = kFew ? kFewBins : static_cast<int>(kBins);
+  using Bins = BlockBins<kOp, Compute<T>, kFew>;
+  constexpr int kMost = kFew ? Bins::Bytes(kFewBins, 0)
+                             : std::max(Bins::Bytes(kBins, kBinWarps), Bins::Bytes(kWideBins, 1));
   static std::atomic<bool> done[kMaxDevices];
   cudaError_t error = OncePerDevice(done, CurrentDevice().ordinal, [] {
-    return cudaFuncSetAttribute(BinSlices<kOp, T, kFew>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                BlockBins<kOp, Compute<T>, kFew>::Bytes(kMost));
+    return cudaFuncSetAttribute(BinSlices<kOp, T, kFew>, cudaFuncAttributeMaxDynamicSharedMemorySize, kMost);
   });
   if (error != cudaSuccess) return error;
-  const int bytes = BlockBins<kOp, Compute<T>, kFew>::Bytes(s.bins);
-  error = Launch(BinSlices<kOp, T, kFew>, {s.slices * s.chunks, 1, kBinThreads, bytes}, stream, run, s);
+  const int threads = s.copies == 1 ? kWideThreads : kBinThreads, bytes = Bins::Bytes(s.bins, s.copies);
+  error = Launch(BinSlices<kOp, T, kFew>, {s.slices * s.chunks, 1, threads, bytes}, stream, run, s);
   if (error != cudaSuccess || s.chunks == 1) return error;
   return Launch(BinParts<kOp, T>, {s.slices * ((s.bins + kWarp - 1) / kWarp), 1, 1024}, stream, run, s);
 }
 
-// Up to kBins rows, or updates that SortUpdates has brought in the order of their keys' leading bits.
+// Up to kWideBins rows, or updates that SortUpdates has brought in the order of their keys' leading bits.
 template <Reduction kOp, class T>
 cudaError_t LaunchNarrow(const IndexRun& run, bool fills, cudaStream_t stream) {
   BinShape s;
   if (!run.keys) {
     s.slices = run.batch * run.outer;
-    s.chunk = static_cast<uint32_t>(BinChunkOf(run.positions * run.outer));
+    s.chunk = static_cast<uint32_t>(BinChunkOf(run.positions * run.outer, run.rows));
     s.chunks = (run.count + s.chunk - 1) / s.chunk;
     s.bins = static_cast<int>(run.rows);
+    if (run.rows > kBins) s.copies = 1;
     if (run.rows <= kFewBins) return LaunchBinSlices<kOp, T, true>(run, s, stream);
     return LaunchBinSlices<kOp, T, false>(run, s, stream);
   }
-  s.chunk = static_cast<uint32_t>(BinChunkOf(run.positions));
+  s.chunk = static_cast<uint32_t>(BinChunkOf(run.positions, kBins));
   s.chunks = (run.positions + s.chunk - 1) / s.chunk;
   s.stretches = (1u << (BitsFor(run.dropped) - kBinBits)) - 1;
   s.fill_after = s.chunks;
@@ -312,7 +430,7 @@ cudaError_t LaunchNarrow(const IndexRun& run, bool fills, cudaStream_t stream) {
     s.fill = FillShapeOf(run.dropped, 1, 1, sizeof(T));
     blocks += s.fill.blocks;
   }
-  constexpr int kBytes = BlockBins<kOp, Compute<T>, false>::Bytes(kBins);
+  constexpr int kBytes = BlockBins<kOp, Compute<T>, false>::Bytes(kBins, kBinWarps);
   static std::atomic<bool> done[kMaxDevices];
   cudaError_t error = OncePerDevice(done, CurrentDevice().ordinal, [] {
     return cudaFuncSetAttribute(BinSorted<kOp, T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
@@ -320,7 +438,7 @@ cudaError_t LaunchNarrow(const IndexRun& run, bool fills, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   error = Launch(BinSorted<kOp, T>, {blocks, 1, kBinThreads, kBytes}, stream, run, s);
   if (error != cudaSuccess || s.chunks == 1) return error;
-  return Launch(BinStretches<kOp, T>, {2 * int64_t{s.chunks}, 1, 1024}, stream, run, s);
+  return Launch(BinStretches<kOp, T>, {int64_t{s.chunks}, 1, kStretchThreads}, stream, run, s);
 }
 
 }  // namespace jaxkern

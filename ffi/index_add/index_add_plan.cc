@@ -34,7 +34,7 @@ bool SmallPays(const IndexProblem& p) {
 bool NarrowPays(const IndexProblem& p) {
   const int64_t positions = p.batch * p.outer * p.count;
   if (p.rows <= kBins && p.count >= 4 * p.rows) return positions >= 4096;
-  return p.outer == 1 && positions >= (1 << 18) && positions >= p.batch * p.rows;
+  return (p.outer == 1 || p.rows <= kWideBins) && positions >= (1 << 18) && p.count >= p.rows;
 }
 
 }  // namespace
@@ -53,7 +53,7 @@ bool IndexPlanFits(IndexPlan plan, const IndexProblem& p, const DeviceTraits&) {
     case IndexPlan::kSort: return true;
     case IndexPlan::kNarrow:
       if (p.inner != 1 || SizeOf(p.type) > 4) return false;
-      return p.rows <= kBins || (p.outer == 1 && p.batch * p.rows < kMaxKeys && p.batch * p.count <= kMaxPositions);
+      return p.rows <= kWideBins || (p.outer == 1 && p.batch * p.rows < kMaxKeys && p.batch * p.count <= kMaxPositions);
     case IndexPlan::kAtomic:
       return !p.deterministic && p.op == IndexOp::kAdd && SizeOf(p.type) == 4;
     default: return false;
@@ -79,7 +79,7 @@ IndexRadix RadixOf(int64_t positions, int low_bit, int high_bit) {
   const int bits = std::max(high_bit - low_bit, 0);
   r.passes = static_cast<int>(Ceil(bits, kRadixBitsMax));
   r.bits = r.passes ? static_cast<int>(Ceil(bits, r.passes)) : 0;
-  r.tile = positions < (1 << 19) ? 2048 : positions < (1 << 22) ? 4096 : 8192;
+  r.tile = positions < (1 << 19) ? kSmallTile : kTile;
   r.tiles = Ceil(positions, r.tile);
   return r;
 }
@@ -91,7 +91,9 @@ int64_t ChunkOf(int64_t positions, int64_t outer, int64_t row_bytes) {
   return PowerOfTwo(static_cast<int64_t>(std::min(lanes / (1 << 19), 1e6)), 16, 512) + 8;
 }
 
-int64_t BinChunkOf(int64_t positions) { return PowerOfTwo(positions / 1024, 4096, 32768); }
+int64_t BinChunkOf(int64_t positions, int64_t bins) {
+  return PowerOfTwo(positions / (bins > kBins ? 512 : 1024), 4096, 32768);
+}
 
 IndexLayout LayoutOf(IndexPlan plan, const IndexProblem& p) {
   IndexLayout layout;
@@ -132,11 +134,14 @@ IndexLayout LayoutOf(IndexPlan plan, const IndexProblem& p) {
       break;
     }
     case IndexPlan::kNarrow:
-      if (p.rows <= kBins) {
-        layout.partials = take(4 * p.batch * p.outer * Ceil(p.count, BinChunkOf(p.batch * p.outer * p.count)) * p.rows);
+      if (p.rows <= kWideBins) {
+        const int64_t updates = p.batch * p.outer * p.count, chunks = Ceil(p.count, BinChunkOf(updates, p.rows));
+        // A call that is cut may have shorter chunks in its last run.
+        const bool cut = updates > kMaxPositions || p.batch * p.rows > kMaxKeys - 2;
+        if (chunks > 1 || cut) layout.partials = take(4 * p.batch * p.outer * chunks * p.rows);
       } else {
         sort(kBinBits, p.batch * p.rows);
-        layout.partials = take(4 * 2 * Ceil(positions, BinChunkOf(positions)) * kBins);
+        layout.partials = take(4 * 2 * Ceil(positions, BinChunkOf(positions, kBins)) * kBins);
       }
       break;
     default: break;

@@ -6,8 +6,8 @@
 //     small     few indices: one launch; every update looks through all of them for its row's others
 //     sorted    ascending indices (a hint): a segmented reduction over fixed chunks of them
 //     sort      any indices: a stable radix sort of (row, position), then as `sorted`
-//     narrow    rows of one element: bins in shared memory; where there are more rows than bins, the
-//               updates are first split, stably, by the leading bits of their row
+//     narrow    rows of one element: bins in shared memory; where it has no room for all rows of a slice,
+//               the updates are first split, stably, by the leading bits of their row
 //     atomic    floats or integers added by atomics: not reproducible, only with deterministic = false
 //     gather    index_select
 //
@@ -89,6 +89,7 @@ constexpr int64_t kMaxKeys = int64_t{1} << 31, kMaxPositions = int64_t{1} << 30;
 
 // The radix sort: stable passes over the key's bits, lowest first, a tile of positions a block.
 constexpr int kRadixBitsMax = 9;
+constexpr int64_t kSmallTile = 2048, kTile = 4608;
 struct IndexRadix {
   int passes = 0, bits = 0;   // bits a pass
   int64_t tile = 0, tiles = 0;
@@ -113,10 +114,10 @@ constexpr int64_t NarrowTileOf(int64_t inner, int64_t element_bytes) {
   return 256 / inner * NarrowStretch(element_bytes);
 }
 
-// The bins of the narrow plan.
+// The bins of the narrow plan: of a warp, of which a block has eight, or of a block.
 constexpr int kBinBits = 11;
-constexpr int64_t kBins = int64_t{1} << kBinBits;
-int64_t BinChunkOf(int64_t positions);  // positions a block and round
+constexpr int64_t kBins = int64_t{1} << kBinBits, kWideBins = 16384;
+int64_t BinChunkOf(int64_t positions, int64_t bins);  // positions a block
 
 // Scratch of one run of the kernels, as byte offsets; -1 where the plan has no use for it.
 struct IndexLayout {

@@ -10,7 +10,7 @@
 //              begins in takes all of it, and the next one skips what is not its own
 //     long     any other: each chunk writes the partial sum of its part, in one of its two slots
 //              (head: the run came in from the chunk before; tail: it begins here), and ReduceFixup
-//              adds the parts up in order
+//              adds the parts up in an order that the chunks give; those of very long runs first kGroup at a time
 //
 // so a row is written once, whole runs of up to a chunk cost nothing extra, and half of all updates may go
 // to one row without anything waiting for it. For the segment operations, further blocks of the same
@@ -22,7 +22,8 @@
 namespace jaxkern {
 
 constexpr int kReduceThreads = 128;
-constexpr int kFixupThreads = 512;
+constexpr int kFixupThreads = 256, kGroupThreads = 128;
+constexpr uint32_t kGroup = 32;  // chunks
 
 struct ReduceShape {
   uint32_t chunk = 0, chunks = 0;
@@ -191,92 +192,136 @@ ReduceChunks(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
   else flush();
 }
 
-// Adds up the parts of long runs. A block looks through a group of chunks for runs that begin there, for a slab of
-// columns; a team of as many threads adds up a run of few parts, all teams one of many.
+// Groups of kGroup chunks that a long run comes into and goes on behind: the sum of their heads, in the tail of the
+// first, which such a chunk has no use for. A thread a group and column; no run comes into the first group or goes on
+// behind the last.
+template <Reduction kOp, class T>
+__global__ void __launch_bounds__(kGroupThreads)
+ReduceGroups(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s, const Divider by_columns,
+             const Divider by_groups, int64_t threads) {
+  using C = Compute<T>;
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kGroupThreads + threadIdx.x;
+  if (thread >= threads) return;
+  const int64_t item = by_columns.Div(thread), column = thread - item * run.inner, o = by_groups.Div(item);
+  const uint32_t chunk = static_cast<uint32_t>(item - o * by_groups.divisor + 1) * kGroup;
+  const uint32_t key = KeyAt(run, chunk * s.chunk - 1), behind = KeyAt(run, (chunk + kGroup) * s.chunk);
+  if (key >= run.dropped || behind != key) return;
+  const C* const head = Slot<C>(run, s, o, chunk, 0) + column;
+  C total = Identity<kOp, C>();
+#pragma unroll
+  for (uint32_t begin = 0; begin < kGroup; begin += 16) {
+    C v[16];
+#pragma unroll
+    for (uint32_t u = 0; u < 16; ++u) v[u] = head[(begin + u) * 2 * run.inner];
+#pragma unroll
+    for (uint32_t u = 0; u < 16; ++u) total = Combined<kOp>(total, v[u]);
+  }
+  Slot<C>(run, s, o, chunk, 1)[column] = total;
+}
+
+// Adds up the parts of long runs. A block looks through some chunks for runs that begin there, and its warps take a run
+// and a few columns of the block's slab each: `columns` side by side, and as many parts at once as that leaves lanes.
 struct FixupShape {
-  int columns, chunks;  // of a slab, of a group
-  int64_t slabs, groups;
+  int columns, slab;
+  uint32_t chunks;
+  int64_t slabs, blocks_a_slab;
+  bool grouped;  // ReduceGroups came before
 };
 
 template <Reduction kOp, class T>
-__global__ void __launch_bounds__(kFixupThreads)
+__global__ void __launch_bounds__(kFixupThreads, 4)
 ReduceFixup(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s, const FixupShape f) {
   using C = Compute<T>;
-  constexpr uint32_t kFew = 16;
-  __shared__ uint32_t first[kFixupThreads], parts[kFixupThreads];
+  struct LongRun {
+    uint32_t chunk, parts, key;
+  };
+  __shared__ LongRun found[kFixupThreads];
   __shared__ int runs;
-  __shared__ C room[kFixupThreads];
-  const int64_t slab = blockIdx.x % f.slabs, item = blockIdx.x / f.slabs, group = item % f.groups, o = item / f.groups;
-  const int columns = f.columns, team = threadIdx.x / columns, teams = kFixupThreads / columns;
+  const int64_t slab = blockIdx.x % f.slabs, item = blockIdx.x / f.slabs, o = item / f.blocks_a_slab;
+  const uint32_t first = static_cast<uint32_t>(item - o * f.blocks_a_slab) * f.chunks;
+  const uint32_t last = min(first + f.chunks, s.chunks);
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, ways = kWarp / f.columns, way = lane / f.columns;
+  const int narrow = f.slab / f.columns;  // pieces of the slab, a warp each
+  const C alpha = Alpha<C>(run);
 
-  if (threadIdx.x == 0) runs = 0;
-  __syncthreads();
-  const int64_t chunk = group * f.chunks + threadIdx.x;
-  if (threadIdx.x < f.chunks && chunk < s.chunks) {
-    const uint32_t count = run.chunks ? run.chunks[chunk].parts : PartsOf(run, s.chunk, s.chunks, chunk, 0);
-    if (count > 0) {
-      const int at = atomicAdd(&runs, 1);
-      first[at] = chunk;
-      parts[at] = count;
-    }
-  }
-  __syncthreads();
-
-  const int64_t column = slab * columns + threadIdx.x % columns;
-  const bool active = column < run.inner;
-  const auto part = [&](uint32_t chunk, uint32_t j) {
-    return active ? Slot<C>(run, s, o, chunk + j, j == 0)[column] : Identity<kOp, C>();
-  };
-  const auto finish = [&](uint32_t chunk, C total) {
-    if (!active) return;
-    const uint32_t key = KeyAt(run, (chunk + 1) * s.chunk);
-    if (key >= run.dropped) return;  // only where the hint that they ascend is wrong
-    T* const at = static_cast<T*>(run.out) + (o * run.out_stride + run.OutRow(key)) * run.inner + column;
-    const C x = run.reads_out ? ToCompute(*at) : C(0);
-    *at = FromCompute<T>(Finished<kOp>(total, Alpha<C>(run), run.reads_out, x));
-  };
-  // Parts begin, begin + step, ... in order, sixteen loads at a time.
-  const auto add = [&](uint32_t chunk, uint32_t count, uint32_t begin, uint32_t step) {
-    C total = Identity<kOp, C>();
-    for (uint32_t j = begin; j < count; j += 16 * step) {
-      C v[16];
-#pragma unroll
-      for (uint32_t u = 0; u < 16; ++u) v[u] = j + u * step < count ? part(chunk, j + u * step) : Identity<kOp, C>();
-#pragma unroll
-      for (uint32_t u = 0; u < 16; ++u) total = Combined<kOp>(total, v[u]);
-    }
-    return total;
-  };
-  for (int r = team; r < runs; r += teams) {
-    if (parts[r] <= kFew) finish(first[r], add(first[r], parts[r], 0, 1));
-  }
-  for (int r = 0; r < runs; ++r) {
-    if (parts[r] <= kFew) continue;
+  for (uint32_t base = first; base < last; base += kFixupThreads) {
+    if (threadIdx.x == 0) runs = 0;
     __syncthreads();
-    room[threadIdx.x] = add(first[r], parts[r], team, teams);
+    const uint32_t chunk = base + threadIdx.x;
+    if (chunk < last) {
+      uint32_t parts, key;
+      if (run.chunks) {
+        const ChunkInfo info = run.chunks[chunk];
+        parts = info.parts, key = info.key;
+      } else {
+        parts = PartsOf(run, s.chunk, s.chunks, chunk, 0);
+        key = KeyAt(run, min((chunk + 1) * s.chunk, run.positions) - 1);
+      }
+      if (parts > 0) found[atomicAdd(&runs, 1)] = {chunk, parts, key};
+    }
     __syncthreads();
-    if (team == 0) {
+    for (int i = warp; i < runs * narrow; i += kFixupThreads / kWarp) {
+      const LongRun r = found[i / narrow];
+      const int64_t column = slab * f.slab + i % narrow * f.columns + lane % f.columns;
+      const bool active = column < run.inner;
+      T* const at = static_cast<T*>(run.out) + (o * run.out_stride + run.OutRow(r.key)) * run.inner + column;
+      C x = C(0);
+      if (run.reads_out && active && way == 0) x = ToCompute(*at);
+      // The tail of the chunk that it begins in, heads up to the first of the groups that it fills, the sums of
+      // those, and the heads behind them.
+      const uint32_t end = r.chunk + r.parts - 1;  // the chunk that it ends in
+      uint32_t heads = r.parts - 1, groups = 0;
+      if (f.grouped && end / kGroup > r.chunk / kGroup + 1) {
+        groups = end / kGroup - r.chunk / kGroup - 1;
+        heads = (r.chunk / kGroup + 1) * kGroup - 1 - r.chunk;
+      }
+      const uint32_t parts = groups ? 1 + heads + groups + end % kGroup + 1 : r.parts;
+      const C* const slots = Slot<C>(run, s, o, 0, 0) + column;
       C total = Identity<kOp, C>();
-      for (int i = 0; i < teams; ++i) total = Combined<kOp>(total, room[i * columns + threadIdx.x]);
-      finish(first[r], total);
+      for (uint32_t j = way; j < parts; j += 16 * ways) {
+        C v[16];
+#pragma unroll
+        for (uint32_t u = 0; u < 16; ++u) {
+          const uint32_t p = j + u * ways;
+          uint32_t slot = (r.chunk + p) * 2 + (p == 0);
+          if (p > heads) slot = (r.chunk + heads + 1 + (p - heads - 1) * kGroup) * 2 + 1;
+          if (p > heads + groups) slot = (end - (parts - 1 - p)) * 2;
+          v[u] = p < parts && active ? slots[slot * run.inner] : Identity<kOp, C>();
+        }
+#pragma unroll
+        for (uint32_t u = 0; u < 16; ++u) total = Combined<kOp>(total, v[u]);
+      }
+      for (int step = f.columns; step < kWarp; step *= 2) {
+        total = Combined<kOp>(total, __shfl_xor_sync(~0u, total, step));
+      }
+      if (active && way == 0) *at = FromCompute<T>(Finished<kOp>(total, alpha, run.reads_out, x));
     }
+    __syncthreads();
   }
 }
 
 template <Reduction kOp, class T>
 cudaError_t LaunchFixup(const IndexRun& run, const ReduceShape& s, cudaStream_t stream) {
   FixupShape f;
-  // Rows of few columns would leave a long run to few blocks: sectors instead of lines, then.
-  f.columns = run.inner <= 1024 ? 8 : kWarp;
-  f.slabs = (run.inner + f.columns - 1) / f.columns;
-  // Small groups, so that the runs of one are few; but most have none, and no more than a wave or two should look.
-  f.chunks = kFixupThreads / 8;
-  f.groups = (s.chunks + f.chunks - 1) / f.chunks;
-  while (f.chunks < kFixupThreads && f.slabs * f.groups * run.outer > 1024) {
-    f.chunks *= 2;
-    f.groups = (s.chunks + f.chunks - 1) / f.chunks;
+  // Lines of 32 bytes at least, where rows are so long.
+  f.columns = run.inner >= 5 ? 8 : run.inner >= 3 ? 4 : static_cast<int>(run.inner);
+  f.slab = run.inner >= kWarp ? kWarp : static_cast<int>((run.inner + f.columns - 1) / f.columns * f.columns);
+  f.slabs = (run.inner + f.slab - 1) / f.slab;
+  // One wave of blocks: most of them find nothing to do.
+  constexpr int64_t kBlocks = 512;
+  const int64_t each = (s.chunks * f.slabs * run.outer + kBlocks - 1) / kBlocks;
+  f.chunks = static_cast<uint32_t>(each < 32 ? 32 : each < s.chunks ? each : s.chunks);
+  f.blocks_a_slab = (s.chunks + f.chunks - 1) / f.chunks;
+  // Where the longest run would keep a warp waiting for memory more than eight times.
+  f.grouped = s.chunks > 8 * 16 * kWarp / f.columns && s.chunks > 2 * kGroup;
+  if (f.grouped) {
+    const int64_t groups = (s.chunks - 1) / kGroup - 1, threads = groups * run.inner * run.outer;
+    const int64_t blocks = (threads + kGroupThreads - 1) / kGroupThreads;
+    const cudaError_t error = Launch(ReduceGroups<kOp, T>, {blocks, 1, kGroupThreads}, stream, run, s,
+                                     Divider(run.inner), Divider(groups), threads);
+    if (error != cudaSuccess) return error;
   }
-  return Launch(ReduceFixup<kOp, T>, {f.slabs * f.groups * run.outer, 1, kFixupThreads}, stream, run, s, f);
+  return Launch(ReduceFixup<kOp, T>, {f.slabs * f.blocks_a_slab * run.outer, 1, kFixupThreads}, stream, run, s, f);
 }
 
 // Runs the reduction over run.keys and run.order, or over ascending indices.

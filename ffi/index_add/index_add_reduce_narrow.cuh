@@ -97,8 +97,17 @@ ReduceNarrow(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
     }
   }
   if (run.keys) {
-#pragma unroll 4
-    for (int i = t; i < held; i += kNarrowThreads) keys[i] = __ldg(run.keys + begin + i);
+    uint32_t key[kQ];  // all under way at once, with the rows: a thread has no more, whatever the width
+    const uint32_t* from = run.keys + begin + t;
+    asm volatile("" : "+l"(from));
+#pragma unroll
+    for (int u = 0; u < kQ; ++u) {
+      if (t + u * kNarrowThreads < held) key[u] = __ldg(from + u * kNarrowThreads);
+    }
+#pragma unroll
+    for (int u = 0; u < kQ; ++u) {
+      if (t + u * kNarrowThreads < held) keys[t + u * kNarrowThreads] = key[u];
+    }
   } else {
 #pragma unroll 4
     for (int i = t; i < held; i += kNarrowThreads) keys[i] = KeyAt(run, begin + i);

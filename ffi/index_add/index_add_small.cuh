@@ -3,7 +3,12 @@
 // c of them, the warp's own being number r, and S is the largest power of two up to c and to 32, the
 // first S of these warps take a share of the columns each, for all c updates; the others have
 // nothing to do. So the work of a warp is about the same whether all indices differ or all are
-// equal, and the order of the additions depends on c alone.
+// equal, and the order of the additions depends on the indices alone.
+//
+// A call of a few dozen updates takes as long as its memory accesses that wait for each other, and as fetching its
+// code, so sums into x by plain indices have a kernel of their own, SmallSums: its lanes have up to 32 indices each in
+// registers, without a barrier; the update's source row comes along with them, as if it were alone in its row of
+// x, and that row while the warp looks for others. It holds little more code than it runs.
 #pragma once
 
 #include "index_add.cuh"
@@ -26,16 +31,97 @@ struct SmallShape {
   FillShape fill;
 };
 
-// Bytes of dynamic shared memory: the keys, a vector of sums a thread, a list of updates a warp.
-template <class C, int N> int SmallBytes(int words) {
-  return words * (kKeyPitch * 4 + kSmallWarps * 32 * 2) + kSmallThreads * N * static_cast<int>(sizeof(C));
+// Bytes of shared memory for a vector of sums a thread and a list of updates a warp.
+template <class C, int N> int SmallListBytes(int words) {
+  return words * kSmallWarps * 32 * 2 + kSmallThreads * N * static_cast<int>(sizeof(C));
+}
+
+// The updates of a row that `all` of them go to: this warp's share, if it is one of the first to have one. `same` has a
+// lane's of them as bits, and number(bit) is an update's; row_of(number) is where its row of source begins. `list` and
+// `sums` are the warp's own.
+template <Reduction kOp, class T, int N, class Number, class RowAt, class Store>
+__device__ __forceinline__ void AddTogether(uint32_t same, int all, int before, Number number, RowAt row_of,
+                                            Store store, const T* out, bool reads, int64_t slab_begin, int each,
+                                            int64_t vectors, uint16_t* list, Compute<T>* sums) {
+  using C = Compute<T>;
+  constexpr int kTogether = N * sizeof(T) == 16 && sizeof(T) == 2 ? 4 : 8;
+  const int lane = threadIdx.x % kWarp;
+  int shares = 1;
+  while (shares < kWarp && 2 * shares <= all) shares *= 2;
+  if (before >= shares) return;
+
+  int to = __popc(same);  // of the list, where this lane's part ends
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) {
+    const int other = __shfl_up_sync(~0u, to, step);
+    if (lane >= step) to += other;
+  }
+  to -= __popc(same);
+  for (uint32_t word = same; word; word &= word - 1) list[to++] = number(__ffs(word) - 1);
+  __syncwarp();
+  if (all <= kSmallVectors && each >= shares) {  // long rows: whole columns a lane, all of their loads at once
+    for (int i = 0; i < each / shares; ++i) {
+      const int64_t v = slab_begin + (before * (each / shares) + i) * kWarp + lane;
+      if (v >= vectors) break;
+      Pack<T, N> part[kSmallVectors], x = {};
+#pragma unroll
+      for (int k = 0; k < kSmallVectors; ++k) {
+        if (k < all) part[k] = LoadPart<T, N>(row_of(list[k]) + v * N);
+      }
+      if (reads) x = LoadPart<T, N>(out + v * N);
+      C total[N];
+#pragma unroll
+      for (int j = 0; j < N; ++j) total[j] = Identity<kOp, C>();
+#pragma unroll
+      for (int k = 0; k < kSmallVectors; ++k) {
+        if (k < all) Accumulate<kOp>(total, part[k]);
+      }
+      store(v, total, x);
+    }
+    return;
+  }
+  // `width` columns side by side, `shares` threads to each, which take every shares-th update.
+  const int width = kWarp / shares, first = lane / width, c = lane % width;
+  for (int i = 0; i < each; ++i) {
+    const int64_t v = slab_begin + (before * each + i) * width + c;
+    const bool active = v < vectors;
+    Pack<T, N> x = {};
+    if (active && first == 0 && reads) x = LoadPart<T, N>(out + v * N);
+    C total[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) total[j] = Identity<kOp, C>();
+    for (int u = first; active && u < all; u += kTogether * shares) {
+      Pack<T, N> part[kTogether];
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) {
+        if (u + k * shares < all) {
+          part[k] = LoadPart<T, N>(row_of(list[u + k * shares]) + v * N);
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) {
+        if (u + k * shares < all) Accumulate<kOp>(total, part[k]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < N; ++j) sums[j * kWarp + lane] = total[j];
+    __syncwarp();
+    if (active && first == 0) {
+      for (int f = 1; f < shares; ++f) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) total[j] = Combined<kOp>(total[j], sums[j * kWarp + f * width + c]);
+      }
+      store(v, total, x);
+    }
+    __syncwarp();
+  }
 }
 
 template <Reduction kOp, class T, int N>
 __global__ void __launch_bounds__(kSmallThreads, 4)
 SmallUpdates(const __grid_constant__ IndexRun run, const __grid_constant__ SmallShape s) {
   using C = Compute<T>;
-  constexpr int kAhead = 4, kTogether = N * sizeof(T) == 16 && sizeof(T) == 2 ? 4 : 8;
+  constexpr int kAhead = 4;
   if (blockIdx.x >= s.fill_after) {
     __shared__ uint32_t bits[kFillRows / 32];
     FillTile<kOp, T, N>(run, s.fill, s.vectors, blockIdx.x - s.fill_after, bits,
@@ -121,76 +207,88 @@ SmallUpdates(const __grid_constant__ IndexRun run, const __grid_constant__ Small
     }
     return;
   }
-  int shares = 1;
-  while (shares < kWarp && 2 * shares <= all) shares *= 2;
-  if (before >= shares) return;
+  const auto row_of = [&](uint32_t u) { return source + run.SourceRow(b_begin + u) * run.inner; };
+  const auto number = [&](int bit) { return lane * 32 + bit; };
+  AddTogether<kOp, T, N>(same, all, before, number, row_of, store, out, reads, slab_begin, s.each, s.vectors, list,
+                         sums);
+}
 
-  int to = __popc(same);  // of the list, where this lane's part ends
+struct SmallSum {
+  const int32_t* index;
+  const void* source;
+  const void* alpha;
+  void* out;
+  int64_t inner, vectors;
+  uint32_t rows, count;
+  int each;     // vectors a thread
+  bool wrap;
+};
+
+// kKeys indices a lane: number 32 * j + lane is bit j of a mask. What a few updates need is a kernel without the rest,
+// for code that runs but once takes as long to fetch as to run.
+template <class T, int N, int kKeys>
+__global__ void __launch_bounds__(kSmallThreads, 2) SmallSums(const __grid_constant__ SmallSum s) {
+  using C = Compute<T>;
+  extern __shared__ __align__(16) char shared_bytes[];
+  const uint32_t warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, mine = blockIdx.y * kSmallWarps + warp;
+  if (mine >= s.count) return;  // the whole warp, here and below
+  const int32_t own = __ldg(s.index + mine);
+  const C alpha = s.alpha ? *static_cast<const C*>(s.alpha) : C(1);
+  const int32_t* index = s.index + lane;
+  asm volatile("" : "+l"(index));  // two registers, not worked out anew for each of the loads
+  const int left = static_cast<int>(s.count - lane);
+  int32_t other[kKeys];
 #pragma unroll
-  for (int step = 1; step < kWarp; step *= 2) {
-    const int other = __shfl_up_sync(~0u, to, step);
-    if (lane >= step) to += other;
+  for (int j = 0; j < kKeys; ++j) other[j] = j * kWarp < left ? __ldg(index + j * kWarp) : 0;
+
+  const int64_t slab_begin = static_cast<int64_t>(blockIdx.x) * kWarp * s.each;
+  const T* const source = static_cast<const T*>(s.source);
+  const int64_t column = (slab_begin + lane) * N;
+  const int has = static_cast<int>(min(s.vectors - slab_begin - lane, int64_t{s.each} * kWarp));  // vectors, times 32
+  Pack<T, N> part[kSmallVectors], old[kSmallVectors] = {};
+  const auto load = [&](Pack<T, N> (&to)[kSmallVectors], const T* row) {
+#pragma unroll
+    for (int i = 0; i < kSmallVectors; ++i) {
+      if (i * kWarp < has) to[i] = LoadPart<T, N>(row + column + i * (kWarp * N));
+    }
+  };
+  const T* const row = source + mine * s.inner;
+  load(part, row);
+  const uint32_t key = s.wrap && own < 0 ? own + s.rows : own;
+  if (key >= s.rows) return;
+  T* const out = static_cast<T*>(s.out) + key * s.inner;
+  load(old, out);
+  // Which indices mean the same row, from its beginning or from its end.
+  const int32_t first = static_cast<int32_t>(key), second = s.wrap ? static_cast<int32_t>(key - s.rows) : first;
+  uint32_t same = 0;
+#pragma unroll
+  for (int j = 0; j < kKeys; ++j) {
+    same |= j * kWarp < left && (other[j] == first || other[j] == second) ? 1u << j : 0;
   }
-  to -= __popc(same);
-  for (uint32_t word = same; word; word &= word - 1) list[to++] = lane * 32 + __ffs(word) - 1;
-  __syncwarp();
-  if (all <= kSmallVectors && s.each >= shares) {  // long rows: whole columns a lane, all of their loads at once
-    for (int i = 0; i < s.each / shares; ++i) {
-      const int64_t v = slab_begin + (before * (s.each / shares) + i) * kWarp + lane;
-      if (v >= s.vectors) break;
-      Pack<T, N> part[kSmallVectors], x = {};
+  const uint32_t own_bit = lane == mine % kWarp ? 1u << (mine / kWarp) : 0;
+  const auto store = [&](int64_t v, const C (&total)[N], const Pack<T, N>& x) {
+    StorePart<T, N>(out + v * N, FinishedPack<Reduction::kSum, T, N>(total, alpha, true, x));
+  };
+  if (!__any_sync(~0u, same != own_bit)) {
 #pragma unroll
-      for (int k = 0; k < kSmallVectors; ++k) {
-        if (k < all) part[k] = LoadPart<T, N>(source + run.SourceRow(b_begin + list[k]) * run.inner + v * N);
+    for (int i = 0; i < kSmallVectors; ++i) {
+      if (i * kWarp < has) {
+        C total[N];
+        Unpack(part[i], total);
+        store(slab_begin + lane + i * kWarp, total, old[i]);
       }
-      if (reads) x = LoadPart<T, N>(out + v * N);
-      C total[N];
-#pragma unroll
-      for (int j = 0; j < N; ++j) total[j] = Identity<kOp, C>();
-#pragma unroll
-      for (int k = 0; k < kSmallVectors; ++k) {
-        if (k < all) Accumulate<kOp>(total, part[k]);
-      }
-      store(v, total, x);
     }
     return;
   }
-  // `width` columns side by side, `shares` threads to each, which take every shares-th update.
-  const int width = kWarp / shares, first = lane / width, c = lane % width;
-  for (int i = 0; i < s.each; ++i) {
-    const int64_t v = slab_begin + (before * s.each + i) * width + c;
-    const bool active = v < s.vectors;
-    Pack<T, N> x = {};
-    if (active && first == 0 && reads) x = LoadPart<T, N>(out + v * N);
-    C total[N];
-#pragma unroll
-    for (int j = 0; j < N; ++j) total[j] = Identity<kOp, C>();
-    for (int u = first; active && u < all; u += kTogether * shares) {
-      Pack<T, N> part[kTogether];
-#pragma unroll
-      for (int k = 0; k < kTogether; ++k) {
-        if (u + k * shares < all) {
-          const int64_t row = run.SourceRow(b_begin + list[u + k * shares]);
-          part[k] = LoadPart<T, N>(source + row * run.inner + v * N);
-        }
-      }
-#pragma unroll
-      for (int k = 0; k < kTogether; ++k) {
-        if (u + k * shares < all) Accumulate<kOp>(total, part[k]);
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < N; ++j) sums[j * kWarp + lane] = total[j];
-    __syncwarp();
-    if (active && first == 0) {
-      for (int f = 1; f < shares; ++f) {
-#pragma unroll
-        for (int j = 0; j < N; ++j) total[j] = Combined<kOp>(total[j], sums[j * kWarp + f * width + c]);
-      }
-      store(v, total, x);
-    }
-    __syncwarp();
-  }
+  const uint32_t lower = lane < mine % kWarp ? same : same & (own_bit ? own_bit - 1 : 0);
+  const int all = __reduce_add_sync(~0u, __popc(same)), before = __reduce_add_sync(~0u, __popc(lower));
+  C* const sums = reinterpret_cast<C*>(shared_bytes) + warp * kWarp * N;
+  uint16_t* const lists = reinterpret_cast<uint16_t*>(shared_bytes + kSmallThreads * N * sizeof(C));
+  uint16_t* const list = lists + warp * kKeys * kWarp;
+  const auto row_of = [&](uint32_t u) { return source + u * s.inner; };
+  const auto number = [&](int bit) { return bit * kWarp + lane; };
+  AddTogether<Reduction::kSum, T, N>(same, all, before, number, row_of, store, out, true, slab_begin, s.each, s.vectors,
+                                     list, sums);
 }
 
 template <Reduction kOp, class T, int N>
@@ -202,6 +300,22 @@ cudaError_t LaunchSmall(const IndexRun& run, bool fills, cudaStream_t stream) {
     s.each *= 2;
   }
   s.slabs = (s.vectors + kWarp * s.each - 1) / (kWarp * s.each);
+  // The vectors and types that such calls have; each is two more kernels to compile.
+  if constexpr (kOp == Reduction::kSum && std::is_same_v<Compute<T>, float> && (N == 1 || N == kVector<T>)) {
+    // No more warps than there is room for at once: what they load too early is little then.
+    int each = 1;
+    const auto slabs = [&] { return (s.vectors + kWarp * each - 1) / (kWarp * each); };
+    while (each < kSmallVectors && slabs() * run.count > 2048) each *= 2;
+    if (run.plain && run.reads_out && run.batch * run.outer == 1 && slabs() * run.count <= 4096) {
+      const SmallSum sum = {static_cast<const int32_t*>(run.index), run.source, run.alpha, run.out, run.inner,
+                            s.vectors, run.rows, run.count, each, run.wrap};
+      const auto launch = [&](auto kernel, int words) {
+        const int groups = (run.count + kSmallWarps - 1) / kSmallWarps, bytes = SmallListBytes<Compute<T>, N>(words);
+        return Launch(kernel, {slabs(), groups, kSmallThreads, bytes}, stream, sum);
+      };
+      return run.count <= 4 * kWarp ? launch(SmallSums<T, N, 4>, 4) : launch(SmallSums<T, N, 32>, 32);
+    }
+  }
   s.groups = (run.count + kSmallWarps - 1) / kSmallWarps;
   s.by_slabs = Divider(s.slabs);
   s.by_groups = Divider(s.groups);
@@ -212,7 +326,7 @@ cudaError_t LaunchSmall(const IndexRun& run, bool fills, cudaStream_t stream) {
     s.fill = FillShapeOf(run.dropped, run.outer, s.vectors, N * sizeof(T));
     blocks += s.fill.blocks;
   }
-  const int bytes = SmallBytes<Compute<T>, N>(s.words);
+  const int bytes = s.words * kKeyPitch * 4 + SmallListBytes<Compute<T>, N>(s.words);
   return Launch(SmallUpdates<kOp, T, N>, {blocks, 1, kSmallThreads, bytes}, stream, run, s);
 }
 

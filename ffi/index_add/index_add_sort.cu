@@ -15,9 +15,9 @@
 namespace jaxkern {
 namespace {
 
-constexpr int kThreads = 512, kWarps = kThreads / kWarp, kDigits = 1 << kRadixBitsMax;
-static_assert(kDigits == kThreads, "a thread a digit");
-constexpr int kUnscannedTiles = 32;  // so few are added up by each block of RadixScatter itself
+constexpr int kDigits = 1 << kRadixBitsMax;
+constexpr int kOwners = kDigits / 2;  // threads of a block that look after two digits each
+constexpr int kUnscannedTiles = 32;   // so few, of the smallest, are added up by each block of RadixScatter itself
 constexpr int kScanThreads = 1024, kScanDigits = 8, kScanSegments = kScanThreads / kScanDigits;
 
 struct RadixPass {
@@ -32,79 +32,142 @@ struct RadixPass {
   SortPayload payload;
 };
 
-// The tile's keys, a warp's in order: item i of lane l is number 32 * i + l of the warp's stretch. `held` of them.
+// Of a lane's items, so many are taken through a step at a time where registers are short.
+template <int kItems> constexpr int kTogether = kItems % 6 == 0 ? 6 : 4;
+
+// The first pass makes keys of the indices; what travels with them is there, or is their position.
+enum class Pass { kFirstOfPositions, kFirstOfElements, kLater };
+
+// A warp has its items in order: item i of lane l is number 32 * i + l of the warp's stretch of the tile.
+template <int kThreads, int kItems> __device__ __forceinline__ uint32_t FirstOfLane() {
+  return blockIdx.x * (kThreads * kItems) + threadIdx.x / kWarp * (kWarp * kItems) + threadIdx.x % kWarp;
+}
+
+// The lane's keys; all bits set beyond the last position. Questions that have one answer for all items are asked
+// once for all of them, so that their loads are under way together.
 template <int kItems, bool kFirst>
 __device__ __forceinline__ void LoadKeys(const IndexRun& run, const RadixPass& pass, uint32_t first,
                                          uint32_t (&key)[kItems]) {
-  if constexpr (kFirst) {
-    RawIndex raw[kItems];
+  if (!kFirst || run.plain) {
+    const uint32_t* const from = kFirst ? static_cast<const uint32_t*>(run.index) : pass.keys_in;
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       const uint32_t at = first + i * kWarp;
-      raw[i] = at < run.positions ? LoadIndex(run, at) : RawIndex{};
-    }
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const uint32_t at = first + i * kWarp;
-      key[i] = at < run.positions ? KeyOf(run, raw[i], at) : UINT32_MAX;
+      key[i] = at < run.positions ? __ldg(from + at) : UINT32_MAX;
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const uint32_t at = first + i * kWarp;
-      key[i] = at < run.positions ? __ldg(pass.keys_in + at) : UINT32_MAX;
+    for (int i = 0; i < kItems; i += kTogether<kItems>) {
+      RawIndex raw[kTogether<kItems>];
+#pragma unroll
+      for (int u = 0; u < kTogether<kItems>; ++u) {
+        const uint32_t at = first + (i + u) * kWarp;
+        raw[u] = at < run.positions ? LoadIndex(run, at) : RawIndex{};
+      }
+#pragma unroll
+      for (int u = 0; u < kTogether<kItems>; ++u) key[i + u] = RowKey(run, raw[u]);
     }
+  }
+  if constexpr (!kFirst) return;
+  if (run.plain) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) key[i] = PlainKey(run, key[i]);
+  }
+  if (run.batch > 1) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (key[i] != run.dropped) key[i] += run.by_count.Div(first + i * kWarp) * run.rows;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    if (first + i * kWarp >= run.positions) key[i] = UINT32_MAX;
   }
 }
 
-template <int kItems> __device__ __forceinline__ uint32_t FirstOfLane() {
-  return (blockIdx.x * kWarps + threadIdx.x / kWarp) * (kWarp * kItems) + threadIdx.x % kWarp;
+// What travels with them where it lies in memory.
+template <int kItems, Pass kPass>
+__device__ __forceinline__ void LoadPayload(const IndexRun& run, const RadixPass& pass, uint32_t first,
+                                            uint32_t (&payload)[kItems]) {
+  const auto load = [&](const auto* from, auto place_of) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const uint32_t at = first + i * kWarp;
+      payload[i] = at < run.positions ? __ldg(from + place_of(at)) : 0;
+    }
+  };
+  const auto same = [](uint32_t at) { return at; };
+  if constexpr (kPass == Pass::kLater) {
+    load(pass.payload_in, same);
+  } else {
+    const auto load_rows = [&](const auto* from) {
+      if (run.source_extra) load(from, [&](uint32_t at) { return run.SourceRow(at); });
+      else load(from, same);
+    };
+    if (pass.payload == SortPayload::kElement4) load_rows(static_cast<const uint32_t*>(run.source));
+    else load_rows(static_cast<const uint16_t*>(run.source));
+  }
 }
 
-__device__ __forceinline__ uint32_t DigitOf(uint32_t key, const RadixPass& pass) {
-  return (key >> pass.shift) & ((1u << pass.bits) - 1);
-}
+struct Digits {
+  uint32_t shift, mask;
+  __device__ __forceinline__ explicit Digits(const RadixPass& pass) : shift(pass.shift), mask((1u << pass.bits) - 1) {}
+  __device__ __forceinline__ uint32_t Of(uint32_t key) const { return key >> shift & mask; }
+};
 
-template <int kItems, bool kFirst>
+template <int kThreads, int kItems, bool kFirst>
 __global__ void __launch_bounds__(kThreads)
 RadixCount(const __grid_constant__ IndexRun run, const __grid_constant__ RadixPass pass) {
   __shared__ uint32_t count[kDigits];
-  count[threadIdx.x] = 0;
-  const uint32_t first = FirstOfLane<kItems>();
+  const uint32_t first = FirstOfLane<kThreads, kItems>();
   uint32_t key[kItems];
   LoadKeys<kItems, kFirst>(run, pass, first, key);
+  for (int i = threadIdx.x; i < kDigits; i += kThreads) count[i] = 0;
   __syncthreads();
+  const Digits digits(pass);
+  uint32_t differ = 0;
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    const bool held = first + i * kWarp < run.positions;
-    const uint32_t digit = DigitOf(key[i], pass);
-    // A warp whose digits are all the same adds once: a hot row must not serialise the atomics.
-    const uint32_t first_digit = __shfl_sync(~0u, digit, 0);
-    if (__all_sync(~0u, held && digit == first_digit)) {
-      if (threadIdx.x % kWarp == 0) atomicAdd(&count[digit], kWarp);
-    } else if (held) {
-      atomicAdd(&count[digit], 1);
+    key[i] = digits.Of(key[i]);
+    differ |= key[i] ^ key[0];
+  }
+  // A warp whose digits are all the same adds once: a hot row must not serialise the atomics.
+  const bool last_held = first + (kItems - 1) * kWarp < run.positions;
+  differ |= key[0] ^ __shfl_sync(~0u, key[0], 0);
+  if (__all_sync(~0u, last_held && differ == 0)) {
+    if (threadIdx.x % kWarp == 0) atomicAdd(&count[key[0]], kWarp * kItems);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (first + i * kWarp < run.positions) atomicAdd(&count[key[i]], 1);
     }
   }
   __syncthreads();
-  const int digits = 1 << pass.bits;
-  if (threadIdx.x < digits) pass.counts[static_cast<int64_t>(blockIdx.x) * digits + threadIdx.x] = count[threadIdx.x];
+  uint32_t* const out = pass.counts + (static_cast<int64_t>(blockIdx.x) << pass.bits);
+  for (int i = threadIdx.x; i <= digits.mask; i += kThreads) out[i] = count[i];
 }
 
 // Turns each digit's counts into the sums of those of the tiles before. A block takes kScanDigits digits; its
-// threads a segment of the tiles each.
+// threads a segment of the tiles each, of which they hold the first few counts and read the others again.
 __global__ void __launch_bounds__(kScanThreads) RadixScan(uint32_t* counts, uint32_t tiles, int digits) {
+  constexpr uint32_t kHeld = 4, kAhead = 16;
   __shared__ uint32_t sum[kScanSegments][kScanDigits];
   const int digit = threadIdx.x % kScanDigits, segment = threadIdx.x / kScanDigits;
   const uint32_t each = (tiles + kScanSegments - 1) / kScanSegments;
   const uint32_t begin = min(segment * each, tiles), end = min(begin + each, tiles);
   const bool active = blockIdx.x * kScanDigits + digit < digits;
   uint32_t* const mine = counts + blockIdx.x * kScanDigits + digit;
-  uint32_t total = 0;
-  if (active) {
-#pragma unroll 8
-    for (uint32_t t = begin; t < end; ++t) total += mine[static_cast<int64_t>(t) * digits];
+  uint32_t held[kHeld], total = 0;
+#pragma unroll
+  for (uint32_t u = 0; u < kHeld; ++u) {
+    held[u] = active && begin + u < end ? mine[static_cast<int64_t>(begin + u) * digits] : 0;
   }
+  if (active) {
+#pragma unroll 16
+    for (uint32_t t = begin + kHeld; t < end; ++t) total += mine[static_cast<int64_t>(t) * digits];
+  }
+#pragma unroll
+  for (uint32_t u = 0; u < kHeld; ++u) total += held[u];
   sum[segment][digit] = total;
   __syncthreads();
   // A warp scans one digit's segments, four a lane.
@@ -135,127 +198,184 @@ __global__ void __launch_bounds__(kScanThreads) RadixScan(uint32_t* counts, uint
   __syncthreads();
   if (!active) return;
   uint32_t before = sum[segment][digit];
-  for (uint32_t t = begin; t < end; t += 8) {
-    uint32_t v[8];
 #pragma unroll
-    for (uint32_t u = 0; u < 8; ++u) v[u] = t + u < end ? mine[static_cast<int64_t>(t + u) * digits] : 0;
+  for (uint32_t u = 0; u < kHeld; ++u) {
+    if (begin + u < end) mine[static_cast<int64_t>(begin + u) * digits] = before;
+    before += held[u];
+  }
+  for (uint32_t t = begin + kHeld; t < end; t += kAhead) {
+    uint32_t v[kAhead];
 #pragma unroll
-    for (uint32_t u = 0; u < 8; ++u) {
+    for (uint32_t u = 0; u < kAhead; ++u) v[u] = t + u < end ? mine[static_cast<int64_t>(t + u) * digits] : 0;
+#pragma unroll
+    for (uint32_t u = 0; u < kAhead; ++u) {
       if (t + u < end) mine[static_cast<int64_t>(t + u) * digits] = before;
       before += v[u];
     }
   }
 }
 
-template <int kItems> struct ScatterRoom {
-  static constexpr int kPairs = kThreads * kItems;
-  uint32_t key[kPairs];  // with `payload`, first a word for each digit and warp
-  uint32_t payload[kPairs > kWarps * kDigits - kPairs ? kPairs : kWarps * kDigits - kPairs];
-  uint16_t rank[kWarps][kDigits];  // of a warp's next key with the digit
-  uint32_t offset[kDigits];        // from a place in the tile to one in the output
-  uint32_t room[kWarps];
+template <int kThreads, int kItems> struct ScatterRoom {
+  static constexpr int kWarps = kThreads / kWarp, kPairs = kThreads * kItems;
+  struct Pairs {
+    uint32_t key[kPairs], payload[kPairs];
+  };
+  union {
+    uint32_t peers[kWarps][kDigits];  // the lanes of a warp that have the digit, while it ranks an item
+    Pairs in_order;                   // afterwards
+  };
+  union {  // of a warp's next key with the digit; two digits a word
+    uint16_t rank[kWarps][kDigits];
+    uint32_t ranks[kWarps][kOwners];
+  };
+  uint32_t offset[kDigits];  // from a place in the tile to one in the output
+  uint2 sums[kWarps];
 };
 
-template <int kItems, bool kFirst>
-__global__ void __launch_bounds__(kThreads, kItems <= 8 ? 3 : 2)
-RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ RadixPass pass) {
-  extern __shared__ __align__(16) char shared_bytes[];
-  auto& s = *reinterpret_cast<ScatterRoom<kItems>*>(shared_bytes);
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, digits = 1 << pass.bits;
-  const uint32_t first = FirstOfLane<kItems>();
-  uint32_t key[kItems], payload[kItems];
-  LoadKeys<kItems, kFirst>(run, pass, first, key);
+// The sums of v over the block's threads before this one. One barrier; `room` is left with those of each warp.
+__device__ __forceinline__ uint2 SumsOfThreadsBefore(uint2 v, uint2* room) {
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  uint2 sum = v;
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    const uint32_t at = first + i * kWarp;
-    payload[i] = 0;
-    if (at >= run.positions) continue;
-    if constexpr (!kFirst) {
-      payload[i] = __ldg(pass.payload_in + at);
-    } else if (pass.payload == SortPayload::kElement4) {
-      payload[i] = __ldg(static_cast<const uint32_t*>(run.source) + run.SourceRow(at));
-    } else if (pass.payload == SortPayload::kElement2) {
-      payload[i] = __ldg(static_cast<const uint16_t*>(run.source) + run.SourceRow(at));
+  for (int step = 1; step < kWarp; step *= 2) {
+    const uint2 other = {__shfl_up_sync(~0u, sum.x, step), __shfl_up_sync(~0u, sum.y, step)};
+    if (lane >= step) sum.x += other.x, sum.y += other.y;
+  }
+  if (lane == kWarp - 1) room[warp] = sum;
+  __syncthreads();
+  const uint2 earlier = lane < warp ? room[lane] : uint2{0, 0};
+  return {__reduce_add_sync(~0u, earlier.x) + sum.x - v.x, __reduce_add_sync(~0u, earlier.y) + sum.y - v.y};
+}
+
+// A dependent step through shared memory is some 30 cycles, so what can be read together is: the order of the loops
+// here is what the kernel's speed comes from.
+template <int kThreads, int kItems, Pass kPass>
+__global__ void __launch_bounds__(kThreads, kThreads * kItems <= kSmallTile ? 2 : 3)
+RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ RadixPass pass) {
+  constexpr int kWarps = kThreads / kWarp, kPairs = kThreads * kItems, kStep = kTogether<kItems>;
+  static_assert(kItems % kStep == 0 && kItems % 2 == 0 && kThreads >= kOwners && kPairs < 1 << 16, "two places a word");
+  extern __shared__ __align__(16) char shared_bytes[];
+  auto& s = *reinterpret_cast<ScatterRoom<kThreads, kItems>*>(shared_bytes);
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const uint32_t first = FirstOfLane<kThreads, kItems>();
+  const Digits digits(pass);
+  uint32_t key[kItems], payload[kItems];
+  // Before the keys, which are waited for.
+  if constexpr (kPass != Pass::kFirstOfPositions) LoadPayload<kItems, kPass>(run, pass, first, payload);
+  LoadKeys<kItems, kPass != Pass::kLater>(run, pass, first, key);
+  // How many pairs of all tiles, and of those before this one, have either of the thread's digits.
+  uint2 total = {0, 0}, earlier = {0, 0};
+  if (2 * threadIdx.x < 1 << pass.bits) {
+    const uint2* const counts = reinterpret_cast<const uint2*>(pass.counts) + threadIdx.x;
+    const int row = 1 << (pass.bits - 1);
+    if (kPairs > kSmallTile || pass.scanned) {  // larger tiles are never few
+      total = counts[static_cast<int64_t>(pass.tiles) * row];
+      earlier = counts[static_cast<int64_t>(blockIdx.x) * row];
     } else {
-      payload[i] = static_cast<uint32_t>(run.SourceRow(at));
+#pragma unroll 16
+      for (uint32_t t = 0; t < pass.tiles; ++t) {
+        const uint2 count = counts[t * row];
+        total.x += count.x, total.y += count.y;
+        if (t < blockIdx.x) earlier.x += count.x, earlier.y += count.y;
+      }
     }
   }
-  // Where the digit's pairs of this tile go: behind those of smaller digits and those of earlier tiles.
-  uint32_t total = 0, earlier = 0;
-  if (threadIdx.x < digits && pass.scanned) {
-    total = pass.counts[static_cast<int64_t>(pass.tiles) * digits + threadIdx.x];
-    earlier = pass.counts[static_cast<int64_t>(blockIdx.x) * digits + threadIdx.x];
-  } else if (threadIdx.x < digits) {
-#pragma unroll 8
-    for (uint32_t t = 0; t < pass.tiles; ++t) {
-      const uint32_t count = pass.counts[static_cast<int64_t>(t) * digits + threadIdx.x];
-      total += count;
-      if (t < blockIdx.x) earlier += count;
-    }
-  }
-  for (int i = threadIdx.x; i < kWarps * kDigits / 2; i += kThreads) reinterpret_cast<uint32_t*>(s.rank)[i] = 0;
-  for (int i = threadIdx.x; i < kWarps * kDigits; i += kThreads) s.key[i] = 0;
-  const uint32_t to = SumOfThreadsBefore(total, s.room) + earlier;
+  // A warp's tables are its own until it has ranked all its items.
+  for (int i = lane; i < kDigits / 4; i += kWarp) reinterpret_cast<uint4*>(s.peers[warp])[i] = {0, 0, 0, 0};
+  for (int i = lane; i < kDigits / 8; i += kWarp) reinterpret_cast<uint4*>(s.rank[warp])[i] = {0, 0, 0, 0};
+  __syncwarp();
 
   // Ranks among the warp's pairs with the same digit, of which the lanes tell each other through a word a
-  // digit; these words lie where the pairs themselves come to lie afterwards. Places beyond the
-  // last position have all bits set and come last of all.
-  uint32_t* const peers_of = s.key + warp * kDigits;
-  uint16_t rank[kItems];
+  // digit. Places beyond the last position have all bits set and come last of all.
+  const uint32_t below = (1u << lane) - 1, above = ~below << 1;
+  uint32_t ranks[kItems / 2];  // two a word
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    const uint32_t digit = DigitOf(key[i], pass);
-    atomicOr(&peers_of[digit], 1u << lane);
+    const uint32_t digit = digits.Of(key[i]);
+    uint32_t* const peers_of = &s.peers[warp][digit];
+    uint16_t* const rank_of = &s.rank[warp][digit];
+    atomicOr(peers_of, 1u << lane);
     __syncwarp();
-    const uint32_t peers = peers_of[digit];
-    const uint16_t before = s.rank[warp][digit];
+    const uint32_t peers = *peers_of;
+    const uint32_t rank = *rank_of + __popc(peers & below);
+    ranks[i / 2] = i % 2 ? ranks[i / 2] | rank << 16 : rank;
     __syncwarp();
-    const uint32_t lower = peers & ((1u << lane) - 1);
-    rank[i] = before + __popc(lower);
-    if (lower == 0) {
-      s.rank[warp][digit] = before + __popc(peers);
-      peers_of[digit] = 0;
+    if ((peers & above) == 0) {
+      *rank_of = rank + 1;
+      *peers_of = 0;
     }
     __syncwarp();
   }
-  __syncthreads();
-  // From ranks within a warp to places in the tile, for the digit threadIdx.x.
-  uint32_t in_tile = 0;
+  if constexpr (kPass == Pass::kFirstOfPositions) {
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w) in_tile += s.rank[w][threadIdx.x];
-  const uint32_t start = SumOfThreadsBefore(in_tile, s.room);
-  uint32_t place_of = start;
+    for (int i = 0; i < kItems; ++i) payload[i] = first + i * kWarp;
+    if (run.source_extra) {
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w) {
-    const uint16_t held = s.rank[w][threadIdx.x];
-    s.rank[w][threadIdx.x] = place_of;
-    place_of += held;
-  }
-  s.offset[threadIdx.x] = to - start;
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    const uint32_t digit = DigitOf(key[i], pass);
-    const uint32_t place = s.rank[warp][digit] + rank[i];
-    s.key[place] = key[i];
-    s.payload[place] = payload[i];
+      for (int i = 0; i < kItems; ++i) payload[i] = static_cast<uint32_t>(run.SourceRow(payload[i]));
+    }
   }
   __syncthreads();
-  const uint32_t held = min(static_cast<uint32_t>(kThreads * kItems), run.positions - blockIdx.x * (kThreads * kItems));
+  // From ranks within a warp to places in the tile, and from those to places behind the pairs of smaller digits
+  // and of earlier tiles.
+  const bool owner = threadIdx.x < kOwners;
+  uint32_t held[kWarps], in_tile = 0;
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    const uint32_t place = threadIdx.x + i * kThreads;
-    if (place < held) {
-      const uint32_t k = s.key[place], out = s.offset[DigitOf(k, pass)] + place;
-      pass.keys_out[out] = k;
-      pass.payload_out[out] = s.payload[place];
+  for (int w = 0; w < kWarps; ++w) held[w] = owner ? s.ranks[w][threadIdx.x] : 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) in_tile += held[w];
+  const uint32_t in_first = in_tile & 0xffff;
+  const uint2 before = SumsOfThreadsBefore({total.x + total.y, in_first + (in_tile >> 16)}, s.sums);
+  if (owner) {
+    uint32_t start = before.y | (before.y + in_first) << 16;
+    s.offset[2 * threadIdx.x] = before.x + earlier.x - before.y;
+    s.offset[2 * threadIdx.x + 1] = before.x + total.x + earlier.y - (before.y + in_first);
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      s.ranks[w][threadIdx.x] = start;
+      start += held[w];
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kItems; i += kStep) {
+    uint32_t place[kStep];
+#pragma unroll
+    for (int u = 0; u < kStep; ++u) {
+      const uint32_t rank = (i + u) % 2 ? ranks[(i + u) / 2] >> 16 : ranks[(i + u) / 2] & 0xffff;
+      place[u] = s.rank[warp][digits.Of(key[i + u])] + rank;
+    }
+#pragma unroll
+    for (int u = 0; u < kStep; ++u) {
+      s.in_order.key[place[u]] = key[i + u];
+      s.in_order.payload[place[u]] = payload[i + u];
+    }
+  }
+  __syncthreads();
+  const uint32_t held_here = min(static_cast<uint32_t>(kPairs), run.positions - blockIdx.x * kPairs);
+#pragma unroll
+  for (int i = 0; i < kItems; i += kStep) {
+    uint32_t k[kStep], p[kStep], to[kStep];
+#pragma unroll
+    for (int u = 0; u < kStep; ++u) {
+      const uint32_t at = threadIdx.x + (i + u) * kThreads;  // beyond the last pair lie those without a position
+      k[u] = s.in_order.key[at];
+      p[u] = s.in_order.payload[at];
+    }
+#pragma unroll
+    for (int u = 0; u < kStep; ++u) to[u] = s.offset[digits.Of(k[u])] + threadIdx.x + (i + u) * kThreads;
+#pragma unroll
+    for (int u = 0; u < kStep; ++u) {
+      if (threadIdx.x + (i + u) * kThreads >= held_here) continue;
+      pass.keys_out[to[u]] = k[u];
+      pass.payload_out[to[u]] = p[u];
     }
   }
 }
 
-template <int kItems, bool kFirst>
+template <int kThreads, int kItems, Pass kPass>
 cudaError_t LaunchPass(const IndexRun& run, const RadixPass& pass, cudaStream_t stream) {
-  cudaError_t error = Launch(RadixCount<kItems, kFirst>, {pass.tiles, 1, kThreads}, stream, run, pass);
+  constexpr bool kFirst = kPass != Pass::kLater;
+  cudaError_t error = Launch(RadixCount<kThreads, kItems, kFirst>, {pass.tiles, 1, kThreads}, stream, run, pass);
   if (error != cudaSuccess) return error;
   const int digits = 1 << pass.bits;
   if (pass.scanned) {
@@ -263,23 +383,38 @@ cudaError_t LaunchPass(const IndexRun& run, const RadixPass& pass, cudaStream_t 
     error = Launch(RadixScan, {blocks, 1, kScanThreads}, stream, pass.counts, pass.tiles, digits);
     if (error != cudaSuccess) return error;
   }
-  constexpr int kBytes = sizeof(ScatterRoom<kItems>);
+  constexpr int kBytes = sizeof(ScatterRoom<kThreads, kItems>);
   static std::atomic<bool> done[kMaxDevices];
   error = OncePerDevice(done, CurrentDevice().ordinal, [] {
-    return cudaFuncSetAttribute(RadixScatter<kItems, kFirst>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    return cudaFuncSetAttribute(RadixScatter<kThreads, kItems, kPass>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                kBytes);
   });
   if (error != cudaSuccess) return error;
-  return Launch(RadixScatter<kItems, kFirst>, {pass.tiles, 1, kThreads, kBytes}, stream, run, pass);
+  return Launch(RadixScatter<kThreads, kItems, kPass>, {pass.tiles, 1, kThreads, kBytes}, stream, run, pass);
+}
+
+template <int kPairs, int kThreads> auto LaunchTile(Pass pass) {
+  constexpr int kItems = kPairs / kThreads;
+  return pass == Pass::kLater              ? LaunchPass<kThreads, kItems, Pass::kLater>
+         : pass == Pass::kFirstOfPositions ? LaunchPass<kThreads, kItems, Pass::kFirstOfPositions>
+                                           : LaunchPass<kThreads, kItems, Pass::kFirstOfElements>;
 }
 
 constexpr int kDescribeThreads = 256;
 
 // The first of places [low, high) whose key is not `key`, which those before it all have.
 __device__ __forceinline__ uint32_t EndOf(const IndexRun& run, uint32_t low, uint32_t high, uint32_t key) {
+  constexpr uint32_t kLooks = 7;  // at once
   while (low < high) {
-    const uint32_t middle = low + (high - low) / 2;
-    if (KeyAt(run, middle) == key) low = middle + 1;
-    else high = middle;
+    const uint32_t step = (high - low + kLooks) / (kLooks + 1);
+    uint32_t passed = 0;
+#pragma unroll
+    for (uint32_t i = 1; i <= kLooks; ++i) {
+      const uint32_t at = low + i * step - 1;
+      if (at < high) passed += KeyAt(run, at) == key;
+    }
+    if (passed < kLooks) high = min(high, low + (passed + 1) * step - 1);
+    low += passed * step;
   }
   return low;
 }
@@ -295,10 +430,11 @@ Describe(const __grid_constant__ IndexRun run, uint32_t chunk, uint32_t chunks) 
   if (thread >= chunks) return;
   const uint32_t begin = thread * chunk, end = min(begin + chunk, run.positions);
   const uint32_t head = KeyAt(run, begin), last = KeyAt(run, end - 1);
-  const bool comes_in = begin > 0 && head < run.dropped && KeyAt(run, begin - 1) == head;
-  const bool goes_on = end < run.positions && last < run.dropped && KeyAt(run, end) == last;
+  const uint32_t before = KeyAt(run, begin - (begin > 0)), next = KeyAt(run, min(end, run.positions - 1));
+  const bool comes_in = begin > 0 && head < run.dropped && before == head;
+  const bool goes_on = end < run.positions && last < run.dropped && next == last;
   const bool long_head = comes_in && LongHead(run, chunk, begin, end, head);
-  ChunkInfo info = {begin, end, long_head, PartsOf(run, chunk, chunks, thread, chunk)};
+  ChunkInfo info = {begin, long_head, end, PartsOf(run, chunk, chunks, thread, chunk), last};
   if (comes_in && !long_head) info.start = EndOf(run, begin, end, head);
   if (goes_on && info.parts == 0 && !(long_head && head == last) && info.start < end) {
     info.stop = EndOf(run, end, min(end + chunk, run.positions), last);
@@ -329,14 +465,15 @@ cudaError_t SortUpdates(IndexRun* run, int low_bit, int high_bit, SortPayload pa
   pass.tiles = static_cast<uint32_t>(radix.tiles);
   pass.counts = room(layout.counts);
   pass.payload = payload;
-  pass.scanned = pass.tiles > kUnscannedTiles;
+  pass.scanned = radix.tile > kSmallTile || pass.tiles > kUnscannedTiles;
   for (int i = 0; i < radix.passes; ++i) {
     pass.shift = low_bit + i * radix.bits;
     pass.keys_out = room(layout.keys[i % 2]);
     pass.payload_out = room(layout.values[i % 2]);
-    const auto launch = radix.tile == kThreads * 16 ? (i == 0 ? LaunchPass<16, true> : LaunchPass<16, false>)
-                        : radix.tile == kThreads * 8 ? (i == 0 ? LaunchPass<8, true> : LaunchPass<8, false>)
-                                                     : (i == 0 ? LaunchPass<4, true> : LaunchPass<4, false>);
+    const Pass kind = i > 0                                ? Pass::kLater
+                      : payload == SortPayload::kPosition ? Pass::kFirstOfPositions
+                                                          : Pass::kFirstOfElements;
+    const auto launch = radix.tile == kSmallTile ? LaunchTile<kSmallTile, 512>(kind) : LaunchTile<kTile, 256>(kind);
     const cudaError_t error = launch(*run, pass, stream);
     if (error != cudaSuccess) return error;
     pass.keys_in = pass.keys_out;

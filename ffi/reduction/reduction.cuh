@@ -22,7 +22,7 @@ template <template <bool> class Of> struct ReduceLauncher {
   using Counting = typename Of<true>::type;
   using T = typename Op::T;
   using Stat = typename Op::Stat;
-  static_assert(sizeof(Stat) <= kPartialBytes && sizeof(typename Counting::Stat) == sizeof(Stat));
+  static_assert(sizeof(Stat) <= kPartialBytes && sizeof(typename Counting::Stat) <= kPartialBytes);
   static constexpr int N = kVector<T>;
 
   ReduceParams p;
@@ -32,45 +32,61 @@ template <template <bool> class Of> struct ReduceLauncher {
   cudaStream_t stream;
 
   cudaError_t Narrow() const {
-    LaunchShape shape;
-    shape.threads = kNarrowThreads;
-    const auto blocks = [&](int log_lanes) { return ReduceCeilDiv(p.rows, (kNarrowThreads >> log_lanes) * kNarrowRows); };
     if constexpr (!std::is_integral_v<T>) {
-      if (WholePacks(problem) && p.width <= 32 * N) {
-        const int packs = static_cast<int>(p.width / N), log_lanes = std::max(2, Log2Ceil(packs));
-        shape.blocks = blocks(log_lanes);
-        return Launch(ReduceNarrow<Op, N, 1>, shape, stream, p, log_lanes, packs);
+      // Half vectors where whole ones would leave most of four lanes without any.
+      if (WholePacks(problem) && p.width <= 32 * N && (sizeof(T) != 2 || p.width > 2 * N)) return NarrowPacks<N>();
+      if constexpr (sizeof(T) == 2) {
+        if (!p.mask && problem.misalignment % 8 == 0 && p.width % 4 == 0 && p.width <= 32 * 4) return NarrowPacks<4>();
       }
     }
     constexpr int kPacks = kSubWarpElements / 32;
     const int log_lanes = std::max(2, Log2Ceil(ReduceCeilDiv(p.width, kPacks)));
-    shape.blocks = blocks(log_lanes);
-    return Launch(ReduceNarrow<Counting, 1, kPacks>, shape, stream, p, log_lanes, static_cast<int>(p.width));
+    return Launch(ReduceNarrow<Counting, 1, kPacks>, NarrowShape(log_lanes), stream, p, log_lanes,
+                  static_cast<int>(p.width));
+  }
+  template <int M> cudaError_t NarrowPacks() const {
+    const int packs = static_cast<int>(p.width / M), log_lanes = std::max(2, Log2Ceil(packs));
+    return Launch(ReduceNarrow<Op, M, 1>, NarrowShape(log_lanes), stream, p, log_lanes, packs);
+  }
+  LaunchShape NarrowShape(int log_lanes) const {
+    LaunchShape shape;
+    shape.threads = kNarrowThreads;
+    shape.blocks = ReduceCeilDiv(p.rows, (kNarrowThreads >> log_lanes) * kRowsTogether);
+    return shape;
   }
 
   // Whole rows, or p.parts parts of each.
-  cudaError_t Rows(bool warps) const {
+  cudaError_t Rows(bool warps) {
     LaunchShape shape;
+    int rows_each = 0;
     if (warps) {
+      // Several rows a warp share the steps of merging, where that leaves warps enough.
+      rows_each = static_cast<int>(std::clamp<int64_t>(p.rows / (32 * device.sm_count), 1, kRowsTogether));
       shape.threads = kWarpsOfRows * kWarp;
-      shape.blocks = ReduceCeilDiv(p.rows, kWarpsOfRows);
+      shape.blocks = ReduceCeilDiv(p.rows, kWarpsOfRows * rows_each);
     } else {
-      // Few threads with two turns or more each: blocks of many warps go through their phases in step.
-      const int64_t warps_wanted = ReduceCeilDiv(p.width / N, p.parts * 2 * kInFlight<T> * kWarp);
-      shape.threads = static_cast<int>(std::clamp<int64_t>(warps_wanted, 2, kRowThreads / kWarp)) * kWarp;
+      // Few threads with two turns or more each: blocks of many warps go through their phases in step. One turn
+      // where there are few rows, whose time is that of one block; parts of rows are all there at once.
+      const int turns = p.parts == 1 && p.rows <= 2 * device.sm_count ? 1 : 2;
+      const int most = p.parts == 1 ? kRowThreads : kPartThreads;
+      const int64_t warps_wanted = ReduceCeilDiv(p.width / N, p.parts * turns * kInFlight<T> * kWarp);
+      shape.threads = static_cast<int>(std::clamp<int64_t>(warps_wanted, 2, most / kWarp)) * kWarp;
       shape.blocks = p.rows;
       shape.blocks_y = static_cast<int>(p.parts);
+      constexpr int kGrain = 128 / sizeof(T);
+      p.each = ReduceCeilDiv(p.width, p.parts * kGrain) * kGrain;
     }
-    return p.mask ? Launch(ReduceRows<Counting, N, true>, shape, stream, p, warps)
-                  : Launch(ReduceRows<Op, N, false>, shape, stream, p, warps);
+    if (!p.mask) return Partly<Op>(Launch(ReduceRows<Op, N, false>, shape, stream, p, rows_each));
+    if (p.mean) return Partly<Counting>(Launch(ReduceRows<Counting, N, true>, shape, stream, p, rows_each));
+    return Partly<Op>(Launch(ReduceRows<Op, N, true>, shape, stream, p, rows_each));
   }
 
-  cudaError_t Columns() const {
+  cudaError_t Columns() {
     const bool packs = !std::is_integral_v<T> && !p.mask && problem.misalignment == 0 && p.inner % N == 0;
     const int64_t across = packs ? p.inner / N : p.inner;
-    // 32 threads across, more where there are too few rows for the others: a thread has 16, if there are.
-    const int64_t each = ReduceCeilDiv(p.width, p.parts);
-    const int log_y = each < 32 ? 0 : each < 64 ? 1 : each < 128 ? 2 : 3;
+    // 32 threads across, more where there are too few rows for the others: a thread has 16, if there are. Of parts 8.
+    p.each = ReduceCeilDiv(p.width, p.parts);
+    const int log_y = p.parts > 1 ? 3 : p.each < 32 ? 0 : p.each < 64 ? 1 : p.each < 128 ? 2 : 3;
     const int log_x = std::min(8 - log_y, Log2Ceil(across));
     const int64_t tiles = ReduceCeilDiv(across, int64_t{1} << log_x);
     LaunchShape shape;
@@ -78,36 +94,38 @@ template <template <bool> class Of> struct ReduceLauncher {
     shape.blocks = p.rows * tiles;
     shape.blocks_y = static_cast<int>(p.parts);
     if constexpr (!std::is_integral_v<T>) {
-      if (packs) return Launch(ReduceColumns<Op, N>, shape, stream, p, log_x, tiles);
+      if (packs) return Partly<Op>(Launch(ReduceColumns<Op, N>, shape, stream, p, log_x, tiles));
     }
-    return Launch(ReduceColumns<Counting, 1>, shape, stream, p, log_x, tiles);
+    return Partly<Counting>(Launch(ReduceColumns<Counting, 1>, shape, stream, p, log_x, tiles));
   }
 
-  cudaError_t Merge() const {
+  // What follows a launch of kernels that computed the Stats of O, perhaps of parts.
+  template <class O> cudaError_t Partly(cudaError_t error) const {
+    if (error != cudaSuccess || p.parts == 1) return error;
     ReduceParams q = p;
     q.out = args.out;
     q.rows = p.rows * p.inner;
-    const bool warps = p.parts <= 4 * kWarp;
+    // A lane a part, but a warp for up to 128 of them, and then a block.
+    const int log_lanes = Log2Ceil(p.parts > 4 * kWarp ? kMergeThreads : std::min<int64_t>(p.parts, kWarp));
     LaunchShape shape;
     shape.threads = kMergeThreads;
-    shape.blocks = warps ? ReduceCeilDiv(q.rows, kMergeThreads / kWarp) : q.rows;
-    return Launch(ReduceMerge<Counting>, shape, stream, q, static_cast<const typename Counting::Stat*>(args.scratch), warps);
+    shape.blocks = ReduceCeilDiv(q.rows, kMergeThreads >> log_lanes);
+    return Launch(ReduceMerge<O>, shape, stream, q, static_cast<const typename O::Stat*>(args.scratch), log_lanes);
   }
 
   cudaError_t Run(ReduceTier tier) {
     const DeviceTraits traits = {device.sm_count, device.compute_capability, device.shared_memory};
     if (tier == ReduceTier::kSplit || tier == ReduceTier::kColumn) p.parts = SplitParts(problem, traits);
     if (p.parts > 1) p.out = args.scratch;
-    cudaError_t error = cudaErrorInvalidValue;
     switch (tier) {
-      case ReduceTier::kSubWarp: error = Narrow(); break;
-      case ReduceTier::kWarp: error = Rows(true); break;
+      case ReduceTier::kSubWarp: return Narrow();
+      case ReduceTier::kWarp: return Rows(true);
       case ReduceTier::kBlock:
-      case ReduceTier::kSplit: error = Rows(false); break;
-      case ReduceTier::kColumn: error = Columns(); break;
+      case ReduceTier::kSplit: return Rows(false);
+      case ReduceTier::kColumn: return Columns();
       case ReduceTier::kAuto: break;
     }
-    return error == cudaSuccess && p.parts > 1 ? Merge() : error;
+    return cudaErrorInvalidValue;
   }
 };
 
@@ -142,12 +160,13 @@ cudaError_t LaunchReduction(const ReduceArgs& args, const ReduceProblem& problem
   p.width = args.width;
   p.inner = args.inner;
   p.parts = 1;
+  p.each = args.width;
+  p.whole = WholeVectors(problem);
   p.mask = args.mask;
   p.mask_view = args.mask_view;
   p.wide = args.wide;
   p.mean = args.op == ReduceOp::kMean;
   p.scale = p.mean ? 1.0 / static_cast<double>(args.width) : 1.0;
-  p.exceeds_l2 = args.outer * args.width * args.inner * int64_t{sizeof(T)} > device.l2_bytes;
 
   constexpr uint64_t kSign = uint64_t{1} << (8 * sizeof(T) - 1), kOnes = ~uint64_t{0} >> (64 - 8 * sizeof(T));
   if constexpr (std::is_integral_v<T>) {

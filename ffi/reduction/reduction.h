@@ -8,7 +8,7 @@
 // min are the value that any other beats: -inf and inf, or the integer type's least and greatest. NaN
 // propagates.
 //
-// f16, bf16 and f32 are computed in float and added up in double between packs, f64 in double, integers
+// f16, bf16 and f32 are computed in float and added up in double between a few of each, f64 in double, integers
 // exactly (sums modulo 2^n); one rounding at the end. Integer sums are 32 or 64 bits wide.
 #pragma once
 

@@ -1,9 +1,9 @@
-// The kernels of the row reductions. All of them only read, so all that counts is to have enough loads
-// in flight: a thread issues 64 to 128 bytes of them before it uses the first.
+// The kernels of the row reductions. All of them only read, so what counts is to have enough loads
+// in flight, and in 16 bit how few instructions an element takes.
 //
 //     ReduceNarrow    a group of 4 to 32 lanes has four rows at a time
-//     ReduceRows      a warp or a block a row, or a part of one; elements before the first and after the
-//                     last whole 16-byte vector are read one by one
+//     ReduceRows      a warp has up to four rows one after the other, or a block has a row, or a part of one;
+//                     elements before the first and after the last whole 16-byte vector are read one by one
 //     ReduceColumns   the axis is not the last one: a tile of columns a block, or a part of its rows; each
 //                     thread walks down its own columns, and the block merges those of equal ones
 //     ReduceMerge     joins the parts of each row or column, in their order
@@ -16,11 +16,14 @@
 
 namespace jaxkern {
 
-constexpr int kNarrowThreads = 128, kNarrowRows = 4;
+constexpr int kNarrowThreads = 128;
+constexpr int kRowsTogether = 4;   // that a group of lanes, or a warp, merges at once
 constexpr int kRowThreads = 256;   // a block, at most
+constexpr int kPartThreads = 128;  // one that has a part of a row
 constexpr int kWarpsOfRows = 4;    // a block of the warp tier
-constexpr int kColumnsThreads = 256;
+constexpr int kColumnsThreads = 256, kColumnsBlocks = 4;  // a block, and blocks a multiprocessor
 constexpr int kMergeThreads = 256;
+static_assert(kColumnsThreads == kMergeThreads && kRowThreads == kMergeThreads);
 
 // Packs that a thread has in flight.
 template <class T> constexpr int kInFlight = sizeof(T) == 1 ? 2 : sizeof(T) == 4 ? 8 : 4;
@@ -43,7 +46,32 @@ __device__ __forceinline__ void Deliver(const ReduceParams& p, int64_t at, int64
 template <class Op> __device__ __forceinline__ typename Op::Stat MergeWarps(typename Op::Stat stat) {
   __shared__ typename Op::Stat room[kRowThreads / kWarp];
   return ReduceWarps<kRowThreads / kWarp>(stat, room, blockDim.x / kWarp, Op::Identity(), [] { __syncthreads(); },
-                                          [](typename Op::Stat s) { return Op::MergeLanes(s, kRowThreads / kWarp); });
+                                          [](typename Op::Stat s) { return MergeLanes<Op>(s, kRowThreads / kWarp); });
+}
+
+// Merges the Stats of kRowsTogether rows over aligned groups of 2^log_lanes lanes, four at least, which are level.
+// Afterwards the first kRowsTogether lanes of a group have that of one row each, number *row.
+template <class Op>
+__device__ __forceinline__ typename Op::Stat MergeRows(typename Op::Stat (&stat)[kRowsTogether], int lane,
+                                                       int log_lanes, int* row) {
+  // A step over two lanes halves the rows that a lane looks after, until it is one; then over the others.
+  *row = 0;
+  int rows = kRowsTogether;
+#pragma unroll
+  for (int bit = 1; bit < kRowsTogether; bit *= 2) {
+    rows /= 2;
+    const bool upper = lane & bit;
+    *row += upper ? rows : 0;
+#pragma unroll
+    for (int u = 0; u < rows; ++u) {
+      const auto keep = upper ? stat[u + rows] : stat[u], give = upper ? stat[u] : stat[u + rows];
+      stat[u] = Op::Join(keep, Op::Exchange(give, bit));
+    }
+  }
+  for (int step = kRowsTogether; step < 1 << log_lanes; step *= 2) {
+    stat[0] = Op::Join(stat[0], Op::Exchange(stat[0], step));
+  }
+  return stat[0];
 }
 
 // A row has `packs` packs of N elements, at most kPacks a lane.
@@ -53,16 +81,17 @@ ReduceNarrow(const __grid_constant__ ReduceParams p, int log_lanes, int packs) {
   using T = typename Op::T;
   using V = typename Op::V;
   const int lane = threadIdx.x & ((1 << log_lanes) - 1), groups = kNarrowThreads >> log_lanes;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * (groups * kNarrowRows) + (threadIdx.x >> log_lanes);
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * (groups * kRowsTogether) + (threadIdx.x >> log_lanes);
   const T* const x = static_cast<const T*>(p.x);
 
-  V v[kNarrowRows][kPacks * N];
-  int count[kNarrowRows] = {};
-  if constexpr (N == 1) {
-    T raw[kNarrowRows][kPacks];
-    bool in[kNarrowRows][kPacks];
+  typename Op::Stat stat[kRowsTogether];
 #pragma unroll
-    for (int u = 0; u < kNarrowRows; ++u) {
+  for (int u = 0; u < kRowsTogether; ++u) stat[u] = Op::Identity();
+  if constexpr (N == 1) {
+    T raw[kRowsTogether][kPacks];
+    bool in[kRowsTogether][kPacks];
+#pragma unroll
+    for (int u = 0; u < kRowsTogether; ++u) {
       const int64_t row = first + u * groups;
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
@@ -72,7 +101,7 @@ ReduceNarrow(const __grid_constant__ ReduceParams p, int log_lanes, int packs) {
       }
     }
 #pragma unroll
-    for (int u = 0; u < kNarrowRows; ++u) {
+    for (int u = 0; u < kRowsTogether; ++u) {
       const int64_t row = first + u * groups;
       if (p.mask && row < p.rows) {
         const uint8_t* const mask = p.mask + p.mask_view.outer_map(row);
@@ -81,184 +110,245 @@ ReduceNarrow(const __grid_constant__ ReduceParams p, int log_lanes, int packs) {
           if (in[u][i]) in[u][i] = mask[(lane + (i << log_lanes)) * p.mask_view.axis_stride];
         }
       }
+      V v[kPacks];
+      int count = 0;
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
-        v[u][i] = in[u][i] ? ValueOf<V>(raw[u][i]) : Op::Neutral(p);
-        count[u] += in[u][i];
+        v[i] = in[u][i] ? ValueOf<V>(raw[u][i]) : Op::Neutral(p);
+        count += in[u][i];
       }
+      Op::Accumulate(p, stat[u], v);
+      Op::Count(stat[u], count);
     }
+    Op::Level(stat, 1 << log_lanes);
   } else {
-    const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
-    Pack<T, N> raw[kNarrowRows][kPacks];
+    Pack<T, N> raw[kRowsTogether][kPacks];
+    const T* from = x + first * p.width + lane * N;
 #pragma unroll
-    for (int u = 0; u < kNarrowRows; ++u)
+    for (int u = 0; u < kRowsTogether; ++u, from += groups * p.width) {
+      const int has = first + u * groups < p.rows ? packs - lane : 0;
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
-        const int64_t row = first + u * groups;
-        const int at = lane + (i << log_lanes);
         raw[u][i] = NeutralPack<T, N>(p);
-        if (row < p.rows && at < packs) raw[u][i] = LoadVector<T, N>(x + row * p.width + at * N, policy);
+        if (i << log_lanes < has) raw[u][i] = LoadVector<T, N>(from + (i << log_lanes) * N);
       }
-#pragma unroll
-    for (int u = 0; u < kNarrowRows; ++u)
-#pragma unroll
-      for (int i = 0; i < kPacks; ++i) Values(raw[u][i], v[u] + i * N);
-  }
-
-  typename Op::Stat stat[kNarrowRows];
-#pragma unroll
-  for (int u = 0; u < kNarrowRows; ++u) {
-    stat[u] = Op::Identity();
-    Op::Accumulate(p, stat[u], v[u]);
-    Op::Count(stat[u], count[u]);
-  }
-  // Merging over two lanes halves the rows that a lane looks after, until it is one; then over the others.
-  int row = 0, rows = kNarrowRows;
-#pragma unroll
-  for (int bit = 1; bit < kNarrowRows; bit *= 2) {
-    rows /= 2;
-    const bool upper = lane & bit;
-    row += upper ? rows : 0;
-#pragma unroll
-    for (int u = 0; u < rows; ++u) {
-      const auto keep = upper ? stat[u + rows] : stat[u], give = upper ? stat[u] : stat[u + rows];
-      stat[u] = Op::Merge(keep, Op::Exchange(give, bit));
     }
+    Op::AccumulateLevel(p, stat, raw, 1 << log_lanes);
   }
-  for (int step = kNarrowRows; step < 1 << log_lanes; step *= 2) stat[0] = Op::Merge(stat[0], Op::Exchange(stat[0], step));
+  int row;
+  const typename Op::Stat merged = MergeRows<Op>(stat, lane, log_lanes, &row);
   const int64_t at = first + row * groups;
-  if (lane < kNarrowRows && at < p.rows) Op::Store(p, at, stat[0]);
+  if (lane < kRowsTogether && at < p.rows) Op::Store(p, at, merged);
 }
 
-// The N bytes of a mask at m, as words; `aligned`: m is a multiple of N.
-template <int N> __device__ __forceinline__ void LoadMaskWords(const uint8_t* m, bool aligned, uint32_t (&w)[(N + 3) / 4]) {
-  if (aligned) {
-    if constexpr (N == 2) w[0] = *reinterpret_cast<const uint16_t*>(m);
-#pragma unroll
-    for (int i = 0; i < N / 4; ++i) w[i] = reinterpret_cast<const uint32_t*>(m)[i];
+// The N bytes of a mask at m, a multiple of N, as words.
+template <int N> __device__ __forceinline__ void LoadMaskVector(const uint8_t* m, uint32_t (&w)[(N + 3) / 4]) {
+  if constexpr (N == 2) {
+    w[0] = *reinterpret_cast<const uint16_t*>(m);
   } else {
+    const Pack<uint32_t, N / 4> all = LoadVector<uint32_t, N / 4>(reinterpret_cast<const uint32_t*>(m));
 #pragma unroll
-    for (int i = 0; i < N; ++i) w[i / 4] = (i % 4 ? w[i / 4] : 0) | uint32_t{m[i]} << (i % 4 * 8);
+    for (int i = 0; i < N / 4; ++i) w[i] = all.word[i];
   }
 }
 
-// blockIdx.x: a row, or in the warp tier kWarpsOfRows of them; blockIdx.y: a part of it.
-template <class Op, int N, bool kMasked>
-__global__ void __launch_bounds__(kRowThreads, sizeof(typename Op::T) == 8 ? 2 : 4)
-ReduceRows(const __grid_constant__ ReduceParams p, bool warps) {
+// The same at any m; where the mask has no bytes of its own for elements, all of them are 1.
+template <int N>
+__device__ __forceinline__ void LoadMaskBytes(const uint8_t* m, bool bytes, uint32_t (&w)[(N + 3) / 4]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) w[i / 4] = (i % 4 ? w[i / 4] : 0) | uint32_t{bytes ? m[i] : uint8_t{1}} << (i % 4 * 8);
+}
+
+// Puts `otherwise` where the mask's bytes are 0 instead of 1: each is spread over the bits of its element.
+template <class T, int N>
+__device__ __forceinline__ void Mask(Pack<T, N>& pack, const uint32_t (&in)[(N + 3) / 4], const Pack<T, N>& otherwise) {
+  constexpr int kPer = sizeof(T) < 4 ? 4 / sizeof(T) : 1, kWordsOf = sizeof(T) < 4 ? 1 : sizeof(T) / 4;
+#pragma unroll
+  for (int w = 0; w < Pack<T, N>::kWords; ++w) {
+    const int first = w / kWordsOf * kPer;  // element
+    const uint32_t bytes = in[first / 4] * 255;
+    const int byte = first % 4;
+    const uint32_t keep = kPer == 4 ? bytes : __byte_perm(bytes, 0, kPer == 2 ? byte * 0x1111 + 0x1100 : byte * 0x1111);
+    pack.word[w] = (pack.word[w] & keep) | (otherwise.word[w] & ~keep);
+  }
+}
+
+// One element as a pack, whose bits nothing is done to before it is used.
+template <class T> __device__ __forceinline__ Pack<T, 1> LoadElement(const T* x) {
+  Pack<T, 1> pack;
+  if constexpr (sizeof(T) == 8) {
+    const uint2 words = *reinterpret_cast<const uint2*>(x);
+    pack.word[0] = words.x, pack.word[1] = words.y;
+  } else if constexpr (sizeof(T) == 4) {
+    pack.word[0] = *reinterpret_cast<const uint32_t*>(x);
+  } else if constexpr (sizeof(T) == 2) {
+    pack.word[0] = *reinterpret_cast<const uint16_t*>(x);
+  } else {
+    pack.word[0] = *reinterpret_cast<const uint8_t*>(x);
+  }
+  return pack;
+}
+
+// How the threads of a warp or a block share a row: a warp reads kInFlight packs a thread that lie side by side, so
+// that all are at fixed distances from a thread's first, then as much again behind what the other warps read.
+struct RowShare {
+  int64_t width;     // of the row, or the part of it
+  int whole_packs;   // where it is nothing but whole vectors
+  int thread;
+  int first, turn;   // the first pack, and the distance between two times, in packs
+};
+
+// A thread's share of a row; a mask, if there is one, has a byte for each element, or one for the row.
+template <class Op, int N, bool kMasked, int U>
+__device__ __forceinline__ typename Op::Stat ReduceRow(const ReduceParams& p, const typename Op::T* x, const uint8_t* mask,
+                                                       const RowShare& share) {
   using T = typename Op::T;
   using V = typename Op::V;
-  constexpr int U = kMasked && N * kInFlight<T> > 16 ? 16 / N : kInFlight<T>;
-  const int lane = warps ? threadIdx.x % kWarp : threadIdx.x, lanes = warps ? kWarp : blockDim.x;
-  const int64_t row = warps ? int64_t{blockIdx.x} * kWarpsOfRows + threadIdx.x / kWarp : blockIdx.x;
-  if (row >= p.rows) return;
-
-  constexpr int kGrain = 128 / sizeof(T);
-  const int64_t each = (p.width + p.parts * kGrain - 1) / (p.parts * kGrain) * kGrain;
-  const int64_t begin = min(p.width, each * blockIdx.y);
-  int64_t width = min(p.width - begin, each);
-  const T* const x = static_cast<const T*>(p.x) + row * p.width + begin;
+  constexpr int kStep = kWarp * N;
   typename Op::Stat stat = Op::Identity();
+  const bool bytes = kMasked && p.mask_view.axis_stride, skip = kMasked && !bytes && !*mask;
 
-  // A mask has a byte for each element, or one for the row.
-  const uint8_t* mask = nullptr;
-  if constexpr (kMasked) {
-    mask = p.mask + p.mask_view.outer_map(row);
-    if (p.mask_view.axis_stride) {
-      mask += begin;
-    } else {
-      if (!*mask) width = 0;
-      if (lane == 0) Op::Count(stat, width);
-      mask = nullptr;
-    }
+  // Elements before the first whole vector and after the last one: fewer than threads. They are looked at when all
+  // loads of vectors are under way.
+  int head = 0, tail = 0, packs = share.whole_packs;
+  Pack<T, 1> ends[2] = {};
+  uint8_t ends_taken[2] = {};
+  if (!p.whole) {
+    const int offset = static_cast<int>(reinterpret_cast<uintptr_t>(x) % 16 / sizeof(T));
+    head = static_cast<int>(min(share.width, int64_t{offset ? N - offset : 0}));
+    tail = static_cast<int>(share.width - head) & (N - 1);
+    packs = static_cast<int>((share.width - head) / N);
+    const int64_t last = head + int64_t{packs} * N + share.thread;
+    const bool has_head = share.thread < head && !skip, has_tail = share.thread < tail && !skip;
+    if (has_head) ends[0] = LoadElement(x + share.thread), ends_taken[0] = bytes ? mask[share.thread] : 1;
+    if (has_tail) ends[1] = LoadElement(x + last), ends_taken[1] = bytes ? mask[last] : 1;
   }
-
-  // Elements before the first whole vector and after the last one: fewer than lanes.
-  const int offset = static_cast<int>(reinterpret_cast<uintptr_t>(x) % 16 / sizeof(T));
-  const int head = static_cast<int>(min(width, int64_t{offset ? N - offset : 0}));
-  const int64_t packs = (width - head) / N;
-  const int tail = static_cast<int>(width - head - packs * N);
-  const T* const body = x + head;
-  V ends[2] = {Op::Neutral(p), Op::Neutral(p)};
-  if (head | tail) {
-    const int64_t last = head + packs * N + lane;
-    bool has_head = lane < head, has_tail = lane < tail;
-    if (kMasked && mask) {
-      has_head = has_head && mask[lane];
-      has_tail = has_tail && mask[last];
-      Op::Count(stat, has_head + has_tail);
+  const T* from = x + (head + int64_t{share.first} * N);
+  const uint8_t* in = kMasked ? mask + (head + int64_t{share.first} * N) : nullptr;
+  const bool vectors = bytes && reinterpret_cast<uintptr_t>(in) % N == 0;
+  for (int left = skip ? 0 : packs - share.first; left > 0; left -= share.turn, from += share.turn * int64_t{N}) {
+    uint32_t taken[kMasked ? U : 1][(N + 3) / 4] = {};
+    if constexpr (kMasked) {
+      if (vectors) {
+#pragma unroll
+        for (int i = 0; i < U; ++i) {
+          if (left > i * kWarp) LoadMaskVector<N>(in + i * kStep, taken[i]);
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < U; ++i) {
+          if (left > i * kWarp) LoadMaskBytes<N>(in + i * kStep, bytes, taken[i]);
+        }
+      }
+      in += share.turn * int64_t{N};
     }
-    if (has_head) ends[0] = ValueOf<V>(x[lane]);
-    if (has_tail) ends[1] = ValueOf<V>(x[last]);
-  }
-  const bool mask_aligned = kMasked && reinterpret_cast<uintptr_t>(mask + head) % (N < 4 ? N : 4) == 0;
-  const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
-  for (int64_t at = lane; at < packs; at += U * lanes) {
-    const int left = static_cast<int>(min(packs - at, int64_t{U} * lanes));
     Pack<T, N> raw[U];
+    if (left > (U - 1) * kWarp) {
 #pragma unroll
-    for (int i = 0; i < U; ++i) {
-      raw[i] = NeutralPack<T, N>(p);
-      if (i * lanes < left) raw[i] = LoadVector<T, N>(body + (at + i * lanes) * N, policy);
-    }
-    uint32_t in[kMasked ? U : 1][(N + 3) / 4];
-    if (kMasked && mask) {
+      for (int i = 0; i < U; ++i) raw[i] = LoadVector<T, N>(from + i * kStep);
+    } else {
 #pragma unroll
       for (int i = 0; i < U; ++i) {
-        if (i * lanes < left) LoadMaskWords<N>(mask + head + (at + i * lanes) * N, mask_aligned, in[i]);
+        raw[i] = NeutralPack<T, N>(p);
+        if (left > i * kWarp) raw[i] = LoadVector<T, N>(from + i * kStep);
       }
     }
-    V v[U * N];
-#pragma unroll
-    for (int i = 0; i < U; ++i) Values(raw[i], v + i * N);
-    if (kMasked && mask) {
+    if constexpr (kMasked) {
+      uint32_t count = 0;
 #pragma unroll
       for (int i = 0; i < U; ++i) {
-        if (i * lanes >= left) continue;
+        Mask(raw[i], taken[i], NeutralPack<T, N>(p));
 #pragma unroll
-        for (int j = 0; j < N; ++j) v[i * N + j] = in[i][j / 4] >> (j % 4 * 8) & 1 ? v[i * N + j] : Op::Neutral(p);
-#pragma unroll
-        for (int w = 0; w < (N + 3) / 4; ++w) Op::Count(stat, __popc(in[i][w]));
+        for (int w = 0; w < (N + 3) / 4; ++w) count = __dp4a(taken[i][w], 0x01010101u, count);
       }
+      Op::Count(stat, count);
     }
-    if constexpr (Op::kKnowsLargest && !kMasked) Op::Accumulate(stat, v, LargestOf<V>(raw));
-    else Op::Accumulate(p, stat, v);
+    Op::Accumulate(p, stat, raw);
   }
-  if (head | tail) Op::Accumulate(p, stat, ends);
+  if (head | tail) {
+    V v[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      V one[1];
+      Values(ends[i], one);
+      v[i] = ends_taken[i] ? one[0] : Op::Neutral(p);
+    }
+    Op::Accumulate(p, stat, v);
+    Op::Count(stat, ends_taken[0] + ends_taken[1]);
+  }
+  return stat;
+}
 
-  stat = Op::MergeLanes(stat, kWarp);
-  if (!warps) stat = MergeWarps<Op>(stat);
-  if (lane == 0) Deliver<Op>(p, row, blockIdx.y, stat);
+// blockIdx.x: a row, or where a warp has rows_each > 0 of them those of kWarpsOfRows warps; blockIdx.y: a part of it.
+template <class Op, int N, bool kMasked>
+__global__ void __launch_bounds__(kRowThreads, sizeof(typename Op::T) == 8 ? 2 : 4)
+ReduceRows(const __grid_constant__ ReduceParams p, int rows_each) {
+  using T = typename Op::T;
+  using Stat = typename Op::Stat;
+  constexpr int U = kMasked && N * kInFlight<T> > 16 ? 16 / N : kInFlight<T>;
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const bool warps = rows_each > 0;
+  const int64_t first = warps ? (int64_t{blockIdx.x} * kWarpsOfRows + warp) * rows_each : blockIdx.x;
+  if (first >= p.rows) return;
+  const int rows = warps ? static_cast<int>(min(p.rows - first, int64_t{rows_each})) : 1;
+  const int64_t begin = min(p.width, p.each * blockIdx.y), width = min(p.width - begin, p.each);
+  const RowShare share = {width, static_cast<int>(width / N), warps ? lane : static_cast<int>(threadIdx.x),
+                          warps ? lane : warp * U * kWarp + lane, (warps ? kWarp : static_cast<int>(blockDim.x)) * U};
+  int64_t mask_at = 0;  // of row number `lane`
+  if constexpr (kMasked) {
+    if (lane < rows) {
+      mask_at = p.mask_view.outer_map.Below32Bits(static_cast<uint32_t>(first + lane));
+      mask_at += begin * p.mask_view.axis_stride;
+    }
+  }
+
+  Stat stat[kRowsTogether];
+#pragma unroll
+  for (int u = 0; u < kRowsTogether; ++u) stat[u] = Op::Identity();
+  const T* x = static_cast<const T*>(p.x) + first * p.width + begin;
+  for (int u = 0; u < rows; ++u, x += p.width) {
+    const uint8_t* mask = nullptr;
+    if constexpr (kMasked) mask = p.mask + __shfl_sync(0xffffffffu, mask_at, u);
+    const Stat one = ReduceRow<Op, N, kMasked, U>(p, x, mask, share);
+#pragma unroll
+    for (int k = 0; k < kRowsTogether; ++k) stat[k] = k == u ? one : stat[k];
+  }
+  if (rows_each > 1) {
+    int row;
+    Op::Level(stat, kWarp);
+    const Stat merged = MergeRows<Op>(stat, lane, 5, &row);
+    if (lane < kRowsTogether && row < rows) Op::Store(p, first + row, merged);
+  } else {
+    Stat merged = MergeLanes<Op>(stat[0], kWarp);
+    if (!warps) merged = MergeWarps<Op>(merged);
+    if (share.thread == 0) Deliver<Op>(p, first, blockIdx.y, merged);
+  }
 }
 
 // Tiles of 2^log_x threads across, each with N columns, and the other threads of the block down.
 template <class Op, int N>
-__global__ void __launch_bounds__(kColumnsThreads, sizeof(typename Op::T) == 8 ? 2 : N == 8 ? 3 : 4)
+__global__ void __launch_bounds__(kColumnsThreads, sizeof(typename Op::T) == 8 ? 2 : kColumnsBlocks)
 ReduceColumns(const __grid_constant__ ReduceParams p, int log_x, int64_t tiles) {
   using T = typename Op::T;
-  using V = typename Op::V;
   using Stat = typename Op::Stat;
   constexpr int U = N == 1 ? 8 : 4;
-  __shared__ Stat room[kColumnsThreads * N];
+  constexpr int kPad = kWarp / N;  // so that both ways through shared memory meet different banks
+  __shared__ Stat room[kColumnsThreads * N + kColumnsThreads];
 
   const int x = threadIdx.x & ((1 << log_x) - 1), y = threadIdx.x >> log_x, threads_y = kColumnsThreads >> log_x;
-  const int64_t outer = blockIdx.x / tiles, first = (blockIdx.x % tiles << log_x) * N, column = first + x * N;
-  const int64_t each = (p.width + p.parts - 1) / p.parts;
-  const int64_t begin = min(p.width, each * blockIdx.y), end = column < p.inner ? min(p.width, begin + each) : 0;
+  const int64_t outer = blockIdx.x / tiles, first = (blockIdx.x - outer * tiles << log_x) * N, column = first + x * N;
+  const int64_t begin = min(p.width, p.each * blockIdx.y), end = column < p.inner ? min(p.width, begin + p.each) : 0;
 
-  Stat stat[N];
-#pragma unroll
-  for (int j = 0; j < N; ++j) stat[j] = Op::Identity();
+  typename Op::template Down<N> down;
   const T* from = static_cast<const T*>(p.x) + (outer * p.width + begin + y) * p.inner + column;
   const int64_t step = threads_y * p.inner;
   const uint8_t* mask = nullptr;
   if (N == 1 && p.mask && column < p.inner) mask = p.mask + p.mask_view.outer_map(outer) + p.mask_view.inner_map(column);
-  const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
 
   for (int64_t a = begin + y; a < end; a += U * threads_y, from += U * step) {
     const int left = static_cast<int>(min(end - a, int64_t{U} * threads_y));
-    V v[U][N];
     if constexpr (N == 1) {
+      using V = typename Op::V;
       T raw[U];
       bool in[U];
       int count = 0;
@@ -273,55 +363,56 @@ ReduceColumns(const __grid_constant__ ReduceParams p, int log_x, int64_t tiles) 
           if (in[i]) in[i] = mask[(a + i * threads_y) * p.mask_view.axis_stride];
         }
       }
+      V v[U];
 #pragma unroll
       for (int i = 0; i < U; ++i) {
-        v[i][0] = in[i] ? ValueOf<V>(raw[i]) : Op::Neutral(p);
+        v[i] = in[i] ? ValueOf<V>(raw[i]) : Op::Neutral(p);
         count += in[i];
       }
-      Op::Count(stat[0], count);
+      down.Add(p, v);
+      down.Count(count);
     } else {
       Pack<T, N> raw[U];
 #pragma unroll
       for (int i = 0; i < U; ++i) {
         raw[i] = NeutralPack<T, N>(p);
-        if (i * threads_y < left) raw[i] = LoadVector<T, N>(from + i * step, policy);
+        if (i * threads_y < left) raw[i] = LoadVector<T, N>(from + i * step);
       }
-#pragma unroll
-      for (int i = 0; i < U; ++i) Values(raw[i], v[i]);
-    }
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      V down[U];
-#pragma unroll
-      for (int i = 0; i < U; ++i) down[i] = v[i][j];
-      Op::Accumulate(p, stat[j], down);
+      down.Add(p, raw);
     }
   }
 
-  const int columns = N << log_x;
+  Stat stat[N];
+  down.Get(stat);
+  const int across = (1 << log_x) + (log_x >= 5 ? kPad : 0);
 #pragma unroll
-  for (int j = 0; j < N; ++j) room[y * columns + x * N + j] = stat[j];
+  for (int j = 0; j < N; ++j) room[(y * N + j) * across + x] = stat[j];
   __syncthreads();
+  const int columns = N << log_x;
   for (int c = threadIdx.x; c < columns && first + c < p.inner; c += kColumnsThreads) {
-    Stat all = room[c];
-    for (int k = 1; k < threads_y; ++k) all = Op::Merge(all, room[k * columns + c]);
+    const Stat* const of = room + c % N * across + c / N;
+    Stat all = of[0];
+#pragma unroll 4
+    for (int k = 1; k < threads_y; ++k) all = Op::Merge(all, of[k * N * across]);
     Deliver<Op>(p, outer * p.inner + first + c, blockIdx.y, all);
   }
 }
 
-// A warp, or else a block, for each of the p.rows results; `partials` holds p.parts Stats of each.
+// 2^log_lanes lanes, or else a block, for each of the p.rows results; `partials` holds p.parts Stats of each.
 template <class Op>
 __global__ void __launch_bounds__(kMergeThreads)
-ReduceMerge(const __grid_constant__ ReduceParams p, const typename Op::Stat* partials, bool warps) {
-  const int lane = warps ? threadIdx.x % kWarp : threadIdx.x, lanes = warps ? kWarp : kMergeThreads;
-  const int64_t row = warps ? int64_t{blockIdx.x} * (kMergeThreads / kWarp) + threadIdx.x / kWarp : blockIdx.x;
-  if (row >= p.rows) return;
+ReduceMerge(const __grid_constant__ ReduceParams p, const typename Op::Stat* partials, int log_lanes) {
+  const bool block = kMergeThreads >> log_lanes == 1;
+  const int lanes = 1 << log_lanes, lane = threadIdx.x & (lanes - 1);
+  const int64_t row = int64_t{blockIdx.x} * (kMergeThreads >> log_lanes) + (threadIdx.x >> log_lanes);
   typename Op::Stat stat = Op::Identity();
+  if (row < p.rows) {
 #pragma unroll 4
-  for (int64_t i = lane; i < p.parts; i += lanes) stat = Op::Merge(stat, partials[row * p.parts + i]);
-  stat = Op::MergeLanes(stat, kWarp);
-  if (!warps) stat = MergeWarps<Op>(stat);
-  if (lane == 0) Op::Store(p, row, stat);
+    for (int64_t i = lane; i < p.parts; i += lanes) stat = Op::Merge(stat, partials[row * p.parts + i]);
+  }
+  stat = MergeLanes<Op>(stat, min(lanes, kWarp));
+  if (block) stat = MergeWarps<Op>(stat);
+  if (lane == 0 && row < p.rows) Op::Store(p, row, stat);
 }
 
 }  // namespace jaxkern

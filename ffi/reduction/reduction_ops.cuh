@@ -3,11 +3,14 @@
 //
 // An Op works on values of its type V:
 //     Neutral      what an element that takes no part is
-//     Accumulate   folds values into a Stat, a thread's share of a row
+//     Accumulate   folds values, or packs of them, into a Stat, a thread's share of a row
 //     Merge        two Stats
-//     Exchange     that of the lane whose number differs in the bit `lane`
-//     MergeLanes   merges the Stats of aligned groups of lanes
+//     Level        what a group of lanes must agree on before they join their Stats; AccumulateLevel: both at once
+//     Exchange     the Stat of the lane whose number differs in the bit `lane`
+//     Join         two Stats of such a group
 //     Store        the Stat of a whole row -> its element of the output
+//     Down         what a thread makes of N columns while it walks down them: Add values of one column or packs of
+//                  all, Count those that take part, Get the Stats
 #pragma once
 
 #include <limits>
@@ -28,12 +31,13 @@ struct ReduceParams {
   int64_t width;
   int64_t inner;
   int64_t parts;  // blocks that share a row or column; more than 1: `out` takes [rows, inner, parts] Stats
+  int64_t each;   // elements of a part; the last ones may have fewer
   uint64_t flip;     // min is the max of values with these bits flipped; 0 for everything else
   uint64_t neutral;  // as it lies in memory, before flipping, repeated to 8 bytes
   double scale;      // mean: 1 / width; else 1
   bool mean;
   bool wide;         // integer sums: 64 bits; 16-bit types: a float
-  bool exceeds_l2;   // see ReadPolicy
+  bool whole;        // every row is whole vectors
   const uint8_t* mask;
   BroadcastView mask_view;
 };
@@ -62,10 +66,12 @@ template <class V, class T> __device__ __forceinline__ V ValueOf(T x) {
   else return ToCompute(x);
 }
 
-// Over aligned groups of `lanes` lanes, a power of two.
-template <class V, class Combine> __device__ __forceinline__ V ShuffleReduce(V v, int lanes, Combine combine) {
-  for (int lane = lanes / 2; lane > 0; lane /= 2) v = combine(v, __shfl_xor_sync(0xffffffffu, v, lane));
-  return v;
+// Merges the Stats of aligned groups of `lanes` lanes, a power of two.
+template <class Op> __device__ __forceinline__ typename Op::Stat MergeLanes(typename Op::Stat stat, int lanes) {
+  typename Op::Stat all[1] = {stat};
+  Op::Level(all, lanes);
+  for (int lane = lanes / 2; lane > 0; lane /= 2) all[0] = Op::Join(all[0], Op::Exchange(all[0], lane));
+  return all[0];
 }
 
 // The larger one; NaN if either is.
@@ -93,6 +99,15 @@ template <class T> __device__ __forceinline__ void StoreRounded(const ReducePara
   else static_cast<T*>(p.out)[at] = FromCompute<T>(y);
 }
 
+// The larger one of a pair, or NaN.
+template <class V, class T> __device__ __forceinline__ V LargerOf(uint32_t word) {
+  Pack<T, 2> pair;
+  pair.word[0] = word;
+  V v[2];
+  Unpack(pair, v);
+  return MaxOrNan()(v[0], v[1]);
+}
+
 // The largest element of some packs, or NaN; 16-bit ones two at a time.
 template <class V, class T, int U, int N> __device__ __forceinline__ V LargestOf(const Pack<T, N> (&raw)[U]) {
   static_assert(sizeof(T) == 2 && N % 2 == 0);
@@ -104,29 +119,100 @@ template <class V, class T, int U, int N> __device__ __forceinline__ V LargestOf
     for (int w = 1; w < Pack<T, N>::kWords; ++w) m[i] = MaxOrNanOfPairs<T>(m[i], raw[i].word[w]);
     if (i > 0) m[0] = MaxOrNanOfPairs<T>(m[0], m[i]);
   }
-  Pack<T, 2> pair;
-  pair.word[0] = m[0];
-  V v[2];
-  Unpack(pair, v);
-  return MaxOrNan()(v[0], v[1]);
+  return LargerOf<V, T>(m[0]);
 }
+
+// All elements of some packs, as V.
+template <class V, class T, int U, int N>
+__device__ __forceinline__ void AllValues(const Pack<T, N> (&raw)[U], V (&v)[U * N]) {
+#pragma unroll
+  for (int i = 0; i < U; ++i) Values(raw[i], v + i * N);
+}
+
+// Stats all the way down.
+template <class Op, int N> struct StatsDown {
+  typename Op::Stat stat[N];
+
+  __device__ __forceinline__ StatsDown() {
+#pragma unroll
+    for (int j = 0; j < N; ++j) stat[j] = Op::Identity();
+  }
+  template <int U> __device__ __forceinline__ void Add(const ReduceParams& p, const typename Op::V (&v)[U]) {
+    static_assert(N == 1);
+    Op::Accumulate(p, stat[0], v);
+  }
+  template <int U> __device__ __forceinline__ void Add(const ReduceParams& p, const Pack<typename Op::T, N> (&raw)[U]) {
+    typename Op::V v[U * N];
+    AllValues(raw, v);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      typename Op::V of_column[U];
+#pragma unroll
+      for (int i = 0; i < U; ++i) of_column[i] = v[i * N + j];
+      Op::Accumulate(p, stat[j], of_column);
+    }
+  }
+  __device__ __forceinline__ void Count(int n) { Op::Count(stat[0], n); }
+  __device__ __forceinline__ void Get(typename Op::Stat (&out)[N]) const {
+#pragma unroll
+    for (int j = 0; j < N; ++j) out[j] = stat[j];
+  }
+};
 
 // ---- sum and mean
 
-// kCounts: the elements that take part are counted, where there is a mask.
-template <class T_, bool kCounts> struct Sum_ {
+// kMasked: there may be a mask, and a mean needs to know how many elements take part.
+template <class T_, bool kMasked> struct Sum_ {
   using T = T_;
-  static constexpr bool kKnowsLargest = false;
-  static constexpr bool kInteger = std::is_integral_v<T>;
+  static constexpr bool kInteger = std::is_integral_v<T>, kCounts = kMasked && !kInteger;
   // Values of a few packs of small integers add up in 32 bits.
   using V = std::conditional_t<!kInteger, Compute<T>, std::conditional_t<sizeof(T) <= 2, int32_t, int64_t>>;
   using S = std::conditional_t<kInteger, int64_t, double>;
-  struct Stat {
+  struct Counted {
     S sum;
     int64_t count;
   };
+  struct Uncounted {
+    S sum;
+  };
+  using Stat = std::conditional_t<kCounts, Counted, Uncounted>;
 
-  static __device__ __forceinline__ Stat Identity() { return {S(0), 0}; }
+  // 16 bit: what two times bring stays in float, for a conversion to double has an eighth of an addition's speed. Three
+  // additions one after the other round, by 2^-24 each.
+  template <int N> struct FloatsDown : StatsDown<Sum_, N> {
+    float low[N] = {};
+    int times = 0;
+
+    template <int U> __device__ __forceinline__ void Add(const ReduceParams&, const Pack<T, N> (&raw)[U]) {
+#pragma unroll
+      for (int w = 0; w < Pack<T, N>::kWords; ++w) {
+        V left[U], right[U];
+#pragma unroll
+        for (int i = 0; i < U; ++i) {
+          Pack<T, 2> pair;
+          V v[2];
+          pair.word[0] = raw[i].word[w];
+          Unpack(pair, v);
+          left[i] = v[0], right[i] = v[1];
+        }
+        low[2 * w] += Fold(left, SumOf());
+        low[2 * w + 1] += Fold(right, SumOf());
+      }
+      if (++times % 2 == 0) Keep();
+    }
+    __device__ __forceinline__ void Keep() {
+#pragma unroll
+      for (int j = 0; j < N; ++j) this->stat[j].sum += static_cast<S>(low[j]), low[j] = 0;
+    }
+    __device__ __forceinline__ void Get(Stat (&out)[N]) {
+      Keep();
+      StatsDown<Sum_, N>::Get(out);
+    }
+  };
+  template <int N>
+  using Down = std::conditional_t<!kInteger && sizeof(T) == 2 && (N > 1), FloatsDown<N>, StatsDown<Sum_, N>>;
+
+  static __device__ __forceinline__ Stat Identity() { return {S(0)}; }
   static __device__ __forceinline__ V Neutral(const ReduceParams&) { return V(0); }
   static __device__ __forceinline__ void Count(Stat& stat, int64_t n) {
     if constexpr (kCounts) stat.count += n;
@@ -134,24 +220,39 @@ template <class T_, bool kCounts> struct Sum_ {
   template <int N> static __device__ __forceinline__ void Accumulate(const ReduceParams&, Stat& stat, const V (&v)[N]) {
     stat.sum += static_cast<S>(Fold(v, SumOf()));
   }
-  static __device__ __forceinline__ Stat Merge(Stat a, Stat b) { return {a.sum + b.sum, a.count + b.count}; }
+  template <int U, int N>
+  static __device__ __forceinline__ void Accumulate(const ReduceParams& p, Stat& stat, const Pack<T, N> (&raw)[U]) {
+    V v[U * N];
+    AllValues(raw, v);
+    Accumulate(p, stat, v);
+  }
+  static __device__ __forceinline__ Stat Merge(Stat a, Stat b) {
+    a.sum += b.sum;
+    if constexpr (kCounts) a.count += b.count;
+    return a;
+  }
+  template <int K> static __device__ __forceinline__ void Level(Stat (&)[K], int) {}
+  template <int K, int U, int N>
+  static __device__ __forceinline__ void AccumulateLevel(const ReduceParams& p, Stat (&stat)[K],
+                                                         const Pack<T, N> (&raw)[K][U], int) {
+#pragma unroll
+    for (int u = 0; u < K; ++u) Accumulate(p, stat[u], raw[u]);
+  }
   static __device__ __forceinline__ Stat Exchange(Stat stat, int lane) {
     stat.sum = __shfl_xor_sync(0xffffffffu, stat.sum, lane);
     if constexpr (kCounts) stat.count = __shfl_xor_sync(0xffffffffu, stat.count, lane);
     return stat;
   }
-  static __device__ __forceinline__ Stat MergeLanes(Stat stat, int lanes) {
-    stat.sum = ShuffleReduce(stat.sum, lanes, SumOf());
-    if constexpr (kCounts) stat.count = ShuffleReduce(stat.count, lanes, SumOf());
-    return stat;
-  }
+  static __device__ __forceinline__ Stat Join(Stat a, Stat b) { return Merge(a, b); }
   static __device__ __forceinline__ void Store(const ReduceParams& p, int64_t at, const Stat& stat) {
     if constexpr (kInteger) {
       if (p.wide) static_cast<int64_t*>(p.out)[at] = stat.sum;
       else static_cast<int32_t*>(p.out)[at] = static_cast<int32_t>(stat.sum);
     } else {
       double sum = stat.sum * p.scale;
-      if (p.mean && p.mask) sum = stat.sum / static_cast<double>(stat.count);
+      if constexpr (kCounts) {
+        if (p.mean && p.mask) sum = stat.sum / static_cast<double>(stat.count);
+      }
       StoreRounded<T>(p, at, static_cast<V>(sum));
     }
   }
@@ -161,12 +262,37 @@ template <class T_, bool kCounts> struct Sum_ {
 
 template <class T_> struct Max_ {
   using T = T_;
-  static constexpr bool kKnowsLargest = false;
   using V = std::conditional_t<!std::is_integral_v<T>, Compute<T>,
                                std::conditional_t<(sizeof(T) < 4), std::conditional_t<std::is_signed_v<T>, int32_t, uint32_t>, T>>;
   struct Stat {
     V max;
   };
+
+  // 16 bit: two columns at a time.
+  template <int N> struct PairsDown {
+    Pack<T, N> most;
+    bool any = false;
+
+    template <int U> __device__ __forceinline__ void Add(const ReduceParams& p, const Pack<T, N> (&raw)[U]) {
+#pragma unroll
+      for (int w = 0; w < Pack<T, N>::kWords; ++w) {
+        uint32_t m = raw[0].word[w] ^ FlipOfPairs(p);
+        if (any) m = MaxOrNanOfPairs<T>(m, most.word[w]);
+#pragma unroll
+        for (int i = 1; i < U; ++i) m = MaxOrNanOfPairs<T>(m, raw[i].word[w] ^ FlipOfPairs(p));
+        most.word[w] = m;
+      }
+      any = true;
+    }
+    __device__ __forceinline__ void Get(Stat (&out)[N]) const {
+      V v[N];
+      Unpack(most, v);
+#pragma unroll
+      for (int j = 0; j < N; ++j) out[j] = {any ? v[j] : Least()};
+    }
+  };
+  template <int N>
+  using Down = std::conditional_t<!std::is_integral_v<T> && sizeof(T) == 2 && (N > 1), PairsDown<N>, StatsDown<Max_, N>>;
 
   static __device__ __forceinline__ V Flip(const ReduceParams& p, V x) {
     if constexpr (std::is_same_v<V, float>) return __uint_as_float(__float_as_uint(x) ^ static_cast<uint32_t>(p.flip));
@@ -186,13 +312,37 @@ template <class T_> struct Max_ {
     for (int i = 0; i < N; ++i) flipped[i] = Flip(p, v[i]);
     stat.max = MaxOrNan()(stat.max, Fold(flipped, MaxOrNan()));
   }
+  template <int U, int N>
+  static __device__ __forceinline__ void Accumulate(const ReduceParams& p, Stat& stat, const Pack<T, N> (&raw)[U]) {
+    if constexpr (!std::is_integral_v<T> && sizeof(T) == 2) {
+      Pack<T, N> flipped[U];
+#pragma unroll
+      for (int i = 0; i < U; ++i)
+#pragma unroll
+        for (int w = 0; w < Pack<T, N>::kWords; ++w) flipped[i].word[w] = raw[i].word[w] ^ FlipOfPairs(p);
+      stat.max = MaxOrNan()(stat.max, LargestOf<V>(flipped));
+    } else {
+      V v[U * N];
+      AllValues(raw, v);
+      Accumulate(p, stat, v);
+    }
+  }
+  // The sign of a float, for each of two 16-bit numbers.
+  static __device__ __forceinline__ uint32_t FlipOfPairs(const ReduceParams& p) {
+    return static_cast<uint32_t>(p.flip) | static_cast<uint32_t>(p.flip) >> 16;
+  }
   static __device__ __forceinline__ Stat Merge(Stat a, Stat b) { return {MaxOrNan()(a.max, b.max)}; }
+  template <int K> static __device__ __forceinline__ void Level(Stat (&)[K], int) {}
+  template <int K, int U, int N>
+  static __device__ __forceinline__ void AccumulateLevel(const ReduceParams& p, Stat (&stat)[K],
+                                                         const Pack<T, N> (&raw)[K][U], int) {
+#pragma unroll
+    for (int u = 0; u < K; ++u) Accumulate(p, stat[u], raw[u]);
+  }
   static __device__ __forceinline__ Stat Exchange(Stat stat, int lane) {
     return {__shfl_xor_sync(0xffffffffu, stat.max, lane)};
   }
-  static __device__ __forceinline__ Stat MergeLanes(Stat stat, int lanes) {
-    return {ShuffleReduce(stat.max, lanes, MaxOrNan())};
-  }
+  static __device__ __forceinline__ Stat Join(Stat a, Stat b) { return Merge(a, b); }
   static __device__ __forceinline__ void Store(const ReduceParams& p, int64_t at, const Stat& stat) {
     const V x = Flip(p, stat.max);
     if constexpr (std::is_integral_v<T>) static_cast<T*>(p.out)[at] = static_cast<T>(x);
@@ -202,11 +352,21 @@ template <class T_> struct Max_ {
 
 // ---- logsumexp
 
+// max + log(sum * (1 + low)): logf alone errs by a unit of a logarithm that may be larger than the result. sum = m * 2^k
+// with m near 1, whose logarithm is small, as is its error; k * log(2) has a high part that is exact, and what rounding
+// takes from max + high is added to the rest.
+__device__ __forceinline__ float PlusLog(float max, float sum, float low) {
+  const int bits = __float_as_int(sum), k = (bits - 0x3f3504f3) >> 23;  // of the square root of 1/2
+  const float high = static_cast<float>(k) * 0x1.62e4p-1f;  // 16 bits of log(2)
+  const float rest = fmaf(static_cast<float>(k), 0x1.7f7d1cp-20f, logf(__int_as_float(bits - (k << 23))) + low);
+  const float y = max + high, of_high = y - max;
+  return y + ((max - (y - of_high)) + (high - of_high) + rest);
+}
+
 // One pass: the sum is relative to the largest value so far, and rescaled when that grows (Milakov and
 // Gimelshein, 2018). The maximum carries NaN and +inf to the end, where the sum beside it means nothing.
 template <class T_> struct LogSumExp_ {
   using T = T_;
-  static constexpr bool kKnowsLargest = sizeof(T) == 2;  // see LargestOf
   using V = Compute<T>;
   // 16 bits do not show what float loses.
   using S = std::conditional_t<sizeof(T) == 2, float, double>;
@@ -214,6 +374,7 @@ template <class T_> struct LogSumExp_ {
     V max;
     S sum;  // of e^(x - max)
   };
+  template <int N> using Down = StatsDown<LogSumExp_, N>;
 
   // 16 bit: sums are relative to what max * log2(e) rounds to, which Store takes back; see ExpDifference.
   static __device__ __forceinline__ V Exp(V x, V base) { return ExpDifference<T>(x, base); }
@@ -224,6 +385,13 @@ template <class T_> struct LogSumExp_ {
   static __device__ __forceinline__ void Count(Stat&, int64_t) {}
   template <int N> static __device__ __forceinline__ void Accumulate(const ReduceParams&, Stat& stat, const V (&v)[N]) {
     Accumulate(stat, v, Fold(v, MaxOrNan()));
+  }
+  template <int U, int N>
+  static __device__ __forceinline__ void Accumulate(const ReduceParams& p, Stat& stat, const Pack<T, N> (&raw)[U]) {
+    V v[U * N];
+    AllValues(raw, v);
+    if constexpr (sizeof(T) == 2) Accumulate(stat, v, LargestOf<V>(raw));
+    else Accumulate(p, stat, v);
   }
   // With the largest of the values, if that is known.
   template <int N> static __device__ __forceinline__ void Accumulate(Stat& stat, const V (&v)[N], V largest) {
@@ -237,13 +405,46 @@ template <class T_> struct LogSumExp_ {
     const V max = MaxOrNan()(a.max, b.max), base = Base(max);
     return {max, a.sum * Factor(a.max, base) + b.sum * Factor(b.max, base)};
   }
+  // All sums relative to the group's maximum: one exponential, not two for each step.
+  template <int K> static __device__ __forceinline__ void Level(Stat (&stat)[K], int lanes) {
+    V max[K];
+#pragma unroll
+    for (int u = 0; u < K; ++u) max[u] = stat[u].max;
+    LevelMaxima(max, lanes);
+#pragma unroll
+    for (int u = 0; u < K; ++u) stat[u] = {max[u], stat[u].sum * Factor(stat[u].max, Base(max[u]))};
+  }
+  // From nothing: no exponential but those of the elements.
+  template <int K, int U, int N>
+  static __device__ __forceinline__ void AccumulateLevel(const ReduceParams&, Stat (&stat)[K],
+                                                         const Pack<T, N> (&raw)[K][U], int lanes) {
+    V v[K][U * N], max[K];
+#pragma unroll
+    for (int u = 0; u < K; ++u) {
+      AllValues(raw[u], v[u]);
+      if constexpr (sizeof(T) == 2) max[u] = LargestOf<V>(raw[u]);
+      else max[u] = Fold(v[u], MaxOrNan());
+    }
+    LevelMaxima(max, lanes);
+#pragma unroll
+    for (int u = 0; u < K; ++u) {
+      const V base = Base(max[u]);
+      V e[U * N];
+#pragma unroll
+      for (int i = 0; i < U * N; ++i) e[i] = Exp(v[u][i], base);
+      stat[u] = {max[u], static_cast<S>(Fold(e, SumOf()))};
+    }
+  }
+  template <int K> static __device__ __forceinline__ void LevelMaxima(V (&max)[K], int lanes) {
+    for (int lane = lanes / 2; lane > 0; lane /= 2) {
+#pragma unroll
+      for (int u = 0; u < K; ++u) max[u] = MaxOrNan()(max[u], __shfl_xor_sync(0xffffffffu, max[u], lane));
+    }
+  }
   static __device__ __forceinline__ Stat Exchange(Stat stat, int lane) {
-    return {__shfl_xor_sync(0xffffffffu, stat.max, lane), __shfl_xor_sync(0xffffffffu, stat.sum, lane)};
+    return {stat.max, __shfl_xor_sync(0xffffffffu, stat.sum, lane)};
   }
-  static __device__ __forceinline__ Stat MergeLanes(Stat stat, int lanes) {
-    const V max = ShuffleReduce(stat.max, lanes, MaxOrNan());
-    return {max, ShuffleReduce(stat.sum * Factor(stat.max, Base(max)), lanes, SumOf())};
-  }
+  static __device__ __forceinline__ Stat Join(Stat a, Stat b) { return {a.max, a.sum + b.sum}; }
   static __device__ __forceinline__ void Store(const ReduceParams& p, int64_t at, const Stat& stat) {
     V y = stat.max;
     if (y - y == V(0)) {  // finite
@@ -251,7 +452,7 @@ template <class T_> struct LogSumExp_ {
       if constexpr (sizeof(T) == 8) {
         y += log(sum);
       } else if constexpr (sizeof(T) == 4) {
-        y += logf(sum) + static_cast<V>(stat.sum - sum) / sum;
+        y = PlusLog(y, sum, static_cast<V>(stat.sum - sum) / sum);
       } else {
         y += logf(sum) - LogOfExcess<T>(y) * kLn2;
       }

@@ -3,7 +3,7 @@
 //
 //     sub_warp   rows up to 512 B, or up to 128 elements: 4-32 lanes a row and four rows a lane group,
 //                all loads before any of them is reduced
-//     warp       a warp a row, of any width
+//     warp       a warp a row, of any width; where there are many, up to four, one after the other
 //     block      a block a row, of any width: the streaming tier
 //     split      few long rows: each over many blocks, in two launches (needs scratch)
 //     column     the axis is not the last one: threads along the inner dimension; where that leaves too
@@ -45,10 +45,12 @@ struct ReduceProblem {
 constexpr int kPartialBytes = 16;       // of a partial result, at most
 constexpr int kSubWarpElements = 128;   // that a lane group holds one by one
 
-// A row is read as 16-byte packs throughout, none of them ragged.
-constexpr bool WholePacks(const ReduceProblem& p) {
-  return !p.masked && p.misalignment == 0 && p.width * p.element_bytes % 16 == 0;
+// A row is 16-byte vectors throughout, none of them ragged.
+constexpr bool WholeVectors(const ReduceProblem& p) {
+  return p.misalignment == 0 && p.width * p.element_bytes % 16 == 0;
 }
+// And it is read as such in the sub-warp tier.
+constexpr bool WholePacks(const ReduceProblem& p) { return !p.masked && WholeVectors(p); }
 
 // Over how many blocks the split tier spreads a row, and the column tier a column; 1: none.
 int64_t SplitParts(const ReduceProblem& p, const DeviceTraits& d);

@@ -6,6 +6,7 @@
 #include "softmax_cpu.h"
 
 #include <algorithm>
+#include <memory>
 #include <vector>
 
 #include "../common/isa.h"
@@ -38,52 +39,19 @@ const Planners& ChosenPlanners() {
   return planners;
 }
 
-// What a fused call computes between Prepare and Finish, for `rows` rows.
-template <class C>
-void RunFusedRows(const SoftmaxArgs& args, int64_t rows, C* logits, C* cotangents, C* powers, C* result) {
-  SoftmaxArgs plain;
-  plain.dtype = sizeof(C) == 8 ? DType::kF64 : DType::kF32;
-  plain.outer = rows;
-  plain.width = args.width;
-  plain.log = args.log;
-  const auto run = [&](const C* a, const C* b, C* out) {
-    plain.backward = b != nullptr;
-    plain.a = a, plain.b = b, plain.out = out;
-    const SoftmaxCpuPlan plan = ChosenPlanners().softmax(plain);
-    plan.run(plain, 0, plan.strips);
-  };
-  if (!args.backward) return run(logits, nullptr, result);
-  if (!args.log) run(logits, nullptr, powers);
-  run(args.log ? logits : powers, cotangents, result);
-}
-
-template <class C>
-void RunFused(const SoftmaxArgs& args, const Executor& executor) {
-  constexpr int64_t kGroupElements = 2048;  // few enough for the L1 cache, in four buffers
-  const FusedCpuPlan plan = ChosenPlanners().fused(args);
-  const int64_t group = std::max<int64_t>(1, kGroupElements / args.width);
-  const int64_t grain = std::max(kShardElements / args.width, args.outer / (16 * std::max<int64_t>(executor.Threads(), 1)));
-  ParallelFor(executor, args.outer, grain, [&](int64_t first, int64_t last) {
-    const int64_t size = std::min(group, last - first) * args.width;
-    std::vector<C> buffers((args.backward ? 4 : 2) * size);
-    C* const logits = buffers.data();
-    C* const cotangents = args.backward ? logits + 2 * size : nullptr;
-    C* const powers = args.backward ? cotangents + size : nullptr;
-    for (; first < last; first += group) {
-      const int64_t rows = std::min(group, last - first);
-      C* const result = SizeOf(args.dtype) == sizeof(C) ? static_cast<C*>(args.out) + first * args.width : logits + size;
-      plan.prepare(args, first, rows, logits, cotangents);
-      RunFusedRows(args, rows, logits, cotangents, powers, result);
-      plan.finish(args, first, rows, result);
-    }
-  });
-}
-
 }  // namespace
 
 void SoftmaxFusedCpu(const SoftmaxArgs& args, const Executor& executor) {
   if (args.outer == 0 || args.width == 0) return;
-  args.dtype == DType::kF64 ? RunFused<double>(args, executor) : RunFused<float>(args, executor);
+  const FusedCpuPlan plan = ChosenPlanners().fused(args);
+  const int64_t grain = std::max(kShardElements / args.width, args.outer / (16 * std::max<int64_t>(executor.Threads(), 1)));
+  ParallelFor(executor, args.outer, grain, [&](int64_t first, int64_t last) {
+    struct alignas(64) Line {
+      char bytes[64];
+    };
+    const std::unique_ptr<Line[]> buffer(new Line[(plan.buffer_bytes + 63) / 64]);
+    plan.run(args, first, last, buffer.get());
+  });
 }
 
 void SoftmaxCpu(const SoftmaxArgs& args, const Executor& executor) {

@@ -24,6 +24,7 @@
 
 #include "common/simd.h"
 #include "softmax_cpu_narrow.h"
+#include "softmax_cpu_quotient.h"
 
 namespace jaxkern {
 namespace JAXKERN_ISA {
@@ -86,7 +87,7 @@ struct Kernel {
     const uint8_t* mask;
     int64_t mask_step;
     enum { kContiguous, kSame, kAnywhere } mask_lanes;
-    int64_t lane_offset[kMask ? L : 1];
+    int64_t lane_offset[kMask && !kRow ? L : 1];
 
     // Lanes of a step that may be read and written.
     JAXKERN_INLINE int Valid(int64_t t) const { return kRow || extent ? int(Min(L, extent - t * step)) : lanes; }
@@ -120,17 +121,16 @@ struct Kernel {
     }
     if constexpr (kMask) {
       const BroadcastView& view = a.mask_view;
-      s.mask = a.mask + view.outer_map(outer);
+      s.mask = a.mask + view.outer_map(outer) + (kRow ? 0 : view.inner_map(first));
       const int64_t per_step = Packed(a) ? s.step / a.inner : 1;  // positions along the axis
       s.mask_step = per_step * view.axis_stride;
-      bool contiguous = true, same = s.mask_step == 0 || per_step == 1;
-      for (int l = 0; l < L; ++l) {
+      bool contiguous = true, same = kRow ? view.axis_stride == 0 : s.mask_step == 0 || per_step == 1;
+      for (int l = 0; !kRow && l < L; ++l) {
         const int along = l / s.rows, row = l - along * s.rows;
-        s.lane_offset[l] = along * view.axis_stride + view.inner_map(first + row);
+        s.lane_offset[l] = along * view.axis_stride + view.inner_map(first + row) - view.inner_map(first);
         contiguous &= s.lane_offset[l] == l;
-        same &= s.lane_offset[l] == s.lane_offset[0];
+        same &= s.lane_offset[l] == 0;
       }
-      if (same) s.mask += s.lane_offset[0];
       s.mask_lanes = same ? Strip::kSame : contiguous ? Strip::kContiguous : Strip::kAnywhere;
     }
     return s;
@@ -184,8 +184,11 @@ struct Kernel {
   static JAXKERN_INLINE MaskBlock LoadMaskBlock(const Strip& s, int64_t t, int n) {
     MaskBlock m;
     const uint8_t* p = s.mask + t * s.mask_step;
-    if (s.mask_lanes == Strip::kContiguous && n == L) {
-      for (int k = 0; k < K; ++k) m.v[k] = LoadMask<C>(p + k * W);
+    if (s.mask_lanes == Strip::kContiguous) {
+      for (int k = 0; k < K; ++k) {
+        const int left = n - k * W;
+        m.v[k] = left >= W ? LoadMask<C>(p + k * W) : left > 0 ? LoadMask<C>(p + k * W, left) : IntVec<C>{};
+      }
     } else if (s.mask_lanes == Strip::kSame) {
       const IntVec<C> all = IntVec<C>{} - typename IntOf<C>::type(*p != 0);
       for (int k = 0; k < K; ++k) m.v[k] = all;
@@ -239,7 +242,7 @@ struct Kernel {
                                      double* stats, C* kept, int64_t ahead) {
     if constexpr (!kPowers) {
       // Of several short rows the cache is also told that they will be written; of one, that would be slower.
-      for (int j = 0; j < count; ++j) ReduceGradient(a, strips[j], begin, end, stats + j, count > 1);
+      for (int j = 0; j < count; ++j) ReduceGradient(a, strips[j], begin, end, stats + j, ahead, count > 1);
     } else {
       for (int j = 0; j < count; ++j) ReduceMax(a, strips[j], begin, end, stats + j);
       for (int j = 0; j < count; ++j) {
@@ -338,7 +341,7 @@ struct Kernel {
   }
 
   static JAXKERN_INLINE void ReduceGradient(const SoftmaxArgs& a, const Strip& s, int64_t begin, int64_t end,
-                                            double* stats, bool several) {
+                                            double* stats, int64_t ahead, bool several) {
     const T *y = static_cast<const T*>(a.a) + s.base, *g = static_cast<const T*>(a.b) + s.base;
     const int padded = PaddedRows(a);
     Accumulator<C> sums[K];
@@ -346,6 +349,7 @@ struct Kernel {
     for (int64_t t = begin; t < end; ++t) {
       const int n = s.Valid(t);
       Block b = LoadBlock(s, y, t, n, Nothing()), d = LoadBlock(s, g, t, n, V{});
+      if constexpr (kRow) Prefetch<0>(y + t * s.step + ahead), Prefetch<0>(g + t * s.step + ahead);
       if (kRow && several) Prefetch<1>(static_cast<const T*>(a.out) + s.base + t * s.step);
       Apply(s, t, n, &b, Nothing());
       Apply(s, t, n, &d, V{});
@@ -456,13 +460,9 @@ struct Kernel {
       const V dx = !kLog ? x * ((g - p) - q) : kPowers ? Fma(-e.scale, q, g) : Fma(-Exp<C>(x), p, g);
       return r == V{} ? V{} : dx;
     } else if constexpr (kLog) {
-      const V y = x - p, u = y - x;
-      V rest = (x - (y - u)) + (-p - u);  // TwoSum: y + rest is x - p exactly
-      rest = y == Splat(C(-kInf)) ? V{} : rest;
-      return y + ((rest - r) - q);
+      return LogQuotient(x, p, q, r);
     } else if constexpr (kHasFma) {
-      const V scale = e.scale * q, rest = e.scale * r;
-      return scale + Fma(scale, e.fraction, Fma(rest, e.fraction, rest));
+      return Quotient(e, q, r);
     } else {
       return e.Rounded() / q;
     }

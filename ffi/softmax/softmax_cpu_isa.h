@@ -26,10 +26,11 @@ struct SoftmaxCpuPlan {
   void (*write)(const SoftmaxArgs&, int64_t strip, int64_t chunk, const double* stats) = nullptr;
 };
 
-// What goes around that of a fused call, for rows [first, first + count) in the type that is computed in.
+// A fused call on rows [first, last), with a buffer of the caller's, aligned to a line of the cache, that no other
+// thread uses.
 struct FusedCpuPlan {
-  void (*prepare)(const SoftmaxArgs&, int64_t first, int64_t count, void* logits, void* cotangents) = nullptr;
-  void (*finish)(const SoftmaxArgs&, int64_t first, int64_t count, void* result) = nullptr;
+  int64_t buffer_bytes = 0;
+  void (*run)(const SoftmaxArgs&, int64_t first, int64_t last, void* buffer) = nullptr;
 };
 
 namespace baseline {

@@ -86,16 +86,18 @@ struct NarrowKernel {
     const T* p = static_cast<const T*>(array) + at;
     return left >= W ? Load(p) : LoadPart(p, int(left), fill);
   }
-  static JAXKERN_INLINE V Masked(const SoftmaxArgs& a, const Layout& y, int64_t row, int count, V v, V otherwise) {
-    if constexpr (kMask) {
-      uint8_t bytes[W] = {};
-      for (int r = 0; r < count; ++r) {
-        const uint8_t* mask = a.mask + a.mask_view.outer_map(row + r);
-        for (int k = 0; k < y.width; ++k) bytes[r * y.width + k] = mask[k * a.mask_view.axis_stride];
-      }
-      v = LoadMask<C>(bytes) ? v : otherwise;
+  // Which lanes of rows [row, row + count) take part.
+  static JAXKERN_INLINE I Participants(const SoftmaxArgs& a, const Layout& y, int64_t row, int count) {
+    const IndexMap& rows = a.mask_view.outer_map;
+    if (rows.rank == 1 && rows.stride[0] == y.width && a.mask_view.axis_stride == 1) {  // as x lies
+      return LoadMask<C>(a.mask + row * y.width, count * y.width);
     }
-    return v;
+    uint8_t bytes[W] = {};
+    for (int r = 0; r < count; ++r) {
+      const uint8_t* mask = a.mask + rows(row + r);
+      for (int k = 0; k < y.width; ++k) bytes[r * y.width + k] = mask[k * a.mask_view.axis_stride];
+    }
+    return LoadMask<C>(bytes);
   }
 
   static void Run(const SoftmaxArgs& a, int64_t first, int64_t last) {
@@ -105,13 +107,17 @@ struct NarrowKernel {
     alignas(64) Stats stats = {};
     V x[kMaxRegisters], state[kMaxRegisters];
     Exponential<V> kept[kMaxRegisters];
+    I mask[kMaxRegisters], same{};  // same: for all rows, if they have one mask
+    if (kMask && a.mask_view.outer_map.rank == 0) same = Participants(a, y, 0, y.rows);
+    const auto masked = [&](int i, V v, V otherwise) { return kMask ? (mask[i] ? v : otherwise) : v; };
     for (int64_t row = first; row < last; row += group) {
       const int count = int(last - row < group ? last - row : group);
       // One thing for every register before the next for any, so that the CPU overlaps them.
       for (int r = 0, i = 0; r < count; r += y.rows, ++i) {
         const int64_t at = (row + r) * a.width;
         const int rows = count - r < y.rows ? count - r : y.rows;
-        x[i] = Masked(a, y, row + r, rows, LoadRows(a.a, at, total - at, Row::Nothing()), Row::Nothing());
+        if constexpr (kMask) mask[i] = a.mask_view.outer_map.rank == 0 ? same : Participants(a, y, row + r, rows);
+        x[i] = masked(i, LoadRows(a.a, at, total - at, Row::Nothing()), Row::Nothing());
         __builtin_prefetch(static_cast<const T*>(a.a) + at + group * a.width);
         state[i] = MaxOfRows(y, Row::kPowers ? x[i] : x[i] == Row::Nothing() ? V{} : Splat(C(1)));
         Collect(y, state[i], stats.state + r);
@@ -127,8 +133,7 @@ struct NarrowKernel {
         }
         if constexpr (kBackward) {
           const int64_t at = (row + r) * a.width;
-          const int rows = count - r < y.rows ? count - r : y.rows;
-          const V g = Masked(a, y, row + r, rows, LoadRows(a.b, at, total - at, V{}), V{});
+          const V g = masked(i, LoadRows(a.b, at, total - at, V{}), V{});
           const Sum<V> sum = SumOfRows(y, kLog ? g : x[i] * g);
           Collect(y, sum.sum, (Row::kPowers ? stats.sum_of_g : stats.sum) + r);
           Collect(y, sum.lost, (Row::kPowers ? stats.lost_of_g : stats.lost) + r);
@@ -141,11 +146,10 @@ struct NarrowKernel {
       Row::Finish(stats.state, kMaxRows, count, &f.rows);
       for (int r = 0, i = 0; r < count; r += y.rows, ++i) {
         const int64_t at = (row + r) * a.width;
-        const int rows = count - r < y.rows ? count - r : y.rows;
         const auto spread = [&](const C* of_row) { return Permute<C>(Load(of_row + r), y.row); };
         const V g = kBackward ? LoadRows(a.b, at, total - at, V{}) : V{};
         V out = Row::Output(x[i], g, kept[i], spread(f.rows.p), spread(f.rows.q), spread(f.rows.r));
-        out = Masked(a, y, row + r, rows, out, kLog && !kBackward ? Splat(C(-__builtin_inf())) : V{});
+        out = masked(i, out, kLog && !kBackward ? Splat(C(-__builtin_inf())) : V{});
         T* p = static_cast<T*>(a.out) + at;
         end - at >= W ? Store(p, out) : StorePart(p, int(end - at), out);
       }

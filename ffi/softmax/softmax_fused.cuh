@@ -41,14 +41,17 @@ cudaError_t LaunchFusedOp(const SoftmaxArgs& args, const SoftmaxProblem& problem
   // No pack is ragged, of the mask and the bias neither.
   const auto aligned = [](const void* operand) { return reinterpret_cast<uintptr_t>(operand) % 16 == 0; };
   const bool whole = problem.misalignment % 16 == 0 && p.width % N == 0 && aligned(p.mask) && aligned(p.extras.bias);
-  const uint32_t features = (p.extras.bias ? (p.extras.bias_wide ? kMayWideBias : kMayBias) : 0) | (p.mask ? kMayMask : 0) |
+  const uint32_t bias = p.extras.bias_wide ? kMayWideBias : kMayBias;
+  const uint32_t features = (p.extras.bias ? bias : 0) | (p.mask ? kMayMask : 0) |
                             (p.extras.causal ? kMayCausal : 0) | (p.extras.key ? kMayDrop : 0);
   if (features & ~Op::kMay) return cudaErrorInvalidValue;
   LaunchShape shape;
   if (tier == SoftmaxTier::kStreaming) {
     shape.blocks = p.rows;
     shape.threads = kStreamThreads;
-    if (problem.aligned_alike) return Launch(SoftmaxStreaming<Op, FusedRow<Op, N, Op::kMay, int64_t>>, shape, stream, p);
+    if (problem.aligned_alike) {
+      return Launch(SoftmaxStreaming<Op, FusedRow<Op, N, Op::kMay, int64_t>>, shape, stream, p);
+    }
     return Launch(SoftmaxStreaming<Op, FusedRow<Op, 1, Op::kMay, int64_t>>, shape, stream, p);
   }
   if constexpr (sizeof(T) < 8) {

@@ -70,7 +70,8 @@ struct FusedRow : SoftmaxRow<Op, N, false, Index, kRagged> {
   static constexpr int kByteWords = (N + 3) / 4;
   static constexpr bool kSkips = kCausal;
   static constexpr bool kManyRegisters = kMasked || Op::kInputs == 2;
-  static constexpr int kStreamUnroll = 1, kStreamBlocks = 1, kGroupBlocks = Op::kInputs == 1 ? (kMasked ? 6 : 8) : kRagged ? 4 : 5;
+  static constexpr int kStreamUnroll = 1, kStreamBlocks = 1;
+  static constexpr int kGroupBlocks = Op::kInputs == 1 ? (kMasked ? 6 : 8) : kRagged ? 4 : 5;
 
   struct Bytes {  // an element's has its sign bit set if the element takes part
     uint32_t word[kByteWords];
@@ -234,7 +235,8 @@ struct FusedRow : SoftmaxRow<Op, N, false, Index, kRagged> {
     Pack<B, N> pack = {};
     if (p.extras.bias_view.axis_stride == 0) {
       pack = Filled<B, N>(*row);
-    } else if (kBytes >= 8 && (!kRagged || (Inside(column) && reinterpret_cast<uintptr_t>(row + column) % kBytes == 0))) {
+    } else if (kBytes >= 8 &&
+               (!kRagged || (Inside(column) && reinterpret_cast<uintptr_t>(row + column) % kBytes == 0))) {
 #pragma unroll
       for (int i = 0; i < kWords; i += kBytes / 4) {
         const void* const at = reinterpret_cast<const uint32_t*>(row + column) + i;
@@ -412,7 +414,8 @@ struct FusedRow : SoftmaxRow<Op, N, false, Index, kRagged> {
     }
     return result;
   }
-  __device__ __forceinline__ void Store(T* out, Index i, C (&v)[N], const typename Op::Final& final, const Raw& raw) const {
+  __device__ __forceinline__ void Store(T* out, Index i, C (&v)[N], const typename Op::Final& final,
+                                        const Raw& raw) const {
     span.Store(out, i, Result(v, final, raw, i));
   }
 };
@@ -445,7 +448,8 @@ template <class T_, bool kLog> struct FusedBackward {
   static constexpr int kInputs = 2;
   static constexpr bool kFromInput = true;
   static constexpr uint32_t kMay = kLog ? kMayBias | kMayWideBias | kMayMask : kMayAll;
-  using Sets = std::conditional_t<kLog, FeatureSets<kMayBias | kMayMask>, FeatureSets<kMayDrop, kMayAll & ~kMayWideBias>>;
+  using Sets = std::conditional_t<kLog, FeatureSets<kMayBias | kMayMask>,
+                                  FeatureSets<kMayDrop, kMayAll & ~kMayWideBias>>;
 
   struct Stat {
     C max;

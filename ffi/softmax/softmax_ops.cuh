@@ -650,6 +650,10 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
   }
 
   static __device__ __forceinline__ void Scale(typename Op::Final&) {}
+  // For rows with a use for the row's Stat: before the results, and when they have been stored.
+  template <class AnyRaw> static __device__ __forceinline__ void Settle(const AnyRaw&, const typename Op::Stat&) {}
+  template <int kLanes, class AnyRaw>
+  static __device__ __forceinline__ void Close(const AnyRaw&, const typename Op::Stat&, int) {}
 
   // A neutral element maps to Masked() by itself, unless the row has met NaN or infinity.
   static __device__ __forceinline__ Pack<T, N> Result(C (&v)[N], const typename Op::Final& final, const Raw& raw,

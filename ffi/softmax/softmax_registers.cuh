@@ -98,7 +98,7 @@ SoftmaxRegisters(const __grid_constant__ typename RowOf::Params p) {
 
 #pragma unroll
   for (int u = 0; u < kRows; ++u) {
-    const RowOf row(p, first_row + u * kGroups);
+    RowOf row(p, first_row + u * kGroups);
     const auto skips = [&](int i) {
       if constexpr (RowOf::kSkips) return row.Beyond(lane + i * lanes);
       else return false;
@@ -128,6 +128,7 @@ SoftmaxRegisters(const __grid_constant__ typename RowOf::Params p) {
 #ifdef JAXKERN_HAS_BULK_COPY
     if constexpr (kCluster) stat = ClusterMailbox<Op>::Merge(&mailbox, stat, rank, blocks);
 #endif
+    row.Settle(raw[u][0], stat);
     typename Op::Final final = Op::Finish(stat);
     if constexpr (!kGroup) final = tile.Localize(final);
     row.Scale(final);
@@ -141,6 +142,7 @@ SoftmaxRegisters(const __grid_constant__ typename RowOf::Params p) {
       result[i] = row.Result(out, final, raw[u][i], lane + i * lanes);
     }
     row.StoreAll(static_cast<T*>(p.out), result, lane, lanes);
+    row.template Close<kLanes>(raw[u][0], stat, lane);
   }
 }
 
