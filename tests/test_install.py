@@ -22,8 +22,7 @@ TARGETS = {"jaxkern_softmax", "jaxkern_softmax_grad", "jaxkern_log_softmax", "ja
            "jaxkern_reduce_sum", "jaxkern_reduce_mean", "jaxkern_reduce_max", "jaxkern_reduce_min",
            "jaxkern_logsumexp", "jaxkern_logsumexp_statistics",
            "jaxkern_cross_entropy", "jaxkern_cross_entropy_grad", "jaxkern_cross_entropy_both", "jaxkern_elementwise",
-           "jaxkern_softmax_fused", "jaxkern_softmax_fused_grad"}
-CUDA_TARGETS = TARGETS | {"jaxkern_softmax_fused_output_grad"}
+           "jaxkern_softmax_fused", "jaxkern_softmax_fused_grad", "jaxkern_softmax_fused_output_grad"}
 
 
 @pytest.fixture
@@ -99,7 +98,7 @@ def test_modules_hand_out_capsules_and_nothing_more(name):
     queries = {"softmax_tier", "softmax_tier_fits", "reduction_tier", "reduction_tier_fits", "IndexQuery", "LossQuery"}
     assert public == {"registrations", "api_version", "elementwise"} | (queries if name == "cpu" else set())
     capsules = status.module.registrations()
-    assert set(capsules) == (TARGETS if name == "cpu" else CUDA_TARGETS) == status.targets
+    assert set(capsules) == TARGETS == status.targets
     assert all(type(c).__name__ == "PyCapsule" for c in capsules.values())
     assert tuple(status.module.api_version) <= _compat.ffi_api_version()
 

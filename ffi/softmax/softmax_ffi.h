@@ -15,14 +15,15 @@ Targets SoftmaxCpuTargets();
 Targets SoftmaxCudaTargets();
 
 // The targets, from a device's two templates of handlers.
-template <template <bool kLog, bool kBackward> class Handler, template <bool kBackward> class FusedHandler>
+template <template <bool kLog, bool kBackward> class Handler, template <bool kBackward, bool kFromOutput> class FusedHandler>
 Targets SoftmaxTargets() {
   return {{"jaxkern_softmax", Handler<false, false>::Call},
           {"jaxkern_log_softmax", Handler<true, false>::Call},
           {"jaxkern_softmax_grad", Handler<false, true>::Call},
           {"jaxkern_log_softmax_grad", Handler<true, true>::Call},
-          {"jaxkern_softmax_fused", FusedHandler<false>::Call},
-          {"jaxkern_softmax_fused_grad", FusedHandler<true>::Call}};
+          {"jaxkern_softmax_fused", FusedHandler<false, false>::Call},
+          {"jaxkern_softmax_fused_grad", FusedHandler<true, false>::Call},
+          {"jaxkern_softmax_fused_output_grad", FusedHandler<true, true>::Call}};
 }
 
 struct FusedAttributes {

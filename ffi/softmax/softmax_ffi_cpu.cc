@@ -22,13 +22,14 @@ template <bool kLog, bool kBackward> struct Handler {
   }
 };
 
-template <bool kBackward> struct FusedHandler {
+template <bool kBackward, bool kFromOutput> struct FusedHandler {
   static ffi::Error Run(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t axis,
                         std::string_view tier, bool log, std::string_view extras, bool causal, int64_t threshold,
                         bool unscaled) {
     SoftmaxArgs args;
     const FusedAttributes attributes = {axis, tier, log, extras, causal, threshold, unscaled};
     if (ffi::Error e = DecodeFused(kBackward, operands, results, attributes, &args); e.failure()) return e;
+    args.extras.from_output = kFromOutput;
     PreferHugePages(args.out, results.get<ffi::AnyBuffer>(0).value()->size_bytes());
     SoftmaxFusedCpu(args, XlaExecutor(pool));
     return ffi::Error::Success();

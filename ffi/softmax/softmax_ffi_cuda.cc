@@ -34,7 +34,7 @@ template <bool kLog, bool kBackward> struct Handler {
   }
 };
 
-template <bool kBackward, bool kFromOutput> struct AnyFusedHandler {
+template <bool kBackward, bool kFromOutput> struct FusedHandler {
   static ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t axis,
                         std::string_view tier, bool log, std::string_view extras, bool causal, int64_t threshold,
                         bool unscaled) {
@@ -51,15 +51,8 @@ template <bool kBackward, bool kFromOutput> struct AnyFusedHandler {
   }
 };
 
-template <bool kBackward> using FusedHandler = AnyFusedHandler<kBackward, false>;
-
 }  // namespace
 
-Targets SoftmaxCudaTargets() {
-  Targets targets = SoftmaxTargets<Handler, FusedHandler>();
-  // On the CPU it is left to XLA, which is as fast.
-  targets.push_back({"jaxkern_softmax_fused_output_grad", AnyFusedHandler<true, true>::Call});
-  return targets;
-}
+Targets SoftmaxCudaTargets() { return SoftmaxTargets<Handler, FusedHandler>(); }
 
 }  // namespace jaxkern

@@ -258,8 +258,49 @@ struct Fused {
   }
 };
 
+// The gradient of softmax without dropout from its result, which is 0 where nothing takes part.
+template <class T>
+struct FromOutput {
+  using C = Compute<T>;
+  using V = Vec<C>;
+  static constexpr int W = kLanes<C>;
+
+  static void Run(const SoftmaxArgs& a, int64_t first, int64_t last, void*) {
+    for (; first < last; ++first) {
+      const SoftmaxExtras& e = a.extras;
+      const T* const y = static_cast<const T*>(a.a) + first * a.width;
+      const T* const g = static_cast<const T*>(a.b) + first * a.width;
+      T* const out = static_cast<T*>(a.out) + first * a.width;
+      const int64_t limit = e.Limit(uint32_t(first), a.width);
+      const bool scaled = e.scale && !e.unscaled;
+      const V scale = Splat(scaled ? static_cast<const C*>(e.scale)[e.scale_view.outer_map(first)] : C(1));
+      Accumulator<C> products;
+      Walk<C>(limit, [&](auto registers, int64_t begin, int n) {
+        V product{};
+        for (int k = 0; k < registers.count; ++k) {
+          const V p = Get(y + begin + k * W, n), h = Get(g + begin + k * W, n);
+          product = Fma(p, p != V{} ? h : V{}, product);
+        }
+        products.Add(product);
+      });
+      const Sum<double> of_h = products.Total();
+      const double dot = of_h.sum + (of_h.lost - of_h.lost == 0 ? of_h.lost : 0);
+      const C rest = C(dot - C(dot));
+      const V sum = Splat(C(dot)), lost = Splat(rest - rest == 0 ? rest : C(0));
+      Walk<C>(a.width, [&](auto registers, int64_t begin, int n) {
+        for (int k = 0; k < registers.count; ++k) {
+          const int64_t i = begin + k * W;
+          const V p = Get(y + i, n), v = p * scale * ((Get(g + i, n) - sum) - lost);
+          Put(out + i, n, p != V{} ? v : V{});
+        }
+      });
+    }
+  }
+};
+
 template <class T>
 FusedCpuPlan PlanType(const SoftmaxArgs& a) {
+  if (a.extras.from_output) return {0, FromOutput<T>::Run};
   if (a.log) return a.backward ? Fused<true, true, T>::Plan(a) : Fused<true, false, T>::Plan(a);
   return a.backward ? Fused<false, true, T>::Plan(a) : Fused<false, false, T>::Plan(a);
 }
