@@ -30,7 +30,7 @@ import jax.numpy as jnp
 
 WARM_UP = 3  # calls of a candidate before it is timed
 SLOW = 0.25  # seconds a call: what takes longer is called once more, by the host's clock
-HOPELESS = 5.0  # and what takes this long is never called again in the run, nor is its like
+HOPELESS = 2.0  # and what takes this long is never called again in the run, nor is its like
 ROUNDS = 2  # turns that every candidate gets in a trace, so that a drifting clock hits all alike
 MARKER = "benchmark_marker"
 MARKER_KERNEL = "popcnt"  # the HLO that the marker compiles to, and so part of its kernel's name

@@ -76,7 +76,7 @@ for s in $stages; do
         XLA_PYTHON_CLIENT_ALLOCATOR=platform stage "sanitize-$tool" "${LIMIT_SANITIZE:-600}" \
           "$sanitizer" --tool "$tool" --error-exitcode 9 --print-limit 20 \
           $([ "$tool" = memcheck ] && echo --report-api-errors no) \
-          "$python" -m benchmarks.sanitize ${SANITIZE_ARGS:-} &
+          "$python" -m benchmarks.sanitize $([ "$tool" = initcheck ] && echo --honest) ${SANITIZE_ARGS:-} &
       done
       wait
       ;;

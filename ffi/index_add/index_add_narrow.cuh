@@ -142,9 +142,7 @@ template <Reduction kOp, class C, bool kFew> struct BlockBins {
           if (lane == leader) mine[bin_met] = Combined<kOp>(mine[bin_met], all);
           if (same) valid = false;
         }
-        C* const at = mine + (valid ? bin[u] : 0);
-        const C all = Combined<kOp>(*at, v[u]);
-        if (valid) *at = all;
+        if (valid) mine[bin[u]] = Combined<kOp>(mine[bin[u]], v[u]);
         __syncwarp();
       }
     }
