@@ -92,7 +92,9 @@ cudaError_t LaunchBothRegisters(const BothParams& p, int64_t packs, LossTier tie
   if (tier == LossTier::kSubWarp && packs <= 32) return go(kInt<8>, kInt<4>, kWarpTierThreads);
   if (tier == LossTier::kSubWarp && packs <= 64) return go(kInt<16>, kInt<4>, kWarpTierThreads);
   if (packs <= 128) return go(kInt<kWarp>, kInt<4>, kWarpTierThreads);
-  return WithHeld(packs, [&](auto held, int threads) { return go(kInt<kBlockLanes>, held, threads); });
+  // 16 bit: 4 packs a thread in 64 registers; 8 take 105, and half of the threads are not there to hide what a row waits for.
+  if constexpr (sizeof(T) == 2) return go(kInt<kBlockLanes>, kInt<4>, static_cast<int>(CeilDiv(packs, 4 * kWarp) * kWarp));
+  else return WithHeld(packs, [&](auto held, int threads) { return go(kInt<kBlockLanes>, held, threads); });
 }
 
 // The smallest cluster whose blocks hold a row in shared memory.

@@ -61,7 +61,8 @@ template <template <bool> class Of> struct ReduceLauncher {
     int rows_each = 0;
     if (warps) {
       // Several rows a warp share the steps of merging, where that leaves warps enough.
-      rows_each = static_cast<int>(std::clamp<int64_t>(p.rows / (32 * device.sm_count), 1, kRowsTogether));
+      const int most = p.mask || kTogether<T, false> ? kRowsTogether : 1;
+      rows_each = static_cast<int>(std::clamp<int64_t>(p.rows / (32 * device.sm_count), 1, most));
       shape.threads = kWarpsOfRows * kWarp;
       shape.blocks = ReduceCeilDiv(p.rows, kWarpsOfRows * rows_each);
     } else {
@@ -167,6 +168,7 @@ cudaError_t LaunchReduction(const ReduceArgs& args, const ReduceProblem& problem
   p.wide = args.wide;
   p.mean = args.op == ReduceOp::kMean;
   p.scale = p.mean ? 1.0 / static_cast<double>(args.width) : 1.0;
+  p.exceeds_l2 = args.outer * args.width * args.inner * int64_t{sizeof(T)} > device.l2_bytes;
 
   constexpr uint64_t kSign = uint64_t{1} << (8 * sizeof(T) - 1), kOnes = ~uint64_t{0} >> (64 - 8 * sizeof(T));
   if constexpr (std::is_integral_v<T>) {

@@ -25,6 +25,9 @@ constexpr int kColumnsThreads = 256, kColumnsBlocks = 4;  // a block, and blocks
 constexpr int kMergeThreads = 256;
 static_assert(kColumnsThreads == kMergeThreads && kRowThreads == kMergeThreads);
 
+// Whether a warp may have several rows. Wide elements without a mask have no merging to share that counts, and no registers.
+template <class T, bool kMasked> constexpr bool kTogether = sizeof(T) <= 2 || kMasked;
+
 // Packs that a thread has in flight.
 template <class T> constexpr int kInFlight = sizeof(T) == 1 ? 2 : sizeof(T) == 4 ? 8 : 4;
 
@@ -207,6 +210,11 @@ __device__ __forceinline__ typename Op::Stat ReduceRow(const ReduceParams& p, co
   constexpr int kStep = kWarp * N;
   typename Op::Stat stat = Op::Identity();
   const bool bytes = kMasked && p.mask_view.axis_stride, skip = kMasked && !bytes && !*mask;
+  const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
+  const auto load = [&](const T* at) {
+    if constexpr (kMasked) return LoadVector<T, N>(at);
+    else return LoadVector<T, N>(at, policy);  // 10% faster than plain loads
+  };
 
   // Elements before the first whole vector and after the last one: fewer than threads. They are looked at when all
   // loads of vectors are under way.
@@ -245,12 +253,12 @@ __device__ __forceinline__ typename Op::Stat ReduceRow(const ReduceParams& p, co
     Pack<T, N> raw[U];
     if (left > (U - 1) * kWarp) {
 #pragma unroll
-      for (int i = 0; i < U; ++i) raw[i] = LoadVector<T, N>(from + i * kStep);
+      for (int i = 0; i < U; ++i) raw[i] = load(from + i * kStep);
     } else {
 #pragma unroll
       for (int i = 0; i < U; ++i) {
         raw[i] = NeutralPack<T, N>(p);
-        if (left > i * kWarp) raw[i] = LoadVector<T, N>(from + i * kStep);
+        if (left > i * kWarp) raw[i] = load(from + i * kStep);
       }
     }
     if constexpr (kMasked) {
@@ -302,26 +310,33 @@ ReduceRows(const __grid_constant__ ReduceParams p, int rows_each) {
     }
   }
 
-  Stat stat[kRowsTogether];
-#pragma unroll
-  for (int u = 0; u < kRowsTogether; ++u) stat[u] = Op::Identity();
   const T* x = static_cast<const T*>(p.x) + first * p.width + begin;
-  for (int u = 0; u < rows; ++u, x += p.width) {
-    const uint8_t* mask = nullptr;
-    if constexpr (kMasked) mask = p.mask + __shfl_sync(0xffffffffu, mask_at, u);
-    const Stat one = ReduceRow<Op, N, kMasked, U>(p, x, mask, share);
-#pragma unroll
-    for (int k = 0; k < kRowsTogether; ++k) stat[k] = k == u ? one : stat[k];
-  }
-  if (rows_each > 1) {
-    int row;
-    Op::Level(stat, kWarp);
-    const Stat merged = MergeRows<Op>(stat, lane, 5, &row);
-    if (lane < kRowsTogether && row < rows) Op::Store(p, first + row, merged);
+  const auto deliver = [&](Stat one) {
+    one = MergeLanes<Op>(one, kWarp);
+    if (!warps) one = MergeWarps<Op>(one);
+    if (share.thread == 0) Deliver<Op>(p, first, blockIdx.y, one);
+  };
+  if constexpr (!kTogether<T, kMasked>) {
+    deliver(ReduceRow<Op, N, kMasked, U>(p, x, nullptr, share));
   } else {
-    Stat merged = MergeLanes<Op>(stat[0], kWarp);
-    if (!warps) merged = MergeWarps<Op>(merged);
-    if (share.thread == 0) Deliver<Op>(p, first, blockIdx.y, merged);
+    Stat stat[kRowsTogether];
+#pragma unroll
+    for (int u = 0; u < kRowsTogether; ++u) stat[u] = Op::Identity();
+    for (int u = 0; u < rows; ++u, x += p.width) {
+      const uint8_t* mask = nullptr;
+      if constexpr (kMasked) mask = p.mask + __shfl_sync(0xffffffffu, mask_at, u);
+      const Stat one = ReduceRow<Op, N, kMasked, U>(p, x, mask, share);
+#pragma unroll
+      for (int k = 0; k < kRowsTogether; ++k) stat[k] = k == u ? one : stat[k];
+    }
+    if (rows_each > 1) {
+      int row;
+      Op::Level(stat, kWarp);
+      const Stat merged = MergeRows<Op>(stat, lane, 5, &row);
+      if (lane < kRowsTogether && row < rows) Op::Store(p, first + row, merged);
+    } else {
+      deliver(stat[0]);
+    }
   }
 }
 

@@ -38,6 +38,7 @@ struct ReduceParams {
   bool mean;
   bool wide;         // integer sums: 64 bits; 16-bit types: a float
   bool whole;        // every row is whole vectors
+  bool exceeds_l2;   // see ReadPolicy
   const uint8_t* mask;
   BroadcastView mask_view;
 };

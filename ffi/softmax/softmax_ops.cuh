@@ -117,7 +117,7 @@ template <class T> using Sum = std::conditional_t<sizeof(T) == 4, double, Comput
 // kColumns: for the column tier, where a thread has many Stats at once and merges them over few lanes:
 // sums are merged in Compute<T>, not Sum<T>. kDifference: see ExpDifference.
 template <class T_, bool kLog, bool kColumns = false,
-          bool kDifference = kColumns && std::is_same_v<T_, __nv_bfloat16>>
+          bool kDifference = kColumns && sizeof(T_) == 2>
 struct Forward {
   using T = T_;
   using C = Compute<T>;
