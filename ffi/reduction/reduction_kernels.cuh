@@ -213,7 +213,7 @@ __device__ __forceinline__ typename Op::Stat ReduceRow(const ReduceParams& p, co
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
   const auto load = [&](const T* at) {
     if constexpr (kMasked) return LoadVector<T, N>(at);
-    else return LoadVector<T, N>(at, policy);  // 10% faster than plain loads
+    else return LoadVector<T, N>(at, policy);  // the compiler may not move it behind others' use
   };
 
   // Elements before the first whole vector and after the last one: fewer than threads. They are looked at when all

@@ -160,10 +160,21 @@ template <class Op, int N> struct StatsDown {
   }
 };
 
+// Of Ops whose lanes need not agree on anything.
+template <class Op> struct AlreadyLevel {
+  template <class Stat, int K> static __device__ __forceinline__ void Level(Stat (&)[K], int) {}
+  template <class Stat, int K, class T, int U, int N>
+  static __device__ __forceinline__ void AccumulateLevel(const ReduceParams& p, Stat (&stat)[K],
+                                                         const Pack<T, N> (&raw)[K][U], int) {
+#pragma unroll
+    for (int u = 0; u < K; ++u) Op::Accumulate(p, stat[u], raw[u]);
+  }
+};
+
 // ---- sum and mean
 
 // kMasked: there may be a mask, and a mean needs to know how many elements take part.
-template <class T_, bool kMasked> struct Sum_ {
+template <class T_, bool kMasked> struct Sum_ : AlreadyLevel<Sum_<T_, kMasked>> {
   using T = T_;
   static constexpr bool kInteger = std::is_integral_v<T>, kCounts = kMasked && !kInteger;
   // Values of a few packs of small integers add up in 32 bits.
@@ -232,13 +243,6 @@ template <class T_, bool kMasked> struct Sum_ {
     if constexpr (kCounts) a.count += b.count;
     return a;
   }
-  template <int K> static __device__ __forceinline__ void Level(Stat (&)[K], int) {}
-  template <int K, int U, int N>
-  static __device__ __forceinline__ void AccumulateLevel(const ReduceParams& p, Stat (&stat)[K],
-                                                         const Pack<T, N> (&raw)[K][U], int) {
-#pragma unroll
-    for (int u = 0; u < K; ++u) Accumulate(p, stat[u], raw[u]);
-  }
   static __device__ __forceinline__ Stat Exchange(Stat stat, int lane) {
     stat.sum = __shfl_xor_sync(0xffffffffu, stat.sum, lane);
     if constexpr (kCounts) stat.count = __shfl_xor_sync(0xffffffffu, stat.count, lane);
@@ -261,7 +265,7 @@ template <class T_, bool kMasked> struct Sum_ {
 
 // ---- max and min
 
-template <class T_> struct Max_ {
+template <class T_> struct Max_ : AlreadyLevel<Max_<T_>> {
   using T = T_;
   using V = std::conditional_t<!std::is_integral_v<T>, Compute<T>,
                                std::conditional_t<(sizeof(T) < 4), std::conditional_t<std::is_signed_v<T>, int32_t, uint32_t>, T>>;
@@ -333,13 +337,6 @@ template <class T_> struct Max_ {
     return static_cast<uint32_t>(p.flip) | static_cast<uint32_t>(p.flip) >> 16;
   }
   static __device__ __forceinline__ Stat Merge(Stat a, Stat b) { return {MaxOrNan()(a.max, b.max)}; }
-  template <int K> static __device__ __forceinline__ void Level(Stat (&)[K], int) {}
-  template <int K, int U, int N>
-  static __device__ __forceinline__ void AccumulateLevel(const ReduceParams& p, Stat (&stat)[K],
-                                                         const Pack<T, N> (&raw)[K][U], int) {
-#pragma unroll
-    for (int u = 0; u < K; ++u) Accumulate(p, stat[u], raw[u]);
-  }
   static __device__ __forceinline__ Stat Exchange(Stat stat, int lane) {
     return {__shfl_xor_sync(0xffffffffu, stat.max, lane)};
   }

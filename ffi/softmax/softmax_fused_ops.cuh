@@ -623,31 +623,7 @@ template <class T_> struct FusedFromOutput {
   static __device__ __forceinline__ bool Regular(const Final&) { return true; }
   static __device__ __forceinline__ bool Empty(const Final&) { return false; }
 
-  // Holds the packs as they were read.
-  template <int kPacks, int N, bool kSkips = false> struct Tile {
-    Pack<T, N> held[kPacks][2];
-    Stat stat = Identity();
-
-    __device__ __forceinline__ void Skip(int) {}
-    __device__ __forceinline__ void Set(int i, const C (&v)[2][N], const Pack<T, N>* raw, bool) {
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        held[i][k] = raw[k];
-        Forget(held[i][k]);
-      }
-      Accumulate(stat, v);
-    }
-    template <int kLanes, class Widen> __device__ __forceinline__ Stat Reduce(Widen) {
-      return MergeLanes<kLanes>(stat);
-    }
-    __device__ __forceinline__ Final Localize(Final f) const { return f; }
-    __device__ __forceinline__ void Get(int i, const Final& f, C (&out)[N]) const {
-      C v[2][N];
-      Unpack(held[i][0], v[0]);
-      Unpack(held[i][1], v[1]);
-      Map(v, f, out);
-    }
-  };
+  template <int kPacks, int N, bool = false> using Tile = PacksAsRead<FusedFromOutput, kPacks, N>;
 };
 
 }  // namespace jaxkern

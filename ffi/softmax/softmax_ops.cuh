@@ -288,6 +288,34 @@ struct Forward {
   };
 };
 
+// The Tile of an Op of two inputs that takes no exponential: its packs as they were read, since two inputs in float would be
+// too many registers.
+template <class Op, int kPacks, int N> struct PacksAsRead {
+  using T = typename Op::T;
+  using C = typename Op::C;
+  Pack<T, N> held[kPacks][2];
+  typename Op::Stat stat = Op::Identity();
+
+  __device__ __forceinline__ void Skip(int) {}
+  __device__ __forceinline__ void Set(int i, const C (&v)[2][N], const Pack<T, N>* raw, bool changed) {
+    held[i][0] = changed ? Repack<T, N>(v[0]) : raw[0];
+    held[i][1] = changed ? Repack<T, N>(v[1]) : raw[1];
+    Op::Accumulate(stat, v);
+    Forget(held[i][0]);
+    Forget(held[i][1]);
+  }
+  template <int kLanes, class Widen> __device__ __forceinline__ typename Op::Stat Reduce(Widen) {
+    return Op::template MergeLanes<kLanes>(stat);
+  }
+  __device__ __forceinline__ typename Op::Final Localize(typename Op::Final f) const { return f; }
+  __device__ __forceinline__ void Get(int i, const typename Op::Final& f, C (&out)[N]) const {
+    C v[2][N];
+    Unpack(held[i][0], v[0]);
+    Unpack(held[i][1], v[1]);
+    Op::Map(v, f, out);
+  }
+};
+
 // A gradient from the output:
 //     softmax             dx = y * (g - sum(y * g))
 //     log_softmax         dx = g - exp(y) * sum(g)
@@ -366,29 +394,7 @@ template <class T_, bool kLog, bool kColumns = false> struct FromOutput {
   static constexpr bool kOnePower = false;
   static __device__ __forceinline__ bool Regular(const Final& f) { return f.sum - f.sum == C(0); }
 
-  // Holds the packs as they were read: two inputs in float would be too many registers.
-  template <int kPacks, int N, bool = false> struct Tile {
-    Pack<T, N> held[kPacks][2];
-    Stat stat = Identity();
-
-    __device__ __forceinline__ void Set(int i, const C (&v)[2][N], const Pack<T, N>* raw, bool changed) {
-      held[i][0] = changed ? Repack<T, N>(v[0]) : raw[0];
-      held[i][1] = changed ? Repack<T, N>(v[1]) : raw[1];
-      Accumulate(stat, v);
-      Forget(held[i][0]);
-      Forget(held[i][1]);
-    }
-    template <int kLanes, class Widen> __device__ __forceinline__ Stat Reduce(Widen) {
-      return MergeLanes<kLanes>(stat);
-    }
-    __device__ __forceinline__ Final Localize(Final f) const { return f; }
-    __device__ __forceinline__ void Get(int i, const Final& f, C (&out)[N]) const {
-      C v[2][N];
-      Unpack(held[i][0], v[0]);
-      Unpack(held[i][1], v[1]);
-      Map(v, f, out);
-    }
-  };
+  template <int kPacks, int N, bool = false> using Tile = PacksAsRead<FromOutput, kPacks, N>;
 };
 
 // That of log_softmax from the input: dx = g - exp(x - max) / sum(exp(x - max)) * sum(g). The rounding of y
