@@ -61,6 +61,7 @@ def shape_of(tier: str, width: int) -> tuple[tuple[int, ...], int]:
 
 def reference(op: str, x: np.ndarray, g: np.ndarray, keep: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
     """y, and dx as a function of the y given, in float64."""
+    dtype = x.dtype
     x = np.where(keep, x.astype(np.float64), -np.inf)
     e = np.exp(x - x.max(axis, keepdims=True))
     total = e.sum(axis, keepdims=True)
@@ -68,7 +69,10 @@ def reference(op: str, x: np.ndarray, g: np.ndarray, keep: np.ndarray, axis: int
     if op == "softmax":
         return p, p * (g - (p * g).sum(axis, keepdims=True))
     with np.errstate(divide="ignore"):
-        return np.log(e) - np.log(total), np.where(keep, g - p * g.sum(axis, keepdims=True), 0)
+        y = np.log(e) - np.log(total)
+    if dtype.itemsize == 2:  # whose logarithms are percents apart
+        p = np.exp(y.astype(dtype).astype(np.float64))
+    return y, np.where(keep, g - p * g.sum(axis, keepdims=True), 0)
 
 
 def run(tier: str, dtype: str, width: int, masked: bool, direction: str) -> str:
