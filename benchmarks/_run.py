@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 import jaxkern
-from benchmarks import _goals, _inputs, _timing, _torch
+from benchmarks import _cell, _goals, _inputs, _timing, _torch
 
 
 @dataclasses.dataclass
@@ -53,7 +53,7 @@ def run(operation: ModuleType, options: Options) -> dict[str, Any]:
 
     chosen = _that_fit(chosen, max(jax.numpy.dtype(d).itemsize for d in dtypes))
 
-    plan = [(dtype, case, list(operation.cells(case, dtype, ops))) for dtype in dtypes for case in chosen]
+    plan = [(dtype, case, list(_cell.cells(operation, case, dtype, ops))) for dtype in dtypes for case in chosen]
     compiled = _compile(operation, [cell for _, _, cells in plan for cell in cells], options.tiers)
     clock = _timing.make_clock()
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxkern
-from benchmarks import _goals, _inputs, _timing, _torch
+from benchmarks import _cell, _goals, _inputs, _timing, _torch
 from benchmarks._program import Program
 from jaxkern import elementwise
 
@@ -66,13 +66,10 @@ QUICK = {"2^16", "2^20", "2^24", "2^26", "65536x4096 bias"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class Cell(_cell.Cell):
     """One row of the table."""
 
     case: Case
-    dtype: str
-    op: str
-    direction: str
 
     @property
     def row(self) -> Any:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import _goals, _inputs, _timing
+from benchmarks import _cell, _goals, _inputs, _timing
 from benchmarks._program import Program
 
 OPERATION = "fused_softmax"
@@ -67,13 +67,10 @@ QUICK = {"32x16x512x512"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class Cell(_cell.Cell):
     """One row of the table; `op` is what is fused."""
 
     case: Case
-    dtype: str
-    op: str
-    direction: str
 
     def has(self, feature: str) -> bool:
         return self.op in (feature, "all")
@@ -98,12 +95,6 @@ class Cell:
             against_xla | ({"required": BEFORE_XLA} if self.op == "all" else {}),
             {"goal": "copy", "required": NEAR_COPY},
         ]
-
-
-def cells(case: Case, dtype: str, ops: tuple[str, ...]) -> Iterator[Cell]:
-    for op in ops:
-        for direction in DIRECTIONS:
-            yield Cell(case, dtype, op, direction)
 
 
 # --- what runs -----------------------------------------------------------------------------------
@@ -267,14 +258,7 @@ class Inputs:
 
 def candidates(cell: Cell, compiled: list[Program], inputs: Inputs) -> list[_timing.Candidate]:
     """What to time for a cell, the copy aside."""
-    found = []
-    for program in compiled:
-        arguments = inputs.feed(program.specs)
-
-        def call(i: int, program: Program = program, arguments: Any = arguments) -> Any:
-            return program(*arguments(i))
-
-        found.append(_timing.Candidate(program.name, call, lambda out: jax.block_until_ready(out)))
+    found = _cell.candidates(compiled, inputs)
     return found
 
 

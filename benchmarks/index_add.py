@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import _goals, _inputs, _timing, _torch
+from benchmarks import _cell, _goals, _inputs, _timing, _torch
 from benchmarks._program import Program
 
 OPERATION = "index_add"
@@ -121,13 +121,10 @@ def touched(case: Case) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class Cell(_cell.Cell):
     """One row of the table."""
 
     case: Case
-    dtype: str
-    op: str
-    direction: str = "forward"
 
     @property
     def bytes(self) -> int:

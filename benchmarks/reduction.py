@@ -10,17 +10,18 @@ import dataclasses
 import importlib
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import _goals, _timing, _torch
+from benchmarks import _cell, _goals, _timing, _torch
 from benchmarks._program import Program
 from benchmarks.softmax import Case, Inputs
 
 OPERATION = "reduction"
+DIRECTIONS = ("forward",)
 OPS = ("reduce_sum", "reduce_mean", "reduce_max", "reduce_min", "logsumexp")
 TIERS = ("sub_warp", "warp", "block", "split", "column")
 
@@ -40,13 +41,10 @@ QUICK = {c.name for c in CASES if c.group in ("rows", "narrow")}
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class Cell(_cell.Cell):
     """One row of the table."""
 
     case: Case
-    dtype: str
-    op: str
-    direction: str = "forward"
 
     @property
     def bytes(self) -> int:
@@ -61,11 +59,6 @@ class Cell:
         if self.op == "logsumexp" and self.case.group == "narrow":
             peers.append({"goal": "peers", "against": ["xla sum"]})
         return peers
-
-
-def cells(case: Case, dtype: str, ops: tuple[str, ...]) -> Iterator[Cell]:
-    for op in ops:
-        yield Cell(case, dtype, op)
 
 
 # --- what runs -----------------------------------------------------------------------------------
@@ -119,14 +112,7 @@ def chosen_tier(cell: Cell) -> str | None:
 
 def candidates(cell: Cell, compiled: list[Program], inputs: Inputs) -> list[_timing.Candidate]:
     """What to time for a cell, the copy aside."""
-    found = []
-    for program in compiled:
-        arguments = inputs.feed(program.specs)
-
-        def call(i: int, program: Program = program, arguments: Any = arguments) -> Any:
-            return program(*arguments(i))
-
-        found.append(_timing.Candidate(program.name, call, lambda out: jax.block_until_ready(out)))
+    found = _cell.candidates(compiled, inputs)
     if _torch.available() and not cell.case.mask:
         found.append(_torch_candidate("torch", cell.op, cell.case.axis, inputs))
         if cell.op == "logsumexp" and cell.case.group == "rows":

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import _goals, _inputs, _timing, _torch
+from benchmarks import _cell, _goals, _inputs, _timing, _torch
 from benchmarks._program import Program
 
 OPERATION = "segment_softmax"
@@ -96,13 +95,10 @@ def ids_of(case: Case) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class Cell(_cell.Cell):
     """One row of the table."""
 
     case: Case
-    dtype: str
-    op: str
-    direction: str
 
     @property
     def bytes(self) -> int:
@@ -115,12 +111,6 @@ class Cell:
             return [peers | {"against": ["xla"]}]
         of_xla = {"goal": "peers", "against": ["xla"], "required": TIMES_XLA}
         return [peers, *([of_xla] if self.case.group == "graph" else [])]
-
-
-def cells(case: Case, dtype: str, ops: tuple[str, ...]) -> Iterator[Cell]:
-    for op in ops:
-        for direction in DIRECTIONS:
-            yield Cell(case, dtype, op, direction)
 
 
 # --- what runs -----------------------------------------------------------------------------------

@@ -10,13 +10,13 @@ import dataclasses
 import importlib
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import _goals, _inputs, _timing, _torch
+from benchmarks import _cell, _goals, _inputs, _timing, _torch
 from benchmarks._program import Program
 
 OPERATION = "softmax"
@@ -78,13 +78,10 @@ QUICK = {"49152x128", "49152x1024", "49152x4096", "12288x32768", "3072x131072", 
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class Cell(_cell.Cell):
     """One row of the table."""
 
     case: Case
-    dtype: str
-    op: str
-    direction: str
 
     @property
     def mask_bytes(self) -> int:
@@ -117,12 +114,6 @@ class Cell:
                 goals.append({"goal": "published", "peer": best, "required": found[best] * (1 - _goals.NOISE)})
             return goals
         return [peers]
-
-
-def cells(case: Case, dtype: str, ops: tuple[str, ...]) -> Iterator[Cell]:
-    for op in ops:
-        for direction in DIRECTIONS:
-            yield Cell(case, dtype, op, direction)
 
 
 # --- what runs -----------------------------------------------------------------------------------
@@ -280,16 +271,7 @@ class Inputs:
 
 def candidates(cell: Cell, compiled: list[Program], inputs: Inputs) -> list[_timing.Candidate]:
     """What to time for a cell, the copy aside."""
-    found = []
-    for program in compiled:
-        arguments = inputs.feed(program.specs)
-
-        def call(i: int, program: Program = program, arguments: Any = arguments) -> Any:
-            return program(*arguments(i))
-
-        found.append(
-            _timing.Candidate(program.name, call, lambda out: jax.block_until_ready(out), keep=inputs.turns)
-        )
+    found = _cell.candidates(compiled, inputs, keep=inputs.turns)
     if _torch.available():
         found.append(_torch_candidate(cell, inputs))
     return found

@@ -1,0 +1,43 @@
+"""One row of a result table, and the candidates that are compiled programs of JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import jax
+
+from benchmarks import _timing
+from benchmarks._program import Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A row: how large, of which type, which operation, which way. An operation's own adds its bytes and its goals."""
+
+    case: Any
+    dtype: str
+    op: str
+    direction: str = "forward"
+
+
+def cells(operation: ModuleType, case: Any, dtype: str, ops: tuple[str, ...]) -> Iterator[Any]:
+    """Those of a case: an operation's own choice, or each of `ops` in each of its directions."""
+    if hasattr(operation, "cells"):
+        yield from operation.cells(case, dtype, ops)
+        return
+    for op in ops:
+        for direction in operation.DIRECTIONS:
+            yield operation.Cell(case, dtype, op, direction)
+
+
+def candidates(compiled: list[Program], inputs: Any, keep: int = 2) -> list[_timing.Candidate]:
+    """The programs, each on arguments of its own."""
+
+    def candidate(program: Program) -> _timing.Candidate:
+        arguments = inputs.feed(program.specs)
+        return _timing.Candidate(program.name, lambda i: program(*arguments(i)), jax.block_until_ready, keep=keep)
+
+    return [candidate(program) for program in compiled]
