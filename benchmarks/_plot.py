@@ -3,7 +3,7 @@
 One panel a direction and dtype, one line an implementation, the copy as the dashed limit. Peers that
 were measured elsewhere (peers.json) are drawn thin, scaled by their ratio to the copy of their run.
 
-Sharding: the fraction of perfect scaling against the number of devices.
+Sharding: the time of a call and the fraction of perfect scaling against the number of devices.
 
 index_add: time over the floor, a copy of the bytes that must move, against how uneven the indices are.
 """
@@ -99,24 +99,29 @@ def _skew(data: dict[str, Any], stem: pathlib.Path, plt: Any) -> list[pathlib.Pa
 
 
 def _scaling(data: dict[str, Any], stem: pathlib.Path, plt: Any) -> list[pathlib.Path]:
-    """One panel a case: the fraction of perfect scaling against the number of devices."""
+    """A column a case: the time of a call, and the fraction of perfect scaling, against the number of devices."""
     names = list(dict.fromkeys(r["of"] for r in data["results"]))
-    figure, axes = plt.subplots(1, len(names), figsize=(2.6 * len(names), 3.2), squeeze=False, sharey=True)
-    for axis, name in zip(axes[0], names):
+    figure, axes = plt.subplots(2, len(names), figsize=(2.6 * len(names), 5.4), squeeze=False, sharex=True)
+    for (above, below), name in zip(axes.T, names):
         rows = [r for r in data["results"] if r["of"] == name]
+        devices = [r["devices"] for r in rows]
         for who in rows[0]["scaling"]:
-            points = [(r["devices"], r["scaling"][who]) for r in rows]
-            axis.plot(*zip(*points), label=who, **{"markersize": 4} | STYLES.get(who, {}))
+            style = {"markersize": 4} | STYLES.get(who, {})
+            above.plot(devices, [_report.medians(r)[who] / 1000 for r in rows], label=who, **style)
+            below.plot(devices, [r["scaling"][who] for r in rows], label=who, **style)
         for goal in rows[-1]["goals"]:
-            axis.axhline(goal["required"], label="goal", **STYLES["copy"])
-        axis.set_xscale("log", base=2)
-        axis.set_xticks([r["devices"] for r in rows], [str(r["devices"]) for r in rows])
-        axis.set_ylim(0, 1.15)
-        axis.set_title(name, fontsize=9)
-        axis.set_xlabel("devices")
-        axis.grid(alpha=0.25)
-    axes[0][0].set_ylabel("fraction of perfect scaling")
-    axes[0][0].legend(fontsize=8, frameon=False)
+            below.axhline(goal["required"], label="goal", **STYLES["copy"])
+        below.set_xscale("log", base=2)
+        below.set_xticks(devices, [str(n) for n in devices])
+        above.set_ylim(bottom=0)
+        below.set_ylim(0, max(1.15, 1.05 * max(v for r in rows for v in r["scaling"].values())))
+        above.set_title(name, fontsize=9)
+        below.set_xlabel("devices")
+        above.grid(alpha=0.25)
+        below.grid(alpha=0.25)
+    axes[0][0].set_ylabel("ms a call")
+    axes[1][0].set_ylabel("fraction of perfect scaling")
+    axes[1][0].legend(fontsize=8, frameon=False)
     environment = data["environment"]
     figure.suptitle(f"{environment['device']}, jax {environment['jax']}, {environment['date'][:10]}", fontsize=10)
     figure.tight_layout()
