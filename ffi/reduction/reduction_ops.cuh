@@ -9,6 +9,7 @@
 //     Exchange     the Stat of the lane whose number differs in the bit `lane`
 //     Join         two Stats of such a group
 //     Store        the Stat of a whole row -> its element of the output
+//     Short        the Op for rows of a few elements a lane
 //     Down         what a thread makes of N columns while it walks down them: Add values of one column or packs of
 //                  all, Count those that take part, Get the Stats
 #pragma once
@@ -173,13 +174,15 @@ template <class Op> struct AlreadyLevel {
 
 // ---- sum and mean
 
-// kMasked: there may be a mask, and a mean needs to know how many elements take part.
-template <class T_, bool kMasked> struct Sum_ : AlreadyLevel<Sum_<T_, kMasked>> {
+// kMasked: there may be a mask, and a mean needs to know how many elements take part. kFloat: of 16-bit elements, so few
+// that their sum errs by a few units of a float.
+template <class T_, bool kMasked, bool kFloat = false> struct Sum_ : AlreadyLevel<Sum_<T_, kMasked, kFloat>> {
   using T = T_;
   static constexpr bool kInteger = std::is_integral_v<T>, kCounts = kMasked && !kInteger;
   // Values of a few packs of small integers add up in 32 bits.
   using V = std::conditional_t<!kInteger, Compute<T>, std::conditional_t<sizeof(T) <= 2, int32_t, int64_t>>;
-  using S = std::conditional_t<kInteger, int64_t, double>;
+  using S = std::conditional_t<kInteger, int64_t, std::conditional_t<kFloat, float, double>>;
+  using Short = Sum_<T, kMasked, !kInteger && sizeof(T) == 2>;
   struct Counted {
     S sum;
     int64_t count;
@@ -254,9 +257,9 @@ template <class T_, bool kMasked> struct Sum_ : AlreadyLevel<Sum_<T_, kMasked>> 
       if (p.wide) static_cast<int64_t*>(p.out)[at] = stat.sum;
       else static_cast<int32_t*>(p.out)[at] = static_cast<int32_t>(stat.sum);
     } else {
-      double sum = stat.sum * p.scale;
+      double sum = static_cast<double>(stat.sum) * p.scale;
       if constexpr (kCounts) {
-        if (p.mean && p.mask) sum = stat.sum / static_cast<double>(stat.count);
+        if (p.mean && p.mask) sum = static_cast<double>(stat.sum) / static_cast<double>(stat.count);
       }
       StoreRounded<T>(p, at, static_cast<V>(sum));
     }
@@ -269,6 +272,7 @@ template <class T_> struct Max_ : AlreadyLevel<Max_<T_>> {
   using T = T_;
   using V = std::conditional_t<!std::is_integral_v<T>, Compute<T>,
                                std::conditional_t<(sizeof(T) < 4), std::conditional_t<std::is_signed_v<T>, int32_t, uint32_t>, T>>;
+  using Short = Max_;
   struct Stat {
     V max;
   };
@@ -372,6 +376,7 @@ template <class T_> struct LogSumExp_ {
     V max;
     S sum;  // of e^(x - max)
   };
+  using Short = LogSumExp_;
   template <int N> using Down = StatsDown<LogSumExp_, N>;
 
   // 16 bit: sums are relative to what max * log2(e) rounds to, which Store takes back; see ExpDifference.
