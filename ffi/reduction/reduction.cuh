@@ -113,10 +113,13 @@ template <template <bool> class Of> struct ReduceLauncher {
     // 32 threads across, more where there are too few rows for the others: a thread has 16, if there are. Of parts 8.
     p.each = ReduceCeilDiv(p.width, p.parts);
     const int log_y = p.parts > 1 ? 3 : p.each < 32 ? 0 : p.each < 64 ? 1 : p.each < 128 ? 2 : 3;
-    const int log_x = std::min(8 - log_y, Log2Ceil(across));
+    // Small blocks where threads have few rows, and each block's beginning and end count.
+    const int log_threads = log_y == 0 ? 7 : 8;
+    static_assert(kColumnsThreads == 1 << 8);
+    const int log_x = std::min(log_threads - log_y, Log2Ceil(across));
     const int64_t tiles = ReduceCeilDiv(across, int64_t{1} << log_x);
     LaunchShape shape;
-    shape.threads = kColumnsThreads;
+    shape.threads = 1 << log_threads;
     shape.blocks = p.rows * tiles;
     shape.blocks_y = static_cast<int>(p.parts);
     if constexpr (!std::is_integral_v<T>) {

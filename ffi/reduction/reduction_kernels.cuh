@@ -426,7 +426,7 @@ ReduceRows(const __grid_constant__ ReduceParams p, int rows_each) {
   }
 }
 
-// Tiles of 2^log_x threads across, each with N columns, and the other threads of the block down.
+// Tiles of 2^log_x threads across, each with N columns, and the other threads of the block, of kColumnsThreads at most, down.
 template <class Op, int N>
 __global__ void __launch_bounds__(kColumnsThreads, sizeof(typename Op::T) == 8 ? 2 : kColumnsBlocks)
 ReduceColumns(const __grid_constant__ ReduceParams p, int log_x, int64_t tiles) {
@@ -436,19 +436,21 @@ ReduceColumns(const __grid_constant__ ReduceParams p, int log_x, int64_t tiles) 
   constexpr int kPad = kWarp / N;  // so that both ways through shared memory meet different banks
   __shared__ Stat room[kColumnsThreads * N + kColumnsThreads];
 
-  const int x = threadIdx.x & ((1 << log_x) - 1), y = threadIdx.x >> log_x, threads_y = kColumnsThreads >> log_x;
+  const int x = threadIdx.x & ((1 << log_x) - 1), y = threadIdx.x >> log_x, threads_y = blockDim.x >> log_x;
   const int64_t outer = blockIdx.x / tiles, first = (blockIdx.x - outer * tiles << log_x) * N, column = first + x * N;
   const int64_t begin = min(p.width, p.each * blockIdx.y), end = column < p.inner ? min(p.width, begin + p.each) : 0;
 
-  typename Op::template Down<N> down;
+  const int across = (1 << log_x) + (log_x >= 5 ? kPad : 0);
+  using Down = typename Op::template Down<N>;
+  Down down({room + y * N * across + x, across});
   const T* from = static_cast<const T*>(p.x) + (outer * p.width + begin + y) * p.inner + column;
   const int64_t step = threads_y * p.inner;
   const uint8_t* mask = nullptr;
   if (N == 1 && p.mask && column < p.inner) mask = p.mask + p.mask_view.outer_map(outer) + p.mask_view.inner_map(column);
 
-  for (int64_t a = begin + y; a < end; a += U * threads_y, from += U * step) {
-    const int left = static_cast<int>(min(end - a, int64_t{U} * threads_y));
-    if constexpr (N == 1) {
+  if constexpr (N == 1) {
+    for (int64_t a = begin + y; a < end; a += U * threads_y, from += U * step) {
+      const int left = static_cast<int>(min(end - a, int64_t{U} * threads_y));
       using V = typename Op::V;
       T raw[U];
       bool in[U];
@@ -472,25 +474,43 @@ ReduceColumns(const __grid_constant__ ReduceParams p, int log_x, int64_t tiles) 
       }
       down.Add(p, v);
       down.Count(count);
-    } else {
-      Pack<T, N> raw[U];
+    }
+  } else {
+    constexpr int kBuffers = Down::kAhead ? 2 : 1;
+    Pack<T, N> raw[kBuffers][U];
+    int64_t a = begin + y;
+    const auto load = [&](Pack<T, N> (&raw)[U]) {
+      const int left = static_cast<int>(min(end - a, int64_t{U} * threads_y));
 #pragma unroll
       for (int i = 0; i < U; ++i) {
         raw[i] = NeutralPack<T, N>(p);
         if (i * threads_y < left) raw[i] = LoadVector<T, N>(from + i * step);
       }
-      down.Add(p, raw);
+      a += U * threads_y, from += U * step;
+    };
+    if constexpr (kBuffers == 1) {
+      while (a < end) {
+        load(raw[0]);
+        down.Add(p, raw[0]);
+      }
+    } else if (a < end) {
+      load(raw[0]);
+      for (bool more = true; more;) {
+#pragma unroll
+        for (int b = 0; b < kBuffers; ++b) {
+          more = a < end;
+          if (more) load(raw[1 - b]);
+          down.Add(p, raw[b]);
+          if (!more) break;
+        }
+      }
     }
   }
 
-  Stat stat[N];
-  down.Get(stat);
-  const int across = (1 << log_x) + (log_x >= 5 ? kPad : 0);
-#pragma unroll
-  for (int j = 0; j < N; ++j) room[(y * N + j) * across + x] = stat[j];
+  down.Finish();
   __syncthreads();
   const int columns = N << log_x;
-  for (int c = threadIdx.x; c < columns && first + c < p.inner; c += kColumnsThreads) {
+  for (int c = threadIdx.x; c < columns && first + c < p.inner; c += blockDim.x) {
     const Stat* const of = room + c % N * across + c / N;
     Stat all = of[0];
 #pragma unroll 4
