@@ -524,12 +524,21 @@ template <class Op>
 __global__ void __launch_bounds__(kMergeThreads)
 ReduceMerge(const __grid_constant__ ReduceParams p, const typename Op::Stat* partials, int log_lanes) {
   const bool block = kMergeThreads >> log_lanes == 1;
-  const int lanes = 1 << log_lanes, lane = threadIdx.x & (lanes - 1);
+  const int lanes = 1 << log_lanes, lane = threadIdx.x & (lanes - 1), parts = static_cast<int>(p.parts);
   const int64_t row = int64_t{blockIdx.x} * (kMergeThreads >> log_lanes) + (threadIdx.x >> log_lanes);
   typename Op::Stat stat = Op::Identity();
   if (row < p.rows) {
-#pragma unroll 4
-    for (int64_t i = lane; i < p.parts; i += lanes) stat = Op::Merge(stat, partials[row * p.parts + i]);
+    const typename Op::Stat* from = partials + row * parts + lane;
+#pragma unroll 1
+    for (int left = parts - lane; left > 0; left -= 4 * lanes, from += 4 * lanes) {
+      typename Op::Stat some[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) some[i] = left > i * lanes ? from[i * lanes] : Op::Identity();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (left > i * lanes) stat = Op::Merge(stat, some[i]);
+      }
+    }
   }
   stat = MergeLanes<Op>(stat, min(lanes, kWarp));
   if (block) stat = MergeWarps<Op>(stat);
