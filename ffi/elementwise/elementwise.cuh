@@ -155,10 +155,11 @@ template <int kIn, int kOut, int kParameters> struct FlatArgs {
   const void* in[kIn];
   void* out[kOut];
   const void* parameter[kParameters ? kParameters : 1];
-  int64_t tiles, packs, count;
+  int64_t tiles, packs, count;  // packs: those of tiles, if there are any
   int head;           // elements before the first pack
   uint32_t scalars;   // bit k: operand k is one
   bool shifted;       // some operand is not aligned where the packs lie
+  bool whole;         // there are no elements but those of the packs
   bool exceeds_l2;
 };
 
@@ -245,14 +246,33 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
     for (int i = 0; i < N; ++i) Put(words, i, x);
   }
 
+  template <class T>
+  static JAXKERN_FN void LoadFlat(const Flat& a, Words& words, const T* p, const Words& constant, int k) {
+    if (a.scalars >> k & 1) words = constant;
+    else if (kShifts && a.shifted) LoadShifted<N * sizeof(T)>(words, p);
+    else LoadCached<N * sizeof(T)>(words, p);
+  }
+
   template <size_t... I, size_t... J>
   static JAXKERN_FN void RunFlat(const Flat& a, std::index_sequence<I...>, std::index_sequence<J...>) {
     const Functor f = Make(a.parameter);
-    const ReadPolicy policy = MakeReadPolicy(a.exceeds_l2);
     Words constant[kIn];
     ((a.scalars >> I & 1 ? Splat<In>(constant[I], a.in[I]) : void()), ...);
+    const int64_t step = int64_t{gridDim.x} * blockDim.x, thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+    // Few packs, or operands that are shifted. What a small call runs stands here without a gap, for it is fetched cold.
+    if (a.tiles == 0) {
+      for (int64_t p = thread; p < a.packs; p += step) {
+        const int64_t first = a.head + p * N;
+        Words x[kIn], y[kOut];
+        (LoadFlat(a, x[I], static_cast<const In*>(a.in[I]) + first, constant[I], I), ...);
+        Compute(f, x, y, InIndex(), OutIndex());
+        ((Store<N * sizeof(Out)>(static_cast<Out*>(a.out[J]) + first, y[J])), ...);
+      }
+      if (a.whole) return;
+    }
     // Whole tiles: every load before the first result.
     constexpr int kTile = kUnroll * kThreads;
+    const ReadPolicy policy = MakeReadPolicy(a.exceeds_l2);
     for (int64_t tile = blockIdx.x; tile < a.tiles; tile += gridDim.x) {
       const int64_t first = a.head + (tile * kTile + threadIdx.x) * N;
       Words x[kUnroll][kIn];
@@ -270,19 +290,8 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
         ((Store<N * sizeof(Out)>(static_cast<Out*>(a.out[J]) + first + u * (kThreads * N), y[J])), ...);
       }
     }
-    // What is less than a tile; all of it, where tiles would leave multiprocessors idle, or operands are shifted.
-    const int64_t step = int64_t{gridDim.x} * blockDim.x, thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-    for (int64_t p = a.tiles * kTile + thread; p < a.packs; p += step) {
-      const int64_t first = a.head + p * N;
-      Words x[kIn], y[kOut];
-      ((a.scalars >> I & 1 ? void(x[I] = constant[I])
-        : kShifts && a.shifted ? LoadShifted<N * sizeof(In)>(x[I], static_cast<const In*>(a.in[I]) + first)
-                               : Load<N * sizeof(In)>(x[I], static_cast<const In*>(a.in[I]) + first, policy)),
-       ...);
-      Compute(f, x, y, InIndex(), OutIndex());
-      ((Store<N * sizeof(Out)>(static_cast<Out*>(a.out[J]) + first, y[J])), ...);
-    }
-    // The elements before and after the packs: few, unless results are misaligned each in its own way.
+    if (a.whole) return;
+    // The elements before and after the packs or tiles: few, unless results are misaligned each in its own way.
     const int64_t body = a.packs * N;
     for (int64_t e = thread; e < a.count - body; e += step) {
       const int64_t i = e < a.head ? e : e + body;
@@ -393,7 +402,9 @@ cudaError_t LaunchFlat(const ElementwiseArgs& args, int64_t bytes, const Device&
   // Tiles, if they make four waves.
   constexpr int kTile = E::kUnroll * kThreads;
   if (!a.shifted && a.packs >= int64_t{4} * kFlatBlocks * device.sm_count * kTile) a.tiles = a.packs / kTile;
-  const int64_t threads = a.tiles ? (a.tiles + 1) * kThreads : a.packs ? a.packs : a.count;
+  if (a.tiles) a.packs = a.tiles * kTile;
+  a.whole = a.packs * E::N == a.count;
+  const int64_t threads = a.tiles ? a.tiles * kThreads : a.packs ? a.packs : a.count;
   return Launch(FlatKernel<E>, Grid(threads, kFlatBlocks, device), stream, a);
 }
 
