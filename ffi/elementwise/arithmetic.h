@@ -313,9 +313,10 @@ struct Coarse : Float {
   static JAXKERN_FN C Cos(C x) { return SineOf<true>(x); }
   template <bool kCosine> static JAXKERN_FN C SineOf(C x) {
     C y = Turned<kCosine>(x);
-    if (__builtin_expect(fabsf(x) >= 65536, 0)) y = FarSine(x, kCosine);  // NaN is near
+    if (__builtin_expect(IsFar(x), 0)) y = FarSine(x, kCosine);  // NaN is near
     return y;
   }
+  static JAXKERN_FN bool IsFar(C x) { return fabsf(x) >= 65536; }
   static __device__ __noinline__ C FarSine(C x, bool cosine) { return cosine ? cosf(x) : sinf(x); }
   static JAXKERN_FN C Log1pUnit(C x) {  // 0 <= x <= 1
     return x * Polynomial(x, {0.9999432849988102f, -0.4969777385491167f, 0.3063005783822492f, -0.15742679072715737f,
@@ -340,6 +341,12 @@ struct Coarse : Float {
   static JAXKERN_FN C ExpOfGeluArgument(C x) {
     return Power2(x * fmaf(x * x, -0.0713548163f * kLog2e, -1.59576912f * kLog2e));
   }
+};
+
+// Of angles none of which is far.
+struct CoarseNear : Coarse {
+  static JAXKERN_FN C Sin(C x) { return Turned<false>(x); }
+  static JAXKERN_FN C Cos(C x) { return Turned<true>(x); }
 };
 
 #else

@@ -149,6 +149,14 @@ template <int kBytes> JAXKERN_FN void Store(void* p, const Words& words) {
   else *static_cast<uint8_t*>(p) = static_cast<uint8_t>(words.w[0]);
 }
 
+// Functors whose first operand is an angle: whether one is far is asked once a pack, for a branch an element takes longer
+// than what it avoids.
+template <class Functor> struct NearForm { using type = void; };
+template <> struct NearForm<Sin<Coarse>> { using type = Sin<CoarseNear>; };
+template <> struct NearForm<Cos<Coarse>> { using type = Cos<CoarseNear>; };
+template <> struct NearForm<SinGrad<Coarse>> { using type = SinGrad<CoarseNear>; };
+template <> struct NearForm<CosGrad<Coarse>> { using type = CosGrad<CoarseNear>; };
+
 // --- The kernels -----------------------------------------------------------------------------------
 
 template <int kIn, int kOut, int kParameters> struct FlatArgs {
@@ -231,11 +239,23 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) y[0].w[i] = BitsAs<uint32_t>(Functor::Pair(BitsAs<AsPair<In>>(x[I].w[i])...));
     } else {
+      const auto all = [&](const auto& functor) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
-        const auto result = f(Widen<C>(Get<In>(x[I], i))...);
-        if constexpr (kOut == 1) (Put(y[J], i, Narrow<Out>(result)), ...);
-        else (Put(y[J], i, Narrow<Out>(result.v[J])), ...);
+        for (int i = 0; i < N; ++i) {
+          const auto result = functor(Widen<C>(Get<In>(x[I], i))...);
+          if constexpr (kOut == 1) (Put(y[J], i, Narrow<Out>(result)), ...);
+          else (Put(y[J], i, Narrow<Out>(result.v[J])), ...);
+        }
+      };
+      using Near = typename NearForm<Functor>::type;
+      if constexpr (std::is_same_v<Near, void>) {
+        all(f);
+      } else {
+        bool far = false;
+#pragma unroll
+        for (int i = 0; i < N; ++i) far |= Coarse::IsFar(Widen<C>(Get<std::tuple_element_t<0, std::tuple<In...>>>(x[0], i)));
+        if (__builtin_expect(far, 0)) all(f);
+        else all(Near());
       }
     }
   }
