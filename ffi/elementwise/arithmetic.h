@@ -92,18 +92,21 @@ struct Real : Basic<T> {
 // since what rounding it loses would be multiplied by up to 100.
 template <class M>
 struct InFloat {
-  // Beyond a the distribution is exp(-a^2/2) / (2 + a (sqrt(2 pi) + h(a))), where the terms before h say most: what a
-  // ratio of polynomials loses in h hardly counts.
-  static JAXKERN_FN float NormalCdf(float x) {
-    const float a = M::Min(M::Abs(x), 20.0f);
+  // Beyond a the normal distribution is exp(-a^2/2) / (2 + a (sqrt(2 pi) + h(a))), where the terms before h say most: what
+  // a ratio of polynomials loses in h hardly counts. This is the divisor, of an a that may be rounded, but not so a sqrt(2 pi).
+  static JAXKERN_FN float TailDivisor(float a, float x, float slope) {
     const float h = M::FastQuotient(
         Polynomial(a, {-0.910859227180481f, -0.695903480052948f, -0.25419881939888f, -0.04974844306707382f,
                        -0.004505206365138292f}),
         Polynomial(a, {1.0f, 1.0639886856079102f, 0.5456064343452454f, 0.1617821604013443f, 0.02769853174686432f,
                        0.0022525868844240904f}));
-    const float inverse = M::Fma(a, 2.50662827463f, M::Fma(a, h, 2.0f));
+    return M::Fma(x, slope, M::Fma(a, h, 2.0f));
+  }
+  static JAXKERN_FN float TailDivisor(float a) { return TailDivisor(a, a, 2.50662827463f); }
+  static JAXKERN_FN float NormalCdf(float x) {
+    const float a = M::Min(M::Abs(x), 20.0f);
     const float square = M::Product(a, a), rest = M::Fma(a, a, -square), e = M::Exp(-0.5f * square);
-    const float cdf = M::Quotient(M::Fma(e, -0.5f * rest, e), inverse);
+    const float cdf = M::Quotient(M::Fma(e, -0.5f * rest, e), TailDivisor(a));
     return x < 0 ? cdf : 1 - cdf;
   }
   // a b c, rounded once where nothing overflows.
@@ -170,6 +173,11 @@ struct Float : Real<float> {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(b));
     return y;
   }
+  static JAXKERN_FN C Power2(C x) {
+    C y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+  }
   static JAXKERN_FN C FastQuotient(C a, C b) { return a * Inverse(b); }
   static JAXKERN_FN C Quotient(C a, C b) {  // hardly more than rounded; of finite numbers
     const C inverse = Inverse(b), q = a * inverse;
@@ -206,20 +214,50 @@ struct Single : Float {
   static JAXKERN_FN C Product(C a, C b, C c) { return InFloat<Single>::Product(a, b, c); }
   static JAXKERN_FN C Exp(C x) { return expf(x); }
   static JAXKERN_FN C Expm1(C x) { return expm1f(x); }
-  static JAXKERN_FN C Log1pUnit(C x) { return log1pf(x); }
+  static JAXKERN_FN C Log1pUnit(C x) {  // 0 <= x <= 1: twice the area tangent of x / (2 + x)
+    const C z = Quotient(x, 2 + x), square = z * z;
+    const C series = Polynomial(square, {0.33333319425582886f, 0.20003780722618103f, 0.14118309319019318f, 0.1342574954032898f});
+    return fmaf(2 * z * square, series, 2 * z);
+  }
   static JAXKERN_FN C Tanh(C x) { return tanhf(x); }
-  static JAXKERN_FN C NormalCdf(C x) { return InFloat<Single>::NormalCdf(x); }
+  static JAXKERN_FN C NormalCdf(C x) {
+    constexpr double k = 0.5 * kLog2e;
+    const C a = Min(fabsf(x), 20.0f), cdf = Quotient(ExpOfSquare(a, C(k), C(k - C(k))), InFloat<Single>::TailDivisor(a));
+    return x < 0 ? cdf : 1 - cdf;
+  }
+  static JAXKERN_FN C Erfc(C x) {
+    constexpr double k = kLog2e;
+    const C a = Min(fabsf(x), 14.0f), e = ExpOfSquare(a, C(k), C(k - C(k)));
+    const C tail = Quotient(e + e, InFloat<Single>::TailDivisor(a * 1.41421356f, a, 3.54490770f));
+    return x < 0 ? 2 - tail : tail;
+  }
   static JAXKERN_FN C ExpOfProduct(C x, double c) { return InFloat<Single>::ExpOfProduct(x, c); }
-  static JAXKERN_FN C ExpOfGeluArgument(C x) { return InFloat<Single>::ExpOfGeluArgument(x); }
+  // exp(-2 sqrt(2 / pi) (x + 0.044715 x^3)) for x >= 0. Both terms of the exponent to base 2 are rounded to multiples of
+  // 2^-14, whose sum is exact, and what that takes from them is put back in the end.
+  static JAXKERN_FN C ExpOfGeluArgument(C x) {
+    constexpr double k1 = -1.5957691216057308 * kLog2e, k3 = 0.044715 * k1;
+    constexpr C c1 = C(k1), c1_low = C(k1 - c1), c3 = C(k3), c3_low = C(k3 - c3);
+    const C a = Min(x, 12.5f), square = Product(a, a), cube = Product(a, square);
+    const C cube_low = fmaf(a, square, -cube) + a * fmaf(a, a, -square);
+    const C shifted1 = fmaf(c1, a, 768.0f), shifted = fmaf(c3, cube, shifted1), u1 = shifted1 - 768.0f, u3 = shifted - shifted1;
+    const C low = fmaf(c1, a, -u1) + (fmaf(c3, cube, -u3) + fmaf(c1_low, a, fmaf(c3_low, cube, c3 * cube_low)));
+    return Corrected(Power2(shifted - 736.0f), low) * 0x1p-32f;  // a subnormal result counts: it is multiplied by 10
+  }
+
+ private:
+  static constexpr double kLog2e = 1.4426950408889634;
+  // e^(-c a^2) of c log2(e) = high + low. What rounding takes from the exponent is put back in the end.
+  static JAXKERN_FN C ExpOfSquare(C a, C high, C low) {
+    const C square = Product(a, a), u = Product(square, -high);
+    const C rest = fmaf(square, -low, fmaf(fmaf(a, a, -square), -high, fmaf(square, -high, -u)));
+    return Corrected(Power2(u), rest);
+  }
+  // e 2^low of a small low.
+  static JAXKERN_FN C Corrected(C e, C low) { return fmaf(e * low, 0.693147181f, e); }
 };
 
 struct Coarse : Float {
   static constexpr C kLog2e = 1.44269504f, kLn2 = 0.693147181f;
-  static JAXKERN_FN C Power2(C x) {
-    C y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-  }
   static JAXKERN_FN C Quotient(C a, C b) { return FastQuotient(a, b); }
   static JAXKERN_FN C Exp(C x) { return Power2(x * kLog2e); }
   static JAXKERN_FN C Expm1(C x) {
@@ -275,9 +313,10 @@ struct Coarse : Float {
   static JAXKERN_FN C Cos(C x) { return SineOf<true>(x); }
   template <bool kCosine> static JAXKERN_FN C SineOf(C x) {
     C y = Turned<kCosine>(x);
-    if (__builtin_expect(fabsf(x) >= 65536, 0)) y = FarSine(x, kCosine);  // NaN is near
+    if (__builtin_expect(IsFar(x), 0)) y = FarSine(x, kCosine);  // NaN is near
     return y;
   }
+  static JAXKERN_FN bool IsFar(C x) { return fabsf(x) >= 65536; }
   static __device__ __noinline__ C FarSine(C x, bool cosine) { return cosine ? cosf(x) : sinf(x); }
   static JAXKERN_FN C Log1pUnit(C x) {  // 0 <= x <= 1
     return x * Polynomial(x, {0.9999432849988102f, -0.4969777385491167f, 0.3063005783822492f, -0.15742679072715737f,
@@ -302,6 +341,12 @@ struct Coarse : Float {
   static JAXKERN_FN C ExpOfGeluArgument(C x) {
     return Power2(x * fmaf(x * x, -0.0713548163f * kLog2e, -1.59576912f * kLog2e));
   }
+};
+
+// Of angles none of which is far.
+struct CoarseNear : Coarse {
+  static JAXKERN_FN C Sin(C x) { return Turned<false>(x); }
+  static JAXKERN_FN C Cos(C x) { return Turned<true>(x); }
 };
 
 #else

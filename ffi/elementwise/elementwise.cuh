@@ -149,16 +149,25 @@ template <int kBytes> JAXKERN_FN void Store(void* p, const Words& words) {
   else *static_cast<uint8_t*>(p) = static_cast<uint8_t>(words.w[0]);
 }
 
+// Functors whose first operand is an angle: whether one is far is asked once a pack, for a branch an element takes longer
+// than what it avoids.
+template <class Functor> struct NearForm { using type = void; };
+template <> struct NearForm<Sin<Coarse>> { using type = Sin<CoarseNear>; };
+template <> struct NearForm<Cos<Coarse>> { using type = Cos<CoarseNear>; };
+template <> struct NearForm<SinGrad<Coarse>> { using type = SinGrad<CoarseNear>; };
+template <> struct NearForm<CosGrad<Coarse>> { using type = CosGrad<CoarseNear>; };
+
 // --- The kernels -----------------------------------------------------------------------------------
 
 template <int kIn, int kOut, int kParameters> struct FlatArgs {
   const void* in[kIn];
   void* out[kOut];
   const void* parameter[kParameters ? kParameters : 1];
-  int64_t tiles, packs, count;
+  int64_t tiles, packs, count;  // packs: those of tiles, if there are any
   int head;           // elements before the first pack
   uint32_t scalars;   // bit k: operand k is one
   bool shifted;       // some operand is not aligned where the packs lie
+  bool whole;         // there are no elements but those of the packs
   bool exceeds_l2;
 };
 
@@ -230,11 +239,23 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) y[0].w[i] = BitsAs<uint32_t>(Functor::Pair(BitsAs<AsPair<In>>(x[I].w[i])...));
     } else {
+      const auto all = [&](const auto& functor) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
-        const auto result = f(Widen<C>(Get<In>(x[I], i))...);
-        if constexpr (kOut == 1) (Put(y[J], i, Narrow<Out>(result)), ...);
-        else (Put(y[J], i, Narrow<Out>(result.v[J])), ...);
+        for (int i = 0; i < N; ++i) {
+          const auto result = functor(Widen<C>(Get<In>(x[I], i))...);
+          if constexpr (kOut == 1) (Put(y[J], i, Narrow<Out>(result)), ...);
+          else (Put(y[J], i, Narrow<Out>(result.v[J])), ...);
+        }
+      };
+      using Near = typename NearForm<Functor>::type;
+      if constexpr (std::is_same_v<Near, void>) {
+        all(f);
+      } else {
+        bool far = false;
+#pragma unroll
+        for (int i = 0; i < N; ++i) far |= Coarse::IsFar(Widen<C>(Get<std::tuple_element_t<0, std::tuple<In...>>>(x[0], i)));
+        if (__builtin_expect(far, 0)) all(f);
+        else all(Near());
       }
     }
   }
@@ -245,14 +266,33 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
     for (int i = 0; i < N; ++i) Put(words, i, x);
   }
 
+  template <class T>
+  static JAXKERN_FN void LoadFlat(const Flat& a, Words& words, const T* p, const Words& constant, int k) {
+    if (a.scalars >> k & 1) words = constant;
+    else if (kShifts && a.shifted) LoadShifted<N * sizeof(T)>(words, p);
+    else LoadCached<N * sizeof(T)>(words, p);
+  }
+
   template <size_t... I, size_t... J>
   static JAXKERN_FN void RunFlat(const Flat& a, std::index_sequence<I...>, std::index_sequence<J...>) {
     const Functor f = Make(a.parameter);
-    const ReadPolicy policy = MakeReadPolicy(a.exceeds_l2);
     Words constant[kIn];
     ((a.scalars >> I & 1 ? Splat<In>(constant[I], a.in[I]) : void()), ...);
+    const int64_t step = int64_t{gridDim.x} * blockDim.x, thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+    // Few packs, or operands that are shifted. What a small call runs stands here without a gap, for it is fetched cold.
+    if (a.tiles == 0) {
+      for (int64_t p = thread; p < a.packs; p += step) {
+        const int64_t first = a.head + p * N;
+        Words x[kIn], y[kOut];
+        (LoadFlat(a, x[I], static_cast<const In*>(a.in[I]) + first, constant[I], I), ...);
+        Compute(f, x, y, InIndex(), OutIndex());
+        ((Store<N * sizeof(Out)>(static_cast<Out*>(a.out[J]) + first, y[J])), ...);
+      }
+      if (a.whole) return;
+    }
     // Whole tiles: every load before the first result.
     constexpr int kTile = kUnroll * kThreads;
+    const ReadPolicy policy = MakeReadPolicy(a.exceeds_l2);
     for (int64_t tile = blockIdx.x; tile < a.tiles; tile += gridDim.x) {
       const int64_t first = a.head + (tile * kTile + threadIdx.x) * N;
       Words x[kUnroll][kIn];
@@ -270,19 +310,8 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
         ((Store<N * sizeof(Out)>(static_cast<Out*>(a.out[J]) + first + u * (kThreads * N), y[J])), ...);
       }
     }
-    // What is less than a tile; all of it, where tiles would leave multiprocessors idle, or operands are shifted.
-    const int64_t step = int64_t{gridDim.x} * blockDim.x, thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-    for (int64_t p = a.tiles * kTile + thread; p < a.packs; p += step) {
-      const int64_t first = a.head + p * N;
-      Words x[kIn], y[kOut];
-      ((a.scalars >> I & 1 ? void(x[I] = constant[I])
-        : kShifts && a.shifted ? LoadShifted<N * sizeof(In)>(x[I], static_cast<const In*>(a.in[I]) + first)
-                               : Load<N * sizeof(In)>(x[I], static_cast<const In*>(a.in[I]) + first, policy)),
-       ...);
-      Compute(f, x, y, InIndex(), OutIndex());
-      ((Store<N * sizeof(Out)>(static_cast<Out*>(a.out[J]) + first, y[J])), ...);
-    }
-    // The elements before and after the packs: few, unless results are misaligned each in its own way.
+    if (a.whole) return;
+    // The elements before and after the packs or tiles: few, unless results are misaligned each in its own way.
     const int64_t body = a.packs * N;
     for (int64_t e = thread; e < a.count - body; e += step) {
       const int64_t i = e < a.head ? e : e + body;
@@ -304,14 +333,23 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
     const Functor f = Make(a.parameter);
     const ReadPolicy policy = MakeReadPolicy(a.exceeds_l2);
     const int64_t step = int64_t{gridDim.x} * blockDim.x;
-    const int unit = a.in_packs ? N : 1;
+    const uint32_t unit = a.in_packs ? N : 1;
     for (int64_t p = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; p < a.count; p += step) {
-      int64_t outer, run;
-      if (p >> 32) run = p / a.inner_size, outer = run / a.middle_runs;
-      else run = a.inner.Div(static_cast<uint32_t>(p)), outer = a.middle.Div(static_cast<uint32_t>(run));
-      const int64_t inner = (p - run * a.inner_size) * unit, middle = (run - outer * a.middle_runs) * a.rows;
-      const int64_t at[kIn] = {(outer * a.in_stride[I][0] + middle * a.in_stride[I][1] + inner * a.in_stride[I][2])...};
-      const int64_t to[kOut] = {(outer * a.out_stride[J][0] + middle * a.out_stride[J][1] + inner)...};
+      // Indices have 32 bits each, whose products with strides take half the instructions of those of 64.
+      uint32_t outer, middle, inner;
+      if (p >> 32) {
+        const int64_t run = p / a.inner_size;
+        outer = static_cast<uint32_t>(run / a.middle_runs), middle = static_cast<uint32_t>(run % a.middle_runs);
+        inner = static_cast<uint32_t>(p - run * a.inner_size);
+      } else {
+        const uint32_t run = a.inner.Div(static_cast<uint32_t>(p));
+        outer = a.middle.Div(run), middle = run - outer * a.middle_runs;
+        inner = static_cast<uint32_t>(p) - run * a.inner_size;
+      }
+      middle *= a.rows;
+      const int64_t column = static_cast<int64_t>(inner) * unit;
+      const int64_t at[kIn] = {(outer * a.in_stride[I][0] + middle * a.in_stride[I][1] + (a.in_stride[I][2] ? column : 0))...};
+      const int64_t to[kOut] = {(outer * a.out_stride[J][0] + middle * a.out_stride[J][1] + column)...};
       if (a.in_packs) {
         // The same columns of kRows rows, of which the last may be missing; then the first is read twice.
         Words x[kRows][kIn];
@@ -393,7 +431,9 @@ cudaError_t LaunchFlat(const ElementwiseArgs& args, int64_t bytes, const Device&
   // Tiles, if they make four waves.
   constexpr int kTile = E::kUnroll * kThreads;
   if (!a.shifted && a.packs >= int64_t{4} * kFlatBlocks * device.sm_count * kTile) a.tiles = a.packs / kTile;
-  const int64_t threads = a.tiles ? (a.tiles + 1) * kThreads : a.packs ? a.packs : a.count;
+  if (a.tiles) a.packs = a.tiles * kTile;
+  a.whole = a.packs * E::N == a.count;
+  const int64_t threads = a.tiles ? a.tiles * kThreads : a.packs ? a.packs : a.count;
   return Launch(FlatKernel<E>, Grid(threads, kFlatBlocks, device), stream, a);
 }
 
@@ -415,7 +455,7 @@ cudaError_t LaunchStrided(const ElementwiseArgs& args, int64_t bytes, const Devi
     for (int d = 0; d < 2; ++d) a.out_stride[k][d] = args.out[k].stride[d];
   }
   const int64_t inner = args.size[2] / (a.in_packs ? E::N : 1);
-  if (inner >> 32 || args.size[1] >> 32) return cudaErrorInvalidConfiguration;
+  if (inner >> 32 || args.size[1] >> 32 || args.size[0] >> 32) return cudaErrorInvalidConfiguration;
   a.inner_size = static_cast<uint32_t>(inner), a.middle_size = static_cast<uint32_t>(args.size[1]);
   a.rows = a.in_packs && a.middle_size >= E::kRows ? E::kRows : 1;
   a.middle_runs = (a.middle_size + a.rows - 1) / a.rows;

@@ -41,24 +41,44 @@ template <template <bool> class Of> struct ReduceLauncher {
     }
     constexpr int kPacks = kSubWarpElements / 32;
     const int log_lanes = std::max(2, Log2Ceil(ReduceCeilDiv(p.width, kPacks)));
-    return Launch(ReduceNarrow<Counting, 1, kPacks>, NarrowShape(log_lanes), stream, p, log_lanes,
+    return Launch(ReduceNarrow<Counting, 1, kPacks, kRowsTogether, false>, NarrowShape(log_lanes), stream, p, log_lanes,
                   static_cast<int>(p.width));
   }
   template <int M> cudaError_t NarrowPacks() const {
     const int packs = static_cast<int>(p.width / M), log_lanes = std::max(2, Log2Ceil(packs));
-    return Launch(ReduceNarrow<Op, M, 1>, NarrowShape(log_lanes), stream, p, log_lanes, packs);
+    return Launch(ReduceNarrow<typename Op::Short, M, 1, kRowsTogether, false>, NarrowShape(log_lanes), stream, p, log_lanes,
+                  packs);
   }
-  LaunchShape NarrowShape(int log_lanes) const {
+  LaunchShape NarrowShape(int log_lanes, int rows = kRowsTogether) const {
     LaunchShape shape;
     shape.threads = kNarrowThreads;
-    shape.blocks = ReduceCeilDiv(p.rows, (kNarrowThreads >> log_lanes) * kRowsTogether);
+    shape.blocks = ReduceCeilDiv(p.rows, (kNarrowThreads >> log_lanes) * rows);
     return shape;
+  }
+  // Whole rows of a few packs a lane, several a warp, which reads all of them at once.
+  template <class O, int kPacks, bool kMasked> cudaError_t WarpPacks() const {
+    constexpr int kRows = kWarpPacks * 2 / kPacks;
+    return Launch(ReduceNarrow<typename O::Short, N, kPacks, kRows, kMasked>, NarrowShape(5, kRows), stream, p, 5,
+                  static_cast<int>(p.width / N));
   }
 
   // Whole rows, or p.parts parts of each.
   cudaError_t Rows(bool warps) {
     LaunchShape shape;
     int rows_each = 0;
+    if constexpr (!std::is_integral_v<T> && sizeof(T) <= 4) {
+      if (warps && p.whole && p.width <= kWarpPacks * kWarp * N) {
+        // All rows of a mask begin where its vectors do, if the first one does.
+        const bool vectors = p.mask && p.mask_view.axis_stride == 1 && reinterpret_cast<uintptr_t>(p.mask) % N == 0;
+        constexpr int kPacks = sizeof(T) == 2 ? kWarpPacks / 2 : kWarpPacks;
+        if (vectors && p.width <= kPacks * kWarp * N) {
+          return p.mean ? WarpPacks<Counting, kPacks, true>() : WarpPacks<Op, kPacks, true>();
+        }
+        if constexpr (sizeof(T) == 2) {
+          if (!p.mask) return WarpPacks<Op, kWarpPacks, false>();
+        }
+      }
+    }
     if (warps) {
       // Several rows a warp share the steps of merging, where that leaves warps enough.
       const int most = p.mask || kTogether<T, false> ? kRowsTogether : 1;
@@ -76,6 +96,11 @@ template <template <bool> class Of> struct ReduceLauncher {
       shape.blocks_y = static_cast<int>(p.parts);
       constexpr int kGrain = 128 / sizeof(T);
       p.each = ReduceCeilDiv(p.width, p.parts * kGrain) * kGrain;
+      if constexpr (!std::is_integral_v<T> && sizeof(T) <= 4) {
+        if (p.whole && !p.mask) {
+          return Partly<Op>(Launch(ReduceWhole<Op, N>, shape, stream, p, static_cast<int>(p.each / N)));
+        }
+      }
     }
     if (!p.mask) return Partly<Op>(Launch(ReduceRows<Op, N, false>, shape, stream, p, rows_each));
     if (p.mean) return Partly<Counting>(Launch(ReduceRows<Counting, N, true>, shape, stream, p, rows_each));
@@ -88,10 +113,13 @@ template <template <bool> class Of> struct ReduceLauncher {
     // 32 threads across, more where there are too few rows for the others: a thread has 16, if there are. Of parts 8.
     p.each = ReduceCeilDiv(p.width, p.parts);
     const int log_y = p.parts > 1 ? 3 : p.each < 32 ? 0 : p.each < 64 ? 1 : p.each < 128 ? 2 : 3;
-    const int log_x = std::min(8 - log_y, Log2Ceil(across));
+    // Small blocks where threads have few rows, and each block's beginning and end count.
+    const int log_threads = log_y == 0 ? 7 : 8;
+    static_assert(kColumnsThreads == 1 << 8);
+    const int log_x = std::min(log_threads - log_y, Log2Ceil(across));
     const int64_t tiles = ReduceCeilDiv(across, int64_t{1} << log_x);
     LaunchShape shape;
-    shape.threads = kColumnsThreads;
+    shape.threads = 1 << log_threads;
     shape.blocks = p.rows * tiles;
     shape.blocks_y = static_cast<int>(p.parts);
     if constexpr (!std::is_integral_v<T>) {

@@ -1,7 +1,8 @@
 // The kernels of the row reductions. All of them only read, so what counts is to have enough loads
 // in flight, and in 16 bit how few instructions an element takes.
 //
-//     ReduceNarrow    a group of 4 to 32 lanes has four rows at a time
+//     ReduceNarrow    a group of 4 to 32 lanes has two or four rows at a time, all of which it reads at once
+//     ReduceWhole     a block has a row that is nothing but whole vectors, or a part of one
 //     ReduceRows      a warp has up to four rows one after the other, or a block has a row, or a part of one;
 //                     elements before the first and after the last whole 16-byte vector are read one by one
 //     ReduceColumns   the axis is not the last one: a tile of columns a block, or a part of its rows; each
@@ -17,7 +18,8 @@
 namespace jaxkern {
 
 constexpr int kNarrowThreads = 128;
-constexpr int kRowsTogether = 4;   // that a group of lanes, or a warp, merges at once
+constexpr int kRowsTogether = 4;   // that a group of lanes, or a warp, merges at once, at most
+constexpr int kWarpPacks = 4;      // of a row that a warp has with others at once, a lane
 constexpr int kRowThreads = 256;   // a block, at most
 constexpr int kPartThreads = 128;  // one that has a part of a row
 constexpr int kWarpsOfRows = 4;    // a block of the warp tier
@@ -52,16 +54,15 @@ template <class Op> __device__ __forceinline__ typename Op::Stat MergeWarps(type
                                           [](typename Op::Stat s) { return MergeLanes<Op>(s, kRowThreads / kWarp); });
 }
 
-// Merges the Stats of kRowsTogether rows over aligned groups of 2^log_lanes lanes, four at least, which are level.
-// Afterwards the first kRowsTogether lanes of a group have that of one row each, number *row.
-template <class Op>
-__device__ __forceinline__ typename Op::Stat MergeRows(typename Op::Stat (&stat)[kRowsTogether], int lane,
-                                                       int log_lanes, int* row) {
+// Merges the Stats of kRows rows over aligned groups of 2^log_lanes lanes, four at least, which are level.
+// Afterwards the first kRows lanes of a group have that of one row each, number *row.
+template <class Op, int kRows>
+__device__ __forceinline__ typename Op::Stat MergeRows(typename Op::Stat (&stat)[kRows], int lane, int log_lanes, int* row) {
   // A step over two lanes halves the rows that a lane looks after, until it is one; then over the others.
   *row = 0;
-  int rows = kRowsTogether;
+  int rows = kRows;
 #pragma unroll
-  for (int bit = 1; bit < kRowsTogether; bit *= 2) {
+  for (int bit = 1; bit < kRows; bit *= 2) {
     rows /= 2;
     const bool upper = lane & bit;
     *row += upper ? rows : 0;
@@ -71,77 +72,10 @@ __device__ __forceinline__ typename Op::Stat MergeRows(typename Op::Stat (&stat)
       stat[u] = Op::Join(keep, Op::Exchange(give, bit));
     }
   }
-  for (int step = kRowsTogether; step < 1 << log_lanes; step *= 2) {
+  for (int step = kRows; step < 1 << log_lanes; step *= 2) {
     stat[0] = Op::Join(stat[0], Op::Exchange(stat[0], step));
   }
   return stat[0];
-}
-
-// A row has `packs` packs of N elements, at most kPacks a lane.
-template <class Op, int N, int kPacks>
-__global__ void __launch_bounds__(kNarrowThreads)
-ReduceNarrow(const __grid_constant__ ReduceParams p, int log_lanes, int packs) {
-  using T = typename Op::T;
-  using V = typename Op::V;
-  const int lane = threadIdx.x & ((1 << log_lanes) - 1), groups = kNarrowThreads >> log_lanes;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * (groups * kRowsTogether) + (threadIdx.x >> log_lanes);
-  const T* const x = static_cast<const T*>(p.x);
-
-  typename Op::Stat stat[kRowsTogether];
-#pragma unroll
-  for (int u = 0; u < kRowsTogether; ++u) stat[u] = Op::Identity();
-  if constexpr (N == 1) {
-    T raw[kRowsTogether][kPacks];
-    bool in[kRowsTogether][kPacks];
-#pragma unroll
-    for (int u = 0; u < kRowsTogether; ++u) {
-      const int64_t row = first + u * groups;
-#pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        const int at = lane + (i << log_lanes);
-        in[u][i] = row < p.rows && at < packs;
-        if (in[u][i]) raw[u][i] = x[row * p.width + at];
-      }
-    }
-#pragma unroll
-    for (int u = 0; u < kRowsTogether; ++u) {
-      const int64_t row = first + u * groups;
-      if (p.mask && row < p.rows) {
-        const uint8_t* const mask = p.mask + p.mask_view.outer_map(row);
-#pragma unroll
-        for (int i = 0; i < kPacks; ++i) {
-          if (in[u][i]) in[u][i] = mask[(lane + (i << log_lanes)) * p.mask_view.axis_stride];
-        }
-      }
-      V v[kPacks];
-      int count = 0;
-#pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        v[i] = in[u][i] ? ValueOf<V>(raw[u][i]) : Op::Neutral(p);
-        count += in[u][i];
-      }
-      Op::Accumulate(p, stat[u], v);
-      Op::Count(stat[u], count);
-    }
-    Op::Level(stat, 1 << log_lanes);
-  } else {
-    Pack<T, N> raw[kRowsTogether][kPacks];
-    const T* from = x + first * p.width + lane * N;
-#pragma unroll
-    for (int u = 0; u < kRowsTogether; ++u, from += groups * p.width) {
-      const int has = first + u * groups < p.rows ? packs - lane : 0;
-#pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        raw[u][i] = NeutralPack<T, N>(p);
-        if (i << log_lanes < has) raw[u][i] = LoadVector<T, N>(from + (i << log_lanes) * N);
-      }
-    }
-    Op::AccumulateLevel(p, stat, raw, 1 << log_lanes);
-  }
-  int row;
-  const typename Op::Stat merged = MergeRows<Op>(stat, lane, log_lanes, &row);
-  const int64_t at = first + row * groups;
-  if (lane < kRowsTogether && at < p.rows) Op::Store(p, at, merged);
 }
 
 // The N bytes of a mask at m, a multiple of N, as words.
@@ -174,6 +108,109 @@ __device__ __forceinline__ void Mask(Pack<T, N>& pack, const uint32_t (&in)[(N +
     const uint32_t keep = kPer == 4 ? bytes : __byte_perm(bytes, 0, kPer == 2 ? byte * 0x1111 + 0x1100 : byte * 0x1111);
     pack.word[w] = (pack.word[w] & keep) | (otherwise.word[w] & ~keep);
   }
+}
+
+// A row has `packs` packs of N elements, at most kPacks a lane. kMasked: the bytes of its mask lie side by side, and are
+// vectors of N, and 32 lanes have a row; single elements may have a mask anyway.
+template <class Op, int N, int kPacks, int kRows, bool kMasked>
+__global__ void __launch_bounds__(kNarrowThreads, kPacks * N > 8 ? 8 : 1)
+ReduceNarrow(const __grid_constant__ ReduceParams p, int log_lanes, int packs) {
+  using T = typename Op::T;
+  using V = typename Op::V;
+  const int lane = threadIdx.x & ((1 << log_lanes) - 1), groups = kNarrowThreads >> log_lanes;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * (groups * kRows) + (threadIdx.x >> log_lanes);
+  const T* const x = static_cast<const T*>(p.x);
+
+  typename Op::Stat stat[kRows];
+#pragma unroll
+  for (int u = 0; u < kRows; ++u) stat[u] = Op::Identity();
+  if constexpr (N == 1) {
+    T raw[kRows][kPacks];
+    bool in[kRows][kPacks];
+#pragma unroll
+    for (int u = 0; u < kRows; ++u) {
+      const int64_t row = first + u * groups;
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        const int at = lane + (i << log_lanes);
+        in[u][i] = row < p.rows && at < packs;
+        if (in[u][i]) raw[u][i] = x[row * p.width + at];
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kRows; ++u) {
+      const int64_t row = first + u * groups;
+      if (p.mask && row < p.rows) {
+        const uint8_t* const mask = p.mask + p.mask_view.outer_map(row);
+#pragma unroll
+        for (int i = 0; i < kPacks; ++i) {
+          if (in[u][i]) in[u][i] = mask[(lane + (i << log_lanes)) * p.mask_view.axis_stride];
+        }
+      }
+      V v[kPacks];
+      int count = 0;
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        v[i] = in[u][i] ? ValueOf<V>(raw[u][i]) : Op::Neutral(p);
+        count += in[u][i];
+      }
+      Op::Accumulate(p, stat[u], v);
+      Op::Count(stat[u], count);
+    }
+    Op::Level(stat, 1 << log_lanes);
+  } else {
+    constexpr int kMaskWords = (N + 3) / 4;
+    uint32_t taken[kMasked ? kRows : 1][kPacks][kMaskWords];
+    if constexpr (kMasked) {
+      // A lane finds the mask of a row for the others.
+      const int64_t mine = first + lane % kRows * groups;
+      const int64_t mask_at = mine < p.rows ? p.mask_view.outer_map.Below32Bits(static_cast<uint32_t>(mine)) : 0;
+#pragma unroll
+      for (int u = 0; u < kRows; ++u) {
+        const uint8_t* const in = p.mask + __shfl_sync(0xffffffffu, mask_at, u) + lane * N;
+        const int has = first + u * groups < p.rows ? packs - lane : 0;
+#pragma unroll
+        for (int i = 0; i < kPacks; ++i) {
+#pragma unroll
+          for (int w = 0; w < kMaskWords; ++w) taken[u][i][w] = 0;
+          if (i << log_lanes < has) LoadMaskVector<N>(in + (i << log_lanes) * N, taken[u][i]);
+        }
+      }
+    }
+    Pack<T, N> raw[kRows][kPacks];
+    const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
+    const T* from = x + first * p.width + lane * N;
+#pragma unroll
+    for (int u = 0; u < kRows; ++u, from += groups * p.width) {
+      const int has = first + u * groups < p.rows ? packs - lane : 0;
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        raw[u][i] = NeutralPack<T, N>(p);
+        if (i << log_lanes < has) {
+          if constexpr (kPacks > 1) raw[u][i] = LoadVector<T, N>(from + (i << log_lanes) * N, policy);
+          else raw[u][i] = LoadVector<T, N>(from + (i << log_lanes) * N);
+        }
+      }
+    }
+    if constexpr (kMasked) {
+#pragma unroll
+      for (int u = 0; u < kRows; ++u) {
+        uint32_t count = 0;
+#pragma unroll
+        for (int i = 0; i < kPacks; ++i) {
+          Mask(raw[u][i], taken[u][i], NeutralPack<T, N>(p));
+#pragma unroll
+          for (int w = 0; w < kMaskWords; ++w) count = __dp4a(taken[u][i][w], 0x01010101u, count);
+        }
+        Op::Count(stat[u], count);
+      }
+    }
+    Op::AccumulateLevel(p, stat, raw, 1 << log_lanes);
+  }
+  int row;
+  const typename Op::Stat merged = MergeRows<Op>(stat, lane, log_lanes, &row);
+  const int64_t at = first + row * groups;
+  if (lane < kRows && at < p.rows) Op::Store(p, at, merged);
 }
 
 // One element as a pack, whose bits nothing is done to before it is used.
@@ -287,6 +324,55 @@ __device__ __forceinline__ typename Op::Stat ReduceRow(const ReduceParams& p, co
   return stat;
 }
 
+// blockIdx.x: a row; blockIdx.y: a part of it, all of `each` packs but the last ones. No masks. Where registers allow, the
+// next packs are on their way while these are reduced.
+template <class Op, int N>
+__global__ void __launch_bounds__(kRowThreads, 4)
+ReduceWhole(const __grid_constant__ ReduceParams p, int each) {
+  using T = typename Op::T;
+  constexpr int U = kInFlight<T>, kBuffers = sizeof(T) == 2 ? 2 : 1;
+  const int first = threadIdx.x / kWarp * U * kWarp + threadIdx.x % kWarp, turn = blockDim.x * U;
+  const int64_t begin = int64_t{blockIdx.y} * each;
+  int left = static_cast<int>(min(p.width / N - begin, int64_t{each})) - first;
+  const T* from = static_cast<const T*>(p.x) + blockIdx.x * p.width + (begin + first) * N;
+  const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
+
+  Pack<T, N> raw[kBuffers][U];
+  const auto load = [&](Pack<T, N> (&raw)[U]) {
+    if (left > (U - 1) * kWarp) {
+#pragma unroll
+      for (int i = 0; i < U; ++i) raw[i] = LoadVector<T, N>(from + i * (kWarp * N), policy);
+    } else {
+#pragma unroll
+      for (int i = 0; i < U; ++i) {
+        raw[i] = NeutralPack<T, N>(p);
+        if (left > i * kWarp) raw[i] = LoadVector<T, N>(from + i * (kWarp * N), policy);
+      }
+    }
+    left -= turn, from += int64_t{turn} * N;
+  };
+  typename Op::Stat stat = Op::Identity();
+  if constexpr (kBuffers == 1) {
+    while (left > 0) {
+      load(raw[0]);
+      Op::Accumulate(p, stat, raw[0]);
+    }
+  } else if (left > 0) {
+    load(raw[0]);
+    for (bool more = true; more;) {
+#pragma unroll
+      for (int b = 0; b < kBuffers; ++b) {
+        more = left > 0;
+        if (more) load(raw[1 - b]);
+        Op::Accumulate(p, stat, raw[b]);
+        if (!more) break;
+      }
+    }
+  }
+  stat = MergeWarps<Op>(MergeLanes<Op>(stat, kWarp));
+  if (threadIdx.x == 0) Deliver<Op>(p, blockIdx.x, blockIdx.y, stat);
+}
+
 // blockIdx.x: a row, or where a warp has rows_each > 0 of them those of kWarpsOfRows warps; blockIdx.y: a part of it.
 template <class Op, int N, bool kMasked>
 __global__ void __launch_bounds__(kRowThreads, sizeof(typename Op::T) == 8 ? 2 : 4)
@@ -340,7 +426,7 @@ ReduceRows(const __grid_constant__ ReduceParams p, int rows_each) {
   }
 }
 
-// Tiles of 2^log_x threads across, each with N columns, and the other threads of the block down.
+// Tiles of 2^log_x threads across, each with N columns, and the other threads of the block, of kColumnsThreads at most, down.
 template <class Op, int N>
 __global__ void __launch_bounds__(kColumnsThreads, sizeof(typename Op::T) == 8 ? 2 : kColumnsBlocks)
 ReduceColumns(const __grid_constant__ ReduceParams p, int log_x, int64_t tiles) {
@@ -350,19 +436,21 @@ ReduceColumns(const __grid_constant__ ReduceParams p, int log_x, int64_t tiles) 
   constexpr int kPad = kWarp / N;  // so that both ways through shared memory meet different banks
   __shared__ Stat room[kColumnsThreads * N + kColumnsThreads];
 
-  const int x = threadIdx.x & ((1 << log_x) - 1), y = threadIdx.x >> log_x, threads_y = kColumnsThreads >> log_x;
+  const int x = threadIdx.x & ((1 << log_x) - 1), y = threadIdx.x >> log_x, threads_y = blockDim.x >> log_x;
   const int64_t outer = blockIdx.x / tiles, first = (blockIdx.x - outer * tiles << log_x) * N, column = first + x * N;
   const int64_t begin = min(p.width, p.each * blockIdx.y), end = column < p.inner ? min(p.width, begin + p.each) : 0;
 
-  typename Op::template Down<N> down;
+  const int across = (1 << log_x) + (log_x >= 5 ? kPad : 0);
+  using Down = typename Op::template Down<N>;
+  Down down({room + y * N * across + x, across});
   const T* from = static_cast<const T*>(p.x) + (outer * p.width + begin + y) * p.inner + column;
   const int64_t step = threads_y * p.inner;
   const uint8_t* mask = nullptr;
   if (N == 1 && p.mask && column < p.inner) mask = p.mask + p.mask_view.outer_map(outer) + p.mask_view.inner_map(column);
 
-  for (int64_t a = begin + y; a < end; a += U * threads_y, from += U * step) {
-    const int left = static_cast<int>(min(end - a, int64_t{U} * threads_y));
-    if constexpr (N == 1) {
+  if constexpr (N == 1) {
+    for (int64_t a = begin + y; a < end; a += U * threads_y, from += U * step) {
+      const int left = static_cast<int>(min(end - a, int64_t{U} * threads_y));
       using V = typename Op::V;
       T raw[U];
       bool in[U];
@@ -386,25 +474,43 @@ ReduceColumns(const __grid_constant__ ReduceParams p, int log_x, int64_t tiles) 
       }
       down.Add(p, v);
       down.Count(count);
-    } else {
-      Pack<T, N> raw[U];
+    }
+  } else {
+    constexpr int kBuffers = Down::kAhead ? 2 : 1;
+    Pack<T, N> raw[kBuffers][U];
+    int64_t a = begin + y;
+    const auto load = [&](Pack<T, N> (&raw)[U]) {
+      const int left = static_cast<int>(min(end - a, int64_t{U} * threads_y));
 #pragma unroll
       for (int i = 0; i < U; ++i) {
         raw[i] = NeutralPack<T, N>(p);
         if (i * threads_y < left) raw[i] = LoadVector<T, N>(from + i * step);
       }
-      down.Add(p, raw);
+      a += U * threads_y, from += U * step;
+    };
+    if constexpr (kBuffers == 1) {
+      while (a < end) {
+        load(raw[0]);
+        down.Add(p, raw[0]);
+      }
+    } else if (a < end) {
+      load(raw[0]);
+      for (bool more = true; more;) {
+#pragma unroll
+        for (int b = 0; b < kBuffers; ++b) {
+          more = a < end;
+          if (more) load(raw[1 - b]);
+          down.Add(p, raw[b]);
+          if (!more) break;
+        }
+      }
     }
   }
 
-  Stat stat[N];
-  down.Get(stat);
-  const int across = (1 << log_x) + (log_x >= 5 ? kPad : 0);
-#pragma unroll
-  for (int j = 0; j < N; ++j) room[(y * N + j) * across + x] = stat[j];
+  down.Finish();
   __syncthreads();
   const int columns = N << log_x;
-  for (int c = threadIdx.x; c < columns && first + c < p.inner; c += kColumnsThreads) {
+  for (int c = threadIdx.x; c < columns && first + c < p.inner; c += blockDim.x) {
     const Stat* const of = room + c % N * across + c / N;
     Stat all = of[0];
 #pragma unroll 4
@@ -418,12 +524,21 @@ template <class Op>
 __global__ void __launch_bounds__(kMergeThreads)
 ReduceMerge(const __grid_constant__ ReduceParams p, const typename Op::Stat* partials, int log_lanes) {
   const bool block = kMergeThreads >> log_lanes == 1;
-  const int lanes = 1 << log_lanes, lane = threadIdx.x & (lanes - 1);
+  const int lanes = 1 << log_lanes, lane = threadIdx.x & (lanes - 1), parts = static_cast<int>(p.parts);
   const int64_t row = int64_t{blockIdx.x} * (kMergeThreads >> log_lanes) + (threadIdx.x >> log_lanes);
   typename Op::Stat stat = Op::Identity();
   if (row < p.rows) {
-#pragma unroll 4
-    for (int64_t i = lane; i < p.parts; i += lanes) stat = Op::Merge(stat, partials[row * p.parts + i]);
+    const typename Op::Stat* from = partials + row * parts + lane;
+#pragma unroll 1
+    for (int left = parts - lane; left > 0; left -= 4 * lanes, from += 4 * lanes) {
+      typename Op::Stat some[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) some[i] = left > i * lanes ? from[i * lanes] : Op::Identity();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (left > i * lanes) stat = Op::Merge(stat, some[i]);
+      }
+    }
   }
   stat = MergeLanes<Op>(stat, min(lanes, kWarp));
   if (block) stat = MergeWarps<Op>(stat);

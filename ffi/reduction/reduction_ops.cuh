@@ -9,8 +9,10 @@
 //     Exchange     the Stat of the lane whose number differs in the bit `lane`
 //     Join         two Stats of such a group
 //     Store        the Stat of a whole row -> its element of the output
+//     Short        the Op for rows of a few elements a lane
 //     Down         what a thread makes of N columns while it walks down them: Add values of one column or packs of
-//                  all, Count those that take part, Get the Stats
+//                  all, Count those that take part, Finish: the Stats lie in the thread's own room in shared memory.
+//                  kAhead: it leaves registers for packs that are on their way
 #pragma once
 
 #include <limits>
@@ -130,11 +132,20 @@ __device__ __forceinline__ void AllValues(const Pack<T, N> (&raw)[U], V (&v)[U *
   for (int i = 0; i < U; ++i) Values(raw[i], v + i * N);
 }
 
+// Where a thread leaves the Stats of its columns.
+template <class Stat> struct ColumnsRoom {
+  Stat* first;
+  int stride;
+  __device__ __forceinline__ Stat& operator[](int j) const { return first[j * stride]; }
+};
+
 // Stats all the way down.
 template <class Op, int N> struct StatsDown {
+  static constexpr bool kAhead = sizeof(typename Op::T) == 4 && sizeof(typename Op::Stat) <= 8;
   typename Op::Stat stat[N];
+  ColumnsRoom<typename Op::Stat> room;
 
-  __device__ __forceinline__ StatsDown() {
+  explicit __device__ __forceinline__ StatsDown(ColumnsRoom<typename Op::Stat> room) : room(room) {
 #pragma unroll
     for (int j = 0; j < N; ++j) stat[j] = Op::Identity();
   }
@@ -154,9 +165,9 @@ template <class Op, int N> struct StatsDown {
     }
   }
   __device__ __forceinline__ void Count(int n) { Op::Count(stat[0], n); }
-  __device__ __forceinline__ void Get(typename Op::Stat (&out)[N]) const {
+  __device__ __forceinline__ void Finish() const {
 #pragma unroll
-    for (int j = 0; j < N; ++j) out[j] = stat[j];
+    for (int j = 0; j < N; ++j) room[j] = stat[j];
   }
 };
 
@@ -173,13 +184,15 @@ template <class Op> struct AlreadyLevel {
 
 // ---- sum and mean
 
-// kMasked: there may be a mask, and a mean needs to know how many elements take part.
-template <class T_, bool kMasked> struct Sum_ : AlreadyLevel<Sum_<T_, kMasked>> {
+// kMasked: there may be a mask, and a mean needs to know how many elements take part. kFloat: of 16-bit elements, so few
+// that their sum errs by a few units of a float.
+template <class T_, bool kMasked, bool kFloat = false> struct Sum_ : AlreadyLevel<Sum_<T_, kMasked, kFloat>> {
   using T = T_;
   static constexpr bool kInteger = std::is_integral_v<T>, kCounts = kMasked && !kInteger;
   // Values of a few packs of small integers add up in 32 bits.
   using V = std::conditional_t<!kInteger, Compute<T>, std::conditional_t<sizeof(T) <= 2, int32_t, int64_t>>;
-  using S = std::conditional_t<kInteger, int64_t, double>;
+  using S = std::conditional_t<kInteger, int64_t, std::conditional_t<kFloat, float, double>>;
+  using Short = Sum_<T, kMasked, !kInteger && sizeof(T) == 2>;
   struct Counted {
     S sum;
     int64_t count;
@@ -189,12 +202,18 @@ template <class T_, bool kMasked> struct Sum_ : AlreadyLevel<Sum_<T_, kMasked>> 
   };
   using Stat = std::conditional_t<kCounts, Counted, Uncounted>;
 
-  // 16 bit: what two times bring stays in float, for a conversion to double has an eighth of an addition's speed. Three
-  // additions one after the other round, by 2^-24 each.
-  template <int N> struct FloatsDown : StatsDown<Sum_, N> {
+  // 16 bit: what four times bring stays in float, for a conversion to double has an eighth of an addition's speed, and
+  // doubles want registers. A few additions one after the other round, by 2^-24 each.
+  template <int N> struct FloatsDown {
+    static constexpr bool kAhead = true;
     float low[N] = {};
     int times = 0;
+    ColumnsRoom<Stat> room;
 
+    explicit __device__ __forceinline__ FloatsDown(ColumnsRoom<Stat> room) : room(room) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) room[j] = Identity();
+    }
     template <int U> __device__ __forceinline__ void Add(const ReduceParams&, const Pack<T, N> (&raw)[U]) {
 #pragma unroll
       for (int w = 0; w < Pack<T, N>::kWords; ++w) {
@@ -210,16 +229,14 @@ template <class T_, bool kMasked> struct Sum_ : AlreadyLevel<Sum_<T_, kMasked>> 
         low[2 * w] += Fold(left, SumOf());
         low[2 * w + 1] += Fold(right, SumOf());
       }
-      if (++times % 2 == 0) Keep();
+      if (++times % 4 == 0) Keep();
     }
     __device__ __forceinline__ void Keep() {
 #pragma unroll
-      for (int j = 0; j < N; ++j) this->stat[j].sum += static_cast<S>(low[j]), low[j] = 0;
+      for (int j = 0; j < N; ++j) room[j].sum += static_cast<S>(low[j]), low[j] = 0;
     }
-    __device__ __forceinline__ void Get(Stat (&out)[N]) {
-      Keep();
-      StatsDown<Sum_, N>::Get(out);
-    }
+    __device__ __forceinline__ void Finish() { Keep(); }
+    __device__ __forceinline__ void Count(int) {}
   };
   template <int N>
   using Down = std::conditional_t<!kInteger && sizeof(T) == 2 && (N > 1), FloatsDown<N>, StatsDown<Sum_, N>>;
@@ -254,9 +271,9 @@ template <class T_, bool kMasked> struct Sum_ : AlreadyLevel<Sum_<T_, kMasked>> 
       if (p.wide) static_cast<int64_t*>(p.out)[at] = stat.sum;
       else static_cast<int32_t*>(p.out)[at] = static_cast<int32_t>(stat.sum);
     } else {
-      double sum = stat.sum * p.scale;
+      double sum = static_cast<double>(stat.sum) * p.scale;
       if constexpr (kCounts) {
-        if (p.mean && p.mask) sum = stat.sum / static_cast<double>(stat.count);
+        if (p.mean && p.mask) sum = static_cast<double>(stat.sum) / static_cast<double>(stat.count);
       }
       StoreRounded<T>(p, at, static_cast<V>(sum));
     }
@@ -269,15 +286,19 @@ template <class T_> struct Max_ : AlreadyLevel<Max_<T_>> {
   using T = T_;
   using V = std::conditional_t<!std::is_integral_v<T>, Compute<T>,
                                std::conditional_t<(sizeof(T) < 4), std::conditional_t<std::is_signed_v<T>, int32_t, uint32_t>, T>>;
+  using Short = Max_;
   struct Stat {
     V max;
   };
 
   // 16 bit: two columns at a time.
   template <int N> struct PairsDown {
+    static constexpr bool kAhead = true;
     Pack<T, N> most;
     bool any = false;
+    ColumnsRoom<Stat> room;
 
+    explicit __device__ __forceinline__ PairsDown(ColumnsRoom<Stat> room) : room(room) {}
     template <int U> __device__ __forceinline__ void Add(const ReduceParams& p, const Pack<T, N> (&raw)[U]) {
 #pragma unroll
       for (int w = 0; w < Pack<T, N>::kWords; ++w) {
@@ -289,11 +310,11 @@ template <class T_> struct Max_ : AlreadyLevel<Max_<T_>> {
       }
       any = true;
     }
-    __device__ __forceinline__ void Get(Stat (&out)[N]) const {
+    __device__ __forceinline__ void Finish() const {
       V v[N];
       Unpack(most, v);
 #pragma unroll
-      for (int j = 0; j < N; ++j) out[j] = {any ? v[j] : Least()};
+      for (int j = 0; j < N; ++j) room[j] = {any ? v[j] : Least()};
     }
   };
   template <int N>
@@ -372,6 +393,7 @@ template <class T_> struct LogSumExp_ {
     V max;
     S sum;  // of e^(x - max)
   };
+  using Short = LogSumExp_;
   template <int N> using Down = StatsDown<LogSumExp_, N>;
 
   // 16 bit: sums are relative to what max * log2(e) rounds to, which Store takes back; see ExpDifference.

@@ -3,7 +3,8 @@
 //
 //     sub_warp   rows up to 512 B, or up to 128 elements: 4-32 lanes a row and four rows a lane group,
 //                all loads before any of them is reduced
-//     warp       a warp a row, of any width; where there are many, up to four, one after the other
+//     warp       a warp a row, of any width; where there are many, up to four, one after the other; short rows of
+//                whole vectors two or four at once
 //     block      a block a row, of any width: the streaming tier
 //     split      few long rows: each over many blocks, in two launches (needs scratch)
 //     column     the axis is not the last one: threads along the inner dimension; where that leaves too
