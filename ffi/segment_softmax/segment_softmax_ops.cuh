@@ -76,7 +76,7 @@ template <class T_> struct SegmentForward {
   static __device__ __forceinline__ Stat Identity() { return {-Infinity<C>(), C(0)}; }
   static __device__ __forceinline__ Stat Merge(Stat a, Stat b) {
     const C max = Max(a.max, b.max), base = Base(max);
-    return {max, a.sum * Exp(a.max, base) + b.sum * Exp(b.max, base)};
+    return {max, a.sum * Power<T>(a.max, base) + b.sum * Power<T>(b.max, base)};
   }
   static __device__ __forceinline__ Stat ShuffleUp(Stat s, int step) {
     return {__shfl_up_sync(~0u, s.max, step), __shfl_up_sync(~0u, s.sum, step)};
@@ -98,7 +98,7 @@ template <class T_> struct SegmentForward {
   // For exponentials of x - max where the run's total has a larger maximum.
   static __device__ __forceinline__ Factor Scaled(Stat total, C max) {
     const Factor f = Inverse(total.sum);
-    const C scale = Exp(max, Base(total.max)), high = scale * f.high;
+    const C scale = Power<T>(max, Base(total.max)), high = scale * f.high;
     return {high, sizeof(T) >= 4 ? fma(scale, f.high, -high) + scale * f.low : C(0)};
   }
   static __device__ __forceinline__ C Times(C e, Factor f) {
