@@ -1,4 +1,4 @@
-// The segment softmax and its gradient on CUDA, over positions in the order of their segments: of narrow rows in short
+// The segment softmax and its gradient on CUDA, over positions in the order of their segments: of narrow rows or short
 // segments, and the launcher of all.
 //
 // The order is cut into tiles (segment_softmax_plan.h). A block takes a tile and a slab of columns, and of the tile the
@@ -256,7 +256,8 @@ template <class Op> cudaError_t LaunchSegmentOp(const IndexRun& run, const void*
   // One wave of blocks where none has anything to do, and as many as that is where all have.
   constexpr int64_t kBlocks = 512;
   const int each = static_cast<int>(std::min((blocks + kBlocks - 1) / kBlocks, int64_t{kSegmentThreads}));
-  return Launch(SegmentRewrite<Op>, {(blocks + each - 1) / each, 1, kSegmentThreads, bytes}, stream, run, s, blocks, each);
+  return Launch(SegmentRewrite<Op>, {(blocks + each - 1) / each, 1, kSegmentThreads, bytes}, stream, run, s, blocks,
+                each);
 }
 
 // Runs everything after the sort.

@@ -1,6 +1,6 @@
 // What the kernels of the segment softmax compute: one struct for the forward pass and one for the gradient.
 //
-//     Stat      of a run or a part of one, merged in any grouping; MergeAll merges many without waiting for each
+//     Stat      of a run or a part of one, merged in any grouping; MergeAll: many at once
 //     Reduce    a stretch: what Write needs of each element, and the Stats of the parts of runs at its ends
 //               (head: up to the first end in it; tail: from the last one on; both all of it if there is none)
 //     Write     a stretch, given the totals of those two runs; other runs are known
@@ -19,8 +19,7 @@ template <class C> __device__ __forceinline__ C Reciprocal(C x) {
   else return C(1) / x;
 }
 
-// e^(x - base) for x <= base, of a float to 0.9 units in the last place: ex2.approx, which the sums do with, has 2. Results
-// are held against those of an exponential about as good.
+// e^(x - base) for x <= base, of a float to 0.9 units in the last place: ex2.approx, which sums do with, has 2.
 template <class T> __device__ __forceinline__ Compute<T> Power(Compute<T> x, Compute<T> base) {
   if constexpr (sizeof(T) == 4) {
     float d;  // e^-88 comes out as 0; NaN passes

@@ -2,8 +2,8 @@
 // ffi/index_add/index_add_plan.cc and the launcher. Host only.
 //
 //     walk     a warp a chunk of sorted positions and a strip of columns, a segment at a time in registers
-//              (segment_softmax_walk.cuh): wide rows, and narrower ones whose segments are long enough
-//     tiles    a block a tile in shared memory (segment_softmax.cuh): narrow rows in short segments
+//              (segment_softmax_walk.cuh): segments that fill most of a warp on the average, 3 rows of 128 bytes, say
+//     tiles    a block a tile in shared memory (segment_softmax.cuh): shorter ones, and rows of less than 16 bytes
 #pragma once
 
 #include <cstdint>
@@ -60,8 +60,8 @@ struct SegmentCut {
 constexpr SegmentCut SegmentCutOf(int64_t rows, int64_t count, int64_t outer, int64_t inner, int64_t element_bytes) {
   SegmentCut cut;
   const int64_t bytes = inner * element_bytes, rows_at_once = 32 / WalkLanes((bytes + 15) / 16, kWalkLanes);
-  // A row of lanes that a segment leaves idle costs as much as a busy one.
-  cut.walk = bytes >= 64 || (bytes >= 16 && 3 * count >= 2 * rows_at_once * rows);
+  // A segment costs a warp some 250 instructions beside those for its rows, whether they are as many or not.
+  cut.walk = bytes >= 16 && 3 * count >= 2 * rows_at_once * rows;
   if (!cut.walk) {
     const SegmentTile t = SegmentTileOf(inner, element_bytes);
     cut.places = t.places, cut.room = t.room;

@@ -1,5 +1,5 @@
-// The segment softmax of wide rows, and of narrower ones whose segments are long: a warp walks the segments that begin
-// in a chunk of sorted positions, for a strip of columns.
+// The segment softmax of all but short segments of narrow rows: a warp walks the segments that begin in a chunk of
+// sorted positions, for a strip of columns.
 //
 // Lanes lie side by side in a row, a vector each (or kParts elements equally far apart, where rows are no whole
 // vectors), and in as many rows at once as that leaves lanes. A segment is read kUnroll rows a lane at a time, all
@@ -157,7 +157,8 @@ SegmentWalk(const __grid_constant__ IndexRun run, const __grid_constant__ WalkSh
     bool some = false;
     if (lane < s.chunks && group + lane < s.cut.tiles) {
       const uint32_t head = WalkKey(run, begin), last = WalkKey(run, min(end, run.positions) - 1);
-      some = last < run.dropped && end < run.positions && WalkKey(run, end) == last && GoesOnLong(run, reach, end, last);
+      some = last < run.dropped && end < run.positions && WalkKey(run, end) == last &&
+             GoesOnLong(run, reach, end, last);
       some = some || (begin > 0 && head < run.dropped && WalkKey(run, begin - 1) == head &&
                       ComesInLong(run, s.cut, begin, head));
     }
@@ -321,7 +322,8 @@ cudaError_t LaunchWalk(const IndexRun& run, const SegmentShape& cut, cudaStream_
     const int64_t groups = (cut.tiles + chunks - 1) / chunks;
     s.by_groups = Divider(groups);
     s.warps = run.outer * groups * s.strips;
-    return Launch(SegmentWalk<Op, N, kParts>, {(s.warps + kWalkWarps - 1) / kWalkWarps, 1, kWalkThreads}, stream, run, s);
+    const int64_t blocks = (s.warps + kWalkWarps - 1) / kWalkWarps;
+    return Launch(SegmentWalk<Op, N, kParts>, {blocks, 1, kWalkThreads}, stream, run, s);
   };
   cudaError_t error = launch(1);
   if (error != cudaSuccess || run.positions <= cut.room) return error;  // no segment is long
