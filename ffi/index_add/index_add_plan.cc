@@ -116,7 +116,8 @@ IndexLayout LayoutOf(IndexPlan plan, const IndexProblem& p) {
   if (p.rows == 0 || positions == 0) return layout;
   if (IsSegmentSoftmax(p.op)) {
     if (plan == IndexPlan::kSort) sort(0, keys);
-    const int64_t partials = SegmentPartials(SegmentTileOf(p.inner, SizeOf(p.type)), positions, p.outer, p.inner);
+    const SegmentCut cut = SegmentCutOf(p.rows, p.count, p.outer, p.inner, SizeOf(p.type));
+    const int64_t partials = SegmentPartials(cut, positions, p.outer, p.inner);
     if (partials > 0) layout.partials = take(2 * partials * Sum(p.type));
     return layout;
   }

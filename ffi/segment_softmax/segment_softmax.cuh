@@ -1,4 +1,5 @@
-// The segment softmax and its gradient on CUDA, over positions in the order of their segments.
+// The segment softmax and its gradient on CUDA, over positions in the order of their segments: of narrow rows or short
+// segments, and the launcher of all.
 //
 // The order is cut into tiles (segment_softmax_plan.h). A block takes a tile and a slab of columns, and of the tile the
 // segments that begin in it, beyond its end if need be: it
@@ -18,8 +19,10 @@
 // A position of no segment counts as a run of its own, of -inf.
 #pragma once
 
-#include "segment_softmax_ops.cuh"
-#include "segment_softmax_tile.cuh"
+#include <algorithm>
+
+#include "segment_softmax_join.cuh"
+#include "segment_softmax_walk.cuh"
 
 namespace jaxkern {
 
@@ -68,7 +71,7 @@ SegmentTiles(const __grid_constant__ IndexRun run, const __grid_constant__ Segme
   extern __shared__ __align__(16) char shared_bytes[];
   __shared__ SegmentEnds<kQ> runs;
   __shared__ Stat carry[kSegmentThreads], totals[kSegmentThreads];
-  const SegmentBlock b(run, s);
+  const SegmentBlock b(run, s, blockIdx.x);
   const int t = threadIdx.x, places = s.places, room = s.room;
   const uint32_t left = run.positions - b.begin;  // positions from the tile's first on
 
@@ -136,100 +139,54 @@ SegmentTiles(const __grid_constant__ IndexRun run, const __grid_constant__ Segme
   if (own_first < own_last) staged.Write(run, s, b, OutputOf<T>(run, b.o), own_first, own_last);
 }
 
-// Merges the statistics of the parts of each long segment, and leaves the total in the slots of all. A block looks
-// through a group of tiles for those that begin there, for a few columns; teams of threads take parts in turn.
-constexpr int kJoinColumns = 8, kJoinTeams = kSegmentThreads / kJoinColumns, kJoinTiles = 64;
-template <class Op>
-__global__ void __launch_bounds__(kSegmentThreads)
-SegmentJoin(const __grid_constant__ IndexRun run, const __grid_constant__ SegmentShape s, int64_t slabs, int64_t groups) {
-  using Stat = typename Op::Stat;
-  __shared__ uint32_t first[kJoinTiles], parts[kJoinTiles];
-  __shared__ int runs;
-  __shared__ Stat room[kSegmentThreads];
-  const int64_t item = blockIdx.x / slabs, o = item / groups, group = item - o * groups;
-  if (threadIdx.x == 0) runs = 0;
-  __syncthreads();
-  const int64_t tile = group * kJoinTiles + threadIdx.x;
-  if (threadIdx.x < kJoinTiles && tile < s.tiles) {
-    const uint32_t count = PartsOf(run, s.places, s.tiles, static_cast<uint32_t>(tile), s.reach);
-    if (count > 0) {
-      const int at = atomicAdd(&runs, 1);
-      first[at] = static_cast<uint32_t>(tile);
-      parts[at] = count;
-    }
-  }
-  __syncthreads();
-  const int team = threadIdx.x / kJoinColumns;
-  const int64_t column = (blockIdx.x - item * slabs) * kJoinColumns + threadIdx.x % kJoinColumns;
-  const bool active = column < run.inner;
-  for (int r = 0; r < runs; ++r) {
-    const auto slot = [&](uint32_t j) { return SegmentSlot<Stat>(run, s, o, first[r] + j, j == 0) + column; };
-    Stat total = Op::Identity();
-    for (uint32_t j = team; active && j < parts[r]; j += 4 * kJoinTeams) {
-      Stat part[4];
-#pragma unroll
-      for (uint32_t u = 0; u < 4; ++u) part[u] = j + u * kJoinTeams < parts[r] ? *slot(j + u * kJoinTeams) : Op::Identity();
-#pragma unroll
-      for (uint32_t u = 0; u < 4; ++u) total = Op::Merge(total, part[u]);
-    }
-    room[threadIdx.x] = total;
-    __syncthreads();
-    if (team == 0) {
-      for (int i = 1; i < kJoinTeams; ++i) total = Op::Merge(total, room[i * kJoinColumns + threadIdx.x]);
-      room[threadIdx.x] = total;
-    }
-    __syncthreads();
-    total = room[threadIdx.x % kJoinColumns];
-    for (uint32_t j = team; active && j < parts[r]; j += kJoinTeams) *slot(j) = total;
-    __syncthreads();
-  }
-}
-
-// The rows of long segments, a tile a block, from the totals in the tile's slots.
+// The rows of long segments that lie in tiles, from the totals in the tiles' slots. A block looks through `each` tiles
+// and slabs, a thread each, for those with such rows: mostly there are none.
 template <class Op>
 __global__ void __launch_bounds__(kSegmentThreads, 2)
-SegmentRewrite(const __grid_constant__ IndexRun run, const __grid_constant__ SegmentShape s) {
+SegmentRewrite(const __grid_constant__ IndexRun run, const __grid_constant__ SegmentShape s, int64_t tiles, int each) {
   using T = typename Op::T;
   using C = typename Op::C;
   extern __shared__ __align__(16) char shared_bytes[];
   __shared__ typename Op::Final finals[kSegmentColumns];
-  __shared__ int counts[2];
-  const SegmentBlock b(run, s);
-  const uint32_t end = b.begin + s.places;
-  const int held = static_cast<int>(min(s.places, run.positions - b.begin));
-  const uint32_t first_key = KeyAt(run, b.begin), last_key = KeyAt(run, b.begin + held - 1);
-  const bool comes_in = b.begin > 0 && first_key < run.dropped && KeyAt(run, b.begin - 1) == first_key;
-  const bool long_head = comes_in && LongHead(run, s.places, b.begin, b.begin + s.reach, first_key);
-  const bool goes_on = end < run.positions && last_key < run.dropped && KeyAt(run, end) == last_key;
-  const bool passes = comes_in && goes_on && first_key == last_key;
-  const bool open = goes_on && !passes && LongTail(run, s.reach, end, last_key);
-  if (!long_head && !open) return;
-
-  // How much of the tile is of the run that comes in, and of the one that goes on.
-  if (threadIdx.x < 2) counts[threadIdx.x] = 0;
-  __syncthreads();
-  int count[2] = {0, 0};
-#pragma unroll 4
-  for (int i = threadIdx.x; i < held; i += kSegmentThreads) {
-    const uint32_t key = KeyAt(run, b.begin + i);
-    count[0] += key == first_key;
-    count[1] += key == last_key;
-  }
-#pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    count[k] = ReduceLanes<kWarp>(count[k], SumOf());
-    if (threadIdx.x % kWarp == 0) atomicAdd(&counts[k], count[k]);
+  __shared__ int held_keys;
+  __shared__ uint8_t parts[kSegmentThreads];  // 1: of the run that comes in, 2: of the one that goes on
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * each;
+  const int number = static_cast<int>(min(int64_t{each}, tiles - first));
+  if (threadIdx.x < number) {
+    const SegmentBlock b(run, s, first + threadIdx.x);
+    const uint32_t end = b.begin + s.places;
+    const uint32_t held = min(s.places, run.positions - b.begin);
+    const uint32_t first_key = KeyAt(run, b.begin), last_key = KeyAt(run, b.begin + held - 1);
+    const bool comes_in = b.begin > 0 && first_key < run.dropped && KeyAt(run, b.begin - 1) == first_key;
+    const bool long_head = comes_in && LongHead(run, s.places, b.begin, b.begin + s.reach, first_key);
+    const bool goes_on = end < run.positions && last_key < run.dropped && KeyAt(run, end) == last_key;
+    const bool passes = comes_in && goes_on && first_key == last_key;
+    const bool open = goes_on && !passes && LongTail(run, s.reach, end, last_key);
+    parts[threadIdx.x] = long_head | open << 1;
   }
   __syncthreads();
 
 #pragma unroll 1
-  for (int tail = 0; tail < 2; ++tail) {
-    if (tail ? !open : !long_head) continue;
-    const int low = tail ? held - counts[1] : 0, high = tail ? held : counts[0];
+  for (int i = 0; i < 2 * number; ++i) {
+    const int tail = i % 2;
+    if (!(parts[i / 2] >> tail & 1)) continue;
+    const SegmentBlock b(run, s, first + i / 2);
+    const int held = static_cast<int>(min(s.places, run.positions - b.begin));
+    // How much of the tile is of that run.
+    if (threadIdx.x == 0) held_keys = 0;
+    __syncthreads();
+    const uint32_t wanted = KeyAt(run, b.begin + (tail ? held - 1 : 0));
+    int count = 0;
+#pragma unroll 4
+    for (int k = threadIdx.x; k < held; k += kSegmentThreads) count += KeyAt(run, b.begin + k) == wanted;
+    count = ReduceLanes<kWarp>(count, SumOf());
+    if (threadIdx.x % kWarp == 0) atomicAdd(&held_keys, count);
     if (threadIdx.x < b.width) {
       finals[threadIdx.x] =
           Op::Finish(SegmentSlot<typename Op::Stat>(run, s, b.o, b.tile, tail)[b.column + threadIdx.x]);
     }
+    __syncthreads();
+    const int low = tail ? held - held_keys : 0, high = tail ? held : held_keys;
     C* const images = reinterpret_cast<C*>(shared_bytes);
     C* values[Op::kInputs];
     Staged<T> staged = StageInputs<T>(run, s, b, images, low, high, values);
@@ -254,20 +211,27 @@ SegmentRewrite(const __grid_constant__ IndexRun run, const __grid_constant__ Seg
 template <class Op> cudaError_t LaunchSegmentOp(const IndexRun& run, const void* cotangent, cudaStream_t stream) {
   using T = typename Op::T;
   constexpr int64_t kSize = sizeof(T), kN = kVector<T>;
-  const SegmentTile tile = SegmentTileOf(run.inner, kSize);
+  const SegmentCut cut = SegmentCutOf(run.rows, run.count, run.outer, run.inner, kSize);
   SegmentShape s;
-  s.places = static_cast<uint32_t>(tile.places);
-  s.room = static_cast<uint32_t>(tile.room);
+  s.places = static_cast<uint32_t>(cut.places);
+  s.room = static_cast<uint32_t>(cut.room);
   s.reach = s.room - s.places;
   s.tiles = (run.positions + s.places - 1) / s.places;
+  s.cotangent = cotangent;
+  const int64_t arrays = reinterpret_cast<int64_t>(run.source) | reinterpret_cast<int64_t>(run.out) |
+                         reinterpret_cast<int64_t>(cotangent) | run.inner * kSize;
+  if (cut.walk) {
+    if constexpr (kSize < 8) {
+      if (arrays % 16 == 0) return LaunchWalk<Op, kN, 1>(run, s, stream);
+    }
+    return LaunchWalk<Op, 1, 4>(run, s, stream);
+  }
+  const SegmentTile tile = SegmentTileOf(run.inner, kSize);
   s.columns = tile.columns, s.slabs = tile.slabs, s.stretches = tile.stretches;
   const auto held = [](int64_t elements) { return static_cast<int>((elements + 2 * kN) / kN * kN); };
   s.held = held(tile.room * tile.columns);
   s.contiguous = !run.order && !run.source_extra && s.slabs == 1;
-  const int64_t together = reinterpret_cast<int64_t>(run.source) | reinterpret_cast<int64_t>(run.out) |
-                           reinterpret_cast<int64_t>(cotangent) | run.inner * kSize | s.columns * kSize;
-  s.vectors = together % 16 == 0;
-  s.cotangent = cotangent;
+  s.vectors = (arrays | s.columns * kSize) % 16 == 0;
   s.by_slabs = Divider(s.slabs);
   s.by_tiles = Divider(s.tiles);
   s.by_columns = FastDivmod(s.columns);
@@ -287,10 +251,13 @@ template <class Op> cudaError_t LaunchSegmentOp(const IndexRun& run, const void*
   const int64_t blocks = run.outer * s.tiles * s.slabs;
   error = Launch(SegmentTiles<Op>, {blocks, 1, kSegmentThreads, bytes}, stream, run, s);
   if (error != cudaSuccess || run.positions <= s.room) return error;  // no segment is long
-  const int64_t slabs = (run.inner + kJoinColumns - 1) / kJoinColumns, groups = (s.tiles + kJoinTiles - 1) / kJoinTiles;
-  error = Launch(SegmentJoin<Op>, {run.outer * groups * slabs, 1, kSegmentThreads}, stream, run, s, slabs, groups);
+  error = LaunchJoin<Op>(run, s, stream);
   if (error != cudaSuccess) return error;
-  return Launch(SegmentRewrite<Op>, {blocks, 1, kSegmentThreads, bytes}, stream, run, s);
+  // One wave of blocks where none has anything to do, and as many as that is where all have.
+  constexpr int64_t kBlocks = 512;
+  const int each = static_cast<int>(std::min((blocks + kBlocks - 1) / kBlocks, int64_t{kSegmentThreads}));
+  return Launch(SegmentRewrite<Op>, {(blocks + each - 1) / each, 1, kSegmentThreads, bytes}, stream, run, s, blocks,
+                each);
 }
 
 // Runs everything after the sort.

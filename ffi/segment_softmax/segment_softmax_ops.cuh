@@ -1,10 +1,11 @@
 // What the kernels of the segment softmax compute: one struct for the forward pass and one for the gradient.
 //
-//     Stat      of a run or a part of one, merged in any grouping
+//     Stat      of a run or a part of one, merged in any grouping; MergeAll: many at once
 //     Reduce    a stretch: what Write needs of each element, and the Stats of the parts of runs at its ends
 //               (head: up to the first end in it; tail: from the last one on; both all of it if there is none)
 //     Write     a stretch, given the totals of those two runs; other runs are known
 //     Map       an element, given the total of its run
+//     Term      what an element adds to the sum of a Stat, of which the maximum is known (kMaxima)
 //
 // `v` are the inputs, of which the first is overwritten, elements `step` apart.
 #pragma once
@@ -18,6 +19,36 @@ template <class C> __device__ __forceinline__ C Reciprocal(C x) {
   else return C(1) / x;
 }
 
+// e^(x - base) for x <= base, of a float to 0.9 units in the last place: ex2.approx, which sums do with, has 2.
+template <class T> __device__ __forceinline__ Compute<T> Power(Compute<T> x, Compute<T> base) {
+  if constexpr (sizeof(T) == 4) {
+    float d;  // e^-88 comes out as 0; NaN passes
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(x - base), "f"(-88.0f));
+    constexpr float kShift = 0x1.8p23f;  // leaves the integer nearest to d / ln(2) in the last bits
+    const float shifted = fmaf(d, kLog2E, kShift), n = shifted - kShift;
+    float r = fmaf(n, -0.693145752f, d);  // ln(2) in two parts, of which the first has few bits
+    r = fmaf(n, -1.4286068e-6f, r);
+    float power = fmaf(r, 1.3814605e-3f, 8.368714e-3f);  // least error for |r| <= ln(2) / 2
+    power = fmaf(power, r, 4.166839e-2f);
+    power = fmaf(power, r, 0.16666521f);
+    power = fmaf(power, r, 0.49999994f);
+    power = fmaf(power, r, 1.0f);
+    power = fmaf(power, r, 1.0f);
+    return power * __uint_as_float((__float_as_uint(shifted) << 23) + 0x3f800000u);  // 2^n, n >= -127
+  } else {
+    return ExpDifference<T, true>(x, base);
+  }
+}
+
+template <class C, int n> __device__ __forceinline__ C TreeSum(C (&term)[n]) {
+#pragma unroll
+  for (int step = 1; step < n; step *= 2) {
+#pragma unroll
+    for (int u = 0; u + step < n; u += 2 * step) term[u] += term[u + step];
+  }
+  return term[0];
+}
+
 __device__ __forceinline__ bool EndsAt(uint32_t ends, int i) { return ends >> i & 1; }
 // Where the run begins that goes on behind the stretch.
 __device__ __forceinline__ int TailOf(uint32_t ends) { return ends ? 32 - __clz(ends) : 0; }
@@ -26,6 +57,7 @@ template <class T_> struct SegmentForward {
   using T = T_;
   using C = Compute<T>;
   static constexpr int kInputs = 1;
+  static constexpr bool kMaxima = true;
 
   struct Stat {
     C max, sum;  // of e^(x - max)
@@ -43,10 +75,19 @@ template <class T_> struct SegmentForward {
   static __device__ __forceinline__ Stat Identity() { return {-Infinity<C>(), C(0)}; }
   static __device__ __forceinline__ Stat Merge(Stat a, Stat b) {
     const C max = Max(a.max, b.max), base = Base(max);
-    return {max, a.sum * Exp(a.max, base) + b.sum * Exp(b.max, base)};
+    return {max, a.sum * Power<T>(a.max, base) + b.sum * Power<T>(b.max, base)};
   }
   static __device__ __forceinline__ Stat ShuffleUp(Stat s, int step) {
     return {__shfl_up_sync(~0u, s.max, step), __shfl_up_sync(~0u, s.sum, step)};
+  }
+  template <int n> static __device__ __forceinline__ void MergeAll(Stat* total, const Stat (&part)[n]) {
+    C max = total->max, term[n];
+#pragma unroll
+    for (int u = 0; u < n; ++u) max = Max(max, part[u].max);
+    const C base = Base(max);
+#pragma unroll
+    for (int u = 0; u < n; ++u) term[u] = part[u].sum * Power<T>(part[u].max, base);
+    *total = {max, total->sum * Power<T>(total->max, base) + TreeSum(term)};
   }
 
   static __device__ __forceinline__ Factor Inverse(C sum) {
@@ -56,7 +97,7 @@ template <class T_> struct SegmentForward {
   // For exponentials of x - max where the run's total has a larger maximum.
   static __device__ __forceinline__ Factor Scaled(Stat total, C max) {
     const Factor f = Inverse(total.sum);
-    const C scale = Exp(max, Base(total.max)), high = scale * f.high;
+    const C scale = Power<T>(max, Base(total.max)), high = scale * f.high;
     return {high, sizeof(T) >= 4 ? fma(scale, f.high, -high) + scale * f.low : C(0)};
   }
   static __device__ __forceinline__ C Times(C e, Factor f) {
@@ -108,13 +149,21 @@ template <class T_> struct SegmentForward {
   }
 
   static __device__ __forceinline__ Final Finish(Stat total) { return {Base(total.max), Inverse(total.sum)}; }
-  static __device__ __forceinline__ C Map(const C (&x)[1], const Final& f) { return Times(Exp(x[0], f.base), f.factor); }
+  static __device__ __forceinline__ C Map(const C (&x)[1], const Final& f) {
+    return Times(Power<T>(x[0], f.base), f.factor);
+  }
+  static __device__ __forceinline__ C Term(const C (&x)[1], Stat total) {
+    const C base = Base(total.max);
+    if constexpr (sizeof(T) == 8) return exp(x[0] - base);
+    else return Exp2Approx((x[0] - base) * kLog2E);
+  }
 };
 
 template <class T_> struct SegmentBackward {
   using T = T_;
   using C = Compute<T>;
   static constexpr int kInputs = 2;  // y, g
+  static constexpr bool kMaxima = false;
 
   struct Stat {
     C sum;  // of y * g
@@ -124,6 +173,12 @@ template <class T_> struct SegmentBackward {
   static __device__ __forceinline__ Stat Identity() { return {C(0)}; }
   static __device__ __forceinline__ Stat Merge(Stat a, Stat b) { return {a.sum + b.sum}; }
   static __device__ __forceinline__ Stat ShuffleUp(Stat s, int step) { return {__shfl_up_sync(~0u, s.sum, step)}; }
+  template <int n> static __device__ __forceinline__ void MergeAll(Stat* total, const Stat (&part)[n]) {
+    C term[n];
+#pragma unroll
+    for (int u = 0; u < n; ++u) term[u] = part[u].sum;
+    total->sum += TreeSum(term);
+  }
 
   template <int kQ>
   static __device__ __forceinline__ void Reduce(C* const (&v)[2], int step, uint32_t ends, uint32_t drops,
@@ -159,6 +214,7 @@ template <class T_> struct SegmentBackward {
   static __device__ __forceinline__ C Map(const C (&x)[2], const Final& f) {
     return x[0] == C(0) ? C(0) : x[0] * (x[1] - f.sum);
   }
+  static __device__ __forceinline__ C Term(const C (&x)[2], Stat) { return x[0] != C(0) ? x[0] * x[1] : C(0); }
 };
 
 }  // namespace jaxkern

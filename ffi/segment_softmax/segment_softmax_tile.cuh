@@ -29,9 +29,9 @@ struct SegmentBlock {
   uint32_t tile, begin;  // the first position of the tile
   int column, width;     // of the slab
 
-  __device__ __forceinline__ SegmentBlock(const IndexRun& run, const SegmentShape& s) {
-    const int64_t item = s.by_slabs.Div(int64_t{blockIdx.x});
-    column = static_cast<int>(blockIdx.x - item * s.slabs) * s.columns;
+  __device__ __forceinline__ SegmentBlock(const IndexRun& run, const SegmentShape& s, int64_t number) {
+    const int64_t item = s.by_slabs.Div(number);
+    column = static_cast<int>(number - item * s.slabs) * s.columns;
     o = s.by_tiles.Div(item);
     tile = static_cast<uint32_t>(item - o * s.tiles);
     begin = tile * s.places;
