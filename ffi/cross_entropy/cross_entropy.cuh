@@ -13,7 +13,7 @@
 
 namespace jaxkern {
 
-constexpr int64_t kGradientPartPacks = 512;  // of a row, that a warp writes before it looks for the next part
+constexpr int64_t kGradientPartPacks = 512;  // of a row, that a warp writes; a quarter where all together are few
 constexpr int64_t kLossPartPacks = 2048;     // of a row split over blocks, at least
 
 // Groups that live as long as the kernel: as many as fit the device, or as there are units.
@@ -51,10 +51,15 @@ cudaError_t LaunchLossBlocks(LossParams p, const CrossEntropyArgs& args, bool sp
 
 template <class T, int kLanes, bool kMasked>
 cudaError_t LaunchGradient(LossParams p, const Device& device, cudaStream_t stream) {
-  p.parts = static_cast<int>(CeilDiv(CeilDiv(p.width, kVector<T>), kGradientPartPacks));
+  constexpr int kGroups = kLossGroupThreads / kLanes;
+  const int64_t packs = CeilDiv(p.width, kVector<T>);
+  // Four times as many units as run at a time, if there are enough packs: the last ones leave few multiprocessors idle.
+  const int64_t wanted = CeilDiv(4 * kLossGroupBlocks<T, kMasked> * kGroups * int64_t{device.sm_count}, p.rows);
+  p.parts = static_cast<int>(std::max(CeilDiv(packs, kGradientPartPacks),
+                                      std::min(CeilDiv(packs, kGradientPartPacks / 4), wanted)));
   LaunchShape shape;
   shape.threads = kLossGroupThreads;
-  shape.blocks = PersistentBlocks(p.rows * p.parts, kLossGroupThreads / kLanes, kLossGroupBlocks<T, kMasked>, device);
+  shape.blocks = CeilDiv(p.rows * p.parts, kGroups);
   return Launch(GradientRows<T, kLanes, kMasked>, shape, stream, p);
 }
 

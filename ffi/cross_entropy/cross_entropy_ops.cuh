@@ -243,7 +243,7 @@ template <class T> struct LossRow {
     }
     begin = 0, end = static_cast<int>(packs);
     if (parts > 1) {
-      const int each = (end + parts - 1) / parts;
+      const int each = ((end + parts - 1) / parts + kWarp - 1) / kWarp * kWarp;  // none begins within a sector
       begin = min(end, each * part);
       end = min(end, begin + each);
       if (part > 0) tail = 0;
