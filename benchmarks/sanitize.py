@@ -328,7 +328,8 @@ def sanitize_reductions(dtypes: list[str]) -> tuple[int, list[str]]:
 
 
 # Rows and classes: around packs, batches and the ends of tiers.
-LOSSES = [(rows, width) for rows in (1, 70) for width in (1, 7, 64, 129, 513, 1024, 2049)] + [(5, 9001), (3, 40000), (2, 70001)]
+LOSSES = [(rows, width) for rows in (1, 70) for width in (1, 7, 64, 129, 513, 1024, 2049)]
+LOSSES += [(540, 129), (5, 9001), (3, 40000), (2, 70001)]
 
 
 def run_loss(tier: str, dtype: str, rows: int, width: int, masked: bool) -> str | None:

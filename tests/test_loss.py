@@ -546,7 +546,8 @@ def test_a_tier_that_does_not_fit_is_an_error():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape, dtype", [((700, 4096), "bfloat16"), ((700, 50257), "bfloat16"), ((300, 50257), "float32"),
-                                          ((5000, 257), "float16"), ((90000, 64), "float32"), ((600, 32768), "float32")])
+                                          ((5000, 257), "float16"), ((90000, 64), "float32"), ((600, 32768), "float32"),
+                                          ((270, 131080), "bfloat16")])
 def test_many_rows(shape, dtype):
     """More rows than the device takes at a time."""
     check(*problem(shape, dtype))

@@ -107,6 +107,12 @@ template <class T, int N> __device__ __forceinline__ void Forget(Pack<T, N>& pac
   for (int w = 0; w < Pack<T, N>::kWords; ++w) asm volatile("" : "+r"(pack.word[w]));
 }
 
+// A pointer that the compiler does not work out again where it is used, each time and from the beginning.
+template <class P> __device__ __forceinline__ P* Pinned(P* p) {
+  asm volatile("" : "+l"(p));
+  return p;
+}
+
 template <class T, int N>
 __device__ __forceinline__ Pack<T, N> Repack(const Compute<T> (&in)[N]) {
   Pack<T, N> pack = {};

@@ -13,7 +13,7 @@
 
 namespace jaxkern {
 
-constexpr int64_t kGradientPartPacks = 512;  // of a row, that a warp writes before it looks for the next part
+constexpr int64_t kGradientPartPacks = 512;  // of a row, that a warp writes; a quarter where all together are few
 constexpr int64_t kLossPartPacks = 2048;     // of a row split over blocks, at least
 
 // Groups that live as long as the kernel: as many as fit the device, or as there are units.
@@ -51,10 +51,15 @@ cudaError_t LaunchLossBlocks(LossParams p, const CrossEntropyArgs& args, bool sp
 
 template <class T, int kLanes, bool kMasked>
 cudaError_t LaunchGradient(LossParams p, const Device& device, cudaStream_t stream) {
-  p.parts = static_cast<int>(CeilDiv(CeilDiv(p.width, kVector<T>), kGradientPartPacks));
+  constexpr int kGroups = kLossGroupThreads / kLanes;
+  const int64_t packs = CeilDiv(p.width, kVector<T>);
+  // Four times as many units as run at a time, if there are enough packs: the last ones leave few multiprocessors idle.
+  const int64_t wanted = CeilDiv(4 * kLossGroupBlocks<T, kMasked> * kGroups * int64_t{device.sm_count}, p.rows);
+  p.parts = static_cast<int>(std::max(CeilDiv(packs, kGradientPartPacks),
+                                      std::min(CeilDiv(packs, kGradientPartPacks / 4), wanted)));
   LaunchShape shape;
   shape.threads = kLossGroupThreads;
-  shape.blocks = PersistentBlocks(p.rows * p.parts, kLossGroupThreads / kLanes, kLossGroupBlocks<T, kMasked>, device);
+  shape.blocks = CeilDiv(p.rows * p.parts, kGroups);
   return Launch(GradientRows<T, kLanes, kMasked>, shape, stream, p);
 }
 
@@ -98,21 +103,25 @@ cudaError_t LaunchBothRegisters(const BothParams& p, int64_t packs, LossTier tie
 }
 
 // The smallest cluster whose blocks hold a row in shared memory.
-template <class T>
+template <class T, int kGroups>
 cudaError_t LaunchBothPipeline(const LossParams& p, const Device& device, cudaStream_t stream) {
-  constexpr auto kKernel = BothPipeline<T>;
+  constexpr auto kKernel = BothPipeline<T, kGroups>;
   const int64_t packs = std::max<int64_t>(1, p.width / kVector<T>);
   int log_size = 0;
   while (CeilDiv(CeilDiv(packs, 1 << log_size), kLossChunkPacks) > kLossSlots) ++log_size;
   LaunchShape shape;
   shape.threads = kLossPipelineThreads;
-  shape.shared_bytes = kLossPipelineBytes<T>;
+  shape.shared_bytes = kLossPipelineBytes<T, kGroups>;
   shape.cluster = 1 << log_size;
   cudaError_t e = AllowSharedMemory<kKernel>(device, shape.shared_bytes);
   if (e == cudaSuccess) e = AllowLargeClusters<kKernel>(device);
   int clusters = 0;
   if (e == cudaSuccess) e = ActiveClusters<kKernel>(device, log_size, shape, &clusters);
   if (e != cudaSuccess) return e;
+  // Few rows a cluster: all consumers together on each.
+  if constexpr (kGroups > 1) {
+    if (p.rows < 4 * clusters) return LaunchBothPipeline<T, 1>(p, device, stream);
+  }
   shape.blocks = std::min<int64_t>(clusters, p.rows) << log_size;
   return Launch(kKernel, shape, stream, p, static_cast<int>(CeilDiv(packs, shape.cluster)));
 }
@@ -144,7 +153,7 @@ cudaError_t LaunchLoss(const CrossEntropyArgs& args, const LossProblem& problem,
   }
   if constexpr (sizeof(T) < 8) {
     if (loss && gradient && tier != LossTier::kStreaming && tier != LossTier::kSplit) {
-      if (tier == LossTier::kPipeline) return LaunchBothPipeline<T>(p, device, stream);
+      if (tier == LossTier::kPipeline) return LaunchBothPipeline<T, 2>(p, device, stream);
       BothParams both = {};
       both.input[0] = p.logits, both.out = p.gradient, both.rows = p.rows, both.width = p.width, both.inner = 1;
       both.misalignment = p.misalignment, both.grain = N, both.exceeds_l2 = p.exceeds_l2, both.loss = p;

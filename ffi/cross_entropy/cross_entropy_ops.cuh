@@ -124,14 +124,10 @@ static_assert(sizeof(LossStat<double>) <= kLossPartialBytes && sizeof(LossStat<f
 template <class T, int kPacks, int N>
 __device__ __forceinline__ Compute<T> LargestOf(const Pack<T, N> (&packs)[kPacks]) {
   if constexpr (sizeof(T) == 2 && N % 2 == 0) {
-    using Two = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-    Two all[kPacks * N / 2];
+    Two<T> of_pack[kPacks];
 #pragma unroll
-    for (int i = 0; i < kPacks; ++i)
-#pragma unroll
-      for (int w = 0; w < N / 2; ++w) all[i * (N / 2) + w] = *reinterpret_cast<const Two*>(&packs[i].word[w]);
-    const Two two = Fold(all, [](Two a, Two b) { return __hmax2(a, b); });
-    return Max(ToCompute(two.x), ToCompute(two.y));
+    for (int i = 0; i < kPacks; ++i) of_pack[i] = LargestTwo<T, N>(packs[i]);
+    return Largest<T>(Fold(of_pack, MaxOfTwo()));
   } else {
     Compute<T> of_pack[kPacks];
 #pragma unroll
@@ -247,7 +243,7 @@ template <class T> struct LossRow {
     }
     begin = 0, end = static_cast<int>(packs);
     if (parts > 1) {
-      const int each = (end + parts - 1) / parts;
+      const int each = ((end + parts - 1) / parts + kWarp - 1) / kWarp * kWarp;  // none begins within a sector
       begin = min(end, each * part);
       end = min(end, begin + each);
       if (part > 0) tail = 0;
@@ -300,25 +296,35 @@ template <class T> struct Slope {
     factor = rise / static_cast<C>(total);
   }
 
-  // The gradient of a pack from its exponentials.
-  __device__ __forceinline__ Pack<T, N> FromPowers(C (&e)[N], int pack) const {
+  // The gradient of a pack. pack: its number, or kNoLabel where the label's element is not its concern.
+  static constexpr int kNoLabel = -2;
+  __device__ __forceinline__ Pack<T, N> Gradient(const Pack<T, N>& x, int pack = kNoLabel) const {
+    C v[N];
+    Unpack(x, v);
 #pragma unroll
-    for (int j = 0; j < N; ++j) e[j] = fma(e[j], factor, -smooth);
+    for (int j = 0; j < N; ++j) v[j] = fma(ExpDifference<T>(v[j], base), factor, -smooth);
     if (pack == label_pack) {
 #pragma unroll
-      for (int j = 0; j < N; ++j) e[j] -= j == label_place ? hot : C(0);
+      for (int j = 0; j < N; ++j) v[j] -= j == label_place ? hot : C(0);
     }
-    Pack<T, N> result = Repack<T, N>(e);
+    Pack<T, N> result = Repack<T, N>(v);
 #pragma unroll
     for (int w = 0; w < Pack<T, N>::kWords; ++w) result.word[w] &= live;
     return result;
   }
-  __device__ __forceinline__ Pack<T, N> Gradient(const Pack<T, N>& x, int pack) const {
+  // 16 bit: e^(x - base) * factor as the single power 2^(x * log2(e) - offset), for rows where taking log2(factor) into
+  // the exponent costs no more than 2^-19 (Forward::OnePower), and no logit loses anything to smoothing.
+  static constexpr bool kOnePower = sizeof(T) == 2;
+  __device__ __forceinline__ bool OnePower(float* offset) const {
+    *offset = __fmul_rn(base, kLog2E) - __log2f(factor);  // no number unless the factor is positive
+    return live && smooth == 0 && fabsf(*offset) < 64;
+  }
+  static __device__ __forceinline__ Pack<T, N> OfOnePower(const Pack<T, N>& x, float offset) {
     C v[N];
     Unpack(x, v);
 #pragma unroll
-    for (int j = 0; j < N; ++j) v[j] = ExpDifference<T>(v[j], base);
-    return FromPowers(v, pack);
+    for (int j = 0; j < N; ++j) v[j] = Exp2Approx(fmaf(v[j], kLog2E, -offset));
+    return Repack<T, N>(v);
   }
   __device__ __forceinline__ T FromPower(C e, bool is_label) const {
     const C dx = fma(e, factor, -smooth) - (is_label ? hot : C(0));

@@ -8,9 +8,10 @@
 //                     merge over the block, then over the cluster through distributed shared memory
 //                     pass 2: read each chunk again, write the gradient, hand the slot back
 //
-// so that loading does not stop while a row is reduced and written. The few elements of a row outside whole
-// packs are read and written by the first threads of the first block. The loss is written by who holds the
-// label's logit.
+// so that loading does not stop while a row is reduced and written. The consumers are one group, or two that take
+// the rows by turns: while one of them merges, which is nothing but waiting, the other computes. The few elements of
+// a row outside whole packs are read and written by the first threads of the first block. Who holds the label's
+// logit writes the loss, and the label's element of the gradient once more, behind the others of its pack.
 #pragma once
 
 #include "cross_entropy_rows.cuh"
@@ -19,30 +20,32 @@ namespace jaxkern {
 
 constexpr int kLossConsumers = 512;
 constexpr int kLossPipelineThreads = kLossConsumers + kWarp;  // one producer warp
-constexpr int kLossChunkUnroll = 2;                           // packs of a chunk that a thread handles
-constexpr int kLossChunkPacks = kLossConsumers * kLossChunkUnroll;
+constexpr int kLossChunkPacks = 1024;
 constexpr int kLossSlotBytes = 16 * kLossChunkPacks;
 constexpr int kLossSlots = 13;
 constexpr int kLossRingBytes = kLossSlots * kLossSlotBytes;
 
-template <class T> struct LossPipelineShared {
-  Barrier full[kLossSlots];
+template <class T, int kGroups> struct LossPipelineShared {
   Barrier empty[kLossSlots];
-  Barrier exchanged[2];
-  LossStat<T> room[2][kLossConsumers / kWarp];
-  LossStat<T> exchange[2][kMaxCluster];
+  struct Group {
+    Barrier full[kLossSlots];  // a barrier tells a phase from the next but one only by those who wait for each of them
+    Barrier exchanged[2];
+    LossStat<T> room[2][kLossConsumers / kGroups / kWarp];
+    LossStat<T> exchange[2][kMaxCluster];
+  } group[kGroups];
 };
-template <class T> constexpr int kLossPipelineBytes = kLossRingBytes + static_cast<int>(sizeof(LossPipelineShared<T>));
+template <class T, int kGroups>
+constexpr int kLossPipelineBytes = kLossRingBytes + static_cast<int>(sizeof(LossPipelineShared<T, kGroups>));
 
-template <class T>
+template <class T, int kGroups>
 __global__ void __launch_bounds__(kLossPipelineThreads, 1)
 BothPipeline(const __grid_constant__ LossParams p, int piece_packs) {
 #ifdef JAXKERN_HAS_BULK_COPY
   using C = Compute<T>;
   using Stat = LossStat<T>;
-  constexpr int N = kVector<T>;
+  constexpr int N = kVector<T>, kThreads = kLossConsumers / kGroups, kUnroll = kLossChunkPacks / kThreads;
   extern __shared__ __align__(128) char shared_bytes[];
-  auto& shared = *reinterpret_cast<LossPipelineShared<T>*>(shared_bytes + kLossRingBytes);
+  auto& shared = *reinterpret_cast<LossPipelineShared<T, kGroups>*>(shared_bytes + kLossRingBytes);
 
   const int rank = ClusterRank(), cluster = ClusterSize();
   const int64_t first_row = blockIdx.x / cluster, row_step = gridDim.x / cluster;
@@ -53,10 +56,12 @@ BothPipeline(const __grid_constant__ LossParams p, int piece_packs) {
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < kLossSlots; ++s) {
-      InitBarrier(&shared.full[s], 1);
-      InitBarrier(&shared.empty[s], kLossConsumers / kWarp);
+      InitBarrier(&shared.empty[s], kThreads / kWarp);
+      for (auto& group : shared.group) InitBarrier(&group.full[s], 1);
     }
-    for (int i = 0; i < 2; ++i) InitBarrier(&shared.exchanged[i], 1);
+    for (auto& group : shared.group) {
+      for (Barrier& exchanged : group.exchanged) InitBarrier(&exchanged, 1);
+    }
     FenceBarrierInit();
   }
   // Remote writes need every block of the cluster to have come this far.
@@ -64,37 +69,44 @@ BothPipeline(const __grid_constant__ LossParams p, int piece_packs) {
   SyncCluster();
 
   int slot = 0;
-  uint32_t parity = 0;
-  const auto advance = [&] {
-    if (++slot == kLossSlots) slot = 0, parity ^= 1;
-  };
-
   if (threadIdx.x >= kLossConsumers) {
     if (threadIdx.x == kLossConsumers) {
-      for (int64_t r = first_row; r < p.rows; r += row_step) {
+      uint32_t parity = 0;
+      int turn = 0;
+      for (int64_t r = first_row; r < p.rows; r += row_step, ++turn) {
         const LossRow<T> span(p, r);
+        Barrier* const full = shared.group[turn % kGroups].full;
         const int end = min(static_cast<int>(span.end), begin + piece_packs);
-        for (int c = 0; c < chunks; ++c, advance()) {
+        for (int c = 0; c < chunks; ++c) {
           const int from = begin + c * kLossChunkPacks, to = min(end, from + kLossChunkPacks);
           Wait(&shared.empty[slot], parity ^ 1);
-          if (from >= to) {
-            Arrive(&shared.full[slot]);
-            continue;
+          if (from < to) {
+            ArriveExpect(&full[slot], (to - from) * 16);
+            BulkCopy(shared_bytes + slot * kLossSlotBytes, logits + span.At(from), (to - from) * 16, &full[slot],
+                     policy);
+          } else {
+            Arrive(&full[slot]);
           }
-          ArriveExpect(&shared.full[slot], (to - from) * 16);
-          BulkCopy(shared_bytes + slot * kLossSlotBytes, logits + span.At(from), (to - from) * 16, &shared.full[slot], policy);
+          if (++slot == kLossSlots) slot = 0, parity ^= 1;
         }
       }
     }
   } else {
     const bool smoothing = p.Smoothing();
-    const int lane = threadIdx.x;
+    const int group = threadIdx.x / kThreads, lane = threadIdx.x % kThreads;
+    auto& mine = shared.group[group];
     T* const gradient = static_cast<T*>(p.gradient);
     const auto pack_at = [&](int at_slot, int u) -> const Pack<T, N>& {
-      return *reinterpret_cast<const Pack<T, N>*>(shared_bytes + at_slot * kLossSlotBytes + (lane + u * kLossConsumers) * 16);
+      return *reinterpret_cast<const Pack<T, N>*>(shared_bytes + at_slot * kLossSlotBytes + (lane + u * kThreads) * 16);
     };
+    uint32_t parities = 0;  // of the next phases of this group's full, a bit a slot
+    const auto pass_over_row = [&] {
+      slot += chunks;
+      if (slot >= kLossSlots) slot -= kLossSlots;
+    };
+    for (int g = 0; g < group; ++g) pass_over_row();
     int turn = 0;  // rows done
-    for (int64_t r = first_row; r < p.rows; r += row_step, ++turn) {
+    for (int64_t r = first_row + group * row_step; r < p.rows; r += kGroups * row_step, ++turn) {
       const LossRow<T> span(p, r);
       const int end = min(static_cast<int>(span.end), begin + piece_packs);
       const int row_slot = slot;
@@ -106,17 +118,27 @@ BothPipeline(const __grid_constant__ LossParams p, int piece_packs) {
       const Pack<T, 1> single[2] = {singles.Load(logits + r * p.width, 0), singles.Load(logits + r * p.width, 1)};
 
       Stat stat = Stat::Identity();
-      for (int c = 0; c < chunks; ++c, advance()) {
-        Wait(&shared.full[slot], parity);
-        const int from = begin + c * kLossChunkPacks + lane;
-        Pack<T, N> packs[kLossChunkUnroll];
+      for (int c = 0; c < chunks; ++c) {
+        Wait(&mine.full[slot], (parities >> slot) & 1);
+        parities ^= 1u << slot;
+        const int left = end - (begin + c * kLossChunkPacks);
+        Pack<T, N> packs[kUnroll];
 #pragma unroll
-        for (int u = 0; u < kLossChunkUnroll; ++u) {
-          packs[u] = pack_at(slot, u);
-          if (from + u * kLossConsumers >= end) packs[u] = Filled<T, N>(FromCompute<T>(-Infinity<C>()));
-          else if (smoothing) AddAbove(stat, packs[u], reference);
+        for (int u = 0; u < kUnroll; ++u) packs[u] = pack_at(slot, u);
+        if (left < kLossChunkPacks) {
+#pragma unroll
+          for (int u = 0; u < kUnroll; ++u) {
+            if (lane + u * kThreads >= left) packs[u] = Filled<T, N>(FromCompute<T>(-Infinity<C>()));
+          }
+        }
+        if (smoothing) {
+#pragma unroll
+          for (int u = 0; u < kUnroll; ++u) {
+            if (lane + u * kThreads < left) AddAbove(stat, packs[u], reference);
+          }
         }
         Accumulate<T>(stat, packs);
+        if (++slot == kLossSlots) slot = 0;
       }
       if (p.ragged) {
         Accumulate<T>(stat, single);
@@ -126,13 +148,14 @@ BothPipeline(const __grid_constant__ LossParams p, int piece_packs) {
         }
       }
 
-      constexpr int kWarps = kLossConsumers / kWarp;
-      stat = ReduceWarps<kWarps>(stat.template MergeLanes<kWarp>(smoothing, false), shared.room[turn % 2], kWarps,
-                                 Stat::Identity(), [] { SyncThreads(1, kLossConsumers); },
-                                 [=](const Stat& s) { return s.template MergeLanes<kWarps>(smoothing, false); });
+      constexpr int kWarps = kThreads / kWarp;
+      stat = stat.template MergeLanes<kWarp>(smoothing, false);
+      if (lane % kWarp == 0) mine.room[turn % 2][lane / kWarp] = stat;
+      SyncThreads(1 + group, kThreads);
+      stat = mine.room[turn % 2][lane % kWarps].template MergeLanes<kWarps>(smoothing, false);
       if (cluster > 1) {
-        Stat* const exchange = shared.exchange[turn % 2];
-        Barrier* const exchanged = &shared.exchanged[turn % 2];
+        Stat* const exchange = mine.exchange[turn % 2];
+        Barrier* const exchanged = &mine.exchanged[turn % 2];
         if (lane == 0) ArriveExpect(exchanged, cluster * sizeof(Stat));
         if (lane < cluster) StoreRemote(&exchange[rank], stat, exchanged, lane);
         Wait(exchanged, (turn / 2) % 2);
@@ -142,26 +165,37 @@ BothPipeline(const __grid_constant__ LossParams p, int piece_packs) {
 
       const Label label = Resolve(p, raw_label);
       const Slope<T> slope(p, label, span.head, Base(stat.max), stat.sum, p.template Numbers<C>().width, weight);
+      float offset = 0;
+      bool one_power = false;
+      if constexpr (Slope<T>::kOnePower) one_power = slope.OnePower(&offset);
       bool own = label.at < 0 && rank == 0 && lane == 0;  // who writes the loss
       C x_label = 0;
+      // The chunk with the label, for the thread that has it.
+      const int to_label = slope.label_pack - begin;
+      const bool has_label = to_label >= 0 && slope.label_pack < end && to_label % kThreads == lane;
+      const int label_chunk = has_label ? to_label / kLossChunkPacks : -1;
       int again = row_slot;
       for (int c = 0; c < chunks; ++c) {
-        const int from = begin + c * kLossChunkPacks + lane;
-        T* const out = gradient + span.At(from);
+        const int left = end - (begin + c * kLossChunkPacks);
+        T* const out = gradient + span.At(begin + c * kLossChunkPacks + lane);
+        const auto write = [&](auto map) {
+          Pack<T, N> packs[kUnroll];
 #pragma unroll
-        for (int u = 0; u < kLossChunkUnroll; ++u) {
-          const int pack = from + u * kLossConsumers;
-          if (pack < end) {
-            const Pack<T, N> x = pack_at(again, u);
-            if (pack == slope.label_pack) {
-              C v[N];
-              Unpack(x, v);
+          for (int u = 0; u < kUnroll; ++u) packs[u] = pack_at(again, u);
 #pragma unroll
-              for (int j = 0; j < N; ++j) x_label = j == slope.label_place ? v[j] : x_label;
-              own = true;
-            }
-            StoreVector<T, N>(out + u * kLossConsumers * N, slope.Gradient(x, pack));
+          for (int u = 0; u < kUnroll; ++u) packs[u] = map(packs[u]);
+#pragma unroll
+          for (int u = 0; u < kUnroll; ++u) {
+            if (lane + u * kThreads < left) StoreVector<T, N>(out + u * kThreads * N, packs[u]);
           }
+        };
+        if (one_power) write([&](const Pack<T, N>& x) { return Slope<T>::OfOnePower(x, offset); });
+        else write([&](const Pack<T, N>& x) { return slope.Gradient(x); });
+        if (c == label_chunk) {
+          const int place = (to_label - c * kLossChunkPacks) * N + slope.label_place;
+          const auto x = Filled<T, 1>(reinterpret_cast<const T*>(shared_bytes + again * kLossSlotBytes)[place]);
+          own = true, x_label = ToCompute(Element(x, 0));
+          gradient[r * p.width + label.at] = slope.Gradient(x, true);
         }
         __syncwarp();  // all lanes have read the slot
         if (lane % kWarp == 0) Arrive(&shared.empty[again]);
@@ -175,6 +209,7 @@ BothPipeline(const __grid_constant__ LossParams p, int piece_packs) {
         gradient[r * p.width + column] = slope.Gradient(single[k], column == label.at);
       }
       if (own) WriteRow<T>(p, r, stat, label, x_label, reference);
+      for (int g = 1; g < kGroups; ++g) pass_over_row();
     }
   }
   // No block may leave while another still writes to its shared memory.

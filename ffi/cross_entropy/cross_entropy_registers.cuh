@@ -32,23 +32,23 @@ template <class T, bool kRagged> struct BothRow : SoftmaxRow<BothForward<T>, kVe
   using Params = BothParams;
   using Base::span;
   static constexpr int N = kVector<T>;
-  static constexpr int kGroupBlocks = 5;  // 102 registers a thread
+  static constexpr int kGroupBlocks = 8;  // 64 registers a thread
 
-  struct Place {  // of a pack, and what its row's threads have read of the label
-    int pack;
+  struct Place {  // what a thread has read of its row's label
     RawLabel label;
     C weight;
   };
   struct Raw {
     Pack<T, N> data[1];
-    Place mask;
+    Place mask;  // of the first pack only
   };
 
   const LossParams& p;
   int64_t row;
+  Label label = {Label::kIgnored};
   C reference = 0, x_label = 0;
   typename LossStat<T>::S above = 0;
-  bool own = false;
+  bool own = false;  // this thread holds the label's logit
   Slope<T> slope;
 
   __device__ __forceinline__ BothRow(const BothParams& params, int64_t at) : Base(params, at), p(params.loss), row(at) {
@@ -58,49 +58,69 @@ template <class T, bool kRagged> struct BothRow : SoftmaxRow<BothForward<T>, kVe
 
   template <int kPacks> __device__ __forceinline__ void LoadAll(Raw (&raw)[kPacks], int first, int step) const {
     Base::LoadAll(raw, first, step);
-    Place place = {};
-    if (Real()) place.label = LoadLabel(p, row), place.weight = static_cast<const C*>(p.weight)[row];
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) raw[i].mask = {first + i * step, place.label, place.weight};
+    raw[0].mask = {};
+    if (Real()) raw[0].mask = {LoadLabel(p, row), static_cast<const C*>(p.weight)[row]};
   }
 
-  __device__ __forceinline__ Label LabelOf(const Place& place) const {
-    return Real() ? Resolve(p, place.label) : Label{Label::kIgnored};
-  }
-
-  __device__ __forceinline__ void Values(const Raw& raw, C (&v)[1][N], int) {
-    Base::Values({{raw.data[0]}, {}}, v);
-    const int column = span.Column(raw.mask.pack);
-    const Label label = LabelOf(raw.mask);
-    const int place = static_cast<int>(label.at) - column;
-    if (label.at >= 0 && place >= 0 && place < N) {
-      own = true;
+  template <int kPacks> __device__ __forceinline__ void Begin(const Raw (&raw)[kPacks], int first, int step) {
+    if (Real()) label = Resolve(p, raw[0].mask.label);
+    const int place = static_cast<int>(label.at) - span.Column(0);
+    const int pack = label.at >= 0 ? place / N : -1;
 #pragma unroll
-      for (int j = 0; j < N; ++j) x_label = j == place ? v[0][j] : x_label;
+    for (int i = 0; i < kPacks; ++i) own |= first + i * step == pack;
+    if (own) {
+      Pack<T, N> of_label = raw[0].data[0];
+#pragma unroll
+      for (int i = 1; i < kPacks; ++i) {
+        if (first + i * step == pack) of_label = raw[i].data[0];
+      }
+#pragma unroll
+      for (int j = 0; j < N; ++j) x_label = j == (place & (N - 1)) ? ToCompute(Element(of_label, j)) : x_label;
     }
     if (p.Smoothing()) {
-      C d[N];
 #pragma unroll
-      for (int j = 0; j < N; ++j) d[j] = span.Has(column + j) ? v[0][j] - reference : C(0);
-      above += Fold(d, SumOf());
+      for (int i = 0; i < kPacks; ++i) {
+        const int column = span.Column(first + i * step);
+        C d[N];
+        Unpack(raw[i].data[0], d);
+#pragma unroll
+        for (int j = 0; j < N; ++j) d[j] = span.Has(column + j) ? d[j] - reference : C(0);
+        above += Fold(d, SumOf());
+      }
     }
+  }
+
+  static __device__ __forceinline__ void Values(const Raw& raw, C (&v)[1][N], int) {
+    Base::Values({{raw.data[0]}, {}}, v);
   }
 
   __device__ __forceinline__ void Settle(const Raw& raw, const typename Op::Stat& stat) {
-    const Place& place = raw.mask;
-    slope = Slope<T>(p, LabelOf(place), span.Column(0), ::jaxkern::Base(stat.max), stat.sum,
-                     p.template Numbers<C>().width, place.weight);
+    slope = Slope<T>(p, label, span.Column(0), ::jaxkern::Base(stat.max), stat.sum, p.template Numbers<C>().width,
+                     raw.mask.weight);
   }
-  __device__ __forceinline__ Pack<T, N> Result(C (&v)[N], const typename Op::Final& final, const Raw& raw, int) const {
-    Slope<T> of_held = slope;
-    of_held.factor = slope.rise * final.inverse;
-    return of_held.FromPowers(v, raw.mask.pack);
+  __device__ __forceinline__ Pack<T, N> Result(C (&v)[N], const typename Op::Final& final, const Raw&, int) const {
+    const C factor = slope.rise * final.inverse;
+#pragma unroll
+    for (int j = 0; j < N; ++j) v[j] = fma(v[j], factor, -slope.smooth);
+    return Repack<T, N>(v);
+  }
+  // The label's element once more, behind the others of its pack.
+  template <int kPacks>
+  __device__ __forceinline__ void StoreAll(T* out, Pack<T, N> (&pack)[kPacks], int first, int step) const {
+    if (!slope.live) {
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        pack[i] = {};
+        Forget(pack[i]);  // a branch, which all rows but few pass by
+      }
+    }
+    Base::StoreAll(out, pack, first, step);
+    if (own) out[row * p.width + label.at] = slope.FromPower(ExpDifference<T>(x_label, slope.base), true);
   }
 
   // kLanes: of a group that has the row to itself, or kBlockLanes. By all of them.
   template <int kLanes>
-  __device__ __forceinline__ void Close(const Raw& raw, const typename Op::Stat& stat, int lane) {
-    const Place& place = raw.mask;
+  __device__ __forceinline__ void Close(const Raw&, const typename Op::Stat& stat, int lane) {
     LossStat<T> whole = {stat.max, 0, stat.sum, above};
     if (p.Smoothing()) {
       whole.above = ReduceLanes<kLanes == kBlockLanes ? kWarp : kLanes>(above, SumOf());
@@ -112,7 +132,6 @@ template <class T, bool kRagged> struct BothRow : SoftmaxRow<BothForward<T>, kVe
                                              [](S s) { return ReduceLanes<kMaxWarps>(s, SumOf()); });
       }
     }
-    const Label label = LabelOf(place);
     if (Real() && (label.at >= 0 ? own : lane == 0)) WriteRow<T>(p, row, whole, label, x_label, reference);
   }
 };

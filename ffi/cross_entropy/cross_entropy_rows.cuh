@@ -2,8 +2,9 @@
 // what the loss kept (GradientRows).
 //
 // A unit of work, a row or a part of one, belongs to a group of 8, 16 or 32 lanes, or to a block (kWholeBlock).
-// Groups live as long as the kernel and go from unit to unit; while a batch of packs is computed on, the next
-// one is on its way, be it of the same unit or of the next, so that reading never stops at a row's end.
+// While a batch of packs is computed on, the next one is on its way. Groups of the loss live as long as the kernel
+// and go from unit to unit, and that batch may be the next unit's, so that reading never stops at a row's end; where
+// as much is written as is read, groups of one unit each are faster.
 #pragma once
 
 #include "cross_entropy_ops.cuh"
@@ -226,62 +227,52 @@ __global__ void __launch_bounds__(kLossGroupThreads, kLossGroupBlocks<T, kMasked
   using C = Compute<T>;
   constexpr int N = kVector<T>, kGroups = kLossGroupThreads / kLanes;
   const int lane = threadIdx.x % kLanes;
-  const int64_t units = p.rows * p.parts, step = int64_t{gridDim.x} * kGroups;
+  const int64_t at = int64_t{blockIdx.x} * kGroups + threadIdx.x / kLanes;
+  if (at >= p.rows * p.parts) return;
   constexpr int kBatchPacks = kLanes * kLossUnroll;
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
   T* const gradient = static_cast<T*>(p.gradient);
 
-  int64_t at = int64_t{blockIdx.x} * kGroups + threadIdx.x / kLanes;
-  if (at >= units) return;
-  LossUnit<T> unit(p, at);
+  const LossUnit<T> unit(p, at);
+  const int64_t row = unit.row;
   Pack<T, N> next[kLossUnroll];
   unit.Load(p, unit.span.begin, lane, kLanes, policy, next);
-  RowNumbers<C, kMasked> numbers(p, unit.row);
-  for (; at < units; at += step) {
-    const int64_t row = unit.row;
-    const Label label = Resolve(p, numbers.label);
-    const Slope<T> slope(p, label, unit.span.head, numbers.largest, OwnTotal<T>(numbers.largest, numbers.total), numbers.count,
-                         numbers.weight);
-    const uint8_t* mask_row = nullptr;
-    if constexpr (kMasked) mask_row = p.mask + p.mask_view.outer_map(row);
-    LossUnit<T> following = unit;
-    int from = unit.span.begin;
-    do {
-      Pack<T, N> batch[kLossUnroll];
+  const RowNumbers<C, kMasked> numbers(p, row);
+  const Label label = Resolve(p, numbers.label);
+  const Slope<T> slope(p, label, unit.span.head, numbers.largest, OwnTotal<T>(numbers.largest, numbers.total),
+                       numbers.count, numbers.weight);
+  const uint8_t* mask_row = nullptr;
+  if constexpr (kMasked) mask_row = p.mask + p.mask_view.outer_map(row);
+  for (int from = unit.span.begin; from < unit.span.end; from += kBatchPacks) {
+    Pack<T, N> batch[kLossUnroll];
 #pragma unroll
-      for (int i = 0; i < kLossUnroll; ++i) batch[i] = next[i];
-      const bool last = from + kBatchPacks >= unit.span.end;
-      if (last) following = LossUnit<T>(p, at + step);
-      following.Load(p, last ? following.span.begin : from + kBatchPacks, lane, kLanes, policy, next);
-      if (last && at + step < units) numbers = RowNumbers<C, kMasked>(p, following.row);
+    for (int i = 0; i < kLossUnroll; ++i) batch[i] = next[i];
+    unit.Load(p, from + kBatchPacks, lane, kLanes, policy, next);
 #pragma unroll
-      for (int i = 0; i < kLossUnroll; ++i) {
-        const int pack = from + lane + i * kLanes;
-        if (pack >= unit.span.end) break;
-        Pack<T, N> result = slope.Gradient(batch[i], pack);
-        if constexpr (kMasked) {
-          const KeptElements<N> kept = LoadKept<N>(p, mask_row, unit.span.Column(pack));
+    for (int i = 0; i < kLossUnroll; ++i) {
+      const int pack = from + lane + i * kLanes;
+      if (pack >= unit.span.end) break;
+      Pack<T, N> result = slope.Gradient(batch[i], pack);
+      if constexpr (kMasked) {
+        const KeptElements<N> kept = LoadKept<N>(p, mask_row, unit.span.Column(pack));
 #pragma unroll
-          for (int j = 0; j < N; ++j) {
-            if (!kept.of[j]) SetElement(result, j, FromCompute<T>(C(0)));
-          }
+        for (int j = 0; j < N; ++j) {
+          if (!kept.of[j]) SetElement(result, j, FromCompute<T>(C(0)));
         }
-        StoreVector<T, N>(gradient + unit.span.At(pack), result);
       }
-      from += kBatchPacks;
-    } while (from < unit.span.end);
-    if (p.ragged) {
-      const LossSingles<T> singles(p, unit.span, lane, unit.first_part);
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const int64_t column = singles.column[k];
-        if (column < 0) continue;
-        T result = slope.Gradient(singles.Load(static_cast<const T*>(p.logits) + row * p.width, k), column == label.at);
-        if (kMasked && !mask_row[column * p.mask_view.axis_stride]) result = FromCompute<T>(C(0));
-        gradient[row * p.width + column] = result;
-      }
+      StoreVector<T, N>(gradient + unit.span.At(pack), result);
     }
-    unit = following;
+  }
+  if (p.ragged) {
+    const LossSingles<T> singles(p, unit.span, lane, unit.first_part);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const int64_t column = singles.column[k];
+      if (column < 0) continue;
+      T result = slope.Gradient(singles.Load(static_cast<const T*>(p.logits) + row * p.width, k), column == label.at);
+      if (kMasked && !mask_row[column * p.mask_view.axis_stride]) result = FromCompute<T>(C(0));
+      gradient[row * p.width + column] = result;
+    }
   }
 }
 

@@ -430,6 +430,9 @@ template <class T_, bool kLog> struct FusedForward : Forward<T_, kLog, false, kL
   using Sets = std::conditional_t<kLog, FeatureSets<kMayBias | kMayMask>,
                                   FeatureSets<0, kMayBias, kMayCausal, kMayDrop, kMayAll & ~kMayWideBias>>;
 
+  // A scaled element is not what was read.
+  template <int kPacks, int N, bool kSkips> using Tile = typename Base::template Tile<kPacks, N, kSkips, false>;
+
   static __device__ __forceinline__ C Neutral(int) { return 0; }  // and -inf is added
   static __device__ __forceinline__ void Scale(Final& f, C factor) {
     f.inverse *= factor;

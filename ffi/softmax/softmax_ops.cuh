@@ -51,6 +51,21 @@ __device__ __forceinline__ float Exp2Approx(float x) {
   return y;
 }
 
+// Two 16-bit elements. Their maxima, like those of floats here, pass over NaN, which the exponentials pass on.
+template <class T> using Two = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+struct MaxOfTwo {
+  template <class V> __device__ __forceinline__ V operator()(V a, V b) const { return __hmax2(a, b); }
+};
+template <class T> __device__ __forceinline__ Compute<T> Largest(Two<T> two) {
+  return Max(ToCompute(two.x), ToCompute(two.y));
+}
+template <class T, int N> __device__ __forceinline__ Two<T> LargestTwo(const Pack<T, N>& pack) {
+  Two<T> all[N / 2];
+#pragma unroll
+  for (int w = 0; w < N / 2; ++w) all[w] = *reinterpret_cast<const Two<T>*>(&pack.word[w]);
+  return Fold(all, MaxOfTwo());
+}
+
 constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kLn2 = 0.693147180559945309417f;
 
@@ -236,24 +251,36 @@ struct Forward {
   }
 
   // Holds e^(x - max of the warp) (log: x), so that each exponential is taken once. kSkips: some packs are not Set
-  // but skipped.
-  template <int kPacks, int N, bool kSkips = false> struct Tile {
+  // but skipped. kAsRead: what is Set, if it is not changed, are the elements of the pack, as they are.
+  template <int kPacks, int N, bool kSkips = false, bool kAsRead = true> struct Tile {
+    // The largest of a pack as it was read, two 16-bit elements at a time.
+    static constexpr bool kByTwo = kAsRead && sizeof(T) == 2 && N % 2 == 0;
     C held[kPacks][N];
     C local_max;
+    Two<T> largest[kByTwo ? kPacks : 1];
+    bool as_read = kByTwo;
     bool skipped[kPacks] = {};
 
     __device__ __forceinline__ void Skip(int i) { skipped[i] = true; }
-    __device__ __forceinline__ void Set(int i, const C (&v)[1][N], const Pack<T, N>*, bool) {
+    __device__ __forceinline__ void Set(int i, const C (&v)[1][N], const Pack<T, N>* raw, bool changed) {
 #pragma unroll
       for (int j = 0; j < N; ++j) held[i][j] = v[0][j];
+      if (changed) as_read = false;
+      else if constexpr (kByTwo) largest[i] = LargestTwo<T, N>(raw[0]);
     }
     // Reduces over aligned groups of kLanes lanes. `widen` may replace their maximum by that of a
     // wider group.
     template <int kLanes, class Widen> __device__ __forceinline__ Stat Reduce(Widen widen) {
       C of_pack[kPacks];
+      C max = -Infinity<C>();
+      if (as_read) {
+        if constexpr (kByTwo) max = Largest<T>(Fold(largest, MaxOfTwo()));
+      } else {
 #pragma unroll
-      for (int i = 0; i < kPacks; ++i) of_pack[i] = kSkips && skipped[i] ? -Infinity<C>() : Fold(held[i], MaxOf());
-      local_max = widen(ReduceLanes<kLanes>(Fold(of_pack, MaxOf()), MaxOf()));
+        for (int i = 0; i < kPacks; ++i) of_pack[i] = kSkips && skipped[i] ? -Infinity<C>() : Fold(held[i], MaxOf());
+        max = Fold(of_pack, MaxOf());
+      }
+      local_max = widen(ReduceLanes<kLanes>(max, MaxOf()));
       const C base = Base(local_max);
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
@@ -595,6 +622,19 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
     return raw;
   }
 
+  // The addresses of packs first + ahead. Of several packs from one that is kept, but for two inputs, whose kernels
+  // have no registers for it.
+  template <class Element, int kPacks> struct Places {
+    static constexpr bool kKept = kPacks > 1 && Op::kInputs == 1;
+    const SoftmaxRow& row;
+    Element* base;
+    __device__ __forceinline__ Places(const SoftmaxRow& of, Element* array, Index first)
+        : row(of), base(kKept ? Pinned(array + of.span.At(first)) : array) {}
+    __device__ __forceinline__ Element* operator()(Index first, Index ahead) const {
+      return kKept ? base + static_cast<int64_t>(ahead) * N : base + row.span.At(first + ahead);
+    }
+  };
+
   // Packs first, first + step, ... , all loads in flight at once. Ragged packs are read as vectors too,
   // and trimmed when they have arrived; only at the very ends of the array are elements read one by
   // one. `step` is at least the grain in packs, so a ragged head can only be the thread's pack 0. Whole packs
@@ -606,13 +646,16 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
     const Index begin = !kRagged ? 0 : span.head + (span.shift % N != 0 && !span.Inside(span.head, array_size));
     const Index end = min(stop, !kRagged ? span.whole_end
                                          : last + 1 - (last >= span.whole_end && !span.Inside(last, array_size)));
+    const Places<const T, kPacks> first_input(*this, input[0], first), last_input(*this, input[Op::kInputs - 1], first);
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       const Index p = first + i * step;
 #pragma unroll
       for (int k = 0; k < Op::kInputs; ++k) {
         raw[i].data[k] = Filled<T, N>(Otherwise(k));
-        if ((!kRagged || p >= begin) && p < end) raw[i].data[k] = LoadVector<T, N>(input[k] + span.At(p), policy);
+        if ((!kRagged || p >= begin) && p < end) {
+          raw[i].data[k] = LoadVector<T, N>((k == 0 ? first_input : last_input)(first, i * step), policy);
+        }
       }
       if constexpr (kMasked) raw[i].mask = LoadMask(p);
     }
@@ -656,7 +699,9 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
   }
 
   static __device__ __forceinline__ void Scale(typename Op::Final&) {}
-  // For rows with a use for the row's Stat: before the results, and when they have been stored.
+  // For rows with more to do: when the packs have arrived; with the row's Stat, before the results and when they
+  // have been stored.
+  template <class AnyRaw> static __device__ __forceinline__ void Begin(const AnyRaw&, int, int) {}
   template <class AnyRaw> static __device__ __forceinline__ void Settle(const AnyRaw&, const typename Op::Stat&) {}
   template <int kLanes, class AnyRaw>
   static __device__ __forceinline__ void Close(const AnyRaw&, const typename Op::Stat&, int) {}
@@ -681,10 +726,10 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
   // The packs that LoadAll took, once their values are final: whole ones, then the ragged.
   template <int kPacks>
   __device__ __forceinline__ void StoreAll(T* out, const Pack<T, N> (&pack)[kPacks], Index first, Index step) const {
+    const Places<T, kPacks> at(*this, out, first);
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
-      const Index p = first + i * step;
-      if (span.Whole(p)) StoreVector<T, N>(out + span.At(p), pack[i]);
+      if (span.Whole(first + i * step)) StoreVector<T, N>(at(first, i * step), pack[i]);
     }
     if (!span.Ragged()) return;
     const Index last = span.Count() - 1;

@@ -63,10 +63,16 @@ template <class C> __device__ __forceinline__ C BlockMax(C max) {
                                 [](C m) { return ReduceLanes<kMaxWarps>(m, MaxOf()); });
 }
 
+// The same of 128 threads, where a thread has so little that 40 registers do.
+template <class Op, class RowOf, int kPacks>
+constexpr int kMinGroupBlocks =
+    kPacks == 1 && Op::kInputs == 1 && sizeof(typename Op::T) == 2 ? 12 : RowOf::kGroupBlocks;
+
 // RowOf: a SoftmaxRow or what reads and writes like one.
 template <class Op, class RowOf, int kLanes, int kPacks, int kRows>
 __global__ void __launch_bounds__(kLanes > 0 ? kWarpTierThreads : kBlockTierThreads,
-                                  kLanes > 0 ? RowOf::kGroupBlocks : kMinBlocks<Op, kPacks, RowOf::kManyRegisters>)
+                                  kLanes > 0 ? kMinGroupBlocks<Op, RowOf, kPacks>
+                                             : kMinBlocks<Op, kPacks, RowOf::kManyRegisters>)
 SoftmaxRegisters(const __grid_constant__ typename RowOf::Params p) {
   using T = typename Op::T;
   using C = typename Op::C;
@@ -99,6 +105,7 @@ SoftmaxRegisters(const __grid_constant__ typename RowOf::Params p) {
 #pragma unroll
   for (int u = 0; u < kRows; ++u) {
     RowOf row(p, first_row + u * kGroups);
+    row.Begin(raw[u], lane, lanes);
     const auto skips = [&](int i) {
       if constexpr (RowOf::kSkips) return row.Beyond(lane + i * lanes);
       else return false;

@@ -78,8 +78,9 @@ SoftmaxTier ChooseSoftmaxTier(const SoftmaxProblem& p, const DeviceTraits& d) {
   const int64_t block = p.backward && many_powers ? kBlockPacks : kBlockPacks / 2;
   if (packs <= block && fits(SoftmaxTier::kBlock)) return SoftmaxTier::kBlock;
   // A cluster leaves long ragged rows too many idle lanes. The gradient of log_softmax, with a power and two sums, wants
-  // more registers than 16 blocks at a time have.
-  const int64_t cluster = p.backward ? (p.log ? 8192 : 32768) : 49152;
+  // more registers than its blocks have, and in 16 bit a cluster of 16 blocks is as slow: the ring is faster, measured.
+  const int64_t of_gradient = SizeOf(p.dtype) == 2 || p.dtype == DType::kF64 && p.log ? 8192 : p.log ? 0 : 32768;
+  const int64_t cluster = p.backward ? of_gradient : 49152;
   if (Whole(p) && !many_powers && packs <= cluster && fits(SoftmaxTier::kCluster)) return SoftmaxTier::kCluster;
   if (fits(SoftmaxTier::kPipeline)) return SoftmaxTier::kPipeline;
   // Without Hopper's tiers, or masked.
