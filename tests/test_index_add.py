@@ -660,10 +660,11 @@ def test_every_plan(plan, dtype, operation):
 @pytest.mark.gpu
 @needs_cpu_module
 @pytest.mark.parametrize(
-    "plan, rows, batch", [("sort", 300_000, None), ("narrow", 300_000, None), ("narrow", 9_000, 70)])
-def test_plans_of_many_updates(plan, rows, batch):
-    """Half a million and more: the sort's larger tiles, and bins of whole slices; integers show every one of them."""
-    count = 600_001 if batch is None else 9_001
+    "plan, rows, count, batch",
+    [("sort", 300_000, 600_001, None), ("narrow", 300_000, 600_001, None), ("sort", 300_000, 4_200_001, None),
+     ("narrow", 300_000, 4_200_001, None), ("narrow", 9_000, 9_001, 70)])
+def test_plans_of_many_updates(plan, rows, count, batch):
+    """Half a million, and four: the sort's larger tiles, and bins of whole slices; integers show every one of them."""
     shape = (count,) if batch is None else (batch, count)
     index = np.random.default_rng(0).integers(-2, rows + 2, shape).astype(np.int32)
     total = functools.partial(jaxkern.segment_sum, num_segments=rows)

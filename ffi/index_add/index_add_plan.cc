@@ -79,7 +79,7 @@ IndexRadix RadixOf(int64_t positions, int low_bit, int high_bit) {
   const int bits = std::max(high_bit - low_bit, 0);
   r.passes = static_cast<int>(Ceil(bits, kRadixBitsMax));
   r.bits = r.passes ? static_cast<int>(Ceil(bits, r.passes)) : 0;
-  r.tile = positions < (1 << 19) ? kSmallTile : kTile;
+  r.tile = positions < (1 << 19) ? kSmallTile : positions < (1 << 22) ? kTile : kLargeTile;
   r.tiles = Ceil(positions, r.tile);
   return r;
 }

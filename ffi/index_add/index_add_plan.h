@@ -89,7 +89,9 @@ constexpr int64_t kMaxKeys = int64_t{1} << 31, kMaxPositions = int64_t{1} << 30;
 
 // The radix sort: stable passes over the key's bits, lowest first, a tile of positions a block.
 constexpr int kRadixBitsMax = 9;
-constexpr int64_t kSmallTile = 2048, kTile = 4608;
+// Of the largest tiles a digit's pairs, which are written side by side, fill a sector and more; smaller ones keep the
+// multiprocessors evenly busy.
+constexpr int64_t kSmallTile = 2048, kTile = 4608, kLargeTile = 8192;
 struct IndexRadix {
   int passes = 0, bits = 0;   // bits a pass
   int64_t tile = 0, tiles = 0;
