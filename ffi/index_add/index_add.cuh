@@ -68,6 +68,7 @@ struct IndexRun {
   int64_t source_extra, out_extra;    // rows that one b lies further than count, or rows, after the last
   Divider by_count, by_rows;
   bool reads_out;                     // out holds what the reduction goes on from
+  bool tiles;                         // ascending indices are reduced in tiles of source as it lies
 
   void* partials;
 

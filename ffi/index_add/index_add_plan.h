@@ -116,6 +116,17 @@ constexpr int64_t NarrowTileOf(int64_t inner, int64_t element_bytes) {
   return 256 / inner * NarrowStretch(element_bytes);
 }
 
+// The segmented reduction of ascending indices where rows are a few elements or no whole vectors, in tiles of shared
+// memory: places, columns, and elements from one place to the next. Runs that end within kTileReach places behind
+// a tile are not cut by it.
+constexpr int64_t kTilePlaces = 2048, kTileBytes = 32000;
+constexpr int kTileReach = 32;
+struct IndexTile {
+  int64_t places, slab, pitch;
+};
+IndexTile TileOf(int64_t inner, int64_t element_bytes);
+bool ReducesTiles(IndexPlan plan, const IndexProblem& p);
+
 // The bins of the narrow plan: of a warp, of which a block has eight, or of a block.
 constexpr int kBinBits = 11;
 constexpr int64_t kBins = int64_t{1} << kBinBits, kWideBins = 16384;

@@ -27,6 +27,7 @@ constexpr uint32_t kGroup = 32;  // chunks
 
 struct ReduceShape {
   uint32_t chunk = 0, chunks = 0;
+  uint32_t reach = 0;      // places behind a chunk that it takes of its last run, where nothing describes the chunks
   int64_t vectors = 0;     // of a row, or rather threads
   Divider by_vectors, by_chunks;
   int64_t threads = 0;     // of the reduction
@@ -254,7 +255,7 @@ ReduceFixup(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
         const ChunkInfo info = run.chunks[chunk];
         parts = info.parts, key = info.key;
       } else {
-        parts = PartsOf(run, s.chunk, s.chunks, chunk, 0);
+        parts = PartsOf(run, s.chunk, s.chunks, chunk, s.reach);
         key = KeyAt(run, min((chunk + 1) * s.chunk, run.positions) - 1);
       }
       if (parts > 0) found[atomicAdd(&runs, 1)] = {chunk, parts, key};
