@@ -68,28 +68,56 @@ ReduceTiles(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
   // The keys, all of them under way at once, and the source behind them.
   uint32_t key[kKeys];
   const int wanted = static_cast<int>(min(s.chunk + kTileReach, run.positions - begin));
+  if (run.keys) {
 #pragma unroll
-  for (int u = 0; u < kKeys; ++u) {
-    const int i = t + u * kTileThreads;
-    key[u] = kNone;
-    if (i < wanted) key[u] = run.keys ? __ldg(run.keys + begin + i) : KeyAt(run, begin + i);
+    for (int u = 0; u < kKeys; ++u) {
+      const int i = t + u * kTileThreads;
+      key[u] = i < wanted ? __ldg(run.keys + begin + i) : kNone;
+    }
   }
-  // Element `at` of shared memory holds the first of a line; both lie equally far behind a boundary of 16 bytes.
-  const bool flat = tile.slabs == 1;
+  // Element `ahead` of shared memory holds the tile's first; both lie equally far behind a boundary of 16 bytes. Vectors
+  // may stick out of the tile, not of the slice of source, of which `low` and `high` are the ends.
   const int ahead = static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16 / sizeof(T));
-  const int line_width = flat ? held * width : width;
-  const int packs = flat ? (ahead + line_width + kN - 1) / kN : held * tile.line_packs;
-  // Vectors may stick out of the line, not of the slice of source.
   const int64_t low = -before, high = run.positions * run.inner - before;
-  struct Place {
-    int64_t line;    // where the line of a vector begins in source
-    int at, column;  // and in shared memory; the vector's own first column, which may be before that
+  const auto put = [&](T* to, const Pack<T, kN>& part) {
+    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(part.word);
   };
-  const auto inside = [&](const Place& p) {
-    const int64_t g = p.line + p.column;
-    return p.column > -kN && p.column < line_width && g >= low && g + kN <= high;
-  };
-  const auto bring = [&](auto place_of) {
+  if (tile.slabs == 1) {  // all of the tile is one stretch of memory
+    const int elements = held * width, all = (ahead + elements + kN - 1) / kN;
+    const int i = t + (-ahead < low), end = all - (all * kN - ahead > high);
+    const T* p = from + (i * kN - ahead);
+    T* to = values + i * kN;
+    for (int left = end - i; left > 0; left -= kTileAhead * kTileThreads) {
+      Pack<T, kN> part[kTileAhead];
+#pragma unroll
+      for (int u = 0; u < kTileAhead; ++u) {
+        if (u * kTileThreads < left) part[u] = LoadVector<T, kN>(p + u * kTileThreads * kN);
+      }
+#pragma unroll
+      for (int u = 0; u < kTileAhead; ++u) {
+        if (u * kTileThreads < left) put(to + u * kTileThreads * kN, part[u]);
+      }
+      p += kTileAhead * kTileThreads * kN;
+      to += kTileAhead * kTileThreads * kN;
+    }
+    const int head = -ahead < low ? min(kN - ahead, elements) : 0, tail = max(end * kN - ahead, head);
+    if (t < head) values[ahead + t] = from[t];
+    if (t < elements - tail) values[ahead + tail + t] = from[tail + t];
+  } else {
+    const int packs = held * tile.line_packs;
+    const bool safe = low <= -kN && high >= (held - 1) * run.inner + width + kN;
+    struct Place {
+      int64_t line;    // where the line of a vector begins in source
+      int at, column;  // and in shared memory; the vector's own first column, which may be before that
+    };
+    const auto place_of = [&](int i) {
+      const int line = static_cast<int>(tile.by_packs.Div(static_cast<uint32_t>(i))), at = ahead + line * tile.pitch;
+      return Place{line * run.inner, at, at / kN * kN + (i - line * tile.line_packs) * kN - at};
+    };
+    const auto inside = [&](const Place& p) {
+      const int64_t g = p.line + p.column;
+      return p.column > -kN && p.column < width && (safe || (g >= low && g + kN <= high));
+    };
     for (int base = t; base < packs; base += kTileAhead * kTileThreads) {
       Pack<T, kN> part[kTileAhead];
       int to[kTileAhead];
@@ -105,40 +133,36 @@ ReduceTiles(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
       }
 #pragma unroll
       for (int u = 0; u < kTileAhead; ++u) {
-        if (to[u] >= 0) *reinterpret_cast<uint4*>(values + to[u]) = *reinterpret_cast<const uint4*>(part[u].word);
+        if (to[u] >= 0) put(values + to[u], part[u]);
       }
     }
-    if (low <= -kN && high >= (held - 1) * run.inner + width + kN) return;
-    for (int i = t; i < packs; i += kTileThreads) {  // the slice's first and last elements
+#pragma unroll 1
+    for (int i = t; !safe && i < packs; i += kTileThreads) {
       const Place p = place_of(i);
       if (inside(p)) continue;
-      for (int c = max(p.column, 0); c < min(p.column + kN, line_width); ++c) values[p.at + c] = from[p.line + c];
+      for (int c = max(p.column, 0); c < min(p.column + kN, width); ++c) values[p.at + c] = from[p.line + c];
     }
-  };
-  if (flat) {
-    bring([&](int i) { return Place{0, ahead, i * kN - ahead}; });
-  } else {
-    bring([&](int i) {
-      const int line = static_cast<int>(tile.by_packs.Div(static_cast<uint32_t>(i))), at = ahead + line * tile.pitch;
-      return Place{line * run.inner, at, at / kN * kN + (i - line * tile.line_packs) * kN - at};
-    });
   }
+  const int listed_keys = static_cast<int>(s.chunk) + kTileReach;
+  if (run.keys) {
 #pragma unroll
-  for (int u = 0; u < kKeys; ++u) {
-    const int i = t + u * kTileThreads;
-    if (i < static_cast<int>(s.chunk) + kTileReach) keys[i] = key[u];
+    for (int u = 0; u < kKeys; ++u) {
+      if (t + u * kTileThreads < listed_keys) keys[t + u * kTileThreads] = key[u];
+    }
   }
-  if (t == 0) keys[-1] = begin > 0 ? KeyAt(run, begin - 1) : kNone;
-  if (t == kWarp) keys[-2] = begin > s.chunk ? KeyAt(run, begin - s.chunk - 1) : kNone;
-  if (t == 2 * kWarp) {
-    const uint32_t last = begin + s.chunk + kTileReach;
-    keys[s.chunk + kTileReach] = last < run.positions ? KeyAt(run, last) : kNone;
+  // Those that are no keys yet; and the last of them, the one before the tile, and the one before the tile before it.
+#pragma unroll 1
+  for (int i = run.keys ? listed_keys + t : t; i < listed_keys + 3; i += kTileThreads) {
+    const int64_t place = begin + int64_t{i > listed_keys + 1 ? -1 - static_cast<int>(s.chunk) : i > listed_keys ? -1 : i};
+    keys[i > listed_keys ? listed_keys - i : i] =
+        place >= 0 && place < run.positions ? KeyAt(run, static_cast<uint32_t>(place)) : kNone;
   }
   __syncthreads();
 
   // Where runs end. The tile's last one ends with it for now.
   const int each = (static_cast<int>(s.chunk) + kTileThreads - 1) / kTileThreads;
   uint32_t mask = 0;
+#pragma unroll 2
   for (int i = 0; i < each; ++i) {
     const int place = t * each + i;
     if (place < held && (place == held - 1 || keys[place + 1] != keys[place])) mask |= 1u << i;
@@ -154,6 +178,7 @@ ReduceTiles(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
   T* const out = static_cast<T*>(run.out) + o * run.out_stride * run.inner + column;
   C* const slots = Slot<C>(run, s, o, number, 0) + column;
   const int pitch = tile.pitch;
+#pragma unroll 1
   for (int unit = t; unit < runs * tile.slab; unit += kTileThreads) {
     const int r = tile.by_columns.Div(static_cast<uint32_t>(unit)), c = unit - r * tile.slab;
     const int first = r > 0 ? ends[r - 1] + 1 : 0, end = ends[r] + 1;
@@ -167,14 +192,16 @@ ReduceTiles(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
 #pragma unroll
     for (int u = 0; u < 4; ++u) total[u] = Identity<kOp, A>();
     const T* p = values + ahead + first * pitch + c;
-    for (int i = first; i < end; i += 4, p += 4 * pitch) {
-#pragma unroll
-      for (int u = 0; u < 4; ++u) {
-        if (i + u < end) total[u] = Combined<kOp>(total[u], static_cast<A>(ToCompute(p[u * pitch])));
-      }
-    }
+    int left = end - first;
+    const auto add = [&](int u) { total[u] = Combined<kOp>(total[u], static_cast<A>(ToCompute(p[u * pitch]))); };
+#pragma unroll 1
+    for (; left >= 4; left -= 4, p += 4 * pitch) add(0), add(1), add(2), add(3);
+    if (left > 0) add(0);
+    if (left > 1) add(1);
+    if (left > 2) add(2);
     if (goes_on && !head && !tail) {
       bool on = true;
+#pragma unroll 1
       for (int i = held; on; i += 4) {
         T v[4];
         bool has[4];
