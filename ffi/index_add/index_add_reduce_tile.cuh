@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kTileThreads, 4)
 ReduceTiles(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s,
             const __grid_constant__ TileShape tile) {
   using C = Compute<T>;
-  using A = std::conditional_t<kOp == Reduction::kSum && std::is_same_v<T, float>, double, C>;
+  using A = Wide<kOp, T>;
   constexpr int kN = kVector<T>, kKeys = (kTilePlaces + kTileReach) / kTileThreads + 1;
   constexpr uint32_t kNone = UINT32_MAX;  // a key that no row has
   extern __shared__ __align__(16) char shared_bytes[];
