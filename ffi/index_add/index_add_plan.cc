@@ -114,6 +114,10 @@ int64_t BinChunkOf(int64_t positions, int64_t bins) {
   return PowerOfTwo(positions / (bins > kBins ? 512 : 1024), 4096, 32768);
 }
 
+int64_t BinWindowOf(int64_t slices, int64_t rows, int64_t count) {
+  return slices == 1 && rows > 32 && rows <= kBins && count <= 16384 ? 16 : 0;
+}
+
 IndexLayout LayoutOf(IndexPlan plan, const IndexProblem& p) {
   IndexLayout layout;
   const auto take = [&](int64_t bytes) {
