@@ -75,8 +75,8 @@ ReduceTiles(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
       key[u] = i < wanted ? __ldg(run.keys + begin + i) : kNone;
     }
   }
-  // Element `ahead` of shared memory holds the tile's first; both lie equally far behind a boundary of 16 bytes. Vectors
-  // may stick out of the tile, not of the slice of source, of which `low` and `high` are the ends.
+  // Element `ahead` of shared memory holds the tile's first; both lie equally far behind a boundary of 16 bytes.
+  // Vectors may stick out of the tile, not of the slice of source, of which `low` and `high` are the ends.
   const int ahead = static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16 / sizeof(T));
   const int64_t low = -before, high = run.positions * run.inner - before;
   const auto put = [&](T* to, const Pack<T, kN>& part) {
@@ -150,12 +150,13 @@ ReduceTiles(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
       if (t + u * kTileThreads < listed_keys) keys[t + u * kTileThreads] = key[u];
     }
   }
-  // Those that are no keys yet; and the last of them, the one before the tile, and the one before the tile before it.
+  // Those that are not there yet: all of indices that are no keys; the last; -1, before the tile; and -2, before the
+  // tile before it.
 #pragma unroll 1
   for (int i = run.keys ? listed_keys + t : t; i < listed_keys + 3; i += kTileThreads) {
-    const int64_t place = begin + int64_t{i > listed_keys + 1 ? -1 - static_cast<int>(s.chunk) : i > listed_keys ? -1 : i};
-    keys[i > listed_keys ? listed_keys - i : i] =
-        place >= 0 && place < run.positions ? KeyAt(run, static_cast<uint32_t>(place)) : kNone;
+    const int to = i > listed_keys ? listed_keys - i : i;
+    const int64_t place = begin + int64_t{to == -2 ? -1 - static_cast<int>(s.chunk) : to};
+    keys[to] = place >= 0 && place < run.positions ? KeyAt(run, static_cast<uint32_t>(place)) : kNone;
   }
   __syncthreads();
 
