@@ -623,7 +623,7 @@ def test_scratch_is_index_bytes_and_never_the_source():
 PROBLEMS = [
     (1, 1, 1), (1, 5000, 1000), (31, 33, 3), (31, 1024, 128), (31, 5000, 1), (31, 70001, 33), (1000, 1024, 1),
     (1000, 5000, 7), (1000, 5000, 129), (1000, 33, 1000), (1000, 70001, 8), (70000, 33, 129), (70000, 1024, 3),
-    (70000, 5000, 15), (70000, 70001, 1), (70000, 70001, 3), (5000, 9000, 1)]
+    (70000, 5000, 15), (70000, 70001, 1), (70000, 70001, 3), (5000, 9000, 1), (1000, 20000, 1)]
 
 
 @pytest.mark.gpu
@@ -660,10 +660,11 @@ def test_every_plan(plan, dtype, operation):
 @pytest.mark.gpu
 @needs_cpu_module
 @pytest.mark.parametrize(
-    "plan, rows, batch", [("sort", 300_000, None), ("narrow", 300_000, None), ("narrow", 9_000, 70)])
-def test_plans_of_many_updates(plan, rows, batch):
-    """Half a million and more: the sort's larger tiles, and bins of whole slices; integers show every one of them."""
-    count = 600_001 if batch is None else 9_001
+    "plan, rows, count, batch",
+    [("sort", 300_000, 600_001, None), ("narrow", 300_000, 600_001, None), ("sort", 300_000, 4_200_001, None),
+     ("narrow", 300_000, 4_200_001, None), ("narrow", 9_000, 9_001, 70)])
+def test_plans_of_many_updates(plan, rows, count, batch):
+    """Half a million, and four: the sort's larger tiles, and bins of whole slices; integers show every one of them."""
     shape = (count,) if batch is None else (batch, count)
     index = np.random.default_rng(0).integers(-2, rows + 2, shape).astype(np.int32)
     total = functools.partial(jaxkern.segment_sum, num_segments=rows)

@@ -68,6 +68,7 @@ struct IndexRun {
   int64_t source_extra, out_extra;    // rows that one b lies further than count, or rows, after the last
   Divider by_count, by_rows;
   bool reads_out;                     // out holds what the reduction goes on from
+  bool tiles;                         // ascending indices are reduced in tiles of source as it lies
 
   void* partials;
 
@@ -323,6 +324,10 @@ template <class C> __device__ __forceinline__ C Alpha(const IndexRun& run) {
 // --- Vectors of a row --------------------------------------------------------------------------------
 // Vectors of 16 bytes are read and written once; narrower ones may share a sector with others.
 
+// What a kernel that waits for memory sums in: floats in double, so that a sum is rounded once.
+template <Reduction kOp, class T>
+using Wide = std::conditional_t<kOp == Reduction::kSum && std::is_same_v<T, float>, double, Compute<T>>;
+
 template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadPart(const T* p) {
   if constexpr (N * sizeof(T) == 4) {
     Pack<T, N> pack;
@@ -338,21 +343,21 @@ template <class T, int N> __device__ __forceinline__ void StorePart(T* p, const 
   else StoreVector<T, N>(p, pack);
 }
 
-template <Reduction kOp, class T, int N>
-__device__ __forceinline__ void Accumulate(Compute<T> (&total)[N], const Pack<T, N>& pack) {
+template <Reduction kOp, class T, int N, class A>
+__device__ __forceinline__ void Accumulate(A (&total)[N], const Pack<T, N>& pack) {
   Compute<T> v[N];
   Unpack(pack, v);
 #pragma unroll
-  for (int i = 0; i < N; ++i) total[i] = Combined<kOp>(total[i], v[i]);
+  for (int i = 0; i < N; ++i) total[i] = Combined<kOp>(total[i], static_cast<A>(v[i]));
 }
 
-template <Reduction kOp, class T, int N>
-__device__ __forceinline__ Pack<T, N> FinishedPack(const Compute<T> (&total)[N], Compute<T> alpha, bool has_x,
+template <Reduction kOp, class T, int N, class A>
+__device__ __forceinline__ Pack<T, N> FinishedPack(const A (&total)[N], Compute<T> alpha, bool has_x,
                                                    const Pack<T, N>& x) {
   Compute<T> v[N], old[N];
   Unpack(x, old);
 #pragma unroll
-  for (int i = 0; i < N; ++i) v[i] = Finished<kOp>(total[i], alpha, has_x, old[i]);
+  for (int i = 0; i < N; ++i) v[i] = Finished<kOp>(static_cast<Compute<T>>(total[i]), alpha, has_x, old[i]);
   return Repack<T, N>(v);
 }
 

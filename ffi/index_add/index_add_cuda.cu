@@ -183,6 +183,7 @@ cudaError_t IndexCuda(const IndexArgs& a, const Device& device, cudaStream_t str
                                  std::min(count, a.count - k)});
         // Rows that an earlier part of the updates has written are read back.
         run.reads_out = adds || (k > 0 && plan != IndexPlan::kUnique);
+        run.tiles = ReducesTiles(plan, DescribeIndex(a));
         cudaError_t error = cudaSuccess;
         const int key_bits = BitsFor(int64_t{run.dropped} + 1);
         const auto room = [&](int64_t offset) { return offset < 0 ? nullptr : static_cast<char*>(a.scratch) + offset; };

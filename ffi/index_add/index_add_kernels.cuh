@@ -6,6 +6,7 @@
 #include "index_add_narrow.cuh"
 #include "index_add_reduce.cuh"
 #include "index_add_reduce_narrow.cuh"
+#include "index_add_reduce_tile.cuh"
 #include "index_add_small.cuh"
 
 namespace jaxkern {
@@ -32,6 +33,7 @@ cudaError_t LaunchReduction(IndexPlan plan, const IndexRun& run, bool fills, cud
     if constexpr (sizeof(T) <= 4) return LaunchNarrow<kOp, T>(run, fills, stream);
     return cudaErrorInvalidConfiguration;
   }
+  if (run.tiles) return LaunchTiles<kOp, T>(run, fills, stream);
   if ((plan == IndexPlan::kSorted || plan == IndexPlan::kSort) && run.inner <= kNarrowInner) {
     return LaunchNarrowReduce<kOp, T>(run, fills, stream);
   }

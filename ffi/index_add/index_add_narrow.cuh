@@ -1,7 +1,7 @@
 // The narrow plan: rows of one element of up to 4 bytes, many updates to each. Bins in shared memory take the
 // sums. Floats are not added by atomics: a bin belongs to one warp at a time.
 //
-//     few rows       every thread has bins of its own
+//     few rows       every thread has bins of its own; and where updates are few, a block for so many rows each
 //     up to kBins    every warp has. The updates of lanes that meet in a bin are first added up across the warp
 //     up to kWideBins    likewise, but there is room for one such warp a block; the others clear and write the bins
 //     more           the sort has brought updates with equal leading bits of the key together; a block
@@ -24,7 +24,8 @@ constexpr int kWideThreads = 128, kPrefetched = 2048;  // updates
 struct BinShape {
   uint32_t chunk = 0, chunks = 0;  // of a slice
   int64_t slices = 1;              // batch * outer
-  int bins = 0;                    // of a slice
+  int bins = 0;                    // of a slice, or of a window: a block's own rows of it
+  uint32_t windows = 1;            // of a slice
   int copies = kBinWarps;          // warps with bins of their own
   uint32_t stretches = 0;          // a mask: the leading bits that the sort has looked at
   int64_t fill_after = 0;
@@ -222,8 +223,10 @@ BinSlices(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape
   using C = Compute<T>;
   extern __shared__ __align__(16) char shared_bytes[];
   BlockBins<kOp, C, kFew> bins(shared_bytes, s.bins, s.copies);
-  const int64_t slice = blockIdx.x / s.chunks;
-  const uint32_t chunk = blockIdx.x % s.chunks;
+  const uint32_t windowed = kFew ? blockIdx.x / s.windows : blockIdx.x;
+  const uint32_t first_row = kFew ? blockIdx.x % s.windows * s.bins : 0;
+  const int64_t slice = windowed / s.chunks;
+  const uint32_t chunk = windowed % s.chunks;
   const int64_t b = slice / run.outer, o = slice % run.outer;
   const uint32_t begin = chunk * s.chunk, end = min(begin + s.chunk, run.count);
   const uint32_t place = static_cast<uint32_t>(b * run.count);
@@ -253,13 +256,14 @@ BinSlices(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape
   const auto load = [&](uint32_t k) { return Update{LoadIndex(run, place + k), source[k]}; };
   bins.AddAll(begin, end, turn, load, [&](const Update& update, int* bin, C* v) {
     const uint32_t row = run.plain ? PlainKey(run, update.raw.low) : RowKey(run, update.raw);
-    *bin = row < run.rows ? static_cast<int>(row) : -1;
+    const bool mine = kFew ? row - first_row < static_cast<uint32_t>(s.bins) && row < run.rows : row < run.rows;
+    *bin = mine ? static_cast<int>(row - first_row) : -1;
     *v = ToCompute(update.value);
   });
   bins.ForEach([&](int bin, int step, const auto& totals) {
     if (s.chunks == 1) {
       const uint32_t key = static_cast<uint32_t>(b * run.rows);
-      EmitBins<kOp, T>(run, o, key + bin, step, key + s.bins, totals);
+      EmitBins<kOp, T>(run, o, key + first_row + bin, step, key + min(first_row + s.bins, run.rows), totals);
     } else {
       C* const parts = static_cast<C*>(run.partials) + (slice * s.chunks + chunk) * s.bins;
       for (const C& total : totals) {
@@ -401,7 +405,7 @@ cudaError_t LaunchBinSlices(const IndexRun& run, const BinShape& s, cudaStream_t
   });
   if (error != cudaSuccess) return error;
   const int threads = s.copies == 1 ? kWideThreads : kBinThreads, bytes = Bins::Bytes(s.bins, s.copies);
-  error = Launch(BinSlices<kOp, T, kFew>, {s.slices * s.chunks, 1, threads, bytes}, stream, run, s);
+  error = Launch(BinSlices<kOp, T, kFew>, {s.slices * s.chunks * s.windows, 1, threads, bytes}, stream, run, s);
   if (error != cudaSuccess || s.chunks == 1) return error;
   return Launch(BinParts<kOp, T>, {s.slices * ((s.bins + kWarp - 1) / kWarp), 1, 1024}, stream, run, s);
 }
@@ -416,6 +420,13 @@ cudaError_t LaunchNarrow(const IndexRun& run, bool fills, cudaStream_t stream) {
     s.chunks = (run.count + s.chunk - 1) / s.chunk;
     s.bins = static_cast<int>(run.rows);
     if (run.rows > kBins) s.copies = 1;
+    if (const int64_t window = BinWindowOf(s.slices, run.rows, run.count)) {
+      s.chunk = run.count;
+      s.chunks = 1;
+      s.bins = static_cast<int>(window);
+      s.windows = static_cast<uint32_t>((run.rows + window - 1) / window);
+      return LaunchBinSlices<kOp, T, true>(run, s, stream);
+    }
     if (run.rows <= kFewBins) return LaunchBinSlices<kOp, T, true>(run, s, stream);
     return LaunchBinSlices<kOp, T, false>(run, s, stream);
   }

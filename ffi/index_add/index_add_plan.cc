@@ -79,7 +79,7 @@ IndexRadix RadixOf(int64_t positions, int low_bit, int high_bit) {
   const int bits = std::max(high_bit - low_bit, 0);
   r.passes = static_cast<int>(Ceil(bits, kRadixBitsMax));
   r.bits = r.passes ? static_cast<int>(Ceil(bits, r.passes)) : 0;
-  r.tile = positions < (1 << 19) ? kSmallTile : kTile;
+  r.tile = positions < (1 << 19) ? kSmallTile : positions < (1 << 22) ? kTile : kLargeTile;
   r.tiles = Ceil(positions, r.tile);
   return r;
 }
@@ -91,8 +91,31 @@ int64_t ChunkOf(int64_t positions, int64_t outer, int64_t row_bytes) {
   return PowerOfTwo(static_cast<int64_t>(std::min(lanes / (1 << 19), 1e6)), 16, 512) + 8;
 }
 
+IndexTile TileOf(int64_t inner, int64_t element_bytes) {
+  const int64_t n = 16 / element_bytes;
+  IndexTile tile = {0, inner, inner};
+  if (inner * element_bytes > 512) {
+    // Slabs of about 256 bytes, of equal width. From one place to the next the vectors of a slab shift as those of
+    // source do, and those of two places never overlap.
+    const int64_t slabs = Ceil(inner * element_bytes, 256);
+    tile.slab = Ceil(inner, slabs);
+    tile.pitch = tile.slab + 2 * n - 2;
+    while (tile.pitch % n != inner % n) ++tile.pitch;
+  }
+  tile.places = std::min(kTilePlaces, kTileBytes / (tile.pitch * element_bytes));
+  return tile;
+}
+
+bool ReducesTiles(IndexPlan plan, const IndexProblem& p) {
+  return plan == IndexPlan::kSorted && p.batch == 1 && (p.inner <= kNarrowInner || RowBytes(p) % 16 != 0);
+}
+
 int64_t BinChunkOf(int64_t positions, int64_t bins) {
   return PowerOfTwo(positions / (bins > kBins ? 512 : 1024), 4096, 32768);
+}
+
+int64_t BinWindowOf(int64_t slices, int64_t rows, int64_t count) {
+  return slices == 1 && rows > 32 && rows <= kBins && count <= 16384 ? 16 : 0;
 }
 
 IndexLayout LayoutOf(IndexPlan plan, const IndexProblem& p) {
@@ -124,9 +147,11 @@ IndexLayout LayoutOf(IndexPlan plan, const IndexProblem& p) {
   switch (plan) {
     case IndexPlan::kSort:
     case IndexPlan::kSorted: {
-      const bool narrow = p.inner <= kNarrowInner;
-      const int64_t chunks =
-          Ceil(positions, narrow ? NarrowTileOf(p.inner, SizeOf(p.type)) : ChunkOf(positions, p.outer, RowBytes(p)));
+      const bool tiles = ReducesTiles(plan, p), narrow = tiles || p.inner <= kNarrowInner;
+      const int64_t places = tiles    ? TileOf(p.inner, SizeOf(p.type)).places
+                             : narrow ? NarrowTileOf(p.inner, SizeOf(p.type))
+                                      : ChunkOf(positions, p.outer, RowBytes(p));
+      const int64_t chunks = Ceil(positions, places);
       if (plan == IndexPlan::kSort) sort(0, keys);
       else if (!narrow) layout.keys[0] = take(4 * positions);
       if (plan == IndexPlan::kSorted && !narrow && p.batch > 1) layout.values[0] = take(4 * positions);

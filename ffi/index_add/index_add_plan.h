@@ -89,7 +89,9 @@ constexpr int64_t kMaxKeys = int64_t{1} << 31, kMaxPositions = int64_t{1} << 30;
 
 // The radix sort: stable passes over the key's bits, lowest first, a tile of positions a block.
 constexpr int kRadixBitsMax = 9;
-constexpr int64_t kSmallTile = 2048, kTile = 4608;
+// Of the largest tiles a digit's pairs, which are written side by side, fill a sector and more; smaller ones keep the
+// multiprocessors evenly busy.
+constexpr int64_t kSmallTile = 2048, kTile = 4608, kLargeTile = 8192;
 struct IndexRadix {
   int passes = 0, bits = 0;   // bits a pass
   int64_t tile = 0, tiles = 0;
@@ -114,10 +116,24 @@ constexpr int64_t NarrowTileOf(int64_t inner, int64_t element_bytes) {
   return 256 / inner * NarrowStretch(element_bytes);
 }
 
+// The segmented reduction of ascending indices where rows are a few elements or no whole vectors, in tiles of shared
+// memory: places, columns, and elements from one place to the next. Runs that end within kTileReach places behind
+// a tile are not cut by it.
+constexpr int64_t kTilePlaces = 2048, kTileBytes = 32000;
+constexpr int kTileReach = 32;
+struct IndexTile {
+  int64_t places, slab, pitch;
+};
+IndexTile TileOf(int64_t inner, int64_t element_bytes);
+bool ReducesTiles(IndexPlan plan, const IndexProblem& p);
+
 // The bins of the narrow plan: of a warp, of which a block has eight, or of a block.
 constexpr int kBinBits = 11;
 constexpr int64_t kBins = int64_t{1} << kBinBits, kWideBins = 16384;
 int64_t BinChunkOf(int64_t positions, int64_t bins);  // positions a block
+// Few updates of one slice: every block looks through all of them for those of its own few rows, in one launch. The
+// rows of a block, or 0.
+int64_t BinWindowOf(int64_t slices, int64_t rows, int64_t count);
 
 // Scratch of one run of the kernels, as byte offsets; -1 where the plan has no use for it.
 struct IndexLayout {

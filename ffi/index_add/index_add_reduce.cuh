@@ -27,6 +27,7 @@ constexpr uint32_t kGroup = 32;  // chunks
 
 struct ReduceShape {
   uint32_t chunk = 0, chunks = 0;
+  uint32_t reach = 0;      // places behind a chunk that it takes of its last run, where nothing describes the chunks
   int64_t vectors = 0;     // of a row, or rather threads
   Divider by_vectors, by_chunks;
   int64_t threads = 0;     // of the reduction
@@ -54,6 +55,7 @@ template <Reduction kOp, class T, int N, int kParts, int kRows>
 __global__ void __launch_bounds__(kReduceThreads, kParts > 1 ? 5 : 8)
 ReduceChunks(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s) {
   using C = Compute<T>;
+  using A = Wide<kOp, T>;
   struct Slice {
     Pack<T, N> part[kParts];
   };
@@ -99,14 +101,14 @@ ReduceChunks(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
 
   bool at_head = info.long_head;  // the run being added up is the one that came in
   uint32_t current = run.dropped;
-  C total[kParts][N];
+  A total[kParts][N];
   Slice x = {};  // what out holds of the current row, once that has been read
   bool x_read = true;
   const auto clear = [&] {
 #pragma unroll
     for (int p = 0; p < kParts; ++p) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) total[p][i] = Identity<kOp, C>();
+      for (int i = 0; i < N; ++i) total[p][i] = Identity<kOp, A>();
     }
   };
   clear();
@@ -116,7 +118,7 @@ ReduceChunks(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
     for (int p = 0; p < kParts; ++p) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        if (has[p]) slot[apart[p] + i] = total[p][i];
+        if (has[p]) slot[apart[p] + i] = static_cast<C>(total[p][i]);
       }
     }
   };
@@ -254,7 +256,7 @@ ReduceFixup(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
         const ChunkInfo info = run.chunks[chunk];
         parts = info.parts, key = info.key;
       } else {
-        parts = PartsOf(run, s.chunk, s.chunks, chunk, 0);
+        parts = PartsOf(run, s.chunk, s.chunks, chunk, s.reach);
         key = KeyAt(run, min((chunk + 1) * s.chunk, run.positions) - 1);
       }
       if (parts > 0) found[atomicAdd(&runs, 1)] = {chunk, parts, key};

@@ -250,7 +250,7 @@ __device__ __forceinline__ uint2 SumsOfThreadsBefore(uint2 v, uint2* room) {
 // A dependent step through shared memory is some 30 cycles, so what can be read together is: the order of the loops
 // here is what the kernel's speed comes from.
 template <int kThreads, int kItems, Pass kPass>
-__global__ void __launch_bounds__(kThreads, kThreads * kItems <= kSmallTile ? 2 : 3)
+__global__ void __launch_bounds__(kThreads, kThreads == 512 ? 2 : 3)
 RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ RadixPass pass) {
   constexpr int kWarps = kThreads / kWarp, kPairs = kThreads * kItems, kStep = kTogether<kItems>;
   static_assert(kItems % kStep == 0 && kItems % 2 == 0 && kThreads >= kOwners && kPairs < 1 << 16, "two places a word");
@@ -260,8 +260,9 @@ RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ Radix
   const uint32_t first = FirstOfLane<kThreads, kItems>();
   const Digits digits(pass);
   uint32_t key[kItems], payload[kItems];
-  // Before the keys, which are waited for.
-  if constexpr (kPass != Pass::kFirstOfPositions) LoadPayload<kItems, kPass>(run, pass, first, payload);
+  // Before the keys, which are waited for; where registers are short, once the keys are ranked.
+  constexpr bool kEarly = kThreads * kItems <= kTile, kLoads = kPass != Pass::kFirstOfPositions;
+  if constexpr (kLoads && kEarly) LoadPayload<kItems, kPass>(run, pass, first, payload);
   LoadKeys<kItems, kPass != Pass::kLater>(run, pass, first, key);
   // How many pairs of all tiles, and of those before this one, have either of the thread's digits.
   uint2 total = {0, 0}, earlier = {0, 0};
@@ -306,7 +307,8 @@ RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ Radix
     }
     __syncwarp();
   }
-  if constexpr (kPass == Pass::kFirstOfPositions) {
+  if constexpr (kLoads && !kEarly) LoadPayload<kItems, kPass>(run, pass, first, payload);
+  if constexpr (!kLoads) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) payload[i] = first + i * kWarp;
     if (run.source_extra) {
@@ -318,11 +320,9 @@ RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ Radix
   // From ranks within a warp to places in the tile, and from those to places behind the pairs of smaller digits
   // and of earlier tiles.
   const bool owner = threadIdx.x < kOwners;
-  uint32_t held[kWarps], in_tile = 0;
+  uint32_t in_tile = 0;
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w) held[w] = owner ? s.ranks[w][threadIdx.x] : 0;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) in_tile += held[w];
+  for (int w = 0; w < kWarps; ++w) in_tile += owner ? s.ranks[w][threadIdx.x] : 0;
   const uint32_t in_first = in_tile & 0xffff;
   const uint2 before = SumsOfThreadsBefore({total.x + total.y, in_first + (in_tile >> 16)}, s.sums);
   if (owner) {
@@ -330,9 +330,10 @@ RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ Radix
     s.offset[2 * threadIdx.x] = before.x + earlier.x - before.y;
     s.offset[2 * threadIdx.x + 1] = before.x + total.x + earlier.y - (before.y + in_first);
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
+    for (int w = 0; w < kWarps; ++w) {  // read once more: held since above, they would be registers that others need
+      const uint32_t held = s.ranks[w][threadIdx.x];
       s.ranks[w][threadIdx.x] = start;
-      start += held[w];
+      start += held;
     }
   }
   __syncthreads();
@@ -473,7 +474,9 @@ cudaError_t SortUpdates(IndexRun* run, int low_bit, int high_bit, SortPayload pa
     const Pass kind = i > 0                                ? Pass::kLater
                       : payload == SortPayload::kPosition ? Pass::kFirstOfPositions
                                                           : Pass::kFirstOfElements;
-    const auto launch = radix.tile == kSmallTile ? LaunchTile<kSmallTile, 512>(kind) : LaunchTile<kTile, 256>(kind);
+    const auto launch = radix.tile == kSmallTile ? LaunchTile<kSmallTile, 512>(kind)
+                        : radix.tile == kTile    ? LaunchTile<kTile, 256>(kind)
+                                                 : LaunchTile<kLargeTile, 512>(kind);
     const cudaError_t error = launch(*run, pass, stream);
     if (error != cudaSuccess) return error;
     pass.keys_in = pass.keys_out;
