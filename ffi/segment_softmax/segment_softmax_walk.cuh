@@ -32,7 +32,7 @@ struct WalkShape {
 };
 
 // As KeyAt(), with one copy of the code for indices that are no keys yet.
-__device__ __noinline__ uint32_t KeyOfIndex(const IndexRun& run, uint32_t place) {
+static __device__ __noinline__ uint32_t KeyOfIndex(const IndexRun& run, uint32_t place) {
   return KeyOf(run, LoadIndex(run, place), place);
 }
 __device__ __forceinline__ uint32_t WalkKey(const IndexRun& run, uint32_t place) {
