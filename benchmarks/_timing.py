@@ -55,6 +55,7 @@ class Timing:
     samples: list[float]
     source: str  # "profiler", "cuda events" or "host"
     kernels: dict[str, float] = dataclasses.field(default_factory=dict)  # name: launches a call
+    kernel_us: dict[str, float] = dataclasses.field(default_factory=dict)  # name: time of these, where there are several
     note: str = ""
 
     @property
@@ -69,6 +70,7 @@ class Timing:
             "calls": len(self.samples),
             "source": self.source,
             "kernels": self.kernels,
+            **({"kernel_us": self.kernel_us} if len(self.kernel_us) > 1 else {}),
             **({"note": self.note} if self.note else {}),
         }
 
@@ -206,13 +208,17 @@ def split_by_call(events: list[Event], calls: int) -> list[list[Event]] | None:
 def _timing_from(events: list[Event], calls: int) -> Timing:
     counts = collections.Counter(e.name for e in events)
     kernels = {short_name(k): round(v / calls, 3) for k, v in counts.items()}
+    durations: collections.Counter[str] = collections.Counter()
+    for e in events:
+        durations[short_name(e.name)] += e.duration_ns
+    kernel_us = {k: round(ns / calls / 1e3, 3) for k, ns in durations.items()}
     groups = split_by_call(events, calls)
     if groups is None:
         total = sum(e.duration_ns for e in events) / calls
         return Timing(
-            [total / 1e3], "profiler", kernels, f"{len(events)} kernels do not divide among {calls} calls"
+            [total / 1e3], "profiler", kernels, kernel_us, f"{len(events)} kernels do not divide among {calls} calls"
         )
-    return Timing([sum(e.duration_ns for e in g) / 1e3 for g in groups], "profiler", kernels)
+    return Timing([sum(e.duration_ns for e in g) / 1e3 for g in groups], "profiler", kernels, kernel_us)
 
 
 def short_name(kernel: str) -> str:

@@ -86,6 +86,7 @@ struct Real : Basic<T> {
   static constexpr C kInverseSqrt2Pi = C(0.39894228040143267794);
   static constexpr C kTwoInverseSqrtPi = C(1.12837916709551257390);
   static JAXKERN_FN bool IsInf(C x) { return x == kInfinity || x == -kInfinity; }
+  static JAXKERN_FN C Share(C a, C e) { return a / (1 + e); }  // 0 <= e <= 1
 };
 
 // Exponentials of what is no float, with M's Exp and its Fma, which must be one: the exponent is taken in two parts,
@@ -93,20 +94,19 @@ struct Real : Basic<T> {
 template <class M>
 struct InFloat {
   // Beyond a the normal distribution is exp(-a^2/2) / (2 + a (sqrt(2 pi) + h(a))), where the terms before h say most: what
-  // a ratio of polynomials loses in h hardly counts. This is the divisor, of an a that may be rounded, but not so a sqrt(2 pi).
-  static JAXKERN_FN float TailDivisor(float a, float x, float slope) {
+  // a ratio of polynomials loses in h hardly counts. This is the divisor without a sqrt(2 pi), of an a that may be rounded.
+  static JAXKERN_FN float TailDivisor(float a) {
     const float h = M::FastQuotient(
         Polynomial(a, {-0.910859227180481f, -0.695903480052948f, -0.25419881939888f, -0.04974844306707382f,
                        -0.004505206365138292f}),
         Polynomial(a, {1.0f, 1.0639886856079102f, 0.5456064343452454f, 0.1617821604013443f, 0.02769853174686432f,
                        0.0022525868844240904f}));
-    return M::Fma(x, slope, M::Fma(a, h, 2.0f));
+    return M::Fma(a, h, 2.0f);
   }
-  static JAXKERN_FN float TailDivisor(float a) { return TailDivisor(a, a, 2.50662827463f); }
   static JAXKERN_FN float NormalCdf(float x) {
     const float a = M::Min(M::Abs(x), 20.0f);
     const float square = M::Product(a, a), rest = M::Fma(a, a, -square), e = M::Exp(-0.5f * square);
-    const float cdf = M::Quotient(M::Fma(e, -0.5f * rest, e), TailDivisor(a));
+    const float cdf = M::Quotient(M::Fma(e, -0.5f * rest, e), M::Fma(a, 2.50662827463f, TailDivisor(a)));
     return x < 0 ? cdf : 1 - cdf;
   }
   // a b c, rounded once where nothing overflows.
@@ -214,6 +214,10 @@ struct Single : Float {
   static JAXKERN_FN C Product(C a, C b, C c) { return InFloat<Single>::Product(a, b, c); }
   static JAXKERN_FN C Exp(C x) { return expf(x); }
   static JAXKERN_FN C Expm1(C x) { return expm1f(x); }
+  static JAXKERN_FN C Share(C a, C e) {  // as if the sum were not rounded
+    const C sum = 1 + e, lost = e - (sum - 1), inverse = Inverse(sum), q = a * inverse;
+    return fmaf(inverse, fmaf(-q, lost, fmaf(-sum, q, a)), q);
+  }
   static JAXKERN_FN C Log1pUnit(C x) {  // 0 <= x <= 1: twice the area tangent of x / (2 + x)
     const C z = Quotient(x, 2 + x), square = z * z;
     const C series = Polynomial(square, {0.33333319425582886f, 0.20003780722618103f, 0.14118309319019318f, 0.1342574954032898f});
@@ -222,13 +226,13 @@ struct Single : Float {
   static JAXKERN_FN C Tanh(C x) { return tanhf(x); }
   static JAXKERN_FN C NormalCdf(C x) {
     constexpr double k = 0.5 * kLog2e;
-    const C a = Min(fabsf(x), 20.0f), cdf = Quotient(ExpOfSquare(a, C(k), C(k - C(k))), InFloat<Single>::TailDivisor(a));
+    const C a = Min(fabsf(x), 20.0f), cdf = Tail(a, 1, C(k), C(k - C(k)), 2.50662827463f, InFloat<Single>::TailDivisor(a));
     return x < 0 ? cdf : 1 - cdf;
   }
   static JAXKERN_FN C Erfc(C x) {
     constexpr double k = kLog2e;
-    const C a = Min(fabsf(x), 14.0f), e = ExpOfSquare(a, C(k), C(k - C(k)));
-    const C tail = Quotient(e + e, InFloat<Single>::TailDivisor(a * 1.41421356f, a, 3.54490770f));
+    const C a = Min(fabsf(x), 14.0f), divisor = InFloat<Single>::TailDivisor(a * 1.41421356f);
+    const C tail = Tail(a, 2, C(k), C(k - C(k)), 3.54490770f, divisor);
     return x < 0 ? 2 - tail : tail;
   }
   static JAXKERN_FN C ExpOfProduct(C x, double c) { return InFloat<Single>::ExpOfProduct(x, c); }
@@ -241,24 +245,28 @@ struct Single : Float {
     const C cube_low = fmaf(a, square, -cube) + a * fmaf(a, a, -square);
     const C shifted1 = fmaf(c1, a, 768.0f), shifted = fmaf(c3, cube, shifted1), u1 = shifted1 - 768.0f, u3 = shifted - shifted1;
     const C low = fmaf(c1, a, -u1) + (fmaf(c3, cube, -u3) + fmaf(c1_low, a, fmaf(c3_low, cube, c3 * cube_low)));
-    return Corrected(Power2(shifted - 736.0f), low) * 0x1p-32f;  // a subnormal result counts: it is multiplied by 10
+    const C e = Power2(shifted - 736.0f);
+    return fmaf(e * low, kLn2, e) * 0x1p-32f;  // a subnormal result counts: it is multiplied by 10
   }
 
  private:
   static constexpr double kLog2e = 1.4426950408889634;
-  // e^(-c a^2) of c log2(e) = high + low. What rounding takes from the exponent is put back in the end.
-  static JAXKERN_FN C ExpOfSquare(C a, C high, C low) {
+  static constexpr C kLn2 = 0.693147181f;
+  // scale e^(-c a^2) / (divisor + a slope) of c log2(e) = high + low. What rounding takes from the exponent, the sum and the
+  // quotient is put back together.
+  static JAXKERN_FN C Tail(C a, C scale, C high, C low, C slope, C divisor) {
     const C square = Product(a, a), u = Product(square, -high);
     const C rest = fmaf(square, -low, fmaf(fmaf(a, a, -square), -high, fmaf(square, -high, -u)));
-    return Corrected(Power2(u), rest);
+    const C sum = fmaf(a, slope, divisor), lost = fmaf(a, slope, divisor - sum);
+    const C e = scale * Power2(u), inverse = Inverse(sum), q = e * inverse;
+    return fmaf(inverse, fmaf(e * rest, kLn2, fmaf(-q, lost, fmaf(-sum, q, e))), q);
   }
-  // e 2^low of a small low.
-  static JAXKERN_FN C Corrected(C e, C low) { return fmaf(e * low, 0.693147181f, e); }
 };
 
 struct Coarse : Float {
   static constexpr C kLog2e = 1.44269504f, kLn2 = 0.693147181f;
   static JAXKERN_FN C Quotient(C a, C b) { return FastQuotient(a, b); }
+  static JAXKERN_FN C Share(C a, C e) { return FastQuotient(a, 1 + e); }
   static JAXKERN_FN C Exp(C x) { return Power2(x * kLog2e); }
   static JAXKERN_FN C Expm1(C x) {
     const C near = x + x * x * Polynomial(x, {0.499974747722195f, 0.16667396983678887f, 0.042092714478751445f, 0.008342257019566366f});

@@ -30,8 +30,8 @@ struct Logistic {
   bool negative;
   JAXKERN_FN explicit Logistic(C x) : Logistic(x, M::Exp(-M::Abs(x))) {}
   JAXKERN_FN Logistic(C x, C e) : e(e), negative(x < 0) {}
-  JAXKERN_FN C Value() const { return M::Quotient(negative ? e : C(1), 1 + e); }
-  JAXKERN_FN C Complement() const { return M::Quotient(negative ? C(1) : e, 1 + e); }
+  JAXKERN_FN C Value() const { return M::Share(negative ? e : C(1), e); }
+  JAXKERN_FN C Complement() const { return M::Share(negative ? C(1) : e, e); }
   JAXKERN_FN C Derivative() const {
     const C inverse = M::Quotient(C(1), 1 + e);
     return e * inverse * inverse;
@@ -439,7 +439,7 @@ struct Sqrt {
 template <class M>
 struct SqrtGrad {
   using C = typename M::C;
-  JAXKERN_FN C operator()(C x, C g) const { return C(0.5) * M::Divide(g, M::Sqrt(x)); }
+  JAXKERN_FN C operator()(C x, C g) const { return C(0.5) * g * M::Rsqrt(x); }
 };
 
 template <class M>

@@ -107,7 +107,10 @@ IndexTile TileOf(int64_t inner, int64_t element_bytes) {
 }
 
 bool ReducesTiles(IndexPlan plan, const IndexProblem& p) {
-  return plan == IndexPlan::kSorted && p.batch == 1 && (p.inner <= kNarrowInner || RowBytes(p) % 16 != 0);
+  if (plan != IndexPlan::kSorted || p.batch != 1) return false;
+  // Slabs of long rows pay where elements are too small to be fetched one by one.
+  const bool odd = RowBytes(p) % 16 != 0 && (RowBytes(p) <= 512 || SizeOf(p.type) < 4);
+  return p.inner <= kNarrowInner || odd;
 }
 
 int64_t BinChunkOf(int64_t positions, int64_t bins) {

@@ -55,7 +55,6 @@ template <Reduction kOp, class T, int N, int kParts, int kRows>
 __global__ void __launch_bounds__(kReduceThreads, kParts > 1 ? 5 : 8)
 ReduceChunks(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s) {
   using C = Compute<T>;
-  using A = Wide<kOp, T>;
   struct Slice {
     Pack<T, N> part[kParts];
   };
@@ -101,14 +100,14 @@ ReduceChunks(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
 
   bool at_head = info.long_head;  // the run being added up is the one that came in
   uint32_t current = run.dropped;
-  A total[kParts][N];
+  C total[kParts][N];
   Slice x = {};  // what out holds of the current row, once that has been read
   bool x_read = true;
   const auto clear = [&] {
 #pragma unroll
     for (int p = 0; p < kParts; ++p) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) total[p][i] = Identity<kOp, A>();
+      for (int i = 0; i < N; ++i) total[p][i] = Identity<kOp, C>();
     }
   };
   clear();
@@ -118,7 +117,7 @@ ReduceChunks(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
     for (int p = 0; p < kParts; ++p) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        if (has[p]) slot[apart[p] + i] = static_cast<C>(total[p][i]);
+        if (has[p]) slot[apart[p] + i] = total[p][i];
       }
     }
   };

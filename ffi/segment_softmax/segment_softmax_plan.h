@@ -60,8 +60,8 @@ struct SegmentCut {
 constexpr SegmentCut SegmentCutOf(int64_t rows, int64_t count, int64_t outer, int64_t inner, int64_t element_bytes) {
   SegmentCut cut;
   const int64_t bytes = inner * element_bytes, rows_at_once = 32 / WalkLanes((bytes + 15) / 16, kWalkLanes);
-  // A segment costs a warp some 250 instructions beside those for its rows, whether they are as many or not.
-  cut.walk = bytes >= 16 && 3 * count >= 2 * rows_at_once * rows;
+  // A segment costs a warp as much as its rows do if they are taken in fewer than two steps.
+  cut.walk = bytes >= 16 && count >= 2 * rows_at_once * rows;
   if (!cut.walk) {
     const SegmentTile t = SegmentTileOf(inner, element_bytes);
     cut.places = t.places, cut.room = t.room;
