@@ -214,9 +214,9 @@ struct Single : Float {
   static JAXKERN_FN C Product(C a, C b, C c) { return InFloat<Single>::Product(a, b, c); }
   static JAXKERN_FN C Exp(C x) { return expf(x); }
   static JAXKERN_FN C Expm1(C x) { return expm1f(x); }
-  static JAXKERN_FN C Share(C a, C e) {  // as if the sum were not rounded
-    const C sum = 1 + e, lost = e - (sum - 1), inverse = Inverse(sum), q = a * inverse;
-    return fmaf(inverse, fmaf(-q, lost, fmaf(-sum, q, a)), q);
+  static JAXKERN_FN C Share(C a, C e) {  // of a = e or 1: the sum's rounding does not count, and a - q has none
+    const C inverse = Inverse(1 + e), q = a * inverse;
+    return fmaf(inverse, fmaf(-q, e, a - q), q);
   }
   static JAXKERN_FN C Log1pUnit(C x) {  // 0 <= x <= 1: twice the area tangent of x / (2 + x)
     const C z = Quotient(x, 2 + x), square = z * z;

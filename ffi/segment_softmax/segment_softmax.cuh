@@ -139,21 +139,21 @@ SegmentTiles(const __grid_constant__ IndexRun run, const __grid_constant__ Segme
   if (own_first < own_last) staged.Write(run, s, b, OutputOf<T>(run, b.o), own_first, own_last);
 }
 
-// The rows of long segments that lie in tiles, from the totals in the tiles' slots. A block looks through `each` tiles
-// and slabs, a thread each, for those with such rows: mostly there are none.
+// The rows of long segments that lie in tiles, from the totals in the tiles' slots. A block looks through every gridDim-th
+// tile and slab, a thread each, for those with such rows: mostly there are none, else they are neighbours.
 template <class Op>
 __global__ void __launch_bounds__(kSegmentThreads, 2)
-SegmentRewrite(const __grid_constant__ IndexRun run, const __grid_constant__ SegmentShape s, int64_t tiles, int each) {
+SegmentRewrite(const __grid_constant__ IndexRun run, const __grid_constant__ SegmentShape s, int64_t tiles) {
   using T = typename Op::T;
   using C = typename Op::C;
   extern __shared__ __align__(16) char shared_bytes[];
   __shared__ typename Op::Final finals[kSegmentColumns];
   __shared__ int held_keys;
   __shared__ uint8_t parts[kSegmentThreads];  // 1: of the run that comes in, 2: of the one that goes on
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * each;
-  const int number = static_cast<int>(min(int64_t{each}, tiles - first));
+  const auto tile = [](int i) { return blockIdx.x + static_cast<int64_t>(i) * gridDim.x; };
+  const int number = static_cast<int>((tiles - blockIdx.x + gridDim.x - 1) / gridDim.x);
   if (threadIdx.x < number) {
-    const SegmentBlock b(run, s, first + threadIdx.x);
+    const SegmentBlock b(run, s, tile(threadIdx.x));
     const uint32_t end = b.begin + s.places;
     const uint32_t held = min(s.places, run.positions - b.begin);
     const uint32_t first_key = KeyAt(run, b.begin), last_key = KeyAt(run, b.begin + held - 1);
@@ -170,7 +170,7 @@ SegmentRewrite(const __grid_constant__ IndexRun run, const __grid_constant__ Seg
   for (int i = 0; i < 2 * number; ++i) {
     const int tail = i % 2;
     if (!(parts[i / 2] >> tail & 1)) continue;
-    const SegmentBlock b(run, s, first + i / 2);
+    const SegmentBlock b(run, s, tile(i / 2));
     const int held = static_cast<int>(min(s.places, run.positions - b.begin));
     // How much of the tile is of that run.
     if (threadIdx.x == 0) held_keys = 0;
@@ -255,9 +255,9 @@ template <class Op> cudaError_t LaunchSegmentOp(const IndexRun& run, const void*
   if (error != cudaSuccess) return error;
   // One wave of blocks where none has anything to do, and as many as that is where all have.
   constexpr int64_t kBlocks = 512;
-  const int each = static_cast<int>(std::min((blocks + kBlocks - 1) / kBlocks, int64_t{kSegmentThreads}));
-  return Launch(SegmentRewrite<Op>, {(blocks + each - 1) / each, 1, kSegmentThreads, bytes}, stream, run, s, blocks,
-                each);
+  const int64_t least = (blocks + kSegmentThreads - 1) / kSegmentThreads;
+  const int64_t grid = std::min(blocks, std::max(kBlocks, least));
+  return Launch(SegmentRewrite<Op>, {grid, 1, kSegmentThreads, bytes}, stream, run, s, blocks);
 }
 
 // Runs everything after the sort.

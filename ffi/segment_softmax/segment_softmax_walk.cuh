@@ -95,7 +95,7 @@ SegmentWalk(const __grid_constant__ IndexRun run, const __grid_constant__ WalkSh
   if (warp >= s.warps) return;
   const uint32_t lane = threadIdx.x % kWarp, places = s.cut.places, reach = s.cut.reach;
   const int64_t item = s.by_strips.Div(warp), o = s.by_groups.Div(item);
-  const uint32_t group = static_cast<uint32_t>(item - o * s.by_groups.divisor) * s.chunks;
+  const uint32_t groups = static_cast<uint32_t>(s.by_groups.divisor), group = static_cast<uint32_t>(item - o * groups);
   const int lanes = 1 << s.log_lanes, rows_at_once = kWarp >> s.log_lanes, batch = kUnroll * rows_at_once;
   const int ahead = lane >> s.log_lanes, step = lanes * N;  // step: from one part to the next
   const int64_t column = (warp - item * s.strips) * lanes * kE + (lane & (lanes - 1)) * N;
@@ -150,12 +150,12 @@ SegmentWalk(const __grid_constant__ IndexRun run, const __grid_constant__ WalkSh
     return SegmentSlot<Stat>(run, s.cut, o, chunk, tail) + column + i / N * step + i % N;
   };
 
-  // Chunks with rows to write, a bit each; the walk has one.
+  // Chunks with rows to write, a bit each, of every groups-th: those of one segment are neighbours. The walk has one.
   uint32_t chunks = 1;
   if (s.rewrites) {
-    const uint32_t begin = (group + lane) * places, end = begin + places;
+    const uint32_t chunk = group + lane * groups, begin = chunk * places, end = begin + places;
     bool some = false;
-    if (lane < s.chunks && group + lane < s.cut.tiles) {
+    if (lane < s.chunks && chunk < s.cut.tiles) {
       const uint32_t head = WalkKey(run, begin), last = WalkKey(run, min(end, run.positions) - 1);
       some = last < run.dropped && end < run.positions && WalkKey(run, end) == last &&
              GoesOnLong(run, reach, end, last);
@@ -166,7 +166,7 @@ SegmentWalk(const __grid_constant__ IndexRun run, const __grid_constant__ WalkSh
   }
 #pragma unroll 1
   for (; chunks; chunks &= chunks - 1) {
-    const uint32_t chunk = group + __ffs(chunks) - 1, begin = chunk * places;
+    const uint32_t chunk = group + (__ffs(chunks) - 1) * groups, begin = chunk * places;
     const uint32_t end = min(begin + places, run.positions);
     KeyWindow window(run, begin);
     uint32_t first = begin, stop;
