@@ -102,11 +102,12 @@ def segment_softmax(data, segment_ids, num_segments=None, indices_are_sorted=Fal
 
     In jnp it would be, with `of` for `jnp.take(..., segment_ids, 0)`,
     `e = exp(data - of(jax.ops.segment_max(data, segment_ids)))` and `e / of(jax.ops.segment_sum(e, segment_ids))`.
-    On CUDA one kernel reads data once and writes the result once, but for segments that are too long for a block of it
-    (some hundreds of rows, thousands where these are narrow), which are read twice; ids are sorted first unless they
-    ascend. The gradient is another such kernel. Beside the result a call takes memory for sorted ids, some bytes a row,
-    and for partial results of long segments. More than 2**31 - 3 segments or 2**30 rows run through XLA. On the CPU data
-    is read two or three times; rows of up to 8 elements may take two float64 numbers for each segment and column.
+    On CUDA one kernel reads data from memory once (of wide rows a second time from the cache) and writes the result
+    once, but for segments that are too long for that (hundreds of rows, thousands where these are narrow), which are
+    read twice; ids are sorted first unless they ascend. The gradient is another such kernel. Beside the result a call
+    takes memory for sorted ids, some bytes a row, and for partial results of long segments. More than 2**31 - 3
+    segments or 2**30 rows run through XLA. On the CPU data is read two or three times; rows of up to 8 elements may
+    take two float64 numbers for each segment and column.
 
     Args:
         data: array of shape (count, ...). float16, bfloat16 and float32 are computed in float32, float64 in float64,
