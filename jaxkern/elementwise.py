@@ -10,6 +10,8 @@ or for a gated operation the axis along which one operand holds both halves.
 """
 
 import functools
+import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -210,14 +212,15 @@ def _is_scalar(aval):
 
 
 def _few_groups(arrays, result, split):
-    """Whether the handler can merge the dimensions into three."""
+    """Whether the handler can merge the dimensions into three, each counted in 32 bits."""
     small = [a for a in arrays if a.shape != result.shape and not _is_scalar(a)]
     if split >= 0 or not small:
         return True
     if not all(isinstance(d, int) for d in result.shape):
         return False  # nothing is known of a symbolic shape
-    kinds = [tuple(a.shape[d] == 1 for a in small) for d, size in enumerate(result.shape) if size != 1]
-    return sum(k == 0 or kinds[k] != kinds[k - 1] for k in range(len(kinds))) <= GROUPS
+    sizes = [(size, tuple(a.shape[d] == 1 for a in small)) for d, size in enumerate(result.shape) if size != 1]
+    groups = [math.prod(size for size, _ in group) for _, group in itertools.groupby(sizes, key=lambda pair: pair[1])]
+    return len(groups) <= GROUPS and max(groups, default=1) < (1 << 32) - 8
 
 
 # ---- derivatives

@@ -439,7 +439,7 @@ struct Sqrt {
 template <class M>
 struct SqrtGrad {
   using C = typename M::C;
-  JAXKERN_FN C operator()(C x, C g) const { return C(0.5) * g * M::Rsqrt(x); }
+  JAXKERN_FN C operator()(C x, C g) const { return g * (C(0.5) * M::Rsqrt(x)); }
 };
 
 template <class M>

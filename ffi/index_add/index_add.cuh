@@ -69,6 +69,7 @@ struct IndexRun {
   Divider by_count, by_rows;
   bool reads_out;                     // out holds what the reduction goes on from
   bool tiles;                         // ascending indices are reduced in tiles of source as it lies
+  uint32_t chunk;                     // else places of the order that a thread goes through
 
   void* partials;
 

@@ -184,17 +184,17 @@ cudaError_t IndexCuda(const IndexArgs& a, const Device& device, cudaStream_t str
         // Rows that an earlier part of the updates has written are read back.
         run.reads_out = adds || (k > 0 && plan != IndexPlan::kUnique);
         run.tiles = ReducesTiles(plan, DescribeIndex(a));
+        run.chunk = static_cast<uint32_t>(layout.chunk);
         cudaError_t error = cudaSuccess;
-        const int key_bits = BitsFor(int64_t{run.dropped} + 1);
         const auto room = [&](int64_t offset) { return offset < 0 ? nullptr : static_cast<char*>(a.scratch) + offset; };
         run.partials = room(layout.partials);
         run.chunks = reinterpret_cast<ChunkInfo*>(room(layout.chunks));
         if (plan == IndexPlan::kSort) {
-          error = SortUpdates(&run, 0, key_bits, SortPayload::kPosition, layout, a.scratch, stream);
+          error = SortUpdates(&run, 0, SortPayload::kPosition, layout, a.scratch, stream);
         } else if (plan == IndexPlan::kNarrow && a.rows > kWideBins) {
           const SortPayload payload = size == 2 ? SortPayload::kElement2 : SortPayload::kElement4;
           // Updates that go nowhere may mix with others here, which spares a bit where the rows are a power of two.
-          error = SortUpdates(&run, kBinBits, BitsFor(run.dropped), payload, layout, a.scratch, stream);
+          error = SortUpdates(&run, kBinBits, payload, layout, a.scratch, stream);
         }
         // Ascending indices of this kind are keys as they are: one that is out of range is no row as a number
         // without a sign either.
@@ -205,7 +205,7 @@ cudaError_t IndexCuda(const IndexArgs& a, const Device& device, cudaStream_t str
         if (error == cudaSuccess && run.chunks) {
           if (!run.keys) run.keys_room = reinterpret_cast<uint32_t*>(room(layout.keys[0]));
           if (!run.keys && run.source_extra) run.order_room = reinterpret_cast<uint32_t*>(room(layout.values[0]));
-          error = DescribeChunks(&run, ChunkOf(run.positions, run.outer, run.inner * size), stream);
+          error = DescribeChunks(&run, stream);
         }
         if (error != cudaSuccess) return error;
         error = LaunchTyped(a.type, plan, a.op, run, !adds && k == 0 && plan != IndexPlan::kUnique, stream);

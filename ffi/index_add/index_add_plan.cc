@@ -132,7 +132,8 @@ IndexLayout LayoutOf(IndexPlan plan, const IndexProblem& p) {
   const int64_t positions = std::min(p.batch * p.count, std::max(kMaxPositions, int64_t{1}));
   const int64_t keys = std::min(p.batch * p.rows + 1, kMaxKeys);
   const auto sort = [&](int low_bit, int64_t values) {
-    const IndexRadix radix = RadixOf(positions, low_bit, BitsFor(values));
+    const IndexRadix radix = RadixOf(positions, low_bit, BitsFor(std::min(values, kMaxKeys)));
+    layout.radix = radix;
     for (int i = 0; i < std::min(radix.passes, 2); ++i) {
       layout.keys[i] = take(4 * positions);
       layout.values[i] = take(4 * positions);
@@ -151,9 +152,10 @@ IndexLayout LayoutOf(IndexPlan plan, const IndexProblem& p) {
     case IndexPlan::kSort:
     case IndexPlan::kSorted: {
       const bool tiles = ReducesTiles(plan, p), narrow = tiles || p.inner <= kNarrowInner;
+      layout.chunk = ChunkOf(positions, p.outer, RowBytes(p));
       const int64_t places = tiles    ? TileOf(p.inner, SizeOf(p.type)).places
                              : narrow ? NarrowTileOf(p.inner, SizeOf(p.type))
-                                      : ChunkOf(positions, p.outer, RowBytes(p));
+                                      : layout.chunk;
       const int64_t chunks = Ceil(positions, places);
       if (plan == IndexPlan::kSort) sort(0, keys);
       else if (!narrow) layout.keys[0] = take(4 * positions);

@@ -142,6 +142,10 @@ struct IndexLayout {
   int64_t chunks = -1;                               // what each chunk of the reduction does, 16 bytes each
   int64_t partials = -1;
   int64_t total = 0;
+  // What the room above is for. A call that is cut into runs has the same digits, tiles and chunks in each of them: a
+  // shorter run by itself might have shorter ones, and so more.
+  IndexRadix radix;
+  int64_t chunk = 0;
 };
 IndexLayout LayoutOf(IndexPlan plan, const IndexProblem& p);
 

@@ -332,7 +332,7 @@ cudaError_t LaunchReduce(const IndexRun& run, bool fills, cudaStream_t stream) {
   constexpr int kParts = kWhole ? 1 : 4, kRows = 4;
   ReduceShape s;
   s.vectors = (run.inner / N + kParts - 1) / kParts;
-  s.chunk = static_cast<uint32_t>(ChunkOf(run.positions, run.outer, run.inner * sizeof(T)));
+  s.chunk = run.chunk;
   s.chunks = (run.positions + s.chunk - 1) / s.chunk;
   s.by_vectors = Divider(s.vectors);
   s.by_chunks = Divider(s.chunks);

@@ -445,11 +445,11 @@ Describe(const __grid_constant__ IndexRun run, uint32_t chunk, uint32_t chunks) 
 
 }  // namespace
 
-cudaError_t DescribeChunks(IndexRun* run, int64_t chunk, cudaStream_t stream) {
-  const int64_t chunks = (run->positions + chunk - 1) / chunk, threads = run->keys ? chunks : run->positions;
+cudaError_t DescribeChunks(IndexRun* run, cudaStream_t stream) {
+  const int64_t chunks = (int64_t{run->positions} + run->chunk - 1) / run->chunk, threads = run->keys ? chunks : run->positions;
   const int64_t blocks = (threads + kDescribeThreads - 1) / kDescribeThreads;
-  const cudaError_t error = Launch(Describe, {blocks, 1, kDescribeThreads}, stream, *run,
-                                   static_cast<uint32_t>(chunk), static_cast<uint32_t>(chunks));
+  const cudaError_t error = Launch(Describe, {blocks, 1, kDescribeThreads}, stream, *run, run->chunk,
+                                   static_cast<uint32_t>(chunks));
   if (!run->keys) {
     run->keys = run->keys_room;
     run->order = run->order_room;
@@ -457,13 +457,13 @@ cudaError_t DescribeChunks(IndexRun* run, int64_t chunk, cudaStream_t stream) {
   return error;
 }
 
-cudaError_t SortUpdates(IndexRun* run, int low_bit, int high_bit, SortPayload payload, const IndexLayout& layout,
-                        void* scratch, cudaStream_t stream) {
-  const IndexRadix radix = RadixOf(run->positions, low_bit, high_bit);
+cudaError_t SortUpdates(IndexRun* run, int low_bit, SortPayload payload, const IndexLayout& layout, void* scratch,
+                        cudaStream_t stream) {
+  const IndexRadix& radix = layout.radix;
   const auto room = [&](int64_t offset) { return reinterpret_cast<uint32_t*>(static_cast<char*>(scratch) + offset); };
   RadixPass pass = {};
   pass.bits = radix.bits;
-  pass.tiles = static_cast<uint32_t>(radix.tiles);
+  pass.tiles = static_cast<uint32_t>((run->positions + radix.tile - 1) / radix.tile);
   pass.counts = room(layout.counts);
   pass.payload = payload;
   pass.scanned = radix.tile > kSmallTile || pass.tiles > kUnscannedTiles;

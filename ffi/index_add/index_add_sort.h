@@ -9,12 +9,12 @@ namespace jaxkern {
 // What travels with a key: the update's position, or the element of source itself as it lies in memory.
 enum class SortPayload : int32_t { kPosition = 0, kElement2 = 2, kElement4 = 4 };
 
-// Sorts the run's updates by bits [low_bit, high_bit) of their keys into run->keys and run->order, which lie in
+// Sorts the run's updates by the bits of their keys from low_bit on into run->keys and run->order, which lie in
 // `scratch` as `layout` says. Updates with equal bits stay in the order of their positions.
-cudaError_t SortUpdates(IndexRun* run, int low_bit, int high_bit, SortPayload payload, const IndexLayout& layout,
-                        void* scratch, cudaStream_t stream);
+cudaError_t SortUpdates(IndexRun* run, int low_bit, SortPayload payload, const IndexLayout& layout, void* scratch,
+                        cudaStream_t stream);
 
-// Fills run->chunks for chunks of so many places, and run->keys where there are only indices that ascend.
-cudaError_t DescribeChunks(IndexRun* run, int64_t chunk, cudaStream_t stream);
+// Fills run->chunks, and run->keys where there are only indices that ascend.
+cudaError_t DescribeChunks(IndexRun* run, cudaStream_t stream);
 
 }  // namespace jaxkern

@@ -40,7 +40,7 @@ cudaError_t SegmentSoftmaxCuda(const IndexArgs& a, const Device& device, cudaStr
     run.partials = layout.partials < 0 ? nullptr : static_cast<char*>(a.scratch) + layout.partials;
     if (plan == IndexPlan::kSort) {
       const cudaError_t error =
-          SortUpdates(&run, 0, BitsFor(int64_t{run.dropped} + 1), SortPayload::kPosition, layout, a.scratch, stream);
+          SortUpdates(&run, 0, SortPayload::kPosition, layout, a.scratch, stream);
       if (error != cudaSuccess) return error;
     }
     // Ascending ids of this kind are keys as they are: as a number without a sign, one out of range is no segment either.
