@@ -37,6 +37,25 @@ bool NarrowPays(const IndexProblem& p) {
   return (p.outer == 1 || p.rows <= kWideBins) && positions >= (1 << 18) && p.count >= p.rows;
 }
 
+// Of the bits [low_bit, high_bit) of so many keys.
+IndexRadix RadixOf(int64_t positions, int low_bit, int high_bit) {
+  IndexRadix r;
+  const int bits = std::max(high_bit - low_bit, 0);
+  r.passes = static_cast<int>(Ceil(bits, kRadixBitsMax));
+  r.bits = r.passes ? static_cast<int>(Ceil(bits, r.passes)) : 0;
+  r.tile = positions < (1 << 19) ? kSmallTile : positions < (1 << 22) ? kTile : kLargeTile;
+  r.tiles = Ceil(positions, r.tile);
+  return r;
+}
+
+// Positions a chunk of the segmented reduction; a run of equal keys is in one piece up to about twice as many.
+int64_t ChunkOf(int64_t positions, int64_t outer, int64_t row_bytes) {
+  // Half a million lanes of 16 bytes, if there is work for so many.
+  const double lanes = static_cast<double>(positions) * outer * Ceil(row_bytes, 16);
+  // No power of two: chunks that are walked side by side must not all meet in the same memory channels.
+  return PowerOfTwo(static_cast<int64_t>(std::min(lanes / (1 << 19), 1e6)), 16, 512) + 8;
+}
+
 }  // namespace
 
 bool IndexPlanFits(IndexPlan plan, const IndexProblem& p, const DeviceTraits&) {
@@ -72,23 +91,6 @@ IndexPlan ChooseIndexPlan(const IndexProblem& p, const DeviceTraits& d) {
   if (fits(IndexPlan::kUnique)) return IndexPlan::kUnique;
   if (fits(IndexPlan::kNarrow) && NarrowPays(p)) return IndexPlan::kNarrow;
   return IndexPlan::kSort;
-}
-
-IndexRadix RadixOf(int64_t positions, int low_bit, int high_bit) {
-  IndexRadix r;
-  const int bits = std::max(high_bit - low_bit, 0);
-  r.passes = static_cast<int>(Ceil(bits, kRadixBitsMax));
-  r.bits = r.passes ? static_cast<int>(Ceil(bits, r.passes)) : 0;
-  r.tile = positions < (1 << 19) ? kSmallTile : positions < (1 << 22) ? kTile : kLargeTile;
-  r.tiles = Ceil(positions, r.tile);
-  return r;
-}
-
-int64_t ChunkOf(int64_t positions, int64_t outer, int64_t row_bytes) {
-  // Half a million lanes of 16 bytes, if there is work for so many.
-  const double lanes = static_cast<double>(positions) * outer * Ceil(row_bytes, 16);
-  // No power of two: chunks that are walked side by side must not all meet in the same memory channels.
-  return PowerOfTwo(static_cast<int64_t>(std::min(lanes / (1 << 19), 1e6)), 16, 512) + 8;
 }
 
 IndexTile TileOf(int64_t inner, int64_t element_bytes) {

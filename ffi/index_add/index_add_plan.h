@@ -96,7 +96,6 @@ struct IndexRadix {
   int passes = 0, bits = 0;   // bits a pass
   int64_t tile = 0, tiles = 0;
 };
-IndexRadix RadixOf(int64_t positions, int low_bit, int high_bit);  // of bits [low_bit, high_bit)
 
 // The number of bits that hold 0 .. n - 1.
 constexpr int BitsFor(int64_t n) {
@@ -104,9 +103,6 @@ constexpr int BitsFor(int64_t n) {
   while ((int64_t{1} << bits) < n) ++bits;
   return bits;
 }
-
-// Positions a chunk of the segmented reduction; a run of equal keys is in one piece up to about twice as many.
-int64_t ChunkOf(int64_t positions, int64_t outer, int64_t row_bytes);
 
 // The segmented reduction of narrow rows: in shared memory, a tile of positions a block, of which each of 256
 // threads walks a stretch in one column. An odd length, so that threads find their elements in different banks.

@@ -79,8 +79,11 @@ SoftmaxTier ChooseSoftmaxTier(const SoftmaxProblem& p, const DeviceTraits& d) {
   if (packs <= block && fits(SoftmaxTier::kBlock)) return SoftmaxTier::kBlock;
   // A cluster leaves long ragged rows too many idle lanes. The gradient of log_softmax, with a power and two sums, wants
   // more registers than its blocks have, and in 16 bit a cluster of 16 blocks is as slow: the ring is faster, measured.
-  const int64_t of_gradient = SizeOf(p.dtype) == 2 || p.dtype == DType::kF64 && p.log ? 8192 : p.log ? 0 : 32768;
-  const int64_t cluster = p.backward ? of_gradient : 49152;
+  const int64_t cluster = !p.backward                 ? 49152
+                          : SizeOf(p.dtype) == 2      ? 8192
+                          : !p.log                    ? 32768
+                          : p.dtype == DType::kF64    ? 8192
+                                                      : 0;
   if (Whole(p) && !many_powers && packs <= cluster && fits(SoftmaxTier::kCluster)) return SoftmaxTier::kCluster;
   if (fits(SoftmaxTier::kPipeline)) return SoftmaxTier::kPipeline;
   // Without Hopper's tiers, or masked.
