@@ -322,12 +322,21 @@ template <class C> __device__ __forceinline__ C Alpha(const IndexRun& run) {
   return run.alpha ? *static_cast<const C*>(run.alpha) : C(1);
 }
 
+// Lists in order the places where runs end: begin + i for each bit i of a thread's mask. How many there are. `warp_runs`:
+// room for a number a warp, in shared memory as `ends` is. All threads take part, and may read both afterwards.
+template <int kThreads>
+__device__ __forceinline__ int ListRunEnds(uint32_t mask, int begin, uint16_t* ends, uint32_t* warp_runs) {
+  uint32_t listed = SumOfThreadsBefore(__popc(mask), warp_runs);
+  for (uint32_t left = mask; left; left &= left - 1) ends[listed++] = begin + __ffs(left) - 1;
+  __syncthreads();
+  int runs = 0;
+#pragma unroll
+  for (int w = 0; w < kThreads / kWarp; ++w) runs += warp_runs[w];
+  return runs;
+}
+
 // --- Vectors of a row --------------------------------------------------------------------------------
 // Vectors of 16 bytes are read and written once; narrower ones may share a sector with others.
-
-// What a kernel that waits for memory sums in: floats in double, so that a sum is rounded once.
-template <Reduction kOp, class T>
-using Wide = std::conditional_t<kOp == Reduction::kSum && std::is_same_v<T, float>, double, Compute<T>>;
 
 template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadPart(const T* p) {
   if constexpr (N * sizeof(T) == 4) {
@@ -344,21 +353,21 @@ template <class T, int N> __device__ __forceinline__ void StorePart(T* p, const 
   else StoreVector<T, N>(p, pack);
 }
 
-template <Reduction kOp, class T, int N, class A>
-__device__ __forceinline__ void Accumulate(A (&total)[N], const Pack<T, N>& pack) {
+template <Reduction kOp, class T, int N>
+__device__ __forceinline__ void Accumulate(Compute<T> (&total)[N], const Pack<T, N>& pack) {
   Compute<T> v[N];
   Unpack(pack, v);
 #pragma unroll
-  for (int i = 0; i < N; ++i) total[i] = Combined<kOp>(total[i], static_cast<A>(v[i]));
+  for (int i = 0; i < N; ++i) total[i] = Combined<kOp>(total[i], v[i]);
 }
 
-template <Reduction kOp, class T, int N, class A>
-__device__ __forceinline__ Pack<T, N> FinishedPack(const A (&total)[N], Compute<T> alpha, bool has_x,
+template <Reduction kOp, class T, int N>
+__device__ __forceinline__ Pack<T, N> FinishedPack(const Compute<T> (&total)[N], Compute<T> alpha, bool has_x,
                                                    const Pack<T, N>& x) {
   Compute<T> v[N], old[N];
   Unpack(x, old);
 #pragma unroll
-  for (int i = 0; i < N; ++i) v[i] = Finished<kOp>(static_cast<Compute<T>>(total[i]), alpha, has_x, old[i]);
+  for (int i = 0; i < N; ++i) v[i] = Finished<kOp>(total[i], alpha, has_x, old[i]);
   return Repack<T, N>(v);
 }
 

@@ -149,12 +149,7 @@ ReduceNarrow(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
     }
     masks[t] = mask;
   }
-  uint32_t listed = SumOfThreadsBefore(__popc(mask), warp_runs);
-  for (uint32_t left = mask; left; left &= left - 1) ends[listed++] = t * kQ + __ffs(left) - 1;
-  __syncthreads();
-  int runs = 0;
-#pragma unroll
-  for (int w = 0; w < kNarrowThreads / kWarp; ++w) runs += warp_runs[w];
+  const int runs = ListRunEnds<kNarrowThreads>(mask, t * kQ, ends, warp_runs);
 
   // The totals of the parts of runs within a stretch; what is left at its end goes on in the next.
   const int j = s.by_vectors.Div(static_cast<uint32_t>(t)), column = t - j * width;

@@ -40,7 +40,8 @@ __global__ void __launch_bounds__(kTileThreads, 4)
 ReduceTiles(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s,
             const __grid_constant__ TileShape tile) {
   using C = Compute<T>;
-  using A = Wide<kOp, T>;
+  // Floats are summed in double, which costs nothing here and rounds a sum once.
+  using A = std::conditional_t<kOp == Reduction::kSum && std::is_same_v<T, float>, double, C>;
   constexpr int kN = kVector<T>, kKeys = (kTilePlaces + kTileReach) / kTileThreads + 1;
   constexpr uint32_t kNone = UINT32_MAX;  // a key that no row has
   extern __shared__ __align__(16) char shared_bytes[];
@@ -168,12 +169,7 @@ ReduceTiles(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
     const int place = t * each + i;
     if (place < held && (place == held - 1 || keys[place + 1] != keys[place])) mask |= 1u << i;
   }
-  uint32_t listed = SumOfThreadsBefore(__popc(mask), warp_runs);
-  for (uint32_t left = mask; left; left &= left - 1) ends[listed++] = t * each + __ffs(left) - 1;
-  __syncthreads();
-  int runs = 0;
-#pragma unroll
-  for (int w = 0; w < kTileThreads / kWarp; ++w) runs += warp_runs[w];
+  const int runs = ListRunEnds<kTileThreads>(mask, t * each, ends, warp_runs);
 
   const C alpha = Alpha<C>(run);
   T* const out = static_cast<T*>(run.out) + o * run.out_stride * run.inner + column;
