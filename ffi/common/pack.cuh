@@ -314,4 +314,17 @@ template <class T, int N, class Index, bool kRagged = true> struct Row {
   }
 };
 
+// --- Copies to shared memory that nobody waits for before WaitForCopies, and that take no registers -----------------
+
+// 4 or 16 bytes, both addresses aligned to as many.
+template <int kBytes> __device__ __forceinline__ void CopyAsync(void* shared, const void* global) {
+  static_assert(kBytes == 4 || kBytes == 16);
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  if constexpr (kBytes == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+  else asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(global) : "memory");
+}
+
+// The thread's own; a barrier must follow before others' are read.
+__device__ __forceinline__ void WaitForCopies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 }  // namespace jaxkern

@@ -173,52 +173,6 @@ __device__ __forceinline__ uint32_t LowerBound(const IndexRun& run, uint32_t low
   return low;
 }
 
-// Marks which of `rows` rows from `first` on some update goes to, given ascending keys. All threads of the
-// block come here; `room` are two shared words.
-__device__ inline void MarkTouched(const IndexRun& run, uint32_t first, int rows, uint32_t* marks, uint32_t* room) {
-  constexpr uint32_t kScanned = 32;  // updates a row that are as quickly looked through
-  const uint32_t last = first + rows - 1;
-  uint32_t begin = 0, end = run.positions;
-  if (!run.sorted_keys && run.batch > 1) {  // the rows of one b at a time
-    begin = first / run.rows * run.count;
-    end = last / run.rows * run.count + run.count;
-  } else {
-    const int warp = threadIdx.x / kWarp;
-    if (warp < 2) {
-      const uint32_t found = LowerBound<kWarp>(run, 0, run.positions, warp == 0 ? first : last + 1);
-      if (threadIdx.x % kWarp == 0) room[warp] = found;
-    }
-    __syncthreads();
-    begin = room[0], end = room[1];
-  }
-  if (end <= begin) return;
-  if (end - begin <= kScanned * rows) {
-    for (uint32_t base = begin + threadIdx.x; base < end; base += 8 * blockDim.x) {
-      uint32_t key[8];
-#pragma unroll
-      for (int u = 0; u < 8; ++u) {
-        const uint32_t at = base + u * blockDim.x;
-        key[u] = at < end ? KeyAt(run, at) : run.dropped;
-      }
-#pragma unroll
-      for (int u = 0; u < 8; ++u) {
-        const uint32_t r = key[u] - first;
-        if (r < static_cast<uint32_t>(rows)) atomicOr(&marks[r / 32], 1u << (r % 32));
-      }
-    }
-    return;
-  }
-  for (uint32_t r = threadIdx.x; r < static_cast<uint32_t>(rows); r += blockDim.x) {
-    uint32_t low = begin, high = end;
-    if (!run.sorted_keys && run.batch > 1) {
-      low = (first + r) / run.rows * run.count;
-      high = low + run.count;
-    }
-    const uint32_t at = LowerBound<1>(run, low, high, first + r);
-    if (at < high && KeyAt(run, at) == first + r) atomicOr(&marks[r / 32], 1u << (r % 32));
-  }
-}
-
 // Whether the run that comes into the chunk at `begin` is a long one: it has the place `end` too, or came into
 // the chunk before.
 __device__ __forceinline__ bool LongHead(const IndexRun& run, uint32_t chunk, uint32_t begin, uint32_t end,
@@ -322,16 +276,41 @@ template <class C> __device__ __forceinline__ C Alpha(const IndexRun& run) {
   return run.alpha ? *static_cast<const C*>(run.alpha) : C(1);
 }
 
-// Lists in order the places where runs end: begin + i for each bit i of a thread's mask. How many there are. `warp_runs`:
-// room for a number a warp, in shared memory as `ends` is. All threads take part, and may read both afterwards.
-template <int kThreads>
-__device__ __forceinline__ int ListRunEnds(uint32_t mask, int begin, uint16_t* ends, uint32_t* warp_runs) {
-  uint32_t listed = SumOfThreadsBefore(__popc(mask), warp_runs);
-  for (uint32_t left = mask; left; left &= left - 1) ends[listed++] = begin + __ffs(left) - 1;
+// Lists in order the places where runs end, of `places`, those that is_end(place) says. How many there are. `words`: room
+// for a bit a place, in shared memory as `ends` is; both may be read afterwards. All threads take part.
+template <int kThreads, class IsEnd>
+__device__ __forceinline__ int ListRunEnds(int places, IsEnd is_end, uint16_t* ends, uint32_t* words) {
+  constexpr int kWarps = kThreads / kWarp;
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, all_words = (places + kWarp - 1) / kWarp;
+#pragma unroll 2
+  for (int w = warp; w < all_words; w += kWarps) {
+    const int place = w * kWarp + lane;
+    const uint32_t word = __ballot_sync(~0u, place < places && is_end(place));
+    if (lane == 0) words[w] = word;
+  }
   __syncthreads();
   int runs = 0;
+  for (int base = 0; base < all_words; base += kWarp) {  // a word a lane
+    const uint32_t word = base + lane < all_words ? words[base + lane] : 0;
+    const int count = __popc(word);
+    int sum = count;
 #pragma unroll
-  for (int w = 0; w < kThreads / kWarp; ++w) runs += warp_runs[w];
+    for (int step = 1; step < kWarp; step *= 2) {
+      const int other = __shfl_up_sync(~0u, sum, step);
+      if (lane >= step) sum += other;
+    }
+    const int before = runs + sum - count;
+#pragma unroll
+    for (int i = 0; i < kWarp; i += kWarps) {
+      const uint32_t taken = __shfl_sync(~0u, word, warp + i);
+      const int first = __shfl_sync(~0u, before, warp + i);
+      if (taken >> lane & 1) {
+        ends[first + __popc(taken & ((1u << lane) - 1))] = static_cast<uint16_t>((base + warp + i) * kWarp + lane);
+      }
+    }
+    runs += __shfl_sync(~0u, sum, kWarp - 1);
+  }
+  __syncthreads();
   return runs;
 }
 

@@ -97,9 +97,9 @@ IndexTile TileOf(int64_t inner, int64_t element_bytes) {
   const int64_t n = 16 / element_bytes;
   IndexTile tile = {0, inner, inner};
   if (inner * element_bytes > 512) {
-    // Slabs of about 256 bytes, of equal width. From one place to the next the vectors of a slab shift as those of
-    // source do, and those of two places never overlap.
-    const int64_t slabs = Ceil(inner * element_bytes, 256);
+    // Slabs of equal width that kTilePacks vectors hold, wherever they begin. From one place to the next the vectors of a
+    // slab shift as those of source do, and those of two places never overlap.
+    const int64_t slabs = Ceil(inner, (kTilePacks - 1) * n + 1);
     tile.slab = Ceil(inner, slabs);
     tile.pitch = tile.slab + 2 * n - 2;
     while (tile.pitch % n != inner % n) ++tile.pitch;
@@ -109,7 +109,7 @@ IndexTile TileOf(int64_t inner, int64_t element_bytes) {
 }
 
 bool ReducesTiles(IndexPlan plan, const IndexProblem& p) {
-  if (plan != IndexPlan::kSorted || p.batch != 1) return false;
+  if (plan != IndexPlan::kSorted || p.batch != 1 || p.inner > INT32_MAX) return false;
   // Slabs of long rows pay where elements are too small to be fetched one by one.
   const bool odd = RowBytes(p) % 16 != 0 && (RowBytes(p) <= 512 || SizeOf(p.type) < 4);
   return p.inner <= kNarrowInner || odd;

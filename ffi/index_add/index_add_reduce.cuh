@@ -14,10 +14,10 @@
 //
 // so a row is written once, whole runs of up to a chunk cost nothing extra, and half of all updates may go
 // to one row without anything waiting for it. For the segment operations, further blocks of the same
-// launch write the rows that have no update.
+// launch write the rows that have no update (index_add_gaps.cuh).
 #pragma once
 
-#include "index_add.cuh"
+#include "index_add_gaps.cuh"
 
 namespace jaxkern {
 
@@ -31,7 +31,8 @@ struct ReduceShape {
   int64_t vectors = 0;     // of a row, or rather threads
   Divider by_vectors, by_chunks;
   int64_t threads = 0;     // of the reduction
-  FillShape fill;          // its blocks come first
+  int64_t blocks = 0;      // of it; those that fill gaps come behind
+  BandShape bands;
 };
 
 // Slots of partial sums: [outer][chunk][head, tail][inner].
@@ -58,14 +59,12 @@ ReduceChunks(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
   struct Slice {
     Pack<T, N> part[kParts];
   };
-  if (blockIdx.x < s.fill.blocks) {
-    __shared__ uint32_t bits[kFillRows / 32], room[2];
-    FillTile<kOp, T, N>(run, s.fill, run.inner / N, blockIdx.x, bits, [&](uint32_t first, int rows, uint32_t* marks) {
-      MarkTouched(run, first, rows, marks, room);
-    });
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kReduceThreads + threadIdx.x;
+  if (blockIdx.x >= s.blocks) {
+    const int64_t warp = thread / kWarp - s.blocks * (kReduceThreads / kWarp);
+    if (warp < s.bands.warps) FillGaps<kOp, T, N>(run, s.bands, warp);
     return;
   }
-  const int64_t thread = (blockIdx.x - s.fill.blocks) * kReduceThreads + threadIdx.x;
   if (thread >= s.threads) return;
   const int64_t item = s.by_vectors.Div(thread), o = s.by_chunks.Div(item);
   const int64_t vector = thread - item * s.vectors, column = vector * N;
@@ -337,8 +336,10 @@ cudaError_t LaunchReduce(const IndexRun& run, bool fills, cudaStream_t stream) {
   s.by_vectors = Divider(s.vectors);
   s.by_chunks = Divider(s.chunks);
   s.threads = run.outer * s.chunks * s.vectors;
-  if (fills) s.fill = FillShapeOf(run.dropped, run.outer, run.inner / N, N * sizeof(T));
-  const int64_t blocks = s.fill.blocks + (s.threads + kReduceThreads - 1) / kReduceThreads;
+  s.blocks = (s.threads + kReduceThreads - 1) / kReduceThreads;
+  if (fills) s.bands = BandShapeOf(run, run.inner / N, N * sizeof(T), true);
+  constexpr int kWarps = kReduceThreads / kWarp;
+  const int64_t blocks = s.blocks + (s.bands.warps + kWarps - 1) / kWarps;
   const cudaError_t error = Launch(ReduceChunks<kOp, T, N, kParts, kRows>, {blocks, 1, kReduceThreads}, stream, run, s);
   if (error != cudaSuccess || s.chunks <= 2) return error;  // two chunks have no long run
   return LaunchFixup<kOp, T>(run, s, stream);

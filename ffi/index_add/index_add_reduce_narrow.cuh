@@ -23,10 +23,9 @@ template <class T> struct NarrowRoom {
   int values, places;  // elements, as they lie in memory from a 16-byte boundary on; places of the tile
 
   NarrowRoom(int tile, int width) : values((tile * width + 2 * kN) / kN * kN), places(tile) {}
-  // values, a carry and a mask a thread, the keys before, in and behind the tile, the ends of runs
+  // values, a carry and a mask a thread, the keys before, in and behind the tile, the ends of runs as bits and as a list
   int Bytes() const {
-    const int bytes = values * sizeof(C) + kNarrowThreads * (sizeof(C) + 4) + (places + 2) * 4 + places * 2;
-    return bytes < kFillRows / 32 * 4 + 8 ? kFillRows / 32 * 4 + 8 : bytes;
+    return values * sizeof(C) + kNarrowThreads * (sizeof(C) + 4) + (places + 2) * 4 + (places / kWarp + 2) * 4 + places * 2;
   }
 };
 
@@ -39,23 +38,21 @@ ReduceNarrow(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
   constexpr int kParts = (kNarrowThreads * kQ + 2 * kN - 2) / kN / kNarrowThreads + 1;  // vectors a thread
   extern __shared__ __align__(16) char shared_bytes[];
   const int width = static_cast<int>(run.inner), t = threadIdx.x;
-  if (blockIdx.x < s.fill.blocks) {
-    uint32_t* const bits = reinterpret_cast<uint32_t*>(shared_bytes);
-    FillTile<kOp, T, 1>(run, s.fill, width, blockIdx.x, bits, [&](uint32_t first, int rows, uint32_t* marks) {
-      MarkTouched(run, first, rows, marks, bits + kFillRows / 32);
-    });
+  if (blockIdx.x >= s.blocks) {
+    const int64_t warp = (blockIdx.x - s.blocks) * (kNarrowThreads / kWarp) + t / kWarp;
+    if (warp < s.bands.warps) FillGaps<kOp, T, 1>(run, s.bands, warp);
     return;
   }
   C* const image = reinterpret_cast<C*>(shared_bytes);
   C* const carry = image + room.values;
   uint32_t* const masks = reinterpret_cast<uint32_t*>(carry + kNarrowThreads);
   uint32_t* const keys = masks + kNarrowThreads + 1;  // from place -1 on
-  uint16_t* const ends = reinterpret_cast<uint16_t*>(keys + s.chunk + 1);
-  __shared__ uint32_t warp_runs[kNarrowThreads / kWarp];
+  uint32_t* const words = keys + s.chunk + 1;
+  uint16_t* const ends = reinterpret_cast<uint16_t*>(words + s.chunk / kWarp + 2);
   __shared__ C warp_sum[kNarrowThreads / kWarp];
   __shared__ bool warp_flag[kNarrowThreads / kWarp];
 
-  const int64_t block = blockIdx.x - s.fill.blocks;
+  const int64_t block = blockIdx.x;
   const int64_t o = s.by_chunks.Div(block);
   const uint32_t tile = static_cast<uint32_t>(block - o * s.chunks), begin = tile * s.chunk;
   const int held = static_cast<int>(min(s.chunk, run.positions - begin)), elements = held * width;
@@ -113,8 +110,8 @@ ReduceNarrow(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
     for (int i = t; i < held; i += kNarrowThreads) keys[i] = KeyAt(run, begin + i);
   }
   // Beyond the first and the last update lies a key that no row has.
-  if (t == 0) keys[-1] = begin > 0 ? KeyAt(run, begin - 1) : UINT32_MAX;
-  if (t == kWarp) keys[held] = begin + held < run.positions ? KeyAt(run, begin + held) : UINT32_MAX;
+  if (t == 0) keys[-1] = begin > 0 ? KeyAt(run, begin - 1) : kNoKey;
+  if (t == kWarp) keys[held] = begin + held < run.positions ? KeyAt(run, begin + held) : kNoKey;
   if (contiguous) {
 #pragma unroll
     for (int u = 0; u < kParts; ++u) {
@@ -137,19 +134,16 @@ ReduceNarrow(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
 
   // Where runs end, and how many do in the stretches before. The tile's last run ends with it for now.
   const int stretches = s.chunk / kQ, lane = t % kWarp, warp = t / kWarp;
+  const auto is_end = [&](int place) { return place == held - 1 || keys[place + 1] != keys[place]; };
+  const int runs = ListRunEnds<kNarrowThreads>(held, is_end, ends, words);
   uint32_t mask = 0;
   if (t < stretches) {
-    uint32_t key = keys[t * kQ];
-#pragma unroll
-    for (int i = 0; i < kQ; ++i) {
-      const int place = t * kQ + i;
-      const uint32_t next = keys[place + 1];
-      if (place < held && (next != key || place == held - 1)) mask |= 1u << i;
-      key = next;
-    }
+    const int first = t * kQ, word = first / kWarp, all_words = (held + kWarp - 1) / kWarp;
+    const uint32_t low = word < all_words ? words[word] : 0, high = word + 1 < all_words ? words[word + 1] : 0;
+    mask = __funnelshift_r(low, high, first % kWarp) & ((1u << kQ) - 1);
     masks[t] = mask;
   }
-  const int runs = ListRunEnds<kNarrowThreads>(mask, t * kQ, ends, warp_runs);
+  __syncthreads();
 
   // The totals of the parts of runs within a stretch; what is left at its end goes on in the next.
   const int j = s.by_vectors.Div(static_cast<uint32_t>(t)), column = t - j * width;
@@ -205,6 +199,11 @@ ReduceNarrow(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
 
   const C alpha = Alpha<C>(run);
   C* const slots = static_cast<C*>(run.partials) + (o * s.chunks + tile) * 2 * run.inner;
+  if (s.bands.rows) {
+    ForGapsOfTile(run, s.bands, keys, ends, runs, begin + held == run.positions, [&](uint32_t first, uint32_t last) {
+      FillRows<kOp, T, 1>(run, o, 0, width, first, last);
+    });
+  }
   for (int e = t; e < runs * width; e += kNarrowThreads) {
     const int r = s.by_vectors.Div(static_cast<uint32_t>(e)), c = e - r * width, place = ends[r];
     const uint32_t key = keys[place];
@@ -230,8 +229,10 @@ cudaError_t LaunchNarrowReduce(const IndexRun& run, bool fills, cudaStream_t str
   s.chunks = (run.positions + s.chunk - 1) / s.chunk;
   s.by_vectors = Divider(run.inner);
   s.by_chunks = Divider(s.chunks);
-  if (fills) s.fill = FillShapeOf(run.dropped, run.outer, run.inner, sizeof(T));
-  const int64_t blocks = s.fill.blocks + run.outer * s.chunks;
+  s.blocks = run.outer * s.chunks;
+  if (fills) s.bands = BandShapeOf(run, run.inner, sizeof(T), false);
+  constexpr int kWarps = kNarrowThreads / kWarp;
+  const int64_t blocks = s.blocks + (s.bands.warps + kWarps - 1) / kWarps;
   const NarrowRoom<T> room(s.chunk, static_cast<int>(run.inner));
   cudaError_t error = Launch(ReduceNarrow<kOp, T>, {blocks, 1, kNarrowThreads, room.Bytes()}, stream, run, s, room);
   if (error != cudaSuccess || s.chunks == 1) return error;

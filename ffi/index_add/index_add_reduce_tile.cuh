@@ -15,50 +15,47 @@
 
 namespace jaxkern {
 
-constexpr int kTileThreads = 256, kTileAhead = 8;  // vectors a thread, under way at once
+constexpr int kTileThreads = 256;
 
 struct TileShape {
-  int slab, pitch;       // columns of a tile, all but the last of a row; elements from one place to the next
+  int slab, pitch;  // columns of a tile, all but the last of a row; elements from one place to the next
   int64_t slabs;
-  int line_packs;        // vectors that hold a line: a slab of a row, or where slabs are whole rows all of the tile
-  Divider by_slabs, by_columns, by_packs;
-  int values;            // elements of shared memory
+  Divider by_slabs;
+  FastDivmod by_columns;
+  int values;       // elements of shared memory
 
   TileShape(const IndexTile& tile, int64_t inner, int n)
       : slab(static_cast<int>(tile.slab)), pitch(static_cast<int>(tile.pitch)), slabs((inner + slab - 1) / slab),
-        line_packs((slab + 2 * n - 2) / n), by_slabs(slabs), by_columns(slab),
-        by_packs(line_packs), values((static_cast<int>(tile.places) * pitch + 3 * n) / n * n) {}
-  // values; the keys of two places before the tile, of its own and of those within reach; the ends of runs
+        by_slabs(slabs), by_columns(static_cast<uint32_t>(slab)), values((static_cast<int>(tile.places) * pitch + 3 * n) / n * n) {}
+  // values; the keys of two places before the tile, of its own, and of those within reach and one more; where runs end,
+  // as bits and as a list from the end before the first on
   int Bytes(int places, int element_bytes) const {
-    const int bytes = values * element_bytes + (places + kTileReach + 3) * 4 + places * 2;
-    return bytes < kFillRows / 32 * 4 + 8 ? kFillRows / 32 * 4 + 8 : bytes;
+    return values * element_bytes + (places + kTileReach + 3) * 4 + (places / kWarp + 1) * 4 + (places + 1) * 2;
   }
 };
 
 template <Reduction kOp, class T>
-__global__ void __launch_bounds__(kTileThreads, 4)
+__global__ void __launch_bounds__(kTileThreads, 5)
 ReduceTiles(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s,
             const __grid_constant__ TileShape tile) {
   using C = Compute<T>;
   // Floats are summed in double, which costs nothing here and rounds a sum once.
   using A = std::conditional_t<kOp == Reduction::kSum && std::is_same_v<T, float>, double, C>;
-  constexpr int kN = kVector<T>, kKeys = (kTilePlaces + kTileReach) / kTileThreads + 1;
-  constexpr uint32_t kNone = UINT32_MAX;  // a key that no row has
+  constexpr int kN = kVector<T>;
   extern __shared__ __align__(16) char shared_bytes[];
   const int t = threadIdx.x;
-  if (blockIdx.x < s.fill.blocks) {
-    uint32_t* const bits = reinterpret_cast<uint32_t*>(shared_bytes);
-    FillTile<kOp, T, 1>(run, s.fill, run.inner, blockIdx.x, bits, [&](uint32_t first, int rows, uint32_t* marks) {
-      MarkTouched(run, first, rows, marks, bits + kFillRows / 32);
-    });
+  if (blockIdx.x >= s.blocks) {
+    const int64_t warp = (blockIdx.x - s.blocks) * (kTileThreads / kWarp) + t / kWarp;
+    if (warp < s.bands.warps) FillGaps<kOp, T, 1>(run, s.bands, warp);
     return;
   }
+  const int places = static_cast<int>(s.chunk);
   T* const values = reinterpret_cast<T*>(shared_bytes);
   uint32_t* const keys = reinterpret_cast<uint32_t*>(values + tile.values) + 2;
-  uint16_t* const ends = reinterpret_cast<uint16_t*>(keys + s.chunk + kTileReach + 1);
-  __shared__ uint32_t warp_runs[kTileThreads / kWarp];
+  uint32_t* const words = keys + places + kTileReach + 1;
+  uint16_t* const ends = reinterpret_cast<uint16_t*>(words + places / kWarp + 1) + 1;
 
-  const int64_t block = blockIdx.x - s.fill.blocks, item = tile.by_slabs.Div(block), o = s.by_chunks.Div(item);
+  const int64_t block = blockIdx.x, item = tile.by_slabs.Div(block), o = s.by_chunks.Div(item);
   const uint32_t number = static_cast<uint32_t>(item - o * s.chunks), begin = number * s.chunk;
   const int held = static_cast<int>(min(s.chunk, run.positions - begin));
   const int64_t column = (block - item * tile.slabs) * tile.slab;
@@ -66,125 +63,89 @@ ReduceTiles(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
   const int64_t before = begin * run.inner + column;  // elements of this slice of source
   const T* const from = static_cast<const T*>(run.source) + o * run.source_stride * run.inner + before;
 
-  // The keys, all of them under way at once, and the source behind them.
-  uint32_t key[kKeys];
-  const int wanted = static_cast<int>(min(s.chunk + kTileReach, run.positions - begin));
+  const int wanted = static_cast<int>(min(s.chunk + kTileReach + 1, run.positions - begin));
   if (run.keys) {
-#pragma unroll
-    for (int u = 0; u < kKeys; ++u) {
-      const int i = t + u * kTileThreads;
-      key[u] = i < wanted ? __ldg(run.keys + begin + i) : kNone;
-    }
+    const uint32_t* const key = run.keys + begin;
+#pragma unroll 4
+    for (int i = t; i < wanted; i += kTileThreads) CopyAsync<4>(keys + i, key + i);
+  } else {
+#pragma unroll 4
+    for (int i = t; i < wanted; i += kTileThreads) keys[i] = KeyAt(run, begin + i);
   }
+#pragma unroll 1
+  for (int i = wanted + t; i < places + kTileReach + 1; i += kTileThreads) keys[i] = kNoKey;
+  if (t == 0) keys[-1] = begin > 0 ? KeyAt(run, begin - 1) : kNoKey;
+  if (t == kWarp) keys[-2] = begin > s.chunk ? KeyAt(run, begin - s.chunk - 1) : kNoKey;
+  if (t == 0) ends[-1] = UINT16_MAX;
+
   // Element `ahead` of shared memory holds the tile's first; both lie equally far behind a boundary of 16 bytes.
   // Vectors may stick out of the tile, not of the slice of source, of which `low` and `high` are the ends.
-  const int ahead = static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16 / sizeof(T));
+  const int ahead = static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16 / sizeof(T)), pitch = tile.pitch;
   const int64_t low = -before, high = run.positions * run.inner - before;
-  const auto put = [&](T* to, const Pack<T, kN>& part) {
-    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(part.word);
-  };
   if (tile.slabs == 1) {  // all of the tile is one stretch of memory
     const int elements = held * width, all = (ahead + elements + kN - 1) / kN;
-    const int i = t + (-ahead < low), end = all - (all * kN - ahead > high);
-    const T* p = from + (i * kN - ahead);
-    T* to = values + i * kN;
-    for (int left = end - i; left > 0; left -= kTileAhead * kTileThreads) {
-      Pack<T, kN> part[kTileAhead];
-#pragma unroll
-      for (int u = 0; u < kTileAhead; ++u) {
-        if (u * kTileThreads < left) part[u] = LoadVector<T, kN>(p + u * kTileThreads * kN);
-      }
-#pragma unroll
-      for (int u = 0; u < kTileAhead; ++u) {
-        if (u * kTileThreads < left) put(to + u * kTileThreads * kN, part[u]);
-      }
-      p += kTileAhead * kTileThreads * kN;
-      to += kTileAhead * kTileThreads * kN;
-    }
-    const int head = -ahead < low ? min(kN - ahead, elements) : 0, tail = max(end * kN - ahead, head);
+    const int first = -ahead < low, last = all - (all * kN - ahead > high);
+    const T* const p = from - ahead;
+#pragma unroll 4
+    for (int i = first + t; i < last; i += kTileThreads) CopyAsync<16>(values + i * kN, p + i * kN);
+    const int head = first ? min(kN - ahead, elements) : 0, tail = max(last * kN - ahead, head);
     if (t < head) values[ahead + t] = from[t];
     if (t < elements - tail) values[ahead + tail + t] = from[tail + t];
   } else {
-    const int packs = held * tile.line_packs;
-    const bool safe = low <= -kN && high >= (held - 1) * run.inner + width + kN;
-    struct Place {
-      int64_t line;    // where the line of a vector begins in source
-      int at, column;  // and in shared memory; the vector's own first column, which may be before that
-    };
-    const auto place_of = [&](int i) {
-      const int line = static_cast<int>(tile.by_packs.Div(static_cast<uint32_t>(i))), at = ahead + line * tile.pitch;
-      return Place{line * run.inner, at, at / kN * kN + (i - line * tile.line_packs) * kN - at};
-    };
-    const auto inside = [&](const Place& p) {
-      const int64_t g = p.line + p.column;
-      return p.column > -kN && p.column < width && (safe || (g >= low && g + kN <= high));
-    };
-    for (int base = t; base < packs; base += kTileAhead * kTileThreads) {
-      Pack<T, kN> part[kTileAhead];
-      int to[kTileAhead];
-#pragma unroll
-      for (int u = 0; u < kTileAhead; ++u) {
-        const int i = base + u * kTileThreads;
-        const Place p = place_of(i);
-        to[u] = -1;
-        if (i < packs && inside(p)) {
-          part[u] = LoadVector<T, kN>(from + (p.line + p.column));
-          to[u] = p.at + p.column;
+    // kTilePacks threads a place: a thread's vectors all lie equally far from the first column.
+    constexpr int kLines = kTileThreads / kTilePacks;
+    const int line = t / kTilePacks, at = ahead + line * pitch;
+    const int c = at / kN * kN + t % kTilePacks * kN - at;
+    if (c > -kN && c < width) {
+      T* to = values + at + c;
+      const T* p = from + line * run.inner + c;
+      const int64_t step = kLines * run.inner;
+      if (low <= -kN && high >= (held - 1) * run.inner + width + kN) {
+#pragma unroll 4
+        for (int i = line; i < held; i += kLines, to += kLines * pitch, p += step) CopyAsync<16>(to, p);
+      } else {
+        int64_t g = line * run.inner + c;
+        for (int i = line; i < held; i += kLines, to += kLines * pitch, p += step, g += step) {
+          if (g >= low && g + kN <= high) {
+            CopyAsync<16>(to, p);
+          } else {
+#pragma unroll 1
+            for (int e = max(-c, 0); e < min(kN, width - c); ++e) to[e] = p[e];
+          }
         }
       }
-#pragma unroll
-      for (int u = 0; u < kTileAhead; ++u) {
-        if (to[u] >= 0) put(values + to[u], part[u]);
-      }
-    }
-#pragma unroll 1
-    for (int i = t; !safe && i < packs; i += kTileThreads) {
-      const Place p = place_of(i);
-      if (inside(p)) continue;
-      for (int c = max(p.column, 0); c < min(p.column + kN, width); ++c) values[p.at + c] = from[p.line + c];
     }
   }
-  const int listed_keys = static_cast<int>(s.chunk) + kTileReach;
-  if (run.keys) {
-#pragma unroll
-    for (int u = 0; u < kKeys; ++u) {
-      if (t + u * kTileThreads < listed_keys) keys[t + u * kTileThreads] = key[u];
-    }
-  }
-  // Those that are not there yet: all of indices that are no keys; the last; -1, before the tile; and -2, before the
-  // tile before it.
-#pragma unroll 1
-  for (int i = run.keys ? listed_keys + t : t; i < listed_keys + 3; i += kTileThreads) {
-    const int to = i > listed_keys ? listed_keys - i : i;
-    const int64_t place = begin + int64_t{to == -2 ? -1 - static_cast<int>(s.chunk) : to};
-    keys[to] = place >= 0 && place < run.positions ? KeyAt(run, static_cast<uint32_t>(place)) : kNone;
-  }
+  WaitForCopies();
   __syncthreads();
 
-  // Where runs end. The tile's last one ends with it for now.
-  const int each = (static_cast<int>(s.chunk) + kTileThreads - 1) / kTileThreads;
-  uint32_t mask = 0;
-#pragma unroll 2
-  for (int i = 0; i < each; ++i) {
-    const int place = t * each + i;
-    if (place < held && (place == held - 1 || keys[place + 1] != keys[place])) mask |= 1u << i;
-  }
-  const int runs = ListRunEnds<kTileThreads>(mask, t * each, ends, warp_runs);
+  // The tile's last run ends with it for now.
+  const auto is_end = [&](int place) { return place == held - 1 || keys[place + 1] != keys[place]; };
+  const int runs = ListRunEnds<kTileThreads>(held, is_end, ends, words);
 
+  if (s.bands.rows) {
+    ForGapsOfTile(run, s.bands, keys, ends, runs, begin + held == run.positions, [&](uint32_t first, uint32_t last) {
+      FillRows<kOp, T, 1>(run, o, column, width, first, last);
+    });
+  }
   const C alpha = Alpha<C>(run);
-  T* const out = static_cast<T*>(run.out) + o * run.out_stride * run.inner + column;
-  C* const slots = Slot<C>(run, s, o, number, 0) + column;
-  const int pitch = tile.pitch;
+  const uint32_t inner = static_cast<uint32_t>(run.inner);
+  T* const out = static_cast<T*>(run.out) + (o * run.out_stride + run.first_row) * run.inner + column;
+  // The runs, if any, of which parts may be those of other tiles.
+  const int first_cut = keys[-1] == keys[0] ? 0 : -1, last_cut = keys[held] == keys[held - 1] ? runs - 1 : -1;
 #pragma unroll 1
   for (int unit = t; unit < runs * tile.slab; unit += kTileThreads) {
-    const int r = tile.by_columns.Div(static_cast<uint32_t>(unit)), c = unit - r * tile.slab;
-    const int first = r > 0 ? ends[r - 1] + 1 : 0, end = ends[r] + 1;
+    const int r = tile.by_columns.Div(unit), c = unit - r * tile.slab;
+    const int first = static_cast<uint16_t>(ends[r - 1] + 1), end = ends[r] + 1;
     const uint32_t own = keys[first];
     if (own >= run.dropped || c >= width) continue;
-    const bool comes_in = r == 0 && keys[-1] == own, goes_on = r == runs - 1 && keys[held] == own;
-    const bool head = comes_in && (keys[-2] == own || keys[kTileReach] == own);
-    if (comes_in && !head) continue;  // the tile before has added it up
-    const bool tail = !head && goes_on && keys[held + kTileReach] == own;
+    enum { kWhole, kHead, kTail, kGoesOn } part = kWhole;
+    if (r == first_cut) {
+      if (keys[-2] != own && keys[kTileReach] != own) continue;  // the tile before has added it up
+      part = kHead;
+    } else if (r == last_cut) {
+      part = keys[held + kTileReach] == own ? kTail : kGoesOn;
+    }
     A total[4];
 #pragma unroll
     for (int u = 0; u < 4; ++u) total[u] = Identity<kOp, A>();
@@ -196,7 +157,7 @@ ReduceTiles(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
     if (left > 0) add(0);
     if (left > 1) add(1);
     if (left > 2) add(2);
-    if (goes_on && !head && !tail) {
+    if (part == kGoesOn) {
       bool on = true;
 #pragma unroll 1
       for (int i = held; on; i += 4) {
@@ -215,10 +176,10 @@ ReduceTiles(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
       }
     }
     const C all = static_cast<C>(Combined<kOp>(Combined<kOp>(total[0], total[1]), Combined<kOp>(total[2], total[3])));
-    if (head || tail) {
-      slots[c + (head ? 0 : run.inner)] = all;
+    if (part == kHead || part == kTail) {
+      Slot<C>(run, s, o, number, part == kTail)[column + c] = all;
     } else {
-      T* const at = out + run.OutRow(own) * run.inner + c;
+      T* const at = out + static_cast<uint64_t>(own) * inner + c;
       const C x = run.reads_out ? ToCompute(*at) : C(0);
       *at = FromCompute<T>(Finished<kOp>(all, alpha, run.reads_out, x));
     }
@@ -235,8 +196,10 @@ cudaError_t LaunchTiles(const IndexRun& run, bool fills, cudaStream_t stream) {
   s.chunks = (run.positions + s.chunk - 1) / s.chunk;
   s.reach = kTileReach;
   s.by_chunks = Divider(s.chunks);
-  if (fills) s.fill = FillShapeOf(run.dropped, run.outer, run.inner, sizeof(T));
-  const int64_t blocks = s.fill.blocks + run.outer * s.chunks * tile.slabs;
+  s.blocks = run.outer * s.chunks * tile.slabs;
+  if (fills) s.bands = BandShapeOf(run, run.inner, sizeof(T), false);
+  constexpr int kWarps = kTileThreads / kWarp;
+  const int64_t blocks = s.blocks + (s.bands.warps + kWarps - 1) / kWarps;
   const int bytes = tile.Bytes(static_cast<int>(t.places), sizeof(T));
   const cudaError_t error = Launch(ReduceTiles<kOp, T>, {blocks, 1, kTileThreads, bytes}, stream, run, s, tile);
   if (error != cudaSuccess || s.chunks == 1) return error;

@@ -164,12 +164,6 @@ struct ColumnPlan {
   int shared_bytes;
 };
 
-template <int kBytes> __device__ __forceinline__ void CopyAsync(void* shared, const void* global) {
-  static_assert(kBytes == 16);
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-               ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "l"(global) : "memory");
-}
-
 template <class Op, int N, bool kMasked>
 __global__ void __launch_bounds__(kColumnThreads)
 SoftmaxColumn(const __grid_constant__ SoftmaxParams p, const __grid_constant__ ColumnPlan plan) {
@@ -220,7 +214,7 @@ SoftmaxColumn(const __grid_constant__ SoftmaxParams p, const __grid_constant__ C
         else tile_at(k, a) = LoadVector<T, N>(global_at(k, a), policy);
       }
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    WaitForCopies();
   }
 
   Stat stat[N];
