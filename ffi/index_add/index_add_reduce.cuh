@@ -219,12 +219,13 @@ ReduceGroups(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
   Slot<C>(run, s, o, chunk, 1)[column] = total;
 }
 
-// Adds up the parts of long runs. A block looks through some chunks for runs that begin there, and its warps take a run
-// and a few columns of the block's slab each: `columns` side by side, and as many parts at once as that leaves lanes.
+// Adds up the parts of long runs. A block looks through some chunks for runs that begin there: chunks that are far
+// apart, since rows with many updates often have neighbours that do too. A run and a slab of a few columns are a warp's,
+// or several warps' where runs are few; it has the columns side by side, and as many parts at once as that leaves lanes.
 struct FixupShape {
-  int columns, slab;
-  uint32_t chunks;
-  int64_t slabs, blocks_a_slab;
+  int columns;
+  uint32_t chunks, step;  // a block's, and from one of them to the next
+  int64_t slabs;
   bool grouped;  // ReduceGroups came before
 };
 
@@ -235,20 +236,22 @@ ReduceFixup(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
   struct LongRun {
     uint32_t chunk, parts, key;
   };
+  constexpr int kWarps = kFixupThreads / kWarp;
   __shared__ LongRun found[kFixupThreads];
+  __shared__ C room[kWarps][8];
   __shared__ int runs;
-  const int64_t slab = blockIdx.x % f.slabs, item = blockIdx.x / f.slabs, o = item / f.blocks_a_slab;
-  const uint32_t first = static_cast<uint32_t>(item - o * f.blocks_a_slab) * f.chunks;
-  const uint32_t last = min(first + f.chunks, s.chunks);
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, ways = kWarp / f.columns, way = lane / f.columns;
-  const int narrow = f.slab / f.columns;  // pieces of the slab, a warp each
+  const int64_t slab = blockIdx.x % f.slabs, item = blockIdx.x / f.slabs, o = item / f.step;
+  const uint32_t first = static_cast<uint32_t>(item - o * f.step);
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, lane_ways = kWarp / f.columns;
+  const int64_t column = slab * f.columns + lane % f.columns;
+  const bool active = column < run.inner;
   const C alpha = Alpha<C>(run);
 
-  for (uint32_t base = first; base < last; base += kFixupThreads) {
+  for (uint32_t base = 0; base < f.chunks; base += kFixupThreads) {
     if (threadIdx.x == 0) runs = 0;
     __syncthreads();
-    const uint32_t chunk = base + threadIdx.x;
-    if (chunk < last) {
+    const uint32_t chunk = first + (base + threadIdx.x) * f.step;
+    if (base + threadIdx.x < f.chunks && chunk < s.chunks) {
       uint32_t parts, key;
       if (run.chunks) {
         const ChunkInfo info = run.chunks[chunk];
@@ -260,13 +263,16 @@ ReduceFixup(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
       if (parts > 0) found[atomicAdd(&runs, 1)] = {chunk, parts, key};
     }
     __syncthreads();
-    for (int i = warp; i < runs * narrow; i += kFixupThreads / kWarp) {
-      const LongRun r = found[i / narrow];
-      const int64_t column = slab * f.slab + i % narrow * f.columns + lane % f.columns;
-      const bool active = column < run.inner;
+    int team = kWarps;  // warps for a run
+    while (team > 1 && team * runs > kWarps) team /= 2;
+    const int ways = lane_ways * team, way = warp % team * lane_ways + lane / f.columns;
+    for (int begin = 0; begin < runs; begin += kWarps / team) {  // once, where teams are of several warps
+      const int i = begin + warp / team;
+      const bool has = active && i < runs;
+      const LongRun r = found[min(i, runs - 1)];
       T* const at = static_cast<T*>(run.out) + (o * run.out_stride + run.OutRow(r.key)) * run.inner + column;
       C x = C(0);
-      if (run.reads_out && active && way == 0) x = ToCompute(*at);
+      if (run.reads_out && has && way == 0) x = ToCompute(*at);
       // The tail of the chunk that it begins in, heads up to the first of the groups that it fills, the sums of
       // those, and the heads behind them.
       const uint32_t end = r.chunk + r.parts - 1;  // the chunk that it ends in
@@ -286,7 +292,7 @@ ReduceFixup(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
           uint32_t slot = (r.chunk + p) * 2 + (p == 0);
           if (p > heads) slot = (r.chunk + heads + 1 + (p - heads - 1) * kGroup) * 2 + 1;
           if (p > heads + groups) slot = (end - (parts - 1 - p)) * 2;
-          v[u] = p < parts && active ? slots[slot * run.inner] : Identity<kOp, C>();
+          v[u] = p < parts && has ? slots[slot * run.inner] : Identity<kOp, C>();
         }
 #pragma unroll
         for (uint32_t u = 0; u < 16; ++u) total = Combined<kOp>(total, v[u]);
@@ -294,7 +300,14 @@ ReduceFixup(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
       for (int step = f.columns; step < kWarp; step *= 2) {
         total = Combined<kOp>(total, __shfl_xor_sync(~0u, total, step));
       }
-      if (active && way == 0) *at = FromCompute<T>(Finished<kOp>(total, alpha, run.reads_out, x));
+      if (team > 1) {
+        if (lane < f.columns) room[warp][lane] = total;
+        __syncthreads();
+        if (lane < f.columns && warp % team == 0) {
+          for (int w = 1; w < team; ++w) total = Combined<kOp>(total, room[warp + w][lane]);
+        }
+      }
+      if (has && way == 0) *at = FromCompute<T>(Finished<kOp>(total, alpha, run.reads_out, x));
     }
     __syncthreads();
   }
@@ -305,13 +318,12 @@ cudaError_t LaunchFixup(const IndexRun& run, const ReduceShape& s, cudaStream_t 
   FixupShape f;
   // Lines of 32 bytes at least, where rows are so long.
   f.columns = run.inner >= 5 ? 8 : run.inner >= 3 ? 4 : static_cast<int>(run.inner);
-  f.slab = run.inner >= kWarp ? kWarp : static_cast<int>((run.inner + f.columns - 1) / f.columns * f.columns);
-  f.slabs = (run.inner + f.slab - 1) / f.slab;
-  // One wave of blocks: most of them find nothing to do.
-  constexpr int64_t kBlocks = 512;
+  f.slabs = (run.inner + f.columns - 1) / f.columns;
+  // Two waves of blocks: most of them find nothing to do.
+  constexpr int64_t kBlocks = 1024;
   const int64_t each = (s.chunks * f.slabs * run.outer + kBlocks - 1) / kBlocks;
-  f.chunks = static_cast<uint32_t>(each < 32 ? 32 : each < s.chunks ? each : s.chunks);
-  f.blocks_a_slab = (s.chunks + f.chunks - 1) / f.chunks;
+  f.chunks = static_cast<uint32_t>(each < 8 ? 8 : each < s.chunks ? each : s.chunks);
+  f.step = (s.chunks + f.chunks - 1) / f.chunks;
   // Where the longest run would keep a warp waiting for memory more than eight times.
   f.grouped = s.chunks > 8 * 16 * kWarp / f.columns && s.chunks > 2 * kGroup;
   if (f.grouped) {
@@ -321,7 +333,7 @@ cudaError_t LaunchFixup(const IndexRun& run, const ReduceShape& s, cudaStream_t 
                                      Divider(run.inner), Divider(groups), threads);
     if (error != cudaSuccess) return error;
   }
-  return Launch(ReduceFixup<kOp, T>, {f.slabs * f.blocks_a_slab * run.outer, 1, kFixupThreads}, stream, run, s, f);
+  return Launch(ReduceFixup<kOp, T>, {f.slabs * f.step * run.outer, 1, kFixupThreads}, stream, run, s, f);
 }
 
 // Runs the reduction over run.keys and run.order, or over ascending indices.
