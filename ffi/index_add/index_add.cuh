@@ -302,6 +302,7 @@ __device__ __forceinline__ int ListRunEnds(int places, IsEnd is_end, uint16_t* e
     const int before = runs + sum - count;
 #pragma unroll
     for (int i = 0; i < kWarp; i += kWarps) {
+      if (base + i >= all_words) break;
       const uint32_t taken = __shfl_sync(~0u, word, warp + i);
       const int first = __shfl_sync(~0u, before, warp + i);
       if (taken >> lane & 1) {

@@ -19,32 +19,38 @@ struct BandShape {
   int64_t bands = 0;        // of all slices
   uint32_t slice_bands = 0;
   int64_t slab = 0, slabs = 0;  // of a row's vectors
-  int64_t stretches = 0;    // of places that FillGaps goes through
-  int64_t band_warps = 0, warps = 0;
+  int64_t stretches = 0;    // of so many places, that FillGaps goes through
+  uint32_t stretch = 0;
+  int64_t gap_warps = 0, warps = 0;
   Divider by_slabs, by_bands, by_slice, by_stretches;
 };
 
-constexpr uint32_t kGapPlaces = 4 * kWarp;  // a warp
+constexpr uint32_t kGapPlaces = 4 * kWarp;
 
 // `vectors` a row, `bytes` each; `gaps`: there is nobody else to look at neighbouring keys.
 inline BandShape BandShapeOf(const IndexRun& run, int64_t vectors, int64_t bytes, bool gaps) {
-  constexpr int64_t kBandBytes = 16 * 1024, kSlabBytes = 64 * 1024;
+  // Where most rows are touched a warp can look at more rows, and at more places.
+  const bool dense = run.positions >= run.dropped;
+  const int64_t band_bytes = dense ? 16 * 1024 : 8 * 1024;
+  constexpr int64_t kSlabBytes = 64 * 1024;
   constexpr uint32_t kMostRows = 256;
   BandShape f;
   f.rows = 1;
-  while (f.rows < kMostRows && 2 * f.rows * vectors * bytes <= kBandBytes) f.rows *= 2;
+  while (f.rows < kMostRows && 2 * f.rows * vectors * bytes <= band_bytes) f.rows *= 2;
   f.slab = vectors * bytes > 2 * kSlabBytes ? kSlabBytes / bytes : vectors;
   f.slabs = (vectors + f.slab - 1) / f.slab;
   f.slice_bands = (run.rows + f.rows - 1) / f.rows;
   f.bands = int64_t{run.batch} * f.slice_bands;
-  f.band_warps = f.warps = run.outer * f.bands * f.slabs;
+  f.warps = run.outer * f.bands * f.slabs;
   f.by_slabs = Divider(f.slabs);
   f.by_bands = Divider(f.bands);
   f.by_slice = Divider(f.slice_bands);
   if (gaps && f.rows > 1) {
-    f.stretches = (int64_t{run.positions} + 1 + kGapPlaces - 1) / kGapPlaces;
+    f.stretch = dense ? kGapPlaces : kWarp;
+    f.stretches = (int64_t{run.positions} + f.stretch) / f.stretch;  // the end of places is one more
     f.by_stretches = Divider(f.stretches);
-    f.warps += run.outer * f.stretches * f.slabs;
+    f.gap_warps = run.outer * f.stretches * f.slabs;
+    f.warps += f.gap_warps;
   }
   return f;
 }
@@ -115,11 +121,11 @@ __device__ __forceinline__ void ForGapsOfTile(const IndexRun& run, const BandSha
 // The work of one of f.warps warps.
 template <Reduction kOp, class T, int N>
 __device__ __forceinline__ void FillGaps(const IndexRun& run, const BandShape& f, int64_t number) {
-  const bool looks_for_band = number < f.band_warps;
-  if (!looks_for_band) number -= f.band_warps;
+  const bool looks_for_gaps = number < f.gap_warps;
+  if (!looks_for_gaps) number -= f.gap_warps;
   const int64_t item = f.by_slabs.Div(number), begin = (number - item * f.slabs) * f.slab;
   const int64_t width = min(f.slab, run.inner / N - begin);
-  if (looks_for_band) {
+  if (!looks_for_gaps) {
     const int64_t o = f.by_bands.Div(item);
     const uint32_t band = static_cast<uint32_t>(item - o * f.bands), b = f.by_slice.Div(band);
     const uint32_t row = (band - b * f.slice_bands) * f.rows, first = b * run.rows + row;
@@ -131,19 +137,20 @@ __device__ __forceinline__ void FillGaps(const IndexRun& run, const BandShape& f
     return;
   }
   const int64_t o = f.by_stretches.Div(item);
-  const uint32_t start = static_cast<uint32_t>(item - o * f.stretches) * kGapPlaces;
-  // The pairs of places [start - 1, start + kGapPlaces). Mostly there is nothing between any of them.
+  const uint32_t start = static_cast<uint32_t>(item - o * f.stretches) * f.stretch, lane = threadIdx.x % kWarp;
   const auto key_at = [&](uint32_t place) { return place < run.positions ? __ldg(run.keys + place) : kNoKey; };
-  const uint32_t lane = threadIdx.x % kWarp;
-  uint32_t key[kGapPlaces / kWarp + 1];
-  bool apart = false;
+  if (f.stretch == kGapPlaces) {  // mostly there is nothing between any of its places
+    constexpr uint32_t kEach = kGapPlaces / kWarp;
+    uint32_t key[kEach + 1];
+    bool apart = false;
 #pragma unroll
-  for (uint32_t u = 0; u <= kGapPlaces / kWarp; ++u) key[u] = key_at(start + kGapPlaces / kWarp * lane + u - 1);
+    for (uint32_t u = 0; u <= kEach; ++u) key[u] = key_at(start + kEach * lane + u - 1);
 #pragma unroll
-  for (uint32_t u = 0; u < kGapPlaces / kWarp; ++u) apart |= Apart(run, key[u], key[u + 1]);
-  if (!__any_sync(~0u, apart)) return;
+    for (uint32_t u = 0; u < kEach; ++u) apart |= Apart(run, key[u], key[u + 1]);
+    if (!__any_sync(~0u, apart)) return;
+  }
 #pragma unroll 1
-  for (uint32_t place = start + lane; place < start + kGapPlaces; place += kWarp) {
+  for (uint32_t place = start + lane; place < start + f.stretch; place += kWarp) {
     ForGaps(run, f, key_at(place - 1), key_at(place), [&](uint32_t first, uint32_t end) {
       FillRows<kOp, T, N>(run, o, begin, width, first, end);
     });

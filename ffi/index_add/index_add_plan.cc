@@ -50,10 +50,10 @@ IndexRadix RadixOf(int64_t positions, int low_bit, int high_bit) {
 
 // Positions a chunk of the segmented reduction; a run of equal keys is in one piece up to about twice as many.
 int64_t ChunkOf(int64_t positions, int64_t outer, int64_t row_bytes) {
-  // Half a million lanes of 16 bytes, if there is work for so many.
+  // A quarter of a million lanes of 16 bytes, if there is work for so many: a little less than two waves of them.
   const double lanes = static_cast<double>(positions) * outer * Ceil(row_bytes, 16);
-  // No power of two: chunks that are walked side by side must not all meet in the same memory channels.
-  return PowerOfTwo(static_cast<int64_t>(std::min(lanes / (1 << 19), 1e6)), 16, 512) + 8;
+  // Odd: chunks that are walked side by side must not all meet in the same memory channels.
+  return static_cast<int64_t>(std::clamp(lanes / (1 << 18), 24.0, 1000.0)) | 1;
 }
 
 }  // namespace
@@ -104,7 +104,7 @@ IndexTile TileOf(int64_t inner, int64_t element_bytes) {
     tile.pitch = tile.slab + 2 * n - 2;
     while (tile.pitch % n != inner % n) ++tile.pitch;
   }
-  tile.places = std::min(kTilePlaces, kTileBytes / (tile.pitch * element_bytes));
+  tile.places = std::min(kTilePlaces, (kTileBytes - 512) / (tile.pitch * element_bytes + 7));  // keys, ends of runs
   return tile;
 }
 

@@ -115,7 +115,7 @@ constexpr int64_t NarrowTileOf(int64_t inner, int64_t element_bytes) {
 // The segmented reduction of ascending indices where rows are a few elements or no whole vectors, in tiles of shared
 // memory: places, columns, and elements from one place to the next. Runs that end within kTileReach places behind
 // a tile are not cut by it.
-constexpr int64_t kTilePlaces = 2048, kTileBytes = 32000;
+constexpr int64_t kTilePlaces = 2048, kTileBytes = 45000;  // five blocks a multiprocessor
 constexpr int kTileReach = 32, kTilePacks = 16;
 struct IndexTile {
   int64_t places, slab, pitch;

@@ -219,39 +219,52 @@ ReduceGroups(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
   Slot<C>(run, s, o, chunk, 1)[column] = total;
 }
 
-// Adds up the parts of long runs. A block looks through some chunks for runs that begin there: chunks that are far
-// apart, since rows with many updates often have neighbours that do too. A run and a slab of a few columns are a warp's,
-// or several warps' where runs are few; it has the columns side by side, and as many parts at once as that leaves lanes.
+// Adds up the parts of long runs. A block looks through some chunks for runs that begin there: groups of kFixupGroup
+// chunks that are far apart, since rows with many updates often have neighbours that do too. A run and a slab of columns
+// are a warp's, or several warps' where runs are few; it has the columns side by side, V a lane, and as many parts at once
+// as that leaves lanes.
+constexpr int kFixupLanes = 8, kFixupGroup = 8;
 struct FixupShape {
-  int columns;
-  uint32_t chunks, step;  // a block's, and from one of them to the next
+  int lanes;              // side by side
+  uint32_t chunks, step;  // a block's, and groups from one of its to the next
   int64_t slabs;
   bool grouped;  // ReduceGroups came before
 };
 
-template <Reduction kOp, class T>
+template <Reduction kOp, class T, int V>
 __global__ void __launch_bounds__(kFixupThreads, 4)
 ReduceFixup(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s, const FixupShape f) {
   using C = Compute<T>;
   struct LongRun {
     uint32_t chunk, parts, key;
   };
-  constexpr int kWarps = kFixupThreads / kWarp;
+  struct alignas(V * sizeof(C)) Columns {
+    C c[V];
+  };
+  constexpr int kWarps = kFixupThreads / kWarp, kAhead = V == 1 ? 16 : 8;
   __shared__ LongRun found[kFixupThreads];
-  __shared__ C room[kWarps][8];
+  __shared__ Columns room[kWarps][kFixupLanes];
   __shared__ int runs;
   const int64_t slab = blockIdx.x % f.slabs, item = blockIdx.x / f.slabs, o = item / f.step;
   const uint32_t first = static_cast<uint32_t>(item - o * f.step);
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, lane_ways = kWarp / f.columns;
-  const int64_t column = slab * f.columns + lane % f.columns;
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, lane_ways = kWarp / f.lanes;
+  const int64_t column = (slab * f.lanes + lane % f.lanes) * V;
   const bool active = column < run.inner;
   const C alpha = Alpha<C>(run);
+  const auto add = [](Columns& total, const Columns& v) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) total.c[i] = Combined<kOp>(total.c[i], v.c[i]);
+  };
+  Columns identity;
+#pragma unroll
+  for (int i = 0; i < V; ++i) identity.c[i] = Identity<kOp, C>();
 
   for (uint32_t base = 0; base < f.chunks; base += kFixupThreads) {
     if (threadIdx.x == 0) runs = 0;
     __syncthreads();
-    const uint32_t chunk = first + (base + threadIdx.x) * f.step;
-    if (base + threadIdx.x < f.chunks && chunk < s.chunks) {
+    const uint32_t number = base + threadIdx.x;
+    const uint32_t chunk = (number / kFixupGroup * f.step + first) * kFixupGroup + number % kFixupGroup;
+    if (number < f.chunks && chunk < s.chunks) {
       uint32_t parts, key;
       if (run.chunks) {
         const ChunkInfo info = run.chunks[chunk];
@@ -265,14 +278,17 @@ ReduceFixup(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
     __syncthreads();
     int team = kWarps;  // warps for a run
     while (team > 1 && team * runs > kWarps) team /= 2;
-    const int ways = lane_ways * team, way = warp % team * lane_ways + lane / f.columns;
+    const uint32_t ways = lane_ways * team, way = warp % team * lane_ways + lane / f.lanes;
     for (int begin = 0; begin < runs; begin += kWarps / team) {  // once, where teams are of several warps
       const int i = begin + warp / team;
       const bool has = active && i < runs;
       const LongRun r = found[min(i, runs - 1)];
       T* const at = static_cast<T*>(run.out) + (o * run.out_stride + run.OutRow(r.key)) * run.inner + column;
-      C x = C(0);
-      if (run.reads_out && has && way == 0) x = ToCompute(*at);
+      Columns x = {};
+      if (run.reads_out && has && way == 0) {
+#pragma unroll
+        for (int c = 0; c < V; ++c) x.c[c] = ToCompute(at[c]);
+      }
       // The tail of the chunk that it begins in, heads up to the first of the groups that it fills, the sums of
       // those, and the heads behind them.
       const uint32_t end = r.chunk + r.parts - 1;  // the chunk that it ends in
@@ -283,31 +299,39 @@ ReduceFixup(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
       }
       const uint32_t parts = groups ? 1 + heads + groups + end % kGroup + 1 : r.parts;
       const C* const slots = Slot<C>(run, s, o, 0, 0) + column;
-      C total = Identity<kOp, C>();
-      for (uint32_t j = way; j < parts; j += 16 * ways) {
-        C v[16];
+      Columns total = identity;
+      for (uint32_t j = way; j < parts; j += kAhead * ways) {
+        Columns v[kAhead];
 #pragma unroll
-        for (uint32_t u = 0; u < 16; ++u) {
+        for (uint32_t u = 0; u < kAhead; ++u) {
           const uint32_t p = j + u * ways;
           uint32_t slot = (r.chunk + p) * 2 + (p == 0);
           if (p > heads) slot = (r.chunk + heads + 1 + (p - heads - 1) * kGroup) * 2 + 1;
           if (p > heads + groups) slot = (end - (parts - 1 - p)) * 2;
-          v[u] = p < parts && has ? slots[slot * run.inner] : Identity<kOp, C>();
+          v[u] = p < parts && has ? *reinterpret_cast<const Columns*>(slots + slot * run.inner) : identity;
         }
 #pragma unroll
-        for (uint32_t u = 0; u < 16; ++u) total = Combined<kOp>(total, v[u]);
+        for (uint32_t u = 0; u < kAhead; ++u) add(total, v[u]);
       }
-      for (int step = f.columns; step < kWarp; step *= 2) {
-        total = Combined<kOp>(total, __shfl_xor_sync(~0u, total, step));
+      for (int step = f.lanes; step < kWarp; step *= 2) {
+        Columns other;
+#pragma unroll
+        for (int c = 0; c < V; ++c) other.c[c] = __shfl_xor_sync(~0u, total.c[c], step);
+        add(total, other);
       }
       if (team > 1) {
-        if (lane < f.columns) room[warp][lane] = total;
+        if (lane < f.lanes) room[warp][lane] = total;
         __syncthreads();
-        if (lane < f.columns && warp % team == 0) {
-          for (int w = 1; w < team; ++w) total = Combined<kOp>(total, room[warp + w][lane]);
+        if (lane < f.lanes && warp % team == 0) {
+          for (int w = 1; w < team; ++w) add(total, room[warp + w][lane]);
         }
       }
-      if (has && way == 0) *at = FromCompute<T>(Finished<kOp>(total, alpha, run.reads_out, x));
+      if (has && way == 0) {
+#pragma unroll
+        for (int c = 0; c < V; ++c) {
+          at[c] = FromCompute<T>(Finished<kOp>(total.c[c], alpha, run.reads_out, x.c[c]));
+        }
+      }
     }
     __syncthreads();
   }
@@ -315,17 +339,20 @@ ReduceFixup(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
 
 template <Reduction kOp, class T>
 cudaError_t LaunchFixup(const IndexRun& run, const ReduceShape& s, cudaStream_t stream) {
+  constexpr int kWide = 16 / sizeof(Compute<T>);
+  const bool wide = run.inner % kWide == 0;
+  const int64_t vectors = wide ? run.inner / kWide : run.inner;
   FixupShape f;
-  // Lines of 32 bytes at least, where rows are so long.
-  f.columns = run.inner >= 5 ? 8 : run.inner >= 3 ? 4 : static_cast<int>(run.inner);
-  f.slabs = (run.inner + f.columns - 1) / f.columns;
-  // Two waves of blocks: most of them find nothing to do.
-  constexpr int64_t kBlocks = 1024;
-  const int64_t each = (s.chunks * f.slabs * run.outer + kBlocks - 1) / kBlocks;
-  f.chunks = static_cast<uint32_t>(each < 8 ? 8 : each < s.chunks ? each : s.chunks);
+  f.lanes = vectors >= 5 ? kFixupLanes : vectors >= 3 ? 4 : static_cast<int>(vectors);
+  f.slabs = (vectors + f.lanes - 1) / f.lanes;
+  // One wave of blocks: most of them find nothing to do.
+  constexpr int64_t kBlocks = 512;
+  const int64_t groups = (s.chunks + kFixupGroup - 1) / kFixupGroup;
+  const int64_t each = (groups * f.slabs * run.outer + kBlocks - 1) / kBlocks;
+  f.chunks = static_cast<uint32_t>(each < groups ? each : groups) * kFixupGroup;
   f.step = (s.chunks + f.chunks - 1) / f.chunks;
   // Where the longest run would keep a warp waiting for memory more than eight times.
-  f.grouped = s.chunks > 8 * 16 * kWarp / f.columns && s.chunks > 2 * kGroup;
+  f.grouped = s.chunks > 8 * 16 * kWarp / kFixupLanes && s.chunks > 2 * kGroup;
   if (f.grouped) {
     const int64_t groups = (s.chunks - 1) / kGroup - 1, threads = groups * run.inner * run.outer;
     const int64_t blocks = (threads + kGroupThreads - 1) / kGroupThreads;
@@ -333,7 +360,10 @@ cudaError_t LaunchFixup(const IndexRun& run, const ReduceShape& s, cudaStream_t 
                                      Divider(run.inner), Divider(groups), threads);
     if (error != cudaSuccess) return error;
   }
-  return Launch(ReduceFixup<kOp, T>, {f.slabs * f.step * run.outer, 1, kFixupThreads}, stream, run, s, f);
+  const auto launch = [&](auto kernel) {
+    return Launch(kernel, {f.slabs * f.step * run.outer, 1, kFixupThreads}, stream, run, s, f);
+  };
+  return wide ? launch(ReduceFixup<kOp, T, kWide>) : launch(ReduceFixup<kOp, T, 1>);
 }
 
 // Runs the reduction over run.keys and run.order, or over ascending indices.
