@@ -7,8 +7,8 @@
 //
 // A call of a few dozen updates takes as long as its memory accesses that wait for each other, and as fetching its
 // code, so sums into x by plain indices have a kernel of their own, SmallSums: its lanes have up to 32 indices each in
-// registers, without a barrier; the update's source row comes along with them, as if it were alone in its row of
-// x, and that row while the warp looks for others. It holds little more code than it runs.
+// registers; the update's source row comes along with them, as if it were alone in its row of x, and that row while
+// the warp looks for others. It holds little more code than it runs.
 #pragma once
 
 #include "index_add.cuh"
@@ -213,38 +213,35 @@ SmallUpdates(const __grid_constant__ IndexRun run, const __grid_constant__ Small
                          sums);
 }
 
+// 48 bytes: behind what every kernel has before its parameters, the end of a line of constant memory.
 struct SmallSum {
   const int32_t* index;
   const void* source;
   const void* alpha;
   void* out;
-  int64_t inner, vectors;
-  uint32_t rows, count;
-  int each;     // vectors a thread
-  bool wrap;
+  uint32_t inner, rows;
+  uint32_t wraps;  // what a negative index is counted from: rows, or 0
+  uint16_t count;
+  uint16_t each;  // vectors a thread
 };
+static_assert(sizeof(SmallSum) == 48);
 
-// kKeys indices a lane: number 32 * j + lane is bit j of a mask. What a few updates need is a kernel without the rest,
-// for code that runs but once takes as long to fetch as to run.
+constexpr int32_t kNoIndex = INT32_MIN;  // out of range, wrapped or not, of any rows that there can be
+
+// kKeys indices a lane: number 32 * j + lane is bit j of a mask.
 template <class T, int N, int kKeys>
 __global__ void __launch_bounds__(kSmallThreads, 2) SmallSums(const __grid_constant__ SmallSum s) {
   using C = Compute<T>;
   extern __shared__ __align__(16) char shared_bytes[];
-  const uint32_t warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, mine = blockIdx.y * kSmallWarps + warp;
-  if (mine >= s.count) return;  // the whole warp, here and below
-  const int32_t own = __ldg(s.index + mine);
+  const uint32_t warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, turn = blockIdx.y * kSmallWarps + warp;
+  const uint32_t mine = min(turn, s.count - 1u);
+  const int32_t own = s.index[mine];
   const C alpha = s.alpha ? *static_cast<const C*>(s.alpha) : C(1);
-  const int32_t* index = s.index + lane;
-  asm volatile("" : "+l"(index));  // two registers, not worked out anew for each of the loads
-  const int left = static_cast<int>(s.count - lane);
-  int32_t other[kKeys];
-#pragma unroll
-  for (int j = 0; j < kKeys; ++j) other[j] = j * kWarp < left ? __ldg(index + j * kWarp) : 0;
 
-  const int64_t slab_begin = static_cast<int64_t>(blockIdx.x) * kWarp * s.each;
+  const int64_t vectors = s.inner / N, slab_begin = static_cast<int64_t>(blockIdx.x) * kWarp * s.each;
   const T* const source = static_cast<const T*>(s.source);
   const int64_t column = (slab_begin + lane) * N;
-  const int has = static_cast<int>(min(s.vectors - slab_begin - lane, int64_t{s.each} * kWarp));  // vectors, times 32
+  const int has = static_cast<int>(min(vectors - slab_begin - lane, int64_t{s.each} * kWarp));  // vectors, times 32
   Pack<T, N> part[kSmallVectors], old[kSmallVectors] = {};
   const auto load = [&](Pack<T, N> (&to)[kSmallVectors], const T* row) {
 #pragma unroll
@@ -252,19 +249,23 @@ __global__ void __launch_bounds__(kSmallThreads, 2) SmallSums(const __grid_const
       if (i * kWarp < has) to[i] = LoadPart<T, N>(row + column + i * (kWarp * N));
     }
   };
-  const T* const row = source + mine * s.inner;
-  load(part, row);
-  const uint32_t key = s.wrap && own < 0 ? own + s.rows : own;
+  load(part, source + int64_t{mine} * s.inner);
+  __syncthreads();  // so that none of the loads below comes before these
+  if (turn >= s.count) return;  // the whole warp, here and below
+  const int32_t* const index = Pinned(s.index + lane);
+  const int left = static_cast<int>(s.count - lane);
+  int32_t other[kKeys];
+#pragma unroll
+  for (int j = 0; j < kKeys; ++j) other[j] = j * kWarp < left ? index[j * kWarp] : kNoIndex;
+  const uint32_t key = own < 0 ? own + s.wraps : own;
   if (key >= s.rows) return;
-  T* const out = static_cast<T*>(s.out) + key * s.inner;
+  T* const out = static_cast<T*>(s.out) + int64_t{key} * s.inner;
   load(old, out);
   // Which indices mean the same row, from its beginning or from its end.
-  const int32_t first = static_cast<int32_t>(key), second = s.wrap ? static_cast<int32_t>(key - s.rows) : first;
+  const int32_t first = static_cast<int32_t>(key), second = static_cast<int32_t>(key - s.wraps);
   uint32_t same = 0;
 #pragma unroll
-  for (int j = 0; j < kKeys; ++j) {
-    same |= j * kWarp < left && (other[j] == first || other[j] == second) ? 1u << j : 0;
-  }
+  for (int j = 0; j < kKeys; ++j) same |= other[j] == first || other[j] == second ? 1u << j : 0;
   const uint32_t own_bit = lane == mine % kWarp ? 1u << (mine / kWarp) : 0;
   const auto store = [&](int64_t v, const C (&total)[N], const Pack<T, N>& x) {
     StorePart<T, N>(out + v * N, FinishedPack<Reduction::kSum, T, N>(total, alpha, true, x));
@@ -285,9 +286,9 @@ __global__ void __launch_bounds__(kSmallThreads, 2) SmallSums(const __grid_const
   C* const sums = reinterpret_cast<C*>(shared_bytes) + warp * kWarp * N;
   uint16_t* const lists = reinterpret_cast<uint16_t*>(shared_bytes + kSmallThreads * N * sizeof(C));
   uint16_t* const list = lists + warp * kKeys * kWarp;
-  const auto row_of = [&](uint32_t u) { return source + u * s.inner; };
+  const auto row_of = [&](uint32_t u) { return source + int64_t{u} * s.inner; };
   const auto number = [&](int bit) { return bit * kWarp + lane; };
-  AddTogether<Reduction::kSum, T, N>(same, all, before, number, row_of, store, out, true, slab_begin, s.each, s.vectors,
+  AddTogether<Reduction::kSum, T, N>(same, all, before, number, row_of, store, out, true, slab_begin, s.each, vectors,
                                      list, sums);
 }
 
@@ -307,8 +308,9 @@ cudaError_t LaunchSmall(const IndexRun& run, bool fills, cudaStream_t stream) {
     const auto slabs = [&] { return (s.vectors + kWarp * each - 1) / (kWarp * each); };
     while (each < kSmallVectors && slabs() * run.count > 2048) each *= 2;
     if (run.plain && run.reads_out && run.batch * run.outer == 1 && slabs() * run.count <= 4096) {
-      const SmallSum sum = {static_cast<const int32_t*>(run.index), run.source, run.alpha, run.out, run.inner,
-                            s.vectors, run.rows, run.count, each, run.wrap};
+      const SmallSum sum = {static_cast<const int32_t*>(run.index), run.source, run.alpha, run.out,
+                            static_cast<uint32_t>(run.inner), run.rows, run.wrap ? run.rows : 0,
+                            static_cast<uint16_t>(run.count), static_cast<uint16_t>(each)};
       const auto launch = [&](auto kernel, int words) {
         const int groups = (run.count + kSmallWarps - 1) / kSmallWarps, bytes = SmallListBytes<Compute<T>, N>(words);
         return Launch(kernel, {slabs(), groups, kSmallThreads, bytes}, stream, sum);
