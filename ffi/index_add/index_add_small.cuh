@@ -226,6 +226,16 @@ struct SmallSum {
 };
 static_assert(sizeof(SmallSum) == 48);
 
+// What these kernels write is so little that it may stay in L2, for whoever comes to these rows next.
+template <class T, int N> __device__ __forceinline__ void KeepPart(T* p, const Pack<T, N>& pack) {
+  if constexpr (N * sizeof(T) == 16) {  // in one piece, which the compiler does not make of a plain assignment
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                 ::"l"(p), "r"(pack.word[0]), "r"(pack.word[1]), "r"(pack.word[2]), "r"(pack.word[3]) : "memory");
+  } else {
+    StorePart<T, N>(p, pack);
+  }
+}
+
 constexpr int32_t kNoIndex = INT32_MIN;  // out of range, wrapped or not, of any rows that there can be
 
 // kKeys indices a lane: number 32 * j + lane is bit j of a mask.
@@ -268,7 +278,7 @@ __global__ void __launch_bounds__(kSmallThreads, 2) SmallSums(const __grid_const
   for (int j = 0; j < kKeys; ++j) same |= other[j] == first || other[j] == second ? 1u << j : 0;
   const uint32_t own_bit = lane == mine % kWarp ? 1u << (mine / kWarp) : 0;
   const auto store = [&](int64_t v, const C (&total)[N], const Pack<T, N>& x) {
-    StorePart<T, N>(out + v * N, FinishedPack<Reduction::kSum, T, N>(total, alpha, true, x));
+    KeepPart<T, N>(out + v * N, FinishedPack<Reduction::kSum, T, N>(total, alpha, true, x));
   };
   if (!__any_sync(~0u, same != own_bit)) {
 #pragma unroll
