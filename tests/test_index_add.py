@@ -211,6 +211,27 @@ def test_bitwise_reproducible(operation, dtype, shape, count):
     assert len(runs) == 1
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("rows, width, count", [(5000, 1, 1024), (1200, 24, 1000), (2000, 7, 129)])
+def test_few_updates(dtype, rows, width, count):
+    """However many of them meet in a row or go nowhere, NaN, infinity and subnormal numbers among them."""
+    x, source, rng = values((rows, width), dtype), np.array(values((count, width), dtype, 2)), np.random.default_rng(0)
+    special = source.copy()
+    special[3], special[5, 0], special[8] = jnp.finfo(dtype).smallest_subnormal * 3, np.nan, np.inf
+    apart = rng.permutation(rows)[:count]
+    pairs = rng.permutation(np.concatenate([apart[: count - count // 2], apart[: count // 2] - rows]))
+    same = indices(rows, count, kind="same")
+    for index in (apart, pairs, indices(rows, count), indices(40, count), same, apart + rows):
+        index = index.astype(np.int32)
+        for data in (source, special):
+            runs = [run("index_add", x, index, data) for _ in range(3)]
+            assert_reduced("index_add", runs[0], x, index, data)
+            assert len({np.asarray(r).tobytes() for r in runs}) == 1
+    if ON_GPU or dtype == "float16":  # XLA's threads take subnormal floats for 0
+        found = np.asarray(run("index_add", jnp.zeros_like(x), apart.astype(np.int32), special))
+        assert found[apart[3]].tobytes() == special[3].tobytes()
+
+
 @every_reduction
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_nan_and_infinity_propagate_as_in_jax(operation, bad):

@@ -5,10 +5,10 @@
 // nothing to do. So the work of a warp is about the same whether all indices differ or all are
 // equal, and the order of the additions depends on the indices alone.
 //
-// A call of a few dozen updates takes as long as its memory accesses that wait for each other, and as fetching its
-// code, so sums into x by plain indices have a kernel of their own, SmallSums: its lanes have up to 32 indices each in
-// registers, without a barrier; the update's source row comes along with them, as if it were alone in its row of
-// x, and that row while the warp looks for others. It holds little more code than it runs.
+// Such a call takes as long as its memory accesses that wait for each other, and as fetching its code, so sums into x
+// by plain indices have kernels of their own, that hold little more code than they run. An update's source comes along
+// with the indices, as if it were alone in its row of x, and that row while others are looked for: in SmallSums by a
+// warp whose lanes have up to 32 indices each in registers, in ShortSums, for rows of a few vectors, in a table.
 #pragma once
 
 #include "index_add.cuh"
@@ -213,38 +213,45 @@ SmallUpdates(const __grid_constant__ IndexRun run, const __grid_constant__ Small
                          sums);
 }
 
+// 48 bytes: behind what every kernel has before its parameters, the end of a line of constant memory.
 struct SmallSum {
   const int32_t* index;
   const void* source;
   const void* alpha;
   void* out;
-  int64_t inner, vectors;
-  uint32_t rows, count;
-  int each;     // vectors a thread
-  bool wrap;
+  uint32_t inner, rows;
+  uint32_t wraps;  // what a negative index is counted from: rows, or 0
+  uint16_t count;
+  uint16_t each;  // vectors a thread
 };
+static_assert(sizeof(SmallSum) == 48);
 
-// kKeys indices a lane: number 32 * j + lane is bit j of a mask. What a few updates need is a kernel without the rest,
-// for code that runs but once takes as long to fetch as to run.
+// What these kernels write is so little that it may stay in L2, for whoever comes to these rows next.
+template <class T, int N> __device__ __forceinline__ void KeepPart(T* p, const Pack<T, N>& pack) {
+  if constexpr (N * sizeof(T) == 16) {  // in one piece, which the compiler does not make of a plain assignment
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                 ::"l"(p), "r"(pack.word[0]), "r"(pack.word[1]), "r"(pack.word[2]), "r"(pack.word[3]) : "memory");
+  } else {
+    StorePart<T, N>(p, pack);
+  }
+}
+
+constexpr int32_t kNoIndex = INT32_MIN;  // out of range, wrapped or not, of any rows that there can be
+
+// kKeys indices a lane: number 32 * j + lane is bit j of a mask.
 template <class T, int N, int kKeys>
 __global__ void __launch_bounds__(kSmallThreads, 2) SmallSums(const __grid_constant__ SmallSum s) {
   using C = Compute<T>;
   extern __shared__ __align__(16) char shared_bytes[];
-  const uint32_t warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, mine = blockIdx.y * kSmallWarps + warp;
-  if (mine >= s.count) return;  // the whole warp, here and below
-  const int32_t own = __ldg(s.index + mine);
+  const uint32_t warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, turn = blockIdx.y * kSmallWarps + warp;
+  const uint32_t mine = min(turn, s.count - 1u);
+  const int32_t own = s.index[mine];
   const C alpha = s.alpha ? *static_cast<const C*>(s.alpha) : C(1);
-  const int32_t* index = s.index + lane;
-  asm volatile("" : "+l"(index));  // two registers, not worked out anew for each of the loads
-  const int left = static_cast<int>(s.count - lane);
-  int32_t other[kKeys];
-#pragma unroll
-  for (int j = 0; j < kKeys; ++j) other[j] = j * kWarp < left ? __ldg(index + j * kWarp) : 0;
 
-  const int64_t slab_begin = static_cast<int64_t>(blockIdx.x) * kWarp * s.each;
+  const int64_t vectors = s.inner / N, slab_begin = static_cast<int64_t>(blockIdx.x) * kWarp * s.each;
   const T* const source = static_cast<const T*>(s.source);
   const int64_t column = (slab_begin + lane) * N;
-  const int has = static_cast<int>(min(s.vectors - slab_begin - lane, int64_t{s.each} * kWarp));  // vectors, times 32
+  const int has = static_cast<int>(min(vectors - slab_begin - lane, int64_t{s.each} * kWarp));  // vectors, times 32
   Pack<T, N> part[kSmallVectors], old[kSmallVectors] = {};
   const auto load = [&](Pack<T, N> (&to)[kSmallVectors], const T* row) {
 #pragma unroll
@@ -252,22 +259,26 @@ __global__ void __launch_bounds__(kSmallThreads, 2) SmallSums(const __grid_const
       if (i * kWarp < has) to[i] = LoadPart<T, N>(row + column + i * (kWarp * N));
     }
   };
-  const T* const row = source + mine * s.inner;
-  load(part, row);
-  const uint32_t key = s.wrap && own < 0 ? own + s.rows : own;
+  load(part, source + int64_t{mine} * s.inner);
+  __syncthreads();  // so that none of the loads below comes before these
+  if (turn >= s.count) return;  // the whole warp, here and below
+  const int32_t* const index = Pinned(s.index + lane);
+  const int left = static_cast<int>(s.count - lane);
+  int32_t other[kKeys];
+#pragma unroll
+  for (int j = 0; j < kKeys; ++j) other[j] = j * kWarp < left ? index[j * kWarp] : kNoIndex;
+  const uint32_t key = own < 0 ? own + s.wraps : own;
   if (key >= s.rows) return;
-  T* const out = static_cast<T*>(s.out) + key * s.inner;
+  T* const out = static_cast<T*>(s.out) + int64_t{key} * s.inner;
   load(old, out);
   // Which indices mean the same row, from its beginning or from its end.
-  const int32_t first = static_cast<int32_t>(key), second = s.wrap ? static_cast<int32_t>(key - s.rows) : first;
+  const int32_t first = static_cast<int32_t>(key), second = static_cast<int32_t>(key - s.wraps);
   uint32_t same = 0;
 #pragma unroll
-  for (int j = 0; j < kKeys; ++j) {
-    same |= j * kWarp < left && (other[j] == first || other[j] == second) ? 1u << j : 0;
-  }
+  for (int j = 0; j < kKeys; ++j) same |= other[j] == first || other[j] == second ? 1u << j : 0;
   const uint32_t own_bit = lane == mine % kWarp ? 1u << (mine / kWarp) : 0;
   const auto store = [&](int64_t v, const C (&total)[N], const Pack<T, N>& x) {
-    StorePart<T, N>(out + v * N, FinishedPack<Reduction::kSum, T, N>(total, alpha, true, x));
+    KeepPart<T, N>(out + v * N, FinishedPack<Reduction::kSum, T, N>(total, alpha, true, x));
   };
   if (!__any_sync(~0u, same != own_bit)) {
 #pragma unroll
@@ -285,10 +296,94 @@ __global__ void __launch_bounds__(kSmallThreads, 2) SmallSums(const __grid_const
   C* const sums = reinterpret_cast<C*>(shared_bytes) + warp * kWarp * N;
   uint16_t* const lists = reinterpret_cast<uint16_t*>(shared_bytes + kSmallThreads * N * sizeof(C));
   uint16_t* const list = lists + warp * kKeys * kWarp;
-  const auto row_of = [&](uint32_t u) { return source + u * s.inner; };
+  const auto row_of = [&](uint32_t u) { return source + int64_t{u} * s.inner; };
   const auto number = [&](int bit) { return bit * kWarp + lane; };
-  AddTogether<Reduction::kSum, T, N>(same, all, before, number, row_of, store, out, true, slab_begin, s.each, s.vectors,
+  AddTogether<Reduction::kSum, T, N>(same, all, before, number, row_of, store, out, true, slab_begin, s.each, vectors,
                                      list, sums);
+}
+
+// A thread takes one vector of one update. Every block reads all indices, and has the rows that hash to it, each with
+// all of its updates. Which of them meet, a table in shared memory tells while the rows of x are under way; what place
+// a row gets there depends on who comes first, but no result does. A warp adds up its own updates of a row by the order
+// of lanes, and the row's first warp what the others have, in the order of warps.
+constexpr int kShortThreads = 1024, kShortVectors = 8;   // updates, and vectors of a row, at most
+constexpr int kShortBlockBits = 4, kShortSlotBits = 11;  // a table is never more than half full
+
+template <class T, int N>
+__global__ void __launch_bounds__(kShortThreads) ShortSums(const __grid_constant__ SmallSum s) {
+  using C = Compute<T>;
+  constexpr uint32_t kSlots = 1 << kShortSlotBits, kNone = UINT32_MAX;
+  __shared__ __align__(16) uint2 table[kSlots];  // a row, and the warps that have updates of it
+  __shared__ C sums[N][kShortThreads - 1];       // a row's first warp keeps its own
+  __shared__ uint32_t listed;                    // of these
+  const uint32_t mine = threadIdx.x, lane = mine % kWarp, own_warp = 1u << (mine / kWarp), column = blockIdx.y * N;
+  int32_t own = kNoIndex;
+  Pack<T, N> part = {}, x = {};
+  if (mine < s.count) {
+    own = __ldg(s.index + mine);
+    part = LoadPart<T, N>(static_cast<const T*>(s.source) + (mine * s.inner + column));
+  }
+  const C alpha = s.alpha ? *static_cast<const C*>(s.alpha) : C(1);
+  static_assert(kSlots == 2 * kShortThreads);
+  reinterpret_cast<uint4*>(table)[mine] = make_uint4(kNone, 0, kNone, 0);
+  if (mine == 0) listed = 0;
+  __syncthreads();
+  // `listed` is 0: to read it here keeps the compiler from waiting for the index before all else is under way.
+  const uint32_t row = (own < 0 ? own + s.wraps : own) + listed, hash = row * 0x9e3779b1u;
+  const bool active = row < s.rows && hash >> (32 - kShortBlockBits) == blockIdx.x;
+  T* const out = static_cast<T*>(s.out) + int64_t{row} * s.inner + column;
+  if (active) x = LoadPart<T, N>(out);
+  const uint32_t same = __match_any_sync(~0u, row), lower = same & ((1u << lane) - 1);
+  uint2* slot = table;
+  bool stores = active && lower == 0, met = false;
+  if (stores) {
+    uint32_t at = hash >> (32 - kShortBlockBits - kShortSlotBits), found;
+    for (;; ++at) {
+      slot = &table[at % kSlots];
+      found = atomicCAS(&slot->x, kNone, row);
+      if (found == kNone || found == row) break;
+    }
+    met = found == row;
+    atomicOr(&slot->y, own_warp);
+  }
+  met = __syncthreads_or(met);  // whether any row of the block has updates in two warps
+
+  C total[N];
+  Unpack(part, total);
+  const auto store = [&] { KeepPart<T, N>(out, FinishedPack<Reduction::kSum, T, N>(total, alpha, true, x)); };
+  uint32_t later = active ? same & (~1u << lane) : 0, rank = __popc(lower);
+  if (!met && !__any_sync(~0u, later)) {
+    if (stores) store();
+    return;
+  }
+  // Lanes of one row add up in pairs; those of odd rank are then done, and the others' ranks halved.
+  while (__any_sync(~0u, later)) {
+    const int other = later ? __ffs(later) - 1 : lane;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const C v = __shfl_sync(~0u, total[i], other);
+      if (later) total[i] += v;
+    }
+    later &= __ballot_sync(~0u, rank % 2 == 0);
+    rank /= 2;
+  }
+  if (met) {  // the sums of a row's other warps side by side, in the place of its number
+    const uint32_t warps = stores ? slot->y : 0, before = __popc(warps & (own_warp - 1));
+    const int others = __popc(warps) - 1;
+    if (stores && before == 0) slot->x = atomicAdd(&listed, others);
+    __syncthreads();
+    if (stores && before > 0) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) sums[i][slot->x + before - 1] = total[i];
+    }
+    __syncthreads();
+    stores = stores && before == 0;
+    for (int k = 0; stores && k < others; ++k) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) total[i] += sums[i][slot->x + k];
+    }
+  }
+  if (stores) store();
 }
 
 template <Reduction kOp, class T, int N>
@@ -300,15 +395,20 @@ cudaError_t LaunchSmall(const IndexRun& run, bool fills, cudaStream_t stream) {
     s.each *= 2;
   }
   s.slabs = (s.vectors + kWarp * s.each - 1) / (kWarp * s.each);
-  // The vectors and types that such calls have; each is two more kernels to compile.
+  // The vectors and types that such calls have; each is three more kernels to compile. Up to 128 updates, and long rows
+  // if they make no more than 4096 warps, are for SmallSums, more updates of short rows for ShortSums.
   if constexpr (kOp == Reduction::kSum && std::is_same_v<Compute<T>, float> && (N == 1 || N == kVector<T>)) {
     // No more warps than there is room for at once: what they load too early is little then.
     int each = 1;
     const auto slabs = [&] { return (s.vectors + kWarp * each - 1) / (kWarp * each); };
     while (each < kSmallVectors && slabs() * run.count > 2048) each *= 2;
     if (run.plain && run.reads_out && run.batch * run.outer == 1 && slabs() * run.count <= 4096) {
-      const SmallSum sum = {static_cast<const int32_t*>(run.index), run.source, run.alpha, run.out, run.inner,
-                            s.vectors, run.rows, run.count, each, run.wrap};
+      const SmallSum sum = {static_cast<const int32_t*>(run.index), run.source, run.alpha, run.out,
+                            static_cast<uint32_t>(run.inner), run.rows, run.wrap ? run.rows : 0,
+                            static_cast<uint16_t>(run.count), static_cast<uint16_t>(each)};
+      if (run.count > 4 * kWarp && s.vectors <= kShortVectors) {
+        return Launch(ShortSums<T, N>, {1 << kShortBlockBits, static_cast<int>(s.vectors), kShortThreads}, stream, sum);
+      }
       const auto launch = [&](auto kernel, int words) {
         const int groups = (run.count + kSmallWarps - 1) / kSmallWarps, bytes = SmallListBytes<Compute<T>, N>(words);
         return Launch(kernel, {slabs(), groups, kSmallThreads, bytes}, stream, sum);
