@@ -134,7 +134,7 @@ CASES = [  # shape, axis, count: what the ways through the kernels differ in
     ((7, 5), 1, 30),
     ((4, 33, 3), 1, 70),
     ((2, 3, 40, 130), 2, 50),
-    ((1000,), 0, 5000),            # narrow
+    ((2, 1000), 1, 5000),          # narrow
     ((60000, 4), 0, 40000),        # narrow, in buckets
     ((9, 2000), -1, 3000),
     ((100, 700), 0, 900),
@@ -621,9 +621,9 @@ def test_scratch_is_index_bytes_and_never_the_source():
 
 # Rows, indices and elements of a row around the edges of each plan; few enough that each may be compiled.
 PROBLEMS = [
-    (1, 1, 1), (1, 5000, 1000), (31, 33, 3), (31, 1024, 128), (31, 5000, 1), (31, 70001, 33), (1000, 1024, 1),
+    (1, 1, 1), (1, 5000, 1000), (31, 33, 3), (31, 1024, 128), (31, 20000, 1), (31, 70001, 33), (1000, 1024, 1),
     (1000, 5000, 7), (1000, 5000, 129), (1000, 33, 1000), (1000, 70001, 8), (70000, 33, 129), (70000, 1024, 3),
-    (70000, 5000, 15), (70000, 70001, 1), (70000, 70001, 3), (5000, 9000, 1), (1000, 20000, 1)]
+    (70000, 5000, 15), (70000, 70001, 1), (70000, 70001, 3), (5000, 9000, 1), (1000, 20000, 1), (2000, 70001, 1)]
 
 
 @pytest.mark.gpu
@@ -662,9 +662,13 @@ def test_every_plan(plan, dtype, operation):
 @pytest.mark.parametrize(
     "plan, rows, count, batch",
     [("sort", 300_000, 600_001, None), ("narrow", 300_000, 600_001, None), ("sort", 300_000, 4_200_001, None),
-     ("narrow", 300_000, 4_200_001, None), ("narrow", 9_000, 9_001, 70)])
+     ("narrow", 300_000, 4_200_001, None), ("narrow", 9_000, 9_001, 70), ("narrow", 300, 5_000, 6),
+     ("narrow", 300, 5_001, 6)])
 def test_plans_of_many_updates(plan, rows, count, batch):
-    """Half a million, and four: the sort's larger tiles, and bins of whole slices; integers show every one of them."""
+    """Half a million, and four: the sort's larger tiles; bins of whole slices, and of windows of several slices.
+
+    Integers show every one of them.
+    """
     shape = (count,) if batch is None else (batch, count)
     index = np.random.default_rng(0).integers(-2, rows + 2, shape).astype(np.int32)
     total = functools.partial(jaxkern.segment_sum, num_segments=rows)

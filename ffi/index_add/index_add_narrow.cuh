@@ -1,7 +1,8 @@
 // The narrow plan: rows of one element of up to 4 bytes, many updates to each. Bins in shared memory take the
 // sums. Floats are not added by atomics: a bin belongs to one warp at a time.
 //
-//     few rows       every thread has bins of its own; and where updates are few, a block for so many rows each
+//     few updates    a block for a window of the rows looks through all indices for those of its own
+//     few rows       every thread has bins of its own
 //     up to kBins    every warp has. The updates of lanes that meet in a bin are first added up across the warp
 //     up to kWideBins    likewise, but there is room for one such warp a block; the others clear and write the bins
 //     more           the sort has brought updates with equal leading bits of the key together; a block
@@ -20,12 +21,12 @@ namespace jaxkern {
 
 constexpr int kBinThreads = 256, kBinWarps = kBinThreads / kWarp, kBinAhead = 8, kFewBins = 32;
 constexpr int kWideThreads = 128, kPrefetched = 2048;  // updates
+constexpr int kWindowThreads = 768, kWindowEach = 16;  // indices that a thread of a window has under way
 
 struct BinShape {
   uint32_t chunk = 0, chunks = 0;  // of a slice
   int64_t slices = 1;              // batch * outer
-  int bins = 0;                    // of a slice, or of a window: a block's own rows of it
-  uint32_t windows = 1;            // of a slice
+  int bins = 0;                    // of a slice
   int copies = kBinWarps;          // warps with bins of their own
   uint32_t stretches = 0;          // a mask: the leading bits that the sort has looked at
   int64_t fill_after = 0;
@@ -36,6 +37,27 @@ struct BinShape {
 template <Reduction kOp, class C> __device__ __forceinline__ C Empty() {
   if constexpr (kOp == Reduction::kSum && std::is_same_v<C, float>) return -0.0f;
   else return Identity<kOp, C>();
+}
+
+// Whether a sum leaves its row as it is.
+template <Reduction kOp, class C> __device__ __forceinline__ bool Untouched(const IndexRun& run, C total) {
+  if constexpr (kOp == Reduction::kSum && std::is_same_v<C, float>) {
+    return run.reads_out && __float_as_uint(total) == 0x80000000u;
+  }
+  return false;
+}
+
+template <Reduction kOp, class T>
+__device__ __forceinline__ void WriteBin(const IndexRun& run, T* at, Compute<T> total, Compute<T> alpha, Compute<T> x) {
+  if constexpr (kOp == Reduction::kSum && kIsFloat<Compute<T>>) total += 0.0f;
+  *at = FromCompute<T>(Finished<kOp>(total, alpha, run.reads_out, x));
+}
+
+// Writes one bin to its row.
+template <Reduction kOp, class T> __device__ __forceinline__ void EmitAt(const IndexRun& run, T* at, Compute<T> total) {
+  using C = Compute<T>;
+  if (Untouched<kOp>(run, total)) return;
+  WriteBin<kOp>(run, at, total, Alpha<C>(run), run.reads_out ? ToCompute(*at) : C(0));
 }
 
 // Writes the bins of keys first, first + step, ... that are below `end`; what is there is read for all of them at once.
@@ -50,19 +72,13 @@ __device__ __forceinline__ void EmitBins(const IndexRun& run, int64_t o, uint32_
 #pragma unroll
   for (int u = 0; u < N; ++u) {
     const uint32_t key = first + u * step;
-    bool writes = key < end;
-    if constexpr (kOp == Reduction::kSum && kIsFloat<C>) {
-      writes = writes && !(run.reads_out && __float_as_uint(total[u]) == 0x80000000u);
-    }
-    at[u] = writes ? out + run.OutRow(key) : nullptr;
+    at[u] = key < end && !Untouched<kOp>(run, total[u]) ? out + run.OutRow(key) : nullptr;
     x[u] = at[u] && run.reads_out ? ToCompute(*at[u]) : C(0);
   }
   const C alpha = Alpha<C>(run);
 #pragma unroll
   for (int u = 0; u < N; ++u) {
-    C sum = total[u];
-    if constexpr (kOp == Reduction::kSum && kIsFloat<C>) sum += 0.0f;
-    if (at[u]) *at[u] = FromCompute<T>(Finished<kOp>(sum, alpha, run.reads_out, x[u]));
+    if (at[u]) WriteBin<kOp>(run, at[u], total[u], alpha, x[u]);
   }
 }
 
@@ -223,10 +239,8 @@ BinSlices(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape
   using C = Compute<T>;
   extern __shared__ __align__(16) char shared_bytes[];
   BlockBins<kOp, C, kFew> bins(shared_bytes, s.bins, s.copies);
-  const uint32_t windowed = kFew ? blockIdx.x / s.windows : blockIdx.x;
-  const uint32_t first_row = kFew ? blockIdx.x % s.windows * s.bins : 0;
-  const int64_t slice = windowed / s.chunks;
-  const uint32_t chunk = windowed % s.chunks;
+  const int64_t slice = blockIdx.x / s.chunks;
+  const uint32_t chunk = blockIdx.x % s.chunks;
   const int64_t b = slice / run.outer, o = slice % run.outer;
   const uint32_t begin = chunk * s.chunk, end = min(begin + s.chunk, run.count);
   const uint32_t place = static_cast<uint32_t>(b * run.count);
@@ -256,14 +270,13 @@ BinSlices(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape
   const auto load = [&](uint32_t k) { return Update{LoadIndex(run, place + k), source[k]}; };
   bins.AddAll(begin, end, turn, load, [&](const Update& update, int* bin, C* v) {
     const uint32_t row = run.plain ? PlainKey(run, update.raw.low) : RowKey(run, update.raw);
-    const bool mine = kFew ? row - first_row < static_cast<uint32_t>(s.bins) && row < run.rows : row < run.rows;
-    *bin = mine ? static_cast<int>(row - first_row) : -1;
+    *bin = row < run.rows ? static_cast<int>(row) : -1;
     *v = ToCompute(update.value);
   });
   bins.ForEach([&](int bin, int step, const auto& totals) {
     if (s.chunks == 1) {
       const uint32_t key = static_cast<uint32_t>(b * run.rows);
-      EmitBins<kOp, T>(run, o, key + first_row + bin, step, key + min(first_row + s.bins, run.rows), totals);
+      EmitBins<kOp, T>(run, o, key + bin, step, key + run.rows, totals);
     } else {
       C* const parts = static_cast<C*>(run.partials) + (slice * s.chunks + chunk) * s.bins;
       for (const C& total : totals) {
@@ -272,6 +285,117 @@ BinSlices(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape
       }
     }
   });
+}
+
+// Few updates: a block for each window of the rows, a slice of `windows` of them. Every thread has bins of its own, so
+// that nobody meets anybody. `vectors`: of four plain indices each, of a slice.
+template <Reduction kOp, class T>
+__global__ void __launch_bounds__(kWindowThreads)
+BinWindows(const __grid_constant__ IndexRun run, const uint32_t vectors) {
+  using C = Compute<T>;
+  constexpr int kVectors = kWindowEach / 4, kTogether = 2;  // vectors, and then updates, that a thread loads at once
+  static_assert((kBinWindow & (kBinWindow - 1)) == 0 && kWindowEach <= 32);
+  struct alignas(16) Four { C v[4]; };
+  __shared__ Four sums[kBinWindow][kWindowThreads / 4];
+  uint32_t thread = threadIdx.x;
+  asm("" : "+r"(thread));  // a register, not to be asked for again at every use
+  const uint32_t threads = blockDim.x, first = blockIdx.x * kBinWindow;
+  uint32_t b = 0, o = 0;
+  if (gridDim.y > 1) {
+    b = blockIdx.y / static_cast<uint32_t>(run.outer);
+    o = blockIdx.y % static_cast<uint32_t>(run.outer);
+  }
+  const uint32_t place = b * run.count;
+  const uint32_t* index = static_cast<const uint32_t*>(run.index) + place;
+  uint4 rows[kVectors];
+  const auto load = [&](uint32_t from) {
+#pragma unroll
+    for (int g = 0; g < kVectors; ++g) {
+      rows[g] = __ldg(reinterpret_cast<const uint4*>(index) + min(from + g * threads, vectors - 1));
+    }
+  };
+  if (vectors) load(thread);
+  C* const mine = &sums[0][0].v[0] + thread;
+#pragma unroll
+  for (int bin = 0; bin < kBinWindow; ++bin) mine[bin * kWindowThreads] = Empty<kOp, C>();
+  // A block waits for the few updates that are its own: all blocks together have brought them to L2 by then.
+  const T* source = static_cast<const T*>(run.source) + o * run.source_stride + run.SourceRow(place);
+  asm("" : "+l"(index), "+l"(source));  // likewise
+  const uint32_t line = (thread * gridDim.x + blockIdx.x) * 32;
+  if (line < run.count) Prefetch(reinterpret_cast<const char*>(source + line));
+  T* const out = static_cast<T*>(run.out) + o * run.out_stride + run.OutRow(b * run.rows) + first;
+  const uint32_t negative = run.wrap ? run.rows : 0;  // what is added to a row below 0
+  const auto add = [&](uint32_t row, T v) {
+    C* const sum = mine + row % kBinWindow * kWindowThreads;
+    *sum = Combined<kOp>(*sum, ToCompute(v));
+  };
+  for (uint32_t at = thread; at < vectors;) {
+    if (negative) {
+#pragma unroll
+      for (int g = 0; g < kVectors; ++g) {
+        const auto wrap = [&](uint32_t& row) { row += static_cast<int32_t>(row) < 0 ? negative : 0; };
+        wrap(rows[g].x), wrap(rows[g].y), wrap(rows[g].z), wrap(rows[g].w);
+      }
+    }
+    uint32_t mask = 0;  // which of them are in the window, first to last; rows beyond the last one are nobody's
+#pragma unroll
+    for (int g = 0; g < kVectors; ++g) {
+      const auto look = [&](uint32_t row, int i) {
+        if (((row ^ first) & ~(kBinWindow - 1u)) == 0) mask |= 0x80000000u >> (4 * g + i);
+      };
+      look(rows[g].x, 0), look(rows[g].y, 1), look(rows[g].z, 2), look(rows[g].w, 3);
+      if (at + g * threads >= vectors) mask &= ~(0xf0000000u >> 4 * g);
+    }
+    const uint32_t from = at;
+    at += kVectors * threads;
+    if (at < vectors) load(at);
+    while (mask) {
+      uint32_t row[kTogether];
+      T v[kTogether];
+      bool found[kTogether];
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) {
+        found[u] = mask != 0;
+        if (!found[u]) continue;
+        const uint32_t i = __clz(mask), k = 4 * (from + i / 4 * threads) + i % 4;
+        mask &= 0x7fffffffu >> i;
+        row[u] = __ldg(index + k);  // once more, from L1
+        v[u] = __ldg(source + k);
+      }
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) {
+        if (found[u]) add(row[u] + (static_cast<int32_t>(row[u]) < 0 ? negative : 0), v[u]);
+      }
+    }
+  }
+  // What is left of the last vector; or all, where indices are of another kind or lie elsewhere.
+#pragma unroll 1
+  for (uint32_t k = 4 * vectors + thread; k < run.count; k += threads) {
+    const uint32_t row = RowKey(run, LoadIndex(run, int64_t{place} + k));
+    if (row < run.rows && row / kBinWindow == blockIdx.x) add(row, __ldg(source + k));
+  }
+  __syncthreads();
+  // A warp a bin.
+  constexpr int kMost = kWindowThreads / (4 * kWarp);
+  const uint32_t lane = thread % kWarp;
+#pragma unroll 1
+  for (uint32_t bin = thread / kWarp; bin < kBinWindow; bin += threads / kWarp) {
+    Four part[kMost];
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      if (i * 4 * kWarp < threads) part[i] = sums[bin][i * kWarp + lane];
+    }
+#pragma unroll
+    for (int i = 1; i < kMost; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (i * 4 * kWarp < threads) part[0].v[j] = Combined<kOp>(part[0].v[j], part[i].v[j]);
+      }
+    }
+    const auto combine = [](C a, C b) { return Combined<kOp>(a, b); };
+    const C sum = ReduceLanes<kWarp>(Fold(part[0].v, combine), combine);
+    if (lane == 0 && first + bin < run.rows) EmitAt<kOp>(run, out + bin, sum);
+  }
 }
 
 // Adds up a slice's chunks: a block for 32 bins, its warps every 32nd chunk each.
@@ -405,9 +529,19 @@ cudaError_t LaunchBinSlices(const IndexRun& run, const BinShape& s, cudaStream_t
   });
   if (error != cudaSuccess) return error;
   const int threads = s.copies == 1 ? kWideThreads : kBinThreads, bytes = Bins::Bytes(s.bins, s.copies);
-  error = Launch(BinSlices<kOp, T, kFew>, {s.slices * s.chunks * s.windows, 1, threads, bytes}, stream, run, s);
+  error = Launch(BinSlices<kOp, T, kFew>, {s.slices * s.chunks, 1, threads, bytes}, stream, run, s);
   if (error != cudaSuccess || s.chunks == 1) return error;
   return Launch(BinParts<kOp, T>, {s.slices * ((s.bins + kWarp - 1) / kWarp), 1, 1024}, stream, run, s);
+}
+
+template <Reduction kOp, class T>
+cudaError_t LaunchBinWindows(const IndexRun& run, int64_t slices, int64_t windows, bool whole, cudaStream_t stream) {
+  // As few turns as can be, and threads that they keep busy; of whole vectors of bins.
+  const uint32_t turns = (run.count + kWindowEach * kWindowThreads - 1) / (kWindowEach * kWindowThreads);
+  const uint32_t each = kWindowEach * turns, step = 4 * kWarp;
+  const int threads = static_cast<int>((run.count + each * step - 1) / (each * step) * step);
+  const LaunchShape shape = {windows, static_cast<int>(slices), threads};
+  return Launch(BinWindows<kOp, T>, shape, stream, run, whole ? run.count / 4 : 0);
 }
 
 // Up to kWideBins rows, or updates that SortUpdates has brought in the order of their keys' leading bits.
@@ -416,17 +550,16 @@ cudaError_t LaunchNarrow(const IndexRun& run, bool fills, cudaStream_t stream) {
   BinShape s;
   if (!run.keys) {
     s.slices = run.batch * run.outer;
+    if (const int64_t windows = BinWindowsOf(s.slices, run.rows, run.count)) {
+      const bool whole = run.plain && reinterpret_cast<uintptr_t>(run.index) % 16 == 0 &&
+                         (run.batch == 1 || run.count % 4 == 0);
+      // One by one, indices take their time: few of them only.
+      if (whole || run.count <= 16384) return LaunchBinWindows<kOp, T>(run, s.slices, windows, whole, stream);
+    }
     s.chunk = static_cast<uint32_t>(BinChunkOf(run.positions * run.outer, run.rows));
     s.chunks = (run.count + s.chunk - 1) / s.chunk;
     s.bins = static_cast<int>(run.rows);
     if (run.rows > kBins) s.copies = 1;
-    if (const int64_t window = BinWindowOf(s.slices, run.rows, run.count)) {
-      s.chunk = run.count;
-      s.chunks = 1;
-      s.bins = static_cast<int>(window);
-      s.windows = static_cast<uint32_t>((run.rows + window - 1) / window);
-      return LaunchBinSlices<kOp, T, true>(run, s, stream);
-    }
     if (run.rows <= kFewBins) return LaunchBinSlices<kOp, T, true>(run, s, stream);
     return LaunchBinSlices<kOp, T, false>(run, s, stream);
   }
