@@ -4,7 +4,7 @@
 //     few updates    a block for a window of the rows looks through all indices for those of its own
 //     few rows       every thread has bins of its own
 //     up to kBins    every warp has. The updates of lanes that meet in a bin are first added up across the warp
-//     up to kWideBins    likewise, but there is room for one such warp a block; the others clear and write the bins
+//     up to kWideBins    likewise, but there is room for one copy a block: its warps add to it in turn
 //     more           the sort has brought updates with equal leading bits of the key together; a block
 //                    takes one stretch after the other of its chunk of them, as above
 //
@@ -15,12 +15,13 @@
 
 #include <algorithm>
 
+#include "../common/async.cuh"
 #include "index_add.cuh"
 
 namespace jaxkern {
 
 constexpr int kBinThreads = 256, kBinWarps = kBinThreads / kWarp, kBinAhead = 8, kFewBins = 32;
-constexpr int kWideThreads = 128, kPrefetched = 2048;  // updates
+constexpr int kWideThreads = 128, kWideWarps = kWideThreads / kWarp, kPrefetched = 2048;  // updates
 constexpr int kWindowThreads = 768, kWindowEach = 16;  // indices that a thread of a window has under way
 
 struct BinShape {
@@ -87,37 +88,38 @@ __device__ __forceinline__ void EmitBin(const IndexRun& run, int64_t o, uint32_t
   EmitBins<kOp, T, 1>(run, o, key, 0, run.dropped, {total});
 }
 
-// A block's bins: a copy a thread, or one for each of its first warps, and for these a bit a bin, to see who meets
-// whom.
+// A block's bins: a copy a thread or a warp, or one for all; and for each warp a bit a bin, to see who meets whom.
 template <Reduction kOp, class C, bool kFew> struct BlockBins {
   static constexpr int kTogether = kFew ? 1 : 4;  // bins that a thread hands on at once
   C* sum;
   uint32_t* taken;
-  int bins, copies;
+  int bins, copies, warps;  // warps: that add
 
   static constexpr int Taken(int bins) { return bins <= kBins ? kBins / 32 : (bins + 31) / 32; }  // words
+  static constexpr int Warps(int copies) { return copies == 1 ? kWideWarps : copies; }
   static constexpr int Bytes(int bins, int copies) {
-    return kFew ? bins * kBinThreads * 4 : copies * (bins + Taken(bins)) * 4;
+    return kFew ? bins * kBinThreads * 4 : (copies * bins + Warps(copies) * Taken(bins)) * 4;
   }
 
   __device__ __forceinline__ BlockBins(char* shared, int bins, int copies)
       : sum(reinterpret_cast<C*>(shared)), taken(reinterpret_cast<uint32_t*>(shared) + bins * copies),
-        bins(bins), copies(copies) {}
+        bins(bins), copies(copies), warps(Warps(copies)) {}
 
   // Threads that add.
-  __device__ __forceinline__ uint32_t Adding() const { return kFew ? kBinThreads : copies * kWarp; }
+  __device__ __forceinline__ uint32_t Adding() const { return kFew ? kBinThreads : warps * kWarp; }
 
   __device__ __forceinline__ void Clear() {
     const int all = bins * (kFew ? kBinThreads : copies);
 #pragma unroll 4
     for (int i = threadIdx.x; i < all; i += blockDim.x) sum[i] = Empty<kOp, C>();
     if (!kFew) {
-      for (int i = threadIdx.x; i < copies * Taken(bins); i += blockDim.x) taken[i] = 0;
+      for (int i = threadIdx.x; i < warps * Taken(bins); i += blockDim.x) taken[i] = 0;
     }
   }
 
-  // All lanes of a warp come here. A negative bin is none.
-  template <int N> __device__ __forceinline__ void Add(const int (&bin)[N], const C (&v)[N]) {
+  // All lanes of a warp come here. A negative bin is none. Where warps share their bins they add in turn, from the
+  // block's first turn to its last.
+  template <int N> __device__ __forceinline__ void Add(int (&bin)[N], C (&v)[N], bool first_turn, bool last_turn) {
     if constexpr (kFew) {
 #pragma unroll
       for (int u = 0; u < N; ++u) {
@@ -126,7 +128,8 @@ template <Reduction kOp, class C, bool kFew> struct BlockBins {
       }
     } else {
       const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-      C* const mine = sum + warp * bins;
+      int first = copies == 1 ? 0 : warp * bins;
+      asm("" : "+r"(first));  // a register, not to be worked out again for every update
       uint32_t* const mine_taken = taken + warp * Taken(bins);
       // All but one of those that meet see that somebody was there before them. Not __match_any_sync, which is slow.
       // Nothing here waits for an answer: the next step's question is asked behind it.
@@ -141,26 +144,39 @@ template <Reduction kOp, class C, bool kFew> struct BlockBins {
 #pragma unroll
           for (int i = 0; i < kBins / 32; i += kWarp) mine_taken[i + lane] = 0;
         } else {
-          atomicAnd(&mine_taken[word], ~bit);
+          mine_taken[word] = 0;
         }
         __syncwarp();
       }
 #pragma unroll
       for (int u = 0; u < N; ++u) {
-        bool valid = bin[u] >= 0;
         uint32_t met = __ballot_sync(~0u, there[u] != 0);
-        while (met) {  // one bin a turn
+        while (met) {  // one bin a turn, which is left to one lane
           const int leader = __ffs(met) - 1;
-          const int bin_met = __shfl_sync(~0u, bin[u], leader);
-          const bool same = valid && bin[u] == bin_met;
+          const bool same = bin[u] == __shfl_sync(~0u, bin[u], leader);
           met &= ~__ballot_sync(~0u, same);
           const C all =
               ReduceLanes<kWarp>(same ? v[u] : Empty<kOp, C>(), [](C a, C b) { return Combined<kOp>(a, b); });
-          if (lane == leader) mine[bin_met] = Combined<kOp>(mine[bin_met], all);
-          if (same) valid = false;
+          if (same) v[u] = all, bin[u] = lane == leader ? bin[u] : -1;
         }
-        if (valid) mine[bin[u]] = Combined<kOp>(mine[bin[u]], v[u]);
+      }
+      if (copies == 1) {
+#pragma unroll
+        for (int w = 0; w < kWideWarps; ++w) {  // barriers by constant numbers: else a block has all 16
+          if (warp == w && !(first_turn && w == 0)) SyncThreads(1 + w, 2 * kWarp);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < N; ++u) {
+        C* const mine = sum + (first + bin[u]);
+        if (bin[u] >= 0) *mine = Combined<kOp>(*mine, v[u]);
         __syncwarp();
+      }
+      if (copies == 1) {
+#pragma unroll
+        for (int w = 0; w < kWideWarps; ++w) {
+          if (warp == w && !(last_turn && w == kWideWarps - 1)) ArriveThreads(1 + (w + 1) % kWideWarps, 2 * kWarp);
+        }
       }
     }
   }
@@ -192,7 +208,7 @@ template <Reduction kOp, class C, bool kFew> struct BlockBins {
         const uint32_t k = i + step + u * adding + threadIdx.x;
         if (k < end) next[u] = load(k);
       }
-      Add(bin, v);
+      Add(bin, v, i == begin, end - i <= step);
     }
   }
 
@@ -245,8 +261,8 @@ BinSlices(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape
   const uint32_t begin = chunk * s.chunk, end = min(begin + s.chunk, run.count);
   const uint32_t place = static_cast<uint32_t>(b * run.count);
   const T* const source = static_cast<const T*>(run.source) + o * run.source_stride + run.SourceRow(place);
-  // One warp has too few loads under way for memory, but not for L2: in each turn its lanes ask for a line each of
-  // the updates that lie kPrefetched ahead, and the whole block for the first of them.
+  // Few warps have too few loads under way for memory, but not for L2: in each turn threads ask for a line each of the
+  // updates that lie kPrefetched ahead, and at first for those before.
   const char* const indices = static_cast<const char*>(run.index) + int64_t{place} * run.index_bytes;
   const auto prefetch = [&](uint32_t from, uint32_t count, uint32_t thread, uint32_t threads) {
     const uint32_t to = min(from + count, end);
@@ -265,14 +281,24 @@ BinSlices(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape
     T value;
   };
   const auto turn = [&](uint32_t k, uint32_t n) {
-    if (wide) prefetch(k + kPrefetched, n, threadIdx.x, kWarp);
+    if (wide) prefetch(k + kPrefetched, n, threadIdx.x, kWideThreads);
   };
-  const auto load = [&](uint32_t k) { return Update{LoadIndex(run, place + k), source[k]}; };
-  bins.AddAll(begin, end, turn, load, [&](const Update& update, int* bin, C* v) {
-    const uint32_t row = run.plain ? PlainKey(run, update.raw.low) : RowKey(run, update.raw);
-    *bin = row < run.rows ? static_cast<int>(row) : -1;
-    *v = ToCompute(update.value);
-  });
+  const auto add = [&](auto load, auto row_of) {
+    bins.AddAll(begin, end, turn, load, [&](const Update& update, int* bin, C* v) {
+      const uint32_t row = row_of(update.raw);
+      *bin = row < run.rows ? static_cast<int>(row) : -1;
+      *v = ToCompute(update.value);
+    });
+  };
+  if (run.plain) {
+    const uint32_t* const index = reinterpret_cast<const uint32_t*>(indices);
+    const uint32_t negative = run.wrap ? run.rows : 0;
+    add([&](uint32_t k) { return Update{{__ldg(index + k), 0}, __ldg(source + k)}; },
+        [&](RawIndex raw) { return raw.low + (static_cast<int32_t>(raw.low) < 0 ? negative : 0); });
+  } else {
+    add([&](uint32_t k) { return Update{LoadIndex(run, place + k), source[k]}; },
+        [&](RawIndex raw) { return RowKey(run, raw); });
+  }
   bins.ForEach([&](int bin, int step, const auto& totals) {
     if (s.chunks == 1) {
       const uint32_t key = static_cast<uint32_t>(b * run.rows);
@@ -426,7 +452,7 @@ __device__ __forceinline__ uint32_t StretchAt(const IndexRun& run, const BinShap
 
 // More rows: a block a chunk of the updates in the order of their stretch, run.order holding their elements.
 template <Reduction kOp, class T>
-__global__ void __launch_bounds__(kBinThreads)
+__global__ void __launch_bounds__(kBinThreads, 3)
 BinSorted(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape s) {
   using C = Compute<T>;
   if (blockIdx.x >= s.fill_after) {
