@@ -401,7 +401,9 @@ BinWindows(const __grid_constant__ IndexRun run, const uint32_t vectors) {
     if (row < run.rows && row / kBinWindow == blockIdx.x) add(row, __ldg(source + k));
   }
   __syncthreads();
-  // A warp a bin.
+  // A warp a bin. A lane has a few updates of it at most: a sum in double has hardly more than its last rounding.
+  using Wide = std::conditional_t<kOp == Reduction::kSum && std::is_same_v<C, float>, double, C>;
+  const auto combine = [](auto a, auto b) { return Combined<kOp>(a, b); };
   constexpr int kMost = kWindowThreads / (4 * kWarp);
   const uint32_t lane = thread % kWarp;
 #pragma unroll 1
@@ -418,9 +420,8 @@ BinWindows(const __grid_constant__ IndexRun run, const uint32_t vectors) {
         if (i * 4 * kWarp < threads) part[0].v[j] = Combined<kOp>(part[0].v[j], part[i].v[j]);
       }
     }
-    const auto combine = [](C a, C b) { return Combined<kOp>(a, b); };
-    const C sum = ReduceLanes<kWarp>(Fold(part[0].v, combine), combine);
-    if (lane == 0 && first + bin < run.rows) EmitAt<kOp>(run, out + bin, sum);
+    const Wide total = ReduceLanes<kWarp>(static_cast<Wide>(Fold(part[0].v, combine)), combine);
+    if (lane == 0 && first + bin < run.rows) EmitAt<kOp>(run, out + bin, static_cast<C>(total));
   }
 }
 
