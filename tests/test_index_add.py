@@ -604,6 +604,8 @@ def test_plan_query_needs_no_gpu():
             plan = tiers.index_add(**problem)
             assert plan in tiers.PLANS and tiers.index_add_fits(plan, **problem)
             assert (plan == "gather") == (op == "index_select") and plan != "atomic"
+    # Fewer than four updates a row, and few enough for each block to look through all of them; or not.
+    assert [tiers.index_add(2000, 3000, batch=b, dtype="float32") for b in (1, 4, 5)] == ["narrow", "narrow", "sort"]
     for words, call in {"complex64": lambda: tiers.index_add(1, 1, dtype="complex64"),
                         "float32": lambda: tiers.index_add(1, 1, index_dtype="float32"),
                         "positive": lambda: tiers.index_add(0, 1),

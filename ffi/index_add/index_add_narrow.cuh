@@ -580,8 +580,8 @@ cudaError_t LaunchNarrow(const IndexRun& run, bool fills, cudaStream_t stream) {
     if (const int64_t windows = BinWindowsOf(s.slices, run.rows, run.count)) {
       const bool whole = run.plain && reinterpret_cast<uintptr_t>(run.index) % 16 == 0 &&
                          (run.batch == 1 || run.count % 4 == 0);
-      // One by one, indices take their time: few of them only.
-      if (whole || run.count <= 16384) return LaunchBinWindows<kOp, T>(run, s.slices, windows, whole, stream);
+      // One by one, indices take their time.
+      if (whole || run.count <= kFewUpdates) return LaunchBinWindows<kOp, T>(run, s.slices, windows, whole, stream);
     }
     s.chunk = static_cast<uint32_t>(BinChunkOf(run.positions * run.outer, run.rows));
     s.chunks = (run.count + s.chunk - 1) / s.chunk;
