@@ -134,7 +134,7 @@ CASES = [  # shape, axis, count: what the ways through the kernels differ in
     ((7, 5), 1, 30),
     ((4, 33, 3), 1, 70),
     ((2, 3, 40, 130), 2, 50),
-    ((1000,), 0, 5000),            # narrow
+    ((2, 1000), 1, 5000),          # narrow
     ((60000, 4), 0, 40000),        # narrow, in buckets
     ((9, 2000), -1, 3000),
     ((100, 700), 0, 900),
@@ -625,6 +625,8 @@ def test_plan_query_needs_no_gpu():
             plan = tiers.index_add(**problem)
             assert plan in tiers.PLANS and tiers.index_add_fits(plan, **problem)
             assert (plan == "gather") == (op == "index_select") and plan != "atomic"
+    # Fewer than four updates a row, and few enough for each block to look through all of them; or not.
+    assert [tiers.index_add(2000, 3000, batch=b, dtype="float32") for b in (1, 4, 5)] == ["narrow", "narrow", "sort"]
     for words, call in {"complex64": lambda: tiers.index_add(1, 1, dtype="complex64"),
                         "float32": lambda: tiers.index_add(1, 1, index_dtype="float32"),
                         "positive": lambda: tiers.index_add(0, 1),
@@ -642,9 +644,9 @@ def test_scratch_is_index_bytes_and_never_the_source():
 
 # Rows, indices and elements of a row around the edges of each plan; few enough that each may be compiled.
 PROBLEMS = [
-    (1, 1, 1), (1, 5000, 1000), (31, 33, 3), (31, 1024, 128), (31, 5000, 1), (31, 70001, 33), (1000, 1024, 1),
+    (1, 1, 1), (1, 5000, 1000), (31, 33, 3), (31, 1024, 128), (31, 20000, 1), (31, 70001, 33), (1000, 1024, 1),
     (1000, 5000, 7), (1000, 5000, 129), (1000, 33, 1000), (1000, 70001, 8), (70000, 33, 129), (70000, 1024, 3),
-    (70000, 5000, 15), (70000, 70001, 1), (70000, 70001, 3), (5000, 9000, 1), (1000, 20000, 1)]
+    (70000, 5000, 15), (70000, 70001, 1), (70000, 70001, 3), (5000, 9000, 1), (1000, 20000, 1), (2000, 70001, 1)]
 
 
 @pytest.mark.gpu
@@ -696,6 +698,16 @@ def test_plans_of_many_updates(plan, rows, count, batch):
         assert found[0].tobytes() == found[1].tobytes()
         for f, s, i in zip(*(np.asarray(a).reshape(-1, a.shape[-1]) for a in (found[0], source, index)), strict=True):
             assert_reduced("segment_sum", f, np.zeros(rows), i, s)
+
+
+@pytest.mark.parametrize("count", [5000, 5001])
+def test_windows_of_several_slices(count):
+    """Whose indices are whole vectors, or begin anywhere."""
+    index = np.random.default_rng(0).integers(-2, 302, (6, count)).astype(np.int32)
+    source = values((6, count), "int32")
+    found = jax.vmap(lambda s, i: jaxkern.segment_sum(s, i, 300))(source, index)
+    for f, s, i in zip(found, source, index, strict=True):
+        assert_reduced("segment_sum", f, np.zeros(300), i, s)
 
 
 @pytest.mark.gpu

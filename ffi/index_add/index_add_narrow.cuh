@@ -1,9 +1,10 @@
 // The narrow plan: rows of one element of up to 4 bytes, many updates to each. Bins in shared memory take the
 // sums. Floats are not added by atomics: a bin belongs to one warp at a time.
 //
-//     few rows       every thread has bins of its own; and where updates are few, a block for so many rows each
+//     few updates    a block for a window of the rows looks through all indices for those of its own
+//     few rows       every thread has bins of its own
 //     up to kBins    every warp has. The updates of lanes that meet in a bin are first added up across the warp
-//     up to kWideBins    likewise, but there is room for one such warp a block; the others clear and write the bins
+//     up to kWideBins    likewise, but there is room for one copy a block: its warps add to it in turn
 //     more           the sort has brought updates with equal leading bits of the key together; a block
 //                    takes one stretch after the other of its chunk of them, as above
 //
@@ -14,18 +15,19 @@
 
 #include <algorithm>
 
+#include "../common/async.cuh"
 #include "index_add.cuh"
 
 namespace jaxkern {
 
 constexpr int kBinThreads = 256, kBinWarps = kBinThreads / kWarp, kBinAhead = 8, kFewBins = 32;
-constexpr int kWideThreads = 128, kPrefetched = 2048;  // updates
+constexpr int kWideThreads = 128, kWideWarps = kWideThreads / kWarp, kPrefetched = 2048;  // updates
+constexpr int kWindowThreads = 768, kWindowEach = 16;  // indices that a thread of a window has under way
 
 struct BinShape {
   uint32_t chunk = 0, chunks = 0;  // of a slice
   int64_t slices = 1;              // batch * outer
-  int bins = 0;                    // of a slice, or of a window: a block's own rows of it
-  uint32_t windows = 1;            // of a slice
+  int bins = 0;                    // of a slice
   int copies = kBinWarps;          // warps with bins of their own
   uint32_t stretches = 0;          // a mask: the leading bits that the sort has looked at
   int64_t fill_after = 0;
@@ -36,6 +38,27 @@ struct BinShape {
 template <Reduction kOp, class C> __device__ __forceinline__ C Empty() {
   if constexpr (kOp == Reduction::kSum && std::is_same_v<C, float>) return -0.0f;
   else return Identity<kOp, C>();
+}
+
+// Whether a sum leaves its row as it is.
+template <Reduction kOp, class C> __device__ __forceinline__ bool Untouched(const IndexRun& run, C total) {
+  if constexpr (kOp == Reduction::kSum && std::is_same_v<C, float>) {
+    return run.reads_out && __float_as_uint(total) == 0x80000000u;
+  }
+  return false;
+}
+
+template <Reduction kOp, class T>
+__device__ __forceinline__ void WriteBin(const IndexRun& run, T* at, Compute<T> total, Compute<T> alpha, Compute<T> x) {
+  if constexpr (kOp == Reduction::kSum && kIsFloat<Compute<T>>) total += 0.0f;
+  *at = FromCompute<T>(Finished<kOp>(total, alpha, run.reads_out, x));
+}
+
+// Writes one bin to its row.
+template <Reduction kOp, class T> __device__ __forceinline__ void EmitAt(const IndexRun& run, T* at, Compute<T> total) {
+  using C = Compute<T>;
+  if (Untouched<kOp>(run, total)) return;
+  WriteBin<kOp>(run, at, total, Alpha<C>(run), run.reads_out ? ToCompute(*at) : C(0));
 }
 
 // Writes the bins of keys first, first + step, ... that are below `end`; what is there is read for all of them at once.
@@ -50,19 +73,13 @@ __device__ __forceinline__ void EmitBins(const IndexRun& run, int64_t o, uint32_
 #pragma unroll
   for (int u = 0; u < N; ++u) {
     const uint32_t key = first + u * step;
-    bool writes = key < end;
-    if constexpr (kOp == Reduction::kSum && kIsFloat<C>) {
-      writes = writes && !(run.reads_out && __float_as_uint(total[u]) == 0x80000000u);
-    }
-    at[u] = writes ? out + run.OutRow(key) : nullptr;
+    at[u] = key < end && !Untouched<kOp>(run, total[u]) ? out + run.OutRow(key) : nullptr;
     x[u] = at[u] && run.reads_out ? ToCompute(*at[u]) : C(0);
   }
   const C alpha = Alpha<C>(run);
 #pragma unroll
   for (int u = 0; u < N; ++u) {
-    C sum = total[u];
-    if constexpr (kOp == Reduction::kSum && kIsFloat<C>) sum += 0.0f;
-    if (at[u]) *at[u] = FromCompute<T>(Finished<kOp>(sum, alpha, run.reads_out, x[u]));
+    if (at[u]) WriteBin<kOp>(run, at[u], total[u], alpha, x[u]);
   }
 }
 
@@ -71,37 +88,38 @@ __device__ __forceinline__ void EmitBin(const IndexRun& run, int64_t o, uint32_t
   EmitBins<kOp, T, 1>(run, o, key, 0, run.dropped, {total});
 }
 
-// A block's bins: a copy a thread, or one for each of its first warps, and for these a bit a bin, to see who meets
-// whom.
+// A block's bins: a copy a thread or a warp, or one for all; and for each warp a bit a bin, to see who meets whom.
 template <Reduction kOp, class C, bool kFew> struct BlockBins {
   static constexpr int kTogether = kFew ? 1 : 4;  // bins that a thread hands on at once
   C* sum;
   uint32_t* taken;
-  int bins, copies;
+  int bins, copies, warps;  // warps: that add
 
   static constexpr int Taken(int bins) { return bins <= kBins ? kBins / 32 : (bins + 31) / 32; }  // words
+  static constexpr int Warps(int copies) { return copies == 1 ? kWideWarps : copies; }
   static constexpr int Bytes(int bins, int copies) {
-    return kFew ? bins * kBinThreads * 4 : copies * (bins + Taken(bins)) * 4;
+    return kFew ? bins * kBinThreads * 4 : (copies * bins + Warps(copies) * Taken(bins)) * 4;
   }
 
   __device__ __forceinline__ BlockBins(char* shared, int bins, int copies)
       : sum(reinterpret_cast<C*>(shared)), taken(reinterpret_cast<uint32_t*>(shared) + bins * copies),
-        bins(bins), copies(copies) {}
+        bins(bins), copies(copies), warps(Warps(copies)) {}
 
   // Threads that add.
-  __device__ __forceinline__ uint32_t Adding() const { return kFew ? kBinThreads : copies * kWarp; }
+  __device__ __forceinline__ uint32_t Adding() const { return kFew ? kBinThreads : warps * kWarp; }
 
   __device__ __forceinline__ void Clear() {
     const int all = bins * (kFew ? kBinThreads : copies);
 #pragma unroll 4
     for (int i = threadIdx.x; i < all; i += blockDim.x) sum[i] = Empty<kOp, C>();
     if (!kFew) {
-      for (int i = threadIdx.x; i < copies * Taken(bins); i += blockDim.x) taken[i] = 0;
+      for (int i = threadIdx.x; i < warps * Taken(bins); i += blockDim.x) taken[i] = 0;
     }
   }
 
-  // All lanes of a warp come here. A negative bin is none.
-  template <int N> __device__ __forceinline__ void Add(const int (&bin)[N], const C (&v)[N]) {
+  // All lanes of a warp come here. A negative bin is none. Where warps share their bins they add in turn, from the
+  // block's first turn to its last.
+  template <int N> __device__ __forceinline__ void Add(int (&bin)[N], C (&v)[N], bool first_turn, bool last_turn) {
     if constexpr (kFew) {
 #pragma unroll
       for (int u = 0; u < N; ++u) {
@@ -110,7 +128,8 @@ template <Reduction kOp, class C, bool kFew> struct BlockBins {
       }
     } else {
       const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-      C* const mine = sum + warp * bins;
+      int first = copies == 1 ? 0 : warp * bins;
+      asm("" : "+r"(first));  // a register, not to be worked out again for every update
       uint32_t* const mine_taken = taken + warp * Taken(bins);
       // All but one of those that meet see that somebody was there before them. Not __match_any_sync, which is slow.
       // Nothing here waits for an answer: the next step's question is asked behind it.
@@ -125,26 +144,39 @@ template <Reduction kOp, class C, bool kFew> struct BlockBins {
 #pragma unroll
           for (int i = 0; i < kBins / 32; i += kWarp) mine_taken[i + lane] = 0;
         } else {
-          atomicAnd(&mine_taken[word], ~bit);
+          mine_taken[word] = 0;
         }
         __syncwarp();
       }
 #pragma unroll
       for (int u = 0; u < N; ++u) {
-        bool valid = bin[u] >= 0;
         uint32_t met = __ballot_sync(~0u, there[u] != 0);
-        while (met) {  // one bin a turn
+        while (met) {  // one bin a turn, which is left to one lane
           const int leader = __ffs(met) - 1;
-          const int bin_met = __shfl_sync(~0u, bin[u], leader);
-          const bool same = valid && bin[u] == bin_met;
+          const bool same = bin[u] == __shfl_sync(~0u, bin[u], leader);
           met &= ~__ballot_sync(~0u, same);
           const C all =
               ReduceLanes<kWarp>(same ? v[u] : Empty<kOp, C>(), [](C a, C b) { return Combined<kOp>(a, b); });
-          if (lane == leader) mine[bin_met] = Combined<kOp>(mine[bin_met], all);
-          if (same) valid = false;
+          if (same) v[u] = all, bin[u] = lane == leader ? bin[u] : -1;
         }
-        if (valid) mine[bin[u]] = Combined<kOp>(mine[bin[u]], v[u]);
+      }
+      if (copies == 1) {
+#pragma unroll
+        for (int w = 0; w < kWideWarps; ++w) {  // barriers by constant numbers: else a block has all 16
+          if (warp == w && !(first_turn && w == 0)) SyncThreads(1 + w, 2 * kWarp);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < N; ++u) {
+        C* const mine = sum + (first + bin[u]);
+        if (bin[u] >= 0) *mine = Combined<kOp>(*mine, v[u]);
         __syncwarp();
+      }
+      if (copies == 1) {
+#pragma unroll
+        for (int w = 0; w < kWideWarps; ++w) {
+          if (warp == w && !(last_turn && w == kWideWarps - 1)) ArriveThreads(1 + (w + 1) % kWideWarps, 2 * kWarp);
+        }
       }
     }
   }
@@ -176,7 +208,7 @@ template <Reduction kOp, class C, bool kFew> struct BlockBins {
         const uint32_t k = i + step + u * adding + threadIdx.x;
         if (k < end) next[u] = load(k);
       }
-      Add(bin, v);
+      Add(bin, v, i == begin, end - i <= step);
     }
   }
 
@@ -223,16 +255,14 @@ BinSlices(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape
   using C = Compute<T>;
   extern __shared__ __align__(16) char shared_bytes[];
   BlockBins<kOp, C, kFew> bins(shared_bytes, s.bins, s.copies);
-  const uint32_t windowed = kFew ? blockIdx.x / s.windows : blockIdx.x;
-  const uint32_t first_row = kFew ? blockIdx.x % s.windows * s.bins : 0;
-  const int64_t slice = windowed / s.chunks;
-  const uint32_t chunk = windowed % s.chunks;
+  const int64_t slice = blockIdx.x / s.chunks;
+  const uint32_t chunk = blockIdx.x % s.chunks;
   const int64_t b = slice / run.outer, o = slice % run.outer;
   const uint32_t begin = chunk * s.chunk, end = min(begin + s.chunk, run.count);
   const uint32_t place = static_cast<uint32_t>(b * run.count);
   const T* const source = static_cast<const T*>(run.source) + o * run.source_stride + run.SourceRow(place);
-  // One warp has too few loads under way for memory, but not for L2: in each turn its lanes ask for a line each of
-  // the updates that lie kPrefetched ahead, and the whole block for the first of them.
+  // Few warps have too few loads under way for memory, but not for L2: in each turn threads ask for a line each of the
+  // updates that lie kPrefetched ahead, and at first for those before.
   const char* const indices = static_cast<const char*>(run.index) + int64_t{place} * run.index_bytes;
   const auto prefetch = [&](uint32_t from, uint32_t count, uint32_t thread, uint32_t threads) {
     const uint32_t to = min(from + count, end);
@@ -251,19 +281,28 @@ BinSlices(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape
     T value;
   };
   const auto turn = [&](uint32_t k, uint32_t n) {
-    if (wide) prefetch(k + kPrefetched, n, threadIdx.x, kWarp);
+    if (wide) prefetch(k + kPrefetched, n, threadIdx.x, kWideThreads);
   };
-  const auto load = [&](uint32_t k) { return Update{LoadIndex(run, place + k), source[k]}; };
-  bins.AddAll(begin, end, turn, load, [&](const Update& update, int* bin, C* v) {
-    const uint32_t row = run.plain ? PlainKey(run, update.raw.low) : RowKey(run, update.raw);
-    const bool mine = kFew ? row - first_row < static_cast<uint32_t>(s.bins) && row < run.rows : row < run.rows;
-    *bin = mine ? static_cast<int>(row - first_row) : -1;
-    *v = ToCompute(update.value);
-  });
+  const auto add = [&](auto load, auto row_of) {
+    bins.AddAll(begin, end, turn, load, [&](const Update& update, int* bin, C* v) {
+      const uint32_t row = row_of(update.raw);
+      *bin = row < run.rows ? static_cast<int>(row) : -1;
+      *v = ToCompute(update.value);
+    });
+  };
+  if (run.plain) {
+    const uint32_t* const index = reinterpret_cast<const uint32_t*>(indices);
+    const uint32_t negative = run.wrap ? run.rows : 0;
+    add([&](uint32_t k) { return Update{{__ldg(index + k), 0}, __ldg(source + k)}; },
+        [&](RawIndex raw) { return raw.low + (static_cast<int32_t>(raw.low) < 0 ? negative : 0); });
+  } else {
+    add([&](uint32_t k) { return Update{LoadIndex(run, place + k), source[k]}; },
+        [&](RawIndex raw) { return RowKey(run, raw); });
+  }
   bins.ForEach([&](int bin, int step, const auto& totals) {
     if (s.chunks == 1) {
       const uint32_t key = static_cast<uint32_t>(b * run.rows);
-      EmitBins<kOp, T>(run, o, key + first_row + bin, step, key + min(first_row + s.bins, run.rows), totals);
+      EmitBins<kOp, T>(run, o, key + bin, step, key + run.rows, totals);
     } else {
       C* const parts = static_cast<C*>(run.partials) + (slice * s.chunks + chunk) * s.bins;
       for (const C& total : totals) {
@@ -272,6 +311,118 @@ BinSlices(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape
       }
     }
   });
+}
+
+// Few updates: a block for each window of the rows, a slice of `windows` of them. Every thread has bins of its own, so
+// that nobody meets anybody. `vectors`: of four plain indices each, of a slice.
+template <Reduction kOp, class T>
+__global__ void __launch_bounds__(kWindowThreads)
+BinWindows(const __grid_constant__ IndexRun run, const uint32_t vectors) {
+  using C = Compute<T>;
+  constexpr int kVectors = kWindowEach / 4, kTogether = 2;  // vectors, and then updates, that a thread loads at once
+  static_assert((kBinWindow & (kBinWindow - 1)) == 0 && kWindowEach <= 32);
+  struct alignas(16) Four { C v[4]; };
+  __shared__ Four sums[kBinWindow][kWindowThreads / 4];
+  uint32_t thread = threadIdx.x;
+  asm("" : "+r"(thread));  // a register, not to be asked for again at every use
+  const uint32_t threads = blockDim.x, first = blockIdx.x * kBinWindow;
+  uint32_t b = 0, o = 0;
+  if (gridDim.y > 1) {
+    b = blockIdx.y / static_cast<uint32_t>(run.outer);
+    o = blockIdx.y % static_cast<uint32_t>(run.outer);
+  }
+  const uint32_t place = b * run.count;
+  const uint32_t* index = static_cast<const uint32_t*>(run.index) + place;
+  uint4 rows[kVectors];
+  const auto load = [&](uint32_t from) {
+#pragma unroll
+    for (int g = 0; g < kVectors; ++g) {
+      rows[g] = __ldg(reinterpret_cast<const uint4*>(index) + min(from + g * threads, vectors - 1));
+    }
+  };
+  if (vectors) load(thread);
+  C* const mine = &sums[0][0].v[0] + thread;
+#pragma unroll
+  for (int bin = 0; bin < kBinWindow; ++bin) mine[bin * kWindowThreads] = Empty<kOp, C>();
+  // A block waits for the few updates that are its own: all blocks together have brought them to L2 by then.
+  const T* source = static_cast<const T*>(run.source) + o * run.source_stride + run.SourceRow(place);
+  asm("" : "+l"(index), "+l"(source));  // likewise
+  const uint32_t line = (thread * gridDim.x + blockIdx.x) * 32;
+  if (line < run.count) Prefetch(reinterpret_cast<const char*>(source + line));
+  T* const out = static_cast<T*>(run.out) + o * run.out_stride + run.OutRow(b * run.rows) + first;
+  const uint32_t negative = run.wrap ? run.rows : 0;  // what is added to a row below 0
+  const auto add = [&](uint32_t row, T v) {
+    C* const sum = mine + row % kBinWindow * kWindowThreads;
+    *sum = Combined<kOp>(*sum, ToCompute(v));
+  };
+  for (uint32_t at = thread; at < vectors;) {
+    if (negative) {
+#pragma unroll
+      for (int g = 0; g < kVectors; ++g) {
+        const auto wrap = [&](uint32_t& row) { row += static_cast<int32_t>(row) < 0 ? negative : 0; };
+        wrap(rows[g].x), wrap(rows[g].y), wrap(rows[g].z), wrap(rows[g].w);
+      }
+    }
+    uint32_t mask = 0;  // which of them are in the window, first to last; rows beyond the last one are nobody's
+#pragma unroll
+    for (int g = 0; g < kVectors; ++g) {
+      const auto look = [&](uint32_t row, int i) {
+        if (((row ^ first) & ~(kBinWindow - 1u)) == 0) mask |= 0x80000000u >> (4 * g + i);
+      };
+      look(rows[g].x, 0), look(rows[g].y, 1), look(rows[g].z, 2), look(rows[g].w, 3);
+      if (at + g * threads >= vectors) mask &= ~(0xf0000000u >> 4 * g);
+    }
+    const uint32_t from = at;
+    at += kVectors * threads;
+    if (at < vectors) load(at);
+    while (mask) {
+      uint32_t row[kTogether];
+      T v[kTogether];
+      bool found[kTogether];
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) {
+        found[u] = mask != 0;
+        if (!found[u]) continue;
+        const uint32_t i = __clz(mask), k = 4 * (from + i / 4 * threads) + i % 4;
+        mask &= 0x7fffffffu >> i;
+        row[u] = __ldg(index + k);  // once more, from L1
+        v[u] = __ldg(source + k);
+      }
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) {
+        if (found[u]) add(row[u] + (static_cast<int32_t>(row[u]) < 0 ? negative : 0), v[u]);
+      }
+    }
+  }
+  // What is left of the last vector; or all, where indices are of another kind or lie elsewhere.
+#pragma unroll 1
+  for (uint32_t k = 4 * vectors + thread; k < run.count; k += threads) {
+    const uint32_t row = RowKey(run, LoadIndex(run, int64_t{place} + k));
+    if (row < run.rows && row / kBinWindow == blockIdx.x) add(row, __ldg(source + k));
+  }
+  __syncthreads();
+  // A warp a bin. A lane has a few updates of it at most: a sum in double has hardly more than its last rounding.
+  using Wide = std::conditional_t<kOp == Reduction::kSum && std::is_same_v<C, float>, double, C>;
+  const auto combine = [](auto a, auto b) { return Combined<kOp>(a, b); };
+  constexpr int kMost = kWindowThreads / (4 * kWarp);
+  const uint32_t lane = thread % kWarp;
+#pragma unroll 1
+  for (uint32_t bin = thread / kWarp; bin < kBinWindow; bin += threads / kWarp) {
+    Four part[kMost];
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      if (i * 4 * kWarp < threads) part[i] = sums[bin][i * kWarp + lane];
+    }
+#pragma unroll
+    for (int i = 1; i < kMost; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (i * 4 * kWarp < threads) part[0].v[j] = Combined<kOp>(part[0].v[j], part[i].v[j]);
+      }
+    }
+    const Wide total = ReduceLanes<kWarp>(static_cast<Wide>(Fold(part[0].v, combine)), combine);
+    if (lane == 0 && first + bin < run.rows) EmitAt<kOp>(run, out + bin, static_cast<C>(total));
+  }
 }
 
 // Adds up a slice's chunks: a block for 32 bins, its warps every 32nd chunk each.
@@ -302,7 +453,7 @@ __device__ __forceinline__ uint32_t StretchAt(const IndexRun& run, const BinShap
 
 // More rows: a block a chunk of the updates in the order of their stretch, run.order holding their elements.
 template <Reduction kOp, class T>
-__global__ void __launch_bounds__(kBinThreads)
+__global__ void __launch_bounds__(kBinThreads, 3)
 BinSorted(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape s) {
   using C = Compute<T>;
   if (blockIdx.x >= s.fill_after) {
@@ -405,9 +556,19 @@ cudaError_t LaunchBinSlices(const IndexRun& run, const BinShape& s, cudaStream_t
   });
   if (error != cudaSuccess) return error;
   const int threads = s.copies == 1 ? kWideThreads : kBinThreads, bytes = Bins::Bytes(s.bins, s.copies);
-  error = Launch(BinSlices<kOp, T, kFew>, {s.slices * s.chunks * s.windows, 1, threads, bytes}, stream, run, s);
+  error = Launch(BinSlices<kOp, T, kFew>, {s.slices * s.chunks, 1, threads, bytes}, stream, run, s);
   if (error != cudaSuccess || s.chunks == 1) return error;
   return Launch(BinParts<kOp, T>, {s.slices * ((s.bins + kWarp - 1) / kWarp), 1, 1024}, stream, run, s);
+}
+
+template <Reduction kOp, class T>
+cudaError_t LaunchBinWindows(const IndexRun& run, int64_t slices, int64_t windows, bool whole, cudaStream_t stream) {
+  // As few turns as can be, and threads that they keep busy; of whole vectors of bins.
+  const uint32_t turns = (run.count + kWindowEach * kWindowThreads - 1) / (kWindowEach * kWindowThreads);
+  const uint32_t each = kWindowEach * turns, step = 4 * kWarp;
+  const int threads = static_cast<int>((run.count + each * step - 1) / (each * step) * step);
+  const LaunchShape shape = {windows, static_cast<int>(slices), threads};
+  return Launch(BinWindows<kOp, T>, shape, stream, run, whole ? run.count / 4 : 0);
 }
 
 // Up to kWideBins rows, or updates that SortUpdates has brought in the order of their keys' leading bits.
@@ -416,17 +577,16 @@ cudaError_t LaunchNarrow(const IndexRun& run, bool fills, cudaStream_t stream) {
   BinShape s;
   if (!run.keys) {
     s.slices = run.batch * run.outer;
+    if (const int64_t windows = BinWindowsOf(s.slices, run.rows, run.count)) {
+      const bool whole = run.plain && reinterpret_cast<uintptr_t>(run.index) % 16 == 0 &&
+                         (run.batch == 1 || run.count % 4 == 0);
+      // One by one, indices take their time.
+      if (whole || run.count <= kFewUpdates) return LaunchBinWindows<kOp, T>(run, s.slices, windows, whole, stream);
+    }
     s.chunk = static_cast<uint32_t>(BinChunkOf(run.positions * run.outer, run.rows));
     s.chunks = (run.count + s.chunk - 1) / s.chunk;
     s.bins = static_cast<int>(run.rows);
     if (run.rows > kBins) s.copies = 1;
-    if (const int64_t window = BinWindowOf(s.slices, run.rows, run.count)) {
-      s.chunk = run.count;
-      s.chunks = 1;
-      s.bins = static_cast<int>(window);
-      s.windows = static_cast<uint32_t>((run.rows + window - 1) / window);
-      return LaunchBinSlices<kOp, T, true>(run, s, stream);
-    }
     if (run.rows <= kFewBins) return LaunchBinSlices<kOp, T, true>(run, s, stream);
     return LaunchBinSlices<kOp, T, false>(run, s, stream);
   }

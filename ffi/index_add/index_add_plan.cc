@@ -33,7 +33,8 @@ bool SmallPays(const IndexProblem& p) {
 
 bool NarrowPays(const IndexProblem& p) {
   const int64_t positions = p.batch * p.outer * p.count;
-  if (p.rows <= kBins && p.count >= 4 * p.rows) return positions >= 4096;
+  if (p.rows <= kBins && p.count >= 4 * p.rows && positions >= 4096) return true;
+  if (p.count <= kFewUpdates && BinWindowsOf(p.batch * p.outer, p.rows, p.count) > 0) return true;
   return (p.outer == 1 || p.rows <= kWideBins) && positions >= (1 << 18) && p.count >= p.rows;
 }
 
@@ -119,8 +120,11 @@ int64_t BinChunkOf(int64_t positions, int64_t bins) {
   return PowerOfTwo(positions / (bins > kBins ? 512 : 1024), 4096, 32768);
 }
 
-int64_t BinWindowOf(int64_t slices, int64_t rows, int64_t count) {
-  return slices == 1 && rows > 32 && rows <= kBins && count <= 16384 ? 16 : 0;
+int64_t BinWindowsOf(int64_t slices, int64_t rows, int64_t count) {
+  constexpr int64_t kMostRead = 1 << 23;  // indices, by all blocks; they come from L2
+  if (rows > kBins || count > (rows > 32 ? 1 << 17 : kFewUpdates)) return 0;
+  const int64_t windows = Ceil(rows, kBinWindow);
+  return slices * windows <= 512 && slices * windows * count <= kMostRead ? windows : 0;
 }
 
 IndexLayout LayoutOf(IndexPlan plan, const IndexProblem& p) {

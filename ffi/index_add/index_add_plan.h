@@ -127,9 +127,11 @@ bool ReducesTiles(IndexPlan plan, const IndexProblem& p);
 constexpr int kBinBits = 11;
 constexpr int64_t kBins = int64_t{1} << kBinBits, kWideBins = 16384;
 int64_t BinChunkOf(int64_t positions, int64_t bins);  // positions a block
-// Few updates of one slice: every block looks through all of them for those of its own few rows, in one launch. The
-// rows of a block, or 0.
-int64_t BinWindowOf(int64_t slices, int64_t rows, int64_t count);
+// Few updates: a block for kBinWindow rows of a slice looks through all of its updates, in one launch. How many such
+// windows a slice has, or 0 where that does not pay.
+constexpr int kBinWindow = 16;
+constexpr int64_t kFewUpdates = 16384;  // whose indices may be of any kind
+int64_t BinWindowsOf(int64_t slices, int64_t rows, int64_t count);
 
 // Scratch of one run of the kernels, as byte offsets; -1 where the plan has no use for it.
 struct IndexLayout {
