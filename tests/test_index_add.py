@@ -386,6 +386,19 @@ def test_more_than_2_31_elements():
     assert (summed[1 : rows - last] == 0).all()
 
 
+@pytest.mark.gpu
+def test_a_batch_of_more_rows_than_one_run_numbers():
+    """Three slices of the batch are one run of the kernels, two another, which sorts fewer keys."""
+    batch, rows, count = 5, 2**29, 1_100_000
+    ids = np.random.default_rng(0).integers(0, rows, (batch, count), dtype=np.int32)
+    ids[:, ::3] = ids[:, ::3] % 1000 + rows - 1000
+    total = jax.vmap(lambda i: jaxkern.segment_sum(jnp.ones(count, jnp.float16), i, rows))(jnp.asarray(ids))
+    for found, i in zip(total, ids, strict=True):
+        touched, times = np.unique(i, return_counts=True)
+        np.testing.assert_array_equal(found[touched], times)
+        assert int((found != 0).sum(dtype=jnp.int32)) == len(touched)
+
+
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_shape_axis_and_indices(data):

@@ -446,3 +446,17 @@ def test_a_promise_that_is_broken_does_no_harm():
                                                                 values((30_000, width), "float32")))
     with tiers.force("sorted"), pytest.raises(Exception, match="jaxkern.segment_softmax.*sorted"):
         jax.block_until_ready(jaxkern.segment_softmax(jnp.ones(5), jnp.zeros(5, int), 3))
+
+
+@pytest.mark.gpu
+def test_a_batch_of_more_segments_than_one_run_numbers():
+    """28 slices of the batch are one run of the kernels, which sorts 4.1 million keys; the last is another."""
+    batch, rows, count = 29, 74_362_205, 147_668
+    hashed = np.random.default_rng(0).integers(0, rows, (batch, count), dtype=np.int32)
+    ids = np.where(np.arange(count) % 4, np.roll(hashed, 1, 1), hashed)
+    x = values((batch, count), "float32")
+    found = jax.vmap(lambda x, i: jaxkern.segment_softmax(x, i, rows))(x, jnp.asarray(ids))
+    for b in range(batch):
+        distinct, at = np.unique(ids[b], return_inverse=True)
+        want, error = softmax(x[b], at, len(distinct))
+        assert_rounded(found[b], want, error, "float32")
