@@ -39,17 +39,17 @@ template <int kItems> constexpr int kTogether = kItems % 6 == 0 ? 6 : 4;
 enum class Pass { kFirstOfPositions, kFirstOfElements, kLater };
 
 // A warp has its items in order: item i of lane l is number 32 * i + l of the warp's stretch of the tile.
-template <int kThreads, int kItems> __device__ __forceinline__ uint32_t FirstOfLane() {
-  return blockIdx.x * (kThreads * kItems) + threadIdx.x / kWarp * (kWarp * kItems) + threadIdx.x % kWarp;
+template <int kThreads, int kItems> __device__ __forceinline__ uint32_t FirstOfLane(uint32_t tile) {
+  return tile * (kThreads * kItems) + threadIdx.x / kWarp * (kWarp * kItems) + threadIdx.x % kWarp;
 }
 
 // The lane's keys; all bits set beyond the last position. Questions that have one answer for all items are asked
 // once for all of them, so that their loads are under way together.
 template <int kItems, bool kFirst>
-__device__ __forceinline__ void LoadKeys(const IndexRun& run, const RadixPass& pass, uint32_t first,
+__device__ __forceinline__ void LoadKeys(const IndexRun& run, const uint32_t* keys_in, uint32_t first,
                                          uint32_t (&key)[kItems]) {
   if (!kFirst || run.plain) {
-    const uint32_t* const from = kFirst ? static_cast<const uint32_t*>(run.index) : pass.keys_in;
+    const uint32_t* const from = kFirst ? static_cast<const uint32_t*>(run.index) : keys_in;
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       const uint32_t at = first + i * kWarp;
@@ -119,9 +119,9 @@ template <int kThreads, int kItems, bool kFirst>
 __global__ void __launch_bounds__(kThreads)
 RadixCount(const __grid_constant__ IndexRun run, const __grid_constant__ RadixPass pass) {
   __shared__ uint32_t count[kDigits];
-  const uint32_t first = FirstOfLane<kThreads, kItems>();
+  const uint32_t first = FirstOfLane<kThreads, kItems>(blockIdx.x);
   uint32_t key[kItems];
-  LoadKeys<kItems, kFirst>(run, pass, first, key);
+  LoadKeys<kItems, kFirst>(run, pass.keys_in, first, key);
   for (int i = threadIdx.x; i < kDigits; i += kThreads) count[i] = 0;
   __syncthreads();
   const Digits digits(pass);
@@ -257,13 +257,13 @@ RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ Radix
   extern __shared__ __align__(16) char shared_bytes[];
   auto& s = *reinterpret_cast<ScatterRoom<kThreads, kItems>*>(shared_bytes);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const uint32_t first = FirstOfLane<kThreads, kItems>();
+  const uint32_t first = FirstOfLane<kThreads, kItems>(blockIdx.x);
   const Digits digits(pass);
   uint32_t key[kItems], payload[kItems];
   // Before the keys, which are waited for; where registers are short, once the keys are ranked.
   constexpr bool kEarly = kThreads * kItems <= kTile, kLoads = kPass != Pass::kFirstOfPositions;
   if constexpr (kLoads && kEarly) LoadPayload<kItems, kPass>(run, pass, first, payload);
-  LoadKeys<kItems, kPass != Pass::kLater>(run, pass, first, key);
+  LoadKeys<kItems, kPass != Pass::kLater>(run, pass.keys_in, first, key);
   // How many pairs of all tiles, and of those before this one, have either of the thread's digits.
   uint2 total = {0, 0}, earlier = {0, 0};
   if (2 * threadIdx.x < 1 << pass.bits) {
@@ -401,60 +401,66 @@ template <int kPairs, int kThreads> auto LaunchTile(Pass pass) {
                                            : LaunchPass<kThreads, kItems, Pass::kFirstOfElements>;
 }
 
-constexpr int kDescribeThreads = 256;
+constexpr int kDescribeThreads = 128, kKeysWritten = 16;  // a thread
 
-// The first of places [low, high) whose key is not `key`, which those before it all have.
-__device__ __forceinline__ uint32_t EndOf(const IndexRun& run, uint32_t low, uint32_t high, uint32_t key) {
-  constexpr uint32_t kLooks = 7;  // at once
-  while (low < high) {
-    const uint32_t step = (high - low + kLooks) / (kLooks + 1);
-    uint32_t passed = 0;
+// A thread a chunk. Where run.keys is missing, further blocks write them; the first `describing` blocks, if any, then
+// take the keys of the indices themselves, which are plain ones.
+template <bool kKeyed>
+__global__ void __launch_bounds__(kDescribeThreads, 8)
+Describe(const __grid_constant__ IndexRun run, uint32_t chunk, uint32_t chunks, uint32_t describing) {
+  if (!kKeyed && blockIdx.x >= describing) {
+    const uint32_t first = FirstOfLane<kDescribeThreads, kKeysWritten>(blockIdx.x - describing);
+    uint32_t key[kKeysWritten];
+    LoadKeys<kKeysWritten, true>(run, nullptr, first, key);
 #pragma unroll
-    for (uint32_t i = 1; i <= kLooks; ++i) {
-      const uint32_t at = low + i * step - 1;
-      if (at < high) passed += KeyAt(run, at) == key;
+    for (int i = 0; i < kKeysWritten; ++i) {
+      const uint32_t at = first + i * kWarp;
+      if (at >= run.positions) continue;
+      run.keys_room[at] = key[i];
+      if (run.order_room) run.order_room[at] = static_cast<uint32_t>(run.SourceRow(at));
     }
-    if (passed < kLooks) high = min(high, low + (passed + 1) * step - 1);
-    low += passed * step;
+    return;
   }
-  return low;
-}
-
-// One thread a chunk; where run.keys is missing, first one a place, which writes its key.
-__global__ void __launch_bounds__(kDescribeThreads)
-Describe(const __grid_constant__ IndexRun run, uint32_t chunk, uint32_t chunks) {
+  constexpr Keys kKeys = kKeyed ? Keys::kListed : Keys::kPlain;
   const uint32_t thread = blockIdx.x * kDescribeThreads + threadIdx.x;
-  if (!run.keys && thread < run.positions) {
-    run.keys_room[thread] = KeyAt(run, thread);
-    if (run.order_room) run.order_room[thread] = static_cast<uint32_t>(run.SourceRow(thread));
-  }
   if (thread >= chunks) return;
   const uint32_t begin = thread * chunk, end = min(begin + chunk, run.positions);
-  const uint32_t head = KeyAt(run, begin), last = KeyAt(run, end - 1);
-  const uint32_t before = KeyAt(run, begin - (begin > 0)), next = KeyAt(run, min(end, run.positions - 1));
+  const uint32_t head = KeyAt<kKeys>(run, begin), last = KeyAt<kKeys>(run, end - 1);
+  const uint32_t before = KeyAt<kKeys>(run, begin - (begin > 0)), next = KeyAt<kKeys>(run, min(end, run.positions - 1));
+  const uint32_t earlier = KeyAt<kKeys>(run, begin - min(begin, chunk + 1));
+  const bool cut = IsCut<kKeys>(run, chunk, thread, chunk);
   const bool comes_in = begin > 0 && head < run.dropped && before == head;
   const bool goes_on = end < run.positions && last < run.dropped && next == last;
-  const bool long_head = comes_in && LongHead(run, chunk, begin, end, head);
-  ChunkInfo info = {begin, long_head, end, PartsOf(run, chunk, chunks, thread, chunk), last};
-  if (comes_in && !long_head) info.start = EndOf(run, begin, end, head);
-  if (goes_on && info.parts == 0 && !(long_head && head == last) && info.start < end) {
-    info.stop = EndOf(run, end, min(end + chunk, run.positions), last);
-  }
+  // It has the place behind the chunk too, or came into the chunk before.
+  const bool long_head = comes_in && ((end < run.positions && next == head) || (begin > chunk && earlier == head));
+  // Where the run that came in ends, and that of the chunk's last place: among the places, or among the chunks.
+  EndSearch search[2] = {{begin, begin, head, 1}, {end, end, last, 1}};
+  if (comes_in && !long_head) search[0].high = end;
+  if (cut) search[1] = {thread + 2, chunks, last, chunk};
+  else if (goes_on && !(long_head && head == last)) search[1].high = min(end + chunk, run.positions);
+  FindEnds<kKeys>(run, search);
+  ChunkInfo info = {search[0].low, long_head, end, 0, last};
+  if (cut) info.parts = search[1].low - thread;
+  else if (info.start < end) info.stop = search[1].low;
   run.chunks[thread] = info;
 }
 
 }  // namespace
 
 cudaError_t DescribeChunks(IndexRun* run, cudaStream_t stream) {
-  const int64_t chunks = (int64_t{run->positions} + run->chunk - 1) / run->chunk, threads = run->keys ? chunks : run->positions;
-  const int64_t blocks = (threads + kDescribeThreads - 1) / kDescribeThreads;
-  const cudaError_t error = Launch(Describe, {blocks, 1, kDescribeThreads}, stream, *run, run->chunk,
-                                   static_cast<uint32_t>(chunks));
-  if (!run->keys) {
-    run->keys = run->keys_room;
-    run->order = run->order_room;
-  }
-  return error;
+  const auto blocks_of = [](int64_t n, int64_t each) { return (n + each - 1) / each; };
+  const int64_t chunks = blocks_of(run->positions, run->chunk), describing = blocks_of(chunks, kDescribeThreads);
+  const auto launch = [&](auto kernel, int64_t describing, int64_t writing) {
+    return Launch(kernel, {describing + writing, 1, kDescribeThreads}, stream, *run, run->chunk,
+                  static_cast<uint32_t>(chunks), static_cast<uint32_t>(describing));
+  };
+  if (run->keys) return launch(Describe<true>, describing, 0);
+  const bool at_once = run->plain;
+  const cudaError_t error = launch(Describe<false>, at_once ? describing : 0,
+                                   blocks_of(run->positions, kDescribeThreads * kKeysWritten));
+  run->keys = run->keys_room;
+  run->order = run->order_room;
+  return at_once || error != cudaSuccess ? error : launch(Describe<true>, describing, 0);
 }
 
 cudaError_t SortUpdates(IndexRun* run, int low_bit, SortPayload payload, const IndexLayout& layout, void* scratch,
