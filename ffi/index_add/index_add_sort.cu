@@ -29,14 +29,13 @@ struct RadixPass {
   const uint32_t* payload_in;
   uint32_t* keys_out;
   uint32_t* payload_out;
-  SortPayload payload;
 };
 
 // Of a lane's items, so many are taken through a step at a time where registers are short.
-template <int kItems> constexpr int kTogether = kItems % 6 == 0 ? 6 : 4;
+template <int kItems> constexpr int kTogether = kItems % 4 == 0 ? 4 : 3;
 
 // The first pass makes keys of the indices; what travels with them is there, or is their position.
-enum class Pass { kFirstOfPositions, kFirstOfElements, kLater };
+enum class Pass { kFirstOfPositions, kFirstOfElements2, kFirstOfElements4, kLater };
 
 // A warp has its items in order: item i of lane l is number 32 * i + l of the warp's stretch of the tile.
 template <int kThreads, int kItems> __device__ __forceinline__ uint32_t FirstOfLane(uint32_t tile) {
@@ -48,13 +47,11 @@ template <int kThreads, int kItems> __device__ __forceinline__ uint32_t FirstOfL
 template <int kItems, bool kFirst>
 __device__ __forceinline__ void LoadKeys(const IndexRun& run, const uint32_t* keys_in, uint32_t first,
                                          uint32_t (&key)[kItems]) {
+  const int left = static_cast<int>(run.positions - first);  // positions from the lane's first on, if any
   if (!kFirst || run.plain) {
-    const uint32_t* const from = kFirst ? static_cast<const uint32_t*>(run.index) : keys_in;
+    const uint32_t* const from = (kFirst ? static_cast<const uint32_t*>(run.index) : keys_in) + first;
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const uint32_t at = first + i * kWarp;
-      key[i] = at < run.positions ? __ldg(from + at) : UINT32_MAX;
-    }
+    for (int i = 0; i < kItems; ++i) key[i] = i * kWarp < left ? __ldg(from + i * kWarp) : UINT32_MAX;
   } else {
 #pragma unroll
     for (int i = 0; i < kItems; i += kTogether<kItems>) {
@@ -79,34 +76,52 @@ __device__ __forceinline__ void LoadKeys(const IndexRun& run, const uint32_t* ke
       if (key[i] != run.dropped) key[i] += run.by_count.Div(first + i * kWarp) * run.rows;
     }
   }
+  if (left > (kItems - 1) * kWarp) return;
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    if (first + i * kWarp >= run.positions) key[i] = UINT32_MAX;
+    if (i * kWarp >= left) key[i] = UINT32_MAX;
   }
 }
 
-// What travels with them where it lies in memory.
+// What travels with the lane's keys where it lies in memory: take(i, its address) for item i.
+template <int kItems, Pass kPass, class Take>
+__device__ __forceinline__ void ForPayload(const IndexRun& run, const RadixPass& pass, uint32_t first, Take take) {
+  const int left = static_cast<int>(run.positions - first);
+  const auto for_all = [&](const auto* from, bool extra) {
+    if (extra) {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        if (i * kWarp < left) take(i, from + run.SourceRow(first + i * kWarp));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        if (i * kWarp < left) take(i, from + first + i * kWarp);
+      }
+    }
+  };
+  using Element = std::conditional_t<kPass == Pass::kFirstOfElements2, uint16_t, uint32_t>;
+  if constexpr (kPass == Pass::kLater) for_all(pass.payload_in, false);
+  else for_all(static_cast<const Element*>(run.source), run.source_extra);
+}
+
 template <int kItems, Pass kPass>
 __device__ __forceinline__ void LoadPayload(const IndexRun& run, const RadixPass& pass, uint32_t first,
                                             uint32_t (&payload)[kItems]) {
-  const auto load = [&](const auto* from, auto place_of) {
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const uint32_t at = first + i * kWarp;
-      payload[i] = at < run.positions ? __ldg(from + place_of(at)) : 0;
-    }
-  };
-  const auto same = [](uint32_t at) { return at; };
-  if constexpr (kPass == Pass::kLater) {
-    load(pass.payload_in, same);
-  } else {
-    const auto load_rows = [&](const auto* from) {
-      if (run.source_extra) load(from, [&](uint32_t at) { return run.SourceRow(at); });
-      else load(from, same);
-    };
-    if (pass.payload == SortPayload::kElement4) load_rows(static_cast<const uint32_t*>(run.source));
-    else load_rows(static_cast<const uint16_t*>(run.source));
-  }
+  for (int i = 0; i < kItems; ++i) payload[i] = 0;
+  ForPayload<kItems, kPass>(run, pass, first, [&](int i, const auto* from) { payload[i] = __ldg(from); });
+}
+
+// The same, of 4 bytes each, to where it does not cost registers: to[0], to[kWarp], ... The lane that asks for it
+// has it after cp.async.wait_all, and nobody before.
+template <int kItems, Pass kPass>
+__device__ __forceinline__ void CopyPayload(const IndexRun& run, const RadixPass& pass, uint32_t first, uint32_t* to) {
+  const uint32_t shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  ForPayload<kItems, kPass>(run, pass, first, [&](int i, const auto* from) {
+    static_assert(sizeof *from == 4);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared + i * kWarp * 4), "l"(from) : "memory");
+  });
 }
 
 struct Digits {
@@ -132,14 +147,15 @@ RadixCount(const __grid_constant__ IndexRun run, const __grid_constant__ RadixPa
     differ |= key[i] ^ key[0];
   }
   // A warp whose digits are all the same adds once: a hot row must not serialise the atomics.
-  const bool last_held = first + (kItems - 1) * kWarp < run.positions;
+  const int left = static_cast<int>(run.positions - first);
+  const bool last_held = (kItems - 1) * kWarp < left;
   differ |= key[0] ^ __shfl_sync(~0u, key[0], 0);
   if (__all_sync(~0u, last_held && differ == 0)) {
     if (threadIdx.x % kWarp == 0) atomicAdd(&count[key[0]], kWarp * kItems);
   } else {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      if (first + i * kWarp < run.positions) atomicAdd(&count[key[i]], 1);
+      if (i * kWarp < left) atomicAdd(&count[key[i]], 1);
     }
   }
   __syncthreads();
@@ -217,12 +233,15 @@ __global__ void __launch_bounds__(kScanThreads) RadixScan(uint32_t* counts, uint
 
 template <int kThreads, int kItems> struct ScatterRoom {
   static constexpr int kWarps = kThreads / kWarp, kPairs = kThreads * kItems;
-  struct Pairs {
-    uint32_t key[kPairs], payload[kPairs];
+  // Where registers are short, what travels with the keys waits here while they are ranked.
+  static constexpr bool kStages = sizeof(uint32_t[kWarps][kDigits]) <= 4 * kPairs && kPairs > kTile;
+  struct Staged {
+    uint32_t peers[kPairs], payload[kPairs];
   };
   union {
     uint32_t peers[kWarps][kDigits];  // the lanes of a warp that have the digit, while it ranks an item
-    Pairs in_order;                   // afterwards
+    Staged staged;
+    uint2 in_order[kPairs];           // afterwards: keys and what travels with them
   };
   union {  // of a warp's next key with the digit; two digits a word
     uint16_t rank[kWarps][kDigits];
@@ -248,22 +267,32 @@ __device__ __forceinline__ uint2 SumsOfThreadsBefore(uint2 v, uint2* room) {
 }
 
 // A dependent step through shared memory is some 30 cycles, so what can be read together is: the order of the loops
-// here is what the kernel's speed comes from.
+// here is what the kernel's speed comes from. Nor is memory waited for where others wait behind a barrier.
 template <int kThreads, int kItems, Pass kPass>
-__global__ void __launch_bounds__(kThreads, kThreads == 512 ? 2 : 3)
+__global__ void __launch_bounds__(kThreads, 2)
 RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ RadixPass pass) {
-  constexpr int kWarps = kThreads / kWarp, kPairs = kThreads * kItems, kStep = kTogether<kItems>;
-  static_assert(kItems % kStep == 0 && kItems % 2 == 0 && kThreads >= kOwners && kPairs < 1 << 16, "two places a word");
+  constexpr int kWarps = kThreads / kWarp, kPairs = kThreads * kItems;
+  constexpr int kStep = kTogether<kItems>, kWritten = kItems == 16 ? 8 : kItems;
+  static_assert(kItems % kStep == 0 && kItems % kWritten == 0 && kThreads >= kOwners && kPairs < 1 << 16);
   extern __shared__ __align__(16) char shared_bytes[];
-  auto& s = *reinterpret_cast<ScatterRoom<kThreads, kItems>*>(shared_bytes);
+  using Room = ScatterRoom<kThreads, kItems>;
+  auto& s = *reinterpret_cast<Room*>(shared_bytes);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const uint32_t first = FirstOfLane<kThreads, kItems>(blockIdx.x);
   const Digits digits(pass);
   uint32_t key[kItems], payload[kItems];
-  // Before the keys, which are waited for; where registers are short, once the keys are ranked.
-  constexpr bool kEarly = kThreads * kItems <= kTile, kLoads = kPass != Pass::kFirstOfPositions;
-  if constexpr (kLoads && kEarly) LoadPayload<kItems, kPass>(run, pass, first, payload);
+  constexpr bool kLoads = kPass != Pass::kFirstOfPositions, kStages = kLoads && Room::kStages;
+  constexpr bool kCopies = kStages && kPass != Pass::kFirstOfElements2;
+  uint32_t* const staged = s.staged.payload + warp * (kWarp * kItems) + lane;
+  // Before the keys, which are waited for. Copies have time until the keys are ranked.
+  if constexpr (kLoads && !kCopies) LoadPayload<kItems, kPass>(run, pass, first, payload);
   LoadKeys<kItems, kPass != Pass::kLater>(run, pass.keys_in, first, key);
+  if constexpr (kCopies) {
+    CopyPayload<kItems, kPass>(run, pass, first, staged);
+  } else if constexpr (kStages) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) staged[i * kWarp] = payload[i];
+  }
   // How many pairs of all tiles, and of those before this one, have either of the thread's digits.
   uint2 total = {0, 0}, earlier = {0, 0};
   if (2 * threadIdx.x < 1 << pass.bits) {
@@ -289,7 +318,7 @@ RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ Radix
   // Ranks among the warp's pairs with the same digit, of which the lanes tell each other through a word a
   // digit. Places beyond the last position have all bits set and come last of all.
   const uint32_t below = (1u << lane) - 1, above = ~below << 1;
-  uint32_t ranks[kItems / 2];  // two a word
+  uint32_t ranks[(kItems + 1) / 2];  // two a word
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const uint32_t digit = digits.Of(key[i]);
@@ -306,15 +335,6 @@ RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ Radix
       *peers_of = 0;
     }
     __syncwarp();
-  }
-  if constexpr (kLoads && !kEarly) LoadPayload<kItems, kPass>(run, pass, first, payload);
-  if constexpr (!kLoads) {
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) payload[i] = first + i * kWarp;
-    if (run.source_extra) {
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) payload[i] = static_cast<uint32_t>(run.SourceRow(payload[i]));
-    }
   }
   __syncthreads();
   // From ranks within a warp to places in the tile, and from those to places behind the pairs of smaller digits
@@ -336,6 +356,11 @@ RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ Radix
       start += held;
     }
   }
+  if constexpr (kStages) {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) payload[i] = staged[i * kWarp];
+  }
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kItems; i += kStep) {
@@ -344,31 +369,28 @@ RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ Radix
     for (int u = 0; u < kStep; ++u) {
       const uint32_t rank = (i + u) % 2 ? ranks[(i + u) / 2] >> 16 : ranks[(i + u) / 2] & 0xffff;
       place[u] = s.rank[warp][digits.Of(key[i + u])] + rank;
+      if constexpr (!kLoads) payload[i + u] = static_cast<uint32_t>(run.SourceRow(first + (i + u) * kWarp));
     }
 #pragma unroll
-    for (int u = 0; u < kStep; ++u) {
-      s.in_order.key[place[u]] = key[i + u];
-      s.in_order.payload[place[u]] = payload[i + u];
-    }
+    for (int u = 0; u < kStep; ++u) s.in_order[place[u]] = {key[i + u], payload[i + u]};
   }
   __syncthreads();
   const uint32_t held_here = min(static_cast<uint32_t>(kPairs), run.positions - blockIdx.x * kPairs);
 #pragma unroll
-  for (int i = 0; i < kItems; i += kStep) {
-    uint32_t k[kStep], p[kStep], to[kStep];
+  for (int i = 0; i < kItems; i += kWritten) {
+    uint2 pair[kWritten];
+    uint32_t to[kWritten];
 #pragma unroll
-    for (int u = 0; u < kStep; ++u) {
-      const uint32_t at = threadIdx.x + (i + u) * kThreads;  // beyond the last pair lie those without a position
-      k[u] = s.in_order.key[at];
-      p[u] = s.in_order.payload[at];
+    for (int u = 0; u < kWritten; ++u) {  // beyond the last pair lie those without a position
+      pair[u] = s.in_order[threadIdx.x + (i + u) * kThreads];
     }
 #pragma unroll
-    for (int u = 0; u < kStep; ++u) to[u] = s.offset[digits.Of(k[u])] + threadIdx.x + (i + u) * kThreads;
+    for (int u = 0; u < kWritten; ++u) to[u] = s.offset[digits.Of(pair[u].x)] + threadIdx.x + (i + u) * kThreads;
 #pragma unroll
-    for (int u = 0; u < kStep; ++u) {
+    for (int u = 0; u < kWritten; ++u) {
       if (threadIdx.x + (i + u) * kThreads >= held_here) continue;
-      pass.keys_out[to[u]] = k[u];
-      pass.payload_out[to[u]] = p[u];
+      pass.keys_out[to[u]] = pair[u].x;
+      pass.payload_out[to[u]] = pair[u].y;
     }
   }
 }
@@ -398,7 +420,8 @@ template <int kPairs, int kThreads> auto LaunchTile(Pass pass) {
   constexpr int kItems = kPairs / kThreads;
   return pass == Pass::kLater              ? LaunchPass<kThreads, kItems, Pass::kLater>
          : pass == Pass::kFirstOfPositions ? LaunchPass<kThreads, kItems, Pass::kFirstOfPositions>
-                                           : LaunchPass<kThreads, kItems, Pass::kFirstOfElements>;
+         : pass == Pass::kFirstOfElements2 ? LaunchPass<kThreads, kItems, Pass::kFirstOfElements2>
+                                           : LaunchPass<kThreads, kItems, Pass::kFirstOfElements4>;
 }
 
 constexpr int kDescribeThreads = 128, kKeysWritten = 16;  // a thread
@@ -471,17 +494,17 @@ cudaError_t SortUpdates(IndexRun* run, int low_bit, SortPayload payload, const I
   pass.bits = radix.bits;
   pass.tiles = static_cast<uint32_t>((run->positions + radix.tile - 1) / radix.tile);
   pass.counts = room(layout.counts);
-  pass.payload = payload;
   pass.scanned = radix.tile > kSmallTile || pass.tiles > kUnscannedTiles;
   for (int i = 0; i < radix.passes; ++i) {
     pass.shift = low_bit + i * radix.bits;
     pass.keys_out = room(layout.keys[i % 2]);
     pass.payload_out = room(layout.values[i % 2]);
-    const Pass kind = i > 0                                ? Pass::kLater
+    const Pass kind = i > 0                               ? Pass::kLater
                       : payload == SortPayload::kPosition ? Pass::kFirstOfPositions
-                                                          : Pass::kFirstOfElements;
+                      : payload == SortPayload::kElement2 ? Pass::kFirstOfElements2
+                                                          : Pass::kFirstOfElements4;
     const auto launch = radix.tile == kSmallTile ? LaunchTile<kSmallTile, 512>(kind)
-                        : radix.tile == kTile    ? LaunchTile<kTile, 256>(kind)
+                        : radix.tile == kTile    ? LaunchTile<kTile, 512>(kind)
                                                  : LaunchTile<kLargeTile, 512>(kind);
     const cudaError_t error = launch(*run, pass, stream);
     if (error != cudaSuccess) return error;
