@@ -56,6 +56,7 @@ struct IndexRun {
   // their own, which only a sort changes.
   const uint32_t* keys;  // dropped, or more, where they go nowhere
   const uint32_t* order;
+  const uint2* pairs;  // or keys and elements of source, sorted by the keys' leading bits
   bool sorted_keys;  // keys ascend, those that go nowhere last; else the indices do, if anything does
   uint32_t *keys_room, *order_room;  // for those of ascending indices, where they are read more than once
   ChunkInfo* chunks;

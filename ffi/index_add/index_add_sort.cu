@@ -29,6 +29,7 @@ struct RadixPass {
   const uint32_t* payload_in;
   uint32_t* keys_out;
   uint32_t* payload_out;
+  uint2* pairs_out;  // or both, side by side
 };
 
 // Of a lane's items, so many are taken through a step at a time where registers are short.
@@ -36,6 +37,12 @@ template <int kItems> constexpr int kTogether = kItems % 4 == 0 ? 4 : 3;
 
 // The first pass makes keys of the indices; what travels with them is there, or is their position.
 enum class Pass { kFirstOfPositions, kFirstOfElements2, kFirstOfElements4, kLater };
+
+// A lane's first address in a register, from which its others are constant steps; the compiler would work out each anew.
+template <class T> __device__ __forceinline__ const T* Pinned(const T* p) {
+  asm volatile("" : "+l"(p));
+  return p;
+}
 
 // A warp has its items in order: item i of lane l is number 32 * i + l of the warp's stretch of the tile.
 template <int kThreads, int kItems> __device__ __forceinline__ uint32_t FirstOfLane(uint32_t tile) {
@@ -49,7 +56,7 @@ __device__ __forceinline__ void LoadKeys(const IndexRun& run, const uint32_t* ke
                                          uint32_t (&key)[kItems]) {
   const int left = static_cast<int>(run.positions - first);  // positions from the lane's first on, if any
   if (!kFirst || run.plain) {
-    const uint32_t* const from = (kFirst ? static_cast<const uint32_t*>(run.index) : keys_in) + first;
+    const uint32_t* const from = Pinned((kFirst ? static_cast<const uint32_t*>(run.index) : keys_in) + first);
 #pragma unroll
     for (int i = 0; i < kItems; ++i) key[i] = i * kWarp < left ? __ldg(from + i * kWarp) : UINT32_MAX;
   } else {
@@ -94,9 +101,10 @@ __device__ __forceinline__ void ForPayload(const IndexRun& run, const RadixPass&
         if (i * kWarp < left) take(i, from + run.SourceRow(first + i * kWarp));
       }
     } else {
+      from = Pinned(from + first);
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
-        if (i * kWarp < left) take(i, from + first + i * kWarp);
+        if (i * kWarp < left) take(i, from + i * kWarp);
       }
     }
   };
@@ -376,22 +384,30 @@ RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ Radix
   }
   __syncthreads();
   const uint32_t held_here = min(static_cast<uint32_t>(kPairs), run.positions - blockIdx.x * kPairs);
+  const auto write_all = [&](auto write) {
 #pragma unroll
-  for (int i = 0; i < kItems; i += kWritten) {
-    uint2 pair[kWritten];
-    uint32_t to[kWritten];
+    for (int i = 0; i < kItems; i += kWritten) {
+      uint2 pair[kWritten];
+      uint32_t to[kWritten];
 #pragma unroll
-    for (int u = 0; u < kWritten; ++u) {  // beyond the last pair lie those without a position
-      pair[u] = s.in_order[threadIdx.x + (i + u) * kThreads];
+      for (int u = 0; u < kWritten; ++u) {  // beyond the last pair lie those without a position
+        pair[u] = s.in_order[threadIdx.x + (i + u) * kThreads];
+      }
+#pragma unroll
+      for (int u = 0; u < kWritten; ++u) to[u] = s.offset[digits.Of(pair[u].x)] + threadIdx.x + (i + u) * kThreads;
+#pragma unroll
+      for (int u = 0; u < kWritten; ++u) {
+        if (threadIdx.x + (i + u) * kThreads < held_here) write(to[u], pair[u]);
+      }
     }
-#pragma unroll
-    for (int u = 0; u < kWritten; ++u) to[u] = s.offset[digits.Of(pair[u].x)] + threadIdx.x + (i + u) * kThreads;
-#pragma unroll
-    for (int u = 0; u < kWritten; ++u) {
-      if (threadIdx.x + (i + u) * kThreads >= held_here) continue;
-      pass.keys_out[to[u]] = pair[u].x;
-      pass.payload_out[to[u]] = pair[u].y;
-    }
+  };
+  if (kLoads && pass.pairs_out) {
+    write_all([&](uint32_t to, uint2 pair) { pass.pairs_out[to] = pair; });
+  } else {
+    write_all([&](uint32_t to, uint2 pair) {
+      pass.keys_out[to] = pair.x;
+      pass.payload_out[to] = pair.y;
+    });
   }
 }
 
@@ -499,6 +515,9 @@ cudaError_t SortUpdates(IndexRun* run, int low_bit, SortPayload payload, const I
     pass.shift = low_bit + i * radix.bits;
     pass.keys_out = room(layout.keys[i % 2]);
     pass.payload_out = room(layout.values[i % 2]);
+    // Whoever reads elements in the order of their keys reads both.
+    const bool pairs = payload != SortPayload::kPosition && i == radix.passes - 1;
+    if (pairs) pass.pairs_out = reinterpret_cast<uint2*>(pass.keys_out);
     const Pass kind = i > 0                               ? Pass::kLater
                       : payload == SortPayload::kPosition ? Pass::kFirstOfPositions
                       : payload == SortPayload::kElement2 ? Pass::kFirstOfElements2
@@ -511,6 +530,8 @@ cudaError_t SortUpdates(IndexRun* run, int low_bit, SortPayload payload, const I
     pass.keys_in = pass.keys_out;
     pass.payload_in = pass.payload_out;
   }
+  run->pairs = pass.pairs_out;
+  if (run->pairs) return cudaSuccess;
   run->keys = pass.keys_out;
   run->order = pass.payload_out;
   run->sorted_keys = true;
