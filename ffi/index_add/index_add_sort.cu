@@ -18,7 +18,7 @@ namespace {
 constexpr int kDigits = 1 << kRadixBitsMax;
 constexpr int kOwners = kDigits / 2;  // threads of a block that look after two digits each
 constexpr int kUnscannedTiles = 32;   // so few, of the smallest, are added up by each block of RadixScatter itself
-constexpr int kScanThreads = 1024, kScanDigits = 8, kScanSegments = kScanThreads / kScanDigits;
+constexpr int kScanThreads = 1024, kScanDigits = 4, kScanSegments = kScanThreads / kScanDigits;
 
 struct RadixPass {
   int shift, bits;
@@ -160,6 +160,9 @@ RadixCount(const __grid_constant__ IndexRun run, const __grid_constant__ RadixPa
   differ |= key[0] ^ __shfl_sync(~0u, key[0], 0);
   if (__all_sync(~0u, last_held && differ == 0)) {
     if (threadIdx.x % kWarp == 0) atomicAdd(&count[key[0]], kWarp * kItems);
+  } else if (last_held) {  // without a branch an item
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) atomicAdd(&count[key[i]], 1);
   } else {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
@@ -194,15 +197,15 @@ __global__ void __launch_bounds__(kScanThreads) RadixScan(uint32_t* counts, uint
   for (uint32_t u = 0; u < kHeld; ++u) total += held[u];
   sum[segment][digit] = total;
   __syncthreads();
-  // A warp scans one digit's segments, four a lane.
-  static_assert(kScanSegments == 4 * kWarp);
+  // A warp scans one digit's segments, several a lane.
+  constexpr int kEach = kScanSegments / kWarp;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   if (warp < kScanDigits) {
-    uint32_t v[4], s = 0;
+    uint32_t v[kEach], s = 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] = sum[4 * lane + i][warp];
+    for (int i = 0; i < kEach; ++i) v[i] = sum[kEach * lane + i][warp];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) s += v[i];
+    for (int i = 0; i < kEach; ++i) s += v[i];
     uint32_t inclusive = s;
 #pragma unroll
     for (int step = 1; step < kWarp; step *= 2) {
@@ -211,8 +214,8 @@ __global__ void __launch_bounds__(kScanThreads) RadixScan(uint32_t* counts, uint
     }
     uint32_t before = inclusive - s;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      sum[4 * lane + i][warp] = before;
+    for (int i = 0; i < kEach; ++i) {
+      sum[kEach * lane + i][warp] = before;
       before += v[i];
     }
     if (lane == kWarp - 1 && blockIdx.x * kScanDigits + warp < digits) {
