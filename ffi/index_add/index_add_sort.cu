@@ -38,7 +38,7 @@ template <int kItems> constexpr int kTogether = kItems % 4 == 0 ? 4 : 3;
 // The first pass makes keys of the indices; what travels with them is there, or is their position.
 enum class Pass { kFirstOfPositions, kFirstOfElements2, kFirstOfElements4, kLater };
 
-// A lane's first address in a register, from which its others are constant steps; the compiler would work out each anew.
+// A lane's first address in a register, from which its others are constant steps: the compiler works out each anew.
 template <class T> __device__ __forceinline__ const T* Pinned(const T* p) {
   asm volatile("" : "+l"(p));
   return p;
@@ -130,6 +130,18 @@ __device__ __forceinline__ void CopyPayload(const IndexRun& run, const RadixPass
     static_assert(sizeof *from == 4);
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared + i * kWarp * 4), "l"(from) : "memory");
   });
+}
+
+// Has the keys of a tile brought to L2, a line a thread, so far ahead that its block does not run yet: that will wait
+// for them less.
+template <int kThreads, int kItems, bool kFirst>
+__device__ __forceinline__ void PrefetchKeys(const IndexRun& run, const uint32_t* keys_in) {
+  constexpr uint32_t kPairs = kThreads * kItems, kTilesAhead = 384, kLine = 128;
+  const uint32_t bytes = kFirst ? run.index_bytes : 4, at = threadIdx.x * (kLine / bytes);
+  const int64_t position = (int64_t{blockIdx.x} + kTilesAhead) * kPairs + at;
+  if (at >= kPairs || position >= run.positions) return;
+  const char* const keys = static_cast<const char*>(kFirst ? run.index : keys_in);
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(keys + position * bytes));
 }
 
 struct Digits {
@@ -386,6 +398,7 @@ RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ Radix
     for (int u = 0; u < kStep; ++u) s.in_order[place[u]] = {key[i + u], payload[i + u]};
   }
   __syncthreads();
+  if constexpr (Room::kStages) PrefetchKeys<kThreads, kItems, kPass != Pass::kLater>(run, pass.keys_in);
   const uint32_t held_here = min(static_cast<uint32_t>(kPairs), run.positions - blockIdx.x * kPairs);
   const auto write_all = [&](auto write) {
 #pragma unroll
