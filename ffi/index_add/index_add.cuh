@@ -142,17 +142,13 @@ __device__ __forceinline__ uint32_t PlainKey(const IndexRun& run, uint32_t index
   return row < run.rows ? row : run.dropped;
 }
 
-// That of a later slice of the batch, of the key in the first.
-__device__ __forceinline__ uint32_t KeyInBatch(const IndexRun& run, uint32_t key, uint32_t position) {
+__device__ __forceinline__ uint32_t KeyOf(const IndexRun& run, RawIndex raw, uint32_t position) {
+  const uint32_t key = run.plain ? PlainKey(run, raw.low) : RowKey(run, raw);
   return run.batch > 1 && key != run.dropped ? key + run.by_count.Div(position) * run.rows : key;
 }
 
-__device__ __forceinline__ uint32_t KeyOf(const IndexRun& run, RawIndex raw, uint32_t position) {
-  return KeyInBatch(run, run.plain ? PlainKey(run, raw.low) : RowKey(run, raw), position);
-}
-
-// Where the keys are: in run.keys, in plain indices, or wherever the run says. That is a branch or more a key, behind
-// which each is waited for alone.
+// Where the keys are: in run.keys, in the plain indices of one slice, or wherever the run says. That is a branch or
+// more a key, behind which each is waited for alone.
 enum class Keys { kListed, kPlain, kAny };
 
 // The key at a place in the order of keys.
@@ -160,7 +156,7 @@ template <Keys kKeys = Keys::kAny> __device__ __forceinline__ uint32_t KeyAt(con
   if constexpr (kKeys == Keys::kListed) {
     return run.keys[place];
   } else if constexpr (kKeys == Keys::kPlain) {
-    return KeyInBatch(run, PlainKey(run, __ldg(static_cast<const uint32_t*>(run.index) + place)), place);
+    return PlainKey(run, __ldg(static_cast<const uint32_t*>(run.index) + place));
   } else {
     return run.keys ? run.keys[place] : KeyOf(run, LoadIndex(run, place), place);
   }
@@ -251,12 +247,13 @@ __device__ __forceinline__ bool LongTail(const IndexRun& run, uint32_t reach, ui
 template <Keys kKeys = Keys::kAny>
 __device__ __forceinline__ bool IsCut(const IndexRun& run, uint32_t chunk_places, uint32_t chunk, uint32_t reach) {
   const uint32_t begin = chunk * chunk_places, end = begin + chunk_places;
-  if (end + reach >= run.positions) return false;
   // All that decides, under way at once.
   const uint32_t before = KeyAt<kKeys>(run, begin - (begin > 0)), head = KeyAt<kKeys>(run, begin);
-  const uint32_t key = KeyAt<kKeys>(run, end - 1), next = KeyAt<kKeys>(run, end), far = KeyAt<kKeys>(run, end + reach);
+  const uint32_t key = KeyAt<kKeys>(run, min(end, run.positions) - 1);
+  const uint32_t next = KeyAt<kKeys>(run, min(end, run.positions - 1));
+  const uint32_t far = KeyAt<kKeys>(run, min(end + reach, run.positions - 1));
   const bool began_earlier = begin > 0 && head == key && before == key;
-  return key < run.dropped && next == key && far == key && !began_earlier;
+  return end + reach < run.positions && key < run.dropped && next == key && far == key && !began_earlier;
 }
 
 // The first of low, low + 1, ... that is `high` or at whose place, `unit` times as far, the key is not `key`; before

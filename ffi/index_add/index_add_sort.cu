@@ -459,7 +459,7 @@ template <int kPairs, int kThreads> auto LaunchTile(Pass pass) {
 constexpr int kDescribeThreads = 128, kKeysWritten = 16;  // a thread
 
 // A thread a chunk. Where run.keys is missing, further blocks write them; the first `describing` blocks, if any, then
-// take the keys of the indices themselves, which are plain ones.
+// take the keys of the indices themselves, plain ones of one slice.
 template <bool kKeyed>
 __global__ void __launch_bounds__(kDescribeThreads, 8)
 Describe(const __grid_constant__ IndexRun run, uint32_t chunk, uint32_t chunks, uint32_t describing) {
@@ -481,7 +481,8 @@ Describe(const __grid_constant__ IndexRun run, uint32_t chunk, uint32_t chunks, 
   if (thread >= chunks) return;
   const uint32_t begin = thread * chunk, end = min(begin + chunk, run.positions);
   const uint32_t head = KeyAt<kKeys>(run, begin), last = KeyAt<kKeys>(run, end - 1);
-  const uint32_t before = KeyAt<kKeys>(run, begin - (begin > 0)), next = KeyAt<kKeys>(run, min(end, run.positions - 1));
+  const uint32_t before = KeyAt<kKeys>(run, begin - (begin > 0));
+  const uint32_t next = KeyAt<kKeys>(run, min(begin + chunk, run.positions - 1));
   const uint32_t earlier = KeyAt<kKeys>(run, begin - min(begin, chunk + 1));
   const bool cut = IsCut<kKeys>(run, chunk, thread, chunk);
   const bool comes_in = begin > 0 && head < run.dropped && before == head;
@@ -510,7 +511,7 @@ cudaError_t DescribeChunks(IndexRun* run, cudaStream_t stream) {
                   static_cast<uint32_t>(chunks), static_cast<uint32_t>(describing));
   };
   if (run->keys) return launch(Describe<true>, describing, 0);
-  const bool at_once = run->plain;
+  const bool at_once = run->plain && run->batch == 1;
   const cudaError_t error = launch(Describe<false>, at_once ? describing : 0,
                                    blocks_of(run->positions, kDescribeThreads * kKeysWritten));
   run->keys = run->keys_room;
