@@ -697,14 +697,15 @@ def test_every_plan(plan, dtype, operation):
 @needs_cpu_module
 @pytest.mark.parametrize(
     "plan, rows, count, batch",
-    [("sort", 300_000, 600_001, None), ("narrow", 300_000, 600_001, None), ("sort", 300_000, 4_200_001, None),
+    [("sort", 300_000, 600_001, None), ("narrow", 1_200_000, 600_001, None), ("sort", 300_000, 4_200_001, None),
      ("narrow", 300_000, 4_200_001, None), ("narrow", 9_000, 9_001, 70)])
 def test_plans_of_many_updates(plan, rows, count, batch):
-    """Half a million, and four: the sort's larger tiles, and bins of whole slices; integers show every one of them."""
+    """Half a million, and four: the sort's larger tiles and two passes of elements, and bins of whole slices; integers
+    show every one of them."""
     shape = (count,) if batch is None else (batch, count)
     index = np.random.default_rng(0).integers(-2, rows + 2, shape).astype(np.int32)
     total = functools.partial(jaxkern.segment_sum, num_segments=rows)
-    for dtype in ("int32", "float32"):
+    for dtype in ("int32", "float32", "bfloat16"):
         source = values(shape, dtype)
         with tiers.force(plan):
             found = [np.asarray(jax.jit(total if batch is None else jax.vmap(total))(source, index)) for _ in range(2)]

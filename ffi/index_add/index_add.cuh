@@ -56,6 +56,7 @@ struct IndexRun {
   // their own, which only a sort changes.
   const uint32_t* keys;  // dropped, or more, where they go nowhere
   const uint32_t* order;
+  const uint2* pairs;  // or keys and elements of source, sorted by the keys' leading bits
   bool sorted_keys;  // keys ascend, those that go nowhere last; else the indices do, if anything does
   uint32_t *keys_room, *order_room;  // for those of ascending indices, where they are read more than once
   ChunkInfo* chunks;
@@ -146,9 +147,19 @@ __device__ __forceinline__ uint32_t KeyOf(const IndexRun& run, RawIndex raw, uin
   return run.batch > 1 && key != run.dropped ? key + run.by_count.Div(position) * run.rows : key;
 }
 
+// Where the keys are: in run.keys, in the plain indices of one slice, or wherever the run says. That is a branch or
+// more a key, behind which each is waited for alone.
+enum class Keys { kListed, kPlain, kAny };
+
 // The key at a place in the order of keys.
-__device__ __forceinline__ uint32_t KeyAt(const IndexRun& run, uint32_t place) {
-  return run.keys ? run.keys[place] : KeyOf(run, LoadIndex(run, place), place);
+template <Keys kKeys = Keys::kAny> __device__ __forceinline__ uint32_t KeyAt(const IndexRun& run, uint32_t place) {
+  if constexpr (kKeys == Keys::kListed) {
+    return run.keys[place];
+  } else if constexpr (kKeys == Keys::kPlain) {
+    return PlainKey(run, __ldg(static_cast<const uint32_t*>(run.index) + place));
+  } else {
+    return run.keys ? run.keys[place] : KeyOf(run, LoadIndex(run, place), place);
+  }
 }
 
 // The first of places [low, high) whose key is `key` or more, where keys ascend. A lane of the group looks at
@@ -185,29 +196,68 @@ __device__ __forceinline__ bool LongTail(const IndexRun& run, uint32_t reach, ui
   return end + reach < run.positions && KeyAt(run, end + reach) == key;
 }
 
-// Into how many parts the chunks cut the run that begins in `chunk` and goes on behind it; 0 where none does, or
-// where it ends within `reach` places from there and needs no cutting.
+// Whether the chunks cut the run that begins in `chunk` and goes on behind it: where it ends within `reach` places
+// from there it needs no cutting.
+template <Keys kKeys = Keys::kAny>
+__device__ __forceinline__ bool IsCut(const IndexRun& run, uint32_t chunk_places, uint32_t chunk, uint32_t reach) {
+  const uint32_t begin = chunk * chunk_places, end = begin + chunk_places;
+  // All that decides, under way at once.
+  const uint32_t before = KeyAt<kKeys>(run, begin - (begin > 0)), head = KeyAt<kKeys>(run, begin);
+  const uint32_t key = KeyAt<kKeys>(run, min(end, run.positions) - 1);
+  const uint32_t next = KeyAt<kKeys>(run, min(end, run.positions - 1));
+  const uint32_t far = KeyAt<kKeys>(run, min(end + reach, run.positions - 1));
+  const bool began_earlier = begin > 0 && head == key && before == key;
+  return end + reach < run.positions && key < run.dropped && next == key && far == key && !began_earlier;
+}
+
+// The first of low, low + 1, ... that is `high` or at whose place, `unit` times as far, the key is not `key`; before
+// it all are.
+struct EndSearch {
+  uint32_t low, high, key, unit;
+};
+
+// Leaves each search's end in its `low`. They take their steps together, since a step is a wait for memory, and look
+// at several places in each.
+template <Keys kKeys = Keys::kAny, int kSearches>
+__device__ __forceinline__ void FindEnds(const IndexRun& run, EndSearch (&search)[kSearches]) {
+  constexpr uint32_t kLooks = 7;
+  const auto goes_on = [&] {
+    bool any = false;
+#pragma unroll
+    for (const EndSearch& s : search) any = any || s.low < s.high;
+    return any;
+  };
+  while (goes_on()) {
+    uint32_t step[kSearches], key[kSearches][kLooks];
+#pragma unroll
+    for (int n = 0; n < kSearches; ++n) {
+      const EndSearch& s = search[n];
+      step[n] = s.low < s.high ? (s.high - s.low + kLooks) / (kLooks + 1) : 0;
+#pragma unroll
+      for (uint32_t i = 0; i < kLooks; ++i) {
+        key[n][i] = KeyAt<kKeys>(run, min(s.low + (i + 1) * step[n] - 1, max(s.high, 1u) - 1) * s.unit);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kSearches; ++n) {
+      EndSearch& s = search[n];
+      uint32_t passed = 0;
+#pragma unroll
+      for (uint32_t i = 0; i < kLooks; ++i) passed += s.low + (i + 1) * step[n] - 1 < s.high && key[n][i] == s.key;
+      if (step[n] == 0) continue;
+      if (passed < kLooks) s.high = min(s.high, s.low + (passed + 1) * step[n] - 1);
+      s.low += passed * step[n];
+    }
+  }
+}
+
+// Into how many parts the chunks cut the run that begins in `chunk` and goes on behind it, or 0.
 __device__ inline uint32_t PartsOf(const IndexRun& run, uint32_t chunk_places, uint32_t chunks, uint32_t chunk,
                                    uint32_t reach) {
-  const uint32_t begin = chunk * chunk_places, end = begin + chunk_places;
-  if (end >= run.positions) return 0;
-  // All that decides for most chunks, under way at once.
-  const uint32_t before = KeyAt(run, begin - (begin > 0)), head = KeyAt(run, begin);
-  const uint32_t key = KeyAt(run, end - 1), next = KeyAt(run, end);
-  const uint32_t far = KeyAt(run, min(end + reach, run.positions - 1));
-  const uint32_t second = KeyAt(run, min(end + chunk_places, run.positions - 1));
-  if (key >= run.dropped || next != key) return 0;
-  if (begin > 0 && head == key && before == key) return 0;  // began earlier
-  if (end + reach >= run.positions || far != key) return 0;
-  // The last chunk that begins within the run: doubling steps, then bisection.
-  uint32_t last = chunk + 1, step = 1;
-  if (last + step >= chunks || second != key) return 2;
-  do last += step, step *= 2;
-  while (last + step < chunks && KeyAt(run, (last + step) * chunk_places) == key);
-  for (; step; step /= 2) {
-    if (last + step < chunks && KeyAt(run, (last + step) * chunk_places) == key) last += step;
-  }
-  return last - chunk + 1;
+  if (!IsCut(run, chunk_places, chunk, reach)) return 0;
+  EndSearch search[1] = {{chunk + 2, chunks, KeyAt(run, (chunk + 1) * chunk_places), chunk_places}};
+  FindEnds(run, search);
+  return search[0].low - chunk;
 }
 
 // --- Reductions --------------------------------------------------------------------------------------

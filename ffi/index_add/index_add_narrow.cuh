@@ -448,10 +448,10 @@ BinParts(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape 
 }
 
 __device__ __forceinline__ uint32_t StretchAt(const IndexRun& run, const BinShape& s, uint32_t place) {
-  return __ldg(run.keys + place) >> kBinBits & s.stretches;
+  return __ldg(&run.pairs[place].x) >> kBinBits & s.stretches;
 }
 
-// More rows: a block a chunk of the updates in the order of their stretch, run.order holding their elements.
+// More rows: a block a chunk of the updates in the order of their stretch.
 template <Reduction kOp, class T>
 __global__ void __launch_bounds__(kBinThreads, 3)
 BinSorted(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape s) {
@@ -493,7 +493,7 @@ BinSorted(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape
     }
     bins.Clear();
     __syncthreads();
-    const auto load = [&](uint32_t k) { return uint2{__ldg(run.keys + k), __ldg(run.order + k)}; };
+    const auto load = [&](uint32_t k) { return __ldg(run.pairs + k); };
     bins.AddAll(begin, end, [](uint32_t, uint32_t) {}, load, [&](const uint2& update, int* bin, C* v) {
       *bin = update.x < run.dropped ? static_cast<int>(update.x % kBins) : -1;
       *v = ToCompute(*reinterpret_cast<const T*>(&update.y));
@@ -575,7 +575,7 @@ cudaError_t LaunchBinWindows(const IndexRun& run, int64_t slices, int64_t window
 template <Reduction kOp, class T>
 cudaError_t LaunchNarrow(const IndexRun& run, bool fills, cudaStream_t stream) {
   BinShape s;
-  if (!run.keys) {
+  if (!run.pairs) {
     s.slices = run.batch * run.outer;
     if (const int64_t windows = BinWindowsOf(s.slices, run.rows, run.count)) {
       const bool whole = run.plain && reinterpret_cast<uintptr_t>(run.index) % 16 == 0 &&

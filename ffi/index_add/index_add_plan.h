@@ -135,7 +135,8 @@ int64_t BinWindowsOf(int64_t slices, int64_t rows, int64_t count);
 
 // Scratch of one run of the kernels, as byte offsets; -1 where the plan has no use for it.
 struct IndexLayout {
-  int64_t keys[2] = {-1, -1}, values[2] = {-1, -1};  // the sort's two buffers, [positions] of 4 bytes each
+  // The sort's two buffers, [positions] of 4 bytes each. Values follow their keys: a buffer has room for pairs of both.
+  int64_t keys[2] = {-1, -1}, values[2] = {-1, -1};
   int64_t counts = -1;                               // the sort's [tiles + 1, 2^bits] counts
   int64_t chunks = -1;                               // what each chunk of the reduction does, 16 bytes each
   int64_t partials = -1;

@@ -18,7 +18,7 @@ namespace {
 constexpr int kDigits = 1 << kRadixBitsMax;
 constexpr int kOwners = kDigits / 2;  // threads of a block that look after two digits each
 constexpr int kUnscannedTiles = 32;   // so few, of the smallest, are added up by each block of RadixScatter itself
-constexpr int kScanThreads = 1024, kScanDigits = 8, kScanSegments = kScanThreads / kScanDigits;
+constexpr int kScanThreads = 1024, kScanDigits = 4, kScanSegments = kScanThreads / kScanDigits;
 
 struct RadixPass {
   int shift, bits;
@@ -29,32 +29,36 @@ struct RadixPass {
   const uint32_t* payload_in;
   uint32_t* keys_out;
   uint32_t* payload_out;
-  SortPayload payload;
+  uint2* pairs_out;  // or both, side by side
 };
 
 // Of a lane's items, so many are taken through a step at a time where registers are short.
-template <int kItems> constexpr int kTogether = kItems % 6 == 0 ? 6 : 4;
+template <int kItems> constexpr int kTogether = kItems % 4 == 0 ? 4 : 3;
 
 // The first pass makes keys of the indices; what travels with them is there, or is their position.
-enum class Pass { kFirstOfPositions, kFirstOfElements, kLater };
+enum class Pass { kFirstOfPositions, kFirstOfElements2, kFirstOfElements4, kLater };
+
+// A lane's first address in a register, from which its others are constant steps: the compiler works out each anew.
+template <class T> __device__ __forceinline__ const T* Pinned(const T* p) {
+  asm volatile("" : "+l"(p));
+  return p;
+}
 
 // A warp has its items in order: item i of lane l is number 32 * i + l of the warp's stretch of the tile.
-template <int kThreads, int kItems> __device__ __forceinline__ uint32_t FirstOfLane() {
-  return blockIdx.x * (kThreads * kItems) + threadIdx.x / kWarp * (kWarp * kItems) + threadIdx.x % kWarp;
+template <int kThreads, int kItems> __device__ __forceinline__ uint32_t FirstOfLane(uint32_t tile) {
+  return tile * (kThreads * kItems) + threadIdx.x / kWarp * (kWarp * kItems) + threadIdx.x % kWarp;
 }
 
 // The lane's keys; all bits set beyond the last position. Questions that have one answer for all items are asked
 // once for all of them, so that their loads are under way together.
 template <int kItems, bool kFirst>
-__device__ __forceinline__ void LoadKeys(const IndexRun& run, const RadixPass& pass, uint32_t first,
+__device__ __forceinline__ void LoadKeys(const IndexRun& run, const uint32_t* keys_in, uint32_t first,
                                          uint32_t (&key)[kItems]) {
+  const int left = static_cast<int>(run.positions - first);  // positions from the lane's first on, if any
   if (!kFirst || run.plain) {
-    const uint32_t* const from = kFirst ? static_cast<const uint32_t*>(run.index) : pass.keys_in;
+    const uint32_t* const from = Pinned((kFirst ? static_cast<const uint32_t*>(run.index) : keys_in) + first);
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const uint32_t at = first + i * kWarp;
-      key[i] = at < run.positions ? __ldg(from + at) : UINT32_MAX;
-    }
+    for (int i = 0; i < kItems; ++i) key[i] = i * kWarp < left ? __ldg(from + i * kWarp) : UINT32_MAX;
   } else {
 #pragma unroll
     for (int i = 0; i < kItems; i += kTogether<kItems>) {
@@ -79,34 +83,65 @@ __device__ __forceinline__ void LoadKeys(const IndexRun& run, const RadixPass& p
       if (key[i] != run.dropped) key[i] += run.by_count.Div(first + i * kWarp) * run.rows;
     }
   }
+  if (left > (kItems - 1) * kWarp) return;
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    if (first + i * kWarp >= run.positions) key[i] = UINT32_MAX;
+    if (i * kWarp >= left) key[i] = UINT32_MAX;
   }
 }
 
-// What travels with them where it lies in memory.
+// What travels with the lane's keys where it lies in memory: take(i, its address) for item i.
+template <int kItems, Pass kPass, class Take>
+__device__ __forceinline__ void ForPayload(const IndexRun& run, const RadixPass& pass, uint32_t first, Take take) {
+  const int left = static_cast<int>(run.positions - first);
+  const auto for_all = [&](const auto* from, bool extra) {
+    if (extra) {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        if (i * kWarp < left) take(i, from + run.SourceRow(first + i * kWarp));
+      }
+    } else {
+      from = Pinned(from + first);
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        if (i * kWarp < left) take(i, from + i * kWarp);
+      }
+    }
+  };
+  using Element = std::conditional_t<kPass == Pass::kFirstOfElements2, uint16_t, uint32_t>;
+  if constexpr (kPass == Pass::kLater) for_all(pass.payload_in, false);
+  else for_all(static_cast<const Element*>(run.source), run.source_extra);
+}
+
 template <int kItems, Pass kPass>
 __device__ __forceinline__ void LoadPayload(const IndexRun& run, const RadixPass& pass, uint32_t first,
                                             uint32_t (&payload)[kItems]) {
-  const auto load = [&](const auto* from, auto place_of) {
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const uint32_t at = first + i * kWarp;
-      payload[i] = at < run.positions ? __ldg(from + place_of(at)) : 0;
-    }
-  };
-  const auto same = [](uint32_t at) { return at; };
-  if constexpr (kPass == Pass::kLater) {
-    load(pass.payload_in, same);
-  } else {
-    const auto load_rows = [&](const auto* from) {
-      if (run.source_extra) load(from, [&](uint32_t at) { return run.SourceRow(at); });
-      else load(from, same);
-    };
-    if (pass.payload == SortPayload::kElement4) load_rows(static_cast<const uint32_t*>(run.source));
-    else load_rows(static_cast<const uint16_t*>(run.source));
-  }
+  for (int i = 0; i < kItems; ++i) payload[i] = 0;
+  ForPayload<kItems, kPass>(run, pass, first, [&](int i, const auto* from) { payload[i] = __ldg(from); });
+}
+
+// The same, of 4 bytes each, to where it does not cost registers: to[0], to[kWarp], ... The lane that asks for it
+// has it after cp.async.wait_all, and nobody before.
+template <int kItems, Pass kPass>
+__device__ __forceinline__ void CopyPayload(const IndexRun& run, const RadixPass& pass, uint32_t first, uint32_t* to) {
+  const uint32_t shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  ForPayload<kItems, kPass>(run, pass, first, [&](int i, const auto* from) {
+    static_assert(sizeof *from == 4);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared + i * kWarp * 4), "l"(from) : "memory");
+  });
+}
+
+// Has the keys of a tile brought to L2, a line a thread, so far ahead that its block does not run yet: that will wait
+// for them less.
+template <int kThreads, int kItems, bool kFirst>
+__device__ __forceinline__ void PrefetchKeys(const IndexRun& run, const uint32_t* keys_in) {
+  constexpr uint32_t kPairs = kThreads * kItems, kTilesAhead = 384, kLine = 128;
+  const uint32_t bytes = kFirst ? run.index_bytes : 4, at = threadIdx.x * (kLine / bytes);
+  const int64_t position = (int64_t{blockIdx.x} + kTilesAhead) * kPairs + at;
+  if (at >= kPairs || position >= run.positions) return;
+  const char* const keys = static_cast<const char*>(kFirst ? run.index : keys_in);
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(keys + position * bytes));
 }
 
 struct Digits {
@@ -119,9 +154,9 @@ template <int kThreads, int kItems, bool kFirst>
 __global__ void __launch_bounds__(kThreads)
 RadixCount(const __grid_constant__ IndexRun run, const __grid_constant__ RadixPass pass) {
   __shared__ uint32_t count[kDigits];
-  const uint32_t first = FirstOfLane<kThreads, kItems>();
+  const uint32_t first = FirstOfLane<kThreads, kItems>(blockIdx.x);
   uint32_t key[kItems];
-  LoadKeys<kItems, kFirst>(run, pass, first, key);
+  LoadKeys<kItems, kFirst>(run, pass.keys_in, first, key);
   for (int i = threadIdx.x; i < kDigits; i += kThreads) count[i] = 0;
   __syncthreads();
   const Digits digits(pass);
@@ -132,14 +167,18 @@ RadixCount(const __grid_constant__ IndexRun run, const __grid_constant__ RadixPa
     differ |= key[i] ^ key[0];
   }
   // A warp whose digits are all the same adds once: a hot row must not serialise the atomics.
-  const bool last_held = first + (kItems - 1) * kWarp < run.positions;
+  const int left = static_cast<int>(run.positions - first);
+  const bool last_held = (kItems - 1) * kWarp < left;
   differ |= key[0] ^ __shfl_sync(~0u, key[0], 0);
   if (__all_sync(~0u, last_held && differ == 0)) {
     if (threadIdx.x % kWarp == 0) atomicAdd(&count[key[0]], kWarp * kItems);
+  } else if (last_held) {  // without a branch an item
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) atomicAdd(&count[key[i]], 1);
   } else {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      if (first + i * kWarp < run.positions) atomicAdd(&count[key[i]], 1);
+      if (i * kWarp < left) atomicAdd(&count[key[i]], 1);
     }
   }
   __syncthreads();
@@ -170,15 +209,15 @@ __global__ void __launch_bounds__(kScanThreads) RadixScan(uint32_t* counts, uint
   for (uint32_t u = 0; u < kHeld; ++u) total += held[u];
   sum[segment][digit] = total;
   __syncthreads();
-  // A warp scans one digit's segments, four a lane.
-  static_assert(kScanSegments == 4 * kWarp);
+  // A warp scans one digit's segments, several a lane.
+  constexpr int kEach = kScanSegments / kWarp;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   if (warp < kScanDigits) {
-    uint32_t v[4], s = 0;
+    uint32_t v[kEach], s = 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] = sum[4 * lane + i][warp];
+    for (int i = 0; i < kEach; ++i) v[i] = sum[kEach * lane + i][warp];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) s += v[i];
+    for (int i = 0; i < kEach; ++i) s += v[i];
     uint32_t inclusive = s;
 #pragma unroll
     for (int step = 1; step < kWarp; step *= 2) {
@@ -187,8 +226,8 @@ __global__ void __launch_bounds__(kScanThreads) RadixScan(uint32_t* counts, uint
     }
     uint32_t before = inclusive - s;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      sum[4 * lane + i][warp] = before;
+    for (int i = 0; i < kEach; ++i) {
+      sum[kEach * lane + i][warp] = before;
       before += v[i];
     }
     if (lane == kWarp - 1 && blockIdx.x * kScanDigits + warp < digits) {
@@ -217,12 +256,15 @@ __global__ void __launch_bounds__(kScanThreads) RadixScan(uint32_t* counts, uint
 
 template <int kThreads, int kItems> struct ScatterRoom {
   static constexpr int kWarps = kThreads / kWarp, kPairs = kThreads * kItems;
-  struct Pairs {
-    uint32_t key[kPairs], payload[kPairs];
+  // Where registers are short, what travels with the keys waits here while they are ranked.
+  static constexpr bool kStages = sizeof(uint32_t[kWarps][kDigits]) <= 4 * kPairs && kPairs > kTile;
+  struct Staged {
+    uint32_t peers[kPairs], payload[kPairs];
   };
   union {
     uint32_t peers[kWarps][kDigits];  // the lanes of a warp that have the digit, while it ranks an item
-    Pairs in_order;                   // afterwards
+    Staged staged;
+    uint2 in_order[kPairs];           // afterwards: keys and what travels with them
   };
   union {  // of a warp's next key with the digit; two digits a word
     uint16_t rank[kWarps][kDigits];
@@ -248,22 +290,32 @@ __device__ __forceinline__ uint2 SumsOfThreadsBefore(uint2 v, uint2* room) {
 }
 
 // A dependent step through shared memory is some 30 cycles, so what can be read together is: the order of the loops
-// here is what the kernel's speed comes from.
+// here is what the kernel's speed comes from. Nor is memory waited for where others wait behind a barrier.
 template <int kThreads, int kItems, Pass kPass>
-__global__ void __launch_bounds__(kThreads, kThreads == 512 ? 2 : 3)
+__global__ void __launch_bounds__(kThreads, 2)
 RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ RadixPass pass) {
-  constexpr int kWarps = kThreads / kWarp, kPairs = kThreads * kItems, kStep = kTogether<kItems>;
-  static_assert(kItems % kStep == 0 && kItems % 2 == 0 && kThreads >= kOwners && kPairs < 1 << 16, "two places a word");
+  constexpr int kWarps = kThreads / kWarp, kPairs = kThreads * kItems;
+  constexpr int kStep = kTogether<kItems>, kWritten = kItems == 16 ? 8 : kItems;
+  static_assert(kItems % kStep == 0 && kItems % kWritten == 0 && kThreads >= kOwners && kPairs < 1 << 16);
   extern __shared__ __align__(16) char shared_bytes[];
-  auto& s = *reinterpret_cast<ScatterRoom<kThreads, kItems>*>(shared_bytes);
+  using Room = ScatterRoom<kThreads, kItems>;
+  auto& s = *reinterpret_cast<Room*>(shared_bytes);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const uint32_t first = FirstOfLane<kThreads, kItems>();
+  const uint32_t first = FirstOfLane<kThreads, kItems>(blockIdx.x);
   const Digits digits(pass);
   uint32_t key[kItems], payload[kItems];
-  // Before the keys, which are waited for; where registers are short, once the keys are ranked.
-  constexpr bool kEarly = kThreads * kItems <= kTile, kLoads = kPass != Pass::kFirstOfPositions;
-  if constexpr (kLoads && kEarly) LoadPayload<kItems, kPass>(run, pass, first, payload);
-  LoadKeys<kItems, kPass != Pass::kLater>(run, pass, first, key);
+  constexpr bool kLoads = kPass != Pass::kFirstOfPositions, kStages = kLoads && Room::kStages;
+  constexpr bool kCopies = kStages && kPass != Pass::kFirstOfElements2;
+  uint32_t* const staged = s.staged.payload + warp * (kWarp * kItems) + lane;
+  // Before the keys, which are waited for. Copies have time until the keys are ranked.
+  if constexpr (kLoads && !kCopies) LoadPayload<kItems, kPass>(run, pass, first, payload);
+  LoadKeys<kItems, kPass != Pass::kLater>(run, pass.keys_in, first, key);
+  if constexpr (kCopies) {
+    CopyPayload<kItems, kPass>(run, pass, first, staged);
+  } else if constexpr (kStages) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) staged[i * kWarp] = payload[i];
+  }
   // How many pairs of all tiles, and of those before this one, have either of the thread's digits.
   uint2 total = {0, 0}, earlier = {0, 0};
   if (2 * threadIdx.x < 1 << pass.bits) {
@@ -289,7 +341,7 @@ RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ Radix
   // Ranks among the warp's pairs with the same digit, of which the lanes tell each other through a word a
   // digit. Places beyond the last position have all bits set and come last of all.
   const uint32_t below = (1u << lane) - 1, above = ~below << 1;
-  uint32_t ranks[kItems / 2];  // two a word
+  uint32_t ranks[(kItems + 1) / 2];  // two a word
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const uint32_t digit = digits.Of(key[i]);
@@ -306,15 +358,6 @@ RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ Radix
       *peers_of = 0;
     }
     __syncwarp();
-  }
-  if constexpr (kLoads && !kEarly) LoadPayload<kItems, kPass>(run, pass, first, payload);
-  if constexpr (!kLoads) {
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) payload[i] = first + i * kWarp;
-    if (run.source_extra) {
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) payload[i] = static_cast<uint32_t>(run.SourceRow(payload[i]));
-    }
   }
   __syncthreads();
   // From ranks within a warp to places in the tile, and from those to places behind the pairs of smaller digits
@@ -336,6 +379,11 @@ RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ Radix
       start += held;
     }
   }
+  if constexpr (kStages) {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) payload[i] = staged[i * kWarp];
+  }
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kItems; i += kStep) {
@@ -344,32 +392,38 @@ RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ Radix
     for (int u = 0; u < kStep; ++u) {
       const uint32_t rank = (i + u) % 2 ? ranks[(i + u) / 2] >> 16 : ranks[(i + u) / 2] & 0xffff;
       place[u] = s.rank[warp][digits.Of(key[i + u])] + rank;
+      if constexpr (!kLoads) payload[i + u] = static_cast<uint32_t>(run.SourceRow(first + (i + u) * kWarp));
     }
 #pragma unroll
-    for (int u = 0; u < kStep; ++u) {
-      s.in_order.key[place[u]] = key[i + u];
-      s.in_order.payload[place[u]] = payload[i + u];
-    }
+    for (int u = 0; u < kStep; ++u) s.in_order[place[u]] = {key[i + u], payload[i + u]};
   }
   __syncthreads();
+  if constexpr (Room::kStages) PrefetchKeys<kThreads, kItems, kPass != Pass::kLater>(run, pass.keys_in);
   const uint32_t held_here = min(static_cast<uint32_t>(kPairs), run.positions - blockIdx.x * kPairs);
+  const auto write_all = [&](auto write) {
 #pragma unroll
-  for (int i = 0; i < kItems; i += kStep) {
-    uint32_t k[kStep], p[kStep], to[kStep];
+    for (int i = 0; i < kItems; i += kWritten) {
+      uint2 pair[kWritten];
+      uint32_t to[kWritten];
 #pragma unroll
-    for (int u = 0; u < kStep; ++u) {
-      const uint32_t at = threadIdx.x + (i + u) * kThreads;  // beyond the last pair lie those without a position
-      k[u] = s.in_order.key[at];
-      p[u] = s.in_order.payload[at];
+      for (int u = 0; u < kWritten; ++u) {  // beyond the last pair lie those without a position
+        pair[u] = s.in_order[threadIdx.x + (i + u) * kThreads];
+      }
+#pragma unroll
+      for (int u = 0; u < kWritten; ++u) to[u] = s.offset[digits.Of(pair[u].x)] + threadIdx.x + (i + u) * kThreads;
+#pragma unroll
+      for (int u = 0; u < kWritten; ++u) {
+        if (threadIdx.x + (i + u) * kThreads < held_here) write(to[u], pair[u]);
+      }
     }
-#pragma unroll
-    for (int u = 0; u < kStep; ++u) to[u] = s.offset[digits.Of(k[u])] + threadIdx.x + (i + u) * kThreads;
-#pragma unroll
-    for (int u = 0; u < kStep; ++u) {
-      if (threadIdx.x + (i + u) * kThreads >= held_here) continue;
-      pass.keys_out[to[u]] = k[u];
-      pass.payload_out[to[u]] = p[u];
-    }
+  };
+  if (kLoads && pass.pairs_out) {
+    write_all([&](uint32_t to, uint2 pair) { pass.pairs_out[to] = pair; });
+  } else {
+    write_all([&](uint32_t to, uint2 pair) {
+      pass.keys_out[to] = pair.x;
+      pass.payload_out[to] = pair.y;
+    });
   }
 }
 
@@ -398,63 +452,71 @@ template <int kPairs, int kThreads> auto LaunchTile(Pass pass) {
   constexpr int kItems = kPairs / kThreads;
   return pass == Pass::kLater              ? LaunchPass<kThreads, kItems, Pass::kLater>
          : pass == Pass::kFirstOfPositions ? LaunchPass<kThreads, kItems, Pass::kFirstOfPositions>
-                                           : LaunchPass<kThreads, kItems, Pass::kFirstOfElements>;
+         : pass == Pass::kFirstOfElements2 ? LaunchPass<kThreads, kItems, Pass::kFirstOfElements2>
+                                           : LaunchPass<kThreads, kItems, Pass::kFirstOfElements4>;
 }
 
-constexpr int kDescribeThreads = 256;
+constexpr int kDescribeThreads = 128, kKeysWritten = 16;  // a thread
 
-// The first of places [low, high) whose key is not `key`, which those before it all have.
-__device__ __forceinline__ uint32_t EndOf(const IndexRun& run, uint32_t low, uint32_t high, uint32_t key) {
-  constexpr uint32_t kLooks = 7;  // at once
-  while (low < high) {
-    const uint32_t step = (high - low + kLooks) / (kLooks + 1);
-    uint32_t passed = 0;
+// A thread a chunk. Where run.keys is missing, further blocks write them; the first `describing` blocks, if any, then
+// take the keys of the indices themselves, plain ones of one slice.
+template <bool kKeyed>
+__global__ void __launch_bounds__(kDescribeThreads, 8)
+Describe(const __grid_constant__ IndexRun run, uint32_t chunk, uint32_t chunks, uint32_t describing) {
+  if (!kKeyed && blockIdx.x >= describing) {
+    const uint32_t first = FirstOfLane<kDescribeThreads, kKeysWritten>(blockIdx.x - describing);
+    uint32_t key[kKeysWritten];
+    LoadKeys<kKeysWritten, true>(run, nullptr, first, key);
 #pragma unroll
-    for (uint32_t i = 1; i <= kLooks; ++i) {
-      const uint32_t at = low + i * step - 1;
-      if (at < high) passed += KeyAt(run, at) == key;
+    for (int i = 0; i < kKeysWritten; ++i) {
+      const uint32_t at = first + i * kWarp;
+      if (at >= run.positions) continue;
+      run.keys_room[at] = key[i];
+      if (run.order_room) run.order_room[at] = static_cast<uint32_t>(run.SourceRow(at));
     }
-    if (passed < kLooks) high = min(high, low + (passed + 1) * step - 1);
-    low += passed * step;
+    return;
   }
-  return low;
-}
-
-// One thread a chunk; where run.keys is missing, first one a place, which writes its key.
-__global__ void __launch_bounds__(kDescribeThreads)
-Describe(const __grid_constant__ IndexRun run, uint32_t chunk, uint32_t chunks) {
+  constexpr Keys kKeys = kKeyed ? Keys::kListed : Keys::kPlain;
   const uint32_t thread = blockIdx.x * kDescribeThreads + threadIdx.x;
-  if (!run.keys && thread < run.positions) {
-    run.keys_room[thread] = KeyAt(run, thread);
-    if (run.order_room) run.order_room[thread] = static_cast<uint32_t>(run.SourceRow(thread));
-  }
   if (thread >= chunks) return;
   const uint32_t begin = thread * chunk, end = min(begin + chunk, run.positions);
-  const uint32_t head = KeyAt(run, begin), last = KeyAt(run, end - 1);
-  const uint32_t before = KeyAt(run, begin - (begin > 0)), next = KeyAt(run, min(end, run.positions - 1));
+  const uint32_t head = KeyAt<kKeys>(run, begin), last = KeyAt<kKeys>(run, end - 1);
+  const uint32_t before = KeyAt<kKeys>(run, begin - (begin > 0));
+  const uint32_t next = KeyAt<kKeys>(run, min(begin + chunk, run.positions - 1));
+  const uint32_t earlier = KeyAt<kKeys>(run, begin - min(begin, chunk + 1));
+  const bool cut = IsCut<kKeys>(run, chunk, thread, chunk);
   const bool comes_in = begin > 0 && head < run.dropped && before == head;
   const bool goes_on = end < run.positions && last < run.dropped && next == last;
-  const bool long_head = comes_in && LongHead(run, chunk, begin, end, head);
-  ChunkInfo info = {begin, long_head, end, PartsOf(run, chunk, chunks, thread, chunk), last};
-  if (comes_in && !long_head) info.start = EndOf(run, begin, end, head);
-  if (goes_on && info.parts == 0 && !(long_head && head == last) && info.start < end) {
-    info.stop = EndOf(run, end, min(end + chunk, run.positions), last);
-  }
+  // It has the place behind the chunk too, or came into the chunk before.
+  const bool long_head = comes_in && ((end < run.positions && next == head) || (begin > chunk && earlier == head));
+  // Where the run that came in ends, and that of the chunk's last place: among the places, or among the chunks.
+  EndSearch search[2] = {{begin, begin, head, 1}, {end, end, last, 1}};
+  if (comes_in && !long_head) search[0].high = end;
+  if (cut) search[1] = {thread + 2, chunks, last, chunk};
+  else if (goes_on && !(long_head && head == last)) search[1].high = min(end + chunk, run.positions);
+  FindEnds<kKeys>(run, search);
+  ChunkInfo info = {search[0].low, long_head, end, 0, last};
+  if (cut) info.parts = search[1].low - thread;
+  else if (info.start < end) info.stop = search[1].low;
   run.chunks[thread] = info;
 }
 
 }  // namespace
 
 cudaError_t DescribeChunks(IndexRun* run, cudaStream_t stream) {
-  const int64_t chunks = (int64_t{run->positions} + run->chunk - 1) / run->chunk, threads = run->keys ? chunks : run->positions;
-  const int64_t blocks = (threads + kDescribeThreads - 1) / kDescribeThreads;
-  const cudaError_t error = Launch(Describe, {blocks, 1, kDescribeThreads}, stream, *run, run->chunk,
-                                   static_cast<uint32_t>(chunks));
-  if (!run->keys) {
-    run->keys = run->keys_room;
-    run->order = run->order_room;
-  }
-  return error;
+  const auto blocks_of = [](int64_t n, int64_t each) { return (n + each - 1) / each; };
+  const int64_t chunks = blocks_of(run->positions, run->chunk), describing = blocks_of(chunks, kDescribeThreads);
+  const auto launch = [&](auto kernel, int64_t describing, int64_t writing) {
+    return Launch(kernel, {describing + writing, 1, kDescribeThreads}, stream, *run, run->chunk,
+                  static_cast<uint32_t>(chunks), static_cast<uint32_t>(describing));
+  };
+  if (run->keys) return launch(Describe<true>, describing, 0);
+  const bool at_once = run->plain && run->batch == 1;
+  const cudaError_t error = launch(Describe<false>, at_once ? describing : 0,
+                                   blocks_of(run->positions, kDescribeThreads * kKeysWritten));
+  run->keys = run->keys_room;
+  run->order = run->order_room;
+  return at_once || error != cudaSuccess ? error : launch(Describe<true>, describing, 0);
 }
 
 cudaError_t SortUpdates(IndexRun* run, int low_bit, SortPayload payload, const IndexLayout& layout, void* scratch,
@@ -465,23 +527,28 @@ cudaError_t SortUpdates(IndexRun* run, int low_bit, SortPayload payload, const I
   pass.bits = radix.bits;
   pass.tiles = static_cast<uint32_t>((run->positions + radix.tile - 1) / radix.tile);
   pass.counts = room(layout.counts);
-  pass.payload = payload;
   pass.scanned = radix.tile > kSmallTile || pass.tiles > kUnscannedTiles;
   for (int i = 0; i < radix.passes; ++i) {
     pass.shift = low_bit + i * radix.bits;
     pass.keys_out = room(layout.keys[i % 2]);
     pass.payload_out = room(layout.values[i % 2]);
-    const Pass kind = i > 0                                ? Pass::kLater
+    // Whoever reads elements in the order of their keys reads both.
+    const bool pairs = payload != SortPayload::kPosition && i == radix.passes - 1;
+    if (pairs) pass.pairs_out = reinterpret_cast<uint2*>(pass.keys_out);
+    const Pass kind = i > 0                               ? Pass::kLater
                       : payload == SortPayload::kPosition ? Pass::kFirstOfPositions
-                                                          : Pass::kFirstOfElements;
+                      : payload == SortPayload::kElement2 ? Pass::kFirstOfElements2
+                                                          : Pass::kFirstOfElements4;
     const auto launch = radix.tile == kSmallTile ? LaunchTile<kSmallTile, 512>(kind)
-                        : radix.tile == kTile    ? LaunchTile<kTile, 256>(kind)
+                        : radix.tile == kTile    ? LaunchTile<kTile, 512>(kind)
                                                  : LaunchTile<kLargeTile, 512>(kind);
     const cudaError_t error = launch(*run, pass, stream);
     if (error != cudaSuccess) return error;
     pass.keys_in = pass.keys_out;
     pass.payload_in = pass.payload_out;
   }
+  run->pairs = pass.pairs_out;
+  if (run->pairs) return cudaSuccess;
   run->keys = pass.keys_out;
   run->order = pass.payload_out;
   run->sorted_keys = true;
