@@ -122,13 +122,12 @@ __device__ __forceinline__ void LoadPayload(const IndexRun& run, const RadixPass
 }
 
 // The same, of 4 bytes each, to where it does not cost registers: to[0], to[kWarp], ... The lane that asks for it
-// has it after cp.async.wait_all, and nobody before.
+// has it after WaitForCopies, and nobody before.
 template <int kItems, Pass kPass>
 __device__ __forceinline__ void CopyPayload(const IndexRun& run, const RadixPass& pass, uint32_t first, uint32_t* to) {
-  const uint32_t shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
   ForPayload<kItems, kPass>(run, pass, first, [&](int i, const auto* from) {
     static_assert(sizeof *from == 4);
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared + i * kWarp * 4), "l"(from) : "memory");
+    CopyAsync<4>(to + i * kWarp, from);
   });
 }
 
@@ -380,7 +379,7 @@ RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ Radix
     }
   }
   if constexpr (kStages) {
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    WaitForCopies();
 #pragma unroll
     for (int i = 0; i < kItems; ++i) payload[i] = staged[i * kWarp];
   }
