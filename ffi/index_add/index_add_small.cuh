@@ -5,10 +5,10 @@
 // nothing to do. So the work of a warp is about the same whether all indices differ or all are
 // equal, and the order of the additions depends on the indices alone.
 //
-// Such a call takes as long as its memory accesses that wait for each other, and as fetching its code, so sums into x
-// by plain indices have kernels of their own, that hold little more code than they run. An update's source comes along
-// with the indices, as if it were alone in its row of x, and that row while others are looked for: in SmallSums by a
-// warp whose lanes have up to 32 indices each in registers, in ShortSums, for rows of a few vectors, in a table.
+// A call of a few dozen updates takes as long as its memory accesses that wait for each other, and as fetching its
+// code, so sums into x by plain indices have a kernel of their own, SmallSums: its lanes have up to 32 indices each in
+// registers; the update's source row comes along with them, as if it were alone in its row of x, and that row while
+// the warp looks for others. It holds little more code than it runs.
 #pragma once
 
 #include "index_add.cuh"
@@ -302,90 +302,6 @@ __global__ void __launch_bounds__(kSmallThreads, 2) SmallSums(const __grid_const
                                      list, sums);
 }
 
-// A thread takes one vector of one update. Every block reads all indices, and has the rows that hash to it, each with
-// all of its updates. Which of them meet, a table in shared memory tells while the rows of x are under way; what place
-// a row gets there depends on who comes first, but no result does. A warp adds up its own updates of a row by the order
-// of lanes, and the row's first warp what the others have, in the order of warps.
-constexpr int kShortThreads = 1024, kShortVectors = 8;   // updates, and vectors of a row, at most
-constexpr int kShortBlockBits = 4, kShortSlotBits = 11;  // a table is never more than half full
-
-template <class T, int N>
-__global__ void __launch_bounds__(kShortThreads) ShortSums(const __grid_constant__ SmallSum s) {
-  using C = Compute<T>;
-  constexpr uint32_t kSlots = 1 << kShortSlotBits, kNone = UINT32_MAX;
-  __shared__ __align__(16) uint2 table[kSlots];  // a row, and the warps that have updates of it
-  __shared__ C sums[N][kShortThreads - 1];       // a row's first warp keeps its own
-  __shared__ uint32_t listed;                    // of these
-  const uint32_t mine = threadIdx.x, lane = mine % kWarp, own_warp = 1u << (mine / kWarp), column = blockIdx.y * N;
-  int32_t own = kNoIndex;
-  Pack<T, N> part = {}, x = {};
-  if (mine < s.count) {
-    own = __ldg(s.index + mine);
-    part = LoadPart<T, N>(static_cast<const T*>(s.source) + (mine * s.inner + column));
-  }
-  const C alpha = s.alpha ? *static_cast<const C*>(s.alpha) : C(1);
-  static_assert(kSlots == 2 * kShortThreads);
-  reinterpret_cast<uint4*>(table)[mine] = make_uint4(kNone, 0, kNone, 0);
-  if (mine == 0) listed = 0;
-  __syncthreads();
-  // `listed` is 0: to read it here keeps the compiler from waiting for the index before all else is under way.
-  const uint32_t row = (own < 0 ? own + s.wraps : own) + listed, hash = row * 0x9e3779b1u;
-  const bool active = row < s.rows && hash >> (32 - kShortBlockBits) == blockIdx.x;
-  T* const out = static_cast<T*>(s.out) + int64_t{row} * s.inner + column;
-  if (active) x = LoadPart<T, N>(out);
-  const uint32_t same = __match_any_sync(~0u, row), lower = same & ((1u << lane) - 1);
-  uint2* slot = table;
-  bool stores = active && lower == 0, met = false;
-  if (stores) {
-    uint32_t at = hash >> (32 - kShortBlockBits - kShortSlotBits), found;
-    for (;; ++at) {
-      slot = &table[at % kSlots];
-      found = atomicCAS(&slot->x, kNone, row);
-      if (found == kNone || found == row) break;
-    }
-    met = found == row;
-    atomicOr(&slot->y, own_warp);
-  }
-  met = __syncthreads_or(met);  // whether any row of the block has updates in two warps
-
-  C total[N];
-  Unpack(part, total);
-  const auto store = [&] { KeepPart<T, N>(out, FinishedPack<Reduction::kSum, T, N>(total, alpha, true, x)); };
-  uint32_t later = active ? same & (~1u << lane) : 0, rank = __popc(lower);
-  if (!met && !__any_sync(~0u, later)) {
-    if (stores) store();
-    return;
-  }
-  // Lanes of one row add up in pairs; those of odd rank are then done, and the others' ranks halved.
-  while (__any_sync(~0u, later)) {
-    const int other = later ? __ffs(later) - 1 : lane;
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const C v = __shfl_sync(~0u, total[i], other);
-      if (later) total[i] += v;
-    }
-    later &= __ballot_sync(~0u, rank % 2 == 0);
-    rank /= 2;
-  }
-  if (met) {  // the sums of a row's other warps side by side, in the place of its number
-    const uint32_t warps = stores ? slot->y : 0, before = __popc(warps & (own_warp - 1));
-    const int others = __popc(warps) - 1;
-    if (stores && before == 0) slot->x = atomicAdd(&listed, others);
-    __syncthreads();
-    if (stores && before > 0) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) sums[i][slot->x + before - 1] = total[i];
-    }
-    __syncthreads();
-    stores = stores && before == 0;
-    for (int k = 0; stores && k < others; ++k) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) total[i] += sums[i][slot->x + k];
-    }
-  }
-  if (stores) store();
-}
-
 template <Reduction kOp, class T, int N>
 cudaError_t LaunchSmall(const IndexRun& run, bool fills, cudaStream_t stream) {
   SmallShape s;
@@ -395,8 +311,7 @@ cudaError_t LaunchSmall(const IndexRun& run, bool fills, cudaStream_t stream) {
     s.each *= 2;
   }
   s.slabs = (s.vectors + kWarp * s.each - 1) / (kWarp * s.each);
-  // The vectors and types that such calls have; each is three more kernels to compile. Up to 128 updates, and long rows
-  // if they make no more than 4096 warps, are for SmallSums, more updates of short rows for ShortSums.
+  // The vectors and types that such calls have; each is two more kernels to compile.
   if constexpr (kOp == Reduction::kSum && std::is_same_v<Compute<T>, float> && (N == 1 || N == kVector<T>)) {
     // No more warps than there is room for at once: what they load too early is little then.
     int each = 1;
@@ -406,9 +321,6 @@ cudaError_t LaunchSmall(const IndexRun& run, bool fills, cudaStream_t stream) {
       const SmallSum sum = {static_cast<const int32_t*>(run.index), run.source, run.alpha, run.out,
                             static_cast<uint32_t>(run.inner), run.rows, run.wrap ? run.rows : 0,
                             static_cast<uint16_t>(run.count), static_cast<uint16_t>(each)};
-      if (run.count > 4 * kWarp && s.vectors <= kShortVectors) {
-        return Launch(ShortSums<T, N>, {1 << kShortBlockBits, static_cast<int>(s.vectors), kShortThreads}, stream, sum);
-      }
       const auto launch = [&](auto kernel, int words) {
         const int groups = (run.count + kSmallWarps - 1) / kSmallWarps, bytes = SmallListBytes<Compute<T>, N>(words);
         return Launch(kernel, {slabs(), groups, kSmallThreads, bytes}, stream, sum);
