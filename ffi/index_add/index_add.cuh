@@ -70,7 +70,7 @@ struct IndexRun {
   Divider by_count, by_rows;
   bool reads_out;                     // out holds what the reduction goes on from
   bool tiles;                         // ascending indices are reduced in tiles of source as it lies
-  uint32_t chunk;                     // else places of the order that a thread goes through
+  uint32_t chunk;                     // places of the order that a tile has, or a thread goes through
 
   void* partials;
 
@@ -326,42 +326,16 @@ template <class C> __device__ __forceinline__ C Alpha(const IndexRun& run) {
   return run.alpha ? *static_cast<const C*>(run.alpha) : C(1);
 }
 
-// Lists in order the places where runs end, of `places`, those that is_end(place) says. How many there are. `words`: room
-// for a bit a place, in shared memory as `ends` is; both may be read afterwards. All threads take part.
-template <int kThreads, class IsEnd>
-__device__ __forceinline__ int ListRunEnds(int places, IsEnd is_end, uint16_t* ends, uint32_t* words) {
-  constexpr int kWarps = kThreads / kWarp;
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, all_words = (places + kWarp - 1) / kWarp;
-#pragma unroll 2
-  for (int w = warp; w < all_words; w += kWarps) {
-    const int place = w * kWarp + lane;
-    const uint32_t word = __ballot_sync(~0u, place < places && is_end(place));
-    if (lane == 0) words[w] = word;
-  }
+// Lists in order the places where runs end: begin + i for each bit i of a thread's mask. How many there are. `warp_runs`:
+// room for a number a warp, in shared memory as `ends` is. All threads take part, and may read both afterwards.
+template <int kThreads>
+__device__ __forceinline__ int ListRunEnds(uint32_t mask, int begin, uint16_t* ends, uint32_t* warp_runs) {
+  uint32_t listed = SumOfThreadsBefore(__popc(mask), warp_runs);
+  for (uint32_t left = mask; left; left &= left - 1) ends[listed++] = begin + __ffs(left) - 1;
   __syncthreads();
   int runs = 0;
-  for (int base = 0; base < all_words; base += kWarp) {  // a word a lane
-    const uint32_t word = base + lane < all_words ? words[base + lane] : 0;
-    const int count = __popc(word);
-    int sum = count;
 #pragma unroll
-    for (int step = 1; step < kWarp; step *= 2) {
-      const int other = __shfl_up_sync(~0u, sum, step);
-      if (lane >= step) sum += other;
-    }
-    const int before = runs + sum - count;
-#pragma unroll
-    for (int i = 0; i < kWarp; i += kWarps) {
-      if (base + i >= all_words) break;
-      const uint32_t taken = __shfl_sync(~0u, word, warp + i);
-      const int first = __shfl_sync(~0u, before, warp + i);
-      if (taken >> lane & 1) {
-        ends[first + __popc(taken & ((1u << lane) - 1))] = static_cast<uint16_t>((base + warp + i) * kWarp + lane);
-      }
-    }
-    runs += __shfl_sync(~0u, sum, kWarp - 1);
-  }
-  __syncthreads();
+  for (int w = 0; w < kThreads / kWarp; ++w) runs += warp_runs[w];
   return runs;
 }
 

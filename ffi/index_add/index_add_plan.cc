@@ -3,6 +3,7 @@
 #include "index_add_plan.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "../segment_softmax/segment_softmax_plan.h"
 
@@ -51,10 +52,19 @@ IndexRadix RadixOf(int64_t positions, int low_bit, int high_bit) {
 
 // Positions a chunk of the segmented reduction; a run of equal keys is in one piece up to about twice as many.
 int64_t ChunkOf(int64_t positions, int64_t outer, int64_t row_bytes) {
-  // A quarter of a million lanes of 16 bytes, if there is work for so many: a little less than two waves of them.
+  // Half a million lanes of 16 bytes, if there is work for so many: a little less than four waves of them.
   const double lanes = static_cast<double>(positions) * outer * Ceil(row_bytes, 16);
   // Odd: chunks that are walked side by side must not all meet in the same memory channels.
-  return static_cast<int64_t>(std::clamp(lanes / (1 << 18), 24.0, 1000.0)) | 1;
+  return static_cast<int64_t>(std::clamp(std::ceil(lanes / (1 << 19)), 24.0, 500.0)) | 1;
+}
+
+// Places of a tile: as many as make whole waves of tiles of about the same length.
+int64_t TilePlaces(int64_t positions, int64_t outer, int64_t inner, int64_t element_bytes) {
+  constexpr int64_t kWave = 640, kLeast = 256;
+  const IndexTile tile = TileOf(inner, element_bytes);
+  const int64_t wave = std::max(kWave / (outer * Ceil(inner, tile.slab)), int64_t{1});
+  const int64_t tiles = Ceil(Ceil(positions, tile.places), wave) * wave;
+  return std::clamp(Ceil(positions, tiles), std::min(kLeast, tile.places), tile.places);
 }
 
 }  // namespace
@@ -158,11 +168,10 @@ IndexLayout LayoutOf(IndexPlan plan, const IndexProblem& p) {
     case IndexPlan::kSort:
     case IndexPlan::kSorted: {
       const bool tiles = ReducesTiles(plan, p), narrow = tiles || p.inner <= kNarrowInner;
-      layout.chunk = ChunkOf(positions, p.outer, RowBytes(p));
-      const int64_t places = tiles    ? TileOf(p.inner, SizeOf(p.type)).places
-                             : narrow ? NarrowTileOf(p.inner, SizeOf(p.type))
-                                      : layout.chunk;
-      const int64_t chunks = Ceil(positions, places);
+      layout.chunk = tiles    ? TilePlaces(positions, p.outer, p.inner, SizeOf(p.type))
+                     : narrow ? NarrowTileOf(p.inner, SizeOf(p.type))
+                              : ChunkOf(positions, p.outer, RowBytes(p));
+      const int64_t chunks = Ceil(positions, layout.chunk);
       if (plan == IndexPlan::kSort) sort(0, keys);
       else if (!narrow) layout.keys[0] = take(4 * positions);
       if (plan == IndexPlan::kSorted && !narrow && p.batch > 1) layout.values[0] = take(4 * positions);

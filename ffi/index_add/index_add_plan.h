@@ -113,9 +113,9 @@ constexpr int64_t NarrowTileOf(int64_t inner, int64_t element_bytes) {
 }
 
 // The segmented reduction of ascending indices where rows are a few elements or no whole vectors, in tiles of shared
-// memory: places, columns, and elements from one place to the next. Runs that end within kTileReach places behind
-// a tile are not cut by it.
-constexpr int64_t kTilePlaces = 2048, kTileBytes = 45000;  // five blocks a multiprocessor
+// memory: the most places, columns, and elements from one place to the next. Five tiles live on a multiprocessor at
+// once. Runs that end within kTileReach places behind a tile are not cut by it.
+constexpr int64_t kTilePlaces = 2048, kTileBytes = 45000;
 constexpr int kTileReach = 32, kTilePacks = 16;
 struct IndexTile {
   int64_t places, slab, pitch;
@@ -144,7 +144,7 @@ struct IndexLayout {
   // What the room above is for. A call that is cut into runs has the same digits, tiles and chunks in each of them: a
   // shorter run by itself might have shorter ones, and so more.
   IndexRadix radix;
-  int64_t chunk = 0;
+  int64_t chunk = 0;  // places, of the reduction's chunks or tiles
 };
 IndexLayout LayoutOf(IndexPlan plan, const IndexProblem& p);
 

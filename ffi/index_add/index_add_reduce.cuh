@@ -352,7 +352,7 @@ cudaError_t LaunchFixup(const IndexRun& run, const ReduceShape& s, cudaStream_t 
   f.chunks = static_cast<uint32_t>(each < groups ? each : groups) * kFixupGroup;
   f.step = (s.chunks + f.chunks - 1) / f.chunks;
   // Where the longest run would keep a warp waiting for memory more than eight times.
-  f.grouped = s.chunks > 8 * 16 * kWarp / kFixupLanes && s.chunks > 2 * kGroup;
+  f.grouped = s.chunks > 8 * 16 * kWarp / f.lanes;
   if (f.grouped) {
     const int64_t groups = (s.chunks - 1) / kGroup - 1, threads = groups * run.inner * run.outer;
     const int64_t blocks = (threads + kGroupThreads - 1) / kGroupThreads;

@@ -23,9 +23,9 @@ template <class T> struct NarrowRoom {
   int values, places;  // elements, as they lie in memory from a 16-byte boundary on; places of the tile
 
   NarrowRoom(int tile, int width) : values((tile * width + 2 * kN) / kN * kN), places(tile) {}
-  // values, a carry and a mask a thread, the keys before, in and behind the tile, the ends of runs as bits and as a list
+  // values, a carry and a mask a thread, the keys before, in and behind the tile, the ends of runs
   int Bytes() const {
-    return values * sizeof(C) + kNarrowThreads * (sizeof(C) + 4) + (places + 2) * 4 + (places / kWarp + 2) * 4 + places * 2;
+    return values * sizeof(C) + kNarrowThreads * (sizeof(C) + 4) + (places + 2) * 4 + places * 2;
   }
 };
 
@@ -47,8 +47,8 @@ ReduceNarrow(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
   C* const carry = image + room.values;
   uint32_t* const masks = reinterpret_cast<uint32_t*>(carry + kNarrowThreads);
   uint32_t* const keys = masks + kNarrowThreads + 1;  // from place -1 on
-  uint32_t* const words = keys + s.chunk + 1;
-  uint16_t* const ends = reinterpret_cast<uint16_t*>(words + s.chunk / kWarp + 2);
+  uint16_t* const ends = reinterpret_cast<uint16_t*>(keys + s.chunk + 1);
+  __shared__ uint32_t warp_runs[kNarrowThreads / kWarp];
   __shared__ C warp_sum[kNarrowThreads / kWarp];
   __shared__ bool warp_flag[kNarrowThreads / kWarp];
 
@@ -134,16 +134,19 @@ ReduceNarrow(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
 
   // Where runs end, and how many do in the stretches before. The tile's last run ends with it for now.
   const int stretches = s.chunk / kQ, lane = t % kWarp, warp = t / kWarp;
-  const auto is_end = [&](int place) { return place == held - 1 || keys[place + 1] != keys[place]; };
-  const int runs = ListRunEnds<kNarrowThreads>(held, is_end, ends, words);
   uint32_t mask = 0;
   if (t < stretches) {
-    const int first = t * kQ, word = first / kWarp, all_words = (held + kWarp - 1) / kWarp;
-    const uint32_t low = word < all_words ? words[word] : 0, high = word + 1 < all_words ? words[word + 1] : 0;
-    mask = __funnelshift_r(low, high, first % kWarp) & ((1u << kQ) - 1);
+    uint32_t key = keys[t * kQ];
+#pragma unroll
+    for (int i = 0; i < kQ; ++i) {
+      const int place = t * kQ + i;
+      const uint32_t next = keys[place + 1];
+      if (place < held && (next != key || place == held - 1)) mask |= 1u << i;
+      key = next;
+    }
     masks[t] = mask;
   }
-  __syncthreads();
+  const int runs = ListRunEnds<kNarrowThreads>(mask, t * kQ, ends, warp_runs);
 
   // The totals of the parts of runs within a stretch; what is left at its end goes on in the next.
   const int j = s.by_vectors.Div(static_cast<uint32_t>(t)), column = t - j * width;
@@ -225,7 +228,7 @@ template <Reduction kOp, class T>
 cudaError_t LaunchNarrowReduce(const IndexRun& run, bool fills, cudaStream_t stream) {
   ReduceShape s;
   s.vectors = run.inner;
-  s.chunk = static_cast<uint32_t>(NarrowTileOf(run.inner, sizeof(T)));
+  s.chunk = run.chunk;
   s.chunks = (run.positions + s.chunk - 1) / s.chunk;
   s.by_vectors = Divider(run.inner);
   s.by_chunks = Divider(s.chunks);

@@ -23,14 +23,16 @@ struct TileShape {
   Divider by_slabs;
   FastDivmod by_columns;
   int values;       // elements of shared memory
+  int each;         // places of which a thread looks for the ends of runs
 
-  TileShape(const IndexTile& tile, int64_t inner, int n)
+  TileShape(const IndexTile& tile, int places, int64_t inner, int n)
       : slab(static_cast<int>(tile.slab)), pitch(static_cast<int>(tile.pitch)), slabs((inner + slab - 1) / slab),
-        by_slabs(slabs), by_columns(static_cast<uint32_t>(slab)), values((static_cast<int>(tile.places) * pitch + 3 * n) / n * n) {}
-  // values; the keys of two places before the tile, of its own, and of those within reach and one more; where runs end,
-  // as bits and as a list from the end before the first on
+        by_slabs(slabs), by_columns(static_cast<uint32_t>(slab)), values((places * pitch + 3 * n) / n * n),
+        each(places > 4 * kTileThreads ? 8 : places > 2 * kTileThreads ? 4 : places > kTileThreads ? 2 : 1) {}
+  // values; the keys of two places before the tile, behind two words, of its own, and of those within reach and one more;
+  // the ends of runs from the one before the first on
   int Bytes(int places, int element_bytes) const {
-    return values * element_bytes + (places + kTileReach + 3) * 4 + (places / kWarp + 1) * 4 + (places + 1) * 2;
+    return values * element_bytes + (places + kTileReach + 5) * 4 + (places + 1) * 2;
   }
 };
 
@@ -51,9 +53,9 @@ ReduceTiles(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
   }
   const int places = static_cast<int>(s.chunk);
   T* const values = reinterpret_cast<T*>(shared_bytes);
-  uint32_t* const keys = reinterpret_cast<uint32_t*>(values + tile.values) + 2;
-  uint32_t* const words = keys + places + kTileReach + 1;
-  uint16_t* const ends = reinterpret_cast<uint16_t*>(words + places / kWarp + 1) + 1;
+  uint32_t* const keys = reinterpret_cast<uint32_t*>(values + tile.values) + 4;
+  uint16_t* const ends = reinterpret_cast<uint16_t*>(keys + places + kTileReach + 1) + 1;
+  __shared__ uint32_t warp_runs[kTileThreads / kWarp];
 
   const int64_t block = blockIdx.x, item = tile.by_slabs.Div(block), o = s.by_chunks.Div(item);
   const uint32_t number = static_cast<uint32_t>(item - o * s.chunks), begin = number * s.chunk;
@@ -119,9 +121,22 @@ ReduceTiles(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
   WaitForCopies();
   __syncthreads();
 
-  // The tile's last run ends with it for now.
-  const auto is_end = [&](int place) { return place == held - 1 || keys[place + 1] != keys[place]; };
-  const int runs = ListRunEnds<kTileThreads>(held, is_end, ends, words);
+  // Where runs end. The tile's last one ends with it for now.
+  const int place = t * tile.each, left = held - place;
+  uint32_t mask = 0;
+  if (left > 0) {
+    if (tile.each >= 4) {
+      for (int i = 0; i < tile.each; i += 4) {
+        const uint4 key = *reinterpret_cast<const uint4*>(keys + place + i);
+        const uint32_t next = keys[place + i + 4];
+        mask |= ((key.x != key.y) | (key.y != key.z) << 1 | (key.z != key.w) << 2 | (key.w != next) << 3) << i;
+      }
+    } else {
+      for (int i = 0; i < tile.each; ++i) mask |= (keys[place + i] != keys[place + i + 1]) << i;
+    }
+    if (left <= tile.each) mask = (mask & ((1u << (left - 1)) - 1)) | 1u << (left - 1);
+  }
+  const int runs = ListRunEnds<kTileThreads>(mask, place, ends, warp_runs);
 
   if (s.bands.rows) {
     ForGapsOfTile(run, s.bands, keys, ends, runs, begin + held == run.positions, [&](uint32_t first, uint32_t last) {
@@ -190,9 +205,9 @@ ReduceTiles(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
 template <Reduction kOp, class T>
 cudaError_t LaunchTiles(const IndexRun& run, bool fills, cudaStream_t stream) {
   const IndexTile t = TileOf(run.inner, sizeof(T));
-  const TileShape tile(t, run.inner, kVector<T>);
+  const TileShape tile(t, static_cast<int>(run.chunk), run.inner, kVector<T>);
   ReduceShape s;
-  s.chunk = static_cast<uint32_t>(t.places);
+  s.chunk = run.chunk;
   s.chunks = (run.positions + s.chunk - 1) / s.chunk;
   s.reach = kTileReach;
   s.by_chunks = Divider(s.chunks);
@@ -200,7 +215,7 @@ cudaError_t LaunchTiles(const IndexRun& run, bool fills, cudaStream_t stream) {
   if (fills) s.bands = BandShapeOf(run, run.inner, sizeof(T), false);
   constexpr int kWarps = kTileThreads / kWarp;
   const int64_t blocks = s.blocks + (s.bands.warps + kWarps - 1) / kWarps;
-  const int bytes = tile.Bytes(static_cast<int>(t.places), sizeof(T));
+  const int bytes = tile.Bytes(static_cast<int>(s.chunk), sizeof(T));
   const cudaError_t error = Launch(ReduceTiles<kOp, T>, {blocks, 1, kTileThreads, bytes}, stream, run, s, tile);
   if (error != cudaSuccess || s.chunks == 1) return error;
   return LaunchFixup<kOp, T>(run, s, stream);
