@@ -52,10 +52,11 @@ IndexRadix RadixOf(int64_t positions, int low_bit, int high_bit) {
 
 // Positions a chunk of the segmented reduction; a run of equal keys is in one piece up to about twice as many.
 int64_t ChunkOf(int64_t positions, int64_t outer, int64_t row_bytes) {
-  // Half a million lanes of 16 bytes, if there is work for so many: a little less than four waves of them.
+  // Lanes of 16 bytes, if there is work for so many: a little less than three waves of them.
+  constexpr double kLanes = 3 << 17;
   const double lanes = static_cast<double>(positions) * outer * Ceil(row_bytes, 16);
   // Odd: chunks that are walked side by side must not all meet in the same memory channels.
-  return static_cast<int64_t>(std::clamp(std::ceil(lanes / (1 << 19)), 24.0, 500.0)) | 1;
+  return static_cast<int64_t>(std::clamp(std::ceil(lanes / kLanes), 24.0, 500.0)) | 1;
 }
 
 // Places of a tile: as many as make whole waves of tiles of about the same length.

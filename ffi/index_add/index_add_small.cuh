@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(kSmallThreads, 2) SmallSums(const __grid_const
     }
   };
   load(part, source + int64_t{mine} * s.inner);
-  __syncthreads();  // so that none of the loads below comes before these
+  if constexpr (kKeys > 4) __syncthreads();  // so that none of the many loads below comes before these
   if (turn >= s.count) return;  // the whole warp, here and below
   const int32_t* const index = Pinned(s.index + lane);
   const int left = static_cast<int>(s.count - lane);

@@ -18,7 +18,7 @@ namespace {
 constexpr int kDigits = 1 << kRadixBitsMax;
 constexpr int kOwners = kDigits / 2;  // threads of a block that look after two digits each
 constexpr int kUnscannedTiles = 32;   // so few, of the smallest, are added up by each block of RadixScatter itself
-constexpr int kScanThreads = 1024, kScanDigits = 4, kScanSegments = kScanThreads / kScanDigits;
+constexpr int kScanThreads = 1024, kScanDigits = 8, kScanSegments = kScanThreads / kScanDigits;
 
 struct RadixPass {
   int shift, bits;
