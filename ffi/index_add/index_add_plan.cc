@@ -56,7 +56,7 @@ int64_t ChunkOf(int64_t positions, int64_t outer, int64_t row_bytes) {
   constexpr double kLanes = 3 << 17;
   const double lanes = static_cast<double>(positions) * outer * Ceil(row_bytes, 16);
   // Odd: chunks that are walked side by side must not all meet in the same memory channels.
-  return static_cast<int64_t>(std::clamp(std::ceil(lanes / kLanes), 24.0, 500.0)) | 1;
+  return static_cast<int64_t>(std::clamp(std::ceil(lanes / kLanes), 16.0, 500.0)) | 1;
 }
 
 // Places of a tile: as many as make whole waves of tiles of about the same length.

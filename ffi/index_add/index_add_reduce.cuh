@@ -224,6 +224,7 @@ ReduceGroups(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
 // are a warp's, or several warps' where runs are few; it has the columns side by side, V a lane, and as many parts at once
 // as that leaves lanes.
 constexpr int kFixupLanes = 8, kFixupGroup = 8;
+constexpr int FixupAhead(bool wide) { return wide ? 8 : 16; }  // parts that a lane has under way
 struct FixupShape {
   int lanes;              // side by side
   uint32_t chunks, step;  // a block's, and groups from one of its to the next
@@ -241,7 +242,7 @@ ReduceFixup(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
   struct alignas(V * sizeof(C)) Columns {
     C c[V];
   };
-  constexpr int kWarps = kFixupThreads / kWarp, kAhead = V == 1 ? 16 : 8;
+  constexpr int kWarps = kFixupThreads / kWarp, kAhead = FixupAhead(V > 1);
   __shared__ LongRun found[kFixupThreads];
   __shared__ Columns room[kWarps][kFixupLanes];
   __shared__ int runs;
@@ -351,8 +352,8 @@ cudaError_t LaunchFixup(const IndexRun& run, const ReduceShape& s, cudaStream_t 
   const int64_t each = (groups * f.slabs * run.outer + kBlocks - 1) / kBlocks;
   f.chunks = static_cast<uint32_t>(each < groups ? each : groups) * kFixupGroup;
   f.step = (s.chunks + f.chunks - 1) / f.chunks;
-  // Where the longest run would keep a warp waiting for memory more than eight times.
-  f.grouped = s.chunks > 8 * 16 * kWarp / f.lanes;
+  // Where the longest run would keep a warp, alone, waiting for memory more than 24 times.
+  f.grouped = s.chunks > 24 * FixupAhead(wide) * kWarp / f.lanes;
   if (f.grouped) {
     const int64_t groups = (s.chunks - 1) / kGroup - 1, threads = groups * run.inner * run.outer;
     const int64_t blocks = (threads + kGroupThreads - 1) / kGroupThreads;
