@@ -158,6 +158,7 @@ def sanitize_fused(dtypes: list[str]) -> tuple[int, list[str]]:
 
 # Rows, updates and elements of a row: around blocks of 32 and 1024, chunks and bins, aligned and not.
 INDEXED = list(itertools.product((1, 33, 5000), (1, 31, 1025, 9001), (1, 3, 8, 65, 260)))
+MANY = (300_000, (1 << 22) + 3, 1)  # for the sort's largest tiles, once a plan that sorts
 
 
 def run_indexed(op: str, plan: str, dtype: str, rows: int, count: int, inner: int, lie: bool) -> str | None:
@@ -219,9 +220,11 @@ def sanitize_indexed(dtypes: list[str], plans: Sequence[str]) -> tuple[int, list
         for dtype, op, sizes, lie in itertools.product(
             dtypes,
             ("index_add", "segment_sum", "segment_max", "index_select"),
-            INDEXED,
+            [*INDEXED, MANY],
             LIES if plan in ("sorted", "unique") else (False,),
         ):
+            if sizes == MANY and (plan not in ("sort", "narrow") or op != "segment_sum"):
+                continue
             problem = run_indexed(op, plan, dtype, *sizes, lie)
             done += problem is not None
             if problem:
