@@ -697,13 +697,13 @@ def test_every_plan(plan, dtype, operation):
 @needs_cpu_module
 @pytest.mark.parametrize(
     "plan, rows, count, batch",
-    [("sort", 300_000, 600_001, None), ("narrow", 1_200_000, 600_001, None), ("sort", 300_000, 4_200_001, None),
+    [("sort", 300_000, 600_001, None), ("narrow", 2**22, 600_001, None), ("sort", 300_000, 4_200_001, None),
      ("narrow", 300_000, 4_200_001, None), ("narrow", 9_000, 9_001, 70)])
 def test_plans_of_many_updates(plan, rows, count, batch):
     """Half a million, and four: the sort's larger tiles and two passes of elements, and bins of whole slices; integers
-    show every one of them."""
+    show every one of them. Many go nowhere, for which powers of two have no key below the next bit."""
     shape = (count,) if batch is None else (batch, count)
-    index = np.random.default_rng(0).integers(-2, rows + 2, shape).astype(np.int32)
+    index = np.random.default_rng(0).integers(-rows // 10, rows + rows // 10, shape).astype(np.int32)
     total = functools.partial(jaxkern.segment_sum, num_segments=rows)
     for dtype in ("int32", "float32", "bfloat16"):
         source = values(shape, dtype)

@@ -102,13 +102,9 @@ template <class V> __device__ __forceinline__ void StoreRemote(V* at, const V& v
 
 #endif  // JAXKERN_HAS_BULK_COPY
 
-// A barrier among the first `threads` threads of the block (a multiple of 32).
+// A barrier of `threads` threads of the block: whole warps.
 __device__ __forceinline__ void SyncThreads(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-// Counts as one of them without waiting: what these threads wrote to shared memory is seen by those that do wait.
-__device__ __forceinline__ void ArriveThreads(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 }  // namespace jaxkern

@@ -58,6 +58,7 @@ struct IndexRun {
   const uint32_t* order;
   const uint2* pairs;  // or keys and elements of source, sorted by the keys' leading bits
   bool sorted_keys;  // keys ascend, those that go nowhere last; else the indices do, if anything does
+  int sorted_bits;   // of keys whose low bits were left out of the sort: how many more it has looked at
   uint32_t *keys_room, *order_room;  // for those of ascending indices, where they are read more than once
   ChunkInfo* chunks;
 
@@ -162,38 +163,22 @@ template <Keys kKeys = Keys::kAny> __device__ __forceinline__ uint32_t KeyAt(con
   }
 }
 
-// The first of places [low, high) whose key is `key` or more, where keys ascend. A lane of the group looks at
-// one place each time: a thread alone (kLanes = 1) waits for memory five times as often as a warp.
-template <int kLanes>
+// The first of places [low, high) whose key is `key` or more, where keys ascend. The lanes of a warp look at a place
+// each time: a thread alone would wait for memory five times as often.
 __device__ __forceinline__ uint32_t LowerBound(const IndexRun& run, uint32_t low, uint32_t high, uint32_t key) {
-  static_assert(kLanes == 1 || kLanes == kWarp);
   // Indices that are out of range do not have their place among the keys, but their rows do.
   const bool keyed = run.sorted_keys;
-  const int64_t row = !keyed && run.batch > 1 ? key % run.rows : key;
-  const uint32_t lane = kLanes == 1 ? 0 : threadIdx.x % kWarp;
+  const int64_t row = (!keyed && run.batch > 1 ? key % run.rows : key) + (keyed ? 0 : run.first_row);
+  const uint32_t lane = threadIdx.x % kWarp;
   while (low < high) {
-    const uint32_t step = (high - low + kLanes) / (kLanes + 1), at = low + (lane + 1) * step - 1;
+    const uint32_t step = (high - low + kWarp) / (kWarp + 1), at = low + (lane + 1) * step - 1;
     bool less = false;
-    if (at < high) {
-      less = (keyed ? int64_t{__ldg(run.keys + at)} : RowOf(run, LoadIndex(run, at)) - run.first_row) < row;
-    }
-    const uint32_t passed = kLanes == 1 ? less : __popc(__ballot_sync(~0u, less));
-    if (passed < kLanes) high = min(high, low + (passed + 1) * step - 1);
+    if (at < high) less = (keyed ? int64_t{__ldg(run.keys + at)} : RowOf(run, LoadIndex(run, at))) < row;
+    const uint32_t passed = __popc(__ballot_sync(~0u, less));
+    if (passed < kWarp) high = min(high, low + (passed + 1) * step - 1);
     low += passed * step;
   }
   return low;
-}
-
-// Whether the run that comes into the chunk at `begin` is a long one: it has the place `end` too, or came into
-// the chunk before.
-__device__ __forceinline__ bool LongHead(const IndexRun& run, uint32_t chunk, uint32_t begin, uint32_t end,
-                                         uint32_t key) {
-  return (end < run.positions && KeyAt(run, end) == key) || (begin > chunk && KeyAt(run, begin - chunk - 1) == key);
-}
-
-// Whether the run that begins in a chunk goes on for more than `reach` places behind its `end`.
-__device__ __forceinline__ bool LongTail(const IndexRun& run, uint32_t reach, uint32_t end, uint32_t key) {
-  return end + reach < run.positions && KeyAt(run, end + reach) == key;
 }
 
 // Whether the chunks cut the run that begins in `chunk` and goes on behind it: where it ends within `reach` places
@@ -377,12 +362,13 @@ __device__ __forceinline__ Pack<T, N> FinishedPack(const Compute<T> (&total)[N],
 
 // --- Rows that nothing goes to ------------------------------------------------------------------------
 
-// Untouched rows of out are written by blocks of their own, a tile of rows and vectors each.
-constexpr int kFillRows = 1024, kFillThreads = 256;
+// Where keys are in no order (index_add_gaps.cuh has the others), untouched rows of out are written by blocks of their
+// own, a tile of rows and vectors each.
+constexpr int kFillRows = 1024;
 struct FillShape {
   int64_t rows = 0;     // of a tile
   int64_t vectors = 0;  // of a tile's rows
-  int64_t slabs = 0, tiles = 0, row_tiles = 0;
+  int64_t slabs = 0, row_tiles = 0;
   Divider by_vectors;
   int64_t blocks = 0;
 };

@@ -132,7 +132,7 @@ __device__ __forceinline__ void FillGaps(const IndexRun& run, const BandShape& f
     const uint32_t end = first + min(f.rows, run.rows - row);
     const bool one_slice = !run.sorted_keys && run.batch > 1;  // these are in order within a slice alone
     const uint32_t low = one_slice ? b * run.count : 0, high = one_slice ? low + run.count : run.positions;
-    const uint32_t place = LowerBound<kWarp>(run, low, high, first);
+    const uint32_t place = LowerBound(run, low, high, first);
     if (place >= high || KeyAt(run, place) >= end) FillRows<kOp, T, N>(run, o, begin, width, first, end);
     return;
   }

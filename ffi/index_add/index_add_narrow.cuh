@@ -175,7 +175,7 @@ template <Reduction kOp, class C, bool kFew> struct BlockBins {
       if (copies == 1) {
 #pragma unroll
         for (int w = 0; w < kWideWarps; ++w) {
-          if (warp == w && !(last_turn && w == kWideWarps - 1)) ArriveThreads(1 + (w + 1) % kWideWarps, 2 * kWarp);
+          if (warp == w && !(last_turn && w == kWideWarps - 1)) SyncThreads(1 + (w + 1) % kWideWarps, 2 * kWarp);
         }
       }
     }
@@ -313,7 +313,7 @@ BinSlices(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape
   });
 }
 
-// Few updates: a block for each window of the rows, a slice of `windows` of them. Every thread has bins of its own, so
+// Few updates: a block for each window of the rows (x) and slice (y). Every thread has bins of its own, so
 // that nobody meets anybody. `vectors`: of four plain indices each, of a slice.
 template <Reduction kOp, class T>
 __global__ void __launch_bounds__(kWindowThreads)
@@ -592,7 +592,7 @@ cudaError_t LaunchNarrow(const IndexRun& run, bool fills, cudaStream_t stream) {
   }
   s.chunk = static_cast<uint32_t>(BinChunkOf(run.positions, kBins));
   s.chunks = (run.positions + s.chunk - 1) / s.chunk;
-  s.stretches = (1u << (BitsFor(run.dropped) - kBinBits)) - 1;
+  s.stretches = (1u << run.sorted_bits) - 1;
   s.fill_after = s.chunks;
   int64_t blocks = s.chunks;
   if (fills) {

@@ -114,7 +114,7 @@ constexpr int64_t NarrowTileOf(int64_t inner, int64_t element_bytes) {
 
 // The segmented reduction of ascending indices where rows are a few elements or no whole vectors, in tiles of shared
 // memory: the most places, columns, and elements from one place to the next. Five tiles live on a multiprocessor at
-// once. Runs that end within kTileReach places behind a tile are not cut by it.
+// once. Runs that end within kTileReach places behind a tile are not cut by it. A slab of long rows is kTilePacks vectors.
 constexpr int64_t kTilePlaces = 2048, kTileBytes = 45000;
 constexpr int kTileReach = 32, kTilePacks = 16;
 struct IndexTile {

@@ -348,9 +348,9 @@ cudaError_t LaunchFixup(const IndexRun& run, const ReduceShape& s, cudaStream_t 
   f.slabs = (vectors + f.lanes - 1) / f.lanes;
   // One wave of blocks: most of them find nothing to do.
   constexpr int64_t kBlocks = 512;
-  const int64_t groups = (s.chunks + kFixupGroup - 1) / kFixupGroup;
-  const int64_t each = (groups * f.slabs * run.outer + kBlocks - 1) / kBlocks;
-  f.chunks = static_cast<uint32_t>(each < groups ? each : groups) * kFixupGroup;
+  const int64_t pieces = (s.chunks + kFixupGroup - 1) / kFixupGroup;
+  const int64_t each = (pieces * f.slabs * run.outer + kBlocks - 1) / kBlocks;
+  f.chunks = static_cast<uint32_t>(each < pieces ? each : pieces) * kFixupGroup;
   f.step = (s.chunks + f.chunks - 1) / f.chunks;
   // Where the longest run would keep a warp, alone, waiting for memory more than 24 times.
   f.grouped = s.chunks > 24 * FixupAhead(wide) * kWarp / f.lanes;

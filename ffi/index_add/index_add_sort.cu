@@ -38,12 +38,6 @@ template <int kItems> constexpr int kTogether = kItems % 4 == 0 ? 4 : 3;
 // The first pass makes keys of the indices; what travels with them is there, or is their position.
 enum class Pass { kFirstOfPositions, kFirstOfElements2, kFirstOfElements4, kLater };
 
-// A lane's first address in a register, from which its others are constant steps: the compiler works out each anew.
-template <class T> __device__ __forceinline__ const T* Pinned(const T* p) {
-  asm volatile("" : "+l"(p));
-  return p;
-}
-
 // A warp has its items in order: item i of lane l is number 32 * i + l of the warp's stretch of the tile.
 template <int kThreads, int kItems> __device__ __forceinline__ uint32_t FirstOfLane(uint32_t tile) {
   return tile * (kThreads * kItems) + threadIdx.x / kWarp * (kWarp * kItems) + threadIdx.x % kWarp;
@@ -546,6 +540,7 @@ cudaError_t SortUpdates(IndexRun* run, int low_bit, SortPayload payload, const I
     pass.keys_in = pass.keys_out;
     pass.payload_in = pass.payload_out;
   }
+  run->sorted_bits = radix.passes * radix.bits;
   run->pairs = pass.pairs_out;
   if (run->pairs) return cudaSuccess;
   run->keys = pass.keys_out;

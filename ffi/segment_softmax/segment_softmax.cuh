@@ -26,6 +26,18 @@
 
 namespace jaxkern {
 
+// Whether the run that comes into the chunk at `begin` is a long one: it has the place `end` too, or came into
+// the chunk before.
+__device__ __forceinline__ bool LongHead(const IndexRun& run, uint32_t chunk, uint32_t begin, uint32_t end,
+                                         uint32_t key) {
+  return (end < run.positions && KeyAt(run, end) == key) || (begin > chunk && KeyAt(run, begin - chunk - 1) == key);
+}
+
+// Whether the run that begins in a chunk goes on for more than `reach` places behind its `end`.
+__device__ __forceinline__ bool LongTail(const IndexRun& run, uint32_t reach, uint32_t end, uint32_t key) {
+  return end + reach < run.positions && KeyAt(run, end + reach) == key;
+}
+
 // `carry`: a Stat for each stretch and column, of what is open at its end; afterwards with what comes in from stretches
 // before it. All threads take part.
 template <class Op>
