@@ -1,7 +1,6 @@
-"""index_add, index_select, embedding_lookup and the segment reductions: numbers, indices, bad input, plans."""
+"""index_add, index_select, embedding_lookup and the segment reductions: numbers, indices, bad input."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,120 +9,16 @@ import pytest
 from conftest import ON_GPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import assert_rounded, wide
+from indexed import (
+    FLOATS, INDEX_DTYPES, INTEGERS, REDUCTIONS, assert_reduced, assert_selected, check, every_dtype, every_reduction,
+    indices, needs_cpu_module, on_this_platform, run, scattered, values,
+)
+from reference import wide
 
 import jaxkern
-from jaxkern import _compat, _registry, tiers
+from jaxkern import _compat
 
-REDUCTIONS = ("index_add", "segment_sum", "segment_mean", "segment_max", "segment_min")
-FLOATS = ("float16", "bfloat16", "float32", "float64")
-INTEGERS = ("int32", "int64", "uint32")
-INDEX_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 GatherScatterMode = jax.lax.GatherScatterMode
-
-every_reduction = pytest.mark.parametrize("operation", REDUCTIONS)
-every_dtype = pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
-needs_cpu_module = pytest.mark.skipif(_registry.status["cpu"].module is None, reason=_registry.status["cpu"].reason)
-
-
-# ---- the operations in numpy
-
-
-def numpy_rows(index, rows, wrap, clip=False):
-    """The row of each index as a Python integer has it, -1 where it is none."""
-    found = []
-    for i in np.asarray(index).ravel().tolist():
-        i += rows if wrap and i < 0 else 0
-        i = min(max(i, 0), rows - 1) if clip else i
-        found.append(i if 0 <= i < rows else -1)
-    return np.array(found, np.int64).reshape(np.shape(index))
-
-
-def scattered(method, start, at, source):
-    """method.at along the first dimension, without what goes nowhere."""
-    out, kept = start.copy(), np.flatnonzero(at >= 0)
-    kept = kept[np.argsort(at[kept], kind="stable")]
-    if kept.size:
-        rows, first = np.unique(at[kept], return_index=True)
-        out[rows] = method(out[rows], method.reduceat(source[kept], first))
-    return out
-
-
-def assert_reduced(operation, found, x, index, source, axis=0, alpha=1, clip=False):
-    """`found` is the operation by numpy, as precisely as its types allow; of `x`, segments take the shape alone."""
-    dtype, rows = found.dtype, x.shape[axis]
-    floating = jnp.issubdtype(dtype, jnp.floating)
-    # Integers wrap, and no wider type could tell where.
-    exact_type = wide if floating else np.dtype(dtype).type
-    x, source, found = (np.moveaxis(np.asarray(a), axis, 0) for a in (x, source, found))
-    at = numpy_rows(index, rows, wrap=operation == "index_add", clip=clip)
-    source = source.astype(exact_type)
-    zeros = np.zeros(x.shape, exact_type)
-    if operation in ("segment_max", "segment_min"):
-        largest = operation == "segment_max"
-        limits = (-np.inf, np.inf) if floating else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-        start = np.full(x.shape, limits[0 if largest else 1], exact_type)
-        want = scattered(np.maximum if largest else np.minimum, start, at, source)
-        return np.testing.assert_array_equal(found.astype(exact_type), want)
-    with np.errstate(over="ignore"):
-        want = scattered(np.add, zeros, at, source) * np.asarray(alpha).astype(exact_type)
-    many = scattered(np.add, np.zeros(rows, wide), at, np.ones(len(at), wide)).reshape(-1, *[1] * (x.ndim - 1))
-    size = scattered(np.add, zeros.astype(wide), at, np.abs(source.astype(wide))) * wide(abs(alpha))
-    if operation == "index_add":
-        want, size = want + x.astype(exact_type), size + np.abs(x.astype(wide))
-    if operation == "segment_mean":
-        want, size = (a / np.maximum(many, 1) for a in (want, size))
-    if not floating:
-        return np.testing.assert_array_equal(found, want)
-    # A sum of n terms in a few parts; alpha itself is rounded.
-    assert_rounded(found, want, size * (2 + np.sqrt(many) / 4), dtype)
-
-
-def values(shape, dtype, seed=0):
-    rng = np.random.default_rng(seed)
-    with _compat.enable_x64():
-        if jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-            return jnp.asarray(rng.normal(size=shape), dtype)
-        return jnp.asarray(rng.integers(0 if dtype == "uint32" else -(2**31), 2**31, shape), dtype)
-
-
-def indices(rows, count, seed=1, kind="wild"):
-    rng = np.random.default_rng(seed)
-    if kind == "same":
-        return np.full(count, rows // 2, np.int32)
-    if kind == "zipf":
-        return (rng.zipf(1.3, count) % max(rows, 1)).astype(np.int32)
-    low, high = {"wild": (-2 * rows - 1, 2 * rows + 2), "uniform": (0, max(rows, 1)), "sorted": (0, max(rows, 1))}[kind]
-    found = rng.integers(low, high, count).astype(np.int32)
-    return np.sort(found) if kind == "sorted" else found
-
-
-def run(operation, x, index, source, axis=0, **options):
-    """The operation on arrays of these shapes; segments along another axis through vmap."""
-    f = jitted(operation, x.shape[axis], axis, tuple(options.items()))
-    return f(x, index, source) if operation == "index_add" else f(source, index)
-
-
-@functools.cache  # so that the same shapes compile once
-def jitted(operation, rows, axis, options):
-    if operation == "index_add":
-        return jax.jit(lambda x, i, s: jaxkern.index_add(x, axis, i, s, **dict(options)))
-    f = lambda s, i: getattr(jaxkern, operation)(s, i, rows, **dict(options))
-    for _ in range(axis):
-        f = jax.vmap(f, (0, None))
-    return jax.jit(f)
-
-
-def check(operation, dtype, shape, axis, count, kind="wild", **options):
-    axis %= len(shape)
-    source_shape = (*shape[:axis], count, *shape[axis + 1 :])
-    with _compat.enable_x64("64" in dtype):
-        if operation == "segment_mean" and dtype in INTEGERS:
-            pytest.skip("the mean of integers is another type")
-        x, source, index = values(shape, dtype), values(source_shape, dtype, 2), indices(shape[axis], count, kind=kind)
-        found = run(operation, x, index, source, axis, **options)
-        options = {k: v for k, v in options.items() if k == "alpha"}
-        assert_reduced(operation, found, x, index, source, axis, **options)
 
 
 # ---- numbers
@@ -251,18 +146,6 @@ def x_at_add(x, index, source, **options):
 
 
 # ---- index_select and embedding_lookup
-
-
-def assert_selected(found, x, index, axis, clip=False):
-    x = np.asarray(x)
-    at = numpy_rows(index, x.shape[axis], wrap=True, clip=clip)
-    want = np.take(x, np.maximum(at, 0), axis)
-    fill = np.nan if jnp.issubdtype(x.dtype, jnp.floating) else (
-        np.iinfo(x.dtype).max if x.dtype.kind == "u" else np.iinfo(x.dtype).min)
-    np.moveaxis(want, axis, 0)[at < 0] = fill
-    assert found.dtype == x.dtype
-    exact = wide if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype  # numpy knows no NaN of bfloat16
-    np.testing.assert_array_equal(np.asarray(found).astype(exact), want.astype(exact))
 
 
 @every_dtype
@@ -512,12 +395,6 @@ def test_numpy_and_scalars_are_arrays():
 # ---- what XLA makes of it
 
 
-def on_this_platform():
-    module = _registry.status["cuda" if ON_GPU else "cpu"]
-    if module.module is None:
-        pytest.skip(module.reason)
-
-
 def test_donated_x_is_updated_in_place():
     on_this_platform()
     x, index, source = jnp.ones((500, 64)), jnp.zeros(7, jnp.int32), jnp.ones((7, 64))
@@ -610,122 +487,3 @@ def test_bad_input(call, kind, words):
         call()
     message = str(error.value)
     assert message.startswith("jaxkern.") and all(word in message for word in words), message
-
-
-# ---- plans
-
-
-def test_plans_are_forced_on_what_they_are_for():
-    x, index = jnp.ones((3, 4)), jnp.zeros(2, jnp.int32)
-    gradient = jax.grad(lambda x: jaxkern.index_select(x, 0, index).sum())
-    with tiers.force("sort"):
-        text = str(jax.make_jaxpr(gradient)(x))
-        assert "plan='sort'" in text and "plan='auto'" in text  # the gather's own
-        assert "tier=auto" in str(jax.make_jaxpr(jaxkern.softmax)(x))
-    with tiers.force("gather"):
-        assert "plan='gather'" in str(jax.make_jaxpr(gradient)(x)).split("segment_sum")[0]
-    assert "plan='sort'" not in str(jax.make_jaxpr(gradient)(x))
-    with pytest.raises(ValueError, match="no tier 'sorts', there are sub_warp"), tiers.force("sorts"):
-        pass
-
-
-@needs_cpu_module
-def test_plan_query_needs_no_gpu():
-    for device, dtype, rows, count, inner in itertools.product(
-            (tiers.H200, tiers.A100), FLOATS + INTEGERS, (1, 1000, 1 << 20), (1, 1000, 1 << 20), (1, 7, 128)):
-        for op in ("index_add", "segment_sum", "segment_max", "segment_min", "index_select"):
-            problem = dict(rows=rows, count=count, inner=inner, dtype=dtype, op=op, device=device)
-            plan = tiers.index_add(**problem)
-            assert plan in tiers.PLANS and tiers.index_add_fits(plan, **problem)
-            assert (plan == "gather") == (op == "index_select") and plan != "atomic"
-    # Fewer than four updates a row, and few enough for each block to look through all of them; or not.
-    assert [tiers.index_add(2000, 3000, batch=b, dtype="float32") for b in (1, 4, 5)] == ["narrow", "narrow", "sort"]
-    for words, call in {"complex64": lambda: tiers.index_add(1, 1, dtype="complex64"),
-                        "float32": lambda: tiers.index_add(1, 1, index_dtype="float32"),
-                        "positive": lambda: tiers.index_add(0, 1),
-                        "no plan 'sorts'": lambda: tiers.index_add_fits("sorts", 1, 1)}.items():
-        with pytest.raises(ValueError, match=words):
-            call()
-
-
-@needs_cpu_module
-def test_scratch_is_index_bytes_and_never_the_source():
-    for rows, count, inner in ((128256, 16384, 4096), (169343, 1166243, 128), (1 << 20, 64 << 20, 1)):
-        query, _ = tiers.index_query(rows, count, inner)
-        assert 0 <= query.scratch_bytes("auto") <= max(64 * count, count * inner)
-
-
-# Rows, indices and elements of a row around the edges of each plan; few enough that each may be compiled.
-PROBLEMS = [
-    (1, 1, 1), (1, 5000, 1000), (31, 33, 3), (31, 1024, 128), (31, 20000, 1), (31, 70001, 33), (1000, 1024, 1),
-    (1000, 5000, 7), (1000, 5000, 129), (1000, 33, 1000), (1000, 70001, 8), (70000, 33, 129), (70000, 1024, 3),
-    (70000, 5000, 15), (70000, 70001, 1), (70000, 70001, 3), (5000, 9000, 1), (1000, 20000, 1), (2000, 70001, 1)]
-
-
-@pytest.mark.gpu
-@needs_cpu_module
-@pytest.mark.parametrize("plan", tiers.PLANS)
-@pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
-@pytest.mark.parametrize("operation", [*REDUCTIONS, "index_select"])
-def test_every_plan(plan, dtype, operation):
-    """Each plan where it fits, at sizes around its edges, right and the same every time."""
-    if operation == "segment_mean" and dtype in INTEGERS:
-        pytest.skip("the mean of integers is another type")
-    hints = dict(indices_are_sorted=plan == "sorted", unique_indices=plan == "unique", deterministic=plan != "atomic")
-    if operation != "index_add":
-        hints.pop("deterministic")
-    asked = {"segment_mean": "segment_sum"}.get(operation, operation)
-    for rows, count, inner in PROBLEMS:
-        if plan == "unique" and count > rows:
-            continue
-        if not tiers.index_add_fits(plan, rows, count, inner, dtype, op=asked, **hints):
-            continue
-        with _compat.enable_x64("64" in dtype), tiers.force(plan):
-            x, source = values((rows, inner), dtype), values((count, inner), dtype, 2)
-            index = indices(rows, count, kind="sorted" if plan == "sorted" else "wild")
-            if plan == "unique":
-                index = np.random.default_rng(0).permutation(rows)[:count].astype(np.int32)
-            if operation == "index_select":
-                assert_selected(jaxkern.index_select(x, 0, index), x, index, 0)
-                continue
-            runs = [run(operation, x, index, source, **hints) for _ in range(2)]
-            assert_reduced(operation, runs[0], x, index, source)
-            assert plan == "atomic" or np.asarray(runs[0]).tobytes() == np.asarray(runs[1]).tobytes()
-
-
-@pytest.mark.gpu
-@needs_cpu_module
-@pytest.mark.parametrize(
-    "plan, rows, count, batch",
-    [("sort", 300_000, 600_001, None), ("narrow", 2**22, 600_001, None), ("sort", 300_000, 4_200_001, None),
-     ("narrow", 300_000, 4_200_001, None), ("narrow", 9_000, 9_001, 70)])
-def test_plans_of_many_updates(plan, rows, count, batch):
-    """Half a million, and four: the sort's larger tiles and two passes of elements, and bins of whole slices; integers
-    show every one of them. Many go nowhere, for which powers of two have no key below the next bit."""
-    shape = (count,) if batch is None else (batch, count)
-    index = np.random.default_rng(0).integers(-rows // 10, rows + rows // 10, shape).astype(np.int32)
-    total = functools.partial(jaxkern.segment_sum, num_segments=rows)
-    for dtype in ("int32", "float32", "bfloat16"):
-        source = values(shape, dtype)
-        with tiers.force(plan):
-            found = [np.asarray(jax.jit(total if batch is None else jax.vmap(total))(source, index)) for _ in range(2)]
-        assert found[0].tobytes() == found[1].tobytes()
-        for f, s, i in zip(*(np.asarray(a).reshape(-1, a.shape[-1]) for a in (found[0], source, index)), strict=True):
-            assert_reduced("segment_sum", f, np.zeros(rows), i, s)
-
-
-@pytest.mark.parametrize("count", [5000, 5001])
-def test_windows_of_several_slices(count):
-    """Whose indices are whole vectors, or begin anywhere."""
-    index = np.random.default_rng(0).integers(-2, 302, (6, count)).astype(np.int32)
-    source = values((6, count), "int32")
-    found = jax.vmap(lambda s, i: jaxkern.segment_sum(s, i, 300))(source, index)
-    for f, s, i in zip(found, source, index, strict=True):
-        assert_reduced("segment_sum", f, np.zeros(300), i, s)
-
-
-@pytest.mark.gpu
-@needs_cpu_module
-def test_a_plan_that_does_not_fit_is_an_error():
-    with tiers.force("sorted"), pytest.raises(Exception, match="jaxkern.segment_sum.*sorted"):
-        jax.block_until_ready(jaxkern.segment_sum(jnp.ones(5), jnp.zeros(5, int), 3))

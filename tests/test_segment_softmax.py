@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import export
 from reference import DTYPES, assert_rounded, wide
-from test_index_add import INDEX_DTYPES, indices, needs_cpu_module, numpy_rows, on_this_platform, scattered, values
+from indexed import INDEX_DTYPES, indices, needs_cpu_module, numpy_rows, on_this_platform, scattered, values
 
 import jaxkern
 from jaxkern import _compat, _registry, _segment_softmax, tiers

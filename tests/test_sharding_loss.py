@@ -1,0 +1,158 @@
+"""Cross-entropy of logits spread over several devices: as in test_sharding.py."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+from sharding import KERNELS, arrays, check, every_mesh, mesh, put, same, several, split_by
+
+import jaxkern
+from jaxkern import _compat
+
+LOSSES = {  # arguments of softmax_cross_entropy
+    "plain": {}, "smooth": {"label_smoothing": 0.1}, "spread": {"label_smoothing": 1.0}, "z": {"z_loss": 0.01},
+    "all": {"label_smoothing": 0.1, "z_loss": 0.01, "ignore_index": -1},
+}
+
+
+def logits_and_labels(rows, classes, mask_shape, special=True):
+    """Every kind of label, and rows that have a part of nothing, or are nothing; of which a NaN and inf."""
+    x, _, mask = arrays((rows, classes), mask_shape)
+    labels = jnp.asarray(np.random.default_rng(1).integers(0, classes, rows), jnp.int32)
+    if special:
+        labels = labels.at[0].set(-1).at[1].set(-7).at[2].set(classes).at[3].set(classes - 1).at[4].set(0)
+        x = x.at[5].set(-jnp.inf).at[6, : classes * 3 // 4].set(-jnp.inf).at[7, labels[7]].set(-jnp.inf)
+        x = x.at[8, 3].set(jnp.nan).at[9, classes - 2].set(jnp.inf).at[10, 2].set(5e4)
+    return x, labels, mask
+
+
+def losses_and_pulls(x, labels, mask):
+    def one(options):
+        value, pull = jax.vjp(lambda x: jaxkern.softmax_cross_entropy(x, labels, where=mask, **options), x)
+        return value, pull(jnp.cos(jnp.arange(value.size, dtype=value.dtype)).reshape(value.shape))[0]
+    return {name: one(options) for name, options in LOSSES.items()}
+
+
+@functools.cache
+def losses_on_one_device(mask_shape):
+    return jax.jit(losses_and_pulls)(*logits_and_labels(16, 64, mask_shape))
+
+
+@several
+@every_mesh
+@pytest.mark.parametrize("spec", [P("r"), P(("r", "c")), P(), P("r", "c"), P("c", "r"), P(None, ("r", "c"))])
+@pytest.mark.parametrize("mask_shape", [None, (1, 64), (16, 64)])
+def test_loss_of_split_logits(spec, shape_of_mesh, mask_shape):
+    """Split rows tell each other nothing, split classes two messages of row scalars for loss and gradient; whichever the labels."""
+    m = mesh(shape=shape_of_mesh)
+    x, labels, mask = logits_and_labels(16, 64, mask_shape)
+    args = put(m, (x, labels, mask), (spec, P(*spec[:1]), spec if mask_shape == x.shape else P()))
+    cut = split_by(m, spec[1:], ("r", "c"))
+    out = (NamedSharding(m, P(*spec[:1])), NamedSharding(m, spec))
+    f = jax.jit(losses_and_pulls, out_shardings=dict.fromkeys(LOSSES, out)).lower(*args).compile()
+    same(f(*args), losses_on_one_device(mask_shape))
+    check(f.as_text(), {"all-reduce": 2 * len(LOSSES)} if cut else {}, most=4 * 16 * len(LOSSES))  # which may be sent together
+
+
+@several
+@pytest.mark.parametrize("spec", [P("r"), P("r", "c"), P(None, "c")])
+def test_a_step_reads_split_logits_once_or_twice(spec):
+    """Loss and gradient come from one call where rows are whole; where classes are split, from its two halves."""
+    m = mesh()
+    x, labels, mask = logits_and_labels(16, 64, (1, 64), special=False)
+    f = jax.value_and_grad(lambda x: jaxkern.softmax_cross_entropy(x, labels, where=mask, label_smoothing=0.1).mean())
+    args = put(m, (x,), (spec,))
+    text = jax.jit(f).lower(*args).compile().as_text()
+    same(jax.jit(f)(*args), jax.jit(f)(x))
+    check(text, {"all-reduce": 3})
+    if KERNELS and _compat.moves_operations():
+        cut = split_by(m, spec[1:], "c")
+        assert re.findall(r'custom_call_target="(jaxkern_\w+)"', text) == ["jaxkern_cross_entropy" + ("" if cut else "_both")]
+
+
+@several
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("axis, spec", [(-1, P("r", None, "c")), (1, P(None, "c", "r")), (0, P("c"))])
+def test_loss_of_other_types_and_axes_with_split_classes(dtype, axis, spec, x64):
+    m = mesh()
+    x = (30 * jax.random.normal(jax.random.key(0), (8, 32, 16), jnp.float32)).astype(dtype)
+    rows = [d for d in range(3) if d != axis % 3]
+    labels = jnp.arange(math.prod(x.shape[d] for d in rows), dtype=jnp.uint8).reshape([x.shape[d] for d in rows]) % 9
+    f = jax.jit(lambda x: jax.vjp(lambda x: jaxkern.softmax_cross_entropy(x, labels, axis=axis, z_loss=0.01), x)[1](
+        jnp.ones(labels.shape, jnp.float64 if dtype == "float64" else jnp.float32))[0])
+    found, wanted = (np.asarray(f(a), np.float64) for a in (*put(m, (x,), (spec,)), x))
+    same(found, wanted, float(jnp.finfo(dtype).eps) * 8)
+
+
+@several
+def test_derivatives_of_the_loss_of_split_classes():
+    """Forward, second and batched ones, and loss and gradient in one call."""
+    m = mesh()
+    x, labels, _ = logits_and_labels(8, 64, None, special=False)
+    loss = lambda x: jaxkern.softmax_cross_entropy(x, labels, label_smoothing=0.1, z_loss=0.01)
+    total = lambda x: jnp.sum(jnp.sin(loss(x)))
+
+    def f(x, t):
+        hvp = lambda t: jax.jvp(jax.grad(total), (x,), (t,))[1]
+        return (jax.jvp(loss, (x,), (t,)), hvp(t), jax.vmap(hvp)(jnp.stack([t, x])),
+                jaxkern.softmax_cross_entropy_and_grad(x, labels, jnp.arange(8.0), label_smoothing=0.1))
+
+    args = put(m, (x, jnp.cos(x)), (P("r", "c"),) * 2)
+    same(jax.jit(f)(*args), jax.jit(f)(x, jnp.cos(x)), 1e-5)
+    text = jax.jit(lambda x, t: jax.jvp(loss, (x,), (t,))).lower(*args).compile().as_text()
+    check(text, {"all-reduce": 3}, most=3 * 8)
+
+
+@several
+def test_a_gradient_that_is_split_otherwise_than_the_loss():
+    """What is kept of a row means the same to the kernels and to XLA's operations, in 16 bits of large logits too."""
+    m = mesh()
+    x, labels, _ = logits_and_labels(16, 64, None, special=False)
+    x = (3e4 + 8 * x).astype(jnp.float16)
+    f = lambda x: jax.vjp(lambda x: jaxkern.softmax_cross_entropy(x, labels), x)[1](jnp.ones(16))[0]
+    wanted = np.asarray(jax.jit(f)(x), np.float32)
+    for spec, other in ((P("r"), P(None, "c")), (P(None, "c"), P("r"))):
+        g = jax.jit(f, out_shardings=NamedSharding(m, other))
+        same(np.asarray(g(*put(m, (x,), (spec,))), np.float32), wanted, 2e-3)
+
+
+@several
+def test_donated_logits_are_overwritten():
+    """Their gradient is as large: split or not, it needs no second array."""
+    m = mesh()
+    x, labels, _ = logits_and_labels(16, 64, None, special=False)
+    for spec in (P("r"), P("r", "c")):
+        f = jax.jit(lambda x: jaxkern.softmax_cross_entropy_and_grad(x, labels), donate_argnums=0,
+                    out_shardings=(NamedSharding(m, P("r")), NamedSharding(m, spec)))
+        text = f.lower(*put(m, (x,), (spec,))).compile().as_text()
+        assert "input_output_alias" in text and not re.findall(r"= f32\[\d+,\d+\]\S* copy\(", text)
+
+
+@several
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_loss_keeps_the_sharding_of_the_rows(kind):
+    m = mesh(kind)
+    x = jax.device_put(arrays((16, 64))[0], NamedSharding(m, P("r")))
+    labels = jax.device_put(jnp.zeros(16, jnp.int32), NamedSharding(m, P("r")))
+    value = jax.jit(jaxkern.softmax_cross_entropy)(x, labels)
+    assert value.sharding.is_equivalent_to(labels.sharding, 1)
+    dx = jax.jit(jax.grad(lambda x: jaxkern.softmax_cross_entropy(x, labels).sum()))(x)
+    assert dx.sharding.is_equivalent_to(x.sharding, 2)
+
+
+@several
+def test_loss_in_shard_map():
+    m = mesh()
+    x, labels = arrays((16, 64))[0], jnp.arange(16) * 3
+
+    def f(x, labels):
+        return jax.lax.psum(jaxkern.softmax_cross_entropy(x, labels).sum(), ("r", "c"))
+
+    mapped = jax.shard_map(f, mesh=m, in_specs=(P(("r", "c")), P(("r", "c"))), out_specs=P())
+    found = jax.jit(jax.value_and_grad(mapped))(x, labels)
+    same(found, jax.value_and_grad(lambda x: jaxkern.softmax_cross_entropy(x, labels).sum())(x))
