@@ -102,9 +102,13 @@ template <class V> __device__ __forceinline__ void StoreRemote(V* at, const V& v
 
 #endif  // JAXKERN_HAS_BULK_COPY
 
-// A barrier of `threads` threads of the block: whole warps.
+// A barrier of `threads` threads of the block: whole warps, which must come to it at one place in the code.
 __device__ __forceinline__ void SyncThreads(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+  asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+// The same for warps that come to it at several places, which the aligned form does not allow.
+__device__ __forceinline__ void SyncThreadsApart(int id, int threads) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 }  // namespace jaxkern

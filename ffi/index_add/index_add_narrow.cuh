@@ -163,7 +163,7 @@ template <Reduction kOp, class C, bool kFew> struct BlockBins {
       if (copies == 1) {
 #pragma unroll
         for (int w = 0; w < kWideWarps; ++w) {  // barriers by constant numbers: else a block has all 16
-          if (warp == w && !(first_turn && w == 0)) SyncThreads(1 + w, 2 * kWarp);
+          if (warp == w && !(first_turn && w == 0)) SyncThreadsApart(1 + w, 2 * kWarp);
         }
       }
 #pragma unroll
@@ -175,7 +175,7 @@ template <Reduction kOp, class C, bool kFew> struct BlockBins {
       if (copies == 1) {
 #pragma unroll
         for (int w = 0; w < kWideWarps; ++w) {
-          if (warp == w && !(last_turn && w == kWideWarps - 1)) SyncThreads(1 + (w + 1) % kWideWarps, 2 * kWarp);
+          if (warp == w && !(last_turn && w == kWideWarps - 1)) SyncThreadsApart(1 + (w + 1) % kWideWarps, 2 * kWarp);
         }
       }
     }
