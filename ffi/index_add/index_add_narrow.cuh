@@ -90,7 +90,7 @@ __device__ __forceinline__ void EmitBin(const IndexRun& run, int64_t o, uint32_t
 
 // A block's bins: a copy a thread or a warp, or one for all; and for each warp a bit a bin, to see who meets whom.
 template <Reduction kOp, class C, bool kFew> struct BlockBins {
-  static constexpr int kTogether = kFew ? 1 : 4;  // bins that a thread hands on at once
+  static constexpr int kBinsAtOnce = kFew ? 1 : 4;  // that a thread hands on
   C* sum;
   uint32_t* taken;
   int bins, copies, warps;  // warps: that add
@@ -228,13 +228,13 @@ template <Reduction kOp, class C, bool kFew> struct BlockBins {
       }
     } else {
       const int threads = blockDim.x;
-      for (int bin = threadIdx.x; bin < bins; bin += threads * kTogether) {
-        C totals[kTogether];
+      for (int bin = threadIdx.x; bin < bins; bin += threads * kBinsAtOnce) {
+        C totals[kBinsAtOnce];
 #pragma unroll
-        for (int u = 0; u < kTogether; ++u) totals[u] = bin + u * threads < bins ? sum[bin + u * threads] : C(0);
+        for (int u = 0; u < kBinsAtOnce; ++u) totals[u] = bin + u * threads < bins ? sum[bin + u * threads] : C(0);
         for (int w = 1; w < copies; ++w) {
 #pragma unroll
-          for (int u = 0; u < kTogether; ++u) {
+          for (int u = 0; u < kBinsAtOnce; ++u) {
             if (bin + u * threads < bins) totals[u] = Combined<kOp>(totals[u], sum[w * bins + bin + u * threads]);
           }
         }
@@ -319,7 +319,7 @@ template <Reduction kOp, class T>
 __global__ void __launch_bounds__(kWindowThreads)
 BinWindows(const __grid_constant__ IndexRun run, const uint32_t vectors) {
   using C = Compute<T>;
-  constexpr int kVectors = kWindowEach / 4, kTogether = 2;  // vectors, and then updates, that a thread loads at once
+  constexpr int kVectors = kWindowEach / 4, kFetched = 2;  // vectors, and then updates, that a thread loads at once
   static_assert((kBinWindow & (kBinWindow - 1)) == 0 && kWindowEach <= 32);
   struct alignas(16) Four { C v[4]; };
   __shared__ Four sums[kBinWindow][kWindowThreads / 4];
@@ -376,11 +376,11 @@ BinWindows(const __grid_constant__ IndexRun run, const uint32_t vectors) {
     at += kVectors * threads;
     if (at < vectors) load(at);
     while (mask) {
-      uint32_t row[kTogether];
-      T v[kTogether];
-      bool found[kTogether];
+      uint32_t row[kFetched];
+      T v[kFetched];
+      bool found[kFetched];
 #pragma unroll
-      for (int u = 0; u < kTogether; ++u) {
+      for (int u = 0; u < kFetched; ++u) {
         found[u] = mask != 0;
         if (!found[u]) continue;
         const uint32_t i = __clz(mask), k = 4 * (from + i / 4 * threads) + i % 4;
@@ -389,7 +389,7 @@ BinWindows(const __grid_constant__ IndexRun run, const uint32_t vectors) {
         v[u] = __ldg(source + k);
       }
 #pragma unroll
-      for (int u = 0; u < kTogether; ++u) {
+      for (int u = 0; u < kFetched; ++u) {
         if (found[u]) add(row[u] + (static_cast<int32_t>(row[u]) < 0 ? negative : 0), v[u]);
       }
     }
@@ -474,7 +474,7 @@ BinSorted(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape
   }
   extern __shared__ __align__(16) char shared_bytes[];
   BlockBins<kOp, C, false> bins(shared_bytes, static_cast<int>(kBins), kBinWarps);
-  static_assert(kBins % (kBinThreads * decltype(bins)::kTogether) == 0);
+  static_assert(kBins % (kBinThreads * decltype(bins)::kBinsAtOnce) == 0);
   const uint32_t chunk = blockIdx.x, chunk_begin = chunk * s.chunk;
   const uint32_t chunk_end = min(chunk_begin + s.chunk, run.positions);
   for (uint32_t begin = chunk_begin; begin < chunk_end;) {

@@ -10,7 +10,7 @@
 //              begins in takes all of it, and the next one skips what is not its own
 //     long     any other: each chunk writes the partial sum of its part, in one of its two slots
 //              (head: the run came in from the chunk before; tail: it begins here), and ReduceFixup
-//              adds the parts up in an order that the chunks give; those of very long runs first kGroup at a time
+//              adds the parts up in an order that the chunks give; those of very long runs first kHeadGroup at a time
 //
 // so a row is written once, whole runs of up to a chunk cost nothing extra, and half of all updates may go
 // to one row without anything waiting for it. For the segment operations, further blocks of the same
@@ -22,8 +22,8 @@
 namespace jaxkern {
 
 constexpr int kReduceThreads = 128;
-constexpr int kFixupThreads = 256, kGroupThreads = 128;
-constexpr uint32_t kGroup = 32;  // chunks
+constexpr int kFixupThreads = 256, kHeadThreads = 128;
+constexpr uint32_t kHeadGroup = 32;  // chunks whose heads are added up before
 
 struct ReduceShape {
   uint32_t chunk = 0, chunks = 0;
@@ -192,24 +192,24 @@ ReduceChunks(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
   else flush();
 }
 
-// Groups of kGroup chunks that a long run comes into and goes on behind: the sum of their heads, in the tail of the
+// Groups of kHeadGroup chunks that a long run comes into and goes on behind: the sum of their heads, in the tail of the
 // first, which such a chunk has no use for. A thread a group and column; no run comes into the first group or goes on
 // behind the last.
 template <Reduction kOp, class T>
-__global__ void __launch_bounds__(kGroupThreads)
+__global__ void __launch_bounds__(kHeadThreads)
 ReduceGroups(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s, const Divider by_columns,
              const Divider by_groups, int64_t threads) {
   using C = Compute<T>;
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kGroupThreads + threadIdx.x;
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kHeadThreads + threadIdx.x;
   if (thread >= threads) return;
   const int64_t item = by_columns.Div(thread), column = thread - item * run.inner, o = by_groups.Div(item);
-  const uint32_t chunk = static_cast<uint32_t>(item - o * by_groups.divisor + 1) * kGroup;
-  const uint32_t key = KeyAt(run, chunk * s.chunk - 1), behind = KeyAt(run, (chunk + kGroup) * s.chunk);
+  const uint32_t chunk = static_cast<uint32_t>(item - o * by_groups.divisor + 1) * kHeadGroup;
+  const uint32_t key = KeyAt(run, chunk * s.chunk - 1), behind = KeyAt(run, (chunk + kHeadGroup) * s.chunk);
   if (key >= run.dropped || behind != key) return;
   const C* const head = Slot<C>(run, s, o, chunk, 0) + column;
   C total = Identity<kOp, C>();
 #pragma unroll
-  for (uint32_t begin = 0; begin < kGroup; begin += 16) {
+  for (uint32_t begin = 0; begin < kHeadGroup; begin += 16) {
     C v[16];
 #pragma unroll
     for (uint32_t u = 0; u < 16; ++u) v[u] = head[(begin + u) * 2 * run.inner];
@@ -219,11 +219,11 @@ ReduceGroups(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
   Slot<C>(run, s, o, chunk, 1)[column] = total;
 }
 
-// Adds up the parts of long runs. A block looks through some chunks for runs that begin there: groups of kFixupGroup
+// Adds up the parts of long runs. A block looks through some chunks for runs that begin there: groups of kFixupChunks
 // chunks that are far apart, since rows with many updates often have neighbours that do too. A run and a slab of columns
 // are a warp's, or several warps' where runs are few; it has the columns side by side, V a lane, and as many parts at once
 // as that leaves lanes.
-constexpr int kFixupLanes = 8, kFixupGroup = 8;
+constexpr int kFixupLanes = 8, kFixupChunks = 8;
 constexpr int FixupAhead(bool wide) { return wide ? 8 : 16; }  // parts that a lane has under way
 struct FixupShape {
   int lanes;              // side by side
@@ -264,7 +264,7 @@ ReduceFixup(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
     if (threadIdx.x == 0) runs = 0;
     __syncthreads();
     const uint32_t number = base + threadIdx.x;
-    const uint32_t chunk = (number / kFixupGroup * f.step + first) * kFixupGroup + number % kFixupGroup;
+    const uint32_t chunk = (number / kFixupChunks * f.step + first) * kFixupChunks + number % kFixupChunks;
     if (number < f.chunks && chunk < s.chunks) {
       uint32_t parts, key;
       if (run.chunks) {
@@ -294,11 +294,11 @@ ReduceFixup(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
       // those, and the heads behind them.
       const uint32_t end = r.chunk + r.parts - 1;  // the chunk that it ends in
       uint32_t heads = r.parts - 1, groups = 0;
-      if (f.grouped && end / kGroup > r.chunk / kGroup + 1) {
-        groups = end / kGroup - r.chunk / kGroup - 1;
-        heads = (r.chunk / kGroup + 1) * kGroup - 1 - r.chunk;
+      if (f.grouped && end / kHeadGroup > r.chunk / kHeadGroup + 1) {
+        groups = end / kHeadGroup - r.chunk / kHeadGroup - 1;
+        heads = (r.chunk / kHeadGroup + 1) * kHeadGroup - 1 - r.chunk;
       }
-      const uint32_t parts = groups ? 1 + heads + groups + end % kGroup + 1 : r.parts;
+      const uint32_t parts = groups ? 1 + heads + groups + end % kHeadGroup + 1 : r.parts;
       const C* const slots = Slot<C>(run, s, o, 0, 0) + column;
       Columns total = identity;
       for (uint32_t j = way; j < parts; j += kAhead * ways) {
@@ -307,7 +307,7 @@ ReduceFixup(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
         for (uint32_t u = 0; u < kAhead; ++u) {
           const uint32_t p = j + u * ways;
           uint32_t slot = (r.chunk + p) * 2 + (p == 0);
-          if (p > heads) slot = (r.chunk + heads + 1 + (p - heads - 1) * kGroup) * 2 + 1;
+          if (p > heads) slot = (r.chunk + heads + 1 + (p - heads - 1) * kHeadGroup) * 2 + 1;
           if (p > heads + groups) slot = (end - (parts - 1 - p)) * 2;
           v[u] = p < parts && has ? *reinterpret_cast<const Columns*>(slots + slot * run.inner) : identity;
         }
@@ -348,16 +348,16 @@ cudaError_t LaunchFixup(const IndexRun& run, const ReduceShape& s, cudaStream_t 
   f.slabs = (vectors + f.lanes - 1) / f.lanes;
   // One wave of blocks: most of them find nothing to do.
   constexpr int64_t kBlocks = 512;
-  const int64_t pieces = (s.chunks + kFixupGroup - 1) / kFixupGroup;
+  const int64_t pieces = (s.chunks + kFixupChunks - 1) / kFixupChunks;
   const int64_t each = (pieces * f.slabs * run.outer + kBlocks - 1) / kBlocks;
-  f.chunks = static_cast<uint32_t>(each < pieces ? each : pieces) * kFixupGroup;
+  f.chunks = static_cast<uint32_t>(each < pieces ? each : pieces) * kFixupChunks;
   f.step = (s.chunks + f.chunks - 1) / f.chunks;
   // Where the longest run would keep a warp, alone, waiting for memory more than 24 times.
   f.grouped = s.chunks > 24 * FixupAhead(wide) * kWarp / f.lanes;
   if (f.grouped) {
-    const int64_t groups = (s.chunks - 1) / kGroup - 1, threads = groups * run.inner * run.outer;
-    const int64_t blocks = (threads + kGroupThreads - 1) / kGroupThreads;
-    const cudaError_t error = Launch(ReduceGroups<kOp, T>, {blocks, 1, kGroupThreads}, stream, run, s,
+    const int64_t groups = (s.chunks - 1) / kHeadGroup - 1, threads = groups * run.inner * run.outer;
+    const int64_t blocks = (threads + kHeadThreads - 1) / kHeadThreads;
+    const cudaError_t error = Launch(ReduceGroups<kOp, T>, {blocks, 1, kHeadThreads}, stream, run, s,
                                      Divider(run.inner), Divider(groups), threads);
     if (error != cudaSuccess) return error;
   }

@@ -44,7 +44,7 @@ __device__ __forceinline__ void AddTogether(uint32_t same, int all, int before, 
                                             Store store, const T* out, bool reads, int64_t slab_begin, int each,
                                             int64_t vectors, uint16_t* list, Compute<T>* sums) {
   using C = Compute<T>;
-  constexpr int kTogether = N * sizeof(T) == 16 && sizeof(T) == 2 ? 4 : 8;
+  constexpr int kPartsAtOnce = N * sizeof(T) == 16 && sizeof(T) == 2 ? 4 : 8;
   const int lane = threadIdx.x % kWarp;
   int shares = 1;
   while (shares < kWarp && 2 * shares <= all) shares *= 2;
@@ -90,16 +90,16 @@ __device__ __forceinline__ void AddTogether(uint32_t same, int all, int before, 
     C total[N];
 #pragma unroll
     for (int j = 0; j < N; ++j) total[j] = Identity<kOp, C>();
-    for (int u = first; active && u < all; u += kTogether * shares) {
-      Pack<T, N> part[kTogether];
+    for (int u = first; active && u < all; u += kPartsAtOnce * shares) {
+      Pack<T, N> part[kPartsAtOnce];
 #pragma unroll
-      for (int k = 0; k < kTogether; ++k) {
+      for (int k = 0; k < kPartsAtOnce; ++k) {
         if (u + k * shares < all) {
           part[k] = LoadPart<T, N>(row_of(list[u + k * shares]) + v * N);
         }
       }
 #pragma unroll
-      for (int k = 0; k < kTogether; ++k) {
+      for (int k = 0; k < kPartsAtOnce; ++k) {
         if (u + k * shares < all) Accumulate<kOp>(total, part[k]);
       }
     }
@@ -251,12 +251,13 @@ __global__ void __launch_bounds__(kSmallThreads, 2) SmallSums(const __grid_const
   const int64_t vectors = s.inner / N, slab_begin = static_cast<int64_t>(blockIdx.x) * kWarp * s.each;
   const T* const source = static_cast<const T*>(s.source);
   const int64_t column = (slab_begin + lane) * N;
-  const int has = static_cast<int>(min(vectors - slab_begin - lane, int64_t{s.each} * kWarp));  // vectors, times 32
+  // From the lane's first vector on; it takes every kWarp-th.
+  const int vectors_left = static_cast<int>(min(vectors - slab_begin - lane, int64_t{s.each} * kWarp));
   Pack<T, N> part[kSmallVectors], old[kSmallVectors] = {};
   const auto load = [&](Pack<T, N> (&to)[kSmallVectors], const T* row) {
 #pragma unroll
     for (int i = 0; i < kSmallVectors; ++i) {
-      if (i * kWarp < has) to[i] = LoadPart<T, N>(row + column + i * (kWarp * N));
+      if (i * kWarp < vectors_left) to[i] = LoadPart<T, N>(row + column + i * (kWarp * N));
     }
   };
   load(part, source + int64_t{mine} * s.inner);
@@ -283,7 +284,7 @@ __global__ void __launch_bounds__(kSmallThreads, 2) SmallSums(const __grid_const
   if (!__any_sync(~0u, same != own_bit)) {
 #pragma unroll
     for (int i = 0; i < kSmallVectors; ++i) {
-      if (i * kWarp < has) {
+      if (i * kWarp < vectors_left) {
         C total[N];
         Unpack(part[i], total);
         store(slab_begin + lane + i * kWarp, total, old[i]);

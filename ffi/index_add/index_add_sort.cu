@@ -33,7 +33,7 @@ struct RadixPass {
 };
 
 // Of a lane's items, so many are taken through a step at a time where registers are short.
-template <int kItems> constexpr int kTogether = kItems % 4 == 0 ? 4 : 3;
+template <int kItems> constexpr int kItemsAtOnce = kItems % 4 == 0 ? 4 : 3;
 
 // The first pass makes keys of the indices; what travels with them is there, or is their position.
 enum class Pass { kFirstOfPositions, kFirstOfElements2, kFirstOfElements4, kLater };
@@ -55,15 +55,15 @@ __device__ __forceinline__ void LoadKeys(const IndexRun& run, const uint32_t* ke
     for (int i = 0; i < kItems; ++i) key[i] = i * kWarp < left ? __ldg(from + i * kWarp) : UINT32_MAX;
   } else {
 #pragma unroll
-    for (int i = 0; i < kItems; i += kTogether<kItems>) {
-      RawIndex raw[kTogether<kItems>];
+    for (int i = 0; i < kItems; i += kItemsAtOnce<kItems>) {
+      RawIndex raw[kItemsAtOnce<kItems>];
 #pragma unroll
-      for (int u = 0; u < kTogether<kItems>; ++u) {
+      for (int u = 0; u < kItemsAtOnce<kItems>; ++u) {
         const uint32_t at = first + (i + u) * kWarp;
         raw[u] = at < run.positions ? LoadIndex(run, at) : RawIndex{};
       }
 #pragma unroll
-      for (int u = 0; u < kTogether<kItems>; ++u) key[i + u] = RowKey(run, raw[u]);
+      for (int u = 0; u < kItemsAtOnce<kItems>; ++u) key[i + u] = RowKey(run, raw[u]);
     }
   }
   if constexpr (!kFirst) return;
@@ -288,7 +288,7 @@ template <int kThreads, int kItems, Pass kPass>
 __global__ void __launch_bounds__(kThreads, 2)
 RadixScatter(const __grid_constant__ IndexRun run, const __grid_constant__ RadixPass pass) {
   constexpr int kWarps = kThreads / kWarp, kPairs = kThreads * kItems;
-  constexpr int kStep = kTogether<kItems>, kWritten = kItems == 16 ? 8 : kItems;
+  constexpr int kStep = kItemsAtOnce<kItems>, kWritten = kItems == 16 ? 8 : kItems;
   static_assert(kItems % kStep == 0 && kItems % kWritten == 0 && kThreads >= kOwners && kPairs < 1 << 16);
   extern __shared__ __align__(16) char shared_bytes[];
   using Room = ScatterRoom<kThreads, kItems>;
