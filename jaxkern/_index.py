@@ -220,8 +220,12 @@ def _batch_add(operands, dims, *, rules):
 def _add_in_parts(x, index, source, alpha, *, rules):
     """index_add with a factor that may differ from one element of a batch to the next."""
     wide = computing(x.dtype)
-    total = segment_sum(source.astype(wide), index, rows=x.shape[rules.axis], rules=rules)
-    return (x.astype(wide) + alpha * total).astype(x.dtype)
+    rows, k = x.shape[rules.axis], rules.batch_dims
+    total = segment_sum(source.astype(wide), index, rows=rows, rules=rules)
+    # A row that nothing goes to stays what it is, whatever alpha: 0 * inf is NaN.
+    touched = segment_sum(jnp.ones(index.shape, jnp.int32), index, rows=rows, rules=rules._replace(axis=k)) > 0
+    touched = touched.reshape(*index.shape[:k], *[1] * (rules.axis - k), rows, *[1] * (x.ndim - rules.axis - 1))
+    return jnp.where(touched, (x.astype(wide) + alpha * total).astype(x.dtype), x)
 
 
 def _batch_select(operands, dims, *, rules):
@@ -276,9 +280,15 @@ def _split_like(g, aval):
     return jax.sharding.reshard(g, aval.sharding.spec)
 
 
+def _beside(source, g, index, rules):
+    """Rows of g at index, on an explicit mesh where those of a source of this type are that they are to meet."""
+    taken = index_select(g, index, rules=rules)
+    return taken if _shared(source, index, rules) else _split_like(taken, source)
+
+
 def _taken(g, index, source, *factor, rules):
     """Rows of g at index: the cotangent of a source of this type, times alpha."""
-    taken = index_select(g, index, rules=rules._replace(fill_nan=False))
+    taken = _beside(source, g, index, rules._replace(fill_nan=False))
     shared = _shared(source, index, rules)
     if shared or factor:
         wide = taken.astype(computing(g.dtype))
@@ -293,7 +303,7 @@ def _given(g, index, x, rules):
 
 def _alpha_cotangent(g, index, source, rules):
     wide = computing(g.dtype)
-    taken = index_select(g, index, rules=rules._replace(fill_nan=False))
+    taken = _beside(jax.typeof(source), g, index, rules._replace(fill_nan=False))
     return jnp.sum(taken.astype(wide) * source.astype(wide))
 
 
@@ -367,7 +377,7 @@ def _extreme_vjp(prim):
     def backward(rows, rules, kept, g):
         y, source, index = kept
         wide = computing(g.dtype)
-        select = functools.partial(index_select, index=index)
+        select = functools.partial(_beside, jax.typeof(source), index=index)
         winners = (source == select(y, rules=rules._replace(fill_nan=True))).astype(wide)
         sharing = segment_sum(winners, index, rows=rows, rules=rules)
         share = select(g.astype(wide) / jnp.maximum(sharing, 1), rules=rules._replace(fill_nan=False))

@@ -59,7 +59,9 @@ def _add_reference(x, index, source, *alpha, rules):
         if not alpha:
             return _at(x.astype(wide), index, rules).add(source.astype(wide), mode="drop").astype(x.dtype)
         total = _at(jnp.zeros_like(x, wide), index, rules).add(source.astype(wide), mode="drop")
-        return (x.astype(wide) + alpha[0] * total).astype(x.dtype)
+        # 0 * inf is NaN, where nothing is added.
+        touched = _at(jnp.zeros_like(x, bool), index, rules).set(True, mode="drop")
+        return jnp.where(touched, (x.astype(wide) + alpha[0] * total).astype(x.dtype), x)
 
     return _for_each_batch(add, rules)(x, index, _whole(source, index, rules))
 
@@ -97,6 +99,7 @@ def _extreme_reference(method, identity, source, index, *, rows, rules):
 def _register(prim, reference, of_source, aliases=None):
     """of_source: the position among operands and results of the array that has a row for each index."""
     mlir.register_lowering(prim, mlir.lower_fun(reference, multiple_results=False))
+    _compat.taylor_rule(prim, reference)
     for platform, module in _registry.status.items():
         if prim.name in module.targets:
             rule = functools.partial(_lower, prim, reference, of_source, aliases, platform)

@@ -122,7 +122,8 @@ def _reference(data, index, *, rows, rules, over=()):
         return jnp.zeros_like(data)
     x = computed(data)
     rules = rules._replace(plan="auto")
-    largest = _index.segment(_index.segment_max_p, x, index, rows=rows, rules=rules)
+    # Any number may be subtracted, and so a constant: the largest has no Taylor series.
+    largest = _index.segment(_index.segment_max_p, lax.stop_gradient(x), index, rows=rows, rules=rules)
     if over:
         largest = lax.pmax(largest, over)  # that of a NaN may be any: what it is subtracted from becomes NaN
     base = jnp.where(largest == -jnp.inf, 0, largest)

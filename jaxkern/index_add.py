@@ -61,16 +61,18 @@ def index_add(x, axis, index, source, *, alpha=1, mode=None, indices_are_sorted=
     name = "index_add"
     rules = _rules(name, axis, mode, wrap=True, sorted=bool(indices_are_sorted), unique=bool(unique_indices),
                    deterministic=bool(deterministic))
-    if isinstance(alpha, numbers.Number) and alpha == 1:
+    if _is_one(alpha, x):
         return _index_add(x, safe_index(index), source, rules=rules)
     return _index_add(x, safe_index(index), source, alpha, rules=rules)
 
 
 def index_select(x, axis, index, *, mode=None):
-    """Rows of `x` at `index` along `axis`, as `jnp.take(x, index, axis, mode=mode)`.
+    """Rows of `x` at `index` along `axis`, as `x.at[index].get(mode=mode)` does along the first.
+
+    `jnp.take` is the same but for negative indices under "clip", which there do not count from the end.
 
     Args:
-        x: array of one dimension or more and of any type.
+        x: array of one dimension or more and of any type but that of typed PRNG keys.
         axis: an int, the dimension of `x` that is indexed.
         index: array of one dimension, of any integer type. A negative index counts from the end.
         mode: what becomes of indices that are still out of range: None, "fill" and "drop" give NaN, or the
@@ -99,7 +101,7 @@ def embedding_lookup(table, ids):
     """The rows of `table` that `ids` name, as `jnp.take(table, ids, axis=0)`.
 
     Args:
-        table: array of shape (rows, ...) and of any type.
+        table: array of shape (rows, ...) and of any type but that of typed PRNG keys.
         ids: integer array of any shape and integer type. A negative one counts from the end; one that is
             out of range gives NaN (an integer's limit), as in `jnp.take`.
 
@@ -137,7 +139,8 @@ def _index_add(x, index, source, *alpha, rules):
                          f"shape {index.shape} along axis {rules.axis}, got {source.shape}")
     if jnp.issubdtype(x.dtype, jnp.integer) and not jnp.issubdtype(source.dtype, jnp.integer) and source.dtype != bool:
         raise TypeError(f"jaxkern.{name}: source of type {source.dtype} cannot be added to x of type {x.dtype}")
-    dtype = jnp.promote_types(x.dtype, source.dtype)
+    weak = jax.typeof(source).weak_type  # such as a Python scalar gives: it takes the type of x where it can
+    dtype = jnp.result_type(x, source) if weak else jnp.promote_types(x.dtype, source.dtype)
     factor = tuple(_factor(name, a, dtype) for a in alpha)
     return _index.index_add(x.astype(dtype), index, source.astype(dtype), *factor, rules=rules).astype(x.dtype)
 
@@ -199,6 +202,14 @@ def _along(name, x, index, rules):
     if not -x.ndim <= rules.axis < x.ndim:
         raise ValueError(f"jaxkern.{name}: axis {rules.axis} is out of bounds for x of shape {x.shape}")
     return index, rules._replace(axis=rules.axis % x.ndim)
+
+
+def _is_one(alpha, x):
+    """Whether alpha is 1, and of a type that x can be scaled by, so that it may be left out."""
+    if not isinstance(alpha, numbers.Number) or alpha != 1:
+        return False
+    kind = jnp.inexact if isinstance(alpha, numbers.Real) else jnp.complexfloating
+    return isinstance(alpha, numbers.Integral) or jnp.issubdtype(getattr(x, "dtype", jnp.int32), kind)
 
 
 def _factor(name, alpha, dtype):

@@ -18,7 +18,7 @@ from jaxkern.index_add import _rules, array, integers, safe_index
 
 
 def segment_sum(data, segment_ids, num_segments=None, indices_are_sorted=False, unique_indices=False,
-                bucket_size=None, mode=None):
+                bucket_size=None, mode=None, out_sharding=None):
     """Sums of the rows of `data` with the same id, as `jax.ops.segment_sum`.
 
     Args:
@@ -35,6 +35,8 @@ def segment_sum(data, segment_ids, num_segments=None, indices_are_sorted=False, 
             Here they are without.
         mode: what becomes of ids outside [0, num_segments), negative ones included: None, "drop", "fill"
             and "promise_in_bounds" drop them, "clip" takes the nearest row.
+        out_sharding: how the result is spread over a mesh of explicit axes, a `NamedSharding` or a
+            `PartitionSpec`. None: as `data` is, and not along its rows.
 
     Returns:
         Array of shape (num_segments, *data.shape[1:]), 0 where no row went. Every row is written once, and
@@ -49,11 +51,11 @@ def segment_sum(data, segment_ids, num_segments=None, indices_are_sorted=False, 
     [1.0, 5.0, 0.0]
     """
     return _segment("segment_sum", data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size,
-                    mode)
+                    mode, out_sharding)
 
 
 def segment_mean(data, segment_ids, num_segments=None, indices_are_sorted=False, unique_indices=False,
-                 bucket_size=None, mode=None):
+                 bucket_size=None, mode=None, out_sharding=None):
     """Means of the rows of `data` with the same id; 0 where there is none.
 
     Arguments and errors as for `segment_sum`; integers give float32. 16-bit sums stay in float32 until they
@@ -64,11 +66,11 @@ def segment_mean(data, segment_ids, num_segments=None, indices_are_sorted=False,
     [1.5, 0.0, 6.0]
     """
     return _segment("segment_mean", data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size,
-                    mode)
+                    mode, out_sharding)
 
 
 def segment_max(data, segment_ids, num_segments=None, indices_are_sorted=False, unique_indices=False,
-                bucket_size=None, mode=None):
+                bucket_size=None, mode=None, out_sharding=None):
     """Maxima of the rows of `data` with the same id, as `jax.ops.segment_max`.
 
     Arguments and errors as for `segment_sum`. Where no row went the result is -inf, or the least integer;
@@ -79,11 +81,11 @@ def segment_max(data, segment_ids, num_segments=None, indices_are_sorted=False, 
     [3.0, -inf, 2.0]
     """
     return _segment("segment_max", data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size,
-                    mode)
+                    mode, out_sharding)
 
 
 def segment_min(data, segment_ids, num_segments=None, indices_are_sorted=False, unique_indices=False,
-                bucket_size=None, mode=None):
+                bucket_size=None, mode=None, out_sharding=None):
     """Minima of the rows of `data` with the same id, as `jax.ops.segment_min`.
 
     Arguments and errors as for `segment_sum`. Where no row went the result is inf, or the greatest integer;
@@ -94,7 +96,7 @@ def segment_min(data, segment_ids, num_segments=None, indices_are_sorted=False, 
     [1.0, inf, 2.0]
     """
     return _segment("segment_min", data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size,
-                    mode)
+                    mode, out_sharding)
 
 
 def segment_softmax(data, segment_ids, num_segments=None, indices_are_sorted=False, unique_indices=False, mode=None):
@@ -144,18 +146,26 @@ def segment_softmax(data, segment_ids, num_segments=None, indices_are_sorted=Fal
     name = "segment_softmax"
     del unique_indices  # saves nothing: what is sorted by segment is the result of a row as well as its data
     rules = _rules(name, 0, mode, sorted=bool(indices_are_sorted), unique=False)
-    segment_ids = safe_index(segment_ids)
     rows = _num_segments(name, num_segments, segment_ids)
-    return _segment_jit(data, segment_ids, name=name, rows=rows, rules=rules)
+    return _segment_jit(data, safe_index(segment_ids), name=name, rows=rows, rules=rules)
 
 
-def _segment(name, data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size, mode):
+def _segment(name, data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size, mode,
+             out_sharding):
     rules = _rules(name, 0, mode, sorted=bool(indices_are_sorted), unique=bool(unique_indices))
-    if bucket_size is not None and operator.index(bucket_size) < 1:
+    if bucket_size is not None and _integer(name, "bucket_size", bucket_size) < 1:
         raise ValueError(f"jaxkern.{name}: bucket_size must be positive, got {bucket_size}")
-    segment_ids = safe_index(segment_ids)
     rows = _num_segments(name, num_segments, segment_ids)
-    return _segment_jit(data, segment_ids, name=name, rows=rows, rules=rules)
+    y = _segment_jit(data, safe_index(segment_ids), name=name, rows=rows, rules=rules)
+    return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+
+
+def _integer(name, argument, value):
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"jaxkern.{name}: {argument} must be an int, known while tracing, got {value!r}") from None
 
 
 def _num_segments(name, num_segments, segment_ids):
@@ -163,19 +173,22 @@ def _num_segments(name, num_segments, segment_ids):
         if isinstance(segment_ids, jax.core.Tracer):
             raise TypeError(f"jaxkern.{name}: num_segments must be given where segment_ids is traced, "
                             f"as {jax.typeof(segment_ids).str_short()} is")
+        if not isinstance(segment_ids, (jax.Array, np.ndarray, np.generic, int)):
+            raise TypeError(f"jaxkern.{name}: segment_ids must be an array, got {type(segment_ids).__name__}")
         ids = np.asarray(segment_ids)
         if ids.dtype.kind not in "iu":
             raise TypeError(f"jaxkern.{name}: segment_ids must be of an integer type, got {ids.dtype}{list(ids.shape)}")
-        return max(int(ids.max()) + 1, 0) if ids.size else 0
-    if export.is_symbolic_dim(num_segments):
+        rows = max(int(ids.max()) + 1, 0) if ids.size else 0
+    elif export.is_symbolic_dim(num_segments):
         return num_segments
-    try:
-        rows = operator.index(num_segments)
-    except TypeError:
-        raise TypeError(
-            f"jaxkern.{name}: num_segments must be an int, known while tracing, got {num_segments!r}") from None
+    else:
+        rows = _integer(name, "num_segments", num_segments)
     if rows < 0:
         raise ValueError(f"jaxkern.{name}: num_segments must not be negative, got {rows}")
+    most = np.iinfo(np.int64 if jax.config.jax_enable_x64 or num_segments is not None else np.int32).max
+    if rows > most:  # without x64 ids beyond int32 name no row of their own
+        raise ValueError(f"jaxkern.{name}: num_segments must be at most {most}, got {rows}"
+                         f"{'' if num_segments is not None else ' from segment_ids'}")
     return rows
 
 
@@ -208,7 +221,7 @@ def _segment_jit(data, segment_ids, *, name, rows, rules):
 
 
 def _mean(data, ids, rows, rules):
-    dtype = data.dtype if jnp.issubdtype(data.dtype, jnp.inexact) else jnp.promote_types(data.dtype, jnp.float32)
+    dtype = data.dtype if jnp.issubdtype(data.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
     total = _index.segment_sum(data.astype(_index.computing(dtype)), ids, rows=rows, rules=rules)
     count = _index.segment_sum(jnp.ones(ids.shape, jnp.int32), ids, rows=rows, rules=rules)
     count = jnp.maximum(count, 1).reshape(rows, *[1] * (data.ndim - 1))

@@ -1,6 +1,7 @@
 """index_add, index_select, embedding_lookup and the segment reductions: numbers, indices, bad input."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -385,6 +386,33 @@ def test_types_promote_as_in_jax(x_dtype, source_dtype):
     np.testing.assert_allclose(*(np.asarray(a.astype(jnp.float32)) for a in (ours, theirs)), rtol=2e-2)
 
 
+def test_strict_promotion_as_in_jax():
+    x, index, ones = values((5, 4), "bfloat16"), jnp.arange(3), jnp.broadcast_to(1.0, (3, 4))
+    with jax.numpy_dtype_promotion("strict"):
+        np.testing.assert_array_equal(jaxkern.index_add(x, 0, index, ones), x.at[index].add(ones))
+        assert jaxkern.segment_mean(index, index, 5).dtype == jnp.float32
+        with pytest.raises(ValueError, match="promotion"):
+            jaxkern.index_add(x, 0, index, jnp.ones((3, 4)))
+
+
+@pytest.mark.parametrize("name", ["segment_sum", "segment_max", "segment_min"])
+def test_signatures_of_jax(name):
+    ours, theirs = (list(inspect.signature(getattr(m, name)).parameters.values()) for m in (jaxkern, jax.ops))
+    for mine, other in zip(ours, theirs):
+        assert (mine.name, mine.kind, mine.default) == (other.name, other.kind, other.default)
+    assert len(ours) >= len(theirs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64", "int8"])
+def test_rows_that_nothing_goes_to_are_left_alone(dtype):
+    """Whatever alpha: 0 * inf is NaN, and -0 + 0 is 0."""
+    x, index = jnp.array([[-0.0, 1.0], [2.0, 3.0], [-0.0, 5.0]]).astype(dtype), jnp.array([1, 7, -4])
+    alphas = jnp.array([3, -2]) if dtype == "int8" else jnp.array([jnp.inf, jnp.nan, 2.0])
+    add = lambda alpha: jaxkern.index_add(x, 0, index, jnp.ones((3, 2), dtype), alpha=alpha)
+    bits = lambda a: np.asarray(a[..., [0, 2], :]).tobytes()
+    assert bits(jax.vmap(add)(alphas)) == b"".join(bits(add(a)) for a in alphas) == len(alphas) * bits(x)
+
+
 def test_numpy_and_scalars_are_arrays():
     assert jaxkern.index_add(np.zeros(3), 0, np.array([1]), np.ones(1)).tolist() == [0, 1, 0]
     scaled = jaxkern.index_add(jnp.zeros(3), np.int64(-1), np.array([1]), np.ones(1), alpha=np.float64(2))
@@ -460,6 +488,8 @@ def total(data=((2, 4), "float32"), ids=((2,), "int32"), n=3, **options):
     (add(x=((3, 4), "int32")), TypeError, ["source of type float32", "int32"]),
     (add(alpha=jnp.ones(2)), ValueError, ["alpha must be a scalar", "(2,)"]),
     (add(alpha=1j), TypeError, ["alpha of type complex64", "float32"]),
+    (add(alpha=1 + 0j), TypeError, ["alpha of type complex64", "float32"]),
+    (add(x=((3, 4), "int32"), source=((2, 4), "int32"), alpha=1.0), TypeError, ["alpha of type float32", "int32"]),
     (add(x=((3, 4), "int32"), source=((2, 4), "int32"), alpha=0.5), TypeError, ["alpha of type float32", "int32"]),
     (add(x=jax.random.key(0)), TypeError, ["x must be an array", "key"]),
     (total(ids=((2,), "float32")), TypeError, ["segment_sum: segment_ids must be of an integer type", "float32[2]"]),
@@ -471,6 +501,10 @@ def total(data=((2, 4), "float32"), ids=((2,), "int32"), n=3, **options):
     (total(n=2.5), TypeError, ["num_segments must be an int", "2.5"]),
     (total(bucket_size=0), ValueError, ["bucket_size", "0"]),
     (total(mode="no"), ValueError, ["mode", "'no'"]),
+    (total(ids=None, n=None), TypeError, ["segment_ids must be an array", "NoneType"]),
+    (total(ids=np.array([0, 2**40]), n=None), ValueError, ["num_segments must be at most", "1099511627777"]),
+    (total(n=2**70), ValueError, ["num_segments must be at most", str(2**70)]),
+    (total(bucket_size=1.5), TypeError, ["bucket_size must be an int", "1.5"]),
     (lambda: jax.jit(jaxkern.segment_sum)(jnp.ones(3), jnp.zeros(3, int)), TypeError,
      ["num_segments must be given", "int32[3]"]),
     (lambda: jax.jit(jaxkern.segment_sum)(jnp.ones(3), jnp.zeros(3, int), 4), TypeError,

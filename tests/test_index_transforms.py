@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.experimental import jet
 from test_transforms import SHAPE, assert_same, compiled, equations, inputs
 
 import jaxkern
@@ -167,6 +168,18 @@ def test_linear_transpose(x64):
         np.testing.assert_allclose(jnp.vdot(f(x), t), jnp.vdot(x, transposed))
     (of_alpha,) = jax.linear_transpose(lambda a: jaxkern.index_add(0 * x, 0, INDEX, x, alpha=a), 1.0)(t)
     np.testing.assert_allclose(of_alpha, jnp.vdot(x, t[INDEX]))
+
+
+@pytest.mark.parametrize("f", [
+    lambda x: jaxkern.index_add(jnp.cos(x), 0, INDEX, jnp.sin(x), alpha=jnp.tanh(x[0, 0])),
+    lambda x: jaxkern.index_select(jnp.sin(x), 0, INDEX), lambda x: jaxkern.segment_sum(jnp.sin(x), INDEX, 4),
+    lambda x: jaxkern.segment_softmax(jnp.sin(x), INDEX, 4)], ids=["index_add", "index_select", "segment_sum", "softmax"])
+def test_taylor_series(f, x64):
+    """jax.experimental.jet, to the second order, against nested forward mode."""
+    x, t = inputs((4, 3))
+    first = lambda x: jax.jvp(f, (x,), (t,))[1]
+    y, terms = jet.jet(f, (x,), ([t, jnp.zeros_like(t)],))
+    assert_same([y, *terms], [f(x), *jax.jvp(first, (x,), (t,))])
 
 
 def test_nans_are_found_in_debug_mode():

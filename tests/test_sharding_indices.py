@@ -129,6 +129,32 @@ def test_rows_at_indices_on_an_explicit_mesh(lead, x_spec, index_spec, source_sp
 
 
 @several
+@pytest.mark.parametrize("name, x_spec, index_spec, source_spec", [
+    ("index_add", P(None, "r"), P(), P("r")), ("index_add", P(), P("r"), P(None, "c")),
+    *((name, P(), P("c"), P(("r", "c"))) for name in ("segment_sum", "segment_max", "segment_softmax"))])
+def test_gradients_on_an_explicit_mesh(name, x_spec, index_spec, source_spec):
+    """Of operands that are spread in ways of their own: what is taken at indices meets a source somewhere else."""
+    m, operands = mesh("Explicit"), indexed(())
+    f = FUNCTIONS[name]
+    gradients = lambda *operands: [derivative(f, at)(*operands) for at in (0, 2)]
+    with jax.set_mesh(m):
+        found = jax.jit(gradients)(*put(m, operands, (x_spec, index_spec, source_spec)))
+    same(found, jax.jit(gradients)(*operands))
+
+
+@several
+def test_sharding_of_segments_as_in_jax():
+    m, (_, index, source) = mesh("Explicit"), indexed(())
+    with jax.set_mesh(m):
+        index, source = put(m, (index, source), (P(), P("r")))
+        for name in ("segment_sum", "segment_max", "segment_min", "segment_mean"):
+            total = functools.partial(getattr(jaxkern, name), source, index, ROWS)
+            found = total(out_sharding=P("c", "r"))
+            assert found.sharding == NamedSharding(m, P("c", "r"))
+            same(found, total())
+
+
+@several
 @pytest.mark.parametrize("index_dtype", ["int8", "uint8", "int32", "uint32", "int64"])
 @pytest.mark.parametrize("mode", ["drop", "clip"])
 def test_every_type_of_index_into_split_rows(index_dtype, mode, x64):
