@@ -3,7 +3,7 @@
 Everything about an operation but its arithmetic comes from its row: the kernels that are compiled
 (ffi/elementwise/generate.py reads this file while the package is built, and so it imports nothing),
 the primitive, the public function and its documentation, the tests, the benchmark, the README's list.
-The arithmetic, and that of the derivative, is a functor in ffi/elementwise/functors.h.
+The arithmetic, and that of the derivative, is a functor in ffi/elementwise/functors.h or activations.h.
 """
 
 import typing
@@ -11,7 +11,7 @@ import typing
 
 class Row(typing.NamedTuple):
     name: str
-    functor: str  # in functors.h; the derivative is <functor>Grad
+    functor: str  # the derivative is <functor>Grad
     like: str  # the same in JAX: the meaning, where there is no kernel, and what tests compare with
     summary: str
     arrays: tuple[str, ...] = ("x",)

@@ -44,7 +44,7 @@ def segment_sum(data, segment_ids, num_segments=None, indices_are_sorted=False, 
 
     Raises:
         TypeError: `segment_ids` is not of an integer type; `num_segments` is no int, or missing under jit.
-        ValueError: `num_segments` is negative; shapes do not match; unknown `mode`.
+        ValueError: `num_segments` is negative or no number of 64 bits; shapes do not match; unknown `mode`.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.segment_sum(jnp.arange(5.0), jnp.array([0, 0, 1, 1, -1]), num_segments=3).tolist()
@@ -133,7 +133,7 @@ def segment_softmax(data, segment_ids, num_segments=None, indices_are_sorted=Fal
     Raises:
         TypeError: `data` is boolean, complex or no array; `segment_ids` is not of an integer type; `num_segments` is
             no int, or missing under jit.
-        ValueError: `num_segments` is negative; shapes do not match; unknown `mode`.
+        ValueError: `num_segments` is negative or no number of 64 bits; shapes do not match; unknown `mode`.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> data, ids = jnp.array([0.0, 0.0, 5.0, 1.0, 1.0]), jnp.array([0, 0, 1, 3, -1])

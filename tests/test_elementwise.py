@@ -489,7 +489,7 @@ def test_bad_input():
 
 def test_table_and_functors_agree():
     """Every row has its functors, and every functor its row."""
-    text = (ROOT / "ffi/elementwise/functors.h").read_text()
+    text = "".join((ROOT / "ffi/elementwise" / name).read_text() for name in ("activations.h", "functors.h"))
     functors = set(re.findall(r"^struct (\w+) \{", text, re.M)) - {"Values", "Logistic"}
     wanted = {"Cast"} | {row.functor for row in ROWS} | {f"{row.functor}Grad" for row in ROWS if row.gradient}
     assert functors == wanted
@@ -523,7 +523,8 @@ def test_contributing_example(tmp_path):
     assert [k.name for k in kernels] == [row.name, f"{row.name}_grad"]
 
     # The functor where it would be written, among the others.
-    for name in ("arithmetic.h", "functors.h", "elementwise.h", "elementwise_cpu.h", "elementwise_cpu_loops.h"):
+    for name in ("arithmetic.h", "activations.h", "functors.h", "elementwise.h", "elementwise_cpu.h",
+                 "elementwise_cpu_loops.h"):
         (tmp_path / "elementwise").mkdir(exist_ok=True)
         shutil.copy(ROOT / "ffi/elementwise" / name, tmp_path / "elementwise" / name)
     shutil.copytree(ROOT / "ffi/common", tmp_path / "common")
