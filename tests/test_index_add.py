@@ -107,6 +107,24 @@ def test_bitwise_reproducible(operation, dtype, shape, count):
     assert len(runs) == 1
 
 
+@pytest.mark.parametrize("operation", ["index_add", "segment_sum"])
+@pytest.mark.parametrize("ascending", [False, True])
+@pytest.mark.parametrize("width", [2, 16, 33, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int32"])
+def test_runs_of_every_length(operation, ascending, width, dtype):
+    """As many updates a row as begin and end at any place of the chunks and tiles that they are cut into, or none."""
+    rng = np.random.default_rng(0)
+    lengths = [0, 0, 1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 18, 20, 21, 22, 31, 33, 34, 35, 38, 51, 64, 69, 200, 900]
+    lengths = rng.permutation(np.repeat(lengths, 6))
+    index = np.repeat(np.arange(lengths.size, dtype=np.int32), lengths)
+    if not ascending:
+        index = rng.permutation(index)
+    x, source = values((lengths.size, width), dtype), values((index.size, width), dtype, 2)
+    runs = [run(operation, x, index, source, indices_are_sorted=ascending) for _ in range(2)]
+    assert_reduced(operation, runs[0], x, index, source)
+    assert np.asarray(runs[0]).tobytes() == np.asarray(runs[1]).tobytes()
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("rows, width, count", [(5000, 1, 1024), (1200, 24, 1000), (2000, 7, 129)])
 def test_few_updates(dtype, rows, width, count):

@@ -72,6 +72,7 @@ struct IndexRun {
   bool reads_out;                     // out holds what the reduction goes on from
   bool tiles;                         // ascending indices are reduced in tiles of source as it lies
   uint32_t chunk;                     // places of the order that a tile has, or a thread goes through
+  int under_way;                      // so many at once
 
   void* partials;
 
@@ -96,6 +97,9 @@ IndexRun RunOf(const IndexArgs& args);
 IndexRun RunOf(const IndexArgs& args, const IndexPart& part);
 // The most slices of the batch that a run can have.
 int64_t BatchOf(const IndexArgs& args);
+
+// Has the line that holds an address brought to L2.
+__device__ __forceinline__ void Prefetch(const char* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // An index as it lies in memory: loaded without looking at it, so that several loads can be under way.
 struct RawIndex {

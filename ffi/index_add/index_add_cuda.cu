@@ -185,6 +185,7 @@ cudaError_t IndexCuda(const IndexArgs& a, const Device& device, cudaStream_t str
         run.reads_out = adds || (k > 0 && plan != IndexPlan::kUnique);
         run.tiles = ReducesTiles(plan, DescribeIndex(a));
         run.chunk = static_cast<uint32_t>(layout.chunk);
+        run.under_way = layout.under_way;
         cudaError_t error = cudaSuccess;
         const auto room = [&](int64_t offset) { return offset < 0 ? nullptr : static_cast<char*>(a.scratch) + offset; };
         run.partials = room(layout.partials);

@@ -32,9 +32,6 @@ struct BinShape {
   FillShape fill;
 };
 
-// Has the line that holds an address brought to L2.
-__device__ __forceinline__ void Prefetch(const char* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
 // Up to kWideBins rows: a block a chunk of a slice, straight from index and source.
 template <Reduction kOp, class T, bool kFew>
 __global__ void __launch_bounds__(kBinThreads)

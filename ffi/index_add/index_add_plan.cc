@@ -50,13 +50,28 @@ IndexRadix RadixOf(int64_t positions, int low_bit, int high_bit) {
   return r;
 }
 
-// Positions a chunk of the segmented reduction; a run of equal keys is in one piece up to about twice as many.
-int64_t ChunkOf(int64_t positions, int64_t outer, int64_t row_bytes) {
-  // Lanes of 16 bytes, if there is work for so many: a little less than three waves of them.
-  constexpr double kLanes = 3 << 17;
-  const double lanes = static_cast<double>(positions) * outer * Ceil(row_bytes, 16);
+// Places that a thread of the segmented reduction has under way. The more, the better it hides how long memory takes; but
+// small vectors have threads enough for that, and each row of x that is added to is waited for by the places behind it.
+int UnderWay(const IndexProblem& p) {
+  if (RowBytes(p) % 16 != 0) return 8;
+  const bool many_rows = p.op == IndexOp::kAdd && p.count < 32 * p.rows;
+  return SizeOf(p.type) > 2 || many_rows ? 4 : 8;
+}
+
+// Positions a chunk of the segmented reduction.
+int64_t ChunkOf(int64_t positions, const IndexProblem& p, int under_way) {
+  constexpr int kMultiprocessors = 128;  // a few less than there are: whole waves of threads
+  const int64_t size = SizeOf(p.type), row_bytes = RowBytes(p);
+  const bool whole = row_bytes % 16 == 0;
+  const double wave = kMultiprocessors * ReduceBlocks(whole, size, under_way) * kReduceThreads;
+  const double lanes = static_cast<double>(positions) * p.outer * Ceil(row_bytes, 16);
+  // One wave has the fewest edges of chunks to see to, but waits for its slowest thread. More are better where threads
+  // differ most, in how many long rows they write, and where there are many and short.
+  double waves = 1;
+  if (whole && size == 2 && row_bytes >= 8192) waves = 2;
+  if (whole && size > 2 && lanes >= 3 * 64 * wave) waves = 3;
   // Odd: chunks that are walked side by side must not all meet in the same memory channels.
-  return static_cast<int64_t>(std::clamp(std::ceil(lanes / kLanes), 16.0, 500.0)) | 1;
+  return static_cast<int64_t>(std::clamp(std::ceil(lanes / (waves * wave)), 16.0, 500.0)) | 1;
 }
 
 // Places of a tile: as many as make whole waves of tiles of about the same length.
@@ -168,10 +183,11 @@ IndexLayout LayoutOf(IndexPlan plan, const IndexProblem& p) {
   switch (plan) {
     case IndexPlan::kSort:
     case IndexPlan::kSorted: {
+      layout.under_way = UnderWay(p);
       const bool tiles = ReducesTiles(plan, p), narrow = tiles || p.inner <= kNarrowInner;
       layout.chunk = tiles    ? TilePlaces(positions, p.outer, p.inner, SizeOf(p.type))
                      : narrow ? NarrowTileOf(p.inner, SizeOf(p.type))
-                              : ChunkOf(positions, p.outer, RowBytes(p));
+                              : ChunkOf(positions, p, layout.under_way);
       const int64_t chunks = Ceil(positions, layout.chunk);
       if (plan == IndexPlan::kSort) sort(0, keys);
       else if (!narrow) layout.keys[0] = take(4 * positions);

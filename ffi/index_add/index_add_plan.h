@@ -104,6 +104,16 @@ constexpr int BitsFor(int64_t n) {
   return bits;
 }
 
+// The segmented reduction by chunks: the threads of a block, and the blocks that a multiprocessor has at once. Elements of
+// 16 bits are summed in twice the registers of a vector, rows of no whole vectors are read in smaller pieces, and the
+// places that a thread has under way, 4 or 8, take registers too.
+constexpr int kReduceThreads = 128;
+constexpr int ReduceBlocks(bool whole_vectors, int64_t element_bytes, int under_way) {
+  return !whole_vectors ? 4 : element_bytes > 2 ? 8 : under_way == 4 ? 7 : 5;
+}
+// How far behind its chunk a run may end that the chunk takes all of: further, and chunks would differ in length too much.
+constexpr uint32_t ChunkReach(uint32_t chunk) { return chunk / 4; }
+
 // The segmented reduction of narrow rows: in shared memory, a tile of positions a block, of which each of 256
 // threads walks a stretch in one column. An odd length, so that threads find their elements in different banks.
 constexpr int64_t kNarrowInner = 8;
@@ -145,6 +155,7 @@ struct IndexLayout {
   // shorter run by itself might have shorter ones, and so more.
   IndexRadix radix;
   int64_t chunk = 0;  // places, of the reduction's chunks or tiles
+  int under_way = 8;  // of them, in a thread of its chunks
 };
 IndexLayout LayoutOf(IndexPlan plan, const IndexProblem& p);
 

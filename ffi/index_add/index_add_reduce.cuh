@@ -6,8 +6,8 @@
 // fast. Where a row's bytes are no whole vectors, a thread takes kParts elements (or words) of it instead,
 // equally far apart, so that its work for a place is for as much and neighbours still read side by side. A run is
 //
-//     short    a run that ends by the end of the chunk after the one it begins in: the chunk that it
-//              begins in takes all of it, and the next one skips what is not its own
+//     short    a run that ends soon behind the chunk that it begins in (ChunkReach): that chunk takes all
+//              of it, and the next one skips what is not its own
 //     long     any other: each chunk writes the partial sum of its part, in one of its two slots
 //              (head: the run came in from the chunk before; tail: it begins here), and ReduceFixup
 //              adds the parts up in an order that the chunks give; those of very long runs first kHeadGroup at a time
@@ -21,7 +21,6 @@
 
 namespace jaxkern {
 
-constexpr int kReduceThreads = 128;
 constexpr int kFixupThreads = 256, kHeadThreads = 128;
 constexpr uint32_t kHeadGroup = 32;  // chunks whose heads are added up before
 
@@ -51,9 +50,8 @@ __device__ __forceinline__ void LoadPlaces(const uint32_t* array, uint32_t i, ui
   }
 }
 
-// As many blocks a multiprocessor as leave each thread the registers that it needs.
 template <Reduction kOp, class T, int N, int kParts, int kRows>
-__global__ void __launch_bounds__(kReduceThreads, kParts > 1 ? 5 : 8)
+__global__ void __launch_bounds__(kReduceThreads, ReduceBlocks(kParts == 1, sizeof(T), kRows))
 ReduceChunks(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s) {
   using C = Compute<T>;
   struct Slice {
@@ -165,10 +163,11 @@ ReduceChunks(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
     for (int u = 0; u < kRows; ++u) {
       if (key[u] < run.dropped) {
         slice[u] = load(in_source(row[u]));
+        if (kRows == 4 && reads_out && key[u] != newest) Prefetch(in_out(key[u]));  // others have few rows or no registers
         newest = key[u];
       }
     }
-    // The row of the run that is open at the end of these places; those of others are read when they are closed.
+    // The row of the run that is open at the end of these places; those of others are read, from L2, when they are closed.
     const bool reads = reads_out && newest != current;
     if (reads) x_next = load(in_out(newest));
 #pragma unroll
@@ -371,7 +370,7 @@ cudaError_t LaunchFixup(const IndexRun& run, const ReduceShape& s, cudaStream_t 
 template <Reduction kOp, class T, int N>
 cudaError_t LaunchReduce(const IndexRun& run, bool fills, cudaStream_t stream) {
   constexpr bool kWhole = N * sizeof(T) == 16;
-  constexpr int kParts = kWhole ? 1 : 4, kRows = 4;
+  constexpr int kParts = kWhole ? 1 : 4;
   ReduceShape s;
   s.vectors = (run.inner / N + kParts - 1) / kParts;
   s.chunk = run.chunk;
@@ -383,8 +382,19 @@ cudaError_t LaunchReduce(const IndexRun& run, bool fills, cudaStream_t stream) {
   if (fills) s.bands = BandShapeOf(run, run.inner / N, N * sizeof(T), true);
   constexpr int kWarps = kReduceThreads / kWarp;
   const int64_t blocks = s.blocks + (s.bands.warps + kWarps - 1) / kWarps;
-  const cudaError_t error = Launch(ReduceChunks<kOp, T, N, kParts, kRows>, {blocks, 1, kReduceThreads}, stream, run, s);
-  if (error != cudaSuccess || s.chunks <= 2) return error;  // two chunks have no long run
+  const auto launch = [&](auto kernel) { return Launch(kernel, {blocks, 1, kReduceThreads}, stream, run, s); };
+  const cudaError_t error = [&] {
+    // Larger elements in whole vectors have 4 places under way, rows of no whole vectors 8, whatever the plan expected.
+    if constexpr (kWhole && sizeof(T) > 2) {
+      return launch(ReduceChunks<kOp, T, N, kParts, 4>);
+    } else {
+      if constexpr (kWhole && kOp == Reduction::kSum) {
+        if (run.under_way == 4) return launch(ReduceChunks<kOp, T, N, kParts, 4>);
+      }
+      return launch(ReduceChunks<kOp, T, N, kParts, 8>);
+    }
+  }();
+  if (error != cudaSuccess || s.chunks == 1) return error;
   return LaunchFixup<kOp, T>(run, s, stream);
 }
 

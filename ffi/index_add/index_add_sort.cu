@@ -134,7 +134,7 @@ __device__ __forceinline__ void PrefetchKeys(const IndexRun& run, const uint32_t
   const int64_t position = (int64_t{blockIdx.x} + kTilesAhead) * kPairs + at;
   if (at >= kPairs || position >= run.positions) return;
   const char* const keys = static_cast<const char*>(kFirst ? run.index : keys_in);
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(keys + position * bytes));
+  Prefetch(keys + position * bytes);
 }
 
 struct Digits {
@@ -472,21 +472,23 @@ Describe(const __grid_constant__ IndexRun run, uint32_t chunk, uint32_t chunks, 
   constexpr Keys kKeys = kKeyed ? Keys::kListed : Keys::kPlain;
   const uint32_t thread = blockIdx.x * kDescribeThreads + threadIdx.x;
   if (thread >= chunks) return;
-  const uint32_t begin = thread * chunk, end = min(begin + chunk, run.positions);
+  const uint32_t begin = thread * chunk, end = min(begin + chunk, run.positions), reach = ChunkReach(chunk);
   const uint32_t head = KeyAt<kKeys>(run, begin), last = KeyAt<kKeys>(run, end - 1);
   const uint32_t before = KeyAt<kKeys>(run, begin - (begin > 0));
   const uint32_t next = KeyAt<kKeys>(run, min(begin + chunk, run.positions - 1));
+  const uint32_t behind_reach = KeyAt<kKeys>(run, min(begin + reach, run.positions - 1));
   const uint32_t earlier = KeyAt<kKeys>(run, begin - min(begin, chunk + 1));
-  const bool cut = IsCut<kKeys>(run, chunk, thread, chunk);
+  const bool cut = IsCut<kKeys>(run, chunk, thread, reach);
   const bool comes_in = begin > 0 && head < run.dropped && before == head;
   const bool goes_on = end < run.positions && last < run.dropped && next == last;
-  // It has the place behind the chunk too, or came into the chunk before.
-  const bool long_head = comes_in && ((end < run.positions && next == head) || (begin > chunk && earlier == head));
+  // It goes on behind the reach of the chunk before, or came into that one too.
+  const bool reaches = begin + reach < run.positions && behind_reach == head;
+  const bool long_head = comes_in && (reaches || (begin > chunk && earlier == head));
   // Where the run that came in ends, and that of the chunk's last place: among the places, or among the chunks.
   EndSearch search[2] = {{begin, begin, head, 1}, {end, end, last, 1}};
-  if (comes_in && !long_head) search[0].high = end;
+  if (comes_in && !long_head) search[0].high = min(begin + reach, end);
   if (cut) search[1] = {thread + 2, chunks, last, chunk};
-  else if (goes_on && !(long_head && head == last)) search[1].high = min(end + chunk, run.positions);
+  else if (goes_on && !(long_head && head == last)) search[1].high = min(end + reach, run.positions);
   FindEnds<kKeys>(run, search);
   ChunkInfo info = {search[0].low, long_head, end, 0, last};
   if (cut) info.parts = search[1].low - thread;
