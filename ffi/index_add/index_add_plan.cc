@@ -65,13 +65,14 @@ int64_t ChunkOf(int64_t positions, const IndexProblem& p, int under_way) {
   const bool whole = row_bytes % 16 == 0;
   const double wave = kMultiprocessors * ReduceBlocks(whole, size, under_way) * kReduceThreads;
   const double lanes = static_cast<double>(positions) * p.outer * Ceil(row_bytes, 16);
+  constexpr double kLeast = 16, kMost = 500;
   // One wave has the fewest edges of chunks to see to, but waits for its slowest thread. More are better where threads
   // differ most, in how many long rows they write, and where there are many and short.
-  double waves = 1;
-  if (whole && size == 2 && row_bytes >= 8192) waves = 2;
-  if (whole && size > 2 && lanes >= 3 * 64 * wave) waves = 3;
+  double waves = std::max(1.0, std::ceil(lanes / (kMost * wave)));
+  if (whole && size == 2 && row_bytes >= 8192) waves = std::max(waves, 2.0);
+  if (whole && size > 2 && lanes >= 3 * 64 * wave) waves = std::max(waves, 3.0);
   // Odd: chunks that are walked side by side must not all meet in the same memory channels.
-  return static_cast<int64_t>(std::clamp(std::ceil(lanes / (waves * wave)), 16.0, 500.0)) | 1;
+  return static_cast<int64_t>(std::clamp(std::ceil(lanes / (waves * wave)), kLeast, kMost)) | 1;
 }
 
 // Places of a tile: as many as make whole waves of tiles of about the same length.

@@ -163,11 +163,13 @@ ReduceChunks(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
     for (int u = 0; u < kRows; ++u) {
       if (key[u] < run.dropped) {
         slice[u] = load(in_source(row[u]));
-        if (kRows == 4 && reads_out && key[u] != newest) Prefetch(in_out(key[u]));  // others have few rows or no registers
+        // A run that begins and ends among these places: its row is read when it is closed. With 8 places under way there
+        // are few such runs, or no registers.
+        if (kRows == 4 && reads_out && key[u] != newest && newest != current) Prefetch(in_out(newest));
         newest = key[u];
       }
     }
-    // The row of the run that is open at the end of these places; those of others are read, from L2, when they are closed.
+    // The row of the run that is open at the end of these places.
     const bool reads = reads_out && newest != current;
     if (reads) x_next = load(in_out(newest));
 #pragma unroll
