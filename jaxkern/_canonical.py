@@ -111,7 +111,7 @@ def along_axes(f, x, parts, axes):
     if merged.ndim >= x.ndim:
         return y if merged.ndim == x.ndim else y[..., 0]
     y = y.reshape(x.shape)
-    spec = _explicit_spec(x)
+    spec = explicit_spec(x)
     return y if not any(spec[axes[0] : axes[-1] + 1]) else jax.sharding.reshard(y, P(*spec))
 
 
@@ -165,9 +165,10 @@ def _collapse(x, span):
     return x.reshape(*x.shape[: span.start], math.prod(x.shape[span]), *x.shape[span.stop :])
 
 
-def _explicit_spec(x) -> tuple:
-    """How the type of `x` says that each dimension is split: all None but on a mesh with explicit axes."""
-    spec = tuple(jax.typeof(x).sharding.spec)
+def explicit_spec(x) -> tuple:
+    """How the type of `x`, or a type, says that each dimension is split: all None but on a mesh with explicit axes."""
+    aval = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
+    spec = tuple(aval.sharding.spec)
     return spec + (None,) * (x.ndim - len(spec))
 
 
@@ -177,12 +178,17 @@ def split_like(x, aval):
     return x if same or aval.sharding.mesh.empty else jax.sharding.reshard(x, aval.sharding.spec)
 
 
-def mergeable(x, dims: int):
-    """`x` such that its first `dims` dimensions may be reshaped to one.
+def mergeable(x, dims: int, first: int = 0):
+    """`x` such that `dims` dimensions from the `first` on may be reshaped to one.
 
-    JAX before 0.10 merges dimensions on a mesh with explicit axes only where no more than the first is split.
+    JAX merges dimensions on a mesh with explicit axes only where none is split behind one that is not; before 0.10,
+    where no more than the first is split.
     """
-    return x if _compat.merges_split_dimensions() else _gathered(x, slice(1, dims))
+    spec, at = explicit_spec(x), first
+    if _compat.merges_split_dimensions():
+        while at < first + dims and (spec[at] or x.shape[at] == 1):
+            at += 1
+    return _gathered(x, slice(max(at, first + 1), first + dims))
 
 
 def whole(x, dim: int):
@@ -192,7 +198,7 @@ def whole(x, dim: int):
 
 def _gathered(x, span):
     """`x` with the dimensions of `span` whole on every device, without which a type has no word for their product."""
-    spec = _explicit_spec(x)
+    spec = explicit_spec(x)
     if not any(spec[span]):
         return x
     return jax.sharding.reshard(x, P(*spec[: span.start], *(None,) * (span.stop - span.start), *spec[span.stop :]))

@@ -21,7 +21,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkern import tiers
+from jaxkern import _canonical, tiers
 from jaxkern._autodiff import defvjp
 from jaxkern._primitive import bind, evaluate
 
@@ -238,7 +238,7 @@ def _batch_select(operands, dims, *, rules):
     if dx is not None:
         return index_select(moved(x, dx, 0, size), moved(index, di, 0, size), rules=outer(rules)), 0
     # One array, many indices: a longer index.
-    index = moved(index, di, k, size)
+    index = _canonical.mergeable(moved(index, di, k, size), 2, k)
     count = index.shape[k + 1]
     y = index_select(x, index.reshape(*index.shape[:k], size * count), rules=rules._replace(sorted=False, unique=False))
     return y.reshape(*y.shape[:axis], size, count, *y.shape[axis + 1 :]), axis
@@ -283,7 +283,14 @@ def _split_like(g, aval):
 def _beside(source, g, index, rules):
     """Rows of g at index, on an explicit mesh where those of a source of this type are that they are to meet."""
     taken = index_select(g, index, rules=rules)
-    return taken if _shared(source, index, rules) else _split_like(taken, source)
+    if not _shared(source, index, rules):
+        return _split_like(taken, source)
+    k = rules.batch_dims  # over which the source is the same, and the rows may be spread by what is left of the mesh
+    names = lambda entry: {*entry} if isinstance(entry, tuple) else {entry} - {None}
+    here, own = _canonical.explicit_spec(taken), _canonical.explicit_spec(source)[k:]
+    used = set().union(*map(names, own))
+    spec = (*(None if names(entry) & used else entry for entry in here[:k]), *own)
+    return taken if spec == here else jax.sharding.reshard(taken, PartitionSpec(*spec))
 
 
 def _taken(g, index, source, *factor, rules):

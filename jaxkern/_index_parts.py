@@ -159,9 +159,13 @@ def _add(over, x, index, source, *alpha, rules):
         rows = x.shape[axis] * (lax.psum(1, across) if across else 1)
         wide = _index.computing(x.dtype)
         total = _segments(_index.segment_sum_p, over, source.astype(wide), index, rows=rows, rules=rules)
+        y = x.astype(wide) + total
         if alpha:
-            total *= jnp.expand_dims(alpha[0], range(alpha[0].ndim, x.ndim))
-        return (x.astype(wide) + total).astype(x.dtype)
+            factor = jnp.expand_dims(alpha[0], range(alpha[0].ndim, x.ndim))
+            # 0 * inf is NaN, but a row that nothing goes to stays what it is. Which rows these are would be a message more;
+            # that a sum is 0 is known.
+            y = jnp.where(jnp.isfinite(factor) | (total != 0), x.astype(wide) + factor * total, x.astype(wide))
+        return y.astype(x.dtype)
     if across:
         index, _, rules = _own(index, x.shape[axis] * lax.psum(1, across), across, (), rules)
     return _index.index_add_p.bind(x, index, source, *alpha, rules=rules)

@@ -47,7 +47,7 @@ def index_add(x, axis, index, source, *, alpha=1, mode=None, indices_are_sorted=
 
     Raises:
         TypeError: `index` is not of an integer type; `x`, `index` or `source` is no array; floating-point
-            `source` or `alpha` for integer `x`.
+            `source` or `alpha` for integer `x`, or complex ones for real `x`; `axis` is no int.
         ValueError: `axis` is out of bounds; shapes do not match; unknown `mode`.
 
     >>> import jax.numpy as jnp, jaxkern
@@ -85,7 +85,7 @@ def index_select(x, axis, index, *, mode=None):
         writes every row once.
 
     Raises:
-        TypeError: `index` is not of an integer type; `x` or `index` is no array.
+        TypeError: `index` is not of an integer type; `x` or `index` is no array; `axis` is no int.
         ValueError: `axis` is out of bounds; `index` has not one dimension; unknown `mode`.
 
     >>> import jax.numpy as jnp, jaxkern
@@ -137,7 +137,7 @@ def _index_add(x, index, source, *alpha, rules):
     if source.shape != wanted:
         raise ValueError(f"jaxkern.{name}: source must have shape {wanted}, for x of shape {x.shape} and index of "
                          f"shape {index.shape} along axis {rules.axis}, got {source.shape}")
-    if jnp.issubdtype(x.dtype, jnp.integer) and not jnp.issubdtype(source.dtype, jnp.integer) and source.dtype != bool:
+    if _kind(source.dtype) > _kind(x.dtype):
         raise TypeError(f"jaxkern.{name}: source of type {source.dtype} cannot be added to x of type {x.dtype}")
     weak = jax.typeof(source).weak_type  # such as a Python scalar gives: it takes the type of x where it can
     dtype = jnp.result_type(x, source) if weak else jnp.promote_types(x.dtype, source.dtype)
@@ -212,13 +212,17 @@ def _is_one(alpha, x):
     return isinstance(alpha, numbers.Integral) or jnp.issubdtype(getattr(x, "dtype", jnp.int32), kind)
 
 
+def _kind(dtype):
+    """A number that grows with what the type can hold: booleans, integers, real numbers, complex ones."""
+    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+    return next(k for k, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind))
+
+
 def _factor(name, alpha, dtype):
     array(name, "alpha", alpha)
     if alpha.shape != ():
         raise ValueError(f"jaxkern.{name}: alpha must be a scalar, got shape {alpha.shape}")
-    kinds = (jnp.integer, jnp.floating, jnp.complexfloating)  # each takes those before it
-    own = next((k for k, kind in enumerate(kinds) if jnp.issubdtype(alpha.dtype, kind)), 0)
-    if not any(jnp.issubdtype(dtype, kind) for kind in kinds[own:]) and dtype != alpha.dtype:
+    if _kind(alpha.dtype) > _kind(dtype):
         raise TypeError(f"jaxkern.{name}: alpha of type {alpha.dtype} cannot scale x of type {dtype}")
     return alpha.astype(_index.computing(dtype))
 
@@ -235,7 +239,7 @@ def _mode(name, mode):
 
 def _rules(name, axis, mode, **others):
     try:
-        axis = operator.index(axis)
+        axis = operator.index(None if isinstance(axis, bool) else axis)
     except TypeError:
         raise TypeError(f"jaxkern.{name}: axis must be an int, got {axis!r}") from None
     return Rules(axis, clip=_mode(name, mode) == jax.lax.GatherScatterMode.CLIP, **others)

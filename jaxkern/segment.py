@@ -176,7 +176,7 @@ def _num_segments(name, num_segments, segment_ids):
         if not isinstance(segment_ids, (jax.Array, np.ndarray, np.generic, int)):
             raise TypeError(f"jaxkern.{name}: segment_ids must be an array, got {type(segment_ids).__name__}")
         ids = np.asarray(segment_ids)
-        if ids.dtype.kind not in "iu":
+        if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise TypeError(f"jaxkern.{name}: segment_ids must be of an integer type, got {ids.dtype}{list(ids.shape)}")
         rows = max(int(ids.max()) + 1, 0) if ids.size else 0
     elif export.is_symbolic_dim(num_segments):

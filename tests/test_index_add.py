@@ -107,6 +107,12 @@ def test_bitwise_reproducible(operation, dtype, shape, count):
     assert len(runs) == 1
 
 
+def test_ids_of_few_bits():
+    ids = jnp.array([0, 1, 1, -3]).astype("int4")
+    assert jaxkern.segment_sum(jnp.arange(4.0), ids).tolist() == [0, 3]
+    assert jaxkern.segment_sum(jnp.arange(4.0), ids, 3).tolist() == [0, 3, 0]
+
+
 @pytest.mark.parametrize("operation", ["index_add", "segment_sum"])
 @pytest.mark.parametrize("ascending", [False, True])
 @pytest.mark.parametrize("width", [2, 16, 33, 256])
@@ -499,11 +505,13 @@ def total(data=((2, 4), "float32"), ids=((2,), "int32"), n=3, **options):
     (add(axis=2), ValueError, ["axis 2 is out of bounds", "(3, 4)"]),
     (add(axis=-3), ValueError, ["axis -3 is out of bounds", "(3, 4)"]),
     (add(axis=0.0), TypeError, ["axis must be an int", "0.0"]),
+    (add(axis=True), TypeError, ["axis must be an int", "True"]),
     (add(x=1.0), ValueError, ["axis 0 is out of bounds", "()"]),
     (add(mode="wrap"), ValueError, ["mode", "'wrap'", "'clip'"]),
     (add(mode=["clip"]), ValueError, ["mode", "['clip']"]),
     (add(mode=GatherScatterMode.ONE_HOT), ValueError, ["mode", "ONE_HOT"]),
     (add(x=((3, 4), "int32")), TypeError, ["source of type float32", "int32"]),
+    (add(source=((2, 4), "complex64")), TypeError, ["source of type complex64", "float32"]),
     (add(alpha=jnp.ones(2)), ValueError, ["alpha must be a scalar", "(2,)"]),
     (add(alpha=1j), TypeError, ["alpha of type complex64", "float32"]),
     (add(alpha=1 + 0j), TypeError, ["alpha of type complex64", "float32"]),

@@ -173,7 +173,8 @@ def test_linear_transpose(x64):
 @pytest.mark.parametrize("f", [
     lambda x: jaxkern.index_add(jnp.cos(x), 0, INDEX, jnp.sin(x), alpha=jnp.tanh(x[0, 0])),
     lambda x: jaxkern.index_select(jnp.sin(x), 0, INDEX), lambda x: jaxkern.segment_sum(jnp.sin(x), INDEX, 4),
-    lambda x: jaxkern.segment_softmax(jnp.sin(x), INDEX, 4)], ids=["index_add", "index_select", "segment_sum", "softmax"])
+    lambda x: jaxkern.segment_softmax(jnp.sin(x), INDEX, 4), lambda x: jaxkern.segment_mean(jnp.sin(x), INDEX, 4)],
+    ids=["index_add", "index_select", "segment_sum", "softmax", "mean"])
 def test_taylor_series(f, x64):
     """jax.experimental.jet, to the second order, against nested forward mode."""
     x, t = inputs((4, 3))

@@ -210,9 +210,39 @@ def test_nan_and_infinity_in_split_segments():
 
 
 @several
+@pytest.mark.parametrize("alpha", [np.inf, np.nan, -np.inf])
+def test_rows_of_no_index_whatever_alpha(alpha):
+    m = mesh(names=("r",))
+    x, index, source = jnp.arange(8.0), jnp.arange(16) % 5, jnp.arange(16.0) - 3.5
+    f = jax.jit(lambda x, i, s, a: jaxkern.index_add(x, 0, i, s, alpha=a))
+    found = f(*put(m, (x, index, source), (P(), P("r"), P("r"))), alpha)
+    np.testing.assert_array_equal(found, f(x, index, source, alpha))
+    np.testing.assert_array_equal(found[5:], x[5:])
+
+
+@several
+@pytest.mark.parametrize("dim, spec", [(0, P(None, "r")), (1, P("r")), (0, P("c", "r"))])
+def test_batches_of_split_indices_of_one_array_on_an_explicit_mesh(dim, spec):
+    m = mesh("Explicit")
+    x, index, source = jnp.arange(32.0).reshape(8, 4), jnp.arange(64).reshape(8, 8) % 5, jnp.sin(jnp.arange(32.0)).reshape(8, 4)
+
+    def f(x, index, source):
+        batch = lambda f: jax.vmap(f, (None, dim))(source, index)
+        return [jax.vmap(lambda i: jaxkern.index_select(x, 0, i), dim)(index), jaxkern.embedding_lookup(x, index),
+                batch(lambda s, i: jaxkern.index_add(x, 0, i, s, alpha=2)), batch(lambda s, i: jaxkern.segment_max(s, i, 6))]
+
+    gradient = jax.grad(lambda *operands: sum(jnp.sin(y).sum() for y in jax.tree.map(
+        lambda y: jnp.where(jnp.isfinite(y), y, 0), f(*operands))), (0, 2))
+    both = jax.jit(lambda *operands: (f(*operands), gradient(*operands)))
+    with jax.set_mesh(m):
+        for source_spec in (P(), P("r"), P(None, "r")):
+            same(both(*put(m, (x, index, source), (P(), spec, source_spec))), both(x, index, source))
+
+
+@several
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("table_spec", [P(), P("r"), P("c")])
-@pytest.mark.parametrize("spec", [P(), P("r"), P("r", "c")])
+@pytest.mark.parametrize("spec", [P(), P("r"), P("r", "c"), P(None, "c")])
 def test_lookup_of_split_ids(kind, table_spec, spec):
     m = mesh(kind)
     table, ids = jnp.arange(64.0).reshape(16, 4), jnp.arange(32).reshape(8, 4) % 17
