@@ -106,17 +106,21 @@ def _check(name, rows_shape, source_shape, index, rules):
 
 def _along(x, axis, size, index=None):
     """The type of x with another size along the axis, which is sharded as the index is, or not at all."""
-    spec = [*x.sharding.spec, *[None] * (x.ndim - len(x.sharding.spec))]
+    spec = [*_canonical.explicit_spec(x)]
     spec[axis] = None
-    if index is not None and len(index.sharding.spec) == index.ndim:
-        entry = index.sharding.spec[-1]
-        names = lambda e: set(e if isinstance(e, tuple) else () if e is None else (e,))
-        used = set().union(*map(names, spec))
-        spec[axis] = None if names(entry) & used else entry
+    if index is not None:
+        spec[axis : axis + 1] = _unused(_canonical.explicit_spec(index)[-1:], spec)
     shape = (*x.shape[:axis], size, *x.shape[axis + 1 :])
     if x.sharding.mesh.empty:
         return x.update(shape=shape, weak_type=False)
     return x.update(shape=shape, weak_type=False, sharding=NamedSharding(x.sharding.mesh, PartitionSpec(*spec)))
+
+
+def _unused(entries, others):
+    """Entries of a sharding's spec, None for those that name an axis of the mesh which the others name too."""
+    names = lambda entry: {*entry} if isinstance(entry, tuple) else {entry} - {None}
+    used = set().union(*map(names, others))
+    return [None if names(entry) & used else entry for entry in entries]
 
 
 def _add_shape(x, index, source, *alpha, rules):
@@ -273,23 +277,14 @@ def _summed(x, dims, dtype):
     return (jnp.sum(x, dims, keepdims=True) if dims else x).astype(dtype)
 
 
-def _split_like(g, aval):
-    """A cotangent, spread over an explicit mesh as what it belongs to is."""
-    if aval.sharding.mesh.empty or jax.typeof(g).sharding.spec == aval.sharding.spec:
-        return g
-    return jax.sharding.reshard(g, aval.sharding.spec)
-
-
 def _beside(source, g, index, rules):
     """Rows of g at index, on an explicit mesh where those of a source of this type are that they are to meet."""
     taken = index_select(g, index, rules=rules)
     if not _shared(source, index, rules):
-        return _split_like(taken, source)
+        return _canonical.split_like(taken, source)
     k = rules.batch_dims  # over which the source is the same, and the rows may be spread by what is left of the mesh
-    names = lambda entry: {*entry} if isinstance(entry, tuple) else {entry} - {None}
     here, own = _canonical.explicit_spec(taken), _canonical.explicit_spec(source)[k:]
-    used = set().union(*map(names, own))
-    spec = (*(None if names(entry) & used else entry for entry in here[:k]), *own)
+    spec = (*_unused(here[:k], own), *own)
     return taken if spec == here else jax.sharding.reshard(taken, PartitionSpec(*spec))
 
 
@@ -300,12 +295,12 @@ def _taken(g, index, source, *factor, rules):
     if shared or factor:
         wide = taken.astype(computing(g.dtype))
         taken = _summed(wide * factor[0] if factor else wide, shared, g.dtype)
-    return _split_like(taken, source)
+    return _canonical.split_like(taken, source)
 
 
 def _given(g, index, x, rules):
     """The sum of rows of g for each row of x: its cotangent."""
-    return _split_like(segment_sum(g, index, rows=x.shape[rules.axis], rules=rules), x)
+    return _canonical.split_like(segment_sum(g, index, rows=x.shape[rules.axis], rules=rules), x)
 
 
 def _alpha_cotangent(g, index, source, rules):
@@ -389,7 +384,7 @@ def _extreme_vjp(prim):
         sharing = segment_sum(winners, index, rows=rows, rules=rules)
         share = select(g.astype(wide) / jnp.maximum(sharing, 1), rules=rules._replace(fill_nan=False))
         dx = _summed(winners * share, _shared(source, index, rules), g.dtype)
-        return _split_like(dx, jax.typeof(source)), None
+        return _canonical.split_like(dx, jax.typeof(source)), None
 
     f.defvjp(forward, backward)
     return lambda source, index, *, rows, rules: f(source, index, rows, rules)
