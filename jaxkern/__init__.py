@@ -9,7 +9,7 @@
 __version__ = "0.1.0"
 
 from jaxkern import elementwise, tiers
-from jaxkern._registry import export_checks
+from jaxkern._core.registry import export_checks
 from jaxkern.elementwise import *  # noqa: F403  every operation of the table
 from jaxkern.index_add import embedding_lookup, index_add, index_select
 from jaxkern.loss import softmax_cross_entropy, softmax_cross_entropy_and_grad

@@ -16,7 +16,7 @@ import jaxlib.version
 import numpy as np
 
 import jaxkern
-from jaxkern import _compat, _registry
+from jaxkern._core import compat, registry
 
 OPERATIONS = ("softmax", "log_softmax")
 REDUCTIONS = ("reduce_sum", "reduce_mean", "reduce_max", "reduce_min", "logsumexp")
@@ -38,7 +38,7 @@ def driver_version() -> str:
 
 
 def show_versions() -> None:
-    api = _compat.ffi_api_version()
+    api = compat.ffi_api_version()
     for name, value in (
             ("jaxkern", jaxkern.__version__),
             ("python", f"{platform.python_version()} on {platform.platform()}"),
@@ -52,13 +52,13 @@ def show_versions() -> None:
 def show_modules() -> bool:
     """Prints what loaded; True unless a module that this machine needs did not."""
     good = True
-    for name, module in _registry.status.items():
+    for name, module in registry.status.items():
         if module.module is not None:
             built = ".".join(map(str, module.module.api_version))
             print(f"{name + ' kernels':14} loaded, built for XLA FFI {built}")
         else:
             print(f"{name + ' kernels':14} not loaded: {module.reason}")
-            good &= name == "cuda" and not _registry.gpu_present()
+            good &= name == "cuda" and not registry.gpu_present()
     return good
 
 
@@ -200,13 +200,13 @@ def show_checks() -> bool:
     checks = {operation: functools.partial(check, operation) for operation in OPERATIONS} | {
         "swiglu": check_swiglu, "cross_entropy": check_loss, "segment_softmax": check_segment_softmax}
     for operation, errors_in in checks.items():
-        with _compat.enable_x64():
+        with compat.enable_x64():
             errors = [(e, e <= limit) for dtype, limit in TOLERANCE.items() for e in errors_in(dtype)]
         good &= all(right for _, right in errors)
         print(f"{operation:16}" + "".join(f"{e:10.2f}{' ' if right else '!'}" for e, right in errors))
     for operation in (*INDEXED, *REDUCTIONS):
         check_one = check_indexed if operation in INDEXED else check_reduction
-        with _compat.enable_x64():
+        with compat.enable_x64():
             errors = [(e := check_one(operation, dtype), e <= limit) for dtype, limit in TOLERANCE.items()]
         good &= all(right for _, right in errors)
         print(f"{operation:16}" + "".join(f"{e:10.2f}{' ' if right else '!'}{'':11}" for e, right in errors))

@@ -25,10 +25,11 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxkern import _canonical, _compat, _fused_jnp, _fused_parts, _lowering, _partition, _random, _registry
-from jaxkern._autodiff import deftranspose, defvjp
-from jaxkern._primitive import bind, evaluate
-from jaxkern._rows import computed
+from jaxkern import _fused_jnp, _fused_parts, _random
+from jaxkern._core import compat, lowering, partition, registry, validate
+from jaxkern._core.autodiff import deftranspose, defvjp
+from jaxkern._core.primitive import bind, evaluate
+from jaxkern._core.rows import computed
 
 EXTRAS = ("bias", "scale", "mask", "key")
 
@@ -40,11 +41,11 @@ def extras(name: str, scale, bias, causal=None, rate=0.0, key=None):
     """(arrays, flags) for the jitted functions, or None for a call that has nothing fused; `causal` None: log_softmax."""
     numbers = (int, float, np.integer, np.floating)
     if isinstance(scale, bool) or not isinstance(scale, numbers):
-        _canonical.check_array(name, "scale", "a real number or a scalar array", scale)
+        validate.check_array(name, "scale", "a real number or a scalar array", scale)
     else:
         scale = None if scale == 1 else float(scale)
     if bias is not None:
-        _canonical.check_array(name, "bias", "an array of floating-point type", bias)
+        validate.check_array(name, "bias", "an array of floating-point type", bias)
     if causal is None:
         return None if scale is None and bias is None else ((scale, bias), {})
     if not isinstance(causal, (bool, np.bool_)):
@@ -53,19 +54,19 @@ def extras(name: str, scale, bias, causal=None, rate=0.0, key=None):
     if rate != 0 and key is None:
         raise ValueError(f"jaxkern.{name}: dropout_rate of {rate} needs a dropout_key")
     if key is not None:
-        _canonical.check_array(name, "dropout_key", "a key of jax.random", key)
+        validate.check_array(name, "dropout_key", "a key of jax.random", key)
     if scale is None and bias is None and not causal and threshold == 0:
         return None
     return (scale, bias, key if threshold else None), {"causal": bool(causal), "threshold": threshold}
 
 
 def along_axis(name: str, x, where, scale, bias, key, axis, tier, causal, threshold):
-    x = _canonical.floating(name, x)
+    x = validate.floating(name, x)
     wide = computed(x).dtype
-    mask = _canonical.full_rank_mask(name, x, where)
-    bias = _canonical.full_rank(name, "bias", x, _bias(name, bias, x.dtype, wide))
+    mask = validate.full_rank_mask(name, x, where)
+    bias = validate.full_rank(name, "bias", x, _bias(name, bias, x.dtype, wide))
     scale = _scale(name, scale, wide)
-    axes = _canonical.sorted_axes(name, axis, x.shape)
+    axes = validate.sorted_axes(name, axis, x.shape)
     if causal and (x.ndim < 2 or axes != [x.ndim - 1]):
         raise ValueError(f"jaxkern.{name}: causal needs axis to be the last of two or more dimensions, got axis {axis} "
                          f"for x of shape {x.shape}")
@@ -81,7 +82,7 @@ def along_axis(name: str, x, where, scale, bias, key, axis, tier, causal, thresh
 
     if causal:  # a dimension of size 1 may be the last one
         return row_operation(x, [bias, mask], x.ndim - 1)
-    return _canonical.along_axes(row_operation, x, [bias, mask], axes)
+    return validate.along_axes(row_operation, x, [bias, mask], axes)
 
 
 def _bias(name, bias, dtype, wide):
@@ -111,7 +112,7 @@ def _primitive(name: str, arrays: int) -> Primitive:
     prim.def_abstract_eval(functools.partial(_abstract_eval, name, arrays))
     prim.def_impl(functools.partial(evaluate, prim))
     batching.primitive_batchers[prim] = functools.partial(_batch, prim, arrays)
-    _compat.check_nans(prim)
+    compat.check_nans(prim)
     return prim
 
 
@@ -207,7 +208,7 @@ def _backward(active, params, kept, g):
 def _summed(a, part):
     """The sum of `a` over the dimensions that `part` broadcasts over."""
     over = [d for d in range(a.ndim) if part.shape[d] == 1 and a.shape[d] != 1]
-    return _canonical.split_like(jnp.sum(a, over, keepdims=True).astype(part.dtype), jax.typeof(part))
+    return validate.split_like(jnp.sum(a, over, keepdims=True).astype(part.dtype), jax.typeof(part))
 
 
 _fused.defvjp(_forward, _backward)
@@ -263,7 +264,7 @@ def _readable(name, shape, part, axis: int, sharded: bool):
     lead = (*shape[:axis], *(1,) * (len(shape) - axis))
     if name == "key":
         return (*lead, 4) if sharded or any(d != 1 for d in part[:-1]) else part
-    wanted = _lowering.mask_shape(shape, part, axis, sharded)
+    wanted = lowering.mask_shape(shape, part, axis, sharded)
     return lead if name == "scale" and wanted != part else wanted
 
 
@@ -272,11 +273,11 @@ def _lower(prim, arrays, reference, platform, ctx, *operands, **params):
     shape = avals[0].shape
     through = functools.partial(mlir.lower_fun, multiple_results=False)
     known = all(isinstance(d, int) for a in avals for d in a.shape)
-    if avals[0].dtype not in _lowering.KERNEL_DTYPES or not known or 0 in shape or math.prod(
+    if avals[0].dtype not in lowering.KERNEL_DTYPES or not known or 0 in shape or math.prod(
             shape[axis + 1 :]) != 1 or math.prod(shape[:axis]) >= 1 << 31:
         return through(reference)(ctx, *operands, **params)
-    names, sharded = params["extras"].split(), _compat.partitioned_devices(ctx) > 1
-    itself = _compat.may_partition_itself(ctx)  # and so may keep dimensions of size 1, but for those of the key
+    names, sharded = params["extras"].split(), compat.partitioned_devices(ctx) > 1
+    itself = compat.may_partition_itself(ctx)  # and so may keep dimensions of size 1, but for those of the key
     wanted = [_readable(e, shape, a.shape, axis, sharded and (e == "key" or not itself)) for e, a in zip(names, avals[arrays:])]
     if wanted != [a.shape for a in avals[arrays:]]:
 
@@ -289,20 +290,20 @@ def _lower(prim, arrays, reference, platform, ctx, *operands, **params):
     if itself:
         dims = _fused_parts.dims(len(shape), axis, params["causal"], arrays, names)
         shard = functools.partial(_fused_parts.shard, prim)
-        return _partition.lower(ctx, prim, operands, params, dims, shard, _fused_parts.EXACT)
+        return partition.lower(ctx, prim, operands, params, dims, shard, _fused_parts.EXACT)
     # A causal kernel needs whole matrices.
-    attributes = _partition.attributes([a.shape for a in avals], [a.shape for a in ctx.avals_out], axis - params["causal"])
+    attributes = partition.attributes([a.shape for a in avals], [a.shape for a in ctx.avals_out], axis - params["causal"])
     rule = jax.ffi.ffi_lowering(prim.name, **({"extra_attributes": attributes} if attributes else {}))
     return rule(ctx, *operands, **params)
 
 
 def _register(prim, arrays, reference):
     mlir.register_lowering(prim, mlir.lower_fun(reference, multiple_results=False))
-    _compat.taylor_rule(prim, reference)
-    for platform, module in _registry.status.items():
+    compat.taylor_rule(prim, reference)
+    for platform, module in registry.status.items():
         if prim.name in module.targets:
             rule = functools.partial(_lower, prim, arrays, reference, platform)
-            _compat.needs_devices(prim)
+            compat.needs_devices(prim)
             mlir.register_lowering(prim, rule, platform=platform)
 
 

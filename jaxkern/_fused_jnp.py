@@ -9,8 +9,9 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from jaxkern import _partition, _random
-from jaxkern._rows import computed, lowest_for_infinity, row_sum, shifted
+from jaxkern import _random
+from jaxkern._core import partition
+from jaxkern._core.rows import computed, lowest_for_infinity, row_sum, shifted
 
 
 class Place(typing.NamedTuple):
@@ -94,7 +95,7 @@ def output_gradient(y, g, *parts, axis, tier, log, extras, causal, threshold, un
     # Where y is 0, masked ones among them, nothing is known of g.
     p = computed(y)
     h = computed(g, p != 0)
-    (dot,) = _partition.row_sums(axis, over, p * h)
+    (dot,) = partition.row_sums(axis, over, p * h)
     return computed(_scaled(p * (h - dot), named(parts, extras), unscaled), p != 0).astype(y.dtype)
 
 
@@ -114,7 +115,7 @@ def part_forward(at, over, x, *parts, axis, tier, log, extras, causal, threshold
     part = participants(x, axis, extra, causal, at)
     s = _logits(x, extra, part)
     s = s if part is None else jnp.where(part, s, -jnp.inf)
-    largest, (total,) = _partition.row_exponentials(s, axis, over)
+    largest, (total,) = partition.row_exponentials(s, axis, over)
     if log:
         y = jnp.where(total == 0, -jnp.inf, s - largest - jnp.log(total))
         return lowest_for_infinity(y if part is None else jnp.where(part, y, -jnp.inf), x.dtype)
@@ -129,7 +130,7 @@ def part_gradient(at, over, x, g, *parts, axis, tier, log, extras, causal, thres
     s = s if part is None else jnp.where(part, s, -jnp.inf)
     h = _dropout(computed(g) if part is None else computed(g, part), axis, extra, threshold, at)
     # What the cotangents hold in rows where nothing takes part, NaN included, is in sums that are not used.
-    largest, (total, of_h) = _partition.row_exponentials(s, axis, over, **({"others": [h]} if log else {"weights": [h]}))
+    largest, (total, of_h) = partition.row_exponentials(s, axis, over, **({"others": [h]} if log else {"weights": [h]}))
     alive = total != 0
     total = jnp.where(alive, total, 1)
     p = jnp.exp(s - largest) / total

@@ -18,7 +18,7 @@ EXACT = {"row", "queries"}
 
 
 def dims(rank: int, axis: int, causal: bool, arrays: int, extras):
-    """Names for the dimensions of each operand and of the result, for _partition.lower."""
+    """Names for the dimensions of each operand and of the result, for partition.lower."""
     full = [f"d{d}" for d in range(rank)]
     full[axis] = "row"
     if causal:

@@ -21,9 +21,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkern import _canonical, tiers
-from jaxkern._autodiff import defvjp
-from jaxkern._primitive import bind, evaluate
+from jaxkern import tiers
+from jaxkern._core import validate
+from jaxkern._core.autodiff import defvjp
+from jaxkern._core.primitive import bind, evaluate
 
 
 class Rules(typing.NamedTuple):
@@ -106,10 +107,10 @@ def _check(name, rows_shape, source_shape, index, rules):
 
 def _along(x, axis, size, index=None):
     """The type of x with another size along the axis, which is sharded as the index is, or not at all."""
-    spec = [*_canonical.explicit_spec(x)]
+    spec = [*validate.explicit_spec(x)]
     spec[axis] = None
     if index is not None:
-        spec[axis : axis + 1] = _unused(_canonical.explicit_spec(index)[-1:], spec)
+        spec[axis : axis + 1] = _unused(validate.explicit_spec(index)[-1:], spec)
     shape = (*x.shape[:axis], size, *x.shape[axis + 1 :])
     if x.sharding.mesh.empty:
         return x.update(shape=shape, weak_type=False)
@@ -242,7 +243,7 @@ def _batch_select(operands, dims, *, rules):
     if dx is not None:
         return index_select(moved(x, dx, 0, size), moved(index, di, 0, size), rules=outer(rules)), 0
     # One array, many indices: a longer index.
-    index = _canonical.mergeable(moved(index, di, k, size), 2, k)
+    index = validate.mergeable(moved(index, di, k, size), 2, k)
     count = index.shape[k + 1]
     y = index_select(x, index.reshape(*index.shape[:k], size * count), rules=rules._replace(sorted=False, unique=False))
     return y.reshape(*y.shape[:axis], size, count, *y.shape[axis + 1 :]), axis
@@ -281,9 +282,9 @@ def _beside(source, g, index, rules):
     """Rows of g at index, on an explicit mesh where those of a source of this type are that they are to meet."""
     taken = index_select(g, index, rules=rules)
     if not _shared(source, index, rules):
-        return _canonical.split_like(taken, source)
+        return validate.split_like(taken, source)
     k = rules.batch_dims  # over which the source is the same, and the rows may be spread by what is left of the mesh
-    here, own = _canonical.explicit_spec(taken), _canonical.explicit_spec(source)[k:]
+    here, own = validate.explicit_spec(taken), validate.explicit_spec(source)[k:]
     spec = (*_unused(here[:k], own), *own)
     return taken if spec == here else jax.sharding.reshard(taken, PartitionSpec(*spec))
 
@@ -295,12 +296,12 @@ def _taken(g, index, source, *factor, rules):
     if shared or factor:
         wide = taken.astype(computing(g.dtype))
         taken = _summed(wide * factor[0] if factor else wide, shared, g.dtype)
-    return _canonical.split_like(taken, source)
+    return validate.split_like(taken, source)
 
 
 def _given(g, index, x, rules):
     """The sum of rows of g for each row of x: its cotangent."""
-    return _canonical.split_like(segment_sum(g, index, rows=x.shape[rules.axis], rules=rules), x)
+    return validate.split_like(segment_sum(g, index, rows=x.shape[rules.axis], rules=rules), x)
 
 
 def _alpha_cotangent(g, index, source, rules):
@@ -384,7 +385,7 @@ def _extreme_vjp(prim):
         sharing = segment_sum(winners, index, rows=rows, rules=rules)
         share = select(g.astype(wide) / jnp.maximum(sharing, 1), rules=rules._replace(fill_nan=False))
         dx = _summed(winners * share, _shared(source, index, rules), g.dtype)
-        return _canonical.split_like(dx, jax.typeof(source)), None
+        return validate.split_like(dx, jax.typeof(source)), None
 
     f.defvjp(forward, backward)
     return lambda source, index, *, rows, rules: f(source, index, rows, rules)

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
-from jaxkern import _compat, _index, _index_parts, _partition, _registry, tiers
+from jaxkern import _index, _index_parts, tiers
+from jaxkern._core import compat, partition, registry
 
 KERNEL_DTYPES = frozenset(map(jnp.dtype, (
     jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64, jnp.int32, jnp.int64, jnp.uint32)))
@@ -99,11 +100,11 @@ def _extreme_reference(method, identity, source, index, *, rows, rules):
 def _register(prim, reference, of_source, aliases=None):
     """of_source: the position among operands and results of the array that has a row for each index."""
     mlir.register_lowering(prim, mlir.lower_fun(reference, multiple_results=False))
-    _compat.taylor_rule(prim, reference)
-    for platform, module in _registry.status.items():
+    compat.taylor_rule(prim, reference)
+    for platform, module in registry.status.items():
         if prim.name in module.targets:
             rule = functools.partial(_lower, prim, reference, of_source, aliases, platform)
-            _compat.needs_devices(prim)
+            compat.needs_devices(prim)
             mlir.register_lowering(prim, rule, platform=platform)
 
 
@@ -119,12 +120,12 @@ def _lower(prim, reference, of_source, aliases, platform, ctx, *operands, rules,
             or (platform == "cpu" and static and max(count, height) > LIMIT)):
         return through(reference)(ctx, *operands, rules=rules, **params)
 
-    if static and _compat.may_partition_itself(ctx):
+    if static and compat.may_partition_itself(ctx):
         dims = _index_parts.dims(prim, [a.ndim for a in avals], rules)
-        return _partition.lower(
+        return partition.lower(
             ctx, prim, operands, dict(rules=rules, **params), dims, _index_parts.SHARDS[prim], exact={"rows", "count"},
             summed=_index_parts.summed(prim), whole={"rows"} if height > _index_parts.LIMIT else ())
-    devices = _compat.partitioned_devices(ctx)
+    devices = compat.partitioned_devices(ctx)
     if devices > 1 and rules.axis > 0 and any(
             a.shape[: rules.axis] != out.shape[: rules.axis] for a in avals):
         return through(functools.partial(_spread, prim, out.shape[: rules.axis]))(ctx, *operands, rules=rules, **params)
@@ -137,7 +138,7 @@ def _lower(prim, reference, of_source, aliases, platform, ctx, *operands, rules,
         results += [jax.core.ShapedArray(scratch, jnp.dtype(jnp.uint8))] if 0 not in scratch else []
     attributes = None
     if devices > 1:
-        attributes = _partition.attributes([a.shape for a in avals], [a.shape for a in results], rules.batch_dims)
+        attributes = partition.attributes([a.shape for a in avals], [a.shape for a in results], rules.batch_dims)
     rule = jax.ffi.ffi_lowering(
         prim.name, **({"extra_attributes": attributes} if attributes else {}),
         **({"operand_output_aliases": aliases} if aliases else {}))
@@ -157,7 +158,7 @@ def scratch_shape(operation, dtype, index, shape, count, rules, devices):
 
     Split with its batch dimensions, it must still suffice for each device's part of them.
     """
-    if _registry.status["cpu"].module is None:
+    if registry.status["cpu"].module is None:
         return None
     k, axis = rules.batch_dims, rules.axis
     batch = math.prod(index.shape[:k])

@@ -20,7 +20,7 @@ LIMIT = 2**31 - 2  # rows that may be split: they are numbered in int32
 
 
 def dims(prim, ranks, rules):
-    """Names for the dimensions of each operand and of the result, for _partition.lower."""
+    """Names for the dimensions of each operand and of the result, for partition.lower."""
     axis, k = rules.axis, rules.batch_dims
     full = [f"d{d}" for d in range(max(ranks))]
     along = lambda name: [*full[:axis], name, *full[axis + 1 :]]

@@ -20,7 +20,8 @@ import numpy as np
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
-from jaxkern import _compat, _loss_parts, _lowering, _partition, _registry, loss
+from jaxkern import _loss_parts, loss
+from jaxkern._core import compat, lowering, partition, registry
 
 PARTIAL_BYTES = 32  # of scratch for a part of a row: kLossPartialBytes
 
@@ -29,13 +30,13 @@ def _register(prim):
     reference = loss.REFERENCES[prim]
     without_kernel = loss.tangent if prim is loss.cross_entropy_jvp_p else reference
     mlir.register_lowering(prim, mlir.lower_fun(without_kernel, multiple_results=prim.multiple_results))
-    _compat.taylor_rule(prim, reference)
-    for platform, module in _registry.status.items():
+    compat.taylor_rule(prim, reference)
+    for platform, module in registry.status.items():
         if prim.name in module.targets:
             rule = functools.partial(_lower, prim, platform)
-            _compat.needs_devices(prim)
+            compat.needs_devices(prim)
             # Not cached: a cached rule sees the operands as arguments of a function of its own.
-            _compat.register_uncached_lowering(prim, rule, platform)
+            compat.register_uncached_lowering(prim, rule, platform)
 
 
 def _lower(prim, platform, ctx, *operands, axis, tier, options):
@@ -43,11 +44,11 @@ def _lower(prim, platform, ctx, *operands, axis, tier, options):
     x, kinds = avals[0], loss.kinds(prim, avals)[0]
     through = functools.partial(mlir.lower_fun, multiple_results=prim.multiple_results)
     params = {"axis": axis, "tier": tier, "options": options}
-    if x.dtype not in _lowering.KERNEL_DTYPES or 0 in x.shape:
+    if x.dtype not in lowering.KERNEL_DTYPES or 0 in x.shape:
         return through(loss.REFERENCES[prim])(ctx, *operands, **params)
     if kinds[-1] == "m":
-        sharded = _compat.partitioned_devices(ctx) > 1 and not _compat.may_partition_itself(ctx)
-        shape = _lowering.mask_shape(x.shape, avals[-1].shape, axis, sharded)
+        sharded = compat.partitioned_devices(ctx) > 1 and not compat.may_partition_itself(ctx)
+        shape = lowering.mask_shape(x.shape, avals[-1].shape, axis, sharded)
         if shape != avals[-1].shape:
             def with_larger_mask(*args, **params):
                 return prim.bind(*args[:-1], jnp.broadcast_to(args[-1], shape), **params)
@@ -63,18 +64,18 @@ def _lower(prim, platform, ctx, *operands, axis, tier, options):
 def _call(prim, platform, ctx, avals, results, operands, params):
     x, axis, options = avals[0], params["axis"], params["options"]
     overwrites = prim is not loss.cross_entropy_p and (options.overwrites or _may_overwrite(operands[0]))
-    if _compat.may_partition_itself(ctx) and all(isinstance(d, int) for d in x.shape):
+    if compat.may_partition_itself(ctx) and all(isinstance(d, int) for d in x.shape):
         params = params | {"options": options._replace(overwrites=overwrites)}
         dims = _loss_parts.dims(prim, avals, axis)
         shard = functools.partial(_loss_parts.shard, prim)
         ctx = ctx.replace(avals_in=list(avals), avals_out=list(results))
         summed = () if "x" in loss.kinds(prim, avals)[1] else ("classes",)
-        return _partition.lower(ctx, prim, operands, params, dims, shard, exact={"classes"}, summed=summed)
+        return partition.lower(ctx, prim, operands, params, dims, shard, exact={"classes"}, summed=summed)
     count = len(results)
     scratch = scratch_shape(x.shape, x.dtype, axis) if platform == "cuda" and prim is not loss.cross_entropy_grad_p else None
     if scratch is not None:
         results = [*results, jax.core.ShapedArray(scratch, jnp.dtype(jnp.uint8))]
-    attributes = _partition.attributes([a.shape for a in avals], [a.shape for a in results], axis)
+    attributes = partition.attributes([a.shape for a in avals], [a.shape for a in results], axis)
     aliases = {0: count - 1} if overwrites else None
     rule = jax.ffi.ffi_lowering(
         prim.name, **({"extra_attributes": attributes} if attributes else {}),
@@ -129,7 +130,7 @@ def _take_both(ctx, platform, operands, params):
     """The gradient out of one call that takes the loss's place too; None where that cannot be."""
     logits, labels, largest, _, weight, *rest = operands
     forward = _maker(largest)
-    if forward is None or not _compat.moves_operations() or not _is_loss(forward, params):
+    if forward is None or not compat.moves_operations() or not _is_loss(forward, params):
         return None
     # The same problem, in the same block as everything that comes after.
     if list(forward.operands) != [logits, labels, *rest[1:]]:
@@ -156,7 +157,7 @@ def _is_loss(operation, params):
     if operation.name != "func.call":
         return False
     callee = ir.FlatSymbolRefAttr(operation.attributes["callee"]).value
-    return re.fullmatch(_partition.function_name(loss.cross_entropy_p, params) + r"(_\d+)?", callee) is not None
+    return re.fullmatch(partition.function_name(loss.cross_entropy_p, params) + r"(_\d+)?", callee) is not None
 
 
 def _before(value, barrier):

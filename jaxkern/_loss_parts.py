@@ -16,7 +16,7 @@ from jaxkern import loss, reduction
 
 
 def dims(prim, avals, axis: int):
-    """Names for the dimensions of each operand and result, for _partition.lower."""
+    """Names for the dimensions of each operand and result, for partition.lower."""
     full = [f"d{d}" for d in range(avals[0].ndim)]
     full[axis] = "classes"
     operands, results = loss.kinds(prim, avals)

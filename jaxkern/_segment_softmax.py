@@ -16,10 +16,11 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jaxkern import _compat, _index, _index_lowering, _lowering, _partition, _registry, tiers
-from jaxkern._autodiff import deflinear, defvjp
-from jaxkern._primitive import bind, evaluate
-from jaxkern._rows import computed
+from jaxkern import _index, _index_lowering, tiers
+from jaxkern._core import compat, lowering, partition, registry
+from jaxkern._core.autodiff import deflinear, defvjp
+from jaxkern._core.primitive import bind, evaluate
+from jaxkern._core.rows import computed
 
 PLANS = ("sorted", "sort")
 CUDA_ROWS, CUDA_COUNT = 2**31 - 2, 2**30  # segments, and rows of data under indices of their own, that a launch numbers
@@ -47,7 +48,7 @@ def _primitive(name):
     prim.def_abstract_eval(functools.partial(_shape, name))
     prim.def_impl(functools.partial(evaluate, prim))
     batching.primitive_batchers[prim] = functools.partial(_batch, prim)
-    _compat.check_nans(prim)
+    compat.check_nans(prim)
     return prim
 
 
@@ -157,10 +158,10 @@ def _exists(index, rows, rules, rank):
 
 def _register(prim, reference):
     mlir.register_lowering(prim, mlir.lower_fun(reference, multiple_results=False))
-    _compat.taylor_rule(prim, reference)
-    for platform, module in _registry.status.items():
+    compat.taylor_rule(prim, reference)
+    for platform, module in registry.status.items():
         if prim.name in module.targets:
-            _compat.needs_devices(prim)
+            compat.needs_devices(prim)
             mlir.register_lowering(prim, functools.partial(_lower, prim, reference, platform), platform=platform)
 
 
@@ -169,12 +170,12 @@ def _lower(prim, reference, platform, ctx, *operands, rows, rules):
     count, axis = out.shape[rules.axis], rules.axis
     static = all(isinstance(d, int) for d in out.shape)
     most = (_index_lowering.LIMIT, _index_lowering.LIMIT) if platform == "cpu" else (CUDA_ROWS - 1, CUDA_COUNT)
-    if (out.dtype not in _lowering.KERNEL_DTYPES or 0 in out.shape or not isinstance(rows, int) or rows == 0
+    if (out.dtype not in lowering.KERNEL_DTYPES or 0 in out.shape or not isinstance(rows, int) or rows == 0
             or not (static or platform == "cpu") or rows > most[0] or (static and count > most[1])):
         return mlir.lower_fun(reference, multiple_results=False)(ctx, *operands, rows=rows, rules=rules)
-    if static and _compat.may_partition_itself(ctx):
+    if static and compat.may_partition_itself(ctx):
         return _partitioned(prim, reference, ctx, operands, rows, rules)
-    devices = _compat.partitioned_devices(ctx)
+    devices = compat.partitioned_devices(ctx)
     if devices > 1 and axis > rules.batch_dims:
         # The dimensions before the axis may be split if all operands have them.
         return mlir.lower_fun(functools.partial(_spread, prim), multiple_results=False)(
@@ -189,7 +190,7 @@ def _lower(prim, reference, platform, ctx, *operands, rows, rules):
         results += [jax.core.ShapedArray(scratch, jnp.dtype(jnp.uint8))] if 0 not in scratch else []
     attributes = None
     if devices > 1:
-        attributes = _partition.attributes([a.shape for a in avals], [a.shape for a in results], rules.batch_dims)
+        attributes = partition.attributes([a.shape for a in avals], [a.shape for a in results], rules.batch_dims)
     rule = jax.ffi.ffi_lowering(prim.name, **({"extra_attributes": attributes} if attributes else {}))
     return rule(ctx.replace(avals_out=results), *operands, num_segments=rows, **rules._asdict())[:1]
 
@@ -214,7 +215,7 @@ def _partitioned(prim, reference, ctx, operands, rows, rules):
             return reference(*parts, rows=rows, rules=rules, over=over["count"])
         return prim.bind(*parts, rows=rows, rules=rules)
 
-    return _partition.lower(ctx, prim, operands, dict(rows=rows, rules=rules), [*dims, names], shard, exact={"count"})
+    return partition.lower(ctx, prim, operands, dict(rows=rows, rules=rules), [*dims, names], shard, exact={"count"})
 
 
 _register(segment_softmax_p, _reference)

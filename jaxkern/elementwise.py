@@ -20,16 +20,17 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkern import _canonical, _compat, _elementwise_table, _partition, _registry
-from jaxkern._autodiff import defvjp
-from jaxkern._primitive import bind, evaluate
+from jaxkern import _elementwise_table
+from jaxkern._core import compat, partition, registry, validate
+from jaxkern._core.autodiff import defvjp
+from jaxkern._core.primitive import bind, evaluate
 
 ROWS = {row.name: row for row in _elementwise_table.ROWS}
 TARGET = "jaxkern_elementwise"
 _TYPE_NAMES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64", "int8": "s8", "uint8": "u8",
                "int32": "s32", "bool": "pred"}
 _SIGNATURES = {platform: module.module.elementwise() if TARGET in module.targets else {}
-               for platform, module in _registry.status.items()}
+               for platform, module in registry.status.items()}
 GROUPS = 3  # runs of neighbouring dimensions that all operands agree to broadcast over or not
 
 
@@ -151,11 +152,11 @@ def _primitive(name, row, abstract, reference, several=False, whole=None):
     prim.def_abstract_eval(functools.partial(abstract, row))
     prim.def_impl(functools.partial(evaluate, prim))
     batching.primitive_batchers[prim] = functools.partial(_batch, prim, whole)
-    _compat.check_nans(prim)
+    compat.check_nans(prim)
     reference = functools.partial(reference, row)
     mlir.register_lowering(prim, mlir.lower_fun(reference, multiple_results=several))
     if not several:
-        _compat.taylor_rule(prim, reference)
+        compat.taylor_rule(prim, reference)
     for platform, signatures in _SIGNATURES.items():
         if signatures:
             mlir.register_lowering(prim, functools.partial(_lower, prim, name, row, reference, platform, several), platform=platform)
@@ -186,7 +187,7 @@ def _lower(prim, name, row, reference, platform, several, ctx, *operands, split)
             or not all(map(_is_scalar, avals[len(arrays) :])) or not _few_groups(arrays, results[0], split)):
         return through(ctx, *operands, split=split)
     extra = {}
-    if _compat.partitioned_devices(ctx) > 1:
+    if compat.partitioned_devices(ctx) > 1:
         # XLA splits all operands alike; what it cannot, it computes itself, and nothing is gathered.
         shape = results[0].shape
         if parameters or (split < 0 and (not shape or any(a.shape != shape for a in arrays))) or 0 <= split < len(shape) - 1:
@@ -194,7 +195,7 @@ def _lower(prim, name, row, reference, platform, several, ctx, *operands, split)
         if split < 0 and shape[-1] != 1:
             return _with_unit(functools.partial(bind, prim, split=-1), several)(ctx, *operands)
         depth = len(shape) - 1 if split < 0 else split
-        attributes = _partition.attributes([a.shape for a in arrays], [a.shape for a in results], depth)
+        attributes = partition.attributes([a.shape for a in arrays], [a.shape for a in results], depth)
         if attributes is None:
             return through(ctx, *operands, split=split)
         extra["extra_attributes"] = attributes
@@ -340,7 +341,7 @@ def _gradient_rules(row, gradient_p, tangent_p):
 def _no_derivative(prim):
     def rule(primals, tangents, **params):
         y = bind(prim, *primals, **params)
-        return y, _compat.zero_tangent(y)
+        return y, compat.zero_tangent(y)
 
     ad.primitive_jvps[prim] = rule
 
@@ -369,9 +370,9 @@ PRIMITIVES = {row.name: _define(row) for row in ROWS.values()}
 
 def _call(row, arrays, parameters=(), split=-1):
     for name, x in zip(row.arrays, arrays):
-        _canonical.check_array(row.part_of or row.name, name, "an array or a number", x)
+        validate.check_array(row.part_of or row.name, name, "an array or a number", x)
     for (name, _), x in zip(row.parameters, parameters):
-        _canonical.check_array(row.name, name, "a number", x)
+        validate.check_array(row.name, name, "a number", x)
     return _jitted(*arrays, *parameters, name=row.name, split=split)
 
 
@@ -389,7 +390,7 @@ def _jitted(*operands, name, split):
     if first and arrays[0].dtype != jnp.bool_:
         arrays[0] = arrays[0] != 0
     if split >= 0:
-        arrays[0] = _canonical.whole(arrays[0], split)
+        arrays[0] = validate.whole(arrays[0], split)
     rank = max(x.ndim for x in arrays)
     try:
         np.broadcast_shapes(*(tuple(d if isinstance(d, int) else 1 for d in x.shape) for x in arrays))
@@ -532,8 +533,8 @@ def geglu(x, axis=-1, *, gate=None, approximate=True):
 def _gated(public, name, x, axis, gate):
     if gate is not None:
         return _call(ROWS[name], (x, gate))
-    _canonical.check_array(public, "x", "an array", x)
-    axis = _canonical.static_axis(public, axis)
+    validate.check_array(public, "x", "an array", x)
+    axis = validate.static_axis(public, axis)
     shape = jnp.shape(x)
     if not isinstance(axis, int) or not -len(shape) <= axis < len(shape) or shape[axis] % 2 != 0:
         raise ValueError(f"jaxkern.{public}: x of shape {shape} has no halves along axis {axis}")
@@ -559,7 +560,7 @@ def cast(x, dtype):
     >>> jaxkern.cast(jnp.array([1.0, 2.5, -300.0]), jnp.int8).tolist()
     [1, 2, -128]
     """
-    _canonical.check_array("cast", "x", "an array or a number", x)
+    validate.check_array("cast", "x", "an array or a number", x)
     try:
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     except TypeError:
@@ -585,10 +586,10 @@ def _lower_cast(platform, ctx, x, *, dtype):
     if _signature("cast", [aval], [out]) not in _SIGNATURES[platform] or 0 in aval.shape:
         return through(ctx, x, dtype=dtype)
     attributes = None
-    if _compat.partitioned_devices(ctx) > 1:
+    if compat.partitioned_devices(ctx) > 1:
         if aval.ndim and aval.shape[-1] != 1:
             return _with_unit(functools.partial(bind, cast_p, dtype=dtype), False)(ctx, x)
-        attributes = _partition.attributes([aval.shape], [out.shape], aval.ndim - 1) if aval.ndim else None
+        attributes = partition.attributes([aval.shape], [out.shape], aval.ndim - 1) if aval.ndim else None
         if attributes is None:
             return through(ctx, x, dtype=dtype)
     rule = jax.ffi.ffi_lowering(TARGET, **({"extra_attributes": attributes} if attributes else {}))
@@ -599,7 +600,7 @@ def _cast_jvp(primals, tangents, *, dtype):
     (x,), (t,) = primals, tangents
     y = bind(cast_p, x, dtype=dtype)
     if type(t) is ad.Zero or not jnp.issubdtype(dtype, jnp.floating):
-        return y, _compat.zero_tangent(y)
+        return y, compat.zero_tangent(y)
     return y, bind(cast_p, t, dtype=dtype)
 
 
@@ -611,8 +612,8 @@ cast_p = Primitive("jaxkern_cast")
 cast_p.def_abstract_eval(lambda x, *, dtype: x.update(dtype=dtype, weak_type=False))
 cast_p.def_impl(functools.partial(evaluate, cast_p))
 batching.primitive_batchers[cast_p] = lambda xs, ds, *, dtype: (bind(cast_p, *xs, dtype=dtype), ds[0])
-_compat.check_nans(cast_p)
-_compat.taylor_rule(cast_p, _cast_reference)
+compat.check_nans(cast_p)
+compat.taylor_rule(cast_p, _cast_reference)
 mlir.register_lowering(cast_p, mlir.lower_fun(_cast_reference, multiple_results=False))
 for _platform, _signatures in _SIGNATURES.items():
     if _signatures:

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern import _canonical, _index, _index_lowering  # noqa: F401  (the second registers what runs the first)
+from jaxkern import _index, _index_lowering  # noqa: F401  (the second registers what runs the first)
+from jaxkern._core import validate
 from jaxkern._index import Rules
 
 MODES = ("None", "'fill'", "'drop'", "'clip'", "'promise_in_bounds'")
@@ -160,7 +161,7 @@ def _embedding_lookup(table, ids):
     if table.ndim == 0:
         raise ValueError(f"jaxkern.{name}: table must have at least one dimension, got shape ()")
     rules = Rules(0, wrap=True, fill_nan=True)
-    flat = ids if ids.ndim == 1 else _canonical.mergeable(ids, ids.ndim).reshape(-1)
+    flat = ids if ids.ndim == 1 else validate.mergeable(ids, ids.ndim).reshape(-1)
     y = _index.index_select(table, flat, rules=rules)
     return y if ids.ndim == 1 else y.reshape(*ids.shape, *table.shape[1:])
 

@@ -23,9 +23,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkern import _canonical, _compat, tiers
-from jaxkern._autodiff import deflinear, defvjp
-from jaxkern._primitive import bind, evaluate
+from jaxkern import tiers
+from jaxkern._core import compat, validate
+from jaxkern._core.autodiff import deflinear, defvjp
+from jaxkern._core.primitive import bind, evaluate
 from jaxkern.index_add import integers, safe_index
 
 
@@ -84,7 +85,7 @@ def softmax_cross_entropy(logits, labels, *, axis=-1, where=None, label_smoothin
     """
     name = "softmax_cross_entropy"
     options = _checked(name, logits, labels, where, label_smoothing, z_loss, ignore_index)
-    return _call(_loss, logits, safe_index(labels), where, axis=_canonical.static_axis(name, axis), tier=tiers.forced(tiers.LOSS_TIERS), options=options)
+    return _call(_loss, logits, safe_index(labels), where, axis=validate.static_axis(name, axis), tier=tiers.forced(tiers.LOSS_TIERS), options=options)
 
 
 def softmax_cross_entropy_and_grad(logits, labels, weights=None, *, axis=-1, where=None, label_smoothing=0.0, z_loss=0.0,
@@ -110,8 +111,8 @@ def softmax_cross_entropy_and_grad(logits, labels, weights=None, *, axis=-1, whe
     name = "softmax_cross_entropy_and_grad"
     options = _checked(name, logits, labels, where, label_smoothing, z_loss, ignore_index)
     if weights is not None:
-        _canonical.check_array(name, "weights", "an array or a number", weights)
-    return _call(_both, logits, safe_index(labels), weights, where, axis=_canonical.static_axis(name, axis),
+        validate.check_array(name, "weights", "an array or a number", weights)
+    return _call(_both, logits, safe_index(labels), weights, where, axis=validate.static_axis(name, axis),
                  tier=tiers.forced(tiers.LOSS_TIERS), options=options)
 
 
@@ -130,10 +131,10 @@ def _compiled(f, *arrays, **static):
 
 def _checked(name, logits, labels, where, label_smoothing, z_loss, ignore_index) -> Options:
     """The options, once everything that jit would not let see has been looked at."""
-    _canonical.check_array(name, "logits", "an array", logits)
-    _canonical.check_array(name, "labels", "an array of integers", labels)
+    validate.check_array(name, "logits", "an array", logits)
+    validate.check_array(name, "labels", "an array of integers", labels)
     if where is not None:
-        _canonical.check_array(name, "where", "a boolean array", where)
+        validate.check_array(name, "where", "a boolean array", where)
     values = {}
     for argument, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
         if isinstance(value, bool) or not isinstance(value, (numbers.Real, np.floating, np.integer)):
@@ -156,11 +157,11 @@ def _checked(name, logits, labels, where, label_smoothing, z_loss, ignore_index)
 
 def _prepared(name, logits, labels, where, axis, options):
     """(logits, labels, *mask), the axis and the options as the primitives take them."""
-    logits = _canonical.floating(name, logits, "logits")
+    logits = validate.floating(name, logits, "logits")
     labels = integers(name, "labels", labels)
     if not isinstance(axis, int):
         raise TypeError(f"jaxkern.{name}: axis must be an int, got {axis!r}")
-    (axis,) = _canonical.sorted_axes(name, axis, logits.shape, "logits")
+    (axis,) = validate.sorted_axes(name, axis, logits.shape, "logits")
     rows = logits.shape[:axis] + logits.shape[axis + 1 :]
     if labels.shape != rows:
         raise ValueError(f"jaxkern.{name}: labels of shape {labels.shape} for logits of shape {logits.shape} and axis {axis}, "
@@ -173,7 +174,7 @@ def _prepared(name, logits, labels, where, axis, options):
         info = jnp.iinfo(labels.dtype)
         if not int(info.min) <= options.ignore <= int(info.max):
             options = options._replace(ignore=None)  # no label says so
-    mask = _canonical.full_rank_mask(name, logits, where, "logits")
+    mask = validate.full_rank_mask(name, logits, where, "logits")
     return (logits, labels, *(() if mask is None else (mask,))), axis, options
 
 
@@ -269,7 +270,7 @@ def _primitive(name):
     prim.def_abstract_eval(functools.partial(_abstract_eval, prim))
     prim.def_impl(functools.partial(evaluate, prim))
     batching.primitive_batchers[prim] = functools.partial(_batch, prim)
-    _compat.check_nans(prim)
+    compat.check_nans(prim)
     return prim
 
 

@@ -22,9 +22,10 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
-from jaxkern import _canonical, _compat, _lowering, tiers
-from jaxkern._autodiff import defvjp
-from jaxkern._primitive import bind, row_primitive
+from jaxkern import tiers
+from jaxkern._core import compat, lowering, validate
+from jaxkern._core.autodiff import defvjp
+from jaxkern._core.primitive import bind, row_primitive
 
 
 # ---- what a user calls
@@ -127,12 +128,12 @@ def logsumexp(x, axis=-1, where=None, keepdims=False):
 
 
 def _call(name, x, axis, keepdims, where):
-    _canonical.check_array(name, "x", "an array or a number", x)
+    validate.check_array(name, "x", "an array or a number", x)
     if where is not None:
-        _canonical.check_array(name, "where", "a boolean array", where)
+        validate.check_array(name, "where", "a boolean array", where)
     if not isinstance(keepdims, (bool, np.bool_)):
         raise TypeError(f"jaxkern.{name}: keepdims must be True or False, got {keepdims!r}")
-    return _reduce(x, where, name=name, axis=_canonical.static_axis(name, axis), keepdims=bool(keepdims),
+    return _reduce(x, where, name=name, axis=validate.static_axis(name, axis), keepdims=bool(keepdims),
                    tier=tiers.forced(tiers.REDUCTIONS))
 
 
@@ -142,13 +143,13 @@ def _call(name, x, axis, keepdims, where):
 def _reduce(x, where, *, name, axis, keepdims, tier):
     prim = _PRIMITIVES[name]
     x = _operand(name, x)
-    mask = _canonical.full_rank_mask(name, x, where)
-    axes = _canonical.sorted_axes(name, axis, x.shape)
+    mask = validate.full_rank_mask(name, x, where)
+    axes = validate.sorted_axes(name, axis, x.shape)
     if prim in (reduce_max_p, reduce_min_p) and mask is None and any(x.shape[a] == 0 for a in axes):
         raise ValueError(f"jaxkern.{name}: x of shape {x.shape} has no elements along axis {axis}, and nothing has no "
                          f"{'maximum' if prim is reduce_max_p else 'minimum'}")
     shape = tuple(1 if a in axes else d for a, d in enumerate(x.shape) if keepdims or a not in axes)
-    x, (mask,), axis = _canonical.one_axis(x, [mask], axes)
+    x, (mask,), axis = validate.one_axis(x, [mask], axes)
     dtype = _sum_dtype(x.dtype) if prim is reduce_sum_p else x.dtype
     y = bind(prim, x, *(() if mask is None else (mask,)), axis=axis, dtype=dtype, tier=tier)
     return y if y.shape == shape else y.reshape(shape)
@@ -159,7 +160,7 @@ def _operand(name, x):
     if name == "reduce_mean" and x.dtype == jnp.bool_:
         return x.astype(jax.eval_shape(jnp.mean, x).dtype)
     if name in ("reduce_mean", "logsumexp") or not (x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.integer)):
-        return _canonical.floating(name, x)
+        return validate.floating(name, x)
     return x
 
 
@@ -201,7 +202,7 @@ def _deflinear(prim, spread):
     def jvp(primals, tangents, **params):
         y = bind(prim, *primals, **params)
         if type(tangents[0]) is ad.Zero:
-            return y, _compat.zero_tangent(y)
+            return y, compat.zero_tangent(y)
         return y, bind(prim, tangents[0], *primals[1:], **params)
 
     def transpose(ct, x, *mask, axis, dtype, tier):
@@ -211,7 +212,7 @@ def _deflinear(prim, spread):
         if type(ct) is ad.Zero:
             return [ad.Zero(x.aval), *none]
         dx = spread(jnp.expand_dims(ct.astype(_computing(x.aval.dtype)), axis), x.aval.shape, mask, axis)
-        return [_canonical.split_like(dx.astype(x.aval.dtype), x.aval), *none]
+        return [validate.split_like(dx.astype(x.aval.dtype), x.aval), *none]
 
     ad.primitive_jvps[prim] = jvp
     ad.primitive_transposes[prim] = transpose
@@ -356,7 +357,7 @@ def _statistics_reference(x, *mask, axis, dtype, tier):
     x = x.astype(_computing(x.dtype))
     if mask:
         x = jnp.where(mask[0], x, -jnp.inf)
-    largest = lax.stop_gradient(jnp.max(x, axis, initial=-jnp.inf))  # see _rows.shifted
+    largest = lax.stop_gradient(jnp.max(x, axis, initial=-jnp.inf))  # see rows.shifted
     base = _finite(largest)
     total = jnp.sum(jnp.exp(x - jnp.expand_dims(base, axis)), axis)
     return [_logsumexp_of(base, total, dtype[0]), largest, total]
@@ -411,7 +412,7 @@ def _statistics_split(x, *mask, over, axis, dtype, tier):
     return [_logsumexp_of(base, total, dtype[0]), jnp.where(jnp.isnan(total), jnp.nan, whole), total]
 
 
-_FLOATS, _INTEGERS = _lowering.KERNEL_DTYPES, _lowering.INTEGER_DTYPES
+_FLOATS, _INTEGERS = lowering.KERNEL_DTYPES, lowering.INTEGER_DTYPES
 for _prim, _reference, _split, _dtypes in (
         (reduce_sum_p, _sum_reference, _sum_split, _FLOATS | _INTEGERS | {jnp.dtype(bool)}),
         (reduce_mean_p, _mean_reference, _mean_split, _FLOATS),
@@ -419,4 +420,4 @@ for _prim, _reference, _split, _dtypes in (
         (reduce_min_p, _min_reference, functools.partial(_extreme_split, reduce_min_p, 1, lax.pmin), _FLOATS | _INTEGERS),
         (logsumexp_p, _logsumexp_reference, _logsumexp_split, _FLOATS),
         (logsumexp_statistics_p, _statistics_reference, _statistics_split, _FLOATS)):
-    _lowering.register(_prim, 1, _reference, _dtypes, _lowering.reduction_scratch_shape, _split)
+    lowering.register(_prim, 1, _reference, _dtypes, lowering.reduction_scratch_shape, _split)

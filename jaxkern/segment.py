@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from jaxkern import _canonical, _index, _segment_softmax
+from jaxkern import _index, _segment_softmax
+from jaxkern._core import validate
 from jaxkern.index_add import _rules, array, integers, safe_index
 
 
@@ -198,7 +199,7 @@ def _segment_jit(data, segment_ids, *, name, rows, rules):
     if name == "segment_sum" and data.dtype == jnp.bool_:
         raise TypeError(f"jaxkern.{name}: data must not be boolean, got bool{list(data.shape)}")
     if name == "segment_softmax":
-        data = _canonical.floating(name, data, "data")
+        data = validate.floating(name, data, "data")
     ids = integers(name, "segment_ids", segment_ids)
     tail, shape = data.shape[1:], None
     if ids.ndim != 1 or data.shape[:1] != ids.shape:
@@ -208,8 +209,8 @@ def _segment_jit(data, segment_ids, *, name, rows, rules):
             raise ValueError(f"jaxkern.{name}: data of shape {data.shape} does not fit segment_ids of shape "
                              f"{ids.shape}") from None
         shape = data.shape
-        data = _canonical.mergeable(data, ids.ndim).reshape(math.prod(ids.shape), *tail)
-        ids = _canonical.mergeable(ids, ids.ndim).reshape(-1)
+        data = validate.mergeable(data, ids.ndim).reshape(math.prod(ids.shape), *tail)
+        ids = validate.mergeable(ids, ids.ndim).reshape(-1)
     if name == "segment_mean":
         return _mean(data, ids, rows, rules)
     if name == "segment_softmax":

@@ -18,10 +18,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxkern import _canonical, _fused, _lowering, _partition, reduction, tiers
-from jaxkern._autodiff import deflinear, defvjp
-from jaxkern._primitive import bind, row_primitive
-from jaxkern._rows import computed, lowest_for_infinity, row_sum
+from jaxkern import _fused, reduction, tiers
+from jaxkern._core import lowering, partition, validate
+from jaxkern._core.autodiff import deflinear, defvjp
+from jaxkern._core.primitive import bind, row_primitive
+from jaxkern._core.rows import computed, lowest_for_infinity, row_sum
 
 
 # ---- what a user calls
@@ -131,21 +132,21 @@ def log_softmax(x, axis=-1, where=None, *, scale=1.0, bias=None):
 
 def _call(jitted, name, x, axis, where, arrays=(), flags=None):
     # jit would name itself and not the operation
-    _canonical.check_array(name, "x", "an array or a number", x)
+    validate.check_array(name, "x", "an array or a number", x)
     if where is not None:
-        _canonical.check_array(name, "where", "a boolean array", where)
-    return jitted(x, where, *arrays, axis=_canonical.static_axis(name, axis), tier=tiers.forced(), **(flags or {}))
+        validate.check_array(name, "where", "a boolean array", where)
+    return jitted(x, where, *arrays, axis=validate.static_axis(name, axis), tier=tiers.forced(), **(flags or {}))
 
 
 def _along_axis(name, prim, x, where, axis, tier):
-    x = _canonical.floating(name, x)
-    mask = _canonical.full_rank_mask(name, x, where)
-    axes = _canonical.sorted_axes(name, axis, x.shape)
+    x = validate.floating(name, x)
+    mask = validate.full_rank_mask(name, x, where)
+    axes = validate.sorted_axes(name, axis, x.shape)
 
     def row_operation(x, parts, axis):
         return bind(prim, x, *(p for p in parts if p is not None), axis=axis, tier=tier)
 
-    return _canonical.along_axes(row_operation, x, [mask], axes)
+    return validate.along_axes(row_operation, x, [mask], axes)
 
 
 # Inlined, so that a jaxpr holds the primitive alone; jitted, so that an eager call costs no more than
@@ -225,7 +226,7 @@ def _participants(x, nothing, axis, *mask):
 def _probabilities(x, axis, kept):
     """softmax(x) in the computing type; 0 for elements that are not `kept`."""
     wide = _unmasked(x, kept)
-    largest, (total,) = _partition.row_exponentials(wide, axis, ())
+    largest, (total,) = partition.row_exponentials(wide, axis, ())
     return jnp.exp(wide - largest) / _nonzero(total)
 
 
@@ -281,10 +282,10 @@ def _exponentials(x, mask, axis, over, others=()):
     """
     wide = _unmasked(x, *mask)
     if not over:
-        return wide, *_partition.row_exponentials(wide, axis, (), others=others)
+        return wide, *partition.row_exponentials(wide, axis, (), others=others)
     _, largest, total = (jnp.expand_dims(a, axis) for a in reduction.statistics(x, *mask, axis=axis, tier="auto"))
     sums = [total, *(jnp.sum(a, axis, keepdims=True) for a in others)]
-    return wide, *_partition.merge_exponentials(largest, sums, over)
+    return wide, *partition.merge_exponentials(largest, sums, over)
 
 
 def _softmax_reference(x, *mask, axis, tier, over=()):
@@ -310,7 +311,7 @@ def _kept(dx, alive, mask, dtype):
 
 def _softmax_grad_reference(y, g, *mask, axis, tier, over=()):
     p, g = computed(y, *mask), computed(g, *mask)
-    dot, positive = _partition.row_sums(axis, over, p * g, (p != 0).astype(p.dtype))
+    dot, positive = partition.row_sums(axis, over, p * g, (p != 0).astype(p.dtype))
     return _kept(p * (g - dot), positive != 0, mask, y.dtype)
 
 
@@ -322,7 +323,7 @@ def _log_softmax_grad_reference(x, g, *mask, axis, tier, over=()):
 
 def _log_softmax_jvp_reference(x, t, *mask, axis, tier, over=()):
     t = computed(t, *mask)
-    _, (total, dot) = _partition.row_exponentials(_unmasked(x, *mask), axis, over, weights=[t])
+    _, (total, dot) = partition.row_exponentials(_unmasked(x, *mask), axis, over, weights=[t])
     return _kept(t - dot / _nonzero(total), total != 0, mask, x.dtype)
 
 
@@ -330,4 +331,4 @@ for _prim, _arrays, _reference in (
         (softmax_p, 1, _softmax_reference), (log_softmax_p, 1, _log_softmax_reference),
         (softmax_grad_p, 2, _softmax_grad_reference), (log_softmax_grad_p, 2, _log_softmax_grad_reference),
         (log_softmax_jvp_p, 2, _log_softmax_jvp_reference)):
-    _lowering.register(_prim, _arrays, _reference, split=_reference)
+    lowering.register(_prim, _arrays, _reference, split=_reference)

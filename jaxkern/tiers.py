@@ -18,7 +18,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from jaxkern import _lowering, _registry
+from jaxkern._core import lowering, registry
 
 NAMES = ("sub_warp", "warp", "block", "cluster", "pipeline", "streaming", "split", "column")
 REDUCTIONS = ("sub_warp", "warp", "block", "split", "column")  # of NAMES, those that reductions have
@@ -195,7 +195,7 @@ def _ask(function, query, rows, width, inner, dtype, log, backward, masked, fuse
     flags = [_flag(name, *flag) for flag in (
         ("log", log), ("backward", backward), ("masked", masked), ("fused", fused))]
     dtype = _kernel_dtype(name, dtype)
-    scratch = _lowering.scratch_shape((rows, width, inner), dtype, 1)
+    scratch = lowering.scratch_shape((rows, width, inner), dtype, 1)
     scratch_bytes = scratch[0] * scratch[1] if scratch else 0
     return getattr(module, query)(*first, rows, width, inner, dtype.name, *flags, scratch_bytes, *_device(name, device))
 
@@ -205,16 +205,16 @@ def _ask_reduction(function, query, rows, width, inner, dtype, masked, device, *
     module = _answering(name)
     rows, width, inner = (_positive(name, *size) for size in (("rows", rows), ("width", width), ("inner", inner)))
     masked, dtype = _flag(name, "masked", masked), _dtype(name, "dtype", dtype)
-    known = _lowering.KERNEL_DTYPES | _lowering.INTEGER_DTYPES
+    known = lowering.KERNEL_DTYPES | lowering.INTEGER_DTYPES
     if dtype not in known:
         raise ValueError(f"{name}: no kernel for dtype {dtype}, there are {', '.join(sorted(d.name for d in known))}")
-    scratch = _lowering.reduction_scratch_shape((rows, width, inner), dtype, 1)
-    return getattr(module, query)(*first, rows, width, inner, dtype.itemsize, dtype in _lowering.INTEGER_DTYPES, masked,
+    scratch = lowering.reduction_scratch_shape((rows, width, inner), dtype, 1)
+    return getattr(module, query)(*first, rows, width, inner, dtype.itemsize, dtype in lowering.INTEGER_DTYPES, masked,
                                   scratch[0] * scratch[1] if scratch else 0, *_device(name, device))
 
 
 def _answering(name):
-    cpu = _registry.status["cpu"]
+    cpu = registry.status["cpu"]
     if cpu.module is None:
         raise RuntimeError(f"{name}: {cpu.reason}")
     return cpu.module
@@ -250,9 +250,9 @@ def _dtype(name, argument, value):
 
 def _kernel_dtype(name, value):
     dtype = _dtype(name, "dtype", value)
-    if dtype not in _lowering.KERNEL_DTYPES:
+    if dtype not in lowering.KERNEL_DTYPES:
         raise ValueError(f"{name}: no kernel for dtype {dtype}, there are "
-                         f"{', '.join(sorted(d.name for d in _lowering.KERNEL_DTYPES))}")
+                         f"{', '.join(sorted(d.name for d in lowering.KERNEL_DTYPES))}")
     return dtype
 
 

@@ -7,7 +7,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several test 
 import jax
 import pytest
 
-from jaxkern import _compat
+from jaxkern._core import compat
 
 ON_GPU = jax.default_backend() == "gpu"
 
@@ -39,5 +39,5 @@ def quick_compilation():
 @pytest.fixture
 def x64():
     """float64 arrays inside the test; its other arrays must name their dtype."""
-    with _compat.enable_x64():
+    with compat.enable_x64():
         yield

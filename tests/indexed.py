@@ -10,7 +10,7 @@ from conftest import ON_GPU
 from reference import assert_rounded, wide
 
 import jaxkern
-from jaxkern import _compat, _registry
+from jaxkern._core import compat, registry
 
 REDUCTIONS = ("index_add", "segment_sum", "segment_mean", "segment_max", "segment_min")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -19,7 +19,7 @@ INDEX_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", 
 
 every_reduction = pytest.mark.parametrize("operation", REDUCTIONS)
 every_dtype = pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
-needs_cpu_module = pytest.mark.skipif(_registry.status["cpu"].module is None, reason=_registry.status["cpu"].reason)
+needs_cpu_module = pytest.mark.skipif(registry.status["cpu"].module is None, reason=registry.status["cpu"].reason)
 
 
 # ---- the operations in numpy
@@ -77,7 +77,7 @@ def assert_reduced(operation, found, x, index, source, axis=0, alpha=1, clip=Fal
 
 def values(shape, dtype, seed=0):
     rng = np.random.default_rng(seed)
-    with _compat.enable_x64():
+    with compat.enable_x64():
         if jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
             return jnp.asarray(rng.normal(size=shape), dtype)
         return jnp.asarray(rng.integers(0 if dtype == "uint32" else -(2**31), 2**31, shape), dtype)
@@ -113,7 +113,7 @@ def jitted(operation, rows, axis, options):
 def check(operation, dtype, shape, axis, count, kind="wild", **options):
     axis %= len(shape)
     source_shape = (*shape[:axis], count, *shape[axis + 1 :])
-    with _compat.enable_x64("64" in dtype):
+    with compat.enable_x64("64" in dtype):
         if operation == "segment_mean" and dtype in INTEGERS:
             pytest.skip("the mean of integers is another type")
         x, source, index = values(shape, dtype), values(source_shape, dtype, 2), indices(shape[axis], count, kind=kind)
@@ -135,6 +135,6 @@ def assert_selected(found, x, index, axis, clip=False):
 
 
 def on_this_platform():
-    module = _registry.status["cuda" if ON_GPU else "cpu"]
+    module = registry.status["cuda" if ON_GPU else "cpu"]
     if module.module is None:
         pytest.skip(module.reason)

@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern import _compat
+from jaxkern._core import compat
 
 
 def normal(shape, dtype, scale=3.0, seed=0):
-    with _compat.enable_x64(dtype == "float64"):
+    with compat.enable_x64(dtype == "float64"):
         return jnp.asarray(np.random.default_rng(seed).normal(0, scale, shape), dtype)
 
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from jaxkern import _registry
+from jaxkern._core import registry
 
 DEVICES = jax.devices()[:8]
 SHAPES = {2: [(2, 1), (1, 2)], 4: [(2, 2)], 8: [(4, 2)]}.get(len(DEVICES), [])  # of the mesh ("r", "c")
 several = pytest.mark.skipif(not SHAPES, reason="needs 2, 4 or 8 devices; run by test_eight_cpu_devices")
 every_mesh = pytest.mark.parametrize("shape_of_mesh", SHAPES or [None])
-KERNELS = _registry.status[{"cpu": "cpu", "gpu": "cuda"}[jax.default_backend()]].module is not None
+KERNELS = registry.status[{"cpu": "cpu", "gpu": "cuda"}[jax.default_backend()]].module is not None
 
 
 def mesh(kind="Auto", shape=None, names=("r", "c")):

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 import jaxkern
-from jaxkern import _compat, _elementwise_table, elementwise
+from jaxkern import _elementwise_table, elementwise
+from jaxkern._core import compat
 from jaxkern._elementwise_table import ROWS
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -35,7 +36,7 @@ PARAMETERS = {"threshold": 0.25, "value": -1.5, "alpha": 1.5, "negative_slope": 
 
 def in_float64(f, *operands):
     """f by XLA on the CPU in float64, as numpy arrays."""
-    with _compat.enable_x64(), jax.default_device(jax.devices("cpu")[0]):
+    with compat.enable_x64(), jax.default_device(jax.devices("cpu")[0]):
         wide = lambda a: np.asarray(a) if np.asarray(a).dtype == bool else np.asarray(a).astype(np.float64)
         return jax.tree.map(np.asarray, f(*map(wide, operands)))
 

@@ -12,7 +12,8 @@ from conftest import ON_GPU
 from reference import DTYPES, _sum_error, assert_rounded, gradient, wide
 
 import jaxkern
-from jaxkern import _compat, _random, _registry, tiers
+from jaxkern import _random, tiers
+from jaxkern._core import compat, registry
 
 FEATURES = ("scale", "bias", "mask", "causal", "dropout")
 RATE, KEY = 0.3, np.array([7, 0xFFFFFFFF], np.uint32)
@@ -129,7 +130,7 @@ def normal(shape, dtype, seed=0, scale=2.0):
 
 def check(features, shape, dtype, operation="softmax", **kwargs):
     """The result and the gradient of x against numpy."""
-    with _compat.enable_x64(dtype == "float64"):
+    with compat.enable_x64(dtype == "float64"):
         x, g = normal(shape, dtype), normal(shape, dtype, 1, 1.0)
         given, more = arguments(features, shape, dtype, **kwargs)
         static = {k: given.pop(k) for k in ("causal", "dropout_rate") if k in given}
@@ -313,7 +314,7 @@ def test_keys_of_every_kind():
 @pytest.mark.parametrize("dtype, width", [("bfloat16", 40), ("float32", 1001), ("float16", 512), ("float32", 2048), ("float64", 100)])
 def test_the_same_bits_everywhere(dtype, width):
     """Every tier, the CPU, jnp, the gradient: those of the numpy generator."""
-    with _compat.enable_x64(dtype == "float64"):
+    with compat.enable_x64(dtype == "float64"):
         x = jnp.zeros((3, 70, width), dtype)
         wanted = kept(x.shape)
 
@@ -472,7 +473,7 @@ def test_a_plain_call_stays_what_it_was():
 
 
 def needs_kernels():
-    module = _registry.status["cuda" if ON_GPU else "cpu"]
+    module = registry.status["cuda" if ON_GPU else "cpu"]
     return pytest.mark.skipif(module.module is None, reason=module.reason or "-")
 
 

@@ -17,7 +17,7 @@ from indexed import (
 from reference import wide
 
 import jaxkern
-from jaxkern import _compat
+from jaxkern._core import compat
 
 GatherScatterMode = jax.lax.GatherScatterMode
 
@@ -72,7 +72,7 @@ def test_integral_alpha(dtype, alpha):
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_alpha_is_applied_before_the_only_rounding(dtype):
     check("index_add", dtype, (12, 30), 1, 40, alpha=0.375)
-    with _compat.enable_x64(dtype == "float64"):
+    with compat.enable_x64(dtype == "float64"):
         x, source = jnp.ones((1,), dtype), jnp.full((1000,), 0.001, dtype)
         for alpha in (0.5, jnp.float32(0.5), np.float16(0.5)):
             found = jaxkern.index_add(x, 0, np.zeros(1000, np.int32), source, alpha=alpha)
@@ -177,7 +177,7 @@ def x_at_add(x, index, source, **options):
 @pytest.mark.parametrize("shape, axis, count", CASES)
 @pytest.mark.parametrize("mode", [None, "clip"])
 def test_select_against_numpy(dtype, shape, axis, count, mode):
-    with _compat.enable_x64("64" in dtype):
+    with compat.enable_x64("64" in dtype):
         x, index = values(shape, dtype), indices(shape[axis], count)
         assert_selected(jaxkern.index_select(x, axis, index, mode=mode), x, index, axis, clip=mode == "clip")
 
@@ -210,7 +210,7 @@ def test_gradient_of_a_lookup_is_written_once():
 @pytest.mark.parametrize("rows", [5, 1000, 70000])
 def test_every_index_type(operation, index_dtype, x64, rows):
     """The extremes of the type among them; 8 bits may count into more rows than they can name."""
-    with _compat.enable_x64(x64):
+    with compat.enable_x64(x64):
         info = np.iinfo(index_dtype)
         index = np.random.default_rng(0).integers(-min(rows, -int(info.min)), min(2 * rows, int(info.max)), 50)
         extremes = np.array([info.min, info.max, 0, info.max - 1], index_dtype)
@@ -230,7 +230,7 @@ def run_eager(operation, x, index, source):
 @pytest.mark.parametrize("index", [2**31, 2**32 + 1, 2**33, -(2**32) + 1, -(2**63), 2**63 - 1])
 @pytest.mark.parametrize("x64", [False, True])
 def test_indices_beyond_32_bits_go_nowhere(index, x64):
-    with _compat.enable_x64(x64):
+    with compat.enable_x64(x64):
         index = np.array([index, 1], np.int64)
         np.testing.assert_array_equal(jaxkern.segment_sum(jnp.ones(2), index, 3), [0, 1, 0])
         np.testing.assert_array_equal(jaxkern.index_add(jnp.zeros(3), 0, index, jnp.ones(2)), [0, 1, 0])
@@ -329,7 +329,7 @@ def test_any_shape_axis_and_indices(data):
     if operation == "segment_mean" and dtype in INTEGERS:
         operation = "segment_sum"
     axis %= len(shape)
-    with _compat.enable_x64("64" in dtype):
+    with compat.enable_x64("64" in dtype):
         x, source = values(shape, dtype), values((*shape[:axis], count, *shape[axis + 1 :]), dtype, 2)
         assert_reduced(operation, run(operation, x, index, source, axis, **options), x, index, source, axis)
         if rows:
@@ -382,7 +382,7 @@ def test_segments_broadcast_as_in_jax(data_shape, ids_shape):
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "bool", "complex64", "float8_e4m3fn", "uint64"])
 def test_other_types_run_through_xla(dtype):
-    with _compat.enable_x64(dtype == "uint64"):
+    with compat.enable_x64(dtype == "uint64"):
         data = jnp.asarray(np.random.default_rng(0).integers(0, 2, (30, 4)), jnp.float32).astype(dtype)
         ids = jnp.asarray(indices(5, 30))
         for name in ("segment_sum", "segment_max", "segment_min"):

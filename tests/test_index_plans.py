@@ -12,7 +12,8 @@ from indexed import (
 )
 
 import jaxkern
-from jaxkern import _compat, tiers
+from jaxkern import tiers
+from jaxkern._core import compat
 
 
 def test_plans_are_forced_on_what_they_are_for():
@@ -80,7 +81,7 @@ def test_every_plan(plan, dtype, operation):
             continue
         if not tiers.index_add_fits(plan, rows, count, inner, dtype, op=asked, **hints):
             continue
-        with _compat.enable_x64("64" in dtype), tiers.force(plan):
+        with compat.enable_x64("64" in dtype), tiers.force(plan):
             x, source = values((rows, inner), dtype), values((count, inner), dtype, 2)
             index = indices(rows, count, kind="sorted" if plan == "sorted" else "wild")
             if plan == "unique":

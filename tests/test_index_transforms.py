@@ -12,7 +12,7 @@ from jax.experimental import jet
 from test_transforms import SHAPE, assert_same, compiled, equations, inputs
 
 import jaxkern
-from jaxkern import _registry
+from jaxkern._core import registry
 
 INDEX = jnp.array([2, 0, 2, -3], jnp.int8)  # as many as rows, so that every operation keeps the shape; none of row 3
 ALPHA = 0.7
@@ -130,8 +130,8 @@ def test_jaxpr_is_one_primitive(f, names):
 def test_training_step_moves_nothing(dtype, axis):
     """A lookup and its gradient along any axis: one kernel each, without a transpose or a copy of the array."""
     platform = {"cpu": "cpu", "gpu": "cuda"}[jax.default_backend()]
-    if _registry.status[platform].module is None:
-        pytest.skip(_registry.status[platform].reason)
+    if registry.status[platform].module is None:
+        pytest.skip(registry.status[platform].reason)
     x, index = jnp.ones((40, 50, 60), dtype), jnp.zeros(33, jnp.int32)
     loss = lambda x, w: (jaxkern.index_select(x, axis, index) * w).sum()
     text = compiled(jax.value_and_grad(loss), x, jaxkern.index_select(x, axis, index))

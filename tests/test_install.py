@@ -14,7 +14,8 @@ import pytest
 
 import jaxkern
 from jaxkern import __main__ as doctor
-from jaxkern import _compat, _lowering, _partition, _registry, elementwise
+from jaxkern import elementwise
+from jaxkern._core import compat, lowering, partition, registry
 
 TARGETS = {"jaxkern_softmax", "jaxkern_softmax_grad", "jaxkern_log_softmax", "jaxkern_log_softmax_grad",
            "jaxkern_index_add", "jaxkern_index_select", "jaxkern_segment_sum", "jaxkern_segment_max", "jaxkern_segment_min",
@@ -75,7 +76,7 @@ def test_examples_in_docstrings(module):
 def test_private_jax_is_imported_nowhere():
     folder = os.path.dirname(jaxkern.__file__)
     for name in os.listdir(folder):
-        if name.endswith(".py") and name != "_compat.py":
+        if name.endswith(".py") and name != "compat.py":
             with open(os.path.join(folder, name)) as file:
                 assert "jax._src" not in file.read(), name
 
@@ -91,7 +92,7 @@ def test_importing_starts_no_backend_and_warns_of_nothing():
 
 @pytest.mark.parametrize("name", ["cpu", "cuda"])
 def test_modules_hand_out_capsules_and_nothing_more(name):
-    status = _registry.status[name]
+    status = registry.status[name]
     if status.module is None:
         pytest.skip(status.reason)
     public = {n for n in vars(status.module) if not n.startswith("__")}
@@ -100,27 +101,27 @@ def test_modules_hand_out_capsules_and_nothing_more(name):
     capsules = status.module.registrations()
     assert set(capsules) == TARGETS == status.targets
     assert all(type(c).__name__ == "PyCapsule" for c in capsules.values())
-    assert tuple(status.module.api_version) <= _compat.ffi_api_version()
+    assert tuple(status.module.api_version) <= compat.ffi_api_version()
 
 
 def test_runtime_version_is_known():
-    assert _compat.ffi_api_version() >= (0, 1)  # of jaxlib 0.8.0
+    assert compat.ffi_api_version() >= (0, 1)  # of jaxlib 0.8.0
 
 
 def test_absent_module():
-    status = _registry.load("_never_built", "cpu")
+    status = registry.load("_never_built", "cpu")
     assert status.module is None and status.reason == "jaxkern._never_built was not built"
 
 
 def test_module_that_does_not_load(fake):
     fake("raise ImportError('undefined symbol: cudaLaunchKernelExC')")
-    status = _registry.load("_fake", "CUDA")
+    status = registry.load("_fake", "CUDA")
     assert status.module is None and "jaxkern._fake does not load: undefined symbol: cudaLaunchKernelExC" == status.reason
 
 
 def test_module_newer_than_the_runtime(fake):
     fake("api_version = (0, 7)\ndef registrations(): raise AssertionError('not to be asked')")
-    status = _registry.load("_fake", "CUDA", runtime=(0, 3))
+    status = registry.load("_fake", "CUDA", api_version=(0, 3))
     assert status.module is None
     for word in ("jaxkern._fake", "XLA FFI 0.7", "up to 0.3", f"jaxlib {importlib.import_module('jaxlib').__version__}"):
         assert word in status.reason
@@ -129,22 +130,22 @@ def test_module_newer_than_the_runtime(fake):
 
 def test_module_that_xla_refuses(fake):
     fake("api_version = (0, 1)\ndef registrations(): return {'jaxkern_fake': 'no capsule'}")
-    status = _registry.load("_fake", "cpu")
+    status = registry.load("_fake", "cpu")
     assert status.module is None and status.reason.startswith("jaxkern._fake does not register: ")
 
 
 def warned(modules, gpu):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _registry.warn(modules, gpu)
+        registry.warn(modules, gpu)
     return [str(w.message) for w in caught]
 
 
 def test_warnings():
     """Of a CUDA module only where there is a GPU; of a broken CPU module always; of what loaded, never."""
-    absent = _registry.Module("_cuda", "CUDA", reason="jaxkern._cuda was not built")
-    broken = _registry.Module("_cpu", "cpu", reason="jaxkern._cpu does not load: GLIBC_2.99 not found")
-    loaded = _registry.Module("_cpu", "cpu", module=object())
+    absent = registry.Module("_cuda", "CUDA", reason="jaxkern._cuda was not built")
+    broken = registry.Module("_cpu", "cpu", reason="jaxkern._cpu does not load: GLIBC_2.99 not found")
+    loaded = registry.Module("_cpu", "cpu", module=object())
     assert warned([loaded, absent], gpu=False) == []
     assert warned([loaded, absent], gpu=True) == ["jaxkern runs through XLA on CUDA: jaxkern._cuda was not built"]
     assert warned([broken], gpu=False) == ["jaxkern runs through XLA on cpu: jaxkern._cpu does not load: GLIBC_2.99 not found"]
@@ -195,7 +196,7 @@ def test_doctor():
     for word in (jaxkern.__version__, jax.__version__, "NVIDIA driver", "devices", "cpu kernels", "cuda kernels",
                  "float64", "milliseconds", "XLA", "copy"):
         assert word in done.stdout, done.stdout + done.stderr
-    well = all(s.module or (n == "cuda" and not _registry.gpu_present()) for n, s in _registry.status.items())
+    well = all(s.module or (n == "cuda" and not registry.gpu_present()) for n, s in registry.status.items())
     assert done.returncode == (0 if well else 1), done.stdout
     assert done.stdout.strip().endswith("all is well" if well else "something is wrong: see above")
     assert "!" not in done.stdout
@@ -215,7 +216,7 @@ def test_doctor_finds_a_wrong_result(monkeypatch, capsys):
 
 def test_doctor_finds_a_missing_module(monkeypatch, capsys):
     monkeypatch.setattr(_registry, "gpu_present", lambda: True)
-    monkeypatch.setitem(_registry.status, "cuda", _registry.Module("_cuda", "CUDA", reason="jaxkern._cuda was not built"))
+    monkeypatch.setitem(registry.status, "cuda", registry.Module("_cuda", "CUDA", reason="jaxkern._cuda was not built"))
     assert not doctor.show_modules() and "cuda kernels   not loaded: jaxkern._cuda was not built" in capsys.readouterr().out
 
 
@@ -223,7 +224,7 @@ def test_doctor_finds_a_missing_module(monkeypatch, capsys):
 
 
 def test_sharding_rule_has_as_many_letters_as_it_needs():
-    rule = _partition.sharding_rule([(2,) * 12], [(2,) * 12], 1)
+    rule = partition.sharding_rule([(2,) * 12], [(2,) * 12], 1)
     names = [n.split("=")[0] for n in rule.split("{")[1].split("}")[0].split(", ")]
     assert len(set(names)) == 23 and names[17:20] == ["z", "z_1", "z_2"]
 
@@ -238,7 +239,7 @@ def test_sharding_rule_has_as_many_letters_as_it_needs():
     ((2, 1, 2, 1, 2, 1, 2, 1, 3), (2, 1, 2, 1, 2, 1, 2, 1, 3), 8, False, (2, 1, 2, 1, 2, 1, 2, 1, 3)),  # one: size 1 is no group
 ])
 def test_mask_shape(full, part, axis, sharded, shape):
-    assert _lowering.mask_shape(full, part, axis, sharded) == shape
+    assert lowering.mask_shape(full, part, axis, sharded) == shape
 
 
 @pytest.mark.parametrize("shape, dtype, axis, scratch", [
@@ -252,7 +253,7 @@ def test_mask_shape(full, part, axis, sharded, shape):
     ((4, 131072, 2), "float32", 1, None),
 ])
 def test_scratch_shape(shape, dtype, axis, scratch):
-    assert _lowering.scratch_shape(shape, dtype, axis) == scratch
+    assert lowering.scratch_shape(shape, dtype, axis) == scratch
 
 
 def test_an_array_is_transposed_only_where_axes_are_apart():

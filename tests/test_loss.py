@@ -14,18 +14,19 @@ from problems import random_mask
 from reference import DTYPES, computing, spacing, wide
 
 import jaxkern
-from jaxkern import _compat, _loss_lowering, _registry, loss, tiers
+from jaxkern import _loss_lowering, loss, tiers
+from jaxkern._core import compat, registry
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-needs_cpu_module = pytest.mark.skipif(_registry.status["cpu"].module is None, reason=_registry.status["cpu"].reason)
-needs_kernels = pytest.mark.skipif(_registry.status["cuda" if ON_GPU else "cpu"].module is None, reason="no kernels here")
+needs_cpu_module = pytest.mark.skipif(registry.status["cpu"].module is None, reason=registry.status["cpu"].reason)
+needs_kernels = pytest.mark.skipif(registry.status["cuda" if ON_GPU else "cpu"].module is None, reason="no kernels here")
 
 
 def problem(shape, dtype, axis=-1, scale=3.0, seed=0):
     """Random logits, labels and weights of rows."""
     rng = np.random.default_rng(seed)
     rows = np.delete(shape, axis)
-    with _compat.enable_x64(dtype == "float64"):
+    with compat.enable_x64(dtype == "float64"):
         x = jnp.asarray(rng.normal(0, scale, shape), dtype)
         g = jnp.asarray(rng.normal(size=rows), computing(dtype))
     return x, jnp.asarray(rng.integers(0, shape[axis], rows), jnp.int32), g
@@ -102,7 +103,7 @@ def together(x, labels, g, mask, axis, options):
 def check(x, labels, g, axis=-1, mask=None, runs=(separate, together), **options):
     names = {"label_smoothing": "smoothing", "z_loss": "z_loss", "ignore_index": "ignore"}
     (value, value_size), (dx, dx_size) = exact(x, labels, g, axis, mask, **{names[k]: v for k, v in options.items()})
-    with _compat.enable_x64(x.dtype == jnp.float64):
+    with compat.enable_x64(x.dtype == jnp.float64):
         for run in runs:
             found, found_dx = run(x, labels, g, mask, axis, tuple(options.items()))
             assert found.dtype == computing(x.dtype) and found_dx.dtype == x.dtype
@@ -165,7 +166,7 @@ def test_no_less_accurate_than_optax(dtype, shift):
 @every_dtype
 def test_bitwise_reproducible(dtype):
     x, labels, g = problem((257, 1003), dtype)
-    with _compat.enable_x64(dtype == "float64"):
+    with compat.enable_x64(dtype == "float64"):
         for run in (separate, together):
             runs = [[np.asarray(a).tobytes() for a in run(x, labels, g, None, -1, (("label_smoothing", 0.1),))] for _ in range(4)]
             assert all(r == runs[0] for r in runs)
@@ -230,7 +231,7 @@ def test_special_logits(dtype, width, smoothing):
     x[6, 0] = -np.inf
     labels = jnp.array([1, 0, 1, 1, 0, 0, 1, 1])
     _, _, g = problem((8, width), dtype)
-    with _compat.enable_x64(dtype == "float64"):
+    with compat.enable_x64(dtype == "float64"):
         x = jnp.asarray(x, dtype)
         for run in (separate, together):
             value, dx = (np.asarray(a, np.float64) for a in run(x, labels, g, None, -1, (("label_smoothing", smoothing),)))
@@ -246,7 +247,7 @@ def test_special_logits(dtype, width, smoothing):
 def test_huge_logits(dtype, axis):
     huge = float(jnp.finfo(dtype).max)
     rows = np.array([[huge, huge, huge], [-huge, -huge, -huge], [huge / 2, 0, -huge / 2], [huge, huge / 2, -np.inf], [0, 1e-4, 0]])
-    with _compat.enable_x64(dtype == "float64"):
+    with compat.enable_x64(dtype == "float64"):
         x = jnp.asarray(rows if axis else rows.T, dtype)
         check(x, jnp.array([0, 1, 0, 0, 2]), jnp.ones(5, computing(dtype)), axis)
 
@@ -261,7 +262,7 @@ def test_masks(dtype, width):
     x[2, 1] = np.nan
     labels = jnp.array([0, 0, 0, 1, 0])  # that of row 3 is masked
     for smoothing in (0.0, 0.1):
-        with _compat.enable_x64(dtype == "float64"):
+        with compat.enable_x64(dtype == "float64"):
             x = jnp.asarray(x, dtype)
             check(x, labels, jnp.ones(5, computing(dtype)), -1, jnp.asarray(mask), label_smoothing=smoothing)
             value = jaxkern.softmax_cross_entropy(x, labels, where=jnp.asarray(mask), label_smoothing=smoothing)
@@ -422,7 +423,7 @@ ROWS = 64 * SHAPE[0] + 65536  # bytes: what is kept, and what XLA rounds up to
 
 
 @needs_kernels
-@pytest.mark.skipif(not _compat.moves_operations(), reason="this JAX's MLIR cannot move operations")
+@pytest.mark.skipif(not compat.moves_operations(), reason="this JAX's MLIR cannot move operations")
 @pytest.mark.parametrize("f", [mean_loss, masked_mean])
 @pytest.mark.parametrize("donate", [(), (0,)])
 def test_value_and_grad_reads_the_logits_once(f, donate):

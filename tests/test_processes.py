@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jaxkern import _registry
+from jaxkern._core import registry
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CPU = {"JAX_PLATFORMS": "cpu"}
@@ -94,8 +94,8 @@ def test_batch_dimensions_alone_by_request():
     """Abstract meshes, and two meshes in one program."""
     (out,) = finish(start(ABSTRACT, 2, JAXKERN_PARTITION="batch"))
     on_cpu, on_cuda, two = out.splitlines()
-    assert on_cpu == f"8 {_registry.status['cpu'].module is not None} cpu"
-    assert on_cuda == f"8 {_registry.status['cuda'].module is not None} cuda"
+    assert on_cpu == f"8 {registry.status['cpu'].module is not None} cpu"
+    assert on_cuda == f"8 {registry.status['cuda'].module is not None} cuda"
     assert two == "True"
 
 

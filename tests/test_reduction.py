@@ -15,12 +15,13 @@ from reductions import JAX, OPERATIONS, OURS, SELECTING, call, every_operation
 from reference import DTYPES, assert_rounded, computing, wide, whole
 
 import jaxkern
-from jaxkern import _compat, _lowering, _registry, reduction, tiers
+from jaxkern import reduction, tiers
+from jaxkern._core import compat, lowering, registry
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-needs_cpu_module = pytest.mark.skipif(_registry.status["cpu"].module is None, reason=_registry.status["cpu"].reason)
+needs_cpu_module = pytest.mark.skipif(registry.status["cpu"].module is None, reason=registry.status["cpu"].reason)
 
 
 def expected(operation, x, axis=-1, mask=None, keepdims=False):
@@ -58,14 +59,14 @@ def expected(operation, x, axis=-1, mask=None, keepdims=False):
 
 def check_all(x, axis=-1, mask=None, keepdims=False):
     """All operations, in one compiled function."""
-    with _compat.enable_x64(x.dtype == jnp.float64):
+    with compat.enable_x64(x.dtype == jnp.float64):
         found = jax.jit(lambda x, mask: [call(operation, x, axis, mask, keepdims) for operation in OPERATIONS])(x, mask)
     for operation, y in zip(OPERATIONS, found):
         assert_rounded(y, *expected(operation, x, axis, mask, keepdims), x.dtype)
 
 
 def check(operation, x, axis=-1, mask=None, keepdims=False):
-    with _compat.enable_x64(x.dtype == jnp.float64):
+    with compat.enable_x64(x.dtype == jnp.float64):
         y = call(operation, x, axis, mask, keepdims)
     exact, slack = expected(operation, x, axis, mask, keepdims)
     assert_rounded(y, exact, slack, x.dtype)
@@ -73,7 +74,7 @@ def check(operation, x, axis=-1, mask=None, keepdims=False):
 
 def check_statistics(x, axis, mask=None):
     """What logsumexp keeps for its gradient: the largest element, and the sum that is relative to it."""
-    with _compat.enable_x64(x.dtype == jnp.float64):
+    with compat.enable_x64(x.dtype == jnp.float64):
         y, largest, total = jax.jit(functools.partial(reduction.statistics, axis=axis, tier=tiers.forced()))(
             x, *([] if mask is None else [jnp.broadcast_to(mask, x.shape)]))
         np.testing.assert_array_equal(*(np.asarray(a, np.float64) for a in (y, call("logsumexp", x, axis, mask))))
@@ -92,7 +93,7 @@ def check_statistics(x, axis, mask=None):
 
 def integers(shape, dtype, seed=0):
     info = np.iinfo(dtype)
-    with _compat.enable_x64():
+    with compat.enable_x64():
         return jnp.asarray(np.random.default_rng(seed).integers(info.min, info.max, shape, dtype, endpoint=True))
 
 
@@ -148,7 +149,7 @@ def test_integers_are_exact(dtype, shape, axis):
     for x64 in (True, False):
         if not x64 and jnp.dtype(dtype).itemsize == 8:
             continue
-        with _compat.enable_x64(x64):
+        with compat.enable_x64(x64):
             run = jax.jit(lambda x, mask: {(name, kept is not None): call(name, x, axis, kept)
                                            for name in ("reduce_sum", *SELECTING) for kept in (None, mask)})
             for (name, masked), found in run(x, mask).items():
@@ -196,7 +197,7 @@ def test_gradient_of_logsumexp_is_no_less_accurate_than_jax(dtype, shape, axis, 
 def test_bitwise_reproducible(operation, dtype):
     for shape, axis in (((257, 1003), 1), ((2, 300_001), 1), ((9001, 24), 0)):
         x = normal(shape, dtype)
-        with _compat.enable_x64(dtype == "float64"):
+        with compat.enable_x64(dtype == "float64"):
             runs = [np.asarray(call(operation, x, axis)).tobytes() for _ in range(4)]
         assert all(run == runs[0] for run in runs)
 
@@ -238,7 +239,7 @@ def test_statistics_of_rows(dtype):
             check_statistics(normal(shape, dtype, scale), axis, mask)
     x = np.zeros((6, 300))
     x[0, 7], x[1, 8], x[2], x[3, 9], x[4] = np.inf, np.nan, -np.inf, -np.inf, 60000
-    with _compat.enable_x64(dtype == "float64"):
+    with compat.enable_x64(dtype == "float64"):
         check_statistics(jnp.asarray(x, dtype), 1)
         check_statistics(jnp.asarray(x.T, dtype), 0, jnp.arange(300)[:, None] != 100)
 
@@ -256,7 +257,7 @@ def test_masked_out_and_empty_rows(operation, dtype, width, axis):
     mask[0], mask[1:, 0] = False, True
     x[2, ~mask[2]], x[4, ~mask[4]] = np.nan, np.inf
     x[0] = np.nan
-    with _compat.enable_x64(dtype == "float64"):
+    with compat.enable_x64(dtype == "float64"):
         x, mask = (a if axis else a.T.copy() for a in (jnp.asarray(x, dtype), jnp.asarray(mask)))
         x = jnp.asarray(x, dtype)
         y, pull = jax.vjp(lambda x: call(operation, x, axis, mask), x)
@@ -279,7 +280,7 @@ def test_nan_and_infinities_as_in_jax(operation, dtype, width):
     x[3, [0, -1]] = np.inf, -np.inf
     x[4, [0, -1]] = np.nan, np.inf
     x[5], x[6] = -np.inf, np.inf
-    with _compat.enable_x64(dtype == "float64"):
+    with compat.enable_x64(dtype == "float64"):
         x = jnp.asarray(x, dtype)
         for axis, a in ((1, x), (0, x.T)):
             found, wanted = np.asarray(call(operation, a, axis)).astype(np.float64), expected(operation, a, axis)[0]
@@ -302,7 +303,7 @@ def test_huge_and_tiny_values(dtype):
     info = jnp.finfo(dtype)
     huge, tiny = float(info.max), float(info.smallest_normal)
     rows = [[huge, -huge, 0], [-huge, -huge, -huge], [huge / 2, 0, -huge / 2], [tiny, -tiny, 0], [huge / 4, huge / 4, -huge / 2]]
-    with _compat.enable_x64(dtype == "float64"):
+    with compat.enable_x64(dtype == "float64"):
         x = jnp.asarray(np.array(rows), dtype)
         for operation in OPERATIONS:
             y = call(operation, x)
@@ -468,7 +469,7 @@ def test_bad_tier_query(problem, kind, words):
 
 @needs_cpu_module
 def test_names_are_those_of_the_kernels():
-    module = _registry.status["cpu"].module
+    module = registry.status["cpu"].module
     problem = (1, 1 << 20, 1, 4, False, False, 0, *tiers.H200)
     for name in ("auto", *tiers.REDUCTIONS):
         assert module.reduction_tier_fits(name, *problem) in (True, False)
@@ -495,7 +496,7 @@ def test_every_tier(tier, dtype):
             if (not tiers.reduction_fits(tier, shape[0], width, inner, dtype, masked=masked)
                     or np.prod(shape) > 3_000_000):
                 continue
-            with _compat.enable_x64(jnp.dtype(dtype).itemsize == 8), tiers.force(tier):
+            with compat.enable_x64(jnp.dtype(dtype).itemsize == 8), tiers.force(tier):
                 mask = random_mask((1, width, *shape[2:])) if masked else None
                 if whole:
                     x = integers(shape, dtype)
@@ -522,9 +523,9 @@ def test_a_tier_that_does_not_fit_is_an_error():
 
 def test_backend_is_the_one_under_test():
     """On a machine with both modules no operation silently runs through XLA."""
-    module = _registry.status["cuda" if ON_GPU else "cpu"]
+    module = registry.status["cuda" if ON_GPU else "cpu"]
     if module.module is None:
         pytest.skip(module.reason)
     for operation, dtype in itertools.product(OPERATIONS, ("float16", "bfloat16", "float32", "int8", "uint32")):
-        if jnp.dtype(dtype) in _lowering.KERNEL_DTYPES or operation not in ("reduce_mean", "logsumexp"):
+        if jnp.dtype(dtype) in lowering.KERNEL_DTYPES or operation not in ("reduce_mean", "logsumexp"):
             assert f"jaxkern_{operation}" in jax.jit(OURS[operation]).lower(jnp.ones((3, 5), dtype)).as_text()

@@ -12,7 +12,7 @@ from jax.experimental import jet
 from reductions import JAX, OURS, SELECTING, call, every_operation
 
 import jaxkern
-from jaxkern import _registry
+from jaxkern._core import registry
 
 SHAPE, AXIS = (3, 4, 5), 1
 MASKS = {"whole": None, "full": SHAPE, "broadcast": (3, 1, 5), "row": (4, 1)}
@@ -100,7 +100,7 @@ def test_jaxpr_is_one_primitive(operation):
 @every_operation
 @pytest.mark.parametrize("shape, axis, mask_shape", [((64, 256), -1, None), ((8, 64, 32), 1, None), ((4, 8, 16, 64), -1, (4, 1, 16, 64))])
 def test_one_kernel_and_nothing_moved(operation, shape, axis, mask_shape):
-    module = _registry.status["cuda" if ON_GPU else "cpu"]
+    module = registry.status["cuda" if ON_GPU else "cpu"]
     if module.module is None:
         pytest.skip(module.reason)
     mask = None if mask_shape is None else jnp.ones(mask_shape, bool)

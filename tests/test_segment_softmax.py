@@ -17,9 +17,10 @@ from reference import DTYPES, assert_rounded, wide
 from indexed import INDEX_DTYPES, indices, needs_cpu_module, numpy_rows, on_this_platform, scattered, values
 
 import jaxkern
-from jaxkern import _compat, _registry, _segment_softmax, tiers
+from jaxkern import _segment_softmax, tiers
+from jaxkern._core import compat, registry
 
-KERNELS = _registry.status["cuda" if ON_GPU else "cpu"].module is not None
+KERNELS = registry.status["cuda" if ON_GPU else "cpu"].module is not None
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
@@ -72,7 +73,7 @@ def both(rows, **options):
 
 
 def check(dtype, shape, rows, ids, x=None, clip=False, **options):
-    with _compat.enable_x64(dtype == "float64" or np.asarray(ids).dtype.itemsize == 8):
+    with compat.enable_x64(dtype == "float64" or np.asarray(ids).dtype.itemsize == 8):
         x = 3 * values(shape, dtype) if x is None else x
         g = values(shape, dtype, 2)
         y, dx = both(rows, **options)(x, ids, g)
@@ -240,7 +241,7 @@ def test_shapes_broadcast_as_in_segment_sum():
 @pytest.mark.parametrize("count, width", [(60, 3), (60, 20), (1500, 17)])
 def test_special_values(dtype, ordered, count, width):
     """-inf weighs nothing; NaN and infinity stay in their segment and column; as the composition in jnp."""
-    with _compat.enable_x64(dtype == "float64"):
+    with compat.enable_x64(dtype == "float64"):
         rows = 5
         ids = np.arange(count) * rows // count if ordered else np.arange(count) % rows
         x = np.array(values((count, width), dtype))

@@ -22,7 +22,7 @@ from reference import OPERATIONS
 from sharding import DEVICES, KERNELS, SHAPES, arrays, check, every_mesh, mesh, messages, put, same, several, split_by
 
 import jaxkern
-from jaxkern import _compat
+from jaxkern._core import compat
 
 every_operation = pytest.mark.parametrize("operation", OPERATIONS)
 
@@ -444,7 +444,7 @@ def test_exported_for_any_batch_on_several_devices():
 @several
 def test_without_the_hook_rows_are_gathered(monkeypatch):
     """A version of JAX that lacks a private name: said once, and the numbers are right."""
-    find = _compat._primitives_that_need_devices
+    find = compat._primitives_that_need_devices
     find.cache_clear()
     try:
         with monkeypatch.context() as patch, pytest.warns(UserWarning, match="gathered"):

@@ -13,14 +13,15 @@ from problems import ROWS, WIDTHS, normal, random_mask
 from reference import DTYPES, OPERATIONS, assert_rounded, forward, gradient
 
 import jaxkern
-from jaxkern import _compat, _registry, tiers
+from jaxkern import tiers
+from jaxkern._core import compat, registry
 
 OURS = {name: getattr(jaxkern, name) for name in OPERATIONS}
 JAX = {name: getattr(jax.nn, name) for name in OPERATIONS}
 
 every_operation = pytest.mark.parametrize("operation", OPERATIONS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-needs_cpu_module = pytest.mark.skipif(_registry.status["cpu"].module is None, reason=_registry.status["cpu"].reason)
+needs_cpu_module = pytest.mark.skipif(registry.status["cpu"].module is None, reason=registry.status["cpu"].reason)
 
 
 def both(f, x, g, axis, mask):
@@ -35,7 +36,7 @@ def both(f, x, g, axis, mask):
 
 def check(operation, x, axis=-1, mask=None, seed=1):
     """The operation and its gradient against numpy."""
-    with _compat.enable_x64(x.dtype == jnp.float64):
+    with compat.enable_x64(x.dtype == jnp.float64):
         g = jnp.asarray(np.random.default_rng(seed).normal(size=x.shape), x.dtype)
         y, dx = both(OURS[operation], x, g, axis, mask)
         assert_rounded(y, *forward(operation, x, axis, mask), x.dtype)
@@ -112,7 +113,7 @@ def test_no_less_accurate_than_jax(operation, dtype, shape, scale):
     eps = float(jnp.finfo(dtype).eps)
     # Where both are within rounding of the largest element there is nothing to compare.
     allowed = [eps * np.abs(e).max() for e in exact]
-    with _compat.enable_x64(dtype == "float64"):
+    with compat.enable_x64(dtype == "float64"):
         ours, theirs = (
             [np.abs(np.asarray(found).astype(np.longdouble) - e).max() for found, e in zip(both(f, x, g, -1, None), exact)]
             for f in (OURS[operation], JAX[operation]))
@@ -124,7 +125,7 @@ def test_no_less_accurate_than_jax(operation, dtype, shape, scale):
 @every_dtype
 def test_bitwise_reproducible(operation, dtype):
     x, g, mask = normal((257, 1003), dtype), normal((257, 1003), dtype, seed=3), random_mask((1, 1003))
-    with _compat.enable_x64(dtype == "float64"):
+    with compat.enable_x64(dtype == "float64"):
         runs = [[np.asarray(a).tobytes() for a in both(OURS[operation], x, g, -1, mask)] for _ in range(5)]
     assert all(run == runs[0] for run in runs)
 
@@ -169,7 +170,7 @@ def test_masked_out_and_empty_rows(operation, dtype, width):
     x[4, ~mask[4]] = np.inf
     mask[2, 0] = mask[4, 0] = True
     x[2, 0] = x[4, 0] = 0
-    with _compat.enable_x64(dtype == "float64"):
+    with compat.enable_x64(dtype == "float64"):
         x = jnp.asarray(x, dtype)
         g = jnp.where(mask, 1.5, jnp.nan).astype(dtype)
         y, dx = both(OURS[operation], x, g, -1, jnp.asarray(mask))
@@ -202,7 +203,7 @@ def test_rows_of_minus_infinity_without_a_mask(operation, width, axis):
 def test_nan_and_infinity_propagate_as_in_jax(operation, dtype, bad, width):
     x = np.random.default_rng(0).normal(size=(4, width))
     x[0, 0], x[2, -1], x[3, width // 2] = bad, bad, -np.inf
-    with _compat.enable_x64(dtype == "float64"):
+    with compat.enable_x64(dtype == "float64"):
         x = jnp.asarray(x, dtype)
         ours, theirs = np.asarray(OURS[operation](x)), np.asarray(JAX[operation](x))
     np.testing.assert_array_equal(np.isnan(ours), np.isnan(theirs))
@@ -216,7 +217,7 @@ def test_huge_and_tiny_values(operation, dtype):
     huge, tiny, least = float(info.max), float(info.smallest_normal), float(info.smallest_subnormal)
     rows = [[huge, huge, huge], [-huge, -huge, -huge], [huge / 2, 0, -huge / 2], [tiny, -tiny, 0], [least, 0, -least],
             [huge, huge / 2, -np.inf]]
-    with _compat.enable_x64(dtype == "float64"):
+    with compat.enable_x64(dtype == "float64"):
         x = jnp.asarray(np.array(rows), dtype)
         y = OURS[operation](x)
     assert_rounded(y, *forward(operation, x), dtype)
@@ -409,7 +410,7 @@ def test_bad_tier_query(problem, kind, words):
 
 @needs_cpu_module
 def test_names_are_those_of_the_kernels():
-    module = _registry.status["cpu"].module
+    module = registry.status["cpu"].module
     problem = (1, 1 << 20, 1, "float32", False, False, False, False, 0, *tiers.H200)
     for name in ("auto", *tiers.NAMES):
         assert module.softmax_tier_fits(name, *problem) in (True, False)
@@ -418,7 +419,7 @@ def test_names_are_those_of_the_kernels():
 
 
 def test_tier_query_says_what_is_missing(monkeypatch):
-    monkeypatch.setitem(_registry.status, "cpu", _registry.Module("_cpu", "cpu", reason="jaxkern._cpu was not built"))
+    monkeypatch.setitem(registry.status, "cpu", registry.Module("_cpu", "cpu", reason="jaxkern._cpu was not built"))
     with pytest.raises(RuntimeError, match="jaxkern._cpu was not built"):
         tiers.softmax(1, 1)
 
@@ -455,7 +456,7 @@ def test_a_tier_that_does_not_fit_is_an_error():
 
 def test_backend_is_the_one_under_test():
     """On a machine with both modules no operation silently runs through XLA."""
-    module = _registry.status["cuda" if ON_GPU else "cpu"]
+    module = registry.status["cuda" if ON_GPU else "cpu"]
     if module.module is None:
         pytest.skip(module.reason)
     for dtype in ("float16", "bfloat16", "float32"):

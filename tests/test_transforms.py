@@ -15,7 +15,7 @@ from jax.experimental import checkify, jet
 from reference import OPERATIONS
 
 import jaxkern
-from jaxkern import _lowering, _registry
+from jaxkern._core import lowering, registry
 
 SHAPE = (3, 4, 5)
 AXIS = 1
@@ -154,8 +154,8 @@ def compiled(f, *args):
 def test_one_kernel_forward_and_one_backward(operation, shape, axis, mask_shape, dtype):
     """value_and_grad compiles to our two kernels, without a transpose or a copy."""
     platform = {"cpu": "cpu", "gpu": "cuda"}[jax.default_backend()]
-    if _registry.status[platform].module is None:
-        pytest.skip(_registry.status[platform].reason)
+    if registry.status[platform].module is None:
+        pytest.skip(registry.status[platform].reason)
     mask = None if mask_shape is None else jnp.ones(mask_shape, bool)
     f = lambda x, w: (getattr(jaxkern, operation)(x, axis, mask) * w).sum()
     text = compiled(jax.value_and_grad(f), jnp.ones(shape, dtype), jnp.ones(shape, dtype))
@@ -260,12 +260,12 @@ def test_export(operation, rows):
         kernel = f"custom_call @jaxkern_{operation}("
         single = export.export(f, platforms=[platform], disabled_checks=jaxkern.export_checks())(
             jax.ShapeDtypeStruct(shape, jnp.float32))
-        assert (kernel in single.mlir_module()) == (_registry.status[platform].module is not None)
+        assert (kernel in single.mlir_module()) == (registry.status[platform].module is not None)
     again = export.deserialize(exported.serialize())
     for n in (4,) if rows == "4" else (1, 4, 9):
         x = jax.random.normal(jax.random.key(n), (n, 7))
         jax.tree.map(np.testing.assert_array_equal, again.call(x), f(x))
-    if _registry.status[here].module is not None:
+    if registry.status[here].module is not None:
         with pytest.raises(ValueError, match="jaxkern_"):  # the checks are needed
             export.export(f, platforms=[here])(jax.ShapeDtypeStruct(shape, jnp.float32))
 

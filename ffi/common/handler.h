@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "common/broadcast.h"
+#include "kernels/common/broadcast.h"
 #include "common/dtype.h"
 #include "common/parallel_for.h"
 #include "xla/ffi/api/ffi.h"

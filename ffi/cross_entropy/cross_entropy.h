@@ -18,7 +18,7 @@
 
 #include <cstdint>
 
-#include "../common/broadcast.h"
+#include "kernels/common/broadcast.h"
 #include "../common/dtype.h"
 #include "cross_entropy_tier.h"
 

@@ -8,7 +8,7 @@
 // The exponentials are those of softmax (softmax_ops.cuh): relative to the largest logit, one ex2 each.
 #pragma once
 
-#include "../common/async.cuh"
+#include "kernels/common/async.cuh"
 #include "../softmax/softmax_ops.cuh"
 #include "cross_entropy.h"
 

@@ -26,9 +26,9 @@
 #include <type_traits>
 #include <utility>
 
-#include "../common/broadcast.h"
+#include "kernels/common/broadcast.h"
 #include "../common/launch.h"
-#include "../common/pack.cuh"
+#include "kernels/common/pack.cuh"
 #include "elementwise_cuda.h"
 #include "functors.h"
 

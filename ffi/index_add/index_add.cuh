@@ -9,10 +9,10 @@
 // Offsets into x, source and out are 64 bit everywhere.
 #pragma once
 
-#include "../common/broadcast.h"
+#include "kernels/common/broadcast.h"
 #include "../common/launch.h"
-#include "../common/pack.cuh"
-#include "../common/reduce.cuh"
+#include "kernels/common/pack.cuh"
+#include "kernels/common/reduce.cuh"
 #include "index_add.h"
 
 namespace jaxkern {

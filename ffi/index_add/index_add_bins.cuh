@@ -2,7 +2,7 @@
 // each of several copies of them, how updates are added to them, and how they become rows of out.
 #pragma once
 
-#include "../common/async.cuh"
+#include "kernels/common/async.cuh"
 #include "index_add.cuh"
 
 namespace jaxkern {

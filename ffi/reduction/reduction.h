@@ -14,7 +14,7 @@
 
 #include <cstdint>
 
-#include "../common/broadcast.h"
+#include "kernels/common/broadcast.h"
 #include "reduction_tier.h"
 
 namespace jaxkern {

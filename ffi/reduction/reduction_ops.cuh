@@ -18,8 +18,8 @@
 #include <limits>
 #include <type_traits>
 
-#include "../common/pack.cuh"
-#include "../common/reduce.cuh"
+#include "kernels/common/pack.cuh"
+#include "kernels/common/reduce.cuh"
 #include "../softmax/softmax_ops.cuh"
 #include "reduction.h"
 

@@ -22,7 +22,7 @@
 
 #include <cstdint>
 
-#include "../common/broadcast.h"
+#include "kernels/common/broadcast.h"
 #include "../common/dtype.h"
 #include "softmax_tier.h"
 

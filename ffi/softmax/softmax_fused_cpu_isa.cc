@@ -7,7 +7,7 @@
 //     Write    the result
 //
 // A pass runs over a few rows before the next does, so that the CPU overlaps rows.
-#include "common/philox.h"
+#include "kernels/common/philox.h"
 #include "common/simd.h"
 #include "softmax_cpu_isa.h"
 #include "softmax_cpu_quotient.h"

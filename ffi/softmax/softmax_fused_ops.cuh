@@ -8,7 +8,7 @@
 // when they are compiled (kMay), the others ask: as template arguments of all they would be 16 times the kernels.
 #pragma once
 
-#include "../common/philox.h"
+#include "kernels/common/philox.h"
 #include "softmax_ops.cuh"
 #include "softmax.h"
 

@@ -15,9 +15,9 @@
 
 #include <limits>
 
-#include "../common/broadcast.h"
-#include "../common/pack.cuh"
-#include "../common/reduce.cuh"
+#include "kernels/common/broadcast.h"
+#include "kernels/common/pack.cuh"
+#include "kernels/common/reduce.cuh"
 
 namespace jaxkern {
 

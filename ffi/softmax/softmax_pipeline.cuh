@@ -16,7 +16,7 @@
 // still reads.
 #pragma once
 
-#include "../common/async.cuh"
+#include "kernels/common/async.cuh"
 #include "softmax_ops.cuh"
 
 namespace jaxkern {

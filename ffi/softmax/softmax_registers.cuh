@@ -11,7 +11,7 @@
 // each group finds its row there at whatever alignment it has.
 #pragma once
 
-#include "../common/async.cuh"
+#include "kernels/common/async.cuh"
 #include "softmax_ops.cuh"
 
 namespace jaxkern {

@@ -2,7 +2,7 @@
 // thread (a scan: its own), in an order that depends on nothing but the thread count, so results are reproducible.
 #pragma once
 
-#include <cstdint>
+#include "std.h"
 
 namespace jaxkern {
 

@@ -21,7 +21,7 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
 import jaxkern
-from jaxkern import _compat
+from jaxkern._core import compat
 
 
 # ---- a callback that computes each device's part
@@ -59,7 +59,7 @@ def lower(ctx, prim, operands, params, dims, shard, exact=(), summed=(), whole=(
         return mesh, local, shardings[count:] if several else shardings[count], tuple(shardings[:count])
 
     spelled = [" ".join(names) for names in alone]
-    call = _compat.partitioned_by(
+    call = compat.partitioned_by(
         _outside_meshes(functools.partial(prim.bind, **params)), partition,
         rule=f"{', '.join(spelled[:count])} -> {', '.join(spelled[count:])}",
         summed=tuple(name for name in summed if any(name in names for names in alone)))
@@ -161,7 +161,7 @@ def row_exponentials(x, axis, over, weights=(), others=()):
     if over:
         largest, *sums = _in_one_read(x, weights, axis)
     else:
-        largest = lax.stop_gradient(jnp.max(x, axis, keepdims=True, initial=-jnp.inf))  # see _rows.shifted
+        largest = lax.stop_gradient(jnp.max(x, axis, keepdims=True, initial=-jnp.inf))  # see rows.shifted
         exponential = jnp.exp(x - jnp.where(largest == -jnp.inf, 0, largest))
         sums = [jnp.sum(a, axis, keepdims=True) for a in (exponential, *(exponential * w for w in weights))]
     sums += [jnp.sum(a, axis, keepdims=True) for a in others]
@@ -242,6 +242,6 @@ def attributes(inputs, outputs, axis: int):
         return None
     number = ir.DictAttr.get({"num_batch_dims": ir.StringAttr.get(str(batch))})
     extra = {"mhlo.frontend_attributes": number}
-    if _compat.shardy():
+    if compat.shardy():
         extra["sdy.sharding_rule"] = ir.Attribute.parse(sharding_rule(inputs, outputs, batch))
     return extra

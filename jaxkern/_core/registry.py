@@ -6,6 +6,7 @@ reason in `status`, and the operations run through XLA instead.
 """
 
 import dataclasses
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -18,7 +19,7 @@ import jax.export
 import jaxlib.version
 
 import jaxkern
-from jaxkern import _compat
+from jaxkern._core import compat, device, runtime
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,7 @@ def find_installed(package=jaxkern) -> None:
         package.__path__.append(str(folder))
 
 
-def load(name: str, platform: str, runtime=None) -> Module:
+def load(name: str, platform: str, api_version=None, targets=True) -> Module:
     """Imports `jaxkern.<name>` and registers its targets; never raises."""
     if importlib.util.find_spec(f"jaxkern.{name}") is None:
         return Module(name, platform, reason=f"jaxkern.{name} was not built")
@@ -51,13 +52,15 @@ def load(name: str, platform: str, runtime=None) -> Module:
         module = importlib.import_module(f"jaxkern.{name}")
     except Exception as error:  # a missing symbol, a wrong glibc: anything the loader says
         return Module(name, platform, reason=f"jaxkern.{name} does not load: {error}")
-    runtime = runtime or _compat.ffi_api_version()
-    if runtime is not None and tuple(module.api_version) > tuple(runtime):
-        built, accepted = (".".join(map(str, v)) for v in (module.api_version, runtime))
+    api_version = api_version or compat.ffi_api_version()
+    if api_version is not None and tuple(module.api_version) > tuple(api_version):
+        built, accepted = (".".join(map(str, v)) for v in (module.api_version, api_version))
         return Module(
             name, platform,
             reason=f"jaxkern.{name} was built for XLA FFI {built}, and jaxlib {jaxlib.version.__version__} "
             f"accepts up to {accepted}: upgrade jaxlib, or rebuild jaxkern against this one")
+    if not targets:
+        return Module(name, platform, module)
     try:
         targets = module.registrations()
         for target, capsule in targets.items():
@@ -66,6 +69,43 @@ def load(name: str, platform: str, runtime=None) -> Module:
     except Exception as error:
         return Module(name, platform, reason=f"jaxkern.{name} does not register: {error}")
     return Module(name, platform, module, frozenset(targets))
+
+
+def load_runtime() -> Module:
+    """Imports `jaxkern._runtime`, which compiles and launches CUDA kernels, and says where things lie; never raises."""
+    loaded = load("_runtime", "CUDA", targets=False)
+    if loaded.module is not None:
+        try:
+            runtime.configure(loaded.module)
+        except Exception as error:  # headers that are not there, an environment variable that is no number
+            return dataclasses.replace(loaded, module=None, reason=f"jaxkern._runtime cannot be set up: {error}")
+    return loaded
+
+
+def register_cuda_target(name: str) -> None:
+    """Makes `name` a custom call on CUDA that runs launch lists."""
+    if kernels.module is not None and name not in cuda_targets:
+        jax.ffi.register_ffi_target(name, kernels.module.stages(), platform="CUDA")
+        cuda_targets.add(name)
+
+
+def kernels_run() -> bool:
+    """Whether a program for CUDA may hold our kernels.
+
+    Not where the GPU of this process is one that they cannot be compiled for. A program that is made without a GPU, to be
+    exported, holds them.
+    """
+    return kernels.module is not None and not _problem_here()
+
+
+@functools.cache
+def _problem_here() -> str:
+    if not gpu_present():
+        return ""
+    problem = runtime.problem(kernels.module, device.this_device().compute_capability)
+    if problem:
+        warnings.warn(f"jaxkern runs through XLA on CUDA: {problem}", stacklevel=2)
+    return problem
 
 
 def gpu_present() -> bool:
@@ -95,11 +135,13 @@ def export_checks() -> list:
     A program that holds such a kernel runs where this library is imported, in the version that exported it or a
     later one. For a platform whose module is not loaded here, the program holds XLA's own operations instead.
     """
-    targets = frozenset().union(*(module.targets for module in status.values()))
+    targets = cuda_targets.union(*(module.targets for module in status.values()))
     return [jax.export.DisabledSafetyCheck.custom_call(target) for target in sorted(targets)]
 
 
 find_installed()
 # By the platform name that lowering rules use.
+kernels = load_runtime()
+cuda_targets: set[str] = set()
 status = {"cpu": load("_cpu", "cpu"), "cuda": load("_cuda", "CUDA")}
 warn(status.values(), gpu_present())

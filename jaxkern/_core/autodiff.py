@@ -8,8 +8,8 @@ rule, and reverse mode transposes it once more, which gives the backward rule it
 import jax
 from jax.interpreters import ad
 
-from jaxkern import _compat
-from jaxkern._primitive import bind
+from jaxkern._core import compat
+from jaxkern._core.primitive import bind
 
 
 def defvjp(prim, f_vjp, differentiable, tell_active=False):
@@ -34,7 +34,7 @@ def defvjp(prim, f_vjp, differentiable, tell_active=False):
 
         if not active:
             y = f()
-            return y, jax.tree.map(_compat.zero_tangent, y)
+            return y, jax.tree.map(compat.zero_tangent, y)
         y, pull = jax.vjp(f, *(primals[k] for k in active))
         (dy,) = jax.linear_transpose(pull, y)(tuple(tangents[k] for k in active))
         return y, dy
@@ -59,7 +59,7 @@ def deflinear(prim, position, jvp, transpose):
         if type(tangents[0]) is not ad.Zero:
             terms.append(jvp(*primals, tangents[0], **params))
         if not terms:
-            return out, _compat.zero_tangent(out)
+            return out, compat.zero_tangent(out)
         return out, sum(terms[1:], start=terms[0])
 
     ad.primitive_jvps[prim] = jvp_rule

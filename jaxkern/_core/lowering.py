@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
-from jaxkern import _partition, _registry, _compat
+from jaxkern._core import compat, partition, registry
 
 KERNEL_DTYPES = frozenset(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
 INTEGER_DTYPES = frozenset(map(jnp.dtype, (
@@ -61,15 +61,15 @@ def register(prim, arrays: int, reference, dtypes=KERNEL_DTYPES, scratch=scratch
     dtypes: those that there is a kernel for.
     scratch(shape, dtype, axis): the shape in bytes of what a CUDA kernel needs beside its result, or None.
     split(*parts, over, **params): the same for rows that are split over devices, with a message between those
-        along the mesh axes `over`; often the reference, with `_partition.row_sums` for what it sums over a row.
+        along the mesh axes `over`; often the reference, with `partition.row_sums` for what it sums over a row.
         Without it such rows are gathered.
     """
     mlir.register_lowering(prim, mlir.lower_fun(reference, multiple_results=prim.multiple_results))
-    _compat.taylor_rule(prim, reference)
-    for platform, module in _registry.status.items():
+    compat.taylor_rule(prim, reference)
+    for platform, module in registry.status.items():
         if prim.name in module.targets:
             rule = functools.partial(_lower, prim, arrays, reference, dtypes, scratch if platform == "cuda" else None, split)
-            _compat.needs_devices(prim)
+            compat.needs_devices(prim)
             mlir.register_lowering(prim, rule, platform=platform)
 
 
@@ -79,10 +79,10 @@ def _lower(prim, arrays, reference, dtypes, scratch, split, ctx, *operands, **pa
     through = functools.partial(mlir.lower_fun, multiple_results=prim.multiple_results)
     if x.dtype not in dtypes or 0 in x.shape:
         return through(reference)(ctx, *operands, **params)
-    if _compat.may_partition_itself(ctx) and all(isinstance(d, int) for d in x.shape):
+    if compat.may_partition_itself(ctx) and all(isinstance(d, int) for d in x.shape):
         return _partitioned(prim, split, ctx, operands, params)
     if mask:
-        shape = mask_shape(x.shape, mask[0].shape, axis, _compat.partitioned_devices(ctx) > 1)
+        shape = mask_shape(x.shape, mask[0].shape, axis, compat.partitioned_devices(ctx) > 1)
         if shape != mask[0].shape:
             def with_larger_mask(*args, **params):
                 return prim.bind(*args[:-1], jnp.broadcast_to(args[-1], shape), **params)
@@ -92,7 +92,7 @@ def _lower(prim, arrays, reference, dtypes, scratch, split, ctx, *operands, **pa
     room = scratch(x.shape, x.dtype, axis) if scratch else None
     if room is not None:
         results.append(jax.core.ShapedArray(room, jnp.dtype(jnp.uint8)))
-    attributes = _partition.attributes([a.shape for a in avals], [a.shape for a in results], axis)
+    attributes = partition.attributes([a.shape for a in avals], [a.shape for a in results], axis)
     rule = jax.ffi.ffi_lowering(prim.name, **({"extra_attributes": attributes} if attributes else {}))
     return rule(ctx.replace(avals_out=results), *operands, axis=axis, tier=params["tier"])[: len(ctx.avals_out)]
 
@@ -110,7 +110,7 @@ def _partitioned(prim, split, ctx, operands, params):
             return split(*parts, over=over["row"], **params)
         return prim.bind(*parts, **params)
 
-    return _partition.lower(ctx, prim, operands, params, dims, shard, exact={"row"}, whole=() if split else {"row"},
+    return partition.lower(ctx, prim, operands, params, dims, shard, exact={"row"}, whole=() if split else {"row"},
                             summed=() if dims[-1] is names else ("row",))
 
 

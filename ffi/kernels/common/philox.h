@@ -6,7 +6,7 @@
 // a number, are not below a threshold.
 #pragma once
 
-#include <cstdint>
+#include "std.h"
 
 #include "broadcast.h"
 

@@ -10,9 +10,11 @@
 // FromShapes() builds it on the host; the maps are evaluated on the host and on the device.
 #pragma once
 
-#include <cstdint>
+#include "std.h"
 
-#if defined(__CUDACC__)
+#if defined(__CUDACC_RTC__)
+#define JAXKERN_HD __device__ __forceinline__
+#elif defined(__CUDACC__)
 #define JAXKERN_HD __host__ __device__ __forceinline__
 #else
 // Never a function of its own on the host: CPU kernels are compiled for several instruction sets.

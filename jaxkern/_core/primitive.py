@@ -14,7 +14,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkern import _compat
+from jaxkern._core import compat
 
 
 def bind(prim, *operands, **params):
@@ -23,9 +23,9 @@ def bind(prim, *operands, **params):
     Bound as they are, a replicated and a varying operand would lose the sum over devices in the
     replicated one's gradient.
     """
-    axes = [_compat.varying_axes(x) for x in operands]
+    axes = [compat.varying_axes(x) for x in operands]
     union = frozenset().union(*axes)
-    operands = [_compat.cast_varying(x, union - own) if union - own else x
+    operands = [compat.cast_varying(x, union - own) if union - own else x
                 for x, own in zip(operands, axes)]
     return prim.bind(*operands, **params)
 
@@ -40,7 +40,7 @@ def row_primitive(name: str, arrays: int, several: bool = False) -> Primitive:
     prim.def_abstract_eval(functools.partial(_abstract_eval, name, arrays))
     prim.def_impl(functools.partial(evaluate, prim))
     batching.primitive_batchers[prim] = functools.partial(_batch, prim, arrays)
-    _compat.check_nans(prim)
+    compat.check_nans(prim)
     return prim
 
 

@@ -3,7 +3,7 @@
 // cluster. Thin wrappers of the PTX instructions; see "Asynchronous copy" in the PTX ISA.
 #pragma once
 
-#include <cstdint>
+#include "std.h"
 
 #include "pack.cuh"
 

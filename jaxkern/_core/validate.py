@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkern import _compat
+from jaxkern._core import compat
 
 
 def static_axis(name: str, axis):
@@ -185,7 +185,7 @@ def mergeable(x, dims: int, first: int = 0):
     where no more than the first is split.
     """
     spec, at = explicit_spec(x), first
-    if _compat.merges_split_dimensions():
+    if compat.merges_split_dimensions():
         while at < first + dims and (spec[at] or x.shape[at] == 1):
             at += 1
     return _gathered(x, slice(max(at, first + 1), first + dims))

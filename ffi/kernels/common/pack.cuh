@@ -6,19 +6,10 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <cstdint>
-#include <type_traits>
+#include "std.h"
 
-#include "dtype.h"
 
 namespace jaxkern {
-
-template <DType> struct CudaTypeOf;
-template <> struct CudaTypeOf<DType::kF16> { using type = __half; };
-template <> struct CudaTypeOf<DType::kBF16> { using type = __nv_bfloat16; };
-template <> struct CudaTypeOf<DType::kF32> { using type = float; };
-template <> struct CudaTypeOf<DType::kF64> { using type = double; };
-template <DType t> using CudaType = typename CudaTypeOf<t>::type;
 
 // What a T is computed in.
 template <class T> struct ComputeOf { using type = float; };

@@ -1,0 +1,105 @@
+// The parts of the C++ standard library that kernels use: the library's own, or where NVRTC compiles, which has none,
+// the same few names declared here.
+#pragma once
+
+#if !defined(__CUDACC_RTC__)
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <utility>
+
+#else
+
+using int8_t = signed char;
+using int16_t = short;
+using int32_t = int;
+using int64_t = long long;
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using uint64_t = unsigned long long;
+using uintptr_t = unsigned long long;
+using intptr_t = long long;
+
+#define INT8_MIN (-128)
+#define INT8_MAX 127
+#define UINT8_MAX 255
+#define INT16_MIN (-32768)
+#define INT16_MAX 32767
+#define UINT16_MAX 65535
+#define INT32_MIN (-2147483647 - 1)
+#define INT32_MAX 2147483647
+#define UINT32_MAX 4294967295u
+#define INT64_MIN (-9223372036854775807ll - 1)
+#define INT64_MAX 9223372036854775807ll
+#define UINT64_MAX 18446744073709551615ull
+
+namespace std {
+
+using size_t = decltype(sizeof(0));
+
+template <class T, T v> struct integral_constant {
+  static constexpr T value = v;
+  using value_type = T;
+  constexpr operator T() const { return v; }
+};
+template <bool b> using bool_constant = integral_constant<bool, b>;
+using true_type = bool_constant<true>;
+using false_type = bool_constant<false>;
+
+template <class A, class B> constexpr bool is_same_v = false;
+template <class A> constexpr bool is_same_v<A, A> = true;
+template <class A, class B> struct is_same : bool_constant<is_same_v<A, B>> {};
+
+template <bool b, class A, class B> struct conditional { using type = A; };
+template <class A, class B> struct conditional<false, A, B> { using type = B; };
+template <bool b, class A, class B> using conditional_t = typename conditional<b, A, B>::type;
+
+template <bool b, class T = void> struct enable_if {};
+template <class T> struct enable_if<true, T> { using type = T; };
+template <bool b, class T = void> using enable_if_t = typename enable_if<b, T>::type;
+
+template <class...> using void_t = void;
+template <class T> T&& declval() noexcept;
+
+template <class T> struct remove_cv { using type = T; };
+template <class T> struct remove_cv<const T> { using type = T; };
+template <class T> using remove_cv_t = typename remove_cv<T>::type;
+
+template <class T> constexpr bool is_floating_point_v = is_same_v<T, float> || is_same_v<T, double>;
+template <class T> constexpr bool is_integral_v =
+    is_same_v<T, bool> || is_same_v<T, char> || is_same_v<T, int8_t> || is_same_v<T, uint8_t> || is_same_v<T, int16_t> ||
+    is_same_v<T, uint16_t> || is_same_v<T, int32_t> || is_same_v<T, uint32_t> || is_same_v<T, long> ||
+    is_same_v<T, unsigned long> || is_same_v<T, int64_t> || is_same_v<T, uint64_t>;
+template <class T> constexpr bool is_signed_v = (is_integral_v<T> || is_floating_point_v<T>) && T(-1) < T(0);
+
+template <class T> struct make_unsigned;
+template <> struct make_unsigned<int8_t> { using type = uint8_t; };
+template <> struct make_unsigned<uint8_t> { using type = uint8_t; };
+template <> struct make_unsigned<int16_t> { using type = uint16_t; };
+template <> struct make_unsigned<uint16_t> { using type = uint16_t; };
+template <> struct make_unsigned<int32_t> { using type = uint32_t; };
+template <> struct make_unsigned<uint32_t> { using type = uint32_t; };
+template <> struct make_unsigned<int64_t> { using type = uint64_t; };
+template <> struct make_unsigned<uint64_t> { using type = uint64_t; };
+template <class T> using make_unsigned_t = typename make_unsigned<T>::type;
+
+template <class T, T... v> struct integer_sequence {};
+template <size_t... i> using index_sequence = integer_sequence<size_t, i...>;
+namespace detail {
+template <size_t n, size_t... i> struct Indices : Indices<n - 1, n - 1, i...> {};
+template <size_t... i> struct Indices<0, i...> { using type = index_sequence<i...>; };
+}  // namespace detail
+template <size_t n> using make_index_sequence = typename detail::Indices<n>::type;
+
+template <class T> constexpr const T& min(const T& a, const T& b) { return b < a ? b : a; }
+template <class T> constexpr const T& max(const T& a, const T& b) { return a < b ? b : a; }
+
+}  // namespace std
+
+using std::size_t;
+
+#endif

@@ -1,0 +1,222 @@
+"""Launch lists: what a plan asks the GPU to run, and the text that carries it through XLA.
+
+A plan is a pure function of a problem and a device that returns a `Plan`: the name of the algorithm, the kernels to
+launch in order, and the bytes of scratch that they share. `lower` puts it into the program as one custom call, and the
+runtime (ffi/runtime) compiles the kernels before the first execution and launches them.
+
+    Launch("reduction/rows.cuh", "RowSum<float, 4>", grid=132, block=256,
+           args=[operand(0), result(0), i64(rows), struct(u32(3), i64(5))])
+
+names a kernel template in a header of ffi/kernels with all its arguments. Arguments are pointers to buffers (`operand`,
+`result`, `scratch`), scalars, or structs of these, laid out as C++ lays out a struct without base classes. A template
+argument is what changes the code; sizes, strides and seeds are arguments of the kernel, so that one compiled kernel
+serves many shapes.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import typing
+
+import jax
+import numpy as np
+
+import jaxkern
+
+
+class Buffer(typing.NamedTuple):
+    """A pointer to an operand, a result or the scratch of the call, plus an offset in bytes."""
+
+    kind: str
+    index: int
+    offset: int = 0
+
+
+class Scalar(typing.NamedTuple):
+    """A number of a C type, by value."""
+
+    type: str
+    value: int | float
+
+
+class Struct(typing.NamedTuple):
+    """A struct by value; members are buffers, scalars and structs. `align` is its alignas, if it has one."""
+
+    members: tuple
+    align: int = 1
+
+
+def operand(index: int, offset: int = 0) -> Buffer:
+    return Buffer("operand", index, offset)
+
+
+def result(index: int, offset: int = 0) -> Buffer:
+    return Buffer("result", index, offset)
+
+
+def scratch(offset: int = 0) -> Buffer:
+    return Buffer("scratch", 0, offset)
+
+
+def _scalar(type, lowest, highest):
+    def make(value) -> Scalar:
+        value = int(value)
+        if not lowest <= value <= highest:
+            raise OverflowError(f"{value} does not fit a {type}")
+        return Scalar(type, value)
+
+    return make
+
+
+i32 = _scalar("i32", -(2**31), 2**31 - 1)
+u32 = _scalar("u32", 0, 2**32 - 1)
+i64 = _scalar("i64", -(2**63), 2**63 - 1)
+u64 = _scalar("u64", 0, 2**64 - 1)
+_bool = _scalar("u8", 0, 1)
+null = Scalar("u64", 0)  # a pointer to nothing
+
+
+def boolean(value) -> Scalar:
+    return _bool(bool(value))
+
+
+def f32(value) -> Scalar:
+    return Scalar("f32", float(np.float32(value)))
+
+
+def f64(value) -> Scalar:
+    return Scalar("f64", float(value))
+
+
+def struct(*members, align: int = 1) -> Struct:
+    return Struct(members, align)
+
+
+def array(members, size: int, fill: Scalar) -> tuple:
+    """The members of a C array of `size` elements, of which those behind `members` are `fill`; unpack it in a struct."""
+    members = tuple(members)
+    return members + (fill,) * (size - len(members))
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One kernel with its arguments.
+
+    header: relative to ffi/kernels. name: the kernel in namespace jaxkern, with its template arguments.
+    grid: blocks, one number or up to three. block: threads, likewise. cluster: blocks of a cluster along x.
+    shared: bytes of dynamic shared memory.
+    waves: not 0: no more blocks along x than this many times as many as the GPU runs at once.
+    """
+
+    header: str
+    name: str
+    args: typing.Sequence
+    grid: int | tuple[int, ...]
+    block: int | tuple[int, ...]
+    cluster: int = 1
+    shared: int = 0
+    waves: int = 0
+
+    def grid3(self) -> tuple[int, int, int]:
+        return _three(self.grid)
+
+    def block3(self) -> tuple[int, int, int]:
+        return _three(self.block)
+
+
+@dataclasses.dataclass(frozen=True)
+class Memset:
+    """Sets `bytes` bytes of a buffer to a value."""
+
+    buffer: Buffer
+    bytes: int
+    value: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What runs a problem: kernels in order, on `scratch` bytes that nothing else reads or writes.
+
+    Buffers must be aligned to 16 bytes. XLA's are; where one is not (a slice in the middle of another array), the
+    runtime launches those of `unaligned` instead, which serve any address. None: the launches serve any address.
+    """
+
+    algorithm: str
+    launches: tuple
+    scratch: int = 0
+    unaligned: tuple | None = None
+
+
+def _three(size) -> tuple[int, int, int]:
+    size = (size,) if isinstance(size, (int, np.integer)) else tuple(size)
+    return (*map(int, size), *(1,) * (3 - len(size)))
+
+
+# ---- the text
+
+
+def _argument(arg, place) -> str:
+    if isinstance(arg, Buffer):
+        return f"p{place(arg)}+{arg.offset}"
+    if isinstance(arg, Struct):
+        return f"{{{arg.align} {' '.join(_argument(a, place) for a in arg.members)} }}"
+    value = float.hex(arg.value) if arg.type[0] == "f" and np.isfinite(arg.value) else arg.value
+    return f"{arg.type}:{value}"
+
+
+def _launches(launches, place):
+    for step in launches:
+        if isinstance(step, Memset):
+            yield f"memset p{place(step.buffer)}+{step.buffer.offset} {step.value} {step.bytes}"
+            continue
+        grid, block = (",".join(map(str, _three(size))) for size in (step.grid, step.block))
+        yield f"launch grid={grid} block={block} cluster={step.cluster} shared={step.shared} waves={step.waves}"
+        yield f"header {step.header}"
+        yield f"kernel {step.name}"
+        yield f"args {' '.join(_argument(a, place) for a in step.args)}"
+
+
+def text(operation: str, plan: Plan, operands, results) -> str:
+    """The launch list as text, for operands and results of these types; ffi/runtime/program.cc reads it.
+
+    It says nothing that differs from one process to the next, so that compilation caches find the program again.
+    """
+    buffers = [*operands, *results]
+
+    def place(buffer):
+        if buffer.kind == "scratch":
+            return len(buffers)
+        if not 0 <= buffer.index < (len(operands) if buffer.kind == "operand" else len(results)):
+            raise IndexError(f"{operation}: there is no {buffer.kind} {buffer.index}")
+        return buffer.index + (buffer.kind == "result") * len(operands)
+
+    describe = lambda avals: ", ".join(f"{a.dtype.name}[{','.join(map(str, a.shape))}]" for a in avals)
+    sizes = [a.size * a.dtype.itemsize for a in buffers] + [plan.scratch] * (plan.scratch > 0)
+    lines = [f"jaxkern {jaxkern.__version__}",
+             f"operation {operation}({describe(operands)}) -> ({describe(results)}), {plan.algorithm}",
+             f"bytes {' '.join(map(str, sizes))}"]
+    if plan.unaligned is not None:
+        lines += ["alignment 16", *_launches(plan.launches, place)]
+    lines += ["alignment 1", *_launches(plan.launches if plan.unaligned is None else plan.unaligned, place)]
+    return "\n".join(lines) + "\n"
+
+
+@functools.cache
+def _key(program: str) -> np.int64:
+    return np.frombuffer(hashlib.sha256(program.encode()).digest()[:8], np.int64)[0]
+
+
+# ---- lowering
+
+
+def lower(ctx, operation: str, plan: Plan, operands, **options):
+    """Emits `plan` as a call of the target of this name, on operands of the types in `ctx`; returns the results.
+
+    options: of `jax.ffi.ffi_lowering`, such as operand_output_aliases.
+    """
+    results = list(ctx.avals_out)
+    program = text(operation, plan, ctx.avals_in, results)
+    if plan.scratch:
+        results.append(jax.core.ShapedArray((plan.scratch,), np.dtype(np.uint8)))
+    rule = jax.ffi.ffi_lowering(operation, **options)
+    return rule(ctx.replace(avals_out=results), *operands, program=program, key=_key(program))[: len(ctx.avals_out)]
