@@ -74,6 +74,7 @@ std::string Nvrtc::Compile(const KernelName& kernel, int capability, Cubin* cubi
 
   std::vector<std::string> options = Options(capability);
   for (const std::string& folder : config_.includes) options.push_back("--include-path=" + folder);
+  if (!config_.dump.empty()) options.push_back("--ptxas-options=-v");  // registers and spills, in the log
   std::vector<const char*> arguments;
   for (const std::string& option : options) arguments.push_back(option.c_str());
   int result = add_name_(program, expression.c_str());
