@@ -42,6 +42,16 @@ NB_MODULE(_runtime, m) {
     if (!error.empty()) throw nb::value_error(error.c_str());
     return nb::make_tuple(nb::bytes(cubin.image.data(), cubin.image.size()), cubin.symbol, cached);
   }, nb::arg("header"), nb::arg("name"), nb::arg("capability"), "(cubin, symbol, whether it came from the cache); needs no GPU");
+  m.def("launch", [](int64_t key, const std::string& text, int device, const std::vector<uint64_t>& addresses,
+                     const std::vector<int64_t>& bytes) {
+    std::string error;
+    LoadedProgram* const program = AddProgram(key, text, &error);
+    if (!program) return error;
+    std::vector<void*> buffers;
+    for (const uint64_t address : addresses) buffers.push_back(reinterpret_cast<void*>(address));
+    return Launch(*program, device, nullptr, buffers.data(), bytes.data(), static_cast<int>(bytes.size()));
+  }, nb::arg("key"), nb::arg("text"), nb::arg("device"), nb::arg("addresses"), nb::arg("bytes"),
+     "Runs a launch list on buffers at these addresses, on the default stream; returns what went wrong.");
   m.def("check", [](const std::string& text) {
     Program program;
     return ParseProgram(text, &program);
