@@ -42,6 +42,12 @@ NB_MODULE(_runtime, m) {
     if (!error.empty()) throw nb::value_error(error.c_str());
     return nb::make_tuple(nb::bytes(cubin.image.data(), cubin.image.size()), cubin.symbol, cached);
   }, nb::arg("header"), nb::arg("name"), nb::arg("capability"), "(cubin, symbol, whether it came from the cache); needs no GPU");
+  m.def("prefetch", [](const std::string& text, int capability) { Prefetch(text, capability); }, nb::arg("text"), nb::arg("capability"),
+        "Begins to compile the kernels of a launch list, in other threads.");
+  m.def("stop_prefetching", [] {
+    nb::gil_scoped_release release;
+    StopPrefetching();
+  });
   m.def("launch", [](int64_t key, const std::string& text, int device, const std::vector<uint64_t>& addresses,
                      const std::vector<int64_t>& bytes) {
     std::string error;

@@ -68,6 +68,25 @@ def test_what_is_loaded_is_loaded_once(run):
     assert lines.count("load") == 1 and len(lines) == 10
 
 
+def test_kernels_are_compiled_ahead(run, tmp_path):
+    run("""
+        import time
+        module.prefetch(program(plan(probe(True), probe(False))), 90)
+        folder = pathlib.Path(runtime.cache_folder())
+        for _ in range(300):
+            time.sleep(0.1)
+            if folder.is_dir() and len(list(folder.glob("*.jaxkern"))) == 2:
+                break
+        else:
+            raise SystemExit("nothing was compiled")
+    """)
+    run("""
+        for i in range(50):  # more than can be done before the process ends
+            module.prefetch(program(plan(probe(True, kernel=f"Probe<float, {i} == 0>"))), 90)
+    """)
+    assert len(files(tmp_path / "cache")) < 50
+
+
 def test_unaligned_buffers_get_launches_of_their_own(run):
     lines = run("""
         text = program(plan())

@@ -1,6 +1,9 @@
 #include "runtime/runtime.h"
 
+#include <algorithm>
+#include <condition_variable>
 #include <cstring>
+#include <deque>
 #include <mutex>
 #include <set>
 #include <thread>
@@ -65,6 +68,63 @@ void CompileAll(const std::vector<Step>& steps, int capability) {
     }
   }
   for (std::thread& thread : threads) thread.join();
+}
+
+// Threads that compile what will be needed.
+class Prefetcher {
+ public:
+  void Add(const KernelName& kernel, int capability) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (stopped_) return;
+    tasks_.push_back({kernel, capability});
+    const size_t most = std::max(1u, std::min(16u, std::thread::hardware_concurrency()));
+    if (idle_ == 0 && threads_.size() < most) threads_.emplace_back([this] { Work(); });
+    added_.notify_one();
+  }
+
+  void Stop() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      stopped_ = true;
+      tasks_.clear();
+      added_.notify_all();
+    }
+    for (std::thread& thread : threads_) thread.join();
+    threads_.clear();
+  }
+
+ private:
+  struct Task {
+    KernelName kernel;
+    int capability;
+  };
+
+  void Work() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      ++idle_;
+      added_.wait(lock, [this] { return stopped_ || !tasks_.empty(); });
+      --idle_;
+      if (stopped_) return;
+      const Task task = tasks_.front();
+      tasks_.pop_front();
+      lock.unlock();
+      KernelOf(task.kernel, task.capability).Compile(task.kernel, task.capability);
+      lock.lock();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable added_;
+  std::deque<Task> tasks_;
+  std::vector<std::thread> threads_;
+  size_t idle_ = 0;
+  bool stopped_ = false;
+};
+
+Prefetcher& PrefetcherOf() {
+  static Prefetcher* const prefetcher = new Prefetcher;
+  return *prefetcher;
 }
 
 CUlaunchConfig ConfigOf(const Step& step, CUlaunchAttribute* attribute) {
@@ -240,6 +300,16 @@ LoadedProgram* AddProgram(int64_t key, std::string_view text, std::string* error
   }
   return found;
 }
+
+void Prefetch(std::string_view text, int capability) {
+  Program program;
+  if (!ParseProgram(text, &program).empty()) return;
+  for (const Step& step : program.variants.front().steps) {
+    if (step.memset_bytes < 0) PrefetcherOf().Add(step.kernel, capability);
+  }
+}
+
+void StopPrefetching() { PrefetcherOf().Stop(); }
 
 std::string Launch(LoadedProgram& loaded, int device, CUstream stream, void* const* buffers, const int64_t* bytes, int count) {
   const Program& program = loaded.program;

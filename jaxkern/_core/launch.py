@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 import jaxkern
+from jaxkern._core import registry
 
 
 class Buffer(typing.NamedTuple):
@@ -216,6 +217,7 @@ def lower(ctx, operation: str, plan: Plan, operands, **options):
     """
     results = list(ctx.avals_out)
     program = text(operation, plan, ctx.avals_in, results)
+    registry.prefetch(program)
     if plan.scratch:
         results.append(jax.core.ShapedArray((plan.scratch,), np.dtype(np.uint8)))
     rule = jax.ffi.ffi_lowering(operation, **options)
