@@ -47,6 +47,20 @@ def run(fake, tmp_path):
     return run
 
 
+@pytest.fixture
+def run_on_gpu(tmp_path):
+    """The same on the GPU."""
+
+    def run(statements, **environment):
+        environment = {"JAXKERN_CACHE_DIR": str(tmp_path / "cache"), "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **environment}
+        done = subprocess.run([sys.executable, str(HERE / "setup.py"), "cuda", textwrap.dedent(statements)],
+                              env={**os.environ, **environment}, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.splitlines()
+
+    return run
+
+
 def files(folder):
     return sorted(p for p in folder.iterdir() if p.is_file())
 
@@ -235,6 +249,70 @@ def test_dump(run, tmp_path):
     found = {p.suffix: p for p in files(tmp_path / "dump")}
     assert set(found) == {".cu", ".log", ".cubin"}
     assert "Probe<float, true>" in found[".cu"].read_text() and "registers" in found[".log"].read_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", ["", "--xla_gpu_enable_command_buffer= ", "--xla_gpu_graph_min_graph_size=1"])
+def test_on_a_gpu(run_on_gpu, flags):
+    run_on_gpu("""
+        step = lambda x: call(plan(), x)
+        for f in (step, jax.jit(step)):
+            np.testing.assert_array_equal(f(x), expected)
+        both = Memset(result(0), 32, 0xff), probe(True, grid=4096, waves=1, shared=100_000)
+        np.testing.assert_array_equal(jax.jit(lambda x: call(plan(*both), x))(x), expected)
+
+        @jax.jit
+        def many(x):  # enough of them for a CUDA graph
+            for _ in range(8):
+                x = call(plan(), x) / 3 - 0.5 / 3
+            return jax.lax.scan(lambda c, _: (call(plan(), c) / 3 - 0.5 / 3, None), x, length=5)[0]
+
+        for k in range(5):
+            np.testing.assert_allclose(many(x + k), x + k, rtol=1e-4, atol=1e-4)
+
+        import threading
+        found = [None] * 8
+        def work(k):
+            found[k] = jax.jit(lambda x: call(plan(), x + k))(x)
+        threads = [threading.Thread(target=work, args=(k,)) for k in range(8)]
+        [t.start() for t in threads], [t.join() for t in threads]
+        for k in range(8):
+            np.testing.assert_array_equal(found[k], 3 * (np.arange(8) + k) + 0.5)
+
+        for device in jax.devices():
+            np.testing.assert_array_equal(jax.jit(step)(jax.device_put(x, device)), expected)
+        try:
+            jax.block_until_ready(jax.jit(lambda x: call(plan(probe(True, kernel="Probe<float, 2, 3>")), x))(x))
+            raise SystemExit("no error")
+        except jax.errors.JaxRuntimeError as error:
+            assert "jaxkern_probe(float32[8]) -> (float32[8]), probe" in str(error), error
+    """, XLA_FLAGS=flags)
+
+
+@pytest.mark.gpu
+def test_calls_leak_nothing(run_on_gpu):
+    lines = run_on_gpu("""
+        import resource, time
+        f = jax.jit(lambda x: call(plan(), x))
+        def calls(n):
+            begin = time.perf_counter()
+            for _ in range(n):
+                y = f(x)
+            y.block_until_ready()
+            return (time.perf_counter() - begin) / n
+        calls(2000)
+        memory = lambda: (jax.devices()[0].memory_stats()["bytes_in_use"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        before, seconds, after = memory(), calls(10_000), memory()
+        assert after[0] == before[0] and after[1] - before[1] < 4096, (before, after)
+        plain = jax.jit(lambda x: x + 1)
+        plain(x)
+        begin = time.perf_counter()
+        for _ in range(10_000):
+            y = plain(x)
+        y.block_until_ready()
+        print(f"{1e6 * seconds:.1f} us a call, x + 1: {1e2 * (time.perf_counter() - begin):.1f}")
+    """)
+    print(lines[-1])
 
 
 def test_text_of_a_launch_list():

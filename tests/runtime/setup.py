@@ -1,6 +1,7 @@
 """What the programs of test_runtime.py begin with: the runtime on the stand-in for the driver, and launch lists.
 
-    python setup.py FAKE_LIBRARY STATEMENTS
+    python setup.py FAKE_LIBRARY STATEMENTS      on host memory
+    python setup.py cuda STATEMENTS              on the GPU
 """
 
 import os
@@ -43,15 +44,18 @@ def program(p, shape=(8,)):
 
 
 def call(p, x, text=None):
-    """Runs a plan through XLA, as a custom call on the CPU."""
+    """Runs a plan through XLA, as a custom call."""
     text = text or program(p, x.shape)
     return jax.ffi.ffi_call("jaxkern_probe", jax.ShapeDtypeStruct(x.shape, x.dtype))(x, program=text, key=launch._key(text))
 
 
 if __name__ == "__main__":
     configure()
-    jax.ffi.register_ffi_target("jaxkern_probe", module.cpu_handler(), platform="cpu")
-    assert module.load_driver(sys.argv[1]) == ""
+    if sys.argv[1] == "cuda":
+        jax.ffi.register_ffi_target("jaxkern_probe", module.stages(), platform="CUDA")
+    else:
+        jax.ffi.register_ffi_target("jaxkern_probe", module.cpu_handler(), platform="cpu")
+        assert module.load_driver(sys.argv[1]) == ""
     x = jnp.arange(8, dtype=jnp.float32)
     expected = 3 * np.arange(8, dtype=np.float32) + 0.5
     exec(sys.argv[2])
