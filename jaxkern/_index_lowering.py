@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax.interpreters import mlir
 
 from jaxkern import _index, _index_parts, tiers
-from jaxkern._core import compat, partition, registry
+from jaxkern._core import compat, define, partition, registry
+from jaxkern._ops.indexing import gather_plan
 
 KERNEL_DTYPES = frozenset(map(jnp.dtype, (
     jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64, jnp.int32, jnp.int64, jnp.uint32)))
@@ -181,3 +182,16 @@ _register(_index.index_select_p, _select_reference, -1)
 _register(_index.segment_sum_p, _sum_reference, 0)
 _register(_index.segment_max_p, functools.partial(_extreme_reference, "max", _index.least), 0)
 _register(_index.segment_min_p, functools.partial(_extreme_reference, "min", _index.greatest), 0)
+
+
+def _partition_select(ctx, operands, params):
+    rules, rows = params["rules"], ctx.avals_in[0].shape[params["rules"].axis]
+    prim = _index.index_select_p
+    dims = _index_parts.dims(prim, [a.ndim for a in ctx.avals_in], rules)
+    return partition.lower(
+        ctx, prim, operands, params, dims, _index_parts.SHARDS[prim], exact={"rows", "count"},
+        summed=_index_parts.summed(prim), whole={"rows"} if rows > _index_parts.LIMIT else ())
+
+
+define.lower_to_kernels(
+    _index.index_select_p, plan=gather_plan.index_select, reference=_select_reference, partition=_partition_select)
