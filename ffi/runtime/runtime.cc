@@ -18,7 +18,8 @@ RuntimeConfig& Config() {
   return *config;
 }
 
-// A kernel for one compute capability, with its handle once it is loaded. A library is good for every device and context.
+// A kernel for one compute capability, with its handle once it is loaded. A library is good for every device and
+// context.
 struct LoadedKernel {
   std::once_flag compiled, loaded;
   std::string error;
@@ -158,8 +159,8 @@ CUresult ResidentBlocks(const Step& step, CUfunction function, CUdevice device, 
       r = driver.cuOccupancyMaxActiveClusters(&count, function, &config);
       *blocks = count * step.cluster;
     } else {
-      r = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(&count, function, step.block[0] * step.block[1] * step.block[2],
-                                                             step.shared_bytes);
+      r = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+          &count, function, step.block[0] * step.block[1] * step.block[2], step.shared_bytes);
       if (r == kCudaSuccess) r = driver.cuDeviceGetAttribute(&multiprocessors, kMultiprocessorCount, device);
       *blocks = count * multiprocessors;
     }
@@ -181,7 +182,8 @@ std::string LoadStep(const Step& step, CUdevice device, int capability, LoadedSt
   loaded->grid_x = step.grid[0];
   CUresult r = kCudaSuccess;
   if (step.shared_bytes > 48 * 1024) {
-    r = driver.cuKernelSetAttribute(kMaxDynamicSharedSizeBytes, static_cast<int>(step.shared_bytes), kernel.handle, device);
+    r = driver.cuKernelSetAttribute(kMaxDynamicSharedSizeBytes, static_cast<int>(step.shared_bytes), kernel.handle,
+                                    device);
   }
   if (r == kCudaSuccess && step.cluster > 8) {
     r = driver.cuKernelSetAttribute(kNonPortableClusterSizeAllowed, 1, kernel.handle, device);
@@ -284,8 +286,9 @@ LoadedProgram* AddProgram(int64_t key, std::string_view text, std::string* error
       Program program;
       *error = ParseProgram(text, &program);
       if (error->empty() && program.version != Config().version) {
-        *error = program.operation + " is of a program made by jaxkern " + program.version + ", whose kernels this version, " +
-                 Config().version + ", does not have: install that version, or export the program again";
+        *error = program.operation + " is of a program made by jaxkern " + program.version +
+                 ", whose kernels this version, " + Config().version +
+                 ", does not have: install that version, or export the program again";
       }
       if (!error->empty()) return nullptr;
       std::atomic<Node*>& bucket = BucketOf(key);
@@ -311,7 +314,8 @@ void Prefetch(std::string_view text, int capability) {
 
 void StopPrefetching() { PrefetcherOf().Stop(); }
 
-std::string Launch(LoadedProgram& loaded, int device, CUstream stream, void* const* buffers, const int64_t* bytes, int count) {
+std::string Launch(LoadedProgram& loaded, int device, CUstream stream, void* const* buffers, const int64_t* bytes,
+                   int count) {
   const Program& program = loaded.program;
   if (static_cast<size_t>(count) != program.buffer_bytes.size() ||
       !std::equal(bytes, bytes + count, program.buffer_bytes.begin())) {
@@ -327,7 +331,8 @@ std::string Launch(LoadedProgram& loaded, int device, CUstream stream, void* con
     const Step& step = *ready.step;
     CUresult r;
     if (step.memset_bytes >= 0) {
-      r = driver.cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(address(step.target)), step.memset_value, step.memset_bytes, stream);
+      r = driver.cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(address(step.target)), step.memset_value,
+                                 step.memset_bytes, stream);
     } else {
       constexpr size_t kMostBytes = 4096, kMostArguments = 64;  // the bytes are CUDA's own limit
       if (step.arguments.size() > kMostBytes || step.argument_offsets.size() > kMostArguments) {
@@ -347,7 +352,8 @@ std::string Launch(LoadedProgram& loaded, int device, CUstream stream, void* con
       config.stream = stream;
       r = driver.cuLaunchKernelEx(&config, ready.function, arguments, nullptr);
     }
-    if (r != kCudaSuccess) return program.operation + ": " + step.kernel.name + " does not launch: " + driver.Describe(r);
+    if (r != kCudaSuccess)
+      return program.operation + ": " + step.kernel.name + " does not launch: " + driver.Describe(r);
   }
   return "";
 }

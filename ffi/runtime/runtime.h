@@ -1,8 +1,8 @@
 // The kernels of a process: compiled once per kind of GPU, loaded once, and found again by program and device.
 #pragma once
 
-#include <cstdint>
 #include <atomic>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -69,6 +69,7 @@ void Prefetch(std::string_view text, int capability);
 void StopPrefetching();
 
 // Puts the launches of a program on a stream. Empty, or the error.
-std::string Launch(LoadedProgram& program, int device, CUstream stream, void* const* buffers, const int64_t* bytes, int count);
+std::string Launch(LoadedProgram& program, int device, CUstream stream, void* const* buffers, const int64_t* bytes,
+                   int count);
 
 }  // namespace jaxkern

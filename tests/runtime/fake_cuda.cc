@@ -43,7 +43,9 @@ int cuInit(unsigned) { return 0; }
 int cuGetErrorName(int, const char** s) { return *s = "CUDA_ERROR_FAKE", 0; }
 int cuGetErrorString(int, const char** s) { return *s = "a fake error", 0; }
 int cuDeviceGet(int* device, int ordinal) { return *device = ordinal, 0; }
-int cuDeviceGetAttribute(int* value, int attribute, int) { return *value = attribute == 16 ? 1 : attribute == 75 ? 9 : 0, 0; }
+int cuDeviceGetAttribute(int* value, int attribute, int) {
+  return *value = attribute == 16 ? 1 : attribute == 75 ? 9 : 0, 0;
+}
 int cuDevicePrimaryCtxRetain(void** context, int) { return *context = nullptr, 0; }
 int cuDevicePrimaryCtxRelease(int) { return 0; }
 int cuCtxPushCurrent(void*) { return 0; }
@@ -76,5 +78,4 @@ int cuLaunchKernelEx(const Config* c, Kernel* kernel, void** arguments, void**) 
   for (int i = 0; i < a.count && a.inner.flag; ++i) a.y[i] = scale * a.x[i] + static_cast<float>(a.inner.shift);
   return 0;
 }
-
 }
