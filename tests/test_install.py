@@ -67,7 +67,7 @@ def test_installed_version_is_that_of_the_source():
 
 
 @pytest.mark.parametrize("module", ["softmax", "elementwise", "reduction", "loss", "_loss_lowering", "index_add", "segment", "tiers",
-                                    "_lowering", "_partition", "_registry"])
+                                    "_core.lowering", "_core.partition", "_core.registry"])
 def test_examples_in_docstrings(module):
     results = doctest.testmod(importlib.import_module(f"jaxkern.{module}"))
     assert results.attempted and not results.failed
@@ -215,7 +215,7 @@ def test_doctor_finds_a_wrong_result(monkeypatch, capsys):
 
 
 def test_doctor_finds_a_missing_module(monkeypatch, capsys):
-    monkeypatch.setattr(_registry, "gpu_present", lambda: True)
+    monkeypatch.setattr(registry, "gpu_present", lambda: True)
     monkeypatch.setitem(registry.status, "cuda", registry.Module("_cuda", "CUDA", reason="jaxkern._cuda was not built"))
     assert not doctor.show_modules() and "cuda kernels   not loaded: jaxkern._cuda was not built" in capsys.readouterr().out
 
