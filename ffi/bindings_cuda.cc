@@ -5,7 +5,6 @@
 #include "elementwise/elementwise_ffi.h"
 #include "index_add/index_add_ffi.h"
 #include "reduction/reduction_ffi.h"
-#include "segment_softmax/segment_softmax_ffi.h"
 #include "softmax/softmax_ffi.h"
 
 NB_MODULE(_cuda, m) {
@@ -14,7 +13,7 @@ NB_MODULE(_cuda, m) {
   m.def("registrations", [] {
     using namespace jaxkern;
     return Registrations({SoftmaxCudaTargets(), ElementwiseCudaTargets(), ReductionCudaTargets(), CrossEntropyCudaTargets(),
-                          IndexCudaTargets(), SegmentSoftmaxCudaTargets()});
+                          IndexCudaTargets()});
   }, "{target name: capsule of its handler}");
   m.def("elementwise", [] {
     return jaxkern::ElementwiseSignatures(jaxkern::ElementwiseCudaKernels(), [](const auto& k) { return k.broadcasts; });

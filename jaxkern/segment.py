@@ -1,7 +1,7 @@
 """segment_sum, segment_mean, segment_max and segment_min: what `jax.ops` has, and the mean; segment_softmax.
 
 Rows of `data` with the same id are reduced to one row, or normalised together. Their primitives are in _index.py and
-_segment_softmax.py.
+_ops/segment_softmax/.
 """
 
 import functools
@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from jaxkern import _index, _segment_softmax
+from jaxkern import _index
 from jaxkern._core import validate
+from jaxkern._ops.segment_softmax.primitive import segment_softmax as bind_softmax
 from jaxkern.index_add import _rules, array, integers, safe_index
 
 
@@ -214,7 +215,7 @@ def _segment_jit(data, segment_ids, *, name, rows, rules):
     if name == "segment_mean":
         return _mean(data, ids, rows, rules)
     if name == "segment_softmax":
-        y = _segment_softmax.segment_softmax(data, ids, rows=rows, rules=rules)
+        y = bind_softmax(data, ids, rows=rows, rules=rules)
         return y if shape is None else y.reshape(shape)
     prim = {"segment_sum": _index.segment_sum_p, "segment_max": _index.segment_max_p,
             "segment_min": _index.segment_min_p}[name]

@@ -185,7 +185,25 @@ def index_query(rows, count, inner=1, dtype="float32", *, op="index_add", batch=
     hints = [_flag(name, *hint) for hint in (
         ("indices_are_sorted", indices_are_sorted), ("unique_indices", unique_indices), ("deterministic", deterministic))]
     names = _dtype(name, "dtype", dtype).name, _dtype(name, "index_dtype", index_dtype).name
+    if op in ("segment_softmax", "segment_softmax_grad"):
+        return _SegmentSoftmax(name, names[0], *sizes, hints[0]), _device(name, device)
     return module.IndexQuery(op, *names, *sizes, *hints), _device(name, device)
+
+
+class _SegmentSoftmax:
+    """A problem of segment_softmax, with the methods of the CPU module's IndexQuery."""
+
+    def __init__(self, name, dtype, batch, outer, rows, count, inner, is_sorted):
+        from jaxkern._ops.segment_softmax import plan  # which asks this module what is forced
+
+        itemsize = _kernel_dtype(name, dtype).itemsize
+        self._problem, self._module = plan.Problem(batch, outer, rows, count, inner, itemsize, is_sorted), plan
+
+    def plan(self, *device):
+        return self._module.choose(self._problem, device)
+
+    def fits(self, algorithm, *device):
+        return self._module.fits(algorithm, self._problem, device)
 
 
 def _ask(function, query, rows, width, inner, dtype, log, backward, masked, fused, device, *first):
