@@ -12,8 +12,8 @@ from indexed import FLOATS, INDEX_DTYPES, INTEGERS
 
 import jaxkern
 from jaxkern._core import compat, device, launch, registry
-from jaxkern._index import Rules
 from jaxkern._ops.indexing import gather_plan
+from jaxkern._ops.indexing.primitive import Rules
 
 needs_nvrtc = pytest.mark.skipif(registry.kernels.module is None or bool(registry.kernels.module.compiler()[1]),
                                  reason=registry.kernels.reason or "NVRTC cannot be used")

@@ -19,7 +19,7 @@ from indexed import INDEX_DTYPES, indices, needs_cpu_module, numpy_rows, on_this
 import jaxkern
 from jaxkern import tiers
 from jaxkern._core import compat, registry
-from jaxkern._index import Rules
+from jaxkern._ops.indexing.primitive import Rules
 from jaxkern._ops.segment_softmax import plan
 from jaxkern._ops.segment_softmax.primitive import segment_softmax_grad_p
 

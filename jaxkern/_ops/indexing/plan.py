@@ -16,7 +16,6 @@ Arrays are seen as x, out [batch, outer, rows, inner], source [batch, outer, cou
 
 import dataclasses
 import functools
-import math
 import typing
 
 import numpy as np
@@ -25,7 +24,7 @@ from jaxkern._core import launch
 from jaxkern._core.define import ceil_div, cuda_type, divider, fast_divmod, size_of
 from jaxkern._core.launch import boolean, i32, i64, null, struct, u32, u64
 from jaxkern._ops.indexing.sort import (
-    MAX_KEYS, MAX_POSITIONS, Indices, Part, Scratch, bits_for, digits, radix_sort, sort_indices, sorted_into, source_rows,
+    MAX_KEYS, MAX_POSITIONS, Indices, Part, Scratch, bits_for, digits, radix_sort, sorted_into, source_rows,
 )
 
 ALGORITHMS = ("unique", "small", "sorted", "sort", "narrow", "atomic")
@@ -666,9 +665,19 @@ def problem_of(op, rows_shape, source, index, rules) -> Problem | None:
                    rules.wrap, rules.clip, whole)
 
 
-def plan(op, device, operands, results, *, rules, rows=None):
-    """The plan of index_add or a segment operation, or a function of the operands that sorts first."""
-    del rows
+def chosen(p: Problem, rules) -> str:
+    """The algorithm that runs a problem: the one that is forced, if any."""
+    if rules.plan == "auto":
+        return choose(p)
+    if not fits(rules.plan, p):
+        raise ValueError(f"jaxkern.{p.op}: the algorithm '{rules.plan}' cannot run {p}")
+    return rules.plan
+
+
+def plan(op, device, operands, results, *, rules, rows=None) -> launch.Plan | None:
+    """The plan of index_add or a segment operation on operands as in primitive.py; None where there is no kernel. Without
+    an order, updates that are to be sorted are sorted in scratch, run by run."""
+    del device, rows
     adds = op == "index_add"
     index, source = (operands[1], operands[2]) if adds else (operands[1], operands[0])
     rest = operands[3 if adds else 2 :]
@@ -677,21 +686,14 @@ def plan(op, device, operands, results, *, rules, rows=None):
     p = problem_of(op, results[0].shape, source, index, rules)
     if p is None:
         return None
-    if rules.plan != "auto" and not fits(rules.plan, p, device):
-        raise ValueError(f"jaxkern.{op}: the algorithm '{rules.plan}' cannot run operands of shapes "
-                         f"{', '.join(str(a.shape) for a in operands)} with {rules}")
-    algorithm = choose(p, device) if rules.plan == "auto" else rules.plan
-    one_run = len(parts(p)) == 1
-    if given and one_run and rules.plan == "auto" and algorithm in ("sort", "sorted"):
+    algorithm = chosen(p, rules)
+    given = given and len(parts(p)) == 1
+    if given and algorithm == "sorted" and rules.plan == "auto":
         algorithm = "sort"  # over the order that is given
-    if algorithm == "sort" and one_run and not given:
-        return sorting_first
     at = len(operands) - 2
     buffers = Buffers(
         index=launch.operand(1), source=launch.operand(2 if adds else 0), out=launch.result(0),
-        alpha=launch.operand(3) if alphas else null, **dict(keys=launch.operand(at), order=launch.operand(at + 1))
-        if given and one_run else {})
+        alpha=launch.operand(3) if alphas else null, **(dict(keys=launch.operand(at), order=launch.operand(at + 1)) if given else {}))
     steps, scratch = launches(algorithm, p, buffers)
     unaligned, more = launches(algorithm, p, buffers, aligned=False)
-    same = [s for s in steps] == [s for s in unaligned]
-    return launch.Plan(algorithm, tuple(steps), max(scratch, more), None if same else tuple(unaligned))
+    return launch.Plan(algorithm, tuple(steps), max(scratch, more), None if unaligned == steps else tuple(unaligned))

@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxkern._core import launch
+from jaxkern._core import launch, validate
 from jaxkern._core.define import ceil_div, divider, lower_to_kernels
 from jaxkern._core.primitive import bind, evaluate
 
@@ -31,7 +31,7 @@ MAX_KEYS, MAX_POSITIONS = 1 << 31, 1 << 30
 def sort_indices(index, *, rows, wrap, clip):
     """(keys, order) of an index of shape [batch, count]; wrap and clip as in `Rules`."""
     wrap = wrap and not jnp.issubdtype(index.dtype, jnp.unsignedinteger)  # so that equal sorts look alike
-    return bind(sort_indices_p, index, rows=rows, wrap=wrap, clip=clip)
+    return bind(sort_indices_p, validate.whole(validate.whole(index, 0), 1), rows=rows, wrap=wrap, clip=clip)
 
 
 def sortable(batch, count, rows) -> bool:
@@ -45,12 +45,10 @@ def _shape(index, *, rows, wrap, clip):
         raise ValueError(f"jaxkern.sort_indices: an index of shape [batch, count] is needed, got {index.str_short()}")
     if all(isinstance(d, int) for d in (*index.shape, rows)) and index.shape[0] * rows >= 2**32 - 1:
         raise ValueError(f"jaxkern.sort_indices: {index.shape[0]} x {rows} rows are more than 32 bits number")
-    sorted_ = jax.core.ShapedArray((math.prod(index.shape),), jnp.dtype(jnp.uint32))
+    out = {"shape": (math.prod(index.shape),), "dtype": jnp.dtype(jnp.uint32), "weak_type": False}
     if not index.sharding.mesh.empty:
-        sharding = jax.sharding.NamedSharding(index.sharding.mesh, jax.sharding.PartitionSpec(None))
-        sorted_ = sorted_.update(sharding=sharding)
-    varying = {k: getattr(index, k) for k in ("vma", "manual_axis_type") if hasattr(index, k)}
-    return [sorted_.update(**varying)] * 2
+        out["sharding"] = jax.sharding.NamedSharding(index.sharding.mesh, jax.sharding.PartitionSpec(None))
+    return [index.update(**out)] * 2
 
 
 def rows_of(index, rows, rules):

@@ -3,7 +3,7 @@
     segment_softmax_p        (data, index[, keys, order])    y = exp(data - max) / sum(exp(data - max)) by segment
     segment_softmax_grad_p   (y, g, index[, keys, order])    dx = y * (g - sum(y * g)) by segment; 0 where y is 0
 
-data, y, g and the result have the shape (*lead, count, *trail) and index (*batch, count), as for `_index.Rules`, which
+data, y, g and the result have the shape (*lead, count, *trail) and index (*batch, count), as for `indexing.Rules`, which
 these take too: batch is the first dimensions of lead, and the rest of lead shares its indices. `rows` is the number of
 segments. An element of no segment is 0, and so is a segment of nothing but -inf. keys and order are what
 `sort_indices` made of the index, which kernels then do not sort again.
@@ -16,9 +16,10 @@ import functools
 from jax.extend.core import Primitive
 from jax.interpreters import batching
 
-from jaxkern import _index, tiers
+from jaxkern import tiers
 from jaxkern._core import compat
 from jaxkern._core.primitive import bind, evaluate
+from jaxkern._ops.indexing import primitive as indexing
 from jaxkern._ops.segment_softmax.plan import ALGORITHMS
 
 
@@ -48,13 +49,13 @@ def _batch(prim, operands, dims, *, rows, rules):
     """A batch of indices becomes a batch dimension in front; one of arrays alone a dimension anywhere behind those."""
     arrays, index, order = split(prim, operands)
     at, di, of_order = split(prim, dims)
-    size = _index.size_of(operands, dims)
+    size = indexing.size_of(operands, dims)
     if di is not None or any(d is not None for d in of_order):  # keys and positions would need their number in the batch
-        arrays = [_index.moved(a, d, 0, size) for a, d in zip(arrays, at)]
-        return bind(prim, *arrays, _index.moved(index, di, 0, size), rows=rows, rules=_index.outer(rules)), 0
-    place = _index.place(next(d for d in at if d is not None), rules)
-    arrays = [_index.moved(a, d, place, size) for a, d in zip(arrays, at)]
-    return bind(prim, *arrays, index, *order, rows=rows, rules=_index.inner(rules, place)), place
+        arrays = [indexing.moved(a, d, 0, size) for a, d in zip(arrays, at)]
+        return bind(prim, *arrays, indexing.moved(index, di, 0, size), rows=rows, rules=indexing.outer(rules)), 0
+    place = indexing.place(next(d for d in at if d is not None), rules)
+    arrays = [indexing.moved(a, d, place, size) for a, d in zip(arrays, at)]
+    return bind(prim, *arrays, index, *order, rows=rows, rules=indexing.inner(rules, place)), place
 
 
 def _primitive(name):

@@ -6,8 +6,8 @@ over: axes of the mesh that split the rows of data, so that maxima and sums of s
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern import _index
 from jaxkern._core.rows import computed
+from jaxkern._ops.indexing import primitive as indexing
 
 
 def totals(index, rows, rules, over=()):
@@ -15,9 +15,9 @@ def totals(index, rows, rules, over=()):
     rules = rules._replace(plan="auto")
 
     def of_segment(x):
-        total = _index.segment_sum(x, index, rows=rows, rules=rules)
+        total = indexing.segment_sum(x, index, rows=rows, rules=rules)
         total = lax.psum(total, over) if over else total
-        return _index.index_select(total, index, rules=rules)
+        return indexing.index_select(total, index, rules=rules)
 
     return of_segment
 
@@ -29,12 +29,12 @@ def softmax(data, index, *order, rows, rules, over=()):
     x = computed(data)
     rules = rules._replace(plan="auto")
     # Any number may be subtracted, and so a constant: the largest has no Taylor series.
-    largest = _index.segment(_index.segment_max_p, lax.stop_gradient(x), index, rows=rows, rules=rules)
+    largest = indexing.segment(indexing.segment_max_p, lax.stop_gradient(x), index, rows=rows, rules=rules)
     if over:
         largest = lax.pmax(largest, over)  # may be any number beside a NaN: what it is subtracted from becomes NaN
     base = jnp.where(largest == -jnp.inf, 0, largest)
     exists = _exists(index, rows, rules, x.ndim)
-    e = jnp.where(exists, jnp.exp(x - _index.index_select(base, index, rules=rules)), 0)
+    e = jnp.where(exists, jnp.exp(x - indexing.index_select(base, index, rules=rules)), 0)
     total = totals(index, rows, rules, over)(e)
     return jnp.where(exists, e / jnp.where(total == 0, 1, total), 0).astype(data.dtype)
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax.interpreters import mlir
 
 import jax
-from jaxkern import _index_lowering
 from jaxkern._core import compat, lowering, partition, registry
 from jaxkern._core.define import lower_to_kernels, size_of
 from jaxkern._ops.indexing import sort
+from jaxkern._ops.indexing.lowering import LIMIT
 from jaxkern._ops.segment_softmax import plan, reference
 from jaxkern._ops.segment_softmax.primitive import (
     ordered_grad_p,
@@ -112,7 +112,7 @@ def _keys(index, rows, rules):
     batch = index.shape[0]
     if batch == 1 and index.dtype.itemsize == 4 and not rules.clip:
         return index.reshape(-1)
-    row = _index_lowering.rows_of(index, rows, rules)
+    row = sort.rows_of(index, rows, rules)
     exists = (row >= 0) & (row < jnp.asarray(rows, row.dtype))
     first = jnp.arange(batch, dtype=jnp.uint32)[:, None] * jnp.uint32(rows)
     return jnp.where(exists, row.astype(jnp.uint32) + first, jnp.uint32(batch * rows)).reshape(-1)
@@ -126,7 +126,7 @@ def _lower_to_cpu(prim, in_jnp, ctx, *operands, rows, rules):
     arrays, index, _ = split(prim, operands)
     count, static = out.shape[axis], all(isinstance(d, int) for d in out.shape)
     if (out.dtype not in lowering.KERNEL_DTYPES or 0 in out.shape or not isinstance(rows, int) or rows == 0
-            or rows > _index_lowering.LIMIT or (static and count > _index_lowering.LIMIT)):
+            or rows > LIMIT or (static and count > LIMIT)):
         return mlir.lower_fun(in_jnp, multiple_results=False)(ctx, *operands, rows=rows, rules=rules)
     if static and compat.may_partition_itself(ctx):
         return _partitioned(prim, in_jnp, ctx, operands, rows, rules)
