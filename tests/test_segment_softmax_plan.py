@@ -1,5 +1,6 @@
 """segment_softmax on CUDA: its plans, the kernels that they name, and the programs that hold them. Needs no GPU."""
 
+import math
 import os
 import re
 import subprocess
@@ -7,13 +8,16 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from indexed import FLOATS
+from indexed import FLOATS, values
 
 import jaxkern
 from jaxkern import tiers
 from jaxkern._core import compat, device, launch, registry
-from jaxkern._ops.segment_softmax import plan
+from jaxkern._index import Rules
+from jaxkern._ops.segment_softmax import plan, reference, sharding
+from jaxkern._ops.segment_softmax.primitive import segment_softmax_p
 
 needs_runtime = pytest.mark.skipif(registry.kernels.module is None, reason=registry.kernels.reason)
 needs_nvrtc = pytest.mark.skipif(registry.kernels.module is None or bool(registry.kernels.module.compiler()[1]),
@@ -157,6 +161,66 @@ def test_kernels_compile():
     for capability in (80, 86, 89, 100, 120):
         for header, name in samples:
             assert compile(f"segment_softmax/{header}.cuh", name, capability)[0]
+
+
+# ---- what kernels are handed
+
+
+class InNumpy:
+    """`ordered_p`, as the kernels understand its operands."""
+
+    @staticmethod
+    def bind(x, keys, *order, rows, axis, batch_dims):
+        x, keys = np.asarray(x), np.asarray(keys).view(np.uint32)
+        batch, outer, count = (math.prod(d) for d in (x.shape[:batch_dims], x.shape[batch_dims:axis], x.shape[axis : axis + 1]))
+        flat, y = (a.reshape(batch * outer * count, -1) for a in (x, np.full(x.shape, np.nan)))
+        place = np.arange(batch * count)
+        row = np.asarray(order[0]).astype(int) if order else place + place // count * (outer - 1) * count
+        alive = keys[keys < batch * rows]
+        assert (np.diff(alive.astype(int)) >= 0).all() and len(keys) == batch * count
+        for o in range(outer):
+            y[o * count + row[keys >= batch * rows]] = 0
+            for key in np.unique(alive):
+                at = o * count + row[keys == key]
+                e = np.exp(flat[at])
+                y[at] = e / e.sum(0)
+        return jnp.asarray(y.reshape(x.shape).astype(x.dtype))
+
+
+def in_order(x, ids, rows, rules):
+    return sharding._in_order(segment_softmax_p, InNumpy, x, ids, rows=rows, rules=rules)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("ascending", [False, True])
+@pytest.mark.parametrize("index_dtype", ["int8", "int32", "uint32", "uint16"])
+@pytest.mark.parametrize("shape, axis, k", [((90, 2), 0, 0), ((3, 90), 1, 0), ((3, 90, 2), 1, 1), ((3, 2, 90), 2, 1),
+                                            ((2, 2, 3, 90, 2), 3, 2)])
+def test_operands_of_kernels(shape, axis, k, index_dtype, ascending, clip):
+    ids = np.random.default_rng(0).integers(-4, 24, (*shape[:k], shape[axis]))
+    ids = jnp.asarray((np.sort(ids) if ascending else ids).astype(index_dtype))
+    ids = jnp.sort(ids) if ascending else ids  # negative ones are large without a sign
+    x = values(shape, "float32")
+    rules = Rules(axis, k, clip=clip, sorted=ascending)
+    want = reference.softmax(x, ids, rows=20, rules=rules)
+    np.testing.assert_allclose(in_order(x, ids, 20, rules), want, rtol=2e-6)
+
+
+def test_a_batch_in_parts(monkeypatch):
+    monkeypatch.setattr(plan, "MOST_KEYS", 45)  # two of five slices
+    x, ids = values((5, 3, 40), "float32"), np.random.default_rng(0).integers(-4, 24, (5, 40))
+    rules = Rules(2, 1)
+    bound = []
+
+    class Whole:
+        @staticmethod
+        def bind(x, ids, *, rows, rules):
+            bound.append(ids.shape)
+            return in_order(x, ids, rows, rules)
+
+    found = sharding._in_order(Whole, InNumpy, x, jnp.asarray(ids), rows=20, rules=rules)
+    assert bound == [(2, 40), (2, 40), (1, 40)]
+    np.testing.assert_allclose(found, reference.softmax(x, jnp.asarray(ids), rows=20, rules=rules), rtol=2e-6)
 
 
 # ---- programs
