@@ -128,9 +128,9 @@ def segment_softmax(data, segment_ids, num_segments=None, indices_are_sorted=Fal
 
     Returns:
         Array of the shape that `data` was broadcast to, the same bits every time. In each segment and column it
-        is 1 in sum and nowhere negative. A row of no segment is 0 with zero gradients, as is a segment that is -inf throughout;
-        NaN or +inf makes its segment NaN in its column. Where an element of the result is 0, that of the gradient is
-        0 whatever the cotangent holds.
+        is 1 in sum and nowhere negative. A row of no segment is 0 with zero gradients, as is a segment that is -inf
+        throughout; NaN or +inf makes its segment NaN in its column. Where an element of the result is 0, that of the
+        gradient is 0 whatever the cotangent holds.
 
     Raises:
         TypeError: `data` is boolean, complex or no array; `segment_ids` is not of an integer type; `num_segments` is

@@ -15,11 +15,20 @@ from jaxkern._core import compat, device, launch, registry
 from jaxkern._ops.indexing import gather_plan
 from jaxkern._ops.indexing.primitive import Rules
 
-needs_nvrtc = pytest.mark.skipif(registry.kernels.module is None or bool(registry.kernels.module.compiler()[1]),
-                                 reason=registry.kernels.reason or "NVRTC cannot be used")
+needs_nvrtc = pytest.mark.skipif(
+    registry.kernels.module is None or bool(registry.kernels.module.compiler()[1]),
+    reason=registry.kernels.reason or "NVRTC cannot be used",
+)
 PROBLEMS = [  # shape of x, axis, batch dimensions, count
-    ((5,), 0, 0, 9), ((100, 3), 0, 0, 50), ((7, 50, 8), 1, 0, 33), ((7, 50, 33), 1, 1, 20), ((2, 3, 40, 6), 2, 1, 11),
-    ((169_343, 128), 0, 0, 1_166_243), ((128_256, 4096), 0, 0, 65536), ((1 << 33, 1), 0, 0, 1 << 32)]
+    ((5,), 0, 0, 9),
+    ((100, 3), 0, 0, 50),
+    ((7, 50, 8), 1, 0, 33),
+    ((7, 50, 33), 1, 1, 20),
+    ((2, 3, 40, 6), 2, 1, 11),
+    ((169_343, 128), 0, 0, 1_166_243),
+    ((128_256, 4096), 0, 0, 65536),
+    ((1 << 33, 1), 0, 0, 1 << 32),
+]
 
 
 def plan(shape, axis, batch_dims, count, dtype="float32", index_dtype="int32", **rules):
@@ -54,11 +63,18 @@ def test_a_thread_for_every_vector(problem, dtype):
 def test_fill_and_flags():
     def members(**options):
         return plan((100, 3), 0, 0, 50, **options).launches[0].args[3].members
+
     at = lambda **options: [m.value for m in members(**options)[-4:]]
     assert at() == [0, 0, 0, 0] and at(wrap=True, clip=True) == [0, 1, 1, 0]
     assert at(wrap=True, index_dtype="uint32") == [0, 0, 0, 0]
-    for dtype, element in (("float16", np.float16(np.nan)), ("float32", np.float32(np.nan)), ("float64", np.nan),
-                           ("int32", np.iinfo(np.int32).min), ("int64", np.iinfo(np.int64).min), ("uint32", 2**32 - 1)):
+    for dtype, element in (
+        ("float16", np.float16(np.nan)),
+        ("float32", np.float32(np.nan)),
+        ("float64", np.nan),
+        ("int32", np.iinfo(np.int32).min),
+        ("int64", np.iinfo(np.int64).min),
+        ("uint32", 2**32 - 1),
+    ):
         bits = np.full(8, element, dtype).view(np.uint64)[0]
         assert at(dtype=dtype, fill_nan=True)[0] == bits
     assert at(dtype="bfloat16", fill_nan=True)[0] == np.full(4, jnp.nan, jnp.bfloat16).view(np.uint64)[0]
@@ -94,8 +110,10 @@ def test_programs():
     f = jax.jit(lambda x, index: jaxkern.index_select(x, 0, index))
     text = f.trace(x, index).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@jaxkern_index_select(") == 1 and "Gather<uint2, int32_t, uint32_t>" in text
-    operands, results = [jax.core.ShapedArray(a.shape, a.dtype) for a in (x, index)], [
-        jax.core.ShapedArray((40, 12), x.dtype)]
+    operands, results = (
+        [jax.core.ShapedArray(a.shape, a.dtype) for a in (x, index)],
+        [jax.core.ShapedArray((40, 12), x.dtype)],
+    )
     found = plan((100, 12), 0, 0, 40, "bfloat16", wrap=True, fill_nan=True)
     program = launch.text("jaxkern_index_select", found, operands, results)
     assert registry.kernels.module.check(program) == "" and program.splitlines()[-1] in text.replace("\\0A", "\n")

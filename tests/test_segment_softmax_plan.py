@@ -1,5 +1,7 @@
 """segment_softmax on CUDA: its plans, the kernels that they name, and the programs that hold them. Needs no GPU."""
 
+import functools
+import math
 import os
 import re
 import subprocess
@@ -7,25 +9,49 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from indexed import FLOATS
+from indexed import FLOATS, values
 
 import jaxkern
 from jaxkern import tiers
 from jaxkern._core import compat, device, launch, registry
-from jaxkern._ops.segment_softmax import plan
+from jaxkern._index import Rules
+from jaxkern._ops.segment_softmax import plan, reference, sharding
+from jaxkern._ops.segment_softmax.primitive import segment_softmax_p
 
 needs_runtime = pytest.mark.skipif(registry.kernels.module is None, reason=registry.kernels.reason)
-needs_nvrtc = pytest.mark.skipif(registry.kernels.module is None or bool(registry.kernels.module.compiler()[1]),
-                                 reason=registry.kernels.reason or "NVRTC cannot be used")
+needs_nvrtc = pytest.mark.skipif(
+    registry.kernels.module is None or bool(registry.kernels.module.compiler()[1]),
+    reason=registry.kernels.reason or "NVRTC cannot be used",
+)
 DEVICES = (device.H200, device.A100, device.Device(84, 86, 99 << 10), device.Device(170, 120, 99 << 10))
 PROBLEMS = [  # shape, axis, batch dimensions, segments
-    ((17,), 0, 0, 5), ((1, 4), 0, 0, 3), ((5000, 1), 0, 0, 60), ((5000, 3), 0, 0, 700), ((900, 5, 7), 0, 0, 40),
-    ((3000, 8), 0, 0, 100), ((700, 64), 0, 0, 30), ((400, 33), 0, 0, 1000), ((300, 257), 0, 0, 1),
-    ((20_000, 9), 0, 0, 3), ((100_000, 3), 0, 0, 2), ((6, 900, 8), 1, 1, 40), ((3, 5, 4000, 4), 2, 1, 70),
-    ((4, 2000, 128), 1, 0, 20), ((1_166_243, 8), 0, 0, 169_343), ((1 << 20, 256), 0, 0, 4000), ((1 << 30,), 0, 0, 2**31 - 3)]
-EVERY = [(problem, dtype, ordered, backward) for problem in PROBLEMS for dtype in FLOATS for ordered in (False, True)
-         for backward in (False, True)]
+    ((17,), 0, 0, 5),
+    ((1, 4), 0, 0, 3),
+    ((5000, 1), 0, 0, 60),
+    ((5000, 3), 0, 0, 700),
+    ((900, 5, 7), 0, 0, 40),
+    ((3000, 8), 0, 0, 100),
+    ((700, 64), 0, 0, 30),
+    ((400, 33), 0, 0, 1000),
+    ((300, 257), 0, 0, 1),
+    ((20_000, 9), 0, 0, 3),
+    ((100_000, 3), 0, 0, 2),
+    ((6, 900, 8), 1, 1, 40),
+    ((3, 5, 4000, 4), 2, 1, 70),
+    ((4, 2000, 128), 1, 0, 20),
+    ((1_166_243, 8), 0, 0, 169_343),
+    ((1 << 20, 256), 0, 0, 4000),
+    ((1 << 30,), 0, 0, 2**31 - 3),
+]
+EVERY = [
+    (problem, dtype, ordered, backward)
+    for problem in PROBLEMS
+    for dtype in FLOATS
+    for ordered in (False, True)
+    for backward in (False, True)
+]
 
 
 def planned(problem, dtype, ordered, backward, on=device.H200):
@@ -40,8 +66,14 @@ def planned(problem, dtype, ordered, backward, on=device.H200):
 
 
 def as_problem(shape, axis, k, rows, dtype):
-    return plan.Problem(plan.size_of(shape[:k]), plan.size_of(shape[k:axis]), rows, shape[axis],
-                        plan.size_of(shape[axis + 1 :]), jnp.dtype(dtype).itemsize)
+    return plan.Problem(
+        plan.size_of(shape[:k]),
+        plan.size_of(shape[k:axis]),
+        rows,
+        shape[axis],
+        plan.size_of(shape[axis + 1 :]),
+        jnp.dtype(dtype).itemsize,
+    )
 
 
 def size_and_alignment(value):
@@ -75,8 +107,10 @@ def test_limits(on):
                 assert step.shared + static <= on.shared_memory
                 used = [b for arg in step.args for b in buffers(arg)]
                 assert ("scratch" in {b.kind for b in used}) == (found.scratch > 0)
-        assert registry.kernels.module is None or registry.kernels.module.check(
-            launch.text("segment_softmax", found, operands, results)) == ""
+        assert (
+            registry.kernels.module is None
+            or registry.kernels.module.check(launch.text("segment_softmax", found, operands, results)) == ""
+        )
 
 
 def test_structs_are_as_large_as_in_the_kernels():
@@ -85,14 +119,18 @@ def test_structs_are_as_large_as_in_the_kernels():
         for step in planned(*case)[0].launches:
             kernel = step.name.split("<")[0]
             sizes.setdefault(kernel, set()).add(tuple(size_and_alignment(arg)[0] for arg in step.args))
-    assert sizes == {"SegmentTiles": {(120, 104)}, "SegmentRewrite": {(120, 104, 8)}, "SegmentJoin": {(120, 8, 8)},
-                     "SegmentWalk": {(120, 72)}}
+    assert sizes == {
+        "SegmentTiles": {(120, 104)},
+        "SegmentRewrite": {(120, 104, 8)},
+        "SegmentJoin": {(120, 8, 8)},
+        "SegmentWalk": {(120, 72)},
+    }
 
 
 def test_every_place_is_in_one_tile():
     """And in one column of a slab or strip."""
     for problem, dtype, ordered, backward in EVERY:
-        (shape, axis, k, rows), p = problem, as_problem(*problem, dtype)
+        rows, p = problem[-1], as_problem(*problem, dtype)
         found, _, _ = planned(problem, dtype, ordered, backward)
         for steps in (found.launches, found.unaligned or found.launches):
             run, shape = steps[0].args[:2]
@@ -146,17 +184,85 @@ def test_kernels_compile():
     compile = registry.kernels.module.compile
     names = set()
     for problem, dtype, ordered, backward in EVERY:
-        if dtype in ("float32", "bfloat16") and problem in PROBLEMS[2:10]:
+        if dtype == ("bfloat16" if backward else "float32") and problem in PROBLEMS[2:10]:
             found = planned(problem, dtype, ordered, backward)[0]
             names |= {(step.header, step.name) for step in (*found.launches, *(found.unaligned or ()))}
     for header, name in sorted(names):
         assert compile(header, name, 90)[0]
     op = "jaxkern::SegmentForward<double>"
-    samples = [("tiles", f"SegmentTiles<{op}, jaxkern::Rows::kElements>"), ("join", f"SegmentJoin<{op}>"),
-               ("tiles", f"SegmentRewrite<{op}, jaxkern::Rows::kElements>"), ("walk", f"SegmentWalk<{op}, 1, 4>")]
+    samples = [
+        ("tiles", f"SegmentTiles<{op}, jaxkern::Rows::kElements>"),
+        ("join", f"SegmentJoin<{op}>"),
+        ("tiles", f"SegmentRewrite<{op}, jaxkern::Rows::kElements>"),
+        ("walk", f"SegmentWalk<{op}, 1, 4>"),
+    ]
     for capability in (80, 86, 89, 100, 120):
         for header, name in samples:
             assert compile(f"segment_softmax/{header}.cuh", name, capability)[0]
+
+
+# ---- what kernels are handed
+
+
+class InNumpy:
+    """`ordered_p`, as the kernels understand its operands."""
+
+    @staticmethod
+    def bind(x, keys, *order, rows, axis, batch_dims):
+        x, keys = np.asarray(x), np.asarray(keys).view(np.uint32)
+        batch, outer, count = (
+            math.prod(d) for d in (x.shape[:batch_dims], x.shape[batch_dims:axis], x.shape[axis : axis + 1])
+        )
+        flat, y = (a.reshape(batch * outer * count, -1) for a in (x, np.full(x.shape, np.nan)))
+        place = np.arange(batch * count)
+        row = np.asarray(order[0]).astype(int) if order else place + place // count * (outer - 1) * count
+        alive = keys[keys < batch * rows]
+        assert (np.diff(alive.astype(int)) >= 0).all() and len(keys) == batch * count
+        for o in range(outer):
+            y[o * count + row[keys >= batch * rows]] = 0
+            for key in np.unique(alive):
+                at = o * count + row[keys == key]
+                e = np.exp(flat[at])
+                y[at] = e / e.sum(0)
+        return jnp.asarray(y.reshape(x.shape).astype(x.dtype))
+
+
+def in_order(x, ids, rows, rules):
+    return sharding._in_order(segment_softmax_p, InNumpy, x, ids, rows=rows, rules=rules)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("ascending", [False, True])
+@pytest.mark.parametrize("index_dtype", ["int8", "int32", "uint32", "uint16"])
+@pytest.mark.parametrize(
+    "shape, axis, k",
+    [((90, 2), 0, 0), ((3, 90), 1, 0), ((3, 90, 2), 1, 1), ((3, 2, 90), 2, 1), ((2, 2, 3, 90, 2), 3, 2)],
+)
+def test_operands_of_kernels(shape, axis, k, index_dtype, ascending, clip):
+    ids = np.random.default_rng(0).integers(-4, 24, (*shape[:k], shape[axis]))
+    ids = jnp.asarray((np.sort(ids) if ascending else ids).astype(index_dtype))
+    ids = jnp.sort(ids) if ascending else ids  # negative ones are large without a sign
+    x = values(shape, "float32")
+    rules = Rules(axis, k, clip=clip, sorted=ascending)
+    want = reference.softmax(x, ids, rows=20, rules=rules)
+    np.testing.assert_allclose(in_order(x, ids, 20, rules), want, rtol=2e-6)
+
+
+def test_a_batch_in_parts(monkeypatch):
+    monkeypatch.setattr(plan, "MOST_KEYS", 45)  # two of five slices
+    x, ids = values((5, 3, 40), "float32"), np.random.default_rng(0).integers(-4, 24, (5, 40))
+    rules = Rules(2, 1)
+    bound = []
+
+    class Whole:
+        @staticmethod
+        def bind(x, ids, *, rows, rules):
+            bound.append(ids.shape)
+            return in_order(x, ids, rows, rules)
+
+    found = sharding._in_order(Whole, InNumpy, x, jnp.asarray(ids), rows=20, rules=rules)
+    assert bound == [(2, 40), (2, 40), (1, 40)]
+    np.testing.assert_allclose(found, reference.softmax(x, jnp.asarray(ids), rows=20, rules=rules), rtol=2e-6)
 
 
 # ---- programs
@@ -194,7 +300,9 @@ def test_equal_sorts():
     assert len(sorts) >= 2 and len({rest for _, rest in sorts}) == 1
     definitions = {re.search(rf"{operand} = (.*)", text)[1] for operand, _ in sorts}
     assert len(definitions) == 1  # a reshape of the ids
-    hinted = names(lowered(lambda x, ids: both(x, ids, indices_are_sorted=True), spec((5000, 8)), spec((5000,), "int32")))
+    hinted = names(
+        lowered(lambda x, ids: both(x, ids, indices_are_sorted=True), spec((5000, 8)), spec((5000,), "int32"))
+    )
     assert hinted == ["jaxkern_segment_softmax", "jaxkern_segment_softmax_grad"]
 
 
@@ -202,8 +310,11 @@ def test_equal_sorts():
 @pytest.mark.parametrize("index_dtype", ["int8", "int32", "uint32"])
 def test_ascending_ids(index_dtype):
     """Ids of 32 bits are keys as they are."""
-    text = lowered(lambda x, ids: jaxkern.segment_softmax(x, ids, 60, indices_are_sorted=True),
-                   spec((5000, 8), "bfloat16"), spec((5000,), index_dtype))
+    text = lowered(
+        lambda x, ids: jaxkern.segment_softmax(x, ids, 60, indices_are_sorted=True),
+        spec((5000, 8), "bfloat16"),
+        spec((5000,), index_dtype),
+    )
     assert names(text) == ["jaxkern_segment_softmax"]
     assert ("select" in text) == (index_dtype == "int8")
 
@@ -213,14 +324,18 @@ def test_batches():
     f = jax.vmap(jax.vmap(lambda x, ids: jaxkern.segment_softmax(x, ids, 60), (0, None)))
     text = lowered(f, spec((3, 2, 5000)), spec((3, 5000), "int32"))
     assert names(text) == ["jaxkern_sort_indices", "jaxkern_segment_softmax"] and "divide" in text
-    many = lowered(jax.vmap(lambda x, ids: jaxkern.segment_softmax(x, ids, 2**30)), spec((5, 300)), spec((5, 300), "int32"))
+    many = lowered(
+        jax.vmap(lambda x, ids: jaxkern.segment_softmax(x, ids, 2**30)), spec((5, 300)), spec((5, 300), "int32")
+    )
     assert names(many).count("jaxkern_segment_softmax") == 5
 
 
 @needs_runtime
 def test_what_has_no_kernel_runs_the_reference():
-    for x, rows in ((spec((40, 3), "float8_e4m3fn"), 5), (spec((0, 3)), 5), (spec((40, 3)), 0), (spec((40, 3)), 2**31 - 2)):
-        text = lowered(lambda x, ids: jaxkern.segment_softmax(x, ids, rows), x, spec(x.shape[:1], "int32"))
+    x = spec((40, 3))
+    for data, rows in ((spec((40, 3), "float8_e4m3fn"), 5), (spec((0, 3)), 5), (x, 0), (x, 2**31 - 2)):
+        f = functools.partial(jaxkern.segment_softmax, num_segments=rows)
+        text = lowered(f, data, spec(data.shape[:1], "int32"))
         assert "jaxkern_segment_softmax" not in names(text)
 
 
@@ -229,16 +344,22 @@ def test_a_forced_algorithm_that_does_not_fit():
     with tiers.force("sorted"), pytest.raises(ValueError, match="jaxkern.segment_softmax.*sorted"):
         lowered(lambda x, ids: jaxkern.segment_softmax(x, ids, 60), spec((5000, 8)), spec((5000,), "int32"))
     with tiers.force("sort"):
-        text = lowered(lambda x, ids: jaxkern.segment_softmax(x, ids, 60, indices_are_sorted=True), spec((5000, 8)),
-                       spec((5000,), "int32"))
+        text = lowered(
+            lambda x, ids: jaxkern.segment_softmax(x, ids, 60, indices_are_sorted=True),
+            spec((5000, 8)),
+            spec((5000,), "int32"),
+        )
     assert names(text) == ["jaxkern_sort_indices", "jaxkern_segment_softmax"]
 
 
 @needs_runtime
 def test_the_same_text_in_every_process():
-    code = ("import jax, test_segment_softmax_plan as t\n"
-            "print('\\n'.join(t.launch.programs(t.lowered(t.both, t.spec((5000, 8)), t.spec((5000,), 'int32')))))")
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
-                           cwd=os.path.dirname(__file__)).stdout
+    code = (
+        "import jax, test_segment_softmax_plan as t\n"
+        "print('\\n'.join(t.launch.programs(t.lowered(t.both, t.spec((5000, 8)), t.spec((5000,), 'int32')))))"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=os.path.dirname(__file__)
+    ).stdout
     here = "\n".join(launch.programs(lowered(both, spec((5000, 8)), spec((5000,), "int32"))))
     assert other.strip() == here.strip()

@@ -48,9 +48,9 @@ template <class I> __device__ __forceinline__ int64_t SelectedRow(const GatherSh
 
 // V: what is copied at a time. I: the type of the indices. N numbers the vectors of the result: uint32_t where it can,
 // because three divisions in 64 bits take most of a thread's registers.
-template <class V, class I, class N>
-__global__ void __launch_bounds__(kGatherThreads, sizeof(N) == 4 ? 8 : 5)
-Gather(const V* __restrict__ x, const I* __restrict__ index, V* __restrict__ out, const __grid_constant__ GatherShape s) {
+template <class V, class I, class N> __global__ void __launch_bounds__(kGatherThreads, sizeof(N) == 4 ? 8 : 5)
+    Gather(const V* __restrict__ x, const I* __restrict__ index, V* __restrict__ out,
+           const __grid_constant__ GatherShape s) {
   const N first = static_cast<N>(blockIdx.x) * (kGatherThreads * kGathered) + threadIdx.x;
   const N total = static_cast<N>(s.total), vectors = static_cast<N>(s.vectors), count = static_cast<N>(s.count);
   I selected[kGathered];

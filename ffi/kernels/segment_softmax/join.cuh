@@ -36,9 +36,8 @@ __device__ inline uint32_t PartsOf(const SegmentRun& run, uint32_t tile) {
 }
 
 constexpr int kJoinThreads = 256, kJoinColumns = 8, kJoinTeams = kJoinThreads / kJoinColumns, kJoinTiles = 64;
-template <class Op>
-__global__ void __launch_bounds__(kJoinThreads)
-SegmentJoin(const __grid_constant__ SegmentRun run, int64_t slabs, int64_t groups) {
+template <class Op> __global__ void __launch_bounds__(kJoinThreads)
+    SegmentJoin(const __grid_constant__ SegmentRun run, int64_t slabs, int64_t groups) {
   using Stat = typename Op::Stat;
   constexpr int kMany = sizeof(typename Op::C) == 8 ? 4 : 16;
   __shared__ uint32_t first[kJoinTiles], parts[kJoinTiles];

@@ -143,9 +143,9 @@ template <class T_> struct SegmentForward {
     else return e * f.high;
   }
 
-  template <int kQ>
-  static __device__ __forceinline__ void Reduce(C* const (&v)[1], int step, uint32_t ends, uint32_t drops,
-                                                C (&kept)[kQ], Stat* head, Stat* tail) {
+  template <int kQ> static __device__ __forceinline__ void Reduce(C* const (&v)[1], int step, uint32_t ends,
+                                                                  uint32_t drops, C (&kept)[kQ], Stat* head,
+                                                                  Stat* tail) {
     for (uint32_t left = drops; left; left &= left - 1) v[0][(__ffs(left) - 1) * step] = -Infinity<C>();
     C largest = -Infinity<C>();
 #pragma unroll
@@ -173,9 +173,9 @@ template <class T_> struct SegmentForward {
     tail->sum = begin < kQ ? v[0][begin * step] : C(0);
   }
 
-  template <int kQ>
-  static __device__ __forceinline__ void Write(C* const (&v)[1], int step, uint32_t ends, const C (&kept)[kQ],
-                                               Stat head, Stat head_total, Stat tail, Stat tail_total) {
+  template <int kQ> static __device__ __forceinline__ void Write(C* const (&v)[1], int step, uint32_t ends,
+                                                                 const C (&kept)[kQ], Stat head, Stat head_total,
+                                                                 Stat tail, Stat tail_total) {
     Factor f = Scaled(head_total, head.max);
     const Factor last = Scaled(tail_total, tail.max);
     const int begin = TailOf(ends);
@@ -218,9 +218,9 @@ template <class T_> struct SegmentBackward {
     total->sum += TreeSum(term);
   }
 
-  template <int kQ>
-  static __device__ __forceinline__ void Reduce(C* const (&v)[2], int step, uint32_t ends, uint32_t drops,
-                                                C (&kept)[kQ], Stat* head, Stat* tail) {
+  template <int kQ> static __device__ __forceinline__ void Reduce(C* const (&v)[2], int step, uint32_t ends,
+                                                                  uint32_t drops, C (&kept)[kQ], Stat* head,
+                                                                  Stat* tail) {
     for (uint32_t left = drops; left; left &= left - 1) v[0][(__ffs(left) - 1) * step] = C(0);
     const int begin = TailOf(ends);
     C sum = C(0);
@@ -236,9 +236,9 @@ template <class T_> struct SegmentBackward {
     head->sum = sum;
   }
 
-  template <int kQ>
-  static __device__ __forceinline__ void Write(C* const (&v)[2], int step, uint32_t ends, const C (&kept)[kQ], Stat,
-                                               Stat head_total, Stat, Stat tail_total) {
+  template <int kQ> static __device__ __forceinline__ void Write(C* const (&v)[2], int step, uint32_t ends,
+                                                                 const C (&kept)[kQ], Stat, Stat head_total, Stat,
+                                                                 Stat tail_total) {
     Stat total = head_total;
     const int begin = TailOf(ends);
 #pragma unroll

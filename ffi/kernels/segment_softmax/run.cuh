@@ -5,11 +5,11 @@
 //     key        b * rows + segment: positions of one key are a run. `dropped` or more: of no segment
 //     place      a position's number in the order of keys
 //
-// Keys and positions are 32-bit numbers; offsets into arrays are 64 bits wide. Places are cut into tiles. A tile owns the
-// runs that begin in it, and follows a run for up to `reach` places beyond its own end. A run that ends further behind
-// is long: the tiles that it lies in leave the Stats of their parts in slots (head: the run came in from the tile
-// before; tail: it begins here), SegmentJoin merges the parts in order and leaves the total in each slot, and a last
-// kernel reads these rows once more.
+// Keys and positions are 32-bit numbers; offsets into arrays are 64 bits wide. Places are cut into tiles. A tile owns
+// the runs that begin in it, and follows a run for up to `reach` places beyond its own end. A run that ends further
+// behind is long: the tiles that it lies in leave the Stats of their parts in slots (head: the run came in from the
+// tile before; tail: it begins here), SegmentJoin merges the parts in order and leaves the total in each slot, and a
+// last kernel reads these rows once more.
 //
 // Memory is safe whatever keys hold; results are meaningful if those below `dropped` ascend.
 #pragma once

@@ -1,11 +1,12 @@
 // The segment softmax of narrow rows and of short segments, in tiles of shared memory.
 //
-// A block takes a tile of places and a slab of columns, and of the tile the runs that begin in it, beyond its end if need
-// be. It
+// A block takes a tile of places and a slab of columns, and of the tile the runs that begin in it, beyond its end if
+// need be. It
 //
 //     reads the keys      which of its places end a run, as a bit mask for each stretch of places
 //     stages the rows     to shared memory, as vectors, in the type that is computed in
-//     reduces             a thread a stretch and column: the Stat of each run, or of the parts of the two that its edges
+//     reduces             a thread a stretch and column: the Stat of each run, or of the parts of the two that its
+//     edges
 //                         cut; exponentials stay in registers
 //     carries over        a segmented scan over stretches joins those parts
 //     writes              the result over the data in shared memory, and from there to memory, as vectors
@@ -27,8 +28,8 @@ namespace jaxkern {
 constexpr int kTileThreads = 256, kTileWarps = kTileThreads / kWarp, kTileColumns = 16;
 constexpr int TileStretch(int element_bytes) { return element_bytes == 8 ? 15 : 31; }
 
-// How the rows of a tile lie in memory: one stretch of it (no order, a single slab, rows of a slice adjacent); in parts of
-// whole aligned vectors; or in any way.
+// How the rows of a tile lie in memory: one stretch of it (no order, a single slab, rows of a slice adjacent); in parts
+// of whole aligned vectors; or in any way.
 enum class Rows { kContiguous, kVectors, kElements };
 
 struct TileShape {
@@ -57,8 +58,8 @@ struct TileBlock {
 };
 
 // An array's rows in shared memory, in the type that is computed in: place p and column c of the tile lie at
-// values[p * columns + c]. Contiguous rows are read and written as vectors wherever they begin; in shared memory they lie
-// as far from a boundary of 16 bytes as in the array.
+// values[p * columns + c]. Contiguous rows are read and written as vectors wherever they begin; in shared memory they
+// lie as far from a boundary of 16 bytes as in the array.
 template <class T, Rows kRows> struct Staged {
   using C = Compute<T>;
   static constexpr int kN = kVector<T>, kBatch = 8, kRowBatch = 4;  // vectors a thread has in flight
@@ -75,8 +76,8 @@ template <class T, Rows kRows> struct Staged {
   }
 
   // `array`: of this o. Places [first, last).
-  __device__ __forceinline__ void Read(const SegmentRun& run, const TileShape& s, const TileBlock& b,
-                                       const T* array, int first, int last) {
+  __device__ __forceinline__ void Read(const SegmentRun& run, const TileShape& s, const TileBlock& b, const T* array,
+                                       int first, int last) {
     if constexpr (kRows == Rows::kContiguous) {
       const T* const from = array + int64_t{b.begin} * s.columns - ahead;
       const int low = ahead + first * s.columns, high = ahead + last * s.columns, stop = high / kN;
@@ -147,9 +148,8 @@ template <class T, Rows kRows> struct Staged {
   }
 
   // N elements at a time.
-  template <int N>
-  __device__ __forceinline__ void ReadRows(const SegmentRun& run, const TileShape& s, const TileBlock& b,
-                                           const T* array, int first, int last) {
+  template <int N> __device__ __forceinline__ void ReadRows(const SegmentRun& run, const TileShape& s,
+                                                            const TileBlock& b, const T* array, int first, int last) {
     const FastDivmod& by = s.by_parts;
     const int each = static_cast<int>(by.divisor), items = (last - first) * each;
     for (int base = threadIdx.x; base < items; base += kRowBatch * kTileThreads) {
@@ -176,9 +176,8 @@ template <class T, Rows kRows> struct Staged {
       }
     }
   }
-  template <int N>
-  __device__ __forceinline__ void WriteRows(const SegmentRun& run, const TileShape& s, const TileBlock& b,
-                                            T* array, int first, int last) const {
+  template <int N> __device__ __forceinline__ void WriteRows(const SegmentRun& run, const TileShape& s,
+                                                             const TileBlock& b, T* array, int first, int last) const {
     const FastDivmod& by = s.by_parts;
     const int each = static_cast<int>(by.divisor), items = (last - first) * each;
 #pragma unroll 4
@@ -212,9 +211,9 @@ __device__ __forceinline__ Staged<T, kRows> StageInputs(const SegmentRun& run, c
 
 // Which places of a tile end a run; lies in shared memory. A place of no segment is a run of its own.
 template <int kQ> struct RunEnds {
-  uint32_t ends[kTileThreads];  // of each stretch
-  uint32_t drops[kTileThreads]; // places of no segment
-  uint32_t some[kTileWarps];    // stretches in which something ends
+  uint32_t ends[kTileThreads];   // of each stretch
+  uint32_t drops[kTileThreads];  // places of no segment
+  uint32_t some[kTileWarps];     // stretches in which something ends
 
   // Finds them from the keys of the tile and of the place behind it. A barrier must follow.
   __device__ __forceinline__ void Find(const uint32_t* keys, int stretches, uint32_t dropped) {
@@ -263,8 +262,7 @@ template <int kQ> struct RunEnds {
 // before.
 __device__ __forceinline__ bool LongHead(const SegmentRun& run, uint32_t begin, uint32_t key) {
   const uint32_t end = begin + run.reach;
-  return (end < run.positions && run.Key(end) == key) ||
-         (begin > run.places && run.Key(begin - run.places - 1) == key);
+  return (end < run.positions && run.Key(end) == key) || (begin > run.places && run.Key(begin - run.places - 1) == key);
 }
 
 // Whether the run that begins in a tile and holds the place `end` behind it is long.
@@ -272,9 +270,9 @@ __device__ __forceinline__ bool LongTail(const SegmentRun& run, uint32_t end, ui
   return end + run.reach < run.positions && run.Key(end + run.reach) == key;
 }
 
-// Joins the parts of runs that span stretches, by a segmented scan over the stretches of each column. `carry`, in shared
-// memory: for each stretch and column the Stat of the run that is open at its end; afterwards including the parts in
-// stretches before it. A barrier must precede; all threads take part; ends with a barrier.
+// Joins the parts of runs that span stretches, by a segmented scan over the stretches of each column. `carry`, in
+// shared memory: for each stretch and column the Stat of the run that is open at its end; afterwards including the
+// parts in stretches before it. A barrier must precede; all threads take part; ends with a barrier.
 template <class Op>
 __device__ __forceinline__ void CarryOver(const TileShape& s, const uint32_t* ends, typename Op::Stat* carry) {
   using Stat = typename Op::Stat;
@@ -308,9 +306,8 @@ __device__ __forceinline__ void CarryOver(const TileShape& s, const uint32_t* en
   __syncthreads();
 }
 
-template <class Op, Rows kRows>
-__global__ void __launch_bounds__(kTileThreads, sizeof(typename Op::C) == 8 ? 2 : 3)
-SegmentTiles(const __grid_constant__ SegmentRun run, const __grid_constant__ TileShape s) {
+template <class Op, Rows kRows> __global__ void __launch_bounds__(kTileThreads, sizeof(typename Op::C) == 8 ? 2 : 3)
+    SegmentTiles(const __grid_constant__ SegmentRun run, const __grid_constant__ TileShape s) {
   using T = typename Op::T;
   using C = typename Op::C;
   using Stat = typename Op::Stat;
@@ -340,10 +337,11 @@ SegmentTiles(const __grid_constant__ SegmentRun run, const __grid_constant__ Til
   const bool long_head = comes_in && LongHead(run, b.begin, first_key);
   const bool goes_on = last_key < run.dropped && keys[places] == last_key;
   const int first_end = runs.From(0, room);
-  const bool passes = comes_in && first_end >= places;  // one run, from before to behind
+  const bool passes = comes_in && first_end >= places;                         // one run, from before to behind
   const bool open = goes_on && (passes ? long_head : keys[room] == last_key);  // to the end of the tile, and long
   int high = min(places, static_cast<int>(min(left, run.places)));
-  if (goes_on && !open) high = min(min(runs.From(places / kQ, room) + 1, room), static_cast<int>(min(left, run.places + run.reach)));
+  if (goes_on && !open)
+    high = min(min(runs.From(places / kQ, room) + 1, room), static_cast<int>(min(left, run.places + run.reach)));
   const int own_first = comes_in ? first_end + 1 : 0, own_last = open ? runs.Before(places / kQ) + 1 : high;
   const int low = comes_in && !long_head ? own_first : 0;
   if (low >= high) return;
@@ -386,11 +384,11 @@ SegmentTiles(const __grid_constant__ SegmentRun run, const __grid_constant__ Til
   if (own_first < own_last) staged.Write(run, s, b, run.Output<T>(b.o), own_first, own_last);
 }
 
-// Writes the rows of long runs, from the totals in the tiles' slots. A block looks through every gridDim-th tile and slab,
-// a thread each (no more than kTileThreads), for those with such rows: mostly there are none, else they are neighbours.
-template <class Op, Rows kRows>
-__global__ void __launch_bounds__(kTileThreads, 2)
-SegmentRewrite(const __grid_constant__ SegmentRun run, const __grid_constant__ TileShape s, int64_t tiles) {
+// Writes the rows of long runs, from the totals in the tiles' slots. A block looks through every gridDim-th tile and
+// slab, a thread each (no more than kTileThreads), for those with such rows: mostly there are none, else they are
+// neighbours.
+template <class Op, Rows kRows> __global__ void __launch_bounds__(kTileThreads, 2)
+    SegmentRewrite(const __grid_constant__ SegmentRun run, const __grid_constant__ TileShape s, int64_t tiles) {
   using T = typename Op::T;
   using C = typename Op::C;
   extern __shared__ __align__(16) char shared_bytes[];
@@ -429,8 +427,7 @@ SegmentRewrite(const __grid_constant__ SegmentRun run, const __grid_constant__ T
     count = ReduceLanes<kWarp>(count, [](int a, int b) { return a + b; });
     if (threadIdx.x % kWarp == 0) atomicAdd(&held_keys, count);
     if (threadIdx.x < b.width) {
-      finals[threadIdx.x] =
-          Op::Finish(run.Slot<typename Op::Stat>(b.o, b.tile, tail)[b.column + threadIdx.x]);
+      finals[threadIdx.x] = Op::Finish(run.Slot<typename Op::Stat>(b.o, b.tile, tail)[b.column + threadIdx.x]);
     }
     __syncthreads();
     const int low = tail ? held - held_keys : 0, high = tail ? held : held_keys;

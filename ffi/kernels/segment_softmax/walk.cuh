@@ -3,9 +3,9 @@
 //
 // Work: lanes lie side by side in a row, one vector each (or kParts elements at a fixed stride where rows are not whole
 // vectors), and the rest of the warp takes further rows. A run is read kUnroll rows a lane at a time, all in flight at
-// once. For each column the warp knows the maximum of these rows before it takes exponentials, and rescales its sum where
-// a later batch has a larger maximum. Then it goes back over the run, from the last batch, which is still in registers,
-// to the first, which a cache holds: a run of one batch is read once.
+// once. For each column the warp knows the maximum of these rows before it takes exponentials, and rescales its sum
+// where a later batch has a larger maximum. Then it goes back over the run, from the last batch, which is still in
+// registers, to the first, which a cache holds: a run of one batch is read once.
 //
 // Long runs (run.cuh) leave Stats in slots; after SegmentJoin a second launch of this kernel, with `rewrites`, looks
 // through several tiles a warp and writes those rows.
@@ -42,7 +42,8 @@ __device__ __forceinline__ bool ComesInLong(const SegmentRun& run, uint32_t begi
   return begin - first >= run.reach || GoesOnLong(run, first, key);
 }
 
-// A warp's window on the keys: those of 32 places, one a lane, and where runs begin among them. The next 32 are in flight.
+// A warp's window on the keys: those of 32 places, one a lane, and where runs begin among them. The next 32 are in
+// flight.
 struct KeyWindow {
   uint32_t first, key, starts, next;
 
@@ -71,9 +72,8 @@ struct KeyWindow {
   }
 };
 
-template <class Op, int N, int kParts>
-__global__ void __launch_bounds__(kWalkThreads, kParts > 1 ? 4 : 5)
-SegmentWalk(const __grid_constant__ SegmentRun run, const __grid_constant__ WalkShape s) {
+template <class Op, int N, int kParts> __global__ void __launch_bounds__(kWalkThreads, kParts > 1 ? 4 : 5)
+    SegmentWalk(const __grid_constant__ SegmentRun run, const __grid_constant__ WalkShape s) {
   using T = typename Op::T;
   using C = typename Op::C;
   using Stat = typename Op::Stat;
@@ -128,7 +128,7 @@ SegmentWalk(const __grid_constant__ SegmentRun run, const __grid_constant__ Walk
     }
   };
   // Column i of row u.
-  const auto values = [&](int u, int i, C (&v)[Op::kInputs]) {
+  const auto values = [&](int u, int i, C(&v)[Op::kInputs]) {
 #pragma unroll
     for (int k = 0; k < Op::kInputs; ++k) {
       C all[N];

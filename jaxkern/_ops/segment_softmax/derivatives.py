@@ -1,4 +1,4 @@
-"""Derivatives of segment_softmax: the gradient is a primitive of its own, which is linear in g and its own transpose."""
+"""Derivatives of segment_softmax. The gradient is a primitive of its own, linear in g and its own transpose."""
 
 import functools
 
@@ -40,6 +40,9 @@ def _grad_jvp(y, g, index, *rest, rows, rules):
     return jnp.where(takes_part, slope, 0).astype(dtype)
 
 
-defvjp(segment_softmax_p, lambda data, index, *order, rows, rules: _vjp(data, index, order, rows, rules),
-       differentiable=(0,))
+defvjp(
+    segment_softmax_p,
+    lambda data, index, *order, rows, rules: _vjp(data, index, order, rows, rules),
+    differentiable=(0,),
+)
 deflinear(segment_softmax_grad_p, 1, _grad_jvp, transpose=segment_softmax_grad_p)

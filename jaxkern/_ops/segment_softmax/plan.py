@@ -100,7 +100,7 @@ def cut_of(p: Problem) -> Cut:
         stretches = _tile(p.inner, p.itemsize).stretches
         places = stretches - stretches // 3
         return Cut(False, places * _stretch(p.itemsize), (stretches - places) * _stretch(p.itemsize))
-    # About 8000 warps, if there is work for so many; one segment may keep a warp busy for half as long as all work takes.
+    # About 8000 warps, if there is work for so many; one segment may keep a warp busy half as long as all work takes.
     work = p.count * p.outer * ceil_div(row_bytes, 128)
     places, reach = 32, 64
     while places < 128 and places * 2 * 8192 <= work:
@@ -125,11 +125,17 @@ def backward(device, operands, results, *, rows, axis, batch_dims) -> launch.Pla
 
 
 def _plan(op, numbers, device, operands, rows, axis, batch_dims):
-    """numbers: that a Stat consists of. keys are in ascending order, those of no segment anywhere; order: see run.cuh."""
+    """numbers: that a Stat consists of. keys ascend, but those of no segment may lie anywhere; order: see run.cuh."""
     inputs = 1 if op == "SegmentForward" else 2
     x, itemsize = operands[0], operands[0].dtype.itemsize
-    p = Problem(size_of(x.shape[:batch_dims]), size_of(x.shape[batch_dims:axis]), rows, x.shape[axis],
-                size_of(x.shape[axis + 1 :]), itemsize)
+    p = Problem(
+        size_of(x.shape[:batch_dims]),
+        size_of(x.shape[batch_dims:axis]),
+        rows,
+        x.shape[axis],
+        size_of(x.shape[axis + 1 :]),
+        itemsize,
+    )
     op = f"jaxkern::{op}<{cuda_type(x.dtype)}>"
     cut, positions = cut_of(p), p.batch * p.count
     tiles, long = ceil_div(positions, cut.places), positions > cut.places + cut.reach
@@ -137,20 +143,37 @@ def _plan(op, numbers, device, operands, rows, axis, batch_dims):
     ordered = len(operands) > inputs + 1
     extra = (p.outer - 1) * p.count if p.batch > 1 else 0
     run = launch.struct(
-        launch.operand(inputs), launch.operand(inputs + 1) if ordered else launch.null,
-        launch.operand(0), launch.operand(1) if inputs == 2 else launch.null, launch.result(0),
-        launch.scratch() if long else launch.null, launch.i64(p.inner), launch.i64(p.count), launch.i64(extra),
-        launch.u32(positions), launch.u32(p.batch * p.rows),
-        launch.u32(cut.places), launch.u32(cut.reach), launch.u32(tiles), divider(p.count))
+        launch.operand(inputs),
+        launch.operand(inputs + 1) if ordered else launch.null,
+        launch.operand(0),
+        launch.operand(1) if inputs == 2 else launch.null,
+        launch.result(0),
+        launch.scratch() if long else launch.null,
+        launch.i64(p.inner),
+        launch.i64(p.count),
+        launch.i64(extra),
+        launch.u32(positions),
+        launch.u32(p.batch * p.rows),
+        launch.u32(cut.places),
+        launch.u32(cut.reach),
+        launch.u32(tiles),
+        divider(p.count),
+    )
 
     slabs, groups = ceil_div(p.inner, JOIN_COLUMNS), ceil_div(tiles, JOIN_TILES)
-    join = launch.Launch("segment_softmax/join.cuh", f"SegmentJoin<{op}>", [run, launch.i64(slabs), launch.i64(groups)],
-                         grid=p.outer * groups * slabs, block=JOIN_THREADS)
+    join = launch.Launch(
+        "segment_softmax/join.cuh",
+        f"SegmentJoin<{op}>",
+        [run, launch.i64(slabs), launch.i64(groups)],
+        grid=p.outer * groups * slabs,
+        block=JOIN_THREADS,
+    )
     kernels = _walk if cut.walk else _tiles
     whole = p.inner * itemsize % 16 == 0
     contiguous = not ordered and not extra
-    launches = lambda aligned: kernels(op, inputs, p, run, tiles, join if long else None, aligned and whole, contiguous,
-                                       device)
+    launches = lambda aligned: kernels(
+        op, inputs, p, run, tiles, join if long else None, aligned and whole, contiguous, device
+    )
     found = launches(True)
     unaligned = launches(False)
     return launch.Plan("walk" if cut.walk else "tiles", found, scratch, None if unaligned == found else unaligned)
@@ -168,10 +191,22 @@ def _walk(op, inputs, p, run, tiles, join, whole, contiguous, device):
     def walk(each, rewrites):
         groups = ceil_div(tiles, each)
         warps = p.outer * groups * strips
-        shape = launch.struct(launch.i64(warps), divider(strips), divider(groups), launch.i32(side.bit_length() - 1),
-                              launch.i32(strips), launch.u32(each), launch.boolean(rewrites))
-        return launch.Launch("segment_softmax/walk.cuh", f"SegmentWalk<{op}, {n}, {parts}>", [run, shape],
-                             grid=ceil_div(warps, WALK_WARPS), block=32 * WALK_WARPS)
+        shape = launch.struct(
+            launch.i64(warps),
+            divider(strips),
+            divider(groups),
+            launch.i32(side.bit_length() - 1),
+            launch.i32(strips),
+            launch.u32(each),
+            launch.boolean(rewrites),
+        )
+        return launch.Launch(
+            "segment_softmax/walk.cuh",
+            f"SegmentWalk<{op}, {n}, {parts}>",
+            [run, shape],
+            grid=ceil_div(warps, WALK_WARPS),
+            block=32 * WALK_WARPS,
+        )
 
     if join is None:
         return (walk(1, False),)
@@ -187,14 +222,27 @@ def _tiles(op, inputs, p, run, tiles, join, whole, contiguous, device):
     rows = "kContiguous" if contiguous else "kVectors" if vectors else "kElements"
     held = (tile.stretches * stretch * tile.columns + 2 * n) // n * n
     shape = launch.struct(
-        launch.i32(tile.columns), launch.i32(tile.slabs), launch.i32(tile.stretches), launch.i32(held),
-        divider(tile.slabs), divider(tiles), fast_divmod(tile.columns), fast_divmod(tile.stretches),
-        fast_divmod(tile.columns // n if rows == "kVectors" else tile.columns))
+        launch.i32(tile.columns),
+        launch.i32(tile.slabs),
+        launch.i32(tile.stretches),
+        launch.i32(held),
+        divider(tile.slabs),
+        divider(tiles),
+        fast_divmod(tile.columns),
+        fast_divmod(tile.stretches),
+        fast_divmod(tile.columns // n if rows == "kVectors" else tile.columns),
+    )
     blocks, shared = p.outer * tiles * tile.slabs, inputs * held * max(p.itemsize, 4)
 
     def kernel(name, grid, *args):
-        return launch.Launch("segment_softmax/tiles.cuh", f"{name}<{op}, jaxkern::Rows::{rows}>", [run, shape, *args],
-                             grid=grid, block=TILE_THREADS, shared=shared)
+        return launch.Launch(
+            "segment_softmax/tiles.cuh",
+            f"{name}<{op}, jaxkern::Rows::{rows}>",
+            [run, shape, *args],
+            grid=grid,
+            block=TILE_THREADS,
+            shared=shared,
+        )
 
     first = kernel("SegmentTiles", blocks)
     if join is None:

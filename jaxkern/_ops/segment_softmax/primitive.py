@@ -37,11 +37,14 @@ def split(prim, operands):
 def _shape(prim, *operands, rows, rules):
     arrays, index, order = split(prim, operands)
     x, axis, k = arrays[0], rules.axis, rules.batch_dims
-    if not (0 <= k <= axis < x.ndim and index.shape == (*x.shape[:k], x.shape[axis])
-            and all(a.shape == x.shape and a.dtype == x.dtype for a in arrays)
-            and all(a.size == index.size and a.ndim == 1 and a.dtype == "uint32" for a in order)):
-        raise ValueError(f"{prim.name}: {', '.join(a.str_short() for a in operands)} do not fit along axis {axis}, with "
-                         f"{k} batch dimensions")
+    if not (
+        0 <= k <= axis < x.ndim
+        and index.shape == (*x.shape[:k], x.shape[axis])
+        and all(a.shape == x.shape and a.dtype == x.dtype for a in arrays)
+        and all(a.size == index.size and a.ndim == 1 and a.dtype == "uint32" for a in order)
+    ):
+        types = ", ".join(a.str_short() for a in operands)
+        raise ValueError(f"{prim.name}: {types} do not fit along axis {axis}, with {k} batch dimensions")
     return x.update(weak_type=False)
 
 
@@ -50,7 +53,8 @@ def _batch(prim, operands, dims, *, rows, rules):
     arrays, index, order = split(prim, operands)
     at, di, of_order = split(prim, dims)
     size = indexing.size_of(operands, dims)
-    if di is not None or any(d is not None for d in of_order):  # keys and positions would need their number in the batch
+    if di is not None or any(d is not None for d in of_order):
+        # Without the order, whose keys and positions lack their place in the batch.
         arrays = [indexing.moved(a, d, 0, size) for a, d in zip(arrays, at)]
         return bind(prim, *arrays, indexing.moved(index, di, 0, size), rows=rows, rules=indexing.outer(rules)), 0
     place = indexing.place(next(d for d in at if d is not None), rules)

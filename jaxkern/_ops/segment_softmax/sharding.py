@@ -5,10 +5,10 @@ Any dimension may be split. If rows of data are, devices tell each other maxima 
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
-import jax
 from jaxkern._core import compat, lowering, partition, registry
 from jaxkern._core.define import lower_to_kernels, size_of
 from jaxkern._ops.indexing import sort
@@ -67,8 +67,15 @@ def _problem(prim, *operands, rows, rules) -> plan.Problem | None:
     if x.dtype.name not in plan.DTYPES or not isinstance(rows, int) or rows == 0 or 0 in x.shape:
         return None
     k, axis = rules.batch_dims, rules.axis
-    problem = plan.Problem(size_of(x.shape[:k]), size_of(x.shape[k:axis]), rows, x.shape[axis],
-                           size_of(x.shape[axis + 1 :]), x.dtype.itemsize, rules.sorted)
+    problem = plan.Problem(
+        size_of(x.shape[:k]),
+        size_of(x.shape[k:axis]),
+        rows,
+        x.shape[axis],
+        size_of(x.shape[axis + 1 :]),
+        x.dtype.itemsize,
+        rules.sorted,
+    )
     return problem if plan.fits("sort", problem) else None
 
 
@@ -100,14 +107,18 @@ def _in_parts(prim, arrays, index, slices, rows, rules):
     k = rules.batch_dims
     shape, local = arrays[0].shape, rules._replace(axis=rules.axis - k + 1, batch_dims=1)
     arrays = [a.reshape(-1, *shape[k:]) for a in arrays]
-    parts = [prim.bind(*(a[b : b + slices] for a in arrays), index[b : b + slices], rows=rows, rules=local)
-             for b in range(0, index.shape[0], slices)]
+    parts = [
+        prim.bind(*(a[b : b + slices] for a in arrays), index[b : b + slices], rows=rows, rules=local)
+        for b in range(0, index.shape[0], slices)
+    ]
     return jnp.concatenate(parts).reshape(shape)
 
 
 def _keys(index, rows, rules):
-    """The keys of ascending ids [batch, count], as `sort_indices` defines them. A key of no segment may be any that is
-    too large, and so 32-bit ids of a single slice are keys as they are: as unsigned numbers, negative ones are too large.
+    """The keys of ascending ids [batch, count], as `sort_indices` defines them.
+
+    Any key that is too large is of no segment. So 32-bit ids of a single slice are keys as they are: negative ones are
+    too large as unsigned numbers.
     """
     batch = index.shape[0]
     if batch == 1 and index.dtype.itemsize == 4 and not rules.clip:
@@ -125,8 +136,14 @@ def _lower_to_cpu(prim, in_jnp, ctx, *operands, rows, rules):
     out, axis = ctx.avals_out[0], rules.axis
     arrays, index, _ = split(prim, operands)
     count, static = out.shape[axis], all(isinstance(d, int) for d in out.shape)
-    if (out.dtype not in lowering.KERNEL_DTYPES or 0 in out.shape or not isinstance(rows, int) or rows == 0
-            or rows > LIMIT or (static and count > LIMIT)):
+    if (
+        out.dtype not in lowering.KERNEL_DTYPES
+        or 0 in out.shape
+        or not isinstance(rows, int)
+        or rows == 0
+        or rows > LIMIT
+        or (static and count > LIMIT)
+    ):
         return mlir.lower_fun(in_jnp, multiple_results=False)(ctx, *operands, rows=rows, rules=rules)
     if static and compat.may_partition_itself(ctx):
         return _partitioned(prim, in_jnp, ctx, operands, rows, rules)
@@ -134,7 +151,8 @@ def _lower_to_cpu(prim, in_jnp, ctx, *operands, rows, rules):
     if devices > 1 and axis > rules.batch_dims:
         # The dimensions before the axis may be split if all operands have them.
         return mlir.lower_fun(functools.partial(_spread, prim), multiple_results=False)(
-            ctx, *operands, rows=rows, rules=rules)
+            ctx, *operands, rows=rows, rules=rules
+        )
     ctx = ctx.replace(avals_in=ctx.avals_in[: len(arrays) + 1])
     attributes = None
     if devices > 1:
