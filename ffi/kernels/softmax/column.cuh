@@ -11,7 +11,7 @@
 // reads back only what it copied itself; a tile too tall for that is read twice.
 #pragma once
 
-#include "softmax_ops.cuh"
+#include "softmax/row.cuh"
 
 namespace jaxkern {
 

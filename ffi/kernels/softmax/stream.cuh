@@ -8,7 +8,7 @@
 // N = 1 serves arrays that are not aligned alike.
 #pragma once
 
-#include "softmax_ops.cuh"
+#include "softmax/row.cuh"
 
 namespace jaxkern {
 
