@@ -59,7 +59,7 @@ template <class T> __device__ __forceinline__ float PowerScale(float base) {
   return fabsf(base) < 0x1p29f ? kLog2E : 1.0f;
 }
 
-// 16 bit: log2 of what the rounding of base * log2(e) multiplies every term of a sum relative to `base` with; see below.
+// 16 bit: log2 of the common factor that rounding base * log2(e) introduces into every term of a sum; see below.
 template <class T> __device__ __forceinline__ float LogOfExcess(float base) {
   const float scale = PowerScale<T>(base);
   return fmaf(base, scale, -__fmul_rn(base, scale));
@@ -69,7 +69,7 @@ template <class T> __device__ __forceinline__ float LogOfExcess(float base) {
 //
 // 16 bit: 2^(x * log2(e) - round(base * log2(e))), one instruction less than from the difference. The
 // rounding of the second product scales every term of a row alike, by 2^32 at most, so it cancels in
-// softmax; log_softmax takes it back (Forward::Finish).
+// softmax; log_softmax divides by it (Forward::Finish).
 // float: what the product d * log2(e) loses by rounding is put back as e^high * (1 + low), which
 // leaves the error of ex2.approx alone (2 ulp).
 //
@@ -186,14 +186,21 @@ struct Forward {
     f.inverse_low = 0;
     if constexpr (kLog) {
       if constexpr (sizeof(T) == 8) f.norm = log(sum);
-      else f.norm = logf(sum) + rest * f.inverse;
-      if constexpr (sizeof(T) == 2 && !kDifference) f.norm -= LogOfExcess<T>(f.max) * kLn2;
+      else if constexpr (sizeof(T) == 4 || kDifference) f.norm = logf(sum) + rest * f.inverse;
+      else f.norm = logf(WithoutExcess(sum, f.max));
       if (empty) f.norm = 0;
     } else {
       f.norm = 0;
       if constexpr (sizeof(T) > 2) f.inverse_low = f.inverse * (fma(-sum, f.inverse, C(1)) - rest * f.inverse);
     }
     return f;
+  }
+
+  // The sum without the common factor of its terms. The term of the maximum is subtracted as it was added, so that it
+  // counts as exactly 1: the logarithm of a row with nothing else in it is exactly 0.
+  static __device__ __forceinline__ C WithoutExcess(C sum, C max) {
+    const C excess = LogOfExcess<T>(max);
+    return fmaf(sum - Exp2Approx(excess), Exp2Approx(-excess), 1.0f);
   }
 
   static __device__ __forceinline__ C Reciprocal(C sum) {
@@ -532,5 +539,14 @@ __device__ __forceinline__ typename Op::Stat ReduceBlock(typename Op::Stat stat,
   return ReduceWarps<kMaxWarps>(stat, room, blockDim.x / kWarp, Op::Identity(), [] { __syncthreads(); },
                                 [](typename Op::Stat s) { return Op::template MergeLanes<kMaxWarps>(s); });
 }
+
+// plan.py sizes shared memory and scratch by these.
+template <class T> constexpr bool kStatSizes =
+    sizeof(typename Forward<T, true>::Stat) == (sizeof(T) == 2 ? 8 : 16) &&
+    sizeof(typename Backward<T, false>::Stat) == (sizeof(T) == 2 ? 8 : 16) &&
+    sizeof(typename Backward<T, true>::Stat) == (sizeof(T) == 2 ? 8 : 24) &&
+    sizeof(typename Forward<T, true>::ForColumns::Stat) == (sizeof(T) == 8 ? 16 : 8) &&
+    sizeof(typename Backward<T, false>::ForColumns::Stat) == (sizeof(T) == 8 ? 16 : 8) &&
+    sizeof(typename Backward<T, true>::ForColumns::Stat) == (sizeof(T) == 2 ? 8 : sizeof(T) == 4 ? 16 : 24);
 
 }  // namespace jaxkern

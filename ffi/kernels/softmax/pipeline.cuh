@@ -39,11 +39,12 @@ template <class Op> struct PipelineShared {
   typename Op::Stat room[2][kConsumers / kWarp];
   typename Op::Stat exchange[2][kMaxCluster];
 };
-template <class Op> constexpr int kPipelineSharedBytes = kRingBytes + static_cast<int>(sizeof(PipelineShared<Op>));
 
 template <class Op>
 __global__ void __launch_bounds__(kPipelineThreads, 1)
 SoftmaxPipeline(const __grid_constant__ SoftmaxParams p, int piece_packs) {
+  static_assert(kStatSizes<typename Op::T>, "plan.py");
+  static_assert(sizeof(PipelineShared<Op>) == 224 + 64 * sizeof(typename Op::Stat), "plan.py");
 #ifdef JAXKERN_HAS_BULK_COPY
   using T = typename Op::T;
   using C = typename Op::C;
