@@ -169,13 +169,14 @@ def _stat_bytes(p: Problem, columns=False) -> int:
     return 8 if columns and p.itemsize == 4 else 16
 
 
-def _params(p: Problem, device, mask_view, vector=None):
-    """SoftmaxParams. Operands: x, or y or x and g of a gradient; then the mask if there is one. vector: 1: not aligned."""
-    exceeds_l2 = p.rows * p.width * p.inner * p.itemsize * (p.inputs + 1) > device.l2_bytes
-    mask = operand(p.inputs) if mask_view else null
+def _exceeds_l2(p: Problem, device) -> bool:
+    return p.rows * p.width * p.inner * p.itemsize * (p.inputs + 1) > device.l2_bytes
+
+
+def _params(p: Problem, device, mask=(null, EMPTY_VIEW), aligned=True):
+    """SoftmaxParams. Operands: x, or for a gradient y or x, and g. mask: its pointer and its BroadcastView."""
     return struct(operand(0), operand(1) if p.backward else null, result(0), i64(p.rows), i64(p.width),
-                  i32(1 if vector == 1 else p.grain // p.itemsize), boolean(exceeds_l2), i64(p.inner), mask,
-                  mask_view or EMPTY_VIEW)
+                  i32(p.grain // p.itemsize if aligned else 1), boolean(_exceeds_l2(p, device)), i64(p.inner), *mask)
 
 
 def _power_of_two(n: int) -> int:
@@ -315,26 +316,22 @@ _LAUNCHES = {"sub_warp": _sub_warp, "warp": _warp, "block": _block, "cluster": _
 # ---- plans
 
 
-def _algorithm(name: str, p: Problem, device, tier: str) -> str:
+def _algorithm(p: Problem, device, tier: str) -> str:
     if tier == "auto":
         return choose(p, device)
     if not fits(tier, p, device):
+        name = ("log_softmax" if p.log else "softmax") + (" gradient" if p.backward else "")
         raise ValueError(f"jaxkern.{name}: the algorithm {tier!r} cannot run rows of {p.width} {p.dtype} elements here")
     return tier
 
 
-def plan(p: Problem, device, mask_view=None, tier="auto") -> Plan | None:
-    """The launches of a plain softmax; None if a grid would be too large.
-
-    mask_view: the BroadcastView of the mask, if there is one.
-    """
-    name = ("log_softmax" if p.log else "softmax") + (" gradient" if p.backward else "")
-    algorithm = _algorithm(name, p, device, tier)
-    params = _params(p, device, mask_view)
-    launches = tuple(_LAUNCHES[algorithm](p, params, device))
+def plan(p: Problem, device, mask=(null, EMPTY_VIEW), tier="auto") -> Plan | None:
+    """The launches of a plain softmax; None if a grid would be too large. mask: its pointer and its BroadcastView."""
+    algorithm = _algorithm(p, device, tier)
+    launches = tuple(_LAUNCHES[algorithm](p, _params(p, device, mask), device))
     # Element by element, for arrays that are not aligned.
     generic = _streaming if p.inner == 1 else _column
-    unaligned = tuple(generic(p, _params(p, device, mask_view, 1), device, 1))
+    unaligned = tuple(generic(p, _params(p, device, mask, aligned=False), device, 1))
     if any(step.grid3()[0] > _MOST_GRID_X for step in launches + unaligned):
         return None
     size = p.rows * _split_blocks(p, device) * _stat_bytes(p) if algorithm == "split" else 0
@@ -347,9 +344,84 @@ def problem_of(aval, axis: int, **flags) -> Problem:
 
 
 def plain(log: bool, backward: bool, device, operands, results, *, axis: int, tier: str) -> Plan | None:
-    """The plan of a primitive for arrays of these types; None where there is no kernel."""
-    x, mask = operands[0], operands[2 if backward else 1 :]
-    view = broadcast_view(x.shape, mask[0].shape, axis) if mask else None
-    if x.dtype.name not in _TYPES or (mask and view is None):
+    """The plan of a plain primitive for arrays of these types. Operands as in `_params`, then the mask if there is one."""
+    p = problem_of(operands[0], axis, log=log, backward=backward, masked=len(operands) > 1 + backward)
+    mask = [_viewed(operands, p.inputs, axis)] if p.masked else []
+    return plan(p, device, *mask, tier=tier)
+
+
+def _viewed(operands, k: int, axis: int):
+    """The pointer and the BroadcastView of operand `k`, which broadcasts to the first one."""
+    return operand(k), broadcast_view(operands[0].shape, operands[k].shape, axis)
+
+
+# ---- fused
+
+_HAS_BIAS, _HAS_WIDE_BIAS, _HAS_MASK, _HAS_CAUSAL, _HAS_DROPOUT = 1, 2, 4, 8, 16
+_RUN = 32  # FusedParams::kRun
+
+
+def _fused_op(p: Problem, from_output: bool) -> str:
+    cpp = _TYPES[p.dtype][0]
+    if from_output:
+        return f"jaxkern::FusedFromOutput<{cpp}>"
+    return f"jaxkern::{'FusedBackward' if p.backward else 'FusedForward'}<{cpp}, {_cpp(p.log)}>"
+
+
+def _fused_launch(p: Problem, algorithm: str, op: str, has: int, params, vector: int) -> Launch:
+    row = lambda index, ragged: f"jaxkern::FusedRow<{op}, {vector}, {has}, {index}, {_cpp(ragged)}>"
+    if algorithm == "streaming":
+        return Launch("softmax/fused.cuh", f"SoftmaxStreaming<{op}, {row('int64_t', True)}>", [params],
+                      _rows_grid(p.rows), _STREAM_THREADS)
+    vectors = p.width // p.vector if p.whole else p.vectors
+    lanes, grid, threads = "jaxkern::kBlockLanes", p.rows, _warps(ceil_div(vectors, 4))
+    if algorithm == "warp":
+        # Two short rows per warp: half the steps to reduce a row, and a causal row ends nearer to its limit.
+        lanes = 16 if p.whole and vectors <= 16 * 4 else 32
+        grid, threads = ceil_div(p.rows, _WARP_THREADS // lanes), _WARP_THREADS
+    return Launch("softmax/fused.cuh", f"SoftmaxRegisters<{op}, {row('int', not p.whole)}, {lanes}, 4, 1>", [params], grid,
+                  threads)
+
+
+def _by_runs(p: Problem, shape, axis, parts, device) -> bool:
+    """Whether taking rows by runs lets an operand that broadcasts over matrices stay in L2."""
+
+    def repeats(part):
+        broadcast = [b == 1 for n, b in zip(shape[:axis], part[:axis]) if n != 1]
+        return part[axis] != 1 and any(broadcast) and not broadcast[-1]
+
+    return _exceeds_l2(p, device) and axis > 0 and shape[axis - 1] % _RUN == 0 and any(map(repeats, parts))
+
+
+def fused(device, operands, results, *, axis, tier, log, extras, causal, threshold, unscaled, backward=False,
+          from_output=False) -> Plan | None:
+    """The plan of a fused primitive for arrays of these types."""
+    x = operands[0]
+    at = {name: k for k, name in enumerate(extras.split(), 2 if backward else 1)}
+    p = problem_of(x, axis, log=log, backward=backward, masked="mask" in at, fused=True)
+    if p.dtype not in _TYPES or p.inner != 1 or p.rows >= 1 << 31:
         return None
-    return plan(problem_of(x, axis, log=log, backward=backward, masked=bool(mask)), device, view, tier)
+    algorithm = _algorithm(p, device, tier)
+    pointer = {name: operand(k) for name, k in at.items()}
+    view = {name: broadcast_view(x.shape, operands[k].shape, axis) for name, k in at.items() if name != "key"}
+    wide = "bias" in at and operands[at["bias"]].dtype != x.dtype
+    has = ("bias" in at) * (_HAS_WIDE_BIAS if wide else _HAS_BIAS) + p.masked * _HAS_MASK
+    has += causal * _HAS_CAUSAL + ("key" in at) * _HAS_DROPOUT
+    matrix_rows = x.shape[axis - 1] if axis else 1
+    by_runs = _by_runs(p, x.shape, axis, [operands[at[e]].shape for e in ("mask", "bias") if e in at], device)
+
+    def params(aligned):
+        return struct(
+            _params(p, device, (pointer.get("mask", null), view.get("mask", EMPTY_VIEW)), aligned),
+            *(pointer.get(e, null) for e in ("bias", "scale", "key")), *(view.get(e, EMPTY_VIEW) for e in ("bias", "scale")),
+            f64(65536 / (65536 - threshold)), u32(threshold), fast_divmod(matrix_rows),
+            fast_divmod(p.rows // matrix_rows * _RUN if by_runs else 1),
+            boolean("key" in at and operands[at["key"]].shape[-1] == 4), boolean(unscaled), boolean(by_runs))
+
+    op = _fused_op(p, from_output)
+    return Plan(algorithm, (_fused_launch(p, algorithm, op, has, params(True), p.vector),),
+                unaligned=(_fused_launch(p, "streaming", op, has, params(False), 1),))
+
+
+fused_grad = functools.partial(fused, backward=True)
+fused_output_grad = functools.partial(fused, backward=True, from_output=True)
