@@ -7,7 +7,6 @@
 
 #include "common/bindings.h"
 #include "cross_entropy/cross_entropy_ffi.h"
-#include "cross_entropy/cross_entropy_tier.h"
 #include "elementwise/elementwise_cpu.h"
 #include "elementwise/elementwise_ffi.h"
 #include "index_add/index_add_ffi.h"
@@ -60,27 +59,6 @@ bool TierFits(const std::string& tier_name, int64_t rows, int64_t width, int64_t
   const SoftmaxProblem problem = Problem(rows, width, inner, dtype, log, backward, masked, fused, scratch_bytes);
   return SoftmaxTierFits(tier, problem, {sm_count, compute_capability, shared_memory});
 }
-
-// A problem of cross-entropy as Python hands it over.
-struct LossQuery {
-  LossProblem problem;
-  LossQuery(const std::string& pass, const std::string& dtype, int64_t rows, int64_t width, int64_t inner, bool masked,
-            int64_t scratch_bytes) {
-    if (!ParseLossName(pass, kLossPassNames, &problem.pass)) throw nb::value_error(("unknown pass " + pass).c_str());
-    problem.dtype = ParseDType(dtype);
-    problem.rows = rows, problem.width = width, problem.inner = inner;
-    problem.masked = masked, problem.scratch_bytes = scratch_bytes;
-  }
-  std::string Tier(int sm_count, int compute_capability, int shared_memory) const {
-    const LossTier tier = ChooseLossTier(problem, {sm_count, compute_capability, shared_memory});
-    return std::string(kLossTierNames[static_cast<int>(tier)]);
-  }
-  bool Fits(const std::string& name, int sm_count, int compute_capability, int shared_memory) const {
-    LossTier tier;
-    if (!ParseLossName(name, kLossTierNames, &tier)) throw nb::value_error(("unknown tier " + name).c_str());
-    return LossTierFits(tier, problem, {sm_count, compute_capability, shared_memory});
-  }
-};
 
 // The position of a name in a list of them, which is the value of its enumerator.
 template <class Enum, size_t n>
@@ -138,12 +116,6 @@ NB_MODULE(_cpu, m) {
   m.def("softmax_tier_fits", &TierFits, nb::arg("tier"), nb::arg("rows"), nb::arg("width"), nb::arg("inner"),
         nb::arg("dtype"), nb::arg("log"), nb::arg("backward"), nb::arg("masked"), nb::arg("fused"), nb::arg("scratch_bytes"),
         nb::arg("sm_count"), nb::arg("compute_capability"), nb::arg("shared_memory"));
-  nb::class_<LossQuery>(m, "LossQuery")
-      .def(nb::init<const std::string&, const std::string&, int64_t, int64_t, int64_t, bool, int64_t>(), nb::arg("pass_"),
-           nb::arg("dtype"), nb::arg("rows"), nb::arg("width"), nb::arg("inner"), nb::arg("masked"), nb::arg("scratch_bytes"))
-      .def("tier", &LossQuery::Tier, nb::arg("sm_count"), nb::arg("compute_capability"), nb::arg("shared_memory"))
-      .def("fits", &LossQuery::Fits, nb::arg("tier"), nb::arg("sm_count"), nb::arg("compute_capability"),
-           nb::arg("shared_memory"));
   nb::class_<IndexQuery>(m, "IndexQuery")
       .def(nb::init<const std::string&, const std::string&, const std::string&, int64_t, int64_t, int64_t, int64_t,
                     int64_t, bool, bool, bool>(),

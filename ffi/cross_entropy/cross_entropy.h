@@ -1,5 +1,4 @@
-// The calling convention of cross-entropy, shared by the CPU and the CUDA kernels. Knows neither XLA nor
-// Python.
+// The calling convention of cross-entropy on the CPU. Knows neither XLA nor Python.
 //
 // Over the middle dimension of logits [outer, width, inner], for the label y of each row:
 //
@@ -20,12 +19,13 @@
 
 #include "kernels/common/broadcast.h"
 #include "../common/dtype.h"
-#include "cross_entropy_tier.h"
 
 namespace jaxkern {
 
 // In the order of their names in Python: int8, int16, int32, int64, uint8, ...
 enum class LabelType : int32_t { kS8, kS16, kS32, kS64, kU8, kU16, kU32, kU64 };
+
+enum class LossPass : int32_t { kLoss, kGradient, kBoth };
 
 struct CrossEntropyArgs {
   LossPass pass = LossPass::kLoss;
@@ -47,10 +47,6 @@ struct CrossEntropyArgs {
   void* count = nullptr;           // null without a mask
   const void* weight = nullptr;    // kGradient, kBoth
   void* gradient = nullptr;        // likewise; may be the logits
-  LossTier tier = LossTier::kAuto;
-  // CUDA only: room for the partial results of the split tier, may be empty.
-  void* scratch = nullptr;
-  int64_t scratch_bytes = 0;
 };
 
 }  // namespace jaxkern

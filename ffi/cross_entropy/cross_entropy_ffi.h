@@ -1,6 +1,5 @@
-// From the buffers and attributes of an FFI call to CrossEntropyArgs: what the CPU and the CUDA handler share.
-// Python has validated all of it at trace time; what is checked here is what would otherwise read or write
-// out of bounds, for a caller who goes around Python.
+// From the buffers and attributes of an FFI call to CrossEntropyArgs. Python has validated all of it at trace time; the
+// checks here prevent accesses out of bounds for callers that bypass Python.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +11,6 @@
 namespace jaxkern {
 
 Targets CrossEntropyCpuTargets();
-Targets CrossEntropyCudaTargets();
 
 template <template <LossPass> class Handler> Targets CrossEntropyTargets() {
   return {{"jaxkern_cross_entropy", Handler<LossPass::kLoss>::Call},
@@ -46,7 +44,7 @@ struct LossAttributes {
   double smoothing, z_loss;
   bool has_ignore;
   int64_t ignore;
-  std::string_view tier;
+  std::string_view tier;  // of CUDA
 };
 
 // The attributes, in the order of LossAttributes, at the end of a handler's binding.
@@ -65,7 +63,7 @@ auto BindLossAttributes(Binding&& binding) {
 //     kLoss       logits, labels[, mask]                                        -> loss, largest, total[, count]
 //     kGradient   logits, labels, largest, total, weight[, count, mask]         -> gradient
 //     kBoth       logits, labels, weight[, mask]                                -> loss, largest, total[, count], gradient
-// *results_used: how many results those are; scratch may follow.
+// *results_used: how many results those are.
 inline ffi::Error DecodeCrossEntropy(LossPass pass, const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
                                      const LossAttributes& attributes, CrossEntropyArgs* args, size_t* results_used) {
   const char* name = LossName(pass);
@@ -143,9 +141,6 @@ inline ffi::Error DecodeCrossEntropy(LossPass pass, const ffi::RemainingArgs& op
     const auto mask = operands.get<ffi::AnyBuffer>(with_mask - 1);
     if (!mask) return mask.error();
     if (ffi::Error e = DecodeMask(name, *mask, dims, axis, args); e.failure()) return e;
-  }
-  if (!ParseLossName(attributes.tier, kLossTierNames, &args->tier)) {
-    return InvalidArgument(name, "unknown tier '", attributes.tier, "'");
   }
   return ffi::Error::Success();
 }

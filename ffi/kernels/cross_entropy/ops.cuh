@@ -1,46 +1,62 @@
 // What the kernels of cross-entropy compute, apart from how they walk over the logits.
 //
+// Over the middle dimension of logits [rows, width, inner], for the label y of each row:
+//
+//     lse       log(sum(exp(x)))
+//     loss      lse - (1 - s) x[y] - s mean(x) + z lse^2          s: label_smoothing, z: z_loss
+//     gradient  g (p (1 + 2 z lse) - s / count - (1 - s) [y])     p = exp(x - lse), g: the row's weight
+//
+// Sums and means are over the elements that take part, `count` of them: those whose mask is true. A masked-out element
+// has gradient 0; as the label it is the logarithm of 0, and the loss infinite. A row without a participant, or with
+// nothing but -inf, has loss 0 and gradient 0. A label that is no class has loss 0 and gradient 0 if it equals
+// `ignore`, else NaN for both. NaN and +inf in a row make both NaN. The residuals of a row are its largest logit and
+// `total`, the sum of exp(x - largest): lse alone would have lost to rounding what tells probabilities of large logits
+// apart.
+//
 //     Label      the class of a row, or why it has none
 //     LossStat   a share of a row: its largest logit, the sum of exponentials, what smoothing needs
-//     WriteRow   the loss and what the gradient keeps, from the LossStat of the whole row
-//     Slope      what turns a row's logits into their gradient
+//     WriteRow   the loss and the residuals, from the LossStat of the whole row
+//     Slope      maps a row's logits to their gradient
 //
-// The exponentials are those of softmax (softmax_ops.cuh): relative to the largest logit, one ex2 each.
+// The exponentials are those of softmax (softmax/ops.cuh): relative to the largest logit, one ex2 each.
 #pragma once
 
-#include "kernels/common/async.cuh"
-#include "../softmax/softmax_ops.cuh"
-#include "cross_entropy.h"
+#include "common/async.cuh"
+#include "common/broadcast.h"
+#include "softmax/ops.cuh"
 
 namespace jaxkern {
 
-// The options in the type that they are computed with: converting them takes the GPU longer than using them.
+// In the order of their names in Python.
+enum class LabelType : int32_t { kS8, kS16, kS32, kS64, kU8, kU16, kU32, kU64 };
+
+// The options in the computing type, since converting them would take longer than using them.
 template <class C> struct LossNumbers {
-  C soft, hard, z_loss;  // label_smoothing, and what it leaves
+  C soft, hard, z_loss;  // label_smoothing, and 1 - label_smoothing
   C width;
 };
 
-struct LossParams {  // of every kernel
+// The parameters of every kernel; plan.py lays them out. Numbers per row are float, or double for double.
+struct LossParams {
   const void* logits;
-  void* gradient;
-  const void* labels;
+  void* gradient;      // may be the logits
+  const void* labels;  // [rows, inner], like all that follow
   const void* weight;
   void* loss;
   void* largest;
   void* total;
-  void* count;
+  void* count;  // null without a mask
   int64_t rows, width, inner;
-  int misalignment;  // of the logits from 16 bytes, in elements
-  int parts;         // of a row, each a unit of work
-  bool ragged;       // some row does not begin or end on 16 bytes
-  bool exceeds_l2;   // see ReadPolicy
+  int parts;        // of a row, each a unit of work
+  bool ragged;      // some row does not begin or end on 16 bytes
+  bool exceeds_l2;  // see ReadPolicy
   bool has_ignore;
   LabelType label_type;
-  int64_t ignore;
+  int64_t ignore;  // the bits of the label; never a class
   LossNumbers<float> single;
   LossNumbers<double> wide;
-  void* partials;    // LossStats of parts, or null
-  const uint8_t* mask;
+  void* partials;       // LossStats of parts, or null
+  const uint8_t* mask;  // one byte per element, 1 = takes part; null: all do
   BroadcastView mask_view;
 
   __device__ __forceinline__ bool Smoothing() const { return single.soft != 0; }
@@ -49,6 +65,9 @@ struct LossParams {  // of every kernel
     else return single;
   }
 };
+static_assert(sizeof(LossParams) == 360, "plan.py");
+
+template <class C> __device__ __forceinline__ C NaN() { return static_cast<C>(__int_as_float(0x7fffffff)); }
 
 // ---- labels
 
@@ -57,9 +76,9 @@ struct Label {
   static constexpr int64_t kIgnored = -1, kBad = -2;
 };
 
-// A label as it was loaded: looking at it would wait for it.
+// A label as it was loaded. Resolve waits for the load.
 struct RawLabel {
-  int32_t low, high;  // the upper half of 64 bits only
+  int32_t low, high;  // high: of 64-bit labels only
 };
 
 __device__ __forceinline__ RawLabel LoadLabel(const LossParams& p, int64_t row) {
@@ -86,7 +105,7 @@ __device__ __forceinline__ Label Resolve(const LossParams& p, RawLabel raw) {
     label = static_cast<int64_t>(raw.high) << 32 | static_cast<uint32_t>(raw.low);
   }
   if (p.has_ignore && label == p.ignore) return {Label::kIgnored};
-  // Negative numbers, and those of 64 unsigned bits, are large here.
+  // Negative labels are large as unsigned numbers.
   return {static_cast<uint64_t>(label) < static_cast<uint64_t>(p.width) ? label : Label::kBad};
 }
 __device__ __forceinline__ Label ReadLabel(const LossParams& p, int64_t row) { return Resolve(p, LoadLabel(p, row)); }
@@ -105,10 +124,11 @@ template <class T> struct LossStat {
 
   static __device__ __forceinline__ LossStat Merge(const LossStat& a, const LossStat& b) {
     const C max = Max(a.max, b.max), base = Base(max);
-    return {max, a.count + b.count, a.sum * Rescale<T>(a.max, base) + b.sum * Rescale<T>(b.max, base), a.above + b.above};
+    return {max, a.count + b.count, a.sum * Rescale<T>(a.max, base) + b.sum * Rescale<T>(b.max, base),
+            a.above + b.above};
   }
 
-  // Over aligned groups of kLanes lanes. What is not asked for is left alone.
+  // Over aligned groups of kLanes lanes. Members that the options do not need are left as they are.
   template <int kLanes> __device__ __forceinline__ LossStat MergeLanes(bool smoothing, bool masked) const {
     LossStat s = *this;
     s.max = ReduceLanes<kLanes>(max, MaxOf());
@@ -118,9 +138,10 @@ template <class T> struct LossStat {
     return s;
   }
 };
-static_assert(sizeof(LossStat<double>) <= kLossPartialBytes && sizeof(LossStat<float>) <= kLossPartialBytes);
+static_assert(sizeof(LossStat<double>) == 32 && sizeof(LossStat<float>) == 24 && sizeof(LossStat<__half>) == 16,
+              "plan.py");
 
-// The largest of some packs, without a thought for NaN, which the exponentials pass on. 16 bit: two at a time.
+// The largest element of some packs. NaN may be lost here, and comes back with the exponentials. 16 bit: two at a time.
 template <class T, int kPacks, int N>
 __device__ __forceinline__ Compute<T> LargestOf(const Pack<T, N> (&packs)[kPacks]) {
   if constexpr (sizeof(T) == 2 && N % 2 == 0) {
@@ -140,7 +161,7 @@ __device__ __forceinline__ Compute<T> LargestOf(const Pack<T, N> (&packs)[kPacks
   }
 }
 
-// Adds packs whose elements that take no part are -inf. reference: null without smoothing.
+// Adds packs, whose elements that take no part are -inf.
 template <class T, int kPacks, int N>
 __device__ __forceinline__ void Accumulate(LossStat<T>& stat, const Pack<T, N> (&packs)[kPacks]) {
   using C = Compute<T>;
@@ -158,7 +179,8 @@ __device__ __forceinline__ void Accumulate(LossStat<T>& stat, const Pack<T, N> (
   stat.max = max;
 }
 
-template <class T, int N> __device__ __forceinline__ void AddAbove(LossStat<T>& stat, const Pack<T, N>& pack, Compute<T> reference) {
+template <class T, int N>
+__device__ __forceinline__ void AddAbove(LossStat<T>& stat, const Pack<T, N>& pack, Compute<T> reference) {
   Compute<T> v[N];
   Unpack(pack, v);
 #pragma unroll
@@ -166,28 +188,16 @@ template <class T, int N> __device__ __forceinline__ void AddAbove(LossStat<T>& 
   stat.above += Fold(v, SumOf());
 }
 
-// What a row's logits are compared with before they are added up: a finite number near them.
+// A finite number near a row's logits, which smoothing subtracts before it adds them up.
 template <class T> __device__ __forceinline__ Compute<T> ReferenceOf(T first) {
   const Compute<T> x = ToCompute(first);
   return x - x == Compute<T>(0) ? x : Compute<T>(0);
 }
 
-// log(sum e^(x - max)). 16 bit: without what the rounding of max * log2(e) put into every term.
-template <class T> __device__ __forceinline__ Compute<T> LogTotal(Compute<T> base, Sum<T> sum) {
-  using C = Compute<T>;
-  const C total = static_cast<C>(sum);
-  if constexpr (sizeof(T) == 8) {
-    return log(total);
-  } else if constexpr (sizeof(T) == 4) {
-    return logf(total) + static_cast<C>(sum - total) / total;
-  } else {
-    return logf(total) - LogOfExcess<T>(base) * kLn2;
-  }
-}
-
-// The sum as it is kept for the gradient: of e^(x - max), whoever takes it; and as the kernels have it.
+// The residual `total`, sum(e^(x - base)), from the sum as the kernels have it: in 16 bit with the common factor of its
+// terms (see LogOfExcess); and back. The total of a row with a single participant is exactly 1.
 template <class T> __device__ __forceinline__ Compute<T> KeptTotal(Compute<T> base, Sum<T> sum) {
-  if constexpr (sizeof(T) == 2) return sum * Exp2Approx(-LogOfExcess<T>(base));
+  if constexpr (sizeof(T) == 2) return Forward<T, true>::WithoutExcess(sum, base);
   else return static_cast<Compute<T>>(sum);
 }
 template <class T> __device__ __forceinline__ Compute<T> OwnTotal(Compute<T> base, Compute<T> kept) {
@@ -195,17 +205,25 @@ template <class T> __device__ __forceinline__ Compute<T> OwnTotal(Compute<T> bas
   else return kept;
 }
 
-// By one thread: the loss of a row, and what its gradient keeps. x_label: the label's logit, -inf where it is
-// masked; anything where there is none.
-template <class T>
-__device__ __forceinline__ void WriteRow(const LossParams& p, int64_t row, const LossStat<T>& stat, Label label,
-                                         Compute<T> x_label, Compute<T> reference) {
+// log(sum(e^(x - base))).
+template <class T> __device__ __forceinline__ Compute<T> LogTotal(Compute<T> base, Sum<T> sum) {
+  using C = Compute<T>;
+  const C total = KeptTotal<T>(base, sum);
+  if constexpr (sizeof(T) == 8) return log(total);
+  else if constexpr (sizeof(T) == 4) return logf(total) + static_cast<C>(sum - total) / total;
+  else return logf(total);
+}
+
+// Called by one thread: stores the loss of a row and its residuals. x_label: the label's logit, -inf where it is masked
+// out; ignored if there is none.
+template <class T> __device__ __forceinline__ void WriteRow(const LossParams& p, int64_t row, const LossStat<T>& stat,
+                                                            Label label, Compute<T> x_label, Compute<T> reference) {
   using C = Compute<T>;
   const LossNumbers<C>& numbers = p.template Numbers<C>();
   const C base = Base(stat.max), count = p.mask ? C(stat.count) : numbers.width;
   C loss = 0;
   if (label.at == Label::kBad) {
-    loss = NAN;
+    loss = NaN<C>();
   } else if (label.at != Label::kIgnored && !(stat.sum == Sum<T>(0))) {
     const C log_total = LogTotal<T>(base, stat.sum);
     loss = log_total;
@@ -222,8 +240,8 @@ __device__ __forceinline__ void WriteRow(const LossParams& p, int64_t row, const
 
 // ---- where the elements of a row lie
 
-// A row as whole aligned packs, and fewer than N single elements before (head) and behind (tail) them. Part
-// `part` of `parts` has an equal share of the packs; the first has the single ones too.
+// A row as whole aligned packs, and fewer than N single elements before (head) and after (tail) them. The logits are
+// aligned to 16 bytes. Each of `parts` parts has an equal share of the packs; the first has the single elements too.
 template <class T> struct LossRow {
   static constexpr int N = kVector<T>;
   int64_t body;  // offset of the first pack, behind the head
@@ -235,7 +253,7 @@ template <class T> struct LossRow {
     head = 0, tail = 0;
     int64_t packs = p.width / N;
     if (p.ragged) {
-      const int gap = static_cast<int>(-(body + p.misalignment)) & (N - 1);
+      const int gap = static_cast<int>(-body) & (N - 1);
       head = gap < p.width ? gap : static_cast<int>(p.width);
       packs = (p.width - head) / N;
       tail = static_cast<int>(p.width - head - packs * N);
@@ -243,7 +261,7 @@ template <class T> struct LossRow {
     }
     begin = 0, end = static_cast<int>(packs);
     if (parts > 1) {
-      const int each = ((end + parts - 1) / parts + kWarp - 1) / kWarp * kWarp;  // none begins within a sector
+      const int each = ((end + parts - 1) / parts + kWarp - 1) / kWarp * kWarp;  // no part begins within a sector
       begin = min(end, each * part);
       end = min(end, begin + each);
       if (part > 0) tail = 0;
@@ -254,7 +272,7 @@ template <class T> struct LossRow {
   __device__ __forceinline__ int64_t Column(int pack) const { return head + int64_t{pack} * N; }
 };
 
-// The single elements of a row: two for each of the first N threads, one of the head and one of the tail.
+// The single elements of a row: each of the first N threads has up to one of the head and one of the tail.
 template <class T> struct LossSingles {
   int64_t column[2];  // -1: none
 
@@ -275,13 +293,14 @@ template <class T> struct Slope {
   C base;
   C rise;          // of the probabilities
   C factor;        // of e^(x - base)
-  C smooth, hot;   // taken from every participant, and from the label
-  int label_pack;  // where the label is: -1 for none of the packs
+  C smooth, hot;   // subtracted from every participant, and from the label
+  int label_pack;  // the pack with the label, -1: none of them
   int label_place;
-  uint32_t live;   // bits of the gradient to keep: none where it is zeros whatever the logits are
+  uint32_t live;  // the bits of the gradient to keep: none if it is 0 whatever the logits are
 
   Slope() = default;
-  __device__ __forceinline__ Slope(const LossParams& p, Label label, int head, C largest, Sum<T> total, C count, C weight)
+  __device__ __forceinline__ Slope(const LossParams& p, Label label, int head, C largest, Sum<T> total, C count,
+                                   C weight)
       : base(largest) {
     const int64_t offset = label.at - head;
     label_pack = label.at >= head ? static_cast<int>(offset / N) : -1;
@@ -291,12 +310,22 @@ template <class T> struct Slope {
     smooth = 0;
     if (numbers.soft != 0) smooth = weight * numbers.soft / count;
     hot = weight * numbers.hard;
-    rise = label.at == Label::kBad ? C(NAN) : weight;
+    rise = label.at == Label::kBad ? NaN<C>() : weight;
     if (numbers.z_loss != 0) rise *= 1 + 2 * numbers.z_loss * (largest + LogTotal<T>(largest, total));
     factor = rise / static_cast<C>(total);
   }
 
-  // The gradient of a pack. pack: its number, or kNoLabel where the label's element is not its concern.
+  // 16 bit: makes the label's gradient exact where its probability is exactly 1, so that a row of one class has
+  // gradient 0. The largest logit's power is not 1 (LogOfExcess), and its product with `factor` may round; `hot`
+  // compensates. Needed by the threads that subtract `hot`.
+  __device__ __forceinline__ void SettleHot(Sum<T> total) {
+    if constexpr (sizeof(T) == 2) {
+      const C e = Exp2Approx(LogOfExcess<T>(base));
+      if (e == total) hot += fma(e, factor, -smooth) - (rise - smooth);
+    }
+  }
+
+  // The gradient of a pack. pack: its number, or kNoLabel if another thread subtracts `hot`.
   static constexpr int kNoLabel = -2;
   __device__ __forceinline__ Pack<T, N> Gradient(const Pack<T, N>& x, int pack = kNoLabel) const {
     C v[N];
@@ -313,10 +342,10 @@ template <class T> struct Slope {
     return result;
   }
   // 16 bit: e^(x - base) * factor as the single power 2^(x * log2(e) - offset), for rows where taking log2(factor) into
-  // the exponent costs no more than 2^-19 (Forward::OnePower), and no logit loses anything to smoothing.
+  // the exponent costs no more than 2^-19 (Forward::OnePower), without smoothing.
   static constexpr bool kOnePower = sizeof(T) == 2;
   __device__ __forceinline__ bool OnePower(float* offset) const {
-    *offset = __fmul_rn(base, kLog2E) - __log2f(factor);  // no number unless the factor is positive
+    *offset = __fmul_rn(base, kLog2E) - __log2f(factor);  // NaN unless the factor is positive
     return live && smooth == 0 && fabsf(*offset) < 64;
   }
   static __device__ __forceinline__ Pack<T, N> OfOnePower(const Pack<T, N>& x, float offset) {

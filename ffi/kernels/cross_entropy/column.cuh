@@ -1,22 +1,23 @@
-// Cross-entropy over an axis that is not the last one, and any problem at all: the column tier. Nothing is
-// transposed.
+// Cross-entropy over an axis that is not the last one, without a transposition: the loss (LossColumn) and the gradient
+// from the residuals (GradientColumn). With N = 1 they run any problem, at any alignment.
 //
-// A block is 32 lanes across the inner dimension, each with N neighbouring columns (1 where packs would not
-// be aligned), and 8 warps that take turns down the axis. The warps' LossStats meet in shared memory.
+// A block is 32 lanes across the inner dimension, each with N adjacent columns, and 8 warps that take turns down the
+// axis. The warps' LossStats are merged through shared memory. N > 1: the arrays are aligned to 16 bytes, and inner is
+// a multiple of N.
 #pragma once
 
-#include "cross_entropy_ops.cuh"
+#include "cross_entropy/ops.cuh"
 
 namespace jaxkern {
 
 constexpr int kLossColumnWarps = 8;
 constexpr int kLossColumnUnroll = 4;
 
-// The rows (columns of memory) that this thread looks after.
+// The rows (columns of memory) of a thread.
 template <class T, int N> struct LossColumns {
   int64_t outer, inner;  // of the first
   bool active;
-  int64_t first;         // offset of the first element
+  int64_t first;  // offset of the first element
 
   __device__ __forceinline__ LossColumns(const LossParams& p) {
     const int64_t tiles = (p.inner + kWarp * N - 1) / (kWarp * N);
@@ -31,8 +32,8 @@ template <class T, int N> struct LossColumns {
   }
 };
 
-template <class T, int N, bool kMasked>
-__global__ void __launch_bounds__(kWarp * kLossColumnWarps) LossColumn(const __grid_constant__ LossParams p) {
+template <class T, int N, bool kMasked> __global__ void __launch_bounds__(kWarp* kLossColumnWarps)
+    LossColumn(const __grid_constant__ LossParams p) {
   using C = Compute<T>;
   using Stat = LossStat<T>;
   const LossColumns<T, N> own(p);
@@ -95,28 +96,27 @@ __global__ void __launch_bounds__(kWarp * kLossColumnWarps) LossColumn(const __g
 
 // gridDim.y blocks share the axis.
 template <class T, int N, bool kMasked>
-__global__ void __launch_bounds__(kWarp * kLossColumnWarps, sizeof(T) == 2 ? 3 : 1)
-GradientColumn(const __grid_constant__ LossParams p) {
+__global__ void __launch_bounds__(kWarp* kLossColumnWarps, sizeof(T) == 2 ? 3 : 1)
+    GradientColumn(const __grid_constant__ LossParams p) {
   using C = Compute<T>;
   const LossColumns<T, N> own(p);
   if (!own.active) return;
   const T* const logits = static_cast<const T*>(p.logits) + own.first;
   T* const gradient = static_cast<T*>(p.gradient) + own.first;
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
-  const auto slope_of = [&](int j, Label label) {
-    const int64_t row = own.Row(p, j);
-    const C largest = static_cast<const C*>(p.largest)[row];
-    return Slope<T>(p, label, 0, largest, OwnTotal<T>(largest, static_cast<const C*>(p.total)[row]),
-                    kMasked ? static_cast<const C*>(p.count)[row] : p.template Numbers<C>().width, static_cast<const C*>(p.weight)[row]);
-  };
-  // One of each of the columns; what differs between them is little, but an array of Slopes would spill.
+  // The members of the columns' Slopes that differ; an array of Slopes would spill.
   C base[N], factor[N], smooth[N], hot[N];
   int64_t label[N];
   bool nothing[N];
 #pragma unroll
   for (int j = 0; j < N; ++j) {
-    const Label own_label = ReadLabel(p, own.Row(p, j));
-    const Slope<T> s = slope_of(j, own_label);
+    const int64_t row = own.Row(p, j);
+    const Label own_label = ReadLabel(p, row);
+    const C largest = static_cast<const C*>(p.largest)[row];
+    const Sum<T> total = OwnTotal<T>(largest, static_cast<const C*>(p.total)[row]);
+    const C count = kMasked ? static_cast<const C*>(p.count)[row] : p.template Numbers<C>().width;
+    Slope<T> s(p, own_label, 0, largest, total, count, static_cast<const C*>(p.weight)[row]);
+    s.SettleHot(total);
     base[j] = s.base, factor[j] = s.factor, smooth[j] = s.smooth, hot[j] = s.hot, nothing[j] = !s.live;
     label[j] = own_label.at;
   }

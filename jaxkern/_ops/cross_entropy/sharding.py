@@ -1,8 +1,8 @@
-"""Cross-entropy on several devices: what each computes of logits whose classes are split, as a vocabulary often is.
+"""Cross-entropy of logits whose classes are split over devices, as a vocabulary often is.
 
-    loss        a kernel reads the part once; two messages of a few numbers a row; the label's own logit is known to
-                the device that has it
-    gradient    XLA's operations read and write the part once, without a message: what the loss kept is of whole rows
+    loss        a kernel reads each part once; two messages of a few numbers per row; the device that has the label's
+                logit contributes it
+    gradient    XLA's operations read and write each part once, without a message, since residuals are of whole rows
     both        one after the other
     tangent     XLA's operations, and a message
 
@@ -12,47 +12,53 @@ Split rows need no message, and the kernels run on each part. Classes that do no
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern import loss, reduction
+from jaxkern._ops.cross_entropy import reference
+from jaxkern._ops.cross_entropy.primitive import Options, cross_entropy_p, kinds
+from jaxkern._ops.reduction.primitive import statistics
 
 
 def dims(prim, avals, axis: int):
     """Names for the dimensions of each operand and result, for partition.lower."""
     full = [f"d{d}" for d in range(avals[0].ndim)]
     full[axis] = "classes"
-    operands, results = loss.kinds(prim, avals)
+    operands, results = kinds(prim, avals)
     return [full[:axis] + full[axis + 1 :] if kind == "r" else full for kind in operands + results]
 
 
 def _place(over, width):
-    """The class that the device's part begins with, and their number."""
+    """The first class of the device's part, and the number of all classes."""
     return lax.axis_index(over) * width, lax.psum(1, over) * width
 
 
 def _statistics(logits, mask, axis, smoothing, tier):
-    """Of each row of a part, with a dimension for the axis: the largest logit, the sum of exponentials, the number of
-    participants, and with smoothing the sum of logit - largest; one read."""
+    """Per row of a part, in one read: the largest logit, the sum of exponentials, the number of participants, and with
+    smoothing the sum of logit - largest. They have a dimension for the axis."""
     if not smoothing:
-        _, largest, total = (jnp.expand_dims(a, axis) for a in reduction.statistics(logits, *mask, axis=axis, tier="auto"))
-        return largest, total, loss.participants(logits, mask, axis), None
-    # All of the target spread over the classes leaves log(total) less that sum's mean; the label does not matter.
+        _, largest, total = (jnp.expand_dims(a, axis) for a in statistics(logits, *mask, axis=axis, tier="auto"))
+        return largest, total, reference.participants(logits, mask, axis), None
+    # With smoothing 1 the loss is log(total) less the mean of that sum, whatever the label is.
     anything = jnp.zeros(logits.shape[:axis] + logits.shape[axis + 1 :], jnp.int32)
-    found = loss.cross_entropy_p.bind(logits, anything, *mask, axis=axis, tier=tier, options=loss.Options(1.0))
+    found = cross_entropy_p.bind(logits, anything, *mask, axis=axis, tier=tier, options=Options(1.0))
     spread, largest, total, *counted = (jnp.expand_dims(a, axis) for a in found)
-    count = counted[0] if mask else loss.participants(logits, mask, axis)
+    count = counted[0] if mask else reference.participants(logits, mask, axis)
     nothing = total == 0
-    below = jnp.where(nothing, jnp.where(count > 0, -jnp.inf, 0), count * (jnp.log(jnp.where(nothing, 1, total)) - spread))
+    below = jnp.where(
+        nothing, jnp.where(count > 0, -jnp.inf, 0), count * (jnp.log(jnp.where(nothing, 1, total)) - spread)
+    )
     return jnp.where(nothing, -jnp.inf, largest), total, count, below
 
 
 def _loss(over, logits, labels, *mask, axis, tier, options):
     first, classes = _place(over, logits.shape[axis])
-    label, bad, ignored = loss.classes_of(labels, classes, axis, options)
+    label, bad, ignored = reference.classes_of(labels, classes, axis, options)
     here = label.astype(jnp.int32) - first
     own = (here >= 0) & (here < logits.shape[axis])
     here = jnp.where(own, here, 0)
-    logit = jnp.take_along_axis(logits, here, axis, mode="clip").astype(loss.computing(logits.dtype))
+    logit = jnp.take_along_axis(logits, here, axis, mode="clip").astype(reference.computing(logits.dtype))
     if mask:
-        logit = jnp.where(jnp.take_along_axis(jnp.broadcast_to(mask[0], logits.shape), here, axis, mode="clip"), logit, -jnp.inf)
+        logit = jnp.where(
+            jnp.take_along_axis(jnp.broadcast_to(mask[0], logits.shape), here, axis, mode="clip"), logit, -jnp.inf
+        )
 
     largest, total, count, below = _statistics(logits, mask, axis, options.smoothing, tier)
     base = jnp.where(largest == -jnp.inf, 0, largest)
@@ -74,7 +80,7 @@ def _loss(over, logits, labels, *mask, axis, tier, options):
         value = value - options.smoothing * sums[0] / count
     if options.z_loss:
         value = value + options.z_loss * (whole + log_total) ** 2
-    value = loss.settled(value, total, bad, ignored)
+    value = reference.settled(value, total, bad, ignored)
     return [jnp.squeeze(a, axis) for a in (value, whole, total, *([count] if mask else []))]
 
 
@@ -88,7 +94,7 @@ def _slopes(over, logits, labels, largest, total, rest, axis, options):
     first, classes = _place(over, logits.shape[axis])
     count = jnp.expand_dims(count[0], axis) if count else classes
     largest, total = (jnp.expand_dims(a, axis) for a in (largest, total))
-    return loss.slopes(logits, labels, largest, total, count, mask, axis, options, first, classes)
+    return reference.slopes(logits, labels, largest, total, count, mask, axis, options, first, classes)
 
 
 def _both(over, logits, labels, g, *mask, axis, tier, options):

@@ -8,13 +8,13 @@
 //                     merge over the block, then over the cluster through distributed shared memory
 //                     pass 2: read each chunk again, write the gradient, hand the slot back
 //
-// so that loading does not stop while a row is reduced and written. The consumers are one group, or two that take
-// the rows by turns: while one of them merges, which is nothing but waiting, the other computes. The few elements of
-// a row outside whole packs are read and written by the first threads of the first block. Who holds the label's
-// logit writes the loss, and the label's element of the gradient once more, behind the others of its pack.
+// so that loads go on while a row is reduced and written. The consumers are one group, or two that take turns with the
+// rows: while one waits for its merge, the other computes. The first threads of the first block read and write the
+// elements of a row outside whole packs. The thread that holds the label's logit stores the loss, and stores the
+// label's element of the gradient again after its pack. The logits and the gradient are aligned to 16 bytes.
 #pragma once
 
-#include "cross_entropy_rows.cuh"
+#include "cross_entropy/ops.cuh"
 
 namespace jaxkern {
 
@@ -28,18 +28,18 @@ constexpr int kLossRingBytes = kLossSlots * kLossSlotBytes;
 template <class T, int kGroups> struct LossPipelineShared {
   Barrier empty[kLossSlots];
   struct Group {
-    Barrier full[kLossSlots];  // a barrier tells a phase from the next but one only by those who wait for each of them
+    Barrier
+        full[kLossSlots];  // per group: a waiter must see every phase, since it cannot tell one from the next but one
     Barrier exchanged[2];
     LossStat<T> room[2][kLossConsumers / kGroups / kWarp];
     LossStat<T> exchange[2][kMaxCluster];
   } group[kGroups];
 };
-template <class T, int kGroups>
-constexpr int kLossPipelineBytes = kLossRingBytes + static_cast<int>(sizeof(LossPipelineShared<T, kGroups>));
-
-template <class T, int kGroups>
-__global__ void __launch_bounds__(kLossPipelineThreads, 1)
-BothPipeline(const __grid_constant__ LossParams p, int piece_packs) {
+template <class T, int kGroups> __global__ void __launch_bounds__(kLossPipelineThreads, 1)
+    BothPipeline(const __grid_constant__ LossParams p, int piece_packs) {
+  static_assert(sizeof(LossPipelineShared<T, kGroups>) ==
+                    104 + kGroups * (120 + (1024 / kWarp / kGroups + 32) * sizeof(LossStat<T>)),
+                "plan.py");
 #ifdef JAXKERN_HAS_BULK_COPY
   using C = Compute<T>;
   using Stat = LossStat<T>;
@@ -99,7 +99,7 @@ BothPipeline(const __grid_constant__ LossParams p, int piece_packs) {
     const auto pack_at = [&](int at_slot, int u) -> const Pack<T, N>& {
       return *reinterpret_cast<const Pack<T, N>*>(shared_bytes + at_slot * kLossSlotBytes + (lane + u * kThreads) * 16);
     };
-    uint32_t parities = 0;  // of the next phases of this group's full, a bit a slot
+    uint32_t parities = 0;  // of the next phase of each slot's full barrier, one bit per slot
     const auto pass_over_row = [&] {
       slot += chunks;
       if (slot >= kLossSlots) slot -= kLossSlots;
@@ -110,7 +110,7 @@ BothPipeline(const __grid_constant__ LossParams p, int piece_packs) {
       const LossRow<T> span(p, r);
       const int end = min(static_cast<int>(span.end), begin + piece_packs);
       const int row_slot = slot;
-      const RawLabel raw_label = LoadLabel(p, r);  // not looked at before pass 1 is done
+      const RawLabel raw_label = LoadLabel(p, r);  // first used after pass 1
       const C weight = static_cast<const C*>(p.weight)[r];
       C reference = 0;
       if (smoothing) reference = ReferenceOf(logits[r * p.width]);
@@ -164,13 +164,13 @@ BothPipeline(const __grid_constant__ LossParams p, int piece_packs) {
       }
 
       const Label label = Resolve(p, raw_label);
-      const Slope<T> slope(p, label, span.head, Base(stat.max), stat.sum, p.template Numbers<C>().width, weight);
+      Slope<T> slope(p, label, span.head, Base(stat.max), stat.sum, p.template Numbers<C>().width, weight);
       float offset = 0;
       bool one_power = false;
       if constexpr (Slope<T>::kOnePower) one_power = slope.OnePower(&offset);
-      bool own = label.at < 0 && rank == 0 && lane == 0;  // who writes the loss
+      bool own = label.at < 0 && rank == 0 && lane == 0;  // this thread stores the loss
       C x_label = 0;
-      // The chunk with the label, for the thread that has it.
+      // The chunk with the label, if it is this thread's.
       const int to_label = slope.label_pack - begin;
       const bool has_label = to_label >= 0 && slope.label_pack < end && to_label % kThreads == lane;
       const int label_chunk = has_label ? to_label / kLossChunkPacks : -1;
@@ -195,6 +195,7 @@ BothPipeline(const __grid_constant__ LossParams p, int piece_packs) {
           const int place = (to_label - c * kLossChunkPacks) * N + slope.label_place;
           const auto x = Filled<T, 1>(reinterpret_cast<const T*>(shared_bytes + again * kLossSlotBytes)[place]);
           own = true, x_label = ToCompute(Element(x, 0));
+          slope.SettleHot(stat.sum);
           gradient[r * p.width + label.at] = slope.Gradient(x, true);
         }
         __syncwarp();  // all lanes have read the slot
@@ -205,7 +206,10 @@ BothPipeline(const __grid_constant__ LossParams p, int piece_packs) {
       for (int k = 0; k < 2; ++k) {
         const int64_t column = singles.column[k];
         if (column < 0) continue;
-        if (column == label.at) own = true, x_label = ToCompute(Element(single[k], 0));
+        if (column == label.at) {
+          own = true, x_label = ToCompute(Element(single[k], 0));
+          slope.SettleHot(stat.sum);
+        }
         gradient[r * p.width + column] = slope.Gradient(single[k], column == label.at);
       }
       if (own) WriteRow<T>(p, r, stat, label, x_label, reference);

@@ -1,20 +1,21 @@
-// Loss and gradient in one read, a row held in registers: the kernel of softmax (softmax_registers.cuh) with another
-// end, which turns a row's exponentials into the gradient and adds the loss.
+// Loss and gradient in one read, a row held in registers: the kernel of softmax (softmax/registers.cuh) with a row type
+// that turns the exponentials into the gradient and stores the loss.
 //
-// Who holds the label's logit writes the row's loss: it need not be read again, and the gradient may overwrite
-// the logits.
+// The thread that holds the label's logit stores the row's loss, so that the logit is not read again, and the gradient
+// may overwrite the logits.
 #pragma once
 
-#include "../softmax/softmax_registers.cuh"
-#include "cross_entropy_rows.cuh"
+#include "cross_entropy/ops.cuh"
+#include "softmax/registers.cuh"
 
 namespace jaxkern {
 
 struct BothParams : SoftmaxParams {
   LossParams loss;
 };
+static_assert(sizeof(BothParams) == sizeof(SoftmaxParams) + sizeof(LossParams), "plan.py");
 
-// As softmax up to the sum; what is held leaves as it is, and what it must be multiplied by is the Final's inverse.
+// Softmax up to the sum. Get returns the exponentials as they are held; BothRow multiplies them by the Final's inverse.
 template <class T> struct BothForward : Forward<T, false> {
   using C = Compute<T>;
   template <int kPacks, int N, bool = false> struct Tile : Forward<T, false>::template Tile<kPacks, N> {
@@ -34,13 +35,13 @@ template <class T, bool kRagged> struct BothRow : SoftmaxRow<BothForward<T>, kVe
   static constexpr int N = kVector<T>;
   static constexpr int kGroupBlocks = 8;  // 64 registers a thread
 
-  struct Place {  // what a thread has read of its row's label
+  struct Place {  // the row's label and weight, as they were loaded
     RawLabel label;
     C weight;
   };
   struct Raw {
     Pack<T, N> data[1];
-    Place mask;  // of the first pack only
+    Place mask;  // set in the first pack only
   };
 
   const LossParams& p;
@@ -97,6 +98,7 @@ template <class T, bool kRagged> struct BothRow : SoftmaxRow<BothForward<T>, kVe
   __device__ __forceinline__ void Settle(const Raw& raw, const typename Op::Stat& stat) {
     slope = Slope<T>(p, label, span.Column(0), ::jaxkern::Base(stat.max), stat.sum, p.template Numbers<C>().width,
                      raw.mask.weight);
+    if (own) slope.SettleHot(stat.sum);
   }
   __device__ __forceinline__ Pack<T, N> Result(C (&v)[N], const typename Op::Final& final, const Raw&, int) const {
     const C factor = slope.rise * final.inverse;
@@ -104,23 +106,22 @@ template <class T, bool kRagged> struct BothRow : SoftmaxRow<BothForward<T>, kVe
     for (int j = 0; j < N; ++j) v[j] = fma(v[j], factor, -slope.smooth);
     return Repack<T, N>(v);
   }
-  // The label's element once more, behind the others of its pack.
+  // The label's element is stored again after its pack, by the thread that holds it.
   template <int kPacks>
   __device__ __forceinline__ void StoreAll(T* out, Pack<T, N> (&pack)[kPacks], int first, int step) const {
     if (!slope.live) {
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
         pack[i] = {};
-        Forget(pack[i]);  // a branch, which all rows but few pass by
+        Forget(pack[i]);  // keeps this a branch, which few rows take
       }
     }
     Base::StoreAll(out, pack, first, step);
     if (own) out[row * p.width + label.at] = slope.FromPower(ExpDifference<T>(x_label, slope.base), true);
   }
 
-  // kLanes: of a group that has the row to itself, or kBlockLanes. By all of them.
-  template <int kLanes>
-  __device__ __forceinline__ void Close(const Raw&, const typename Op::Stat& stat, int lane) {
+  // Called by all threads of the row. kLanes: of a group per row, or kBlockLanes.
+  template <int kLanes> __device__ __forceinline__ void Close(const Raw&, const typename Op::Stat& stat, int lane) {
     LossStat<T> whole = {stat.max, 0, stat.sum, above};
     if (p.Smoothing()) {
       whole.above = ReduceLanes<kLanes == kBlockLanes ? kWarp : kLanes>(above, SumOf());
@@ -128,8 +129,9 @@ template <class T, bool kRagged> struct BothRow : SoftmaxRow<BothForward<T>, kVe
         constexpr int kMaxWarps = kBlockTierThreads / kWarp;
         using S = typename LossStat<T>::S;
         __shared__ S room[kMaxWarps];
-        whole.above = ReduceWarps<kMaxWarps>(whole.above, room, blockDim.x / kWarp, S(0), [] { __syncthreads(); },
-                                             [](S s) { return ReduceLanes<kMaxWarps>(s, SumOf()); });
+        whole.above = ReduceWarps<kMaxWarps>(
+            whole.above, room, blockDim.x / kWarp, S(0), [] { __syncthreads(); },
+            [](S s) { return ReduceLanes<kMaxWarps>(s, SumOf()); });
       }
     }
     if (Real() && (label.at >= 0 ? own : lane == 0)) WriteRow<T>(p, row, whole, label, x_label, reference);

@@ -1,36 +1,36 @@
-// Cross-entropy over the last axis, the logits read as a stream: the loss (LossRows) and the gradient from
-// what the loss kept (GradientRows).
+// Cross-entropy over the last axis, the logits read as a stream: the loss (LossRows), and the gradient from the logits
+// and the residuals (GradientRows). Both read the logits once. The logits, and the gradient, are aligned to 16 bytes.
 //
-// A unit of work, a row or a part of one, belongs to a group of 8, 16 or 32 lanes, or to a block (kWholeBlock).
-// While a batch of packs is computed on, the next one is on its way. Groups of the loss live as long as the kernel
-// and go from unit to unit, and that batch may be the next unit's, so that reading never stops at a row's end; where
-// as much is written as is read, groups of one unit each are faster.
+// A unit of work, a row or a part of one, belongs to a group of 8, 16 or 32 lanes, or to a block (kWholeBlock). The
+// next batch of packs is loaded while one is computed. Groups of the loss are persistent, and the next batch may be the
+// next unit's, so that loads do not stop at the end of a row; groups of the gradient, which writes as much as it reads,
+// are faster with one unit each. LossMerge joins the parts of each row, in order.
 #pragma once
 
-#include "cross_entropy_ops.cuh"
+#include "cross_entropy/ops.cuh"
 
 namespace jaxkern {
 
 constexpr int kWholeBlock = 0;
-constexpr int kLossUnroll = 4;        // packs of a batch that a lane handles
+constexpr int kLossUnroll = 4;  // packs per lane and batch
 constexpr int kLossGroupThreads = 128;
-constexpr int kLossStreamThreads = 256, kLossBlockThreads = 512;  // at most: of a block that streams a row, or holds it
-// Blocks of groups a multiprocessor, which caps the registers at 80 or 128 a thread.
+constexpr int kLossStreamThreads = 256;  // of a block that has a unit, at most
+// Blocks of groups per multiprocessor, which caps the registers at 80 or 128 per thread. plan.py sizes grids by it.
 template <class T, bool kMasked> constexpr int kLossGroupBlocks = kMasked || sizeof(T) == 8 ? 4 : 6;
 
-// Over a block, from one LossStat a warp to one in every thread. The room is one of two that take turns, so
+// Merges over a block, from one LossStat per warp to one in every thread. Callers alternate between two `room`s, so
 // that one barrier is enough.
-template <class T>
-__device__ __forceinline__ LossStat<T> ReduceLossBlock(const LossParams& p, const LossStat<T>& stat, LossStat<T>* room) {
-  constexpr int kMaxWarps = kLossBlockThreads / kWarp;
+template <class T> __device__ __forceinline__ LossStat<T> ReduceLossBlock(const LossParams& p, const LossStat<T>& stat,
+                                                                          LossStat<T>* room) {
+  constexpr int kMaxWarps = kLossStreamThreads / kWarp;
   const bool smoothing = p.Smoothing(), masked = p.mask != nullptr;
-  return ReduceWarps<kMaxWarps>(stat.template MergeLanes<kWarp>(smoothing, masked), room, blockDim.x / kWarp,
-                                LossStat<T>::Identity(), [] { __syncthreads(); }, [=](const LossStat<T>& s) {
-                                  return s.template MergeLanes<kMaxWarps>(smoothing, masked);
-                                });
+  return ReduceWarps<kMaxWarps>(
+      stat.template MergeLanes<kWarp>(smoothing, masked), room, blockDim.x / kWarp, LossStat<T>::Identity(),
+      [] { __syncthreads(); },
+      [=](const LossStat<T>& s) { return s.template MergeLanes<kMaxWarps>(smoothing, masked); });
 }
 
-// What a group works on: a row, or a part of one.
+// A unit of work: a row, or a part of one.
 template <class T> struct LossUnit {
   static constexpr int N = kVector<T>;
   int64_t row;
@@ -40,7 +40,9 @@ template <class T> struct LossUnit {
   __device__ __forceinline__ LossUnit(const LossParams& p, int64_t unit)
       : LossUnit(p, p.parts == 1 ? unit : unit / p.parts, unit) {}
   __device__ __forceinline__ LossUnit(const LossParams& p, int64_t of_row, int64_t unit)
-      : row(of_row), first_part(unit == of_row * p.parts), span(p, of_row, static_cast<int>(unit - of_row * p.parts), p.parts) {}
+      : row(of_row),
+        first_part(unit == of_row * p.parts),
+        span(p, of_row, static_cast<int>(unit - of_row * p.parts), p.parts) {}
 
   // Packs from + lane, from + lane + lanes, ...
   __device__ __forceinline__ void Load(const LossParams& p, int from, int lane, int lanes, ReadPolicy policy,
@@ -59,7 +61,7 @@ template <int N> struct KeptElements {
   bool of[N];
 };
 
-// Which elements of a pack take part.
+// Loads which elements of a pack take part.
 template <int N>
 __device__ __forceinline__ KeptElements<N> LoadKept(const LossParams& p, const uint8_t* mask_row, int64_t column) {
   KeptElements<N> kept;
@@ -80,13 +82,14 @@ __device__ __forceinline__ KeptElements<N> LoadKept(const LossParams& p, const u
 }
 
 template <class T, int kLanes, bool kMasked>
-__global__ void __launch_bounds__(kLanes ? kLossGroupThreads : kLossStreamThreads, kLossGroupBlocks<T, kMasked> / (kLanes ? 1 : 2))
-LossRows(const __grid_constant__ LossParams p) {
+__global__ void __launch_bounds__(kLanes ? kLossGroupThreads : kLossStreamThreads,
+                                  kLossGroupBlocks<T, kMasked> / (kLanes ? 1 : 2))
+    LossRows(const __grid_constant__ LossParams p) {
   using C = Compute<T>;
   using Stat = LossStat<T>;
   constexpr int N = kVector<T>;
   constexpr bool kGroup = kLanes != kWholeBlock;
-  __shared__ Stat room[2][kLossBlockThreads / kWarp];
+  __shared__ Stat room[2][kLossStreamThreads / kWarp];
 
   const int lanes = kGroup ? kLanes : blockDim.x;
   const int lane = threadIdx.x % lanes;
@@ -98,7 +101,7 @@ LossRows(const __grid_constant__ LossParams p) {
   const T* const logits = static_cast<const T*>(p.logits);
 
   int64_t at = int64_t{blockIdx.x} * groups + threadIdx.x / lanes;
-  // The lanes of a warp stay together: its first unit decides.
+  // The lanes of a warp stay together: all loop until the warp's first unit is past the end.
   const int64_t behind = kGroup ? threadIdx.x % kWarp / lanes : 0;
   LossUnit<T> unit(p, at);
   Pack<T, N> next[kLossUnroll];
@@ -121,7 +124,7 @@ LossRows(const __grid_constant__ LossParams p) {
     if constexpr (kMasked) mask_row = p.mask + p.mask_view.outer_map(row);
 
     Stat stat = Stat::Identity();
-    // A group whose unit has fewer batches than its neighbours' in the warp goes along with nothing.
+    // Groups with fewer batches than others of their warp go on with empty ones.
     int from = unit.span.begin;
     LossUnit<T> following = unit;
     do {
@@ -187,8 +190,9 @@ LossRows(const __grid_constant__ LossParams p) {
   }
 }
 
-// A warp a row: the partial results of its parts, merged in their order.
-template <class T> __global__ void __launch_bounds__(kLossGroupThreads) LossMerge(const __grid_constant__ LossParams p) {
+// A warp per row merges the LossStats of its parts.
+template <class T> __global__ void __launch_bounds__(kLossGroupThreads)
+    LossMerge(const __grid_constant__ LossParams p) {
   using C = Compute<T>;
   using Stat = LossStat<T>;
   const int lane = threadIdx.x % kWarp;
@@ -209,7 +213,7 @@ template <class T> __global__ void __launch_bounds__(kLossGroupThreads) LossMerg
   WriteRow<T>(p, row, stat, label, x_label, ReferenceOf(*first));
 }
 
-// What the gradient of a row is computed from, as it was loaded.
+// The numbers of a row that its gradient depends on, as they were loaded.
 template <class C, bool kMasked> struct RowNumbers {
   RawLabel label;
   C largest, total, weight, count;
@@ -223,7 +227,8 @@ template <class C, bool kMasked> struct RowNumbers {
 };
 
 template <class T, int kLanes, bool kMasked>
-__global__ void __launch_bounds__(kLossGroupThreads, kLossGroupBlocks<T, kMasked>) GradientRows(const __grid_constant__ LossParams p) {
+__global__ void __launch_bounds__(kLossGroupThreads, kLossGroupBlocks<T, kMasked>)
+    GradientRows(const __grid_constant__ LossParams p) {
   using C = Compute<T>;
   constexpr int N = kVector<T>, kGroups = kLossGroupThreads / kLanes;
   const int lane = threadIdx.x % kLanes;
@@ -239,8 +244,9 @@ __global__ void __launch_bounds__(kLossGroupThreads, kLossGroupBlocks<T, kMasked
   unit.Load(p, unit.span.begin, lane, kLanes, policy, next);
   const RowNumbers<C, kMasked> numbers(p, row);
   const Label label = Resolve(p, numbers.label);
-  const Slope<T> slope(p, label, unit.span.head, numbers.largest, OwnTotal<T>(numbers.largest, numbers.total),
-                       numbers.count, numbers.weight);
+  const Sum<T> total = OwnTotal<T>(numbers.largest, numbers.total);
+  Slope<T> slope(p, label, unit.span.head, numbers.largest, total, numbers.count, numbers.weight);
+  slope.SettleHot(total);
   const uint8_t* mask_row = nullptr;
   if constexpr (kMasked) mask_row = p.mask + p.mask_view.outer_map(row);
   for (int from = unit.span.begin; from < unit.span.end; from += kBatchPacks) {
