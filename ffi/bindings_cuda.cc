@@ -6,14 +6,13 @@
 #include "index_add/index_add_ffi.h"
 #include "reduction/reduction_ffi.h"
 #include "segment_softmax/segment_softmax_ffi.h"
-#include "softmax/softmax_ffi.h"
 
 NB_MODULE(_cuda, m) {
   m.doc() = "XLA FFI handlers of jaxkern's CUDA kernels.";
   jaxkern::AddApiVersion(m);
   m.def("registrations", [] {
     using namespace jaxkern;
-    return Registrations({SoftmaxCudaTargets(), ElementwiseCudaTargets(), ReductionCudaTargets(), CrossEntropyCudaTargets(),
+    return Registrations({ElementwiseCudaTargets(), ReductionCudaTargets(), CrossEntropyCudaTargets(),
                           IndexCudaTargets(), SegmentSoftmaxCudaTargets()});
   }, "{target name: capsule of its handler}");
   m.def("elementwise", [] {

@@ -5,13 +5,14 @@
     tiers.reduction(1, 1 << 26)                      -> "split"
     with tiers.force("block"): jaxkern.softmax(x)
 
-The tiers are described beside the kernels: ffi/softmax/softmax_tier.h, ffi/reduction/reduction_tier.h,
+The tiers are described beside the kernels: jaxkern/_ops/softmax/plan.py, ffi/reduction/reduction_tier.h,
 ffi/cross_entropy/cross_entropy_tier.h, and the plans of index_add and its family in
 ffi/index_add/index_add_plan.h. They differ in speed and, by rounding, in the last bits of the
 result, never in meaning.
 """
 
 import contextlib
+import functools
 import operator
 import typing
 
@@ -19,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern._core import lowering, registry
+from jaxkern._ops.softmax import plan as softmax_plan
 
 NAMES = ("sub_warp", "warp", "block", "cluster", "pipeline", "streaming", "split", "column")
 REDUCTIONS = ("sub_warp", "warp", "block", "split", "column")  # of NAMES, those that reductions have
@@ -80,9 +82,8 @@ def softmax(rows: int, width: int, inner: int = 1, dtype="float32", *, log: bool
 
     Raises:
         ValueError: a size is not positive, or `dtype` has no kernel. TypeError: an argument is of another type.
-        RuntimeError: the CPU module, which answers, is not loaded.
     """
-    return _ask("softmax", "softmax_tier", rows, width, inner, dtype, log, backward, masked, fused, device)
+    return _ask_softmax("softmax", softmax_plan.choose, rows, width, inner, dtype, log, backward, masked, fused, device)
 
 
 def fits(tier: str, rows: int, width: int, inner: int = 1, dtype="float32", *, log: bool = False,
@@ -90,7 +91,8 @@ def fits(tier: str, rows: int, width: int, inner: int = 1, dtype="float32", *, l
     """Whether `tier` can run that problem; arguments as for `softmax`."""
     if tier not in NAMES:
         raise ValueError(f"jaxkern.tiers.fits: no tier {tier!r}, there are {', '.join(NAMES)}")
-    return _ask("fits", "softmax_tier_fits", rows, width, inner, dtype, log, backward, masked, fused, device, tier)
+    fits_tier = functools.partial(softmax_plan.fits, tier)
+    return _ask_softmax("fits", fits_tier, rows, width, inner, dtype, log, backward, masked, fused, device)
 
 
 def reduction(rows: int, width: int, inner: int = 1, dtype="float32", *, masked: bool = False,
@@ -188,16 +190,13 @@ def index_query(rows, count, inner=1, dtype="float32", *, op="index_add", batch=
     return module.IndexQuery(op, *names, *sizes, *hints), _device(name, device)
 
 
-def _ask(function, query, rows, width, inner, dtype, log, backward, masked, fused, device, *first):
+def _ask_softmax(function, answer, rows, width, inner, dtype, log, backward, masked, fused, device):
     name = f"jaxkern.tiers.{function}"
-    module = _answering(name)
-    rows, width, inner = (_positive(name, *size) for size in (("rows", rows), ("width", width), ("inner", inner)))
+    sizes = [_positive(name, *size) for size in (("rows", rows), ("width", width), ("inner", inner))]
     flags = [_flag(name, *flag) for flag in (
         ("log", log), ("backward", backward), ("masked", masked), ("fused", fused))]
-    dtype = _kernel_dtype(name, dtype)
-    scratch = lowering.scratch_shape((rows, width, inner), dtype, 1)
-    scratch_bytes = scratch[0] * scratch[1] if scratch else 0
-    return getattr(module, query)(*first, rows, width, inner, dtype.name, *flags, scratch_bytes, *_device(name, device))
+    problem = softmax_plan.Problem(*sizes, _kernel_dtype(name, dtype).name, *flags)
+    return answer(problem, _device(name, device))
 
 
 def _ask_reduction(function, query, rows, width, inner, dtype, masked, device, *first):

@@ -8,7 +8,7 @@
 // N = 1 serves arrays that are not aligned alike.
 #pragma once
 
-#include "softmax_ops.cuh"
+#include "softmax/row.cuh"
 
 namespace jaxkern {
 
@@ -65,7 +65,7 @@ __device__ __forceinline__ void MapRange(const RowOf& row, typename Op::T* out, 
 template <class Op, class RowOf>
 __global__ void __launch_bounds__(kStreamThreads, RowOf::kStreamBlocks)
 SoftmaxStreaming(const __grid_constant__ typename RowOf::Params p) {
-  const RowOf row(p, blockIdx.x);
+  const RowOf row(p, blockIdx.x + int64_t{blockIdx.y} * gridDim.x);
   const int64_t packs = row.span.Count();
   auto final = Op::Finish(RangeStat<Op>(row, 0, packs));
   row.Scale(final);
@@ -84,6 +84,7 @@ __device__ __forceinline__ void SplitRange(const RowOf& row, int64_t* begin, int
 template <class Op, int N, bool kMasked>
 __global__ void __launch_bounds__(kStreamThreads, 2)
 SoftmaxPartials(const __grid_constant__ SoftmaxParams p, typename Op::Stat* partials) {
+  static_assert(kStatSizes<typename Op::T>, "plan.py");
   using RowOf = SoftmaxRow<Op, N, kMasked, int64_t>;
   const RowOf row(p, blockIdx.y);
   int64_t begin, end;

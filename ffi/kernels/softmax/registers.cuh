@@ -11,8 +11,8 @@
 // each group finds its row there at whatever alignment it has.
 #pragma once
 
-#include "kernels/common/async.cuh"
-#include "softmax_ops.cuh"
+#include "common/async.cuh"
+#include "softmax/row.cuh"
 
 namespace jaxkern {
 
@@ -168,7 +168,7 @@ SoftmaxStaged(const __grid_constant__ SoftmaxParams p, int rows_per_block, int r
   const int64_t first_row = static_cast<int64_t>(blockIdx.x) * rows_per_block;
   const int rows = static_cast<int>(min(int64_t{rows_per_block}, p.rows - first_row));
   const int width = static_cast<int>(p.width);
-  const Row<T, N, int> stretch(first_row * p.width, rows * width, p.misalignment, N);
+  const Row<T, N, int> stretch(first_row * p.width, rows * width, 0, N);
   const int packs = stretch.Count();
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
 #pragma unroll

@@ -1,7 +1,8 @@
-"""Dropout's random bits in jnp: the same as those of the kernels (ffi/common/philox.h).
+"""Dropout's random bits in jnp: the same bits as in the kernels (ffi/kernels/common/philox.h).
 
-Philox4x32-7 of Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", 2011, keyed
-with 64 bits: of the variants that pass their tests (BigCrush) the one with the fewest rounds. An element's 16 bits depend on the key, on the number of its row and on its place there.
+Philox4x32-7 of Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", 2011, keyed with 64 bits:
+the variant with the fewest rounds that passes their tests (BigCrush). The 16 bits of an element depend on the key, the
+number of its row and its position in the row.
 """
 
 import jax
@@ -12,9 +13,9 @@ ROUNDS = 7
 
 
 def key_words(name: str, key):
-    """The two words of 32 bits that Philox takes from a JAX key: all of a threefry key, the first of another's.
+    """The first two 32-bit words of a JAX key, which are all of a threefry key.
 
-    key: a typed key, as of `jax.random.key`, or the raw data of one, `uint32[2]`.
+    key: a typed key, as from `jax.random.key`, or the raw data of one, `uint32[2]`.
     """
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if key.shape:
@@ -36,7 +37,7 @@ def threshold(name: str, rate) -> int:
 
 
 def _product(constant: int, x):
-    """The high and the low word of the 64 bits of constant * x."""
+    """The high and the low word of the 64-bit product constant * x."""
     low, high = jnp.uint32(constant & 0xFFFF), jnp.uint32(constant >> 16)
     x_low, x_high = x & 0xFFFF, x >> 16
     middle = high * x_low + (low * x_low >> 16)
@@ -45,7 +46,7 @@ def _product(constant: int, x):
 
 
 def philox(counter, key):
-    """Four words for four words of counter and two of key, each an array of uint32."""
+    """Four random words from four words of counter and two of key, each an array of uint32."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -56,9 +57,9 @@ def philox(counter, key):
 
 
 def row_numbers(shape, axis: int, key_shape):
-    """The number of each row along `axis`, with a 1 in the shape for `axis` and where no number depends on it.
+    """The number of each row along `axis`; dimensions that it does not depend on, and `axis`, have size 1.
 
-    Rows are numbered in row-major order, modulo 2^32, over the dimensions that have one key in common.
+    Rows are numbered in row-major order, modulo 2^32, over the dimensions that share a key.
     """
     counted = [d for d in range(len(shape)) if d != axis and key_shape[d] == 1]
     numbers = jnp.zeros([shape[d] if d in counted else 1 for d in range(len(shape))], jnp.uint32)
@@ -72,12 +73,12 @@ def row_numbers(shape, axis: int, key_shape):
 def kept(shape, axis: int, key, threshold: int, first=0):
     """Which elements of an array of this shape dropout keeps.
 
-    key: uint32, of shape (*dims, 2) with each of `dims` 1 or that of `shape`, and 1 for `axis`. Where it is not
-        1 there is a key for each index. Of 4 words the third is the number of the row.
-    first: the place of the first element in its row, of which this array is a part.
+    key: uint32 of shape (*dims, 2) or (*dims, 4), where each of `dims` is 1 or the size in `shape`, and 1 for `axis`.
+        Where it is not 1 there is one key per index. The third of four words is the number of the row.
+    first: the position of the first element in its row, if this array is a part of it.
     """
     width, whole = shape[axis], isinstance(first, int) and first == 0
-    # A part of whole blocks begins with one, if it is one of several equal ones.
+    # Equal parts that are a multiple of 8 long begin at a block of 8.
     blocks = (width + 7) // 8 + (not whole and width % 8 != 0)
     drawn = (*shape[:axis], blocks, *shape[axis + 1 :])
     block = jax.lax.broadcasted_iota(jnp.uint32, drawn, axis)

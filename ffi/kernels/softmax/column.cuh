@@ -11,7 +11,7 @@
 // reads back only what it copied itself; a tile too tall for that is read twice.
 #pragma once
 
-#include "softmax_ops.cuh"
+#include "softmax/row.cuh"
 
 namespace jaxkern {
 
@@ -158,11 +158,11 @@ SoftmaxColumnRegisters(const __grid_constant__ SoftmaxParams p, int warps, int64
 // ---- the tile in shared memory
 
 struct ColumnPlan {
-  int lanes_x;        // power of two up to kColumnThreads
-  bool resident;      // the tile stays in shared memory
-  int64_t tiles;      // blocks along the inner dimension
-  int shared_bytes;
+  int lanes_x;    // power of two up to kColumnThreads
+  bool resident;  // the tile stays in shared memory
+  int64_t tiles;  // blocks along the inner dimension
 };
+static_assert(sizeof(ColumnPlan) == 16, "plan.py lays it out");
 
 template <class Op, int N, bool kMasked>
 __global__ void __launch_bounds__(kColumnThreads)
@@ -172,6 +172,7 @@ SoftmaxColumn(const __grid_constant__ SoftmaxParams p, const __grid_constant__ C
   using Stat = typename Op::Stat;
   using Final = typename Op::Final;
   using Packed = Pack<T, N>;
+  static_assert(kStatSizes<T>, "plan.py");
   constexpr int kInputs = Op::kInputs;
   extern __shared__ __align__(128) char shared_bytes[];
   // [threads_y][columns] Stats, [columns] merged Stats, then the tile.

@@ -1,44 +1,54 @@
-// Softmax with scale, bias, mask, causal limit and dropout fused: how a row is read and written then, in
-// place of SoftmaxRow, and the gradients. The kernels are those of the warp, block and streaming tiers.
+// Softmax with scale, bias, mask, causal limit and dropout fused: how a row is then read and written, in place of
+// SoftmaxRow, and the gradients. The kernels are the ones of the warp, block and streaming algorithms.
 //
-// An element that takes no part has x = 0, a cotangent of 0 and -inf added to it, so that all of a row go the same
-// way; all three are put into the packs as they were read, two 16-bit elements at a time.
+// An element that takes no part has x = 0, a cotangent of 0 and -inf added to it, so that all elements of a row are
+// computed alike; all three are put into the packs as they were read, two 16-bit elements at a time.
 //
-// Which of the extras a call has is the same for all its threads. Kernels for whole packs know it for the common calls
-// when they are compiled (kMay), the others ask: as template arguments of all they would be 16 times the kernels.
+// Which extras a call has is a template constant (kHas), except for the scale, which every kernel can apply.
 #pragma once
 
-#include "kernels/common/philox.h"
-#include "softmax_ops.cuh"
-#include "softmax.h"
+#include "common/philox.h"
+#include "softmax/registers.cuh"
+#include "softmax/stream.cuh"
 
 namespace jaxkern {
 
-// What a call may have beyond a scale.
-constexpr uint32_t kMayBias = 1, kMayWideBias = 2, kMayMask = 4, kMayCausal = 8, kMayDrop = 16, kMayAll = 31;
+// What a call has beyond a scale. A wide bias has the computing type, not the type of x.
+constexpr uint32_t kHasBias = 1, kHasWideBias = 2, kHasMask = 4, kHasCausal = 8, kHasDropout = 16;
 
-template <uint32_t... kSets> struct FeatureSets {};
+// Rows lie along the last dimension, inner is 1, and there are fewer than 2^31 rows.
+struct FusedParams : SoftmaxParams {
+  const void* bias;
+  const void* scale;    // null: 1. In the computing type; the same along a row
+  const uint32_t* key;  // two words; key_per_row: two for each row, then its number and an unused word
+  BroadcastView bias_view, scale_view;
+  double kept_inverse;  // 1 / the fraction of elements that dropout keeps
+  uint32_t threshold;   // of 2^16: see philox.h
+  FastDivmod matrix;    // by the size of the dimension before the last
+  FastDivmod turn;      // by_runs: by kRun rows of every matrix
+  bool key_per_row;
+  bool unscaled;        // the gradient is ds
+  bool by_runs;         // the order of rows: see RowAt
 
-// The order in which rows are taken. Operands that broadcast over matrices are read once from memory, and
-// then from L2, if the same few rows of all matrices come one after the other: rows [0, kRun) of every
-// matrix, then rows [kRun, 2 kRun) of every matrix, and so on.
-struct RowOrder {
+  // The columns of row `row` that take part in a causal softmax lie below this: the last row of a matrix takes all
+  // columns, each row before it one less.
+  __device__ __forceinline__ int64_t Limit(uint32_t row) const {
+    const uint32_t in_matrix = row - matrix.Div(row) * matrix.divisor;
+    const int64_t limit = int64_t{in_matrix} + 1 + width - matrix.divisor;
+    return limit < 0 ? 0 : limit;
+  }
+
+  // The row that is taken as the i-th. Operands that broadcast over matrices are read from memory once, and then from
+  // L2, if the same few rows of all matrices follow each other: by_runs takes rows [0, kRun) of every matrix, then rows
+  // [kRun, 2 kRun) of every matrix, and so on.
   static constexpr int kRun = 32;
-  bool by_runs = false;   // else as they lie in memory
-  uint32_t matrix_rows = 0;
-  FastDivmod turn;        // kRun rows of every matrix
-
-  JAXKERN_HD uint32_t operator()(uint32_t i) const {
+  __device__ __forceinline__ uint32_t RowAt(uint32_t i) const {
     if (!by_runs) return i;
     const uint32_t round = turn.Div(i), rest = i - round * turn.divisor;
-    return rest / kRun * matrix_rows + round * kRun + rest % kRun;
+    return rest / kRun * matrix.divisor + round * kRun + rest % kRun;
   }
 };
-
-struct FusedParams : SoftmaxParams {
-  SoftmaxExtras extras;
-  RowOrder order;
-};
+static_assert(sizeof(FusedParams) == 680, "plan.py lays it out");
 
 // The sign bits of the four bytes that the digits of `which`, 8 + byte, name, each eight times.
 __device__ __forceinline__ uint32_t SpreadSigns(uint32_t word, int which) {
@@ -54,36 +64,41 @@ template <class S, int kWords> __device__ __forceinline__ uint32_t ElementMask(c
 }
 
 // x beyond the row's causal limit is not read. N is at most 8.
-template <class Op, int N, uint32_t kMay, class Index, bool kRagged = true>
+template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true>
 struct FusedRow : SoftmaxRow<Op, N, false, Index, kRagged> {
   using Base = SoftmaxRow<Op, N, false, Index, kRagged>;
   using T = typename Op::T;
   using C = typename Op::C;
   using Params = FusedParams;
   using Base::span;
-  static constexpr bool kBiased = (kMay & (kMayBias | kMayWideBias)) != 0, kMasked = (kMay & kMayMask) != 0;
-  static constexpr bool kCausal = (kMay & kMayCausal) != 0, kDrops = (kMay & kMayDrop) != 0;
-  static constexpr bool kWide = (kMay & kMayWideBias) != 0 && sizeof(C) != sizeof(T);
+  static constexpr bool kBiased = (kHas & (kHasBias | kHasWideBias)) != 0, kMasked = (kHas & kHasMask) != 0;
+  static constexpr bool kCausal = (kHas & kHasCausal) != 0;
+  // Dropout is of the result, or of the cotangent.
+  static constexpr bool kDrops = (kHas & kHasDropout) != 0;
+  static constexpr bool kWide = (kHas & kHasWideBias) != 0;
   // Something is added to each element, and not the same to all of a pack.
   static constexpr bool kLifts = Op::kFromInput && (kBiased || kMasked || kRagged);
-  static constexpr int kLiftWords = kLifts ? N * static_cast<int>(sizeof(C)) / (kWide || sizeof(T) > 2 ? 4 : 8) : 1;
+  using Lift = std::conditional_t<kWide, C, T>;
+  static constexpr int kLiftWords = kLifts ? Pack<Lift, N>::kWords : 1;
   static constexpr int kByteWords = (N + 3) / 4;
   static constexpr bool kSkips = kCausal;
-  static constexpr bool kManyRegisters = kMasked || Op::kInputs == 2;
+  // Calls with at most one extra, not a mask, need few registers.
+  static constexpr bool kLight = !kRagged && !kMasked && !kWide && (kHas & (kHas - 1)) == 0;
+  static constexpr bool kManyRegisters = !kLight || Op::kInputs == 2;
   static constexpr int kStreamUnroll = 1, kStreamBlocks = 1;
-  static constexpr int kGroupBlocks = Op::kInputs == 1 ? (kMasked ? 6 : 8) : kRagged ? 4 : 5;
+  static constexpr int kGroupBlocks = Op::kInputs == 1 ? (kLight ? 8 : 6) : kRagged ? 4 : 5;
 
   struct Bytes {  // an element's has its sign bit set if the element takes part
     uint32_t word[kByteWords];
   };
   struct Raw {
     Pack<T, N> data[Op::kInputs];
-    uint32_t lift[kLiftWords == 0 ? 1 : kLiftWords];  // what is added to scale * x: as it lies in memory, or one C
+    uint32_t lift[kLiftWords];  // what is added to scale * x: as it lies in memory, or one C
   };
 
   const FusedParams& p;
   const uint8_t* mask_row;
-  const void* bias_row;
+  const Lift* bias_row;
   C scale;
   Index limit;
   uint32_t key[2], number;
@@ -95,27 +110,19 @@ struct FusedRow : SoftmaxRow<Op, N, false, Index, kRagged> {
 
   __device__ __forceinline__ FusedRow(const FusedParams& params, int64_t at, uint32_t row)
       : Base(params, at < params.rows ? row : at), p(params) {
-    const SoftmaxExtras& e = p.extras;
-    limit = at < p.rows ? static_cast<Index>(kCausal ? e.Limit(row, p.width) : p.width) : Index(0);
-    if constexpr (kMasked) {
-      if (p.mask) mask_row = p.mask + p.mask_view.outer_map.Below32Bits(row);
-    }
-    if constexpr (kBiased) {
-      const int64_t size = kWide && e.bias_wide ? sizeof(C) : sizeof(T);
-      if (e.bias) bias_row = static_cast<const char*>(e.bias) + e.bias_view.outer_map.Below32Bits(row) * size;
-    }
+    limit = at < p.rows ? static_cast<Index>(kCausal ? p.Limit(row) : p.width) : Index(0);
+    if constexpr (kMasked) mask_row = p.mask + p.mask_view.outer_map.Below32Bits(row);
+    if constexpr (kBiased) bias_row = static_cast<const Lift*>(p.bias) + p.bias_view.outer_map.Below32Bits(row);
     scale = 1;
-    if (e.scale) scale = __ldg(static_cast<const C*>(e.scale) + e.scale_view.outer_map.Below32Bits(row));
+    if (p.scale) scale = __ldg(static_cast<const C*>(p.scale) + p.scale_view.outer_map.Below32Bits(row));
     if constexpr (kDrops) {
-      if (e.key) {
-        const uint32_t* const words = e.key + (e.key_per_row ? 4 * int64_t{row} : 0);
-        key[0] = __ldg(words), key[1] = __ldg(words + 1);
-        number = e.key_per_row ? __ldg(words + 2) : row;
-      }
+      const uint32_t* const words = p.key + (p.key_per_row ? 4 * int64_t{row} : 0);
+      key[0] = __ldg(words), key[1] = __ldg(words + 1);
+      number = p.key_per_row ? __ldg(words + 2) : row;
     }
   }
   static __device__ __forceinline__ uint32_t Ordered(const FusedParams& params, uint32_t at) {
-    return kBiased || kMasked ? params.order(at) : at;
+    return kBiased || kMasked ? params.RowAt(at) : at;
   }
 
   // Zeros for those elements of a pack that the draws of these columns drop.
@@ -147,7 +154,7 @@ struct FusedRow : SoftmaxRow<Op, N, false, Index, kRagged> {
       }
     }
     // How far each of two draws lies above the last that drops, but 1 at most, by two instructions: 1 is what keeps.
-    const uint32_t last = p.extras.threshold - 1, lasts = last * 0x10001u, minus = (-last & 0xffffu) * 0x10001u;
+    const uint32_t last = p.threshold - 1, lasts = last * 0x10001u, minus = (-last & 0xffffu) * 0x10001u;
 #pragma unroll
     for (int j = 0; j < N; j += 2) {
       const uint32_t keep = __viaddmin_u16x2(__vmaxu2(w[j / 2], lasts), minus, 0x10001u);
@@ -161,11 +168,6 @@ struct FusedRow : SoftmaxRow<Op, N, false, Index, kRagged> {
       }
     }
   }
-  // Dropout is of the result, or of the cotangent.
-  template <int kInputs> __device__ __forceinline__ bool Drops() const {
-    return kDrops && Op::kInputs == kInputs && p.extras.key != nullptr;
-  }
-
   // No element of pack `i` takes part.
   __device__ __forceinline__ bool Beyond(Index i) const {
     const Index column = span.Column(i);
@@ -222,18 +224,18 @@ struct FusedRow : SoftmaxRow<Op, N, false, Index, kRagged> {
     const Index column = span.Column(i);
     const Bytes below = Below(column);
     if constexpr (kMasked) {
-      if (p.mask && !Beyond(i)) return Unmasked(column, below);
+      if (!Beyond(i)) return Unmasked(column, below);
     }
     return below;
   }
 
-  // The bias of a pack of which some elements lie in the row, of type B, as it lies in memory.
-  template <class B>
+  // The bias of a pack of which some elements lie in the row, as it lies in memory.
   __device__ __forceinline__ void LoadBias(Index column, uint32_t (&words)[kLiftWords]) const {
+    using B = Lift;
     constexpr int kWords = Pack<B, N>::kWords, kBytes = N * sizeof(B) < 16 ? N * sizeof(B) : 16;
-    const B* const row = static_cast<const B*>(bias_row);
+    const B* const row = bias_row;
     Pack<B, N> pack = {};
-    if (p.extras.bias_view.axis_stride == 0) {
+    if (p.bias_view.axis_stride == 0) {
       pack = Filled<B, N>(*row);
     } else if (kBytes >= 8 &&
                (!kRagged || (Inside(column) && reinterpret_cast<uintptr_t>(row + column) % kBytes == 0))) {
@@ -257,7 +259,6 @@ struct FusedRow : SoftmaxRow<Op, N, false, Index, kRagged> {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) words[i] = pack.word[i];
   }
-  __device__ __forceinline__ bool BiasIsWide() const { return kWide && p.extras.bias_wide; }
 
   // Words of a pack of S, and `otherwise` for the elements that take no part.
   template <class S, int kWords>
@@ -298,11 +299,9 @@ struct FusedRow : SoftmaxRow<Op, N, false, Index, kRagged> {
 #pragma unroll
           for (int w = 0; w < kLiftWords; ++w) raw[i].lift[w] = 0;
           if (!live) {
-            if constexpr (!kMasked && !kCausal) Confine<T>(raw[i].lift, Bytes{}, -Infinity<C>());
-          } else if (kBiased && p.extras.bias) {
-            const Index column = span.Column(first + i * step);
-            if (BiasIsWide()) LoadBias<C>(column, raw[i].lift);
-            else LoadBias<T>(column, raw[i].lift);
+            if constexpr (!kMasked && !kCausal) Confine<Lift>(raw[i].lift, Bytes{}, -Infinity<C>());
+          } else if constexpr (kBiased) {
+            LoadBias(span.Column(first + i * step), raw[i].lift);
           }
         }
       }
@@ -322,7 +321,7 @@ struct FusedRow : SoftmaxRow<Op, N, false, Index, kRagged> {
         if (!idle(i)) part[i] = Part(first + i * step);
       }
     }
-    if (Drops<2>()) {
+    if constexpr (kDrops && Op::kInputs == 2) {
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
         if (!idle(i)) Drop(raw[i].data[1], span.Column(first + i * step));
@@ -334,12 +333,7 @@ struct FusedRow : SoftmaxRow<Op, N, false, Index, kRagged> {
         if (idle(i)) continue;
         if constexpr (kLifts) {
           Confine<T>(raw[i].data[0].word, part[i], C(0));
-          if constexpr (kWide) {
-            if (BiasIsWide()) Confine<C>(raw[i].lift, part[i], -Infinity<C>());
-            else Confine<T>(raw[i].lift, part[i], -Infinity<C>());
-          } else {
-            Confine<T>(raw[i].lift, part[i], -Infinity<C>());
-          }
+          Confine<Lift>(raw[i].lift, part[i], -Infinity<C>());
         }
         if constexpr (Op::kInputs == 2) Confine<T>(raw[i].data[1].word, part[i], C(0));
       }
@@ -351,7 +345,7 @@ struct FusedRow : SoftmaxRow<Op, N, false, Index, kRagged> {
           const Bytes below = Below(column);
           if constexpr (kLifts) {
             Confine<T>(raw[i].data[0].word, below, C(0));
-            Confine<T>(raw[i].lift, below, -Infinity<C>());
+            Confine<Lift>(raw[i].lift, below, -Infinity<C>());
           }
           if constexpr (Op::kInputs == 2) Confine<T>(raw[i].data[1].word, below, C(0));
         }
@@ -370,11 +364,10 @@ struct FusedRow : SoftmaxRow<Op, N, false, Index, kRagged> {
     if constexpr (Op::kInputs == 2) Unpack(raw.data[1], v[1]);
     if constexpr (Op::kFromInput && kLifts) {
       C lift[N];
-      if (BiasIsWide()) {
-        Unpack(Words<C>(raw.lift), lift);
-      } else {
-        Unpack(Words<T>(raw.lift), lift);
-      }
+      Pack<Lift, N> words;
+#pragma unroll
+      for (int w = 0; w < kLiftWords; ++w) words.word[w] = raw.lift[w];
+      Unpack(words, lift);
 #pragma unroll
       for (int j = 0; j < N; ++j) v[0][j] = fma(v[0][j], scale, lift[j]);
     } else if constexpr (Op::kFromInput) {
@@ -392,22 +385,16 @@ struct FusedRow : SoftmaxRow<Op, N, false, Index, kRagged> {
       }
     }
   }
-  template <class S> static __device__ __forceinline__ Pack<S, N> Words(const uint32_t (&words)[kLiftWords]) {
-    Pack<S, N> pack;
-#pragma unroll
-    for (int i = 0; i < Pack<S, N>::kWords; ++i) pack.word[i] = i < kLiftWords ? words[i] : 0;
-    return pack;
-  }
 
   // What all of a row's results are multiplied by.
   __device__ __forceinline__ void Scale(typename Op::Final& final) const {
-    if (kDrops && p.extras.key) Op::Scale(final, static_cast<C>(p.extras.kept_inverse));
-    if (Op::kInputs == 2 && !p.extras.unscaled) Op::Scale(final, scale);
+    if constexpr (kDrops) Op::Scale(final, static_cast<C>(p.kept_inverse));
+    if (Op::kInputs == 2 && !p.unscaled) Op::Scale(final, scale);
   }
 
   __device__ __forceinline__ Pack<T, N> Result(C (&v)[N], const typename Op::Final& final, const Raw&, Index i) const {
     Pack<T, N> result = Repack<T, N>(v);
-    if (Drops<1>()) Drop(result, span.Column(i));
+    if constexpr (kDrops && Op::kInputs == 1) Drop(result, span.Column(i));
     if (!Op::Regular(final)) {
       if constexpr (kMasked || kCausal || kRagged) Confine<T>(result.word, Part(i), Op::Masked());
       if (Op::Empty(final)) result = Filled<T, N>(FromCompute<T>(C(0)));
@@ -425,10 +412,6 @@ template <class T_, bool kLog> struct FusedForward : Forward<T_, kLog, false, kL
   using C = typename Base::C;
   using Final = typename Base::Final;
   static constexpr bool kFromInput = true;
-  // What a call may have, and the sets of which there are kernels.
-  static constexpr uint32_t kMay = kLog ? kMayBias | kMayWideBias | kMayMask : kMayAll;
-  using Sets = std::conditional_t<kLog, FeatureSets<kMayBias | kMayMask>,
-                                  FeatureSets<0, kMayBias, kMayCausal, kMayDrop, kMayAll & ~kMayWideBias>>;
 
   // A scaled element is not what was read.
   template <int kPacks, int N, bool kSkips> using Tile = typename Base::template Tile<kPacks, N, kSkips, false>;
@@ -450,9 +433,6 @@ template <class T_, bool kLog> struct FusedBackward {
   using S = typename Powers::S;
   static constexpr int kInputs = 2;
   static constexpr bool kFromInput = true;
-  static constexpr uint32_t kMay = kLog ? kMayBias | kMayWideBias | kMayMask : kMayAll;
-  using Sets = std::conditional_t<kLog, FeatureSets<kMayBias | kMayMask>,
-                                  FeatureSets<kMayDrop, kMayAll & ~kMayWideBias>>;
 
   struct Stat {
     C max;
@@ -578,8 +558,6 @@ template <class T_> struct FusedFromOutput {
   using S = Sum<T>;
   static constexpr int kInputs = 2;
   static constexpr bool kFromInput = false;
-  static constexpr uint32_t kMay = kMayCausal;
-  using Sets = FeatureSets<0, kMayCausal>;
 
   struct Stat {
     S sum;

@@ -16,8 +16,8 @@
 // still reads.
 #pragma once
 
-#include "kernels/common/async.cuh"
-#include "softmax_ops.cuh"
+#include "common/async.cuh"
+#include "softmax/row.cuh"
 
 namespace jaxkern {
 
@@ -39,17 +39,18 @@ template <class Op> struct PipelineShared {
   typename Op::Stat room[2][kConsumers / kWarp];
   typename Op::Stat exchange[2][kMaxCluster];
 };
-template <class Op> constexpr int kPipelineSharedBytes = kRingBytes + static_cast<int>(sizeof(PipelineShared<Op>));
 
-template <class Op, bool kMasked>
+template <class Op>
 __global__ void __launch_bounds__(kPipelineThreads, 1)
 SoftmaxPipeline(const __grid_constant__ SoftmaxParams p, int piece_packs) {
+  static_assert(kStatSizes<typename Op::T>, "plan.py");
+  static_assert(sizeof(PipelineShared<Op>) == 224 + 64 * sizeof(typename Op::Stat), "plan.py");
 #ifdef JAXKERN_HAS_BULK_COPY
   using T = typename Op::T;
   using C = typename Op::C;
   using Stat = typename Op::Stat;
   constexpr int N = kVector<T>;
-  using RowOf = SoftmaxRow<Op, N, kMasked, int>;
+  using RowOf = SoftmaxRow<Op, N, false, int>;
   extern __shared__ __align__(128) char shared_bytes[];
   char* const ring = shared_bytes;
   auto& shared = *reinterpret_cast<PipelineShared<Op>*>(shared_bytes + kRingBytes);
@@ -120,7 +121,6 @@ SoftmaxPipeline(const __grid_constant__ SoftmaxParams p, int piece_packs) {
         raw.data[k] = *reinterpret_cast<const Pack<T, N>*>(ring + at_slot * kSlotBytes<Op> +
                                                           (k * kChunkPacks<Op> + offset) * 16);
       }
-      if constexpr (kMasked) raw.mask = row.LoadMask(begin + c * kChunkPacks<Op> + offset);
       return raw;
     };
     // Any chunk's pack.
@@ -142,7 +142,6 @@ SoftmaxPipeline(const __grid_constant__ SoftmaxParams p, int piece_packs) {
 #pragma unroll
         for (int k = 0; k < Op::kInputs; ++k) raw.data[k] = row.span.LoadElements(row.input[k], pack, RowOf::Otherwise(k));
       }
-      if constexpr (kMasked) raw.mask = row.LoadMask(pack);
       return raw;
     };
 
