@@ -96,7 +96,7 @@ def test_modules_hand_out_capsules_and_nothing_more(name):
     if status.module is None:
         pytest.skip(status.reason)
     public = {n for n in vars(status.module) if not n.startswith("__")}
-    queries = {"reduction_tier", "reduction_tier_fits", "IndexQuery", "LossQuery"}
+    queries = {"IndexQuery", "LossQuery"}
     assert public == {"registrations", "api_version", "elementwise"} | (queries if name == "cpu" else set())
     capsules = status.module.registrations()
     assert set(capsules) == TARGETS == status.targets
