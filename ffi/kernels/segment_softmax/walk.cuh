@@ -1,71 +1,62 @@
-// The segment softmax of all but short segments of narrow rows: a warp walks the segments that begin in a chunk of
-// sorted positions, for a strip of columns.
+// The segment softmax of all but short segments of narrow rows: a warp walks the runs that begin in a tile of places,
+// for a strip of columns.
 //
-// Lanes lie side by side in a row, a vector each (or kParts elements equally far apart, where rows are no whole
-// vectors), and in as many rows at once as that leaves lanes. A segment is read kUnroll rows a lane at a time, all
-// under way at once; for each column the warp knows the maximum before it takes exponentials, and what it has summed is
-// scaled where a later batch has a larger one. Then it goes back over the segment, from the last batch, which is still
-// in registers, to the first, which a cache has: a segment of one batch is read once.
+// Work: lanes lie side by side in a row, one vector each (or kParts elements at a fixed stride where rows are not whole
+// vectors), and the rest of the warp takes further rows. A run is read kUnroll rows a lane at a time, all in flight at
+// once. For each column the warp knows the maximum of these rows before it takes exponentials, and rescales its sum
+// where a later batch has a larger maximum. Then it goes back over the run, from the last batch, which is still in
+// registers, to the first, which a cache holds: a run of one batch is read once.
 //
-// A segment that goes beyond the room of its chunk (segment_softmax_plan.h) is long: the chunks leave the statistics of
-// their parts in slots, SegmentJoin merges them, and a second launch of the same kernel, `rewrites`, of one wave of
-// warps that look through several chunks each, writes those rows.
+// Long runs (run.cuh) leave Stats in slots; after SegmentJoin a second launch of this kernel, with `rewrites`, looks
+// through several tiles a warp and writes those rows.
+//
+// N > 1: rows and arrays are aligned to N elements. No shared memory, no barriers.
 #pragma once
 
-#include <algorithm>
-
-#include "segment_softmax_join.cuh"
+#include "ops.cuh"
+#include "run.cuh"
 
 namespace jaxkern {
 
 constexpr int kWalkThreads = 128, kWalkWarps = kWalkThreads / kWarp;
-constexpr int64_t kRewriteWarps = 132 * 20;  // of one wave on the largest devices of today
 
 struct WalkShape {
-  SegmentShape cut;  // of which the walk uses places, reach, tiles and cotangent
-  int log_lanes = 0;  // of the lanes side by side
-  int strips = 1;
-  uint32_t chunks = 1;  // a warp
-  bool rewrites = false;
-  int64_t warps = 0;
-  Divider by_strips, by_groups;
+  int64_t warps;
+  Divider by_strips, by_groups;  // groups: of tiles
+  int log_lanes;                 // log2 of the lanes side by side
+  int strips;
+  uint32_t tiles;  // of a warp, up to 32
+  bool rewrites;
 };
+static_assert(sizeof(WalkShape) == 72);
 
-// As KeyAt(), with one copy of the code for indices that are no keys yet.
-static __device__ __noinline__ uint32_t KeyOfIndex(const IndexRun& run, uint32_t place) {
-  return KeyOf(run, LoadIndex(run, place), place);
-}
-__device__ __forceinline__ uint32_t WalkKey(const IndexRun& run, uint32_t place) {
-  return run.keys ? __ldg(run.keys + place) : KeyOfIndex(run, place);
+// Whether the run that begins in a tile and holds the place `end` behind it is long.
+__device__ __forceinline__ bool GoesOnLong(const SegmentRun& run, uint32_t end, uint32_t key) {
+  return end + run.reach < run.positions && run.Key(end + run.reach) == key;
 }
 
-// Whether the run that begins in a chunk goes on for more than `reach` places behind its `end`.
-__device__ __forceinline__ bool GoesOnLong(const IndexRun& run, uint32_t reach, uint32_t end, uint32_t key) {
-  return end + reach < run.positions && WalkKey(run, end + reach) == key;
-}
-
-// Whether the run that comes into the chunk at `begin` is long. `first`: where the chunk behind the one that it begins
-// in does.
-__device__ __forceinline__ bool ComesInLong(const IndexRun& run, const SegmentShape& s, uint32_t begin, uint32_t key) {
+// Whether the run that comes into the tile at `begin` is long. `first`: the end of the tile that the run begins in.
+__device__ __forceinline__ bool ComesInLong(const SegmentRun& run, uint32_t begin, uint32_t key) {
   uint32_t first = begin;
-  while (begin - first < s.reach && first > s.places && WalkKey(run, first - s.places - 1) == key) first -= s.places;
-  return begin - first >= s.reach || GoesOnLong(run, s.reach, first, key);
+  while (begin - first < run.reach && first > run.places && run.Key(first - run.places - 1) == key) first -= run.places;
+  return begin - first >= run.reach || GoesOnLong(run, first, key);
 }
 
-// The keys from a place on, a lane each, and where runs begin among them. The next ones are under way.
+// A warp's window on the keys: those of 32 places, one a lane, and where runs begin among them. The next 32 are in
+// flight.
 struct KeyWindow {
   uint32_t first, key, starts, next;
 
-  static __device__ __forceinline__ uint32_t At(const IndexRun& run, uint32_t place) {
-    return place < run.positions ? min(WalkKey(run, place), run.dropped) : UINT32_MAX;
+  static __device__ __forceinline__ uint32_t At(const SegmentRun& run, uint32_t place) {
+    return place < run.positions ? min(run.Key(place), run.dropped) : UINT32_MAX;
   }
-  __device__ __forceinline__ KeyWindow(const IndexRun& run, uint32_t begin) : first(begin) {
+  __device__ __forceinline__ KeyWindow(const SegmentRun& run, uint32_t begin) : first(begin) {
     const uint32_t lane = threadIdx.x % kWarp;
     key = At(run, begin + lane);
     next = At(run, begin + kWarp + lane);
     Mark(begin > 0 ? At(run, begin - 1) : UINT32_MAX);
   }
-  __device__ __forceinline__ void Advance(const IndexRun& run) {
+  __device__ __forceinline__ void Advance(const SegmentRun& run) {
     const uint32_t last = __shfl_sync(~0u, key, kWarp - 1);
     first += kWarp;
     key = next;
@@ -81,9 +72,8 @@ struct KeyWindow {
   }
 };
 
-template <class Op, int N, int kParts>
-__global__ void __launch_bounds__(kWalkThreads, kParts > 1 ? 4 : 5)
-SegmentWalk(const __grid_constant__ IndexRun run, const __grid_constant__ WalkShape s) {
+template <class Op, int N, int kParts> __global__ void __launch_bounds__(kWalkThreads, kParts > 1 ? 4 : 5)
+    SegmentWalk(const __grid_constant__ SegmentRun run, const __grid_constant__ WalkShape s) {
   using T = typename Op::T;
   using C = typename Op::C;
   using Stat = typename Op::Stat;
@@ -93,13 +83,13 @@ SegmentWalk(const __grid_constant__ IndexRun run, const __grid_constant__ WalkSh
   };
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWalkWarps + threadIdx.x / kWarp;
   if (warp >= s.warps) return;
-  const uint32_t lane = threadIdx.x % kWarp, places = s.cut.places, reach = s.cut.reach;
+  const uint32_t lane = threadIdx.x % kWarp, places = run.places, reach = run.reach;
   const int64_t item = s.by_strips.Div(warp), o = s.by_groups.Div(item);
   const uint32_t groups = static_cast<uint32_t>(s.by_groups.divisor), group = static_cast<uint32_t>(item - o * groups);
   const int lanes = 1 << s.log_lanes, rows_at_once = kWarp >> s.log_lanes, batch = kUnroll * rows_at_once;
   const int ahead = lane >> s.log_lanes, step = lanes * N;  // step: from one part to the next
   const int64_t column = (warp - item * s.strips) * lanes * kE + (lane & (lanes - 1)) * N;
-  // A part behind the row is the row's first elements once more, not written.
+  // A part behind the end of the row reads the row's first elements instead, and writes nothing.
   uint32_t apart[kParts];
   bool has[kParts];
 #pragma unroll
@@ -110,12 +100,12 @@ SegmentWalk(const __grid_constant__ IndexRun run, const __grid_constant__ WalkSh
   const int64_t safe = has[0] ? column : 0;
   const char* inputs[Op::kInputs];
 #pragma unroll
-  for (int k = 0; k < Op::kInputs; ++k) inputs[k] = reinterpret_cast<const char*>(InputOf<T>(run, s.cut, k, o) + safe);
-  char* out = reinterpret_cast<char*>(OutputOf<T>(run, o) + safe);
+  for (int k = 0; k < Op::kInputs; ++k) inputs[k] = reinterpret_cast<const char*>(run.Input<T>(k, o) + safe);
+  char* out = reinterpret_cast<char*>(run.Output<T>(o) + safe);
   const uint64_t row_bytes = run.inner * sizeof(T);
 
-  // Rows [base, stop) of a run, as far as they fit: a row behind it is its last one once more. `skipped`: rows
-  // between the first position and the first row of the run's slice of the batch, beyond the positions between them.
+  // Reads rows [base, stop) of a run, as far as they fit; a row behind it is its last one once more. `skipped`, without
+  // an order: how much further the rows of the run's slice of the batch lie than their positions.
   Slice x[kUnroll][Op::kInputs];
   uint32_t number[kUnroll], skipped = 0;
   const auto read = [&](uint32_t base, uint32_t stop) {
@@ -132,13 +122,13 @@ SegmentWalk(const __grid_constant__ IndexRun run, const __grid_constant__ WalkSh
       for (int k = 0; k < Op::kInputs; ++k) {
 #pragma unroll
         for (int p = 0; p < kParts; ++p) {
-          x[u][k].part[p] = LoadPart<T, N>(reinterpret_cast<const T*>(inputs[k] + number[u] * row_bytes) + apart[p]);
+          x[u][k].part[p] = LoadRowPart<T, N>(reinterpret_cast<const T*>(inputs[k] + number[u] * row_bytes) + apart[p]);
         }
       }
     }
   };
   // Column i of row u.
-  const auto values = [&](int u, int i, C (&v)[Op::kInputs]) {
+  const auto values = [&](int u, int i, C(&v)[Op::kInputs]) {
 #pragma unroll
     for (int k = 0; k < Op::kInputs; ++k) {
       C all[N];
@@ -146,27 +136,25 @@ SegmentWalk(const __grid_constant__ IndexRun run, const __grid_constant__ WalkSh
       v[k] = all[i % N];
     }
   };
-  const auto slot = [&](uint32_t chunk, int tail, int i) {
-    return SegmentSlot<Stat>(run, s.cut, o, chunk, tail) + column + i / N * step + i % N;
+  const auto slot = [&](uint32_t tile, int tail, int i) {
+    return run.Slot<Stat>(o, tile, tail) + column + i / N * step + i % N;
   };
 
-  // Chunks with rows to write, a bit each, of every groups-th: those of one segment are neighbours. The walk has one.
-  uint32_t chunks = 1;
+  // A bit for each tile of this warp to work on, every groups-th one, since those of a long run are neighbours.
+  uint32_t todo = 1;
   if (s.rewrites) {
-    const uint32_t chunk = group + lane * groups, begin = chunk * places, end = begin + places;
+    const uint32_t tile = group + lane * groups, begin = tile * places, end = begin + places;
     bool some = false;
-    if (lane < s.chunks && chunk < s.cut.tiles) {
-      const uint32_t head = WalkKey(run, begin), last = WalkKey(run, min(end, run.positions) - 1);
-      some = last < run.dropped && end < run.positions && WalkKey(run, end) == last &&
-             GoesOnLong(run, reach, end, last);
-      some = some || (begin > 0 && head < run.dropped && WalkKey(run, begin - 1) == head &&
-                      ComesInLong(run, s.cut, begin, head));
+    if (lane < s.tiles && tile < run.tiles) {
+      const uint32_t head = run.Key(begin), last = run.Key(min(end, run.positions) - 1);
+      some = last < run.dropped && end < run.positions && run.Key(end) == last && GoesOnLong(run, end, last);
+      some = some || (begin > 0 && head < run.dropped && run.Key(begin - 1) == head && ComesInLong(run, begin, head));
     }
-    chunks = __ballot_sync(~0u, some);
+    todo = __ballot_sync(~0u, some);
   }
 #pragma unroll 1
-  for (; chunks; chunks &= chunks - 1) {
-    const uint32_t chunk = group + (__ffs(chunks) - 1) * groups, begin = chunk * places;
+  for (; todo; todo &= todo - 1) {
+    const uint32_t tile = group + (__ffs(todo) - 1) * groups, begin = tile * places;
     const uint32_t end = min(begin + places, run.positions);
     KeyWindow window(run, begin);
     uint32_t first = begin, stop;
@@ -174,7 +162,7 @@ SegmentWalk(const __grid_constant__ IndexRun run, const __grid_constant__ WalkSh
     for (; first < end; first = stop) {
       const uint32_t key = __shfl_sync(~0u, window.key, first - window.first);
       const bool dropped = key >= run.dropped, comes_in = first == begin && !(window.starts & 1);
-      // Where it ends, or goes on for longer than matters.
+      // Find where the run ends, or that it is longer than matters.
       const uint32_t far = dropped || comes_in ? end : end + reach;
       uint32_t behind = window.starts & ~((2u << (first - window.first)) - 1);
       while (!behind && window.first + kWarp <= far) {
@@ -190,26 +178,26 @@ SegmentWalk(const __grid_constant__ IndexRun run, const __grid_constant__ WalkSh
         if (s.rewrites) continue;
         const Pack<T, N> zero = Filled<T, N>(FromCompute<T>(C(0)));
         for (uint32_t place = first + ahead; place < stop; place += rows_at_once) {
-          const uint64_t row = run.order ? __ldg(run.order + place) : run.SourceRow(place);
+          const uint64_t row = run.RowAt(place);
 #pragma unroll
           for (int p = 0; p < kParts; ++p) {
-            if (has[p]) StorePart<T, N>(reinterpret_cast<T*>(out + row * row_bytes) + apart[p], zero);
+            if (has[p]) StoreRowPart<T, N>(reinterpret_cast<T*>(out + row * row_bytes) + apart[p], zero);
           }
         }
         continue;
       } else if (comes_in) {
-        if (!ComesInLong(run, s.cut, begin, key)) continue;
+        if (!ComesInLong(run, begin, key)) continue;
         is_part = true;
         tail = 0;
       }
       if (s.rewrites && !is_part) continue;
 
-      if (run.source_extra && !run.order) skipped = static_cast<uint32_t>(run.SourceRow(first)) - first;
+      if (run.extra && !run.order) skipped = static_cast<uint32_t>(run.RowAt(first)) - first;
       uint32_t base = first;
       Stat total[kE];
       if (s.rewrites) {
 #pragma unroll
-        for (int i = 0; i < kE; ++i) total[i] = has[i / N] ? *slot(chunk, tail, i) : Op::Identity();
+        for (int i = 0; i < kE; ++i) total[i] = has[i / N] ? *slot(tile, tail, i) : Op::Identity();
         base = first + ((stop - first - 1) >> (5 - s.log_lanes)) / kUnroll * batch;
       } else {
 #pragma unroll
@@ -229,7 +217,7 @@ SegmentWalk(const __grid_constant__ IndexRun run, const __grid_constant__ WalkSh
               for (int i = 0; i < kE; ++i) {
                 C v[Op::kInputs];
                 values(u, i, v);
-                largest[i] = Max(largest[i], v[0]);  // leaves out NaN, whose power is NaN all the same
+                largest[i] = Max(largest[i], v[0]);  // ignores NaN, whose power is NaN all the same
               }
             }
             for (int apart = lanes; apart < kWarp; apart *= 2) {
@@ -266,7 +254,7 @@ SegmentWalk(const __grid_constant__ IndexRun run, const __grid_constant__ WalkSh
         if (is_part) {
 #pragma unroll
           for (int i = 0; i < kE; ++i) {
-            if (ahead == 0 && has[i / N]) *slot(chunk, tail, i) = total[i];
+            if (ahead == 0 && has[i / N]) *slot(tile, tail, i) = total[i];
           }
           continue;
         }
@@ -295,7 +283,7 @@ SegmentWalk(const __grid_constant__ IndexRun run, const __grid_constant__ WalkSh
           for (int p = 0; p < kParts; ++p) {
             const Pack<T, N> pack = Repack<T, N>(y[p]);
             if (inside && has[p]) {
-              StorePart<T, N>(reinterpret_cast<T*>(out + number[u] * row_bytes) + apart[p], pack);
+              StoreRowPart<T, N>(reinterpret_cast<T*>(out + number[u] * row_bytes) + apart[p], pack);
             }
           }
         }
@@ -303,35 +291,6 @@ SegmentWalk(const __grid_constant__ IndexRun run, const __grid_constant__ WalkSh
       }
     }
   }
-}
-
-template <class Op, int N, int kParts>
-cudaError_t LaunchWalk(const IndexRun& run, const SegmentShape& cut, cudaStream_t stream) {
-  WalkShape s;
-  s.cut = cut;
-  const int64_t lanes = (run.inner + N * kParts - 1) / (N * kParts);
-  // Fewer lanes side by side where that leaves fewer of them idle.
-  int side = WalkLanes(lanes, kWalkLanes);
-  const auto slots = [&](int64_t n) { return (lanes + n - 1) / n * n; };
-  if (side == kWalkLanes && slots(kWalkLanes / 2) < slots(kWalkLanes)) side /= 2;
-  while (1 << s.log_lanes < side) ++s.log_lanes;
-  s.strips = static_cast<int>(slots(side) / side);
-  s.by_strips = Divider(s.strips);
-  const auto launch = [&](uint32_t chunks) {
-    s.chunks = chunks;
-    const int64_t groups = (cut.tiles + chunks - 1) / chunks;
-    s.by_groups = Divider(groups);
-    s.warps = run.outer * groups * s.strips;
-    const int64_t blocks = (s.warps + kWalkWarps - 1) / kWalkWarps;
-    return Launch(SegmentWalk<Op, N, kParts>, {blocks, 1, kWalkThreads}, stream, run, s);
-  };
-  cudaError_t error = launch(1);
-  if (error != cudaSuccess || run.positions <= cut.room) return error;  // no segment is long
-  error = LaunchJoin<Op>(run, cut, stream);
-  if (error != cudaSuccess) return error;
-  s.rewrites = true;
-  const int64_t each = (run.outer * cut.tiles * s.strips + kRewriteWarps - 1) / kRewriteWarps;
-  return launch(static_cast<uint32_t>(std::min(each, int64_t{kWarp})));
 }
 
 }  // namespace jaxkern

@@ -14,26 +14,32 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern import _index
+from jaxkern._ops.indexing import primitive
 
 LIMIT = 2**31 - 2  # rows that may be split: they are numbered in int32
 
 
-def dims(prim, ranks, rules):
+def dims(prim, avals, rules):
     """Names for the dimensions of each operand and of the result, for partition.lower."""
-    axis, k = rules.axis, rules.batch_dims
+    axis, k, ranks = rules.axis, rules.batch_dims, [a.ndim for a in avals]
     full = [f"d{d}" for d in range(max(ranks))]
     along = lambda name: [*full[:axis], name, *full[axis + 1 :]]
     rows, source, index = along("rows"), along("count"), [*full[:k], "count"]
-    if prim is _index.index_add_p:
-        alpha = [full[:rank] for rank in ranks[3:]]
-        return [rows, index, source, *alpha, rows]
-    return [rows, index, source] if prim is _index.index_select_p else [source, index, rows]
+    if prim is primitive.index_add_p:
+        alpha, order = primitive.parted(ranks[3:])
+        return [rows, index, source, *(full[:rank] for rank in alpha), *[["ordered"]] * len(order), rows]
+    order = [["ordered"]] * len(ranks[2:])
+    return [rows, index, *order, source] if prim is primitive.index_select_p else [source, index, *order, rows]
+
+
+def _keeps_order(over, rules):
+    """Whether a device has all indices, and they mean what they meant."""
+    return not (over["rows"] or over["count"] or any(over[f"d{d}"] for d in range(rules.batch_dims)))
 
 
 def summed(prim):
     """What the result has no dimension for."""
-    return ("rows",) if prim is _index.index_select_p else ("count",)
+    return ("rows",) if prim is primitive.index_select_p else ("count",)
 
 
 def _place(axes):
@@ -86,17 +92,18 @@ def _without(axes, others):
 # ---- index_select
 
 
-def _select(over, x, index, *, rules):
+def _select(over, x, index, *order, rules):
+    del order
     across, along = over["rows"], over["count"]
     if not across:
-        return _index.index_select_p.bind(x, index, rules=rules)
+        return primitive.index_select_p.bind(x, index, rules=rules)
     axis = rules.axis
     rows = x.shape[axis] * lax.psum(1, across)
     own = _resolved(index, rows, rules)
     shared = tuple(a for a in along if a in across)
     everyone = lax.all_gather(index, shared, axis=index.ndim - 1, tiled=True) if shared else index
     everyone, _, local = _own(everyone, rows, across, (), rules)
-    y = _index.index_select_p.bind(x, everyone, rules=local._replace(fill_nan=False, sorted=False, unique=False))
+    y = primitive.index_select_p.bind(x, everyone, rules=local._replace(fill_nan=False, sorted=False, unique=False))
     if shared:  # one device has the row, and the others zeros
         y = lax.psum_scatter(y, shared, scatter_dimension=axis, tiled=True)
     if _without(across, shared):
@@ -104,13 +111,15 @@ def _select(over, x, index, *, rules):
     if not rules.fill_nan or rules.clip:
         return y
     exists = jnp.expand_dims((own >= 0) & (own < rows), [d for d in range(y.ndim) if not (d < rules.batch_dims or d == axis)])
-    return jnp.where(exists, y, jnp.asarray(_index.fill_value(y.dtype), y.dtype))
+    return jnp.where(exists, y, jnp.asarray(primitive.fill_value(y.dtype), y.dtype))
 
 
 # ---- segments
 
 
-def _segments(prim, over, source, index, *, rows, rules):
+def _segments(prim, over, source, index, *order, rows, rules):
+    if _keeps_order(over, rules):
+        return prim.bind(source, index, *order, rows=rows, rules=rules)
     across, along = over["rows"], over["count"]
     shared = tuple(a for a in across if a in along)
     whole = rows
@@ -118,14 +127,14 @@ def _segments(prim, over, source, index, *, rows, rules):
         index, rows, rules = _own(index, whole, across, shared, rules)
     if not along:
         return prim.bind(source, index, rows=rows, rules=rules)
-    if prim is _index.segment_sum_p:
-        y = prim.bind(source.astype(_index.computing(source.dtype)), index, rows=rows, rules=rules)
+    if prim is primitive.segment_sum_p:
+        y = prim.bind(source.astype(primitive.computing(source.dtype)), index, rows=rows, rules=rules)
         if shared:
             y = lax.psum_scatter(y, shared, scatter_dimension=rules.axis, tiled=True)
         rest = _without(along, shared)
         return (lax.psum(y, rest) if rest else y).astype(source.dtype)
     y = prim.bind(source, index, rows=rows, rules=rules)
-    y = _largest(y, along) if prim is _index.segment_max_p else _smallest(y, along)
+    y = _largest(y, along) if prim is primitive.segment_max_p else _smallest(y, along)
     if shared:
         here, parts = _place(shared)
         y = lax.dynamic_slice_in_dim(y, here * (rows // parts), rows // parts, rules.axis)
@@ -142,7 +151,7 @@ def _largest(x, axes):
     """lax.pmax, and NaN where there is one: in the order of integers that floating-point numbers have as bits."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         return lax.pmax(x, axes)
-    wide = x.astype(_index.computing(x.dtype))
+    wide = x.astype(primitive.computing(x.dtype))
     wide = jnp.where(jnp.isnan(wide), jnp.nan, wide)  # a NaN without a sign is above inf
     bits = jnp.int64 if wide.dtype == jnp.float64 else jnp.int32
     ordered = lambda b: b ^ ((b >> (8 * wide.dtype.itemsize - 1)) & jnp.iinfo(bits).max)
@@ -153,12 +162,15 @@ def _largest(x, axes):
 # ---- index_add
 
 
-def _add(over, x, index, source, *alpha, rules):
+def _add(over, x, index, source, *rest, rules):
+    if _keeps_order(over, rules):
+        return primitive.index_add_p.bind(x, index, source, *rest, rules=rules)
+    alpha, _ = primitive.parted(rest)
     across, along, axis = over["rows"], over["count"], rules.axis
     if along:
         rows = x.shape[axis] * (lax.psum(1, across) if across else 1)
-        wide = _index.computing(x.dtype)
-        total = _segments(_index.segment_sum_p, over, source.astype(wide), index, rows=rows, rules=rules)
+        wide = primitive.computing(x.dtype)
+        total = _segments(primitive.segment_sum_p, over, source.astype(wide), index, rows=rows, rules=rules)
         y = x.astype(wide) + total
         if alpha:
             factor = jnp.expand_dims(alpha[0], range(alpha[0].ndim, x.ndim))
@@ -168,11 +180,11 @@ def _add(over, x, index, source, *alpha, rules):
         return y.astype(x.dtype)
     if across:
         index, _, rules = _own(index, x.shape[axis] * lax.psum(1, across), across, (), rules)
-    return _index.index_add_p.bind(x, index, source, *alpha, rules=rules)
+    return primitive.index_add_p.bind(x, index, source, *alpha, rules=rules)
 
 
 SHARDS = {
-    _index.index_add_p: _add,
-    _index.index_select_p: _select,
-    **{prim: functools.partial(_segments, prim) for prim in _index.SEGMENT},
+    primitive.index_add_p: _add,
+    primitive.index_select_p: _select,
+    **{prim: functools.partial(_segments, prim) for prim in primitive.SEGMENT},
 }
