@@ -8,8 +8,6 @@
 #include "common/bindings.h"
 #include "cross_entropy/cross_entropy_ffi.h"
 #include "cross_entropy/cross_entropy_tier.h"
-#include "elementwise/elementwise_cpu.h"
-#include "elementwise/elementwise_ffi.h"
 #include "index_add/index_add_ffi.h"
 #include "index_add/index_add_plan.h"
 #include "reduction/reduction_ffi.h"
@@ -153,10 +151,9 @@ bool ReductionTierFits(const std::string& tier_name, int64_t rows, int64_t width
 NB_MODULE(_cpu, m) {
   AddApiVersion(m);
   m.def("registrations", [] {
-    return Registrations({SoftmaxCpuTargets(), ElementwiseCpuTargets(), ReductionCpuTargets(), CrossEntropyCpuTargets(),
+    return Registrations({SoftmaxCpuTargets(), ReductionCpuTargets(), CrossEntropyCpuTargets(),
                           IndexCpuTargets(), SegmentSoftmaxCpuTargets()});
   });
-  m.def("elementwise", [] { return ElementwiseSignatures(ElementwiseCpuKernels(), [](const auto&) { return true; }); });
   m.def("softmax_tier", &Tier, nb::arg("rows"), nb::arg("width"), nb::arg("inner"), nb::arg("dtype"),
         nb::arg("log"), nb::arg("backward"), nb::arg("masked"), nb::arg("fused"), nb::arg("scratch_bytes"), nb::arg("sm_count"),
         nb::arg("compute_capability"), nb::arg("shared_memory"));
