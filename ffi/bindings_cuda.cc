@@ -1,8 +1,6 @@
 // The extension module jaxkern._cuda: hands out the CUDA handlers, nothing more.
 #include "common/bindings.h"
 #include "cross_entropy/cross_entropy_ffi.h"
-#include "elementwise/elementwise_cuda.h"
-#include "elementwise/elementwise_ffi.h"
 #include "index_add/index_add_ffi.h"
 
 NB_MODULE(_cuda, m) {
@@ -10,9 +8,6 @@ NB_MODULE(_cuda, m) {
   jaxkern::AddApiVersion(m);
   m.def("registrations", [] {
     using namespace jaxkern;
-    return Registrations({ElementwiseCudaTargets(), CrossEntropyCudaTargets(), IndexCudaTargets()});
+    return Registrations({CrossEntropyCudaTargets(), IndexCudaTargets()});
   }, "{target name: capsule of its handler}");
-  m.def("elementwise", [] {
-    return jaxkern::ElementwiseSignatures(jaxkern::ElementwiseCudaKernels(), [](const auto& k) { return k.broadcasts; });
-  });
 }

@@ -15,7 +15,6 @@
 #include "activations.h"
 
 namespace jaxkern {
-namespace JAXKERN_ARITHMETIC {
 
 // --- One operand -----------------------------------------------------------------------------------
 
@@ -239,27 +238,21 @@ template <class M>
 struct Add {
   using C = typename M::C;
   JAXKERN_FN C operator()(C x, C y) const { return x + y; }
-#if defined(__CUDACC__)
   template <class P> static JAXKERN_FN P Pair(P x, P y) { return __hadd2_rn(x, y); }
-#endif
 };
 
 template <class M>
 struct Subtract {
   using C = typename M::C;
   JAXKERN_FN C operator()(C x, C y) const { return x - y; }
-#if defined(__CUDACC__)
   template <class P> static JAXKERN_FN P Pair(P x, P y) { return __hsub2_rn(x, y); }
-#endif
 };
 
 template <class M>
 struct Multiply {
   using C = typename M::C;
   JAXKERN_FN C operator()(C x, C y) const { return x * y; }
-#if defined(__CUDACC__)
   template <class P> static JAXKERN_FN P Pair(P x, P y) { return __hmul2_rn(x, y); }
-#endif
 };
 template <class M>
 struct MultiplyGrad {
@@ -286,9 +279,7 @@ template <class M>
 struct Maximum {
   using C = typename M::C;
   JAXKERN_FN C operator()(C x, C y) const { return M::Max(x, y); }
-#if defined(__CUDACC__)
   template <class P> static JAXKERN_FN P Pair(P x, P y) { return __hmax2_nan(x, y); }
-#endif
 };
 template <class M>
 struct MaximumGrad {
@@ -302,9 +293,7 @@ template <class M>
 struct Minimum {
   using C = typename M::C;
   JAXKERN_FN C operator()(C x, C y) const { return M::Min(x, y); }
-#if defined(__CUDACC__)
   template <class P> static JAXKERN_FN P Pair(P x, P y) { return __hmin2_nan(x, y); }
-#endif
 };
 template <class M>
 struct MinimumGrad {
@@ -390,9 +379,7 @@ template <class M>
 struct Fma {
   using C = typename M::C;
   JAXKERN_FN C operator()(C x, C y, C z) const { return M::Fma(x, y, z); }
-#if defined(__CUDACC__)
   template <class P> static JAXKERN_FN P Pair(P x, P y, P z) { return __hfma2(x, y, z); }
-#endif
 };
 template <class M>
 struct FmaGrad {
@@ -444,5 +431,4 @@ struct ClampGrad {
   }
 };
 
-}  // namespace JAXKERN_ARITHMETIC
 }  // namespace jaxkern

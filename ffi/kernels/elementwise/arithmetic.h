@@ -1,13 +1,11 @@
-// What functors compute with, on the GPU and on the CPU: a functor is a template over one of
+// What functors compute with: a functor is a template over one of
 //
 //     Single    float, results within 4 units in the last place
 //     Double    double
 //     Integer   int32_t, which wraps
-//     Coarse    float on the GPU for 16-bit results: relative errors of 2^-13, a few instructions each
+//     Coarse    float for 16-bit results: relative errors of 2^-13, a few instructions each
 //
-// with C, the type, and functions for what + - * / and comparisons do not do. On the CPU, Single works
-// in double inside: polynomials that are good to 2^-30 then need no care about cancellation, and
-// everything is free of branches and calls, so that the compiler makes vectors of it. Coarse is Single.
+// with C, the type, and functions for what + - * / and comparisons do not do.
 //
 // Sources. Normal distribution: exp(-a^2/2) times a polynomial in 1 / (1 + k a), after Hastings,
 // "Approximations for Digital Computers", 1955, or a ratio of polynomials, after Cody, "Rational Chebyshev Approximations
@@ -15,19 +13,11 @@
 // Logarithm: FreeBSD's e_log.c (Sun Microsystems, 1993).
 #pragma once
 
-#include <cstdint>
-#include <cstring>
+#include "../common/std.h"
 
-#if defined(__CUDACC__)
 #define JAXKERN_FN __device__ __forceinline__
-#define JAXKERN_ARITHMETIC device
-#else
-#define JAXKERN_FN inline __attribute__((always_inline))
-#define JAXKERN_ARITHMETIC JAXKERN_ISA  // one copy an instruction set, see common/simd.h
-#endif
 
 namespace jaxkern {
-namespace JAXKERN_ARITHMETIC {
 
 template <class To, class From>
 JAXKERN_FN To BitsAs(From from) {
@@ -41,17 +31,9 @@ JAXKERN_FN To BitsAs(From from) {
 template <class C, int n>
 JAXKERN_FN C Polynomial(C x, const C (&c)[n]) {
   C sum = c[n - 1];
-#if defined(__CUDACC__)
 #pragma unroll
-#else
-#pragma GCC unroll 16
-#endif
   for (int i = n - 2; i >= 0; --i) {
-#if defined(__FMA__) || defined(__aarch64__)
-    sum = sizeof(C) == 4 ? C(__builtin_fmaf(float(sum), float(x), float(c[i]))) : C(__builtin_fma(sum, x, c[i]));
-#else
-    sum = sum * x + c[i];  // nvcc makes it one instruction
-#endif
+    sum = sum * x + c[i];  // one instruction
   }
   return sum;
 }
@@ -81,7 +63,7 @@ struct Real : Basic<T> {
   using C = T;
   static JAXKERN_FN C Divide(C a, C b) { return a / b; }
   static JAXKERN_FN C Sign(C x) { return x > 0 ? C(1) : x < 0 ? C(-1) : x; }  // keeps -0 and NaN
-  static constexpr C kInfinity = C(__builtin_huge_val());
+  static constexpr C kInfinity = C(__builtin_bit_cast(double, 0x7ff0000000000000ull));
   static constexpr C kSqrtHalf = C(0.70710678118654752440);
   static constexpr C kInverseSqrt2Pi = C(0.39894228040143267794);
   static constexpr C kTwoInverseSqrtPi = C(1.12837916709551257390);
@@ -131,8 +113,6 @@ struct InFloat {
     return p < 1e4f ? M::Fma(e, -u_low, e) : e;
   }
 };
-
-#if defined(__CUDACC__)
 
 struct Double : Real<double> {
   static JAXKERN_FN C Abs(C x) { return fabs(x); }
@@ -357,157 +337,5 @@ struct CoarseNear : Coarse {
   static JAXKERN_FN C Cos(C x) { return Turned<true>(x); }
 };
 
-#else
 
-struct Double : Real<double> {
-  static JAXKERN_FN C Abs(C x) { return __builtin_fabs(x); }
-#if defined(__FMA__) || defined(__aarch64__)
-  static JAXKERN_FN C Fma(C a, C b, C c) { return __builtin_fma(a, b, c); }
-#endif
-  static JAXKERN_FN C Quotient(C a, C b) { return a / b; }
-  static JAXKERN_FN C Floor(C x) { return __builtin_floor(x); }
-  static JAXKERN_FN C Ceil(C x) { return __builtin_ceil(x); }
-  static JAXKERN_FN C Trunc(C x) { return __builtin_trunc(x); }
-  static JAXKERN_FN C Round(C x) { return __builtin_nearbyint(x); }
-  static JAXKERN_FN C Sqrt(C x) { return __builtin_sqrt(x); }
-  static JAXKERN_FN C Rsqrt(C x) { return 1 / __builtin_sqrt(x); }
-  static JAXKERN_FN C Exp(C x) { return __builtin_exp(x); }
-  static JAXKERN_FN C Expm1(C x) { return __builtin_expm1(x); }
-  static JAXKERN_FN C Log(C x) { return __builtin_log(x); }
-  static JAXKERN_FN C Log1p(C x) { return __builtin_log1p(x); }
-  static JAXKERN_FN C Log1pUnit(C x) { return __builtin_log1p(x); }
-  static JAXKERN_FN C Tanh(C x) { return __builtin_tanh(x); }
-  static JAXKERN_FN C Sin(C x) { return __builtin_sin(x); }
-  static JAXKERN_FN C Cos(C x) { return __builtin_cos(x); }
-  static JAXKERN_FN C Erf(C x) { return __builtin_erf(x); }
-  static JAXKERN_FN C Erfc(C x) { return __builtin_erfc(x); }
-  static JAXKERN_FN C Power(C x, C y) { return __builtin_pow(x, y); }
-  static JAXKERN_FN C Fmod(C x, C y) { return __builtin_fmod(x, y); }
-  static JAXKERN_FN C NormalCdf(C x) { return 0.5 * __builtin_erfc(-x * kSqrtHalf); }
-  static JAXKERN_FN C ExpOfProduct(C x, double c) { return __builtin_exp(c * x); }
-  static JAXKERN_FN C ExpOfGeluArgument(C x) { return __builtin_exp(-1.5957691216057308 * x * (1 + 0.044715 * (x * x))); }
-};
-
-struct Single : Real<float> {
-  static JAXKERN_FN C Abs(C x) { return __builtin_fabsf(x); }
-#if defined(__FMA__) || defined(__aarch64__)
-  static JAXKERN_FN C Fma(C a, C b, C c) { return __builtin_fmaf(a, b, c); }
-#else
-  static JAXKERN_FN C Fma(C a, C b, C c) { return C(double(a) * b + c); }  // rounded twice, the first time hardly
-#endif
-  static JAXKERN_FN C Quotient(C a, C b) { return a / b; }
-  static JAXKERN_FN C FastQuotient(C a, C b) { return a / b; }
-  static JAXKERN_FN C Floor(C x) { return __builtin_floorf(x); }
-  static JAXKERN_FN C Ceil(C x) { return __builtin_ceilf(x); }
-  static JAXKERN_FN C Trunc(C x) { return __builtin_truncf(x); }
-  static JAXKERN_FN C Round(C x) { return __builtin_nearbyintf(x); }
-  static JAXKERN_FN C Sqrt(C x) { return __builtin_sqrtf(x); }
-  static JAXKERN_FN C Rsqrt(C x) { return C(1 / __builtin_sqrt(double(x))); }
-  static JAXKERN_FN C Exp(C x) { return ShortExponential(x).Value(); }
-  static JAXKERN_FN C Expm1(C x) { return ShortExponential(x).MinusOne(); }
-  static JAXKERN_FN C Log(C x) { return C(Logarithm(x)); }
-  static JAXKERN_FN C Log1p(C x) {
-    const double d = x;
-    return __builtin_fabs(d) < 1e-5 ? C(d - d * d * (0.5 - d * (1.0 / 3))) : C(Logarithm(1 + d));
-  }
-  static JAXKERN_FN C Log1pUnit(C x) { return Log1p(x); }
-  static JAXKERN_FN C Tanh(C x) {
-    const C t = Expm1(Min(2 * Abs(x), C(40)));
-    return __builtin_copysignf(t / (t + 2), x);
-  }
-  static JAXKERN_FN C Sin(C x) { return __builtin_sinf(x); }
-  static JAXKERN_FN C Cos(C x) { return __builtin_cosf(x); }
-  static JAXKERN_FN C Erf(C x) {
-    const double d = x, p = d * d;
-    const double near = d * Polynomial(p, {1.1283791670955126, -0.37612638903183754, 0.11283791670955126, -0.026866170645131252,
-                                           0.0052239776254421878, -0.00085483270234508528, 0.00012055332981789664});
-    const double far = __builtin_copysign(1 - 2 * NormalTail(__builtin_fabs(d) * 1.4142135623730951), d);
-    return C(p < 0.25 ? near : far);
-  }
-  static JAXKERN_FN C Erfc(C x) {
-    const double tail = 2 * NormalTail(__builtin_fabs(double(x)) * 1.4142135623730951);
-    return C(x < 0 ? 2 - tail : tail);
-  }
-  static JAXKERN_FN C Power(C x, C y) { return __builtin_powf(x, y); }
-  static JAXKERN_FN C Fmod(C x, C y) { return __builtin_fmodf(x, y); }
-#if defined(__FMA__) || defined(__aarch64__)
-  using Real<float>::Product;
-  static JAXKERN_FN C Product(C a, C b, C c) { return InFloat<Single>::Product(a, b, c); }
-  static JAXKERN_FN C NormalCdf(C x) { return InFloat<Single>::NormalCdf(x); }
-  static JAXKERN_FN C ExpOfProduct(C x, double c) { return InFloat<Single>::ExpOfProduct(x, c); }
-  static JAXKERN_FN C ExpOfGeluArgument(C x) { return InFloat<Single>::ExpOfGeluArgument(x); }
-#else
-  static JAXKERN_FN C NormalCdf(C x) {
-    const double tail = NormalTail(__builtin_fabs(double(x)));
-    return C(x < 0 ? tail : 1 - tail);
-  }
-  static JAXKERN_FN C ExpOfProduct(C x, double c) { return C(Exponential(c * x).Value()); }
-  static JAXKERN_FN C ExpOfGeluArgument(C x) {
-    const double d = x;
-    return C(Exponential(-1.5957691216057308 * d * (1 + 0.044715 * (d * d))).Value());
-  }
-#endif
-
- private:
-  // e^x = 2^n (1 + fraction), as in common/simd.h; 2^n as the product of two, which neither over- nor underflow.
-  struct ShortParts {
-    C low, high, fraction;
-    JAXKERN_FN C Value() const { return Fma(low, fraction, low) * high; }
-    JAXKERN_FN C MinusOne() const {
-      const C scale = low * high;
-      return scale < C(1e30) ? Fma(scale, fraction, scale - 1) : Value();
-    }
-  };
-  static JAXKERN_FN ShortParts ShortExponential(C x) {
-    x = x < -105 ? C(-105) : x;  // NaN stays
-    x = x > 89 ? C(89) : x;
-    const C shifted = Fma(x, C(1.44269504f), C(0x1.8p23f)), n = shifted - C(0x1.8p23f);
-    const C r = Fma(n, C(2.12194440e-4f), Fma(n, C(-0.693359375f), x));
-    const C q = Polynomial(r, {0x1.fffffcp-2f, 0x1.555492p-3f, 0x1.5558f2p-5f, 0x1.123a2p-7f, 0x1.6a23ccp-10f});
-    const int32_t i = BitsAs<int32_t>(shifted) - 0x4b400000, half = i >> 1;
-    return {BitsAs<C>((half + 127) << 23), BitsAs<C>((i - half + 127) << 23), Fma(r * r, q, r)};
-  }
-  // e^x = 2^n (1 + fraction), good to 2^-34, for results that a float can hold.
-  struct Parts {
-    double scale, fraction;
-    JAXKERN_FN double Value() const { return scale + scale * fraction; }
-    JAXKERN_FN double MinusOne() const { return (scale - 1) + scale * fraction; }
-  };
-  static JAXKERN_FN Parts Exponential(double x) {
-    x = x < -110 ? -110 : x;  // NaN stays
-    x = x > 100 ? 100 : x;
-    const double shifted = x * 1.4426950408889634 + (0x1.8p52 + 1023), n = shifted - (0x1.8p52 + 1023);
-    const double r = (x - n * 6.93145751953125e-1) - n * 1.42860682030941723212e-6;
-    const double q = Polynomial(r, {0x1.0000003b180f3p-1, 0x1.5555543e95cb8p-3, 0x1.55548b909c7f8p-5, 0x1.111274aeae94bp-7,
-                                    0x1.6d8f194479b0ap-10, 0x1.9f07032391859p-13});
-    return {BitsAs<double>(BitsAs<uint64_t>(shifted) << 52), r + r * r * q};
-  }
-  // For floats, and what 1 + a float is.
-  static JAXKERN_FN double Logarithm(double x) {
-    const uint64_t bits = BitsAs<uint64_t>(x), n = (bits - 0x3fe6a09e667f3bcdull) >> 52;  // x = 2^n m, m in [1, 2] / sqrt 2
-    // n as a double without a conversion; negative ones have lost their upper bits to the shift.
-    const double biased = BitsAs<double>((n & 0xfff) | 0x4330000000000000ull) - 0x1p52, e = biased > 2048 ? biased - 4096 : biased;
-    const double f = BitsAs<double>(bits - (n << 52)) - 1;
-    const double s = f / (2 + f), z = s * s, half = 0.5 * f * f;
-    const double r = z * Polynomial(z, {6.666666666666735130e-01, 3.999999999940941908e-01, 2.857142874366239149e-01,
-                                        2.222219843214978396e-01, 1.818357216161805012e-01, 1.531383769920937332e-01,
-                                        1.479819860510658591e-01});
-    const double log = e * 6.93147180559945309417e-01 + (f - (half - s * (half + r)));
-    const double special = x == 0 ? -kDoubleInfinity : x != x || x < 0 ? __builtin_nan("") : kDoubleInfinity;
-    return x > 0 && x < kDoubleInfinity ? log : special;
-  }
-  static constexpr double kDoubleInfinity = __builtin_huge_val();
-  // The normal distribution beyond a >= 0, good to 2^-29.
-  static JAXKERN_FN double NormalTail(double a) {
-    const double t = 1 / (1 + 0.25 * a);
-    return t * Exponential(-0.5 * a * a).Value() *
-           Polynomial(t, {0.09972768354385529, 0.09993030825711358, 0.09138858891174864, 0.09431944679835891,
-                          0.00992601930643872, 0.18809524634900995, -0.2418336262542186, 0.3293219190839983,
-                          -0.24508766035122329, 0.08574799861302371, -0.011535923610767478});
-  }
-};
-
-#endif
-
-}  // namespace JAXKERN_ARITHMETIC
 }  // namespace jaxkern

@@ -19,7 +19,6 @@ class Row(typing.NamedTuple):
     types: str = "float"  # a key of SIGNATURES
     gradient: tuple[int, ...] = ()  # the arrays that <functor>Grad differentiates by; others: as in JAX
     uses: tuple[int, ...] | None = None  # the operands that it reads beside the cotangent, None: all
-    in_place: bool = True  # a kernel for operands with dimensions of size 1; without one they go through XLA
     gated: bool = False  # the two arrays may be the halves of one
     part_of: str = ""  # the public function, written by hand, that chooses this row
     domain: tuple[float, float] = (-6.0, 6.0)  # where tests and benchmarks take their numbers from
@@ -120,17 +119,17 @@ BINARY = (
     _binary("divide", "Divide", "x / y", "x / y", gradient=(0, 1)),
     _binary("maximum", "Maximum", "jnp.maximum(x, y)", "the larger one; NaN if either is", types="number", gradient=(0, 1)),
     _binary("minimum", "Minimum", "jnp.minimum(x, y)", "the smaller one; NaN if either is", types="number", gradient=(0, 1)),
-    _binary("power", "Power", "jnp.power(x, y)", "x^y", gradient=(0, 1), in_place=False, domain=(0.1, 4.0)),
-    _binary("fmod", "Fmod", "jnp.fmod(x, y)", "the remainder of x / y, with the sign of x", gradient=(0, 1), in_place=False),
-    _binary("equal", "Equal", "x == y", "x == y", types="compare", in_place=False),
-    _binary("not_equal", "NotEqual", "x != y", "x != y", types="compare", in_place=False),
-    _binary("less", "Less", "x < y", "x < y", types="compare", in_place=False),
-    _binary("less_equal", "LessEqual", "x <= y", "x <= y", types="compare", in_place=False),
-    _binary("greater", "Greater", "x > y", "x > y", types="compare", in_place=False),
-    _binary("greater_equal", "GreaterEqual", "x >= y", "x >= y", types="compare", in_place=False),
-    _binary("logical_and", "LogicalAnd", "jnp.logical_and(x, y)", "x and y", types="logical", in_place=False),
-    _binary("logical_or", "LogicalOr", "jnp.logical_or(x, y)", "x or y", types="logical", in_place=False),
-    _binary("logical_xor", "LogicalXor", "jnp.logical_xor(x, y)", "either x or y", types="logical", in_place=False),
+    _binary("power", "Power", "jnp.power(x, y)", "x^y", gradient=(0, 1), domain=(0.1, 4.0)),
+    _binary("fmod", "Fmod", "jnp.fmod(x, y)", "the remainder of x / y, with the sign of x", gradient=(0, 1)),
+    _binary("equal", "Equal", "x == y", "x == y", types="compare"),
+    _binary("not_equal", "NotEqual", "x != y", "x != y", types="compare"),
+    _binary("less", "Less", "x < y", "x < y", types="compare"),
+    _binary("less_equal", "LessEqual", "x <= y", "x <= y", types="compare"),
+    _binary("greater", "Greater", "x > y", "x > y", types="compare"),
+    _binary("greater_equal", "GreaterEqual", "x >= y", "x >= y", types="compare"),
+    _binary("logical_and", "LogicalAnd", "jnp.logical_and(x, y)", "x and y", types="logical"),
+    _binary("logical_or", "LogicalOr", "jnp.logical_or(x, y)", "x or y", types="logical"),
+    _binary("logical_xor", "LogicalXor", "jnp.logical_xor(x, y)", "either x or y", types="logical"),
 )
 TERNARY = (
     Row("fma", "Fma", "x * y + z", "x y + z in one rounding", ("x", "y", "z"), types="number", gradient=(0, 1), uses=(0, 1)),
@@ -164,7 +163,6 @@ class Kernel(typing.NamedTuple):
     parameters: int
     computing: str  # f32, f64 or s32
     coarse: bool  # results have 16 bits, arithmetic of about 13 will do
-    broadcasts: bool  # a variant for operands with dimensions of size 1 is compiled
 
     @property
     def key(self) -> str:
@@ -184,13 +182,12 @@ def kernels_of(row: Row):
         c, coarse = computing(t), t in ("f16", "bf16")
         arrays = tuple(t if o == "T" else o for o in operands)
         parameters = (c,) * len(row.parameters)
-        several = len(row.arrays) > 1 and row.in_place
         out = t if result == "T" else result
-        yield Kernel(row.name, row.functor, arrays + parameters, (out,), len(parameters), c, coarse, several)
+        yield Kernel(row.name, row.functor, arrays + parameters, (out,), len(parameters), c, coarse)
         if row.gradient and t in FLOATS:
             uses = range(len(arrays)) if row.uses is None else row.uses
             yield Kernel(f"{row.name}_grad", f"{row.functor}Grad", (*(arrays[k] for k in uses), t, *parameters),
-                         (t,) * len(row.gradient), len(parameters), c, coarse, row.gated)
+                         (t,) * len(row.gradient), len(parameters), c, coarse)
 
 
 def cast_kernels():
@@ -199,7 +196,7 @@ def cast_kernels():
         for b in CAST_TYPES:
             if a != b and (a in FLOATS or b in FLOATS):
                 wide = "f64" in (a, b) or (a == "s32" and b != "f32")
-                yield Kernel("cast", "Cast", (a,), (b,), 0, "f64" if wide else "f32", False, False)
+                yield Kernel("cast", "Cast", (a,), (b,), 0, "f64" if wide else "f32", False)
 
 
 def kernels():

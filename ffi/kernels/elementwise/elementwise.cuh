@@ -1,35 +1,30 @@
-// One kernel template for every elementwise operation: unary, binary and ternary, with one result or several.
+// Elementwise operations: any number of operands and results, of any types, in one kernel.
 //
-//     Elementwise<Functor, parameters, Types<results...>, Types<operands...>>
+//     FlatKernel<Elementwise<Functor, parameters, Types<results...>, Types<operands...>>, scalars, tiles>
+//     StridedKernel<Elementwise<...>, packs>
 //
-// Operands and results may have different types. A thread works on packs of N elements, where N elements of the
-// widest type are 16 bytes: it loads the packs of all operands, applies the functor element by element (two by two,
-// where it has a form for pairs), and stores. Two variants:
+// A functor is any type with `C operator()(C, ...)`, or `Values<C, n>` for n results, where C is what it computes in
+// (functors.h, activations.h). A thread handles packs of N elements, where N elements of the widest type are 16 bytes: it
+// loads the packs of all operands, applies the functor to each element (or to pairs of 16-bit elements, where it has a form
+// for pairs), and stores.
 //
-//   Flat       all arrays are contiguous, or scalars, which are read once a thread. The packs lie where the first
-//              result is aligned; what is before and after them is done element by element. An operand that is shifted
-//              against the result is read in aligned 32-bit words that are funnelled together, so that misalignment
-//              costs instructions and no bandwidth.
-//   Strided    operands may be broadcast (a bias, a scale a row) or be rows with gaps (the halves of a gated
-//              operation), results likewise. In packs if rows and pointers are whole packs, else element by element.
+//   Flat       All arrays are contiguous, or scalars (bits of `scalars`), which each thread reads once. With `tiles` a block
+//              takes kUnroll packs per thread and loads all of them before it computes on the first. What is left behind
+//              the packs is handled element by element; with no packs at all the kernel serves any address.
+//   Strided    Operands may be broadcast (a bias, a scale per row) or be rows with gaps (the halves of a gated operation),
+//              and so may results. In packs if rows are whole packs, else element by element.
 //
-// A block takes tiles of kUnroll packs a thread, all of which are loaded before the first is computed on, in steps of the
-// grid, which is a block a tile up to many whole waves, known from the launch bounds. Inputs are read with evict-last
-// and results written with evict-first where the call exceeds L2 (benchmarks/NOTES.md says why).
+// Blocks step over the array by the grid, which has one block per tile up to many waves. Inputs are read with evict-last and
+// results written with evict-first where the call exceeds L2 (benchmarks/NOTES.md says why). Each element is read once and
+// written once. No operand may overlap a result.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <cstdint>
-#include <tuple>
-#include <type_traits>
-#include <utility>
-
-#include "kernels/common/broadcast.h"
-#include "../common/launch.h"
-#include "kernels/common/pack.cuh"
-#include "elementwise_cuda.h"
+#include "../common/broadcast.h"
+#include "../common/pack.cuh"
+#include "../common/std.h"
 #include "functors.h"
 
 namespace jaxkern {
@@ -38,7 +33,8 @@ enum class Pred : uint8_t {};  // a bool in memory
 
 template <class... T> struct Types {};
 
-namespace device {
+template <int i, class T, class... Rest> struct TypeAt : TypeAt<i - 1, Rest...> {};
+template <class T, class... Rest> struct TypeAt<0, T, Rest...> { using type = T; };
 
 constexpr int kThreads = 256;
 constexpr int kFlatBlocks = 6, kStridedBlocks = 6;  // a multiprocessor: at most 42 registers
@@ -127,20 +123,6 @@ template <int kBytes> JAXKERN_FN void LoadCached(Words& words, const void* p) {
   }
 }
 
-// From an address that is aligned to an element only. Reads up to 3 bytes before and after.
-template <int kBytes> JAXKERN_FN void LoadShifted(Words& words, const void* p) {
-  const uint32_t shift = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(p)) % 4 * 8;
-  const uint32_t* at = reinterpret_cast<const uint32_t*>(reinterpret_cast<uintptr_t>(p) & ~uintptr_t{3});
-  constexpr int kWords = (kBytes + 3) / 4;
-  uint32_t low = at[0];
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) {
-    const uint32_t high = shift ? at[i + 1] : 0;
-    words.w[i] = __funnelshift_r(low, high, shift);
-    low = shift ? high : i + 1 < kWords ? at[i + 1] : 0;
-  }
-}
-
 template <int kBytes> JAXKERN_FN void Store(void* p, const Words& words) {
   if constexpr (kBytes == 16) __stcs(static_cast<uint4*>(p), make_uint4(words.w[0], words.w[1], words.w[2], words.w[3]));
   else if constexpr (kBytes == 8) __stcs(static_cast<uint2*>(p), make_uint2(words.w[0], words.w[1]));
@@ -163,11 +145,7 @@ template <int kIn, int kOut, int kParameters> struct FlatArgs {
   const void* in[kIn];
   void* out[kOut];
   const void* parameter[kParameters ? kParameters : 1];
-  int64_t tiles, packs, count;  // packs: those of tiles, if there are any
-  int head;           // elements before the first pack
-  uint32_t scalars;   // bit k: operand k is one
-  bool shifted;       // some operand is not aligned where the packs lie
-  bool whole;         // there are no elements but those of the packs
+  int64_t count, packs;  // packs: in whole tiles, if the kernel takes tiles
   bool exceeds_l2;
 };
 
@@ -175,12 +153,11 @@ template <int kIn, int kOut, int kParameters> struct StridedArgs {
   const void* in[kIn];
   void* out[kOut];
   const void* parameter[kParameters ? kParameters : 1];
-  int64_t in_stride[kIn][3], out_stride[kOut][2];  // the innermost of a result is 1
+  int64_t in_stride[kIn][3], out_stride[kOut][2];  // in elements, outermost first; the innermost of a result is 1
   int64_t count;
   FastDivmod inner, middle;  // sizes in units of packs, or of elements, and of `rows` rows
   uint32_t inner_size, middle_size, middle_runs;
-  int rows;  // a thread
-  bool in_packs;
+  int32_t rows;  // per thread
   bool exceeds_l2;
 };
 
@@ -198,14 +175,13 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
   static constexpr int N = 16 / kWidest;
   static constexpr int kUnroll = kWidest == 8 || kIn > 2 ? 1 : 2;
   static constexpr int kRows = kUnroll;  // of a strided call
-  static constexpr bool kShifts = kWidest < 8;  // what is misaligned is read in shifted packs, double element by element
   using InIndex = std::make_index_sequence<kIn>;
   using OutIndex = std::make_index_sequence<kOut>;
   using Flat = FlatArgs<kIn, kOut, kParameters>;
   using Strided = StridedArgs<kIn, kOut, kParameters>;
 
   // All types are one of 16 bits, and the functor does two elements at a time.
-  using T = std::tuple_element_t<0, std::tuple<Out...>>;
+  using T = typename TypeAt<0, Out...>::type;
   using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
   template <class> using AsPair = Pair;
   template <class F, class = void> struct HasPair : std::false_type {};
@@ -253,7 +229,7 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
       } else {
         bool far = false;
 #pragma unroll
-        for (int i = 0; i < N; ++i) far |= Coarse::IsFar(Widen<C>(Get<std::tuple_element_t<0, std::tuple<In...>>>(x[0], i)));
+        for (int i = 0; i < N; ++i) far |= Coarse::IsFar(Widen<C>(Get<typename TypeAt<0, In...>::type>(x[0], i)));
         if (__builtin_expect(far, 0)) all(f);
         else all(Near());
       }
@@ -266,56 +242,46 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
     for (int i = 0; i < N; ++i) Put(words, i, x);
   }
 
-  template <class T>
-  static JAXKERN_FN void LoadFlat(const Flat& a, Words& words, const T* p, const Words& constant, int k) {
-    if (a.scalars >> k & 1) words = constant;
-    else if (kShifts && a.shifted) LoadShifted<N * sizeof(T)>(words, p);
-    else LoadCached<N * sizeof(T)>(words, p);
-  }
-
-  template <size_t... I, size_t... J>
+  template <uint32_t kScalars, bool kTiles, size_t... I, size_t... J>
   static JAXKERN_FN void RunFlat(const Flat& a, std::index_sequence<I...>, std::index_sequence<J...>) {
     const Functor f = Make(a.parameter);
     Words constant[kIn];
-    ((a.scalars >> I & 1 ? Splat<In>(constant[I], a.in[I]) : void()), ...);
+    ((kScalars >> I & 1 ? Splat<In>(constant[I], a.in[I]) : void()), ...);
     const int64_t step = int64_t{gridDim.x} * blockDim.x, thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-    // Few packs, or operands that are shifted. What a small call runs stands here without a gap, for it is fetched cold.
-    if (a.tiles == 0) {
+    if constexpr (kTiles) {  // every load before the first result
+      const ReadPolicy policy = MakeReadPolicy(a.exceeds_l2);
+      constexpr int kTile = kUnroll * kThreads;
+      const int64_t tiles = a.packs / kTile;
+      for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        const int64_t first = (tile * kTile + threadIdx.x) * N;
+        Words x[kUnroll][kIn];
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+          ((kScalars >> I & 1
+                ? void(x[u][I] = constant[I])
+                : Load<N * sizeof(In)>(x[u][I], static_cast<const In*>(a.in[I]) + first + u * (kThreads * N), policy)),
+           ...);
+        }
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+          Words y[kOut];
+          Compute(f, x[u], y, InIndex(), OutIndex());
+          ((Store<N * sizeof(Out)>(static_cast<Out*>(a.out[J]) + first + u * (kThreads * N), y[J])), ...);
+        }
+      }
+    } else {
       for (int64_t p = thread; p < a.packs; p += step) {
-        const int64_t first = a.head + p * N;
+        const int64_t first = p * N;
         Words x[kIn], y[kOut];
-        (LoadFlat(a, x[I], static_cast<const In*>(a.in[I]) + first, constant[I], I), ...);
+        ((kScalars >> I & 1 ? void(x[I] = constant[I])
+                            : LoadCached<N * sizeof(In)>(x[I], static_cast<const In*>(a.in[I]) + first)),
+         ...);
         Compute(f, x, y, InIndex(), OutIndex());
         ((Store<N * sizeof(Out)>(static_cast<Out*>(a.out[J]) + first, y[J])), ...);
       }
-      if (a.whole) return;
     }
-    // Whole tiles: every load before the first result.
-    constexpr int kTile = kUnroll * kThreads;
-    const ReadPolicy policy = MakeReadPolicy(a.exceeds_l2);
-    for (int64_t tile = blockIdx.x; tile < a.tiles; tile += gridDim.x) {
-      const int64_t first = a.head + (tile * kTile + threadIdx.x) * N;
-      Words x[kUnroll][kIn];
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        ((a.scalars >> I & 1
-              ? void(x[u][I] = constant[I])
-              : Load<N * sizeof(In)>(x[u][I], static_cast<const In*>(a.in[I]) + first + u * (kThreads * N), policy)),
-         ...);
-      }
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        Words y[kOut];
-        Compute(f, x[u], y, InIndex(), OutIndex());
-        ((Store<N * sizeof(Out)>(static_cast<Out*>(a.out[J]) + first + u * (kThreads * N), y[J])), ...);
-      }
-    }
-    if (a.whole) return;
-    // The elements before and after the packs or tiles: few, unless results are misaligned each in its own way.
-    const int64_t body = a.packs * N;
-    for (int64_t e = thread; e < a.count - body; e += step) {
-      const int64_t i = e < a.head ? e : e + body;
-      const int64_t at[kIn] = {(a.scalars >> I & 1 ? 0 : i)...}, to[kOut] = {(void(J), i)...};
+    for (int64_t i = a.packs * N + thread; i < a.count; i += step) {
+      const int64_t at[kIn] = {(kScalars >> I & 1 ? 0 : i)...}, to[kOut] = {(void(J), i)...};
       Element(f, a.in, a.out, at, to, InIndex(), OutIndex());
     }
   }
@@ -328,12 +294,12 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
     else Load<N * sizeof(T)>(words, p, policy);
   }
 
-  template <size_t... I, size_t... J>
+  template <bool kPacks, size_t... I, size_t... J>
   static JAXKERN_FN void RunStrided(const Strided& a, std::index_sequence<I...>, std::index_sequence<J...>) {
     const Functor f = Make(a.parameter);
     const ReadPolicy policy = MakeReadPolicy(a.exceeds_l2);
     const int64_t step = int64_t{gridDim.x} * blockDim.x;
-    const uint32_t unit = a.in_packs ? N : 1;
+    constexpr uint32_t kUnit = kPacks ? N : 1;
     for (int64_t p = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; p < a.count; p += step) {
       // Indices have 32 bits each, whose products with strides take half the instructions of those of 64.
       uint32_t outer, middle, inner;
@@ -347,10 +313,10 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
         inner = static_cast<uint32_t>(p) - run * a.inner_size;
       }
       middle *= a.rows;
-      const int64_t column = static_cast<int64_t>(inner) * unit;
+      const int64_t column = static_cast<int64_t>(inner) * kUnit;
       const int64_t at[kIn] = {(outer * a.in_stride[I][0] + middle * a.in_stride[I][1] + (a.in_stride[I][2] ? column : 0))...};
       const int64_t to[kOut] = {(outer * a.out_stride[J][0] + middle * a.out_stride[J][1] + column)...};
-      if (a.in_packs) {
+      if constexpr (kPacks) {
         // The same columns of kRows rows, of which the last may be missing; then the first is read twice.
         Words x[kRows][kIn];
 #pragma unroll
@@ -375,110 +341,15 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
   }
 };
 
-template <class E> __global__ void __launch_bounds__(kThreads, kFlatBlocks) FlatKernel(const __grid_constant__ typename E::Flat a) {
-  E::RunFlat(a, typename E::InIndex(), typename E::OutIndex());
+template <class E, uint32_t kScalars, bool kTiles>
+__global__ void __launch_bounds__(kThreads, kFlatBlocks) FlatKernel(const __grid_constant__ typename E::Flat a) {
+  E::template RunFlat<kScalars, kTiles>(a, typename E::InIndex(), typename E::OutIndex());
 }
-template <class E> __global__ void __launch_bounds__(kThreads, kStridedBlocks) StridedKernel(const __grid_constant__ typename E::Strided a) {
-  E::RunStrided(a, typename E::InIndex(), typename E::OutIndex());
-}
-
-inline bool Aligned(const void* p, int bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
-
-// A block for every `kThreads` threads that are wanted, up to so many whole waves that each block's start is nothing
-// beside its work. Measured, blocks that take one tile and go are 4% faster than one wave that goes round.
-inline LaunchShape Grid(int64_t threads, int blocks_per_sm, const Device& device) {
-  LaunchShape shape;
-  shape.threads = kThreads;
-  const int64_t wave = int64_t{device.sm_count} * blocks_per_sm, most = wave * 4096;
-  if (threads <= int64_t{device.sm_count} * kThreads) shape.threads = kThreads / 2;  // little work: on more multiprocessors
-  const int64_t wanted = (threads + shape.threads - 1) / shape.threads;
-  shape.blocks = wanted < most ? wanted : most;
-  return shape;
+template <class E, bool kPacks>
+__global__ void __launch_bounds__(kThreads, kStridedBlocks) StridedKernel(const __grid_constant__ typename E::Strided a) {
+  E::template RunStrided<kPacks>(a, typename E::InIndex(), typename E::OutIndex());
 }
 
-template <class A> void Fill(const ElementwiseArgs& args, int64_t bytes, const Device& device, A* a) {
-  for (int k = 0; k < args.inputs; ++k) a->in[k] = args.in[k].data;
-  for (int k = 0; k < args.outputs; ++k) a->out[k] = args.out[k].data;
-  for (int k = 0; k < args.parameters; ++k) a->parameter[k] = args.parameter[k];
-  a->exceeds_l2 = bytes > device.l2_bytes;
-}
+static_assert(sizeof(FlatArgs<2, 1, 0>) == 56 && sizeof(StridedArgs<2, 1, 1>) == 152, "as jaxkern/_ops/elementwise/plan.py has them");
 
-template <class E>
-cudaError_t LaunchFlat(const ElementwiseArgs& args, int64_t bytes, const Device& device, cudaStream_t stream) {
-  typename E::Flat a = {};
-  Fill(args, bytes, device, &a);
-  a.count = args.Count();
-  const int size = static_cast<int>(SizeOf(args.out[0].type)), ahead = reinterpret_cast<uintptr_t>(a.out[0]) / size % E::N;
-  a.head = (E::N - ahead) % E::N;
-  const auto aligned = [&](const ElementwiseView& v) {
-    const int64_t s = SizeOf(v.type);
-    return Aligned(static_cast<const char*>(v.data) + a.head * s, static_cast<int>(E::N * s));
-  };
-  for (int k = 0; k < args.inputs; ++k) {
-    if (args.in[k].IsScalar()) a.scalars |= 1u << k;
-    else a.shifted |= !aligned(args.in[k]);
-  }
-  int margin = 0;  // LoadShifted reads up to 3 bytes more on either side
-  if (a.shifted) {
-    margin = 4;
-    while (a.head < margin) a.head += E::N;
-  }
-  a.packs = a.count >= a.head + margin && (E::kShifts || !a.shifted) ? (a.count - a.head - margin) / E::N : 0;
-  for (int k = 0; k < args.outputs; ++k) {
-    if (!aligned(args.out[k])) a.packs = 0;
-  }
-  if (a.packs == 0) a.head = 0;
-  // Tiles, if they make four waves.
-  constexpr int kTile = E::kUnroll * kThreads;
-  if (!a.shifted && a.packs >= int64_t{4} * kFlatBlocks * device.sm_count * kTile) a.tiles = a.packs / kTile;
-  if (a.tiles) a.packs = a.tiles * kTile;
-  a.whole = a.packs * E::N == a.count;
-  const int64_t threads = a.tiles ? a.tiles * kThreads : a.packs ? a.packs : a.count;
-  return Launch(FlatKernel<E>, Grid(threads, kFlatBlocks, device), stream, a);
-}
-
-template <class E>
-cudaError_t LaunchStrided(const ElementwiseArgs& args, int64_t bytes, const Device& device, cudaStream_t stream) {
-  typename E::Strided a = {};
-  Fill(args, bytes, device, &a);
-  a.in_packs = args.size[2] % E::N == 0;
-  const auto check = [&](const ElementwiseView& v) {
-    const bool whole = Aligned(v.data, static_cast<int>(E::N * SizeOf(v.type))) && v.stride[0] % E::N == 0 && v.stride[1] % E::N == 0;
-    a.in_packs &= v.stride[2] == 0 || whole;
-  };
-  for (int k = 0; k < args.inputs; ++k) {
-    check(args.in[k]);
-    for (int d = 0; d < 3; ++d) a.in_stride[k][d] = args.in[k].stride[d];
-  }
-  for (int k = 0; k < args.outputs; ++k) {
-    check(args.out[k]);
-    for (int d = 0; d < 2; ++d) a.out_stride[k][d] = args.out[k].stride[d];
-  }
-  const int64_t inner = args.size[2] / (a.in_packs ? E::N : 1);
-  if (inner >> 32 || args.size[1] >> 32 || args.size[0] >> 32) return cudaErrorInvalidConfiguration;
-  a.inner_size = static_cast<uint32_t>(inner), a.middle_size = static_cast<uint32_t>(args.size[1]);
-  a.rows = a.in_packs && a.middle_size >= E::kRows ? E::kRows : 1;
-  a.middle_runs = (a.middle_size + a.rows - 1) / a.rows;
-  a.inner = FastDivmod(a.inner_size), a.middle = FastDivmod(a.middle_runs);
-  a.count = args.size[0] * a.middle_runs * inner;
-  return Launch(StridedKernel<E>, Grid(a.count, kStridedBlocks, device), stream, a);
-}
-
-template <class E, bool kBroadcasts>
-cudaError_t LaunchElementwise(const ElementwiseArgs& args, const Device& device, cudaStream_t stream) {
-  int64_t bytes = 0;
-  for (int k = 0; k < args.inputs; ++k) bytes += args.in[k].IsScalar() ? 0 : args.Count() * SizeOf(args.in[k].type);
-  for (int k = 0; k < args.outputs; ++k) bytes += args.Count() * SizeOf(args.out[k].type);
-  if (args.IsFlat()) return LaunchFlat<E>(args, bytes, device, stream);
-  if constexpr (kBroadcasts) return LaunchStrided<E>(args, bytes, device, stream);
-  return cudaErrorInvalidConfiguration;
-}
-
-// What generated code has one line of for each signature.
-template <class Functor, int kParameters, bool kBroadcasts, class Outs, class Ins>
-constexpr ElementwiseEntry<ElementwiseCudaKernel> Entry(const char* signature) {
-  return {signature, {&LaunchElementwise<Elementwise<Functor, kParameters, Outs, Ins>, kBroadcasts>, kParameters, kBroadcasts}};
-}
-
-}  // namespace device
 }  // namespace jaxkern

@@ -4,7 +4,6 @@
 #include "arithmetic.h"
 
 namespace jaxkern {
-namespace JAXKERN_ARITHMETIC {
 
 // One value for each operand.
 template <class C, int n>
@@ -32,9 +31,7 @@ template <class M>
 struct Relu {
   using C = typename M::C;
   JAXKERN_FN C operator()(C x) const { return M::Max(x, C(0)); }
-#if defined(__CUDACC__)
   template <class P> static JAXKERN_FN P Pair(P x) { return __hmax2_nan(x, P()); }
-#endif
 };
 template <class M>
 struct ReluGrad {
@@ -375,5 +372,4 @@ struct GegluTanhGrad {
   }
 };
 
-}  // namespace JAXKERN_ARITHMETIC
 }  // namespace jaxkern
