@@ -15,23 +15,7 @@ INTEGER_DTYPES = frozenset(map(jnp.dtype, (
 MASK_GROUPS = 4  # BroadcastView's limit on alternations of broadcast and other dimensions
 
 
-def scratch_shape(shape, dtype, axis: int):
-    """CUDA: room for the partial results of few long rows, `24 * max(1, 2048 // rows)` bytes a row.
-
-    >>> scratch_shape((4, 100_000), "float32", 1)
-    (4, 12288)
-    >>> scratch_shape((4096, 1000), "float32", 1) is None
-    True
-    """
-    if not all(isinstance(d, int) for d in shape) or math.prod(shape[axis + 1 :]) != 1:
-        return None
-    rows = math.prod(shape[:axis])
-    if rows > 512 or shape[axis] * jnp.dtype(dtype).itemsize < 32768:
-        return None
-    return (*shape[:axis], 24 * max(1, 2048 // rows))
-
-
-def register(prim, arrays: int, reference, dtypes=KERNEL_DTYPES, scratch=scratch_shape, split=None, plan=None) -> None:
+def register(prim, arrays: int, reference, dtypes=KERNEL_DTYPES, scratch=None, split=None, plan=None) -> None:
     """Lowers `prim`, a row primitive on `arrays` arrays, to kernels on CPU and CUDA.
 
     reference(*operands, **params): the same in jnp, for platforms and dtypes without a kernel, for

@@ -184,7 +184,7 @@ def _lower_to_cpu(prim, arrays, through, ctx, *operands, **params):
     # A causal kernel needs whole matrices.
     attributes = partition.attributes([a.shape for a in avals], [a.shape for a in ctx.avals_out], axis - params["causal"])
     rule = jax.ffi.ffi_lowering(prim.name, **({"extra_attributes": attributes} if attributes else {}))
-    return rule(ctx, *operands, **params)
+    return rule(ctx, *operands, **{name: value for name, value in params.items() if name != "tier"})
 
 
 def _register(prim, arrays, meaning, launches=None):
