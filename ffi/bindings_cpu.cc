@@ -13,7 +13,6 @@
 #include "index_add/index_add_ffi.h"
 #include "index_add/index_add_plan.h"
 #include "reduction/reduction_ffi.h"
-#include "reduction/reduction_tier.h"
 #include "segment_softmax/segment_softmax_ffi.h"
 #include "softmax/softmax_ffi.h"
 
@@ -92,30 +91,6 @@ struct IndexQuery {
   int64_t ScratchBytes(const std::string& plan) const { return IndexScratchBytes(ParsePlan(plan), problem); }
 };
 
-ReduceProblem Reduction(int64_t rows, int64_t width, int64_t inner, int element_bytes, bool integer, bool masked,
-                        int64_t scratch_bytes) {
-  ReduceProblem p;
-  p.rows = rows, p.width = width, p.inner = inner, p.element_bytes = element_bytes;
-  p.integer = integer, p.masked = masked, p.scratch_bytes = scratch_bytes;
-  return p;
-}
-
-std::string ReductionTier(int64_t rows, int64_t width, int64_t inner, int element_bytes, bool integer, bool masked,
-                          int64_t scratch_bytes, int sm_count, int compute_capability, int shared_memory) {
-  const ReduceProblem p = Reduction(rows, width, inner, element_bytes, integer, masked, scratch_bytes);
-  const ReduceTier tier = ChooseReduceTier(p, {sm_count, compute_capability, shared_memory});
-  return std::string(kReduceTierNames[static_cast<int>(tier)]);
-}
-
-bool ReductionTierFits(const std::string& tier_name, int64_t rows, int64_t width, int64_t inner, int element_bytes,
-                       bool integer, bool masked, int64_t scratch_bytes, int sm_count, int compute_capability,
-                       int shared_memory) {
-  ReduceTier tier;
-  if (!ParseReduceTier(tier_name, &tier)) throw nb::value_error(("unknown tier " + tier_name).c_str());
-  const ReduceProblem p = Reduction(rows, width, inner, element_bytes, integer, masked, scratch_bytes);
-  return ReduceTierFits(tier, p, {sm_count, compute_capability, shared_memory});
-}
-
 }  // namespace
 
 NB_MODULE(_cpu, m) {
@@ -125,12 +100,6 @@ NB_MODULE(_cpu, m) {
                           IndexCpuTargets(), SegmentSoftmaxCpuTargets()});
   });
   m.def("elementwise", [] { return ElementwiseSignatures(ElementwiseCpuKernels(), [](const auto&) { return true; }); });
-  m.def("reduction_tier", &ReductionTier, nb::arg("rows"), nb::arg("width"), nb::arg("inner"),
-        nb::arg("element_bytes"), nb::arg("integer"), nb::arg("masked"), nb::arg("scratch_bytes"), nb::arg("sm_count"),
-        nb::arg("compute_capability"), nb::arg("shared_memory"));
-  m.def("reduction_tier_fits", &ReductionTierFits, nb::arg("tier"), nb::arg("rows"), nb::arg("width"),
-        nb::arg("inner"), nb::arg("element_bytes"), nb::arg("integer"), nb::arg("masked"), nb::arg("scratch_bytes"),
-        nb::arg("sm_count"), nb::arg("compute_capability"), nb::arg("shared_memory"));
   nb::class_<LossQuery>(m, "LossQuery")
       .def(nb::init<const std::string&, const std::string&, int64_t, int64_t, int64_t, bool, int64_t>(), nb::arg("pass_"),
            nb::arg("dtype"), nb::arg("rows"), nb::arg("width"), nb::arg("inner"), nb::arg("masked"), nb::arg("scratch_bytes"))

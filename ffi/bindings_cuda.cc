@@ -4,7 +4,6 @@
 #include "elementwise/elementwise_cuda.h"
 #include "elementwise/elementwise_ffi.h"
 #include "index_add/index_add_ffi.h"
-#include "reduction/reduction_ffi.h"
 #include "segment_softmax/segment_softmax_ffi.h"
 
 NB_MODULE(_cuda, m) {
@@ -12,7 +11,7 @@ NB_MODULE(_cuda, m) {
   jaxkern::AddApiVersion(m);
   m.def("registrations", [] {
     using namespace jaxkern;
-    return Registrations({ElementwiseCudaTargets(), ReductionCudaTargets(), CrossEntropyCudaTargets(),
+    return Registrations({ElementwiseCudaTargets(), CrossEntropyCudaTargets(),
                           IndexCudaTargets(), SegmentSoftmaxCudaTargets()});
   }, "{target name: capsule of its handler}");
   m.def("elementwise", [] {

@@ -5,7 +5,7 @@
     tiers.reduction(1, 1 << 26)                      -> "split"
     with tiers.force("block"): jaxkern.softmax(x)
 
-The tiers are described beside the kernels: jaxkern/_ops/softmax/plan.py, ffi/reduction/reduction_tier.h,
+The tiers are described in the plans: jaxkern/_ops/softmax/plan.py, jaxkern/_ops/reduction/plan.py,
 ffi/cross_entropy/cross_entropy_tier.h, and the plans of index_add and its family in
 ffi/index_add/index_add_plan.h. They differ in speed and, by rounding, in the last bits of the
 result, never in meaning.
@@ -20,10 +20,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern._core import lowering, registry
+from jaxkern._ops.reduction import plan as reduction_plan
 from jaxkern._ops.softmax import plan as softmax_plan
 
-NAMES = ("sub_warp", "warp", "block", "cluster", "pipeline", "streaming", "split", "column")
-REDUCTIONS = ("sub_warp", "warp", "block", "split", "column")  # of NAMES, those that reductions have
+NAMES = softmax_plan.ALGORITHMS
+REDUCTIONS = reduction_plan.ALGORITHMS
 LOSS_TIERS = tuple(name for name in NAMES if name != "cluster")  # of cross-entropy
 PLANS = ("unique", "small", "sorted", "sort", "narrow", "atomic", "gather")
 
@@ -100,7 +101,7 @@ def reduction(rows: int, width: int, inner: int = 1, dtype="float32", *, masked:
     """The tier that runs a reduction (sum, mean, max, min, logsumexp) over the middle dimension of
     [rows, width, inner] by default; arguments and errors as for `softmax`, and `dtype` may be an integer type.
     """
-    return _ask_reduction("reduction", "reduction_tier", rows, width, inner, dtype, masked, device)
+    return reduction_plan.choose(*_reduction_problem("reduction", rows, width, inner, dtype, masked, device))
 
 
 def reduction_fits(tier: str, rows: int, width: int, inner: int = 1, dtype="float32", *, masked: bool = False,
@@ -108,7 +109,7 @@ def reduction_fits(tier: str, rows: int, width: int, inner: int = 1, dtype="floa
     """Whether `tier` can run that reduction; arguments as for `reduction`."""
     if tier not in REDUCTIONS:
         raise ValueError(f"jaxkern.tiers.reduction_fits: no tier {tier!r}, there are {', '.join(REDUCTIONS)}")
-    return _ask_reduction("reduction_fits", "reduction_tier_fits", rows, width, inner, dtype, masked, device, tier)
+    return reduction_plan.fits(tier, *_reduction_problem("reduction_fits", rows, width, inner, dtype, masked, device))
 
 
 def cross_entropy(rows: int, width: int, inner: int = 1, dtype="float32", *, which: str = "loss", masked: bool = False,
@@ -199,17 +200,14 @@ def _ask_softmax(function, answer, rows, width, inner, dtype, log, backward, mas
     return answer(problem, _device(name, device))
 
 
-def _ask_reduction(function, query, rows, width, inner, dtype, masked, device, *first):
+def _reduction_problem(function, rows, width, inner, dtype, masked, device):
     name = f"jaxkern.tiers.{function}"
-    module = _answering(name)
     rows, width, inner = (_positive(name, *size) for size in (("rows", rows), ("width", width), ("inner", inner)))
     masked, dtype = _flag(name, "masked", masked), _dtype(name, "dtype", dtype)
     known = lowering.KERNEL_DTYPES | lowering.INTEGER_DTYPES
     if dtype not in known:
         raise ValueError(f"{name}: no kernel for dtype {dtype}, there are {', '.join(sorted(d.name for d in known))}")
-    scratch = lowering.reduction_scratch_shape((rows, width, inner), dtype, 1)
-    return getattr(module, query)(*first, rows, width, inner, dtype.itemsize, dtype in lowering.INTEGER_DTYPES, masked,
-                                  scratch[0] * scratch[1] if scratch else 0, *_device(name, device))
+    return reduction_plan.Problem(rows, width, inner, dtype.name, masked), _device(name, device)
 
 
 def _answering(name):

@@ -15,28 +15,6 @@ INTEGER_DTYPES = frozenset(map(jnp.dtype, (
 MASK_GROUPS = 4  # BroadcastView's limit on alternations of broadcast and other dimensions
 
 
-def reduction_scratch_shape(shape, dtype, axis: int):
-    """CUDA: room for the partial results of a reduction of few rows, or few columns, over many blocks.
-
-    >>> reduction_scratch_shape((4, 1_000_000), "float32", 1)
-    (4, 3904)
-    >>> reduction_scratch_shape((1_000_000, 32), "float32", 0)
-    (655360,)
-    >>> reduction_scratch_shape((4096, 1000), "float32", 1) is None
-    True
-    """
-    if not all(isinstance(d, int) for d in shape):
-        return None
-    rows, inner, itemsize = math.prod(shape[:axis]), math.prod(shape[axis + 1 :]), jnp.dtype(dtype).itemsize
-    # No fewer than SplitParts in reduction_tier.cc takes, for a GPU of 160 multiprocessors.
-    if inner == 1:
-        blocks, parts = rows, shape[axis] * itemsize // 16384
-    else:
-        blocks, parts = rows * -(-inner * itemsize // 512), shape[axis] // 64
-    parts = min(parts, 1280 // blocks)
-    return None if parts < 2 else (*shape[:axis], 16 * parts * inner)
-
-
 def register(prim, arrays: int, reference, dtypes=KERNEL_DTYPES, scratch=None, split=None, plan=None) -> None:
     """Lowers `prim`, a row primitive on `arrays` arrays, to kernels on CPU and CUDA.
 

@@ -9,9 +9,9 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from jaxkern import reduction
 from jaxkern._core import partition
 from jaxkern._core.rows import computed, lowest_for_infinity, row_sum, shifted
+from jaxkern._ops.reduction.primitive import statistics
 from jaxkern._ops.softmax import dropout
 
 
@@ -54,7 +54,7 @@ def _exponentials(x, mask, axis, over, others=()):
     wide = _unmasked(x, *mask)
     if not over:
         return wide, *partition.row_exponentials(wide, axis, (), others=others)
-    _, largest, total = (jnp.expand_dims(a, axis) for a in reduction.statistics(x, *mask, axis=axis, tier="auto"))
+    _, largest, total = (jnp.expand_dims(a, axis) for a in statistics(x, *mask, axis=axis, tier="auto"))
     sums = [total, *(jnp.sum(a, axis, keepdims=True) for a in others)]
     return wide, *partition.merge_exponentials(largest, sums, over)
 

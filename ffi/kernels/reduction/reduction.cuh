@@ -1,36 +1,35 @@
-// The kernels of the row reductions. All of them only read, so what counts is to have enough loads
-// in flight, and in 16 bit how few instructions an element takes.
+// Row reductions over the middle dimension of [rows, width, inner]: sum, mean, max, min and logsumexp.
 //
-//     ReduceNarrow    a group of 4 to 32 lanes has two or four rows at a time, all of which it reads at once
-//     ReduceWhole     a block has a row that is nothing but whole vectors, or a part of one
-//     ReduceRows      a warp has up to four rows one after the other, or a block has a row, or a part of one;
-//                     elements before the first and after the last whole 16-byte vector are read one by one
-//     ReduceColumns   the axis is not the last one: a tile of columns a block, or a part of its rows; each
-//                     thread walks down its own columns, and the block merges those of equal ones
-//     ReduceMerge     joins the parts of each row or column, in their order
+//     ReduceNarrow    a group of 4 to 32 lanes reads two or four rows at once, then reduces them
+//     ReduceWhole     a block reduces a row of whole vectors, or a part of one
+//     ReduceRows      a warp reduces up to four rows in turn, or a block a row or a part of one; elements before the
+//                     first and after the last whole 16-byte vector are read one by one
+//     ReduceColumns   inner > 1: a block reduces a tile of columns, or a part of it; each thread walks down its own
+//                     columns, and the block merges the Stats of equal ones
+//     ReduceMerge     joins the parts of each row or column, in order
 //
-// With N = 1, elements are read one by one, and a mask may say which of them take part; in ReduceRows, whose
-// masks have their bytes side by side, vectors of them are read too.
+// The kernels read x once and write one number per row, so throughput depends on the loads in flight, and in 16 bit on
+// the instructions per element. N is the vector size; N = 1 reads elements one by one, at any alignment and with any
+// mask. ReduceRows reads masks whose bytes are contiguous along the row as vectors too. With N > 1, x is aligned to 16
+// bytes, except in ReduceRows with p.whole = false. Sums of the same problem are always taken in the same order.
 #pragma once
 
-#include "reduction_ops.cuh"
+#include "reduction/ops.cuh"
 
 namespace jaxkern {
 
 constexpr int kNarrowThreads = 128;
-constexpr int kRowsTogether = 4;   // that a group of lanes, or a warp, merges at once, at most
-constexpr int kWarpPacks = 4;      // of a row that a warp has with others at once, a lane
-constexpr int kRowThreads = 256;   // a block, at most
-constexpr int kPartThreads = 128;  // one that has a part of a row
-constexpr int kWarpsOfRows = 4;    // a block of the warp tier
-constexpr int kColumnsThreads = 256, kColumnsBlocks = 4;  // a block, and blocks a multiprocessor
+constexpr int kRowsTogether = 4;                          // merged at once by a group of lanes or a warp, at most
+constexpr int kRowThreads = 256;                          // per block, at most
+constexpr int kWarpsOfRows = 4;                           // per block, where a warp has rows of its own
+constexpr int kColumnsThreads = 256, kColumnsBlocks = 4;  // per block at most, and blocks per multiprocessor
 constexpr int kMergeThreads = 256;
 static_assert(kColumnsThreads == kMergeThreads && kRowThreads == kMergeThreads);
 
-// Whether a warp may have several rows. Wide elements without a mask have no merging to share that counts, and no registers.
+// Whether a warp may reduce several rows. Wide elements without a mask gain nothing from it and lack the registers.
 template <class T, bool kMasked> constexpr bool kTogether = sizeof(T) <= 2 || kMasked;
 
-// Packs that a thread has in flight.
+// Packs in flight per thread.
 template <class T> constexpr int kInFlight = sizeof(T) == 1 ? 2 : sizeof(T) == 4 ? 8 : 4;
 
 template <class T, int N> __device__ __forceinline__ Pack<T, N> NeutralPack(const ReduceParams& p) {
@@ -40,25 +39,28 @@ template <class T, int N> __device__ __forceinline__ Pack<T, N> NeutralPack(cons
   return pack;
 }
 
-// A row's Stat, or that of a part of it.
-template <class Op>
-__device__ __forceinline__ void Deliver(const ReduceParams& p, int64_t at, int64_t part, const typename Op::Stat& stat) {
+// Stores the result of a row, or the Stat of a part of it.
+template <class Op> __device__ __forceinline__ void Deliver(const ReduceParams& p, int64_t at, int64_t part,
+                                                            const typename Op::Stat& stat) {
   if (p.parts > 1) static_cast<typename Op::Stat*>(p.out)[at * p.parts + part] = stat;
   else Op::Store(p, at, stat);
 }
 
-// Every thread of the block brings a Stat that its warp has merged; thread 0 gets that of the block.
+// Merges over the block, from Stats that each warp has merged; the result is valid in thread 0. All threads call it
+// once.
 template <class Op> __device__ __forceinline__ typename Op::Stat MergeWarps(typename Op::Stat stat) {
   __shared__ typename Op::Stat room[kRowThreads / kWarp];
-  return ReduceWarps<kRowThreads / kWarp>(stat, room, blockDim.x / kWarp, Op::Identity(), [] { __syncthreads(); },
-                                          [](typename Op::Stat s) { return MergeLanes<Op>(s, kRowThreads / kWarp); });
+  return ReduceWarps<kRowThreads / kWarp>(
+      stat, room, blockDim.x / kWarp, Op::Identity(), [] { __syncthreads(); },
+      [](typename Op::Stat s) { return MergeLanes<Op>(s, kRowThreads / kWarp); });
 }
 
-// Merges the Stats of kRows rows over aligned groups of 2^log_lanes lanes, four at least, which are level.
-// Afterwards the first kRows lanes of a group have that of one row each, number *row.
-template <class Op, int kRows>
-__device__ __forceinline__ typename Op::Stat MergeRows(typename Op::Stat (&stat)[kRows], int lane, int log_lanes, int* row) {
-  // A step over two lanes halves the rows that a lane looks after, until it is one; then over the others.
+// Merges the Stats of kRows rows over aligned groups of 2^log_lanes lanes (at least four) with a common base.
+// Afterwards each of the first kRows lanes of a group holds the Stat of one row, number *row.
+template <class Op, int kRows> __device__ __forceinline__ typename Op::Stat MergeRows(typename Op::Stat (&stat)[kRows],
+                                                                                      int lane, int log_lanes,
+                                                                                      int* row) {
+  // Each step first halves the rows that a lane merges, until it is one; the remaining steps merge that one.
   *row = 0;
   int rows = kRows;
 #pragma unroll
@@ -78,7 +80,7 @@ __device__ __forceinline__ typename Op::Stat MergeRows(typename Op::Stat (&stat)
   return stat[0];
 }
 
-// The N bytes of a mask at m, a multiple of N, as words.
+// Loads the N bytes of a mask at m, aligned to N, as words.
 template <int N> __device__ __forceinline__ void LoadMaskVector(const uint8_t* m, uint32_t (&w)[(N + 3) / 4]) {
   if constexpr (N == 2) {
     w[0] = *reinterpret_cast<const uint16_t*>(m);
@@ -89,14 +91,14 @@ template <int N> __device__ __forceinline__ void LoadMaskVector(const uint8_t* m
   }
 }
 
-// The same at any m; where the mask has no bytes of its own for elements, all of them are 1.
+// The same at any m. bytes = false: the mask has one byte for the whole row, and all elements count as 1.
 template <int N>
 __device__ __forceinline__ void LoadMaskBytes(const uint8_t* m, bool bytes, uint32_t (&w)[(N + 3) / 4]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) w[i / 4] = (i % 4 ? w[i / 4] : 0) | uint32_t{bytes ? m[i] : uint8_t{1}} << (i % 4 * 8);
 }
 
-// Puts `otherwise` where the mask's bytes are 0 instead of 1: each is spread over the bits of its element.
+// Replaces elements whose mask byte is 0 by `otherwise`; each byte is spread over the bits of its element.
 template <class T, int N>
 __device__ __forceinline__ void Mask(Pack<T, N>& pack, const uint32_t (&in)[(N + 3) / 4], const Pack<T, N>& otherwise) {
   constexpr int kPer = sizeof(T) < 4 ? 4 / sizeof(T) : 1, kWordsOf = sizeof(T) < 4 ? 1 : sizeof(T) / 4;
@@ -110,11 +112,11 @@ __device__ __forceinline__ void Mask(Pack<T, N>& pack, const uint32_t (&in)[(N +
   }
 }
 
-// A row has `packs` packs of N elements, at most kPacks a lane. kMasked: the bytes of its mask lie side by side, and are
-// vectors of N, and 32 lanes have a row; single elements may have a mask anyway.
+// A row has `packs` packs of N elements, at most kPacks per lane. kMasked: the row's mask bytes are contiguous and
+// aligned to N, and log_lanes is 5. With N = 1 there may be any mask.
 template <class Op, int N, int kPacks, int kRows, bool kMasked>
-__global__ void __launch_bounds__(kNarrowThreads, kPacks * N > 8 ? 8 : 1)
-ReduceNarrow(const __grid_constant__ ReduceParams p, int log_lanes, int packs) {
+__global__ void __launch_bounds__(kNarrowThreads, kPacks* N > 8 ? 8 : 1)
+    ReduceNarrow(const __grid_constant__ ReduceParams p, int log_lanes, int packs) {
   using T = typename Op::T;
   using V = typename Op::V;
   const int lane = threadIdx.x & ((1 << log_lanes) - 1), groups = kNarrowThreads >> log_lanes;
@@ -162,7 +164,7 @@ ReduceNarrow(const __grid_constant__ ReduceParams p, int log_lanes, int packs) {
     constexpr int kMaskWords = (N + 3) / 4;
     uint32_t taken[kMasked ? kRows : 1][kPacks][kMaskWords];
     if constexpr (kMasked) {
-      // A lane finds the mask of a row for the others.
+      // Lane u % kRows computes the offset of row u's mask for the whole warp.
       const int64_t mine = first + lane % kRows * groups;
       const int64_t mask_at = mine < p.rows ? p.mask_view.outer_map.Below32Bits(static_cast<uint32_t>(mine)) : 0;
 #pragma unroll
@@ -213,7 +215,7 @@ ReduceNarrow(const __grid_constant__ ReduceParams p, int log_lanes, int packs) {
   if (lane < kRows && at < p.rows) Op::Store(p, at, merged);
 }
 
-// One element as a pack, whose bits nothing is done to before it is used.
+// Loads one element as a pack, which leaves its bits untouched until they are used.
 template <class T> __device__ __forceinline__ Pack<T, 1> LoadElement(const T* x) {
   Pack<T, 1> pack;
   if constexpr (sizeof(T) == 8) {
@@ -229,19 +231,19 @@ template <class T> __device__ __forceinline__ Pack<T, 1> LoadElement(const T* x)
   return pack;
 }
 
-// How the threads of a warp or a block share a row: a warp reads kInFlight packs a thread that lie side by side, so
-// that all are at fixed distances from a thread's first, then as much again behind what the other warps read.
+// How the threads of a warp or a block share a row: each turn, a warp reads kInFlight adjacent packs per lane, at fixed
+// distances from a lane's first one; the warps of a block read side by side.
 struct RowShare {
-  int64_t width;     // of the row, or the part of it
-  int whole_packs;   // where it is nothing but whole vectors
+  int64_t width;    // of the row, or of the part of it
+  int whole_packs;  // if the row is whole vectors
   int thread;
-  int first, turn;   // the first pack, and the distance between two times, in packs
+  int first, turn;  // a thread's first pack, and the packs between two turns
 };
 
-// A thread's share of a row; a mask, if there is one, has a byte for each element, or one for the row.
+// Reduces a thread's share of a row. The mask, if there is one, has a byte per element or one for the whole row.
 template <class Op, int N, bool kMasked, int U>
-__device__ __forceinline__ typename Op::Stat ReduceRow(const ReduceParams& p, const typename Op::T* x, const uint8_t* mask,
-                                                       const RowShare& share) {
+__device__ __forceinline__ typename Op::Stat ReduceRow(const ReduceParams& p, const typename Op::T* x,
+                                                       const uint8_t* mask, const RowShare& share) {
   using T = typename Op::T;
   using V = typename Op::V;
   constexpr int kStep = kWarp * N;
@@ -253,8 +255,7 @@ __device__ __forceinline__ typename Op::Stat ReduceRow(const ReduceParams& p, co
     else return LoadVector<T, N>(at, policy);  // the compiler may not move it behind others' use
   };
 
-  // Elements before the first whole vector and after the last one: fewer than threads. They are looked at when all
-  // loads of vectors are under way.
+  // Elements before the first and after the last whole vector, fewer than threads. They are loaded first and used last.
   int head = 0, tail = 0, packs = share.whole_packs;
   Pack<T, 1> ends[2] = {};
   uint8_t ends_taken[2] = {};
@@ -324,11 +325,10 @@ __device__ __forceinline__ typename Op::Stat ReduceRow(const ReduceParams& p, co
   return stat;
 }
 
-// blockIdx.x: a row; blockIdx.y: a part of it, all of `each` packs but the last ones. No masks. Where registers allow, the
-// next packs are on their way while these are reduced.
-template <class Op, int N>
-__global__ void __launch_bounds__(kRowThreads, 4)
-ReduceWhole(const __grid_constant__ ReduceParams p, int each) {
+// blockIdx.x: a row; blockIdx.y: a part of it, of `each` packs, the last ones perhaps fewer. No masks. In 16 bit, the
+// next packs are loaded while these are reduced.
+template <class Op, int N> __global__ void __launch_bounds__(kRowThreads, 4)
+    ReduceWhole(const __grid_constant__ ReduceParams p, int each) {
   using T = typename Op::T;
   constexpr int U = kInFlight<T>, kBuffers = sizeof(T) == 2 ? 2 : 1;
   const int first = threadIdx.x / kWarp * U * kWarp + threadIdx.x % kWarp, turn = blockDim.x * U;
@@ -338,7 +338,7 @@ ReduceWhole(const __grid_constant__ ReduceParams p, int each) {
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
 
   Pack<T, N> raw[kBuffers][U];
-  const auto load = [&](Pack<T, N> (&raw)[U]) {
+  const auto load = [&](Pack<T, N>(&raw)[U]) {
     if (left > (U - 1) * kWarp) {
 #pragma unroll
       for (int i = 0; i < U; ++i) raw[i] = LoadVector<T, N>(from + i * (kWarp * N), policy);
@@ -373,10 +373,11 @@ ReduceWhole(const __grid_constant__ ReduceParams p, int each) {
   if (threadIdx.x == 0) Deliver<Op>(p, blockIdx.x, blockIdx.y, stat);
 }
 
-// blockIdx.x: a row, or where a warp has rows_each > 0 of them those of kWarpsOfRows warps; blockIdx.y: a part of it.
+// blockIdx.x: a row, and blockIdx.y a part of it; or with rows_each > 0 the rows of kWarpsOfRows warps, rows_each per
+// warp.
 template <class Op, int N, bool kMasked>
 __global__ void __launch_bounds__(kRowThreads, sizeof(typename Op::T) == 8 ? 2 : 4)
-ReduceRows(const __grid_constant__ ReduceParams p, int rows_each) {
+    ReduceRows(const __grid_constant__ ReduceParams p, int rows_each) {
   using T = typename Op::T;
   using Stat = typename Op::Stat;
   constexpr int U = kMasked && N * kInFlight<T> > 16 ? 16 / N : kInFlight<T>;
@@ -388,7 +389,7 @@ ReduceRows(const __grid_constant__ ReduceParams p, int rows_each) {
   const int64_t begin = min(p.width, p.each * blockIdx.y), width = min(p.width - begin, p.each);
   const RowShare share = {width, static_cast<int>(width / N), warps ? lane : static_cast<int>(threadIdx.x),
                           warps ? lane : warp * U * kWarp + lane, (warps ? kWarp : static_cast<int>(blockDim.x)) * U};
-  int64_t mask_at = 0;  // of row number `lane`
+  int64_t mask_at = 0;  // mask offset of row number `lane`
   if constexpr (kMasked) {
     if (lane < rows) {
       mask_at = p.mask_view.outer_map.Below32Bits(static_cast<uint32_t>(first + lane));
@@ -426,14 +427,15 @@ ReduceRows(const __grid_constant__ ReduceParams p, int rows_each) {
   }
 }
 
-// Tiles of 2^log_x threads across, each with N columns, and the other threads of the block, of kColumnsThreads at most, down.
+// blockIdx.x: a tile of 2^log_x threads across, with N columns each; the other threads of the block share the rows of
+// the tile. blockIdx.y: a part of the rows.
 template <class Op, int N>
 __global__ void __launch_bounds__(kColumnsThreads, sizeof(typename Op::T) == 8 ? 2 : kColumnsBlocks)
-ReduceColumns(const __grid_constant__ ReduceParams p, int log_x, int64_t tiles) {
+    ReduceColumns(const __grid_constant__ ReduceParams p, int log_x, int64_t tiles) {
   using T = typename Op::T;
   using Stat = typename Op::Stat;
   constexpr int U = N == 1 ? 8 : 4;
-  constexpr int kPad = kWarp / N;  // so that both ways through shared memory meet different banks
+  constexpr int kPad = kWarp / N;  // keeps reads and writes of shared memory free of bank conflicts
   __shared__ Stat room[kColumnsThreads * N + kColumnsThreads];
 
   const int x = threadIdx.x & ((1 << log_x) - 1), y = threadIdx.x >> log_x, threads_y = blockDim.x >> log_x;
@@ -446,7 +448,8 @@ ReduceColumns(const __grid_constant__ ReduceParams p, int log_x, int64_t tiles) 
   const T* from = static_cast<const T*>(p.x) + (outer * p.width + begin + y) * p.inner + column;
   const int64_t step = threads_y * p.inner;
   const uint8_t* mask = nullptr;
-  if (N == 1 && p.mask && column < p.inner) mask = p.mask + p.mask_view.outer_map(outer) + p.mask_view.inner_map(column);
+  if (N == 1 && p.mask && column < p.inner)
+    mask = p.mask + p.mask_view.outer_map(outer) + p.mask_view.inner_map(column);
 
   if constexpr (N == 1) {
     for (int64_t a = begin + y; a < end; a += U * threads_y, from += U * step) {
@@ -479,7 +482,7 @@ ReduceColumns(const __grid_constant__ ReduceParams p, int log_x, int64_t tiles) 
     constexpr int kBuffers = Down::kAhead ? 2 : 1;
     Pack<T, N> raw[kBuffers][U];
     int64_t a = begin + y;
-    const auto load = [&](Pack<T, N> (&raw)[U]) {
+    const auto load = [&](Pack<T, N>(&raw)[U]) {
       const int left = static_cast<int>(min(end - a, int64_t{U} * threads_y));
 #pragma unroll
       for (int i = 0; i < U; ++i) {
@@ -519,10 +522,10 @@ ReduceColumns(const __grid_constant__ ReduceParams p, int log_x, int64_t tiles) 
   }
 }
 
-// 2^log_lanes lanes, or else a block, for each of the p.rows results; `partials` holds p.parts Stats of each.
-template <class Op>
-__global__ void __launch_bounds__(kMergeThreads)
-ReduceMerge(const __grid_constant__ ReduceParams p, const typename Op::Stat* partials, int log_lanes) {
+// 2^log_lanes lanes, up to a warp, or the whole block reduce the p.parts Stats of each of the p.rows results.
+template <class Op> __global__ void __launch_bounds__(kMergeThreads)
+    ReduceMerge(const __grid_constant__ ReduceParams p, const typename Op::Stat* partials, int log_lanes) {
+  static_assert(sizeof(typename Op::Stat) <= 16, "plan.py");
   const bool block = kMergeThreads >> log_lanes == 1;
   const int lanes = 1 << log_lanes, lane = threadIdx.x & (lanes - 1), parts = static_cast<int>(p.parts);
   const int64_t row = int64_t{blockIdx.x} * (kMergeThreads >> log_lanes) + (threadIdx.x >> log_lanes);

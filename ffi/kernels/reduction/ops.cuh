@@ -1,49 +1,48 @@
-// What the row reductions compute, apart from how the kernels read: one struct an operation, used by
-// every tier.
+// What the row reductions compute, apart from how kernels read: one Op per operation, used by every kernel.
 //
 // An Op works on values of its type V:
-//     Neutral      what an element that takes no part is
+//     Neutral      the value of an element that takes no part
 //     Accumulate   folds values, or packs of them, into a Stat, a thread's share of a row
-//     Merge        two Stats
-//     Level        what a group of lanes must agree on before they join their Stats; AccumulateLevel: both at once
+//     Merge        combines two Stats
+//     Level        brings the Stats of a group of lanes to a common base before Join; AccumulateLevel does both
 //     Exchange     the Stat of the lane whose number differs in the bit `lane`
-//     Join         two Stats of such a group
-//     Store        the Stat of a whole row -> its element of the output
-//     Short        the Op for rows of a few elements a lane
-//     Down         what a thread makes of N columns while it walks down them: Add values of one column or packs of
-//                  all, Count those that take part, Finish: the Stats lie in the thread's own room in shared memory.
-//                  kAhead: it leaves registers for packs that are on their way
+//     Join         combines two Stats with a common base
+//     Store        writes the result of a whole row from its Stat
+//     Short        the Op for rows of a few elements per lane
+//     Down         accumulates N columns while a thread walks down them: Add values of one column or packs of all,
+//                  Count elements that take part, Finish leaves the Stats in the thread's slots of shared memory.
+//                  kAhead: registers are left to load the next packs early
 #pragma once
 
-#include <limits>
-#include <type_traits>
-
-#include "kernels/common/pack.cuh"
-#include "kernels/common/reduce.cuh"
-#include "../softmax/softmax_ops.cuh"
-#include "reduction.h"
+#include "common/broadcast.h"
+#include "common/pack.cuh"
+#include "common/reduce.cuh"
+#include "softmax/ops.cuh"
 
 namespace jaxkern {
 
+// A reduction over the middle dimension of [rows, width, inner]. plan.py lays it out.
 struct ReduceParams {
   const void* x;
-  void* out;
-  void *largest, *total;  // see ReduceArgs
-  int64_t rows;   // outer
+  void* out;      // [rows, inner]
+  void* largest;  // logsumexp, or null: of each row the largest element, and the sum of e^(x - largest), in the
+  void* total;    // computing type: 0 where the largest is -inf, the largest itself where that is inf or NaN
+  int64_t rows;
   int64_t width;
   int64_t inner;
-  int64_t parts;  // blocks that share a row or column; more than 1: `out` takes [rows, inner, parts] Stats
-  int64_t each;   // elements of a part; the last ones may have fewer
+  int64_t parts;     // blocks that share a row or column; more than 1: `out` takes [rows, inner, parts] Stats
+  int64_t each;      // elements of a part; the last ones may have fewer
   uint64_t flip;     // min is the max of values with these bits flipped; 0 for everything else
   uint64_t neutral;  // as it lies in memory, before flipping, repeated to 8 bytes
   double scale;      // mean: 1 / width; else 1
   bool mean;
-  bool wide;         // integer sums: 64 bits; 16-bit types: a float
-  bool whole;        // every row is whole vectors
-  bool exceeds_l2;   // see ReadPolicy
-  const uint8_t* mask;
+  bool wide;            // integer sums: 64 bits; 16-bit types: a float
+  bool whole;           // every row is whole vectors
+  bool exceeds_l2;      // see ReadPolicy
+  const uint8_t* mask;  // one byte per element, 1 = takes part; null: all do
   BroadcastView mask_view;
 };
+static_assert(sizeof(ReduceParams) == 296, "plan.py");
 
 // The elements of a pack, as V.
 template <class V, class T, int N> __device__ __forceinline__ void Values(const Pack<T, N>& pack, V* v) {
@@ -132,14 +131,14 @@ __device__ __forceinline__ void AllValues(const Pack<T, N> (&raw)[U], V (&v)[U *
   for (int i = 0; i < U; ++i) Values(raw[i], v + i * N);
 }
 
-// Where a thread leaves the Stats of its columns.
+// The slots of shared memory for the Stats of a thread's columns.
 template <class Stat> struct ColumnsRoom {
   Stat* first;
   int stride;
   __device__ __forceinline__ Stat& operator[](int j) const { return first[j * stride]; }
 };
 
-// Stats all the way down.
+// One Stat per column.
 template <class Op, int N> struct StatsDown {
   static constexpr bool kAhead = sizeof(typename Op::T) == 4 && sizeof(typename Op::Stat) <= 8;
   typename Op::Stat stat[N];
@@ -171,7 +170,7 @@ template <class Op, int N> struct StatsDown {
   }
 };
 
-// Of Ops whose lanes need not agree on anything.
+// For Ops whose Stats have no base.
 template <class Op> struct AlreadyLevel {
   template <class Stat, int K> static __device__ __forceinline__ void Level(Stat (&)[K], int) {}
   template <class Stat, int K, class T, int U, int N>
@@ -184,8 +183,8 @@ template <class Op> struct AlreadyLevel {
 
 // ---- sum and mean
 
-// kMasked: there may be a mask, and a mean needs to know how many elements take part. kFloat: of 16-bit elements, so few
-// that their sum errs by a few units of a float.
+// kMasked: counts elements, for the mean of a row with a mask. kFloat: sums so few 16-bit elements in float that the
+// error is a few units of a float.
 template <class T_, bool kMasked, bool kFloat = false> struct Sum_ : AlreadyLevel<Sum_<T_, kMasked, kFloat>> {
   using T = T_;
   static constexpr bool kInteger = std::is_integral_v<T>, kCounts = kMasked && !kInteger;
@@ -202,8 +201,9 @@ template <class T_, bool kMasked, bool kFloat = false> struct Sum_ : AlreadyLeve
   };
   using Stat = std::conditional_t<kCounts, Counted, Uncounted>;
 
-  // 16 bit: what four times bring stays in float, for a conversion to double has an eighth of an addition's speed, and
-  // doubles want registers. A few additions one after the other round, by 2^-24 each.
+  // 16 bit: four calls of Add are summed in float before they are added to the double in shared memory: conversions to
+  // double run at an eighth of the speed of an addition, and doubles take registers. Each float addition rounds by
+  // 2^-24.
   template <int N> struct FloatsDown {
     static constexpr bool kAhead = true;
     float low[N] = {};
@@ -238,8 +238,8 @@ template <class T_, bool kMasked, bool kFloat = false> struct Sum_ : AlreadyLeve
     __device__ __forceinline__ void Finish() { Keep(); }
     __device__ __forceinline__ void Count(int) {}
   };
-  template <int N>
-  using Down = std::conditional_t<!kInteger && sizeof(T) == 2 && (N > 1), FloatsDown<N>, StatsDown<Sum_, N>>;
+  template <int N> using Down =
+      std::conditional_t<!kInteger && sizeof(T) == 2 && (N > 1), FloatsDown<N>, StatsDown<Sum_, N>>;
 
   static __device__ __forceinline__ Stat Identity() { return {S(0)}; }
   static __device__ __forceinline__ V Neutral(const ReduceParams&) { return V(0); }
@@ -284,8 +284,9 @@ template <class T_, bool kMasked, bool kFloat = false> struct Sum_ : AlreadyLeve
 
 template <class T_> struct Max_ : AlreadyLevel<Max_<T_>> {
   using T = T_;
-  using V = std::conditional_t<!std::is_integral_v<T>, Compute<T>,
-                               std::conditional_t<(sizeof(T) < 4), std::conditional_t<std::is_signed_v<T>, int32_t, uint32_t>, T>>;
+  using V = std::conditional_t<
+      !std::is_integral_v<T>, Compute<T>,
+      std::conditional_t<(sizeof(T) < 4), std::conditional_t<std::is_signed_v<T>, int32_t, uint32_t>, T>>;
   using Short = Max_;
   struct Stat {
     V max;
@@ -317,8 +318,8 @@ template <class T_> struct Max_ : AlreadyLevel<Max_<T_>> {
       for (int j = 0; j < N; ++j) room[j] = {any ? v[j] : Least()};
     }
   };
-  template <int N>
-  using Down = std::conditional_t<!std::is_integral_v<T> && sizeof(T) == 2 && (N > 1), PairsDown<N>, StatsDown<Max_, N>>;
+  template <int N> using Down =
+      std::conditional_t<!std::is_integral_v<T> && sizeof(T) == 2 && (N > 1), PairsDown<N>, StatsDown<Max_, N>>;
 
   static __device__ __forceinline__ V Flip(const ReduceParams& p, V x) {
     if constexpr (std::is_same_v<V, float>) return __uint_as_float(__float_as_uint(x) ^ static_cast<uint32_t>(p.flip));
@@ -326,13 +327,17 @@ template <class T_> struct Max_ : AlreadyLevel<Max_<T_>> {
     else return x ^ static_cast<V>(p.flip);
   }
   static __device__ __forceinline__ V Least() {
-    if constexpr (std::is_integral_v<T>) return static_cast<V>(std::numeric_limits<T>::min());
-    else return -Infinity<V>();
+    if constexpr (std::is_integral_v<T>) {
+      return std::is_signed_v<T> ? static_cast<V>(static_cast<T>(uint64_t{1} << (8 * sizeof(T) - 1))) : V(0);
+    } else {
+      return -Infinity<V>();
+    }
   }
   static __device__ __forceinline__ Stat Identity() { return {Least()}; }
   static __device__ __forceinline__ V Neutral(const ReduceParams& p) { return Flip(p, Least()); }
   static __device__ __forceinline__ void Count(Stat&, int64_t) {}
-  template <int N> static __device__ __forceinline__ void Accumulate(const ReduceParams& p, Stat& stat, const V (&v)[N]) {
+  template <int N>
+  static __device__ __forceinline__ void Accumulate(const ReduceParams& p, Stat& stat, const V (&v)[N]) {
     V flipped[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) flipped[i] = Flip(p, v[i]);
@@ -371,12 +376,12 @@ template <class T_> struct Max_ : AlreadyLevel<Max_<T_>> {
 
 // ---- logsumexp
 
-// max + log(sum * (1 + low)): logf alone errs by a unit of a logarithm that may be larger than the result. sum = m * 2^k
-// with m near 1, whose logarithm is small, as is its error; k * log(2) has a high part that is exact, and what rounding
-// takes from max + high is added to the rest.
+// max + log(sum * (1 + low)). The error of logf is relative to a logarithm that may be larger than the result. So
+// sum = m * 2^k with m near 1, whose logarithm and error are small; k * log(2) has an exact high part, and the rounding
+// error of max + high is added to the rest.
 __device__ __forceinline__ float PlusLog(float max, float sum, float low) {
   const int bits = __float_as_int(sum), k = (bits - 0x3f3504f3) >> 23;  // of the square root of 1/2
-  const float high = static_cast<float>(k) * 0x1.62e4p-1f;  // 16 bits of log(2)
+  const float high = static_cast<float>(k) * 0x1.62e4p-1f;              // 16 bits of log(2)
   const float rest = fmaf(static_cast<float>(k), 0x1.7f7d1cp-20f, logf(__int_as_float(bits - (k << 23))) + low);
   const float y = max + high, of_high = y - max;
   return y + ((max - (y - of_high)) + (high - of_high) + rest);
@@ -396,7 +401,7 @@ template <class T_> struct LogSumExp_ {
   using Short = LogSumExp_;
   template <int N> using Down = StatsDown<LogSumExp_, N>;
 
-  // 16 bit: sums are relative to what max * log2(e) rounds to, which Store takes back; see ExpDifference.
+  // 16 bit: sums are relative to the rounded product max * log2(e), which Store corrects; see ExpDifference.
   static __device__ __forceinline__ V Exp(V x, V base) { return ExpDifference<T>(x, base); }
   static __device__ __forceinline__ S Factor(V from, V to) { return static_cast<S>(Rescale<T>(from, to)); }
 
@@ -413,7 +418,7 @@ template <class T_> struct LogSumExp_ {
     if constexpr (sizeof(T) == 2) Accumulate(stat, v, LargestOf<V>(raw));
     else Accumulate(p, stat, v);
   }
-  // With the largest of the values, if that is known.
+  // `largest`: of the values.
   template <int N> static __device__ __forceinline__ void Accumulate(Stat& stat, const V (&v)[N], V largest) {
     const V max = MaxOrNan()(stat.max, largest), base = Base(max);
     V e[N];
@@ -425,7 +430,7 @@ template <class T_> struct LogSumExp_ {
     const V max = MaxOrNan()(a.max, b.max), base = Base(max);
     return {max, a.sum * Factor(a.max, base) + b.sum * Factor(b.max, base)};
   }
-  // All sums relative to the group's maximum: one exponential, not two for each step.
+  // Makes all sums relative to the group's maximum: one exponential per lane instead of two per step.
   template <int K> static __device__ __forceinline__ void Level(Stat (&stat)[K], int lanes) {
     V max[K];
 #pragma unroll
@@ -434,7 +439,7 @@ template <class T_> struct LogSumExp_ {
 #pragma unroll
     for (int u = 0; u < K; ++u) stat[u] = {max[u], stat[u].sum * Factor(stat[u].max, Base(max[u]))};
   }
-  // From nothing: no exponential but those of the elements.
+  // From the identity: no exponentials but those of the elements.
   template <int K, int U, int N>
   static __device__ __forceinline__ void AccumulateLevel(const ReduceParams&, Stat (&stat)[K],
                                                          const Pack<T, N> (&raw)[K][U], int lanes) {
