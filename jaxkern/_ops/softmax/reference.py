@@ -14,7 +14,6 @@ from jaxkern._core.rows import computed, lowest_for_infinity, row_sum, shifted
 from jaxkern._ops.reduction.primitive import statistics
 from jaxkern._ops.softmax import dropout
 
-
 # ---- plain
 
 
@@ -102,7 +101,7 @@ def log_softmax_jvp(x, t, *mask, axis, tier, over=()):
 
 
 class Place(typing.NamedTuple):
-    """Where a part begins, and the size of the whole array, along the row and along the dimension before, the queries."""
+    """Where a part begins, and the size of the whole array, along the row and along the queries before it."""
 
     query: int | jax.Array
     queries: int | None
