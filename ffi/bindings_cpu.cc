@@ -8,8 +8,6 @@
 #include "common/bindings.h"
 #include "cross_entropy/cross_entropy_ffi.h"
 #include "cross_entropy/cross_entropy_tier.h"
-#include "elementwise/elementwise_cpu.h"
-#include "elementwise/elementwise_ffi.h"
 #include "index_add/index_add_ffi.h"
 #include "index_add/index_add_plan.h"
 #include "reduction/reduction_ffi.h"
@@ -96,10 +94,9 @@ struct IndexQuery {
 NB_MODULE(_cpu, m) {
   AddApiVersion(m);
   m.def("registrations", [] {
-    return Registrations({SoftmaxCpuTargets(), ElementwiseCpuTargets(), ReductionCpuTargets(), CrossEntropyCpuTargets(),
+    return Registrations({SoftmaxCpuTargets(), ReductionCpuTargets(), CrossEntropyCpuTargets(),
                           IndexCpuTargets(), SegmentSoftmaxCpuTargets()});
   });
-  m.def("elementwise", [] { return ElementwiseSignatures(ElementwiseCpuKernels(), [](const auto&) { return true; }); });
   nb::class_<LossQuery>(m, "LossQuery")
       .def(nb::init<const std::string&, const std::string&, int64_t, int64_t, int64_t, bool, int64_t>(), nb::arg("pass_"),
            nb::arg("dtype"), nb::arg("rows"), nb::arg("width"), nb::arg("inner"), nb::arg("masked"), nb::arg("scratch_bytes"))

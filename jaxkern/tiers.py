@@ -7,7 +7,7 @@
 
 The tiers are described in the plans: jaxkern/_ops/softmax/plan.py, jaxkern/_ops/reduction/plan.py,
 ffi/cross_entropy/cross_entropy_tier.h, and the plans of index_add and its family in
-ffi/index_add/index_add_plan.h. They differ in speed and, by rounding, in the last bits of the
+jaxkern/_ops/indexing/plan.py. They differ in speed and, by rounding, in the last bits of the
 result, never in meaning.
 """
 
@@ -167,28 +167,40 @@ def index_add(rows: int, count: int, inner: int = 1, dtype="float32", **problem)
         ValueError: a size is not positive, or no kernel for a dtype. TypeError: an argument is of another type.
         RuntimeError: the CPU module, which answers, is not loaded.
     """
-    query, device = index_query(rows, count, inner, dtype, name="jaxkern.tiers.index_add", **problem)
-    return query.plan(*device)
+    plan, problem, device = _indexed("jaxkern.tiers.index_add", rows, count, inner, dtype, **problem)
+    return plan.choose(problem, device)
 
 
 def index_add_fits(plan: str, rows: int, count: int, inner: int = 1, dtype="float32", **problem) -> bool:
     """Whether `plan` can run that problem; arguments as for `index_add`."""
     if plan not in PLANS:
         raise ValueError(f"jaxkern.tiers.index_add_fits: no plan {plan!r}, there are {', '.join(PLANS)}")
-    query, device = index_query(rows, count, inner, dtype, name="jaxkern.tiers.index_add_fits", **problem)
-    return query.fits(plan, *device)
+    module, problem, device = _indexed("jaxkern.tiers.index_add_fits", rows, count, inner, dtype, **problem)
+    return module.fits(plan, problem, device)
 
 
-def index_query(rows, count, inner=1, dtype="float32", *, op="index_add", batch=1, outer=1, index_dtype="int32",
-                indices_are_sorted=False, unique_indices=False, deterministic=True, device=None, name="jaxkern.tiers"):
-    """The problem as the CPU module takes it, which answers what it is asked, and the device."""
-    module = _answering(name)
-    sizes = [_positive(name, *size) for size in (
-        ("batch", batch), ("outer", outer), ("rows", rows), ("count", count), ("inner", inner))]
-    hints = [_flag(name, *hint) for hint in (
-        ("indices_are_sorted", indices_are_sorted), ("unique_indices", unique_indices), ("deterministic", deterministic))]
-    names = _dtype(name, "dtype", dtype).name, _dtype(name, "index_dtype", index_dtype).name
-    return module.IndexQuery(op, *names, *sizes, *hints), _device(name, device)
+def _indexed(name, rows, count, inner, dtype, *, op="index_add", batch=1, outer=1, index_dtype="int32",
+             indices_are_sorted=False, unique_indices=False, deterministic=True, device=None):
+    """The plan module of an operation, a problem of it, and the device."""
+    from jaxkern._ops.indexing import gather_plan, plan  # which ask this module what is forced
+    from jaxkern._ops.segment_softmax import plan as softmax_plan
+
+    batch, outer, rows, count, inner = (_positive(name, *size) for size in (
+        ("batch", batch), ("outer", outer), ("rows", rows), ("count", count), ("inner", inner)))
+    is_sorted, is_unique, deterministic = (_flag(name, *hint) for hint in (
+        ("indices_are_sorted", indices_are_sorted), ("unique_indices", unique_indices), ("deterministic", deterministic)))
+    device, dtype, index_dtype = _device(name, device), _dtype(name, "dtype", dtype), _dtype(name, "index_dtype", index_dtype)
+    if index_dtype not in lowering.INTEGER_DTYPES:
+        raise ValueError(f"{name}: no kernel for indices of dtype {index_dtype}")
+    if op in ("segment_softmax", "segment_softmax_grad"):
+        problem = softmax_plan.Problem(batch, outer, rows, count, inner, _kernel_dtype(name, dtype).itemsize, is_sorted)
+        return softmax_plan, problem, device
+    if op not in (*plan.REDUCTIONS, "index_select"):
+        raise ValueError(f"{name}: no kernel for operation {op}")
+    if dtype.name not in plan.DTYPES:
+        raise ValueError(f"{name}: no kernel for dtype {dtype}")
+    problem = plan.Problem(op, dtype, index_dtype, batch, outer, rows, count, inner, is_sorted, is_unique, deterministic)
+    return gather_plan if op == "index_select" else plan, problem, device
 
 
 def _ask_softmax(function, answer, rows, width, inner, dtype, log, backward, masked, fused, device):

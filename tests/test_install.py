@@ -22,7 +22,7 @@ TARGETS = {"jaxkern_softmax", "jaxkern_softmax_grad", "jaxkern_log_softmax", "ja
            "jaxkern_segment_softmax", "jaxkern_segment_softmax_grad",
            "jaxkern_reduce_sum", "jaxkern_reduce_mean", "jaxkern_reduce_max", "jaxkern_reduce_min",
            "jaxkern_logsumexp", "jaxkern_logsumexp_statistics",
-           "jaxkern_cross_entropy", "jaxkern_cross_entropy_grad", "jaxkern_cross_entropy_both", "jaxkern_elementwise",
+           "jaxkern_cross_entropy", "jaxkern_cross_entropy_grad", "jaxkern_cross_entropy_both",
            "jaxkern_softmax_fused", "jaxkern_softmax_fused_grad", "jaxkern_softmax_fused_output_grad"}
 
 
@@ -97,7 +97,7 @@ def test_modules_hand_out_capsules_and_nothing_more(name):
         pytest.skip(status.reason)
     public = {n for n in vars(status.module) if not n.startswith("__")}
     queries = {"IndexQuery", "LossQuery"}
-    assert public == {"registrations", "api_version", "elementwise"} | (queries if name == "cpu" else set())
+    assert public == {"registrations", "api_version"} | (queries if name == "cpu" else set())
     capsules = status.module.registrations()
     assert set(capsules) == TARGETS == status.targets
     assert all(type(c).__name__ == "PyCapsule" for c in capsules.values())

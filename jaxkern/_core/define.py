@@ -79,6 +79,12 @@ def fast_divmod(divisor: int) -> launch.Struct:
     return launch.struct(launch.u32(divisor), launch.u32(multiplier & 0xFFFFFFFF), launch.u32(shift))
 
 
+def divider(divisor: int) -> launch.Struct:
+    """Divider (common/divider.h) of any divisor."""
+    wide = divisor >= 2**31 - 1
+    return launch.struct(launch.i64(divisor), fast_divmod(1 if wide else divisor), launch.boolean(wide))
+
+
 MAP_RANK = 4  # IndexMap::kMaxRank
 
 
