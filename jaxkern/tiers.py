@@ -5,7 +5,7 @@
     tiers.reduction(1, 1 << 26)                      -> "split"
     with tiers.force("block"): jaxkern.softmax(x)
 
-The tiers are described beside the kernels: jaxkern/_ops/softmax/plan.py, jaxkern/_ops/reduction/plan.py,
+The tiers are described in the plans: jaxkern/_ops/softmax/plan.py, jaxkern/_ops/reduction/plan.py,
 jaxkern/_ops/cross_entropy/plan.py, and the plans of index_add and its family in
 jaxkern/_ops/indexing/plan.py. They differ in speed and, by rounding, in the last bits of the
 result, never in meaning.
@@ -24,7 +24,7 @@ from jaxkern._ops.cross_entropy import plan as loss_plan
 from jaxkern._ops.reduction import plan as reduction_plan
 from jaxkern._ops.softmax import plan as softmax_plan
 
-NAMES = ("sub_warp", "warp", "block", "cluster", "pipeline", "streaming", "split", "column")
+NAMES = softmax_plan.ALGORITHMS
 REDUCTIONS = reduction_plan.ALGORITHMS
 LOSS_TIERS = loss_plan.ALGORITHMS
 PLANS = ("unique", "small", "sorted", "sort", "narrow", "atomic", "gather")

@@ -67,7 +67,7 @@ def test_installed_version_is_that_of_the_source():
 
 
 @pytest.mark.parametrize("module", ["softmax", "elementwise", "reduction", "loss", "index_add", "segment", "tiers",
-                                    "_core.lowering", "_core.partition", "_core.registry"])
+                                    "_core.partition", "_core.registry"])
 def test_examples_in_docstrings(module):
     results = doctest.testmod(importlib.import_module(f"jaxkern.{module}"))
     assert results.attempted and not results.failed

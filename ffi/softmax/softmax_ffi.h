@@ -1,5 +1,6 @@
-// From the buffers and attributes of an FFI call to SoftmaxArgs, for the CPU handlers. Python has validated all of it at trace time; what is checked here
-// is what would otherwise read or write out of bounds, for a caller who goes around Python.
+// From the buffers and attributes of an FFI call to SoftmaxArgs, for the CPU handlers. Python has validated all of it
+// at trace time; what is checked here is what would otherwise read or write out of bounds, for a caller who goes around
+// Python.
 #pragma once
 
 #include <cstdint>
@@ -22,8 +23,7 @@ struct FusedAttributes {
 };
 
 // The attributes, in the order of FusedAttributes, at the end of a handler's binding.
-template <class Binding>
-auto BindFusedAttributes(Binding&& binding) {
+template <class Binding> auto BindFusedAttributes(Binding&& binding) {
   return std::forward<Binding>(binding)
       .template Attr<int64_t>("axis")
       .template Attr<bool>("log")
@@ -54,7 +54,8 @@ inline ffi::Error DecodeArrays(const char* name, bool log, bool backward, const 
 
   const std::optional<DType> dtype = ToDType(a->element_type());
   if (!dtype) return InvalidArgument(name, "no kernel for the element type ", static_cast<int>(a->element_type()));
-  if (axis < 0 || axis >= rank) return InvalidArgument(name, "axis ", axis, " of an array of shape ", ShapeString(dims));
+  if (axis < 0 || axis >= rank)
+    return InvalidArgument(name, "axis ", axis, " of an array of shape ", ShapeString(dims));
   if (!same(**out)) {
     return InvalidArgument(name, "operand of shape ", ShapeString(dims), ", result of shape ",
                            ShapeString((*out)->dimensions()), " or of another element type");
@@ -71,8 +72,8 @@ inline ffi::Error DecodeArrays(const char* name, bool log, bool backward, const 
     const auto b = operands.get<ffi::AnyBuffer>(1);
     if (!b) return b.error();
     if (!same(*b)) {
-      return InvalidArgument(name, "an operand of shape ", ShapeString(dims), ", a cotangent of shape ", ShapeString(b->dimensions()),
-                             " or of another element type");
+      return InvalidArgument(name, "an operand of shape ", ShapeString(dims), ", a cotangent of shape ",
+                             ShapeString(b->dimensions()), " or of another element type");
     }
     args->b = b->untyped_data();
   }
@@ -139,7 +140,8 @@ inline ffi::Error DecodeFused(bool backward, const ffi::RemainingArgs& operands,
         return InvalidArgument(name, "a ", what, " of element type ", static_cast<int>(operand->element_type()));
       }
       BroadcastView* const view = bias ? &e.bias_view : &e.scale_view;
-      if (ffi::Error error = DecodeBroadcast(name, bias ? "bias" : "scale", *operand, dims, axis, view); error.failure()) {
+      if (ffi::Error error = DecodeBroadcast(name, bias ? "bias" : "scale", *operand, dims, axis, view);
+          error.failure()) {
         return error;
       }
       if (bias) {

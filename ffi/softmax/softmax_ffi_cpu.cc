@@ -24,8 +24,7 @@ template <bool kLog, bool kBackward> struct Handler {
 
 template <bool kBackward, bool kFromOutput> struct FusedHandler {
   static ffi::Error Run(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t axis,
-                        bool log, std::string_view extras, bool causal, int64_t threshold,
-                        bool unscaled) {
+                        bool log, std::string_view extras, bool causal, int64_t threshold, bool unscaled) {
     SoftmaxArgs args;
     const FusedAttributes attributes = {axis, log, extras, causal, threshold, unscaled};
     if (ffi::Error e = DecodeFused(kBackward, operands, results, attributes, &args); e.failure()) return e;
