@@ -16,7 +16,7 @@ from indexed import FLOATS, values
 import jaxkern
 from jaxkern import tiers
 from jaxkern._core import compat, device, launch, registry
-from jaxkern._index import Rules
+from jaxkern._ops.indexing.primitive import Rules
 from jaxkern._ops.segment_softmax import plan, reference, sharding
 from jaxkern._ops.segment_softmax.primitive import segment_softmax_p
 
