@@ -179,7 +179,7 @@ def run_indexed(op: str, plan: str, dtype: str, rows: int, count: int, inner: in
         honest = {"unique": generator.permutation(rows)[:count], "sorted": np.sort(np.abs(index) % rows)}
         index = honest.get(plan, index)
     x, source = (generator.standard_normal((n, inner)).astype(jnp.dtype(dtype)) for n in (rows, count))
-    primitives, wraps = importlib.import_module("jaxkern._index"), op in ("index_add", "index_select")
+    primitives, wraps = importlib.import_module("jaxkern._ops.indexing.primitive"), op in ("index_add", "index_select")
     rules = primitives.Rules(
         0, wrap=wraps, sorted=plan == "sorted", unique=plan == "unique", deterministic=plan != "atomic", plan=plan
     )

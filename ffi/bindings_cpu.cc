@@ -8,15 +8,11 @@
 #include "common/bindings.h"
 #include "cross_entropy/cross_entropy_ffi.h"
 #include "cross_entropy/cross_entropy_tier.h"
-#include "elementwise/elementwise_cpu.h"
-#include "elementwise/elementwise_ffi.h"
 #include "index_add/index_add_ffi.h"
 #include "index_add/index_add_plan.h"
 #include "reduction/reduction_ffi.h"
-#include "reduction/reduction_tier.h"
 #include "segment_softmax/segment_softmax_ffi.h"
 #include "softmax/softmax_ffi.h"
-#include "softmax/softmax_tier.h"
 
 namespace nb = nanobind;
 using namespace jaxkern;
@@ -29,37 +25,6 @@ DType ParseDType(const std::string& name) {
   if (name == "float32") return DType::kF32;
   if (name == "float64") return DType::kF64;
   throw nb::value_error(("no kernel for dtype " + name).c_str());
-}
-
-SoftmaxProblem Problem(int64_t rows, int64_t width, int64_t inner, const std::string& dtype, bool log, bool backward,
-                       bool masked, bool fused, int64_t scratch_bytes) {
-  SoftmaxProblem problem;
-  problem.rows = rows;
-  problem.width = width;
-  problem.inner = inner;
-  problem.dtype = ParseDType(dtype);
-  problem.log = log;
-  problem.backward = backward;
-  problem.masked = masked;
-  problem.fused = fused;
-  problem.scratch_bytes = scratch_bytes;
-  return problem;
-}
-
-std::string Tier(int64_t rows, int64_t width, int64_t inner, const std::string& dtype, bool log, bool backward,
-                 bool masked, bool fused, int64_t scratch_bytes, int sm_count, int compute_capability, int shared_memory) {
-  const SoftmaxProblem problem = Problem(rows, width, inner, dtype, log, backward, masked, fused, scratch_bytes);
-  const SoftmaxTier tier = ChooseSoftmaxTier(problem, {sm_count, compute_capability, shared_memory});
-  return std::string(kSoftmaxTierNames[static_cast<int>(tier)]);
-}
-
-bool TierFits(const std::string& tier_name, int64_t rows, int64_t width, int64_t inner, const std::string& dtype,
-              bool log, bool backward, bool masked, bool fused, int64_t scratch_bytes, int sm_count, int compute_capability,
-              int shared_memory) {
-  SoftmaxTier tier;
-  if (!ParseSoftmaxTier(tier_name, &tier)) throw nb::value_error(("unknown tier " + tier_name).c_str());
-  const SoftmaxProblem problem = Problem(rows, width, inner, dtype, log, backward, masked, fused, scratch_bytes);
-  return SoftmaxTierFits(tier, problem, {sm_count, compute_capability, shared_memory});
 }
 
 // A problem of cross-entropy as Python hands it over.
@@ -124,51 +89,14 @@ struct IndexQuery {
   int64_t ScratchBytes(const std::string& plan) const { return IndexScratchBytes(ParsePlan(plan), problem); }
 };
 
-ReduceProblem Reduction(int64_t rows, int64_t width, int64_t inner, int element_bytes, bool integer, bool masked,
-                        int64_t scratch_bytes) {
-  ReduceProblem p;
-  p.rows = rows, p.width = width, p.inner = inner, p.element_bytes = element_bytes;
-  p.integer = integer, p.masked = masked, p.scratch_bytes = scratch_bytes;
-  return p;
-}
-
-std::string ReductionTier(int64_t rows, int64_t width, int64_t inner, int element_bytes, bool integer, bool masked,
-                          int64_t scratch_bytes, int sm_count, int compute_capability, int shared_memory) {
-  const ReduceProblem p = Reduction(rows, width, inner, element_bytes, integer, masked, scratch_bytes);
-  const ReduceTier tier = ChooseReduceTier(p, {sm_count, compute_capability, shared_memory});
-  return std::string(kReduceTierNames[static_cast<int>(tier)]);
-}
-
-bool ReductionTierFits(const std::string& tier_name, int64_t rows, int64_t width, int64_t inner, int element_bytes,
-                       bool integer, bool masked, int64_t scratch_bytes, int sm_count, int compute_capability,
-                       int shared_memory) {
-  ReduceTier tier;
-  if (!ParseReduceTier(tier_name, &tier)) throw nb::value_error(("unknown tier " + tier_name).c_str());
-  const ReduceProblem p = Reduction(rows, width, inner, element_bytes, integer, masked, scratch_bytes);
-  return ReduceTierFits(tier, p, {sm_count, compute_capability, shared_memory});
-}
-
 }  // namespace
 
 NB_MODULE(_cpu, m) {
   AddApiVersion(m);
   m.def("registrations", [] {
-    return Registrations({SoftmaxCpuTargets(), ElementwiseCpuTargets(), ReductionCpuTargets(), CrossEntropyCpuTargets(),
+    return Registrations({SoftmaxCpuTargets(), ReductionCpuTargets(), CrossEntropyCpuTargets(),
                           IndexCpuTargets(), SegmentSoftmaxCpuTargets()});
   });
-  m.def("elementwise", [] { return ElementwiseSignatures(ElementwiseCpuKernels(), [](const auto&) { return true; }); });
-  m.def("softmax_tier", &Tier, nb::arg("rows"), nb::arg("width"), nb::arg("inner"), nb::arg("dtype"),
-        nb::arg("log"), nb::arg("backward"), nb::arg("masked"), nb::arg("fused"), nb::arg("scratch_bytes"), nb::arg("sm_count"),
-        nb::arg("compute_capability"), nb::arg("shared_memory"));
-  m.def("softmax_tier_fits", &TierFits, nb::arg("tier"), nb::arg("rows"), nb::arg("width"), nb::arg("inner"),
-        nb::arg("dtype"), nb::arg("log"), nb::arg("backward"), nb::arg("masked"), nb::arg("fused"), nb::arg("scratch_bytes"),
-        nb::arg("sm_count"), nb::arg("compute_capability"), nb::arg("shared_memory"));
-  m.def("reduction_tier", &ReductionTier, nb::arg("rows"), nb::arg("width"), nb::arg("inner"),
-        nb::arg("element_bytes"), nb::arg("integer"), nb::arg("masked"), nb::arg("scratch_bytes"), nb::arg("sm_count"),
-        nb::arg("compute_capability"), nb::arg("shared_memory"));
-  m.def("reduction_tier_fits", &ReductionTierFits, nb::arg("tier"), nb::arg("rows"), nb::arg("width"),
-        nb::arg("inner"), nb::arg("element_bytes"), nb::arg("integer"), nb::arg("masked"), nb::arg("scratch_bytes"),
-        nb::arg("sm_count"), nb::arg("compute_capability"), nb::arg("shared_memory"));
   nb::class_<LossQuery>(m, "LossQuery")
       .def(nb::init<const std::string&, const std::string&, int64_t, int64_t, int64_t, bool, int64_t>(), nb::arg("pass_"),
            nb::arg("dtype"), nb::arg("rows"), nb::arg("width"), nb::arg("inner"), nb::arg("masked"), nb::arg("scratch_bytes"))

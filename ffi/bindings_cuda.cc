@@ -1,22 +1,13 @@
 // The extension module jaxkern._cuda: hands out the CUDA handlers, nothing more.
 #include "common/bindings.h"
 #include "cross_entropy/cross_entropy_ffi.h"
-#include "elementwise/elementwise_cuda.h"
-#include "elementwise/elementwise_ffi.h"
 #include "index_add/index_add_ffi.h"
-#include "reduction/reduction_ffi.h"
-#include "segment_softmax/segment_softmax_ffi.h"
-#include "softmax/softmax_ffi.h"
 
 NB_MODULE(_cuda, m) {
   m.doc() = "XLA FFI handlers of jaxkern's CUDA kernels.";
   jaxkern::AddApiVersion(m);
   m.def("registrations", [] {
     using namespace jaxkern;
-    return Registrations({SoftmaxCudaTargets(), ElementwiseCudaTargets(), ReductionCudaTargets(), CrossEntropyCudaTargets(),
-                          IndexCudaTargets(), SegmentSoftmaxCudaTargets()});
+    return Registrations({CrossEntropyCudaTargets(), IndexCudaTargets()});
   }, "{target name: capsule of its handler}");
-  m.def("elementwise", [] {
-    return jaxkern::ElementwiseSignatures(jaxkern::ElementwiseCudaKernels(), [](const auto& k) { return k.broadcasts; });
-  });
 }

@@ -6,7 +6,7 @@
 `python -m jaxkern` says what is loaded here, whether it is right, and how fast it is.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 from jaxkern import elementwise, tiers
 from jaxkern._core.registry import export_checks

@@ -1,9 +1,11 @@
 """`python -m jaxkern`: what is loaded here, whether it is right, and how fast it is.
 
-Exits with 1 when a module that belongs on this machine is not loaded or a result is wrong.
+Takes about half a minute. Exits with 1 when a module that belongs on this machine is not loaded or a result is wrong.
 """
 
+import concurrent.futures
 import functools
+import os
 import pathlib
 import platform
 import re
@@ -16,12 +18,12 @@ import jaxlib.version
 import numpy as np
 
 import jaxkern
-from jaxkern._core import compat, registry
+from jaxkern._core import compat, device, registry, runtime
 
 OPERATIONS = ("softmax", "log_softmax")
 REDUCTIONS = ("reduce_sum", "reduce_mean", "reduce_max", "reduce_min", "logsumexp")
 INDEXED = ("index_add", "index_select", "segment_sum", "segment_max")
-# Shape, axis and mask shape: a row of packs, an odd one under a broadcast mask, an axis in the middle.
+# Shape, axis and mask shape: rows of whole vectors, odd ones under a broadcast mask, an axis in the middle.
 PROBLEMS = (((64, 1024), -1, None), ((4, 16, 1003), -1, (4, 1, 1003)), ((8, 200, 12), 1, None))
 # What rounding explains, in epsilons of the dtype times the largest element: half of one where the
 # arithmetic is wider than the result, some more where it is not.
@@ -50,7 +52,7 @@ def show_versions() -> None:
 
 
 def show_modules() -> bool:
-    """Prints what loaded; True unless a module that this machine needs did not."""
+    """Prints what is loaded; True unless something that this machine needs is not."""
     good = True
     for name, module in registry.status.items():
         if module.module is not None:
@@ -59,7 +61,27 @@ def show_modules() -> bool:
         else:
             print(f"{name + ' kernels':14} not loaded: {module.reason}")
             good &= name == "cuda" and not registry.gpu_present()
-    return good
+    return good & show_runtime()
+
+
+def show_runtime() -> bool:
+    """Prints where the compiler of CUDA kernels, its headers and its cache lie; True unless a GPU is there that it cannot serve."""
+    module = registry.kernels.module
+    if module is None:
+        print(f"{'CUDA runtime':14} not loaded: {registry.kernels.reason}")
+        return not registry.gpu_present()
+    version, error = module.compiler()
+    library, _, includes = runtime.find_nvrtc()
+    print(f"{'NVRTC':14} " + (f"not usable: {error}" if error else f"{version}, {library}"))
+    print(f"{'CUDA headers':14} {', '.join(includes) or 'those of NVRTC'}")
+    print(f"{'kernels':14} {runtime.kernels_folder()}")
+    folder = runtime.cache_folder()
+    sizes = [entry.stat().st_size for entry in os.scandir(folder)] if folder and os.path.isdir(folder) else []
+    print(f"{'kernel cache':14} " + (f"{folder}, {len(sizes)} files, {sum(sizes) / 2**20:.1f} MB" if folder else "off"))
+    problem = registry.gpu_present() and runtime.problem(module, device.this_device().compute_capability)
+    if problem:
+        print(f"{'CUDA kernels':14} XLA runs instead: {problem}")
+    return not problem
 
 
 def expected(operation, x, mask, axis):
@@ -192,34 +214,64 @@ def check_segment_softmax(dtype) -> tuple[float, float]:
     return tuple(worst)
 
 
+class Progress:
+    """A bar on standard error, if that is a terminal."""
+
+    def __init__(self, total):
+        self.total, self.done = total, 0
+        self.shown = sys.stderr.isatty()
+
+    def advance(self, what):
+        self.done += 1
+        if self.shown:
+            filled = 30 * self.done // self.total
+            print(f"\r{'#' * filled}{'.' * (30 - filled)} {self.done}/{self.total} {what:24.24}", end="", file=sys.stderr, flush=True)
+
+    def close(self):
+        if self.shown:
+            print("\r" + " " * 72 + "\r", end="", file=sys.stderr, flush=True)
+
+
 def show_checks() -> bool:
     limits = ", ".join(f"{limit:g} for {dtype}" for dtype, limit in TOLERANCE.items())
     print(f"\nlargest error against float64, in epsilons of the dtype; right is up to {limits}")
-    print(f"{'':16}" + "".join(f"{d:>22}" for d in TOLERANCE) + "\n" + f"{'':16}" + f"{'forward':>11}{'gradient':>11}" * len(TOLERANCE))
-    good = True
     checks = {operation: functools.partial(check, operation) for operation in OPERATIONS} | {
         "swiglu": check_swiglu, "cross_entropy": check_loss, "segment_softmax": check_segment_softmax}
-    for operation, errors_in in checks.items():
+    checks |= {operation: functools.partial(check_indexed, operation) for operation in INDEXED}
+    checks |= {operation: functools.partial(check_reduction, operation) for operation in REDUCTIONS}
+    progress = Progress(len(checks) * len(TOLERANCE))
+
+    def errors_of(job):
+        operation, dtype = job
         with compat.enable_x64():
-            errors = [(e, e <= limit) for dtype, limit in TOLERANCE.items() for e in errors_in(dtype)]
-        good &= all(right for _, right in errors)
-        print(f"{operation:16}" + "".join(f"{e:10.2f}{' ' if right else '!'}" for e, right in errors))
-    for operation in (*INDEXED, *REDUCTIONS):
-        check_one = check_indexed if operation in INDEXED else check_reduction
-        with compat.enable_x64():
-            errors = [(e := check_one(operation, dtype), e <= limit) for dtype, limit in TOLERANCE.items()]
-        good &= all(right for _, right in errors)
-        print(f"{operation:16}" + "".join(f"{e:10.2f}{' ' if right else '!'}{'':11}" for e, right in errors))
+            errors = checks[operation](dtype)
+        progress.advance(operation)
+        return errors if isinstance(errors, tuple) else (errors,)
+
+    # Side by side, since most of the time is the compilers'.
+    jobs = [(operation, dtype) for operation in checks for dtype in TOLERANCE]
+    with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        found = dict(zip(jobs, pool.map(errors_of, jobs)))
+    progress.close()
+    print(f"{'':16}" + "".join(f"{d:>22}" for d in TOLERANCE) + "\n" + f"{'':16}" + f"{'forward':>11}{'gradient':>11}" * len(TOLERANCE))
+    good = True
+    for operation in checks:
+        line = f"{operation:16}"
+        for dtype, limit in TOLERANCE.items():
+            errors = found[operation, dtype]
+            good &= all(e <= limit for e in errors)
+            line += "".join(f"{e:10.2f}{' ' if e <= limit else '!'}" for e in errors) + " " * 11 * (2 - len(errors))
+        print(line.rstrip())
     if not good:
         print("WRONG: the errors marked ! are larger than rounding explains")
     return good
 
 
 def seconds(f, *args) -> float:
-    """Time of a call: the best of five batches, each long enough to hide the dispatch."""
+    """Time of a call: the best of three batches, each long enough to hide the dispatch."""
     jax.block_until_ready(f(*args))
     calls, best = 20 if jax.default_backend() == "gpu" else 3, np.inf
-    for _ in range(5):
+    for _ in range(3):
         start = time.perf_counter()
         for _ in range(calls):
             out = f(*args)
@@ -268,10 +320,10 @@ def show_loss_speed() -> None:
 
 
 def show_indexed_speed() -> None:
-    rows, count, width = (169343, 1166243, 128) if jax.default_backend() == "gpu" else (16934, 116624, 128)
-    print(f"\nmilliseconds a call, {count} rows of {width} and {rows} segments, half of the rows in one")
+    rows, count, width = 16934, 116624, 128
+    print(f"\nmilliseconds a call, {count} rows of {width} into {rows} segments")
     print(f"{'':14}{'dtype':>10}{'jaxkern':>10}{'XLA':>10}")
-    ids = jax.random.randint(jax.random.key(1), count, 0, rows).at[::2].set(0)
+    ids = jax.random.randint(jax.random.key(1), count, 0, rows)
     for dtype in ("float32", "bfloat16"):
         data = jax.random.normal(jax.random.key(0), (count, width), dtype)
         times = [seconds(jax.jit(lambda d, i, f=module.segment_sum: f(d, i, rows)), data, ids) for module in (jaxkern, jax.ops)]

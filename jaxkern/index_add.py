@@ -1,6 +1,6 @@
 """index_add, index_select and embedding_lookup: adding onto rows of an array, and taking them.
 
-Their primitives, derivatives and vmap are in _index.py, what runs them in _index_lowering.py.
+Their primitives are in _ops/indexing.
 """
 
 import functools
@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern import _index, _index_lowering  # noqa: F401  (the second registers what runs the first)
 from jaxkern._core import validate
-from jaxkern._index import Rules
+from jaxkern._ops.indexing import primitive
+from jaxkern._ops.indexing.primitive import Rules
 
 MODES = ("None", "'fill'", "'drop'", "'clip'", "'promise_in_bounds'")
 
@@ -143,14 +143,14 @@ def _index_add(x, index, source, *alpha, rules):
     weak = jax.typeof(source).weak_type  # such as a Python scalar gives: it takes the type of x where it can
     dtype = jnp.result_type(x, source) if weak else jnp.promote_types(x.dtype, source.dtype)
     factor = tuple(_factor(name, a, dtype) for a in alpha)
-    return _index.index_add(x.astype(dtype), index, source.astype(dtype), *factor, rules=rules).astype(x.dtype)
+    return primitive.index_add(x.astype(dtype), index, source.astype(dtype), *factor, rules=rules).astype(x.dtype)
 
 
 @functools.partial(jax.jit, static_argnames="rules", inline=True)
 def _index_select(x, index, *, rules):
     array("index_select", "x", x)
     index, rules = _along("index_select", x, index, rules)
-    return _index.index_select(x, index, rules=rules)
+    return primitive.index_select(x, index, rules=rules)
 
 
 @functools.partial(jax.jit, inline=True)
@@ -162,7 +162,7 @@ def _embedding_lookup(table, ids):
         raise ValueError(f"jaxkern.{name}: table must have at least one dimension, got shape ()")
     rules = Rules(0, wrap=True, fill_nan=True)
     flat = ids if ids.ndim == 1 else validate.mergeable(ids, ids.ndim).reshape(-1)
-    y = _index.index_select(table, flat, rules=rules)
+    y = primitive.index_select(table, flat, rules=rules)
     return y if ids.ndim == 1 else y.reshape(*ids.shape, *table.shape[1:])
 
 
@@ -225,7 +225,7 @@ def _factor(name, alpha, dtype):
         raise ValueError(f"jaxkern.{name}: alpha must be a scalar, got shape {alpha.shape}")
     if _kind(alpha.dtype) > _kind(dtype):
         raise TypeError(f"jaxkern.{name}: alpha of type {alpha.dtype} cannot scale x of type {dtype}")
-    return alpha.astype(_index.computing(dtype))
+    return alpha.astype(primitive.computing(dtype))
 
 
 def _mode(name, mode):

@@ -1,7 +1,7 @@
 """segment_sum, segment_mean, segment_max and segment_min: what `jax.ops` has, and the mean; segment_softmax.
 
-Rows of `data` with the same id are reduced to one row, or normalised together. Their primitives are in _index.py and
-_segment_softmax.py.
+Rows of `data` with the same id are reduced to one row, or normalised together. Their primitives are in
+_ops/indexing and _ops/segment_softmax.
 """
 
 import functools
@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from jaxkern import _index, _segment_softmax
 from jaxkern._core import validate
+from jaxkern._ops.indexing import primitive
+from jaxkern._ops.segment_softmax.primitive import segment_softmax as bind_softmax
 from jaxkern.index_add import _rules, array, integers, safe_index
 
 
@@ -127,9 +128,9 @@ def segment_softmax(data, segment_ids, num_segments=None, indices_are_sorted=Fal
 
     Returns:
         Array of the shape that `data` was broadcast to, the same bits every time. In each segment and column it
-        is 1 in sum and nowhere negative. A row of no segment is 0 with zero gradients, as is a segment that is -inf throughout;
-        NaN or +inf makes its segment NaN in its column. Where an element of the result is 0, that of the gradient is
-        0 whatever the cotangent holds.
+        is 1 in sum and nowhere negative. A row of no segment is 0 with zero gradients, as is a segment that is -inf
+        throughout; NaN or +inf makes its segment NaN in its column. Where an element of the result is 0, that of the
+        gradient is 0 whatever the cotangent holds.
 
     Raises:
         TypeError: `data` is boolean, complex or no array; `segment_ids` is not of an integer type; `num_segments` is
@@ -214,16 +215,16 @@ def _segment_jit(data, segment_ids, *, name, rows, rules):
     if name == "segment_mean":
         return _mean(data, ids, rows, rules)
     if name == "segment_softmax":
-        y = _segment_softmax.segment_softmax(data, ids, rows=rows, rules=rules)
+        y = bind_softmax(data, ids, rows=rows, rules=rules)
         return y if shape is None else y.reshape(shape)
-    prim = {"segment_sum": _index.segment_sum_p, "segment_max": _index.segment_max_p,
-            "segment_min": _index.segment_min_p}[name]
-    return _index.segment(prim, data, ids, rows=rows, rules=rules)
+    prim = {"segment_sum": primitive.segment_sum_p, "segment_max": primitive.segment_max_p,
+            "segment_min": primitive.segment_min_p}[name]
+    return primitive.segment(prim, data, ids, rows=rows, rules=rules)
 
 
 def _mean(data, ids, rows, rules):
     dtype = data.dtype if jnp.issubdtype(data.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
-    total = _index.segment_sum(data.astype(_index.computing(dtype)), ids, rows=rows, rules=rules)
-    count = _index.segment_sum(jnp.ones(ids.shape, jnp.int32), ids, rows=rows, rules=rules)
+    total = primitive.segment_sum(data.astype(primitive.computing(dtype)), ids, rows=rows, rules=rules)
+    count = primitive.segment_sum(jnp.ones(ids.shape, jnp.int32), ids, rows=rows, rules=rules)
     count = jnp.maximum(count, 1).reshape(rows, *[1] * (data.ndim - 1))
     return (total / count.astype(total.dtype)).astype(dtype)

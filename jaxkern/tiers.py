@@ -5,13 +5,14 @@
     tiers.reduction(1, 1 << 26)                      -> "split"
     with tiers.force("block"): jaxkern.softmax(x)
 
-The tiers are described beside the kernels: ffi/softmax/softmax_tier.h, ffi/reduction/reduction_tier.h,
+The tiers are described beside the kernels: jaxkern/_ops/softmax/plan.py, jaxkern/_ops/reduction/plan.py,
 ffi/cross_entropy/cross_entropy_tier.h, and the plans of index_add and its family in
-ffi/index_add/index_add_plan.h. They differ in speed and, by rounding, in the last bits of the
+jaxkern/_ops/indexing/plan.py. They differ in speed and, by rounding, in the last bits of the
 result, never in meaning.
 """
 
 import contextlib
+import functools
 import operator
 import typing
 
@@ -19,9 +20,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern._core import lowering, registry
+from jaxkern._ops.reduction import plan as reduction_plan
+from jaxkern._ops.softmax import plan as softmax_plan
 
 NAMES = ("sub_warp", "warp", "block", "cluster", "pipeline", "streaming", "split", "column")
-REDUCTIONS = ("sub_warp", "warp", "block", "split", "column")  # of NAMES, those that reductions have
+REDUCTIONS = reduction_plan.ALGORITHMS
 LOSS_TIERS = tuple(name for name in NAMES if name != "cluster")  # of cross-entropy
 PLANS = ("unique", "small", "sorted", "sort", "narrow", "atomic", "gather")
 
@@ -80,9 +83,8 @@ def softmax(rows: int, width: int, inner: int = 1, dtype="float32", *, log: bool
 
     Raises:
         ValueError: a size is not positive, or `dtype` has no kernel. TypeError: an argument is of another type.
-        RuntimeError: the CPU module, which answers, is not loaded.
     """
-    return _ask("softmax", "softmax_tier", rows, width, inner, dtype, log, backward, masked, fused, device)
+    return _ask_softmax("softmax", softmax_plan.choose, rows, width, inner, dtype, log, backward, masked, fused, device)
 
 
 def fits(tier: str, rows: int, width: int, inner: int = 1, dtype="float32", *, log: bool = False,
@@ -90,7 +92,8 @@ def fits(tier: str, rows: int, width: int, inner: int = 1, dtype="float32", *, l
     """Whether `tier` can run that problem; arguments as for `softmax`."""
     if tier not in NAMES:
         raise ValueError(f"jaxkern.tiers.fits: no tier {tier!r}, there are {', '.join(NAMES)}")
-    return _ask("fits", "softmax_tier_fits", rows, width, inner, dtype, log, backward, masked, fused, device, tier)
+    fits_tier = functools.partial(softmax_plan.fits, tier)
+    return _ask_softmax("fits", fits_tier, rows, width, inner, dtype, log, backward, masked, fused, device)
 
 
 def reduction(rows: int, width: int, inner: int = 1, dtype="float32", *, masked: bool = False,
@@ -98,7 +101,7 @@ def reduction(rows: int, width: int, inner: int = 1, dtype="float32", *, masked:
     """The tier that runs a reduction (sum, mean, max, min, logsumexp) over the middle dimension of
     [rows, width, inner] by default; arguments and errors as for `softmax`, and `dtype` may be an integer type.
     """
-    return _ask_reduction("reduction", "reduction_tier", rows, width, inner, dtype, masked, device)
+    return reduction_plan.choose(*_reduction_problem("reduction", rows, width, inner, dtype, masked, device))
 
 
 def reduction_fits(tier: str, rows: int, width: int, inner: int = 1, dtype="float32", *, masked: bool = False,
@@ -106,7 +109,7 @@ def reduction_fits(tier: str, rows: int, width: int, inner: int = 1, dtype="floa
     """Whether `tier` can run that reduction; arguments as for `reduction`."""
     if tier not in REDUCTIONS:
         raise ValueError(f"jaxkern.tiers.reduction_fits: no tier {tier!r}, there are {', '.join(REDUCTIONS)}")
-    return _ask_reduction("reduction_fits", "reduction_tier_fits", rows, width, inner, dtype, masked, device, tier)
+    return reduction_plan.fits(tier, *_reduction_problem("reduction_fits", rows, width, inner, dtype, masked, device))
 
 
 def cross_entropy(rows: int, width: int, inner: int = 1, dtype="float32", *, which: str = "loss", masked: bool = False,
@@ -164,53 +167,59 @@ def index_add(rows: int, count: int, inner: int = 1, dtype="float32", **problem)
         ValueError: a size is not positive, or no kernel for a dtype. TypeError: an argument is of another type.
         RuntimeError: the CPU module, which answers, is not loaded.
     """
-    query, device = index_query(rows, count, inner, dtype, name="jaxkern.tiers.index_add", **problem)
-    return query.plan(*device)
+    plan, problem, device = _indexed("jaxkern.tiers.index_add", rows, count, inner, dtype, **problem)
+    return plan.choose(problem, device)
 
 
 def index_add_fits(plan: str, rows: int, count: int, inner: int = 1, dtype="float32", **problem) -> bool:
     """Whether `plan` can run that problem; arguments as for `index_add`."""
     if plan not in PLANS:
         raise ValueError(f"jaxkern.tiers.index_add_fits: no plan {plan!r}, there are {', '.join(PLANS)}")
-    query, device = index_query(rows, count, inner, dtype, name="jaxkern.tiers.index_add_fits", **problem)
-    return query.fits(plan, *device)
+    module, problem, device = _indexed("jaxkern.tiers.index_add_fits", rows, count, inner, dtype, **problem)
+    return module.fits(plan, problem, device)
 
 
-def index_query(rows, count, inner=1, dtype="float32", *, op="index_add", batch=1, outer=1, index_dtype="int32",
-                indices_are_sorted=False, unique_indices=False, deterministic=True, device=None, name="jaxkern.tiers"):
-    """The problem as the CPU module takes it, which answers what it is asked, and the device."""
-    module = _answering(name)
-    sizes = [_positive(name, *size) for size in (
-        ("batch", batch), ("outer", outer), ("rows", rows), ("count", count), ("inner", inner))]
-    hints = [_flag(name, *hint) for hint in (
-        ("indices_are_sorted", indices_are_sorted), ("unique_indices", unique_indices), ("deterministic", deterministic))]
-    names = _dtype(name, "dtype", dtype).name, _dtype(name, "index_dtype", index_dtype).name
-    return module.IndexQuery(op, *names, *sizes, *hints), _device(name, device)
+def _indexed(name, rows, count, inner, dtype, *, op="index_add", batch=1, outer=1, index_dtype="int32",
+             indices_are_sorted=False, unique_indices=False, deterministic=True, device=None):
+    """The plan module of an operation, a problem of it, and the device."""
+    from jaxkern._ops.indexing import gather_plan, plan  # which ask this module what is forced
+    from jaxkern._ops.segment_softmax import plan as softmax_plan
+
+    batch, outer, rows, count, inner = (_positive(name, *size) for size in (
+        ("batch", batch), ("outer", outer), ("rows", rows), ("count", count), ("inner", inner)))
+    is_sorted, is_unique, deterministic = (_flag(name, *hint) for hint in (
+        ("indices_are_sorted", indices_are_sorted), ("unique_indices", unique_indices), ("deterministic", deterministic)))
+    device, dtype, index_dtype = _device(name, device), _dtype(name, "dtype", dtype), _dtype(name, "index_dtype", index_dtype)
+    if index_dtype not in lowering.INTEGER_DTYPES:
+        raise ValueError(f"{name}: no kernel for indices of dtype {index_dtype}")
+    if op in ("segment_softmax", "segment_softmax_grad"):
+        problem = softmax_plan.Problem(batch, outer, rows, count, inner, _kernel_dtype(name, dtype).itemsize, is_sorted)
+        return softmax_plan, problem, device
+    if op not in (*plan.REDUCTIONS, "index_select"):
+        raise ValueError(f"{name}: no kernel for operation {op}")
+    if dtype.name not in plan.DTYPES:
+        raise ValueError(f"{name}: no kernel for dtype {dtype}")
+    problem = plan.Problem(op, dtype, index_dtype, batch, outer, rows, count, inner, is_sorted, is_unique, deterministic)
+    return gather_plan if op == "index_select" else plan, problem, device
 
 
-def _ask(function, query, rows, width, inner, dtype, log, backward, masked, fused, device, *first):
+def _ask_softmax(function, answer, rows, width, inner, dtype, log, backward, masked, fused, device):
     name = f"jaxkern.tiers.{function}"
-    module = _answering(name)
-    rows, width, inner = (_positive(name, *size) for size in (("rows", rows), ("width", width), ("inner", inner)))
+    sizes = [_positive(name, *size) for size in (("rows", rows), ("width", width), ("inner", inner))]
     flags = [_flag(name, *flag) for flag in (
         ("log", log), ("backward", backward), ("masked", masked), ("fused", fused))]
-    dtype = _kernel_dtype(name, dtype)
-    scratch = lowering.scratch_shape((rows, width, inner), dtype, 1)
-    scratch_bytes = scratch[0] * scratch[1] if scratch else 0
-    return getattr(module, query)(*first, rows, width, inner, dtype.name, *flags, scratch_bytes, *_device(name, device))
+    problem = softmax_plan.Problem(*sizes, _kernel_dtype(name, dtype).name, *flags)
+    return answer(problem, _device(name, device))
 
 
-def _ask_reduction(function, query, rows, width, inner, dtype, masked, device, *first):
+def _reduction_problem(function, rows, width, inner, dtype, masked, device):
     name = f"jaxkern.tiers.{function}"
-    module = _answering(name)
     rows, width, inner = (_positive(name, *size) for size in (("rows", rows), ("width", width), ("inner", inner)))
     masked, dtype = _flag(name, "masked", masked), _dtype(name, "dtype", dtype)
     known = lowering.KERNEL_DTYPES | lowering.INTEGER_DTYPES
     if dtype not in known:
         raise ValueError(f"{name}: no kernel for dtype {dtype}, there are {', '.join(sorted(d.name for d in known))}")
-    scratch = lowering.reduction_scratch_shape((rows, width, inner), dtype, 1)
-    return getattr(module, query)(*first, rows, width, inner, dtype.itemsize, dtype in lowering.INTEGER_DTYPES, masked,
-                                  scratch[0] * scratch[1] if scratch else 0, *_device(name, device))
+    return reduction_plan.Problem(rows, width, inner, dtype.name, masked), _device(name, device)
 
 
 def _answering(name):

@@ -22,7 +22,7 @@ TARGETS = {"jaxkern_softmax", "jaxkern_softmax_grad", "jaxkern_log_softmax", "ja
            "jaxkern_segment_softmax", "jaxkern_segment_softmax_grad",
            "jaxkern_reduce_sum", "jaxkern_reduce_mean", "jaxkern_reduce_max", "jaxkern_reduce_min",
            "jaxkern_logsumexp", "jaxkern_logsumexp_statistics",
-           "jaxkern_cross_entropy", "jaxkern_cross_entropy_grad", "jaxkern_cross_entropy_both", "jaxkern_elementwise",
+           "jaxkern_cross_entropy", "jaxkern_cross_entropy_grad", "jaxkern_cross_entropy_both",
            "jaxkern_softmax_fused", "jaxkern_softmax_fused_grad", "jaxkern_softmax_fused_output_grad"}
 
 
@@ -67,7 +67,7 @@ def test_installed_version_is_that_of_the_source():
 
 
 @pytest.mark.parametrize("module", ["softmax", "elementwise", "reduction", "loss", "_loss_lowering", "index_add", "segment", "tiers",
-                                    "_lowering", "_partition", "_registry"])
+                                    "_core.lowering", "_core.partition", "_core.registry"])
 def test_examples_in_docstrings(module):
     results = doctest.testmod(importlib.import_module(f"jaxkern.{module}"))
     assert results.attempted and not results.failed
@@ -96,8 +96,8 @@ def test_modules_hand_out_capsules_and_nothing_more(name):
     if status.module is None:
         pytest.skip(status.reason)
     public = {n for n in vars(status.module) if not n.startswith("__")}
-    queries = {"softmax_tier", "softmax_tier_fits", "reduction_tier", "reduction_tier_fits", "IndexQuery", "LossQuery"}
-    assert public == {"registrations", "api_version", "elementwise"} | (queries if name == "cpu" else set())
+    queries = {"IndexQuery", "LossQuery"}
+    assert public == {"registrations", "api_version"} | (queries if name == "cpu" else set())
     capsules = status.module.registrations()
     assert set(capsules) == TARGETS == status.targets
     assert all(type(c).__name__ == "PyCapsule" for c in capsules.values())
@@ -215,7 +215,7 @@ def test_doctor_finds_a_wrong_result(monkeypatch, capsys):
 
 
 def test_doctor_finds_a_missing_module(monkeypatch, capsys):
-    monkeypatch.setattr(_registry, "gpu_present", lambda: True)
+    monkeypatch.setattr(registry, "gpu_present", lambda: True)
     monkeypatch.setitem(registry.status, "cuda", registry.Module("_cuda", "CUDA", reason="jaxkern._cuda was not built"))
     assert not doctor.show_modules() and "cuda kernels   not loaded: jaxkern._cuda was not built" in capsys.readouterr().out
 
@@ -240,20 +240,6 @@ def test_sharding_rule_has_as_many_letters_as_it_needs():
 ])
 def test_mask_shape(full, part, axis, sharded, shape):
     assert lowering.mask_shape(full, part, axis, sharded) == shape
-
-
-@pytest.mark.parametrize("shape, dtype, axis, scratch", [
-    ((1, 1 << 20), "float32", 1, (1, 49152)),
-    ((16, 131072), "bfloat16", 1, (16, 3072)),
-    ((4, 4, 1, 131072, 1), "float32", 3, (4, 4, 1, 3072)),
-    ((512, 8192), "float32", 1, (512, 96)),
-    ((513, 8192), "float32", 1, None),
-    ((512, 8191), "float32", 1, None),
-    ((512, 8192), "bfloat16", 1, None),
-    ((4, 131072, 2), "float32", 1, None),
-])
-def test_scratch_shape(shape, dtype, axis, scratch):
-    assert lowering.scratch_shape(shape, dtype, axis) == scratch
 
 
 def test_an_array_is_transposed_only_where_axes_are_apart():

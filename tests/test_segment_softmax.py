@@ -17,8 +17,11 @@ from reference import DTYPES, assert_rounded, wide
 from indexed import INDEX_DTYPES, indices, needs_cpu_module, numpy_rows, on_this_platform, scattered, values
 
 import jaxkern
-from jaxkern import _segment_softmax, tiers
+from jaxkern import tiers
 from jaxkern._core import compat, registry
+from jaxkern._ops.indexing.primitive import Rules
+from jaxkern._ops.segment_softmax import plan
+from jaxkern._ops.segment_softmax.primitive import segment_softmax_grad_p
 
 KERNELS = registry.status["cuda" if ON_GPU else "cpu"].module is not None
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -328,8 +331,8 @@ def test_derivatives_of_any_order(x64):
 def test_gradient_is_linear_in_the_cotangent_and_its_own_transpose():
     y = jaxkern.segment_softmax(values((50, 3), "float32"), indices(7, 50, kind="uniform"), 7)
     ids = jnp.asarray(indices(7, 50, kind="uniform"))
-    rules = _segment_softmax._index.Rules(0)
-    pull = lambda g: _segment_softmax.segment_softmax_grad_p.bind(y, g, ids, rows=7, rules=rules)
+    rules = Rules(0)
+    pull = lambda g: segment_softmax_grad_p.bind(y, g, ids, rows=7, rules=rules)
     a, b = values((50, 3), "float32", 3), values((50, 3), "float32", 4)
     np.testing.assert_allclose(pull(2 * a - b), 2 * pull(a) - pull(b), atol=1e-6)
     (transposed,) = jax.linear_transpose(pull, a)(b)
@@ -402,19 +405,15 @@ def test_bad_input(call, kind, words):
     assert message.startswith("jaxkern.segment_softmax: ") and all(word in message for word in words), message
 
 
-# ---- plans
+# ---- algorithms
 
 
 @needs_cpu_module
-def test_plans_and_scratch():
+def test_algorithms():
     problem = dict(rows=50_000, count=1_166_243, inner=8, op="segment_softmax")
     assert tiers.index_add(**problem) == "sort" and not tiers.index_add_fits("sorted", **problem)
     assert tiers.index_add(**problem, indices_are_sorted=True) == "sorted"
-    assert not any(tiers.index_add_fits(plan, **problem) for plan in tiers.PLANS if plan not in _segment_softmax.PLANS)
-    for ordered, most in ((False, 21), (True, 1)):  # bytes a row of data: a sort's buffers, and what long segments leave
-        for op in ("segment_softmax", "segment_softmax_grad"):
-            query, _ = tiers.index_query(**{**problem, "op": op}, indices_are_sorted=ordered)
-            assert 0 < query.scratch_bytes("auto") <= most * problem["count"]
+    assert not any(tiers.index_add_fits(name, **problem) for name in tiers.PLANS if name not in plan.ALGORITHMS)
     with tiers.force("sort"):
         text = str(jax.make_jaxpr(lambda x: jaxkern.segment_softmax(x, IDS, 5))(jnp.ones(12)))
     assert "plan='sort'" in text

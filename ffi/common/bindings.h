@@ -21,14 +21,6 @@ inline nanobind::dict Registrations(std::initializer_list<Targets> lists) {
   return capsules;
 }
 
-// {signature: whether operands may be broadcast in place}, for the lowering to choose by
-template <class Table, class Broadcasts>
-nanobind::dict ElementwiseSignatures(const Table& table, Broadcasts broadcasts) {
-  nanobind::dict signatures;
-  for (const auto& [signature, kernel] : table) signatures[signature.c_str()] = broadcasts(kernel);
-  return signatures;
-}
-
 inline void AddApiVersion(nanobind::module_& m) {
   m.attr("api_version") = nanobind::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
 }

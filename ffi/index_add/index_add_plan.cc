@@ -5,8 +5,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "../segment_softmax/segment_softmax_plan.h"
-
 namespace jaxkern {
 namespace {
 
@@ -89,10 +87,6 @@ int64_t TilePlaces(int64_t positions, int64_t outer, int64_t inner, int64_t elem
 bool IndexPlanFits(IndexPlan plan, const IndexProblem& p, const DeviceTraits&) {
   if (plan == IndexPlan::kAuto) return true;
   if (p.op == IndexOp::kSelect) return plan == IndexPlan::kGather;
-  if (IsSegmentSoftmax(p.op)) {
-    if (p.rows > kMaxKeys - 2 || p.count > kMaxPositions) return false;
-    return plan == IndexPlan::kSort || (plan == IndexPlan::kSorted && p.sorted);
-  }
   switch (plan) {
     case IndexPlan::kUnique: return p.unique;
     case IndexPlan::kSmall: return p.count <= kSmallCount;
@@ -109,7 +103,6 @@ bool IndexPlanFits(IndexPlan plan, const IndexProblem& p, const DeviceTraits&) {
 
 IndexPlan ChooseIndexPlan(const IndexProblem& p, const DeviceTraits& d) {
   if (p.op == IndexOp::kSelect) return IndexPlan::kGather;
-  if (IsSegmentSoftmax(p.op)) return p.sorted ? IndexPlan::kSorted : IndexPlan::kSort;
   const auto fits = [&](IndexPlan plan) { return IndexPlanFits(plan, p, d); };
   if (fits(IndexPlan::kUnique) && p.op == IndexOp::kAdd) return IndexPlan::kUnique;
   if (SmallPays(p)) return IndexPlan::kSmall;
@@ -174,13 +167,6 @@ IndexLayout LayoutOf(IndexPlan plan, const IndexProblem& p) {
     if (radix.passes) layout.counts = take(4 * (radix.tiles + 1) * (int64_t{1} << radix.bits));
   };
   if (p.rows == 0 || positions == 0) return layout;
-  if (IsSegmentSoftmax(p.op)) {
-    if (plan == IndexPlan::kSort) sort(0, keys);
-    const SegmentCut cut = SegmentCutOf(p.rows, p.count, p.outer, p.inner, SizeOf(p.type));
-    const int64_t partials = SegmentPartials(cut, positions, p.outer, p.inner);
-    if (partials > 0) layout.partials = take(2 * partials * Sum(p.type));
-    return layout;
-  }
   switch (plan) {
     case IndexPlan::kSort:
     case IndexPlan::kSorted: {

@@ -23,10 +23,8 @@
 
 namespace jaxkern {
 
-// The last two are planned here and sorted as the others, but run by ffi/segment_softmax.
+// The last two are those of ffi/segment_softmax.
 enum class IndexOp : int32_t { kAdd, kSegmentSum, kSegmentMax, kSegmentMin, kSelect, kSegmentSoftmax, kSegmentSoftmaxGrad };
-
-constexpr bool IsSegmentSoftmax(IndexOp op) { return op == IndexOp::kSegmentSoftmax || op == IndexOp::kSegmentSoftmaxGrad; }
 enum class ElementType : int32_t { kF16, kBF16, kF32, kF64, kS32, kS64, kU32 };
 enum class IndexType : int32_t { kS8, kS16, kS32, kS64, kU8, kU16, kU32, kU64 };
 
@@ -73,7 +71,7 @@ struct IndexProblem {
 // they would be wrong.
 bool IndexPlanFits(IndexPlan plan, const IndexProblem& p, const DeviceTraits& d);
 
-// The plan that runs it by default. Every problem has one, but for a segment_softmax that one run cannot number.
+// The plan that runs it by default. Every problem has one.
 IndexPlan ChooseIndexPlan(const IndexProblem& p, const DeviceTraits& d);
 
 // Bytes of scratch that the plan takes, or with kAuto the most that any device's choice would take;

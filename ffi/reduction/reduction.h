@@ -1,5 +1,4 @@
-// The calling convention of the row reductions, shared by the CPU and the CUDA kernels. Knows neither
-// XLA nor Python.
+// The calling convention of the row reductions on the CPU. Knows neither XLA nor Python.
 //
 //     sum, mean, max, min     logsumexp  log(sum(exp(x))), whatever the size of x, and what it is made of
 //
@@ -15,7 +14,6 @@
 #include <cstdint>
 
 #include "kernels/common/broadcast.h"
-#include "reduction_tier.h"
 
 namespace jaxkern {
 
@@ -42,10 +40,6 @@ struct ReduceArgs {
   void* total = nullptr;
   const uint8_t* mask = nullptr;  // one byte an element, true = takes part; null = all do
   BroadcastView mask_view;
-  ReduceTier tier = ReduceTier::kAuto;
-  // CUDA only: room for the partial results of the split and the column tier, may be empty.
-  void* scratch = nullptr;
-  int64_t scratch_bytes = 0;
 };
 
 }  // namespace jaxkern

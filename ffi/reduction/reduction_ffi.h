@@ -1,11 +1,9 @@
-// From the buffers and attributes of an FFI call to ReduceArgs: what the CPU and the CUDA handler of the
-// row reductions share. Python has validated all of it at trace time; what is checked here is what would
-// otherwise read or write out of bounds, for a caller who goes around Python.
+// From the buffers and attributes of an FFI call to ReduceArgs. Python has validated all of it at trace time; the checks
+// here prevent accesses out of bounds for callers that bypass Python.
 #pragma once
 
 #include <cstdint>
 #include <optional>
-#include <string_view>
 
 #include "common/handler.h"
 #include "reduction/reduction.h"
@@ -13,7 +11,6 @@
 namespace jaxkern {
 
 Targets ReductionCpuTargets();
-Targets ReductionCudaTargets();
 
 // The operation's name in messages.
 constexpr const char* ReduceName(ReduceOp op) {
@@ -42,10 +39,9 @@ inline std::optional<ReduceType> ToReduceType(ffi::DataType type) {
   }
 }
 
-// Fills everything but the scratch, of which only CUDA has any. Operands: x[, mask]; results: one, and of logsumexp with
-// `statistics` two more.
+// Operands: x[, mask]. Results: one, or with `statistics` three.
 inline ffi::Error DecodeReduction(ReduceOp op, bool statistics, const ffi::RemainingArgs& operands,
-                                  const ffi::RemainingRets& results, int64_t axis, std::string_view tier, ReduceArgs* args) {
+                                  const ffi::RemainingRets& results, int64_t axis, ReduceArgs* args) {
   const char* name = ReduceName(op);
   if (operands.size() < 1 || operands.size() > 2 || results.empty()) {
     return InvalidArgument(name, "takes an operand and an optional mask, got ", operands.size());
@@ -100,7 +96,6 @@ inline ffi::Error DecodeReduction(ReduceOp op, bool statistics, const ffi::Remai
     if (!mask) return mask.error();
     if (ffi::Error e = DecodeMask(name, *mask, dims, axis, args); e.failure()) return e;
   }
-  if (!ParseReduceTier(tier, &args->tier)) return InvalidArgument(name, "unknown tier '", tier, "'");
   return ffi::Error::Success();
 }
 

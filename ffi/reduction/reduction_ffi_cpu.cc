@@ -7,9 +7,9 @@ namespace {
 
 template <ReduceOp kOp, bool kStatistics> struct Handler {
   static ffi::Error Run(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t axis,
-                        std::string_view tier) {
+                        std::string_view /*tier: of CUDA*/) {
     ReduceArgs args;
-    if (ffi::Error e = DecodeReduction(kOp, kStatistics, operands, results, axis, tier, &args); e.failure()) return e;
+    if (ffi::Error e = DecodeReduction(kOp, kStatistics, operands, results, axis, &args); e.failure()) return e;
     ReductionCpu(args, XlaExecutor(pool));
     return ffi::Error::Success();
   }

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstring>
 #include <vector>
 
@@ -77,7 +78,7 @@ bool MakeFolder(const std::string& path) {
 bool DiskCache::Trusted() const {
   if (folder_.empty() || !MakeFolder(folder_)) return false;
   struct stat s;
-  return lstat(folder_.c_str(), &s) == 0 && S_ISDIR(s.st_mode) && OursAlone(s);
+  return stat(folder_.c_str(), &s) == 0 && S_ISDIR(s.st_mode) && OursAlone(s);
 }
 
 bool DiskCache::Read(const std::string& key, Cubin* cubin) const {

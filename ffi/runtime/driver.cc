@@ -15,7 +15,8 @@ Driver Load(const char* path) {
   const auto resolve = [&](auto& function, const char* name, const char* versioned = nullptr) {
     void* symbol = versioned ? dlsym(library, versioned) : nullptr;
     if (!symbol) symbol = dlsym(library, name);
-    if (!symbol && d.error.empty()) d.error = std::string("the driver has no ") + name + ": one of CUDA 12 or later is needed";
+    if (!symbol && d.error.empty())
+      d.error = std::string("the driver has no ") + name + ": one of CUDA 12 or later is needed";
     function = reinterpret_cast<std::decay_t<decltype(function)>>(symbol);
   };
   resolve(d.cuInit, "cuInit");

@@ -70,11 +70,13 @@ ffi::Error ExecuteOnCpu(std::string_view text, int64_t key, ffi::RemainingArgs o
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxkernInitialize, Initialize,
-                              JAXKERN_WITH_PROGRAM(ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().Ctx<ffi::DeviceOrdinal>()));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxkernExecute, Execute,
-                              JAXKERN_WITH_PROGRAM(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CUstream>>().Ctx<ffi::DeviceOrdinal>()),
-                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JaxkernInitialize, Initialize,
+    JAXKERN_WITH_PROGRAM(ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().Ctx<ffi::DeviceOrdinal>()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JaxkernExecute, Execute,
+    JAXKERN_WITH_PROGRAM(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CUstream>>().Ctx<ffi::DeviceOrdinal>()),
+    {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxkernExecuteOnCpu, ExecuteOnCpu, JAXKERN_WITH_PROGRAM(ffi::Ffi::Bind()));
 
 }  // namespace jaxkern

@@ -10,7 +10,10 @@
 namespace jaxkern {
 namespace {
 
-std::string SourceOf(const KernelName& kernel) { return "#include \"" + kernel.header + "\"\n"; }
+// The using-directive is for template arguments: a name expression is looked up from the global namespace.
+std::string SourceOf(const KernelName& kernel) {
+  return "#include \"" + kernel.header + "\"\nusing namespace jaxkern;\n";
+}
 
 }  // namespace
 

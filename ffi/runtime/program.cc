@@ -34,8 +34,8 @@ class Arguments {
     return at;
   }
 
-  // The bytes of the argument that begins with `token`, the pointers in it relative to its begin; returns its alignment,
-  // or 0 for an error.
+  // The bytes of the argument that begins with `token`, the pointers in it relative to its begin; returns its
+  // alignment, or 0 for an error.
   uint32_t One(const std::string& token, std::vector<unsigned char>* bytes, std::vector<Step::Pointer>& pointers) {
     const char* const text = token.c_str();
     if (token[0] == '{') {
@@ -137,7 +137,8 @@ std::string ParseProgram(std::string_view text, Program* program) {
     in >> keyword >> std::ws;
     const int buffers = static_cast<int>(program->buffer_bytes.size());
     const bool has_variant = !program->variants.empty();
-    Step* const step = has_variant && !program->variants.back().steps.empty() ? &program->variants.back().steps.back() : nullptr;
+    Step* const step =
+        has_variant && !program->variants.back().steps.empty() ? &program->variants.back().steps.back() : nullptr;
     if (keyword == "jaxkern") {
       in >> program->version;
     } else if (keyword == "operation") {
@@ -161,7 +162,8 @@ std::string ParseProgram(std::string_view text, Program* program) {
       Step memset;
       std::string target;
       int value = 0;
-      if (!(in >> target >> value >> memset.memset_bytes) || !Arguments::ReadBuffer(target, buffers, &memset.target)) return wrong();
+      if (!(in >> target >> value >> memset.memset_bytes) || !Arguments::ReadBuffer(target, buffers, &memset.target))
+        return wrong();
       memset.memset_value = static_cast<unsigned char>(value);
       program->variants.back().steps.push_back(memset);
     } else {

@@ -7,8 +7,8 @@
 //     launch grid=X,Y,Z block=X,Y,Z cluster=N shared=BYTES waves=N
 //     header HEADER
 //     kernel TEMPLATE<ARGUMENTS>
-//     args ARG ...                            pBUFFER+OFFSET   i32: u32: i64: u64: u8: f32: f64:VALUE   {ALIGN ARG ... }
-//     memset pBUFFER+OFFSET VALUE BYTES
+//     args ARG ...                            pBUFFER+OFFSET   i32: u32: i64: u64: u8: f32: f64:VALUE   {ALIGN ARG ...
+//     } memset pBUFFER+OFFSET VALUE BYTES
 #pragma once
 
 #include <cstdint>

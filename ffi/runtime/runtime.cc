@@ -1,6 +1,9 @@
 #include "runtime/runtime.h"
 
+#include <algorithm>
+#include <condition_variable>
 #include <cstring>
+#include <deque>
 #include <mutex>
 #include <set>
 #include <thread>
@@ -15,7 +18,8 @@ RuntimeConfig& Config() {
   return *config;
 }
 
-// A kernel for one compute capability, with its handle once it is loaded. A library is good for every device and context.
+// A kernel for one compute capability, with its handle once it is loaded. A library is good for every device and
+// context.
 struct LoadedKernel {
   std::once_flag compiled, loaded;
   std::string error;
@@ -67,6 +71,63 @@ void CompileAll(const std::vector<Step>& steps, int capability) {
   for (std::thread& thread : threads) thread.join();
 }
 
+// Threads that compile what will be needed.
+class Prefetcher {
+ public:
+  void Add(const KernelName& kernel, int capability) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (stopped_) return;
+    tasks_.push_back({kernel, capability});
+    const size_t most = std::max(1u, std::min(16u, std::thread::hardware_concurrency()));
+    if (idle_ == 0 && threads_.size() < most) threads_.emplace_back([this] { Work(); });
+    added_.notify_one();
+  }
+
+  void Stop() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      stopped_ = true;
+      tasks_.clear();
+      added_.notify_all();
+    }
+    for (std::thread& thread : threads_) thread.join();
+    threads_.clear();
+  }
+
+ private:
+  struct Task {
+    KernelName kernel;
+    int capability;
+  };
+
+  void Work() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      ++idle_;
+      added_.wait(lock, [this] { return stopped_ || !tasks_.empty(); });
+      --idle_;
+      if (stopped_) return;
+      const Task task = tasks_.front();
+      tasks_.pop_front();
+      lock.unlock();
+      KernelOf(task.kernel, task.capability).Compile(task.kernel, task.capability);
+      lock.lock();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable added_;
+  std::deque<Task> tasks_;
+  std::vector<std::thread> threads_;
+  size_t idle_ = 0;
+  bool stopped_ = false;
+};
+
+Prefetcher& PrefetcherOf() {
+  static Prefetcher* const prefetcher = new Prefetcher;
+  return *prefetcher;
+}
+
 CUlaunchConfig ConfigOf(const Step& step, CUlaunchAttribute* attribute) {
   CUlaunchConfig config = {};
   for (int d = 0; d < 3; ++d) config.grid[d] = step.grid[d], config.block[d] = step.block[d];
@@ -98,8 +159,8 @@ CUresult ResidentBlocks(const Step& step, CUfunction function, CUdevice device, 
       r = driver.cuOccupancyMaxActiveClusters(&count, function, &config);
       *blocks = count * step.cluster;
     } else {
-      r = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(&count, function, step.block[0] * step.block[1] * step.block[2],
-                                                             step.shared_bytes);
+      r = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+          &count, function, step.block[0] * step.block[1] * step.block[2], step.shared_bytes);
       if (r == kCudaSuccess) r = driver.cuDeviceGetAttribute(&multiprocessors, kMultiprocessorCount, device);
       *blocks = count * multiprocessors;
     }
@@ -121,7 +182,8 @@ std::string LoadStep(const Step& step, CUdevice device, int capability, LoadedSt
   loaded->grid_x = step.grid[0];
   CUresult r = kCudaSuccess;
   if (step.shared_bytes > 48 * 1024) {
-    r = driver.cuKernelSetAttribute(kMaxDynamicSharedSizeBytes, static_cast<int>(step.shared_bytes), kernel.handle, device);
+    r = driver.cuKernelSetAttribute(kMaxDynamicSharedSizeBytes, static_cast<int>(step.shared_bytes), kernel.handle,
+                                    device);
   }
   if (r == kCudaSuccess && step.cluster > 8) {
     r = driver.cuKernelSetAttribute(kNonPortableClusterSizeAllowed, 1, kernel.handle, device);
@@ -224,8 +286,9 @@ LoadedProgram* AddProgram(int64_t key, std::string_view text, std::string* error
       Program program;
       *error = ParseProgram(text, &program);
       if (error->empty() && program.version != Config().version) {
-        *error = program.operation + " is of a program made by jaxkern " + program.version + ", whose kernels this version, " +
-                 Config().version + ", does not have: install that version, or export the program again";
+        *error = program.operation + " is of a program made by jaxkern " + program.version +
+                 ", whose kernels this version, " + Config().version +
+                 ", does not have: install that version, or export the program again";
       }
       if (!error->empty()) return nullptr;
       std::atomic<Node*>& bucket = BucketOf(key);
@@ -241,7 +304,18 @@ LoadedProgram* AddProgram(int64_t key, std::string_view text, std::string* error
   return found;
 }
 
-std::string Launch(LoadedProgram& loaded, int device, CUstream stream, void* const* buffers, const int64_t* bytes, int count) {
+void Prefetch(std::string_view text, int capability) {
+  Program program;
+  if (!ParseProgram(text, &program).empty()) return;
+  for (const Step& step : program.variants.front().steps) {
+    if (step.memset_bytes < 0) PrefetcherOf().Add(step.kernel, capability);
+  }
+}
+
+void StopPrefetching() { PrefetcherOf().Stop(); }
+
+std::string Launch(LoadedProgram& loaded, int device, CUstream stream, void* const* buffers, const int64_t* bytes,
+                   int count) {
   const Program& program = loaded.program;
   if (static_cast<size_t>(count) != program.buffer_bytes.size() ||
       !std::equal(bytes, bytes + count, program.buffer_bytes.begin())) {
@@ -257,7 +331,8 @@ std::string Launch(LoadedProgram& loaded, int device, CUstream stream, void* con
     const Step& step = *ready.step;
     CUresult r;
     if (step.memset_bytes >= 0) {
-      r = driver.cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(address(step.target)), step.memset_value, step.memset_bytes, stream);
+      r = driver.cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(address(step.target)), step.memset_value,
+                                 step.memset_bytes, stream);
     } else {
       constexpr size_t kMostBytes = 4096, kMostArguments = 64;  // the bytes are CUDA's own limit
       if (step.arguments.size() > kMostBytes || step.argument_offsets.size() > kMostArguments) {
@@ -277,7 +352,8 @@ std::string Launch(LoadedProgram& loaded, int device, CUstream stream, void* con
       config.stream = stream;
       r = driver.cuLaunchKernelEx(&config, ready.function, arguments, nullptr);
     }
-    if (r != kCudaSuccess) return program.operation + ": " + step.kernel.name + " does not launch: " + driver.Describe(r);
+    if (r != kCudaSuccess)
+      return program.operation + ": " + step.kernel.name + " does not launch: " + driver.Describe(r);
   }
   return "";
 }

@@ -1,8 +1,8 @@
 // The kernels of a process: compiled once per kind of GPU, loaded once, and found again by program and device.
 #pragma once
 
-#include <cstdint>
 #include <atomic>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -61,7 +61,15 @@ LoadedProgram* FindProgram(int64_t key);
 // Finds it or reads it from its text; null with an error.
 LoadedProgram* AddProgram(int64_t key, std::string_view text, std::string* error);
 
+// Begins to compile the kernels that a program of this text launches on aligned buffers, in threads of its own, so that
+// programs of many operations do not wait for one kernel after the other. Errors are for Load to report.
+void Prefetch(std::string_view text, int capability);
+
+// Ends these threads; what they had not begun is compiled where it is needed. Called before the process exits.
+void StopPrefetching();
+
 // Puts the launches of a program on a stream. Empty, or the error.
-std::string Launch(LoadedProgram& program, int device, CUstream stream, void* const* buffers, const int64_t* bytes, int count);
+std::string Launch(LoadedProgram& program, int device, CUstream stream, void* const* buffers, const int64_t* bytes,
+                   int count);
 
 }  // namespace jaxkern

@@ -11,9 +11,7 @@
 // A position of no segment gets 0, and so does a segment of nothing but -inf. In the gradient, an element with y == 0
 // takes no part whatever its g is. Arithmetic is that of float, or double for double; one rounding at the end.
 //
-//     CPU    segment_softmax_cpu.cc: positions sorted as for index_add, a segment at a time in registers
-//     CUDA   segment_softmax.cuh
+// CPU kernels: segment_softmax_cpu.cc. CUDA kernels: ffi/kernels/segment_softmax.
 #pragma once
 
 #include "../index_add/index_add.h"
-#include "segment_softmax_plan.h"

@@ -1,14 +1,12 @@
-// From the buffers and attributes of an FFI call to the IndexArgs of a segment softmax: what the CPU and the CUDA
-// handler share. Python has validated all of it at trace time; what is checked here is what would otherwise read or
-// write out of bounds, for a caller who goes around Python.
+// From the buffers and attributes of an FFI call to the IndexArgs of a segment softmax. Python has validated all of it at
+// trace time; the checks here prevent reads and writes out of bounds for a caller who goes around Python.
 //
 //     target                           operands        results
 //     jaxkern_segment_softmax          data, index     y
 //     jaxkern_segment_softmax_grad     y, g, index     the gradient
 //
-// CUDA adds one u8 result, the scratch. The attributes are num_segments and those of ffi/index_add. All arrays but
-// index have the shape (*lead, count, *trail), axis = rank of lead; index (*batch, count), batch the first
-// batch_dims of lead.
+// The attributes are num_segments and those of ffi/index_add. All arrays but index have the shape (*lead, count, *trail),
+// axis = rank of lead; index (*batch, count), batch the first batch_dims of lead.
 #pragma once
 
 #include "index_add/index_add_ffi.h"
@@ -17,7 +15,6 @@
 namespace jaxkern {
 
 Targets SegmentSoftmaxCpuTargets();
-Targets SegmentSoftmaxCudaTargets();
 
 template <template <IndexOp> class Handler> Targets SegmentSoftmaxTargets() {
   return {{"jaxkern_segment_softmax", Handler<IndexOp::kSegmentSoftmax>::Call},

@@ -1,5 +1,4 @@
-// The calling convention of the softmax family, shared by the CPU and the CUDA kernels: softmax,
-// log-softmax and the gradient of each. Knows neither XLA nor Python.
+// The calling convention of the CPU kernels of the softmax family: softmax, log_softmax and the gradient of each.
 //
 //     forward    softmax       y  = exp(x - max) / sum(exp(x - max))
 //                log_softmax   y  = x - max - log(sum(exp(x - max)))
@@ -24,7 +23,6 @@
 
 #include "kernels/common/broadcast.h"
 #include "../common/dtype.h"
-#include "softmax_tier.h"
 
 namespace jaxkern {
 
@@ -47,7 +45,7 @@ struct SoftmaxExtras {
   bool from_output = false;     // the gradient of softmax starts from y; of the extras it needs the scale and the limit only
 
   // The columns of row `row` that take part lie below this.
-  JAXKERN_HD int64_t Limit(uint32_t row, int64_t width) const {
+  int64_t Limit(uint32_t row, int64_t width) const {
     if (!causal) return width;
     const uint32_t in_matrix = row - matrix.Div(row) * matrix.divisor;
     const int64_t limit = int64_t{in_matrix} + 1 + width - matrix_rows;
@@ -67,10 +65,6 @@ struct SoftmaxArgs {
   BroadcastView mask_view;
   bool fused = false;
   SoftmaxExtras extras;
-  SoftmaxTier tier = SoftmaxTier::kAuto;
-  // CUDA only: room for the partial results of the split tier, may be empty.
-  void* scratch = nullptr;
-  int64_t scratch_bytes = 0;
 };
 
 }  // namespace jaxkern

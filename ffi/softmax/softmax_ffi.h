@@ -1,5 +1,4 @@
-// From the buffers and attributes of an FFI call to SoftmaxArgs: what the CPU and the CUDA handler
-// of the softmax family share. Python has validated all of it at trace time; what is checked here
+// From the buffers and attributes of an FFI call to SoftmaxArgs, for the CPU handlers. Python has validated all of it at trace time; what is checked here
 // is what would otherwise read or write out of bounds, for a caller who goes around Python.
 #pragma once
 
@@ -12,23 +11,9 @@
 namespace jaxkern {
 
 Targets SoftmaxCpuTargets();
-Targets SoftmaxCudaTargets();
-
-// The targets, from a device's two templates of handlers.
-template <template <bool kLog, bool kBackward> class Handler, template <bool kBackward, bool kFromOutput> class FusedHandler>
-Targets SoftmaxTargets() {
-  return {{"jaxkern_softmax", Handler<false, false>::Call},
-          {"jaxkern_log_softmax", Handler<true, false>::Call},
-          {"jaxkern_softmax_grad", Handler<false, true>::Call},
-          {"jaxkern_log_softmax_grad", Handler<true, true>::Call},
-          {"jaxkern_softmax_fused", FusedHandler<false, false>::Call},
-          {"jaxkern_softmax_fused_grad", FusedHandler<true, false>::Call},
-          {"jaxkern_softmax_fused_output_grad", FusedHandler<true, true>::Call}};
-}
 
 struct FusedAttributes {
   int64_t axis;
-  std::string_view tier;
   bool log;
   std::string_view extras;
   bool causal;
@@ -41,7 +26,6 @@ template <class Binding>
 auto BindFusedAttributes(Binding&& binding) {
   return std::forward<Binding>(binding)
       .template Attr<int64_t>("axis")
-      .template Attr<std::string_view>("tier")
       .template Attr<bool>("log")
       .template Attr<std::string_view>("extras")
       .template Attr<bool>("causal")
@@ -57,8 +41,7 @@ constexpr const char* SoftmaxName(bool log, bool backward) {
 
 // Fills what every call has: x or y, of a gradient the cotangent, and the result, all of one shape and type.
 inline ffi::Error DecodeArrays(const char* name, bool log, bool backward, const ffi::RemainingArgs& operands,
-                               const ffi::RemainingRets& results, int64_t axis, std::string_view tier,
-                               SoftmaxArgs* args) {
+                               const ffi::RemainingRets& results, int64_t axis, SoftmaxArgs* args) {
   const auto a = operands.get<ffi::AnyBuffer>(0);
   auto out = results.get<ffi::AnyBuffer>(0);
   if (!a) return a.error();
@@ -93,21 +76,18 @@ inline ffi::Error DecodeArrays(const char* name, bool log, bool backward, const 
     }
     args->b = b->untyped_data();
   }
-  if (!ParseSoftmaxTier(tier, &args->tier)) return InvalidArgument(name, "unknown tier '", tier, "'");
   return ffi::Error::Success();
 }
 
-// Fills everything but the scratch, of which only CUDA has any. Operands: x[, mask]; of a gradient y or x (see
-// softmax.h), g[, mask].
+// Operands: x[, mask]; of a gradient y or x (see softmax.h), g[, mask].
 inline ffi::Error DecodeSoftmax(bool log, bool backward, const ffi::RemainingArgs& operands,
-                                const ffi::RemainingRets& results, int64_t axis, std::string_view tier,
-                                SoftmaxArgs* args) {
+                                const ffi::RemainingRets& results, int64_t axis, SoftmaxArgs* args) {
   const char* name = SoftmaxName(log, backward);
   const size_t arrays = backward ? 2 : 1;
   if (operands.size() < arrays || operands.size() > arrays + 1 || results.empty()) {
     return InvalidArgument(name, "takes ", arrays, " operands and an optional mask, got ", operands.size());
   }
-  if (ffi::Error e = DecodeArrays(name, log, backward, operands, results, axis, tier, args); e.failure()) return e;
+  if (ffi::Error e = DecodeArrays(name, log, backward, operands, results, axis, args); e.failure()) return e;
   if (operands.size() == arrays) return ffi::Error::Success();
   const auto mask = operands.get<ffi::AnyBuffer>(arrays);
   if (!mask) return mask.error();
@@ -118,11 +98,11 @@ inline ffi::Error DecodeSoftmax(bool log, bool backward, const ffi::RemainingArg
 // names, in this order.
 inline ffi::Error DecodeFused(bool backward, const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
                               const FusedAttributes& attributes, SoftmaxArgs* args) {
-  const auto [axis, tier, log, extras, causal, threshold, unscaled] = attributes;
+  const auto [axis, log, extras, causal, threshold, unscaled] = attributes;
   const char* name = SoftmaxName(log, backward);
   size_t at = backward ? 2 : 1;
   if (operands.size() < at || results.empty()) return InvalidArgument(name, "got ", operands.size(), " operands");
-  if (ffi::Error e = DecodeArrays(name, log, backward, operands, results, axis, tier, args); e.failure()) return e;
+  if (ffi::Error e = DecodeArrays(name, log, backward, operands, results, axis, args); e.failure()) return e;
   const ffi::Span<const int64_t> dims = operands.get<ffi::AnyBuffer>(0)->dimensions();
   if (args->inner != 1 || args->outer > INT32_MAX || (causal && axis == 0) || threshold < 0 || threshold >= 1 << 16) {
     return InvalidArgument(name, "axis ", axis, " or dropout threshold ", threshold, " for an array of shape ",

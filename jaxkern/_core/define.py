@@ -13,7 +13,7 @@ from jax.interpreters import mlir
 from jaxkern._core import compat, device, launch, registry
 
 
-def lower_to_kernels(prim, plan, reference, partition=None, aliases=None) -> None:
+def lower_to_kernels(prim, plan, reference, partition=None, aliases=None, adapt=None) -> None:
     """Registers the CUDA lowering of `prim`.
 
     plan(device, operands, results, **params): a `launch.Plan` for arrays of these types (their shapes are not empty and
@@ -22,6 +22,8 @@ def lower_to_kernels(prim, plan, reference, partition=None, aliases=None) -> Non
     partition(ctx, operands, params): lowers a call that several devices share to parts that each of them computes, with
         `partition.lower`; without it, XLA partitions the reference.
     aliases: {operand: result} that must share memory.
+    adapt(*avals, **params): None if kernels can read operands of these types as they are; else a function in jnp of the
+        same operands and params that binds `prim` again, on operands that kernels can read.
     """
 
     def rule(ctx, *operands, **params):
@@ -34,6 +36,9 @@ def lower_to_kernels(prim, plan, reference, partition=None, aliases=None) -> Non
         # XLA would gather the operands of a custom call that several devices share.
         if compat.partitioned_devices(ctx) > 1 or not registry.kernels_run():
             return fallback(ctx, *operands, **params)
+        adapted = adapt(*ctx.avals_in, **params) if adapt is not None else None
+        if adapted is not None:
+            return mlir.lower_fun(adapted, multiple_results=prim.multiple_results)(ctx, *operands, **params)
         launches = plan(device.this_device(), ctx.avals_in, ctx.avals_out, **params)
         if launches is None:
             return fallback(ctx, *operands, **params)
@@ -72,6 +77,12 @@ def fast_divmod(divisor: int) -> launch.Struct:
     shift = (divisor - 1).bit_length() if divisor > 1 else 0
     multiplier = ((1 << 32) * ((1 << shift) - divisor)) // divisor + 1
     return launch.struct(launch.u32(divisor), launch.u32(multiplier & 0xFFFFFFFF), launch.u32(shift))
+
+
+def divider(divisor: int) -> launch.Struct:
+    """Divider (common/divider.h) of any divisor."""
+    wide = divisor >= 2**31 - 1
+    return launch.struct(launch.i64(divisor), fast_divmod(1 if wide else divisor), launch.boolean(wide))
 
 
 MAP_RANK = 4  # IndexMap::kMaxRank

@@ -16,12 +16,14 @@ serves many shapes.
 import dataclasses
 import functools
 import hashlib
+import re
 import typing
 
 import jax
 import numpy as np
 
 import jaxkern
+from jaxkern._core import registry
 
 
 class Buffer(typing.NamedTuple):
@@ -216,7 +218,25 @@ def lower(ctx, operation: str, plan: Plan, operands, **options):
     """
     results = list(ctx.avals_out)
     program = text(operation, plan, ctx.avals_in, results)
+    registry.prefetch(program)
     if plan.scratch:
         results.append(jax.core.ShapedArray((plan.scratch,), np.dtype(np.uint8)))
     rule = jax.ffi.ffi_lowering(operation, **options)
     return rule(ctx.replace(avals_out=results), *operands, program=program, key=_key(program))[: len(ctx.avals_out)]
+
+
+# ---- reading launch lists back
+
+
+def programs(lowered: str) -> list[str]:
+    """The launch lists in the text of a lowered program (`jax.jit(f).lower(...).as_text()`), in order.
+
+    `jax.jit(f).trace(x).lower(lowering_platforms=("cuda",))` lowers without a GPU.
+    """
+    unescape = lambda text: re.sub(r"\\([0-9A-F]{2})", lambda m: chr(int(m[1], 16)), text)
+    return [unescape(found) for found in re.findall(r'\bprogram = "(jaxkern [^"]*)"', lowered)]
+
+
+def kernels(program: str) -> list[tuple[str, str]]:
+    """(header, kernel) of each launch of a launch list."""
+    return re.findall(r"^header (.*)\nkernel (.*)$", program, re.MULTILINE)

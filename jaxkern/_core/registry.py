@@ -5,6 +5,7 @@ version of the XLA FFI headers that it was built with. A module that is absent o
 reason in `status`, and the operations run through XLA instead.
 """
 
+import atexit
 import dataclasses
 import functools
 import importlib
@@ -79,6 +80,7 @@ def load_runtime() -> Module:
             runtime.configure(loaded.module)
         except Exception as error:  # headers that are not there, an environment variable that is no number
             return dataclasses.replace(loaded, module=None, reason=f"jaxkern._runtime cannot be set up: {error}")
+        atexit.register(loaded.module.stop_prefetching)
     return loaded
 
 
@@ -98,6 +100,12 @@ def kernels_run() -> bool:
     return kernels.module is not None and not _problem_here()
 
 
+def prefetch(program: str) -> None:
+    """Begins to compile the kernels of a launch list for the GPU of this process, if it has one."""
+    if gpu_present():
+        kernels.module.prefetch(program, device.this_device().compute_capability)
+
+
 @functools.cache
 def _problem_here() -> str:
     if not gpu_present():
@@ -108,6 +116,7 @@ def _problem_here() -> str:
     return problem
 
 
+@functools.cache
 def gpu_present() -> bool:
     """Whether JAX could use an NVIDIA GPU here, without starting any of its backends."""
     driver = any(map(os.path.exists, ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")))

@@ -1,0 +1,550 @@
+// Rows of one element of up to 4 bytes, many updates to each (algorithm `narrow`): bins in shared memory take the sums.
+// Floats are not added by atomics: a bin belongs to one warp at a time.
+//
+//     few updates        BinWindows: a block for a window of the rows looks through all indices for its own
+//     few rows           BinSlices: every thread has bins of its own
+//     up to kBins        BinSlices: every warp has. Updates of lanes that target the same bin are first added up across
+//                        the warp
+//     up to kWideBins    likewise, with one copy per block: its warps add to it in turn
+//     more               BinSorted: a radix sort (sort.cuh) has brought updates with equal leading bits of the key
+//                        together; a block takes one stretch of them after the other
+//
+// A block takes a chunk of updates. The sums of the parts of a slice (or of a stretch that chunks cut) are added in order
+// by BinParts (or BinStretches). Untouched bins of a float sum hold -0, which changes no sum, so that index_add leaves
+// their rows alone.
+#pragma once
+
+#include "common/async.cuh"
+#include "indexing/run.cuh"
+
+namespace jaxkern {
+
+constexpr int kBinBits = 11;
+constexpr int64_t kBins = int64_t{1} << kBinBits, kWideBins = 16384;
+constexpr int kBinWindow = 16;  // rows
+constexpr int kBinThreads = 256, kBinWarps = kBinThreads / kWarp, kBinAhead = 8;
+constexpr int kWideThreads = 128, kWideWarps = kWideThreads / kWarp;
+
+// The value of a bin before anything is added.
+template <Reduction kOp, class C> __device__ __forceinline__ C Empty() {
+  if constexpr (kOp == Reduction::kSum && std::is_same_v<C, float>) return -0.0f;
+  else return Identity<kOp, C>();
+}
+
+// Whether a sum leaves its row as it is.
+template <Reduction kOp, class C> __device__ __forceinline__ bool Untouched(const IndexRun& run, C total) {
+  if constexpr (kOp == Reduction::kSum && std::is_same_v<C, float>) {
+    return run.reads_out && __float_as_uint(total) == 0x80000000u;
+  }
+  return false;
+}
+
+template <Reduction kOp, class T>
+__device__ __forceinline__ void WriteBin(const IndexRun& run, T* at, Compute<T> total, Compute<T> alpha, Compute<T> x) {
+  if constexpr (kOp == Reduction::kSum && kIsFloat<Compute<T>>) total += 0.0f;
+  *at = FromCompute<T>(Finished<kOp>(total, alpha, run.reads_out, x));
+}
+
+// Writes one bin to its row.
+template <Reduction kOp, class T> __device__ __forceinline__ void EmitAt(const IndexRun& run, T* at, Compute<T> total) {
+  using C = Compute<T>;
+  if (Untouched<kOp>(run, total)) return;
+  WriteBin<kOp>(run, at, total, Alpha<C>(run), run.reads_out ? ToCompute(*at) : C(0));
+}
+
+// Writes the bins of keys first, first + step, ... that are below `end`. The rows' values are loaded together.
+template <Reduction kOp, class T, int N>
+__device__ __forceinline__ void EmitBins(const IndexRun& run, int64_t o, uint32_t first, uint32_t step, uint32_t end,
+                                         const Compute<T> (&total)[N]) {
+  using C = Compute<T>;
+  T* const out = static_cast<T*>(run.out) + o * run.out_stride;
+  end = min(end, run.dropped);
+  T* at[N];
+  C x[N];
+#pragma unroll
+  for (int u = 0; u < N; ++u) {
+    const uint32_t key = first + u * step;
+    at[u] = key < end && !Untouched<kOp>(run, total[u]) ? out + run.OutRow(key) : nullptr;
+    x[u] = at[u] && run.reads_out ? ToCompute(*at[u]) : C(0);
+  }
+  const C alpha = Alpha<C>(run);
+#pragma unroll
+  for (int u = 0; u < N; ++u) {
+    if (at[u]) WriteBin<kOp>(run, at[u], total[u], alpha, x[u]);
+  }
+}
+
+template <Reduction kOp, class T>
+__device__ __forceinline__ void EmitBin(const IndexRun& run, int64_t o, uint32_t key, Compute<T> total) {
+  EmitBins<kOp, T, 1>(run, o, key, 0, run.dropped, {total});
+}
+
+// Shared-memory accumulators of a block, privatized per thread (kFew) or per warp, or shared by the block. Each warp also
+// keeps one flag bit per bin to detect lanes that target the same bin.
+template <Reduction kOp, class C, bool kFew> struct BlockBins {
+  static constexpr int kBinsAtOnce = kFew ? 1 : 4;  // that a thread passes to `emit` together
+  C* sum;
+  uint32_t* taken;
+  int bins, copies, warps;  // warps: that add
+
+  static constexpr int Taken(int bins) { return bins <= kBins ? kBins / 32 : (bins + 31) / 32; }  // words
+  static constexpr int Warps(int copies) { return copies == 1 ? kWideWarps : copies; }
+
+  __device__ __forceinline__ BlockBins(char* shared, int bins, int copies)
+      : sum(reinterpret_cast<C*>(shared)), taken(reinterpret_cast<uint32_t*>(shared) + bins * copies),
+        bins(bins), copies(copies), warps(Warps(copies)) {}
+
+  // Threads that add.
+  __device__ __forceinline__ uint32_t Adding() const { return kFew ? kBinThreads : warps * kWarp; }
+
+  __device__ __forceinline__ void Clear() {
+    const int all = bins * (kFew ? kBinThreads : copies);
+#pragma unroll 4
+    for (int i = threadIdx.x; i < all; i += blockDim.x) sum[i] = Empty<kOp, C>();
+    if (!kFew) {
+      for (int i = threadIdx.x; i < warps * Taken(bins); i += blockDim.x) taken[i] = 0;
+    }
+  }
+
+  // All lanes of a warp take part. A negative bin is none. Warps that share their bins add in turn, from the first turn of
+  // the block to its last.
+  template <int N> __device__ __forceinline__ void Add(int (&bin)[N], C (&v)[N], bool first_turn, bool last_turn) {
+    if constexpr (kFew) {
+#pragma unroll
+      for (int u = 0; u < N; ++u) {
+        C* const mine = sum + bin[u] * kBinThreads + threadIdx.x;
+        if (bin[u] >= 0) *mine = Combined<kOp>(*mine, v[u]);
+      }
+    } else {
+      const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+      int first = copies == 1 ? 0 : warp * bins;
+      asm("" : "+r"(first));  // a register, not to be worked out again for every update
+      uint32_t* const mine_taken = taken + warp * Taken(bins);
+      // atomicOr reports a conflict to every lane but the first that targets a bin (__match_any_sync is slow). No result
+      // is consumed inside the loop, so the queries overlap.
+      uint32_t there[N];
+#pragma unroll
+      for (int u = 0; u < N; ++u) {
+        const uint32_t bit = bin[u] >= 0 ? 1u << (bin[u] & 31) : 0;
+        const int word = bin[u] >= 0 ? bin[u] >> 5 : lane;
+        there[u] = atomicOr(&mine_taken[word], bit) & bit;
+        __syncwarp();
+        if (bins <= kBins) {
+#pragma unroll
+          for (int i = 0; i < kBins / 32; i += kWarp) mine_taken[i + lane] = 0;
+        } else {
+          mine_taken[word] = 0;
+        }
+        __syncwarp();
+      }
+#pragma unroll
+      for (int u = 0; u < N; ++u) {
+        uint32_t met = __ballot_sync(~0u, there[u] != 0);
+        while (met) {  // one bin per turn, which one lane takes over
+          const int leader = __ffs(met) - 1;
+          const bool same = bin[u] == __shfl_sync(~0u, bin[u], leader);
+          met &= ~__ballot_sync(~0u, same);
+          const C all =
+              ReduceLanes<kWarp>(same ? v[u] : Empty<kOp, C>(), [](C a, C b) { return Combined<kOp>(a, b); });
+          if (same) v[u] = all, bin[u] = lane == leader ? bin[u] : -1;
+        }
+      }
+      if (copies == 1) {
+#pragma unroll
+        for (int w = 0; w < kWideWarps; ++w) {  // barriers by constant numbers: else a block has all 16
+          if (warp == w && !(first_turn && w == 0)) SyncThreadsApart(1 + w, 2 * kWarp);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < N; ++u) {
+        C* const mine = sum + (first + bin[u]);
+        if (bin[u] >= 0) *mine = Combined<kOp>(*mine, v[u]);
+        __syncwarp();
+      }
+      if (copies == 1) {
+#pragma unroll
+        for (int w = 0; w < kWideWarps; ++w) {
+          if (warp == w && !(last_turn && w == kWideWarps - 1)) SyncThreadsApart(1 + (w + 1) % kWideWarps, 2 * kWarp);
+        }
+      }
+    }
+  }
+
+  // Adds updates [begin, end): load(k) loads number k, and take(loaded, &bin, &v) says what it is. The next loads are in
+  // flight while updates are added. turn(k, n) is called before updates [k, k + n).
+  template <class Turn, class Load, class Take>
+  __device__ __forceinline__ void AddAll(uint32_t begin, uint32_t end, Turn turn, Load load, Take take) {
+    const uint32_t adding = Adding(), step = adding * kBinAhead;
+    if (threadIdx.x >= adding) return;
+    decltype(load(begin)) next[kBinAhead];
+#pragma unroll
+    for (int u = 0; u < kBinAhead; ++u) {
+      const uint32_t k = begin + u * adding + threadIdx.x;
+      next[u] = {};
+      if (k < end) next[u] = load(k);
+    }
+    for (uint32_t i = begin; i < end; i += step) {
+      turn(i, step);
+      int bin[kBinAhead];
+      C v[kBinAhead];
+#pragma unroll
+      for (int u = 0; u < kBinAhead; ++u) {
+        take(next[u], &bin[u], &v[u]);
+        if (i + u * adding + threadIdx.x >= end) bin[u] = -1;
+      }
+#pragma unroll
+      for (int u = 0; u < kBinAhead; ++u) {
+        const uint32_t k = i + step + u * adding + threadIdx.x;
+        if (k < end) next[u] = load(k);
+      }
+      Add(bin, v, i == begin, end - i <= step);
+    }
+  }
+
+  // emit(bin, step, sums over the copies of bins bin, bin + step, ...), between two barriers.
+  template <class Emit> __device__ __forceinline__ void ForEach(Emit emit) {
+    __syncthreads();
+    if constexpr (kFew) {
+      const int lane = threadIdx.x % kWarp;
+      for (int bin = threadIdx.x / kWarp; bin < bins; bin += kBinWarps) {
+        C total = sum[bin * kBinThreads + lane];
+#pragma unroll
+        for (int i = 1; i < kBinThreads / kWarp; ++i) {
+          total = Combined<kOp>(total, sum[bin * kBinThreads + i * kWarp + lane]);
+        }
+        const C totals[1] = {ReduceLanes<kWarp>(total, [](C a, C b) { return Combined<kOp>(a, b); })};
+        if (lane == 0) emit(bin, 0, totals);
+      }
+    } else {
+      const int threads = blockDim.x;
+      for (int bin = threadIdx.x; bin < bins; bin += threads * kBinsAtOnce) {
+        C totals[kBinsAtOnce];
+#pragma unroll
+        for (int u = 0; u < kBinsAtOnce; ++u) totals[u] = bin + u * threads < bins ? sum[bin + u * threads] : C(0);
+        for (int w = 1; w < copies; ++w) {
+#pragma unroll
+          for (int u = 0; u < kBinsAtOnce; ++u) {
+            if (bin + u * threads < bins) totals[u] = Combined<kOp>(totals[u], sum[w * bins + bin + u * threads]);
+          }
+        }
+        emit(bin, threads, totals);
+      }
+    }
+    __syncthreads();
+  }
+};
+
+// --- The kernels ----------------------------------------------------------------------------------------
+
+constexpr int kFewBins = 32, kPrefetched = 2048;  // updates
+constexpr int kWindowThreads = 768, kWindowEach = 16;  // indices that a thread of a window has in flight
+
+struct BinShape {
+  uint32_t chunk, chunks;  // of a slice
+  int64_t slices;              // batch * outer
+  int bins;                    // of a slice
+  int copies;          // warps with bins of their own
+  uint32_t stretches;          // a mask: the leading bits that the sort has looked at
+  int64_t fill_after;
+  FillShape fill;
+};
+static_assert(sizeof(BinShape) == 104);
+
+// Up to kWideBins rows: one block per chunk of a slice, straight from index and source.
+template <Reduction kOp, class T, bool kFew>
+__global__ void __launch_bounds__(kBinThreads)
+BinSlices(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape s) {
+  using C = Compute<T>;
+  extern __shared__ __align__(16) char shared_bytes[];
+  BlockBins<kOp, C, kFew> bins(shared_bytes, s.bins, s.copies);
+  const int64_t slice = blockIdx.x / s.chunks;
+  const uint32_t chunk = blockIdx.x % s.chunks;
+  const int64_t b = slice / run.outer, o = slice % run.outer;
+  const uint32_t begin = chunk * s.chunk, end = min(begin + s.chunk, run.count);
+  const uint32_t place = static_cast<uint32_t>(b * run.count);
+  const T* const source = static_cast<const T*>(run.source) + o * run.source_stride + run.SourceRow(place);
+  // Few warps have too few loads in flight for memory, but enough for L2: in each turn each thread prefetches a line of
+  // the updates that lie kPrefetched ahead, and before the first turn those before.
+  const char* const indices = static_cast<const char*>(run.index) + int64_t{place} * run.index_bytes;
+  const auto prefetch = [&](uint32_t from, uint32_t count, uint32_t thread, uint32_t threads) {
+    const uint32_t to = min(from + count, end);
+    for (uint32_t k = from + thread * 32; k < to; k += threads * 32) {  // a line of 4 bytes each, two of 8
+      Prefetch(indices + int64_t{k} * run.index_bytes);
+      if (run.index_bytes == 8) Prefetch(indices + int64_t{min(k + 16, to - 1)} * 8);
+      Prefetch(reinterpret_cast<const char*>(source + k));
+    }
+  };
+  const bool wide = !kFew && s.copies == 1;
+  if (wide) prefetch(begin, kPrefetched, threadIdx.x, kWideThreads);
+  bins.Clear();
+  __syncthreads();
+  struct Update {
+    RawIndex raw;
+    T value;
+  };
+  const auto turn = [&](uint32_t k, uint32_t n) {
+    if (wide) prefetch(k + kPrefetched, n, threadIdx.x, kWideThreads);
+  };
+  const auto add = [&](auto load, auto row_of) {
+    bins.AddAll(begin, end, turn, load, [&](const Update& update, int* bin, C* v) {
+      const uint32_t row = row_of(update.raw);
+      *bin = row < run.rows ? static_cast<int>(row) : -1;
+      *v = ToCompute(update.value);
+    });
+  };
+  if (run.plain) {
+    const uint32_t* const index = reinterpret_cast<const uint32_t*>(indices);
+    const uint32_t negative = run.wrap ? run.rows : 0;
+    add([&](uint32_t k) { return Update{{__ldg(index + k), 0}, __ldg(source + k)}; },
+        [&](RawIndex raw) { return raw.low + (static_cast<int32_t>(raw.low) < 0 ? negative : 0); });
+  } else {
+    add([&](uint32_t k) { return Update{LoadIndex(run, place + k), source[k]}; },
+        [&](RawIndex raw) { return RowKey(run, raw); });
+  }
+  bins.ForEach([&](int bin, int step, const auto& totals) {
+    if (s.chunks == 1) {
+      const uint32_t key = static_cast<uint32_t>(b * run.rows);
+      EmitBins<kOp, T>(run, o, key + bin, step, key + run.rows, totals);
+    } else {
+      C* const parts = static_cast<C*>(run.partials) + (slice * s.chunks + chunk) * s.bins;
+      for (const C& total : totals) {
+        if (bin < s.bins) parts[bin] = total;
+        bin += step;
+      }
+    }
+  });
+}
+
+// Few updates: one block per window of the rows (x) and slice (y). Every thread has bins of its own, so that there are no
+// conflicts. `vectors`: vectors of four plain indices that a slice has; 0 where indices are of another kind or lie elsewhere.
+template <Reduction kOp, class T>
+__global__ void __launch_bounds__(kWindowThreads)
+BinWindows(const __grid_constant__ IndexRun run, const uint32_t vectors) {
+  using C = Compute<T>;
+  constexpr int kVectors = kWindowEach / 4, kFetched = 2;  // vectors, and then updates, that a thread loads at once
+  static_assert((kBinWindow & (kBinWindow - 1)) == 0 && kWindowEach <= 32);
+  struct alignas(16) Four { C v[4]; };
+  __shared__ Four sums[kBinWindow][kWindowThreads / 4];
+  uint32_t thread = threadIdx.x;
+  asm("" : "+r"(thread));  // kept in a register, not read again at every use
+  const uint32_t threads = blockDim.x, first = blockIdx.x * kBinWindow;
+  uint32_t b = 0, o = 0;
+  if (gridDim.y > 1) {
+    b = blockIdx.y / static_cast<uint32_t>(run.outer);
+    o = blockIdx.y % static_cast<uint32_t>(run.outer);
+  }
+  const uint32_t place = b * run.count;
+  const uint32_t* index = static_cast<const uint32_t*>(run.index) + place;
+  uint4 rows[kVectors];
+  const auto load = [&](uint32_t from) {
+#pragma unroll
+    for (int g = 0; g < kVectors; ++g) {
+      rows[g] = __ldg(reinterpret_cast<const uint4*>(index) + min(from + g * threads, vectors - 1));
+    }
+  };
+  if (vectors) load(thread);
+  C* const mine = &sums[0][0].v[0] + thread;
+#pragma unroll
+  for (int bin = 0; bin < kBinWindow; ++bin) mine[bin * kWindowThreads] = Empty<kOp, C>();
+  // A block waits for the few updates that are its own; all blocks together have brought them to L2 by then.
+  const T* source = static_cast<const T*>(run.source) + o * run.source_stride + run.SourceRow(place);
+  asm("" : "+l"(index), "+l"(source));  // likewise
+  const uint32_t line = (thread * gridDim.x + blockIdx.x) * 32;
+  if (line < run.count) Prefetch(reinterpret_cast<const char*>(source + line));
+  T* const out = static_cast<T*>(run.out) + o * run.out_stride + run.OutRow(b * run.rows) + first;
+  const uint32_t negative = run.wrap ? run.rows : 0;  // what is added to a row below 0
+  const auto add = [&](uint32_t row, T v) {
+    C* const sum = mine + row % kBinWindow * kWindowThreads;
+    *sum = Combined<kOp>(*sum, ToCompute(v));
+  };
+  for (uint32_t at = thread; at < vectors;) {
+    if (negative) {
+#pragma unroll
+      for (int g = 0; g < kVectors; ++g) {
+        const auto wrap = [&](uint32_t& row) { row += static_cast<int32_t>(row) < 0 ? negative : 0; };
+        wrap(rows[g].x), wrap(rows[g].y), wrap(rows[g].z), wrap(rows[g].w);
+      }
+    }
+    uint32_t mask = 0;  // which of them are in the window, first to last
+#pragma unroll
+    for (int g = 0; g < kVectors; ++g) {
+      const auto look = [&](uint32_t row, int i) {
+        if (((row ^ first) & ~(kBinWindow - 1u)) == 0) mask |= 0x80000000u >> (4 * g + i);
+      };
+      look(rows[g].x, 0), look(rows[g].y, 1), look(rows[g].z, 2), look(rows[g].w, 3);
+      if (at + g * threads >= vectors) mask &= ~(0xf0000000u >> 4 * g);
+    }
+    const uint32_t from = at;
+    at += kVectors * threads;
+    if (at < vectors) load(at);
+    while (mask) {
+      uint32_t row[kFetched];
+      T v[kFetched];
+      bool found[kFetched];
+#pragma unroll
+      for (int u = 0; u < kFetched; ++u) {
+        found[u] = mask != 0;
+        if (!found[u]) continue;
+        const uint32_t i = __clz(mask), k = 4 * (from + i / 4 * threads) + i % 4;
+        mask &= 0x7fffffffu >> i;
+        row[u] = __ldg(index + k);  // once more, from L1
+        v[u] = __ldg(source + k);
+      }
+#pragma unroll
+      for (int u = 0; u < kFetched; ++u) {
+        if (found[u]) add(row[u] + (static_cast<int32_t>(row[u]) < 0 ? negative : 0), v[u]);
+      }
+    }
+  }
+  // What is left of the last vector; or all, where indices are of another kind or lie elsewhere.
+#pragma unroll 1
+  for (uint32_t k = 4 * vectors + thread; k < run.count; k += threads) {
+    const uint32_t row = RowKey(run, LoadIndex(run, int64_t{place} + k));
+    if (row < run.rows && row / kBinWindow == blockIdx.x) add(row, __ldg(source + k));
+  }
+  __syncthreads();
+  // A warp a bin. A lane has a few updates of it at most: a sum in double has hardly more than its last rounding.
+  using Wide = std::conditional_t<kOp == Reduction::kSum && std::is_same_v<C, float>, double, C>;
+  const auto combine = [](auto a, auto b) { return Combined<kOp>(a, b); };
+  constexpr int kMost = kWindowThreads / (4 * kWarp);
+  const uint32_t lane = thread % kWarp;
+#pragma unroll 1
+  for (uint32_t bin = thread / kWarp; bin < kBinWindow; bin += threads / kWarp) {
+    Four part[kMost];
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      if (i * 4 * kWarp < threads) part[i] = sums[bin][i * kWarp + lane];
+    }
+#pragma unroll
+    for (int i = 1; i < kMost; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (i * 4 * kWarp < threads) part[0].v[j] = Combined<kOp>(part[0].v[j], part[i].v[j]);
+      }
+    }
+    const Wide total = ReduceLanes<kWarp>(static_cast<Wide>(Fold(part[0].v, combine)), combine);
+    if (lane == 0 && first + bin < run.rows) EmitAt<kOp>(run, out + bin, static_cast<C>(total));
+  }
+}
+
+// Adds up the chunks of a slice: one block per 32 bins, each of its warps every 32nd chunk.
+template <Reduction kOp, class T>
+__global__ void __launch_bounds__(1024)
+BinParts(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape s) {
+  using C = Compute<T>;
+  __shared__ C room[kWarp][kWarp];
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, groups = (s.bins + kWarp - 1) / kWarp;
+  const int64_t slice = blockIdx.x / groups;
+  const int bin = blockIdx.x % groups * kWarp + lane;
+  const C* const parts = static_cast<const C*>(run.partials) + slice * s.chunks * s.bins + bin;
+  C total = Empty<kOp, C>();
+  if (bin < s.bins) {
+#pragma unroll 8
+    for (int64_t c = warp; c < s.chunks; c += kWarp) total = Combined<kOp>(total, parts[c * s.bins]);
+  }
+  room[warp][lane] = total;
+  __syncthreads();
+  if (warp > 0 || bin >= s.bins) return;
+  for (int w = 1; w < kWarp; ++w) total = Combined<kOp>(total, room[w][lane]);
+  EmitBin<kOp, T>(run, slice % run.outer, static_cast<uint32_t>(slice / run.outer * run.rows + bin), total);
+}
+
+__device__ __forceinline__ uint32_t StretchAt(const IndexRun& run, const BinShape& s, uint32_t place) {
+  return __ldg(&run.pairs[place].x) >> kBinBits & s.stretches;
+}
+
+// More rows: one block per chunk of the updates in the order of their stretch.
+template <Reduction kOp, class T>
+__global__ void __launch_bounds__(kBinThreads, 3)
+BinSorted(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape s) {
+  using C = Compute<T>;
+  if (blockIdx.x >= s.fill_after) {
+    __shared__ uint32_t bits[kFillRows / 32];
+    static_assert(kBins % kFillRows == 0, "a tile is in one stretch, whose rows are all written or none");
+    FillTile<kOp, T, 1>(run, s.fill, 1, blockIdx.x - s.fill_after, bits, [&](uint32_t first, int, uint32_t* marks) {
+      uint32_t low = 0, high = run.positions;
+      const uint32_t stretch = first >> kBinBits;
+      while (low < high) {
+        const uint32_t middle = low + (high - low) / 2;
+        if (StretchAt(run, s, middle) < stretch) low = middle + 1;
+        else high = middle;
+      }
+      const bool touched = low < run.positions && StretchAt(run, s, low) == stretch;
+      for (int i = threadIdx.x; touched && i < kFillRows / 32; i += kBinThreads) marks[i] = ~0u;
+    });
+    return;
+  }
+  extern __shared__ __align__(16) char shared_bytes[];
+  BlockBins<kOp, C, false> bins(shared_bytes, static_cast<int>(kBins), kBinWarps);
+  static_assert(kBins % (kBinThreads * decltype(bins)::kBinsAtOnce) == 0);
+  const uint32_t chunk = blockIdx.x, chunk_begin = chunk * s.chunk;
+  const uint32_t chunk_end = min(chunk_begin + s.chunk, run.positions);
+  for (uint32_t begin = chunk_begin; begin < chunk_end;) {
+    const uint32_t stretch = StretchAt(run, s, begin);
+    // Where it ends: 256 probes at a time.
+    uint32_t end = chunk_end;
+    if (StretchAt(run, s, chunk_end - 1) != stretch) {
+      uint32_t low = begin, high = chunk_end - 1;
+      while (high - low > 1) {
+        const uint32_t step = (high - low + kBinThreads) / (kBinThreads + 1), probe = low + (threadIdx.x + 1) * step;
+        const int inside = __syncthreads_count(probe < high && StretchAt(run, s, probe) == stretch);
+        low += inside * step;
+        high = min(low + step, high);
+      }
+      end = high;
+    }
+    bins.Clear();
+    __syncthreads();
+    const auto load = [&](uint32_t k) { return __ldg(run.pairs + k); };
+    bins.AddAll(begin, end, [](uint32_t, uint32_t) {}, load, [&](const uint2& update, int* bin, C* v) {
+      *bin = update.x < run.dropped ? static_cast<int>(update.x % kBins) : -1;
+      *v = ToCompute(*reinterpret_cast<const T*>(&update.y));
+    });
+    const bool head = begin == chunk_begin && begin > 0 && StretchAt(run, s, begin - 1) == stretch;
+    const bool tail = end == chunk_end && end < run.positions && StretchAt(run, s, end) == stretch;
+    bins.ForEach([&](int bin, int step, const auto& totals) {
+      if (head || tail) {
+        C* const parts = static_cast<C*>(run.partials) + (2 * static_cast<int64_t>(chunk) + !head) * kBins;
+        for (const C& total : totals) {
+          parts[bin] = total;
+          bin += step;
+        }
+      } else {
+        EmitBins<kOp, T>(run, 0, static_cast<uint32_t>(stretch * kBins + bin), step, run.dropped, totals);
+      }
+    });
+    begin = end;
+  }
+}
+
+// Adds up the parts of a stretch that chunks cut: one block per chunk, for the stretch that begins in it.
+constexpr int kStretchThreads = 512;
+template <Reduction kOp, class T>
+__global__ void __launch_bounds__(kStretchThreads)
+BinStretches(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape s) {
+  using C = Compute<T>;
+  const uint32_t chunk = blockIdx.x, begin = chunk * s.chunk, end = begin + s.chunk;
+  if (end >= run.positions) return;
+  const uint32_t stretch = StretchAt(run, s, end - 1);
+  if (StretchAt(run, s, end) != stretch) return;
+  if (begin > 0 && StretchAt(run, s, begin - 1) == stretch) return;  // began earlier
+  uint32_t last = chunk + 1, step = 1;
+  while (last + step < s.chunks && StretchAt(run, s, (last + step) * s.chunk) == stretch) last += step, step *= 2;
+  for (; step; step /= 2) {
+    if (last + step < s.chunks && StretchAt(run, s, (last + step) * s.chunk) == stretch) last += step;
+  }
+  constexpr int kEach = kBins / kStretchThreads;
+  const C* parts = static_cast<const C*>(run.partials) + (2 * int64_t{chunk} + 1) * kBins + threadIdx.x;
+  C total[kEach];
+#pragma unroll
+  for (int u = 0; u < kEach; ++u) total[u] = parts[u * kStretchThreads];
+  parts += kBins;
+#pragma unroll 4
+  for (uint32_t c = chunk + 1; c <= last; ++c, parts += 2 * kBins) {
+#pragma unroll
+    for (int u = 0; u < kEach; ++u) total[u] = Combined<kOp>(total[u], parts[u * kStretchThreads]);
+  }
+  EmitBins<kOp, T>(run, 0, static_cast<uint32_t>(stretch * kBins + threadIdx.x), kStretchThreads, run.dropped, total);
+}
+
+}  // namespace jaxkern

@@ -1,0 +1,134 @@
+// Writes the rows that nothing goes to, where keys are in order. The rows of each slice are cut into bands whose length is
+// a power of two:
+//
+//     empty bands    one warp per band searches the keys, and fills the band if no key lies in it
+//     gaps           the empty rows of other bands lie between two neighbouring keys. They are filled by the threads that
+//                    look at both: the reductions in shared memory, which have the keys at hand, or FillGaps
+//
+// So no row needs to be marked, a gap is never more than two bands' rows of work, and long empty stretches are filled by
+// many warps.
+#pragma once
+
+#include "indexing/run.cuh"
+
+namespace jaxkern {
+
+constexpr uint32_t kNoKey = UINT32_MAX;  // before the first and behind the last place
+
+struct BandShape {
+  uint32_t rows;        // of a band; 0: nothing is to be filled
+  int64_t bands;        // of all slices
+  uint32_t slice_bands;
+  int64_t slab, slabs;  // of a row's vectors
+  int64_t stretches;    // of so many places, that FillGaps goes through
+  uint32_t stretch;
+  int64_t gap_warps, warps;
+  Divider by_slabs, by_bands, by_slice, by_stretches;
+};
+static_assert(sizeof(BandShape) == 168);
+
+constexpr uint32_t kGapPlaces = 4 * kWarp;
+
+// Calls fill(first, end) for the keys between two neighbouring ones that are not in empty bands; first may be end.
+template <class Fill>
+__device__ __forceinline__ void ForGap(const IndexRun& run, const BandShape& f, uint32_t before, uint32_t behind,
+                                       Fill fill) {
+  const bool has_before = before < run.dropped, has_behind = behind < run.dropped;
+  const auto slice_of = [&](uint32_t key) { return run.batch > 1 ? run.by_rows.Div(key) * run.rows : 0; };
+  uint32_t first = before + 1, end = first, next = behind, next_end = behind;  // what is filled, and what behind that
+  if (has_before) {
+    const uint32_t slice = slice_of(before);
+    end = min(((before - slice) | (f.rows - 1)) + 1, run.rows) + slice;
+  }
+  if (has_behind) {
+    const uint32_t slice = slice_of(behind);
+    next = ((behind - slice) & ~(f.rows - 1)) + slice;
+  }
+  if (has_before && has_behind && before < behind && behind < end) end = next = behind;
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i, first = next, end = next_end) fill(first, end);
+}
+
+// Writes the identity to vectors [begin, begin + width) of rows [first, end) of one slice; all lanes of a warp.
+template <Reduction kOp, class T, int N>
+__device__ __forceinline__ void FillRows(const IndexRun& run, int64_t o, int64_t begin, int64_t width, uint32_t first,
+                                         uint32_t end) {
+  if (first >= end) return;
+  const Pack<T, N> identity = Filled<T, N>(FromCompute<T>(Identity<kOp, Compute<T>>()));
+  T* to = static_cast<T*>(run.out) + (o * run.out_stride + run.OutRow(first)) * run.inner + begin * N;
+  const bool whole = width * N == run.inner;  // rows that are one stretch of memory
+  const int64_t each = whole ? (end - first) * width : width;
+  for (uint32_t lines = whole ? 1 : end - first; lines > 0; --lines, to += run.inner) {
+#pragma unroll 4
+    for (int64_t i = threadIdx.x % kWarp; i < each; i += kWarp) StorePart<T, N>(to + i * N, identity);
+  }
+}
+
+// Whether any row may lie between two neighbouring keys.
+__device__ __forceinline__ bool Apart(const IndexRun& run, uint32_t before, uint32_t behind) {
+  return before != behind && before + 1 != behind && min(before, behind) < run.dropped;
+}
+
+// ForGap for a pair of neighbours a lane, whose gaps the lanes of the warp fill together.
+template <class Fill>
+__device__ __forceinline__ void ForGaps(const IndexRun& run, const BandShape& f, uint32_t before, uint32_t behind,
+                                        Fill fill) {
+  for (uint32_t left = __ballot_sync(~0u, Apart(run, before, behind)); left; left &= left - 1) {
+    const int at = __ffs(left) - 1;
+    ForGap(run, f, __shfl_sync(~0u, before, at), __shfl_sync(~0u, behind, at), fill);
+  }
+}
+
+// The gaps before the runs that end at places `ends` of a tile, and, where the last place of all is in it, behind the
+// last; `keys` from the place before the tile on. All threads of a block.
+template <class Fill>
+__device__ __forceinline__ void ForGapsOfTile(const IndexRun& run, const BandShape& f, const uint32_t* keys,
+                                              const uint16_t* ends, int runs, bool last, Fill fill) {
+  const int all = runs + last;
+  for (int base = threadIdx.x / kWarp * kWarp; base < all; base += blockDim.x) {
+    const int r = base + threadIdx.x % kWarp;
+    const int at = r > 0 && r < all ? ends[r - 1] + 1 : 0;
+    ForGaps(run, f, r < all ? keys[at - 1] : kNoKey, r < runs ? keys[at] : kNoKey, fill);
+  }
+}
+
+// The work of one of f.warps warps.
+template <Reduction kOp, class T, int N>
+__device__ __forceinline__ void FillGaps(const IndexRun& run, const BandShape& f, int64_t number) {
+  const bool looks_for_gaps = number < f.gap_warps;
+  if (!looks_for_gaps) number -= f.gap_warps;
+  const int64_t item = f.by_slabs.Div(number), begin = (number - item * f.slabs) * f.slab;
+  const int64_t width = min(f.slab, run.inner / N - begin);
+  if (!looks_for_gaps) {
+    const int64_t o = f.by_bands.Div(item);
+    const uint32_t band = static_cast<uint32_t>(item - o * f.bands), b = f.by_slice.Div(band);
+    const uint32_t row = (band - b * f.slice_bands) * f.rows, first = b * run.rows + row;
+    const uint32_t end = first + min(f.rows, run.rows - row);
+    const bool one_slice = !run.sorted_keys && run.batch > 1;  // these are in order within a slice alone
+    const uint32_t low = one_slice ? b * run.count : 0, high = one_slice ? low + run.count : run.positions;
+    const uint32_t place = LowerBound(run, low, high, first);
+    if (place >= high || KeyAt(run, place) >= end) FillRows<kOp, T, N>(run, o, begin, width, first, end);
+    return;
+  }
+  const int64_t o = f.by_stretches.Div(item);
+  const uint32_t start = static_cast<uint32_t>(item - o * f.stretches) * f.stretch, lane = threadIdx.x % kWarp;
+  const auto key_at = [&](uint32_t place) { return place < run.positions ? __ldg(run.keys + place) : kNoKey; };
+  if (f.stretch == kGapPlaces) {  // mostly there is nothing between any of its places
+    constexpr uint32_t kEach = kGapPlaces / kWarp;
+    uint32_t key[kEach + 1];
+    bool apart = false;
+#pragma unroll
+    for (uint32_t u = 0; u <= kEach; ++u) key[u] = key_at(start + kEach * lane + u - 1);
+#pragma unroll
+    for (uint32_t u = 0; u < kEach; ++u) apart |= Apart(run, key[u], key[u + 1]);
+    if (!__any_sync(~0u, apart)) return;
+  }
+#pragma unroll 1
+  for (uint32_t place = start + lane; place < start + f.stretch; place += kWarp) {
+    ForGaps(run, f, key_at(place - 1), key_at(place), [&](uint32_t first, uint32_t end) {
+      FillRows<kOp, T, N>(run, o, begin, width, first, end);
+    });
+  }
+}
+
+}  // namespace jaxkern

@@ -1,0 +1,183 @@
+// What the segmented reductions share. The order of keys is cut into chunks (or tiles). A run of equal keys that chunks
+// cut leaves the partial sums of its parts in slots, two per chunk:
+//
+//     head    the part of the run that began in an earlier chunk
+//     tail    the part of the run that begins here and goes on behind
+//
+// and ReduceFixup adds the parts up in an order that depends on the chunks alone, so that results are reproducible;
+// parts of very long runs are first added up kHeadGroup at a time by ReduceGroups. Half of all updates may go to one row
+// without any thread waiting for another.
+#pragma once
+
+#include "indexing/gaps.cuh"
+
+namespace jaxkern {
+
+constexpr int kFixupThreads = 256, kHeadThreads = 128;
+constexpr uint32_t kHeadGroup = 32;  // chunks whose heads are added up before
+
+struct ReduceShape {
+  uint32_t chunk, chunks;
+  uint32_t reach;      // places behind a chunk that it takes of its last run, where there are no ChunkInfos
+  int64_t vectors;     // threads that share a row
+  Divider by_vectors, by_chunks;
+  int64_t threads;     // of the reduction
+  int64_t blocks;      // of the reduction; blocks that fill gaps come behind
+  BandShape bands;
+};
+static_assert(sizeof(ReduceShape) == 256);
+
+// Slots of partial sums: [outer][chunk][head, tail][inner].
+template <class C>
+__device__ __forceinline__ C* Slot(const IndexRun& run, const ReduceShape& s, int64_t o, uint32_t chunk, int tail) {
+  return static_cast<C*>(run.partials) + ((o * s.chunks + chunk) * 2 + tail) * run.inner;
+}
+
+// Adds up the heads of each group of kHeadGroup chunks that lie within one long run, into the tail slot of the first
+// chunk, which has no tail of its own. One thread per group and column. No run begins before the first group or goes on
+// behind the last.
+template <Reduction kOp, class T>
+__global__ void __launch_bounds__(kHeadThreads)
+ReduceGroups(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s, const Divider by_columns,
+             const Divider by_groups, int64_t threads) {
+  using C = Compute<T>;
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kHeadThreads + threadIdx.x;
+  if (thread >= threads) return;
+  const int64_t item = by_columns.Div(thread), column = thread - item * run.inner, o = by_groups.Div(item);
+  const uint32_t chunk = static_cast<uint32_t>(item - o * by_groups.divisor + 1) * kHeadGroup;
+  const uint32_t key = KeyAt(run, chunk * s.chunk - 1), behind = KeyAt(run, (chunk + kHeadGroup) * s.chunk);
+  if (key >= run.dropped || behind != key) return;
+  const C* const head = Slot<C>(run, s, o, chunk, 0) + column;
+  C total = Identity<kOp, C>();
+#pragma unroll
+  for (uint32_t begin = 0; begin < kHeadGroup; begin += 16) {
+    C v[16];
+#pragma unroll
+    for (uint32_t u = 0; u < 16; ++u) v[u] = head[(begin + u) * 2 * run.inner];
+#pragma unroll
+    for (uint32_t u = 0; u < 16; ++u) total = Combined<kOp>(total, v[u]);
+  }
+  Slot<C>(run, s, o, chunk, 1)[column] = total;
+}
+
+// Adds up the parts of long runs. A block searches some chunks for long runs that begin there: groups of kFixupChunks
+// chunks that lie far apart, because rows with many updates often have neighbours that have many too. One warp takes a run
+// and a slab of columns, or several warps where runs are few: V columns per lane, side by side, and as many parts at once
+// as that leaves lanes.
+constexpr int kFixupLanes = 8, kFixupChunks = 8;
+constexpr int FixupAhead(bool wide) { return wide ? 8 : 16; }  // parts that a lane has in flight
+struct FixupShape {
+  int lanes;              // side by side
+  uint32_t chunks, step;  // a block's, and groups from one of its to the next
+  int64_t slabs;
+  bool grouped;  // ReduceGroups ran before
+};
+static_assert(sizeof(FixupShape) == 32);
+
+template <Reduction kOp, class T, int V>
+__global__ void __launch_bounds__(kFixupThreads, 4)
+ReduceFixup(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s, const FixupShape f) {
+  using C = Compute<T>;
+  struct LongRun {
+    uint32_t chunk, parts, key;
+  };
+  struct alignas(V * sizeof(C)) Columns {
+    C c[V];
+  };
+  constexpr int kWarps = kFixupThreads / kWarp, kAhead = FixupAhead(V > 1);
+  __shared__ LongRun found[kFixupThreads];
+  __shared__ Columns room[kWarps][kFixupLanes];
+  __shared__ int runs;
+  const int64_t slab = blockIdx.x % f.slabs, item = blockIdx.x / f.slabs, o = item / f.step;
+  const uint32_t first = static_cast<uint32_t>(item - o * f.step);
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, lane_ways = kWarp / f.lanes;
+  const int64_t column = (slab * f.lanes + lane % f.lanes) * V;
+  const bool active = column < run.inner;
+  const C alpha = Alpha<C>(run);
+  const auto add = [](Columns& total, const Columns& v) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) total.c[i] = Combined<kOp>(total.c[i], v.c[i]);
+  };
+  Columns identity;
+#pragma unroll
+  for (int i = 0; i < V; ++i) identity.c[i] = Identity<kOp, C>();
+
+  for (uint32_t base = 0; base < f.chunks; base += kFixupThreads) {
+    if (threadIdx.x == 0) runs = 0;
+    __syncthreads();
+    const uint32_t number = base + threadIdx.x;
+    const uint32_t chunk = (number / kFixupChunks * f.step + first) * kFixupChunks + number % kFixupChunks;
+    if (number < f.chunks && chunk < s.chunks) {
+      uint32_t parts, key;
+      if (run.chunks) {
+        const ChunkInfo info = run.chunks[chunk];
+        parts = info.parts, key = info.key;
+      } else {
+        parts = PartsOf(run, s.chunk, s.chunks, chunk, s.reach);
+        key = KeyAt(run, min((chunk + 1) * s.chunk, run.positions) - 1);
+      }
+      if (parts > 0) found[atomicAdd(&runs, 1)] = {chunk, parts, key};
+    }
+    __syncthreads();
+    int team = kWarps;  // warps for a run
+    while (team > 1 && team * runs > kWarps) team /= 2;
+    const uint32_t ways = lane_ways * team, way = warp % team * lane_ways + lane / f.lanes;
+    for (int begin = 0; begin < runs; begin += kWarps / team) {  // once, where teams are of several warps
+      const int i = begin + warp / team;
+      const bool has = active && i < runs;
+      const LongRun r = found[min(i, runs - 1)];
+      T* const at = static_cast<T*>(run.out) + (o * run.out_stride + run.OutRow(r.key)) * run.inner + column;
+      Columns x = {};
+      if (run.reads_out && has && way == 0) {
+#pragma unroll
+        for (int c = 0; c < V; ++c) x.c[c] = ToCompute(at[c]);
+      }
+      // The tail of the chunk that it begins in, heads up to the first of the groups that it fills, the sums of
+      // those, and the heads behind them.
+      const uint32_t end = r.chunk + r.parts - 1;  // the chunk that it ends in
+      uint32_t heads = r.parts - 1, groups = 0;
+      if (f.grouped && end / kHeadGroup > r.chunk / kHeadGroup + 1) {
+        groups = end / kHeadGroup - r.chunk / kHeadGroup - 1;
+        heads = (r.chunk / kHeadGroup + 1) * kHeadGroup - 1 - r.chunk;
+      }
+      const uint32_t parts = groups ? 1 + heads + groups + end % kHeadGroup + 1 : r.parts;
+      const C* const slots = Slot<C>(run, s, o, 0, 0) + column;
+      Columns total = identity;
+      for (uint32_t j = way; j < parts; j += kAhead * ways) {
+        Columns v[kAhead];
+#pragma unroll
+        for (uint32_t u = 0; u < kAhead; ++u) {
+          const uint32_t p = j + u * ways;
+          uint32_t slot = (r.chunk + p) * 2 + (p == 0);
+          if (p > heads) slot = (r.chunk + heads + 1 + (p - heads - 1) * kHeadGroup) * 2 + 1;
+          if (p > heads + groups) slot = (end - (parts - 1 - p)) * 2;
+          v[u] = p < parts && has ? *reinterpret_cast<const Columns*>(slots + slot * run.inner) : identity;
+        }
+#pragma unroll
+        for (uint32_t u = 0; u < kAhead; ++u) add(total, v[u]);
+      }
+      for (int step = f.lanes; step < kWarp; step *= 2) {
+        Columns other;
+#pragma unroll
+        for (int c = 0; c < V; ++c) other.c[c] = __shfl_xor_sync(~0u, total.c[c], step);
+        add(total, other);
+      }
+      if (team > 1) {
+        if (lane < f.lanes) room[warp][lane] = total;
+        __syncthreads();
+        if (lane < f.lanes && warp % team == 0) {
+          for (int w = 1; w < team; ++w) add(total, room[warp + w][lane]);
+        }
+      }
+      if (has && way == 0) {
+#pragma unroll
+        for (int c = 0; c < V; ++c) {
+          at[c] = FromCompute<T>(Finished<kOp>(total.c[c], alpha, run.reads_out, x.c[c]));
+        }
+      }
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace jaxkern

@@ -1,0 +1,301 @@
+// Few updates (algorithm `small`): one launch, no sort. A warp takes one update and a slab of the columns of its row, and
+// looks through all indices for others that go to the same row. If there are c of them, the warp's own being number r, and
+// S is the largest power of two up to c and to 32, the first S of these warps take a share of the columns each, for all c
+// updates; the others have nothing to do. So a warp has about the same work whether all indices differ or all are equal,
+// and the order of the additions depends on the indices alone.
+//
+// A call of a few dozen updates takes as long as its dependent memory accesses, and as fetching its code, so sums into x
+// by plain indices have a kernel of their own, SmallSums: its lanes have up to 32 indices each in registers. The source
+// row of the update is loaded along with them, as if the update were alone in its row of x, and that row while the warp
+// looks for others. The kernel holds little more code than it runs.
+#pragma once
+
+#include "indexing/run.cuh"
+
+namespace jaxkern {
+
+constexpr int kSmallThreads = 256, kSmallWarps = kSmallThreads / kWarp;
+constexpr int kSmallVectors = 4;  // of a thread, when the row has as many
+
+constexpr int kKeyPitch = 36;  // words from 32 keys in shared memory to the next 32: 16-byte reads free of conflicts
+
+struct SmallShape {
+  int64_t vectors;     // of a row
+  int64_t slabs;       // of a row, of kWarp * each vectors
+  int each;            // vectors of a thread
+  int64_t groups;      // blocks that the updates of one b take, for each slab
+  Divider by_slabs, by_groups;
+  int words;           // 32 indices each
+  int64_t fill_after;
+  FillShape fill;
+};
+static_assert(sizeof(SmallShape) == 160);
+
+// Adds up this warp's share of the `all` updates of one row, if it is one of the first warps, which have one. `same` has a
+// bit for each of the lane's indices that name the row: number(bit) is the number of the update, row_of(number) the
+// beginning of its row of source. `list` and `sums` are the warp's own shared memory.
+template <Reduction kOp, class T, int N, class Number, class RowAt, class Store>
+__device__ __forceinline__ void AddTogether(uint32_t same, int all, int before, Number number, RowAt row_of,
+                                            Store store, const T* out, bool reads, int64_t slab_begin, int each,
+                                            int64_t vectors, uint16_t* list, Compute<T>* sums) {
+  using C = Compute<T>;
+  constexpr int kPartsAtOnce = N * sizeof(T) == 16 && sizeof(T) == 2 ? 4 : 8;
+  const int lane = threadIdx.x % kWarp;
+  int shares = 1;
+  while (shares < kWarp && 2 * shares <= all) shares *= 2;
+  if (before >= shares) return;
+
+  int to = __popc(same);  // of the list, where this lane's part ends
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) {
+    const int other = __shfl_up_sync(~0u, to, step);
+    if (lane >= step) to += other;
+  }
+  to -= __popc(same);
+  for (uint32_t word = same; word; word &= word - 1) list[to++] = number(__ffs(word) - 1);
+  __syncwarp();
+  if (all <= kSmallVectors && each >= shares) {  // long rows: whole columns a lane, all of their loads at once
+    for (int i = 0; i < each / shares; ++i) {
+      const int64_t v = slab_begin + (before * (each / shares) + i) * kWarp + lane;
+      if (v >= vectors) break;
+      Pack<T, N> part[kSmallVectors], x = {};
+#pragma unroll
+      for (int k = 0; k < kSmallVectors; ++k) {
+        if (k < all) part[k] = LoadPart<T, N>(row_of(list[k]) + v * N);
+      }
+      if (reads) x = LoadPart<T, N>(out + v * N);
+      C total[N];
+#pragma unroll
+      for (int j = 0; j < N; ++j) total[j] = Identity<kOp, C>();
+#pragma unroll
+      for (int k = 0; k < kSmallVectors; ++k) {
+        if (k < all) Accumulate<kOp>(total, part[k]);
+      }
+      store(v, total, x);
+    }
+    return;
+  }
+  // `width` columns side by side, `shares` threads to each, which take every shares-th update.
+  const int width = kWarp / shares, first = lane / width, c = lane % width;
+  for (int i = 0; i < each; ++i) {
+    const int64_t v = slab_begin + (before * each + i) * width + c;
+    const bool active = v < vectors;
+    Pack<T, N> x = {};
+    if (active && first == 0 && reads) x = LoadPart<T, N>(out + v * N);
+    C total[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) total[j] = Identity<kOp, C>();
+    for (int u = first; active && u < all; u += kPartsAtOnce * shares) {
+      Pack<T, N> part[kPartsAtOnce];
+#pragma unroll
+      for (int k = 0; k < kPartsAtOnce; ++k) {
+        if (u + k * shares < all) {
+          part[k] = LoadPart<T, N>(row_of(list[u + k * shares]) + v * N);
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kPartsAtOnce; ++k) {
+        if (u + k * shares < all) Accumulate<kOp>(total, part[k]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < N; ++j) sums[j * kWarp + lane] = total[j];
+    __syncwarp();
+    if (active && first == 0) {
+      for (int f = 1; f < shares; ++f) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) total[j] = Combined<kOp>(total[j], sums[j * kWarp + f * width + c]);
+      }
+      store(v, total, x);
+    }
+    __syncwarp();
+  }
+}
+
+template <Reduction kOp, class T, int N>
+__global__ void __launch_bounds__(kSmallThreads, 4)
+SmallUpdates(const __grid_constant__ IndexRun run, const __grid_constant__ SmallShape s) {
+  using C = Compute<T>;
+  constexpr int kAhead = 4;
+  if (blockIdx.x >= s.fill_after) {
+    __shared__ uint32_t bits[kFillRows / 32];
+    FillTile<kOp, T, N>(run, s.fill, s.vectors, blockIdx.x - s.fill_after, bits,
+                        [&](uint32_t first, int rows, uint32_t* marks) {
+      for (uint32_t p = threadIdx.x; p < run.positions; p += kSmallThreads) {
+        const uint32_t r = KeyAt(run, p) - first;
+        if (r < static_cast<uint32_t>(rows)) atomicOr(&marks[r / 32], 1u << (r % 32));
+      }
+    });
+    return;
+  }
+  extern __shared__ __align__(16) char shared_bytes[];
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  uint32_t* const keys = reinterpret_cast<uint32_t*>(shared_bytes);
+  char* const behind = shared_bytes + s.words * kKeyPitch * 4;
+  C* const sums = reinterpret_cast<C*>(behind) + warp * kWarp * N;
+  uint16_t* const list = reinterpret_cast<uint16_t*>(behind + kSmallThreads * N * sizeof(C)) + warp * s.words * 32;
+  const int64_t item = s.by_slabs.Div(int64_t{blockIdx.x}), slab = blockIdx.x - item * s.slabs;
+  const int64_t slice = s.by_groups.Div(item);  // o * batch + b
+  const int mine = static_cast<int>(item - slice * s.groups) * kSmallWarps + warp;
+  const int64_t o = slice / run.batch;
+  const uint32_t b_begin = static_cast<uint32_t>(slice - o * run.batch) * run.count;
+  const C alpha = Alpha<C>(run);
+
+  for (int base = threadIdx.x; base < s.words * 32; base += kAhead * kSmallThreads) {
+    RawIndex raw[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const uint32_t p = base + i * kSmallThreads;
+      raw[i] = p < run.count ? LoadIndex(run, b_begin + p) : RawIndex{};
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const uint32_t p = base + i * kSmallThreads;
+      const uint32_t key = p < run.count ? KeyOf(run, raw[i], b_begin + p) : UINT32_MAX;
+      if (p < s.words * 32) keys[p / 32 * kKeyPitch + p % 32] = key;
+    }
+  }
+  __syncthreads();
+  if (mine >= run.count) return;  // the whole warp, here and below
+  const uint32_t position = b_begin + mine, key = keys[mine / 32 * kKeyPitch + mine % 32];
+  if (key >= run.dropped) return;
+
+  // Which updates go to the same row: 32 of them a lane, as bits.
+  uint32_t same = 0;
+  if (lane < s.words) {
+#pragma unroll
+    for (int q = 0; q < 8; ++q) {
+      const uint4 four = *reinterpret_cast<const uint4*>(keys + lane * kKeyPitch + 4 * q);
+      same |= ((four.x == key) | (four.y == key) << 1 | (four.z == key) << 2 | (four.w == key) << 3) << (4 * q);
+    }
+  }
+  const int lower = mine - lane * 32;
+  const uint32_t earlier = lower >= 32 ? same : lower > 0 ? same & ((1u << lower) - 1) : 0;
+  const int all = __reduce_add_sync(~0u, __popc(same)), before = __reduce_add_sync(~0u, __popc(earlier));
+
+  const T* const source = static_cast<const T*>(run.source) + o * run.source_stride * run.inner;
+  T* const out = static_cast<T*>(run.out) + (o * run.out_stride + run.OutRow(key)) * run.inner;
+  const int64_t slab_begin = slab * kWarp * s.each;
+  const bool reads = run.reads_out;
+  const auto store = [&](int64_t v, const C (&total)[N], const Pack<T, N>& x) {
+    StorePart<T, N>(out + v * N, FinishedPack<kOp, T, N>(total, alpha, reads, x));
+  };
+  if (all == 1) {
+    const T* const row = source + run.SourceRow(position) * run.inner;
+    Pack<T, N> part[kSmallVectors] = {}, old[kSmallVectors] = {};
+#pragma unroll
+    for (int i = 0; i < kSmallVectors; ++i) {
+      const int64_t v = slab_begin + lane + i * kWarp;
+      if (i < s.each && v < s.vectors) {
+        part[i] = LoadPart<T, N>(row + v * N);
+        if (reads) old[i] = LoadPart<T, N>(out + v * N);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kSmallVectors; ++i) {
+      const int64_t v = slab_begin + lane + i * kWarp;
+      if (i < s.each && v < s.vectors) {
+        C total[N];
+        Unpack(part[i], total);
+        store(v, total, old[i]);
+      }
+    }
+    return;
+  }
+  const auto row_of = [&](uint32_t u) { return source + run.SourceRow(b_begin + u) * run.inner; };
+  const auto number = [&](int bit) { return lane * 32 + bit; };
+  AddTogether<kOp, T, N>(same, all, before, number, row_of, store, out, reads, slab_begin, s.each, s.vectors, list,
+                         sums);
+}
+
+// 48 bytes end with a line of constant memory, behind what every kernel has before its parameters.
+struct SmallSum {
+  const int32_t* index;
+  const void* source;
+  const void* alpha;
+  void* out;
+  uint32_t inner, rows;
+  uint32_t wraps;  // what a negative index is counted from: rows, or 0
+  uint16_t count;
+  uint16_t each;   // vectors of a thread
+};
+static_assert(sizeof(SmallSum) == 48);
+
+// Stores that may stay in L2, for the next kernel that uses these rows: they are few.
+template <class T, int N> __device__ __forceinline__ void KeepPart(T* p, const Pack<T, N>& pack) {
+  if constexpr (N * sizeof(T) == 16) {  // in one piece, which the compiler does not make of a plain assignment
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                 ::"l"(p), "r"(pack.word[0]), "r"(pack.word[1]), "r"(pack.word[2]), "r"(pack.word[3]) : "memory");
+  } else {
+    StorePart<T, N>(p, pack);
+  }
+}
+
+constexpr int32_t kNoIndex = INT32_MIN;  // out of range, wrapped or not, of any rows that there can be
+
+// kKeys indices per lane: number 32 * j + lane is bit j of a mask.
+template <class T, int N, int kKeys>
+__global__ void __launch_bounds__(kSmallThreads, 2) SmallSums(const __grid_constant__ SmallSum s) {
+  using C = Compute<T>;
+  extern __shared__ __align__(16) char shared_bytes[];
+  const uint32_t warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, turn = blockIdx.y * kSmallWarps + warp;
+  const uint32_t mine = min(turn, s.count - 1u);
+  const int32_t own = s.index[mine];
+  const C alpha = s.alpha ? *static_cast<const C*>(s.alpha) : C(1);
+
+  const int64_t vectors = s.inner / N, slab_begin = static_cast<int64_t>(blockIdx.x) * kWarp * s.each;
+  const T* const source = static_cast<const T*>(s.source);
+  const int64_t column = (slab_begin + lane) * N;
+  // From the lane's first vector on; it takes every kWarp-th.
+  const int vectors_left = static_cast<int>(min(vectors - slab_begin - lane, int64_t{s.each} * kWarp));
+  Pack<T, N> part[kSmallVectors], old[kSmallVectors] = {};
+  const auto load = [&](Pack<T, N> (&to)[kSmallVectors], const T* row) {
+#pragma unroll
+    for (int i = 0; i < kSmallVectors; ++i) {
+      if (i * kWarp < vectors_left) to[i] = LoadPart<T, N>(row + column + i * (kWarp * N));
+    }
+  };
+  load(part, source + int64_t{mine} * s.inner);
+  if constexpr (kKeys > 4) __syncthreads();  // so that none of the many loads below comes before these
+  if (turn >= s.count) return;  // the whole warp, here and below
+  const int32_t* const index = Pinned(s.index + lane);
+  const int left = static_cast<int>(s.count - lane);
+  int32_t other[kKeys];
+#pragma unroll
+  for (int j = 0; j < kKeys; ++j) other[j] = j * kWarp < left ? index[j * kWarp] : kNoIndex;
+  const uint32_t key = own < 0 ? own + s.wraps : own;
+  if (key >= s.rows) return;
+  T* const out = static_cast<T*>(s.out) + int64_t{key} * s.inner;
+  load(old, out);
+  // Which indices mean the same row, from its beginning or from its end.
+  const int32_t first = static_cast<int32_t>(key), second = static_cast<int32_t>(key - s.wraps);
+  uint32_t same = 0;
+#pragma unroll
+  for (int j = 0; j < kKeys; ++j) same |= other[j] == first || other[j] == second ? 1u << j : 0;
+  const uint32_t own_bit = lane == mine % kWarp ? 1u << (mine / kWarp) : 0;
+  const auto store = [&](int64_t v, const C (&total)[N], const Pack<T, N>& x) {
+    KeepPart<T, N>(out + v * N, FinishedPack<Reduction::kSum, T, N>(total, alpha, true, x));
+  };
+  if (!__any_sync(~0u, same != own_bit)) {
+#pragma unroll
+    for (int i = 0; i < kSmallVectors; ++i) {
+      if (i * kWarp < vectors_left) {
+        C total[N];
+        Unpack(part[i], total);
+        store(slab_begin + lane + i * kWarp, total, old[i]);
+      }
+    }
+    return;
+  }
+  const uint32_t lower = lane < mine % kWarp ? same : same & (own_bit ? own_bit - 1 : 0);
+  const int all = __reduce_add_sync(~0u, __popc(same)), before = __reduce_add_sync(~0u, __popc(lower));
+  C* const sums = reinterpret_cast<C*>(shared_bytes) + warp * kWarp * N;
+  uint16_t* const lists = reinterpret_cast<uint16_t*>(shared_bytes + kSmallThreads * N * sizeof(C));
+  uint16_t* const list = lists + warp * kKeys * kWarp;
+  const auto row_of = [&](uint32_t u) { return source + int64_t{u} * s.inner; };
+  const auto number = [&](int bit) { return bit * kWarp + lane; };
+  AddTogether<Reduction::kSum, T, N>(same, all, before, number, row_of, store, out, true, slab_begin, s.each, vectors,
+                                     list, sums);
+}
+
+}  // namespace jaxkern

@@ -1,0 +1,453 @@
+// The segment softmax of narrow rows and of short segments, in tiles of shared memory.
+//
+// A block takes a tile of places and a slab of columns, and of the tile the runs that begin in it, beyond its end if
+// need be. It
+//
+//     reads the keys      which of its places end a run, as a bit mask for each stretch of places
+//     stages the rows     to shared memory, as vectors, in the type that is computed in
+//     reduces             a thread a stretch and column: the Stat of each run, or of the parts of the two that its
+//     edges
+//                         cut; exponentials stay in registers
+//     carries over        a segmented scan over stretches joins those parts
+//     writes              the result over the data in shared memory, and from there to memory, as vectors
+//
+// so that data is read and written once whatever the segments are like: for each element the code decides nothing but
+// whether a run ends there. A stretch has an odd length, so that the threads of a warp find their elements in different
+// banks, and at most the 32 places that a mask holds.
+//
+// Long runs (run.cuh) leave Stats in slots; SegmentJoin merges them, and SegmentRewrite reads these rows once more.
+//
+// Dynamic shared memory: Op::kInputs * s.held elements of the type that is computed in; the keys lie there first.
+#pragma once
+
+#include "ops.cuh"
+#include "run.cuh"
+
+namespace jaxkern {
+
+constexpr int kTileThreads = 256, kTileWarps = kTileThreads / kWarp, kTileColumns = 16;
+constexpr int TileStretch(int element_bytes) { return element_bytes == 8 ? 15 : 31; }
+
+// How the rows of a tile lie in memory: one stretch of it (no order, a single slab, rows of a slice adjacent); in parts
+// of whole aligned vectors; or in any way.
+enum class Rows { kContiguous, kVectors, kElements };
+
+struct TileShape {
+  int columns, slabs, stretches;  // columns of a slab; stretches side by side in a block
+  int held;                       // elements of an input in shared memory
+  Divider by_slabs, by_tiles;
+  FastDivmod by_columns, by_stretches;
+  FastDivmod by_parts;  // the vectors, or else elements, of a row's part of the slab
+};
+static_assert(sizeof(TileShape) == 104);
+
+// Where a block works: a tile of a slice `o`, and a slab of its columns.
+struct TileBlock {
+  int64_t o;
+  uint32_t tile, begin;  // begin: the first place of the tile
+  int column, width;     // of the slab
+
+  __device__ __forceinline__ TileBlock(const SegmentRun& run, const TileShape& s, int64_t number) {
+    const int64_t item = s.by_slabs.Div(number);
+    column = static_cast<int>(number - item * s.slabs) * s.columns;
+    o = s.by_tiles.Div(item);
+    tile = static_cast<uint32_t>(item - o * run.tiles);
+    begin = tile * run.places;
+    width = static_cast<int>(min(int64_t{s.columns}, run.inner - column));
+  }
+};
+
+// An array's rows in shared memory, in the type that is computed in: place p and column c of the tile lie at
+// values[p * columns + c]. Contiguous rows are read and written as vectors wherever they begin; in shared memory they
+// lie as far from a boundary of 16 bytes as in the array.
+template <class T, Rows kRows> struct Staged {
+  using C = Compute<T>;
+  static constexpr int kN = kVector<T>, kBatch = 8, kRowBatch = 4;  // vectors a thread has in flight
+  C* image;
+  C* values;
+  int ahead;  // elements from a boundary to the tile's first
+
+  __device__ __forceinline__ Staged(const TileShape& s, const TileBlock& b, C* room, const T* array) : image(room) {
+    ahead = kRows == Rows::kContiguous ? Ahead(s, b, array) : 0;
+    values = image + ahead;
+  }
+  static __device__ __forceinline__ int Ahead(const TileShape& s, const TileBlock& b, const T* array) {
+    return static_cast<int>(reinterpret_cast<uintptr_t>(array + int64_t{b.begin} * s.columns) % 16 / sizeof(T));
+  }
+
+  // `array`: of this o. Places [first, last).
+  __device__ __forceinline__ void Read(const SegmentRun& run, const TileShape& s, const TileBlock& b, const T* array,
+                                       int first, int last) {
+    if constexpr (kRows == Rows::kContiguous) {
+      const T* const from = array + int64_t{b.begin} * s.columns - ahead;
+      const int low = ahead + first * s.columns, high = ahead + last * s.columns, stop = high / kN;
+      const int ragged = Ragged(low, high);
+      if (ragged >= 0) image[ragged] = ToCompute(from[ragged]);
+      for (int base = (low + kN - 1) / kN + threadIdx.x; base < stop; base += kBatch * kTileThreads) {
+        Pack<T, kN> part[kBatch];
+#pragma unroll
+        for (int u = 0; u < kBatch; ++u) {
+          const int v = base + u * kTileThreads;
+          if (v < stop) part[u] = LoadVector<T, kN>(from + v * kN);
+        }
+#pragma unroll
+        for (int u = 0; u < kBatch; ++u) {
+          const int v = base + u * kTileThreads;
+          if (v < stop) Put(v * kN, part[u]);
+        }
+      }
+    } else {
+      ReadRows<kRows == Rows::kVectors ? kN : 1>(run, s, b, array, first, last);
+    }
+  }
+
+  __device__ __forceinline__ void Write(const SegmentRun& run, const TileShape& s, const TileBlock& b, T* array,
+                                        int first, int last) const {
+    if constexpr (kRows == Rows::kContiguous) {
+      const int out = Ahead(s, b, array);
+      T* const to = array + int64_t{b.begin} * s.columns - out;
+      const C* const from = values - out;
+      const int low = out + first * s.columns, high = out + last * s.columns;
+      const int ragged = Ragged(low, high);
+      if (ragged >= 0) to[ragged] = FromCompute<T>(from[ragged]);
+      for (int v = (low + kN - 1) / kN + threadIdx.x; v < high / kN; v += kTileThreads) {
+        StoreVector<T, kN>(to + v * kN, Get(from + v * kN, out == ahead));
+      }
+    } else {
+      WriteRows<kRows == Rows::kVectors ? kN : 1>(run, s, b, array, first, last);
+    }
+  }
+
+ private:
+  // The element of [low, high) that this thread copies, of those at either end that make no whole vector; or -1.
+  static __device__ __forceinline__ int Ragged(int low, int high) {
+    const int t = threadIdx.x, head = min((low + kN - 1) / kN * kN, high), tail = max(high / kN * kN, head);
+    const int e = t < kN ? low + t : tail + t - kN;
+    return t < kN ? (e < head ? e : -1) : t < 2 * kN && e < high ? e : -1;
+  }
+  __device__ __forceinline__ void Put(int at, const Pack<T, kN>& pack) {
+    alignas(16) C c[kN];
+    Unpack(pack, c);
+#pragma unroll
+    for (int i = 0; i < kN; i += 16 / sizeof(C)) {
+      *reinterpret_cast<uint4*>(image + at + i) = *reinterpret_cast<const uint4*>(c + i);
+    }
+  }
+  static __device__ __forceinline__ Pack<T, kN> Get(const C* from, bool aligned) {
+    alignas(16) C c[kN];
+    if (aligned) {
+#pragma unroll
+      for (int i = 0; i < kN; i += 16 / sizeof(C)) {
+        *reinterpret_cast<uint4*>(c + i) = *reinterpret_cast<const uint4*>(from + i);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kN; ++i) c[i] = from[i];
+    }
+    return Repack<T, kN>(c);
+  }
+
+  // N elements at a time.
+  template <int N> __device__ __forceinline__ void ReadRows(const SegmentRun& run, const TileShape& s,
+                                                            const TileBlock& b, const T* array, int first, int last) {
+    const FastDivmod& by = s.by_parts;
+    const int each = static_cast<int>(by.divisor), items = (last - first) * each;
+    for (int base = threadIdx.x; base < items; base += kRowBatch * kTileThreads) {
+      Pack<T, N> part[kRowBatch];
+      int64_t row[kRowBatch];
+      int place[kRowBatch], offset[kRowBatch];
+#pragma unroll
+      for (int u = 0; u < kRowBatch; ++u) {
+        const int e = base + u * kTileThreads, p = by.Div(e);
+        place[u] = first + p;
+        offset[u] = e < items ? (e - p * each) * N : b.width;
+        if (offset[u] < b.width) row[u] = run.RowAt(b.begin + place[u]);
+      }
+#pragma unroll
+      for (int u = 0; u < kRowBatch; ++u) {
+        if (offset[u] < b.width) part[u] = LoadRowPart<T, N>(array + row[u] * run.inner + b.column + offset[u]);
+      }
+#pragma unroll
+      for (int u = 0; u < kRowBatch; ++u) {
+        if (offset[u] >= b.width) continue;
+        const int at = place[u] * s.columns + offset[u];
+        if constexpr (N == kN) Put(at, part[u]);
+        else image[at] = ToCompute(Element(part[u], 0));
+      }
+    }
+  }
+  template <int N> __device__ __forceinline__ void WriteRows(const SegmentRun& run, const TileShape& s,
+                                                             const TileBlock& b, T* array, int first, int last) const {
+    const FastDivmod& by = s.by_parts;
+    const int each = static_cast<int>(by.divisor), items = (last - first) * each;
+#pragma unroll 4
+    for (int e = threadIdx.x; e < items; e += kTileThreads) {
+      const int p = by.Div(e), offset = (e - p * each) * N;
+      if (offset >= b.width) continue;
+      T* const to = array + run.RowAt(b.begin + first + p) * run.inner + b.column + offset;
+      const C* const from = image + (first + p) * s.columns + offset;
+      if constexpr (N == kN) StoreRowPart<T, N>(to, Get(from, true));
+      else *to = FromCompute<T>(*from);
+    }
+  }
+};
+
+// Reads the places [low, high) of all inputs, one input behind the other in shared memory, and returns the first one's
+// rows, which the result replaces.
+template <class T, Rows kRows, int kInputs>
+__device__ __forceinline__ Staged<T, kRows> StageInputs(const SegmentRun& run, const TileShape& s, const TileBlock& b,
+                                                        Compute<T>* images, int low, int high,
+                                                        Compute<T>* (&values)[kInputs]) {
+  Staged<T, kRows> staged(s, b, images, run.Input<T>(0, b.o));
+  staged.Read(run, s, b, run.Input<T>(0, b.o), low, high);
+  values[0] = staged.values;
+  if constexpr (kInputs == 2) {
+    Staged<T, kRows> other(s, b, images + s.held, run.Input<T>(1, b.o));
+    other.Read(run, s, b, run.Input<T>(1, b.o), low, high);
+    values[1] = other.values;
+  }
+  return staged;
+}
+
+// Which places of a tile end a run; lies in shared memory. A place of no segment is a run of its own.
+template <int kQ> struct RunEnds {
+  uint32_t ends[kTileThreads];   // of each stretch
+  uint32_t drops[kTileThreads];  // places of no segment
+  uint32_t some[kTileWarps];     // stretches in which something ends
+
+  // Finds them from the keys of the tile and of the place behind it. A barrier must follow.
+  __device__ __forceinline__ void Find(const uint32_t* keys, int stretches, uint32_t dropped) {
+    const int t = threadIdx.x;
+    uint32_t end = 0, drop = 0;
+    if (t < stretches) {
+      uint32_t key = keys[t * kQ];
+#pragma unroll
+      for (int i = 0; i < kQ; ++i) {
+        const uint32_t next = keys[t * kQ + i + 1];
+        if (key >= dropped) drop |= 1u << i;
+        if (key >= dropped || next != key) end |= 1u << i;
+        key = next;
+      }
+    }
+    ends[t] = end;
+    drops[t] = drop;
+    const uint32_t bits = __ballot_sync(~0u, end != 0);
+    if (t % kWarp == 0) some[t / kWarp] = bits;
+  }
+  // The first end in stretches from `stretch` on, or `none`.
+  __device__ __forceinline__ int From(int stretch, int none) const {
+    for (int w = stretch / kWarp; w < kTileWarps; ++w) {
+      const uint32_t bits = w == stretch / kWarp ? some[w] >> (stretch % kWarp) << (stretch % kWarp) : some[w];
+      if (bits) {
+        const int k = w * kWarp + __ffs(bits) - 1;
+        return k * kQ + __ffs(ends[k]) - 1;
+      }
+    }
+    return none;
+  }
+  // The last end in stretches before `stretch`, or -1.
+  __device__ __forceinline__ int Before(int stretch) const {
+    for (int w = (stretch - 1) / kWarp; w >= 0; --w) {
+      const uint32_t bits = some[w] & (stretch - w * kWarp < kWarp ? (1u << (stretch - w * kWarp)) - 1 : ~0u);
+      if (bits) {
+        const int k = w * kWarp + 31 - __clz(bits);
+        return k * kQ + 31 - __clz(ends[k]);
+      }
+    }
+    return -1;
+  }
+};
+
+// Whether the run that comes into the tile at `begin` is long: it reaches the place `end` too, or came into the tile
+// before.
+__device__ __forceinline__ bool LongHead(const SegmentRun& run, uint32_t begin, uint32_t key) {
+  const uint32_t end = begin + run.reach;
+  return (end < run.positions && run.Key(end) == key) || (begin > run.places && run.Key(begin - run.places - 1) == key);
+}
+
+// Whether the run that begins in a tile and holds the place `end` behind it is long.
+__device__ __forceinline__ bool LongTail(const SegmentRun& run, uint32_t end, uint32_t key) {
+  return end + run.reach < run.positions && run.Key(end + run.reach) == key;
+}
+
+// Joins the parts of runs that span stretches, by a segmented scan over the stretches of each column. `carry`, in
+// shared memory: for each stretch and column the Stat of the run that is open at its end; afterwards including the
+// parts in stretches before it. A barrier must precede; all threads take part; ends with a barrier.
+template <class Op>
+__device__ __forceinline__ void CarryOver(const TileShape& s, const uint32_t* ends, typename Op::Stat* carry) {
+  using Stat = typename Op::Stat;
+  __shared__ Stat warp_stat[kTileWarps];
+  __shared__ bool warp_flag[kTileWarps];
+  // A column's stretches side by side.
+  const int t = threadIdx.x, lane = t % kWarp, warp = t / kWarp;
+  const int c = s.by_stretches.Div(t), k = t - c * s.stretches;
+  const bool inside = c < s.columns;
+  Stat stat = inside ? carry[k * s.columns + c] : Op::Identity();
+  bool flag = !inside || k == 0 || ends[k] != 0;  // nothing comes in
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) {
+    const Stat other = Op::ShuffleUp(stat, step);
+    const bool other_flag = __shfl_up_sync(~0u, static_cast<int>(flag), step);
+    if (lane >= step) {
+      if (!flag) stat = Op::Merge(other, stat);
+      flag |= other_flag;
+    }
+  }
+  if (lane == kWarp - 1) warp_stat[warp] = stat, warp_flag[warp] = flag;
+  __syncthreads();
+  if (!flag) {
+    int w = warp - 1;
+    while (w > 0 && !warp_flag[w]) --w;
+    Stat before = warp_stat[w];  // thread 0 has a flag, and with it warp 0
+    for (++w; w < warp; ++w) before = Op::Merge(before, warp_stat[w]);
+    stat = Op::Merge(before, stat);
+  }
+  if (inside) carry[k * s.columns + c] = stat;
+  __syncthreads();
+}
+
+template <class Op, Rows kRows> __global__ void __launch_bounds__(kTileThreads, sizeof(typename Op::C) == 8 ? 2 : 3)
+    SegmentTiles(const __grid_constant__ SegmentRun run, const __grid_constant__ TileShape s) {
+  using T = typename Op::T;
+  using C = typename Op::C;
+  using Stat = typename Op::Stat;
+  constexpr int kQ = TileStretch(sizeof(T));
+  extern __shared__ __align__(16) char shared_bytes[];
+  __shared__ RunEnds<kQ> runs;
+  __shared__ Stat carry[kTileThreads], totals[kTileThreads];
+  const TileBlock b(run, s, blockIdx.x);
+  const int t = threadIdx.x, places = run.places, room = run.places + run.reach;
+  const uint32_t left = run.positions - b.begin;  // places from the tile's first on
+
+  // The keys of the tile, of the places that it reaches, and of one place before and behind.
+  uint32_t* const keys = reinterpret_cast<uint32_t*>(shared_bytes) + 1;
+#pragma unroll 8
+  for (int i = t; i <= room; i += kTileThreads) {
+    keys[i] = i < left ? run.Key(b.begin + i) : UINT32_MAX;
+  }
+  if (t == 0) keys[-1] = b.begin > 0 ? run.Key(b.begin - 1) : UINT32_MAX;
+  __syncthreads();
+  runs.Find(keys, s.stretches, run.dropped);
+  __syncthreads();
+
+  // Which runs cross the edges of the tile, and which places are the block's: those of its long runs within the tile
+  // [low, high), and of the runs that it writes [own_first, own_last).
+  const uint32_t first_key = keys[0], last_key = keys[places - 1];
+  const bool comes_in = b.begin > 0 && first_key < run.dropped && keys[-1] == first_key;
+  const bool long_head = comes_in && LongHead(run, b.begin, first_key);
+  const bool goes_on = last_key < run.dropped && keys[places] == last_key;
+  const int first_end = runs.From(0, room);
+  const bool passes = comes_in && first_end >= places;                         // one run, from before to behind
+  const bool open = goes_on && (passes ? long_head : keys[room] == last_key);  // to the end of the tile, and long
+  int high = min(places, static_cast<int>(min(left, run.places)));
+  if (goes_on && !open)
+    high = min(min(runs.From(places / kQ, room) + 1, room), static_cast<int>(min(left, run.places + run.reach)));
+  const int own_first = comes_in ? first_end + 1 : 0, own_last = open ? runs.Before(places / kQ) + 1 : high;
+  const int low = comes_in && !long_head ? own_first : 0;
+  if (low >= high) return;
+  __syncthreads();
+
+  C* const images = reinterpret_cast<C*>(shared_bytes);
+  C* values[Op::kInputs];
+  Staged<T, kRows> staged = StageInputs<T, kRows>(run, s, b, images, low, high, values);
+  __syncthreads();
+
+  const int j = s.by_columns.Div(t), c = t - j * s.columns;
+  const bool active = j < s.stretches && c < b.width && j * kQ < high && (j + 1) * kQ > low;
+  const uint32_t ends = active ? runs.ends[j] : 0;
+  C kept[kQ];
+  Stat head = Op::Identity(), tail = Op::Identity();
+  if (active) {
+#pragma unroll
+    for (int k = 0; k < Op::kInputs; ++k) values[k] += j * kQ * s.columns + c;
+    Op::Reduce(values, s.columns, ends, runs.drops[j], kept, &head, &tail);
+    if (!ends) tail = head;
+  }
+  carry[t] = tail;
+  __syncthreads();
+  CarryOver<Op>(s, runs.ends, carry);
+  if (ends) totals[t] = j > 0 ? Op::Merge(carry[t - s.columns], head) : head;
+  __syncthreads();
+
+  if (active) {
+    if (long_head && !passes && j == first_end / kQ) {
+      run.Slot<Stat>(b.o, b.tile, 0)[b.column + c] = totals[t];
+    }
+    if (open && j == places / kQ - 1) {
+      run.Slot<Stat>(b.o, b.tile, !passes)[b.column + c] = carry[t];
+    }
+    const int next = runs.From(j + 1, room);  // the end of what is open here; a long run's is elsewhere
+    const Stat behind = next < high ? totals[next / kQ * s.columns + c] : Op::Identity();
+    Op::Write(values, s.columns, ends, kept, head, ends ? totals[t] : behind, tail, behind);
+  }
+  __syncthreads();
+  if (own_first < own_last) staged.Write(run, s, b, run.Output<T>(b.o), own_first, own_last);
+}
+
+// Writes the rows of long runs, from the totals in the tiles' slots. A block looks through every gridDim-th tile and
+// slab, a thread each (no more than kTileThreads), for those with such rows: mostly there are none, else they are
+// neighbours.
+template <class Op, Rows kRows> __global__ void __launch_bounds__(kTileThreads, 2)
+    SegmentRewrite(const __grid_constant__ SegmentRun run, const __grid_constant__ TileShape s, int64_t tiles) {
+  using T = typename Op::T;
+  using C = typename Op::C;
+  extern __shared__ __align__(16) char shared_bytes[];
+  __shared__ typename Op::Final finals[kTileColumns];
+  __shared__ int held_keys;
+  __shared__ uint8_t parts[kTileThreads];  // 1: of the run that comes in, 2: of the one that goes on
+  const auto tile = [](int i) { return blockIdx.x + static_cast<int64_t>(i) * gridDim.x; };
+  const int number = static_cast<int>((tiles - blockIdx.x + gridDim.x - 1) / gridDim.x);
+  if (threadIdx.x < number) {
+    const TileBlock b(run, s, tile(threadIdx.x));
+    const uint32_t end = b.begin + run.places;
+    const uint32_t held = min(run.places, run.positions - b.begin);
+    const uint32_t first_key = run.Key(b.begin), last_key = run.Key(b.begin + held - 1);
+    const bool comes_in = b.begin > 0 && first_key < run.dropped && run.Key(b.begin - 1) == first_key;
+    const bool long_head = comes_in && LongHead(run, b.begin, first_key);
+    const bool goes_on = end < run.positions && last_key < run.dropped && run.Key(end) == last_key;
+    const bool passes = comes_in && goes_on && first_key == last_key;
+    const bool open = goes_on && !passes && LongTail(run, end, last_key);
+    parts[threadIdx.x] = long_head | open << 1;
+  }
+  __syncthreads();
+
+#pragma unroll 1
+  for (int i = 0; i < 2 * number; ++i) {
+    const int tail = i % 2;
+    if (!(parts[i / 2] >> tail & 1)) continue;
+    const TileBlock b(run, s, tile(i / 2));
+    const int held = static_cast<int>(min(run.places, run.positions - b.begin));
+    // How many places of the tile belong to that run.
+    if (threadIdx.x == 0) held_keys = 0;
+    __syncthreads();
+    const uint32_t wanted = run.Key(b.begin + (tail ? held - 1 : 0));
+    int count = 0;
+#pragma unroll 4
+    for (int k = threadIdx.x; k < held; k += kTileThreads) count += run.Key(b.begin + k) == wanted;
+    count = ReduceLanes<kWarp>(count, [](int a, int b) { return a + b; });
+    if (threadIdx.x % kWarp == 0) atomicAdd(&held_keys, count);
+    if (threadIdx.x < b.width) {
+      finals[threadIdx.x] = Op::Finish(run.Slot<typename Op::Stat>(b.o, b.tile, tail)[b.column + threadIdx.x]);
+    }
+    __syncthreads();
+    const int low = tail ? held - held_keys : 0, high = tail ? held : held_keys;
+    C* const images = reinterpret_cast<C*>(shared_bytes);
+    C* values[Op::kInputs];
+    Staged<T, kRows> staged = StageInputs<T, kRows>(run, s, b, images, low, high, values);
+    __syncthreads();
+#pragma unroll 4
+    for (int e = low * s.columns + threadIdx.x; e < high * s.columns; e += kTileThreads) {
+      const int c = e - s.by_columns.Div(e) * s.columns;
+      if (c >= b.width) continue;
+      C x[Op::kInputs];
+#pragma unroll
+      for (int k = 0; k < Op::kInputs; ++k) x[k] = values[k][e];
+      values[0][e] = Op::Map(x, finals[c]);
+    }
+    __syncthreads();
+    staged.Write(run, s, b, run.Output<T>(b.o), low, high);
+    __syncthreads();
+  }
+}
+
+}  // namespace jaxkern

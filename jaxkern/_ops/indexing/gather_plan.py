@@ -1,0 +1,70 @@
+"""The launch list of index_select on CUDA. There is one algorithm: see ffi/kernels/indexing/gather.cuh."""
+
+import numpy as np
+
+from jaxkern._core import launch
+from jaxkern._core.define import ceil_div, cuda_type, divider, size_of
+
+HEADER, THREADS, GATHERED = "indexing/gather.cuh", 256, 4
+VECTORS = {16: "uint4", 8: "uint2", 4: "uint32_t", 2: "uint16_t"}
+FEW_BYTES = 8 << 20  # an x of this size stays in L2 by itself, and the result may stay there too
+
+# What an index that is out of range selects, as bits: NaN, the least integer, or the greatest unsigned one.
+FILL = {
+    "float16": 0x7E00,
+    "bfloat16": 0x7FC0,
+    "float32": 0x7FC00000,
+    "float64": 0x7FF8000000000000,
+    "int32": 0x80000000,
+    "int64": 0x8000000000000000,
+    "uint32": 0xFFFFFFFF,
+}
+
+
+def fits(algorithm: str, problem=None, device=None) -> bool:
+    return algorithm == "gather"
+
+
+def choose(problem=None, device=None) -> str:
+    return "gather"
+
+
+def index_select(device, operands, results, *, rules) -> launch.Plan | None:
+    """The plan for x and an index of these types; None where the dtype has no kernel."""
+    (x, index), axis, k = operands, rules.axis, rules.batch_dims
+    if x.dtype.name not in FILL:
+        return None
+    size, rows, count = x.dtype.itemsize, x.shape[axis], index.shape[k]
+    row_bytes, slices = size_of(x.shape[axis + 1 :]) * size, size_of(x.shape[:axis])
+    fill = int.from_bytes(FILL[x.dtype.name].to_bytes(size, "little") * (8 // size), "little") if rules.fill_nan else 0
+
+    def gather(vector):
+        vectors = row_bytes // vector
+        total, each = slices * count * vectors, THREADS * GATHERED
+        number = "uint32_t" if total < 2**31 - 1 - each else "int64_t"
+        shape = launch.struct(
+            launch.i64(vectors),
+            launch.i64(total),
+            launch.i64(count),
+            launch.i64(rows),
+            divider(vectors),
+            divider(count),
+            divider(size_of(x.shape[k:axis])),
+            launch.u64(fill),
+            launch.boolean(rules.wrap and np.issubdtype(index.dtype, np.signedinteger)),
+            launch.boolean(rules.clip),
+            launch.boolean(slices * rows * row_bytes > FEW_BYTES),
+        )
+        name = f"Gather<{VECTORS[vector]}, {cuda_type(index.dtype)}, {number}>"
+        return (
+            launch.Launch(
+                HEADER,
+                name,
+                [launch.operand(0), launch.operand(1), launch.result(0), shape],
+                grid=ceil_div(total, each),
+                block=THREADS,
+            ),
+        )
+
+    vector = next(v for v in VECTORS if row_bytes % v == 0)
+    return launch.Plan("gather", gather(vector), unaligned=gather(size) if vector > size else None)

@@ -1,0 +1,281 @@
+"""The primitives of rows at indices: shapes, batching, binding.
+
+    index_add_p      (x, index, source[, alpha][, keys, order])   x, plus alpha times each row of source, at index
+    segment_sum_p    (source, index[, keys, order])               the same onto zeros: every row is written once
+    segment_max_p    (source, index[, keys, order])               the largest of the rows that go to a row, or -inf
+    segment_min_p    (source, index[, keys, order])               the smallest, or inf
+    index_select_p   (x, index[, keys, order])                    row index[k] of x, or the fill value
+
+x has the shape (*lead, rows, *trail), source (*lead, count, *trail) and index (*batch, count), where batch is the first
+dimensions of lead: the rest of lead shares its indices. The first dimensions of source may be 1 where it is the same for
+the whole batch. Nothing is ever reshaped or transposed on the way to a kernel. index_select_p and segment_sum_p are each
+other's transposes.
+
+keys and order are what `sort_indices` made of the index, so that it need not be sorted again; index_select_p hands them
+to its gradient.
+"""
+
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import batching
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxkern import tiers
+from jaxkern._core import validate
+from jaxkern._core.primitive import bind, evaluate
+
+
+class Rules(typing.NamedTuple):
+    """Parameters of every primitive here, in the words of the CPU handlers' attributes."""
+
+    axis: int
+    batch_dims: int = 0
+    wrap: bool = False  # negative indices count from the end
+    clip: bool = False  # what is out of range goes to the nearest row; else nowhere
+    sorted: bool = False
+    unique: bool = False
+    deterministic: bool = True
+    fill_nan: bool = False  # index_select: what is out of range is NaN, or an integer's limit; else 0
+    plan: str = "auto"
+
+
+def index_add(x, index, source, *rest, rules):
+    return bind(index_add_p, x, index, source, *rest, rules=_planned(rules, "index_add"))
+
+
+def index_select(x, index, *order, rules):
+    return bind(index_select_p, x, index, *order, rules=_planned(rules, "index_select"))
+
+
+def segment(prim, source, index, *order, rows, rules):
+    return bind(prim, source, index, *order, rows=rows, rules=_planned(rules, "segment"))
+
+
+def segment_sum(source, index, *order, rows, rules):
+    return segment(segment_sum_p, source, index, *order, rows=rows, rules=rules)
+
+
+def parted(rest):
+    """(alpha, order) of what follows the source of index_add: () or one element, () or two."""
+    return rest[: len(rest) % 2], rest[len(rest) % 2 :]
+
+
+def _planned(rules, operation):
+    """With the plan that is forced here and now, if the operation is one that it is for."""
+    own = [p for p in tiers.PLANS if (p == "gather") == (operation == "index_select")]
+    return rules._replace(plan=tiers.forced(own))
+
+
+def computing(dtype):
+    """What sums and alpha are held in: 16 bits and less are too few."""
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
+
+
+def least(dtype):
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return -jnp.inf
+    return False if dtype == jnp.bool_ else jnp.iinfo(dtype).min
+
+
+def greatest(dtype):
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.inf
+    return True if dtype == jnp.bool_ else jnp.iinfo(dtype).max
+
+
+def fill_value(dtype):
+    """What `jnp.take` gives for an index that is out of range."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.nan
+    return least(dtype) if jnp.issubdtype(dtype, jnp.signedinteger) else greatest(dtype)
+
+
+# ---- shapes
+
+
+def _check(name, rows_shape, source_shape, index, order, rules):
+    """rows_shape and source_shape: (*lead, rows, *trail) and (*lead, count, *trail)."""
+    axis, k = rules.axis, rules.batch_dims
+    fits = len(rows_shape) == len(source_shape) and 0 <= k <= axis < len(rows_shape) and index.ndim == k + 1
+    if fits:
+        whole, part = list(rows_shape), list(source_shape)
+        fits = part.pop(axis) == index.shape[k]
+        whole.pop(axis)
+        fits &= part[k:] == whole[k:] and part[:k] in (whole[:k], [1] * k) and list(index.shape[:k]) == whole[:k]
+    if not fits:
+        raise ValueError(f"jaxkern.{name}: rows of shape {tuple(rows_shape)}, a source of shape {tuple(source_shape)} "
+                         f"and an index of shape {index.shape} do not fit along axis {axis}, with {k} batch dimensions")
+    if any(a.shape != (index.size,) or a.dtype != jnp.uint32 for a in order):
+        raise ValueError(f"jaxkern.{name}: {', '.join(a.str_short() for a in order)} are no order of {index.str_short()}")
+
+
+def _along(x, axis, size, index=None):
+    """The type of x with another size along the axis, which is sharded as the index is, or not at all."""
+    spec = [*validate.explicit_spec(x)]
+    spec[axis] = None
+    if index is not None:
+        spec[axis : axis + 1] = unused(validate.explicit_spec(index)[-1:], spec)
+    shape = (*x.shape[:axis], size, *x.shape[axis + 1 :])
+    if x.sharding.mesh.empty:
+        return x.update(shape=shape, weak_type=False)
+    return x.update(shape=shape, weak_type=False, sharding=NamedSharding(x.sharding.mesh, PartitionSpec(*spec)))
+
+
+def unused(entries, others):
+    """Entries of a sharding's spec, None for those that name an axis of the mesh which the others name too."""
+    names = lambda entry: {*entry} if isinstance(entry, tuple) else {entry} - {None}
+    used = set().union(*map(names, others))
+    return [None if names(entry) & used else entry for entry in entries]
+
+
+def _add_shape(x, index, source, *rest, rules):
+    alpha, order = parted(rest)
+    _check("index_add", x.shape, source.shape, index, order, rules)
+    if source.dtype != x.dtype or any(
+            a.shape not in ((), x.shape[: rules.batch_dims]) or a.dtype != computing(x.dtype) for a in alpha):
+        raise ValueError(f"jaxkern.index_add: operands differ: {x.str_short()}, {source.str_short()}, "
+                         f"{[a.str_short() for a in alpha]}")
+    return x.update(weak_type=False)
+
+
+def _select_shape(x, index, *order, rules):
+    selected = _along(x, rules.axis, index.shape[-1], index)
+    _check("index_select", x.shape, selected.shape, index, order, rules)
+    return selected
+
+
+def _segment_shape(name, source, index, *order, rows, rules):
+    k = rules.batch_dims
+    out = _along(source, rules.axis, rows)
+    if source.shape[:k] != index.shape[:k]:  # all 1, and the index is not
+        spec = [*index.sharding.spec[:k], *out.sharding.spec[k:]]
+        out = out.update(shape=(*index.shape[:k], *out.shape[k:]))
+        if not out.sharding.mesh.empty:
+            out = out.update(sharding=NamedSharding(out.sharding.mesh, PartitionSpec(*spec)))
+    _check(name, out.shape, source.shape, index, order, rules)
+    return out
+
+
+def _primitive(name, shape_rule):
+    prim = Primitive(f"jaxkern_{name}")
+    prim.def_abstract_eval(shape_rule)
+    prim.def_impl(functools.partial(evaluate, prim))
+    return prim
+
+
+index_add_p = _primitive("index_add", _add_shape)
+index_select_p = _primitive("index_select", _select_shape)
+segment_sum_p = _primitive("segment_sum", functools.partial(_segment_shape, "segment_sum"))
+segment_max_p = _primitive("segment_max", functools.partial(_segment_shape, "segment_max"))
+segment_min_p = _primitive("segment_min", functools.partial(_segment_shape, "segment_min"))
+SEGMENT = (segment_sum_p, segment_max_p, segment_min_p)
+
+
+# ---- vmap
+#
+# A batch of indices becomes a batch dimension in front, and is sorted anew. A batch of arrays under the same indices joins
+# the dimensions before or after the axis, wherever it lies, behind the batch dimensions that there are.
+
+
+def moved(x, d, at, size):
+    """Batch dimension d of x at `at`; x is repeated if it has none."""
+    if d is not None:
+        return jnp.moveaxis(x, d, at)  # nothing at all when d == at
+    return jnp.broadcast_to(jnp.expand_dims(x, at), (*x.shape[:at], size, *x.shape[at:]))
+
+
+def _source_in_front(source, d, size, lead, rules):
+    """The same for a source under a batch of indices, which need not be repeated."""
+    k = rules.batch_dims
+    ones = source.shape[:k] if d is None else jnp.moveaxis(source, d, 0).shape[1 : 1 + k]
+    if d is None and all(s == 1 for s in ones):
+        return source[None]
+    source = moved(source, d, 0, size)
+    return jnp.broadcast_to(source, (size, *lead[:k], *source.shape[1 + k :]))
+
+
+def inner(rules, at):
+    """Rules of operands that have a new dimension at `at`, under the same indices."""
+    return rules._replace(axis=rules.axis + (at <= rules.axis))
+
+
+def outer(rules):
+    return rules._replace(axis=rules.axis + 1, batch_dims=rules.batch_dims + 1)
+
+
+def size_of(operands, dims):
+    return next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
+
+
+def place(d, rules):
+    """Where a batch that lies at d goes: there, but not among the batch dimensions."""
+    return max(d, rules.batch_dims)
+
+
+def shares_order(index_dim, order_dims) -> bool:
+    """Whether all of a batch have one index, and the order that is given, if any."""
+    return index_dim is None and all(d is None for d in order_dims)
+
+
+def _batch_add(operands, dims, *, rules):
+    (x, index, source, *rest), (dx, di, ds, *ds_rest) = operands, dims
+    (alpha, order), (da, do) = parted(rest), parted(ds_rest)
+    if da and da[0] is not None:
+        return jax.vmap(functools.partial(_add_in_parts, rules=rules), (dx, di, ds, *da))(x, index, source, *alpha), 0
+    size = size_of(operands, dims)
+    if not shares_order(di, do):
+        x, index = moved(x, dx, 0, size), moved(index, di, 0, size)
+        source = _source_in_front(source, ds, size, x.shape[1:], rules)
+        return index_add(x, index, source, *alpha, rules=outer(rules)), 0
+    at = place(dx if dx is not None else ds, rules)
+    x, source = moved(x, dx, at, size), moved(source, ds, at, size)
+    return index_add(x, index, source, *alpha, *order, rules=inner(rules, at)), at
+
+
+def _add_in_parts(x, index, source, alpha, *, rules):
+    """index_add with a factor that may differ from one element of a batch to the next."""
+    wide = computing(x.dtype)
+    rows, k = x.shape[rules.axis], rules.batch_dims
+    total = segment_sum(source.astype(wide), index, rows=rows, rules=rules)
+    # A row that nothing goes to stays what it is, whatever alpha: 0 * inf is NaN.
+    touched = segment_sum(jnp.ones(index.shape, jnp.int32), index, rows=rows, rules=rules._replace(axis=k)) > 0
+    touched = touched.reshape(*index.shape[:k], *[1] * (rules.axis - k), rows, *[1] * (x.ndim - rules.axis - 1))
+    return jnp.where(touched, (x.astype(wide) + alpha * total).astype(x.dtype), x)
+
+
+def _batch_select(operands, dims, *, rules):
+    (x, index, *order), (dx, di, *do) = operands, dims
+    axis, k = rules.axis, rules.batch_dims
+    size = size_of(operands, dims)
+    if dx is not None and shares_order(di, do):
+        at = place(dx, rules)
+        return index_select(moved(x, dx, at, size), index, *order, rules=inner(rules, at)), at
+    if dx is not None:
+        return index_select(moved(x, dx, 0, size), moved(index, di, 0, size), rules=outer(rules)), 0
+    # One array, many indices: a longer index.
+    index = validate.mergeable(moved(index, di, k, size), 2, k)
+    count = index.shape[k + 1]
+    y = index_select(x, index.reshape(*index.shape[:k], size * count), rules=rules._replace(sorted=False, unique=False))
+    return y.reshape(*y.shape[:axis], size, count, *y.shape[axis + 1 :]), axis
+
+
+def _batch_segment(prim, operands, dims, *, rows, rules):
+    (source, index, *order), (ds, di, *do) = operands, dims
+    size = size_of(operands, dims)
+    if ds is not None and shares_order(di, do):
+        at = place(ds, rules)
+        return segment(prim, moved(source, ds, at, size), index, *order, rows=rows, rules=inner(rules, at)), at
+    index = moved(index, di, 0, size)
+    source = _source_in_front(source, ds, size, index.shape[1:], rules)
+    return segment(prim, source, index, rows=rows, rules=outer(rules)), 0
+
+
+batching.primitive_batchers[index_add_p] = _batch_add
+batching.primitive_batchers[index_select_p] = _batch_select
+for _prim in SEGMENT:
+    batching.primitive_batchers[_prim] = functools.partial(_batch_segment, _prim)

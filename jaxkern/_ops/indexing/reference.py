@@ -1,0 +1,78 @@
+"""index_add, the segment operations and index_select in jnp: where there is no kernel. An order changes nothing."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern._ops.indexing.primitive import computing, fill_value, greatest, least, parted
+from jaxkern._ops.indexing.sort import rows_of
+
+
+def _for_each_batch(f, rules):
+    """f on arrays without batch dimensions, for the operands of a primitive."""
+    flat = rules._replace(axis=rules.axis - rules.batch_dims, batch_dims=0)
+    f = functools.partial(f, rules=flat)
+    for _ in range(rules.batch_dims):
+        f = jax.vmap(f)
+    return f
+
+
+def _whole(source, index, rules):
+    k = rules.batch_dims
+    if source.shape[:k] == index.shape[:k]:
+        return source
+    return jnp.broadcast_to(source, (*index.shape[:k], *source.shape[k:]))
+
+
+def _at(x, index, rules):
+    return x.at[(slice(None),) * rules.axis + (rows_of(index, x.shape[rules.axis], rules),)]
+
+
+def add(x, index, source, *rest, rules):
+    alpha, _ = parted(rest)
+    wide = computing(x.dtype)
+
+    def one(x, index, source, rules):
+        if not alpha:
+            return _at(x.astype(wide), index, rules).add(source.astype(wide), mode="drop").astype(x.dtype)
+        total = _at(jnp.zeros_like(x, wide), index, rules).add(source.astype(wide), mode="drop")
+        # 0 * inf is NaN, where nothing is added.
+        touched = _at(jnp.zeros_like(x, bool), index, rules).set(True, mode="drop")
+        return jnp.where(touched, (x.astype(wide) + alpha[0] * total).astype(x.dtype), x)
+
+    return _for_each_batch(one, rules)(x, index, _whole(source, index, rules))
+
+
+def select(x, index, *order, rules):
+    del order
+    value = fill_value(x.dtype) if rules.fill_nan else 0
+
+    def one(x, index, rules):
+        axis = rules.axis
+        if x.shape[axis] == 0:  # JAX refuses to take anything from nothing
+            return jnp.full((*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]), value, x.dtype)
+        return _at(x, index, rules).get(mode="fill", fill_value=value)
+
+    return _for_each_batch(one, rules)(x, index)
+
+
+def total(source, index, *order, rows, rules):
+    del order
+    k, axis = rules.batch_dims, rules.axis
+    zeros = jnp.zeros((*index.shape[:k], *source.shape[k:axis], rows, *source.shape[axis + 1 :]), source.dtype)
+    return add(zeros, index, source, rules=rules)
+
+
+def _extreme(method, identity, source, index, *order, rows, rules):
+    del order
+    def one(source, index, rules):
+        shape = (*source.shape[: rules.axis], rows, *source.shape[rules.axis + 1 :])
+        start = jnp.full(shape, identity(source.dtype), source.dtype)
+        return getattr(_at(start, index, rules), method)(source, mode="drop")
+
+    return _for_each_batch(one, rules)(_whole(source, index, rules), index)
+
+
+largest = functools.partial(_extreme, "max", least)
+smallest = functools.partial(_extreme, "min", greatest)

@@ -1,0 +1,190 @@
+"""The index_add family on several devices: what each computes, and what they tell each other.
+
+    split along        index_add, segments                            index_select
+    batch, inner       nothing                                        nothing
+    rows               nothing: a device drops what is not its own    a sum of the selected rows
+    count (indices)    a sum of the rows; nothing else                nothing
+    both, by one axis  a sum of which each device keeps its rows      indices are gathered, then as to the left
+
+Sums of floating-point numbers are sent in float32 or wider, and rounded once.
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkern._ops.indexing import primitive
+
+LIMIT = 2**31 - 2  # rows that may be split: they are numbered in int32
+
+
+def dims(prim, avals, rules):
+    """Names for the dimensions of each operand and of the result, for partition.lower."""
+    axis, k, ranks = rules.axis, rules.batch_dims, [a.ndim for a in avals]
+    full = [f"d{d}" for d in range(max(ranks))]
+    along = lambda name: [*full[:axis], name, *full[axis + 1 :]]
+    rows, source, index = along("rows"), along("count"), [*full[:k], "count"]
+    if prim is primitive.index_add_p:
+        alpha, order = primitive.parted(ranks[3:])
+        return [rows, index, source, *(full[:rank] for rank in alpha), *[["ordered"]] * len(order), rows]
+    order = [["ordered"]] * len(ranks[2:])
+    return [rows, index, *order, source] if prim is primitive.index_select_p else [source, index, *order, rows]
+
+
+def _keeps_order(over, rules):
+    """Whether a device has all indices, and they mean what they meant."""
+    return not (over["rows"] or over["count"] or any(over[f"d{d}"] for d in range(rules.batch_dims)))
+
+
+def summed(prim):
+    """What the result has no dimension for."""
+    return ("rows",) if prim is primitive.index_select_p else ("count",)
+
+
+def _place(axes):
+    """Which of the parts that `axes` make this device has, the first axis being the slowest, and their number."""
+    return lax.axis_index(axes), lax.psum(1, axes)
+
+
+def _resolved(index, rows, rules):
+    """Rows from 0 to rows - 1 in int32, ascending where the indices were; below or above for none."""
+    unsigned = jnp.issubdtype(index.dtype, jnp.unsignedinteger)
+    if index.dtype.itemsize < 4:
+        index = index.astype(jnp.int32)
+    if rules.wrap and not unsigned:
+        index = jnp.where(index < 0, index + rows, index)
+    if not unsigned:
+        index = jnp.maximum(index, -1)
+    index = jnp.minimum(index, rows).astype(jnp.int32)
+    return jnp.clip(index, 0, rows - 1) if rules.clip else index
+
+
+def _own(index, rows, axes, shared, rules):
+    """The indices of one device, which has a part of the rows; those of others stand for none.
+
+    rows: of the whole array, which all of `axes` split. But the device has every part along those that are `shared`,
+    one after the other.
+    Returns the indices, the rows that they count, and rules for them.
+    """
+    index = _resolved(index, rows, rules)
+    here, parts = _place(axes)
+    height = rows // parts
+    rules = rules._replace(wrap=False, clip=False)
+    if not shared:
+        return index - here * height, height, rules
+    part, row = index // height, index % height
+    mine, kept, unit = (index >= 0) & (index < rows), jnp.zeros_like(index), 1
+    for axis in reversed(axes):
+        at, size = _place((axis,))
+        part, digit = part // size, part % size
+        if axis in shared:
+            kept, unit = kept + digit * unit, unit * size
+        else:
+            mine &= digit == at
+    return jnp.where(mine, kept * height + row, unit * height), unit * height, rules._replace(sorted=False)
+
+
+def _without(axes, others):
+    return tuple(a for a in axes if a not in others)
+
+
+# ---- index_select
+
+
+def _select(over, x, index, *order, rules):
+    del order
+    across, along = over["rows"], over["count"]
+    if not across:
+        return primitive.index_select_p.bind(x, index, rules=rules)
+    axis = rules.axis
+    rows = x.shape[axis] * lax.psum(1, across)
+    own = _resolved(index, rows, rules)
+    shared = tuple(a for a in along if a in across)
+    everyone = lax.all_gather(index, shared, axis=index.ndim - 1, tiled=True) if shared else index
+    everyone, _, local = _own(everyone, rows, across, (), rules)
+    y = primitive.index_select_p.bind(x, everyone, rules=local._replace(fill_nan=False, sorted=False, unique=False))
+    if shared:  # one device has the row, and the others zeros
+        y = lax.psum_scatter(y, shared, scatter_dimension=axis, tiled=True)
+    if _without(across, shared):
+        y = lax.psum(y, _without(across, shared))
+    if not rules.fill_nan or rules.clip:
+        return y
+    exists = jnp.expand_dims((own >= 0) & (own < rows), [d for d in range(y.ndim) if not (d < rules.batch_dims or d == axis)])
+    return jnp.where(exists, y, jnp.asarray(primitive.fill_value(y.dtype), y.dtype))
+
+
+# ---- segments
+
+
+def _segments(prim, over, source, index, *order, rows, rules):
+    if _keeps_order(over, rules):
+        return prim.bind(source, index, *order, rows=rows, rules=rules)
+    across, along = over["rows"], over["count"]
+    shared = tuple(a for a in across if a in along)
+    whole = rows
+    if across:
+        index, rows, rules = _own(index, whole, across, shared, rules)
+    if not along:
+        return prim.bind(source, index, rows=rows, rules=rules)
+    if prim is primitive.segment_sum_p:
+        y = prim.bind(source.astype(primitive.computing(source.dtype)), index, rows=rows, rules=rules)
+        if shared:
+            y = lax.psum_scatter(y, shared, scatter_dimension=rules.axis, tiled=True)
+        rest = _without(along, shared)
+        return (lax.psum(y, rest) if rest else y).astype(source.dtype)
+    y = prim.bind(source, index, rows=rows, rules=rules)
+    y = _largest(y, along) if prim is primitive.segment_max_p else _smallest(y, along)
+    if shared:
+        here, parts = _place(shared)
+        y = lax.dynamic_slice_in_dim(y, here * (rows // parts), rows // parts, rules.axis)
+    return y
+
+
+def _smallest(x, axes):
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return ~_largest(~x, axes)
+    return -_largest(-x, axes)
+
+
+def _largest(x, axes):
+    """lax.pmax, and NaN where there is one: in the order of integers that floating-point numbers have as bits."""
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return lax.pmax(x, axes)
+    wide = x.astype(primitive.computing(x.dtype))
+    wide = jnp.where(jnp.isnan(wide), jnp.nan, wide)  # a NaN without a sign is above inf
+    bits = jnp.int64 if wide.dtype == jnp.float64 else jnp.int32
+    ordered = lambda b: b ^ ((b >> (8 * wide.dtype.itemsize - 1)) & jnp.iinfo(bits).max)
+    largest = lax.pmax(ordered(lax.bitcast_convert_type(wide, bits)), axes)
+    return lax.bitcast_convert_type(ordered(largest), wide.dtype).astype(x.dtype)
+
+
+# ---- index_add
+
+
+def _add(over, x, index, source, *rest, rules):
+    if _keeps_order(over, rules):
+        return primitive.index_add_p.bind(x, index, source, *rest, rules=rules)
+    alpha, _ = primitive.parted(rest)
+    across, along, axis = over["rows"], over["count"], rules.axis
+    if along:
+        rows = x.shape[axis] * (lax.psum(1, across) if across else 1)
+        wide = primitive.computing(x.dtype)
+        total = _segments(primitive.segment_sum_p, over, source.astype(wide), index, rows=rows, rules=rules)
+        y = x.astype(wide) + total
+        if alpha:
+            factor = jnp.expand_dims(alpha[0], range(alpha[0].ndim, x.ndim))
+            # 0 * inf is NaN, but a row that nothing goes to stays what it is. Which rows these are would be a message more;
+            # that a sum is 0 is known.
+            y = jnp.where(jnp.isfinite(factor) | (total != 0), x.astype(wide) + factor * total, x.astype(wide))
+        return y.astype(x.dtype)
+    if across:
+        index, _, rules = _own(index, x.shape[axis] * lax.psum(1, across), across, (), rules)
+    return primitive.index_add_p.bind(x, index, source, *alpha, rules=rules)
+
+
+SHARDS = {
+    primitive.index_add_p: _add,
+    primitive.index_select_p: _select,
+    **{prim: functools.partial(_segments, prim) for prim in primitive.SEGMENT},
+}

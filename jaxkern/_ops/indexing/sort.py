@@ -1,0 +1,255 @@
+"""sort_indices: the order of updates by the row that they go to, which every reduction at indices is made over.
+
+    sort_indices_p   (index [batch, count])   keys, order: uint32 [batch * count]
+
+Position b * count + k is that of index[b, k], and its key is b * rows + row, or batch * rows where the index is none of
+`rows`. `keys` ascend, and `order` has the position of each; positions of equal keys ascend. Nothing here depends on the
+data that the indices are for, so that equal sorts of a program become one.
+"""
+
+import functools
+import math
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jaxkern._core import launch, validate
+from jaxkern._core.define import ceil_div, divider, lower_to_kernels
+from jaxkern._core.primitive import bind, evaluate
+
+# What one run of the kernels numbers in 32 bits: keys, of which one more says that an update goes nowhere, and positions.
+MAX_KEYS, MAX_POSITIONS = 1 << 31, 1 << 30
+
+
+# ---- the primitive
+
+
+def sort_indices(index, *, rows, wrap, clip):
+    """(keys, order) of an index of shape [batch, count]; wrap and clip as in `Rules`."""
+    wrap = wrap and not jnp.issubdtype(index.dtype, jnp.unsignedinteger)  # so that equal sorts look alike
+    return bind(sort_indices_p, validate.whole(validate.whole(index, 0), 1), rows=rows, wrap=wrap, clip=clip)
+
+
+def sortable(batch, count, rows) -> bool:
+    """Whether one sort numbers all updates and rows of a call."""
+    return 0 < batch * count <= MAX_POSITIONS and 0 < rows and batch * rows < MAX_KEYS - 1
+
+
+def _shape(index, *, rows, wrap, clip):
+    del wrap, clip
+    if index.ndim != 2 or not jnp.issubdtype(index.dtype, jnp.integer):
+        raise ValueError(f"jaxkern.sort_indices: an index of shape [batch, count] is needed, got {index.str_short()}")
+    if all(isinstance(d, int) for d in (*index.shape, rows)) and index.shape[0] * rows >= 2**32 - 1:
+        raise ValueError(f"jaxkern.sort_indices: {index.shape[0]} x {rows} rows are more than 32 bits number")
+    out = {"shape": (math.prod(index.shape),), "dtype": jnp.dtype(jnp.uint32), "weak_type": False}
+    if not index.sharding.mesh.empty:
+        out["sharding"] = jax.sharding.NamedSharding(index.sharding.mesh, jax.sharding.PartitionSpec(None))
+    return [index.update(**out)] * 2
+
+
+def rows_of(index, rows, rules):
+    """The row that each index stands for, `rows` where it is none, in a type that can say so."""
+    if index.dtype.itemsize < 4:
+        index = index.astype(jnp.int32)
+    most = jnp.iinfo(index.dtype).max
+    beyond = isinstance(rows, int) and rows > most  # more rows than the type can name: none is too large
+    limit = jnp.asarray(most if beyond else rows, index.dtype)  # rows may be symbolic
+    if rules.wrap and jnp.issubdtype(index.dtype, jnp.signedinteger):
+        index = jnp.where(index < 0, index + limit, index)
+    if rules.clip:
+        index = jnp.maximum(index, 0)
+        return index if beyond else jnp.minimum(index, jnp.maximum(limit, 1) - 1)
+    return jnp.where((index < 0) | ((index >= limit) & (not beyond)), limit, index)
+
+
+class _Mode(typing.NamedTuple):
+    wrap: bool
+    clip: bool
+
+
+def reference(index, *, rows, wrap, clip):
+    batch, count = index.shape
+    row = rows_of(index, rows, _Mode(wrap, clip))
+    exists = (row >= 0) & (row < rows)
+    first = jnp.arange(batch, dtype=jnp.uint32)[:, None] * jnp.asarray(rows, jnp.uint32)
+    keys = jnp.where(exists, row.astype(jnp.uint32) + first, jnp.asarray(batch * rows, jnp.uint32)).reshape(-1)
+    positions = jax.lax.iota(jnp.uint32, batch * count)
+    return jax.lax.sort([keys, positions], num_keys=1, is_stable=True)
+
+
+sort_indices_p = Primitive("jaxkern_sort_indices")
+sort_indices_p.multiple_results = True
+sort_indices_p.def_abstract_eval(_shape)
+sort_indices_p.def_impl(functools.partial(evaluate, sort_indices_p))
+
+
+def _batch(operands, dims, **params):
+    """Each element of the batch has keys and positions of its own, and what goes nowhere last: as many sorts."""
+    (index,), (d,) = operands, dims
+    return jax.lax.map(lambda i: bind(sort_indices_p, i, **params), jnp.moveaxis(index, d, 0)), [0, 0]
+
+
+batching.primitive_batchers[sort_indices_p] = _batch
+
+
+def _jvp(primals, tangents, **params):
+    out = bind(sort_indices_p, *primals, **params)
+    return out, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
+
+
+ad.primitive_jvps[sort_indices_p] = _jvp
+
+
+# ---- the plan
+
+HEADER = "indexing/sort.cuh"
+RADIX_BITS = 9  # kRadixBitsMax
+THREADS, SMALL_TILE, TILE, LARGE_TILE = 512, 2048, 4608, 8192
+UNSCANNED_TILES = 32  # so few, of the smallest, are added up by each block of RadixScatter itself
+SCAN_THREADS, SCAN_DIGITS, SOURCE_ROWS_THREADS = 1024, 8, 256
+SCATTER_SHARED = {SMALL_TILE: 51328, TILE: 55424, LARGE_TILE: 84096}  # bytes of ScatterShared
+
+
+class Part(typing.NamedTuple):
+    """The part of a call that one run of the kernels takes: slices [b, b + batch), rows from `row` on, positions of each
+    slice from `position` on."""
+
+    b: int
+    batch: int
+    row: int
+    rows: int
+    position: int
+    count: int
+
+
+class Indices(typing.NamedTuple):
+    """The indices of a run; `struct` is Indices of ffi/kernels/indexing/indices.cuh."""
+
+    buffer: launch.Buffer  # of the run's first index
+    dtype: np.dtype
+    all_rows: int
+    wrap: bool
+    clip: bool
+    part: Part
+
+    @property
+    def positions(self) -> int:
+        return self.part.batch * self.part.count
+
+    @property
+    def dropped(self) -> int:
+        return self.part.batch * self.part.rows
+
+    @property
+    def signed(self) -> bool:
+        return np.issubdtype(self.dtype, np.signedinteger)
+
+    @property
+    def plain(self) -> bool:
+        return self.dtype.itemsize == 4 and self.signed and not self.clip and self.part.rows == self.all_rows
+
+    def members(self) -> tuple:
+        p, u32 = self.part, launch.u32
+        return (self.buffer, launch.i64(self.all_rows), launch.i64(p.row), u32(p.rows), u32(p.count), u32(p.batch),
+                u32(self.positions), u32(self.dropped), launch.i32(self.dtype.itemsize), launch.boolean(self.signed),
+                launch.boolean(self.wrap and self.signed), launch.boolean(self.clip), launch.boolean(self.plain),
+                divider(p.count))
+
+    def struct(self) -> launch.Struct:
+        return launch.struct(*self.members())
+
+
+class Scratch:
+    """Hands out parts of the scratch of a call."""
+
+    def __init__(self):
+        self.bytes = 0
+
+    def take(self, size: int) -> launch.Buffer:
+        at, self.bytes = self.bytes, self.bytes + ceil_div(size, 256) * 256
+        return launch.scratch(at)
+
+
+class Digits(typing.NamedTuple):
+    """How a radix sort takes bits [low, high) of keys: `passes` of `bits` each, over tiles of so many positions."""
+
+    passes: int
+    bits: int
+    tile: int
+    tiles: int
+
+
+def digits(positions: int, low: int, high: int) -> Digits:
+    passes = ceil_div(max(high - low, 0), RADIX_BITS)
+    tile = SMALL_TILE if positions < 1 << 19 else TILE if positions < 1 << 22 else LARGE_TILE
+    return Digits(passes, ceil_div(high - low, passes) if passes else 0, tile, ceil_div(positions, tile))
+
+
+def bits_for(n: int) -> int:
+    """The number of bits that hold 0 .. n - 1."""
+    return (n - 1).bit_length()
+
+
+def radix_sort(indices: Indices, cut: Digits, low: int, targets, counts, elements=None) -> list[launch.Launch]:
+    """The launches of a stable sort by the bits of keys from `low` on.
+
+    targets: for each pass (keys, payload), buffers of 4 * positions bytes; of equal parity they may be the same.
+    counts: a buffer of 4 * (tiles + 1) * 2^bits bytes.
+    elements: (source, source_extra, bytes of an element) if not positions travel with the keys, but elements. The last
+        pass then writes pairs of both to its keys' buffer, 8 bytes each.
+    """
+    steps, run, items = [], indices.struct(), cut.tile // THREADS
+    scanned = cut.tile > SMALL_TILE or cut.tiles > UNSCANNED_TILES
+    null = launch.null
+    keys_in = payload_in = null
+    for i, (keys, payload) in enumerate(targets):
+        pairs = keys if elements and i == cut.passes - 1 else null
+        source, extra, size = elements if elements and i == 0 else (null, 0, 0)
+        kind = "kLater" if i else f"kFirstOfElements{size}" if elements else "kFirstOfPositions"
+        sort = launch.struct(
+            launch.i32(low + i * cut.bits), launch.i32(cut.bits), launch.u32(cut.tiles), launch.boolean(scanned), counts,
+            keys_in, payload_in, keys, payload, pairs, source, launch.i64(extra))
+        tiled = functools.partial(launch.Launch, HEADER, args=[run, sort], grid=cut.tiles, block=THREADS)
+        steps.append(tiled(name=f"RadixCount<{THREADS}, {items}, {'false' if i else 'true'}>"))
+        if scanned:
+            steps.append(launch.Launch(
+                HEADER, f"RadixScan<{SCAN_THREADS}>", [counts, launch.u32(cut.tiles), launch.i32(1 << cut.bits)],
+                grid=ceil_div(1 << cut.bits, SCAN_DIGITS), block=SCAN_THREADS))
+        steps.append(tiled(name=f"RadixScatter<{THREADS}, {items}, jaxkern::Pass::{kind}>", shared=SCATTER_SHARED[cut.tile]))
+        keys_in, payload_in = keys, payload
+    return steps
+
+
+def source_rows(indices: Indices, order, rows, extra: int) -> launch.Launch:
+    """Turns the positions in `order` into rows of source, in which each b lies `extra` rows further than count."""
+    return launch.Launch(HEADER, f"SourceRows<{SOURCE_ROWS_THREADS}>", [indices.struct(), order, rows, launch.i64(extra)],
+                         grid=ceil_div(indices.positions, SOURCE_ROWS_THREADS), block=SOURCE_ROWS_THREADS)
+
+
+def sorted_into(indices: Indices, keys, order, scratch: Scratch) -> list[launch.Launch]:
+    """The launches that write the keys and the order of all positions to two buffers."""
+    cut = digits(indices.positions, 0, bits_for(indices.dropped + 1))
+    bytes_ = 4 * indices.positions
+    spare = (scratch.take(bytes_), scratch.take(bytes_)) if cut.passes > 1 else None
+    targets = [(keys, order) if (cut.passes - i) % 2 else spare for i in range(cut.passes)]
+    return radix_sort(indices, cut, 0, targets, scratch.take(4 * (cut.tiles + 1) << cut.bits))
+
+
+def plan(device, operands, results, *, rows, wrap, clip) -> launch.Plan | None:
+    """The plan of sort_indices; None where 32 bits do not number all keys."""
+    (index,) = operands
+    batch, count = index.shape
+    if not sortable(batch, count, rows):
+        return None
+    indices = Indices(launch.operand(0), index.dtype, rows, wrap, clip, Part(0, batch, 0, rows, 0, count))
+    scratch = Scratch()
+    steps = sorted_into(indices, launch.result(0), launch.result(1), scratch)
+    return launch.Plan("radix", tuple(steps), scratch.bytes)
+
+
+mlir.register_lowering(sort_indices_p, mlir.lower_fun(reference, multiple_results=True))
+lower_to_kernels(sort_indices_p, plan=plan, reference=reference)

@@ -1,0 +1,252 @@
+"""Launch lists of segment_softmax and its gradient on CUDA (ffi/kernels/segment_softmax/).
+
+There are two algorithms, which differ in how places come into the order of their segments:
+
+    sort     a stable sort of the ids, an operation of its own (indexing/sort.py), then the kernels
+    sorted   ascending ids (a hint): the kernels alone
+
+and two kernels, of which one follows from the shapes alone, and with it the order of every sum:
+
+    walk     a warp a tile of places and a strip of columns, a run at a time in registers: where segments fill most of
+             a warp on the average (3 rows of 128 bytes, say)
+    tiles    a block a tile in shared memory: shorter segments, and rows of less than 16 bytes
+"""
+
+import typing
+
+from jaxkern._core import launch
+from jaxkern._core.define import ceil_div, cuda_type, divider, fast_divmod, size_of
+
+ALGORITHMS = ("sorted", "sort")
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+# Keys and positions of a call are 32-bit numbers; a key says which segment of which slice of the batch.
+MOST_KEYS, MOST_POSITIONS = 2**31 - 2, 2**30
+
+TILE_THREADS, TILE_COLUMNS = 256, 16
+WALK_WARPS, WALK_LANES = 4, 8  # warps of a block; the most lanes side by side in a row
+JOIN_THREADS, JOIN_COLUMNS, JOIN_TILES = 256, 8, 64
+
+
+class Problem(typing.NamedTuple):
+    """Arrays [batch, outer, count, inner] with ids [batch, count] of `rows` segments."""
+
+    batch: int
+    outer: int
+    rows: int
+    count: int
+    inner: int
+    itemsize: int
+    sorted: bool = False
+
+
+def fits(algorithm: str, problem: Problem, device=None) -> bool:
+    """Whether the algorithm can run the problem; `sorted` needs its hint."""
+    if problem.rows >= MOST_KEYS or problem.count > MOST_POSITIONS:
+        return False
+    return algorithm == "sort" or (algorithm == "sorted" and problem.sorted)
+
+
+def choose(problem: Problem, device=None) -> str:
+    """The algorithm that runs the problem by default."""
+    return "sorted" if problem.sorted else "sort"
+
+
+def most_slices(problem: Problem) -> int:
+    """How many slices of the batch one call of the kernels can number."""
+    return max(1, min(MOST_KEYS // problem.rows, MOST_POSITIONS // (problem.count * problem.outer)))
+
+
+# ---- how places are cut
+
+
+class Cut(typing.NamedTuple):
+    """Tiles of `places` that follow a run for up to `reach` places behind them: a run that ends later is long."""
+
+    walk: bool
+    places: int
+    reach: int
+
+
+class Tile(typing.NamedTuple):
+    columns: int  # of a slab: whole rows of up to 16 elements, else vectors of 16 bytes
+    slabs: int
+    stretches: int  # side by side in a block
+
+
+def _tile(inner, itemsize) -> Tile:
+    columns = inner
+    if inner > TILE_COLUMNS:
+        vector = 16 // itemsize
+        columns = ceil_div(ceil_div(inner, ceil_div(inner, TILE_COLUMNS)), vector) * vector
+    return Tile(columns, ceil_div(inner, columns), TILE_THREADS // columns)
+
+
+def _stretch(itemsize):
+    """TileStretch() of tiles.cuh."""
+    return 15 if itemsize == 8 else 31
+
+
+def _lanes(wanted):
+    """Lanes side by side in a row: a power of two."""
+    return min(WALK_LANES, 1 << max(wanted - 1, 0).bit_length())
+
+
+def cut_of(p: Problem) -> Cut:
+    """The same for each slice of a batch, however many of them a call has."""
+    row_bytes = p.inner * p.itemsize
+    rows_at_once = 32 // _lanes(ceil_div(row_bytes, 16))
+    # A segment costs a warp as much as its rows do if they are taken in fewer than two steps.
+    if row_bytes < 16 or p.count < 2 * rows_at_once * p.rows:
+        stretches = _tile(p.inner, p.itemsize).stretches
+        places = stretches - stretches // 3
+        return Cut(False, places * _stretch(p.itemsize), (stretches - places) * _stretch(p.itemsize))
+    # About 8000 warps, if there is work for so many; one segment may keep a warp busy half as long as all work takes.
+    work = p.count * p.outer * ceil_div(row_bytes, 128)
+    places, reach = 32, 64
+    while places < 128 and places * 2 * 8192 <= work:
+        places *= 2
+    while reach < 1024 and reach * 2 * 4096 <= work:
+        reach *= 2
+    # Not a power of two: tiles that are walked side by side must not all lie in the same memory channels.
+    return Cut(True, places + 16, reach)
+
+
+# ---- launches
+
+
+def forward(device, operands, results, *, rows, axis, batch_dims) -> launch.Plan:
+    """The plan of (data, keys[, order]) -> y; see `_plan`."""
+    return _plan("SegmentForward", 2, device, operands, rows, axis, batch_dims)
+
+
+def backward(device, operands, results, *, rows, axis, batch_dims) -> launch.Plan:
+    """The plan of (y, g, keys[, order]) -> the gradient."""
+    return _plan("SegmentBackward", 1, device, operands, rows, axis, batch_dims)
+
+
+def _plan(op, numbers, device, operands, rows, axis, batch_dims):
+    """numbers: that a Stat consists of. keys ascend, but those of no segment may lie anywhere; order: see run.cuh."""
+    inputs = 1 if op == "SegmentForward" else 2
+    x, itemsize = operands[0], operands[0].dtype.itemsize
+    p = Problem(
+        size_of(x.shape[:batch_dims]),
+        size_of(x.shape[batch_dims:axis]),
+        rows,
+        x.shape[axis],
+        size_of(x.shape[axis + 1 :]),
+        itemsize,
+    )
+    op = f"jaxkern::{op}<{cuda_type(x.dtype)}>"
+    cut, positions = cut_of(p), p.batch * p.count
+    tiles, long = ceil_div(positions, cut.places), positions > cut.places + cut.reach
+    scratch = 2 * tiles * p.outer * p.inner * numbers * max(itemsize, 4) if long else 0
+    ordered = len(operands) > inputs + 1
+    extra = (p.outer - 1) * p.count if p.batch > 1 else 0
+    run = launch.struct(
+        launch.operand(inputs),
+        launch.operand(inputs + 1) if ordered else launch.null,
+        launch.operand(0),
+        launch.operand(1) if inputs == 2 else launch.null,
+        launch.result(0),
+        launch.scratch() if long else launch.null,
+        launch.i64(p.inner),
+        launch.i64(p.count),
+        launch.i64(extra),
+        launch.u32(positions),
+        launch.u32(p.batch * p.rows),
+        launch.u32(cut.places),
+        launch.u32(cut.reach),
+        launch.u32(tiles),
+        divider(p.count),
+    )
+
+    slabs, groups = ceil_div(p.inner, JOIN_COLUMNS), ceil_div(tiles, JOIN_TILES)
+    join = launch.Launch(
+        "segment_softmax/join.cuh",
+        f"SegmentJoin<{op}>",
+        [run, launch.i64(slabs), launch.i64(groups)],
+        grid=p.outer * groups * slabs,
+        block=JOIN_THREADS,
+    )
+    kernels = _walk if cut.walk else _tiles
+    whole = p.inner * itemsize % 16 == 0
+    contiguous = not ordered and not extra
+    launches = lambda aligned: kernels(
+        op, inputs, p, run, tiles, join if long else None, aligned and whole, contiguous, device
+    )
+    found = launches(True)
+    unaligned = launches(False)
+    return launch.Plan("walk" if cut.walk else "tiles", found, scratch, None if unaligned == found else unaligned)
+
+
+def _walk(op, inputs, p, run, tiles, join, whole, contiguous, device):
+    vectors = whole and p.itemsize < 8
+    n, parts = (16 // p.itemsize, 1) if vectors else (1, 4)
+    lanes = ceil_div(p.inner, n * parts)
+    side, slots = _lanes(lanes), lambda side: ceil_div(lanes, side) * side
+    if side == WALK_LANES and slots(WALK_LANES // 2) < slots(WALK_LANES):
+        side //= 2  # leaves fewer lanes idle
+    strips = slots(side) // side
+
+    def walk(each, rewrites):
+        groups = ceil_div(tiles, each)
+        warps = p.outer * groups * strips
+        shape = launch.struct(
+            launch.i64(warps),
+            divider(strips),
+            divider(groups),
+            launch.i32(side.bit_length() - 1),
+            launch.i32(strips),
+            launch.u32(each),
+            launch.boolean(rewrites),
+        )
+        return launch.Launch(
+            "segment_softmax/walk.cuh",
+            f"SegmentWalk<{op}, {n}, {parts}>",
+            [run, shape],
+            grid=ceil_div(warps, WALK_WARPS),
+            block=32 * WALK_WARPS,
+        )
+
+    if join is None:
+        return (walk(1, False),)
+    # The warps of one wave look through all tiles for long runs.
+    each = ceil_div(p.outer * tiles * strips, 20 * device.sm_count)
+    return walk(1, False), join, walk(min(each, 32), True)
+
+
+def _tiles(op, inputs, p, run, tiles, join, whole, contiguous, device):
+    tile, n, stretch = _tile(p.inner, p.itemsize), 16 // p.itemsize, _stretch(p.itemsize)
+    vectors = whole and tile.columns % n == 0
+    contiguous = contiguous and tile.slabs == 1  # whose kernel copes with any alignment
+    rows = "kContiguous" if contiguous else "kVectors" if vectors else "kElements"
+    held = (tile.stretches * stretch * tile.columns + 2 * n) // n * n
+    shape = launch.struct(
+        launch.i32(tile.columns),
+        launch.i32(tile.slabs),
+        launch.i32(tile.stretches),
+        launch.i32(held),
+        divider(tile.slabs),
+        divider(tiles),
+        fast_divmod(tile.columns),
+        fast_divmod(tile.stretches),
+        fast_divmod(tile.columns // n if rows == "kVectors" else tile.columns),
+    )
+    blocks, shared = p.outer * tiles * tile.slabs, inputs * held * max(p.itemsize, 4)
+
+    def kernel(name, grid, *args):
+        return launch.Launch(
+            "segment_softmax/tiles.cuh",
+            f"{name}<{op}, jaxkern::Rows::{rows}>",
+            [run, shape, *args],
+            grid=grid,
+            block=TILE_THREADS,
+            shared=shared,
+        )
+
+    first = kernel("SegmentTiles", blocks)
+    if join is None:
+        return (first,)
+    # One wave of blocks, but no more than TILE_THREADS tiles a block.
+    few = min(blocks, max(512, ceil_div(blocks, TILE_THREADS)))
+    return first, join, kernel("SegmentRewrite", few, launch.i64(blocks))

@@ -1,0 +1,59 @@
+"""segment_softmax in jnp and by way of the segments: where there is no kernel, and with messages on several devices.
+
+over: axes of the mesh that split the rows of data, so that maxima and sums of segments are those of all devices.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkern._core.rows import computed
+from jaxkern._ops.indexing import primitive as indexing
+
+
+def totals(index, rows, rules, over=()):
+    """x -> the sum over its segment for each element of x; 0 for an element of no segment."""
+    rules = rules._replace(plan="auto")
+
+    def of_segment(x):
+        total = indexing.segment_sum(x, index, rows=rows, rules=rules)
+        total = lax.psum(total, over) if over else total
+        return indexing.index_select(total, index, rules=rules)
+
+    return of_segment
+
+
+def softmax(data, index, *order, rows, rules, over=()):
+    del order
+    if isinstance(rows, int) and rows == 0:
+        return jnp.zeros_like(data)
+    x = computed(data)
+    rules = rules._replace(plan="auto")
+    # Any number may be subtracted, and so a constant: the largest has no Taylor series.
+    largest = indexing.segment(indexing.segment_max_p, lax.stop_gradient(x), index, rows=rows, rules=rules)
+    if over:
+        largest = lax.pmax(largest, over)  # may be any number beside a NaN: what it is subtracted from becomes NaN
+    base = jnp.where(largest == -jnp.inf, 0, largest)
+    exists = _exists(index, rows, rules, x.ndim)
+    e = jnp.where(exists, jnp.exp(x - indexing.index_select(base, index, rules=rules)), 0)
+    total = totals(index, rows, rules, over)(e)
+    return jnp.where(exists, e / jnp.where(total == 0, 1, total), 0).astype(data.dtype)
+
+
+def gradient(y, g, index, *order, rows, rules, over=()):
+    del order
+    if isinstance(rows, int) and rows == 0:
+        return jnp.zeros_like(y)
+    wide = computed(y)
+    takes_part = (wide != 0) & _exists(index, rows, rules, y.ndim)
+    g = jnp.where(takes_part, computed(g), 0)
+    dot = totals(index, rows, rules, over)(jnp.where(takes_part, wide * g, 0))
+    return jnp.where(takes_part, wide * (g - dot), 0).astype(y.dtype)
+
+
+def _exists(index, rows, rules, rank):
+    """Whether each element is of a segment; of a shape that broadcasts to that of the arrays."""
+    exists = jnp.ones(index.shape, bool) if rules.clip else index >= 0
+    if not rules.clip and not (isinstance(rows, int) and rows > jnp.iinfo(index.dtype).max):  # rows may be symbolic
+        index = index.astype(jnp.int32) if index.dtype.itemsize < 4 else index
+        exists &= index < jnp.asarray(rows, index.dtype)
+    return jnp.expand_dims(exists, [d for d in range(rank) if not (d < rules.batch_dims or d == rules.axis)])

@@ -1,0 +1,338 @@
+"""The runtime of CUDA kernels, without a GPU: launch lists, compilation, the cache on disk, the handler's plumbing.
+
+Each test runs a program of its own in a process of its own, on a stand-in for the driver (runtime/fake_cuda.cc).
+"""
+
+import concurrent.futures
+import os
+import pathlib
+import shutil
+import stat
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from jaxkern._core import launch, registry
+from jaxkern._core.launch import Launch, Plan, f32, i64, operand, result, struct, u32
+
+HERE = pathlib.Path(__file__).parent / "runtime"
+MODULE = registry.kernels.module
+
+pytestmark = [
+    pytest.mark.skipif(MODULE is None or MODULE.compiler()[1] != "", reason="NVRTC is not installed"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="the stand-in for the driver needs g++"),
+]
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory):
+    library = tmp_path_factory.mktemp("fake") / "libcuda.so"
+    subprocess.run(["g++", "-shared", "-fPIC", "-O1", "-o", str(library), str(HERE / "fake_cuda.cc")], check=True)
+    return library
+
+
+@pytest.fixture
+def run(fake, tmp_path):
+    """run(statements, **environment): the lines that a program prints."""
+
+    def run(statements, **environment):
+        environment = {"JAXKERN_CACHE_DIR": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu", **environment}
+        done = subprocess.run([sys.executable, str(HERE / "setup.py"), str(fake), textwrap.dedent(statements)],
+                              env={**os.environ, **environment}, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.splitlines()
+
+    return run
+
+
+@pytest.fixture
+def run_on_gpu(tmp_path):
+    """The same on the GPU."""
+
+    def run(statements, **environment):
+        environment = {"JAXKERN_CACHE_DIR": str(tmp_path / "cache"), "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **environment}
+        done = subprocess.run([sys.executable, str(HERE / "setup.py"), "cuda", textwrap.dedent(statements)],
+                              env={**os.environ, **environment}, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.splitlines()
+
+    return run
+
+
+def files(folder):
+    return sorted(p for p in folder.iterdir() if p.is_file())
+
+
+def test_arguments_reach_the_kernel(run):
+    lines = run("np.testing.assert_array_equal(jax.jit(lambda x: call(plan(), x))(x), expected)")
+    assert [line.split(" ")[0] for line in lines] == ["load", "launch"]
+    assert lines[1].startswith("launch 2,1,1 of 32,1,1 cluster 1 shared 0 _ZN7jaxkern5ProbeIfLb1EEE")
+
+
+def test_what_is_loaded_is_loaded_once(run):
+    lines = run("""
+        import threading
+        f = jax.jit(lambda x: call(plan(), x))
+        threads = [threading.Thread(target=lambda: f(x).block_until_ready()) for _ in range(8)]
+        [t.start() for t in threads], [t.join() for t in threads]
+        np.testing.assert_array_equal(f(x), expected)
+    """)
+    assert lines.count("load") == 1 and len(lines) == 10
+
+
+def test_kernels_are_compiled_ahead(run, tmp_path):
+    run("""
+        import time
+        module.prefetch(program(plan(probe(True), probe(False))), 90)
+        folder = pathlib.Path(runtime.cache_folder())
+        for _ in range(300):
+            time.sleep(0.1)
+            if folder.is_dir() and len(list(folder.glob("*.jaxkern"))) == 2:
+                break
+        else:
+            raise SystemExit("nothing was compiled")
+    """)
+    run("""
+        for i in range(50):  # more than can be done before the process ends
+            module.prefetch(program(plan(probe(True, kernel=f"Probe<float, {i} == 0>"))), 90)
+    """)
+    assert len(files(tmp_path / "cache")) < 50
+
+
+def test_unaligned_buffers_get_launches_of_their_own(run):
+    lines = run("""
+        text = program(plan())
+        for offset in (0, 4):
+            a, b = np.zeros(64, np.uint8), np.zeros(64, np.uint8)
+            skip = -a.ctypes.data % 16 + offset
+            a[skip : skip + 32].view(np.float32)[:] = x
+            out = -b.ctypes.data % 16
+            error = module.launch(1, text, 0, [a.ctypes.data + skip, b.ctypes.data + out], [32, 32])
+            assert error == "", error
+            np.testing.assert_array_equal(b[out : out + 32].view(np.float32), expected)
+    """)
+    launches = [line.split(" ")[-1] for line in lines if line.startswith("launch")]
+    assert ["Lb1E" in launches[0], "Lb0E" in launches[1]] == [True, True]
+
+
+def test_launch_options(run):
+    lines = run("""
+        big = probe(True, shared=100_000, cluster=16, grid=(64, 2), waves=1)
+        few = probe(True, grid=1000, waves=3)
+        call(plan(Memset(result(0), 32, 7), big, few), x)
+    """)
+    assert lines == [
+        "load",
+        "attribute 8 = 100000 on device 0",
+        "attribute 14 = 1 on device 0",
+        "memset 7, 32 bytes",
+        f"launch 48,2,1 of 32,1,1 cluster 16 shared 100000 {lines[4].split(' ')[-1]}",  # 3 clusters of 16 fit the stand-in
+        f"launch 6,1,1 of 32,1,1 cluster 1 shared 0 {lines[5].split(' ')[-1]}",  # 2 blocks of one multiprocessor, 3 waves
+    ]
+
+
+def test_scratch_is_the_last_buffer(run):
+    run("""
+        text = program(plan(Memset(scratch(16), 4, 1), scratch=64))
+        assert "bytes 32 32 64" in text and "memset p2+16 1 4" in text
+    """)
+
+
+def test_errors_name_the_operation_and_its_types(run):
+    lines = run("""
+        def fails(p, text=None):
+            try:
+                call(p, x, text).block_until_ready()
+            except Exception as error:
+                print(type(error).__name__, "|", " ".join(str(error).split()))
+        fails(plan(probe(True, kernel="Probe<float, 2, 3>")))
+        fails(plan(probe(True, block=2000)))
+        fails(None, program(plan()).replace(f"jaxkern {jaxkern.__version__}", "jaxkern 99.0"))
+        fails(None, program(plan(), (16,)))
+        fails(None, "nonsense")
+    """)
+    lines = [line for line in lines if "|" in line]
+    where = "jaxkern_probe(float32[8]) -> (float32[8]), probe"
+    assert all(line.startswith("JaxRuntimeError") or line.startswith("XlaRuntimeError") for line in lines)
+    assert where in lines[0] and "error:" in lines[0] and "Probe<float, 2, 3> of probe.cuh" in lines[0]
+    assert where in lines[1] and "CUDA_ERROR_FAKE: a fake error" in lines[1]
+    assert "made by jaxkern 99.0" in lines[2]
+    assert "arrays of other sizes" in lines[3]
+    assert "line 1 of a launch list cannot be read: nonsense" in lines[4]
+
+
+def test_kernels_are_kept_on_disk(run, tmp_path):
+    cached = 'print(module.compile("probe.cuh", "Probe<float, true>", 90)[2])'
+    assert run(cached) == ["False"]
+    assert run(cached) == ["True"]
+    folder = tmp_path / "cache"
+    (file,) = files(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and stat.S_IMODE(file.stat().st_mode) == 0o600
+
+    whole = file.read_bytes()
+    for damaged in (whole[:-1], whole[:100], b"", whole[:-5] + b"?" + whole[-4:], whole + b"?"):
+        file.write_bytes(damaged)
+        assert run(cached) == ["False"]
+        assert file.read_bytes() == whole
+
+
+def test_other_compilers_gpus_and_headers_have_their_own(run, tmp_path):
+    assert run("""
+        for capability in (90, 80, 90):
+            print(module.compile("probe.cuh", "Probe<float, true>", capability)[2])
+        configure(headers_hash="other")
+    """) == ["False", "False", "True"]
+    assert run("""
+        configure(headers_hash="other")
+        print(module.compile("probe.cuh", "Probe<float, true>", 90)[2])
+    """) == ["False"]
+    assert len(files(tmp_path / "cache")) == 3
+
+
+def test_a_cache_that_others_could_write_is_not_used(run, tmp_path):
+    cached = 'print(module.compile("probe.cuh", "Probe<float, true>", 90)[2])'
+    run(cached)
+    folder = tmp_path / "cache"
+    (file,) = files(folder)
+    file.chmod(0o622)
+    assert run(cached) == ["False"]  # and the file is written anew
+    assert run(cached) == ["True"]
+    folder.chmod(0o777)
+    assert run(cached) == ["False"]
+    folder.chmod(0o755)
+    assert run(cached) == ["True"]
+    if os.geteuid() == 0:
+        os.chown(folder, 12345, -1)
+        assert run(cached) == ["False"]
+
+
+def test_without_a_usable_folder_everything_works(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    cached = 'print(module.compile("probe.cuh", "Probe<float, true>", 90)[2])'
+    for folder in (str(tmp_path / "file" / "cache"), "", "/proc/jaxkern"):
+        assert run(cached, JAXKERN_CACHE_DIR=folder) == ["False"]
+
+
+def test_the_cache_is_bounded(run, tmp_path):
+    folder = tmp_path / "cache"
+    run("""
+        module.compile("probe.cuh", "Probe<float, true>", 90)
+        size = sum(p.stat().st_size for p in pathlib.Path(runtime.cache_folder()).iterdir())
+        print(size)
+    """)
+    (first,) = files(folder)
+    bound = 4 * first.stat().st_size
+    os.utime(first, (1, 1))  # not used for long
+    run(f"""
+        configure(cache_bytes={bound})
+        for capability in (80, 86, 89, 100):
+            module.compile("probe.cuh", "Probe<float, true>", capability)
+    """)
+    assert not first.exists()
+    assert sum(p.stat().st_size for p in files(folder)) <= bound
+
+
+def test_many_processes_share_a_cache(run, tmp_path):
+    statement = """
+        for flag in ("true", "false"):
+            assert module.compile("probe.cuh", f"Probe<float, {flag}>", 90)[1]
+    """
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: run(statement), range(4)))
+    assert len(files(tmp_path / "cache")) == 2
+
+
+def test_dump(run, tmp_path):
+    run('module.compile("probe.cuh", "Probe<float, true>", 90)', JAXKERN_DUMP=str(tmp_path / "dump"))
+    found = {p.suffix: p for p in files(tmp_path / "dump")}
+    assert set(found) == {".cu", ".log", ".cubin"}
+    assert "Probe<float, true>" in found[".cu"].read_text() and "registers" in found[".log"].read_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", ["", "--xla_gpu_enable_command_buffer= ", "--xla_gpu_graph_min_graph_size=1"])
+def test_on_a_gpu(run_on_gpu, flags):
+    run_on_gpu("""
+        step = lambda x: call(plan(), x)
+        for f in (step, jax.jit(step)):
+            np.testing.assert_array_equal(f(x), expected)
+        both = Memset(result(0), 32, 0xff), probe(True, grid=4096, waves=1, shared=100_000)
+        np.testing.assert_array_equal(jax.jit(lambda x: call(plan(*both), x))(x), expected)
+
+        @jax.jit
+        def many(x):  # enough of them for a CUDA graph
+            for _ in range(8):
+                x = call(plan(), x) / 3 - 0.5 / 3
+            return jax.lax.scan(lambda c, _: (call(plan(), c) / 3 - 0.5 / 3, None), x, length=5)[0]
+
+        for k in range(5):
+            np.testing.assert_allclose(many(x + k), x + k, rtol=1e-4, atol=1e-4)
+
+        import threading
+        found = [None] * 8
+        def work(k):
+            found[k] = jax.jit(lambda x: call(plan(), x + k))(x)
+        threads = [threading.Thread(target=work, args=(k,)) for k in range(8)]
+        [t.start() for t in threads], [t.join() for t in threads]
+        for k in range(8):
+            np.testing.assert_array_equal(found[k], 3 * (np.arange(8) + k) + 0.5)
+
+        for device in jax.devices():
+            np.testing.assert_array_equal(jax.jit(step)(jax.device_put(x, device)), expected)
+        try:
+            jax.block_until_ready(jax.jit(lambda x: call(plan(probe(True, kernel="Probe<float, 2, 3>")), x))(x))
+            raise SystemExit("no error")
+        except jax.errors.JaxRuntimeError as error:
+            assert "jaxkern_probe(float32[8]) -> (float32[8]), probe" in str(error), error
+    """, XLA_FLAGS=flags)
+
+
+@pytest.mark.gpu
+def test_calls_leak_nothing(run_on_gpu):
+    lines = run_on_gpu("""
+        import resource, time
+        f = jax.jit(lambda x: call(plan(), x))
+        def calls(n):
+            begin = time.perf_counter()
+            for _ in range(n):
+                y = f(x)
+            y.block_until_ready()
+            return (time.perf_counter() - begin) / n
+        calls(2000)
+        memory = lambda: (jax.devices()[0].memory_stats()["bytes_in_use"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        before, seconds, after = memory(), calls(10_000), memory()
+        assert after[0] == before[0] and after[1] - before[1] < 4096, (before, after)
+        plain = jax.jit(lambda x: x + 1)
+        plain(x)
+        begin = time.perf_counter()
+        for _ in range(10_000):
+            y = plain(x)
+        y.block_until_ready()
+        print(f"{1e6 * seconds:.1f} us a call, x + 1: {1e2 * (time.perf_counter() - begin):.1f}")
+    """)
+    print(lines[-1])
+
+
+def test_text_of_a_launch_list():
+    import jax
+    import numpy as np
+
+    x = jax.ShapeDtypeStruct((4, 8), np.float32)
+    step = Launch("a.cuh", "F<float>", [operand(0), struct(result(0, 16), u32(7), f32(0.1)), i64(-1)], grid=(3, 2), block=64)
+    text = launch.text("jaxkern_f", Plan("rows", (step,)), [x], [x])
+    assert text.splitlines()[1:] == [
+        "operation jaxkern_f(float32[4,8]) -> (float32[4,8]), rows",
+        "bytes 128 128",
+        "alignment 1",
+        "launch grid=3,2,1 block=64,1,1 cluster=1 shared=0 waves=0",
+        "header a.cuh",
+        "kernel F<float>",
+        "args p0+0 {1 p1+16 u32:7 f32:0x1.99999a0000000p-4 } i64:-1",
+    ]
+    assert MODULE.check(text) == ""
+    with pytest.raises(IndexError):
+        launch.text("jaxkern_f", Plan("rows", (Launch("a.cuh", "F", [operand(1)], 1, 1),)), [x], [x])
+    with pytest.raises(OverflowError):
+        u32(-1)
