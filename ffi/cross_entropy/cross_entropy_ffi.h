@@ -11,7 +11,6 @@
 
 namespace jaxkern {
 
-Targets CrossEntropyCpuTargets();
 Targets CrossEntropyCudaTargets();
 
 template <template <LossPass> class Handler> Targets CrossEntropyTargets() {
