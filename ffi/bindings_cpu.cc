@@ -1,17 +1,11 @@
-// The extension module jaxkern._cpu: the CPU's FFI targets, and the pure host functions that say
-// which CUDA kernel a problem would run.
+// The extension module jaxkern._cpu: pure host functions that say which CUDA kernel a problem would run.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
 #include <string>
 
 #include "common/bindings.h"
-#include "cross_entropy/cross_entropy_ffi.h"
-#include "index_add/index_add_ffi.h"
 #include "index_add/index_add_plan.h"
-#include "reduction/reduction_ffi.h"
-#include "segment_softmax/segment_softmax_ffi.h"
-#include "softmax/softmax_ffi.h"
 
 namespace nb = nanobind;
 using namespace jaxkern;
@@ -63,10 +57,7 @@ struct IndexQuery {
 
 NB_MODULE(_cpu, m) {
   AddApiVersion(m);
-  m.def("registrations", [] {
-    return Registrations({SoftmaxCpuTargets(), ReductionCpuTargets(), CrossEntropyCpuTargets(),
-                          IndexCpuTargets(), SegmentSoftmaxCpuTargets()});
-  });
+  m.def("registrations", [] { return Registrations({}); });
   nb::class_<IndexQuery>(m, "IndexQuery")
       .def(nb::init<const std::string&, const std::string&, const std::string&, int64_t, int64_t, int64_t, int64_t,
                     int64_t, bool, bool, bool>(),

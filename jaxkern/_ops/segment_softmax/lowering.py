@@ -1,4 +1,4 @@
-"""What runs segment_softmax: sort_indices and launch lists on CUDA, kernels on the CPU, the reference elsewhere."""
+"""What runs segment_softmax: sort_indices and launch lists on CUDA, the reference elsewhere."""
 
 import functools
 
@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
-from jaxkern._core import compat, lowering, partition, registry
+from jaxkern._core import compat
 from jaxkern._core.define import lower_to_kernels, size_of
 from jaxkern._ops.indexing import sort
-from jaxkern._ops.indexing.lowering import LIMIT
 from jaxkern._ops.segment_softmax import plan, reference, sharding
 from jaxkern._ops.segment_softmax.primitive import (
     ordered_grad_p,
@@ -24,9 +23,6 @@ def _register(prim, in_jnp, ordered, ordered_plan):
     through = mlir.lower_fun(in_jnp, multiple_results=False)
     mlir.register_lowering(prim, through)
     compat.taylor_rule(prim, in_jnp)
-    if prim.name in registry.status["cpu"].targets:
-        compat.needs_devices(prim)
-        mlir.register_lowering(prim, functools.partial(_lower_to_cpu, prim, in_jnp), platform="cpu")
 
     def on_devices(ctx, operands, params):
         if _problem(prim, *ctx.avals_in, **params) is None:
@@ -109,46 +105,6 @@ def _keys(index, rows, rules):
     exists = (row >= 0) & (row < jnp.asarray(rows, row.dtype))
     first = jnp.arange(batch, dtype=jnp.uint32)[:, None] * jnp.uint32(rows)
     return jnp.where(exists, row.astype(jnp.uint32) + first, jnp.uint32(batch * rows)).reshape(-1)
-
-
-# ---- CPU
-
-
-def _lower_to_cpu(prim, in_jnp, ctx, *operands, rows, rules):
-    out, axis = ctx.avals_out[0], rules.axis
-    arrays, index, _ = split(prim, operands)
-    count, static = out.shape[axis], all(isinstance(d, int) for d in out.shape)
-    if (
-        out.dtype not in lowering.KERNEL_DTYPES
-        or 0 in out.shape
-        or not isinstance(rows, int)
-        or rows == 0
-        or rows > LIMIT
-        or (static and count > LIMIT)
-    ):
-        return mlir.lower_fun(in_jnp, multiple_results=False)(ctx, *operands, rows=rows, rules=rules)
-    if static and compat.may_partition_itself(ctx):
-        return sharding.partitioned(prim, in_jnp, ctx, operands, rows, rules)
-    devices = compat.partitioned_devices(ctx)
-    if devices > 1 and axis > rules.batch_dims:
-        # The dimensions before the axis may be split if all operands have them.
-        return mlir.lower_fun(functools.partial(_spread, prim), multiple_results=False)(
-            ctx, *operands, rows=rows, rules=rules
-        )
-    ctx = ctx.replace(avals_in=ctx.avals_in[: len(arrays) + 1])
-    attributes = None
-    if devices > 1:
-        attributes = partition.attributes([a.shape for a in ctx.avals_in], [out.shape], rules.batch_dims)
-    rule = jax.ffi.ffi_lowering(prim.name, **({"extra_attributes": attributes} if attributes else {}))
-    return rule(ctx, *arrays, index, num_segments=rows, **rules._asdict())
-
-
-def _spread(prim, *operands, rows, rules):
-    arrays, index, _ = split(prim, operands)
-    axis = rules.axis
-    shape = arrays[0].shape[: axis + 1]
-    index = jnp.broadcast_to(jnp.expand_dims(index, range(rules.batch_dims, axis)), shape)
-    return prim.bind(*arrays, index, rows=rows, rules=rules._replace(batch_dims=axis))
 
 
 _register(segment_softmax_p, reference.softmax, ordered_p, plan.forward)
