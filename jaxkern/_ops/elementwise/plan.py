@@ -10,13 +10,13 @@ import math
 
 from jaxkern._core import launch
 from jaxkern._core.define import ceil_div, fast_divmod
-from jaxkern._core.launch import Launch, Plan, boolean, i32, i64, struct, u32
+from jaxkern._core.launch import Launch, Plan, boolean, i64, struct, u32
 from jaxkern._ops.elementwise import table
 
 HEADER = "elementwise/elementwise.cuh"
 GROUPS = 3  # runs of neighbouring dimensions that all arrays agree to broadcast over or not
 THREADS = 256
-BLOCKS = 6  # per multiprocessor, of the kernels' launch bounds
+BLOCKS = 6  # per multiprocessor: kBlocksPerSm
 
 _TYPE_NAMES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64", "int8": "s8", "uint8": "u8",
                "int32": "s32", "bool": "pred"}
@@ -74,7 +74,10 @@ class _View:
 
 
 def _collapse(views):
-    """(sizes, strides of each view), outermost first, of dimensions merged where all views allow it."""
+    """(sizes, strides of each view), outermost first, of dimensions merged where all views allow it.
+
+    The innermost strides are 0 or 1: a dimension of size 1 is added where an array has gaps between its elements.
+    """
     full = views[-1].shape
     strides = [[0 if n == 1 and m != 1 else s for n, m, s in zip(v.shape, full, v.strides)] for v in views]
     sizes, merged = [], []  # innermost first
@@ -87,7 +90,8 @@ def _collapse(views):
         else:
             sizes.append(full[d])
             merged.append(own)
-    sizes, merged = sizes or [1], merged or [[1] * len(views)]
+    if not sizes or any(s > 1 for s in merged[0]):
+        sizes, merged = [1, *sizes], [[1] * len(views), *merged]
     return sizes[::-1], [[group[v] for group in reversed(merged)] for v in range(len(views))]
 
 
@@ -145,15 +149,17 @@ class _Call:
         in_packs = inner % self.pack == 0 and all(
             s[2] == 0 or (s[0] % self.pack == 0 and s[1] % self.pack == 0 and v.buffer.offset % (self.pack * v.bytes) == 0)
             for v, s in views)
+        # Operands that are the same along a row, and those that all rows of the middle dimension share.
+        columns, shared = (sum((s[d] == 0) << k for k, s in enumerate(self.strides[: len(self.arrays)])) for d in (2, 1))
 
         def step(in_packs):
-            rows = self.unroll if in_packs and middle >= self.unroll else 1
+            rows = self.unroll if in_packs else 1
             runs, units = ceil_div(middle, rows), inner // (self.pack if in_packs else 1)
             count = outer * runs * units
             blocks, block = self.grid(count)
-            ins, outs = self.strides[: len(self.arrays)], self.strides[len(self.arrays) :]
-            args = struct(*self.pointers, *(i64(n) for s in ins for n in s), *(i64(n) for s in outs for n in s[:2]), i64(count),
-                          fast_divmod(units), fast_divmod(runs), u32(units), u32(middle), u32(runs), i32(rows), self.exceeds_l2)
-            return Launch(HEADER, f"StridedKernel<{self.template}, {'true' if in_packs else 'false'}>", [args], blocks, block)
+            args = struct(*self.pointers, *(i64(n) for s in self.strides for n in s[:2]), i64(count), fast_divmod(units),
+                          fast_divmod(runs), u32(middle), self.exceeds_l2)
+            name = f"StridedKernel<{self.template}, {'true' if in_packs else 'false'}, {columns}, {shared}>"
+            return Launch(HEADER, name, [args], blocks, block)
 
         return Plan("strided", (step(in_packs),), unaligned=(step(False),) if in_packs else None)
