@@ -51,19 +51,6 @@ def show_versions() -> None:
         print(f"{name:14} {value}")
 
 
-def show_modules() -> bool:
-    """Prints what is loaded; True unless something that this machine needs is not."""
-    good = True
-    for name, module in registry.status.items():
-        if module.module is not None:
-            built = ".".join(map(str, module.module.api_version))
-            print(f"{name + ' kernels':14} loaded, built for XLA FFI {built}")
-        else:
-            print(f"{name + ' kernels':14} not loaded: {module.reason}")
-            good &= name == "cuda" and not registry.gpu_present()
-    return good & show_runtime()
-
-
 def show_runtime() -> bool:
     """Prints where the compiler of CUDA kernels, its headers and its cache lie; True unless a GPU is there that it cannot serve."""
     module = registry.kernels.module
@@ -72,6 +59,7 @@ def show_runtime() -> bool:
         return not registry.gpu_present()
     version, error = module.compiler()
     library, _, includes = runtime.find_nvrtc()
+    print(f"{'CUDA runtime':14} loaded, built for XLA FFI {'.'.join(map(str, module.api_version))}")
     print(f"{'NVRTC':14} " + (f"not usable: {error}" if error else f"{version}, {library}"))
     print(f"{'CUDA headers':14} {', '.join(includes) or 'those of NVRTC'}")
     print(f"{'kernels':14} {runtime.kernels_folder()}")
@@ -332,7 +320,7 @@ def show_indexed_speed() -> None:
 
 def main() -> int:
     show_versions()
-    loaded = show_modules()
+    loaded = show_runtime()
     right = show_checks()
     show_speed()
     show_loss_speed()

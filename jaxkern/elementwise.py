@@ -15,6 +15,7 @@ from jaxkern._core.primitive import bind
 from jaxkern._ops.elementwise.primitive import PRIMITIVES, ROWS, cast_p
 from jaxkern._ops.elementwise.reference import computing
 
+
 def _call(row, arrays, parameters=(), split=-1):
     for name, x in zip(row.arrays, arrays):
         validate.check_array(row.part_of or row.name, name, "an array or a number", x)

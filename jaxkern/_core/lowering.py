@@ -1,9 +1,6 @@
 """From a row primitive to what XLA runs: our kernel on CUDA, the jnp reference elsewhere."""
 
-import functools
-import math
 
-import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 

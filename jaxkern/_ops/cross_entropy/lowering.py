@@ -10,9 +10,7 @@ a donated argument.
 
 import functools
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
@@ -44,9 +42,8 @@ def _register(prim):
     registry.register_cuda_target(prim.name)
     compat.needs_devices(prim)
     # Not cached: a cached rule sees the operands as arguments of a function of its own.
-    compat.register_uncached_lowering(prim, functools.partial(_lower, prim, "cuda"), "cuda")
-    if prim.name in registry.status["cpu"].targets:
-        compat.register_uncached_lowering(prim, functools.partial(_lower, prim, "cpu"), "cpu")
+    for platform in ("cpu", "cuda"):
+        compat.register_uncached_lowering(prim, functools.partial(_lower, prim, platform), platform)
 
 
 def _lower(prim, platform, ctx, *operands, **params):
@@ -55,8 +52,8 @@ def _lower(prim, platform, ctx, *operands, **params):
     through = functools.partial(mlir.lower_fun, multiple_results=prim.multiple_results)
     known = all(isinstance(d, int) for d in x.shape)
     partitions = compat.may_partition_itself(ctx) and known
-    # XLA would gather the operands of a custom call on CUDA that several devices share.
-    runs = platform == "cpu" or partitions or (known and not several_devices and registry.kernels_run())
+    # XLA would gather the operands of a custom call that several devices share.
+    runs = partitions or (platform == "cuda" and known and not several_devices and registry.kernels_run())
     if x.dtype not in lowering.KERNEL_DTYPES or 0 in x.shape or not runs:
         return through(REFERENCES[prim])(ctx, *operands, **params)
     if kinds(prim, avals)[0][-1] == "m":
@@ -68,7 +65,7 @@ def _lower(prim, platform, ctx, *operands, **params):
 
             return through(with_larger_mask)(ctx, *operands, **params)
 
-    emit = functools.partial(_emit, platform=platform, partitions=partitions)
+    emit = functools.partial(_emit, partitions=partitions)
     if prim is cross_entropy_grad_p:
         gradient = one_read.gradient(ctx, operands, params, emit)
         if gradient is not None:
@@ -76,7 +73,7 @@ def _lower(prim, platform, ctx, *operands, **params):
     return emit(prim, ctx, operands, params)
 
 
-def _emit(prim, ctx, operands, params, platform, partitions):
+def _emit(prim, ctx, operands, params, partitions):
     """The call of a kernel, or of what partitions it; its results."""
     avals, results, axis, options = ctx.avals_in, ctx.avals_out, params["axis"], params["options"]
     overwrites = prim is not cross_entropy_p and (options.overwrites or _may_overwrite(operands[0]))
@@ -87,24 +84,11 @@ def _emit(prim, ctx, operands, params, platform, partitions):
         return partition.lower(
             ctx, prim, operands, params, sharding.dims(prim, avals, axis), shard, exact={"classes"}, summed=summed
         )
+    launches = plan.cross_entropy(PASSES[prim], device.this_device(), avals, results, **params)
+    if launches is None:
+        return mlir.lower_fun(REFERENCES[prim], multiple_results=prim.multiple_results)(ctx, *operands, **params)
     aliases = {"operand_output_aliases": {0: len(results) - 1}} if overwrites else {}
-    if platform == "cuda":
-        launches = plan.cross_entropy(PASSES[prim], device.this_device(), avals, results, **params)
-        if launches is None:
-            return mlir.lower_fun(REFERENCES[prim], multiple_results=prim.multiple_results)(ctx, *operands, **params)
-        return launch.lower(ctx, prim.name, launches, operands, **aliases)
-    attributes = partition.attributes([a.shape for a in avals], [a.shape for a in results], axis)
-    rule = jax.ffi.ffi_lowering(prim.name, **({"extra_attributes": attributes} if attributes else {}), **aliases)
-    return rule(
-        ctx,
-        *operands,
-        axis=axis,
-        tier=params["tier"],
-        smoothing=np.float64(options.smoothing),
-        z_loss=np.float64(options.z_loss),
-        has_ignore=options.ignore is not None,
-        ignore=np.int64(plan.ignore_bits(options.ignore)),
-    )
+    return launch.lower(ctx, prim.name, launches, operands, **aliases)
 
 
 def _may_overwrite(value) -> bool:

@@ -26,7 +26,6 @@ words. Where the key has a dimension that is not 1, each index has its own key a
 import functools
 import math
 
-import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
