@@ -1,6 +1,5 @@
 // The extension module jaxkern._cuda: hands out the CUDA handlers, nothing more.
 #include "common/bindings.h"
-#include "cross_entropy/cross_entropy_ffi.h"
 #include "index_add/index_add_ffi.h"
 
 NB_MODULE(_cuda, m) {
@@ -8,6 +7,6 @@ NB_MODULE(_cuda, m) {
   jaxkern::AddApiVersion(m);
   m.def("registrations", [] {
     using namespace jaxkern;
-    return Registrations({CrossEntropyCudaTargets(), IndexCudaTargets()});
+    return Registrations({IndexCudaTargets()});
   }, "{target name: capsule of its handler}");
 }

@@ -190,17 +190,33 @@ def _fused_along_axis(name: str, x, where, scale, bias, key, axis, tier, causal,
     scale = _scale(name, scale, wide)
     axes = validate.sorted_axes(name, axis, x.shape)
     if causal and (x.ndim < 2 or axes != [x.ndim - 1]):
-        raise ValueError(f"jaxkern.{name}: causal needs axis to be the last of two or more dimensions, got axis {axis} "
-                         f"for x of shape {x.shape}")
+        raise ValueError(
+            f"jaxkern.{name}: causal needs axis to be the last of two or more dimensions, got axis {axis} "
+            f"for x of shape {x.shape}"
+        )
     key = None if key is None else dropout.key_words(name, key)
 
     def row_operation(x, parts, axis):
         ones = (1,) * x.ndim
-        operands = {"bias": parts[0], "scale": None if scale is None else scale.reshape(ones), "mask": parts[1],
-                    "key": None if key is None else key.reshape(*ones, 2)}
+        operands = {
+            "bias": parts[0],
+            "scale": None if scale is None else scale.reshape(ones),
+            "mask": parts[1],
+            "key": None if key is None else key.reshape(*ones, 2),
+        }
         names = [e for e in primitive.EXTRAS if operands[e] is not None]
-        return bind(primitive.softmax_fused_p, x, *(operands[e] for e in names), axis=axis, tier=tier, log=name == "log_softmax",
-                    extras=" ".join(names), causal=causal, threshold=threshold, unscaled=False)
+        return bind(
+            primitive.softmax_fused_p,
+            x,
+            *(operands[e] for e in names),
+            axis=axis,
+            tier=tier,
+            log=name == "log_softmax",
+            extras=" ".join(names),
+            causal=causal,
+            threshold=threshold,
+            unscaled=False,
+        )
 
     if causal:  # a dimension of size 1 may be the last one
         return row_operation(x, [bias, mask], x.ndim - 1)

@@ -104,7 +104,7 @@ def test_long(operation, shape, axis):
 
 @every_operation
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("shape, scale", [((64, 1000), 1.0), ((16, 4096), 10.0), ((4, 50257), 3.0)])
+@pytest.mark.parametrize("shape, scale", [((64, 1), 9.0), ((64, 2), 9.0), ((64, 1000), 1.0), ((16, 4096), 10.0), ((4, 50257), 3.0)])
 def test_no_less_accurate_than_jax(operation, dtype, shape, scale):
     x, g = normal(shape, dtype, scale), normal(shape, dtype, seed=3)
     exact = [forward(operation, x)[0]]
@@ -118,6 +118,22 @@ def test_no_less_accurate_than_jax(operation, dtype, shape, scale):
             for f in (OURS[operation], JAX[operation]))
     for what, error, peer, limit in zip(("result", "gradient"), ours, theirs, allowed):
         assert error <= max(peer, limit), f"{what}: {error / limit:.2f} of the rounding, jax.nn {peer / limit:.2f}"
+
+
+@every_operation
+@every_dtype
+@pytest.mark.parametrize("shape, axis", [((300, 1), -1), ((40, 24), -1), ((40, 1003), -1), ((9, 30, 16), 1), ((3, 70000), -1)])
+def test_rows_of_one_participant_are_exact(operation, dtype, shape, axis):
+    """As in jax.nn: a row's only element has the probability 1 and the logarithm 0, whatever it is."""
+    with compat.enable_x64(dtype == "float64"):
+        x = normal(shape, dtype, 50.0)
+        at = np.expand_dims(np.random.default_rng(3).integers(0, shape[axis], x.sum(axis).shape), axis)
+        mask = np.zeros(shape, bool)
+        np.put_along_axis(mask, at, True, axis)
+        alone = jnp.where(mask, x, -jnp.inf)
+        found = [OURS[operation](alone, axis), OURS[operation](x, axis, jnp.asarray(mask))]
+    for y in found:
+        np.testing.assert_array_equal(np.asarray(y, np.float64)[mask], 1 if operation == "softmax" else 0)
 
 
 @every_operation

@@ -1,19 +1,15 @@
-// What every XLA FFI handler of this library shares, on the CPU and on CUDA: errors that name the
-// operation, dtypes, the list of targets that a module hands out, and XLA's CPU thread pool as an
-// Executor.
+// What every XLA FFI handler of this library shares: errors that name the operation, dtypes, and the
+// list of targets that a module hands out.
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <optional>
 #include <sstream>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "kernels/common/broadcast.h"
 #include "common/dtype.h"
-#include "common/parallel_for.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxkern {
@@ -80,19 +76,5 @@ ffi::Error DecodeMask(const char* operation, const ffi::AnyBuffer& mask, ffi::Sp
   args->mask = static_cast<const uint8_t*>(mask.untyped_data());
   return DecodeBroadcast(operation, "mask", mask, dims, axis, &args->mask_view);
 }
-
-// What a CPU handler is given: XLA's thread pool, the operands and the results. Attributes follow.
-inline auto BindCpu() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets(); }
-
-class XlaExecutor : public Executor {
- public:
-  explicit XlaExecutor(ffi::ThreadPool pool) : pool_(pool), threads_(pool.num_threads()) {}
-  int64_t Threads() const override { return threads_; }
-  void Schedule(std::function<void()> task) const override { pool_.Schedule(std::move(task)); }
-
- private:
-  mutable ffi::ThreadPool pool_;  // Schedule() is not const in the older headers
-  int64_t threads_;
-};
 
 }  // namespace jaxkern

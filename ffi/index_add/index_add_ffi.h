@@ -26,7 +26,6 @@
 
 namespace jaxkern {
 
-Targets IndexCpuTargets();
 Targets IndexCudaTargets();
 
 // The targets of a platform, given its handler of each operation.

@@ -52,14 +52,14 @@ template <class Op, int N> __device__ __forceinline__ int MergeTileRows(typename
 
 // Where a block has up to 512 threads, a bound of 640 leaves them 96 registers instead of 128: two blocks of 7
 // warps more on a multiprocessor.
-template <class Op>
-constexpr int kColumnRegisterThreads = kWarp * kTileWarps * (Op::kInputs == 2 && sizeof(typename Op::T) >= 4 ? 5 : 4) / 4;
+template <class Op> constexpr int kColumnRegisterThreads =
+    kWarp * kTileWarps * (Op::kInputs == 2 && sizeof(typename Op::T) >= 4 ? 5 : 4) / 4;
 
 // `warps` warps a tile: one, and then the block has several tiles, or all of the block. kAlone: a warp
 // is 32 packs across, and a tile is one warp.
 template <class Op, int kPacks, bool kAlone>
 __global__ void __launch_bounds__(kAlone ? 128 : kColumnRegisterThreads<Op>, kAlone ? 4 - Op::kInputs : 2 / Op::kInputs)
-SoftmaxColumnRegisters(const __grid_constant__ SoftmaxParams p, int warps, int64_t tiles) {
+    SoftmaxColumnRegisters(const __grid_constant__ SoftmaxParams p, int warps, int64_t tiles) {
   using T = typename Op::T;
   using C = typename Op::C;
   using Stat = typename Op::Stat;
@@ -164,9 +164,8 @@ struct ColumnPlan {
 };
 static_assert(sizeof(ColumnPlan) == 16, "plan.py lays it out");
 
-template <class Op, int N, bool kMasked>
-__global__ void __launch_bounds__(kColumnThreads)
-SoftmaxColumn(const __grid_constant__ SoftmaxParams p, const __grid_constant__ ColumnPlan plan) {
+template <class Op, int N, bool kMasked> __global__ void __launch_bounds__(kColumnThreads)
+    SoftmaxColumn(const __grid_constant__ SoftmaxParams p, const __grid_constant__ ColumnPlan plan) {
   using T = typename Op::T;
   using C = typename Op::C;
   using Stat = typename Op::Stat;

@@ -27,8 +27,8 @@ struct FusedParams : SoftmaxParams {
   FastDivmod matrix;    // by the size of the dimension before the last
   FastDivmod turn;      // by_runs: by kRun rows of every matrix
   bool key_per_row;
-  bool unscaled;        // the gradient is ds
-  bool by_runs;         // the order of rows: see RowAt
+  bool unscaled;  // the gradient is ds
+  bool by_runs;   // the order of rows: see RowAt
 
   // The columns of row `row` that take part in a causal softmax lie below this: the last row of a matrix takes all
   // columns, each row before it one less.
@@ -64,8 +64,8 @@ template <class S, int kWords> __device__ __forceinline__ uint32_t ElementMask(c
 }
 
 // x beyond the row's causal limit is not read. N is at most 8.
-template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true>
-struct FusedRow : SoftmaxRow<Op, N, false, Index, kRagged> {
+template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> struct FusedRow
+    : SoftmaxRow<Op, N, false, Index, kRagged> {
   using Base = SoftmaxRow<Op, N, false, Index, kRagged>;
   using T = typename Op::T;
   using C = typename Op::C;
@@ -489,8 +489,7 @@ template <class T_, bool kLog> struct FusedBackward {
     else if constexpr (sizeof(T) == 4) return power * f.factor * ((h - f.dot) - f.rest);
     else return power * f.factor * (h - f.dot);
   }
-  template <int N>
-  static __device__ __forceinline__ void Map(const C (&v)[2][N], const Final& f, C (&out)[N]) {
+  template <int N> static __device__ __forceinline__ void Map(const C (&v)[2][N], const Final& f, C (&out)[N]) {
 #pragma unroll
     for (int j = 0; j < N; ++j) out[j] = One(Powers::Exp(v[0][j], f.max), v[1][j], f);
   }
@@ -587,8 +586,7 @@ template <class T_> struct FusedFromOutput {
     for (int j = 0; j < N; ++j) term[j] = v[0][j] * v[1][j];
     stat.sum += Fold(term, SumOf());
   }
-  template <int N>
-  static __device__ __forceinline__ void Map(const C (&v)[2][N], const Final& f, C (&out)[N]) {
+  template <int N> static __device__ __forceinline__ void Map(const C (&v)[2][N], const Final& f, C (&out)[N]) {
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       if constexpr (sizeof(T) == 4) out[j] = v[0][j] * f.scale * ((v[1][j] - f.sum) - f.rest);

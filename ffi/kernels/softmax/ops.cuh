@@ -115,9 +115,7 @@ template <class T> using Sum = std::conditional_t<sizeof(T) == 4, double, Comput
 
 // kColumns: for the column tier, where a thread has many Stats at once and merges them over few lanes:
 // sums are merged in Compute<T>, not Sum<T>. kDifference: see ExpDifference.
-template <class T_, bool kLog, bool kColumns = false,
-          bool kDifference = kColumns && sizeof(T_) == 2>
-struct Forward {
+template <class T_, bool kLog, bool kColumns = false, bool kDifference = kColumns && sizeof(T_) == 2> struct Forward {
   using T = T_;
   using C = Compute<T>;
   using S = std::conditional_t<kColumns, C, Sum<T>>;
@@ -214,8 +212,7 @@ struct Forward {
     else return fma(e, f.inverse, e * f.inverse_low);
   }
 
-  template <int N>
-  static __device__ __forceinline__ void Map(const C (&v)[1][N], const Final& f, C (&out)[N]) {
+  template <int N> static __device__ __forceinline__ void Map(const C (&v)[1][N], const Final& f, C (&out)[N]) {
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       if constexpr (kLog) out[j] = (v[0][j] - f.max) - f.norm;
@@ -230,8 +227,7 @@ struct Forward {
     *offset = __fmul_rn(f.max, kLog2E) - __log2f(f.inverse);
     return fabsf(*offset) < 64;
   }
-  template <int N>
-  static __device__ __forceinline__ void MapOnePower(const C (&v)[1][N], float offset, C (&out)[N]) {
+  template <int N> static __device__ __forceinline__ void MapOnePower(const C (&v)[1][N], float offset, C (&out)[N]) {
 #pragma unroll
     for (int j = 0; j < N; ++j) out[j] = Exp2Approx(fmaf(v[0][j], kLog2E, -offset));
   }
@@ -306,8 +302,8 @@ struct Forward {
   };
 };
 
-// The Tile of an Op of two inputs that takes no exponential: its packs as they were read, since two inputs in float would be
-// too many registers.
+// The Tile of an Op of two inputs that takes no exponential: its packs as they were read, since two inputs in float
+// would be too many registers.
 template <class Op, int kPacks, int N> struct PacksAsRead {
   using T = typename Op::T;
   using C = typename Op::C;
@@ -345,8 +341,8 @@ template <class T_, bool kLog, bool kColumns = false> struct FromOutput {
   static constexpr int kInputs = 2;  // y, g
 
   struct Stat {
-    S sum;       // sum y * g; log: sum g
-    int alive;   // not 0: some y is not 0; log: not -inf
+    S sum;      // sum y * g; log: sum g
+    int alive;  // not 0: some y is not 0; log: not -inf
   };
   struct Final {
     C sum;
@@ -397,8 +393,7 @@ template <class T_, bool kLog, bool kColumns = false> struct FromOutput {
     return stat;
   }
 
-  template <int N>
-  static __device__ __forceinline__ void Map(const C (&v)[2][N], const Final& f, C (&out)[N]) {
+  template <int N> static __device__ __forceinline__ void Map(const C (&v)[2][N], const Final& f, C (&out)[N]) {
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       // A row without a participant has no gradient, whatever the cotangent holds.
@@ -470,10 +465,11 @@ template <class T_, bool kColumns = false> struct FromInput {
   }
 
   // A row without a participant has no gradient, whatever the cotangent holds.
-  static __device__ __forceinline__ C One(C power, C g, const Final& f) { return f.empty ? C(0) : fma(-power, f.factor, g); }
+  static __device__ __forceinline__ C One(C power, C g, const Final& f) {
+    return f.empty ? C(0) : fma(-power, f.factor, g);
+  }
 
-  template <int N>
-  static __device__ __forceinline__ void Map(const C (&v)[2][N], const Final& f, C (&out)[N]) {
+  template <int N> static __device__ __forceinline__ void Map(const C (&v)[2][N], const Final& f, C (&out)[N]) {
 #pragma unroll
     for (int j = 0; j < N; ++j) out[j] = One(Powers::Exp(v[0][j], f.max), v[1][j], f);
   }
@@ -529,15 +525,16 @@ template <class T_, bool kColumns = false> struct FromInput {
 
 // 16-bit results hide the rounding of y (jax.nn's gradient, in 16-bit arithmetic, errs more), and have no time for
 // the exponential.
-template <class T, bool kLog>
-using Backward = std::conditional_t<kLog && (sizeof(T) > 2), FromInput<T>, FromOutput<T, kLog>>;
+template <class T, bool kLog> using Backward =
+    std::conditional_t<kLog && (sizeof(T) > 2), FromInput<T>, FromOutput<T, kLog>>;
 
 // Over the block, from one Stat a warp (the same in all its lanes) to one in every thread.
 template <class Op>
 __device__ __forceinline__ typename Op::Stat ReduceBlock(typename Op::Stat stat, typename Op::Stat* room) {
   constexpr int kMaxWarps = 16;
-  return ReduceWarps<kMaxWarps>(stat, room, blockDim.x / kWarp, Op::Identity(), [] { __syncthreads(); },
-                                [](typename Op::Stat s) { return Op::template MergeLanes<kMaxWarps>(s); });
+  return ReduceWarps<kMaxWarps>(
+      stat, room, blockDim.x / kWarp, Op::Identity(), [] { __syncthreads(); },
+      [](typename Op::Stat s) { return Op::template MergeLanes<kMaxWarps>(s); });
 }
 
 // plan.py sizes shared memory and scratch by these.
@@ -547,6 +544,8 @@ template <class T> constexpr bool kStatSizes =
     sizeof(typename Backward<T, true>::Stat) == (sizeof(T) == 2 ? 8 : 24) &&
     sizeof(typename Forward<T, true>::ForColumns::Stat) == (sizeof(T) == 8 ? 16 : 8) &&
     sizeof(typename Backward<T, false>::ForColumns::Stat) == (sizeof(T) == 8 ? 16 : 8) &&
-    sizeof(typename Backward<T, true>::ForColumns::Stat) == (sizeof(T) == 2 ? 8 : sizeof(T) == 4 ? 16 : 24);
+    sizeof(typename Backward<T, true>::ForColumns::Stat) == (sizeof(T) == 2   ? 8
+                                                             : sizeof(T) == 4 ? 16
+                                                                              : 24);
 
 }  // namespace jaxkern

@@ -40,9 +40,8 @@ template <class Op> struct PipelineShared {
   typename Op::Stat exchange[2][kMaxCluster];
 };
 
-template <class Op>
-__global__ void __launch_bounds__(kPipelineThreads, 1)
-SoftmaxPipeline(const __grid_constant__ SoftmaxParams p, int piece_packs) {
+template <class Op> __global__ void __launch_bounds__(kPipelineThreads, 1)
+    SoftmaxPipeline(const __grid_constant__ SoftmaxParams p, int piece_packs) {
   static_assert(kStatSizes<typename Op::T>, "plan.py");
   static_assert(sizeof(PipelineShared<Op>) == 224 + 64 * sizeof(typename Op::Stat), "plan.py");
 #ifdef JAXKERN_HAS_BULK_COPY
@@ -110,16 +109,15 @@ SoftmaxPipeline(const __grid_constant__ SoftmaxParams p, int piece_packs) {
     // The usual chunk: full, and of whole packs only.
     auto whole_chunk = [&](const RowOf& row, int c) {
       const int from = begin + c * kChunkPacks<Op>;
-      return from >= row.span.whole_begin &&
-             from + kChunkPacks<Op> <= min(row.span.whole_end, begin + piece_packs);
+      return from >= row.span.whole_begin && from + kChunkPacks<Op> <= min(row.span.whole_end, begin + piece_packs);
     };
     auto load_whole = [&](const RowOf& row, int at_slot, int c, int u) {
       typename RowOf::Raw raw;
       const int offset = threadIdx.x + u * kConsumers;
 #pragma unroll
       for (int k = 0; k < Op::kInputs; ++k) {
-        raw.data[k] = *reinterpret_cast<const Pack<T, N>*>(ring + at_slot * kSlotBytes<Op> +
-                                                          (k * kChunkPacks<Op> + offset) * 16);
+        raw.data[k] =
+            *reinterpret_cast<const Pack<T, N>*>(ring + at_slot * kSlotBytes<Op> + (k * kChunkPacks<Op> + offset) * 16);
       }
       return raw;
     };
@@ -140,7 +138,8 @@ SoftmaxPipeline(const __grid_constant__ SoftmaxParams p, int piece_packs) {
         }
       } else {
 #pragma unroll
-        for (int k = 0; k < Op::kInputs; ++k) raw.data[k] = row.span.LoadElements(row.input[k], pack, RowOf::Otherwise(k));
+        for (int k = 0; k < Op::kInputs; ++k)
+          raw.data[k] = row.span.LoadElements(row.input[k], pack, RowOf::Otherwise(k));
       }
       return raw;
     };
@@ -179,9 +178,9 @@ SoftmaxPipeline(const __grid_constant__ SoftmaxParams p, int piece_packs) {
         }
       }
 
-      stat = ReduceWarps<kWarp>(Op::template MergeLanes<kWarp>(stat), shared.room[turn % 2], kConsumers / kWarp,
-                         Op::Identity(), [] { SyncThreads(1, kConsumers); },
-                         [](Stat s) { return Op::template MergeLanes<kWarp>(s); });
+      stat = ReduceWarps<kWarp>(
+          Op::template MergeLanes<kWarp>(stat), shared.room[turn % 2], kConsumers / kWarp, Op::Identity(),
+          [] { SyncThreads(1, kConsumers); }, [](Stat s) { return Op::template MergeLanes<kWarp>(s); });
       if (cluster > 1) {
         Stat* exchange = shared.exchange[turn % 2];
         Barrier* exchanged = &shared.exchanged[turn % 2];

@@ -23,9 +23,10 @@ constexpr int kBlockTierThreads = 512;  // at most
 constexpr int kStagedElements = 8;      // a lane
 
 // Blocks of 512 threads a multiprocessor, which caps the registers at 64 or 128 a thread.
-template <class Op, int kPacks, bool kManyRegisters>
-constexpr int kMinBlocks =
-    !kManyRegisters && sizeof(typename Op::T) <= 4 && kPacks * Op::kInputs * (sizeof(typename Op::T) == 4 ? 1 : 2) <= 8 ? 2 : 1;
+template <class Op, int kPacks, bool kManyRegisters> constexpr int kMinBlocks =
+    !kManyRegisters && sizeof(typename Op::T) <= 4 && kPacks * Op::kInputs * (sizeof(typename Op::T) == 4 ? 1 : 2) <= 8
+        ? 2
+        : 1;
 
 // One Stat a block, merged over the cluster in the order of rank, through a mailbox in each block's
 // shared memory. Open() comes first thing in the kernel; nothing waits for the other blocks to have
@@ -59,13 +60,13 @@ template <class Op> struct ClusterMailbox {
 template <class C> __device__ __forceinline__ C BlockMax(C max) {
   constexpr int kMaxWarps = kBlockTierThreads / kWarp;
   __shared__ C room[kMaxWarps];
-  return ReduceWarps<kMaxWarps>(max, room, blockDim.x / kWarp, -Infinity<C>(), [] { __syncthreads(); },
-                                [](C m) { return ReduceLanes<kMaxWarps>(m, MaxOf()); });
+  return ReduceWarps<kMaxWarps>(
+      max, room, blockDim.x / kWarp, -Infinity<C>(), [] { __syncthreads(); },
+      [](C m) { return ReduceLanes<kMaxWarps>(m, MaxOf()); });
 }
 
 // The same of 128 threads, where a thread has so little that 40 registers do.
-template <class Op, class RowOf, int kPacks>
-constexpr int kMinGroupBlocks =
+template <class Op, class RowOf, int kPacks> constexpr int kMinGroupBlocks =
     kPacks == 1 && Op::kInputs == 1 && sizeof(typename Op::T) == 2 ? 12 : RowOf::kGroupBlocks;
 
 // RowOf: a SoftmaxRow or what reads and writes like one.
@@ -73,7 +74,7 @@ template <class Op, class RowOf, int kLanes, int kPacks, int kRows>
 __global__ void __launch_bounds__(kLanes > 0 ? kWarpTierThreads : kBlockTierThreads,
                                   kLanes > 0 ? kMinGroupBlocks<Op, RowOf, kPacks>
                                              : kMinBlocks<Op, kPacks, RowOf::kManyRegisters>)
-SoftmaxRegisters(const __grid_constant__ typename RowOf::Params p) {
+    SoftmaxRegisters(const __grid_constant__ typename RowOf::Params p) {
   using T = typename Op::T;
   using C = typename Op::C;
   constexpr int N = RowOf::kPack;
@@ -92,8 +93,8 @@ SoftmaxRegisters(const __grid_constant__ typename RowOf::Params p) {
   const int lanes = kGroup ? kLanes : static_cast<int>(blocks * blockDim.x);
   const int lane = kGroup ? threadIdx.x % lanes : rank * blockDim.x + threadIdx.x;
   constexpr int kGroups = kGroup ? kWarpTierThreads / (kGroup ? kLanes : 1) : 1;
-  const int64_t first_row = kGroup ? static_cast<int64_t>(blockIdx.x) * (kGroups * kRows) + threadIdx.x / lanes
-                                   : blockIdx.x / blocks;
+  const int64_t first_row =
+      kGroup ? static_cast<int64_t>(blockIdx.x) * (kGroups * kRows) + threadIdx.x / lanes : blockIdx.x / blocks;
 
   typename RowOf::Raw raw[kRows][kPacks];
 #pragma unroll
@@ -155,9 +156,8 @@ SoftmaxRegisters(const __grid_constant__ typename RowOf::Params p) {
 
 // Rows of at most kLanes * kStagedElements elements; `rows_per_block` of them in shared memory at once,
 // their inputs side by side. Input 0's room takes the output.
-template <class Op, int kLanes, bool kMasked>
-__global__ void __launch_bounds__(kWarpTierThreads)
-SoftmaxStaged(const __grid_constant__ SoftmaxParams p, int rows_per_block, int room_packs) {
+template <class Op, int kLanes, bool kMasked> __global__ void __launch_bounds__(kWarpTierThreads)
+    SoftmaxStaged(const __grid_constant__ SoftmaxParams p, int rows_per_block, int room_packs) {
   using T = typename Op::T;
   using C = typename Op::C;
   constexpr int N = kVector<T>, kHeld = kStagedElements, kGroups = kWarpTierThreads / kLanes;

@@ -10,7 +10,7 @@ namespace jaxkern {
 struct SoftmaxParams {  // what every kernel reads comes first, and shares its cache lines
   const void* input[2];
   void* out;
-  int64_t rows;     // outer
+  int64_t rows;  // outer
   int64_t width;
   int grain;        // see Row
   bool exceeds_l2;  // the arrays together; see ReadPolicy
@@ -32,13 +32,13 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
   using C = typename Op::C;
   using Params = SoftmaxParams;
   static constexpr int kPack = N;
-  static constexpr bool kChanges = kMasked;  // Values are not always those that were read
+  static constexpr bool kChanges = kMasked;        // Values are not always those that were read
   static constexpr bool kManyRegisters = kMasked;  // wants more than two blocks of 512 threads leave
-  static constexpr bool kSkips = false;      // some packs are Beyond what takes part
+  static constexpr bool kSkips = false;            // some packs are Beyond what takes part
   static constexpr Index kNoStop = sizeof(Index) == 4 ? Index(INT32_MAX) : Index(INT64_MAX);
-  static constexpr int kStreamUnroll = 4;    // packs in flight a thread and input, where a row is streamed
-  static constexpr int kStreamBlocks = 2;    // of such threads, a multiprocessor
-  static constexpr int kGroupBlocks = 1;     // of warps with rows of their own, a multiprocessor at least
+  static constexpr int kStreamUnroll = 4;  // packs in flight a thread and input, where a row is streamed
+  static constexpr int kStreamBlocks = 2;  // of such threads, a multiprocessor
+  static constexpr int kGroupBlocks = 1;   // of warps with rows of their own, a multiprocessor at least
   Row<T, N, Index, kRagged> span;
   const T* input[Op::kInputs];
   int64_t array_size;
@@ -112,12 +112,11 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
   // one. `step` is at least the grain in packs, so a ragged head can only be the thread's pack 0. Whole packs
   // from `stop` on are not read.
   template <class AnyRaw, int kPacks>
-  __device__ __forceinline__ void LoadAll(AnyRaw (&raw)[kPacks], Index first, Index step,
-                                          Index stop = kNoStop) const {
+  __device__ __forceinline__ void LoadAll(AnyRaw (&raw)[kPacks], Index first, Index step, Index stop = kNoStop) const {
     const Index last = span.Count() - 1;
     const Index begin = !kRagged ? 0 : span.head + (span.shift % N != 0 && !span.Inside(span.head, array_size));
-    const Index end = min(stop, !kRagged ? span.whole_end
-                                         : last + 1 - (last >= span.whole_end && !span.Inside(last, array_size)));
+    const Index end =
+        min(stop, !kRagged ? span.whole_end : last + 1 - (last >= span.whole_end && !span.Inside(last, array_size)));
     const Places<const T, kPacks> first_input(*this, input[0], first), last_input(*this, input[Op::kInputs - 1], first);
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {

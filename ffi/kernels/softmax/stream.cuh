@@ -39,9 +39,9 @@ __device__ __forceinline__ typename Op::Stat RangeStat(const RowOf& row, int64_t
   return ReduceBlock<Op>(Op::template MergeLanes<kWarp>(stat), room);
 }
 
-template <class Op, class RowOf>
-__device__ __forceinline__ void MapRange(const RowOf& row, typename Op::T* out, const typename Op::Final& final,
-                                         int64_t begin, int64_t end) {
+template <class Op, class RowOf> __device__ __forceinline__ void MapRange(const RowOf& row, typename Op::T* out,
+                                                                          const typename Op::Final& final,
+                                                                          int64_t begin, int64_t end) {
   using C = typename Op::C;
   constexpr int N = RowOf::kPack, kUnroll = RowOf::kStreamUnroll;
   for (int64_t p = begin + threadIdx.x; p < end; p += kUnroll * kStreamThreads) {
@@ -62,9 +62,8 @@ __device__ __forceinline__ void MapRange(const RowOf& row, typename Op::T* out, 
   }
 }
 
-template <class Op, class RowOf>
-__global__ void __launch_bounds__(kStreamThreads, RowOf::kStreamBlocks)
-SoftmaxStreaming(const __grid_constant__ typename RowOf::Params p) {
+template <class Op, class RowOf> __global__ void __launch_bounds__(kStreamThreads, RowOf::kStreamBlocks)
+    SoftmaxStreaming(const __grid_constant__ typename RowOf::Params p) {
   const RowOf row(p, blockIdx.x + int64_t{blockIdx.y} * gridDim.x);
   const int64_t packs = row.span.Count();
   auto final = Op::Finish(RangeStat<Op>(row, 0, packs));
@@ -73,17 +72,15 @@ SoftmaxStreaming(const __grid_constant__ typename RowOf::Params p) {
 }
 
 // This block's packs of row blockIdx.y.
-template <class RowOf>
-__device__ __forceinline__ void SplitRange(const RowOf& row, int64_t* begin, int64_t* end) {
+template <class RowOf> __device__ __forceinline__ void SplitRange(const RowOf& row, int64_t* begin, int64_t* end) {
   const int64_t packs = row.span.Count();
   const int64_t each = (packs + gridDim.x - 1) / gridDim.x;
   *begin = min(packs, each * blockIdx.x);
   *end = min(packs, *begin + each);
 }
 
-template <class Op, int N, bool kMasked>
-__global__ void __launch_bounds__(kStreamThreads, 2)
-SoftmaxPartials(const __grid_constant__ SoftmaxParams p, typename Op::Stat* partials) {
+template <class Op, int N, bool kMasked> __global__ void __launch_bounds__(kStreamThreads, 2)
+    SoftmaxPartials(const __grid_constant__ SoftmaxParams p, typename Op::Stat* partials) {
   static_assert(kStatSizes<typename Op::T>, "plan.py");
   using RowOf = SoftmaxRow<Op, N, kMasked, int64_t>;
   const RowOf row(p, blockIdx.y);
@@ -93,9 +90,8 @@ SoftmaxPartials(const __grid_constant__ SoftmaxParams p, typename Op::Stat* part
   if (threadIdx.x == 0) partials[static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x] = stat;
 }
 
-template <class Op, int N, bool kMasked>
-__global__ void __launch_bounds__(kStreamThreads, 2)
-SoftmaxApply(const __grid_constant__ SoftmaxParams p, const typename Op::Stat* partials) {
+template <class Op, int N, bool kMasked> __global__ void __launch_bounds__(kStreamThreads, 2)
+    SoftmaxApply(const __grid_constant__ SoftmaxParams p, const typename Op::Stat* partials) {
   using RowOf = SoftmaxRow<Op, N, kMasked, int64_t>;
   const RowOf row(p, blockIdx.y);
   typename Op::Stat stat = Op::Identity();

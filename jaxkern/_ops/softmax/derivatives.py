@@ -30,7 +30,7 @@ from jaxkern._ops.softmax.primitive import (
 
 
 def _custom_vjp(forward_p, backward_p, keep):
-    """The rule that every derivative of `forward_p` comes from; keep(x, y) chooses what the backward pass starts from."""
+    """The rule behind every derivative of `forward_p`; keep(x, y) chooses what the backward pass starts from."""
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
     def f(x, mask, axis, tier):
@@ -116,7 +116,9 @@ def _fused_backward(active, params, kept, g):
     if y is None:
         gradient = functools.partial(bind, softmax_fused_grad_p, x, g, *parts)
     else:
-        gradient = functools.partial(bind, softmax_fused_output_grad_p, y, g, *([named["scale"]] if "scale" in named else []))
+        gradient = functools.partial(
+            bind, softmax_fused_output_grad_p, y, g, *([named["scale"]] if "scale" in named else [])
+        )
         params["extras"] = "scale" if "scale" in named else ""
     dx = gradient(**params)
     cotangents = dict.fromkeys(named)
@@ -139,8 +141,12 @@ def _summed(a, part):
 
 _fused.defvjp(_fused_forward, _fused_backward)
 # x, bias and scale; the other operands have no derivative.
-defvjp(softmax_fused_p, lambda *operands, active, **params: _fused(operands, active, tuple(params.items())),
-       differentiable=(0, 1, 2), tell_active=True)
+defvjp(
+    softmax_fused_p,
+    lambda *operands, active, **params: _fused(operands, active, tuple(params.items())),
+    differentiable=(0, 1, 2),
+    tell_active=True,
+)
 
 
 def _linear_jvp(prim, reference, primals, tangents, **params):
@@ -164,8 +170,10 @@ def _linear_jvp(prim, reference, primals, tangents, **params):
     return out, sum(terms[1:], start=terms[0]) if terms else ad.Zero.from_primal_value(out)
 
 
-for _prim, _other, _of in ((softmax_fused_grad_p, softmax_fused_jvp_p, reference.fused_grad),
-                           (softmax_fused_jvp_p, softmax_fused_grad_p, reference.fused_jvp),
-                           (softmax_fused_output_grad_p, softmax_fused_output_grad_p, reference.fused_output_grad)):
+for _prim, _other, _of in (
+    (softmax_fused_grad_p, softmax_fused_jvp_p, reference.fused_grad),
+    (softmax_fused_jvp_p, softmax_fused_grad_p, reference.fused_jvp),
+    (softmax_fused_output_grad_p, softmax_fused_output_grad_p, reference.fused_output_grad),
+):
     ad.primitive_jvps[_prim] = functools.partial(_linear_jvp, _prim, _of)
     deftranspose(_prim, 1, _other)

@@ -22,8 +22,9 @@ def key_words(name: str, key):
             raise ValueError(f"jaxkern.{name}: dropout_key must be a single key, got an array of shape {key.shape}")
         return jax.random.key_data(key).reshape(-1)[:2].astype(jnp.uint32)
     if key.dtype != jnp.uint32 or key.shape != (2,):
-        raise TypeError(f"jaxkern.{name}: dropout_key must be a key of jax.random or uint32[2], "
-                        f"got {key.dtype}{list(key.shape)}")
+        raise TypeError(
+            f"jaxkern.{name}: dropout_key must be a key of jax.random or uint32[2], got {key.dtype}{list(key.shape)}"
+        )
     return key
 
 

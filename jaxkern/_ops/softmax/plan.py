@@ -102,7 +102,8 @@ def fits(algorithm: str, p: Problem, device) -> bool:
         "sub_warp": p.vectors <= _SUB_WARP_VECTORS,
         "warp": p.vectors <= _WARP_VECTORS,
         "block": p.vectors <= _BLOCK_VECTORS,
-        "cluster": clusters and _CLUSTER_BLOCKS < p.vectors <= _CLUSTER_BLOCKS * _CLUSTER_VECTORS * (2 if p.whole else 1),
+        "cluster": clusters
+        and _CLUSTER_BLOCKS < p.vectors <= _CLUSTER_BLOCKS * _CLUSTER_VECTORS * (2 if p.whole else 1),
         "pipeline": clusters and 16 * p.vectors * p.inputs <= _CLUSTER_BLOCKS * _RING_BYTES,
         "streaming": True,
         "split": p.rows <= _MOST_GRID_Y,
@@ -175,8 +176,17 @@ def _exceeds_l2(p: Problem, device) -> bool:
 
 def _params(p: Problem, device, mask=(null, EMPTY_VIEW), aligned=True):
     """SoftmaxParams. Operands: x, or for a gradient y or x, and g. mask: its pointer and its BroadcastView."""
-    return struct(operand(0), operand(1) if p.backward else null, result(0), i64(p.rows), i64(p.width),
-                  i32(p.grain // p.itemsize if aligned else 1), boolean(_exceeds_l2(p, device)), i64(p.inner), *mask)
+    return struct(
+        operand(0),
+        operand(1) if p.backward else null,
+        result(0),
+        i64(p.rows),
+        i64(p.width),
+        i32(p.grain // p.itemsize if aligned else 1),
+        boolean(_exceeds_l2(p, device)),
+        i64(p.inner),
+        *mask,
+    )
 
 
 def _power_of_two(n: int) -> int:
@@ -198,10 +208,18 @@ def _held(vectors: int) -> tuple[int, int]:
 def _sub_warp(p, params, device):
     for vector in (p.vector, p.vector // 2):
         longest = 32 * vector if vector == p.vector else 16 * p.vector
-        if not p.masked and p.width % vector == 0 and (p.vector if vector == p.vector else 4 * p.vector) < p.width <= longest:
+        if (
+            not p.masked
+            and p.width % vector == 0
+            and (p.vector if vector == p.vector else 4 * p.vector) < p.width <= longest
+        ):
             lanes = max(2, _power_of_two(p.width // vector))
             name = f"SoftmaxRegisters<{_op(p)}, {_row(p, vector, ragged=False)}, {lanes}, 1, 2>"
-            return [Launch("softmax/registers.cuh", name, [params], ceil_div(p.rows, _WARP_THREADS // lanes * 2), _WARP_THREADS)]
+            return [
+                Launch(
+                    "softmax/registers.cuh", name, [params], ceil_div(p.rows, _WARP_THREADS // lanes * 2), _WARP_THREADS
+                )
+            ]
     # Rows at any alignment, staged in shared memory: about 8 KB of them per block, or fewer where that would leave
     # multiprocessors idle.
     lanes = _power_of_two(ceil_div(p.width, _STAGED_ELEMENTS))
@@ -209,8 +227,16 @@ def _sub_warp(p, params, device):
     turns = max(1, min(8192 // (p.width * p.itemsize * groups), p.rows // (groups * 4 * device.sm_count)))
     rows = turns * groups
     room = ceil_div(rows * p.width + p.vector - 1, p.vector)
-    return [Launch("softmax/registers.cuh", f"SoftmaxStaged<{_op(p)}, {lanes}, {_cpp(p.masked)}>",
-                   [params, i32(rows), i32(room)], ceil_div(p.rows, rows), _WARP_THREADS, shared=16 * room * p.inputs)]
+    return [
+        Launch(
+            "softmax/registers.cuh",
+            f"SoftmaxStaged<{_op(p)}, {lanes}, {_cpp(p.masked)}>",
+            [params, i32(rows), i32(room)],
+            ceil_div(p.rows, rows),
+            _WARP_THREADS,
+            shared=16 * room * p.inputs,
+        )
+    ]
 
 
 def _registers(p, lanes, held, rows=1):
@@ -236,8 +262,16 @@ def _cluster(p, params, device):
         blocks *= 2
     each = ceil_div(vectors, blocks)
     held, threads = _held(each) if p.whole else (4, _warps(ceil_div(each, 4)))
-    return [Launch("softmax/registers.cuh", _registers(p, "jaxkern::kClusterLanes", held), [params], p.rows * blocks,
-                   threads, cluster=blocks)]
+    return [
+        Launch(
+            "softmax/registers.cuh",
+            _registers(p, "jaxkern::kClusterLanes", held),
+            [params],
+            p.rows * blocks,
+            threads,
+            cluster=blocks,
+        )
+    ]
 
 
 def _pipeline(p, params, device):
@@ -248,8 +282,18 @@ def _pipeline(p, params, device):
     while ceil_div(ceil_div(p.vectors, blocks), chunk) > slots:
         blocks *= 2
     shared = _RING_BYTES + 16 * slots + 16 + 64 * _stat_bytes(p)  # PipelineShared: barriers, partial results
-    return [Launch("softmax/pipeline.cuh", f"SoftmaxPipeline<{_op(p)}>", [params, i32(ceil_div(p.vectors, blocks))],
-                   p.rows * blocks, 512 + 32, cluster=blocks, shared=shared, waves=1)]
+    return [
+        Launch(
+            "softmax/pipeline.cuh",
+            f"SoftmaxPipeline<{_op(p)}>",
+            [params, i32(ceil_div(p.vectors, blocks))],
+            p.rows * blocks,
+            512 + 32,
+            cluster=blocks,
+            shared=shared,
+            waves=1,
+        )
+    ]
 
 
 def _rows_grid(rows: int) -> tuple[int, int]:
@@ -268,8 +312,16 @@ def _split_blocks(p: Problem, device) -> int:
 
 def _split(p, params, device):
     grid = (_split_blocks(p, device), p.rows)
-    return [Launch("softmax/stream.cuh", f"{kernel}<{_op(p)}, {p.vector}, {_cpp(p.masked)}>", [params, scratch()], grid,
-                   _STREAM_THREADS) for kernel in ("SoftmaxPartials", "SoftmaxApply")]
+    return [
+        Launch(
+            "softmax/stream.cuh",
+            f"{kernel}<{_op(p)}, {p.vector}, {_cpp(p.masked)}>",
+            [params, scratch()],
+            grid,
+            _STREAM_THREADS,
+        )
+        for kernel in ("SoftmaxPartials", "SoftmaxApply")
+    ]
 
 
 def _column(p, params, device, vector=None):
@@ -286,7 +338,9 @@ def _column(p, params, device, vector=None):
     tiles = ceil_div(p.inner, lanes * vector)
     name = f"SoftmaxColumnRegisters<{_op(p)}::ForColumns, {held}, {_cpp(p.width <= alone)}>"
     grid = ceil_div(p.rows * tiles, 4) if warps == 1 else p.rows * tiles
-    return [Launch("softmax/column.cuh", name, [params, i32(warps), i64(tiles)], grid, 32 * (4 if warps == 1 else warps))]
+    return [
+        Launch("softmax/column.cuh", name, [params, i32(warps), i64(tiles)], grid, 32 * (4 if warps == 1 else warps))
+    ]
 
 
 def _column_in_shared_memory(p, params, device, vector):
@@ -304,13 +358,26 @@ def _column_in_shared_memory(p, params, device, vector):
     if not resident:
         lanes = min(32, _power_of_two(across))
     tiles = ceil_div(across, lanes)
-    return Launch("softmax/column.cuh", f"SoftmaxColumn<{_op(p)}::ForColumns, {vector}, {_cpp(p.masked)}>",
-                  [params, struct(i32(lanes), boolean(resident), i64(tiles))], p.rows * tiles, _COLUMN_THREADS,
-                  shared=size(lanes) if resident else stats(lanes))
+    return Launch(
+        "softmax/column.cuh",
+        f"SoftmaxColumn<{_op(p)}::ForColumns, {vector}, {_cpp(p.masked)}>",
+        [params, struct(i32(lanes), boolean(resident), i64(tiles))],
+        p.rows * tiles,
+        _COLUMN_THREADS,
+        shared=size(lanes) if resident else stats(lanes),
+    )
 
 
-_LAUNCHES = {"sub_warp": _sub_warp, "warp": _warp, "block": _block, "cluster": _cluster, "pipeline": _pipeline,
-             "streaming": _streaming, "split": _split, "column": _column}
+_LAUNCHES = {
+    "sub_warp": _sub_warp,
+    "warp": _warp,
+    "block": _block,
+    "cluster": _cluster,
+    "pipeline": _pipeline,
+    "streaming": _streaming,
+    "split": _split,
+    "column": _column,
+}
 
 
 # ---- plans
@@ -344,15 +411,15 @@ def problem_of(aval, axis: int, **flags) -> Problem:
 
 
 def plain(log: bool, backward: bool, device, operands, results, *, axis: int, tier: str) -> Plan | None:
-    """The plan of a plain primitive for arrays of these types. Operands as in `_params`, then the mask if there is one."""
+    """The plan of a plain primitive for arrays of these types. Operands as in `_params`, then the mask if there is one.
+
+    None if a grid would be too large, or the mask has too many groups of dimensions.
+    """
     p = problem_of(operands[0], axis, log=log, backward=backward, masked=len(operands) > 1 + backward)
-    mask = [_viewed(operands, p.inputs, axis)] if p.masked else []
-    return plan(p, device, *mask, tier=tier)
-
-
-def _viewed(operands, k: int, axis: int):
-    """The pointer and the BroadcastView of operand `k`, which broadcasts to the first one."""
-    return operand(k), broadcast_view(operands[0].shape, operands[k].shape, axis)
+    if not p.masked:
+        return plan(p, device, tier=tier)
+    view = broadcast_view(operands[0].shape, operands[p.inputs].shape, axis)
+    return plan(p, device, (operand(p.inputs), view), tier) if view else None
 
 
 # ---- fused
@@ -371,16 +438,26 @@ def _fused_op(p: Problem, from_output: bool) -> str:
 def _fused_launch(p: Problem, algorithm: str, op: str, has: int, params, vector: int) -> Launch:
     row = lambda index, ragged: f"jaxkern::FusedRow<{op}, {vector}, {has}, {index}, {_cpp(ragged)}>"
     if algorithm == "streaming":
-        return Launch("softmax/fused.cuh", f"SoftmaxStreaming<{op}, {row('int64_t', True)}>", [params],
-                      _rows_grid(p.rows), _STREAM_THREADS)
+        return Launch(
+            "softmax/fused.cuh",
+            f"SoftmaxStreaming<{op}, {row('int64_t', True)}>",
+            [params],
+            _rows_grid(p.rows),
+            _STREAM_THREADS,
+        )
     vectors = p.width // p.vector if p.whole else p.vectors
     lanes, grid, threads = "jaxkern::kBlockLanes", p.rows, _warps(ceil_div(vectors, 4))
     if algorithm == "warp":
         # Two short rows per warp: half the steps to reduce a row, and a causal row ends nearer to its limit.
         lanes = 16 if p.whole and vectors <= 16 * 4 else 32
         grid, threads = ceil_div(p.rows, _WARP_THREADS // lanes), _WARP_THREADS
-    return Launch("softmax/fused.cuh", f"SoftmaxRegisters<{op}, {row('int', not p.whole)}, {lanes}, 4, 1>", [params], grid,
-                  threads)
+    return Launch(
+        "softmax/fused.cuh",
+        f"SoftmaxRegisters<{op}, {row('int', not p.whole)}, {lanes}, 4, 1>",
+        [params],
+        grid,
+        threads,
+    )
 
 
 def _by_runs(p: Problem, shape, axis, parts, device) -> bool:
@@ -393,8 +470,21 @@ def _by_runs(p: Problem, shape, axis, parts, device) -> bool:
     return _exceeds_l2(p, device) and axis > 0 and shape[axis - 1] % _RUN == 0 and any(map(repeats, parts))
 
 
-def fused(device, operands, results, *, axis, tier, log, extras, causal, threshold, unscaled, backward=False,
-          from_output=False) -> Plan | None:
+def fused(
+    device,
+    operands,
+    results,
+    *,
+    axis,
+    tier,
+    log,
+    extras,
+    causal,
+    threshold,
+    unscaled,
+    backward=False,
+    from_output=False,
+) -> Plan | None:
     """The plan of a fused primitive for arrays of these types."""
     x = operands[0]
     at = {name: k for k, name in enumerate(extras.split(), 2 if backward else 1)}
@@ -413,14 +503,23 @@ def fused(device, operands, results, *, axis, tier, log, extras, causal, thresho
     def params(aligned):
         return struct(
             _params(p, device, (pointer.get("mask", null), view.get("mask", EMPTY_VIEW)), aligned),
-            *(pointer.get(e, null) for e in ("bias", "scale", "key")), *(view.get(e, EMPTY_VIEW) for e in ("bias", "scale")),
-            f64(65536 / (65536 - threshold)), u32(threshold), fast_divmod(matrix_rows),
+            *(pointer.get(e, null) for e in ("bias", "scale", "key")),
+            *(view.get(e, EMPTY_VIEW) for e in ("bias", "scale")),
+            f64(65536 / (65536 - threshold)),
+            u32(threshold),
+            fast_divmod(matrix_rows),
             fast_divmod(p.rows // matrix_rows * _RUN if by_runs else 1),
-            boolean("key" in at and operands[at["key"]].shape[-1] == 4), boolean(unscaled), boolean(by_runs))
+            boolean("key" in at and operands[at["key"]].shape[-1] == 4),
+            boolean(unscaled),
+            boolean(by_runs),
+        )
 
     op = _fused_op(p, from_output)
-    return Plan(algorithm, (_fused_launch(p, algorithm, op, has, params(True), p.vector),),
-                unaligned=(_fused_launch(p, "streaming", op, has, params(False), 1),))
+    return Plan(
+        algorithm,
+        (_fused_launch(p, algorithm, op, has, params(True), p.vector),),
+        unaligned=(_fused_launch(p, "streaming", op, has, params(False), 1),),
+    )
 
 
 fused_grad = functools.partial(fused, backward=True)

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jaxkern._core import compat, define, lowering, partition, registry
+from jaxkern._core import compat, define, lowering, partition
 from jaxkern._core.primitive import bind, evaluate, row_primitive
 from jaxkern._ops.softmax import dropout, plan, reference, sharding
 
@@ -44,11 +44,12 @@ log_softmax_grad_p = row_primitive("jaxkern_log_softmax_grad", arrays=2)
 log_softmax_jvp_p = row_primitive("jaxkern_log_softmax_jvp", arrays=2)
 
 for _prim, _arrays, _reference, _plan in (
-        (softmax_p, 1, reference.softmax, functools.partial(plan.plain, False, False)),
-        (log_softmax_p, 1, reference.log_softmax, functools.partial(plan.plain, True, False)),
-        (softmax_grad_p, 2, reference.softmax_grad, functools.partial(plan.plain, False, True)),
-        (log_softmax_grad_p, 2, reference.log_softmax_grad, functools.partial(plan.plain, True, True)),
-        (log_softmax_jvp_p, 2, reference.log_softmax_jvp, None)):
+    (softmax_p, 1, reference.softmax, functools.partial(plan.plain, False, False)),
+    (log_softmax_p, 1, reference.log_softmax, functools.partial(plan.plain, True, False)),
+    (softmax_grad_p, 2, reference.softmax_grad, functools.partial(plan.plain, False, True)),
+    (log_softmax_grad_p, 2, reference.log_softmax_grad, functools.partial(plan.plain, True, True)),
+    (log_softmax_jvp_p, 2, reference.log_softmax_jvp, None),
+):
     lowering.register(_prim, _arrays, _reference, split=_reference, plan=_plan)
 
 
@@ -125,29 +126,35 @@ def _key_per_row(key, shape, axis: int):
     """
     full = (*shape[:axis], *(1,) * (len(shape) - axis))
     numbers = dropout.row_numbers(shape, axis, key.shape)[..., None]
-    words = [jnp.broadcast_to(key, (*full, 2)), jnp.broadcast_to(numbers, (*full, 1)), jnp.zeros((*full, 1), jnp.uint32)]
+    words = [
+        jnp.broadcast_to(key, (*full, 2)),
+        jnp.broadcast_to(numbers, (*full, 1)),
+        jnp.zeros((*full, 1), jnp.uint32),
+    ]
     return jnp.concatenate(words, -1)
 
 
-def _readable(name, shape, part, axis: int, key_per_row: bool, sharded: bool):
+def _readable(name, shape, part, axis: int, key_per_row: bool):
     """The shape that an extra operand must be brought to before a kernel can read it; mostly its own."""
     lead = (*shape[:axis], *(1,) * (len(shape) - axis))
     if name == "key":
         return (*lead, 4) if key_per_row or any(d != 1 for d in part[:-1]) else part
-    wanted = lowering.mask_shape(shape, part, axis, sharded)
+    wanted = lowering.mask_shape(shape, part, axis, sharded=False)
     return lead if name == "scale" and wanted != part else wanted
 
 
-def _adapt(prim, arrays, x, *avals, axis, extras, key_per_row=False, sharded=False, **params):
+def _adapt(prim, arrays, x, *avals, axis, extras, key_per_row=False, **params):
     """None if a kernel can read these operands, else a function that binds `prim` on operands that it can read."""
     names, parts = extras.split(), [a.shape for a in avals[arrays - 1 :]]
-    wanted = [_readable(e, x.shape, part, axis, key_per_row, sharded) for e, part in zip(names, parts)]
+    wanted = [_readable(e, x.shape, part, axis, key_per_row) for e, part in zip(names, parts)]
     if wanted == parts:
         return None
 
     def adapted(*args, **params):
-        brought = [p if p.shape == w else _key_per_row(p, x.shape, axis) if e == "key" else jnp.broadcast_to(p, w)
-                   for e, p, w in zip(names, args[arrays:], wanted)]
+        brought = [
+            p if p.shape == w else _key_per_row(p, x.shape, axis) if e == "key" else jnp.broadcast_to(p, w)
+            for e, p, w in zip(names, args[arrays:], wanted)
+        ]
         return prim.bind(*args[:arrays], *brought, **params)
 
     return adapted
@@ -155,8 +162,13 @@ def _adapt(prim, arrays, x, *avals, axis, extras, key_per_row=False, sharded=Fal
 
 def _has_kernel(avals, axis) -> bool:
     shape = avals[0].shape
-    return (avals[0].dtype in lowering.KERNEL_DTYPES and all(isinstance(d, int) for a in avals for d in a.shape)
-            and 0 not in shape and math.prod(shape[axis + 1 :]) == 1 and math.prod(shape[:axis]) < 1 << 31)
+    return (
+        avals[0].dtype in lowering.KERNEL_DTYPES
+        and all(isinstance(d, int) for a in avals for d in a.shape)
+        and 0 not in shape
+        and math.prod(shape[axis + 1 :]) == 1
+        and math.prod(shape[:axis]) < 1 << 31
+    )
 
 
 def _partition(prim, arrays, through, ctx, operands, params):
@@ -171,32 +183,19 @@ def _partition(prim, arrays, through, ctx, operands, params):
     return partition.lower(ctx, prim, operands, params, dims, functools.partial(sharding.shard, prim), sharding.EXACT)
 
 
-def _lower_to_cpu(prim, arrays, through, ctx, *operands, **params):
-    avals, axis = ctx.avals_in, params["axis"]
-    if not _has_kernel(avals, axis):
-        return through(ctx, *operands, **params)
-    if compat.may_partition_itself(ctx):
-        return _partition(prim, arrays, through, ctx, operands, params)
-    sharded = compat.partitioned_devices(ctx) > 1
-    adapted = _adapt(prim, arrays, *avals, key_per_row=sharded, sharded=sharded, **params)
-    if adapted is not None:
-        return mlir.lower_fun(adapted, multiple_results=False)(ctx, *operands, **params)
-    # A causal kernel needs whole matrices.
-    attributes = partition.attributes([a.shape for a in avals], [a.shape for a in ctx.avals_out], axis - params["causal"])
-    rule = jax.ffi.ffi_lowering(prim.name, **({"extra_attributes": attributes} if attributes else {}))
-    return rule(ctx, *operands, **{name: value for name, value in params.items() if name != "tier"})
-
-
 def _register(prim, arrays, meaning, launches=None):
     through = mlir.lower_fun(meaning, multiple_results=False)
     mlir.register_lowering(prim, through)
     compat.taylor_rule(prim, meaning)
     if launches is None:
         return
-    define.lower_to_kernels(prim, launches, meaning, functools.partial(_partition, prim, arrays, through),
-                            adapt=functools.partial(_adapt, prim, arrays))
-    if prim.name in registry.status["cpu"].targets:
-        mlir.register_lowering(prim, functools.partial(_lower_to_cpu, prim, arrays, through), platform="cpu")
+    define.lower_to_kernels(
+        prim,
+        launches,
+        meaning,
+        functools.partial(_partition, prim, arrays, through),
+        adapt=functools.partial(_adapt, prim, arrays),
+    )
 
 
 _register(softmax_fused_p, 1, reference.fused, plan.fused)

@@ -9,11 +9,10 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from jaxkern import reduction
 from jaxkern._core import partition
 from jaxkern._core.rows import computed, lowest_for_infinity, row_sum, shifted
+from jaxkern._ops.reduction.primitive import statistics
 from jaxkern._ops.softmax import dropout
-
 
 # ---- plain
 
@@ -54,7 +53,7 @@ def _exponentials(x, mask, axis, over, others=()):
     wide = _unmasked(x, *mask)
     if not over:
         return wide, *partition.row_exponentials(wide, axis, (), others=others)
-    _, largest, total = (jnp.expand_dims(a, axis) for a in reduction.statistics(x, *mask, axis=axis, tier="auto"))
+    _, largest, total = (jnp.expand_dims(a, axis) for a in statistics(x, *mask, axis=axis, tier="auto"))
     sums = [total, *(jnp.sum(a, axis, keepdims=True) for a in others)]
     return wide, *partition.merge_exponentials(largest, sums, over)
 
@@ -102,7 +101,7 @@ def log_softmax_jvp(x, t, *mask, axis, tier, over=()):
 
 
 class Place(typing.NamedTuple):
-    """Where a part begins, and the size of the whole array, along the row and along the dimension before, the queries."""
+    """Where a part begins, and the size of the whole array, along the row and along the queries before it."""
 
     query: int | jax.Array
     queries: int | None

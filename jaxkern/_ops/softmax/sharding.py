@@ -33,8 +33,11 @@ def shard(prim, over, *operands, **params):
         return prim.bind(*operands, **params)
     x, axis = operands[0], params["axis"]
     if prim.name.endswith("_output_grad"):  # 0 beyond the limit, wherever that is
-        return (reference.fused_output_grad(*operands, over=row, **params) if row
-                else prim.bind(*operands, **(params | {"causal": False})))
+        return (
+            reference.fused_output_grad(*operands, over=row, **params)
+            if row
+            else prim.bind(*operands, **(params | {"causal": False}))
+        )
 
     def along(axes, size):
         return (lax.axis_index(axes) * size, lax.psum(1, axes) * size) if axes else (0, size)
