@@ -42,7 +42,7 @@ def python(code, **environment):
 def test_public_names():
     assert set(jaxkern.__all__) == {
         "embedding_lookup", "export_checks", "index_add", "index_select", "log_softmax", "logsumexp", "reduce_max",
-        "reduce_mean", "reduce_min", "reduce_sum", "segment_max", "segment_mean", "segment_min", "segment_softmax", "segment_sum", "softmax",
+        "reduce_mean", "reduce_min", "reduce_sum", "segment_max", "segment_mean", "segment_min", "segment_softmax", "segment_sum", "sort_indices", "softmax",
         "softmax_cross_entropy", "softmax_cross_entropy_and_grad", "tiers", *elementwise.NAMES}
     assert jaxkern.__version__.count(".") == 2
     assert isinstance(jaxkern.tiers, types.ModuleType) and callable(jaxkern.softmax)

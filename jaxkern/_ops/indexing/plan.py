@@ -705,4 +705,6 @@ def plan(op, device, operands, results, *, rules, rows=None) -> launch.Plan | No
         alpha=launch.operand(3) if alphas else null, **(dict(keys=launch.operand(at), order=launch.operand(at + 1)) if given else {}))
     steps, scratch = launches(algorithm, p, buffers)
     unaligned, more = launches(algorithm, p, buffers, aligned=False)
+    if any(step.grid3()[0] >= 2**31 for step in (*steps, *unaligned)):
+        return None  # more blocks than a launch has
     return launch.Plan(algorithm, tuple(steps), max(scratch, more), None if unaligned == steps else tuple(unaligned))
