@@ -158,14 +158,14 @@ def _ours(cell: Cell, tier: str) -> Callable[..., jax.Array]:
 def _gradient_of_masked(y: jax.Array, g: jax.Array, mask: jax.Array, tier: str) -> jax.Array:
     import importlib
 
-    return importlib.import_module("jaxkern.softmax").softmax_grad_p.bind(y, g, mask, axis=y.ndim - 1, tier=tier)
+    return importlib.import_module("jaxkern._ops.softmax.primitive").softmax_grad_p.bind(y, g, mask, axis=y.ndim - 1, tier=tier)
 
 
 def _gradient_from_result(cell: Cell, y: jax.Array, g: jax.Array, tier: str) -> jax.Array:
-    from jaxkern import _fused
+    from jaxkern._ops.softmax import primitive
 
     scale = [jnp.full((1,) * y.ndim, SCALE, jnp.float32)] if cell.has("scale") else []
-    return _fused.softmax_fused_output_grad_p.bind(
+    return primitive.softmax_fused_output_grad_p.bind(
         y, g, *scale, axis=y.ndim - 1, tier=tier, log=False, extras="scale" if scale else "",
         causal=cell.has("causal"), threshold=0, unscaled=False)
 

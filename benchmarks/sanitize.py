@@ -77,7 +77,7 @@ def reference(op: str, x: np.ndarray, g: np.ndarray, keep: np.ndarray, axis: int
 
 def run(tier: str, dtype: str, width: int, masked: bool, direction: str) -> str:
     """Runs both operations once; "" or what went wrong."""
-    kernels = importlib.import_module("jaxkern.softmax")
+    kernels = importlib.import_module("jaxkern._ops.softmax.primitive")
     shape, axis = shape_of(tier, width)
     generator = np.random.default_rng(width)
     np_dtype = jnp.dtype(dtype)
@@ -110,7 +110,8 @@ FUSED = {"warp": (8, 256, 512), "block": (512, 2048, 8192), "streaming": (3, 100
 
 def run_fused(tier: str, dtype: str, width: int) -> str:
     """Runs softmax with everything fused, and its gradient, once; "" or what went wrong."""
-    fused = importlib.import_module("jaxkern._fused")
+    fused = importlib.import_module("jaxkern._ops.softmax.primitive")
+    meaning = importlib.import_module("jaxkern._ops.softmax.reference")
     generator, np_dtype = np.random.default_rng(width), jnp.dtype(dtype)
     shape = (2, 3, 11 if width < 4096 else 3, width)
     x, g = (generator.standard_normal(shape).astype(np_dtype) for _ in range(2))
@@ -123,11 +124,11 @@ def run_fused(tier: str, dtype: str, width: int) -> str:
     y = np.where(np.tri(*shape[2:], shape[3] - shape[2], dtype=bool), abs(x) / width, 0).astype(np_dtype)
     every = operands, params
     for prim, arrays, (operands, params), reference in (
-        (fused.softmax_fused_p, (x,), every, fused._fused_jnp.forward),
-        (fused.softmax_fused_grad_p, (x, g), every, fused._fused_jnp.gradient),
-        (fused.softmax_fused_output_grad_p, (y, g), (operands[1:2], params | kept), fused._fused_jnp.output_gradient),
+        (fused.softmax_fused_p, (x,), every, meaning.fused),
+        (fused.softmax_fused_grad_p, (x, g), every, meaning.fused_grad),
+        (fused.softmax_fused_output_grad_p, (y, g), (operands[1:2], params | kept), meaning.fused_output_grad),
         # Kernels of their own, if rows are whole.
-        *((fused.softmax_fused_p, (x,), (operands[:1], params | kept | {"extras": "bias", "causal": c}), fused._fused_jnp.forward)
+        *((fused.softmax_fused_p, (x,), (operands[:1], params | kept | {"extras": "bias", "causal": c}), meaning.fused)
           for c in (False, True)),
     ):
         call = jax.jit(lambda *a: prim.bind(*a, tier=tier, **params))

@@ -1,31 +1,16 @@
-"""softmax and log_softmax: what a user calls, the primitives, their rules and references.
-
-    softmax_p            y  = exp(x - max) / sum(exp(x - max))
-    log_softmax_p        y  = x - max - log(sum(exp(x - max)))
-    softmax_grad_p       dx = y * (g - sum(y * g))
-    log_softmax_grad_p   dx = g - softmax(x) * sum(g)      or of y, which is the same but for y's rounding
-    log_softmax_jvp_p    dy = t - sum(softmax(x) * t)      the transpose of the last one; left to XLA
-
-along one axis, each with an optional mask. An element that is masked out takes no part: its output is
-0 (log_softmax: -inf), its gradient 0 whatever the cotangent holds. A row of which nothing takes part,
-or which is -inf throughout, is a row of such elements.
-
-With a scale, a bias, a causal limit or dropout it is the primitives of _fused.py that are bound.
-"""
+"""softmax and log_softmax; with a scale, a bias, a causal limit or dropout they bind the fused primitives."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxkern import _fused, reduction, tiers
-from jaxkern._core import lowering, partition, validate
-from jaxkern._core.autodiff import deflinear, defvjp
-from jaxkern._core.primitive import bind, row_primitive
-from jaxkern._core.rows import computed, lowest_for_infinity, row_sum
-
-
-# ---- what a user calls
+from jaxkern import tiers
+from jaxkern._core import validate
+from jaxkern._core.primitive import bind
+from jaxkern._core.rows import computed
+from jaxkern._ops.softmax import derivatives, dropout, primitive  # noqa: F401  derivatives are registered
 
 
 def softmax(x, axis=-1, where=None, *, scale=1.0, bias=None, causal=False, dropout_rate=0.0, dropout_key=None):
@@ -86,7 +71,7 @@ def softmax(x, axis=-1, where=None, *, scale=1.0, bias=None, causal=False, dropo
     one pass over a row after Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018;
     random bits after Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011 (Philox4x32-7).
     """
-    extras = _fused.extras("softmax", scale, bias, causal, dropout_rate, dropout_key)
+    extras = _extras("softmax", scale, bias, causal, dropout_rate, dropout_key)
     if extras is not None:
         return _call(_fused_softmax, "softmax", x, axis, where, *extras)
     return _call(_softmax, "softmax", x, axis, where)
@@ -124,7 +109,7 @@ def log_softmax(x, axis=-1, where=None, *, scale=1.0, bias=None):
 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
-    extras = _fused.extras("log_softmax", scale, bias)
+    extras = _extras("log_softmax", scale, bias)
     if extras is not None:
         return _call(_fused_log_softmax, "log_softmax", x, axis, where, *extras)
     return _call(_log_softmax, "log_softmax", x, axis, where)
@@ -153,182 +138,105 @@ def _along_axis(name, prim, x, where, axis, tier):
 # that of a jnp function.
 @functools.partial(jax.jit, static_argnames=("axis", "tier"), inline=True)
 def _softmax(x, where, *, axis, tier):
-    return _along_axis("softmax", softmax_p, x, where, axis, tier)
+    return _along_axis("softmax", primitive.softmax_p, x, where, axis, tier)
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "tier"), inline=True)
 def _log_softmax(x, where, *, axis, tier):
-    return _along_axis("log_softmax", log_softmax_p, x, where, axis, tier)
+    return _along_axis("log_softmax", primitive.log_softmax_p, x, where, axis, tier)
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "tier", "causal", "threshold"), inline=True)
 def _fused_softmax(x, where, scale, bias, key, *, axis, tier, causal, threshold):
-    return _fused.along_axis("softmax", x, where, scale, bias, key, axis, tier, causal, threshold)
+    return _fused_along_axis("softmax", x, where, scale, bias, key, axis, tier, causal, threshold)
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "tier"), inline=True)
 def _fused_log_softmax(x, where, scale, bias, *, axis, tier):
-    return _fused.along_axis("log_softmax", x, where, scale, bias, None, axis, tier, False, 0)
+    return _fused_along_axis("log_softmax", x, where, scale, bias, None, axis, tier, False, 0)
 
 
-# ---- the primitives and their derivatives
-
-softmax_p = row_primitive("jaxkern_softmax", arrays=1)
-log_softmax_p = row_primitive("jaxkern_log_softmax", arrays=1)
-softmax_grad_p = row_primitive("jaxkern_softmax_grad", arrays=2)
-log_softmax_grad_p = row_primitive("jaxkern_log_softmax_grad", arrays=2)
-log_softmax_jvp_p = row_primitive("jaxkern_log_softmax_jvp", arrays=2)
+# ---- from arguments to operands
 
 
-def _custom_vjp(forward_p, backward_p, keep):
-    """The rule that every derivative of `forward_p` comes from; `keep` says which of x, y the backward pass takes."""
-
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-    def f(x, mask, axis, tier):
-        return bind(forward_p, x, *mask, axis=axis, tier=tier)
-
-    def forward(x, mask, axis, tier):
-        y = bind(forward_p, x, *mask, axis=axis, tier=tier)  # not f, which has no derivative
-        return y, (keep(x, y), mask)
-
-    def backward(axis, tier, residuals, g):
-        kept, mask = residuals
-        return bind(backward_p, kept, g, *mask, axis=axis, tier=tier), (None,) * len(mask)
-
-    f.defvjp(forward, backward)
-    return lambda x, *mask, axis, tier: f(x, mask, axis, tier)
-
-
-def _precise(x, y):
-    """What log_softmax keeps: y has been rounded, and the error comes back multiplied by |y|.
-
-    16-bit results hide that, and their kernels are faster from y; both have the same softmax.
-    """
-    return y if x.dtype.itemsize <= 2 else x
+def _extras(name: str, scale, bias, causal=None, rate=0.0, key=None):
+    """(arrays, flags) for the jitted functions, or None if nothing is fused; causal: None for log_softmax."""
+    numbers = (int, float, np.integer, np.floating)
+    if isinstance(scale, bool) or not isinstance(scale, numbers):
+        validate.check_array(name, "scale", "a real number or a scalar array", scale)
+    else:
+        scale = None if scale == 1 else float(scale)
+    if bias is not None:
+        validate.check_array(name, "bias", "an array of floating-point type", bias)
+    if causal is None:
+        return None if scale is None and bias is None else ((scale, bias), {})
+    if not isinstance(causal, (bool, np.bool_)):
+        raise TypeError(f"jaxkern.{name}: causal must be True or False, got {type(causal).__name__}")
+    threshold = dropout.threshold(name, rate)
+    if rate != 0 and key is None:
+        raise ValueError(f"jaxkern.{name}: dropout_rate of {rate} needs a dropout_key")
+    if key is not None:
+        validate.check_array(name, "dropout_key", "a key of jax.random", key)
+    if scale is None and bias is None and not causal and threshold == 0:
+        return None
+    return (scale, bias, key if threshold else None), {"causal": bool(causal), "threshold": threshold}
 
 
-softmax_vjp = _custom_vjp(softmax_p, softmax_grad_p, keep=lambda x, y: y)
-log_softmax_vjp = _custom_vjp(log_softmax_p, log_softmax_grad_p, keep=_precise)
-defvjp(softmax_p, softmax_vjp, differentiable=(0,))
-defvjp(log_softmax_p, log_softmax_vjp, differentiable=(0,))
+def _fused_along_axis(name: str, x, where, scale, bias, key, axis, tier, causal, threshold):
+    x = validate.floating(name, x)
+    wide = computed(x).dtype
+    mask = validate.full_rank_mask(name, x, where)
+    bias = validate.full_rank(name, "bias", x, _bias(name, bias, x.dtype, wide))
+    scale = _scale(name, scale, wide)
+    axes = validate.sorted_axes(name, axis, x.shape)
+    if causal and (x.ndim < 2 or axes != [x.ndim - 1]):
+        raise ValueError(
+            f"jaxkern.{name}: causal needs axis to be the last of two or more dimensions, got axis {axis} "
+            f"for x of shape {x.shape}"
+        )
+    key = None if key is None else dropout.key_words(name, key)
+
+    def row_operation(x, parts, axis):
+        ones = (1,) * x.ndim
+        operands = {
+            "bias": parts[0],
+            "scale": None if scale is None else scale.reshape(ones),
+            "mask": parts[1],
+            "key": None if key is None else key.reshape(*ones, 2),
+        }
+        names = [e for e in primitive.EXTRAS if operands[e] is not None]
+        return bind(
+            primitive.softmax_fused_p,
+            x,
+            *(operands[e] for e in names),
+            axis=axis,
+            tier=tier,
+            log=name == "log_softmax",
+            extras=" ".join(names),
+            causal=causal,
+            threshold=threshold,
+            unscaled=False,
+        )
+
+    if causal:  # a dimension of size 1 may be the last one
+        return row_operation(x, [bias, mask], x.ndim - 1)
+    return validate.along_axes(row_operation, x, [bias, mask], axes)
 
 
-def _participants(x, nothing, axis, *mask):
-    """Elements that take part in a row that is alive: in which something unmasked is not `nothing`.
-
-    Whatever the tangents and cotangents of all the others hold, NaN included, stays out of a sum.
-    """
-    takes_part = x != nothing
-    alive = jnp.any(takes_part & mask[0] if mask else takes_part, axis, keepdims=True)
-    return jnp.broadcast_to(alive & mask[0] if mask else alive, x.shape)
+def _bias(name, bias, dtype, wide):
+    if bias is None:
+        return None
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise TypeError(f"jaxkern.{name}: bias must be of floating-point type, got {bias.dtype}{list(bias.shape)}")
+    return bias if bias.dtype in (dtype, wide) else bias.astype(wide)
 
 
-def _probabilities(x, axis, kept):
-    """softmax(x) in the computing type; 0 for elements that are not `kept`."""
-    wide = _unmasked(x, kept)
-    largest, (total,) = partition.row_exponentials(wide, axis, ())
-    return jnp.exp(wide - largest) / _nonzero(total)
-
-
-def _softmax_grad_jvp(y, g, *rest, axis, tier):
-    *mask, dy = rest
-    kept = _participants(y, 0, axis, *mask)
-    dtype = y.dtype
-    y, g, dy = (computed(a, kept) for a in (y, g, dy))
-    return (dy * (g - row_sum(y * g, axis)) - y * row_sum(dy * g, axis)).astype(dtype)
-
-
-def _softmax_tangent(x, dx, axis, kept):
-    p, dx = _probabilities(x, axis, kept), computed(dx, kept)
-    return p * (dx - row_sum(p * dx, axis))
-
-
-def _log_softmax_grad_jvp(x, g, *rest, axis, tier):
-    *mask, dx = rest
-    kept = _participants(x, -jnp.inf, axis, *mask)
-    return (-_softmax_tangent(x, dx, axis, kept) * row_sum(computed(g, kept), axis)).astype(x.dtype)
-
-
-def _log_softmax_jvp_jvp(x, t, *rest, axis, tier):
-    *mask, dx = rest
-    kept = _participants(x, -jnp.inf, axis, *mask)
-    dot = row_sum(_softmax_tangent(x, dx, axis, kept) * computed(t, kept), axis)
-    return computed(jnp.broadcast_to(-dot, x.shape), kept).astype(x.dtype)
-
-
-deflinear(softmax_grad_p, 1, _softmax_grad_jvp, transpose=softmax_grad_p)  # self-adjoint
-deflinear(log_softmax_grad_p, 1, _log_softmax_grad_jvp, transpose=log_softmax_jvp_p)
-deflinear(log_softmax_jvp_p, 1, _log_softmax_jvp_jvp, transpose=log_softmax_grad_p)
-
-
-# ---- the same in jnp: where there is no kernel, and for rows that are split over devices
-
-
-def _unmasked(x, *mask):
-    """`x` in the type that its arithmetic is done in, with -inf where it is masked out."""
-    x = computed(x)
-    return jnp.where(mask[0], x, -jnp.inf) if mask else x
-
-
-def _nonzero(total):
-    """A sum of exponentials to divide by; it is 0 where nothing takes part."""
-    return jnp.where(total == 0, 1, total)
-
-
-def _exponentials(x, mask, axis, over, others=()):
-    """(x in the computing type, its largest element in each row, [sum of exponentials, sums of the others]).
-
-    Of rows that are split, a kernel reads each part once.
-    """
-    wide = _unmasked(x, *mask)
-    if not over:
-        return wide, *partition.row_exponentials(wide, axis, (), others=others)
-    _, largest, total = (jnp.expand_dims(a, axis) for a in reduction.statistics(x, *mask, axis=axis, tier="auto"))
-    sums = [total, *(jnp.sum(a, axis, keepdims=True) for a in others)]
-    return wide, *partition.merge_exponentials(largest, sums, over)
-
-
-def _softmax_reference(x, *mask, axis, tier, over=()):
-    wide, largest, (total,) = _exponentials(x, mask, axis, over)
-    y = jnp.exp(wide - largest) / _nonzero(total)
-    return computed(y, *mask).astype(x.dtype)
-
-
-def _log_softmax_reference(x, *mask, axis, tier, over=()):
-    wide, largest, (total,) = _exponentials(x, mask, axis, over)
-    y = jnp.where(total == 0, -jnp.inf, wide - largest - jnp.log(total))
-    return lowest_for_infinity(jnp.where(mask[0], y, -jnp.inf) if mask else y, x.dtype)
-
-
-# What the tangents and cotangents hold in rows where nothing takes part, NaN included, is in sums that
-# are not used: to know beforehand which rows those are would be another message between devices.
-
-
-def _kept(dx, alive, mask, dtype):
-    """`dx`, and 0 where it is masked out or nothing in the row is alive."""
-    return jnp.where(alive & mask[0] if mask else alive, dx, 0).astype(dtype)
-
-
-def _softmax_grad_reference(y, g, *mask, axis, tier, over=()):
-    p, g = computed(y, *mask), computed(g, *mask)
-    dot, positive = partition.row_sums(axis, over, p * g, (p != 0).astype(p.dtype))
-    return _kept(p * (g - dot), positive != 0, mask, y.dtype)
-
-
-def _log_softmax_grad_reference(x, g, *mask, axis, tier, over=()):
-    g = computed(g, *mask)
-    wide, largest, (total, of_g) = _exponentials(x, mask, axis, over, others=[g])
-    return _kept(g - jnp.exp(wide - largest) / _nonzero(total) * of_g, total != 0, mask, x.dtype)
-
-
-def _log_softmax_jvp_reference(x, t, *mask, axis, tier, over=()):
-    t = computed(t, *mask)
-    _, (total, dot) = partition.row_exponentials(_unmasked(x, *mask), axis, over, weights=[t])
-    return _kept(t - dot / _nonzero(total), total != 0, mask, x.dtype)
-
-
-for _prim, _arrays, _reference in (
-        (softmax_p, 1, _softmax_reference), (log_softmax_p, 1, _log_softmax_reference),
-        (softmax_grad_p, 2, _softmax_grad_reference), (log_softmax_grad_p, 2, _log_softmax_grad_reference),
-        (log_softmax_jvp_p, 2, _log_softmax_jvp_reference)):
-    lowering.register(_prim, _arrays, _reference, split=_reference)
+def _scale(name, scale, wide):
+    if scale is None:
+        return None
+    scale = jnp.asarray(scale)  # a Python number still, where jit is disabled
+    if scale.ndim:
+        raise ValueError(f"jaxkern.{name}: scale must be a scalar, got shape {scale.shape}")
+    if not jnp.issubdtype(scale.dtype, jnp.floating) and not jnp.issubdtype(scale.dtype, jnp.integer):
+        raise TypeError(f"jaxkern.{name}: scale must be a real number, got {scale.dtype}")
+    return scale.astype(wide)

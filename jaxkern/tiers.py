@@ -5,24 +5,28 @@
     tiers.reduction(1, 1 << 26)                      -> "split"
     with tiers.force("block"): jaxkern.softmax(x)
 
-The tiers are described beside the kernels: ffi/softmax/softmax_tier.h, ffi/reduction/reduction_tier.h,
-ffi/cross_entropy/cross_entropy_tier.h, and the plans of index_add and its family in
+The tiers are described in the plans: jaxkern/_ops/softmax/plan.py, jaxkern/_ops/reduction/plan.py,
+jaxkern/_ops/cross_entropy/plan.py, and the plans of index_add and its family in
 jaxkern/_ops/indexing/plan.py. They differ in speed and, by rounding, in the last bits of the
 result, never in meaning.
 """
 
 import contextlib
+import functools
 import operator
 import typing
 
 import jax
 import jax.numpy as jnp
 
-from jaxkern._core import lowering, registry
+from jaxkern._core import lowering
+from jaxkern._ops.cross_entropy import plan as loss_plan
+from jaxkern._ops.reduction import plan as reduction_plan
+from jaxkern._ops.softmax import plan as softmax_plan
 
-NAMES = ("sub_warp", "warp", "block", "cluster", "pipeline", "streaming", "split", "column")
-REDUCTIONS = ("sub_warp", "warp", "block", "split", "column")  # of NAMES, those that reductions have
-LOSS_TIERS = tuple(name for name in NAMES if name != "cluster")  # of cross-entropy
+NAMES = softmax_plan.ALGORITHMS
+REDUCTIONS = reduction_plan.ALGORITHMS
+LOSS_TIERS = loss_plan.ALGORITHMS
 PLANS = ("unique", "small", "sorted", "sort", "narrow", "atomic", "gather")
 
 
@@ -80,9 +84,8 @@ def softmax(rows: int, width: int, inner: int = 1, dtype="float32", *, log: bool
 
     Raises:
         ValueError: a size is not positive, or `dtype` has no kernel. TypeError: an argument is of another type.
-        RuntimeError: the CPU module, which answers, is not loaded.
     """
-    return _ask("softmax", "softmax_tier", rows, width, inner, dtype, log, backward, masked, fused, device)
+    return _ask_softmax("softmax", softmax_plan.choose, rows, width, inner, dtype, log, backward, masked, fused, device)
 
 
 def fits(tier: str, rows: int, width: int, inner: int = 1, dtype="float32", *, log: bool = False,
@@ -90,7 +93,8 @@ def fits(tier: str, rows: int, width: int, inner: int = 1, dtype="float32", *, l
     """Whether `tier` can run that problem; arguments as for `softmax`."""
     if tier not in NAMES:
         raise ValueError(f"jaxkern.tiers.fits: no tier {tier!r}, there are {', '.join(NAMES)}")
-    return _ask("fits", "softmax_tier_fits", rows, width, inner, dtype, log, backward, masked, fused, device, tier)
+    fits_tier = functools.partial(softmax_plan.fits, tier)
+    return _ask_softmax("fits", fits_tier, rows, width, inner, dtype, log, backward, masked, fused, device)
 
 
 def reduction(rows: int, width: int, inner: int = 1, dtype="float32", *, masked: bool = False,
@@ -98,7 +102,7 @@ def reduction(rows: int, width: int, inner: int = 1, dtype="float32", *, masked:
     """The tier that runs a reduction (sum, mean, max, min, logsumexp) over the middle dimension of
     [rows, width, inner] by default; arguments and errors as for `softmax`, and `dtype` may be an integer type.
     """
-    return _ask_reduction("reduction", "reduction_tier", rows, width, inner, dtype, masked, device)
+    return reduction_plan.choose(*_reduction_problem("reduction", rows, width, inner, dtype, masked, device))
 
 
 def reduction_fits(tier: str, rows: int, width: int, inner: int = 1, dtype="float32", *, masked: bool = False,
@@ -106,7 +110,7 @@ def reduction_fits(tier: str, rows: int, width: int, inner: int = 1, dtype="floa
     """Whether `tier` can run that reduction; arguments as for `reduction`."""
     if tier not in REDUCTIONS:
         raise ValueError(f"jaxkern.tiers.reduction_fits: no tier {tier!r}, there are {', '.join(REDUCTIONS)}")
-    return _ask_reduction("reduction_fits", "reduction_tier_fits", rows, width, inner, dtype, masked, device, tier)
+    return reduction_plan.fits(tier, *_reduction_problem("reduction_fits", rows, width, inner, dtype, masked, device))
 
 
 def cross_entropy(rows: int, width: int, inner: int = 1, dtype="float32", *, which: str = "loss", masked: bool = False,
@@ -120,8 +124,7 @@ def cross_entropy(rows: int, width: int, inner: int = 1, dtype="float32", *, whi
     Raises:
         As `softmax`.
     """
-    query, device = _loss_query("cross_entropy", rows, width, inner, dtype, which, masked, device)
-    return query.tier(*device)
+    return loss_plan.choose(*_loss_problem("cross_entropy", rows, width, inner, dtype, which, masked, device))
 
 
 def cross_entropy_fits(tier: str, rows: int, width: int, inner: int = 1, dtype="float32", *, which: str = "loss",
@@ -129,22 +132,17 @@ def cross_entropy_fits(tier: str, rows: int, width: int, inner: int = 1, dtype="
     """Whether `tier` can run that problem; arguments as for `cross_entropy`."""
     if tier not in NAMES:
         raise ValueError(f"jaxkern.tiers.cross_entropy_fits: no tier {tier!r}, there are {', '.join(NAMES)}")
-    query, device = _loss_query("cross_entropy_fits", rows, width, inner, dtype, which, masked, device)
-    return tier in LOSS_TIERS and query.fits(tier, *device)
+    problem = _loss_problem("cross_entropy_fits", rows, width, inner, dtype, which, masked, device)
+    return tier in LOSS_TIERS and loss_plan.fits(tier, *problem)
 
 
-def _loss_query(function, rows, width, inner, dtype, which, masked, device):
-    from jaxkern import _loss_lowering  # which asks this module what is forced
-
+def _loss_problem(function, rows, width, inner, dtype, which, masked, device):
     name = f"jaxkern.tiers.{function}"
-    module = _answering(name)
     rows, width, inner = (_positive(name, *size) for size in (("rows", rows), ("width", width), ("inner", inner)))
     masked, dtype = _flag(name, "masked", masked), _kernel_dtype(name, dtype)
-    if which not in ("loss", "gradient", "both"):
+    if which not in loss_plan.PASSES:
         raise ValueError(f"{name}: which must be 'loss', 'gradient' or 'both', got {which!r}")
-    scratch = _loss_lowering.scratch_shape((rows, width, inner), dtype, 1)
-    query = module.LossQuery(which, dtype.name, rows, width, inner, masked, scratch[0] * scratch[1] if scratch else 0)
-    return query, _device(name, device)
+    return loss_plan.Problem(rows, width, inner, dtype.name, which, masked), _device(name, device)
 
 
 def index_add(rows: int, count: int, inner: int = 1, dtype="float32", **problem) -> str:
@@ -200,36 +198,23 @@ def _indexed(name, rows, count, inner, dtype, *, op="index_add", batch=1, outer=
     return gather_plan if op == "index_select" else plan, problem, device
 
 
-def _ask(function, query, rows, width, inner, dtype, log, backward, masked, fused, device, *first):
+def _ask_softmax(function, answer, rows, width, inner, dtype, log, backward, masked, fused, device):
     name = f"jaxkern.tiers.{function}"
-    module = _answering(name)
-    rows, width, inner = (_positive(name, *size) for size in (("rows", rows), ("width", width), ("inner", inner)))
+    sizes = [_positive(name, *size) for size in (("rows", rows), ("width", width), ("inner", inner))]
     flags = [_flag(name, *flag) for flag in (
         ("log", log), ("backward", backward), ("masked", masked), ("fused", fused))]
-    dtype = _kernel_dtype(name, dtype)
-    scratch = lowering.scratch_shape((rows, width, inner), dtype, 1)
-    scratch_bytes = scratch[0] * scratch[1] if scratch else 0
-    return getattr(module, query)(*first, rows, width, inner, dtype.name, *flags, scratch_bytes, *_device(name, device))
+    problem = softmax_plan.Problem(*sizes, _kernel_dtype(name, dtype).name, *flags)
+    return answer(problem, _device(name, device))
 
 
-def _ask_reduction(function, query, rows, width, inner, dtype, masked, device, *first):
+def _reduction_problem(function, rows, width, inner, dtype, masked, device):
     name = f"jaxkern.tiers.{function}"
-    module = _answering(name)
     rows, width, inner = (_positive(name, *size) for size in (("rows", rows), ("width", width), ("inner", inner)))
     masked, dtype = _flag(name, "masked", masked), _dtype(name, "dtype", dtype)
     known = lowering.KERNEL_DTYPES | lowering.INTEGER_DTYPES
     if dtype not in known:
         raise ValueError(f"{name}: no kernel for dtype {dtype}, there are {', '.join(sorted(d.name for d in known))}")
-    scratch = lowering.reduction_scratch_shape((rows, width, inner), dtype, 1)
-    return getattr(module, query)(*first, rows, width, inner, dtype.itemsize, dtype in lowering.INTEGER_DTYPES, masked,
-                                  scratch[0] * scratch[1] if scratch else 0, *_device(name, device))
-
-
-def _answering(name):
-    cpu = registry.status["cpu"]
-    if cpu.module is None:
-        raise RuntimeError(f"{name}: {cpu.reason}")
-    return cpu.module
+    return reduction_plan.Problem(rows, width, inner, dtype.name, masked), _device(name, device)
 
 
 def _positive(name, argument, value, limit=1 << 63) -> int:

@@ -153,9 +153,9 @@ def compiled(f, *args):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_kernel_forward_and_one_backward(operation, shape, axis, mask_shape, dtype):
     """value_and_grad compiles to our two kernels, without a transpose or a copy."""
-    platform = {"cpu": "cpu", "gpu": "cuda"}[jax.default_backend()]
-    if registry.status[platform].module is None:
-        pytest.skip(registry.status[platform].reason)
+    module = {"cpu": registry.status["cpu"], "gpu": registry.kernels}[jax.default_backend()]
+    if module.module is None:
+        pytest.skip(module.reason)
     mask = None if mask_shape is None else jnp.ones(mask_shape, bool)
     f = lambda x, w: (getattr(jaxkern, operation)(x, axis, mask) * w).sum()
     text = compiled(jax.value_and_grad(f), jnp.ones(shape, dtype), jnp.ones(shape, dtype))
@@ -208,7 +208,7 @@ def test_masked_elements_never_reach_a_derivative(operation, x64):
 def test_empty_rows_never_reach_a_derivative(operation, masked, through_xla, x64, monkeypatch):
     """Nor does NaN in the tangent or cotangent of a row of -inf, in the first three orders."""
     if through_xla:  # what runs on platforms without a kernel
-        monkeypatch.setattr(_lowering, "KERNEL_DTYPES", frozenset())
+        monkeypatch.setattr(lowering, "KERNEL_DTYPES", frozenset())
     x, t = inputs((4, 5 + through_xla))  # of another shape, or the program with kernels would be reused
     mask = mask_of(x.shape) if masked else None
     rows = slice(1, 3)
@@ -256,16 +256,19 @@ def test_export(operation, rows):
     exported = export.export(f, platforms=sorted(platforms), disabled_checks=jaxkern.export_checks())(
         jax.ShapeDtypeStruct(shape, jnp.float32))
     assert set(exported.platforms) == platforms
-    for platform in ("cpu", "cuda"):
+    # A launch list is for arrays of one shape.
+    loaded = {"cpu": registry.status["cpu"].module is not None, "cuda": registry.kernels.module is not None and rows == "4"}
+    for platform in loaded:
         kernel = f"custom_call @jaxkern_{operation}("
         single = export.export(f, platforms=[platform], disabled_checks=jaxkern.export_checks())(
             jax.ShapeDtypeStruct(shape, jnp.float32))
-        assert (kernel in single.mlir_module()) == (registry.status[platform].module is not None)
+        assert (kernel in single.mlir_module()) == loaded[platform]
     again = export.deserialize(exported.serialize())
     for n in (4,) if rows == "4" else (1, 4, 9):
         x = jax.random.normal(jax.random.key(n), (n, 7))
-        jax.tree.map(np.testing.assert_array_equal, again.call(x), f(x))
-    if registry.status[here].module is not None:
+        same = np.testing.assert_array_equal if loaded[here] else functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+        jax.tree.map(same, again.call(x), f(x))
+    if loaded[here]:
         with pytest.raises(ValueError, match="jaxkern_"):  # the checks are needed
             export.export(f, platforms=[here])(jax.ShapeDtypeStruct(shape, jnp.float32))
 

@@ -1,13 +1,10 @@
-"""From a row primitive to what XLA runs: our kernel on CPU and CUDA, a jnp reference elsewhere."""
+"""From a row primitive to what XLA runs: our kernel on CUDA, the jnp reference elsewhere."""
 
-import functools
-import math
 
-import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
-from jaxkern._core import compat, partition, registry
+from jaxkern._core import compat, define, partition
 
 KERNEL_DTYPES = frozenset(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
 INTEGER_DTYPES = frozenset(map(jnp.dtype, (
@@ -15,86 +12,47 @@ INTEGER_DTYPES = frozenset(map(jnp.dtype, (
 MASK_GROUPS = 4  # BroadcastView's limit on alternations of broadcast and other dimensions
 
 
-def scratch_shape(shape, dtype, axis: int):
-    """CUDA: room for the partial results of few long rows, `24 * max(1, 2048 // rows)` bytes a row.
+def register(prim, arrays: int, reference, dtypes=KERNEL_DTYPES, split=None, plan=None) -> None:
+    """Lowers `prim`, a row primitive on `arrays` arrays, to kernels on CUDA and to the reference elsewhere.
 
-    >>> scratch_shape((4, 100_000), "float32", 1)
-    (4, 12288)
-    >>> scratch_shape((4096, 1000), "float32", 1) is None
-    True
-    """
-    if not all(isinstance(d, int) for d in shape) or math.prod(shape[axis + 1 :]) != 1:
-        return None
-    rows = math.prod(shape[:axis])
-    if rows > 512 or shape[axis] * jnp.dtype(dtype).itemsize < 32768:
-        return None
-    return (*shape[:axis], 24 * max(1, 2048 // rows))
-
-
-def reduction_scratch_shape(shape, dtype, axis: int):
-    """CUDA: room for the partial results of a reduction of few rows, or few columns, over many blocks.
-
-    >>> reduction_scratch_shape((4, 1_000_000), "float32", 1)
-    (4, 3904)
-    >>> reduction_scratch_shape((1_000_000, 32), "float32", 0)
-    (655360,)
-    >>> reduction_scratch_shape((4096, 1000), "float32", 1) is None
-    True
-    """
-    if not all(isinstance(d, int) for d in shape):
-        return None
-    rows, inner, itemsize = math.prod(shape[:axis]), math.prod(shape[axis + 1 :]), jnp.dtype(dtype).itemsize
-    # No fewer than SplitParts in reduction_tier.cc takes, for a GPU of 160 multiprocessors.
-    if inner == 1:
-        blocks, parts = rows, shape[axis] * itemsize // 16384
-    else:
-        blocks, parts = rows * -(-inner * itemsize // 512), shape[axis] // 64
-    parts = min(parts, 1280 // blocks)
-    return None if parts < 2 else (*shape[:axis], 16 * parts * inner)
-
-
-def register(prim, arrays: int, reference, dtypes=KERNEL_DTYPES, scratch=scratch_shape, split=None) -> None:
-    """Lowers `prim`, a row primitive on `arrays` arrays, to the target of its own name.
-
-    reference(*operands, **params): the same in jnp, for platforms and dtypes without a kernel, for
-        empty arrays, and where the extension module is missing.
+    reference(*operands, **params): the same in jnp, for platforms and dtypes without a kernel, and for empty arrays.
     dtypes: those that there is a kernel for.
-    scratch(shape, dtype, axis): the shape in bytes of what a CUDA kernel needs beside its result, or None.
     split(*parts, over, **params): the same for rows that are split over devices, with a message between those
         along the mesh axes `over`; often the reference, with `partition.row_sums` for what it sums over a row.
         Without it such rows are gathered.
+    plan(device, operands, results, **params): the launch list on CUDA, as for `define.lower_to_kernels`. Its mask, if
+        there is one, fits a BroadcastView. Without a plan, there is no kernel.
     """
     mlir.register_lowering(prim, mlir.lower_fun(reference, multiple_results=prim.multiple_results))
     compat.taylor_rule(prim, reference)
-    for platform, module in registry.status.items():
-        if prim.name in module.targets:
-            rule = functools.partial(_lower, prim, arrays, reference, dtypes, scratch if platform == "cuda" else None, split)
-            compat.needs_devices(prim)
-            mlir.register_lowering(prim, rule, platform=platform)
+    if plan is not None:
+        _register_kernels(prim, arrays, reference, dtypes, split, plan)
 
 
-def _lower(prim, arrays, reference, dtypes, scratch, split, ctx, *operands, **params):
-    avals, axis = ctx.avals_in, params["axis"]
-    x, mask = avals[0], avals[arrays:]
-    through = functools.partial(mlir.lower_fun, multiple_results=prim.multiple_results)
-    if x.dtype not in dtypes or 0 in x.shape:
-        return through(reference)(ctx, *operands, **params)
-    if compat.may_partition_itself(ctx) and all(isinstance(d, int) for d in x.shape):
-        return _partitioned(prim, split, ctx, operands, params)
-    if mask:
-        shape = mask_shape(x.shape, mask[0].shape, axis, compat.partitioned_devices(ctx) > 1)
-        if shape != mask[0].shape:
-            def with_larger_mask(*args, **params):
-                return prim.bind(*args[:-1], jnp.broadcast_to(args[-1], shape), **params)
-            return through(with_larger_mask)(ctx, *operands, **params)
+def _register_kernels(prim, arrays, reference, dtypes, split, plan):
+    """The lowerings of a row primitive that has a plan."""
 
-    results = list(ctx.avals_out)
-    room = scratch(x.shape, x.dtype, axis) if scratch else None
-    if room is not None:
-        results.append(jax.core.ShapedArray(room, jnp.dtype(jnp.uint8)))
-    attributes = partition.attributes([a.shape for a in avals], [a.shape for a in results], axis)
-    rule = jax.ffi.ffi_lowering(prim.name, **({"extra_attributes": attributes} if attributes else {}))
-    return rule(ctx.replace(avals_out=results), *operands, axis=axis, tier=params["tier"])[: len(ctx.avals_out)]
+    def row_plan(device, operands, results, **params):
+        return plan(device, operands, results, **params) if operands[0].dtype in dtypes else None
+
+    def row_partition(ctx, operands, params):
+        if ctx.avals_in[0].dtype in dtypes:
+            return _partitioned(prim, split, ctx, operands, params)
+        return mlir.lower_fun(reference, multiple_results=prim.multiple_results)(ctx, *operands, **params)
+
+    def adapt(*avals, axis, **params):
+        mask = avals[arrays:]
+        shape = mask_shape(avals[0].shape, mask[0].shape, axis, sharded=False) if mask else None
+        return None if not mask or shape == mask[0].shape else _with_larger_mask(prim, shape)
+
+    define.lower_to_kernels(prim, row_plan, reference, row_partition, adapt=adapt)
+
+
+def _with_larger_mask(prim, shape):
+    def f(*operands, **params):
+        return prim.bind(*operands[:-1], jnp.broadcast_to(operands[-1], shape), **params)
+
+    return f
 
 
 def _partitioned(prim, split, ctx, operands, params):

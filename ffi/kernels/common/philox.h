@@ -1,5 +1,6 @@
 // Random bits from a counter: Philox4x32-7 of Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers:
-// As Easy as 1, 2, 3", 2011: of the variants that pass their tests (BigCrush) the fastest. The same on the CPU, on CUDA and in jaxkern/_random.py.
+// As Easy as 1, 2, 3", 2011: the fastest of the variants that pass their tests (BigCrush). The same bits on the CPU, on
+// CUDA and in jaxkern/_ops/softmax/dropout.py.
 //
 // Dropout draws 16 bits an element: block (column / 8, row) of the key's sequence holds those of 8
 // neighbouring elements of a row, the lower half of each word first. An element is kept if its bits, as

@@ -24,6 +24,9 @@ using uint64_t = unsigned long long;
 using uintptr_t = unsigned long long;
 using intptr_t = long long;
 
+#define INFINITY (__int_as_float(0x7f800000))
+#define NAN (__int_as_float(0x7fffffff))
+
 #define INT8_MIN (-128)
 #define INT8_MAX 127
 #define UINT8_MAX 255

@@ -1,0 +1,608 @@
+// Softmax with scale, bias, mask, causal limit and dropout fused: how a row is then read and written, in place of
+// SoftmaxRow, and the gradients. The kernels are the ones of the warp, block and streaming algorithms.
+//
+// An element that takes no part has x = 0, a cotangent of 0 and -inf added to it, so that all elements of a row are
+// computed alike; all three are put into the packs as they were read, two 16-bit elements at a time.
+//
+// Which extras a call has is a template constant (kHas), except for the scale, which every kernel can apply.
+#pragma once
+
+#include "common/philox.h"
+#include "softmax/registers.cuh"
+#include "softmax/stream.cuh"
+
+namespace jaxkern {
+
+// What a call has beyond a scale. A wide bias has the computing type, not the type of x.
+constexpr uint32_t kHasBias = 1, kHasWideBias = 2, kHasMask = 4, kHasCausal = 8, kHasDropout = 16;
+
+// Rows lie along the last dimension, inner is 1, and there are fewer than 2^31 rows.
+struct FusedParams : SoftmaxParams {
+  const void* bias;
+  const void* scale;    // null: 1. In the computing type; the same along a row
+  const uint32_t* key;  // two words; key_per_row: two for each row, then its number and an unused word
+  BroadcastView bias_view, scale_view;
+  double kept_inverse;  // 1 / the fraction of elements that dropout keeps
+  uint32_t threshold;   // of 2^16: see philox.h
+  FastDivmod matrix;    // by the size of the dimension before the last
+  FastDivmod turn;      // by_runs: by kRun rows of every matrix
+  bool key_per_row;
+  bool unscaled;  // the gradient is ds
+  bool by_runs;   // the order of rows: see RowAt
+
+  // The columns of row `row` that take part in a causal softmax lie below this: the last row of a matrix takes all
+  // columns, each row before it one less.
+  __device__ __forceinline__ int64_t Limit(uint32_t row) const {
+    const uint32_t in_matrix = row - matrix.Div(row) * matrix.divisor;
+    const int64_t limit = int64_t{in_matrix} + 1 + width - matrix.divisor;
+    return limit < 0 ? 0 : limit;
+  }
+
+  // The row that is taken as the i-th. Operands that broadcast over matrices are read from memory once, and then from
+  // L2, if the same few rows of all matrices follow each other: by_runs takes rows [0, kRun) of every matrix, then rows
+  // [kRun, 2 kRun) of every matrix, and so on.
+  static constexpr int kRun = 32;
+  __device__ __forceinline__ uint32_t RowAt(uint32_t i) const {
+    if (!by_runs) return i;
+    const uint32_t round = turn.Div(i), rest = i - round * turn.divisor;
+    return rest / kRun * matrix.divisor + round * kRun + rest % kRun;
+  }
+};
+static_assert(sizeof(FusedParams) == 680, "plan.py lays it out");
+
+// The sign bits of the four bytes that the digits of `which`, 8 + byte, name, each eight times.
+__device__ __forceinline__ uint32_t SpreadSigns(uint32_t word, int which) {
+  uint32_t spread;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(spread) : "r"(word), "r"(which));
+  return spread;
+}
+
+// All ones for each element of word `w` of a pack of S whose byte in `bytes` has its sign bit set, else zeros.
+template <class S, int kWords> __device__ __forceinline__ uint32_t ElementMask(const uint32_t (&bytes)[kWords], int w) {
+  const int byte = w * 4 / static_cast<int>(sizeof(S)), low = byte % 4 + 8, high = sizeof(S) == 2 ? low + 1 : low;
+  return SpreadSigns(bytes[byte / 4], low * 0x11 + high * 0x1100);
+}
+
+// x beyond the row's causal limit is not read. N is at most 8.
+template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> struct FusedRow
+    : SoftmaxRow<Op, N, false, Index, kRagged> {
+  using Base = SoftmaxRow<Op, N, false, Index, kRagged>;
+  using T = typename Op::T;
+  using C = typename Op::C;
+  using Params = FusedParams;
+  using Base::span;
+  static constexpr bool kBiased = (kHas & (kHasBias | kHasWideBias)) != 0, kMasked = (kHas & kHasMask) != 0;
+  static constexpr bool kCausal = (kHas & kHasCausal) != 0;
+  // Dropout is of the result, or of the cotangent.
+  static constexpr bool kDrops = (kHas & kHasDropout) != 0;
+  static constexpr bool kWide = (kHas & kHasWideBias) != 0;
+  // Something is added to each element, and not the same to all of a pack.
+  static constexpr bool kLifts = Op::kFromInput && (kBiased || kMasked || kRagged);
+  using Lift = std::conditional_t<kWide, C, T>;
+  static constexpr int kLiftWords = kLifts ? Pack<Lift, N>::kWords : 1;
+  static constexpr int kByteWords = (N + 3) / 4;
+  static constexpr bool kSkips = kCausal;
+  // Calls with at most one extra, not a mask, need few registers.
+  static constexpr bool kLight = !kRagged && !kMasked && !kWide && (kHas & (kHas - 1)) == 0;
+  static constexpr bool kManyRegisters = !kLight || Op::kInputs == 2;
+  static constexpr int kStreamUnroll = 1, kStreamBlocks = 1;
+  static constexpr int kGroupBlocks = Op::kInputs == 1 ? (kLight ? 8 : 6) : kRagged ? 4 : 5;
+
+  struct Bytes {  // an element's has its sign bit set if the element takes part
+    uint32_t word[kByteWords];
+  };
+  struct Raw {
+    Pack<T, N> data[Op::kInputs];
+    uint32_t lift[kLiftWords];  // what is added to scale * x: as it lies in memory, or one C
+  };
+
+  const FusedParams& p;
+  const uint8_t* mask_row;
+  const Lift* bias_row;
+  C scale;
+  Index limit;
+  uint32_t key[2], number;
+
+  // Row `at` in the order in which they are taken. One at or beyond the end has no elements; what else is read
+  // for it is that of the first.
+  __device__ __forceinline__ FusedRow(const FusedParams& params, int64_t at)
+      : FusedRow(params, at, at < params.rows ? Ordered(params, static_cast<uint32_t>(at)) : 0) {}
+
+  __device__ __forceinline__ FusedRow(const FusedParams& params, int64_t at, uint32_t row)
+      : Base(params, at < params.rows ? row : at), p(params) {
+    limit = at < p.rows ? static_cast<Index>(kCausal ? p.Limit(row) : p.width) : Index(0);
+    if constexpr (kMasked) mask_row = p.mask + p.mask_view.outer_map.Below32Bits(row);
+    if constexpr (kBiased) bias_row = static_cast<const Lift*>(p.bias) + p.bias_view.outer_map.Below32Bits(row);
+    scale = 1;
+    if (p.scale) scale = __ldg(static_cast<const C*>(p.scale) + p.scale_view.outer_map.Below32Bits(row));
+    if constexpr (kDrops) {
+      const uint32_t* const words = p.key + (p.key_per_row ? 4 * int64_t{row} : 0);
+      key[0] = __ldg(words), key[1] = __ldg(words + 1);
+      number = p.key_per_row ? __ldg(words + 2) : row;
+    }
+  }
+  static __device__ __forceinline__ uint32_t Ordered(const FusedParams& params, uint32_t at) {
+    return kBiased || kMasked ? params.RowAt(at) : at;
+  }
+
+  // Zeros for those elements of a pack that the draws of these columns drop.
+  __device__ __forceinline__ void Drop(Pack<T, N>& pack, Index column) const {
+    const uint32_t block = static_cast<uint32_t>(column >> 3);
+    PhiloxBlock draw = Philox(block, number, key[0], key[1]);
+    uint32_t w[8] = {draw.word[0], draw.word[1], draw.word[2], draw.word[3]};
+    if constexpr (kRagged || N < 4) {
+      if ((column & 7) + N > 8) {
+        draw = Philox(block + 1, number, key[0], key[1]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) w[4 + i] = draw.word[i];
+      }
+    }
+    if constexpr (N < 8 || kRagged) {
+      if (column & 4) {
+#pragma unroll
+        for (int i = 0; i < 6; ++i) w[i] = w[i + 2];
+      }
+    }
+    if constexpr (N < 4 || kRagged) {
+      if (column & 2) {
+#pragma unroll
+        for (int i = 0; i < 6; ++i) w[i] = w[i + 1];
+      }
+      if (column & 1) {
+#pragma unroll
+        for (int i = 0; i < 6; ++i) w[i] = __funnelshift_r(w[i], w[i + 1], 16);
+      }
+    }
+    // How far each of two draws lies above the last that drops, but 1 at most, by two instructions: 1 is what keeps.
+    const uint32_t last = p.threshold - 1, lasts = last * 0x10001u, minus = (-last & 0xffffu) * 0x10001u;
+#pragma unroll
+    for (int j = 0; j < N; j += 2) {
+      const uint32_t keep = __viaddmin_u16x2(__vmaxu2(w[j / 2], lasts), minus, 0x10001u);
+      if constexpr (sizeof(T) == 2) {
+        pack.word[j / 2] &= keep * 0xffff;
+      } else {
+#pragma unroll
+        for (int i = 0; i < 2 && j + i < N; ++i) {
+          if (!(keep >> 16 * i & 1)) SetElement(pack, j + i, T(0));
+        }
+      }
+    }
+  }
+  // No element of pack `i` takes part.
+  __device__ __forceinline__ bool Beyond(Index i) const {
+    const Index column = span.Column(i);
+    return column >= limit || (kRagged && column <= -N);
+  }
+
+  // The elements of the pack at `column` that lie in the row below its limit.
+  __device__ __forceinline__ Bytes Below(Index column) const {
+    Bytes bytes;
+#pragma unroll
+    for (int i = 0; i < kByteWords; ++i) bytes.word[i] = 0x80808080u;
+    if (column + N > limit || (kRagged && column < 0)) {
+      const int end = static_cast<int>(max(Index(0), min(Index(N), limit - column)));
+      const int begin = kRagged ? static_cast<int>(max(Index(0), min(Index(N), -column))) : 0;
+#pragma unroll
+      for (int i = 0; i < kByteWords; ++i) {
+        const int from = 8 * max(begin - 4 * i, 0), to = 8 * max(4 * i + 4 - end, 0);
+        bytes.word[i] &= from < 32 ? ~0u << from : 0;
+        bytes.word[i] &= to < 32 ? ~0u >> to : 0;
+      }
+    }
+    return bytes;
+  }
+
+  // All of the pack at `column` lies in the row.
+  __device__ __forceinline__ bool Inside(Index column) const {
+    return !kRagged || (column >= 0 && column + N <= span.width);
+  }
+
+  // Those of the elements in `below` that the mask lets take part. Without ragged packs the mask's are aligned.
+  __device__ __forceinline__ Bytes Unmasked(Index column, Bytes below) const {
+    if (p.mask_view.axis_stride == 0) {
+      if (__ldg(mask_row)) return below;
+      return {};
+    }
+    const bool vector = (reinterpret_cast<uintptr_t>(mask_row) - span.shift) % N == 0;
+    if (N >= 4 && (!kRagged || (vector && Inside(column)))) {
+      uint32_t word[kByteWords];
+      if constexpr (N == 8) *reinterpret_cast<uint2*>(word) = __ldg(reinterpret_cast<const uint2*>(mask_row + column));
+      else word[0] = __ldg(reinterpret_cast<const uint32_t*>(mask_row + column));
+#pragma unroll
+      for (int i = 0; i < kByteWords; ++i) below.word[i] &= word[i] << 7;  // a byte is 0 or 1
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const uint32_t sign = 0x80u << 8 * (j % 4);
+        if ((below.word[j / 4] & sign) && !__ldg(mask_row + column + j)) below.word[j / 4] &= ~sign;
+      }
+    }
+    return below;
+  }
+
+  __device__ __forceinline__ Bytes Part(Index i) const {
+    const Index column = span.Column(i);
+    const Bytes below = Below(column);
+    if constexpr (kMasked) {
+      if (!Beyond(i)) return Unmasked(column, below);
+    }
+    return below;
+  }
+
+  // The bias of a pack of which some elements lie in the row, as it lies in memory.
+  __device__ __forceinline__ void LoadBias(Index column, uint32_t (&words)[kLiftWords]) const {
+    using B = Lift;
+    constexpr int kWords = Pack<B, N>::kWords, kBytes = N * sizeof(B) < 16 ? N * sizeof(B) : 16;
+    const B* const row = bias_row;
+    Pack<B, N> pack = {};
+    if (p.bias_view.axis_stride == 0) {
+      pack = Filled<B, N>(*row);
+    } else if (kBytes >= 8 &&
+               (!kRagged || (Inside(column) && reinterpret_cast<uintptr_t>(row + column) % kBytes == 0))) {
+#pragma unroll
+      for (int i = 0; i < kWords; i += kBytes / 4) {
+        const void* const at = reinterpret_cast<const uint32_t*>(row + column) + i;
+        if constexpr (kBytes == 16) {
+          const uint4 v = __ldg(static_cast<const uint4*>(at));
+          pack.word[i] = v.x, pack.word[i + 1] = v.y, pack.word[i + 2] = v.z, pack.word[i + 3] = v.w;
+        } else if constexpr (kBytes == 8) {
+          const uint2 v = __ldg(static_cast<const uint2*>(at));
+          pack.word[i] = v.x, pack.word[i + 1] = v.y;
+        }
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        if (span.Has(column + j) && column + j < limit) SetElement(pack, j, row[column + j]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] = pack.word[i];
+  }
+
+  // Words of a pack of S, and `otherwise` for the elements that take no part.
+  template <class S, int kWords>
+  static __device__ __forceinline__ void Confine(uint32_t (&words)[kWords], const Bytes& part, C otherwise) {
+    const Pack<S, N> fill = Filled<S, N>(FromCompute<S>(otherwise));
+#pragma unroll
+    for (int i = 0; i < Pack<S, N>::kWords; ++i) {
+      const uint32_t mask = ElementMask<S>(part.word, i);
+      words[i] = (words[i] & mask) | (fill.word[i] & ~mask);
+    }
+  }
+
+  // Zeros for the elements of g where y is 0.
+  static __device__ __forceinline__ void ZeroLike(const Pack<T, N>& y, Pack<T, N>& g) {
+    if constexpr (sizeof(T) == 2) {
+#pragma unroll
+      for (int i = 0; i < Pack<T, N>::kWords; ++i) {
+        g.word[i] &= SpreadSigns((y.word[i] & 0x7fff7fffu) + 0x7fff7fffu, 0xbb99);  // not 0: a sign bit
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        if (Element(y, j) == T(0)) SetElement(g, j, T(0));
+      }
+    }
+  }
+
+  // First what comes from memory, then the draws, which need nothing from there.
+  template <int kPacks> __device__ __forceinline__ void LoadAll(Raw (&raw)[kPacks], Index first, Index step) const {
+    Base::LoadAll(raw, first, step, (limit + span.shift + N - 1) / N);
+    if constexpr (Op::kFromInput) {
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        const bool live = !Beyond(first + i * step);
+        if constexpr (!kLifts) {
+          raw[i].lift[0] = live ? 0 : __float_as_uint(-Infinity<float>());
+        } else {
+#pragma unroll
+          for (int w = 0; w < kLiftWords; ++w) raw[i].lift[w] = 0;
+          if (!live) {
+            if constexpr (!kMasked && !kCausal) Confine<Lift>(raw[i].lift, Bytes{}, -Infinity<C>());
+          } else if constexpr (kBiased) {
+            LoadBias(span.Column(first + i * step), raw[i].lift);
+          }
+        }
+      }
+    }
+    [[maybe_unused]] Bytes part[kPacks];
+    const auto idle = [&](int i) { return kSkips && !kRagged && Beyond(first + i * step); };
+    if constexpr (!Op::kFromInput) {
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        if (!idle(i)) ZeroLike(raw[i].data[0], raw[i].data[1]);
+      }
+      return;
+    }
+    if constexpr (kMasked || kRagged) {
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        if (!idle(i)) part[i] = Part(first + i * step);
+      }
+    }
+    if constexpr (kDrops && Op::kInputs == 2) {
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        if (!idle(i)) Drop(raw[i].data[1], span.Column(first + i * step));
+      }
+    }
+    if constexpr (kMasked || kRagged) {
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        if (idle(i)) continue;
+        if constexpr (kLifts) {
+          Confine<T>(raw[i].data[0].word, part[i], C(0));
+          Confine<Lift>(raw[i].lift, part[i], -Infinity<C>());
+        }
+        if constexpr (Op::kInputs == 2) Confine<T>(raw[i].data[1].word, part[i], C(0));
+      }
+    } else if constexpr (kCausal) {
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        const Index column = span.Column(first + i * step);
+        if (column < limit && column + N > limit) {
+          const Bytes below = Below(column);
+          if constexpr (kLifts) {
+            Confine<T>(raw[i].data[0].word, below, C(0));
+            Confine<Lift>(raw[i].lift, below, -Infinity<C>());
+          }
+          if constexpr (Op::kInputs == 2) Confine<T>(raw[i].data[1].word, below, C(0));
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ Raw Load(Index pack) const {
+    Raw raw[1];
+    LoadAll(raw, pack, Index(1) << 30);
+    return raw[0];
+  }
+
+  __device__ __forceinline__ void Values(const Raw& raw, C (&v)[Op::kInputs][N], Index i) const {
+    Unpack(raw.data[0], v[0]);
+    if constexpr (Op::kInputs == 2) Unpack(raw.data[1], v[1]);
+    if constexpr (Op::kFromInput && kLifts) {
+      C lift[N];
+      Pack<Lift, N> words;
+#pragma unroll
+      for (int w = 0; w < kLiftWords; ++w) words.word[w] = raw.lift[w];
+      Unpack(words, lift);
+#pragma unroll
+      for (int j = 0; j < N; ++j) v[0][j] = fma(v[0][j], scale, lift[j]);
+    } else if constexpr (Op::kFromInput) {
+      const C lift = __uint_as_float(raw.lift[0]);
+#pragma unroll
+      for (int j = 0; j < N; ++j) v[0][j] = fma(v[0][j], scale, lift);
+      if constexpr (kCausal) {
+        const Index below = limit - span.Column(i);
+        if (below < N) {
+#pragma unroll
+          for (int j = 0; j < N; ++j) {
+            if (j >= below) v[0][j] = -Infinity<C>();
+          }
+        }
+      }
+    }
+  }
+
+  // What all of a row's results are multiplied by.
+  __device__ __forceinline__ void Scale(typename Op::Final& final) const {
+    if constexpr (kDrops) Op::Scale(final, static_cast<C>(p.kept_inverse));
+    if (Op::kInputs == 2 && !p.unscaled) Op::Scale(final, scale);
+  }
+
+  __device__ __forceinline__ Pack<T, N> Result(C (&v)[N], const typename Op::Final& final, const Raw&, Index i) const {
+    Pack<T, N> result = Repack<T, N>(v);
+    if constexpr (kDrops && Op::kInputs == 1) Drop(result, span.Column(i));
+    if (!Op::Regular(final)) {
+      if constexpr (kMasked || kCausal || kRagged) Confine<T>(result.word, Part(i), Op::Masked());
+      if (Op::Empty(final)) result = Filled<T, N>(FromCompute<T>(C(0)));
+    }
+    return result;
+  }
+  __device__ __forceinline__ void Store(T* out, Index i, C (&v)[N], const typename Op::Final& final,
+                                        const Raw& raw) const {
+    span.Store(out, i, Result(v, final, raw, i));
+  }
+};
+
+template <class T_, bool kLog> struct FusedForward : Forward<T_, kLog, false, kLog> {
+  using Base = Forward<T_, kLog, false, kLog>;
+  using C = typename Base::C;
+  using Final = typename Base::Final;
+  static constexpr bool kFromInput = true;
+
+  // A scaled element is not what was read.
+  template <int kPacks, int N, bool kSkips> using Tile = typename Base::template Tile<kPacks, N, kSkips, false>;
+
+  static __device__ __forceinline__ C Neutral(int) { return 0; }  // and -inf is added
+  static __device__ __forceinline__ void Scale(Final& f, C factor) {
+    f.inverse *= factor;
+    f.inverse_low *= factor;
+  }
+  static __device__ __forceinline__ bool Empty(const Final&) { return false; }
+};
+
+// From s = scale * x + bias and h, the cotangent of what was kept: ds = p * (h - sum(p * h)) of softmax,
+// ds = h - p * sum(h) of log_softmax, with p = e^(s - max) / sum(e^(s - max)).
+template <class T_, bool kLog> struct FusedBackward {
+  using T = T_;
+  using Powers = Forward<T, kLog, false, kLog>;
+  using C = typename Powers::C;
+  using S = typename Powers::S;
+  static constexpr int kInputs = 2;
+  static constexpr bool kFromInput = true;
+
+  struct Stat {
+    C max;
+    S powers;  // sum of e^(s - max)
+    S dot;     // of e^(s - max) * h; log: of h
+  };
+  struct Final {
+    C max;
+    C factor;     // scale / powers; log: scale * sum(h) / powers
+    C dot, rest;  // sum(p * h); float: what that lacks
+    C scale;      // log: what h is multiplied by
+    bool empty;   // no s but -inf
+  };
+
+  static __device__ __forceinline__ Stat Identity() { return {-Infinity<C>(), S(0), S(0)}; }
+  static __device__ __forceinline__ C Neutral(int) { return 0; }
+  static __device__ __forceinline__ C Masked() { return 0; }
+  template <int kLanes> static __device__ __forceinline__ Stat MergeLanes(Stat stat) {
+    const C max = ReduceLanes<kLanes>(stat.max, MaxOf());
+    const C factor = Powers::Factor(stat.max, Base(max));
+    return {max, ReduceLanes<kLanes>(stat.powers * factor, SumOf()),
+            ReduceLanes<kLanes>(kLog ? stat.dot : stat.dot * factor, SumOf())};
+  }
+  static __device__ __forceinline__ Final Finish(Stat stat) {
+    Final f;
+    f.max = Base(stat.max);
+    f.empty = stat.powers == S(0);
+    const S powers = f.empty ? S(1) : stat.powers, dot = kLog ? S(0) : stat.dot / powers;
+    f.factor = static_cast<C>((kLog ? stat.dot : S(1)) / powers);
+    f.dot = static_cast<C>(dot);
+    f.rest = f.dot - f.dot == C(0) ? static_cast<C>(dot - f.dot) : C(0);
+    f.scale = 1;
+    return f;
+  }
+  static __device__ __forceinline__ void Scale(Final& f, C factor) {
+    f.factor *= factor;
+    f.scale *= factor;
+  }
+
+  template <int N> static __device__ __forceinline__ void Accumulate(Stat& stat, const C (&v)[2][N]) {
+    const C max = Max(stat.max, Fold(v[0], MaxOf())), base = Base(max);
+    C e[N], d[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      e[j] = Powers::Exp(v[0][j], base);
+      d[j] = kLog ? v[1][j] : e[j] * v[1][j];
+    }
+    const C factor = Powers::Factor(stat.max, base);
+    stat = {max, stat.powers * factor + Fold(e, SumOf()), (kLog ? stat.dot : stat.dot * factor) + Fold(d, SumOf())};
+  }
+
+  static __device__ __forceinline__ C One(C power, C h, const Final& f) {
+    if constexpr (kLog) return fma(-power, f.factor, h * f.scale);
+    else if constexpr (sizeof(T) == 4) return power * f.factor * ((h - f.dot) - f.rest);
+    else return power * f.factor * (h - f.dot);
+  }
+  template <int N> static __device__ __forceinline__ void Map(const C (&v)[2][N], const Final& f, C (&out)[N]) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) out[j] = One(Powers::Exp(v[0][j], f.max), v[1][j], f);
+  }
+  static __device__ __forceinline__ bool Regular(const Final& f) {
+    return f.factor - f.factor == C(0) && f.dot - f.dot == C(0) && !f.empty;
+  }
+  // A row without a participant has no gradient, whatever the cotangent holds.
+  static __device__ __forceinline__ bool Empty(const Final& f) { return f.empty; }
+
+  // Holds e^(s - max of the warp), which no type of 16 bits can, and h, which was read in T.
+  template <int kPacks, int N, bool kSkips = false> struct Tile {
+    C held[kPacks][N];
+    Pack<T, N> cotangent[kPacks];
+    C local_max;
+    bool skipped[kPacks] = {};
+
+    __device__ __forceinline__ void Skip(int i) { skipped[i] = true; }
+    __device__ __forceinline__ void Set(int i, const C (&v)[2][N], const Pack<T, N>* raw, bool) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) held[i][j] = v[0][j];
+      cotangent[i] = raw[1];
+      Forget(cotangent[i]);
+    }
+    template <int kLanes, class Widen> __device__ __forceinline__ Stat Reduce(Widen widen) {
+      C of_pack[kPacks], dot_of_pack[kPacks];
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) of_pack[i] = kSkips && skipped[i] ? -Infinity<C>() : Fold(held[i], MaxOf());
+      local_max = widen(ReduceLanes<kLanes>(Fold(of_pack, MaxOf()), MaxOf()));
+      const C base = Base(local_max);
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        of_pack[i] = dot_of_pack[i] = 0;
+        if (kSkips && skipped[i]) continue;
+        C h[N];
+        Unpack(cotangent[i], h);
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          held[i][j] = Powers::Exp(held[i][j], base);
+          if constexpr (!kLog) h[j] *= held[i][j];
+        }
+        of_pack[i] = Fold(held[i], SumOf());
+        dot_of_pack[i] = Fold(h, SumOf());
+      }
+      return {local_max, ReduceLanes<kLanes>(static_cast<S>(Fold(of_pack, SumOf())), SumOf()),
+              ReduceLanes<kLanes>(static_cast<S>(Fold(dot_of_pack, SumOf())), SumOf())};
+    }
+    __device__ __forceinline__ Final Localize(Final f) const {
+      f.factor *= local_max == -Infinity<C>() ? C(0) : Powers::Factor(local_max, f.max);
+      return f;
+    }
+    __device__ __forceinline__ void Get(int i, const Final& f, C (&out)[N]) const {
+      C h[N];
+      Unpack(cotangent[i], h);
+#pragma unroll
+      for (int j = 0; j < N; ++j) out[j] = One(held[i][j], h[j], f);
+    }
+  };
+};
+
+// From the result y of softmax without dropout: dx = scale * y * (g - sum(y * g)), whatever the bias was. Where y is 0,
+// masked ones among them, so is g (FusedRow sees to it), and a row of nothing needs no further care.
+template <class T_> struct FusedFromOutput {
+  using T = T_;
+  using C = Compute<T>;
+  using S = Sum<T>;
+  static constexpr int kInputs = 2;
+  static constexpr bool kFromInput = false;
+
+  struct Stat {
+    S sum;
+  };
+  struct Final {
+    C scale;
+    C sum, rest;  // float: what sum lacks
+    C product;    // scale * sum
+  };
+  static __device__ __forceinline__ Stat Identity() { return {S(0)}; }
+  static __device__ __forceinline__ C Neutral(int) { return 0; }
+  static __device__ __forceinline__ C Masked() { return 0; }
+  template <int kLanes> static __device__ __forceinline__ Stat MergeLanes(Stat stat) {
+    return {ReduceLanes<kLanes>(stat.sum, SumOf())};
+  }
+  static __device__ __forceinline__ Final Finish(Stat stat) {
+    const C sum = static_cast<C>(stat.sum);
+    return {C(1), sum, sum - sum == C(0) ? static_cast<C>(stat.sum - sum) : C(0), sum};
+  }
+  static __device__ __forceinline__ void Scale(Final& f, C factor) {
+    f.scale = factor;
+    f.product = f.sum * factor;
+  }
+  template <int N> static __device__ __forceinline__ void Accumulate(Stat& stat, const C (&v)[2][N]) {
+    C term[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) term[j] = v[0][j] * v[1][j];
+    stat.sum += Fold(term, SumOf());
+  }
+  template <int N> static __device__ __forceinline__ void Map(const C (&v)[2][N], const Final& f, C (&out)[N]) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      if constexpr (sizeof(T) == 4) out[j] = v[0][j] * f.scale * ((v[1][j] - f.sum) - f.rest);
+      else out[j] = v[0][j] * fma(v[1][j], f.scale, -f.product);
+    }
+    if (!(f.product - f.product == C(0))) {  // 0 times what is not finite
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        if (v[0][j] == C(0)) out[j] = 0;
+      }
+    }
+  }
+  static __device__ __forceinline__ bool Regular(const Final&) { return true; }
+  static __device__ __forceinline__ bool Empty(const Final&) { return false; }
+
+  template <int kPacks, int N, bool = false> using Tile = PacksAsRead<FusedFromOutput, kPacks, N>;
+};
+
+}  // namespace jaxkern

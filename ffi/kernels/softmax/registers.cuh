@@ -1,0 +1,226 @@
+// Softmax with a row held in registers: the sub-warp, warp and block tiers.
+//
+// A row belongs to a group of kLanes threads, to a block (kBlockLanes) or to a cluster of blocks
+// (kClusterLanes, sm_90); thread t of the group holds packs t, t + group, ... , kPacks of them, of
+// kRows rows. All loads are issued before the first use; the row is read once and written once. A
+// block-wide row costs one barrier: each warp brings its own (max, sum) and every thread merges them
+// in the same order. The blocks of a cluster do the same once more through each other's shared memory.
+//
+// Narrow rows that do not start on 16 bytes (SoftmaxStaged) take a detour through shared memory: the
+// rows of a block are one contiguous stretch, which is copied in and out in 16-byte vectors, and
+// each group finds its row there at whatever alignment it has.
+#pragma once
+
+#include "common/async.cuh"
+#include "softmax/row.cuh"
+
+namespace jaxkern {
+
+constexpr int kBlockLanes = 0, kClusterLanes = -1;
+
+constexpr int kWarpTierThreads = 128;
+constexpr int kBlockTierThreads = 512;  // at most
+constexpr int kStagedElements = 8;      // a lane
+
+// Blocks of 512 threads a multiprocessor, which caps the registers at 64 or 128 a thread.
+template <class Op, int kPacks, bool kManyRegisters> constexpr int kMinBlocks =
+    !kManyRegisters && sizeof(typename Op::T) <= 4 && kPacks * Op::kInputs * (sizeof(typename Op::T) == 4 ? 1 : 2) <= 8
+        ? 2
+        : 1;
+
+// One Stat a block, merged over the cluster in the order of rank, through a mailbox in each block's
+// shared memory. Open() comes first thing in the kernel; nothing waits for the other blocks to have
+// started until Merge(). No block can leave while others still write to it: it waits for them all.
+template <class Op> struct ClusterMailbox {
+  using Stat = typename Op::Stat;
+#ifdef JAXKERN_HAS_BULK_COPY
+  struct Shared {
+    Barrier arrived;
+    Stat stat[kMaxCluster];
+  };
+  static __device__ __forceinline__ void Open(Shared* box) {
+    if (threadIdx.x == 0) {
+      InitBarrier(&box->arrived, 1);
+      FenceBarrierInit();
+    }
+    ArriveClusterRelaxed();
+  }
+  static __device__ __forceinline__ Stat Merge(Shared* box, Stat stat, uint32_t rank, uint32_t blocks) {
+    WaitCluster();
+    if (threadIdx.x == 0) ArriveExpect(&box->arrived, blocks * sizeof(Stat));
+    if (threadIdx.x < blocks) StoreRemote(&box->stat[rank], stat, &box->arrived, threadIdx.x);
+    Wait(&box->arrived, 0);
+    const uint32_t lane = threadIdx.x % kMaxCluster;
+    return Op::template MergeLanes<kMaxCluster>(lane < blocks ? box->stat[lane] : Op::Identity());
+  }
+#endif
+};
+
+// The maximum over the block of one value a warp.
+template <class C> __device__ __forceinline__ C BlockMax(C max) {
+  constexpr int kMaxWarps = kBlockTierThreads / kWarp;
+  __shared__ C room[kMaxWarps];
+  return ReduceWarps<kMaxWarps>(
+      max, room, blockDim.x / kWarp, -Infinity<C>(), [] { __syncthreads(); },
+      [](C m) { return ReduceLanes<kMaxWarps>(m, MaxOf()); });
+}
+
+// The same of 128 threads, where a thread has so little that 40 registers do.
+template <class Op, class RowOf, int kPacks> constexpr int kMinGroupBlocks =
+    kPacks == 1 && Op::kInputs == 1 && sizeof(typename Op::T) == 2 ? 12 : RowOf::kGroupBlocks;
+
+// RowOf: a SoftmaxRow or what reads and writes like one.
+template <class Op, class RowOf, int kLanes, int kPacks, int kRows>
+__global__ void __launch_bounds__(kLanes > 0 ? kWarpTierThreads : kBlockTierThreads,
+                                  kLanes > 0 ? kMinGroupBlocks<Op, RowOf, kPacks>
+                                             : kMinBlocks<Op, kPacks, RowOf::kManyRegisters>)
+    SoftmaxRegisters(const __grid_constant__ typename RowOf::Params p) {
+  using T = typename Op::T;
+  using C = typename Op::C;
+  constexpr int N = RowOf::kPack;
+  constexpr bool kGroup = kLanes > 0, kCluster = kLanes == kClusterLanes;
+  static_assert(kGroup || kRows == 1, "a block has one row");
+
+  uint32_t rank = 0, blocks = 1;
+#ifdef JAXKERN_HAS_BULK_COPY
+  __shared__ typename ClusterMailbox<Op>::Shared mailbox;
+  if constexpr (kCluster) {
+    rank = ClusterRank();
+    blocks = ClusterSize();
+    ClusterMailbox<Op>::Open(&mailbox);
+  }
+#endif
+  const int lanes = kGroup ? kLanes : static_cast<int>(blocks * blockDim.x);
+  const int lane = kGroup ? threadIdx.x % lanes : rank * blockDim.x + threadIdx.x;
+  constexpr int kGroups = kGroup ? kWarpTierThreads / (kGroup ? kLanes : 1) : 1;
+  const int64_t first_row =
+      kGroup ? static_cast<int64_t>(blockIdx.x) * (kGroups * kRows) + threadIdx.x / lanes : blockIdx.x / blocks;
+
+  typename RowOf::Raw raw[kRows][kPacks];
+#pragma unroll
+  for (int u = 0; u < kRows; ++u) {
+    const RowOf row(p, first_row + u * kGroups);
+    row.LoadAll(raw[u], lane, lanes);
+  }
+
+#pragma unroll
+  for (int u = 0; u < kRows; ++u) {
+    RowOf row(p, first_row + u * kGroups);
+    row.Begin(raw[u], lane, lanes);
+    const auto skips = [&](int i) {
+      if constexpr (RowOf::kSkips) return row.Beyond(lane + i * lanes);
+      else return false;
+    };
+    typename Op::template Tile<kPacks, N, RowOf::kSkips> tile;
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      if constexpr (RowOf::kSkips) {
+        if (skips(i)) {
+          tile.Skip(i);
+          continue;
+        }
+      }
+      C v[Op::kInputs][N];
+      row.Values(raw[u][i], v, lane + i * lanes);
+      tile.Set(i, v, raw[u][i].data, RowOf::kChanges);
+    }
+    typename Op::Stat stat = tile.template Reduce<kGroup ? kLanes : kWarp>([](C max) {
+      // Double has the time for a barrier more, and no rounding to spare for rescaling.
+      if constexpr (!kGroup && sizeof(T) == 8) return BlockMax(max);
+      else return max;
+    });
+    if constexpr (!kGroup) {
+      __shared__ typename Op::Stat room[kBlockTierThreads / kWarp];
+      stat = ReduceBlock<Op>(stat, room);
+    }
+#ifdef JAXKERN_HAS_BULK_COPY
+    if constexpr (kCluster) stat = ClusterMailbox<Op>::Merge(&mailbox, stat, rank, blocks);
+#endif
+    row.Settle(raw[u][0], stat);
+    typename Op::Final final = Op::Finish(stat);
+    if constexpr (!kGroup) final = tile.Localize(final);
+    row.Scale(final);
+    Pack<T, N> result[kPacks];
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      result[i] = Filled<T, N>(FromCompute<T>(Op::Masked()));
+      if (skips(i)) continue;
+      C out[N];
+      tile.Get(i, final, out);
+      result[i] = row.Result(out, final, raw[u][i], lane + i * lanes);
+    }
+    row.StoreAll(static_cast<T*>(p.out), result, lane, lanes);
+    row.template Close<kLanes>(raw[u][0], stat, lane);
+  }
+}
+
+// Rows of at most kLanes * kStagedElements elements; `rows_per_block` of them in shared memory at once,
+// their inputs side by side. Input 0's room takes the output.
+template <class Op, int kLanes, bool kMasked> __global__ void __launch_bounds__(kWarpTierThreads)
+    SoftmaxStaged(const __grid_constant__ SoftmaxParams p, int rows_per_block, int room_packs) {
+  using T = typename Op::T;
+  using C = typename Op::C;
+  constexpr int N = kVector<T>, kHeld = kStagedElements, kGroups = kWarpTierThreads / kLanes;
+  extern __shared__ __align__(128) char shared_bytes[];
+  auto* const room = reinterpret_cast<Pack<T, N>*>(shared_bytes);  // [kInputs][room_packs]
+
+  // The block's rows as one row of a matrix with a single one.
+  const int64_t first_row = static_cast<int64_t>(blockIdx.x) * rows_per_block;
+  const int rows = static_cast<int>(min(int64_t{rows_per_block}, p.rows - first_row));
+  const int width = static_cast<int>(p.width);
+  const Row<T, N, int> stretch(first_row * p.width, rows * width, 0, N);
+  const int packs = stretch.Count();
+  const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
+#pragma unroll
+  for (int k = 0; k < Op::kInputs; ++k) {
+    for (int i = threadIdx.x; i < packs; i += kWarpTierThreads) {
+      room[k * room_packs + i] =
+          stretch.Load(static_cast<const T*>(p.input[k]), i, FromCompute<T>(Op::Neutral(k)), policy);
+    }
+  }
+  __syncthreads();
+
+  const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
+  for (int turn = 0; turn < rows_per_block; turn += kGroups) {
+    const int r = turn + group;
+    T* elements[Op::kInputs];
+#pragma unroll
+    for (int k = 0; k < Op::kInputs; ++k) {
+      elements[k] = reinterpret_cast<T*>(room + k * room_packs) + stretch.shift + r * width;
+    }
+    typename Op::template Tile<kHeld, 1> tile;
+    bool takes_part[kHeld];
+    int64_t mask_row = 0;
+    if constexpr (kMasked) mask_row = p.mask_view.outer_map(first_row + min(r, rows - 1));
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int e = lane + i * kLanes;
+      takes_part[i] = r < rows && e < width;
+      if constexpr (kMasked) takes_part[i] = takes_part[i] && p.mask[mask_row + e * p.mask_view.axis_stride];
+      C v[Op::kInputs][1];
+      Pack<T, 1> raw[Op::kInputs];
+#pragma unroll
+      for (int k = 0; k < Op::kInputs; ++k) {
+        const T x = takes_part[i] ? elements[k][e] : FromCompute<T>(Op::Neutral(k));
+        v[k][0] = ToCompute(x);
+        raw[k] = Filled<T, 1>(x);
+      }
+      tile.Set(i, v, raw, false);
+    }
+    const typename Op::Final final = Op::Finish(tile.template Reduce<kLanes>([](C max) { return max; }));
+    __syncwarp();  // a row is overwritten by the group that read it, once all its lanes have
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int e = lane + i * kLanes;
+      C out[1];
+      tile.Get(i, final, out);
+      if (r < rows && e < width) elements[0][e] = FromCompute<T>(takes_part[i] ? out[0] : Op::Masked());
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < packs; i += kWarpTierThreads) {
+    stretch.Store(static_cast<T*>(p.out), i, room[i]);
+  }
+}
+
+}  // namespace jaxkern

@@ -1,0 +1,219 @@
+// How the kernels of the softmax family read and write a row: its packs as an Op's inputs, with the mask applied.
+#pragma once
+
+#include "common/broadcast.h"
+#include "softmax/ops.cuh"
+
+namespace jaxkern {
+
+// The arrays are aligned to 16 bytes, or N is 1 and so is the grain.
+struct SoftmaxParams {  // what every kernel reads comes first, and shares its cache lines
+  const void* input[2];
+  void* out;
+  int64_t rows;  // outer
+  int64_t width;
+  int grain;        // see Row
+  bool exceeds_l2;  // the arrays together; see ReadPolicy
+  int64_t inner;
+  const uint8_t* mask;
+  BroadcastView mask_view;
+};
+static_assert(sizeof(SoftmaxParams) == 248, "plan.py lays it out");
+
+// The mask bytes of a pack, as they lie in memory.
+template <int N> struct MaskPack {
+  uint32_t word[(N + 3) / 4];
+  __device__ __forceinline__ bool operator[](int i) const { return (word[i / 4] >> (i % 4 * 8)) & 0xff; }
+};
+
+// One row's packs as an Op's inputs, mask applied. kMasked = false costs nothing.
+template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struct SoftmaxRow {
+  using T = typename Op::T;
+  using C = typename Op::C;
+  using Params = SoftmaxParams;
+  static constexpr int kPack = N;
+  static constexpr bool kChanges = kMasked;        // Values are not always those that were read
+  static constexpr bool kManyRegisters = kMasked;  // wants more than two blocks of 512 threads leave
+  static constexpr bool kSkips = false;            // some packs are Beyond what takes part
+  static constexpr Index kNoStop = sizeof(Index) == 4 ? Index(INT32_MAX) : Index(INT64_MAX);
+  static constexpr int kStreamUnroll = 4;  // packs in flight a thread and input, where a row is streamed
+  static constexpr int kStreamBlocks = 2;  // of such threads, a multiprocessor
+  static constexpr int kGroupBlocks = 1;   // of warps with rows of their own, a multiprocessor at least
+  Row<T, N, Index, kRagged> span;
+  const T* input[Op::kInputs];
+  int64_t array_size;
+  ReadPolicy policy;
+  const uint8_t* mask_row;
+  int64_t mask_stride;
+  bool mask_vector;  // a whole pack's mask bytes can be read at once
+
+  struct Raw {
+    Pack<T, N> data[Op::kInputs];
+    MaskPack<N> mask;
+  };
+
+  // A row at or beyond the end has no elements: every load gives neutral ones.
+  __device__ __forceinline__ SoftmaxRow(const SoftmaxParams& p, int64_t row)
+      : span(row * p.width, row < p.rows ? p.width : 0, 0, p.grain),
+        array_size(p.rows * p.width),
+        policy(MakeReadPolicy(p.exceeds_l2)) {
+#pragma unroll
+    for (int k = 0; k < Op::kInputs; ++k) input[k] = static_cast<const T*>(p.input[k]);
+    if constexpr (kMasked) {
+      mask_row = p.mask + p.mask_view.outer_map(row);
+      mask_stride = p.mask_view.axis_stride;
+      mask_vector = mask_stride == 1 && (reinterpret_cast<uintptr_t>(mask_row) - span.shift) % N == 0;
+    }
+  }
+
+  static __device__ __forceinline__ T Otherwise(int k) { return FromCompute<T>(Op::Neutral(k)); }
+
+  __device__ __forceinline__ MaskPack<N> LoadMask(Index p) const {
+    MaskPack<N> mask = {};
+    const Index column = span.Column(p);
+    if (mask_vector && span.Whole(p)) {
+      const uint8_t* at = mask_row + column;
+      if constexpr (N == 8) *reinterpret_cast<uint2*>(mask.word) = *reinterpret_cast<const uint2*>(at);
+      else if constexpr (N == 4) mask.word[0] = *reinterpret_cast<const uint32_t*>(at);
+      else if constexpr (N == 2) mask.word[0] = *reinterpret_cast<const uint16_t*>(at);
+      else mask.word[0] = *at;
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        if (span.Has(column + j)) mask.word[j / 4] |= uint32_t{mask_row[(column + j) * mask_stride]} << (j % 4 * 8);
+      }
+    }
+    return mask;
+  }
+
+  __device__ __forceinline__ Raw Load(Index p) const {
+    Raw raw;
+#pragma unroll
+    for (int k = 0; k < Op::kInputs; ++k) raw.data[k] = span.Load(input[k], p, Otherwise(k), policy);
+    if constexpr (kMasked) raw.mask = LoadMask(p);
+    return raw;
+  }
+
+  // The addresses of packs first + ahead. Of several packs from one that is kept, but for two inputs, whose kernels
+  // have no registers for it.
+  template <class Element, int kPacks> struct Places {
+    static constexpr bool kKept = kPacks > 1 && Op::kInputs == 1;
+    const SoftmaxRow& row;
+    Element* base;
+    __device__ __forceinline__ Places(const SoftmaxRow& of, Element* array, Index first)
+        : row(of), base(kKept ? Pinned(array + of.span.At(first)) : array) {}
+    __device__ __forceinline__ Element* operator()(Index first, Index ahead) const {
+      return kKept ? base + static_cast<int64_t>(ahead) * N : base + row.span.At(first + ahead);
+    }
+  };
+
+  // Packs first, first + step, ... , all loads in flight at once. Ragged packs are read as vectors too,
+  // and trimmed when they have arrived; only at the very ends of the array are elements read one by
+  // one. `step` is at least the grain in packs, so a ragged head can only be the thread's pack 0. Whole packs
+  // from `stop` on are not read.
+  template <class AnyRaw, int kPacks>
+  __device__ __forceinline__ void LoadAll(AnyRaw (&raw)[kPacks], Index first, Index step, Index stop = kNoStop) const {
+    const Index last = span.Count() - 1;
+    const Index begin = !kRagged ? 0 : span.head + (span.shift % N != 0 && !span.Inside(span.head, array_size));
+    const Index end =
+        min(stop, !kRagged ? span.whole_end : last + 1 - (last >= span.whole_end && !span.Inside(last, array_size)));
+    const Places<const T, kPacks> first_input(*this, input[0], first), last_input(*this, input[Op::kInputs - 1], first);
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      const Index p = first + i * step;
+#pragma unroll
+      for (int k = 0; k < Op::kInputs; ++k) {
+        raw[i].data[k] = Filled<T, N>(Otherwise(k));
+        if ((!kRagged || p >= begin) && p < end) {
+          raw[i].data[k] = LoadVector<T, N>((k == 0 ? first_input : last_input)(first, i * step), policy);
+        }
+      }
+      if constexpr (kMasked) raw[i].mask = LoadMask(p);
+    }
+    if (!span.Ragged()) return;
+    const int tail = last >= first ? static_cast<int>((last - first) / step) : -1;
+    const bool has_tail = !span.Whole(last) && first + tail * step == last;
+    const bool has_head = first == span.head && !span.Whole(first) && first != last;
+#pragma unroll
+    for (int k = 0; k < Op::kInputs; ++k) {
+      if (has_head) {
+        if (first >= begin) span.Trim(raw[0].data[k], first, Otherwise(k));
+        else raw[0].data[k] = span.LoadElements(input[k], first, Otherwise(k));
+      }
+      if (has_tail) {
+        Pack<T, N> pack = raw[0].data[k];
+#pragma unroll
+        for (int i = 1; i < kPacks; ++i) {
+          if (i == tail) pack = raw[i].data[k];
+        }
+        if (last >= begin && last < end) span.Trim(pack, last, Otherwise(k));
+        else pack = span.LoadElements(input[k], last, Otherwise(k));
+#pragma unroll
+        for (int i = 0; i < kPacks; ++i) {
+          if (i == tail) raw[i].data[k] = pack;
+        }
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void Values(const Raw& raw, C (&v)[Op::kInputs][N], Index = 0) {
+#pragma unroll
+    for (int k = 0; k < Op::kInputs; ++k) {
+      Unpack(raw.data[k], v[k]);
+      if constexpr (kMasked) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          if (!raw.mask[j]) v[k][j] = Op::Neutral(k);
+        }
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void Scale(typename Op::Final&) {}
+  // For rows with more to do: when the packs have arrived; with the row's Stat, before the results and when they
+  // have been stored.
+  template <class AnyRaw> static __device__ __forceinline__ void Begin(const AnyRaw&, int, int) {}
+  template <class AnyRaw> static __device__ __forceinline__ void Settle(const AnyRaw&, const typename Op::Stat&) {}
+  template <int kLanes, class AnyRaw>
+  static __device__ __forceinline__ void Close(const AnyRaw&, const typename Op::Stat&, int) {}
+
+  // A neutral element maps to Masked() by itself, unless the row has met NaN or infinity.
+  static __device__ __forceinline__ Pack<T, N> Result(C (&v)[N], const typename Op::Final& final, const Raw& raw,
+                                                      Index = 0) {
+    if constexpr (kMasked) {
+      if (!Op::Regular(final)) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          if (!raw.mask[j]) v[j] = Op::Masked();
+        }
+      }
+    }
+    return Repack<T, N>(v);
+  }
+  __device__ __forceinline__ void Store(T* out, Index p, C (&v)[N], const typename Op::Final& final,
+                                        const Raw& raw) const {
+    span.Store(out, p, Result(v, final, raw, p));
+  }
+  // The packs that LoadAll took, once their values are final: whole ones, then the ragged.
+  template <int kPacks>
+  __device__ __forceinline__ void StoreAll(T* out, const Pack<T, N> (&pack)[kPacks], Index first, Index step) const {
+    const Places<T, kPacks> at(*this, out, first);
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      if (span.Whole(first + i * step)) StoreVector<T, N>(at(first, i * step), pack[i]);
+    }
+    if (!span.Ragged()) return;
+    const Index last = span.Count() - 1;
+    if (first == span.head && !span.Whole(first)) span.StoreRagged(out, first, pack[0]);
+    if (last > span.head && last >= first && !span.Whole(last) && (last - first) % step == 0) {
+      Pack<T, N> tail = pack[0];
+#pragma unroll
+      for (int i = 1; i < kPacks; ++i) {
+        if (first + i * step == last) tail = pack[i];
+      }
+      span.StoreRagged(out, last, tail);
+    }
+  }
+};
+
+}  // namespace jaxkern

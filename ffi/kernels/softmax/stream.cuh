@@ -1,0 +1,108 @@
+// Softmax of rows of any width: the streaming and the split tier. Both read the row twice.
+//
+//     streaming   a block a row: one pass for the row's Stat, one that writes
+//     split       gridDim.x blocks a row: SoftmaxPartials leaves one Stat a block in scratch, then
+//                 SoftmaxApply merges them (always in the same order) and writes; with few rows the
+//                 second read comes from L2
+//
+// N = 1 serves arrays that are not aligned alike.
+#pragma once
+
+#include "softmax/row.cuh"
+
+namespace jaxkern {
+
+constexpr int kStreamThreads = 512;
+
+// The share of a row in packs [begin, end), by the whole block; the result is in every thread.
+template <class Op, class RowOf>
+__device__ __forceinline__ typename Op::Stat RangeStat(const RowOf& row, int64_t begin, int64_t end) {
+  using C = typename Op::C;
+  constexpr int N = RowOf::kPack, kUnroll = RowOf::kStreamUnroll;
+  typename Op::Stat stat = Op::Identity();
+  for (int64_t p = begin + threadIdx.x; p < end; p += kUnroll * kStreamThreads) {
+    typename RowOf::Raw raw[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      if (p + i * kStreamThreads < end) raw[i] = row.Load(p + i * kStreamThreads);
+    }
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      if (p + i * kStreamThreads < end) {
+        C v[Op::kInputs][N];
+        row.Values(raw[i], v, p + i * kStreamThreads);
+        Op::Accumulate(stat, v);
+      }
+    }
+  }
+  __shared__ typename Op::Stat room[kStreamThreads / kWarp];
+  return ReduceBlock<Op>(Op::template MergeLanes<kWarp>(stat), room);
+}
+
+template <class Op, class RowOf> __device__ __forceinline__ void MapRange(const RowOf& row, typename Op::T* out,
+                                                                          const typename Op::Final& final,
+                                                                          int64_t begin, int64_t end) {
+  using C = typename Op::C;
+  constexpr int N = RowOf::kPack, kUnroll = RowOf::kStreamUnroll;
+  for (int64_t p = begin + threadIdx.x; p < end; p += kUnroll * kStreamThreads) {
+    typename RowOf::Raw raw[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      if (p + i * kStreamThreads < end) raw[i] = row.Load(p + i * kStreamThreads);
+    }
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      if (p + i * kStreamThreads < end) {
+        C v[Op::kInputs][N], y[N];
+        row.Values(raw[i], v, p + i * kStreamThreads);
+        Op::Map(v, final, y);
+        row.Store(out, p + i * kStreamThreads, y, final, raw[i]);
+      }
+    }
+  }
+}
+
+template <class Op, class RowOf> __global__ void __launch_bounds__(kStreamThreads, RowOf::kStreamBlocks)
+    SoftmaxStreaming(const __grid_constant__ typename RowOf::Params p) {
+  const RowOf row(p, blockIdx.x + int64_t{blockIdx.y} * gridDim.x);
+  const int64_t packs = row.span.Count();
+  auto final = Op::Finish(RangeStat<Op>(row, 0, packs));
+  row.Scale(final);
+  MapRange<Op>(row, static_cast<typename Op::T*>(p.out), final, 0, packs);
+}
+
+// This block's packs of row blockIdx.y.
+template <class RowOf> __device__ __forceinline__ void SplitRange(const RowOf& row, int64_t* begin, int64_t* end) {
+  const int64_t packs = row.span.Count();
+  const int64_t each = (packs + gridDim.x - 1) / gridDim.x;
+  *begin = min(packs, each * blockIdx.x);
+  *end = min(packs, *begin + each);
+}
+
+template <class Op, int N, bool kMasked> __global__ void __launch_bounds__(kStreamThreads, 2)
+    SoftmaxPartials(const __grid_constant__ SoftmaxParams p, typename Op::Stat* partials) {
+  static_assert(kStatSizes<typename Op::T>, "plan.py");
+  using RowOf = SoftmaxRow<Op, N, kMasked, int64_t>;
+  const RowOf row(p, blockIdx.y);
+  int64_t begin, end;
+  SplitRange(row, &begin, &end);
+  const auto stat = RangeStat<Op>(row, begin, end);
+  if (threadIdx.x == 0) partials[static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x] = stat;
+}
+
+template <class Op, int N, bool kMasked> __global__ void __launch_bounds__(kStreamThreads, 2)
+    SoftmaxApply(const __grid_constant__ SoftmaxParams p, const typename Op::Stat* partials) {
+  using RowOf = SoftmaxRow<Op, N, kMasked, int64_t>;
+  const RowOf row(p, blockIdx.y);
+  typename Op::Stat stat = Op::Identity();
+  for (int i = threadIdx.x; i < gridDim.x; i += kStreamThreads) {
+    stat = Op::Merge(stat, partials[static_cast<int64_t>(blockIdx.y) * gridDim.x + i]);
+  }
+  __shared__ typename Op::Stat room[kStreamThreads / kWarp];
+  stat = ReduceBlock<Op>(Op::template MergeLanes<kWarp>(stat), room);
+  int64_t begin, end;
+  SplitRange(row, &begin, &end);
+  MapRange<Op>(row, static_cast<typename Op::T*>(p.out), Op::Finish(stat), begin, end);
+}
+
+}  // namespace jaxkern

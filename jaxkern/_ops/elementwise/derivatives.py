@@ -1,0 +1,118 @@
+"""Derivatives of the elementwise operations, forward and reverse, to any order.
+
+The first is a kernel where every array that it writes is wanted; derivatives of derivatives go through jnp.
+"""
+
+import functools
+
+import jax
+from jax.interpreters import ad
+
+from jaxkern._core import compat
+from jaxkern._core.autodiff import defvjp
+from jaxkern._core.primitive import bind
+from jaxkern._ops.elementwise import reference
+
+
+def differentiate(row, forward_p, gradient_p):
+    """All derivatives of `forward_p`, from a custom_vjp that keeps the operands."""
+    count = len(row.arrays) + len(row.parameters)
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+    def f(operands, wanted, split):
+        return bind(forward_p, *operands, split=split)
+
+    def forward(operands, wanted, split):
+        return bind(forward_p, *operands, split=split), operands
+
+    def backward(wanted, split, operands, g):
+        ds = [None] * len(operands)
+        parameters = operands[len(operands) - len(row.parameters) :]
+        if split >= 0:
+            (ds[0],) = bind(gradient_p, operands[0], g, *parameters, split=split)
+            return (tuple(ds),)
+        # One kernel, unless it would write a gradient that nobody wants. XLA sums over broadcast dimensions.
+        if gradient_p is not None and all(k in wanted and operands[k].shape == g.shape for k in row.gradient):
+            used = [operands[k] for k in reference.used(row)]
+            for k, d in zip(row.gradient, bind(gradient_p, *used, g, *parameters, split=-1)):
+                ds[k] = d
+        rest = [k for k in wanted if ds[k] is None]
+        for k, d in zip(rest, reference.pullback(row, operands, rest, g)):
+            ds[k] = d
+        return (tuple(ds),)
+
+    f.defvjp(forward, backward)
+
+    def call(*operands, active=(), split):
+        return f(operands, active, split)
+
+    defvjp(forward_p, call, differentiable=tuple(range(count)), tell_active=True)
+    return f
+
+
+def gradient_rules(row, gradient_p, tangent_p):
+    """The derivative is linear in the cotangent, and `tangent_p` is its transpose. jnp differentiates both."""
+
+    def jvp_rule(prim, reference, linear):
+        def rule(primals, tangents, *, split):
+            out = bind(prim, *primals, split=split)
+            active = [k for k, t in enumerate(tangents) if type(t) is not ad.Zero]
+            if active == linear(split):
+                operands = list(primals)
+                for k in active:
+                    operands[k] = tangents[k]
+                return out, bind(prim, *operands, split=split)
+
+            def f(*xs):
+                operands = list(primals)
+                for k, x in zip(active, xs):
+                    operands[k] = x
+                return reference(row, *operands, split=split)
+
+            return out, jax.jvp(f, [primals[k] for k in active], [tangents[k] for k in active])[1]
+
+        return rule
+
+    def transpose_gradient(cts, *operands, split):
+        k, _ = reference.operand_counts(row, split)
+        result = [None] * len(operands)
+        g = operands[k].aval
+        if all(type(ct) is ad.Zero for ct in cts):
+            result[k] = ad.Zero(g)
+            return result
+        cts = [ad.zeros_like_aval(ct.aval) if type(ct) is ad.Zero else ct for ct in cts]
+        transposed = [*operands[:k], *cts, *operands[k + 1 :]]
+        y = bind(tangent_p, *transposed, split=split)
+        result[k] = y[0] if tangent_p.multiple_results else y
+        return result
+
+    def transpose_tangent(ct, *operands, split):
+        k, n = reference.operand_counts(row, split)
+        result = [None] * len(operands)
+        linear = [i for i in range(k, k + n) if ad.is_undefined_primal(operands[i])]
+        if type(ct) is ad.Zero:
+            ds = [ad.Zero(x.aval) if i in linear else None for i, x in enumerate(operands)][k : k + n]
+        else:
+            ds = bind(gradient_p, *operands[:k], ct, *operands[k + n :], split=split)
+        for i in linear:
+            result[i] = ds[i - k]
+        return result
+
+    ad.primitive_jvps[gradient_p] = jvp_rule(
+        gradient_p, reference.gradient, lambda split: [reference.operand_counts(row, split)[0]]
+    )
+    ad.primitive_transposes[gradient_p] = transpose_gradient
+    if tangent_p is not gradient_p:
+        between = lambda split: list(
+            range(reference.operand_counts(row, split)[0], sum(reference.operand_counts(row, split)))
+        )
+        ad.primitive_jvps[tangent_p] = jvp_rule(tangent_p, reference.tangent, between)
+        ad.primitive_transposes[tangent_p] = transpose_tangent
+
+
+def no_derivative(prim):
+    def rule(primals, tangents, **params):
+        y = bind(prim, *primals, **params)
+        return y, compat.zero_tangent(y)
+
+    ad.primitive_jvps[prim] = rule

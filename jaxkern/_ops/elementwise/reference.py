@@ -1,0 +1,89 @@
+"""What each elementwise operation means in jnp, and its derivative: what runs where there is no kernel."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+
+def computing(dtype):
+    """The dtype that arithmetic on arrays of `dtype` is done in."""
+    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float64
+    return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
+
+
+def wide(x):
+    return x.astype(computing(x.dtype))
+
+
+@functools.cache
+def meaning(row):
+    """The row's expression as a function of its arrays and parameters."""
+    names = ", ".join((*row.arrays, *(name for name, _ in row.parameters)))
+    return eval(f"lambda {names}: {row.like}", {"jax": jax, "jnp": jnp})
+
+
+def halves(row, operands, split):
+    """The operands; with `split` >= 0 the first holds two of them along that axis."""
+    if split < 0:
+        return list(operands)
+    return [*jnp.split(operands[0], 2, split), *operands[1:]]
+
+
+def element_type(row, arrays):
+    """The dtype that the row's T stands for."""
+    return arrays[-1].dtype if row.types == "select" else arrays[0].dtype
+
+
+def forward(row, *operands, split):
+    operands = halves(row, operands, split)
+    y = meaning(row)(*map(wide, operands))
+    return y if y.dtype == jnp.bool_ else y.astype(element_type(row, operands[: len(row.arrays)]))
+
+
+def pullback(row, operands, at, g):
+    """Cotangents of the operands at the positions `at`, by JAX's own derivatives of the row's expression."""
+
+    def f(*xs):
+        widened = list(map(wide, operands))
+        for k, x in zip(at, xs):
+            widened[k] = x
+        return meaning(row)(*widened)
+
+    _, pull = jax.vjp(f, *(wide(operands[k]) for k in at))
+    return [d.astype(operands[k].dtype) for k, d in zip(at, pull(wide(g)))]
+
+
+def used(row):
+    """The positions of the arrays that the derivative's functor reads beside the cotangent."""
+    return tuple(range(len(row.arrays))) if row.uses is None else row.uses
+
+
+def gradient(row, *operands, split):
+    """The derivative: a cotangent for each array in `row.gradient`; with a split, one that holds both."""
+    operands = halves(row, operands, split)
+    read = used(row)
+    g, parameters = operands[len(read)], operands[len(read) + 1 :]
+    arrays = [jnp.zeros_like(g)] * len(row.arrays)  # those that are not used have no influence
+    for k, x in zip(read, operands):  # under vmap, an array that is not mapped has size 1 where g is longer
+        arrays[k] = x if split >= 0 else jnp.broadcast_to(x, g.shape)
+    ds = pullback(row, [*arrays, *parameters], row.gradient, g)
+    return ds if split < 0 else [jnp.concatenate(ds, split)]
+
+
+def operand_counts(row, split):
+    """How many operands of a derivative come before the cotangent, and how many gradients it has."""
+    return (1, 1) if split >= 0 else (len(used(row)), len(row.gradient))
+
+
+def tangent(row, *operands, split):
+    """The transpose of the derivative: from a tangent for each gradient to the result's tangent."""
+    k, n = operand_counts(row, split)
+    before, tangents, parameters = operands[:k], operands[k : k + n], operands[k + n :]
+    g = tangents[0] if split < 0 else jax.lax.slice_in_dim(tangents[0], 0, tangents[0].shape[split] // 2, axis=split)
+    (t,) = jax.linear_transpose(lambda g: gradient(row, *before, g, *parameters, split=split), g)(list(tangents))
+    return t
+
+
+def cast(x, *, dtype):
+    return x.astype(dtype)

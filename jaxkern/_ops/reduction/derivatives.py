@@ -1,0 +1,126 @@
+"""Derivatives of the row reductions.
+
+    reduce_sum     linear; its transpose spreads the cotangent over the row
+    reduce_mean    likewise, divided by the count
+    reduce_max     dx = g / ties where x is the maximum; reduce_min likewise
+    logsumexp      dx = g * exp(x - largest) / total
+
+A masked-out element gets no gradient, whatever the cotangent holds. Gradients are an elementwise pass, and for ties
+another read of x, that XLA fuses with their neighbours. The gradient of logsumexp does not use y, whose rounding error
+exp(x - y) would magnify by |y|.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad
+
+from jaxkern._core import compat, validate
+from jaxkern._core.autodiff import defvjp
+from jaxkern._core.primitive import bind
+from jaxkern._ops.reduction.primitive import (
+    logsumexp_p,
+    logsumexp_statistics_p,
+    reduce_max_p,
+    reduce_mean_p,
+    reduce_min_p,
+    reduce_sum_p,
+)
+from jaxkern._ops.reduction.reference import computing, count
+
+
+def _masked(x, mask):
+    return jnp.where(mask[0], x, 0) if mask else x
+
+
+def _deflinear(prim, spread):
+    """Derivatives of a linear reduction, whose transpose is `spread(ct, shape, mask, axis)`."""
+
+    def jvp(primals, tangents, **params):
+        y = bind(prim, *primals, **params)
+        if type(tangents[0]) is ad.Zero:
+            return y, compat.zero_tangent(y)
+        return y, bind(prim, tangents[0], *primals[1:], **params)
+
+    def transpose(ct, x, *mask, axis, dtype, tier):
+        if any(map(ad.is_undefined_primal, mask)):
+            raise NotImplementedError(f"{prim.name} is linear in its first operand only")
+        none = [None] * len(mask)
+        if type(ct) is ad.Zero:
+            return [ad.Zero(x.aval), *none]
+        dx = spread(jnp.expand_dims(ct.astype(computing(x.aval.dtype)), axis), x.aval.shape, mask, axis)
+        return [validate.split_like(dx.astype(x.aval.dtype), x.aval), *none]
+
+    ad.primitive_jvps[prim] = jvp
+    ad.primitive_transposes[prim] = transpose
+
+
+_deflinear(reduce_sum_p, lambda ct, shape, mask, axis: _masked(jnp.broadcast_to(ct, shape), mask))
+_deflinear(
+    reduce_mean_p,
+    lambda ct, shape, mask, axis: _masked(jnp.broadcast_to(ct / count(shape, mask, axis, ct.dtype), shape), mask),
+)
+
+
+def _defextreme(prim):
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+    def f(x, mask, axis, dtype, tier):
+        return bind(prim, x, *mask, axis=axis, dtype=dtype, tier=tier)
+
+    def forward(x, mask, axis, dtype, tier):
+        y = bind(prim, x, *mask, axis=axis, dtype=dtype, tier=tier)
+        return y, (x, y, mask)
+
+    def backward(axis, dtype, tier, residuals, g):
+        x, y, mask = residuals
+        y, g = (jnp.expand_dims(a, axis) for a in (y, g.astype(computing(x.dtype))))
+        hits = (x == y) & mask[0] if mask else x == y
+        ties = jnp.sum(hits, axis, keepdims=True, dtype=g.dtype)
+        # A maximum that is NaN equals no element; its gradient is NaN. Without any element there is no gradient.
+        ties = jnp.where((ties == 0) & (y == y), 1, ties)
+        return _masked(hits * (g / ties), mask).astype(x.dtype), (None,) * len(mask)
+
+    f.defvjp(forward, backward)
+    defvjp(prim, lambda x, *mask, axis, dtype, tier: f(x, mask, axis, dtype, tier), differentiable=(0,))
+
+
+_defextreme(reduce_max_p)
+_defextreme(reduce_min_p)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _statistics(x, mask, params):
+    return bind(logsumexp_statistics_p, x, *mask, **dict(params))
+
+
+def _statistics_forward(x, mask, params):
+    y, largest, total = bind(logsumexp_statistics_p, x, *mask, **dict(params))
+    return [y, largest, total], (x, largest, total, mask)
+
+
+def _statistics_backward(params, kept, cotangents):
+    # The largest element is only the base of the sum, and has no gradient of its own.
+    x, *numbers, mask = kept
+    of_y, _, of_total = cotangents
+    g = of_y.astype(computing(x.dtype)) + jnp.where(jnp.isfinite(numbers[1]), of_total * numbers[1], 0)
+    largest, total, g = (jnp.expand_dims(a, dict(params)["axis"]) for a in (*numbers, g))
+    x = x.astype(g.dtype)
+    if mask:  # a masked-out element may be infinite
+        x = jnp.where(mask[0], x, -jnp.inf)
+    alive = total != 0
+    dx = jnp.exp(x - jnp.where(alive, largest, 0)) * jnp.where(alive, g / jnp.where(alive, total, 1), 0)
+    return _masked(dx, mask).astype(kept[0].dtype), (None,) * len(mask)
+
+
+_statistics.defvjp(_statistics_forward, _statistics_backward)
+defvjp(
+    logsumexp_statistics_p, lambda x, *mask, **params: _statistics(x, mask, tuple(params.items())), differentiable=(0,)
+)
+defvjp(
+    logsumexp_p,
+    lambda x, *mask, axis, dtype, tier: _statistics(
+        x, mask, (("axis", axis), ("tier", tier), ("dtype", (dtype, *[computing(x.dtype)] * 2)))
+    )[0],
+    differentiable=(0,),
+)

@@ -1,0 +1,47 @@
+"""Reductions of rows that are split over devices: a kernel reduces each part, then the devices exchange a few numbers.
+
+over: the axes of the mesh that split the rows. The first argument is the primitive that reduces the parts.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkern._core.primitive import bind
+from jaxkern._ops.reduction.reference import bounds, computing, count, finite, logsumexp_of
+
+
+def reduce_sum(sum_p, x, *mask, over, axis, dtype, tier):
+    wide = computing(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
+    return lax.psum(bind(sum_p, x, *mask, axis=axis, dtype=wide, tier=tier), over).astype(dtype)
+
+
+def reduce_mean(sum_p, x, *mask, over, axis, dtype, tier):
+    wide = computing(dtype)
+    total = bind(sum_p, x, *mask, axis=axis, dtype=wide, tier=tier)
+    n = count(x.shape, mask, axis, wide)
+    n = jnp.broadcast_to(jnp.squeeze(n, axis) if mask else n, total.shape)
+    total, n = lax.psum(jnp.stack([total, n]), over)
+    return (total / n).astype(dtype)
+
+
+def extreme(prim, end, collective, x, *mask, over, axis, dtype, tier):
+    y = bind(prim, x, *mask, axis=axis, dtype=dtype, tier=tier)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return collective(y, over)
+    # A collective maximum need not propagate NaN.
+    nan = lax.psum(jnp.isnan(y).astype(jnp.int32), over)
+    return jnp.where(nan > 0, jnp.nan, collective(jnp.where(jnp.isnan(y), bounds(dtype)[end], y), over)).astype(dtype)
+
+
+def logsumexp(statistics_p, x, *mask, over, axis, dtype, tier):
+    return statistics(statistics_p, x, *mask, over=over, axis=axis, dtype=(dtype,), tier=tier)[0]
+
+
+def statistics(statistics_p, x, *mask, over, axis, dtype, tier):
+    wide = computing(x.dtype)
+    _, largest, total = bind(statistics_p, x, *mask, axis=axis, dtype=(x.dtype, wide, wide), tier=tier)
+    whole = lax.pmax(largest, over)
+    base = finite(whole)
+    # Where a part is empty, or its largest element infinite or NaN, its total needs no rescaling.
+    total = lax.psum(total * jnp.where(jnp.isfinite(largest), jnp.exp(largest - base), 1), over)
+    return [logsumexp_of(base, total, dtype[0]), jnp.where(jnp.isnan(total), jnp.nan, whole), total]

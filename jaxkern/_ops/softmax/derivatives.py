@@ -1,0 +1,179 @@
+"""Derivatives of softmax and log_softmax; those of higher order are those of the references in jnp.
+
+The fused softmax without dropout keeps y for its gradient, which then needs neither bias nor mask nor an exponential;
+the caller mostly keeps y anyway. With dropout it keeps the operands, and its gradient draws the same elements to drop:
+y lacks those, and p would be one more array. The gradients of bias and scale are sums of ds.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad
+
+from jaxkern._core import validate
+from jaxkern._core.autodiff import deflinear, deftranspose, defvjp
+from jaxkern._core.primitive import bind
+from jaxkern._core.rows import computed, row_sum
+from jaxkern._ops.softmax import reference
+from jaxkern._ops.softmax.primitive import (
+    log_softmax_grad_p,
+    log_softmax_jvp_p,
+    log_softmax_p,
+    softmax_fused_grad_p,
+    softmax_fused_jvp_p,
+    softmax_fused_output_grad_p,
+    softmax_fused_p,
+    softmax_grad_p,
+    softmax_p,
+)
+
+
+def _custom_vjp(forward_p, backward_p, keep):
+    """The rule behind every derivative of `forward_p`; keep(x, y) chooses what the backward pass starts from."""
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+    def f(x, mask, axis, tier):
+        return bind(forward_p, x, *mask, axis=axis, tier=tier)
+
+    def forward(x, mask, axis, tier):
+        y = bind(forward_p, x, *mask, axis=axis, tier=tier)  # not f, which has no derivative
+        return y, (keep(x, y), mask)
+
+    def backward(axis, tier, residuals, g):
+        kept, mask = residuals
+        return bind(backward_p, kept, g, *mask, axis=axis, tier=tier), (None,) * len(mask)
+
+    f.defvjp(forward, backward)
+    return lambda x, *mask, axis, tier: f(x, mask, axis, tier)
+
+
+def _precise(x, y):
+    """What log_softmax keeps: x, since the rounding error of y would come back multiplied by |y|.
+
+    16-bit results hide that error, and their kernels are faster from y; x and y have the same softmax.
+    """
+    return y if x.dtype.itemsize <= 2 else x
+
+
+softmax_vjp = _custom_vjp(softmax_p, softmax_grad_p, keep=lambda x, y: y)
+log_softmax_vjp = _custom_vjp(log_softmax_p, log_softmax_grad_p, keep=_precise)
+defvjp(softmax_p, softmax_vjp, differentiable=(0,))
+defvjp(log_softmax_p, log_softmax_vjp, differentiable=(0,))
+
+
+def _softmax_grad_jvp(y, g, *rest, axis, tier):
+    *mask, dy = rest
+    kept = reference.participants(y, 0, axis, *mask)
+    dtype = y.dtype
+    y, g, dy = (computed(a, kept) for a in (y, g, dy))
+    return (dy * (g - row_sum(y * g, axis)) - y * row_sum(dy * g, axis)).astype(dtype)
+
+
+def _softmax_tangent(x, dx, axis, kept):
+    p, dx = reference.probabilities(x, axis, kept), computed(dx, kept)
+    return p * (dx - row_sum(p * dx, axis))
+
+
+def _log_softmax_grad_jvp(x, g, *rest, axis, tier):
+    *mask, dx = rest
+    kept = reference.participants(x, -jnp.inf, axis, *mask)
+    return (-_softmax_tangent(x, dx, axis, kept) * row_sum(computed(g, kept), axis)).astype(x.dtype)
+
+
+def _log_softmax_jvp_jvp(x, t, *rest, axis, tier):
+    *mask, dx = rest
+    kept = reference.participants(x, -jnp.inf, axis, *mask)
+    dot = row_sum(_softmax_tangent(x, dx, axis, kept) * computed(t, kept), axis)
+    return computed(jnp.broadcast_to(-dot, x.shape), kept).astype(x.dtype)
+
+
+deflinear(softmax_grad_p, 1, _softmax_grad_jvp, transpose=softmax_grad_p)  # self-adjoint
+deflinear(log_softmax_grad_p, 1, _log_softmax_grad_jvp, transpose=log_softmax_jvp_p)
+deflinear(log_softmax_jvp_p, 1, _log_softmax_jvp_jvp, transpose=log_softmax_grad_p)
+
+
+# ---- fused
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _fused(operands, active, params):
+    return bind(softmax_fused_p, *operands, **dict(params))
+
+
+def _fused_forward(operands, active, params):
+    y, params = bind(softmax_fused_p, *operands, **dict(params)), dict(params)
+    if params["log"] or params["threshold"]:
+        return y, (operands, None)
+    names = [None] + params["extras"].split()
+    of_scale = "scale" in names and names.index("scale") in active
+    return y, ((operands[0] if of_scale else None, *operands[1:]), y)
+
+
+def _fused_backward(active, params, kept, g):
+    params, ((x, *parts), y) = dict(params), kept
+    named = reference.named(parts, params["extras"])
+    if y is None:
+        gradient = functools.partial(bind, softmax_fused_grad_p, x, g, *parts)
+    else:
+        gradient = functools.partial(
+            bind, softmax_fused_output_grad_p, y, g, *([named["scale"]] if "scale" in named else [])
+        )
+        params["extras"] = "scale" if "scale" in named else ""
+    dx = gradient(**params)
+    cotangents = dict.fromkeys(named)
+    if "scale" in named:  # dropped when it is compiled, if it is not used
+        ds = gradient(**(params | {"unscaled": True}))
+        if x is not None:
+            part = reference.fused_participants(x, params["axis"], named, params["causal"])
+            products = computed(ds) * (computed(x) if part is None else computed(x, part))
+            cotangents["scale"] = _summed(products, named["scale"])
+    if "bias" in named:
+        cotangents["bias"] = _summed(computed(ds if "scale" in named else dx), named["bias"])
+    return ((dx, *cotangents.values()),)
+
+
+def _summed(a, part):
+    """The sum of `a` over the dimensions that `part` broadcasts over."""
+    over = [d for d in range(a.ndim) if part.shape[d] == 1 and a.shape[d] != 1]
+    return validate.split_like(jnp.sum(a, over, keepdims=True).astype(part.dtype), jax.typeof(part))
+
+
+_fused.defvjp(_fused_forward, _fused_backward)
+# x, bias and scale; the other operands have no derivative.
+defvjp(
+    softmax_fused_p,
+    lambda *operands, active, **params: _fused(operands, active, tuple(params.items())),
+    differentiable=(0, 1, 2),
+    tell_active=True,
+)
+
+
+def _linear_jvp(prim, reference, primals, tangents, **params):
+    """The JVP of a primitive that is linear in its second operand."""
+
+    def bound(g):
+        return bind(prim, primals[0], g, *primals[2:], **params)
+
+    out = bound(primals[1])
+    terms = [] if type(tangents[1]) is ad.Zero else [bound(tangents[1])]
+    active = [k for k, t in enumerate(tangents) if k != 1 and type(t) is not ad.Zero]
+    if active:
+
+        def f(*xs):
+            operands = list(primals)
+            for k, x in zip(active, xs):
+                operands[k] = x
+            return reference(*operands, **params)
+
+        terms.append(jax.jvp(f, [primals[k] for k in active], [tangents[k] for k in active])[1])
+    return out, sum(terms[1:], start=terms[0]) if terms else ad.Zero.from_primal_value(out)
+
+
+for _prim, _other, _of in (
+    (softmax_fused_grad_p, softmax_fused_jvp_p, reference.fused_grad),
+    (softmax_fused_jvp_p, softmax_fused_grad_p, reference.fused_jvp),
+    (softmax_fused_output_grad_p, softmax_fused_output_grad_p, reference.fused_output_grad),
+):
+    ad.primitive_jvps[_prim] = functools.partial(_linear_jvp, _prim, _of)
+    deftranspose(_prim, 1, _other)

@@ -1,0 +1,526 @@
+"""Which kernels run softmax, log_softmax and their gradients on CUDA, and how they are launched.
+
+    sub_warp    rows up to 512 bytes: 1 to 32 lanes per row, in registers
+    warp        rows up to 1 KB (fused: 2 KB): a warp per row, in registers
+    block       rows up to 64 KB (fused: 32 KB): a block per row, in registers
+    cluster     sm_90: a row in the registers of 2 to 16 blocks, which exchange their partial results
+    pipeline    sm_90: one block, or a cluster of up to 16, holds a row in shared memory, and bulk copies refill it
+                while the previous row is still being written
+    streaming   any row: a block reads it twice
+    split       few long rows: each is spread over many blocks, in two launches with partial results in scratch
+    column      the axis is not the last one: threads along the inner dimension
+
+Sizes and limits are those of the kernels (ffi/kernels/softmax); the preferences were measured (benchmarks/NOTES.md,
+benchmarks/results). The fused kernels, with scale, bias, causal limit or dropout, are warp, block and streaming.
+"""
+
+import functools
+import math
+import typing
+
+from jaxkern._core.define import EMPTY_VIEW, broadcast_view, ceil_div, fast_divmod
+from jaxkern._core.launch import Launch, Plan, boolean, f64, i32, i64, null, operand, result, scratch, struct, u32
+
+ALGORITHMS = ("sub_warp", "warp", "block", "cluster", "pipeline", "streaming", "split", "column")
+
+_TYPES = {"float16": ("__half", 2), "bfloat16": ("__nv_bfloat16", 2), "float32": ("float", 4), "float64": ("double", 8)}
+
+# Vectors of a row that an algorithm can hold.
+_SUB_WARP_VECTORS = 32  # one per lane
+_WARP_VECTORS = 64  # two per lane
+_BLOCK_VECTORS = 512 * 8  # eight per thread
+_FUSED_WARP_VECTORS, _FUSED_BLOCK_VECTORS = 32 * 4, 512 * 4  # four per thread
+_CLUSTER_BLOCKS = 16
+_CLUSTER_VECTORS = 512 * 4  # per block, four per thread; eight if rows are whole vectors
+_RING_BYTES = 208 * 1024  # of rows in a block's shared memory
+
+_WARP_THREADS, _BLOCK_THREADS, _STREAM_THREADS, _COLUMN_THREADS = 128, 512, 512, 256
+_STAGED_ELEMENTS = 8  # per lane
+_MOST_GRID_X, _MOST_GRID_Y = 2**31 - 1, 2**16 - 1
+
+
+class Problem(typing.NamedTuple):
+    """A softmax over the middle dimension of [rows, width, inner]."""
+
+    rows: int
+    width: int
+    inner: int = 1
+    dtype: str = "float32"
+    log: bool = False
+    backward: bool = False
+    masked: bool = False
+    fused: bool = False
+
+    @property
+    def itemsize(self) -> int:
+        return _TYPES[self.dtype][1]
+
+    @property
+    def vector(self) -> int:
+        """Elements in 16 bytes."""
+        return 16 // self.itemsize
+
+    @property
+    def inputs(self) -> int:
+        return 2 if self.backward else 1
+
+    @property
+    def whole(self) -> bool:
+        """Rows begin and end with whole 16-byte vectors."""
+        return self.width % self.vector == 0
+
+    @property
+    def grain(self) -> int:
+        """The vectors of a row begin at a boundary of this many bytes at or before its first element."""
+        return 128 if self.width * self.itemsize >= 8192 else 32
+
+    @property
+    def vectors(self) -> int:
+        """16-byte vectors from that boundary to the end of a row, at most."""
+        size = self.width * self.itemsize
+        return ceil_div(size + self.grain - math.gcd(size, self.grain), 16)
+
+
+def _has_clusters(device) -> bool:
+    """Clusters, and the shared memory of a data-centre GPU."""
+    return device.compute_capability >= 90 and device.shared_memory >= 227 * 1024
+
+
+def fits(algorithm: str, p: Problem, device) -> bool:
+    """Whether the algorithm can run the problem."""
+    if p.fused:
+        if algorithm == "streaming":
+            return p.inner == 1
+        most = {"warp": _FUSED_WARP_VECTORS, "block": _FUSED_BLOCK_VECTORS}.get(algorithm, 0)
+        return p.inner == 1 and p.dtype != "float64" and p.vectors <= most
+    if algorithm == "column":
+        return True  # a last axis is a column tile of width 1
+    if p.inner != 1:
+        return False
+    clusters = _has_clusters(device) and not p.masked
+    return {
+        "sub_warp": p.vectors <= _SUB_WARP_VECTORS,
+        "warp": p.vectors <= _WARP_VECTORS,
+        "block": p.vectors <= _BLOCK_VECTORS,
+        "cluster": clusters
+        and _CLUSTER_BLOCKS < p.vectors <= _CLUSTER_BLOCKS * _CLUSTER_VECTORS * (2 if p.whole else 1),
+        "pipeline": clusters and 16 * p.vectors * p.inputs <= _CLUSTER_BLOCKS * _RING_BYTES,
+        "streaming": True,
+        "split": p.rows <= _MOST_GRID_Y,
+    }[algorithm]
+
+
+def choose(p: Problem, device) -> str:
+    """The algorithm that runs the problem by default; every problem has one."""
+    can = functools.partial(fits, p=p, device=device)
+    if p.fused:
+        return next(a for a in ("warp", "block", "streaming") if can(a))
+    if p.inner != 1:
+        return "column"
+    for a in ("sub_warp", "warp"):
+        if can(a):
+            return a
+    # Few long rows: all multiprocessors work on each.
+    if p.rows * 2 <= device.sm_count and p.vectors >= 256:
+        read = p.vectors * p.inputs
+        if p.rows * _CLUSTER_BLOCKS < device.sm_count // 2 and read >= 16384 and can("split"):
+            return "split"
+        if read <= 65536 and can("cluster"):
+            return "cluster"
+    # Exponentials per byte: twice as many in 16 bit, none in the gradient of softmax. Where there are many, threads
+    # that hold the vectors as they were read are faster than a cluster, which holds floats.
+    many_powers = p.itemsize == 2 and (not p.backward or p.log)
+    if p.vectors <= _BLOCK_VECTORS // (1 if p.backward and many_powers else 2):
+        return "block"
+    # The gradient of log_softmax, with a power and two sums, wants more registers than a cluster's blocks have.
+    if not p.backward:
+        longest = 49152
+    elif p.itemsize == 2:
+        longest = 8192
+    elif not p.log:
+        longest = 32768
+    else:
+        longest = 8192 if p.dtype == "float64" else 0
+    if p.whole and not many_powers and p.vectors <= longest and can("cluster"):
+        return "cluster"
+    return next(a for a in ("pipeline", "block", "streaming") if can(a))
+
+
+# ---- the kernels: names, parameters and launch shapes
+
+
+def _op(p: Problem) -> str:
+    return f"jaxkern::{'Backward' if p.backward else 'Forward'}<{_TYPES[p.dtype][0]}, {_cpp(p.log)}>"
+
+
+def _cpp(flag: bool) -> str:
+    return "true" if flag else "false"
+
+
+def _row(p: Problem, vector: int, index="int", ragged=True) -> str:
+    return f"jaxkern::SoftmaxRow<{_op(p)}, {vector}, {_cpp(p.masked)}, {index}, {_cpp(ragged)}>"
+
+
+def _stat_bytes(p: Problem, columns=False) -> int:
+    """sizeof(Op::Stat), of partial results."""
+    if p.itemsize == 2:
+        return 8
+    if p.backward and p.log:
+        return 16 if columns and p.itemsize == 4 else 24
+    return 8 if columns and p.itemsize == 4 else 16
+
+
+def _exceeds_l2(p: Problem, device) -> bool:
+    return p.rows * p.width * p.inner * p.itemsize * (p.inputs + 1) > device.l2_bytes
+
+
+def _params(p: Problem, device, mask=(null, EMPTY_VIEW), aligned=True):
+    """SoftmaxParams. Operands: x, or for a gradient y or x, and g. mask: its pointer and its BroadcastView."""
+    return struct(
+        operand(0),
+        operand(1) if p.backward else null,
+        result(0),
+        i64(p.rows),
+        i64(p.width),
+        i32(p.grain // p.itemsize if aligned else 1),
+        boolean(_exceeds_l2(p, device)),
+        i64(p.inner),
+        *mask,
+    )
+
+
+def _power_of_two(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+def _warps(threads: int) -> int:
+    return 32 * ceil_div(threads, 32)
+
+
+def _held(vectors: int) -> tuple[int, int]:
+    """(vectors per thread, threads) of a block: 4 or 8, whichever leaves fewer threads of the last warp idle."""
+    four, eight = (_warps(ceil_div(vectors, held)) for held in (4, 8))
+    better = 4 * four < 8 * eight or (4 * four == 8 * eight and vectors < 512)
+    return (4, four) if better and four <= _BLOCK_THREADS else (8, eight)
+
+
+def _sub_warp(p, params, device):
+    for vector in (p.vector, p.vector // 2):
+        longest = 32 * vector if vector == p.vector else 16 * p.vector
+        if (
+            not p.masked
+            and p.width % vector == 0
+            and (p.vector if vector == p.vector else 4 * p.vector) < p.width <= longest
+        ):
+            lanes = max(2, _power_of_two(p.width // vector))
+            name = f"SoftmaxRegisters<{_op(p)}, {_row(p, vector, ragged=False)}, {lanes}, 1, 2>"
+            return [
+                Launch(
+                    "softmax/registers.cuh", name, [params], ceil_div(p.rows, _WARP_THREADS // lanes * 2), _WARP_THREADS
+                )
+            ]
+    # Rows at any alignment, staged in shared memory: about 8 KB of them per block, or fewer where that would leave
+    # multiprocessors idle.
+    lanes = _power_of_two(ceil_div(p.width, _STAGED_ELEMENTS))
+    groups = _WARP_THREADS // lanes
+    turns = max(1, min(8192 // (p.width * p.itemsize * groups), p.rows // (groups * 4 * device.sm_count)))
+    rows = turns * groups
+    room = ceil_div(rows * p.width + p.vector - 1, p.vector)
+    return [
+        Launch(
+            "softmax/registers.cuh",
+            f"SoftmaxStaged<{_op(p)}, {lanes}, {_cpp(p.masked)}>",
+            [params, i32(rows), i32(room)],
+            ceil_div(p.rows, rows),
+            _WARP_THREADS,
+            shared=16 * room * p.inputs,
+        )
+    ]
+
+
+def _registers(p, lanes, held, rows=1):
+    return f"SoftmaxRegisters<{_op(p)}, {_row(p, p.vector, ragged=not p.whole)}, {lanes}, {held}, {rows}>"
+
+
+def _warp(p, params, device):
+    return [Launch("softmax/registers.cuh", _registers(p, 32, 2, 2), [params], ceil_div(p.rows, 8), _WARP_THREADS)]
+
+
+def _block(p, params, device):
+    held, threads = _held(p.width // p.vector if p.whole else p.vectors)
+    return [Launch("softmax/registers.cuh", _registers(p, "jaxkern::kBlockLanes", held), [params], p.rows, threads)]
+
+
+def _cluster(p, params, device):
+    """About 1024 vectors per block, or fewer if there are few rows."""
+    vectors = p.width // p.vector if p.whole else p.vectors
+    blocks = 2
+    while blocks < _CLUSTER_BLOCKS and ceil_div(vectors, blocks) > 1024:
+        blocks *= 2
+    while blocks < _CLUSTER_BLOCKS and p.rows * 2 * blocks <= 2 * device.sm_count and ceil_div(vectors, blocks) > 256:
+        blocks *= 2
+    each = ceil_div(vectors, blocks)
+    held, threads = _held(each) if p.whole else (4, _warps(ceil_div(each, 4)))
+    return [
+        Launch(
+            "softmax/registers.cuh",
+            _registers(p, "jaxkern::kClusterLanes", held),
+            [params],
+            p.rows * blocks,
+            threads,
+            cluster=blocks,
+        )
+    ]
+
+
+def _pipeline(p, params, device):
+    """The smallest cluster whose blocks hold a row in shared memory; each walks over rows."""
+    chunk = 512 if p.backward else 1024  # vectors
+    slots = _RING_BYTES // (16 * chunk * p.inputs)
+    blocks = 1
+    while ceil_div(ceil_div(p.vectors, blocks), chunk) > slots:
+        blocks *= 2
+    shared = _RING_BYTES + 16 * slots + 16 + 64 * _stat_bytes(p)  # PipelineShared: barriers, partial results
+    return [
+        Launch(
+            "softmax/pipeline.cuh",
+            f"SoftmaxPipeline<{_op(p)}>",
+            [params, i32(ceil_div(p.vectors, blocks))],
+            p.rows * blocks,
+            512 + 32,
+            cluster=blocks,
+            shared=shared,
+            waves=1,
+        )
+    ]
+
+
+def _rows_grid(rows: int) -> tuple[int, int]:
+    return min(rows, _MOST_GRID_X), ceil_div(rows, _MOST_GRID_X)
+
+
+def _streaming(p, params, device, vector=None):
+    name = f"SoftmaxStreaming<{_op(p)}, {_row(p, vector or p.vector, 'int64_t')}>"
+    return [Launch("softmax/stream.cuh", name, [params], _rows_grid(p.rows), _STREAM_THREADS)]
+
+
+def _split_blocks(p: Problem, device) -> int:
+    """Blocks per row: one per multiprocessor, since more would spend their time merging partial results."""
+    return min(ceil_div(p.width, p.vector * _STREAM_THREADS), max(1, device.sm_count // p.rows))
+
+
+def _split(p, params, device):
+    grid = (_split_blocks(p, device), p.rows)
+    return [
+        Launch(
+            "softmax/stream.cuh",
+            f"{kernel}<{_op(p)}, {p.vector}, {_cpp(p.masked)}>",
+            [params, scratch()],
+            grid,
+            _STREAM_THREADS,
+        )
+        for kernel in ("SoftmaxPartials", "SoftmaxApply")
+    ]
+
+
+def _column(p, params, device, vector=None):
+    vector = vector or (p.vector if p.inner % p.vector == 0 else 1)
+    if vector == 1 or p.masked or p.width > 1024:
+        return [_column_in_shared_memory(p, params, device, vector)]
+    alone = 8 if p.backward else 24  # rows in the registers of one thread
+    if p.width <= alone:
+        held, lanes, warps = alone, 32, 1
+    elif p.width <= 4 * 8:
+        held, lanes, warps = 4, 4, 1
+    else:
+        held, lanes, warps = 8, 4, ceil_div(p.width, 8 * 8)
+    tiles = ceil_div(p.inner, lanes * vector)
+    name = f"SoftmaxColumnRegisters<{_op(p)}::ForColumns, {held}, {_cpp(p.width <= alone)}>"
+    grid = ceil_div(p.rows * tiles, 4) if warps == 1 else p.rows * tiles
+    return [
+        Launch("softmax/column.cuh", name, [params, i32(warps), i64(tiles)], grid, 32 * (4 if warps == 1 else warps))
+    ]
+
+
+def _column_in_shared_memory(p, params, device, vector):
+    """Wide tiles for long runs of memory, but three or more tiles per multiprocessor; a tile too tall is read twice."""
+    stat = _stat_bytes(p, columns=True)
+    element = 16 if vector > 1 else max(4, p.itemsize)  # sizeof(Pack)
+    across = ceil_div(p.inner, vector)
+    stats = lambda lanes: (_COLUMN_THREADS + lanes) * vector * stat
+    size = lambda lanes: stats(lanes) + p.width * element * p.inputs * lanes
+    narrowest = min(across, ceil_div(32, element))
+    lanes = _COLUMN_THREADS
+    while lanes > 1 and (lanes // 2 >= across or (size(lanes) > device.shared_memory // 3 and lanes // 2 >= narrowest)):
+        lanes //= 2
+    resident = size(lanes) <= device.shared_memory
+    if not resident:
+        lanes = min(32, _power_of_two(across))
+    tiles = ceil_div(across, lanes)
+    return Launch(
+        "softmax/column.cuh",
+        f"SoftmaxColumn<{_op(p)}::ForColumns, {vector}, {_cpp(p.masked)}>",
+        [params, struct(i32(lanes), boolean(resident), i64(tiles))],
+        p.rows * tiles,
+        _COLUMN_THREADS,
+        shared=size(lanes) if resident else stats(lanes),
+    )
+
+
+_LAUNCHES = {
+    "sub_warp": _sub_warp,
+    "warp": _warp,
+    "block": _block,
+    "cluster": _cluster,
+    "pipeline": _pipeline,
+    "streaming": _streaming,
+    "split": _split,
+    "column": _column,
+}
+
+
+# ---- plans
+
+
+def _algorithm(p: Problem, device, tier: str) -> str:
+    if tier == "auto":
+        return choose(p, device)
+    if not fits(tier, p, device):
+        name = ("log_softmax" if p.log else "softmax") + (" gradient" if p.backward else "")
+        raise ValueError(f"jaxkern.{name}: the algorithm {tier!r} cannot run rows of {p.width} {p.dtype} elements here")
+    return tier
+
+
+def plan(p: Problem, device, mask=(null, EMPTY_VIEW), tier="auto") -> Plan | None:
+    """The launches of a plain softmax; None if a grid would be too large. mask: its pointer and its BroadcastView."""
+    algorithm = _algorithm(p, device, tier)
+    launches = tuple(_LAUNCHES[algorithm](p, _params(p, device, mask), device))
+    # Element by element, for arrays that are not aligned.
+    generic = _streaming if p.inner == 1 else _column
+    unaligned = tuple(generic(p, _params(p, device, mask, aligned=False), device, 1))
+    if any(step.grid3()[0] > _MOST_GRID_X for step in launches + unaligned):
+        return None
+    size = p.rows * _split_blocks(p, device) * _stat_bytes(p) if algorithm == "split" else 0
+    return Plan(algorithm, launches, size, unaligned)
+
+
+def problem_of(aval, axis: int, **flags) -> Problem:
+    shape = aval.shape
+    return Problem(math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :]), aval.dtype.name, **flags)
+
+
+def plain(log: bool, backward: bool, device, operands, results, *, axis: int, tier: str) -> Plan | None:
+    """The plan of a plain primitive for arrays of these types. Operands as in `_params`, then the mask if there is one.
+
+    None if a grid would be too large, or the mask has too many groups of dimensions.
+    """
+    p = problem_of(operands[0], axis, log=log, backward=backward, masked=len(operands) > 1 + backward)
+    if not p.masked:
+        return plan(p, device, tier=tier)
+    view = broadcast_view(operands[0].shape, operands[p.inputs].shape, axis)
+    return plan(p, device, (operand(p.inputs), view), tier) if view else None
+
+
+# ---- fused
+
+_HAS_BIAS, _HAS_WIDE_BIAS, _HAS_MASK, _HAS_CAUSAL, _HAS_DROPOUT = 1, 2, 4, 8, 16
+_RUN = 32  # FusedParams::kRun
+
+
+def _fused_op(p: Problem, from_output: bool) -> str:
+    cpp = _TYPES[p.dtype][0]
+    if from_output:
+        return f"jaxkern::FusedFromOutput<{cpp}>"
+    return f"jaxkern::{'FusedBackward' if p.backward else 'FusedForward'}<{cpp}, {_cpp(p.log)}>"
+
+
+def _fused_launch(p: Problem, algorithm: str, op: str, has: int, params, vector: int) -> Launch:
+    row = lambda index, ragged: f"jaxkern::FusedRow<{op}, {vector}, {has}, {index}, {_cpp(ragged)}>"
+    if algorithm == "streaming":
+        return Launch(
+            "softmax/fused.cuh",
+            f"SoftmaxStreaming<{op}, {row('int64_t', True)}>",
+            [params],
+            _rows_grid(p.rows),
+            _STREAM_THREADS,
+        )
+    vectors = p.width // p.vector if p.whole else p.vectors
+    lanes, grid, threads = "jaxkern::kBlockLanes", p.rows, _warps(ceil_div(vectors, 4))
+    if algorithm == "warp":
+        # Two short rows per warp: half the steps to reduce a row, and a causal row ends nearer to its limit.
+        lanes = 16 if p.whole and vectors <= 16 * 4 else 32
+        grid, threads = ceil_div(p.rows, _WARP_THREADS // lanes), _WARP_THREADS
+    return Launch(
+        "softmax/fused.cuh",
+        f"SoftmaxRegisters<{op}, {row('int', not p.whole)}, {lanes}, 4, 1>",
+        [params],
+        grid,
+        threads,
+    )
+
+
+def _by_runs(p: Problem, shape, axis, parts, device) -> bool:
+    """Whether taking rows by runs lets an operand that broadcasts over matrices stay in L2."""
+
+    def repeats(part):
+        broadcast = [b == 1 for n, b in zip(shape[:axis], part[:axis]) if n != 1]
+        return part[axis] != 1 and any(broadcast) and not broadcast[-1]
+
+    return _exceeds_l2(p, device) and axis > 0 and shape[axis - 1] % _RUN == 0 and any(map(repeats, parts))
+
+
+def fused(
+    device,
+    operands,
+    results,
+    *,
+    axis,
+    tier,
+    log,
+    extras,
+    causal,
+    threshold,
+    unscaled,
+    backward=False,
+    from_output=False,
+) -> Plan | None:
+    """The plan of a fused primitive for arrays of these types."""
+    x = operands[0]
+    at = {name: k for k, name in enumerate(extras.split(), 2 if backward else 1)}
+    p = problem_of(x, axis, log=log, backward=backward, masked="mask" in at, fused=True)
+    if p.dtype not in _TYPES or p.inner != 1 or p.rows >= 1 << 31:
+        return None
+    algorithm = _algorithm(p, device, tier)
+    pointer = {name: operand(k) for name, k in at.items()}
+    view = {name: broadcast_view(x.shape, operands[k].shape, axis) for name, k in at.items() if name != "key"}
+    wide = "bias" in at and operands[at["bias"]].dtype != x.dtype
+    has = ("bias" in at) * (_HAS_WIDE_BIAS if wide else _HAS_BIAS) + p.masked * _HAS_MASK
+    has += causal * _HAS_CAUSAL + ("key" in at) * _HAS_DROPOUT
+    matrix_rows = x.shape[axis - 1] if axis else 1
+    by_runs = _by_runs(p, x.shape, axis, [operands[at[e]].shape for e in ("mask", "bias") if e in at], device)
+
+    def params(aligned):
+        return struct(
+            _params(p, device, (pointer.get("mask", null), view.get("mask", EMPTY_VIEW)), aligned),
+            *(pointer.get(e, null) for e in ("bias", "scale", "key")),
+            *(view.get(e, EMPTY_VIEW) for e in ("bias", "scale")),
+            f64(65536 / (65536 - threshold)),
+            u32(threshold),
+            fast_divmod(matrix_rows),
+            fast_divmod(p.rows // matrix_rows * _RUN if by_runs else 1),
+            boolean("key" in at and operands[at["key"]].shape[-1] == 4),
+            boolean(unscaled),
+            boolean(by_runs),
+        )
+
+    op = _fused_op(p, from_output)
+    return Plan(
+        algorithm,
+        (_fused_launch(p, algorithm, op, has, params(True), p.vector),),
+        unaligned=(_fused_launch(p, "streaming", op, has, params(False), 1),),
+    )
+
+
+fused_grad = functools.partial(fused, backward=True)
+fused_output_grad = functools.partial(fused, backward=True, from_output=True)

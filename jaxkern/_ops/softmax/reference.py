@@ -1,0 +1,217 @@
+"""softmax, log_softmax, the fused softmax and their derivatives in jnp.
+
+They run where there is no kernel, define higher derivatives, and compute parts of arrays that several devices share:
+`over` names the mesh axes that split rows.
+"""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern._core import partition
+from jaxkern._core.rows import computed, lowest_for_infinity, row_sum, shifted
+from jaxkern._ops.reduction.primitive import statistics
+from jaxkern._ops.softmax import dropout
+
+# ---- plain
+
+
+def participants(x, nothing, axis, *mask):
+    """Elements that take part in a row that is not empty: in which some unmasked element is not `nothing`.
+
+    Tangents and cotangents of all other elements, NaN included, stay out of sums.
+    """
+    takes_part = x != nothing
+    alive = jnp.any(takes_part & mask[0] if mask else takes_part, axis, keepdims=True)
+    return jnp.broadcast_to(alive & mask[0] if mask else alive, x.shape)
+
+
+def probabilities(x, axis, kept):
+    """softmax(x) in the computing type; 0 for elements that are not `kept`."""
+    wide = _unmasked(x, kept)
+    largest, (total,) = partition.row_exponentials(wide, axis, ())
+    return jnp.exp(wide - largest) / _nonzero(total)
+
+
+def _unmasked(x, *mask):
+    """`x` in the computing type, with -inf where it is masked out."""
+    x = computed(x)
+    return jnp.where(mask[0], x, -jnp.inf) if mask else x
+
+
+def _nonzero(total):
+    """A sum of exponentials to divide by; the sum is 0 where nothing takes part."""
+    return jnp.where(total == 0, 1, total)
+
+
+def _exponentials(x, mask, axis, over, others=()):
+    """(x in the computing type, the largest element of each row, [sum of exponentials, sums of the others]).
+
+    Where rows are split, a kernel reads each part once.
+    """
+    wide = _unmasked(x, *mask)
+    if not over:
+        return wide, *partition.row_exponentials(wide, axis, (), others=others)
+    _, largest, total = (jnp.expand_dims(a, axis) for a in statistics(x, *mask, axis=axis, tier="auto"))
+    sums = [total, *(jnp.sum(a, axis, keepdims=True) for a in others)]
+    return wide, *partition.merge_exponentials(largest, sums, over)
+
+
+def softmax(x, *mask, axis, tier, over=()):
+    wide, largest, (total,) = _exponentials(x, mask, axis, over)
+    y = jnp.exp(wide - largest) / _nonzero(total)
+    return computed(y, *mask).astype(x.dtype)
+
+
+def log_softmax(x, *mask, axis, tier, over=()):
+    wide, largest, (total,) = _exponentials(x, mask, axis, over)
+    y = jnp.where(total == 0, -jnp.inf, wide - largest - jnp.log(total))
+    return lowest_for_infinity(jnp.where(mask[0], y, -jnp.inf) if mask else y, x.dtype)
+
+
+# Sums of tangents and cotangents include those of empty rows, NaN included, but are not used there: knowing beforehand
+# which rows are empty would take another message between devices.
+
+
+def _kept(dx, alive, mask, dtype):
+    """`dx`, and 0 where it is masked out or the row is not alive."""
+    return jnp.where(alive & mask[0] if mask else alive, dx, 0).astype(dtype)
+
+
+def softmax_grad(y, g, *mask, axis, tier, over=()):
+    p, g = computed(y, *mask), computed(g, *mask)
+    dot, positive = partition.row_sums(axis, over, p * g, (p != 0).astype(p.dtype))
+    return _kept(p * (g - dot), positive != 0, mask, y.dtype)
+
+
+def log_softmax_grad(x, g, *mask, axis, tier, over=()):
+    g = computed(g, *mask)
+    wide, largest, (total, of_g) = _exponentials(x, mask, axis, over, others=[g])
+    return _kept(g - jnp.exp(wide - largest) / _nonzero(total) * of_g, total != 0, mask, x.dtype)
+
+
+def log_softmax_jvp(x, t, *mask, axis, tier, over=()):
+    t = computed(t, *mask)
+    _, (total, dot) = partition.row_exponentials(_unmasked(x, *mask), axis, over, weights=[t])
+    return _kept(t - dot / _nonzero(total), total != 0, mask, x.dtype)
+
+
+# ---- fused: operands as in primitive.py; `parts` are those that the parameter `extras` names, in its order
+
+
+class Place(typing.NamedTuple):
+    """Where a part begins, and the size of the whole array, along the row and along the queries before it."""
+
+    query: int | jax.Array
+    queries: int | None
+    key: int | jax.Array
+    keys: int
+
+
+def named(parts, extras):
+    return dict(zip(extras.split(), parts))
+
+
+def fused_participants(x, axis, extra, causal, at=None):
+    """Which elements take part, in a shape that broadcasts to the shape of x; None: all.
+
+    at: the `Place` of x in the whole array, if x is a part of it.
+    """
+    part = extra.get("mask")
+    if not causal:
+        return part
+    at = at or Place(0, x.shape[axis - 1] if axis else None, 0, x.shape[axis])
+    queries, keys = (jax.lax.broadcasted_iota(jnp.int32, x.shape[axis - 1 :], d) for d in (0, 1))
+    below = keys - queries <= at.keys - at.queries + at.query - at.key
+    return below if part is None else part & below
+
+
+def _logits(x, extra, part):
+    # Zero where nothing takes part, so that no derivative depends on what lies there.
+    s = computed(x) if part is None else jnp.where(part, computed(x), 0)
+    s = s * extra["scale"] if "scale" in extra else s
+    return s + extra["bias"].astype(s.dtype) if "bias" in extra else s
+
+
+def _dropout(y, axis, extra, threshold, at=None):
+    if not threshold:
+        return y
+    kept = dropout.kept(y.shape, axis, extra["key"], threshold, at.key if at else 0)
+    return jnp.where(kept, y * (65536 / (65536 - threshold)), 0)
+
+
+def _scaled(ds, extra, unscaled):
+    return ds if unscaled or "scale" not in extra else ds * extra["scale"]
+
+
+def fused(x, *parts, axis, tier, log, extras, causal, threshold, unscaled):
+    extra = named(parts, extras)
+    part = fused_participants(x, axis, extra, causal)
+    below, exponential, total = shifted(_logits(x, extra, part), () if part is None else (part,), axis)
+    if log:
+        y = jnp.where(total == 0, -jnp.inf, below - jnp.log(total))
+        return lowest_for_infinity(y if part is None else jnp.where(part, y, -jnp.inf), x.dtype)
+    y = exponential / _nonzero(total)
+    y = _dropout(y if part is None else jnp.where(part, y, 0), axis, extra, threshold)
+    return y.astype(x.dtype)
+
+
+def _fused_probabilities(x, axis, extra, causal):
+    """softmax(s), and which elements take part in a row that is not empty."""
+    part = fused_participants(x, axis, extra, causal)
+    _, exponential, total = shifted(_logits(x, extra, part), () if part is None else (part,), axis)
+    kept = jnp.broadcast_to(total != 0, x.shape) if part is None else (total != 0) & part
+    return exponential / _nonzero(total), jnp.broadcast_to(kept, x.shape)
+
+
+def fused_grad(x, g, *parts, axis, tier, log, extras, causal, threshold, unscaled):
+    extra = named(parts, extras)
+    p, kept = _fused_probabilities(x, axis, extra, causal)
+    h = _dropout(computed(g, kept), axis, extra, threshold)
+    ds = h - p * row_sum(h, axis) if log else p * (h - row_sum(p * h, axis))
+    return computed(_scaled(ds, extra, unscaled), kept).astype(x.dtype)
+
+
+def fused_output_grad(y, g, *parts, axis, tier, log, extras, causal, threshold, unscaled, over=()):
+    # Where y is 0, as it is where it is masked, g may hold anything.
+    p = computed(y)
+    h = computed(g, p != 0)
+    (dot,) = partition.row_sums(axis, over, p * h)
+    return computed(_scaled(p * (h - dot), named(parts, extras), unscaled), p != 0).astype(y.dtype)
+
+
+def fused_jvp(x, t, *parts, axis, tier, log, extras, causal, threshold, unscaled):
+    extra = named(parts, extras)
+    p, kept = _fused_probabilities(x, axis, extra, causal)
+    t = _scaled(computed(t, kept), extra, unscaled)
+    t = t - row_sum(p * t, axis) if log else p * (t - row_sum(p * t, axis))
+    return _dropout(computed(t, kept), axis, extra, threshold).astype(x.dtype)
+
+
+def part_of_fused(at, over, x, *parts, axis, tier, log, extras, causal, threshold, unscaled):
+    """`fused` of a part of an array, which lies at `at`; rows are split over the mesh axes `over`."""
+    extra = named(parts, extras)
+    part = fused_participants(x, axis, extra, causal, at)
+    s = _logits(x, extra, part)
+    s = s if part is None else jnp.where(part, s, -jnp.inf)
+    largest, (total,) = partition.row_exponentials(s, axis, over)
+    if log:
+        y = jnp.where(total == 0, -jnp.inf, s - largest - jnp.log(total))
+        return lowest_for_infinity(y if part is None else jnp.where(part, y, -jnp.inf), x.dtype)
+    y = jnp.exp(s - largest) / _nonzero(total)
+    return _dropout(y if part is None else jnp.where(part, y, 0), axis, extra, threshold, at).astype(x.dtype)
+
+
+def part_of_fused_grad(at, over, x, g, *parts, axis, tier, log, extras, causal, threshold, unscaled):
+    extra = named(parts, extras)
+    part = fused_participants(x, axis, extra, causal, at)
+    s = _logits(x, extra, part)
+    s = s if part is None else jnp.where(part, s, -jnp.inf)
+    h = _dropout(computed(g) if part is None else computed(g, part), axis, extra, threshold, at)
+    largest, (total, of_h) = partition.row_exponentials(s, axis, over, **({"others": [h]} if log else {"weights": [h]}))
+    alive = total != 0
+    total = _nonzero(total)
+    p = jnp.exp(s - largest) / total
+    ds = h - p * of_h if log else p * (h - of_h / total)
+    return jnp.where(alive if part is None else alive & part, _scaled(ds, extra, unscaled), 0).astype(x.dtype)

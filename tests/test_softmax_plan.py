@@ -1,0 +1,306 @@
+"""Softmax on CUDA: its plans, the kernels that they name, and the programs that hold them. Needs no GPU."""
+
+import itertools
+import math
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from plans import DEVICES, check_limits, kernels, layout, needs_nvrtc, needs_runtime
+from problems import ROWS, WIDTHS
+from reference import DTYPES
+
+import jaxkern
+from jaxkern._core import compat, device, launch, registry
+from jaxkern._ops.softmax import plan
+
+SHAPES = [  # and axis
+    *(((3, width), 1) for width in WIDTHS),
+    *((shape, axis % len(shape)) for shape, axis, _ in ROWS if isinstance(axis, int)),
+    *(((49152, width), 1) for width in (32, 100, 512, 1024, 4096, 8192, 16384, 32768)),
+    *(((2048, width), 1) for width in (65536, 50257, 262144)),
+    ((1, 1 << 20), 1),
+    ((8, 1 << 18), 1),
+    ((1 << 33, 2), 1),
+    ((64, 1024, 1024), 1),
+    ((64, 20, 512), 1),
+    ((64, 30, 512), 1),
+    ((4, 100_000, 33), 1),
+    ((100_000, 40), 0),
+]
+KINDS = list(itertools.product((False, True), (False, True)))  # log, backward
+EXTRAS = ("", "scale", "bias", "mask", "bias scale mask", "key", "bias scale mask key")
+
+
+def of(shape, dtype):
+    return jax.core.ShapedArray(shape, jnp.dtype(dtype))
+
+
+def plain(shape, axis, dtype="float32", log=False, backward=False, mask=None, on=device.H200, tier="auto"):
+    with compat.enable_x64():
+        operands = [of(shape, dtype)] * (1 + backward) + ([of(mask, bool)] if mask else [])
+        return plan.plain(log, backward, on, operands, [of(shape, dtype)], axis=axis, tier=tier)
+
+
+def fused(shape, extras, dtype="bfloat16", which="", log=False, causal=False, wide=False, on=device.H200, tier="auto"):
+    with compat.enable_x64():
+        compute = "float64" if dtype == "float64" else "float32"
+        ones = (1,) * len(shape)
+        part = (1, *shape[1:])
+        types = {
+            "bias": of(part, compute if wide else dtype),
+            "scale": of(ones, compute),
+            "mask": of(part, bool),
+            "key": of((*ones, 2), "uint32"),
+        }
+        operands = [of(shape, dtype)] * (2 if which else 1) + [types[e] for e in extras.split()]
+        make = {"": plan.fused, "grad": plan.fused_grad, "output_grad": plan.fused_output_grad}[which]
+        return make(
+            on,
+            operands,
+            [of(shape, dtype)],
+            axis=len(shape) - 1,
+            tier=tier,
+            log=log,
+            extras=extras,
+            causal=causal,
+            threshold=6554 * ("key" in extras),
+            unscaled=False,
+        )
+
+
+def fused_calls(dtype):
+    """Arguments of every kind of fused call."""
+    for which, causal, wide in itertools.product(("", "grad"), (False, True), (False, True)):
+        for extras in EXTRAS:
+            yield dict(extras=extras, dtype=dtype, which=which, causal=causal, wide=wide)
+    for which, extras in itertools.product(("", "grad"), EXTRAS[:5]):
+        yield dict(extras=extras, dtype=dtype, which=which, log=True)
+    for causal, extras in itertools.product((False, True), EXTRAS[:2]):
+        yield dict(extras=extras, dtype=dtype, which="output_grad", causal=causal)
+
+
+# ---- plans
+
+
+@pytest.mark.parametrize("on", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_problem_has_a_plan(dtype, on):
+    for (shape, axis), (log, backward), masked in itertools.product(SHAPES, KINDS, (False, True)):
+        mask = shape[:-1] + (1,) if masked else None
+        p = plan.problem_of(of(shape, "float32"), axis, log=log, backward=backward, masked=masked)._replace(dtype=dtype)
+        chosen = plan.choose(p, on)
+        assert plan.fits(chosen, p, on)
+        assert plain(shape, axis, dtype, log, backward, mask, on).algorithm == chosen
+        for algorithm in plan.ALGORITHMS:
+            if not plan.fits(algorithm, p, on):
+                with pytest.raises(ValueError, match=f"softmax.*the algorithm '{algorithm}'"):
+                    plain(shape, axis, dtype, log, backward, mask, on, algorithm)
+                continue
+            found = plain(shape, axis, dtype, log, backward, mask, on, algorithm)
+            if found is None:  # too many blocks
+                assert algorithm != chosen and p.rows >= 1 << 31
+                continue
+            assert found.algorithm == algorithm and (len(found.launches) == 2) == (algorithm == "split") == (
+                found.scratch > 0
+            )
+            check_limits(found, on)
+            check_coverage(found, p)
+
+
+def check_coverage(found, p):
+    """The blocks cover each row, and partial results fill the scratch."""
+    step = found.launches[0]
+    (x, y, _), (threads, _, _) = step.grid3(), step.block3()
+    if found.algorithm in ("block", "cluster"):
+        held = int(step.name.split(", ")[-2])
+        assert x == p.rows * step.cluster and held * threads * step.cluster >= math.ceil(p.width / p.vector)
+    elif found.algorithm == "pipeline":
+        piece = step.args[1].value
+        assert x == p.rows * step.cluster and piece * step.cluster * p.vector >= p.width and step.waves == 1
+    elif found.algorithm == "streaming":
+        assert x * y >= p.rows
+    elif found.algorithm == "split":
+        assert y == p.rows and found.scratch == x * y * (
+            24 if p.log and p.backward and p.itemsize > 2 else 8 if p.itemsize == 2 else 16
+        )
+
+
+@pytest.mark.parametrize("on", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_fused_problem_has_a_plan(dtype, on):
+    for shape, call in itertools.product(
+        ((3, 5), (4, 64, 512), (8, 2048, 2048), (2, 7, 1003), (16, 4096), (5, 33333)), fused_calls(dtype)
+    ):
+        for algorithm in ("auto", "warp", "block", "streaming"):
+            p = plan.Problem(
+                math.prod(shape[:-1]),
+                shape[-1],
+                1,
+                dtype,
+                call.get("log", False),
+                call["which"] != "",
+                "mask" in call["extras"],
+                True,
+            )
+            if algorithm != "auto" and not plan.fits(algorithm, p, on):
+                with pytest.raises(ValueError, match="softmax.*the algorithm"):
+                    fused(shape, on=on, tier=algorithm, **call)
+                continue
+            found = fused(shape, on=on, tier=algorithm, **call)
+            assert found.algorithm == (plan.choose(p, on) if algorithm == "auto" else algorithm)
+            check_limits(found, on)
+
+
+def test_the_algorithms_of_the_benchmarks():
+    def chosen(shape, axis, *kind, **options):
+        found = plain(shape, axis, *kind, **options)
+        step = found.launches[0]
+        return found.algorithm, step.grid3()[:2], step.block3()[0], step.cluster
+
+    assert chosen((49152, 32), 1) == ("sub_warp", (1536, 1), 128, 1)
+    assert chosen((49152, 100), 1, "bfloat16") == ("sub_warp", (6144, 1), 128, 1)
+    assert chosen((49152, 512), 1, "bfloat16") == ("warp", (6144, 1), 128, 1)
+    assert chosen((49152, 1024), 1, "bfloat16") == ("block", (49152, 1), 32, 1)
+    assert chosen((49152, 8192), 1, "bfloat16") == ("block", (49152, 1), 128, 1)
+    assert chosen((49152, 8192), 1) == ("block", (49152, 1), 256, 1)
+    assert chosen((24576, 16384), 1) == ("cluster", (98304, 1), 128, 4)
+    assert chosen((12288, 32768), 1, "bfloat16")[0] == "pipeline"
+    assert chosen((4096, 50257), 1) == ("pipeline", (4096, 1), 544, 1)
+    assert chosen((1, 1 << 20), 1) == ("split", (132, 1), 512, 1)
+    assert chosen((64, 1024, 1024), 1)[0] == "column"
+    assert chosen((12288, 32768), 1, "bfloat16", on=device.A100)[0] == "block"
+    assert chosen((2048, 262144), 1, on=device.A100)[0] == "streaming"
+
+
+def test_struct_sizes():
+    """SoftmaxParams, ColumnPlan, FusedParams; the headers assert the same."""
+    assert layout(plain((64, 64), 1, mask=(64, 1)).launches[0].args[0]) == (248, 8)
+    assert layout(plain((64, 64), 1, tier="column").launches[0].args[1]) == (16, 8)
+    for extras in EXTRAS:
+        assert layout(fused((4, 64, 512), extras).launches[0].args[0]) == (680, 8)
+
+
+def test_rows_of_matrices_are_taken_by_runs():
+    """Where an operand broadcasts over matrices, and the arrays exceed L2."""
+    by_runs = lambda *args: fused(*args).launches[0].args[0].members[-1].value
+    assert by_runs((64, 2048, 2048), "bias") and by_runs((64, 2048, 2048), "mask")
+    assert (
+        not by_runs((64, 2048, 2048), "scale")
+        and not by_runs((2, 64, 64), "bias")
+        and not by_runs((64, 2047, 2048), "bias")
+    )
+
+
+def test_no_plan():
+    assert plain((2,) * 10, 9, mask=(2, 1) * 5) is None  # a mask with too many groups
+    assert plain((1 << 33, 2), 1, tier="column") is None  # a grid with too many blocks
+    assert fused((1 << 31, 8), "scale") is None
+
+
+# ---- kernels
+
+
+@needs_nvrtc
+def test_kernels_compile():
+    names = set()
+    shapes = [((49152, w), 1) for w in (7, 36, 64, 400, 1003, 4096, 40000, 65536)] + [((1, 1 << 20), 1)]
+    shapes += [((64, n, 512), 1) for n in (20, 30, 300, 3000)] + [((64, 300, 33), 1)]
+    for shape, axis in shapes:
+        for dtype, kind in (("bfloat16", (False, False)), ("float32", (True, True))):
+            names |= kernels(plain(shape, axis, dtype, *kind), unaligned=False)
+    for shape, axis in (((4096, 512), 1), ((4096, 4100), 1), ((64, 300, 256), 1)):
+        for dtype, kind in (("float16", (True, False)), ("float64", (False, True))):
+            names |= kernels(plain(shape, axis, dtype, *kind), unaligned=True)
+            names |= kernels(plain(shape, axis, dtype, *kind, mask=shape), unaligned=False)
+    names |= kernels(plain((4096, 40000), 1, tier="cluster"))
+    for shape, dtype in (((8, 64, 512), "bfloat16"), ((8, 64, 4096), "float32"), ((4, 9, 1001), "float16")):
+        names |= kernels(fused(shape, "scale", dtype), unaligned=False)
+        names |= kernels(fused(shape, "bias scale mask key", dtype, "grad", causal=True), unaligned=False)
+    names |= kernels(fused((4, 9, 1000), "bias", "bfloat16", log=True, wide=True))
+    names |= kernels(fused((4, 9, 1000), "key", "float64"))
+    names |= kernels(fused((4, 9, 1000), "scale", "float16", "output_grad", causal=True))
+    assert len(names) > 40
+    for name in sorted(names):
+        assert registry.kernels.module.compile(*name, 90)[0]
+    templates = {name.split("<")[0] + "Fused" * ("Fused" in name): (header, name) for header, name in sorted(names)}
+    assert set(templates) == {
+        "SoftmaxRegisters",
+        "SoftmaxStaged",
+        "SoftmaxPipeline",
+        "SoftmaxStreaming",
+        "SoftmaxPartials",
+        "SoftmaxApply",
+        "SoftmaxColumnRegisters",
+        "SoftmaxColumn",
+        "SoftmaxRegistersFused",
+        "SoftmaxStreamingFused",
+    }
+    for capability, (template, name) in itertools.product((80, 86, 89, 100, 120), templates.items()):
+        if template != "SoftmaxPipeline" or capability == 100:  # Hopper's and later data-centre GPUs'
+            assert registry.kernels.module.compile(*name, capability)[0]
+
+
+# ---- programs
+
+
+def lowered(f, *args):
+    return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def of_type(shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+LOWERED = """
+import jax, jax.numpy as jnp, jaxkern
+f = lambda x: jaxkern.softmax(x, scale=0.5, causal=True).sum() + jaxkern.log_softmax(x)[0, 0]
+traced = jax.jit(jax.value_and_grad(f)).trace(jax.ShapeDtypeStruct((4, 100_000), "float32"))
+print(traced.lower(lowering_platforms=("cuda",)).as_text())
+"""
+
+
+@needs_runtime
+def test_programs():
+    """One call forward and one backward, with launch lists that the runtime reads, the same text in every process."""
+    f = lambda x: jaxkern.softmax(x, scale=0.5, causal=True).sum() + jaxkern.log_softmax(x)[0, 0]
+    text = lowered(jax.value_and_grad(f), of_type((4, 100_000)))
+    for name in ("softmax_fused", "softmax_fused_output_grad", "log_softmax", "log_softmax_grad"):
+        assert text.count(f"@jaxkern_{name}(") == 1
+    assert len(launch.programs(text)) == 4
+    assert all(registry.kernels.module.check(program) == "" for program in launch.programs(text))
+    other = subprocess.run([sys.executable, "-c", LOWERED], capture_output=True, text=True, check=True).stdout
+    assert other.strip() == text.strip()
+
+
+@needs_runtime
+def test_masks_of_many_groups_are_broadcast():
+    mask = jnp.ones((2, 1) * 5 + (1,), bool)
+    for f in (lambda x: jaxkern.softmax(x, where=mask), lambda x: jaxkern.softmax(x, where=mask, scale=2)):
+        text = lowered(f, of_type((2,) * 11))
+        assert "@jaxkern_softmax" in text and "tensor<2x2x2x2x2x2x2x2x2x2x2xi1>" in text
+
+
+@needs_runtime
+def test_keys_of_a_batch_become_keys_of_rows():
+    f = jax.vmap(lambda x, key: jaxkern.softmax(x, dropout_rate=0.1, dropout_key=key))
+    (program,) = launch.programs(lowered(f, of_type((8, 16, 64)), of_type((8, 2), "uint32")))
+    assert "uint32[8,16,1,4]" in program and registry.kernels.module.check(program) == ""
+
+
+@needs_runtime
+def test_without_a_kernel():
+    """Empty arrays, symbolic sizes and other dtypes lower to XLA's own operations."""
+    for x in (of_type((0, 3)), of_type((5, 3), "float8_e5m2")):
+        for f in (jaxkern.softmax, lambda x: jaxkern.softmax(x, scale=2)):
+            assert "@jaxkern_" not in lowered(f, x)
+    (n,) = jax.export.symbolic_shape("n")
+    exported = jax.export.export(jax.jit(jaxkern.softmax), platforms=["cuda"])(of_type((n, 7)))
+    assert "@jaxkern_" not in exported.mlir_module()
+
+
+def test_a_forced_algorithm_that_does_not_fit_is_refused():
+    with jaxkern.tiers.force("sub_warp"), pytest.raises(ValueError, match="jaxkern.softmax: the algorithm 'sub_warp'"):
+        lowered(jaxkern.softmax, of_type((2, 100_003)))
