@@ -539,7 +539,7 @@ def describe(run, chunks):
         return [step(True, describing, 0)], run
     at_once = indices.plain and indices.part.batch == 1
     steps = [step(False, describing if at_once else 0, writing)]
-    run = run.replace(keys=run.keys_out, order=run.order_out)
+    run = run.replace(keys=run.keys_out, order=run.order_out, keys_out=null, order_out=null)
     return steps if at_once else [*steps, step(True, describing, 0)], run
 
 
