@@ -12,8 +12,8 @@ class Order:
 
     Attributes:
         ids: the indices as they came, of any shape and integer type.
-        keys: uint32 array of shape (ids.size,): the rows that they name, ascending, then num_segments for each index that
-            names none.
+        keys: uint32 array of shape (ids.size,): the rows that they name, ascending, then num_segments for each index
+            that names none.
         order: uint32 array of shape (ids.size,): the position of each in the flattened `ids`.
         num_segments: the number of rows that the indices count in.
         wrap: whether negative indices count from the end.
