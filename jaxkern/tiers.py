@@ -6,7 +6,7 @@
     with tiers.force("block"): jaxkern.softmax(x)
 
 The tiers are described in the plans: jaxkern/_ops/softmax/plan.py, jaxkern/_ops/reduction/plan.py,
-ffi/cross_entropy/cross_entropy_tier.h, and the plans of index_add and its family in
+jaxkern/_ops/cross_entropy/plan.py, and the plans of index_add and its family in
 jaxkern/_ops/indexing/plan.py. They differ in speed and, by rounding, in the last bits of the
 result, never in meaning.
 """
@@ -19,13 +19,14 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from jaxkern._core import lowering, registry
+from jaxkern._core import lowering
+from jaxkern._ops.cross_entropy import plan as loss_plan
 from jaxkern._ops.reduction import plan as reduction_plan
 from jaxkern._ops.softmax import plan as softmax_plan
 
 NAMES = softmax_plan.ALGORITHMS
 REDUCTIONS = reduction_plan.ALGORITHMS
-LOSS_TIERS = tuple(name for name in NAMES if name != "cluster")  # of cross-entropy
+LOSS_TIERS = loss_plan.ALGORITHMS
 PLANS = ("unique", "small", "sorted", "sort", "narrow", "atomic", "gather")
 
 
@@ -123,8 +124,7 @@ def cross_entropy(rows: int, width: int, inner: int = 1, dtype="float32", *, whi
     Raises:
         As `softmax`.
     """
-    query, device = _loss_query("cross_entropy", rows, width, inner, dtype, which, masked, device)
-    return query.tier(*device)
+    return loss_plan.choose(*_loss_problem("cross_entropy", rows, width, inner, dtype, which, masked, device))
 
 
 def cross_entropy_fits(tier: str, rows: int, width: int, inner: int = 1, dtype="float32", *, which: str = "loss",
@@ -132,22 +132,17 @@ def cross_entropy_fits(tier: str, rows: int, width: int, inner: int = 1, dtype="
     """Whether `tier` can run that problem; arguments as for `cross_entropy`."""
     if tier not in NAMES:
         raise ValueError(f"jaxkern.tiers.cross_entropy_fits: no tier {tier!r}, there are {', '.join(NAMES)}")
-    query, device = _loss_query("cross_entropy_fits", rows, width, inner, dtype, which, masked, device)
-    return tier in LOSS_TIERS and query.fits(tier, *device)
+    problem = _loss_problem("cross_entropy_fits", rows, width, inner, dtype, which, masked, device)
+    return tier in LOSS_TIERS and loss_plan.fits(tier, *problem)
 
 
-def _loss_query(function, rows, width, inner, dtype, which, masked, device):
-    from jaxkern import _loss_lowering  # which asks this module what is forced
-
+def _loss_problem(function, rows, width, inner, dtype, which, masked, device):
     name = f"jaxkern.tiers.{function}"
-    module = _answering(name)
     rows, width, inner = (_positive(name, *size) for size in (("rows", rows), ("width", width), ("inner", inner)))
     masked, dtype = _flag(name, "masked", masked), _kernel_dtype(name, dtype)
-    if which not in ("loss", "gradient", "both"):
+    if which not in loss_plan.PASSES:
         raise ValueError(f"{name}: which must be 'loss', 'gradient' or 'both', got {which!r}")
-    scratch = _loss_lowering.scratch_shape((rows, width, inner), dtype, 1)
-    query = module.LossQuery(which, dtype.name, rows, width, inner, masked, scratch[0] * scratch[1] if scratch else 0)
-    return query, _device(name, device)
+    return loss_plan.Problem(rows, width, inner, dtype.name, which, masked), _device(name, device)
 
 
 def index_add(rows: int, count: int, inner: int = 1, dtype="float32", **problem) -> str:
@@ -220,13 +215,6 @@ def _reduction_problem(function, rows, width, inner, dtype, masked, device):
     if dtype not in known:
         raise ValueError(f"{name}: no kernel for dtype {dtype}, there are {', '.join(sorted(d.name for d in known))}")
     return reduction_plan.Problem(rows, width, inner, dtype.name, masked), _device(name, device)
-
-
-def _answering(name):
-    cpu = registry.status["cpu"]
-    if cpu.module is None:
-        raise RuntimeError(f"{name}: {cpu.reason}")
-    return cpu.module
 
 
 def _positive(name, argument, value, limit=1 << 63) -> int:

@@ -1,5 +1,6 @@
 """index_select on CUDA: its plans, the kernels that they name, and the programs that hold them. Needs no GPU."""
 
+import os
 import re
 import subprocess
 import sys
@@ -117,7 +118,13 @@ def test_programs():
     found = plan((100, 12), 0, 0, 40, "bfloat16", wrap=True, fill_nan=True)
     program = launch.text("jaxkern_index_select", found, operands, results)
     assert registry.kernels.module.check(program) == "" and program.splitlines()[-1] in text.replace("\\0A", "\n")
-    other = subprocess.run([sys.executable, "-c", LOWERED], capture_output=True, text=True, check=True).stdout
+    other = subprocess.run(
+        [sys.executable, "-c", LOWERED],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    ).stdout
     module = lambda text: re.sub(r"@jit_\w+|module @\S+", "", text).strip()
     assert module(other) == module(text)
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import export
 from reference import DTYPES, assert_rounded, wide
-from indexed import INDEX_DTYPES, indices, needs_cpu_module, numpy_rows, on_this_platform, scattered, values
+from indexed import INDEX_DTYPES, indices, numpy_rows, on_this_platform, scattered, values
 
 import jaxkern
 from jaxkern import tiers
@@ -23,7 +23,7 @@ from jaxkern._ops.indexing.primitive import Rules
 from jaxkern._ops.segment_softmax import plan
 from jaxkern._ops.segment_softmax.primitive import segment_softmax_grad_p
 
-KERNELS = registry.status["cuda" if ON_GPU else "cpu"].module is not None
+KERNELS = ON_GPU and registry.kernels.module is not None
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
@@ -169,7 +169,6 @@ def test_the_same_bits_every_time():
     assert all(other == first for other in others)
 
 
-@needs_cpu_module
 @pytest.mark.skipif(ON_GPU, reason="about the CPU")
 def test_every_instruction_set():
     """Each variant of the CPU kernels, in a process of its own, against the same numpy."""
@@ -408,7 +407,6 @@ def test_bad_input(call, kind, words):
 # ---- algorithms
 
 
-@needs_cpu_module
 def test_algorithms():
     problem = dict(rows=50_000, count=1_166_243, inner=8, op="segment_softmax")
     assert tiers.index_add(**problem) == "sort" and not tiers.index_add_fits("sorted", **problem)

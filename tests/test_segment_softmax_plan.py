@@ -16,8 +16,8 @@ from indexed import FLOATS, values
 import jaxkern
 from jaxkern import tiers
 from jaxkern._core import compat, device, launch, registry
-from jaxkern._index import Rules
-from jaxkern._ops.segment_softmax import plan, reference, sharding
+from jaxkern._ops.indexing.primitive import Rules
+from jaxkern._ops.segment_softmax import lowering, plan, reference
 from jaxkern._ops.segment_softmax.primitive import segment_softmax_p
 
 needs_runtime = pytest.mark.skipif(registry.kernels.module is None, reason=registry.kernels.reason)
@@ -228,7 +228,7 @@ class InNumpy:
 
 
 def in_order(x, ids, rows, rules):
-    return sharding._in_order(segment_softmax_p, InNumpy, x, ids, rows=rows, rules=rules)
+    return lowering._in_order(segment_softmax_p, InNumpy, x, ids, rows=rows, rules=rules)
 
 
 @pytest.mark.parametrize("clip", [False, True])
@@ -260,7 +260,7 @@ def test_a_batch_in_parts(monkeypatch):
             bound.append(ids.shape)
             return in_order(x, ids, rows, rules)
 
-    found = sharding._in_order(Whole, InNumpy, x, jnp.asarray(ids), rows=20, rules=rules)
+    found = lowering._in_order(Whole, InNumpy, x, jnp.asarray(ids), rows=20, rules=rules)
     assert bound == [(2, 40), (2, 40), (1, 40)]
     np.testing.assert_allclose(found, reference.softmax(x, jnp.asarray(ids), rows=20, rules=rules), rtol=2e-6)
 
@@ -359,7 +359,11 @@ def test_the_same_text_in_every_process():
         "print('\\n'.join(t.launch.programs(t.lowered(t.both, t.spec((5000, 8)), t.spec((5000,), 'int32')))))"
     )
     other = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=os.path.dirname(__file__)
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])},
     ).stdout
     here = "\n".join(launch.programs(lowered(both, spec((5000, 8)), spec((5000,), "int32"))))
     assert other.strip() == here.strip()

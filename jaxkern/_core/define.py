@@ -1,9 +1,10 @@
-"""From a primitive to the GPU: the CUDA lowering that every operation shares.
+"""From a primitive to XLA: the lowering that every operation shares.
 
     lower_to_kernels(softmax_p, plan=plan.softmax, reference=reference.softmax, partition=sharding.softmax)
 
-gives `softmax_p` its CUDA rule. The rule asks `plan` for a launch list and emits it as one custom call under the name of
+gives `softmax_p` its rules. The CUDA rule asks `plan` for a launch list and emits it as one custom call under the name of
 the primitive; where there is no plan, and wherever kernels cannot run, it lowers to the reference, which XLA compiles.
+On the CPU there are no kernels: each device computes its part by the reference.
 """
 
 import math
@@ -14,7 +15,7 @@ from jaxkern._core import compat, device, launch, registry
 
 
 def lower_to_kernels(prim, plan, reference, partition=None, aliases=None, adapt=None) -> None:
-    """Registers the CUDA lowering of `prim`.
+    """Registers the lowerings of `prim` for CUDA and, with `partition`, for the CPU.
 
     plan(device, operands, results, **params): a `launch.Plan` for arrays of these types (their shapes are not empty and
         hold no symbols), or None where there is no kernel for them. A pure function; params are the primitive's.
@@ -26,13 +27,19 @@ def lower_to_kernels(prim, plan, reference, partition=None, aliases=None, adapt=
         same operands and params that binds `prim` again, on operands that kernels can read.
     """
 
+    fallback = mlir.lower_fun(reference, multiple_results=prim.multiple_results)
+
+    def is_partitioned(ctx):
+        return _known(ctx) and partition is not None and compat.may_partition_itself(ctx)
+
+    def rule_of_cpu(ctx, *operands, **params):
+        return partition(ctx, operands, params) if is_partitioned(ctx) else fallback(ctx, *operands, **params)
+
     def rule(ctx, *operands, **params):
-        fallback = mlir.lower_fun(reference, multiple_results=prim.multiple_results)
-        avals = (*ctx.avals_in, *ctx.avals_out)
-        if not all(isinstance(d, int) for a in avals for d in a.shape) or any(0 in a.shape for a in avals):
-            return fallback(ctx, *operands, **params)
-        if partition is not None and compat.may_partition_itself(ctx):
+        if is_partitioned(ctx):
             return partition(ctx, operands, params)
+        if not _known(ctx):
+            return fallback(ctx, *operands, **params)
         # XLA would gather the operands of a custom call that several devices share.
         if compat.partitioned_devices(ctx) > 1 or not registry.kernels_run():
             return fallback(ctx, *operands, **params)
@@ -48,7 +55,14 @@ def lower_to_kernels(prim, plan, reference, partition=None, aliases=None, adapt=
     registry.register_cuda_target(prim.name)
     if partition is not None:
         compat.needs_devices(prim)
+        mlir.register_lowering(prim, rule_of_cpu, platform="cpu")
     mlir.register_lowering(prim, rule, platform="cuda")
+
+
+def _known(ctx) -> bool:
+    """Whether shapes hold no symbols, and no array is empty."""
+    avals = (*ctx.avals_in, *ctx.avals_out)
+    return all(isinstance(d, int) for a in avals for d in a.shape) and not any(0 in a.shape for a in avals)
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -1,13 +1,10 @@
-"""From a row primitive to what XLA runs: our kernel on CPU and CUDA, a jnp reference elsewhere."""
+"""From a row primitive to what XLA runs: our kernel on CUDA, the jnp reference elsewhere."""
 
-import functools
-import math
 
-import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
-from jaxkern._core import compat, define, partition, registry
+from jaxkern._core import compat, define, partition
 
 KERNEL_DTYPES = frozenset(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
 INTEGER_DTYPES = frozenset(map(jnp.dtype, (
@@ -15,33 +12,25 @@ INTEGER_DTYPES = frozenset(map(jnp.dtype, (
 MASK_GROUPS = 4  # BroadcastView's limit on alternations of broadcast and other dimensions
 
 
-def register(prim, arrays: int, reference, dtypes=KERNEL_DTYPES, scratch=None, split=None, plan=None) -> None:
-    """Lowers `prim`, a row primitive on `arrays` arrays, to kernels on CPU and CUDA.
+def register(prim, arrays: int, reference, dtypes=KERNEL_DTYPES, split=None, plan=None) -> None:
+    """Lowers `prim`, a row primitive on `arrays` arrays, to kernels on CUDA and to the reference elsewhere.
 
-    reference(*operands, **params): the same in jnp, for platforms and dtypes without a kernel, for
-        empty arrays, and where the extension module is missing.
+    reference(*operands, **params): the same in jnp, for platforms and dtypes without a kernel, and for empty arrays.
     dtypes: those that there is a kernel for.
-    scratch(shape, dtype, axis): the shape in bytes of what a CUDA kernel needs beside its result, or None; only of
-        primitives without a plan.
     split(*parts, over, **params): the same for rows that are split over devices, with a message between those
         along the mesh axes `over`; often the reference, with `partition.row_sums` for what it sums over a row.
         Without it such rows are gathered.
     plan(device, operands, results, **params): the launch list on CUDA, as for `define.lower_to_kernels`. Its mask, if
-        there is one, fits a BroadcastView. Without a plan, CUDA runs the target of the primitive's name.
+        there is one, fits a BroadcastView. Without a plan, there is no kernel.
     """
     mlir.register_lowering(prim, mlir.lower_fun(reference, multiple_results=prim.multiple_results))
     compat.taylor_rule(prim, reference)
-    for platform, module in registry.status.items():
-        if prim.name in module.targets and not (platform == "cuda" and plan is not None):
-            rule = functools.partial(_lower, prim, arrays, reference, dtypes, scratch if platform == "cuda" else None, split)
-            compat.needs_devices(prim)
-            mlir.register_lowering(prim, rule, platform=platform)
     if plan is not None:
         _register_kernels(prim, arrays, reference, dtypes, split, plan)
 
 
 def _register_kernels(prim, arrays, reference, dtypes, split, plan):
-    """The CUDA lowering of a row primitive that has a plan."""
+    """The lowerings of a row primitive that has a plan."""
 
     def row_plan(device, operands, results, **params):
         return plan(device, operands, results, **params) if operands[0].dtype in dtypes else None
@@ -64,28 +53,6 @@ def _with_larger_mask(prim, shape):
         return prim.bind(*operands[:-1], jnp.broadcast_to(operands[-1], shape), **params)
 
     return f
-
-
-def _lower(prim, arrays, reference, dtypes, scratch, split, ctx, *operands, **params):
-    avals, axis = ctx.avals_in, params["axis"]
-    x, mask = avals[0], avals[arrays:]
-    through = functools.partial(mlir.lower_fun, multiple_results=prim.multiple_results)
-    if x.dtype not in dtypes or 0 in x.shape:
-        return through(reference)(ctx, *operands, **params)
-    if compat.may_partition_itself(ctx) and all(isinstance(d, int) for d in x.shape):
-        return _partitioned(prim, split, ctx, operands, params)
-    if mask:
-        shape = mask_shape(x.shape, mask[0].shape, axis, compat.partitioned_devices(ctx) > 1)
-        if shape != mask[0].shape:
-            return through(_with_larger_mask(prim, shape))(ctx, *operands, **params)
-
-    results = list(ctx.avals_out)
-    room = scratch(x.shape, x.dtype, axis) if scratch else None
-    if room is not None:
-        results.append(jax.core.ShapedArray(room, jnp.dtype(jnp.uint8)))
-    attributes = partition.attributes([a.shape for a in avals], [a.shape for a in results], axis)
-    rule = jax.ffi.ffi_lowering(prim.name, **({"extra_attributes": attributes} if attributes else {}))
-    return rule(ctx.replace(avals_out=results), *operands, axis=axis, tier=params["tier"])[: len(ctx.avals_out)]
 
 
 def _partitioned(prim, split, ctx, operands, params):

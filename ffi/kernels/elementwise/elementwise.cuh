@@ -1,22 +1,28 @@
 // Elementwise operations: any number of operands and results, of any types, in one kernel.
 //
 //     FlatKernel<Elementwise<Functor, parameters, Types<results...>, Types<operands...>>, scalars, tiles>
-//     StridedKernel<Elementwise<...>, packs>
+//     StridedKernel<Elementwise<...>, packs, columns, shared>
 //
-// A functor is any type with `C operator()(C, ...)`, or `Values<C, n>` for n results, where C is what it computes in
-// (functors.h, activations.h). A thread handles packs of N elements, where N elements of the widest type are 16 bytes: it
-// loads the packs of all operands, applies the functor to each element (or to pairs of 16-bit elements, where it has a form
-// for pairs), and stores.
+// A functor is any type with a member type C, in which it computes, and an operator() on values of C, one per operand,
+// that returns C, bool, or Values<C, number of results> (functors.h, activations.h). Its members are the scalar
+// parameters, in order. A thread handles packs of N elements, where N elements of the widest type are 16 bytes: it
+// loads the packs of all operands, applies the functor to each element (or to pairs of 16-bit elements, where it has a
+// form for pairs), and stores.
 //
-//   Flat       All arrays are contiguous, or scalars (bits of `scalars`), which each thread reads once. With `tiles` a block
-//              takes kUnroll packs per thread and loads all of them before it computes on the first. What is left behind
-//              the packs is handled element by element; with no packs at all the kernel serves any address.
-//   Strided    Operands may be broadcast (a bias, a scale per row) or be rows with gaps (the halves of a gated operation),
-//              and so may results. In packs if rows are whole packs, else element by element.
+//   Flat       All arrays are contiguous, or scalars (bits of `scalars`), which each thread reads once. With `tiles` a
+//   block
+//              takes kUnroll packs per thread and loads all of them before it computes on the first. What is left
+//              behind the packs is handled element by element; with no packs at all the kernel serves any address.
+//   Strided    Three dimensions. Operands may lack some of them (a bias, a scale per row), and rows may have gaps (the
+//   halves
+//              of a gated operation), in results too. Bits of `columns` are set for operands that are the same along a
+//              row, bits of `shared` for those that are the same for all rows of the middle dimension. With `packs`,
+//              rows are whole packs that begin on 16 bytes, and a thread takes the same pack of kRows neighboring rows;
+//              else it takes single elements, at any address.
 //
-// Blocks step over the array by the grid, which has one block per tile up to many waves. Inputs are read with evict-last and
-// results written with evict-first where the call exceeds L2 (benchmarks/NOTES.md says why). Each element is read once and
-// written once. No operand may overlap a result.
+// Blocks step over the array by the grid, which has one block per tile up to many waves and less than 2^32 threads.
+// Inputs are read with evict-last and results written with evict-first where the call exceeds L2 (benchmarks/NOTES.md
+// says why). Each element is read once and written once. No operand may overlap a result.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -34,10 +40,12 @@ enum class Pred : uint8_t {};  // a bool in memory
 template <class... T> struct Types {};
 
 template <int i, class T, class... Rest> struct TypeAt : TypeAt<i - 1, Rest...> {};
-template <class T, class... Rest> struct TypeAt<0, T, Rest...> { using type = T; };
+template <class T, class... Rest> struct TypeAt<0, T, Rest...> {
+  using type = T;
+};
 
 constexpr int kThreads = 256;
-constexpr int kFlatBlocks = 6, kStridedBlocks = 6;  // a multiprocessor: at most 42 registers
+constexpr int kBlocksPerSm = 6;  // leaves 42 registers per thread
 
 // --- Elements --------------------------------------------------------------------------------------
 
@@ -56,7 +64,7 @@ template <class T, class R> JAXKERN_FN T Narrow(R x) {
     if constexpr (std::is_same_v<R, double>) return __double2bfloat16(x);
     else return __float2bfloat16_rn(x);
   } else if constexpr (std::is_integral_v<T> && std::is_floating_point_v<R>) {
-    // Towards 0, to the nearest that the type has, 0 for NaN: as XLA does.
+    // Rounds towards 0 and saturates; NaN becomes 0. XLA does the same.
     const int nearest = std::is_same_v<R, double> ? (x == x ? __double2int_rz(x) : 0) : __float2int_rz(x);
     if constexpr (sizeof(T) == 4) return nearest;
     else return static_cast<T>(min(max(nearest, std::is_signed_v<T> ? -128 : 0), std::is_signed_v<T> ? 127 : 255));
@@ -68,7 +76,8 @@ struct Words {
   uint32_t w[4];
 };
 
-template <class T> JAXKERN_FN T Get(const Words& words, int i) {  // i is known when this is compiled
+// Element i of a pack; i is a constant once loops are unrolled.
+template <class T> JAXKERN_FN T Get(const Words& words, int i) {
   if constexpr (sizeof(T) == 8) {
     return BitsAs<T>(uint64_t{words.w[2 * i + 1]} << 32 | words.w[2 * i]);
   } else if constexpr (sizeof(T) == 4) {
@@ -80,6 +89,7 @@ template <class T> JAXKERN_FN T Get(const Words& words, int i) {  // i is known 
   }
 }
 
+// Sets element i. Elements are set in order from 0: the first of a word clears the rest of it.
 template <class T> JAXKERN_FN void Put(Words& words, int i, T x) {
   if constexpr (sizeof(T) == 8) {
     const uint64_t bits = BitsAs<uint64_t>(x);
@@ -90,17 +100,20 @@ template <class T> JAXKERN_FN void Put(Words& words, int i, T x) {
     constexpr int kPerWord = 4 / sizeof(T);
     using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint8_t>;
     const uint32_t bits = uint32_t{BitsAs<Bits>(x)} << (i % kPerWord * 8 * sizeof(T));
-    words.w[i / kPerWord] = i % kPerWord ? words.w[i / kPerWord] | bits : bits;  // in order, from 0
+    words.w[i / kPerWord] = i % kPerWord ? words.w[i / kPerWord] | bits : bits;
   }
 }
 
+// Reads a pack that is used once.
 template <int kBytes> JAXKERN_FN void Load(Words& words, const void* p, ReadPolicy policy) {
   if constexpr (kBytes == 16) {
     asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-                 : "=r"(words.w[0]), "=r"(words.w[1]), "=r"(words.w[2]), "=r"(words.w[3]) : "l"(p), "l"(policy.bits));
+                 : "=r"(words.w[0]), "=r"(words.w[1]), "=r"(words.w[2]), "=r"(words.w[3])
+                 : "l"(p), "l"(policy.bits));
   } else if constexpr (kBytes == 8) {
     asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"
-                 : "=r"(words.w[0]), "=r"(words.w[1]) : "l"(p), "l"(policy.bits));
+                 : "=r"(words.w[0]), "=r"(words.w[1])
+                 : "l"(p), "l"(policy.bits));
   } else if constexpr (kBytes == 4) {
     words.w[0] = *static_cast<const uint32_t*>(p);
   } else if constexpr (kBytes == 2) {
@@ -110,6 +123,7 @@ template <int kBytes> JAXKERN_FN void Load(Words& words, const void* p, ReadPoli
   }
 }
 
+// Reads a pack through the L1.
 template <int kBytes> JAXKERN_FN void LoadCached(Words& words, const void* p) {
   constexpr int kVector = kBytes < 4 ? 4 : kBytes;
   if constexpr (kVector == 16) {
@@ -124,20 +138,31 @@ template <int kBytes> JAXKERN_FN void LoadCached(Words& words, const void* p) {
 }
 
 template <int kBytes> JAXKERN_FN void Store(void* p, const Words& words) {
-  if constexpr (kBytes == 16) __stcs(static_cast<uint4*>(p), make_uint4(words.w[0], words.w[1], words.w[2], words.w[3]));
+  if constexpr (kBytes == 16)
+    __stcs(static_cast<uint4*>(p), make_uint4(words.w[0], words.w[1], words.w[2], words.w[3]));
   else if constexpr (kBytes == 8) __stcs(static_cast<uint2*>(p), make_uint2(words.w[0], words.w[1]));
   else if constexpr (kBytes == 4) __stcs(static_cast<uint32_t*>(p), words.w[0]);
   else if constexpr (kBytes == 2) *static_cast<uint16_t*>(p) = static_cast<uint16_t>(words.w[0]);
   else *static_cast<uint8_t*>(p) = static_cast<uint8_t>(words.w[0]);
 }
 
-// Functors whose first operand is an angle: whether one is far is asked once a pack, for a branch an element takes longer
-// than what it avoids.
-template <class Functor> struct NearForm { using type = void; };
-template <> struct NearForm<Sin<Coarse>> { using type = Sin<CoarseNear>; };
-template <> struct NearForm<Cos<Coarse>> { using type = Cos<CoarseNear>; };
-template <> struct NearForm<SinGrad<Coarse>> { using type = SinGrad<CoarseNear>; };
-template <> struct NearForm<CosGrad<Coarse>> { using type = CosGrad<CoarseNear>; };
+// The shorter form of a functor for angles that are all near (see Coarse::IsFar), or void. The kernels test once per
+// pack whether one is far: a branch per element takes longer than what it avoids.
+template <class Functor> struct NearForm {
+  using type = void;
+};
+template <> struct NearForm<Sin<Coarse>> {
+  using type = Sin<CoarseNear>;
+};
+template <> struct NearForm<Cos<Coarse>> {
+  using type = Cos<CoarseNear>;
+};
+template <> struct NearForm<SinGrad<Coarse>> {
+  using type = SinGrad<CoarseNear>;
+};
+template <> struct NearForm<CosGrad<Coarse>> {
+  using type = CosGrad<CoarseNear>;
+};
 
 // --- The kernels -----------------------------------------------------------------------------------
 
@@ -149,15 +174,15 @@ template <int kIn, int kOut, int kParameters> struct FlatArgs {
   bool exceeds_l2;
 };
 
+// Strides are in elements, of the outer and of the middle dimension. The inner stride is 1, or 0 (see `columns`).
 template <int kIn, int kOut, int kParameters> struct StridedArgs {
   const void* in[kIn];
   void* out[kOut];
   const void* parameter[kParameters ? kParameters : 1];
-  int64_t in_stride[kIn][3], out_stride[kOut][2];  // in elements, outermost first; the innermost of a result is 1
-  int64_t count;
-  FastDivmod inner, middle;  // sizes in units of packs, or of elements, and of `rows` rows
-  uint32_t inner_size, middle_size, middle_runs;
-  int32_t rows;  // per thread
+  int64_t in_stride[kIn][2], out_stride[kOut][2];
+  int64_t count;             // outer size * middle.divisor * inner.divisor
+  FastDivmod inner, middle;  // by the packs (or elements) of a row, and by the groups of kRows rows (or rows)
+  uint32_t middle_size;      // rows
   bool exceeds_l2;
 };
 
@@ -180,12 +205,13 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
   using Flat = FlatArgs<kIn, kOut, kParameters>;
   using Strided = StridedArgs<kIn, kOut, kParameters>;
 
-  // All types are one of 16 bits, and the functor does two elements at a time.
+  // Whether all types are one of 16 bits and the functor computes two elements at a time.
   using T = typename TypeAt<0, Out...>::type;
   using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
   template <class> using AsPair = Pair;
   template <class F, class = void> struct HasPair : std::false_type {};
-  template <class F> struct HasPair<F, std::void_t<decltype(F::Pair(std::declval<AsPair<In>>()...))>> : std::true_type {};
+  template <class F> struct HasPair<F, std::void_t<decltype(F::Pair(std::declval<AsPair<In>>()...))>> : std::true_type {
+  };
   static constexpr bool kPairs = [] {
     if constexpr ((std::is_same_v<T, __half> || std::is_same_v<T, __nv_bfloat16>) && (std::is_same_v<T, In> && ...)) {
       return HasPair<Functor>::value;
@@ -199,7 +225,7 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
     else return Functor{*static_cast<const C*>(parameter[0]), *static_cast<const C*>(parameter[1])};
   }
 
-  // One element: operands from memory at these offsets, results to memory.
+  // One element, from operands at the offsets `at` to results at the offsets `to`.
   template <size_t... I, size_t... J>
   static JAXKERN_FN void Element(const Functor& f, const void* const* in, void* const* out, const int64_t* at,
                                  const int64_t* to, std::index_sequence<I...>, std::index_sequence<J...>) {
@@ -208,9 +234,9 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
     else ((static_cast<Out*>(out[J])[to[J]] = Narrow<Out>(result.v[J])), ...);
   }
 
-  template <size_t... I, size_t... J>
-  static JAXKERN_FN void Compute(const Functor& f, const Words (&x)[kIn], Words (&y)[kOut], std::index_sequence<I...>,
-                                 std::index_sequence<J...>) {
+  template <size_t... I, size_t... J> static JAXKERN_FN void Compute(const Functor& f, const Words (&x)[kIn],
+                                                                     Words (&y)[kOut], std::index_sequence<I...>,
+                                                                     std::index_sequence<J...>) {
     if constexpr (kPairs) {
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) y[0].w[i] = BitsAs<uint32_t>(Functor::Pair(BitsAs<AsPair<In>>(x[I].w[i])...));
@@ -247,7 +273,7 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
     const Functor f = Make(a.parameter);
     Words constant[kIn];
     ((kScalars >> I & 1 ? Splat<In>(constant[I], a.in[I]) : void()), ...);
-    const int64_t step = int64_t{gridDim.x} * blockDim.x, thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+    const uint32_t step = gridDim.x * blockDim.x, thread = blockIdx.x * blockDim.x + threadIdx.x;
     if constexpr (kTiles) {  // every load before the first result
       const ReadPolicy policy = MakeReadPolicy(a.exceeds_l2);
       constexpr int kTile = kUnroll * kThreads;
@@ -270,8 +296,8 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
         }
       }
     } else {
-      for (int64_t p = thread; p < a.packs; p += step) {
-        const int64_t first = p * N;
+      for (uint32_t p = thread; p < static_cast<uint32_t>(a.packs); p += step) {  // fewer than would make tiles
+        const int64_t first = int64_t{p} * N;
         Words x[kIn], y[kOut];
         ((kScalars >> I & 1 ? void(x[I] = constant[I])
                             : LoadCached<N * sizeof(In)>(x[I], static_cast<const In*>(a.in[I]) + first)),
@@ -280,56 +306,62 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
         ((Store<N * sizeof(Out)>(static_cast<Out*>(a.out[J]) + first, y[J])), ...);
       }
     }
-    for (int64_t i = a.packs * N + thread; i < a.count; i += step) {
+    // The indices are read again: kept through the loop above, they would make some kernels of 16 bits spill.
+    uint32_t block, index;
+    asm volatile("mov.u32 %0, %%ctaid.x; mov.u32 %1, %%tid.x;" : "=r"(block), "=r"(index));
+    for (int64_t i = a.packs * N + block * blockDim.x + index; i < a.count; i += step) {
       const int64_t at[kIn] = {(kScalars >> I & 1 ? 0 : i)...}, to[kOut] = {(void(J), i)...};
       Element(f, a.in, a.out, at, to, InIndex(), OutIndex());
     }
   }
 
-  // What is the same in all rows stays in the L1, where the next block finds it.
-  template <class T>
-  static JAXKERN_FN void LoadStrided(const int64_t (&stride)[3], Words& words, const T* p, ReadPolicy policy) {
-    if (stride[2] == 0) Splat<T>(words, p);
-    else if (stride[1] == 0) LoadCached<N * sizeof(T)>(words, p);
+  // What all rows share stays in the L1, where the next block finds it.
+  template <bool kColumn, bool kShared, class T>
+  static JAXKERN_FN void LoadRow(Words& words, const T* p, ReadPolicy policy) {
+    if constexpr (kColumn) Splat<T>(words, p);
+    else if constexpr (kShared) LoadCached<N * sizeof(T)>(words, p);
     else Load<N * sizeof(T)>(words, p, policy);
   }
 
-  template <bool kPacks, size_t... I, size_t... J>
+  template <bool kPacks, uint32_t kColumns, uint32_t kShared, size_t... I, size_t... J>
   static JAXKERN_FN void RunStrided(const Strided& a, std::index_sequence<I...>, std::index_sequence<J...>) {
     const Functor f = Make(a.parameter);
     const ReadPolicy policy = MakeReadPolicy(a.exceeds_l2);
     const int64_t step = int64_t{gridDim.x} * blockDim.x;
-    constexpr uint32_t kUnit = kPacks ? N : 1;
     for (int64_t p = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; p < a.count; p += step) {
-      // Indices have 32 bits each, whose products with strides take half the instructions of those of 64.
+      // Indices have 32 bits each: products with strides take half the instructions of 64-bit ones.
       uint32_t outer, middle, inner;
       if (p >> 32) {
-        const int64_t run = p / a.inner_size;
-        outer = static_cast<uint32_t>(run / a.middle_runs), middle = static_cast<uint32_t>(run % a.middle_runs);
-        inner = static_cast<uint32_t>(p - run * a.inner_size);
+        const int64_t run = p / a.inner.divisor;
+        outer = static_cast<uint32_t>(run / a.middle.divisor), middle = static_cast<uint32_t>(run % a.middle.divisor);
+        inner = static_cast<uint32_t>(p - run * a.inner.divisor);
       } else {
         const uint32_t run = a.inner.Div(static_cast<uint32_t>(p));
-        outer = a.middle.Div(run), middle = run - outer * a.middle_runs;
-        inner = static_cast<uint32_t>(p) - run * a.inner_size;
+        outer = a.middle.Div(run), middle = run - outer * a.middle.divisor;
+        inner = static_cast<uint32_t>(p) - run * a.inner.divisor;
       }
-      middle *= a.rows;
-      const int64_t column = static_cast<int64_t>(inner) * kUnit;
-      const int64_t at[kIn] = {(outer * a.in_stride[I][0] + middle * a.in_stride[I][1] + (a.in_stride[I][2] ? column : 0))...};
+      if constexpr (kPacks) middle *= kRows;
+      const int64_t column = static_cast<int64_t>(inner) * (kPacks ? N : 1);
+      const int64_t at[kIn] = {(outer * a.in_stride[I][0] + (kShared >> I & 1 ? 0 : middle * a.in_stride[I][1]) +
+                                (kColumns >> I & 1 ? 0 : column))...};
       const int64_t to[kOut] = {(outer * a.out_stride[J][0] + middle * a.out_stride[J][1] + column)...};
       if constexpr (kPacks) {
-        // The same columns of kRows rows, of which the last may be missing; then the first is read twice.
+        // The same columns of kRows rows. Where the last row is missing, the first is read again and not stored.
         Words x[kRows][kIn];
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-          const int64_t row = r < a.rows && middle + r < a.middle_size ? r : 0;
-          ((r > 0 && a.in_stride[I][1] == 0
+          const int64_t row = middle + r < a.middle_size ? r : 0;
+          ((r > 0 && (kShared >> I & 1)
                 ? void(x[r][I] = x[0][I])
-                : LoadStrided<In>(a.in_stride[I], x[r][I], static_cast<const In*>(a.in[I]) + at[I] + row * a.in_stride[I][1], policy)),
+                : LoadRow<(kColumns >> I & 1), (kShared >> I & 1)>(
+                      x[r][I],
+                      static_cast<const In*>(a.in[I]) + at[I] + (kShared >> I & 1 ? 0 : row * a.in_stride[I][1]),
+                      policy)),
            ...);
         }
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-          if (r > 0 && (r >= a.rows || middle + r >= a.middle_size)) break;
+          if (r > 0 && middle + r >= a.middle_size) break;
           Words y[kOut];
           Compute(f, x[r], y, InIndex(), OutIndex());
           ((Store<N * sizeof(Out)>(static_cast<Out*>(a.out[J]) + to[J] + r * a.out_stride[J][1], y[J])), ...);
@@ -341,15 +373,16 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
   }
 };
 
-template <class E, uint32_t kScalars, bool kTiles>
-__global__ void __launch_bounds__(kThreads, kFlatBlocks) FlatKernel(const __grid_constant__ typename E::Flat a) {
+template <class E, uint32_t kScalars, bool kTiles> __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    FlatKernel(const __grid_constant__ typename E::Flat a) {
   E::template RunFlat<kScalars, kTiles>(a, typename E::InIndex(), typename E::OutIndex());
 }
-template <class E, bool kPacks>
-__global__ void __launch_bounds__(kThreads, kStridedBlocks) StridedKernel(const __grid_constant__ typename E::Strided a) {
-  E::template RunStrided<kPacks>(a, typename E::InIndex(), typename E::OutIndex());
+template <class E, bool kPacks, uint32_t kColumns, uint32_t kShared>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm) StridedKernel(const __grid_constant__ typename E::Strided a) {
+  E::template RunStrided<kPacks, kColumns, kShared>(a, typename E::InIndex(), typename E::OutIndex());
 }
 
-static_assert(sizeof(FlatArgs<2, 1, 0>) == 56 && sizeof(StridedArgs<2, 1, 1>) == 152, "as jaxkern/_ops/elementwise/plan.py has them");
+// As jaxkern/_ops/elementwise/plan.py lays them out.
+static_assert(sizeof(FlatArgs<2, 1, 0>) == 56 && sizeof(StridedArgs<2, 1, 1>) == 120);
 
 }  // namespace jaxkern

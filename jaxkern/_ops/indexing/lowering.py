@@ -1,20 +1,23 @@
-"""What runs the primitives of rows at indices: kernels on CPU and CUDA, the reference elsewhere."""
+"""What runs the primitives of rows at indices: kernels on CUDA, the reference elsewhere."""
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
-from jaxkern._core import compat, partition, registry
+from jaxkern._core import compat, partition
 from jaxkern._core.define import lower_to_kernels, size_of
 from jaxkern._ops.indexing import gather_plan, plan, reference, sharding, sort
 from jaxkern._ops.indexing.primitive import (
-    SEGMENT, index_add_p, index_select_p, parted, segment_max_p, segment_min_p, segment_sum_p,
+    index_add_p,
+    index_select_p,
+    parted,
+    segment_max_p,
+    segment_min_p,
+    segment_sum_p,
 )
 
 KERNEL_DTYPES = frozenset(map(jnp.dtype, plan.DTYPES))
-LIMIT = 2**32 - 2  # rows, and indices of one batch, that the CPU kernels number
 
 
 def _operands(prim) -> int:
@@ -31,9 +34,6 @@ def _order_of(prim, operands):
 def _register(prim, in_jnp, aliases=None):
     mlir.register_lowering(prim, mlir.lower_fun(in_jnp, multiple_results=False))
     compat.taylor_rule(prim, in_jnp)
-    if prim.name in registry.status["cpu"].targets:
-        compat.needs_devices(prim)
-        mlir.register_lowering(prim, functools.partial(_lower_to_cpu, prim, in_jnp, aliases), platform="cpu")
     name = prim.name.removeprefix("jaxkern_")
     if prim is index_select_p:
         found, adapt = gather_plan.index_select, _without_order
@@ -87,42 +87,6 @@ def _without_order(*avals, rules):
     if len(avals) == 2:
         return None
     return lambda x, index, *order, rules: index_select_p.bind(x, index, rules=rules)
-
-
-# ---- CPU
-
-
-def _lower_to_cpu(prim, in_jnp, aliases, ctx, *operands, rules, **params):
-    through = functools.partial(mlir.lower_fun, multiple_results=False)
-    avals, (out,) = ctx.avals_in, ctx.avals_out
-    rows, source = (avals[0], out) if prim is index_select_p else (out, avals[2 if prim is index_add_p else 0])
-    sizes = [d for a in (*avals, out) for d in a.shape]
-    static = all(isinstance(d, int) for d in sizes)
-    most = max(source.shape[rules.axis], rows.shape[rules.axis]) if static else 0
-    if out.dtype not in KERNEL_DTYPES or 0 in sizes or most > LIMIT:
-        return through(in_jnp)(ctx, *operands, rules=rules, **params)
-    if static and compat.may_partition_itself(ctx):
-        return _partitioned(prim, ctx, operands, rules, **params)
-    used = len(operands) - len(_order_of(prim, operands))  # the kernels have no use for an order
-    avals, operands = avals[:used], operands[:used]
-    ctx, devices = ctx.replace(avals_in=avals), compat.partitioned_devices(ctx)
-    if devices > 1 and rules.axis > 0 and any(a.shape[: rules.axis] != out.shape[: rules.axis] for a in avals):
-        return through(functools.partial(_spread, prim, out.shape[: rules.axis]))(ctx, *operands, rules=rules, **params)
-    attributes = None
-    if devices > 1:
-        attributes = partition.attributes([a.shape for a in avals], [out.shape], rules.batch_dims)
-    rule = jax.ffi.ffi_lowering(
-        prim.name, **({"extra_attributes": attributes} if attributes else {}),
-        **({"operand_output_aliases": aliases} if aliases else {}))
-    return rule(ctx, *operands, **rules._asdict())
-
-
-def _spread(prim, lead, *operands, rules, **params):
-    """For several devices: every operand has all dimensions before the axis, so that they may be split."""
-    axis = rules.axis
-    operands = [jnp.broadcast_to(a, (*lead, *a.shape[k:])) for a, k in zip(
-        operands, ((axis, rules.batch_dims, axis, 0) if prim is index_add_p else (axis, rules.batch_dims)))]
-    return prim.bind(*operands, rules=rules._replace(batch_dims=axis), **params)
 
 
 _register(index_add_p, reference.add, {0: 0})

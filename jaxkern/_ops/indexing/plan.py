@@ -24,7 +24,16 @@ from jaxkern._core import launch
 from jaxkern._core.define import ceil_div, cuda_type, divider, fast_divmod, size_of
 from jaxkern._core.launch import boolean, i32, i64, null, struct, u32, u64
 from jaxkern._ops.indexing.sort import (
-    MAX_KEYS, MAX_POSITIONS, Indices, Part, Scratch, bits_for, digits, radix_sort, sorted_into, source_rows,
+    MAX_KEYS,
+    MAX_POSITIONS,
+    Indices,
+    Part,
+    Scratch,
+    bits_for,
+    digits,
+    radix_sort,
+    sorted_into,
+    source_rows,
 )
 
 ALGORITHMS = ("unique", "small", "sorted", "sort", "narrow", "atomic")
@@ -530,7 +539,7 @@ def describe(run, chunks):
         return [step(True, describing, 0)], run
     at_once = indices.plain and indices.part.batch == 1
     steps = [step(False, describing if at_once else 0, writing)]
-    run = run.replace(keys=run.keys_out, order=run.order_out)
+    run = run.replace(keys=run.keys_out, order=run.order_out, keys_out=null, order_out=null)
     return steps if at_once else [*steps, step(True, describing, 0)], run
 
 
@@ -696,4 +705,6 @@ def plan(op, device, operands, results, *, rules, rows=None) -> launch.Plan | No
         alpha=launch.operand(3) if alphas else null, **(dict(keys=launch.operand(at), order=launch.operand(at + 1)) if given else {}))
     steps, scratch = launches(algorithm, p, buffers)
     unaligned, more = launches(algorithm, p, buffers, aligned=False)
+    if any(step.grid3()[0] >= 2**31 for step in (*steps, *unaligned)):
+        return None  # more blocks than a launch has
     return launch.Plan(algorithm, tuple(steps), max(scratch, more), None if unaligned == steps else tuple(unaligned))

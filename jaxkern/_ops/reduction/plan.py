@@ -1,7 +1,7 @@
 """Which kernels run a row reduction on CUDA, and how they are launched.
 
     sub_warp    rows up to 512 bytes, or up to 128 elements: 4 to 32 lanes per row, four rows per group of lanes
-    warp        rows of any width: a warp per row, or up to four rows in turn; several short rows of whole vectors at once
+    warp        rows of any width: a warp per row, or up to four in turn; several short rows of whole vectors at once
     block       rows of any width: a block per row
     split       few long rows: each is spread over many blocks, in two launches with partial results in scratch
     column      the axis is not the last one: threads along the inner dimension; if that leaves too few blocks, each

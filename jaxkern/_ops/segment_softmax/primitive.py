@@ -3,9 +3,9 @@
     segment_softmax_p        (data, index[, keys, order])    y = exp(data - max) / sum(exp(data - max)) by segment
     segment_softmax_grad_p   (y, g, index[, keys, order])    dx = y * (g - sum(y * g)) by segment; 0 where y is 0
 
-data, y, g and the result have the shape (*lead, count, *trail) and index (*batch, count), as for `indexing.Rules`, which
-these take too: batch is the first dimensions of lead, and the rest of lead shares its indices. `rows` is the number of
-segments. An element of no segment is 0, and so is a segment of nothing but -inf. keys and order are what
+data, y, g and the result have the shape (*lead, count, *trail) and index (*batch, count), as for `indexing.Rules`,
+which these take too: batch is the first dimensions of lead, and the rest of lead shares its indices. `rows` is the
+number of segments. An element of no segment is 0, and so is a segment of nothing but -inf. keys and order are what
 `sort_indices` made of the index, which kernels then do not sort again.
 
     ordered_p, ordered_grad_p   (data, keys[, order])    what kernels run: see plan.py

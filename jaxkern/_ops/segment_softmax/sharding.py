@@ -1,49 +1,14 @@
-"""What runs segment_softmax: kernels on CPU and CUDA, the reference elsewhere; a part of it on each of several devices.
+"""segment_softmax on several devices: each computes a part of the result.
 
 Any dimension may be split. If rows of data are, devices tell each other maxima and sums of segments.
 """
 
-import functools
-
-import jax
-import jax.numpy as jnp
-from jax.interpreters import mlir
-
-from jaxkern._core import compat, lowering, partition, registry
-from jaxkern._core.define import lower_to_kernels, size_of
-from jaxkern._ops.indexing import sort
-from jaxkern._ops.indexing.lowering import LIMIT
-from jaxkern._ops.segment_softmax import plan, reference
-from jaxkern._ops.segment_softmax.primitive import (
-    ordered_grad_p,
-    ordered_p,
-    segment_softmax_grad_p,
-    segment_softmax_p,
-    split,
-)
+from jaxkern._core import partition
+from jaxkern._ops.segment_softmax.primitive import split
 
 
-def _register(prim, in_jnp, ordered, ordered_plan):
-    through = mlir.lower_fun(in_jnp, multiple_results=False)
-    mlir.register_lowering(prim, through)
-    compat.taylor_rule(prim, in_jnp)
-    if prim.name in registry.status["cpu"].targets:
-        compat.needs_devices(prim)
-        mlir.register_lowering(prim, functools.partial(_lower_to_cpu, prim, in_jnp), platform="cpu")
-
-    def on_devices(ctx, operands, params):
-        if _problem(prim, *ctx.avals_in, **params) is None:
-            return through(ctx, *operands, **params)
-        return _partitioned(prim, in_jnp, ctx, operands, **params)
-
-    def adapt(*avals, **params):
-        return None if _problem(prim, *avals, **params) is None else functools.partial(_in_order, prim, ordered)
-
-    lower_to_kernels(prim, lambda *types, **params: None, in_jnp, on_devices, adapt=adapt)
-    lower_to_kernels(ordered, ordered_plan, reference=None)  # bound only where kernels run
-
-
-def _partitioned(prim, in_jnp, ctx, operands, rows, rules):
+def partitioned(prim, in_jnp, ctx, operands, rows, rules):
+    """Lowers `prim`, whose reference is in_jnp, to parts."""
     arrays, index, _ = split(prim, operands)  # an order is one of all rows
     names = [f"d{d}" for d in range(ctx.avals_out[0].ndim)]
     names[rules.axis] = "count"
@@ -56,118 +21,3 @@ def _partitioned(prim, in_jnp, ctx, operands, rows, rules):
 
     ctx = ctx.replace(avals_in=ctx.avals_in[: len(arrays) + 1])
     return partition.lower(ctx, prim, (*arrays, index), dict(rows=rows, rules=rules), dims, shard, exact={"count"})
-
-
-# ---- CUDA
-
-
-def _problem(prim, *operands, rows, rules) -> plan.Problem | None:
-    """The problem if there are kernels for it."""
-    (x, *_), index, _ = split(prim, operands)
-    if x.dtype.name not in plan.DTYPES or not isinstance(rows, int) or rows == 0 or 0 in x.shape:
-        return None
-    k, axis = rules.batch_dims, rules.axis
-    problem = plan.Problem(
-        size_of(x.shape[:k]),
-        size_of(x.shape[k:axis]),
-        rows,
-        x.shape[axis],
-        size_of(x.shape[axis + 1 :]),
-        x.dtype.itemsize,
-        rules.sorted,
-    )
-    return problem if plan.fits("sort", problem) else None
-
-
-def _in_order(prim, ordered, *operands, rows, rules):
-    """The primitive by way of sorted ids and the kernels that take them."""
-    arrays, index, order = split(prim, operands)
-    k, axis = rules.batch_dims, rules.axis
-    problem = _problem(prim, *map(jax.typeof, operands), rows=rows, rules=rules)
-    algorithm = plan.choose(problem) if rules.plan == "auto" else rules.plan
-    if not plan.fits(algorithm, problem):
-        raise ValueError(f"{prim.name.replace('_', '.', 1)}: the algorithm '{algorithm}' cannot run {problem}")
-    flat = index.reshape(problem.batch, problem.count)
-    if problem.batch > plan.most_slices(problem):
-        return _in_parts(prim, arrays, flat, plan.most_slices(problem), rows, rules)
-    if not order:
-        if algorithm == "sort":
-            order = sort.sort_indices(flat, rows=rows, wrap=False, clip=rules.clip)
-        else:
-            order = (_keys(flat, rows, rules),)
-    keys, *places = order
-    if places and problem.batch > 1 and problem.outer > 1:  # kernels read rows of slice 0 at them
-        count, extra = jnp.uint32(problem.count), jnp.uint32((problem.outer - 1) * problem.count)
-        places = [places[0] + places[0] // count * extra]
-    return ordered.bind(*arrays, keys, *places, rows=rows, axis=axis, batch_dims=k)
-
-
-def _in_parts(prim, arrays, index, slices, rows, rules):
-    """A batch of more keys than a call can number: several calls."""
-    k = rules.batch_dims
-    shape, local = arrays[0].shape, rules._replace(axis=rules.axis - k + 1, batch_dims=1)
-    arrays = [a.reshape(-1, *shape[k:]) for a in arrays]
-    parts = [
-        prim.bind(*(a[b : b + slices] for a in arrays), index[b : b + slices], rows=rows, rules=local)
-        for b in range(0, index.shape[0], slices)
-    ]
-    return jnp.concatenate(parts).reshape(shape)
-
-
-def _keys(index, rows, rules):
-    """The keys of ascending ids [batch, count], as `sort_indices` defines them.
-
-    Any key that is too large is of no segment. So 32-bit ids of a single slice are keys as they are: negative ones are
-    too large as unsigned numbers.
-    """
-    batch = index.shape[0]
-    if batch == 1 and index.dtype.itemsize == 4 and not rules.clip:
-        return index.reshape(-1)
-    row = sort.rows_of(index, rows, rules)
-    exists = (row >= 0) & (row < jnp.asarray(rows, row.dtype))
-    first = jnp.arange(batch, dtype=jnp.uint32)[:, None] * jnp.uint32(rows)
-    return jnp.where(exists, row.astype(jnp.uint32) + first, jnp.uint32(batch * rows)).reshape(-1)
-
-
-# ---- CPU
-
-
-def _lower_to_cpu(prim, in_jnp, ctx, *operands, rows, rules):
-    out, axis = ctx.avals_out[0], rules.axis
-    arrays, index, _ = split(prim, operands)
-    count, static = out.shape[axis], all(isinstance(d, int) for d in out.shape)
-    if (
-        out.dtype not in lowering.KERNEL_DTYPES
-        or 0 in out.shape
-        or not isinstance(rows, int)
-        or rows == 0
-        or rows > LIMIT
-        or (static and count > LIMIT)
-    ):
-        return mlir.lower_fun(in_jnp, multiple_results=False)(ctx, *operands, rows=rows, rules=rules)
-    if static and compat.may_partition_itself(ctx):
-        return _partitioned(prim, in_jnp, ctx, operands, rows, rules)
-    devices = compat.partitioned_devices(ctx)
-    if devices > 1 and axis > rules.batch_dims:
-        # The dimensions before the axis may be split if all operands have them.
-        return mlir.lower_fun(functools.partial(_spread, prim), multiple_results=False)(
-            ctx, *operands, rows=rows, rules=rules
-        )
-    ctx = ctx.replace(avals_in=ctx.avals_in[: len(arrays) + 1])
-    attributes = None
-    if devices > 1:
-        attributes = partition.attributes([a.shape for a in ctx.avals_in], [out.shape], rules.batch_dims)
-    rule = jax.ffi.ffi_lowering(prim.name, **({"extra_attributes": attributes} if attributes else {}))
-    return rule(ctx, *arrays, index, num_segments=rows, **rules._asdict())
-
-
-def _spread(prim, *operands, rows, rules):
-    arrays, index, _ = split(prim, operands)
-    axis = rules.axis
-    shape = arrays[0].shape[: axis + 1]
-    index = jnp.broadcast_to(jnp.expand_dims(index, range(rules.batch_dims, axis)), shape)
-    return prim.bind(*arrays, index, rows=rows, rules=rules._replace(batch_dims=axis))
-
-
-_register(segment_softmax_p, reference.softmax, ordered_p, plan.forward)
-_register(segment_softmax_grad_p, reference.gradient, ordered_grad_p, plan.backward)

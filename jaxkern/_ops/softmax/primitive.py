@@ -26,12 +26,11 @@ words. Where the key has a dimension that is not 1, each index has its own key a
 import functools
 import math
 
-import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jaxkern._core import compat, define, lowering, partition, registry
+from jaxkern._core import compat, define, lowering, partition
 from jaxkern._core.primitive import bind, evaluate, row_primitive
 from jaxkern._ops.softmax import dropout, plan, reference, sharding
 
@@ -134,19 +133,19 @@ def _key_per_row(key, shape, axis: int):
     return jnp.concatenate(words, -1)
 
 
-def _readable(name, shape, part, axis: int, key_per_row: bool, sharded: bool):
+def _readable(name, shape, part, axis: int, key_per_row: bool):
     """The shape that an extra operand must be brought to before a kernel can read it; mostly its own."""
     lead = (*shape[:axis], *(1,) * (len(shape) - axis))
     if name == "key":
         return (*lead, 4) if key_per_row or any(d != 1 for d in part[:-1]) else part
-    wanted = lowering.mask_shape(shape, part, axis, sharded)
+    wanted = lowering.mask_shape(shape, part, axis, sharded=False)
     return lead if name == "scale" and wanted != part else wanted
 
 
-def _adapt(prim, arrays, x, *avals, axis, extras, key_per_row=False, sharded=False, **params):
+def _adapt(prim, arrays, x, *avals, axis, extras, key_per_row=False, **params):
     """None if a kernel can read these operands, else a function that binds `prim` on operands that it can read."""
     names, parts = extras.split(), [a.shape for a in avals[arrays - 1 :]]
-    wanted = [_readable(e, x.shape, part, axis, key_per_row, sharded) for e, part in zip(names, parts)]
+    wanted = [_readable(e, x.shape, part, axis, key_per_row) for e, part in zip(names, parts)]
     if wanted == parts:
         return None
 
@@ -183,24 +182,6 @@ def _partition(prim, arrays, through, ctx, operands, params):
     return partition.lower(ctx, prim, operands, params, dims, functools.partial(sharding.shard, prim), sharding.EXACT)
 
 
-def _lower_to_cpu(prim, arrays, through, ctx, *operands, **params):
-    avals, axis = ctx.avals_in, params["axis"]
-    if not _has_kernel(avals, axis):
-        return through(ctx, *operands, **params)
-    if compat.may_partition_itself(ctx):
-        return _partition(prim, arrays, through, ctx, operands, params)
-    sharded = compat.partitioned_devices(ctx) > 1
-    adapted = _adapt(prim, arrays, *avals, key_per_row=sharded, sharded=sharded, **params)
-    if adapted is not None:
-        return mlir.lower_fun(adapted, multiple_results=False)(ctx, *operands, **params)
-    # A causal kernel needs whole matrices.
-    attributes = partition.attributes(
-        [a.shape for a in avals], [a.shape for a in ctx.avals_out], axis - params["causal"]
-    )
-    rule = jax.ffi.ffi_lowering(prim.name, **({"extra_attributes": attributes} if attributes else {}))
-    return rule(ctx, *operands, **{name: value for name, value in params.items() if name != "tier"})
-
-
 def _register(prim, arrays, meaning, launches=None):
     through = mlir.lower_fun(meaning, multiple_results=False)
     mlir.register_lowering(prim, through)
@@ -214,8 +195,6 @@ def _register(prim, arrays, meaning, launches=None):
         functools.partial(_partition, prim, arrays, through),
         adapt=functools.partial(_adapt, prim, arrays),
     )
-    if prim.name in registry.status["cpu"].targets:
-        mlir.register_lowering(prim, functools.partial(_lower_to_cpu, prim, arrays, through), platform="cpu")
 
 
 _register(softmax_fused_p, 1, reference.fused, plan.fused)

@@ -1,0 +1,367 @@
+// What the kernels of cross-entropy compute, apart from how they walk over the logits.
+//
+// Over the middle dimension of logits [rows, width, inner], for the label y of each row:
+//
+//     lse       log(sum(exp(x)))
+//     loss      lse - (1 - s) x[y] - s mean(x) + z lse^2          s: label_smoothing, z: z_loss
+//     gradient  g (p (1 + 2 z lse) - s / count - (1 - s) [y])     p = exp(x - lse), g: the row's weight
+//
+// Sums and means are over the elements that take part, `count` of them: those whose mask is true. A masked-out element
+// has gradient 0; as the label it is the logarithm of 0, and the loss infinite. A row without a participant, or with
+// nothing but -inf, has loss 0 and gradient 0. A label that is no class has loss 0 and gradient 0 if it equals
+// `ignore`, else NaN for both. NaN and +inf in a row make both NaN. The residuals of a row are its largest logit and
+// `total`, the sum of exp(x - largest): lse alone would have lost to rounding what tells probabilities of large logits
+// apart.
+//
+//     Label      the class of a row, or why it has none
+//     LossStat   a share of a row: its largest logit, the sum of exponentials, what smoothing needs
+//     WriteRow   the loss and the residuals, from the LossStat of the whole row
+//     Slope      maps a row's logits to their gradient
+//
+// The exponentials are those of softmax (softmax/ops.cuh): relative to the largest logit, one ex2 each.
+#pragma once
+
+#include "common/async.cuh"
+#include "common/broadcast.h"
+#include "softmax/ops.cuh"
+
+namespace jaxkern {
+
+// In the order of their names in Python.
+enum class LabelType : int32_t { kS8, kS16, kS32, kS64, kU8, kU16, kU32, kU64 };
+
+// The options in the computing type, since converting them would take longer than using them.
+template <class C> struct LossNumbers {
+  C soft, hard, z_loss;  // label_smoothing, and 1 - label_smoothing
+  C width;
+};
+
+// The parameters of every kernel; plan.py lays them out. Numbers per row are float, or double for double.
+struct LossParams {
+  const void* logits;
+  void* gradient;      // may be the logits
+  const void* labels;  // [rows, inner], like all that follow
+  const void* weight;
+  void* loss;
+  void* largest;
+  void* total;
+  void* count;  // null without a mask
+  int64_t rows, width, inner;
+  int parts;        // of a row, each a unit of work
+  bool ragged;      // some row does not begin or end on 16 bytes
+  bool exceeds_l2;  // see ReadPolicy
+  bool has_ignore;
+  LabelType label_type;
+  int64_t ignore;  // the bits of the label; never a class
+  LossNumbers<float> single;
+  LossNumbers<double> wide;
+  void* partials;       // LossStats of parts, or null
+  const uint8_t* mask;  // one byte per element, 1 = takes part; null: all do
+  BroadcastView mask_view;
+
+  __device__ __forceinline__ bool Smoothing() const { return single.soft != 0; }
+  template <class C> __device__ __forceinline__ const LossNumbers<C>& Numbers() const {
+    if constexpr (sizeof(C) == 8) return wide;
+    else return single;
+  }
+};
+static_assert(sizeof(LossParams) == 360, "plan.py");
+
+template <class C> __device__ __forceinline__ C NaN() { return static_cast<C>(__int_as_float(0x7fffffff)); }
+
+// ---- labels
+
+struct Label {
+  int64_t at;  // the class, or one of
+  static constexpr int64_t kIgnored = -1, kBad = -2;
+};
+
+// A label as it was loaded. Resolve waits for the load.
+struct RawLabel {
+  int32_t low, high;  // high: of 64-bit labels only
+};
+
+__device__ __forceinline__ RawLabel LoadLabel(const LossParams& p, int64_t row) {
+  RawLabel raw = {0, 0};
+  switch (p.label_type) {
+    case LabelType::kS8: raw.low = static_cast<const int8_t*>(p.labels)[row]; break;
+    case LabelType::kS16: raw.low = static_cast<const int16_t*>(p.labels)[row]; break;
+    case LabelType::kU8: raw.low = static_cast<const uint8_t*>(p.labels)[row]; break;
+    case LabelType::kU16: raw.low = static_cast<const uint16_t*>(p.labels)[row]; break;
+    case LabelType::kS32:
+    case LabelType::kU32: raw.low = static_cast<const int32_t*>(p.labels)[row]; break;
+    default: {
+      const int2 both = static_cast<const int2*>(p.labels)[row];
+      raw.low = both.x, raw.high = both.y;
+    }
+  }
+  return raw;
+}
+
+__device__ __forceinline__ Label Resolve(const LossParams& p, RawLabel raw) {
+  int64_t label = raw.low;
+  if (p.label_type == LabelType::kU32) label = static_cast<uint32_t>(raw.low);
+  if (p.label_type == LabelType::kS64 || p.label_type == LabelType::kU64) {
+    label = static_cast<int64_t>(raw.high) << 32 | static_cast<uint32_t>(raw.low);
+  }
+  if (p.has_ignore && label == p.ignore) return {Label::kIgnored};
+  // Negative labels are large as unsigned numbers.
+  return {static_cast<uint64_t>(label) < static_cast<uint64_t>(p.width) ? label : Label::kBad};
+}
+__device__ __forceinline__ Label ReadLabel(const LossParams& p, int64_t row) { return Resolve(p, LoadLabel(p, row)); }
+
+// ---- a row's statistics
+
+template <class T> struct LossStat {
+  using C = Compute<T>;
+  using S = Sum<T>;
+  C max;
+  int count;  // of participants; kept only where there is a mask
+  S sum;      // of e^(x - max)
+  S above;    // of x - reference, for smoothing: the reference is the row's first logit
+
+  static __device__ __forceinline__ LossStat Identity() { return {-Infinity<C>(), 0, S(0), S(0)}; }
+
+  static __device__ __forceinline__ LossStat Merge(const LossStat& a, const LossStat& b) {
+    const C max = Max(a.max, b.max), base = Base(max);
+    return {max, a.count + b.count, a.sum * Rescale<T>(a.max, base) + b.sum * Rescale<T>(b.max, base),
+            a.above + b.above};
+  }
+
+  // Over aligned groups of kLanes lanes. Members that the options do not need are left as they are.
+  template <int kLanes> __device__ __forceinline__ LossStat MergeLanes(bool smoothing, bool masked) const {
+    LossStat s = *this;
+    s.max = ReduceLanes<kLanes>(max, MaxOf());
+    s.sum = ReduceLanes<kLanes>(sum * Rescale<T>(max, Base(s.max)), SumOf());
+    if (smoothing) s.above = ReduceLanes<kLanes>(above, SumOf());
+    if (masked) s.count = ReduceLanes<kLanes>(count, SumOf());
+    return s;
+  }
+};
+static_assert(sizeof(LossStat<double>) == 32 && sizeof(LossStat<float>) == 24 && sizeof(LossStat<__half>) == 16,
+              "plan.py");
+
+// The largest element of some packs. NaN may be lost here, and comes back with the exponentials. 16 bit: two at a time.
+template <class T, int kPacks, int N>
+__device__ __forceinline__ Compute<T> LargestOf(const Pack<T, N> (&packs)[kPacks]) {
+  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+    Two<T> of_pack[kPacks];
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) of_pack[i] = LargestTwo<T, N>(packs[i]);
+    return Largest<T>(Fold(of_pack, MaxOfTwo()));
+  } else {
+    Compute<T> of_pack[kPacks];
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      Compute<T> v[N];
+      Unpack(packs[i], v);
+      of_pack[i] = Fold(v, MaxOf());
+    }
+    return Fold(of_pack, MaxOf());
+  }
+}
+
+// Adds packs, whose elements that take no part are -inf.
+template <class T, int kPacks, int N>
+__device__ __forceinline__ void Accumulate(LossStat<T>& stat, const Pack<T, N> (&packs)[kPacks]) {
+  using C = Compute<T>;
+  const C max = Max(stat.max, LargestOf<T>(packs)), base = Base(max);
+  C of_pack[kPacks];
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i) {
+    C v[N];
+    Unpack(packs[i], v);
+#pragma unroll
+    for (int j = 0; j < N; ++j) v[j] = ExpDifference<T>(v[j], base);
+    of_pack[i] = Fold(v, SumOf());
+  }
+  stat.sum = stat.sum * Rescale<T>(stat.max, base) + Fold(of_pack, SumOf());
+  stat.max = max;
+}
+
+template <class T, int N>
+__device__ __forceinline__ void AddAbove(LossStat<T>& stat, const Pack<T, N>& pack, Compute<T> reference) {
+  Compute<T> v[N];
+  Unpack(pack, v);
+#pragma unroll
+  for (int j = 0; j < N; ++j) v[j] -= reference;
+  stat.above += Fold(v, SumOf());
+}
+
+// A finite number near a row's logits, which smoothing subtracts before it adds them up.
+template <class T> __device__ __forceinline__ Compute<T> ReferenceOf(T first) {
+  const Compute<T> x = ToCompute(first);
+  return x - x == Compute<T>(0) ? x : Compute<T>(0);
+}
+
+// The residual `total`, sum(e^(x - base)), from the sum as the kernels have it: in 16 bit with the common factor of its
+// terms (see LogOfExcess); and back. The total of a row with a single participant is exactly 1.
+template <class T> __device__ __forceinline__ Compute<T> KeptTotal(Compute<T> base, Sum<T> sum) {
+  if constexpr (sizeof(T) == 2) return Forward<T, true>::WithoutExcess(sum, base);
+  else return static_cast<Compute<T>>(sum);
+}
+template <class T> __device__ __forceinline__ Compute<T> OwnTotal(Compute<T> base, Compute<T> kept) {
+  if constexpr (sizeof(T) == 2) return kept * Exp2Approx(LogOfExcess<T>(base));
+  else return kept;
+}
+
+// log(sum(e^(x - base))).
+template <class T> __device__ __forceinline__ Compute<T> LogTotal(Compute<T> base, Sum<T> sum) {
+  using C = Compute<T>;
+  const C total = KeptTotal<T>(base, sum);
+  if constexpr (sizeof(T) == 8) return log(total);
+  else if constexpr (sizeof(T) == 4) return logf(total) + static_cast<C>(sum - total) / total;
+  else return logf(total);
+}
+
+// Called by one thread: stores the loss of a row and its residuals. x_label: the label's logit, -inf where it is masked
+// out; ignored if there is none.
+template <class T> __device__ __forceinline__ void WriteRow(const LossParams& p, int64_t row, const LossStat<T>& stat,
+                                                            Label label, Compute<T> x_label, Compute<T> reference) {
+  using C = Compute<T>;
+  const LossNumbers<C>& numbers = p.template Numbers<C>();
+  const C base = Base(stat.max), count = p.mask ? C(stat.count) : numbers.width;
+  C loss = 0;
+  if (label.at == Label::kBad) {
+    loss = NaN<C>();
+  } else if (label.at != Label::kIgnored && !(stat.sum == Sum<T>(0))) {
+    const C log_total = LogTotal<T>(base, stat.sum);
+    loss = log_total;
+    if (numbers.hard != 0) loss += numbers.hard * (base - x_label);
+    if (numbers.soft != 0) loss += numbers.soft * ((base - reference) - static_cast<C>(stat.above / count));
+    const C lse = base + log_total;
+    if (numbers.z_loss != 0) loss += numbers.z_loss * lse * lse;
+  }
+  static_cast<C*>(p.loss)[row] = loss;
+  static_cast<C*>(p.largest)[row] = base;
+  static_cast<C*>(p.total)[row] = KeptTotal<T>(base, stat.sum);
+  if (p.mask) static_cast<C*>(p.count)[row] = count;
+}
+
+// ---- where the elements of a row lie
+
+// A row as whole aligned packs, and fewer than N single elements before (head) and after (tail) them. The logits are
+// aligned to 16 bytes. Each of `parts` parts has an equal share of the packs; the first has the single elements too.
+template <class T> struct LossRow {
+  static constexpr int N = kVector<T>;
+  int64_t body;  // offset of the first pack, behind the head
+  int head, tail;
+  int begin, end;  // packs
+
+  __device__ __forceinline__ LossRow(const LossParams& p, int64_t row, int part = 0, int parts = 1) {
+    body = row * p.width;
+    head = 0, tail = 0;
+    int64_t packs = p.width / N;
+    if (p.ragged) {
+      const int gap = static_cast<int>(-body) & (N - 1);
+      head = gap < p.width ? gap : static_cast<int>(p.width);
+      packs = (p.width - head) / N;
+      tail = static_cast<int>(p.width - head - packs * N);
+      body += head;
+    }
+    begin = 0, end = static_cast<int>(packs);
+    if (parts > 1) {
+      const int each = ((end + parts - 1) / parts + kWarp - 1) / kWarp * kWarp;  // no part begins within a sector
+      begin = min(end, each * part);
+      end = min(end, begin + each);
+      if (part > 0) tail = 0;
+    }
+    if (row >= p.rows) tail = 0, begin = end = 0;
+  }
+  __device__ __forceinline__ int64_t At(int pack) const { return body + int64_t{pack} * N; }
+  __device__ __forceinline__ int64_t Column(int pack) const { return head + int64_t{pack} * N; }
+};
+
+// The single elements of a row: each of the first N threads has up to one of the head and one of the tail.
+template <class T> struct LossSingles {
+  int64_t column[2];  // -1: none
+
+  __device__ __forceinline__ LossSingles(const LossParams& p, const LossRow<T>& span, int thread, bool any) {
+    column[0] = any && thread < span.head ? thread : -1;
+    column[1] = any && thread < span.tail ? p.width - span.tail + thread : -1;
+  }
+  __device__ __forceinline__ Pack<T, 1> Load(const T* row, int k) const {
+    return Filled<T, 1>(column[k] >= 0 ? row[column[k]] : FromCompute<T>(-Infinity<Compute<T>>()));
+  }
+};
+
+// ---- the gradient
+
+template <class T> struct Slope {
+  using C = Compute<T>;
+  static constexpr int N = kVector<T>;
+  C base;
+  C rise;          // of the probabilities
+  C factor;        // of e^(x - base)
+  C smooth, hot;   // subtracted from every participant, and from the label
+  int label_pack;  // the pack with the label, -1: none of them
+  int label_place;
+  uint32_t live;  // the bits of the gradient to keep: none if it is 0 whatever the logits are
+
+  Slope() = default;
+  __device__ __forceinline__ Slope(const LossParams& p, Label label, int head, C largest, Sum<T> total, C count,
+                                   C weight)
+      : base(largest) {
+    const int64_t offset = label.at - head;
+    label_pack = label.at >= head ? static_cast<int>(offset / N) : -1;
+    label_place = static_cast<int>(offset & (N - 1));
+    live = label.at == Label::kIgnored || (total == Sum<T>(0) && label.at != Label::kBad) ? 0u : ~0u;
+    const LossNumbers<C>& numbers = p.template Numbers<C>();
+    smooth = 0;
+    if (numbers.soft != 0) smooth = weight * numbers.soft / count;
+    hot = weight * numbers.hard;
+    rise = label.at == Label::kBad ? NaN<C>() : weight;
+    if (numbers.z_loss != 0) rise *= 1 + 2 * numbers.z_loss * (largest + LogTotal<T>(largest, total));
+    factor = rise / static_cast<C>(total);
+  }
+
+  // 16 bit: makes the label's gradient exact where its probability is exactly 1, so that a row of one class has
+  // gradient 0. The largest logit's power is not 1 (LogOfExcess), and its product with `factor` may round; `hot`
+  // compensates. Needed by the threads that subtract `hot`.
+  __device__ __forceinline__ void SettleHot(Sum<T> total) {
+    if constexpr (sizeof(T) == 2) {
+      const C e = Exp2Approx(LogOfExcess<T>(base));
+      if (e == total) hot += fma(e, factor, -smooth) - (rise - smooth);
+    }
+  }
+
+  // The gradient of a pack. pack: its number, or kNoLabel if another thread subtracts `hot`.
+  static constexpr int kNoLabel = -2;
+  __device__ __forceinline__ Pack<T, N> Gradient(const Pack<T, N>& x, int pack = kNoLabel) const {
+    C v[N];
+    Unpack(x, v);
+#pragma unroll
+    for (int j = 0; j < N; ++j) v[j] = fma(ExpDifference<T>(v[j], base), factor, -smooth);
+    if (pack == label_pack) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) v[j] -= j == label_place ? hot : C(0);
+    }
+    Pack<T, N> result = Repack<T, N>(v);
+#pragma unroll
+    for (int w = 0; w < Pack<T, N>::kWords; ++w) result.word[w] &= live;
+    return result;
+  }
+  // 16 bit: e^(x - base) * factor as the single power 2^(x * log2(e) - offset), for rows where taking log2(factor) into
+  // the exponent costs no more than 2^-19 (Forward::OnePower), without smoothing.
+  static constexpr bool kOnePower = sizeof(T) == 2;
+  __device__ __forceinline__ bool OnePower(float* offset) const {
+    *offset = __fmul_rn(base, kLog2E) - __log2f(factor);  // NaN unless the factor is positive
+    return live && smooth == 0 && fabsf(*offset) < 64;
+  }
+  static __device__ __forceinline__ Pack<T, N> OfOnePower(const Pack<T, N>& x, float offset) {
+    C v[N];
+    Unpack(x, v);
+#pragma unroll
+    for (int j = 0; j < N; ++j) v[j] = Exp2Approx(fmaf(v[j], kLog2E, -offset));
+    return Repack<T, N>(v);
+  }
+  __device__ __forceinline__ T FromPower(C e, bool is_label) const {
+    const C dx = fma(e, factor, -smooth) - (is_label ? hot : C(0));
+    return FromCompute<T>(live ? dx : C(0));
+  }
+  __device__ __forceinline__ T Gradient(const Pack<T, 1>& x, bool is_label) const {
+    return FromPower(ExpDifference<T>(ToCompute(Element(x, 0)), base), is_label);
+  }
+};
+
+}  // namespace jaxkern

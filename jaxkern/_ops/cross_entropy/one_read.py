@@ -1,0 +1,87 @@
+"""The one-read rule: loss and gradient of `value_and_grad` out of one call that reads the logits once.
+
+A program made by `value_and_grad` computes the loss, then the gradient. If the cotangents of the loss do not depend on
+its value, as those of a mean or a weighted sum, they can be computed first. When the gradient is lowered, this rule
+moves the operations that compute them before the call of the loss, and one call of `cross_entropy_both_p` takes the
+place of both.
+
+The environment variable JAXKERN_ONE_READ=0, read whenever a gradient is lowered, turns the rule off.
+"""
+
+import os
+import re
+
+from jax.extend.mlir import ir
+
+from jaxkern._core import compat, partition
+from jaxkern._ops.cross_entropy.primitive import cross_entropy_both_p, cross_entropy_p
+
+
+def maker(value):
+    """The operation that `value` is a result of; None for an argument."""
+    return None if isinstance(value.owner, ir.Block) else value.owner.operation
+
+
+def gradient(ctx, operands, params, emit):
+    """The gradient out of one call for loss and gradient; None if the rule does not apply.
+
+    operands, params: of `cross_entropy_grad_p`, which is being lowered in `ctx`.
+    emit(prim, ctx, operands, params): emits the call of a primitive at the insertion point; its results.
+    """
+    logits, labels, largest, _, weight, *rest = operands
+    forward = maker(largest)
+    if os.environ.get("JAXKERN_ONE_READ") == "0" or not compat.moves_operations():
+        return None
+    if forward is None or not _is_loss(forward, params) or list(forward.operands) != [logits, labels, *rest[1:]]:
+        return None
+    moved = _before(weight, forward)
+    if moved is None:
+        return None
+    for operation in moved:
+        operation.move_before(forward)
+    rows = [ctx.avals_in[2]] * (3 + bool(rest))
+    both = ctx.replace(
+        avals_in=[ctx.avals_in[0], ctx.avals_in[1], ctx.avals_in[4], *ctx.avals_in[6:]],
+        avals_out=[*rows, ctx.avals_out[0]],
+    )
+    with ir.InsertionPoint(forward), forward.location:
+        *found, dx = emit(cross_entropy_both_p, both, [logits, labels, weight, *rest[1:]], params)
+    for old, new in zip(forward.results, found):
+        old.replace_all_uses_with(new)  # leaves the call of the loss without uses
+    return dx
+
+
+def _is_loss(operation, params):
+    """Whether `operation` calls the kernel of the loss, or what partitions it, with these parameters."""
+    if operation.name == "stablehlo.custom_call":
+        return ir.StringAttr(operation.attributes["call_target_name"]).value == cross_entropy_p.name
+    if operation.name != "func.call":
+        return False
+    callee = ir.FlatSymbolRefAttr(operation.attributes["callee"]).value
+    return re.fullmatch(partition.function_name(cross_entropy_p, params) + r"(_\d+)?", callee) is not None
+
+
+def _before(value, barrier):
+    """The operations to move before `barrier`, in order, so that `value` is known there; None if one of them depends on
+    it, is not plain arithmetic, or stands in another block."""
+    found = []
+
+    def visit(value):
+        operation = maker(value)
+        if operation is None or operation in found:
+            return True
+        if operation.block != barrier.block:
+            return False
+        if operation != barrier and operation.is_before_in_block(barrier):
+            return True
+        # Control flow may use values that are not operands; a custom call may have an effect.
+        unknown = ("stablehlo.custom_call", "stablehlo.while", "stablehlo.case", "stablehlo.if")
+        plain = operation.name == "func.call" or (
+            operation.name.startswith("stablehlo.") and operation.name not in unknown
+        )
+        if operation == barrier or not plain or len(found) > 200 or not all(map(visit, operation.operands)):
+            return False
+        found.append(operation)
+        return True
+
+    return found if visit(value) else None

@@ -1,0 +1,120 @@
+"""Cross-entropy in jnp: what the kernels compute. See primitive.py for the operands and results."""
+
+import jax
+import jax.numpy as jnp
+
+
+def computing(dtype):
+    """The type that logits of this type are computed in."""
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+def _shifted(x, mask, axis):
+    """(logits - largest, largest, exponentials, their sum) in the computing type; masked-out logits are -inf."""
+    x = x.astype(computing(x.dtype))
+    if mask:
+        x = jnp.where(mask[0], x, -jnp.inf)
+    largest = jax.lax.stop_gradient(jnp.max(x, axis, keepdims=True, initial=-jnp.inf))
+    largest = jnp.where(largest == -jnp.inf, 0, largest)
+    e = jnp.exp(x - largest)
+    return x - largest, largest, e, jnp.sum(e, axis, keepdims=True)
+
+
+def classes_of(labels, classes, axis, options):
+    """(class, or 0 if there is none; whether it is bad; whether it is ignored), with a dimension for the axis."""
+    labels = jnp.expand_dims(labels, axis)
+    labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
+    within = labels >= 0
+    if not isinstance(classes, int) or classes <= jnp.iinfo(labels.dtype).max:
+        within &= labels < jnp.asarray(classes, labels.dtype)
+    ignored = jnp.zeros_like(within) if options.ignore is None else labels == jnp.asarray(options.ignore, labels.dtype)
+    return jnp.where(within, labels, 0), ~within & ~ignored, ignored
+
+
+def participants(x, mask, axis):
+    """How many elements of each row take part."""
+    if not mask:
+        return jnp.full([1 if d == axis else s for d, s in enumerate(x.shape)], x.shape[axis], computing(x.dtype))
+    return jnp.sum(jnp.broadcast_to(mask[0], x.shape), axis, keepdims=True, dtype=computing(x.dtype))
+
+
+def slopes(logits, labels, largest, total, count, mask, axis, options, first=0, classes=None):
+    """d(loss)/d(logits), and a mask of the entries where it may be nonzero.
+
+    largest, total, count: numbers per row, with a dimension for the axis.
+    first, classes: the first class and the number of all classes, if the logits are a part of an array.
+    """
+    x = logits.astype(total.dtype)
+    e = jnp.exp((jnp.where(mask[0], x, -jnp.inf) if mask else x) - largest)
+    label, bad, ignored = classes_of(labels, classes or logits.shape[axis], axis, options)
+    dead = total == 0
+    total = jnp.where(dead, 1, total)
+    factor = 1 / total
+    if options.z_loss:
+        factor = factor * (1 + 2 * options.z_loss * (largest + jnp.log(total)))
+    hot = jax.lax.broadcasted_iota(label.dtype, logits.shape, axis) == label - jnp.asarray(first).astype(label.dtype)
+    slope = e * factor - jnp.where(hot, 1 - options.smoothing, 0).astype(e.dtype)
+    if options.smoothing:
+        slope = slope - options.smoothing / count
+    slope = jnp.where(bad, jnp.nan, slope)
+    live = jnp.broadcast_to(~ignored & (~dead | bad), logits.shape)
+    return slope, live & mask[0] if mask else live
+
+
+def _slopes(logits, labels, mask, axis, options):
+    """The same as a function of the logits alone, for differentiation."""
+    _, largest, _, total = _shifted(logits, mask, axis)
+    return slopes(logits, labels, largest, total, participants(logits, mask, axis), mask, axis, options)
+
+
+def gradient(logits, labels, largest, total, g, *rest, axis, tier, options):
+    slope, live = _slopes(logits, labels, rest[1:], axis, options)
+    return jnp.where(live, slope * jnp.expand_dims(g, axis), 0).astype(logits.dtype)
+
+
+def transpose(logits, labels, largest, total, t, *rest, axis, tier, options):
+    slope, live = _slopes(logits, labels, rest[1:], axis, options)
+    return jnp.sum(jnp.where(live, slope * t.astype(slope.dtype), 0), axis)
+
+
+def tangent(logits, labels, largest, total, t, *rest, axis, tier, options):
+    """The same as `transpose` from the residuals: in one read of logits and t."""
+    count = jnp.expand_dims(rest[0], axis) if rest else logits.shape[axis]
+    slope, live = slopes(
+        logits, labels, *(jnp.expand_dims(a, axis) for a in (largest, total)), count, rest[1:], axis, options
+    )
+    return jnp.sum(jnp.where(live, slope * t.astype(slope.dtype), 0), axis)
+
+
+def settled(loss, total, bad, ignored):
+    """The loss, with the values of ignored, bad and empty rows."""
+    return jnp.where(ignored, 0, jnp.where(bad, jnp.nan, jnp.where(total == 0, 0, loss)))
+
+
+def loss(logits, labels, *mask, axis, tier, options):
+    shifted, largest, _, total = _shifted(logits, mask, axis)
+    label, bad, ignored = classes_of(labels, logits.shape[axis], axis, options)
+    count = participants(logits, mask, axis)
+    log_total = jnp.log(total)
+    value = log_total
+    if logits.shape[axis] == 0:
+        value = jnp.zeros_like(total)
+    elif options.smoothing != 1:
+        value = value - (1 - options.smoothing) * jnp.take_along_axis(shifted, label, axis)
+    if options.smoothing:
+        value = (
+            value
+            - options.smoothing
+            * jnp.sum(jnp.where(mask[0], shifted, 0) if mask else shifted, axis, keepdims=True)
+            / count
+        )
+    if options.z_loss:
+        value = value + options.z_loss * (largest + log_total) ** 2
+    value = settled(value, total, bad, ignored)
+    found = [value, largest, total, *([count] if mask else [])]
+    return [jnp.squeeze(a, axis) for a in found]
+
+
+def both(logits, labels, g, *mask, **params):
+    value, largest, total, *count = loss(logits, labels, *mask, **params)
+    return [value, largest, total, *count, gradient(logits, labels, largest, total, g, *count, *mask, **params)]
