@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from jaxkern._core import registry
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CPU = {"JAX_PLATFORMS": "cpu"}

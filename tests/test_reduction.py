@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ON_GPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import ROWS, WIDTHS, normal, random_mask
