@@ -1,9 +1,6 @@
 """segment_softmax: numbers, ids, special values, transformations, bad input, plans."""
 
 import functools
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
