@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from sharding import DEVICES, check, every_mesh, mesh, messages, put, same, several
 
 import jaxkern
@@ -304,3 +304,17 @@ def test_exported_programs_run_on_several_devices():
         same(again(*args), f(x, index, source))
         if silent:
             check(again.lower(*args).compile().as_text(), {})
+
+
+@several
+@pytest.mark.parametrize("spec", [P(None, "a"), P("a", None), P()])
+def test_a_given_order_on_several_devices(spec):
+    """It serves every device where columns are split; where rows are, each device sorts its own."""
+    two = Mesh(np.array(jax.devices()[:2]), ("a",))
+    ids = jnp.asarray(np.random.default_rng(0).integers(-1, 30, 200))
+    data, order = jnp.asarray(np.arange(1600).reshape(200, 8), jnp.float32), jaxkern.sort_indices(ids, 30)
+    f = lambda data, order: jaxkern.segment_sum(data, None, order=order)
+    loss = lambda data, order: (f(data, order) / 1000).sum()
+    split = jax.device_put(data, NamedSharding(two, spec))
+    np.testing.assert_array_equal(jax.jit(f)(split, order), f(data, order))
+    np.testing.assert_array_equal(jax.jit(jax.grad(loss))(split, order), jax.grad(loss)(data, order))
