@@ -19,8 +19,19 @@ from jaxkern._ops.indexing.primitive import Rules
 MODES = ("None", "'fill'", "'drop'", "'clip'", "'promise_in_bounds'")
 
 
-def index_add(x, axis, index, source, *, alpha=1, mode=None, indices_are_sorted=False, unique_indices=False,
-              deterministic=True, order=None):
+def index_add(
+    x,
+    axis,
+    index,
+    source,
+    *,
+    alpha=1,
+    mode=None,
+    indices_are_sorted=False,
+    unique_indices=False,
+    deterministic=True,
+    order=None,
+):
     """Adds `alpha` times the rows of `source` onto the rows of `x` at `index` along `axis`.
 
     As `torch.index_add(x, axis, index, source, alpha=alpha)`, with the rules for indices of
@@ -63,8 +74,15 @@ def index_add(x, axis, index, source, *, alpha=1, mode=None, indices_are_sorted=
     on throughput-oriented processors", 2009, whose segmented reduction this is.
     """
     name = "index_add"
-    rules = _rules(name, axis, mode, wrap=True, sorted=bool(indices_are_sorted), unique=bool(unique_indices),
-                   deterministic=bool(deterministic))
+    rules = _rules(
+        name,
+        axis,
+        mode,
+        wrap=True,
+        sorted=bool(indices_are_sorted),
+        unique=bool(unique_indices),
+        deterministic=bool(deterministic),
+    )
     index, order_operands, rules = with_order(name, "index", index, order, rules, mode, _rows_of(x, rules, order))
     factor = () if _is_one(alpha, x) else (alpha,)
     return _index_add(x, safe_index(index), source, *factor, *order_operands, rules=rules)
@@ -99,9 +117,12 @@ def index_select(x, axis, index, *, mode=None, order=None):
     """
     rules = _rules("index_select", axis, mode, wrap=True, fill_nan=True)
     promised = _mode("index_select", mode) == jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
-    index, order_operands, rules = with_order("index_select", "index", index, order, rules, mode, _rows_of(x, rules, order))
-    return _index_select(x, safe_index(index), *order_operands,
-                         rules=rules._replace(clip=rules.clip or (promised and order is None)))
+    index, order_operands, rules = with_order(
+        "index_select", "index", index, order, rules, mode, _rows_of(x, rules, order)
+    )
+    return _index_select(
+        x, safe_index(index), *order_operands, rules=rules._replace(clip=rules.clip or (promised and order is None))
+    )
 
 
 def embedding_lookup(table, ids, *, order=None):
@@ -129,7 +150,9 @@ def embedding_lookup(table, ids, *, order=None):
     [1.0, 0.0, 3.0]
     """
     rules = Rules(0, wrap=True, fill_nan=True)
-    ids, order_operands, rules = with_order("embedding_lookup", "ids", ids, order, rules, None, _rows_of(table, rules, order))
+    ids, order_operands, rules = with_order(
+        "embedding_lookup", "ids", ids, order, rules, None, _rows_of(table, rules, order)
+    )
     return _embedding_lookup(table, safe_index(ids), *order_operands, rules=rules)
 
 
@@ -146,14 +169,18 @@ def _index_add(x, index, source, *rest, rules):
     index, rules = _along(name, x, index, rules)
     wanted = (*x.shape[: rules.axis], *index.shape, *x.shape[rules.axis + 1 :])
     if source.shape != wanted:
-        raise ValueError(f"jaxkern.{name}: source must have shape {wanted}, for x of shape {x.shape} and index of "
-                         f"shape {index.shape} along axis {rules.axis}, got {source.shape}")
+        raise ValueError(
+            f"jaxkern.{name}: source must have shape {wanted}, for x of shape {x.shape} and index of "
+            f"shape {index.shape} along axis {rules.axis}, got {source.shape}"
+        )
     if _kind(source.dtype) > _kind(x.dtype):
         raise TypeError(f"jaxkern.{name}: source of type {source.dtype} cannot be added to x of type {x.dtype}")
     weak = jax.typeof(source).weak_type  # such as a Python scalar gives: it takes the type of x where it can
     dtype = jnp.result_type(x, source) if weak else jnp.promote_types(x.dtype, source.dtype)
     factor = tuple(_factor(name, a, dtype) for a in alpha)
-    return primitive.index_add(x.astype(dtype), index, source.astype(dtype), *factor, *order, rules=rules).astype(x.dtype)
+    return primitive.index_add(x.astype(dtype), index, source.astype(dtype), *factor, *order, rules=rules).astype(
+        x.dtype
+    )
 
 
 @functools.partial(jax.jit, static_argnames="rules", inline=True)

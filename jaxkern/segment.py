@@ -1,4 +1,4 @@
-"""segment_sum, segment_mean, segment_max and segment_min: what `jax.ops` has, and the mean; segment_softmax; sort_indices.
+"""segment_sum, segment_mean, segment_max, segment_min: what `jax.ops` has, and the mean; segment_softmax, sort_indices.
 
 Rows of `data` with the same id are reduced to one row, or normalised together. Their primitives are in
 _ops/indexing and _ops/segment_softmax.
@@ -20,8 +20,17 @@ from jaxkern._ops.segment_softmax.primitive import segment_softmax as bind_softm
 from jaxkern.index_add import _rules, array, integers, safe_index
 
 
-def segment_sum(data, segment_ids, num_segments=None, indices_are_sorted=False, unique_indices=False,
-                bucket_size=None, mode=None, out_sharding=None, order=None):
+def segment_sum(
+    data,
+    segment_ids,
+    num_segments=None,
+    indices_are_sorted=False,
+    unique_indices=False,
+    bucket_size=None,
+    mode=None,
+    out_sharding=None,
+    order=None,
+):
     """Sums of the rows of `data` with the same id, as `jax.ops.segment_sum`.
 
     Args:
@@ -56,12 +65,31 @@ def segment_sum(data, segment_ids, num_segments=None, indices_are_sorted=False, 
     >>> jaxkern.segment_sum(jnp.arange(5.0), jnp.array([0, 0, 1, 1, -1]), num_segments=3).tolist()
     [1.0, 5.0, 0.0]
     """
-    return _segment("segment_sum", data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size,
-                    mode, out_sharding, order)
+    return _segment(
+        "segment_sum",
+        data,
+        segment_ids,
+        num_segments,
+        indices_are_sorted,
+        unique_indices,
+        bucket_size,
+        mode,
+        out_sharding,
+        order,
+    )
 
 
-def segment_mean(data, segment_ids, num_segments=None, indices_are_sorted=False, unique_indices=False,
-                 bucket_size=None, mode=None, out_sharding=None, order=None):
+def segment_mean(
+    data,
+    segment_ids,
+    num_segments=None,
+    indices_are_sorted=False,
+    unique_indices=False,
+    bucket_size=None,
+    mode=None,
+    out_sharding=None,
+    order=None,
+):
     """Means of the rows of `data` with the same id; 0 where there is none.
 
     Arguments and errors as for `segment_sum`; integers give float32. 16-bit sums stay in float32 until they
@@ -71,12 +99,31 @@ def segment_mean(data, segment_ids, num_segments=None, indices_are_sorted=False,
     >>> jaxkern.segment_mean(jnp.array([1.0, 2.0, 6.0]), jnp.array([0, 0, 2]), num_segments=3).tolist()
     [1.5, 0.0, 6.0]
     """
-    return _segment("segment_mean", data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size,
-                    mode, out_sharding, order)
+    return _segment(
+        "segment_mean",
+        data,
+        segment_ids,
+        num_segments,
+        indices_are_sorted,
+        unique_indices,
+        bucket_size,
+        mode,
+        out_sharding,
+        order,
+    )
 
 
-def segment_max(data, segment_ids, num_segments=None, indices_are_sorted=False, unique_indices=False,
-                bucket_size=None, mode=None, out_sharding=None, order=None):
+def segment_max(
+    data,
+    segment_ids,
+    num_segments=None,
+    indices_are_sorted=False,
+    unique_indices=False,
+    bucket_size=None,
+    mode=None,
+    out_sharding=None,
+    order=None,
+):
     """Maxima of the rows of `data` with the same id, as `jax.ops.segment_max`.
 
     Arguments and errors as for `segment_sum`. Where no row went the result is -inf, or the least integer;
@@ -86,12 +133,31 @@ def segment_max(data, segment_ids, num_segments=None, indices_are_sorted=False, 
     >>> jaxkern.segment_max(jnp.array([3.0, 1.0, 2.0]), jnp.array([0, 0, 2]), num_segments=3).tolist()
     [3.0, -inf, 2.0]
     """
-    return _segment("segment_max", data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size,
-                    mode, out_sharding, order)
+    return _segment(
+        "segment_max",
+        data,
+        segment_ids,
+        num_segments,
+        indices_are_sorted,
+        unique_indices,
+        bucket_size,
+        mode,
+        out_sharding,
+        order,
+    )
 
 
-def segment_min(data, segment_ids, num_segments=None, indices_are_sorted=False, unique_indices=False,
-                bucket_size=None, mode=None, out_sharding=None, order=None):
+def segment_min(
+    data,
+    segment_ids,
+    num_segments=None,
+    indices_are_sorted=False,
+    unique_indices=False,
+    bucket_size=None,
+    mode=None,
+    out_sharding=None,
+    order=None,
+):
     """Minima of the rows of `data` with the same id, as `jax.ops.segment_min`.
 
     Arguments and errors as for `segment_sum`. Where no row went the result is inf, or the greatest integer;
@@ -101,12 +167,23 @@ def segment_min(data, segment_ids, num_segments=None, indices_are_sorted=False, 
     >>> jaxkern.segment_min(jnp.array([3.0, 1.0, 2.0]), jnp.array([0, 0, 2]), num_segments=3).tolist()
     [1.0, inf, 2.0]
     """
-    return _segment("segment_min", data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size,
-                    mode, out_sharding, order)
+    return _segment(
+        "segment_min",
+        data,
+        segment_ids,
+        num_segments,
+        indices_are_sorted,
+        unique_indices,
+        bucket_size,
+        mode,
+        out_sharding,
+        order,
+    )
 
 
-def segment_softmax(data, segment_ids, num_segments=None, indices_are_sorted=False, unique_indices=False, mode=None,
-                    order=None):
+def segment_softmax(
+    data, segment_ids, num_segments=None, indices_are_sorted=False, unique_indices=False, mode=None, order=None
+):
     """Softmax over the rows of `data` with the same id, a column at a time.
 
     In jnp it would be, with `of` for `jnp.take(..., segment_ids, 0)`,
@@ -188,8 +265,8 @@ def sort_indices(ids, num_segments, *, mode=None, wrap=False):
     >>> jaxkern.segment_sum(jnp.arange(4.0), None, order=order).tolist()
     [1.0, 0.0, 2.0]
 
-    Source: the least-significant-digit radix sort of Satish, Harris and Garland, "Designing efficient sorting algorithms
-    for manycore GPUs", 2009.
+    Source: the least-significant-digit radix sort of Satish, Harris and Garland, "Designing efficient sorting
+    algorithms for manycore GPUs", 2009.
     """
     name = "sort_indices"
     rules = _rules(name, 0, mode, wrap=bool(wrap))
@@ -214,8 +291,9 @@ def _with_order(name, data, segment_ids, num_segments, rules, mode, order):
     return _segment_jit(data, safe_index(ids), *order_operands, name=name, rows=rows, rules=rules)
 
 
-def _segment(name, data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size, mode,
-             out_sharding, order):
+def _segment(
+    name, data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size, mode, out_sharding, order
+):
     rules = _rules(name, 0, mode, sorted=bool(indices_are_sorted), unique=bool(unique_indices))
     if bucket_size is not None and _integer(name, "bucket_size", bucket_size) < 1:
         raise ValueError(f"jaxkern.{name}: bucket_size must be positive, got {bucket_size}")
@@ -227,15 +305,16 @@ def _integer(name, argument, value):
     try:
         return operator.index(value)
     except TypeError:
-        raise TypeError(
-            f"jaxkern.{name}: {argument} must be an int, known while tracing, got {value!r}") from None
+        raise TypeError(f"jaxkern.{name}: {argument} must be an int, known while tracing, got {value!r}") from None
 
 
 def _num_segments(name, num_segments, segment_ids):
     if num_segments is None:
         if isinstance(segment_ids, jax.core.Tracer):
-            raise TypeError(f"jaxkern.{name}: num_segments must be given where segment_ids is traced, "
-                            f"as {jax.typeof(segment_ids).str_short()} is")
+            raise TypeError(
+                f"jaxkern.{name}: num_segments must be given where segment_ids is traced, "
+                f"as {jax.typeof(segment_ids).str_short()} is"
+            )
         if not isinstance(segment_ids, (jax.Array, np.ndarray, np.generic, int)):
             raise TypeError(f"jaxkern.{name}: segment_ids must be an array, got {type(segment_ids).__name__}")
         ids = np.asarray(segment_ids)
@@ -250,8 +329,10 @@ def _num_segments(name, num_segments, segment_ids):
         raise ValueError(f"jaxkern.{name}: num_segments must not be negative, got {rows}")
     most = np.iinfo(np.int64 if jax.config.jax_enable_x64 or num_segments is not None else np.int32).max
     if rows > most:  # without x64 ids beyond int32 name no row of their own
-        raise ValueError(f"jaxkern.{name}: num_segments must be at most {most}, got {rows}"
-                         f"{'' if num_segments is not None else ' from segment_ids'}")
+        raise ValueError(
+            f"jaxkern.{name}: num_segments must be at most {most}, got {rows}"
+            f"{'' if num_segments is not None else ' from segment_ids'}"
+        )
     return rows
 
 
@@ -268,8 +349,9 @@ def _segment_jit(data, segment_ids, *order, name, rows, rules):
         try:
             data = jnp.broadcast_to(data, (*ids.shape, *tail))
         except ValueError:
-            raise ValueError(f"jaxkern.{name}: data of shape {data.shape} does not fit segment_ids of shape "
-                             f"{ids.shape}") from None
+            raise ValueError(
+                f"jaxkern.{name}: data of shape {data.shape} does not fit segment_ids of shape {ids.shape}"
+            ) from None
         shape = data.shape
         data = validate.mergeable(data, ids.ndim).reshape(math.prod(ids.shape), *tail)
         ids = validate.mergeable(ids, ids.ndim).reshape(-1)
@@ -278,8 +360,11 @@ def _segment_jit(data, segment_ids, *order, name, rows, rules):
     if name == "segment_softmax":
         y = bind_softmax(data, ids, *order, rows=rows, rules=rules)
         return y if shape is None else y.reshape(shape)
-    prim = {"segment_sum": primitive.segment_sum_p, "segment_max": primitive.segment_max_p,
-            "segment_min": primitive.segment_min_p}[name]
+    prim = {
+        "segment_sum": primitive.segment_sum_p,
+        "segment_max": primitive.segment_max_p,
+        "segment_min": primitive.segment_min_p,
+    }[name]
     return primitive.segment(prim, data, ids, *order, rows=rows, rules=rules)
 
 

@@ -48,12 +48,6 @@ def test_plan_query_needs_no_gpu():
             call()
 
 
-def test_scratch_is_index_bytes_and_never_the_source():
-    for rows, count, inner in ((128256, 16384, 4096), (169343, 1166243, 128), (1 << 20, 64 << 20, 1)):
-        query, _ = tiers.index_query(rows, count, inner)
-        assert 0 <= query.scratch_bytes("auto") <= max(64 * count, count * inner)
-
-
 # Rows, indices and elements of a row around the edges of each plan; few enough that each may be compiled.
 PROBLEMS = [
     (1, 1, 1), (1, 5000, 1000), (31, 33, 3), (31, 1024, 128), (31, 20000, 1), (31, 70001, 33), (1000, 1024, 1),

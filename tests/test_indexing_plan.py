@@ -1,4 +1,4 @@
-"""The launch lists of index_add and the segment operations: coverage, limits, layouts, kernels, programs. Needs no GPU."""
+"""Launch lists of index_add and the segment operations: coverage, limits, layouts, kernels, programs. Needs no GPU."""
 
 import itertools
 import pathlib
@@ -11,29 +11,41 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from indexed import FLOATS, INTEGERS
+from plans import DEVICES, layout, needs_nvrtc, needs_runtime
 
 import jaxkern
 from jaxkern import tiers
-from jaxkern._core import compat, device, launch, registry, runtime
+from jaxkern._core import compat, launch, registry, runtime
 from jaxkern._ops.indexing import plan, sort
 from jaxkern._ops.indexing.primitive import Rules
 
-needs_runtime = pytest.mark.skipif(registry.kernels.module is None, reason=registry.kernels.reason)
-needs_nvrtc = pytest.mark.skipif(
-    registry.kernels.module is None or bool(registry.kernels.module.compiler()[1]),
-    reason=registry.kernels.reason or "NVRTC cannot be used",
-)
-DEVICES = (device.H200, device.A100, device.Device(84, 86, 99 << 10), device.Device(170, 120, 99 << 10))
 # Bytes of static shared memory that a kernel has at most, besides what its launch asks for.
 STATIC = {"SmallUpdates": 128, "SmallSums": 0, "BinWindows": 49152, "BinParts": 8192, "ReduceFixup": 8192}
 
 # batch, outer, rows, count, inner: around the edges of each algorithm.
 SIZES = [
-    (1, 1, 1, 1, 1), (1, 1, 1, 5000, 1000), (1, 1, 31, 1024, 128), (1, 1, 31, 20_000, 1), (1, 1, 31, 70_001, 33),
-    (1, 1, 1000, 5000, 7), (1, 1, 1000, 33, 1000), (1, 1, 1000, 70_001, 8), (1, 1, 70_000, 5000, 15),
-    (1, 1, 70_000, 300_001, 1), (1, 1, 2000, 70_001, 1), (1, 1, 169_343, 1_166_243, 128), (1, 1, 1 << 20, 64 << 20, 1),
-    (1, 1, 4000, 70_000, 1091), (1, 1, 128_256, 16_384, 4096), (3, 1, 900, 5000, 16), (3, 2, 900, 5000, 16),
-    (2, 5, 40, 9000, 3), (1, 6, 700, 3000, 4), (70, 1, 9000, 9001, 1), (5, 1, 2**30, 5000, 2), (1, 1, 2**31 + 5, 3000, 4),
+    (1, 1, 1, 1, 1),
+    (1, 1, 1, 5000, 1000),
+    (1, 1, 31, 1024, 128),
+    (1, 1, 31, 20_000, 1),
+    (1, 1, 31, 70_001, 33),
+    (1, 1, 1000, 5000, 7),
+    (1, 1, 1000, 33, 1000),
+    (1, 1, 1000, 70_001, 8),
+    (1, 1, 70_000, 5000, 15),
+    (1, 1, 70_000, 300_001, 1),
+    (1, 1, 2000, 70_001, 1),
+    (1, 1, 169_343, 1_166_243, 128),
+    (1, 1, 1 << 20, 64 << 20, 1),
+    (1, 1, 4000, 70_000, 1091),
+    (1, 1, 128_256, 16_384, 4096),
+    (3, 1, 900, 5000, 16),
+    (3, 2, 900, 5000, 16),
+    (2, 5, 40, 9000, 3),
+    (1, 6, 700, 3000, 4),
+    (70, 1, 9000, 9001, 1),
+    (5, 1, 2**30, 5000, 2),
+    (1, 1, 2**31 + 5, 3000, 4),
     (1, 1, 7, 2**30 + 9, 2),
 ]
 
@@ -55,20 +67,13 @@ def every_problem(dtypes=("float32", "bfloat16", "float64")):
 
 
 def buffers_of(p, ordered=False):
-    return plan.Buffers(launch.operand(1), launch.operand(0), launch.null, launch.result(0),
-                        *((launch.operand(2), launch.operand(3)) if ordered else ()))
-
-
-def size_and_alignment(value):
-    """Of a C++ argument."""
-    if isinstance(value, launch.Struct):
-        at, most = 0, value.align
-        for member in value.members:
-            size, alignment = size_and_alignment(member)
-            at, most = -(-at // alignment) * alignment + size, max(most, alignment)
-        return -(-at // most) * most, most
-    size = 8 if isinstance(value, launch.Buffer) else int(value.type[1:]) // 8
-    return size, size
+    return plan.Buffers(
+        launch.operand(1),
+        launch.operand(0),
+        launch.null,
+        launch.result(0),
+        *((launch.operand(2), launch.operand(3)) if ordered else ()),
+    )
 
 
 def buffers(value):
@@ -126,12 +131,18 @@ def test_limits_and_bounds():
     shared = min(d.shared_memory for d in DEVICES)
     for algorithm, p in every_problem():
         ordered = algorithm == "sort" and len(plan.parts(p)) == 1
-        bytes_of = {("operand", 0): (p.batch if p.source_batched else 1) * p.outer * p.count * p.row_bytes,
-                    ("operand", 1): 4 * p.batch * p.count, ("operand", 2): 4 * p.batch * p.count,
-                    ("operand", 3): 4 * p.batch * p.count, ("result", 0): p.batch * p.outer * p.rows * p.row_bytes}
+        bytes_of = {
+            ("operand", 0): (p.batch if p.source_batched else 1) * p.outer * p.count * p.row_bytes,
+            ("operand", 1): 4 * p.batch * p.count,
+            ("operand", 2): 4 * p.batch * p.count,
+            ("operand", 3): 4 * p.batch * p.count,
+            ("result", 0): p.batch * p.outer * p.rows * p.row_bytes,
+        }
         for aligned, given in itertools.product((True, False), {False, ordered}):
             steps, scratch = plan.launches(algorithm, p, buffers_of(p, given), aligned)
-            assert scratch <= 64 * p.positions * max(1, p.outer) + 64 * p.positions * p.outer * p.inner // 16 + (1 << 22)
+            assert scratch <= 64 * p.positions * max(1, p.outer) + 64 * p.positions * p.outer * p.inner // 16 + (
+                1 << 22
+            )
             for step in steps:
                 (x, y, z), threads = step.grid3(), step.block3()[0]
                 assert 0 < x < 2**31 and 0 < y < 65536 and z == 1 and 0 < threads <= 1024 and threads % 32 == 0
@@ -139,7 +150,9 @@ def test_limits_and_bounds():
                 for b in (b for arg in step.args for b in buffers(arg)):
                     assert 0 <= b.offset < (scratch if b.kind == "scratch" else bytes_of[b.kind, b.index])
                 if not aligned:  # vectors of one element, and keys one by one
-                    assert not re.match(r"(DirectUpdates|SmallUpdates)<[^,]+, [^,]+, [248]|SmallSums<\w+, [248]", step.name)
+                    assert not re.match(
+                        r"(DirectUpdates|SmallUpdates)<[^,]+, [^,]+, [248]|SmallSums<\w+, [248]", step.name
+                    )
                     assert not step.name.startswith("ReduceChunks") or step.name.endswith("1, 4, 8, false>")
 
 
@@ -162,22 +175,38 @@ def test_parts_of_scratch_do_not_overlap():
 
 def test_structs_are_laid_out_as_in_cpp():
     folder = runtime.kernels_folder() / "indexing"
-    sizes = dict(re.findall(r"static_assert\(sizeof\((\w+)\) == (\d+)\)", "".join(
-        pathlib.Path(p).read_text() for p in folder.glob("*.cuh"))))
-    names = {"RadixCount": ("Indices", "RadixPass"), "RadixScatter": ("Indices", "RadixPass"), "SourceRows": ("Indices",),
-             "ReduceChunks": ("IndexRun", "ReduceShape"), "Describe": ("IndexRun",),
-             "ReduceFixup": ("IndexRun", "ReduceShape", "FixupShape"), "ReduceGroups": ("IndexRun", "ReduceShape"),
-             "ReduceNarrow": ("IndexRun", "ReduceShape", "NarrowTile"), "ReduceTiles": ("IndexRun", "ReduceShape", "TileShape"),
-             "DirectUpdates": ("IndexRun", "DirectShape"), "SmallUpdates": ("IndexRun", "SmallShape"),
-             "SmallSums": ("SmallSum",), "BinSlices": ("IndexRun", "BinShape"), "BinParts": ("IndexRun", "BinShape"),
-             "BinWindows": ("IndexRun",), "BinSorted": ("IndexRun", "BinShape"), "BinStretches": ("IndexRun", "BinShape")}
+    sizes = dict(
+        re.findall(
+            r"static_assert\(sizeof\((\w+)\) == (\d+)\)",
+            "".join(pathlib.Path(p).read_text() for p in folder.glob("*.cuh")),
+        )
+    )
+    names = {
+        "RadixCount": ("Indices", "RadixPass"),
+        "RadixScatter": ("Indices", "RadixPass"),
+        "SourceRows": ("Indices",),
+        "ReduceChunks": ("IndexRun", "ReduceShape"),
+        "Describe": ("IndexRun",),
+        "ReduceFixup": ("IndexRun", "ReduceShape", "FixupShape"),
+        "ReduceGroups": ("IndexRun", "ReduceShape"),
+        "ReduceNarrow": ("IndexRun", "ReduceShape", "NarrowTile"),
+        "ReduceTiles": ("IndexRun", "ReduceShape", "TileShape"),
+        "DirectUpdates": ("IndexRun", "DirectShape"),
+        "SmallUpdates": ("IndexRun", "SmallShape"),
+        "SmallSums": ("SmallSum",),
+        "BinSlices": ("IndexRun", "BinShape"),
+        "BinParts": ("IndexRun", "BinShape"),
+        "BinWindows": ("IndexRun",),
+        "BinSorted": ("IndexRun", "BinShape"),
+        "BinStretches": ("IndexRun", "BinShape"),
+    }
     seen = set()
     for algorithm, p in every_problem():
         for step in plan.launches(algorithm, p, buffers_of(p))[0]:
             kernel = step.name.split("<")[0]
             seen.add(kernel)
             for name, arg in zip(names.get(kernel, ()), step.args):
-                assert size_and_alignment(arg)[0] == int(sizes[name]), (kernel, name)
+                assert layout(arg)[0] == int(sizes[name]), (kernel, name)
     assert seen >= set(names)
 
 
@@ -191,8 +220,12 @@ def test_shared_memory_of_the_scatter():
 
 
 def kernels(problems):
-    return {(s.header, s.name) for algorithm, p in problems for aligned in (True, False)
-            for s in plan.launches(algorithm, p, buffers_of(p), aligned)[0]}
+    return {
+        (s.header, s.name)
+        for algorithm, p in problems
+        for aligned in (True, False)
+        for s in plan.launches(algorithm, p, buffers_of(p), aligned)[0]
+    }
 
 
 SAMPLE = [s for s in SIZES if s[3] < 1 << 20 and s[2] < 1 << 20]
@@ -201,7 +234,12 @@ SAMPLE = [s for s in SIZES if s[3] < 1 << 20 and s[2] < 1 << 20]
 @needs_nvrtc
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kernels_compile(dtype):
-    problems = [(a, problem(s, op, dtype, **hinted(a))) for a in plan.ALGORITHMS for s in SAMPLE for op in ("segment_sum", "index_add")]
+    problems = [
+        (a, problem(s, op, dtype, **hinted(a)))
+        for a in plan.ALGORITHMS
+        for s in SAMPLE
+        for op in ("segment_sum", "index_add")
+    ]
     found = kernels((a, p) for a, p in problems if plan.fits(a, p))
     for name in sorted(found):
         assert registry.kernels.module.compile(*name, 90)[0]
@@ -210,21 +248,37 @@ def test_kernels_compile(dtype):
 @needs_nvrtc
 @pytest.mark.parametrize("capability", [80, 86, 89, 100, 120])
 def test_a_sample_of_every_template_compiles(capability):
-    found = {name.split("<")[0]: (header, name) for header, name in sorted(kernels(
-        (a, problem(s, "segment_max" if a != "atomic" else "index_add", "float32", **hinted(a)))
-        for a in plan.ALGORITHMS for s in SAMPLE if plan.fits(a, problem(s, **hinted(a)))))}
+    found = {
+        name.split("<")[0]: (header, name)
+        for header, name in sorted(
+            kernels(
+                (a, problem(s, "segment_max" if a != "atomic" else "index_add", "float32", **hinted(a)))
+                for a in plan.ALGORITHMS
+                for s in SAMPLE
+                if plan.fits(a, problem(s, **hinted(a)))
+            )
+        )
+    }
     assert len(found) >= 14
     for name in found.values():
         assert registry.kernels.module.compile(*name, capability)[0]
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("dtype, op", [("float64", "segment_min"), ("int32", "segment_max"), ("int64", "segment_sum"),
-                                       ("uint32", "index_add"), ("float16", "segment_min")])
+@pytest.mark.parametrize(
+    "dtype, op",
+    [
+        ("float64", "segment_min"),
+        ("int32", "segment_max"),
+        ("int64", "segment_sum"),
+        ("uint32", "index_add"),
+        ("float16", "segment_min"),
+    ],
+)
 def test_other_types_compile(dtype, op):
     some = [s for s in SAMPLE if s in ((1, 1, 31, 70_001, 33), (1, 1, 31, 1024, 128), (1, 1, 1000, 5000, 7))]
     found = kernels((a, problem(s, op, dtype, **hinted(a))) for a in ("sort", "small", "sorted") for s in some)
-    for name in sorted(found)[:: 2]:
+    for name in sorted(found)[::2]:
         assert registry.kernels.module.compile(*name, 90)[0]
 
 
@@ -243,10 +297,15 @@ def test_programs():
     assert names(text) == ["jaxkern_sort_indices", "jaxkern_segment_sum"]
     for algorithm in plan.ALGORITHMS:
         hints = hinted(algorithm)
-        f = lambda d, i, hints=hints: jaxkern.index_add(
-            jnp.zeros((900, 1 if algorithm == "narrow" else 12), d.dtype), 0, i[:1000],
-            d[:1000, :1] if algorithm == "narrow" else d[:1000], indices_are_sorted=hints["sorted"],
-            unique_indices=hints["unique"], deterministic=hints["deterministic"])
+        f = lambda d, i, hints=hints, algorithm=algorithm: jaxkern.index_add(
+            jnp.zeros((900, 1 if algorithm == "narrow" else 12), d.dtype),
+            0,
+            i[:1000],
+            d[:1000, :1] if algorithm == "narrow" else d[:1000],
+            indices_are_sorted=hints["sorted"],
+            unique_indices=hints["unique"],
+            deterministic=hints["deterministic"],
+        )
         data = jax.ShapeDtypeStruct(DATA.shape, "float32")
         with tiers.force(algorithm):
             text = lowered(f, data, IDS)
@@ -257,11 +316,14 @@ def test_programs():
 
 @needs_runtime
 def test_the_program_is_the_same_in_every_process():
-    code = ("import test_indexing_plan as t, jaxkern\n"
-            "print(t.lowered(lambda d, i: jaxkern.segment_sum(d, i, 900), t.DATA, t.IDS))")
+    code = (
+        "import test_indexing_plan as t, jaxkern\n"
+        "print(t.lowered(lambda d, i: jaxkern.segment_sum(d, i, 900), t.DATA, t.IDS))"
+    )
     here = lowered(lambda d, i: jaxkern.segment_sum(d, i, 900), DATA, IDS)
-    there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
-                           cwd=pathlib.Path(__file__).parent).stdout
+    there = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=pathlib.Path(__file__).parent
+    ).stdout
     assert launch.programs(there) == launch.programs(here) != []
 
 

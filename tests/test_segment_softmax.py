@@ -1,9 +1,6 @@
 """segment_softmax: numbers, ids, special values, transformations, bad input, plans."""
 
 import functools
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -167,21 +164,6 @@ def test_the_same_bits_every_time():
     g = values(x.shape, "float32", 2)
     first, *others = ([np.asarray(a).tobytes() for a in both(50)(x, ids, g)] for _ in range(3))
     assert all(other == first for other in others)
-
-
-@pytest.mark.skipif(ON_GPU, reason="about the CPU")
-def test_every_instruction_set():
-    """Each variant of the CPU kernels, in a process of its own, against the same numpy."""
-    code = ("import test_segment_softmax as t\n"
-            "for dtype in t.DTYPES:\n"
-            "    for shape, rows in t.CASES[3], t.CASES[7]:\n"
-            "        t.check(dtype, shape, rows, t.indices(rows, shape[0]))\n"
-            "t.check('float32', (20000, 9), 3, t.indices(3, 20000))\n")
-    run = lambda isa: subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True,
-                                       cwd=os.path.dirname(__file__), env={**os.environ, "JAXKERN_CPU_ISA": isa})
-    for process in [run("avx2"), run("baseline")]:
-        _, errors = process.communicate()
-        assert process.returncode == 0, errors[-2000:]
 
 
 # ---- ids

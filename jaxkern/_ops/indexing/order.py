@@ -12,7 +12,8 @@ class Order:
 
     Attributes:
         ids: the indices as they came, of any shape and integer type.
-        keys: uint32 array of shape (ids.size,): the rows that they name, ascending; num_segments for indices that name none.
+        keys: uint32 array of shape (ids.size,): the rows that they name, ascending, then num_segments for each index
+            that names none.
         order: uint32 array of shape (ids.size,): the position of each in the flattened `ids`.
         num_segments: the number of rows that the indices count in.
         wrap: whether negative indices count from the end.
@@ -41,8 +42,10 @@ def with_order(name, argument, index, order, rules, mode, rows):
     if rows is not None and rows != order.num_segments:
         raise ValueError(f"jaxkern.{name}: the order is of indices into {order.num_segments} rows, not {rows}")
     if index is not None and getattr(index, "shape", None) != order.ids.shape:
-        raise ValueError(f"jaxkern.{name}: {argument} of shape {getattr(index, 'shape', ())} and the order of indices of "
-                         f"shape {order.ids.shape} differ")
+        raise ValueError(
+            f"jaxkern.{name}: {argument} of shape {getattr(index, 'shape', ())} and the order of indices of "
+            f"shape {order.ids.shape} differ"
+        )
     if mode is not None and rules.clip != order.clip:
         raise ValueError(f"jaxkern.{name}: mode {mode!r} is not the one that the order was made with")
     return order.ids, (order.keys, order.order), rules._replace(wrap=order.wrap, clip=order.clip)
