@@ -18,11 +18,11 @@ import numpy as np
 from jax import lax
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxkern
 from jaxkern._core import compat
-
 
 # ---- a callback that computes each device's part
 

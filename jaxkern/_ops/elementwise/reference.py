@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+
 def computing(dtype):
     """What the arithmetic is done in."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float64

@@ -13,7 +13,16 @@ from jax.sharding import PartitionSpec
 from jaxkern._core import validate
 from jaxkern._core.autodiff import defvjp
 from jaxkern._ops.indexing.primitive import (
-    SEGMENT, computing, index_add, index_add_p, index_select, index_select_p, parted, segment, segment_sum, segment_sum_p,
+    SEGMENT,
+    computing,
+    index_add,
+    index_add_p,
+    index_select,
+    index_select_p,
+    parted,
+    segment,
+    segment_sum,
+    segment_sum_p,
     unused,
 )
 

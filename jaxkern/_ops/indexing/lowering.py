@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
@@ -10,7 +9,12 @@ from jaxkern._core import compat, partition
 from jaxkern._core.define import lower_to_kernels, size_of
 from jaxkern._ops.indexing import gather_plan, plan, reference, sharding, sort
 from jaxkern._ops.indexing.primitive import (
-    SEGMENT, index_add_p, index_select_p, parted, segment_max_p, segment_min_p, segment_sum_p,
+    index_add_p,
+    index_select_p,
+    parted,
+    segment_max_p,
+    segment_min_p,
+    segment_sum_p,
 )
 
 KERNEL_DTYPES = frozenset(map(jnp.dtype, plan.DTYPES))

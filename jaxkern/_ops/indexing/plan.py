@@ -24,7 +24,16 @@ from jaxkern._core import launch
 from jaxkern._core.define import ceil_div, cuda_type, divider, fast_divmod, size_of
 from jaxkern._core.launch import boolean, i32, i64, null, struct, u32, u64
 from jaxkern._ops.indexing.sort import (
-    MAX_KEYS, MAX_POSITIONS, Indices, Part, Scratch, bits_for, digits, radix_sort, sorted_into, source_rows,
+    MAX_KEYS,
+    MAX_POSITIONS,
+    Indices,
+    Part,
+    Scratch,
+    bits_for,
+    digits,
+    radix_sort,
+    sorted_into,
+    source_rows,
 )
 
 ALGORITHMS = ("unique", "small", "sorted", "sort", "narrow", "atomic")

@@ -26,7 +26,6 @@ words. Where the key has a dimension that is not 1, each index has its own key a
 import functools
 import math
 
-import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
@@ -139,7 +138,7 @@ def _readable(name, shape, part, axis: int, key_per_row: bool):
     lead = (*shape[:axis], *(1,) * (len(shape) - axis))
     if name == "key":
         return (*lead, 4) if key_per_row or any(d != 1 for d in part[:-1]) else part
-    wanted = lowering.mask_shape(shape, part, axis, sharded=False)
+    wanted = lowering.mask_shape(shape, part, axis)
     return lead if name == "scale" and wanted != part else wanted
 
 
