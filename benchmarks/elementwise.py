@@ -80,7 +80,9 @@ class Cell(_cell.Cell):
         if self.row is None:
             return [jax.ShapeDtypeStruct(self.case.shape, self.dtype if self.op == "cast_f32" else "float32")]
         row, count = self.row, len(self.row.arrays)
-        types = ["bool" if row.types == "logical" or (row.types == "select" and k == 0) else self.dtype for k in range(count)]
+        types = [
+            "bool" if row.types == "logical" or (row.types == "select" and k == 0) else self.dtype for k in range(count)
+        ]
         arrays = [jax.ShapeDtypeStruct(self.case.operand(k == count - 1 and count > 1), t) for k, t in enumerate(types)]
         if self.direction == "backward":
             used = range(count) if row.uses is None else row.uses
@@ -134,7 +136,10 @@ def programs(cell: Cell, tiers: bool) -> list[Program]:
     specs = cell.operands()
     if cell.row is None:
         to = jnp.dtype("float32" if cell.op == "cast_f32" else cell.dtype)
-        return [Program(_goals.OURS, lambda x: jaxkern.cast(x, to), specs), Program("xla", lambda x: x.astype(to), specs)]
+        return [
+            Program(_goals.OURS, lambda x: jaxkern.cast(x, to), specs),
+            Program("xla", lambda x: x.astype(to), specs),
+        ]
     forward_p, backward_p = primitive.PRIMITIVES[cell.op]
     rank = len(cell.case.shape)
     count = len(specs) - len(cell.row.parameters)
@@ -224,6 +229,7 @@ def candidates(cell: Cell, compiled: list[Program], inputs: Inputs) -> list[_tim
     found = []
     arguments = inputs.feed(compiled[0].specs)
     for program in compiled:
+
         def call(i: int, program: Program = program) -> Any:
             return program(*arguments(i))
 
@@ -256,9 +262,16 @@ def _torch_function(cell: Cell) -> Callable[..., Any] | None:
     }
     names = ("relu", "silu", "mish", "softplus", "selu", "hardswish", "hardsigmoid", "softsign")
     named |= {name: getattr(f, name) for name in names}
-    named |= {"hard_swish": f.hardswish, "hard_sigmoid": f.hardsigmoid, "log_sigmoid": f.logsigmoid, "soft_sign": f.softsign}
-    names = ("sigmoid", "tanh", "abs", "exp", "log", "sin", "cos", "erf", "erfc", "sqrt", "rsqrt", "add", "multiply", "square",
-             "expm1", "log1p", "floor", "reciprocal", "divide", "maximum", "minimum", "less", "isnan", "where", "lerp")  # fmt: skip
+    named |= {
+        "hard_swish": f.hardswish,
+        "hard_sigmoid": f.hardsigmoid,
+        "log_sigmoid": f.logsigmoid,
+        "soft_sign": f.softsign,
+    }
+    names = (
+        "sigmoid tanh abs exp log sin cos erf erfc sqrt rsqrt add multiply square "
+        "expm1 log1p floor reciprocal divide maximum minimum less isnan where lerp"
+    ).split()
     return (named | {name: getattr(torch, name) for name in names}).get(cell.op)
 
 

@@ -61,7 +61,7 @@ stage() {
 
 for s in $stages; do
   case $s in
-    build) stage build "${LIMIT_BUILD:-600}" "$python" -m pip install --no-deps ${PIP_ARGS:-} "$root" ;;
+    build) stage build "${LIMIT_BUILD:-300}" "$python" -m pip install --no-deps ${PIP_ARGS:-} "$root" ;;
     tests) stage tests "${LIMIT_TESTS:-900}" "$python" -m pytest -q -p no:cacheprovider tests ${PYTEST_ARGS:-} ;;
     sanitize)
       sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1)
@@ -82,6 +82,8 @@ for s in $stages; do
       ;;
     bench)
       stage selftest 120 "$python" -m benchmarks selftest
+      stage first_use 120 "$python" -m benchmarks.first_use --out "$out/first_use.json"
+      cat "$out/first_use.log"
       for operation in ${OPERATIONS:-softmax fused_softmax elementwise reduction cross_entropy index_add segment_softmax}; do
         stage "bench-$operation" "${LIMIT_BENCH:-900}" "$python" -m benchmarks "$operation" --out "$out" ${BENCH_ARGS:-}
         grep -E '^(missed|not run|note)' "$out/bench-$operation.log" | cut -c1-160 | head -n "${MISSES:-40}"

@@ -14,11 +14,11 @@ from jaxkern.elementwise import *  # noqa: F403  every operation of the table
 from jaxkern.index_add import embedding_lookup, index_add, index_select
 from jaxkern.loss import softmax_cross_entropy, softmax_cross_entropy_and_grad
 from jaxkern.reduction import logsumexp, reduce_max, reduce_mean, reduce_min, reduce_sum
-from jaxkern.segment import segment_max, segment_mean, segment_min, segment_softmax, segment_sum
+from jaxkern.segment import segment_max, segment_mean, segment_min, segment_softmax, segment_sum, sort_indices
 from jaxkern.softmax import log_softmax, softmax
 
 __all__ = [
     "embedding_lookup", "export_checks", "index_add", "index_select", "log_softmax", "logsumexp", "reduce_max",
     "reduce_mean", "reduce_min", "reduce_sum", "segment_max", "segment_mean", "segment_min", "segment_softmax", "segment_sum",
-    "softmax", "softmax_cross_entropy", "softmax_cross_entropy_and_grad", "tiers", *elementwise.__all__,
+    "softmax", "softmax_cross_entropy", "softmax_cross_entropy_and_grad", "sort_indices", "tiers", *elementwise.__all__,
 ]

@@ -1,7 +1,7 @@
 """Elementwise operations: activations, their gated forms, arithmetic, comparisons, casts.
 
-Each is a row of _ops/elementwise/table.py, from which its function here is made. Operands broadcast against each other as
-in `jnp`, and are read in place.
+Each is a row of _ops/elementwise/table.py, which its function here comes from. Operands broadcast against each other as
+in `jnp`, and kernels read them in place.
 """
 
 import functools
@@ -14,6 +14,7 @@ from jaxkern._core import validate
 from jaxkern._core.primitive import bind
 from jaxkern._ops.elementwise.primitive import PRIMITIVES, ROWS, cast_p
 from jaxkern._ops.elementwise.reference import computing
+
 
 def _call(row, arrays, parameters=(), split=-1):
     for name, x in zip(row.arrays, arrays):
@@ -33,7 +34,9 @@ def _jitted(*operands, name, split):
     public = row.part_of or row.name
     first = 1 if row.types == "select" else 0
     dtype = _common_type(row, public, arrays[first:])
-    arrays[first:] = [x if x.dtype == dtype else x.astype(dtype) if dtype != jnp.bool_ else x != 0 for x in arrays[first:]]
+    arrays[first:] = [
+        x if x.dtype == dtype else x.astype(dtype) if dtype != jnp.bool_ else x != 0 for x in arrays[first:]
+    ]
     if first and arrays[0].dtype != jnp.bool_:
         arrays[0] = arrays[0] != 0
     if split >= 0:
@@ -72,7 +75,10 @@ def _public(row):
     arguments = [*row.arrays, *(name if default is None else f"{name}={default!r}" for name, default in row.parameters)]
     parameters = "".join(f"{name}, " for name, _ in row.parameters)
     space = {"_call": _call, "_row": row}
-    exec(f"def {row.name}({', '.join(arguments)}):\n    return _call(_row, ({', '.join(row.arrays)},), ({parameters}))", space)
+    exec(
+        f"def {row.name}({', '.join(arguments)}):\n    return _call(_row, ({', '.join(row.arrays)},), ({parameters}))",
+        space,
+    )
     function = space[row.name]
     function.__module__ = __name__
     function.__doc__ = _documentation(row)
@@ -91,16 +97,28 @@ _OPERANDS = {
 
 def _documentation(row):
     names = ", ".join(row.arrays)
-    result = "a boolean array" if row.types in ("test", "compare", "logical") else "an array of the type they promote to"
-    lines = [f"{row.summary[0].upper()}{row.summary[1:]}, element by element: `{row.like}`.", "", "Args:",
-             f"    {names}: {_OPERANDS[row.types]} Several broadcast against each other,"
-             if len(row.arrays) > 1 else f"    {names}: {_OPERANDS[row.types]}"]
+    result = (
+        "a boolean array" if row.types in ("test", "compare", "logical") else "an array of the type they promote to"
+    )
+    lines = [
+        f"{row.summary[0].upper()}{row.summary[1:]}, element by element: `{row.like}`.",
+        "",
+        "Args:",
+        f"    {names}: {_OPERANDS[row.types]} Several broadcast against each other,"
+        if len(row.arrays) > 1
+        else f"    {names}: {_OPERANDS[row.types]}",
+    ]
     if len(row.arrays) > 1:
         lines += ["        and are read in place."]
     lines += [f"    {name}: a real scalar, which may be traced." for name, _ in row.parameters]
-    lines += ["", f"Returns: {result}, in their common shape. float16, bfloat16 and float32 are computed in float32 and",
-              "    rounded once. NaN and infinities go through as in the expression above.", "",
-              "Raises:", "    TypeError: an operand is no array, complex, or of a type without a meaning here."]
+    lines += [
+        "",
+        f"Returns: {result}, in their common shape. float16, bfloat16 and float32 are computed in float32 and",
+        "    rounded once. NaN and infinities go through as in the expression above.",
+        "",
+        "Raises:",
+        "    TypeError: an operand is no array, complex, or of a type without a meaning here.",
+    ]
     if len(row.arrays) > 1:
         lines += ["    ValueError: the shapes do not broadcast."]
     return "\n    ".join(lines) + "\n    "

@@ -13,13 +13,25 @@ import numpy as np
 
 from jaxkern._core import validate
 from jaxkern._ops.indexing import primitive
+from jaxkern._ops.indexing.order import with_order
 from jaxkern._ops.indexing.primitive import Rules
 
 MODES = ("None", "'fill'", "'drop'", "'clip'", "'promise_in_bounds'")
 
 
-def index_add(x, axis, index, source, *, alpha=1, mode=None, indices_are_sorted=False, unique_indices=False,
-              deterministic=True):
+def index_add(
+    x,
+    axis,
+    index,
+    source,
+    *,
+    alpha=1,
+    mode=None,
+    indices_are_sorted=False,
+    unique_indices=False,
+    deterministic=True,
+    order=None,
+):
     """Adds `alpha` times the rows of `source` onto the rows of `x` at `index` along `axis`.
 
     As `torch.index_add(x, axis, index, source, alpha=alpha)`, with the rules for indices of
@@ -42,6 +54,8 @@ def index_add(x, axis, index, source, *, alpha=1, mode=None, indices_are_sorted=
         unique_indices: a promise that no row is named twice.
         deterministic: False allows atomics where they are faster, and with them sums that differ in the
             last bits from run to run. The default is the same bits every time.
+        order: what `jaxkern.sort_indices(index, x.shape[axis], wrap=True)` returned, which saves sorting the indices
+            again. They are read as the order was made, and `index` may be None.
 
     Returns:
         Array of the shape and type of `x`.
@@ -49,7 +63,7 @@ def index_add(x, axis, index, source, *, alpha=1, mode=None, indices_are_sorted=
     Raises:
         TypeError: `index` is not of an integer type; `x`, `index` or `source` is no array; floating-point
             `source` or `alpha` for integer `x`, or complex ones for real `x`; `axis` is no int.
-        ValueError: `axis` is out of bounds; shapes do not match; unknown `mode`.
+        ValueError: `axis` is out of bounds; shapes do not match; unknown `mode`; `order` is of other indices.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> x = jnp.zeros((3, 2))
@@ -60,14 +74,21 @@ def index_add(x, axis, index, source, *, alpha=1, mode=None, indices_are_sorted=
     on throughput-oriented processors", 2009, whose segmented reduction this is.
     """
     name = "index_add"
-    rules = _rules(name, axis, mode, wrap=True, sorted=bool(indices_are_sorted), unique=bool(unique_indices),
-                   deterministic=bool(deterministic))
-    if _is_one(alpha, x):
-        return _index_add(x, safe_index(index), source, rules=rules)
-    return _index_add(x, safe_index(index), source, alpha, rules=rules)
+    rules = _rules(
+        name,
+        axis,
+        mode,
+        wrap=True,
+        sorted=bool(indices_are_sorted),
+        unique=bool(unique_indices),
+        deterministic=bool(deterministic),
+    )
+    index, order_operands, rules = with_order(name, "index", index, order, rules, mode, _rows_of(x, rules, order))
+    factor = () if _is_one(alpha, x) else (alpha,)
+    return _index_add(x, safe_index(index), source, *factor, *order_operands, rules=rules)
 
 
-def index_select(x, axis, index, *, mode=None):
+def index_select(x, axis, index, *, mode=None, order=None):
     """Rows of `x` at `index` along `axis`, as `x.at[index].get(mode=mode)` does along the first.
 
     `jnp.take` is the same but for negative indices under "clip", which there do not count from the end.
@@ -80,6 +101,7 @@ def index_select(x, axis, index, *, mode=None):
             least value of a signed and the greatest of an unsigned type; "clip" takes the nearest row;
             "promise_in_bounds" is a promise that there are none (they are clipped). A
             `jax.lax.GatherScatterMode` too.
+        order: as in `index_add`; for the gradient.
 
     Returns:
         Array of the shape of `x`, but as long as `index` along `axis`. Its gradient is a `segment_sum`, which
@@ -95,16 +117,22 @@ def index_select(x, axis, index, *, mode=None):
     """
     rules = _rules("index_select", axis, mode, wrap=True, fill_nan=True)
     promised = _mode("index_select", mode) == jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
-    return _index_select(x, safe_index(index), rules=rules._replace(clip=rules.clip or promised))
+    index, order_operands, rules = with_order(
+        "index_select", "index", index, order, rules, mode, _rows_of(x, rules, order)
+    )
+    return _index_select(
+        x, safe_index(index), *order_operands, rules=rules._replace(clip=rules.clip or (promised and order is None))
+    )
 
 
-def embedding_lookup(table, ids):
+def embedding_lookup(table, ids, *, order=None):
     """The rows of `table` that `ids` name, as `jnp.take(table, ids, axis=0)`.
 
     Args:
         table: array of shape (rows, ...) and of any type but that of typed PRNG keys.
         ids: integer array of any shape and integer type. A negative one counts from the end; one that is
             out of range gives NaN (an integer's limit), as in `jnp.take`.
+        order: what `jaxkern.sort_indices(ids, rows, wrap=True)` returned, for the gradient. `ids` may then be None.
 
     Returns:
         Array of shape (*ids.shape, *table.shape[1:]). The gradient with respect to `table` is a `segment_sum`:
@@ -121,14 +149,19 @@ def embedding_lookup(table, ids):
     >>> jax.grad(lambda t: jaxkern.embedding_lookup(t, ids).sum())(table)[:, 0].tolist()
     [1.0, 0.0, 3.0]
     """
-    return _embedding_lookup(table, safe_index(ids))
+    rules = Rules(0, wrap=True, fill_nan=True)
+    ids, order_operands, rules = with_order(
+        "embedding_lookup", "ids", ids, order, rules, None, _rows_of(table, rules, order)
+    )
+    return _embedding_lookup(table, safe_index(ids), *order_operands, rules=rules)
 
 
 # Inlined, so that a jaxpr holds the primitive alone; jitted, so that an eager call costs no more than
 # that of a jnp function.
 @functools.partial(jax.jit, static_argnames="rules", inline=True)
-def _index_add(x, index, source, *alpha, rules):
+def _index_add(x, index, source, *rest, rules):
     name = "index_add"
+    alpha, order = primitive.parted(rest)
     array(name, "x", x)
     array(name, "source", source)
     if x.dtype == jnp.bool_:
@@ -136,37 +169,46 @@ def _index_add(x, index, source, *alpha, rules):
     index, rules = _along(name, x, index, rules)
     wanted = (*x.shape[: rules.axis], *index.shape, *x.shape[rules.axis + 1 :])
     if source.shape != wanted:
-        raise ValueError(f"jaxkern.{name}: source must have shape {wanted}, for x of shape {x.shape} and index of "
-                         f"shape {index.shape} along axis {rules.axis}, got {source.shape}")
+        raise ValueError(
+            f"jaxkern.{name}: source must have shape {wanted}, for x of shape {x.shape} and index of "
+            f"shape {index.shape} along axis {rules.axis}, got {source.shape}"
+        )
     if _kind(source.dtype) > _kind(x.dtype):
         raise TypeError(f"jaxkern.{name}: source of type {source.dtype} cannot be added to x of type {x.dtype}")
     weak = jax.typeof(source).weak_type  # such as a Python scalar gives: it takes the type of x where it can
     dtype = jnp.result_type(x, source) if weak else jnp.promote_types(x.dtype, source.dtype)
     factor = tuple(_factor(name, a, dtype) for a in alpha)
-    return primitive.index_add(x.astype(dtype), index, source.astype(dtype), *factor, rules=rules).astype(x.dtype)
+    return primitive.index_add(x.astype(dtype), index, source.astype(dtype), *factor, *order, rules=rules).astype(
+        x.dtype
+    )
 
 
 @functools.partial(jax.jit, static_argnames="rules", inline=True)
-def _index_select(x, index, *, rules):
+def _index_select(x, index, *order, rules):
     array("index_select", "x", x)
     index, rules = _along("index_select", x, index, rules)
-    return primitive.index_select(x, index, rules=rules)
+    return primitive.index_select(x, index, *order, rules=rules)
 
 
-@functools.partial(jax.jit, inline=True)
-def _embedding_lookup(table, ids):
+@functools.partial(jax.jit, static_argnames="rules", inline=True)
+def _embedding_lookup(table, ids, *order, rules):
     name = "embedding_lookup"
     array(name, "table", table)
     ids = integers(name, "ids", ids)
     if table.ndim == 0:
         raise ValueError(f"jaxkern.{name}: table must have at least one dimension, got shape ()")
-    rules = Rules(0, wrap=True, fill_nan=True)
     flat = ids if ids.ndim == 1 else validate.mergeable(ids, ids.ndim).reshape(-1)
-    y = primitive.index_select(table, flat, rules=rules)
+    y = primitive.index_select(table, flat, *order, rules=rules)
     return y if ids.ndim == 1 else y.reshape(*ids.shape, *table.shape[1:])
 
 
 # ---- arguments
+
+
+def _rows_of(x, rules, order):
+    """The length of x along the axis, for an order to be compared with; None where there is nothing to compare."""
+    shape = getattr(x, "shape", ())
+    return shape[rules.axis] if order is not None and -len(shape) <= rules.axis < len(shape) else None
 
 
 def safe_index(index):

@@ -1,4 +1,4 @@
-"""segment_sum, segment_mean, segment_max and segment_min: what `jax.ops` has, and the mean; segment_softmax.
+"""segment_sum, segment_mean, segment_max, segment_min: what `jax.ops` has, and the mean; segment_softmax, sort_indices.
 
 Rows of `data` with the same id are reduced to one row, or normalised together. Their primitives are in
 _ops/indexing and _ops/segment_softmax.
@@ -14,13 +14,23 @@ import numpy as np
 from jax import export
 
 from jaxkern._core import validate
-from jaxkern._ops.indexing import primitive
+from jaxkern._ops.indexing import primitive, sort
+from jaxkern._ops.indexing.order import Order, with_order
 from jaxkern._ops.segment_softmax.primitive import segment_softmax as bind_softmax
 from jaxkern.index_add import _rules, array, integers, safe_index
 
 
-def segment_sum(data, segment_ids, num_segments=None, indices_are_sorted=False, unique_indices=False,
-                bucket_size=None, mode=None, out_sharding=None):
+def segment_sum(
+    data,
+    segment_ids,
+    num_segments=None,
+    indices_are_sorted=False,
+    unique_indices=False,
+    bucket_size=None,
+    mode=None,
+    out_sharding=None,
+    order=None,
+):
     """Sums of the rows of `data` with the same id, as `jax.ops.segment_sum`.
 
     Args:
@@ -39,6 +49,8 @@ def segment_sum(data, segment_ids, num_segments=None, indices_are_sorted=False, 
             and "promise_in_bounds" drop them, "clip" takes the nearest row.
         out_sharding: how the result is spread over a mesh of explicit axes, a `NamedSharding` or a
             `PartitionSpec`. None: as `data` is, and not along its rows.
+        order: what `jaxkern.sort_indices(segment_ids, num_segments)` returned, which saves sorting them again.
+            Its ids count: `segment_ids` may be None, and `num_segments` too.
 
     Returns:
         Array of shape (num_segments, *data.shape[1:]), 0 where no row went. Every row is written once, and
@@ -46,18 +58,38 @@ def segment_sum(data, segment_ids, num_segments=None, indices_are_sorted=False, 
 
     Raises:
         TypeError: `segment_ids` is not of an integer type; `num_segments` is no int, or missing under jit.
-        ValueError: `num_segments` is negative or no number of 64 bits; shapes do not match; unknown `mode`.
+        ValueError: `num_segments` is negative or no number of 64 bits; shapes do not match; unknown `mode`; `order` is
+            of other ids.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.segment_sum(jnp.arange(5.0), jnp.array([0, 0, 1, 1, -1]), num_segments=3).tolist()
     [1.0, 5.0, 0.0]
     """
-    return _segment("segment_sum", data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size,
-                    mode, out_sharding)
+    return _segment(
+        "segment_sum",
+        data,
+        segment_ids,
+        num_segments,
+        indices_are_sorted,
+        unique_indices,
+        bucket_size,
+        mode,
+        out_sharding,
+        order,
+    )
 
 
-def segment_mean(data, segment_ids, num_segments=None, indices_are_sorted=False, unique_indices=False,
-                 bucket_size=None, mode=None, out_sharding=None):
+def segment_mean(
+    data,
+    segment_ids,
+    num_segments=None,
+    indices_are_sorted=False,
+    unique_indices=False,
+    bucket_size=None,
+    mode=None,
+    out_sharding=None,
+    order=None,
+):
     """Means of the rows of `data` with the same id; 0 where there is none.
 
     Arguments and errors as for `segment_sum`; integers give float32. 16-bit sums stay in float32 until they
@@ -67,12 +99,31 @@ def segment_mean(data, segment_ids, num_segments=None, indices_are_sorted=False,
     >>> jaxkern.segment_mean(jnp.array([1.0, 2.0, 6.0]), jnp.array([0, 0, 2]), num_segments=3).tolist()
     [1.5, 0.0, 6.0]
     """
-    return _segment("segment_mean", data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size,
-                    mode, out_sharding)
+    return _segment(
+        "segment_mean",
+        data,
+        segment_ids,
+        num_segments,
+        indices_are_sorted,
+        unique_indices,
+        bucket_size,
+        mode,
+        out_sharding,
+        order,
+    )
 
 
-def segment_max(data, segment_ids, num_segments=None, indices_are_sorted=False, unique_indices=False,
-                bucket_size=None, mode=None, out_sharding=None):
+def segment_max(
+    data,
+    segment_ids,
+    num_segments=None,
+    indices_are_sorted=False,
+    unique_indices=False,
+    bucket_size=None,
+    mode=None,
+    out_sharding=None,
+    order=None,
+):
     """Maxima of the rows of `data` with the same id, as `jax.ops.segment_max`.
 
     Arguments and errors as for `segment_sum`. Where no row went the result is -inf, or the least integer;
@@ -82,12 +133,31 @@ def segment_max(data, segment_ids, num_segments=None, indices_are_sorted=False, 
     >>> jaxkern.segment_max(jnp.array([3.0, 1.0, 2.0]), jnp.array([0, 0, 2]), num_segments=3).tolist()
     [3.0, -inf, 2.0]
     """
-    return _segment("segment_max", data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size,
-                    mode, out_sharding)
+    return _segment(
+        "segment_max",
+        data,
+        segment_ids,
+        num_segments,
+        indices_are_sorted,
+        unique_indices,
+        bucket_size,
+        mode,
+        out_sharding,
+        order,
+    )
 
 
-def segment_min(data, segment_ids, num_segments=None, indices_are_sorted=False, unique_indices=False,
-                bucket_size=None, mode=None, out_sharding=None):
+def segment_min(
+    data,
+    segment_ids,
+    num_segments=None,
+    indices_are_sorted=False,
+    unique_indices=False,
+    bucket_size=None,
+    mode=None,
+    out_sharding=None,
+    order=None,
+):
     """Minima of the rows of `data` with the same id, as `jax.ops.segment_min`.
 
     Arguments and errors as for `segment_sum`. Where no row went the result is inf, or the greatest integer;
@@ -97,11 +167,23 @@ def segment_min(data, segment_ids, num_segments=None, indices_are_sorted=False, 
     >>> jaxkern.segment_min(jnp.array([3.0, 1.0, 2.0]), jnp.array([0, 0, 2]), num_segments=3).tolist()
     [1.0, inf, 2.0]
     """
-    return _segment("segment_min", data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size,
-                    mode, out_sharding)
+    return _segment(
+        "segment_min",
+        data,
+        segment_ids,
+        num_segments,
+        indices_are_sorted,
+        unique_indices,
+        bucket_size,
+        mode,
+        out_sharding,
+        order,
+    )
 
 
-def segment_softmax(data, segment_ids, num_segments=None, indices_are_sorted=False, unique_indices=False, mode=None):
+def segment_softmax(
+    data, segment_ids, num_segments=None, indices_are_sorted=False, unique_indices=False, mode=None, order=None
+):
     """Softmax over the rows of `data` with the same id, a column at a time.
 
     In jnp it would be, with `of` for `jnp.take(..., segment_ids, 0)`,
@@ -125,6 +207,7 @@ def segment_softmax(data, segment_ids, num_segments=None, indices_are_sorted=Fal
         unique_indices: a promise that no id comes twice; taken as in `segment_sum`, and of no use here.
         mode: what becomes of ids outside [0, num_segments), negative ones included: None, "drop", "fill"
             and "promise_in_bounds" have them belong to no segment, "clip" to the nearest one.
+        order: as in `segment_sum`.
 
     Returns:
         Array of the shape that `data` was broadcast to, the same bits every time. In each segment and column it
@@ -148,17 +231,73 @@ def segment_softmax(data, segment_ids, num_segments=None, indices_are_sorted=Fal
     name = "segment_softmax"
     del unique_indices  # saves nothing: what is sorted by segment is the result of a row as well as its data
     rules = _rules(name, 0, mode, sorted=bool(indices_are_sorted), unique=False)
-    rows = _num_segments(name, num_segments, segment_ids)
-    return _segment_jit(data, safe_index(segment_ids), name=name, rows=rows, rules=rules)
+    if isinstance(order, Order) and order.wrap:
+        raise ValueError(f"jaxkern.{name}: the order must be made with wrap=False")
+    return _with_order(name, data, segment_ids, num_segments, rules, mode, order)
 
 
-def _segment(name, data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size, mode,
-             out_sharding):
+def sort_indices(ids, num_segments, *, mode=None, wrap=False):
+    """The order of indices by the row that they name, for operations to take instead of sorting: `order=`.
+
+    Operations at equal indices of one jitted program sort once even without it. An order that is made outside the
+    program, of a graph that does not change, spares that sort as well, in every step and its gradient.
+
+    Args:
+        ids: integer array of any shape and integer type: segment ids, or the indices of `index_add` or `index_select`.
+        num_segments: how many rows there are, an int.
+        mode: what becomes of indices that are out of range: None, "drop", "fill" and "promise_in_bounds" have them
+            name no row, "clip" the nearest one.
+        wrap: whether negative indices count from the end, as in `index_add`. False: they name no row, as in
+            `segment_sum`. An operation that takes the order reads indices in this way.
+
+    Returns:
+        An `Order`, a pytree that holds `ids`, and of shape (ids.size,) and type uint32 `keys`, the rows in ascending
+        order, and `order`, the position of each. Where all indices name rows, `order` is `jnp.argsort(ids.ravel())`.
+
+    Raises:
+        TypeError: `ids` is not of an integer type; `num_segments` is no int.
+        ValueError: `num_segments` is negative, or 2**32 - 1 or more; unknown `mode`.
+
+    >>> import jax.numpy as jnp, jaxkern
+    >>> order = jaxkern.sort_indices(jnp.array([2, 0, 2, -1]), 3)
+    >>> order.keys.tolist(), order.order.tolist()
+    ([0, 2, 2, 3], [1, 0, 2, 3])
+    >>> jaxkern.segment_sum(jnp.arange(4.0), None, order=order).tolist()
+    [1.0, 0.0, 2.0]
+
+    Source: the least-significant-digit radix sort of Satish, Harris and Garland, "Designing efficient sorting
+    algorithms for manycore GPUs", 2009.
+    """
+    name = "sort_indices"
+    rules = _rules(name, 0, mode, wrap=bool(wrap))
+    if num_segments is None:
+        raise TypeError(f"jaxkern.{name}: num_segments must be an int, got None")
+    return _sort_jit(safe_index(ids), rows=_num_segments(name, num_segments, ids), wrap=rules.wrap, clip=rules.clip)
+
+
+@functools.partial(jax.jit, static_argnames=("rows", "wrap", "clip"), inline=True)
+def _sort_jit(ids, *, rows, wrap, clip):
+    ids = integers("sort_indices", "ids", ids)
+    flat = validate.mergeable(ids, ids.ndim).reshape(1, -1)
+    return Order(ids, *sort.sort_indices(flat, rows=rows, wrap=wrap, clip=clip), rows, wrap, clip)
+
+
+def _with_order(name, data, segment_ids, num_segments, rules, mode, order):
+    rows = None
+    if order is None or num_segments is not None:
+        rows = _num_segments(name, num_segments, segment_ids)
+    ids, order_operands, rules = with_order(name, "segment_ids", segment_ids, order, rules, mode, rows)
+    rows = rows if order is None else order.num_segments
+    return _segment_jit(data, safe_index(ids), *order_operands, name=name, rows=rows, rules=rules)
+
+
+def _segment(
+    name, data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size, mode, out_sharding, order
+):
     rules = _rules(name, 0, mode, sorted=bool(indices_are_sorted), unique=bool(unique_indices))
     if bucket_size is not None and _integer(name, "bucket_size", bucket_size) < 1:
         raise ValueError(f"jaxkern.{name}: bucket_size must be positive, got {bucket_size}")
-    rows = _num_segments(name, num_segments, segment_ids)
-    y = _segment_jit(data, safe_index(segment_ids), name=name, rows=rows, rules=rules)
+    y = _with_order(name, data, segment_ids, num_segments, rules, mode, order)
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
 
@@ -166,15 +305,16 @@ def _integer(name, argument, value):
     try:
         return operator.index(value)
     except TypeError:
-        raise TypeError(
-            f"jaxkern.{name}: {argument} must be an int, known while tracing, got {value!r}") from None
+        raise TypeError(f"jaxkern.{name}: {argument} must be an int, known while tracing, got {value!r}") from None
 
 
 def _num_segments(name, num_segments, segment_ids):
     if num_segments is None:
         if isinstance(segment_ids, jax.core.Tracer):
-            raise TypeError(f"jaxkern.{name}: num_segments must be given where segment_ids is traced, "
-                            f"as {jax.typeof(segment_ids).str_short()} is")
+            raise TypeError(
+                f"jaxkern.{name}: num_segments must be given where segment_ids is traced, "
+                f"as {jax.typeof(segment_ids).str_short()} is"
+            )
         if not isinstance(segment_ids, (jax.Array, np.ndarray, np.generic, int)):
             raise TypeError(f"jaxkern.{name}: segment_ids must be an array, got {type(segment_ids).__name__}")
         ids = np.asarray(segment_ids)
@@ -189,13 +329,15 @@ def _num_segments(name, num_segments, segment_ids):
         raise ValueError(f"jaxkern.{name}: num_segments must not be negative, got {rows}")
     most = np.iinfo(np.int64 if jax.config.jax_enable_x64 or num_segments is not None else np.int32).max
     if rows > most:  # without x64 ids beyond int32 name no row of their own
-        raise ValueError(f"jaxkern.{name}: num_segments must be at most {most}, got {rows}"
-                         f"{'' if num_segments is not None else ' from segment_ids'}")
+        raise ValueError(
+            f"jaxkern.{name}: num_segments must be at most {most}, got {rows}"
+            f"{'' if num_segments is not None else ' from segment_ids'}"
+        )
     return rows
 
 
 @functools.partial(jax.jit, static_argnames=("name", "rows", "rules"), inline=True)
-def _segment_jit(data, segment_ids, *, name, rows, rules):
+def _segment_jit(data, segment_ids, *order, name, rows, rules):
     array(name, "data", data)
     if name == "segment_sum" and data.dtype == jnp.bool_:
         raise TypeError(f"jaxkern.{name}: data must not be boolean, got bool{list(data.shape)}")
@@ -207,24 +349,28 @@ def _segment_jit(data, segment_ids, *, name, rows, rules):
         try:
             data = jnp.broadcast_to(data, (*ids.shape, *tail))
         except ValueError:
-            raise ValueError(f"jaxkern.{name}: data of shape {data.shape} does not fit segment_ids of shape "
-                             f"{ids.shape}") from None
+            raise ValueError(
+                f"jaxkern.{name}: data of shape {data.shape} does not fit segment_ids of shape {ids.shape}"
+            ) from None
         shape = data.shape
         data = validate.mergeable(data, ids.ndim).reshape(math.prod(ids.shape), *tail)
         ids = validate.mergeable(ids, ids.ndim).reshape(-1)
     if name == "segment_mean":
-        return _mean(data, ids, rows, rules)
+        return _mean(data, (ids, *order), rows, rules)
     if name == "segment_softmax":
-        y = bind_softmax(data, ids, rows=rows, rules=rules)
+        y = bind_softmax(data, ids, *order, rows=rows, rules=rules)
         return y if shape is None else y.reshape(shape)
-    prim = {"segment_sum": primitive.segment_sum_p, "segment_max": primitive.segment_max_p,
-            "segment_min": primitive.segment_min_p}[name]
-    return primitive.segment(prim, data, ids, rows=rows, rules=rules)
+    prim = {
+        "segment_sum": primitive.segment_sum_p,
+        "segment_max": primitive.segment_max_p,
+        "segment_min": primitive.segment_min_p,
+    }[name]
+    return primitive.segment(prim, data, ids, *order, rows=rows, rules=rules)
 
 
-def _mean(data, ids, rows, rules):
+def _mean(data, at, rows, rules):
     dtype = data.dtype if jnp.issubdtype(data.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
-    total = primitive.segment_sum(data.astype(primitive.computing(dtype)), ids, rows=rows, rules=rules)
-    count = primitive.segment_sum(jnp.ones(ids.shape, jnp.int32), ids, rows=rows, rules=rules)
+    total = primitive.segment_sum(data.astype(primitive.computing(dtype)), *at, rows=rows, rules=rules)
+    count = primitive.segment_sum(jnp.ones(at[0].shape, jnp.int32), *at, rows=rows, rules=rules)
     count = jnp.maximum(count, 1).reshape(rows, *[1] * (data.ndim - 1))
     return (total / count.astype(total.dtype)).astype(dtype)

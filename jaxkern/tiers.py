@@ -19,7 +19,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from jaxkern._core import lowering, registry
+from jaxkern._core import lowering
 from jaxkern._ops.cross_entropy import plan as loss_plan
 from jaxkern._ops.reduction import plan as reduction_plan
 from jaxkern._ops.softmax import plan as softmax_plan
@@ -215,13 +215,6 @@ def _reduction_problem(function, rows, width, inner, dtype, masked, device):
     if dtype not in known:
         raise ValueError(f"{name}: no kernel for dtype {dtype}, there are {', '.join(sorted(d.name for d in known))}")
     return reduction_plan.Problem(rows, width, inner, dtype.name, masked), _device(name, device)
-
-
-def _answering(name):
-    cpu = registry.status["cpu"]
-    if cpu.module is None:
-        raise RuntimeError(f"{name}: {cpu.reason}")
-    return cpu.module
 
 
 def _positive(name, argument, value, limit=1 << 63) -> int:

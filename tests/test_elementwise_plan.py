@@ -17,8 +17,16 @@ from jaxkern._ops.elementwise import plan, table
 
 MODULE = registry.kernels.module
 DEVICES = (H200, A100, Device(84, 86, 99 * 1024), Device(170, 120, 99 * 1024))
-DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "s8": "int8", "u8": "uint8",
-          "s32": "int32", "pred": "bool"}
+DTYPES = {
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "f32": "float32",
+    "f64": "float64",
+    "s8": "int8",
+    "u8": "uint8",
+    "s32": "int32",
+    "pred": "bool",
+}
 needs_nvrtc = pytest.mark.skipif(MODULE is None or MODULE.compiler()[1] != "", reason="NVRTC is not installed")
 
 
@@ -41,7 +49,11 @@ def steps(p):
 @pytest.mark.parametrize("device", DEVICES, ids=lambda d: str(d.compute_capability))
 def test_every_signature_has_a_plan_within_limits(device):
     for kernel in table.kernels():
-        for full, shapes in (((1,), [(1,)]), ((1 << 27,), [(1 << 27,)]), ((3, 5, 1001), [(3, 5, 1001), (1, 5, 1), (1, 1, 1001)])):
+        for full, shapes in (
+            ((1,), [(1,)]),
+            ((1 << 27,), [(1 << 27,)]),
+            ((3, 5, 1001), [(3, 5, 1001), (1, 5, 1), (1, 1, 1001)]),
+        ):
             if len(kernel.operands) - kernel.parameters == 1:
                 shapes = shapes[:1]
             p = planned(kernel, shapes, full, device)
@@ -66,7 +78,9 @@ def test_flat_and_strided_calls():
     assert names([(1 << 27,)], (1 << 27,)) == [f"FlatKernel<{template}, 0, true>", f"FlatKernel<{template}, 0, false>"]
     assert names([(77,), (1,)], (77,)) == [f"FlatKernel<{template}, 2, false>"] * 2
     assert names([(64, 128), (1, 128)], (64, 128)) == [
-        f"StridedKernel<{template}, true, 0, 2>", f"StridedKernel<{template}, false, 0, 2>"]
+        f"StridedKernel<{template}, true, 0, 2>",
+        f"StridedKernel<{template}, false, 0, 2>",
+    ]
     assert names([(64, 127), (1, 127)], (64, 127)) == [f"StridedKernel<{template}, false, 0, 2>"]
     assert names([(64, 127), (64, 1)], (64, 127)) == [f"StridedKernel<{template}, false, 2, 0>"]
 
@@ -81,7 +95,13 @@ def test_halves_of_an_array():
         g = array("f16", shape)
         p = plan.plan("swiglu_grad", H200, [*operands, g], operands, split=split)
         pointers = p.launches[0].args[0].members[:5]
-        assert pointers == (launch.operand(0), launch.operand(0, offset), launch.operand(1), launch.result(0), launch.result(0, offset))
+        assert pointers == (
+            launch.operand(0),
+            launch.operand(0, offset),
+            launch.operand(1),
+            launch.result(0),
+            launch.result(0, offset),
+        )
 
 
 def walk(step):
@@ -105,9 +125,19 @@ def walk(step):
         outer, group = divmod(run, runs)
         for row in range(group * rows, min((group + 1) * rows, middle_size.value)):
             for column in range(unit * n, (unit + 1) * n):
-                yield [((b.kind, b.index), b.offset + size * int(
-                            outer * s[0] + (0 if int(shared) >> k & 1 else row * s[1]) + (0 if int(columns) >> k & 1 else column)))
-                       for k, (b, size, s) in enumerate(zip(buffers, sizes, strides))]
+                yield [
+                    (
+                        (b.kind, b.index),
+                        b.offset
+                        + size
+                        * int(
+                            outer * s[0]
+                            + (0 if int(shared) >> k & 1 else row * s[1])
+                            + (0 if int(columns) >> k & 1 else column)
+                        ),
+                    )
+                    for k, (b, size, s) in enumerate(zip(buffers, sizes, strides))
+                ]
 
 
 def check_walk(step, expected):
@@ -116,10 +146,18 @@ def check_walk(step, expected):
     assert sorted(map(tuple, walk(step))) == wanted
 
 
-@pytest.mark.parametrize("full, shapes", [
-    ((3, 5, 8), [(3, 5, 8), (1, 5, 1)]), ((3, 5, 8), [(1, 1, 8), (3, 5, 8)]), ((3, 5, 7), [(3, 1, 7), (3, 5, 7)]),
-    ((4, 6), [(4, 1), (1, 6)]), ((5, 3, 2, 8), [(5, 1, 2, 8), (5, 3, 2, 8)]), ((2, 3, 4), [(1, 3, 1), (2, 3, 4)]),
-    ((3, 1, 8), [(3, 1, 8), (1, 1, 8)])])
+@pytest.mark.parametrize(
+    "full, shapes",
+    [
+        ((3, 5, 8), [(3, 5, 8), (1, 5, 1)]),
+        ((3, 5, 8), [(1, 1, 8), (3, 5, 8)]),
+        ((3, 5, 7), [(3, 1, 7), (3, 5, 7)]),
+        ((4, 6), [(4, 1), (1, 6)]),
+        ((5, 3, 2, 8), [(5, 1, 2, 8), (5, 3, 2, 8)]),
+        ((2, 3, 4), [(1, 3, 1), (2, 3, 4)]),
+        ((3, 1, 8), [(3, 1, 8), (1, 1, 8)]),
+    ],
+)
 def test_strides_reach_every_element_once(full, shapes):
     for name in ("add(f32,f32)->f32", "less(f16,f16)->pred", "add(f64,f64)->f64"):
         kernel = next(k for k in table.kernels() if k.key == name)
@@ -132,8 +170,20 @@ def test_strides_reach_every_element_once(full, shapes):
             check_walk(step, list(zip(arrays, (size, size, out), index)))
 
 
-@pytest.mark.parametrize("shape, split", [
-    ((3, 16), 1), ((3, 2), 1), ((3, 2, 1), 1), ((5, 4, 3), 1), ((2, 2, 2), 2), ((4, 2, 1, 8), 1), ((6, 4), 0), ((2,), 0), ((2, 1), 0)])
+@pytest.mark.parametrize(
+    "shape, split",
+    [
+        ((3, 16), 1),
+        ((3, 2), 1),
+        ((3, 2, 1), 1),
+        ((5, 4, 3), 1),
+        ((2, 2, 2), 2),
+        ((4, 2, 1, 8), 1),
+        ((6, 4), 0),
+        ((2,), 0),
+        ((2, 1), 0),
+    ],
+)
 def test_halves_reach_every_element_once(shape, split):
     """Forward and backward, halves of one element included, which have gaps between them."""
     first, second = np.split(np.arange(math.prod(shape)).reshape(shape), 2, split)
@@ -143,8 +193,10 @@ def test_halves_reach_every_element_once(shape, split):
     x, g, y = ("operand", 0), ("operand", 1), ("result", 0)
     forward = plan.plan("swiglu", H200, [whole], [half], split=split)
     backward = plan.plan("swiglu_grad", H200, [whole, half], [whole], split=split)
-    for p, expected in ((forward, [(x, first), (x, second), (y, dense)]),
-                        (backward, [(x, first), (x, second), (g, dense), (y, first), (y, second)])):
+    for p, expected in (
+        (forward, [(x, first), (x, second), (y, dense)]),
+        (backward, [(x, first), (x, second), (g, dense), (y, first), (y, second)]),
+    ):
         for step in steps(p):
             if step.name.startswith("StridedKernel"):
                 check_walk(step, [(buffer, 4, index) for buffer, index in expected])

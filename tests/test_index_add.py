@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from indexed import (
     FLOATS, INDEX_DTYPES, INTEGERS, REDUCTIONS, assert_reduced, assert_selected, check, every_dtype, every_reduction,
-    indices, needs_cpu_module, on_this_platform, run, scattered, values,
+    indices, on_this_platform, run, scattered, values,
 )
 from reference import wide
 
@@ -254,7 +254,6 @@ def test_modes_are_those_of_jax(mode, rows):
     same(jaxkern.index_select(x, 0, index, mode=mode), x.at[index].get(mode=mode or "fill"))
 
 
-@needs_cpu_module
 @every_reduction
 @pytest.mark.parametrize("hint", ["sorted", "unique", "both"])
 @pytest.mark.parametrize("width", [1, 33, 128])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from indexed import (
-    FLOATS, INTEGERS, REDUCTIONS, assert_reduced, assert_selected, indices, needs_cpu_module, run, values,
+    FLOATS, INTEGERS, REDUCTIONS, assert_reduced, assert_selected, indices, run, values,
 )
 
 import jaxkern
@@ -30,7 +30,6 @@ def test_plans_are_forced_on_what_they_are_for():
         pass
 
 
-@needs_cpu_module
 def test_plan_query_needs_no_gpu():
     for device, dtype, rows, count, inner in itertools.product(
             (tiers.H200, tiers.A100), FLOATS + INTEGERS, (1, 1000, 1 << 20), (1, 1000, 1 << 20), (1, 7, 128)):
@@ -49,13 +48,6 @@ def test_plan_query_needs_no_gpu():
             call()
 
 
-@needs_cpu_module
-def test_scratch_is_index_bytes_and_never_the_source():
-    for rows, count, inner in ((128256, 16384, 4096), (169343, 1166243, 128), (1 << 20, 64 << 20, 1)):
-        query, _ = tiers.index_query(rows, count, inner)
-        assert 0 <= query.scratch_bytes("auto") <= max(64 * count, count * inner)
-
-
 # Rows, indices and elements of a row around the edges of each plan; few enough that each may be compiled.
 PROBLEMS = [
     (1, 1, 1), (1, 5000, 1000), (31, 33, 3), (31, 1024, 128), (31, 20000, 1), (31, 70001, 33), (1000, 1024, 1),
@@ -64,7 +56,6 @@ PROBLEMS = [
 
 
 @pytest.mark.gpu
-@needs_cpu_module
 @pytest.mark.parametrize("plan", tiers.PLANS)
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
 @pytest.mark.parametrize("operation", [*REDUCTIONS, "index_select"])
@@ -95,7 +86,6 @@ def test_every_plan(plan, dtype, operation):
 
 
 @pytest.mark.gpu
-@needs_cpu_module
 @pytest.mark.parametrize(
     "plan, rows, count, batch",
     [("sort", 300_000, 600_001, None), ("narrow", 2**22, 600_001, None), ("sort", 300_000, 4_200_001, None),
@@ -126,7 +116,6 @@ def test_windows_of_several_slices(count):
 
 
 @pytest.mark.gpu
-@needs_cpu_module
 def test_a_plan_that_does_not_fit_is_an_error():
     with tiers.force("sorted"), pytest.raises(Exception, match="jaxkern.segment_sum.*sorted"):
         jax.block_until_ready(jaxkern.segment_sum(jnp.ones(5), jnp.zeros(5, int), 3))

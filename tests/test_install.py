@@ -15,15 +15,7 @@ import pytest
 import jaxkern
 from jaxkern import __main__ as doctor
 from jaxkern import elementwise
-from jaxkern._core import compat, lowering, partition, registry
-
-TARGETS = {"jaxkern_softmax", "jaxkern_softmax_grad", "jaxkern_log_softmax", "jaxkern_log_softmax_grad",
-           "jaxkern_index_add", "jaxkern_index_select", "jaxkern_segment_sum", "jaxkern_segment_max", "jaxkern_segment_min",
-           "jaxkern_segment_softmax", "jaxkern_segment_softmax_grad",
-           "jaxkern_reduce_sum", "jaxkern_reduce_mean", "jaxkern_reduce_max", "jaxkern_reduce_min",
-           "jaxkern_logsumexp", "jaxkern_logsumexp_statistics",
-           "jaxkern_cross_entropy", "jaxkern_cross_entropy_grad", "jaxkern_cross_entropy_both",
-           "jaxkern_softmax_fused", "jaxkern_softmax_fused_grad", "jaxkern_softmax_fused_output_grad"}
+from jaxkern._core import compat, lowering, registry
 
 
 @pytest.fixture
@@ -50,7 +42,7 @@ def python(code, **environment):
 def test_public_names():
     assert set(jaxkern.__all__) == {
         "embedding_lookup", "export_checks", "index_add", "index_select", "log_softmax", "logsumexp", "reduce_max",
-        "reduce_mean", "reduce_min", "reduce_sum", "segment_max", "segment_mean", "segment_min", "segment_softmax", "segment_sum", "softmax",
+        "reduce_mean", "reduce_min", "reduce_sum", "segment_max", "segment_mean", "segment_min", "segment_softmax", "segment_sum", "sort_indices", "softmax",
         "softmax_cross_entropy", "softmax_cross_entropy_and_grad", "tiers", *elementwise.NAMES}
     assert jaxkern.__version__.count(".") == 2
     assert isinstance(jaxkern.tiers, types.ModuleType) and callable(jaxkern.softmax)
@@ -67,7 +59,7 @@ def test_installed_version_is_that_of_the_source():
 
 
 @pytest.mark.parametrize("module", ["softmax", "elementwise", "reduction", "loss", "index_add", "segment", "tiers",
-                                    "_core.partition", "_core.registry"])
+                                    "_core.registry"])
 def test_examples_in_docstrings(module):
     results = doctest.testmod(importlib.import_module(f"jaxkern.{module}"))
     assert results.attempted and not results.failed
@@ -90,71 +82,62 @@ def test_importing_starts_no_backend_and_warns_of_nothing():
 # ---- the extension modules
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda"])
-def test_modules_hand_out_capsules_and_nothing_more(name):
-    status = registry.status[name]
-    if status.module is None:
-        pytest.skip(status.reason)
-    public = {n for n in vars(status.module) if not n.startswith("__")}
-    queries = {"IndexQuery"}
-    assert public == {"registrations", "api_version"} | (queries if name == "cpu" else set())
-    capsules = status.module.registrations()
-    assert set(capsules) == TARGETS == status.targets
-    assert all(type(c).__name__ == "PyCapsule" for c in capsules.values())
-    assert tuple(status.module.api_version) <= compat.ffi_api_version()
-
-
 def test_runtime_version_is_known():
     assert compat.ffi_api_version() >= (0, 1)  # of jaxlib 0.8.0
 
 
 def test_absent_module():
-    status = registry.load("_never_built", "cpu")
+    status = registry.load("_never_built")
     assert status.module is None and status.reason == "jaxkern._never_built was not built"
 
 
 def test_module_that_does_not_load(fake):
     fake("raise ImportError('undefined symbol: cudaLaunchKernelExC')")
-    status = registry.load("_fake", "CUDA")
+    status = registry.load("_fake")
     assert status.module is None and "jaxkern._fake does not load: undefined symbol: cudaLaunchKernelExC" == status.reason
 
 
 def test_module_newer_than_the_runtime(fake):
-    fake("api_version = (0, 7)\ndef registrations(): raise AssertionError('not to be asked')")
-    status = registry.load("_fake", "CUDA", api_version=(0, 3))
+    fake("api_version = (0, 7)")
+    status = registry.load("_fake", api_version=(0, 3))
     assert status.module is None
     for word in ("jaxkern._fake", "XLA FFI 0.7", "up to 0.3", f"jaxlib {importlib.import_module('jaxlib').__version__}"):
         assert word in status.reason
     assert "\n" not in status.reason
 
 
-def test_module_that_xla_refuses(fake):
-    fake("api_version = (0, 1)\ndef registrations(): return {'jaxkern_fake': 'no capsule'}")
-    status = registry.load("_fake", "cpu")
-    assert status.module is None and status.reason.startswith("jaxkern._fake does not register: ")
+def test_module_that_cannot_be_set_up(fake, monkeypatch):
+    fake("api_version = (0, 1)")
+    status = registry.load("_fake")
+    assert status.module is None and status.reason.startswith("jaxkern._fake cannot be set up: ")
 
 
-def warned(modules, gpu):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        registry.warn(modules, gpu)
-    return [str(w.message) for w in caught]
+@pytest.mark.parametrize("value", ["many", ""])
+def test_environment_that_is_wrong(value):
+    done = python("from jaxkern._core import registry; print(registry.kernels.reason)", JAXKERN_CACHE_MB=value, JAX_PLATFORMS="cpu")
+    assert done.returncode == 0, done.stderr
+    if registry.kernels.module is not None:
+        assert "jaxkern._runtime cannot be set up: " in done.stdout
 
 
 def test_warnings():
-    """Of a CUDA module only where there is a GPU; of a broken CPU module always; of what loaded, never."""
-    absent = registry.Module("_cuda", "CUDA", reason="jaxkern._cuda was not built")
-    broken = registry.Module("_cpu", "cpu", reason="jaxkern._cpu does not load: GLIBC_2.99 not found")
-    loaded = registry.Module("_cpu", "cpu", module=object())
-    assert warned([loaded, absent], gpu=False) == []
-    assert warned([loaded, absent], gpu=True) == ["jaxkern runs through XLA on CUDA: jaxkern._cuda was not built"]
-    assert warned([broken], gpu=False) == ["jaxkern runs through XLA on cpu: jaxkern._cpu does not load: GLIBC_2.99 not found"]
+    """Of a module that is absent only where there is a GPU; of what loaded, never."""
+
+    def warned(module, gpu):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            registry.warn(module, gpu)
+        return [str(w.message) for w in caught]
+
+    absent = registry.Module(reason="jaxkern._runtime was not built")
+    assert warned(absent, gpu=False) == [] and warned(registry.Module(types), gpu=True) == []
+    assert warned(absent, gpu=True) == ["jaxkern runs through XLA on CUDA: jaxkern._runtime was not built"]
 
 
 WITHOUT_MODULES = """
 import importlib.util, warnings
 find = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *a: None if name in ("jaxkern._cpu", "jaxkern._cuda") else find(name, *a)
+importlib.util.find_spec = lambda name, *a: None if name == "jaxkern._runtime" else find(name, *a)
 """
 
 
@@ -184,7 +167,7 @@ with warnings.catch_warnings(record=True) as caught:
     import jaxkern, jaxkern.softmax
 print([str(w.message) for w in caught if "jaxkern" in str(w.message)])
 """, JAX_PLATFORMS="cpu")
-    assert done.stdout.strip() == "['jaxkern runs through XLA on CUDA: jaxkern._cuda was not built']", done.stderr
+    assert done.stdout.strip() == "['jaxkern runs through XLA on CUDA: jaxkern._runtime was not built']", done.stderr
 
 
 # ---- python -m jaxkern
@@ -193,10 +176,10 @@ print([str(w.message) for w in caught if "jaxkern" in str(w.message)])
 @pytest.mark.process
 def test_doctor():
     done = subprocess.run([sys.executable, "-m", "jaxkern"], capture_output=True, text=True, timeout=900)  # only of a hang
-    for word in (jaxkern.__version__, jax.__version__, "NVIDIA driver", "devices", "cpu kernels", "cuda kernels",
+    for word in (jaxkern.__version__, jax.__version__, "NVIDIA driver", "devices", "CUDA runtime", "NVRTC", "kernel cache",
                  "float64", "milliseconds", "XLA", "copy"):
         assert word in done.stdout, done.stdout + done.stderr
-    well = all(s.module or (n == "cuda" and not registry.gpu_present()) for n, s in registry.status.items())
+    well = registry.kernels.module is not None or not registry.gpu_present()
     assert done.returncode == (0 if well else 1), done.stdout
     assert done.stdout.strip().endswith("all is well" if well else "something is wrong: see above")
     assert "!" not in done.stdout
@@ -216,17 +199,11 @@ def test_doctor_finds_a_wrong_result(monkeypatch, capsys):
 
 def test_doctor_finds_a_missing_module(monkeypatch, capsys):
     monkeypatch.setattr(registry, "gpu_present", lambda: True)
-    monkeypatch.setitem(registry.status, "cuda", registry.Module("_cuda", "CUDA", reason="jaxkern._cuda was not built"))
-    assert not doctor.show_modules() and "cuda kernels   not loaded: jaxkern._cuda was not built" in capsys.readouterr().out
+    monkeypatch.setattr(registry, "kernels", registry.Module(reason="jaxkern._runtime was not built"))
+    assert not doctor.show_runtime() and "CUDA runtime   not loaded: jaxkern._runtime was not built" in capsys.readouterr().out
 
 
 # ---- small parts that nothing else shows
-
-
-def test_sharding_rule_has_as_many_letters_as_it_needs():
-    rule = partition.sharding_rule([(2,) * 12], [(2,) * 12], 1)
-    names = [n.split("=")[0] for n in rule.split("{")[1].split("}")[0].split(", ")]
-    assert len(set(names)) == 23 and names[17:20] == ["z", "z_1", "z_2"]
 
 
 @pytest.mark.parametrize("full, part, axis, sharded, shape", [

@@ -5,15 +5,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from indexed import INDEX_DTYPES, numpy_rows
+from plans import DEVICES, needs_nvrtc, needs_runtime
 
+import jaxkern
 from jaxkern._core import compat, device, launch, registry
 from jaxkern._ops.indexing import sort
 
-needs_nvrtc = pytest.mark.skipif(registry.kernels.module is None or bool(registry.kernels.module.compiler()[1]),
-                                 reason=registry.kernels.reason or "NVRTC cannot be used")
-DEVICES = [device.H200, device.A100, device.Device(84, 86, 99 << 10), device.Device(170, 120, 99 << 10)]
-SIZES = [(1, 1, 1), (1, 2048, 3), (1, 65537, 512), (7, 3000, 100_000), (1, 1 << 19, 1 << 18), (1, 1_166_243, 169_343),
-         (1, 1 << 22, 2**31 - 2), (64, 20_000, 1000), (1, 1 << 30, 3)]
+SIZES = [
+    (1, 1, 1),
+    (1, 2048, 3),
+    (1, 65537, 512),
+    (7, 3000, 100_000),
+    (1, 1 << 19, 1 << 18),
+    (1, 1_166_243, 169_343),
+    (1, 1 << 22, 2**31 - 2),
+    (64, 20_000, 1000),
+    (1, 1 << 30, 3),
+]
 
 
 @pytest.mark.parametrize("wrap, clip", [(False, False), (True, False), (False, True)])
@@ -22,7 +30,11 @@ def test_against_numpy(index_dtype, wrap, clip):
     batch, count, rows = 3, 200, 40
     with compat.enable_x64():
         limits = np.iinfo(index_dtype)
-        index = np.random.default_rng(0).integers(max(limits.min, -90), min(limits.max, 90), (batch, count)).astype(index_dtype)
+        index = (
+            np.random.default_rng(0)
+            .integers(max(limits.min, -90), min(limits.max, 90), (batch, count))
+            .astype(index_dtype)
+        )
         keys, order = sort.sort_indices(jnp.asarray(index), rows=rows, wrap=wrap, clip=clip)
     row = np.stack([numpy_rows(i, rows, wrap, clip) for i in index])
     want = np.where(row < 0, batch * rows, row + rows * np.arange(batch)[:, None]).reshape(-1)
@@ -55,7 +67,9 @@ def test_every_bit_of_the_keys_is_sorted(batch, count, rows, gpu):
             assert buffer.kind == "result" or buffer.offset + 4 * positions <= plan.scratch
         bits += width
     assert (keys, payload) == (launch.result(0), launch.result(1)) and 2**bits > batch * rows
-    assert registry.kernels.module is None or registry.kernels.module.check(launch.text("sort", plan, operands, out)) == ""
+    assert (
+        registry.kernels.module is None or registry.kernels.module.check(launch.text("sort", plan, operands, out)) == ""
+    )
 
 
 def test_what_32_bits_do_not_number_is_sorted_by_xla():
@@ -75,7 +89,136 @@ def test_kernels_compile():
 
 def test_vmap_sorts_each():
     index = jnp.array([[[3, -1, 0]], [[9, 1, 1]]])
-    for one, keys, order in zip(index, *jax.vmap(lambda i: sort.sort_indices(i, rows=4, wrap=False, clip=False))(index)):
+    for one, keys, order in zip(
+        index, *jax.vmap(lambda i: sort.sort_indices(i, rows=4, wrap=False, clip=False))(index)
+    ):
         want = sort.sort_indices(one, rows=4, wrap=False, clip=False)
         np.testing.assert_array_equal(keys, want[0])
         np.testing.assert_array_equal(order, want[1])
+
+
+# ---- the order in place of ids
+
+IDS, ROWS = jnp.array([5, 0, 2, 2, -1, 9, 5, 1]), 6
+DATA = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
+OPERATIONS = {
+    "segment_sum": lambda d, ids, **o: jaxkern.segment_sum(d, ids, ROWS, **o),
+    "segment_mean": lambda d, ids, **o: jaxkern.segment_mean(d, ids, ROWS, **o),
+    "segment_max": lambda d, ids, **o: jaxkern.segment_max(d, ids, ROWS, **o),
+    "segment_min": lambda d, ids, **o: jaxkern.segment_min(d, ids, ROWS, **o),
+    "segment_softmax": lambda d, ids, **o: jaxkern.segment_softmax(d, ids, ROWS, **o),
+    "index_add": lambda d, ids, **o: jaxkern.index_add(jnp.ones((ROWS, 3)), 0, ids, d, alpha=0.5, **o),
+    "index_select": lambda d, ids, **o: jnp.nan_to_num(jaxkern.index_select(d[:ROWS], 0, ids, **o)),
+    "embedding_lookup": lambda d, ids, **o: jnp.nan_to_num(jaxkern.embedding_lookup(d[:ROWS], ids, **o)),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_order_instead_of_ids(name):
+    """The same values and derivatives, eagerly, under jit, vmap and twice differentiated."""
+    f, wrap = OPERATIONS[name], not name.startswith("segment")
+    order = jaxkern.sort_indices(IDS, ROWS, wrap=wrap)
+    loss = lambda d, order: jnp.sum(jnp.sin(f(d, None if order else IDS, order=order)))
+    for g in (
+        lambda d, order: f(d, None if order else IDS, order=order),
+        jax.grad(loss),
+        jax.grad(lambda d, order: jnp.sum(jax.grad(loss)(d, order) ** 2)),
+        lambda d, order: jax.jvp(lambda d: loss(d, order), (d,), (d,))[1],
+        lambda d, order: jax.vmap(lambda d: loss(d, order))(jnp.stack([d, 2 * d])),
+    ):
+        np.testing.assert_array_equal(jax.jit(g)(DATA, order), jax.jit(g)(DATA, None))
+    np.testing.assert_array_equal(f(DATA, IDS, order=order), f(DATA, IDS))
+
+
+def test_vmap_of_an_order():
+    ids = jnp.stack([IDS, IDS[::-1]])
+    f = jax.vmap(lambda d, i: jaxkern.segment_sum(d, None, order=jaxkern.sort_indices(i, ROWS)), (None, 0))
+    np.testing.assert_array_equal(f(DATA, ids), [jaxkern.segment_sum(DATA, i, ROWS) for i in ids])
+
+
+def test_orders_of_any_shape_and_mode():
+    ids, data = IDS.reshape(2, 4), DATA[:4]
+    order = jaxkern.sort_indices(ids, ROWS, mode="clip")
+    np.testing.assert_array_equal(
+        jaxkern.segment_sum(data, None, order=order), jaxkern.segment_sum(data, ids, ROWS, mode="clip")
+    )
+    assert jaxkern.sort_indices(jnp.zeros(0, jnp.int32), 3).keys.shape == (0,)
+    assert jaxkern.sort_indices(IDS, 0).keys.tolist() == [0] * 8
+
+
+@pytest.mark.parametrize(
+    "call, kind, words",
+    [
+        (lambda o: jaxkern.segment_sum(DATA, None, 5, order=o), ValueError, ["segment_sum", "6 rows, not 5"]),
+        (lambda o: jaxkern.segment_sum(DATA, IDS[:3], order=o), ValueError, ["segment_ids", "(3,)", "(8,)"]),
+        (lambda o: jaxkern.segment_sum(DATA, None, mode="clip", order=o), ValueError, ["mode 'clip'"]),
+        (lambda o: jaxkern.segment_sum(DATA, None, order=(1, 2)), TypeError, ["sort_indices", "tuple"]),
+        (lambda o: jaxkern.segment_sum(DATA, None, 3), TypeError, ["segment_ids", "None"]),
+        (lambda o: jaxkern.index_add(DATA, 0, None, DATA, order=o), ValueError, ["index_add", "6 rows, not 8"]),
+        (lambda o: jaxkern.sort_indices(DATA, 3), TypeError, ["ids", "integer"]),
+        (lambda o: jaxkern.sort_indices(IDS, None), TypeError, ["num_segments"]),
+        (lambda o: jaxkern.sort_indices(IDS, 2**33), ValueError, ["32 bits"]),
+    ],
+)
+def test_bad_orders(call, kind, words):
+    with pytest.raises(kind) as error:
+        call(jaxkern.sort_indices(IDS, ROWS))
+    assert all(word in str(error.value) for word in words), error.value
+
+
+# ---- sorts of a program
+
+
+def sorts(f, *args):
+    """Sorts that a program for CUDA holds, and how many of them differ."""
+    text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    found = [p for p in launch.programs(text) if "operation jaxkern_sort_indices" in p]
+    assert all(registry.kernels.module.check(p) == "" for p in launch.programs(text))
+    return len(found), len(set(found))
+
+
+MANY, EDGES = jax.ShapeDtypeStruct((5000, 16), "float32"), jax.ShapeDtypeStruct((5000,), "int32")
+
+
+@needs_runtime
+def test_equal_sorts_of_a_program_are_the_same_call():
+    """Whatever is reduced over them: XLA merges calls of the same operands and launch list."""
+
+    def layers(d, ids):
+        y = jaxkern.segment_sum(d, ids, 900).sum() + jaxkern.segment_max(d[:, :3], ids, 900).sum()
+        y += jaxkern.segment_sum(d.astype(jnp.bfloat16), ids, 900).sum().astype(jnp.float32)
+        return y + jaxkern.segment_softmax(d, ids, 900)[0, 0]
+
+    found, different = sorts(jax.grad(layers), MANY, EDGES)
+    assert found >= 3 and different == 1
+    assert sorts(lambda d, i: jaxkern.segment_sum(d, i, 900) + jaxkern.segment_sum(d, i + 1, 900), MANY, EDGES) == (
+        2,
+        1,
+    )
+    assert sorts(lambda d, i: jaxkern.segment_sum(d, i, 900, indices_are_sorted=True), MANY, EDGES) == (0, 0)
+    select = lambda d, i: (jaxkern.index_select(d, 0, i) ** 2).sum()
+    assert sorts(jax.grad(select), MANY, EDGES) == (1, 1)
+
+
+@needs_runtime
+def test_a_given_order_is_not_sorted():
+    order = jax.eval_shape(lambda i: jaxkern.sort_indices(i, 900), EDGES)
+    loss = lambda d, o: (jaxkern.segment_sum(d, None, order=o) ** 2).sum() + jaxkern.segment_max(d, None, order=o).sum()
+    assert sorts(jax.grad(loss), MANY, order) == (0, 0)
+    wrapped = jax.eval_shape(lambda i: jaxkern.sort_indices(i, 5000, wrap=True), EDGES)
+    select = lambda d, o: (jaxkern.index_select(d, 0, None, order=o) ** 2).sum()
+    assert sorts(jax.grad(select), MANY, wrapped) == (0, 0)
+
+
+@pytest.mark.gpu
+def test_xla_merges_equal_sorts():
+    """In the compiled program of a step with two layers, forward and backward, two sorts are left: by either end."""
+
+    def layers(x, senders, receivers):
+        for _ in range(2):
+            x = jnp.tanh(jaxkern.segment_sum(jaxkern.index_select(x, 0, senders), receivers, 900))
+        return x.sum()
+
+    x, ids = jnp.ones((900, 16)), jnp.arange(5000) % 900
+    text = jax.jit(jax.grad(layers)).lower(x, ids, ids * 7 % 900).compile().as_text()
+    assert text.count('custom_call_target="jaxkern_sort_indices"') == 2

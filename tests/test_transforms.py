@@ -153,9 +153,8 @@ def compiled(f, *args):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_kernel_forward_and_one_backward(operation, shape, axis, mask_shape, dtype):
     """value_and_grad compiles to our two kernels, without a transpose or a copy."""
-    module = {"cpu": registry.status["cpu"], "gpu": registry.kernels}[jax.default_backend()]
-    if module.module is None:
-        pytest.skip(module.reason)
+    if not (jax.default_backend() == "gpu" and registry.kernels.module):
+        pytest.skip("kernels run on a GPU")
     mask = None if mask_shape is None else jnp.ones(mask_shape, bool)
     f = lambda x, w: (getattr(jaxkern, operation)(x, axis, mask) * w).sum()
     text = compiled(jax.value_and_grad(f), jnp.ones(shape, dtype), jnp.ones(shape, dtype))
@@ -257,7 +256,7 @@ def test_export(operation, rows):
         jax.ShapeDtypeStruct(shape, jnp.float32))
     assert set(exported.platforms) == platforms
     # A launch list is for arrays of one shape.
-    loaded = {"cpu": registry.status["cpu"].module is not None, "cuda": registry.kernels.module is not None and rows == "4"}
+    loaded = {"cpu": False, "cuda": registry.kernels.module is not None and rows == "4"}
     for platform in loaded:
         kernel = f"custom_call @jaxkern_{operation}("
         single = export.export(f, platforms=[platform], disabled_checks=jaxkern.export_checks())(

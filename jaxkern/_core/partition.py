@@ -1,11 +1,9 @@
 """Sharding: what XLA is told so that no operation gathers an array that it could work on in parts.
 
-There are two ways, and the lowering of a primitive chooses. Under jit over several devices it hands XLA a
-callback (`jax.experimental.custom_partitioning`): the primitive names the dimensions of its operands and
-results, dimensions of one name are split alike, and `shard` computes a device's part, with collectives
-where it must. Where JAX has no callbacks (inside a `shard_map` over some of the mesh, and in an exported
-program) the target is batch partitionable: it may be run on a slice of its leading dimensions, whose number
-stands in an attribute and again in a Shardy rule; arrays split along others are gathered.
+Under jit over several devices a lowering hands XLA a callback (`jax.experimental.custom_partitioning`): the primitive names
+the dimensions of its operands and results, dimensions of one name are split alike, and `shard` computes a device's part,
+with collectives where it must. Where JAX has no callbacks (inside a `shard_map` over some of the mesh, and in a program that
+is exported for several devices) XLA partitions the reference.
 """
 
 import functools
@@ -16,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.mlir import ir
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -198,50 +195,3 @@ def merge_exponentials(largest, sums, over, scaled=1):
 
 def _summed(sums, over):
     return list(lax.psum(jnp.stack(sums), over)) if over else sums
-
-
-# ---- dimensions that XLA may slice
-
-
-def batch_dims(shapes, axis: int) -> int:
-    """Leading dimensions before `axis` that every operand has in full, so that they may be split."""
-    k = 0
-    while k < axis and all(shape[k] == shapes[0][k] for shape in shapes):
-        k += 1
-    return k
-
-
-def sharding_rule(inputs, outputs, batch: int) -> str:
-    """Shardy's rule in its own syntax: the batch dimensions are shared, each other one is its own.
-
-    >>> sharding_rule([(8, 16)], [(8, 16)], 1)
-    '#sdy.op_sharding_rule<([i, j])->([i, k]) {i=8, j=16, k=16}, custom>'
-    """
-    sizes = []
-
-    def factor(size):
-        sizes.append(size)
-        k = len(sizes) - 1
-        return chr(ord("i") + k) if k < 18 else f"z_{k - 17}"
-
-    shared = [factor(size) for size in inputs[0][:batch]]
-
-    def dims(shapes):
-        return ", ".join(f"[{', '.join(shared + [factor(s) for s in shape[batch:]])}]" for shape in shapes)
-
-    left, right = dims(inputs), dims(outputs)
-    names = [chr(ord("i") + k) if k < 18 else f"z_{k - 17}" for k in range(len(sizes))]
-    table = ", ".join(f"{name}={size}" for name, size in zip(names, sizes))
-    return f"#sdy.op_sharding_rule<({left})->({right}) {{{table}}}, custom>"
-
-
-def attributes(inputs, outputs, axis: int):
-    """Attributes of the custom call for operands and results of these shapes, or None."""
-    batch = batch_dims(inputs, axis)
-    if batch == 0 or not all(isinstance(d, int) for shape in (*inputs, *outputs) for d in shape):
-        return None
-    number = ir.DictAttr.get({"num_batch_dims": ir.StringAttr.get(str(batch))})
-    extra = {"mhlo.frontend_attributes": number}
-    if compat.shardy():
-        extra["sdy.sharding_rule"] = ir.Attribute.parse(sharding_rule(inputs, outputs, batch))
-    return extra

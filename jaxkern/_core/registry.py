@@ -1,8 +1,7 @@
-"""Loading the extension modules and registering their kernels with XLA, once, at import.
+"""Loading the extension module and registering its handler with XLA, at import.
 
-Each module (`_cpu`, `_cuda`) has `registrations()`, target name -> capsule, and `api_version`, the
-version of the XLA FFI headers that it was built with. A module that is absent or refused leaves a
-reason in `status`, and the operations run through XLA instead.
+`jaxkern._runtime` compiles and launches CUDA kernels (ffi/runtime). Where it is absent or refused, `kernels.reason` says
+why, and the operations run through XLA instead.
 """
 
 import atexit
@@ -13,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import os
 import pathlib
+import types
 import warnings
 
 import jax
@@ -25,17 +25,14 @@ from jaxkern._core import compat, device, runtime
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """One extension module: loaded (`module` is set), or not, and why (`reason`)."""
+    """An extension module: loaded (`module` is set), or not, and why (`reason`)."""
 
-    name: str
-    platform: str  # as XLA spells it
-    module: object = None
-    targets: frozenset = frozenset()
+    module: types.ModuleType | None = None
     reason: str = ""
 
 
 def find_installed(package=jaxkern) -> None:
-    """Lets a checkout, which Python prefers when it runs there, use the modules of the installed package."""
+    """Lets a checkout, which Python prefers when it runs there, use the module of the installed package."""
     try:
         installed = importlib.metadata.distribution("jaxkern")
     except importlib.metadata.PackageNotFoundError:
@@ -45,43 +42,27 @@ def find_installed(package=jaxkern) -> None:
         package.__path__.append(str(folder))
 
 
-def load(name: str, platform: str, api_version=None, targets=True) -> Module:
-    """Imports `jaxkern.<name>` and registers its targets; never raises."""
+def load(name: str, api_version=None) -> Module:
+    """Imports `jaxkern.<name>`; never raises. api_version: of the XLA FFI, if not the running jaxlib's."""
     if importlib.util.find_spec(f"jaxkern.{name}") is None:
-        return Module(name, platform, reason=f"jaxkern.{name} was not built")
+        return Module(reason=f"jaxkern.{name} was not built")
     try:
         module = importlib.import_module(f"jaxkern.{name}")
     except Exception as error:  # a missing symbol, a wrong glibc: anything the loader says
-        return Module(name, platform, reason=f"jaxkern.{name} does not load: {error}")
-    api_version = api_version or compat.ffi_api_version()
-    if api_version is not None and tuple(module.api_version) > tuple(api_version):
-        built, accepted = (".".join(map(str, v)) for v in (module.api_version, api_version))
+        return Module(reason=f"jaxkern.{name} does not load: {error}")
+    accepted = api_version or compat.ffi_api_version()
+    if accepted is not None and tuple(module.api_version) > tuple(accepted):
+        built, known = (".".join(map(str, v)) for v in (module.api_version, accepted))
         return Module(
-            name, platform,
-            reason=f"jaxkern.{name} was built for XLA FFI {built}, and jaxlib {jaxlib.version.__version__} "
-            f"accepts up to {accepted}: upgrade jaxlib, or rebuild jaxkern against this one")
-    if not targets:
-        return Module(name, platform, module)
+            reason=f"jaxkern.{name} was built for XLA FFI {built}, and jaxlib {jaxlib.version.__version__} accepts up to "
+            f"{known}: upgrade jaxlib, or rebuild jaxkern against this one"
+        )
     try:
-        targets = module.registrations()
-        for target, capsule in targets.items():
-            jax.ffi.register_ffi_target(target, capsule, platform=platform)
-            jax.ffi.register_ffi_target_as_batch_partitionable(target)
-    except Exception as error:
-        return Module(name, platform, reason=f"jaxkern.{name} does not register: {error}")
-    return Module(name, platform, module, frozenset(targets))
-
-
-def load_runtime() -> Module:
-    """Imports `jaxkern._runtime`, which compiles and launches CUDA kernels, and says where things lie; never raises."""
-    loaded = load("_runtime", "CUDA", targets=False)
-    if loaded.module is not None:
-        try:
-            runtime.configure(loaded.module)
-        except Exception as error:  # headers that are not there, an environment variable that is no number
-            return dataclasses.replace(loaded, module=None, reason=f"jaxkern._runtime cannot be set up: {error}")
-        atexit.register(loaded.module.stop_prefetching)
-    return loaded
+        runtime.configure(module)
+    except Exception as error:  # headers that are not there, an environment variable that is no number
+        return Module(reason=f"jaxkern.{name} cannot be set up: {error}")
+    atexit.register(module.stop_prefetching)
+    return Module(module)
 
 
 def register_cuda_target(name: str) -> None:
@@ -124,14 +105,10 @@ def gpu_present() -> bool:
     return driver and plugin
 
 
-def warn(modules, gpu: bool) -> None:
-    """One warning for each module whose absence a user would want to know of."""
-    for module in modules:
-        absent = module.reason.endswith("was not built")
-        # No CUDA module on a machine without a GPU is as it should be.
-        wanted = gpu if module.platform == "CUDA" else not absent
-        if module.module is None and wanted:
-            warnings.warn(f"jaxkern runs through XLA on {module.platform}: {module.reason}", stacklevel=4)
+def warn(module: Module, gpu: bool) -> None:
+    """A warning where the module's absence costs something: where there is a GPU."""
+    if module.module is None and gpu:
+        warnings.warn(f"jaxkern runs through XLA on CUDA: {module.reason}", stacklevel=4)
 
 
 def export_checks() -> list:
@@ -141,16 +118,13 @@ def export_checks() -> list:
     >>> shape = jax.ShapeDtypeStruct((8, 128), jnp.float32)
     >>> exported = jax.export.export(jax.jit(jaxkern.softmax), disabled_checks=jaxkern.export_checks())(shape)
 
-    A program that holds such a kernel runs where this library is imported, in the version that exported it or a
-    later one. For a platform whose module is not loaded here, the program holds XLA's own operations instead.
+    An artifact for CUDA holds launch lists, which name kernels of this version of the library: it runs where this version is
+    imported, and says so elsewhere. It is code, and is to be trusted like code.
     """
-    targets = cuda_targets.union(*(module.targets for module in status.values()))
-    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in sorted(targets)]
+    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in sorted(cuda_targets)]
 
 
 find_installed()
-# By the platform name that lowering rules use.
-kernels = load_runtime()
+kernels = load("_runtime")
 cuda_targets: set[str] = set()
-status = {"cpu": load("_cpu", "cpu"), "cuda": load("_cuda", "CUDA")}
-warn(status.values(), gpu_present())
+warn(kernels, gpu_present())

@@ -1,16 +1,15 @@
-// What functors compute with: a functor is a template over one of
+// The arithmetic of functors. A functor is a template over one of
 //
-//     Single    float, results within 4 units in the last place
+//     Single    float; results within 4 units in the last place
 //     Double    double
 //     Integer   int32_t, which wraps
-//     Coarse    float for 16-bit results: relative errors of 2^-13, a few instructions each
+//     Coarse    float, for 16-bit results: relative errors of 2^-13 in a few instructions
 //
-// with C, the type, and functions for what + - * / and comparisons do not do.
+// Each has a member type C and the functions that are not + - * / or a comparison.
 //
-// Sources. Normal distribution: exp(-a^2/2) times a polynomial in 1 / (1 + k a), after Hastings,
-// "Approximations for Digital Computers", 1955, or a ratio of polynomials, after Cody, "Rational Chebyshev Approximations
-// for the Error Function", 1969; coefficients by weighted least squares (Lawson, 1961), here.
-// Logarithm: FreeBSD's e_log.c (Sun Microsystems, 1993).
+// Sources. Normal distribution: exp(-a^2/2) times a polynomial in 1 / (1 + k a), after Hastings, "Approximations for
+// Digital Computers", 1955, or a ratio of polynomials, after Cody, "Rational Chebyshev Approximations for the Error
+// Function", 1969. The coefficients come from weighted least squares (Lawson, 1961).
 #pragma once
 
 #include "../common/std.h"
@@ -19,8 +18,7 @@
 
 namespace jaxkern {
 
-template <class To, class From>
-JAXKERN_FN To BitsAs(From from) {
+template <class To, class From> JAXKERN_FN To BitsAs(From from) {
   static_assert(sizeof(To) == sizeof(From), "");
   To to;
   memcpy(&to, &from, sizeof to);
@@ -28,8 +26,7 @@ JAXKERN_FN To BitsAs(From from) {
 }
 
 // c[0] + c[1] x + c[2] x^2 ...
-template <class C, int n>
-JAXKERN_FN C Polynomial(C x, const C (&c)[n]) {
+template <class C, int n> JAXKERN_FN C Polynomial(C x, const C (&c)[n]) {
   C sum = c[n - 1];
 #pragma unroll
   for (int i = n - 2; i >= 0; --i) {
@@ -38,17 +35,16 @@ JAXKERN_FN C Polynomial(C x, const C (&c)[n]) {
   return sum;
 }
 
-// --- What all have in common -----------------------------------------------------------------------
+// --- Shared by all ---------------------------------------------------------------------------------
 
-template <class T>
-struct Basic {
+template <class T> struct Basic {
   using C = T;
   static JAXKERN_FN C Abs(C x) { return x < 0 ? C(-x) : x; }
-  static JAXKERN_FN C Max(C a, C b) { return a > b || a != a ? a : b; }  // NaN where either is
+  static JAXKERN_FN C Max(C a, C b) { return a > b || a != a ? a : b; }  // NaN if either is
   static JAXKERN_FN C Min(C a, C b) { return a < b || a != a ? a : b; }
   static JAXKERN_FN bool IsNan(C x) { return x != x; }
   static JAXKERN_FN C Fma(C a, C b, C c) { return a * b + c; }
-  static JAXKERN_FN C Product(C a, C b) { return a * b; }  // rounded, and no part of a fused multiply-add
+  static JAXKERN_FN C Product(C a, C b) { return a * b; }  // rounded: never fused into a multiply-add
   static JAXKERN_FN C Product(C a, C b, C c) { return a * (b * c); }
   static JAXKERN_FN C Sign(C x) { return C(x > 0) - C(x < 0); }
 };
@@ -58,8 +54,7 @@ struct Integer : Basic<int32_t> {
   static JAXKERN_FN C Fma(C a, C b, C c) { return C(uint32_t(a) * uint32_t(b) + uint32_t(c)); }
 };
 
-template <class T>
-struct Real : Basic<T> {
+template <class T> struct Real : Basic<T> {
   using C = T;
   static JAXKERN_FN C Divide(C a, C b) { return a / b; }
   static JAXKERN_FN C Sign(C x) { return x > 0 ? C(1) : x < 0 ? C(-1) : x; }  // keeps -0 and NaN
@@ -69,49 +64,6 @@ struct Real : Basic<T> {
   static constexpr C kTwoInverseSqrtPi = C(1.12837916709551257390);
   static JAXKERN_FN bool IsInf(C x) { return x == kInfinity || x == -kInfinity; }
   static JAXKERN_FN C Share(C a, C e) { return a / (1 + e); }  // 0 <= e <= 1
-};
-
-// Exponentials of what is no float, with M's Exp and its Fma, which must be one: the exponent is taken in two parts,
-// since what rounding it loses would be multiplied by up to 100.
-template <class M>
-struct InFloat {
-  // Beyond a the normal distribution is exp(-a^2/2) / (2 + a (sqrt(2 pi) + h(a))), where the terms before h say most: what
-  // a ratio of polynomials loses in h hardly counts. This is the divisor without a sqrt(2 pi), of an a that may be rounded.
-  static JAXKERN_FN float TailDivisor(float a) {
-    const float h = M::FastQuotient(
-        Polynomial(a, {-0.910859227180481f, -0.695903480052948f, -0.25419881939888f, -0.04974844306707382f,
-                       -0.004505206365138292f}),
-        Polynomial(a, {1.0f, 1.0639886856079102f, 0.5456064343452454f, 0.1617821604013443f, 0.02769853174686432f,
-                       0.0022525868844240904f}));
-    return M::Fma(a, h, 2.0f);
-  }
-  static JAXKERN_FN float NormalCdf(float x) {
-    const float a = M::Min(M::Abs(x), 20.0f);
-    const float square = M::Product(a, a), rest = M::Fma(a, a, -square), e = M::Exp(-0.5f * square);
-    const float cdf = M::Quotient(M::Fma(e, -0.5f * rest, e), M::Fma(a, 2.50662827463f, TailDivisor(a)));
-    return x < 0 ? cdf : 1 - cdf;
-  }
-  // a b c, rounded once where nothing overflows.
-  static JAXKERN_FN float Product(float a, float b, float c) {
-    const float p = M::Product(b, c), y = M::Product(a, p), low = M::Fma(b, c, -p);
-    return M::Abs(y) < M::kInfinity ? M::Fma(a, p, a * low) : y;
-  }
-  static JAXKERN_FN float ExpOfProduct(float x, double c) {
-    const float high = float(c), low = float(c - high), p = M::Product(x, high), rest = M::Fma(x, high, -p) + x * low;
-    const float e = M::Exp(p);
-    return M::Abs(p) < 200 ? M::Fma(e, rest, e) : e;
-  }
-  // exp(-2 sqrt(2 / pi) (x + 0.044715 x^3))
-  static JAXKERN_FN float ExpOfGeluArgument(float x) {
-    constexpr double kC = 1.5957691216057308, kD = kC * 0.044715;
-    constexpr float c = float(kC), c_low = float(kC - c), d = float(kD), d_low = float(kD - d);
-    const float p = M::Product(x, x), p_low = M::Fma(x, x, -p);
-    const float m = M::Product(d, p), m_low = M::Fma(d, p, -m) + M::Fma(d, p_low, d_low * p);
-    const float s = c + m, z = s - c, s_low = (c - (s - z)) + (m - z) + (m_low + c_low);  // Knuth's TwoSum
-    const float u = M::Product(x, s), u_low = M::Fma(x, s, -u) + x * s_low;
-    const float e = M::Exp(-u);
-    return p < 1e4f ? M::Fma(e, -u_low, e) : e;
-  }
 };
 
 struct Double : Real<double> {
@@ -141,13 +93,13 @@ struct Double : Real<double> {
   static JAXKERN_FN C ExpOfGeluArgument(C x) { return exp(-1.5957691216057308 * x * (1 + 0.044715 * (x * x))); }
 };
 
-// What float has in hardware, or exactly.
+// Functions of float that the hardware has or the CUDA library computes exactly enough.
 struct Float : Real<float> {
   static JAXKERN_FN C Abs(C x) { return fabsf(x); }
   static JAXKERN_FN C Fma(C a, C b, C c) { return fmaf(a, b, c); }
   static JAXKERN_FN C Product(C a, C b) { return __fmul_rn(a, b); }
   static JAXKERN_FN C Product(C a, C b, C c) { return a * (b * c); }
-  // Of b from 2^-126 to 2^126. __fdividef would first ask whether it is smaller.
+  // b from 2^-126 to 2^126. __fdividef would spend an instruction on testing that.
   static JAXKERN_FN C Inverse(C b) {
     C y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(b));
@@ -159,7 +111,7 @@ struct Float : Real<float> {
     return y;
   }
   static JAXKERN_FN C FastQuotient(C a, C b) { return a * Inverse(b); }
-  static JAXKERN_FN C Quotient(C a, C b) {  // hardly more than rounded; of finite numbers
+  static JAXKERN_FN C Quotient(C a, C b) {  // nearly correctly rounded; of finite numbers
     const C inverse = Inverse(b), q = a * inverse;
     return fmaf(inverse, fmaf(-b, q, a), q);
   }
@@ -191,49 +143,68 @@ struct Float : Real<float> {
 
 struct Single : Float {
   using Float::Product;
-  static JAXKERN_FN C Product(C a, C b, C c) { return InFloat<Single>::Product(a, b, c); }
+  static JAXKERN_FN C Product(C a, C b, C c) {  // rounded once unless it overflows
+    const C p = Product(b, c), y = Product(a, p), low = fmaf(b, c, -p);
+    return fabsf(y) < kInfinity ? fmaf(a, p, a * low) : y;
+  }
   static JAXKERN_FN C Exp(C x) { return expf(x); }
   static JAXKERN_FN C Expm1(C x) { return expm1f(x); }
-  static JAXKERN_FN C Share(C a, C e) {  // of a = e or 1: the sum's rounding does not count, and a - q has none
+  static JAXKERN_FN C Share(C a, C e) {  // a is e or 1: uses 1 + e only for the first guess; a - q is exact
     const C inverse = Inverse(1 + e), q = a * inverse;
     return fmaf(inverse, fmaf(-q, e, a - q), q);
   }
   static JAXKERN_FN C Log1pUnit(C x) {  // 0 <= x <= 1: twice the area tangent of x / (2 + x)
     const C z = Quotient(x, 2 + x), square = z * z;
-    const C series = Polynomial(square, {0.33333319425582886f, 0.20003780722618103f, 0.14118309319019318f, 0.1342574954032898f});
+    const C series =
+        Polynomial(square, {0.33333319425582886f, 0.20003780722618103f, 0.14118309319019318f, 0.1342574954032898f});
     return fmaf(2 * z * square, series, 2 * z);
   }
   static JAXKERN_FN C Tanh(C x) { return tanhf(x); }
   static JAXKERN_FN C NormalCdf(C x) {
     constexpr double k = 0.5 * kLog2e;
-    const C a = Min(fabsf(x), 20.0f), cdf = Tail(a, 1, C(k), C(k - C(k)), 2.50662827463f, InFloat<Single>::TailDivisor(a));
+    const C a = Min(fabsf(x), 20.0f), cdf = Tail(a, 1, C(k), C(k - C(k)), 2.50662827463f, TailDivisor(a));
     return x < 0 ? cdf : 1 - cdf;
   }
   static JAXKERN_FN C Erfc(C x) {
     constexpr double k = kLog2e;
-    const C a = Min(fabsf(x), 14.0f), divisor = InFloat<Single>::TailDivisor(a * 1.41421356f);
+    const C a = Min(fabsf(x), 14.0f), divisor = TailDivisor(a * 1.41421356f);
     const C tail = Tail(a, 2, C(k), C(k - C(k)), 3.54490770f, divisor);
     return x < 0 ? 2 - tail : tail;
   }
-  static JAXKERN_FN C ExpOfProduct(C x, double c) { return InFloat<Single>::ExpOfProduct(x, c); }
-  // exp(-2 sqrt(2 / pi) (x + 0.044715 x^3)) for x >= 0. Both terms of the exponent to base 2 are rounded to multiples of
-  // 2^-14, whose sum is exact, and what that takes from them is put back in the end.
+  // The exponent is computed in two parts: an exponential multiplies the error of its exponent by up to 100.
+  static JAXKERN_FN C ExpOfProduct(C x, double c) {
+    const C high = C(c), low = C(c - high), p = Product(x, high), rest = fmaf(x, high, -p) + x * low;
+    const C e = Exp(p);
+    return fabsf(p) < 200 ? fmaf(e, rest, e) : e;
+  }
+  // exp(-2 sqrt(2 / pi) (x + 0.044715 x^3)) for x >= 0. Both terms of the base-2 exponent are rounded to multiples of
+  // 2^-14, whose sum is exact; the last line restores what this rounding loses.
   static JAXKERN_FN C ExpOfGeluArgument(C x) {
     constexpr double k1 = -1.5957691216057308 * kLog2e, k3 = 0.044715 * k1;
     constexpr C c1 = C(k1), c1_low = C(k1 - c1), c3 = C(k3), c3_low = C(k3 - c3);
     const C a = Min(x, 12.5f), square = Product(a, a), cube = Product(a, square);
     const C cube_low = fmaf(a, square, -cube) + a * fmaf(a, a, -square);
-    const C shifted1 = fmaf(c1, a, 768.0f), shifted = fmaf(c3, cube, shifted1), u1 = shifted1 - 768.0f, u3 = shifted - shifted1;
+    const C shifted1 = fmaf(c1, a, 768.0f), shifted = fmaf(c3, cube, shifted1), u1 = shifted1 - 768.0f,
+            u3 = shifted - shifted1;
     const C low = fmaf(c1, a, -u1) + (fmaf(c3, cube, -u3) + fmaf(c1_low, a, fmaf(c3_low, cube, c3 * cube_low)));
     const C e = Power2(shifted - 736.0f);
-    return fmaf(e * low, kLn2, e) * 0x1p-32f;  // a subnormal result counts: it is multiplied by 10
+    return fmaf(e * low, kLn2, e) * 0x1p-32f;  // must be right when subnormal: the result is multiplied by up to 10
   }
 
  private:
   static constexpr double kLog2e = 1.4426950408889634;
   static constexpr C kLn2 = 0.693147181f;
-  // scale e^(-c a^2) / (divisor + a slope) of c log2(e) = high + low. What rounding takes from the exponent, the sum and the
-  // quotient is put back together.
+  // The tail of the normal distribution beyond a is exp(-a^2/2) / (2 + a (sqrt(2 pi) + h(a))). h, a ratio of
+  // polynomials, is the smallest term, so its error hardly counts. Returns 2 + a h(a); a may be rounded.
+  static JAXKERN_FN C TailDivisor(C a) {
+    const C h = FastQuotient(Polynomial(a, {-0.910859227180481f, -0.695903480052948f, -0.25419881939888f,
+                                            -0.04974844306707382f, -0.004505206365138292f}),
+                             Polynomial(a, {1.0f, 1.0639886856079102f, 0.5456064343452454f, 0.1617821604013443f,
+                                            0.02769853174686432f, 0.0022525868844240904f}));
+    return fmaf(a, h, 2.0f);
+  }
+  // scale e^(-c a^2) / (divisor + a slope), where c log2(e) = high + low. One correction restores what the exponent,
+  // the sum and the quotient lose by rounding.
   static JAXKERN_FN C Tail(C a, C scale, C high, C low, C slope, C divisor) {
     const C square = Product(a, a), u = Product(square, -high);
     const C rest = fmaf(square, -low, fmaf(fmaf(a, a, -square), -high, fmaf(square, -high, -u)));
@@ -249,7 +220,9 @@ struct Coarse : Float {
   static JAXKERN_FN C Share(C a, C e) { return FastQuotient(a, 1 + e); }
   static JAXKERN_FN C Exp(C x) { return Power2(x * kLog2e); }
   static JAXKERN_FN C Expm1(C x) {
-    const C near = x + x * x * Polynomial(x, {0.499974747722195f, 0.16667396983678887f, 0.042092714478751445f, 0.008342257019566366f});
+    const C near =
+        x +
+        x * x * Polynomial(x, {0.499974747722195f, 0.16667396983678887f, 0.042092714478751445f, 0.008342257019566366f});
     return fabsf(x) < 0.5f ? near : Exp(x) - 1;
   }
   static JAXKERN_FN C Divide(C a, C b) {
@@ -262,14 +235,16 @@ struct Coarse : Float {
     asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
   }
-  static JAXKERN_FN C Log2(C x, C d) {  // of x = 1 + d, to 2^-17 of itself; the hardware's is exact to 2^-22, too little near 1
+  static JAXKERN_FN C
+  Log2(C x, C d) {  // log2(x), x = 1 + d, to a relative 2^-17; lg2.approx is within 2^-22, too coarse near 1
     C far;
     asm("lg2.approx.f32 %0, %1;" : "=f"(far) : "f"(x));
-    return fabsf(d) < 0x1p-5f ? d * Polynomial(d, {1.4426950216293335f, -0.7216171622276306f, 0.4811677634716034f}) : far;
+    return fabsf(d) < 0x1p-5f ? d * Polynomial(d, {1.4426950216293335f, -0.7216171622276306f, 0.4811677634716034f})
+                              : far;
   }
   static JAXKERN_FN C Log(C x) { return kLn2 * Log2(x, x - 1); }
   static JAXKERN_FN C Log1p(C x) { return kLn2 * Log2(1 + x, x); }
-  // 2^(y log2 |x|), where |y log2 |x|| < 150 has room for the logarithm's error; then C's rules for signs and NaN.
+  // 2^(y log2 |x|): finite results have |y log2 |x|| < 150, which the logarithm's error allows. Signs and NaN as in C.
   static JAXKERN_FN C Power(C x, C y) {
     const C a = fabsf(x), exponent = y == 0 || a == 1 ? C(0) : y * Log2(a, a - 1);
     C power;
@@ -279,7 +254,7 @@ struct Coarse : Float {
     if (whole && odd) power = copysignf(power, x);
     return x < 0 && a < kInfinity && !whole ? C(NAN) : power;
   }
-  static JAXKERN_FN C Erf(C x) {  // 1, to 2^-14, beyond 2.9
+  static JAXKERN_FN C Erf(C x) {  // beyond 2.9, within 2^-14 of 1
     const C a = Max(Min(x, 2.9f), -2.9f), p = a * a;
     return a * Polynomial(p, {1.128332257270813f, 0.17995741963386536f, 0.02960597351193428f}) *
            Inverse(Polynomial(p, {1.0f, 0.4921444058418274f, 0.09203017503023148f, 0.0035081887617707253f}));
@@ -288,9 +263,11 @@ struct Coarse : Float {
     const C tail = 2 * NormalTail(fabsf(x) * 1.41421356f);
     return x < 0 ? 2 - tail : tail;
   }
-  // The sine of what is left of the angle beside half turns, or halves of odd ones, for |x| < 2^16; beyond, the library's.
+  // The sine of |x| < 2^16, or its cosine: subtracts multiples of pi (for the cosine, odd multiples of pi / 2), then
+  // takes a polynomial.
   template <bool kCosine> static JAXKERN_FN C Turned(C x) {
-    const C turns = x * 0.318309886f, shifted = (kCosine ? turns - 0.5f : turns) + 12582912.0f, n = shifted - 12582912.0f;
+    const C turns = x * 0.318309886f, shifted = (kCosine ? turns - 0.5f : turns) + 12582912.0f,
+            n = shifted - 12582912.0f;
     const C k = kCosine ? n + 0.5f : n;
     const C r = fmaf(k, -1.07806050e-14f, fmaf(k, -1.50995790e-7f, fmaf(k, -3.1415925f, x))), p = r * r;
     const C y = r + r * p * Polynomial(p, {-0.16665849741842179f, 0.008314220651620347f, -0.000185404094866618f});
@@ -301,7 +278,7 @@ struct Coarse : Float {
   static JAXKERN_FN C Cos(C x) { return SineOf<true>(x); }
   template <bool kCosine> static JAXKERN_FN C SineOf(C x) {
     C y = Turned<kCosine>(x);
-    if (__builtin_expect(IsFar(x), 0)) y = FarSine(x, kCosine);  // NaN is near
+    if (__builtin_expect(IsFar(x), 0)) y = FarSine(x, kCosine);  // false for NaN
     return y;
   }
   static JAXKERN_FN bool IsFar(C x) { return fabsf(x) >= 65536; }
@@ -316,10 +293,12 @@ struct Coarse : Float {
     const C near = x + x * p * Polynomial(p, {-0.3331907296061318f, 0.13086401078092183f, -0.0413873725950373f});
     return a < 0.6f ? near : far;
   }
-  static JAXKERN_FN C NormalTail(C a) {  // beyond a >= 0
+  static JAXKERN_FN C NormalTail(C a) {  // of the normal distribution, beyond a >= 0
     const C t = Inverse(fmaf(0.25f, a, 1.0f));
-    return t * Polynomial(t, {0.10115983337163925f, 0.08204630762338638f, 0.17608729004859924f, -0.09883411228656769f,
-                              0.23950965702533722f}) * Power2(a * a * (-0.5f * kLog2e));
+    return t *
+           Polynomial(t, {0.10115983337163925f, 0.08204630762338638f, 0.17608729004859924f, -0.09883411228656769f,
+                          0.23950965702533722f}) *
+           Power2(a * a * (-0.5f * kLog2e));
   }
   static JAXKERN_FN C NormalCdf(C x) {
     const C cdf = NormalTail(fabsf(x));
@@ -331,11 +310,10 @@ struct Coarse : Float {
   }
 };
 
-// Of angles none of which is far.
+// For angles none of which is far.
 struct CoarseNear : Coarse {
   static JAXKERN_FN C Sin(C x) { return Turned<false>(x); }
   static JAXKERN_FN C Cos(C x) { return Turned<true>(x); }
 };
-
 
 }  // namespace jaxkern

@@ -3,23 +3,26 @@
 //     FlatKernel<Elementwise<Functor, parameters, Types<results...>, Types<operands...>>, scalars, tiles>
 //     StridedKernel<Elementwise<...>, packs, columns, shared>
 //
-// A functor is any type with a member type C, in which it computes, and an operator() on values of C, one per operand, that
-// returns C, bool, or Values<C, number of results> (functors.h, activations.h). Its members are the scalar parameters, in
-// order. A thread handles packs of N elements, where N elements of the widest type are 16 bytes: it loads the packs of all
-// operands, applies the functor to each element (or to pairs of 16-bit elements, where it has a form for pairs), and stores.
+// A functor is any type with a member type C, in which it computes, and an operator() on values of C, one per operand,
+// that returns C, bool, or Values<C, number of results> (functors.h, activations.h). Its members are the scalar
+// parameters, in order. A thread handles packs of N elements, where N elements of the widest type are 16 bytes: it
+// loads the packs of all operands, applies the functor to each element (or to pairs of 16-bit elements, where it has a
+// form for pairs), and stores.
 //
-//   Flat       All arrays are contiguous, or scalars (bits of `scalars`), which each thread reads once. With `tiles` a block
-//              takes kUnroll packs per thread and loads all of them before it computes on the first. What is left behind
-//              the packs is handled element by element; with no packs at all the kernel serves any address.
-//   Strided    Three dimensions. Operands may lack some of them (a bias, a scale per row), and rows may have gaps (the halves
-//              of a gated operation), in results too. Bits of `columns` are set for operands that are the same along a row,
-//              bits of `shared` for those that are the same for all rows of the middle dimension. With `packs`, rows are
-//              whole packs that begin on 16 bytes, and a thread takes the same pack of kRows neighboring rows; else it takes
-//              single elements, at any address.
+//   Flat       All arrays are contiguous, or scalars (bits of `scalars`), which each thread reads once. With `tiles` a
+//   block
+//              takes kUnroll packs per thread and loads all of them before it computes on the first. What is left
+//              behind the packs is handled element by element; with no packs at all the kernel serves any address.
+//   Strided    Three dimensions. Operands may lack some of them (a bias, a scale per row), and rows may have gaps (the
+//   halves
+//              of a gated operation), in results too. Bits of `columns` are set for operands that are the same along a
+//              row, bits of `shared` for those that are the same for all rows of the middle dimension. With `packs`,
+//              rows are whole packs that begin on 16 bytes, and a thread takes the same pack of kRows neighboring rows;
+//              else it takes single elements, at any address.
 //
-// Blocks step over the array by the grid, which has one block per tile up to many waves and less than 2^32 threads. Inputs
-// are read with evict-last and results written with evict-first where the call exceeds L2 (benchmarks/NOTES.md says why).
-// Each element is read once and written once. No operand may overlap a result.
+// Blocks step over the array by the grid, which has one block per tile up to many waves and less than 2^32 threads.
+// Inputs are read with evict-last and results written with evict-first where the call exceeds L2 (benchmarks/NOTES.md
+// says why). Each element is read once and written once. No operand may overlap a result.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -37,7 +40,9 @@ enum class Pred : uint8_t {};  // a bool in memory
 template <class... T> struct Types {};
 
 template <int i, class T, class... Rest> struct TypeAt : TypeAt<i - 1, Rest...> {};
-template <class T, class... Rest> struct TypeAt<0, T, Rest...> { using type = T; };
+template <class T, class... Rest> struct TypeAt<0, T, Rest...> {
+  using type = T;
+};
 
 constexpr int kThreads = 256;
 constexpr int kBlocksPerSm = 6;  // leaves 42 registers per thread
@@ -71,7 +76,8 @@ struct Words {
   uint32_t w[4];
 };
 
-template <class T> JAXKERN_FN T Get(const Words& words, int i) {  // i is known when this is compiled
+// Element i of a pack; i is a constant once loops are unrolled.
+template <class T> JAXKERN_FN T Get(const Words& words, int i) {
   if constexpr (sizeof(T) == 8) {
     return BitsAs<T>(uint64_t{words.w[2 * i + 1]} << 32 | words.w[2 * i]);
   } else if constexpr (sizeof(T) == 4) {
@@ -83,6 +89,7 @@ template <class T> JAXKERN_FN T Get(const Words& words, int i) {  // i is known 
   }
 }
 
+// Sets element i. Elements are set in order from 0: the first of a word clears the rest of it.
 template <class T> JAXKERN_FN void Put(Words& words, int i, T x) {
   if constexpr (sizeof(T) == 8) {
     const uint64_t bits = BitsAs<uint64_t>(x);
@@ -93,17 +100,20 @@ template <class T> JAXKERN_FN void Put(Words& words, int i, T x) {
     constexpr int kPerWord = 4 / sizeof(T);
     using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint8_t>;
     const uint32_t bits = uint32_t{BitsAs<Bits>(x)} << (i % kPerWord * 8 * sizeof(T));
-    words.w[i / kPerWord] = i % kPerWord ? words.w[i / kPerWord] | bits : bits;  // in order, from 0
+    words.w[i / kPerWord] = i % kPerWord ? words.w[i / kPerWord] | bits : bits;
   }
 }
 
+// Reads a pack that is used once.
 template <int kBytes> JAXKERN_FN void Load(Words& words, const void* p, ReadPolicy policy) {
   if constexpr (kBytes == 16) {
     asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-                 : "=r"(words.w[0]), "=r"(words.w[1]), "=r"(words.w[2]), "=r"(words.w[3]) : "l"(p), "l"(policy.bits));
+                 : "=r"(words.w[0]), "=r"(words.w[1]), "=r"(words.w[2]), "=r"(words.w[3])
+                 : "l"(p), "l"(policy.bits));
   } else if constexpr (kBytes == 8) {
     asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"
-                 : "=r"(words.w[0]), "=r"(words.w[1]) : "l"(p), "l"(policy.bits));
+                 : "=r"(words.w[0]), "=r"(words.w[1])
+                 : "l"(p), "l"(policy.bits));
   } else if constexpr (kBytes == 4) {
     words.w[0] = *static_cast<const uint32_t*>(p);
   } else if constexpr (kBytes == 2) {
@@ -113,6 +123,7 @@ template <int kBytes> JAXKERN_FN void Load(Words& words, const void* p, ReadPoli
   }
 }
 
+// Reads a pack through the L1.
 template <int kBytes> JAXKERN_FN void LoadCached(Words& words, const void* p) {
   constexpr int kVector = kBytes < 4 ? 4 : kBytes;
   if constexpr (kVector == 16) {
@@ -127,20 +138,31 @@ template <int kBytes> JAXKERN_FN void LoadCached(Words& words, const void* p) {
 }
 
 template <int kBytes> JAXKERN_FN void Store(void* p, const Words& words) {
-  if constexpr (kBytes == 16) __stcs(static_cast<uint4*>(p), make_uint4(words.w[0], words.w[1], words.w[2], words.w[3]));
+  if constexpr (kBytes == 16)
+    __stcs(static_cast<uint4*>(p), make_uint4(words.w[0], words.w[1], words.w[2], words.w[3]));
   else if constexpr (kBytes == 8) __stcs(static_cast<uint2*>(p), make_uint2(words.w[0], words.w[1]));
   else if constexpr (kBytes == 4) __stcs(static_cast<uint32_t*>(p), words.w[0]);
   else if constexpr (kBytes == 2) *static_cast<uint16_t*>(p) = static_cast<uint16_t>(words.w[0]);
   else *static_cast<uint8_t*>(p) = static_cast<uint8_t>(words.w[0]);
 }
 
-// The shorter form of a functor for angles that are all near (see Coarse::IsFar), or void. The kernels test once per pack
-// whether one is far: a branch per element takes longer than what it avoids.
-template <class Functor> struct NearForm { using type = void; };
-template <> struct NearForm<Sin<Coarse>> { using type = Sin<CoarseNear>; };
-template <> struct NearForm<Cos<Coarse>> { using type = Cos<CoarseNear>; };
-template <> struct NearForm<SinGrad<Coarse>> { using type = SinGrad<CoarseNear>; };
-template <> struct NearForm<CosGrad<Coarse>> { using type = CosGrad<CoarseNear>; };
+// The shorter form of a functor for angles that are all near (see Coarse::IsFar), or void. The kernels test once per
+// pack whether one is far: a branch per element takes longer than what it avoids.
+template <class Functor> struct NearForm {
+  using type = void;
+};
+template <> struct NearForm<Sin<Coarse>> {
+  using type = Sin<CoarseNear>;
+};
+template <> struct NearForm<Cos<Coarse>> {
+  using type = Cos<CoarseNear>;
+};
+template <> struct NearForm<SinGrad<Coarse>> {
+  using type = SinGrad<CoarseNear>;
+};
+template <> struct NearForm<CosGrad<Coarse>> {
+  using type = CosGrad<CoarseNear>;
+};
 
 // --- The kernels -----------------------------------------------------------------------------------
 
@@ -183,12 +205,13 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
   using Flat = FlatArgs<kIn, kOut, kParameters>;
   using Strided = StridedArgs<kIn, kOut, kParameters>;
 
-  // All types are one of 16 bits, and the functor does two elements at a time.
+  // Whether all types are one of 16 bits and the functor computes two elements at a time.
   using T = typename TypeAt<0, Out...>::type;
   using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
   template <class> using AsPair = Pair;
   template <class F, class = void> struct HasPair : std::false_type {};
-  template <class F> struct HasPair<F, std::void_t<decltype(F::Pair(std::declval<AsPair<In>>()...))>> : std::true_type {};
+  template <class F> struct HasPair<F, std::void_t<decltype(F::Pair(std::declval<AsPair<In>>()...))>> : std::true_type {
+  };
   static constexpr bool kPairs = [] {
     if constexpr ((std::is_same_v<T, __half> || std::is_same_v<T, __nv_bfloat16>) && (std::is_same_v<T, In> && ...)) {
       return HasPair<Functor>::value;
@@ -202,7 +225,7 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
     else return Functor{*static_cast<const C*>(parameter[0]), *static_cast<const C*>(parameter[1])};
   }
 
-  // One element: operands from memory at these offsets, results to memory.
+  // One element, from operands at the offsets `at` to results at the offsets `to`.
   template <size_t... I, size_t... J>
   static JAXKERN_FN void Element(const Functor& f, const void* const* in, void* const* out, const int64_t* at,
                                  const int64_t* to, std::index_sequence<I...>, std::index_sequence<J...>) {
@@ -211,9 +234,9 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
     else ((static_cast<Out*>(out[J])[to[J]] = Narrow<Out>(result.v[J])), ...);
   }
 
-  template <size_t... I, size_t... J>
-  static JAXKERN_FN void Compute(const Functor& f, const Words (&x)[kIn], Words (&y)[kOut], std::index_sequence<I...>,
-                                 std::index_sequence<J...>) {
+  template <size_t... I, size_t... J> static JAXKERN_FN void Compute(const Functor& f, const Words (&x)[kIn],
+                                                                     Words (&y)[kOut], std::index_sequence<I...>,
+                                                                     std::index_sequence<J...>) {
     if constexpr (kPairs) {
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) y[0].w[i] = BitsAs<uint32_t>(Functor::Pair(BitsAs<AsPair<In>>(x[I].w[i])...));
@@ -273,8 +296,8 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
         }
       }
     } else {
-      for (int64_t p = thread; p < a.packs; p += step) {
-        const int64_t first = p * N;
+      for (uint32_t p = thread; p < static_cast<uint32_t>(a.packs); p += step) {  // fewer than would make tiles
+        const int64_t first = int64_t{p} * N;
         Words x[kIn], y[kOut];
         ((kScalars >> I & 1 ? void(x[I] = constant[I])
                             : LoadCached<N * sizeof(In)>(x[I], static_cast<const In*>(a.in[I]) + first)),
@@ -283,7 +306,10 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
         ((Store<N * sizeof(Out)>(static_cast<Out*>(a.out[J]) + first, y[J])), ...);
       }
     }
-    for (int64_t i = a.packs * N + thread; i < a.count; i += step) {
+    // The indices are read again: kept through the loop above, they would make some kernels of 16 bits spill.
+    uint32_t block, index;
+    asm volatile("mov.u32 %0, %%ctaid.x; mov.u32 %1, %%tid.x;" : "=r"(block), "=r"(index));
+    for (int64_t i = a.packs * N + block * blockDim.x + index; i < a.count; i += step) {
       const int64_t at[kIn] = {(kScalars >> I & 1 ? 0 : i)...}, to[kOut] = {(void(J), i)...};
       Element(f, a.in, a.out, at, to, InIndex(), OutIndex());
     }
@@ -329,7 +355,8 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
                 ? void(x[r][I] = x[0][I])
                 : LoadRow<(kColumns >> I & 1), (kShared >> I & 1)>(
                       x[r][I],
-                      static_cast<const In*>(a.in[I]) + at[I] + (kShared >> I & 1 ? 0 : row * a.in_stride[I][1]), policy)),
+                      static_cast<const In*>(a.in[I]) + at[I] + (kShared >> I & 1 ? 0 : row * a.in_stride[I][1]),
+                      policy)),
            ...);
         }
 #pragma unroll
@@ -346,8 +373,8 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
   }
 };
 
-template <class E, uint32_t kScalars, bool kTiles>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm) FlatKernel(const __grid_constant__ typename E::Flat a) {
+template <class E, uint32_t kScalars, bool kTiles> __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    FlatKernel(const __grid_constant__ typename E::Flat a) {
   E::template RunFlat<kScalars, kTiles>(a, typename E::InIndex(), typename E::OutIndex());
 }
 template <class E, bool kPacks, uint32_t kColumns, uint32_t kShared>

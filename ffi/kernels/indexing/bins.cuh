@@ -9,9 +9,9 @@
 //     more               BinSorted: a radix sort (sort.cuh) has brought updates with equal leading bits of the key
 //                        together; a block takes one stretch of them after the other
 //
-// A block takes a chunk of updates. The sums of the parts of a slice (or of a stretch that chunks cut) are added in order
-// by BinParts (or BinStretches). Untouched bins of a float sum hold -0, which changes no sum, so that index_add leaves
-// their rows alone.
+// A block takes a chunk of updates. The sums of the parts of a slice (or of a stretch that chunks cut) are added in
+// order by BinParts (or BinStretches). Untouched bins of a float sum hold -0, which changes no sum, so that index_add
+// leaves their rows alone.
 #pragma once
 
 #include "common/async.cuh"
@@ -79,8 +79,8 @@ __device__ __forceinline__ void EmitBin(const IndexRun& run, int64_t o, uint32_t
   EmitBins<kOp, T, 1>(run, o, key, 0, run.dropped, {total});
 }
 
-// Shared-memory accumulators of a block, privatized per thread (kFew) or per warp, or shared by the block. Each warp also
-// keeps one flag bit per bin to detect lanes that target the same bin.
+// Shared-memory accumulators of a block, privatized per thread (kFew) or per warp, or shared by the block. Each warp
+// also keeps one flag bit per bin to detect lanes that target the same bin.
 template <Reduction kOp, class C, bool kFew> struct BlockBins {
   static constexpr int kBinsAtOnce = kFew ? 1 : 4;  // that a thread passes to `emit` together
   C* sum;
@@ -91,8 +91,11 @@ template <Reduction kOp, class C, bool kFew> struct BlockBins {
   static constexpr int Warps(int copies) { return copies == 1 ? kWideWarps : copies; }
 
   __device__ __forceinline__ BlockBins(char* shared, int bins, int copies)
-      : sum(reinterpret_cast<C*>(shared)), taken(reinterpret_cast<uint32_t*>(shared) + bins * copies),
-        bins(bins), copies(copies), warps(Warps(copies)) {}
+      : sum(reinterpret_cast<C*>(shared)),
+        taken(reinterpret_cast<uint32_t*>(shared) + bins * copies),
+        bins(bins),
+        copies(copies),
+        warps(Warps(copies)) {}
 
   // Threads that add.
   __device__ __forceinline__ uint32_t Adding() const { return kFew ? kBinThreads : warps * kWarp; }
@@ -106,8 +109,8 @@ template <Reduction kOp, class C, bool kFew> struct BlockBins {
     }
   }
 
-  // All lanes of a warp take part. A negative bin is none. Warps that share their bins add in turn, from the first turn of
-  // the block to its last.
+  // All lanes of a warp take part. A negative bin is none. Warps that share their bins add in turn, from the first turn
+  // of the block to its last.
   template <int N> __device__ __forceinline__ void Add(int (&bin)[N], C (&v)[N], bool first_turn, bool last_turn) {
     if constexpr (kFew) {
 #pragma unroll
@@ -120,8 +123,8 @@ template <Reduction kOp, class C, bool kFew> struct BlockBins {
       int first = copies == 1 ? 0 : warp * bins;
       asm("" : "+r"(first));  // a register, not to be worked out again for every update
       uint32_t* const mine_taken = taken + warp * Taken(bins);
-      // atomicOr reports a conflict to every lane but the first that targets a bin (__match_any_sync is slow). No result
-      // is consumed inside the loop, so the queries overlap.
+      // atomicOr reports a conflict to every lane but the first that targets a bin (__match_any_sync is slow). No
+      // result is consumed inside the loop, so the queries overlap.
       uint32_t there[N];
 #pragma unroll
       for (int u = 0; u < N; ++u) {
@@ -144,8 +147,7 @@ template <Reduction kOp, class C, bool kFew> struct BlockBins {
           const int leader = __ffs(met) - 1;
           const bool same = bin[u] == __shfl_sync(~0u, bin[u], leader);
           met &= ~__ballot_sync(~0u, same);
-          const C all =
-              ReduceLanes<kWarp>(same ? v[u] : Empty<kOp, C>(), [](C a, C b) { return Combined<kOp>(a, b); });
+          const C all = ReduceLanes<kWarp>(same ? v[u] : Empty<kOp, C>(), [](C a, C b) { return Combined<kOp>(a, b); });
           if (same) v[u] = all, bin[u] = lane == leader ? bin[u] : -1;
         }
       }
@@ -170,8 +172,8 @@ template <Reduction kOp, class C, bool kFew> struct BlockBins {
     }
   }
 
-  // Adds updates [begin, end): load(k) loads number k, and take(loaded, &bin, &v) says what it is. The next loads are in
-  // flight while updates are added. turn(k, n) is called before updates [k, k + n).
+  // Adds updates [begin, end): load(k) loads number k, and take(loaded, &bin, &v) says what it is. The next loads are
+  // in flight while updates are added. turn(k, n) is called before updates [k, k + n).
   template <class Turn, class Load, class Take>
   __device__ __forceinline__ void AddAll(uint32_t begin, uint32_t end, Turn turn, Load load, Take take) {
     const uint32_t adding = Adding(), step = adding * kBinAhead;
@@ -236,24 +238,23 @@ template <Reduction kOp, class C, bool kFew> struct BlockBins {
 
 // --- The kernels ----------------------------------------------------------------------------------------
 
-constexpr int kFewBins = 32, kPrefetched = 2048;  // updates
+constexpr int kFewBins = 32, kPrefetched = 2048;       // updates
 constexpr int kWindowThreads = 768, kWindowEach = 16;  // indices that a thread of a window has in flight
 
 struct BinShape {
   uint32_t chunk, chunks;  // of a slice
-  int64_t slices;              // batch * outer
-  int bins;                    // of a slice
-  int copies;          // warps with bins of their own
-  uint32_t stretches;          // a mask: the leading bits that the sort has looked at
+  int64_t slices;          // batch * outer
+  int bins;                // of a slice
+  int copies;              // warps with bins of their own
+  uint32_t stretches;      // a mask: the leading bits that the sort has looked at
   int64_t fill_after;
   FillShape fill;
 };
 static_assert(sizeof(BinShape) == 104);
 
 // Up to kWideBins rows: one block per chunk of a slice, straight from index and source.
-template <Reduction kOp, class T, bool kFew>
-__global__ void __launch_bounds__(kBinThreads)
-BinSlices(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape s) {
+template <Reduction kOp, class T, bool kFew> __global__ void __launch_bounds__(kBinThreads)
+    BinSlices(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape s) {
   using C = Compute<T>;
   extern __shared__ __align__(16) char shared_bytes[];
   BlockBins<kOp, C, kFew> bins(shared_bytes, s.bins, s.copies);
@@ -315,15 +316,17 @@ BinSlices(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape
   });
 }
 
-// Few updates: one block per window of the rows (x) and slice (y). Every thread has bins of its own, so that there are no
-// conflicts. `vectors`: vectors of four plain indices that a slice has; 0 where indices are of another kind or lie elsewhere.
-template <Reduction kOp, class T>
-__global__ void __launch_bounds__(kWindowThreads)
-BinWindows(const __grid_constant__ IndexRun run, const uint32_t vectors) {
+// Few updates: one block per window of the rows (x) and slice (y). Every thread has bins of its own, so that there are
+// no conflicts. `vectors`: vectors of four plain indices that a slice has; 0 where indices are of another kind or lie
+// elsewhere.
+template <Reduction kOp, class T> __global__ void __launch_bounds__(kWindowThreads)
+    BinWindows(const __grid_constant__ IndexRun run, const uint32_t vectors) {
   using C = Compute<T>;
   constexpr int kVectors = kWindowEach / 4, kFetched = 2;  // vectors, and then updates, that a thread loads at once
   static_assert((kBinWindow & (kBinWindow - 1)) == 0 && kWindowEach <= 32);
-  struct alignas(16) Four { C v[4]; };
+  struct alignas(16) Four {
+    C v[4];
+  };
   __shared__ Four sums[kBinWindow][kWindowThreads / 4];
   uint32_t thread = threadIdx.x;
   asm("" : "+r"(thread));  // kept in a register, not read again at every use
@@ -428,9 +431,8 @@ BinWindows(const __grid_constant__ IndexRun run, const uint32_t vectors) {
 }
 
 // Adds up the chunks of a slice: one block per 32 bins, each of its warps every 32nd chunk.
-template <Reduction kOp, class T>
-__global__ void __launch_bounds__(1024)
-BinParts(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape s) {
+template <Reduction kOp, class T> __global__ void __launch_bounds__(1024)
+    BinParts(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape s) {
   using C = Compute<T>;
   __shared__ C room[kWarp][kWarp];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, groups = (s.bins + kWarp - 1) / kWarp;
@@ -454,9 +456,8 @@ __device__ __forceinline__ uint32_t StretchAt(const IndexRun& run, const BinShap
 }
 
 // More rows: one block per chunk of the updates in the order of their stretch.
-template <Reduction kOp, class T>
-__global__ void __launch_bounds__(kBinThreads, 3)
-BinSorted(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape s) {
+template <Reduction kOp, class T> __global__ void __launch_bounds__(kBinThreads, 3)
+    BinSorted(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape s) {
   using C = Compute<T>;
   if (blockIdx.x >= s.fill_after) {
     __shared__ uint32_t bits[kFillRows / 32];
@@ -496,10 +497,12 @@ BinSorted(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape
     bins.Clear();
     __syncthreads();
     const auto load = [&](uint32_t k) { return __ldg(run.pairs + k); };
-    bins.AddAll(begin, end, [](uint32_t, uint32_t) {}, load, [&](const uint2& update, int* bin, C* v) {
-      *bin = update.x < run.dropped ? static_cast<int>(update.x % kBins) : -1;
-      *v = ToCompute(*reinterpret_cast<const T*>(&update.y));
-    });
+    bins.AddAll(
+        begin, end, [](uint32_t, uint32_t) {}, load,
+        [&](const uint2& update, int* bin, C* v) {
+          *bin = update.x < run.dropped ? static_cast<int>(update.x % kBins) : -1;
+          *v = ToCompute(*reinterpret_cast<const T*>(&update.y));
+        });
     const bool head = begin == chunk_begin && begin > 0 && StretchAt(run, s, begin - 1) == stretch;
     const bool tail = end == chunk_end && end < run.positions && StretchAt(run, s, end) == stretch;
     bins.ForEach([&](int bin, int step, const auto& totals) {
@@ -519,9 +522,8 @@ BinSorted(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape
 
 // Adds up the parts of a stretch that chunks cut: one block per chunk, for the stretch that begins in it.
 constexpr int kStretchThreads = 512;
-template <Reduction kOp, class T>
-__global__ void __launch_bounds__(kStretchThreads)
-BinStretches(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape s) {
+template <Reduction kOp, class T> __global__ void __launch_bounds__(kStretchThreads)
+    BinStretches(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape s) {
   using C = Compute<T>;
   const uint32_t chunk = blockIdx.x, begin = chunk * s.chunk, end = begin + s.chunk;
   if (end >= run.positions) return;

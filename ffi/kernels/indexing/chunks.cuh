@@ -1,44 +1,45 @@
-// The segmented reduction over sorted keys (algorithms `sort` and `sorted`), with the rows of a run's updates side by side.
+// The segmented reduction over sorted keys (algorithms `sort` and `sorted`), with the rows of a run's updates side by
+// side.
 //
-// The order of keys is cut into chunks of equal length. Each thread walks one chunk with one vector of the row: it loads
-// kRows vectors of source at a time, adds them up in float, and at the end of each run of equal keys writes the row of
-// out. Short code, few registers per vector, and so many warps make it fast. If rows are not whole vectors, each thread
-// handles kParts elements (or words) of a row at a fixed stride instead, so that the work per place stays comparable and
-// loads stay coalesced. A run is
+// The order of keys is cut into chunks of equal length. Each thread walks one chunk with one vector of the row: it
+// loads kRows vectors of source at a time, adds them up in float, and at the end of each run of equal keys writes the
+// row of out. Short code, few registers per vector, and so many warps make it fast. If rows are not whole vectors, each
+// thread handles kParts elements (or words) of a row at a fixed stride instead, so that the work per place stays
+// comparable and loads stay coalesced. A run is
 //
 //     short    if it ends soon behind the chunk that it begins in (ChunkReach): that chunk reduces all of it, and the
 //              next one begins behind it
 //     long     otherwise: each chunk writes the partial sum of its part to a slot (reduce.cuh)
 //
-// so that each row is written once and whole runs of up to a chunk cost nothing extra. Source is read once, each touched
-// row of out read (with reads_out) and written once. For segment operations, further blocks of the same launch write the
-// rows that have no update (gaps.cuh).
+// so that each row is written once and whole runs of up to a chunk cost nothing extra. Source is read once, each
+// touched row of out read (with reads_out) and written once. For segment operations, further blocks of the same launch
+// write the rows that have no update (gaps.cuh).
 //
-// On entry run.chunks describes the chunks (Describe), and run.keys and run.order are aligned to 16 bytes unless kAligned
-// is false.
+// On entry run.chunks describes the chunks (Describe), and run.keys and run.order are aligned to 16 bytes unless
+// kAligned is false.
 #pragma once
 
 #include "indexing/reduce.cuh"
 
 namespace jaxkern {
 
-// Elements of 16 bits are summed in twice the registers of a vector, rows that are not whole vectors are read in smaller
-// pieces, and places in flight, 4 or 8 per thread, take registers too.
+// Elements of 16 bits are summed in twice the registers of a vector, rows that are not whole vectors are read in
+// smaller pieces, and places in flight, 4 or 8 per thread, take registers too.
 constexpr int kReduceThreads = 128;
 constexpr int ReduceBlocks(bool whole_vectors, int element_bytes, int rows) {
   return !whole_vectors ? 4 : element_bytes > 2 ? 8 : rows == 4 ? 7 : 5;
 }
-// How far behind its chunk a run may end that the chunk reduces alone: further, and chunks would differ in length too much.
+// How far behind its chunk a run may end that the chunk reduces alone: further, and chunks would differ in length too
+// much.
 constexpr uint32_t ChunkReach(uint32_t chunk) { return chunk / 4; }
 
 constexpr int kDescribeThreads = 128, kKeysWritten = 16;  // keys that a thread writes
 
-// Fills run.chunks, one thread per chunk; all of its loads are in flight together. With kKeyed it reads run.keys. Without,
-// the first `describing` blocks, if any, take keys from plain indices of one slice, and further blocks write the keys,
-// and with run.order_out the order, of ascending indices.
-template <bool kKeyed>
-__global__ void __launch_bounds__(kDescribeThreads, 8)
-Describe(const __grid_constant__ IndexRun run, uint32_t chunk, uint32_t chunks, uint32_t describing) {
+// Fills run.chunks, one thread per chunk; all of its loads are in flight together. With kKeyed it reads run.keys.
+// Without, the first `describing` blocks, if any, take keys from plain indices of one slice, and further blocks write
+// the keys, and with run.order_out the order, of ascending indices.
+template <bool kKeyed> __global__ void __launch_bounds__(kDescribeThreads, 8)
+    Describe(const __grid_constant__ IndexRun run, uint32_t chunk, uint32_t chunks, uint32_t describing) {
   if (!kKeyed && blockIdx.x >= describing) {
     const uint32_t first = FirstOfLane<kDescribeThreads, kKeysWritten>(blockIdx.x - describing);
     uint32_t key[kKeysWritten];
@@ -91,7 +92,7 @@ __device__ __forceinline__ void LoadPlaces(const uint32_t* array, uint32_t i, ui
 
 template <Reduction kOp, class T, int N, int kParts, int kRows, bool kAligned>
 __global__ void __launch_bounds__(kReduceThreads, ReduceBlocks(kParts == 1, sizeof(T), kRows))
-ReduceChunks(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s) {
+    ReduceChunks(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s) {
   using C = Compute<T>;
   struct Slice {
     Pack<T, N> part[kParts];
@@ -108,8 +109,8 @@ ReduceChunks(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
   const uint32_t chunk = static_cast<uint32_t>(item - o * s.chunks);
   const ChunkInfo info = run.chunks[chunk];
   if (info.start >= info.stop) return;
-  const char* source = reinterpret_cast<const char*>(static_cast<const T*>(run.source) +
-                                                     o * run.source_stride * run.inner + column);
+  const char* source =
+      reinterpret_cast<const char*>(static_cast<const T*>(run.source) + o * run.source_stride * run.inner + column);
   char* out = reinterpret_cast<char*>(static_cast<T*>(run.out) + o * run.out_stride * run.inner + column);
   // Pinned: two registers each cost less than computing the addresses again for every row, as the compiler would.
   asm volatile("" : "+l"(source), "+l"(out));
@@ -203,8 +204,8 @@ ReduceChunks(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
     for (int u = 0; u < kRows; ++u) {
       if (key[u] < run.dropped) {
         slice[u] = load(in_source(row[u]));
-        // A run that begins and ends among these places reads its row when it ends. With 8 places in flight there are few
-        // such runs, or no registers left.
+        // A run that begins and ends among these places reads its row when it ends. With 8 places in flight there are
+        // few such runs, or no registers left.
         if (kRows == 4 && reads_out && key[u] != newest && newest != current) Prefetch(in_out(newest));
         newest = key[u];
       }

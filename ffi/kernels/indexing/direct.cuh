@@ -15,9 +15,8 @@ struct DirectShape {
 };
 static_assert(sizeof(DirectShape) == 64);
 
-template <Reduction kOp, class T, int N, bool kAtomic>
-__global__ void __launch_bounds__(kDirectThreads)
-DirectUpdates(const __grid_constant__ IndexRun run, const __grid_constant__ DirectShape s) {
+template <Reduction kOp, class T, int N, bool kAtomic> __global__ void __launch_bounds__(kDirectThreads)
+    DirectUpdates(const __grid_constant__ IndexRun run, const __grid_constant__ DirectShape s) {
   using C = Compute<T>;
   const C alpha = Alpha<C>(run);
   const int64_t first = static_cast<int64_t>(blockIdx.x) * (kDirectThreads * kDirectUpdates) + threadIdx.x;

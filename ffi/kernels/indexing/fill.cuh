@@ -5,8 +5,8 @@
 
 namespace jaxkern {
 
-template <int kThreads, int kVectors>
-__global__ void __launch_bounds__(kThreads) Fill(char* out, int64_t bytes, uint64_t pattern) {
+template <int kThreads, int kVectors> __global__ void __launch_bounds__(kThreads)
+    Fill(char* out, int64_t bytes, uint64_t pattern) {
   // Whole vectors of 16 bytes, and up to 15 bytes before and after them.
   const int64_t ahead = min((16 - reinterpret_cast<uintptr_t>(out) % 16) % 16, static_cast<uintptr_t>(bytes));
   const int64_t vectors = (bytes - ahead) / 16, tail = ahead + vectors * 16;

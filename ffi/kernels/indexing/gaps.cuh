@@ -1,12 +1,13 @@
-// Writes the rows that nothing goes to, where keys are in order. The rows of each slice are cut into bands whose length is
-// a power of two:
+// Writes the rows that nothing goes to, where keys are in order. The rows of each slice are cut into bands whose length
+// is a power of two:
 //
 //     empty bands    one warp per band searches the keys, and fills the band if no key lies in it
-//     gaps           the empty rows of other bands lie between two neighbouring keys. They are filled by the threads that
+//     gaps           the empty rows of other bands lie between two neighbouring keys. They are filled by the threads
+//     that
 //                    look at both: the reductions in shared memory, which have the keys at hand, or FillGaps
 //
-// So no row needs to be marked, a gap is never more than two bands' rows of work, and long empty stretches are filled by
-// many warps.
+// So no row needs to be marked, a gap is never more than two bands' rows of work, and long empty stretches are filled
+// by many warps.
 #pragma once
 
 #include "indexing/run.cuh"
@@ -16,8 +17,8 @@ namespace jaxkern {
 constexpr uint32_t kNoKey = UINT32_MAX;  // before the first and behind the last place
 
 struct BandShape {
-  uint32_t rows;        // of a band; 0: nothing is to be filled
-  int64_t bands;        // of all slices
+  uint32_t rows;  // of a band; 0: nothing is to be filled
+  int64_t bands;  // of all slices
   uint32_t slice_bands;
   int64_t slab, slabs;  // of a row's vectors
   int64_t stretches;    // of so many places, that FillGaps goes through
@@ -30,9 +31,8 @@ static_assert(sizeof(BandShape) == 168);
 constexpr uint32_t kGapPlaces = 4 * kWarp;
 
 // Calls fill(first, end) for the keys between two neighbouring ones that are not in empty bands; first may be end.
-template <class Fill>
-__device__ __forceinline__ void ForGap(const IndexRun& run, const BandShape& f, uint32_t before, uint32_t behind,
-                                       Fill fill) {
+template <class Fill> __device__ __forceinline__ void ForGap(const IndexRun& run, const BandShape& f, uint32_t before,
+                                                             uint32_t behind, Fill fill) {
   const bool has_before = before < run.dropped, has_behind = behind < run.dropped;
   const auto slice_of = [&](uint32_t key) { return run.batch > 1 ? run.by_rows.Div(key) * run.rows : 0; };
   uint32_t first = before + 1, end = first, next = behind, next_end = behind;  // what is filled, and what behind that
@@ -50,9 +50,9 @@ __device__ __forceinline__ void ForGap(const IndexRun& run, const BandShape& f, 
 }
 
 // Writes the identity to vectors [begin, begin + width) of rows [first, end) of one slice; all lanes of a warp.
-template <Reduction kOp, class T, int N>
-__device__ __forceinline__ void FillRows(const IndexRun& run, int64_t o, int64_t begin, int64_t width, uint32_t first,
-                                         uint32_t end) {
+template <Reduction kOp, class T, int N> __device__ __forceinline__ void FillRows(const IndexRun& run, int64_t o,
+                                                                                  int64_t begin, int64_t width,
+                                                                                  uint32_t first, uint32_t end) {
   if (first >= end) return;
   const Pack<T, N> identity = Filled<T, N>(FromCompute<T>(Identity<kOp, Compute<T>>()));
   T* to = static_cast<T*>(run.out) + (o * run.out_stride + run.OutRow(first)) * run.inner + begin * N;
@@ -70,9 +70,8 @@ __device__ __forceinline__ bool Apart(const IndexRun& run, uint32_t before, uint
 }
 
 // ForGap for a pair of neighbours a lane, whose gaps the lanes of the warp fill together.
-template <class Fill>
-__device__ __forceinline__ void ForGaps(const IndexRun& run, const BandShape& f, uint32_t before, uint32_t behind,
-                                        Fill fill) {
+template <class Fill> __device__ __forceinline__ void ForGaps(const IndexRun& run, const BandShape& f, uint32_t before,
+                                                              uint32_t behind, Fill fill) {
   for (uint32_t left = __ballot_sync(~0u, Apart(run, before, behind)); left; left &= left - 1) {
     const int at = __ffs(left) - 1;
     ForGap(run, f, __shfl_sync(~0u, before, at), __shfl_sync(~0u, behind, at), fill);
@@ -81,9 +80,9 @@ __device__ __forceinline__ void ForGaps(const IndexRun& run, const BandShape& f,
 
 // The gaps before the runs that end at places `ends` of a tile, and, where the last place of all is in it, behind the
 // last; `keys` from the place before the tile on. All threads of a block.
-template <class Fill>
-__device__ __forceinline__ void ForGapsOfTile(const IndexRun& run, const BandShape& f, const uint32_t* keys,
-                                              const uint16_t* ends, int runs, bool last, Fill fill) {
+template <class Fill> __device__ __forceinline__ void ForGapsOfTile(const IndexRun& run, const BandShape& f,
+                                                                    const uint32_t* keys, const uint16_t* ends,
+                                                                    int runs, bool last, Fill fill) {
   const int all = runs + last;
   for (int base = threadIdx.x / kWarp * kWarp; base < all; base += blockDim.x) {
     const int r = base + threadIdx.x % kWarp;
@@ -125,9 +124,8 @@ __device__ __forceinline__ void FillGaps(const IndexRun& run, const BandShape& f
   }
 #pragma unroll 1
   for (uint32_t place = start + lane; place < start + f.stretch; place += kWarp) {
-    ForGaps(run, f, key_at(place - 1), key_at(place), [&](uint32_t first, uint32_t end) {
-      FillRows<kOp, T, N>(run, o, begin, width, first, end);
-    });
+    ForGaps(run, f, key_at(place - 1), key_at(place),
+            [&](uint32_t first, uint32_t end) { FillRows<kOp, T, N>(run, o, begin, width, first, end); });
   }
 }
 

@@ -13,15 +13,15 @@
 namespace jaxkern {
 
 struct Indices {
-  const void* index;   // [batch, count]
-  int64_t all_rows;    // the rows that indices count in
-  int64_t first_row;   // the first of them that this run has
+  const void* index;  // [batch, count]
+  int64_t all_rows;   // the rows that indices count in
+  int64_t first_row;  // the first of them that this run has
   uint32_t rows, count, batch;
   uint32_t positions;  // batch * count
   uint32_t dropped;    // batch * rows
   int32_t index_bytes;
   bool index_signed, wrap, clip;
-  bool plain;          // 4 bytes, signed, not clipped, and rows == all_rows
+  bool plain;  // 4 bytes, signed, not clipped, and rows == all_rows
   Divider by_count;
 };
 static_assert(sizeof(Indices) == 80);
@@ -89,9 +89,8 @@ template <int kThreads, int kItems> __device__ __forceinline__ uint32_t FirstOfL
 // The keys of positions first, first + 32, ...; UINT32_MAX beyond the last position. With kFirst they are made of the
 // indices, else they are read from keys_in. Conditions that are the same for all items are tested once, outside the
 // loops, so that the loads are in flight together.
-template <int kItems, bool kFirst>
-__device__ __forceinline__ void LoadKeys(const Indices& run, const uint32_t* keys_in, uint32_t first,
-                                         uint32_t (&key)[kItems]) {
+template <int kItems, bool kFirst> __device__ __forceinline__ void LoadKeys(const Indices& run, const uint32_t* keys_in,
+                                                                            uint32_t first, uint32_t (&key)[kItems]) {
   const int left = static_cast<int>(run.positions - first);  // positions from the lane's first on, if any
   if (!kFirst || run.plain) {
     const uint32_t* const from = Pinned((kFirst ? static_cast<const uint32_t*>(run.index) : keys_in) + first);

@@ -1,14 +1,14 @@
-// The segmented reduction over sorted keys (algorithms `sort` and `sorted`) for rows of a few elements: if a thread walked
-// its own stretch of them, a warp's loads would touch one line each. A block copies a tile of keys and rows to shared
-// memory, and then
+// The segmented reduction over sorted keys (algorithms `sort` and `sorted`) for rows of a few elements: if a thread
+// walked its own stretch of them, a warp's loads would touch one line each. A block copies a tile of keys and rows to
+// shared memory, and then
 //
 //     lists the runs     one thread per stretch of places: at which of them a run of equal keys ends
 //     adds them up       one thread per stretch and column: the total of each run is left where the run ends
 //     carries over       a segmented scan: what the first run of each stretch has in the stretches before
 //     writes             one thread per element of the listed rows, which mostly lie side by side in out
 //
-// so that each element costs no decision but whether a run ends there. Runs that the edges of tiles cut leave their parts
-// for ReduceFixup (reduce.cuh), short ones too. Arrays may lie at any address.
+// so that each element costs no decision but whether a run ends there. Runs that the edges of tiles cut leave their
+// parts for ReduceFixup (reduce.cuh), short ones too. Arrays may lie at any address.
 #pragma once
 
 #include "indexing/reduce.cuh"
@@ -19,17 +19,16 @@ constexpr int kNarrowThreads = 256;
 // Places of a thread's stretch: odd, so that threads find their elements in different banks.
 constexpr int NarrowStretch(int element_bytes) { return element_bytes == 8 ? 9 : 17; }
 
-// Dynamic shared memory: values, one carry and one mask per thread, the keys before, in and behind the tile, the ends of
-// runs.
+// Dynamic shared memory: values, one carry and one mask per thread, the keys before, in and behind the tile, the ends
+// of runs.
 struct NarrowTile {
   int values, places;  // elements, as they lie in memory from a 16-byte boundary on; places of the tile
 };
 static_assert(sizeof(NarrowTile) == 8);
 
-template <Reduction kOp, class T>
-__global__ void __launch_bounds__(kNarrowThreads, 4)
-ReduceNarrow(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s,
-             const __grid_constant__ NarrowTile room) {
+template <Reduction kOp, class T> __global__ void __launch_bounds__(kNarrowThreads, 4)
+    ReduceNarrow(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s,
+                 const __grid_constant__ NarrowTile room) {
   using C = Compute<T>;
   constexpr int kQ = NarrowStretch(sizeof(T)), kN = kVector<T>;
   constexpr int kParts = (kNarrowThreads * kQ + 2 * kN - 2) / kN / kNarrowThreads + 1;  // vectors a thread
@@ -200,9 +199,8 @@ ReduceNarrow(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
   const C alpha = Alpha<C>(run);
   C* const slots = static_cast<C*>(run.partials) + (o * s.chunks + tile) * 2 * run.inner;
   if (s.bands.rows) {
-    ForGapsOfTile(run, s.bands, keys, ends, runs, begin + held == run.positions, [&](uint32_t first, uint32_t last) {
-      FillRows<kOp, T, 1>(run, o, 0, width, first, last);
-    });
+    ForGapsOfTile(run, s.bands, keys, ends, runs, begin + held == run.positions,
+                  [&](uint32_t first, uint32_t last) { FillRows<kOp, T, 1>(run, o, 0, width, first, last); });
   }
   for (int e = t; e < runs * width; e += kNarrowThreads) {
     const int r = s.by_vectors.Div(static_cast<uint32_t>(e)), c = e - r * width, place = ends[r];

@@ -5,8 +5,8 @@
 //     tail    the part of the run that begins here and goes on behind
 //
 // and ReduceFixup adds the parts up in an order that depends on the chunks alone, so that results are reproducible;
-// parts of very long runs are first added up kHeadGroup at a time by ReduceGroups. Half of all updates may go to one row
-// without any thread waiting for another.
+// parts of very long runs are first added up kHeadGroup at a time by ReduceGroups. Half of all updates may go to one
+// row without any thread waiting for another.
 #pragma once
 
 #include "indexing/gaps.cuh"
@@ -18,11 +18,11 @@ constexpr uint32_t kHeadGroup = 32;  // chunks whose heads are added up before
 
 struct ReduceShape {
   uint32_t chunk, chunks;
-  uint32_t reach;      // places behind a chunk that it takes of its last run, where there are no ChunkInfos
-  int64_t vectors;     // threads that share a row
+  uint32_t reach;   // places behind a chunk that it takes of its last run, where there are no ChunkInfos
+  int64_t vectors;  // threads that share a row
   Divider by_vectors, by_chunks;
-  int64_t threads;     // of the reduction
-  int64_t blocks;      // of the reduction; blocks that fill gaps come behind
+  int64_t threads;  // of the reduction
+  int64_t blocks;   // of the reduction; blocks that fill gaps come behind
   BandShape bands;
 };
 static_assert(sizeof(ReduceShape) == 256);
@@ -36,10 +36,9 @@ __device__ __forceinline__ C* Slot(const IndexRun& run, const ReduceShape& s, in
 // Adds up the heads of each group of kHeadGroup chunks that lie within one long run, into the tail slot of the first
 // chunk, which has no tail of its own. One thread per group and column. No run begins before the first group or goes on
 // behind the last.
-template <Reduction kOp, class T>
-__global__ void __launch_bounds__(kHeadThreads)
-ReduceGroups(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s, const Divider by_columns,
-             const Divider by_groups, int64_t threads) {
+template <Reduction kOp, class T> __global__ void __launch_bounds__(kHeadThreads)
+    ReduceGroups(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s, const Divider by_columns,
+                 const Divider by_groups, int64_t threads) {
   using C = Compute<T>;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kHeadThreads + threadIdx.x;
   if (thread >= threads) return;
@@ -61,9 +60,9 @@ ReduceGroups(const __grid_constant__ IndexRun run, const __grid_constant__ Reduc
 }
 
 // Adds up the parts of long runs. A block searches some chunks for long runs that begin there: groups of kFixupChunks
-// chunks that lie far apart, because rows with many updates often have neighbours that have many too. One warp takes a run
-// and a slab of columns, or several warps where runs are few: V columns per lane, side by side, and as many parts at once
-// as that leaves lanes.
+// chunks that lie far apart, because rows with many updates often have neighbours that have many too. One warp takes a
+// run and a slab of columns, or several warps where runs are few: V columns per lane, side by side, and as many parts
+// at once as that leaves lanes.
 constexpr int kFixupLanes = 8, kFixupChunks = 8;
 constexpr int FixupAhead(bool wide) { return wide ? 8 : 16; }  // parts that a lane has in flight
 struct FixupShape {
@@ -74,9 +73,8 @@ struct FixupShape {
 };
 static_assert(sizeof(FixupShape) == 32);
 
-template <Reduction kOp, class T, int V>
-__global__ void __launch_bounds__(kFixupThreads, 4)
-ReduceFixup(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s, const FixupShape f) {
+template <Reduction kOp, class T, int V> __global__ void __launch_bounds__(kFixupThreads, 4)
+    ReduceFixup(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s, const FixupShape f) {
   using C = Compute<T>;
   struct LongRun {
     uint32_t chunk, parts, key;

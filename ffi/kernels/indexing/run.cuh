@@ -22,33 +22,33 @@ namespace jaxkern {
 
 // What a chunk of places reduces itself (chunks.cuh).
 struct alignas(16) ChunkInfo {
-  uint32_t start : 31;      // the first place that it reduces
-  uint32_t long_head : 1;   // whether the run at its head is a long one that began in an earlier chunk
-  uint32_t stop;            // the end of the places that it reduces
-  uint32_t parts;           // of the long run that begins in it and goes on behind it; 0 if there is none
-  uint32_t key;             // of its last place
+  uint32_t start : 31;     // the first place that it reduces
+  uint32_t long_head : 1;  // whether the run at its head is a long one that began in an earlier chunk
+  uint32_t stop;           // the end of the places that it reduces
+  uint32_t parts;          // of the long run that begins in it and goes on behind it; 0 if there is none
+  uint32_t key;            // of its last place
 };
 
 struct IndexRun : Indices {
-  // The updates in the order of their keys. `order` has the row of source of each; without it updates are in the order of
-  // their positions, which only a sort changes. A key of `dropped` or more goes nowhere.
+  // The updates in the order of their keys. `order` has the row of source of each; without it updates are in the order
+  // of their positions, which only a sort changes. A key of `dropped` or more goes nowhere.
   const uint32_t* keys;
   const uint32_t* order;
-  const uint2* pairs;                // or keys and elements of source, sorted by the leading bits of the keys
-  uint32_t *keys_out, *order_out;    // where Describe writes keys and order of ascending indices
+  const uint2* pairs;              // or keys and elements of source, sorted by the leading bits of the keys
+  uint32_t *keys_out, *order_out;  // where Describe writes keys and order of ascending indices
   ChunkInfo* chunks;
   const void* source;
-  const void* alpha;                 // one element of the computing type; null: 1
+  const void* alpha;  // one element of the computing type; null: 1
   void* out;
   void* partials;
   int64_t outer, inner;
-  int64_t source_stride, out_stride; // rows from one `outer` to the next
-  int64_t source_extra, out_extra;   // rows that one b lies further than count, or rows, after the last
+  int64_t source_stride, out_stride;  // rows from one `outer` to the next
+  int64_t source_extra, out_extra;    // rows that one b lies further than count, or rows, after the last
   Divider by_rows;
-  uint32_t chunk;                    // places of the order that a tile has, or a thread goes through
-  int32_t sorted_bits;               // of `pairs`: how many leading bits of the keys the sort has looked at
-  bool sorted_keys;                  // keys ascend, dropped ones last; else the indices do, if anything does
-  bool reads_out;                    // out holds what the reduction goes on from
+  uint32_t chunk;       // places of the order that a tile has, or a thread goes through
+  int32_t sorted_bits;  // of `pairs`: how many leading bits of the keys the sort has looked at
+  bool sorted_keys;     // keys ascend, dropped ones last; else the indices do, if anything does
+  bool reads_out;       // out holds what the reduction goes on from
 
   __device__ __forceinline__ int64_t SourceRow(uint32_t position) const {
     int64_t row = position;
@@ -78,8 +78,8 @@ template <Keys kKeys = Keys::kAny> __device__ __forceinline__ uint32_t KeyAt(con
   }
 }
 
-// The first of places [low, high) whose key is `key` or more, where keys ascend. All lanes of a warp take part: each step
-// looks at 32 places, which needs a fifth of the dependent loads of a binary search.
+// The first of places [low, high) whose key is `key` or more, where keys ascend. All lanes of a warp take part: each
+// step looks at 32 places, which needs a fifth of the dependent loads of a binary search.
 __device__ __forceinline__ uint32_t LowerBound(const IndexRun& run, uint32_t low, uint32_t high, uint32_t key) {
   // Indices that are out of range do not have their place among the keys, but their rows do.
   const bool keyed = run.sorted_keys;
@@ -152,7 +152,7 @@ __device__ __forceinline__ void FindEnds(const IndexRun& run, EndSearch (&search
 
 // Into how many parts chunks cut the run that begins in `chunk` and goes on behind it; 0 if they do not.
 __device__ __forceinline__ uint32_t PartsOf(const IndexRun& run, uint32_t chunk_places, uint32_t chunks, uint32_t chunk,
-                                   uint32_t reach) {
+                                            uint32_t reach) {
   if (!IsCut(run, chunk_places, chunk, reach)) return 0;
   EndSearch search[1] = {{chunk + 2, chunks, KeyAt(run, (chunk + 1) * chunk_places), chunk_places}};
   FindEnds(run, search);
@@ -212,8 +212,8 @@ template <Reduction kOp, class C> __device__ __forceinline__ C Finished(C total,
 template <int N> __device__ __forceinline__ void AddInPlace(float* at, const float (&v)[N]) {
 #if __CUDA_ARCH__ >= 900
   if constexpr (N == 4) {
-    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
-                 ::"l"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+                 : "memory");
     return;
   }
 #endif
@@ -225,8 +225,9 @@ template <class C> __device__ __forceinline__ C Alpha(const IndexRun& run) {
   return run.alpha ? *static_cast<const C*>(run.alpha) : C(1);
 }
 
-// Lists in order the places where runs end, begin + i for each bit i of a thread's mask, and returns how many there are.
-// `ends` and `warp_runs` (one number per warp) lie in shared memory. All threads take part; a barrier follows the writes.
+// Lists in order the places where runs end, begin + i for each bit i of a thread's mask, and returns how many there
+// are. `ends` and `warp_runs` (one number per warp) lie in shared memory. All threads take part; a barrier follows the
+// writes.
 template <int kThreads>
 __device__ __forceinline__ int ListRunEnds(uint32_t mask, int begin, uint16_t* ends, uint32_t* warp_runs) {
   uint32_t listed = SumOfThreadsBefore(__popc(mask), warp_runs);
@@ -288,8 +289,8 @@ struct FillShape {
 };
 static_assert(sizeof(FillShape) == 64);
 
-// Writes the identity to the rows of tile `block` that `mark` leaves unmarked: mark(first key, rows, bits) sets the bits
-// of touched rows. All threads of the block take part; `bits` is shared memory of kFillRows bits.
+// Writes the identity to the rows of tile `block` that `mark` leaves unmarked: mark(first key, rows, bits) sets the
+// bits of touched rows. All threads of the block take part; `bits` is shared memory of kFillRows bits.
 template <Reduction kOp, class T, int N, class Mark>
 __device__ __forceinline__ void FillTile(const IndexRun& run, const FillShape& f, int64_t vectors, int64_t block,
                                          uint32_t* bits, Mark mark) {

@@ -1,13 +1,13 @@
-// Few updates (algorithm `small`): one launch, no sort. A warp takes one update and a slab of the columns of its row, and
-// looks through all indices for others that go to the same row. If there are c of them, the warp's own being number r, and
-// S is the largest power of two up to c and to 32, the first S of these warps take a share of the columns each, for all c
-// updates; the others have nothing to do. So a warp has about the same work whether all indices differ or all are equal,
-// and the order of the additions depends on the indices alone.
+// Few updates (algorithm `small`): one launch, no sort. A warp takes one update and a slab of the columns of its row,
+// and looks through all indices for others that go to the same row. If there are c of them, the warp's own being number
+// r, and S is the largest power of two up to c and to 32, the first S of these warps take a share of the columns each,
+// for all c updates; the others have nothing to do. So a warp has about the same work whether all indices differ or all
+// are equal, and the order of the additions depends on the indices alone.
 //
-// A call of a few dozen updates takes as long as its dependent memory accesses, and as fetching its code, so sums into x
-// by plain indices have a kernel of their own, SmallSums: its lanes have up to 32 indices each in registers. The source
-// row of the update is loaded along with them, as if the update were alone in its row of x, and that row while the warp
-// looks for others. The kernel holds little more code than it runs.
+// A call of a few dozen updates takes as long as its dependent memory accesses, and as fetching its code, so sums into
+// x by plain indices have a kernel of their own, SmallSums: its lanes have up to 32 indices each in registers. The
+// source row of the update is loaded along with them, as if the update were alone in its row of x, and that row while
+// the warp looks for others. The kernel holds little more code than it runs.
 #pragma once
 
 #include "indexing/run.cuh"
@@ -20,20 +20,20 @@ constexpr int kSmallVectors = 4;  // of a thread, when the row has as many
 constexpr int kKeyPitch = 36;  // words from 32 keys in shared memory to the next 32: 16-byte reads free of conflicts
 
 struct SmallShape {
-  int64_t vectors;     // of a row
-  int64_t slabs;       // of a row, of kWarp * each vectors
-  int each;            // vectors of a thread
-  int64_t groups;      // blocks that the updates of one b take, for each slab
+  int64_t vectors;  // of a row
+  int64_t slabs;    // of a row, of kWarp * each vectors
+  int each;         // vectors of a thread
+  int64_t groups;   // blocks that the updates of one b take, for each slab
   Divider by_slabs, by_groups;
-  int words;           // 32 indices each
+  int words;  // 32 indices each
   int64_t fill_after;
   FillShape fill;
 };
 static_assert(sizeof(SmallShape) == 160);
 
-// Adds up this warp's share of the `all` updates of one row, if it is one of the first warps, which have one. `same` has a
-// bit for each of the lane's indices that name the row: number(bit) is the number of the update, row_of(number) the
-// beginning of its row of source. `list` and `sums` are the warp's own shared memory.
+// Adds up this warp's share of the `all` updates of one row, if it is one of the first warps, which have one. `same`
+// has a bit for each of the lane's indices that name the row: number(bit) is the number of the update, row_of(number)
+// the beginning of its row of source. `list` and `sums` are the warp's own shared memory.
 template <Reduction kOp, class T, int N, class Number, class RowAt, class Store>
 __device__ __forceinline__ void AddTogether(uint32_t same, int all, int before, Number number, RowAt row_of,
                                             Store store, const T* out, bool reads, int64_t slab_begin, int each,
@@ -112,20 +112,19 @@ __device__ __forceinline__ void AddTogether(uint32_t same, int all, int before, 
   }
 }
 
-template <Reduction kOp, class T, int N>
-__global__ void __launch_bounds__(kSmallThreads, 4)
-SmallUpdates(const __grid_constant__ IndexRun run, const __grid_constant__ SmallShape s) {
+template <Reduction kOp, class T, int N> __global__ void __launch_bounds__(kSmallThreads, 4)
+    SmallUpdates(const __grid_constant__ IndexRun run, const __grid_constant__ SmallShape s) {
   using C = Compute<T>;
   constexpr int kAhead = 4;
   if (blockIdx.x >= s.fill_after) {
     __shared__ uint32_t bits[kFillRows / 32];
     FillTile<kOp, T, N>(run, s.fill, s.vectors, blockIdx.x - s.fill_after, bits,
                         [&](uint32_t first, int rows, uint32_t* marks) {
-      for (uint32_t p = threadIdx.x; p < run.positions; p += kSmallThreads) {
-        const uint32_t r = KeyAt(run, p) - first;
-        if (r < static_cast<uint32_t>(rows)) atomicOr(&marks[r / 32], 1u << (r % 32));
-      }
-    });
+                          for (uint32_t p = threadIdx.x; p < run.positions; p += kSmallThreads) {
+                            const uint32_t r = KeyAt(run, p) - first;
+                            if (r < static_cast<uint32_t>(rows)) atomicOr(&marks[r / 32], 1u << (r % 32));
+                          }
+                        });
     return;
   }
   extern __shared__ __align__(16) char shared_bytes[];
@@ -177,7 +176,7 @@ SmallUpdates(const __grid_constant__ IndexRun run, const __grid_constant__ Small
   T* const out = static_cast<T*>(run.out) + (o * run.out_stride + run.OutRow(key)) * run.inner;
   const int64_t slab_begin = slab * kWarp * s.each;
   const bool reads = run.reads_out;
-  const auto store = [&](int64_t v, const C (&total)[N], const Pack<T, N>& x) {
+  const auto store = [&](int64_t v, const C(&total)[N], const Pack<T, N>& x) {
     StorePart<T, N>(out + v * N, FinishedPack<kOp, T, N>(total, alpha, reads, x));
   };
   if (all == 1) {
@@ -217,15 +216,16 @@ struct SmallSum {
   uint32_t inner, rows;
   uint32_t wraps;  // what a negative index is counted from: rows, or 0
   uint16_t count;
-  uint16_t each;   // vectors of a thread
+  uint16_t each;  // vectors of a thread
 };
 static_assert(sizeof(SmallSum) == 48);
 
 // Stores that may stay in L2, for the next kernel that uses these rows: they are few.
 template <class T, int N> __device__ __forceinline__ void KeepPart(T* p, const Pack<T, N>& pack) {
   if constexpr (N * sizeof(T) == 16) {  // in one piece, which the compiler does not make of a plain assignment
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
-                 ::"l"(p), "r"(pack.word[0]), "r"(pack.word[1]), "r"(pack.word[2]), "r"(pack.word[3]) : "memory");
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(pack.word[0]), "r"(pack.word[1]),
+                 "r"(pack.word[2]), "r"(pack.word[3])
+                 : "memory");
   } else {
     StorePart<T, N>(p, pack);
   }
@@ -234,8 +234,8 @@ template <class T, int N> __device__ __forceinline__ void KeepPart(T* p, const P
 constexpr int32_t kNoIndex = INT32_MIN;  // out of range, wrapped or not, of any rows that there can be
 
 // kKeys indices per lane: number 32 * j + lane is bit j of a mask.
-template <class T, int N, int kKeys>
-__global__ void __launch_bounds__(kSmallThreads, 2) SmallSums(const __grid_constant__ SmallSum s) {
+template <class T, int N, int kKeys> __global__ void __launch_bounds__(kSmallThreads, 2)
+    SmallSums(const __grid_constant__ SmallSum s) {
   using C = Compute<T>;
   extern __shared__ __align__(16) char shared_bytes[];
   const uint32_t warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, turn = blockIdx.y * kSmallWarps + warp;
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(kSmallThreads, 2) SmallSums(const __grid_const
   // From the lane's first vector on; it takes every kWarp-th.
   const int vectors_left = static_cast<int>(min(vectors - slab_begin - lane, int64_t{s.each} * kWarp));
   Pack<T, N> part[kSmallVectors], old[kSmallVectors] = {};
-  const auto load = [&](Pack<T, N> (&to)[kSmallVectors], const T* row) {
+  const auto load = [&](Pack<T, N>(&to)[kSmallVectors], const T* row) {
 #pragma unroll
     for (int i = 0; i < kSmallVectors; ++i) {
       if (i * kWarp < vectors_left) to[i] = LoadPart<T, N>(row + column + i * (kWarp * N));
@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(kSmallThreads, 2) SmallSums(const __grid_const
   };
   load(part, source + int64_t{mine} * s.inner);
   if constexpr (kKeys > 4) __syncthreads();  // so that none of the many loads below comes before these
-  if (turn >= s.count) return;  // the whole warp, here and below
+  if (turn >= s.count) return;               // the whole warp, here and below
   const int32_t* const index = Pinned(s.index + lane);
   const int left = static_cast<int>(s.count - lane);
   int32_t other[kKeys];
@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(kSmallThreads, 2) SmallSums(const __grid_const
 #pragma unroll
   for (int j = 0; j < kKeys; ++j) same |= other[j] == first || other[j] == second ? 1u << j : 0;
   const uint32_t own_bit = lane == mine % kWarp ? 1u << (mine / kWarp) : 0;
-  const auto store = [&](int64_t v, const C (&total)[N], const Pack<T, N>& x) {
+  const auto store = [&](int64_t v, const C(&total)[N], const Pack<T, N>& x) {
     KeepPart<T, N>(out + v * N, FinishedPack<Reduction::kSum, T, N>(total, alpha, true, x));
   };
   if (!__any_sync(~0u, same != own_bit)) {

@@ -74,9 +74,9 @@ __device__ __forceinline__ void ForPayload(const Indices& run, const RadixPass& 
   else for_all(static_cast<const Element*>(pass.source), pass.source_extra);
 }
 
-template <int kItems, Pass kPass>
-__device__ __forceinline__ void LoadPayload(const Indices& run, const RadixPass& pass, uint32_t first,
-                                            uint32_t (&payload)[kItems]) {
+template <int kItems, Pass kPass> __device__ __forceinline__ void LoadPayload(const Indices& run, const RadixPass& pass,
+                                                                              uint32_t first,
+                                                                              uint32_t (&payload)[kItems]) {
 #pragma unroll
   for (int i = 0; i < kItems; ++i) payload[i] = 0;
   ForPayload<kItems, kPass>(run, pass, first, [&](int i, const auto* from) { payload[i] = __ldg(from); });
@@ -109,9 +109,8 @@ struct Digits {
   __device__ __forceinline__ uint32_t Of(uint32_t key) const { return key >> shift & mask; }
 };
 
-template <int kThreads, int kItems, bool kFirst>
-__global__ void __launch_bounds__(kThreads)
-RadixCount(const __grid_constant__ Indices run, const __grid_constant__ RadixPass pass) {
+template <int kThreads, int kItems, bool kFirst> __global__ void __launch_bounds__(kThreads)
+    RadixCount(const __grid_constant__ Indices run, const __grid_constant__ RadixPass pass) {
   __shared__ uint32_t count[kDigits];
   const uint32_t first = FirstOfLane<kThreads, kItems>(blockIdx.x);
   uint32_t key[kItems];
@@ -224,7 +223,7 @@ template <int kThreads, int kItems> struct ScatterShared {
   union {
     uint32_t peers[kWarps][kDigits];  // the lanes of a warp that have the digit, while it ranks an item
     Staged staged;
-    uint2 in_order[kPairs];           // afterwards: keys and payloads
+    uint2 in_order[kPairs];  // afterwards: keys and payloads
   };
   union {  // of a warp's next key with the digit; two digits a word
     uint16_t rank[kWarps][kDigits];
@@ -254,9 +253,8 @@ __device__ __forceinline__ uint2 SumsOfThreadsBefore(uint2 v, uint2* room) {
 
 // A dependent step through shared memory takes some 30 cycles, so the loops are ordered such that independent reads are
 // issued together, and no thread waits for global memory while others wait for it at a barrier.
-template <int kThreads, int kItems, Pass kPass>
-__global__ void __launch_bounds__(kThreads, 2)
-RadixScatter(const __grid_constant__ Indices run, const __grid_constant__ RadixPass pass) {
+template <int kThreads, int kItems, Pass kPass> __global__ void __launch_bounds__(kThreads, 2)
+    RadixScatter(const __grid_constant__ Indices run, const __grid_constant__ RadixPass pass) {
   constexpr int kWarps = kThreads / kWarp, kPairs = kThreads * kItems;
   constexpr int kStep = kItemsAtOnce<kItems>, kWritten = kItems == 16 ? 8 : kItems;
   static_assert(kItems % kStep == 0 && kItems % kWritten == 0 && kThreads >= kOwners && kPairs < 1 << 16);
@@ -391,9 +389,8 @@ RadixScatter(const __grid_constant__ Indices run, const __grid_constant__ RadixP
 }
 
 // Turns positions into rows of source, where these are not the same.
-template <int kThreads>
-__global__ void __launch_bounds__(kThreads)
-SourceRows(const __grid_constant__ Indices run, const uint32_t* order, uint32_t* rows, int64_t source_extra) {
+template <int kThreads> __global__ void __launch_bounds__(kThreads)
+    SourceRows(const __grid_constant__ Indices run, const uint32_t* order, uint32_t* rows, int64_t source_extra) {
   const uint32_t at = blockIdx.x * kThreads + threadIdx.x;
   if (at < run.positions) rows[at] = static_cast<uint32_t>(SourceRow(run, source_extra, order[at]));
 }

@@ -7,8 +7,8 @@
 //                        its neighbours' in out
 //
 // A run that ends within kTileReach places behind the tile is reduced, from memory, by the tile that it begins in, and
-// skipped by the next; any longer one leaves its parts for ReduceFixup (reduce.cuh). Sums of float are made in double and
-// rounded once. Source is read once and each touched row of out written once. Arrays may lie at any address.
+// skipped by the next; any longer one leaves its parts for ReduceFixup (reduce.cuh). Sums of float are made in double
+// and rounded once. Source is read once and each touched row of out written once. Arrays may lie at any address.
 #pragma once
 
 #include "indexing/reduce.cuh"
@@ -23,17 +23,16 @@ struct TileShape {
   int64_t slabs;
   Divider by_slabs;
   FastDivmod by_columns;
-  int values;       // elements of shared memory
-  int each;         // places in which a thread looks for the ends of runs
+  int values;  // elements of shared memory
+  int each;    // places in which a thread looks for the ends of runs
 };
 static_assert(sizeof(TileShape) == 64);
 
-// Dynamic shared memory: the elements; the keys of two places before the tile, behind two words, of its own, and of those
-// within reach and one more; the ends of runs, from the one before the first on.
-template <Reduction kOp, class T>
-__global__ void __launch_bounds__(kTileThreads, 5)
-ReduceTiles(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s,
-            const __grid_constant__ TileShape tile) {
+// Dynamic shared memory: the elements; the keys of two places before the tile, behind two words, of its own, and of
+// those within reach and one more; the ends of runs, from the one before the first on.
+template <Reduction kOp, class T> __global__ void __launch_bounds__(kTileThreads, 5)
+    ReduceTiles(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s,
+                const __grid_constant__ TileShape tile) {
   using C = Compute<T>;
   // Floats are summed in double, which costs nothing here, and rounded once.
   using A = std::conditional_t<kOp == Reduction::kSum && std::is_same_v<T, float>, double, C>;
@@ -133,9 +132,8 @@ ReduceTiles(const __grid_constant__ IndexRun run, const __grid_constant__ Reduce
   const int runs = ListRunEnds<kTileThreads>(mask, place, ends, warp_runs);
 
   if (s.bands.rows) {
-    ForGapsOfTile(run, s.bands, keys, ends, runs, begin + held == run.positions, [&](uint32_t first, uint32_t last) {
-      FillRows<kOp, T, 1>(run, o, column, width, first, last);
-    });
+    ForGapsOfTile(run, s.bands, keys, ends, runs, begin + held == run.positions,
+                  [&](uint32_t first, uint32_t last) { FillRows<kOp, T, 1>(run, o, column, width, first, last); });
   }
   const C alpha = Alpha<C>(run);
   const uint32_t inner = static_cast<uint32_t>(run.inner);

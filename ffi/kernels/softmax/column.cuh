@@ -1,9 +1,9 @@
-// Softmax over an axis that is not the last one: the column tier. Nothing is transposed.
+// Softmax over an axis that is not the last one: the algorithm column. Nothing is transposed.
 //
 // SoftmaxColumnRegisters: a tile is held in the registers of one warp or of a block. A warp is 4 packs (64
 // bytes) across and 8 rows down; each of the N columns of a thread's packs has a Stat of its own, and
-// merging over the 8 rows halves the columns that a lane looks after at each step, so that it costs N - 1
-// merges and not 3 N. For few rows a warp is 32 packs across and each thread has all rows of its columns.
+// merging over the 8 rows halves the columns of a lane at each step, which costs N - 1 merges instead of
+// 3 N. For few rows a warp is 32 packs across and each thread has all rows of its columns.
 //
 // SoftmaxColumn, for taller tiles, masks, and an inner dimension that is not a multiple of 16 bytes
 // (N = 1): a block takes a tile of lanes_x packs. Thread (x, y) owns pack x of rows y, y + threads_y, ... .
@@ -17,7 +17,7 @@ namespace jaxkern {
 
 constexpr int kColumnThreads = 256;
 constexpr int kColumnParts = 4;
-// Rows whose exponentials share one rescaling. Masked, four rows of eight columns would take ptxas seconds.
+// Rows whose exponentials share one rescaling. With a mask, four rows of eight columns would take ptxas seconds.
 template <bool kMasked> constexpr int kColumnUnroll = kMasked ? 1 : 4;
 
 // ---- the tile in registers
@@ -27,8 +27,8 @@ constexpr int kTileRows = kWarp / kTileLanes;
 constexpr int kTileWarps = 16;  // at most
 
 // Merges each column's Stats over the rows of the warp. Lane (x, y) is left with column (the returned
-// number) of pack x in stat[0]; where a pack has fewer columns than the warp has rows, several lanes are
-// left with the same, and all but one of them get -1.
+// number) of pack x in stat[0]. If a pack has fewer columns than the warp has rows, several lanes have the
+// same column, and all but one of them get -1.
 template <class Op, int N> __device__ __forceinline__ int MergeTileRows(typename Op::Stat (&stat)[N]) {
   int column = 0, columns = N;
 #pragma unroll
@@ -50,13 +50,13 @@ template <class Op, int N> __device__ __forceinline__ int MergeTileRows(typename
   return column;
 }
 
-// Where a block has up to 512 threads, a bound of 640 leaves them 96 registers instead of 128: two blocks of 7
-// warps more on a multiprocessor.
+// Blocks have up to 512 threads; a bound of 640 gives them 96 registers instead of 128, so that two more blocks of 7
+// warps fit a multiprocessor.
 template <class Op> constexpr int kColumnRegisterThreads =
     kWarp * kTileWarps * (Op::kInputs == 2 && sizeof(typename Op::T) >= 4 ? 5 : 4) / 4;
 
-// `warps` warps a tile: one, and then the block has several tiles, or all of the block. kAlone: a warp
-// is 32 packs across, and a tile is one warp.
+// `warps` warps per tile: one, and the block has several tiles, or all warps of the block. kAlone: a tile is one warp,
+// which is 32 packs across.
 template <class Op, int kPacks, bool kAlone>
 __global__ void __launch_bounds__(kAlone ? 128 : kColumnRegisterThreads<Op>, kAlone ? 4 - Op::kInputs : 2 / Op::kInputs)
     SoftmaxColumnRegisters(const __grid_constant__ SoftmaxParams p, int warps, int64_t tiles) {

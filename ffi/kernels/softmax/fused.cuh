@@ -50,7 +50,7 @@ struct FusedParams : SoftmaxParams {
 };
 static_assert(sizeof(FusedParams) == 680, "plan.py lays it out");
 
-// The sign bits of the four bytes that the digits of `which`, 8 + byte, name, each eight times.
+// Each hexadecimal digit of `which`, 8 + byte, replicates the sign bit of that byte of `word` eight times.
 __device__ __forceinline__ uint32_t SpreadSigns(uint32_t word, int which) {
   uint32_t spread;
   asm("prmt.b32 %0, %1, 0, %2;" : "=r"(spread) : "r"(word), "r"(which));
@@ -103,8 +103,8 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
   Index limit;
   uint32_t key[2], number;
 
-  // Row `at` in the order in which they are taken. One at or beyond the end has no elements; what else is read
-  // for it is that of the first.
+  // Row `at` in the order in which rows are taken. A row at or beyond the end has no elements; its other operands are
+  // read as for the first row.
   __device__ __forceinline__ FusedRow(const FusedParams& params, int64_t at)
       : FusedRow(params, at, at < params.rows ? Ordered(params, static_cast<uint32_t>(at)) : 0) {}
 
@@ -125,7 +125,7 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
     return kBiased || kMasked ? params.RowAt(at) : at;
   }
 
-  // Zeros for those elements of a pack that the draws of these columns drop.
+  // Sets the elements of a pack to zero that the draws of these columns drop.
   __device__ __forceinline__ void Drop(Pack<T, N>& pack, Index column) const {
     const uint32_t block = static_cast<uint32_t>(column >> 3);
     PhiloxBlock draw = Philox(block, number, key[0], key[1]);
@@ -153,7 +153,7 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
         for (int i = 0; i < 6; ++i) w[i] = __funnelshift_r(w[i], w[i + 1], 16);
       }
     }
-    // How far each of two draws lies above the last that drops, but 1 at most, by two instructions: 1 is what keeps.
+    // min(1, draw - last draw that drops), of two draws at a time in two instructions: 1 keeps the element.
     const uint32_t last = p.threshold - 1, lasts = last * 0x10001u, minus = (-last & 0xffffu) * 0x10001u;
 #pragma unroll
     for (int j = 0; j < N; j += 2) {
@@ -197,7 +197,7 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
     return !kRagged || (column >= 0 && column + N <= span.width);
   }
 
-  // Those of the elements in `below` that the mask lets take part. Without ragged packs the mask's are aligned.
+  // The elements of `below` that are not masked. Without ragged packs the mask's packs are aligned.
   __device__ __forceinline__ Bytes Unmasked(Index column, Bytes below) const {
     if (p.mask_view.axis_stride == 0) {
       if (__ldg(mask_row)) return below;
@@ -229,7 +229,7 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
     return below;
   }
 
-  // The bias of a pack of which some elements lie in the row, as it lies in memory.
+  // The bias of a pack with elements in the row, as it lies in memory.
   __device__ __forceinline__ void LoadBias(Index column, uint32_t (&words)[kLiftWords]) const {
     using B = Lift;
     constexpr int kWords = Pack<B, N>::kWords, kBytes = N * sizeof(B) < 16 ? N * sizeof(B) : 16;
@@ -286,7 +286,7 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
     }
   }
 
-  // First what comes from memory, then the draws, which need nothing from there.
+  // Loads first, then the random draws, which need nothing from memory.
   template <int kPacks> __device__ __forceinline__ void LoadAll(Raw (&raw)[kPacks], Index first, Index step) const {
     Base::LoadAll(raw, first, step, (limit + span.shift + N - 1) / N);
     if constexpr (Op::kFromInput) {
@@ -386,7 +386,7 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
     }
   }
 
-  // What all of a row's results are multiplied by.
+  // Multiplies the factors of all of a row's results into the Final.
   __device__ __forceinline__ void Scale(typename Op::Final& final) const {
     if constexpr (kDrops) Op::Scale(final, static_cast<C>(p.kept_inverse));
     if (Op::kInputs == 2 && !p.unscaled) Op::Scale(final, scale);
@@ -424,7 +424,7 @@ template <class T_, bool kLog> struct FusedForward : Forward<T_, kLog, false, kL
   static __device__ __forceinline__ bool Empty(const Final&) { return false; }
 };
 
-// From s = scale * x + bias and h, the cotangent of what was kept: ds = p * (h - sum(p * h)) of softmax,
+// From s = scale * x + bias and h, the cotangent of the kept elements: ds = p * (h - sum(p * h)) of softmax,
 // ds = h - p * sum(h) of log_softmax, with p = e^(s - max) / sum(e^(s - max)).
 template <class T_, bool kLog> struct FusedBackward {
   using T = T_;
@@ -499,7 +499,7 @@ template <class T_, bool kLog> struct FusedBackward {
   // A row without a participant has no gradient, whatever the cotangent holds.
   static __device__ __forceinline__ bool Empty(const Final& f) { return f.empty; }
 
-  // Holds e^(s - max of the warp), which no type of 16 bits can, and h, which was read in T.
+  // Holds e^(s - max of the warp), for which 16 bits are too few, and h as it was read.
   template <int kPacks, int N, bool kSkips = false> struct Tile {
     C held[kPacks][N];
     Pack<T, N> cotangent[kPacks];
@@ -550,7 +550,7 @@ template <class T_, bool kLog> struct FusedBackward {
 };
 
 // From the result y of softmax without dropout: dx = scale * y * (g - sum(y * g)), whatever the bias was. Where y is 0,
-// masked ones among them, so is g (FusedRow sees to it), and a row of nothing needs no further care.
+// as it is where it is masked, FusedRow makes g 0, and empty rows need no further care.
 template <class T_> struct FusedFromOutput {
   using T = T_;
   using C = Compute<T>;

@@ -1,16 +1,24 @@
-// What the kernels of the softmax family compute, apart from how they read and write: one struct
-// for the forward pass and one for the gradient, used by every tier.
+// What the kernels of the softmax family compute, apart from how they read and write: one struct for the forward pass
+// and one for the gradient, used by every kernel.
 //
-// An Op works on packs of its kInputs operands (forward: x; gradient: y or x, and g),
-// already converted to the compute type:
+//     forward    softmax       y  = exp(x - max) / sum(exp(x - max))
+//                log_softmax   y  = x - max - log(sum(exp(x - max)))
+//     gradient   softmax       dx = y * (g - sum(y * g))
+//                log_softmax   dx = g - softmax(x) * sum(g), in 16 bit g - exp(y) * sum(g)
+//
+// over the middle dimension of [outer, width, inner]. The output of a masked element is 0 (log_softmax: -inf), its
+// gradient 0. A row without participants, or with nothing but -inf, consists of such elements: never NaN. NaN and +inf
+// propagate.
+//
+// An Op works on packs of its kInputs operands (forward: x; gradient: y or x, and g), already converted to the compute
+// type:
 //     Accumulate   folds a pack into a Stat (a thread's share of a row)
 //     Merge        combines two Stats
-//     Finish       Stat of the whole row -> what Map needs
-//     Map          a pack and the Final -> the output pack
-//     Tile         a thread's packs of one row held in registers: Set all (changed: by the mask),
-//                  Reduce, Localize the row's Final, Get each
-// A masked element enters as Neutral() and leaves as Masked(), which Map sees to by itself when the
-// Final is Regular().
+//     Finish       turns the Stat of the whole row into the Final that Map needs
+//     Map          turns a pack and the Final into the output pack
+//     Tile         holds a thread's packs of one row in registers: Set all (changed: by the mask), Reduce, Localize the
+//                  row's Final, Get each
+// A masked element enters as Neutral(); Map turns it into Masked() if the Final is Regular().
 #pragma once
 
 #include "common/pack.cuh"
@@ -35,7 +43,7 @@ __device__ __forceinline__ float Exp2Approx(float x) {
   return y;
 }
 
-// Two 16-bit elements. Their maxima, like those of floats here, pass over NaN, which the exponentials pass on.
+// Two 16-bit elements. Maxima ignore NaN, here and of floats; the exponentials propagate it.
 template <class T> using Two = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
 struct MaxOfTwo {
   template <class V> __device__ __forceinline__ V operator()(V a, V b) const { return __hmax2(a, b); }
@@ -53,8 +61,8 @@ template <class T, int N> __device__ __forceinline__ Two<T> LargestTwo(const Pac
 constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kLn2 = 0.693147180559945309417f;
 
-// 16 bit: what x and base are multiplied by before their difference is taken, log2(e); 1 where two
-// different bfloat16, or floats, are so far apart that any factor makes the smaller one's power all but 0. No half is.
+// 16 bit: the factor of x and base before they are subtracted: log2(e), or 1 where two different bfloat16 (or floats)
+// are so far apart that the smaller one's power is almost 0 whatever the factor. Halves never are.
 template <class T> __device__ __forceinline__ float PowerScale(float base) {
   return fabsf(base) < 0x1p29f ? kLog2E : 1.0f;
 }
@@ -73,8 +81,8 @@ template <class T> __device__ __forceinline__ float LogOfExcess(float base) {
 // float: what the product d * log2(e) loses by rounding is put back as e^high * (1 + low), which
 // leaves the error of ex2.approx alone (2 ulp).
 //
-// kDifference: from the difference in 16 bit too. For a caller with a base for each element of a pack and no
-// registers for as many scales, and for one whose x are floats and may be of any size.
+// kDifference: 16 bit from the difference, too. For callers with a base per element of a pack and no registers for as
+// many scales, and for callers whose x are floats of any size.
 template <class T, bool kDifference = false>
 __device__ __forceinline__ Compute<T> ExpDifference(Compute<T> x, Compute<T> base) {
   if constexpr (sizeof(T) == 8) {
@@ -109,12 +117,12 @@ __device__ __forceinline__ Compute<T> Rescale(Compute<T> from, Compute<T> to) {
 // The maximum of a row without participants is -inf; 0 in its place keeps -inf - -inf out.
 template <class C> __device__ __forceinline__ C Base(C max) { return max == -Infinity<C>() ? C(0) : max; }
 
-// What threads have summed is added up in double for float: each addition to a sum near 1 would cost
-// half a unit, and there are ten of them.
+// The sums of threads are added up in double for float: each addition to a sum near 1 would cost half a unit, and there
+// are ten of them.
 template <class T> using Sum = std::conditional_t<sizeof(T) == 4, double, Compute<T>>;
 
-// kColumns: for the column tier, where a thread has many Stats at once and merges them over few lanes:
-// sums are merged in Compute<T>, not Sum<T>. kDifference: see ExpDifference.
+// kColumns: for the column kernels, where a thread has many Stats and merges them over few lanes: sums are merged in
+// Compute<T>, not Sum<T>. kDifference: see ExpDifference.
 template <class T_, bool kLog, bool kColumns = false, bool kDifference = kColumns && sizeof(T_) == 2> struct Forward {
   using T = T_;
   using C = Compute<T>;
@@ -140,13 +148,13 @@ template <class T_, bool kLog, bool kColumns = false, bool kDifference = kColumn
   static __device__ __forceinline__ C Neutral(int) { return -Infinity<C>(); }
   static __device__ __forceinline__ C Masked() { return kLog ? -Infinity<C>() : C(0); }
 
-  // Both maxima may be -inf, when neither side has met a participant.
+  // Both maxima are -inf if neither side has a participant.
   static __device__ __forceinline__ Stat Merge(Stat a, Stat b) {
     const C max = Max(a.max, b.max), base = Base(max);
     return {max, a.sum * Factor(a.max, base) + b.sum * Factor(b.max, base)};
   }
 
-  // That of the lane whose number differs in the bit `lane`.
+  // The Stat of the lane whose number differs in the bit `lane`.
   static __device__ __forceinline__ Stat Exchange(Stat stat, int lane) {
     return {__shfl_xor_sync(0xffffffffu, stat.max, lane), __shfl_xor_sync(0xffffffffu, stat.sum, lane)};
   }
@@ -232,7 +240,7 @@ template <class T_, bool kLog, bool kColumns = false, bool kDifference = kColumn
     for (int j = 0; j < N; ++j) out[j] = Exp2Approx(fmaf(v[0][j], kLog2E, -offset));
   }
 
-  // Nothing in the row was NaN or +inf.
+  // Whether nothing in the row was NaN or +inf.
   static __device__ __forceinline__ bool Regular(const Final& f) {
     return f.max < Infinity<C>() && (kLog ? f.norm == f.norm : f.inverse == f.inverse);
   }
@@ -283,8 +291,7 @@ template <class T_, bool kLog, bool kColumns = false, bool kDifference = kColumn
       }
       return {local_max, ReduceLanes<kLanes>(static_cast<S>(Fold(of_pack, SumOf())), SumOf())};
     }
-    // The Final of a row in which other warps have a part: what is held is relative to this warp's
-    // own maximum.
+    // The Final for this warp of a row that other warps share: what is held is relative to this warp's own maximum.
     __device__ __forceinline__ Final Localize(Final f) const {
       // A warp of nothing but -inf holds zeros; its factor must not make them NaN.
       const C rescale = local_max == -Infinity<C>() ? C(0) : Factor(local_max, f.max);
@@ -410,8 +417,8 @@ template <class T_, bool kLog, bool kColumns = false> struct FromOutput {
   template <int kPacks, int N, bool = false> using Tile = PacksAsRead<FromOutput, kPacks, N>;
 };
 
-// That of log_softmax from the input: dx = g - exp(x - max) / sum(exp(x - max)) * sum(g). The rounding of y
-// would come back multiplied by |y|; this costs an exponential more, and no byte. x may be y too, whose
+// The gradient of log_softmax from the input: dx = g - exp(x - max) / sum(exp(x - max)) * sum(g). The rounding of y
+// would come back multiplied by |y|; this costs one more exponential and no more bytes. x may be y too, whose
 // softmax is the same.
 template <class T_, bool kColumns = false> struct FromInput {
   using T = T_;
@@ -528,7 +535,7 @@ template <class T_, bool kColumns = false> struct FromInput {
 template <class T, bool kLog> using Backward =
     std::conditional_t<kLog && (sizeof(T) > 2), FromInput<T>, FromOutput<T, kLog>>;
 
-// Over the block, from one Stat a warp (the same in all its lanes) to one in every thread.
+// Merges one Stat per warp (the same in all its lanes) over the block; every thread gets the result. One barrier.
 template <class Op>
 __device__ __forceinline__ typename Op::Stat ReduceBlock(typename Op::Stat stat, typename Op::Stat* room) {
   constexpr int kMaxWarps = 16;

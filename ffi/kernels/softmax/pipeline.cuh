@@ -1,9 +1,8 @@
-// Softmax of rows too long for registers, on sm_90: the pipeline tier. The row is read from memory
-// once.
+// Softmax of rows too long for registers, on sm_90: the algorithm pipeline. Rows are read from memory once.
 //
 // A cluster of 1, 2, 4, 8 or 16 blocks holds a row in shared memory, each block an equal piece of
-// it, and walks over its rows (the grid is persistent). A piece is cut into chunks that live in a
-// ring of slots:
+// it, and walks over its rows (the grid is persistent). A piece is cut into chunks, which occupy the
+// slots of a ring:
 //
 //     producer warp   for every chunk of every row: wait until its slot is empty, start a bulk copy
 //     consumer warps  pass 1: wait for each chunk, accumulate the Stat
@@ -12,7 +11,7 @@
 //
 // A slot that pass 2 hands back is refilled with the next row at once, so loading does not stop
 // while this row is reduced and written. There is no block-wide barrier except the one of the
-// merge; its room is doubled by row parity, so that a fast warp cannot overwrite what a slow one
+// merge; its shared memory is doubled by row parity, so that a fast warp cannot overwrite what a slow one
 // still reads.
 #pragma once
 

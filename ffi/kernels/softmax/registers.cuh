@@ -1,14 +1,15 @@
-// Softmax with a row held in registers: the sub-warp, warp and block tiers.
+// Softmax with a row held in registers: the algorithms sub_warp, warp, block and cluster. Rows are read and written
+// once.
 //
 // A row belongs to a group of kLanes threads, to a block (kBlockLanes) or to a cluster of blocks
 // (kClusterLanes, sm_90); thread t of the group holds packs t, t + group, ... , kPacks of them, of
-// kRows rows. All loads are issued before the first use; the row is read once and written once. A
-// block-wide row costs one barrier: each warp brings its own (max, sum) and every thread merges them
+// kRows rows. All loads are issued before the first use. A
+// row of a block costs one barrier: each warp contributes its own (max, sum) and every thread merges them
 // in the same order. The blocks of a cluster do the same once more through each other's shared memory.
 //
-// Narrow rows that do not start on 16 bytes (SoftmaxStaged) take a detour through shared memory: the
-// rows of a block are one contiguous stretch, which is copied in and out in 16-byte vectors, and
-// each group finds its row there at whatever alignment it has.
+// Narrow rows that do not start on 16 bytes (SoftmaxStaged) are staged in shared memory: the
+// rows of a block are contiguous, are copied in and out as 16-byte vectors, and each group reads its
+// row there at whatever alignment it has.
 #pragma once
 
 #include "common/async.cuh"
@@ -22,15 +23,15 @@ constexpr int kWarpTierThreads = 128;
 constexpr int kBlockTierThreads = 512;  // at most
 constexpr int kStagedElements = 8;      // a lane
 
-// Blocks of 512 threads a multiprocessor, which caps the registers at 64 or 128 a thread.
+// Blocks of 512 threads per multiprocessor, which caps registers at 64 or 128 per thread.
 template <class Op, int kPacks, bool kManyRegisters> constexpr int kMinBlocks =
     !kManyRegisters && sizeof(typename Op::T) <= 4 && kPacks * Op::kInputs * (sizeof(typename Op::T) == 4 ? 1 : 2) <= 8
         ? 2
         : 1;
 
-// One Stat a block, merged over the cluster in the order of rank, through a mailbox in each block's
-// shared memory. Open() comes first thing in the kernel; nothing waits for the other blocks to have
-// started until Merge(). No block can leave while others still write to it: it waits for them all.
+// Merges one Stat per block over the cluster, in the order of rank, through a mailbox in each block's shared memory.
+// Open() must come first in the kernel; only Merge() waits for the other blocks to have started. No block leaves while
+// others still write to it, since Merge() waits for all of them.
 template <class Op> struct ClusterMailbox {
   using Stat = typename Op::Stat;
 #ifdef JAXKERN_HAS_BULK_COPY
@@ -56,7 +57,7 @@ template <class Op> struct ClusterMailbox {
 #endif
 };
 
-// The maximum over the block of one value a warp.
+// The maximum over the block of one value per warp.
 template <class C> __device__ __forceinline__ C BlockMax(C max) {
   constexpr int kMaxWarps = kBlockTierThreads / kWarp;
   __shared__ C room[kMaxWarps];
@@ -65,11 +66,11 @@ template <class C> __device__ __forceinline__ C BlockMax(C max) {
       [](C m) { return ReduceLanes<kMaxWarps>(m, MaxOf()); });
 }
 
-// The same of 128 threads, where a thread has so little that 40 registers do.
+// Blocks of 128 threads per multiprocessor; 12 where 40 registers per thread are enough.
 template <class Op, class RowOf, int kPacks> constexpr int kMinGroupBlocks =
     kPacks == 1 && Op::kInputs == 1 && sizeof(typename Op::T) == 2 ? 12 : RowOf::kGroupBlocks;
 
-// RowOf: a SoftmaxRow or what reads and writes like one.
+// RowOf: a SoftmaxRow or a class with its interface.
 template <class Op, class RowOf, int kLanes, int kPacks, int kRows>
 __global__ void __launch_bounds__(kLanes > 0 ? kWarpTierThreads : kBlockTierThreads,
                                   kLanes > 0 ? kMinGroupBlocks<Op, RowOf, kPacks>
@@ -155,7 +156,7 @@ __global__ void __launch_bounds__(kLanes > 0 ? kWarpTierThreads : kBlockTierThre
 }
 
 // Rows of at most kLanes * kStagedElements elements; `rows_per_block` of them in shared memory at once,
-// their inputs side by side. Input 0's room takes the output.
+// their inputs side by side. The output replaces input 0.
 template <class Op, int kLanes, bool kMasked> __global__ void __launch_bounds__(kWarpTierThreads)
     SoftmaxStaged(const __grid_constant__ SoftmaxParams p, int rows_per_block, int room_packs) {
   using T = typename Op::T;
@@ -164,7 +165,7 @@ template <class Op, int kLanes, bool kMasked> __global__ void __launch_bounds__(
   extern __shared__ __align__(128) char shared_bytes[];
   auto* const room = reinterpret_cast<Pack<T, N>*>(shared_bytes);  // [kInputs][room_packs]
 
-  // The block's rows as one row of a matrix with a single one.
+  // The block's rows as the only row of a matrix.
   const int64_t first_row = static_cast<int64_t>(blockIdx.x) * rows_per_block;
   const int rows = static_cast<int>(min(int64_t{rows_per_block}, p.rows - first_row));
   const int width = static_cast<int>(p.width);

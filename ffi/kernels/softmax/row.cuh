@@ -6,7 +6,7 @@
 
 namespace jaxkern {
 
-// The arrays are aligned to 16 bytes, or N is 1 and so is the grain.
+// The arrays are aligned to 16 bytes; or the kernel has packs of one element, and the grain is 1.
 struct SoftmaxParams {  // what every kernel reads comes first, and shares its cache lines
   const void* input[2];
   void* out;
@@ -94,8 +94,8 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
     return raw;
   }
 
-  // The addresses of packs first + ahead. Of several packs from one that is kept, but for two inputs, whose kernels
-  // have no registers for it.
+  // The addresses of packs first + ahead. Kernels of one input keep one pointer for several packs; kernels of two
+  // inputs have no registers for it.
   template <class Element, int kPacks> struct Places {
     static constexpr bool kKept = kPacks > 1 && Op::kInputs == 1;
     const SoftmaxRow& row;
@@ -170,14 +170,14 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
   }
 
   static __device__ __forceinline__ void Scale(typename Op::Final&) {}
-  // For rows with more to do: when the packs have arrived; with the row's Stat, before the results and when they
-  // have been stored.
+  // Hooks for rows with more to do: when the packs have arrived; with the row's Stat before the results are computed;
+  // when the results have been stored.
   template <class AnyRaw> static __device__ __forceinline__ void Begin(const AnyRaw&, int, int) {}
   template <class AnyRaw> static __device__ __forceinline__ void Settle(const AnyRaw&, const typename Op::Stat&) {}
   template <int kLanes, class AnyRaw>
   static __device__ __forceinline__ void Close(const AnyRaw&, const typename Op::Stat&, int) {}
 
-  // A neutral element maps to Masked() by itself, unless the row has met NaN or infinity.
+  // A neutral element maps to Masked() by itself, unless the row holds NaN or infinity.
   static __device__ __forceinline__ Pack<T, N> Result(C (&v)[N], const typename Op::Final& final, const Raw& raw,
                                                       Index = 0) {
     if constexpr (kMasked) {
@@ -194,7 +194,7 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
                                         const Raw& raw) const {
     span.Store(out, p, Result(v, final, raw, p));
   }
-  // The packs that LoadAll took, once their values are final: whole ones, then the ragged.
+  // Stores the packs that LoadAll loads: whole ones, then the ragged.
   template <int kPacks>
   __device__ __forceinline__ void StoreAll(T* out, const Pack<T, N> (&pack)[kPacks], Index first, Index step) const {
     const Places<T, kPacks> at(*this, out, first);

@@ -1,11 +1,11 @@
-// Softmax of rows of any width: the streaming and the split tier. Both read the row twice.
+// Softmax of rows of any width: the algorithms streaming and split. Both read a row twice.
 //
-//     streaming   a block a row: one pass for the row's Stat, one that writes
-//     split       gridDim.x blocks a row: SoftmaxPartials leaves one Stat a block in scratch, then
+//     streaming   a block per row: one pass for the row's Stat, one that writes
+//     split       gridDim.x blocks per row: SoftmaxPartials writes one Stat per block to scratch, then
 //                 SoftmaxApply merges them (always in the same order) and writes; with few rows the
 //                 second read comes from L2
 //
-// N = 1 serves arrays that are not aligned alike.
+// Packs of one element (N = 1) serve arrays that are not aligned.
 #pragma once
 
 #include "softmax/row.cuh"
@@ -14,7 +14,7 @@ namespace jaxkern {
 
 constexpr int kStreamThreads = 512;
 
-// The share of a row in packs [begin, end), by the whole block; the result is in every thread.
+// The Stat of packs [begin, end) of a row, computed by the whole block; every thread gets the result.
 template <class Op, class RowOf>
 __device__ __forceinline__ typename Op::Stat RangeStat(const RowOf& row, int64_t begin, int64_t end) {
   using C = typename Op::C;

@@ -1,4 +1,7 @@
-"""Derivatives of the elementwise operations, of every order."""
+"""Derivatives of the elementwise operations, forward and reverse, to any order.
+
+The first is a kernel where every array that it writes is wanted; derivatives of derivatives go through jnp.
+"""
 
 import functools
 
@@ -28,7 +31,7 @@ def differentiate(row, forward_p, gradient_p):
         if split >= 0:
             (ds[0],) = bind(gradient_p, operands[0], g, *parameters, split=split)
             return (tuple(ds),)
-        # One kernel, where it writes nothing that nobody wants; sums over broadcast dimensions are XLA's.
+        # One kernel, unless it would write a gradient that nobody wants. XLA sums over broadcast dimensions.
         if gradient_p is not None and all(k in wanted and operands[k].shape == g.shape for k in row.gradient):
             used = [operands[k] for k in reference.used(row)]
             for k, d in zip(row.gradient, bind(gradient_p, *used, g, *parameters, split=-1)):
@@ -48,7 +51,7 @@ def differentiate(row, forward_p, gradient_p):
 
 
 def gradient_rules(row, gradient_p, tangent_p):
-    """The derivative is linear in the cotangent, and tangent_p its transpose; both are differentiated through jnp."""
+    """The derivative is linear in the cotangent, and `tangent_p` is its transpose. jnp differentiates both."""
 
     def jvp_rule(prim, reference, linear):
         def rule(primals, tangents, *, split):
@@ -95,10 +98,14 @@ def gradient_rules(row, gradient_p, tangent_p):
             result[i] = ds[i - k]
         return result
 
-    ad.primitive_jvps[gradient_p] = jvp_rule(gradient_p, reference.gradient, lambda split: [reference.operand_counts(row, split)[0]])
+    ad.primitive_jvps[gradient_p] = jvp_rule(
+        gradient_p, reference.gradient, lambda split: [reference.operand_counts(row, split)[0]]
+    )
     ad.primitive_transposes[gradient_p] = transpose_gradient
     if tangent_p is not gradient_p:
-        between = lambda split: list(range(reference.operand_counts(row, split)[0], sum(reference.operand_counts(row, split))))
+        between = lambda split: list(
+            range(reference.operand_counts(row, split)[0], sum(reference.operand_counts(row, split)))
+        )
         ad.primitive_jvps[tangent_p] = jvp_rule(tangent_p, reference.tangent, between)
         ad.primitive_transposes[tangent_p] = transpose_tangent
 

@@ -1,7 +1,7 @@
 """Which kernel of ffi/kernels/elementwise runs an elementwise call, and over which blocks.
 
-    flat       all arrays are contiguous or scalars
-    strided    some are broadcast, or halves of an array
+flat       all arrays are contiguous or scalars
+strided    some are broadcast, or halves of an array
 """
 
 import functools
@@ -18,10 +18,26 @@ GROUPS = 3  # runs of neighbouring dimensions that all arrays agree to broadcast
 THREADS = 256
 BLOCKS = 6  # per multiprocessor: kBlocksPerSm
 
-_TYPE_NAMES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64", "int8": "s8", "uint8": "u8",
-               "int32": "s32", "bool": "pred"}
-_CUDA_TYPES = {"f16": "__half", "bf16": "__nv_bfloat16", "f32": "float", "f64": "double", "s8": "int8_t", "u8": "uint8_t",
-               "s32": "int32_t", "pred": "Pred"}
+_TYPE_NAMES = {
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "float32": "f32",
+    "float64": "f64",
+    "int8": "s8",
+    "uint8": "u8",
+    "int32": "s32",
+    "bool": "pred",
+}
+_CUDA_TYPES = {
+    "f16": "__half",
+    "bf16": "__nv_bfloat16",
+    "f32": "float",
+    "f64": "double",
+    "s8": "int8_t",
+    "u8": "uint8_t",
+    "s32": "int32_t",
+    "pred": "Pred",
+}
 _BYTES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8, "s8": 1, "u8": 1, "s32": 4, "pred": 1}
 _ARITHMETIC = {"f32": "Single", "f64": "Double", "s32": "Integer"}
 
@@ -110,21 +126,30 @@ class _Call:
         self.exceeds_l2 = boolean(moved > device.l2_bytes)
         arithmetic = "Coarse" if kernel.coarse else _ARITHMETIC[kernel.computing]
         ins, results = (", ".join(_CUDA_TYPES[v.type] for v in vs) for vs in (arrays, outs))
-        self.template = f"Elementwise<{kernel.functor}<{arithmetic}>, {kernel.parameters}, Types<{results}>, Types<{ins}>>"
+        self.template = (
+            f"Elementwise<{kernel.functor}<{arithmetic}>, {kernel.parameters}, Types<{results}>, Types<{ins}>>"
+        )
         self.pointers = [v.buffer for v in (*arrays, *outs, *parameters)] + [launch.null] * (not parameters)
 
     def is_flat(self):
         """Whether every operand is a scalar or contiguous, every result is contiguous, and all begin on 16 bytes."""
         aligned = all(v.buffer.offset % 16 == 0 for v in (*self.arrays, *self.outs))
         outs = self.strides[len(self.arrays) :]
-        return aligned and self.groups == 1 and all(s[-1] == 1 for s in outs) and all(s[-1] in (0, 1) for s in self.strides)
+        return (
+            aligned
+            and self.groups == 1
+            and all(s[-1] == 1 for s in outs)
+            and all(s[-1] in (0, 1) for s in self.strides)
+        )
 
     def grid(self, threads):
         """(blocks, threads of one): a block for every THREADS threads that are wanted, up to many waves.
 
         Measured, blocks that take one tile and end are 4% faster than one wave that loops.
         """
-        block = THREADS // 2 if threads <= self.device.sm_count * THREADS else THREADS  # little work: on more multiprocessors
+        block = (
+            THREADS // 2 if threads <= self.device.sm_count * THREADS else THREADS
+        )  # little work: on more multiprocessors
         return min(ceil_div(threads, block), self.device.sm_count * BLOCKS * 4096), block
 
     def flat(self):
@@ -136,7 +161,13 @@ class _Call:
         def step(packs, threads, in_tiles):
             blocks, block = self.grid(threads)
             args = struct(*self.pointers, i64(self.count), i64(packs), self.exceeds_l2)
-            return Launch(HEADER, f"FlatKernel<{self.template}, {scalars}, {'true' if in_tiles else 'false'}>", [args], blocks, block)
+            return Launch(
+                HEADER,
+                f"FlatKernel<{self.template}, {scalars}, {'true' if in_tiles else 'false'}>",
+                [args],
+                blocks,
+                block,
+            )
 
         aligned = step(tiles * tile, tiles * THREADS, True) if tiles else step(packs, packs or self.count, False)
         return Plan("flat", (aligned,), unaligned=(step(0, self.count, False),))
@@ -147,18 +178,29 @@ class _Call:
         if max(self.sizes) >= 1 << 32:
             return None
         in_packs = inner % self.pack == 0 and all(
-            s[2] == 0 or (s[0] % self.pack == 0 and s[1] % self.pack == 0 and v.buffer.offset % (self.pack * v.bytes) == 0)
-            for v, s in views)
+            s[2] == 0
+            or (s[0] % self.pack == 0 and s[1] % self.pack == 0 and v.buffer.offset % (self.pack * v.bytes) == 0)
+            for v, s in views
+        )
         # Operands that are the same along a row, and those that all rows of the middle dimension share.
-        columns, shared = (sum((s[d] == 0) << k for k, s in enumerate(self.strides[: len(self.arrays)])) for d in (2, 1))
+        columns, shared = (
+            sum((s[d] == 0) << k for k, s in enumerate(self.strides[: len(self.arrays)])) for d in (2, 1)
+        )
 
         def step(in_packs):
             rows = self.unroll if in_packs else 1
             runs, units = ceil_div(middle, rows), inner // (self.pack if in_packs else 1)
             count = outer * runs * units
             blocks, block = self.grid(count)
-            args = struct(*self.pointers, *(i64(n) for s in self.strides for n in s[:2]), i64(count), fast_divmod(units),
-                          fast_divmod(runs), u32(middle), self.exceeds_l2)
+            args = struct(
+                *self.pointers,
+                *(i64(n) for s in self.strides for n in s[:2]),
+                i64(count),
+                fast_divmod(units),
+                fast_divmod(runs),
+                u32(middle),
+                self.exceeds_l2,
+            )
             name = f"StridedKernel<{self.template}, {'true' if in_packs else 'false'}, {columns}, {shared}>"
             return Launch(HEADER, name, [args], blocks, block)
 

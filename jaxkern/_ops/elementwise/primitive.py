@@ -1,8 +1,8 @@
 """The primitives of the elementwise operations: `jaxkern_<name>`, and `jaxkern_<name>_grad` for its derivative.
 
-A primitive takes arrays of equal rank, each dimension 1 or that of the result, then the operation's scalar parameters as
-arrays of one element, in the type that the arithmetic is done in: float32, or float64 for float64. `split` is -1, or for a
-gated operation the axis along which one operand holds both halves.
+A primitive takes arrays of equal rank, each dimension 1 or the result's, then the operation's scalar parameters as
+arrays of one element in the dtype that the arithmetic is done in: float64 for float64, else float32. `split` is -1, or
+for a gated operation the axis along which one operand holds both halves.
 """
 
 import functools
@@ -21,7 +21,7 @@ ROWS = {row.name: row for row in table.ROWS}
 
 
 def _result(prim, arrays, split, dtype):
-    """The type of what arrays of equal rank broadcast to; split dimensions are half as long."""
+    """The type of what arrays of equal rank broadcast to; a split dimension is half as long."""
     first = arrays[0]
     shape, spec = list(first.shape), [*first.sharding.spec, *[None] * (first.ndim - len(first.sharding.spec))]
     if split >= 0:
@@ -30,7 +30,9 @@ def _result(prim, arrays, split, dtype):
         other = [*x.sharding.spec, *[None] * (x.ndim - len(x.sharding.spec))]
         for d in range(len(shape)):
             if x.ndim != len(shape) or (x.shape[d] != shape[d] and 1 not in (x.shape[d], shape[d])):
-                raise ValueError(f"{prim}: operands of shapes {', '.join(str(a.shape) for a in arrays)} do not broadcast")
+                raise ValueError(
+                    f"{prim}: operands of shapes {', '.join(str(a.shape) for a in arrays)} do not broadcast"
+                )
             if isinstance(shape[d], int) and shape[d] == 1:
                 shape[d], spec[d] = x.shape[d], other[d]
             elif spec[d] is None and not (isinstance(x.shape[d], int) and x.shape[d] == 1):
@@ -55,10 +57,14 @@ def _batch(prim, whole, operands, dims, *, split):
     at = next(d for d in dims if d is not None)
     # An operand without the batch gets a dimension of size 1: kernels read it in place.
     operands = [jnp.expand_dims(x, at) if d is None else jnp.moveaxis(x, d, at) for x, d in zip(operands, dims)]
-    if whole is not None:  # but for those from this position on, cotangents and tangents, and for what is split
+    if whole is not None:  # cotangents and tangents, which begin at this position, and what is split keep the shape
         size = next(x.shape[at] for x, d in zip(operands, dims) if d is not None)
-        operands = [jnp.broadcast_to(x, (*x.shape[:at], size, *x.shape[at + 1 :]))
-                    if k >= whole or (k == 0 and split >= 0) else x for k, x in enumerate(operands)]
+        operands = [
+            jnp.broadcast_to(x, (*x.shape[:at], size, *x.shape[at + 1 :]))
+            if k >= whole or (k == 0 and split >= 0)
+            else x
+            for k, x in enumerate(operands)
+        ]
     y = bind(prim, *operands, split=split + (0 <= at <= split))
     return (y, [at] * len(y)) if prim.multiple_results else (y, at)
 
@@ -66,6 +72,7 @@ def _batch(prim, whole, operands, dims, *, split):
 def _abstract_tangent(row, *operands, split):
     k, _ = reference.operand_counts(row, split)
     return _result(row.name, operands[k : k + 1], split, operands[k].dtype)
+
 
 def _primitive(name, row, abstract, reference, several=False, whole=None):
     prim = Primitive(f"jaxkern_{name}")
@@ -83,7 +90,7 @@ def _primitive(name, row, abstract, reference, several=False, whole=None):
 
 
 def _partition(prim, ctx, operands, params):
-    """All dimensions are split alike; one that holds two halves is whole on every device."""
+    """Every dimension may be split, but one that holds two halves; each device computes its part."""
     split = params.get("split", -1)
     names = [f"d{d}" for d in range(max(a.ndim for a in (*ctx.avals_in, *ctx.avals_out)))]
     dims = [list(names[: a.ndim]) for a in (*ctx.avals_in, *ctx.avals_out)]
@@ -100,7 +107,9 @@ def _define(row):
     gradient_p = None
     if row.gradient:
         whole = len(reference.used(row))
-        gradient_p = tangent_p = _primitive(f"{row.name}_grad", row, _abstract_gradient, reference.gradient, True, whole)
+        gradient_p = tangent_p = _primitive(
+            f"{row.name}_grad", row, _abstract_gradient, reference.gradient, True, whole
+        )
         if len(row.gradient) > 1:  # else it is its own transpose
             tangent_p = _primitive(f"{row.name}_jvp", row, _abstract_tangent, reference.tangent, False, whole)
         derivatives.gradient_rules(row, gradient_p, tangent_p)

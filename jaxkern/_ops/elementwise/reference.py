@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def computing(dtype):
-    """What the arithmetic is done in."""
+    """The dtype that arithmetic on arrays of `dtype` is done in."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float64
     return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
 
@@ -18,13 +18,13 @@ def wide(x):
 
 @functools.cache
 def meaning(row):
-    """The row's expression as a function of its operands."""
+    """The row's expression as a function of its arrays and parameters."""
     names = ", ".join((*row.arrays, *(name for name, _ in row.parameters)))
     return eval(f"lambda {names}: {row.like}", {"jax": jax, "jnp": jnp})
 
 
 def halves(row, operands, split):
-    """The operands, of which the first may hold the first two along an axis."""
+    """The operands; with `split` >= 0 the first holds two of them along that axis."""
     if split < 0:
         return list(operands)
     return [*jnp.split(operands[0], 2, split), *operands[1:]]
@@ -42,7 +42,8 @@ def forward(row, *operands, split):
 
 
 def pullback(row, operands, at, g):
-    """Cotangents of the operands at these positions, by JAX's own derivatives of the row's expression."""
+    """Cotangents of the operands at the positions `at`, by JAX's own derivatives of the row's expression."""
+
     def f(*xs):
         widened = list(map(wide, operands))
         for k, x in zip(at, xs):
@@ -54,16 +55,17 @@ def pullback(row, operands, at, g):
 
 
 def used(row):
-    """The arrays that the derivative's functor reads beside the cotangent."""
+    """The positions of the arrays that the derivative's functor reads beside the cotangent."""
     return tuple(range(len(row.arrays))) if row.uses is None else row.uses
 
 
 def gradient(row, *operands, split):
+    """The derivative: a cotangent for each array in `row.gradient`; with a split, one that holds both."""
     operands = halves(row, operands, split)
     read = used(row)
     g, parameters = operands[len(read)], operands[len(read) + 1 :]
-    arrays = [jnp.zeros_like(g)] * len(row.arrays)  # what is not used has no influence
-    for k, x in zip(read, operands):  # under vmap, what is not mapped has a dimension of size 1 where g's is longer
+    arrays = [jnp.zeros_like(g)] * len(row.arrays)  # those that are not used have no influence
+    for k, x in zip(read, operands):  # under vmap, an array that is not mapped has size 1 where g is longer
         arrays[k] = x if split >= 0 else jnp.broadcast_to(x, g.shape)
     ds = pullback(row, [*arrays, *parameters], row.gradient, g)
     return ds if split < 0 else [jnp.concatenate(ds, split)]
@@ -75,7 +77,7 @@ def operand_counts(row, split):
 
 
 def tangent(row, *operands, split):
-    """The transpose of the derivative: from a tangent for each gradient to that of the result."""
+    """The transpose of the derivative: from a tangent for each gradient to the result's tangent."""
     k, n = operand_counts(row, split)
     before, tangents, parameters = operands[:k], operands[k : k + n], operands[k + n :]
     g = tangents[0] if split < 0 else jax.lax.slice_in_dim(tangents[0], 0, tangents[0].shape[split] // 2, axis=split)

@@ -1,9 +1,9 @@
-"""The elementwise operations: one row each, as plain data.
+"""The table of elementwise operations: one row each.
 
-Everything about an operation but its arithmetic comes from its row: the kernels that are compiled
-(ffi/elementwise/generate.py reads this file while the package is built, and so it imports nothing),
-the primitive, the public function and its documentation, the tests, the benchmark, the README's list.
-The arithmetic, and that of the derivative, is a functor in ffi/elementwise/functors.h or activations.h.
+A row is everything about an operation but its arithmetic: the kernels, the primitive, the public function and its
+documentation, the reference, the tests, the benchmark and the README's list come from it. The arithmetic is a functor
+in ffi/kernels/elementwise/functors.h or activations.h, and the derivative's another one. Imports nothing, so that
+`python jaxkern/_ops/elementwise/table.py` prints the README's list.
 """
 
 import typing
@@ -11,22 +11,22 @@ import typing
 
 class Row(typing.NamedTuple):
     name: str
-    functor: str  # the derivative is <functor>Grad
-    like: str  # the same in JAX: the meaning, where there is no kernel, and what tests compare with
+    functor: str  # the derivative's is <functor>Grad
+    like: str  # the same in JAX: the reference, and what tests compare with
     summary: str
     arrays: tuple[str, ...] = ("x",)
-    parameters: tuple[tuple[str, float | None], ...] = ()  # scalars and their defaults, None: has none
+    parameters: tuple[tuple[str, float | None], ...] = ()  # scalars and their defaults; None: has none
     types: str = "float"  # a key of SIGNATURES
-    gradient: tuple[int, ...] = ()  # the arrays that <functor>Grad differentiates by; others: as in JAX
-    uses: tuple[int, ...] | None = None  # the operands that it reads beside the cotangent, None: all
+    gradient: tuple[int, ...] = ()  # the arrays that <functor>Grad differentiates by; JAX differentiates by the others
+    uses: tuple[int, ...] | None = None  # the arrays that it reads beside the cotangent; None: all
     gated: bool = False  # the two arrays may be the halves of one
     part_of: str = ""  # the public function, written by hand, that chooses this row
-    domain: tuple[float, float] = (-6.0, 6.0)  # where tests and benchmarks take their numbers from
+    domain: tuple[float, float] = (-6.0, 6.0)  # tests and benchmarks take their numbers from here
 
 
 FLOATS = ("f16", "bf16", "f32", "f64")
-# The types that there are kernels for, with T for each of the first member: operands -> result. A
-# parameter is always of the type that T is computed in.
+# The types that kernels exist for: the types that T may be, operands, result. A parameter has the type that T is
+# computed in.
 SIGNATURES = {
     "float": (FLOATS, ("T",), "T"),
     "number": ((*FLOATS, "s32"), ("T",), "T"),
@@ -50,16 +50,42 @@ _POSITIVE = (0.01, 50.0)
 
 ACTIVATIONS = (
     _unary("relu", "Relu", "jax.nn.relu(x)", "max(x, 0)", types="number"),
-    _unary("leaky_relu", "LeakyRelu", "jnp.where(x >= 0, x, negative_slope * x)", "x, or negative_slope x below 0",
-           parameters=(("negative_slope", 0.01),)),
-    _unary("elu", "Elu", "jnp.where(x > 0, x, alpha * jnp.expm1(jnp.where(x > 0, 0, x)))", "x, or alpha (exp(x) - 1) below 0",
-           parameters=(("alpha", 1.0),)),
-    _unary("celu", "Celu", "jnp.maximum(x, 0) + alpha * jnp.expm1(jnp.minimum(x, 0) / alpha)",
-           "x, or alpha (exp(x / alpha) - 1) below 0", parameters=(("alpha", 1.0),)),
+    _unary(
+        "leaky_relu",
+        "LeakyRelu",
+        "jnp.where(x >= 0, x, negative_slope * x)",
+        "x, or negative_slope x below 0",
+        parameters=(("negative_slope", 0.01),),
+    ),
+    _unary(
+        "elu",
+        "Elu",
+        "jnp.where(x > 0, x, alpha * jnp.expm1(jnp.where(x > 0, 0, x)))",
+        "x, or alpha (exp(x) - 1) below 0",
+        parameters=(("alpha", 1.0),),
+    ),
+    _unary(
+        "celu",
+        "Celu",
+        "jnp.maximum(x, 0) + alpha * jnp.expm1(jnp.minimum(x, 0) / alpha)",
+        "x, or alpha (exp(x / alpha) - 1) below 0",
+        parameters=(("alpha", 1.0),),
+    ),
     _unary("selu", "Selu", "jax.nn.selu(x)", "1.0507 elu(x, 1.6733)"),
-    _unary("gelu_erf", "GeluErf", "x * 0.5 * jax.lax.erfc(-x * 0.7071067811865476)", "x Phi(x), Phi the normal distribution",
-           part_of="gelu"),
-    _unary("gelu_tanh", "GeluTanh", "x * jax.nn.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))", "the same with 0.5 (1 + tanh(0.798 (x + 0.0447 x^3))) for Phi", part_of="gelu"),
+    _unary(
+        "gelu_erf",
+        "GeluErf",
+        "x * 0.5 * jax.lax.erfc(-x * 0.7071067811865476)",
+        "x Phi(x), Phi the normal distribution",
+        part_of="gelu",
+    ),
+    _unary(
+        "gelu_tanh",
+        "GeluTanh",
+        "x * jax.nn.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))",
+        "the same with 0.5 (1 + tanh(0.798 (x + 0.0447 x^3))) for Phi",
+        part_of="gelu",
+    ),
     _unary("quick_gelu", "QuickGelu", "x * jax.nn.sigmoid(1.702 * x)", "x sigmoid(1.702 x)"),
     _unary("silu", "Silu", "jax.nn.silu(x)", "x sigmoid(x)"),
     _unary("mish", "Mish", "jax.nn.mish(x)", "x tanh(softplus(x))"),
@@ -70,22 +96,53 @@ ACTIVATIONS = (
     _unary("hard_swish", "HardSwish", "jax.nn.hard_swish(x)", "x hard_sigmoid(x)"),
     _unary("hard_sigmoid", "HardSigmoid", "jax.nn.hard_sigmoid(x)", "min(max(x + 3, 0), 6) / 6"),
     _unary("hard_tanh", "HardTanh", "jax.nn.hard_tanh(x)", "x between -1 and 1, those beyond"),
-    _unary("hard_shrink", "HardShrink", "jnp.where(jnp.abs(x) <= lambd, 0, x)", "0 where |x| <= lambd, x elsewhere",
-           parameters=(("lambd", 0.5),)),
-    _unary("soft_shrink", "SoftShrink", "jnp.where(x > lambd, x - lambd, jnp.where(x < -lambd, x + lambd, 0 * x))",
-           "x brought nearer to 0 by lambd, or to 0", parameters=(("lambd", 0.5),)),
-    _unary("threshold", "Threshold", "jnp.where(x <= threshold, value, x)", "x, or value where x <= threshold",
-           parameters=(("threshold", None), ("value", None))),
+    _unary(
+        "hard_shrink",
+        "HardShrink",
+        "jnp.where(jnp.abs(x) <= lambd, 0, x)",
+        "0 where |x| <= lambd, x elsewhere",
+        parameters=(("lambd", 0.5),),
+    ),
+    _unary(
+        "soft_shrink",
+        "SoftShrink",
+        "jnp.where(x > lambd, x - lambd, jnp.where(x < -lambd, x + lambd, 0 * x))",
+        "x brought nearer to 0 by lambd, or to 0",
+        parameters=(("lambd", 0.5),),
+    ),
+    _unary(
+        "threshold",
+        "Threshold",
+        "jnp.where(x <= threshold, value, x)",
+        "x, or value where x <= threshold",
+        parameters=(("threshold", None), ("value", None)),
+    ),
     _unary("tanh", "Tanh", "jnp.tanh(x)", "hyperbolic tangent"),
     _unary("square_relu", "SquareRelu", "jnp.square(jax.nn.relu(x))", "relu(x)^2"),
 )
 GATED = (
     Row("glu", "Glu", "x * jax.nn.sigmoid(gate)", "x sigmoid(gate)", ("x", "gate"), gradient=(0, 1), gated=True),
     Row("swiglu", "Swiglu", "x * jax.nn.silu(gate)", "x silu(gate)", ("x", "gate"), gradient=(0, 1), gated=True),
-    Row("geglu_erf", "GegluErf", "x * (gate * 0.5 * jax.lax.erfc(-gate * 0.7071067811865476))", "x gelu(gate)", ("x", "gate"),
-        gradient=(0, 1), gated=True, part_of="geglu"),
-    Row("geglu_tanh", "GegluTanh", "x * (gate * jax.nn.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))", "the same with tanh", ("x", "gate"),
-        gradient=(0, 1), gated=True, part_of="geglu"),
+    Row(
+        "geglu_erf",
+        "GegluErf",
+        "x * (gate * 0.5 * jax.lax.erfc(-gate * 0.7071067811865476))",
+        "x gelu(gate)",
+        ("x", "gate"),
+        gradient=(0, 1),
+        gated=True,
+        part_of="geglu",
+    ),
+    Row(
+        "geglu_tanh",
+        "GegluTanh",
+        "x * (gate * jax.nn.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))",
+        "the same with tanh",
+        ("x", "gate"),
+        gradient=(0, 1),
+        gated=True,
+        part_of="geglu",
+    ),
 )
 UNARY = (
     _unary("abs", "Abs", "jnp.abs(x)", "absolute value", types="number"),
@@ -108,7 +165,9 @@ UNARY = (
     _unary("round", "Round", "jnp.round(x)", "the nearest integer, halves to even", gradient=()),
     _unary("isnan", "IsNan", "jnp.isnan(x)", "whether x is NaN", types="test", gradient=()),
     _unary("isinf", "IsInf", "jnp.isinf(x)", "whether x is inf or -inf", types="test", gradient=()),
-    _unary("isfinite", "IsFinite", "jnp.isfinite(x)", "whether x is neither NaN nor infinite", types="test", gradient=()),
+    _unary(
+        "isfinite", "IsFinite", "jnp.isfinite(x)", "whether x is neither NaN nor infinite", types="test", gradient=()
+    ),
     _unary("logical_not", "LogicalNot", "jnp.logical_not(x)", "not x", types="logical", gradient=()),
     _unary("scale", "Scale", "x * alpha", "x times a scalar", parameters=(("alpha", None),)),
 )
@@ -117,8 +176,12 @@ BINARY = (
     _binary("subtract", "Subtract", "x - y", "x - y", types="number"),
     _binary("multiply", "Multiply", "x * y", "x y", types="number", gradient=(0, 1)),
     _binary("divide", "Divide", "x / y", "x / y", gradient=(0, 1)),
-    _binary("maximum", "Maximum", "jnp.maximum(x, y)", "the larger one; NaN if either is", types="number", gradient=(0, 1)),
-    _binary("minimum", "Minimum", "jnp.minimum(x, y)", "the smaller one; NaN if either is", types="number", gradient=(0, 1)),
+    _binary(
+        "maximum", "Maximum", "jnp.maximum(x, y)", "the larger one; NaN if either is", types="number", gradient=(0, 1)
+    ),
+    _binary(
+        "minimum", "Minimum", "jnp.minimum(x, y)", "the smaller one; NaN if either is", types="number", gradient=(0, 1)
+    ),
     _binary("power", "Power", "jnp.power(x, y)", "x^y", gradient=(0, 1), domain=(0.1, 4.0)),
     _binary("fmod", "Fmod", "jnp.fmod(x, y)", "the remainder of x / y, with the sign of x", gradient=(0, 1)),
     _binary("equal", "Equal", "x == y", "x == y", types="compare"),
@@ -132,29 +195,55 @@ BINARY = (
     _binary("logical_xor", "LogicalXor", "jnp.logical_xor(x, y)", "either x or y", types="logical"),
 )
 TERNARY = (
-    Row("fma", "Fma", "x * y + z", "x y + z in one rounding", ("x", "y", "z"), types="number", gradient=(0, 1), uses=(0, 1)),
-    Row("where", "Where", "jnp.where(condition, x, y)", "x where the condition holds, y elsewhere", ("condition", "x", "y"),
-        types="select", gradient=(1, 2), uses=(0,)),
+    Row(
+        "fma",
+        "Fma",
+        "x * y + z",
+        "x y + z in one rounding",
+        ("x", "y", "z"),
+        types="number",
+        gradient=(0, 1),
+        uses=(0, 1),
+    ),
+    Row(
+        "where",
+        "Where",
+        "jnp.where(condition, x, y)",
+        "x where the condition holds, y elsewhere",
+        ("condition", "x", "y"),
+        types="select",
+        gradient=(1, 2),
+        uses=(0,),
+    ),
     Row("add3", "Add3", "x + y + z", "x + y + z", ("x", "y", "z"), types="number"),
     Row("lerp", "Lerp", "x + weight * (y - x)", "x + weight (y - x)", ("x", "y", "weight"), gradient=(0, 1, 2)),
-    Row("clamp", "Clamp", "jnp.minimum(jnp.maximum(x, min), max)", "x between min and max", ("x", "min", "max"), types="number",
-        gradient=(0,)),
+    Row(
+        "clamp",
+        "Clamp",
+        "jnp.minimum(jnp.maximum(x, min), max)",
+        "x between min and max",
+        ("x", "min", "max"),
+        types="number",
+        gradient=(0,),
+    ),
 )
 GROUPS = {"activations": ACTIVATIONS, "gated": GATED, "one operand": UNARY, "two": BINARY, "three": TERNARY}
 ROWS = tuple(row for rows in GROUPS.values() for row in rows)
 
 
 def markdown() -> str:
-    """The list in README.md, which this file prints when it is run."""
+    """The list in README.md."""
     lines = ["| | |", "|---|---|"]
     for group, rows in GROUPS.items():
         names = dict.fromkeys(row.part_of or row.name for row in rows)
-        lines.append(f"| {group} | {', '.join(f'`{name}`' for name in (*names, *(['cast'] if rows is UNARY else [])))} |")
+        lines.append(
+            f"| {group} | {', '.join(f'`{name}`' for name in (*names, *(['cast'] if rows is UNARY else [])))} |"
+        )
     return "\n".join(lines)
 
 
 class Kernel(typing.NamedTuple):
-    """One signature that kernels are compiled for."""
+    """One signature that has a kernel."""
 
     name: str  # the row's, with _grad for the derivative
     functor: str
@@ -162,7 +251,7 @@ class Kernel(typing.NamedTuple):
     results: tuple[str, ...]
     parameters: int
     computing: str  # f32, f64 or s32
-    coarse: bool  # results have 16 bits, arithmetic of about 13 will do
+    coarse: bool  # results have 16 bits: arithmetic that is exact to about 13 is enough
 
     @property
     def key(self) -> str:
@@ -174,7 +263,7 @@ def computing(type_: str) -> str:
 
 
 def kernels_of(row: Row):
-    """The kernels of a row: forward, then those of its derivative."""
+    """The kernels of a row: forward, then its derivative's."""
     types, operands, result = SIGNATURES[row.types]
     if len(operands) == 1:
         operands *= len(row.arrays)
@@ -186,12 +275,19 @@ def kernels_of(row: Row):
         yield Kernel(row.name, row.functor, arrays + parameters, (out,), len(parameters), c, coarse)
         if row.gradient and t in FLOATS:
             uses = range(len(arrays)) if row.uses is None else row.uses
-            yield Kernel(f"{row.name}_grad", f"{row.functor}Grad", (*(arrays[k] for k in uses), t, *parameters),
-                         (t,) * len(row.gradient), len(parameters), c, coarse)
+            yield Kernel(
+                f"{row.name}_grad",
+                f"{row.functor}Grad",
+                (*(arrays[k] for k in uses), t, *parameters),
+                (t,) * len(row.gradient),
+                len(parameters),
+                c,
+                coarse,
+            )
 
 
 def cast_kernels():
-    """From and to a floating-point type; what lies between is wide enough to round once."""
+    """From and to a floating-point type; the arithmetic in between is wide enough to round once."""
     for a in CAST_TYPES:
         for b in CAST_TYPES:
             if a != b and (a in FLOATS or b in FLOATS):

@@ -90,7 +90,8 @@ def _add_unscaled_vjp(x, at, source, source_type, rules):
 
 _add_unscaled_vjp.defvjp(
     lambda x, at, source, source_type, rules: (_add(x, at, source, rules=rules), at),
-    lambda source_type, rules, at, g: (g, None, _taken(g, at, source_type, rules=rules)))
+    lambda source_type, rules, at, g: (g, None, _taken(g, at, source_type, rules=rules)),
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -105,7 +106,8 @@ def _add_scaled_backward(source_type, rules, residuals, g):
 
 _add_scaled_vjp.defvjp(
     lambda x, at, source, alpha, source_type, rules: (_add(x, at, source, alpha, rules=rules), (at, source, alpha)),
-    _add_scaled_backward)
+    _add_scaled_backward,
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -115,7 +117,8 @@ def _select_vjp(x, at, x_type, rules):
 
 _select_vjp.defvjp(
     lambda x, at, x_type, rules: (index_select(x, *at, rules=rules), at),
-    lambda x_type, rules, at, g: (_given(g, at, x_type, rules), None))
+    lambda x_type, rules, at, g: (_given(g, at, x_type, rules), None),
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
@@ -125,7 +128,8 @@ def _sum_vjp(source, at, rows, source_type, rules):
 
 _sum_vjp.defvjp(
     lambda source, at, rows, source_type, rules: (segment_sum(source, *at, rows=rows, rules=rules), at),
-    lambda rows, source_type, rules, at, g: (_taken(g, at, source_type, rules=rules), None))
+    lambda rows, source_type, rules, at, g: (_taken(g, at, source_type, rules=rules), None),
+)
 
 
 def _extreme_vjp(prim):
@@ -155,8 +159,11 @@ def _extreme_vjp(prim):
 
 defvjp(index_add_p, _add_vjp, differentiable=(0, 2, 3))
 defvjp(index_select_p, lambda x, *at, rules: _select_vjp(x, at, jax.typeof(x), rules), differentiable=(0,))
-defvjp(segment_sum_p, lambda source, *at, rows, rules:
-       _sum_vjp(source, at, rows, jax.typeof(source), rules), differentiable=(0,))
+defvjp(
+    segment_sum_p,
+    lambda source, *at, rows, rules: _sum_vjp(source, at, rows, jax.typeof(source), rules),
+    differentiable=(0,),
+)
 for _prim in SEGMENT[1:]:
     defvjp(_prim, _extreme_vjp(_prim), differentiable=(0,))
 

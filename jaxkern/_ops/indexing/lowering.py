@@ -56,8 +56,16 @@ def _partitioned(prim, ctx, operands, rules, **params):
     rows = ctx.avals_in[0] if prim is index_select_p else ctx.avals_out[0]
     whole = {"rows"} if rows.shape[rules.axis] > sharding.LIMIT else set()
     return partition.lower(
-        ctx, prim, operands, dict(rules=rules, **params), sharding.dims(prim, ctx.avals_in, rules), sharding.SHARDS[prim],
-        exact={"rows", "count"}, summed=sharding.summed(prim), whole={"ordered", *whole})
+        ctx,
+        prim,
+        operands,
+        dict(rules=rules, **params),
+        sharding.dims(prim, ctx.avals_in, rules),
+        sharding.SHARDS[prim],
+        exact={"rows", "count"},
+        summed=sharding.summed(prim),
+        whole={"ordered", *whole},
+    )
 
 
 # ---- CUDA
@@ -66,9 +74,16 @@ def _partitioned(prim, ctx, operands, rules, **params):
 def _adapt(prim, name, *avals, rules, rows=None):
     """For updates that are to be sorted first: a function that does, and binds `prim` with their order."""
     order = _order_of(prim, avals)
-    shape = avals[0].shape if rows is None else (*avals[1].shape[: rules.batch_dims],
-                                                 *avals[0].shape[rules.batch_dims : rules.axis], rows,
-                                                 *avals[0].shape[rules.axis + 1 :])
+    shape = (
+        avals[0].shape
+        if rows is None
+        else (
+            *avals[1].shape[: rules.batch_dims],
+            *avals[0].shape[rules.batch_dims : rules.axis],
+            rows,
+            *avals[0].shape[rules.axis + 1 :],
+        )
+    )
     problem = plan.problem_of(name, shape, avals[2 if prim is index_add_p else 0], avals[1], rules)
     if problem is None or order or plan.chosen(problem, rules) != "sort" or len(plan.parts(problem)) > 1:
         return None
@@ -78,8 +93,9 @@ def _adapt(prim, name, *avals, rules, rows=None):
 def _in_order(prim, *operands, rules, **params):
     index, rows = operands[1], params.get("rows", operands[0].shape[rules.axis])
     k = rules.batch_dims
-    order = sort.sort_indices(index.reshape(size_of(index.shape[:k]), index.shape[k]), rows=rows, wrap=rules.wrap,
-                              clip=rules.clip)
+    order = sort.sort_indices(
+        index.reshape(size_of(index.shape[:k]), index.shape[k]), rows=rows, wrap=rules.wrap, clip=rules.clip
+    )
     return prim.bind(*operands, *order, rules=rules, **params)
 
 

@@ -2,14 +2,15 @@
 
     unique    no row twice (a hint): each update is added to its row, or written, on its own (direct.cuh)
     small     few indices: one launch; every update looks through all of them for others of its row (small.cuh)
-    sorted    ascending indices (a hint): a segmented reduction over fixed chunks of them (chunks, narrow_rows, tiles.cuh)
+    sorted    ascending indices (a hint): a segmented reduction over fixed chunks of them (chunks.cuh; tiles.cuh and
+              narrow_rows.cuh where rows are short)
     sort      any indices: the same over the order of sort_indices
-    narrow    rows of one element: bins in shared memory; where it has no room for all rows of a slice, updates are first
-              sorted by the leading bits of their row (bins.cuh)
+    narrow    rows of one element: bins in shared memory; where it has no room for all rows of a slice, updates are
+              first sorted by the leading bits of their row (bins.cuh)
     atomic    floats or integers added by atomics: not reproducible, only with deterministic=False (direct.cuh)
 
-Every algorithm but `atomic` gives the same bits every time, on any device: chunks depend on the problem alone, and their
-partial sums are added in order. Preferences and tuned numbers were measured: see benchmarks/NOTES.md, index_add.
+Every algorithm but `atomic` gives the same bits every time, on any device: chunks depend on the problem alone, and
+their partial sums are added in order. Preferences and tuned numbers were measured: see benchmarks/NOTES.md, index_add.
 
 Arrays are seen as x, out [batch, outer, rows, inner], source [batch, outer, count, inner] and index [batch, count].
 """
@@ -158,12 +159,16 @@ class Buffers(typing.NamedTuple):
 
 
 def parts(p: Problem) -> list[Part]:
-    """The runs of a call: whole slices of the batch where 32 bits number them, else parts of the rows and of the updates
-    of one slice."""
+    """The runs of a call: whole slices of the batch where 32 bits number them, else parts of the rows and of the
+    updates of one slice."""
     rows, count = min(p.rows, MAX_KEYS - 2), min(p.count, MAX_POSITIONS)
     batch = min(p.batch, max(1, min((MAX_KEYS - 2) // p.rows, MAX_POSITIONS // p.count // p.outer)))
-    return [Part(b, min(batch, p.batch - b), r, min(rows, p.rows - r), k, min(count, p.count - k))
-            for b in range(0, p.batch, batch) for r in range(0, p.rows, rows) for k in range(0, p.count, count)]
+    return [
+        Part(b, min(batch, p.batch - b), r, min(rows, p.rows - r), k, min(count, p.count - k))
+        for b in range(0, p.batch, batch)
+        for r in range(0, p.rows, rows)
+        for k in range(0, p.count, count)
+    ]
 
 
 def moved(buffer, offset):
@@ -199,10 +204,29 @@ class Run:
 
     def struct(self) -> launch.Struct:
         return struct(
-            *self.indices.members(), self.keys, self.order, self.pairs, self.keys_out, self.order_out, self.chunks,
-            self.source, self.alpha, self.out, self.partials, i64(self.outer), i64(self.inner), i64(self.source_stride),
-            i64(self.out_stride), i64(self.source_extra), i64(self.out_extra), divider(self.indices.part.rows),
-            u32(self.chunk), i32(self.sorted_bits), boolean(self.sorted_keys), boolean(self.reads_out))
+            *self.indices.members(),
+            self.keys,
+            self.order,
+            self.pairs,
+            self.keys_out,
+            self.order_out,
+            self.chunks,
+            self.source,
+            self.alpha,
+            self.out,
+            self.partials,
+            i64(self.outer),
+            i64(self.inner),
+            i64(self.source_stride),
+            i64(self.out_stride),
+            i64(self.source_extra),
+            i64(self.out_extra),
+            divider(self.indices.part.rows),
+            u32(self.chunk),
+            i32(self.sorted_bits),
+            boolean(self.sorted_keys),
+            boolean(self.reads_out),
+        )
 
     def replace(self, **fields) -> "Run":
         return dataclasses.replace(self, **fields)
@@ -213,11 +237,17 @@ def run_of(p: Problem, part: Part, buffers: Buffers, reads_out: bool) -> Run:
     index = moved(buffers.index, (part.b * p.count + part.position) * p.index_dtype.itemsize)
     return Run(
         Indices(index, p.index_dtype, p.rows, p.wrap, p.clip, part),
-        source=moved(buffers.source, (part.b * source_batch + part.position) * p.row_bytes), alpha=buffers.alpha,
+        source=moved(buffers.source, (part.b * source_batch + part.position) * p.row_bytes),
+        alpha=buffers.alpha,
         out=moved(buffers.out, part.b * p.outer * p.rows * p.row_bytes),
-        outer=p.outer, inner=p.inner, source_stride=p.count, out_stride=p.rows,
+        outer=p.outer,
+        inner=p.inner,
+        source_stride=p.count,
+        out_stride=p.rows,
         source_extra=source_batch - p.count if part.batch > 1 else 0,
-        out_extra=(p.outer - 1) * p.rows if part.batch > 1 else 0, reads_out=reads_out)
+        out_extra=(p.outer - 1) * p.rows if part.batch > 1 else 0,
+        reads_out=reads_out,
+    )
 
 
 # ---- the launches of an algorithm
@@ -261,9 +291,15 @@ def identity(p) -> int:
     if p.op == "segment_sum":
         return 0
     least = p.op == "segment_max"
-    bits = {"float16": (0xFC00, 0x7C00), "bfloat16": (0xFF80, 0x7F80), "float32": (0xFF800000, 0x7F800000),
-            "float64": (0xFFF0 << 48, 0x7FF0 << 48), "int32": (1 << 31, (1 << 31) - 1), "int64": (1 << 63, (1 << 63) - 1),
-            "uint32": (0, (1 << 32) - 1)}[p.dtype.name][not least]
+    bits = {
+        "float16": (0xFC00, 0x7C00),
+        "bfloat16": (0xFF80, 0x7F80),
+        "float32": (0xFF800000, 0x7F800000),
+        "float64": (0xFFF0 << 48, 0x7FF0 << 48),
+        "int32": (1 << 31, (1 << 31) - 1),
+        "int64": (1 << 63, (1 << 63) - 1),
+        "uint32": (0, (1 << 32) - 1),
+    }[p.dtype.name][not least]
     return int.from_bytes(bits.to_bytes(p.size, "little") * (8 // p.size), "little")
 
 
@@ -302,26 +338,51 @@ def small(p, run, fills, aligned):
         return words * pitch * 4 + words * SMALL_WARPS * WARP * 2 + SMALL_WARPS * WARP * n * p.sum_bytes
 
     floats = p.dtype.kind != "i" and p.dtype.kind != "u" and p.size <= 4
-    if (p.adds and floats and n in (1, 16 // p.size) and run.indices.plain and run.reads_out
-            and run.indices.part.batch * p.outer == 1):
+    if (
+        p.adds
+        and floats
+        and n in (1, 16 // p.size)
+        and run.indices.plain
+        and run.reads_out
+        and run.indices.part.batch * p.outer == 1
+    ):
         # No more warps than run at once: what they load too early is little then.
         each = next(e for e in (1, 2, 4) if e == SMALL_VECTORS or ceil_div(vectors, WARP * e) * count <= 2048)
         slabs = ceil_div(vectors, WARP * each)
         if slabs * count <= 4096:
             words = 4 if count <= 4 * WARP else 32
-            args = struct(run.indices.buffer, run.source, run.alpha, run.out, u32(p.inner), u32(p.rows),
-                          u32(p.rows if p.wrap else 0), u32(count | each << 16))
-            return [kernel("small", f"SmallSums<{dtype}, {n}, {words}>", [args], (slabs, groups), 256, shared(words, 0))]
+            args = struct(
+                run.indices.buffer,
+                run.source,
+                run.alpha,
+                run.out,
+                u32(p.inner),
+                u32(p.rows),
+                u32(p.rows if p.wrap else 0),
+                u32(count | each << 16),
+            )
+            return [
+                kernel("small", f"SmallSums<{dtype}, {n}, {words}>", [args], (slabs, groups), 256, shared(words, 0))
+            ]
     each = 1
     while each < SMALL_VECTORS and vectors * positions * p.outer > WARP * each * 4096 and vectors > WARP * each:
         each *= 2
     slabs, words = ceil_div(vectors, WARP * each), ceil_div(count, WARP)
     blocks = slabs * groups * run.indices.part.batch * p.outer
     fill, fill_blocks = fill_shape(run.indices.dropped, p.outer, vectors, n * p.size) if fills else (NO_FILL, 0)
-    shape = struct(i64(vectors), i64(slabs), i32(each), i64(groups), divider(slabs), divider(groups), i32(words),
-                   i64(blocks), fill)
-    return [kernel("small", f"SmallUpdates<{p.reduction}, {dtype}, {n}>", [run.struct(), shape], blocks + fill_blocks, 256,
-                   shared(words, KEY_PITCH))]
+    shape = struct(
+        i64(vectors), i64(slabs), i32(each), i64(groups), divider(slabs), divider(groups), i32(words), i64(blocks), fill
+    )
+    return [
+        kernel(
+            "small",
+            f"SmallUpdates<{p.reduction}, {dtype}, {n}>",
+            [run.struct(), shape],
+            blocks + fill_blocks,
+            256,
+            shared(words, KEY_PITCH),
+        )
+    ]
 
 
 def fill_shape(keys, outer, vectors, size):
@@ -357,7 +418,7 @@ def bin_bytes(bins, copies) -> int:
 
 
 def windows_of(slices, rows, count) -> int:
-    """Blocks for BIN_WINDOW rows of a slice, each of which looks through all of its updates; 0 where that does not pay."""
+    """Blocks for BIN_WINDOW rows of a slice each, which look through all of its updates; 0 where that does not pay."""
     most_read = 1 << 23  # indices, by all blocks; they come from L2
     if rows > BINS or count > (1 << 17 if rows > 32 else FEW_UPDATES):
         return 0
@@ -376,15 +437,28 @@ def narrow(p, run, fills, aligned, scratch):
     if windows and (whole or count <= FEW_UPDATES):
         # As few turns as can be, and threads that they keep busy; of whole vectors of bins.
         each, unit = WINDOW_EACH * ceil_div(count, WINDOW_EACH * WINDOW_THREADS), 4 * WARP
-        return [step(f"BinWindows<{template}>", [run.struct(), u32(count // 4 if whole else 0)], (windows, slices),
-                     ceil_div(count, each * unit) * unit)]
+        return [
+            step(
+                f"BinWindows<{template}>",
+                [run.struct(), u32(count // 4 if whole else 0)],
+                (windows, slices),
+                ceil_div(count, each * unit) * unit,
+            )
+        ]
     chunk, copies = bin_chunk(positions * p.outer, rows), 1 if rows > BINS else BIN_WARPS
     chunks, few = ceil_div(count, chunk), rows <= FEW_BINS
     if chunks > 1:
         run = run.replace(partials=scratch.take(4 * slices * chunks * rows))
     shape = struct(u32(chunk), u32(chunks), i64(slices), i32(rows), i32(copies), u32(0), i64(0), NO_FILL)
-    steps = [step(f"BinSlices<{template}, {'true' if few else 'false'}>", [run.struct(), shape], slices * chunks,
-                  WIDE_THREADS if copies == 1 else BIN_THREADS, bin_bytes(rows, 0 if few else copies))]
+    steps = [
+        step(
+            f"BinSlices<{template}, {'true' if few else 'false'}>",
+            [run.struct(), shape],
+            slices * chunks,
+            WIDE_THREADS if copies == 1 else BIN_THREADS,
+            bin_bytes(rows, 0 if few else copies),
+        )
+    ]
     if chunks > 1:
         steps.append(step(f"BinParts<{template}>", [run.struct(), shape], slices * ceil_div(rows, WARP), 1024))
     return steps
@@ -400,13 +474,28 @@ def narrow_sorted(p, run, fills, scratch, template):
     chunks = ceil_div(positions, chunk)
     targets = [buffers[i % 2] for i in range(cut.passes)]
     pairs = targets[-1][0]  # 8 * positions bytes: the payload's buffer lies behind the keys' own
-    steps = radix_sort(indices, cut, BIN_BITS, targets, scratch.take(4 * (cut.tiles + 1) << cut.bits),
-                       (run.source, run.source_extra, p.size))
+    steps = radix_sort(
+        indices,
+        cut,
+        BIN_BITS,
+        targets,
+        scratch.take(4 * (cut.tiles + 1) << cut.bits),
+        (run.source, run.source_extra, p.size),
+    )
     run = run.replace(pairs=pairs, sorted_bits=cut.passes * cut.bits, partials=scratch.take(4 * 2 * chunks * BINS))
     fill, fill_blocks = fill_shape(indices.dropped, 1, 1, p.size) if fills else (NO_FILL, 0)
-    shape = struct(u32(chunk), u32(chunks), i64(1), i32(0), i32(BIN_WARPS), u32((1 << run.sorted_bits) - 1), i64(chunks), fill)
-    steps.append(step(f"BinSorted<{template}>", [run.struct(), shape], chunks + fill_blocks, BIN_THREADS,
-                      bin_bytes(BINS, BIN_WARPS)))
+    shape = struct(
+        u32(chunk), u32(chunks), i64(1), i32(0), i32(BIN_WARPS), u32((1 << run.sorted_bits) - 1), i64(chunks), fill
+    )
+    steps.append(
+        step(
+            f"BinSorted<{template}>",
+            [run.struct(), shape],
+            chunks + fill_blocks,
+            BIN_THREADS,
+            bin_bytes(BINS, BIN_WARPS),
+        )
+    )
     if chunks > 1:
         steps.append(step(f"BinStretches<{template}>", [run.struct(), shape], chunks, STRETCH_THREADS))
     return steps
@@ -444,8 +533,8 @@ def chunk_of(p) -> int:
     wave = multiprocessors * blocks * REDUCE_THREADS
     lanes = p.positions * p.outer * ceil_div(p.row_bytes, 16)
     least, most = 16, 500
-    # One wave has the fewest edges of chunks, but waits for its slowest thread. More are better where threads differ most,
-    # in how many long rows they write, and where there are many short ones.
+    # One wave has the fewest edges of chunks, but waits for its slowest thread. More are better where threads differ
+    # most, in how many long rows they write, and where there are many short ones.
     waves = max(1, ceil_div(lanes, most * wave))
     if whole and p.size == 2 and p.row_bytes >= 8192:
         waves = max(waves, 2)
@@ -466,8 +555,8 @@ class Tile(typing.NamedTuple):
 def tile_of(inner, size) -> Tile:
     n, slab, pitch = 16 // size, inner, inner
     if inner * size > 512:
-        # Slabs of equal width that TILE_PACKS vectors hold, wherever they begin. From one position to the next the vectors
-        # of a slab shift as those of source do, and those of two positions never overlap.
+        # Slabs of equal width that TILE_PACKS vectors hold, wherever they begin. From one position to the next the
+        # vectors of a slab shift as the vectors of source do, and the vectors of two positions never overlap.
         slab = ceil_div(inner, ceil_div(inner, (TILE_PACKS - 1) * n + 1))
         pitch = slab + 2 * n - 2
         while pitch % n != inner % n:
@@ -511,7 +600,7 @@ def reduced(algorithm, p, run, buffers, fills, aligned, scratch):
             order = rows
         run = run.replace(keys=keys, order=order, sorted_keys=True)
     elif plain and indices.part.batch == 1:
-        # Ascending indices of this kind are keys as they are: as unsigned numbers, those out of range are no rows either.
+        # Ascending indices of this kind are keys as they are: as an unsigned number, one out of range is no row either.
         run = run.replace(keys=indices.buffer)
     run = run.replace(partials=scratch.take(2 * chunks * p.outer * p.inner * p.sum_bytes))
     if tiles:
@@ -529,17 +618,25 @@ def reduced(algorithm, p, run, buffers, fills, aligned, scratch):
 def describe(run, chunks):
     """(launches, run): fills run.chunks, and run.keys where there are only indices that ascend."""
     indices = run.indices
-    describing, writing = ceil_div(chunks, DESCRIBE_THREADS), ceil_div(indices.positions, DESCRIBE_THREADS * KEYS_WRITTEN)
+    describing, writing = (
+        ceil_div(chunks, DESCRIBE_THREADS),
+        ceil_div(indices.positions, DESCRIBE_THREADS * KEYS_WRITTEN),
+    )
 
     def step(keyed, describing, writing):
-        return kernel("chunks", f"Describe<{'true' if keyed else 'false'}>",
-                      [run.struct(), u32(run.chunk), u32(chunks), u32(describing)], describing + writing, DESCRIBE_THREADS)
+        return kernel(
+            "chunks",
+            f"Describe<{'true' if keyed else 'false'}>",
+            [run.struct(), u32(run.chunk), u32(chunks), u32(describing)],
+            describing + writing,
+            DESCRIBE_THREADS,
+        )
 
     if run.keys is not null:
         return [step(True, describing, 0)], run
     at_once = indices.plain and indices.part.batch == 1
     steps = [step(False, describing if at_once else 0, writing)]
-    run = run.replace(keys=run.keys_out, order=run.order_out)
+    run = run.replace(keys=run.keys_out, order=run.order_out, keys_out=null, order_out=null)
     return steps if at_once else [*steps, step(True, describing, 0)], run
 
 
@@ -558,8 +655,17 @@ class Shape(typing.NamedTuple):
         return ceil_div(self.run.indices.positions, self.run.chunk)
 
     def struct(self) -> launch.Struct:
-        return struct(u32(self.run.chunk), u32(self.chunks), u32(self.reach), i64(self.vectors), divider(self.vectors),
-                      divider(self.chunks), i64(self.threads), i64(self.blocks), self.bands)
+        return struct(
+            u32(self.run.chunk),
+            u32(self.chunks),
+            u32(self.reach),
+            i64(self.vectors),
+            divider(self.vectors),
+            divider(self.chunks),
+            i64(self.threads),
+            i64(self.blocks),
+            self.bands,
+        )
 
 
 NO_BANDS = struct(u32(0), i64(0), u32(0), i64(0), i64(0), i64(0), u32(0), i64(0), i64(0), *[divider(1)] * 4)
@@ -581,9 +687,21 @@ def band_shape(run, vectors, size, gaps):
         stretches = (positions + stretch) // stretch  # the end of places is one more
         gap_warps = run.outer * stretches * slabs
     warps = run.outer * bands * slabs + gap_warps
-    return struct(u32(rows), i64(bands), u32(slice_bands), i64(slab), i64(slabs), i64(stretches), u32(stretch),
-                  i64(gap_warps), i64(warps), divider(slabs), divider(bands), divider(slice_bands),
-                  divider(max(stretches, 1))), warps
+    return struct(
+        u32(rows),
+        i64(bands),
+        u32(slice_bands),
+        i64(slab),
+        i64(slabs),
+        i64(stretches),
+        u32(stretch),
+        i64(gap_warps),
+        i64(warps),
+        divider(slabs),
+        divider(bands),
+        divider(slice_bands),
+        divider(max(stretches, 1)),
+    ), warps
 
 
 def chunked(p, run, fills, aligned):
@@ -597,8 +715,10 @@ def chunked(p, run, fills, aligned):
     # Larger elements in whole vectors have 4 places in flight, rows of partial vectors 8.
     rows = 4 if whole and (p.size > 2 or (REDUCTIONS[p.op] == "kSum" and in_flight(p) == 4)) else 8
     keys_aligned = aligned and all(b is null or b.offset % 16 == 0 for b in (run.keys, run.order))
-    name = (f"ReduceChunks<{p.reduction}, {cuda_type(p.dtype)}, {n}, {per_thread}, {rows}, "
-            f"{'true' if keys_aligned else 'false'}>")
+    name = (
+        f"ReduceChunks<{p.reduction}, {cuda_type(p.dtype)}, {n}, {per_thread}, {rows}, "
+        f"{'true' if keys_aligned else 'false'}>"
+    )
     blocks = shape.blocks + ceil_div(warps, REDUCE_THREADS // WARP)
     return [kernel("chunks", name, [run.struct(), shape.struct()], blocks, REDUCE_THREADS), *fixup(p, shape)]
 
@@ -610,9 +730,17 @@ def narrow_reduced(p, run, fills):
     values = (run.chunk * p.inner + 2 * n) // n * n
     shared = values * p.sum_bytes + NARROW_THREADS * (p.sum_bytes + 4) + (run.chunk + 2) * 4 + run.chunk * 2
     blocks = shape.blocks + ceil_div(warps, NARROW_THREADS // WARP)
-    return [kernel("narrow_rows", f"ReduceNarrow<{p.reduction}, {cuda_type(p.dtype)}>",
-                   [run.struct(), shape.struct(), struct(i32(values), i32(run.chunk))], blocks, NARROW_THREADS, shared),
-            *fixup(p, shape)]
+    return [
+        kernel(
+            "narrow_rows",
+            f"ReduceNarrow<{p.reduction}, {cuda_type(p.dtype)}>",
+            [run.struct(), shape.struct(), struct(i32(values), i32(run.chunk))],
+            blocks,
+            NARROW_THREADS,
+            shared,
+        ),
+        *fixup(p, shape),
+    ]
 
 
 def tiled(p, run, fills):
@@ -622,11 +750,22 @@ def tiled(p, run, fills):
     each = next((e for e in (8, 4, 2) if places > e // 2 * TILE_THREADS), 1)
     bands, warps = band_shape(run, p.inner, p.size, False) if fills else (NO_BANDS, 0)
     shape = Shape(run, 1, 0, p.outer * chunks * slabs, TILE_REACH, bands)
-    tile = struct(i32(tile.slab), i32(tile.pitch), i64(slabs), divider(slabs), fast_divmod(tile.slab), i32(values), i32(each))
+    tile = struct(
+        i32(tile.slab), i32(tile.pitch), i64(slabs), divider(slabs), fast_divmod(tile.slab), i32(values), i32(each)
+    )
     shared = values * p.size + (places + TILE_REACH + 5) * 4 + (places + 1) * 2
     blocks = shape.blocks + ceil_div(warps, TILE_THREADS // WARP)
-    return [kernel("tiles", f"ReduceTiles<{p.reduction}, {cuda_type(p.dtype)}>", [run.struct(), shape.struct(), tile],
-                   blocks, TILE_THREADS, shared), *fixup(p, shape)]
+    return [
+        kernel(
+            "tiles",
+            f"ReduceTiles<{p.reduction}, {cuda_type(p.dtype)}>",
+            [run.struct(), shape.struct(), tile],
+            blocks,
+            TILE_THREADS,
+            shared,
+        ),
+        *fixup(p, shape),
+    ]
 
 
 FIXUP_THREADS, FIXUP_LANES, FIXUP_CHUNKS, HEAD_THREADS, HEAD_GROUP = 256, 8, 8, 128, 32
@@ -651,12 +790,25 @@ def fixup(p, shape):
     if grouped:
         groups = (chunks - 1) // HEAD_GROUP - 1
         threads = groups * p.inner * p.outer
-        steps.append(kernel("reduce", f"ReduceGroups<{template}>",
-                            [run.struct(), shape.struct(), divider(p.inner), divider(groups), i64(threads)],
-                            ceil_div(threads, HEAD_THREADS), HEAD_THREADS))
+        steps.append(
+            kernel(
+                "reduce",
+                f"ReduceGroups<{template}>",
+                [run.struct(), shape.struct(), divider(p.inner), divider(groups), i64(threads)],
+                ceil_div(threads, HEAD_THREADS),
+                HEAD_THREADS,
+            )
+        )
     fix = struct(i32(lanes), u32(each), u32(step), i64(slabs), boolean(grouped))
-    steps.append(kernel("reduce", f"ReduceFixup<{template}, {n if wide else 1}>", [run.struct(), shape.struct(), fix],
-                        slabs * step * p.outer, FIXUP_THREADS))
+    steps.append(
+        kernel(
+            "reduce",
+            f"ReduceFixup<{template}, {n if wide else 1}>",
+            [run.struct(), shape.struct(), fix],
+            slabs * step * p.outer,
+            FIXUP_THREADS,
+        )
+    )
     return steps
 
 
@@ -669,9 +821,22 @@ def problem_of(op, rows_shape, source, index, rules) -> Problem | None:
     if source.dtype.name not in DTYPES:
         return None
     whole = source.shape[:k] == index.shape[:k]
-    return Problem(op, source.dtype, index.dtype, size_of(index.shape[:k]), size_of(rows_shape[k:axis]), rows_shape[axis],
-                   source.shape[axis], size_of(rows_shape[axis + 1 :]), rules.sorted, rules.unique, rules.deterministic,
-                   rules.wrap, rules.clip, whole)
+    return Problem(
+        op,
+        source.dtype,
+        index.dtype,
+        size_of(index.shape[:k]),
+        size_of(rows_shape[k:axis]),
+        rows_shape[axis],
+        source.shape[axis],
+        size_of(rows_shape[axis + 1 :]),
+        rules.sorted,
+        rules.unique,
+        rules.deterministic,
+        rules.wrap,
+        rules.clip,
+        whole,
+    )
 
 
 def chosen(p: Problem, rules) -> str:
@@ -684,8 +849,10 @@ def chosen(p: Problem, rules) -> str:
 
 
 def plan(op, device, operands, results, *, rules, rows=None) -> launch.Plan | None:
-    """The plan of index_add or a segment operation on operands as in primitive.py; None where there is no kernel. Without
-    an order, updates that are to be sorted are sorted in scratch, run by run."""
+    """The plan of index_add or a segment operation on operands as in primitive.py; None where there is no kernel.
+
+    Without an order, updates that are to be sorted are sorted in scratch, run by run.
+    """
     del device, rows
     adds = op == "index_add"
     index, source = (operands[1], operands[2]) if adds else (operands[1], operands[0])
@@ -701,8 +868,14 @@ def plan(op, device, operands, results, *, rules, rows=None) -> launch.Plan | No
         algorithm = "sort"  # over the order that is given
     at = len(operands) - 2
     buffers = Buffers(
-        index=launch.operand(1), source=launch.operand(2 if adds else 0), out=launch.result(0),
-        alpha=launch.operand(3) if alphas else null, **(dict(keys=launch.operand(at), order=launch.operand(at + 1)) if given else {}))
+        index=launch.operand(1),
+        source=launch.operand(2 if adds else 0),
+        out=launch.result(0),
+        alpha=launch.operand(3) if alphas else null,
+        **(dict(keys=launch.operand(at), order=launch.operand(at + 1)) if given else {}),
+    )
     steps, scratch = launches(algorithm, p, buffers)
     unaligned, more = launches(algorithm, p, buffers, aligned=False)
+    if any(step.grid3()[0] >= 2**31 for step in (*steps, *unaligned)):
+        return None  # more blocks than a launch has
     return launch.Plan(algorithm, tuple(steps), max(scratch, more), None if unaligned == steps else tuple(unaligned))

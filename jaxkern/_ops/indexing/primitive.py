@@ -6,10 +6,10 @@
     segment_min_p    (source, index[, keys, order])               the smallest, or inf
     index_select_p   (x, index[, keys, order])                    row index[k] of x, or the fill value
 
-x has the shape (*lead, rows, *trail), source (*lead, count, *trail) and index (*batch, count), where batch is the first
-dimensions of lead: the rest of lead shares its indices. The first dimensions of source may be 1 where it is the same for
-the whole batch. Nothing is ever reshaped or transposed on the way to a kernel. index_select_p and segment_sum_p are each
-other's transposes.
+x has the shape (*lead, rows, *trail), source (*lead, count, *trail) and index (*batch, count), where batch is the
+first dimensions of lead: the rest of lead shares its indices. The first dimensions of source may be 1 where it is the
+same for the whole batch. Nothing is ever reshaped or transposed on the way to a kernel. index_select_p and
+segment_sum_p are each other's transposes.
 
 keys and order are what `sort_indices` made of the index, so that it need not be sorted again; index_select_p hands them
 to its gradient.
@@ -108,10 +108,14 @@ def _check(name, rows_shape, source_shape, index, order, rules):
         whole.pop(axis)
         fits &= part[k:] == whole[k:] and part[:k] in (whole[:k], [1] * k) and list(index.shape[:k]) == whole[:k]
     if not fits:
-        raise ValueError(f"jaxkern.{name}: rows of shape {tuple(rows_shape)}, a source of shape {tuple(source_shape)} "
-                         f"and an index of shape {index.shape} do not fit along axis {axis}, with {k} batch dimensions")
+        raise ValueError(
+            f"jaxkern.{name}: rows of shape {tuple(rows_shape)}, a source of shape {tuple(source_shape)} "
+            f"and an index of shape {index.shape} do not fit along axis {axis}, with {k} batch dimensions"
+        )
     if any(a.shape != (index.size,) or a.dtype != jnp.uint32 for a in order):
-        raise ValueError(f"jaxkern.{name}: {', '.join(a.str_short() for a in order)} are no order of {index.str_short()}")
+        raise ValueError(
+            f"jaxkern.{name}: {', '.join(a.str_short() for a in order)} are no order of {index.str_short()}"
+        )
 
 
 def _along(x, axis, size, index=None):
@@ -137,9 +141,12 @@ def _add_shape(x, index, source, *rest, rules):
     alpha, order = parted(rest)
     _check("index_add", x.shape, source.shape, index, order, rules)
     if source.dtype != x.dtype or any(
-            a.shape not in ((), x.shape[: rules.batch_dims]) or a.dtype != computing(x.dtype) for a in alpha):
-        raise ValueError(f"jaxkern.index_add: operands differ: {x.str_short()}, {source.str_short()}, "
-                         f"{[a.str_short() for a in alpha]}")
+        a.shape not in ((), x.shape[: rules.batch_dims]) or a.dtype != computing(x.dtype) for a in alpha
+    ):
+        raise ValueError(
+            f"jaxkern.index_add: operands differ: {x.str_short()}, {source.str_short()}, "
+            f"{[a.str_short() for a in alpha]}"
+        )
     return x.update(weak_type=False)
 
 
@@ -178,8 +185,8 @@ SEGMENT = (segment_sum_p, segment_max_p, segment_min_p)
 
 # ---- vmap
 #
-# A batch of indices becomes a batch dimension in front, and is sorted anew. A batch of arrays under the same indices joins
-# the dimensions before or after the axis, wherever it lies, behind the batch dimensions that there are.
+# A batch of indices becomes a batch dimension in front, and is sorted anew. A batch of arrays under the same indices
+# joins the dimensions before or after the axis, wherever it lies, behind the batch dimensions that there are.
 
 
 def moved(x, d, at, size):

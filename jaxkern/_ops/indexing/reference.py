@@ -66,6 +66,7 @@ def total(source, index, *order, rows, rules):
 
 def _extreme(method, identity, source, index, *order, rows, rules):
     del order
+
     def one(source, index, rules):
         shape = (*source.shape[: rules.axis], rows, *source.shape[rules.axis + 1 :])
         start = jnp.full(shape, identity(source.dtype), source.dtype)

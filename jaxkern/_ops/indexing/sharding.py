@@ -110,7 +110,9 @@ def _select(over, x, index, *order, rules):
         y = lax.psum(y, _without(across, shared))
     if not rules.fill_nan or rules.clip:
         return y
-    exists = jnp.expand_dims((own >= 0) & (own < rows), [d for d in range(y.ndim) if not (d < rules.batch_dims or d == axis)])
+    exists = jnp.expand_dims(
+        (own >= 0) & (own < rows), [d for d in range(y.ndim) if not (d < rules.batch_dims or d == axis)]
+    )
     return jnp.where(exists, y, jnp.asarray(primitive.fill_value(y.dtype), y.dtype))
 
 
@@ -174,8 +176,8 @@ def _add(over, x, index, source, *rest, rules):
         y = x.astype(wide) + total
         if alpha:
             factor = jnp.expand_dims(alpha[0], range(alpha[0].ndim, x.ndim))
-            # 0 * inf is NaN, but a row that nothing goes to stays what it is. Which rows these are would be a message more;
-            # that a sum is 0 is known.
+            # 0 * inf is NaN, but a row that nothing goes to stays what it is. Which rows these are would take another
+            # message; that a sum is 0 is known.
             y = jnp.where(jnp.isfinite(factor) | (total != 0), x.astype(wide) + factor * total, x.astype(wide))
         return y.astype(x.dtype)
     if across:

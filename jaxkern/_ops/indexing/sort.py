@@ -21,7 +21,7 @@ from jaxkern._core import launch, validate
 from jaxkern._core.define import ceil_div, divider, lower_to_kernels
 from jaxkern._core.primitive import bind, evaluate
 
-# What one run of the kernels numbers in 32 bits: keys, of which one more says that an update goes nowhere, and positions.
+# What one run of the kernels numbers in 32 bits: keys, with one more for updates that go nowhere, and positions.
 MAX_KEYS, MAX_POSITIONS = 1 << 31, 1 << 30
 
 
@@ -115,8 +115,8 @@ SCATTER_SHARED = {SMALL_TILE: 51328, TILE: 55424, LARGE_TILE: 84096}  # bytes of
 
 
 class Part(typing.NamedTuple):
-    """The part of a call that one run of the kernels takes: slices [b, b + batch), rows from `row` on, positions of each
-    slice from `position` on."""
+    """The part of a call that one run of the kernels takes: slices [b, b + batch), rows from `row` on, positions of
+    each slice from `position` on."""
 
     b: int
     batch: int
@@ -154,10 +154,22 @@ class Indices(typing.NamedTuple):
 
     def members(self) -> tuple:
         p, u32 = self.part, launch.u32
-        return (self.buffer, launch.i64(self.all_rows), launch.i64(p.row), u32(p.rows), u32(p.count), u32(p.batch),
-                u32(self.positions), u32(self.dropped), launch.i32(self.dtype.itemsize), launch.boolean(self.signed),
-                launch.boolean(self.wrap and self.signed), launch.boolean(self.clip), launch.boolean(self.plain),
-                divider(p.count))
+        return (
+            self.buffer,
+            launch.i64(self.all_rows),
+            launch.i64(p.row),
+            u32(p.rows),
+            u32(p.count),
+            u32(p.batch),
+            u32(self.positions),
+            u32(self.dropped),
+            launch.i32(self.dtype.itemsize),
+            launch.boolean(self.signed),
+            launch.boolean(self.wrap and self.signed),
+            launch.boolean(self.clip),
+            launch.boolean(self.plain),
+            divider(p.count),
+        )
 
     def struct(self) -> launch.Struct:
         return launch.struct(*self.members())
@@ -211,23 +223,47 @@ def radix_sort(indices: Indices, cut: Digits, low: int, targets, counts, element
         source, extra, size = elements if elements and i == 0 else (null, 0, 0)
         kind = "kLater" if i else f"kFirstOfElements{size}" if elements else "kFirstOfPositions"
         sort = launch.struct(
-            launch.i32(low + i * cut.bits), launch.i32(cut.bits), launch.u32(cut.tiles), launch.boolean(scanned), counts,
-            keys_in, payload_in, keys, payload, pairs, source, launch.i64(extra))
+            launch.i32(low + i * cut.bits),
+            launch.i32(cut.bits),
+            launch.u32(cut.tiles),
+            launch.boolean(scanned),
+            counts,
+            keys_in,
+            payload_in,
+            keys,
+            payload,
+            pairs,
+            source,
+            launch.i64(extra),
+        )
         tiled = functools.partial(launch.Launch, HEADER, args=[run, sort], grid=cut.tiles, block=THREADS)
         steps.append(tiled(name=f"RadixCount<{THREADS}, {items}, {'false' if i else 'true'}>"))
         if scanned:
-            steps.append(launch.Launch(
-                HEADER, f"RadixScan<{SCAN_THREADS}>", [counts, launch.u32(cut.tiles), launch.i32(1 << cut.bits)],
-                grid=ceil_div(1 << cut.bits, SCAN_DIGITS), block=SCAN_THREADS))
-        steps.append(tiled(name=f"RadixScatter<{THREADS}, {items}, jaxkern::Pass::{kind}>", shared=SCATTER_SHARED[cut.tile]))
+            steps.append(
+                launch.Launch(
+                    HEADER,
+                    f"RadixScan<{SCAN_THREADS}>",
+                    [counts, launch.u32(cut.tiles), launch.i32(1 << cut.bits)],
+                    grid=ceil_div(1 << cut.bits, SCAN_DIGITS),
+                    block=SCAN_THREADS,
+                )
+            )
+        steps.append(
+            tiled(name=f"RadixScatter<{THREADS}, {items}, jaxkern::Pass::{kind}>", shared=SCATTER_SHARED[cut.tile])
+        )
         keys_in, payload_in = keys, payload
     return steps
 
 
 def source_rows(indices: Indices, order, rows, extra: int) -> launch.Launch:
     """Turns the positions in `order` into rows of source, in which each b lies `extra` rows further than count."""
-    return launch.Launch(HEADER, f"SourceRows<{SOURCE_ROWS_THREADS}>", [indices.struct(), order, rows, launch.i64(extra)],
-                         grid=ceil_div(indices.positions, SOURCE_ROWS_THREADS), block=SOURCE_ROWS_THREADS)
+    return launch.Launch(
+        HEADER,
+        f"SourceRows<{SOURCE_ROWS_THREADS}>",
+        [indices.struct(), order, rows, launch.i64(extra)],
+        grid=ceil_div(indices.positions, SOURCE_ROWS_THREADS),
+        block=SOURCE_ROWS_THREADS,
+    )
 
 
 def sorted_into(indices: Indices, keys, order, scratch: Scratch) -> list[launch.Launch]:

@@ -3,7 +3,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "common/bindings.h"
 #include "runtime/handler.h"
 #include "runtime/runtime.h"
 
@@ -12,7 +11,7 @@ namespace nb = nanobind;
 NB_MODULE(_runtime, m) {
   using namespace jaxkern;
   m.doc() = "Run-time compilation and launching of jaxkern's CUDA kernels.";
-  AddApiVersion(m);
+  m.attr("api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   const auto capsule = [](XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_cast<void*>(handler)); };
   m.def(
       "stages",

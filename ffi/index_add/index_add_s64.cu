@@ -1,4 +1,0 @@
-// The kernels of the index_add family for s64.
-#include "index_add_kernels.cuh"
-
-template cudaError_t jaxkern::LaunchIndexRun<int64_t>(IndexPlan, IndexOp, const IndexRun&, bool, cudaStream_t);

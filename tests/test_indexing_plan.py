@@ -1,0 +1,344 @@
+"""Launch lists of index_add and the segment operations: coverage, limits, layouts, kernels, programs. Needs no GPU."""
+
+import itertools
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from indexed import FLOATS, INTEGERS
+from plans import DEVICES, layout, needs_nvrtc, needs_runtime
+
+import jaxkern
+from jaxkern import tiers
+from jaxkern._core import compat, launch, registry, runtime
+from jaxkern._ops.indexing import plan, sort
+from jaxkern._ops.indexing.primitive import Rules
+
+# Bytes of static shared memory that a kernel has at most, besides what its launch asks for.
+STATIC = {"SmallUpdates": 128, "SmallSums": 0, "BinWindows": 49152, "BinParts": 8192, "ReduceFixup": 8192}
+
+# batch, outer, rows, count, inner: around the edges of each algorithm.
+SIZES = [
+    (1, 1, 1, 1, 1),
+    (1, 1, 1, 5000, 1000),
+    (1, 1, 31, 1024, 128),
+    (1, 1, 31, 20_000, 1),
+    (1, 1, 31, 70_001, 33),
+    (1, 1, 1000, 5000, 7),
+    (1, 1, 1000, 33, 1000),
+    (1, 1, 1000, 70_001, 8),
+    (1, 1, 70_000, 5000, 15),
+    (1, 1, 70_000, 300_001, 1),
+    (1, 1, 2000, 70_001, 1),
+    (1, 1, 169_343, 1_166_243, 128),
+    (1, 1, 1 << 20, 64 << 20, 1),
+    (1, 1, 4000, 70_000, 1091),
+    (1, 1, 128_256, 16_384, 4096),
+    (3, 1, 900, 5000, 16),
+    (3, 2, 900, 5000, 16),
+    (2, 5, 40, 9000, 3),
+    (1, 6, 700, 3000, 4),
+    (70, 1, 9000, 9001, 1),
+    (5, 1, 2**30, 5000, 2),
+    (1, 1, 2**31 + 5, 3000, 4),
+    (1, 1, 7, 2**30 + 9, 2),
+]
+
+
+def problem(size, op="index_add", dtype="float32", **options):
+    return plan.Problem(op, jnp.dtype(dtype), np.dtype(options.pop("index_dtype", "int32")), *size, **options)
+
+
+def hinted(algorithm):
+    return dict(sorted=algorithm == "sorted", unique=algorithm == "unique", deterministic=algorithm != "atomic")
+
+
+def every_problem(dtypes=("float32", "bfloat16", "float64")):
+    for algorithm, size, op, dtype in itertools.product(plan.ALGORITHMS, SIZES, plan.REDUCTIONS, dtypes):
+        for options in ({}, dict(source_batched=False)) if size[0] > 1 else ({},):
+            p = problem(size, op, dtype, wrap=op == "index_add", **hinted(algorithm), **options)
+            if plan.fits(algorithm, p):
+                yield algorithm, p
+
+
+def buffers_of(p, ordered=False):
+    return plan.Buffers(
+        launch.operand(1),
+        launch.operand(0),
+        launch.null,
+        launch.result(0),
+        *((launch.operand(2), launch.operand(3)) if ordered else ()),
+    )
+
+
+def buffers(value):
+    if isinstance(value, launch.Struct):
+        return [b for member in value.members for b in buffers(member)]
+    return [value] if isinstance(value, launch.Buffer) else []
+
+
+# ---- which algorithm
+
+
+def test_every_problem_has_an_algorithm():
+    for on, dtype, op, size in itertools.product(DEVICES, FLOATS + INTEGERS, plan.REDUCTIONS, SIZES):
+        for is_sorted, is_unique, deterministic in itertools.product((False, True), repeat=3):
+            p = problem(size, op, dtype, sorted=is_sorted, unique=is_unique, deterministic=deterministic)
+            assert plan.fits(plan.choose(p, on), p, on)
+    for name in ("unique", "sorted", "atomic"):  # without their hint they would be wrong
+        assert not plan.fits(name, problem(SIZES[0]))
+
+
+def test_choices_that_were_measured():
+    chosen = lambda *size, **options: plan.choose(problem(size, **options))
+    assert chosen(1, 1, 128_256, 16_384, 4096) == chosen(1, 1, 169_343, 1_166_243, 128) == "sort"
+    assert chosen(1, 1, 169_343, 1_166_243, 128, sorted=True) == "sorted"
+    assert chosen(1, 1, 1 << 20, 64 << 20, 1) == chosen(1, 1, 1024, 100_000, 1) == "narrow"
+    assert chosen(1, 1, 100_000, 15, 64) == chosen(1, 1, 100_000, 1024, 64) == "small"
+    assert chosen(1, 1, 100_000, 5000, 64, unique=True) == "unique"
+    assert chosen(1, 1, 100_000, 5000, 64, deterministic=False) == "atomic"
+    assert chosen(1, 1, 100_000, 500_000, 64, deterministic=False) == "sort"
+
+
+@pytest.mark.parametrize("name", [a for a in plan.ALGORITHMS if a in ("unique", "sorted", "atomic", "narrow")])
+def test_a_plan_that_does_not_fit_is_an_error(name):
+    x, ids = jax.ShapeDtypeStruct((5000, 3), "float32"), jax.ShapeDtypeStruct((5000,), "int32")
+    with tiers.force(name), pytest.raises(ValueError, match=f"segment_sum.*'{name}' cannot run"):
+        jax.jit(lambda x, i: jaxkern.segment_sum(x, i, 9)).trace(x, ids).lower(lowering_platforms=("cuda",))
+
+
+# ---- what is launched
+
+
+def test_runs_cover_a_call():
+    for size in SIZES:
+        batch, outer, rows, count, _ = size
+        found = plan.parts(problem(size))
+        assert sum(p.batch * p.rows * p.count for p in found) == batch * rows * count
+        for p in found:
+            assert p.batch * p.rows <= plan.MAX_KEYS - 2 and p.batch * p.count <= plan.MAX_POSITIONS
+            assert p.b + p.batch <= batch and p.row + p.rows <= rows and p.position + p.count <= count
+            assert len(found) == 1 or p.batch == 1 or p.batch * p.count * outer <= plan.MAX_POSITIONS
+
+
+def test_limits_and_bounds():
+    """Threads, shared memory and grids are within every device's limits, buffers within what they have."""
+    shared = min(d.shared_memory for d in DEVICES)
+    for algorithm, p in every_problem():
+        ordered = algorithm == "sort" and len(plan.parts(p)) == 1
+        bytes_of = {
+            ("operand", 0): (p.batch if p.source_batched else 1) * p.outer * p.count * p.row_bytes,
+            ("operand", 1): 4 * p.batch * p.count,
+            ("operand", 2): 4 * p.batch * p.count,
+            ("operand", 3): 4 * p.batch * p.count,
+            ("result", 0): p.batch * p.outer * p.rows * p.row_bytes,
+        }
+        for aligned, given in itertools.product((True, False), {False, ordered}):
+            steps, scratch = plan.launches(algorithm, p, buffers_of(p, given), aligned)
+            assert scratch <= 64 * p.positions * max(1, p.outer) + 64 * p.positions * p.outer * p.inner // 16 + (
+                1 << 22
+            )
+            for step in steps:
+                (x, y, z), threads = step.grid3(), step.block3()[0]
+                assert 0 < x < 2**31 and 0 < y < 65536 and z == 1 and 0 < threads <= 1024 and threads % 32 == 0
+                assert step.shared + STATIC.get(step.name.split("<")[0], 4096) <= shared
+                for b in (b for arg in step.args for b in buffers(arg)):
+                    assert 0 <= b.offset < (scratch if b.kind == "scratch" else bytes_of[b.kind, b.index])
+                if not aligned:  # vectors of one element, and keys one by one
+                    assert not re.match(
+                        r"(DirectUpdates|SmallUpdates)<[^,]+, [^,]+, [248]|SmallSums<\w+, [248]", step.name
+                    )
+                    assert not step.name.startswith("ReduceChunks") or step.name.endswith("1, 4, 8, false>")
+
+
+def test_scratch_is_index_bytes_and_never_the_source():
+    for rows, count, inner in ((128_256, 16_384, 4096), (169_343, 1_166_243, 128), (1 << 20, 64 << 20, 1)):
+        p = problem((1, 1, rows, count, inner))
+        algorithm = plan.choose(p)
+        _, scratch = plan.launches(algorithm, p, buffers_of(p))
+        assert 0 <= scratch <= max(64 * count, count * inner)
+
+
+def test_parts_of_scratch_do_not_overlap():
+    """No two buffers that a launch writes, or reads and writes, begin at the same byte of scratch."""
+    for algorithm, p in every_problem(("float32",)):
+        steps, _ = plan.launches(algorithm, p, buffers_of(p))
+        for step in steps:
+            used = [b.offset for b in buffers(step.args[0]) if b.kind == "scratch"]
+            assert len(set(used)) == len(used) or step.name.startswith("Radix")
+
+
+def test_structs_are_laid_out_as_in_cpp():
+    folder = runtime.kernels_folder() / "indexing"
+    sizes = dict(
+        re.findall(
+            r"static_assert\(sizeof\((\w+)\) == (\d+)\)",
+            "".join(pathlib.Path(p).read_text() for p in folder.glob("*.cuh")),
+        )
+    )
+    names = {
+        "RadixCount": ("Indices", "RadixPass"),
+        "RadixScatter": ("Indices", "RadixPass"),
+        "SourceRows": ("Indices",),
+        "ReduceChunks": ("IndexRun", "ReduceShape"),
+        "Describe": ("IndexRun",),
+        "ReduceFixup": ("IndexRun", "ReduceShape", "FixupShape"),
+        "ReduceGroups": ("IndexRun", "ReduceShape"),
+        "ReduceNarrow": ("IndexRun", "ReduceShape", "NarrowTile"),
+        "ReduceTiles": ("IndexRun", "ReduceShape", "TileShape"),
+        "DirectUpdates": ("IndexRun", "DirectShape"),
+        "SmallUpdates": ("IndexRun", "SmallShape"),
+        "SmallSums": ("SmallSum",),
+        "BinSlices": ("IndexRun", "BinShape"),
+        "BinParts": ("IndexRun", "BinShape"),
+        "BinWindows": ("IndexRun",),
+        "BinSorted": ("IndexRun", "BinShape"),
+        "BinStretches": ("IndexRun", "BinShape"),
+    }
+    seen = set()
+    for algorithm, p in every_problem():
+        for step in plan.launches(algorithm, p, buffers_of(p))[0]:
+            kernel = step.name.split("<")[0]
+            seen.add(kernel)
+            for name, arg in zip(names.get(kernel, ()), step.args):
+                assert layout(arg)[0] == int(sizes[name]), (kernel, name)
+    assert seen >= set(names)
+
+
+def test_shared_memory_of_the_scatter():
+    text = (runtime.kernels_folder() / sort.HEADER).read_text()
+    found = re.findall(r"sizeof\(ScatterShared<512, (\d+)>\) == (\d+)\)", text)
+    assert {512 * int(items): int(size) for items, size in found} == sort.SCATTER_SHARED
+
+
+# ---- kernels and programs
+
+
+def kernels(problems):
+    return {
+        (s.header, s.name)
+        for algorithm, p in problems
+        for aligned in (True, False)
+        for s in plan.launches(algorithm, p, buffers_of(p), aligned)[0]
+    }
+
+
+SAMPLE = [s for s in SIZES if s[3] < 1 << 20 and s[2] < 1 << 20]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kernels_compile(dtype):
+    problems = [
+        (a, problem(s, op, dtype, **hinted(a)))
+        for a in plan.ALGORITHMS
+        for s in SAMPLE
+        for op in ("segment_sum", "index_add")
+    ]
+    found = kernels((a, p) for a, p in problems if plan.fits(a, p))
+    for name in sorted(found):
+        assert registry.kernels.module.compile(*name, 90)[0]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("capability", [80, 86, 89, 100, 120])
+def test_a_sample_of_every_template_compiles(capability):
+    found = {
+        name.split("<")[0]: (header, name)
+        for header, name in sorted(
+            kernels(
+                (a, problem(s, "segment_max" if a != "atomic" else "index_add", "float32", **hinted(a)))
+                for a in plan.ALGORITHMS
+                for s in SAMPLE
+                if plan.fits(a, problem(s, **hinted(a)))
+            )
+        )
+    }
+    assert len(found) >= 14
+    for name in found.values():
+        assert registry.kernels.module.compile(*name, capability)[0]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    "dtype, op",
+    [
+        ("float64", "segment_min"),
+        ("int32", "segment_max"),
+        ("int64", "segment_sum"),
+        ("uint32", "index_add"),
+        ("float16", "segment_min"),
+    ],
+)
+def test_other_types_compile(dtype, op):
+    some = [s for s in SAMPLE if s in ((1, 1, 31, 70_001, 33), (1, 1, 31, 1024, 128), (1, 1, 1000, 5000, 7))]
+    found = kernels((a, problem(s, op, dtype, **hinted(a))) for a in ("sort", "small", "sorted") for s in some)
+    for name in sorted(found)[::2]:
+        assert registry.kernels.module.compile(*name, 90)[0]
+
+
+def lowered(f, *shapes):
+    return jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+DATA, IDS = jax.ShapeDtypeStruct((5000, 12), "bfloat16"), jax.ShapeDtypeStruct((5000,), "int32")
+
+
+@needs_runtime
+def test_programs():
+    """Calls by the names of the operations, with launch lists that the runtime reads."""
+    names = lambda text: [re.search(r"operation (\w+)", p)[1] for p in launch.programs(text)]
+    text = lowered(lambda d, i: jaxkern.segment_sum(d, i, 900), DATA, IDS)
+    assert names(text) == ["jaxkern_sort_indices", "jaxkern_segment_sum"]
+    for algorithm in plan.ALGORITHMS:
+        hints = hinted(algorithm)
+        f = lambda d, i, hints=hints, algorithm=algorithm: jaxkern.index_add(
+            jnp.zeros((900, 1 if algorithm == "narrow" else 12), d.dtype),
+            0,
+            i[:1000],
+            d[:1000, :1] if algorithm == "narrow" else d[:1000],
+            indices_are_sorted=hints["sorted"],
+            unique_indices=hints["unique"],
+            deterministic=hints["deterministic"],
+        )
+        data = jax.ShapeDtypeStruct(DATA.shape, "float32")
+        with tiers.force(algorithm):
+            text = lowered(f, data, IDS)
+        assert names(text)[-1] == "jaxkern_index_add"
+        for program in launch.programs(text):
+            assert registry.kernels.module.check(program) == ""
+
+
+@needs_runtime
+def test_the_program_is_the_same_in_every_process():
+    code = (
+        "import test_indexing_plan as t, jaxkern\n"
+        "print(t.lowered(lambda d, i: jaxkern.segment_sum(d, i, 900), t.DATA, t.IDS))"
+    )
+    here = lowered(lambda d, i: jaxkern.segment_sum(d, i, 900), DATA, IDS)
+    there = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=pathlib.Path(__file__).parent
+    ).stdout
+    assert launch.programs(there) == launch.programs(here) != []
+
+
+@needs_runtime
+def test_what_kernels_do_not_run_lowers_to_the_reference():
+    for shape, dtype in (((0, 3), "float32"), ((5, 3), "int8"), ((5, 0), "float32"), ((5, 3), "complex64")):
+        data, ids = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:1], "int32")
+        assert "@jaxkern" not in lowered(lambda d, i: jaxkern.segment_sum(d, i, 9), data, ids)
+
+
+def test_a_problem_is_what_operands_say():
+    of = lambda shape, dtype="float32": jax.core.ShapedArray(shape, jnp.dtype(dtype))
+    with compat.enable_x64():
+        p = plan.problem_of("index_add", (2, 3, 9, 4), of((2, 3, 5, 4)), of((2, 5), "uint8"), Rules(2, 1, wrap=True))
+        shared = plan.problem_of("segment_sum", (2, 9, 4), of((1, 5, 4)), of((2, 5), "int64"), Rules(1, 1))
+    assert p == problem((2, 3, 9, 5, 4), wrap=True, index_dtype="uint8")
+    assert shared == problem((2, 1, 9, 5, 4), "segment_sum", source_batched=False, index_dtype="int64")
+    assert plan.problem_of("segment_sum", (9,), of((5,), "int8"), of((5,), "int32"), Rules(0)) is None
