@@ -160,7 +160,6 @@ def index_add(rows: int, count: int, inner: int = 1, dtype="float32", **problem)
 
     Raises:
         ValueError: a size is not positive, or no kernel for a dtype. TypeError: an argument is of another type.
-        RuntimeError: the CPU module, which answers, is not loaded.
     """
     plan, problem, device = _indexed("jaxkern.tiers.index_add", rows, count, inner, dtype, **problem)
     return plan.choose(problem, device)
