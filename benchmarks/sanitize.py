@@ -340,7 +340,8 @@ def run_loss(tier: str, dtype: str, rows: int, width: int, masked: bool) -> str 
     """The loss and its gradient by both ways that the tier has; "" or what went wrong, None where it has none."""
     from jaxkern import tiers
 
-    kernels = importlib.import_module("jaxkern.loss")
+    reference = importlib.import_module("jaxkern._ops.cross_entropy.reference")
+    kernels = importlib.import_module("jaxkern._ops.cross_entropy.primitive")
     generator = np.random.default_rng(width)
     options = kernels.Options(0.1 if width % 2 else 0.0, 1e-3, -1)
     x = generator.standard_normal((rows, width)).astype(jnp.dtype(dtype))
@@ -349,7 +350,7 @@ def run_loss(tier: str, dtype: str, rows: int, width: int, masked: bool) -> str 
     mask = [generator.random((1, width)) < 0.8] if masked else []
     params = {"axis": 1, "tier": tier, "options": options}
     with jax.default_device(jax.devices("cpu")[0]):
-        want = kernels.REFERENCES[kernels.cross_entropy_both_p](*map(jnp.asarray, (x, labels, g, *mask)), **params)
+        want = reference.both(*map(jnp.asarray, (x, labels, g, *mask)), **params)
     x, labels, g, *mask = map(jax.device_put, (x, labels, g, *mask))
     bind = lambda prim: jax.jit(functools.partial(prim.bind, **params))
     fits = lambda which: tiers.cross_entropy_fits(tier, rows, width, dtype=dtype, which=which, masked=masked)

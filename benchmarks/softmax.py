@@ -122,7 +122,7 @@ class Cell(_cell.Cell):
 def _kernels() -> Any:
     """The module with the primitives (the package's attribute of that name is the function)."""
     try:
-        return importlib.import_module("jaxkern.softmax")
+        return importlib.import_module("jaxkern._ops.softmax.primitive")
     except ImportError:
         return None
 

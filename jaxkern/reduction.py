@@ -64,7 +64,7 @@ def reduce_mean(x, axis=-1, keepdims=False, where=None):
 
 
 def reduce_max(x, axis=-1, keepdims=False, where=None):
-    """Maximum along `axis`, as `jnp.max`: NaN if there is one.
+    """Maximum along `axis`, as `jnp.max`: NaN if there is one (on a CPU, where XLA computes it, XLA may lose the NaN).
 
     Arguments and errors as for `reduce_sum`, and a ValueError where the axis has no elements and `where` is
     None. Where nothing takes part the result is -inf, or the least number of a type without infinity, as if
@@ -79,7 +79,7 @@ def reduce_max(x, axis=-1, keepdims=False, where=None):
 
 
 def reduce_min(x, axis=-1, keepdims=False, where=None):
-    """Minimum along `axis`, as `jnp.min`: NaN if there is one.
+    """Minimum along `axis`, as `jnp.min`: NaN if there is one (on a CPU, where XLA computes it, XLA may lose the NaN).
 
     Arguments, errors and gradient as for `reduce_max`. Where nothing takes part the result is inf, or the
     greatest number of a type without infinity.

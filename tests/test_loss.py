@@ -19,8 +19,8 @@ from jaxkern._core import compat, registry
 from jaxkern._ops.cross_entropy import lowering, primitive
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-KERNELS = ON_GPU and registry.kernels.module is not None
-needs_kernels = pytest.mark.skipif(not KERNELS, reason="kernels run on a GPU")
+needs_runtime = pytest.mark.skipif(registry.kernels.module is None, reason=registry.kernels.reason or "no runtime")
+needs_kernels = pytest.mark.skipif(not ON_GPU or registry.kernels.module is None, reason="no kernels here")
 
 
 def problem(shape, dtype, axis=-1, scale=3.0, seed=0):
@@ -442,6 +442,21 @@ SHAPE = (512, 1000)
 ROWS = 64 * SHAPE[0] + 65536  # bytes: what is kept, and what XLA rounds up to
 
 
+@needs_runtime
+@pytest.mark.parametrize("f", [mean_loss, squared_mean])
+def test_programs_for_cuda_say_when_the_gradient_overwrites_the_logits(f):
+    x, labels, _ = problem(SHAPE, "float32")
+
+    def overwrites(f, donate=()):
+        traced = jax.jit(jax.grad(f), donate_argnums=donate).trace(x, labels)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        return "output_operand_alias<" in text
+
+    assert not overwrites(f)
+    assert overwrites(f, donate=(0,))
+    assert overwrites(lambda x, labels: f(jnp.sin(x), labels))
+
+
 @needs_kernels
 @pytest.mark.parametrize("f", [mean_loss, squared_mean])
 def test_the_gradient_takes_the_place_of_logits_that_are_an_intermediate_result(f):
@@ -525,7 +540,7 @@ def test_every_tier(tier, dtype):
     assert ran or not any(tiers.cross_entropy_fits(tier, 5, w, dtype=dtype, which=k) for w in EDGES for k in ("loss", "gradient", "both"))
 
 
-@pytest.mark.skipif(registry.kernels.module is None, reason=registry.kernels.reason)
+@needs_runtime
 def test_an_algorithm_that_does_not_fit_is_an_error():
     with tiers.force("sub_warp"), pytest.raises(ValueError, match="jaxkern.softmax_cross_entropy.*sub_warp"):
         traced = jax.jit(jaxkern.softmax_cross_entropy).trace(jnp.ones((2, 100_003)), jnp.zeros(2, jnp.int32))
@@ -582,10 +597,11 @@ def test_bad_weights():
             jaxkern.softmax_cross_entropy_and_grad(x, labels, weights)
 
 
-@needs_kernels
+@needs_runtime
 def test_backend_is_the_one_under_test():
-    """No call silently runs through XLA."""
+    """No call for CUDA silently runs through XLA."""
     assert set(primitive.KINDS) == {p.name.removeprefix("jaxkern_") for p in lowering.REFERENCES}
     for dtype in ("float16", "bfloat16", "float32"):
         x, labels, _ = problem((3, 5), dtype)
-        assert "jaxkern_cross_entropy" in jax.jit(jaxkern.softmax_cross_entropy).lower(x, labels).as_text()
+        traced = jax.jit(jaxkern.softmax_cross_entropy).trace(x, labels)
+        assert "@jaxkern_cross_entropy(" in traced.lower(lowering_platforms=("cuda",)).as_text()

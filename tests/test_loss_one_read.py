@@ -1,13 +1,26 @@
 """The one-read rule: loss and gradient of `value_and_grad` out of one call."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_loss import ROWS, SHAPE, compiled, masked_mean, mean_loss, needs_kernels, plain, problem, squared_mean
+from test_loss import (
+    ROWS,
+    SHAPE,
+    compiled,
+    masked_mean,
+    mean_loss,
+    needs_kernels,
+    needs_runtime,
+    plain,
+    problem,
+    squared_mean,
+)
 
 import jaxkern
-from jaxkern._core import compat, registry
+from jaxkern._core import compat
 
 needs_moves = pytest.mark.skipif(not compat.moves_operations(), reason="this JAX's MLIR cannot move operations")
 
@@ -49,7 +62,7 @@ def test_a_cotangent_that_depends_on_the_loss(donate):
 
 
 @needs_kernels
-def test_the_rule_can_be_turned_off(monkeypatch):
+def test_without_the_rule(monkeypatch):
     x, labels, _ = problem(SHAPE, "float32")
     wanted = jax.jit(jax.value_and_grad(mean_loss))(x, labels)
     monkeypatch.setenv("JAXKERN_ONE_READ", "0")
@@ -59,8 +72,6 @@ def test_the_rule_can_be_turned_off(monkeypatch):
         np.testing.assert_allclose(found, value, rtol=1e-6, atol=1e-9)
 
 
-@needs_kernels
-@needs_moves
 def test_a_loss_that_is_used_again_after_the_gradient():
     """The later use may cost a read, and must see the same loss."""
     x, labels, _ = problem(SHAPE, "float32")
@@ -75,15 +86,27 @@ def test_a_loss_that_is_used_again_after_the_gradient():
     np.testing.assert_allclose(dx, jax.grad(lambda x: 0.5 * plain(x, labels, None, 0, 0).sum())(x), atol=1e-6)
 
 
+BOTH, ONE_BY_ONE = {"cross_entropy", "cross_entropy_both"}, {"cross_entropy", "cross_entropy_grad"}
+
+
 @needs_moves
-@pytest.mark.skipif(registry.kernels.module is None, reason=registry.kernels.reason)
+@needs_runtime
 @pytest.mark.parametrize(
-    "f, calls",
-    [(mean_loss, {"cross_entropy", "cross_entropy_both"}), (squared_mean, {"cross_entropy", "cross_entropy_grad"})],
+    "f, setting, calls",
+    [
+        (mean_loss, "1", BOTH),
+        (masked_mean, "1", BOTH),
+        (squared_mean, "1", ONE_BY_ONE),
+        (mean_loss, "0", ONE_BY_ONE),
+    ],
 )
-def test_programs_for_cuda(f, calls):
+def test_programs_for_cuda(f, setting, calls, monkeypatch):
     """The call of the loss is left without uses, for XLA to remove."""
+    monkeypatch.setenv("JAXKERN_ONE_READ", setting)
     x, labels, _ = problem(SHAPE, "float32")
-    text = jax.jit(jax.value_and_grad(f)).trace(x, labels).lower(lowering_platforms=("cuda",)).as_text()
+    traced = jax.jit(jax.value_and_grad(lambda x: f(x, labels))).trace(x)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
     names = ("cross_entropy", "cross_entropy_grad", "cross_entropy_both")
     assert {name for name in names if f"@jaxkern_{name}(" in text} == calls
+    (first,) = re.findall(r"(%\d+):3 = stablehlo.custom_call @jaxkern_cross_entropy\(", text)
+    assert (f"{first}#" in text) == (calls == ONE_BY_ONE)

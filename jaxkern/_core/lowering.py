@@ -42,13 +42,15 @@ def _register_kernels(prim, arrays, reference, dtypes, split, plan):
 
     def adapt(*avals, axis, **params):
         mask = avals[arrays:]
-        shape = mask_shape(avals[0].shape, mask[0].shape, axis, sharded=False) if mask else None
-        return None if not mask or shape == mask[0].shape else _with_larger_mask(prim, shape)
+        shape = mask_shape(avals[0].shape, mask[0].shape, axis) if mask else None
+        return None if not mask or shape == mask[0].shape else with_larger_mask(prim, shape)
 
     define.lower_to_kernels(prim, row_plan, reference, row_partition, adapt=adapt)
 
 
-def _with_larger_mask(prim, shape):
+def with_larger_mask(prim, shape):
+    """`prim` with its last operand, a mask, broadcast to this shape."""
+
     def f(*operands, **params):
         return prim.bind(*operands[:-1], jnp.broadcast_to(operands[-1], shape), **params)
 
@@ -72,14 +74,13 @@ def _partitioned(prim, split, ctx, operands, params):
                             summed=() if dims[-1] is names else ("row",))
 
 
-def mask_shape(full, part, axis: int, sharded: bool):
+def mask_shape(full, part, axis: int):
     """The shape that a mask must be broadcast to before a kernel can read it; mostly its own."""
     if not all(isinstance(d, int) for d in full):
         return full  # nothing is known of a symbolic shape
     if _groups(full[:axis], part[:axis]) > MASK_GROUPS or _groups(full[axis + 1 :], part[axis + 1 :]) > MASK_GROUPS:
         return tuple(full)
-    # XLA would split a dimension of size 1 like the array's own: several devices need it in full.
-    return (*full[:axis], *part[axis:]) if sharded else tuple(part)
+    return tuple(part)
 
 
 def _groups(full, part) -> int:

@@ -191,9 +191,10 @@ template <class T_, bool kLog, bool kColumns = false, bool kDifference = kColumn
     f.inverse = empty ? C(0) : Reciprocal(sum);
     f.inverse_low = 0;
     if constexpr (kLog) {
+      // Without the term that is 0 in 16 bit, ptxas interleaves the rows of a thread and takes twice the registers.
       if constexpr (sizeof(T) == 8) f.norm = log(sum);
       else if constexpr (sizeof(T) == 4 || kDifference) f.norm = logf(sum) + rest * f.inverse;
-      else f.norm = logf(WithoutExcess(sum, f.max));
+      else f.norm = logf(WithoutExcess(sum, f.max)) + rest * f.inverse;
       if (empty) f.norm = 0;
     } else {
       f.norm = 0;

@@ -1,7 +1,7 @@
-"""From the primitives of cross-entropy to what XLA runs: kernels on CPU and CUDA, the reference elsewhere.
+"""From the primitives of cross-entropy to what XLA runs: kernels on CUDA, the reference elsewhere.
 
-The rules see the program around a primitive, and decide two things by it: whether the gradient overwrites the logits,
-and whether loss and gradient are computed in one read (one_read.py).
+The CUDA rules see the program around a primitive, and decide two things by it: whether the gradient overwrites the
+logits, and whether loss and gradient are computed in one read (one_read.py).
 
 A result of a custom call shares an operand's memory always or never. If the operand is used afterwards, or is an
 argument that was not donated, XLA copies it first. So the gradient overwrites logits that are an intermediate result or
@@ -10,7 +10,6 @@ a donated argument.
 
 import functools
 
-import jax.numpy as jnp
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
@@ -24,71 +23,83 @@ from jaxkern._ops.cross_entropy.primitive import (
     kinds,
 )
 
+# As functions of the logits alone, for Taylor series; and as XLA runs them, from the residuals.
 REFERENCES = {
     cross_entropy_p: reference.loss,
     cross_entropy_grad_p: reference.gradient,
     cross_entropy_jvp_p: reference.transpose,
     cross_entropy_both_p: reference.both,
 }
+BY_RESIDUALS = REFERENCES | {
+    cross_entropy_grad_p: reference.gradient_by_residuals,
+    cross_entropy_jvp_p: reference.transpose_by_residuals,
+}
 PASSES = {cross_entropy_p: "loss", cross_entropy_grad_p: "gradient", cross_entropy_both_p: "both"}
 
 
 def _register(prim):
-    without_kernel = reference.tangent if prim is cross_entropy_jvp_p else REFERENCES[prim]
-    mlir.register_lowering(prim, mlir.lower_fun(without_kernel, multiple_results=prim.multiple_results))
+    mlir.register_lowering(prim, _fallback(prim))
     compat.taylor_rule(prim, REFERENCES[prim])
     if prim not in PASSES:
         return
     registry.register_cuda_target(prim.name)
     compat.needs_devices(prim)
     # Not cached: a cached rule sees the operands as arguments of a function of its own.
-    for platform in ("cpu", "cuda"):
-        compat.register_uncached_lowering(prim, functools.partial(_lower, prim, platform), platform)
+    compat.register_uncached_lowering(prim, functools.partial(_lower, prim, _cuda_call), "cuda")
+    compat.register_uncached_lowering(prim, functools.partial(_lower, prim, None), "cpu")
 
 
-def _lower(prim, platform, ctx, *operands, **params):
-    avals, axis = ctx.avals_in, params["axis"]
-    x, several_devices = avals[0], compat.partitioned_devices(ctx) > 1
-    through = functools.partial(mlir.lower_fun, multiple_results=prim.multiple_results)
-    known = all(isinstance(d, int) for d in x.shape)
-    partitions = compat.may_partition_itself(ctx) and known
-    # XLA would gather the operands of a custom call that several devices share.
-    runs = partitions or (platform == "cuda" and known and not several_devices and registry.kernels_run())
-    if x.dtype not in lowering.KERNEL_DTYPES or 0 in x.shape or not runs:
-        return through(REFERENCES[prim])(ctx, *operands, **params)
+def _fallback(prim):
+    return mlir.lower_fun(BY_RESIDUALS[prim], multiple_results=prim.multiple_results)
+
+
+def _lower(prim, call, ctx, *operands, **params):
+    """call(prim, ctx, operands, params): emits the call of a kernel on one device; None: there are no kernels."""
+    avals = ctx.avals_in
+    x = avals[0]
+    known = all(isinstance(d, int) for d in x.shape) and 0 not in x.shape and x.dtype in lowering.KERNEL_DTYPES
+    if known and compat.may_partition_itself(ctx):
+        emit = _partition
+    elif known and call and compat.partitioned_devices(ctx) == 1 and registry.kernels_run():
+        # XLA would gather the operands of a custom call that several devices share.
+        emit = call
+    else:
+        return _fallback(prim)(ctx, *operands, **params)
     if kinds(prim, avals)[0][-1] == "m":
-        shape = lowering.mask_shape(x.shape, avals[-1].shape, axis, several_devices and not partitions)
+        shape = lowering.mask_shape(x.shape, avals[-1].shape, params["axis"])
         if shape != avals[-1].shape:
-
-            def with_larger_mask(*args, **params):
-                return prim.bind(*args[:-1], jnp.broadcast_to(args[-1], shape), **params)
-
-            return through(with_larger_mask)(ctx, *operands, **params)
-
-    emit = functools.partial(_emit, partitions=partitions)
-    if prim is cross_entropy_grad_p:
-        gradient = one_read.gradient(ctx, operands, params, emit)
-        if gradient is not None:
-            return [gradient]
-    return emit(prim, ctx, operands, params)
+            adapted = lowering.with_larger_mask(prim, shape)
+            return mlir.lower_fun(adapted, multiple_results=prim.multiple_results)(ctx, *operands, **params)
+    gradient = one_read.gradient(ctx, operands, params, emit) if prim is cross_entropy_grad_p else None
+    return emit(prim, ctx, operands, params) if gradient is None else [gradient]
 
 
-def _emit(prim, ctx, operands, params, partitions):
-    """The call of a kernel, or of what partitions it; its results."""
-    avals, results, axis, options = ctx.avals_in, ctx.avals_out, params["axis"], params["options"]
-    overwrites = prim is not cross_entropy_p and (options.overwrites or _may_overwrite(operands[0]))
-    if partitions:
-        params = params | {"options": options._replace(overwrites=overwrites)}
-        shard = functools.partial(sharding.shard, prim)
-        summed = () if "x" in kinds(prim, avals)[1] else ("classes",)
-        return partition.lower(
-            ctx, prim, operands, params, sharding.dims(prim, avals, axis), shard, exact={"classes"}, summed=summed
-        )
-    launches = plan.cross_entropy(PASSES[prim], device.this_device(), avals, results, **params)
+def _partition(prim, ctx, operands, params):
+    avals = ctx.avals_in
+    options = params["options"]._replace(overwrites=_overwrites(prim, operands, params))
+    return partition.lower(
+        ctx,
+        prim,
+        operands,
+        params | {"options": options},
+        sharding.dims(prim, avals, params["axis"]),
+        functools.partial(sharding.shard, prim),
+        exact={"classes"},
+        summed=() if "x" in kinds(prim, avals)[1] else ("classes",),
+    )
+
+
+def _cuda_call(prim, ctx, operands, params):
+    launches = plan.cross_entropy(PASSES[prim], device.this_device(), ctx.avals_in, ctx.avals_out, **params)
     if launches is None:
-        return mlir.lower_fun(REFERENCES[prim], multiple_results=prim.multiple_results)(ctx, *operands, **params)
-    aliases = {"operand_output_aliases": {0: len(results) - 1}} if overwrites else {}
-    return launch.lower(ctx, prim.name, launches, operands, **aliases)
+        return _fallback(prim)(ctx, *operands, **params)
+    aliases = {0: len(ctx.avals_out) - 1} if _overwrites(prim, operands, params) else None
+    return launch.lower(ctx, prim.name, launches, operands, **({"operand_output_aliases": aliases} if aliases else {}))
+
+
+def _overwrites(prim, operands, params) -> bool:
+    """Whether the gradient takes the memory of the logits."""
+    return prim is not cross_entropy_p and (params["options"].overwrites or _may_overwrite(operands[0]))
 
 
 def _may_overwrite(value) -> bool:

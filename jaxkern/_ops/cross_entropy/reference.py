@@ -77,12 +77,20 @@ def transpose(logits, labels, largest, total, t, *rest, axis, tier, options):
     return jnp.sum(jnp.where(live, slope * t.astype(slope.dtype), 0), axis)
 
 
-def tangent(logits, labels, largest, total, t, *rest, axis, tier, options):
-    """The same as `transpose` from the residuals: in one read of logits and t."""
+def _slopes_by_residuals(logits, labels, largest, total, rest, axis, options):
+    """The same from the residuals, which saves a read of the logits."""
     count = jnp.expand_dims(rest[0], axis) if rest else logits.shape[axis]
-    slope, live = slopes(
-        logits, labels, *(jnp.expand_dims(a, axis) for a in (largest, total)), count, rest[1:], axis, options
-    )
+    largest, total = (jnp.expand_dims(a, axis) for a in (largest, total))
+    return slopes(logits, labels, largest, total, count, rest[1:], axis, options)
+
+
+def gradient_by_residuals(logits, labels, largest, total, g, *rest, axis, tier, options):
+    slope, live = _slopes_by_residuals(logits, labels, largest, total, rest, axis, options)
+    return jnp.where(live, slope * jnp.expand_dims(g, axis), 0).astype(logits.dtype)
+
+
+def transpose_by_residuals(logits, labels, largest, total, t, *rest, axis, tier, options):
+    slope, live = _slopes_by_residuals(logits, labels, largest, total, rest, axis, options)
     return jnp.sum(jnp.where(live, slope * t.astype(slope.dtype), 0), axis)
 
 
@@ -117,4 +125,5 @@ def loss(logits, labels, *mask, axis, tier, options):
 
 def both(logits, labels, g, *mask, **params):
     value, largest, total, *count = loss(logits, labels, *mask, **params)
-    return [value, largest, total, *count, gradient(logits, labels, largest, total, g, *count, *mask, **params)]
+    dx = gradient_by_residuals(logits, labels, largest, total, g, *count, *mask, **params)
+    return [value, largest, total, *count, dx]

@@ -53,7 +53,7 @@ def _extreme(method, end, x, *mask, axis, dtype, tier):
     # Only a mask or an empty axis needs an initial value; jax.experimental.jet has no rule for reductions with one.
     rest = {"where": mask[0]} if mask else {}
     if mask or x.shape[axis] == 0:
-        rest["initial"] = bounds(dtype)[end]
+        rest["initial"] = np.asarray(bounds(dtype)[end], dtype)
     return method(x, axis, **rest).astype(dtype)
 
 

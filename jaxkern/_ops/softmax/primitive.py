@@ -138,7 +138,7 @@ def _readable(name, shape, part, axis: int, key_per_row: bool):
     lead = (*shape[:axis], *(1,) * (len(shape) - axis))
     if name == "key":
         return (*lead, 4) if key_per_row or any(d != 1 for d in part[:-1]) else part
-    wanted = lowering.mask_shape(shape, part, axis, sharded=False)
+    wanted = lowering.mask_shape(shape, part, axis)
     return lead if name == "scale" and wanted != part else wanted
 
 
