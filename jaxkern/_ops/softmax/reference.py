@@ -58,15 +58,33 @@ def _exponentials(x, mask, axis, over, others=()):
     return wide, *partition.merge_exponentials(largest, sums, over)
 
 
+def _stable(x, mask, axis):
+    """(x - the largest element of its row, exponentials, their sum but at least 1) in the computing type.
+
+    In an empty row the exponentials are 0; in any other they sum to 1 or more. Without conditions, because XLA compiles
+    for the CPU what has none to a single loop over rows.
+    """
+    wide = _unmasked(x, *mask)
+    below = wide - jax.lax.stop_gradient(jnp.max(wide, axis, keepdims=True, initial=jnp.finfo(wide.dtype).min))
+    e = jnp.exp(below)
+    return below, e, row_sum(e, axis)
+
+
 def softmax(x, *mask, axis, tier, over=()):
-    wide, largest, (total,) = _exponentials(x, mask, axis, over)
-    y = jnp.exp(wide - largest) / _nonzero(total)
-    return computed(y, *mask).astype(x.dtype)
+    if over:
+        wide, largest, (total,) = _exponentials(x, mask, axis, over)
+        return computed(jnp.exp(wide - largest) / _nonzero(total), *mask).astype(x.dtype)
+    _, e, total = _stable(x, mask, axis)
+    return computed(e / jnp.maximum(total, 1), *mask).astype(x.dtype)
 
 
 def log_softmax(x, *mask, axis, tier, over=()):
-    wide, largest, (total,) = _exponentials(x, mask, axis, over)
-    y = jnp.where(total == 0, -jnp.inf, wide - largest - jnp.log(total))
+    if over:
+        wide, largest, (total,) = _exponentials(x, mask, axis, over)
+        y = jnp.where(total == 0, -jnp.inf, wide - largest - jnp.log(total))
+    else:
+        below, _, total = _stable(x, mask, axis)
+        y = below - jnp.log(jnp.maximum(total, 1))
     return lowest_for_infinity(jnp.where(mask[0], y, -jnp.inf) if mask else y, x.dtype)
 
 
@@ -81,14 +99,26 @@ def _kept(dx, alive, mask, dtype):
 
 def softmax_grad(y, g, *mask, axis, tier, over=()):
     p, g = computed(y, *mask), computed(g, *mask)
+    if not mask and not over:
+        return (p * (g - row_sum(p * g, axis))).astype(y.dtype)
     dot, positive = partition.row_sums(axis, over, p * g, (p != 0).astype(p.dtype))
     return _kept(p * (g - dot), positive != 0, mask, y.dtype)
 
 
 def log_softmax_grad(x, g, *mask, axis, tier, over=()):
     g = computed(g, *mask)
-    wide, largest, (total, of_g) = _exponentials(x, mask, axis, over, others=[g])
-    return _kept(g - jnp.exp(wide - largest) / _nonzero(total) * of_g, total != 0, mask, x.dtype)
+    if x.dtype.itemsize <= 2:  # x is the result, whose exponentials sum to 1, or to 0 in an empty row
+        p = jnp.exp(_unmasked(x, *mask))
+        total, of_g = partition.row_sums(axis, over, p, g) if over else (row_sum(p, axis), row_sum(g, axis))
+    elif over or mask:
+        wide, largest, (total, of_g) = _exponentials(x, mask, axis, over, others=[g])
+        p = jnp.exp(wide - largest) / _nonzero(total)
+    else:
+        _, e, total = _stable(x, mask, axis)
+        p, of_g = e / jnp.maximum(total, 1), row_sum(g, axis)
+    if not over and not mask:
+        return ((g - p * of_g) * jnp.sign(total)).astype(x.dtype)
+    return _kept(g - p * of_g, total != 0, mask, x.dtype)
 
 
 def log_softmax_jvp(x, t, *mask, axis, tier, over=()):
