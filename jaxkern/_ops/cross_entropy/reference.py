@@ -10,14 +10,27 @@ def computing(dtype):
 
 
 def _shifted(x, mask, axis):
-    """(logits - largest, largest, exponentials, their sum) in the computing type; masked-out logits are -inf."""
+    """(logits - largest, largest, exponentials, their sum) in the computing type; masked-out logits are -inf.
+
+    The largest of an empty row is the least finite number.
+    """
     x = x.astype(computing(x.dtype))
     if mask:
         x = jnp.where(mask[0], x, -jnp.inf)
-    largest = jax.lax.stop_gradient(jnp.max(x, axis, keepdims=True, initial=-jnp.inf))
-    largest = jnp.where(largest == -jnp.inf, 0, largest)
+    # With this initial value an empty row needs no condition, and XLA compiles a single loop over rows for the CPU.
+    largest = jax.lax.stop_gradient(jnp.max(x, axis, keepdims=True, initial=jnp.finfo(x.dtype).min))
     e = jnp.exp(x - largest)
-    return x - largest, largest, e, jnp.sum(e, axis, keepdims=True)
+    total = jnp.sum(e, axis, keepdims=True)
+    return x - largest, largest, e, total
+
+
+def _of_label(x, largest, label, mask, axis):
+    """The label's logit - largest. Reads the logits as they are, so that nothing else of their size is stored."""
+    found = jnp.take_along_axis(x, label, axis).astype(largest.dtype)
+    if mask:
+        within = jnp.take_along_axis(jnp.broadcast_to(mask[0], x.shape), label, axis)
+        found = jnp.where(within, found, -jnp.inf)
+    return found - largest
 
 
 def classes_of(labels, classes, axis, options):
@@ -51,7 +64,7 @@ def slopes(logits, labels, largest, total, count, mask, axis, options, first=0, 
     total = jnp.where(dead, 1, total)
     factor = 1 / total
     if options.z_loss:
-        factor = factor * (1 + 2 * options.z_loss * (largest + jnp.log(total)))
+        factor = factor * (1 + 2 * options.z_loss * (jnp.where(dead, 0, largest) + jnp.log(total)))
     hot = jax.lax.broadcasted_iota(label.dtype, logits.shape, axis) == label - jnp.asarray(first).astype(label.dtype)
     slope = e * factor - jnp.where(hot, 1 - options.smoothing, 0).astype(e.dtype)
     if options.smoothing:
@@ -108,7 +121,7 @@ def loss(logits, labels, *mask, axis, tier, options):
     if logits.shape[axis] == 0:
         value = jnp.zeros_like(total)
     elif options.smoothing != 1:
-        value = value - (1 - options.smoothing) * jnp.take_along_axis(shifted, label, axis)
+        value = value - (1 - options.smoothing) * _of_label(logits, largest, label, mask, axis)
     if options.smoothing:
         value = (
             value
@@ -117,7 +130,7 @@ def loss(logits, labels, *mask, axis, tier, options):
             / count
         )
     if options.z_loss:
-        value = value + options.z_loss * (largest + log_total) ** 2
+        value = value + options.z_loss * (jnp.where(total == 0, 0, largest) + log_total) ** 2
     value = settled(value, total, bad, ignored)
     found = [value, largest, total, *([count] if mask else [])]
     return [jnp.squeeze(a, axis) for a in found]

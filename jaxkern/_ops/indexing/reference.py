@@ -52,6 +52,8 @@ def select(x, index, *order, rules):
         axis = rules.axis
         if x.shape[axis] == 0:  # JAX refuses to take anything from nothing
             return jnp.full((*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]), value, x.dtype)
+        if rules.clip:
+            return _at(x, index, rules).get(mode="promise_in_bounds")
         return _at(x, index, rules).get(mode="fill", fill_value=value)
 
     return _for_each_batch(one, rules)(x, index)

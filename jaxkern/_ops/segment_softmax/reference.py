@@ -10,14 +10,18 @@ from jaxkern._core.rows import computed
 from jaxkern._ops.indexing import primitive as indexing
 
 
-def totals(index, rows, rules, over=()):
-    """x -> the sum over its segment for each element of x; 0 for an element of no segment."""
+def totals(index, rows, rules, over=(), empty=0):
+    """x -> the sum over its segment for each element of x; any number for an element of no segment.
+
+    empty: what stands for a sum of 0.
+    """
     rules = rules._replace(plan="auto")
 
     def of_segment(x):
         total = indexing.segment_sum(x, index, rows=rows, rules=rules)
         total = lax.psum(total, over) if over else total
-        return indexing.index_select(total, index, rules=rules)
+        total = jnp.where(total == 0, empty, total) if empty else total
+        return indexing.index_select(total, index, rules=rules._replace(clip=True))
 
     return of_segment
 
@@ -34,9 +38,9 @@ def softmax(data, index, *order, rows, rules, over=()):
         largest = lax.pmax(largest, over)  # may be any number beside a NaN: what it is subtracted from becomes NaN
     base = jnp.where(largest == -jnp.inf, 0, largest)
     exists = _exists(index, rows, rules, x.ndim)
-    e = jnp.where(exists, jnp.exp(x - indexing.index_select(base, index, rules=rules)), 0)
-    total = totals(index, rows, rules, over)(e)
-    return jnp.where(exists, e / jnp.where(total == 0, 1, total), 0).astype(data.dtype)
+    e = jnp.exp(x - indexing.index_select(base, index, rules=rules._replace(clip=True)))
+    total = totals(index, rows, rules, over, empty=1)(e)
+    return jnp.where(exists, e / total, 0).astype(data.dtype)
 
 
 def gradient(y, g, index, *order, rows, rules, over=()):
