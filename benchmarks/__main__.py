@@ -52,9 +52,17 @@ def _parser() -> argparse.ArgumentParser:
     p = commands.add_parser("sharding", help="measure what several devices are worth")
     p.add_argument("--quick", action="store_true", help="small arrays")
     p.add_argument("--cases", default="", metavar="REGEX", help="only the cases whose name matches, as in 'softmax'")
-    p.add_argument("--devices", type=lambda text: [int(n) for n in _names(text)], default=(), metavar="A,B", help="how many")
+    p.add_argument(
+        "--devices", type=lambda text: [int(n) for n in _names(text)], default=(), metavar="A,B", help="how many"
+    )
     p.add_argument("--repeats", type=int, default=0, help="readings of the clock")
-    p.add_argument("--out", type=pathlib.Path, default=RESULTS, metavar="DIR", help="where results go (default: benchmarks/results)")
+    p.add_argument(
+        "--out",
+        type=pathlib.Path,
+        default=RESULTS,
+        metavar="DIR",
+        help="where results go (default: benchmarks/results)",
+    )
     p = commands.add_parser("plot", help="draw the plots of a result file again")
     p.add_argument("file", type=pathlib.Path)
     p = commands.add_parser("compare", help="what changed from one result file to another")

@@ -76,8 +76,16 @@ def memory(programs: list[Any], beside: int) -> list[dict[str, Any]]:
         return []
     taken = ours.compiled.memory_analysis()
     allowed, peak = taken.output_size_in_bytes + beside, taken.output_size_in_bytes + taken.temp_size_in_bytes
-    return [{"goal": "memory", "required": 1.0, "value": round(allowed / peak, 4), "met": peak <= allowed,
-             "peak_bytes": peak, "temporary_bytes": taken.temp_size_in_bytes}]
+    return [
+        {
+            "goal": "memory",
+            "required": 1.0,
+            "value": round(allowed / peak, 4),
+            "met": peak <= allowed,
+            "peak_bytes": peak,
+            "temporary_bytes": taken.temp_size_in_bytes,
+        }
+    ]
 
 
 def describe(goal: dict[str, Any]) -> str:

@@ -58,9 +58,7 @@ def plot(data: dict[str, Any], stem: pathlib.Path) -> list[pathlib.Path]:
             handles.values(), handles.keys(), loc="lower center", ncols=len(handles), fontsize=8, frameon=False
         )
         environment = data["environment"]
-        figure.suptitle(
-            f"{environment['device']}, jax {environment['jax']}, {environment['date'][:10]}", fontsize=10
-        )
+        figure.suptitle(f"{environment['device']}, jax {environment['jax']}, {environment['date'][:10]}", fontsize=10)
         figure.tight_layout(rect=(0, 0.04, 1, 0.98))
         path = stem.with_name(f"{stem.name}-{op}.png")
         figure.savefig(path, dpi=110)
@@ -90,7 +88,9 @@ def _skew(data: dict[str, Any], stem: pathlib.Path, plt: Any) -> list[pathlib.Pa
         axes[i][0].set_ylabel("time / floor")
     axes[0][0].legend(fontsize=8, frameon=False)
     environment = data["environment"]
-    figure.suptitle(f"{rows[0]['case'].rsplit(' ', 1)[0]}: {environment['device']}, jax {environment['jax']}", fontsize=10)
+    figure.suptitle(
+        f"{rows[0]['case'].rsplit(' ', 1)[0]}: {environment['device']}, jax {environment['jax']}", fontsize=10
+    )
     figure.tight_layout()
     path = stem.with_name(f"{stem.name}-skew.png")
     figure.savefig(path, dpi=110)

@@ -69,8 +69,12 @@ def table(data: dict[str, Any]) -> str:
         times = medians(r)
         ratio = r["copy_ratio"].get(_goals.OURS)
         known = (
-            _goals.published(PUBLISHED.get(r["op"], "softmax"), PUBLISHED.get(r["direction"], r["direction"]),
-                             _itemsize(r["dtype"]), r["width"])
+            _goals.published(
+                PUBLISHED.get(r["op"], "softmax"),
+                PUBLISHED.get(r["direction"], r["direction"]),
+                _itemsize(r["dtype"]),
+                r["width"],
+            )
             if r["group"] in ("sweep", "odd", "classes")
             else {}
         )
@@ -87,7 +91,7 @@ def table(data: dict[str, Any]) -> str:
             [
                 r["case"],
                 r["dtype"].replace("float", "f"),
-                f"{r['op']} {({'forward': 'fwd', 'backward': 'bwd'}.get(r['direction'], r['direction']))}",
+                f"{r['op']} { ({'forward': 'fwd', 'backward': 'bwd'}.get(r['direction'], r['direction'])) }",
                 *(time_text(times.get(k)) for k in shown),
                 "-" if ratio is None else f"{ratio:.3f}",
                 f"{known[best]:.2f} {best}" if best else "-",

@@ -101,8 +101,17 @@ def _facts(cell: Any) -> dict[str, Any]:
     """What a row of the results says of its cell."""
     case = cell.case
     some = {name: getattr(case, name) for name in ("axis", "count", "kind") if hasattr(case, name)}
-    return {"case": case.name, "group": case.group, "shape": list(case.shape), "width": case.width, **some,
-            "dtype": cell.dtype, "op": cell.op, "direction": cell.direction, "bytes": cell.bytes}
+    return {
+        "case": case.name,
+        "group": case.group,
+        "shape": list(case.shape),
+        "width": case.width,
+        **some,
+        "dtype": cell.dtype,
+        "op": cell.op,
+        "direction": cell.direction,
+        "bytes": cell.bytes,
+    }
 
 
 def _that_fit(chosen: list[Any], itemsize: int) -> list[Any]:

@@ -55,7 +55,9 @@ class Timing:
     samples: list[float]
     source: str  # "profiler", "cuda events" or "host"
     kernels: dict[str, float] = dataclasses.field(default_factory=dict)  # name: launches a call
-    kernel_us: dict[str, float] = dataclasses.field(default_factory=dict)  # name: time of these, where there are several
+    kernel_us: dict[str, float] = dataclasses.field(
+        default_factory=dict
+    )  # name: time of these, where there are several
     note: str = ""
 
     @property

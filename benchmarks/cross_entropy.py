@@ -53,9 +53,11 @@ class Case:
 
 
 DTYPES = {"gpu": ("bfloat16", "float32"), "cpu": ("float32", "bfloat16")}
-CASES = [Case("classes", (32768, 1 << k)) for k in range(8, 16)] + [
-    Case("classes", s) for s in ((16384, 65536), (8192, 131072), (4096, 262144), (8192, 50257), (8192, 128256))
-] + [Case("few rows", s) for s in ((64, 131072), (1, 1 << 20), (1024, 50257))]
+CASES = (
+    [Case("classes", (32768, 1 << k)) for k in range(8, 16)]
+    + [Case("classes", s) for s in ((16384, 65536), (8192, 131072), (4096, 262144), (8192, 50257), (8192, 128256))]
+    + [Case("few rows", s) for s in ((64, 131072), (1, 1 << 20), (1024, 50257))]
+)
 CPU_CASES = [Case("cpu", s, cpu=True) for s in ((4096, 1024), (512, 32768), (2048, 50257))]
 QUICK = {"32768x256", "32768x1024", "32768x4096", "32768x16384", "32768x2048", "8192x50257", "8192x131072"}
 
@@ -138,8 +140,11 @@ def _xla(cell: Cell) -> Callable[..., Any]:
 def _specs(cell: Cell) -> list[jax.ShapeDtypeStruct]:
     rows = cell.case.shape[:1]
     numbers = {"both": 1, "backward": 3}.get(cell.direction, 0)
-    return [jax.ShapeDtypeStruct(cell.case.shape, cell.dtype), jax.ShapeDtypeStruct(rows, jnp.int32),
-            *[jax.ShapeDtypeStruct(rows, jnp.float32)] * numbers]
+    return [
+        jax.ShapeDtypeStruct(cell.case.shape, cell.dtype),
+        jax.ShapeDtypeStruct(rows, jnp.int32),
+        *[jax.ShapeDtypeStruct(rows, jnp.float32)] * numbers,
+    ]
 
 
 def programs(cell: Cell, tiers: bool) -> list[Program]:
@@ -242,9 +247,13 @@ def checks(clock: Any) -> list[dict[str, Any]]:
         targets = re.findall(r'custom_call_target="(jaxkern\w*)"', text)
         moves = re.findall(r"= \S+ ((?:copy|transpose)(?:-start)?)\(", text)
         in_place = compiled.memory_analysis().alias_size_in_bytes >= x.nbytes
-        found.append({
-            "check": f"value_and_grad of a mean is one kernel without a copy{', in the donated logits' * bool(donate)}",
-            "met": targets == ["jaxkern_cross_entropy_both"] and not moves and in_place == bool(donate),
-            "handlers": targets, "moves": moves, "kernels": {},
-        })
+        found.append(
+            {
+                "check": f"value_and_grad of a mean is one kernel without a copy{', in the donated logits' * bool(donate)}",
+                "met": targets == ["jaxkern_cross_entropy_both"] and not moves and in_place == bool(donate),
+                "handlers": targets,
+                "moves": moves,
+                "kernels": {},
+            }
+        )
     return found

@@ -44,8 +44,16 @@ def cases() -> dict[str, tuple[Any, Any, list[Any]]]:
         "softmax, wide": (jaxkern.softmax, jax.nn.softmax, [wide]),
         "cross-entropy and gradient": (grad(jaxkern.softmax_cross_entropy), grad(plain_loss), [wide, labels]),
         "index_select": (lambda x, i: jaxkern.index_select(x, 0, i), lambda x, i: x[i], [data, ids]),
-        "segment_sum": (lambda x, i: jaxkern.segment_sum(x, i, 7919), lambda x, i: jax.ops.segment_sum(x, i, 7919), [data, ids]),
-        "segment_softmax": (lambda x, i: jaxkern.segment_softmax(x, i, 7919), lambda x, i: jax.ops.segment_sum(x, i, 7919), [data, ids]),
+        "segment_sum": (
+            lambda x, i: jaxkern.segment_sum(x, i, 7919),
+            lambda x, i: jax.ops.segment_sum(x, i, 7919),
+            [data, ids],
+        ),
+        "segment_softmax": (
+            lambda x, i: jaxkern.segment_softmax(x, i, 7919),
+            lambda x, i: jax.ops.segment_sum(x, i, 7919),
+            [data, ids],
+        ),
     }
 
 
@@ -78,9 +86,9 @@ def measure() -> dict[str, dict[str, float]]:
 
 def compile_alone() -> dict[str, float]:
     """Milliseconds that the slowest kernel of each operation takes to compile, with an empty cache."""
-    from jaxkern._core import device, launch, registry
-
     import jax
+
+    from jaxkern._core import device, launch, registry
 
     capability = device.this_device().compute_capability
     found = {}
@@ -97,8 +105,13 @@ def compile_alone() -> dict[str, float]:
 
 def child(what: str, cache: str) -> Any:
     environment = {**os.environ, "JAXKERN_CACHE_DIR": cache}
-    done = subprocess.run([sys.executable, "-m", "benchmarks.first_use", "--child", what], env=environment, check=True,
-                          stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.first_use", "--child", what],
+        env=environment,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -115,8 +128,10 @@ def main() -> int:
         cold, warm = (child("measure", os.path.join(folder, "cache")) for _ in range(2))
     print(f"{'milliseconds':28}{'kernels':>8}{'kernel':>8}{'cached':>8}{'first call':>12}{'cached':>8}{'plain':>8}")
     for name in cold:
-        print(f"{name:28}{cold[name]['kernels']:8.0f}{alone[name]:8.0f}{warm[name]['from the cache']:8.1f}{cold[name]['jaxkern']:12.0f}"
-              f"{warm[name]['jaxkern']:8.0f}{warm[name]['plain']:8.0f}")
+        print(
+            f"{name:28}{cold[name]['kernels']:8.0f}{alone[name]:8.0f}{warm[name]['from the cache']:8.1f}{cold[name]['jaxkern']:12.0f}"
+            f"{warm[name]['jaxkern']:8.0f}{warm[name]['plain']:8.0f}"
+        )
     if options.out:
         options.out.write_text(json.dumps({"kernel": alone, "cold": cold, "cached": warm}, indent=1) + "\n")
     return 0

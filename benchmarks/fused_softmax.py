@@ -158,7 +158,9 @@ def _ours(cell: Cell, tier: str) -> Callable[..., jax.Array]:
 def _gradient_of_masked(y: jax.Array, g: jax.Array, mask: jax.Array, tier: str) -> jax.Array:
     import importlib
 
-    return importlib.import_module("jaxkern._ops.softmax.primitive").softmax_grad_p.bind(y, g, mask, axis=y.ndim - 1, tier=tier)
+    return importlib.import_module("jaxkern._ops.softmax.primitive").softmax_grad_p.bind(
+        y, g, mask, axis=y.ndim - 1, tier=tier
+    )
 
 
 def _gradient_from_result(cell: Cell, y: jax.Array, g: jax.Array, tier: str) -> jax.Array:
@@ -166,8 +168,17 @@ def _gradient_from_result(cell: Cell, y: jax.Array, g: jax.Array, tier: str) -> 
 
     scale = [jnp.full((1,) * y.ndim, SCALE, jnp.float32)] if cell.has("scale") else []
     return primitive.softmax_fused_output_grad_p.bind(
-        y, g, *scale, axis=y.ndim - 1, tier=tier, log=False, extras="scale" if scale else "",
-        causal=cell.has("causal"), threshold=0, unscaled=False)
+        y,
+        g,
+        *scale,
+        axis=y.ndim - 1,
+        tier=tier,
+        log=False,
+        extras="scale" if scale else "",
+        causal=cell.has("causal"),
+        threshold=0,
+        unscaled=False,
+    )
 
 
 def _composition(cell: Cell, x: jax.Array, extras: tuple[Any, ...]) -> jax.Array:
@@ -244,8 +255,13 @@ class Inputs:
     def feed(self, specs: list[jax.ShapeDtypeStruct]) -> Callable[[int], tuple[Any, ...]]:
         """The arguments of execution i: full-sized ones rotate, the rest stay."""
         full = [s.shape == self.case.shape and s.dtype != jnp.bool_ for s in specs]
-        if any(s.shape == self.case.shape and s.dtype == jnp.bool_ for s in specs) and self.case.shape not in self.fixed:
-            self.fixed[self.case.shape] = jax.random.uniform(jax.random.key(9), self.case.shape, jnp.bfloat16) < 1 - RATE
+        if (
+            any(s.shape == self.case.shape and s.dtype == jnp.bool_ for s in specs)
+            and self.case.shape not in self.fixed
+        ):
+            self.fixed[self.case.shape] = (
+                jax.random.uniform(jax.random.key(9), self.case.shape, jnp.bfloat16) < 1 - RATE
+            )
         fixed = [None if f else self.fixed[s.shape] for f, s in zip(full, specs)]
         a_call = sum(full)
 

@@ -63,16 +63,28 @@ class Case:
 
     def tenth(self) -> Case:
         small = lambda n: max(1, n // 10)
-        return dataclasses.replace(self, shape=(small(self.shape[0]), *self.shape[1:]), count=small(self.count),
-                                   below=min(self.below, small(self.shape[0])), cpu=True)
+        return dataclasses.replace(
+            self,
+            shape=(small(self.shape[0]), *self.shape[1:]),
+            count=small(self.count),
+            below=min(self.below, small(self.shape[0])),
+            cpu=True,
+        )
 
 
 GRAPH = (169343, 128), 1166243
 SEGMENTS = ("segment_sum",)
 CASES = [
-    *(Case("seeds", s, n, "uniform", below, ops=("index_add",)) for s, n, below in (
-        ((33554432,), 15, 1024), ((32768, 1024), 15, 1024), ((32, 1024, 1024), 15, 32), ((33554432,), 1024, 1024),
-        ((32768, 1024), 1024, 1024))),
+    *(
+        Case("seeds", s, n, "uniform", below, ops=("index_add",))
+        for s, n, below in (
+            ((33554432,), 15, 1024),
+            ((32768, 1024), 15, 1024),
+            ((32, 1024, 1024), 15, 32),
+            ((33554432,), 1024, 1024),
+            ((32768, 1024), 1024, 1024),
+        )
+    ),
     Case("embedding", (128256, 4096), 16384, "zipf 1.1"),
     Case("embedding", (32000, 4096), 65536, "zipf 1.1"),
     *(Case("skew", *GRAPH, kind) for kind in KINDS),
@@ -83,7 +95,8 @@ CASES = [
     Case("same", (1024, 1024), 65536, "same"),
     Case("histogram", (1 << 20,), 64 << 20),
     Case("histogram", (1_000_000,), 100_000_000, ops=SEGMENTS),
-    Case("few rows", (399, 128), 40960), Case("few rows", (399, 128), 40960, "same"),
+    Case("few rows", (399, 128), 40960),
+    Case("few rows", (399, 128), 40960, "same"),
     *(Case("few rows", (rows,), n, ops=SEGMENTS) for rows in (1, 1024) for n in (10_000, 100_000)),
     Case("batch", (10,), 1_000_000, batch=10, ops=SEGMENTS),
     Case("batch", (12123,), 16384, batch=1024, ops=SEGMENTS),
@@ -92,8 +105,18 @@ CASES = [
 ]
 DTYPES = {"gpu": ("float32", "bfloat16", "float16"), "cpu": ("float32", "bfloat16")}
 CPU_CASES = [c.tenth() for c in CASES]
-_QUICK = ("32768x1024 n1024 uniform", "169343x128 n1166243 uniform", "169343x128 n1166243 same", "399x128 n40960 uniform")
-QUICK = {*_QUICK, *(c.tenth().name for c in CASES if c.name in _QUICK), "128256x4096 n16384 zipf1.1", "1048576 n67108864 uniform"}
+_QUICK = (
+    "32768x1024 n1024 uniform",
+    "169343x128 n1166243 uniform",
+    "169343x128 n1166243 same",
+    "399x128 n40960 uniform",
+)
+QUICK = {
+    *_QUICK,
+    *(c.tenth().name for c in CASES if c.name in _QUICK),
+    "128256x4096 n16384 zipf1.1",
+    "1048576 n67108864 uniform",
+}
 
 
 @functools.cache  # the dtypes come back to it
@@ -130,8 +153,11 @@ class Cell(_cell.Cell):
     def bytes(self) -> int:
         case, item = self.case, jnp.dtype(self.dtype).itemsize
         moved = case.count * max(1, case.batch)
-        rows = {"index_add": moved + 2 * touched(case), "segment_sum": moved + max(1, case.batch) * case.shape[0],
-                "index_select": 2 * moved}[self.op]
+        rows = {
+            "index_add": moved + 2 * touched(case),
+            "segment_sum": moved + max(1, case.batch) * case.shape[0],
+            "index_select": 2 * moved,
+        }[self.op]
         return rows * case.width * item + index_of(case).size * 4
 
     def goals(self) -> list[dict[str, Any]]:
@@ -219,9 +245,15 @@ def programs(cell: Cell, tiers: bool) -> list[Program]:
 def _problem(cell: Cell) -> dict[str, Any]:
     """As `jaxkern.tiers` asks for it."""
     case = cell.case
-    return dict(rows=case.shape[0], count=case.count, inner=case.width, dtype=cell.dtype, op=cell.op,
-                indices_are_sorted=case.kind == "sorted",
-                **({"outer" if case.shared else "batch": case.batch} if case.batch else {}))
+    return dict(
+        rows=case.shape[0],
+        count=case.count,
+        inner=case.width,
+        dtype=cell.dtype,
+        op=cell.op,
+        indices_are_sorted=case.kind == "sorted",
+        **({"outer" if case.shared else "batch": case.batch} if case.batch else {}),
+    )
 
 
 def _fits(cell: Cell, plan: str) -> bool:
@@ -377,5 +409,11 @@ def checks(clock: Any) -> list[dict[str, Any]]:
     gradient = jax.grad(lambda t, w: jnp.sum(jaxkern.embedding_lookup(t, ids) * w))
     program = Program("gradient", gradient, [table, jnp.ones((4096, 256))])
     program.compile()
-    return [{"check": "the gradient of a lookup is one segment_sum", "met": program.targets == ["jaxkern_segment_sum"],
-             "handlers": program.targets, "moves": []}]
+    return [
+        {
+            "check": "the gradient of a lookup is one segment_sum",
+            "met": program.targets == ["jaxkern_segment_sum"],
+            "handlers": program.targets,
+            "moves": [],
+        }
+    ]

@@ -36,7 +36,9 @@ CASES = (
     + [Case("axis", (64, 1024, 1024), 1), Case("axis", (16384, 4096), 0), Case("axis", (1 << 20, 64), 0)]
     + [Case("where", (32, 16, 512, 512), mask=(32, 1, 512, 512))]
 )
-CPU_CASES = [Case("cpu", s, a, cpu=True) for s, a in (((1 << 22,), -1), ((2048, 2048), -1), ((2048, 2048), 0), ((65536, 64), -1))]
+CPU_CASES = [
+    Case("cpu", s, a, cpu=True) for s, a in (((1 << 22,), -1), ((2048, 2048), -1), ((2048, 2048), 0), ((65536, 64), -1))
+]
 QUICK = {c.name for c in CASES if c.group in ("rows", "narrow")}
 
 
@@ -77,7 +79,10 @@ def _ours(op: str, axis: int, tier: str = "auto") -> Callable[..., jax.Array]:
 def _xla(op: str, axis: int) -> Callable[..., jax.Array]:
     if op == "logsumexp":
         return lambda x, mask=None: jax.nn.logsumexp(x, axis=axis, where=mask)
-    function, initial = getattr(jnp, op.removeprefix("reduce_")), {"reduce_max": -jnp.inf, "reduce_min": jnp.inf}.get(op)
+    function, initial = (
+        getattr(jnp, op.removeprefix("reduce_")),
+        {"reduce_max": -jnp.inf, "reduce_min": jnp.inf}.get(op),
+    )
     extra = {} if initial is None else {"initial": initial}
     return lambda x, mask=None: function(x, axis, where=mask, **extra)
 
@@ -90,10 +95,16 @@ def programs(cell: Cell, tiers: bool) -> list[Program]:
         specs.append(jax.ShapeDtypeStruct(case.mask, jnp.bool_))
     found = [Program(_goals.OURS, _ours(cell.op, axis), specs), Program("xla", _xla(cell.op, axis), specs)]
     if cell.op == "logsumexp" and case.group in ("rows", "narrow"):
-        found += [Program(f"{_goals.OURS} sum", _ours("reduce_sum", axis), specs),
-                  Program("xla sum", _xla("reduce_sum", axis), specs)]
+        found += [
+            Program(f"{_goals.OURS} sum", _ours("reduce_sum", axis), specs),
+            Program("xla sum", _xla("reduce_sum", axis), specs),
+        ]
     if tiers and jax.default_backend() == "gpu":
-        found += [Program(f"{_goals.OURS}:{t}", _ours(cell.op, axis, t), specs) for t in TIERS if _ask("reduction_fits", cell, t)]
+        found += [
+            Program(f"{_goals.OURS}:{t}", _ours(cell.op, axis, t), specs)
+            for t in TIERS
+            if _ask("reduction_fits", cell, t)
+        ]
     return found
 
 
@@ -101,8 +112,13 @@ def _ask(question: str, cell: Cell, *first: str) -> Any:
     tiers = importlib.import_module("jaxkern.tiers")
     shape, axis = cell.case.shape, cell.case.axis % len(cell.case.shape)
     return getattr(tiers, question)(
-        *first, math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :]), cell.dtype,
-        masked=cell.case.mask is not None)
+        *first,
+        math.prod(shape[:axis]),
+        shape[axis],
+        math.prod(shape[axis + 1 :]),
+        cell.dtype,
+        masked=cell.case.mask is not None,
+    )
 
 
 def chosen_tier(cell: Cell) -> str | None:
@@ -144,5 +160,12 @@ def checks(clock: Any) -> list[dict[str, Any]]:
     step = Program("step", jax.value_and_grad(lambda x: jaxkern.logsumexp(x).sum()), [shape])
     step.compile()
     moves = re.findall(r"= \S+ (transpose)\(", step.compiled.as_text())
-    return [{"check": "value_and_grad of logsumexp is one kernel and an elementwise pass of XLA's, no transpose",
-             "met": step.targets == ["jaxkern_logsumexp_statistics"] and not moves, "handlers": step.targets, "moves": moves, "kernels": {}}]
+    return [
+        {
+            "check": "value_and_grad of logsumexp is one kernel and an elementwise pass of XLA's, no transpose",
+            "met": step.targets == ["jaxkern_logsumexp_statistics"] and not moves,
+            "handlers": step.targets,
+            "moves": moves,
+            "kernels": {},
+        }
+    ]

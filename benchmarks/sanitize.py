@@ -119,7 +119,14 @@ def run_fused(tier: str, dtype: str, width: int) -> str:
     bias = generator.standard_normal((1, 3, 1, width)).astype(wide if width % 2 else np_dtype)
     mask = generator.random((2, 1, *shape[2:])) < 0.8
     operands = bias, np.full((1, 1, 1, 1), 0.5, wide), mask, np.array([1, 2], np.uint32).reshape(1, 1, 1, 1, 2)
-    params = {"axis": 3, "log": False, "extras": "bias scale mask key", "causal": True, "threshold": 20000, "unscaled": False}
+    params = {
+        "axis": 3,
+        "log": False,
+        "extras": "bias scale mask key",
+        "causal": True,
+        "threshold": 20000,
+        "unscaled": False,
+    }
     kept = {"extras": "scale", "threshold": 0}
     y = np.where(np.tri(*shape[2:], shape[3] - shape[2], dtype=bool), abs(x) / width, 0).astype(np_dtype)
     every = operands, params
@@ -128,13 +135,22 @@ def run_fused(tier: str, dtype: str, width: int) -> str:
         (fused.softmax_fused_grad_p, (x, g), every, meaning.fused_grad),
         (fused.softmax_fused_output_grad_p, (y, g), (operands[1:2], params | kept), meaning.fused_output_grad),
         # Kernels of their own, if rows are whole.
-        *((fused.softmax_fused_p, (x,), (operands[:1], params | kept | {"extras": "bias", "causal": c}), meaning.fused)
-          for c in (False, True)),
+        *(
+            (
+                fused.softmax_fused_p,
+                (x,),
+                (operands[:1], params | kept | {"extras": "bias", "causal": c}),
+                meaning.fused,
+            )
+            for c in (False, True)
+        ),
     ):
         call = jax.jit(lambda *a: prim.bind(*a, tier=tier, **params))
         got = np.asarray(jax.device_get(call(*map(jax.device_put, (*arrays, *operands))))).astype(np.float64)
         with jax.default_device(jax.devices("cpu")[0]):
-            want = np.asarray(reference(*map(jnp.asarray, (*arrays, *operands)), tier="auto", **params)).astype(np.float64)
+            want = np.asarray(reference(*map(jnp.asarray, (*arrays, *operands)), tier="auto", **params)).astype(
+                np.float64
+            )
         same = np.abs(got - want) <= TOLERANCE[dtype] * np.maximum(1, np.abs(want))
         if not same.all():
             return f"{prim.name}: wrong at {np.argwhere(~same)[0].tolist()} of {shape}, {int((~same).sum())} elements"
@@ -311,7 +327,9 @@ def run_reduction(op: str, tier: str, dtype: str, width: int, masked: bool) -> s
     }[op]()
     size = np.abs(x).sum(1) if op == "reduce_sum" else 1
     same = np.abs(got - want) <= TOLERANCE[dtype] * np.maximum(size, np.abs(want))
-    return "" if same.all() else f"wrong at {np.argwhere(~same)[0].tolist()} of {got.shape}, {int((~same).sum())} elements"
+    return (
+        "" if same.all() else f"wrong at {np.argwhere(~same)[0].tolist()} of {got.shape}, {int((~same).sum())} elements"
+    )
 
 
 def sanitize_reductions(dtypes: list[str]) -> tuple[int, list[str]]:
@@ -425,7 +443,9 @@ def main() -> int:
     parser.add_argument("--only", choices=families, help="one family of operations")
     parser.add_argument("--wide", action="store_true", help="rows of 1 MB and more as well")
     parser.add_argument(
-        "--honest", action="store_true", help="only hints that are right: for initcheck, since a lie may have scratch read that nothing wrote"
+        "--honest",
+        action="store_true",
+        help="only hints that are right: for initcheck, since a lie may have scratch read that nothing wrote",
     )
     arguments = parser.parse_args()
     if arguments.honest:
@@ -450,9 +470,7 @@ def main() -> int:
                     done += 1
                     if problem:
                         wrong.append(f"{tier} {dtype} width {width}{' masked' if masked else ''}: {problem}")
-        print(
-            f"{tier}: {done} problems run so far, {skipped} do not fit their tier, {len(wrong)} wrong", flush=True
-        )
+        print(f"{tier}: {done} problems run so far, {skipped} do not fit their tier, {len(wrong)} wrong", flush=True)
     plans = arguments.plans.split(",") if arguments.plans else tiers.PLANS
     others = {
         "fused": sanitize_fused,

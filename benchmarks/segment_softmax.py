@@ -142,8 +142,10 @@ def programs(cell: Cell, tiers: bool) -> list[Program]:
     del tiers  # one way for sorted ids, and the same behind a sort for others
     data = jax.ShapeDtypeStruct(cell.case.shape, cell.dtype)
     specs = [data, jax.ShapeDtypeStruct((cell.case.count,), jnp.int32), data][: 2 if cell.direction == "forward" else 3]
-    return [Program(_goals.OURS, _function(cell, jaxkern.segment_softmax), specs),
-            Program("xla", _function(cell, _composition), specs)]
+    return [
+        Program(_goals.OURS, _function(cell, jaxkern.segment_softmax), specs),
+        Program("xla", _function(cell, _composition), specs),
+    ]
 
 
 def chosen_tier(cell: Cell) -> str | None:
@@ -153,8 +155,9 @@ def chosen_tier(cell: Cell) -> str | None:
     if jax.default_backend() != "gpu":
         return None
     case = cell.case
-    return tiers.index_add(case.segments, case.count, case.width, cell.dtype, op="segment_softmax",
-                           indices_are_sorted=case.ascending)
+    return tiers.index_add(
+        case.segments, case.count, case.width, cell.dtype, op="segment_softmax", indices_are_sorted=case.ascending
+    )
 
 
 # --- inputs --------------------------------------------------------------------------------------
@@ -219,7 +222,9 @@ def examine(cell: Cell, compiled: list[Program], inputs: Inputs, times: dict[str
     beside = (0 if case.ascending else SORTED_BYTES * case.count) + case.size // PARTS + (1 << 16)
     found = [_goal("reproducible", float(same), 1.0), *_goals.memory(compiled, beside)]
     at, exact = _exact(cell, inputs)
-    errors = lambda out: [np.abs(np.asarray(a[jnp.asarray(at)]).astype(np.float64) - e).max() for a, e in zip(out, exact, strict=True)]
+    errors = lambda out: [
+        np.abs(np.asarray(a[jnp.asarray(at)]).astype(np.float64) - e).max() for a, e in zip(out, exact, strict=True)
+    ]
     allowed = [float(jnp.finfo(cell.dtype).eps) / 2 * np.abs(e).max() for e in exact]
     if "xla" in times and times["xla"] < _timing.SLOW * 1e6:
         allowed = map(max, allowed, errors(run(theirs)))
@@ -260,5 +265,11 @@ def checks(clock: Any) -> list[dict[str, Any]]:
     step = jax.grad(lambda x, g: jnp.sum(jaxkern.segment_softmax(x, ids, 410, indices_are_sorted=True) * g))
     program = Program("gradient", step, [jax.ShapeDtypeStruct((4096, 8), jnp.float32)] * 2)
     program.compile()
-    return [{"check": "the gradient is one kernel forward and one backward", "handlers": program.targets, "moves": [],
-             "met": program.targets == ["jaxkern_segment_softmax", "jaxkern_segment_softmax_grad"]}]
+    return [
+        {
+            "check": "the gradient is one kernel forward and one backward",
+            "handlers": program.targets,
+            "moves": [],
+            "met": program.targets == ["jaxkern_segment_softmax", "jaxkern_segment_softmax_grad"],
+        }
+    ]

@@ -74,9 +74,7 @@ def _show_trace() -> bool:
                     stats = {k: str(v)[:60] for k, v in e.stats}
                     print(f"    {e.name[:90]!r} start {e.start_ns:.0f} ns, {e.duration_ns / 1e3:.2f} us, {stats}")
     found = [e for data in profiles for e in _timing.device_events(data)]
-    print(
-        "read as work on the device:", [(_timing.short_name(e.name), round(e.duration_ns / 1e3, 2)) for e in found]
-    )
+    print("read as work on the device:", [(_timing.short_name(e.name), round(e.duration_ns / 1e3, 2)) for e in found])
     ok = bool(found)
     if _torch.available():
         of_torch = [e for e in found if "hlo_module" not in e.stats]

@@ -26,7 +26,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxkern
 from benchmarks import _goals, _report, _run, _timing
@@ -87,15 +88,42 @@ def cases(small: bool) -> list[Case]:
     labels = lambda n, split, m: Array((n,), split, "int32", m)
     logits = Array((few, vocabulary), 1, "bfloat16")
     return [
-        Case("softmax rows", "rows", (Array((rows, width), 0, "bfloat16"),), jaxkern.softmax, jax.nn.softmax, (0,), 0.95),
-        Case("cross_entropy rows", "rows", (Array((tokens, classes), 0, "bfloat16"), labels(tokens, 0, classes)),
-             jaxkern.softmax_cross_entropy_and_grad, _plain_loss_and_grad, (0, 0), 0.95),
-        Case("index_add rows", "rows", (
-            Array((height, inner), 0, "float32"), labels(count, None, -height), Array((count, inner), None, "float32")),
-            _add, _plain_add, (0,), 0.95),
+        Case(
+            "softmax rows", "rows", (Array((rows, width), 0, "bfloat16"),), jaxkern.softmax, jax.nn.softmax, (0,), 0.95
+        ),
+        Case(
+            "cross_entropy rows",
+            "rows",
+            (Array((tokens, classes), 0, "bfloat16"), labels(tokens, 0, classes)),
+            jaxkern.softmax_cross_entropy_and_grad,
+            _plain_loss_and_grad,
+            (0, 0),
+            0.95,
+        ),
+        Case(
+            "index_add rows",
+            "rows",
+            (
+                Array((height, inner), 0, "float32"),
+                labels(count, None, -height),
+                Array((count, inner), None, "float32"),
+            ),
+            _add,
+            _plain_add,
+            (0,),
+            0.95,
+        ),
         Case("softmax classes", "classes", (logits,), jaxkern.softmax, jax.nn.softmax, (1,), 0.8, grows=False),
-        Case("cross_entropy classes", "classes", (logits, labels(few, None, vocabulary)), jaxkern.softmax_cross_entropy_and_grad,
-             _plain_loss_and_grad, (None, 1), 0.8, grows=False),
+        Case(
+            "cross_entropy classes",
+            "classes",
+            (logits, labels(few, None, vocabulary)),
+            jaxkern.softmax_cross_entropy_and_grad,
+            _plain_loss_and_grad,
+            (None, 1),
+            0.8,
+            grows=False,
+        ),
     ]
 
 
@@ -200,12 +228,21 @@ def run(arguments: Any) -> dict[str, Any]:
             for who, (call, text) in calls_of(n).items():
                 handlers += re.findall(r'custom_call_target="(jaxkern\w*)"', text)
                 times[who] = _timing_of(call, repeats)
-                sent[who] = dict(collections.Counter(re.findall(
-                    r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", text)))
+                sent[who] = dict(
+                    collections.Counter(
+                        re.findall(
+                            r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", text
+                        )
+                    )
+                )
             rows.append(_row(name, case, n, times, sent, alone, gpu) | {"handlers": sorted(set(handlers))})
     return {
-        "format": 1, "operation": OPERATION, "environment": _run.environment() | {"clock": "host", "devices": counts},
-        "options": {"quick": small, "cases": arguments.cases, "repeats": repeats}, "results": rows, "checks": [],
+        "format": 1,
+        "operation": OPERATION,
+        "environment": _run.environment() | {"clock": "host", "devices": counts},
+        "options": {"quick": small, "cases": arguments.cases, "repeats": repeats},
+        "results": rows,
+        "checks": [],
     }
 
 
@@ -216,13 +253,34 @@ def _row(name, case, n, times, sent, alone, gpu) -> dict[str, Any]:
     grows = case is None or case.grows
     scaling = {who: alone[who] / us / (1 if grows else n) for who, us in medians.items()}
     required = case.required if case else STEP_REQUIRED
-    goals = [{"goal": "scaling", "required": required, "value": round(scaling[_goals.OURS], 4),
-              "met": scaling[_goals.OURS] >= required}] if gpu and n > 1 else []
+    goals = (
+        [
+            {
+                "goal": "scaling",
+                "required": required,
+                "value": round(scaling[_goals.OURS], 4),
+                "met": scaling[_goals.OURS] >= required,
+            }
+        ]
+        if gpu and n > 1
+        else []
+    )
     first = case.arrays[0] if case else None
-    return {"case": f"{name}, {n}", "of": name, "group": case.group if case else "step", "devices": n,
-            "shape": list(first.shape) if first else [], "dtype": first.dtype if first else "-", "op": name.split()[0],
-            "direction": "forward", "times": {who: t.to_json() for who, t in times.items()}, "copy_ratio": {},
-            "scaling": {who: round(v, 4) for who, v in scaling.items()}, "sent": sent, "goals": goals}
+    return {
+        "case": f"{name}, {n}",
+        "of": name,
+        "group": case.group if case else "step",
+        "devices": n,
+        "shape": list(first.shape) if first else [],
+        "dtype": first.dtype if first else "-",
+        "op": name.split()[0],
+        "direction": "forward",
+        "times": {who: t.to_json() for who, t in times.items()},
+        "copy_ratio": {},
+        "scaling": {who: round(v, 4) for who, v in scaling.items()},
+        "sent": sent,
+        "goals": goals,
+    }
 
 
 def table(data: dict[str, Any]) -> str:
@@ -231,7 +289,16 @@ def table(data: dict[str, Any]) -> str:
         times = _report.medians(row)
         sent = " ".join(f"{count} {kind}" for kind, count in row["sent"][_goals.OURS].items())
         verdict = "-" if not row["goals"] else "met" if all(g["met"] for g in row["goals"]) else "missed: scaling"
-        lines.append([row["of"], "x".join(map(str, row["shape"])) or "-", row["dtype"], str(row["devices"]),
-                      *(_report.time_text(times.get(who)) for who in (_goals.OURS, "xla")),
-                      *(f"{row['scaling'][who]:.3f}" for who in (_goals.OURS, "xla")), sent or "-", verdict])
+        lines.append(
+            [
+                row["of"],
+                "x".join(map(str, row["shape"])) or "-",
+                row["dtype"],
+                str(row["devices"]),
+                *(_report.time_text(times.get(who)) for who in (_goals.OURS, "xla")),
+                *(f"{row['scaling'][who]:.3f}" for who in (_goals.OURS, "xla")),
+                sent or "-",
+                verdict,
+            ]
+        )
     return _report.align(lines)

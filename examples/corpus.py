@@ -125,15 +125,11 @@ def read_text(folder):
 def tokenize(training, heldout, vocabulary):
     """Two arrays of token ids, and the number of bytes that each id stands for."""
     if vocabulary == 256:
-        training, heldout = (
-            np.frombuffer(b"".join(texts), np.uint8) for texts in (training, heldout)
-        )
+        training, heldout = (np.frombuffer(b"".join(texts), np.uint8) for texts in (training, heldout))
         return training, heldout, np.ones(256, np.int64)
     pairs = train(training, vocabulary - 256)
     encode = encoder(pairs)
-    training, heldout = (
-        np.concatenate([encode(text) for text in texts]) for texts in (training, heldout)
-    )
+    training, heldout = (np.concatenate([encode(text) for text in texts]) for texts in (training, heldout))
     return training, heldout, np.array([len(token) for token in token_bytes(pairs)])
 
 

@@ -68,7 +68,9 @@ def find_modules(limit):
         root = pathlib.Path(sysconfig.get_path(key))
         for path in sorted(root.rglob("*.py")):
             parts = path.relative_to(root).with_suffix("").parts
-            if not {"site-packages", "dist-packages", "test", "tests"} & set(parts) and all(p.isidentifier() for p in parts):
+            if not {"site-packages", "dist-packages", "test", "tests"} & set(parts) and all(
+                p.isidentifier() for p in parts
+            ):
                 found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     by_package = collections.Counter(name.partition(".")[0] for name in found)
     common = [package for package, _ in by_package.most_common(4 * CLASSES)]

@@ -42,13 +42,13 @@ import sysconfig
 import time
 import typing
 
+import corpus
 import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-import corpus
 import jaxkern
 
 

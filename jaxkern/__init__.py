@@ -18,7 +18,25 @@ from jaxkern.segment import segment_max, segment_mean, segment_min, segment_soft
 from jaxkern.softmax import log_softmax, softmax
 
 __all__ = [
-    "embedding_lookup", "export_checks", "index_add", "index_select", "log_softmax", "logsumexp", "reduce_max",
-    "reduce_mean", "reduce_min", "reduce_sum", "segment_max", "segment_mean", "segment_min", "segment_softmax", "segment_sum",
-    "softmax", "softmax_cross_entropy", "softmax_cross_entropy_and_grad", "sort_indices", "tiers", *elementwise.__all__,
+    "embedding_lookup",
+    "export_checks",
+    "index_add",
+    "index_select",
+    "log_softmax",
+    "logsumexp",
+    "reduce_max",
+    "reduce_mean",
+    "reduce_min",
+    "reduce_sum",
+    "segment_max",
+    "segment_mean",
+    "segment_min",
+    "segment_softmax",
+    "segment_sum",
+    "softmax",
+    "softmax_cross_entropy",
+    "softmax_cross_entropy_and_grad",
+    "sort_indices",
+    "tiers",
+    *elementwise.__all__,
 ]

@@ -43,12 +43,13 @@ def driver_version() -> str:
 def show_versions() -> None:
     api = compat.ffi_api_version()
     for name, value in (
-            ("jaxkern", jaxkern.__version__),
-            ("python", f"{platform.python_version()} on {platform.platform()}"),
-            ("jax", jax.__version__),
-            ("jaxlib", f"{jaxlib.version.__version__}, XLA FFI {'.'.join(map(str, api)) if api else 'unknown'}"),
-            ("NVIDIA driver", driver_version()),
-            ("devices", ", ".join(d.device_kind for d in jax.devices()))):
+        ("jaxkern", jaxkern.__version__),
+        ("python", f"{platform.python_version()} on {platform.platform()}"),
+        ("jax", jax.__version__),
+        ("jaxlib", f"{jaxlib.version.__version__}, XLA FFI {'.'.join(map(str, api)) if api else 'unknown'}"),
+        ("NVIDIA driver", driver_version()),
+        ("devices", ", ".join(d.device_kind for d in jax.devices())),
+    ):
         print(f"{name:14} {value}")
 
 
@@ -214,7 +215,12 @@ class Progress:
         self.done += 1
         if self.shown:
             filled = 30 * self.done // self.total
-            print(f"\r{'#' * filled}{'.' * (30 - filled)} {self.done}/{self.total} {what:24.24}", end="", file=sys.stderr, flush=True)
+            print(
+                f"\r{'#' * filled}{'.' * (30 - filled)} {self.done}/{self.total} {what:24.24}",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def close(self):
         if self.shown:
@@ -225,7 +231,10 @@ def show_checks() -> bool:
     limits = ", ".join(f"{limit:g} for {dtype}" for dtype, limit in TOLERANCE.items())
     print(f"\nlargest error against float64, in epsilons of the dtype; right is up to {limits}")
     checks = {operation: functools.partial(check, operation) for operation in OPERATIONS} | {
-        "swiglu": check_swiglu, "cross_entropy": check_loss, "segment_softmax": check_segment_softmax}
+        "swiglu": check_swiglu,
+        "cross_entropy": check_loss,
+        "segment_softmax": check_segment_softmax,
+    }
     checks |= {operation: functools.partial(check_indexed, operation) for operation in INDEXED}
     checks |= {operation: functools.partial(check_reduction, operation) for operation in REDUCTIONS}
     progress = Progress(len(checks) * len(TOLERANCE))
@@ -242,7 +251,13 @@ def show_checks() -> bool:
     with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         found = dict(zip(jobs, pool.map(errors_of, jobs)))
     progress.close()
-    print(f"{'':16}" + "".join(f"{d:>22}" for d in TOLERANCE) + "\n" + f"{'':16}" + f"{'forward':>11}{'gradient':>11}" * len(TOLERANCE))
+    print(
+        f"{'':16}"
+        + "".join(f"{d:>22}" for d in TOLERANCE)
+        + "\n"
+        + f"{'':16}"
+        + f"{'forward':>11}{'gradient':>11}" * len(TOLERANCE)
+    )
     good = True
     for operation in checks:
         line = f"{operation:16}"
@@ -272,8 +287,10 @@ def seconds(f, *args) -> float:
 def show_speed() -> None:
     # Larger than the caches, so that the copy is one of memory.
     rows = 65536 if jax.default_backend() == "gpu" else 8192
-    print(f"\nmilliseconds a call on {jax.devices()[0].device_kind}, [{rows}, 2048]; the gradient reads two arrays, a reduction "
-          "writes none")
+    print(
+        f"\nmilliseconds a call on {jax.devices()[0].device_kind}, [{rows}, 2048]; the gradient reads two arrays, a reduction "
+        "writes none"
+    )
     print(f"{'':14}{'dtype':>10}{'jaxkern':>10}{'XLA':>10}{'copy':>10}")
     for dtype in ("float32", "bfloat16"):
         x = jax.random.normal(jax.random.key(0), (rows, 2048), dtype)
@@ -303,8 +320,10 @@ def show_loss_speed() -> None:
     labels = jax.random.randint(jax.random.key(1), rows, 0, classes)
     for dtype in ("float32", "bfloat16"):
         x = jax.random.normal(jax.random.key(0), (rows, classes), dtype)
-        times = [seconds(jax.jit(jax.value_and_grad(lambda x, y, f=f: f(x, y).mean())), x, labels)
-                 for f in (jaxkern.softmax_cross_entropy, plain)]
+        times = [
+            seconds(jax.jit(jax.value_and_grad(lambda x, y, f=f: f(x, y).mean())), x, labels)
+            for f in (jaxkern.softmax_cross_entropy, plain)
+        ]
         print(f"{'cross_entropy':17}{dtype:>7}" + "".join(f"{1e3 * t:10.3f}" for t in times))
 
 
@@ -315,7 +334,10 @@ def show_indexed_speed() -> None:
     ids = jax.random.randint(jax.random.key(1), count, 0, rows)
     for dtype in ("float32", "bfloat16"):
         data = jax.random.normal(jax.random.key(0), (count, width), dtype)
-        times = [seconds(jax.jit(lambda d, i, f=module.segment_sum: f(d, i, rows)), data, ids) for module in (jaxkern, jax.ops)]
+        times = [
+            seconds(jax.jit(lambda d, i, f=module.segment_sum: f(d, i, rows)), data, ids)
+            for module in (jaxkern, jax.ops)
+        ]
         print(f"{'segment_sum':17}{dtype:>7}" + "".join(f"{1e3 * t:10.3f}" for t in times))
 
 

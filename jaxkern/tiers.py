@@ -68,8 +68,18 @@ def forced(names=NAMES) -> str:
     return _forced.value if _forced.value in names else "auto"
 
 
-def softmax(rows: int, width: int, inner: int = 1, dtype="float32", *, log: bool = False,
-            backward: bool = False, masked: bool = False, fused: bool = False, device: Device | None = None) -> str:
+def softmax(
+    rows: int,
+    width: int,
+    inner: int = 1,
+    dtype="float32",
+    *,
+    log: bool = False,
+    backward: bool = False,
+    masked: bool = False,
+    fused: bool = False,
+    device: Device | None = None,
+) -> str:
     """The tier that runs a softmax over the middle dimension of [rows, width, inner] by default.
 
     Args:
@@ -88,8 +98,19 @@ def softmax(rows: int, width: int, inner: int = 1, dtype="float32", *, log: bool
     return _ask_softmax("softmax", softmax_plan.choose, rows, width, inner, dtype, log, backward, masked, fused, device)
 
 
-def fits(tier: str, rows: int, width: int, inner: int = 1, dtype="float32", *, log: bool = False,
-         backward: bool = False, masked: bool = False, fused: bool = False, device: Device | None = None) -> bool:
+def fits(
+    tier: str,
+    rows: int,
+    width: int,
+    inner: int = 1,
+    dtype="float32",
+    *,
+    log: bool = False,
+    backward: bool = False,
+    masked: bool = False,
+    fused: bool = False,
+    device: Device | None = None,
+) -> bool:
     """Whether `tier` can run that problem; arguments as for `softmax`."""
     if tier not in NAMES:
         raise ValueError(f"jaxkern.tiers.fits: no tier {tier!r}, there are {', '.join(NAMES)}")
@@ -97,24 +118,41 @@ def fits(tier: str, rows: int, width: int, inner: int = 1, dtype="float32", *, l
     return _ask_softmax("fits", fits_tier, rows, width, inner, dtype, log, backward, masked, fused, device)
 
 
-def reduction(rows: int, width: int, inner: int = 1, dtype="float32", *, masked: bool = False,
-              device: Device | None = None) -> str:
+def reduction(
+    rows: int, width: int, inner: int = 1, dtype="float32", *, masked: bool = False, device: Device | None = None
+) -> str:
     """The tier that runs a reduction (sum, mean, max, min, logsumexp) over the middle dimension of
     [rows, width, inner] by default; arguments and errors as for `softmax`, and `dtype` may be an integer type.
     """
     return reduction_plan.choose(*_reduction_problem("reduction", rows, width, inner, dtype, masked, device))
 
 
-def reduction_fits(tier: str, rows: int, width: int, inner: int = 1, dtype="float32", *, masked: bool = False,
-                   device: Device | None = None) -> bool:
+def reduction_fits(
+    tier: str,
+    rows: int,
+    width: int,
+    inner: int = 1,
+    dtype="float32",
+    *,
+    masked: bool = False,
+    device: Device | None = None,
+) -> bool:
     """Whether `tier` can run that reduction; arguments as for `reduction`."""
     if tier not in REDUCTIONS:
         raise ValueError(f"jaxkern.tiers.reduction_fits: no tier {tier!r}, there are {', '.join(REDUCTIONS)}")
     return reduction_plan.fits(tier, *_reduction_problem("reduction_fits", rows, width, inner, dtype, masked, device))
 
 
-def cross_entropy(rows: int, width: int, inner: int = 1, dtype="float32", *, which: str = "loss", masked: bool = False,
-                  device: Device | None = None) -> str:
+def cross_entropy(
+    rows: int,
+    width: int,
+    inner: int = 1,
+    dtype="float32",
+    *,
+    which: str = "loss",
+    masked: bool = False,
+    device: Device | None = None,
+) -> str:
     """The tier that runs a cross-entropy over the middle dimension of [rows, width, inner] by default.
 
     Args:
@@ -127,8 +165,17 @@ def cross_entropy(rows: int, width: int, inner: int = 1, dtype="float32", *, whi
     return loss_plan.choose(*_loss_problem("cross_entropy", rows, width, inner, dtype, which, masked, device))
 
 
-def cross_entropy_fits(tier: str, rows: int, width: int, inner: int = 1, dtype="float32", *, which: str = "loss",
-                       masked: bool = False, device: Device | None = None) -> bool:
+def cross_entropy_fits(
+    tier: str,
+    rows: int,
+    width: int,
+    inner: int = 1,
+    dtype="float32",
+    *,
+    which: str = "loss",
+    masked: bool = False,
+    device: Device | None = None,
+) -> bool:
     """Whether `tier` can run that problem; arguments as for `cross_entropy`."""
     if tier not in NAMES:
         raise ValueError(f"jaxkern.tiers.cross_entropy_fits: no tier {tier!r}, there are {', '.join(NAMES)}")
@@ -173,17 +220,43 @@ def index_add_fits(plan: str, rows: int, count: int, inner: int = 1, dtype="floa
     return module.fits(plan, problem, device)
 
 
-def _indexed(name, rows, count, inner, dtype, *, op="index_add", batch=1, outer=1, index_dtype="int32",
-             indices_are_sorted=False, unique_indices=False, deterministic=True, device=None):
+def _indexed(
+    name,
+    rows,
+    count,
+    inner,
+    dtype,
+    *,
+    op="index_add",
+    batch=1,
+    outer=1,
+    index_dtype="int32",
+    indices_are_sorted=False,
+    unique_indices=False,
+    deterministic=True,
+    device=None,
+):
     """The plan module of an operation, a problem of it, and the device."""
     from jaxkern._ops.indexing import gather_plan, plan  # which ask this module what is forced
     from jaxkern._ops.segment_softmax import plan as softmax_plan
 
-    batch, outer, rows, count, inner = (_positive(name, *size) for size in (
-        ("batch", batch), ("outer", outer), ("rows", rows), ("count", count), ("inner", inner)))
-    is_sorted, is_unique, deterministic = (_flag(name, *hint) for hint in (
-        ("indices_are_sorted", indices_are_sorted), ("unique_indices", unique_indices), ("deterministic", deterministic)))
-    device, dtype, index_dtype = _device(name, device), _dtype(name, "dtype", dtype), _dtype(name, "index_dtype", index_dtype)
+    batch, outer, rows, count, inner = (
+        _positive(name, *size)
+        for size in (("batch", batch), ("outer", outer), ("rows", rows), ("count", count), ("inner", inner))
+    )
+    is_sorted, is_unique, deterministic = (
+        _flag(name, *hint)
+        for hint in (
+            ("indices_are_sorted", indices_are_sorted),
+            ("unique_indices", unique_indices),
+            ("deterministic", deterministic),
+        )
+    )
+    device, dtype, index_dtype = (
+        _device(name, device),
+        _dtype(name, "dtype", dtype),
+        _dtype(name, "index_dtype", index_dtype),
+    )
     if index_dtype not in lowering.INTEGER_DTYPES:
         raise ValueError(f"{name}: no kernel for indices of dtype {index_dtype}")
     if op in ("segment_softmax", "segment_softmax_grad"):
@@ -193,15 +266,18 @@ def _indexed(name, rows, count, inner, dtype, *, op="index_add", batch=1, outer=
         raise ValueError(f"{name}: no kernel for operation {op}")
     if dtype.name not in plan.DTYPES:
         raise ValueError(f"{name}: no kernel for dtype {dtype}")
-    problem = plan.Problem(op, dtype, index_dtype, batch, outer, rows, count, inner, is_sorted, is_unique, deterministic)
+    problem = plan.Problem(
+        op, dtype, index_dtype, batch, outer, rows, count, inner, is_sorted, is_unique, deterministic
+    )
     return gather_plan if op == "index_select" else plan, problem, device
 
 
 def _ask_softmax(function, answer, rows, width, inner, dtype, log, backward, masked, fused, device):
     name = f"jaxkern.tiers.{function}"
     sizes = [_positive(name, *size) for size in (("rows", rows), ("width", width), ("inner", inner))]
-    flags = [_flag(name, *flag) for flag in (
-        ("log", log), ("backward", backward), ("masked", masked), ("fused", fused))]
+    flags = [
+        _flag(name, *flag) for flag in (("log", log), ("backward", backward), ("masked", masked), ("fused", fused))
+    ]
     problem = softmax_plan.Problem(*sizes, _kernel_dtype(name, dtype).name, *flags)
     return answer(problem, _device(name, device))
 
@@ -247,8 +323,10 @@ def _dtype(name, argument, value):
 def _kernel_dtype(name, value):
     dtype = _dtype(name, "dtype", value)
     if dtype not in lowering.KERNEL_DTYPES:
-        raise ValueError(f"{name}: no kernel for dtype {dtype}, there are "
-                         f"{', '.join(sorted(d.name for d in lowering.KERNEL_DTYPES))}")
+        raise ValueError(
+            f"{name}: no kernel for dtype {dtype}, there are "
+            f"{', '.join(sorted(d.name for d in lowering.KERNEL_DTYPES))}"
+        )
     return dtype
 
 

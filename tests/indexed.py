@@ -125,8 +125,11 @@ def assert_selected(found, x, index, axis, clip=False):
     x = np.asarray(x)
     at = numpy_rows(index, x.shape[axis], wrap=True, clip=clip)
     want = np.take(x, np.maximum(at, 0), axis)
-    fill = np.nan if jnp.issubdtype(x.dtype, jnp.floating) else (
-        np.iinfo(x.dtype).max if x.dtype.kind == "u" else np.iinfo(x.dtype).min)
+    fill = (
+        np.nan
+        if jnp.issubdtype(x.dtype, jnp.floating)
+        else (np.iinfo(x.dtype).max if x.dtype.kind == "u" else np.iinfo(x.dtype).min)
+    )
     np.moveaxis(want, axis, 0)[at < 0] = fill
     assert found.dtype == x.dtype
     exact = wide if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype  # numpy knows no NaN of bfloat16

@@ -10,12 +10,21 @@ import sys
 import pytest
 from conftest import ON_GPU
 
-sys.path.append(str(pathlib.Path(__file__).parent.parent))  # last, so that the package under test stays the installed one
+sys.path.append(
+    str(pathlib.Path(__file__).parent.parent)
+)  # last, so that the package under test stays the installed one
 from benchmarks import _goals, _report, _run, sharding  # noqa: E402
 from benchmarks.__main__ import OPERATIONS  # noqa: E402
 
-SMALL = {"softmax": (1024, 256), "fused_softmax": (2, 2, 128, 512), "elementwise": (1 << 18,), "reduction": (1024, 256),
-         "cross_entropy": (1024, 256), "index_add": (5000, 8), "segment_softmax": (5000, 8)}
+SMALL = {
+    "softmax": (1024, 256),
+    "fused_softmax": (2, 2, 128, 512),
+    "elementwise": (1 << 18,),
+    "reduction": (1024, 256),
+    "cross_entropy": (1024, 256),
+    "index_add": (5000, 8),
+    "segment_softmax": (5000, 8),
+}
 FEW = {"elementwise": ("gelu_erf", "add")}
 
 

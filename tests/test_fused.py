@@ -13,8 +13,8 @@ from reference import DTYPES, _sum_error, assert_rounded, gradient, wide
 
 import jaxkern
 from jaxkern import tiers
-from jaxkern._ops.softmax import dropout
 from jaxkern._core import compat, registry
+from jaxkern._ops.softmax import dropout
 
 FEATURES = ("scale", "bias", "mask", "causal", "dropout")
 RATE, KEY = 0.3, np.array([7, 0xFFFFFFFF], np.uint32)
@@ -39,7 +39,9 @@ def drawn(rows, width, key=KEY):
     """16 bits for each element of [rows, width]."""
     column, row = np.arange(-(-width // 8)), np.arange(rows)[:, None]
     words = philox((column, row, 0, 0), np.asarray(key))
-    halves = [np.broadcast_to(h, (rows, len(column))) for w in words for h in (w & np.uint64(0xFFFF), w >> np.uint64(16))]
+    halves = [
+        np.broadcast_to(h, (rows, len(column))) for w in words for h in (w & np.uint64(0xFFFF), w >> np.uint64(16))
+    ]
     return np.stack(halves, -1).reshape(rows, -1)[:, :width]
 
 
@@ -47,12 +49,18 @@ def kept(shape, key=KEY, threshold=THRESHOLD):
     return (drawn(int(np.prod(shape[:-1])), shape[-1], key) >= threshold).reshape(shape)
 
 
-@pytest.mark.parametrize("counter, key, words", [  # of the Random123 library of the authors of Philox
-    ((0,) * 4, (0,) * 2, (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
-    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
-    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
-     (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A)),
-])
+@pytest.mark.parametrize(
+    "counter, key, words",
+    [  # of the Random123 library of the authors of Philox
+        ((0,) * 4, (0,) * 2, (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
+        ),
+    ],
+)
 def test_philox(counter, key, words):
     assert tuple(int(w) for w in philox(counter, key)) == words
     as_words = lambda xs: [jnp.uint32(x) for x in xs]
@@ -175,13 +183,27 @@ WIDTHS = (1, 2, 7, 8, 9, 31, 64, 100, 255, 512, 1000, 1024, 1025, 2048, 4096, 41
 def test_widths(width, dtype):
     check(FEATURES, (2, 3, width), dtype, mask_shape=(2, 3, width), bias_shape=(3, width))
     if width in (64, 2048, 4096):
-        check(("causal", "dropout", "bias"), (2, width + 5 if width == 64 else 4, width), dtype, bias_shape=(1, width), bias_dtype="float32")
+        check(
+            ("causal", "dropout", "bias"),
+            (2, width + 5 if width == 64 else 4, width),
+            dtype,
+            bias_shape=(1, width),
+            bias_dtype="float32",
+        )
 
 
-@pytest.mark.parametrize("bias_shape, mask_shape", [
-    ((), (2, 3, 9, 40)), ((40,), (9, 1)), ((3, 1, 40), (1, 40)), ((2, 3, 9, 40), ()), ((3, 9, 1), (2, 1, 1, 40)),
-    ((2, 1, 9, 40), (3, 1, 1)), ((1, 3, 9, 40), (2, 1, 9, 1)),
-])
+@pytest.mark.parametrize(
+    "bias_shape, mask_shape",
+    [
+        ((), (2, 3, 9, 40)),
+        ((40,), (9, 1)),
+        ((3, 1, 40), (1, 40)),
+        ((2, 3, 9, 40), ()),
+        ((3, 9, 1), (2, 1, 1, 40)),
+        ((2, 1, 9, 40), (3, 1, 1)),
+        ((1, 3, 9, 40), (2, 1, 9, 1)),
+    ],
+)
 @pytest.mark.parametrize("bias_dtype", ["bfloat16", "float32", "float16"])
 def test_broadcast(bias_shape, mask_shape, bias_dtype):
     check(FEATURES, (2, 3, 9, 40), "bfloat16", bias_shape=bias_shape, mask_shape=mask_shape, bias_dtype=bias_dtype)
@@ -190,7 +212,10 @@ def test_broadcast(bias_shape, mask_shape, bias_dtype):
 def test_operands_that_broadcast_over_many_matrices():
     """More than fits a GPU's L2, where rows are then taken in another order."""
     x = normal((16, 3, 64, 8192 if ON_GPU else 64), "bfloat16")
-    bias, mask = normal((3, 64, x.shape[-1]), "bfloat16", 1), jnp.asarray(np.random.default_rng(0).random((16, 1, *x.shape[2:])) < 0.5)
+    bias, mask = (
+        normal((3, 64, x.shape[-1]), "bfloat16", 1),
+        jnp.asarray(np.random.default_rng(0).random((16, 1, *x.shape[2:])) < 0.5),
+    )
     f = jax.jit(lambda x, bias, mask: jaxkern.softmax(x, bias=bias, where=mask, dropout_rate=RATE, dropout_key=KEY))
     whole = f(x, jnp.broadcast_to(bias, x.shape), jnp.broadcast_to(mask, x.shape))
     assert (np.asarray(f(x, bias, mask)) == np.asarray(whole)).all()
@@ -265,7 +290,10 @@ def test_nan_of_a_row_is_in_it_alone_and_not_where_it_is_masked():
 def test_scales(scale):
     x = normal((3, 700), "float32")
     found = jax.jit(lambda s: jaxkern.softmax(x, scale=s))(scale)
-    wanted = np.exp((np.asarray(x, np.float64) * np.float32(scale)) - (np.asarray(x, np.float64) * np.float32(scale)).max(-1, keepdims=True))
+    wanted = np.exp(
+        (np.asarray(x, np.float64) * np.float32(scale))
+        - (np.asarray(x, np.float64) * np.float32(scale)).max(-1, keepdims=True)
+    )
     np.testing.assert_allclose(found, wanted / wanted.sum(-1, keepdims=True), rtol=2e-5, atol=1e-30)
 
 
@@ -286,7 +314,9 @@ def test_dropout_statistics():
             count = shape[1 - axis]
             spread = keep.mean(1 - axis).var() * count / (p * (1 - p))
             assert abs(spread - 1) < 5 * np.sqrt(2 / shape[axis])
-    both = lambda a, b: abs((a - p) * (b - p)).mean() and abs(((a - p) * (b - p)).mean()) / (p * (1 - p)) * np.sqrt(a.size)
+    both = lambda a, b: (
+        abs((a - p) * (b - p)).mean() and abs(((a - p) * (b - p)).mean()) / (p * (1 - p)) * np.sqrt(a.size)
+    )
     a, b = found
     assert both(a, b) < 5
     for shift in (1, 2, 4, 7, 8, 16):
@@ -312,7 +342,9 @@ def test_keys_of_every_kind():
     assert (draw(key) != draw(jax.random.key(6))).any()
 
 
-@pytest.mark.parametrize("dtype, width", [("bfloat16", 40), ("float32", 1001), ("float16", 512), ("float32", 2048), ("float64", 100)])
+@pytest.mark.parametrize(
+    "dtype, width", [("bfloat16", 40), ("float32", 1001), ("float16", 512), ("float32", 2048), ("float64", 100)]
+)
 def test_the_same_bits_everywhere(dtype, width):
     """Every tier, the CPU, jnp, the gradient: those of the numpy generator."""
     with compat.enable_x64(dtype == "float64"):
@@ -391,16 +423,20 @@ DERIVATIVES = {
     "forward over reverse": lambda f, xs, ts, t: jax.jvp(grad(f, t), xs, ts),
     "reverse over forward": lambda f, xs, ts, t: jax.grad(lambda xs: jnp.sum(jax.jvp(f, xs, ts)[1] * jnp.sin(t)))(xs),
     "reverse over reverse": lambda f, xs, ts, t: jax.grad(
-        lambda xs: sum(jnp.vdot(a, b) for a, b in zip(grad(f, t)(*xs), ts)))(xs),
+        lambda xs: sum(jnp.vdot(a, b) for a, b in zip(grad(f, t)(*xs), ts))
+    )(xs),
     "third order": lambda f, xs, ts, t: jax.jvp(lambda *xs: jax.jvp(grad(f, t), xs, ts)[1], xs, ts)[1],
     "gradient in the cotangent": lambda f, xs, ts, t: jax.grad(
-        lambda t: sum(jnp.sum(jnp.sin(d)) for d in jax.vjp(f, *xs)[1](t)))(t),
+        lambda t: sum(jnp.sum(jnp.sin(d)) for d in jax.vjp(f, *xs)[1](t))
+    )(t),
     "vmap of grad": lambda f, xs, ts, t: jax.vmap(lambda s: grad(f, t)(xs[0], s, xs[2]))(jnp.array([0.3, 1.7])),
     "grad of vmap": lambda f, xs, ts, t: jax.grad(
-        lambda b: jnp.sum(jnp.sin(jax.vmap(lambda x: f(x, xs[1], b))(jnp.stack([xs[0], ts[0]])))))(xs[2]),
+        lambda b: jnp.sum(jnp.sin(jax.vmap(lambda x: f(x, xs[1], b))(jnp.stack([xs[0], ts[0]]))))
+    )(xs[2]),
     "remat": lambda f, xs, ts, t: grad(jax.checkpoint(lambda *xs: f(*xs) ** 2), t)(*xs),
     "scan": lambda f, xs, ts, t: jax.grad(
-        lambda x: jax.lax.scan(lambda c, s: (c + f(c, s, xs[2]), None), x, jnp.array([0.5, 1.5]))[0].sum())(xs[0]),
+        lambda x: jax.lax.scan(lambda c, s: (c + f(c, s, xs[2]), None), x, jnp.array([0.5, 1.5]))[0].sum()
+    )(xs[0]),
     "scale alone": lambda f, xs, ts, t: jax.grad(lambda s: jnp.sum(f(xs[0], s, xs[2]) * t))(xs[1]),
     "bias alone, forward": lambda f, xs, ts, t: jax.jvp(lambda b: f(xs[0], xs[1], b), xs[2:], ts[2:]),
 }
@@ -411,13 +447,24 @@ def grad(f, t):
 
 
 # Dropout keeps x for the gradient, softmax alone y.
-OF_DROPOUT = ("vjp", "jvp", "forward over reverse", "reverse over reverse", "gradient in the cotangent", "vmap of grad", "remat", "scale alone")
+OF_DROPOUT = (
+    "vjp",
+    "jvp",
+    "forward over reverse",
+    "reverse over reverse",
+    "gradient in the cotangent",
+    "vmap of grad",
+    "remat",
+    "scale alone",
+)
 OF_SOFTMAX = [n for n in DERIVATIVES if n not in ("vmap of grad", "remat")]
 OF_LOG = ("vjp", "jvp", "forward over reverse", "reverse over reverse")
 
 
-@pytest.mark.parametrize("name, kind", [
-    *((n, "dropout") for n in OF_DROPOUT), *((n, "softmax") for n in OF_SOFTMAX), *((n, "log") for n in OF_LOG)])
+@pytest.mark.parametrize(
+    "name, kind",
+    [*((n, "dropout") for n in OF_DROPOUT), *((n, "softmax") for n in OF_SOFTMAX), *((n, "log") for n in OF_LOG)],
+)
 def test_derivatives(name, kind, x64):
     """Of x, scale and bias, in float64, so that a wrong rule cannot hide behind rounding."""
     shape = (2, 3, 4, 5)
@@ -451,7 +498,12 @@ def test_gradients_of_bias_and_scale(dtype):
         ds = reference(x, g, scale, bias, keep=kept(shape))[2]
         eps = float(jnp.finfo(dtype).eps)
         terms = np.abs(ds).sum((0, 2), keepdims=True)[0]
-        assert dbias.dtype == dtype and (np.abs(np.asarray(dbias).astype(wide) - ds.sum((0, 2), keepdims=True)[0]) <= 2 * eps * terms + 1e-6).all()
+        assert (
+            dbias.dtype == dtype
+            and (
+                np.abs(np.asarray(dbias).astype(wide) - ds.sum((0, 2), keepdims=True)[0]) <= 2 * eps * terms + 1e-6
+            ).all()
+        )
         products = ds * np.asarray(x).astype(wide)
         assert abs(wide(float(dscale)) - products.sum()) <= eps * np.abs(products).sum() + 1e-6
 
@@ -480,9 +532,14 @@ def needs_kernels():
 @needs_kernels()
 def test_one_kernel_each_way_and_nothing_materialised():
     x = jax.ShapeDtypeStruct((8, 4, 64, 256), jnp.bfloat16)
-    extras = {"bias": jax.ShapeDtypeStruct((4, 64, 256), jnp.bfloat16), "where": jax.ShapeDtypeStruct((8, 1, 64, 256), jnp.bool_)}
+    extras = {
+        "bias": jax.ShapeDtypeStruct((4, 64, 256), jnp.bfloat16),
+        "where": jax.ShapeDtypeStruct((8, 1, 64, 256), jnp.bool_),
+    }
     key = jax.eval_shape(lambda: jax.random.key(0))
-    f = lambda x, key, extras: jaxkern.softmax(x, scale=0.125, causal=True, dropout_rate=RATE, dropout_key=key, **extras)
+    f = lambda x, key, extras: jaxkern.softmax(
+        x, scale=0.125, causal=True, dropout_rate=RATE, dropout_key=key, **extras
+    )
 
     def both(x, g, key, extras):
         y, pull = jax.vjp(lambda x: f(x, key, extras), x)
@@ -535,7 +592,9 @@ def test_exported_with_a_symbolic_size():
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (2, 0, 3)])
 def test_empty(shape):
-    y, pull = jax.vjp(lambda x: jaxkern.softmax(x, causal=True, scale=2.0, dropout_rate=RATE, dropout_key=KEY), jnp.zeros(shape))
+    y, pull = jax.vjp(
+        lambda x: jaxkern.softmax(x, causal=True, scale=2.0, dropout_rate=RATE, dropout_key=KEY), jnp.zeros(shape)
+    )
     assert y.shape == pull(y)[0].shape == shape
 
 
@@ -544,28 +603,47 @@ def test_empty(shape):
 X = jnp.zeros((4, 8))
 
 
-@pytest.mark.parametrize("arguments, error, message", [
-    ({"scale": "2"}, TypeError, "scale must be a real number or a scalar array"),
-    ({"scale": True}, TypeError, "scale must be a real number"),
-    ({"scale": jnp.ones(3)}, ValueError, "scale must be a scalar, got shape (3,)"),
-    ({"scale": jnp.array(1j)}, TypeError, "scale must be a real number, got complex64"),
-    ({"bias": jnp.ones(8, int)}, TypeError, "bias must be of floating-point type, got int32[8]"),
-    ({"bias": jnp.ones(7)}, ValueError, "bias of shape (7,) does not broadcast to x of shape (4, 8)"),
-    ({"bias": jnp.ones((2, 4, 8))}, ValueError, "bias of shape (2, 4, 8) does not broadcast to x of shape (4, 8)"),
-    ({"bias": "no"}, TypeError, "bias must be an array of floating-point type, got str"),
-    ({"bias": jnp.ones(8), "where": jnp.ones(7, bool)}, ValueError, "where of shape (7,) does not broadcast"),
-    ({"causal": 1}, TypeError, "causal must be True or False, got int"),
-    ({"causal": True, "axis": 0}, ValueError, "causal needs axis to be the last of two or more dimensions, got axis 0"),
-    ({"causal": True, "axis": None}, ValueError, "causal needs axis to be the last"),
-    ({"dropout_rate": 1.0, "dropout_key": KEY}, ValueError, "dropout_rate must be in [0, 1), got 1.0"),
-    ({"dropout_rate": -0.1, "dropout_key": KEY}, ValueError, "dropout_rate must be in [0, 1), got -0.1"),
-    ({"dropout_rate": float("nan"), "dropout_key": KEY}, ValueError, "dropout_rate must be in [0, 1), got nan"),
-    ({"dropout_rate": jnp.float32(0.1), "dropout_key": KEY}, TypeError, "dropout_rate must be a number known while tracing"),
-    ({"dropout_rate": 0.1}, ValueError, "dropout_rate of 0.1 needs a dropout_key"),
-    ({"dropout_rate": 0.1, "dropout_key": 3}, TypeError, "dropout_key must be a key of jax.random or uint32[2], got int32[]"),
-    ({"dropout_rate": 0.1, "dropout_key": np.zeros(4, np.uint32)}, TypeError, "or uint32[2], got uint32[4]"),
-    ({"dropout_rate": 0.1, "dropout_key": jax.random.split(jax.random.key(0))}, ValueError, "a single key, got an array of shape (2,)"),
-])
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"scale": "2"}, TypeError, "scale must be a real number or a scalar array"),
+        ({"scale": True}, TypeError, "scale must be a real number"),
+        ({"scale": jnp.ones(3)}, ValueError, "scale must be a scalar, got shape (3,)"),
+        ({"scale": jnp.array(1j)}, TypeError, "scale must be a real number, got complex64"),
+        ({"bias": jnp.ones(8, int)}, TypeError, "bias must be of floating-point type, got int32[8]"),
+        ({"bias": jnp.ones(7)}, ValueError, "bias of shape (7,) does not broadcast to x of shape (4, 8)"),
+        ({"bias": jnp.ones((2, 4, 8))}, ValueError, "bias of shape (2, 4, 8) does not broadcast to x of shape (4, 8)"),
+        ({"bias": "no"}, TypeError, "bias must be an array of floating-point type, got str"),
+        ({"bias": jnp.ones(8), "where": jnp.ones(7, bool)}, ValueError, "where of shape (7,) does not broadcast"),
+        ({"causal": 1}, TypeError, "causal must be True or False, got int"),
+        (
+            {"causal": True, "axis": 0},
+            ValueError,
+            "causal needs axis to be the last of two or more dimensions, got axis 0",
+        ),
+        ({"causal": True, "axis": None}, ValueError, "causal needs axis to be the last"),
+        ({"dropout_rate": 1.0, "dropout_key": KEY}, ValueError, "dropout_rate must be in [0, 1), got 1.0"),
+        ({"dropout_rate": -0.1, "dropout_key": KEY}, ValueError, "dropout_rate must be in [0, 1), got -0.1"),
+        ({"dropout_rate": float("nan"), "dropout_key": KEY}, ValueError, "dropout_rate must be in [0, 1), got nan"),
+        (
+            {"dropout_rate": jnp.float32(0.1), "dropout_key": KEY},
+            TypeError,
+            "dropout_rate must be a number known while tracing",
+        ),
+        ({"dropout_rate": 0.1}, ValueError, "dropout_rate of 0.1 needs a dropout_key"),
+        (
+            {"dropout_rate": 0.1, "dropout_key": 3},
+            TypeError,
+            "dropout_key must be a key of jax.random or uint32[2], got int32[]",
+        ),
+        ({"dropout_rate": 0.1, "dropout_key": np.zeros(4, np.uint32)}, TypeError, "or uint32[2], got uint32[4]"),
+        (
+            {"dropout_rate": 0.1, "dropout_key": jax.random.split(jax.random.key(0))},
+            ValueError,
+            "a single key, got an array of shape (2,)",
+        ),
+    ],
+)
 def test_errors(arguments, error, message):
     with pytest.raises(error) as caught:
         jaxkern.softmax(X, **arguments)

@@ -11,8 +11,20 @@ from conftest import ON_GPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from indexed import (
-    FLOATS, INDEX_DTYPES, INTEGERS, REDUCTIONS, assert_reduced, assert_selected, check, every_dtype, every_reduction,
-    indices, on_this_platform, run, scattered, values,
+    FLOATS,
+    INDEX_DTYPES,
+    INTEGERS,
+    REDUCTIONS,
+    assert_reduced,
+    assert_selected,
+    check,
+    every_dtype,
+    every_reduction,
+    indices,
+    on_this_platform,
+    run,
+    scattered,
+    values,
 )
 from reference import wide
 
@@ -30,12 +42,12 @@ CASES = [  # shape, axis, count: what the ways through the kernels differ in
     ((7, 5), 1, 30),
     ((4, 33, 3), 1, 70),
     ((2, 3, 40, 130), 2, 50),
-    ((2, 1000), 1, 5000),          # narrow
-    ((60000, 4), 0, 40000),        # narrow, in buckets
+    ((2, 1000), 1, 5000),  # narrow
+    ((60000, 4), 0, 40000),  # narrow, in buckets
     ((9, 2000), -1, 3000),
     ((100, 700), 0, 900),
-    ((50000, 20), 0, 40),          # few rows of many
-    ((6, 5001), 0, 300),           # wide and odd
+    ((50000, 20), 0, 40),  # few rows of many
+    ((6, 5001), 0, 300),  # wide and odd
 ]
 
 
@@ -91,8 +103,10 @@ def test_sixteen_bits_do_not_saturate():
 def test_no_less_accurate_than_jax(dtype, rows, count, width):
     data, ids = values((count, width), dtype), indices(rows, count, kind="zipf")
     exact = scattered(np.add, np.zeros((rows, width), wide), ids.astype(np.int64), np.asarray(data).astype(wide))
-    ours, theirs = (np.abs(np.asarray(f(data, ids, rows)).astype(wide) - exact).max()
-                    for f in (jaxkern.segment_sum, jax.ops.segment_sum))
+    ours, theirs = (
+        np.abs(np.asarray(f(data, ids, rows)).astype(wide) - exact).max()
+        for f in (jaxkern.segment_sum, jax.ops.segment_sum)
+    )
     # Half a unit of the largest result is what rounding costs either way.
     assert ours <= max(theirs, float(jnp.finfo(dtype).eps) * np.abs(exact).max() / 2), (ours, theirs)
 
@@ -237,8 +251,14 @@ def test_indices_beyond_32_bits_go_nowhere(index, x64):
         assert np.isnan(jaxkern.embedding_lookup(jnp.ones(3), index)).tolist() == [True, False]
 
 
-MODES = [None, "drop", "fill", "clip", "promise_in_bounds", *(
-    m for m in GatherScatterMode if m.name in ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS"))]
+MODES = [
+    None,
+    "drop",
+    "fill",
+    "clip",
+    "promise_in_bounds",
+    *(m for m in GatherScatterMode if m.name in ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")),
+]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -337,7 +357,8 @@ def test_any_shape_axis_and_indices(data):
 
 @every_reduction
 @pytest.mark.parametrize(
-    "shape, count", [((4, 3), 0), ((0, 3), 5), ((4, 0), 5), ((0, 0), 0), ((0,), 0), ((2, 0, 3), 2)])
+    "shape, count", [((4, 3), 0), ((0, 3), 5), ((4, 0), 5), ((0, 0), 0), ((0,), 0), ((2, 0, 3), 2)]
+)
 def test_empty(operation, shape, count):
     x, source = jnp.ones(shape, jnp.bfloat16), jnp.ones((count, *shape[1:]), jnp.bfloat16)
     index = indices(shape[0], count)
@@ -366,7 +387,8 @@ def test_segments_without_a_number(name):
 
 
 @pytest.mark.parametrize(
-    "data_shape, ids_shape", [((1,), (6,)), ((), (4,)), ((3, 2), ()), ((1, 2), (5,)), ((3,), (2, 3))])
+    "data_shape, ids_shape", [((1,), (6,)), ((), (4,)), ((3, 2), ()), ((1, 2), (5,)), ((3,), (2, 3))]
+)
 def test_segments_broadcast_as_in_jax(data_shape, ids_shape):
     data = values(data_shape, "float32")
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 3, ids_shape))
@@ -398,9 +420,18 @@ def test_buckets(bucket_size):
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("x_dtype, source_dtype", [
-    ("bfloat16", "float32"), ("float32", "bfloat16"), ("float32", "int32"), ("int32", "int8"), ("float16", "bfloat16"),
-    ("float32", "bool"), ("int32", "uint8")])
+@pytest.mark.parametrize(
+    "x_dtype, source_dtype",
+    [
+        ("bfloat16", "float32"),
+        ("float32", "bfloat16"),
+        ("float32", "int32"),
+        ("int32", "int8"),
+        ("float16", "bfloat16"),
+        ("float32", "bool"),
+        ("int32", "uint8"),
+    ],
+)
 def test_types_promote_as_in_jax(x_dtype, source_dtype):
     x, source = values((5, 4), "float32").astype(x_dtype), (values((9, 4), "float32", 2) * 3).astype(source_dtype)
     index = indices(5, 9, kind="uniform")
@@ -473,10 +504,14 @@ def test_backend_is_the_one_under_test():
     index = jnp.zeros(3, jnp.int8)
     for dtype in ("float16", "bfloat16", "float32", "int32", "uint32"):
         x = jnp.ones((3, 5), dtype)
-        for name, f in {"index_add": lambda x: jaxkern.index_add(x, 0, index, x),
-                        "index_select": lambda x: jaxkern.index_select(x, 0, index),
-                        **{n: functools.partial(getattr(jaxkern, n), segment_ids=index, num_segments=4)
-                           for n in ("segment_sum", "segment_max", "segment_min")}}.items():
+        for name, f in {
+            "index_add": lambda x: jaxkern.index_add(x, 0, index, x),
+            "index_select": lambda x: jaxkern.index_select(x, 0, index),
+            **{
+                n: functools.partial(getattr(jaxkern, n), segment_ids=index, num_segments=4)
+                for n in ("segment_sum", "segment_max", "segment_min")
+            },
+        }.items():
             assert f"jaxkern_{name}" in jax.jit(f).lower(x).as_text()
 
 
@@ -493,54 +528,73 @@ def total(data=((2, 4), "float32"), ids=((2,), "int32"), n=3, **options):
     return lambda: jaxkern.segment_sum(one(data), one(ids), n, **options)
 
 
-@pytest.mark.parametrize("call, kind, words", [
-    (add(index=((2,), "float32")), TypeError, ["index_add: index must be of an integer type", "float32[2]"]),
-    (add(index=((2,), "bool")), TypeError, ["index must be of an integer type", "bool[2]"]),
-    (add(index=((2, 1), "int32")), ValueError, ["index must have one dimension", "(2, 1)"]),
-    (add(index=[0, 1]), TypeError, ["index must be an array", "list"]),
-    (add(x=[1.0]), TypeError, ["x must be an array", "list"]),
-    (add(source=((2, 5), "float32")), ValueError, ["source must have shape (2, 4)", "(3, 4)", "(2,)", "(2, 5)"]),
-    (add(source=((3, 4), "float32")), ValueError, ["source must have shape (2, 4)", "(3, 4)"]),
-    (add(axis=2), ValueError, ["axis 2 is out of bounds", "(3, 4)"]),
-    (add(axis=-3), ValueError, ["axis -3 is out of bounds", "(3, 4)"]),
-    (add(axis=0.0), TypeError, ["axis must be an int", "0.0"]),
-    (add(axis=True), TypeError, ["axis must be an int", "True"]),
-    (add(x=1.0), ValueError, ["axis 0 is out of bounds", "()"]),
-    (add(mode="wrap"), ValueError, ["mode", "'wrap'", "'clip'"]),
-    (add(mode=["clip"]), ValueError, ["mode", "['clip']"]),
-    (add(mode=GatherScatterMode.ONE_HOT), ValueError, ["mode", "ONE_HOT"]),
-    (add(x=((3, 4), "int32")), TypeError, ["source of type float32", "int32"]),
-    (add(source=((2, 4), "complex64")), TypeError, ["source of type complex64", "float32"]),
-    (add(alpha=jnp.ones(2)), ValueError, ["alpha must be a scalar", "(2,)"]),
-    (add(alpha=1j), TypeError, ["alpha of type complex64", "float32"]),
-    (add(alpha=1 + 0j), TypeError, ["alpha of type complex64", "float32"]),
-    (add(x=((3, 4), "int32"), source=((2, 4), "int32"), alpha=1.0), TypeError, ["alpha of type float32", "int32"]),
-    (add(x=((3, 4), "int32"), source=((2, 4), "int32"), alpha=0.5), TypeError, ["alpha of type float32", "int32"]),
-    (add(x=jax.random.key(0)), TypeError, ["x must be an array", "key"]),
-    (total(ids=((2,), "float32")), TypeError, ["segment_sum: segment_ids must be of an integer type", "float32[2]"]),
-    (total(ids=((2,), "float32"), n=None), TypeError, ["segment_ids must be of an integer type", "float32[2]"]),
-    (total(ids=((3,), "int32")), ValueError, ["(2, 4)", "(3,)"]),
-    (total(data=((2, 4), "bool")), TypeError, ["segment_sum: data must not be boolean", "bool[2, 4]"]),
-    (add(x=((3, 4), "bool")), TypeError, ["x must not be boolean", "bool[3, 4]"]),
-    (total(n=-1), ValueError, ["num_segments must not be negative", "-1"]),
-    (total(n=2.5), TypeError, ["num_segments must be an int", "2.5"]),
-    (total(bucket_size=0), ValueError, ["bucket_size", "0"]),
-    (total(mode="no"), ValueError, ["mode", "'no'"]),
-    (total(ids=None, n=None), TypeError, ["segment_ids must be an array", "NoneType"]),
-    (total(ids=np.array([0, 2**40]), n=None), ValueError, ["num_segments must be at most", "1099511627777"]),
-    (total(n=2**70), ValueError, ["num_segments must be at most", str(2**70)]),
-    (total(bucket_size=1.5), TypeError, ["bucket_size must be an int", "1.5"]),
-    (lambda: jax.jit(jaxkern.segment_sum)(jnp.ones(3), jnp.zeros(3, int)), TypeError,
-     ["num_segments must be given", "int32[3]"]),
-    (lambda: jax.jit(jaxkern.segment_sum)(jnp.ones(3), jnp.zeros(3, int), 4), TypeError,
-     ["num_segments must be an int"]),
-    (lambda: jaxkern.embedding_lookup(jnp.ones((3, 2)), jnp.ones(2)), TypeError,
-     ["embedding_lookup: ids", "float32[2]"]),
-    (lambda: jaxkern.embedding_lookup(jnp.ones(()), jnp.ones(2, int)), ValueError, ["table", "()"]),
-    (lambda: jaxkern.index_select(jnp.ones(3), 1, jnp.ones(2, int)), ValueError, ["index_select: axis 1", "(3,)"]),
-    (lambda: jaxkern.index_select(jnp.ones(3), 0, jnp.ones((), int)), ValueError,
-     ["index must have one dimension", "()"]),
-])
+@pytest.mark.parametrize(
+    "call, kind, words",
+    [
+        (add(index=((2,), "float32")), TypeError, ["index_add: index must be of an integer type", "float32[2]"]),
+        (add(index=((2,), "bool")), TypeError, ["index must be of an integer type", "bool[2]"]),
+        (add(index=((2, 1), "int32")), ValueError, ["index must have one dimension", "(2, 1)"]),
+        (add(index=[0, 1]), TypeError, ["index must be an array", "list"]),
+        (add(x=[1.0]), TypeError, ["x must be an array", "list"]),
+        (add(source=((2, 5), "float32")), ValueError, ["source must have shape (2, 4)", "(3, 4)", "(2,)", "(2, 5)"]),
+        (add(source=((3, 4), "float32")), ValueError, ["source must have shape (2, 4)", "(3, 4)"]),
+        (add(axis=2), ValueError, ["axis 2 is out of bounds", "(3, 4)"]),
+        (add(axis=-3), ValueError, ["axis -3 is out of bounds", "(3, 4)"]),
+        (add(axis=0.0), TypeError, ["axis must be an int", "0.0"]),
+        (add(axis=True), TypeError, ["axis must be an int", "True"]),
+        (add(x=1.0), ValueError, ["axis 0 is out of bounds", "()"]),
+        (add(mode="wrap"), ValueError, ["mode", "'wrap'", "'clip'"]),
+        (add(mode=["clip"]), ValueError, ["mode", "['clip']"]),
+        (add(mode=GatherScatterMode.ONE_HOT), ValueError, ["mode", "ONE_HOT"]),
+        (add(x=((3, 4), "int32")), TypeError, ["source of type float32", "int32"]),
+        (add(source=((2, 4), "complex64")), TypeError, ["source of type complex64", "float32"]),
+        (add(alpha=jnp.ones(2)), ValueError, ["alpha must be a scalar", "(2,)"]),
+        (add(alpha=1j), TypeError, ["alpha of type complex64", "float32"]),
+        (add(alpha=1 + 0j), TypeError, ["alpha of type complex64", "float32"]),
+        (add(x=((3, 4), "int32"), source=((2, 4), "int32"), alpha=1.0), TypeError, ["alpha of type float32", "int32"]),
+        (add(x=((3, 4), "int32"), source=((2, 4), "int32"), alpha=0.5), TypeError, ["alpha of type float32", "int32"]),
+        (add(x=jax.random.key(0)), TypeError, ["x must be an array", "key"]),
+        (
+            total(ids=((2,), "float32")),
+            TypeError,
+            ["segment_sum: segment_ids must be of an integer type", "float32[2]"],
+        ),
+        (total(ids=((2,), "float32"), n=None), TypeError, ["segment_ids must be of an integer type", "float32[2]"]),
+        (total(ids=((3,), "int32")), ValueError, ["(2, 4)", "(3,)"]),
+        (total(data=((2, 4), "bool")), TypeError, ["segment_sum: data must not be boolean", "bool[2, 4]"]),
+        (add(x=((3, 4), "bool")), TypeError, ["x must not be boolean", "bool[3, 4]"]),
+        (total(n=-1), ValueError, ["num_segments must not be negative", "-1"]),
+        (total(n=2.5), TypeError, ["num_segments must be an int", "2.5"]),
+        (total(bucket_size=0), ValueError, ["bucket_size", "0"]),
+        (total(mode="no"), ValueError, ["mode", "'no'"]),
+        (total(ids=None, n=None), TypeError, ["segment_ids must be an array", "NoneType"]),
+        (total(ids=np.array([0, 2**40]), n=None), ValueError, ["num_segments must be at most", "1099511627777"]),
+        (total(n=2**70), ValueError, ["num_segments must be at most", str(2**70)]),
+        (total(bucket_size=1.5), TypeError, ["bucket_size must be an int", "1.5"]),
+        (
+            lambda: jax.jit(jaxkern.segment_sum)(jnp.ones(3), jnp.zeros(3, int)),
+            TypeError,
+            ["num_segments must be given", "int32[3]"],
+        ),
+        (
+            lambda: jax.jit(jaxkern.segment_sum)(jnp.ones(3), jnp.zeros(3, int), 4),
+            TypeError,
+            ["num_segments must be an int"],
+        ),
+        (
+            lambda: jaxkern.embedding_lookup(jnp.ones((3, 2)), jnp.ones(2)),
+            TypeError,
+            ["embedding_lookup: ids", "float32[2]"],
+        ),
+        (lambda: jaxkern.embedding_lookup(jnp.ones(()), jnp.ones(2, int)), ValueError, ["table", "()"]),
+        (lambda: jaxkern.index_select(jnp.ones(3), 1, jnp.ones(2, int)), ValueError, ["index_select: axis 1", "(3,)"]),
+        (
+            lambda: jaxkern.index_select(jnp.ones(3), 0, jnp.ones((), int)),
+            ValueError,
+            ["index must have one dimension", "()"],
+        ),
+    ],
+)
 def test_bad_input(call, kind, words):
     with pytest.raises(kind) as error:
         call()

@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from indexed import (
-    FLOATS, INTEGERS, REDUCTIONS, assert_reduced, assert_selected, indices, run, values,
+    FLOATS,
+    INTEGERS,
+    REDUCTIONS,
+    assert_reduced,
+    assert_selected,
+    indices,
+    run,
+    values,
 )
 
 import jaxkern
@@ -32,7 +39,8 @@ def test_plans_are_forced_on_what_they_are_for():
 
 def test_plan_query_needs_no_gpu():
     for device, dtype, rows, count, inner in itertools.product(
-            (tiers.H200, tiers.A100), FLOATS + INTEGERS, (1, 1000, 1 << 20), (1, 1000, 1 << 20), (1, 7, 128)):
+        (tiers.H200, tiers.A100), FLOATS + INTEGERS, (1, 1000, 1 << 20), (1, 1000, 1 << 20), (1, 7, 128)
+    ):
         for op in ("index_add", "segment_sum", "segment_max", "segment_min", "index_select"):
             problem = dict(rows=rows, count=count, inner=inner, dtype=dtype, op=op, device=device)
             plan = tiers.index_add(**problem)
@@ -40,19 +48,38 @@ def test_plan_query_needs_no_gpu():
             assert (plan == "gather") == (op == "index_select") and plan != "atomic"
     # Fewer than four updates a row, and few enough for each block to look through all of them; or not.
     assert [tiers.index_add(2000, 3000, batch=b, dtype="float32") for b in (1, 4, 5)] == ["narrow", "narrow", "sort"]
-    for words, call in {"complex64": lambda: tiers.index_add(1, 1, dtype="complex64"),
-                        "float32": lambda: tiers.index_add(1, 1, index_dtype="float32"),
-                        "positive": lambda: tiers.index_add(0, 1),
-                        "no plan 'sorts'": lambda: tiers.index_add_fits("sorts", 1, 1)}.items():
+    for words, call in {
+        "complex64": lambda: tiers.index_add(1, 1, dtype="complex64"),
+        "float32": lambda: tiers.index_add(1, 1, index_dtype="float32"),
+        "positive": lambda: tiers.index_add(0, 1),
+        "no plan 'sorts'": lambda: tiers.index_add_fits("sorts", 1, 1),
+    }.items():
         with pytest.raises(ValueError, match=words):
             call()
 
 
 # Rows, indices and elements of a row around the edges of each plan; few enough that each may be compiled.
 PROBLEMS = [
-    (1, 1, 1), (1, 5000, 1000), (31, 33, 3), (31, 1024, 128), (31, 20000, 1), (31, 70001, 33), (1000, 1024, 1),
-    (1000, 5000, 7), (1000, 5000, 129), (1000, 33, 1000), (1000, 70001, 8), (70000, 33, 129), (70000, 1024, 3),
-    (70000, 5000, 15), (70000, 70001, 1), (70000, 70001, 3), (5000, 9000, 1), (1000, 20000, 1), (2000, 70001, 1)]
+    (1, 1, 1),
+    (1, 5000, 1000),
+    (31, 33, 3),
+    (31, 1024, 128),
+    (31, 20000, 1),
+    (31, 70001, 33),
+    (1000, 1024, 1),
+    (1000, 5000, 7),
+    (1000, 5000, 129),
+    (1000, 33, 1000),
+    (1000, 70001, 8),
+    (70000, 33, 129),
+    (70000, 1024, 3),
+    (70000, 5000, 15),
+    (70000, 70001, 1),
+    (70000, 70001, 3),
+    (5000, 9000, 1),
+    (1000, 20000, 1),
+    (2000, 70001, 1),
+]
 
 
 @pytest.mark.gpu
@@ -88,8 +115,14 @@ def test_every_plan(plan, dtype, operation):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "plan, rows, count, batch",
-    [("sort", 300_000, 600_001, None), ("narrow", 2**22, 600_001, None), ("sort", 300_000, 4_200_001, None),
-     ("narrow", 300_000, 4_200_001, None), ("narrow", 9_000, 9_001, 70)])
+    [
+        ("sort", 300_000, 600_001, None),
+        ("narrow", 2**22, 600_001, None),
+        ("sort", 300_000, 4_200_001, None),
+        ("narrow", 300_000, 4_200_001, None),
+        ("narrow", 9_000, 9_001, 70),
+    ],
+)
 def test_plans_of_many_updates(plan, rows, count, batch):
     """Half a million, and four: the sort's larger tiles and two passes of elements, and bins of whole slices; integers
     show every one of them. Many go nowhere, for which powers of two have no key below the next bit."""

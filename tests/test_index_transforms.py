@@ -21,10 +21,23 @@ ALPHA = 0.7
 # ---- vmap
 
 
-@pytest.mark.parametrize("x_at, index_at, source_at, alpha_at", [
-    (0, 0, 0, None), (2, 1, 1, None), (None, 0, 0, None), (0, None, 0, None), (3, None, 1, None), (0, 0, None, None),
-    (0, None, None, None), (None, 0, None, None), (None, None, 2, None), (None, None, None, 0), (1, 0, 2, 0),
-    (3, 1, 0, None)])
+@pytest.mark.parametrize(
+    "x_at, index_at, source_at, alpha_at",
+    [
+        (0, 0, 0, None),
+        (2, 1, 1, None),
+        (None, 0, 0, None),
+        (0, None, 0, None),
+        (3, None, 1, None),
+        (0, 0, None, None),
+        (0, None, None, None),
+        (None, 0, None, None),
+        (None, None, 2, None),
+        (None, None, None, 0),
+        (1, 0, 2, 0),
+        (3, 1, 0, None),
+    ],
+)
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_vmap_of_every_operand(x_at, index_at, source_at, alpha_at, axis, x64):
     """Against a loop, gradients too: the batch may lie anywhere, in any of the operands."""
@@ -116,11 +129,15 @@ def test_vmap_moves_and_repeats_nothing():
 # ---- what becomes of it
 
 
-@pytest.mark.parametrize("f, names", [
-    (lambda x: jaxkern.index_add(x, 1, INDEX, x), ["jaxkern_index_add"]),
-    (lambda x: jaxkern.index_select(x, -1, INDEX), ["jaxkern_index_select"]),
-    (lambda x: jaxkern.segment_sum(x, np.arange(3), 7), ["jaxkern_segment_sum"]),
-    (lambda x: jaxkern.segment_max(x, np.arange(3), 7), ["jaxkern_segment_max"])])
+@pytest.mark.parametrize(
+    "f, names",
+    [
+        (lambda x: jaxkern.index_add(x, 1, INDEX, x), ["jaxkern_index_add"]),
+        (lambda x: jaxkern.index_select(x, -1, INDEX), ["jaxkern_index_select"]),
+        (lambda x: jaxkern.segment_sum(x, np.arange(3), 7), ["jaxkern_segment_sum"]),
+        (lambda x: jaxkern.segment_max(x, np.arange(3), 7), ["jaxkern_segment_max"]),
+    ],
+)
 def test_jaxpr_is_one_primitive(f, names):
     assert [e.primitive.name for e in equations(jax.make_jaxpr(f)(jnp.ones(SHAPE)).jaxpr)] == names
 
@@ -141,11 +158,18 @@ def test_training_step_moves_nothing(dtype, axis):
 
 def test_types_survive():
     x, index = jnp.ones((4, 3), jnp.bfloat16), jnp.array([1, 1, 2])
-    for f in (lambda x: jaxkern.index_add(x, 0, index, x[:3], alpha=x[0, 0]),
-              lambda x: jaxkern.index_select(x, 0, index),
-              lambda x: jaxkern.segment_mean(x[:3], index, 4), lambda x: jaxkern.segment_max(x[:3], index, 4)):
-        everything = lambda x: [f(x), jax.jvp(f, (x,), (x,)), jax.vjp(f, x)[1](f(x)),
-                                jax.hessian(lambda x: f(x).sum())(x)]
+    for f in (
+        lambda x: jaxkern.index_add(x, 0, index, x[:3], alpha=x[0, 0]),
+        lambda x: jaxkern.index_select(x, 0, index),
+        lambda x: jaxkern.segment_mean(x[:3], index, 4),
+        lambda x: jaxkern.segment_max(x[:3], index, 4),
+    ):
+        everything = lambda x: [
+            f(x),
+            jax.jvp(f, (x,), (x,)),
+            jax.vjp(f, x)[1](f(x)),
+            jax.hessian(lambda x: f(x).sum())(x),
+        ]
         leaves = jax.tree.leaves(jax.eval_shape(everything, x))
         assert {leaf.dtype for leaf in leaves} == {x.dtype}
     assert not jax.eval_shape(lambda s: jaxkern.index_add(s[None], 0, index[:1], s[None]), 1.0).weak_type
@@ -161,19 +185,29 @@ def test_integers_have_no_derivative():
 
 def test_linear_transpose(x64):
     x, t = inputs((4, 3))
-    for f in (lambda s: jaxkern.index_add(x, 0, INDEX, s, alpha=ALPHA) - x, lambda x: jaxkern.index_select(x, 0, INDEX),
-              lambda s: jaxkern.segment_sum(s, INDEX, 4), lambda s: jaxkern.index_add(s, 0, INDEX, s)):
+    for f in (
+        lambda s: jaxkern.index_add(x, 0, INDEX, s, alpha=ALPHA) - x,
+        lambda x: jaxkern.index_select(x, 0, INDEX),
+        lambda s: jaxkern.segment_sum(s, INDEX, 4),
+        lambda s: jaxkern.index_add(s, 0, INDEX, s),
+    ):
         (transposed,) = jax.linear_transpose(f, x)(t) if f(0 * x).any() == 0 else (None,)
         np.testing.assert_allclose(jnp.vdot(f(x), t), jnp.vdot(x, transposed))
     (of_alpha,) = jax.linear_transpose(lambda a: jaxkern.index_add(0 * x, 0, INDEX, x, alpha=a), 1.0)(t)
     np.testing.assert_allclose(of_alpha, jnp.vdot(x, t[INDEX]))
 
 
-@pytest.mark.parametrize("f", [
-    lambda x: jaxkern.index_add(jnp.cos(x), 0, INDEX, jnp.sin(x), alpha=jnp.tanh(x[0, 0])),
-    lambda x: jaxkern.index_select(jnp.sin(x), 0, INDEX), lambda x: jaxkern.segment_sum(jnp.sin(x), INDEX, 4),
-    lambda x: jaxkern.segment_softmax(jnp.sin(x), INDEX, 4), lambda x: jaxkern.segment_mean(jnp.sin(x), INDEX, 4)],
-    ids=["index_add", "index_select", "segment_sum", "softmax", "mean"])
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: jaxkern.index_add(jnp.cos(x), 0, INDEX, jnp.sin(x), alpha=jnp.tanh(x[0, 0])),
+        lambda x: jaxkern.index_select(jnp.sin(x), 0, INDEX),
+        lambda x: jaxkern.segment_sum(jnp.sin(x), INDEX, 4),
+        lambda x: jaxkern.segment_softmax(jnp.sin(x), INDEX, 4),
+        lambda x: jaxkern.segment_mean(jnp.sin(x), INDEX, 4),
+    ],
+    ids=["index_add", "index_select", "segment_sum", "softmax", "mean"],
+)
 def test_taylor_series(f, x64):
     """jax.experimental.jet, to the second order, against nested forward mode."""
     x, t = inputs((4, 3))
@@ -202,9 +236,10 @@ def test_symbolic_shapes_export_and_run():
 
     f = jax.jit(f)
     exported = export.export(
-        f, platforms=[here, "tpu"],
-        disabled_checks=[export.DisabledSafetyCheck.custom_call(f"jaxkern_{n}") for n in names])(
-        jax.ShapeDtypeStruct((rows, 7), jnp.float32), jax.ShapeDtypeStruct((count,), jnp.int32))
+        f,
+        platforms=[here, "tpu"],
+        disabled_checks=[export.DisabledSafetyCheck.custom_call(f"jaxkern_{n}") for n in names],
+    )(jax.ShapeDtypeStruct((rows, 7), jnp.float32), jax.ShapeDtypeStruct((count,), jnp.int32))
     for n, c in ((1, 5), (4, 2)):
         x, i = jax.random.normal(jax.random.key(n), (n, 7)), jnp.arange(c) % n
         np.testing.assert_array_equal(exported.call(x, i), f(x, i))
@@ -214,8 +249,10 @@ GRAPHED = {  # one after the other in a program, each under scan
     "index_add": lambda x, i: jaxkern.index_add(x, 0, i % 64, jnp.sin(x)[i % 37]) * 0.5,
     "index_select": lambda x, i: jaxkern.index_select(x, 0, i[:64] % 64),
     "gradient": lambda x, i: jax.grad(lambda x: (jaxkern.index_select(x, 0, i % 64) ** 2).sum())(x) * 0.01,
-    **{name: lambda x, i, name=name: getattr(jaxkern, name)(jnp.cos(x)[i % 37], i % 64, 64)
-       for name in ("segment_sum", "segment_mean", "segment_max", "segment_min")},
+    **{
+        name: lambda x, i, name=name: getattr(jaxkern, name)(jnp.cos(x)[i % 37], i % 64, 64)
+        for name in ("segment_sum", "segment_mean", "segment_max", "segment_min")
+    },
 }
 
 

@@ -33,7 +33,9 @@ def fake(tmp_path, monkeypatch):
 
 def python(code, **environment):
     """Runs `code` in a fresh process, by the package under test."""
-    return subprocess.run([sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True
+    )
 
 
 # ---- the public names
@@ -41,9 +43,28 @@ def python(code, **environment):
 
 def test_public_names():
     assert set(jaxkern.__all__) == {
-        "embedding_lookup", "export_checks", "index_add", "index_select", "log_softmax", "logsumexp", "reduce_max",
-        "reduce_mean", "reduce_min", "reduce_sum", "segment_max", "segment_mean", "segment_min", "segment_softmax", "segment_sum", "sort_indices", "softmax",
-        "softmax_cross_entropy", "softmax_cross_entropy_and_grad", "tiers", *elementwise.NAMES}
+        "embedding_lookup",
+        "export_checks",
+        "index_add",
+        "index_select",
+        "log_softmax",
+        "logsumexp",
+        "reduce_max",
+        "reduce_mean",
+        "reduce_min",
+        "reduce_sum",
+        "segment_max",
+        "segment_mean",
+        "segment_min",
+        "segment_softmax",
+        "segment_sum",
+        "sort_indices",
+        "softmax",
+        "softmax_cross_entropy",
+        "softmax_cross_entropy_and_grad",
+        "tiers",
+        *elementwise.NAMES,
+    }
     assert jaxkern.__version__.count(".") == 2
     assert isinstance(jaxkern.tiers, types.ModuleType) and callable(jaxkern.softmax)
 
@@ -58,8 +79,9 @@ def test_installed_version_is_that_of_the_source():
     assert installed == jaxkern.__version__
 
 
-@pytest.mark.parametrize("module", ["softmax", "elementwise", "reduction", "loss", "index_add", "segment", "tiers",
-                                    "_core.registry"])
+@pytest.mark.parametrize(
+    "module", ["softmax", "elementwise", "reduction", "loss", "index_add", "segment", "tiers", "_core.registry"]
+)
 def test_examples_in_docstrings(module):
     results = doctest.testmod(importlib.import_module(f"jaxkern.{module}"))
     assert results.attempted and not results.failed
@@ -74,8 +96,10 @@ def test_private_jax_is_imported_nowhere():
 
 
 def test_importing_starts_no_backend_and_warns_of_nothing():
-    done = python("import warnings; warnings.simplefilter('error'); import jaxkern\n"
-                  "from jax._src import xla_bridge; print(len(xla_bridge._backends))")
+    done = python(
+        "import warnings; warnings.simplefilter('error'); import jaxkern\n"
+        "from jax._src import xla_bridge; print(len(xla_bridge._backends))"
+    )
     assert done.stdout.strip() == "0", done.stderr
 
 
@@ -94,14 +118,21 @@ def test_absent_module():
 def test_module_that_does_not_load(fake):
     fake("raise ImportError('undefined symbol: cudaLaunchKernelExC')")
     status = registry.load("_fake")
-    assert status.module is None and "jaxkern._fake does not load: undefined symbol: cudaLaunchKernelExC" == status.reason
+    assert (
+        status.module is None and "jaxkern._fake does not load: undefined symbol: cudaLaunchKernelExC" == status.reason
+    )
 
 
 def test_module_newer_than_the_runtime(fake):
     fake("api_version = (0, 7)")
     status = registry.load("_fake", api_version=(0, 3))
     assert status.module is None
-    for word in ("jaxkern._fake", "XLA FFI 0.7", "up to 0.3", f"jaxlib {importlib.import_module('jaxlib').__version__}"):
+    for word in (
+        "jaxkern._fake",
+        "XLA FFI 0.7",
+        "up to 0.3",
+        f"jaxlib {importlib.import_module('jaxlib').__version__}",
+    ):
         assert word in status.reason
     assert "\n" not in status.reason
 
@@ -114,7 +145,11 @@ def test_module_that_cannot_be_set_up(fake, monkeypatch):
 
 @pytest.mark.parametrize("value", ["many", ""])
 def test_environment_that_is_wrong(value):
-    done = python("from jaxkern._core import registry; print(registry.kernels.reason)", JAXKERN_CACHE_MB=value, JAX_PLATFORMS="cpu")
+    done = python(
+        "from jaxkern._core import registry; print(registry.kernels.reason)",
+        JAXKERN_CACHE_MB=value,
+        JAX_PLATFORMS="cpu",
+    )
     assert done.returncode == 0, done.stderr
     if registry.kernels.module is not None:
         assert "jaxkern._runtime cannot be set up: " in done.stdout
@@ -142,7 +177,9 @@ importlib.util.find_spec = lambda name, *a: None if name == "jaxkern._runtime" e
 
 
 def test_without_modules_everything_runs_through_xla():
-    done = python(WITHOUT_MODULES + """
+    done = python(
+        WITHOUT_MODULES
+        + """
 import jax, jax.numpy as jnp, numpy as np, jaxkern
 x = jnp.arange(12.0).reshape(3, 4)
 text = jax.jit(jaxkern.softmax).lower(x).as_text()
@@ -151,12 +188,16 @@ np.testing.assert_allclose(jaxkern.softmax(x), jax.nn.softmax(x), rtol=1e-6)
 g = [jax.grad(lambda x: m.log_softmax(x, 0)[1, 2])(x) for m in (jaxkern, jax.nn)]
 np.testing.assert_allclose(*g, rtol=1e-5, atol=1e-7)
 print("fine")
-""", JAX_PLATFORMS="cpu")
+""",
+        JAX_PLATFORMS="cpu",
+    )
     assert done.stdout.strip() == "fine", done.stderr
 
 
 def test_gpu_without_module_warns_once_at_import():
-    done = python(WITHOUT_MODULES + """
+    done = python(
+        WITHOUT_MODULES
+        + """
 import os
 exists = os.path.exists
 os.path.exists = lambda p: str(p).startswith("/proc/driver/nvidia") or exists(p)
@@ -166,7 +207,9 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import jaxkern, jaxkern.softmax
 print([str(w.message) for w in caught if "jaxkern" in str(w.message)])
-""", JAX_PLATFORMS="cpu")
+""",
+        JAX_PLATFORMS="cpu",
+    )
     assert done.stdout.strip() == "['jaxkern runs through XLA on CUDA: jaxkern._runtime was not built']", done.stderr
 
 
@@ -175,9 +218,22 @@ print([str(w.message) for w in caught if "jaxkern" in str(w.message)])
 
 @pytest.mark.process
 def test_doctor():
-    done = subprocess.run([sys.executable, "-m", "jaxkern"], capture_output=True, text=True, timeout=900)  # only of a hang
-    for word in (jaxkern.__version__, jax.__version__, "NVIDIA driver", "devices", "CUDA runtime", "NVRTC", "kernel cache",
-                 "float64", "milliseconds", "XLA", "copy"):
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxkern"], capture_output=True, text=True, timeout=900
+    )  # only of a hang
+    for word in (
+        jaxkern.__version__,
+        jax.__version__,
+        "NVIDIA driver",
+        "devices",
+        "CUDA runtime",
+        "NVRTC",
+        "kernel cache",
+        "float64",
+        "milliseconds",
+        "XLA",
+        "copy",
+    ):
         assert word in done.stdout, done.stdout + done.stderr
     well = registry.kernels.module is not None or not registry.gpu_present()
     assert done.returncode == (0 if well else 1), done.stdout
@@ -193,28 +249,42 @@ def test_doctor_finds_a_wrong_result(monkeypatch, capsys):
     assert doctor.show_checks()
     monkeypatch.setattr(jaxkern, "softmax", lambda x, axis=-1, where=None: right(x, axis, where) * 1.01)
     assert not doctor.show_checks() and "WRONG" in capsys.readouterr().out
-    monkeypatch.setattr(jaxkern, "softmax", lambda x, axis=-1, where=None: right(x, axis, where).at[..., 0].set(jnp.nan))
+    monkeypatch.setattr(
+        jaxkern, "softmax", lambda x, axis=-1, where=None: right(x, axis, where).at[..., 0].set(jnp.nan)
+    )
     assert not doctor.show_checks()
 
 
 def test_doctor_finds_a_missing_module(monkeypatch, capsys):
     monkeypatch.setattr(registry, "gpu_present", lambda: True)
     monkeypatch.setattr(registry, "kernels", registry.Module(reason="jaxkern._runtime was not built"))
-    assert not doctor.show_runtime() and "CUDA runtime   not loaded: jaxkern._runtime was not built" in capsys.readouterr().out
+    assert (
+        not doctor.show_runtime()
+        and "CUDA runtime   not loaded: jaxkern._runtime was not built" in capsys.readouterr().out
+    )
 
 
 # ---- small parts that nothing else shows
 
 
-@pytest.mark.parametrize("full, part, axis, sharded, shape", [
-    ((4, 8, 5), (4, 1, 5), 2, False, (4, 1, 5)),
-    ((4, 8, 5), (4, 1, 5), 2, True, (4, 8, 5)),
-    ((4, 8, 5), (1, 1, 1), 0, True, (1, 1, 1)),
-    ((2,) * 9, (2, 1) * 4 + (2,), 8, False, (2,) * 9),          # eight groups before the axis
-    ((2,) * 9, (2, 1, 1, 2, 1, 1, 2, 2, 1), 8, False, (2,) * 9),  # five
-    ((2,) * 9, (2, 1, 1, 2, 1, 1, 1, 1, 2), 8, False, (2, 1, 1, 2, 1, 1, 1, 1, 2)),  # four
-    ((2, 1, 2, 1, 2, 1, 2, 1, 3), (2, 1, 2, 1, 2, 1, 2, 1, 3), 8, False, (2, 1, 2, 1, 2, 1, 2, 1, 3)),  # one: size 1 is no group
-])
+@pytest.mark.parametrize(
+    "full, part, axis, sharded, shape",
+    [
+        ((4, 8, 5), (4, 1, 5), 2, False, (4, 1, 5)),
+        ((4, 8, 5), (4, 1, 5), 2, True, (4, 8, 5)),
+        ((4, 8, 5), (1, 1, 1), 0, True, (1, 1, 1)),
+        ((2,) * 9, (2, 1) * 4 + (2,), 8, False, (2,) * 9),  # eight groups before the axis
+        ((2,) * 9, (2, 1, 1, 2, 1, 1, 2, 2, 1), 8, False, (2,) * 9),  # five
+        ((2,) * 9, (2, 1, 1, 2, 1, 1, 1, 1, 2), 8, False, (2, 1, 1, 2, 1, 1, 1, 1, 2)),  # four
+        (
+            (2, 1, 2, 1, 2, 1, 2, 1, 3),
+            (2, 1, 2, 1, 2, 1, 2, 1, 3),
+            8,
+            False,
+            (2, 1, 2, 1, 2, 1, 2, 1, 3),
+        ),  # one: size 1 is no group
+    ],
+)
 def test_mask_shape(full, part, axis, sharded, shape):
     assert lowering.mask_shape(full, part, axis, sharded) == shape
 

@@ -37,7 +37,11 @@ def exact(x, labels, g, axis=-1, mask=None, smoothing=0.0, z_loss=0.0, ignore=No
     """Loss and gradient in numpy, wider than float64 where the machine can, and what the arithmetic may lose of each."""
     x = np.moveaxis(np.asarray(x).astype(wide), axis, -1)
     width = x.shape[-1]
-    kept = np.ones(x.shape, bool) if mask is None else np.moveaxis(np.broadcast_to(np.asarray(mask), np.moveaxis(x, -1, axis).shape), axis, -1)
+    kept = (
+        np.ones(x.shape, bool)
+        if mask is None
+        else np.moveaxis(np.broadcast_to(np.asarray(mask), np.moveaxis(x, -1, axis).shape), axis, -1)
+    )
     labels, g = np.asarray(labels).astype(object), np.asarray(g).astype(wide)[..., None]
     ignored = (labels == ignore).astype(bool)[..., None] if ignore is not None else np.zeros((*labels.shape, 1), bool)
     bad = ~((labels >= 0) & (labels < width)).astype(bool)[..., None] & ~ignored
@@ -62,9 +66,13 @@ def exact(x, labels, g, axis=-1, mask=None, smoothing=0.0, z_loss=0.0, ignore=No
         dx = g * (p * rise - target)
         finite = np.where(np.isfinite(of_label), np.abs(of_label), 0)
         value_size = 2 + np.sqrt(width) / 8 + np.abs(np.log(total)) + finite + 2 * z_loss * lse**2
-        value_size += smoothing * (3 + np.log2(width + 1)) * np.where(np.isfinite(below), below, 0).max(-1, keepdims=True)
+        value_size += (
+            smoothing * (3 + np.log2(width + 1)) * np.where(np.isfinite(below), below, 0).max(-1, keepdims=True)
+        )
         distance = np.where(np.isfinite(x), np.abs(x - largest), 0)
-        dx_size = np.abs(g) * (p * (np.abs(rise) + np.abs(2 * z_loss * lse)) * (distance / 2 + 8 + np.sqrt(width) / 8) + 2 * target)
+        dx_size = np.abs(g) * (
+            p * (np.abs(rise) + np.abs(2 * z_loss * lse)) * (distance / 2 + 8 + np.sqrt(width) / 8) + 2 * target
+        )
     value = np.where(ignored | (dead & ~bad), 0, np.where(bad, np.nan, value))
     dx = np.where(bad, np.nan, np.where(ignored | dead, 0, dx))
     dx = np.where(kept, dx, 0)
@@ -81,7 +89,11 @@ def assert_near(found, wanted, size, dtype):
     info = jnp.finfo(computing(dtype))
     special = ~np.isfinite(wanted)
     np.testing.assert_array_equal(found.astype(wide)[special], wanted[special])
-    found_wide, wanted, size = found.astype(wide)[~special], wanted[~special], np.broadcast_to(size, special.shape)[~special]
+    found_wide, wanted, size = (
+        found.astype(wide)[~special],
+        wanted[~special],
+        np.broadcast_to(size, special.shape)[~special],
+    )
     bound = 0.5 * spacing(wanted, found.dtype) + size * wide(float(info.eps)) + wide(float(info.smallest_normal))
     ratio = np.abs(found_wide - wanted) / bound
     assert np.isfinite(found_wide).all()
@@ -114,21 +126,39 @@ def check(x, labels, g, axis=-1, mask=None, runs=(separate, together), **options
 
 # ---- numbers
 
-OPTIONS = [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"label_smoothing": 1.0, "z_loss": -1e-3, "ignore_index": -1}]
+OPTIONS = [
+    {},
+    {"label_smoothing": 0.1},
+    {"z_loss": 1e-2},
+    {"label_smoothing": 1.0, "z_loss": -1e-3, "ignore_index": -1},
+]
 
 
 @every_dtype
-@pytest.mark.parametrize("shape, axis, mask", [
-    ((9,), 0, None), ((5, 1), -1, None), ((33, 128), -1, None), ((3, 1003), 1, (3, 1003)), ((5, 7, 40), 1, None),
-    ((5, 40, 7), 1, (5, 1, 7)), ((6, 4, 300), -1, (1, 4, 1)), ((6, 4, 300), -1, (300,)), ((130, 6), 0, (130, 1)),
-    ((2, 2, 2, 2, 2, 2, 2, 2, 2, 3), -1, (2, 1, 2, 1, 2, 1, 2, 1, 2, 3))])  # more groups than a kernel takes
+@pytest.mark.parametrize(
+    "shape, axis, mask",
+    [
+        ((9,), 0, None),
+        ((5, 1), -1, None),
+        ((33, 128), -1, None),
+        ((3, 1003), 1, (3, 1003)),
+        ((5, 7, 40), 1, None),
+        ((5, 40, 7), 1, (5, 1, 7)),
+        ((6, 4, 300), -1, (1, 4, 1)),
+        ((6, 4, 300), -1, (300,)),
+        ((130, 6), 0, (130, 1)),
+        ((2, 2, 2, 2, 2, 2, 2, 2, 2, 3), -1, (2, 1, 2, 1, 2, 1, 2, 1, 2, 3)),
+    ],
+)  # more groups than a kernel takes
 def test_against_numpy(dtype, shape, axis, mask):
     for options in OPTIONS[len(shape) % 2 :: 2] if dtype != "float32" else OPTIONS:
         check(*problem(shape, dtype, axis), axis, None if mask is None else random_mask(mask), **options)
 
 
 # Around the ends of packs (16 bytes) and of the tiers that rows of so many bytes run in.
-WIDTHS = sorted({max(1, w + d) for w in (1, 8, 16, 64, 256, 512, 2048) for d in (-1, 0, 1)} | {8191, 16387, 32768, 50257})
+WIDTHS = sorted(
+    {max(1, w + d) for w in (1, 8, 16, 64, 256, 512, 2048) for d in (-1, 0, 1)} | {8191, 16387, 32768, 50257}
+)
 
 
 @every_dtype
@@ -146,7 +176,9 @@ def by_optax(x, labels, g):
 def test_as_optax(dtype, tolerance):
     x, labels, g = problem((64, 1000), dtype)
     for ours, theirs in zip(separate(x, labels, g, None, -1, ()), jax.jit(by_optax)(x, labels, g)):
-        np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(theirs, np.float32), rtol=tolerance, atol=10 * tolerance)
+        np.testing.assert_allclose(
+            np.asarray(ours, np.float32), np.asarray(theirs, np.float32), rtol=tolerance, atol=10 * tolerance
+        )
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -156,18 +188,38 @@ def test_no_less_accurate_than_optax(dtype, shift):
     x, labels, g = problem((32, 4096), dtype, scale=4.0)
     x = (x.astype(jnp.float32) + shift).astype(dtype)
     wanted = [size_and_value[0] for size_and_value in exact(x, labels, g)]
-    allowed = [float(jnp.finfo(jnp.float32).eps) * np.abs(wanted[0]).max(), float(jnp.finfo(dtype).eps) * np.abs(wanted[1]).max()]
-    errors = [[np.abs(np.asarray(a).astype(wide) - w).max() for a, w in zip(found, wanted)] for found in (
-        separate(x, labels, g, None, -1, ()), together(x, labels, g, None, -1, ()), jax.jit(by_optax)(x, labels, g))]
+    allowed = [
+        float(jnp.finfo(jnp.float32).eps) * np.abs(wanted[0]).max(),
+        float(jnp.finfo(dtype).eps) * np.abs(wanted[1]).max(),
+    ]
+    errors = [
+        [np.abs(np.asarray(a).astype(wide) - w).max() for a, w in zip(found, wanted)]
+        for found in (
+            separate(x, labels, g, None, -1, ()),
+            together(x, labels, g, None, -1, ()),
+            jax.jit(by_optax)(x, labels, g),
+        )
+    ]
     for ours in errors[:2]:
         for mine, theirs, limit in zip(ours, errors[2], allowed):
             assert mine <= max(theirs, limit), f"{mine / limit:.2f} of the rounding, optax {theirs / limit:.2f}"
 
 
 @every_dtype
-@pytest.mark.parametrize("shape, axis, participants", [
-    ((300, 1), 1, 1), ((70, 1, 8), 1, 1), ((70, 1, 3), 1, 1), ((300, 40), 1, 1), ((300, 40), 1, 40), ((70, 20, 8), 1, 20),
-    ((9, 5000), 1, 5000), ((9, 50257), 1, 50257), ((9, 140_000), 1, 140_000)])
+@pytest.mark.parametrize(
+    "shape, axis, participants",
+    [
+        ((300, 1), 1, 1),
+        ((70, 1, 8), 1, 1),
+        ((70, 1, 3), 1, 1),
+        ((300, 40), 1, 1),
+        ((300, 40), 1, 40),
+        ((70, 20, 8), 1, 20),
+        ((9, 5000), 1, 5000),
+        ((9, 50257), 1, 50257),
+        ((9, 140_000), 1, 140_000),
+    ],
+)
 def test_a_certain_class_costs_exactly_nothing(dtype, shape, axis, participants):
     """One class, one participant, or one logit far above the others."""
     x, labels, g = problem(shape, dtype, axis, scale=30)
@@ -188,7 +240,10 @@ def test_bitwise_reproducible(dtype):
     x, labels, g = problem((257, 1003), dtype)
     with compat.enable_x64(dtype == "float64"):
         for run in (separate, together):
-            runs = [[np.asarray(a).tobytes() for a in run(x, labels, g, None, -1, (("label_smoothing", 0.1),))] for _ in range(4)]
+            runs = [
+                [np.asarray(a).tobytes() for a in run(x, labels, g, None, -1, (("label_smoothing", 0.1),))]
+                for _ in range(4)
+            ]
             assert all(r == runs[0] for r in runs)
 
 
@@ -197,8 +252,12 @@ def test_bitwise_reproducible(dtype):
 LABELS = [0, 6, 7, -1, -2, 100, -100, 127, -128]
 
 
-@pytest.mark.parametrize("label_type", ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "int4"])
-@pytest.mark.parametrize("ignore, shape, axis", [(None, (9, 7), 1), (-1, (9, 7), 1), (-100, (7, 9), 0), (100, (9, 7), 1)])
+@pytest.mark.parametrize(
+    "label_type", ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "int4"]
+)
+@pytest.mark.parametrize(
+    "ignore, shape, axis", [(None, (9, 7), 1), (-1, (9, 7), 1), (-100, (7, 9), 0), (100, (9, 7), 1)]
+)
 def test_labels_of_any_type(label_type, ignore, shape, axis):
     """Out of range: NaN, unless it is what is ignored. 64 bits with x64 off."""
     values = [v for v in LABELS if np.iinfo(label_type if label_type != "int4" else np.int8).min <= v]
@@ -215,8 +274,11 @@ def test_labels_of_any_type(label_type, ignore, shape, axis):
     options = {} if ignore is None else {"ignore_index": ignore}
     f = lambda x: jaxkern.softmax_cross_entropy(x, labels, axis=axis, **options)
     found, pull = jax.vjp(f, x)
-    for a, b in ((found, value), (pull(g)[0], dx), *zip(
-            jaxkern.softmax_cross_entropy_and_grad(x, labels, g, axis=axis, **options), (value, dx))):
+    for a, b in (
+        (found, value),
+        (pull(g)[0], dx),
+        *zip(jaxkern.softmax_cross_entropy_and_grad(x, labels, g, axis=axis, **options), (value, dx)),
+    ):
         np.testing.assert_allclose(a, b.astype(np.float64), rtol=1e-5, atol=1e-5)
     assert np.isnan(value).any() and np.isfinite(value).any()
 
@@ -254,7 +316,9 @@ def test_special_logits(dtype, width, smoothing):
     with compat.enable_x64(dtype == "float64"):
         x = jnp.asarray(x, dtype)
         for run in (separate, together):
-            value, dx = (np.asarray(a, np.float64) for a in run(x, labels, g, None, -1, (("label_smoothing", smoothing),)))
+            value, dx = (
+                np.asarray(a, np.float64) for a in run(x, labels, g, None, -1, (("label_smoothing", smoothing),))
+            )
             assert np.isnan(value[:3]).all() and np.isnan(dx[:3]).all(-1).all()
             assert value[3] == 0 and (dx[3] == 0).all()
             assert np.isposinf(value[5]) and np.isfinite(dx[3:]).all()
@@ -266,7 +330,9 @@ def test_special_logits(dtype, width, smoothing):
 @pytest.mark.parametrize("axis", [0, 1])
 def test_huge_logits(dtype, axis):
     huge = float(jnp.finfo(dtype).max)
-    rows = np.array([[huge, huge, huge], [-huge, -huge, -huge], [huge / 2, 0, -huge / 2], [huge, huge / 2, -np.inf], [0, 1e-4, 0]])
+    rows = np.array(
+        [[huge, huge, huge], [-huge, -huge, -huge], [huge / 2, 0, -huge / 2], [huge, huge / 2, -np.inf], [0, 1e-4, 0]]
+    )
     with compat.enable_x64(dtype == "float64"):
         x = jnp.asarray(rows if axis else rows.T, dtype)
         check(x, jnp.array([0, 1, 0, 0, 2]), jnp.ones(5, computing(dtype)), axis)
@@ -303,8 +369,11 @@ def test_empty(shape, axis):
 def test_types_without_a_kernel(dtype):
     x = jnp.asarray(np.random.default_rng(0).normal(0, 3, (6, 40)), dtype)
     labels = jnp.arange(6)
-    np.testing.assert_allclose(jaxkern.softmax_cross_entropy(x, labels),
-                               jaxkern.softmax_cross_entropy(x.astype(jnp.float32), labels), rtol=1e-6)
+    np.testing.assert_allclose(
+        jaxkern.softmax_cross_entropy(x, labels),
+        jaxkern.softmax_cross_entropy(x.astype(jnp.float32), labels),
+        rtol=1e-6,
+    )
 
 
 @pytest.mark.gpu
@@ -336,7 +405,9 @@ def plain(x, labels, mask=None, smoothing=0.1, z_loss=1e-2, ignore=-1):
     at = jnp.where(labels == ignore, 0, labels)
     kept = jnp.ones(x.shape, bool) if mask is None else jnp.broadcast_to(mask, x.shape)
     mean = jnp.sum(jnp.where(kept, x, 0), -1) / kept.sum(-1)
-    value = lse - (1 - smoothing) * jnp.take_along_axis(x, at[..., None], -1)[..., 0] - smoothing * mean + z_loss * lse**2
+    value = (
+        lse - (1 - smoothing) * jnp.take_along_axis(x, at[..., None], -1)[..., 0] - smoothing * mean + z_loss * lse**2
+    )
     return jnp.where(labels == ignore, 0, value)
 
 
@@ -350,15 +421,22 @@ TRANSFORMATIONS = {
     "jacfwd": lambda f, x, t: jax.jacfwd(f)(x),
     "jacrev": lambda f, x, t: jax.jacrev(f)(x),
     "hessian": lambda f, x, t: jax.hessian(lambda x: jnp.sum(jnp.sin(f(x))))(x),
-    "reverse over reverse": lambda f, x, t: jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))(x) * t))(x),
-    "third order": lambda f, x, t: jax.jvp(lambda x: jax.jvp(lambda x: jax.jvp(f, (x,), (t,))[1], (x,), (t,))[1], (x,), (t,))[1],
-    "third order, reverse": lambda f, x, t: jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jax.jvp(
-        lambda x: f(x).sum(), (x,), (t,))[1])(x) * t))(x),
+    "reverse over reverse": lambda f, x, t: jax.grad(
+        lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))(x) * t)
+    )(x),
+    "third order": lambda f, x, t: jax.jvp(
+        lambda x: jax.jvp(lambda x: jax.jvp(f, (x,), (t,))[1], (x,), (t,))[1], (x,), (t,)
+    )[1],
+    "third order, reverse": lambda f, x, t: jax.grad(
+        lambda x: jnp.sum(jax.grad(lambda x: jax.jvp(lambda x: f(x).sum(), (x,), (t,))[1])(x) * t)
+    )(x),
     "gradient in the cotangent": lambda f, x, t: jax.grad(lambda g: jnp.sum(jnp.sin(jax.vjp(f, x)[1](g)[0])))(f(t)),
     "vmap of grad": lambda f, x, t: jax.vmap(jax.grad(lambda x: jnp.sum(f(x))))(jnp.stack([x, t])),
     "grad of vmap": lambda f, x, t: jax.grad(lambda xs: jnp.sum(jnp.sin(jax.vmap(f)(xs))))(jnp.stack([x, t])),
     "remat": lambda f, x, t: jax.grad(lambda x: jnp.sum(jax.checkpoint(lambda x: f(jnp.sin(x)))(x)))(x),
-    "grad of scan": lambda f, x, t: jax.grad(lambda x: jax.lax.scan(lambda c, d: (c + f(x * d).sum(), None), 0.0, t[0])[0])(x),
+    "grad of scan": lambda f, x, t: jax.grad(
+        lambda x: jax.lax.scan(lambda c, d: (c + f(x * d).sum(), None), 0.0, t[0])[0]
+    )(x),
     "symbolic zero": lambda f, x, t: jax.jvp(lambda x, s: f(x) * s, (x, 2.0), (jnp.zeros_like(x), 1.0)),
     "has no tangent": lambda f, x, t: jax.jvp(lambda s: f(x) * s, (2.0,), (1.0,)),
 }
@@ -371,10 +449,16 @@ def test_transformations(masked, quick_compilation, x64):
     labels = jnp.array([0, 4, -1, 2])
     mask = jnp.asarray(rng.random((1, 5)) < 0.6).at[0, jnp.array([0, 2, 4])].set(True) if masked else None
     fs = lambda x: OURS(x, labels, where=mask), lambda x: plain(x, labels, mask)
-    ours, theirs = (jax.jit(lambda x, t, f=f: {name: run(f, x, t) for name, run in TRANSFORMATIONS.items()})(x, t) for f in fs)
+    ours, theirs = (
+        jax.jit(lambda x, t, f=f: {name: run(f, x, t) for name, run in TRANSFORMATIONS.items()})(x, t) for f in fs
+    )
     for name in TRANSFORMATIONS:
         assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(theirs[name])) > 1e-3, name
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-11, err_msg=name), ours[name], theirs[name])
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-11, err_msg=name),
+            ours[name],
+            theirs[name],
+        )
 
 
 def test_derivatives_of_the_gradient_that_comes_with_the_loss(x64):
@@ -385,18 +469,26 @@ def test_derivatives_of_the_gradient_that_comes_with_the_loss(x64):
     ours = lambda x, g: both(x, labels, g)
     theirs = lambda x, g: (plain(x, labels), jax.vjp(lambda x: plain(x, labels), x)[1](g)[0])
     for f, h in ((ours, theirs), (jax.jacrev(ours, (0, 1)), jax.jacrev(theirs, (0, 1)))):
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-11), jax.jit(f)(x, g), jax.jit(h)(x, g))
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-11), jax.jit(f)(x, g), jax.jit(h)(x, g)
+        )
     stacked = jax.vmap(ours, in_axes=(1, None), out_axes=(0, 2))(jnp.stack([x, t], 1), g)
     np.testing.assert_allclose(stacked[1][:, :, 1], ours(t, g)[1], rtol=1e-12)
 
 
-@pytest.mark.parametrize("in_axes", [(0, 0, None), (1, 0, 0), (2, None, 1), (-1, 1, None), (None, 0, None), (None, None, 0)])
+@pytest.mark.parametrize(
+    "in_axes", [(0, 0, None), (1, 0, 0), (2, None, 1), (-1, 1, None), (None, 0, None), (None, None, 0)]
+)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_vmap(in_axes, axis):
     """The batch in any place of any operand, the gradient's too."""
     rng = np.random.default_rng(0)
     shapes = (6, 4), (4,) if axis == 0 else (6,), (6, 1)
-    values = rng.normal(size=(3, 6, 4)).astype(np.float32), rng.integers(0, 4, (3, *shapes[1])), rng.random((3, 6, 1)) < 0.8
+    values = (
+        rng.normal(size=(3, 6, 4)).astype(np.float32),
+        rng.integers(0, 4, (3, *shapes[1])),
+        rng.random((3, 6, 1)) < 0.8,
+    )
     given = [v[0] if a is None else np.moveaxis(v, 0, a) for v, a in zip(values, in_axes)]
 
     def f(x, labels, mask):
@@ -405,7 +497,11 @@ def test_vmap(in_axes, axis):
 
     found = jax.jit(jax.vmap(f, in_axes))(*given)
     each = [f(*(v[0 if a is None else k] for v, a in zip(values, in_axes))) for k in range(3)]
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, jax.tree.map(lambda *a: jnp.stack(a), *each))
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
+        found,
+        jax.tree.map(lambda *a: jnp.stack(a), *each),
+    )
 
 
 def test_debugging_modes():
@@ -422,7 +518,11 @@ def test_debugging_modes():
 def compiled(f, *args, donate=()):
     program = jax.jit(f, donate_argnums=donate).lower(*args).compile()
     text = program.as_text()
-    return program, re.findall(r'custom_call_target="jaxkern_(\w+)"', text), re.findall(r"= \S+ (?:copy|transpose)(?:-start)?\(", text)
+    return (
+        program,
+        re.findall(r'custom_call_target="jaxkern_(\w+)"', text),
+        re.findall(r"= \S+ (?:copy|transpose)(?:-start)?\(", text),
+    )
 
 
 def mean_loss(x, labels):
@@ -461,12 +561,23 @@ def test_programs_for_cuda_say_when_the_gradient_overwrites_the_logits(f):
 @pytest.mark.parametrize("f", [mean_loss, squared_mean])
 def test_the_gradient_takes_the_place_of_logits_that_are_an_intermediate_result(f):
     """A step of training: one array of the logits' size at any time."""
-    h, w = (jnp.asarray(np.random.default_rng(k).normal(size=s), jnp.float32) for k, s in enumerate(((SHAPE[0], 16), (16, SHAPE[1]))))
+    h, w = (
+        jnp.asarray(np.random.default_rng(k).normal(size=s), jnp.float32)
+        for k, s in enumerate(((SHAPE[0], 16), (16, SHAPE[1])))
+    )
     labels = problem(SHAPE, "float32")[1]
     program, _, moves = compiled(jax.grad(lambda w: f(h @ w, labels)), w)
     assert program.memory_analysis().temp_size_in_bytes < 1.5 * 4 * SHAPE[0] * SHAPE[1]
-    np.testing.assert_allclose(program(w), jax.grad(lambda w: {mean_loss: lambda v: v.mean(), squared_mean: lambda v: v.mean() ** 2}[f](
-        plain(h @ w, labels, None, 0, 0)))(w), rtol=2e-4, atol=2e-6)
+    np.testing.assert_allclose(
+        program(w),
+        jax.grad(
+            lambda w: {mean_loss: lambda v: v.mean(), squared_mean: lambda v: v.mean() ** 2}[f](
+                plain(h @ w, labels, None, 0, 0)
+            )
+        )(w),
+        rtol=2e-4,
+        atol=2e-6,
+    )
 
 
 @needs_kernels
@@ -484,8 +595,11 @@ def test_logits_that_live_on_are_not_overwritten():
 @needs_kernels
 def test_memory_is_a_few_numbers_a_row():
     x, labels, g = problem(SHAPE, "bfloat16")
-    for f in (lambda x: jaxkern.softmax_cross_entropy(x, labels), lambda x: jaxkern.softmax_cross_entropy_and_grad(x, labels),
-              lambda x: jax.vjp(lambda x: jaxkern.softmax_cross_entropy(x, labels, label_smoothing=0.1), x)[1](g)):
+    for f in (
+        lambda x: jaxkern.softmax_cross_entropy(x, labels),
+        lambda x: jaxkern.softmax_cross_entropy_and_grad(x, labels),
+        lambda x: jax.vjp(lambda x: jaxkern.softmax_cross_entropy(x, labels, label_smoothing=0.1), x)[1](g),
+    ):
         program, calls, moves = compiled(f, x)
         assert calls and not moves and program.memory_analysis().temp_size_in_bytes <= ROWS
 
@@ -495,8 +609,14 @@ def test_memory_is_a_few_numbers_a_row():
 
 def test_tier_query_needs_no_gpu():
     for device, width, inner, dtype, which, masked, rows in itertools.product(
-            (tiers.H200, tiers.A100), (1, 64, 1000, 4096, 50257, 1 << 20), (1, 7), DTYPES, ("loss", "gradient", "both"),
-            (False, True), (1, 49152)):
+        (tiers.H200, tiers.A100),
+        (1, 64, 1000, 4096, 50257, 1 << 20),
+        (1, 7),
+        DTYPES,
+        ("loss", "gradient", "both"),
+        (False, True),
+        (1, 49152),
+    ):
         asked = dict(rows=rows, width=width, inner=inner, dtype=dtype, which=which, masked=masked, device=device)
         tier = tiers.cross_entropy(**asked)
         assert tiers.cross_entropy_fits(tier, **asked)
@@ -514,7 +634,29 @@ def test_tier_query_needs_no_gpu():
         tiers.cross_entropy(1, 1, which="backward")
 
 
-EDGES = (1, 7, 8, 9, 31, 127, 129, 256, 511, 513, 1000, 1024, 2049, 4095, 4096, 8193, 16384, 16385, 32768, 50257, 131080)
+EDGES = (
+    1,
+    7,
+    8,
+    9,
+    31,
+    127,
+    129,
+    256,
+    511,
+    513,
+    1000,
+    1024,
+    2049,
+    4095,
+    4096,
+    8193,
+    16384,
+    16385,
+    32768,
+    50257,
+    131080,
+)
 
 
 @pytest.mark.gpu
@@ -525,19 +667,26 @@ def test_every_tier(tier, dtype):
     ran, rows = 0, 5
     # Not those of the functions above: what is compiled for one tier is not for another.
     for n, width in enumerate(EDGES):
-        fits = lambda which, masked=False: tiers.cross_entropy_fits(tier, rows, width, dtype=dtype, which=which, masked=masked)
+        fits = lambda which, masked=False: tiers.cross_entropy_fits(
+            tier, rows, width, dtype=dtype, which=which, masked=masked
+        )
         args = problem((rows, width), dtype)
         with tiers.force(tier):
             for masked in (False, True):
-                runs = [run for run, names in ((separate, ("loss", "gradient")), (together, ("both",))) if all(
-                    fits(which, masked) for which in names)]
+                runs = [
+                    run
+                    for run, names in ((separate, ("loss", "gradient")), (together, ("both",)))
+                    if all(fits(which, masked) for which in names)
+                ]
                 if tier in ("block", "streaming", "split") and fits("loss", masked):
                     value = jax.jit(functools.partial(jaxkern.softmax_cross_entropy, label_smoothing=0.1))(*args[:2])
                     assert_near(value, *exact(*args, smoothing=0.1)[0], dtype)
                     ran += 1
                 check(*args, -1, random_mask((1, width)) if masked else None, runs=runs, **OPTIONS[n % len(OPTIONS)])
                 ran += len(runs)
-    assert ran or not any(tiers.cross_entropy_fits(tier, 5, w, dtype=dtype, which=k) for w in EDGES for k in ("loss", "gradient", "both"))
+    assert ran or not any(
+        tiers.cross_entropy_fits(tier, 5, w, dtype=dtype, which=k) for w in EDGES for k in ("loss", "gradient", "both")
+    )
 
 
 @needs_runtime
@@ -548,9 +697,18 @@ def test_an_algorithm_that_does_not_fit_is_an_error():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape, dtype", [((700, 4096), "bfloat16"), ((700, 50257), "bfloat16"), ((300, 50257), "float32"),
-                                          ((5000, 257), "float16"), ((90000, 64), "float32"), ((600, 32768), "float32"),
-                                          ((270, 131080), "bfloat16")])
+@pytest.mark.parametrize(
+    "shape, dtype",
+    [
+        ((700, 4096), "bfloat16"),
+        ((700, 50257), "bfloat16"),
+        ((300, 50257), "float32"),
+        ((5000, 257), "float16"),
+        ((90000, 64), "float32"),
+        ((600, 32768), "float32"),
+        ((270, 131080), "bfloat16"),
+    ],
+)
 def test_many_rows(shape, dtype):
     """More rows than the device takes at a time."""
     check(*problem(shape, dtype))
@@ -559,28 +717,66 @@ def test_many_rows(shape, dtype):
 # ---- bad input
 
 
-@pytest.mark.parametrize("args, options, kind, words", [
-    ((jnp.ones((2, 3)), jnp.zeros(2)), {}, TypeError, ["labels must be of an integer type", "float32[2]"]),
-    ((jnp.ones((2, 3)), jnp.zeros(2, bool)), {}, TypeError, ["labels must be of an integer type", "bool[2]"]),
-    ((jnp.ones((2, 3)), jnp.zeros(3, int)), {}, ValueError, ["labels of shape (3,)", "(2, 3)", "axis 1"]),
-    ((jnp.ones((2, 3)), jnp.zeros((2, 3), int)), {}, ValueError, ["labels of shape (2, 3)", "shape (2,)"]),
-    ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"axis": 2}, ValueError, ["axis 2", "logits of shape (2, 3)"]),
-    ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"axis": (0, 1)}, TypeError, ["axis must be an int", "(0, 1)"]),
-    ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"axis": None}, TypeError, ["axis must be an int", "None"]),
-    ((jnp.ones((2, 3)), [0, 1]), {}, TypeError, ["labels must be an array of integers", "list"]),
-    (([[1.0]], jnp.zeros(1, int)), {}, TypeError, ["logits must be an array", "list"]),
-    ((jnp.ones((2, 3), jnp.complex64), jnp.zeros(2, int)), {}, TypeError, ["logits must be real", "complex64[2, 3]"]),
-    ((1.0, jnp.zeros((), int)), {}, ValueError, ["axis -1", "logits of shape ()"]),
-    ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"where": jnp.ones((2, 3))}, TypeError, ["where must be boolean", "float32[2, 3]"]),
-    ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"where": jnp.ones((2,), bool)}, ValueError, ["where of shape (2,)", "logits of shape (2, 3)"]),
-    ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"label_smoothing": 1.5}, ValueError, ["label_smoothing", "1.5"]),
-    ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"label_smoothing": jnp.float32(0.1)}, TypeError, ["label_smoothing must be a Python number"]),
-    ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"z_loss": "a"}, TypeError, ["z_loss must be a Python number", "str"]),
-    ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"z_loss": float("nan")}, ValueError, ["z_loss must be finite"]),
-    ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"ignore_index": 2}, ValueError, ["ignore_index 2 is a class", "(2, 3)"]),
-    ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"ignore_index": 1.0}, TypeError, ["ignore_index must be an int", "1.0"]),
-    ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"ignore_index": True}, TypeError, ["ignore_index must be an int", "True"]),
-])
+@pytest.mark.parametrize(
+    "args, options, kind, words",
+    [
+        ((jnp.ones((2, 3)), jnp.zeros(2)), {}, TypeError, ["labels must be of an integer type", "float32[2]"]),
+        ((jnp.ones((2, 3)), jnp.zeros(2, bool)), {}, TypeError, ["labels must be of an integer type", "bool[2]"]),
+        ((jnp.ones((2, 3)), jnp.zeros(3, int)), {}, ValueError, ["labels of shape (3,)", "(2, 3)", "axis 1"]),
+        ((jnp.ones((2, 3)), jnp.zeros((2, 3), int)), {}, ValueError, ["labels of shape (2, 3)", "shape (2,)"]),
+        ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"axis": 2}, ValueError, ["axis 2", "logits of shape (2, 3)"]),
+        ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"axis": (0, 1)}, TypeError, ["axis must be an int", "(0, 1)"]),
+        ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"axis": None}, TypeError, ["axis must be an int", "None"]),
+        ((jnp.ones((2, 3)), [0, 1]), {}, TypeError, ["labels must be an array of integers", "list"]),
+        (([[1.0]], jnp.zeros(1, int)), {}, TypeError, ["logits must be an array", "list"]),
+        (
+            (jnp.ones((2, 3), jnp.complex64), jnp.zeros(2, int)),
+            {},
+            TypeError,
+            ["logits must be real", "complex64[2, 3]"],
+        ),
+        ((1.0, jnp.zeros((), int)), {}, ValueError, ["axis -1", "logits of shape ()"]),
+        (
+            (jnp.ones((2, 3)), jnp.zeros(2, int)),
+            {"where": jnp.ones((2, 3))},
+            TypeError,
+            ["where must be boolean", "float32[2, 3]"],
+        ),
+        (
+            (jnp.ones((2, 3)), jnp.zeros(2, int)),
+            {"where": jnp.ones((2,), bool)},
+            ValueError,
+            ["where of shape (2,)", "logits of shape (2, 3)"],
+        ),
+        ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"label_smoothing": 1.5}, ValueError, ["label_smoothing", "1.5"]),
+        (
+            (jnp.ones((2, 3)), jnp.zeros(2, int)),
+            {"label_smoothing": jnp.float32(0.1)},
+            TypeError,
+            ["label_smoothing must be a Python number"],
+        ),
+        ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"z_loss": "a"}, TypeError, ["z_loss must be a Python number", "str"]),
+        ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"z_loss": float("nan")}, ValueError, ["z_loss must be finite"]),
+        (
+            (jnp.ones((2, 3)), jnp.zeros(2, int)),
+            {"ignore_index": 2},
+            ValueError,
+            ["ignore_index 2 is a class", "(2, 3)"],
+        ),
+        (
+            (jnp.ones((2, 3)), jnp.zeros(2, int)),
+            {"ignore_index": 1.0},
+            TypeError,
+            ["ignore_index must be an int", "1.0"],
+        ),
+        (
+            (jnp.ones((2, 3)), jnp.zeros(2, int)),
+            {"ignore_index": True},
+            TypeError,
+            ["ignore_index must be an int", "True"],
+        ),
+    ],
+)
 def test_bad_input(args, options, kind, words):
     for name in ("softmax_cross_entropy", "softmax_cross_entropy_and_grad"):
         with pytest.raises(kind) as error:
@@ -591,8 +787,12 @@ def test_bad_input(args, options, kind, words):
 
 def test_bad_weights():
     x, labels, _ = problem((2, 3), "float32")
-    for weights, kind, words in ((jnp.ones(3), ValueError, "weights of shape \\(3,\\)"), (jnp.ones((2, 1)), ValueError, "weights"),
-                                 (jnp.ones(2, bool), TypeError, "weights must be real"), ("a", TypeError, "weights must be an array")):
+    for weights, kind, words in (
+        (jnp.ones(3), ValueError, "weights of shape \\(3,\\)"),
+        (jnp.ones((2, 1)), ValueError, "weights"),
+        (jnp.ones(2, bool), TypeError, "weights must be real"),
+        ("a", TypeError, "weights must be an array"),
+    ):
         with pytest.raises(kind, match=words):
             jaxkern.softmax_cross_entropy_and_grad(x, labels, weights)
 

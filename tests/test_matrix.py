@@ -71,8 +71,13 @@ def with_initial(f, initial):
     return lambda x, where, **axis: f(x, where=where, initial=initial, **axis)
 
 
-REDUCTIONS = {"reduce_sum": jnp.sum, "reduce_mean": jnp.mean, "reduce_max": with_initial(jnp.max, -1e30),
-              "reduce_min": with_initial(jnp.min, 1e30), "logsumexp": jax.nn.logsumexp}
+REDUCTIONS = {
+    "reduce_sum": jnp.sum,
+    "reduce_mean": jnp.mean,
+    "reduce_max": with_initial(jnp.max, -1e30),
+    "reduce_min": with_initial(jnp.min, 1e30),
+    "logsumexp": jax.nn.logsumexp,
+}
 
 
 def masked_ties(operation):
@@ -113,25 +118,37 @@ CASES = {
     "log_softmax, mask broadcast": functools.partial(masked, "log_softmax", "broadcast"),
     "softmax, fused": (lambda x: jaxkern.softmax(x, scale=0.7, bias=jnp.cos(x[:1]), causal=True), attention),
     **{f"{name}, masked ties": functools.partial(masked_ties, name) for name in REDUCTIONS},
-    **{name: (functools.partial(spread, getattr(jaxkern, name)), functools.partial(spread, theirs))
-       for name, theirs in REDUCTIONS.items() if name in ("reduce_max", "logsumexp")},
+    **{
+        name: (functools.partial(spread, getattr(jaxkern, name)), functools.partial(spread, theirs))
+        for name, theirs in REDUCTIONS.items()
+        if name in ("reduce_max", "logsumexp")
+    },
     "softmax_cross_entropy": (cross_entropy, plain_cross_entropy),
-    "softmax_cross_entropy_and_grad": (lambda x: jaxkern.softmax_cross_entropy_and_grad(x, LABELS)[1],
-                                       lambda x: jax.nn.softmax(x) - jax.nn.one_hot(LABELS, SHAPE[2])),
+    "softmax_cross_entropy_and_grad": (
+        lambda x: jaxkern.softmax_cross_entropy_and_grad(x, LABELS)[1],
+        lambda x: jax.nn.softmax(x) - jax.nn.one_hot(LABELS, SHAPE[2]),
+    ),
     # With tanh: JAX 0.12 cannot differentiate erf inside shard_map.
     "gelu": (jaxkern.gelu, jax.nn.gelu),
     "swiglu": (lambda x: jaxkern.swiglu(x, gate=jnp.cos(x)), lambda x: x * jax.nn.silu(jnp.cos(x))),
-    "index_add, x": (lambda x: jaxkern.index_add(x, 1, INDEX, SOURCE(), alpha=ALPHA), lambda x: at(x).add(ALPHA * SOURCE())),
+    "index_add, x": (
+        lambda x: jaxkern.index_add(x, 1, INDEX, SOURCE(), alpha=ALPHA),
+        lambda x: at(x).add(ALPHA * SOURCE()),
+    ),
     "index_add, source": (lambda s: jaxkern.index_add(SOURCE(), 1, INDEX, s), lambda s: at(SOURCE()).add(s)),
-    "index_add, all": (lambda s: jaxkern.index_add(s, 1, INDEX, jnp.cos(s), alpha=s.mean()),
-                       lambda s: at(s).add(jnp.cos(s) * s.mean())),
+    "index_add, all": (
+        lambda s: jaxkern.index_add(s, 1, INDEX, jnp.cos(s), alpha=s.mean()),
+        lambda s: at(s).add(jnp.cos(s) * s.mean()),
+    ),
     "index_select": (lambda x: jaxkern.index_select(x, 1, INDEX), lambda x: x[:, INDEX]),
     "index_select, filled": (lambda x: jnp.nan_to_num(jaxkern.index_select(x, 1, INDEX + 2)), filled),
     "embedding_lookup": (lambda x: jaxkern.embedding_lookup(x, IDS[:3]), lambda x: x[IDS[:3]]),
     "segment_sum": (lambda s: segments(jaxkern, "segment_sum", s), lambda s: segments(jax.ops, "segment_sum", s)),
     "segment_mean": (lambda s: segments(jaxkern, "segment_mean", s), mean),
-    "segment_max, ties": (lambda s: segments(jaxkern, "segment_max", ties(s)),
-                          lambda s: segments(jax.ops, "segment_max", ties(s))),
+    "segment_max, ties": (
+        lambda s: segments(jaxkern, "segment_max", ties(s)),
+        lambda s: segments(jax.ops, "segment_max", ties(s)),
+    ),
     "segment_min": (lambda s: segments(jaxkern, "segment_min", s), lambda s: segments(jax.ops, "segment_min", s)),
     "segment_softmax": (lambda s: segments(jaxkern, "segment_softmax", s), softmax_of_segments),
 }
@@ -150,11 +167,13 @@ def _while(f):
     def body(state):
         k, x = state
         return k + 1, f(x) + 0.1 * x
+
     return lambda x: lax.while_loop(lambda state: state[0] < 3, body, (0, x))[1]
 
 
 def _root(f):
     """y with y = x + f(y) / 10, nearly, differentiated as the root that it is."""
+
     def solve(g, y):
         return lax.fori_loop(0, 6, lambda _, y: y - g(y), y)
 
@@ -166,6 +185,7 @@ def _root(f):
 
     def root(x):
         return lax.custom_root(lambda y: y - 0.1 * f(y) - x, x, solve, tangent_solve)
+
     return root
 
 
@@ -208,7 +228,9 @@ TRANSFORMATIONS = {
         "symbolic zero": lambda f, x, t: jax.jvp(lambda x, s: f(x) * s, (x, 2.0), (jnp.zeros_like(x), 1.0))[1],
         "has no tangent": lambda f, x, t: jax.jvp(lambda s: f(x) * s, (2.0,), (1.0,)),
         "gradient in the tangent": lambda f, x, t: jax.grad(lambda d: jnp.sum(jnp.sin(jax.jvp(f, (x,), (d,))[1])))(t),
-        "third order, forward": lambda f, x, t: jax.jvp(lambda x: jax.jvp(lambda x: jax.jvp(f, (x,), (t,))[1], (x,), (t,))[1], (x,), (t,))[1],
+        "third order, forward": lambda f, x, t: jax.jvp(
+            lambda x: jax.jvp(lambda x: jax.jvp(f, (x,), (t,))[1], (x,), (t,))[1], (x,), (t,)
+        )[1],
     },
     "linearize": {"linearize": lambda f, x, t: jax.linearize(f, x)[1](t)},
     "linear_transpose": {
@@ -229,17 +251,27 @@ TRANSFORMATIONS = {
         "product, forward over reverse": lambda f, x, t: jax.jvp(jax.grad(loss(f, t)), (x,), (t,))[1],
         "product, reverse over forward": lambda f, x, t: jax.grad(lambda x: jax.jvp(loss(f, t), (x,), (t,))[1])(x),
         "product, reverse over reverse": lambda f, x, t: jax.grad(lambda x: jnp.sum(jax.grad(loss(f, t))(x) * t))(x),
-        "third order": lambda f, x, t: jax.grad(lambda x: jax.jvp(lambda x: jnp.sum(jax.grad(loss(f, t))(x) * t), (x,), (t,))[1])(x),
+        "third order": lambda f, x, t: jax.grad(
+            lambda x: jax.jvp(lambda x: jnp.sum(jax.grad(loss(f, t))(x) * t), (x,), (t,))[1]
+        )(x),
     },
     "vmap": {
         "every in_axes": lambda f, x, t: [jax.vmap(f, k, (k + 1) % 4)(jnp.stack([x, t], k)) for k in range(4)],
-        "nested": lambda f, x, t: jax.vmap(jax.vmap(f, 1, 2), 3, 0)(jnp.stack([three(x, t), three(t, x)], 3).swapaxes(0, 1)),
+        "nested": lambda f, x, t: jax.vmap(jax.vmap(f, 1, 2), 3, 0)(
+            jnp.stack([three(x, t), three(t, x)], 3).swapaxes(0, 1)
+        ),
         "of jvp": lambda f, x, t: jax.vmap(lambda d: jax.jvp(f, (x,), (d,))[1])(three(x, t)),
         "of vjp": lambda f, x, t: jax.vmap(jax.vjp(f, x)[1])(three(x, t)),
-        "of Hessian product": lambda f, x, t: jax.vmap(lambda d: jax.jvp(jax.grad(loss(f, t)), (x,), (d,))[1])(jnp.stack([x, t])),
+        "of Hessian product": lambda f, x, t: jax.vmap(lambda d: jax.jvp(jax.grad(loss(f, t)), (x,), (d,))[1])(
+            jnp.stack([x, t])
+        ),
     },
-    "vmap∘grad": {"vmap of grad": lambda f, x, t: jax.vmap(lambda x, t: jax.grad(loss(f, t))(x))(three(x, t), three(t, x))},
-    "grad∘vmap": {"grad of vmap": lambda f, x, t: jax.grad(lambda xs: jnp.sum(jnp.sin(jax.vmap(f)(xs)) * t))(three(x, t))},
+    "vmap∘grad": {
+        "vmap of grad": lambda f, x, t: jax.vmap(lambda x, t: jax.grad(loss(f, t))(x))(three(x, t), three(t, x))
+    },
+    "grad∘vmap": {
+        "grad of vmap": lambda f, x, t: jax.grad(lambda xs: jnp.sum(jnp.sin(jax.vmap(f)(xs)) * t))(three(x, t))
+    },
     "remat": {
         "nothing saved": _remat(jax.checkpoint_policies.nothing_saveable),
         "no policy": _remat(None),
@@ -247,8 +279,9 @@ TRANSFORMATIONS = {
         "products saved": _remat(jax.checkpoint_policies.dots_saveable),
     },
     "scan": {
-        "grad of scan": lambda f, x, t: jax.grad(lambda x: jnp.sum(lax.scan(
-            lambda c, d: (f(c + d), f(c)), x, jnp.stack([t, -t]))[1] * t))(x),
+        "grad of scan": lambda f, x, t: jax.grad(
+            lambda x: jnp.sum(lax.scan(lambda c, d: (f(c + d), f(c)), x, jnp.stack([t, -t]))[1] * t)
+        )(x),
         "scan": lambda f, x, t: lax.scan(lambda c, d: (f(c + d), f(c - d).sum()), x, three(t, x)),
     },
     "while": {
@@ -257,7 +290,9 @@ TRANSFORMATIONS = {
     },
     "cond": {
         "grad of cond": lambda f, x, t: jax.grad(lambda x: jnp.sum(lax.cond(x[0, 0, 0] > 0, f, jnp.sin, x) * t))(x),
-        "either branch": lambda f, x, t: [lax.cond(p, f, lambda x: 2 * f(-x), x) for p in (x.sum() > t.sum(), x.sum() <= t.sum())],
+        "either branch": lambda f, x, t: [
+            lax.cond(p, f, lambda x: 2 * f(-x), x) for p in (x.sum() > t.sum(), x.sum() <= t.sum())
+        ],
     },
     "custom_root": {"grad of custom_root": lambda f, x, t: jax.value_and_grad(loss(_root(f), t))(x)},
     "shard_map": {"grad of shard_map": lambda f, x, t: jax.value_and_grad(loss(_mapped(f), t))(x)},
@@ -277,7 +312,9 @@ def check(f, g, transformations):
     results = []
     for h in (f, g):
         program = jax.jit(lambda x, t, h=h: {name: run(h, x, t) for name, run in inside.items()})
-        results.append(program(x, t) | {name: run(h, x, t) for name, run in transformations.items() if name not in inside})
+        results.append(
+            program(x, t) | {name: run(h, x, t) for name, run in transformations.items() if name not in inside}
+        )
     ours, theirs = results
     assert ours.keys() == theirs.keys() == transformations.keys()
     for name in transformations:
@@ -299,7 +336,10 @@ def test_every_transformation(name, column, quick_compilation, x64):
 @pytest.mark.parametrize("name", [name for name in CASES if name not in THOROUGH])
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 def test_first_transformation_of_every_column(name, quick_compilation, x64):
-    check(*case(name), {f"{column}: {next(iter(runs))}": next(iter(runs.values())) for column, runs in TRANSFORMATIONS.items()})
+    check(
+        *case(name),
+        {f"{column}: {next(iter(runs))}": next(iter(runs.values())) for column, runs in TRANSFORMATIONS.items()},
+    )
 
 
 # ---- the table
@@ -316,7 +356,9 @@ def table():
 def test_every_public_function_is_listed():
     listed = {name.split(",")[0] for name in CASES}
     # Elementwise operations share their rules; tests/test_elementwise.py has them all.
-    public = {name for name in jaxkern.__all__ if name not in ("tiers", "export_checks")} - set(jaxkern.elementwise.NAMES)
+    public = {name for name in jaxkern.__all__ if name not in ("tiers", "export_checks")} - set(
+        jaxkern.elementwise.NAMES
+    )
     assert listed - set(jaxkern.elementwise.NAMES) == public and len(listed) > len(public)
 
 

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CPU = {"JAX_PLATFORMS": "cpu"}
 
@@ -17,8 +16,13 @@ def start(program, devices, *arguments, **environment):
     """A process that runs `program`, a string, with arguments, on so many CPU devices."""
     flags = f"--xla_force_host_platform_device_count={devices}"
     paths = os.pathsep.join([*sys.path, str(ROOT / "examples")])  # of this process, whatever its library is
-    return subprocess.Popen([sys.executable, "-c", program, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                            env={**os.environ, **CPU, "XLA_FLAGS": flags, "PYTHONPATH": paths, **environment})
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **CPU, "XLA_FLAGS": flags, "PYTHONPATH": paths, **environment},
+    )
 
 
 def finish(*processes):
@@ -57,9 +61,12 @@ for f in (jaxkern.softmax, jaxkern.log_softmax, lambda x: jaxkern.softmax(x, 0),
 
 def test_second_run_finds_every_program_in_the_cache(tmp_path):
     """And none that is another operation's: callbacks alone cannot be told apart from process to process."""
-    environment = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-                   "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-                   "JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY": "1"}
+    environment = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY": "1",
+    }
     (first,), (second,) = (finish(start(CACHED, 2, **environment)) for _ in range(2))
     first, second = ([line.split() for line in out.splitlines()] for out in (first, second))
     assert len(first) == len(second) == 9

@@ -46,7 +46,9 @@ def expected(operation, x, axis=-1, mask=None, keepdims=False):
             y = np.log(e.sum(**reduced)) + (base if keepdims else base.sum(axis))
             # The difference is rounded, the exponential and the logarithm err by an ulp or two, and so does the sum.
             distance = np.where(np.isfinite(x), base - x, 0)
-            weighted = np.where(e > 0, e * distance, 0).sum(**reduced) / np.where(e.sum(**reduced) > 0, e.sum(**reduced), 1)
+            weighted = np.where(e > 0, e * distance, 0).sum(**reduced) / np.where(
+                e.sum(**reduced) > 0, e.sum(**reduced), 1
+            )
             return y, weighted + np.abs(np.where(np.isfinite(y), y, 0)) + 6
         x = np.where(kept, x, 0)
         total, size = x.sum(**reduced), np.abs(np.where(np.isfinite(x), x, 0)).sum(**reduced)
@@ -75,7 +77,8 @@ def check_statistics(x, axis, mask=None):
     """What logsumexp keeps for its gradient: the largest element, and the sum that is relative to it."""
     with compat.enable_x64(x.dtype == jnp.float64):
         y, largest, total = jax.jit(functools.partial(reduction.statistics, axis=axis, tier=tiers.forced()))(
-            x, *([] if mask is None else [jnp.broadcast_to(mask, x.shape)]))
+            x, *([] if mask is None else [jnp.broadcast_to(mask, x.shape)])
+        )
         np.testing.assert_array_equal(*(np.asarray(a, np.float64) for a in (y, call("logsumexp", x, axis, mask))))
     assert largest.dtype == total.dtype == computing(x.dtype)
     kept, axis = np.where(whole(mask), np.asarray(x).astype(wide), -np.inf), axis % x.ndim
@@ -98,11 +101,16 @@ def integers(shape, dtype, seed=0):
 
 # ---- numbers
 
+
 @every_dtype
 @pytest.mark.parametrize("shape, axis, mask", ROWS)
 def test_against_numpy(dtype, shape, axis, mask):
-    check_all(normal(shape, dtype), axis, None if mask is None else random_mask(mask),
-              keepdims=(len(shape) + len(dtype)) % 2 == 0)
+    check_all(
+        normal(shape, dtype),
+        axis,
+        None if mask is None else random_mask(mask),
+        keepdims=(len(shape) + len(dtype)) % 2 == 0,
+    )
 
 
 @every_dtype
@@ -123,7 +131,10 @@ def test_columns(dtype, inner):
 
 
 @every_operation
-@pytest.mark.parametrize("shape, axis", [((1, 1 << 19), -1), ((17, 997, 130), -1), ((70001, 5), -1), ((3, 40001, 2), 1), ((40001, 3), 0), ((30011, 64), 0)])
+@pytest.mark.parametrize(
+    "shape, axis",
+    [((1, 1 << 19), -1), ((17, 997, 130), -1), ((70001, 5), -1), ((3, 40001, 2), 1), ((40001, 3), 0), ((30011, 64), 0)],
+)
 def test_long(operation, shape, axis):
     check(operation, normal(shape, "float32"), axis)
     check(operation, normal(shape, "bfloat16"), axis, random_mask((*shape[:-1], 1) if axis == 0 else shape[1:]))
@@ -139,9 +150,21 @@ def test_slices_that_start_anywhere(start):
         assert_rounded(y, *expected(operation, part), x.dtype)
 
 
-@pytest.mark.parametrize("dtype, shape, axis", [
-    *((dtype, *problem) for dtype in INTEGERS + ("bool",) for problem in (((5, 7), 1), ((3, 130), 1), ((4, 50, 6), 1), ((300, 64), 0))),
-    *((dtype, *problem) for dtype in ("int8", "uint16", "int64", "bool") for problem in (((2, 70001), -1), ((3, 5000, 65), 1)))])
+@pytest.mark.parametrize(
+    "dtype, shape, axis",
+    [
+        *(
+            (dtype, *problem)
+            for dtype in INTEGERS + ("bool",)
+            for problem in (((5, 7), 1), ((3, 130), 1), ((4, 50, 6), 1), ((300, 64), 0))
+        ),
+        *(
+            (dtype, *problem)
+            for dtype in ("int8", "uint16", "int64", "bool")
+            for problem in (((2, 70001), -1), ((3, 5000, 65), 1))
+        ),
+    ],
+)
 def test_integers_are_exact(dtype, shape, axis):
     x, mask = random_mask(shape, 0.4) if dtype == "bool" else integers(shape, dtype), random_mask(shape, 0.5)
     alive = np.asarray(mask).any(axis)
@@ -149,20 +172,31 @@ def test_integers_are_exact(dtype, shape, axis):
         if not x64 and jnp.dtype(dtype).itemsize == 8:
             continue
         with compat.enable_x64(x64):
-            run = jax.jit(lambda x, mask: {(name, kept is not None): call(name, x, axis, kept)
-                                           for name in ("reduce_sum", *SELECTING) for kept in (None, mask)})
+            run = jax.jit(
+                lambda x, mask: {
+                    (name, kept is not None): call(name, x, axis, kept)
+                    for name in ("reduce_sum", *SELECTING)
+                    for kept in (None, mask)
+                }
+            )
             for (name, masked), found in run(x, mask).items():
                 assert found.dtype == jax.eval_shape(functools.partial(JAX[name], axis=axis), x).dtype
                 # In numpy: sums modulo 2^n.
                 method = {"reduce_sum": np.sum, "reduce_max": np.max, "reduce_min": np.min}[name]
-                ends = {"reduce_sum": {"dtype": found.dtype}, "reduce_max": {"initial": np.min(x)}, "reduce_min": {"initial": np.max(x)}}
+                ends = {
+                    "reduce_sum": {"dtype": found.dtype},
+                    "reduce_max": {"initial": np.min(x)},
+                    "reduce_min": {"initial": np.max(x)},
+                }
                 wanted = method(np.asarray(x), axis, where=np.asarray(mask) if masked else True, **ends[name])
                 rows = alive if masked and name in SELECTING else np.ones_like(alive)
                 np.testing.assert_array_equal(np.asarray(found)[rows], wanted[rows])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("shape, axis, scale", [((64, 1000), 1, 1.0), ((16, 4096), 1, 10.0), ((4, 500_257), 1, 3.0), ((3000, 40), 0, 1.0)])
+@pytest.mark.parametrize(
+    "shape, axis, scale", [((64, 1000), 1, 1.0), ((16, 4096), 1, 10.0), ((4, 500_257), 1, 3.0), ((3000, 40), 0, 1.0)]
+)
 def test_no_less_accurate_than_jax(dtype, shape, axis, scale):
     """The largest error of a result is at most XLA's, or within rounding of the largest."""
     x = normal(shape, dtype, scale)
@@ -175,13 +209,24 @@ def test_no_less_accurate_than_jax(dtype, shape, axis, scale):
         assert ours <= max(theirs, limit), f"{operation}: {ours / limit:.3f} of the rounding, XLA {theirs / limit:.3f}"
 
 
-@pytest.mark.parametrize("dtype, shape, axis, mean, scale", [
-    ("float32", (64, 65536), 1, 0, 1.0), ("float32", (16, 65536), 1, 50, 10.0), ("float32", (4, 500_257), 1, 0, 3.0),
-    ("float32", (4096, 64), 1, -300, 1.0), ("float32", (3000, 40), 0, 0, 1.0), ("bfloat16", (16, 65536), 1, 50, 3.0),
-    ("float16", (16, 4096), 1, 0, 1.0)])
+@pytest.mark.parametrize(
+    "dtype, shape, axis, mean, scale",
+    [
+        ("float32", (64, 65536), 1, 0, 1.0),
+        ("float32", (16, 65536), 1, 50, 10.0),
+        ("float32", (4, 500_257), 1, 0, 3.0),
+        ("float32", (4096, 64), 1, -300, 1.0),
+        ("float32", (3000, 40), 0, 0, 1.0),
+        ("bfloat16", (16, 65536), 1, 50, 3.0),
+        ("float16", (16, 4096), 1, 0, 1.0),
+    ],
+)
 def test_gradient_of_logsumexp_is_no_less_accurate_than_jax(dtype, shape, axis, mean, scale):
     """It is the softmax, whose largest error is at most XLA's, or half a unit: y, which is rounded, has no part in it."""
-    ours, theirs = (jax.jit(jax.grad(lambda x: f(x, axis=axis).astype(jnp.float32).sum())) for f in (OURS["logsumexp"], JAX["logsumexp"]))
+    ours, theirs = (
+        jax.jit(jax.grad(lambda x: f(x, axis=axis).astype(jnp.float32).sum()))
+        for f in (OURS["logsumexp"], JAX["logsumexp"])
+    )
     for seed in range(3):
         x = normal(shape, dtype, scale, seed) + jnp.asarray(mean, dtype)
         exact = np.exp(np.asarray(x, np.float64) - np.asarray(x, np.float64).max(axis, keepdims=True))
@@ -206,7 +251,9 @@ def test_bitwise_reproducible(operation, dtype):
 def test_any_shape_axis_and_mask(data):
     shape = tuple(data.draw(st.lists(st.sampled_from((0, 1, 2, 3, 5, 17)), min_size=1, max_size=4), label="shape"))
     rank = len(shape)
-    axes = st.one_of(st.integers(-rank, rank - 1), st.none(), st.lists(st.integers(0, rank - 1), unique=True).map(tuple))
+    axes = st.one_of(
+        st.integers(-rank, rank - 1), st.none(), st.lists(st.integers(0, rank - 1), unique=True).map(tuple)
+    )
     axis = data.draw(axes, label="axis")
     operation = data.draw(st.sampled_from(OPERATIONS), label="operation")
     mask = None
@@ -218,21 +265,31 @@ def test_any_shape_axis_and_mask(data):
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=40), st.floats(-1e4, 1e4, width=32))
+@given(
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=40),
+    st.floats(-1e4, 1e4, width=32),
+)
 def test_laws(values, shift):
     """max and min are elements and mirror each other; logsumexp lies between the maximum and log(n) above it."""
     x = np.asarray(values, np.float32)
     high, low, lse = (float(OURS[name](x)) for name in ("reduce_max", "reduce_min", "logsumexp"))
     assert high == x.max() and low == x.min() and low == -float(jaxkern.reduce_max(-x))
     assert high <= lse <= high + np.log(len(x)) + abs(high) * 2.0**-22 + 1e-5
-    assert float(jaxkern.reduce_sum(x[::-1])) == pytest.approx(float(np.sum(x.astype(np.float64))), rel=1e-6, abs=4e-7 * np.abs(x.astype(np.float64)).sum())
+    assert float(jaxkern.reduce_sum(x[::-1])) == pytest.approx(
+        float(np.sum(x.astype(np.float64))), rel=1e-6, abs=4e-7 * np.abs(x.astype(np.float64)).sum()
+    )
 
 
 @every_dtype
 def test_statistics_of_rows(dtype):
     """In rows and columns, of one chunk and of many; where 16 bits round the base of exponentials; of nothing, infinity and NaN."""
-    for shape, axis, mask in (((5, 1003), 1, None), ((70, 40), 1, (70, 40)), ((2, 200_003), 1, (1, 200_003)), ((3, 700, 5), 1, None),
-                              ((3, 700, 70), 1, (3, 1, 70))):
+    for shape, axis, mask in (
+        ((5, 1003), 1, None),
+        ((70, 40), 1, (70, 40)),
+        ((2, 200_003), 1, (1, 200_003)),
+        ((3, 700, 5), 1, None),
+        ((3, 700, 70), 1, (3, 1, 70)),
+    ):
         mask = None if mask is None else random_mask(mask)
         for scale in (1, 300):
             check_statistics(normal(shape, dtype, scale), axis, mask)
@@ -261,7 +318,13 @@ def test_masked_out_and_empty_rows(operation, dtype, width, axis):
         x = jnp.asarray(x, dtype)
         y, pull = jax.vjp(lambda x: call(operation, x, axis, mask), x)
         dx = np.asarray(pull(jnp.full(y.shape, 1.5, dtype))[0])
-    nothing = {"reduce_sum": 0, "reduce_mean": np.nan, "reduce_max": -np.inf, "reduce_min": np.inf, "logsumexp": -np.inf}
+    nothing = {
+        "reduce_sum": 0,
+        "reduce_mean": np.nan,
+        "reduce_max": -np.inf,
+        "reduce_min": np.inf,
+        "logsumexp": -np.inf,
+    }
     np.testing.assert_array_equal(np.asarray(y)[0].astype(np.float64), nothing[operation])
     assert np.isfinite(np.asarray(y)[1:]).all()
     assert np.isfinite(dx).all() and (dx[~np.asarray(mask)] == 0).all()
@@ -292,8 +355,10 @@ def test_nan_and_infinities_as_in_jax(operation, dtype, width):
             if dtype != "float32" or width > 1000:
                 continue
             rows = [0, 1, 2, 4, 7] if operation == "logsumexp" else rows_without_nan if loses_nan else range(8)
-            ours, theirs = (np.isnan(np.asarray(jax.grad(lambda x: f(x, axis=axis)[:7].astype(jnp.float32).sum())(a)))
-                            for f in (OURS[operation], JAX[operation]))
+            ours, theirs = (
+                np.isnan(np.asarray(jax.grad(lambda x: f(x, axis=axis)[:7].astype(jnp.float32).sum())(a)))
+                for f in (OURS[operation], JAX[operation])
+            )
             if operation in SELECTING:  # likewise
                 theirs = np.broadcast_to(np.isin(np.arange(8), (0, 4))[:, None], (8, width))
                 theirs = theirs if axis else theirs.T
@@ -304,7 +369,13 @@ def test_nan_and_infinities_as_in_jax(operation, dtype, width):
 def test_huge_and_tiny_values(dtype):
     info = jnp.finfo(dtype)
     huge, tiny = float(info.max), float(info.smallest_normal)
-    rows = [[huge, -huge, 0], [-huge, -huge, -huge], [huge / 2, 0, -huge / 2], [tiny, -tiny, 0], [huge / 4, huge / 4, -huge / 2]]
+    rows = [
+        [huge, -huge, 0],
+        [-huge, -huge, -huge],
+        [huge / 2, 0, -huge / 2],
+        [tiny, -tiny, 0],
+        [huge / 4, huge / 4, -huge / 2],
+    ]
     with compat.enable_x64(dtype == "float64"):
         x = jnp.asarray(np.array(rows), dtype)
         for operation in OPERATIONS:
@@ -320,7 +391,10 @@ def test_huge_and_tiny_values(dtype):
 
 
 @every_operation
-@pytest.mark.parametrize("shape, axis", [((0,), 0), ((3, 0), 1), ((3, 0), 0), ((0, 5), -1), ((2, 0, 3), 1), ((2, 0, 3), (1, 2)), ((0, 0), None)])
+@pytest.mark.parametrize(
+    "shape, axis",
+    [((0,), 0), ((3, 0), 1), ((3, 0), 0), ((0, 5), -1), ((2, 0, 3), 1), ((2, 0, 3), (1, 2)), ((0, 0), None)],
+)
 def test_empty(operation, shape, axis):
     x = jnp.zeros(shape, jnp.bfloat16)
     reduced = any(shape[a] == 0 for a in (range(len(shape)) if axis is None else np.atleast_1d(axis)))
@@ -366,7 +440,9 @@ def test_types_without_a_kernel(operation, dtype):
         narrow = call(operation, x, mask=mask)
         assert narrow.dtype == x.dtype
         found = np.asarray(narrow.astype(jnp.float32))
-        np.testing.assert_array_equal(found[len(found) - len(wider) :], np.asarray(wider.astype(dtype).astype(jnp.float32)))
+        np.testing.assert_array_equal(
+            found[len(found) - len(wider) :], np.asarray(wider.astype(dtype).astype(jnp.float32))
+        )
         assert operation == "reduce_mean" or not np.isnan(found).any()
     assert jax.grad(lambda x: OURS[operation](x)[0].astype(jnp.float32))(x).dtype == x.dtype
 
@@ -387,7 +463,9 @@ def test_more_than_2_to_31_elements(operation):
     whole = jax.jit(lambda x: OURS[operation](x.reshape(1, -1)))(x)
     some = [0, 7, 2050]
     near = jax.jit(lambda x: JAX[operation](x[:, jnp.array(some)].astype(jnp.float32), axis=0))(x)
-    np.testing.assert_allclose(np.asarray(columns.astype(jnp.float32))[some], near, rtol=1e-2, atol=8 if operation == "reduce_sum" else 1e-4)
+    np.testing.assert_allclose(
+        np.asarray(columns.astype(jnp.float32))[some], near, rtol=1e-2, atol=8 if operation == "reduce_sum" else 1e-4
+    )
     if operation in SELECTING:
         assert whole[0] == OURS[operation](y)
     elif operation == "logsumexp":
@@ -398,21 +476,24 @@ def test_more_than_2_to_31_elements(operation):
 
 
 @every_operation
-@pytest.mark.parametrize("args, kind, words", [
-    (lambda: (jnp.ones((2, 3)), 2), ValueError, ["axis 2", "(2, 3)"]),
-    (lambda: (jnp.ones((2, 3)), (1, -1)), ValueError, ["duplicate", "(1, -1)", "(2, 3)"]),
-    (lambda: (jnp.ones((2, 3)), 1.0), TypeError, ["axis", "1.0"]),
-    (lambda: (jnp.ones((2, 3)), True), TypeError, ["axis must be", "True"]),
-    (lambda: (1.0, -1), ValueError, ["axis -1", "()"]),
-    (lambda: (jnp.ones((2, 3), jnp.complex64), -1), TypeError, ["x must be real", "complex64[2, 3]"]),
-    (lambda: (jax.random.key(0), None), TypeError, ["x must be real"]),
-    (lambda: ([1.0, 2.0], -1), TypeError, ["x must be an array", "list"]),
-    (lambda: (None,), TypeError, ["x must be an array", "NoneType"]),
-    (lambda: (jnp.ones((2, 3)), -1, 1), TypeError, ["where must be boolean", "int32[]"]),
-    (lambda: (jnp.ones((2, 3)), -1, jnp.ones((2,), bool)), ValueError, ["where", "(2,)", "(2, 3)"]),
-    (lambda: (jnp.ones((2, 3)), -1, jnp.ones((4, 2, 3), bool)), ValueError, ["where", "(4, 2, 3)", "(2, 3)"]),
-    (lambda: (jnp.ones((2, 3)), -1, None, 1), TypeError, ["keepdims must be True or False", "1"]),
-])
+@pytest.mark.parametrize(
+    "args, kind, words",
+    [
+        (lambda: (jnp.ones((2, 3)), 2), ValueError, ["axis 2", "(2, 3)"]),
+        (lambda: (jnp.ones((2, 3)), (1, -1)), ValueError, ["duplicate", "(1, -1)", "(2, 3)"]),
+        (lambda: (jnp.ones((2, 3)), 1.0), TypeError, ["axis", "1.0"]),
+        (lambda: (jnp.ones((2, 3)), True), TypeError, ["axis must be", "True"]),
+        (lambda: (1.0, -1), ValueError, ["axis -1", "()"]),
+        (lambda: (jnp.ones((2, 3), jnp.complex64), -1), TypeError, ["x must be real", "complex64[2, 3]"]),
+        (lambda: (jax.random.key(0), None), TypeError, ["x must be real"]),
+        (lambda: ([1.0, 2.0], -1), TypeError, ["x must be an array", "list"]),
+        (lambda: (None,), TypeError, ["x must be an array", "NoneType"]),
+        (lambda: (jnp.ones((2, 3)), -1, 1), TypeError, ["where must be boolean", "int32[]"]),
+        (lambda: (jnp.ones((2, 3)), -1, jnp.ones((2,), bool)), ValueError, ["where", "(2,)", "(2, 3)"]),
+        (lambda: (jnp.ones((2, 3)), -1, jnp.ones((4, 2, 3), bool)), ValueError, ["where", "(4, 2, 3)", "(2, 3)"]),
+        (lambda: (jnp.ones((2, 3)), -1, None, 1), TypeError, ["keepdims must be True or False", "1"]),
+    ],
+)
 def test_bad_input(operation, args, kind, words):
     x, axis, where, keepdims = (*args(), *(-1, None, False)[len(args()) - 1 :])
     with pytest.raises(kind) as error:
@@ -438,28 +519,45 @@ def test_force():
 
 def test_tier_query_needs_no_gpu():
     for device, width, inner, dtype, masked, rows in itertools.product(
-            (tiers.H200, tiers.A100), (1, 64, 1000, 4096, 50257, 1 << 20), (1, 7), ("bfloat16", "float64", "uint8"),
-            (False, True), (1, 49152)):
+        (tiers.H200, tiers.A100),
+        (1, 64, 1000, 4096, 50257, 1 << 20),
+        (1, 7),
+        ("bfloat16", "float64", "uint8"),
+        (False, True),
+        (1, 49152),
+    ):
         problem = dict(rows=rows, width=width, inner=inner, dtype=dtype, masked=masked, device=device)
         tier = tiers.reduction(**problem)
         assert tier in tiers.REDUCTIONS and tiers.reduction_fits(tier, **problem)
         assert (tier == "column") == (inner != 1)
-    wanted = {(49152, 32): "sub_warp", (49152, 1024): "warp", (16384, 4096): "block", (8192, 32768): "block",
-              (64, 1 << 20): "split", (1, 1 << 26): "split"}
+    wanted = {
+        (49152, 32): "sub_warp",
+        (49152, 1024): "warp",
+        (16384, 4096): "block",
+        (8192, 32768): "block",
+        (64, 1 << 20): "split",
+        (1, 1 << 26): "split",
+    }
     assert {shape: tiers.reduction(*shape, device=tiers.H200) for shape in wanted} == wanted
     assert not tiers.reduction_fits("sub_warp", 8, 129, masked=True)
 
 
-@pytest.mark.parametrize("problem, kind, words", [
-    (dict(dtype="complex64"), ValueError, "no kernel for dtype complex64, there are bfloat16, float16"),
-    (dict(width=0), ValueError, "width must be positive, got 0"),
-    (dict(inner=2.0), TypeError, "inner must be an int, got 2.0"),
-    (dict(masked=1), TypeError, "masked must be True or False, got 1"),
-    (dict(device="H200"), TypeError, "device must be a jaxkern.tiers.Device or None, got str"),
-])
+@pytest.mark.parametrize(
+    "problem, kind, words",
+    [
+        (dict(dtype="complex64"), ValueError, "no kernel for dtype complex64, there are bfloat16, float16"),
+        (dict(width=0), ValueError, "width must be positive, got 0"),
+        (dict(inner=2.0), TypeError, "inner must be an int, got 2.0"),
+        (dict(masked=1), TypeError, "masked must be True or False, got 1"),
+        (dict(device="H200"), TypeError, "device must be a jaxkern.tiers.Device or None, got str"),
+    ],
+)
 def test_bad_tier_query(problem, kind, words):
     problem = {"rows": 8, "width": 64, **problem}
-    for name, ask in (("reduction", tiers.reduction), ("reduction_fits", lambda **p: tiers.reduction_fits("warp", **p))):
+    for name, ask in (
+        ("reduction", tiers.reduction),
+        ("reduction_fits", lambda **p: tiers.reduction_fits("warp", **p)),
+    ):
         with pytest.raises(kind) as error:
             ask(**problem)
         assert str(error.value).startswith(f"jaxkern.tiers.{name}: {words}")
@@ -467,7 +565,33 @@ def test_bad_tier_query(problem, kind, words):
         tiers.reduction_fits("pipeline", 8, 64)
 
 
-EDGES = (1, 3, 7, 8, 9, 31, 32, 33, 64, 100, 127, 128, 129, 255, 256, 257, 513, 1000, 1025, 4095, 4097, 16384, 50257, 131080, 600_001)
+EDGES = (
+    1,
+    3,
+    7,
+    8,
+    9,
+    31,
+    32,
+    33,
+    64,
+    100,
+    127,
+    128,
+    129,
+    255,
+    256,
+    257,
+    513,
+    1000,
+    1025,
+    4095,
+    4097,
+    16384,
+    50257,
+    131080,
+    600_001,
+)
 
 
 @pytest.mark.gpu
@@ -479,11 +603,17 @@ def test_every_tier(tier, dtype):
     for width, operation, masked in itertools.product(EDGES, OPERATIONS, (False, True)):
         if whole and operation in ("reduce_mean", "logsumexp"):
             continue
-        shapes = [((37, width, 24), 1), ((3, width, 5), 1), ((1, width, 70), 1)] if tier == "column" else [((37 if width < 5000 else 3, width), 1)]
+        shapes = (
+            [((37, width, 24), 1), ((3, width, 5), 1), ((1, width, 70), 1)]
+            if tier == "column"
+            else [((37 if width < 5000 else 3, width), 1)]
+        )
         for shape, axis in shapes:
             inner = int(np.prod(shape[2:]))
-            if (not tiers.reduction_fits(tier, shape[0], width, inner, dtype, masked=masked)
-                    or np.prod(shape) > 3_000_000):
+            if (
+                not tiers.reduction_fits(tier, shape[0], width, inner, dtype, masked=masked)
+                or np.prod(shape) > 3_000_000
+            ):
                 continue
             with compat.enable_x64(jnp.dtype(dtype).itemsize == 8), tiers.force(tier):
                 mask = random_mask((1, width, *shape[2:])) if masked else None
@@ -491,10 +621,21 @@ def test_every_tier(tier, dtype):
                     x = integers(shape, dtype)
                     y = call(operation, x, axis, mask)
                     kept = np.broadcast_to(True if mask is None else mask, shape)
-                    method, initial = {"reduce_sum": (np.sum, 0), "reduce_max": (np.max, np.iinfo(dtype).min),
-                                       "reduce_min": (np.min, np.iinfo(dtype).max)}[operation]
-                    np.testing.assert_array_equal(y, method(np.asarray(x), axis, where=kept, initial=initial, **(
-                        {"dtype": y.dtype} if operation == "reduce_sum" else {})))
+                    method, initial = {
+                        "reduce_sum": (np.sum, 0),
+                        "reduce_max": (np.max, np.iinfo(dtype).min),
+                        "reduce_min": (np.min, np.iinfo(dtype).max),
+                    }[operation]
+                    np.testing.assert_array_equal(
+                        y,
+                        method(
+                            np.asarray(x),
+                            axis,
+                            where=kept,
+                            initial=initial,
+                            **({"dtype": y.dtype} if operation == "reduce_sum" else {}),
+                        ),
+                    )
                 else:
                     check(operation, normal(shape, dtype), axis, mask)
                     if operation == "logsumexp":

@@ -70,9 +70,18 @@ def test_vmap_in_and_out_axes(operation, at, out, x64):
 
 
 @pytest.mark.parametrize("operation", ["reduce_mean", "reduce_max", "logsumexp"])  # the others share their rules
-@pytest.mark.parametrize("x_at, mask_at, axis, mask_shape", [
-    (0, 0, 1, (3, 1, 5)), (2, 1, 0, (3, 4, 5)), (1, 3, 2, (1, 4, 1)), (None, 0, 1, (3, 4, 5)), (None, 2, 0, (3, 1, 5)),
-    (3, None, 2, (3, 4, 5)), (1, None, 1, (3, 1, 5))])
+@pytest.mark.parametrize(
+    "x_at, mask_at, axis, mask_shape",
+    [
+        (0, 0, 1, (3, 1, 5)),
+        (2, 1, 0, (3, 4, 5)),
+        (1, 3, 2, (1, 4, 1)),
+        (None, 0, 1, (3, 4, 5)),
+        (None, 2, 0, (3, 1, 5)),
+        (3, None, 2, (3, 4, 5)),
+        (1, None, 1, (3, 1, 5)),
+    ],
+)
 def test_vmap_of_array_and_mask(operation, x_at, mask_at, axis, mask_shape, x64):
     """Against a loop, gradients too: the batch may lie anywhere in either operand, or in one of them."""
     rng, size = np.random.default_rng(0), 2
@@ -98,13 +107,20 @@ def test_jaxpr_is_one_primitive(operation):
 
 
 @every_operation
-@pytest.mark.parametrize("shape, axis, mask_shape", [((64, 256), -1, None), ((8, 64, 32), 1, None), ((4, 8, 16, 64), -1, (4, 1, 16, 64))])
+@pytest.mark.parametrize(
+    "shape, axis, mask_shape", [((64, 256), -1, None), ((8, 64, 32), 1, None), ((4, 8, 16, 64), -1, (4, 1, 16, 64))]
+)
 def test_one_kernel_and_nothing_moved(operation, shape, axis, mask_shape):
     if not (ON_GPU and registry.kernels.module):
         pytest.skip("kernels run on a GPU")
     mask = None if mask_shape is None else jnp.ones(mask_shape, bool)
     x = jnp.ones(shape, "bfloat16")
-    text = jax.jit(jax.value_and_grad(lambda x: call(operation, x, axis, mask).astype(jnp.float32).sum())).lower(x).compile().as_text()
+    text = (
+        jax.jit(jax.value_and_grad(lambda x: call(operation, x, axis, mask).astype(jnp.float32).sum()))
+        .lower(x)
+        .compile()
+        .as_text()
+    )
     kernel = "logsumexp_statistics" if operation == "logsumexp" else operation
     assert text.count(f'custom_call_target="jaxkern_{kernel}"') == 1 and " transpose(" not in text
 

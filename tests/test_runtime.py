@@ -39,8 +39,13 @@ def run(fake, tmp_path):
 
     def run(statements, **environment):
         environment = {"JAXKERN_CACHE_DIR": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu", **environment}
-        done = subprocess.run([sys.executable, str(HERE / "setup.py"), str(fake), textwrap.dedent(statements)],
-                              env={**os.environ, **environment}, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [sys.executable, str(HERE / "setup.py"), str(fake), textwrap.dedent(statements)],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout.splitlines()
 
@@ -52,9 +57,18 @@ def run_on_gpu(tmp_path):
     """The same on the GPU."""
 
     def run(statements, **environment):
-        environment = {"JAXKERN_CACHE_DIR": str(tmp_path / "cache"), "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **environment}
-        done = subprocess.run([sys.executable, str(HERE / "setup.py"), "cuda", textwrap.dedent(statements)],
-                              env={**os.environ, **environment}, capture_output=True, text=True, timeout=300)
+        environment = {
+            "JAXKERN_CACHE_DIR": str(tmp_path / "cache"),
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            **environment,
+        }
+        done = subprocess.run(
+            [sys.executable, str(HERE / "setup.py"), "cuda", textwrap.dedent(statements)],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout.splitlines()
 
@@ -123,14 +137,17 @@ def test_launch_options(run):
         few = probe(True, grid=1000, waves=3)
         call(plan(Memset(result(0), 32, 7), big, few), x)
     """)
-    assert lines == [
-        "load",
-        "attribute 8 = 100000 on device 0",
-        "attribute 14 = 1 on device 0",
-        "memset 7, 32 bytes",
-        f"launch 48,2,1 of 32,1,1 cluster 16 shared 100000 {lines[4].split(' ')[-1]}",  # 3 clusters of 16 fit the stand-in
-        f"launch 6,1,1 of 32,1,1 cluster 1 shared 0 {lines[5].split(' ')[-1]}",  # 2 blocks of one multiprocessor, 3 waves
-    ]
+    assert (
+        lines
+        == [
+            "load",
+            "attribute 8 = 100000 on device 0",
+            "attribute 14 = 1 on device 0",
+            "memset 7, 32 bytes",
+            f"launch 48,2,1 of 32,1,1 cluster 16 shared 100000 {lines[4].split(' ')[-1]}",  # 3 clusters of 16 fit the stand-in
+            f"launch 6,1,1 of 32,1,1 cluster 1 shared 0 {lines[5].split(' ')[-1]}",  # 2 blocks of one multiprocessor, 3 waves
+        ]
+    )
 
 
 def test_scratch_is_the_last_buffer(run):
@@ -254,7 +271,8 @@ def test_dump(run, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("flags", ["", "--xla_gpu_enable_command_buffer= ", "--xla_gpu_graph_min_graph_size=1"])
 def test_on_a_gpu(run_on_gpu, flags):
-    run_on_gpu("""
+    run_on_gpu(
+        """
         step = lambda x: call(plan(), x)
         for f in (step, jax.jit(step)):
             np.testing.assert_array_equal(f(x), expected)
@@ -286,7 +304,9 @@ def test_on_a_gpu(run_on_gpu, flags):
             raise SystemExit("no error")
         except jax.errors.JaxRuntimeError as error:
             assert "jaxkern_probe(float32[8]) -> (float32[8]), probe" in str(error), error
-    """, XLA_FLAGS=flags)
+    """,
+        XLA_FLAGS=flags,
+    )
 
 
 @pytest.mark.gpu
@@ -320,7 +340,9 @@ def test_text_of_a_launch_list():
     import numpy as np
 
     x = jax.ShapeDtypeStruct((4, 8), np.float32)
-    step = Launch("a.cuh", "F<float>", [operand(0), struct(result(0, 16), u32(7), f32(0.1)), i64(-1)], grid=(3, 2), block=64)
+    step = Launch(
+        "a.cuh", "F<float>", [operand(0), struct(result(0, 16), u32(7), f32(0.1)), i64(-1)], grid=(3, 2), block=64
+    )
     text = launch.text("jaxkern_f", Plan("rows", (step,)), [x], [x])
     assert text.splitlines()[1:] == [
         "operation jaxkern_f(float32[4,8]) -> (float32[4,8]), rows",

@@ -9,9 +9,9 @@ import pytest
 from conftest import ON_GPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from indexed import INDEX_DTYPES, indices, numpy_rows, on_this_platform, scattered, values
 from jax import export
 from reference import DTYPES, assert_rounded, wide
-from indexed import INDEX_DTYPES, indices, numpy_rows, on_this_platform, scattered, values
 
 import jaxkern
 from jaxkern import tiers
@@ -69,6 +69,7 @@ def both(rows, **options):
     def f(x, ids, g):
         y, pull = jax.vjp(lambda x: jaxkern.segment_softmax(x, ids, rows, **options), x)
         return y, pull(g)[0]
+
     return jax.jit(f)
 
 
@@ -86,12 +87,16 @@ def check(dtype, shape, rows, ids, x=None, clip=False, **options):
 # ---- numbers
 
 CASES = [  # shape, segments: what the ways through the kernels differ in
-    ((17,), 5), ((1, 4), 3),
-    ((5000, 1), 60), ((5000, 3), 700),      # narrow
-    ((3000, 8), 100), ((900, 5, 7), 40),    # a warp a chunk, of vectors and of elements
-    ((700, 64), 30), ((400, 33), 1000),     # strips; slabs of a tile, for short segments
-    ((300, 257), 1),                        # one long segment
-    ((20000, 9), 3),                        # long segments over many chunks
+    ((17,), 5),
+    ((1, 4), 3),
+    ((5000, 1), 60),
+    ((5000, 3), 700),  # narrow
+    ((3000, 8), 100),
+    ((900, 5, 7), 40),  # a warp a chunk, of vectors and of elements
+    ((700, 64), 30),
+    ((400, 33), 1000),  # strips; slabs of a tile, for short segments
+    ((300, 257), 1),  # one long segment
+    ((20000, 9), 3),  # long segments over many chunks
 ]
 
 
@@ -146,6 +151,7 @@ def test_no_larger_an_error_than_jnp(dtype):
         def f(x):
             e = jnp.exp(x - jax.ops.segment_max(x, ids, rows)[ids])
             return e / jax.ops.segment_sum(e, ids, rows)[ids]
+
         y, pull = jax.vjp(f, x)
         return y, pull(g)[0]
 
@@ -229,7 +235,7 @@ def test_special_values(dtype, ordered, count, width):
         rows = 5
         ids = np.arange(count) * rows // count if ordered else np.arange(count) % rows
         x = np.array(values((count, width), dtype))
-        x[ids == 1, 0] = -np.inf              # a column of a segment is dead
+        x[ids == 1, 0] = -np.inf  # a column of a segment is dead
         x[np.flatnonzero(ids == 2)[1], 1] = np.nan
         x[np.flatnonzero(ids == 3)[0], 2] = np.inf
         x[np.flatnonzero(ids == 4)[::2]] = -np.inf
@@ -303,7 +309,9 @@ def test_derivatives_of_any_order(x64):
     ours, theirs = of(lambda x: jaxkern.segment_softmax(x, IDS, 6)), of(lambda x: plain(x, IDS, 6))
     hvp = lambda f: lambda x: jax.jvp(jax.grad(f), (x,), (t,))[1]
     third = lambda f: lambda x: jax.grad(lambda x: jnp.sum(hvp(f)(x) * t))(x)
-    everything = lambda f: jax.jit(lambda x: (jax.grad(f)(x), jax.jvp(f, (x,), (t,)), jax.hessian(f)(x), third(f)(x)))(x)
+    everything = lambda f: jax.jit(lambda x: (jax.grad(f)(x), jax.jvp(f, (x,), (t,)), jax.hessian(f)(x), third(f)(x)))(
+        x
+    )
     for found, want in zip(*map(jax.tree.leaves, (everything(ours), everything(theirs)))):
         np.testing.assert_allclose(found, want, rtol=1e-9, atol=1e-12)
     assert float(jnp.abs(everything(ours)[3]).max()) > 1e-2
@@ -324,7 +332,11 @@ def test_one_kernel_forward_and_one_backward():
     on_this_platform()
     x, ids = jnp.ones((40, 8)), jnp.zeros(40, jnp.int8)
     for dtype in ("float16", "bfloat16", "float32"):
-        text = jax.jit(jax.grad(lambda x: jnp.sin(jaxkern.segment_softmax(x, ids, 4)).sum())).lower(x.astype(dtype)).as_text()
+        text = (
+            jax.jit(jax.grad(lambda x: jnp.sin(jaxkern.segment_softmax(x, ids, 4)).sum()))
+            .lower(x.astype(dtype))
+            .as_text()
+        )
         assert text.count("@jaxkern_segment_softmax(") == text.count("@jaxkern_segment_softmax_grad(") == 1
         assert "scatter" not in text and "gather" not in text
 
@@ -346,7 +358,9 @@ def test_donated_and_exported():
 def test_numbers_of_other_types():
     ids = indices(5, 40)
     whole = jnp.arange(40, dtype=jnp.int32).reshape(40, 1) % 7
-    np.testing.assert_array_equal(jaxkern.segment_softmax(whole, ids, 5), jaxkern.segment_softmax(whole.astype(jnp.float32), ids, 5))
+    np.testing.assert_array_equal(
+        jaxkern.segment_softmax(whole, ids, 5), jaxkern.segment_softmax(whole.astype(jnp.float32), ids, 5)
+    )
     small = values((40, 3), "float32").astype(jnp.float8_e4m3fn)
     y = jaxkern.segment_softmax(small, ids, 5)
     assert y.dtype == small.dtype
@@ -362,23 +376,32 @@ def call(data=((2, 4), "float32"), ids=((2,), "int32"), n=3, **options):
     return lambda: jaxkern.segment_softmax(one(data), one(ids), n, **options)
 
 
-@pytest.mark.parametrize("call, kind, words", [
-    (call(ids=((2,), "float32")), TypeError, ["segment_ids must be of an integer type", "float32[2]"]),
-    (call(ids=((2,), "bool")), TypeError, ["segment_ids must be of an integer type", "bool[2]"]),
-    (call(ids=((2,), "float32"), n=None), TypeError, ["segment_ids must be of an integer type", "float32[2]"]),
-    (call(ids=[0, 1]), TypeError, ["segment_ids must be an array", "list"]),
-    (call(data=[1.0, 2.0]), TypeError, ["data must be an array", "list"]),
-    (call(ids=((3,), "int32")), ValueError, ["(2, 4)", "(3,)"]),
-    (call(data=((2, 4), "bool")), TypeError, ["data must be real", "bool[2, 4]"]),
-    (call(data=((2, 4), "complex64")), TypeError, ["data must be real", "complex64[2, 4]"]),
-    (call(n=-1), ValueError, ["num_segments must not be negative", "-1"]),
-    (call(n=2.5), TypeError, ["num_segments must be an int", "2.5"]),
-    (call(mode="wrap"), ValueError, ["mode", "'wrap'", "'clip'"]),
-    (lambda: jax.jit(jaxkern.segment_softmax)(jnp.ones(3), jnp.zeros(3, int)), TypeError,
-     ["num_segments must be given", "int32[3]"]),
-    (lambda: jax.jit(jaxkern.segment_softmax)(jnp.ones(3), jnp.zeros(3, int), 4), TypeError,
-     ["num_segments must be an int"]),
-])
+@pytest.mark.parametrize(
+    "call, kind, words",
+    [
+        (call(ids=((2,), "float32")), TypeError, ["segment_ids must be of an integer type", "float32[2]"]),
+        (call(ids=((2,), "bool")), TypeError, ["segment_ids must be of an integer type", "bool[2]"]),
+        (call(ids=((2,), "float32"), n=None), TypeError, ["segment_ids must be of an integer type", "float32[2]"]),
+        (call(ids=[0, 1]), TypeError, ["segment_ids must be an array", "list"]),
+        (call(data=[1.0, 2.0]), TypeError, ["data must be an array", "list"]),
+        (call(ids=((3,), "int32")), ValueError, ["(2, 4)", "(3,)"]),
+        (call(data=((2, 4), "bool")), TypeError, ["data must be real", "bool[2, 4]"]),
+        (call(data=((2, 4), "complex64")), TypeError, ["data must be real", "complex64[2, 4]"]),
+        (call(n=-1), ValueError, ["num_segments must not be negative", "-1"]),
+        (call(n=2.5), TypeError, ["num_segments must be an int", "2.5"]),
+        (call(mode="wrap"), ValueError, ["mode", "'wrap'", "'clip'"]),
+        (
+            lambda: jax.jit(jaxkern.segment_softmax)(jnp.ones(3), jnp.zeros(3, int)),
+            TypeError,
+            ["num_segments must be given", "int32[3]"],
+        ),
+        (
+            lambda: jax.jit(jaxkern.segment_softmax)(jnp.ones(3), jnp.zeros(3, int), 4),
+            TypeError,
+            ["num_segments must be an int"],
+        ),
+    ],
+)
 def test_bad_input(call, kind, words):
     with pytest.raises(kind) as error:
         call()
@@ -405,12 +428,22 @@ def test_algorithms():
 @every_dtype
 def test_every_plan(dtype):
     """Around tiles, chunks, stretches and vectors; the plans agree to the bit, as do two runs."""
-    for count, width, rows in ((1, 1, 1), (7937, 1, 3), (20000, 1, 90), (993, 8, 2), (5000, 8, 700), (9000, 7, 40),
-                               (497, 16, 1), (3000, 64, 25), (3000, 257, 11), (100_000, 3, 2)):
+    for count, width, rows in (
+        (1, 1, 1),
+        (7937, 1, 3),
+        (20000, 1, 90),
+        (993, 8, 2),
+        (5000, 8, 700),
+        (9000, 7, 40),
+        (497, 16, 1),
+        (3000, 64, 25),
+        (3000, 257, 11),
+        (100_000, 3, 2),
+    ):
         ids = indices(rows, count, kind="sorted")
         found = []
-        for plan in ("sort", "sorted", "sorted"):
-            with tiers.force(plan):
+        for algorithm in ("sort", "sorted", "sorted"):
+            with tiers.force(algorithm):
                 found.append(check(dtype, (count, width), rows, ids, indices_are_sorted=True))
         for y, dx in found[1:]:
             assert np.asarray(y).tobytes() == np.asarray(found[0][0]).tobytes()
@@ -422,8 +455,11 @@ def test_a_promise_that_is_broken_does_no_harm():
     """Ids said to ascend that do not: nothing is read or written out of bounds, whatever comes out."""
     for width in (1, 8, 40):
         ids = indices(50, 30_000)
-        jax.block_until_ready(both(50, indices_are_sorted=True)(values((30_000, width), "float32"), ids,
-                                                                values((30_000, width), "float32")))
+        jax.block_until_ready(
+            both(50, indices_are_sorted=True)(
+                values((30_000, width), "float32"), ids, values((30_000, width), "float32")
+            )
+        )
     with tiers.force("sorted"), pytest.raises(Exception, match="jaxkern.segment_softmax.*sorted"):
         jax.block_until_ready(jaxkern.segment_softmax(jnp.ones(5), jnp.zeros(5, int), 3))
 

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from reference import OPERATIONS
 from sharding import DEVICES, KERNELS, SHAPES, arrays, check, every_mesh, mesh, messages, put, same, several, split_by
 
@@ -30,11 +31,19 @@ every_operation = pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.process
 @pytest.mark.skipif(bool(SHAPES), reason="this process has several devices")
 def test_eight_cpu_devices():
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu",
-                   "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # of what each device runs, not of what is sent
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }  # of what each device runs, not of what is sent
     files = sorted(pathlib.Path(__file__).parent.glob("test_sharding*.py"))
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files)],
-                          env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0 and re.search(r"\d+ passed", done.stdout), done.stdout + done.stderr
 
 
@@ -43,6 +52,7 @@ def both(operation, axis, scale=1):
     def f(x, g, mask):
         y, pull = jax.vjp(lambda x: getattr(jaxkern, operation)(x, axis, mask, scale=scale), x)
         return y, pull(g)[0]
+
     return f
 
 
@@ -57,25 +67,28 @@ def on_one_device(operation, axis, shape, mask_shape):
 @several
 @every_mesh
 @every_operation
-@pytest.mark.parametrize("shape, axis, spec, mask_shape, mask_spec", [
-    ((16, 64), -1, P("r"), None, None),
-    ((16, 64), -1, P(("r", "c")), None, None),
-    ((8, 4, 64), -1, P("r", "c"), None, None),
-    ((8, 64, 4), 1, P("r"), None, None),
-    ((8, 64, 4), 1, P("r", None, "c"), None, None),             # behind the row
-    ((8, 4, 64), -1, P("r", "c"), (8, 4, 64), P("r", "c")),
-    ((8, 4, 64), -1, P("r", "c"), (8, 1, 64), P("r")),          # the mask has a dimension of size 1 where x is split
-    ((8, 4, 64), -1, P("r", "c"), (64,), P()),
-    ((8, 4, 64), -1, P("r", "c"), (8, 4, 1), P("r", "c")),
-    ((7, 64), -1, P(), None, None),
-    ((16, 64), -1, P("r", "c"), None, None),                    # from here on rows are split
-    ((16, 64), -1, P(None, ("c", "r")), None, None),
-    ((16, 64), 0, P("r"), None, None),
-    ((8, 64, 4), 1, P(None, "r", "c"), None, None),
-    ((8, 4, 64), -1, P(None, None, "r"), (8, 1, 64), P()),
-    ((8, 4, 64), -1, P("c", None, "r"), (8, 1, 64), P("c", None, "r")),
-    ((8, 4, 64), -1, P("c", None, "r"), (1, 4, 1), P()),
-])
+@pytest.mark.parametrize(
+    "shape, axis, spec, mask_shape, mask_spec",
+    [
+        ((16, 64), -1, P("r"), None, None),
+        ((16, 64), -1, P(("r", "c")), None, None),
+        ((8, 4, 64), -1, P("r", "c"), None, None),
+        ((8, 64, 4), 1, P("r"), None, None),
+        ((8, 64, 4), 1, P("r", None, "c"), None, None),  # behind the row
+        ((8, 4, 64), -1, P("r", "c"), (8, 4, 64), P("r", "c")),
+        ((8, 4, 64), -1, P("r", "c"), (8, 1, 64), P("r")),  # the mask has a dimension of size 1 where x is split
+        ((8, 4, 64), -1, P("r", "c"), (64,), P()),
+        ((8, 4, 64), -1, P("r", "c"), (8, 4, 1), P("r", "c")),
+        ((7, 64), -1, P(), None, None),
+        ((16, 64), -1, P("r", "c"), None, None),  # from here on rows are split
+        ((16, 64), -1, P(None, ("c", "r")), None, None),
+        ((16, 64), 0, P("r"), None, None),
+        ((8, 64, 4), 1, P(None, "r", "c"), None, None),
+        ((8, 4, 64), -1, P(None, None, "r"), (8, 1, 64), P()),
+        ((8, 4, 64), -1, P("c", None, "r"), (8, 1, 64), P("c", None, "r")),
+        ((8, 4, 64), -1, P("c", None, "r"), (1, 4, 1), P()),
+    ],
+)
 def test_rows(shape_of_mesh, operation, shape, axis, spec, mask_shape, mask_spec):
     m = mesh(shape=shape_of_mesh)
     args = put(m, arrays(shape, mask_shape), (spec, spec, mask_spec))
@@ -84,8 +97,11 @@ def test_rows(shape_of_mesh, operation, shape, axis, spec, mask_shape, mask_spec
     cut = (*spec, *[None] * len(shape))[: len(shape)][axis] or ()
     cut = split_by(m, [cut], ("r", "c"))
     # Forward the maximum, then the sum; backward one for softmax, and both again for log_softmax, which starts from x.
-    check(f.as_text(), {"all-reduce": 3 if operation == "softmax" else 4} if cut else {},
-          most=2 * math.prod(shape) // shape[axis])
+    check(
+        f.as_text(),
+        {"all-reduce": 3 if operation == "softmax" else 4} if cut else {},
+        most=2 * math.prod(shape) // shape[axis],
+    )
 
 
 @several
@@ -153,16 +169,19 @@ def test_explicit_mesh(operation, spec):
 
 @several
 @every_operation
-@pytest.mark.parametrize("axis, spec, mask_shape, mask_spec", [
-    ((0, 1), P("r"), None, None),
-    ((0, 1), P("r", "c"), (8, 4, 6), P("r", "c")),
-    ((0, 1), P(None, "r", "c"), (4, 6), P("r", "c")),
-    ((1, 2), P("r", None, "c"), (8, 1, 1), P("r")),
-    ((0, 2), P(None, "r", "c"), None, None),
-    ((0, 2), P("r"), (8, 1, 6), P("r")),
-    (None, P(("r", "c")), (8, 4, 6), P()),
-    (None, P(), (8, 1, 6), P("r", None, "c")),
-])
+@pytest.mark.parametrize(
+    "axis, spec, mask_shape, mask_spec",
+    [
+        ((0, 1), P("r"), None, None),
+        ((0, 1), P("r", "c"), (8, 4, 6), P("r", "c")),
+        ((0, 1), P(None, "r", "c"), (4, 6), P("r", "c")),
+        ((1, 2), P("r", None, "c"), (8, 1, 1), P("r")),
+        ((0, 2), P(None, "r", "c"), None, None),
+        ((0, 2), P("r"), (8, 1, 6), P("r")),
+        (None, P(("r", "c")), (8, 4, 6), P()),
+        (None, P(), (8, 1, 6), P("r", None, "c")),
+    ],
+)
 def test_explicit_mesh_over_several_axes(operation, axis, spec, mask_shape, mask_spec):
     """Axes that are reduced together may be split: the result still is split like `x`, and its type says so."""
     m = mesh("Explicit")
@@ -241,8 +260,10 @@ def test_every_order_over_split_rows():
     x, t, mask = arrays((4, 16), (1, 16))
 
     def f(x, t):
-        loss = lambda x: jnp.sum(jnp.sin(jaxkern.softmax(x, where=mask)) * t) + jnp.sum(
-            jnp.where(mask, jaxkern.log_softmax(x, where=mask), 0) * t)
+        loss = lambda x: (
+            jnp.sum(jnp.sin(jaxkern.softmax(x, where=mask)) * t)
+            + jnp.sum(jnp.where(mask, jaxkern.log_softmax(x, where=mask), 0) * t)
+        )
         hvp = lambda x, v: jax.jvp(jax.grad(loss), (x,), (v,))
         many = jax.vmap(lambda v: hvp(x, v), out_axes=1)(jnp.stack([x, t]))
         return hvp(x, t), many, jax.lax.scan(lambda c, _: (jaxkern.softmax(c), None), x, length=3)[0]
@@ -260,20 +281,24 @@ def reduced(operation, axis):
     def f(x, mask):
         y, pull = jax.vjp(lambda x: getattr(jaxkern, operation)(x, axis=axis, where=mask), x)
         return y, pull(jnp.cos(y))[0]
+
     return f
 
 
 @several
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("axis, spec, mask_spec, left, silent", [
-    (-1, P("r"), None, P("r"), True),
-    (-1, P("r", "c"), P("r", "c"), P("r", "c"), True),
-    (1, P("r"), P("r"), P("r"), True),
-    ((1, 2), P("r"), None, P("r"), True),
-    (0, P(None, "r", "c"), None, P("r", "c"), False),
-    (-1, P("r", None, "c"), P(), P("r"), False),  # rows are cut: they must be brought together
-    (None, P("r", "c"), None, P(), False),
-])
+@pytest.mark.parametrize(
+    "axis, spec, mask_spec, left, silent",
+    [
+        (-1, P("r"), None, P("r"), True),
+        (-1, P("r", "c"), P("r", "c"), P("r", "c"), True),
+        (1, P("r"), P("r"), P("r"), True),
+        ((1, 2), P("r"), None, P("r"), True),
+        (0, P(None, "r", "c"), None, P("r", "c"), False),
+        (-1, P("r", None, "c"), P(), P("r"), False),  # rows are cut: they must be brought together
+        (None, P("r", "c"), None, P(), False),
+    ],
+)
 def test_reductions(kind, axis, spec, mask_spec, left, silent):
     m = mesh(kind)
     x, _, mask = arrays((8, 4, 64), None if mask_spec is None else (8, 4, 64))
@@ -341,10 +366,16 @@ def test_elementwise_stays_where_it_is(kind):
         out, pull = jax.vjp(f, x, y, bias)
         return out, pull(jax.tree.map(jnp.ones_like, out))
 
-    for axis, spec in ((2, P("r", None, None)), (2, P("r", "c", None)), (2, P(("r", "c"), None, None)), (1, P("r", None, "c"))):
+    for axis, spec in (  # noqa: B007  (f reads it)
+        (2, P("r", None, None)),
+        (2, P("r", "c", None)),
+        (2, P(("r", "c"), None, None)),
+        (1, P("r", None, "c")),
+    ):
         wanted = jax.jit(lambda *a: both(*a))(x, y, bias)  # traced anew for each axis
         split = [jax.device_put(a, NamedSharding(grid, spec)) for a in (x, y)] + [
-            jax.device_put(bias, NamedSharding(grid, P(spec[-1])))]
+            jax.device_put(bias, NamedSharding(grid, P(spec[-1])))
+        ]
         with jax.set_mesh(grid):
             compiled = jax.jit(lambda *a: both(*a)).lower(*split).compile()
         found = compiled(*split)
@@ -375,18 +406,27 @@ FUSED = {"scale": 0.5, "causal": True, "dropout_rate": 0.3, "dropout_key": np.ar
 def fused(x, g, bias, where):
     def f(x, bias):
         return jaxkern.softmax(x, bias=bias, where=where, **FUSED)
+
     y, pull = jax.vjp(f, x, bias)
     return y, *pull(g)
 
 
 @several
-@pytest.mark.parametrize("kind, spec, keys", [
-    *(("Auto", spec, 64) for spec in (P("r"), P("r", "c"), P(("r", "c")), P(), P(None, None, "r"), P("c", None, "r"))),
-    *(("Explicit", spec, 64) for spec in (P("r", "c"), P(), P(None, None, "r"))),
-    # From here on rows are split, into parts that do not begin with a block of eight draws too.
-    ("Auto", P(None, None, None, "r"), 64), ("Auto", P(None, None, None, ("r", "c")), 24), ("Auto", P("r", None, None, "c"), 20),
-    ("Explicit", P("c", None, None, "r"), 64),
-])
+@pytest.mark.parametrize(
+    "kind, spec, keys",
+    [
+        *(
+            ("Auto", spec, 64)
+            for spec in (P("r"), P("r", "c"), P(("r", "c")), P(), P(None, None, "r"), P("c", None, "r"))
+        ),
+        *(("Explicit", spec, 64) for spec in (P("r", "c"), P(), P(None, None, "r"))),
+        # From here on rows are split, into parts that do not begin with a block of eight draws too.
+        ("Auto", P(None, None, None, "r"), 64),
+        ("Auto", P(None, None, None, ("r", "c")), 24),
+        ("Auto", P("r", None, None, "c"), 20),
+        ("Explicit", P("c", None, None, "r"), 64),
+    ],
+)
 def test_fused_drops_the_same_elements_however_it_is_split(kind, spec, keys):
     m = mesh(kind)
     x, g, where = arrays((8, 4, 8, keys), (8, 1, 8, keys))
@@ -402,7 +442,9 @@ def test_fused_drops_the_same_elements_however_it_is_split(kind, spec, keys):
     same(found, wanted)
     cut = len(spec) == 4 and split_by(m, spec[3:], ("r", "c"))
     check(text, {"all-reduce": 4} if cut else {}, kernel=False, most=2 * x.size // keys)
-    assert ("custom_call_target=\"jaxkern_softmax_fused" in text) == (KERNELS and not cut and not split_by(m, spec[2:3], ("r", "c")))
+    assert ('custom_call_target="jaxkern_softmax_fused' in text) == (
+        KERNELS and not cut and not split_by(m, spec[2:3], ("r", "c"))
+    )
 
 
 @several
@@ -415,7 +457,9 @@ def test_fused_in_shard_map():
     keys = jax.random.split(jax.random.key(0), parts)
 
     def part(x, g, bias, where, key):
-        f = lambda x, bias: jaxkern.softmax(x, bias=bias, where=where, causal=True, dropout_rate=0.3, dropout_key=key[0])
+        f = lambda x, bias: jaxkern.softmax(
+            x, bias=bias, where=where, causal=True, dropout_rate=0.3, dropout_key=key[0]
+        )
         y, pull = jax.vjp(f, x, bias)
         return y, *pull(g)
 
@@ -423,7 +467,14 @@ def test_fused_in_shard_map():
     found = jax.jit(split)(x, g, bias, where, keys)
     of = lambda a, k: a[rows * k : rows * (k + 1)]
     each = [part(of(x, k), of(g, k), bias, of(where, k), keys[k : k + 1]) for k in range(parts)]
-    same(found, (np.concatenate([e[0] for e in each]), np.concatenate([e[1] for e in each]), sum(np.asarray(e[2]) for e in each)))
+    same(
+        found,
+        (
+            np.concatenate([e[0] for e in each]),
+            np.concatenate([e[1] for e in each]),
+            sum(np.asarray(e[2]) for e in each),
+        ),
+    )
 
 
 # ---- where JAX does not call back

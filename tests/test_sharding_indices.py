@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from sharding import DEVICES, check, every_mesh, mesh, messages, put, same, several
 
 import jaxkern
@@ -35,23 +36,33 @@ def segments(name):
         for _ in range(source.ndim - 2):
             reduced = jax.vmap(reduced)
         return reduced(source)
+
     return f
 
 
 def derivative(f, at):
     """Of a function of x, index, source by the operand at `at`, at a cotangent that is made of the result."""
+
     def backward(*operands):
         of_one = lambda v: f(*operands[:at], v, *operands[at + 1 :])
         y, pull = jax.vjp(of_one, operands[at])
         return pull(jnp.sin(jnp.nan_to_num(y)))[0]
+
     return backward
 
 
 FUNCTIONS = {
-    "index_add": add, "index_select": select, "segment_sum": segments("sum"), "segment_mean": segments("mean"),
-    "segment_max": segments("max"), "segment_min": segments("min"), "segment_softmax": segments("softmax"),
-    "index_add, to source": derivative(add, 2), "index_select, to x": derivative(select, 0),
-    "segment_sum, to source": derivative(segments("sum"), 2), "segment_max, to source": derivative(segments("max"), 2),
+    "index_add": add,
+    "index_select": select,
+    "segment_sum": segments("sum"),
+    "segment_mean": segments("mean"),
+    "segment_max": segments("max"),
+    "segment_min": segments("min"),
+    "segment_softmax": segments("softmax"),
+    "index_add, to source": derivative(add, 2),
+    "index_select, to x": derivative(select, 0),
+    "segment_sum, to source": derivative(segments("sum"), 2),
+    "segment_max, to source": derivative(segments("max"), 2),
     "segment_softmax, to source": derivative(segments("softmax"), 2),
 }
 AR, RS, AG = "all-reduce", "reduce-scatter", "all-gather"
@@ -64,7 +75,10 @@ INNER = (P(None, ("r", "c")), P(), P(None, ("r", "c")))
 # indices are split by the same axis of the mesh; of rows never.
 SENT = [
     *[(name, (8,), (P("r"), P(), P("r")), P("r"), {}) for name in FUNCTIONS],
-    *[(name, (8, 4), (P("r", "c"), P(), P("r", "c")), P("r", "c"), {}) for name in ("index_add", "segment_max", "index_select, to x")],
+    *[
+        (name, (8, 4), (P("r", "c"), P(), P("r", "c")), P("r", "c"), {})
+        for name in ("index_add", "segment_max", "index_select, to x")
+    ],
     *[(name, (), INNER, INNER[0], {}) for name in FUNCTIONS],
     ("index_add", (), ROWS_SPLIT, P("r"), {}),
     ("index_add", (), COUNT_SPLIT, P(), {AR: 1}),
@@ -87,8 +101,14 @@ SENT = [
     ("index_select, to x", (), BESIDE, P("c"), {AR: 2}),
     *[(name, (), COUNT_SPLIT, P(), {AR: 1}) for name in ("segment_sum", "segment_max", "segment_min")],
     *[(name, (), (P(), P(), P()), P("r"), {}) for name in ("segment_sum", "segment_max")],
-    *[(name, (), COUNT_SPLIT, P("r"), {RS: 1} if name == "segment_sum" else {AR: 1}) for name in ("segment_sum", "segment_min")],
-    *[(name, (), COUNT_SPLIT, P(("c", "r")), {RS: 1} if name == "segment_sum" else {AR: 1}) for name in ("segment_sum", "segment_min")],
+    *[
+        (name, (), COUNT_SPLIT, P("r"), {RS: 1} if name == "segment_sum" else {AR: 1})
+        for name in ("segment_sum", "segment_min")
+    ],
+    *[
+        (name, (), COUNT_SPLIT, P(("c", "r")), {RS: 1} if name == "segment_sum" else {AR: 1})
+        for name in ("segment_sum", "segment_min")
+    ],
     ("segment_mean", (), COUNT_SPLIT, P(), {AR: 2}),
     ("segment_sum, to source", (), COUNT_SPLIT, P("r"), {AR: 1}),
     ("segment_max, to source", (), COUNT_SPLIT, P("r"), {AR: 2}),
@@ -117,9 +137,16 @@ def test_rows_at_indices(shape_of_mesh, name, lead, specs, out, listed):
 
 
 @several
-@pytest.mark.parametrize("lead, x_spec, index_spec, source_spec", [
-    ((8,), P("r"), P(), P("r")), ((8,), P("r", None, "c"), P(), P("r", None, "c")), ((), P(), P("r"), P("r")),
-    ((), P("r"), P(), P()), ((), P(None, "c"), P("r"), P("r", "c"))])
+@pytest.mark.parametrize(
+    "lead, x_spec, index_spec, source_spec",
+    [
+        ((8,), P("r"), P(), P("r")),
+        ((8,), P("r", None, "c"), P(), P("r", None, "c")),
+        ((), P(), P("r"), P("r")),
+        ((), P("r"), P(), P()),
+        ((), P(None, "c"), P("r"), P("r", "c")),
+    ],
+)
 def test_rows_at_indices_on_an_explicit_mesh(lead, x_spec, index_spec, source_spec):
     m = mesh("Explicit")
     everything = lambda *operands: [FUNCTIONS[name](*operands) for name in FUNCTIONS]
@@ -129,9 +156,14 @@ def test_rows_at_indices_on_an_explicit_mesh(lead, x_spec, index_spec, source_sp
 
 
 @several
-@pytest.mark.parametrize("name, x_spec, index_spec, source_spec", [
-    ("index_add", P(None, "r"), P(), P("r")), ("index_add", P(), P("r"), P(None, "c")),
-    *((name, P(), P("c"), P(("r", "c"))) for name in ("segment_sum", "segment_max", "segment_softmax"))])
+@pytest.mark.parametrize(
+    "name, x_spec, index_spec, source_spec",
+    [
+        ("index_add", P(None, "r"), P(), P("r")),
+        ("index_add", P(), P("r"), P(None, "c")),
+        *((name, P(), P("c"), P(("r", "c"))) for name in ("segment_sum", "segment_max", "segment_softmax")),
+    ],
+)
 def test_gradients_on_an_explicit_mesh(name, x_spec, index_spec, source_spec):
     """Of operands that are spread in ways of their own: what is taken at indices meets a source somewhere else."""
     m, operands = mesh("Explicit"), indexed(())
@@ -162,15 +194,21 @@ def test_every_type_of_index_into_split_rows(index_dtype, mode, x64):
     m = mesh(names=("r",))
     limits = jnp.iinfo(index_dtype)
     rng = np.random.default_rng(0)
-    index = np.concatenate([rng.integers(max(limits.min, -20), 20, 12), [limits.min, limits.max, 15, 16]]).astype(index_dtype)
+    index = np.concatenate([rng.integers(max(limits.min, -20), 20, 12), [limits.min, limits.max, 15, 16]]).astype(
+        index_dtype
+    )
     x, s = jnp.asarray(rng.normal(size=(16, 4))), jnp.asarray(rng.normal(size=(16, 4)))
 
     def f(x, index, s):
         ordered, batch = jnp.sort(index), jnp.stack([index, index[::-1]])
-        return (jaxkern.index_add(x, 0, index, s, mode=mode), jaxkern.index_select(x, 0, index, mode=mode),
-                jaxkern.segment_sum(s, index, 16, mode=mode), jaxkern.segment_max(s, ordered, 16, True, mode=mode),
-                jaxkern.segment_sum(s, ordered, 16, indices_are_sorted=True, mode=mode),
-                jax.vmap(lambda i: jaxkern.index_add(x, 0, i, s, mode=mode))(batch))
+        return (
+            jaxkern.index_add(x, 0, index, s, mode=mode),
+            jaxkern.index_select(x, 0, index, mode=mode),
+            jaxkern.segment_sum(s, index, 16, mode=mode),
+            jaxkern.segment_max(s, ordered, 16, True, mode=mode),
+            jaxkern.segment_sum(s, ordered, 16, indices_are_sorted=True, mode=mode),
+            jax.vmap(lambda i: jaxkern.index_add(x, 0, i, s, mode=mode))(batch),
+        )
 
     out = tuple(NamedSharding(m, P("r")) for _ in range(5)) + (NamedSharding(m, P(None, "r")),)
     for specs in ((P("r"), P(), P()), (P("r"), P("r"), P("r"))):
@@ -224,15 +262,27 @@ def test_rows_of_no_index_whatever_alpha(alpha):
 @pytest.mark.parametrize("dim, spec", [(0, P(None, "r")), (1, P("r")), (0, P("c", "r"))])
 def test_batches_of_split_indices_of_one_array_on_an_explicit_mesh(dim, spec):
     m = mesh("Explicit")
-    x, index, source = jnp.arange(32.0).reshape(8, 4), jnp.arange(64).reshape(8, 8) % 5, jnp.sin(jnp.arange(32.0)).reshape(8, 4)
+    x, index, source = (
+        jnp.arange(32.0).reshape(8, 4),
+        jnp.arange(64).reshape(8, 8) % 5,
+        jnp.sin(jnp.arange(32.0)).reshape(8, 4),
+    )
 
     def f(x, index, source):
         batch = lambda f: jax.vmap(f, (None, dim))(source, index)
-        return [jax.vmap(lambda i: jaxkern.index_select(x, 0, i), dim)(index), jaxkern.embedding_lookup(x, index),
-                batch(lambda s, i: jaxkern.index_add(x, 0, i, s, alpha=2)), batch(lambda s, i: jaxkern.segment_max(s, i, 6))]
+        return [
+            jax.vmap(lambda i: jaxkern.index_select(x, 0, i), dim)(index),
+            jaxkern.embedding_lookup(x, index),
+            batch(lambda s, i: jaxkern.index_add(x, 0, i, s, alpha=2)),
+            batch(lambda s, i: jaxkern.segment_max(s, i, 6)),
+        ]
 
-    gradient = jax.grad(lambda *operands: sum(jnp.sin(y).sum() for y in jax.tree.map(
-        lambda y: jnp.where(jnp.isfinite(y), y, 0), f(*operands))), (0, 2))
+    gradient = jax.grad(
+        lambda *operands: sum(
+            jnp.sin(y).sum() for y in jax.tree.map(lambda y: jnp.where(jnp.isfinite(y), y, 0), f(*operands))
+        ),
+        (0, 2),
+    )
     both = jax.jit(lambda *operands: (f(*operands), gradient(*operands)))
     with jax.set_mesh(m):
         for source_spec in (P(), P("r"), P(None, "r")):
@@ -270,8 +320,9 @@ def test_gradient_of_a_replicated_table_in_shard_map():
     """Each device looks up its own ids: the gradient of the table is the sum over devices, whatever is replicated."""
     m = mesh(names=("r",))
     table, ids = jnp.arange(40.0).reshape(10, 4) / 40, jnp.arange(4 * len(DEVICES)).reshape(-1, 4) % 10
-    loss = lambda t, i: jnp.sum(jnp.sin(jaxkern.embedding_lookup(t, i) * 3) + jnp.sin(
-        jaxkern.segment_sum(t[:4], i.reshape(-1)[:4], 5)).sum())
+    loss = lambda t, i: jnp.sum(
+        jnp.sin(jaxkern.embedding_lookup(t, i) * 3) + jnp.sin(jaxkern.segment_sum(t[:4], i.reshape(-1)[:4], 5)).sum()
+    )
     mapped = jax.shard_map(lambda t, i: jax.lax.psum(loss(t, i), "r"), mesh=m, in_specs=(P(), P("r")), out_specs=P())
     whole = lambda t, i: sum(loss(t, one[None]) for one in i)
     same(*(jax.jit(jax.value_and_grad(f))(table, ids) for f in (mapped, whole)))

@@ -8,14 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from sharding import KERNELS, arrays, check, every_mesh, mesh, put, same, several, split_by
 
 import jaxkern
 from jaxkern._core import compat
 
 LOSSES = {  # arguments of softmax_cross_entropy
-    "plain": {}, "smooth": {"label_smoothing": 0.1}, "spread": {"label_smoothing": 1.0}, "z": {"z_loss": 0.01},
+    "plain": {},
+    "smooth": {"label_smoothing": 0.1},
+    "spread": {"label_smoothing": 1.0},
+    "z": {"z_loss": 0.01},
     "all": {"label_smoothing": 0.1, "z_loss": 0.01, "ignore_index": -1},
 }
 
@@ -35,6 +39,7 @@ def losses_and_pulls(x, labels, mask):
     def one(options):
         value, pull = jax.vjp(lambda x: jaxkern.softmax_cross_entropy(x, labels, where=mask, **options), x)
         return value, pull(jnp.cos(jnp.arange(value.size, dtype=value.dtype)).reshape(value.shape))[0]
+
     return {name: one(options) for name, options in LOSSES.items()}
 
 
@@ -56,7 +61,9 @@ def test_loss_of_split_logits(spec, shape_of_mesh, mask_shape):
     out = (NamedSharding(m, P(*spec[:1])), NamedSharding(m, spec))
     f = jax.jit(losses_and_pulls, out_shardings=dict.fromkeys(LOSSES, out)).lower(*args).compile()
     same(f(*args), losses_on_one_device(mask_shape))
-    check(f.as_text(), {"all-reduce": 2 * len(LOSSES)} if cut else {}, most=4 * 16 * len(LOSSES))  # which may be sent together
+    check(
+        f.as_text(), {"all-reduce": 2 * len(LOSSES)} if cut else {}, most=4 * 16 * len(LOSSES)
+    )  # which may be sent together
 
 
 @several
@@ -72,7 +79,9 @@ def test_a_step_reads_split_logits_once_or_twice(spec):
     check(text, {"all-reduce": 3})
     if KERNELS and compat.moves_operations():
         cut = split_by(m, spec[1:], "c")
-        assert re.findall(r'custom_call_target="(jaxkern_\w+)"', text) == ["jaxkern_cross_entropy" + ("" if cut else "_both")]
+        assert re.findall(r'custom_call_target="(jaxkern_\w+)"', text) == [
+            "jaxkern_cross_entropy" + ("" if cut else "_both")
+        ]
 
 
 @several
@@ -83,8 +92,11 @@ def test_loss_of_other_types_and_axes_with_split_classes(dtype, axis, spec, x64)
     x = (30 * jax.random.normal(jax.random.key(0), (8, 32, 16), jnp.float32)).astype(dtype)
     rows = [d for d in range(3) if d != axis % 3]
     labels = jnp.arange(math.prod(x.shape[d] for d in rows), dtype=jnp.uint8).reshape([x.shape[d] for d in rows]) % 9
-    f = jax.jit(lambda x: jax.vjp(lambda x: jaxkern.softmax_cross_entropy(x, labels, axis=axis, z_loss=0.01), x)[1](
-        jnp.ones(labels.shape, jnp.float64 if dtype == "float64" else jnp.float32))[0])
+    f = jax.jit(
+        lambda x: jax.vjp(lambda x: jaxkern.softmax_cross_entropy(x, labels, axis=axis, z_loss=0.01), x)[1](
+            jnp.ones(labels.shape, jnp.float64 if dtype == "float64" else jnp.float32)
+        )[0]
+    )
     found, wanted = (np.asarray(f(a), np.float64) for a in (*put(m, (x,), (spec,)), x))
     same(found, wanted, float(jnp.finfo(dtype).eps) * 8)
 
@@ -99,8 +111,12 @@ def test_derivatives_of_the_loss_of_split_classes():
 
     def f(x, t):
         hvp = lambda t: jax.jvp(jax.grad(total), (x,), (t,))[1]
-        return (jax.jvp(loss, (x,), (t,)), hvp(t), jax.vmap(hvp)(jnp.stack([t, x])),
-                jaxkern.softmax_cross_entropy_and_grad(x, labels, jnp.arange(8.0), label_smoothing=0.1))
+        return (
+            jax.jvp(loss, (x,), (t,)),
+            hvp(t),
+            jax.vmap(hvp)(jnp.stack([t, x])),
+            jaxkern.softmax_cross_entropy_and_grad(x, labels, jnp.arange(8.0), label_smoothing=0.1),
+        )
 
     args = put(m, (x, jnp.cos(x)), (P("r", "c"),) * 2)
     same(jax.jit(f)(*args), jax.jit(f)(x, jnp.cos(x)), 1e-5)
@@ -127,8 +143,11 @@ def test_donated_logits_are_overwritten():
     m = mesh()
     x, labels, _ = logits_and_labels(16, 64, None, special=False)
     for spec in (P("r"), P("r", "c")):
-        f = jax.jit(lambda x: jaxkern.softmax_cross_entropy_and_grad(x, labels), donate_argnums=0,
-                    out_shardings=(NamedSharding(m, P("r")), NamedSharding(m, spec)))
+        f = jax.jit(
+            lambda x: jaxkern.softmax_cross_entropy_and_grad(x, labels),
+            donate_argnums=0,
+            out_shardings=(NamedSharding(m, P("r")), NamedSharding(m, spec)),
+        )
         text = f.lower(*put(m, (x,), (spec,))).compile().as_text()
         assert "input_output_alias" in text and not re.findall(r"= f32\[\d+,\d+\]\S* copy\(", text)
 

@@ -43,6 +43,7 @@ def check(operation, x, axis=-1, mask=None, seed=1):
 
 # ---- numbers
 
+
 @every_operation
 @every_dtype
 @pytest.mark.parametrize("shape, axis, mask", ROWS)
@@ -95,7 +96,9 @@ def test_many_short_rows(operation, dtype, width):
 
 
 @every_operation
-@pytest.mark.parametrize("shape, axis", [((1, 1 << 20), -1), ((2, 131080), -1), ((70001, 5), -1), ((3, 40001, 2), 1), ((40001, 3), 0)])
+@pytest.mark.parametrize(
+    "shape, axis", [((1, 1 << 20), -1), ((2, 131080), -1), ((70001, 5), -1), ((3, 40001, 2), 1), ((40001, 3), 0)]
+)
 def test_long(operation, shape, axis):
     check(operation, normal(shape, "float32"), axis)
     check(operation, normal(shape, "bfloat16"), axis, random_mask((*shape[:-1], 1) if axis == 0 else shape[1:]))
@@ -103,7 +106,9 @@ def test_long(operation, shape, axis):
 
 @every_operation
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("shape, scale", [((64, 1), 9.0), ((64, 2), 9.0), ((64, 1000), 1.0), ((16, 4096), 10.0), ((4, 50257), 3.0)])
+@pytest.mark.parametrize(
+    "shape, scale", [((64, 1), 9.0), ((64, 2), 9.0), ((64, 1000), 1.0), ((16, 4096), 10.0), ((4, 50257), 3.0)]
+)
 def test_no_less_accurate_than_jax(operation, dtype, shape, scale):
     x, g = normal(shape, dtype, scale), normal(shape, dtype, seed=3)
     exact = [forward(operation, x)[0]]
@@ -113,15 +118,21 @@ def test_no_less_accurate_than_jax(operation, dtype, shape, scale):
     allowed = [eps * np.abs(e).max() for e in exact]
     with compat.enable_x64(dtype == "float64"):
         ours, theirs = (
-            [np.abs(np.asarray(found).astype(np.longdouble) - e).max() for found, e in zip(both(f, x, g, -1, None), exact)]
-            for f in (OURS[operation], JAX[operation]))
+            [
+                np.abs(np.asarray(found).astype(np.longdouble) - e).max()
+                for found, e in zip(both(f, x, g, -1, None), exact)
+            ]
+            for f in (OURS[operation], JAX[operation])
+        )
     for what, error, peer, limit in zip(("result", "gradient"), ours, theirs, allowed):
         assert error <= max(peer, limit), f"{what}: {error / limit:.2f} of the rounding, jax.nn {peer / limit:.2f}"
 
 
 @every_operation
 @every_dtype
-@pytest.mark.parametrize("shape, axis", [((300, 1), -1), ((40, 24), -1), ((40, 1003), -1), ((9, 30, 16), 1), ((3, 70000), -1)])
+@pytest.mark.parametrize(
+    "shape, axis", [((300, 1), -1), ((40, 24), -1), ((40, 1003), -1), ((9, 30, 16), 1), ((3, 70000), -1)]
+)
 def test_rows_of_one_participant_are_exact(operation, dtype, shape, axis):
     """As in jax.nn: a row's only element has the probability 1 and the logarithm 0, whatever it is."""
     with compat.enable_x64(dtype == "float64"):
@@ -149,7 +160,9 @@ def test_bitwise_reproducible(operation, dtype):
 def test_any_shape_axis_and_mask(data):
     shape = tuple(data.draw(st.lists(st.sampled_from((0, 1, 2, 3, 5, 17)), min_size=1, max_size=4), label="shape"))
     rank = len(shape)
-    axes = st.one_of(st.integers(-rank, rank - 1), st.none(), st.lists(st.integers(0, rank - 1), unique=True).map(tuple))
+    axes = st.one_of(
+        st.integers(-rank, rank - 1), st.none(), st.lists(st.integers(0, rank - 1), unique=True).map(tuple)
+    )
     axis = data.draw(axes, label="axis")
     mask = None
     if data.draw(st.booleans(), label="masked"):
@@ -160,7 +173,9 @@ def test_any_shape_axis_and_mask(data):
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False), min_size=6, max_size=6))
+@given(
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False), min_size=6, max_size=6)
+)
 def test_sums_to_one_and_keeps_order(values):
     x = np.clip(np.asarray(values, np.float32), -1e30, 1e30)
     y = np.asarray(jaxkern.softmax(x), np.float64)
@@ -229,8 +244,14 @@ def test_nan_and_infinity_propagate_as_in_jax(operation, dtype, bad, width):
 def test_huge_and_tiny_values(operation, dtype):
     info = jnp.finfo(dtype)
     huge, tiny, least = float(info.max), float(info.smallest_normal), float(info.smallest_subnormal)
-    rows = [[huge, huge, huge], [-huge, -huge, -huge], [huge / 2, 0, -huge / 2], [tiny, -tiny, 0], [least, 0, -least],
-            [huge, huge / 2, -np.inf]]
+    rows = [
+        [huge, huge, huge],
+        [-huge, -huge, -huge],
+        [huge / 2, 0, -huge / 2],
+        [tiny, -tiny, 0],
+        [least, 0, -least],
+        [huge, huge / 2, -np.inf],
+    ]
     with compat.enable_x64(dtype == "float64"):
         x = jnp.asarray(np.array(rows), dtype)
         y = OURS[operation](x)
@@ -238,11 +259,18 @@ def test_huge_and_tiny_values(operation, dtype):
 
 
 @every_operation
-@pytest.mark.parametrize("shape, axis", [((0,), 0), ((3, 0), 1), ((3, 0), 0), ((0, 5), -1), ((2, 0, 3), 1), ((2, 0, 3), (1, 2)), ((0, 0), None)])
+@pytest.mark.parametrize(
+    "shape, axis",
+    [((0,), 0), ((3, 0), 1), ((3, 0), 0), ((0, 5), -1), ((2, 0, 3), 1), ((2, 0, 3), (1, 2)), ((0, 0), None)],
+)
 def test_empty(operation, shape, axis):
     x = jnp.zeros(shape, jnp.bfloat16)
     mask = jnp.ones(shape[-1:], bool)
-    for y in (OURS[operation](x, axis), OURS[operation](x, axis, mask), jax.grad(lambda x: OURS[operation](x, axis).sum())(x)):
+    for y in (
+        OURS[operation](x, axis),
+        OURS[operation](x, axis, mask),
+        jax.grad(lambda x: OURS[operation](x, axis).sum())(x),
+    ):
         assert y.shape == shape and y.dtype == x.dtype
 
 
@@ -302,47 +330,54 @@ def test_more_than_2_to_31_elements(operation):
 
 
 @every_operation
-@pytest.mark.parametrize("args, kind, words", [
-    (lambda: (jnp.ones((2, 3)), 2), ValueError, ["axis 2", "(2, 3)"]),
-    (lambda: (jnp.ones((2, 3)), -3), ValueError, ["axis -3", "(2, 3)"]),
-    (lambda: (jnp.ones((2, 3)), (0, 2)), ValueError, ["axis 2", "(2, 3)"]),
-    (lambda: (jnp.ones((2, 3)), (1, -1)), ValueError, ["duplicate", "(1, -1)", "(2, 3)"]),
-    (lambda: (jnp.ones((2, 3)), 1.0), TypeError, ["axis", "1.0"]),
-    (lambda: (jnp.ones((2, 3)), "x"), TypeError, ["axis", "'x'"]),
-    (lambda: (1.0, -1), ValueError, ["axis -1", "()"]),
-    (lambda: (jnp.ones((2, 3), bool), -1), TypeError, ["x must be real", "bool[2, 3]"]),
-    (lambda: (jnp.ones((2, 3), jnp.complex64), -1), TypeError, ["x must be real", "complex64[2, 3]"]),
-    (lambda: (jax.random.key(0), None), TypeError, ["x must be real"]),
-    (lambda: ([1.0, 2.0], -1), TypeError, ["x must be an array", "list"]),
-    (lambda: ("abc",), TypeError, ["x must be an array", "str"]),
-    (lambda: (None,), TypeError, ["x must be an array", "NoneType"]),
-    (lambda: (object(),), TypeError, ["x must be an array", "object"]),
-    (lambda: (np.array(["a", "b"]),), TypeError, ["x must be an array", "<U1[2]"]),
-    (lambda: (np.ones((2, 3), np.longdouble),), TypeError, ["x must be an array", "[2, 3]"]),
-    (lambda: (jax.ShapeDtypeStruct((2, 3), jnp.float32),), TypeError, ["x must be an array", "ShapeDtypeStruct"]),
-    (lambda: (1 << 70, None), TypeError, ["x must be an array", "too large"]),
-    (lambda: (np.zeros(3, jax.dtypes.float0),), TypeError, ["x must be real", "float0[3]"]),
-    (lambda: (jnp.ones((2, 3), jnp.int4),), TypeError, ["int4[2, 3]", "does not promote"]),
-    (lambda: (jnp.ones((2, 3), jnp.uint4),), TypeError, ["uint4[2, 3]", "does not promote"]),
-    (lambda: (jnp.ones((2, 3), jnp.int2),), TypeError, ["int2[2, 3]", "does not promote"]),
-    (lambda: (jnp.ones((2, 3), jnp.float8_e8m0fnu),), TypeError, ["a zero and a sign", "float8_e8m0fnu[2, 3]"]),
-    (lambda: (jnp.ones((2, 3)), ""), TypeError, ["axis must be", "''"]),
-    (lambda: (jnp.ones((2, 3)), b"\0"), TypeError, ["axis must be", "b'\\x00'"]),
-    (lambda: (jnp.ones((2, 3)), {0: 1}), TypeError, ["axis must be", "{0: 1}"]),
-    (lambda: (jnp.ones((2, 3)), True), TypeError, ["axis must be", "True"]),
-    (lambda: (jnp.ones((2, 3)), (0, False)), TypeError, ["axis must be", "(0, False)"]),
-    (lambda: (jnp.ones((2, 3)), ((0,), 1)), TypeError, ["axis must be", "((0,), 1)"]),
-    (lambda: (jnp.ones((2, 3)), jnp.ones((2, 3), bool)), TypeError, ["axis must be", "True"]),
-    (lambda: (jnp.ones((2, 3)), -1, "abc"), TypeError, ["where must be a boolean array", "str"]),
-    (lambda: (jnp.ones((2, 3)), -1, object()), TypeError, ["where must be a boolean array", "object"]),
-    (lambda: (jnp.ones((2, 3)), -1, np.array([None] * 3)), TypeError, ["where must be a boolean array", "object[3]"]),
-    (lambda: (jnp.ones((2, 3)), -1, 1), TypeError, ["where must be boolean", "int32[]"]),
-    (lambda: (jnp.ones((2, 3)), -1, jnp.ones((2,), bool)), ValueError, ["where", "(2,)", "(2, 3)"]),
-    (lambda: (jnp.ones((2, 3)), -1, jnp.ones((4, 2, 3), bool)), ValueError, ["where", "(4, 2, 3)", "(2, 3)"]),
-    (lambda: (jnp.ones((2, 1)), -1, jnp.ones((2, 3), bool)), ValueError, ["where", "(2, 3)", "(2, 1)"]),
-    (lambda: (jnp.ones((2, 3)), -1, jnp.ones((2, 3))), TypeError, ["where must be boolean", "float32[2, 3]"]),
-    (lambda: (jnp.ones((2, 3)), -1, [True, False, True]), TypeError, ["where must be a boolean array", "list"]),
-])
+@pytest.mark.parametrize(
+    "args, kind, words",
+    [
+        (lambda: (jnp.ones((2, 3)), 2), ValueError, ["axis 2", "(2, 3)"]),
+        (lambda: (jnp.ones((2, 3)), -3), ValueError, ["axis -3", "(2, 3)"]),
+        (lambda: (jnp.ones((2, 3)), (0, 2)), ValueError, ["axis 2", "(2, 3)"]),
+        (lambda: (jnp.ones((2, 3)), (1, -1)), ValueError, ["duplicate", "(1, -1)", "(2, 3)"]),
+        (lambda: (jnp.ones((2, 3)), 1.0), TypeError, ["axis", "1.0"]),
+        (lambda: (jnp.ones((2, 3)), "x"), TypeError, ["axis", "'x'"]),
+        (lambda: (1.0, -1), ValueError, ["axis -1", "()"]),
+        (lambda: (jnp.ones((2, 3), bool), -1), TypeError, ["x must be real", "bool[2, 3]"]),
+        (lambda: (jnp.ones((2, 3), jnp.complex64), -1), TypeError, ["x must be real", "complex64[2, 3]"]),
+        (lambda: (jax.random.key(0), None), TypeError, ["x must be real"]),
+        (lambda: ([1.0, 2.0], -1), TypeError, ["x must be an array", "list"]),
+        (lambda: ("abc",), TypeError, ["x must be an array", "str"]),
+        (lambda: (None,), TypeError, ["x must be an array", "NoneType"]),
+        (lambda: (object(),), TypeError, ["x must be an array", "object"]),
+        (lambda: (np.array(["a", "b"]),), TypeError, ["x must be an array", "<U1[2]"]),
+        (lambda: (np.ones((2, 3), np.longdouble),), TypeError, ["x must be an array", "[2, 3]"]),
+        (lambda: (jax.ShapeDtypeStruct((2, 3), jnp.float32),), TypeError, ["x must be an array", "ShapeDtypeStruct"]),
+        (lambda: (1 << 70, None), TypeError, ["x must be an array", "too large"]),
+        (lambda: (np.zeros(3, jax.dtypes.float0),), TypeError, ["x must be real", "float0[3]"]),
+        (lambda: (jnp.ones((2, 3), jnp.int4),), TypeError, ["int4[2, 3]", "does not promote"]),
+        (lambda: (jnp.ones((2, 3), jnp.uint4),), TypeError, ["uint4[2, 3]", "does not promote"]),
+        (lambda: (jnp.ones((2, 3), jnp.int2),), TypeError, ["int2[2, 3]", "does not promote"]),
+        (lambda: (jnp.ones((2, 3), jnp.float8_e8m0fnu),), TypeError, ["a zero and a sign", "float8_e8m0fnu[2, 3]"]),
+        (lambda: (jnp.ones((2, 3)), ""), TypeError, ["axis must be", "''"]),
+        (lambda: (jnp.ones((2, 3)), b"\0"), TypeError, ["axis must be", "b'\\x00'"]),
+        (lambda: (jnp.ones((2, 3)), {0: 1}), TypeError, ["axis must be", "{0: 1}"]),
+        (lambda: (jnp.ones((2, 3)), True), TypeError, ["axis must be", "True"]),
+        (lambda: (jnp.ones((2, 3)), (0, False)), TypeError, ["axis must be", "(0, False)"]),
+        (lambda: (jnp.ones((2, 3)), ((0,), 1)), TypeError, ["axis must be", "((0,), 1)"]),
+        (lambda: (jnp.ones((2, 3)), jnp.ones((2, 3), bool)), TypeError, ["axis must be", "True"]),
+        (lambda: (jnp.ones((2, 3)), -1, "abc"), TypeError, ["where must be a boolean array", "str"]),
+        (lambda: (jnp.ones((2, 3)), -1, object()), TypeError, ["where must be a boolean array", "object"]),
+        (
+            lambda: (jnp.ones((2, 3)), -1, np.array([None] * 3)),
+            TypeError,
+            ["where must be a boolean array", "object[3]"],
+        ),
+        (lambda: (jnp.ones((2, 3)), -1, 1), TypeError, ["where must be boolean", "int32[]"]),
+        (lambda: (jnp.ones((2, 3)), -1, jnp.ones((2,), bool)), ValueError, ["where", "(2,)", "(2, 3)"]),
+        (lambda: (jnp.ones((2, 3)), -1, jnp.ones((4, 2, 3), bool)), ValueError, ["where", "(4, 2, 3)", "(2, 3)"]),
+        (lambda: (jnp.ones((2, 1)), -1, jnp.ones((2, 3), bool)), ValueError, ["where", "(2, 3)", "(2, 1)"]),
+        (lambda: (jnp.ones((2, 3)), -1, jnp.ones((2, 3))), TypeError, ["where must be boolean", "float32[2, 3]"]),
+        (lambda: (jnp.ones((2, 3)), -1, [True, False, True]), TypeError, ["where must be a boolean array", "list"]),
+    ],
+)
 def test_bad_input(operation, args, kind, words):
     with pytest.raises(kind) as error:
         OURS[operation](*args())
@@ -353,7 +388,13 @@ def test_bad_input(operation, args, kind, words):
 @every_operation
 def test_axes_of_any_integer_type(operation):
     x = normal((2, 3, 4), "float32")
-    for axis, same in ((np.int64(1), 1), (np.array(-1), -1), ([0, 1], (0, 1)), (np.array([0, 1]), (0, 1)), (range(3), None)):
+    for axis, same in (
+        (np.int64(1), 1),
+        (np.array(-1), -1),
+        ([0, 1], (0, 1)),
+        (np.array([0, 1]), (0, 1)),
+        (range(3), None),
+    ):
         np.testing.assert_array_equal(OURS[operation](x, axis), OURS[operation](x, same))
 
 
@@ -378,10 +419,12 @@ def test_force_is_local_and_restored():
 def test_tier_query_needs_no_gpu():
     for device in (tiers.H200, tiers.A100):
         for width, inner, dtype, backward, masked in itertools.product(
-                (1, 64, 1000, 4096, 50257, 1 << 20), (1, 7), DTYPES, (False, True), (False, True)):
+            (1, 64, 1000, 4096, 50257, 1 << 20), (1, 7), DTYPES, (False, True), (False, True)
+        ):
             for rows in (1, 49152):
-                problem = dict(rows=rows, width=width, inner=inner, dtype=dtype, backward=backward, masked=masked,
-                               device=device)
+                problem = dict(
+                    rows=rows, width=width, inner=inner, dtype=dtype, backward=backward, masked=masked, device=device
+                )
                 tier = tiers.softmax(**problem)
                 assert tier in tiers.NAMES and tiers.fits(tier, **problem)
                 assert (tier == "column") == (inner != 1)
@@ -393,24 +436,27 @@ def test_tier_query_needs_no_gpu():
         tiers.fits("wrap", 1, 1)
 
 
-@pytest.mark.parametrize("problem, kind, words", [
-    (dict(dtype="int32"), ValueError, "no kernel for dtype int32, there are bfloat16, float16, float32, float64"),
-    (dict(dtype=None), ValueError, "no kernel for dtype None"),
-    (dict(dtype="floot"), TypeError, "dtype must be a dtype or the name of one, got 'floot'"),
-    (dict(dtype=object()), TypeError, "dtype must be a dtype or the name of one"),
-    (dict(width=0), ValueError, "width must be positive, got 0"),
-    (dict(rows=-3), ValueError, "rows must be positive, got -3"),
-    (dict(inner=2.0), TypeError, "inner must be an int, got 2.0"),
-    (dict(rows=True), TypeError, "rows must be an int, got True"),
-    (dict(rows="8"), TypeError, "rows must be an int, got '8'"),
-    (dict(width=1 << 63), ValueError, "width must be below 9223372036854775808, got 9223372036854775808"),
-    (dict(backward=1), TypeError, "backward must be True or False, got 1"),
-    (dict(masked=None), TypeError, "masked must be True or False, got None"),
-    (dict(device="H200"), TypeError, "device must be a jaxkern.tiers.Device or None, got str"),
-    (dict(device=(132, 90, 1)), TypeError, "device must be a jaxkern.tiers.Device or None, got tuple"),
-    (dict(device=tiers.Device(132, 9.0, 1)), TypeError, "device.compute_capability must be an int, got 9.0"),
-    (dict(device=tiers.Device(0, 90, 1)), ValueError, "device.sm_count must be positive, got 0"),
-])
+@pytest.mark.parametrize(
+    "problem, kind, words",
+    [
+        (dict(dtype="int32"), ValueError, "no kernel for dtype int32, there are bfloat16, float16, float32, float64"),
+        (dict(dtype=None), ValueError, "no kernel for dtype None"),
+        (dict(dtype="floot"), TypeError, "dtype must be a dtype or the name of one, got 'floot'"),
+        (dict(dtype=object()), TypeError, "dtype must be a dtype or the name of one"),
+        (dict(width=0), ValueError, "width must be positive, got 0"),
+        (dict(rows=-3), ValueError, "rows must be positive, got -3"),
+        (dict(inner=2.0), TypeError, "inner must be an int, got 2.0"),
+        (dict(rows=True), TypeError, "rows must be an int, got True"),
+        (dict(rows="8"), TypeError, "rows must be an int, got '8'"),
+        (dict(width=1 << 63), ValueError, "width must be below 9223372036854775808, got 9223372036854775808"),
+        (dict(backward=1), TypeError, "backward must be True or False, got 1"),
+        (dict(masked=None), TypeError, "masked must be True or False, got None"),
+        (dict(device="H200"), TypeError, "device must be a jaxkern.tiers.Device or None, got str"),
+        (dict(device=(132, 90, 1)), TypeError, "device must be a jaxkern.tiers.Device or None, got tuple"),
+        (dict(device=tiers.Device(132, 9.0, 1)), TypeError, "device.compute_capability must be an int, got 9.0"),
+        (dict(device=tiers.Device(0, 90, 1)), ValueError, "device.sm_count must be positive, got 0"),
+    ],
+)
 def test_bad_tier_query(problem, kind, words):
     problem = {"rows": 8, "width": 64, **problem}
     for name, ask in (("softmax", tiers.softmax), ("fits", lambda **p: tiers.fits("warp", **p))):
@@ -420,8 +466,33 @@ def test_bad_tier_query(problem, kind, words):
         assert message.startswith(f"jaxkern.tiers.{name}: {words}") and "\n" not in message, message
 
 
-EDGES = (1, 7, 8, 9, 31, 127, 128, 129, 255, 257, 511, 513, 1000, 1023, 1025, 2047, 2049, 4095, 4097, 8193, 16384, 16385,
-         32767, 50257, 131080)
+EDGES = (
+    1,
+    7,
+    8,
+    9,
+    31,
+    127,
+    128,
+    129,
+    255,
+    257,
+    511,
+    513,
+    1000,
+    1023,
+    1025,
+    2047,
+    2049,
+    4095,
+    4097,
+    8193,
+    16384,
+    16385,
+    32767,
+    50257,
+    131080,
+)
 
 
 @pytest.mark.gpu

@@ -147,9 +147,16 @@ def compiled(f, *args):
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("shape, axis, mask_shape", [
-    ((64, 256), -1, None), ((64, 256), 0, None), ((8, 64, 32), 1, None), ((4, 8, 16, 64), -1, (4, 1, 16, 64)),
-    ((4, 8, 16, 64), (2, 3), None)])
+@pytest.mark.parametrize(
+    "shape, axis, mask_shape",
+    [
+        ((64, 256), -1, None),
+        ((64, 256), 0, None),
+        ((8, 64, 32), 1, None),
+        ((4, 8, 16, 64), -1, (4, 1, 16, 64)),
+        ((4, 8, 16, 64), (2, 3), None),
+    ],
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_kernel_forward_and_one_backward(operation, shape, axis, mask_shape, dtype):
     """value_and_grad compiles to our two kernels, without a transpose or a copy."""
@@ -181,7 +188,9 @@ def test_types_survive():
     x = jnp.ones((2, 3), jnp.bfloat16)
     for operation in OPERATIONS:
         f = getattr(jaxkern, operation)
-        leaves = jax.tree.leaves([f(x), jax.jvp(f, (x,), (x,)), jax.vjp(f, x)[1](x), jax.hessian(lambda x: f(x).sum())(x)])
+        leaves = jax.tree.leaves(
+            [f(x), jax.jvp(f, (x,), (x,)), jax.vjp(f, x)[1](x), jax.hessian(lambda x: f(x).sum())(x)]
+        )
         assert {leaf.dtype for leaf in leaves} == {x.dtype}
         assert not jax.eval_shape(lambda s: f(s, None), 1.0).weak_type
 
@@ -248,24 +257,32 @@ def test_mask_is_traced_and_not_differentiated(x64):
 def test_export(operation, rows):
     """One program for several platforms and, where the size is a symbol, for every number of rows, kept as bytes."""
     pytest.importorskip("flatbuffers", reason="Exported.serialize needs it")
-    f = jax.jit(lambda x: jax.value_and_grad(lambda x: getattr(jaxkern, operation)(x, -1, jnp.arange(7) < 5)[..., 0].sum())(x))
+    f = jax.jit(
+        lambda x: jax.value_and_grad(lambda x: getattr(jaxkern, operation)(x, -1, jnp.arange(7) < 5)[..., 0].sum())(x)
+    )
     here = {"cpu": "cpu", "gpu": "cuda"}[jax.default_backend()]
     platforms = {"cpu", "cuda", "tpu"}
     shape = export.symbolic_shape(f"{rows}, 7")
     exported = export.export(f, platforms=sorted(platforms), disabled_checks=jaxkern.export_checks())(
-        jax.ShapeDtypeStruct(shape, jnp.float32))
+        jax.ShapeDtypeStruct(shape, jnp.float32)
+    )
     assert set(exported.platforms) == platforms
     # A launch list is for arrays of one shape.
     loaded = {"cpu": False, "cuda": registry.kernels.module is not None and rows == "4"}
     for platform in loaded:
         kernel = f"custom_call @jaxkern_{operation}("
         single = export.export(f, platforms=[platform], disabled_checks=jaxkern.export_checks())(
-            jax.ShapeDtypeStruct(shape, jnp.float32))
+            jax.ShapeDtypeStruct(shape, jnp.float32)
+        )
         assert (kernel in single.mlir_module()) == loaded[platform]
     again = export.deserialize(exported.serialize())
     for n in (4,) if rows == "4" else (1, 4, 9):
         x = jax.random.normal(jax.random.key(n), (n, 7))
-        same = np.testing.assert_array_equal if loaded[here] else functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+        same = (
+            np.testing.assert_array_equal
+            if loaded[here]
+            else functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+        )
         jax.tree.map(same, again.call(x), f(x))
     if loaded[here]:
         with pytest.raises(ValueError, match="jaxkern_"):  # the checks are needed
@@ -275,9 +292,13 @@ def test_export(operation, rows):
 @pytest.mark.gpu
 def test_command_buffers_and_scan():
     """Runs inside a CUDA graph: many calls in one program, twice, with other data the second time."""
+
     def program(x):
         def step(c, _):
-            return jaxkern.softmax(c * 3) + jaxkern.log_softmax(c, 0) * 0.1, jax.grad(lambda c: jaxkern.softmax(c)[:, 0].sum())(c).sum()
+            return jaxkern.softmax(c * 3) + jaxkern.log_softmax(c, 0) * 0.1, jax.grad(
+                lambda c: jaxkern.softmax(c)[:, 0].sum()
+            )(c).sum()
+
         for _ in range(8):
             x = step(x, None)[0]
         return lax.scan(step, x, length=5)
@@ -342,7 +363,9 @@ def test_threads_share_the_library():
         jax.tree.map(np.testing.assert_array_equal, result, alone[k % len(xs)])
 
 
-@pytest.mark.parametrize("call", [lambda f, x: f(x), lambda f, x: jax.jit(f)(x), lambda f, x: jax.grad(lambda x: f(x)[0, 0])(x)])
+@pytest.mark.parametrize(
+    "call", [lambda f, x: f(x), lambda f, x: jax.jit(f)(x), lambda f, x: jax.grad(lambda x: f(x)[0, 0])(x)]
+)
 def test_debug_nans_finds_them(call):
     x = jnp.array([[jnp.inf, 1.0]])
     with jax.debug_nans(True):
@@ -354,11 +377,18 @@ def test_debug_nans_finds_them(call):
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_checkify_finds_nan(operation):
     f = getattr(jaxkern, operation)
-    functions = {"": f, "_grad": jax.grad(lambda x: jnp.where(jnp.isnan(f(x)), 0, f(x)).sum()), "vmap": jax.vmap(f), "jit": jax.jit(f)}
+    functions = {
+        "": f,
+        "_grad": jax.grad(lambda x: jnp.where(jnp.isnan(f(x)), 0, f(x)).sum()),
+        "vmap": jax.vmap(f),
+        "jit": jax.jit(f),
+    }
     for name, g in functions.items():
         for checks in (checkify.nan_checks, checkify.float_checks, checkify.all_checks):
             check = jax.jit(checkify.checkify(g, errors=checks))
-            assert f"nan generated by primitive: jaxkern_{operation}" in (check(jnp.array([[jnp.inf, 1.0]]))[0].get() or ""), name
+            assert f"nan generated by primitive: jaxkern_{operation}" in (
+                check(jnp.array([[jnp.inf, 1.0]]))[0].get() or ""
+            ), name
             error, result = check(jnp.ones((2, 3)))
             assert error.get() is None
             np.testing.assert_array_equal(result, g(jnp.ones((2, 3))))

@@ -65,8 +65,11 @@ def _primitives_that_need_devices():
         from jax.experimental import custom_partitioning  # noqa: F401
 
         return dispatch.prim_requires_devices_during_lowering
-    warnings.warn("jaxkern: this version of JAX does not let operations partition themselves. Arrays that are split "
-                  "along the axis of an operation will be gathered.", stacklevel=2)
+    warnings.warn(
+        "jaxkern: this version of JAX does not let operations partition themselves. Arrays that are split "
+        "along the axis of an operation will be gathered.",
+        stacklevel=2,
+    )
     return None
 
 

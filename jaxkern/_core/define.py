@@ -74,9 +74,21 @@ def size_of(shape) -> int:
 
 
 # The C++ name of each dtype in ffi/kernels.
-CUDA_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double", "bool": "bool",
-              "int8": "int8_t", "int16": "int16_t", "int32": "int32_t", "int64": "int64_t", "uint8": "uint8_t",
-              "uint16": "uint16_t", "uint32": "uint32_t", "uint64": "uint64_t"}
+CUDA_TYPES = {
+    "float16": "__half",
+    "bfloat16": "__nv_bfloat16",
+    "float32": "float",
+    "float64": "double",
+    "bool": "bool",
+    "int8": "int8_t",
+    "int16": "int16_t",
+    "int32": "int32_t",
+    "int64": "int64_t",
+    "uint8": "uint8_t",
+    "uint16": "uint16_t",
+    "uint32": "uint32_t",
+    "uint64": "uint64_t",
+}
 
 
 def cuda_type(dtype) -> str:
@@ -120,8 +132,11 @@ def _groups(full, part, stride):
 def _index_map(groups) -> launch.Struct:
     sizes = [fast_divmod(n if k + 1 < len(groups) else 1) for k, (n, _) in enumerate(groups)]
     strides = [launch.i64(s) for _, s in groups]
-    return launch.struct(launch.i32(len(groups)), *launch.array(sizes, MAP_RANK, fast_divmod(1)),
-                         *launch.array(strides, MAP_RANK, launch.i64(0)))
+    return launch.struct(
+        launch.i32(len(groups)),
+        *launch.array(sizes, MAP_RANK, fast_divmod(1)),
+        *launch.array(strides, MAP_RANK, launch.i64(0)),
+    )
 
 
 def broadcast_view(full, part, axis: int) -> launch.Struct | None:

@@ -194,9 +194,11 @@ def text(operation: str, plan: Plan, operands, results) -> str:
 
     describe = lambda avals: ", ".join(f"{a.dtype.name}[{','.join(map(str, a.shape))}]" for a in avals)
     sizes = [a.size * a.dtype.itemsize for a in buffers] + [plan.scratch] * (plan.scratch > 0)
-    lines = [f"jaxkern {jaxkern.__version__}",
-             f"operation {operation}({describe(operands)}) -> ({describe(results)}), {plan.algorithm}",
-             f"bytes {' '.join(map(str, sizes))}"]
+    lines = [
+        f"jaxkern {jaxkern.__version__}",
+        f"operation {operation}({describe(operands)}) -> ({describe(results)}), {plan.algorithm}",
+        f"bytes {' '.join(map(str, sizes))}",
+    ]
     if plan.unaligned is not None:
         lines += ["alignment 16", *_launches(plan.launches, place)]
     lines += ["alignment 1", *_launches(plan.launches if plan.unaligned is None else plan.unaligned, place)]

@@ -1,14 +1,14 @@
 """From a row primitive to what XLA runs: our kernel on CUDA, the jnp reference elsewhere."""
 
-
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
 from jaxkern._core import compat, define, partition
 
 KERNEL_DTYPES = frozenset(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
-INTEGER_DTYPES = frozenset(map(jnp.dtype, (
-    jnp.int8, jnp.int16, jnp.int32, jnp.int64, jnp.uint8, jnp.uint16, jnp.uint32, jnp.uint64)))
+INTEGER_DTYPES = frozenset(
+    map(jnp.dtype, (jnp.int8, jnp.int16, jnp.int32, jnp.int64, jnp.uint8, jnp.uint16, jnp.uint32, jnp.uint64))
+)
 MASK_GROUPS = 4  # BroadcastView's limit on alternations of broadcast and other dimensions
 
 
@@ -70,8 +70,17 @@ def _partitioned(prim, split, ctx, operands, params):
             return split(*parts, over=over["row"], **params)
         return prim.bind(*parts, **params)
 
-    return partition.lower(ctx, prim, operands, params, dims, shard, exact={"row"}, whole=() if split else {"row"},
-                            summed=() if dims[-1] is names else ("row",))
+    return partition.lower(
+        ctx,
+        prim,
+        operands,
+        params,
+        dims,
+        shard,
+        exact={"row"},
+        whole=() if split else {"row"},
+        summed=() if dims[-1] is names else ("row",),
+    )
 
 
 def mask_shape(full, part, axis: int):

@@ -42,8 +42,10 @@ def lower(ctx, prim, operands, params, dims, shard, exact=(), summed=(), whole=(
     for names, shape in zip(dims, shapes):
         for name, n in zip(names, shape):
             size[name] = max(n, size.get(name, n))
-    alone = [[name if n == size[name] else f"one{k}x{d}" for d, (name, n) in enumerate(zip(names, shape))]
-             for k, (names, shape) in enumerate(zip(dims, shapes))]
+    alone = [
+        [name if n == size[name] else f"one{k}x{d}" for d, (name, n) in enumerate(zip(names, shape))]
+        for k, (names, shape) in enumerate(zip(dims, shapes))
+    ]
     size = {name: n for names, shape in zip(alone, shapes) for name, n in zip(names, shape)}
 
     def partition(mesh, parts, results):
@@ -57,9 +59,11 @@ def lower(ctx, prim, operands, params, dims, shard, exact=(), summed=(), whole=(
 
     spelled = [" ".join(names) for names in alone]
     call = compat.partitioned_by(
-        _outside_meshes(functools.partial(prim.bind, **params)), partition,
+        _outside_meshes(functools.partial(prim.bind, **params)),
+        partition,
         rule=f"{', '.join(spelled[:count])} -> {', '.join(spelled[count:])}",
-        summed=tuple(name for name in summed if any(name in names for names in alone)))
+        summed=tuple(name for name in summed if any(name in names for names in alone)),
+    )
 
     def named(*operands):
         return call(*operands)

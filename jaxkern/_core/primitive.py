@@ -25,8 +25,7 @@ def bind(prim, *operands, **params):
     """
     axes = [compat.varying_axes(x) for x in operands]
     union = frozenset().union(*axes)
-    operands = [compat.cast_varying(x, union - own) if union - own else x
-                for x, own in zip(operands, axes)]
+    operands = [compat.cast_varying(x, union - own) if union - own else x for x, own in zip(operands, axes)]
     return prim.bind(*operands, **params)
 
 
@@ -74,8 +73,7 @@ def _abstract_eval(name, arrays, x, *rest, axis, tier, dtype=None):
         if y.shape != x.shape or y.dtype != x.dtype:
             raise ValueError(f"{name}: operands differ: {x.str_short()} and {y.str_short()}")
     for m in mask:
-        if m.dtype != jnp.bool_ or m.ndim != x.ndim or any(
-                b != 1 and b != a for a, b in zip(x.shape, m.shape)):
+        if m.dtype != jnp.bool_ or m.ndim != x.ndim or any(b != 1 and b != a for a, b in zip(x.shape, m.shape)):
             raise ValueError(f"{name}: the mask {m.str_short()} does not fit {x.str_short()}")
     # Updating keeps the sharding and the varying axes that x came with.
     if dtype is None:

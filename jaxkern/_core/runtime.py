@@ -31,8 +31,10 @@ def _nvidia_folders():
     for site in spec.submodule_search_locations if spec else ():
         for root in sorted(glob.glob(os.path.join(site, "cu[0-9]*")), reverse=True):
             yield os.path.join(root, "lib"), [os.path.join(root, "include")]
-        yield (os.path.join(site, "cuda_nvrtc", "lib"),
-               [os.path.join(site, "cuda_runtime", "include"), os.path.join(site, "cuda_nvcc", "include")])
+        yield (
+            os.path.join(site, "cuda_nvrtc", "lib"),
+            [os.path.join(site, "cuda_runtime", "include"), os.path.join(site, "cuda_nvcc", "include")],
+        )
 
 
 def _toolkit_folders():
@@ -76,9 +78,15 @@ def configure(module) -> None:
     if dump:
         os.makedirs(dump, exist_ok=True)
     module.configure(
-        version=jaxkern.__version__, nvrtc=nvrtc, builtins=builtins, includes=[str(folder), *includes],
-        headers_hash=_headers_hash(folder), dump=dump, cache_folder=cache_folder(),
-        cache_bytes=int(float(os.environ.get("JAXKERN_CACHE_MB", "512")) * 2**20))
+        version=jaxkern.__version__,
+        nvrtc=nvrtc,
+        builtins=builtins,
+        includes=[str(folder), *includes],
+        headers_hash=_headers_hash(folder),
+        dump=dump,
+        cache_folder=cache_folder(),
+        cache_bytes=int(float(os.environ.get("JAXKERN_CACHE_MB", "512")) * 2**20),
+    )
 
 
 @functools.cache

@@ -57,14 +57,20 @@ def floating(name: str, x, argument: str = "x"):
     """`x`, of which errors speak as `argument`, as a floating-point array; integers promote as in `jax.nn`."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         if jnp.iinfo(x.dtype).bits < 8:  # as in jax.nn
-            raise TypeError(f"jaxkern.{name}: {argument} of type {x.dtype}{list(x.shape)} does not promote to a floating-point "
-                            "type by itself: convert it with astype")
+            raise TypeError(
+                f"jaxkern.{name}: {argument} of type {x.dtype}{list(x.shape)} does not promote to a floating-point "
+                "type by itself: convert it with astype"
+            )
         return x.astype(jax.eval_shape(jnp.exp, x).dtype)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         dtype = "float0" if x.dtype == jax.dtypes.float0 else x.dtype
-        raise TypeError(f"jaxkern.{name}: {argument} must be real, floating-point or integer, got {dtype}{list(x.shape)}")
+        raise TypeError(
+            f"jaxkern.{name}: {argument} must be real, floating-point or integer, got {dtype}{list(x.shape)}"
+        )
     if float(jnp.finfo(x.dtype).min) >= 0:
-        raise TypeError(f"jaxkern.{name}: {argument} must be of a type with a zero and a sign, got {x.dtype}{list(x.shape)}")
+        raise TypeError(
+            f"jaxkern.{name}: {argument} must be of a type with a zero and a sign, got {x.dtype}{list(x.shape)}"
+        )
     return x
 
 
@@ -82,7 +88,8 @@ def full_rank(name: str, argument: str, x, part, whole: str = "x"):
     shape = (1,) * (x.ndim - part.ndim) + part.shape
     if len(shape) > x.ndim or any(b != 1 and b != a for a, b in zip(x.shape, shape)):
         raise ValueError(
-            f"jaxkern.{name}: {argument} of shape {part.shape} does not broadcast to {whole} of shape {x.shape}")
+            f"jaxkern.{name}: {argument} of shape {part.shape} does not broadcast to {whole} of shape {x.shape}"
+        )
     return part if part.ndim == x.ndim else part.reshape(shape)
 
 
@@ -103,8 +110,9 @@ def along_axes(f, x, parts, axes):
     """`f(x, parts, axis)`, a row operation over one axis, over several of them; see one_axis."""
     if _apart(x, axes):
         order = _last(x, axes)
-        y = along_axes(f, x.transpose(order), _each(lambda p: p.transpose(order), parts),
-                       list(range(x.ndim - len(axes), x.ndim)))
+        y = along_axes(
+            f, x.transpose(order), _each(lambda p: p.transpose(order), parts), list(range(x.ndim - len(axes), x.ndim))
+        )
         return y.transpose([order.index(a) for a in range(x.ndim)])
     merged, parts, axis = one_axis(x, parts, axes)
     y = f(merged, parts, axis)
@@ -131,8 +139,9 @@ def one_axis(x, parts, axes):
         return x[..., None], _each(lambda p: p[..., None], parts), x.ndim
     if _apart(x, axes):
         order = _last(x, axes)
-        return one_axis(x.transpose(order), _each(lambda p: p.transpose(order), parts),
-                        list(range(x.ndim - len(axes), x.ndim)))
+        return one_axis(
+            x.transpose(order), _each(lambda p: p.transpose(order), parts), list(range(x.ndim - len(axes), x.ndim))
+        )
     first, last = long[0], long[-1]
     span = slice(first, last + 1)
 

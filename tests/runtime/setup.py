@@ -1,7 +1,7 @@
 """What the programs of test_runtime.py begin with: the runtime on the stand-in for the driver, and launch lists.
 
-    python setup.py FAKE_LIBRARY STATEMENTS      on host memory
-    python setup.py cuda STATEMENTS              on the GPU
+python setup.py FAKE_LIBRARY STATEMENTS      on host memory
+python setup.py cuda STATEMENTS              on the GPU
 """
 
 import os
@@ -23,8 +23,16 @@ module = registry.kernels.module
 def configure(**changes):
     nvrtc, builtins, includes = runtime.find_nvrtc()
     folders = [str(HERE / "kernels"), str(runtime.kernels_folder()), *includes]
-    settings = {"version": jaxkern.__version__, "nvrtc": nvrtc, "builtins": builtins, "includes": folders, "headers_hash": "probe",
-                "dump": os.environ.get("JAXKERN_DUMP", ""), "cache_folder": runtime.cache_folder(), "cache_bytes": 1 << 20}
+    settings = {
+        "version": jaxkern.__version__,
+        "nvrtc": nvrtc,
+        "builtins": builtins,
+        "includes": folders,
+        "headers_hash": "probe",
+        "dump": os.environ.get("JAXKERN_DUMP", ""),
+        "cache_folder": runtime.cache_folder(),
+        "cache_bytes": 1 << 20,
+    }
     module.configure(**{**settings, **changes})
 
 
@@ -46,7 +54,9 @@ def program(p, shape=(8,)):
 def call(p, x, text=None):
     """Runs a plan through XLA, as a custom call."""
     text = text or program(p, x.shape)
-    return jax.ffi.ffi_call("jaxkern_probe", jax.ShapeDtypeStruct(x.shape, x.dtype))(x, program=text, key=launch._key(text))
+    return jax.ffi.ffi_call("jaxkern_probe", jax.ShapeDtypeStruct(x.shape, x.dtype))(
+        x, program=text, key=launch._key(text)
+    )
 
 
 if __name__ == "__main__":

@@ -3,9 +3,8 @@
 // cluster. Thin wrappers of the PTX instructions; see "Asynchronous copy" in the PTX ISA.
 #pragma once
 
-#include "std.h"
-
 #include "pack.cuh"
+#include "std.h"
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define JAXKERN_HAS_BULK_COPY 1
@@ -46,16 +45,19 @@ __device__ __forceinline__ void Wait(Barrier* b, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
       "again:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}"
-      ::"r"(SharedAddress(b)), "r"(parity) : "memory");
+      "@!done bra again;\n}" ::"r"(SharedAddress(b)),
+      "r"(parity)
+      : "memory");
 }
 
 // Copies bytes (a multiple of 16, both addresses aligned to 16); completes on the barrier.
 __device__ __forceinline__ void BulkCopy(void* shared, const void* global, uint32_t bytes, Barrier* b,
                                          ReadPolicy policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-      ::"r"(SharedAddress(shared)), "l"(global), "r"(bytes), "r"(SharedAddress(b)), "l"(policy.bits) : "memory");
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(SharedAddress(shared)),
+      "l"(global), "r"(bytes), "r"(SharedAddress(b)), "l"(policy.bits)
+      : "memory");
 }
 
 __device__ __forceinline__ uint32_t ClusterRank() {
@@ -95,8 +97,9 @@ template <class V> __device__ __forceinline__ void StoreRemote(V* at, const V& v
   const uint64_t* words = reinterpret_cast<const uint64_t*>(&value);
 #pragma unroll
   for (int i = 0; i < sizeof(V) / 8; ++i) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];"
-                 ::"r"(remote_at + 8 * i), "l"(words[i]), "r"(remote_barrier) : "memory");
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(remote_at + 8 * i),
+                 "l"(words[i]), "r"(remote_barrier)
+                 : "memory");
   }
 }
 

@@ -8,15 +8,24 @@
 
 #include "std.h"
 
-
 namespace jaxkern {
 
 // What a T is computed in.
-template <class T> struct ComputeOf { using type = float; };
-template <> struct ComputeOf<double> { using type = double; };
-template <> struct ComputeOf<int32_t> { using type = int32_t; };
-template <> struct ComputeOf<int64_t> { using type = int64_t; };
-template <> struct ComputeOf<uint32_t> { using type = uint32_t; };
+template <class T> struct ComputeOf {
+  using type = float;
+};
+template <> struct ComputeOf<double> {
+  using type = double;
+};
+template <> struct ComputeOf<int32_t> {
+  using type = int32_t;
+};
+template <> struct ComputeOf<int64_t> {
+  using type = int64_t;
+};
+template <> struct ComputeOf<uint32_t> {
+  using type = uint32_t;
+};
 template <class T> using Compute = typename ComputeOf<T>::type;
 
 // Elements in 16 bytes.
@@ -79,8 +88,7 @@ template <class T, int N> __device__ __forceinline__ Pack<T, N> Filled(T x) {
   return pack;
 }
 
-template <class T, int N>
-__device__ __forceinline__ void Unpack(const Pack<T, N>& pack, Compute<T> (&out)[N]) {
+template <class T, int N> __device__ __forceinline__ void Unpack(const Pack<T, N>& pack, Compute<T> (&out)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     if constexpr (std::is_same_v<T, __nv_bfloat16>) {  // a bf16 is the upper half of a float
@@ -104,8 +112,7 @@ template <class P> __device__ __forceinline__ P* Pinned(P* p) {
   return p;
 }
 
-template <class T, int N>
-__device__ __forceinline__ Pack<T, N> Repack(const Compute<T> (&in)[N]) {
+template <class T, int N> __device__ __forceinline__ Pack<T, N> Repack(const Compute<T> (&in)[N]) {
   Pack<T, N> pack = {};
   if constexpr (sizeof(T) == 2 && N % 2 == 0) {  // one instruction rounds two
 #pragma unroll
@@ -150,7 +157,8 @@ template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadVector(const
                  : "l"(p), "l"(policy.bits));
   } else if constexpr (N * sizeof(T) == 8) {
     asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"
-                 : "=r"(pack.word[0]), "=r"(pack.word[1]) : "l"(p), "l"(policy.bits));
+                 : "=r"(pack.word[0]), "=r"(pack.word[1])
+                 : "l"(p), "l"(policy.bits));
   } else {
 #pragma unroll
     for (int i = 0; i < N; ++i) SetElement(pack, i, p[i]);
@@ -224,11 +232,11 @@ template <class T, int N> __device__ __forceinline__ void StoreBack(T* p, const 
 // is, belong to the row with some of their elements only. kRagged = false promises that none is, and
 // makes for shorter code.
 template <class T, int N, class Index, bool kRagged = true> struct Row {
-  int64_t base;         // element offset of pack 0; lies before the row by `shift`
+  int64_t base;  // element offset of pack 0; lies before the row by `shift`
   Index width;
   int shift;
   Index head;
-  Index whole_begin;    // packs [whole_begin, whole_end) lie in the row with all their elements
+  Index whole_begin;  // packs [whole_begin, whole_end) lie in the row with all their elements
   Index whole_end;
 
   __device__ __forceinline__ Row(int64_t first, int64_t row_width, int misalignment, int grain)
@@ -300,7 +308,8 @@ template <class T, int N, class Index, bool kRagged = true> struct Row {
       }
     } else if constexpr (N * sizeof(T) == 16) {
       if (column < 0 && column > -N) StoreBack(at, pack, static_cast<int>(column + N) * static_cast<int>(sizeof(T)));
-      else if (column >= 0 && column < width) StoreFront(at, pack, static_cast<int>(width - column) * static_cast<int>(sizeof(T)));
+      else if (column >= 0 && column < width)
+        StoreFront(at, pack, static_cast<int>(width - column) * static_cast<int>(sizeof(T)));
     }
   }
 };
@@ -311,7 +320,8 @@ template <class T, int N, class Index, bool kRagged = true> struct Row {
 template <int kBytes> __device__ __forceinline__ void CopyAsync(void* shared, const void* global) {
   static_assert(kBytes == 4 || kBytes == 16);
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  if constexpr (kBytes == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+  if constexpr (kBytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
   else asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(global) : "memory");
 }
 

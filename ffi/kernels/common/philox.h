@@ -7,9 +7,8 @@
 // a number, are not below a threshold.
 #pragma once
 
-#include "std.h"
-
 #include "broadcast.h"
+#include "std.h"
 
 namespace jaxkern {
 

@@ -22,8 +22,7 @@ template <int N, class V, class Combine> __device__ __forceinline__ V Fold(const
 }
 
 // Combines over aligned groups of kLanes lanes (a power of two up to 32); all 32 lanes take part.
-template <int kLanes, class V, class Combine>
-__device__ __forceinline__ V ReduceLanes(V v, Combine combine) {
+template <int kLanes, class V, class Combine> __device__ __forceinline__ V ReduceLanes(V v, Combine combine) {
 #pragma unroll
   for (int lane = kLanes / 2; lane > 0; lane /= 2) v = combine(v, __shfl_xor_sync(0xffffffffu, v, lane));
   return v;
