@@ -268,25 +268,18 @@ def test_doctor_finds_a_missing_module(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "full, part, axis, sharded, shape",
+    "full, part, axis, shape",
     [
-        ((4, 8, 5), (4, 1, 5), 2, False, (4, 1, 5)),
-        ((4, 8, 5), (4, 1, 5), 2, True, (4, 8, 5)),
-        ((4, 8, 5), (1, 1, 1), 0, True, (1, 1, 1)),
-        ((2,) * 9, (2, 1) * 4 + (2,), 8, False, (2,) * 9),  # eight groups before the axis
-        ((2,) * 9, (2, 1, 1, 2, 1, 1, 2, 2, 1), 8, False, (2,) * 9),  # five
-        ((2,) * 9, (2, 1, 1, 2, 1, 1, 1, 1, 2), 8, False, (2, 1, 1, 2, 1, 1, 1, 1, 2)),  # four
-        (
-            (2, 1, 2, 1, 2, 1, 2, 1, 3),
-            (2, 1, 2, 1, 2, 1, 2, 1, 3),
-            8,
-            False,
-            (2, 1, 2, 1, 2, 1, 2, 1, 3),
-        ),  # one: size 1 is no group
+        ((4, 8, 5), (4, 1, 5), 2, (4, 1, 5)),
+        ((4, 8, 5), (1, 1, 1), 0, (1, 1, 1)),
+        ((2,) * 9, (2, 1) * 4 + (2,), 8, (2,) * 9),  # eight groups before the axis
+        ((2,) * 9, (2, 1, 1, 2, 1, 1, 2, 2, 1), 8, (2,) * 9),  # five
+        ((2,) * 9, (2, 1, 1, 2, 1, 1, 1, 1, 2), 8, (2, 1, 1, 2, 1, 1, 1, 1, 2)),  # four
+        ((2, 1) * 4 + (3,), (2, 1) * 4 + (3,), 8, (2, 1) * 4 + (3,)),  # one: size 1 is no group
     ],
 )
-def test_mask_shape(full, part, axis, sharded, shape):
-    assert lowering.mask_shape(full, part, axis, sharded) == shape
+def test_mask_shape(full, part, axis, shape):
+    assert lowering.mask_shape(full, part, axis) == shape
 
 
 def test_an_array_is_transposed_only_where_axes_are_apart():

@@ -149,7 +149,11 @@ def test_other_types_in_split_rows(dtype, x64):
     f = jax.jit(lambda x: jax.vjp(jaxkern.log_softmax, x)[1](jnp.cos(x))[0])
     assert f(x).dtype == dtype
     as_wide = lambda y: np.asarray(y, np.float64)
-    same(as_wide(f(jax.device_put(x, NamedSharding(m, P(None, "r"))))), as_wide(f(x)), float(jnp.finfo(dtype).eps) * 2)
+    same(
+        as_wide(f(jax.device_put(x, NamedSharding(m, P(None, "r"))))),
+        as_wide(f(x)),
+        float(jnp.finfo(dtype).eps) * (2 if KERNELS else 16),
+    )
 
 
 @several

@@ -14,7 +14,7 @@ import numpy as np
 
 import jaxkern
 from jaxkern._core import launch, registry, runtime
-from jaxkern._core.launch import Launch, Plan, boolean, f32, f64, i32, operand, result, struct
+from jaxkern._core.launch import Launch, Memset, Plan, boolean, f32, f64, i32, operand, result, scratch, struct  # noqa: F401
 
 HERE = pathlib.Path(__file__).parent
 module = registry.kernels.module

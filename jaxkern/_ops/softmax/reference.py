@@ -45,6 +45,11 @@ def _nonzero(total):
     return jnp.where(total == 0, 1, total)
 
 
+def _lifted(total):
+    """The same without a condition: the smallest normal number is lost in any sum but 0."""
+    return total + jnp.finfo(total.dtype).tiny
+
+
 def _exponentials(x, mask, axis, over, others=()):
     """(x in the computing type, the largest element of each row, [sum of exponentials, sums of the others]).
 
@@ -59,10 +64,10 @@ def _exponentials(x, mask, axis, over, others=()):
 
 
 def _stable(x, mask, axis):
-    """(x - the largest element of its row, exponentials, their sum but at least 1) in the computing type.
+    """(x - the largest element of its row, exponentials, their sum) in the computing type.
 
-    In an empty row the exponentials are 0; in any other they sum to 1 or more. Without conditions, because XLA compiles
-    for the CPU what has none to a single loop over rows.
+    In an empty row the exponentials and their sum are 0. Without conditions, because XLA compiles for the CPU what has
+    none to a single loop over rows.
     """
     wide = _unmasked(x, *mask)
     below = wide - jax.lax.stop_gradient(jnp.max(wide, axis, keepdims=True, initial=jnp.finfo(wide.dtype).min))
@@ -75,7 +80,7 @@ def softmax(x, *mask, axis, tier, over=()):
         wide, largest, (total,) = _exponentials(x, mask, axis, over)
         return computed(jnp.exp(wide - largest) / _nonzero(total), *mask).astype(x.dtype)
     _, e, total = _stable(x, mask, axis)
-    return computed(e / jnp.maximum(total, 1), *mask).astype(x.dtype)
+    return computed(e / _lifted(total), *mask).astype(x.dtype)
 
 
 def log_softmax(x, *mask, axis, tier, over=()):
@@ -84,7 +89,7 @@ def log_softmax(x, *mask, axis, tier, over=()):
         y = jnp.where(total == 0, -jnp.inf, wide - largest - jnp.log(total))
     else:
         below, _, total = _stable(x, mask, axis)
-        y = below - jnp.log(jnp.maximum(total, 1))
+        y = below - jnp.log(_lifted(total))
     return lowest_for_infinity(jnp.where(mask[0], y, -jnp.inf) if mask else y, x.dtype)
 
 
@@ -115,7 +120,7 @@ def log_softmax_grad(x, g, *mask, axis, tier, over=()):
         p = jnp.exp(wide - largest) / _nonzero(total)
     else:
         _, e, total = _stable(x, mask, axis)
-        p, of_g = e / jnp.maximum(total, 1), row_sum(g, axis)
+        p, of_g = e / _lifted(total), row_sum(g, axis)
     if not over and not mask:
         return ((g - p * of_g) * jnp.sign(total)).astype(x.dtype)
     return _kept(g - p * of_g, total != 0, mask, x.dtype)
