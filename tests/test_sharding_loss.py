@@ -149,7 +149,9 @@ def test_donated_logits_are_overwritten():
             out_shardings=(NamedSharding(m, P("r")), NamedSharding(m, spec)),
         )
         text = f.lower(*put(m, (x,), (spec,))).compile().as_text()
-        assert "input_output_alias" in text and not re.findall(r"= f32\[\d+,\d+\]\S* copy\(", text)
+        assert "input_output_alias" in text
+        if KERNELS:  # XLA's own operations are free to copy
+            assert not re.findall(r"= f32\[\d+,\d+\]\S* copy\(", text)
 
 
 @several
