@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import ON_GPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import ROWS, WIDTHS, normal, random_mask
@@ -114,8 +115,9 @@ def test_no_less_accurate_than_jax(operation, dtype, shape, scale):
     exact = [forward(operation, x)[0]]
     exact.append(gradient(operation, x, exact[0], g)[0])
     eps = float(jnp.finfo(dtype).eps)
-    # Where both are within rounding of the largest element there is nothing to compare.
-    allowed = [eps * np.abs(e).max() for e in exact]
+    # Where both are within rounding of the largest element there is nothing to compare. Without a GPU both are XLA's, which
+    # orders the sums of each program in its own way.
+    allowed = [(1 if ON_GPU else 2) * eps * np.abs(e).max() for e in exact]
     with compat.enable_x64(dtype == "float64"):
         ours, theirs = (
             [
