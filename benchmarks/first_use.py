@@ -76,9 +76,9 @@ def measure() -> dict[str, dict[str, float]]:
         lowered = jax.jit(ours).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
         kernels = {kernel for text in launch.programs(lowered) for kernel in launch.kernels(text)}
         times = [0.0]
-        for header, kernel in kernels:
+        for kernel in kernels:
             begin = time.perf_counter()
-            registry.kernels.module.compile(header, kernel, capability)
+            registry.kernels.module.compile(capability=capability, **kernel._asdict())
             times.append(1e3 * (time.perf_counter() - begin))
         found[name] = row | {"kernels": len(kernels), "from the cache": max(times)}
     return found
@@ -95,9 +95,9 @@ def compile_alone() -> dict[str, float]:
     for name, (ours, _, arguments) in cases().items():
         lowered = jax.jit(ours).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
         found[name] = 0.0
-        for header, kernel in {k for text in launch.programs(lowered) for k in launch.kernels(text)}:
+        for kernel in {k for text in launch.programs(lowered) for k in launch.kernels(text)}:
             begin = time.perf_counter()
-            cubin, _, cached = registry.kernels.module.compile(header, kernel, capability)
+            cubin, _, cached = registry.kernels.module.compile(capability=capability, **kernel._asdict())
             if not cached:
                 found[name] = max(found[name], 1e3 * (time.perf_counter() - begin))
     return found

@@ -44,18 +44,18 @@ NB_MODULE(_runtime, m) {
   m.def("supports", [](int capability) { return Compiler().Supports(capability); }, nb::arg("capability"));
   m.def(
       "compile",
-      [](const std::string& header, const std::string& name, int capability) {
+      [](const std::string& header, const std::string& name, int capability, const std::string& source) {
         Cubin cubin;
         bool cached = false;
         std::string error;
         {
           nb::gil_scoped_release release;
-          error = CompileKernel({header, name}, capability, &cubin, &cached);
+          error = CompileKernel({header, name, source}, capability, &cubin, &cached);
         }
         if (!error.empty()) throw nb::value_error(error.c_str());
         return nb::make_tuple(nb::bytes(cubin.image.data(), cubin.image.size()), cubin.symbol, cached);
       },
-      nb::arg("header"), nb::arg("name"), nb::arg("capability"),
+      nb::arg("header"), nb::arg("name"), nb::arg("capability"), nb::arg("source") = "",
       "(cubin, symbol, whether it came from the cache); needs no GPU");
   m.def(
       "prefetch", [](const std::string& text, int capability) { Prefetch(text, capability); }, nb::arg("text"),

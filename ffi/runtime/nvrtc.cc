@@ -12,7 +12,8 @@ namespace {
 
 // The using-directive is for template arguments: a name expression is looked up from the global namespace.
 std::string SourceOf(const KernelName& kernel) {
-  return "#include \"" + kernel.header + "\"\nusing namespace jaxkern;\n";
+  return "#include \"" + kernel.header + "\"\nnamespace jaxkern {\n" + kernel.source +
+         "\n}\nusing namespace jaxkern;\n";
 }
 
 }  // namespace
@@ -62,7 +63,7 @@ std::vector<std::string> Nvrtc::Options(int capability) const {
 std::string Nvrtc::Key(const KernelName& kernel, int capability) const {
   std::string key = "nvrtc " + version_ + "\nheaders " + config_.headers_hash + "\n";
   for (const std::string& option : Options(capability)) key += option + "\n";
-  return key + kernel.header + "\n" + kernel.name + "\n";
+  return key + kernel.header + "\n" + kernel.name + "\n" + kernel.source;
 }
 
 std::string Nvrtc::Compile(const KernelName& kernel, int capability, Cubin* cubin) const {

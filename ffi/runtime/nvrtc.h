@@ -15,9 +15,10 @@ struct CompilerConfig {
   std::string dump;                   // folder for source, log and cubin of every compilation; may be empty
 };
 
-// A kernel as it is asked for: a header of ffi/kernels and a template with its arguments.
+// A kernel of a launch list: a header of ffi/kernels, definitions that follow it (functors that the template arguments
+// name; may be empty), and a template with its arguments.
 struct KernelName {
-  std::string header, name;
+  std::string header, name, source;
 };
 
 // A compiled kernel and its mangled name.

@@ -154,6 +154,10 @@ std::string ParseProgram(std::string_view text, Program* program) {
       if (!ReadLaunch(in, &program->variants.back().steps.back())) return wrong();
     } else if (keyword == "header" && step) {
       in >> step->kernel.header;
+    } else if (keyword == "source" && step) {
+      std::getline(in, step->kernel.source);
+      for (size_t at = 0; (at = step->kernel.source.find("\\n", at)) != std::string::npos; ++at)
+        step->kernel.source.replace(at, 2, "\n");
     } else if (keyword == "kernel" && step) {
       std::getline(in, step->kernel.name);
     } else if (keyword == "args" && step) {

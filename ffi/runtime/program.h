@@ -6,9 +6,10 @@
 //     alignment BYTES                         the launches that follow serve buffers aligned so; the first that fit run
 //     launch grid=X,Y,Z block=X,Y,Z cluster=N shared=BYTES waves=N
 //     header HEADER
+//     source DEFINITIONS                      optional; \n stands for a new line
 //     kernel TEMPLATE<ARGUMENTS>
-//     args ARG ...                            pBUFFER+OFFSET   i32: u32: i64: u64: u8: f32: f64:VALUE   {ALIGN ARG ...
-//     } memset pBUFFER+OFFSET VALUE BYTES
+//     args ARG ...                            pBUFFER+OFFSET, TYPE:VALUE (i32 u32 i64 u64 u8 f32 f64), {ALIGN ARG ... }
+//     memset pBUFFER+OFFSET VALUE BYTES
 #pragma once
 
 #include <cstdint>

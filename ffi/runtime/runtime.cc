@@ -7,6 +7,7 @@
 #include <mutex>
 #include <set>
 #include <thread>
+#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -46,7 +47,7 @@ struct LoadedKernel {
 LoadedKernel& KernelOf(const KernelName& name, int capability) {
   static std::mutex* const mutex = new std::mutex;
   static auto* const kernels = new std::unordered_map<std::string, std::unique_ptr<LoadedKernel>>;
-  const std::string key = std::to_string(capability) + "\n" + name.header + "\n" + name.name;
+  const std::string key = std::to_string(capability) + "\n" + name.header + "\n" + name.name + "\n" + name.source;
   const std::lock_guard<std::mutex> lock(*mutex);
   std::unique_ptr<LoadedKernel>& kernel = (*kernels)[key];
   if (!kernel) kernel = std::make_unique<LoadedKernel>();
@@ -55,13 +56,13 @@ LoadedKernel& KernelOf(const KernelName& name, int capability) {
 
 // Compiles what is not compiled yet, side by side.
 void CompileAll(const std::vector<Step>& steps, int capability) {
-  std::set<std::pair<std::string, std::string>> names;
+  std::set<std::tuple<std::string, std::string, std::string>> names;
   for (const Step& step : steps) {
-    if (step.memset_bytes < 0) names.insert({step.kernel.header, step.kernel.name});
+    if (step.memset_bytes < 0) names.insert({step.kernel.header, step.kernel.name, step.kernel.source});
   }
   std::vector<std::thread> threads;
-  for (const auto& [header, name] : names) {
-    const KernelName kernel = {header, name};
+  for (const auto& [header, name, source] : names) {
+    const KernelName kernel = {header, name, source};
     if (threads.size() + 1 == names.size()) {
       KernelOf(kernel, capability).Compile(kernel, capability);
     } else {

@@ -108,6 +108,7 @@ class Launch:
     grid: blocks, one number or up to three. block: threads, likewise. cluster: blocks of a cluster along x.
     shared: bytes of dynamic shared memory.
     waves: not 0: no more blocks along x than this many times as many as the GPU runs at once.
+    source: definitions in namespace jaxkern that template arguments name, such as a functor made of a user's function.
     """
 
     header: str
@@ -118,6 +119,7 @@ class Launch:
     cluster: int = 1
     shared: int = 0
     waves: int = 0
+    source: str = ""
 
     def grid3(self) -> tuple[int, int, int]:
         return _three(self.grid)
@@ -174,6 +176,8 @@ def _launches(launches, place):
         grid, block = (",".join(map(str, _three(size))) for size in (step.grid, step.block))
         yield f"launch grid={grid} block={block} cluster={step.cluster} shared={step.shared} waves={step.waves}"
         yield f"header {step.header}"
+        if step.source:
+            yield "source " + step.source.replace("\n", "\\n")
         yield f"kernel {step.name}"
         yield f"args {' '.join(_argument(a, place) for a in step.args)}"
 
@@ -235,10 +239,21 @@ def programs(lowered: str) -> list[str]:
 
     `jax.jit(f).trace(x).lower(lowering_platforms=("cuda",))` lowers without a GPU.
     """
-    unescape = lambda text: re.sub(r"\\([0-9A-F]{2})", lambda m: chr(int(m[1], 16)), text)
+    unescape = lambda text: re.sub(
+        r"\\(\\|[0-9A-F]{2})", lambda m: "\\" if m[1] == "\\" else chr(int(m[1], 16)), text
+    )
     return [unescape(found) for found in re.findall(r'\bprogram = "(jaxkern [^"]*)"', lowered)]
 
 
-def kernels(program: str) -> list[tuple[str, str]]:
-    """(header, kernel) of each launch of a launch list."""
-    return re.findall(r"^header (.*)\nkernel (.*)$", program, re.MULTILINE)
+class Kernel(typing.NamedTuple):
+    """What `jaxkern._runtime.compile` compiles for a launch."""
+
+    header: str
+    name: str
+    source: str
+
+
+def kernels(program: str) -> list[Kernel]:
+    """The kernel of each launch of a launch list."""
+    found = re.findall(r"^header (.*)\n(?:source (.*)\n)?kernel (.*)$", program, re.MULTILINE)
+    return [Kernel(header, name, source.replace("\\n", "\n")) for header, source, name in found]
