@@ -164,12 +164,14 @@ SUBSETS = [s for n in range(1, 6) for s in itertools.combinations(FEATURES, n) i
 
 
 @pytest.mark.parametrize("features", SUBSETS, ids="+".join)
+@pytest.mark.sweep(2)
 def test_every_combination(features):
     check(features, (2, 3, 9, 40), "float32")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("features", [("scale",), ("bias", "mask"), ("causal", "dropout"), FEATURES], ids="+".join)
+@pytest.mark.sweep(3)
 def test_every_dtype(features, dtype):
     check(features, (2, 3, 13, 37), dtype)
     check(features, (2, 3, 5, 64), dtype)
@@ -180,6 +182,7 @@ WIDTHS = (1, 2, 7, 8, 9, 31, 64, 100, 255, 512, 1000, 1024, 1025, 2048, 4096, 41
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.sweep(7)
 def test_widths(width, dtype):
     check(FEATURES, (2, 3, width), dtype, mask_shape=(2, 3, width), bias_shape=(3, width))
     if width in (64, 2048, 4096):
@@ -205,6 +208,7 @@ def test_widths(width, dtype):
     ],
 )
 @pytest.mark.parametrize("bias_dtype", ["bfloat16", "float32", "float16"])
+@pytest.mark.sweep(3)
 def test_broadcast(bias_shape, mask_shape, bias_dtype):
     check(FEATURES, (2, 3, 9, 40), "bfloat16", bias_shape=bias_shape, mask_shape=mask_shape, bias_dtype=bias_dtype)
 

@@ -150,6 +150,7 @@ OPTIONS = [
         ((2, 2, 2, 2, 2, 2, 2, 2, 2, 3), -1, (2, 1, 2, 1, 2, 1, 2, 1, 2, 3)),
     ],
 )  # more groups than a kernel takes
+@pytest.mark.sweep(3)
 def test_against_numpy(dtype, shape, axis, mask):
     for options in OPTIONS[len(shape) % 2 :: 2] if dtype != "float32" else OPTIONS:
         check(*problem(shape, dtype, axis), axis, None if mask is None else random_mask(mask), **options)
@@ -163,6 +164,7 @@ WIDTHS = sorted(
 
 @every_dtype
 @pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.sweep(11)
 def test_widths(dtype, width):
     check(*problem((5, width), dtype), label_smoothing=0.1 if width % 2 else 0.0)
 
@@ -220,6 +222,7 @@ def test_no_less_accurate_than_optax(dtype, shift):
         ((9, 140_000), 1, 140_000),
     ],
 )
+@pytest.mark.sweep(3)
 def test_a_certain_class_costs_exactly_nothing(dtype, shape, axis, participants):
     """One class, one participant, or one logit far above the others."""
     x, labels, g = problem(shape, dtype, axis, scale=30)
@@ -258,6 +261,7 @@ LABELS = [0, 6, 7, -1, -2, 100, -100, 127, -128]
 @pytest.mark.parametrize(
     "ignore, shape, axis", [(None, (9, 7), 1), (-1, (9, 7), 1), (-100, (7, 9), 0), (100, (9, 7), 1)]
 )
+@pytest.mark.sweep(3)
 def test_labels_of_any_type(label_type, ignore, shape, axis):
     """Out of range: NaN, unless it is what is ignored. 64 bits with x64 off."""
     values = [v for v in LABELS if np.iinfo(label_type if label_type != "int4" else np.int8).min <= v]
@@ -303,6 +307,7 @@ def test_ignored_rows_do_not_spread_nan():
 @every_dtype
 @pytest.mark.parametrize("width", [3, 40, 700, 9000])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.sweep(5)
 def test_special_logits(dtype, width, smoothing):
     x = np.random.default_rng(0).normal(size=(8, width))
     x[0, 0] = x[1, -1] = np.nan
@@ -340,6 +345,7 @@ def test_huge_logits(dtype, axis):
 
 @every_dtype
 @pytest.mark.parametrize("width", [5, 300, 5000])
+@pytest.mark.sweep(3)
 def test_masks(dtype, width):
     """A row without a participant, a masked label, and NaN where it is not looked at."""
     x = np.random.default_rng(0).normal(size=(5, width))

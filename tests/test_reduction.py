@@ -104,6 +104,7 @@ def integers(shape, dtype, seed=0):
 
 @every_dtype
 @pytest.mark.parametrize("shape, axis, mask", ROWS)
+@pytest.mark.sweep(3)
 def test_against_numpy(dtype, shape, axis, mask):
     check_all(
         normal(shape, dtype),
@@ -115,6 +116,7 @@ def test_against_numpy(dtype, shape, axis, mask):
 
 @every_dtype
 @pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.sweep(11)
 def test_widths(dtype, width):
     x = normal((5, width), dtype)
     check_all(x)
@@ -123,6 +125,7 @@ def test_widths(dtype, width):
 
 @every_dtype
 @pytest.mark.parametrize("inner", [2, 5, 16, 40, 63, 64, 65, 130, 257])
+@pytest.mark.sweep(7)
 def test_columns(dtype, inner):
     """Whole vectors of columns and single ones, few and many of them, short and tall."""
     for width in (3, 100, 1031):
@@ -165,6 +168,7 @@ def test_slices_that_start_anywhere(start):
         ),
     ],
 )
+@pytest.mark.sweep(5)
 def test_integers_are_exact(dtype, shape, axis):
     x, mask = random_mask(shape, 0.4) if dtype == "bool" else integers(shape, dtype), random_mask(shape, 0.5)
     alive = np.asarray(mask).any(axis)
@@ -306,6 +310,7 @@ def test_statistics_of_rows(dtype):
 @every_operation
 @every_dtype
 @pytest.mark.parametrize("width, axis", [(5, 1), (300, 0), (40000, 1)])
+@pytest.mark.sweep(3)
 def test_masked_out_and_empty_rows(operation, dtype, width, axis):
     """What is masked out is never looked at, in the gradient either; a row of nothing has the neutral result."""
     x = np.random.default_rng(0).normal(size=(5, width))
@@ -336,6 +341,7 @@ def test_masked_out_and_empty_rows(operation, dtype, width, axis):
 @every_operation
 @every_dtype
 @pytest.mark.parametrize("width", [3, 700, 140_000])
+@pytest.mark.sweep(5)
 def test_nan_and_infinities_as_in_jax(operation, dtype, width):
     x = np.random.default_rng(0).normal(size=(8, width))
     x[0, 0], x[1, -1], x[2, width // 2] = np.nan, np.inf, -np.inf
@@ -395,6 +401,7 @@ def test_huge_and_tiny_values(dtype):
     "shape, axis",
     [((0,), 0), ((3, 0), 1), ((3, 0), 0), ((0, 5), -1), ((2, 0, 3), 1), ((2, 0, 3), (1, 2)), ((0, 0), None)],
 )
+@pytest.mark.sweep(3)
 def test_empty(operation, shape, axis):
     x = jnp.zeros(shape, jnp.bfloat16)
     reduced = any(shape[a] == 0 for a in (range(len(shape)) if axis is None else np.atleast_1d(axis)))

@@ -102,6 +102,7 @@ CASES = [  # shape, segments: what the ways through the kernels differ in
 
 @every_dtype
 @pytest.mark.parametrize("shape, rows", CASES)
+@pytest.mark.sweep(3)
 def test_against_numpy(dtype, shape, rows):
     check(dtype, shape, rows, indices(rows, shape[0]))
     check(dtype, shape, rows, indices(rows, shape[0], kind="sorted"), indices_are_sorted=True)

@@ -238,6 +238,7 @@ def in_order(x, ids, rows, rules):
     "shape, axis, k",
     [((90, 2), 0, 0), ((3, 90), 1, 0), ((3, 90, 2), 1, 1), ((3, 2, 90), 2, 1), ((2, 2, 3, 90, 2), 3, 2)],
 )
+@pytest.mark.sweep(7)
 def test_operands_of_kernels(shape, axis, k, index_dtype, ascending, clip):
     ids = np.random.default_rng(0).integers(-4, 24, (*shape[:k], shape[axis]))
     ids = jnp.asarray((np.sort(ids) if ascending else ids).astype(index_dtype))

@@ -48,6 +48,7 @@ def check(operation, x, axis=-1, mask=None, seed=1):
 @every_operation
 @every_dtype
 @pytest.mark.parametrize("shape, axis, mask", ROWS)
+@pytest.mark.sweep(3)
 def test_against_numpy(operation, dtype, shape, axis, mask):
     check(operation, normal(shape, dtype), axis, None if mask is None else random_mask(mask))
 
@@ -55,12 +56,14 @@ def test_against_numpy(operation, dtype, shape, axis, mask):
 @every_operation
 @every_dtype
 @pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.sweep(13)
 def test_widths(operation, dtype, width):
     check(operation, normal((3, width), dtype))
 
 
 @every_dtype
 @pytest.mark.parametrize("width", [1, 8, 9, 24, 25, 32, 33, 64, 65, 400, 1023, 1025])
+@pytest.mark.sweep(7)
 def test_columns(dtype, width):
     """Whole vectors of columns, in each of the ways that tiles of so many rows are held; and single ones."""
     for operation in OPERATIONS:
@@ -87,6 +90,7 @@ def test_where_a_product_with_log2_e_loses_its_meaning(operation, dtype, axis):
 @every_operation
 @every_dtype
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 7, 8, 9, 16, 17])
+@pytest.mark.sweep(11)
 def test_many_short_rows(operation, dtype, width):
     """Short rows are computed many at a time: groups full and not, a last register that is not full either."""
     for rows, masks in ((33, (None, (33, width))), (131, ((1, width),))):
@@ -100,6 +104,7 @@ def test_many_short_rows(operation, dtype, width):
 @pytest.mark.parametrize(
     "shape, axis", [((1, 1 << 20), -1), ((2, 131080), -1), ((70001, 5), -1), ((3, 40001, 2), 1), ((40001, 3), 0)]
 )
+@pytest.mark.sweep(3)
 def test_long(operation, shape, axis):
     check(operation, normal(shape, "float32"), axis)
     check(operation, normal(shape, "bfloat16"), axis, random_mask((*shape[:-1], 1) if axis == 0 else shape[1:]))
@@ -135,6 +140,7 @@ def test_no_less_accurate_than_jax(operation, dtype, shape, scale):
 @pytest.mark.parametrize(
     "shape, axis", [((300, 1), -1), ((40, 24), -1), ((40, 1003), -1), ((9, 30, 16), 1), ((3, 70000), -1)]
 )
+@pytest.mark.sweep(3)
 def test_rows_of_one_participant_are_exact(operation, dtype, shape, axis):
     """As in jax.nn: a row's only element has the probability 1 and the logarithm 0, whatever it is."""
     with compat.enable_x64(dtype == "float64"):
@@ -191,6 +197,7 @@ def test_sums_to_one_and_keeps_order(values):
 @every_operation
 @every_dtype
 @pytest.mark.parametrize("width", [5, 300, 5000])
+@pytest.mark.sweep(3)
 def test_masked_out_and_empty_rows(operation, dtype, width):
     """Rows with nothing in them: masked out, or -inf throughout, or both; never NaN."""
     x = np.random.default_rng(0).normal(size=(5, width))
@@ -231,6 +238,7 @@ def test_rows_of_minus_infinity_without_a_mask(operation, width, axis):
 @every_dtype
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("width", [3, 40, 700, 9000])
+@pytest.mark.sweep(3)
 def test_nan_and_infinity_propagate_as_in_jax(operation, dtype, bad, width):
     x = np.random.default_rng(0).normal(size=(4, width))
     x[0, 0], x[2, -1], x[3, width // 2] = bad, bad, -np.inf
