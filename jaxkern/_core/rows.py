@@ -15,6 +15,19 @@ def row_sum(x, axis):
     return jnp.sum(x, axis, keepdims=True)
 
 
+def largest_of(x, mask, axis, least=None):
+    """The largest element of each row in the computing type; `least`, or the least finite number, if it has none.
+
+    16-bit numbers are compared as they are: XLA:CPU then widens them once, for the exponentials. The maximum counts as a
+    constant: see `shifted`.
+    """
+    x = x if x.dtype in (jnp.float16, jnp.bfloat16) else computed(x)
+    initial = jnp.finfo(x.dtype).min if least is None else least
+    return computed(
+        jax.lax.stop_gradient(jnp.max(x, axis, keepdims=True, initial=initial, where=mask[0] if mask else None))
+    )
+
+
 def shifted(x, mask, axis):
     """x - max in the computing type, its exponential and that one's sum; all-masked rows sum to 0.
 

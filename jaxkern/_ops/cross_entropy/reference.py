@@ -3,22 +3,24 @@
 import jax
 import jax.numpy as jnp
 
+from jaxkern._core.rows import largest_of
+
 
 def computing(dtype):
     """The type that logits of this type are computed in."""
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
-def _shifted(x, mask, axis):
+def _shifted(logits, mask, axis):
     """(logits - largest, largest, exponentials, their sum) in the computing type; masked-out logits are -inf.
 
     The largest of an empty row is the least finite number.
     """
-    x = x.astype(computing(x.dtype))
+    x = logits.astype(computing(logits.dtype))
     if mask:
         x = jnp.where(mask[0], x, -jnp.inf)
     # With this initial value an empty row needs no condition, and XLA compiles a single loop over rows for the CPU.
-    largest = jax.lax.stop_gradient(jnp.max(x, axis, keepdims=True, initial=jnp.finfo(x.dtype).min))
+    largest = largest_of(logits, mask, axis)
     e = jnp.exp(x - largest)
     total = jnp.sum(e, axis, keepdims=True)
     return x - largest, largest, e, total

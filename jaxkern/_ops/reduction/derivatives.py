@@ -27,7 +27,7 @@ from jaxkern._ops.reduction.primitive import (
     reduce_min_p,
     reduce_sum_p,
 )
-from jaxkern._ops.reduction.reference import computing, count
+from jaxkern._ops.reduction.reference import computing, count, finite
 
 
 def _masked(x, mask):
@@ -109,7 +109,7 @@ def _statistics_backward(params, kept, cotangents):
     if mask:  # a masked-out element may be infinite
         x = jnp.where(mask[0], x, -jnp.inf)
     alive = total != 0
-    dx = jnp.exp(x - jnp.where(alive, largest, 0)) * jnp.where(alive, g / jnp.where(alive, total, 1), 0)
+    dx = jnp.exp(x - finite(largest)) * jnp.where(alive, g / jnp.where(alive, total, 1), 0)
     return _masked(dx, mask).astype(kept[0].dtype), (None,) * len(mask)
 
 

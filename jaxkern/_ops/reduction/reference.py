@@ -8,7 +8,8 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+
+from jaxkern._core.rows import largest_of
 
 
 def computing(dtype):
@@ -76,10 +77,11 @@ def logsumexp(x, *mask, axis, dtype, tier):
 
 
 def statistics(x, *mask, axis, dtype, tier):
-    x = x.astype(computing(x.dtype))
+    largest = largest_of(x, mask, axis, least=-jnp.inf)
+    base = finite(largest)
+    x = x.astype(base.dtype)
     if mask:
         x = jnp.where(mask[0], x, -jnp.inf)
-    largest = lax.stop_gradient(jnp.max(x, axis, initial=-jnp.inf))  # see rows.shifted
-    base = finite(largest)
-    total = jnp.sum(jnp.exp(x - jnp.expand_dims(base, axis)), axis)
+    total = jnp.sum(jnp.exp(x - base), axis)
+    base, largest = (jnp.squeeze(a, axis) for a in (base, largest))
     return [logsumexp_of(base, total, dtype[0]), largest, total]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern._core import partition
-from jaxkern._core.rows import computed, lowest_for_infinity, row_sum, shifted
+from jaxkern._core.rows import computed, largest_of, lowest_for_infinity, row_sum, shifted
 from jaxkern._ops.reduction.primitive import statistics
 from jaxkern._ops.softmax import dropout
 
@@ -70,7 +70,7 @@ def _stable(x, mask, axis):
     none to a single loop over rows.
     """
     wide = _unmasked(x, *mask)
-    below = wide - jax.lax.stop_gradient(jnp.max(wide, axis, keepdims=True, initial=jnp.finfo(wide.dtype).min))
+    below = wide - largest_of(x, mask, axis)
     e = jnp.exp(below)
     return below, e, row_sum(e, axis)
 
@@ -104,8 +104,8 @@ def _kept(dx, alive, mask, dtype):
 
 def softmax_grad(y, g, *mask, axis, tier, over=()):
     p, g = computed(y, *mask), computed(g, *mask)
-    dot, positive = partition.row_sums(axis, over, p * g, (p != 0).astype(p.dtype))
-    return _kept(p * (g - dot), positive != 0, mask, y.dtype)
+    dot, total = partition.row_sums(axis, over, p * g, p)
+    return _kept(p * (g - dot), total != 0, mask, y.dtype)
 
 
 def log_softmax_grad(x, g, *mask, axis, tier, over=()):
