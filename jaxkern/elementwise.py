@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkern._core import validate
+from jaxkern._core.algorithms import forced
 from jaxkern._core.primitive import bind
 from jaxkern._ops.elementwise.primitive import PRIMITIVES, ROWS, cast_p
 from jaxkern._ops.elementwise.reference import computing
@@ -21,13 +22,13 @@ def _call(row, arrays, parameters=(), split=-1):
         validate.check_array(row.part_of or row.name, name, "an array or a number", x)
     for (name, _), x in zip(row.parameters, parameters):
         validate.check_array(row.name, name, "a number", x)
-    return _jitted(*arrays, *parameters, name=row.name, split=split)
+    return _jitted(*arrays, *parameters, name=row.name, split=split, tier=forced("elementwise"))
 
 
 # Inlined, so that a jaxpr holds the primitive alone; jitted, so that an eager call costs no more than
 # that of a jnp function.
-@functools.partial(jax.jit, static_argnames=("name", "split"), inline=True)
-def _jitted(*operands, name, split):
+@functools.partial(jax.jit, static_argnames=("name", "split", "tier"), inline=True)
+def _jitted(*operands, name, split, tier):
     row = ROWS[name]
     count = len(operands) - len(row.parameters)
     arrays, parameters = list(operands[:count]), operands[count:]
@@ -52,7 +53,7 @@ def _jitted(*operands, name, split):
         if x.ndim or jnp.issubdtype(x.dtype, jnp.complexfloating):
             raise TypeError(f"jaxkern.{public}: {argument} must be a real scalar, got {x.dtype}{list(x.shape)}")
     parameters = [x.astype(computing(dtype)).reshape((1,) * rank) for x in parameters]
-    return bind(PRIMITIVES[name][0], *arrays, *parameters, split=split)
+    return bind(PRIMITIVES[name][0], *arrays, *parameters, split=split, tier=tier)
 
 
 def _common_type(row, public, arrays):

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern import tiers
 from jaxkern._core import validate
+from jaxkern._core.algorithms import forced
 from jaxkern._core.primitive import bind
 from jaxkern._ops.cross_entropy import derivatives, lowering  # noqa: F401  they register themselves
 from jaxkern._ops.cross_entropy.primitive import Options, cross_entropy_both_p, cross_entropy_p
@@ -67,7 +67,7 @@ def softmax_cross_entropy(logits, labels, *, axis=-1, where=None, label_smoothin
         safe_index(labels),
         where,
         axis=validate.static_axis(name, axis),
-        tier=tiers.forced(tiers.LOSS_TIERS),
+        tier=forced("softmax_cross_entropy"),
         options=options,
     )
 
@@ -104,7 +104,7 @@ def softmax_cross_entropy_and_grad(
         weights,
         where,
         axis=validate.static_axis(name, axis),
-        tier=tiers.forced(tiers.LOSS_TIERS),
+        tier=forced("softmax_cross_entropy"),
         options=options,
     )
 

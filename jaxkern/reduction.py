@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern import tiers
 from jaxkern._core import validate
+from jaxkern._core.algorithms import forced
 from jaxkern._core.primitive import bind
 from jaxkern._ops.reduction import derivatives, primitive  # noqa: F401  derivatives are registered
 from jaxkern._ops.reduction.primitive import statistics  # noqa: F401  for softmax and the loss
@@ -129,7 +129,7 @@ def _call(name, x, axis, keepdims, where):
         name=name,
         axis=validate.static_axis(name, axis),
         keepdims=bool(keepdims),
-        tier=tiers.forced(tiers.REDUCTIONS),
+        tier=forced(name),
     )
 
 

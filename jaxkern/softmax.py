@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern import tiers
 from jaxkern._core import validate
+from jaxkern._core.algorithms import forced
 from jaxkern._core.primitive import bind
 from jaxkern._core.rows import computed
 from jaxkern._ops.softmax import derivatives, dropout, primitive  # noqa: F401  derivatives are registered
@@ -120,7 +120,7 @@ def _call(jitted, name, x, axis, where, arrays=(), flags=None):
     validate.check_array(name, "x", "an array or a number", x)
     if where is not None:
         validate.check_array(name, "where", "a boolean array", where)
-    return jitted(x, where, *arrays, axis=validate.static_axis(name, axis), tier=tiers.forced(), **(flags or {}))
+    return jitted(x, where, *arrays, axis=validate.static_axis(name, axis), tier=forced(name), **(flags or {}))
 
 
 def _along_axis(name, prim, x, where, axis, tier):

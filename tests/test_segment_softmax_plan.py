@@ -66,14 +66,7 @@ def planned(problem, dtype, ordered, backward, on=device.H200):
 
 
 def as_problem(shape, axis, k, rows, dtype):
-    return plan.Problem(
-        plan.size_of(shape[:k]),
-        plan.size_of(shape[k:axis]),
-        rows,
-        shape[axis],
-        plan.size_of(shape[axis + 1 :]),
-        jnp.dtype(dtype).itemsize,
-    )
+    return plan.problem_of(jax.ShapeDtypeStruct(shape, dtype), rows, axis, k)
 
 
 def size_and_alignment(value):
@@ -166,7 +159,7 @@ def test_a_slice_is_cut_alike_in_any_batch():
     p = as_problem((1, 6000, 4), 1, 1, 40, "float32")
     assert len({plan.cut_of(p._replace(batch=batch)) for batch in (1, 3, 1000)}) == 1
     assert plan.most_slices(p._replace(batch=100)) >= 100
-    large = plan.Problem(29, 1, 74_362_205, 147_668, 1, 4)
+    large = plan.Problem(74_362_205, 147_668, batch=29)
     assert plan.most_slices(large) == 28
 
 
@@ -341,9 +334,9 @@ def test_what_has_no_kernel_runs_the_reference():
 
 @needs_runtime
 def test_a_forced_algorithm_that_does_not_fit():
-    with tiers.force("sorted"), pytest.raises(ValueError, match="jaxkern.segment_softmax.*sorted"):
+    with tiers.force(segment_softmax="sorted"), pytest.raises(ValueError, match="jaxkern.segment_softmax.*sorted"):
         lowered(lambda x, ids: jaxkern.segment_softmax(x, ids, 60), spec((5000, 8)), spec((5000,), "int32"))
-    with tiers.force("sort"):
+    with tiers.force(segment_softmax="sort"):
         text = lowered(
             lambda x, ids: jaxkern.segment_softmax(x, ids, 60, indices_are_sorted=True),
             spec((5000, 8)),

@@ -19,9 +19,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkern._core import compat
+from jaxkern._core import algorithms, compat
 from jaxkern._core.primitive import bind, evaluate
+from jaxkern._ops.cross_entropy import plan
 from jaxkern._ops.cross_entropy.reference import computing
+
+algorithms.register(plan, "softmax_cross_entropy")
 
 
 class Options(typing.NamedTuple):

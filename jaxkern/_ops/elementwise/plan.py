@@ -7,12 +7,17 @@ strided    some are broadcast, or halves of an array
 import functools
 import itertools
 import math
+import typing
+
+import numpy as np
 
 from jaxkern._core import launch
+from jaxkern._core.algorithms import pick
 from jaxkern._core.define import ceil_div, fast_divmod
 from jaxkern._core.launch import Launch, Plan, boolean, i64, struct, u32
 from jaxkern._ops.elementwise import table
 
+ALGORITHMS = ("flat", "strided")
 HEADER = "elementwise/elementwise.cuh"
 GROUPS = 3  # runs of neighbouring dimensions that all arrays agree to broadcast over or not
 THREADS = 256
@@ -47,7 +52,7 @@ def _kernels():
     return {kernel.key: kernel for kernel in table.kernels()}
 
 
-def plan(name, device, operands, results, *, split=-1, **_):
+def plan(name, device, operands, results, *, split=-1, tier="auto", **_):
     """The launches of operation `name` (a row of the table, or with _grad its derivative), or None without a kernel."""
     views = []
     for kind, avals in ((launch.operand, operands), (launch.result, results)):
@@ -64,7 +69,7 @@ def plan(name, device, operands, results, *, split=-1, **_):
     if len(sizes) > GROUPS or any(math.prod(p.shape) != 1 for p in parameters):
         return None
     call = _Call(device, kernel, arrays, outs, parameters, sizes, strides)
-    return call.flat() if call.is_flat() else call.strided()
+    return call.flat() if pick("elementwise", tier, call) == "flat" else call.strided()
 
 
 class _View:
@@ -111,6 +116,25 @@ def _collapse(views):
     return sizes[::-1], [[group[v] for group in reversed(merged)] for v in range(len(views))]
 
 
+class Problem(typing.NamedTuple):
+    """Contiguous operands of equal rank, which broadcast against each other."""
+
+    shapes: tuple[tuple[int, ...], ...]
+
+    def is_flat(self) -> bool:
+        full = np.broadcast_shapes(*self.shapes)
+        return all(shape == full or math.prod(shape) == 1 for shape in self.shapes)
+
+
+def fits(algorithm: str, problem, device=None) -> bool:
+    """Whether the algorithm can run the problem, a `Problem` or a call of a kernel."""
+    return algorithm == "strided" or problem.is_flat()
+
+
+def choose(problem, device=None) -> str:
+    return "flat" if problem.is_flat() else "strided"
+
+
 class _Call:
     def __init__(self, device, kernel, arrays, outs, parameters, sizes, strides):
         self.device, self.arrays, self.outs = device, arrays, outs
@@ -130,6 +154,9 @@ class _Call:
             f"Elementwise<{kernel.functor}<{arithmetic}>, {kernel.parameters}, Types<{results}>, Types<{ins}>>"
         )
         self.pointers = [v.buffer for v in (*arrays, *outs, *parameters)] + [launch.null] * (not parameters)
+
+    def __repr__(self):
+        return f"operands of shapes {', '.join(str(tuple(v.shape)) for v in self.arrays)}"
 
     def is_flat(self):
         """Whether every operand is a scalar or contiguous, every result is contiguous, and all begin on 16 bytes."""

@@ -2,7 +2,7 @@
 
 A primitive takes arrays of equal rank, each dimension 1 or the result's, then the operation's scalar parameters as
 arrays of one element in the dtype that the arithmetic is done in: float64 for float64, else float32. `split` is -1, or
-for a gated operation the axis along which one operand holds both halves.
+for a gated operation the axis along which one operand holds both halves. `tier` is the algorithm, or "auto".
 """
 
 import functools
@@ -12,11 +12,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkern._core import compat, partition
+from jaxkern._core import algorithms, compat, partition
 from jaxkern._core.define import lower_to_kernels
 from jaxkern._core.primitive import bind, evaluate
 from jaxkern._ops.elementwise import derivatives, plan, reference, table
 
+algorithms.register(plan, "elementwise")
 ROWS = {row.name: row for row in table.ROWS}
 
 
@@ -42,18 +43,18 @@ def _result(prim, arrays, split, dtype):
     return first.update(shape=tuple(shape), dtype=dtype, weak_type=False, **sharding)
 
 
-def _abstract(row, *operands, split):
+def _abstract(row, *operands, split, tier="auto"):
     arrays = operands[: len(operands) - len(row.parameters)]
     predicate = row.types in ("test", "compare")
     return _result(row.name, arrays, split, jnp.dtype(bool) if predicate else reference.element_type(row, arrays))
 
 
-def _abstract_gradient(row, *operands, split):
+def _abstract_gradient(row, *operands, split, tier="auto"):
     g = operands[len(operands) - len(row.parameters) - 1]
     return [operands[0].update(weak_type=False)] if split >= 0 else [g.update(weak_type=False)] * len(row.gradient)
 
 
-def _batch(prim, whole, operands, dims, *, split):
+def _batch(prim, whole, operands, dims, *, split, tier="auto"):
     at = next(d for d in dims if d is not None)
     # An operand without the batch gets a dimension of size 1: kernels read it in place.
     operands = [jnp.expand_dims(x, at) if d is None else jnp.moveaxis(x, d, at) for x, d in zip(operands, dims)]
@@ -65,11 +66,11 @@ def _batch(prim, whole, operands, dims, *, split):
             else x
             for k, x in enumerate(operands)
         ]
-    y = bind(prim, *operands, split=split + (0 <= at <= split))
+    y = bind(prim, *operands, split=split + (0 <= at <= split), tier=tier)
     return (y, [at] * len(y)) if prim.multiple_results else (y, at)
 
 
-def _abstract_tangent(row, *operands, split):
+def _abstract_tangent(row, *operands, split, tier="auto"):
     k, _ = reference.operand_counts(row, split)
     return _result(row.name, operands[k : k + 1], split, operands[k].dtype)
 

@@ -1,5 +1,7 @@
 """The launch list of index_select on CUDA. There is one algorithm: see ffi/kernels/indexing/gather.cuh."""
 
+import typing
+
 import numpy as np
 
 from jaxkern._core import launch
@@ -21,11 +23,23 @@ FILL = {
 }
 
 
-def fits(algorithm: str, problem=None, device=None) -> bool:
+ALGORITHMS, DTYPES = ("gather",), tuple(FILL)
+
+
+class Problem(typing.NamedTuple):
+    """A call, for which there is one algorithm."""
+
+    rows: int
+    count: int
+    inner: int = 1
+    dtype: str = "float32"
+
+
+def fits(algorithm: str, problem: Problem, device=None) -> bool:
     return algorithm == "gather"
 
 
-def choose(problem=None, device=None) -> str:
+def choose(problem: Problem, device=None) -> str:
     return "gather"
 
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax.interpreters import mlir
 
 from jaxkern._core import compat, partition
+from jaxkern._core.algorithms import pick
 from jaxkern._core.define import lower_to_kernels, size_of
 from jaxkern._ops.indexing import gather_plan, plan, reference, sharding, sort
 from jaxkern._ops.indexing.primitive import (
@@ -85,7 +86,7 @@ def _adapt(prim, name, *avals, rules, rows=None):
         )
     )
     problem = plan.problem_of(name, shape, avals[2 if prim is index_add_p else 0], avals[1], rules)
-    if problem is None or order or plan.chosen(problem, rules) != "sort" or len(plan.parts(problem)) > 1:
+    if problem is None or order or pick(name, rules.plan, problem) != "sort" or len(plan.parts(problem)) > 1:
         return None
     return functools.partial(_in_order, prim)
 

@@ -22,6 +22,7 @@ import typing
 import numpy as np
 
 from jaxkern._core import launch
+from jaxkern._core.algorithms import pick
 from jaxkern._core.define import ceil_div, cuda_type, divider, fast_divmod, size_of
 from jaxkern._core.launch import boolean, i32, i64, null, struct, u32, u64
 from jaxkern._ops.indexing.sort import (
@@ -39,6 +40,7 @@ from jaxkern._ops.indexing.sort import (
 
 ALGORITHMS = ("unique", "small", "sorted", "sort", "narrow", "atomic")
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "uint32")
+INDEX_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 REDUCTIONS = {"index_add": "kSum", "segment_sum": "kSum", "segment_max": "kMax", "segment_min": "kMin"}
 
 WARP = 32
@@ -50,14 +52,14 @@ NARROW_INNER = 8  # elements of a row that narrow_rows.cuh takes
 class Problem(typing.NamedTuple):
     """A call, as far as its plan depends on it."""
 
-    op: str
-    dtype: np.dtype
-    index_dtype: np.dtype
-    batch: int
-    outer: int
     rows: int
     count: int
-    inner: int
+    inner: int = 1
+    dtype: np.dtype = np.dtype("float32")
+    index_dtype: np.dtype = np.dtype("int32")
+    op: str = "index_add"
+    batch: int = 1
+    outer: int = 1
     sorted: bool = False
     unique: bool = False
     deterministic: bool = True
@@ -822,14 +824,14 @@ def problem_of(op, rows_shape, source, index, rules) -> Problem | None:
         return None
     whole = source.shape[:k] == index.shape[:k]
     return Problem(
-        op,
-        source.dtype,
-        index.dtype,
-        size_of(index.shape[:k]),
-        size_of(rows_shape[k:axis]),
         rows_shape[axis],
         source.shape[axis],
         size_of(rows_shape[axis + 1 :]),
+        source.dtype,
+        index.dtype,
+        op,
+        size_of(index.shape[:k]),
+        size_of(rows_shape[k:axis]),
         rules.sorted,
         rules.unique,
         rules.deterministic,
@@ -837,15 +839,6 @@ def problem_of(op, rows_shape, source, index, rules) -> Problem | None:
         rules.clip,
         whole,
     )
-
-
-def chosen(p: Problem, rules) -> str:
-    """The algorithm that runs a problem: the one that is forced, if any."""
-    if rules.plan == "auto":
-        return choose(p)
-    if not fits(rules.plan, p):
-        raise ValueError(f"jaxkern.{p.op}: the algorithm '{rules.plan}' cannot run {p}")
-    return rules.plan
 
 
 def plan(op, device, operands, results, *, rules, rows=None) -> launch.Plan | None:
@@ -862,7 +855,7 @@ def plan(op, device, operands, results, *, rules, rows=None) -> launch.Plan | No
     p = problem_of(op, results[0].shape, source, index, rules)
     if p is None:
         return None
-    algorithm = chosen(p, rules)
+    algorithm = pick(op, rules.plan, p)
     given = given and len(parts(p)) == 1
     if given and algorithm == "sorted" and rules.plan == "auto":
         algorithm = "sort"  # over the order that is given

@@ -24,9 +24,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkern import tiers
-from jaxkern._core import validate
+from jaxkern._core import algorithms, validate
 from jaxkern._core.primitive import bind, evaluate
+from jaxkern._ops.indexing import gather_plan, plan
+
+for _op in plan.REDUCTIONS:
+    algorithms.register(plan, _op, op=_op)
+algorithms.register(gather_plan, "index_select")
 
 
 class Rules(typing.NamedTuple):
@@ -44,15 +48,15 @@ class Rules(typing.NamedTuple):
 
 
 def index_add(x, index, source, *rest, rules):
-    return bind(index_add_p, x, index, source, *rest, rules=_planned(rules, "index_add"))
+    return bind(index_add_p, x, index, source, *rest, rules=_planned(rules, index_add_p))
 
 
 def index_select(x, index, *order, rules):
-    return bind(index_select_p, x, index, *order, rules=_planned(rules, "index_select"))
+    return bind(index_select_p, x, index, *order, rules=_planned(rules, index_select_p))
 
 
 def segment(prim, source, index, *order, rows, rules):
-    return bind(prim, source, index, *order, rows=rows, rules=_planned(rules, "segment"))
+    return bind(prim, source, index, *order, rows=rows, rules=_planned(rules, prim))
 
 
 def segment_sum(source, index, *order, rows, rules):
@@ -64,10 +68,9 @@ def parted(rest):
     return rest[: len(rest) % 2], rest[len(rest) % 2 :]
 
 
-def _planned(rules, operation):
-    """With the plan that is forced here and now, if the operation is one that it is for."""
-    own = [p for p in tiers.PLANS if (p == "gather") == (operation == "index_select")]
-    return rules._replace(plan=tiers.forced(own))
+def _planned(rules, prim):
+    """With the algorithm that is forced on the operation here and now."""
+    return rules._replace(plan=algorithms.forced(prim.name.removeprefix("jaxkern_")))
 
 
 def computing(dtype):

@@ -9,6 +9,7 @@ data that the indices are for, so that equal sorts of a program become one.
 
 import functools
 import math
+import sys
 import typing
 
 import jax
@@ -17,7 +18,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxkern._core import launch, validate
+from jaxkern._core import algorithms, launch, validate
 from jaxkern._core.define import ceil_div, divider, lower_to_kernels
 from jaxkern._core.primitive import bind, evaluate
 
@@ -106,6 +107,26 @@ ad.primitive_jvps[sort_indices_p] = _jvp
 
 # ---- the plan
 
+ALGORITHMS = ("radix",)
+
+
+class Problem(typing.NamedTuple):
+    """Indices [batch, count] into `rows` rows."""
+
+    rows: int
+    count: int
+    batch: int = 1
+
+
+def fits(algorithm: str, p: Problem, device=None) -> bool:
+    return algorithm == "radix" and sortable(p.batch, p.count, p.rows)
+
+
+def choose(p: Problem, device=None) -> str:
+    return "radix"
+
+
+algorithms.register(sys.modules[__name__], "sort_indices")
 HEADER = "indexing/sort.cuh"
 RADIX_BITS = 9  # kRadixBitsMax
 THREADS, SMALL_TILE, TILE, LARGE_TILE = 512, 2048, 4608, 8192

@@ -14,6 +14,7 @@ benchmarks/results).
 import math
 import typing
 
+from jaxkern._core.algorithms import pick
 from jaxkern._core.define import CUDA_TYPES, EMPTY_VIEW, broadcast_view, ceil_div
 from jaxkern._core.launch import Launch, Plan, boolean, f64, i32, i64, null, operand, result, scratch, struct, u64
 
@@ -35,6 +36,7 @@ _ITEMSIZE = {
     "uint64": 8,
     "bool": 1,
 }
+DTYPES = tuple(_ITEMSIZE)
 
 # Of the kernels.
 _NARROW_THREADS = 128
@@ -354,10 +356,7 @@ def reduce(op: str, device, operands, results, *, axis: int, dtype, tier: str) -
     if (mask and view is None) or (p.floating and out != x.dtype and not wide):
         return None
     r = _Reduction(p, device, op, wide, len(results) > 1, view, bool(mask) and mask[0].shape[axis] != 1)
-    if tier != "auto" and not fits(tier, p, device):
-        name = op if op == "logsumexp" else f"reduce_{op}"
-        raise ValueError(f"jaxkern.{name}: the algorithm {tier!r} cannot run rows of {p.width} {p.dtype} elements here")
-    algorithm = choose(p, device) if tier == "auto" else tier
+    algorithm = pick(op if op == "logsumexp" else f"reduce_{op}", tier, p, device)
     parts = parts_of(p, device) if algorithm in ("split", "column") else 1
     launches = tuple(_LAUNCHES[algorithm](r))
     # Element by element, for arrays that are not aligned.

@@ -15,10 +15,12 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern._core import lowering
+from jaxkern._core import algorithms, lowering
 from jaxkern._core.lowering import INTEGER_DTYPES, KERNEL_DTYPES
 from jaxkern._core.primitive import bind, row_primitive
 from jaxkern._ops.reduction import plan, reference, sharding
+
+algorithms.register(plan, "reduce_sum", "reduce_mean", "reduce_max", "reduce_min", "logsumexp")
 
 reduce_sum_p = row_primitive("jaxkern_reduce_sum", arrays=1)
 reduce_mean_p = row_primitive("jaxkern_reduce_mean", arrays=1)

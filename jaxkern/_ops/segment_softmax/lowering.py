@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax.interpreters import mlir
 
 from jaxkern._core import compat
-from jaxkern._core.define import lower_to_kernels, size_of
+from jaxkern._core.algorithms import pick
+from jaxkern._core.define import lower_to_kernels
 from jaxkern._ops.indexing import sort
 from jaxkern._ops.segment_softmax import plan, reference, sharding
 from jaxkern._ops.segment_softmax.primitive import (
@@ -44,16 +45,7 @@ def _problem(prim, *operands, rows, rules) -> plan.Problem | None:
     (x, *_), index, _ = split(prim, operands)
     if x.dtype.name not in plan.DTYPES or not isinstance(rows, int) or rows == 0 or 0 in x.shape:
         return None
-    k, axis = rules.batch_dims, rules.axis
-    problem = plan.Problem(
-        size_of(x.shape[:k]),
-        size_of(x.shape[k:axis]),
-        rows,
-        x.shape[axis],
-        size_of(x.shape[axis + 1 :]),
-        x.dtype.itemsize,
-        rules.sorted,
-    )
+    problem = plan.problem_of(x, rows, rules.axis, rules.batch_dims, rules.sorted)
     return problem if plan.fits("sort", problem) else None
 
 
@@ -62,9 +54,7 @@ def _in_order(prim, ordered, *operands, rows, rules):
     arrays, index, order = split(prim, operands)
     k, axis = rules.batch_dims, rules.axis
     problem = _problem(prim, *map(jax.typeof, operands), rows=rows, rules=rules)
-    algorithm = plan.choose(problem) if rules.plan == "auto" else rules.plan
-    if not plan.fits(algorithm, problem):
-        raise ValueError(f"{prim.name.replace('_', '.', 1)}: the algorithm '{algorithm}' cannot run {problem}")
+    algorithm = pick("segment_softmax", rules.plan, problem)
     flat = index.reshape(problem.batch, problem.count)
     if problem.batch > plan.most_slices(problem):
         return _in_parts(prim, arrays, flat, plan.most_slices(problem), rows, rules)

@@ -16,16 +16,18 @@ import functools
 from jax.extend.core import Primitive
 from jax.interpreters import batching
 
-from jaxkern import tiers
-from jaxkern._core import compat
+from jaxkern._core import algorithms, compat
 from jaxkern._core.primitive import bind, evaluate
 from jaxkern._ops.indexing import primitive as indexing
-from jaxkern._ops.segment_softmax.plan import ALGORITHMS
+from jaxkern._ops.segment_softmax import plan
+
+algorithms.register(plan, "segment_softmax")
 
 
 def segment_softmax(data, index, *order, rows, rules):
     """Binds the primitive; order: nothing, or the keys and the order of the index."""
-    return bind(segment_softmax_p, data, index, *order, rows=rows, rules=rules._replace(plan=tiers.forced(ALGORITHMS)))
+    rules = rules._replace(plan=algorithms.forced("segment_softmax"))
+    return bind(segment_softmax_p, data, index, *order, rows=rows, rules=rules)
 
 
 def split(prim, operands):

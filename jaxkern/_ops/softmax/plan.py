@@ -18,12 +18,14 @@ import functools
 import math
 import typing
 
+from jaxkern._core.algorithms import pick
 from jaxkern._core.define import EMPTY_VIEW, broadcast_view, ceil_div, fast_divmod
 from jaxkern._core.launch import Launch, Plan, boolean, f64, i32, i64, null, operand, result, scratch, struct, u32
 
 ALGORITHMS = ("sub_warp", "warp", "block", "cluster", "pipeline", "streaming", "split", "column")
 
 _TYPES = {"float16": ("__half", 2), "bfloat16": ("__nv_bfloat16", 2), "float32": ("float", 4), "float64": ("double", 8)}
+DTYPES = tuple(_TYPES)
 
 # Vectors of a row that an algorithm can hold.
 _SUB_WARP_VECTORS = 32  # one per lane
@@ -384,12 +386,7 @@ _LAUNCHES = {
 
 
 def _algorithm(p: Problem, device, tier: str) -> str:
-    if tier == "auto":
-        return choose(p, device)
-    if not fits(tier, p, device):
-        name = ("log_softmax" if p.log else "softmax") + (" gradient" if p.backward else "")
-        raise ValueError(f"jaxkern.{name}: the algorithm {tier!r} cannot run rows of {p.width} {p.dtype} elements here")
-    return tier
+    return pick("log_softmax" if p.log else "softmax", tier, p, device)
 
 
 def plan(p: Problem, device, mask=(null, EMPTY_VIEW), tier="auto") -> Plan | None:

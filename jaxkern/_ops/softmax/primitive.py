@@ -30,11 +30,14 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jaxkern._core import compat, define, lowering, partition
+from jaxkern._core import algorithms, compat, define, lowering, partition
 from jaxkern._core.primitive import bind, evaluate, row_primitive
 from jaxkern._ops.softmax import dropout, plan, reference, sharding
 
 EXTRAS = ("bias", "scale", "mask", "key")
+
+algorithms.register(plan, "softmax", log=False)
+algorithms.register(plan, "log_softmax", log=True)
 
 softmax_p = row_primitive("jaxkern_softmax", arrays=1)
 log_softmax_p = row_primitive("jaxkern_log_softmax", arrays=1)
