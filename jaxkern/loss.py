@@ -12,7 +12,7 @@ import numpy as np
 from jaxkern._core import validate
 from jaxkern._core.algorithms import forced
 from jaxkern._core.primitive import bind
-from jaxkern._ops.cross_entropy import derivatives, lowering  # noqa: F401  they register themselves
+from jaxkern._ops.cross_entropy import derivatives  # noqa: F401  registers itself
 from jaxkern._ops.cross_entropy.primitive import Options, cross_entropy_both_p, cross_entropy_p
 from jaxkern._ops.cross_entropy.reference import computing
 from jaxkern.index_add import integers, safe_index
@@ -111,7 +111,7 @@ def softmax_cross_entropy_and_grad(
 
 def _call(f, *arrays, **static):
     """f, compiled if it is called eagerly. Under a transformation its primitives become part of the program around
-    them, which _ops/cross_entropy/lowering.py inspects; a jit of their own would hide it."""
+    them, which _ops/cross_entropy/primitive.py inspects; a jit of their own would hide it."""
     if not any(isinstance(a, jax.core.Tracer) for a in arrays):
         return _compiled(f, *arrays, **static)
     return f(*(None if a is None else jnp.asarray(a) for a in arrays), **static)

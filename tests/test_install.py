@@ -15,7 +15,7 @@ import pytest
 import jaxkern
 from jaxkern import __main__ as doctor
 from jaxkern import elementwise
-from jaxkern._core import compat, lowering, registry
+from jaxkern._core import compat, registry, rows
 
 
 @pytest.fixture
@@ -279,7 +279,7 @@ def test_doctor_finds_a_missing_module(monkeypatch, capsys):
     ],
 )
 def test_mask_shape(full, part, axis, shape):
-    assert lowering.mask_shape(full, part, axis) == shape
+    assert rows.mask_shape(full, part, axis) == shape
 
 
 def test_an_array_is_transposed_only_where_axes_are_apart():

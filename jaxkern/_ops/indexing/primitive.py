@@ -16,35 +16,20 @@ to its gradient.
 """
 
 import functools
-import typing
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import batching
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkern._core import algorithms, validate
-from jaxkern._core.primitive import bind, evaluate
-from jaxkern._ops.indexing import gather_plan, plan
+from jaxkern._core import algorithms, define, partition, validate
+from jaxkern._core.algorithms import pick
+from jaxkern._core.primitive import bind
+from jaxkern._ops.indexing import gather_plan, plan, reference, sharding, sort
+from jaxkern._ops.indexing.reference import Rules, computing, fill_value, greatest, least, parted  # noqa: F401
 
 for _op in plan.REDUCTIONS:
     algorithms.register(plan, _op, op=_op)
 algorithms.register(gather_plan, "index_select")
-
-
-class Rules(typing.NamedTuple):
-    """Parameters of every primitive here, in the words of the CPU handlers' attributes."""
-
-    axis: int
-    batch_dims: int = 0
-    wrap: bool = False  # negative indices count from the end
-    clip: bool = False  # what is out of range goes to the nearest row; else nowhere
-    sorted: bool = False
-    unique: bool = False
-    deterministic: bool = True
-    fill_nan: bool = False  # index_select: what is out of range is NaN, or an integer's limit; else 0
-    plan: str = "auto"
 
 
 def index_add(x, index, source, *rest, rules):
@@ -63,39 +48,9 @@ def segment_sum(source, index, *order, rows, rules):
     return segment(segment_sum_p, source, index, *order, rows=rows, rules=rules)
 
 
-def parted(rest):
-    """(alpha, order) of what follows the source of index_add: () or one element, () or two."""
-    return rest[: len(rest) % 2], rest[len(rest) % 2 :]
-
-
 def _planned(rules, prim):
     """With the algorithm that is forced on the operation here and now."""
     return rules._replace(plan=algorithms.forced(prim.name.removeprefix("jaxkern_")))
-
-
-def computing(dtype):
-    """What sums and alpha are held in: 16 bits and less are too few."""
-    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-    return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
-
-
-def least(dtype):
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return -jnp.inf
-    return False if dtype == jnp.bool_ else jnp.iinfo(dtype).min
-
-
-def greatest(dtype):
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.inf
-    return True if dtype == jnp.bool_ else jnp.iinfo(dtype).max
-
-
-def fill_value(dtype):
-    """What `jnp.take` gives for an index that is out of range."""
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.nan
-    return least(dtype) if jnp.issubdtype(dtype, jnp.signedinteger) else greatest(dtype)
 
 
 # ---- shapes
@@ -171,21 +126,6 @@ def _segment_shape(name, source, index, *order, rows, rules):
     return out
 
 
-def _primitive(name, shape_rule):
-    prim = Primitive(f"jaxkern_{name}")
-    prim.def_abstract_eval(shape_rule)
-    prim.def_impl(functools.partial(evaluate, prim))
-    return prim
-
-
-index_add_p = _primitive("index_add", _add_shape)
-index_select_p = _primitive("index_select", _select_shape)
-segment_sum_p = _primitive("segment_sum", functools.partial(_segment_shape, "segment_sum"))
-segment_max_p = _primitive("segment_max", functools.partial(_segment_shape, "segment_max"))
-segment_min_p = _primitive("segment_min", functools.partial(_segment_shape, "segment_min"))
-SEGMENT = (segment_sum_p, segment_max_p, segment_min_p)
-
-
 # ---- vmap
 #
 # A batch of indices becomes a batch dimension in front, and is sorted anew. A batch of arrays under the same indices
@@ -232,7 +172,7 @@ def shares_order(index_dim, order_dims) -> bool:
     return index_dim is None and all(d is None for d in order_dims)
 
 
-def _batch_add(operands, dims, *, rules):
+def _batch_add(prim, operands, dims, *, rules):
     (x, index, source, *rest), (dx, di, ds, *ds_rest) = operands, dims
     (alpha, order), (da, do) = parted(rest), parted(ds_rest)
     if da and da[0] is not None:
@@ -258,7 +198,7 @@ def _add_in_parts(x, index, source, alpha, *, rules):
     return jnp.where(touched, (x.astype(wide) + alpha * total).astype(x.dtype), x)
 
 
-def _batch_select(operands, dims, *, rules):
+def _batch_select(prim, operands, dims, *, rules):
     (x, index, *order), (dx, di, *do) = operands, dims
     axis, k = rules.axis, rules.batch_dims
     size = size_of(operands, dims)
@@ -285,7 +225,79 @@ def _batch_segment(prim, operands, dims, *, rows, rules):
     return segment(prim, source, index, rows=rows, rules=outer(rules)), 0
 
 
-batching.primitive_batchers[index_add_p] = _batch_add
-batching.primitive_batchers[index_select_p] = _batch_select
-for _prim in SEGMENT:
-    batching.primitive_batchers[_prim] = functools.partial(_batch_segment, _prim)
+# ---- lowering
+
+
+def _partition(prim, ctx, operands, params):
+    rules = params["rules"]
+    rows = ctx.avals_in[0] if prim is index_select_p else ctx.avals_out[0]
+    return partition.lower(
+        ctx,
+        prim,
+        operands,
+        params,
+        sharding.dims(prim, ctx.avals_in, rules),
+        sharding.SHARDS[prim],
+        exact={"rows", "count"},
+        summed=sharding.summed(prim),
+        whole={"ordered", "rows"} if rows.shape[rules.axis] > sharding.LIMIT else {"ordered"},
+    )
+
+
+def _adapt(prim, *avals, rules, rows=None):
+    """For updates that are to be sorted first: a function that does, and binds `prim` with their order."""
+    first, index, *rest = avals
+    source, *rest = rest if rows is None else [first, *rest]
+    k, axis = rules.batch_dims, rules.axis
+    shape = first.shape if rows is None else (*index.shape[:k], *source.shape[k:axis], rows, *source.shape[axis + 1 :])
+    name = prim.name.removeprefix("jaxkern_")
+    problem = plan.problem_of(name, shape, source, index, rules)
+    if problem is None or parted(rest)[1] or pick(name, rules.plan, problem) != "sort" or len(plan.parts(problem)) > 1:
+        return None
+    return functools.partial(_in_order, prim)
+
+
+def _in_order(prim, *operands, rules, **params):
+    index, rows = operands[1], params.get("rows", operands[0].shape[rules.axis])
+    flat = index.reshape(define.size_of(index.shape[: rules.batch_dims]), index.shape[rules.batch_dims])
+    order = sort.sort_indices(flat, rows=rows, wrap=rules.wrap, clip=rules.clip)
+    return prim.bind(*operands, *order, rules=rules, **params)
+
+
+def _without_order(prim, *avals, rules):
+    if len(avals) == 2:
+        return None
+    return lambda x, index, *order, rules: prim.bind(x, index, rules=rules)
+
+
+def _primitive(name, shape, batch, reference, launches=None, adapt=_adapt, **options):
+    return define.primitive(
+        f"jaxkern_{name}",
+        shape,
+        batch,
+        reference,
+        makes_nan=False,  # index_select hands out NaN, and makes none
+        plan=launches or functools.partial(plan.plan, name),
+        partition=_partition,
+        adapt=adapt,
+        dtypes=plan.DTYPES,
+        **options,
+    )
+
+
+def _segment_primitive(name, reference):
+    return _primitive(name, functools.partial(_segment_shape, name), _batch_segment, reference)
+
+
+index_add_p = _primitive("index_add", _add_shape, _batch_add, reference.add, aliases={0: 0})
+index_select_p = _primitive(
+    "index_select", _select_shape, _batch_select, reference.select, gather_plan.index_select, _without_order
+)
+segment_sum_p = _segment_primitive("segment_sum", reference.total)
+segment_max_p = _segment_primitive("segment_max", reference.largest)
+segment_min_p = _segment_primitive("segment_min", reference.smallest)
+SEGMENT = (segment_sum_p, segment_max_p, segment_min_p)
+
+sharding.SHARDS.update({prim: functools.partial(sharding.segments, prim) for prim in SEGMENT})
+sharding.SHARDS[index_add_p] = functools.partial(sharding.add, index_add_p, segment_sum_p)
+sharding.SHARDS[index_select_p] = functools.partial(sharding.select, index_select_p)

@@ -1,12 +1,56 @@
 """index_add, the segment operations and index_select in jnp: where there is no kernel. An order changes nothing."""
 
 import functools
+import typing
 
 import jax
 import jax.numpy as jnp
 
-from jaxkern._ops.indexing.primitive import computing, fill_value, greatest, least, parted
 from jaxkern._ops.indexing.sort import rows_of
+
+
+class Rules(typing.NamedTuple):
+    """Parameters of every primitive here, in the words of the CPU handlers' attributes."""
+
+    axis: int
+    batch_dims: int = 0
+    wrap: bool = False  # negative indices count from the end
+    clip: bool = False  # what is out of range goes to the nearest row; else nowhere
+    sorted: bool = False
+    unique: bool = False
+    deterministic: bool = True
+    fill_nan: bool = False  # index_select: what is out of range is NaN, or an integer's limit; else 0
+    plan: str = "auto"
+
+
+def parted(rest):
+    """(alpha, order) of what follows the source of index_add: () or one element, () or two."""
+    return rest[: len(rest) % 2], rest[len(rest) % 2 :]
+
+
+def computing(dtype):
+    """What sums and alpha are held in: 16 bits and less are too few."""
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
+
+
+def least(dtype):
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return -jnp.inf
+    return False if dtype == jnp.bool_ else jnp.iinfo(dtype).min
+
+
+def greatest(dtype):
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.inf
+    return True if dtype == jnp.bool_ else jnp.iinfo(dtype).max
+
+
+def fill_value(dtype):
+    """What `jnp.take` gives for an index that is out of range."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.nan
+    return least(dtype) if jnp.issubdtype(dtype, jnp.signedinteger) else greatest(dtype)
 
 
 def _for_each_batch(f, rules):

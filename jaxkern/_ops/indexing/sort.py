@@ -15,12 +15,11 @@ import typing
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
 from jaxkern._core import algorithms, launch, validate
-from jaxkern._core.define import ceil_div, divider, lower_to_kernels
-from jaxkern._core.primitive import bind, evaluate
+from jaxkern._core.define import ceil_div, divider, primitive
+from jaxkern._core.primitive import bind
 
 # What one run of the kernels numbers in 32 bits: keys, with one more for updates that go nowhere, and positions.
 MAX_KEYS, MAX_POSITIONS = 1 << 31, 1 << 30
@@ -82,27 +81,15 @@ def reference(index, *, rows, wrap, clip):
     return jax.lax.sort([keys, positions], num_keys=1, is_stable=True)
 
 
-sort_indices_p = Primitive("jaxkern_sort_indices")
-sort_indices_p.multiple_results = True
-sort_indices_p.def_abstract_eval(_shape)
-sort_indices_p.def_impl(functools.partial(evaluate, sort_indices_p))
-
-
-def _batch(operands, dims, **params):
+def _batch(prim, operands, dims, **params):
     """Each element of the batch has keys and positions of its own, and what goes nowhere last: as many sorts."""
     (index,), (d,) = operands, dims
-    return jax.lax.map(lambda i: bind(sort_indices_p, i, **params), jnp.moveaxis(index, d, 0)), [0, 0]
-
-
-batching.primitive_batchers[sort_indices_p] = _batch
+    return jax.lax.map(lambda i: bind(prim, i, **params), jnp.moveaxis(index, d, 0)), [0, 0]
 
 
 def _jvp(primals, tangents, **params):
     out = bind(sort_indices_p, *primals, **params)
     return out, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
-
-
-ad.primitive_jvps[sort_indices_p] = _jvp
 
 
 # ---- the plan
@@ -308,5 +295,5 @@ def plan(device, operands, results, *, rows, wrap, clip) -> launch.Plan | None:
     return launch.Plan("radix", tuple(steps), scratch.bytes)
 
 
-mlir.register_lowering(sort_indices_p, mlir.lower_fun(reference, multiple_results=True))
-lower_to_kernels(sort_indices_p, plan=plan, reference=reference)
+sort_indices_p = primitive("jaxkern_sort_indices", _shape, _batch, reference, several=True, plan=plan)
+ad.primitive_jvps[sort_indices_p] = _jvp

@@ -467,6 +467,11 @@ def _by_runs(p: Problem, shape, axis, parts, device) -> bool:
     return _exceeds_l2(p, device) and axis > 0 and shape[axis - 1] % _RUN == 0 and any(map(repeats, parts))
 
 
+def fused_fits(shape, axis: int) -> bool:
+    """Whether there is a kernel for the rows of an array of this shape."""
+    return math.prod(shape[axis + 1 :]) == 1 and math.prod(shape[:axis]) < 1 << 31
+
+
 def fused(
     device,
     operands,
@@ -486,7 +491,7 @@ def fused(
     x = operands[0]
     at = {name: k for k, name in enumerate(extras.split(), 2 if backward else 1)}
     p = problem_of(x, axis, log=log, backward=backward, masked="mask" in at, fused=True)
-    if p.dtype not in _TYPES or p.inner != 1 or p.rows >= 1 << 31:
+    if not fused_fits(x.shape, axis):
         return None
     algorithm = _algorithm(p, device, tier)
     pointer = {name: operand(k) for name, k in at.items()}
