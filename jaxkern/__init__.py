@@ -8,6 +8,8 @@
 
 __version__ = "0.2.0"
 
+import typing
+
 from jaxkern import elementwise, tiers
 from jaxkern._core.registry import export_checks
 from jaxkern.elementwise import *  # noqa: F403  every operation of the table
@@ -17,7 +19,10 @@ from jaxkern.reduction import logsumexp, reduce_max, reduce_mean, reduce_min, re
 from jaxkern.segment import segment_max, segment_mean, segment_min, segment_softmax, segment_sum, sort_indices
 from jaxkern.softmax import log_softmax, softmax
 
-__all__ = [
+if typing.TYPE_CHECKING:  # the functions of `elementwise`, which are made from a table
+    from jaxkern.elementwise import __getattr__ as __getattr__
+
+__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "embedding_lookup",
     "export_checks",
     "index_add",

@@ -5,10 +5,14 @@ in `jnp`, and kernels read them in place.
 """
 
 import functools
+import inspect
+import typing
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxkern._core import validate
 from jaxkern._core.algorithms import forced
@@ -82,6 +86,7 @@ def _public(row):
     )
     function = space[row.name]
     function.__module__ = __name__
+    function.__annotations__ = dict.fromkeys(inspect.signature(function).parameters, ArrayLike) | {"return": jax.Array}
     function.__doc__ = _documentation(row)
     return function
 
@@ -128,7 +133,7 @@ def _documentation(row):
 globals().update({row.name: _public(row) for row in ROWS.values() if not row.part_of and not row.gated})
 
 
-def gelu(x, approximate=True):
+def gelu(x: ArrayLike, approximate: bool = True) -> jax.Array:
     """Gaussian error linear unit, as `jax.nn.gelu`: x Phi(x), Phi being the normal distribution function.
 
     Args:
@@ -149,7 +154,7 @@ def gelu(x, approximate=True):
     return _call(ROWS["gelu_tanh" if approximate else "gelu_erf"], (x,))
 
 
-def glu(x, axis=-1, *, gate=None):
+def glu(x: ArrayLike, axis: int = -1, *, gate: ArrayLike | None = None) -> jax.Array:
     """Gated linear unit, as `jax.nn.glu`: x sigmoid(gate) in one kernel, and one for both gradients.
 
     Args:
@@ -172,7 +177,7 @@ def glu(x, axis=-1, *, gate=None):
     return _gated("glu", "glu", x, axis, gate)
 
 
-def swiglu(x, axis=-1, *, gate=None):
+def swiglu(x: ArrayLike, axis: int = -1, *, gate: ArrayLike | None = None) -> jax.Array:
     """x silu(gate) in one kernel, and one for both gradients; arguments as for `jaxkern.glu`.
 
     >>> import jax.numpy as jnp, jaxkern
@@ -184,7 +189,7 @@ def swiglu(x, axis=-1, *, gate=None):
     return _gated("swiglu", "swiglu", x, axis, gate)
 
 
-def geglu(x, axis=-1, *, gate=None, approximate=True):
+def geglu(x: ArrayLike, axis: int = -1, *, gate: ArrayLike | None = None, approximate: bool = True) -> jax.Array:
     """x gelu(gate, approximate) in one kernel, and one for both gradients; arguments as for `jaxkern.glu`.
 
     >>> import jax.numpy as jnp, jaxkern
@@ -210,7 +215,7 @@ def _gated(public, name, x, axis, gate):
 # ---- cast
 
 
-def cast(x, dtype):
+def cast(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
     """`x` in another type, as `x.astype(dtype)`: rounded once; to integers towards 0, out of range to the nearest.
 
     Args:
@@ -242,5 +247,10 @@ def _cast(x, *, dtype):
     return x if x.dtype == dtype else bind(cast_p, x, dtype=dtype)
 
 
+if typing.TYPE_CHECKING:  # the functions of the table's rows
+
+    def __getattr__(name: str) -> Callable[..., jax.Array]: ...
+
+
 NAMES = tuple(sorted({row.part_of or row.name for row in ROWS.values()} | {"cast"}))
-__all__ = list(NAMES)
+__all__ = list(NAMES)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -6,32 +6,35 @@ Their primitives are in _ops/indexing.
 import functools
 import numbers
 import operator
+import typing
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jaxkern._core import validate
 from jaxkern._ops.indexing import primitive
-from jaxkern._ops.indexing.order import with_order
+from jaxkern._ops.indexing.order import Order, with_order
 from jaxkern._ops.indexing.primitive import Rules
 
+Mode = str | jax.lax.GatherScatterMode | None
 MODES = ("None", "'fill'", "'drop'", "'clip'", "'promise_in_bounds'")
 
 
 def index_add(
-    x,
-    axis,
-    index,
-    source,
+    x: ArrayLike,
+    axis: int,
+    index: ArrayLike | None,
+    source: ArrayLike,
     *,
-    alpha=1,
-    mode=None,
-    indices_are_sorted=False,
-    unique_indices=False,
-    deterministic=True,
-    order=None,
-):
+    alpha: ArrayLike = 1,
+    mode: Mode = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    deterministic: bool = True,
+    order: Order | None = None,
+) -> jax.Array:
     """Adds `alpha` times the rows of `source` onto the rows of `x` at `index` along `axis`.
 
     As `torch.index_add(x, axis, index, source, alpha=alpha)`, with the rules for indices of
@@ -88,7 +91,9 @@ def index_add(
     return _index_add(x, safe_index(index), source, *factor, *order_operands, rules=rules)
 
 
-def index_select(x, axis, index, *, mode=None, order=None):
+def index_select(
+    x: ArrayLike, axis: int, index: ArrayLike | None, *, mode: Mode = None, order: Order | None = None
+) -> jax.Array:
     """Rows of `x` at `index` along `axis`, as `x.at[index].get(mode=mode)` does along the first.
 
     `jnp.take` is the same but for negative indices under "clip", which there do not count from the end.
@@ -125,7 +130,7 @@ def index_select(x, axis, index, *, mode=None, order=None):
     )
 
 
-def embedding_lookup(table, ids, *, order=None):
+def embedding_lookup(table: ArrayLike, ids: ArrayLike | None, *, order: Order | None = None) -> jax.Array:
     """The rows of `table` that `ids` name, as `jnp.take(table, ids, axis=0)`.
 
     Args:
@@ -211,25 +216,25 @@ def _rows_of(x, rules, order):
     return shape[rules.axis] if order is not None and -len(shape) <= rules.axis < len(shape) else None
 
 
-def safe_index(index):
+def safe_index(index: typing.Any) -> typing.Any:
     """`index` such that jit takes its value with it: without x64, 64 bits would be cut to 32.
 
     What does not fit becomes the limit of int32, which is out of range too.
     """
     wide = isinstance(index, (np.ndarray, np.generic)) and index.dtype.kind in "iu" and index.dtype.itemsize == 8
-    if wide and not jax.config.jax_enable_x64:
+    if wide and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         limits = np.iinfo(np.int32)
-        return np.clip(index, max(limits.min, np.iinfo(index.dtype).min), limits.max).astype(np.int32)
+        return np.clip(index, max(limits.min, int(np.iinfo(str(index.dtype)).min)), limits.max).astype(np.int32)
     return index
 
 
-def array(name, argument, x):
+def array(name: str, argument: str, x: object) -> None:
     if not isinstance(x, jax.Array) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
         kind = x.dtype if isinstance(x, jax.Array) else type(x).__name__
         raise TypeError(f"jaxkern.{name}: {argument} must be an array, got {kind}")
 
 
-def integers(name, argument, index):
+def integers(name: str, argument: str, index: typing.Any) -> jax.Array:
     """`index` as an array of integers of at least 8 bits."""
     array(name, argument, index)
     if not jnp.issubdtype(index.dtype, jnp.integer):
@@ -282,7 +287,9 @@ def _mode(name, mode):
 
 def _rules(name, axis, mode, **others):
     try:
-        axis = operator.index(None if isinstance(axis, bool) else axis)
+        if isinstance(axis, bool):
+            raise TypeError
+        axis = operator.index(axis)
     except TypeError:
         raise TypeError(f"jaxkern.{name}: axis must be an int, got {axis!r}") from None
     return Rules(axis, clip=_mode(name, mode) == jax.lax.GatherScatterMode.CLIP, **others)

@@ -8,6 +8,8 @@ import operator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from jaxkern._core import validate
 from jaxkern._core.algorithms import forced
@@ -18,7 +20,16 @@ from jaxkern._ops.cross_entropy.reference import computing
 from jaxkern.index_add import integers, safe_index
 
 
-def softmax_cross_entropy(logits, labels, *, axis=-1, where=None, label_smoothing=0.0, z_loss=0.0, ignore_index=None):
+def softmax_cross_entropy(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    *,
+    axis: int = -1,
+    where: ArrayLike | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int | None = None,
+) -> jax.Array:
     """Cross-entropy of softmax(logits) and integer labels, as `optax.softmax_cross_entropy_with_integer_labels`.
 
     For a row of logits x with the label y
@@ -73,8 +84,16 @@ def softmax_cross_entropy(logits, labels, *, axis=-1, where=None, label_smoothin
 
 
 def softmax_cross_entropy_and_grad(
-    logits, labels, weights=None, *, axis=-1, where=None, label_smoothing=0.0, z_loss=0.0, ignore_index=None
-):
+    logits: ArrayLike,
+    labels: ArrayLike,
+    weights: ArrayLike | None = None,
+    *,
+    axis: int = -1,
+    where: ArrayLike | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
     """The losses of `softmax_cross_entropy` and, in the same read of the logits, the gradient of their weighted sum.
 
     Args:
@@ -112,7 +131,7 @@ def softmax_cross_entropy_and_grad(
 def _call(f, *arrays, **static):
     """f, compiled if it is called eagerly. Under a transformation its primitives become part of the program around
     them, which _ops/cross_entropy/primitive.py inspects; a jit of their own would hide it."""
-    if not any(isinstance(a, jax.core.Tracer) for a in arrays):
+    if not any(isinstance(a, Tracer) for a in arrays):
         return _compiled(f, *arrays, **static)
     return f(*(None if a is None else jnp.asarray(a) for a in arrays), **static)
 

@@ -5,10 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jaxkern._core import validate
 from jaxkern._core.algorithms import forced
 from jaxkern._core.primitive import bind
+from jaxkern._core.validate import Axis
 from jaxkern._ops.reduction import derivatives, primitive  # noqa: F401  derivatives are registered
 from jaxkern._ops.reduction.primitive import statistics  # noqa: F401  for softmax and the loss
 
@@ -21,7 +23,7 @@ _PRIMITIVES = {
 }
 
 
-def reduce_sum(x, axis=-1, keepdims=False, where=None):
+def reduce_sum(x: ArrayLike, axis: Axis = -1, keepdims: bool = False, where: ArrayLike | None = None) -> jax.Array:
     """Sum along `axis`, as `jnp.sum`.
 
     Args:
@@ -49,7 +51,7 @@ def reduce_sum(x, axis=-1, keepdims=False, where=None):
     return _call("reduce_sum", x, axis, keepdims, where)
 
 
-def reduce_mean(x, axis=-1, keepdims=False, where=None):
+def reduce_mean(x: ArrayLike, axis: Axis = -1, keepdims: bool = False, where: ArrayLike | None = None) -> jax.Array:
     """Mean along `axis`, as `jnp.mean`.
 
     Arguments and errors as for `reduce_sum`; integers and booleans give float32 (float64 from 64 bits). The sum
@@ -63,7 +65,7 @@ def reduce_mean(x, axis=-1, keepdims=False, where=None):
     return _call("reduce_mean", x, axis, keepdims, where)
 
 
-def reduce_max(x, axis=-1, keepdims=False, where=None):
+def reduce_max(x: ArrayLike, axis: Axis = -1, keepdims: bool = False, where: ArrayLike | None = None) -> jax.Array:
     """Maximum along `axis`, as `jnp.max`: NaN if there is one (on a CPU, where XLA computes it, XLA may lose the NaN).
 
     Arguments and errors as for `reduce_sum`, and a ValueError where the axis has no elements and `where` is
@@ -78,7 +80,7 @@ def reduce_max(x, axis=-1, keepdims=False, where=None):
     return _call("reduce_max", x, axis, keepdims, where)
 
 
-def reduce_min(x, axis=-1, keepdims=False, where=None):
+def reduce_min(x: ArrayLike, axis: Axis = -1, keepdims: bool = False, where: ArrayLike | None = None) -> jax.Array:
     """Minimum along `axis`, as `jnp.min`: NaN if there is one (on a CPU, where XLA computes it, XLA may lose the NaN).
 
     Arguments, errors and gradient as for `reduce_max`. Where nothing takes part the result is inf, or the
@@ -91,7 +93,7 @@ def reduce_min(x, axis=-1, keepdims=False, where=None):
     return _call("reduce_min", x, axis, keepdims, where)
 
 
-def logsumexp(x, axis=-1, where=None, keepdims=False):
+def logsumexp(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, keepdims: bool = False) -> jax.Array:
     """log(sum(exp(x))) along `axis`, as `jax.nn.logsumexp`, in one read of `x` and whatever its size.
 
     Args:

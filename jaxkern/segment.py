@@ -12,25 +12,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
+from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from jaxkern._core import validate
 from jaxkern._ops.indexing import primitive, sort
 from jaxkern._ops.indexing.order import Order, with_order
 from jaxkern._ops.segment_softmax.primitive import segment_softmax as bind_softmax
-from jaxkern.index_add import _rules, array, integers, safe_index
+from jaxkern.index_add import Mode, _rules, array, integers, safe_index
 
 
 def segment_sum(
-    data,
-    segment_ids,
-    num_segments=None,
-    indices_are_sorted=False,
-    unique_indices=False,
-    bucket_size=None,
-    mode=None,
-    out_sharding=None,
-    order=None,
-):
+    data: ArrayLike,
+    segment_ids: ArrayLike | None,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    bucket_size: int | None = None,
+    mode: Mode = None,
+    out_sharding: jax.sharding.NamedSharding | jax.sharding.PartitionSpec | None = None,
+    order: Order | None = None,
+) -> jax.Array:
     """Sums of the rows of `data` with the same id, as `jax.ops.segment_sum`.
 
     Args:
@@ -80,16 +82,16 @@ def segment_sum(
 
 
 def segment_mean(
-    data,
-    segment_ids,
-    num_segments=None,
-    indices_are_sorted=False,
-    unique_indices=False,
-    bucket_size=None,
-    mode=None,
-    out_sharding=None,
-    order=None,
-):
+    data: ArrayLike,
+    segment_ids: ArrayLike | None,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    bucket_size: int | None = None,
+    mode: Mode = None,
+    out_sharding: jax.sharding.NamedSharding | jax.sharding.PartitionSpec | None = None,
+    order: Order | None = None,
+) -> jax.Array:
     """Means of the rows of `data` with the same id; 0 where there is none.
 
     Arguments and errors as for `segment_sum`; integers give float32. 16-bit sums stay in float32 until they
@@ -114,16 +116,16 @@ def segment_mean(
 
 
 def segment_max(
-    data,
-    segment_ids,
-    num_segments=None,
-    indices_are_sorted=False,
-    unique_indices=False,
-    bucket_size=None,
-    mode=None,
-    out_sharding=None,
-    order=None,
-):
+    data: ArrayLike,
+    segment_ids: ArrayLike | None,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    bucket_size: int | None = None,
+    mode: Mode = None,
+    out_sharding: jax.sharding.NamedSharding | jax.sharding.PartitionSpec | None = None,
+    order: Order | None = None,
+) -> jax.Array:
     """Maxima of the rows of `data` with the same id, as `jax.ops.segment_max`.
 
     Arguments and errors as for `segment_sum`. Where no row went the result is -inf, or the least integer;
@@ -148,16 +150,16 @@ def segment_max(
 
 
 def segment_min(
-    data,
-    segment_ids,
-    num_segments=None,
-    indices_are_sorted=False,
-    unique_indices=False,
-    bucket_size=None,
-    mode=None,
-    out_sharding=None,
-    order=None,
-):
+    data: ArrayLike,
+    segment_ids: ArrayLike | None,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    bucket_size: int | None = None,
+    mode: Mode = None,
+    out_sharding: jax.sharding.NamedSharding | jax.sharding.PartitionSpec | None = None,
+    order: Order | None = None,
+) -> jax.Array:
     """Minima of the rows of `data` with the same id, as `jax.ops.segment_min`.
 
     Arguments and errors as for `segment_sum`. Where no row went the result is inf, or the greatest integer;
@@ -182,8 +184,14 @@ def segment_min(
 
 
 def segment_softmax(
-    data, segment_ids, num_segments=None, indices_are_sorted=False, unique_indices=False, mode=None, order=None
-):
+    data: ArrayLike,
+    segment_ids: ArrayLike | None,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    mode: Mode = None,
+    order: Order | None = None,
+) -> jax.Array:
     """Softmax over the rows of `data` with the same id, a column at a time.
 
     In jnp it would be, with `of` for `jnp.take(..., segment_ids, 0)`,
@@ -236,7 +244,7 @@ def segment_softmax(
     return _with_order(name, data, segment_ids, num_segments, rules, mode, order)
 
 
-def sort_indices(ids, num_segments, *, mode=None, wrap=False):
+def sort_indices(ids: ArrayLike, num_segments: int, *, mode: Mode = None, wrap: bool = False) -> Order:
     """The order of indices by the row that they name, for operations to take instead of sorting: `order=`.
 
     Operations at equal indices of one jitted program sort once even without it. An order that is made outside the
@@ -279,7 +287,8 @@ def sort_indices(ids, num_segments, *, mode=None, wrap=False):
 def _sort_jit(ids, *, rows, wrap, clip):
     ids = integers("sort_indices", "ids", ids)
     flat = validate.mergeable(ids, ids.ndim).reshape(1, -1)
-    return Order(ids, *sort.sort_indices(flat, rows=rows, wrap=wrap, clip=clip), rows, wrap, clip)
+    keys, order = sort.sort_indices(flat, rows=rows, wrap=wrap, clip=clip)
+    return Order(ids, keys, order, rows, wrap, clip)
 
 
 def _with_order(name, data, segment_ids, num_segments, rules, mode, order):
@@ -310,7 +319,7 @@ def _integer(name, argument, value):
 
 def _num_segments(name, num_segments, segment_ids):
     if num_segments is None:
-        if isinstance(segment_ids, jax.core.Tracer):
+        if isinstance(segment_ids, Tracer):
             raise TypeError(
                 f"jaxkern.{name}: num_segments must be given where segment_ids is traced, "
                 f"as {jax.typeof(segment_ids).str_short()} is"
@@ -327,7 +336,8 @@ def _num_segments(name, num_segments, segment_ids):
         rows = _integer(name, "num_segments", num_segments)
     if rows < 0:
         raise ValueError(f"jaxkern.{name}: num_segments must not be negative, got {rows}")
-    most = np.iinfo(np.int64 if jax.config.jax_enable_x64 or num_segments is not None else np.int32).max
+    x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+    most = np.iinfo(np.int64 if x64 or num_segments is not None else np.int32).max
     if rows > most:  # without x64 ids beyond int32 name no row of their own
         raise ValueError(
             f"jaxkern.{name}: num_segments must be at most {most}, got {rows}"

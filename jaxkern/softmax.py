@@ -5,15 +5,27 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jaxkern._core import validate
 from jaxkern._core.algorithms import forced
 from jaxkern._core.primitive import bind
 from jaxkern._core.rows import computed
+from jaxkern._core.validate import Axis
 from jaxkern._ops.softmax import derivatives, dropout, primitive  # noqa: F401  derivatives are registered
 
 
-def softmax(x, axis=-1, where=None, *, scale=1.0, bias=None, causal=False, dropout_rate=0.0, dropout_key=None):
+def softmax(
+    x: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    scale: ArrayLike = 1.0,
+    bias: ArrayLike | None = None,
+    causal: bool = False,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+) -> jax.Array:
     """Softmax of `scale * x + bias` along `axis`, as `jax.nn.softmax`: positive, and 1 in sum before dropout.
 
     One kernel reads x once and writes the result, whichever of the arguments are given. The gradient, one kernel too,
@@ -77,7 +89,14 @@ def softmax(x, axis=-1, where=None, *, scale=1.0, bias=None, causal=False, dropo
     return _call(_softmax, "softmax", x, axis, where)
 
 
-def log_softmax(x, axis=-1, where=None, *, scale=1.0, bias=None):
+def log_softmax(
+    x: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    scale: ArrayLike = 1.0,
+    bias: ArrayLike | None = None,
+) -> jax.Array:
     """Logarithm of the softmax of `scale * x + bias` along `axis`, as `jax.nn.log_softmax`, without taking it of a
     small number.
 

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import inspect
 import os
 import subprocess
 import sys
@@ -77,6 +78,13 @@ def test_installed_version_is_that_of_the_source():
     except metadata.PackageNotFoundError:
         pytest.skip("runs from the source folder")
     assert installed == jaxkern.__version__
+
+
+def test_public_functions_are_annotated():
+    for module in (jaxkern, jaxkern.tiers):
+        for name in module.__all__:
+            if inspect.isfunction(function := getattr(module, name)):
+                assert {*inspect.signature(function).parameters, "return"} == set(function.__annotations__), name
 
 
 @pytest.mark.parametrize(

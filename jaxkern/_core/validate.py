@@ -5,12 +5,15 @@ Every error here is raised while tracing and names the function, the argument an
 
 import math
 import operator
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxkern._core import compat
+
+Axis = int | Sequence[int] | None
 
 
 def static_axis(name: str, axis):
