@@ -1,9 +1,9 @@
-"""jaxkern: CUDA and CPU kernels for memory-bound operations, as JAX primitives.
+"""jaxkern: CUDA kernels for memory-bound operations of JAX programs, as JAX primitives.
 
     import jaxkern
     y = jaxkern.softmax(x)          # under jit, grad, vmap, shard_map; CPU and GPU
 
-`python -m jaxkern` says what is loaded here, whether it is right, and how fast it is.
+`python -m jaxkern` reports what is loaded on this machine, checks results, and measures speed.
 """
 
 __version__ = "0.2.0"

@@ -1,7 +1,7 @@
 """Elementwise operations: activations, their gated forms, arithmetic, comparisons, casts.
 
-Each is a row of _ops/elementwise/table.py, which its function here comes from. Operands broadcast against each other as
-in `jnp`, and kernels read them in place.
+The functions are made from the rows of _ops/elementwise/table.py. Operands broadcast against each other as in `jnp`;
+kernels read them in place.
 """
 
 import functools
@@ -29,8 +29,7 @@ def _call(row, arrays, parameters=(), split=-1):
     return _jitted(*arrays, *parameters, name=row.name, split=split, tier=forced("elementwise"))
 
 
-# Inlined, so that a jaxpr holds the primitive alone; jitted, so that an eager call costs no more than
-# that of a jnp function.
+# Inlined, so that a jaxpr holds the primitive alone. Jitted, so that an eager call costs no more than a jnp function.
 @functools.partial(jax.jit, static_argnames=("name", "split", "tier"), inline=True)
 def _jitted(*operands, name, split, tier):
     row = ROWS[name]
@@ -61,7 +60,7 @@ def _jitted(*operands, name, split, tier):
 
 
 def _common_type(row, public, arrays):
-    """The dtype that the arrays promote to; refused where the operation has no meaning in it."""
+    """The dtype that the arrays promote to. Raises if the operation is not defined for it."""
     dtype = jnp.result_type(*arrays)
     if row.types == "logical":
         return jnp.dtype(bool)
@@ -76,7 +75,7 @@ def _common_type(row, public, arrays):
 
 
 def _public(row):
-    """The function of a row, with the arguments that the row names."""
+    """Makes the public function of a row, with the arguments that the row names."""
     arguments = [*row.arrays, *(name if default is None else f"{name}={default!r}" for name, default in row.parameters)]
     parameters = "".join(f"{name}, " for name, _ in row.parameters)
     space = {"_call": _call, "_row": row}
@@ -96,7 +95,7 @@ _OPERANDS = {
     "number": "Floating-point or integer arrays.",
     "test": "Floating-point arrays, or integers, which promote to floating-point as in `jnp`.",
     "compare": "Arrays of real numbers or booleans.",
-    "logical": "Boolean arrays; of numbers, what is not 0 is true.",
+    "logical": "Boolean arrays. Numbers other than 0 count as true.",
     "select": "A boolean array, and two arrays of real numbers or booleans.",
 }
 
@@ -110,20 +109,20 @@ def _documentation(row):
         f"{row.summary[0].upper()}{row.summary[1:]}, element by element: `{row.like}`.",
         "",
         "Args:",
-        f"    {names}: {_OPERANDS[row.types]} Several broadcast against each other,"
+        f"    {names}: {_OPERANDS[row.types]} They broadcast against each other,"
         if len(row.arrays) > 1
         else f"    {names}: {_OPERANDS[row.types]}",
     ]
     if len(row.arrays) > 1:
-        lines += ["        and are read in place."]
+        lines += ["        and the kernel reads them in place."]
     lines += [f"    {name}: a real scalar, which may be traced." for name, _ in row.parameters]
     lines += [
         "",
         f"Returns: {result}, in their common shape. float16, bfloat16 and float32 are computed in float32 and",
-        "    rounded once. NaN and infinities go through as in the expression above.",
+        "    rounded once. NaN and infinities propagate as in the expression above.",
         "",
         "Raises:",
-        "    TypeError: an operand is no array, complex, or of a type without a meaning here.",
+        "    TypeError: an operand is not an array, is complex, or has a dtype that the operation is not defined for.",
     ]
     if len(row.arrays) > 1:
         lines += ["    ValueError: the shapes do not broadcast."]
@@ -138,12 +137,12 @@ def gelu(x: ArrayLike, approximate: bool = True) -> jax.Array:
 
     Args:
         x: floating-point array of any shape; integers promote as in `jnp`.
-        approximate: whether to use tanh in place of Phi, which differs by up to 5e-4.
+        approximate: whether to approximate Phi with tanh, which changes the result by up to 5e-4.
 
     Returns: array of the shape of x, rounded once.
 
     Raises:
-        TypeError: x is boolean, complex or no array.
+        TypeError: x is boolean, complex or not an array.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> [f"{y:.4f}" for y in jaxkern.gelu(jnp.array([-1.0, 0.0, 1.0]), approximate=False)]
@@ -155,18 +154,19 @@ def gelu(x: ArrayLike, approximate: bool = True) -> jax.Array:
 
 
 def glu(x: ArrayLike, axis: int = -1, *, gate: ArrayLike | None = None) -> jax.Array:
-    """Gated linear unit, as `jax.nn.glu`: x sigmoid(gate) in one kernel, and one for both gradients.
+    """Gated linear unit, as `jax.nn.glu`: x sigmoid(gate), with one kernel forward and one for both gradients.
 
     Args:
-        x: floating-point array; without a gate, both: the first half along `axis` is x, the second the gate.
-            Neither half is copied.
-        axis: the dimension that is halved.
+        x: floating-point array. Without `gate`, its first half along `axis` is x and its second half the gate. The
+            kernel reads both halves in place.
+        axis: the dimension to split in halves.
         gate: floating-point array that broadcasts against x.
 
     Returns: array of the shape of x, or of one half of it.
 
     Raises:
-        TypeError: boolean, complex or no arrays. ValueError: an axis that is out of bounds or of odd size.
+        TypeError: an operand is boolean, complex or not an array.
+        ValueError: `axis` is out of bounds, or the dimension has an odd size.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.glu(jnp.array([2.0, 4.0, 0.0, 0.0])).tolist()
@@ -178,7 +178,7 @@ def glu(x: ArrayLike, axis: int = -1, *, gate: ArrayLike | None = None) -> jax.A
 
 
 def swiglu(x: ArrayLike, axis: int = -1, *, gate: ArrayLike | None = None) -> jax.Array:
-    """x silu(gate) in one kernel, and one for both gradients; arguments as for `jaxkern.glu`.
+    """x silu(gate), with one kernel forward and one for both gradients; arguments as for `jaxkern.glu`.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.swiglu(jnp.array([2.0]), gate=jnp.array([0.0])).tolist()
@@ -190,7 +190,7 @@ def swiglu(x: ArrayLike, axis: int = -1, *, gate: ArrayLike | None = None) -> ja
 
 
 def geglu(x: ArrayLike, axis: int = -1, *, gate: ArrayLike | None = None, approximate: bool = True) -> jax.Array:
-    """x gelu(gate, approximate) in one kernel, and one for both gradients; arguments as for `jaxkern.glu`.
+    """x gelu(gate, approximate), with one kernel forward and one for both gradients; arguments as for `jaxkern.glu`.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.geglu(jnp.array([2.0]), gate=jnp.array([0.0])).tolist()
@@ -216,16 +216,16 @@ def _gated(public, name, x, axis, gate):
 
 
 def cast(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
-    """`x` in another type, as `x.astype(dtype)`: rounded once; to integers towards 0, out of range to the nearest.
+    """Converts to another dtype, as `x.astype(dtype)`: rounds once; to integers towards 0, saturating.
 
     Args:
-        x: array of any real type.
-        dtype: a real type.
+        x: array of any real dtype.
+        dtype: a real dtype.
 
-    Returns: array of the shape of x; x itself where it has that type.
+    Returns: array of the shape of x; x itself if it has that dtype.
 
     Raises:
-        TypeError: x is no array, or a type is complex or not numeric.
+        TypeError: x is not an array, or a dtype is complex or not numeric.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.cast(jnp.array([1.0, 2.5, -300.0]), jnp.int8).tolist()
