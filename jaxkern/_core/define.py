@@ -2,9 +2,9 @@
 
     softmax_p = primitive("jaxkern_softmax", shape, batch, reference.softmax, plan=plan.softmax, partition=partitioned)
 
-On CUDA the lowering asks `plan` for a launch list and emits it as one custom call under the name of the primitive. Where
-there is no plan, and wherever kernels cannot run, it emits the reference, which XLA compiles. The CPU has no kernels: each
-device computes its part by the reference. Derivatives are defined apart (`autodiff`).
+On CUDA the lowering rule calls `plan` for a launch list and emits it as one custom call under the name of the primitive. If
+there is no plan, or kernels cannot run, it emits the reference, which XLA compiles. There are no kernels for the CPU: each
+device computes its part with the reference. `autodiff` defines derivatives.
 """
 
 import functools
@@ -32,14 +32,14 @@ def primitive(
     aliases=None,
     **options,
 ) -> Primitive:
-    """A primitive with all its rules but derivatives; `params` are the primitive's parameters.
+    """Makes a primitive with all rules except derivatives. `params` are the primitive's parameters.
 
     shape(*avals, **params): the type of the result, or a list of types if there are several.
     batch(prim, operands, dims, **params): the batching rule.
     reference(*operands, **params): the operation in jnp. Without one, the primitive is bound only where kernels run.
     taylor: a function in jnp for Taylor series; by default the reference.
     makes_nan: whether `checkify` looks for NaN in the results.
-    plan: as for `lower_to_kernels`. Without one there are no kernels.
+    plan: as for `lower_to_kernels`. Without a plan there are no kernels.
     partition(prim, ctx, operands, params), adapt(prim, *avals, **params), aliases(prim, operands, params): as for
         `lower_to_kernels`, which takes the other options too.
     """
@@ -66,18 +66,18 @@ def lower_to_kernels(
 ) -> None:
     """Registers the lowerings of `prim` for CUDA and, with `partition`, for the CPU.
 
-    plan(device, operands, results, **params): a `launch.Plan` for arrays of these types (their shapes are not empty and
-        hold no symbols), or None where there is no kernel for them. A pure function; params are the primitive's.
-    reference(*operands, **params): the same in jnp.
-    partition(ctx, operands, params): lowers a call that several devices share to parts that each of them computes, with
-        `partition.lower`; None leaves the call to XLA, which partitions the reference, as it does without `partition`.
+    plan(device, operands, results, **params): a `launch.Plan` for arrays of these types (neither empty nor of symbolic
+        shape), or None if there is no kernel for them. A pure function.
+    reference(*operands, **params): the operation in jnp.
+    partition(ctx, operands, params): lowers a call on several devices to one part per device, with `partition.lower`.
+        Returning None leaves the call to XLA, which partitions the reference, as it does without `partition`.
     aliases: {operand: result} that must share memory, or a function of (operands, params) that returns it.
-    adapt(*avals, **params): None if kernels can read operands of these types as they are; else a function in jnp of the
-        same operands and params that binds `prim` again, on operands that kernels can read.
-    dtypes: those of the first operand that have kernels; None: `plan` decides.
-    instead(ctx, operands, params, lower): results that replace the call of the kernels or the parts, or None;
+    adapt(*avals, **params): None if kernels can read operands of these types. Otherwise a function in jnp that takes the
+        same operands and params, and binds `prim` on operands that kernels can read.
+    dtypes: names of the first operand's dtypes that have kernels. None: `plan` decides.
+    instead(ctx, operands, params, lower): results that replace the call of the kernels or the parts, or None.
         lower(prim, ctx, operands, params) lowers a call of another primitive here.
-    cached=False: the rule is called for every use of `prim`, in the function that holds the use.
+    cached=False: the rule is called for every use of `prim`, in the function that contains the use.
     """
     fallback = _fallback(prim, reference)
 
@@ -97,7 +97,7 @@ def lower_to_kernels(
         if _known(ctx) and (dtypes is None or ctx.avals_in[0].dtype.name in dtypes):
             if partition is not None and compat.may_partition_itself(ctx):
                 emit = partition
-            # XLA would gather the operands of a custom call that several devices share.
+            # XLA would gather the operands of a custom call on several devices.
             elif platform == "cuda" and compat.partitioned_devices(ctx) == 1 and registry.kernels_run():
                 emit = kernels
         found = (
@@ -130,7 +130,7 @@ def _fallback(prim, reference):
 
 
 def _known(ctx) -> bool:
-    """Whether shapes hold no symbols, and no array is empty."""
+    """Whether no shape is symbolic and no array is empty."""
     avals = (*ctx.avals_in, *ctx.avals_out)
     return all(isinstance(d, int) for a in avals for d in a.shape) and not any(0 in a.shape for a in avals)
 
@@ -165,18 +165,18 @@ def cuda_type(dtype) -> str:
     return CUDA_TYPES[dtype.name]
 
 
-# ---- arguments that the structs of ffi/kernels/common/broadcast.h take
+# ---- the structs of ffi/kernels/common/broadcast.h, as kernel arguments
 
 
 def fast_divmod(divisor: int) -> launch.Struct:
-    """FastDivmod of a divisor below 2^32."""
+    """FastDivmod for a divisor below 2^32."""
     shift = (divisor - 1).bit_length() if divisor > 1 else 0
     multiplier = ((1 << 32) * ((1 << shift) - divisor)) // divisor + 1
     return launch.struct(launch.u32(divisor), launch.u32(multiplier & 0xFFFFFFFF), launch.u32(shift))
 
 
 def divider(divisor: int) -> launch.Struct:
-    """Divider (common/divider.h) of any divisor."""
+    """Divider (common/divider.h) for any divisor."""
     wide = divisor >= 2**31 - 1
     return launch.struct(launch.i64(divisor), fast_divmod(1 if wide else divisor), launch.boolean(wide))
 
@@ -210,7 +210,7 @@ def _index_map(groups) -> launch.Struct:
 
 
 def broadcast_view(full, part, axis: int) -> launch.Struct | None:
-    """BroadcastView of an operand of shape `part` against an array of shape `full`; None where it has too many groups."""
+    """BroadcastView of an operand of shape `part` against an array of shape `full`; None if it has too many groups."""
     inner, stride = _groups(full[axis + 1 :], part[axis + 1 :], 1)
     axis_stride = 0 if part[axis] == 1 else stride
     outer, _ = _groups(full[:axis], part[:axis], stride * part[axis])

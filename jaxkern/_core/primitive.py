@@ -11,8 +11,8 @@ from jaxkern._core import compat
 def bind(prim, *operands, **params):
     """`prim.bind`, with the operands first marked as varying over the same axes of a `shard_map`.
 
-    Bound as they are, a replicated and a varying operand would lose the sum over devices in the
-    replicated one's gradient.
+    Without that, the gradient of a replicated operand that is bound together with a varying one would lack the sum over
+    devices.
     """
     axes = [compat.varying_axes(x) for x in operands]
     union = frozenset().union(*axes)
@@ -21,13 +21,13 @@ def bind(prim, *operands, **params):
 
 
 def evaluate(prim, *operands, **params):
-    """The eager rule of any primitive: compiled, once for each set of (hashable) parameters."""
+    """The eager rule of every primitive: compiles it once for each set of (hashable) parameters."""
     params = tuple(params.items())
     nans, infs = jax.config.jax_debug_nans, jax.config.jax_debug_infs
     if not (nans or infs or jax.config.jax_disable_jit):
         return _compiled(prim, params, *operands)
-    # A primitive is compiled all the same, like any of JAX's own: with these modes on, a jitted function
-    # would be run again operation by operation, and come back here without end.
+    # The primitive is compiled in these modes too, like JAX's own. A jitted function would be run again operation by
+    # operation, and would call this rule recursively without end.
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
         y = _compiled(prim, params, *operands)
         for wanted, what, test in ((nans, "nan", jnp.isnan), (infs, "inf", jnp.isinf)):

@@ -56,7 +56,7 @@ def _shape(name, arrays, x, *rest, axis, tier, dtype=None):
 
 
 def without_axis(x, axis):
-    """The type of x without a dimension. Updating keeps the sharding and the varying axes that x came with."""
+    """The type of x without a dimension; keeps its sharding and varying axes."""
     shape = {"shape": (*x.shape[:axis], *x.shape[axis + 1 :]), "weak_type": False}
     if not x.sharding.mesh.empty:
         spec = [*x.sharding.spec, *[None] * (x.ndim - len(x.sharding.spec))]
@@ -71,11 +71,11 @@ def _batch(arrays, prim, operands, dims, *, axis, **params):
 
     def place(x, d, broadcasts):
         if d is not None:
-            return jnp.moveaxis(x, d, at)  # nothing at all when d == at
+            return jnp.moveaxis(x, d, at)  # a no-op if d == at
         x = jnp.expand_dims(x, at)
         return x if broadcasts else jnp.broadcast_to(x, (*x.shape[:at], size, *x.shape[at + 1 :]))
 
-    # An unbatched mask keeps a dimension of size 1: kernels read it in place.
+    # An unbatched mask gets a dimension of size 1: kernels read it in place.
     operands = [place(x, d, k >= arrays) for k, (x, d) in enumerate(zip(operands, dims))]
     y = bind(prim, *operands, axis=axis + (at <= axis), **params)
     place_of = lambda a: at - (a.ndim < operands[0].ndim and at > axis)
