@@ -9,9 +9,9 @@ from jaxkern._core.define import ceil_div, cuda_type, divider, size_of
 
 HEADER, THREADS, GATHERED = "indexing/gather.cuh", 256, 4
 VECTORS = {16: "uint4", 8: "uint2", 4: "uint32_t", 2: "uint16_t"}
-FEW_BYTES = 8 << 20  # an x of this size stays in L2 by itself, and the result may stay there too
+FEW_BYTES = 8 << 20  # an x of this size stays in L2 without hints, and the result may stay there too
 
-# What an index that is out of range selects, as bits: NaN, the least integer, or the greatest unsigned one.
+# The element that an index out of range selects, as bits: NaN, the lowest integer, or the greatest unsigned one.
 FILL = {
     "float16": 0x7E00,
     "bfloat16": 0x7FC0,
@@ -27,7 +27,7 @@ ALGORITHMS, DTYPES = ("gather",), tuple(FILL)
 
 
 class Problem(typing.NamedTuple):
-    """A call, for which there is one algorithm."""
+    """The sizes of a call; there is one algorithm."""
 
     rows: int
     count: int
@@ -44,7 +44,7 @@ def choose(problem: Problem, device=None) -> str:
 
 
 def index_select(device, operands, results, *, rules) -> launch.Plan | None:
-    """The plan for x and an index of these types; None where the dtype has no kernel."""
+    """The plan for x and an index of these types; None if the dtype has no kernel."""
     (x, index), axis, k = operands, rules.axis, rules.batch_dims
     if x.dtype.name not in FILL:
         return None

@@ -1,17 +1,17 @@
 """The primitives of rows at indices: shapes, batching, binding.
 
-    index_add_p      (x, index, source[, alpha][, keys, order])   x, plus alpha times each row of source, at index
-    segment_sum_p    (source, index[, keys, order])               the same onto zeros: every row is written once
-    segment_max_p    (source, index[, keys, order])               the largest of the rows that go to a row, or -inf
-    segment_min_p    (source, index[, keys, order])               the smallest, or inf
+    index_add_p      (x, index, source[, alpha][, keys, order])   x, with alpha times each row of source added at index
+    segment_sum_p    (source, index[, keys, order])               the same onto zeros; writes every row once
+    segment_max_p    (source, index[, keys, order])               the maximum of the rows with the same index, or -inf
+    segment_min_p    (source, index[, keys, order])               the minimum, or inf
     index_select_p   (x, index[, keys, order])                    row index[k] of x, or the fill value
 
-x has the shape (*lead, rows, *trail), source (*lead, count, *trail) and index (*batch, count), where batch is the
-first dimensions of lead: the rest of lead shares its indices. The first dimensions of source may be 1 where it is the
-same for the whole batch. Nothing is ever reshaped or transposed on the way to a kernel. index_select_p and
-segment_sum_p are each other's transposes.
+x has the shape (*lead, rows, *trail), source (*lead, count, *trail) and index (*batch, count). `batch` is the first
+dimensions of `lead`; the other dimensions of `lead` share the indices. The batch dimensions of source may be 1 if all of
+the batch shares it. Operands reach the kernels without a reshape or transpose. index_select_p and segment_sum_p are each
+other's transposes.
 
-keys and order are what `sort_indices` made of the index, so that it need not be sorted again; index_select_p hands them
+keys and order are the results of `sort_indices` for the index, which then is not sorted again. index_select_p passes them
 to its gradient.
 """
 
@@ -49,7 +49,7 @@ def segment_sum(source, index, *order, rows, rules):
 
 
 def _planned(rules, prim):
-    """With the algorithm that is forced on the operation here and now."""
+    """Rules with the algorithm that the current context forces on the operation."""
     return rules._replace(plan=algorithms.forced(prim.name.removeprefix("jaxkern_")))
 
 
@@ -77,7 +77,7 @@ def _check(name, rows_shape, source_shape, index, order, rules):
 
 
 def _along(x, axis, size, index=None):
-    """The type of x with another size along the axis, which is sharded as the index is, or not at all."""
+    """The type of x with another size along the axis, which is sharded like the index if possible, or replicated."""
     spec = [*validate.explicit_spec(x)]
     spec[axis] = None
     if index is not None:
@@ -89,7 +89,7 @@ def _along(x, axis, size, index=None):
 
 
 def unused(entries, others):
-    """Entries of a sharding's spec, None for those that name an axis of the mesh which the others name too."""
+    """Entries of a PartitionSpec, with None in place of entries that share a mesh axis with `others`."""
     names = lambda entry: {*entry} if isinstance(entry, tuple) else {entry} - {None}
     used = set().union(*map(names, others))
     return [None if names(entry) & used else entry for entry in entries]
@@ -128,19 +128,19 @@ def _segment_shape(name, source, index, *order, rows, rules):
 
 # ---- vmap
 #
-# A batch of indices becomes a batch dimension in front, and is sorted anew. A batch of arrays under the same indices
-# joins the dimensions before or after the axis, wherever it lies, behind the batch dimensions that there are.
+# A batch of indices becomes a leading batch dimension and is sorted separately. A batch of arrays with shared indices
+# keeps its position, behind the existing batch dimensions, and joins the dimensions before or after the axis.
 
 
 def moved(x, d, at, size):
-    """Batch dimension d of x at `at`; x is repeated if it has none."""
+    """Moves batch dimension d of x to `at`; broadcasts x if it has none."""
     if d is not None:
-        return jnp.moveaxis(x, d, at)  # nothing at all when d == at
+        return jnp.moveaxis(x, d, at)  # a no-op if d == at
     return jnp.broadcast_to(jnp.expand_dims(x, at), (*x.shape[:at], size, *x.shape[at:]))
 
 
 def _source_in_front(source, d, size, lead, rules):
-    """The same for a source under a batch of indices, which need not be repeated."""
+    """Moves the batch dimension of a source to the front; a source that the batch shares keeps size 1."""
     k = rules.batch_dims
     ones = source.shape[:k] if d is None else jnp.moveaxis(source, d, 0).shape[1 : 1 + k]
     if d is None and all(s == 1 for s in ones):
@@ -150,7 +150,7 @@ def _source_in_front(source, d, size, lead, rules):
 
 
 def inner(rules, at):
-    """Rules of operands that have a new dimension at `at`, under the same indices."""
+    """Rules for operands with a new dimension at `at` that shares the indices."""
     return rules._replace(axis=rules.axis + (at <= rules.axis))
 
 
@@ -163,12 +163,12 @@ def size_of(operands, dims):
 
 
 def place(d, rules):
-    """Where a batch that lies at d goes: there, but not among the batch dimensions."""
+    """The position of a new dimension that lies at d: there, but behind the batch dimensions."""
     return max(d, rules.batch_dims)
 
 
 def shares_order(index_dim, order_dims) -> bool:
-    """Whether all of a batch have one index, and the order that is given, if any."""
+    """Whether the whole batch shares the index and the order."""
     return index_dim is None and all(d is None for d in order_dims)
 
 
@@ -188,11 +188,11 @@ def _batch_add(prim, operands, dims, *, rules):
 
 
 def _add_in_parts(x, index, source, alpha, *, rules):
-    """index_add with a factor that may differ from one element of a batch to the next."""
+    """index_add with a factor for each element of a batch."""
     wide = computing(x.dtype)
     rows, k = x.shape[rules.axis], rules.batch_dims
     total = segment_sum(source.astype(wide), index, rows=rows, rules=rules)
-    # A row that nothing goes to stays what it is, whatever alpha: 0 * inf is NaN.
+    # A row without updates must not change, even if alpha is infinite: 0 * inf is NaN.
     touched = segment_sum(jnp.ones(index.shape, jnp.int32), index, rows=rows, rules=rules._replace(axis=k)) > 0
     touched = touched.reshape(*index.shape[:k], *[1] * (rules.axis - k), rows, *[1] * (x.ndim - rules.axis - 1))
     return jnp.where(touched, (x.astype(wide) + alpha * total).astype(x.dtype), x)
@@ -207,7 +207,7 @@ def _batch_select(prim, operands, dims, *, rules):
         return index_select(moved(x, dx, at, size), index, *order, rules=inner(rules, at)), at
     if dx is not None:
         return index_select(moved(x, dx, 0, size), moved(index, di, 0, size), rules=outer(rules)), 0
-    # One array, many indices: a longer index.
+    # One array, a batch of indices: concatenate the indices.
     index = validate.mergeable(moved(index, di, k, size), 2, k)
     count = index.shape[k + 1]
     y = index_select(x, index.reshape(*index.shape[:k], size * count), rules=rules._replace(sorted=False, unique=False))
@@ -245,7 +245,7 @@ def _partition(prim, ctx, operands, params):
 
 
 def _adapt(prim, *avals, rules, rows=None):
-    """For updates that are to be sorted first: a function that does, and binds `prim` with their order."""
+    """If the algorithm is `sort`, a function that sorts the indices and binds `prim` with their order."""
     first, index, *rest = avals
     source, *rest = rest if rows is None else [first, *rest]
     k, axis = rules.batch_dims, rules.axis
@@ -276,7 +276,7 @@ def _primitive(name, shape, batch, reference, launches=None, adapt=_adapt, **opt
         shape,
         batch,
         reference,
-        makes_nan=False,  # index_select hands out NaN, and makes none
+        makes_nan=False,  # index_select may fill with NaN on purpose
         plan=launches or functools.partial(plan.plan, name),
         partition=_partition,
         adapt=adapt,

@@ -1,15 +1,15 @@
 """Launch lists of segment_softmax and its gradient on CUDA (ffi/kernels/segment_softmax/).
 
-There are two algorithms, which differ in how places come into the order of their segments:
+There are two algorithms, which differ in how rows get into the order of their segments:
 
     sort     a stable sort of the ids, an operation of its own (indexing/sort.py), then the kernels
     sorted   ascending ids (a hint): the kernels alone
 
-and two kernels, of which one follows from the shapes alone, and with it the order of every sum:
+and two kernels. The shapes alone determine the kernel, and with it the order of every sum:
 
-    walk     a warp a tile of places and a strip of columns, a run at a time in registers: where segments fill most of
-             a warp on the average (3 rows of 128 bytes, say)
-    tiles    a block a tile in shared memory: shorter segments, and rows of less than 16 bytes
+    walk     one warp per tile of positions and strip of columns, one segment at a time in registers: for segments that
+             fill most of a warp on average (3 rows of 128 bytes, say)
+    tiles    one block per tile in shared memory: for shorter segments, and rows of less than 16 bytes
 """
 
 import typing
@@ -20,7 +20,7 @@ from jaxkern._core.define import ceil_div, cuda_type, divider, fast_divmod, size
 ALGORITHMS = ("sorted", "sort")
 _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 DTYPES = tuple(_ITEMSIZE)
-# Keys and positions of a call are 32-bit numbers; a key says which segment of which slice of the batch.
+# Keys and positions of a call are 32-bit numbers; a key identifies the slice of the batch and the segment.
 MOST_KEYS, MOST_POSITIONS = 2**31 - 2, 2**30
 
 TILE_THREADS, TILE_COLUMNS = 256, 16

@@ -8,7 +8,7 @@ which these take too: batch is the first dimensions of lead, and the rest of lea
 number of segments. An element of no segment is 0, and so is a segment of nothing but -inf. keys and order are what
 `sort_indices` made of the index, which kernels then do not sort again.
 
-On CUDA the ids are sorted, and primitives of the same names take (data, keys[, order]) or (y, g, keys[, order]): plan.py.
+On CUDA ids are sorted first. Primitives of the same names then take (data, keys[, order]) or (y, g, keys[, order]).
 """
 
 import functools
@@ -53,12 +53,12 @@ def _shape(name, *operands, rows, rules):
 
 
 def _batch(prim, operands, dims, *, rows, rules):
-    """A batch of indices becomes a batch dimension in front; one of arrays alone a dimension anywhere behind those."""
+    """A batch of indices becomes a leading batch dimension; a batch of arrays alone stays behind the batch dimensions."""
     arrays, index, order = split(prim.name, operands)
     at, di, of_order = split(prim.name, dims)
     size = indexing.size_of(operands, dims)
     if di is not None or any(d is not None for d in of_order):
-        # Without the order, whose keys and positions lack their place in the batch.
+        # The order is dropped: its keys and positions do not account for the batch.
         arrays = [indexing.moved(a, d, 0, size) for a, d in zip(arrays, at)]
         return bind(prim, *arrays, indexing.moved(index, di, 0, size), rows=rows, rules=indexing.outer(rules)), 0
     place = indexing.place(next(d for d in at if d is not None), rules)
@@ -70,7 +70,7 @@ def _batch(prim, operands, dims, *, rows, rules):
 
 
 def _problem(prim, *operands, rows, rules) -> plan.Problem | None:
-    """The problem if there are kernels for it."""
+    """The problem, or None if there are no kernels for it."""
     (x, *_), index, _ = split(prim.name, operands)
     if not isinstance(rows, int) or rows == 0:
         return None
@@ -79,7 +79,7 @@ def _problem(prim, *operands, rows, rules) -> plan.Problem | None:
 
 
 def _in_order(prim, ordered, *operands, rows, rules):
-    """The primitive by way of sorted ids and the kernels that take them."""
+    """Computes the primitive with sorted ids and the kernels that take them."""
     arrays, index, order = split(prim.name, operands)
     k, axis = rules.batch_dims, rules.axis
     problem = _problem(prim, *map(jax.typeof, operands), rows=rows, rules=rules)
@@ -100,7 +100,7 @@ def _in_order(prim, ordered, *operands, rows, rules):
 
 
 def _in_parts(prim, arrays, index, slices, rows, rules):
-    """A batch of more keys than a call can number: several calls."""
+    """Splits a batch that has more keys than one call can number into several calls."""
     k = rules.batch_dims
     shape, local = arrays[0].shape, rules._replace(axis=rules.axis - k + 1, batch_dims=1)
     arrays = [a.reshape(-1, *shape[k:]) for a in arrays]
@@ -114,8 +114,8 @@ def _in_parts(prim, arrays, index, slices, rows, rules):
 def _keys(index, rows, rules):
     """The keys of ascending ids [batch, count], as `sort_indices` defines them.
 
-    Any key that is too large is of no segment. So 32-bit ids of a single slice are keys as they are: negative ones are
-    too large as unsigned numbers.
+    A key that is too large belongs to no segment. So 32-bit ids of a single slice serve as keys: read as unsigned, negative
+    ids are too large.
     """
     batch = index.shape[0]
     if batch == 1 and index.dtype.itemsize == 4 and not rules.clip:
@@ -129,7 +129,7 @@ def _keys(index, rows, rules):
 def _partition(prim, ctx, operands, params):
     if _problem(prim, *ctx.avals_in, **params) is None:
         return None
-    arrays, index, _ = split(prim.name, operands)  # an order is one of all rows
+    arrays, index, _ = split(prim.name, operands)  # an order is valid only for all rows
     return sharding.partitioned(prim, REFERENCES[prim.name], ctx, [*arrays, index], **params)
 
 
@@ -138,7 +138,7 @@ def _adapt(prim, *avals, **params):
 
 
 REFERENCES = {"jaxkern_segment_softmax": reference.softmax, "jaxkern_segment_softmax_grad": reference.gradient}
-# Called by the name of the public primitive in programs, and bound where that one is lowered to kernels.
+# These have the name of the public primitive in programs, and are bound by its lowering to kernels.
 ORDERED = {
     name: define.primitive(name, lambda x, *operands, rows, axis, batch_dims: x.update(weak_type=False), plan=launches)
     for name, launches in zip(REFERENCES, (plan.forward, plan.backward))

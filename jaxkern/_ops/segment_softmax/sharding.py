@@ -1,6 +1,6 @@
 """segment_softmax on several devices: each computes a part of the result.
 
-Any dimension may be split. If rows of data are, devices tell each other maxima and sums of segments.
+Any dimension may be split. If the rows of data are split, devices exchange the maxima and sums of segments.
 """
 
 from jaxkern._core import partition
