@@ -1,9 +1,9 @@
-"""The one-read rule: loss and gradient of `value_and_grad` out of one call that reads the logits once.
+"""The one-read rule: one call that reads the logits once computes loss and gradient of `value_and_grad`.
 
 A program made by `value_and_grad` computes the loss, then the gradient. If the cotangents of the loss do not depend on
-its value, as those of a mean or a weighted sum, they can be computed first. When the gradient is lowered, this rule
-moves the operations that compute them before the call of the loss, and one call of `cross_entropy_both_p` takes the
-place of both.
+its value (a mean or a weighted sum), they can be computed first. When the gradient is lowered, this rule moves the
+operations that compute the cotangents before the call of the loss, and replaces both calls by one call of
+`cross_entropy_both_p`.
 
 The environment variable JAXKERN_ONE_READ=0, read whenever a gradient is lowered, turns the rule off.
 """
@@ -22,10 +22,10 @@ def maker(value):
 
 
 def gradient(loss_p, both_p, ctx, operands, params, lower):
-    """The gradient out of one call for loss and gradient; None if the rule does not apply.
+    """Replaces the call of the loss by a call for loss and gradient; returns the gradient, or None if the rule does not apply.
 
     loss_p, both_p: the primitives of the loss, and of loss and gradient.
-    operands, params: of `cross_entropy_grad_p`, which is being lowered in `ctx`.
+    operands, params: the operands and parameters of `cross_entropy_grad_p`, which is being lowered in `ctx`.
     lower(prim, ctx, operands, params): lowers a primitive at the insertion point and returns its results.
     """
     logits, labels, largest, _, weight, *rest = operands
@@ -56,7 +56,7 @@ def gradient(loss_p, both_p, ctx, operands, params, lower):
 
 
 def _is_loss(loss_p, operation, params):
-    """Whether `operation` calls the kernel of the loss, or what partitions it, with these parameters."""
+    """Whether `operation` calls the kernel of the loss, or its partitioned function, with these parameters."""
     if operation.name == "stablehlo.custom_call":
         return ir.StringAttr(operation.attributes["call_target_name"]).value == loss_p.name
     if operation.name != "func.call":
@@ -66,8 +66,10 @@ def _is_loss(loss_p, operation, params):
 
 
 def _before(value, barrier):
-    """The operations to move before `barrier`, in order, so that `value` is known there; None if one of them depends on
-    it, is not plain arithmetic, or stands in another block."""
+    """The operations that must move before `barrier`, in order, so that `value` is available there.
+
+    None if one of them depends on `barrier`, is not plain arithmetic, or is in another block.
+    """
     found = []
 
     def visit(value):

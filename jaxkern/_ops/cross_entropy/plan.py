@@ -10,7 +10,7 @@
     split        several blocks per row         as warp       one after the other
     column       the axis is not the last one   the same      one after the other
 
-If loss and gradient come one after the other the logits are read twice, else once. Limits are those of the kernels
+If loss and gradient are computed one after the other, the logits are read twice; else once. Limits are those of the kernels
 (ffi/kernels/cross_entropy); the preferences were measured (benchmarks/NOTES.md, benchmarks/results).
 """
 
@@ -140,7 +140,7 @@ def ignore_bits(ignore: int | None) -> int:
 
 
 class _Call(typing.NamedTuple):
-    """A problem and what its kernels are told beside it."""
+    """A problem with all other inputs of the kernels' parameters."""
 
     p: Problem
     device: typing.Any

@@ -1,12 +1,12 @@
 """Cross-entropy of logits whose classes are split over devices, as a vocabulary often is.
 
-    loss        a kernel reads each part once; two messages of a few numbers per row; the device that has the label's
+    loss        a kernel reads each part once; two messages of a few numbers per row; the device that holds the label's
                 logit contributes it
-    gradient    XLA's operations read and write each part once, without a message, since residuals are of whole rows
+    gradient    XLA's operations read and write each part once, without a message, because residuals describe whole rows
     both        one after the other
     tangent     XLA's operations, and a message
 
-Split rows need no message, and the kernels run on each part. Classes that do not divide evenly are gathered.
+If only rows are split, the kernels run on each part without a message. Classes that do not divide evenly are gathered.
 """
 
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def partitioned(prim, kinds, split, ctx, operands, params):
 
 
 def _place(over, width):
-    """The first class of the device's part, and the number of all classes."""
+    """The first class of this device's part, and the number of all classes."""
     return lax.axis_index(over) * width, lax.psum(1, over) * width
 
 

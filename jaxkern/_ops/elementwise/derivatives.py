@@ -1,6 +1,6 @@
 """Derivatives of the elementwise operations, forward and reverse, to any order.
 
-The first is a kernel where every array that it writes is wanted; derivatives of derivatives go through jnp.
+The first derivative is a kernel if all gradients that the kernel writes are needed. Higher derivatives use jnp.
 """
 
 import functools
@@ -15,7 +15,7 @@ from jaxkern._ops.elementwise import reference
 
 
 def differentiate(row, forward_p, gradient_p):
-    """All derivatives of `forward_p`, from a custom_vjp that keeps the operands."""
+    """Defines all derivatives of `forward_p` by a custom_vjp whose residuals are the operands."""
     count = len(row.arrays) + len(row.parameters)
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -31,7 +31,7 @@ def differentiate(row, forward_p, gradient_p):
         if split >= 0:
             (ds[0],) = bind(gradient_p, operands[0], g, *parameters, split=split, tier=tier)
             return (tuple(ds),)
-        # One kernel, unless it would write a gradient that nobody wants. XLA sums over broadcast dimensions.
+        # One kernel, unless it would write a gradient that is not needed. XLA sums over broadcast dimensions.
         if gradient_p is not None and all(k in wanted and operands[k].shape == g.shape for k in row.gradient):
             used = [operands[k] for k in reference.used(row)]
             for k, d in zip(row.gradient, bind(gradient_p, *used, g, *parameters, split=-1, tier=tier)):
@@ -51,7 +51,7 @@ def differentiate(row, forward_p, gradient_p):
 
 
 def gradient_rules(row, gradient_p, tangent_p):
-    """The derivative is linear in the cotangent, and `tangent_p` is its transpose. jnp differentiates both."""
+    """Derivatives of `gradient_p`, which is linear in the cotangent, and of its transpose `tangent_p`."""
 
     def jvp_rule(prim, reference, linear):
         def rule(primals, tangents, *, split, tier="auto"):

@@ -1,7 +1,7 @@
-"""Which kernel of ffi/kernels/elementwise runs an elementwise call, and over which blocks.
+"""Which kernel of ffi/kernels/elementwise runs an elementwise call, and its grid.
 
 flat       all arrays are contiguous or scalars
-strided    some are broadcast, or halves of an array
+strided    some arrays are broadcast, or are halves of an array
 """
 
 import functools
@@ -19,7 +19,7 @@ from jaxkern._ops.elementwise import table
 
 ALGORITHMS = ("flat", "strided")
 HEADER = "elementwise/elementwise.cuh"
-GROUPS = 3  # runs of neighbouring dimensions that all arrays agree to broadcast over or not
+GROUPS = 3  # runs of neighbouring dimensions that each array either broadcasts over or not
 THREADS = 256
 BLOCKS = 6  # per multiprocessor: kBlocksPerSm
 
@@ -73,7 +73,7 @@ def plan(name, device, operands, results, *, split=-1, tier="auto", **_):
 
 
 class _View:
-    """An array, or a half of one: where it begins, and its strides in elements along the dimensions of the result."""
+    """An array or a half of one: its buffer, and its strides in elements along the dimensions of the result."""
 
     def __init__(self, buffer, type, shape, strides):
         self.buffer, self.type, self.shape, self.strides = buffer, type, shape, strides
@@ -95,9 +95,9 @@ class _View:
 
 
 def _collapse(views):
-    """(sizes, strides of each view), outermost first, of dimensions merged where all views allow it.
+    """(sizes, strides of each view), outermost first, with dimensions merged if all views allow it.
 
-    The innermost strides are 0 or 1: a dimension of size 1 is added where an array has gaps between its elements.
+    The innermost strides are 0 or 1: a dimension of size 1 is added if an array has gaps between its elements.
     """
     full = views[-1].shape
     strides = [[0 if n == 1 and m != 1 else s for n, m, s in zip(v.shape, full, v.strides)] for v in views]

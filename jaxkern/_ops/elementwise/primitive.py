@@ -54,7 +54,7 @@ def _abstract_gradient(row, *operands, split, tier="auto"):
 
 def _batch(whole, prim, operands, dims, *, split, tier="auto"):
     at = next(d for d in dims if d is not None)
-    # An operand without the batch gets a dimension of size 1: kernels read it in place.
+    # An unbatched operand gets a dimension of size 1: kernels read it in place.
     operands = [jnp.expand_dims(x, at) if d is None else jnp.moveaxis(x, d, at) for x, d in zip(operands, dims)]
     if whole is not None:  # cotangents and tangents, which begin at this position, and what is split keep the shape
         size = next(x.shape[at] for x, d in zip(operands, dims) if d is not None)
@@ -86,7 +86,7 @@ def _primitive(name, row, abstract, reference, several=False, whole=None):
 
 
 def _partition(prim, ctx, operands, params):
-    """Every dimension may be split, but one that holds two halves; each device computes its part."""
+    """Each device computes its part. Any dimension may be split, except one that holds two halves."""
     split = params.get("split", -1)
     names = [f"d{d}" for d in range(max(a.ndim for a in (*ctx.avals_in, *ctx.avals_out)))]
     dims = [list(names[: a.ndim]) for a in (*ctx.avals_in, *ctx.avals_out)]
@@ -106,7 +106,7 @@ def _define(row):
         gradient_p = tangent_p = _primitive(
             f"{row.name}_grad", row, _abstract_gradient, reference.gradient, True, whole
         )
-        if len(row.gradient) > 1:  # else it is its own transpose
+        if len(row.gradient) > 1:  # else the gradient is its own transpose
             tangent_p = _primitive(f"{row.name}_jvp", row, _abstract_tangent, reference.tangent, False, whole)
         derivatives.gradient_rules(row, gradient_p, tangent_p)
     if row.types in ("test", "compare", "logical"):

@@ -1,4 +1,4 @@
-"""What each elementwise operation means in jnp, and its derivative: what runs where there is no kernel."""
+"""The elementwise operations and their derivatives in jnp: the definition, and the fallback."""
 
 import functools
 
@@ -64,7 +64,7 @@ def gradient(row, *operands, split, tier="auto"):
     operands = halves(row, operands, split)
     read = used(row)
     g, parameters = operands[len(read)], operands[len(read) + 1 :]
-    arrays = [jnp.zeros_like(g)] * len(row.arrays)  # those that are not used have no influence
+    arrays = [jnp.zeros_like(g)] * len(row.arrays)  # arrays that are not read have no influence
     for k, x in zip(read, operands):  # under vmap, an array that is not mapped has size 1 where g is longer
         arrays[k] = x if split >= 0 else jnp.broadcast_to(x, g.shape)
     ds = pullback(row, [*arrays, *parameters], row.gradient, g)

@@ -145,7 +145,7 @@ def choose(p: Problem, device) -> str:
 
 
 class _Reduction(typing.NamedTuple):
-    """What the kernels are told beside the problem."""
+    """A problem with all other inputs of the kernels' parameters."""
 
     p: Problem
     device: typing.Any
@@ -274,8 +274,8 @@ def _warp(r):
 
 def _block(r, parts=1):
     p = r.p
-    # Few threads with two turns or more each, since blocks of many warps go through their phases in step. One turn if
-    # there are few rows, which take as long as one block; the parts of a row all run at once.
+    # Few threads with two or more turns each, because the warps of large blocks run through their phases in lockstep. One
+    # turn if there are few rows, which take as long as one block; the parts of a row all run at once.
     turns = 1 if parts == 1 and p.rows <= 2 * r.device.sm_count else 2
     in_flight = {1: 2, 4: 8}.get(p.itemsize, 4)
     warps = ceil_div(p.width // p.vector, parts * turns * in_flight * 32)
@@ -323,7 +323,7 @@ def _column(r, parts=None, aligned=True):
 
 
 def _merge(r, functor, parts) -> list[Launch]:
-    """A lane per part, up to a warp for 128 of them, and a block for more."""
+    """One lane per part, up to a warp; a block for more than 128 parts."""
     if parts == 1:
         return []
     rows = r.p.rows * r.p.inner

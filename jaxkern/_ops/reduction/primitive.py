@@ -1,4 +1,4 @@
-"""The primitives of the row reductions, and how they are lowered.
+"""The primitives of the row reductions.
 
     reduce_sum_p              sum(x)
     reduce_mean_p             sum(x) / count
@@ -7,7 +7,7 @@
     logsumexp_p               log(sum(exp(x)))
     logsumexp_statistics_p    logsumexp, the largest element and the sum of exp(x - largest)
 
-along one axis, which the result is without, each with an optional mask. A masked-out element takes no part.
+along one axis, which the result lacks, each with an optional mask of the elements to reduce.
 """
 
 import functools

@@ -1,14 +1,13 @@
-"""The primitives of softmax and log_softmax: shapes, batching, and how they are lowered.
+"""The primitives of softmax and log_softmax.
 
     softmax_p            y  = exp(x - max) / sum(exp(x - max))
     log_softmax_p        y  = x - max - log(sum(exp(x - max)))
     softmax_grad_p       dx = y * (g - sum(y * g))
-    log_softmax_grad_p   dx = g - softmax(x) * sum(g)      or of y, which is the same but for y's rounding
+    log_softmax_grad_p   dx = g - softmax(x) * sum(g)      or from y, which has the same softmax up to rounding
     log_softmax_jvp_p    dy = t - sum(softmax(x) * t)      the transpose of log_softmax_grad_p; left to XLA
 
-along one axis, each with an optional mask. A masked-out element takes no part: its output is 0 (log_softmax: -inf), its
-gradient 0 whatever the cotangent holds. A row in which nothing takes part, or which is -inf throughout, consists of
-such elements.
+along one axis, each with an optional mask. The output of a masked element is 0 (log_softmax: -inf), and its gradient is 0
+whatever the cotangent is. All elements of a row that is entirely masked or -inf count as masked.
 
 With scale, bias, mask, causal limit and dropout in one kernel:
 
@@ -18,9 +17,9 @@ With scale, bias, mask, causal limit and dropout in one kernel:
     softmax_fused_jvp_p           the transpose of softmax_fused_grad_p; left to XLA
     softmax_fused_output_grad_p   dx of softmax without dropout from y, which is p, and g
 
-Operands: x, for a gradient g, then the operands among bias, scale, mask and key that the parameter `extras` names, in
-this order. Each has the rank of x and dimensions of size 1 or of the size in x; the key has one more dimension, its two
-words. Where the key has a dimension that is not 1, each index has its own key and numbers its rows separately.
+Operands: x, for a gradient g, then those of bias, scale, mask and key that the parameter `extras` names, in this order.
+Each has the rank of x, with dimensions of size 1 or equal to those of x. The key has one more dimension, for its two
+words. If the key has a dimension that is not 1, each index has its own key and numbers its rows separately.
 """
 
 import functools
@@ -73,7 +72,7 @@ def _abstract_eval(name, arrays, x, *rest, axis, tier, log, extras, causal, thre
     for e, part in zip(names, parts):
         shape = part.shape
         if e == "key":
-            fits, shape = shape[-1:] in ((2,), (4,)), shape[:-1]  # (4,): see _per_row
+            fits, shape = shape[-1:] in ((2,), (4,)), shape[:-1]  # (4,): see _key_per_row
         else:
             fits = True
         fits = fits and len(shape) == x.ndim and all(b in (1, a) for a, b in zip(x.shape, shape))
@@ -94,7 +93,7 @@ def _batch(arrays, prim, operands, dims, *, axis, causal, extras, **params):
         if d is not None:
             return jnp.moveaxis(x, d, at)
         x = jnp.expand_dims(x, at)
-        # A key is repeated, so that each example numbers its own rows; the other extras are read in place.
+        # A key is broadcast, so that each example numbers its own rows. Kernels read the other extras in place.
         return jnp.broadcast_to(x, (*x.shape[:at], size, *x.shape[at + 1 :])) if name in (None, "key") else x
 
     operands = [place(x, d, name) for x, d, name in zip(operands, dims, names)]
@@ -104,7 +103,7 @@ def _batch(arrays, prim, operands, dims, *, axis, causal, extras, **params):
 def _key_per_row(key, shape, axis: int):
     """Key, row number and an unused word for each row, of shape (*shape[:axis], 1, 4).
 
-    Needed for a part of the rows, and where keys differ.
+    Kernels need it for a part of the rows, and if keys differ.
     """
     full = (*shape[:axis], *(1,) * (len(shape) - axis))
     numbers = dropout.row_numbers(shape, axis, key.shape)[..., None]
@@ -117,7 +116,7 @@ def _key_per_row(key, shape, axis: int):
 
 
 def _readable(name, shape, part, axis: int, key_per_row: bool):
-    """The shape that an extra operand must be brought to before a kernel can read it; mostly its own."""
+    """The shape that an extra operand must be broadcast to before a kernel can read it; mostly its own."""
     lead = (*shape[:axis], *(1,) * (len(shape) - axis))
     if name == "key":
         return (*lead, 4) if key_per_row or any(d != 1 for d in part[:-1]) else part
@@ -126,7 +125,7 @@ def _readable(name, shape, part, axis: int, key_per_row: bool):
 
 
 def _adapt(prim, x, *avals, axis, extras, key_per_row=False, **params):
-    """None if a kernel can read these operands, else a function that binds `prim` on operands that it can read."""
+    """None if kernels can read these operands; else a function that binds `prim` on operands that they can read."""
     names = extras.split()
     arrays = 1 + len(avals) - len(names)
     parts = [a.shape for a in avals[arrays - 1 :]]
@@ -145,7 +144,7 @@ def _adapt(prim, x, *avals, axis, extras, key_per_row=False, **params):
 
 
 def _partition(prim, ctx, operands, params):
-    """Each device computes its part; the key, which says where rows are in the whole array, becomes one per row."""
+    """Each device computes its part. The key is expanded to one per row, with the row's number in the whole array."""
     avals, axis = ctx.avals_in, params["axis"]
     if not plan.fused_fits(avals[0].shape, axis):
         return None
