@@ -362,9 +362,11 @@ def test_the_same_bits_everywhere(dtype, width):
             g = jnp.where(jnp.arange(width) == jnp.arange(70)[:, None] % width, 1, 0).astype(dtype)
             return y != 0, pull(jnp.broadcast_to(g, x.shape))[0] != 0
 
-        names = [t for t in ("warp", "block", "streaming") if tiers.fits(t, 210, width, dtype=dtype, fused=True)]
+        names = [
+            t for t in ("warp", "block", "streaming") if tiers.fits("softmax", t, 210, width, dtype=dtype, fused=True)
+        ]
         for name in ("auto", *names) if ON_GPU else ("auto",):
-            with tiers.force(name):
+            with tiers.force(softmax=name):
                 y, dx = jax.jit(draws)(x)
             np.testing.assert_array_equal(y, wanted)
             # One element of each row has a cotangent; if it is dropped, nothing has a gradient.
@@ -567,8 +569,8 @@ def test_one_kernel_each_way_and_nothing_materialised():
 def test_tiers(tier, dtype):
     done = 0
     for width in (5, 64, 333, 1024, 1030, 4096, 8000):
-        if tiers.fits(tier, 6, width, dtype=dtype, fused=True):
-            with tiers.force(tier):
+        if tiers.fits("softmax", tier, 6, width, dtype=dtype, fused=True):
+            with tiers.force(softmax=tier):
                 check(FEATURES, (2, 3, width), dtype, mask_shape=(2, 3, width), bias_shape=(3, width))
                 if width in (64, 1024, 4096):  # whole packs, for which some features have kernels of their own
                     for feature in ("scale", "bias", "causal", "dropout"):
@@ -578,12 +580,12 @@ def test_tiers(tier, dtype):
 
 
 def test_tiers_are_the_three():
-    fits = lambda tier, **problem: tiers.fits(tier, 64, fused=True, **problem)
-    assert tiers.softmax(64, 512, dtype="bfloat16", fused=True) == "warp"
-    assert tiers.softmax(64, 2048, dtype="bfloat16", fused=True, backward=True) == "block"
-    assert tiers.softmax(64, 16384, dtype="float16", fused=True) == "block"
-    assert tiers.softmax(64, 16393, dtype="float16", fused=True) == "streaming"
-    assert tiers.softmax(64, 100, dtype="float64", fused=True) == "streaming"
+    fits = lambda tier, **problem: tiers.fits("softmax", tier, 64, fused=True, **problem)
+    assert tiers.choose("softmax", 64, 512, dtype="bfloat16", fused=True) == "warp"
+    assert tiers.choose("softmax", 64, 2048, dtype="bfloat16", fused=True, backward=True) == "block"
+    assert tiers.choose("softmax", 64, 16384, dtype="float16", fused=True) == "block"
+    assert tiers.choose("softmax", 64, 16393, dtype="float16", fused=True) == "streaming"
+    assert tiers.choose("softmax", 64, 100, dtype="float64", fused=True) == "streaming"
     assert not any(fits(t, width=64) for t in ("sub_warp", "cluster", "pipeline", "split", "column"))
 
 

@@ -1,5 +1,6 @@
 """softmax and log_softmax and their gradients: numbers, shapes, extremes, bad input, tiers."""
 
+import functools
 import itertools
 
 import jax
@@ -15,6 +16,7 @@ from reference import DTYPES, OPERATIONS, assert_rounded, forward, gradient
 import jaxkern
 from jaxkern import tiers
 from jaxkern._core import compat, registry
+from jaxkern._core.algorithms import forced
 
 OURS = {name: getattr(jaxkern, name) for name in OPERATIONS}
 JAX = {name: getattr(jax.nn, name) for name in OPERATIONS}
@@ -412,17 +414,22 @@ def test_axes_of_any_integer_type(operation):
 
 
 def test_force_is_local_and_restored():
-    assert tiers.forced() == "auto"
-    with tiers.force("block"):
-        with tiers.force("auto"):
-            assert tiers.forced() == "auto"
+    assert forced("softmax") == "auto"
+    with tiers.force(softmax="block", log_softmax="warp"):
+        with tiers.force(softmax="auto"):
+            assert forced("softmax") == "auto" and forced("log_softmax") == "warp"
         assert "tier=block" in str(jax.make_jaxpr(jaxkern.softmax)(jnp.ones(3)))
     assert "tier=auto" in str(jax.make_jaxpr(jaxkern.softmax)(jnp.ones(3)))
     f = jax.jit(jaxkern.softmax)  # neither way round may a program of another tier be reused
     for tier in ("auto", "warp", "auto", "split"):
-        with tiers.force(tier):
+        with tiers.force(softmax=tier):
             assert f"tier={tier}" in str(jax.make_jaxpr(f)(jnp.ones(3)))
-    with pytest.raises(ValueError, match="no tier 'blok', there are sub_warp"), tiers.force("blok"):
+    with (
+        pytest.raises(ValueError, match="softmax has no algorithm 'blok', there are sub_warp"),
+        tiers.force(softmax="blok"),
+    ):
+        pass
+    with pytest.raises(ValueError, match="no operation 'softmix', there are"), tiers.force(softmix="block"):
         pass
 
 
@@ -435,15 +442,15 @@ def test_tier_query_needs_no_gpu():
                 problem = dict(
                     rows=rows, width=width, inner=inner, dtype=dtype, backward=backward, masked=masked, device=device
                 )
-                tier = tiers.softmax(**problem)
-                assert tier in tiers.NAMES and tiers.fits(tier, **problem)
+                tier = tiers.choose("softmax", **problem)
+                assert tier in tiers.algorithms("softmax") and tiers.fits("softmax", tier, **problem)
                 assert (tier == "column") == (inner != 1)
                 assert device is tiers.H200 or tier not in ("cluster", "pipeline")  # Hopper's
-    assert tiers.softmax(49152, 32, dtype=jnp.bfloat16) == "sub_warp"
-    assert tiers.softmax(1, 1 << 20) == "split"
-    assert not tiers.fits("cluster", 49152, 8192, device=tiers.A100)
-    with pytest.raises(ValueError, match="no tier 'wrap'"):
-        tiers.fits("wrap", 1, 1)
+    assert tiers.choose("softmax", 49152, 32, dtype=jnp.bfloat16) == "sub_warp"
+    assert tiers.choose("softmax", 1, 1 << 20) == "split"
+    assert not tiers.fits("softmax", "cluster", 49152, 8192, device=tiers.A100)
+    with pytest.raises(ValueError, match="no algorithm 'wrap'"):
+        tiers.fits("softmax", "wrap", 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -469,7 +476,10 @@ def test_tier_query_needs_no_gpu():
 )
 def test_bad_tier_query(problem, kind, words):
     problem = {"rows": 8, "width": 64, **problem}
-    for name, ask in (("softmax", tiers.softmax), ("fits", lambda **p: tiers.fits("warp", **p))):
+    for name, ask in (
+        ("choose", functools.partial(tiers.choose, "softmax")),
+        ("fits", functools.partial(tiers.fits, "log_softmax", "warp")),
+    ):
         with pytest.raises(kind) as error:
             ask(**problem)
         message = str(error.value)
@@ -507,25 +517,27 @@ EDGES = (
 
 @pytest.mark.gpu
 @every_dtype
-@pytest.mark.parametrize("tier", tiers.NAMES)
+@pytest.mark.parametrize("tier", tiers.algorithms("softmax"))
 def test_every_tier(tier, dtype):
     """Each kernel where it fits, right and the same with a mask, at widths around every tier's edges."""
     ran = 0
     for width, operation in itertools.product(EDGES, OPERATIONS):
         rows = 5
-        if not all(tiers.fits(tier, rows, width, dtype=dtype, backward=b) for b in (False, True)):
+        if not all(tiers.fits(operation, tier, rows, width, dtype=dtype, backward=b) for b in (False, True)):
             continue
-        with tiers.force(tier):
+        with tiers.force(**{operation: tier}):
             check(operation, normal((rows, width), dtype))
-            if all(tiers.fits(tier, rows, width, dtype=dtype, backward=b, masked=True) for b in (False, True)):
+            if all(
+                tiers.fits(operation, tier, rows, width, dtype=dtype, backward=b, masked=True) for b in (False, True)
+            ):
                 check(operation, normal((rows, width), dtype), -1, random_mask((1, width)))
         ran += 1
-    assert ran or not any(tiers.fits(tier, 5, w, dtype=dtype) for w in EDGES)  # a tier of another device
+    assert ran or not any(tiers.fits("softmax", tier, 5, w, dtype=dtype) for w in EDGES)  # a tier of another device
 
 
 @pytest.mark.gpu
 def test_a_tier_that_does_not_fit_is_an_error():
-    with tiers.force("sub_warp"), pytest.raises(Exception, match="jaxkern.softmax.*sub_warp"):
+    with tiers.force(softmax="sub_warp"), pytest.raises(Exception, match="jaxkern.softmax.*sub_warp"):
         jax.block_until_ready(jaxkern.softmax(jnp.ones((2, 100_003))))
 
 

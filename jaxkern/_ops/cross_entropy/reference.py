@@ -1,9 +1,21 @@
 """Cross-entropy in jnp: what the kernels compute. See primitive.py for the operands and results."""
 
+import typing
+
 import jax
 import jax.numpy as jnp
 
 from jaxkern._core.rows import largest_of
+
+
+class Options(typing.NamedTuple):
+    """The numbers of a cross-entropy, constants of a compiled program."""
+
+    smoothing: float = 0.0
+    z_loss: float = 0.0
+    ignore: int | None = None
+    # The gradient may overwrite the logits: for the part of an array on one device, whose program does not show it.
+    overwrites: bool = False
 
 
 def computing(dtype):
