@@ -11,6 +11,7 @@ __version__ = "0.2.0"
 from jaxkern import elementwise, tiers
 from jaxkern._core.registry import export_checks
 from jaxkern.elementwise import *  # noqa: F403  every operation of the table
+from jaxkern.elementwise_kernel import elementwise_kernel
 from jaxkern.index_add import embedding_lookup, index_add, index_select
 from jaxkern.loss import softmax_cross_entropy, softmax_cross_entropy_and_grad
 from jaxkern.reduction import logsumexp, reduce_max, reduce_mean, reduce_min, reduce_sum
@@ -18,6 +19,7 @@ from jaxkern.segment import segment_max, segment_mean, segment_min, segment_soft
 from jaxkern.softmax import log_softmax, softmax
 
 __all__ = [
+    "elementwise_kernel",
     "embedding_lookup",
     "export_checks",
     "index_add",
