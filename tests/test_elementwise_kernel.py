@@ -17,7 +17,7 @@ import test_functor
 from jax import lax
 
 import jaxkern
-from jaxkern._core import compat, functor, launch, registry
+from jaxkern._core import compat, functor, launch, registry, runtime
 from jaxkern._ops.function import plan
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -46,6 +46,8 @@ SHAPES = {
     "outer": [(37, 1), (1, 129), ()],
     "two_bias": [(5, 7, 16), (16,), (16,)],
     "middle": [(4, 6, 16), (4, 1, 16), (1, 6, 1)],
+    "matrices": [(4, 6, 16), (4, 1, 16), (1, 6, 16)],
+    "channels": [(3, 5, 9, 7), (5, 1, 1), (3, 1, 1, 1)],
     "empty": [(0, 4), (0, 4), (4,)],
     "one": [(1, 1), (1, 1), (1, 1)],
     "narrow": [(300, 3), (300, 3), (3,)],
@@ -314,14 +316,16 @@ def planned(f, shapes, dtype="float32", device=plans.DEVICES[0], gradient=True):
         ([(8, 64), (8, 64), (64,)], "summed"),
         ([(8, 64), (8, 64), (8, 1)], "summed"),
         ([(8, 1), (1, 64), ()], "summed"),
-        ([(4, 6, 16), (4, 1, 16), (1, 6, 1)], None),
+        ([(4, 6, 16), (4, 1, 16), (1, 6, 1)], "summed"),
+        ([(4, 6, 16), (4, 1, 16), (1, 6, 16)], None),
+        ([(4, 3, 6, 16), (4, 1, 6, 1), ()], None),
     ],
 )
 def test_algorithms(shapes, algorithm):
     p, _, _ = planned(five, shapes)
     assert (p and p.algorithm) == algorithm
     p, _, _ = planned(five, shapes, gradient=False)
-    assert p.algorithm in ("flat", "strided")
+    assert p is None if len(shapes[0]) > 3 else p.algorithm in ("flat", "strided")
 
 
 class Memory:
@@ -353,33 +357,38 @@ def run_summed(step, memory, function):
     kin, kout = len(ins.split(", ")), len(outs.split(", "))
     members = step.args[0].members
     x, y = ([memory.at(b) for b in group] for group in (members[:kin], members[kin : kin + kout]))
-    strides = [m.value for m in members[kin + kout : 2 * kin + kout]]
-    rows, columns, last, chunk, _ = (m.value for m in members[2 * kin + kout :])
+    strides = np.array([m.value for m in members[kin + kout : 3 * kin + kout]]).reshape(2, kin)
+    rows, columns, last, chunk, _ = (m.value for m in members[3 * kin + kout :])
     n, lanes, kinds, splat, shared = 4 if packs == "true" else 1, *map(int, (lanes, kinds, splat, shared))
     assert columns % n == 0 and last % n == 0 and chunk % (256 // lanes) == 0
-    tiles, chunks, _ = step.grid3()
-    for tile in range(tiles):
-        for part in range(chunks):
-            row = np.arange(part * chunk, min(part * chunk + chunk, rows))[:, None]
-            column = np.arange(tile * lanes * n, min(tile * lanes * n + lanes * n, columns))
-            here = column[None] < np.where(row + 1 == rows, last, columns)
-            values = []
-            for k in range(kin):
-                at = (0 if shared >> k & 1 else row * strides[k]) + (0 if splat >> k & 1 else column[None])
-                at = np.where(here, at, 0)
-                assert at.max() < x[k].size
-                values.append(x[k][at])
-            for k, v in enumerate(function(*values)):
-                v = np.where(here, np.asarray(v, np.float64), 0)
-                kind, partial = kinds >> 3 * k & 3, kinds >> (3 * k + 2) & 1
-                if kind == plan.WHOLE:
-                    memory.put(y[k], (row * columns + column)[here], v[here])
-                elif kind == plan.COLUMNS:
-                    memory.put(y[k], partial * part * columns + column, v.sum(0))
-                elif kind == plan.ROWS:
-                    memory.put(y[k], partial * tile * rows + row, v.sum(1))
-                else:
-                    memory.put(y[k], [partial * (part * tiles + tile)], v.sum())
+    tiles, chunks, matrices = step.grid3()
+    parts = {plan.COLUMNS: chunks, plan.ROWS: tiles, plan.SCALAR: chunks * tiles}
+    numbers = {plan.COLUMNS: columns, plan.ROWS: rows, plan.SCALAR: 1}
+    for tile, part, matrix in itertools.product(range(tiles), range(chunks), range(matrices)):
+        row = np.arange(part * chunk, min(part * chunk + chunk, rows))[:, None]
+        column = np.arange(tile * lanes * n, min(tile * lanes * n + lanes * n, columns))
+        here = column[None] < np.where(row + 1 == rows, last, columns)
+        values = []
+        for k in range(kin):
+            at = (0 if shared >> k & 1 else row * strides[0, k]) + (0 if splat >> k & 1 else column[None])
+            at = np.where(here, at + matrix * strides[1, k], 0)
+            assert at.max() < x[k].size
+            values.append(x[k][at])
+        for k, v in enumerate(function(*values)):
+            v = np.where(here, np.asarray(v, np.float64), 0)
+            code = kinds >> 4 * k
+            kind, partial, per_matrix = code & 3, code >> 2 & 1, code >> 3 & 1
+            if kind == plan.WHOLE:
+                memory.put(y[k], ((matrix * rows + row) * columns + column)[here], v[here])
+                continue
+            own = {plan.COLUMNS: part, plan.ROWS: tile, plan.SCALAR: part * tiles + tile}[kind]
+            count = numbers[kind] * (matrices if per_matrix else 1)
+            first = matrix * numbers[kind] if per_matrix else 0
+            own += 0 if per_matrix else matrix * parts[kind]
+            total = {plan.COLUMNS: v.sum(0), plan.ROWS: v.sum(1), plan.SCALAR: v.sum()}[kind]
+            index = {plan.COLUMNS: column, plan.ROWS: row.ravel(), plan.SCALAR: 0}[kind]
+            assert partial or own == 0
+            memory.put(y[k], partial * own * count + first + index, total)
 
 
 def run_partials(step, memory):
@@ -404,6 +413,10 @@ def run_partials(step, memory):
         [(40004,), (1,), ()],
         [(3,), (1,), ()],
         [(70000, 1), (70000, 2), (2,)],
+        [(4, 60, 16), (4, 1, 16), (1, 60, 1)],
+        [(3, 700, 40), (3, 700, 1), (3, 1, 40)],
+        [(3, 5, 700), (1, 5, 1), ()],
+        [(3, 5, 7), (3, 1, 1), (1, 1, 7)],
     ],
 )
 def test_summed_launches_in_numpy(shapes):
@@ -442,6 +455,14 @@ def test_launches_are_within_limits(device):
         for dtype in FLOATS:
             p, _, _ = planned(five, shapes, dtype, device)
             plans.check_limits(p, device)
+
+
+def test_struct_is_laid_out_as_in_the_kernel():
+    """The size that function.cuh asserts."""
+    p, ins, outs = planned(five, [(8, 64), (8, 64), ()])
+    size = lambda ins, outs: 8 * (3 * ins + outs + 5)
+    assert plans.layout(p.launches[0].args[0])[0] == size(len(ins), len(outs))
+    assert f"sizeof(SummedArgs<2, 1>) == {size(2, 1)}" in (runtime.kernels_folder() / plan.HEADER).read_text()
 
 
 @plans.needs_nvrtc

@@ -55,7 +55,9 @@ CASES = [
     *_unary("asin acos atanh", FLOATS, 64),
     *_unary("erf_inv", FLOATS, 2**12),
     *_unary("acosh", FLOATS, 256),
-    *_unary("lgamma digamma", FLOATS, 2**12, 1e4, 2**-10),
+    *_unary("lgamma", FLOATS, 2**12, 1e4, 2**-10),
+    # At 0, versions of JAX differ.
+    Case("digamma", lambda x: lax.digamma(jnp.where(x == 0, 1, x)), 1, FLOATS, 2**12, 1e4, 2**-10),
     *_unary("bessel_i0e bessel_i1e", FLOATS, 2**8),
     *_unary("population_count clz", INTEGERS),
     *_unary("bitwise_not", (*INTEGERS, "bool")),
