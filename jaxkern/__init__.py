@@ -13,6 +13,7 @@ import typing
 from jaxkern import elementwise, tiers
 from jaxkern._core.registry import export_checks
 from jaxkern.elementwise import *  # noqa: F403  every operation of the table
+from jaxkern.elementwise_kernel import elementwise_kernel
 from jaxkern.index_add import embedding_lookup, index_add, index_select
 from jaxkern.loss import softmax_cross_entropy, softmax_cross_entropy_and_grad
 from jaxkern.reduction import logsumexp, reduce_max, reduce_mean, reduce_min, reduce_sum
@@ -23,6 +24,7 @@ if typing.TYPE_CHECKING:  # the functions of `elementwise`, which are made from 
     from jaxkern.elementwise import __getattr__ as __getattr__
 
 __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
+    "elementwise_kernel",
     "embedding_lookup",
     "export_checks",
     "index_add",

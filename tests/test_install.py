@@ -44,6 +44,7 @@ def python(code, **environment):
 
 def test_public_names():
     assert set(jaxkern.__all__) == {
+        "elementwise_kernel",
         "embedding_lookup",
         "export_checks",
         "index_add",
@@ -88,7 +89,18 @@ def test_public_functions_are_annotated():
 
 
 @pytest.mark.parametrize(
-    "module", ["softmax", "elementwise", "reduction", "loss", "index_add", "segment", "tiers", "_core.registry"]
+    "module",
+    [
+        "softmax",
+        "elementwise",
+        "elementwise_kernel",
+        "reduction",
+        "loss",
+        "index_add",
+        "segment",
+        "tiers",
+        "_core.registry",
+    ],
 )
 def test_examples_in_docstrings(module):
     results = doctest.testmod(importlib.import_module(f"jaxkern.{module}"))

@@ -25,6 +25,13 @@ def varying_axes(x) -> frozenset:
     return frozenset(getattr(aval, "vma", ()))
 
 
+def not_varying(aval):
+    """The type `aval`, varying over no axes."""
+    if hasattr(aval, "manual_axis_type"):  # jax >= 0.10
+        return aval.update(manual_axis_type=type(aval.manual_axis_type)())
+    return aval.update(vma=frozenset()) if hasattr(aval, "vma") else aval
+
+
 def cast_varying(x, axes):
     """Marks `x` as varying over `axes` too."""
     if hasattr(jax.lax, "pcast"):  # jax >= 0.8.3
@@ -179,3 +186,30 @@ def ffi_api_version() -> tuple[int, int] | None:
         if all(found):
             return int(found[0][1]), int(found[1][1])
     return None
+
+
+def bind_equation(equation, *operands) -> list:
+    """The results of an equation of a jaxpr on these operands, with the derivatives that it carries."""
+    params = equation.primitive.get_bind_params(equation.params)
+    functions, params = params if isinstance(params, tuple) else ((), params)  # jax < 0.10 has both
+    with _made_at(equation):
+        results = equation.primitive.bind(*functions, *operands, **params)
+    return list(results) if equation.primitive.multiple_results else [results]
+
+
+def _made_at(equation):
+    """Context manager: equations that are traced inside it say that the user made them where he made this one."""
+    with contextlib.suppress(Exception):
+        from jax._src import source_info_util
+
+        return source_info_util.user_context(equation.source_info.traceback)
+    return contextlib.nullcontext()
+
+
+def source_line(equation) -> str:
+    """The user's file and line that made an equation of a jaxpr; empty where JAX does not say."""
+    with contextlib.suppress(Exception):
+        from jax._src import source_info_util
+
+        return source_info_util.summarize(equation.source_info)
+    return ""

@@ -52,7 +52,7 @@ def primitive(
     if makes_nan:
         compat.check_nans(prim)
     if reference is not None:
-        mlir.register_lowering(prim, _fallback(prim, reference))
+        mlir.register_lowering(prim, lower_reference(prim, reference))
         compat.taylor_rule(prim, taylor or reference)
     if plan is not None:
         given = {"partition": partition, "adapt": adapt, "aliases": aliases}
@@ -79,7 +79,7 @@ def lower_to_kernels(
         lower(prim, ctx, operands, params) lowers a call of another primitive here.
     cached=False: the rule is called for every use of `prim`, in the function that contains the use.
     """
-    fallback = _fallback(prim, reference)
+    fallback = lower_reference(prim, reference)
 
     def kernels(ctx, operands, params):
         adapted = adapt(*ctx.avals_in, **params) if adapt is not None else None
@@ -125,8 +125,15 @@ def _lower_on(platform):
     return lambda prim, ctx, operands, params: _rules[prim, platform](ctx, *operands, **params)
 
 
-def _fallback(prim, reference):
-    return mlir.lower_fun(reference, multiple_results=prim.multiple_results)
+def lower_reference(prim, reference):
+    """The lowering of `prim` to its reference, in which no array varies over the axes of a `shard_map`.
+
+    Each device computes its own part, and a jaxpr that was made elsewhere may be evaluated in the reference.
+    """
+    rule = mlir.lower_fun(reference, multiple_results=prim.multiple_results)
+    return lambda ctx, *operands, **params: rule(
+        ctx.replace(avals_in=list(map(compat.not_varying, ctx.avals_in))), *operands, **params
+    )
 
 
 def _known(ctx) -> bool:

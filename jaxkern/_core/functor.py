@@ -1,0 +1,565 @@
+"""Functions of the user's in kernels: from a Python function of scalars to a C++ functor.
+
+    function, captured = trace(lambda x, s: jax.nn.silu(x) * s, [jnp.bfloat16, jnp.float32], name="elementwise_kernel")
+    function.source("Scale")    the functor, for the `source` of a Launch
+    function(x, s)              the same in jnp, on arrays that broadcast
+    function.vjp((0,))          the derivative, a Function of (x, s, cotangent)
+
+`trace` makes a jaxpr of the function, with float32 in the place of 16-bit types: these are computed in float32 and rounded
+where they are stored. The jaxpr becomes C++ one statement an equation, in terms of the overloads in
+ffi/kernels/common/functions.h. A Function is equal to another if it computes the same and has the same derivatives, so it
+can be the parameter of a primitive: a lambda that is written anew in every call does not compile anew.
+"""
+
+import functools
+import hashlib
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal
+from jax.sharding import AbstractMesh
+
+from jaxkern._core import compat
+from jaxkern._core.define import CUDA_TYPES
+
+HEADER = "common/functions.h"  # what the source of a Function needs
+
+
+class Unsupported(TypeError):
+    """A function does something that has no counterpart in a kernel."""
+
+
+def computing(dtype) -> np.dtype:
+    """The dtype in which a kernel holds a value of `dtype`."""
+    dtype = np.dtype(dtype)
+    return np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else dtype
+
+
+def trace(f, dtypes, *, name, weak=None, results=None, label=None):
+    """`f`, a function of scalars that returns a scalar or a pytree of scalars, as a `Function`.
+
+    dtypes: of the arguments of f, as the user sees them.
+    name: of the public function that f is given to, for errors.
+    weak: for each argument, whether its dtype is weak, as that of a Python number is.
+    results: how many scalars f must return; None: one or more.
+    label: how errors name f; its own name by default.
+
+    Returns (function, captured). captured are scalar arrays and tracers that f closes over; they are further arguments of
+    `function`, behind those of f. `function.out_tree` is the structure of what f returns.
+
+    Raises: TypeError, ValueError.
+    """
+    label = f"jaxkern.{name}: {label or _name_of(f)}"
+    weak = weak or (False,) * len(dtypes)
+    dtypes = [jax.dtypes.canonicalize_dtype(d) for d in dtypes]
+    for d in dtypes:
+        _check_dtype(label, d)
+    scalar = lambda dtype, weak: jax.ShapeDtypeStruct((), dtype, weak_type=bool(weak))
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        shapes = jax.eval_shape(f, *map(scalar, dtypes, weak))
+        closed = jax.make_jaxpr(f)(*(scalar(computing(d), w) for d, w in zip(dtypes, weak)))
+    out, out_tree = jax.tree.flatten(shapes)
+    if not out or (results is not None and len(out) != results):
+        wanted = "at least one scalar" if results is None else f"{results} scalar{'s' * (results != 1)}"
+        raise ValueError(f"{label} must return {wanted}, and returns {len(out)}")
+    _check_effects(label, closed)
+    consts, captured = [], []
+    for v, c in zip(closed.jaxpr.constvars, closed.consts):
+        if np.ndim(c):
+            where = next((e for e in closed.jaxpr.eqns if any(x is v for x in e.invars)), None)
+            raise TypeError(
+                f"{label} closes over an array, {c.dtype}{list(c.shape)}{_at(where)}. It may close over scalars: pass the "
+                "array as an operand"
+            )
+        traced = isinstance(c, (jax.Array, jax.core.Tracer))
+        consts.append(None if traced else np.asarray(c))
+        captured += [c] if traced else []
+
+    for k, a in enumerate(out):
+        if a.shape != ():
+            raise ValueError(f"{label} must return scalars, and result {k} is {a.dtype}{list(a.shape)}")
+        _check_dtype(label, a.dtype)
+    # For its errors, which name the user's lines.
+    named = [c if c is not None else f"c{k}" for k, c in enumerate(consts)]
+    _Translation(label, _Translation.DEPTH).run(closed.jaxpr, named, [f"x{k}" for k in range(len(dtypes))])
+
+    def of_scalars(*xs):
+        args, rest = xs[: len(dtypes)], iter(xs[len(dtypes) :])
+        values = [next(rest).astype(v.aval.dtype) if c is None else c for v, c in zip(closed.jaxpr.constvars, consts)]
+        return _evaluate(closed.jaxpr, values, args)
+
+    in_dtypes = (*dtypes, *(np.dtype(c.dtype) for c in captured))
+    weak = (*weak, *(bool(getattr(c, "weak_type", False)) for c in captured))
+    out_dtypes = tuple(np.dtype(a.dtype) for a in out)
+    return _function(of_scalars, in_dtypes, out_dtypes, label, len(captured), out_tree, weak), captured
+
+
+def _function(f, in_dtypes, out_dtypes, label, captured=0, out_tree=None, weak=None):
+    """A Function of `f`, which takes and returns scalars of computing types."""
+
+    def converted(*xs):
+        return [jnp.asarray(y).astype(computing(d)) for y, d in zip(f(*xs), out_dtypes)]
+
+    weak = weak or (False,) * len(in_dtypes)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        args = [jax.ShapeDtypeStruct((), computing(d), weak_type=w) for d, w in zip(in_dtypes, weak)]
+        closed = jax.make_jaxpr(converted)(*args)
+        return Function(closed, tuple(in_dtypes), tuple(out_dtypes), label, captured, out_tree)
+
+
+class Function:
+    """A function of scalars, immutable, and equal to any other that computes the same and has the same derivatives.
+
+    in_dtypes, out_dtypes: of its arguments and results, as the user sees them.
+    captured: how many arguments at the end stand for what the user's function closes over.
+    out_tree: the structure of what the user's function returns; None for a derivative.
+    used: the positions of the arguments that the results depend on.
+    label: the names of the public function and of the user's, for errors.
+    """
+
+    def __init__(self, closed, in_dtypes, out_dtypes, label, captured, out_tree):
+        self.in_dtypes, self.out_dtypes = in_dtypes, out_dtypes
+        self.label, self.captured, self.out_tree = label, captured, out_tree
+        self._closed = closed
+        translation = _Translation(label)
+        names = [f"x{k}" for k in range(len(in_dtypes))]
+        outs = translation.run(closed.jaxpr, closed.consts, names)
+        needed = translation.remove_unused(outs)
+        self.used = tuple(k for k, name in enumerate(names) if name in needed)
+        lines = [line for statement in translation.statements for line in statement.lines]
+        self._lines = (*lines, *(f"y{k} = {out};" for k, out in enumerate(outs)))
+        dtypes = [" ".join(d.name for d in group) for group in (in_dtypes, out_dtypes)]
+        content = "\n".join((*dtypes, str(captured), *self._lines, *translation.marks))
+        self._digest = hashlib.sha256(content.encode()).hexdigest()
+
+    def __eq__(self, other):
+        return isinstance(other, Function) and self._digest == other._digest
+
+    def __hash__(self):
+        return hash(self._digest)
+
+    def __repr__(self):  # names a program in compilation caches
+        return f"Function({self._digest[:24]})"
+
+    # ---- C++
+
+    def source(self, struct_name: str) -> str:
+        """The definition of a functor, for code in namespace jaxkern that includes `HEADER`.
+
+        Its operator() takes the arguments by value, then the results by reference, all in computing types.
+        """
+        arguments = [f"{cpp_type(computing(d))} x{k}" for k, d in enumerate(self.in_dtypes)]
+        arguments += [f"{cpp_type(computing(d))}& y{k}" for k, d in enumerate(self.out_dtypes)]
+        body = "\n".join(f"    {line}" for line in self._lines)
+        signature = f"JAXKERN_FN void operator()({', '.join(arguments)}) const"
+        return f"struct {struct_name} {{\n  {signature} {{\n{body}\n  }}\n}};\n"
+
+    # ---- jnp
+
+    def scalars(self, *xs) -> list:
+        """The results for scalars of computing types, in computing types."""
+        return _evaluate(self._closed.jaxpr, self._closed.consts, xs)
+
+    def __call__(self, *arrays) -> list:
+        """The results for arrays that broadcast against each other: a list of arrays of their common shape.
+
+        Arrays are cast to `in_dtypes`. The result can be differentiated and batched by JAX.
+        """
+        return [y.astype(d) for y, d in zip(self.unrounded(*arrays), self.out_dtypes)]
+
+    def unrounded(self, *arrays) -> list:
+        """The same in computing types."""
+        if len(arrays) != len(self.in_dtypes):
+            raise TypeError(f"{self.label}: {len(arrays)} operands for {len(self.in_dtypes)} arguments")
+        shape = jnp.broadcast_shapes(*map(jnp.shape, arrays))
+        is_one = lambda n: isinstance(n, int) and n == 1
+        operands, dims = [], []
+        for x, dtype in zip(arrays, self.in_dtypes):
+            x = jnp.asarray(x).astype(dtype).astype(computing(dtype))
+            skip = len(shape) - x.ndim
+            dims.append([d >= skip and not is_one(x.shape[d - skip]) for d in range(len(shape))])
+            operands.append(jax.lax.squeeze(x, [d for d in range(x.ndim) if is_one(x.shape[d])]))
+        f = self.scalars
+        for d in reversed(range(len(shape))):
+            axes = tuple(0 if mapped[d] else None for mapped in dims)
+            if any(mapped[d] for mapped in dims):
+                f = jax.vmap(f, axes)
+        ones = [d for d, n in enumerate(shape) if not any(mapped[d] for mapped in dims)]
+        return [jnp.expand_dims(y, ones) for y in f(*operands)]
+
+    # ---- derivatives
+
+    @property
+    def inexact_results(self) -> tuple:
+        """Positions of the results that have a cotangent: those of floating-point types."""
+        return tuple(k for k, d in enumerate(self.out_dtypes) if jnp.issubdtype(d, jnp.inexact))
+
+    def vjp(self, wrt) -> "Function":
+        """The Function of (*arguments, *cotangents) that returns the cotangents of the arguments at the positions `wrt`.
+
+        There is one cotangent for each of `inexact_results`. Arguments at `wrt` must be of floating-point types.
+        """
+        return _vjp(self, tuple(wrt))
+
+    def jvp(self, wrt) -> "Function":
+        """The Function of (*arguments, *tangents of those at `wrt`) that returns the tangents of `inexact_results`."""
+        return _jvp(self, tuple(wrt))
+
+    def select(self, arguments) -> "Function":
+        """The Function of the arguments at these positions, which must include all that are `used`."""
+        return _select(self, tuple(arguments))
+
+    def with_results(self, dtypes) -> "Function":
+        """The same Function with results of other dtypes that are computed in the same types."""
+        return _with_results(self, tuple(map(np.dtype, dtypes)))
+
+    def _only(self, wrt, xs):
+        """The inexact results as a function of the arguments at `wrt`."""
+
+        def f(*ws):
+            operands = list(xs)
+            for k, w in zip(wrt, ws):
+                operands[k] = w
+            ys = self.scalars(*operands)
+            return tuple(ys[k] for k in self.inexact_results)
+
+        return f
+
+
+@functools.lru_cache(maxsize=4096)
+def _vjp(self, wrt):
+    n = len(self.in_dtypes)
+
+    def pullback(*xs):
+        _, pull = jax.vjp(self._only(wrt, xs[:n]), *(xs[k] for k in wrt))
+        return pull(tuple(xs[n:]))
+
+    cotangents = [self.out_dtypes[k] for k in self.inexact_results]
+    return _function(pullback, (*self.in_dtypes, *cotangents), [self.in_dtypes[k] for k in wrt], self.label)
+
+
+@functools.lru_cache(maxsize=4096)
+def _jvp(self, wrt):
+    n = len(self.in_dtypes)
+
+    def pushforward(*xs):
+        return jax.jvp(self._only(wrt, xs[:n]), [xs[k] for k in wrt], list(xs[n:]))[1]
+
+    def transposed(*xs):  # where there is a jax.custom_vjp
+        ys, pull = jax.vjp(self._only(wrt, xs[:n]), *(xs[k] for k in wrt))
+        return jax.linear_transpose(pull, ys)(tuple(xs[n:]))[0]
+
+    in_dtypes = (*self.in_dtypes, *(self.in_dtypes[k] for k in wrt))
+    out_dtypes = [self.out_dtypes[k] for k in self.inexact_results]
+    try:
+        return _function(pushforward, in_dtypes, out_dtypes, self.label)
+    except TypeError:
+        return _function(transposed, in_dtypes, out_dtypes, self.label)
+
+
+@functools.lru_cache(maxsize=4096)
+def _with_results(self, dtypes):
+    if dtypes == self.out_dtypes:
+        return self
+    return _function(self.scalars, self.in_dtypes, dtypes, self.label, self.captured, self.out_tree)
+
+
+@functools.lru_cache(maxsize=4096)
+def _select(self, arguments):
+    if not set(self.used) <= set(arguments):
+        raise ValueError(f"{self.label}: arguments {self.used} are used, and {arguments} given")
+
+    def f(*xs):
+        given = dict(zip(arguments, xs))
+        zeros = [np.zeros((), computing(d)) for d in self.in_dtypes]
+        return self.scalars(*(given.get(k, zero) for k, zero in enumerate(zeros)))
+
+    return _function(f, [self.in_dtypes[k] for k in arguments], self.out_dtypes, self.label)
+
+
+# ---- jaxprs
+
+
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
+_CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+# Equations that return their last operand.
+_IDENTITIES = ("copy", "copy_p", "optimization_barrier", "tie", "pvary", "pcast", "broadcast_in_dim", "reshape")
+_IDENTITIES += ("squeeze", "expand_dims", "reduce_sum", "reduce_max", "reduce_min", "mesh_cast", "reshard", "name")
+_CONTEXTS = ("pvary", "pcast", "mesh_cast", "reshard")  # that say where a program runs
+
+
+def _inner(equation):
+    """(jaxpr, consts) of an equation that calls one."""
+    found = next(equation.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in equation.params)
+    return (found.jaxpr, found.consts) if isinstance(found, ClosedJaxpr) else (found, ())
+
+
+def _evaluate(jaxpr, consts, args) -> list:
+    """The results of a jaxpr on scalars, without the functions under jit in it: they belong to a mesh."""
+    env = dict(zip(jaxpr.constvars, consts))
+    env.update(zip(jaxpr.invars, args))
+    read = lambda v: v.val if isinstance(v, Literal) else env[v]
+    for e in jaxpr.eqns:
+        operands = list(map(read, e.invars))
+        if e.primitive.name in ("jit", "pjit", "closed_call", "core_call"):
+            results = _evaluate(*_inner(e), operands)
+        elif e.primitive.name in _CONTEXTS:
+            results = operands
+        else:
+            results = compat.bind_equation(e, *operands)
+        env.update(zip(e.outvars, results))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _name_of(f) -> str:
+    name = getattr(f, "__name__", None) or type(f).__name__
+    return "f" if name == "<lambda>" else name
+
+
+def _at(equation) -> str:
+    line = compat.source_line(equation) if equation is not None else ""
+    return f" at {line}" if line else ""
+
+
+def _check_dtype(label, dtype):
+    if np.dtype(dtype).name not in CUDA_TYPES:
+        raise Unsupported(f"{label}: kernels have no arithmetic of {dtype}: compute it outside of the function")
+
+
+def _check_effects(label, closed):
+    if closed.effects:
+        e = next((e for e in closed.jaxpr.eqns if e.effects), None)
+        what = f", in {e.primitive.name}{_at(e)}" if e is not None else ""
+        raise TypeError(f"{label} has side effects{what}. Functions in kernels have none: move it out of the function")
+
+
+# ---- C++
+
+
+def cpp_type(dtype) -> str:
+    """The type of a value of a computing type."""
+    return CUDA_TYPES[np.dtype(dtype).name]
+
+
+def _literal(value, dtype) -> str:
+    dtype, kind = np.dtype(dtype), computing(dtype)
+    if dtype.name == "bool":
+        return "true" if value else "false"
+    if dtype.kind in "iu":
+        value = int(value)
+        if dtype.itemsize == 8:
+            text = f"{value}ull" if dtype.kind == "u" else f"{value}ll" if value > -(2**63) else f"({value + 1}ll - 1)"
+        else:
+            text = f"{value}u" if dtype.kind == "u" else str(value) if value > -(2**31) else f"({value + 1} - 1)"
+        return f"{cpp_type(dtype)}({text})"
+    value = float(np.asarray(value).astype(dtype))
+    if math.isnan(value):
+        return f"lax::nan<{cpp_type(kind)}>()"
+    if math.isinf(value):
+        return f"{'-' * (value < 0)}lax::infinity<{cpp_type(kind)}>()"
+    text = value.hex() + "f" * (kind.itemsize == 4)
+    return f"({text})" if text[0] == "-" else text
+
+
+# Primitives with an overload of the same name in functions.h, or of the one given.
+_OVERLOADS = {
+    name: name
+    for name in (
+        "abs acos acosh add asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz cos cosh digamma div eq "
+        "erf erf_inv erfc exp exp2 expm1 floor ge gt is_finite le lgamma log log1p log2 logistic lt max min mul ne neg "
+        "nextafter one_minus_square population_count pow rem rsqrt shift_left shift_right_arithmetic "
+        "shift_right_logical sign sin sinh sqrt square sub tan tanh"
+    ).split()
+}
+_OVERLOADS |= {name: f"{name}_" for name in ("and", "or", "xor", "not")} | {"add_any": "add"}
+_TEMPLATES = {
+    "integer_pow": lambda p: f"integer_pow<{p['y']}>",
+    "round": lambda p: "round_to_even" if int(p["rounding_method"]) == 1 else "round_away_from_zero",
+    "reduce_precision": lambda p: f"reduce_precision<{p['exponent_bits']}, {p['mantissa_bits']}>",
+}
+
+
+class _Statement:
+    """Lines of C++ that define `names` from `uses`."""
+
+    def __init__(self, names, lines, uses):
+        self.names, self.lines, self.uses = names, lines, uses
+
+
+class _Translation:
+    """Statements that compute what a jaxpr does.
+
+    marks: what the statements leave unsaid about derivatives.
+    """
+
+    DEPTH = 3  # of rules for derivatives in rules for derivatives that tell functions apart
+
+    def __init__(self, label, depth=0):
+        self.label, self.depth = label, depth
+        self.statements, self.marks = [], []
+        self._names = 0
+
+    def remove_unused(self, outs):
+        """Drops the statements that `outs` do not depend on; returns the names that they do depend on."""
+        needed, kept = set(outs), []
+        for statement in reversed(self.statements):
+            if needed.intersection(statement.names):
+                needed.update(statement.uses)
+                kept.append(statement)
+        self.statements = kept[::-1]
+        return needed
+
+    def run(self, jaxpr, consts, args) -> list:
+        """Adds the statements of a jaxpr; returns the expressions of its results."""
+        env = dict(zip(jaxpr.invars, args))
+        for v, c in zip(jaxpr.constvars, consts):
+            if np.ndim(c):
+                raise TypeError(f"{self.label}: a constant array, {v.aval.str_short()}. Pass the array as an operand")
+            env[v] = c if isinstance(c, str) else _literal(np.asarray(c)[()], v.aval.dtype)
+        read = lambda v: _literal(v.val, v.aval.dtype) if isinstance(v, Literal) else env[v]
+        for e in jaxpr.eqns:
+            env.update(zip(e.outvars, self._equation(e, list(map(read, e.invars)))))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _fail(self, e, what):
+        raise Unsupported(
+            f"{self.label} uses {e.primitive.name}{_at(e)}, {what}. Compute it outside and pass the result as an operand"
+        )
+
+    def _equation(self, e, operands) -> list:
+        name = e.primitive.name
+        for v in (*e.invars, *e.outvars):
+            if getattr(v.aval, "shape", None) != ():
+                self._fail(
+                    e, f"with an array, {v.aval.str_short()}, and functions in kernels see one element at a time"
+                )
+            if v.aval.dtype.name not in CUDA_TYPES:
+                self._fail(e, f"and kernels have no arithmetic of {v.aval.dtype}")
+        if name in _CALLS:
+            return self.run(*_inner(e), operands)
+        if name in _CUSTOM:
+            self._mark_rule(e, operands)
+            return self.run(*_inner(e), operands)
+        if name == "stop_gradient":
+            self.marks.append(f"stop_gradient {operands[0]}")
+            return operands
+        if name in _IDENTITIES:
+            return operands if len(operands) == len(e.outvars) else operands[-1:]
+        if name == "cond":
+            return self._cond(e, operands)
+        if name == "convert_element_type" and e.invars[0].aval.dtype == e.outvars[0].aval.dtype:
+            return operands
+        text = self._expression(e, name, operands)
+        return [self._define(e.outvars[0].aval.dtype, text, operands)]
+
+    def _new(self):
+        self._names += 1
+        return f"t{self._names}"
+
+    def _define(self, dtype, text, uses):
+        name = self._new()
+        self.statements.append(_Statement([name], [f"const {cpp_type(computing(dtype))} {name} = {text};"], set(uses)))
+        return name
+
+    def _expression(self, e, name, operands) -> str:
+        dtypes, out = [np.dtype(v.aval.dtype) for v in e.invars], np.dtype(e.outvars[0].aval.dtype)
+        if name == "convert_element_type":
+            return self._convert(operands[0], dtypes[0], out)
+        if name == "bitcast_convert_type":
+            if computing(dtypes[0]) != dtypes[0]:
+                return self._bitcast(f"lax::{dtypes[0].name}_bits({operands[0]})", np.dtype(np.uint16), out)
+            return self._bitcast(operands[0], dtypes[0], out)
+        if name == "select_n":
+            which, *cases = operands
+            if dtypes[0] == np.bool_:
+                return f"{which} ? {cases[1]} : {cases[0]}" if len(cases) == 2 else cases[0]
+            tests = [f"{which} == {k} ? {case} : " for k, case in enumerate(cases[:-1])]
+            return "".join(tests) + cases[-1]
+        if name == "polynomial":  # x, then coefficients from that of x^0
+            x, *coefficients = operands
+            text = coefficients[-1]
+            for c in reversed(coefficients[:-1]):
+                text = f"lax::add(lax::mul({text}, {x}), {c})"
+            return self._rounded(text, out)
+        if name == "nextafter" and computing(out) != out:
+            self._fail(e, f"which has no counterpart of {out} in kernels")
+        if name in ("mul", "add", "sub") and dtypes[0] != out:
+            operands = [self._convert(x, d, out) for x, d in zip(operands, dtypes)]
+        if name in _TEMPLATES:
+            function = _TEMPLATES[name](e.params)
+        elif name in _OVERLOADS:
+            function = _OVERLOADS[name]
+        elif name in ("scan", "while"):
+            self._fail(e, "a loop, which functions in kernels cannot have")
+        else:
+            self._fail(e, "which has no counterpart in kernels")
+        return self._rounded(f"lax::{function}({', '.join(operands)})", out)
+
+    def _rounded(self, text, dtype):
+        return text if computing(dtype) == dtype else f"lax::round_{dtype.name}({text})"
+
+    def _convert(self, text, of, to):
+        if of == to:
+            return text
+        if computing(to) != to:
+            wide = of.name in ("float16", "bfloat16", "float32", "float64")
+            return self._rounded(text if wide else f"lax::convert<float>({text})", to)
+        return text if computing(of) == to else f"lax::convert<{cpp_type(to)}>({text})"
+
+    def _bitcast(self, text, of, to):
+        if computing(to) != to:
+            return f"lax::from_{to.name}_bits(lax::bitcast_convert_type<uint16_t>({text}))"
+        return text if of == to else f"lax::bitcast_convert_type<{cpp_type(to)}>({text})"
+
+    def _cond(self, e, operands) -> list:
+        index, *operands = operands
+        results = [self._new() for _ in e.outvars]
+        types = [cpp_type(computing(v.aval.dtype)) for v in e.outvars]
+        lines = [f"{type_} {name};" for type_, name in zip(types, results)]
+        uses, branches = {index}, e.params["branches"]
+        for k, branch in enumerate(branches):
+            inner = _Translation(self.label, self.depth)
+            inner._names = self._names
+            outs = inner.run(branch.jaxpr, branch.consts, operands)
+            self._names = inner._names
+            self.marks += [f"{results[:1]} {k} {mark}" for mark in inner.marks]
+            uses |= inner.remove_unused(outs)
+            test = f"if ({index} {'<=' if k == 0 else '=='} {k})" if k + 1 < len(branches) else ""
+            lines.append(f"{'} else ' if k else ''}{test}{' ' * bool(test)}{{")
+            lines += [f"  {line}" for statement in inner.statements for line in statement.lines]
+            lines += [f"  {name} = {out};" for name, out in zip(results, outs)]
+        self.statements.append(_Statement(results, [*lines, "}"], uses))
+        return results
+
+    def _mark_rule(self, e, operands):
+        """Notes the derivative that a function brings along, which may differ from that of what it computes."""
+        if self.depth == self.DEPTH:
+            return
+        at = [k for k, v in enumerate(e.invars) if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
+
+        def rule(*xs):
+            args, cotangents = xs[: len(e.invars)], list(xs[len(e.invars) :])
+
+            def f(*ws):
+                given = list(args)
+                for k, w in zip(at, ws):
+                    given[k] = w
+                ys = compat.bind_equation(e, *given)
+                return [y for y in ys if jnp.issubdtype(y.dtype, jnp.inexact)]
+
+            ys, pull = jax.vjp(f, *(args[k] for k in at))
+            return pull([c.astype(y.dtype) for c, y in zip(cotangents, ys)])
+
+        outs = [v.aval for v in e.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
+        shapes = [jax.ShapeDtypeStruct((), a.dtype) for a in (*(v.aval for v in e.invars), *outs)]
+        inner = _Translation(self.label, self.depth + 1)
+        try:
+            closed = jax.make_jaxpr(rule)(*shapes)
+            results = inner.run(closed.jaxpr, closed.consts, [f"x{k}" for k in range(len(shapes))])
+            inner.remove_unused(results)
+            said = [line for statement in inner.statements for line in statement.lines] + results + inner.marks
+        except (TypeError, NotImplementedError) as error:
+            said = [e.primitive.name, str(e.params.get("name", "")), type(error).__name__]
+        self.marks.append(f"rule {' '.join(operands)}: {' '.join(said)}")

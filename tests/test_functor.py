@@ -1,0 +1,331 @@
+"""Functions of the user's as C++ functors: every primitive, compiled for the host and for GPUs, against jnp."""
+
+import ctypes
+import functools
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxkern._core import compat, functor, registry, runtime
+
+FLOATS = ("float32", "float64", "float16", "bfloat16")
+SIGNED = ("int8", "int16", "int32", "int64")
+UNSIGNED = ("uint8", "uint16", "uint32", "uint64")
+INTEGERS = SIGNED + UNSIGNED
+QUICK = {"xla_backend_optimization_level": 0}
+ALL = (*FLOATS, *INTEGERS, "bool")
+
+
+class Case:
+    """A function over one primitive.
+
+    ulps: how far its result may be from XLA's, of the result, or of `scale` if that is larger; None: not at all, in the
+        sign of 0 neither.
+    domain: the largest operand.
+    """
+
+    def __init__(self, name, f, arity, dtypes, ulps=None, domain=None, scale=0):
+        self.scale = scale
+        self.name, self.f, self.arity, self.dtypes, self.ulps, self.domain = name, f, arity, dtypes, ulps, domain
+
+
+def _unary(names, dtypes, ulps=None, domain=None, scale=0):
+    return [Case(name, getattr(lax, name), 1, dtypes, ulps, domain, scale) for name in names.split()]
+
+
+def _binary(names, dtypes, ulps=None):
+    return [Case(name, getattr(lax, name), 2, dtypes, ulps) for name in names.split()]
+
+
+def _convert(x, to):
+    return lax.convert_element_type(x, to)
+
+
+CASES = [
+    *_unary("neg sign square", (*FLOATS, *INTEGERS)),
+    *_unary("abs", (*FLOATS, *SIGNED)),
+    *_unary("floor ceil is_finite sqrt", FLOATS),
+    *_unary("exp expm1 log log1p tanh logistic rsqrt cbrt tan atan asinh sinh cosh erf erfc", FLOATS, 64),
+    *_unary("exp2", FLOATS, 512),
+    *_unary("sin cos", FLOATS, 64, 1e4),
+    *_unary("asin acos atanh", FLOATS, 64),
+    *_unary("erf_inv", FLOATS, 2**12),
+    *_unary("acosh", FLOATS, 256),
+    *_unary("lgamma", FLOATS, 2**12, 1e4, 2**-10),
+    # At 0, versions of JAX differ.
+    Case("digamma", lambda x: lax.digamma(jnp.where(x == 0, 1, x)), 1, FLOATS, 2**12, 1e4, 2**-10),
+    *_unary("bessel_i0e bessel_i1e", FLOATS, 2**8),
+    *_unary("population_count clz", INTEGERS),
+    *_unary("bitwise_not", (*INTEGERS, "bool")),
+    *_binary("add sub mul", (*FLOATS, *INTEGERS)),
+    *_binary("div", (*FLOATS, *INTEGERS)),
+    *_binary("rem", INTEGERS),
+    *_binary("rem", FLOATS, 64),
+    *_binary("max min eq ne lt le gt ge", ALL),
+    *_binary("atan2", FLOATS, 64),
+    *_binary("pow", FLOATS, 256),
+    *_binary("nextafter", ("float32", "float64")),
+    *_binary("bitwise_and bitwise_or bitwise_xor", (*INTEGERS, "bool")),
+    *_binary("shift_left shift_right_logical shift_right_arithmetic", INTEGERS),
+    *[
+        Case(f"integer_pow_{y}", functools.partial(lambda x, y: lax.integer_pow(x, y), y=y), 1, dtypes, ulps)
+        for y, dtypes, ulps in ((2, (*FLOATS, *INTEGERS), None), (5, FLOATS, 8), (-3, FLOATS, 8), (7, INTEGERS, None))
+    ],
+    Case("round", lambda x: lax.round(x, lax.RoundingMethod.AWAY_FROM_ZERO), 1, FLOATS),
+    Case("round_to_even", lambda x: lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN), 1, FLOATS),
+    Case("pow_integer", lambda x: lax.pow(x.astype(jnp.float32), jnp.int32(-3)) + lax.pow(2.0, x), 1, ("int32",), 256),
+    Case("log2", jnp.log2, 1, FLOATS, 64),
+    *([Case("one_minus_square", lax.one_minus_square, 1, FLOATS, 8)] if hasattr(lax, "one_minus_square") else []),
+    Case("clamp", lax.clamp, 3, ("float32", "float64", "int8", "uint32")),
+    Case("select", lambda x, y: lax.select(x > y, x, y), 2, ALL[:-1]),
+    Case("select_3", lambda x: lax.select_n(jnp.clip(x, 0, 2), x, x * 2, x * 3), 1, ("int32",)),
+    Case("cond", lambda x, y: lax.cond(x > y, lambda: x - y, lambda: jnp.sin(x) * 0 + y), 2, ("float32",)),
+    Case("switch", lambda x: lax.switch(x, [lambda y: y, lambda y: -y, lambda y: y * y], x), 1, ("int32",)),
+    Case("reduce_precision", lambda x: lax.reduce_precision(x, 5, 7), 1, ("float32", "float64")),
+    Case("constants", lambda x: x + jnp.where(x > 0, -jnp.inf, 0.1) + jnp.where(x < -1, jnp.nan, 3), 1, FLOATS[:2]),
+    Case("integers", lambda x: x ^ jnp.iinfo(x.dtype).min, 1, SIGNED),
+    Case("silu", jax.nn.silu, 1, FLOATS, 64),
+    Case("logaddexp", jnp.logaddexp, 2, FLOATS[:2], 64),
+    Case("remat", jax.checkpoint(lambda x: jnp.where(x > 1, x * x, x)), 1, FLOATS),
+    Case("rounded", lambda x: x.astype(jnp.bfloat16) * jnp.bfloat16(1.1), 1, ("float32", "bfloat16")),
+    Case("half", lambda x: x.astype(jnp.float16) + jnp.float16(0.1), 1, ("float32", "float16")),
+    Case("bits", lambda x: lax.bitcast_convert_type(x, jnp.int32) ^ 5, 1, ("float32",)),
+    Case("bits_64", lambda x: lax.bitcast_convert_type(x, jnp.uint64) + 3, 1, ("float64",)),
+    Case("from_bits", lambda x: lax.bitcast_convert_type(x & 0x7F7F, jnp.bfloat16), 1, ("uint16",)),
+    Case("to_bits", lambda x: lax.bitcast_convert_type(x.astype(jnp.float16), jnp.int16), 1, ("int8",)),
+    *[Case(f"to_{to}", functools.partial(_convert, to=to), 1, ALL, 1 if to == "float16" else None) for to in ALL],
+]
+FUNCTIONS = [(case, dtype) for case in CASES for dtype in case.dtypes]
+
+
+def values(dtype, domain=None):
+    """Special values of a dtype, extremes, and some between."""
+    dtype = jnp.dtype(dtype)
+    if dtype == jnp.bool_:
+        return np.array([False, True])
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        near = [v for v in (*range(-4, 6), 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100) if v >= info.min]
+        return np.array([info.min, info.min + 1, info.max // 3, info.max - 1, info.max, *near], dtype)
+    info = jnp.finfo(dtype)
+    x = [0.0, 0.1, 0.5, 0.9, 1.0, 1.5, 2.0, 2.5, 3.0, 6.1, 7.0, 9.3, 20.5, 88.0, 127.5, 300.0, 1000.0, 65504.0]
+    x += [3e9, 2.0**31, 2.0**63, 1e30, float(info.max), float(info.tiny), 1e-5, 1e-3]
+    x = [v for v in x if v <= float(info.max) and (domain is None or v <= domain)]
+    inf = [] if domain else [np.inf]
+    return np.array([*x, *(-v for v in x), np.nan, *inf, *(-v for v in inf)], dtype)
+
+
+def operands(case, dtype):
+    v = values(dtype, case.domain)
+    return [g.ravel() for g in np.meshgrid(*[v[:: max(1, case.arity - 1)]] * case.arity, indexing="ij")]
+
+
+@functools.cache
+def traced(k):
+    case, dtype = FUNCTIONS[k]
+    with compat.enable_x64():
+        return functor.trace(case.f, [jnp.dtype(dtype)] * case.arity, name="test")[0]
+
+
+def loop(k):
+    """A C function that applies function k to arrays of computing types."""
+    f = traced(k)
+    types = [functor.cpp_type(functor.computing(d)) for d in (*f.in_dtypes, *f.out_dtypes)]
+    n = len(f.in_dtypes)
+    arguments = [f"static_cast<{'const ' * (i < n)}{t}*>(p[{i}])[i]" for i, t in enumerate(types)]
+    return (
+        f'extern "C" void run{k}(void** p, long n) {{ for (long i = 0; i < n; ++i) '
+        f"jaxkern::Function{k}()({', '.join(arguments)}); }}\n"
+    )
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("functor")
+    structs = "".join(traced(k).source(f"Function{k}") for k in range(len(FUNCTIONS)))
+    loops = "".join(map(loop, range(len(FUNCTIONS))))
+    (folder / "all.cc").write_text(f'#include "{functor.HEADER}"\nnamespace jaxkern {{\n{structs}}}\n{loops}')
+    command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", f"-I{runtime.kernels_folder()}"]
+    subprocess.run([*command, "-o", folder / "all.so", folder / "all.cc"], check=True)
+    return ctypes.CDLL(folder / "all.so")
+
+
+@functools.cache
+def expected():
+    """The results of all cases in jnp, from one program."""
+
+    def run(arrays):
+        return [traced(k)(*xs)[0] for k, xs in enumerate(arrays)]
+
+    arrays = [operands(*case) for case in FUNCTIONS]
+    with compat.enable_x64(), jax.default_device(jax.devices("cpu")[0]):
+        return [np.asarray(y) for y in jax.jit(run, compiler_options=QUICK)(arrays)]
+
+
+@pytest.mark.parametrize("k", range(len(FUNCTIONS)), ids=lambda k: f"{FUNCTIONS[k][0].name}-{FUNCTIONS[k][1]}")
+def test_primitives_on_the_host(library, k):
+    case, dtype = FUNCTIONS[k]
+    f, xs, wanted = traced(k), operands(case, dtype), expected()[k]
+    out = f.out_dtypes[0]
+    xs = [np.ascontiguousarray(x.astype(functor.computing(x.dtype))) for x in xs]
+    y = np.zeros(wanted.shape, functor.computing(out))
+    pointers = (ctypes.c_void_p * (len(xs) + 1))(*(a.ctypes.data for a in (*xs, y)))
+    getattr(library, f"run{k}")(pointers, ctypes.c_long(y.size))
+    with np.errstate(all="ignore"):
+        y = y.astype(out)
+    assert wanted.dtype == out
+    check(case, xs, y, wanted)
+
+
+def check(case, xs, y, wanted):
+    if not jnp.issubdtype(y.dtype, jnp.floating):
+        wrong = y != wanted
+    else:
+        a, b, info = y.astype(np.float64), wanted.astype(np.float64), jnp.finfo(y.dtype)
+        ulps, eps, tiny = case.ulps or 0, float(info.eps), float(info.tiny)
+        with np.errstate(all="ignore"):
+            # XLA:CPU flushes subnormal numbers to 0, between operations too.
+            near = np.abs(a - b) <= tiny * (256 if ulps else 1) + ulps * eps * np.maximum(np.abs(b), case.scale)
+        same = (a == b) & ((np.signbit(a) == np.signbit(b)) | (case.ulps is not None))
+        wrong = ~(same | (np.isnan(a) & np.isnan(b)) | (near & (a != b)))
+    show = [(*(x[i] for x in xs), y[i], wanted[i]) for i in np.flatnonzero(wrong)[:8]]
+    assert not wrong.any(), f"{case.name}, {wrong.sum()} of {wrong.size}; operands, result, jnp: {show}"
+
+
+def test_primitives_compile_for_gpus():
+    if registry.kernels.module is None:
+        pytest.skip(registry.kernels.reason)
+    structs, calls = [], []
+    for k, (_, dtype) in enumerate(FUNCTIONS):
+        if dtype in ("float32", "bfloat16", "int32", "uint8", "bool"):  # others take long, and differ in types alone
+            types = [functor.cpp_type(functor.computing(d)) for d in (*traced(k).in_dtypes, *traced(k).out_dtypes)]
+            arguments = ", ".join(f"*static_cast<{t}*>(p[{i}])" for i, t in enumerate(types))
+            structs.append(traced(k).source(f"Function{k}"))
+            calls.append(f"if (n == {k}) Function{k}()({arguments});")
+    kernel = f"template <int> __global__ void All(void** p, int n) {{ {' '.join(calls)} }}"
+    assert registry.kernels.module.compile(functor.HEADER, "All<0>", 90, "".join(structs) + kernel)
+
+
+def trace(f, *dtypes, **options):
+    return functor.trace(f, [jnp.dtype(d) for d in dtypes], name="test", **options)
+
+
+def test_equal_functions_are_equal():
+    f = lambda: trace(lambda x, y: (jax.nn.silu(x) * y, x > y), "bfloat16", "float32")[0]
+    assert f() == f() and hash(f()) == hash(f()) and repr(f()) == repr(f())
+    assert f().vjp((0, 1)) == f().vjp((0, 1)) and f().source("F") == f().source("F")
+    assert f().vjp((0,)) != f().vjp((1,))
+
+
+@pytest.mark.parametrize(
+    "f, g",
+    [
+        (lambda x: x + 1.0, lambda x: x + 1.0000001),
+        (lambda x: x * x, lambda x: x * lax.stop_gradient(x)),
+        (jax.nn.relu, lambda x: jnp.maximum(x, 0)),
+    ],
+)
+def test_functions_with_other_values_or_derivatives_differ(f, g):
+    assert trace(f, "float32")[0] != trace(g, "float32")[0]
+
+
+def test_rules_that_call_themselves():
+    def make(factor):
+        @jax.custom_jvp
+        def e(x):
+            return jnp.exp(x)
+
+        e.defjvp(lambda p, t: (e(p[0]), factor * e(p[0]) * t[0]))
+        return trace(e, "float32")[0]
+
+    assert make(1) == make(1) and make(1) != make(2)
+    np.testing.assert_allclose(make(2).vjp((0,)).vjp((0,))(0.5, 1.0, 1.0)[0], 4 * np.exp(0.5), rtol=1e-6)
+
+
+def test_dtypes_of_results():
+    assert trace(lambda x, y: (x * y, x.astype(jnp.int8), x == y), "bfloat16", "float16")[0].out_dtypes == tuple(
+        jnp.dtype(d) for d in ("float32", "int8", "bool")
+    )
+    assert trace(lambda x, y: x * y, "bfloat16", "float32", weak=(False, True))[0].out_dtypes == (jnp.bfloat16,)
+    y = trace(lambda x: x * x - 1, "bfloat16")[0](jnp.bfloat16(1.0078125))[0]  # rounded once, at the end
+    assert y == jnp.bfloat16(1.0078125**2 - 1)
+
+
+def test_captured_scalars():
+    def g(s, x):
+        f, captured = trace(lambda x: x * s + np.float32(2) * 3, "float32")
+        assert len(captured) == f.captured == 1
+        return f(x, *captured)[0].sum()
+
+    x = jnp.arange(4.0)
+    for transformed in (jax.grad(g), jax.jit(jax.grad(g)), lambda s, x: jax.jvp(g, (s, x), (1.0, x * 0))[1]):
+        assert transformed(2.0, x) == 6
+    np.testing.assert_array_equal(jax.vmap(g, (0, None))(jnp.arange(3.0), x), [24, 30, 36])
+
+
+@pytest.mark.parametrize("second", (False, True))
+def test_derivatives_are_those_of_jax(second):
+    f = lambda x, y: (jnp.where(x > 0, x * y, jax.nn.gelu(x) * jnp.sin(y)), jax.nn.softplus(x - y))
+    function = trace(f, "float32", "float32")[0]
+    x, y, g, h = np.random.default_rng().normal(size=(4, 3, 5)).astype(np.float32)
+    expected = lambda x, y: jax.vjp(f, x, y)[1]((g, h))
+    ours = lambda x, y: tuple(function.vjp((0, 1))(x, y, g, h))
+    if second:
+        expected, ours = (lambda x, y, f=f: jax.jvp(f, (x, y), (g, h))[1] for f in (expected, ours))
+        symbolic = function.vjp((0, 1)).jvp((0, 1))(x, y, g, h, g, h)
+        np.testing.assert_allclose(symbolic, expected(x, y), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(ours(x, y), expected(x, y), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        function.jvp((1,))(x, y, g), jax.jvp(lambda y: f(x, y), (y,), (g,))[1], rtol=1e-4, atol=1e-5
+    )
+
+
+def test_operands_broadcast():
+    function = trace(lambda x, y, z: x * y + z, "float32", "float32", "float32")[0]
+    x, y, z = (np.random.default_rng().normal(size=s).astype(np.float32) for s in ((3, 1, 4), (5, 1), ()))
+    (out,) = function(x, y, z)
+    assert out.shape == (3, 5, 4)
+    np.testing.assert_allclose(out, x * y + z, rtol=1e-6)
+    assert function(np.zeros((0, 3), np.float32), y[0], 1.0)[0].shape == (0, 3)
+    assert function(np.ones((1, 1), np.float32), 1.0, 1.0)[0].shape == (1, 1)
+
+
+def test_arguments_that_are_not_used():
+    f = trace(lambda x, y, z: x + z, "float32", "float32", "float32")[0]
+    assert f.used == (0, 2) and f.vjp((0,)).used == (3,)
+    assert f.select((0, 2))(1.0, 2.0) == [3.0]
+    with pytest.raises(ValueError, match="used"):
+        f.select((0,))
+
+
+@pytest.mark.parametrize(
+    "f, error, says",
+    [
+        (lambda x: lax.fori_loop(0, 3, lambda i, y: y * x, x), TypeError, r"scan at .*test_functor.py:\d+.*, a loop"),
+        (lambda x: jnp.stack([x, x]).sum(), TypeError, r"test_functor.py:\d+.*float32\[.*Compute it outside"),
+        (lambda x: jax.scipy.special.gammainc(x, 2.0), TypeError, r"igamma at .*test_functor.py:\d+.*no counterpart"),
+        (lambda x: x * ARRAY, TypeError, r"closes over an array, float32\[3\] at .*pass the array as an operand"),
+        (lambda x: lax.full((3,), x), ValueError, r"result 0 is float32\[3\]"),
+        (lambda x: x + 1j, TypeError, "complex64"),
+        (lambda x: [jax.debug.print("{}", x), x][1], TypeError, r"side effects, in debug.* at .*test_functor.py"),
+        (lambda x: (), ValueError, "at least one scalar, and returns 0"),
+    ],
+)
+def test_what_cannot_be_translated(f, error, says):
+    with pytest.raises(error, match=says) as raised:
+        trace(f, "float32")
+    assert "jaxkern.test: f" in str(raised.value)
+
+
+ARRAY = jnp.arange(3.0, dtype=jnp.float32)
+
+
+def test_wrong_number_of_results():
+    with pytest.raises(ValueError, match="must return 1 scalar, and returns 2"):
+        trace(lambda x: (x, x), "float32", results=1)
+    with pytest.raises(TypeError, match="digamma uses polygamma"):
+        trace(jax.scipy.special.digamma, "float32")[0].vjp((0,))
