@@ -10,6 +10,7 @@ __version__ = "0.2.0"
 
 from jaxkern import elementwise, tiers
 from jaxkern._core.registry import export_checks
+from jaxkern.accelerate import accelerate, explain, install, uninstall
 from jaxkern.elementwise import *  # noqa: F403  every operation of the table
 from jaxkern.index_add import embedding_lookup, index_add, index_select
 from jaxkern.loss import softmax_cross_entropy, softmax_cross_entropy_and_grad
@@ -18,10 +19,13 @@ from jaxkern.segment import segment_max, segment_mean, segment_min, segment_soft
 from jaxkern.softmax import log_softmax, softmax
 
 __all__ = [
+    "accelerate",
     "embedding_lookup",
+    "explain",
     "export_checks",
     "index_add",
     "index_select",
+    "install",
     "log_softmax",
     "logsumexp",
     "reduce_max",
@@ -38,5 +42,6 @@ __all__ = [
     "softmax_cross_entropy_and_grad",
     "sort_indices",
     "tiers",
+    "uninstall",
     *elementwise.__all__,
 ]

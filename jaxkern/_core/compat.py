@@ -9,6 +9,7 @@ import functools
 import os
 import pathlib
 import re
+import sys
 import warnings
 
 import jax
@@ -179,3 +180,92 @@ def ffi_api_version() -> tuple[int, int] | None:
         if all(found):
             return int(found[0][1]), int(found[1][1])
     return None
+
+
+# ---- for jaxkern.accelerate
+
+
+def user_context(default):
+    """A thread-local value in the keys of JAX's caches; None in versions without such values."""
+    make = getattr(jax, "make_user_context", None)
+    return make(default) if make is not None else None
+
+
+def set_global(context, value) -> bool:
+    """Sets what threads without a value of their own find in `context`; False where that is impossible."""
+    for holder in (context, getattr(context, "_obj", None)):  # jax < 0.9: on the inner object alone
+        if hasattr(holder, "set_global"):
+            holder.set_global(value)
+            return True
+    return False
+
+
+class _NeedDevices(set):
+    """The set of primitives that need devices, of which some do only while a condition holds.
+
+    JAX caches what it finds here by the trace context, of which a user context is a part.
+    """
+
+    conditions: dict = {}
+
+    def __contains__(self, prim):
+        return super().__contains__(prim) or (prim in self.conditions and self.conditions[prim]())
+
+
+def needs_devices_when(prim, condition) -> None:
+    """The same as `needs_devices`, but only where `condition()` holds, a function of a user context."""
+    primitives = _primitives_that_need_devices()
+    if primitives is None:
+        return
+    from jax._src import dispatch
+
+    if not isinstance(primitives, _NeedDevices):
+        dispatch.prim_requires_devices_during_lowering = primitives = _NeedDevices(primitives)
+        _primitives_that_need_devices.cache_clear()
+    primitives.conditions[prim] = condition
+
+
+def lowering_rule(prim, platform):
+    """JAX's own lowering rule of `prim` for a platform, or None where it is not found."""
+    with contextlib.suppress(ImportError, AttributeError):
+        from jax._src.interpreters import mlir as internal
+
+        entry = internal._platform_specific_lowerings[platform].get(prim) or internal._lowerings.get(prim)
+        return getattr(entry, "rule", entry)
+    return None
+
+
+def callee(ctx, call):
+    """The function that `call`, an operation func.call of the module being lowered, names; None if it is not found."""
+    with contextlib.suppress(KeyError, AttributeError, ValueError):
+        return ctx.module_context.symbol_table[ir.FlatSymbolRefAttr(call.attributes["callee"]).value]
+    return None
+
+
+def for_export(ctx) -> bool:
+    return bool(getattr(ctx.module_context.lowering_parameters, "for_export", False))
+
+
+def platforms(ctx) -> tuple:
+    """The platforms that an operation is lowered for."""
+    return tuple(ctx.platforms or ctx.module_context.platforms)
+
+
+def frames(traceback) -> list[tuple[str, int, str]]:
+    """(file, line, function) of each frame of a JAX traceback, the innermost first."""
+    found = getattr(traceback, "frames", None) or ()
+    return [(f.file_name, f.line_num, f.function_name) for f in found]
+
+
+def current_frames() -> list[tuple[str, int, str]]:
+    """The same for where Python is now."""
+    found, frame = [], sys._getframe(1)
+    while frame is not None:
+        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return found
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=3)

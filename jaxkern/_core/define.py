@@ -11,7 +11,7 @@ import math
 
 from jax.interpreters import mlir
 
-from jaxkern._core import compat, device, launch, registry
+from jaxkern._core import compat, device, launch, registry, switch
 
 
 def lower_to_kernels(prim, plan, reference, partition=None, aliases=None, adapt=None) -> None:
@@ -27,7 +27,7 @@ def lower_to_kernels(prim, plan, reference, partition=None, aliases=None, adapt=
         same operands and params that binds `prim` again, on operands that kernels can read.
     """
 
-    fallback = mlir.lower_fun(reference, multiple_results=prim.multiple_results)
+    fallback = switch.own_code(mlir.lower_fun(reference, multiple_results=prim.multiple_results))
 
     def is_partitioned(ctx):
         return _known(ctx) and partition is not None and compat.may_partition_itself(ctx)

@@ -239,9 +239,7 @@ def programs(lowered: str) -> list[str]:
 
     `jax.jit(f).trace(x).lower(lowering_platforms=("cuda",))` lowers without a GPU.
     """
-    unescape = lambda text: re.sub(
-        r"\\(\\|[0-9A-F]{2})", lambda m: "\\" if m[1] == "\\" else chr(int(m[1], 16)), text
-    )
+    unescape = lambda text: re.sub(r"\\(\\|[0-9A-F]{2})", lambda m: "\\" if m[1] == "\\" else chr(int(m[1], 16)), text)
     return [unescape(found) for found in re.findall(r'\bprogram = "(jaxkern [^"]*)"', lowered)]
 
 

@@ -13,7 +13,7 @@ import functools
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
-from jaxkern._core import compat, device, launch, lowering, partition, registry
+from jaxkern._core import compat, decisions, device, launch, lowering, partition, registry, stablehlo, switch
 from jaxkern._ops.cross_entropy import one_read, plan, reference, sharding
 from jaxkern._ops.cross_entropy.primitive import (
     cross_entropy_both_p,
@@ -56,6 +56,8 @@ def _fallback(prim):
 def _lower(prim, call, ctx, *operands, **params):
     """call(prim, ctx, operands, params): emits the call of a kernel on one device; None: there are no kernels."""
     avals = ctx.avals_in
+    if params["options"].fusible and not _accelerated(prim, ctx, operands):
+        return _fallback(prim)(ctx, *operands, **params)
     x = avals[0]
     known = all(isinstance(d, int) for d in x.shape) and 0 not in x.shape and x.dtype in lowering.KERNEL_DTYPES
     if known and compat.may_partition_itself(ctx):
@@ -72,6 +74,19 @@ def _lower(prim, call, ctx, *operands, **params):
             return mlir.lower_fun(adapted, multiple_results=prim.multiple_results)(ctx, *operands, **params)
     gradient = one_read.gradient(ctx, operands, params, emit) if prim is cross_entropy_grad_p else None
     return emit(prim, ctx, operands, params) if gradient is None else [gradient]
+
+
+def _accelerated(prim, ctx, operands) -> bool:
+    """Whether a loss that `jaxkern.accelerate` put into a program runs on kernels there."""
+    settings = switch.current()
+    why = switch.refusal(ctx, settings)
+    if not why and stablehlo.is_arithmetic(ctx, operands[0]) and not (settings and settings.force):
+        why = "XLA fuses the arithmetic that makes the logits"
+    x = ctx.avals_in[0]
+    if prim is cross_entropy_p:
+        reason = why or "loss and gradient in one read"
+        decisions.record("softmax_cross_entropy", not why, reason, [x], compat.frames(ctx.traceback), stablehlo.size(x))
+    return not why
 
 
 def _partition(prim, ctx, operands, params):

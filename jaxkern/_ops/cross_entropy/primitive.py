@@ -32,6 +32,8 @@ class Options(typing.NamedTuple):
     ignore: int | None = None
     # The gradient may overwrite the logits: for the part of an array on one device, whose program does not show it.
     overwrites: bool = False
+    # Logits that are arithmetic are left to XLA, which computes them where it reads them: for `jaxkern.accelerate`.
+    fusible: bool = False
 
 
 # The operands of each primitive without a mask and with one, then its results: arrays of logits (x), numbers per row

@@ -5,7 +5,7 @@ import functools
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
-from jaxkern._core import compat, partition
+from jaxkern._core import compat, partition, switch
 from jaxkern._core.define import lower_to_kernels, size_of
 from jaxkern._ops.indexing import gather_plan, plan, reference, sharding, sort
 from jaxkern._ops.indexing.primitive import (
@@ -32,7 +32,7 @@ def _order_of(prim, operands):
 
 
 def _register(prim, in_jnp, aliases=None):
-    mlir.register_lowering(prim, mlir.lower_fun(in_jnp, multiple_results=False))
+    mlir.register_lowering(prim, switch.own_code(mlir.lower_fun(in_jnp, multiple_results=False)))
     compat.taylor_rule(prim, in_jnp)
     name = prim.name.removeprefix("jaxkern_")
     if prim is index_select_p:
@@ -48,7 +48,7 @@ def _register(prim, in_jnp, aliases=None):
 def _on_devices(prim, in_jnp, ctx, operands, params):
     """A part for each device, where it has kernels for it."""
     if ctx.avals_out[0].dtype not in KERNEL_DTYPES:
-        return mlir.lower_fun(in_jnp, multiple_results=False)(ctx, *operands, **params)
+        return switch.own_code(mlir.lower_fun(in_jnp, multiple_results=False))(ctx, *operands, **params)
     return _partitioned(prim, ctx, operands, **params)
 
 

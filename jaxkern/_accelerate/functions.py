@@ -1,0 +1,353 @@
+"""Functions of JAX and optax that leave no operation of their own in a program: their code is replaced.
+
+`f.__code__` is replaced, not the name `f` in a module, so that other names of the same function, imported before, are caught.
+The new code asks at every call whether this thread runs on jaxkern, and otherwise runs the old. What a replacement does not
+keep exactly, it leaves to the old code. It differs from it in this alone: arithmetic in float32 or wider, and, of
+`optax.softmax_cross_entropy_with_integer_labels`, rows that hold +inf (NaN, where optax has inf for most labels) and the
+gradient of rows that are -inf throughout (0, where optax has NaN).
+
+jraph's functions need nothing here: they consist of lax.scatter and arithmetic. Its segment_softmax is NaN for segments of
+-inf, and takes rows of others where ids are out of range: `jaxkern.segment_softmax` does neither.
+"""
+
+import contextlib
+import functools
+import importlib.abc
+import importlib.util
+import inspect
+import math
+import sys
+import threading
+import types
+import typing
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import mlir
+
+from jaxkern import tiers
+from jaxkern._accelerate import gate
+from jaxkern._core import compat, decisions, stablehlo, switch, validate
+from jaxkern._core.primitive import bind, row_primitive
+from jaxkern._ops.cross_entropy.primitive import Options, cross_entropy_p
+from jaxkern._ops.reduction import reference as reductions
+from jaxkern._ops.reduction.primitive import logsumexp_statistics_p
+from jaxkern._ops.softmax.primitive import log_softmax_jvp_p, softmax_grad_p
+
+# ---- what a call may look like
+
+
+def _is_plain(x) -> bool:
+    """An array of floating-point numbers of a type that has kernels, and of known shape, with elements."""
+    return (
+        isinstance(x, jax.Array)
+        and x.dtype in gate.FLOATS
+        and not jax.typeof(x).weak_type
+        and x.ndim > 0
+        and all(isinstance(d, int) and d > 0 for d in x.shape)
+    )
+
+
+def _axes(axis, rank):
+    """Neighbouring axes in ascending order, or None."""
+    axes = tuple(range(rank)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    if not axes or not all(isinstance(a, int) and not isinstance(a, bool) and -rank <= a < rank for a in axes):
+        return None
+    axes = sorted(a % rank for a in axes)
+    return axes if axes == list(range(axes[0], axes[-1] + 1)) else None
+
+
+def _decide(operation, taken, reason, x) -> bool:
+    """Notes what is left; what is taken is noted where it is lowered, if there is such a place."""
+    return decisions.record(operation, taken, reason, [jax.typeof(x)], compat.current_frames(), stablehlo.size(x))
+
+
+def _wins(rule, dtype, rows, width):
+    settings = switch.current()
+    return (True, "forced") if settings.force else rule(dtype, rows, width)
+
+
+# ---- logsumexp
+
+row_statistics_p = row_primitive("jaxkern_row_statistics", arrays=1, several=True)
+
+
+def _lower_statistics(ctx, x, **params):
+    settings = switch.current()
+    why = switch.refusal(ctx, settings)
+    if not why and stablehlo.is_arithmetic(ctx, x) and not (settings and settings.force):
+        why = "XLA fuses the arithmetic that makes the operand"
+    aval = ctx.avals_in[0]
+    decisions.record(
+        "logsumexp", not why, why or "one read", [aval], compat.frames(ctx.traceback), stablehlo.size(aval)
+    )
+    body = reductions.statistics if why else logsumexp_statistics_p.bind
+    return mlir.lower_fun(body, multiple_results=True)(ctx, x, **params)
+
+
+mlir.register_lowering(row_statistics_p, mlir.lower_fun(reductions.statistics, multiple_results=True))
+for _platform in ("cuda", "cpu"):
+    compat.register_uncached_lowering(row_statistics_p, _lower_statistics, _platform)
+compat.needs_devices(row_statistics_p)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _exponentials(x, axis):
+    """(base, total) of each row: its largest element, or 0 if that is not finite, and the sum of exp(x - base)."""
+    wide = reductions.computing(x.dtype)
+    _, largest, total = bind(row_statistics_p, x, axis=axis, dtype=(wide, wide, wide), tier=tiers.forced())
+    return jnp.where(jnp.isfinite(largest), largest, 0), total
+
+
+@_exponentials.defjvp
+def _exponentials_jvp(axis, primals, tangents):
+    (x,), (dx,) = primals, tangents
+    base, total = _exponentials(x, axis)
+    powers = jnp.exp(x.astype(total.dtype) - jnp.expand_dims(jax.lax.stop_gradient(base), axis))
+    return (base, total), (jnp.zeros_like(base), jnp.sum(powers * dx.astype(total.dtype), axis))
+
+
+def _logsumexp(original, a, axis=None, b=None, keepdims=False, return_sign=False, where=None):
+    del original
+    if b is not None or where is not None or return_sign is not False or not _is_plain(a):
+        return NotImplemented
+    axes = _axes(axis, a.ndim)
+    if axes is None or not isinstance(keepdims, bool):
+        return NotImplemented
+    width = math.prod(a.shape[d] for d in axes)
+    taken, why = _wins(gate.logsumexp, a.dtype, a.size // width, width)
+    if not taken:
+        _decide("logsumexp", False, why, a)
+        return NotImplemented
+    shape = tuple(1 if d in axes else n for d, n in enumerate(a.shape) if keepdims or d not in axes)
+    x, _, at = validate.one_axis(a, [None], axes)
+    base, total = _exponentials(x, at)
+    y = (jnp.log(total) + base).astype(a.dtype)
+    return y if y.shape == shape else y.reshape(shape)
+
+
+# ---- softmax and log_softmax: the value as JAX computes it, and our kernel for the gradient
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 2))
+def _with_softmax_gradient(original, x, axis):
+    return original(x, axis)
+
+
+@_with_softmax_gradient.defjvp
+def _softmax_jvp(original, axis, primals, tangents):
+    y = _with_softmax_gradient(original, *primals, axis)
+    return y, bind(softmax_grad_p, y, *tangents, axis=axis, tier=tiers.forced())  # its own transpose
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 2))
+def _with_log_softmax_gradient(original, x, axis):
+    return original(x, axis)
+
+
+@_with_log_softmax_gradient.defjvp
+def _log_softmax_jvp(original, axis, primals, tangents):
+    y = _with_log_softmax_gradient(original, *primals, axis)
+    return y, bind(log_softmax_jvp_p, y, *tangents, axis=axis, tier=tiers.forced())
+
+
+def _softmax_like(name, rule, with_gradient, original, x, axis=-1, where=None):
+    if where is not None or not _is_plain(x):
+        return NotImplemented
+    axes = _axes(axis, x.ndim)
+    if axes is None or len(axes) > 1:
+        return NotImplemented
+    width = x.shape[axes[0]]
+    if not _decide(name, *_wins(rule, x.dtype, x.size // width, width), x):
+        return NotImplemented
+    return with_gradient(original, x, axes[0])
+
+
+# ---- optax
+
+
+@jax.custom_jvp
+def _nan_where_empty(loss, largest):
+    """NaN for rows that are -inf throughout. The cotangent of the loss is the result's: see cross_entropy/one_read.py."""
+    return jnp.where(largest == -jnp.inf, jnp.nan, loss)
+
+
+@_nan_where_empty.defjvp
+def _nan_where_empty_jvp(primals, tangents):
+    return _nan_where_empty(*primals), tangents[0]
+
+
+def _cross_entropy(original, logits, labels, axis=-1, where=None):
+    del original
+    if where is not None or not _is_plain(logits) or not isinstance(labels, jax.Array):
+        return NotImplemented
+    axes = _axes(axis, logits.ndim) if isinstance(axis, int) else None
+    if axes is None or not jnp.issubdtype(labels.dtype, jnp.integer):
+        return NotImplemented
+    (at,) = axes
+    classes = logits.shape[at]
+    if labels.shape != logits.shape[:at] + logits.shape[at + 1 :] or classes > jnp.iinfo(jnp.int32).max:
+        return NotImplemented
+    taken, why = _wins(gate.loss, logits.dtype, logits.size // classes, classes)
+    if not taken:
+        _decide("softmax_cross_entropy", False, why, logits)
+        return NotImplemented
+    if jnp.issubdtype(labels.dtype, jnp.signedinteger):  # in take_along_axis, negative indices count from the end
+        labels = labels if labels.dtype.itemsize >= 4 else labels.astype(jnp.int32)
+        labels = jnp.where(labels < 0, labels + classes, labels)
+    options = Options(fusible=True)
+    loss, largest, _ = bind(
+        cross_entropy_p, logits, labels, axis=at, tier=tiers.forced(tiers.LOSS_TIERS), options=options
+    )
+    return _nan_where_empty(loss, jax.lax.stop_gradient(largest)).astype(logits.dtype)
+
+
+# ---- putting them in place
+
+
+class Target(typing.NamedTuple):
+    """A function to replace. `replacement(original, *arguments)` returns NotImplemented to leave a call to the original."""
+
+    operation: str
+    module: str
+    attribute: str
+    replacement: typing.Callable
+
+
+TARGETS = (
+    Target("logsumexp", "jax.scipy.special", "logsumexp", _logsumexp),
+    Target(
+        "softmax",
+        "jax.nn",
+        "softmax",
+        functools.partial(_softmax_like, "softmax", gate.softmax, _with_softmax_gradient),
+    ),
+    Target(
+        "log_softmax",
+        "jax.nn",
+        "log_softmax",
+        functools.partial(_softmax_like, "log_softmax", gate.log_softmax, _with_log_softmax_gradient),
+    ),
+    Target("softmax_cross_entropy", "optax", "softmax_cross_entropy_with_integer_labels", _cross_entropy),
+)
+
+
+class Replaced(typing.NamedTuple):
+    target: Target
+    function: types.FunctionType
+    code: types.CodeType  # the function's own
+    original: types.FunctionType  # a copy that has it
+
+
+_lock = threading.RLock()
+_users = 0
+_replaced: dict[str, Replaced] = {}
+_retired: dict[str, Replaced] = {}  # those of earlier times, for calls that are under way in another thread
+
+
+def call(operation, arguments, named):
+    """What the replaced function of an operation does: called by its new code."""
+    settings, place = switch.current(), _replaced.get(operation) or _retired[operation]
+    original = place.original
+    if settings is None or operation not in settings.operations or switch.in_own_code():
+        return original(*arguments, **named)
+    found = place.target.replacement(original, *arguments, **named)
+    return original(*arguments, **named) if found is NotImplemented else found
+
+
+def _new_code(function, operation) -> types.CodeType:
+    """Code of the same signature that calls `call`."""
+    parameters, passed, named = [], [], []
+    for p in inspect.signature(function).parameters.values():
+        if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+            raise TypeError(f"{function.__name__} has a parameter {p}")
+        if p.kind is p.KEYWORD_ONLY and "*" not in parameters:
+            parameters.append("*")
+        parameters.append(p.name if p.default is p.empty else f"{p.name}=None")  # the function has the defaults
+        (named if p.kind is p.KEYWORD_ONLY else passed).append(p.name)
+    source = (
+        f"def {function.__name__}({', '.join(parameters)}):\n"
+        f"    from jaxkern._accelerate.functions import call\n"
+        f"    return call({operation!r}, ({''.join(f'{n}, ' for n in passed)}), "
+        f"{{{', '.join(f'{n!r}: {n}' for n in named)}}})\n"
+    )
+    scope: dict = {}
+    exec(compile(source, "<jaxkern.accelerate>", "exec"), scope)
+    return scope[function.__name__].__code__
+
+
+def _replace(target: Target) -> None:
+    """Replaces a function, if it is imported, and such that it can be."""
+    if target.operation in _replaced or target.module not in sys.modules:
+        return
+    function = getattr(sys.modules[target.module], target.attribute, None)
+    function = getattr(function, "__wrapped__", function) if not inspect.isfunction(function) else function
+    if not inspect.isfunction(function) or function.__code__.co_freevars:
+        compat.warn_once(
+            f"jaxkern.accelerate: {target.module}.{target.attribute} cannot be replaced and stays as it is"
+        )
+        return
+    known = _retired.get(target.operation)
+    if known is None or known.function is not function:
+        code = function.__code__
+        original = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
+        original.__kwdefaults__ = function.__kwdefaults__
+        known = Replaced(target, function, code, original)
+    _replaced[target.operation] = known
+    function.__code__ = _new_code(function, target.operation)
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Replaces functions of a package when it is imported later."""
+
+    def find_spec(self, name, path=None, target=None):
+        wanted = [t for t in TARGETS if t.module == name]
+        if not wanted or getattr(_finding, "busy", False):
+            return None
+        _finding.busy = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            _finding.busy = False
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            with _lock:
+                for t in wanted if _users else ():
+                    _replace(t)
+
+        with contextlib.suppress(AttributeError):
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+_finding = threading.local()
+_hook = _AfterImport()
+
+
+def acquire() -> None:
+    """Replaces the functions while somebody needs it."""
+    global _users
+    with _lock:
+        _users += 1
+        if _users == 1:
+            sys.meta_path.insert(0, _hook)
+        for target in TARGETS:
+            _replace(target)
+
+
+def release() -> None:
+    global _users
+    with _lock:
+        _users -= 1
+        if _users:
+            return
+        sys.meta_path.remove(_hook)
+        for place in _replaced.values():
+            place.function.__code__ = place.code
+        # A call that is under way in another thread may still ask for the original.
+        _retired.update(_replaced)
+        _replaced.clear()
