@@ -23,7 +23,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import mlir
+from jax.interpreters import ad, mlir
 
 from jaxkern import tiers
 from jaxkern._accelerate import gate
@@ -91,20 +91,23 @@ for _platform in ("cuda", "cpu"):
 compat.needs_devices(row_statistics_p)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _exponentials(x, axis):
-    """(base, total) of each row: its largest element, or 0 if that is not finite, and the sum of exp(x - base)."""
-    wide = reductions.computing(x.dtype)
-    _, largest, total = bind(row_statistics_p, x, axis=axis, dtype=(wide, wide, wide), tier=tiers.forced())
-    return jnp.where(jnp.isfinite(largest), largest, 0), total
-
-
-@_exponentials.defjvp
-def _exponentials_jvp(axis, primals, tangents):
+def _statistics_jvp(primals, tangents, *, axis, **params):
+    """The largest element counts as a constant, as in JAX's own logsumexp; in rows of -inf the derivative is NaN."""
     (x,), (dx,) = primals, tangents
-    base, total = _exponentials(x, axis)
-    powers = jnp.exp(x.astype(total.dtype) - jnp.expand_dims(jax.lax.stop_gradient(base), axis))
-    return (base, total), (jnp.zeros_like(base), jnp.sum(powers * dx.astype(total.dtype), axis))
+    result, largest, total = bind(row_statistics_p, x, axis=axis, **params)
+    if type(dx) is ad.Zero:
+        return [result, largest, total], [compat.zero_tangent(a) for a in (result, largest, total)]
+    base = jnp.expand_dims(_finite(largest), axis)
+    dtotal = jnp.sum(jnp.exp(x.astype(total.dtype) - base) * dx.astype(total.dtype), axis)
+    return [result, largest, total], [(dtotal / total).astype(result.dtype), compat.zero_tangent(largest), dtotal]
+
+
+# A rule of the primitive and not jax.custom_jvp, which is lowered to a function of its own.
+ad.primitive_jvps[row_statistics_p] = _statistics_jvp
+
+
+def _finite(largest):
+    return jnp.where(jnp.isfinite(largest), largest, 0)
 
 
 def _logsumexp(original, a, axis=None, b=None, keepdims=False, return_sign=False, where=None):
@@ -121,8 +124,11 @@ def _logsumexp(original, a, axis=None, b=None, keepdims=False, return_sign=False
         return NotImplemented
     shape = tuple(1 if d in axes else n for d, n in enumerate(a.shape) if keepdims or d not in axes)
     x, _, at = validate.one_axis(a, [None], axes)
-    base, total = _exponentials(x, at)
-    y = (jnp.log(total) + base).astype(a.dtype)
+    wide = reductions.computing(a.dtype)
+    _, largest, total = bind(
+        row_statistics_p, x, axis=at, dtype=(wide, wide, wide), tier=tiers.forced(tiers.REDUCTIONS)
+    )
+    y = (jnp.log(total) + _finite(largest)).astype(a.dtype)
     return y if y.shape == shape else y.reshape(shape)
 
 
@@ -167,9 +173,9 @@ def _softmax_like(name, rule, with_gradient, original, x, axis=-1, where=None):
 
 
 @jax.custom_jvp
-def _nan_where_empty(loss, largest):
+def _nan_where_empty(loss, total):
     """NaN for rows that are -inf throughout. The cotangent of the loss is the result's: see cross_entropy/one_read.py."""
-    return jnp.where(largest == -jnp.inf, jnp.nan, loss)
+    return jnp.where(total == 0, jnp.nan, loss)
 
 
 @_nan_where_empty.defjvp
@@ -196,10 +202,10 @@ def _cross_entropy(original, logits, labels, axis=-1, where=None):
         labels = labels if labels.dtype.itemsize >= 4 else labels.astype(jnp.int32)
         labels = jnp.where(labels < 0, labels + classes, labels)
     options = Options(fusible=True)
-    loss, largest, _ = bind(
+    loss, _, total = bind(
         cross_entropy_p, logits, labels, axis=at, tier=tiers.forced(tiers.LOSS_TIERS), options=options
     )
-    return _nan_where_empty(loss, jax.lax.stop_gradient(largest)).astype(logits.dtype)
+    return _nan_where_empty(loss, jax.lax.stop_gradient(total)).astype(logits.dtype)
 
 
 # ---- putting them in place

@@ -226,9 +226,10 @@ def register(platform: str) -> None:
                     f"jaxkern.accelerate: this version of JAX hides its rule for {name}, which stays as it is"
                 )
                 continue
+            wanted = functools.partial(_wanted, name)
             # Not cached: a cached rule sees its operands as arguments of a function of its own.
-            compat.register_uncached_lowering(prim, functools.partial(rule, name, plain), platform)
-            compat.needs_devices_when(prim, functools.partial(_wanted, name))
+            compat.register_lowering_uncached_when(prim, functools.partial(rule, name, plain), platform, wanted)
+            compat.needs_devices_when(prim, wanted)
 
 
 def _wanted(name) -> bool:

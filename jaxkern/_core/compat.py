@@ -120,10 +120,7 @@ def shardy() -> bool:
 
 def register_uncached_lowering(prim, rule, platform) -> None:
     """A lowering rule that is called for every use of `prim`, in the function that the use stands in."""
-    try:
-        mlir.register_lowering(prim, rule, platform=platform, cacheable=False)
-    except TypeError:  # before there was a cache
-        mlir.register_lowering(prim, rule, platform=platform)
+    register_lowering_uncached_when(prim, rule, platform, lambda: True)
 
 
 def moves_operations() -> bool:
@@ -200,29 +197,50 @@ def set_global(context, value) -> bool:
     return False
 
 
-class _NeedDevices(set):
-    """The set of primitives that need devices, of which some do only while a condition holds.
+class _Conditional(set):
+    """A set of primitives, some of which are in it only while a condition holds."""
 
-    JAX caches what it finds here by the trace context, of which a user context is a part.
-    """
-
-    conditions: dict = {}
+    def __init__(self, members=()):
+        super().__init__(members)
+        self.conditions = {}
 
     def __contains__(self, prim):
         return super().__contains__(prim) or (prim in self.conditions and self.conditions[prim]())
 
 
 def needs_devices_when(prim, condition) -> None:
-    """The same as `needs_devices`, but only where `condition()` holds, a function of a user context."""
+    """The same as `needs_devices`, but only where `condition()` holds, a function of a user context.
+
+    JAX caches what it finds by the trace context, of which a user context is a part.
+    """
     primitives = _primitives_that_need_devices()
     if primitives is None:
         return
     from jax._src import dispatch
 
-    if not isinstance(primitives, _NeedDevices):
-        dispatch.prim_requires_devices_during_lowering = primitives = _NeedDevices(primitives)
+    if not isinstance(primitives, _Conditional):
+        dispatch.prim_requires_devices_during_lowering = primitives = _Conditional(primitives)
         _primitives_that_need_devices.cache_clear()
     primitives.conditions[prim] = condition
+
+
+def register_lowering_uncached_when(prim, rule, platform, condition) -> None:
+    """A lowering rule that, where `condition()` holds, sees the function that the operation stands in.
+
+    Elsewhere JAX caches it as before. It does so too in programs for several platforms, which it cannot lower uncached.
+    """
+
+    def uncached():
+        lowers = sys._getframe(2).f_locals.get("ctx")  # of the function that looks into the set
+        return condition() and len(getattr(lowers, "platforms", ())) < 2
+
+    mlir.register_lowering(prim, rule, platform=platform)
+    with contextlib.suppress(ImportError, AttributeError):
+        from jax._src.interpreters import mlir as internal
+
+        if not isinstance(internal._uncacheable_primitives, _Conditional):
+            internal._uncacheable_primitives = _Conditional(internal._uncacheable_primitives)
+        internal._uncacheable_primitives.conditions[prim] = uncached
 
 
 def lowering_rule(prim, platform):

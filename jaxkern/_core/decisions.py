@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 import jaxkern
-from jaxkern._core import compat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +77,14 @@ _PACKAGES = tuple(
 
 
 def source_of(frames) -> str:
-    """file:line of the innermost frame outside installed packages, or else outside JAX and this library."""
+    """file:line of the innermost frame outside installed packages, or else outside JAX and this library.
+
+    JAX does not know who called a function that it jits itself, such as jnp.take: that function's name is given then.
+    """
     outside = [f for f in frames if not f[0].startswith((*_OWN, "<"))]
     users = [f for f in outside if not f[0].startswith(_PACKAGES)]
     if not outside:
-        return "?"
+        return f"jax: {frames[-1][2]}" if frames else "?"
     file, line, _ = (users or outside)[0]
     return f"{os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file}:{line}"
 

@@ -40,13 +40,12 @@ def constant(value):
         operation = maker(operation.operands[0])
     if operation is None or operation.name != "stablehlo.constant":
         return None
-    elements = ir.DenseElementsAttr(operation.attributes["value"])
-    if not elements.is_splat:
-        return None
-    splat = elements.get_splat_value()
-    for kind in (None, ir.FloatAttr, ir.IntegerAttr, ir.BoolAttr):
-        with contextlib.suppress(TypeError, ValueError, AttributeError):
-            return (splat if kind is None else kind(splat)).value
+    with contextlib.suppress(TypeError, ValueError):  # complex numbers, of 8 bits
+        elements = ir.DenseElementsAttr(operation.attributes["value"])
+        splat = elements.get_splat_value() if elements.is_splat else None
+        for kind in (None, ir.FloatAttr, ir.IntegerAttr, ir.BoolAttr):
+            with contextlib.suppress(TypeError, ValueError, AttributeError):
+                return (splat if kind is None else kind(splat)).value
     return None
 
 
