@@ -255,10 +255,15 @@ def call(operation, arguments, named):
     """What the replaced function of an operation does: called by its new code."""
     settings, place = switch.current(), _replaced.get(operation) or _retired[operation]
     original = place.original
-    if settings is None or operation not in settings.operations or switch.in_own_code():
+    if settings is None or operation not in settings.operations or switch.in_own_code() or not _on_gpu(settings):
         return original(*arguments, **named)
     found = place.target.replacement(original, *arguments, **named)
     return original(*arguments, **named) if found is NotImplemented else found
+
+
+def _on_gpu(settings) -> bool:
+    """Whether the program may be one for a GPU. While it is traced, JAX does not know where it will run."""
+    return settings.force or settings.session > 0 or jax.default_backend() == "gpu"
 
 
 def _new_code(function, operation) -> types.CodeType:
