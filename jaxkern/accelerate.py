@@ -39,7 +39,8 @@ class accelerate(contextlib.ContextDecorator):
                                                       `x[i]`, `jnp.take` and `flax.linen.Embed`, jraph's models
         "logsumexp"                                   `jax.nn.logsumexp`, `jax.scipy.special.logsumexp`
         "softmax_cross_entropy"                       `optax.softmax_cross_entropy_with_integer_labels`
-        "softmax", "log_softmax"                      the gradients of those of `jax.nn`; only on request, by `only`
+        "softmax"                                     the gradient of `jax.nn.softmax`
+        "log_softmax"                                 that of `jax.nn.log_softmax` in 16 bits; on request alone, by `only`
 
     A case is taken only where it was measured to be faster; `explain` shows which are. Functions that are already compiled
     switch correctly at the block's begin and end. Put it around the call of a jitted function, or the decorator above

@@ -283,6 +283,21 @@ def test_types_without_kernels_stay(quick_compilation):
         assert not taken and (plain == own).all()
 
 
+def test_other_platforms_stay():
+    """Once the rules of the CPU are in place, for tests, they take nothing that is not forced."""
+    with forced:
+        pass
+    x, i = jnp.ones((1 << 12, 64), jnp.bfloat16), jnp.zeros(1 << 12, jnp.int32)
+    with jaxkern.accelerate():
+        text = (
+            jax.jit(lambda x, i: jax.ops.segment_sum(x, i, 3)).trace(x, i).lower(lowering_platforms=("cpu",)).as_text()
+        )
+    assert (
+        text
+        == jax.jit(lambda x, i: jax.ops.segment_sum(x, i, 3)).trace(x, i).lower(lowering_platforms=("cpu",)).as_text()
+    )
+
+
 def test_shard_map(quick_compilation):
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("x")
@@ -324,10 +339,10 @@ def test_logsumexp(axis, keepdims, quick_compilation):
 def test_softmax_keeps_nan(quick_compilation):
     for f in (jax.nn.softmax, jax.nn.log_softmax):
         x = SPECIAL.astype(jnp.bfloat16)
-        plain, own, taken = both(f, x)
-        assert taken == [f.__name__]
+        plain, own, _ = both(f, x)
         np.testing.assert_array_equal(np.asarray(plain, np.float32), np.asarray(own, np.float32))
-        plain, own, _ = both(jax.grad(lambda x: f(x)[:, 1].sum()), x)
+        plain, own, taken = both(jax.grad(lambda x: f(x)[:, 1].sum()), x)
+        assert taken == [f.__name__]
         np.testing.assert_array_equal(np.isnan(plain), np.isnan(own))
         assert np.isnan(own[2]).all()
 
@@ -488,7 +503,7 @@ def test_arguments():
     def inside():
         return switch.current()
 
-    assert inside().operations == {"scatter_max", "scatter_min", "logsumexp", "softmax_cross_entropy"}
+    assert inside().operations == {"scatter_max", "scatter_min", *switch.FUNCTIONS}
     assert inside.__name__ == "inside" and switch.current() is None
 
 
@@ -608,6 +623,17 @@ def test_arithmetic_that_makes_logits_stays_with_xla():
         assert [d.taken for d in jaxkern.explain(g)(x, w)] == [taken]
 
 
+@pytest.mark.skipif(not jaxkern._core.registry.kernels_run(), reason="no kernels")
+def test_the_gradient_of_attention():
+    """A matrix product makes the cotangent of the first, arithmetic that of the second."""
+    q, k = (jax.ShapeDtypeStruct((8, 512, 64), jnp.bfloat16) for _ in range(2))
+    attend = lambda q, k: jax.nn.softmax(q @ k.mT) @ k
+    dropped = lambda q, k: (jax.nn.softmax(q @ k.mT) * 2) @ k
+    for f, taken in ((attend, True), (dropped, False)):
+        found = jaxkern.explain(jax.grad(lambda q, k: f(q, k).sum().astype(jnp.float32)))(q, k)
+        assert [(d.operation, d.taken) for d in found] == [("softmax", taken)], found
+
+
 def test_explain_when_compiled(monkeypatch, capsys):
     monkeypatch.setenv("JAXKERN_EXPLAIN", "1")
     with forced:
@@ -672,6 +698,18 @@ def test_symbolic_shapes_stay():
     with forced:
         exported = jax.export.export(f)(*shapes)
     close(f(edges, receivers), exported.call(edges, receivers))
+
+
+def test_a_mesh_without_devices():
+    """JAX lowers no primitive there that needs to know the devices."""
+    mesh = jax.sharding.AbstractMesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    x, i = (jax.ShapeDtypeStruct((4, *a.shape[1:]), a.dtype, sharding=sharding) for a in (edges, receivers))
+    with forced:
+        lowered = (
+            jax.jit(lambda x, i: jax.ops.segment_sum(x, i, NODES)).trace(x, i).lower(lowering_platforms=(PLATFORM,))
+        )
+    assert "stablehlo.scatter" in lowered.as_text() and "@jaxkern" not in lowered.as_text()
 
 
 def test_checkify_and_debug_nans():

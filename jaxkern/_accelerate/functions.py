@@ -28,10 +28,12 @@ from jax.interpreters import ad, mlir
 from jaxkern import tiers
 from jaxkern._accelerate import gate
 from jaxkern._core import compat, decisions, stablehlo, switch, validate
+from jaxkern._core.autodiff import deflinear
 from jaxkern._core.primitive import bind, row_primitive
 from jaxkern._ops.cross_entropy.primitive import Options, cross_entropy_p
 from jaxkern._ops.reduction import reference as reductions
 from jaxkern._ops.reduction.primitive import logsumexp_statistics_p
+from jaxkern._ops.softmax.derivatives import softmax_grad_jvp
 from jaxkern._ops.softmax.primitive import log_softmax_jvp_p, softmax_grad_p
 
 # ---- what a call may look like
@@ -72,23 +74,34 @@ def _wins(rule, dtype, rows, width):
 row_statistics_p = row_primitive("jaxkern_row_statistics", arrays=1, several=True)
 
 
-def _lower_statistics(ctx, x, **params):
+def _taken(ctx, operation, value, reason, fused) -> bool:
+    """Whether an operation that a replaced function made runs on a kernel; notes it.
+
+    fused: why not, where `value`, an operand, is arithmetic that XLA would fuse.
+    """
     settings = switch.current()
     why = switch.refusal(ctx, settings)
-    if not why and stablehlo.is_arithmetic(ctx, x) and not (settings and settings.force):
-        why = "XLA fuses the arithmetic that makes the operand"
-    aval = ctx.avals_in[0]
-    decisions.record(
-        "logsumexp", not why, why or "one read", [aval], compat.frames(ctx.traceback), stablehlo.size(aval)
-    )
-    body = reductions.statistics if why else logsumexp_statistics_p.bind
+    if not why and not (settings and settings.force) and stablehlo.is_arithmetic(ctx, value):
+        why = fused
+    frames, size = compat.frames(ctx.traceback), stablehlo.size(ctx.avals_in[0])
+    return decisions.record(operation, not why, why or reason, ctx.avals_in[:1], frames, size)
+
+
+def _register_uncached(prim, plain, rule):
+    """Lowers `prim` by `rule`, which looks at what makes its operands, and by `plain`, in jnp, on other platforms."""
+    mlir.register_lowering(prim, mlir.lower_fun(plain, multiple_results=prim.multiple_results))
+    for platform in ("cuda", "cpu"):
+        compat.register_uncached_lowering(prim, rule, platform)
+    compat.needs_devices(prim)
+
+
+def _lower_statistics(ctx, x, **params):
+    taken = _taken(ctx, "logsumexp", x, "one read", "XLA fuses the arithmetic that makes the operand")
+    body = logsumexp_statistics_p.bind if taken else reductions.statistics
     return mlir.lower_fun(body, multiple_results=True)(ctx, x, **params)
 
 
-mlir.register_lowering(row_statistics_p, mlir.lower_fun(reductions.statistics, multiple_results=True))
-for _platform in ("cuda", "cpu"):
-    compat.register_uncached_lowering(row_statistics_p, _lower_statistics, _platform)
-compat.needs_devices(row_statistics_p)
+_register_uncached(row_statistics_p, reductions.statistics, _lower_statistics)
 
 
 def _statistics_jvp(primals, tangents, *, axis, **params):
@@ -134,6 +147,23 @@ def _logsumexp(original, a, axis=None, b=None, keepdims=False, return_sign=False
 
 # ---- softmax and log_softmax: the value as JAX computes it, and our kernel for the gradient
 
+softmax_gradient_p = row_primitive("jaxkern_row_softmax_gradient", arrays=2)
+deflinear(softmax_gradient_p, 1, softmax_grad_jvp, transpose=softmax_gradient_p)  # self-adjoint
+
+
+def _plain_softmax_gradient(y, g, *, axis, tier):
+    del tier
+    return y * (g - jnp.sum(y * g, axis, keepdims=True))
+
+
+def _lower_softmax_gradient(ctx, y, g, **params):
+    taken = _taken(ctx, "softmax", g, "the gradient in one read", "XLA fuses the arithmetic that makes the cotangent")
+    body = softmax_grad_p.bind if taken else _plain_softmax_gradient
+    return mlir.lower_fun(body, multiple_results=False)(ctx, y, g, **params)
+
+
+_register_uncached(softmax_gradient_p, _plain_softmax_gradient, _lower_softmax_gradient)
+
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 2))
 def _with_softmax_gradient(original, x, axis):
@@ -143,7 +173,7 @@ def _with_softmax_gradient(original, x, axis):
 @_with_softmax_gradient.defjvp
 def _softmax_jvp(original, axis, primals, tangents):
     y = _with_softmax_gradient(original, *primals, axis)
-    return y, bind(softmax_grad_p, y, *tangents, axis=axis, tier=tiers.forced())  # its own transpose
+    return y, bind(softmax_gradient_p, y, *tangents, axis=axis, tier=tiers.forced())
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 2))
@@ -164,7 +194,10 @@ def _softmax_like(name, rule, with_gradient, original, x, axis=-1, where=None):
     if axes is None or len(axes) > 1:
         return NotImplemented
     width = x.shape[axes[0]]
-    if not _decide(name, *_wins(rule, x.dtype, x.size // width, width), x):
+    taken, why = _wins(rule, x.dtype, x.size // width, width)
+    if not taken or name == "log_softmax":
+        _decide(name, taken, why, x)
+    if not taken:
         return NotImplemented
     return with_gradient(original, x, axes[0])
 

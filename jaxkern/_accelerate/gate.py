@@ -21,7 +21,7 @@ NARROW_ELEMENTS = 1 << 10
 # 149, 128256x4096 n16384 168 to 134, 169343x128 n1166243 442 to 238), faster below (399x128 n40960 13 to 24).
 WIDE_BYTES = 32 << 20
 # Rows as narrow as these were measured with sorted indices alone (169343x1 47 to 11; unsorted 1048576 698 to 748).
-WIDE_INNER = 16
+WIDE_TRAIL = 16
 # So many updates of one row keep adding to the same address (1 n10000 19 to 4.4, 10 of 10 n1000000 3378 to 29), and
 # 100 do not yet (1024 n100000 10 to 10).
 CROWDED = 1 << 10
@@ -80,7 +80,6 @@ def scatter(p: Scatter) -> tuple[bool, str]:
         return False, why
     if p.moves_operand and not p.zeros:
         return False, "the operand would be transposed"
-    inner = p.lead * p.trail
     if p.operation == "scatter_add":
         if p.dtype.itemsize == 2:
             enough = p.elements >= NARROW_ELEMENTS
@@ -96,8 +95,8 @@ def scatter(p: Scatter) -> tuple[bool, str]:
         return False, f"{p.elements * p.dtype.itemsize / 1e6:.3g} MB of updates are few"
     if p.is_sorted:
         return (True, "sorted rows") if p.zeros else (False, "XLA is as fast on sorted indices")
-    if inner < WIDE_INNER:
-        return False, f"rows of {inner} elements are narrow"
+    if p.trail < WIDE_TRAIL:
+        return False, f"{p.trail} elements side by side are few"
     return True, "large rows"
 
 

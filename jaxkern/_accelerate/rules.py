@@ -152,6 +152,8 @@ def _scatter(name, plain, ctx, operand, indices, updates, *, dimension_numbers, 
     fallback = functools.partial(plain, ctx, operand, indices, updates, dimension_numbers=dimension_numbers, **params)
     if settings is None or name not in settings.operations or switch.in_own_code():
         return fallback()
+    if not settings.force and "cuda" not in compat.platforms(ctx):
+        return fallback()
     avals, values = ctx.avals_in, (operand, indices, updates)
     found = _problem(name, ctx, values, dimension_numbers, params)
     if isinstance(found, str):

@@ -221,7 +221,17 @@ def needs_devices_when(prim, condition) -> None:
     if not isinstance(primitives, _Conditional):
         dispatch.prim_requires_devices_during_lowering = primitives = _Conditional(primitives)
         _primitives_that_need_devices.cache_clear()
-    primitives.conditions[prim] = condition
+    primitives.conditions[prim] = lambda: condition() and not _lowers_without_devices()
+
+
+def _lowers_without_devices() -> bool:
+    """Whether the program that is being lowered has an `AbstractMesh` alone, where JAX refuses what needs devices."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "lower_sharding_computation":
+            return frame.f_locals.get("device_assignment", ()) is None
+        frame = frame.f_back
+    return False
 
 
 def register_lowering_uncached_when(prim, rule, platform, condition) -> None:
