@@ -55,7 +55,8 @@ class accelerate(contextlib.ContextDecorator):
             stand for its kernels: for tests.
         export: also in programs that `jax.export` makes, which then need `disabled_checks=jaxkern.export_checks()`.
 
-    Results differ from plain JAX's by rounding: 16-bit sums are made in float32. Sums are the same bits in every run.
+    Results differ from plain JAX's by rounding: 16-bit sums are made in float32. Sums are the same bits in every run. What
+    else differs, for rows of infinite logits, is in the docstring of jaxkern/_accelerate/functions.py.
 
     Raises:
         ValueError: an unknown name. TypeError: `check` in a `with` statement.

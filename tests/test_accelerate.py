@@ -725,6 +725,16 @@ def test_checkify_and_debug_nans():
             jax.jit(lambda x, i, u: x.at[i].add(u))(nodes, receivers, edges * jnp.inf * 0)
 
 
+def test_taylor_series():
+    from jax.experimental.jet import jet
+
+    f = lambda x: jax.nn.logsumexp(jax.nn.softmax(x), axis=1)
+    series = lambda: jet(f, (nodes,), ((jnp.ones_like(nodes), nodes**2),))
+    plain = series()
+    with forced:
+        close(plain, series())
+
+
 def test_compilation_cache(tmp_path):
     """A program on jaxkern is found again by another process, and is not taken for the plain one."""
     script = f"""

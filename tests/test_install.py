@@ -43,10 +43,13 @@ def python(code, **environment):
 
 def test_public_names():
     assert set(jaxkern.__all__) == {
+        "accelerate",
         "embedding_lookup",
+        "explain",
         "export_checks",
         "index_add",
         "index_select",
+        "install",
         "log_softmax",
         "logsumexp",
         "reduce_max",
@@ -63,6 +66,7 @@ def test_public_names():
         "softmax_cross_entropy",
         "softmax_cross_entropy_and_grad",
         "tiers",
+        "uninstall",
         *elementwise.NAMES,
     }
     assert jaxkern.__version__.count(".") == 2

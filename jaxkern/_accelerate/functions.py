@@ -2,9 +2,10 @@
 
 `f.__code__` is replaced, not the name `f` in a module, so that other names of the same function, imported before, are caught.
 The new code asks at every call whether this thread runs on jaxkern, and otherwise runs the old. What a replacement does not
-keep exactly, it leaves to the old code. It differs from it in this alone: arithmetic in float32 or wider, and, of
-`optax.softmax_cross_entropy_with_integer_labels`, rows that hold +inf (NaN, where optax has inf for most labels) and the
-gradient of rows that are -inf throughout (0, where optax has NaN).
+keep exactly, it leaves to the old code. It differs from it in this alone: arithmetic in float32 or wider;
+`optax.softmax_cross_entropy_with_integer_labels` is NaN for rows that hold +inf, where optax has inf for most labels, and
+its gradient is 0 for rows that are -inf throughout, where optax has NaN (the loss is NaN there in both); the gradient of
+softmax is 0 where the softmax is 0, also where a cotangent is infinite or NaN.
 
 jraph's functions need nothing here: they consist of lax.scatter and arithmetic. Its segment_softmax is NaN for segments of
 -inf, and takes rows of others where ids are out of range: `jaxkern.segment_softmax` does neither.
@@ -66,7 +67,7 @@ def _decide(operation, taken, reason, x) -> bool:
 
 def _wins(rule, dtype, rows, width):
     settings = switch.current()
-    return (True, "forced") if settings.force else rule(dtype, rows, width)
+    return (True, "forced") if settings and settings.force else rule(dtype, rows, width)
 
 
 # ---- logsumexp
@@ -90,6 +91,7 @@ def _taken(ctx, operation, value, reason, fused) -> bool:
 def _register_uncached(prim, plain, rule):
     """Lowers `prim` by `rule`, which looks at what makes its operands, and by `plain`, in jnp, on other platforms."""
     mlir.register_lowering(prim, mlir.lower_fun(plain, multiple_results=prim.multiple_results))
+    compat.taylor_rule(prim, plain)
     for platform in ("cuda", "cpu"):
         compat.register_uncached_lowering(prim, rule, platform)
     compat.needs_devices(prim)
@@ -165,29 +167,40 @@ def _lower_softmax_gradient(ctx, y, g, **params):
 _register_uncached(softmax_gradient_p, _plain_softmax_gradient, _lower_softmax_gradient)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 2))
-def _with_softmax_gradient(original, x, axis):
-    return original(x, axis)
+def _value_of_softmax(x, *, axis, tier):
+    """The operations of jax.nn.softmax."""
+    del tier
+    powers = jnp.exp(x - jnp.max(x, axis, initial=-jnp.inf, keepdims=True))
+    return powers / jnp.sum(powers, axis, keepdims=True)
 
 
-@_with_softmax_gradient.defjvp
-def _softmax_jvp(original, axis, primals, tangents):
-    y = _with_softmax_gradient(original, *primals, axis)
-    return y, bind(softmax_gradient_p, y, *tangents, axis=axis, tier=tiers.forced())
+def _value_of_log_softmax(x, *, axis, tier):
+    """The operations of jax.nn.log_softmax."""
+    del tier
+    below = x - jax.lax.stop_gradient(jnp.max(x, axis, initial=-jnp.inf, keepdims=True))
+    return below - jnp.log(jnp.sum(jnp.exp(below), axis, keepdims=True))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 2))
-def _with_log_softmax_gradient(original, x, axis):
-    return original(x, axis)
+def _value_primitive(name, value, tangent_p):
+    """A primitive that XLA computes, with the tangent tangent_p(y, dx)."""
+    prim = row_primitive(name, arrays=1)
+    mlir.register_lowering(prim, mlir.lower_fun(value, multiple_results=False))
+    compat.taylor_rule(prim, value)
+
+    def jvp(primals, tangents, **params):
+        y, (dx,) = bind(prim, *primals, **params), tangents
+        return y, compat.zero_tangent(y) if type(dx) is ad.Zero else bind(tangent_p, y, dx, **params)
+
+    ad.primitive_jvps[prim] = jvp
+    return prim
 
 
-@_with_log_softmax_gradient.defjvp
-def _log_softmax_jvp(original, axis, primals, tangents):
-    y = _with_log_softmax_gradient(original, *primals, axis)
-    return y, bind(log_softmax_jvp_p, y, *tangents, axis=axis, tier=tiers.forced())
+row_softmax_p = _value_primitive("jaxkern_row_softmax", _value_of_softmax, softmax_gradient_p)
+row_log_softmax_p = _value_primitive("jaxkern_row_log_softmax", _value_of_log_softmax, log_softmax_jvp_p)
 
 
-def _softmax_like(name, rule, with_gradient, original, x, axis=-1, where=None):
+def _softmax_like(name, rule, prim, original, x, axis=-1, where=None):
+    del original
     if where is not None or not _is_plain(x):
         return NotImplemented
     axes = _axes(axis, x.ndim)
@@ -199,7 +212,7 @@ def _softmax_like(name, rule, with_gradient, original, x, axis=-1, where=None):
         _decide(name, taken, why, x)
     if not taken:
         return NotImplemented
-    return with_gradient(original, x, axes[0])
+    return bind(prim, x, axis=axes[0], tier=tiers.forced())
 
 
 # ---- optax
@@ -259,13 +272,13 @@ TARGETS = (
         "softmax",
         "jax.nn",
         "softmax",
-        functools.partial(_softmax_like, "softmax", gate.softmax, _with_softmax_gradient),
+        functools.partial(_softmax_like, "softmax", gate.softmax, row_softmax_p),
     ),
     Target(
         "log_softmax",
         "jax.nn",
         "log_softmax",
-        functools.partial(_softmax_like, "log_softmax", gate.log_softmax, _with_log_softmax_gradient),
+        functools.partial(_softmax_like, "log_softmax", gate.log_softmax, row_log_softmax_p),
     ),
     Target("softmax_cross_entropy", "optax", "softmax_cross_entropy_with_integer_labels", _cross_entropy),
 )
