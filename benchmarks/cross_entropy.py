@@ -105,7 +105,7 @@ def _ours(cell: Cell, tier: str) -> Callable[..., Any]:
     kernels = importlib.import_module("jaxkern._ops.cross_entropy.primitive")
 
     def run(x: jax.Array, labels: jax.Array, *rest: jax.Array) -> Any:
-        with jaxkern.tiers.force(tier):
+        with jaxkern.tiers.force(softmax_cross_entropy=tier):
             if cell.direction == "forward":
                 return jaxkern.softmax_cross_entropy(x, labels)
             if cell.direction == "both":
@@ -164,7 +164,7 @@ def _problem(cell: Cell) -> dict[str, Any]:
 def _fits(cell: Cell, tier: str) -> bool:
     from jaxkern import tiers
 
-    return tiers.cross_entropy_fits(tier, **_problem(cell))
+    return tiers.fits("softmax_cross_entropy", tier, **_problem(cell))
 
 
 def chosen_tier(cell: Cell) -> str | None:
@@ -174,7 +174,7 @@ def chosen_tier(cell: Cell) -> str | None:
     if jax.default_backend() != "gpu":
         return None
     try:
-        return tiers.cross_entropy(**_problem(cell))
+        return tiers.choose("softmax_cross_entropy", **_problem(cell))
     except RuntimeError:
         return None
 

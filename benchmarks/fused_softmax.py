@@ -136,7 +136,7 @@ def _ours(cell: Cell, tier: str) -> Callable[..., jax.Array]:
     def softmax(x: jax.Array, extras: tuple[Any, ...]) -> jax.Array:
         named = _named(cell, extras)
         dropout = {"dropout_rate": RATE, "dropout_key": named["dropout"]} if "dropout" in named else {}
-        with jaxkern.tiers.force(tier):
+        with jaxkern.tiers.force(softmax=tier):
             return jaxkern.softmax(
                 x,
                 where=named.get("mask"),
@@ -222,7 +222,7 @@ def _problem(cell: Cell) -> dict[str, Any]:
 def _fits(cell: Cell, tier: str) -> bool:
     from jaxkern import tiers
 
-    return tiers.fits(tier, **_problem(cell))
+    return tiers.fits("softmax", tier, **_problem(cell))
 
 
 def chosen_tier(cell: Cell) -> str | None:
@@ -230,7 +230,7 @@ def chosen_tier(cell: Cell) -> str | None:
     from jaxkern import tiers
 
     try:
-        return tiers.softmax(**_problem(cell)) if jax.default_backend() == "gpu" else None
+        return tiers.choose("softmax", **_problem(cell)) if jax.default_backend() == "gpu" else None
     except RuntimeError:
         return None
 

@@ -214,7 +214,7 @@ def _function(cell: Cell, library: Any, plan: str = "auto") -> Any:
         function = jax.vmap(function, axes[cell.op])
 
     def run(*arguments):
-        with jaxkern.tiers.force(plan):
+        with jaxkern.tiers.force(**{cell.op: plan}):
             return function(*arguments)
 
     return run
@@ -250,16 +250,15 @@ def _problem(cell: Cell) -> dict[str, Any]:
         count=case.count,
         inner=case.width,
         dtype=cell.dtype,
-        op=cell.op,
-        indices_are_sorted=case.kind == "sorted",
-        **({"outer" if case.shared else "batch": case.batch} if case.batch else {}),
+        **({} if cell.op == "index_select" else dict(sorted=case.kind == "sorted")),
+        **({"outer" if case.shared else "batch": case.batch} if case.batch and cell.op != "index_select" else {}),
     )
 
 
 def _fits(cell: Cell, plan: str) -> bool:
     from jaxkern import tiers
 
-    return tiers.index_add_fits(plan, **_problem(cell), deterministic=plan != "atomic")
+    return tiers.fits(cell.op, plan, **_problem(cell), deterministic=plan != "atomic")
 
 
 def chosen_tier(cell: Cell) -> str | None:
@@ -269,7 +268,7 @@ def chosen_tier(cell: Cell) -> str | None:
     if jax.default_backend() != "gpu":
         return None
     try:
-        return tiers.index_add(**_problem(cell))
+        return tiers.choose(cell.op, **_problem(cell))
     except RuntimeError:
         return None
 

@@ -70,7 +70,7 @@ def _ours(op: str, axis: int, tier: str = "auto") -> Callable[..., jax.Array]:
     import jaxkern
 
     def run(x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        with jaxkern.tiers.force(tier):
+        with jaxkern.tiers.force(**{op: tier}):
             return getattr(jaxkern, op)(x, axis=axis, where=mask)
 
     return run
@@ -100,11 +100,7 @@ def programs(cell: Cell, tiers: bool) -> list[Program]:
             Program("xla sum", _xla("reduce_sum", axis), specs),
         ]
     if tiers and jax.default_backend() == "gpu":
-        found += [
-            Program(f"{_goals.OURS}:{t}", _ours(cell.op, axis, t), specs)
-            for t in TIERS
-            if _ask("reduction_fits", cell, t)
-        ]
+        found += [Program(f"{_goals.OURS}:{t}", _ours(cell.op, axis, t), specs) for t in TIERS if _ask("fits", cell, t)]
     return found
 
 
@@ -112,6 +108,7 @@ def _ask(question: str, cell: Cell, *first: str) -> Any:
     tiers = importlib.import_module("jaxkern.tiers")
     shape, axis = cell.case.shape, cell.case.axis % len(cell.case.shape)
     return getattr(tiers, question)(
+        cell.op,
         *first,
         math.prod(shape[:axis]),
         shape[axis],
@@ -123,7 +120,7 @@ def _ask(question: str, cell: Cell, *first: str) -> Any:
 
 def chosen_tier(cell: Cell) -> str | None:
     """The tier that runs a cell by default on this GPU."""
-    return _ask("reduction", cell) if jax.default_backend() == "gpu" else None
+    return _ask("choose", cell) if jax.default_backend() == "gpu" else None
 
 
 def candidates(cell: Cell, compiled: list[Program], inputs: Inputs) -> list[_timing.Candidate]:

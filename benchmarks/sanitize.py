@@ -164,7 +164,7 @@ def sanitize_fused(dtypes: list[str]) -> tuple[int, list[str]]:
     done, wrong = 0, []
     for tier, dtype in itertools.product(FUSED, dtypes):
         for width in sorted({edge + d for edge in FUSED[tier] for d in (-1, 0, 1)}):
-            if tiers.fits(tier, 66, width, dtype=dtype, fused=True):
+            if tiers.fits("softmax", tier, 66, width, dtype=dtype, fused=True):
                 problem = run_fused(tier, dtype, width)
                 done += 1
                 if problem:
@@ -186,9 +186,11 @@ def run_indexed(op: str, plan: str, dtype: str, rows: int, count: int, inner: in
     from jaxkern import tiers
 
     generator = np.random.default_rng(count)
-    hints = {"indices_are_sorted": plan == "sorted", "unique_indices": plan == "unique"}
-    if (plan == "unique" and count > rows and not lie) or not tiers.index_add_fits(
-        plan, rows, count, inner, dtype, op=op, deterministic=plan != "atomic", **hints
+    hints = {"sorted": plan == "sorted", "unique": plan == "unique", "deterministic": plan != "atomic"}
+    if (
+        (plan == "unique" and count > rows and not lie)
+        or plan not in tiers.algorithms(op)
+        or not tiers.fits(op, plan, rows, count, inner, dtype, **(hints if op != "index_select" else {}))
     ):
         return None
     index = generator.integers(-rows, 2 * rows, count)
@@ -308,14 +310,14 @@ def run_reduction(op: str, tier: str, dtype: str, width: int, masked: bool) -> s
 
     inner = 1 if tier != "column" else (1, 24, 37)[width % 3]
     rows = 67 if width <= 2048 else 3
-    if not tiers.reduction_fits(tier, rows, width, inner, dtype, masked=masked):
+    if not tiers.fits(op, tier, rows, width, inner, dtype, masked=masked):
         return None
     generator = np.random.default_rng(width)
     x = generator.standard_normal((rows, width, inner)).astype(jnp.dtype(dtype))
     mask = generator.random((1, width, 1)) < 0.8 if masked else np.ones((1, 1, 1), bool)
     mask[:, 0] = True
     public = getattr(importlib.import_module("jaxkern.reduction"), op)
-    with tiers.force(tier):
+    with tiers.force(**{op: tier}):
         call = jax.jit(lambda x, m: public(x, axis=1, where=m)) if masked else jax.jit(lambda x, m: public(x, axis=1))
         got = np.asarray(jax.device_get(call(jax.device_put(x), jax.device_put(mask)))).astype(np.float64)
     x, keep = x.astype(np.float64), np.broadcast_to(mask, x.shape)
@@ -337,7 +339,7 @@ def sanitize_reductions(dtypes: list[str]) -> tuple[int, list[str]]:
     from jaxkern import tiers
 
     done, wrong = 0, []
-    for tier in tiers.REDUCTIONS:
+    for tier in tiers.algorithms("reduce_sum"):
         for dtype, op, width, masked in itertools.product(
             dtypes, ("reduce_sum", "reduce_mean", "reduce_max", "logsumexp"), REDUCED, (False, True)
         ):
@@ -371,7 +373,7 @@ def run_loss(tier: str, dtype: str, rows: int, width: int, masked: bool) -> str 
         want = reference.both(*map(jnp.asarray, (x, labels, g, *mask)), **params)
     x, labels, g, *mask = map(jax.device_put, (x, labels, g, *mask))
     bind = lambda prim: jax.jit(functools.partial(prim.bind, **params))
-    fits = lambda which: tiers.cross_entropy_fits(tier, rows, width, dtype=dtype, which=which, masked=masked)
+    fits = lambda which: tiers.fits("softmax_cross_entropy", tier, rows, width, dtype=dtype, which=which, masked=masked)
     found = []
     if fits("loss"):
         loss, *kept = bind(kernels.cross_entropy_p)(x, labels, *mask)
@@ -392,8 +394,10 @@ def run_loss(tier: str, dtype: str, rows: int, width: int, masked: bool) -> str 
 
 def sanitize_losses(dtypes: list[str]) -> tuple[int, list[str]]:
     """Cross-entropy in every tier that can run it."""
+    from jaxkern import tiers
+
     done, wrong = 0, []
-    for tier in EDGES:
+    for tier in tiers.algorithms("softmax_cross_entropy"):
         for dtype, (rows, width), masked in itertools.product(dtypes, LOSSES, (False, True)):
             problem = run_loss(tier, dtype, rows, width, masked)
             done += problem is not None
@@ -438,7 +442,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtypes", default="float32,bfloat16", help="of float16,bfloat16,float32,float64")
     parser.add_argument("--tiers", default=",".join(EDGES), help="of softmax")
-    parser.add_argument("--plans", default="", help="of index_add")
+    parser.add_argument("--plans", default="", help="of index_add and its family")
     families = ("softmax", "fused", "elementwise", "reduction", "cross_entropy", "index_add", "segment_softmax")
     parser.add_argument("--only", choices=families, help="one family of operations")
     parser.add_argument("--wide", action="store_true", help="rows of 1 MB and more as well")
@@ -463,7 +467,7 @@ def main() -> int:
                 masks = (False, True) if n % MASK_EVERY == 0 else (False,)
                 for direction, masked in itertools.product(("forward", "backward"), masks):
                     backward = direction == "backward"
-                    if not tiers.fits(tier, shape[0], width, inner, dtype, backward=backward, masked=masked):
+                    if not tiers.fits("softmax", tier, shape[0], width, inner, dtype, backward=backward, masked=masked):
                         skipped += 1
                         continue
                     problem = run(tier, dtype, width, masked, direction)
@@ -471,7 +475,11 @@ def main() -> int:
                     if problem:
                         wrong.append(f"{tier} {dtype} width {width}{' masked' if masked else ''}: {problem}")
         print(f"{tier}: {done} problems run so far, {skipped} do not fit their tier, {len(wrong)} wrong", flush=True)
-    plans = arguments.plans.split(",") if arguments.plans else tiers.PLANS
+    plans = (
+        arguments.plans.split(",")
+        if arguments.plans
+        else (*tiers.algorithms("index_add"), *tiers.algorithms("index_select"))
+    )
     others = {
         "fused": sanitize_fused,
         "index_add": lambda dtypes: sanitize_indexed(dtypes, plans),

@@ -155,9 +155,7 @@ def chosen_tier(cell: Cell) -> str | None:
     if jax.default_backend() != "gpu":
         return None
     case = cell.case
-    return tiers.index_add(
-        case.segments, case.count, case.width, cell.dtype, op="segment_softmax", indices_are_sorted=case.ascending
-    )
+    return tiers.choose("segment_softmax", case.segments, case.count, case.width, cell.dtype, sorted=case.ascending)
 
 
 # --- inputs --------------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ def _ours(cell: Cell, tier: str) -> Callable[..., jax.Array]:
         return lambda *operands: primitive.bind(*operands, axis=axis, tier=tier)
 
     def forward(x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        with jaxkern.tiers.force(tier):
+        with jaxkern.tiers.force(**{cell.op: tier}):
             return getattr(jaxkern, cell.op)(x, axis, mask)
 
     return forward
@@ -177,7 +177,6 @@ def _problem(cell: Cell) -> dict[str, Any]:
         "width": shape[axis],
         "inner": math.prod(shape[axis + 1 :]),
         "dtype": cell.dtype,
-        "log": cell.op == "log_softmax",
         "backward": cell.direction == "backward",
         "masked": cell.case.mask is not None,
     }
@@ -187,7 +186,7 @@ def _fits(cell: Cell, tier: str) -> bool:
     from jaxkern import tiers
 
     try:
-        return tiers.fits(tier, **_problem(cell))
+        return tiers.fits(cell.op, tier, **_problem(cell))
     except RuntimeError:
         return True  # nobody to ask: a tier that does not fit says so when it runs
 
@@ -199,7 +198,7 @@ def chosen_tier(cell: Cell) -> str | None:
     from jaxkern import tiers
 
     try:
-        return tiers.softmax(**_problem(cell))
+        return tiers.choose(cell.op, **_problem(cell))
     except RuntimeError:
         return None
 

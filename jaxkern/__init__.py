@@ -1,12 +1,14 @@
-"""jaxkern: CUDA and CPU kernels for memory-bound operations, as JAX primitives.
+"""jaxkern: CUDA kernels for memory-bound operations of JAX programs, as JAX primitives.
 
     import jaxkern
     y = jaxkern.softmax(x)          # under jit, grad, vmap, shard_map; CPU and GPU
 
-`python -m jaxkern` says what is loaded here, whether it is right, and how fast it is.
+`python -m jaxkern` reports what is loaded on this machine, checks results, and measures speed.
 """
 
 __version__ = "0.2.0"
+
+import typing
 
 from jaxkern import elementwise, tiers
 from jaxkern._core.registry import export_checks
@@ -18,7 +20,10 @@ from jaxkern.reduction import logsumexp, reduce_max, reduce_mean, reduce_min, re
 from jaxkern.segment import segment_max, segment_mean, segment_min, segment_softmax, segment_sum, sort_indices
 from jaxkern.softmax import log_softmax, softmax
 
-__all__ = [
+if typing.TYPE_CHECKING:  # the functions of `elementwise`, which are made from a table
+    from jaxkern.elementwise import __getattr__ as __getattr__
+
+__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "accelerate",
     "embedding_lookup",
     "explain",

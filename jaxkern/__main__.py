@@ -18,6 +18,7 @@ import jaxlib.version
 import numpy as np
 
 import jaxkern
+from jaxkern import tiers
 from jaxkern._core import compat, device, registry, runtime
 
 OPERATIONS = ("softmax", "log_softmax")
@@ -284,6 +285,14 @@ def seconds(f, *args) -> float:
     return best
 
 
+ALGORITHM = "  algorithm" if jax.default_backend() == "gpu" else ""
+
+
+def algorithm_of(operation, *sizes, **problem) -> str:
+    """The algorithm that runs a problem on this GPU; empty where XLA runs it."""
+    return tiers.choose(operation, *sizes, **problem) if ALGORITHM and registry.kernels_run() else ""
+
+
 def show_speed() -> None:
     # Larger than the caches, so that the copy is one of memory.
     rows = 65536 if jax.default_backend() == "gpu" else 8192
@@ -291,7 +300,7 @@ def show_speed() -> None:
         f"\nmilliseconds a call on {jax.devices()[0].device_kind}, [{rows}, 2048]; the gradient reads two arrays, a reduction "
         "writes none"
     )
-    print(f"{'':14}{'dtype':>10}{'jaxkern':>10}{'XLA':>10}{'copy':>10}")
+    print(f"{'':14}{'dtype':>10}{'jaxkern':>10}{'XLA':>10}{'copy':>10}{ALGORITHM}")
     for dtype in ("float32", "bfloat16"):
         x = jax.random.normal(jax.random.key(0), (rows, 2048), dtype)
         copy = seconds(jax.jit(jnp.copy), x)
@@ -303,16 +312,19 @@ def show_speed() -> None:
             kept = [jax.vjp(f, x)[1] for f in (ours, theirs)]
             rows_of_table.append((" grad", *(seconds(pull, k, x) for k in kept)))
             for name, *times in rows_of_table:
-                print(f"{operation + name:17}{dtype:>7}" + "".join(f"{1e3 * t:10.3f}" for t in (*times, copy)))
+                algorithm = algorithm_of(operation, rows, 2048, dtype=dtype, backward=bool(name))
+                line = f"{operation + name:17}{dtype:>7}" + "".join(f"{1e3 * t:10.3f}" for t in (*times, copy))
+                print(f"{line}  {algorithm}".rstrip())
         for operation, theirs in (("reduce_sum", jnp.sum), ("logsumexp", jax.nn.logsumexp)):
             times = seconds(jax.jit(getattr(jaxkern, operation)), x), seconds(jax.jit(lambda x: theirs(x, axis=-1)), x)
-            print(f"{operation:17}{dtype:>7}" + "".join(f"{1e3 * t:10.3f}" for t in (*times, copy)))
+            line = f"{operation:17}{dtype:>7}" + "".join(f"{1e3 * t:10.3f}" for t in (*times, copy))
+            print(f"{line}  {algorithm_of(operation, rows, 2048, dtype=dtype)}".rstrip())
 
 
 def show_loss_speed() -> None:
     rows, classes = (8192, 50257) if jax.default_backend() == "gpu" else (64, 50257)
     print(f"\nmilliseconds a call, value_and_grad of the mean cross-entropy of [{rows}, {classes}]")
-    print(f"{'':14}{'dtype':>10}{'jaxkern':>10}{'XLA':>10}")
+    print(f"{'':14}{'dtype':>10}{'jaxkern':>10}{'XLA':>10}{ALGORITHM}")
 
     def plain(x, labels):
         return -jnp.take_along_axis(jax.nn.log_softmax(x), labels[:, None], -1)[:, 0]
@@ -324,13 +336,14 @@ def show_loss_speed() -> None:
             seconds(jax.jit(jax.value_and_grad(lambda x, y, f=f: f(x, y).mean())), x, labels)
             for f in (jaxkern.softmax_cross_entropy, plain)
         ]
-        print(f"{'cross_entropy':17}{dtype:>7}" + "".join(f"{1e3 * t:10.3f}" for t in times))
+        algorithm = algorithm_of("softmax_cross_entropy", rows, classes, dtype=dtype, which="both")
+        print(f"{'cross_entropy':17}{dtype:>7}{''.join(f'{1e3 * t:10.3f}' for t in times)}  {algorithm}".rstrip())
 
 
 def show_indexed_speed() -> None:
     rows, count, width = 16934, 116624, 128
     print(f"\nmilliseconds a call, {count} rows of {width} into {rows} segments")
-    print(f"{'':14}{'dtype':>10}{'jaxkern':>10}{'XLA':>10}")
+    print(f"{'':14}{'dtype':>10}{'jaxkern':>10}{'XLA':>10}{ALGORITHM}")
     ids = jax.random.randint(jax.random.key(1), count, 0, rows)
     for dtype in ("float32", "bfloat16"):
         data = jax.random.normal(jax.random.key(0), (count, width), dtype)
@@ -338,7 +351,8 @@ def show_indexed_speed() -> None:
             seconds(jax.jit(lambda d, i, f=module.segment_sum: f(d, i, rows)), data, ids)
             for module in (jaxkern, jax.ops)
         ]
-        print(f"{'segment_sum':17}{dtype:>7}" + "".join(f"{1e3 * t:10.3f}" for t in times))
+        algorithm = algorithm_of("segment_sum", rows, count, width, dtype=dtype)
+        print(f"{'segment_sum':17}{dtype:>7}{''.join(f'{1e3 * t:10.3f}' for t in times)}  {algorithm}".rstrip())
 
 
 def main() -> int:

@@ -1,16 +1,21 @@
 """Elementwise operations: activations, their gated forms, arithmetic, comparisons, casts.
 
-Each is a row of _ops/elementwise/table.py, which its function here comes from. Operands broadcast against each other as
-in `jnp`, and kernels read them in place.
+The functions are made from the rows of _ops/elementwise/table.py. Operands broadcast against each other as in `jnp`;
+kernels read them in place.
 """
 
 import functools
+import inspect
+import typing
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxkern._core import validate
+from jaxkern._core.algorithms import forced
 from jaxkern._core.primitive import bind
 from jaxkern._ops.elementwise.primitive import PRIMITIVES, ROWS, cast_p
 from jaxkern._ops.elementwise.reference import computing
@@ -21,13 +26,12 @@ def _call(row, arrays, parameters=(), split=-1):
         validate.check_array(row.part_of or row.name, name, "an array or a number", x)
     for (name, _), x in zip(row.parameters, parameters):
         validate.check_array(row.name, name, "a number", x)
-    return _jitted(*arrays, *parameters, name=row.name, split=split)
+    return _jitted(*arrays, *parameters, name=row.name, split=split, tier=forced("elementwise"))
 
 
-# Inlined, so that a jaxpr holds the primitive alone; jitted, so that an eager call costs no more than
-# that of a jnp function.
-@functools.partial(jax.jit, static_argnames=("name", "split"), inline=True)
-def _jitted(*operands, name, split):
+# Inlined, so that a jaxpr holds the primitive alone. Jitted, so that an eager call costs no more than a jnp function.
+@functools.partial(jax.jit, static_argnames=("name", "split", "tier"), inline=True)
+def _jitted(*operands, name, split, tier):
     row = ROWS[name]
     count = len(operands) - len(row.parameters)
     arrays, parameters = list(operands[:count]), operands[count:]
@@ -52,11 +56,11 @@ def _jitted(*operands, name, split):
         if x.ndim or jnp.issubdtype(x.dtype, jnp.complexfloating):
             raise TypeError(f"jaxkern.{public}: {argument} must be a real scalar, got {x.dtype}{list(x.shape)}")
     parameters = [x.astype(computing(dtype)).reshape((1,) * rank) for x in parameters]
-    return bind(PRIMITIVES[name][0], *arrays, *parameters, split=split)
+    return bind(PRIMITIVES[name][0], *arrays, *parameters, split=split, tier=tier)
 
 
 def _common_type(row, public, arrays):
-    """The dtype that the arrays promote to; refused where the operation has no meaning in it."""
+    """The dtype that the arrays promote to. Raises if the operation is not defined for it."""
     dtype = jnp.result_type(*arrays)
     if row.types == "logical":
         return jnp.dtype(bool)
@@ -71,7 +75,7 @@ def _common_type(row, public, arrays):
 
 
 def _public(row):
-    """The function of a row, with the arguments that the row names."""
+    """Makes the public function of a row, with the arguments that the row names."""
     arguments = [*row.arrays, *(name if default is None else f"{name}={default!r}" for name, default in row.parameters)]
     parameters = "".join(f"{name}, " for name, _ in row.parameters)
     space = {"_call": _call, "_row": row}
@@ -81,6 +85,7 @@ def _public(row):
     )
     function = space[row.name]
     function.__module__ = __name__
+    function.__annotations__ = dict.fromkeys(inspect.signature(function).parameters, ArrayLike) | {"return": jax.Array}
     function.__doc__ = _documentation(row)
     return function
 
@@ -90,7 +95,7 @@ _OPERANDS = {
     "number": "Floating-point or integer arrays.",
     "test": "Floating-point arrays, or integers, which promote to floating-point as in `jnp`.",
     "compare": "Arrays of real numbers or booleans.",
-    "logical": "Boolean arrays; of numbers, what is not 0 is true.",
+    "logical": "Boolean arrays. Numbers other than 0 count as true.",
     "select": "A boolean array, and two arrays of real numbers or booleans.",
 }
 
@@ -104,20 +109,20 @@ def _documentation(row):
         f"{row.summary[0].upper()}{row.summary[1:]}, element by element: `{row.like}`.",
         "",
         "Args:",
-        f"    {names}: {_OPERANDS[row.types]} Several broadcast against each other,"
+        f"    {names}: {_OPERANDS[row.types]} They broadcast against each other,"
         if len(row.arrays) > 1
         else f"    {names}: {_OPERANDS[row.types]}",
     ]
     if len(row.arrays) > 1:
-        lines += ["        and are read in place."]
+        lines += ["        and the kernel reads them in place."]
     lines += [f"    {name}: a real scalar, which may be traced." for name, _ in row.parameters]
     lines += [
         "",
         f"Returns: {result}, in their common shape. float16, bfloat16 and float32 are computed in float32 and",
-        "    rounded once. NaN and infinities go through as in the expression above.",
+        "    rounded once. NaN and infinities propagate as in the expression above.",
         "",
         "Raises:",
-        "    TypeError: an operand is no array, complex, or of a type without a meaning here.",
+        "    TypeError: an operand is not an array, is complex, or has a dtype that the operation is not defined for.",
     ]
     if len(row.arrays) > 1:
         lines += ["    ValueError: the shapes do not broadcast."]
@@ -127,17 +132,17 @@ def _documentation(row):
 globals().update({row.name: _public(row) for row in ROWS.values() if not row.part_of and not row.gated})
 
 
-def gelu(x, approximate=True):
+def gelu(x: ArrayLike, approximate: bool = True) -> jax.Array:
     """Gaussian error linear unit, as `jax.nn.gelu`: x Phi(x), Phi being the normal distribution function.
 
     Args:
         x: floating-point array of any shape; integers promote as in `jnp`.
-        approximate: whether to use tanh in place of Phi, which differs by up to 5e-4.
+        approximate: whether to approximate Phi with tanh, which changes the result by up to 5e-4.
 
     Returns: array of the shape of x, rounded once.
 
     Raises:
-        TypeError: x is boolean, complex or no array.
+        TypeError: x is boolean, complex or not an array.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> [f"{y:.4f}" for y in jaxkern.gelu(jnp.array([-1.0, 0.0, 1.0]), approximate=False)]
@@ -148,19 +153,20 @@ def gelu(x, approximate=True):
     return _call(ROWS["gelu_tanh" if approximate else "gelu_erf"], (x,))
 
 
-def glu(x, axis=-1, *, gate=None):
-    """Gated linear unit, as `jax.nn.glu`: x sigmoid(gate) in one kernel, and one for both gradients.
+def glu(x: ArrayLike, axis: int = -1, *, gate: ArrayLike | None = None) -> jax.Array:
+    """Gated linear unit, as `jax.nn.glu`: x sigmoid(gate), with one kernel forward and one for both gradients.
 
     Args:
-        x: floating-point array; without a gate, both: the first half along `axis` is x, the second the gate.
-            Neither half is copied.
-        axis: the dimension that is halved.
+        x: floating-point array. Without `gate`, its first half along `axis` is x and its second half the gate. The
+            kernel reads both halves in place.
+        axis: the dimension to split in halves.
         gate: floating-point array that broadcasts against x.
 
     Returns: array of the shape of x, or of one half of it.
 
     Raises:
-        TypeError: boolean, complex or no arrays. ValueError: an axis that is out of bounds or of odd size.
+        TypeError: an operand is boolean, complex or not an array.
+        ValueError: `axis` is out of bounds, or the dimension has an odd size.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.glu(jnp.array([2.0, 4.0, 0.0, 0.0])).tolist()
@@ -171,8 +177,8 @@ def glu(x, axis=-1, *, gate=None):
     return _gated("glu", "glu", x, axis, gate)
 
 
-def swiglu(x, axis=-1, *, gate=None):
-    """x silu(gate) in one kernel, and one for both gradients; arguments as for `jaxkern.glu`.
+def swiglu(x: ArrayLike, axis: int = -1, *, gate: ArrayLike | None = None) -> jax.Array:
+    """x silu(gate), with one kernel forward and one for both gradients; arguments as for `jaxkern.glu`.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.swiglu(jnp.array([2.0]), gate=jnp.array([0.0])).tolist()
@@ -183,8 +189,8 @@ def swiglu(x, axis=-1, *, gate=None):
     return _gated("swiglu", "swiglu", x, axis, gate)
 
 
-def geglu(x, axis=-1, *, gate=None, approximate=True):
-    """x gelu(gate, approximate) in one kernel, and one for both gradients; arguments as for `jaxkern.glu`.
+def geglu(x: ArrayLike, axis: int = -1, *, gate: ArrayLike | None = None, approximate: bool = True) -> jax.Array:
+    """x gelu(gate, approximate), with one kernel forward and one for both gradients; arguments as for `jaxkern.glu`.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.geglu(jnp.array([2.0]), gate=jnp.array([0.0])).tolist()
@@ -209,17 +215,17 @@ def _gated(public, name, x, axis, gate):
 # ---- cast
 
 
-def cast(x, dtype):
-    """`x` in another type, as `x.astype(dtype)`: rounded once; to integers towards 0, out of range to the nearest.
+def cast(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
+    """Converts to another dtype, as `x.astype(dtype)`: rounds once; to integers towards 0, saturating.
 
     Args:
-        x: array of any real type.
-        dtype: a real type.
+        x: array of any real dtype.
+        dtype: a real dtype.
 
-    Returns: array of the shape of x; x itself where it has that type.
+    Returns: array of the shape of x; x itself if it has that dtype.
 
     Raises:
-        TypeError: x is no array, or a type is complex or not numeric.
+        TypeError: x is not an array, or a dtype is complex or not numeric.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.cast(jnp.array([1.0, 2.5, -300.0]), jnp.int8).tolist()
@@ -241,5 +247,10 @@ def _cast(x, *, dtype):
     return x if x.dtype == dtype else bind(cast_p, x, dtype=dtype)
 
 
+if typing.TYPE_CHECKING:  # the functions of the table's rows
+
+    def __getattr__(name: str) -> Callable[..., jax.Array]: ...
+
+
 NAMES = tuple(sorted({row.part_of or row.name for row in ROWS.values()} | {"cast"}))
-__all__ = list(NAMES)
+__all__ = list(NAMES)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -1,4 +1,4 @@
-"""index_add, index_select and embedding_lookup: adding onto rows of an array, and taking them.
+"""index_add, index_select and embedding_lookup: add onto rows of an array, or gather them.
 
 Their primitives are in _ops/indexing.
 """
@@ -6,64 +6,66 @@ Their primitives are in _ops/indexing.
 import functools
 import numbers
 import operator
+import typing
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jaxkern._core import validate
 from jaxkern._ops.indexing import primitive
-from jaxkern._ops.indexing.order import with_order
+from jaxkern._ops.indexing.order import Order, with_order
 from jaxkern._ops.indexing.primitive import Rules
 
+Mode = str | jax.lax.GatherScatterMode | None
 MODES = ("None", "'fill'", "'drop'", "'clip'", "'promise_in_bounds'")
 
 
 def index_add(
-    x,
-    axis,
-    index,
-    source,
+    x: ArrayLike,
+    axis: int,
+    index: ArrayLike | None,
+    source: ArrayLike,
     *,
-    alpha=1,
-    mode=None,
-    indices_are_sorted=False,
-    unique_indices=False,
-    deterministic=True,
-    order=None,
-):
+    alpha: ArrayLike = 1,
+    mode: Mode = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    deterministic: bool = True,
+    order: Order | None = None,
+) -> jax.Array:
     """Adds `alpha` times the rows of `source` onto the rows of `x` at `index` along `axis`.
 
-    As `torch.index_add(x, axis, index, source, alpha=alpha)`, with the rules for indices of
-    `x.at[..., index, ...].add(source)`. A row may be named many times, and gets them all.
+    Like `torch.index_add(x, axis, index, source, alpha=alpha)`, with the index rules of `x.at[..., index, ...].add(source)`.
+    If an index occurs several times, all its updates are added.
 
     Args:
-        x: array of one dimension or more, which is overwritten in place where it is donated.
-            float16, bfloat16 and float32 are summed in float32 or wider, float64 in float64, and
-            rounded once; int32, int64 and uint32 wrap. Other types run through XLA.
+        x: array of one dimension or more, updated in place if it is donated. float16, bfloat16 and float32 are summed in
+            float32 or wider, float64 in float64, and rounded once; int32, int64 and uint32 wrap. Other dtypes use XLA.
         axis: an int, the dimension of `x` that is indexed.
-        index: array of one dimension, of any integer type, with x64 on or off. A negative index counts
-            from the end.
-        source: array of the shape of `x`, but as long as `index` along `axis`. If the types differ, both
-            are promoted, and the sum is rounded to that of `x`; floating-point onto integers is refused.
-        alpha: a factor, a number or a (traced) scalar.
-        mode: what becomes of indices that are still out of range: None, "drop" and "fill" drop them, "clip"
-            takes the nearest row, "promise_in_bounds" is a promise that there are none (they are dropped:
-            nothing is ever written out of bounds). A `jax.lax.GatherScatterMode` too.
-        indices_are_sorted: a promise that indices ascend, negative ones counted as what they stand for.
+        index: array of one dimension and any integer dtype, with x64 on or off. Negative indices count from the end.
+        source: array of the shape of `x`, except that its size along `axis` is that of `index`. If the dtypes differ,
+            both are promoted, and the sum is rounded to the dtype of `x`. Adding floating-point numbers to integers is
+            an error.
+        alpha: a factor: a number, or a scalar array, which may be traced.
+        mode: how to treat indices that are still out of range: None, "drop" and "fill" drop them, "clip" uses the nearest
+            row, "promise_in_bounds" promises that there are none (they are dropped: nothing is written out of bounds).
+            A `jax.lax.GatherScatterMode` is accepted too.
+        indices_are_sorted: a promise that the indices ascend, after negative ones are resolved.
         unique_indices: a promise that no row is named twice.
-        deterministic: False allows atomics where they are faster, and with them sums that differ in the
-            last bits from run to run. The default is the same bits every time.
-        order: what `jaxkern.sort_indices(index, x.shape[axis], wrap=True)` returned, which saves sorting the indices
-            again. They are read as the order was made, and `index` may be None.
+        deterministic: False allows atomics where they are faster, whose sums may differ in the last bits from run to
+            run. By default the result is bitwise reproducible.
+        order: the result of `jaxkern.sort_indices(index, x.shape[axis], wrap=True)`, which saves sorting the indices
+            again. Its `mode` and `wrap` apply, and `index` may be None.
 
     Returns:
         Array of the shape and type of `x`.
 
     Raises:
-        TypeError: `index` is not of an integer type; `x`, `index` or `source` is no array; floating-point
-            `source` or `alpha` for integer `x`, or complex ones for real `x`; `axis` is no int.
-        ValueError: `axis` is out of bounds; shapes do not match; unknown `mode`; `order` is of other indices.
+        TypeError: `index` is not of an integer dtype; `x`, `index` or `source` is not an array; `source` or `alpha` is
+            floating-point for integer `x`, or complex for real `x`; `axis` is not an int.
+        ValueError: `axis` is out of bounds; shapes do not match; `mode` is unknown; `order` belongs to other indices.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> x = jnp.zeros((3, 2))
@@ -88,28 +90,29 @@ def index_add(
     return _index_add(x, safe_index(index), source, *factor, *order_operands, rules=rules)
 
 
-def index_select(x, axis, index, *, mode=None, order=None):
-    """Rows of `x` at `index` along `axis`, as `x.at[index].get(mode=mode)` does along the first.
+def index_select(
+    x: ArrayLike, axis: int, index: ArrayLike | None, *, mode: Mode = None, order: Order | None = None
+) -> jax.Array:
+    """Gathers the rows of `x` at `index` along `axis`, as `x.at[index].get(mode=mode)` does along the first axis.
 
-    `jnp.take` is the same but for negative indices under "clip", which there do not count from the end.
+    `jnp.take` differs only in negative indices under "clip", which do not count from the end there.
 
     Args:
-        x: array of one dimension or more and of any type but that of typed PRNG keys.
+        x: array of one dimension or more, of any dtype except typed PRNG keys.
         axis: an int, the dimension of `x` that is indexed.
-        index: array of one dimension, of any integer type. A negative index counts from the end.
-        mode: what becomes of indices that are still out of range: None, "fill" and "drop" give NaN, or the
-            least value of a signed and the greatest of an unsigned type; "clip" takes the nearest row;
-            "promise_in_bounds" is a promise that there are none (they are clipped). A
-            `jax.lax.GatherScatterMode` too.
-        order: as in `index_add`; for the gradient.
+        index: array of one dimension and any integer dtype. Negative indices count from the end.
+        mode: how to treat indices that are still out of range: None, "fill" and "drop" give NaN, the lowest value of a
+            signed or the greatest of an unsigned dtype; "clip" uses the nearest row; "promise_in_bounds" promises that
+            there are none (they are clipped). A `jax.lax.GatherScatterMode` is accepted too.
+        order: as for `index_add`; the gradient uses it.
 
     Returns:
-        Array of the shape of `x`, but as long as `index` along `axis`. Its gradient is a `segment_sum`, which
-        writes every row once.
+        Array of the shape of `x`, except that its size along `axis` is that of `index`. Its gradient is a `segment_sum`,
+        which writes every row once.
 
     Raises:
-        TypeError: `index` is not of an integer type; `x` or `index` is no array; `axis` is no int.
-        ValueError: `axis` is out of bounds; `index` has not one dimension; unknown `mode`.
+        TypeError: `index` is not of an integer dtype; `x` or `index` is not an array; `axis` is not an int.
+        ValueError: `axis` is out of bounds; `index` does not have one dimension; `mode` is unknown.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.index_select(jnp.array([[1.0, 2.0], [3.0, 4.0]]), 1, jnp.array([1, -2, 1])).tolist()
@@ -125,22 +128,22 @@ def index_select(x, axis, index, *, mode=None, order=None):
     )
 
 
-def embedding_lookup(table, ids, *, order=None):
-    """The rows of `table` that `ids` name, as `jnp.take(table, ids, axis=0)`.
+def embedding_lookup(table: ArrayLike, ids: ArrayLike | None, *, order: Order | None = None) -> jax.Array:
+    """Gathers the rows of `table` that `ids` name, as `jnp.take(table, ids, axis=0)`.
 
     Args:
-        table: array of shape (rows, ...) and of any type but that of typed PRNG keys.
-        ids: integer array of any shape and integer type. A negative one counts from the end; one that is
-            out of range gives NaN (an integer's limit), as in `jnp.take`.
-        order: what `jaxkern.sort_indices(ids, rows, wrap=True)` returned, for the gradient. `ids` may then be None.
+        table: array of shape (rows, ...), of any dtype except typed PRNG keys.
+        ids: array of any shape and integer dtype. Negative ids count from the end; ids that are out of range give NaN
+            (for integers, a limit of the dtype), as in `jnp.take`.
+        order: the result of `jaxkern.sort_indices(ids, rows, wrap=True)`, for the gradient. `ids` may then be None.
 
     Returns:
-        Array of shape (*ids.shape, *table.shape[1:]). The gradient with respect to `table` is a `segment_sum`:
-        each of its rows is written once, summed in float32 or wider, and is the same bits every time.
+        Array of shape (*ids.shape, *table.shape[1:]). The gradient with respect to `table` is a `segment_sum`: it writes
+        each row once, sums in float32 or wider, and is bitwise reproducible.
 
     Raises:
-        TypeError: `ids` is not of an integer type; `table` or `ids` is no array.
-        ValueError: `table` has no dimension.
+        TypeError: `ids` is not of an integer dtype; `table` or `ids` is not an array.
+        ValueError: `table` is a scalar.
 
     >>> import jax, jax.numpy as jnp, jaxkern
     >>> table, ids = jnp.eye(3), jnp.array([[0, 2], [2, -1]])
@@ -156,8 +159,7 @@ def embedding_lookup(table, ids, *, order=None):
     return _embedding_lookup(table, safe_index(ids), *order_operands, rules=rules)
 
 
-# Inlined, so that a jaxpr holds the primitive alone; jitted, so that an eager call costs no more than
-# that of a jnp function.
+# Inlined, so that a jaxpr holds the primitive alone. Jitted, so that an eager call costs no more than a jnp function.
 @functools.partial(jax.jit, static_argnames="rules", inline=True)
 def _index_add(x, index, source, *rest, rules):
     name = "index_add"
@@ -175,7 +177,7 @@ def _index_add(x, index, source, *rest, rules):
         )
     if _kind(source.dtype) > _kind(x.dtype):
         raise TypeError(f"jaxkern.{name}: source of type {source.dtype} cannot be added to x of type {x.dtype}")
-    weak = jax.typeof(source).weak_type  # such as a Python scalar gives: it takes the type of x where it can
+    weak = jax.typeof(source).weak_type  # as of a Python scalar: it takes the dtype of x if it can
     dtype = jnp.result_type(x, source) if weak else jnp.promote_types(x.dtype, source.dtype)
     factor = tuple(_factor(name, a, dtype) for a in alpha)
     return primitive.index_add(x.astype(dtype), index, source.astype(dtype), *factor, *order, rules=rules).astype(
@@ -206,31 +208,31 @@ def _embedding_lookup(table, ids, *order, rules):
 
 
 def _rows_of(x, rules, order):
-    """The length of x along the axis, for an order to be compared with; None where there is nothing to compare."""
+    """The size of x along the axis, to compare an order with; None if there is nothing to compare."""
     shape = getattr(x, "shape", ())
     return shape[rules.axis] if order is not None and -len(shape) <= rules.axis < len(shape) else None
 
 
-def safe_index(index):
-    """`index` such that jit takes its value with it: without x64, 64 bits would be cut to 32.
+def safe_index(index: typing.Any) -> typing.Any:
+    """Clips 64-bit NumPy indices to int32 if x64 is off, because jit would truncate them.
 
-    What does not fit becomes the limit of int32, which is out of range too.
+    An index that does not fit becomes a limit of int32, which is out of range too.
     """
     wide = isinstance(index, (np.ndarray, np.generic)) and index.dtype.kind in "iu" and index.dtype.itemsize == 8
-    if wide and not jax.config.jax_enable_x64:
+    if wide and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         limits = np.iinfo(np.int32)
-        return np.clip(index, max(limits.min, np.iinfo(index.dtype).min), limits.max).astype(np.int32)
+        return np.clip(index, max(limits.min, int(np.iinfo(str(index.dtype)).min)), limits.max).astype(np.int32)
     return index
 
 
-def array(name, argument, x):
+def array(name: str, argument: str, x: object) -> None:
     if not isinstance(x, jax.Array) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
         kind = x.dtype if isinstance(x, jax.Array) else type(x).__name__
         raise TypeError(f"jaxkern.{name}: {argument} must be an array, got {kind}")
 
 
-def integers(name, argument, index):
-    """`index` as an array of integers of at least 8 bits."""
+def integers(name: str, argument: str, index: typing.Any) -> jax.Array:
+    """Checks that `index` is an integer array; widens integers of fewer than 8 bits."""
     array(name, argument, index)
     if not jnp.issubdtype(index.dtype, jnp.integer):
         raise TypeError(f"jaxkern.{name}: {argument} must be of an integer type, got {index.dtype}{list(index.shape)}")
@@ -238,7 +240,7 @@ def integers(name, argument, index):
 
 
 def _along(name, x, index, rules):
-    """The index, and the rules with an axis that counts from the front."""
+    """Checks the index and the axis; returns the index, and rules with a non-negative axis."""
     index = integers(name, "index", index)
     if index.ndim != 1:
         raise ValueError(f"jaxkern.{name}: index must have one dimension, got shape {index.shape}")
@@ -248,7 +250,7 @@ def _along(name, x, index, rules):
 
 
 def _is_one(alpha, x):
-    """Whether alpha is 1, and of a type that x can be scaled by, so that it may be left out."""
+    """Whether alpha can be left out: it is 1, and x may be scaled by its type."""
     if not isinstance(alpha, numbers.Number) or alpha != 1:
         return False
     kind = jnp.inexact if isinstance(alpha, numbers.Real) else jnp.complexfloating
@@ -256,7 +258,7 @@ def _is_one(alpha, x):
 
 
 def _kind(dtype):
-    """A number that grows with what the type can hold: booleans, integers, real numbers, complex ones."""
+    """Rank of a dtype: booleans, integers, real numbers, complex numbers."""
     kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
     return next(k for k, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind))
 
@@ -282,7 +284,9 @@ def _mode(name, mode):
 
 def _rules(name, axis, mode, **others):
     try:
-        axis = operator.index(None if isinstance(axis, bool) else axis)
+        if isinstance(axis, bool):
+            raise TypeError
+        axis = operator.index(axis)
     except TypeError:
         raise TypeError(f"jaxkern.{name}: axis must be an int, got {axis!r}") from None
     return Rules(axis, clip=_mode(name, mode) == jax.lax.GatherScatterMode.CLIP, **others)

@@ -8,17 +8,28 @@ import operator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+from jax.typing import ArrayLike
 
-from jaxkern import tiers
 from jaxkern._core import validate
+from jaxkern._core.algorithms import forced
 from jaxkern._core.primitive import bind
-from jaxkern._ops.cross_entropy import derivatives, lowering  # noqa: F401  they register themselves
+from jaxkern._ops.cross_entropy import derivatives  # noqa: F401  registers itself
 from jaxkern._ops.cross_entropy.primitive import Options, cross_entropy_both_p, cross_entropy_p
 from jaxkern._ops.cross_entropy.reference import computing
 from jaxkern.index_add import integers, safe_index
 
 
-def softmax_cross_entropy(logits, labels, *, axis=-1, where=None, label_smoothing=0.0, z_loss=0.0, ignore_index=None):
+def softmax_cross_entropy(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    *,
+    axis: int = -1,
+    where: ArrayLike | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int | None = None,
+) -> jax.Array:
     """Cross-entropy of softmax(logits) and integer labels, as `optax.softmax_cross_entropy_with_integer_labels`.
 
     For a row of logits x with the label y
@@ -26,30 +37,30 @@ def softmax_cross_entropy(logits, labels, *, axis=-1, where=None, label_smoothin
         lse = log(sum(exp(x)))
         loss = lse - (1 - label_smoothing) * x[y] - label_smoothing * mean(x) + z_loss * lse**2
 
-    The logits are read once, and once more for the gradient, which is written to their own memory if they are
-    donated or an intermediate result; beside that, memory is a few numbers per row. If the cotangents do not depend on
-    the loss, as those of a mean or a weighted sum, a program compiled from `jit(value_and_grad(...))` computes loss
-    and gradient in one read.
+    The loss reads the logits once, and the gradient once more. The gradient overwrites the logits if they are donated or
+    an intermediate result; all other residuals are a few numbers per row. If the cotangents do not depend on the loss
+    (a mean or a weighted sum), a program compiled from `jit(value_and_grad(...))` computes loss and gradient in one
+    read.
 
     Args:
         logits: array of any shape. float16, bfloat16 and float32 are computed in float32, float64 in float64.
-        labels: classes, of any integer dtype (64 bits with x64 off, too), of the shape of `logits` without `axis`.
-            Negative ones do not count from the end.
+        labels: classes, an array of any integer dtype (64 bits even with x64 off) and of the shape of `logits` without
+            `axis`. Negative labels do not count from the end.
         axis: the dimension of the classes, an int.
-        where: boolean array that broadcasts to the shape of `logits`, read in place. Classes where it is False
-            take no part: not in lse, not in the mean, and as the label they make the loss infinite.
-        label_smoothing: a Python number from 0 to 1: how much of the target is spread over the classes.
-        z_loss: a Python number: weight of the square of lse, which keeps it near 0.
-        ignore_index: an int that is no class: rows with this label have loss 0 and gradient 0.
+        where: boolean array that broadcasts to the shape of `logits`; the kernel reads it in place. Classes where it is
+            False are masked: they enter neither lse nor the mean, and a label that names one makes the loss infinite.
+        label_smoothing: a Python number from 0 to 1: the part of the target that is spread evenly over the classes.
+        z_loss: a Python number: the weight of lse**2, a penalty that keeps lse near 0.
+        ignore_index: an int that is not a class. Rows with this label have loss 0 and gradient 0.
 
     Returns:
-        Array of the shape of `labels`: the loss of each row, in nats; float32, for float64 float64. NaN, with NaN
-        gradient, where the label is no class and not `ignore_index`, or NaN or +inf is among the logits. 0, with
-        gradient 0, where no class takes part or all logits are -inf.
+        Array of the shape of `labels`: the loss of each row in nats; float64 for float64 logits, else float32. The loss
+        and the gradient of a row are NaN if its label is neither a class nor `ignore_index`, or if a logit is NaN or
+        +inf. They are 0 if all classes are masked or all logits are -inf.
 
     Raises:
-        TypeError: `logits`, `labels` or `where` is of the wrong type; a number is not a Python number.
-        ValueError: shapes or `axis` do not fit; `label_smoothing` is not in [0, 1], `ignore_index` is a class.
+        TypeError: `logits`, `labels` or `where` is of the wrong type; `label_smoothing` or `z_loss` is not a Python number.
+        ValueError: the shapes or `axis` do not match; `label_smoothing` is not in [0, 1]; `ignore_index` is a class.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> logits = jnp.array([[1.0, 1.0], [0.0, 50.0], [3.0, 4.0]])
@@ -67,26 +78,34 @@ def softmax_cross_entropy(logits, labels, *, axis=-1, where=None, label_smoothin
         safe_index(labels),
         where,
         axis=validate.static_axis(name, axis),
-        tier=tiers.forced(tiers.LOSS_TIERS),
+        tier=forced("softmax_cross_entropy"),
         options=options,
     )
 
 
 def softmax_cross_entropy_and_grad(
-    logits, labels, weights=None, *, axis=-1, where=None, label_smoothing=0.0, z_loss=0.0, ignore_index=None
-):
-    """The losses of `softmax_cross_entropy` and, in the same read of the logits, the gradient of their weighted sum.
+    logits: ArrayLike,
+    labels: ArrayLike,
+    weights: ArrayLike | None = None,
+    *,
+    axis: int = -1,
+    where: ArrayLike | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The losses of `softmax_cross_entropy`, and the gradient of their weighted sum, in one read of the logits.
 
     Args:
         weights: a number for each row, broadcast to the shape of `labels`; ones by default. For a mean: 1 / rows.
         The others: as for `softmax_cross_entropy`.
 
     Returns:
-        (loss, gradient): the losses themselves, not weighted, and the derivative of sum(weights * loss) by the
-        logits, in their dtype and, if they are donated or an intermediate result, in their memory.
+        (loss, gradient): the unweighted losses, and d(sum(weights * loss))/d(logits), of the dtype of the logits. The
+        gradient overwrites the logits if they are donated or an intermediate result.
 
     Raises:
-        As `softmax_cross_entropy`; ValueError if `weights` do not broadcast, TypeError if they are not real.
+        As `softmax_cross_entropy`. ValueError if `weights` do not broadcast; TypeError if they are not real.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> loss, gradient = jaxkern.softmax_cross_entropy_and_grad(jnp.zeros((1, 4)), jnp.array([1]), 2.0)
@@ -104,15 +123,18 @@ def softmax_cross_entropy_and_grad(
         weights,
         where,
         axis=validate.static_axis(name, axis),
-        tier=tiers.forced(tiers.LOSS_TIERS),
+        tier=forced("softmax_cross_entropy"),
         options=options,
     )
 
 
 def _call(f, *arrays, **static):
-    """f, compiled if it is called eagerly. Under a transformation its primitives become part of the program around
-    them, which _ops/cross_entropy/lowering.py inspects; a jit of their own would hide it."""
-    if not any(isinstance(a, jax.core.Tracer) for a in arrays):
+    """Calls f, compiled if the call is eager.
+
+    Under a transformation the primitives of f become part of the surrounding program, which the lowering rules in
+    _ops/cross_entropy/primitive.py inspect. A separate jit would hide it from them.
+    """
+    if not any(isinstance(a, Tracer) for a in arrays):
         return _compiled(f, *arrays, **static)
     return f(*(None if a is None else jnp.asarray(a) for a in arrays), **static)
 
@@ -123,7 +145,7 @@ def _compiled(f, *arrays, **static):
 
 
 def _checked(name, logits, labels, where, label_smoothing, z_loss, ignore_index) -> Options:
-    """The options, once everything that jit would not let see has been looked at."""
+    """Checks the arguments that jit cannot check, and returns the options."""
     validate.check_array(name, "logits", "an array", logits)
     validate.check_array(name, "labels", "an array of integers", labels)
     if where is not None:
@@ -151,7 +173,7 @@ def _checked(name, logits, labels, where, label_smoothing, z_loss, ignore_index)
 
 
 def _prepared(name, logits, labels, where, axis, options):
-    """(logits, labels, *mask), the axis and the options as the primitives take them."""
+    """Returns (logits, labels, *mask), the axis and the options in the form that the primitives take."""
     logits = validate.floating(name, logits, "logits")
     labels = integers(name, "labels", labels)
     if not isinstance(axis, int):
@@ -172,7 +194,7 @@ def _prepared(name, logits, labels, where, axis, options):
             )
         info = jnp.iinfo(labels.dtype)
         if not int(info.min) <= options.ignore <= int(info.max):
-            options = options._replace(ignore=None)  # no label says so
+            options = options._replace(ignore=None)  # no label of this dtype has the value
     mask = validate.full_rank_mask(name, logits, where, "logits")
     return (logits, labels, *(() if mask is None else (mask,))), axis, options
 

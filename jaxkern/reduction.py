@@ -5,10 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from jaxkern import tiers
 from jaxkern._core import validate
+from jaxkern._core.algorithms import forced
 from jaxkern._core.primitive import bind
+from jaxkern._core.validate import Axis
 from jaxkern._ops.reduction import derivatives, primitive  # noqa: F401  derivatives are registered
 from jaxkern._ops.reduction.primitive import statistics  # noqa: F401  for softmax and the loss
 
@@ -21,26 +23,26 @@ _PRIMITIVES = {
 }
 
 
-def reduce_sum(x, axis=-1, keepdims=False, where=None):
+def reduce_sum(x: ArrayLike, axis: Axis = -1, keepdims: bool = False, where: ArrayLike | None = None) -> jax.Array:
     """Sum along `axis`, as `jnp.sum`.
 
     Args:
-        x: array of any shape. float16, bfloat16 and float32 are added up in float32 within a few vectors and
-            in float64 between them, float64 in float64, and rounded once; integers and booleans exactly, modulo
-            the 32 or 64 bits that `jnp.sum` promotes them to. Other floating-point types (float8) run
-            through XLA, in float32.
-        axis: an int, a tuple of ints, or None for all axes. Any single axis, and neighbouring ones, are read
-            in place; axes that are apart are moved together first, which costs a copy.
+        x: array of any shape. float16, bfloat16 and float32 are summed in float32 within a few vectors and in float64
+            across them, float64 in float64; the result is rounded once. Integers and booleans are summed exactly,
+            modulo the 32 or 64 bits that `jnp.sum` promotes them to. Other floating-point types (float8) use XLA, in
+            float32.
+        axis: an int, a tuple of ints, or None for all axes. Any single axis, and neighbouring ones, are read in place.
+            Axes with other dimensions between them are first made neighbours, which costs a copy.
         keepdims: whether the result keeps the axes, with size 1.
-        where: boolean array that broadcasts to the shape of `x`, read without being materialised. Elements
-            where it is False take no part.
+        where: boolean array that broadcasts to the shape of `x`; the kernel reads it without materialising it. Elements
+            where it is False are masked: they do not enter the sum.
 
     Returns:
-        Array of the shape of `x` without the axes; 0 where nothing takes part. The same bits every time.
+        Array of the shape of `x` without the axes; 0 for rows that are entirely masked. Bitwise reproducible.
 
     Raises:
-        TypeError: `x` is complex or no array; `where` is not boolean; `keepdims` is no bool.
-        ValueError: `axis` is out of bounds or holds a duplicate; `where` does not broadcast to `x`.
+        TypeError: `x` is complex or not an array; `where` is not boolean; `keepdims` is not a bool.
+        ValueError: `axis` is out of bounds or repeats a dimension; `where` does not broadcast to `x`.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.reduce_sum(jnp.arange(6).reshape(2, 3), where=jnp.array([True, True, False])).tolist()
@@ -49,12 +51,12 @@ def reduce_sum(x, axis=-1, keepdims=False, where=None):
     return _call("reduce_sum", x, axis, keepdims, where)
 
 
-def reduce_mean(x, axis=-1, keepdims=False, where=None):
+def reduce_mean(x: ArrayLike, axis: Axis = -1, keepdims: bool = False, where: ArrayLike | None = None) -> jax.Array:
     """Mean along `axis`, as `jnp.mean`.
 
-    Arguments and errors as for `reduce_sum`; integers and booleans give float32 (float64 from 64 bits). The sum
-    is divided before it is rounded, so that a float16 mean is finite where the sum would not be. With `where`
-    it is the mean of what takes part. NaN where nothing does.
+    Arguments and errors as for `reduce_sum`. Integers and booleans give float32, 64-bit integers float64. The sum is
+    divided before it is rounded, so that a float16 mean is finite even if the sum would overflow. With `where`, the
+    mean of the unmasked elements; NaN for rows that are entirely masked.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.reduce_mean(jnp.array([[1.0, 3.0], [5.0, 6.0]]), keepdims=True).tolist()
@@ -63,13 +65,12 @@ def reduce_mean(x, axis=-1, keepdims=False, where=None):
     return _call("reduce_mean", x, axis, keepdims, where)
 
 
-def reduce_max(x, axis=-1, keepdims=False, where=None):
-    """Maximum along `axis`, as `jnp.max`: NaN if there is one (on a CPU, where XLA computes it, XLA may lose the NaN).
+def reduce_max(x: ArrayLike, axis: Axis = -1, keepdims: bool = False, where: ArrayLike | None = None) -> jax.Array:
+    """Maximum along `axis`, as `jnp.max`: NaN if an element is NaN (on the CPU, XLA computes it and may lose the NaN).
 
-    Arguments and errors as for `reduce_sum`, and a ValueError where the axis has no elements and `where` is
-    None. Where nothing takes part the result is -inf, or the least number of a type without infinity, as if
-    that were `initial`, which `jnp.max` asks for. Elements that share the maximum share its gradient
-    equally.
+    Arguments and errors as for `reduce_sum`. A ValueError if the axis is empty and `where` is None. The maximum of a row
+    that is entirely masked is -inf, or the lowest number of a dtype without infinity: the `initial` that `jnp.max`
+    requires. Elements that equal the maximum share its gradient equally.
 
     >>> import jax, jax.numpy as jnp, jaxkern
     >>> jax.grad(lambda x: jaxkern.reduce_max(x))(jnp.array([2.0, 1.0, 2.0])).tolist()
@@ -78,11 +79,11 @@ def reduce_max(x, axis=-1, keepdims=False, where=None):
     return _call("reduce_max", x, axis, keepdims, where)
 
 
-def reduce_min(x, axis=-1, keepdims=False, where=None):
-    """Minimum along `axis`, as `jnp.min`: NaN if there is one (on a CPU, where XLA computes it, XLA may lose the NaN).
+def reduce_min(x: ArrayLike, axis: Axis = -1, keepdims: bool = False, where: ArrayLike | None = None) -> jax.Array:
+    """Minimum along `axis`, as `jnp.min`: NaN if an element is NaN (on the CPU, XLA computes it and may lose the NaN).
 
-    Arguments, errors and gradient as for `reduce_max`. Where nothing takes part the result is inf, or the
-    greatest number of a type without infinity.
+    Arguments, errors and gradient as for `reduce_max`. The minimum of a row that is entirely masked is inf, or the
+    greatest number of a dtype without infinity.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.reduce_min(jnp.array([[3, 1, 2], [7, 9, 8]])).tolist()
@@ -91,21 +92,21 @@ def reduce_min(x, axis=-1, keepdims=False, where=None):
     return _call("reduce_min", x, axis, keepdims, where)
 
 
-def logsumexp(x, axis=-1, where=None, keepdims=False):
-    """log(sum(exp(x))) along `axis`, as `jax.nn.logsumexp`, in one read of `x` and whatever its size.
+def logsumexp(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, keepdims: bool = False) -> jax.Array:
+    """log(sum(exp(x))) along `axis`, as `jax.nn.logsumexp`, in one read of `x` of any size.
 
     Args:
         x: array of any shape. float16, bfloat16 and float32 are computed in float32, float64 in float64, and
-            rounded once; integers promote as in `jax.nn`; float8 runs through XLA.
+            rounded once. Integers promote as in `jax.nn`. float8 uses XLA.
         axis, where, keepdims: as for `reduce_sum`.
 
     Returns:
-        Array of the shape of `x` without the axes. A row of which no element takes part, or which is -inf
-        throughout, is -inf with zero gradients; +inf in a row makes it inf, NaN makes it NaN.
+        Array of the shape of `x` without the axes. A row that is entirely masked or -inf gives -inf with zero
+        gradients. +inf makes the result of its row inf, NaN makes it NaN.
 
     Raises:
-        TypeError: `x` is boolean, complex or no array; `where` is not boolean; `keepdims` is no bool.
-        ValueError: `axis` is out of bounds or holds a duplicate; `where` does not broadcast to `x`.
+        TypeError: `x` is boolean, complex or not an array; `where` is not boolean; `keepdims` is not a bool.
+        ValueError: `axis` is out of bounds or repeats a dimension; `where` does not broadcast to `x`.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> y = jaxkern.logsumexp(jnp.array([[1000.0, 1000.0], [-1.0, 0.0]]), where=jnp.array([[True], [False]]))
@@ -129,12 +130,11 @@ def _call(name, x, axis, keepdims, where):
         name=name,
         axis=validate.static_axis(name, axis),
         keepdims=bool(keepdims),
-        tier=tiers.forced(tiers.REDUCTIONS),
+        tier=forced(name),
     )
 
 
-# Inlined, so that a jaxpr holds the primitive alone; jitted, so that an eager call costs no more than
-# that of a jnp function.
+# Inlined, so that a jaxpr holds the primitive alone. Jitted, so that an eager call costs no more than a jnp function.
 @functools.partial(jax.jit, static_argnames=("name", "axis", "keepdims", "tier"), inline=True)
 def _reduce(x, where, *, name, axis, keepdims, tier):
     prim = _PRIMITIVES[name]
@@ -154,7 +154,7 @@ def _reduce(x, where, *, name, axis, keepdims, tier):
 
 
 def _operand(name, x):
-    """`x` in a type that the operation is defined for."""
+    """Converts `x` to a dtype that the operation is defined for."""
     if name == "reduce_mean" and x.dtype == jnp.bool_:
         return x.astype(jax.eval_shape(jnp.mean, x).dtype)
     if name in ("reduce_mean", "logsumexp") or not (x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.integer)):
@@ -163,7 +163,7 @@ def _operand(name, x):
 
 
 def _sum_dtype(dtype):
-    """The type of the sum of numbers of this type, as `jnp.sum` has it."""
+    """The dtype of `jnp.sum` of an array of this dtype."""
     if jnp.issubdtype(dtype, jnp.floating):
         return dtype
     sums = jax.dtypes.canonicalize_dtype(np.uint64 if jnp.issubdtype(dtype, jnp.unsignedinteger) else np.int64)

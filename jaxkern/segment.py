@@ -1,6 +1,6 @@
 """segment_sum, segment_mean, segment_max, segment_min: what `jax.ops` has, and the mean; segment_softmax, sort_indices.
 
-Rows of `data` with the same id are reduced to one row, or normalised together. Their primitives are in
+They reduce the rows of `data` with the same id to one row, or normalise them together. The primitives are in
 _ops/indexing and _ops/segment_softmax.
 """
 
@@ -12,54 +12,55 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
+from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from jaxkern._core import validate
 from jaxkern._ops.indexing import primitive, sort
 from jaxkern._ops.indexing.order import Order, with_order
 from jaxkern._ops.segment_softmax.primitive import segment_softmax as bind_softmax
-from jaxkern.index_add import _rules, array, integers, safe_index
+from jaxkern.index_add import Mode, _rules, array, integers, safe_index
 
 
 def segment_sum(
-    data,
-    segment_ids,
-    num_segments=None,
-    indices_are_sorted=False,
-    unique_indices=False,
-    bucket_size=None,
-    mode=None,
-    out_sharding=None,
-    order=None,
-):
+    data: ArrayLike,
+    segment_ids: ArrayLike | None,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    bucket_size: int | None = None,
+    mode: Mode = None,
+    out_sharding: jax.sharding.NamedSharding | jax.sharding.PartitionSpec | None = None,
+    order: Order | None = None,
+) -> jax.Array:
     """Sums of the rows of `data` with the same id, as `jax.ops.segment_sum`.
 
     Args:
-        data: array of shape (count, ...). float16, bfloat16 and float32 are summed in float32 or wider,
-            float64 in float64, and rounded once; int32, int64 and uint32 wrap. Other types run through XLA.
-        segment_ids: integer array of shape (count,) and of any integer type: the row of the result that
-            each row of `data` goes to. Other shapes as in `jax.ops`: `data` broadcasts to
-            `segment_ids.shape + data.shape[1:]`.
-        num_segments: rows of the result, an int. None: the largest id and 1, which only an id that is
-            known while tracing can tell; give it under jit.
+        data: array of shape (count, ...). float16, bfloat16 and float32 are summed in float32 or wider, float64 in
+            float64, and rounded once; int32, int64 and uint32 wrap. Other dtypes use XLA.
+        segment_ids: array of shape (count,) and any integer dtype: the row of the result that each row of `data` is
+            added to. Other shapes as in `jax.ops`: `data` broadcasts to `segment_ids.shape + data.shape[1:]`.
+        num_segments: the number of rows of the result, an int. None: the largest id plus 1, which is possible only if
+            the ids are known while tracing. Required under jit.
         indices_are_sorted: a promise that ids ascend, which saves sorting them.
-        unique_indices: a promise that no id comes twice.
-        bucket_size: a positive int or None; accepted for `jax.ops`, whose sums are more accurate with it.
-            Here they are without.
-        mode: what becomes of ids outside [0, num_segments), negative ones included: None, "drop", "fill"
-            and "promise_in_bounds" drop them, "clip" takes the nearest row.
-        out_sharding: how the result is spread over a mesh of explicit axes, a `NamedSharding` or a
-            `PartitionSpec`. None: as `data` is, and not along its rows.
-        order: what `jaxkern.sort_indices(segment_ids, num_segments)` returned, which saves sorting them again.
-            Its ids count: `segment_ids` may be None, and `num_segments` too.
+        unique_indices: a promise that no id occurs twice.
+        bucket_size: a positive int or None; accepted for compatibility with `jax.ops`, where it makes sums more
+            accurate. Sums here do not need it.
+        mode: how to treat ids outside [0, num_segments), including negative ones: None, "drop", "fill" and
+            "promise_in_bounds" drop them, "clip" uses the nearest row.
+        out_sharding: the sharding of the result on a mesh with explicit axes, a `NamedSharding` or a `PartitionSpec`.
+            None: that of `data`, with rows replicated.
+        order: the result of `jaxkern.sort_indices(segment_ids, num_segments)`, which saves sorting the ids again. It
+            holds the ids: `segment_ids` and `num_segments` may be None.
 
     Returns:
-        Array of shape (num_segments, *data.shape[1:]), 0 where no row went. Every row is written once, and
-        the result is the same bits every time. Its gradient is an `index_select`.
+        Array of shape (num_segments, *data.shape[1:]), with 0 in rows that nothing is added to. Each row is written once,
+        and the result is bitwise reproducible. Its gradient is an `index_select`.
 
     Raises:
-        TypeError: `segment_ids` is not of an integer type; `num_segments` is no int, or missing under jit.
-        ValueError: `num_segments` is negative or no number of 64 bits; shapes do not match; unknown `mode`; `order` is
-            of other ids.
+        TypeError: `segment_ids` is not of an integer dtype; `num_segments` is not an int, or is missing under jit.
+        ValueError: `num_segments` is negative or exceeds 64 bits; shapes do not match; `mode` is unknown; `order`
+            belongs to other ids.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.segment_sum(jnp.arange(5.0), jnp.array([0, 0, 1, 1, -1]), num_segments=3).tolist()
@@ -80,20 +81,20 @@ def segment_sum(
 
 
 def segment_mean(
-    data,
-    segment_ids,
-    num_segments=None,
-    indices_are_sorted=False,
-    unique_indices=False,
-    bucket_size=None,
-    mode=None,
-    out_sharding=None,
-    order=None,
-):
-    """Means of the rows of `data` with the same id; 0 where there is none.
+    data: ArrayLike,
+    segment_ids: ArrayLike | None,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    bucket_size: int | None = None,
+    mode: Mode = None,
+    out_sharding: jax.sharding.NamedSharding | jax.sharding.PartitionSpec | None = None,
+    order: Order | None = None,
+) -> jax.Array:
+    """Means of the rows of `data` with the same id; 0 for ids without rows.
 
-    Arguments and errors as for `segment_sum`; integers give float32. 16-bit sums stay in float32 until they
-    are divided, so that a float16 mean is finite where the sum would not be.
+    Arguments and errors as for `segment_sum`. Integers give float32. Sums of 16-bit numbers stay in float32 until they
+    are divided, so that a float16 mean is finite even if the sum would overflow.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.segment_mean(jnp.array([1.0, 2.0, 6.0]), jnp.array([0, 0, 2]), num_segments=3).tolist()
@@ -114,20 +115,20 @@ def segment_mean(
 
 
 def segment_max(
-    data,
-    segment_ids,
-    num_segments=None,
-    indices_are_sorted=False,
-    unique_indices=False,
-    bucket_size=None,
-    mode=None,
-    out_sharding=None,
-    order=None,
-):
+    data: ArrayLike,
+    segment_ids: ArrayLike | None,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    bucket_size: int | None = None,
+    mode: Mode = None,
+    out_sharding: jax.sharding.NamedSharding | jax.sharding.PartitionSpec | None = None,
+    order: Order | None = None,
+) -> jax.Array:
     """Maxima of the rows of `data` with the same id, as `jax.ops.segment_max`.
 
-    Arguments and errors as for `segment_sum`. Where no row went the result is -inf, or the least integer;
-    NaN wins. Elements that share the maximum share its gradient equally.
+    Arguments and errors as for `segment_sum`. Ids without rows give -inf, or the lowest integer. NaN propagates.
+    Elements that equal the maximum share its gradient equally.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.segment_max(jnp.array([3.0, 1.0, 2.0]), jnp.array([0, 0, 2]), num_segments=3).tolist()
@@ -148,20 +149,20 @@ def segment_max(
 
 
 def segment_min(
-    data,
-    segment_ids,
-    num_segments=None,
-    indices_are_sorted=False,
-    unique_indices=False,
-    bucket_size=None,
-    mode=None,
-    out_sharding=None,
-    order=None,
-):
+    data: ArrayLike,
+    segment_ids: ArrayLike | None,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    bucket_size: int | None = None,
+    mode: Mode = None,
+    out_sharding: jax.sharding.NamedSharding | jax.sharding.PartitionSpec | None = None,
+    order: Order | None = None,
+) -> jax.Array:
     """Minima of the rows of `data` with the same id, as `jax.ops.segment_min`.
 
-    Arguments and errors as for `segment_sum`. Where no row went the result is inf, or the greatest integer;
-    NaN wins. Elements that share the minimum share its gradient equally.
+    Arguments and errors as for `segment_sum`. Ids without rows give inf, or the greatest integer. NaN propagates.
+    Elements that equal the minimum share its gradient equally.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.segment_min(jnp.array([3.0, 1.0, 2.0]), jnp.array([0, 0, 2]), num_segments=3).tolist()
@@ -182,43 +183,47 @@ def segment_min(
 
 
 def segment_softmax(
-    data, segment_ids, num_segments=None, indices_are_sorted=False, unique_indices=False, mode=None, order=None
-):
-    """Softmax over the rows of `data` with the same id, a column at a time.
+    data: ArrayLike,
+    segment_ids: ArrayLike | None,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    mode: Mode = None,
+    order: Order | None = None,
+) -> jax.Array:
+    """Softmax over the rows of `data` with the same id, for each column.
 
-    In jnp it would be, with `of` for `jnp.take(..., segment_ids, 0)`,
-    `e = exp(data - of(jax.ops.segment_max(data, segment_ids)))` and `e / of(jax.ops.segment_sum(e, segment_ids))`.
-    On CUDA one kernel reads data from memory once (of wide rows a second time from the cache) and writes the result
-    once, but for segments that are too long for that (hundreds of rows, thousands where these are narrow), which are
-    read twice; ids are sorted first unless they ascend. The gradient is another such kernel. Beside the result a call
-    takes memory for sorted ids, some bytes a row, and for partial results of long segments. More than 2**31 - 3
-    segments or 2**30 rows run through XLA. On the CPU data is read two or three times; rows of up to 8 elements may
-    take two float64 numbers for each segment and column.
+    In jnp, with `of(x)` for `jnp.take(x, segment_ids, 0)`: `e = exp(data - of(jax.ops.segment_max(data, segment_ids)))`,
+    then `e / of(jax.ops.segment_sum(e, segment_ids))`.
+
+    On CUDA one kernel reads `data` from memory once (wide rows a second time from the cache) and writes the result once.
+    Long segments (hundreds of rows, or thousands of narrow rows) are read twice. Ids are sorted first unless they ascend.
+    The gradient is one such kernel, too. Besides the result, a call needs memory for the sorted ids, a few bytes per row,
+    and for partial results of long segments. Calls with more than 2**31 - 3 segments or 2**30 rows use XLA.
 
     Args:
         data: array of shape (count, ...). float16, bfloat16 and float32 are computed in float32, float64 in float64,
-            and rounded once; integers promote as in `jax.nn`; other floating-point types (float8) run through XLA,
-            in float32.
-        segment_ids: integer array of shape (count,) and of any integer type: the segment of each row of `data`.
-            Other shapes as in `segment_sum`: `data` broadcasts to `segment_ids.shape + data.shape[1:]`.
-        num_segments: how many segments there are, an int. None: the largest id and 1, which only an id that is
-            known while tracing can tell; give it under jit.
+            and rounded once; integers promote as in `jax.nn`; other floating-point dtypes (float8) use XLA, in float32.
+        segment_ids: array of shape (count,) and any integer dtype: the segment of each row of `data`. Other shapes as
+            for `segment_sum`: `data` broadcasts to `segment_ids.shape + data.shape[1:]`.
+        num_segments: the number of segments, an int. None: the largest id plus 1, which is possible only if the ids are
+            known while tracing. Required under jit.
         indices_are_sorted: a promise that ids ascend, which saves sorting them.
-        unique_indices: a promise that no id comes twice; taken as in `segment_sum`, and of no use here.
-        mode: what becomes of ids outside [0, num_segments), negative ones included: None, "drop", "fill"
-            and "promise_in_bounds" have them belong to no segment, "clip" to the nearest one.
-        order: as in `segment_sum`.
+        unique_indices: a promise that no id occurs twice; accepted for symmetry with `segment_sum`, without effect.
+        mode: how to treat ids outside [0, num_segments), including negative ones: with None, "drop", "fill" and
+            "promise_in_bounds" they belong to no segment, with "clip" to the nearest one.
+        order: as for `segment_sum`.
 
     Returns:
-        Array of the shape that `data` was broadcast to, the same bits every time. In each segment and column it
-        is 1 in sum and nowhere negative. A row of no segment is 0 with zero gradients, as is a segment that is -inf
-        throughout; NaN or +inf makes its segment NaN in its column. Where an element of the result is 0, that of the
-        gradient is 0 whatever the cotangent holds.
+        Array of the shape that `data` was broadcast to; bitwise reproducible. In each segment and column the elements are
+        nonnegative and sum to 1. Rows of no segment, and segments that are entirely -inf, are 0 and have zero gradients.
+        NaN or +inf makes its segment NaN in its column. Where an element of the result is 0, its gradient is 0 whatever
+        the cotangent is.
 
     Raises:
-        TypeError: `data` is boolean, complex or no array; `segment_ids` is not of an integer type; `num_segments` is
-            no int, or missing under jit.
-        ValueError: `num_segments` is negative or no number of 64 bits; shapes do not match; unknown `mode`.
+        TypeError: `data` is boolean, complex or not an array; `segment_ids` is not of an integer dtype; `num_segments`
+            is not an int, or is missing under jit.
+        ValueError: `num_segments` is negative or exceeds 64 bits; shapes do not match; `mode` is unknown.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> data, ids = jnp.array([0.0, 0.0, 5.0, 1.0, 1.0]), jnp.array([0, 0, 1, 3, -1])
@@ -229,34 +234,35 @@ def segment_softmax(
     and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
     name = "segment_softmax"
-    del unique_indices  # saves nothing: what is sorted by segment is the result of a row as well as its data
+    del unique_indices  # saves nothing
     rules = _rules(name, 0, mode, sorted=bool(indices_are_sorted), unique=False)
     if isinstance(order, Order) and order.wrap:
         raise ValueError(f"jaxkern.{name}: the order must be made with wrap=False")
     return _with_order(name, data, segment_ids, num_segments, rules, mode, order)
 
 
-def sort_indices(ids, num_segments, *, mode=None, wrap=False):
-    """The order of indices by the row that they name, for operations to take instead of sorting: `order=`.
+def sort_indices(ids: ArrayLike, num_segments: int, *, mode: Mode = None, wrap: bool = False) -> Order:
+    """Sorts indices by the row that they name. Operations at indices take the result as `order=` instead of sorting.
 
-    Operations at equal indices of one jitted program sort once even without it. An order that is made outside the
-    program, of a graph that does not change, spares that sort as well, in every step and its gradient.
+    Operations at equal indices in one jitted program sort once even without it. For a graph that does not change, an order
+    that is made outside the program saves that sort too, in every step and its gradient.
 
     Args:
-        ids: integer array of any shape and integer type: segment ids, or the indices of `index_add` or `index_select`.
-        num_segments: how many rows there are, an int.
-        mode: what becomes of indices that are out of range: None, "drop", "fill" and "promise_in_bounds" have them
-            name no row, "clip" the nearest one.
+        ids: array of any shape and integer dtype: segment ids, or the indices of `index_add` or `index_select`.
+        num_segments: the number of rows, an int.
+        mode: how to treat indices that are out of range: with None, "drop", "fill" and "promise_in_bounds" they name no
+            row, with "clip" the nearest one.
         wrap: whether negative indices count from the end, as in `index_add`. False: they name no row, as in
-            `segment_sum`. An operation that takes the order reads indices in this way.
+            `segment_sum`. Operations that take the order use its `mode` and `wrap`.
 
     Returns:
-        An `Order`, a pytree that holds `ids`, and of shape (ids.size,) and type uint32 `keys`, the rows in ascending
-        order, and `order`, the position of each. Where all indices name rows, `order` is `jnp.argsort(ids.ravel())`.
+        An `Order`, a pytree of `ids`, `keys` and `order`. `keys` and `order` have shape (ids.size,) and dtype uint32: the
+        rows in ascending order, and the position of each in the flattened ids. If all indices name rows, `order` is
+        `jnp.argsort(ids.ravel())`.
 
     Raises:
-        TypeError: `ids` is not of an integer type; `num_segments` is no int.
-        ValueError: `num_segments` is negative, or 2**32 - 1 or more; unknown `mode`.
+        TypeError: `ids` is not of an integer dtype; `num_segments` is not an int.
+        ValueError: `num_segments` is negative, or 2**32 - 1 or more; `mode` is unknown.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> order = jaxkern.sort_indices(jnp.array([2, 0, 2, -1]), 3)
@@ -279,7 +285,8 @@ def sort_indices(ids, num_segments, *, mode=None, wrap=False):
 def _sort_jit(ids, *, rows, wrap, clip):
     ids = integers("sort_indices", "ids", ids)
     flat = validate.mergeable(ids, ids.ndim).reshape(1, -1)
-    return Order(ids, *sort.sort_indices(flat, rows=rows, wrap=wrap, clip=clip), rows, wrap, clip)
+    keys, order = sort.sort_indices(flat, rows=rows, wrap=wrap, clip=clip)
+    return Order(ids, keys, order, rows, wrap, clip)
 
 
 def _with_order(name, data, segment_ids, num_segments, rules, mode, order):
@@ -310,7 +317,7 @@ def _integer(name, argument, value):
 
 def _num_segments(name, num_segments, segment_ids):
     if num_segments is None:
-        if isinstance(segment_ids, jax.core.Tracer):
+        if isinstance(segment_ids, Tracer):
             raise TypeError(
                 f"jaxkern.{name}: num_segments must be given where segment_ids is traced, "
                 f"as {jax.typeof(segment_ids).str_short()} is"
@@ -327,7 +334,8 @@ def _num_segments(name, num_segments, segment_ids):
         rows = _integer(name, "num_segments", num_segments)
     if rows < 0:
         raise ValueError(f"jaxkern.{name}: num_segments must not be negative, got {rows}")
-    most = np.iinfo(np.int64 if jax.config.jax_enable_x64 or num_segments is not None else np.int32).max
+    x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+    most = np.iinfo(np.int64 if x64 or num_segments is not None else np.int32).max
     if rows > most:  # without x64 ids beyond int32 name no row of their own
         raise ValueError(
             f"jaxkern.{name}: num_segments must be at most {most}, got {rows}"

@@ -1,61 +1,73 @@
-"""softmax and log_softmax; with a scale, a bias, a causal limit or dropout they bind the fused primitives."""
+"""softmax and log_softmax. A scale, a bias, a causal limit or dropout selects the fused primitives."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from jaxkern import tiers
 from jaxkern._core import validate
+from jaxkern._core.algorithms import forced
 from jaxkern._core.primitive import bind
 from jaxkern._core.rows import computed
+from jaxkern._core.validate import Axis
 from jaxkern._ops.softmax import derivatives, dropout, primitive  # noqa: F401  derivatives are registered
 
 
-def softmax(x, axis=-1, where=None, *, scale=1.0, bias=None, causal=False, dropout_rate=0.0, dropout_key=None):
-    """Softmax of `scale * x + bias` along `axis`, as `jax.nn.softmax`: positive, and 1 in sum before dropout.
+def softmax(
+    x: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    scale: ArrayLike = 1.0,
+    bias: ArrayLike | None = None,
+    causal: bool = False,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+) -> jax.Array:
+    """Softmax of `scale * x + bias` along `axis`, as `jax.nn.softmax`.
 
-    One kernel reads x once and writes the result, whichever of the arguments are given. The gradient, one kernel too,
-    starts from the result. With dropout it computes the softmax anew, so that nothing but x and these arguments is
-    kept for it.
+    One kernel reads `x` once and writes the result, whichever arguments are given. The gradient is one kernel, too. Its
+    residual is the result; with dropout the residuals are `x` and these arguments, and the gradient recomputes the
+    softmax.
 
     Args:
         x: array of any shape. float16, bfloat16 and float32 are computed in float32, float64 in
             float64, and rounded once; integers promote as in `jax.nn`; other floating-point types
             (float8) run through XLA, in float32.
         axis: an int, a tuple of ints, or None for all axes. Any single axis, and neighbouring ones,
-            are read in place; axes that are apart are moved together first, which costs a copy.
-        where: boolean array that broadcasts to the shape of `x`, read without being materialised.
-            Elements where it is False take no part and get 0.
-        scale: a number, or a scalar array, which may be traced and has a gradient.
-        bias: floating-point array that broadcasts to the shape of `x`, read without being materialised. Its
-            gradient is summed over the dimensions that it broadcasts over. One of another type than x or
-            the computing type is converted first.
-        causal: the last two dimensions of `x` are queries and keys, of which query i takes the keys up to
-            i + keys - queries: the last query takes them all. Needs `axis` to be the last one.
-        dropout_rate: a number in [0, 1), rounded to a multiple of 2**-16: the probability of an element of the
-            result to be 0; the others are divided by one less the rate.
-        dropout_key: a key of `jax.random` or the `uint32[2]` of one; of a longer key the first two words.
+            are read in place. Axes with other dimensions between them are first made neighbours, which costs a copy.
+        where: boolean array that broadcasts to the shape of `x`; the kernel reads it without materialising it. Elements
+            where it is False are masked: they do not enter the sum, and their result is 0.
+        scale: a real number, or a scalar array, which may be traced and is differentiable.
+        bias: floating-point array that broadcasts to the shape of `x`; the kernel reads it without materialising it.
+            Its gradient is summed over the dimensions that it broadcasts over. A dtype other than that of `x` or of
+            the computation is converted first.
+        causal: the last two dimensions of `x` are queries and keys. Query i sees keys 0 .. i + keys - queries, so that
+            the last query sees all of them. Requires `axis` to be the last one.
+        dropout_rate: a number in [0, 1), rounded to a multiple of 2**-16: the probability that an element of the
+            result is set to 0. The other elements are divided by 1 - rate.
+        dropout_key: a key of `jax.random`, or its `uint32[2]` words; only the first two words of a longer key count.
 
-    The elements that are dropped depend on the key, on the number of an element's row among all rows of `x`
-    and on its place in the row, on nothing else: they are the same on the CPU and on CUDA, under `jit`,
-    `jax.checkpoint` and any sharding. Under `vmap` each example has the numbers that it would have alone: give
-    each a key of its own, or all drop the same ones. Inside `shard_map`, `x` is the part that a device has.
+    Which elements are dropped depends only on the key, the number of the row among all rows of `x`, and the position in
+    the row. The result is therefore the same on the CPU and on CUDA, under `jit`, `jax.checkpoint` and any sharding.
+    Under `vmap` each example numbers its own rows: give each example its own key, or all drop the same elements. Inside
+    `shard_map`, `x` is the part on one device.
 
-    Scale, bias, causal limit and dropout run in a kernel of ours where `axis` is the last one of more than one
-    element, through XLA elsewhere.
+    The fused kernels run if `axis` is the last dimension that has more than one element. Other axes use XLA, with the
+    same dropout bits.
 
     Returns:
-        Array of the shape of `x`. A row of which no element takes part, or which is -inf throughout,
-        is zeros with zero gradients; NaN or +inf in a row makes it NaN, as in `jax.nn`.
+        Array of the shape of `x`. A row that is entirely masked or -inf is
+        zero and has zero gradients. NaN or +inf makes its row NaN, as in `jax.nn`.
 
     Raises:
-        TypeError: `x` is boolean, complex or no array; `where` is not boolean, `bias` not floating-point;
-            `scale` or `dropout_rate` is no number; `dropout_key` is no key.
-        ValueError: `axis` is out of bounds or holds a duplicate; `where` or `bias` does not broadcast to `x`;
-            `scale` is no scalar; `causal` with another axis than the last; `dropout_rate` is not in [0, 1),
-            or not 0 without a key.
+        TypeError: `x` is boolean, complex or not an array; `where` is not boolean; `bias` is not floating-point;
+            `scale` or `dropout_rate` is not a number; `dropout_key` is not a key.
+        ValueError: `axis` is out of bounds or repeats a dimension; `where` or `bias` does not broadcast to `x`; `scale`
+            is not a scalar; `causal` is given with an axis other than the last; `dropout_rate` is not in [0, 1), or is
+            not 0 without a key.
 
     >>> import jax, jax.numpy as jnp, jaxkern
     >>> x = jnp.array([[0.0, 0.0, 5.0], [1.0, 1.0, 1.0]])
@@ -77,30 +89,36 @@ def softmax(x, axis=-1, where=None, *, scale=1.0, bias=None, causal=False, dropo
     return _call(_softmax, "softmax", x, axis, where)
 
 
-def log_softmax(x, axis=-1, where=None, *, scale=1.0, bias=None):
-    """Logarithm of the softmax of `scale * x + bias` along `axis`, as `jax.nn.log_softmax`, without taking it of a
-    small number.
+def log_softmax(
+    x: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    scale: ArrayLike = 1.0,
+    bias: ArrayLike | None = None,
+) -> jax.Array:
+    """Logarithm of the softmax of `scale * x + bias` along `axis`, as `jax.nn.log_softmax`.
 
     Args:
         x: array of any shape. float16, bfloat16 and float32 are computed in float32, float64 in
             float64, and rounded once; integers promote as in `jax.nn`; other floating-point types
             (float8) run through XLA, in float32.
         axis: an int, a tuple of ints, or None for all axes. Any single axis, and neighbouring ones,
-            are read in place; axes that are apart are moved together first, which costs a copy.
-        where: boolean array that broadcasts to the shape of `x`, read without being materialised.
-            Elements where it is False take no part and get -inf, or the least number of a type
-            without infinity (some of float8).
+            are read in place. Axes with other dimensions between them are first made neighbours, which costs a copy.
+        where: boolean array that broadcasts to the shape of `x`; the kernel reads it without materialising it. Elements
+            where it is False are masked: they do not enter the sum, and their result is -inf (the lowest finite
+            number of a dtype without infinity, such as some float8 types).
         scale, bias: as for `softmax`.
 
     Returns:
-        Array of the shape of `x`. A row of which no element takes part, or which is -inf throughout,
-        is -inf with zero gradients; NaN or +inf in a row makes it NaN, as in `jax.nn`.
+        Array of the shape of `x`. A row that is entirely masked or -inf is -inf and has zero gradients. NaN or +inf
+        makes its row NaN, as in `jax.nn`.
 
     Raises:
-        TypeError: `x` is boolean, complex or no array; `where` is not boolean, `bias` not floating-point; `scale`
-            is no number.
-        ValueError: `axis` is out of bounds or holds a duplicate; `where` or `bias` does not broadcast to `x`;
-            `scale` is no scalar.
+        TypeError: `x` is boolean, complex or not an array; `where` is not boolean; `bias` is not floating-point;
+            `scale` is not a number.
+        ValueError: `axis` is out of bounds or repeats a dimension; `where` or `bias` does not broadcast to `x`;
+            `scale` is not a scalar.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> y = jaxkern.log_softmax(jnp.array([3.0, 3.0, 7.0]), where=jnp.array([True, True, False]))
@@ -116,11 +134,11 @@ def log_softmax(x, axis=-1, where=None, *, scale=1.0, bias=None):
 
 
 def _call(jitted, name, x, axis, where, arrays=(), flags=None):
-    # jit would name itself and not the operation
+    # Checked here because an error of jit would not name the operation.
     validate.check_array(name, "x", "an array or a number", x)
     if where is not None:
         validate.check_array(name, "where", "a boolean array", where)
-    return jitted(x, where, *arrays, axis=validate.static_axis(name, axis), tier=tiers.forced(), **(flags or {}))
+    return jitted(x, where, *arrays, axis=validate.static_axis(name, axis), tier=forced(name), **(flags or {}))
 
 
 def _along_axis(name, prim, x, where, axis, tier):
@@ -134,8 +152,7 @@ def _along_axis(name, prim, x, where, axis, tier):
     return validate.along_axes(row_operation, x, [mask], axes)
 
 
-# Inlined, so that a jaxpr holds the primitive alone; jitted, so that an eager call costs no more than
-# that of a jnp function.
+# Inlined, so that a jaxpr holds the primitive alone. Jitted, so that an eager call costs no more than a jnp function.
 @functools.partial(jax.jit, static_argnames=("axis", "tier"), inline=True)
 def _softmax(x, where, *, axis, tier):
     return _along_axis("softmax", primitive.softmax_p, x, where, axis, tier)
@@ -218,7 +235,7 @@ def _fused_along_axis(name: str, x, where, scale, bias, key, axis, tier, causal,
             unscaled=False,
         )
 
-    if causal:  # a dimension of size 1 may be the last one
+    if causal:  # keep the last two dimensions, even if one has size 1
         return row_operation(x, [bias, mask], x.ndim - 1)
     return validate.along_axes(row_operation, x, [bias, mask], axes)
 
@@ -234,7 +251,7 @@ def _bias(name, bias, dtype, wide):
 def _scale(name, scale, wide):
     if scale is None:
         return None
-    scale = jnp.asarray(scale)  # a Python number still, where jit is disabled
+    scale = jnp.asarray(scale)  # still a Python number if jit is disabled
     if scale.ndim:
         raise ValueError(f"jaxkern.{name}: scale must be a scalar, got shape {scale.shape}")
     if not jnp.issubdtype(scale.dtype, jnp.floating) and not jnp.issubdtype(scale.dtype, jnp.integer):

@@ -44,6 +44,11 @@ def in_float64(f, *operands):
         return jax.tree.map(np.asarray, f(*map(wide, operands)))
 
 
+def of_each(f, cases):
+    """f of the operands of each case, as one program."""
+    return jax.jit(lambda cases: {key: f(*operands) for key, operands in cases.items()})(cases)
+
+
 def spacing(values, dtype):
     info = jnp.finfo(dtype)
     with np.errstate(all="ignore"):
@@ -145,17 +150,13 @@ def dtypes(row):
 
 @by_name
 def test_values(row, x64):
-    for dtype in dtypes(row):
-        for shape in ((4099,), (5, 1, 33)):
-            operands = numbers(row, shape, dtype)
-            found = jax.jit(function(row))(*operands)
-            check_values(row, dtype, found, operands)
+    cases = {f"{dtype} {shape}": numbers(row, shape, dtype) for dtype in dtypes(row) for shape in ((4099,), (5, 1, 33))}
+    check_values(row, cases)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.name in LONGEST], ids=lambda row: row.name)
 def test_many_values(row, x64):
-    operands = numbers(row, (100_000,), "float32")
-    check_values(row, "float32", jax.jit(function(row))(*operands), operands)
+    check_values(row, {"float32": numbers(row, (100_000,), "float32")})
 
 
 def arrays_of(row, dtype, operands):
@@ -173,27 +174,37 @@ def counterpart_error(found, exact):
     return 2 * np.where(np.isfinite(error), error, 0.0)
 
 
-def check_values(row, dtype, found, operands):
-    exact = in_float64(reference.meaning(row), *operands)
-    if exact.dtype == bool:
-        np.testing.assert_array_equal(found, exact)
-        return
-    counterpart = jax.jit(functools.partial(reference.forward, row, split=-1))
-    theirs = counterpart_error(counterpart(*arrays_of(row, dtype, operands)), exact)
-    scale = sum(np.abs(np.asarray(x).astype(np.float64)) for x in operands) if row.name in CANCELS else 0.0
-    if row.name == "fma":
-        scale = np.abs(np.asarray(operands[0], np.float64) * np.asarray(operands[1], np.float64)) + scale
-    with np.errstate(all="ignore"):
-        slack = 2 * float(jnp.finfo(reference.computing(jnp.dtype(dtype))).eps) * scale
-    assert_close(found, exact, dtype, ALLOWED[dtype], np.where(np.isfinite(slack), slack, 0.0) + theirs)
+def counterparts(row, cases):
+    """XLA's results for the operands of each case."""
+    arrays = {key: arrays_of(row, key.split()[0], operands) for key, operands in cases.items()}
+    return of_each(functools.partial(reference.forward, row, split=-1), arrays)
+
+
+def check_values(row, cases):
+    """cases: operands by dtype, which may be followed by more words."""
+    found, theirs, meaning = of_each(function(row), cases), counterparts(row, cases), jax.jit(reference.meaning(row))
+    for key, operands in cases.items():
+        dtype = key.split()[0]
+        exact = in_float64(meaning, *operands)
+        if exact.dtype == bool:
+            np.testing.assert_array_equal(found[key], exact)
+            continue
+        scale = sum(np.abs(np.asarray(x).astype(np.float64)) for x in operands) if row.name in CANCELS else 0.0
+        if row.name == "fma":
+            scale = np.abs(np.asarray(operands[0], np.float64) * np.asarray(operands[1], np.float64)) + scale
+        with np.errstate(all="ignore"):
+            slack = 2 * float(jnp.finfo(reference.computing(jnp.dtype(dtype))).eps) * scale
+        slack = np.where(np.isfinite(slack), slack, 0.0) + counterpart_error(theirs[key], exact)
+        assert_close(found[key], exact, dtype, ALLOWED[dtype], slack)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.types != "logical"], ids=lambda row: row.name)
 def test_special_values(row, x64):
-    for dtype in FLOATS:
-        operands = arrays_of(row, dtype, special(row, dtype))
-        found = np.asarray(jax.jit(function(row))(*operands))
-        exact = in_float64(reference.meaning(row), *operands)
+    cases = {dtype: arrays_of(row, dtype, special(row, dtype)) for dtype in FLOATS}
+    results, theirs, meaning = of_each(function(row), cases), counterparts(row, cases), jax.jit(reference.meaning(row))
+    for dtype, operands in cases.items():
+        found = np.asarray(results[dtype])
+        exact = in_float64(meaning, *operands)
         if exact.dtype == bool:
             np.testing.assert_array_equal(found, exact)
             continue
@@ -204,8 +215,7 @@ def test_special_values(row, x64):
         np.testing.assert_array_equal(np.isnan(found), np.isnan(exact))
         kept = ~np.isnan(exact) & (np.abs(exact) < 0.9 * float(jnp.finfo(dtype).max))
         rtol = (256 if dtype == "float64" else 8) * float(jnp.finfo(dtype).eps)
-        counterpart = jax.jit(functools.partial(reference.forward, row, split=-1))(*operands)
-        bound = rtol * np.abs(exact) + float(jnp.finfo(dtype).tiny) + counterpart_error(counterpart, exact)
+        bound = rtol * np.abs(exact) + float(jnp.finfo(dtype).tiny) + counterpart_error(theirs[dtype], exact)
         assert (np.abs(found - exact) <= bound)[kept].all()
 
 
@@ -396,15 +406,18 @@ def test_more_than_32_bits_count_is_left_to_xla():
 @pytest.mark.parametrize("row", DIFFERENTIABLE, ids=lambda row: row.name)
 def test_gradient(row, x64):
     """Of arrays and parameters, against JAX's of the row's expression in float64."""
+    cases = {}
     for dtype in FLOATS:
-        operands = numbers(row, (515,), dtype, seed=2)
-        operands[len(row.arrays) :] = [
-            jnp.asarray(p, reference.computing(jnp.dtype(dtype))) for p in operands[len(row.arrays) :]
-        ]
         g = jnp.asarray(np.random.default_rng(3).normal(size=515).astype(jnp.dtype(dtype)))
-        y, pull = jax.vjp(jax.jit(function(row)), *operands)
-        found = pull(g)
-        exact = in_float64(lambda g, *xs: jax.vjp(reference.meaning(row), *xs)[1](g), g, *operands)
+        cases[dtype] = [g, *arrays_of(row, dtype, numbers(row, (515,), dtype, seed=2))]
+    results = of_each(lambda g, *operands: jax.vjp(function(row), *operands)[1](g), cases)
+    theirs = of_each(
+        lambda g, *operands: [reference.pullback(row, operands, g=g, at=[k])[0] for k in range(len(operands))], cases
+    )
+    exact_gradient = jax.jit(lambda g, *xs: jax.vjp(reference.meaning(row), *xs)[1](g))
+    for dtype, (g, *operands) in cases.items():
+        found = results[dtype]
+        exact = in_float64(exact_gradient, g, *operands)
         for k, (a, b) in enumerate(zip(found, exact)):
             # A derivative is a sum of terms, of which the largest may be this much larger than itself.
             largest = np.abs(np.asarray(g, np.float64)) * np.maximum(1, np.abs(np.asarray(operands[0], np.float64)))
@@ -412,8 +425,7 @@ def test_gradient(row, x64):
             if dtype in ("float16", "bfloat16"):
                 eps = max(eps, 2.0**-15)  # the GPU's arithmetic for 16-bit results
             slack = eps * (64 * largest.sum() if k >= len(row.arrays) else 16 * (largest + np.abs(b) * 8))
-            theirs = counterpart_error(jax.jit(functools.partial(reference.pullback, row, at=[k]))(operands, g=g)[0], b)
-            assert_close(a, b, a.dtype.name, 1, slack + theirs)
+            assert_close(a, b, a.dtype.name, 1, slack + counterpart_error(theirs[dtype][k], b))
 
 
 @by_name

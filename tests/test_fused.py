@@ -164,12 +164,14 @@ SUBSETS = [s for n in range(1, 6) for s in itertools.combinations(FEATURES, n) i
 
 
 @pytest.mark.parametrize("features", SUBSETS, ids="+".join)
+@pytest.mark.sweep(2)
 def test_every_combination(features):
     check(features, (2, 3, 9, 40), "float32")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("features", [("scale",), ("bias", "mask"), ("causal", "dropout"), FEATURES], ids="+".join)
+@pytest.mark.sweep(3)
 def test_every_dtype(features, dtype):
     check(features, (2, 3, 13, 37), dtype)
     check(features, (2, 3, 5, 64), dtype)
@@ -180,6 +182,7 @@ WIDTHS = (1, 2, 7, 8, 9, 31, 64, 100, 255, 512, 1000, 1024, 1025, 2048, 4096, 41
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.sweep(7)
 def test_widths(width, dtype):
     check(FEATURES, (2, 3, width), dtype, mask_shape=(2, 3, width), bias_shape=(3, width))
     if width in (64, 2048, 4096):
@@ -205,6 +208,7 @@ def test_widths(width, dtype):
     ],
 )
 @pytest.mark.parametrize("bias_dtype", ["bfloat16", "float32", "float16"])
+@pytest.mark.sweep(3)
 def test_broadcast(bias_shape, mask_shape, bias_dtype):
     check(FEATURES, (2, 3, 9, 40), "bfloat16", bias_shape=bias_shape, mask_shape=mask_shape, bias_dtype=bias_dtype)
 
@@ -358,9 +362,11 @@ def test_the_same_bits_everywhere(dtype, width):
             g = jnp.where(jnp.arange(width) == jnp.arange(70)[:, None] % width, 1, 0).astype(dtype)
             return y != 0, pull(jnp.broadcast_to(g, x.shape))[0] != 0
 
-        names = [t for t in ("warp", "block", "streaming") if tiers.fits(t, 210, width, dtype=dtype, fused=True)]
+        names = [
+            t for t in ("warp", "block", "streaming") if tiers.fits("softmax", t, 210, width, dtype=dtype, fused=True)
+        ]
         for name in ("auto", *names) if ON_GPU else ("auto",):
-            with tiers.force(name):
+            with tiers.force(softmax=name):
                 y, dx = jax.jit(draws)(x)
             np.testing.assert_array_equal(y, wanted)
             # One element of each row has a cotangent; if it is dropped, nothing has a gradient.
@@ -563,8 +569,8 @@ def test_one_kernel_each_way_and_nothing_materialised():
 def test_tiers(tier, dtype):
     done = 0
     for width in (5, 64, 333, 1024, 1030, 4096, 8000):
-        if tiers.fits(tier, 6, width, dtype=dtype, fused=True):
-            with tiers.force(tier):
+        if tiers.fits("softmax", tier, 6, width, dtype=dtype, fused=True):
+            with tiers.force(softmax=tier):
                 check(FEATURES, (2, 3, width), dtype, mask_shape=(2, 3, width), bias_shape=(3, width))
                 if width in (64, 1024, 4096):  # whole packs, for which some features have kernels of their own
                     for feature in ("scale", "bias", "causal", "dropout"):
@@ -574,12 +580,12 @@ def test_tiers(tier, dtype):
 
 
 def test_tiers_are_the_three():
-    fits = lambda tier, **problem: tiers.fits(tier, 64, fused=True, **problem)
-    assert tiers.softmax(64, 512, dtype="bfloat16", fused=True) == "warp"
-    assert tiers.softmax(64, 2048, dtype="bfloat16", fused=True, backward=True) == "block"
-    assert tiers.softmax(64, 16384, dtype="float16", fused=True) == "block"
-    assert tiers.softmax(64, 16393, dtype="float16", fused=True) == "streaming"
-    assert tiers.softmax(64, 100, dtype="float64", fused=True) == "streaming"
+    fits = lambda tier, **problem: tiers.fits("softmax", tier, 64, fused=True, **problem)
+    assert tiers.choose("softmax", 64, 512, dtype="bfloat16", fused=True) == "warp"
+    assert tiers.choose("softmax", 64, 2048, dtype="bfloat16", fused=True, backward=True) == "block"
+    assert tiers.choose("softmax", 64, 16384, dtype="float16", fused=True) == "block"
+    assert tiers.choose("softmax", 64, 16393, dtype="float16", fused=True) == "streaming"
+    assert tiers.choose("softmax", 64, 100, dtype="float64", fused=True) == "streaming"
     assert not any(fits(t, width=64) for t in ("sub_warp", "cluster", "pipeline", "split", "column"))
 
 

@@ -54,6 +54,7 @@ CASES = [  # shape, axis, count: what the ways through the kernels differ in
 @every_reduction
 @every_dtype
 @pytest.mark.parametrize("shape, axis, count", CASES)
+@pytest.mark.sweep(5)
 def test_against_numpy(operation, dtype, shape, axis, count):
     check(operation, dtype, shape, axis, count)
 
@@ -62,12 +63,14 @@ def test_against_numpy(operation, dtype, shape, axis, count):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
 @pytest.mark.parametrize("kind", ["same", "zipf", "uniform", "sorted"])
 @pytest.mark.parametrize("shape, count", [((300,), 9000), ((40, 24), 9000), ((300, 129), 5000)])
+@pytest.mark.sweep(7)
 def test_skew(operation, dtype, kind, shape, count):
     check(operation, dtype, shape, 0, count, kind, indices_are_sorted=kind == "sorted")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int32"])
 @pytest.mark.parametrize("width", [1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 257, 1091])
+@pytest.mark.sweep(7)
 def test_widths(dtype, width):
     for operation in ("index_add", "segment_max"):
         check(operation, dtype, (23, width), 0, 90)
@@ -114,6 +117,7 @@ def test_no_less_accurate_than_jax(dtype, rows, count, width):
 @every_reduction
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape, count", [((50,), 20000), ((3000, 40), 8000), ((7, 3000), 500), ((90000, 2), 30000)])
+@pytest.mark.sweep(3)
 def test_bitwise_reproducible(operation, dtype, shape, count):
     x, source = values(shape, dtype), values((count, *shape[1:]), dtype, 2)
     index = indices(shape[0], count, kind="zipf")
@@ -131,6 +135,7 @@ def test_ids_of_few_bits():
 @pytest.mark.parametrize("ascending", [False, True])
 @pytest.mark.parametrize("width", [2, 16, 33, 256])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int32"])
+@pytest.mark.sweep(5)
 def test_runs_of_every_length(operation, ascending, width, dtype):
     """As many updates a row as begin and end at any place of the chunks and tiles that they are cut into, or none."""
     rng = np.random.default_rng(0)
@@ -190,6 +195,7 @@ def x_at_add(x, index, source, **options):
 @every_dtype
 @pytest.mark.parametrize("shape, axis, count", CASES)
 @pytest.mark.parametrize("mode", [None, "clip"])
+@pytest.mark.sweep(5)
 def test_select_against_numpy(dtype, shape, axis, count, mode):
     with compat.enable_x64("64" in dtype):
         x, index = values(shape, dtype), indices(shape[axis], count)
@@ -222,6 +228,7 @@ def test_gradient_of_a_lookup_is_written_once():
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
 @pytest.mark.parametrize("rows", [5, 1000, 70000])
+@pytest.mark.sweep(7)
 def test_every_index_type(operation, index_dtype, x64, rows):
     """The extremes of the type among them; 8 bits may count into more rows than they can name."""
     with compat.enable_x64(x64):
@@ -277,6 +284,7 @@ def test_modes_are_those_of_jax(mode, rows):
 @every_reduction
 @pytest.mark.parametrize("hint", ["sorted", "unique", "both"])
 @pytest.mark.parametrize("width", [1, 33, 128])
+@pytest.mark.sweep(5)
 def test_hints_that_lie_touch_no_other_row(operation, hint, width):
     """Such sums may be wrong; rows that no index names are not, nor is what runs next."""
     rows, count = 4000, 9000

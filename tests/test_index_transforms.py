@@ -14,6 +14,8 @@ from test_transforms import SHAPE, assert_same, compiled, equations, inputs
 import jaxkern
 from jaxkern._core import registry
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 INDEX = jnp.array([2, 0, 2, -3], jnp.int8)  # as many as rows, so that every operation keeps the shape; none of row 3
 ALPHA = 0.7
 
@@ -39,6 +41,7 @@ ALPHA = 0.7
     ],
 )
 @pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.sweep(5)
 def test_vmap_of_every_operand(x_at, index_at, source_at, alpha_at, axis, x64):
     """Against a loop, gradients too: the batch may lie anywhere, in any of the operands."""
     rng, size, count = np.random.default_rng(0), 2, 6
@@ -61,6 +64,7 @@ def test_vmap_of_every_operand(x_at, index_at, source_at, alpha_at, axis, x64):
 
 @pytest.mark.parametrize("source_at, index_at", [(0, 0), (1, 0), (2, 1), (None, 0), (0, None), (1, None), (2, None)])
 @pytest.mark.parametrize("name", ["segment_sum", "segment_mean", "segment_max", "segment_min"])
+@pytest.mark.sweep(3)
 def test_vmap_of_segments(source_at, index_at, name, x64):
     rng, size = np.random.default_rng(0), 3
     stack = lambda shape, at, draw: jnp.asarray(draw(shape if at is None else (*shape[:at], size, *shape[at:])))
@@ -89,6 +93,7 @@ AXES = [(0, 0, 0), (None, 0, None), (0, None, 0), (1, 1, 1), (None, 0, 0)]
 
 @pytest.mark.parametrize("outer", AXES)
 @pytest.mark.parametrize("inner", AXES)
+@pytest.mark.sweep(3)
 def test_nested_vmap(inner, outer, x64):
     """Batches of indices over shared ones over batches of them, against a loop in a loop."""
     rng, sizes = np.random.default_rng(0), (2, 3)

@@ -51,7 +51,9 @@ SIZES = [
 
 
 def problem(size, op="index_add", dtype="float32", **options):
-    return plan.Problem(op, jnp.dtype(dtype), np.dtype(options.pop("index_dtype", "int32")), *size, **options)
+    batch, outer, rows, count, inner = size
+    types = jnp.dtype(dtype), np.dtype(options.pop("index_dtype", "int32"))
+    return plan.Problem(rows, count, inner, *types, op, batch, outer, **options)
 
 
 def hinted(algorithm):
@@ -108,7 +110,7 @@ def test_choices_that_were_measured():
 @pytest.mark.parametrize("name", [a for a in plan.ALGORITHMS if a in ("unique", "sorted", "atomic", "narrow")])
 def test_a_plan_that_does_not_fit_is_an_error(name):
     x, ids = jax.ShapeDtypeStruct((5000, 3), "float32"), jax.ShapeDtypeStruct((5000,), "int32")
-    with tiers.force(name), pytest.raises(ValueError, match=f"segment_sum.*'{name}' cannot run"):
+    with tiers.force(segment_sum=name), pytest.raises(ValueError, match=f"segment_sum.*'{name}' cannot run"):
         jax.jit(lambda x, i: jaxkern.segment_sum(x, i, 9)).trace(x, ids).lower(lowering_platforms=("cuda",))
 
 
@@ -307,7 +309,7 @@ def test_programs():
             deterministic=hints["deterministic"],
         )
         data = jax.ShapeDtypeStruct(DATA.shape, "float32")
-        with tiers.force(algorithm):
+        with tiers.force(index_add=algorithm):
             text = lowered(f, data, IDS)
         assert names(text)[-1] == "jaxkern_index_add"
         for program in launch.programs(text):

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import inspect
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 import jaxkern
 from jaxkern import __main__ as doctor
 from jaxkern import elementwise
-from jaxkern._core import compat, lowering, registry
+from jaxkern._core import compat, registry, rows
 
 
 @pytest.fixture
@@ -81,6 +82,13 @@ def test_installed_version_is_that_of_the_source():
     except metadata.PackageNotFoundError:
         pytest.skip("runs from the source folder")
     assert installed == jaxkern.__version__
+
+
+def test_public_functions_are_annotated():
+    for module in (jaxkern, jaxkern.tiers):
+        for name in module.__all__:
+            if inspect.isfunction(function := getattr(module, name)):
+                assert {*inspect.signature(function).parameters, "return"} == set(function.__annotations__), name
 
 
 @pytest.mark.parametrize(
@@ -283,7 +291,7 @@ def test_doctor_finds_a_missing_module(monkeypatch, capsys):
     ],
 )
 def test_mask_shape(full, part, axis, shape):
-    assert lowering.mask_shape(full, part, axis) == shape
+    assert rows.mask_shape(full, part, axis) == shape
 
 
 def test_an_array_is_transposed_only_where_axes_are_apart():

@@ -16,7 +16,6 @@ from reference import DTYPES, computing, spacing, wide
 import jaxkern
 from jaxkern import tiers
 from jaxkern._core import compat, registry
-from jaxkern._ops.cross_entropy import lowering, primitive
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 needs_runtime = pytest.mark.skipif(registry.kernels.module is None, reason=registry.kernels.reason or "no runtime")
@@ -150,6 +149,7 @@ OPTIONS = [
         ((2, 2, 2, 2, 2, 2, 2, 2, 2, 3), -1, (2, 1, 2, 1, 2, 1, 2, 1, 2, 3)),
     ],
 )  # more groups than a kernel takes
+@pytest.mark.sweep(3)
 def test_against_numpy(dtype, shape, axis, mask):
     for options in OPTIONS[len(shape) % 2 :: 2] if dtype != "float32" else OPTIONS:
         check(*problem(shape, dtype, axis), axis, None if mask is None else random_mask(mask), **options)
@@ -163,6 +163,7 @@ WIDTHS = sorted(
 
 @every_dtype
 @pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.sweep(11)
 def test_widths(dtype, width):
     check(*problem((5, width), dtype), label_smoothing=0.1 if width % 2 else 0.0)
 
@@ -220,6 +221,7 @@ def test_no_less_accurate_than_optax(dtype, shift):
         ((9, 140_000), 1, 140_000),
     ],
 )
+@pytest.mark.sweep(3)
 def test_a_certain_class_costs_exactly_nothing(dtype, shape, axis, participants):
     """One class, one participant, or one logit far above the others."""
     x, labels, g = problem(shape, dtype, axis, scale=30)
@@ -258,6 +260,7 @@ LABELS = [0, 6, 7, -1, -2, 100, -100, 127, -128]
 @pytest.mark.parametrize(
     "ignore, shape, axis", [(None, (9, 7), 1), (-1, (9, 7), 1), (-100, (7, 9), 0), (100, (9, 7), 1)]
 )
+@pytest.mark.sweep(3)
 def test_labels_of_any_type(label_type, ignore, shape, axis):
     """Out of range: NaN, unless it is what is ignored. 64 bits with x64 off."""
     values = [v for v in LABELS if np.iinfo(label_type if label_type != "int4" else np.int8).min <= v]
@@ -303,6 +306,7 @@ def test_ignored_rows_do_not_spread_nan():
 @every_dtype
 @pytest.mark.parametrize("width", [3, 40, 700, 9000])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.sweep(5)
 def test_special_logits(dtype, width, smoothing):
     x = np.random.default_rng(0).normal(size=(8, width))
     x[0, 0] = x[1, -1] = np.nan
@@ -340,6 +344,7 @@ def test_huge_logits(dtype, axis):
 
 @every_dtype
 @pytest.mark.parametrize("width", [5, 300, 5000])
+@pytest.mark.sweep(3)
 def test_masks(dtype, width):
     """A row without a participant, a masked label, and NaN where it is not looked at."""
     x = np.random.default_rng(0).normal(size=(5, width))
@@ -604,7 +609,9 @@ def test_memory_is_a_few_numbers_a_row():
         assert calls and not moves and program.memory_analysis().temp_size_in_bytes <= ROWS
 
 
-# ---- tiers
+# ---- algorithms
+
+OPERATION = "softmax_cross_entropy"
 
 
 def test_tier_query_needs_no_gpu():
@@ -618,20 +625,19 @@ def test_tier_query_needs_no_gpu():
         (1, 49152),
     ):
         asked = dict(rows=rows, width=width, inner=inner, dtype=dtype, which=which, masked=masked, device=device)
-        tier = tiers.cross_entropy(**asked)
-        assert tiers.cross_entropy_fits(tier, **asked)
+        tier = tiers.choose(OPERATION, **asked)
+        assert tiers.fits(OPERATION, tier, **asked)
         assert (tier == "column") == (inner != 1)
         assert device is tiers.H200 or tier != "pipeline"  # Hopper's
-    assert tiers.cross_entropy(32768, 131072, dtype="bfloat16", which="both") == "pipeline"
-    assert tiers.cross_entropy(32768, 4096) == "warp"
-    assert tiers.cross_entropy(1, 1 << 20) == "split"
-    assert not tiers.cross_entropy_fits("cluster", 100, 4096, which="both")  # softmax has it
-    with tiers.force("cluster"):
+    assert tiers.choose(OPERATION, 32768, 131072, dtype="bfloat16", which="both") == "pipeline"
+    assert tiers.choose(OPERATION, 32768, 4096) == "warp"
+    assert tiers.choose(OPERATION, 1, 1 << 20) == "split"
+    with tiers.force(softmax="cluster"):
         assert "tier=auto" in str(jax.make_jaxpr(jaxkern.softmax_cross_entropy)(jnp.ones((2, 3)), jnp.zeros(2, int)))
-    with pytest.raises(ValueError, match="no tier 'wrap'"):
-        tiers.cross_entropy_fits("wrap", 1, 1)
+    with pytest.raises(ValueError, match="no algorithm 'wrap'"):
+        tiers.fits(OPERATION, "wrap", 1, 1)
     with pytest.raises(ValueError, match="which must be"):
-        tiers.cross_entropy(1, 1, which="backward")
+        tiers.choose(OPERATION, 1, 1, which="backward")
 
 
 EDGES = (
@@ -661,17 +667,17 @@ EDGES = (
 
 @pytest.mark.gpu
 @every_dtype
-@pytest.mark.parametrize("tier", tiers.NAMES)
+@pytest.mark.parametrize("tier", tiers.algorithms(OPERATION))
 def test_every_tier(tier, dtype):
     """Each kernel where it fits, with every option and with a mask, at widths around every tier's edges."""
     ran, rows = 0, 5
     # Not those of the functions above: what is compiled for one tier is not for another.
     for n, width in enumerate(EDGES):
-        fits = lambda which, masked=False: tiers.cross_entropy_fits(
-            tier, rows, width, dtype=dtype, which=which, masked=masked
+        fits = lambda which, masked=False: tiers.fits(
+            OPERATION, tier, rows, width, dtype=dtype, which=which, masked=masked
         )
         args = problem((rows, width), dtype)
-        with tiers.force(tier):
+        with tiers.force(softmax_cross_entropy=tier):
             for masked in (False, True):
                 runs = [
                     run
@@ -685,13 +691,16 @@ def test_every_tier(tier, dtype):
                 check(*args, -1, random_mask((1, width)) if masked else None, runs=runs, **OPTIONS[n % len(OPTIONS)])
                 ran += len(runs)
     assert ran or not any(
-        tiers.cross_entropy_fits(tier, 5, w, dtype=dtype, which=k) for w in EDGES for k in ("loss", "gradient", "both")
+        tiers.fits(OPERATION, tier, 5, w, dtype=dtype, which=k) for w in EDGES for k in ("loss", "gradient", "both")
     )
 
 
 @needs_runtime
 def test_an_algorithm_that_does_not_fit_is_an_error():
-    with tiers.force("sub_warp"), pytest.raises(ValueError, match="jaxkern.softmax_cross_entropy.*sub_warp"):
+    with (
+        tiers.force(softmax_cross_entropy="sub_warp"),
+        pytest.raises(ValueError, match="jaxkern.softmax_cross_entropy.*sub_warp"),
+    ):
         traced = jax.jit(jaxkern.softmax_cross_entropy).trace(jnp.ones((2, 100_003)), jnp.zeros(2, jnp.int32))
         traced.lower(lowering_platforms=("cuda",))
 
@@ -800,7 +809,6 @@ def test_bad_weights():
 @needs_runtime
 def test_backend_is_the_one_under_test():
     """No call for CUDA silently runs through XLA."""
-    assert set(primitive.KINDS) == {p.name.removeprefix("jaxkern_") for p in lowering.REFERENCES}
     for dtype in ("float16", "bfloat16", "float32"):
         x, labels, _ = problem((3, 5), dtype)
         traced = jax.jit(jaxkern.softmax_cross_entropy).trace(x, labels)

@@ -16,7 +16,8 @@ from reference import DTYPES, assert_rounded, computing, whole, wide
 
 import jaxkern
 from jaxkern import reduction, tiers
-from jaxkern._core import compat, lowering, registry
+from jaxkern._core import compat, registry
+from jaxkern._core.algorithms import forced
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
@@ -76,7 +77,7 @@ def check(operation, x, axis=-1, mask=None, keepdims=False):
 def check_statistics(x, axis, mask=None):
     """What logsumexp keeps for its gradient: the largest element, and the sum that is relative to it."""
     with compat.enable_x64(x.dtype == jnp.float64):
-        y, largest, total = jax.jit(functools.partial(reduction.statistics, axis=axis, tier=tiers.forced()))(
+        y, largest, total = jax.jit(functools.partial(reduction.statistics, axis=axis, tier=forced("logsumexp")))(
             x, *([] if mask is None else [jnp.broadcast_to(mask, x.shape)])
         )
         np.testing.assert_array_equal(*(np.asarray(a, np.float64) for a in (y, call("logsumexp", x, axis, mask))))
@@ -104,6 +105,7 @@ def integers(shape, dtype, seed=0):
 
 @every_dtype
 @pytest.mark.parametrize("shape, axis, mask", ROWS)
+@pytest.mark.sweep(3)
 def test_against_numpy(dtype, shape, axis, mask):
     check_all(
         normal(shape, dtype),
@@ -115,6 +117,7 @@ def test_against_numpy(dtype, shape, axis, mask):
 
 @every_dtype
 @pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.sweep(11)
 def test_widths(dtype, width):
     x = normal((5, width), dtype)
     check_all(x)
@@ -123,6 +126,7 @@ def test_widths(dtype, width):
 
 @every_dtype
 @pytest.mark.parametrize("inner", [2, 5, 16, 40, 63, 64, 65, 130, 257])
+@pytest.mark.sweep(7)
 def test_columns(dtype, inner):
     """Whole vectors of columns and single ones, few and many of them, short and tall."""
     for width in (3, 100, 1031):
@@ -165,6 +169,7 @@ def test_slices_that_start_anywhere(start):
         ),
     ],
 )
+@pytest.mark.sweep(5)
 def test_integers_are_exact(dtype, shape, axis):
     x, mask = random_mask(shape, 0.4) if dtype == "bool" else integers(shape, dtype), random_mask(shape, 0.5)
     alive = np.asarray(mask).any(axis)
@@ -306,6 +311,7 @@ def test_statistics_of_rows(dtype):
 @every_operation
 @every_dtype
 @pytest.mark.parametrize("width, axis", [(5, 1), (300, 0), (40000, 1)])
+@pytest.mark.sweep(3)
 def test_masked_out_and_empty_rows(operation, dtype, width, axis):
     """What is masked out is never looked at, in the gradient either; a row of nothing has the neutral result."""
     x = np.random.default_rng(0).normal(size=(5, width))
@@ -336,6 +342,7 @@ def test_masked_out_and_empty_rows(operation, dtype, width, axis):
 @every_operation
 @every_dtype
 @pytest.mark.parametrize("width", [3, 700, 140_000])
+@pytest.mark.sweep(5)
 def test_nan_and_infinities_as_in_jax(operation, dtype, width):
     x = np.random.default_rng(0).normal(size=(8, width))
     x[0, 0], x[1, -1], x[2, width // 2] = np.nan, np.inf, -np.inf
@@ -395,6 +402,7 @@ def test_huge_and_tiny_values(dtype):
     "shape, axis",
     [((0,), 0), ((3, 0), 1), ((3, 0), 0), ((0, 5), -1), ((2, 0, 3), 1), ((2, 0, 3), (1, 2)), ((0, 0), None)],
 )
+@pytest.mark.sweep(3)
 def test_empty(operation, shape, axis):
     x = jnp.zeros(shape, jnp.bfloat16)
     reduced = any(shape[a] == 0 for a in (range(len(shape)) if axis is None else np.atleast_1d(axis)))
@@ -511,9 +519,9 @@ def test_logsumexp_of_booleans_is_refused():
 
 
 def test_force():
-    with tiers.force("split"):
+    with tiers.force(logsumexp="split"):
         assert "tier=split" in str(jax.make_jaxpr(jaxkern.logsumexp)(jnp.ones(3)))
-    with tiers.force("pipeline"):  # softmax's alone
+    with tiers.force(softmax="pipeline"):
         assert "tier=auto" in str(jax.make_jaxpr(jaxkern.logsumexp)(jnp.ones(3)))
 
 
@@ -527,8 +535,8 @@ def test_tier_query_needs_no_gpu():
         (1, 49152),
     ):
         problem = dict(rows=rows, width=width, inner=inner, dtype=dtype, masked=masked, device=device)
-        tier = tiers.reduction(**problem)
-        assert tier in tiers.REDUCTIONS and tiers.reduction_fits(tier, **problem)
+        tier = tiers.choose("reduce_sum", **problem)
+        assert tier in tiers.algorithms("reduce_sum") and tiers.fits("reduce_sum", tier, **problem)
         assert (tier == "column") == (inner != 1)
     wanted = {
         (49152, 32): "sub_warp",
@@ -538,14 +546,14 @@ def test_tier_query_needs_no_gpu():
         (64, 1 << 20): "split",
         (1, 1 << 26): "split",
     }
-    assert {shape: tiers.reduction(*shape, device=tiers.H200) for shape in wanted} == wanted
-    assert not tiers.reduction_fits("sub_warp", 8, 129, masked=True)
+    assert {shape: tiers.choose("reduce_sum", *shape, device=tiers.H200) for shape in wanted} == wanted
+    assert not tiers.fits("reduce_sum", "sub_warp", 8, 129, masked=True)
 
 
 @pytest.mark.parametrize(
     "problem, kind, words",
     [
-        (dict(dtype="complex64"), ValueError, "no kernel for dtype complex64, there are bfloat16, float16"),
+        (dict(dtype="complex64"), ValueError, "no kernel for dtype complex64, there are bfloat16, bool, float16"),
         (dict(width=0), ValueError, "width must be positive, got 0"),
         (dict(inner=2.0), TypeError, "inner must be an int, got 2.0"),
         (dict(masked=1), TypeError, "masked must be True or False, got 1"),
@@ -555,14 +563,14 @@ def test_tier_query_needs_no_gpu():
 def test_bad_tier_query(problem, kind, words):
     problem = {"rows": 8, "width": 64, **problem}
     for name, ask in (
-        ("reduction", tiers.reduction),
-        ("reduction_fits", lambda **p: tiers.reduction_fits("warp", **p)),
+        ("choose", lambda **p: tiers.choose("reduce_max", **p)),
+        ("fits", lambda **p: tiers.fits("reduce_max", "warp", **p)),
     ):
         with pytest.raises(kind) as error:
             ask(**problem)
         assert str(error.value).startswith(f"jaxkern.tiers.{name}: {words}")
-    with pytest.raises(ValueError, match="no tier 'pipeline', there are sub_warp"):
-        tiers.reduction_fits("pipeline", 8, 64)
+    with pytest.raises(ValueError, match="reduce_max has no algorithm 'pipeline', there are sub_warp"):
+        tiers.fits("reduce_max", "pipeline", 8, 64)
 
 
 EDGES = (
@@ -596,7 +604,7 @@ EDGES = (
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES + ("int8", "uint16", "int32", "uint64"))
-@pytest.mark.parametrize("tier", tiers.REDUCTIONS)
+@pytest.mark.parametrize("tier", tiers.algorithms("reduce_sum"))
 def test_every_tier(tier, dtype):
     """Each kernel where it fits, with a mask too, at widths around every tier's edges; right and the same twice."""
     ran, whole = 0, dtype in INTEGERS
@@ -611,11 +619,11 @@ def test_every_tier(tier, dtype):
         for shape, axis in shapes:
             inner = int(np.prod(shape[2:]))
             if (
-                not tiers.reduction_fits(tier, shape[0], width, inner, dtype, masked=masked)
+                not tiers.fits(operation, tier, shape[0], width, inner, dtype, masked=masked)
                 or np.prod(shape) > 3_000_000
             ):
                 continue
-            with compat.enable_x64(jnp.dtype(dtype).itemsize == 8), tiers.force(tier):
+            with compat.enable_x64(jnp.dtype(dtype).itemsize == 8), tiers.force(**{operation: tier}):
                 mask = random_mask((1, width, *shape[2:])) if masked else None
                 if whole:
                     x = integers(shape, dtype)
@@ -647,7 +655,7 @@ def test_every_tier(tier, dtype):
 def test_an_algorithm_that_does_not_fit_is_an_error():
     if registry.kernels.module is None:
         pytest.skip(registry.kernels.reason)
-    with tiers.force("sub_warp"), pytest.raises(ValueError, match="jaxkern.logsumexp.*sub_warp"):
+    with tiers.force(logsumexp="sub_warp"), pytest.raises(ValueError, match="jaxkern.logsumexp.*sub_warp"):
         jax.jit(jaxkern.logsumexp).trace(jnp.ones((2, 100_003))).lower(lowering_platforms=("cuda",))
 
 
@@ -656,6 +664,6 @@ def test_backend_is_the_one_under_test():
     if registry.kernels.module is None:
         pytest.skip(registry.kernels.reason)
     for operation, dtype in itertools.product(OPERATIONS, ("float16", "bfloat16", "float32", "int8", "uint32")):
-        if jnp.dtype(dtype) in lowering.KERNEL_DTYPES or operation not in ("reduce_mean", "logsumexp"):
+        if dtype in DTYPES or operation not in ("reduce_mean", "logsumexp"):
             traced = jax.jit(OURS[operation]).trace(jnp.ones((3, 5), dtype))
             assert f"@jaxkern_{operation}(" in traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -17,7 +17,6 @@ import jaxkern
 from jaxkern import tiers
 from jaxkern._core import compat, registry
 from jaxkern._ops.indexing.primitive import Rules
-from jaxkern._ops.segment_softmax import plan
 from jaxkern._ops.segment_softmax.primitive import segment_softmax_grad_p
 
 KERNELS = ON_GPU and registry.kernels.module is not None
@@ -102,6 +101,7 @@ CASES = [  # shape, segments: what the ways through the kernels differ in
 
 @every_dtype
 @pytest.mark.parametrize("shape, rows", CASES)
+@pytest.mark.sweep(3)
 def test_against_numpy(dtype, shape, rows):
     check(dtype, shape, rows, indices(rows, shape[0]))
     check(dtype, shape, rows, indices(rows, shape[0], kind="sorted"), indices_are_sorted=True)
@@ -413,14 +413,13 @@ def test_bad_input(call, kind, words):
 
 
 def test_algorithms():
-    problem = dict(rows=50_000, count=1_166_243, inner=8, op="segment_softmax")
-    assert tiers.index_add(**problem) == "sort" and not tiers.index_add_fits("sorted", **problem)
-    assert tiers.index_add(**problem, indices_are_sorted=True) == "sorted"
-    assert not any(tiers.index_add_fits(name, **problem) for name in tiers.PLANS if name not in plan.ALGORITHMS)
-    with tiers.force("sort"):
+    problem = dict(rows=50_000, count=1_166_243, inner=8, operation="segment_softmax")
+    assert tiers.choose(**problem) == "sort" and not tiers.fits(algorithm="sorted", **problem)
+    assert tiers.choose(**problem, sorted=True) == "sorted"
+    with tiers.force(segment_softmax="sort"):
         text = str(jax.make_jaxpr(lambda x: jaxkern.segment_softmax(x, IDS, 5))(jnp.ones(12)))
     assert "plan='sort'" in text
-    with tiers.force("narrow"):  # of others
+    with tiers.force(segment_sum="narrow"):  # another operation's
         assert "plan='auto'" in str(jax.make_jaxpr(lambda x: jaxkern.segment_softmax(x, IDS, 5))(jnp.ones(12)))
 
 
@@ -443,7 +442,7 @@ def test_every_plan(dtype):
         ids = indices(rows, count, kind="sorted")
         found = []
         for algorithm in ("sort", "sorted", "sorted"):
-            with tiers.force(algorithm):
+            with tiers.force(segment_softmax=algorithm):
                 found.append(check(dtype, (count, width), rows, ids, indices_are_sorted=True))
         for y, dx in found[1:]:
             assert np.asarray(y).tobytes() == np.asarray(found[0][0]).tobytes()
@@ -460,7 +459,7 @@ def test_a_promise_that_is_broken_does_no_harm():
                 values((30_000, width), "float32"), ids, values((30_000, width), "float32")
             )
         )
-    with tiers.force("sorted"), pytest.raises(Exception, match="jaxkern.segment_softmax.*sorted"):
+    with tiers.force(segment_softmax="sorted"), pytest.raises(Exception, match="jaxkern.segment_softmax.*sorted"):
         jax.block_until_ready(jaxkern.segment_softmax(jnp.ones(5), jnp.zeros(5, int), 3))
 
 

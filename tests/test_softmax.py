@@ -1,5 +1,6 @@
 """softmax and log_softmax and their gradients: numbers, shapes, extremes, bad input, tiers."""
 
+import functools
 import itertools
 
 import jax
@@ -15,6 +16,7 @@ from reference import DTYPES, OPERATIONS, assert_rounded, forward, gradient
 import jaxkern
 from jaxkern import tiers
 from jaxkern._core import compat, registry
+from jaxkern._core.algorithms import forced
 
 OURS = {name: getattr(jaxkern, name) for name in OPERATIONS}
 JAX = {name: getattr(jax.nn, name) for name in OPERATIONS}
@@ -48,6 +50,7 @@ def check(operation, x, axis=-1, mask=None, seed=1):
 @every_operation
 @every_dtype
 @pytest.mark.parametrize("shape, axis, mask", ROWS)
+@pytest.mark.sweep(3)
 def test_against_numpy(operation, dtype, shape, axis, mask):
     check(operation, normal(shape, dtype), axis, None if mask is None else random_mask(mask))
 
@@ -55,12 +58,14 @@ def test_against_numpy(operation, dtype, shape, axis, mask):
 @every_operation
 @every_dtype
 @pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.sweep(13)
 def test_widths(operation, dtype, width):
     check(operation, normal((3, width), dtype))
 
 
 @every_dtype
 @pytest.mark.parametrize("width", [1, 8, 9, 24, 25, 32, 33, 64, 65, 400, 1023, 1025])
+@pytest.mark.sweep(7)
 def test_columns(dtype, width):
     """Whole vectors of columns, in each of the ways that tiles of so many rows are held; and single ones."""
     for operation in OPERATIONS:
@@ -87,6 +92,7 @@ def test_where_a_product_with_log2_e_loses_its_meaning(operation, dtype, axis):
 @every_operation
 @every_dtype
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 7, 8, 9, 16, 17])
+@pytest.mark.sweep(11)
 def test_many_short_rows(operation, dtype, width):
     """Short rows are computed many at a time: groups full and not, a last register that is not full either."""
     for rows, masks in ((33, (None, (33, width))), (131, ((1, width),))):
@@ -100,6 +106,7 @@ def test_many_short_rows(operation, dtype, width):
 @pytest.mark.parametrize(
     "shape, axis", [((1, 1 << 20), -1), ((2, 131080), -1), ((70001, 5), -1), ((3, 40001, 2), 1), ((40001, 3), 0)]
 )
+@pytest.mark.sweep(3)
 def test_long(operation, shape, axis):
     check(operation, normal(shape, "float32"), axis)
     check(operation, normal(shape, "bfloat16"), axis, random_mask((*shape[:-1], 1) if axis == 0 else shape[1:]))
@@ -135,6 +142,7 @@ def test_no_less_accurate_than_jax(operation, dtype, shape, scale):
 @pytest.mark.parametrize(
     "shape, axis", [((300, 1), -1), ((40, 24), -1), ((40, 1003), -1), ((9, 30, 16), 1), ((3, 70000), -1)]
 )
+@pytest.mark.sweep(3)
 def test_rows_of_one_participant_are_exact(operation, dtype, shape, axis):
     """As in jax.nn: a row's only element has the probability 1 and the logarithm 0, whatever it is."""
     with compat.enable_x64(dtype == "float64"):
@@ -191,6 +199,7 @@ def test_sums_to_one_and_keeps_order(values):
 @every_operation
 @every_dtype
 @pytest.mark.parametrize("width", [5, 300, 5000])
+@pytest.mark.sweep(3)
 def test_masked_out_and_empty_rows(operation, dtype, width):
     """Rows with nothing in them: masked out, or -inf throughout, or both; never NaN."""
     x = np.random.default_rng(0).normal(size=(5, width))
@@ -231,6 +240,7 @@ def test_rows_of_minus_infinity_without_a_mask(operation, width, axis):
 @every_dtype
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("width", [3, 40, 700, 9000])
+@pytest.mark.sweep(3)
 def test_nan_and_infinity_propagate_as_in_jax(operation, dtype, bad, width):
     x = np.random.default_rng(0).normal(size=(4, width))
     x[0, 0], x[2, -1], x[3, width // 2] = bad, bad, -np.inf
@@ -404,17 +414,22 @@ def test_axes_of_any_integer_type(operation):
 
 
 def test_force_is_local_and_restored():
-    assert tiers.forced() == "auto"
-    with tiers.force("block"):
-        with tiers.force("auto"):
-            assert tiers.forced() == "auto"
+    assert forced("softmax") == "auto"
+    with tiers.force(softmax="block", log_softmax="warp"):
+        with tiers.force(softmax="auto"):
+            assert forced("softmax") == "auto" and forced("log_softmax") == "warp"
         assert "tier=block" in str(jax.make_jaxpr(jaxkern.softmax)(jnp.ones(3)))
     assert "tier=auto" in str(jax.make_jaxpr(jaxkern.softmax)(jnp.ones(3)))
     f = jax.jit(jaxkern.softmax)  # neither way round may a program of another tier be reused
     for tier in ("auto", "warp", "auto", "split"):
-        with tiers.force(tier):
+        with tiers.force(softmax=tier):
             assert f"tier={tier}" in str(jax.make_jaxpr(f)(jnp.ones(3)))
-    with pytest.raises(ValueError, match="no tier 'blok', there are sub_warp"), tiers.force("blok"):
+    with (
+        pytest.raises(ValueError, match="softmax has no algorithm 'blok', there are sub_warp"),
+        tiers.force(softmax="blok"),
+    ):
+        pass
+    with pytest.raises(ValueError, match="no operation 'softmix', there are"), tiers.force(softmix="block"):
         pass
 
 
@@ -427,15 +442,15 @@ def test_tier_query_needs_no_gpu():
                 problem = dict(
                     rows=rows, width=width, inner=inner, dtype=dtype, backward=backward, masked=masked, device=device
                 )
-                tier = tiers.softmax(**problem)
-                assert tier in tiers.NAMES and tiers.fits(tier, **problem)
+                tier = tiers.choose("softmax", **problem)
+                assert tier in tiers.algorithms("softmax") and tiers.fits("softmax", tier, **problem)
                 assert (tier == "column") == (inner != 1)
                 assert device is tiers.H200 or tier not in ("cluster", "pipeline")  # Hopper's
-    assert tiers.softmax(49152, 32, dtype=jnp.bfloat16) == "sub_warp"
-    assert tiers.softmax(1, 1 << 20) == "split"
-    assert not tiers.fits("cluster", 49152, 8192, device=tiers.A100)
-    with pytest.raises(ValueError, match="no tier 'wrap'"):
-        tiers.fits("wrap", 1, 1)
+    assert tiers.choose("softmax", 49152, 32, dtype=jnp.bfloat16) == "sub_warp"
+    assert tiers.choose("softmax", 1, 1 << 20) == "split"
+    assert not tiers.fits("softmax", "cluster", 49152, 8192, device=tiers.A100)
+    with pytest.raises(ValueError, match="no algorithm 'wrap'"):
+        tiers.fits("softmax", "wrap", 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -461,7 +476,10 @@ def test_tier_query_needs_no_gpu():
 )
 def test_bad_tier_query(problem, kind, words):
     problem = {"rows": 8, "width": 64, **problem}
-    for name, ask in (("softmax", tiers.softmax), ("fits", lambda **p: tiers.fits("warp", **p))):
+    for name, ask in (
+        ("choose", functools.partial(tiers.choose, "softmax")),
+        ("fits", functools.partial(tiers.fits, "log_softmax", "warp")),
+    ):
         with pytest.raises(kind) as error:
             ask(**problem)
         message = str(error.value)
@@ -499,25 +517,27 @@ EDGES = (
 
 @pytest.mark.gpu
 @every_dtype
-@pytest.mark.parametrize("tier", tiers.NAMES)
+@pytest.mark.parametrize("tier", tiers.algorithms("softmax"))
 def test_every_tier(tier, dtype):
     """Each kernel where it fits, right and the same with a mask, at widths around every tier's edges."""
     ran = 0
     for width, operation in itertools.product(EDGES, OPERATIONS):
         rows = 5
-        if not all(tiers.fits(tier, rows, width, dtype=dtype, backward=b) for b in (False, True)):
+        if not all(tiers.fits(operation, tier, rows, width, dtype=dtype, backward=b) for b in (False, True)):
             continue
-        with tiers.force(tier):
+        with tiers.force(**{operation: tier}):
             check(operation, normal((rows, width), dtype))
-            if all(tiers.fits(tier, rows, width, dtype=dtype, backward=b, masked=True) for b in (False, True)):
+            if all(
+                tiers.fits(operation, tier, rows, width, dtype=dtype, backward=b, masked=True) for b in (False, True)
+            ):
                 check(operation, normal((rows, width), dtype), -1, random_mask((1, width)))
         ran += 1
-    assert ran or not any(tiers.fits(tier, 5, w, dtype=dtype) for w in EDGES)  # a tier of another device
+    assert ran or not any(tiers.fits("softmax", tier, 5, w, dtype=dtype) for w in EDGES)  # a tier of another device
 
 
 @pytest.mark.gpu
 def test_a_tier_that_does_not_fit_is_an_error():
-    with tiers.force("sub_warp"), pytest.raises(Exception, match="jaxkern.softmax.*sub_warp"):
+    with tiers.force(softmax="sub_warp"), pytest.raises(Exception, match="jaxkern.softmax.*sub_warp"):
         jax.block_until_ready(jaxkern.softmax(jnp.ones((2, 100_003))))
 
 

@@ -26,11 +26,12 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, mlir
 
-from jaxkern import tiers
 from jaxkern._accelerate import gate
 from jaxkern._core import compat, decisions, stablehlo, switch, validate
+from jaxkern._core.algorithms import forced
 from jaxkern._core.autodiff import deflinear
-from jaxkern._core.primitive import bind, row_primitive
+from jaxkern._core.primitive import bind
+from jaxkern._core.rows import row_primitive
 from jaxkern._ops.cross_entropy.primitive import Options, cross_entropy_p
 from jaxkern._ops.reduction import reference as reductions
 from jaxkern._ops.reduction.primitive import logsumexp_statistics_p
@@ -72,7 +73,7 @@ def _wins(rule, dtype, rows, width):
 
 # ---- logsumexp
 
-row_statistics_p = row_primitive("jaxkern_row_statistics", arrays=1, several=True)
+row_statistics_p = row_primitive("jaxkern_row_statistics", 1, reductions.statistics, several=True)
 
 
 def _taken(ctx, operation, value, reason, fused) -> bool:
@@ -88,10 +89,8 @@ def _taken(ctx, operation, value, reason, fused) -> bool:
     return decisions.record(operation, not why, why or reason, ctx.avals_in[:1], frames, size)
 
 
-def _register_uncached(prim, plain, rule):
-    """Lowers `prim` by `rule`, which looks at what makes its operands, and by `plain`, in jnp, on other platforms."""
-    mlir.register_lowering(prim, mlir.lower_fun(plain, multiple_results=prim.multiple_results))
-    compat.taylor_rule(prim, plain)
+def _register_uncached(prim, rule):
+    """Lowers `prim` by `rule`, which looks at what makes its operands; on other platforms its reference remains."""
     for platform in ("cuda", "cpu"):
         compat.register_uncached_lowering(prim, rule, platform)
     compat.needs_devices(prim)
@@ -103,7 +102,7 @@ def _lower_statistics(ctx, x, **params):
     return mlir.lower_fun(body, multiple_results=True)(ctx, x, **params)
 
 
-_register_uncached(row_statistics_p, reductions.statistics, _lower_statistics)
+_register_uncached(row_statistics_p, _lower_statistics)
 
 
 def _statistics_jvp(primals, tangents, *, axis, **params):
@@ -140,22 +139,21 @@ def _logsumexp(original, a, axis=None, b=None, keepdims=False, return_sign=False
     shape = tuple(1 if d in axes else n for d, n in enumerate(a.shape) if keepdims or d not in axes)
     x, _, at = validate.one_axis(a, [None], axes)
     wide = reductions.computing(a.dtype)
-    _, largest, total = bind(
-        row_statistics_p, x, axis=at, dtype=(wide, wide, wide), tier=tiers.forced(tiers.REDUCTIONS)
-    )
+    _, largest, total = bind(row_statistics_p, x, axis=at, dtype=(wide, wide, wide), tier=forced("logsumexp"))
     y = (jnp.log(total) + _finite(largest)).astype(a.dtype)
     return y if y.shape == shape else y.reshape(shape)
 
 
 # ---- softmax and log_softmax: the value as JAX computes it, and our kernel for the gradient
 
-softmax_gradient_p = row_primitive("jaxkern_row_softmax_gradient", arrays=2)
-deflinear(softmax_gradient_p, 1, softmax_grad_jvp, transpose=softmax_gradient_p)  # self-adjoint
-
 
 def _plain_softmax_gradient(y, g, *, axis, tier):
     del tier
     return y * (g - jnp.sum(y * g, axis, keepdims=True))
+
+
+softmax_gradient_p = row_primitive("jaxkern_row_softmax_gradient", 2, _plain_softmax_gradient)
+deflinear(softmax_gradient_p, 1, softmax_grad_jvp, transpose=softmax_gradient_p)  # self-adjoint
 
 
 def _lower_softmax_gradient(ctx, y, g, **params):
@@ -164,7 +162,7 @@ def _lower_softmax_gradient(ctx, y, g, **params):
     return mlir.lower_fun(body, multiple_results=False)(ctx, y, g, **params)
 
 
-_register_uncached(softmax_gradient_p, _plain_softmax_gradient, _lower_softmax_gradient)
+_register_uncached(softmax_gradient_p, _lower_softmax_gradient)
 
 
 def _value_of_softmax(x, *, axis, tier):
@@ -183,9 +181,7 @@ def _value_of_log_softmax(x, *, axis, tier):
 
 def _value_primitive(name, value, tangent_p):
     """A primitive that XLA computes, with the tangent tangent_p(y, dx)."""
-    prim = row_primitive(name, arrays=1)
-    mlir.register_lowering(prim, mlir.lower_fun(value, multiple_results=False))
-    compat.taylor_rule(prim, value)
+    prim = row_primitive(name, 1, value)
 
     def jvp(primals, tangents, **params):
         y, (dx,) = bind(prim, *primals, **params), tangents
@@ -212,7 +208,7 @@ def _softmax_like(name, rule, prim, original, x, axis=-1, where=None):
         _decide(name, taken, why, x)
     if not taken:
         return NotImplemented
-    return bind(prim, x, axis=axes[0], tier=tiers.forced())
+    return bind(prim, x, axis=axes[0], tier=forced(name))
 
 
 # ---- optax
@@ -249,7 +245,7 @@ def _cross_entropy(original, logits, labels, axis=-1, where=None):
         labels = jnp.where(labels < 0, labels + classes, labels)
     options = Options(fusible=True)
     loss, _, total = bind(
-        cross_entropy_p, logits, labels, axis=at, tier=tiers.forced(tiers.LOSS_TIERS), options=options
+        cross_entropy_p, logits, labels, axis=at, tier=forced("softmax_cross_entropy"), options=options
     )
     return _nan_where_empty(loss, jax.lax.stop_gradient(total)).astype(logits.dtype)
 

@@ -22,10 +22,10 @@ from jax.interpreters import mlir
 from jaxkern._accelerate import gate
 from jaxkern._accelerate import layout as layouts
 from jaxkern._core import compat, decisions, partition, stablehlo, switch
-from jaxkern._ops.indexing import primitive, sharding
-from jaxkern._ops.indexing.primitive import Rules
+from jaxkern._ops.indexing import primitive, reference, sharding
+from jaxkern._ops.indexing.reference import Rules
 
-IDENTITY = {"scatter_add": lambda dtype: 0, "scatter_max": primitive.least, "scatter_min": primitive.greatest}
+IDENTITY = {"scatter_add": lambda dtype: 0, "scatter_max": reference.least, "scatter_min": reference.greatest}
 SEGMENT = {
     "scatter_add": primitive.segment_sum_p,
     "scatter_max": primitive.segment_max_p,

@@ -1,1 +1,1 @@
-"""What every operation is built from: defining, lowering, partitioning and differentiating a primitive."""
+"""What all operations share: defining, lowering, partitioning and differentiating primitives."""

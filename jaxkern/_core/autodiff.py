@@ -1,8 +1,8 @@
 """Every derivative of a primitive from one `jax.custom_vjp`.
 
-A function under `jax.custom_vjp` refuses forward mode. Here it is not the function that users call
-but the source of the primitive's JVP rule: the forward derivative is the transpose of the backward
-rule, and reverse mode transposes it once more, which gives the backward rule itself.
+JAX refuses to apply forward mode to a `jax.custom_vjp` function. Users do not call that function here: it is the source
+of the primitive's JVP rule. The forward derivative is the transpose of the backward rule. Reverse mode transposes it once
+more, which gives the backward rule itself.
 """
 
 import jax
@@ -13,12 +13,12 @@ from jaxkern._core.primitive import bind
 
 
 def defvjp(prim, f_vjp, differentiable, tell_active=False):
-    """Gives `prim` the derivatives of `f_vjp`.
+    """Defines the derivatives of `prim` as the derivatives of `f_vjp`.
 
-    f_vjp: called as `f_vjp(*operands, **params)`, returns what `prim` does, one array or several; a `jax.custom_vjp`
-        inside it binds `prim`, and its backward rule is linear in the cotangent.
-    differentiable: positions of the operands that have a derivative; one at the end may be left out.
-    tell_active: also passes `active`, those of them that are being differentiated by.
+    f_vjp(*operands, **params): returns the same as `prim`, one array or several. A `jax.custom_vjp` inside it binds
+        `prim`, and its backward rule is linear in the cotangent.
+    differentiable: positions of the operands that have a derivative; a call may omit trailing ones.
+    tell_active: also pass `active`, the positions of the operands with a nonzero tangent.
     """
 
     def rule(primals, tangents, **params):
@@ -46,7 +46,7 @@ def deflinear(prim, position, jvp, transpose):
     """Derivatives of `prim`, which is linear in the operand at `position` but not in the first.
 
     jvp(*operands, tangent of the first, **params): the derivative along the first operand.
-    transpose: the primitive that is its transpose, with the cotangent in that same position.
+    transpose: the primitive that is the transpose of `prim`; it takes the cotangent at the same position.
     """
 
     def jvp_rule(primals, tangents, **params):
@@ -67,7 +67,7 @@ def deflinear(prim, position, jvp, transpose):
 
 
 def deftranspose(prim, position, transpose):
-    """Transposition of `prim`, which is linear in the operand at `position`, to `transpose`; see `deflinear`."""
+    """Defines the primitive `transpose` as the transpose of `prim`, which is linear in the operand at `position`."""
 
     def rule(ct, *operands, **params):
         linear = operands[position]

@@ -1,4 +1,4 @@
-"""Every place where one JAX version differs from another (0.8 to 0.12), and every private name.
+"""Everything that depends on the version of JAX (0.8 to 0.12), and every use of a private name.
 
 Nothing else in the package probes a version or imports from `jax._src`.
 """
@@ -27,7 +27,7 @@ def varying_axes(x) -> frozenset:
 
 
 def cast_varying(x, axes):
-    """`x` marked as varying over `axes` too."""
+    """Marks `x` as varying over `axes` too."""
     if hasattr(jax.lax, "pcast"):  # jax >= 0.8.3
         return jax.lax.pcast(x, tuple(axes), to="varying")
     return jax.lax.pvary(x, tuple(axes))
@@ -43,10 +43,9 @@ def enable_x64(on: bool = True):
 
 
 def partitioned_devices(ctx) -> int:
-    """How many devices XLA may spread the operation over that `ctx`, a lowering context, is for.
+    """The number of devices that XLA may spread the operation over; ctx: its lowering context.
 
-    One where each device runs its own copy: under jit on one device, or in a `shard_map` over
-    every axis of the mesh.
+    It is 1 if each device runs its own copy: under jit on one device, or in a `shard_map` over all axes of the mesh.
     """
     axis_context = ctx.module_context.axis_context
     manual = getattr(axis_context, "manual_axes", None)
@@ -58,8 +57,8 @@ def partitioned_devices(ctx) -> int:
 
 @functools.cache
 def _primitives_that_need_devices():
-    """The set of primitives that JAX names the devices to while they are lowered, or None where it is gone."""
-    if os.environ.get("JAXKERN_PARTITION") == "batch":  # asked for: JAX refuses such primitives in some programs
+    """JAX's set of primitives whose lowering rules are given the devices; None in versions without that set."""
+    if os.environ.get("JAXKERN_PARTITION") == "batch":  # on request: JAX refuses such primitives in some programs
         return None
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src import dispatch
@@ -75,15 +74,15 @@ def _primitives_that_need_devices():
 
 
 def needs_devices(prim) -> None:
-    """Lets the lowering of `prim` know the devices, without which it cannot partition itself."""
+    """Makes JAX pass the devices to the lowering rule of `prim`, which needs them to partition itself."""
     primitives = _primitives_that_need_devices()
     if primitives is not None:
         primitives.add(prim)
 
 
 def may_partition_itself(ctx) -> bool:
-    """Whether `ctx`, a lowering context, is one in which XLA calls back to partition an operation."""
-    # JAX 0.9 and 0.10 are called back in another thread, where 64-bit types that a context allows are unknown.
+    """Whether XLA calls back to partition an operation; ctx: its lowering context."""
+    # In JAX 0.9 and 0.10 the callback runs in another thread, which does not see `enable_x64` contexts of this one.
     elsewhere = (0, 9) <= jax.__version_info__ < (0, 11)
     wide = any(a.dtype.itemsize == 8 and a.dtype != jnp.complex64 for a in (*ctx.avals_in, *ctx.avals_out))
     if elsewhere and wide and not _in_a_thread(lambda: jax.config.jax_enable_x64):
@@ -94,13 +93,13 @@ def may_partition_itself(ctx) -> bool:
 
 
 def _in_a_thread(f):
-    """What `f` returns where none of this thread's contexts are."""
+    """Calls `f` in a new thread, without the context managers of this thread."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(f).result()
 
 
 def partitioned_by(f, partition, rule, summed):
-    """`f`, which XLA partitions by `partition` after spreading shardings by `rule`."""
+    """Makes XLA partition `f` with `partition`, after it has propagated shardings with `rule`."""
     from jax.experimental.custom_partitioning import custom_partitioning
 
     f = custom_partitioning(f)
@@ -109,22 +108,22 @@ def partitioned_by(f, partition, rule, summed):
 
 
 def merges_split_dimensions() -> bool:
-    """Whether a reshape merges several dimensions that are split on a mesh with explicit axes."""
+    """Whether a reshape may merge several dimensions that are split on a mesh with explicit axes."""
     return jax.__version_info__ >= (0, 10)
 
 
 def shardy() -> bool:
-    """Whether shardings go through Shardy (all of 0.9 and later) or the older GSPMD propagation."""
+    """Whether shardings are propagated by Shardy (always from 0.9) rather than GSPMD."""
     return bool(getattr(jax.config, "jax_use_shardy_partitioner", True))
 
 
 def register_uncached_lowering(prim, rule, platform) -> None:
-    """A lowering rule that is called for every use of `prim`, in the function that the use stands in."""
+    """Registers a lowering rule that is called for every use of `prim`, in the function that contains the use."""
     register_lowering_uncached_when(prim, rule, platform, lambda: True)
 
 
 def moves_operations() -> bool:
-    """Whether an operation of a program that is being lowered knows its place and can be moved."""
+    """Whether MLIR operations can be moved within their block."""
     return all(hasattr(ir.Operation, name) for name in ("block", "is_before_in_block", "move_before"))
 
 
@@ -137,7 +136,7 @@ def zero_tangent(y):
 
 
 def check_nans(prim) -> None:
-    """Lets `jax.experimental.checkify` report NaN that `prim` makes; elsewhere nothing changes."""
+    """Makes `jax.experimental.checkify` report NaN in the results of `prim`."""
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src import checkify
 
@@ -145,14 +144,15 @@ def check_nans(prim) -> None:
 
 
 def taylor_rule(prim, reference) -> None:
-    """Lets `jax.experimental.jet` through `prim`, by the series of its reference; elsewhere nothing changes."""
+    """Gives `prim` a rule for `jax.experimental.jet`: the Taylor series of its reference."""
 
     def rule(primals, series, **params):
         at = [k for k, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.inexact)]
-        if not at:  # integers alone, whose terms say nothing
-            return reference(*primals, **params), jet.zero_series
+        if not at:  # only integers, which have no series
+            y = reference(*primals, **params)
+            return y, [jet.zero_series] * len(y) if prim.multiple_results else jet.zero_series
 
-        def f(*xs):  # of what has a series, which a mask has not
+        def f(*xs):  # a function of the operands that have a series; masks have none
             operands = list(primals)
             for k, x in zip(at, xs):
                 operands[k] = x

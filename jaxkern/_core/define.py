@@ -1,66 +1,139 @@
-"""From a primitive to XLA: the lowering that every operation shares.
+"""Primitives: the one call that gives an operation its shapes, batching, lowering, partitioning and fallback.
 
-    lower_to_kernels(softmax_p, plan=plan.softmax, reference=reference.softmax, partition=sharding.softmax)
+    softmax_p = primitive("jaxkern_softmax", shape, batch, reference.softmax, plan=plan.softmax, partition=partitioned)
 
-gives `softmax_p` its rules. The CUDA rule asks `plan` for a launch list and emits it as one custom call under the name of
-the primitive; where there is no plan, and wherever kernels cannot run, it lowers to the reference, which XLA compiles.
-On the CPU there are no kernels: each device computes its part by the reference.
+On CUDA the lowering rule calls `plan` for a launch list and emits it as one custom call under the name of the primitive. If
+there is no plan, or kernels cannot run, it emits the reference, which XLA compiles. There are no kernels for the CPU: each
+device computes its part with the reference. `autodiff` defines derivatives.
 """
 
+import functools
 import math
 
-from jax.interpreters import mlir
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 from jaxkern._core import compat, device, launch, registry, switch
+from jaxkern._core.primitive import evaluate
 
 
-def lower_to_kernels(prim, plan, reference, partition=None, aliases=None, adapt=None) -> None:
+def primitive(
+    name: str,
+    shape,
+    batch=None,
+    reference=None,
+    *,
+    several=False,
+    taylor=None,
+    makes_nan=True,
+    plan=None,
+    partition=None,
+    adapt=None,
+    aliases=None,
+    **options,
+) -> Primitive:
+    """Makes a primitive with all rules except derivatives. `params` are the primitive's parameters.
+
+    shape(*avals, **params): the type of the result, or a list of types if there are several.
+    batch(prim, operands, dims, **params): the batching rule.
+    reference(*operands, **params): the operation in jnp. Without one, the primitive is bound only where kernels run.
+    taylor: a function in jnp for Taylor series; by default the reference.
+    makes_nan: whether `checkify` looks for NaN in the results.
+    plan: as for `lower_to_kernels`. Without a plan there are no kernels.
+    partition(prim, ctx, operands, params), adapt(prim, *avals, **params), aliases(prim, operands, params): as for
+        `lower_to_kernels`, which takes the other options too.
+    """
+    prim = Primitive(name)
+    prim.multiple_results = several
+    prim.def_abstract_eval(shape)
+    prim.def_impl(functools.partial(evaluate, prim))
+    if batch is not None:
+        batching.primitive_batchers[prim] = functools.partial(batch, prim)
+    if makes_nan:
+        compat.check_nans(prim)
+    if reference is not None:
+        mlir.register_lowering(prim, _fallback(prim, reference))
+        compat.taylor_rule(prim, taylor or reference)
+    if plan is not None:
+        given = {"partition": partition, "adapt": adapt, "aliases": aliases}
+        bound = {k: functools.partial(f, prim) if callable(f) else f for k, f in given.items()}
+        lower_to_kernels(prim, plan, reference, **bound, **options)
+    return prim
+
+
+def lower_to_kernels(
+    prim, plan, reference, partition=None, aliases=None, adapt=None, dtypes=None, instead=None, left=None, cached=True
+) -> None:
     """Registers the lowerings of `prim` for CUDA and, with `partition`, for the CPU.
 
-    plan(device, operands, results, **params): a `launch.Plan` for arrays of these types (their shapes are not empty and
-        hold no symbols), or None where there is no kernel for them. A pure function; params are the primitive's.
-    reference(*operands, **params): the same in jnp.
-    partition(ctx, operands, params): lowers a call that several devices share to parts that each of them computes, with
-        `partition.lower`; without it, XLA partitions the reference.
-    aliases: {operand: result} that must share memory.
-    adapt(*avals, **params): None if kernels can read operands of these types as they are; else a function in jnp of the
-        same operands and params that binds `prim` again, on operands that kernels can read.
+    plan(device, operands, results, **params): a `launch.Plan` for arrays of these types (neither empty nor of symbolic
+        shape), or None if there is no kernel for them. A pure function.
+    reference(*operands, **params): the operation in jnp.
+    partition(ctx, operands, params): lowers a call on several devices to one part per device, with `partition.lower`.
+        Returning None leaves the call to XLA, which partitions the reference, as it does without `partition`.
+    aliases: {operand: result} that must share memory, or a function of (operands, params) that returns it.
+    adapt(*avals, **params): None if kernels can read operands of these types. Otherwise a function in jnp that takes the
+        same operands and params, and binds `prim` on operands that kernels can read.
+    dtypes: names of the first operand's dtypes that have kernels. None: `plan` decides.
+    instead(ctx, operands, params, lower): results that replace the call of the kernels or the parts, or None.
+        lower(prim, ctx, operands, params) lowers a call of another primitive here.
+    left(prim, ctx, operands, params): whether the call is left to the reference for a reason of its own.
+    cached=False: the rule is called for every use of `prim`, in the function that contains the use.
     """
+    fallback = _fallback(prim, reference)
 
-    fallback = switch.own_code(mlir.lower_fun(reference, multiple_results=prim.multiple_results))
-
-    def is_partitioned(ctx):
-        return _known(ctx) and partition is not None and compat.may_partition_itself(ctx)
-
-    def rule_of_cpu(ctx, *operands, **params):
-        return partition(ctx, operands, params) if is_partitioned(ctx) else fallback(ctx, *operands, **params)
-
-    def rule(ctx, *operands, **params):
-        if is_partitioned(ctx):
-            return partition(ctx, operands, params)
-        if not _known(ctx):
-            return fallback(ctx, *operands, **params)
-        # XLA would gather the operands of a custom call that several devices share.
-        if compat.partitioned_devices(ctx) > 1 or not registry.kernels_run():
-            return fallback(ctx, *operands, **params)
+    def kernels(ctx, operands, params):
         adapted = adapt(*ctx.avals_in, **params) if adapt is not None else None
         if adapted is not None:
             return mlir.lower_fun(adapted, multiple_results=prim.multiple_results)(ctx, *operands, **params)
         launches = plan(device.this_device(), ctx.avals_in, ctx.avals_out, **params)
         if launches is None:
+            return None
+        shared = aliases(operands, params) if callable(aliases) else aliases
+        given = {"operand_output_aliases": shared} if shared else {}
+        return launch.lower(ctx, prim.name, launches, operands, **given)
+
+    def rule(platform, ctx, *operands, **params):
+        emit = None
+        if left is not None and left(prim, ctx, operands, params):
             return fallback(ctx, *operands, **params)
-        options = {"operand_output_aliases": aliases} if aliases else {}
-        return launch.lower(ctx, prim.name, launches, operands, **options)
+        if _known(ctx) and (dtypes is None or ctx.avals_in[0].dtype.name in dtypes):
+            if partition is not None and compat.may_partition_itself(ctx):
+                emit = partition
+            # XLA would gather the operands of a custom call on several devices.
+            elif platform == "cuda" and compat.partitioned_devices(ctx) == 1 and registry.kernels_run():
+                emit = kernels
+        found = (
+            instead(ctx, operands, params, _lower_on(platform)) if emit is not None and instead is not None else None
+        )
+        if found is None and emit is not None:
+            found = emit(ctx, operands, params)
+        return fallback(ctx, *operands, **params) if found is None else found
 
     registry.register_cuda_target(prim.name)
     if partition is not None:
         compat.needs_devices(prim)
-        mlir.register_lowering(prim, rule_of_cpu, platform="cpu")
-    mlir.register_lowering(prim, rule, platform="cuda")
+    for platform in ("cuda", "cpu") if partition is not None else ("cuda",):
+        _rules[prim, platform] = functools.partial(rule, platform)
+        if cached:
+            mlir.register_lowering(prim, _rules[prim, platform], platform=platform)
+        else:
+            compat.register_uncached_lowering(prim, _rules[prim, platform], platform)
+
+
+_rules = {}
+
+
+def _lower_on(platform):
+    return lambda prim, ctx, operands, params: _rules[prim, platform](ctx, *operands, **params)
+
+
+def _fallback(prim, reference):
+    return switch.own_code(mlir.lower_fun(reference, multiple_results=prim.multiple_results))
 
 
 def _known(ctx) -> bool:
-    """Whether shapes hold no symbols, and no array is empty."""
+    """Whether no shape is symbolic and no array is empty."""
     avals = (*ctx.avals_in, *ctx.avals_out)
     return all(isinstance(d, int) for a in avals for d in a.shape) and not any(0 in a.shape for a in avals)
 
@@ -95,18 +168,18 @@ def cuda_type(dtype) -> str:
     return CUDA_TYPES[dtype.name]
 
 
-# ---- arguments that the structs of ffi/kernels/common/broadcast.h take
+# ---- the structs of ffi/kernels/common/broadcast.h, as kernel arguments
 
 
 def fast_divmod(divisor: int) -> launch.Struct:
-    """FastDivmod of a divisor below 2^32."""
+    """FastDivmod for a divisor below 2^32."""
     shift = (divisor - 1).bit_length() if divisor > 1 else 0
     multiplier = ((1 << 32) * ((1 << shift) - divisor)) // divisor + 1
     return launch.struct(launch.u32(divisor), launch.u32(multiplier & 0xFFFFFFFF), launch.u32(shift))
 
 
 def divider(divisor: int) -> launch.Struct:
-    """Divider (common/divider.h) of any divisor."""
+    """Divider (common/divider.h) for any divisor."""
     wide = divisor >= 2**31 - 1
     return launch.struct(launch.i64(divisor), fast_divmod(1 if wide else divisor), launch.boolean(wide))
 
@@ -140,7 +213,7 @@ def _index_map(groups) -> launch.Struct:
 
 
 def broadcast_view(full, part, axis: int) -> launch.Struct | None:
-    """BroadcastView of an operand of shape `part` against an array of shape `full`; None where it has too many groups."""
+    """BroadcastView of an operand of shape `part` against an array of shape `full`; None if it has too many groups."""
     inner, stride = _groups(full[axis + 1 :], part[axis + 1 :], 1)
     axis_stride = 0 if part[axis] == 1 else stride
     outer, _ = _groups(full[:axis], part[:axis], stride * part[axis])

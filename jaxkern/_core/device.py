@@ -1,4 +1,4 @@
-"""What a plan depends on, of a GPU."""
+"""Device traits: the properties of a GPU that plans depend on."""
 
 import typing
 
@@ -6,7 +6,7 @@ import jax
 
 
 class Device(typing.NamedTuple):
-    """A GPU, as far as plans depend on it."""
+    """The properties of a GPU that plans depend on."""
 
     sm_count: int
     compute_capability: int  # 10 * major + minor
@@ -32,7 +32,7 @@ def describe(gpu) -> Device:
 
 
 def this_device() -> Device:
-    """The first GPU that JAX sees, or an H200 where there is none."""
+    """The first GPU that JAX sees, or an H200 if there is none."""
     try:
         return describe(jax.local_devices(backend="cuda")[0])
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Launch lists: what a plan asks the GPU to run, and the text that carries it through XLA.
+"""Launch lists: the kernels that a plan runs, and the text that carries them through XLA.
 
 A plan is a pure function of a problem and a device that returns a `Plan`: the name of the algorithm, the kernels to
 launch in order, and the bytes of scratch that they share. `lower` puts it into the program as one custom call, and the
@@ -7,10 +7,10 @@ runtime (ffi/runtime) compiles the kernels before the first execution and launch
     Launch("reduction/rows.cuh", "RowSum<float, 4>", grid=132, block=256,
            args=[operand(0), result(0), i64(rows), struct(u32(3), i64(5))])
 
-names a kernel template in a header of ffi/kernels with all its arguments. Arguments are pointers to buffers (`operand`,
-`result`, `scratch`), scalars, or structs of these, laid out as C++ lays out a struct without base classes. A template
-argument is what changes the code; sizes, strides and seeds are arguments of the kernel, so that one compiled kernel
-serves many shapes.
+names a kernel template in a header of ffi/kernels, and all its arguments. Arguments are pointers to buffers (`operand`,
+`result`, `scratch`), scalars, or structs of these, laid out as C++ lays out a struct without base classes. Template
+arguments are constants that change the code. Sizes, strides and seeds are arguments of the kernel, so that one compiled
+kernel serves many shapes.
 """
 
 import dataclasses
@@ -75,7 +75,7 @@ u32 = _scalar("u32", 0, 2**32 - 1)
 i64 = _scalar("i64", -(2**63), 2**63 - 1)
 u64 = _scalar("u64", 0, 2**64 - 1)
 _bool = _scalar("u8", 0, 1)
-null = Scalar("u64", 0)  # a pointer to nothing
+null = Scalar("u64", 0)  # a null pointer
 
 
 def boolean(value) -> Scalar:
@@ -95,7 +95,7 @@ def struct(*members, align: int = 1) -> Struct:
 
 
 def array(members, size: int, fill: Scalar) -> tuple:
-    """The members of a C array of `size` elements, of which those behind `members` are `fill`; unpack it in a struct."""
+    """The elements of a C array of `size` elements: `members`, then `fill`. Unpack the result in `struct`."""
     members = tuple(members)
     return members + (fill,) * (size - len(members))
 
@@ -107,8 +107,8 @@ class Launch:
     header: relative to ffi/kernels. name: the kernel in namespace jaxkern, with its template arguments.
     grid: blocks, one number or up to three. block: threads, likewise. cluster: blocks of a cluster along x.
     shared: bytes of dynamic shared memory.
-    waves: not 0: no more blocks along x than this many times as many as the GPU runs at once.
-    source: definitions in namespace jaxkern that template arguments name, such as a functor made of a user's function.
+    waves: if not 0, the grid has at most this many times the blocks that the GPU runs at once.
+    source: definitions in namespace jaxkern that template arguments name, such as the functor of a user's function.
     """
 
     header: str
@@ -139,10 +139,10 @@ class Memset:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What runs a problem: kernels in order, on `scratch` bytes that nothing else reads or writes.
+    """The kernels that solve a problem, in order, and the bytes of scratch that they need.
 
-    Buffers must be aligned to 16 bytes. XLA's are; where one is not (a slice in the middle of another array), the
-    runtime launches those of `unaligned` instead, which serve any address. None: the launches serve any address.
+    `launches` require buffers that are aligned to 16 bytes, as XLA's are. If one is not (a slice in the middle of another
+    array), the runtime runs `unaligned` instead, which serves any address. None: `launches` serve any address.
     """
 
     algorithm: str
@@ -183,9 +183,9 @@ def _launches(launches, place):
 
 
 def text(operation: str, plan: Plan, operands, results) -> str:
-    """The launch list as text, for operands and results of these types; ffi/runtime/program.cc reads it.
+    """The launch list as text, for operands and results of these types; ffi/runtime/program.cc parses it.
 
-    It says nothing that differs from one process to the next, so that compilation caches find the program again.
+    The text is the same in every process, so that compilation caches find the program again.
     """
     buffers = [*operands, *results]
 
@@ -218,9 +218,9 @@ def _key(program: str) -> np.int64:
 
 
 def lower(ctx, operation: str, plan: Plan, operands, **options):
-    """Emits `plan` as a call of the target of this name, on operands of the types in `ctx`; returns the results.
+    """Emits `plan` as a custom call of the target `operation`; returns the results.
 
-    options: of `jax.ffi.ffi_lowering`, such as operand_output_aliases.
+    options: passed to `jax.ffi.ffi_lowering`, such as operand_output_aliases.
     """
     results = list(ctx.avals_out)
     program = text(operation, plan, ctx.avals_in, results)
@@ -244,7 +244,7 @@ def programs(lowered: str) -> list[str]:
 
 
 class Kernel(typing.NamedTuple):
-    """What `jaxkern._runtime.compile` compiles for a launch."""
+    """The kernel of a launch: arguments of `jaxkern._runtime.compile`."""
 
     header: str
     name: str

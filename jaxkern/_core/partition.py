@@ -1,9 +1,9 @@
-"""Sharding: what XLA is told so that no operation gathers an array that it could work on in parts.
+"""Sharding: operations on split arrays work on their parts, and gather nothing that they do not need.
 
-Under jit over several devices a lowering hands XLA a callback (`jax.experimental.custom_partitioning`): the primitive names
-the dimensions of its operands and results, dimensions of one name are split alike, and `shard` computes a device's part,
-with collectives where it must. Where JAX has no callbacks (inside a `shard_map` over some of the mesh, and in a program that
-is exported for several devices) XLA partitions the reference.
+Under jit on several devices a lowering rule gives XLA a callback (`jax.experimental.custom_partitioning`). The primitive
+names the dimensions of its operands and results. Dimensions of one name are split alike, and `shard` computes the part of
+one device, with collectives if necessary. JAX has no callbacks inside a `shard_map` over some axes of the mesh, and in
+programs that are exported for several devices: XLA partitions the reference there.
 """
 
 import functools
@@ -25,16 +25,16 @@ from jaxkern._core import compat
 
 
 def lower(ctx, prim, operands, params, dims, shard, exact=(), summed=(), whole=()):
-    """Lowers `prim` to parts that each device computes for itself.
+    """Lowers `prim` to one part per device.
 
-    dims: for each operand and then for each result, a name for each dimension. Those of one name are split
-        alike. A dimension of size 1 where others of its name are longer is whole on every device.
-    shard(over, *parts, **params): the part of the result (a list, if `prim` has several) that belongs to these parts
-        of the operands. `over` maps each name to the axes of the mesh that split it, which collectives take; mostly ().
-    exact: names that are split only into equal parts, since `shard` depends on where a part begins. Others
-        may be padded at the end, with whatever.
-    summed: names that results are without, so that `shard` must reduce over them.
-    whole: names that are never split: arrays that are will be gathered.
+    dims: for each operand, then for each result, the names of its dimensions. Dimensions of one name are split alike. A
+        dimension of size 1 is replicated if others of its name are longer.
+    shard(over, *parts, **params): computes the part of the result (a list if `prim` has several results) from these parts
+        of the operands. `over` maps each name to the mesh axes that split it, for use in collectives; mostly ().
+    exact: names that are split only into equal parts, because `shard` depends on where a part begins. Other dimensions
+        may be padded at the end with arbitrary values.
+    summed: names that no result has; `shard` must reduce over them.
+    whole: names that are never split. Arrays that are split there are gathered.
     """
     several, count = prim.multiple_results, len(ctx.avals_in)
     shapes = [a.shape for a in (*ctx.avals_in, *ctx.avals_out)]
@@ -73,17 +73,17 @@ def lower(ctx, prim, operands, params, dims, shard, exact=(), summed=(), whole=(
 
 
 def function_name(prim, params) -> str:
-    """That of the function in a program that holds the callback of `prim`; the program may put a number behind it.
+    """Name of the jitted function that wraps the partitioning callback of `prim`; lowering may append a numeric suffix.
 
-    The compiler's cache knows the callback by its address at most, which another callback has in another
-    process: so the name says what it does.
+    The compilation cache may see the callback's address, which can be that of another callback in another process. So the
+    name identifies what the callback does.
     """
     facts = repr((jaxkern.__version__, sorted(params.items())))
     return f"{prim.name}_{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
 
 
 def _outside_meshes(f):
-    """`f`, whose parts of arrays know nothing of the mesh that the whole is in."""
+    """Calls `f` outside of any mesh: parts of arrays have no sharding."""
 
     def g(*parts):
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
@@ -93,7 +93,7 @@ def _outside_meshes(f):
 
 
 def _refined(mesh, arrays):
-    """The mesh with axes of prime size: XLA may split a dimension by a part of an axis."""
+    """The mesh with its axes factored into axes of prime size, because XLA may split a dimension by part of an axis."""
     sharding, rank = next(((a.sharding, len(a.shape)) for a in arrays if a.sharding is not None), (None, 0))
     if sharding is None:
         return mesh
@@ -109,7 +109,7 @@ def _primes(n):
 
 
 def _axes_of(sharding, mesh, rank):
-    """The axes of the mesh that split each dimension, the slowest first; () where that is none or no such axes."""
+    """The mesh axes that split each dimension, slowest first; () if there are none, or no axes express the split."""
     if sharding is None or rank == 0:
         return [()] * rank
     n, shape = mesh.size, tuple(mesh.shape.values())
@@ -128,9 +128,9 @@ def _axes_of(sharding, mesh, rank):
 
 
 def _agreed(dims, splits, order, size, exact, whole, mesh_shape):
-    """One split for each name: that of the first array, in this order, that has one.
+    """The split of each name: the split of the first array, in this order, that has one.
 
-    No array may be split along two of its dimensions by the same axis; two names that no array has both of may.
+    One mesh axis must not split two dimensions of an array. It may split two names that never occur in the same array.
     """
     over = {}
     for k in order:
@@ -145,19 +145,19 @@ def _agreed(dims, splits, order, size, exact, whole, mesh_shape):
     return over
 
 
-# ---- rows that are split: each device reduces its part, then they tell each other a few numbers a row
+# ---- split rows: each device reduces its part, then devices exchange a few numbers per row
 
 
 def row_sums(axis, over, *arrays):
-    """The sum of each row of each of the arrays; one message between devices for all."""
+    """The row sums of several arrays, with one message between devices for all of them."""
     return _summed([jnp.sum(x, axis, keepdims=True) for x in arrays], over)
 
 
 def row_exponentials(x, axis, over, weights=(), others=()):
-    """(largest, sums): the largest element of each row of x, and sums over the row, in two messages.
+    """(largest, sums): the largest element of each row of x, and sums over the row, with two messages.
 
-    The sums are those of exp(x - largest), of that times each of the weights, and of each of the others. A row of
-    nothing but -inf has the largest element 0, and sums 0 of what has an exponential in it.
+    The sums are those of exp(x - largest), of exp(x - largest) times each of the weights, and of each of the others. For a
+    row that is entirely -inf, the largest element is 0 and the sums of exponentials are 0.
     """
     if over:
         largest, *sums = _in_one_read(x, weights, axis)
@@ -170,9 +170,9 @@ def row_exponentials(x, axis, over, weights=(), others=()):
 
 
 def _in_one_read(x, weights, axis):
-    """The largest element of each row and those sums: XLA reads x, and all that makes it, once.
+    """The largest element of each row and the sums of exponentials, so that XLA computes and reads x once.
 
-    A sum is relative to the largest element so far, and rescaled when that grows (Milakov and Gimelshein, 2018).
+    A sum is relative to the largest element so far and is rescaled when that grows (Milakov and Gimelshein, 2018).
     """
 
     def join(a, b):
@@ -187,7 +187,7 @@ def _in_one_read(x, weights, axis):
 
 
 def merge_exponentials(largest, sums, over, scaled=1):
-    """(largest, sums) of rows from those of their parts, each on a device; the first `scaled` sums are of exponentials."""
+    """(largest, sums) of whole rows from the parts on each device; the first `scaled` sums are of exponentials."""
     base = jnp.where(largest == -jnp.inf, 0, largest)
     if not over:
         return base, sums

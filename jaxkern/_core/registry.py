@@ -1,7 +1,7 @@
 """Loading the extension module and registering its handler with XLA, at import.
 
-`jaxkern._runtime` compiles and launches CUDA kernels (ffi/runtime). Where it is absent or refused, `kernels.reason` says
-why, and the operations run through XLA instead.
+`jaxkern._runtime` compiles and launches CUDA kernels (ffi/runtime). If it cannot be loaded, `kernels.reason` says why, and
+the operations use XLA instead.
 """
 
 import atexit
@@ -25,14 +25,14 @@ from jaxkern._core import compat, device, runtime
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """An extension module: loaded (`module` is set), or not, and why (`reason`)."""
+    """An extension module: either `module` is set, or `reason` says why it is not loaded."""
 
     module: types.ModuleType | None = None
     reason: str = ""
 
 
 def find_installed(package=jaxkern) -> None:
-    """Lets a checkout, which Python prefers when it runs there, use the module of the installed package."""
+    """Makes a checkout use the extension module of the installed package."""
     try:
         installed = importlib.metadata.distribution("jaxkern")
     except importlib.metadata.PackageNotFoundError:
@@ -43,12 +43,12 @@ def find_installed(package=jaxkern) -> None:
 
 
 def load(name: str, api_version=None) -> Module:
-    """Imports `jaxkern.<name>`; never raises. api_version: of the XLA FFI, if not the running jaxlib's."""
+    """Imports `jaxkern.<name>`; never raises. api_version: XLA FFI version to check against; default: the jaxlib's."""
     if importlib.util.find_spec(f"jaxkern.{name}") is None:
         return Module(reason=f"jaxkern.{name} was not built")
     try:
         module = importlib.import_module(f"jaxkern.{name}")
-    except Exception as error:  # a missing symbol, a wrong glibc: anything the loader says
+    except Exception as error:  # any error of the loader: a missing symbol, a wrong glibc
         return Module(reason=f"jaxkern.{name} does not load: {error}")
     accepted = api_version or compat.ffi_api_version()
     if accepted is not None and tuple(module.api_version) > tuple(accepted):
@@ -59,30 +59,29 @@ def load(name: str, api_version=None) -> Module:
         )
     try:
         runtime.configure(module)
-    except Exception as error:  # headers that are not there, an environment variable that is no number
+    except Exception as error:  # missing headers, an environment variable that is not a number
         return Module(reason=f"jaxkern.{name} cannot be set up: {error}")
     atexit.register(module.stop_prefetching)
     return Module(module)
 
 
 def register_cuda_target(name: str) -> None:
-    """Makes `name` a custom call on CUDA that runs launch lists."""
+    """Registers the handler of launch lists as the CUDA custom call `name`."""
     if kernels.module is not None and name not in cuda_targets:
         jax.ffi.register_ffi_target(name, kernels.module.stages(), platform="CUDA")
         cuda_targets.add(name)
 
 
 def kernels_run() -> bool:
-    """Whether a program for CUDA may hold our kernels.
+    """Whether programs for CUDA may contain launch lists.
 
-    Not where the GPU of this process is one that they cannot be compiled for. A program that is made without a GPU, to be
-    exported, holds them.
+    False if kernels cannot be compiled for the GPU of this process. True without a GPU: the program is for export.
     """
     return kernels.module is not None and not _problem_here()
 
 
 def prefetch(program: str) -> None:
-    """Begins to compile the kernels of a launch list for the GPU of this process, if it has one."""
+    """Starts compiling the kernels of a launch list in the background, if this process has a GPU."""
     if gpu_present():
         kernels.module.prefetch(program, device.this_device().compute_capability)
 
@@ -106,20 +105,20 @@ def gpu_present() -> bool:
 
 
 def warn(module: Module, gpu: bool) -> None:
-    """A warning where the module's absence costs something: where there is a GPU."""
+    """Warns if the module is missing on a machine with a GPU."""
     if module.module is None and gpu:
         warnings.warn(f"jaxkern runs through XLA on CUDA: {module.reason}", stacklevel=4)
 
 
 def export_checks() -> list:
-    """What `jax.export` must be told of this library's kernels: that their names and meaning will last.
+    """The safety checks that `jax.export` must skip to export programs with this library's kernels.
 
     >>> import jax, jax.numpy as jnp, jaxkern
     >>> shape = jax.ShapeDtypeStruct((8, 128), jnp.float32)
     >>> exported = jax.export.export(jax.jit(jaxkern.softmax), disabled_checks=jaxkern.export_checks())(shape)
 
-    An artifact for CUDA holds launch lists, which name kernels of this version of the library: it runs where this version is
-    imported, and says so elsewhere. It is code, and is to be trusted like code.
+    An artifact for CUDA contains launch lists, which name kernels of this version of the library. It runs only where this
+    version is imported, and otherwise raises an error that names the version. An artifact is code: trust it like code.
     """
     return [jax.export.DisabledSafetyCheck.custom_call(target) for target in sorted(cuda_targets)]
 

@@ -1,10 +1,10 @@
-"""The runtime of CUDA kernels: where its compiler, headers and cache lie, and whether it can be used.
+"""Configuration of the CUDA runtime: where NVRTC, the headers and the cache are, and whether they can be used.
 
 NVRTC comes with `jax[cuda13]` or `jax[cuda12]`, or with a CUDA toolkit; nothing here needs a GPU. Environment:
 
-    JAXKERN_CACHE_DIR   compiled kernels (default: $XDG_CACHE_HOME/jaxkern or ~/.cache/jaxkern); empty: no cache on disk
-    JAXKERN_CACHE_MB    the most that they may take together (default: 512)
-    JAXKERN_DUMP        a folder for the source, log and cubin of every kernel that is compiled
+    JAXKERN_CACHE_DIR   folder of compiled kernels (default: $XDG_CACHE_HOME/jaxkern or ~/.cache/jaxkern); empty: no cache
+    JAXKERN_CACHE_MB    the size limit of that folder (default: 512)
+    JAXKERN_DUMP        folder for the source, log and cubin of every kernel that is compiled
 """
 
 import functools
@@ -18,7 +18,7 @@ import jaxkern
 
 
 def kernels_folder() -> pathlib.Path:
-    """The folder of the kernels' headers: that of a checkout if this is one, else that of the installed package."""
+    """The folder of kernel headers: of the checkout if this is one, else of the installed package."""
     checkout = pathlib.Path(__file__).resolve().parents[2] / "ffi" / "kernels"
     if checkout.is_dir():
         return checkout
@@ -26,7 +26,7 @@ def kernels_folder() -> pathlib.Path:
 
 
 def _nvidia_folders():
-    """Folders of NVIDIA's packages from PyPI, those of newer CUDA releases first."""
+    """(library folder, include folders) of NVIDIA's packages from PyPI, newest CUDA release first."""
     spec = importlib.util.find_spec("nvidia")
     for site in spec.submodule_search_locations if spec else ():
         for root in sorted(glob.glob(os.path.join(site, "cu[0-9]*")), reverse=True):
@@ -45,7 +45,7 @@ def _toolkit_folders():
 
 @functools.cache
 def find_nvrtc() -> tuple[str, str, tuple[str, ...]]:
-    """(libnvrtc, its builtins, folders of CUDA's headers); the system's search path where nothing is found."""
+    """(libnvrtc, its builtins, folders of CUDA headers); relies on the system's search path if nothing is found."""
     for lib, includes in (*_nvidia_folders(), *_toolkit_folders()):
         found = sorted(p for p in glob.glob(os.path.join(lib, "libnvrtc.so.*")) if "alt" not in p)
         if found and any(os.path.exists(os.path.join(i, "cuda_fp16.h")) for i in includes):
@@ -71,7 +71,7 @@ def _headers_hash(folder: pathlib.Path) -> str:
 
 
 def configure(module) -> None:
-    """Tells the extension module `jaxkern._runtime` where things lie."""
+    """Passes the locations and limits to the extension module `jaxkern._runtime`."""
     folder = kernels_folder()
     nvrtc, builtins, includes = find_nvrtc()
     dump = os.environ.get("JAXKERN_DUMP", "")

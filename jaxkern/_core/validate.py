@@ -1,10 +1,11 @@
-"""Checking the arguments of an operation along an axis, and bringing them to what a primitive takes.
+"""Checks the arguments of operations along an axis, and converts them to the operands of primitives.
 
 Every error here is raised while tracing and names the function, the argument and the shapes.
 """
 
 import math
 import operator
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkern._core import compat
 
+Axis = int | Sequence[int] | None
+
 
 def static_axis(name: str, axis):
-    """`axis` as a hashable int, tuple of ints, or None."""
+    """Converts `axis` to a hashable int, tuple of ints, or None."""
     if axis is None or type(axis) is int:
         return axis
-    # A bool is an int to Python, a string or a dict is iterable: none of them is meant as an axis.
+    # A bool is an int in Python, and a string or a dict is iterable; none of them is an axis.
     if not isinstance(axis, (bool, str, bytes, bytearray, dict)):
         try:
             return _index(axis)
@@ -37,7 +40,7 @@ def _index(a) -> int:
 
 
 def check_array(name: str, argument: str, wanted: str, value) -> None:
-    """Raises unless `value` is something that a jitted function takes for one array."""
+    """Raises unless a jitted function accepts `value` as one array."""
     if isinstance(value, jax.Array):
         return
     try:
@@ -45,7 +48,7 @@ def check_array(name: str, argument: str, wanted: str, value) -> None:
             jax.typeof(value)
             return
         got = "ShapeDtypeStruct"
-    except Exception:  # its type differs with the reason
+    except Exception:  # the type of the error depends on the reason
         dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
         got = f"{dtype}{list(shape)}" if isinstance(shape, tuple) else type(value).__name__
         if isinstance(value, int):
@@ -54,7 +57,7 @@ def check_array(name: str, argument: str, wanted: str, value) -> None:
 
 
 def floating(name: str, x, argument: str = "x"):
-    """`x`, of which errors speak as `argument`, as a floating-point array; integers promote as in `jax.nn`."""
+    """Promotes integers to floating-point as `jax.nn` does; errors name `x` as `argument`."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         if jnp.iinfo(x.dtype).bits < 8:  # as in jax.nn
             raise TypeError(
@@ -75,14 +78,14 @@ def floating(name: str, x, argument: str = "x"):
 
 
 def full_rank_mask(name: str, x, where, whole: str = "x"):
-    """`where` with as many dimensions as `x`, which is called `whole`, each 1 or equal; None stays None."""
+    """Reshapes `where` to the rank of `x`, each dimension 1 or equal; errors name `x` as `whole`. None stays None."""
     if where is not None and where.dtype != jnp.bool_:
         raise TypeError(f"jaxkern.{name}: where must be boolean, got {where.dtype}{list(where.shape)}")
     return full_rank(name, "where", x, where, whole)
 
 
 def full_rank(name: str, argument: str, x, part, whole: str = "x"):
-    """`part`, which broadcasts to `x`, with as many dimensions as `x`, each 1 or equal; None stays None."""
+    """Reshapes `part` to the rank of `x`, each dimension 1 or equal. None stays None."""
     if part is None:
         return None
     shape = (1,) * (x.ndim - part.ndim) + part.shape
@@ -94,7 +97,7 @@ def full_rank(name: str, argument: str, x, part, whole: str = "x"):
 
 
 def sorted_axes(name: str, axis, shape, argument: str = "x") -> list[int]:
-    """The axes as ascending non-negative numbers."""
+    """The axes as ascending nonnegative ints."""
     rank = len(shape)
     axes = range(rank) if axis is None else axis if isinstance(axis, tuple) else (axis,)
     for a in axes:
@@ -107,7 +110,7 @@ def sorted_axes(name: str, axis, shape, argument: str = "x") -> list[int]:
 
 
 def along_axes(f, x, parts, axes):
-    """`f(x, parts, axis)`, a row operation over one axis, over several of them; see one_axis."""
+    """Applies `f(x, parts, axis)`, a row operation along one axis, along several axes; see one_axis."""
     if _apart(x, axes):
         order = _last(x, axes)
         y = along_axes(
@@ -124,18 +127,18 @@ def along_axes(f, x, parts, axes):
 
 
 def one_axis(x, parts, axes):
-    """(x, parts, axis) with one axis in the place of several.
+    """(x, parts, axis) with one axis in place of several.
 
-    parts: operands of the rank of `x` that broadcast to it, or None, in a list.
+    parts: a list of operands that have the rank of `x` and broadcast to it, or None.
 
-    Neighbouring axes become one by a reshape, which moves nothing; dimensions of size 1 are no
-    obstacle. Other axes are first moved to the end, which copies the array. Dimensions that are no axes
-    keep their order, but those of size 1 among the axes may go; without axes there is a new one of size 1.
+    Neighbouring axes are merged by a reshape, which moves no data; dimensions of size 1 between them do not matter. Other
+    axes are first moved to the end, which copies the array. All other dimensions keep their order, except that those of
+    size 1 between the axes may disappear. Without axes, a new one of size 1 is added.
     """
     long = [a for a in axes if x.shape[a] != 1]
     if len(long) == 1 or (not long and axes):
         return x, parts, (long or axes)[0]
-    if not axes:  # each element is a row of its own
+    if not axes:  # each element is a row
         return x[..., None], _each(lambda p: p[..., None], parts), x.ndim
     if _apart(x, axes):
         order = _last(x, axes)
@@ -146,7 +149,7 @@ def one_axis(x, parts, axes):
     span = slice(first, last + 1)
 
     def collapsed(part):
-        # Whole or of size 1 over all these axes, it can be reshaped; else it is broadcast over them.
+        # A part that has full size, or size 1, along all these axes can be reshaped. Other parts are broadcast first.
         if any(b != 1 for b in part.shape[span]):
             part = jnp.broadcast_to(part, (*part.shape[:first], *x.shape[span], *part.shape[last + 1 :]))
         return _collapse(_gathered(part, span), span)
@@ -165,7 +168,7 @@ def _apart(x, axes) -> bool:
 
 
 def _last(x, axes) -> list[int]:
-    """The order of dimensions with the axes at the end."""
+    """The permutation of dimensions that moves the axes to the end."""
     return [a for a in range(x.ndim) if a not in axes] + list(axes)
 
 
@@ -175,23 +178,23 @@ def _collapse(x, span):
 
 
 def explicit_spec(x) -> tuple:
-    """How the type of `x`, or a type, says that each dimension is split: all None but on a mesh with explicit axes."""
+    """The sharding of each dimension of `x`, an array or a type; all None unless the mesh has explicit axes."""
     aval = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
     spec = tuple(aval.sharding.spec)
     return spec + (None,) * (x.ndim - len(spec))
 
 
 def split_like(x, aval):
-    """`x` as its type must say that it is split on a mesh with explicit axes to be a cotangent for `aval`."""
+    """Reshards `x` like `aval` on a mesh with explicit axes, as its cotangent must be."""
     same = tuple(jax.typeof(x).sharding.spec) == tuple(aval.sharding.spec)
     return x if same or aval.sharding.mesh.empty else jax.sharding.reshard(x, aval.sharding.spec)
 
 
 def mergeable(x, dims: int, first: int = 0):
-    """`x` such that `dims` dimensions from the `first` on may be reshaped to one.
+    """Reshards `x` so that `dims` dimensions, beginning at `first`, can be reshaped to one.
 
-    JAX merges dimensions on a mesh with explicit axes only where none is split behind one that is not; before 0.10,
-    where no more than the first is split.
+    On a mesh with explicit axes, JAX merges dimensions only if no split dimension follows an unsplit one; before 0.10,
+    only if at most the first is split.
     """
     spec, at = explicit_spec(x), first
     if compat.merges_split_dimensions():
@@ -201,12 +204,12 @@ def mergeable(x, dims: int, first: int = 0):
 
 
 def whole(x, dim: int):
-    """`x` with that dimension whole on every device, on a mesh with explicit axes."""
+    """Replicates a dimension of `x` on a mesh with explicit axes."""
     return _gathered(x, slice(dim, dim + 1))
 
 
 def _gathered(x, span):
-    """`x` with the dimensions of `span` whole on every device, without which a type has no word for their product."""
+    """Replicates the dimensions `span` of `x`; JAX has no sharding for the product of split dimensions."""
     spec = explicit_spec(x)
     if not any(spec[span]):
         return x

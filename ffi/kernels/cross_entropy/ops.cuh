@@ -18,7 +18,7 @@
 //     WriteRow   the loss and the residuals, from the LossStat of the whole row
 //     Slope      maps a row's logits to their gradient
 //
-// The exponentials are those of softmax (softmax/ops.cuh): relative to the largest logit, one ex2 each.
+// The exponentials are those of common/exponential.cuh: relative to the largest logit, one ex2 each.
 #pragma once
 
 #include "common/async.cuh"
@@ -197,7 +197,7 @@ template <class T> __device__ __forceinline__ Compute<T> ReferenceOf(T first) {
 // The residual `total`, sum(e^(x - base)), from the sum as the kernels have it: in 16 bit with the common factor of its
 // terms (see LogOfExcess); and back. The total of a row with a single participant is exactly 1.
 template <class T> __device__ __forceinline__ Compute<T> KeptTotal(Compute<T> base, Sum<T> sum) {
-  if constexpr (sizeof(T) == 2) return Forward<T, true>::WithoutExcess(sum, base);
+  if constexpr (sizeof(T) == 2) return WithoutExcess<T>(static_cast<float>(sum), base);
   else return static_cast<Compute<T>>(sum);
 }
 template <class T> __device__ __forceinline__ Compute<T> OwnTotal(Compute<T> base, Compute<T> kept) {

@@ -9,16 +9,14 @@
 // loads the packs of all operands, applies the functor to each element (or to pairs of 16-bit elements, where it has a
 // form for pairs), and stores.
 //
-//   Flat       All arrays are contiguous, or scalars (bits of `scalars`), which each thread reads once. With `tiles` a
-//   block
-//              takes kUnroll packs per thread and loads all of them before it computes on the first. What is left
-//              behind the packs is handled element by element; with no packs at all the kernel serves any address.
-//   Strided    Three dimensions. Operands may lack some of them (a bias, a scale per row), and rows may have gaps (the
-//   halves
-//              of a gated operation), in results too. Bits of `columns` are set for operands that are the same along a
-//              row, bits of `shared` for those that are the same for all rows of the middle dimension. With `packs`,
-//              rows are whole packs that begin on 16 bytes, and a thread takes the same pack of kRows neighboring rows;
-//              else it takes single elements, at any address.
+//     Flat       All arrays are contiguous or scalars (bits of `scalars`), which each thread reads once. With `tiles`, a
+//                block takes kUnroll packs per thread and loads all of them before it computes on the first. Elements
+//                behind the last whole pack are handled one by one. With no packs at all the kernel serves any address.
+//     Strided    Three dimensions. Operands may lack some of them (a bias, a scale per row), and rows of operands and
+//                results may have gaps (the halves of a gated operation). Bits of `columns` are set for operands that
+//                are the same along a row, bits of `shared` for operands that all rows of the middle dimension share.
+//                With `packs`, rows are whole packs that begin on 16 bytes, and a thread takes the same pack of kRows
+//                neighboring rows; without, it takes single elements at any address.
 //
 // Blocks step over the array by the grid, which has one block per tile up to many waves and less than 2^32 threads.
 // Inputs are read with evict-last and results written with evict-first where the call exceeds L2 (benchmarks/NOTES.md

@@ -1,10 +1,9 @@
-// Writes the rows that nothing goes to, where keys are in order. The rows of each slice are cut into bands whose length
+// Writes the rows that receive no update, once keys are in order. The rows of each slice are cut into bands whose length
 // is a power of two:
 //
 //     empty bands    one warp per band searches the keys, and fills the band if no key lies in it
-//     gaps           the empty rows of other bands lie between two neighbouring keys. They are filled by the threads
-//     that
-//                    look at both: the reductions in shared memory, which have the keys at hand, or FillGaps
+//     gaps           the empty rows of other bands lie between two neighbouring keys. The threads that compare the two
+//                    keys fill them: the reductions in shared memory, which hold the keys anyway, or FillGaps
 //
 // So no row needs to be marked, a gap is never more than two bands' rows of work, and long empty stretches are filled
 // by many warps.

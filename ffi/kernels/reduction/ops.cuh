@@ -15,9 +15,9 @@
 #pragma once
 
 #include "common/broadcast.h"
+#include "common/exponential.cuh"
 #include "common/pack.cuh"
 #include "common/reduce.cuh"
-#include "softmax/ops.cuh"
 
 namespace jaxkern {
 

@@ -11,46 +11,11 @@
 // `v` holds the inputs, elements `step` apart; the first input is overwritten.
 #pragma once
 
+#include "common/exponential.cuh"
 #include "common/pack.cuh"
 #include "common/reduce.cuh"
 
 namespace jaxkern {
-
-constexpr float kLog2E = 1.44269504088896340736f;
-constexpr float kLn2 = 0.693147180559945309417f;
-
-template <class C> __device__ __forceinline__ C Infinity() {
-  if constexpr (sizeof(C) == 4) return __uint_as_float(0x7f800000u);
-  else return __hiloint2double(0x7ff00000, 0);
-}
-__device__ __forceinline__ float Max(float a, float b) { return fmaxf(a, b); }
-__device__ __forceinline__ double Max(double a, double b) { return fmax(a, b); }
-
-// The maximum of a run of -inf is -inf; subtracting 0 instead avoids -inf - -inf.
-template <class C> __device__ __forceinline__ C Base(C max) { return max == -Infinity<C>() ? C(0) : max; }
-
-__device__ __forceinline__ float Exp2Approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// e^(x - base) for x <= base, to the accuracy that T's output can show. float: what the product d * log2(e) loses by
-// rounding is put back as e^high * (1 + low), which leaves the error of ex2.approx alone (2 ulp).
-template <class T> __device__ __forceinline__ Compute<T> ExpDifference(Compute<T> x, Compute<T> base) {
-  if constexpr (sizeof(T) == 8) {
-    return exp(x - base);
-  } else if constexpr (sizeof(T) == 4) {
-    float d;  // -inf would make the low part NaN; NaN itself passes
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(x - base), "f"(-104.0f));
-    const float high = __fmul_rn(d, kLog2E);
-    const float low = fmaf(high, -kLn2, d);
-    const float power = Exp2Approx(high);
-    return fmaf(power, low, power);
-  } else {
-    return Exp2Approx((x - base) * kLog2E);
-  }
-}
 
 template <class C> __device__ __forceinline__ C Reciprocal(C x) {
   if constexpr (sizeof(C) == 4) return __fdividef(1.0f, x);
@@ -74,7 +39,7 @@ template <class T> __device__ __forceinline__ Compute<T> Power(Compute<T> x, Com
     power = fmaf(power, r, 1.0f);
     return power * __uint_as_float((__float_as_uint(shifted) << 23) + 0x3f800000u);  // 2^n, n >= -127
   } else {
-    return ExpDifference<T>(x, base);
+    return ExpDifference<T, true>(x, base);
   }
 }
 
@@ -109,7 +74,7 @@ template <class T_> struct SegmentForward {
     Factor factor;
   };
 
-  static __device__ __forceinline__ C Exp(C x, C base) { return ExpDifference<T>(x, base); }
+  static __device__ __forceinline__ C Exp(C x, C base) { return ExpDifference<T, true>(x, base); }
   static __device__ __forceinline__ Stat Identity() { return {-Infinity<C>(), C(0)}; }
   static __device__ __forceinline__ Stat Merge(Stat a, Stat b) {
     const C max = Max(a.max, b.max), base = Base(max);

@@ -1,9 +1,9 @@
-"""The one-read rule: loss and gradient of `value_and_grad` out of one call that reads the logits once.
+"""The one-read rule: one call that reads the logits once computes loss and gradient of `value_and_grad`.
 
 A program made by `value_and_grad` computes the loss, then the gradient. If the cotangents of the loss do not depend on
-its value, as those of a mean or a weighted sum, they can be computed first. When the gradient is lowered, this rule
-moves the operations that compute them before the call of the loss, and one call of `cross_entropy_both_p` takes the
-place of both.
+its value (a mean or a weighted sum), they can be computed first. When the gradient is lowered, this rule moves the
+operations that compute the cotangents before the call of the loss, and replaces both calls by one call of
+`cross_entropy_both_p`.
 
 The environment variable JAXKERN_ONE_READ=0, read whenever a gradient is lowered, turns the rule off.
 """
@@ -14,7 +14,6 @@ import re
 from jax.extend.mlir import ir
 
 from jaxkern._core import compat, partition
-from jaxkern._ops.cross_entropy.primitive import cross_entropy_both_p, cross_entropy_p
 
 
 def maker(value):
@@ -22,17 +21,22 @@ def maker(value):
     return None if isinstance(value.owner, ir.Block) else value.owner.operation
 
 
-def gradient(ctx, operands, params, emit):
-    """The gradient out of one call for loss and gradient; None if the rule does not apply.
+def gradient(loss_p, both_p, ctx, operands, params, lower):
+    """Replaces the call of the loss by a call for loss and gradient; returns the gradient, or None if the rule does not apply.
 
-    operands, params: of `cross_entropy_grad_p`, which is being lowered in `ctx`.
-    emit(prim, ctx, operands, params): emits the call of a primitive at the insertion point; its results.
+    loss_p, both_p: the primitives of the loss, and of loss and gradient.
+    operands, params: the operands and parameters of `cross_entropy_grad_p`, which is being lowered in `ctx`.
+    lower(prim, ctx, operands, params): lowers a primitive at the insertion point and returns its results.
     """
     logits, labels, largest, _, weight, *rest = operands
     forward = maker(largest)
     if os.environ.get("JAXKERN_ONE_READ") == "0" or not compat.moves_operations():
         return None
-    if forward is None or not _is_loss(forward, params) or list(forward.operands) != [logits, labels, *rest[1:]]:
+    if (
+        forward is None
+        or not _is_loss(loss_p, forward, params)
+        or list(forward.operands) != [logits, labels, *rest[1:]]
+    ):
         return None
     moved = _before(weight, forward)
     if moved is None:
@@ -45,25 +49,27 @@ def gradient(ctx, operands, params, emit):
         avals_out=[*rows, ctx.avals_out[0]],
     )
     with ir.InsertionPoint(forward), forward.location:
-        *found, dx = emit(cross_entropy_both_p, both, [logits, labels, weight, *rest[1:]], params)
+        *found, dx = lower(both_p, both, [logits, labels, weight, *rest[1:]], params)
     for old, new in zip(forward.results, found):
         old.replace_all_uses_with(new)  # leaves the call of the loss without uses
-    return dx
+    return [dx]
 
 
-def _is_loss(operation, params):
-    """Whether `operation` calls the kernel of the loss, or what partitions it, with these parameters."""
+def _is_loss(loss_p, operation, params):
+    """Whether `operation` calls the kernel of the loss, or its partitioned function, with these parameters."""
     if operation.name == "stablehlo.custom_call":
-        return ir.StringAttr(operation.attributes["call_target_name"]).value == cross_entropy_p.name
+        return ir.StringAttr(operation.attributes["call_target_name"]).value == loss_p.name
     if operation.name != "func.call":
         return False
     callee = ir.FlatSymbolRefAttr(operation.attributes["callee"]).value
-    return re.fullmatch(partition.function_name(cross_entropy_p, params) + r"(_\d+)?", callee) is not None
+    return re.fullmatch(partition.function_name(loss_p, params) + r"(_\d+)?", callee) is not None
 
 
 def _before(value, barrier):
-    """The operations to move before `barrier`, in order, so that `value` is known there; None if one of them depends on
-    it, is not plain arithmetic, or stands in another block."""
+    """The operations that must move before `barrier`, in order, so that `value` is available there.
+
+    None if one of them depends on `barrier`, is not plain arithmetic, or is in another block.
+    """
     found = []
 
     def visit(value):

@@ -10,26 +10,23 @@
     split        several blocks per row         as warp       one after the other
     column       the axis is not the last one   the same      one after the other
 
-If loss and gradient come one after the other the logits are read twice, else once. Limits are those of the kernels
+If loss and gradient are computed one after the other, the logits are read twice; else once. Limits are those of the kernels
 (ffi/kernels/cross_entropy); the preferences were measured (benchmarks/NOTES.md, benchmarks/results).
 """
 
 import math
 import typing
 
+from jaxkern._core.algorithms import pick
 from jaxkern._core.define import CUDA_TYPES, EMPTY_VIEW, broadcast_view, ceil_div
 from jaxkern._core.launch import Launch, Plan, boolean, f32, f64, i32, i64, null, operand, result, scratch, struct
 
 ALGORITHMS = ("sub_warp", "warp", "block", "pipeline", "streaming", "split", "column")
-PASSES = ("loss", "gradient", "both")
 
 _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+DTYPES = tuple(_ITEMSIZE)
+PASSES = ("loss", "gradient", "both")
 _LABELS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-_NAMES = {
-    "loss": "softmax_cross_entropy",
-    "gradient": "softmax_cross_entropy gradient",
-    "both": "softmax_cross_entropy_and_grad",
-}
 
 # Of the kernels.
 _GROUP_THREADS, _STREAM_THREADS, _BLOCK_THREADS = 128, 256, 512
@@ -51,7 +48,7 @@ class Problem(typing.NamedTuple):
     width: int
     inner: int = 1
     dtype: str = "float32"
-    which: str = "loss"  # one of PASSES
+    which: typing.Literal[PASSES] = "loss"
     masked: bool = False
 
     @property
@@ -143,7 +140,7 @@ def ignore_bits(ignore: int | None) -> int:
 
 
 class _Call(typing.NamedTuple):
-    """A problem and what its kernels are told beside it."""
+    """A problem with all other inputs of the kernels' parameters."""
 
     p: Problem
     device: typing.Any
@@ -342,11 +339,7 @@ def cross_entropy(which: str, device, operands, results, *, axis: int, tier: str
     if logits.dtype.name not in _ITEMSIZE or labels.dtype.name not in _LABELS or (masked and view is None):
         return None
     p = Problem(math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :]), logits.dtype.name, which, masked)
-    if tier != "auto" and not fits(tier, p, device):
-        raise ValueError(
-            f"jaxkern.{_NAMES[which]}: the algorithm {tier!r} cannot run rows of {p.width} {p.dtype} elements here"
-        )
-    algorithm = choose(p, device) if tier == "auto" else tier
+    algorithm = pick("softmax_cross_entropy", tier, p, device)
     call = _Call(p, device, options, labels.dtype.name, view)
     launches = tuple(_launches(call, algorithm))
     # Element by element, for arrays that are not aligned.

@@ -12,28 +12,17 @@ them: only those along logits and weight exist.
 """
 
 import functools
-import typing
 
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import batching
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.extend.mlir import ir
 
-from jaxkern._core import compat
-from jaxkern._core.primitive import bind, evaluate
-from jaxkern._ops.cross_entropy.reference import computing
+from jaxkern._core import algorithms, compat, decisions, define, stablehlo, switch
+from jaxkern._core.primitive import bind
+from jaxkern._core.rows import adapt_mask, without_axis
+from jaxkern._ops.cross_entropy import one_read, plan, reference, sharding
+from jaxkern._ops.cross_entropy.reference import Options, computing  # noqa: F401
 
-
-class Options(typing.NamedTuple):
-    """The numbers of a cross-entropy, constants of a compiled program."""
-
-    smoothing: float = 0.0
-    z_loss: float = 0.0
-    ignore: int | None = None
-    # The gradient may overwrite the logits: for the part of an array on one device, whose program does not show it.
-    overwrites: bool = False
-    # Logits that are arithmetic are left to XLA, which computes them where it reads them: for `jaxkern.accelerate`.
-    fusible: bool = False
+algorithms.register(plan, "softmax_cross_entropy")
 
 
 # The operands of each primitive without a mask and with one, then its results: arrays of logits (x), numbers per row
@@ -46,15 +35,15 @@ KINDS = {
 }
 
 
-def kinds(prim, operands):
-    """The kinds of the operands and of the results."""
-    plain, masked, results, masked_results = KINDS[prim.name.removeprefix("jaxkern_")]
+def kinds(name, operands):
+    """The kinds of the operands and of the results of the primitive of this name."""
+    plain, masked, results, masked_results = KINDS[name.removeprefix("jaxkern_")]
     return (masked, masked_results) if len(operands) == len(masked) else (plain, results)
 
 
-def _abstract_eval(prim, x, *rest, axis, tier, options):
+def _abstract_eval(name, x, *rest, axis, tier, options):
     del tier, options
-    operands, results = kinds(prim, (x, *rest))
+    operands, results = kinds(name, (x, *rest))
     rows = x.shape[:axis] + x.shape[axis + 1 :]
     for kind, a in zip(operands, (x, *rest), strict=True):
         fits = {
@@ -63,20 +52,15 @@ def _abstract_eval(prim, x, *rest, axis, tier, options):
             "m": a.dtype == jnp.bool_ and a.ndim == x.ndim and all(b in (1, d) for d, b in zip(x.shape, a.shape)),
         }
         if not fits[kind]:
-            raise ValueError(f"{prim.name}: {a.str_short()} does not fit {x.str_short()} along axis {axis}")
-    # Updating keeps the sharding and the varying axes that x came with.
-    sharding = {}
-    if not x.sharding.mesh.empty:
-        spec = [*x.sharding.spec, *[None] * (x.ndim - len(x.sharding.spec))]
-        sharding = {"sharding": NamedSharding(x.sharding.mesh, PartitionSpec(*spec[:axis], *spec[axis + 1 :]))}
-    row = x.update(shape=rows, dtype=computing(x.dtype), weak_type=False, **sharding)
+            raise ValueError(f"{name}: {a.str_short()} does not fit {x.str_short()} along axis {axis}")
+    row = without_axis(x, axis).update(dtype=computing(x.dtype))
     found = [x.update(weak_type=False) if kind == "x" else row for kind in results]
-    return found if prim.multiple_results else found[0]
+    return found if len(found) > 1 else found[0]
 
 
 def _batch(prim, operands, dims, *, axis, tier, options):
     """The batch becomes one more dimension of the logits, where they have it, or their first."""
-    operand_kinds, results = kinds(prim, operands)
+    operand_kinds, results = kinds(prim.name, operands)
     size = next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
     at = dims[0] if dims[0] is not None else 0
     new_axis = axis + (at <= axis)
@@ -96,17 +80,93 @@ def _batch(prim, operands, dims, *, axis, tier, options):
     return (out, places) if prim.multiple_results else (out, places[0])
 
 
-def _primitive(name):
-    prim = Primitive(f"jaxkern_{name}")
-    prim.multiple_results = len(KINDS[name][2]) > 1
-    prim.def_abstract_eval(functools.partial(_abstract_eval, prim))
-    prim.def_impl(functools.partial(evaluate, prim))
-    batching.primitive_batchers[prim] = functools.partial(_batch, prim)
-    compat.check_nans(prim)
-    return prim
+# ---- lowering
+#
+# A result of a custom call shares an operand's memory always or never. If the operand is used afterwards, or is an
+# argument that was not donated, XLA copies it first. So the gradient overwrites logits that are an intermediate result
+# or a donated argument. It and the one-read rule (one_read.py) see the program around a primitive, so that lowering
+# rules must not be cached: a cached rule sees the operands as arguments of a function of its own.
 
 
-cross_entropy_p = _primitive("cross_entropy")
-cross_entropy_grad_p = _primitive("cross_entropy_grad")
-cross_entropy_jvp_p = _primitive("cross_entropy_jvp")
-cross_entropy_both_p = _primitive("cross_entropy_both")
+def _partition(prim, ctx, operands, params):
+    params = params | {"options": params["options"]._replace(overwrites=_overwrites(prim, operands, params))}
+    split = functools.partial(sharding.shard, prim, cross_entropy_p)
+    return sharding.partitioned(prim, kinds(prim.name, operands), split, ctx, operands, params)
+
+
+def _adapt(prim, *avals, axis, **params):
+    return adapt_mask(prim, avals[0], avals[-1], axis) if kinds(prim.name, avals)[0][-1] == "m" else None
+
+
+def _left(prim, ctx, operands, params) -> bool:
+    """Whether a loss that `jaxkern.accelerate` put into a program is left to XLA there."""
+    if not params["options"].fusible:
+        return False
+    settings = switch.current()
+    why = switch.refusal(ctx, settings)
+    if not why and stablehlo.is_arithmetic(ctx, operands[0]) and not (settings and settings.force):
+        why = "XLA fuses the arithmetic that makes the logits"
+    x = ctx.avals_in[0]
+    if prim is cross_entropy_p:
+        reason = why or "loss and gradient in one read"
+        decisions.record("softmax_cross_entropy", not why, reason, [x], compat.frames(ctx.traceback), stablehlo.size(x))
+    return bool(why)
+
+
+def _overwrites(prim, operands, params) -> bool:
+    """Whether the gradient takes the memory of the logits."""
+    return prim is not cross_entropy_p and (params["options"].overwrites or _may_overwrite(operands[0]))
+
+
+def _may_overwrite(value) -> bool:
+    while (maker := one_read.maker(value)) is not None and maker.name == "stablehlo.reshape":
+        value = maker.operands[0]  # the same memory
+    if maker is not None:
+        return maker.name != "stablehlo.constant"
+    function = value.owner.owner.operation
+    if function.name != "func.func" or "arg_attrs" not in function.attributes:
+        return False
+    own = ir.DictAttr(ir.ArrayAttr(function.attributes["arg_attrs"])[ir.BlockArgument(value).arg_number])
+    return "jax.buffer_donor" in own or "tf.aliasing_output" in own
+
+
+def _primitive(name, reference, taylor=None, which=None, **options):
+    """which: the pass that kernels compute, if there are any. Taylor series follow functions of the logits alone."""
+    results = len(KINDS[name][2])
+    return define.primitive(
+        f"jaxkern_{name}",
+        functools.partial(_abstract_eval, name),
+        _batch,
+        reference,
+        several=results > 1,
+        taylor=taylor,
+        plan=which and functools.partial(plan.cross_entropy, which),
+        partition=_partition,
+        adapt=_adapt,
+        dtypes=plan.DTYPES,
+        left=_left,
+        cached=False,
+        **options,
+    )
+
+
+def _gradient_and_loss(ctx, operands, params, lower):
+    return one_read.gradient(cross_entropy_p, cross_entropy_both_p, ctx, operands, params, lower)
+
+
+def _overwritten(prim, operands, params):
+    """{logits: gradient} if the gradient takes the memory of the logits."""
+    return {0: len(kinds(prim.name, operands)[1]) - 1} if _overwrites(prim, operands, params) else None
+
+
+cross_entropy_p = _primitive("cross_entropy", reference.loss, which="loss")
+cross_entropy_grad_p = _primitive(
+    "cross_entropy_grad",
+    reference.gradient_by_residuals,
+    reference.gradient,
+    "gradient",
+    aliases=_overwritten,
+    instead=_gradient_and_loss,
+)
+cross_entropy_jvp_p = _primitive("cross_entropy_jvp", reference.transpose_by_residuals, reference.transpose)
+cross_entropy_both_p = _primitive("cross_entropy_both", reference.both, which="both", aliases=_overwritten)

@@ -1,7 +1,23 @@
 """Cross-entropy in jnp: what the kernels compute. See primitive.py for the operands and results."""
 
+import typing
+
 import jax
 import jax.numpy as jnp
+
+from jaxkern._core.rows import largest_of
+
+
+class Options(typing.NamedTuple):
+    """The numbers of a cross-entropy, constants of a compiled program."""
+
+    smoothing: float = 0.0
+    z_loss: float = 0.0
+    ignore: int | None = None
+    # The gradient may overwrite the logits: for the part of an array on one device, whose program does not show it.
+    overwrites: bool = False
+    # Logits that are arithmetic are left to XLA, which computes them where it reads them: for `jaxkern.accelerate`.
+    fusible: bool = False
 
 
 def computing(dtype):
@@ -9,16 +25,16 @@ def computing(dtype):
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
-def _shifted(x, mask, axis):
+def _shifted(logits, mask, axis):
     """(logits - largest, largest, exponentials, their sum) in the computing type; masked-out logits are -inf.
 
     The largest of an empty row is the least finite number.
     """
-    x = x.astype(computing(x.dtype))
+    x = logits.astype(computing(logits.dtype))
     if mask:
         x = jnp.where(mask[0], x, -jnp.inf)
     # With this initial value an empty row needs no condition, and XLA compiles a single loop over rows for the CPU.
-    largest = jax.lax.stop_gradient(jnp.max(x, axis, keepdims=True, initial=jnp.finfo(x.dtype).min))
+    largest = largest_of(logits, mask, axis)
     e = jnp.exp(x - largest)
     total = jnp.sum(e, axis, keepdims=True)
     return x - largest, largest, e, total

@@ -1,36 +1,39 @@
 """Cross-entropy of logits whose classes are split over devices, as a vocabulary often is.
 
-    loss        a kernel reads each part once; two messages of a few numbers per row; the device that has the label's
+    loss        a kernel reads each part once; two messages of a few numbers per row; the device that holds the label's
                 logit contributes it
-    gradient    XLA's operations read and write each part once, without a message, since residuals are of whole rows
+    gradient    XLA's operations read and write each part once, without a message, because residuals describe whole rows
     both        one after the other
     tangent     XLA's operations, and a message
 
-Split rows need no message, and the kernels run on each part. Classes that do not divide evenly are gathered.
+If only rows are split, the kernels run on each part without a message. Classes that do not divide evenly are gathered.
 """
 
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkern._core import partition
 from jaxkern._ops.cross_entropy import reference
-from jaxkern._ops.cross_entropy.primitive import Options, cross_entropy_p, kinds
+from jaxkern._ops.cross_entropy.reference import Options
 from jaxkern._ops.reduction.primitive import statistics
 
 
-def dims(prim, avals, axis: int):
-    """Names for the dimensions of each operand and result, for partition.lower."""
-    full = [f"d{d}" for d in range(avals[0].ndim)]
+def partitioned(prim, kinds, split, ctx, operands, params):
+    """Lowers `prim` to parts, which `split` computes; kinds: of the operands and of the results."""
+    full = [f"d{d}" for d in range(ctx.avals_in[0].ndim)]
+    axis = params["axis"]
     full[axis] = "classes"
-    operands, results = kinds(prim, avals)
-    return [full[:axis] + full[axis + 1 :] if kind == "r" else full for kind in operands + results]
+    dims = [full[:axis] + full[axis + 1 :] if kind == "r" else full for kind in "".join(kinds)]
+    summed = () if "x" in kinds[1] else ("classes",)
+    return partition.lower(ctx, prim, operands, params, dims, split, exact={"classes"}, summed=summed)
 
 
 def _place(over, width):
-    """The first class of the device's part, and the number of all classes."""
+    """The first class of this device's part, and the number of all classes."""
     return lax.axis_index(over) * width, lax.psum(1, over) * width
 
 
-def _statistics(logits, mask, axis, smoothing, tier):
+def _statistics(loss_p, logits, mask, axis, smoothing, tier):
     """Per row of a part, in one read: the largest logit, the sum of exponentials, the number of participants, and with
     smoothing the sum of logit - largest. They have a dimension for the axis."""
     if not smoothing:
@@ -38,7 +41,7 @@ def _statistics(logits, mask, axis, smoothing, tier):
         return largest, total, reference.participants(logits, mask, axis), None
     # With smoothing 1 the loss is log(total) less the mean of that sum, whatever the label is.
     anything = jnp.zeros(logits.shape[:axis] + logits.shape[axis + 1 :], jnp.int32)
-    found = cross_entropy_p.bind(logits, anything, *mask, axis=axis, tier=tier, options=Options(1.0))
+    found = loss_p.bind(logits, anything, *mask, axis=axis, tier=tier, options=Options(1.0))
     spread, largest, total, *counted = (jnp.expand_dims(a, axis) for a in found)
     count = counted[0] if mask else reference.participants(logits, mask, axis)
     nothing = total == 0
@@ -48,7 +51,7 @@ def _statistics(logits, mask, axis, smoothing, tier):
     return jnp.where(nothing, -jnp.inf, largest), total, count, below
 
 
-def _loss(over, logits, labels, *mask, axis, tier, options):
+def _loss(loss_p, over, logits, labels, *mask, axis, tier, options):
     first, classes = _place(over, logits.shape[axis])
     label, bad, ignored = reference.classes_of(labels, classes, axis, options)
     here = label.astype(jnp.int32) - first
@@ -60,7 +63,7 @@ def _loss(over, logits, labels, *mask, axis, tier, options):
             jnp.take_along_axis(jnp.broadcast_to(mask[0], logits.shape), here, axis, mode="clip"), logit, -jnp.inf
         )
 
-    largest, total, count, below = _statistics(logits, mask, axis, options.smoothing, tier)
+    largest, total, count, below = _statistics(loss_p, logits, mask, axis, options.smoothing, tier)
     base = jnp.where(largest == -jnp.inf, 0, largest)
     whole = lax.pmax(largest, over)
     whole = jnp.where(whole == -jnp.inf, 0, whole)
@@ -84,7 +87,7 @@ def _loss(over, logits, labels, *mask, axis, tier, options):
     return [jnp.squeeze(a, axis) for a in (value, whole, total, *([count] if mask else []))]
 
 
-def _gradient(over, logits, labels, largest, total, g, *rest, axis, tier, options):
+def _gradient(loss_p, over, logits, labels, largest, total, g, *rest, axis, tier, options):
     slope, live = _slopes(over, logits, labels, largest, total, rest, axis, options)
     return jnp.where(live, slope * jnp.expand_dims(g, axis), 0).astype(logits.dtype)
 
@@ -97,16 +100,23 @@ def _slopes(over, logits, labels, largest, total, rest, axis, options):
     return reference.slopes(logits, labels, largest, total, count, mask, axis, options, first, classes)
 
 
-def _both(over, logits, labels, g, *mask, axis, tier, options):
+def _both(loss_p, over, logits, labels, g, *mask, axis, tier, options):
     params = {"axis": axis, "tier": tier, "options": options}
-    value, largest, total, *count = _loss(over, logits, labels, *mask, **params)
-    return [value, largest, total, *count, _gradient(over, logits, labels, largest, total, g, *count, *mask, **params)]
+    value, largest, total, *count = _loss(loss_p, over, logits, labels, *mask, **params)
+    return [
+        value,
+        largest,
+        total,
+        *count,
+        _gradient(loss_p, over, logits, labels, largest, total, g, *count, *mask, **params),
+    ]
 
 
 _SPLIT = {"jaxkern_cross_entropy": _loss, "jaxkern_cross_entropy_grad": _gradient, "jaxkern_cross_entropy_both": _both}
 
 
-def shard(prim, over, *operands, **params):
+def shard(prim, loss_p, over, *operands, **params):
+    """The part of one device. loss_p: the primitive of the loss."""
     if not over["classes"]:
         return prim.bind(*operands, **params)
-    return _SPLIT[prim.name](over["classes"], *operands, **params)
+    return _SPLIT[prim.name](loss_p, over["classes"], *operands, **params)

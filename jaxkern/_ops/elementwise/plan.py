@@ -1,20 +1,25 @@
-"""Which kernel of ffi/kernels/elementwise runs an elementwise call, and over which blocks.
+"""Which kernel of ffi/kernels/elementwise runs an elementwise call, and its grid.
 
 flat       all arrays are contiguous or scalars
-strided    some are broadcast, or halves of an array
+strided    some arrays are broadcast, or are halves of an array
 """
 
 import functools
 import itertools
 import math
+import typing
+
+import numpy as np
 
 from jaxkern._core import launch
+from jaxkern._core.algorithms import pick
 from jaxkern._core.define import ceil_div, fast_divmod
 from jaxkern._core.launch import Launch, Plan, boolean, i64, struct, u32
 from jaxkern._ops.elementwise import table
 
+ALGORITHMS = ("flat", "strided")
 HEADER = "elementwise/elementwise.cuh"
-GROUPS = 3  # runs of neighbouring dimensions that all arrays agree to broadcast over or not
+GROUPS = 3  # runs of neighbouring dimensions that each array either broadcasts over or not
 THREADS = 256
 BLOCKS = 6  # per multiprocessor: kBlocksPerSm
 
@@ -47,7 +52,7 @@ def _kernels():
     return {kernel.key: kernel for kernel in table.kernels()}
 
 
-def plan(name, device, operands, results, *, split=-1, **_):
+def plan(name, device, operands, results, *, split=-1, tier="auto", **_):
     """The launches of operation `name` (a row of the table, or with _grad its derivative), or None without a kernel."""
     views = []
     for kind, avals in ((launch.operand, operands), (launch.result, results)):
@@ -64,11 +69,11 @@ def plan(name, device, operands, results, *, split=-1, **_):
     if len(sizes) > GROUPS or any(math.prod(p.shape) != 1 for p in parameters):
         return None
     call = _Call(device, kernel, arrays, outs, parameters, sizes, strides)
-    return call.flat() if call.is_flat() else call.strided()
+    return call.flat() if pick("elementwise", tier, call) == "flat" else call.strided()
 
 
 class _View:
-    """An array, or a half of one: where it begins, and its strides in elements along the dimensions of the result."""
+    """An array or a half of one: its buffer, and its strides in elements along the dimensions of the result."""
 
     def __init__(self, buffer, type, shape, strides):
         self.buffer, self.type, self.shape, self.strides = buffer, type, shape, strides
@@ -90,9 +95,9 @@ class _View:
 
 
 def _collapse(views):
-    """(sizes, strides of each view), outermost first, of dimensions merged where all views allow it.
+    """(sizes, strides of each view), outermost first, with dimensions merged if all views allow it.
 
-    The innermost strides are 0 or 1: a dimension of size 1 is added where an array has gaps between its elements.
+    The innermost strides are 0 or 1: a dimension of size 1 is added if an array has gaps between its elements.
     """
     full = views[-1].shape
     strides = [[0 if n == 1 and m != 1 else s for n, m, s in zip(v.shape, full, v.strides)] for v in views]
@@ -109,6 +114,25 @@ def _collapse(views):
     if not sizes or any(s > 1 for s in merged[0]):
         sizes, merged = [1, *sizes], [[1] * len(views), *merged]
     return sizes[::-1], [[group[v] for group in reversed(merged)] for v in range(len(views))]
+
+
+class Problem(typing.NamedTuple):
+    """Contiguous operands of equal rank, which broadcast against each other."""
+
+    shapes: tuple[tuple[int, ...], ...]
+
+    def is_flat(self) -> bool:
+        full = np.broadcast_shapes(*self.shapes)
+        return all(shape == full or math.prod(shape) == 1 for shape in self.shapes)
+
+
+def fits(algorithm: str, problem, device=None) -> bool:
+    """Whether the algorithm can run the problem, a `Problem` or a call of a kernel."""
+    return algorithm == "strided" or problem.is_flat()
+
+
+def choose(problem, device=None) -> str:
+    return "flat" if problem.is_flat() else "strided"
 
 
 class _Call:
@@ -130,6 +154,9 @@ class _Call:
             f"Elementwise<{kernel.functor}<{arithmetic}>, {kernel.parameters}, Types<{results}>, Types<{ins}>>"
         )
         self.pointers = [v.buffer for v in (*arrays, *outs, *parameters)] + [launch.null] * (not parameters)
+
+    def __repr__(self):
+        return f"operands of shapes {', '.join(str(tuple(v.shape)) for v in self.arrays)}"
 
     def is_flat(self):
         """Whether every operand is a scalar or contiguous, every result is contiguous, and all begin on 16 bytes."""

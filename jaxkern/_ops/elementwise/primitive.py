@@ -2,21 +2,20 @@
 
 A primitive takes arrays of equal rank, each dimension 1 or the result's, then the operation's scalar parameters as
 arrays of one element in the dtype that the arithmetic is done in: float64 for float64, else float32. `split` is -1, or
-for a gated operation the axis along which one operand holds both halves.
+for a gated operation the axis along which one operand holds both halves. `tier` is the algorithm, or "auto".
 """
 
 import functools
 
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkern._core import compat, partition
-from jaxkern._core.define import lower_to_kernels
-from jaxkern._core.primitive import bind, evaluate
+from jaxkern._core import algorithms, compat, define, partition
+from jaxkern._core.primitive import bind
 from jaxkern._ops.elementwise import derivatives, plan, reference, table
 
+algorithms.register(plan, "elementwise")
 ROWS = {row.name: row for row in table.ROWS}
 
 
@@ -42,20 +41,20 @@ def _result(prim, arrays, split, dtype):
     return first.update(shape=tuple(shape), dtype=dtype, weak_type=False, **sharding)
 
 
-def _abstract(row, *operands, split):
+def _abstract(row, *operands, split, tier="auto"):
     arrays = operands[: len(operands) - len(row.parameters)]
     predicate = row.types in ("test", "compare")
     return _result(row.name, arrays, split, jnp.dtype(bool) if predicate else reference.element_type(row, arrays))
 
 
-def _abstract_gradient(row, *operands, split):
+def _abstract_gradient(row, *operands, split, tier="auto"):
     g = operands[len(operands) - len(row.parameters) - 1]
     return [operands[0].update(weak_type=False)] if split >= 0 else [g.update(weak_type=False)] * len(row.gradient)
 
 
-def _batch(prim, whole, operands, dims, *, split):
+def _batch(whole, prim, operands, dims, *, split, tier="auto"):
     at = next(d for d in dims if d is not None)
-    # An operand without the batch gets a dimension of size 1: kernels read it in place.
+    # An unbatched operand gets a dimension of size 1: kernels read it in place.
     operands = [jnp.expand_dims(x, at) if d is None else jnp.moveaxis(x, d, at) for x, d in zip(operands, dims)]
     if whole is not None:  # cotangents and tangents, which begin at this position, and what is split keep the shape
         size = next(x.shape[at] for x, d in zip(operands, dims) if d is not None)
@@ -65,32 +64,29 @@ def _batch(prim, whole, operands, dims, *, split):
             else x
             for k, x in enumerate(operands)
         ]
-    y = bind(prim, *operands, split=split + (0 <= at <= split))
+    y = bind(prim, *operands, split=split + (0 <= at <= split), tier=tier)
     return (y, [at] * len(y)) if prim.multiple_results else (y, at)
 
 
-def _abstract_tangent(row, *operands, split):
+def _abstract_tangent(row, *operands, split, tier="auto"):
     k, _ = reference.operand_counts(row, split)
     return _result(row.name, operands[k : k + 1], split, operands[k].dtype)
 
 
 def _primitive(name, row, abstract, reference, several=False, whole=None):
-    prim = Primitive(f"jaxkern_{name}")
-    prim.multiple_results = several
-    prim.def_abstract_eval(functools.partial(abstract, row))
-    prim.def_impl(functools.partial(evaluate, prim))
-    batching.primitive_batchers[prim] = functools.partial(_batch, prim, whole)
-    compat.check_nans(prim)
-    reference = functools.partial(reference, row)
-    mlir.register_lowering(prim, mlir.lower_fun(reference, multiple_results=several))
-    if not several:
-        compat.taylor_rule(prim, reference)
-    lower_to_kernels(prim, functools.partial(plan.plan, name), reference, functools.partial(_partition, prim))
-    return prim
+    return define.primitive(
+        f"jaxkern_{name}",
+        functools.partial(abstract, row),
+        functools.partial(_batch, whole),
+        functools.partial(reference, row),
+        several=several,
+        plan=functools.partial(plan.plan, name),
+        partition=_partition,
+    )
 
 
 def _partition(prim, ctx, operands, params):
-    """Every dimension may be split, but one that holds two halves; each device computes its part."""
+    """Each device computes its part. Any dimension may be split, except one that holds two halves."""
     split = params.get("split", -1)
     names = [f"d{d}" for d in range(max(a.ndim for a in (*ctx.avals_in, *ctx.avals_out)))]
     dims = [list(names[: a.ndim]) for a in (*ctx.avals_in, *ctx.avals_out)]
@@ -110,7 +106,7 @@ def _define(row):
         gradient_p = tangent_p = _primitive(
             f"{row.name}_grad", row, _abstract_gradient, reference.gradient, True, whole
         )
-        if len(row.gradient) > 1:  # else it is its own transpose
+        if len(row.gradient) > 1:  # else the gradient is its own transpose
             tangent_p = _primitive(f"{row.name}_jvp", row, _abstract_tangent, reference.tangent, False, whole)
         derivatives.gradient_rules(row, gradient_p, tangent_p)
     if row.types in ("test", "compare", "logical"):
@@ -138,13 +134,13 @@ def _cast_transpose(ct, x, *, dtype):
     return [ad.Zero(x.aval) if type(ct) is ad.Zero else bind(cast_p, ct, dtype=x.aval.dtype)]
 
 
-cast_p = Primitive("jaxkern_cast")
-cast_p.def_abstract_eval(lambda x, *, dtype: x.update(dtype=dtype, weak_type=False))
-cast_p.def_impl(functools.partial(evaluate, cast_p))
-batching.primitive_batchers[cast_p] = lambda xs, ds, *, dtype: (bind(cast_p, *xs, dtype=dtype), ds[0])
-compat.check_nans(cast_p)
-compat.taylor_rule(cast_p, reference.cast)
-mlir.register_lowering(cast_p, mlir.lower_fun(reference.cast, multiple_results=False))
-lower_to_kernels(cast_p, functools.partial(plan.plan, "cast"), reference.cast, functools.partial(_partition, cast_p))
+cast_p = define.primitive(
+    "jaxkern_cast",
+    lambda x, *, dtype: x.update(dtype=dtype, weak_type=False),
+    lambda prim, xs, ds, *, dtype: (bind(prim, *xs, dtype=dtype), ds[0]),
+    reference.cast,
+    plan=functools.partial(plan.plan, "cast"),
+    partition=_partition,
+)
 ad.primitive_jvps[cast_p] = _cast_jvp
 ad.primitive_transposes[cast_p] = _cast_transpose

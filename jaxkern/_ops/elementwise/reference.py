@@ -1,4 +1,4 @@
-"""What each elementwise operation means in jnp, and its derivative: what runs where there is no kernel."""
+"""The elementwise operations and their derivatives in jnp: the definition, and the fallback."""
 
 import functools
 
@@ -35,7 +35,7 @@ def element_type(row, arrays):
     return arrays[-1].dtype if row.types == "select" else arrays[0].dtype
 
 
-def forward(row, *operands, split):
+def forward(row, *operands, split, tier="auto"):
     operands = halves(row, operands, split)
     y = meaning(row)(*map(wide, operands))
     return y if y.dtype == jnp.bool_ else y.astype(element_type(row, operands[: len(row.arrays)]))
@@ -59,12 +59,12 @@ def used(row):
     return tuple(range(len(row.arrays))) if row.uses is None else row.uses
 
 
-def gradient(row, *operands, split):
+def gradient(row, *operands, split, tier="auto"):
     """The derivative: a cotangent for each array in `row.gradient`; with a split, one that holds both."""
     operands = halves(row, operands, split)
     read = used(row)
     g, parameters = operands[len(read)], operands[len(read) + 1 :]
-    arrays = [jnp.zeros_like(g)] * len(row.arrays)  # those that are not used have no influence
+    arrays = [jnp.zeros_like(g)] * len(row.arrays)  # arrays that are not read have no influence
     for k, x in zip(read, operands):  # under vmap, an array that is not mapped has size 1 where g is longer
         arrays[k] = x if split >= 0 else jnp.broadcast_to(x, g.shape)
     ds = pullback(row, [*arrays, *parameters], row.gradient, g)
@@ -76,7 +76,7 @@ def operand_counts(row, split):
     return (1, 1) if split >= 0 else (len(used(row)), len(row.gradient))
 
 
-def tangent(row, *operands, split):
+def tangent(row, *operands, split, tier="auto"):
     """The transpose of the derivative: from a tangent for each gradient to the result's tangent."""
     k, n = operand_counts(row, split)
     before, tangents, parameters = operands[:k], operands[k : k + n], operands[k + n :]

@@ -1,9 +1,9 @@
 """The table of elementwise operations: one row each.
 
-A row is everything about an operation but its arithmetic: the kernels, the primitive, the public function and its
-documentation, the reference, the tests, the benchmark and the README's list come from it. The arithmetic is a functor
-in ffi/kernels/elementwise/functors.h or activations.h, and the derivative's another one. Imports nothing, so that
-`python jaxkern/_ops/elementwise/table.py` prints the README's list.
+A row defines everything about an operation except its arithmetic: the kernels, the primitive, the public function and its
+documentation, the reference, the tests, the benchmark and the list in README.md are made from it. The arithmetic is a
+functor in ffi/kernels/elementwise/functors.h or activations.h; the derivative has a functor of its own. The module has no
+imports of the package, so that `python jaxkern/_ops/elementwise/table.py` prints the list in README.md.
 """
 
 import typing

@@ -1,6 +1,6 @@
 """Derivatives of index_add, segment_sum, segment_max, segment_min and index_select, to any order.
 
-`at` is (index,) or (index, keys, order): the indices and the order that goes with them, which a gradient reuses.
+`at` is (index,) or (index, keys, order): the indices and their order, which the gradient reuses.
 """
 
 import functools
@@ -28,7 +28,7 @@ from jaxkern._ops.indexing.primitive import (
 
 
 def _shared(source, index, rules):
-    """Batch dimensions over which a source is the same."""
+    """The batch dimensions that the source is broadcast over."""
     return tuple(d for d in range(rules.batch_dims) if source.shape[d] != index.shape[d])
 
 
@@ -41,7 +41,9 @@ def _beside(source, g, at, rules):
     taken = index_select(g, *at, rules=rules)
     if not _shared(source, at[0], rules):
         return validate.split_like(taken, source)
-    k = rules.batch_dims  # over which the source is the same, and the rows may be spread by what is left of the mesh
+    k = (
+        rules.batch_dims
+    )  # the source is broadcast over them, and the rows may be split along the other axes of the mesh
     here, own = validate.explicit_spec(taken), validate.explicit_spec(source)[k:]
     spec = (*unused(here[:k], own), *own)
     return taken if spec == here else jax.sharding.reshard(taken, PartitionSpec(*spec))
@@ -58,7 +60,7 @@ def _taken(g, at, source, *factor, rules):
 
 
 def _given(g, at, x, rules):
-    """The cotangent of x: for each of its rows the sum of the rows of g that it was selected for."""
+    """The cotangent of x: for each row, the sum of the rows of g that selected it."""
     return validate.split_like(segment_sum(g, *at, rows=x.shape[rules.axis], rules=rules), x)
 
 
@@ -68,8 +70,8 @@ def _alpha_cotangent(g, at, source, rules):
     return jnp.sum(taken.astype(wide) * source.astype(wide))
 
 
-# Forward rules bind the primitive, not the function that they belong to, which has no derivative. The types of operands
-# whose values the backward rules do not need are static arguments.
+# Forward rules bind the primitive, not the custom_vjp function, which has no derivative itself. Operands whose values the
+# backward rules do not need are passed as types, in static arguments.
 
 
 def _add_vjp(x, index, source, *rest, rules):
@@ -133,7 +135,7 @@ _sum_vjp.defvjp(
 
 
 def _extreme_vjp(prim):
-    """The derivative of the largest or smallest: rows that share it share its gradient equally, as in jnp.max."""
+    """The derivative of the maximum or minimum: elements that equal it share its gradient equally, as in jnp.max."""
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
     def f(source, at, rows, rules):
@@ -169,7 +171,7 @@ for _prim in SEGMENT[1:]:
 
 
 def _transpose_add(ct, x, index, source, *rest, rules):
-    """Linear in x and source, and in alpha where neither is to be transposed."""
+    """Transposes with respect to x and source, or with respect to alpha if both are known."""
     operands = (x, index, source, *rest)
     alpha, order = parted(rest)
     linear = [ad.is_undefined_primal(v) for v in operands]

@@ -1,5 +1,7 @@
 """The launch list of index_select on CUDA. There is one algorithm: see ffi/kernels/indexing/gather.cuh."""
 
+import typing
+
 import numpy as np
 
 from jaxkern._core import launch
@@ -7,9 +9,9 @@ from jaxkern._core.define import ceil_div, cuda_type, divider, size_of
 
 HEADER, THREADS, GATHERED = "indexing/gather.cuh", 256, 4
 VECTORS = {16: "uint4", 8: "uint2", 4: "uint32_t", 2: "uint16_t"}
-FEW_BYTES = 8 << 20  # an x of this size stays in L2 by itself, and the result may stay there too
+FEW_BYTES = 8 << 20  # an x of this size stays in L2 without hints, and the result may stay there too
 
-# What an index that is out of range selects, as bits: NaN, the least integer, or the greatest unsigned one.
+# The element that an index out of range selects, as bits: NaN, the lowest integer, or the greatest unsigned one.
 FILL = {
     "float16": 0x7E00,
     "bfloat16": 0x7FC0,
@@ -21,16 +23,28 @@ FILL = {
 }
 
 
-def fits(algorithm: str, problem=None, device=None) -> bool:
+ALGORITHMS, DTYPES = ("gather",), tuple(FILL)
+
+
+class Problem(typing.NamedTuple):
+    """The sizes of a call; there is one algorithm."""
+
+    rows: int
+    count: int
+    inner: int = 1
+    dtype: str = "float32"
+
+
+def fits(algorithm: str, problem: Problem, device=None) -> bool:
     return algorithm == "gather"
 
 
-def choose(problem=None, device=None) -> str:
+def choose(problem: Problem, device=None) -> str:
     return "gather"
 
 
 def index_select(device, operands, results, *, rules) -> launch.Plan | None:
-    """The plan for x and an index of these types; None where the dtype has no kernel."""
+    """The plan for x and an index of these types; None if the dtype has no kernel."""
     (x, index), axis, k = operands, rules.axis, rules.batch_dims
     if x.dtype.name not in FILL:
         return None

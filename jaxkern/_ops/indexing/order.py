@@ -1,4 +1,4 @@
-"""Order: what `jaxkern.sort_indices` returns and operations at indices take instead of sorting."""
+"""Order: the result of `jaxkern.sort_indices`, which operations at indices take instead of sorting."""
 
 import dataclasses
 
@@ -8,14 +8,14 @@ import jax
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """The order of indices by the row that they name; made by `jaxkern.sort_indices`. A pytree.
+    """Indices sorted by the row that they name; made by `jaxkern.sort_indices`. A pytree.
 
     Attributes:
-        ids: the indices as they came, of any shape and integer type.
-        keys: uint32 array of shape (ids.size,): the rows that they name, ascending, then num_segments for each index
-            that names none.
-        order: uint32 array of shape (ids.size,): the position of each in the flattened `ids`.
-        num_segments: the number of rows that the indices count in.
+        ids: the indices as given, of any shape and integer dtype.
+        keys: uint32 array of shape (ids.size,): the rows that the indices name, ascending, then num_segments for each
+            index that names no row.
+        order: uint32 array of shape (ids.size,): the position of each key in the flattened `ids`.
+        num_segments: the number of rows.
         wrap: whether negative indices count from the end.
         clip: whether an index that is out of range names the nearest row.
     """
@@ -29,9 +29,9 @@ class Order:
 
 
 def with_order(name, argument, index, order, rules, mode, rows):
-    """(index, operands of a primitive, rules) for an index that may come with its order, which then counts.
+    """Returns (index, operands of the primitive, rules); an order, if given, determines the index and its rules.
 
-    rows: that the operation has, or None if the order says so.
+    rows: the number of rows of the operation, or None to take it from the order.
     """
     if order is None:
         if index is None:

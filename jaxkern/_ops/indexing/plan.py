@@ -1,18 +1,18 @@
 """Launch lists of index_add, segment_sum, segment_max and segment_min on CUDA.
 
-    unique    no row twice (a hint): each update is added to its row, or written, on its own (direct.cuh)
-    small     few indices: one launch; every update looks through all of them for others of its row (small.cuh)
+    unique    no row occurs twice (a hint): each update is added to its row, or written, independently (direct.cuh)
+    small     few indices: one launch, in which each update compares its index with all others (small.cuh)
     sorted    ascending indices (a hint): a segmented reduction over fixed chunks of them (chunks.cuh; tiles.cuh and
-              narrow_rows.cuh where rows are short)
-    sort      any indices: the same over the order of sort_indices
-    narrow    rows of one element: bins in shared memory; where it has no room for all rows of a slice, updates are
-              first sorted by the leading bits of their row (bins.cuh)
-    atomic    floats or integers added by atomics: not reproducible, only with deterministic=False (direct.cuh)
+              narrow_rows.cuh for short rows)
+    sort      any indices: the same reduction over the order of sort_indices
+    narrow    rows of one element: bins in shared memory. If they do not hold all rows of a slice, updates are first
+              sorted by the leading bits of their row (bins.cuh)
+    atomic    32-bit numbers, added by atomics: not reproducible, only with deterministic=False (direct.cuh)
 
-Every algorithm but `atomic` gives the same bits every time, on any device: chunks depend on the problem alone, and
-their partial sums are added in order. Preferences and tuned numbers were measured: see benchmarks/NOTES.md, index_add.
+All algorithms except `atomic` are bitwise reproducible on any device: chunks depend only on the problem, and their
+partial sums are added in order. Preferences and tuned numbers were measured: see benchmarks/NOTES.md, index_add.
 
-Arrays are seen as x, out [batch, outer, rows, inner], source [batch, outer, count, inner] and index [batch, count].
+Kernels see x and out as [batch, outer, rows, inner], source as [batch, outer, count, inner], index as [batch, count].
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ import typing
 import numpy as np
 
 from jaxkern._core import launch
+from jaxkern._core.algorithms import pick
 from jaxkern._core.define import ceil_div, cuda_type, divider, fast_divmod, size_of
 from jaxkern._core.launch import boolean, i32, i64, null, struct, u32, u64
 from jaxkern._ops.indexing.sort import (
@@ -39,25 +40,26 @@ from jaxkern._ops.indexing.sort import (
 
 ALGORITHMS = ("unique", "small", "sorted", "sort", "narrow", "atomic")
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "uint32")
+INDEX_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 REDUCTIONS = {"index_add": "kSum", "segment_sum": "kSum", "segment_max": "kMax", "segment_min": "kMin"}
 
 WARP = 32
 SMALL_COUNT = 1024  # indices: 32 for each lane of a warp
-FEW_UPDATES = 16384  # of which every block may read all indices, whatever they are
-NARROW_INNER = 8  # elements of a row that narrow_rows.cuh takes
+FEW_UPDATES = 16384  # few enough that every block may read all indices
+NARROW_INNER = 8  # the longest row, in elements, for narrow_rows.cuh
 
 
 class Problem(typing.NamedTuple):
-    """A call, as far as its plan depends on it."""
+    """The properties of a call that its plan depends on."""
 
-    op: str
-    dtype: np.dtype
-    index_dtype: np.dtype
-    batch: int
-    outer: int
     rows: int
     count: int
-    inner: int
+    inner: int = 1
+    dtype: np.dtype = np.dtype("float32")
+    index_dtype: np.dtype = np.dtype("int32")
+    op: str = "index_add"
+    batch: int = 1
+    outer: int = 1
     sorted: bool = False
     unique: bool = False
     deterministic: bool = True
@@ -75,7 +77,7 @@ class Problem(typing.NamedTuple):
 
     @property
     def sum_bytes(self) -> int:
-        """Bytes of what an element is summed in."""
+        """Bytes of an element of the sum."""
         return max(self.size, 4)
 
     @property
@@ -88,7 +90,7 @@ class Problem(typing.NamedTuple):
 
     @property
     def positions(self) -> int:
-        """The most that a run has."""
+        """The largest number of positions of a run."""
         return min(self.batch * self.count, MAX_POSITIONS)
 
 
@@ -96,7 +98,7 @@ class Problem(typing.NamedTuple):
 
 
 def fits(algorithm: str, p: Problem, device=None) -> bool:
-    """Whether it can run the problem at all. `sorted` and `unique` need their hint: without, they would be wrong."""
+    """Whether the algorithm can run the problem. `sorted` and `unique` are wrong without their hint."""
     del device
     match algorithm:
         case "unique":
@@ -121,7 +123,7 @@ def choose(p: Problem, device=None) -> str:
         return "unique"
     if _small_pays(p):
         return "small"
-    # Atomics win where there are too few updates for a sort to pay, and lose by any measure where rows have many.
+    # Atomics win if there are too few updates to amortise a sort, and lose if rows receive many updates.
     if fits("atomic", p) and p.batch * p.count <= 16384:
         return "atomic"
     if p.sorted:
@@ -132,7 +134,7 @@ def choose(p: Problem, device=None) -> str:
 
 
 def _small_pays(p):
-    """Every update is compared with all others of its slice, once per 4 KB of its row."""
+    """Each update is compared with all others of its slice, once per 4 KB of its row."""
     compares = p.batch * p.outer * p.count * p.count * ceil_div(p.row_bytes, 4096)
     return p.count <= SMALL_COUNT and (p.count <= 64 or compares <= 16e6)
 
@@ -154,13 +156,13 @@ class Buffers(typing.NamedTuple):
     source: launch.Buffer
     alpha: launch.Buffer | launch.Scalar
     out: launch.Buffer
-    keys: launch.Buffer | None = None  # of the order that was given
+    keys: launch.Buffer | None = None  # of the given order
     order: launch.Buffer | None = None
 
 
 def parts(p: Problem) -> list[Part]:
-    """The runs of a call: whole slices of the batch where 32 bits number them, else parts of the rows and of the
-    updates of one slice."""
+    """The runs of a call: whole slices of the batch if 32 bits can number them, else parts of the rows and of the updates
+    of one slice."""
     rows, count = min(p.rows, MAX_KEYS - 2), min(p.count, MAX_POSITIONS)
     batch = min(p.batch, max(1, min((MAX_KEYS - 2) // p.rows, MAX_POSITIONS // p.count // p.outer)))
     return [
@@ -172,7 +174,7 @@ def parts(p: Problem) -> list[Part]:
 
 
 def moved(buffer, offset):
-    """`buffer` from `offset` bytes on."""
+    """`buffer`, beginning `offset` bytes later."""
     return buffer._replace(offset=buffer.offset + offset)
 
 
@@ -258,13 +260,13 @@ def kernel(header, name, args, blocks, threads, shared=0):
 
 
 def launches(algorithm: str, p: Problem, buffers: Buffers, aligned: bool = True) -> tuple[list, int]:
-    """(launches, bytes of scratch). aligned: every buffer is, to 16 bytes."""
+    """(launches, bytes of scratch). aligned: all buffers are aligned to 16 bytes."""
     steps, most = [], 0
     if not p.adds and algorithm == "unique":
         steps.append(filled(buffers.out, p.batch * p.outer * p.rows * p.row_bytes, identity(p)))
     for part in parts(p):
         scratch, later = Scratch(), part.position > 0
-        # Rows that an earlier part of the updates has written are read back.
+        # A run reads the rows back that an earlier run has written.
         run = run_of(p, part, buffers, p.adds or (later and algorithm != "unique"))
         fills = not p.adds and not later and algorithm != "unique"
         if algorithm == "small":
@@ -280,14 +282,14 @@ def launches(algorithm: str, p: Problem, buffers: Buffers, aligned: bool = True)
 
 
 def vector_of(p, aligned) -> int:
-    """Elements of a row that are read and written at a time."""
+    """The number of elements of a row that one access reads or writes."""
     if aligned and p.row_bytes % 16 == 0:
         return 16 // p.size
     return 2 if aligned and p.size == 2 and p.row_bytes % 4 == 0 else 1
 
 
 def identity(p) -> int:
-    """The bits of what a segment without elements holds, repeated to 8 bytes."""
+    """The result of a segment without elements as bits, repeated to 8 bytes."""
     if p.op == "segment_sum":
         return 0
     least = p.op == "segment_max"
@@ -346,7 +348,7 @@ def small(p, run, fills, aligned):
         and run.reads_out
         and run.indices.part.batch * p.outer == 1
     ):
-        # No more warps than run at once: what they load too early is little then.
+        # No more warps than run at once, so that they load little too early.
         each = next(e for e in (1, 2, 4) if e == SMALL_VECTORS or ceil_div(vectors, WARP * e) * count <= 2048)
         slabs = ceil_div(vectors, WARP * each)
         if slabs * count <= 4096:
@@ -410,7 +412,7 @@ def bin_chunk(positions, bins) -> int:
 
 
 def bin_bytes(bins, copies) -> int:
-    """Shared memory of a block: bins, and one flag bit per bin for each warp; copies == 0: bins of each thread."""
+    """Shared memory of a block: bins, and one flag bit per bin and warp. copies == 0: each thread has its own bins."""
     if copies == 0:
         return bins * BIN_THREADS * 4
     flags = BINS // 32 if bins <= BINS else ceil_div(bins, 32)
@@ -418,8 +420,8 @@ def bin_bytes(bins, copies) -> int:
 
 
 def windows_of(slices, rows, count) -> int:
-    """Blocks for BIN_WINDOW rows of a slice each, which look through all of its updates; 0 where that does not pay."""
-    most_read = 1 << 23  # indices, by all blocks; they come from L2
+    """The number of blocks if each takes BIN_WINDOW rows of a slice and reads all of its updates; 0 if that is slower."""
+    most_read = 1 << 23  # indices that all blocks read together, from L2
     if rows > BINS or count > (1 << 17 if rows > 32 else FEW_UPDATES):
         return 0
     windows = ceil_div(rows, BIN_WINDOW)
@@ -435,7 +437,7 @@ def narrow(p, run, fills, aligned, scratch):
     windows = windows_of(slices, rows, count)
     whole = aligned and indices.buffer.offset % 16 == 0 and indices.plain and (part.batch == 1 or count % 4 == 0)
     if windows and (whole or count <= FEW_UPDATES):
-        # As few turns as can be, and threads that they keep busy; of whole vectors of bins.
+        # As few passes over the updates as possible, and as many threads as they keep busy; whole vectors of bins.
         each, unit = WINDOW_EACH * ceil_div(count, WINDOW_EACH * WINDOW_THREADS), 4 * WARP
         return [
             step(
@@ -465,15 +467,15 @@ def narrow(p, run, fills, aligned, scratch):
 
 
 def narrow_sorted(p, run, fills, scratch, template):
-    """Elements of source, first sorted by the leading bits of their keys."""
+    """Sorts the elements of source by the leading bits of their keys, then adds them in bins."""
     indices, step = run.indices, functools.partial(kernel, "bins")
-    # Updates that go nowhere may mix with others, which spares a bit where the rows are a power of two.
+    # Dropped updates may mix with others, which saves a bit if the number of rows is a power of two.
     positions, cut = indices.positions, digits(indices.positions, BIN_BITS, bits_for(indices.dropped))
     buffers = [(scratch.take(4 * positions), scratch.take(4 * positions)) for _ in range(min(cut.passes, 2))]
     chunk = bin_chunk(positions, BINS)
     chunks = ceil_div(positions, chunk)
     targets = [buffers[i % 2] for i in range(cut.passes)]
-    pairs = targets[-1][0]  # 8 * positions bytes: the payload's buffer lies behind the keys' own
+    pairs = targets[-1][0]  # 8 * positions bytes: the buffer of the payload follows that of the keys
     steps = radix_sort(
         indices,
         cut,
@@ -511,14 +513,14 @@ TILE_PLACES, TILE_BYTES, TILE_REACH, TILE_PACKS = 2048, 45000, 32, 16
 def reduces_tiles(algorithm, p) -> bool:
     if algorithm != "sorted" or p.batch != 1 or p.inner > 2**31 - 1:
         return False
-    # Slabs of long rows pay where elements are too small to be loaded one by one.
+    # Slabs of long rows are faster if elements are too small to be loaded one by one.
     odd = p.row_bytes % 16 != 0 and (p.row_bytes <= 512 or p.size < 4)
     return p.inner <= NARROW_INNER or odd
 
 
 def in_flight(p) -> int:
-    """Places that a thread of ReduceChunks has in flight. More hide more latency; but vectors of small elements have
-    threads enough for that, and each row of x that is added to delays the places behind it."""
+    """Updates that a thread of ReduceChunks keeps in flight; more hide more latency. Vectors of small elements have enough
+    threads for that, and each row of x that is read delays the updates behind it."""
     if p.row_bytes % 16 != 0:
         return 8
     many_rows = p.adds and p.count < 32 * p.rows
@@ -533,14 +535,14 @@ def chunk_of(p) -> int:
     wave = multiprocessors * blocks * REDUCE_THREADS
     lanes = p.positions * p.outer * ceil_div(p.row_bytes, 16)
     least, most = 16, 500
-    # One wave has the fewest edges of chunks, but waits for its slowest thread. More are better where threads differ
-    # most, in how many long rows they write, and where there are many short ones.
+    # One wave has the fewest chunk edges, but waits for its slowest thread. More waves are better if threads differ much in
+    # how many long rows they write, and if there are many short rows.
     waves = max(1, ceil_div(lanes, most * wave))
     if whole and p.size == 2 and p.row_bytes >= 8192:
         waves = max(waves, 2)
     if whole and p.size > 2 and lanes >= 3 * 64 * wave:
         waves = max(waves, 3)
-    # Odd: chunks that are walked side by side must not all use the same memory channels.
+    # Odd, so that concurrent chunks do not all use the same memory channels.
     return min(max(ceil_div(lanes, waves * wave), least), most) | 1
 
 
@@ -565,7 +567,7 @@ def tile_of(inner, size) -> Tile:
 
 
 def tile_places(p) -> int:
-    """As many as make whole waves of tiles of about the same length."""
+    """The number of positions of a tile such that tiles of about equal length fill whole waves."""
     wave, least, tile = 640, 256, tile_of(p.inner, p.size)
     wave = max(wave // (p.outer * ceil_div(p.inner, tile.slab)), 1)
     tiles = ceil_div(ceil_div(p.positions, tile.places), wave) * wave
@@ -600,7 +602,7 @@ def reduced(algorithm, p, run, buffers, fills, aligned, scratch):
             order = rows
         run = run.replace(keys=keys, order=order, sorted_keys=True)
     elif plain and indices.part.batch == 1:
-        # Ascending indices of this kind are keys as they are: as an unsigned number, one out of range is no row either.
+        # Ascending indices of this kind serve as keys: read as unsigned, an index out of range names no row either.
         run = run.replace(keys=indices.buffer)
     run = run.replace(partials=scratch.take(2 * chunks * p.outer * p.inner * p.sum_bytes))
     if tiles:
@@ -616,7 +618,7 @@ def reduced(algorithm, p, run, buffers, fills, aligned, scratch):
 
 
 def describe(run, chunks):
-    """(launches, run): fills run.chunks, and run.keys where there are only indices that ascend."""
+    """(launches, run) that fill run.chunks, and run.keys if there are only ascending indices."""
     indices = run.indices
     describing, writing = (
         ceil_div(chunks, DESCRIBE_THREADS),
@@ -672,9 +674,9 @@ NO_BANDS = struct(u32(0), i64(0), u32(0), i64(0), i64(0), i64(0), u32(0), i64(0)
 
 
 def band_shape(run, vectors, size, gaps):
-    """(BandShape, warps) for rows of `vectors` of `size` bytes; gaps: no other thread looks at neighbouring keys."""
+    """(BandShape, warps) for rows of `vectors` of `size` bytes; gaps: no other thread compares neighbouring keys."""
     part, positions = run.indices.part, run.indices.positions
-    # Where most rows are touched a warp can look at more rows, and at more places.
+    # If most rows receive updates, a warp can check more rows and positions.
     dense = positions >= run.indices.dropped
     slab_bytes, most = 64 * 1024, 256
     rows = power_of_two((16 if dense else 8) * 1024 // (vectors * size), 1, most)
@@ -684,7 +686,7 @@ def band_shape(run, vectors, size, gaps):
     stretch = stretches = gap_warps = 0
     if gaps and rows > 1:
         stretch = 4 * WARP if dense else WARP
-        stretches = (positions + stretch) // stretch  # the end of places is one more
+        stretches = (positions + stretch) // stretch  # plus one for the end of the positions
         gap_warps = run.outer * stretches * slabs
     warps = run.outer * bands * slabs + gap_warps
     return struct(
@@ -712,7 +714,7 @@ def chunked(p, run, fills, aligned):
     threads = p.outer * chunks * vectors
     bands, warps = band_shape(run, p.inner // n, n * p.size, True) if fills else (NO_BANDS, 0)
     shape = Shape(run, vectors, threads, ceil_div(threads, REDUCE_THREADS), 0, bands)
-    # Larger elements in whole vectors have 4 places in flight, rows of partial vectors 8.
+    # Larger elements in whole vectors have 4 positions in flight, rows of partial vectors 8.
     rows = 4 if whole and (p.size > 2 or (REDUCTIONS[p.op] == "kSum" and in_flight(p) == 4)) else 8
     keys_aligned = aligned and all(b is null or b.offset % 16 == 0 for b in (run.keys, run.order))
     name = (
@@ -772,7 +774,7 @@ FIXUP_THREADS, FIXUP_LANES, FIXUP_CHUNKS, HEAD_THREADS, HEAD_GROUP = 256, 8, 8, 
 
 
 def fixup(p, shape):
-    """Adds up the parts of long runs, if chunks can have cut any."""
+    """The launches that join the parts of runs that chunk edges cut; none if there is one chunk."""
     run, chunks, template = shape.run, shape.chunks, f"{p.reduction}, {cuda_type(p.dtype)}"
     if chunks == 1:
         return []
@@ -781,10 +783,10 @@ def fixup(p, shape):
     vectors = p.inner // n if wide else p.inner
     lanes = FIXUP_LANES if vectors >= 5 else 4 if vectors >= 3 else vectors
     slabs, pieces = ceil_div(vectors, lanes), ceil_div(chunks, FIXUP_CHUNKS)
-    # One wave of blocks: most of them find nothing to do.
+    # One wave of blocks; most find nothing to do.
     each = min(ceil_div(pieces * slabs * p.outer, 512), pieces) * FIXUP_CHUNKS
     step = ceil_div(chunks, each)
-    # Where the longest run would keep one warp waiting for memory more than 24 times.
+    # If the longest run would make one warp wait for memory more than 24 times.
     grouped = chunks > 24 * (8 if wide else 16) * WARP // lanes
     steps = []
     if grouped:
@@ -816,20 +818,20 @@ def fixup(p, shape):
 
 
 def problem_of(op, rows_shape, source, index, rules) -> Problem | None:
-    """The problem of operands of these types and a result of rows_shape; None where there is no kernel for them."""
+    """The problem of operands of these types and a result of rows_shape; None if there is no kernel for them."""
     k, axis = rules.batch_dims, rules.axis
     if source.dtype.name not in DTYPES:
         return None
     whole = source.shape[:k] == index.shape[:k]
     return Problem(
-        op,
-        source.dtype,
-        index.dtype,
-        size_of(index.shape[:k]),
-        size_of(rows_shape[k:axis]),
         rows_shape[axis],
         source.shape[axis],
         size_of(rows_shape[axis + 1 :]),
+        source.dtype,
+        index.dtype,
+        op,
+        size_of(index.shape[:k]),
+        size_of(rows_shape[k:axis]),
         rules.sorted,
         rules.unique,
         rules.deterministic,
@@ -839,19 +841,10 @@ def problem_of(op, rows_shape, source, index, rules) -> Problem | None:
     )
 
 
-def chosen(p: Problem, rules) -> str:
-    """The algorithm that runs a problem: the one that is forced, if any."""
-    if rules.plan == "auto":
-        return choose(p)
-    if not fits(rules.plan, p):
-        raise ValueError(f"jaxkern.{p.op}: the algorithm '{rules.plan}' cannot run {p}")
-    return rules.plan
-
-
 def plan(op, device, operands, results, *, rules, rows=None) -> launch.Plan | None:
-    """The plan of index_add or a segment operation on operands as in primitive.py; None where there is no kernel.
+    """The plan of index_add or a segment operation, for operands as in primitive.py; None if there is no kernel.
 
-    Without an order, updates that are to be sorted are sorted in scratch, run by run.
+    Without an order, each run sorts its updates in scratch.
     """
     del device, rows
     adds = op == "index_add"
@@ -862,10 +855,10 @@ def plan(op, device, operands, results, *, rules, rows=None) -> launch.Plan | No
     p = problem_of(op, results[0].shape, source, index, rules)
     if p is None:
         return None
-    algorithm = chosen(p, rules)
+    algorithm = pick(op, rules.plan, p)
     given = given and len(parts(p)) == 1
     if given and algorithm == "sorted" and rules.plan == "auto":
-        algorithm = "sort"  # over the order that is given
+        algorithm = "sort"  # over the given order
     at = len(operands) - 2
     buffers = Buffers(
         index=launch.operand(1),
@@ -877,5 +870,5 @@ def plan(op, device, operands, results, *, rules, rows=None) -> launch.Plan | No
     steps, scratch = launches(algorithm, p, buffers)
     unaligned, more = launches(algorithm, p, buffers, aligned=False)
     if any(step.grid3()[0] >= 2**31 for step in (*steps, *unaligned)):
-        return None  # more blocks than a launch has
+        return None  # more blocks than one launch may have
     return launch.Plan(algorithm, tuple(steps), max(scratch, more), None if unaligned == steps else tuple(unaligned))

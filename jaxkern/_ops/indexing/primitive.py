@@ -1,98 +1,56 @@
 """The primitives of rows at indices: shapes, batching, binding.
 
-    index_add_p      (x, index, source[, alpha][, keys, order])   x, plus alpha times each row of source, at index
-    segment_sum_p    (source, index[, keys, order])               the same onto zeros: every row is written once
-    segment_max_p    (source, index[, keys, order])               the largest of the rows that go to a row, or -inf
-    segment_min_p    (source, index[, keys, order])               the smallest, or inf
+    index_add_p      (x, index, source[, alpha][, keys, order])   x, with alpha times each row of source added at index
+    segment_sum_p    (source, index[, keys, order])               the same onto zeros; writes every row once
+    segment_max_p    (source, index[, keys, order])               the maximum of the rows with the same index, or -inf
+    segment_min_p    (source, index[, keys, order])               the minimum, or inf
     index_select_p   (x, index[, keys, order])                    row index[k] of x, or the fill value
 
-x has the shape (*lead, rows, *trail), source (*lead, count, *trail) and index (*batch, count), where batch is the
-first dimensions of lead: the rest of lead shares its indices. The first dimensions of source may be 1 where it is the
-same for the whole batch. Nothing is ever reshaped or transposed on the way to a kernel. index_select_p and
-segment_sum_p are each other's transposes.
+x has the shape (*lead, rows, *trail), source (*lead, count, *trail) and index (*batch, count). `batch` is the first
+dimensions of `lead`; the other dimensions of `lead` share the indices. The batch dimensions of source may be 1 if all of
+the batch shares it. Operands reach the kernels without a reshape or transpose. index_select_p and segment_sum_p are each
+other's transposes.
 
-keys and order are what `sort_indices` made of the index, so that it need not be sorted again; index_select_p hands them
+keys and order are the results of `sort_indices` for the index, which then is not sorted again. index_select_p passes them
 to its gradient.
 """
 
 import functools
-import typing
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import batching
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkern import tiers
-from jaxkern._core import validate
-from jaxkern._core.primitive import bind, evaluate
+from jaxkern._core import algorithms, define, partition, validate
+from jaxkern._core.algorithms import pick
+from jaxkern._core.primitive import bind
+from jaxkern._ops.indexing import gather_plan, plan, reference, sharding, sort
+from jaxkern._ops.indexing.reference import Rules, computing, fill_value, greatest, least, parted  # noqa: F401
 
-
-class Rules(typing.NamedTuple):
-    """Parameters of every primitive here, in the words of the CPU handlers' attributes."""
-
-    axis: int
-    batch_dims: int = 0
-    wrap: bool = False  # negative indices count from the end
-    clip: bool = False  # what is out of range goes to the nearest row; else nowhere
-    sorted: bool = False
-    unique: bool = False
-    deterministic: bool = True
-    fill_nan: bool = False  # index_select: what is out of range is NaN, or an integer's limit; else 0
-    plan: str = "auto"
+for _op in plan.REDUCTIONS:
+    algorithms.register(plan, _op, op=_op)
+algorithms.register(gather_plan, "index_select")
 
 
 def index_add(x, index, source, *rest, rules):
-    return bind(index_add_p, x, index, source, *rest, rules=_planned(rules, "index_add"))
+    return bind(index_add_p, x, index, source, *rest, rules=_planned(rules, index_add_p))
 
 
 def index_select(x, index, *order, rules):
-    return bind(index_select_p, x, index, *order, rules=_planned(rules, "index_select"))
+    return bind(index_select_p, x, index, *order, rules=_planned(rules, index_select_p))
 
 
 def segment(prim, source, index, *order, rows, rules):
-    return bind(prim, source, index, *order, rows=rows, rules=_planned(rules, "segment"))
+    return bind(prim, source, index, *order, rows=rows, rules=_planned(rules, prim))
 
 
 def segment_sum(source, index, *order, rows, rules):
     return segment(segment_sum_p, source, index, *order, rows=rows, rules=rules)
 
 
-def parted(rest):
-    """(alpha, order) of what follows the source of index_add: () or one element, () or two."""
-    return rest[: len(rest) % 2], rest[len(rest) % 2 :]
-
-
-def _planned(rules, operation):
-    """With the plan that is forced here and now, if the operation is one that it is for."""
-    own = [p for p in tiers.PLANS if (p == "gather") == (operation == "index_select")]
-    return rules._replace(plan=tiers.forced(own))
-
-
-def computing(dtype):
-    """What sums and alpha are held in: 16 bits and less are too few."""
-    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-    return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
-
-
-def least(dtype):
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return -jnp.inf
-    return False if dtype == jnp.bool_ else jnp.iinfo(dtype).min
-
-
-def greatest(dtype):
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.inf
-    return True if dtype == jnp.bool_ else jnp.iinfo(dtype).max
-
-
-def fill_value(dtype):
-    """What `jnp.take` gives for an index that is out of range."""
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.nan
-    return least(dtype) if jnp.issubdtype(dtype, jnp.signedinteger) else greatest(dtype)
+def _planned(rules, prim):
+    """Rules with the algorithm that the current context forces on the operation."""
+    return rules._replace(plan=algorithms.forced(prim.name.removeprefix("jaxkern_")))
 
 
 # ---- shapes
@@ -119,7 +77,7 @@ def _check(name, rows_shape, source_shape, index, order, rules):
 
 
 def _along(x, axis, size, index=None):
-    """The type of x with another size along the axis, which is sharded as the index is, or not at all."""
+    """The type of x with another size along the axis, which is sharded like the index if possible, or replicated."""
     spec = [*validate.explicit_spec(x)]
     spec[axis] = None
     if index is not None:
@@ -131,7 +89,7 @@ def _along(x, axis, size, index=None):
 
 
 def unused(entries, others):
-    """Entries of a sharding's spec, None for those that name an axis of the mesh which the others name too."""
+    """Entries of a PartitionSpec, with None in place of entries that share a mesh axis with `others`."""
     names = lambda entry: {*entry} if isinstance(entry, tuple) else {entry} - {None}
     used = set().union(*map(names, others))
     return [None if names(entry) & used else entry for entry in entries]
@@ -168,36 +126,21 @@ def _segment_shape(name, source, index, *order, rows, rules):
     return out
 
 
-def _primitive(name, shape_rule):
-    prim = Primitive(f"jaxkern_{name}")
-    prim.def_abstract_eval(shape_rule)
-    prim.def_impl(functools.partial(evaluate, prim))
-    return prim
-
-
-index_add_p = _primitive("index_add", _add_shape)
-index_select_p = _primitive("index_select", _select_shape)
-segment_sum_p = _primitive("segment_sum", functools.partial(_segment_shape, "segment_sum"))
-segment_max_p = _primitive("segment_max", functools.partial(_segment_shape, "segment_max"))
-segment_min_p = _primitive("segment_min", functools.partial(_segment_shape, "segment_min"))
-SEGMENT = (segment_sum_p, segment_max_p, segment_min_p)
-
-
 # ---- vmap
 #
-# A batch of indices becomes a batch dimension in front, and is sorted anew. A batch of arrays under the same indices
-# joins the dimensions before or after the axis, wherever it lies, behind the batch dimensions that there are.
+# A batch of indices becomes a leading batch dimension and is sorted separately. A batch of arrays with shared indices
+# keeps its position, behind the existing batch dimensions, and joins the dimensions before or after the axis.
 
 
 def moved(x, d, at, size):
-    """Batch dimension d of x at `at`; x is repeated if it has none."""
+    """Moves batch dimension d of x to `at`; broadcasts x if it has none."""
     if d is not None:
-        return jnp.moveaxis(x, d, at)  # nothing at all when d == at
+        return jnp.moveaxis(x, d, at)  # a no-op if d == at
     return jnp.broadcast_to(jnp.expand_dims(x, at), (*x.shape[:at], size, *x.shape[at:]))
 
 
 def _source_in_front(source, d, size, lead, rules):
-    """The same for a source under a batch of indices, which need not be repeated."""
+    """Moves the batch dimension of a source to the front; a source that the batch shares keeps size 1."""
     k = rules.batch_dims
     ones = source.shape[:k] if d is None else jnp.moveaxis(source, d, 0).shape[1 : 1 + k]
     if d is None and all(s == 1 for s in ones):
@@ -207,7 +150,7 @@ def _source_in_front(source, d, size, lead, rules):
 
 
 def inner(rules, at):
-    """Rules of operands that have a new dimension at `at`, under the same indices."""
+    """Rules for operands with a new dimension at `at` that shares the indices."""
     return rules._replace(axis=rules.axis + (at <= rules.axis))
 
 
@@ -220,16 +163,16 @@ def size_of(operands, dims):
 
 
 def place(d, rules):
-    """Where a batch that lies at d goes: there, but not among the batch dimensions."""
+    """The position of a new dimension that lies at d: there, but behind the batch dimensions."""
     return max(d, rules.batch_dims)
 
 
 def shares_order(index_dim, order_dims) -> bool:
-    """Whether all of a batch have one index, and the order that is given, if any."""
+    """Whether the whole batch shares the index and the order."""
     return index_dim is None and all(d is None for d in order_dims)
 
 
-def _batch_add(operands, dims, *, rules):
+def _batch_add(prim, operands, dims, *, rules):
     (x, index, source, *rest), (dx, di, ds, *ds_rest) = operands, dims
     (alpha, order), (da, do) = parted(rest), parted(ds_rest)
     if da and da[0] is not None:
@@ -245,17 +188,17 @@ def _batch_add(operands, dims, *, rules):
 
 
 def _add_in_parts(x, index, source, alpha, *, rules):
-    """index_add with a factor that may differ from one element of a batch to the next."""
+    """index_add with a factor for each element of a batch."""
     wide = computing(x.dtype)
     rows, k = x.shape[rules.axis], rules.batch_dims
     total = segment_sum(source.astype(wide), index, rows=rows, rules=rules)
-    # A row that nothing goes to stays what it is, whatever alpha: 0 * inf is NaN.
+    # A row without updates must not change, even if alpha is infinite: 0 * inf is NaN.
     touched = segment_sum(jnp.ones(index.shape, jnp.int32), index, rows=rows, rules=rules._replace(axis=k)) > 0
     touched = touched.reshape(*index.shape[:k], *[1] * (rules.axis - k), rows, *[1] * (x.ndim - rules.axis - 1))
     return jnp.where(touched, (x.astype(wide) + alpha * total).astype(x.dtype), x)
 
 
-def _batch_select(operands, dims, *, rules):
+def _batch_select(prim, operands, dims, *, rules):
     (x, index, *order), (dx, di, *do) = operands, dims
     axis, k = rules.axis, rules.batch_dims
     size = size_of(operands, dims)
@@ -264,7 +207,7 @@ def _batch_select(operands, dims, *, rules):
         return index_select(moved(x, dx, at, size), index, *order, rules=inner(rules, at)), at
     if dx is not None:
         return index_select(moved(x, dx, 0, size), moved(index, di, 0, size), rules=outer(rules)), 0
-    # One array, many indices: a longer index.
+    # One array, a batch of indices: concatenate the indices.
     index = validate.mergeable(moved(index, di, k, size), 2, k)
     count = index.shape[k + 1]
     y = index_select(x, index.reshape(*index.shape[:k], size * count), rules=rules._replace(sorted=False, unique=False))
@@ -282,7 +225,79 @@ def _batch_segment(prim, operands, dims, *, rows, rules):
     return segment(prim, source, index, rows=rows, rules=outer(rules)), 0
 
 
-batching.primitive_batchers[index_add_p] = _batch_add
-batching.primitive_batchers[index_select_p] = _batch_select
-for _prim in SEGMENT:
-    batching.primitive_batchers[_prim] = functools.partial(_batch_segment, _prim)
+# ---- lowering
+
+
+def _partition(prim, ctx, operands, params):
+    rules = params["rules"]
+    rows = ctx.avals_in[0] if prim is index_select_p else ctx.avals_out[0]
+    return partition.lower(
+        ctx,
+        prim,
+        operands,
+        params,
+        sharding.dims(prim, ctx.avals_in, rules),
+        sharding.SHARDS[prim],
+        exact={"rows", "count"},
+        summed=sharding.summed(prim),
+        whole={"ordered", "rows"} if rows.shape[rules.axis] > sharding.LIMIT else {"ordered"},
+    )
+
+
+def _adapt(prim, *avals, rules, rows=None):
+    """If the algorithm is `sort`, a function that sorts the indices and binds `prim` with their order."""
+    first, index, *rest = avals
+    source, *rest = rest if rows is None else [first, *rest]
+    k, axis = rules.batch_dims, rules.axis
+    shape = first.shape if rows is None else (*index.shape[:k], *source.shape[k:axis], rows, *source.shape[axis + 1 :])
+    name = prim.name.removeprefix("jaxkern_")
+    problem = plan.problem_of(name, shape, source, index, rules)
+    if problem is None or parted(rest)[1] or pick(name, rules.plan, problem) != "sort" or len(plan.parts(problem)) > 1:
+        return None
+    return functools.partial(_in_order, prim)
+
+
+def _in_order(prim, *operands, rules, **params):
+    index, rows = operands[1], params.get("rows", operands[0].shape[rules.axis])
+    flat = index.reshape(define.size_of(index.shape[: rules.batch_dims]), index.shape[rules.batch_dims])
+    order = sort.sort_indices(flat, rows=rows, wrap=rules.wrap, clip=rules.clip)
+    return prim.bind(*operands, *order, rules=rules, **params)
+
+
+def _without_order(prim, *avals, rules):
+    if len(avals) == 2:
+        return None
+    return lambda x, index, *order, rules: prim.bind(x, index, rules=rules)
+
+
+def _primitive(name, shape, batch, reference, launches=None, adapt=_adapt, **options):
+    return define.primitive(
+        f"jaxkern_{name}",
+        shape,
+        batch,
+        reference,
+        makes_nan=False,  # index_select may fill with NaN on purpose
+        plan=launches or functools.partial(plan.plan, name),
+        partition=_partition,
+        adapt=adapt,
+        dtypes=plan.DTYPES,
+        **options,
+    )
+
+
+def _segment_primitive(name, reference):
+    return _primitive(name, functools.partial(_segment_shape, name), _batch_segment, reference)
+
+
+index_add_p = _primitive("index_add", _add_shape, _batch_add, reference.add, aliases={0: 0})
+index_select_p = _primitive(
+    "index_select", _select_shape, _batch_select, reference.select, gather_plan.index_select, _without_order
+)
+segment_sum_p = _segment_primitive("segment_sum", reference.total)
+segment_max_p = _segment_primitive("segment_max", reference.largest)
+segment_min_p = _segment_primitive("segment_min", reference.smallest)
+SEGMENT = (segment_sum_p, segment_max_p, segment_min_p)
+
+sharding.SHARDS.update({prim: functools.partial(sharding.segments, prim) for prim in SEGMENT})
+sharding.SHARDS[index_add_p] = functools.partial(sharding.add, index_add_p, segment_sum_p)
+sharding.SHARDS[index_select_p] = functools.partial(sharding.select, index_select_p)

@@ -1,16 +1,60 @@
-"""index_add, the segment operations and index_select in jnp: where there is no kernel. An order changes nothing."""
+"""index_add, the segment operations and index_select in jnp; they ignore an order."""
 
 import functools
+import typing
 
 import jax
 import jax.numpy as jnp
 
-from jaxkern._ops.indexing.primitive import computing, fill_value, greatest, least, parted
 from jaxkern._ops.indexing.sort import rows_of
 
 
+class Rules(typing.NamedTuple):
+    """Parameters that all primitives at indices share."""
+
+    axis: int
+    batch_dims: int = 0
+    wrap: bool = False  # negative indices count from the end
+    clip: bool = False  # an index out of range names the nearest row; else no row
+    sorted: bool = False
+    unique: bool = False
+    deterministic: bool = True
+    fill_nan: bool = False  # index_select: an index out of range gives NaN or a limit of the integer dtype; else 0
+    plan: str = "auto"
+
+
+def parted(rest):
+    """Splits the operands behind the source of index_add into alpha (0 or 1) and order (0 or 2)."""
+    return rest[: len(rest) % 2], rest[len(rest) % 2 :]
+
+
+def computing(dtype):
+    """The dtype of sums and of alpha: float32 for narrower floating-point dtypes."""
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
+
+
+def least(dtype):
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return -jnp.inf
+    return False if dtype == jnp.bool_ else jnp.iinfo(dtype).min
+
+
+def greatest(dtype):
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.inf
+    return True if dtype == jnp.bool_ else jnp.iinfo(dtype).max
+
+
+def fill_value(dtype):
+    """The element that `jnp.take` returns for an index out of range."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.nan
+    return least(dtype) if jnp.issubdtype(dtype, jnp.signedinteger) else greatest(dtype)
+
+
 def _for_each_batch(f, rules):
-    """f on arrays without batch dimensions, for the operands of a primitive."""
+    """Maps f, for arrays without batch dimensions, over the batch dimensions of the operands."""
     flat = rules._replace(axis=rules.axis - rules.batch_dims, batch_dims=0)
     f = functools.partial(f, rules=flat)
     for _ in range(rules.batch_dims):
@@ -50,7 +94,7 @@ def select(x, index, *order, rules):
 
     def one(x, index, rules):
         axis = rules.axis
-        if x.shape[axis] == 0:  # JAX refuses to take anything from nothing
+        if x.shape[axis] == 0:  # JAX refuses to gather from an empty array
             return jnp.full((*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]), value, x.dtype)
         if rules.clip:
             return _at(x, index, rules).get(mode="promise_in_bounds")

@@ -1,22 +1,21 @@
-"""The index_add family on several devices: what each computes, and what they tell each other.
+"""The index_add family on several devices: the messages, by the dimension that is split.
 
     split along        index_add, segments                            index_select
     batch, inner       nothing                                        nothing
-    rows               nothing: a device drops what is not its own    a sum of the selected rows
-    count (indices)    a sum of the rows; nothing else                nothing
-    both, by one axis  a sum of which each device keeps its rows      indices are gathered, then as to the left
+    rows               nothing: a device drops the others' indices    a sum of the selected rows
+    count (indices)    a sum of the rows                              nothing
+    both, by one axis  a reduce-scatter of the rows                   indices are gathered, then a reduce-scatter
 
 Sums of floating-point numbers are sent in float32 or wider, and rounded once.
 """
 
-import functools
-
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern._ops.indexing import primitive
+from jaxkern._ops.indexing.reference import computing, fill_value, parted
 
-LIMIT = 2**31 - 2  # rows that may be split: they are numbered in int32
+LIMIT = 2**31 - 2  # the most rows that may be split: int32 numbers them
+SHARDS = {}  # for each primitive, the function that computes the part of one device; primitive.py fills it
 
 
 def dims(prim, avals, rules):
@@ -25,30 +24,30 @@ def dims(prim, avals, rules):
     full = [f"d{d}" for d in range(max(ranks))]
     along = lambda name: [*full[:axis], name, *full[axis + 1 :]]
     rows, source, index = along("rows"), along("count"), [*full[:k], "count"]
-    if prim is primitive.index_add_p:
-        alpha, order = primitive.parted(ranks[3:])
+    if prim.name == "jaxkern_index_add":
+        alpha, order = parted(ranks[3:])
         return [rows, index, source, *(full[:rank] for rank in alpha), *[["ordered"]] * len(order), rows]
     order = [["ordered"]] * len(ranks[2:])
-    return [rows, index, *order, source] if prim is primitive.index_select_p else [source, index, *order, rows]
+    return [rows, index, *order, source] if prim.name == "jaxkern_index_select" else [source, index, *order, rows]
 
 
 def _keeps_order(over, rules):
-    """Whether a device has all indices, and they mean what they meant."""
+    """Whether the order of the whole index is valid for the part of one device."""
     return not (over["rows"] or over["count"] or any(over[f"d{d}"] for d in range(rules.batch_dims)))
 
 
 def summed(prim):
-    """What the result has no dimension for."""
-    return ("rows",) if prim is primitive.index_select_p else ("count",)
+    """The names of `dims` that the result lacks."""
+    return ("rows",) if prim.name == "jaxkern_index_select" else ("count",)
 
 
 def _place(axes):
-    """Which of the parts that `axes` make this device has, the first axis being the slowest, and their number."""
+    """(number of this device's part, number of parts) along `axes`, the first axis being the slowest."""
     return lax.axis_index(axes), lax.psum(1, axes)
 
 
 def _resolved(index, rows, rules):
-    """Rows from 0 to rows - 1 in int32, ascending where the indices were; below or above for none."""
+    """The row of each index in int32; negative or >= rows if there is none. Keeps ascending indices ascending."""
     unsigned = jnp.issubdtype(index.dtype, jnp.unsignedinteger)
     if index.dtype.itemsize < 4:
         index = index.astype(jnp.int32)
@@ -61,11 +60,11 @@ def _resolved(index, rows, rules):
 
 
 def _own(index, rows, axes, shared, rules):
-    """The indices of one device, which has a part of the rows; those of others stand for none.
+    """The indices relative to the rows of one device; indices of rows of other devices name no row.
 
-    rows: of the whole array, which all of `axes` split. But the device has every part along those that are `shared`,
-    one after the other.
-    Returns the indices, the rows that they count, and rules for them.
+    rows: the number of rows of the whole array, which `axes` split. The device holds all parts along the `shared` axes, one
+    after the other.
+    Returns the indices, the number of rows that they refer to, and rules for them.
     """
     index = _resolved(index, rows, rules)
     here, parts = _place(axes)
@@ -92,19 +91,19 @@ def _without(axes, others):
 # ---- index_select
 
 
-def _select(over, x, index, *order, rules):
+def select(prim, over, x, index, *order, rules):
     del order
     across, along = over["rows"], over["count"]
     if not across:
-        return primitive.index_select_p.bind(x, index, rules=rules)
+        return prim.bind(x, index, rules=rules)
     axis = rules.axis
     rows = x.shape[axis] * lax.psum(1, across)
     own = _resolved(index, rows, rules)
     shared = tuple(a for a in along if a in across)
     everyone = lax.all_gather(index, shared, axis=index.ndim - 1, tiled=True) if shared else index
     everyone, _, local = _own(everyone, rows, across, (), rules)
-    y = primitive.index_select_p.bind(x, everyone, rules=local._replace(fill_nan=False, sorted=False, unique=False))
-    if shared:  # one device has the row, and the others zeros
+    y = prim.bind(x, everyone, rules=local._replace(fill_nan=False, sorted=False, unique=False))
+    if shared:  # one device has the row, the others have zeros
         y = lax.psum_scatter(y, shared, scatter_dimension=axis, tiled=True)
     if _without(across, shared):
         y = lax.psum(y, _without(across, shared))
@@ -113,13 +112,13 @@ def _select(over, x, index, *order, rules):
     exists = jnp.expand_dims(
         (own >= 0) & (own < rows), [d for d in range(y.ndim) if not (d < rules.batch_dims or d == axis)]
     )
-    return jnp.where(exists, y, jnp.asarray(primitive.fill_value(y.dtype), y.dtype))
+    return jnp.where(exists, y, jnp.asarray(fill_value(y.dtype), y.dtype))
 
 
 # ---- segments
 
 
-def _segments(prim, over, source, index, *order, rows, rules):
+def segments(prim, over, source, index, *order, rows, rules):
     if _keeps_order(over, rules):
         return prim.bind(source, index, *order, rows=rows, rules=rules)
     across, along = over["rows"], over["count"]
@@ -129,14 +128,14 @@ def _segments(prim, over, source, index, *order, rows, rules):
         index, rows, rules = _own(index, whole, across, shared, rules)
     if not along:
         return prim.bind(source, index, rows=rows, rules=rules)
-    if prim is primitive.segment_sum_p:
-        y = prim.bind(source.astype(primitive.computing(source.dtype)), index, rows=rows, rules=rules)
+    if prim.name == "jaxkern_segment_sum":
+        y = prim.bind(source.astype(computing(source.dtype)), index, rows=rows, rules=rules)
         if shared:
             y = lax.psum_scatter(y, shared, scatter_dimension=rules.axis, tiled=True)
         rest = _without(along, shared)
         return (lax.psum(y, rest) if rest else y).astype(source.dtype)
     y = prim.bind(source, index, rows=rows, rules=rules)
-    y = _largest(y, along) if prim is primitive.segment_max_p else _smallest(y, along)
+    y = _largest(y, along) if prim.name == "jaxkern_segment_max" else _smallest(y, along)
     if shared:
         here, parts = _place(shared)
         y = lax.dynamic_slice_in_dim(y, here * (rows // parts), rows // parts, rules.axis)
@@ -150,11 +149,11 @@ def _smallest(x, axes):
 
 
 def _largest(x, axes):
-    """lax.pmax, and NaN where there is one: in the order of integers that floating-point numbers have as bits."""
+    """lax.pmax that propagates NaN, by comparing the bits of floating-point numbers as integers."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         return lax.pmax(x, axes)
-    wide = x.astype(primitive.computing(x.dtype))
-    wide = jnp.where(jnp.isnan(wide), jnp.nan, wide)  # a NaN without a sign is above inf
+    wide = x.astype(computing(x.dtype))
+    wide = jnp.where(jnp.isnan(wide), jnp.nan, wide)  # a positive NaN is above inf
     bits = jnp.int64 if wide.dtype == jnp.float64 else jnp.int32
     ordered = lambda b: b ^ ((b >> (8 * wide.dtype.itemsize - 1)) & jnp.iinfo(bits).max)
     largest = lax.pmax(ordered(lax.bitcast_convert_type(wide, bits)), axes)
@@ -164,29 +163,22 @@ def _largest(x, axes):
 # ---- index_add
 
 
-def _add(over, x, index, source, *rest, rules):
+def add(prim, segment_sum_p, over, x, index, source, *rest, rules):
     if _keeps_order(over, rules):
-        return primitive.index_add_p.bind(x, index, source, *rest, rules=rules)
-    alpha, _ = primitive.parted(rest)
+        return prim.bind(x, index, source, *rest, rules=rules)
+    alpha, _ = parted(rest)
     across, along, axis = over["rows"], over["count"], rules.axis
     if along:
         rows = x.shape[axis] * (lax.psum(1, across) if across else 1)
-        wide = primitive.computing(x.dtype)
-        total = _segments(primitive.segment_sum_p, over, source.astype(wide), index, rows=rows, rules=rules)
+        wide = computing(x.dtype)
+        total = segments(segment_sum_p, over, source.astype(wide), index, rows=rows, rules=rules)
         y = x.astype(wide) + total
         if alpha:
             factor = jnp.expand_dims(alpha[0], range(alpha[0].ndim, x.ndim))
-            # 0 * inf is NaN, but a row that nothing goes to stays what it is. Which rows these are would take another
-            # message; that a sum is 0 is known.
+            # 0 * inf is NaN, but a row without updates must not change. To know these rows would take another message; so
+            # rows whose sum is 0 are left as they are.
             y = jnp.where(jnp.isfinite(factor) | (total != 0), x.astype(wide) + factor * total, x.astype(wide))
         return y.astype(x.dtype)
     if across:
         index, _, rules = _own(index, x.shape[axis] * lax.psum(1, across), across, (), rules)
-    return primitive.index_add_p.bind(x, index, source, *alpha, rules=rules)
-
-
-SHARDS = {
-    primitive.index_add_p: _add,
-    primitive.index_select_p: _select,
-    **{prim: functools.partial(_segments, prim) for prim in primitive.SEGMENT},
-}
+    return prim.bind(x, index, source, *alpha, rules=rules)

@@ -1,27 +1,27 @@
-"""sort_indices: the order of updates by the row that they go to, which every reduction at indices is made over.
+"""sort_indices: sorts indices by the row that they name; reductions at indices run over this order.
 
     sort_indices_p   (index [batch, count])   keys, order: uint32 [batch * count]
 
-Position b * count + k is that of index[b, k], and its key is b * rows + row, or batch * rows where the index is none of
-`rows`. `keys` ascend, and `order` has the position of each; positions of equal keys ascend. Nothing here depends on the
-data that the indices are for, so that equal sorts of a program become one.
+index[b, k] has the position b * count + k and the key b * rows + row, or batch * rows if it names no row. `keys` ascend;
+`order` holds the position of each key, and positions of equal keys ascend. The operands are the indices alone, so that XLA
+merges equal sorts of a program.
 """
 
 import functools
 import math
+import sys
 import typing
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
-from jaxkern._core import launch, validate
-from jaxkern._core.define import ceil_div, divider, lower_to_kernels
-from jaxkern._core.primitive import bind, evaluate
+from jaxkern._core import algorithms, launch, validate
+from jaxkern._core.define import ceil_div, divider, primitive
+from jaxkern._core.primitive import bind
 
-# What one run of the kernels numbers in 32 bits: keys, with one more for updates that go nowhere, and positions.
+# The most keys (one of which is for dropped updates) and positions that one run of the kernels can number in 32 bits.
 MAX_KEYS, MAX_POSITIONS = 1 << 31, 1 << 30
 
 
@@ -35,7 +35,7 @@ def sort_indices(index, *, rows, wrap, clip):
 
 
 def sortable(batch, count, rows) -> bool:
-    """Whether one sort numbers all updates and rows of a call."""
+    """Whether one sort can number all updates and rows of a call."""
     return 0 < batch * count <= MAX_POSITIONS and 0 < rows and batch * rows < MAX_KEYS - 1
 
 
@@ -52,11 +52,11 @@ def _shape(index, *, rows, wrap, clip):
 
 
 def rows_of(index, rows, rules):
-    """The row that each index stands for, `rows` where it is none, in a type that can say so."""
+    """The row that each index names, or `rows` if it names none, in a dtype that can hold both."""
     if index.dtype.itemsize < 4:
         index = index.astype(jnp.int32)
     most = jnp.iinfo(index.dtype).max
-    beyond = isinstance(rows, int) and rows > most  # more rows than the type can name: none is too large
+    beyond = isinstance(rows, int) and rows > most  # more rows than the dtype can name: no index is too large
     limit = jnp.asarray(most if beyond else rows, index.dtype)  # rows may be symbolic
     if rules.wrap and jnp.issubdtype(index.dtype, jnp.signedinteger):
         index = jnp.where(index < 0, index + limit, index)
@@ -81,19 +81,10 @@ def reference(index, *, rows, wrap, clip):
     return jax.lax.sort([keys, positions], num_keys=1, is_stable=True)
 
 
-sort_indices_p = Primitive("jaxkern_sort_indices")
-sort_indices_p.multiple_results = True
-sort_indices_p.def_abstract_eval(_shape)
-sort_indices_p.def_impl(functools.partial(evaluate, sort_indices_p))
-
-
-def _batch(operands, dims, **params):
-    """Each element of the batch has keys and positions of its own, and what goes nowhere last: as many sorts."""
+def _batch(prim, operands, dims, **params):
+    """Each element of the batch needs its own keys and positions, so it is sorted separately."""
     (index,), (d,) = operands, dims
-    return jax.lax.map(lambda i: bind(sort_indices_p, i, **params), jnp.moveaxis(index, d, 0)), [0, 0]
-
-
-batching.primitive_batchers[sort_indices_p] = _batch
+    return jax.lax.map(lambda i: bind(prim, i, **params), jnp.moveaxis(index, d, 0)), [0, 0]
 
 
 def _jvp(primals, tangents, **params):
@@ -101,21 +92,38 @@ def _jvp(primals, tangents, **params):
     return out, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
 
 
-ad.primitive_jvps[sort_indices_p] = _jvp
-
-
 # ---- the plan
 
+ALGORITHMS = ("radix",)
+
+
+class Problem(typing.NamedTuple):
+    """Indices [batch, count] into `rows` rows."""
+
+    rows: int
+    count: int
+    batch: int = 1
+
+
+def fits(algorithm: str, p: Problem, device=None) -> bool:
+    return algorithm == "radix" and sortable(p.batch, p.count, p.rows)
+
+
+def choose(p: Problem, device=None) -> str:
+    return "radix"
+
+
+algorithms.register(sys.modules[__name__], "sort_indices")
 HEADER = "indexing/sort.cuh"
 RADIX_BITS = 9  # kRadixBitsMax
 THREADS, SMALL_TILE, TILE, LARGE_TILE = 512, 2048, 4608, 8192
-UNSCANNED_TILES = 32  # so few, of the smallest, are added up by each block of RadixScatter itself
+UNSCANNED_TILES = 32  # up to so many of the smallest tiles, each block of RadixScatter adds up the counts itself
 SCAN_THREADS, SCAN_DIGITS, SOURCE_ROWS_THREADS = 1024, 8, 256
 SCATTER_SHARED = {SMALL_TILE: 51328, TILE: 55424, LARGE_TILE: 84096}  # bytes of ScatterShared
 
 
 class Part(typing.NamedTuple):
-    """The part of a call that one run of the kernels takes: slices [b, b + batch), rows from `row` on, positions of
+    """The part of a call that one run of the kernels handles: slices [b, b + batch), rows from `row` on, and positions of
     each slice from `position` on."""
 
     b: int
@@ -187,7 +195,7 @@ class Scratch:
 
 
 class Digits(typing.NamedTuple):
-    """How a radix sort takes bits [low, high) of keys: `passes` of `bits` each, over tiles of so many positions."""
+    """How a radix sort splits bits [low, high) of keys: `passes` of `bits` bits, over `tiles` of `tile` positions."""
 
     passes: int
     bits: int
@@ -202,17 +210,17 @@ def digits(positions: int, low: int, high: int) -> Digits:
 
 
 def bits_for(n: int) -> int:
-    """The number of bits that hold 0 .. n - 1."""
+    """The number of bits that represent 0 .. n - 1."""
     return (n - 1).bit_length()
 
 
 def radix_sort(indices: Indices, cut: Digits, low: int, targets, counts, elements=None) -> list[launch.Launch]:
     """The launches of a stable sort by the bits of keys from `low` on.
 
-    targets: for each pass (keys, payload), buffers of 4 * positions bytes; of equal parity they may be the same.
+    targets: (keys, payload) for each pass, buffers of 4 * positions bytes. Passes of equal parity may share buffers.
     counts: a buffer of 4 * (tiles + 1) * 2^bits bytes.
-    elements: (source, source_extra, bytes of an element) if not positions travel with the keys, but elements. The last
-        pass then writes pairs of both to its keys' buffer, 8 bytes each.
+    elements: (source, source_extra, bytes of an element) if the payload is elements instead of positions. The last pass
+        then writes (key, element) pairs of 8 bytes to its keys buffer.
     """
     steps, run, items = [], indices.struct(), cut.tile // THREADS
     scanned = cut.tile > SMALL_TILE or cut.tiles > UNSCANNED_TILES
@@ -256,7 +264,7 @@ def radix_sort(indices: Indices, cut: Digits, low: int, targets, counts, element
 
 
 def source_rows(indices: Indices, order, rows, extra: int) -> launch.Launch:
-    """Turns the positions in `order` into rows of source, in which each b lies `extra` rows further than count."""
+    """Converts the positions in `order` to rows of source, where consecutive slices are count + extra rows apart."""
     return launch.Launch(
         HEADER,
         f"SourceRows<{SOURCE_ROWS_THREADS}>",
@@ -276,7 +284,7 @@ def sorted_into(indices: Indices, keys, order, scratch: Scratch) -> list[launch.
 
 
 def plan(device, operands, results, *, rows, wrap, clip) -> launch.Plan | None:
-    """The plan of sort_indices; None where 32 bits do not number all keys."""
+    """The plan of sort_indices; None if 32 bits cannot number all keys."""
     (index,) = operands
     batch, count = index.shape
     if not sortable(batch, count, rows):
@@ -287,5 +295,5 @@ def plan(device, operands, results, *, rows, wrap, clip) -> launch.Plan | None:
     return launch.Plan("radix", tuple(steps), scratch.bytes)
 
 
-mlir.register_lowering(sort_indices_p, mlir.lower_fun(reference, multiple_results=True))
-lower_to_kernels(sort_indices_p, plan=plan, reference=reference)
+sort_indices_p = primitive("jaxkern_sort_indices", _shape, _batch, reference, several=True, plan=plan)
+ad.primitive_jvps[sort_indices_p] = _jvp

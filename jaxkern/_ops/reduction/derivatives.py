@@ -5,9 +5,9 @@
     reduce_max     dx = g / ties where x is the maximum; reduce_min likewise
     logsumexp      dx = g * exp(x - largest) / total
 
-A masked-out element gets no gradient, whatever the cotangent holds. Gradients are an elementwise pass, and for ties
-another read of x, that XLA fuses with their neighbours. The gradient of logsumexp does not use y, whose rounding error
-exp(x - y) would magnify by |y|.
+The gradient of a masked element is 0, whatever the cotangent is. Gradients are an elementwise pass (and for ties another
+read of x) that XLA fuses with its neighbours. The gradient of logsumexp does not use y, because exp(x - y) would magnify
+the rounding error of y by |y|.
 """
 
 import functools
@@ -27,7 +27,7 @@ from jaxkern._ops.reduction.primitive import (
     reduce_min_p,
     reduce_sum_p,
 )
-from jaxkern._ops.reduction.reference import computing, count
+from jaxkern._ops.reduction.reference import computing, count, finite
 
 
 def _masked(x, mask):
@@ -100,7 +100,7 @@ def _statistics_forward(x, mask, params):
 
 
 def _statistics_backward(params, kept, cotangents):
-    # The largest element is only the base of the sum, and has no gradient of its own.
+    # The largest element is only the base of the sum; it has no gradient.
     x, *numbers, mask = kept
     of_y, _, of_total = cotangents
     g = of_y.astype(computing(x.dtype)) + jnp.where(jnp.isfinite(numbers[1]), of_total * numbers[1], 0)
@@ -109,7 +109,7 @@ def _statistics_backward(params, kept, cotangents):
     if mask:  # a masked-out element may be infinite
         x = jnp.where(mask[0], x, -jnp.inf)
     alive = total != 0
-    dx = jnp.exp(x - jnp.where(alive, largest, 0)) * jnp.where(alive, g / jnp.where(alive, total, 1), 0)
+    dx = jnp.exp(x - finite(largest)) * jnp.where(alive, g / jnp.where(alive, total, 1), 0)
     return _masked(dx, mask).astype(kept[0].dtype), (None,) * len(mask)
 
 

@@ -14,6 +14,7 @@ benchmarks/results).
 import math
 import typing
 
+from jaxkern._core.algorithms import pick
 from jaxkern._core.define import CUDA_TYPES, EMPTY_VIEW, broadcast_view, ceil_div
 from jaxkern._core.launch import Launch, Plan, boolean, f64, i32, i64, null, operand, result, scratch, struct, u64
 
@@ -35,6 +36,7 @@ _ITEMSIZE = {
     "uint64": 8,
     "bool": 1,
 }
+DTYPES = tuple(_ITEMSIZE)
 
 # Of the kernels.
 _NARROW_THREADS = 128
@@ -143,7 +145,7 @@ def choose(p: Problem, device) -> str:
 
 
 class _Reduction(typing.NamedTuple):
-    """What the kernels are told beside the problem."""
+    """A problem with all other inputs of the kernels' parameters."""
 
     p: Problem
     device: typing.Any
@@ -272,8 +274,8 @@ def _warp(r):
 
 def _block(r, parts=1):
     p = r.p
-    # Few threads with two turns or more each, since blocks of many warps go through their phases in step. One turn if
-    # there are few rows, which take as long as one block; the parts of a row all run at once.
+    # Few threads with two or more turns each, because the warps of large blocks run through their phases in lockstep. One
+    # turn if there are few rows, which take as long as one block; the parts of a row all run at once.
     turns = 1 if parts == 1 and p.rows <= 2 * r.device.sm_count else 2
     in_flight = {1: 2, 4: 8}.get(p.itemsize, 4)
     warps = ceil_div(p.width // p.vector, parts * turns * in_flight * 32)
@@ -321,7 +323,7 @@ def _column(r, parts=None, aligned=True):
 
 
 def _merge(r, functor, parts) -> list[Launch]:
-    """A lane per part, up to a warp for 128 of them, and a block for more."""
+    """One lane per part, up to a warp; a block for more than 128 parts."""
     if parts == 1:
         return []
     rows = r.p.rows * r.p.inner
@@ -354,10 +356,7 @@ def reduce(op: str, device, operands, results, *, axis: int, dtype, tier: str) -
     if (mask and view is None) or (p.floating and out != x.dtype and not wide):
         return None
     r = _Reduction(p, device, op, wide, len(results) > 1, view, bool(mask) and mask[0].shape[axis] != 1)
-    if tier != "auto" and not fits(tier, p, device):
-        name = op if op == "logsumexp" else f"reduce_{op}"
-        raise ValueError(f"jaxkern.{name}: the algorithm {tier!r} cannot run rows of {p.width} {p.dtype} elements here")
-    algorithm = choose(p, device) if tier == "auto" else tier
+    algorithm = pick(op if op == "logsumexp" else f"reduce_{op}", tier, p, device)
     parts = parts_of(p, device) if algorithm in ("split", "column") else 1
     launches = tuple(_LAUNCHES[algorithm](r))
     # Element by element, for arrays that are not aligned.

@@ -1,4 +1,4 @@
-"""The primitives of the row reductions, and how they are lowered.
+"""The primitives of the row reductions.
 
     reduce_sum_p              sum(x)
     reduce_mean_p             sum(x) / count
@@ -7,25 +7,38 @@
     logsumexp_p               log(sum(exp(x)))
     logsumexp_statistics_p    logsumexp, the largest element and the sum of exp(x - largest)
 
-along one axis, which the result is without, each with an optional mask. A masked-out element takes no part.
+along one axis, which the result lacks, each with an optional mask of the elements to reduce.
 """
 
 import functools
 
-import jax.numpy as jnp
 from jax import lax
 
-from jaxkern._core import lowering
-from jaxkern._core.lowering import INTEGER_DTYPES, KERNEL_DTYPES
-from jaxkern._core.primitive import bind, row_primitive
+from jaxkern._core import algorithms
+from jaxkern._core.primitive import bind
+from jaxkern._core.rows import row_primitive
 from jaxkern._ops.reduction import plan, reference, sharding
 
-reduce_sum_p = row_primitive("jaxkern_reduce_sum", arrays=1)
-reduce_mean_p = row_primitive("jaxkern_reduce_mean", arrays=1)
-reduce_max_p = row_primitive("jaxkern_reduce_max", arrays=1)
-reduce_min_p = row_primitive("jaxkern_reduce_min", arrays=1)
-logsumexp_p = row_primitive("jaxkern_logsumexp", arrays=1)
-logsumexp_statistics_p = row_primitive("jaxkern_logsumexp_statistics", arrays=1, several=True)
+algorithms.register(plan, "reduce_sum", "reduce_mean", "reduce_max", "reduce_min", "logsumexp")
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+NUMBERS = tuple(dtype for dtype in plan.DTYPES if dtype != "bool")
+
+
+def _primitive(name, op, reference, split, dtypes=FLOATS, **options):
+    launches = functools.partial(plan.reduce, op)
+    return row_primitive(f"jaxkern_{name}", 1, reference, launches, split, dtypes=dtypes, **options)
+
+
+_maximum, _minimum = (functools.partial(sharding.extreme, *end) for end in ((0, lax.pmax), (1, lax.pmin)))
+reduce_sum_p = _primitive("reduce_sum", "sum", reference.reduce_sum, sharding.reduce_sum, plan.DTYPES)
+reduce_mean_p = _primitive("reduce_mean", "mean", reference.reduce_mean, sharding.reduce_mean(reduce_sum_p))
+reduce_max_p = _primitive("reduce_max", "max", reference.reduce_max, _maximum, NUMBERS)
+reduce_min_p = _primitive("reduce_min", "min", reference.reduce_min, _minimum, NUMBERS)
+logsumexp_statistics_p = _primitive(
+    "logsumexp_statistics", "logsumexp", reference.statistics, sharding.statistics, several=True
+)
+logsumexp_p = _primitive("logsumexp", "logsumexp", reference.logsumexp, sharding.logsumexp(logsumexp_statistics_p))
 
 
 def statistics(x, *mask, axis, tier, dtype=None):
@@ -35,50 +48,3 @@ def statistics(x, *mask, axis, tier, dtype=None):
     """
     wide = reference.computing(x.dtype)
     return bind(logsumexp_statistics_p, x, *mask, axis=axis, tier=tier, dtype=(dtype or x.dtype, wide, wide))
-
-
-for _prim, _op, _reference, _split, _dtypes in (
-    (
-        reduce_sum_p,
-        "sum",
-        reference.reduce_sum,
-        functools.partial(sharding.reduce_sum, reduce_sum_p),
-        KERNEL_DTYPES | INTEGER_DTYPES | {jnp.dtype(bool)},
-    ),
-    (
-        reduce_mean_p,
-        "mean",
-        reference.reduce_mean,
-        functools.partial(sharding.reduce_mean, reduce_sum_p),
-        KERNEL_DTYPES,
-    ),
-    (
-        reduce_max_p,
-        "max",
-        reference.reduce_max,
-        functools.partial(sharding.extreme, reduce_max_p, 0, lax.pmax),
-        KERNEL_DTYPES | INTEGER_DTYPES,
-    ),
-    (
-        reduce_min_p,
-        "min",
-        reference.reduce_min,
-        functools.partial(sharding.extreme, reduce_min_p, 1, lax.pmin),
-        KERNEL_DTYPES | INTEGER_DTYPES,
-    ),
-    (
-        logsumexp_p,
-        "logsumexp",
-        reference.logsumexp,
-        functools.partial(sharding.logsumexp, logsumexp_statistics_p),
-        KERNEL_DTYPES,
-    ),
-    (
-        logsumexp_statistics_p,
-        "logsumexp",
-        reference.statistics,
-        functools.partial(sharding.statistics, logsumexp_statistics_p),
-        KERNEL_DTYPES,
-    ),
-):
-    lowering.register(_prim, 1, _reference, _dtypes, split=_split, plan=functools.partial(plan.reduce, _op))

@@ -1,4 +1,4 @@
-"""Row reductions in jnp: what the kernels compute.
+"""Row reductions in jnp: the definition of what the kernels compute.
 
 Operands: x and perhaps a boolean mask of the rank of x. `dtype` is the type of the result, or the types of several.
 """
@@ -8,16 +8,17 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+
+from jaxkern._core.rows import largest_of
 
 
 def computing(dtype):
-    """The type that numbers of a floating-point type are computed in."""
+    """The dtype that numbers of a floating-point dtype are computed in."""
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def count(shape, mask, axis, dtype):
-    """How many elements of a row take part, with a dimension of size 1 for the axis."""
+    """The number of unmasked elements of each row, with a dimension of size 1 for the axis."""
     if not mask:
         return jnp.asarray(shape[axis], dtype)
     return jnp.sum(jnp.broadcast_to(mask[0], shape), axis, keepdims=True, dtype=dtype)
@@ -76,10 +77,11 @@ def logsumexp(x, *mask, axis, dtype, tier):
 
 
 def statistics(x, *mask, axis, dtype, tier):
-    x = x.astype(computing(x.dtype))
+    largest = largest_of(x, mask, axis, least=-jnp.inf)
+    base = finite(largest)
+    x = x.astype(base.dtype)
     if mask:
         x = jnp.where(mask[0], x, -jnp.inf)
-    largest = lax.stop_gradient(jnp.max(x, axis, initial=-jnp.inf))  # see rows.shifted
-    base = finite(largest)
-    total = jnp.sum(jnp.exp(x - jnp.expand_dims(base, axis)), axis)
+    total = jnp.sum(jnp.exp(x - base), axis)
+    base, largest = (jnp.squeeze(a, axis) for a in (base, largest))
     return [logsumexp_of(base, total, dtype[0]), largest, total]

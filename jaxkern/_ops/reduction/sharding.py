@@ -15,16 +15,19 @@ def reduce_sum(sum_p, x, *mask, over, axis, dtype, tier):
     return lax.psum(bind(sum_p, x, *mask, axis=axis, dtype=wide, tier=tier), over).astype(dtype)
 
 
-def reduce_mean(sum_p, x, *mask, over, axis, dtype, tier):
-    wide = computing(dtype)
-    total = bind(sum_p, x, *mask, axis=axis, dtype=wide, tier=tier)
-    n = count(x.shape, mask, axis, wide)
-    n = jnp.broadcast_to(jnp.squeeze(n, axis) if mask else n, total.shape)
-    total, n = lax.psum(jnp.stack([total, n]), over)
-    return (total / n).astype(dtype)
+def reduce_mean(sum_p):
+    def split(prim, x, *mask, over, axis, dtype, tier):
+        wide = computing(dtype)
+        total = bind(sum_p, x, *mask, axis=axis, dtype=wide, tier=tier)
+        n = count(x.shape, mask, axis, wide)
+        n = jnp.broadcast_to(jnp.squeeze(n, axis) if mask else n, total.shape)
+        total, n = lax.psum(jnp.stack([total, n]), over)
+        return (total / n).astype(dtype)
+
+    return split
 
 
-def extreme(prim, end, collective, x, *mask, over, axis, dtype, tier):
+def extreme(end, collective, prim, x, *mask, over, axis, dtype, tier):
     y = bind(prim, x, *mask, axis=axis, dtype=dtype, tier=tier)
     if not jnp.issubdtype(dtype, jnp.floating):
         return collective(y, over)
@@ -33,8 +36,8 @@ def extreme(prim, end, collective, x, *mask, over, axis, dtype, tier):
     return jnp.where(nan > 0, jnp.nan, collective(jnp.where(jnp.isnan(y), bounds(dtype)[end], y), over)).astype(dtype)
 
 
-def logsumexp(statistics_p, x, *mask, over, axis, dtype, tier):
-    return statistics(statistics_p, x, *mask, over=over, axis=axis, dtype=(dtype,), tier=tier)[0]
+def logsumexp(statistics_p):
+    return lambda prim, *operands, dtype, **params: statistics(statistics_p, *operands, dtype=(dtype,), **params)[0]
 
 
 def statistics(statistics_p, x, *mask, over, axis, dtype, tier):

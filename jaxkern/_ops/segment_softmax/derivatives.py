@@ -18,7 +18,7 @@ def _vjp(data, index, order, rows, rules):
 
 
 def _forward(data, index, order, rows, rules):
-    y = bind(segment_softmax_p, data, index, *order, rows=rows, rules=rules)  # not _vjp, which has no derivative
+    y = bind(segment_softmax_p, data, index, *order, rows=rows, rules=rules)  # not _vjp, which has no derivative itself
     return y, (y, index, order)
 
 
@@ -31,7 +31,7 @@ _vjp.defvjp(_forward, _backward)
 
 
 def _grad_jvp(y, g, index, *rest, rows, rules):
-    """dy * (g - sum(y * g)) - y * sum(dy * g); an element with y = 0 has no part in it, nor has its dy."""
+    """dy * (g - sum(y * g)) - y * sum(dy * g); elements with y = 0, and their dy, do not contribute."""
     dy = rest[-1]
     dtype, takes_part = y.dtype, y != 0
     y, g, dy = (jnp.where(takes_part, computed(a), 0) for a in (y, g, dy))

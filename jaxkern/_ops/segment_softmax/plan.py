@@ -1,15 +1,15 @@
 """Launch lists of segment_softmax and its gradient on CUDA (ffi/kernels/segment_softmax/).
 
-There are two algorithms, which differ in how places come into the order of their segments:
+There are two algorithms, which differ in how rows get into the order of their segments:
 
     sort     a stable sort of the ids, an operation of its own (indexing/sort.py), then the kernels
     sorted   ascending ids (a hint): the kernels alone
 
-and two kernels, of which one follows from the shapes alone, and with it the order of every sum:
+and two kernels. The shapes alone determine the kernel, and with it the order of every sum:
 
-    walk     a warp a tile of places and a strip of columns, a run at a time in registers: where segments fill most of
-             a warp on the average (3 rows of 128 bytes, say)
-    tiles    a block a tile in shared memory: shorter segments, and rows of less than 16 bytes
+    walk     one warp per tile of positions and strip of columns, one segment at a time in registers: for segments that
+             fill most of a warp on average (3 rows of 128 bytes, say)
+    tiles    one block per tile in shared memory: for shorter segments, and rows of less than 16 bytes
 """
 
 import typing
@@ -18,8 +18,9 @@ from jaxkern._core import launch
 from jaxkern._core.define import ceil_div, cuda_type, divider, fast_divmod, size_of
 
 ALGORITHMS = ("sorted", "sort")
-DTYPES = ("float16", "bfloat16", "float32", "float64")
-# Keys and positions of a call are 32-bit numbers; a key says which segment of which slice of the batch.
+_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+DTYPES = tuple(_ITEMSIZE)
+# Keys and positions of a call are 32-bit numbers; a key identifies the slice of the batch and the segment.
 MOST_KEYS, MOST_POSITIONS = 2**31 - 2, 2**30
 
 TILE_THREADS, TILE_COLUMNS = 256, 16
@@ -30,13 +31,17 @@ JOIN_THREADS, JOIN_COLUMNS, JOIN_TILES = 256, 8, 64
 class Problem(typing.NamedTuple):
     """Arrays [batch, outer, count, inner] with ids [batch, count] of `rows` segments."""
 
-    batch: int
-    outer: int
     rows: int
     count: int
-    inner: int
-    itemsize: int
+    inner: int = 1
+    dtype: str = "float32"
+    batch: int = 1
+    outer: int = 1
     sorted: bool = False
+
+    @property
+    def itemsize(self) -> int:
+        return _ITEMSIZE[self.dtype]
 
 
 def fits(algorithm: str, problem: Problem, device=None) -> bool:
@@ -49,6 +54,13 @@ def fits(algorithm: str, problem: Problem, device=None) -> bool:
 def choose(problem: Problem, device=None) -> str:
     """The algorithm that runs the problem by default."""
     return "sorted" if problem.sorted else "sort"
+
+
+def problem_of(x, rows: int, axis: int, batch_dims: int, is_sorted: bool = False) -> Problem:
+    """The problem of an array of this type."""
+    shape, inner = x.shape, size_of(x.shape[axis + 1 :])
+    batch, outer = size_of(shape[:batch_dims]), size_of(shape[batch_dims:axis])
+    return Problem(rows, shape[axis], inner, x.dtype.name, batch, outer, is_sorted)
 
 
 def most_slices(problem: Problem) -> int:
@@ -128,14 +140,7 @@ def _plan(op, numbers, device, operands, rows, axis, batch_dims):
     """numbers: that a Stat consists of. keys ascend, but those of no segment may lie anywhere; order: see run.cuh."""
     inputs = 1 if op == "SegmentForward" else 2
     x, itemsize = operands[0], operands[0].dtype.itemsize
-    p = Problem(
-        size_of(x.shape[:batch_dims]),
-        size_of(x.shape[batch_dims:axis]),
-        rows,
-        x.shape[axis],
-        size_of(x.shape[axis + 1 :]),
-        itemsize,
-    )
+    p = problem_of(x, rows, axis, batch_dims)
     op = f"jaxkern::{op}<{cuda_type(x.dtype)}>"
     cut, positions = cut_of(p), p.batch * p.count
     tiles, long = ceil_div(positions, cut.places), positions > cut.places + cut.reach

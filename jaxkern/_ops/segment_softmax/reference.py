@@ -1,6 +1,6 @@
-"""segment_softmax in jnp and by way of the segments: where there is no kernel, and with messages on several devices.
+"""segment_softmax in jnp, by maxima and sums of segments; on several devices with messages.
 
-over: axes of the mesh that split the rows of data, so that maxima and sums of segments are those of all devices.
+over: the mesh axes that split the rows of data. Maxima and sums of segments are then over all devices.
 """
 
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def softmax(data, index, *order, rows, rules, over=()):
         return jnp.zeros_like(data)
     x = computed(data)
     rules = rules._replace(plan="auto")
-    # Any number may be subtracted, and so a constant: the largest has no Taylor series.
+    # The result does not depend on the number that is subtracted, so it counts as a constant; maxima have no Taylor series.
     largest = indexing.segment(indexing.segment_max_p, lax.stop_gradient(x), index, rows=rows, rules=rules)
     if over:
         largest = lax.pmax(largest, over)  # may be any number beside a NaN: what it is subtracted from becomes NaN

@@ -1,8 +1,8 @@
-"""Derivatives of softmax and log_softmax; those of higher order are those of the references in jnp.
+"""Derivatives of softmax and log_softmax. Higher orders differentiate the references in jnp.
 
-The fused softmax without dropout keeps y for its gradient, which then needs neither bias nor mask nor an exponential;
-the caller mostly keeps y anyway. With dropout it keeps the operands, and its gradient draws the same elements to drop:
-y lacks those, and p would be one more array. The gradients of bias and scale are sums of ds.
+Without dropout, the residual of the fused softmax is y. The gradient then needs neither bias nor mask nor exponentials, and
+the caller usually keeps y anyway. With dropout, the residuals are the operands, and the gradient draws the same random
+bits again: y lacks the dropped elements, and p would be one more array. The gradients of bias and scale are sums of ds.
 """
 
 import functools
@@ -30,14 +30,14 @@ from jaxkern._ops.softmax.primitive import (
 
 
 def _custom_vjp(forward_p, backward_p, keep):
-    """The rule behind every derivative of `forward_p`; keep(x, y) chooses what the backward pass starts from."""
+    """The custom_vjp behind all derivatives of `forward_p`; keep(x, y) returns the residual of the backward pass."""
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
     def f(x, mask, axis, tier):
         return bind(forward_p, x, *mask, axis=axis, tier=tier)
 
     def forward(x, mask, axis, tier):
-        y = bind(forward_p, x, *mask, axis=axis, tier=tier)  # not f, which has no derivative
+        y = bind(forward_p, x, *mask, axis=axis, tier=tier)  # not f, which has no derivative itself
         return y, (keep(x, y), mask)
 
     def backward(axis, tier, residuals, g):
@@ -49,9 +49,9 @@ def _custom_vjp(forward_p, backward_p, keep):
 
 
 def _precise(x, y):
-    """What log_softmax keeps: x, since the rounding error of y would come back multiplied by |y|.
+    """The residual of log_softmax: x, because the gradient would magnify the rounding error of y by |y|.
 
-    16-bit results hide that error, and their kernels are faster from y; x and y have the same softmax.
+    For 16-bit dtypes it is y: their results hide that error, and kernels are faster from y. x and y have the same softmax.
     """
     return y if x.dtype.itemsize <= 2 else x
 
@@ -122,7 +122,7 @@ def _fused_backward(active, params, kept, g):
         params["extras"] = "scale" if "scale" in named else ""
     dx = gradient(**params)
     cotangents = dict.fromkeys(named)
-    if "scale" in named:  # dropped when it is compiled, if it is not used
+    if "scale" in named:  # XLA removes it if it is not used
         ds = gradient(**(params | {"unscaled": True}))
         if x is not None:
             part = reference.fused_participants(x, params["axis"], named, params["causal"])

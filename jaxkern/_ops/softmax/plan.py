@@ -18,12 +18,14 @@ import functools
 import math
 import typing
 
+from jaxkern._core.algorithms import pick
 from jaxkern._core.define import EMPTY_VIEW, broadcast_view, ceil_div, fast_divmod
 from jaxkern._core.launch import Launch, Plan, boolean, f64, i32, i64, null, operand, result, scratch, struct, u32
 
 ALGORITHMS = ("sub_warp", "warp", "block", "cluster", "pipeline", "streaming", "split", "column")
 
 _TYPES = {"float16": ("__half", 2), "bfloat16": ("__nv_bfloat16", 2), "float32": ("float", 4), "float64": ("double", 8)}
+DTYPES = tuple(_TYPES)
 
 # Vectors of a row that an algorithm can hold.
 _SUB_WARP_VECTORS = 32  # one per lane
@@ -384,12 +386,7 @@ _LAUNCHES = {
 
 
 def _algorithm(p: Problem, device, tier: str) -> str:
-    if tier == "auto":
-        return choose(p, device)
-    if not fits(tier, p, device):
-        name = ("log_softmax" if p.log else "softmax") + (" gradient" if p.backward else "")
-        raise ValueError(f"jaxkern.{name}: the algorithm {tier!r} cannot run rows of {p.width} {p.dtype} elements here")
-    return tier
+    return pick("log_softmax" if p.log else "softmax", tier, p, device)
 
 
 def plan(p: Problem, device, mask=(null, EMPTY_VIEW), tier="auto") -> Plan | None:
@@ -470,6 +467,11 @@ def _by_runs(p: Problem, shape, axis, parts, device) -> bool:
     return _exceeds_l2(p, device) and axis > 0 and shape[axis - 1] % _RUN == 0 and any(map(repeats, parts))
 
 
+def fused_fits(shape, axis: int) -> bool:
+    """Whether there is a kernel for the rows of an array of this shape."""
+    return math.prod(shape[axis + 1 :]) == 1 and math.prod(shape[:axis]) < 1 << 31
+
+
 def fused(
     device,
     operands,
@@ -489,7 +491,7 @@ def fused(
     x = operands[0]
     at = {name: k for k, name in enumerate(extras.split(), 2 if backward else 1)}
     p = problem_of(x, axis, log=log, backward=backward, masked="mask" in at, fused=True)
-    if p.dtype not in _TYPES or p.inner != 1 or p.rows >= 1 << 31:
+    if not fused_fits(x.shape, axis):
         return None
     algorithm = _algorithm(p, device, tier)
     pointer = {name: operand(k) for name, k in at.items()}

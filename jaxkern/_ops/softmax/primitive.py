@@ -1,14 +1,13 @@
-"""The primitives of softmax and log_softmax: shapes, batching, and how they are lowered.
+"""The primitives of softmax and log_softmax.
 
     softmax_p            y  = exp(x - max) / sum(exp(x - max))
     log_softmax_p        y  = x - max - log(sum(exp(x - max)))
     softmax_grad_p       dx = y * (g - sum(y * g))
-    log_softmax_grad_p   dx = g - softmax(x) * sum(g)      or of y, which is the same but for y's rounding
+    log_softmax_grad_p   dx = g - softmax(x) * sum(g)      or from y, which has the same softmax up to rounding
     log_softmax_jvp_p    dy = t - sum(softmax(x) * t)      the transpose of log_softmax_grad_p; left to XLA
 
-along one axis, each with an optional mask. A masked-out element takes no part: its output is 0 (log_softmax: -inf), its
-gradient 0 whatever the cotangent holds. A row in which nothing takes part, or which is -inf throughout, consists of
-such elements.
+along one axis, each with an optional mask. The output of a masked element is 0 (log_softmax: -inf), and its gradient is 0
+whatever the cotangent is. All elements of a row that is entirely masked or -inf count as masked.
 
 With scale, bias, mask, causal limit and dropout in one kernel:
 
@@ -18,50 +17,42 @@ With scale, bias, mask, causal limit and dropout in one kernel:
     softmax_fused_jvp_p           the transpose of softmax_fused_grad_p; left to XLA
     softmax_fused_output_grad_p   dx of softmax without dropout from y, which is p, and g
 
-Operands: x, for a gradient g, then the operands among bias, scale, mask and key that the parameter `extras` names, in
-this order. Each has the rank of x and dimensions of size 1 or of the size in x; the key has one more dimension, its two
-words. Where the key has a dimension that is not 1, each index has its own key and numbers its rows separately.
+Operands: x, for a gradient g, then those of bias, scale, mask and key that the parameter `extras` names, in this order.
+Each has the rank of x, with dimensions of size 1 or equal to those of x. The key has one more dimension, for its two
+words. If the key has a dimension that is not 1, each index has its own key and numbers its rows separately.
 """
 
 import functools
-import math
 
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import mlir
 
-from jaxkern._core import compat, define, lowering, partition
-from jaxkern._core.primitive import bind, evaluate, row_primitive
+from jaxkern._core import algorithms, define, partition
+from jaxkern._core.primitive import bind
+from jaxkern._core.rows import mask_shape, row_primitive
 from jaxkern._ops.softmax import dropout, plan, reference, sharding
 
 EXTRAS = ("bias", "scale", "mask", "key")
 
-softmax_p = row_primitive("jaxkern_softmax", arrays=1)
-log_softmax_p = row_primitive("jaxkern_log_softmax", arrays=1)
-softmax_grad_p = row_primitive("jaxkern_softmax_grad", arrays=2)
-log_softmax_grad_p = row_primitive("jaxkern_log_softmax_grad", arrays=2)
-log_softmax_jvp_p = row_primitive("jaxkern_log_softmax_jvp", arrays=2)
+algorithms.register(plan, "softmax", log=False)
+algorithms.register(plan, "log_softmax", log=True)
 
-for _prim, _arrays, _reference, _plan in (
-    (softmax_p, 1, reference.softmax, functools.partial(plan.plain, False, False)),
-    (log_softmax_p, 1, reference.log_softmax, functools.partial(plan.plain, True, False)),
-    (softmax_grad_p, 2, reference.softmax_grad, functools.partial(plan.plain, False, True)),
-    (log_softmax_grad_p, 2, reference.log_softmax_grad, functools.partial(plan.plain, True, True)),
-    (log_softmax_jvp_p, 2, reference.log_softmax_jvp, None),
-):
-    lowering.register(_prim, _arrays, _reference, split=_reference, plan=_plan)
+
+def _plain(name, log, backward):
+    launches = functools.partial(plan.plain, log, backward)
+    return row_primitive(
+        f"jaxkern_{name}", 1 + backward, getattr(reference, name), launches, split=True, dtypes=plan.DTYPES
+    )
+
+
+softmax_p = _plain("softmax", False, False)
+log_softmax_p = _plain("log_softmax", True, False)
+softmax_grad_p = _plain("softmax_grad", False, True)
+log_softmax_grad_p = _plain("log_softmax_grad", True, True)
+log_softmax_jvp_p = row_primitive("jaxkern_log_softmax_jvp", 2, reference.log_softmax_jvp)
 
 
 # ---- the fused primitives
-
-
-def _primitive(name: str, arrays: int) -> Primitive:
-    prim = Primitive(name)
-    prim.def_abstract_eval(functools.partial(_abstract_eval, name, arrays))
-    prim.def_impl(functools.partial(evaluate, prim))
-    batching.primitive_batchers[prim] = functools.partial(_batch, prim, arrays)
-    compat.check_nans(prim)
-    return prim
 
 
 def _abstract_eval(name, arrays, x, *rest, axis, tier, log, extras, causal, threshold, unscaled):
@@ -81,7 +72,7 @@ def _abstract_eval(name, arrays, x, *rest, axis, tier, log, extras, causal, thre
     for e, part in zip(names, parts):
         shape = part.shape
         if e == "key":
-            fits, shape = shape[-1:] in ((2,), (4,)), shape[:-1]  # (4,): see _per_row
+            fits, shape = shape[-1:] in ((2,), (4,)), shape[:-1]  # (4,): see _key_per_row
         else:
             fits = True
         fits = fits and len(shape) == x.ndim and all(b in (1, a) for a, b in zip(x.shape, shape))
@@ -91,7 +82,7 @@ def _abstract_eval(name, arrays, x, *rest, axis, tier, log, extras, causal, thre
     return x.update(weak_type=False)
 
 
-def _batch(prim, arrays, operands, dims, *, axis, causal, extras, **params):
+def _batch(arrays, prim, operands, dims, *, axis, causal, extras, **params):
     """The batch becomes one more dimension before the axis, and before the queries of a causal softmax."""
     at = next(d for d in dims if d is not None)
     size = next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
@@ -102,26 +93,17 @@ def _batch(prim, arrays, operands, dims, *, axis, causal, extras, **params):
         if d is not None:
             return jnp.moveaxis(x, d, at)
         x = jnp.expand_dims(x, at)
-        # A key is repeated, so that each example numbers its own rows; the other extras are read in place.
+        # A key is broadcast, so that each example numbers its own rows. Kernels read the other extras in place.
         return jnp.broadcast_to(x, (*x.shape[:at], size, *x.shape[at + 1 :])) if name in (None, "key") else x
 
     operands = [place(x, d, name) for x, d, name in zip(operands, dims, names)]
     return bind(prim, *operands, axis=axis + 1, causal=causal, extras=extras, **params), at
 
 
-softmax_fused_p = _primitive("jaxkern_softmax_fused", 1)
-softmax_fused_grad_p = _primitive("jaxkern_softmax_fused_grad", 2)
-softmax_fused_jvp_p = _primitive("jaxkern_softmax_fused_jvp", 2)
-softmax_fused_output_grad_p = _primitive("jaxkern_softmax_fused_output_grad", 2)
-
-
-# ---- lowering of the fused primitives
-
-
 def _key_per_row(key, shape, axis: int):
     """Key, row number and an unused word for each row, of shape (*shape[:axis], 1, 4).
 
-    Needed for a part of the rows, and where keys differ.
+    Kernels need it for a part of the rows, and if keys differ.
     """
     full = (*shape[:axis], *(1,) * (len(shape) - axis))
     numbers = dropout.row_numbers(shape, axis, key.shape)[..., None]
@@ -134,17 +116,19 @@ def _key_per_row(key, shape, axis: int):
 
 
 def _readable(name, shape, part, axis: int, key_per_row: bool):
-    """The shape that an extra operand must be brought to before a kernel can read it; mostly its own."""
+    """The shape that an extra operand must be broadcast to before a kernel can read it; mostly its own."""
     lead = (*shape[:axis], *(1,) * (len(shape) - axis))
     if name == "key":
         return (*lead, 4) if key_per_row or any(d != 1 for d in part[:-1]) else part
-    wanted = lowering.mask_shape(shape, part, axis)
+    wanted = mask_shape(shape, part, axis)
     return lead if name == "scale" and wanted != part else wanted
 
 
-def _adapt(prim, arrays, x, *avals, axis, extras, key_per_row=False, **params):
-    """None if a kernel can read these operands, else a function that binds `prim` on operands that it can read."""
-    names, parts = extras.split(), [a.shape for a in avals[arrays - 1 :]]
+def _adapt(prim, x, *avals, axis, extras, key_per_row=False, **params):
+    """None if kernels can read these operands; else a function that binds `prim` on operands that they can read."""
+    names = extras.split()
+    arrays = 1 + len(avals) - len(names)
+    parts = [a.shape for a in avals[arrays - 1 :]]
     wanted = [_readable(e, x.shape, part, axis, key_per_row) for e, part in zip(names, parts)]
     if wanted == parts:
         return None
@@ -159,45 +143,36 @@ def _adapt(prim, arrays, x, *avals, axis, extras, key_per_row=False, **params):
     return adapted
 
 
-def _has_kernel(avals, axis) -> bool:
-    shape = avals[0].shape
-    return (
-        avals[0].dtype in lowering.KERNEL_DTYPES
-        and all(isinstance(d, int) for a in avals for d in a.shape)
-        and 0 not in shape
-        and math.prod(shape[axis + 1 :]) == 1
-        and math.prod(shape[:axis]) < 1 << 31
-    )
-
-
-def _partition(prim, arrays, through, ctx, operands, params):
-    """Each device computes its part; the key, which says where rows are in the whole array, becomes one per row."""
+def _partition(prim, ctx, operands, params):
+    """Each device computes its part. The key is expanded to one per row, with the row's number in the whole array."""
     avals, axis = ctx.avals_in, params["axis"]
-    if not _has_kernel(avals, axis):
-        return through(ctx, *operands, **params)
-    adapted = _adapt(prim, arrays, *avals, key_per_row=True, **params)
+    if not plan.fused_fits(avals[0].shape, axis):
+        return None
+    extras = params["extras"].split()
+    arrays = len(avals) - len(extras)
+    adapted = _adapt(prim, *avals, key_per_row=True, **params)
     if adapted is not None:
         return mlir.lower_fun(adapted, multiple_results=False)(ctx, *operands, **params)
-    dims = sharding.dims(avals[0].ndim, axis, params["causal"], arrays, params["extras"].split())
+    dims = sharding.dims(avals[0].ndim, axis, params["causal"], arrays, extras)
     return partition.lower(ctx, prim, operands, params, dims, functools.partial(sharding.shard, prim), sharding.EXACT)
 
 
-def _register(prim, arrays, meaning, launches=None):
-    through = mlir.lower_fun(meaning, multiple_results=False)
-    mlir.register_lowering(prim, through)
-    compat.taylor_rule(prim, meaning)
-    if launches is None:
-        return
-    define.lower_to_kernels(
-        prim,
-        launches,
-        meaning,
-        functools.partial(_partition, prim, arrays, through),
-        adapt=functools.partial(_adapt, prim, arrays),
+def _primitive(name, arrays, reference, launches=None):
+    return define.primitive(
+        name,
+        functools.partial(_abstract_eval, name, arrays),
+        functools.partial(_batch, arrays),
+        reference,
+        plan=launches,
+        partition=_partition,
+        adapt=_adapt,
+        dtypes=plan.DTYPES,
     )
 
 
-_register(softmax_fused_p, 1, reference.fused, plan.fused)
-_register(softmax_fused_grad_p, 2, reference.fused_grad, plan.fused_grad)
-_register(softmax_fused_jvp_p, 2, reference.fused_jvp)
-_register(softmax_fused_output_grad_p, 2, reference.fused_output_grad, plan.fused_output_grad)
+softmax_fused_p = _primitive("jaxkern_softmax_fused", 1, reference.fused, plan.fused)
+softmax_fused_grad_p = _primitive("jaxkern_softmax_fused_grad", 2, reference.fused_grad, plan.fused_grad)
+softmax_fused_jvp_p = _primitive("jaxkern_softmax_fused_jvp", 2, reference.fused_jvp)
+softmax_fused_output_grad_p = _primitive(
+    "jaxkern_softmax_fused_output_grad", 2, reference.fused_output_grad, plan.fused_output_grad
+)

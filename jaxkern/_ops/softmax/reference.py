@@ -1,7 +1,7 @@
 """softmax, log_softmax, the fused softmax and their derivatives in jnp.
 
-They run where there is no kernel, define higher derivatives, and compute parts of arrays that several devices share:
-`over` names the mesh axes that split rows.
+They are the fallback, define higher derivatives, and compute the parts of rows that are split over devices: `over` names
+the mesh axes that split the rows.
 """
 
 import typing
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern._core import partition
-from jaxkern._core.rows import computed, lowest_for_infinity, row_sum, shifted
+from jaxkern._core.rows import computed, largest_of, lowest_for_infinity, row_sum, shifted
 from jaxkern._ops.reduction.primitive import statistics
 from jaxkern._ops.softmax import dropout
 
@@ -18,9 +18,9 @@ from jaxkern._ops.softmax import dropout
 
 
 def participants(x, nothing, axis, *mask):
-    """Elements that take part in a row that is not empty: in which some unmasked element is not `nothing`.
+    """The unmasked elements of rows that are not empty. A row is empty if all its unmasked elements equal `nothing`.
 
-    Tangents and cotangents of all other elements, NaN included, stay out of sums.
+    Sums exclude the tangents and cotangents of all other elements, even NaN.
     """
     takes_part = x != nothing
     alive = jnp.any(takes_part & mask[0] if mask else takes_part, axis, keepdims=True)
@@ -66,11 +66,11 @@ def _exponentials(x, mask, axis, over, others=()):
 def _stable(x, mask, axis):
     """(x - the largest element of its row, exponentials, their sum) in the computing type.
 
-    In an empty row the exponentials and their sum are 0. Without conditions, because XLA compiles for the CPU what has
-    none to a single loop over rows.
+    In an empty row the exponentials and their sum are 0. There are no conditions, so that XLA compiles a single loop over
+    rows for the CPU.
     """
     wide = _unmasked(x, *mask)
-    below = wide - jax.lax.stop_gradient(jnp.max(wide, axis, keepdims=True, initial=jnp.finfo(wide.dtype).min))
+    below = wide - largest_of(x, mask, axis)
     e = jnp.exp(below)
     return below, e, row_sum(e, axis)
 
@@ -104,8 +104,8 @@ def _kept(dx, alive, mask, dtype):
 
 def softmax_grad(y, g, *mask, axis, tier, over=()):
     p, g = computed(y, *mask), computed(g, *mask)
-    dot, positive = partition.row_sums(axis, over, p * g, (p != 0).astype(p.dtype))
-    return _kept(p * (g - dot), positive != 0, mask, y.dtype)
+    dot, total = partition.row_sums(axis, over, p * g, p)
+    return _kept(p * (g - dot), total != 0, mask, y.dtype)
 
 
 def log_softmax_grad(x, g, *mask, axis, tier, over=()):

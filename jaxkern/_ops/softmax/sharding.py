@@ -6,9 +6,8 @@
                            for the gradient from the result
     the queries, causal    XLA's operations, without a message; the kernel for the gradient from the result
 
-Whether an element is dropped, or lies beyond the causal limit, depends on its position in the whole array: the result
-is the same on any number of devices. Rows that do not divide evenly are gathered, and so are the queries of a causal
-softmax.
+Dropout and the causal limit depend on the position in the whole array, so that the result is the same on any number of
+devices. Rows, and queries of a causal softmax, that do not divide evenly are gathered.
 """
 
 from jax import lax

@@ -1,0 +1,105 @@
+"""jaxkern.tiers: every operation has algorithms, which can be asked for and forced, and a misfit is an error."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from plans import needs_runtime
+
+import jaxkern
+from jaxkern import tiers
+from jaxkern._core import launch
+
+X, IDS = jax.ShapeDtypeStruct((600, 40), "float32"), jax.ShapeDtypeStruct((600,), "int32")
+# Operations that do not take an array alone; two elementwise ones, whose operands are and are not of one shape.
+CALLS = {
+    "softmax_cross_entropy": [(jaxkern.softmax_cross_entropy, X, IDS)],
+    "index_add": [(lambda x, ids: jaxkern.index_add(x, 0, ids, x), X, IDS)],
+    "index_select": [(lambda x, ids: jaxkern.index_select(x, 0, ids), X, IDS)],
+    "sort_indices": [(lambda ids: jaxkern.sort_indices(ids, 90), IDS)],
+    "elementwise": [(jaxkern.gelu, X), (jaxkern.swiglu, X), (lambda x: jaxkern.multiply(x, x[:1]), X)],
+}
+CALLS |= {
+    name: [(lambda x, ids, name=name: getattr(jaxkern, name)(x, ids, 90), X, IDS)]
+    for name in tiers.operations()
+    if name.startswith("segment_")
+}
+
+
+def launched(f, *arguments, operation):
+    """The algorithms in the launch lists of the operation's custom calls."""
+    text = jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    heads = [program.splitlines()[1] for program in launch.programs(text)]
+    name = "operation jaxkern_" + {"elementwise": "", "softmax_cross_entropy": "cross_entropy"}.get(
+        operation, operation
+    )
+    return [head.rsplit(", ", 1)[1] for head in heads if head.startswith(name)]
+
+
+@needs_runtime
+@pytest.mark.parametrize("operation", tiers.operations())
+def test_every_algorithm_is_forced_or_refused(operation):
+    forced, refused = set(), set()
+    for f, *arguments in CALLS.get(operation, [(getattr(jaxkern, operation, None), X)]):
+        for algorithm in tiers.algorithms(operation):
+            try:
+                with tiers.force(**{operation: algorithm}):
+                    found = launched(f, *arguments, operation=operation)
+                # The launch list of segment_softmax names its kernel: the order comes from a sort or from a promise.
+                assert found == ["tiles" if operation == "segment_softmax" else algorithm]
+                forced.add(algorithm)
+            except ValueError as error:
+                words = str(error)
+                assert f"jaxkern.{operation}: the algorithm '{algorithm}' cannot run" in words
+                fitting = words.rsplit("; ", 1)[1].removesuffix(" can").split(", ")
+                assert fitting and algorithm not in fitting and set(fitting) <= set(tiers.algorithms(operation))
+                refused.add(algorithm)
+        default = launched(f, *arguments, operation=operation)
+        assert default and (operation == "segment_softmax" or default[0] in forced)
+    assert forced and forced | refused == set(tiers.algorithms(operation))
+
+
+@needs_runtime
+def test_force_inside_jit_outlives_the_block():
+    @jax.jit
+    def f(x):
+        with tiers.force(elementwise="strided"):
+            return jaxkern.silu(x)
+
+    assert launched(f, X, operation="elementwise") == ["strided"]
+    gradient = jax.grad(lambda x: f(x).sum())
+    assert set(launched(gradient, X, operation="elementwise")) == {"strided"}
+
+
+@pytest.mark.parametrize("operation", tiers.operations())
+def test_the_choice_fits(operation):
+    sizes = {"elementwise": [((3, 5), (1, 5))], "sort_indices": (90, 600)}.get(operation, (90, 600, 8))
+    for device in (tiers.H200, tiers.A100):
+        algorithm = tiers.choose(operation, *sizes, device=device)
+        assert algorithm in tiers.algorithms(operation)
+        assert tiers.fits(operation, algorithm, *sizes, device=device)
+
+
+@pytest.mark.parametrize(
+    "call, kind, words",
+    [
+        (lambda: tiers.choose("softmix", 1, 1), ValueError, "choose: no operation 'softmix', there are"),
+        (lambda: tiers.algorithms("softmix"), ValueError, "algorithms: no operation 'softmix', there are"),
+        (lambda: tiers.choose("softmax", 1), TypeError, "choose: softmax needs width"),
+        (lambda: tiers.choose("softmax", 1, 1, rows=1), TypeError, "choose: softmax takes rows, width"),
+        (lambda: tiers.choose("softmax", 1, 1, log=True), TypeError, "choose: softmax takes rows, width"),
+        (lambda: tiers.fits("sort_indices", "radix", 1, 1, 1, 1), TypeError, "fits: sort_indices takes rows"),
+    ],
+)
+def test_bad_questions(call, kind, words):
+    with pytest.raises(kind) as error:
+        call()
+    assert str(error.value).startswith(f"jaxkern.tiers.{words}")
+
+
+def test_force_changes_no_result():
+    """Forcing changes the launches only; on the CPU nothing."""
+    x = jnp.linspace(-2, 2, 12).reshape(3, 4)
+    plain = jax.value_and_grad(lambda x: jaxkern.silu(x).sum())(x)
+    with tiers.force(elementwise="strided"):
+        forced = jax.value_and_grad(lambda x: jaxkern.silu(x).sum())(x)
+    assert jax.tree.all(jax.tree.map(lambda a, b: jnp.array_equal(a, b), plain, forced))
