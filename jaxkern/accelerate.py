@@ -142,7 +142,7 @@ def uninstall() -> None:
     _installed = False
 
 
-def explain(f: typing.Callable, platform: str = "cuda", **jit_options) -> typing.Callable[..., Explanation]:
+def explain(f: typing.Callable, platform: str = "cuda", **jit_options: typing.Any) -> typing.Callable[..., Explanation]:
     """A function of the arguments of `f` that tells what of `f` runs on jaxkern, without running it.
 
     It takes the settings of the enclosing `accelerate` or `install`, or those of `accelerate()`.

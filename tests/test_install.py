@@ -92,7 +92,8 @@ def test_public_functions_are_annotated():
 
 
 @pytest.mark.parametrize(
-    "module", ["softmax", "elementwise", "reduction", "loss", "index_add", "segment", "tiers", "_core.registry"]
+    "module",
+    ["softmax", "elementwise", "reduction", "loss", "index_add", "segment", "accelerate", "tiers", "_core.registry"],
 )
 def test_examples_in_docstrings(module):
     results = doctest.testmod(importlib.import_module(f"jaxkern.{module}"))
