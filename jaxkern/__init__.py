@@ -12,6 +12,7 @@ import typing
 
 from jaxkern import elementwise, tiers
 from jaxkern._core.registry import export_checks
+from jaxkern.accelerate import accelerate, explain, install, uninstall
 from jaxkern.elementwise import *  # noqa: F403  every operation of the table
 from jaxkern.elementwise_kernel import elementwise_kernel
 from jaxkern.index_add import embedding_lookup, index_add, index_select
@@ -24,11 +25,14 @@ if typing.TYPE_CHECKING:  # the functions of `elementwise`, which are made from 
     from jaxkern.elementwise import __getattr__ as __getattr__
 
 __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
+    "accelerate",
     "elementwise_kernel",
     "embedding_lookup",
+    "explain",
     "export_checks",
     "index_add",
     "index_select",
+    "install",
     "log_softmax",
     "logsumexp",
     "reduce_max",
@@ -45,5 +49,6 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "softmax_cross_entropy_and_grad",
     "sort_indices",
     "tiers",
+    "uninstall",
     *elementwise.__all__,
 ]

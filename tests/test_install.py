@@ -45,10 +45,13 @@ def python(code, **environment):
 def test_public_names():
     assert set(jaxkern.__all__) == {
         "elementwise_kernel",
+        "accelerate",
         "embedding_lookup",
+        "explain",
         "export_checks",
         "index_add",
         "index_select",
+        "install",
         "log_softmax",
         "logsumexp",
         "reduce_max",
@@ -65,6 +68,7 @@ def test_public_names():
         "softmax_cross_entropy",
         "softmax_cross_entropy_and_grad",
         "tiers",
+        "uninstall",
         *elementwise.NAMES,
     }
     assert jaxkern.__version__.count(".") == 2
@@ -98,6 +102,7 @@ def test_public_functions_are_annotated():
         "loss",
         "index_add",
         "segment",
+        "accelerate",
         "tiers",
         "_core.registry",
     ],
