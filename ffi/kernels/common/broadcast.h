@@ -1,12 +1,11 @@
-// Reading an operand that broadcasts against a larger array, in place, without materialising it.
+// Reads an operand that broadcasts against a larger array in place, without materialising it.
 //
-// A kernel sees its main operand as [outer, axis, inner]. A smaller operand (a mask, say) has the
-// same rank before collapsing, with some dimensions of size 1. Its element for (outer, a, inner)
-// lies at
+// Kernels see the main operand as [outer, axis, inner]. A smaller operand (a mask, say) has the same rank before dimensions
+// are merged, with some dimensions of size 1. Its element for (outer, a, inner) lies at
 //
 //     outer_map(outer) + a * axis_stride + inner_map(inner)
 //
-// where a map walks the few groups of adjacent dimensions that are all broadcast or all not.
+// where each map runs over the few groups of adjacent dimensions that are all broadcast or all not.
 // FromShapes() builds it on the host; the maps are evaluated on the host and on the device.
 #pragma once
 
@@ -39,8 +38,8 @@ struct FastDivmod {
   }
 };
 
-// A linear index over collapsed dimensions -> an element offset. Dimension 0 is the innermost.
-// More groups than kMaxRank never reach a kernel: the caller broadcasts such an operand first.
+// Maps a linear index over merged dimensions to an element offset. Dimension 0 is the innermost. Operands with more than
+// kMaxRank groups are broadcast before the call.
 struct IndexMap {
   static constexpr int kMaxRank = 4;
   int32_t rank = 0;  // 0: everything is broadcast, the offset is always 0
@@ -51,7 +50,7 @@ struct IndexMap {
     if (rank == 0) return 0;
     if (rank == 1) return index * stride[0];
     int64_t offset = 0;
-    // Sizes and indices beyond 32 bits take the plain division.
+    // Sizes and indices beyond 32 bits use plain division.
     if (index >> 32) {
       for (int d = 0; d + 1 < rank; ++d) {
         const int64_t q = index / size[d].divisor;
@@ -70,8 +69,8 @@ struct IndexMap {
     return offset + index * stride[rank - 1];
   }
 
-  // The same for a caller who knows that the index fits 32 bits: a tenth of the code. Not called above, where
-  // it would make two copies of the last step.
+  // The same for an index that fits 32 bits, with a tenth of the code. The general form does not call it, because that
+  // would duplicate the last step.
   JAXKERN_HD int64_t Below32Bits(uint32_t i) const {
     int64_t offset = 0;
 #if defined(__CUDACC__)

@@ -2,9 +2,8 @@
 // As Easy as 1, 2, 3", 2011: the fastest of the variants that pass their tests (BigCrush). The same bits on the CPU, on
 // CUDA and in jaxkern/_ops/softmax/dropout.py.
 //
-// Dropout draws 16 bits an element: block (column / 8, row) of the key's sequence holds those of 8
-// neighbouring elements of a row, the lower half of each word first. An element is kept if its bits, as
-// a number, are not below a threshold.
+// Dropout draws 16 bits per element. Block (column / 8, row) of the key's sequence holds the bits of 8 neighbouring elements
+// of a row, the lower half of each word first. An element is kept if its bits, as a number, are not below a threshold.
 #pragma once
 
 #include "broadcast.h"
