@@ -12,7 +12,7 @@
 
 namespace jaxkern {
 
-constexpr int kMaxCluster = 16;  // blocks; more than 8 require cudaFuncAttributeNonPortableClusterSizeAllowed
+constexpr int kMaxCluster = 16;  // blocks; more than 8 require the attribute for non-portable cluster sizes
 
 using Barrier = uint64_t;  // an mbarrier object, in shared memory
 

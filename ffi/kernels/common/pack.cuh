@@ -166,7 +166,7 @@ template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadVector(const
   return pack;
 }
 
-// A read with the default policy. Unlike Read, it may be used on data that the kernel itself has written.
+// A read with the default policy, also of data that the kernel itself has written.
 template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadVector(const T* p) {
   Pack<T, N> pack = {};
   if constexpr (N * sizeof(T) == 16) {

@@ -17,7 +17,7 @@ struct PhiloxBlock {
   uint32_t word[4];
 };
 
-JAXKERN_HD PhiloxBlock Philox(uint32_t column_block, uint32_t row, uint32_t key0, uint32_t key1) {
+__device__ __forceinline__ PhiloxBlock Philox(uint32_t column_block, uint32_t row, uint32_t key0, uint32_t key1) {
   uint32_t c0 = column_block, c1 = row, c2 = 0, c3 = 0;
 #if defined(__CUDACC__)
 #pragma unroll
