@@ -13,11 +13,18 @@ from jaxkern._core.registry import export_checks
 from jaxkern.elementwise import *  # noqa: F403  every operation of the table
 from jaxkern.index_add import embedding_lookup, index_add, index_select
 from jaxkern.loss import softmax_cross_entropy, softmax_cross_entropy_and_grad
+from jaxkern.messages import Graph, edge_map, edge_max, edge_mean, edge_min, edge_sum
 from jaxkern.reduction import logsumexp, reduce_max, reduce_mean, reduce_min, reduce_sum
 from jaxkern.segment import segment_max, segment_mean, segment_min, segment_softmax, segment_sum, sort_indices
 from jaxkern.softmax import log_softmax, softmax
 
 __all__ = [
+    "Graph",
+    "edge_map",
+    "edge_max",
+    "edge_mean",
+    "edge_min",
+    "edge_sum",
     "embedding_lookup",
     "export_checks",
     "index_add",

@@ -43,6 +43,12 @@ def python(code, **environment):
 
 def test_public_names():
     assert set(jaxkern.__all__) == {
+        "Graph",
+        "edge_map",
+        "edge_max",
+        "edge_mean",
+        "edge_min",
+        "edge_sum",
         "embedding_lookup",
         "export_checks",
         "index_add",

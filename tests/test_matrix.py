@@ -62,6 +62,29 @@ def filled(x):
 LABELS = INDEX[:3, None] % SHAPE[2] * jnp.ones(SHAPE[1], INDEX.dtype)
 
 
+def graph():
+    return jaxkern.Graph(IDS, (IDS * 3 + 1) % (ROWS + 1), num_nodes=ROWS)
+
+
+def messages(name, s):
+    """Between rows of the middle dimension; no edge ends at some."""
+    f = lambda x, y: x * jnp.cos(y)
+    y = jax.vmap(lambda s: getattr(jaxkern, name)(f, graph(), senders=s, receivers=s))(s)
+    return jnp.where(jnp.isfinite(y), y, 0)
+
+
+def plain_messages(name, s):
+    receivers = (IDS * 3 + 1) % (ROWS + 1)
+    m = s[:, IDS] * jnp.cos(s[:, receivers % ROWS])
+    if name == "edge_map":
+        return jnp.where((receivers < ROWS)[:, None], m, 0)
+    reduced = jax.vmap(
+        lambda m: getattr(jax.ops, name.replace("edge_", "segment_").replace("mean", "sum"))(m, receivers, ROWS)
+    )(m)
+    count = jnp.maximum(jax.ops.segment_sum(jnp.ones(ROWS), receivers, ROWS), 1)[:, None]
+    return jnp.where(jnp.isfinite(reduced), reduced, 0) / (count if name == "edge_mean" else 1)
+
+
 def spread(f, x, where=None):
     """A reduction along the middle, in the shape of what is reduced, and small enough to have a root."""
     return jnp.broadcast_to(jnp.sin(f(x, axis=1, keepdims=True, where=where)), x.shape)
@@ -151,8 +174,12 @@ CASES = {
     ),
     "segment_min": (lambda s: segments(jaxkern, "segment_min", s), lambda s: segments(jax.ops, "segment_min", s)),
     "segment_softmax": (lambda s: segments(jaxkern, "segment_softmax", s), softmax_of_segments),
+    **{
+        name: (functools.partial(messages, name), functools.partial(plain_messages, name))
+        for name in ("edge_sum", "edge_mean", "edge_max", "edge_min", "edge_map")
+    },
 }
-THOROUGH = ("softmax, mask broadcast", "index_add, all", "segment_max, ties")
+THOROUGH = ("softmax, mask broadcast", "index_add, all", "segment_max, ties", "edge_sum")
 
 
 def case(name):
@@ -356,7 +383,7 @@ def table():
 def test_every_public_function_is_listed():
     listed = {name.split(",")[0] for name in CASES}
     # Elementwise operations share their rules; tests/test_elementwise.py has them all. An order has no derivative.
-    others = {"tiers", "export_checks", "sort_indices", "Order", *jaxkern.elementwise.NAMES}
+    others = {"tiers", "export_checks", "sort_indices", "Order", "Graph", *jaxkern.elementwise.NAMES}
     public = set(jaxkern.__all__) - others
     assert listed - set(jaxkern.elementwise.NAMES) == public and len(listed) > len(public)
 
