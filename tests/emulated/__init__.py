@@ -16,9 +16,9 @@ import subprocess
 import tempfile
 
 import numpy as np
+from plans import layout
 
 from jaxkern._core import launch, runtime
-from tests.plans import layout
 
 COMPILER = shutil.which("g++")
 _FORMATS = {"u8": "B", "i32": "i", "u32": "I", "f32": "f", "i64": "q", "u64": "Q", "f64": "d"}

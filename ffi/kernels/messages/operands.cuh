@@ -236,37 +236,87 @@ struct OfRows {
 
 // --- Reductions --------------------------------------------------------------------------------------
 
-enum class Reduce { kSum, kMean, kMax, kMin };
+// kMaxAt and kMinAt also find the first edge that attains a row's maximum or minimum.
+enum class Reduce { kSum, kMean, kMax, kMin, kMaxAt, kMinAt };
 
-template <Reduce kOp, class C> __device__ __forceinline__ C Neutral() {
-  if constexpr (kOp == Reduce::kSum || kOp == Reduce::kMean) return C(0);
-  else if constexpr (std::is_same_v<C, float>) return __uint_as_float(kOp == Reduce::kMin ? 0x7f800000u : 0xff800000u);
-  else if constexpr (std::is_same_v<C, double>)
-    return __hiloint2double(kOp == Reduce::kMin ? 0x7ff00000 : 0xfff00000, 0);
-  else if constexpr (std::is_same_v<C, uint32_t>) return kOp == Reduce::kMin ? UINT32_MAX : 0;
-  else if constexpr (std::is_same_v<C, int32_t>) return kOp == Reduce::kMin ? INT32_MAX : INT32_MIN;
-  else return kOp == Reduce::kMin ? INT64_MAX : INT64_MIN;
+constexpr bool IsSum(Reduce op) { return op == Reduce::kSum || op == Reduce::kMean; }
+constexpr bool IsMax(Reduce op) { return op == Reduce::kMax || op == Reduce::kMaxAt; }
+constexpr bool HasPlace(Reduce op) { return op == Reduce::kMaxAt || op == Reduce::kMinAt; }
+
+// A message and its position in the order of edges; kNowhere for none.
+constexpr uint32_t kNowhere = ~0u;
+template <class C> struct Placed {
+  C value;
+  uint32_t position;
+};
+template <Reduce kOp, class C> using Total = std::conditional_t<HasPlace(kOp), Placed<C>, C>;
+
+template <Reduce kOp, class C> __device__ __forceinline__ C NeutralValue() {
+  if constexpr (IsSum(kOp)) return C(0);
+  else if constexpr (std::is_same_v<C, float>) return __uint_as_float(IsMax(kOp) ? 0xff800000u : 0x7f800000u);
+  else if constexpr (std::is_same_v<C, double>) return __hiloint2double(IsMax(kOp) ? 0xfff00000 : 0x7ff00000, 0);
+  else if constexpr (std::is_same_v<C, uint32_t>) return IsMax(kOp) ? 0 : UINT32_MAX;
+  else if constexpr (std::is_same_v<C, int32_t>) return IsMax(kOp) ? INT32_MIN : INT32_MAX;
+  else return IsMax(kOp) ? INT64_MIN : INT64_MAX;
 }
 
-// a and b combined; NaN wins over a largest and a smallest number.
+template <Reduce kOp, class C> __device__ __forceinline__ Total<kOp, C> Neutral() {
+  if constexpr (HasPlace(kOp)) return {NeutralValue<kOp, C>(), kNowhere};
+  else return NeutralValue<kOp, C>();
+}
+
+// The message at a position of the order, before it is combined with others.
+template <Reduce kOp, class C> __device__ __forceinline__ Total<kOp, C> AsTotal(C value, uint32_t position) {
+  if constexpr (HasPlace(kOp)) return {value, position};
+  else return value;
+}
+
+// a and b combined. NaN wins over a largest and a smallest number; of equals, the one at the first position does.
 template <Reduce kOp, class C> __device__ __forceinline__ C Combine(C a, C b) {
-  if constexpr (kOp == Reduce::kSum || kOp == Reduce::kMean) return a + b;
+  if constexpr (IsSum(kOp)) return a + b;
 #if defined(__CUDA_ARCH__)
   else if constexpr (std::is_same_v<C, float>) {
     float r;
-    if constexpr (kOp == Reduce::kMax) asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    if constexpr (IsMax(kOp)) asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
     else asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
     return r;
   }
 #endif
   else
-    return a != a || (kOp == Reduce::kMax ? a > b : a < b) ? a : b;
+    return a != a || (IsMax(kOp) ? a > b : a < b) ? a : b;
+}
+template <Reduce kOp, class C> __device__ __forceinline__ Placed<C> Combine(Placed<C> a, Placed<C> b) {
+  const bool first = a.position < b.position, a_is_nan = a.value != a.value, b_is_nan = b.value != b.value;
+  const bool better = IsMax(kOp) ? a.value > b.value : a.value < b.value;
+  const bool takes_a =
+      a_is_nan || b_is_nan ? a_is_nan && (first || !b_is_nan) : better || (a.value == b.value && first);
+  return takes_a ? a : b;
+}
+
+// Combines over aligned groups of kLanes lanes; all 32 lanes take part.
+template <Reduce kOp, int kLanes, class C> __device__ __forceinline__ C CombineLanes(C x) {
+  return ReduceLanes<kLanes>(x, [](C a, C b) { return Combine<kOp>(a, b); });
+}
+template <Reduce kOp, int kLanes, class C> __device__ __forceinline__ Placed<C> CombineLanes(Placed<C> x) {
+#pragma unroll
+  for (int lane = kLanes / 2; lane > 0; lane /= 2) {
+    const Placed<C> other = {__shfl_xor_sync(0xffffffffu, x.value, lane),
+                             __shfl_xor_sync(0xffffffffu, x.position, lane)};
+    x = Combine<kOp>(x, other);
+  }
+  return x;
 }
 
 // What a row's result is of the reduction of its `count` messages.
 template <Reduce kOp, class C> __device__ __forceinline__ C Finish(C total, uint32_t count) {
   if constexpr (kOp == Reduce::kMean) return count ? total / static_cast<C>(count) : C(0);
   else return total;
+}
+template <Reduce kOp, class C> __device__ __forceinline__ C Finish(Placed<C> total, uint32_t) { return total.value; }
+
+// The edge that attains it; kNowhere if there is none.
+template <class C> __device__ __forceinline__ uint32_t EdgeOf(const EdgeArgs& a, Placed<C> total) {
+  return total.position < a.edges ? __ldg(a.order + total.position) : kNowhere;
 }
 
 }  // namespace jaxkern

@@ -23,8 +23,9 @@
 namespace jaxkern {
 
 struct ReducedArgs {
-  void* out;       // [rows, width]
-  void* partials;  // [2 * chunks, width] in the computing type
+  void* out;        // [rows, width]
+  void* partials;   // [2 * chunks, width], as messages are accumulated
+  uint32_t* edges;  // [rows, width]: the first edge that attains out, where that is asked for
 };
 
 template <int kOperands, int kResults> struct ReduceArgs {
@@ -35,7 +36,7 @@ template <int kOperands, int kResults> struct ReduceArgs {
   uint32_t lanes, chunk, chunks;  // chunks: 0 where no row can be long
   Divider by_lanes;
 };
-static_assert(sizeof(ReduceArgs<1, 1>) == 40 + 32 + 16 + 28 + 12 + 24);
+static_assert(sizeof(ReduceArgs<1, 1>) == 40 + 32 + 24 + 28 + 12 + 24);
 
 // Positions of one row, and where what they are reduced to goes.
 struct Stretch {
@@ -68,7 +69,8 @@ template <class F, Reduce kOp, int N, int kParts, int kSplit, int U, class... T,
 struct EdgeReducer<F, kOp, N, kParts, kSplit, U, Types<T...>, Operands...> {
   using Args = ReduceArgs<sizeof...(Operands), sizeof...(T)>;
   using V = Vectors<N, Operands...>;
-  using Totals = Tuple<Value<T>...>;  // of one feature
+  using Messages = Tuple<Value<T>...>;  // of one feature
+  using Totals = Tuple<Total<kOp, Value<T>>...>;
 
   template <size_t... r> static __device__ __forceinline__ void Run(const Args& a, std::index_sequence<r...>) {
     const int64_t thread = static_cast<int64_t>(blockIdx.x) * kMessageThreads + threadIdx.x;
@@ -127,21 +129,21 @@ struct EdgeReducer<F, kOp, N, kParts, kSplit, U, Types<T...>, Operands...> {
         for (int p = 0; p < kParts; ++p) {
 #pragma unroll
           for (int n = 0; n < N; ++n) {
-            Totals y;
+            Messages y;
             edge[u][p].Apply(f, own[p], n, Get<r>(y)...);
-            ((Get<r>(total[p][n]) = Combine<kOp>(Get<r>(total[p][n]), Get<r>(y))), ...);
+            ((Get<r>(total[p][n]) = Combine<kOp>(Get<r>(total[p][n]), AsTotal<kOp>(Get<r>(y), position + u * kSplit))),
+             ...);
           }
         }
       }
       position += U * kSplit;
     }
     if constexpr (kSplit > 1) {
-      const auto combine = [](auto x, auto y) { return Combine<kOp>(x, y); };
 #pragma unroll
       for (int p = 0; p < kParts; ++p) {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-          ((Get<r>(total[p][n]) = ReduceLanes<kSplit>(Get<r>(total[p][n]), combine)), ...);
+          ((Get<r>(total[p][n]) = CombineLanes<kOp, kSplit>(Get<r>(total[p][n]))), ...);
         }
       }
       if (split) return;
@@ -159,12 +161,17 @@ struct EdgeReducer<F, kOp, N, kParts, kSplit, U, Types<T...>, Operands...> {
     Elements<R, N> y;
 #pragma unroll
     for (int n = 0; n < N; ++n) y.Set(n, Finish<kOp>(Get<r>(total[n]), s.end - s.begin));
-    y.Store(static_cast<R*>(a.result[r].out) + static_cast<int64_t>(s.row) * a.features.width + column);
+    const int64_t to = static_cast<int64_t>(s.row) * a.features.width + column;
+    y.Store(static_cast<R*>(a.result[r].out) + to);
+    if constexpr (HasPlace(kOp)) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) a.result[r].edges[to + n] = EdgeOf(a.edges, Get<r>(total[n]));
+    }
   }
 
   template <int r, class R>
   static __device__ __forceinline__ void Put(const Args& a, int64_t slot, uint32_t column, const Totals (&total)[N]) {
-    Value<R>* const to = static_cast<Value<R>*>(a.result[r].partials) + slot * a.features.width + column;
+    auto* const to = static_cast<Total<kOp, Value<R>>*>(a.result[r].partials) + slot * a.features.width + column;
 #pragma unroll
     for (int n = 0; n < N; ++n) to[n] = Get<r>(total[n]);
   }
@@ -188,11 +195,11 @@ struct FoldArgs {
   ReducedArgs result;
   uint32_t width, chunk, chunks;
 };
-static_assert(sizeof(FoldArgs) == 40 + 16 + 16);
+static_assert(sizeof(FoldArgs) == 40 + 24 + 16);
 
 template <Reduce kOp, class T, int kColumns> __global__ void __launch_bounds__(kFoldThreads)
     FoldChunks(const __grid_constant__ FoldArgs a) {
-  using C = Value<T>;
+  using C = Total<kOp, Value<T>>;
   constexpr int kGroups = kFoldThreads / kColumns;
   __shared__ C shared[kGroups][kColumns];
   const uint32_t column = blockIdx.y * kColumns + threadIdx.x % kColumns, group = threadIdx.x / kColumns;
@@ -215,7 +222,7 @@ template <Reduce kOp, class T, int kColumns> __global__ void __launch_bounds__(k
       const Stretch s = RowOf(a.edges, row);
       const uint32_t last = (s.end - 1) / a.chunk;
       const bool at_head = __ldg(a.edges.keys + first * a.chunk) == row;
-      C total = Neutral<kOp, C>();
+      C total = Neutral<kOp, Value<T>>();
       if (column < a.width) {
         for (uint32_t i = first + group; i <= last; i += kGroups * kFoldInFlight) {
           C part[kFoldInFlight];
@@ -223,7 +230,7 @@ template <Reduce kOp, class T, int kColumns> __global__ void __launch_bounds__(k
           for (int u = 0; u < kFoldInFlight; ++u) {
             const uint32_t at = i + u * kGroups;
             const int64_t slot = 2 * static_cast<int64_t>(at) + (at == first && !at_head);
-            part[u] = at <= last ? partials[slot * a.width] : Neutral<kOp, C>();
+            part[u] = at <= last ? partials[slot * a.width] : Neutral<kOp, Value<T>>();
           }
 #pragma unroll
           for (int u = 0; u < kFoldInFlight; ++u) total = Combine<kOp>(total, part[u]);
@@ -241,7 +248,9 @@ template <Reduce kOp, class T, int kColumns> __global__ void __launch_bounds__(k
       if (group == 0 && column < a.width) {
         Elements<T, 1> y;
         y.Set(0, Finish<kOp>(shared[0][threadIdx.x], s.end - s.begin));
-        y.Store(static_cast<T*>(a.result.out) + static_cast<int64_t>(row) * a.width + column);
+        const int64_t to = static_cast<int64_t>(row) * a.width + column;
+        y.Store(static_cast<T*>(a.result.out) + to);
+        if constexpr (HasPlace(kOp)) a.result.edges[to] = EdgeOf(a.edges, shared[0][threadIdx.x]);
       }
       __syncthreads();  // before shared memory is written for the next row
     }

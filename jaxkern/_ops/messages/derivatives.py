@@ -8,7 +8,8 @@ Let y[r] be the sum of f(x_r, x_s, w_e) over the edges e from s to r, and g the 
 
 where f' is the derivative of f by that operand, times g. The cotangents of a message per edge are the same with g_e. So
 the gradient is made of the two primitives that it is the gradient of, and of operands that the function f' reads. A mean
-divides g by the number of edges of the row. Messages that attain a maximum share its cotangent equally.
+divides g by the number of edges of the row. Messages that attain a maximum share its cotangent equally:
+the function f' compares the message with the result.
 """
 
 import functools
@@ -19,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad
 
-from jaxkern._core import functor, validate
-from jaxkern._core.autodiff import defvjp
+from jaxkern._core import compat, functor, validate
 from jaxkern._core.primitive import bind
 from jaxkern._ops.messages.primitive import (
     EDGE,
+    LOCATED,
     OTHER,
     ROW,
     SHARED,
@@ -45,13 +46,13 @@ from jaxkern._ops.messages.reference import computing
 def _pullback(function, wrt, given, kind):
     """(f', used): the derivative of f by the operands at `wrt`, and the positions of the operands that it reads.
 
-    Positions are those of the operands of f, then for kind "max" of its results at `given`, for "mean" of a factor, then
-    of the cotangents of these results. For "max" a message that differs from the result gets nothing. One operand is
-    always read.
+    Positions are those of the operands of f, then for kind "mean" of a factor, for "max" of its results at `given`, of the
+    edges that attain these, and of the edge, then of the cotangents of the results at `given`. For "max" a message that
+    does not attain the result gets nothing. One operand is always read.
     """
     n = len(function.in_dtypes)
     cotangents = [function.out_dtypes[k] for k in given]
-    beside = {"sum": [], "mean": [_mean_dtype(function)], "max": cotangents}[kind]
+    beside = {"sum": [], "mean": [_mean_dtype(function)], "max": _attained_dtypes(cotangents)}[kind]
 
     def f(*operands):
         xs, beside_them, gs = operands[:n], operands[n : n + len(beside)], operands[n + len(beside) :]
@@ -67,8 +68,7 @@ def _pullback(function, wrt, given, kind):
         if kind == "mean":
             gs = [(g * beside_them[0]).astype(g.dtype) for g in gs]
         if kind == "max":
-            ys = map(_rounded, ys, cotangents)
-            gs = [jnp.where(y == best, g, jnp.zeros_like(g)) for y, best, g in zip(ys, beside_them, gs)]
+            gs = [jnp.where(on, g, jnp.zeros_like(g)) for on, g in zip(_attains(ys, cotangents, beside_them), gs)]
         return pull(list(gs))
 
     dtypes = (*function.in_dtypes, *beside, *cotangents)
@@ -89,16 +89,31 @@ def _rounded(y, dtype):
     return jax.lax.reduce_precision(y, exponent_bits=info.nexp, mantissa_bits=info.nmant)
 
 
+def _attained_dtypes(dtypes):
+    return [*dtypes, *[np.dtype(np.uint32)] * (len(dtypes) + 1)]
+
+
+def _attains(ys, dtypes, beside):
+    """Whether each of the messages ys, of which results have these dtypes, attains its result.
+
+    beside: the results, the edges that attain them, and the edge of the messages. Messages are computed anew, and the
+    compiler may round them differently: so the edge that attained a result does in any case.
+    """
+    best, edges, edge = beside[: len(ys)], beside[len(ys) : -1], beside[-1]
+    return [(_rounded(y, d) == b) | (e == edge) for y, d, b, e in zip(ys, dtypes, best, edges)]
+
+
 @functools.lru_cache(1024)
 def _attained(function):
-    """1 for each result of f that equals the operand of the same place behind those of f, else 0."""
+    """How often each result of f attains its maximum, 0 or 1; operands as for `_pullback` of kind "max"."""
     n, dtypes = len(function.in_dtypes), function.out_dtypes
 
     def f(*operands):
-        ys = map(_rounded, function.scalars(*operands[:n]), dtypes)
-        return [(y == best).astype(jnp.float32) for y, best in zip(ys, operands[n:])]
+        found = _attains(function.scalars(*operands[:n]), dtypes, operands[n:])
+        return [on.astype(jnp.float32) for on in found]
 
-    return functor._function(f, (*function.in_dtypes, *dtypes), [np.dtype(np.float32)] * len(dtypes), function.label)
+    operands = (*function.in_dtypes, *_attained_dtypes(dtypes))
+    return functor._function(f, operands, [np.dtype(np.float32)] * len(dtypes), function.label)
 
 
 # ---- gradients
@@ -171,20 +186,23 @@ def _reduce_gradients(edges, back, arrays, ys, cts, wanted, *, function, ends, r
         count = (edges.offsets[1:] - edges.offsets[:-1]).astype(_mean_dtype(function))
         factor = (1 / jnp.maximum(count, 1)).reshape(-1, *[1] * (arrays[0].ndim - 1))
         return by([(ROW, factor)], list(map(lift, cts)), kind="mean")
-    ys = [y.astype(d) for y, d in zip(ys, function.out_dtypes)]
+    m = len(function.out_dtypes)
+    best, attaining = [y.astype(d) for y, d in zip(ys, function.out_dtypes)], ys[m:]
+    edge = jnp.arange(edges.keys.shape[0], dtype=jnp.uint32).reshape(-1, *[1] * (arrays[0].ndim - 1))
     counts = edge_reduce(
         edges,
         back,
-        [*arrays, *ys],
+        [*arrays, *best, *attaining, edge],
         function=_attained(function),
-        ends=(*ends, *[ROW] * len(ys)),
+        ends=(*ends, *[ROW] * (2 * m), EDGE),
         reduction="sum",
-        dtypes=[jnp.float32] * len(ys),
+        dtypes=[jnp.float32] * m,
     )
     share = lambda ct, n: None if ct is None else (ct / jnp.maximum(n, 1).astype(computing(ct.dtype))).astype(ct.dtype)
     cts = list(map(share, cts, counts))
-    given = [(ROW, y) for y, ct in zip(ys, cts) if ct is not None]
-    return by(given, list(map(lift, cts)), kind="max")
+    given = [k for k, ct in enumerate(cts) if ct is not None]
+    beside = [(ROW, best[k]) for k in given] + [(ROW, attaining[k]) for k in given] + [(EDGE, edge)]
+    return by(beside, list(map(lift, cts)), kind="max")
 
 
 def _map_gradients(edges, back, arrays, cts, wanted, *, function, ends, summed, dtypes):
@@ -206,27 +224,51 @@ def _parts(operands):
 def _differentiate(prim, gradients):
     """All derivatives of `prim`, whose gradient is gradients(edges, back, arrays, results, cotangents, wanted, **params)."""
 
+    def located(params):
+        """The parameters with which the results say what derivatives must know."""
+        params = dict(params)
+        if params.get("reduction") in ("max", "min"):
+            params["reduction"] += "_at"
+        return params
+
     @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
     def f(operands, wanted, params):
-        return bind(prim, *operands, **dict(params))
+        return bind(prim, *operands, **located(params))
 
     def forward(operands, wanted, params):
-        ys = bind(prim, *operands, **dict(params))
-        return ys, (operands, ys if dict(params).get("reduction") in ("max", "min") else None)
+        ys = bind(prim, *operands, **located(params))
+        return ys, (operands, ys if len(ys) > len(dict(params)["dtypes"]) else None)
 
     def backward(wanted, params, residuals, cts):
         operands, ys = residuals
-        cts = [None if ct.dtype == jax.dtypes.float0 else ct for ct in cts]
-        found = gradients(*_parts(operands), ys, cts, [k - 2 * WIDTH for k in wanted], **dict(params))
+        params = dict(params)
+        cts = [None if ct.dtype == jax.dtypes.float0 else ct for ct in cts[: len(params["dtypes"])]]
+        found = gradients(*_parts(operands), ys, cts, [k - 2 * WIDTH for k in wanted], **params)
         return (tuple(found.get(k - 2 * WIDTH) for k in range(len(operands))),)
 
     f.defvjp(forward, backward)
 
-    def call(*operands, active=(), **params):
-        return f(operands, active, tuple(params.items()))
+    def jvp(primals, tangents, **params):
+        """As in `autodiff.defvjp`; the edges that attain maxima have no tangent."""
+        active = [k for k, t in enumerate(tangents) if k >= 2 * WIDTH and type(t) is not ad.Zero]
+        if not active:
+            ys = bind(prim, *primals, **params)
+            return ys, list(map(compat.zero_tangent, ys))
+        several, n = params.get("reduction") in LOCATED, len(params["dtypes"])
 
-    # Every operand behind the graph.
-    defvjp(prim, call, differentiable=range(2 * WIDTH, 1 << 16), tell_active=True)
+        def numbers(*xs):
+            operands = list(primals)
+            for k, x in zip(active, xs):
+                operands[k] = x
+            ys = f(tuple(operands), tuple(active), tuple(params.items()))
+            return ys[:n], ys[n:]
+
+        ys, pull, edges = jax.vjp(numbers, *(primals[k] for k in active), has_aux=True)
+        (dys,) = jax.linear_transpose(pull, ys)(tuple(tangents[k] for k in active))
+        beside = edges if several else []
+        return [*ys, *beside], [*dys, *map(compat.zero_tangent, beside)]
+
+    ad.primitive_jvps[prim] = jvp
 
     def transpose(cts, *operands, **params):
         """The primitive is linear in each of the operands that are undefined, of which f' reads none."""
@@ -236,7 +278,7 @@ def _differentiate(prim, gradients):
             for k in linear:
                 result[k + 2 * WIDTH] = ad.Zero(operands[k + 2 * WIDTH].aval)
             return result
-        if params.get("reduction") in ("max", "min"):
+        if params.get("reduction") not in (None, "sum", "mean"):
             raise NotImplementedError(f"{prim.name} is linear in nothing with reduction {params['reduction']}")
         edges, back, arrays = _parts(operands)
         arrays = [jnp.zeros(x.aval.shape, x.aval.dtype) if ad.is_undefined_primal(x) else x for x in arrays]

@@ -13,7 +13,7 @@ import typing
 from jaxkern._core import launch
 from jaxkern._core.define import CUDA_TYPES, ceil_div, divider, fast_divmod
 from jaxkern._core.launch import Launch, Plan, i64, struct, u32
-from jaxkern._ops.messages.primitive import WIDTH, features_of
+from jaxkern._ops.messages.primitive import LOCATED, WIDTH, features_of
 
 REDUCE, MAP = "messages/reduce.cuh", "messages/map.cuh"
 THREADS = 128  # kMessageThreads
@@ -24,7 +24,7 @@ GROUPS = 3  # runs of neighbouring features that all operands agree to have or t
 VECTOR = 16  # bytes
 
 _ENDS = {"row": "kRow", "other": "kOther", "edge": "kEdge", "shared": "kShared"}
-_REDUCTIONS = {"sum": "kSum", "mean": "kMean", "max": "kMax", "min": "kMin"}
+_REDUCTIONS = {"sum": "kSum", "mean": "kMean", "max": "kMax", "min": "kMin", "max_at": "kMaxAt", "min_at": "kMinAt"}
 _REDUCED = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "uint32")
 _COMPUTED_BYTES = {"float64": 8, "int64": 8}  # 4 otherwise
 
@@ -162,11 +162,12 @@ def reduce_plan(device, operands, results, *, function, ends, reduction, dtypes,
     if any(d.name not in _REDUCED for d in dtypes) or any(_computed(a) != _computed(b) for a, b in zip(outs, dtypes)):
         return None
     chunks = ceil_div(edges, CHUNK) if edges > CHUNK else 0
-    slots, at = [], 0
-    for d in dtypes:
-        slots.append(at)
-        at += ceil_div(2 * chunks * p.width * _COMPUTED_BYTES.get(d.name, 4), 256) * 256
-    reduced = [struct(launch.result(k), launch.scratch(b) if chunks else launch.null) for k, b in enumerate(slots)]
+    located = reduction in LOCATED
+    reduced, at = [], 0
+    for k, d in enumerate(dtypes):
+        partials = launch.scratch(at) if chunks else launch.null
+        reduced.append(struct(launch.result(k), partials, launch.result(k + len(dtypes)) if located else launch.null))
+        at += ceil_div(2 * chunks * p.width * _COMPUTED_BYTES.get(d.name, 4) * (1 + located), 256) * 256
     source = function.source("Message")
 
     def steps(r: Rows):

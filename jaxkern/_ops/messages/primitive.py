@@ -14,6 +14,8 @@ their other ends:
 An array has the shape [n, *features] with as many features as every other, each 1 or of one size. `ends` says for each
 which of its rows a message reads: that of the edge's row, of the node at its other end, of the edge itself, or its only
 one. `function` is a `functor.Function` of scalars. A primitive has a result of dtype `dtypes[k]` for each result of it.
+The reductions max_at and min_at have as many results of type uint32 behind these: the edge that attains the maximum, the
+first one in the order, or 2**32 - 1.
 `back` is read by derivatives alone: kernels get what they read (`ordered_reduce_p`, `ordered_map_p`), so that an order
 that nothing else needs is not made.
 """
@@ -31,7 +33,8 @@ from jaxkern._core import compat, validate
 from jaxkern._core.primitive import bind, evaluate
 
 ROW, OTHER, EDGE, SHARED = ENDS = ("row", "other", "edge", "shared")
-REDUCTIONS = ("sum", "mean", "max", "min")
+LOCATED = ("max_at", "min_at")
+REDUCTIONS = ("sum", "mean", "max", "min", *LOCATED)
 SWAPPED = {ROW: OTHER, OTHER: ROW, EDGE: EDGE, SHARED: SHARED}
 
 
@@ -98,6 +101,8 @@ def _reduced(keys, order, other, offsets, *arrays, function, ends, reduction, dt
     if reduction not in REDUCTIONS or len(dtypes) != len(function.out_dtypes):
         raise ValueError(f"jaxkern_edge_reduce: {reduction} of {len(function.out_dtypes)} results to {dtypes}")
     features = _check("jaxkern_edge_reduce", arrays, function, ends)
+    if reduction in LOCATED:
+        dtypes = (*dtypes, *[jnp.dtype(jnp.uint32)] * len(dtypes))
     return [_type(arrays, (offsets.shape[0] - 1, *features), d, len(features)) for d in dtypes]
 
 
@@ -122,10 +127,12 @@ def _batch(prim, operands, dims, **params):
             own = iter(own)
             return bind(prim, *(x if d is None else next(own) for x, d in zip(operands, dims)), **params)
 
-        return jax.lax.map(one, batched), [0] * len(params["dtypes"])
+        ys = jax.lax.map(one, batched)
+        return ys, [0] * len(ys)
     # The batch becomes the first feature.
     arrays = [jnp.expand_dims(x, 1) if d is None else jnp.moveaxis(x, d, 1) for x, d in zip(arrays, dims[2 * WIDTH :])]
-    return bind(prim, *graph, *arrays, **params), [1] * len(params["dtypes"])
+    ys = bind(prim, *graph, *arrays, **params)
+    return ys, [1] * len(ys)
 
 
 def _primitive(name, shape):

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxkern._ops.messages.primitive import features_of
+from jaxkern._ops.messages.primitive import LOCATED, features_of
 
 _REDUCTIONS = {
     "sum": jax.ops.segment_sum,
@@ -37,14 +37,31 @@ def computing(dtype):
 def reduce_messages(keys, order, other, offsets, *arrays, function, ends, reduction, dtypes):
     rows = offsets.shape[0] - 1
     places = {"row": keys, "other": other, "edge": order}
-    out = []
+    located, reduction = reduction in LOCATED, reduction.removesuffix("_at")
+    out, edges = [], []
     for y, dtype in zip(_messages(places, arrays, function, ends), dtypes):
+        if located:  # XLA would compute messages anew where they are compared, and differently
+            y = jax.lax.optimization_barrier(y)
         total = _REDUCTIONS[reduction](y, keys, rows, indices_are_sorted=True)
+        if located:
+            edges.append(_first(y, total, keys, order, rows))
         if reduction == "mean":
             count = (offsets[1:] - offsets[:-1]).reshape(-1, *[1] * (total.ndim - 1))
             total = jnp.where(count == 0, 0, total / jnp.maximum(count, 1).astype(total.dtype))
         out.append(total.astype(dtype))
-    return out
+    return out + edges
+
+
+def _first(y, total, keys, order, rows):
+    """The first edge of each row whose message is `total`."""
+    nowhere = jnp.asarray(2**32 - 1, jnp.uint32)
+    if isinstance(rows, int) and rows == 0:
+        return jnp.zeros(total.shape, jnp.uint32)
+    own = total.at[keys].get(mode="clip")
+    attains = (y == own) | ((y != y) & (own != own))
+    position = jnp.arange(y.shape[0], dtype=jnp.uint32).reshape(-1, *[1] * (y.ndim - 1))
+    first = jax.ops.segment_min(jnp.where(attains, position, nowhere), keys, rows, indices_are_sorted=True)
+    return jnp.where(first == nowhere, nowhere, order.at[first].get(mode="fill", fill_value=2**32 - 1))
 
 
 def map_messages(keys, order, other, offsets, *arrays, function, ends, summed, dtypes):
