@@ -11,6 +11,7 @@ __version__ = "0.2.0"
 from jaxkern import elementwise, tiers
 from jaxkern._core.registry import export_checks
 from jaxkern.elementwise import *  # noqa: F403  every operation of the table
+from jaxkern.elementwise_kernel import elementwise_kernel
 from jaxkern.index_add import embedding_lookup, index_add, index_select
 from jaxkern.loss import softmax_cross_entropy, softmax_cross_entropy_and_grad
 from jaxkern.messages import Graph, edge_map, edge_max, edge_mean, edge_min, edge_sum
@@ -25,6 +26,7 @@ __all__ = [
     "edge_mean",
     "edge_min",
     "edge_sum",
+    "elementwise_kernel",
     "embedding_lookup",
     "export_checks",
     "index_add",

@@ -182,7 +182,8 @@ def edge_mean(f: typing.Callable, graph: Graph, *, senders=None, receivers=None,
 def edge_max(f: typing.Callable, graph: Graph, *, senders=None, receivers=None, edges=None):
     """Maxima of messages at their receivers, feature by feature; -inf, or the least integer, where no edge ends.
 
-    Arguments and errors as for `edge_sum`. NaN wins. Messages that share the maximum share its gradient equally.
+    Arguments and errors as for `edge_sum`. NaN wins. The gradient goes to the first of the edges that
+    attain the maximum: nothing but that edge is kept for it.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> graph = jaxkern.Graph(jnp.array([0, 1, 2]), jnp.array([1, 1, 0]), num_nodes=3)
@@ -195,7 +196,8 @@ def edge_max(f: typing.Callable, graph: Graph, *, senders=None, receivers=None, 
 def edge_min(f: typing.Callable, graph: Graph, *, senders=None, receivers=None, edges=None):
     """Minima of messages at their receivers, feature by feature; inf, or the greatest integer, where no edge ends.
 
-    Arguments and errors as for `edge_sum`. NaN wins. Messages that share the minimum share its gradient equally.
+    Arguments and errors as for `edge_sum`. NaN wins. The gradient goes to the first of the edges that
+    attain the minimum.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> graph = jaxkern.Graph(jnp.array([0, 1, 2]), jnp.array([1, 1, 0]), num_nodes=3)

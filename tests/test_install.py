@@ -43,12 +43,16 @@ def python(code, **environment):
 
 def test_public_names():
     assert set(jaxkern.__all__) == {
+<<<<<<< HEAD
         "Graph",
         "edge_map",
         "edge_max",
         "edge_mean",
         "edge_min",
         "edge_sum",
+=======
+        "elementwise_kernel",
+>>>>>>> functions
         "embedding_lookup",
         "export_checks",
         "index_add",
@@ -86,7 +90,18 @@ def test_installed_version_is_that_of_the_source():
 
 
 @pytest.mark.parametrize(
-    "module", ["softmax", "elementwise", "reduction", "loss", "index_add", "segment", "tiers", "_core.registry"]
+    "module",
+    [
+        "softmax",
+        "elementwise",
+        "elementwise_kernel",
+        "reduction",
+        "loss",
+        "index_add",
+        "segment",
+        "tiers",
+        "_core.registry",
+    ],
 )
 def test_examples_in_docstrings(module):
     results = doctest.testmod(importlib.import_module(f"jaxkern.{module}"))

@@ -37,20 +37,21 @@ def computing(dtype) -> np.dtype:
     return np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else dtype
 
 
-def trace(f, dtypes, *, name, weak=None, results=None):
+def trace(f, dtypes, *, name, weak=None, results=None, label=None):
     """`f`, a function of scalars that returns a scalar or a pytree of scalars, as a `Function`.
 
     dtypes: of the arguments of f, as the user sees them.
     name: of the public function that f is given to, for errors.
     weak: for each argument, whether its dtype is weak, as that of a Python number is.
     results: how many scalars f must return; None: one or more.
+    label: how errors name f; its own name by default.
 
     Returns (function, captured). captured are scalar arrays and tracers that f closes over; they are further arguments of
     `function`, behind those of f. `function.out_tree` is the structure of what f returns.
 
     Raises: TypeError, ValueError.
     """
-    label = f"jaxkern.{name}: {_name_of(f)}"
+    label = f"jaxkern.{name}: {label or _name_of(f)}"
     weak = weak or (False,) * len(dtypes)
     dtypes = [jax.dtypes.canonicalize_dtype(d) for d in dtypes]
     for d in dtypes:
@@ -166,6 +167,10 @@ class Function:
 
         Arrays are cast to `in_dtypes`. The result can be differentiated and batched by JAX.
         """
+        return [y.astype(d) for y, d in zip(self.unrounded(*arrays), self.out_dtypes)]
+
+    def unrounded(self, *arrays) -> list:
+        """The same in computing types."""
         if len(arrays) != len(self.in_dtypes):
             raise TypeError(f"{self.label}: {len(arrays)} operands for {len(self.in_dtypes)} arguments")
         shape = jnp.broadcast_shapes(*map(jnp.shape, arrays))
@@ -182,7 +187,7 @@ class Function:
             if any(mapped[d] for mapped in dims):
                 f = jax.vmap(f, axes)
         ones = [d for d, n in enumerate(shape) if not any(mapped[d] for mapped in dims)]
-        return [jnp.expand_dims(y, ones).astype(d) for y, d in zip(f(*operands), self.out_dtypes)]
+        return [jnp.expand_dims(y, ones) for y in f(*operands)]
 
     # ---- derivatives
 
@@ -205,6 +210,10 @@ class Function:
     def select(self, arguments) -> "Function":
         """The Function of the arguments at these positions, which must include all that are `used`."""
         return _select(self, tuple(arguments))
+
+    def with_results(self, dtypes) -> "Function":
+        """The same Function with results of other dtypes that are computed in the same types."""
+        return _with_results(self, tuple(map(np.dtype, dtypes)))
 
     def _only(self, wrt, xs):
         """The inexact results as a function of the arguments at `wrt`."""
@@ -236,11 +245,23 @@ def _jvp(self, wrt):
     n = len(self.in_dtypes)
 
     def pushforward(*xs):
-        return jax.jvp(self._only(wrt, xs[:n]), [xs[k] for k in wrt], list(xs[n:]))[1]
+        f, at, tangents = self._only(wrt, xs[:n]), [xs[k] for k in wrt], list(xs[n:])
+        try:
+            return jax.jvp(f, at, tangents)[1]
+        except TypeError:  # a jax.custom_vjp in it: the transpose of its rule
+            ys, pull = jax.vjp(f, *at)
+            return jax.linear_transpose(pull, ys)(tuple(tangents))[0]
 
     tangents = [self.in_dtypes[k] for k in wrt]
     out_dtypes = [self.out_dtypes[k] for k in self.inexact_results]
     return _function(pushforward, (*self.in_dtypes, *tangents), out_dtypes, self.label)
+
+
+@functools.lru_cache(maxsize=4096)
+def _with_results(self, dtypes):
+    if dtypes == self.out_dtypes:
+        return self
+    return _function(self.scalars, self.in_dtypes, dtypes, self.label, self.captured, self.out_tree)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -5,9 +5,10 @@
 //
 // A functor is any type with a member type C, in which it computes, and an operator() on values of C, one per operand,
 // that returns C, bool, or Values<C, number of results> (functors.h, activations.h). Its members are the scalar
-// parameters, in order. A thread handles packs of N elements, where N elements of the widest type are 16 bytes: it
-// loads the packs of all operands, applies the functor to each element (or to pairs of 16-bit elements, where it has a
-// form for pairs), and stores.
+// parameters, in order. Functors made of Python functions (function.cuh) have no C: they take each operand in its own
+// computing type and return their results by reference. A thread handles packs of N elements, where N elements of the
+// widest type are 16 bytes: it loads the packs of all operands, applies the functor to each element (or to pairs of
+// 16-bit elements, where it has a form for pairs), and stores.
 //
 //   Flat       All arrays are contiguous, or scalars (bits of `scalars`), which each thread reads once. With `tiles` a
 //   block
@@ -186,11 +187,45 @@ template <int kIn, int kOut, int kParameters> struct StridedArgs {
   bool exceeds_l2;
 };
 
+// The type in which a functor without a C takes an operand of type T or returns one.
+template <class T> struct OwnComputing {
+  using type = T;
+};
+template <> struct OwnComputing<__half> {
+  using type = float;
+};
+template <> struct OwnComputing<__nv_bfloat16> {
+  using type = float;
+};
+template <> struct OwnComputing<Pred> {
+  using type = bool;
+};
+template <class T> using Own = typename OwnComputing<T>::type;
+
+template <size_t i, class T> struct Slot {
+  T value;
+};
+// A value of each type; At<i> returns the one at i.
+template <class Index, class... T> struct Slots;
+template <size_t... i, class... T> struct Slots<std::index_sequence<i...>, T...> : Slot<i, T>... {};
+template <size_t i, class T> JAXKERN_FN T& At(Slot<i, T>& slot) { return slot.value; }
+
+// The C of a functor; of one without, any type.
+template <class Functor, class = void> struct ComputingOf {
+  using type = float;
+  static constexpr bool kOwn = true;
+};
+template <class Functor> struct ComputingOf<Functor, std::void_t<typename Functor::C>> {
+  using type = typename Functor::C;
+  static constexpr bool kOwn = false;
+};
+
 template <class Functor, int kParameters, class Outs, class Ins> struct Elementwise;
 
 template <class Functor, int kParameters, class... Out, class... In>
 struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
-  using C = typename Functor::C;
+  using C = typename ComputingOf<Functor>::type;
+  static constexpr bool kOwn = ComputingOf<Functor>::kOwn;
   static constexpr int kIn = sizeof...(In), kOut = sizeof...(Out);
   static constexpr int kWidest = [] {
     int widest = 0;
@@ -200,6 +235,8 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
   static constexpr int N = 16 / kWidest;
   static constexpr int kUnroll = kWidest == 8 || kIn > 2 ? 1 : 2;
   static constexpr int kRows = kUnroll;  // of a strided call
+  // 42 registers per thread, or 64, or 128, where a functor made of a Python function has more arrays.
+  static constexpr int kMinBlocks = !kOwn || kIn + kOut <= 4 ? kBlocksPerSm : kIn + kOut <= 8 ? 4 : 2;
   using InIndex = std::make_index_sequence<kIn>;
   using OutIndex = std::make_index_sequence<kOut>;
   using Flat = FlatArgs<kIn, kOut, kParameters>;
@@ -213,7 +250,8 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
   template <class F> struct HasPair<F, std::void_t<decltype(F::Pair(std::declval<AsPair<In>>()...))>> : std::true_type {
   };
   static constexpr bool kPairs = [] {
-    if constexpr ((std::is_same_v<T, __half> || std::is_same_v<T, __nv_bfloat16>) && (std::is_same_v<T, In> && ...)) {
+    if constexpr (!kOwn && (std::is_same_v<T, __half> || std::is_same_v<T, __nv_bfloat16>) &&
+                  (std::is_same_v<T, In> && ...)) {
       return HasPair<Functor>::value;
     }
     return false;
@@ -229,15 +267,29 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
   template <size_t... I, size_t... J>
   static JAXKERN_FN void Element(const Functor& f, const void* const* in, void* const* out, const int64_t* at,
                                  const int64_t* to, std::index_sequence<I...>, std::index_sequence<J...>) {
-    const auto result = f(Widen<C>(static_cast<const In*>(in[I])[at[I]])...);
-    if constexpr (kOut == 1) ((static_cast<Out*>(out[J])[to[J]] = Narrow<Out>(result)), ...);
-    else ((static_cast<Out*>(out[J])[to[J]] = Narrow<Out>(result.v[J])), ...);
+    if constexpr (kOwn) {
+      Slots<OutIndex, Own<Out>...> y;
+      f(Widen<Own<In>>(static_cast<const In*>(in[I])[at[I]])..., At<J>(y)...);
+      ((static_cast<Out*>(out[J])[to[J]] = Narrow<Out>(At<J>(y))), ...);
+      return;
+    } else {
+      const auto result = f(Widen<C>(static_cast<const In*>(in[I])[at[I]])...);
+      if constexpr (kOut == 1) ((static_cast<Out*>(out[J])[to[J]] = Narrow<Out>(result)), ...);
+      else ((static_cast<Out*>(out[J])[to[J]] = Narrow<Out>(result.v[J])), ...);
+    }
   }
 
   template <size_t... I, size_t... J> static JAXKERN_FN void Compute(const Functor& f, const Words (&x)[kIn],
                                                                      Words (&y)[kOut], std::index_sequence<I...>,
                                                                      std::index_sequence<J...>) {
-    if constexpr (kPairs) {
+    if constexpr (kOwn) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        Slots<OutIndex, Own<Out>...> result;
+        f(Widen<Own<In>>(Get<In>(x[I], i))..., At<J>(result)...);
+        (Put(y[J], i, Narrow<Out>(At<J>(result))), ...);
+      }
+    } else if constexpr (kPairs) {
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) y[0].w[i] = BitsAs<uint32_t>(Functor::Pair(BitsAs<AsPair<In>>(x[I].w[i])...));
     } else {
@@ -373,12 +425,13 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
   }
 };
 
-template <class E, uint32_t kScalars, bool kTiles> __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+template <class E, uint32_t kScalars, bool kTiles> __global__ void __launch_bounds__(kThreads, E::kMinBlocks)
     FlatKernel(const __grid_constant__ typename E::Flat a) {
   E::template RunFlat<kScalars, kTiles>(a, typename E::InIndex(), typename E::OutIndex());
 }
 template <class E, bool kPacks, uint32_t kColumns, uint32_t kShared>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm) StridedKernel(const __grid_constant__ typename E::Strided a) {
+__global__ void __launch_bounds__(kThreads, E::kMinBlocks)
+    StridedKernel(const __grid_constant__ typename E::Strided a) {
   E::template RunStrided<kPacks, kColumns, kShared>(a, typename E::InIndex(), typename E::OutIndex());
 }
 

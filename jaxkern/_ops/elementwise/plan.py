@@ -25,7 +25,12 @@ _TYPE_NAMES = {
     "float64": "f64",
     "int8": "s8",
     "uint8": "u8",
+    "int16": "s16",
+    "uint16": "u16",
     "int32": "s32",
+    "uint32": "u32",
+    "int64": "s64",
+    "uint64": "u64",
     "bool": "pred",
 }
 _CUDA_TYPES = {
@@ -35,10 +40,16 @@ _CUDA_TYPES = {
     "f64": "double",
     "s8": "int8_t",
     "u8": "uint8_t",
+    "s16": "int16_t",
+    "u16": "uint16_t",
     "s32": "int32_t",
+    "u32": "uint32_t",
+    "s64": "int64_t",
+    "u64": "uint64_t",
     "pred": "Pred",
 }
-_BYTES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8, "s8": 1, "u8": 1, "s32": 4, "pred": 1}
+_BYTES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8, "pred": 1}
+_BYTES |= {f"{sign}{8 * n}": n for sign in "su" for n in (1, 2, 4, 8)}
 _ARITHMETIC = {"f32": "Single", "f64": "Double", "s32": "Integer"}
 
 
@@ -54,20 +65,29 @@ def plan(name, device, operands, results, *, split=-1, **_):
         for k, aval in enumerate(avals):
             # The operand that holds two halves, and a result that holds their gradients.
             halved = split >= 0 and k == 0 and aval.shape == operands[0].shape
-            views.append([_View.of(kind(k), aval, split if halved else -1, half) for half in range(1 + halved)])
+            views.append([View.of(kind(k), aval, split if halved else -1, half) for half in range(1 + halved)])
     ins, outs = (list(itertools.chain(*v)) for v in (views[: len(operands)], views[len(operands) :]))
     kernel = _kernels().get(f"{name}({','.join(v.type for v in ins)})->{','.join(v.type for v in outs)}")
     if kernel is None:
         return None
     arrays, parameters = ins[: len(ins) - kernel.parameters], ins[len(ins) - kernel.parameters :]
-    sizes, strides = _collapse([*arrays, *outs])
+    sizes, strides = collapse([*arrays, *outs])
     if len(sizes) > GROUPS or any(math.prod(p.shape) != 1 for p in parameters):
         return None
-    call = _Call(device, kernel, arrays, outs, parameters, sizes, strides)
+    arithmetic = "Coarse" if kernel.coarse else _ARITHMETIC[kernel.computing]
+    return elementwise(device, f"{kernel.functor}<{arithmetic}>", arrays, outs, parameters, sizes, strides)
+
+
+def elementwise(device, functor, arrays, outs, parameters, sizes, strides, header=HEADER, source=""):
+    """The launch of a functor, over dimensions that `collapse` returned; None where there is no kernel for them.
+
+    arrays, outs, parameters: views. source: the definition of the functor, if `header` does not have it.
+    """
+    call = _Call(device, functor, arrays, outs, parameters, sizes, strides, header, source)
     return call.flat() if call.is_flat() else call.strided()
 
 
-class _View:
+class View:
     """An array, or a half of one: where it begins, and its strides in elements along the dimensions of the result."""
 
     def __init__(self, buffer, type, shape, strides):
@@ -85,11 +105,15 @@ class _View:
         return cls(buffer, type_, shape, strides)
 
     @property
+    def cuda_type(self):
+        return _CUDA_TYPES[self.type]
+
+    @property
     def bytes(self):
         return _BYTES[self.type]
 
 
-def _collapse(views):
+def collapse(views):
     """(sizes, strides of each view), outermost first, of dimensions merged where all views allow it.
 
     The innermost strides are 0 or 1: a dimension of size 1 is added where an array has gaps between its elements.
@@ -112,7 +136,8 @@ def _collapse(views):
 
 
 class _Call:
-    def __init__(self, device, kernel, arrays, outs, parameters, sizes, strides):
+    def __init__(self, device, functor, arrays, outs, parameters, sizes, strides, header, source):
+        self.header, self.source = header, source
         self.device, self.arrays, self.outs = device, arrays, outs
         self.groups = len(sizes)
         pad = GROUPS - len(sizes)
@@ -124,11 +149,8 @@ class _Call:
         self.unroll = 1 if widest == 8 or len(arrays) > 2 else 2
         moved = sum(v.bytes * self.count for v, s in zip((*arrays, *outs), self.strides) if any(s))
         self.exceeds_l2 = boolean(moved > device.l2_bytes)
-        arithmetic = "Coarse" if kernel.coarse else _ARITHMETIC[kernel.computing]
         ins, results = (", ".join(_CUDA_TYPES[v.type] for v in vs) for vs in (arrays, outs))
-        self.template = (
-            f"Elementwise<{kernel.functor}<{arithmetic}>, {kernel.parameters}, Types<{results}>, Types<{ins}>>"
-        )
+        self.template = f"Elementwise<{functor}, {len(parameters)}, Types<{results}>, Types<{ins}>>"
         self.pointers = [v.buffer for v in (*arrays, *outs, *parameters)] + [launch.null] * (not parameters)
 
     def is_flat(self):
@@ -162,11 +184,12 @@ class _Call:
             blocks, block = self.grid(threads)
             args = struct(*self.pointers, i64(self.count), i64(packs), self.exceeds_l2)
             return Launch(
-                HEADER,
+                self.header,
                 f"FlatKernel<{self.template}, {scalars}, {'true' if in_tiles else 'false'}>",
                 [args],
                 blocks,
                 block,
+                source=self.source,
             )
 
         aligned = step(tiles * tile, tiles * THREADS, True) if tiles else step(packs, packs or self.count, False)
@@ -202,6 +225,6 @@ class _Call:
                 self.exceeds_l2,
             )
             name = f"StridedKernel<{self.template}, {'true' if in_packs else 'false'}, {columns}, {shared}>"
-            return Launch(HEADER, name, [args], blocks, block)
+            return Launch(self.header, name, [args], blocks, block, source=self.source)
 
         return Plan("strided", (step(in_packs),), unaligned=(step(False),) if in_packs else None)

@@ -8,8 +8,8 @@ Let y[r] be the sum of f(x_r, x_s, w_e) over the edges e from s to r, and g the 
 
 where f' is the derivative of f by that operand, times g. The cotangents of a message per edge are the same with g_e. So
 the gradient is made of the two primitives that it is the gradient of, and of operands that the function f' reads. A mean
-divides g by the number of edges of the row. Messages that attain a maximum share its cotangent equally:
-the function f' compares the message with the result.
+divides g by the number of edges of the row. The cotangent of a maximum goes to the first edge that attains it, which the
+maximum itself tells: messages that are computed anew may be rounded otherwise, and attain nothing.
 """
 
 import functools
@@ -46,13 +46,13 @@ from jaxkern._ops.messages.reference import computing
 def _pullback(function, wrt, given, kind):
     """(f', used): the derivative of f by the operands at `wrt`, and the positions of the operands that it reads.
 
-    Positions are those of the operands of f, then for kind "mean" of a factor, for "max" of its results at `given`, of the
-    edges that attain these, and of the edge, then of the cotangents of the results at `given`. For "max" a message that
-    does not attain the result gets nothing. One operand is always read.
+    Positions are those of the operands of f, then for kind "mean" of a factor, for "max" of the edges that attain the
+    results at `given` and of the edge, then of the cotangents of the results at `given`. For "max" the other edges get
+    nothing. One operand is always read.
     """
     n = len(function.in_dtypes)
     cotangents = [function.out_dtypes[k] for k in given]
-    beside = {"sum": [], "mean": [_mean_dtype(function)], "max": _attained_dtypes(cotangents)}[kind]
+    beside = {"sum": [], "mean": [_mean_dtype(function)], "max": [np.dtype(np.uint32)] * (len(given) + 1)}[kind]
 
     def f(*operands):
         xs, beside_them, gs = operands[:n], operands[n : n + len(beside)], operands[n + len(beside) :]
@@ -68,7 +68,8 @@ def _pullback(function, wrt, given, kind):
         if kind == "mean":
             gs = [(g * beside_them[0]).astype(g.dtype) for g in gs]
         if kind == "max":
-            gs = [jnp.where(on, g, jnp.zeros_like(g)) for on, g in zip(_attains(ys, cotangents, beside_them), gs)]
+            edge = beside_them[-1]
+            gs = [jnp.where(first == edge, g, jnp.zeros_like(g)) for first, g in zip(beside_them, gs)]
         return pull(list(gs))
 
     dtypes = (*function.in_dtypes, *beside, *cotangents)
@@ -79,41 +80,6 @@ def _pullback(function, wrt, given, kind):
 
 def _mean_dtype(function):
     return jnp.result_type(jnp.float32, *function.out_dtypes)
-
-
-def _rounded(y, dtype):
-    """`y`, a scalar of a computing type, as it is stored."""
-    if functor.computing(dtype) == dtype:
-        return y
-    info = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(y, exponent_bits=info.nexp, mantissa_bits=info.nmant)
-
-
-def _attained_dtypes(dtypes):
-    return [*dtypes, *[np.dtype(np.uint32)] * (len(dtypes) + 1)]
-
-
-def _attains(ys, dtypes, beside):
-    """Whether each of the messages ys, of which results have these dtypes, attains its result.
-
-    beside: the results, the edges that attain them, and the edge of the messages. Messages are computed anew, and the
-    compiler may round them differently: so the edge that attained a result does in any case.
-    """
-    best, edges, edge = beside[: len(ys)], beside[len(ys) : -1], beside[-1]
-    return [(_rounded(y, d) == b) | (e == edge) for y, d, b, e in zip(ys, dtypes, best, edges)]
-
-
-@functools.lru_cache(1024)
-def _attained(function):
-    """How often each result of f attains its maximum, 0 or 1; operands as for `_pullback` of kind "max"."""
-    n, dtypes = len(function.in_dtypes), function.out_dtypes
-
-    def f(*operands):
-        found = _attains(function.scalars(*operands[:n]), dtypes, operands[n:])
-        return [on.astype(jnp.float32) for on in found]
-
-    operands = (*function.in_dtypes, *_attained_dtypes(dtypes))
-    return functor._function(f, operands, [np.dtype(np.float32)] * len(dtypes), function.label)
 
 
 # ---- gradients
@@ -186,22 +152,9 @@ def _reduce_gradients(edges, back, arrays, ys, cts, wanted, *, function, ends, r
         count = (edges.offsets[1:] - edges.offsets[:-1]).astype(_mean_dtype(function))
         factor = (1 / jnp.maximum(count, 1)).reshape(-1, *[1] * (arrays[0].ndim - 1))
         return by([(ROW, factor)], list(map(lift, cts)), kind="mean")
-    m = len(function.out_dtypes)
-    best, attaining = [y.astype(d) for y, d in zip(ys, function.out_dtypes)], ys[m:]
+    first = ys[len(function.out_dtypes) :]
     edge = jnp.arange(edges.keys.shape[0], dtype=jnp.uint32).reshape(-1, *[1] * (arrays[0].ndim - 1))
-    counts = edge_reduce(
-        edges,
-        back,
-        [*arrays, *best, *attaining, edge],
-        function=_attained(function),
-        ends=(*ends, *[ROW] * (2 * m), EDGE),
-        reduction="sum",
-        dtypes=[jnp.float32] * m,
-    )
-    share = lambda ct, n: None if ct is None else (ct / jnp.maximum(n, 1).astype(computing(ct.dtype))).astype(ct.dtype)
-    cts = list(map(share, cts, counts))
-    given = [k for k, ct in enumerate(cts) if ct is not None]
-    beside = [(ROW, best[k]) for k in given] + [(ROW, attaining[k]) for k in given] + [(EDGE, edge)]
+    beside = [*((ROW, e) for e, ct in zip(first, cts) if ct is not None), (EDGE, edge)]
     return by(beside, list(map(lift, cts)), kind="max")
 
 

@@ -1,0 +1,219 @@
+// Functors made of Python functions (jaxkern/_core/functor.py), elementwise and with sums over what operands broadcast.
+//
+// FlatKernel and StridedKernel of elementwise.cuh take such functors as they are. The kernels here are for gradients of
+// operands that broadcast: they apply a functor to a matrix and write each result whole or summed, reading every
+// operand once.
+//
+//     SummedKernel<Summed<Functor, Types<results...>, Types<operands...>, kPacks, kLanes, kKinds, kSplat, kShared>>
+//     SumPartials<T, Result, kLanes>
+//
+// Operands are rows x columns, or have one of the dimensions, or none. A block takes kLanes packs (single elements
+// without kPacks) of columns of `chunk` rows; kLanes threads work side by side on a row, and 256 / kLanes rows are
+// taken at a time. Sums over rows and over everything stay in registers until the chunk ends, then add up in shared
+// memory; sums over columns add up by shuffles, row by row. Where several blocks have parts of a sum, each writes its
+// part, in the computing type, and SumPartials adds them in the order of the blocks. Nothing depends on timing: results
+// are the same bits in every run on a GPU.
+#pragma once
+
+#include "../common/functions.h"
+#include "../common/reduce.cuh"
+#include "elementwise.cuh"
+
+namespace jaxkern {
+
+// What becomes of a result: 3 bits of kKinds each.
+enum Kind {
+  kWhole = 0,    // written for every element
+  kColumns = 1,  // summed over rows: one number for each column
+  kRows = 2,     // summed over columns: one number for each row
+  kScalar = 3,   // summed over both
+  kPartial = 4,  // added to a sum: out is [parts, numbers] in the computing type
+};
+
+// Row strides of operands are in elements: `columns`, 1 for one number a row, or 0. Results that are whole are
+// contiguous.
+template <int kIn, int kOut> struct SummedArgs {
+  const void* in[kIn];
+  void* out[kOut];
+  int64_t in_stride[kIn];
+  int64_t rows, columns;
+  int64_t last_columns;  // of the last row, which may be shorter
+  int64_t chunk;         // rows of a block
+  bool exceeds_l2;
+};
+
+// kSplat: bits of operands that are the same along a row. kShared: bits of those that all rows share.
+template <class Functor, class Outs, class Ins, bool kPacks, int kLanes, uint64_t kKinds, uint32_t kSplat,
+          uint32_t kShared>
+struct Summed;
+
+template <class Functor, class... Out, class... In, bool kPacks, int kLanes, uint64_t kKinds, uint32_t kSplat,
+          uint32_t kShared>
+struct Summed<Functor, Types<Out...>, Types<In...>, kPacks, kLanes, kKinds, kSplat, kShared> {
+  using Whole = Elementwise<Functor, 0, Types<Out...>, Types<In...>>;
+  static constexpr int kIn = sizeof...(In), kOut = sizeof...(Out);
+  static constexpr int N = kPacks ? Whole::N : 1;
+  static constexpr int kGroups = kThreads / kLanes;  // rows at a time
+  static constexpr int kMinBlocks = kIn + kOut <= 8 ? 4 : 2;
+  using InIndex = std::make_index_sequence<kIn>;
+  using OutIndex = std::make_index_sequence<kOut>;
+  using Args = SummedArgs<kIn, kOut>;
+
+  static constexpr int KindOf(int j) { return kKinds >> (3 * j) & 3; }
+  static constexpr bool IsPartial(int j) { return kKinds >> (3 * j + 2) & 1; }
+
+  // A thread's sums: one for each of its columns, or one.
+  template <class T> struct Sums {
+    T v[N];
+  };
+
+  template <size_t i, class T> static JAXKERN_FN void LoadOperand(Words& words, const T* p, ReadPolicy policy) {
+    if constexpr (kSplat >> i & 1) {
+      const T x = *p;
+#pragma unroll
+      for (int k = 0; k < N; ++k) Put(words, k, x);
+    } else if constexpr (!kPacks) {
+      Put(words, 0, *p);
+    } else if constexpr (kShared >> i & 1) {
+      LoadCached<N * sizeof(T)>(words, p);
+    } else {
+      Load<N * sizeof(T)>(words, p, policy);
+    }
+  }
+
+  template <size_t j, class T>
+  static JAXKERN_FN void StoreSum(const Args& a, int64_t part, int64_t count, int64_t i, Own<T> sum) {
+    if constexpr (IsPartial(j)) static_cast<Own<T>*>(a.out[j])[part * count + i] = sum;
+    else static_cast<T*>(a.out[j])[i] = Narrow<T>(sum);
+  }
+
+  // What a row gives to result j. All lanes of a warp call this; `here`: this thread has elements of the row.
+  template <size_t j, class T> static JAXKERN_FN void Take(const Args& a, const Own<T> (&y)[N], Sums<Own<T>>& sums,
+                                                           int64_t row, int64_t column, bool here) {
+    if constexpr (KindOf(j) == kWhole) {
+      if (here) {
+        Words words;
+#pragma unroll
+        for (int k = 0; k < N; ++k) Put(words, k, Narrow<T>(y[k]));
+        T* const p = static_cast<T*>(a.out[j]) + row * a.columns + column;
+        if constexpr (kPacks) Store<N * sizeof(T)>(p, words);
+        else *p = Get<T>(words, 0);
+      }
+    } else if constexpr (KindOf(j) == kColumns) {
+#pragma unroll
+      for (int k = 0; k < N; ++k) sums.v[k] += here ? y[k] : Own<T>(0);
+    } else {
+      const auto add = [](Own<T> p, Own<T> q) { return p + q; };
+      Own<T> sum = here ? Fold(y, add) : Own<T>(0);
+      if constexpr (KindOf(j) == kScalar) {
+        sums.v[0] += sum;
+      } else {
+        sum = ReduceLanes<kLanes>(sum, add);
+        if (threadIdx.x % kLanes == 0 && row < a.rows) StoreSum<j, T>(a, blockIdx.x, a.rows, row, sum);
+      }
+    }
+  }
+
+  // Adds up what the threads of the block have. Two barriers.
+  template <size_t j, class T> static JAXKERN_FN void Finish(const Args& a, const Sums<Own<T>>& sums, void* shared) {
+    Own<T>* const room = static_cast<Own<T>*>(shared);
+    if constexpr (KindOf(j) == kColumns) {
+      constexpr int kWidth = kLanes * N;
+      const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
+#pragma unroll
+      for (int k = 0; k < N; ++k) room[group * kWidth + lane * N + k] = sums.v[k];
+      __syncthreads();
+      for (int c = threadIdx.x; c < kWidth; c += kThreads) {
+        const int64_t column = int64_t{blockIdx.x} * kWidth + c;
+        Own<T> sum = 0;
+        for (int g = 0; g < kGroups; ++g) sum += room[g * kWidth + c];
+        if (column < a.columns) StoreSum<j, T>(a, blockIdx.y, a.columns, column, sum);
+      }
+      __syncthreads();
+    } else if constexpr (KindOf(j) == kScalar) {
+      const auto add = [](Own<T> p, Own<T> q) { return p + q; };
+      const Own<T> warp = ReduceLanes<kWarp>(sums.v[0], add);
+      if (threadIdx.x % kWarp == 0) room[threadIdx.x / kWarp] = warp;
+      __syncthreads();
+      if (threadIdx.x == 0) {
+        Own<T> sum = 0;
+        for (int w = 0; w < kThreads / kWarp; ++w) sum += room[w];
+        StoreSum<j, T>(a, int64_t{blockIdx.y} * gridDim.x + blockIdx.x, 1, 0, sum);
+      }
+      __syncthreads();
+    }
+  }
+
+  template <size_t... I, size_t... J>
+  static JAXKERN_FN void Run(const Args& a, std::index_sequence<I...>, std::index_sequence<J...>) {
+    constexpr bool kDouble = (std::is_same_v<Own<Out>, double> || ...);
+    __shared__ std::conditional_t<kDouble, double, float> shared[kThreads * N];
+    const Functor f{};
+    const ReadPolicy policy = MakeReadPolicy(a.exceeds_l2);
+    const int64_t column = (int64_t{blockIdx.x} * kLanes + threadIdx.x % kLanes) * N;
+    const int64_t first = blockIdx.y * a.chunk, end = min(first + a.chunk, a.rows);
+    Words x[kIn];
+    // What all rows share. Rows but the last are whole, and only a matrix without such operands has a shorter one.
+    if (column < a.columns) {
+      ((kShared >> I & 1
+            ? LoadOperand<I>(x[I], static_cast<const In*>(a.in[I]) + (kSplat >> I & 1 ? 0 : column), policy)
+            : void()),
+       ...);
+    }
+    Slots<OutIndex, Sums<Own<Out>>...> sums;
+    const auto clear = [](auto& own) {
+#pragma unroll
+      for (int k = 0; k < N; ++k) own.v[k] = 0;
+    };
+    (clear(At<J>(sums)), ...);
+    for (int64_t base = first; base < end; base += kGroups) {  // the same for all threads, which shuffle
+      const int64_t row = base + threadIdx.x / kLanes;
+      const bool here = row < end && column < (row + 1 == a.rows ? a.last_columns : a.columns);
+      Slots<OutIndex, Own<Out>[N]...> y;
+      if (here) {
+        ((kShared >> I & 1
+              ? void()
+              : LoadOperand<I>(x[I],
+                               static_cast<const In*>(a.in[I]) + row * a.in_stride[I] + (kSplat >> I & 1 ? 0 : column),
+                               policy)),
+         ...);
+#pragma unroll
+        for (int k = 0; k < N; ++k) f(Widen<Own<In>>(Get<In>(x[I], k))..., At<J>(y)[k]...);
+      }
+      (Take<J, Out>(a, At<J>(y), At<J>(sums), row < end ? row : a.rows, column, here), ...);
+    }
+    (Finish<J, Out>(a, At<J>(sums), shared), ...);
+  }
+};
+
+template <class S> __global__ void __launch_bounds__(kThreads, S::kMinBlocks)
+    SummedKernel(const __grid_constant__ typename S::Args a) {
+  S::Run(a, typename S::InIndex(), typename S::OutIndex());
+}
+
+// out[i] = the sum of partial[k * count + i] over k < parts. kLanes threads side by side take a number each, and
+// 256 / kLanes threads share the parts of one.
+template <class T, class Result, int kLanes> __global__ void __launch_bounds__(kThreads)
+    SumPartials(const T* partial, Result* out, int64_t parts, int64_t count) {
+  constexpr int kGroups = kThreads / kLanes;
+  __shared__ T room[kThreads];
+  const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
+  const int64_t i = int64_t{blockIdx.x} * kLanes + lane;
+  T sum = 0;
+  if (i < count) {
+#pragma unroll 4
+    for (int64_t k = group; k < parts; k += kGroups) sum += partial[k * count + i];
+  }
+  room[threadIdx.x] = sum;
+  __syncthreads();
+  for (int half = kGroups / 2; half > 0; half /= 2) {
+    if (group < half) room[threadIdx.x] += room[threadIdx.x + half * kLanes];
+    __syncthreads();
+  }
+  if (group == 0 && i < count) out[i] = Narrow<Result>(room[lane]);
+}
+
+// As jaxkern/_ops/function/plan.py lays them out.
+static_assert(sizeof(SummedArgs<2, 1>) == 80);
+
+}  // namespace jaxkern

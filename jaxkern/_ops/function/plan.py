@@ -1,0 +1,110 @@
+"""Which kernel of ffi/kernels/elementwise runs a function of the user's, and over which blocks.
+
+flat, strided    without sums: the kernels of elementwise operations (elementwise.cuh)
+summed           with sums, over a matrix: SummedKernel and SumPartials (function.cuh)
+"""
+
+import math
+
+from jaxkern._core import launch
+from jaxkern._core.define import ceil_div
+from jaxkern._core.functor import computing, cpp_type
+from jaxkern._core.launch import Launch, Plan, boolean, i64, struct
+from jaxkern._ops.elementwise.plan import GROUPS, THREADS, View, collapse, elementwise
+
+HEADER = "elementwise/function.cuh"
+FUNCTOR = "Function"
+MOST_ARRAYS = 16  # operands and results of a kernel
+WAVES = 4  # of SummedKernel, whose blocks number RESIDENT on a multiprocessor
+RESIDENT = 4
+WHOLE, COLUMNS, ROWS, SCALAR, PARTIAL = 0, 1, 2, 3, 4  # Kind in function.cuh
+
+
+def plan(device, operands, results, *, function, sums):
+    """The launches of `function`, or None where there is no kernel."""
+    if len(operands) + len(results) > MOST_ARRAYS:
+        return None
+    shape = tuple(map(max, zip(*(a.shape for a in operands))))
+    arrays = [View.of(launch.operand(k), a, -1, 0) for k, a in enumerate(operands)]
+    outs = [View.of(launch.result(k), a, -1, 0) for k, a in enumerate(results)]
+    if any(v.type == "none" for v in (*arrays, *outs)):
+        return None
+    source = function.source(FUNCTOR)
+    if not any(sums):
+        sizes, strides = collapse([*arrays, *outs])
+        if len(sizes) > GROUPS:
+            return None
+        return elementwise(device, FUNCTOR, arrays, outs, [], sizes, strides, HEADER, source)
+    return _summed(device, arrays, outs, shape, function, source)
+
+
+def _summed(device, arrays, outs, shape, function, source):
+    full = View(None, "none", shape, [math.prod(shape[d + 1 :]) for d in range(len(shape))])
+    sizes, strides = collapse([*arrays, *outs, full])
+    if len(sizes) > 2:
+        return None
+    if len(sizes) == 1:
+        sizes, strides = [1, *sizes], [[0, *s] for s in strides]
+    rows, columns = sizes
+    ins, results = strides[: len(arrays)], strides[len(arrays) : -1]
+    widest = max(v.bytes for v in (*arrays, *outs))
+    pack = 16 // widest
+    last = columns
+    if rows == 1 and all(s[1] in (0, 1) for s in ins):  # one dimension: cut into rows
+        kinds = [SCALAR if s[1] == 0 else WHOLE for s in results]
+        ins = [[0, 0] if s[1] == 0 else [32 * pack, 1] for s in ins]
+        rows, columns, last = ceil_div(columns, 32 * pack), 32 * pack, (columns - 1) % (32 * pack) + 1
+    else:
+        kinds = [(COLUMNS if s[1] else SCALAR) if s[0] == 0 else (WHOLE if s[1] else ROWS) for s in results]
+        if rows == 1:  # one row: sums over rows are none
+            return None
+    if columns >= 1 << 31 or any(s[1] > 1 for s in ins):
+        return None
+    packs = columns % pack == 0 and last % pack == 0
+
+    def launches(packs):
+        n = pack if packs else 1
+        lanes = min(32, 1 << (ceil_div(columns, n) - 1).bit_length())
+        groups, tiles = THREADS // lanes, ceil_div(columns, lanes * n)
+        chunks = max(1, min(ceil_div(WAVES * RESIDENT * device.sm_count, tiles), ceil_div(rows, 2 * groups), 65535))
+        chunk = ceil_div(ceil_div(rows, chunks), groups) * groups
+        chunks = ceil_div(rows, chunk)
+        parts = {WHOLE: 1, COLUMNS: chunks, ROWS: tiles, SCALAR: chunks * tiles}
+        numbers = {COLUMNS: columns, ROWS: rows, SCALAR: 1}
+        scratch, code, pointers, after = 0, 0, [], []
+        for k, (v, kind, dtype) in enumerate(zip(outs, kinds, function.out_dtypes)):
+            partial = kind != WHOLE and parts[kind] > 1
+            code |= (kind | PARTIAL * partial) << 3 * k
+            pointers.append(launch.scratch(scratch) if partial else v.buffer)
+            if partial:
+                count, type_ = numbers[kind], cpp_type(computing(dtype))
+                side = min(32, 1 << (count - 1).bit_length())
+                args = [launch.scratch(scratch), v.buffer, i64(parts[kind]), i64(count)]
+                name = f"SumPartials<{type_}, {v.cuda_type}, {side}>"
+                after.append(Launch(HEADER, name, args, ceil_div(count, side), THREADS))
+                scratch += ceil_div(parts[kind] * count * computing(dtype).itemsize, 128) * 128
+        splat, shared = (sum((s[d] == 0) << k for k, s in enumerate(ins)) for d in (1, 0))
+        moved = sum(v.bytes * (rows if s[0] else 1) * (columns if s[1] else 1) for v, s in zip(arrays, ins))
+        args = struct(
+            *(v.buffer for v in arrays),
+            *pointers,
+            *(i64(s[0]) for s in ins),
+            i64(rows),
+            i64(columns),
+            i64(last),
+            i64(chunk),
+            boolean(moved > device.l2_bytes),
+        )
+        types = [", ".join(v.cuda_type for v in vs) for vs in (outs, arrays)]
+        name = (
+            f"SummedKernel<Summed<{FUNCTOR}, Types<{types[0]}>, Types<{types[1]}>, {'true' if packs else 'false'}, "
+            f"{lanes}, {code}, {splat}, {shared}>>"
+        )
+        first = Launch(HEADER, name, [args], (tiles, chunks), THREADS, source=source)
+        return (first, *after), scratch
+
+    aligned, scratch = launches(packs)
+    if not packs:
+        return Plan("summed", aligned, scratch)
+    unaligned, more = launches(False)
+    return Plan("summed", aligned, max(scratch, more), unaligned)

@@ -1,0 +1,146 @@
+"""The primitive of functions of the user's: `jaxkern_elementwise_kernel`.
+
+It takes arrays of equal rank, each dimension 1 or the common size, one for each argument of `function`, a Function of
+_core/functor.py, and returns an array for each result. `sums` says for each result over which dimensions it is summed;
+those have size 1 in it. Derivatives are the same primitive with a derivative of the function: a gradient is summed over
+the dimensions in which its operand has size 1.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxkern._core import compat, partition
+from jaxkern._core.define import lower_to_kernels
+from jaxkern._core.functor import computing
+from jaxkern._core.primitive import bind, evaluate
+from jaxkern._ops.function import plan
+
+
+def apply(function, operands, sums=None, shape=None):
+    """The results of `function` on arrays of equal rank that broadcast, summed over the dimensions `sums` of each.
+
+    shape: what the operands stand for, which may be more than they broadcast to.
+    """
+    sums = sums or ((),) * len(function.out_dtypes)
+    shape = shape or _broadcast([x.shape for x in operands])
+    used = function.used or tuple(range(len(operands)))[-1:]
+    operands = [operands[k] for k in used]
+    own = _broadcast([x.shape for x in operands])
+    if own != shape:  # the last is a cotangent, if there is one
+        operands[-1] = jnp.broadcast_to(operands[-1], shape)
+    return bind(elementwise_kernel_p, *operands, function=function.select(used), sums=tuple(sums))
+
+
+def _is_one(n):
+    return isinstance(n, int) and n == 1
+
+
+def _broadcast(shapes):
+    return tuple(next((n for n in sizes if not _is_one(n)), 1) for sizes in zip(*shapes))
+
+
+def _reference(*operands, function, sums):
+    ys = function.unrounded(*operands)
+    ys = [jnp.sum(y, dims, keepdims=True) if dims else y for y, dims in zip(ys, sums)]
+    return [y.astype(d) for y, d in zip(ys, function.out_dtypes)]
+
+
+def _abstract(*operands, function, sums):
+    for x, dtype in zip(operands, function.in_dtypes, strict=True):
+        if x.dtype != dtype or x.ndim != operands[0].ndim:
+            raise ValueError(f"{function.label}: operand {x.str_short()} for an argument of {dtype}")
+    shape = _broadcast([x.shape for x in operands])
+    if any(not _is_one(n) and n != m for x in operands for n, m in zip(x.shape, shape)):
+        raise ValueError(f"{function.label}: {', '.join(x.str_short() for x in operands)} do not broadcast")
+    mesh = next((x.sharding.mesh for x in operands if not x.sharding.mesh.empty), None)
+    spec = [None] * len(shape)
+    for x in operands:
+        for d, axes in enumerate(x.sharding.spec):
+            spec[d] = spec[d] if _is_one(x.shape[d]) else spec[d] or axes
+    results = []
+    for dtype, dims in zip(function.out_dtypes, sums, strict=True):
+        one = [1 if d in dims else n for d, n in enumerate(shape)]
+        own = PartitionSpec(*(None if d in dims else axes for d, axes in enumerate(spec)))
+        sharding = {} if mesh is None else {"sharding": NamedSharding(mesh, own)}
+        results.append(operands[0].update(shape=tuple(one), dtype=dtype, weak_type=False, **sharding))
+    return results
+
+
+def _batch(operands, dims, *, function, sums):
+    operands = [jnp.expand_dims(x, 0) if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)]
+    sums = tuple(tuple(d + 1 for d in own) for own in sums)
+    ys = bind(elementwise_kernel_p, *operands, function=function, sums=sums)
+    return ys, [0] * len(ys)
+
+
+def _jvp(primals, tangents, *, function, sums):
+    ys = bind(elementwise_kernel_p, *primals, function=function, sums=sums)
+    active = tuple(k for k, t in enumerate(tangents) if type(t) is not ad.Zero)
+    dys = list(map(compat.zero_tangent, ys))
+    inexact = function.inexact_results
+    if active and inexact:
+        shape = _broadcast([x.shape for x in primals])
+        operands = [*primals, *(tangents[k] for k in active)]
+        found = apply(function.jvp(active), operands, [sums[k] for k in inexact], shape)
+        for k, dy in zip(inexact, found):
+            dys[k] = dy
+    return ys, dys
+
+
+def _transpose(cts, *operands, function, sums):
+    linear = tuple(k for k, x in enumerate(operands) if ad.is_undefined_primal(x))
+    avals = [x.aval if k in linear else jax.typeof(x) for k, x in enumerate(operands)]
+    result = [None] * len(operands)
+    if all(type(ct) is ad.Zero for ct in cts):
+        for k in linear:
+            result[k] = ad.Zero(avals[k])
+        return result
+    cts = [ad.zeros_like_aval(ct.aval) if type(ct) is ad.Zero else ct for ct in cts]
+    pullback = function.vjp(linear)
+    if set(linear) & set(pullback.used):
+        raise NotImplementedError(f"{function.label}: a derivative that is not linear cannot be transposed")
+    shape = _broadcast([a.shape for a in avals])
+    over = [tuple(d for d, n in enumerate(avals[k].shape) if _is_one(n) and not _is_one(shape[d])) for k in linear]
+    known = [jnp.zeros((1,) * len(shape), a.dtype) if k in linear else operands[k] for k, a in enumerate(avals)]
+    inexact = [cts[k] for k in function.inexact_results]
+    for k, d in zip(linear, apply(pullback, [*known, *inexact], over, shape)):
+        result[k] = d
+    return result
+
+
+def _partition(ctx, operands, params):
+    """Every dimension may be split. Devices sum their parts of what is summed over dimensions that are."""
+    sums, rank = params["sums"], ctx.avals_in[0].ndim
+    names = [f"d{d}" for d in range(rank)]
+    dims = [list(names) for _ in (*ctx.avals_in, *ctx.avals_out)]
+    summed = {names[d] for own in sums for d in own}
+    shape = _broadcast([a.shape for a in ctx.avals_in])
+    gone = [name for d, name in enumerate(names) if not _is_one(shape[d]) and all(d in own for own in sums)]
+
+    def shard(over, *parts, function, sums):
+        axes = [tuple(a for d in own for a in over.get(names[d], ())) for own in sums]
+        wide = [computing(d) if a else d for d, a in zip(function.out_dtypes, axes)]
+        ys = apply(function.with_results(wide), parts, sums)
+        return [lax.psum(y, a).astype(d) if a else y for y, a, d in zip(ys, axes, function.out_dtypes)]
+
+    return partition.lower(
+        ctx, elementwise_kernel_p, operands, params, dims, shard, exact=tuple(summed), summed=tuple(gone)
+    )
+
+
+elementwise_kernel_p = Primitive("jaxkern_elementwise_kernel")
+elementwise_kernel_p.multiple_results = True
+elementwise_kernel_p.def_abstract_eval(_abstract)
+elementwise_kernel_p.def_impl(functools.partial(evaluate, elementwise_kernel_p))
+batching.primitive_batchers[elementwise_kernel_p] = _batch
+compat.check_nans(elementwise_kernel_p)
+mlir.register_lowering(elementwise_kernel_p, mlir.lower_fun(_reference, multiple_results=True))
+lower_to_kernels(elementwise_kernel_p, plan.plan, _reference, _partition)
+ad.primitive_jvps[elementwise_kernel_p] = _jvp
+ad.primitive_transposes[elementwise_kernel_p] = _transpose
