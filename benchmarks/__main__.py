@@ -12,7 +12,16 @@ import sys
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-OPERATIONS = ("softmax", "fused_softmax", "elementwise", "reduction", "cross_entropy", "index_add", "segment_softmax")
+OPERATIONS = (
+    "softmax",
+    "fused_softmax",
+    "elementwise",
+    "reduction",
+    "cross_entropy",
+    "index_add",
+    "segment_softmax",
+    "messages",
+)
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 

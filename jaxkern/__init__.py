@@ -18,6 +18,7 @@ from jaxkern.messages import Graph, edge_map, edge_max, edge_mean, edge_min, edg
 from jaxkern.reduction import logsumexp, reduce_max, reduce_mean, reduce_min, reduce_sum
 from jaxkern.segment import segment_max, segment_mean, segment_min, segment_softmax, segment_sum, sort_indices
 from jaxkern.softmax import log_softmax, softmax
+from jaxkern.sparse import embedding_bag, graph_attention, moe_combine, moe_dispatch, spmm, spmm_graph
 
 __all__ = [
     "Graph",
@@ -27,12 +28,16 @@ __all__ = [
     "edge_min",
     "edge_sum",
     "elementwise_kernel",
+    "embedding_bag",
     "embedding_lookup",
     "export_checks",
+    "graph_attention",
     "index_add",
     "index_select",
     "log_softmax",
     "logsumexp",
+    "moe_combine",
+    "moe_dispatch",
     "reduce_max",
     "reduce_mean",
     "reduce_min",
@@ -46,6 +51,8 @@ __all__ = [
     "softmax_cross_entropy",
     "softmax_cross_entropy_and_grad",
     "sort_indices",
+    "spmm",
+    "spmm_graph",
     "tiers",
     *elementwise.__all__,
 ]
