@@ -311,7 +311,7 @@ def _goal(name: str, value: float, required: float) -> dict[str, Any]:
 def checks(clock: Any) -> list[dict[str, Any]]:
     """Properties of compiled programs: one kernel forward, and one for each gradient."""
     del clock
-    cell = Cell("edge_sum", "both", "float32", Case("check", (4096, 32), 512))
+    cell = Cell(Case("check", (4096, 32), 512), "float32", "edge_sum", "both")
     program = programs(cell, False)[0]
     program.compile()
     return [
