@@ -43,22 +43,23 @@ def python(code, **environment):
 
 def test_public_names():
     assert set(jaxkern.__all__) == {
-<<<<<<< HEAD
         "Graph",
         "edge_map",
         "edge_max",
         "edge_mean",
         "edge_min",
         "edge_sum",
-=======
         "elementwise_kernel",
->>>>>>> functions
+        "embedding_bag",
         "embedding_lookup",
         "export_checks",
+        "graph_attention",
         "index_add",
         "index_select",
         "log_softmax",
         "logsumexp",
+        "moe_combine",
+        "moe_dispatch",
         "reduce_max",
         "reduce_mean",
         "reduce_min",
@@ -69,6 +70,8 @@ def test_public_names():
         "segment_softmax",
         "segment_sum",
         "sort_indices",
+        "spmm",
+        "spmm_graph",
         "softmax",
         "softmax_cross_entropy",
         "softmax_cross_entropy_and_grad",

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export, lax
+from jax.experimental import sparse
 from jax.sharding import PartitionSpec as P
 from test_index_transforms import ALPHA, INDEX
 from test_transforms import MASKS, SHAPE, assert_same, functions, inputs, loss, mask_of
@@ -83,6 +84,45 @@ def plain_messages(name, s):
     )(m)
     count = jnp.maximum(jax.ops.segment_sum(jnp.ones(ROWS), receivers, ROWS), 1)[:, None]
     return jnp.where(jnp.isfinite(reduced), reduced, 0) / (count if name == "edge_mean" else 1)
+
+
+SLOTS = np.stack([IDS, (IDS + 1) % (ROWS + 1)], 1)
+
+
+def bags(f):
+    """Of tables along the middle dimension, by vmap."""
+    return lambda x: jax.vmap(f)(x)
+
+
+def plain_bag(x):
+    return jnp.where((SLOTS < ROWS)[..., None], x[SLOTS % ROWS], 0).sum(1)
+
+
+def plain_dispatch(x):
+    return jnp.zeros_like(x).at[SLOTS].add(x[:, None], mode="drop")
+
+
+def attend(x):
+    score = lambda x, y: jnp.sin(x + y)
+    return jaxkern.graph_attention(score, graph(), x[..., None], senders=x, receivers=x)[..., 0]
+
+
+def plain_attend(x):
+    receivers = (IDS * 3 + 1) % (ROWS + 1)
+    on = ((np.arange(ROWS)[:, None] == receivers) & (receivers < ROWS))[..., None]
+    e = jnp.where(on, jnp.exp(jnp.sin(x[IDS] + x[receivers % ROWS])), 0)
+    total = e.sum(1)
+    return (e * x[IDS]).sum(1) / jnp.where(total == 0, 1, total)
+
+
+def multiply(x):
+    a = sparse.BCOO((jnp.cos(x[:, 0]), SLOTS % ROWS), shape=(ROWS, ROWS))
+    return jaxkern.spmm(a, x)
+
+
+def plain_multiply(x):
+    at = SLOTS % ROWS
+    return jnp.zeros_like(x).at[at[:, 0]].add(jnp.cos(x[:, :1]) * x[at[:, 1]])
 
 
 def spread(f, x, where=None):
@@ -178,6 +218,11 @@ CASES = {
         name: (functools.partial(messages, name), functools.partial(plain_messages, name))
         for name in ("edge_sum", "edge_mean", "edge_max", "edge_min", "edge_map")
     },
+    "embedding_bag": (bags(lambda x: jaxkern.embedding_bag(x, SLOTS)), bags(plain_bag)),
+    "moe_combine": (bags(lambda x: jaxkern.moe_combine(x, SLOTS)), bags(plain_bag)),
+    "moe_dispatch": (bags(lambda x: jaxkern.moe_dispatch(x, SLOTS, ROWS)), bags(plain_dispatch)),
+    "graph_attention": (bags(attend), bags(plain_attend)),
+    "spmm": (bags(multiply), bags(plain_multiply)),
 }
 THOROUGH = ("softmax, mask broadcast", "index_add, all", "segment_max, ties", "edge_sum")
 
@@ -390,6 +435,7 @@ def test_every_public_function_is_listed():
         "export_checks",
         "sort_indices",
         "Order",
+        "spmm_graph",
         "Graph",
         *jaxkern.elementwise.NAMES,
     }
