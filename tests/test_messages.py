@@ -406,22 +406,6 @@ def test_bad_arguments():
             f()
 
 
-def test_sharded_features():
-    """Under jit over several devices features may be split; nothing is gathered and results agree."""
-    if len(jax.devices()) < 2:
-        pytest.skip("one device")
-    case, at, graph, operands = problem("sum", "weighted", "float32")
-    mesh = jax.make_mesh((2,), ("m",), devices=jax.devices()[:2])
-    P, named = jax.sharding.PartitionSpec, jax.sharding.NamedSharding
-    x = jax.device_put(operands["senders"], named(mesh, P(None, "m")))
-    step = jax.jit(
-        lambda x, w: jax.value_and_grad(
-            lambda x, w: jnp.sum(jnp.sin(call("sum", case, graph, dict(senders=x, edges=w)))), (0, 1)
-        )(x, w)
-    )
-    close(step(x, operands["edges"]), step(operands["senders"], operands["edges"]), "float32", scale=20)
-
-
 def test_documented_without_64_bits():
     """Indices of 64 bits are not cut to 32 without x64."""
     with compat.enable_x64(False):

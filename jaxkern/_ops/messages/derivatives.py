@@ -234,7 +234,8 @@ def _differentiate(prim, gradients):
         if params.get("reduction") not in (None, "sum", "mean"):
             raise NotImplementedError(f"{prim.name} is linear in nothing with reduction {params['reduction']}")
         edges, back, arrays = _parts(operands)
-        arrays = [jnp.zeros(x.aval.shape, x.aval.dtype) if ad.is_undefined_primal(x) else x for x in arrays]
+        zeros = lambda a: validate.split_like(jnp.zeros(a.shape, a.dtype), a)
+        arrays = [zeros(x.aval) if ad.is_undefined_primal(x) else x for x in arrays]
         cts = [None if type(ct) is ad.Zero else ct for ct in cts]
         for k, d in gradients(edges, back, arrays, None, cts, linear, **params).items():
             result[k + 2 * WIDTH] = d

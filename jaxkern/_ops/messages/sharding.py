@@ -32,10 +32,20 @@ def partitioned(prim, names_of_results):
         rank = arrays[0].ndim - 1
         summed = _features(rank)[rank - params.get("summed", 0) :]
         first = {"row": "rows", "other": "others", "edge": "count"}
-        dims = [["count"], ["count"], ["count"], ["offsets"]]
+        # Names of their own, so that XLA does not split the graph as it does what is on the edges.
+        dims = [["keys"], ["order"], ["other"], ["offsets"]]
         dims += [[first.get(end, f"one{k}"), *_features(rank)] for k, end in enumerate(params["ends"])]
         dims += names_of_results(ctx.avals_in, ctx.avals_out, **params)
-        whole = {"rows", "others", "count", "offsets", *(f"one{k}" for k in range(len(arrays)))}
+        whole = {
+            "rows",
+            "others",
+            "count",
+            "keys",
+            "order",
+            "other",
+            "offsets",
+            *(f"one{k}" for k in range(len(arrays))),
+        }
         # Sums over features that some operands lack, and no operand has, count those features as they are here.
         shard = lambda over, *parts, **params: _shard(prim, summed, over, *parts, **params)
         return partition.lower(ctx, prim, operands, params, dims, shard, exact=set(summed), whole=whole, summed=summed)
@@ -43,8 +53,8 @@ def partitioned(prim, names_of_results):
     return lower
 
 
-def _shard(prim, summed, over, *parts, dtypes, **params):
-    axes = tuple(a for name in summed for a in over.get(name, ()))
+def _shard(prim, names, over, *parts, dtypes, **params):
+    axes = tuple(a for name in names for a in over.get(name, ()))
     if not axes:
         return prim.bind(*parts, dtypes=dtypes, **params)
     wide = tuple(map(computing, dtypes))
