@@ -16,6 +16,7 @@ OPERATIONS = (
     "softmax",
     "fused_softmax",
     "elementwise",
+    "elementwise_kernel",
     "reduction",
     "cross_entropy",
     "index_add",

@@ -93,8 +93,11 @@ def cases(operation: ModuleType, quick: bool) -> list[Any]:
 
 
 def pool_size(chosen: list[Any]) -> int:
-    """Elements that the random pool needs: a copy reads half of what a call with three arrays moves, from two places."""
-    return max(3 * c.size for c in chosen) + sum(2 * _inputs.ALIGN for _ in chosen)
+    """Elements that the random pool needs: a copy reads half of what a call moves, from two places.
+
+    A case whose calls move more than six arrays says half as many as its `arrays`.
+    """
+    return max(getattr(c, "arrays", 3) * c.size for c in chosen) + sum(2 * _inputs.ALIGN for _ in chosen)
 
 
 def _facts(cell: Any) -> dict[str, Any]:

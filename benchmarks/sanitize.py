@@ -434,12 +434,49 @@ def sanitize_elementwise(dtypes: list[str]) -> tuple[int, list[str]]:
     return done, wrong
 
 
+def sanitize_elementwise_kernel(dtypes: list[str]) -> tuple[int, list[str]]:
+    """A function of the user's and its gradients, whose sums are in the kernel, around packs, tiles and chunks."""
+    import jaxkern
+
+    def gate(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
+        return jnp.tanh(x * y + z) * jax.nn.sigmoid(x)
+
+    done, wrong = 0, []
+    generator = np.random.default_rng(0)
+    for dtype, shape, cut in itertools.product(
+        dtypes, ((1, 2), (3, 34), (5, 130), (67, 1024), (9, 40002), (517, 4096)), ("none", "bias", "scale", "scalar")
+    ):
+        x, y, g = (jax.device_put(generator.standard_normal(shape).astype(jnp.dtype(dtype))) for _ in range(3))
+        z = {"none": y, "bias": y[0], "scale": y[:, :1], "scalar": y[0, 0]}[cut]
+        wide = [a.astype(jnp.float32) for a in (x, y, z, g)]
+        both = lambda f, x, y, z, g: (f(x, y, z), *jax.vjp(f, x, y, z)[1](g))
+        got = jax.jit(functools.partial(both, jaxkern.elementwise_kernel(gate)))(x, y, z, g)
+        want = jax.jit(functools.partial(both, gate))(*wide)
+        done += 1
+        for k, (a, b) in enumerate(zip(got, want)):
+            a, b = np.asarray(a).astype(np.float64), np.asarray(b).astype(np.float64)
+            terms = np.sqrt(x.size / max(1, b.size))
+            if not (np.abs(a - b) <= 4 * TOLERANCE[dtype] * terms * np.maximum(1, np.abs(b))).all():
+                wrong.append(f"elementwise_kernel {cut} {dtype} {shape} result {k}")
+    print(f"elementwise_kernel: {done} problems run, {len(wrong)} wrong", flush=True)
+    return done, wrong
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtypes", default="float32,bfloat16", help="of float16,bfloat16,float32,float64")
     parser.add_argument("--tiers", default=",".join(EDGES), help="of softmax")
     parser.add_argument("--plans", default="", help="of index_add")
-    families = ("softmax", "fused", "elementwise", "reduction", "cross_entropy", "index_add", "segment_softmax")
+    families = (
+        "softmax",
+        "fused",
+        "elementwise",
+        "elementwise_kernel",
+        "reduction",
+        "cross_entropy",
+        "index_add",
+        "segment_softmax",
+    )
     parser.add_argument("--only", choices=families, help="one family of operations")
     parser.add_argument("--wide", action="store_true", help="rows of 1 MB and more as well")
     parser.add_argument(
@@ -479,6 +516,7 @@ def main() -> int:
         "reduction": sanitize_reductions,
         "cross_entropy": sanitize_losses,
         "elementwise": sanitize_elementwise,
+        "elementwise_kernel": sanitize_elementwise_kernel,
     }
     for family, sanitize in others.items():
         if arguments.only in (None, family):

@@ -20,6 +20,7 @@ SMALL = {
     "softmax": (1024, 256),
     "fused_softmax": (2, 2, 128, 512),
     "elementwise": (1 << 18,),
+    "elementwise_kernel": (1 << 18,),
     "reduction": (1024, 256),
     "cross_entropy": (1024, 256),
     "index_add": (5000, 8),

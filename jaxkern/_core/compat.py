@@ -25,6 +25,13 @@ def varying_axes(x) -> frozenset:
     return frozenset(getattr(aval, "vma", ()))
 
 
+def not_varying(aval):
+    """The type `aval`, varying over no axes."""
+    if hasattr(aval, "manual_axis_type"):  # jax >= 0.10
+        return aval.update(manual_axis_type=type(aval.manual_axis_type)())
+    return aval.update(vma=frozenset()) if hasattr(aval, "vma") else aval
+
+
 def cast_varying(x, axes):
     """`x` marked as varying over `axes` too."""
     if hasattr(jax.lax, "pcast"):  # jax >= 0.8.3

@@ -27,7 +27,7 @@ def lower_to_kernels(prim, plan, reference, partition=None, aliases=None, adapt=
         same operands and params that binds `prim` again, on operands that kernels can read.
     """
 
-    fallback = mlir.lower_fun(reference, multiple_results=prim.multiple_results)
+    fallback = lower_reference(prim, reference)
 
     def is_partitioned(ctx):
         return _known(ctx) and partition is not None and compat.may_partition_itself(ctx)
@@ -57,6 +57,17 @@ def lower_to_kernels(prim, plan, reference, partition=None, aliases=None, adapt=
         compat.needs_devices(prim)
         mlir.register_lowering(prim, rule_of_cpu, platform="cpu")
     mlir.register_lowering(prim, rule, platform="cuda")
+
+
+def lower_reference(prim, reference):
+    """The lowering of `prim` to its reference, in which no array varies over the axes of a `shard_map`.
+
+    Each device computes its own part, and a jaxpr that was made elsewhere may be evaluated in the reference.
+    """
+    rule = mlir.lower_fun(reference, multiple_results=prim.multiple_results)
+    return lambda ctx, *operands, **params: rule(
+        ctx.replace(avals_in=list(map(compat.not_varying, ctx.avals_in))), *operands, **params
+    )
 
 
 def _known(ctx) -> bool:

@@ -245,16 +245,18 @@ def _jvp(self, wrt):
     n = len(self.in_dtypes)
 
     def pushforward(*xs):
-        f, at, tangents = self._only(wrt, xs[:n]), [xs[k] for k in wrt], list(xs[n:])
-        try:
-            return jax.jvp(f, at, tangents)[1]
-        except TypeError:  # a jax.custom_vjp in it: the transpose of its rule
-            ys, pull = jax.vjp(f, *at)
-            return jax.linear_transpose(pull, ys)(tuple(tangents))[0]
+        return jax.jvp(self._only(wrt, xs[:n]), [xs[k] for k in wrt], list(xs[n:]))[1]
 
-    tangents = [self.in_dtypes[k] for k in wrt]
+    def transposed(*xs):  # where there is a jax.custom_vjp
+        ys, pull = jax.vjp(self._only(wrt, xs[:n]), *(xs[k] for k in wrt))
+        return jax.linear_transpose(pull, ys)(tuple(xs[n:]))[0]
+
+    in_dtypes = (*self.in_dtypes, *(self.in_dtypes[k] for k in wrt))
     out_dtypes = [self.out_dtypes[k] for k in self.inexact_results]
-    return _function(pushforward, (*self.in_dtypes, *tangents), out_dtypes, self.label)
+    try:
+        return _function(pushforward, in_dtypes, out_dtypes, self.label)
+    except TypeError:
+        return _function(transposed, in_dtypes, out_dtypes, self.label)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -7,12 +7,12 @@
 //     SummedKernel<Summed<Functor, Types<results...>, Types<operands...>, kPacks, kLanes, kKinds, kSplat, kShared>>
 //     SumPartials<T, Result, kLanes>
 //
-// Operands are rows x columns, or have one of the dimensions, or none. A block takes kLanes packs (single elements
-// without kPacks) of columns of `chunk` rows; kLanes threads work side by side on a row, and 256 / kLanes rows are
-// taken at a time. Sums over rows and over everything stay in registers until the chunk ends, then add up in shared
-// memory; sums over columns add up by shuffles, row by row. Where several blocks have parts of a sum, each writes its
-// part, in the computing type, and SumPartials adds them in the order of the blocks. Nothing depends on timing: results
-// are the same bits in every run on a GPU.
+// Operands are matrices x rows x columns, or lack some of the dimensions. A block takes kLanes packs (single elements
+// without kPacks) of columns of `chunk` rows of a matrix (blockIdx.z); kLanes threads work side by side on a row, and
+// 256 / kLanes rows are taken at a time. Sums over rows and over everything stay in registers until the chunk ends,
+// then add up in shared memory; sums over columns add up by shuffles, row by row. Where several blocks have parts of a
+// sum, each writes its part, in the computing type, and SumPartials adds them in the order of the blocks. Nothing
+// depends on timing: results are the same bits in every run on a GPU.
 #pragma once
 
 #include "../common/functions.h"
@@ -21,21 +21,21 @@
 
 namespace jaxkern {
 
-// What becomes of a result: 3 bits of kKinds each.
+// What becomes of a result: 4 bits of kKinds each.
 enum Kind {
-  kWhole = 0,    // written for every element
-  kColumns = 1,  // summed over rows: one number for each column
-  kRows = 2,     // summed over columns: one number for each row
-  kScalar = 3,   // summed over both
-  kPartial = 4,  // added to a sum: out is [parts, numbers] in the computing type
+  kWhole = 0,      // written for every element
+  kColumns = 1,    // summed over rows: one number for each column
+  kRows = 2,       // summed over columns: one number for each row
+  kScalar = 3,     // summed over both
+  kPartial = 4,    // added to a sum: out is [parts, numbers] in the computing type
+  kPerMatrix = 8,  // added to those: each matrix has numbers of its own; else sums are over matrices, too
 };
 
-// Row strides of operands are in elements: `columns`, 1 for one number a row, or 0. Results that are whole are
-// contiguous.
+// Strides of operands are in elements, and 0 along dimensions that they lack. Results that are whole are contiguous.
 template <int kIn, int kOut> struct SummedArgs {
   const void* in[kIn];
   void* out[kOut];
-  int64_t in_stride[kIn];
+  int64_t in_stride[kIn], in_matrix[kIn];  // from row to row, from matrix to matrix
   int64_t rows, columns;
   int64_t last_columns;  // of the last row, which may be shorter
   int64_t chunk;         // rows of a block
@@ -59,8 +59,9 @@ struct Summed<Functor, Types<Out...>, Types<In...>, kPacks, kLanes, kKinds, kSpl
   using OutIndex = std::make_index_sequence<kOut>;
   using Args = SummedArgs<kIn, kOut>;
 
-  static constexpr int KindOf(int j) { return kKinds >> (3 * j) & 3; }
-  static constexpr bool IsPartial(int j) { return kKinds >> (3 * j + 2) & 1; }
+  static constexpr int KindOf(int j) { return kKinds >> (4 * j) & 3; }
+  static constexpr bool IsPartial(int j) { return kKinds >> (4 * j + 2) & 1; }
+  static constexpr bool IsPerMatrix(int j) { return kKinds >> (4 * j + 3) & 1; }
 
   // A thread's sums: one for each of its columns, or one.
   template <class T> struct Sums {
@@ -81,8 +82,12 @@ struct Summed<Functor, Types<Out...>, Types<In...>, kPacks, kLanes, kKinds, kSpl
     }
   }
 
+  // Number i of `count` that each matrix has, from part `part` of `parts` that each matrix has.
   template <size_t j, class T>
-  static JAXKERN_FN void StoreSum(const Args& a, int64_t part, int64_t count, int64_t i, Own<T> sum) {
+  static JAXKERN_FN void StoreSum(const Args& a, int64_t part, int64_t parts, int64_t count, int64_t i, Own<T> sum) {
+    const int64_t matrix = blockIdx.z;
+    if constexpr (IsPerMatrix(j)) i += matrix * count, count *= gridDim.z;
+    else part += matrix * parts;
     if constexpr (IsPartial(j)) static_cast<Own<T>*>(a.out[j])[part * count + i] = sum;
     else static_cast<T*>(a.out[j])[i] = Narrow<T>(sum);
   }
@@ -95,7 +100,7 @@ struct Summed<Functor, Types<Out...>, Types<In...>, kPacks, kLanes, kKinds, kSpl
         Words words;
 #pragma unroll
         for (int k = 0; k < N; ++k) Put(words, k, Narrow<T>(y[k]));
-        T* const p = static_cast<T*>(a.out[j]) + row * a.columns + column;
+        T* const p = static_cast<T*>(a.out[j]) + (blockIdx.z * a.rows + row) * a.columns + column;
         if constexpr (kPacks) Store<N * sizeof(T)>(p, words);
         else *p = Get<T>(words, 0);
       }
@@ -109,7 +114,7 @@ struct Summed<Functor, Types<Out...>, Types<In...>, kPacks, kLanes, kKinds, kSpl
         sums.v[0] += sum;
       } else {
         sum = ReduceLanes<kLanes>(sum, add);
-        if (threadIdx.x % kLanes == 0 && row < a.rows) StoreSum<j, T>(a, blockIdx.x, a.rows, row, sum);
+        if (threadIdx.x % kLanes == 0 && row < a.rows) StoreSum<j, T>(a, blockIdx.x, gridDim.x, a.rows, row, sum);
       }
     }
   }
@@ -127,7 +132,7 @@ struct Summed<Functor, Types<Out...>, Types<In...>, kPacks, kLanes, kKinds, kSpl
         const int64_t column = int64_t{blockIdx.x} * kWidth + c;
         Own<T> sum = 0;
         for (int g = 0; g < kGroups; ++g) sum += room[g * kWidth + c];
-        if (column < a.columns) StoreSum<j, T>(a, blockIdx.y, a.columns, column, sum);
+        if (column < a.columns) StoreSum<j, T>(a, blockIdx.y, gridDim.y, a.columns, column, sum);
       }
       __syncthreads();
     } else if constexpr (KindOf(j) == kScalar) {
@@ -138,7 +143,7 @@ struct Summed<Functor, Types<Out...>, Types<In...>, kPacks, kLanes, kKinds, kSpl
       if (threadIdx.x == 0) {
         Own<T> sum = 0;
         for (int w = 0; w < kThreads / kWarp; ++w) sum += room[w];
-        StoreSum<j, T>(a, int64_t{blockIdx.y} * gridDim.x + blockIdx.x, 1, 0, sum);
+        StoreSum<j, T>(a, int64_t{blockIdx.y} * gridDim.x + blockIdx.x, int64_t{gridDim.x} * gridDim.y, 1, 0, sum);
       }
       __syncthreads();
     }
@@ -156,7 +161,9 @@ struct Summed<Functor, Types<Out...>, Types<In...>, kPacks, kLanes, kKinds, kSpl
     // What all rows share. Rows but the last are whole, and only a matrix without such operands has a shorter one.
     if (column < a.columns) {
       ((kShared >> I & 1
-            ? LoadOperand<I>(x[I], static_cast<const In*>(a.in[I]) + (kSplat >> I & 1 ? 0 : column), policy)
+            ? LoadOperand<I>(
+                  x[I], static_cast<const In*>(a.in[I]) + blockIdx.z * a.in_matrix[I] + (kSplat >> I & 1 ? 0 : column),
+                  policy)
             : void()),
        ...);
     }
@@ -171,11 +178,11 @@ struct Summed<Functor, Types<Out...>, Types<In...>, kPacks, kLanes, kKinds, kSpl
       const bool here = row < end && column < (row + 1 == a.rows ? a.last_columns : a.columns);
       Slots<OutIndex, Own<Out>[N]...> y;
       if (here) {
-        ((kShared >> I & 1
-              ? void()
-              : LoadOperand<I>(x[I],
-                               static_cast<const In*>(a.in[I]) + row * a.in_stride[I] + (kSplat >> I & 1 ? 0 : column),
-                               policy)),
+        ((kShared >> I & 1 ? void()
+                           : LoadOperand<I>(x[I],
+                                            static_cast<const In*>(a.in[I]) + blockIdx.z * a.in_matrix[I] +
+                                                row * a.in_stride[I] + (kSplat >> I & 1 ? 0 : column),
+                                            policy)),
          ...);
 #pragma unroll
         for (int k = 0; k < N; ++k) f(Widen<Own<In>>(Get<In>(x[I], k))..., At<J>(y)[k]...);
@@ -214,6 +221,6 @@ template <class T, class Result, int kLanes> __global__ void __launch_bounds__(k
 }
 
 // As jaxkern/_ops/function/plan.py lays them out.
-static_assert(sizeof(SummedArgs<2, 1>) == 80);
+static_assert(sizeof(SummedArgs<2, 1>) == 96);
 
 }  // namespace jaxkern

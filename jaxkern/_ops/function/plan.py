@@ -1,7 +1,7 @@
 """Which kernel of ffi/kernels/elementwise runs a function of the user's, and over which blocks.
 
 flat, strided    without sums: the kernels of elementwise operations (elementwise.cuh)
-summed           with sums, over a matrix: SummedKernel and SumPartials (function.cuh)
+summed           with sums, over matrices: SummedKernel and SumPartials (function.cuh)
 """
 
 import math
@@ -17,7 +17,7 @@ FUNCTOR = "Function"
 MOST_ARRAYS = 16  # operands and results of a kernel
 WAVES = 4  # of SummedKernel, whose blocks number RESIDENT on a multiprocessor
 RESIDENT = 4
-WHOLE, COLUMNS, ROWS, SCALAR, PARTIAL = 0, 1, 2, 3, 4  # Kind in function.cuh
+WHOLE, COLUMNS, ROWS, SCALAR, PARTIAL, PER_MATRIX = 0, 1, 2, 3, 4, 8  # Kind in function.cuh
 
 
 def plan(device, operands, results, *, function, sums):
@@ -41,53 +41,57 @@ def plan(device, operands, results, *, function, sums):
 def _summed(device, arrays, outs, shape, function, source):
     full = View(None, "none", shape, [math.prod(shape[d + 1 :]) for d in range(len(shape))])
     sizes, strides = collapse([*arrays, *outs, full])
-    if len(sizes) > 2:
+    if len(sizes) > 3:
         return None
-    if len(sizes) == 1:
-        sizes, strides = [1, *sizes], [[0, *s] for s in strides]
-    rows, columns = sizes
+    pad = 3 - len(sizes)
+    (matrices, rows, columns), strides = [1] * pad + sizes, [[0] * pad + s for s in strides]
     ins, results = strides[: len(arrays)], strides[len(arrays) : -1]
-    widest = max(v.bytes for v in (*arrays, *outs))
-    pack = 16 // widest
+    pack = 16 // max(v.bytes for v in (*arrays, *outs))
     last = columns
-    if rows == 1 and all(s[1] in (0, 1) for s in ins):  # one dimension: cut into rows
-        kinds = [SCALAR if s[1] == 0 else WHOLE for s in results]
-        ins = [[0, 0] if s[1] == 0 else [32 * pack, 1] for s in ins]
+    if len(sizes) == 1:  # one dimension: cut into rows
+        kinds = [SCALAR if s[2] == 0 else WHOLE for s in results]
+        ins = [[0, 32 * pack * s[2], s[2]] for s in ins]
         rows, columns, last = ceil_div(columns, 32 * pack), 32 * pack, (columns - 1) % (32 * pack) + 1
     else:
-        kinds = [(COLUMNS if s[1] else SCALAR) if s[0] == 0 else (WHOLE if s[1] else ROWS) for s in results]
-        if rows == 1:  # one row: sums over rows are none
-            return None
-    if columns >= 1 << 31 or any(s[1] > 1 for s in ins):
+        kinds = [(COLUMNS if s[2] else SCALAR) if s[1] == 0 else (WHOLE if s[2] else ROWS) for s in results]
+    per_matrix = [matrices > 1 and s[0] != 0 for s in results]
+    if any(kind == WHOLE and matrices > 1 and not own for kind, own in zip(kinds, per_matrix)):
+        return None  # a sum over matrices alone
+    if columns >= 1 << 31 or matrices >= 1 << 16 or any(s[2] > 1 for s in (*ins, *results)):
         return None
-    packs = columns % pack == 0 and last % pack == 0
+    # Rows of every operand begin on whole packs.
+    packs = all(n % pack == 0 for n in (columns, last))
 
     def launches(packs):
         n = pack if packs else 1
         lanes = min(32, 1 << (ceil_div(columns, n) - 1).bit_length())
         groups, tiles = THREADS // lanes, ceil_div(columns, lanes * n)
-        chunks = max(1, min(ceil_div(WAVES * RESIDENT * device.sm_count, tiles), ceil_div(rows, 2 * groups), 65535))
+        chunks = max(
+            1, min(ceil_div(WAVES * RESIDENT * device.sm_count, tiles * matrices), ceil_div(rows, 2 * groups), 65535)
+        )
         chunk = ceil_div(ceil_div(rows, chunks), groups) * groups
         chunks = ceil_div(rows, chunk)
         parts = {WHOLE: 1, COLUMNS: chunks, ROWS: tiles, SCALAR: chunks * tiles}
         numbers = {COLUMNS: columns, ROWS: rows, SCALAR: 1}
         scratch, code, pointers, after = 0, 0, [], []
-        for k, (v, kind, dtype) in enumerate(zip(outs, kinds, function.out_dtypes)):
-            partial = kind != WHOLE and parts[kind] > 1
-            code |= (kind | PARTIAL * partial) << 3 * k
+        for k, (v, kind, own, dtype) in enumerate(zip(outs, kinds, per_matrix, function.out_dtypes)):
+            count = numbers[kind] * (matrices if own else 1) if kind != WHOLE else 0
+            several = parts[kind] * (1 if own else matrices)
+            partial = kind != WHOLE and several > 1
+            code |= (kind | PARTIAL * partial | PER_MATRIX * own) << 4 * k
             pointers.append(launch.scratch(scratch) if partial else v.buffer)
             if partial:
-                count, type_ = numbers[kind], cpp_type(computing(dtype))
                 side = min(32, 1 << (count - 1).bit_length())
-                args = [launch.scratch(scratch), v.buffer, i64(parts[kind]), i64(count)]
-                name = f"SumPartials<{type_}, {v.cuda_type}, {side}>"
+                args = [launch.scratch(scratch), v.buffer, i64(several), i64(count)]
+                name = f"SumPartials<{cpp_type(computing(dtype))}, {v.cuda_type}, {side}>"
                 after.append(Launch(HEADER, name, args, ceil_div(count, side), THREADS))
-                scratch += ceil_div(parts[kind] * count * computing(dtype).itemsize, 128) * 128
-        splat, shared = (sum((s[d] == 0) << k for k, s in enumerate(ins)) for d in (1, 0))
-        moved = sum(v.bytes * (rows if s[0] else 1) * (columns if s[1] else 1) for v, s in zip(arrays, ins))
+                scratch += ceil_div(several * count * computing(dtype).itemsize, 128) * 128
+        splat, shared = (sum((s[d] == 0) << k for k, s in enumerate(ins)) for d in (2, 1))
+        moved = sum(v.bytes * math.prod(v.shape) for v in arrays)
         args = struct(
             *(v.buffer for v in arrays),
             *pointers,
+            *(i64(s[1]) for s in ins),
             *(i64(s[0]) for s in ins),
             i64(rows),
             i64(columns),
@@ -100,7 +104,7 @@ def _summed(device, arrays, outs, shape, function, source):
             f"SummedKernel<Summed<{FUNCTOR}, Types<{types[0]}>, Types<{types[1]}>, {'true' if packs else 'false'}, "
             f"{lanes}, {code}, {splat}, {shared}>>"
         )
-        first = Launch(HEADER, name, [args], (tiles, chunks), THREADS, source=source)
+        first = Launch(HEADER, name, [args], (tiles, chunks, matrices), THREADS, source=source)
         return (first, *after), scratch
 
     aligned, scratch = launches(packs)

@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkern._core import compat, partition
-from jaxkern._core.define import lower_to_kernels
+from jaxkern._core.define import lower_reference, lower_to_kernels
 from jaxkern._core.functor import computing
 from jaxkern._core.primitive import bind, evaluate
 from jaxkern._ops.function import plan
@@ -140,7 +140,7 @@ elementwise_kernel_p.def_abstract_eval(_abstract)
 elementwise_kernel_p.def_impl(functools.partial(evaluate, elementwise_kernel_p))
 batching.primitive_batchers[elementwise_kernel_p] = _batch
 compat.check_nans(elementwise_kernel_p)
-mlir.register_lowering(elementwise_kernel_p, mlir.lower_fun(_reference, multiple_results=True))
+mlir.register_lowering(elementwise_kernel_p, lower_reference(elementwise_kernel_p, _reference))
 lower_to_kernels(elementwise_kernel_p, plan.plan, _reference, _partition)
 ad.primitive_jvps[elementwise_kernel_p] = _jvp
 ad.primitive_transposes[elementwise_kernel_p] = _transpose

@@ -25,7 +25,7 @@ def _messages(places, arrays, function, ends):
 
     operands = [rows(x, end) for x, end in zip(arrays, ends)]
     shape = (places["edge"].shape[0], *features_of(operands))
-    return [jnp.broadcast_to(y.astype(computing(y.dtype)), shape) for y in function(*operands)]
+    return [jnp.broadcast_to(y.astype(computing(y.dtype)), shape) for y in function.unrounded(*operands)]
 
 
 def computing(dtype):
