@@ -305,8 +305,8 @@ def test_the_same_bits_every_time():
 
 
 @pytest.mark.skipif(not ON_GPU, reason="takes a GPU's time")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-@pytest.mark.parametrize("width", [1, 2, 7, 8, 64, 96, 129, 512])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("width", [1, 7, 8, 64, 129, 512])
 @pytest.mark.parametrize("skew", [0.0, 0.5, 1.0])
 def test_long_rows(width, dtype, skew, x64):
     """Rows that are cut into chunks, in every layout of threads."""
