@@ -21,6 +21,7 @@ OPERATIONS = (
     "cross_entropy",
     "index_add",
     "segment_softmax",
+    "messages",
 )
 RESULTS = pathlib.Path(__file__).parent / "results"
 

@@ -25,6 +25,7 @@ SMALL = {
     "cross_entropy": (1024, 256),
     "index_add": (5000, 8),
     "segment_softmax": (5000, 8),
+    "messages": (5000, 64),
 }
 FEW = {"elementwise": ("gelu_erf", "add")}
 # Without a GPU it is XLA that is measured, whose error and memory are its own.

@@ -190,6 +190,9 @@ def bind_equation(equation, *operands) -> list:
     """The results of an equation of a jaxpr on these operands, with the derivatives that it carries."""
     params = equation.primitive.get_bind_params(equation.params)
     functions, params = params if isinstance(params, tuple) else ((), params)  # jax < 0.10 has both
+    axes = [varying_axes(x) for x in operands]  # inside shard_map literals vary over none
+    union = frozenset().union(*axes)
+    operands = [cast_varying(x, union - own) if union - own else x for x, own in zip(operands, axes)]
     with _made_at(equation):
         results = equation.primitive.bind(*functions, *operands, **params)
     return list(results) if equation.primitive.multiple_results else [results]
