@@ -224,6 +224,15 @@ def test_the_first_of_equals_has_the_gradient():
         np.testing.assert_array_equal(d, sign * np.array([0, 1, 0, 1]))
 
 
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_extrema_of_no_edges_have_zero_gradients(op):
+    none = np.zeros(0, np.int32)
+    graph = messages.Graph(none, none, num_senders=3, num_receivers=2)
+    found, d = jax.value_and_grad(lambda x: REDUCE[op](lambda x: x, graph, senders=x)[0, 0])(jnp.ones((3, 2)))
+    assert found == (-jnp.inf if op == "max" else jnp.inf)
+    np.testing.assert_array_equal(d, np.zeros((3, 2)))
+
+
 def test_what_pads_contributes_nothing():
     """Not even NaN, forward or backward."""
     s, r = np.array([0, -1, 5, 1, 0], np.int32), np.array([1, 0, 0, 7, -4], np.int32)
