@@ -131,6 +131,7 @@ def _sorted_graph(senders, receivers, num_senders, num_receivers):
 def _bag(table, graph, valid, weights, mode):
     if table.shape[0] == 0 or graph.num_edges == 0 or graph.num_receivers == 0:
         dtype = table.dtype if weights is None else jnp.result_type(table, weights)
+        dtype = dtype if mode != "mean" or jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
         return jnp.zeros((graph.num_receivers, *table.shape[1:]), dtype)
     if mode == "max":
         lowest = _lowest(table.dtype)

@@ -102,6 +102,11 @@ def test_embedding_bag_in_16_bits_and_of_nothing(x64):
         assert jaxkern.embedding_bag(table, -jnp.ones((2, 2), int), mode=mode).tolist() == [[0.0] * 4] * 2
 
 
+def test_embedding_bag_keeps_its_type_without_ids():
+    for shape in (0, 2), (2, 0):
+        assert jaxkern.embedding_bag(jnp.ones((3, 4), int), jnp.zeros(shape, int), mode="mean").dtype == jnp.float32
+
+
 def test_embedding_bag_sorts_for_its_gradient_alone():
     table, ids = jax.ShapeDtypeStruct((500, 8), jnp.float32), jnp.zeros((40, 5), int)
     text = jax.jit(jaxkern.embedding_bag).trace(table, ids).lower(lowering_platforms=("cuda",)).as_text()
