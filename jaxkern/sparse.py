@@ -131,6 +131,7 @@ def _sorted_graph(senders, receivers, num_senders, num_receivers):
 def _bag(table, graph, valid, weights, mode):
     if table.shape[0] == 0 or graph.num_edges == 0 or graph.num_receivers == 0:
         dtype = table.dtype if weights is None else jnp.result_type(table, weights)
+        dtype = dtype if mode != "mean" or jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
         return jnp.zeros((graph.num_receivers, *table.shape[1:]), dtype)
     if mode == "max":
         lowest = _lowest(table.dtype)
@@ -139,7 +140,7 @@ def _bag(table, graph, valid, weights, mode):
         return jnp.where(filled.reshape(-1, *[1] * (table.ndim - 1)), y, 0)
     if weights is not None:
         return edge_sum(
-            lambda x, e: jnp.where(e[1], x * e[0], jnp.zeros_like(x * e[0])),
+            _weigh,
             graph,
             senders=table,
             edges=(weights, valid),
@@ -152,6 +153,12 @@ def _bag(table, graph, valid, weights, mode):
     total = edge_sum(lambda x, on: take(x, on).astype(wide), graph, senders=table, edges=valid)
     count = edge_sum(lambda on: on.astype(wide), graph, edges=valid)
     return (total / jnp.maximum(count, 1).reshape(-1, *[1] * (table.ndim - 1))).astype(dtype)
+
+
+def _weigh(x, edge):
+    """x times a weight, or 0 for what pads: also in derivatives, where the row or the weight that pads is NaN."""
+    weight, on = edge
+    return jnp.where(on, x, jnp.zeros_like(x)) * jnp.where(on, weight, jnp.zeros_like(weight))
 
 
 def _lowest(dtype):
@@ -189,8 +196,7 @@ def spmm(a, b, *, graph=None):
             f"jaxkern.spmm: {graph!r} is not the graph of a matrix of shape {a.shape} with {a.nse} elements"
         )
     on = _in_range(graph.senders, a.shape[1])
-    weigh = lambda x, e: jnp.where(e[1], x * e[0], jnp.zeros_like(x * e[0]))
-    return edge_sum(weigh, graph, senders=b, edges=(a.data, on))
+    return edge_sum(_weigh, graph, senders=b, edges=(a.data, on))
 
 
 def spmm_graph(a, *, _name="spmm_graph") -> Graph:
