@@ -3,24 +3,33 @@
 Each is one or a few calls of the primitives of `jaxkern.messages`, which compute the gradients as well.
 """
 
-import typing
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import sparse
+from jax.typing import ArrayLike
 
 from jaxkern._ops.indexing.order import Order
 from jaxkern._ops.messages.primitive import Edges
 from jaxkern.index_add import array, integers, safe_index
-from jaxkern.messages import Graph, _count, _in_range, _ordered, edge_map, edge_max, edge_sum
+from jaxkern.messages import Graph, PyTree, _count, _in_range, _ordered, edge_map, edge_max, edge_sum
 from jaxkern.segment import segment_softmax
 
 MODES = ("sum", "mean", "max")
 
 
 def embedding_bag(
-    table, ids, segment_ids=None, *, num_bags=None, offsets=None, weights=None, mode="sum", indices_are_sorted=False
-):
+    table: ArrayLike,
+    ids: ArrayLike,
+    segment_ids: ArrayLike | None = None,
+    *,
+    num_bags: int | None = None,
+    offsets: ArrayLike | None = None,
+    weights: ArrayLike | None = None,
+    mode: str = "sum",
+    indices_are_sorted: bool = False,
+) -> jax.Array:
     """Sums, means or maxima of the rows of `table` that each bag of ids names.
 
     Args:
@@ -165,26 +174,27 @@ def _lowest(dtype):
     return -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
 
 
-def spmm(a, b, *, graph=None):
+def spmm(a: sparse.BCOO | sparse.BCSR, b: ArrayLike, *, graph: Graph | None = None) -> jax.Array:
     """The product of a sparse matrix and a dense one, `a @ b`.
 
-    Args:
-        a: `jax.experimental.sparse.BCOO` or `BCSR` of shape (m, n), without batch or dense dimensions.
-        b: array of shape (n, ...).
-        graph: what `spmm_graph(a)` returned, of a matrix whose elements are at the same places: then nothing is sorted.
+        Args:
+            a: `jax.experimental.sparse.BCOO` or `BCSR` of shape (m, n), without batch or dense dimensions.
+            b: array of shape (n, ...).
+            graph: what `spmm_graph(a)` returned, of a matrix whose elements are at the same places: then nothing is sorted.
 
-    Returns:
-        Array of shape (m, *b.shape[1:]). Products are summed in float32 or wider and rounded once; equal bits every time.
-        The gradients by b and by a's elements are a kernel each; the latter is sampled at them alone.
+        Returns:
+            Array of shape (m, *b.shape[1:]). Products are summed in float32 or wider and rounded once; equal bits every time.
+            The gradients by b and by a's elements are a kernel each; the latter is sampled at them alone.
 
-    Raises:
-        TypeError: a is no sparse matrix. ValueError: shapes do not match.
+        Raises:
+            TypeError: a is no sparse matrix. ValueError: shapes do not match.
 
-    >>> import jax.numpy as jnp, jaxkern
-    >>> from jax.experimental import sparse
-    >>> a = sparse.BCOO.fromdense(jnp.array([[0.0, 2.0], [3.0, 0.0], [0.0, 0.0]]))
-    >>> jaxkern.spmm(a, jnp.array([[1.0, 10.0], [2.0, 20.0]])).tolist()
-    [[4.0, 40.0], [3.0, 30.0], [0.0, 0.0]]
+        >>> import jax.numpy as jnp, jaxkern
+        >>> from jax.experimental import sparse
+    from jax.typing import ArrayLike
+        >>> a = sparse.BCOO.fromdense(jnp.array([[0.0, 2.0], [3.0, 0.0], [0.0, 0.0]]))
+        >>> jaxkern.spmm(a, jnp.array([[1.0, 10.0], [2.0, 20.0]])).tolist()
+        [[4.0, 40.0], [3.0, 30.0], [0.0, 0.0]]
     """
     graph = spmm_graph(a, _name="spmm") if graph is None else graph
     b = jnp.asarray(b)
@@ -199,15 +209,16 @@ def spmm(a, b, *, graph=None):
     return edge_sum(_weigh, graph, senders=b, edges=(a.data, on))
 
 
-def spmm_graph(a, *, _name="spmm_graph") -> Graph:
+def spmm_graph(a: sparse.BCOO | sparse.BCSR, *, _name: str = "spmm_graph") -> Graph:
     """The graph of a sparse matrix: an edge from column to row for each element, for `spmm` to take.
 
-    a: as for `spmm`. Rows that are in order (a BCSR, or a BCOO whose `indices_sorted` is set) are not sorted again.
+        a: as for `spmm`. Rows that are in order (a BCSR, or a BCOO whose `indices_sorted` is set) are not sorted again.
 
-    >>> import jax.numpy as jnp, jaxkern
-    >>> from jax.experimental import sparse
-    >>> jaxkern.spmm_graph(sparse.BCOO.fromdense(jnp.eye(3)))
-    Graph(3 edges, 3 senders, 3 receivers)
+        >>> import jax.numpy as jnp, jaxkern
+        >>> from jax.experimental import sparse
+    from jax.typing import ArrayLike
+        >>> jaxkern.spmm_graph(sparse.BCOO.fromdense(jnp.eye(3)))
+        Graph(3 edges, 3 senders, 3 receivers)
     """
     if not isinstance(a, (sparse.BCOO, sparse.BCSR)):
         raise TypeError(f"jaxkern.{_name}: a must be a BCOO or a BCSR, got {type(a).__name__}")
@@ -231,15 +242,15 @@ def spmm_graph(a, *, _name="spmm_graph") -> Graph:
 
 
 def graph_attention(
-    score: typing.Callable,
+    score: Callable,
     graph: Graph,
-    values,
+    values: ArrayLike,
     *,
-    senders=None,
-    receivers=None,
-    edges=None,
+    senders: PyTree = None,
+    receivers: PyTree = None,
+    edges: PyTree = None,
     reduce_features: int | tuple[int, ...] | None = None,
-):
+) -> jax.Array:
     """Attention along the edges of a graph: for each receiver the values of its senders, weighted by a softmax of scores.
 
     Args:
@@ -288,7 +299,7 @@ def graph_attention(
     return edge_sum(lambda v, w: v * w, graph, senders=values, edges=weights)
 
 
-def moe_combine(x, indices, weights=None):
+def moe_combine(x: ArrayLike, indices: ArrayLike, weights: ArrayLike | None = None) -> jax.Array:
     """Weighted sums of experts' results for each token, of a mixture of experts: from slots back to tokens.
 
     Args:
@@ -315,7 +326,7 @@ def moe_combine(x, indices, weights=None):
     return embedding_bag(x, indices, weights=weights)
 
 
-def moe_dispatch(x, indices, num_slots):
+def moe_dispatch(x: ArrayLike, indices: ArrayLike, num_slots: int) -> jax.Array:
     """Copies tokens to the slots of their experts: the transpose of `moe_combine` without weights.
 
     Args:
