@@ -225,6 +225,13 @@ def test_a_new_lambda_compiles_nothing():
     assert primitive._compiled._cache_size() == before
 
 
+def test_numbers_under_remat():
+    """A program that is evaluated again gives numbers to primitives in the place of arrays."""
+    kernel = jaxkern.elementwise_kernel(lambda x, y: x * x * y)
+    assert jax.grad(jax.checkpoint(lambda x: kernel(x, 3.0)))(2.0) == 12
+    assert jax.grad(jax.checkpoint(lambda y: kernel(3.0, y)))(2.0) == 9
+
+
 def test_bad_input():
     kernel = jaxkern.elementwise_kernel(five)
     with pytest.raises(ValueError, match=r"elementwise_kernel: five: operands of shapes \(3,\), \(4,\), \(\) do not"):
