@@ -232,6 +232,22 @@ def test_numbers_under_remat():
     assert jax.grad(jax.checkpoint(lambda y: kernel(3.0, y)))(2.0) == 9
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_kernels_in_kernels(dtype, x64):
+    """A function made by elementwise_kernel may be a part of another, and is rounded where the other's values are."""
+    x, y = random([(5, 4), (4,)], dtype, 0)
+    inner = lambda x, y: jnp.tanh(x) * y
+    whole = lambda inner, x, y: inner(x, inner(y, 2.0)) + x
+    ours = jaxkern.elementwise_kernel(functools.partial(whole, jaxkern.elementwise_kernel(inner)))
+    wide = functools.partial(whole, inner)
+    loss = lambda f: lambda x, y: jnp.sum(jnp.sin(f(x, y).astype(jnp.float64)))
+    wanted = wide(x.astype(jnp.float64), y.astype(jnp.float64))
+    np.testing.assert_allclose(ours(x, y).astype(jnp.float64), wanted, rtol=EPS[dtype], atol=EPS[dtype])
+    found = jax.grad(loss(ours), (0, 1))(x, y)
+    for a, b in zip(found, jax.grad(loss(wide), (0, 1))(x.astype(jnp.float64), y.astype(jnp.float64))):
+        np.testing.assert_allclose(a.astype(jnp.float64), b, rtol=8 * EPS[dtype], atol=8 * EPS[dtype])
+
+
 def test_bad_input():
     kernel = jaxkern.elementwise_kernel(five)
     with pytest.raises(ValueError, match=r"elementwise_kernel: five: operands of shapes \(3,\), \(4,\), \(\) do not"):
