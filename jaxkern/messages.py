@@ -81,15 +81,14 @@ class Graph:
         return graph
 
 
-def _count(n, argument, index) -> int:
-    name = "Graph"
-    if n is None:
+def _count(n, argument, index, name="Graph") -> int:
+    if n is None and index is not None:
         if isinstance(index, jax.core.Tracer):
             raise TypeError(f"jaxkern.{name}: {argument} must be given where indices are traced")
         index = np.asarray(index)
         if not jnp.issubdtype(index.dtype, jnp.integer):
             raise TypeError(f"jaxkern.{name}: indices must be of an integer type, got {index.dtype}{list(index.shape)}")
-        return max(int(index.max()) + 1, 0) if index.size else 0
+        n = max(int(index.max()) + 1, 0) if index.size else 0
     try:
         n = operator.index(n)
     except TypeError:
