@@ -15,6 +15,7 @@ import plans
 import pytest
 import test_functor
 from jax import lax
+from jax.experimental import jet
 
 import jaxkern
 from jaxkern._core import compat, functor, launch, registry, runtime
@@ -223,6 +224,15 @@ def test_a_new_lambda_compiles_nothing():
     before = primitive._compiled._cache_size()
     run()
     assert primitive._compiled._cache_size() == before
+
+
+def test_taylor_series():
+    f = lambda x, y: jnp.sin(x) * y
+    operands = random([(3, 4), (4,)], "float32", 0)
+    series = [[x, x * x] for x in operands]
+    found, wanted = (jet.jet(g, operands, series) for g in (jaxkern.elementwise_kernel(f), f))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_numbers_under_remat():

@@ -140,6 +140,7 @@ elementwise_kernel_p.def_abstract_eval(_abstract)
 elementwise_kernel_p.def_impl(functools.partial(evaluate, elementwise_kernel_p))
 batching.primitive_batchers[elementwise_kernel_p] = _batch
 compat.check_nans(elementwise_kernel_p)
+compat.taylor_rule(elementwise_kernel_p, _reference)
 mlir.register_lowering(elementwise_kernel_p, lower_reference(elementwise_kernel_p, _reference))
 lower_to_kernels(elementwise_kernel_p, plan.plan, _reference, _partition)
 ad.primitive_jvps[elementwise_kernel_p] = _jvp
