@@ -16,7 +16,7 @@ from jaxkern._core import functor, validate
 from jaxkern._ops.indexing import sort
 from jaxkern._ops.messages import derivatives as _derivatives  # noqa: F401
 from jaxkern._ops.messages import lowering as _lowering  # noqa: F401  registers the primitives' lowerings
-from jaxkern._ops.messages.primitive import EDGE, OTHER, ROW, SHARED, Edges, edge_reduce
+from jaxkern._ops.messages.primitive import EDGE, OTHER, ROW, SHARED, Edges, edge_reduce, features_of
 from jaxkern._ops.messages.primitive import edge_map as bind_map
 from jaxkern.index_add import array, integers, safe_index
 
@@ -285,7 +285,7 @@ class _Call:
         rank = max(x.ndim for x in leaves)
         self.arrays = [x.reshape(x.shape[0], *[1] * (rank - x.ndim), *x.shape[1:]) for x in leaves]
         try:
-            self.features = np.broadcast_shapes(*(x.shape[1:] for x in self.arrays))
+            self.features = features_of(self.arrays)
         except ValueError:
             shapes = ", ".join(str(x.shape[1:]) for x in leaves)
             raise ValueError(f"jaxkern.{name}: features {shapes} do not broadcast") from None

@@ -9,6 +9,7 @@ import pytest
 from conftest import ON_GPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import export
 
 import jaxkern
 from jaxkern import messages
@@ -395,6 +396,16 @@ def test_odd_shapes(count, senders, receivers, features, drops, op, seed):
     g = pull(jnp.ones(want.shape, jnp.float32))[0]
     assert jax.tree.map(jnp.shape, g) == jax.tree.map(jnp.shape, operands)
     assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(g))
+
+
+def test_features_of_symbolic_size():
+    graph = messages.Graph(np.array([0, 1, 2]), np.array([1, 1, 0]), num_nodes=3)
+    f = lambda x, w: messages.edge_sum(lambda x, w: x * w, graph, senders=x, edges=w)
+    (width,) = export.symbolic_shape("width")
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, width), (3, 1))]
+    x, w = jnp.arange(12.0).reshape(3, 4), jnp.arange(3.0).reshape(3, 1)
+    exported = export.export(jax.jit(f), disabled_checks=jaxkern.export_checks())(*shapes)
+    np.testing.assert_allclose(exported.call(x, w), f(x, w))
 
 
 def test_integers_and_booleans():
