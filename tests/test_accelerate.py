@@ -521,6 +521,22 @@ def test_arguments():
     assert inside().operations == {"scatter_max", "scatter_min", *switch.FUNCTIONS}
     assert inside.__name__ == "inside" and switch.current() is None
 
+    def generator():
+        yield
+
+    async def coroutine():
+        pass
+
+    for f in generator, coroutine:
+        with pytest.raises(TypeError, match=f"{f.__name__} runs after the call"):
+            jaxkern.accelerate()(f)
+    with pytest.raises(TypeError, match="parentheses"):
+        jaxkern.accelerate(generator)
+    checked = jaxkern.accelerate(check=True)(lambda x: x * 2)
+    for traced, x in (jax.jit(checked), 1.0), (jax.grad(checked), 1.0), (jax.vmap(checked), jnp.ones(3)):
+        with pytest.raises(TypeError, match="put the decorator above"):
+            traced(x)
+
 
 # ---- the gate
 
