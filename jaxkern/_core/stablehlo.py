@@ -19,6 +19,7 @@ ELEMENTWISE = frozenset(
 MOVES = frozenset(
     f"stablehlo.{name}" for name in "broadcast_in_dim reshape transpose slice reverse pad concatenate".split()
 )
+_PURE = frozenset(f"stablehlo.{name}" for name in "constant iota gather reduce".split())
 MOST = 200  # operations that are looked at
 
 
@@ -40,13 +41,24 @@ def constant(value):
         operation = maker(operation.operands[0])
     if operation is None or operation.name != "stablehlo.constant":
         return None
+    return splat(operation)
+
+
+def splat(operation):
+    """The number that all elements of a stablehlo.constant are; None if they differ, or it cannot be read."""
     with contextlib.suppress(TypeError, ValueError):  # complex numbers, of 8 bits
         elements = ir.DenseElementsAttr(operation.attributes["value"])
-        splat = elements.get_splat_value() if elements.is_splat else None
+        element = elements.get_splat_value() if elements.is_splat else None
         for kind in (None, ir.FloatAttr, ir.IntegerAttr, ir.BoolAttr):
             with contextlib.suppress(TypeError, ValueError, AttributeError):
-                return (splat if kind is None else kind(splat)).value
+                return (element if kind is None else kind(element)).value
     return None
+
+
+def is_pure(operation) -> bool:
+    """Whether an operation is known to have no effect but its results, and to be cheap to compute again."""
+    name = operation.name
+    return name in ELEMENTWISE or name in MOVES or name in _PURE or name.startswith("chlo.")
 
 
 def gathers(ctx, value) -> bool:
