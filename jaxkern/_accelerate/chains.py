@@ -149,23 +149,29 @@ class Rows(typing.NamedTuple):
 
 
 class Operand(typing.NamedTuple):
-    """What the kernel reads: the value at place `at` among those of the program, arranged by `arrange`."""
+    """What the kernel reads: the value at place `at` among those of the program, as an array of shape [rows, *features].
+
+    dims: for each of its dimensions that of the updates, -1 for rows that an index names, or None where its size is 1.
+    """
 
     end: str
     at: int
     dims: tuple
+    rows: int
 
 
 class Chain(typing.NamedTuple):
     """A chain that was found. values: of the program, besides the scatter's operand and indices.
 
     full: the shape of the updates, of which the first `counts` dimensions are those of the indices.
+    other: which nodes are at the edges' other ends: the place of their indices among `values`; or, where a value is
+        repeated along some dimensions of the indices, those along which it is not, which number its rows; or None.
     """
 
     values: tuple
     operands: tuple
-    other: int | None  # the place of the indices of the nodes at the edges' other ends, among `values`
-    others: int  # how many these nodes are
+    other: int | tuple | None
+    others: int  # how many nodes there are at the edges' other ends
     function: functor.Function
     reduction: str
     full: tuple
@@ -258,6 +264,42 @@ class _Walk:
                     operands = tuple(map(self.key, operation.operands))
                     same = (operation.name, str(value.type), place, attributes, operands)
         return self._numbers.setdefault(same, len(self._numbers))
+
+    def index_key(self, value) -> int:
+        """The key of indices, whatever dimensions of size 1 they have."""
+        return self.key(self._base(value))
+
+    def _base(self, value):
+        operation = stablehlo.maker(value)
+        while operation is not None and operation.name in ("stablehlo.broadcast_in_dim", "stablehlo.reshape"):
+            source = operation.operands[0]
+            of, to = _type(source), _type(value)
+            if of is None or to is None or [n for n in of[0] if n != 1] != [n for n in to[0] if n != 1]:
+                break
+            if operation.name == "stablehlo.broadcast_in_dim":
+                places = [int(d) for d in ir.DenseI64ArrayAttr(operation.attributes["broadcast_dimensions"])]
+                if any(of[0][k] != to[0][d] for k, d in enumerate(places)) or not _ascends(places):
+                    break
+            value, operation = source, stablehlo.maker(source)
+        return value
+
+    def unwrapped_key(self, value) -> int | None:
+        """The key of i, if this is select(i < 0, i + n, i), i for whatever is not negative."""
+        operation = stablehlo.maker(self._base(value))
+        if operation is not None and operation.name == "func.call" and len(operation.results) == 1:
+            results = self.inline(operation)
+            operation = stablehlo.maker(results[0]) if results else None
+        if operation is None or operation.name != "stablehlo.select":
+            return None
+        which, plus, index = operation.operands
+        compare, add = stablehlo.maker(which), stablehlo.maker(plus)
+        if compare is None or compare.name != "stablehlo.compare" or _direction(compare) != "LT":
+            return None
+        if stablehlo.constant(compare.operands[1]) != 0 or self.key(compare.operands[0]) != self.key(index):
+            return None
+        if add is None or add.name != "stablehlo.add" or self.key(add.operands[0]) != self.key(index):
+            return None
+        return self.index_key(index)
 
     # ---- the walk
 
@@ -416,14 +458,13 @@ def _is_wider(of, to) -> bool:
 # ---- from nodes to a message
 
 
-def find(ctx, name, layout, avals, values) -> Chain | None:
+def find(ctx, name, avals, values, clip) -> Chain | None:
     """The chain that makes the updates of this scatter, which is `in_order`; or None: the program is as it was before."""
     if not compat.copies_operations():
         return None
-    operand, indices, updates = avals
-    walk = _Walk(ctx, updates.shape, len(layout.index_count))
+    walk = _Walk(ctx, avals[2].shape, avals[1].ndim - 1)
     try:
-        chain = _chain(walk, name, operand, indices, updates, values)
+        chain = _chain(walk, name, avals, values, clip)
     except (_Ends, functor.Unsupported):
         chain = None
     if chain is None:
@@ -448,24 +489,27 @@ def in_order(layout, avals) -> bool:
     )
 
 
-def _chain(walk, name, operand, indices, updates, values) -> Chain | None:
+def _chain(walk, name, avals, values, clip) -> Chain | None:
+    operand, _, updates = avals
     root = walk.visit(values[2], tuple(d if n != 1 else None for d, n in enumerate(walk.full)))
     used = _reached(walk.nodes, root)
     if name != "scatter_add" and not walk.nodes[root].exact:
         return None  # the gradient compares updates with their maximum, and these would be rounded otherwise
     at_row, by_index = [], {}
-    own = walk.key(values[1])
+    own = walk.index_key(values[1])
     for k in used:
-        rows = walk.nodes[k].leaf
-        if walk.nodes[k].name != "rows":
-            continue
-        if walk.key(rows.index) == own and _type(rows.x)[0][0] == operand.shape[0]:
-            at_row.append(k)
-        else:
-            by_index.setdefault(walk.key(rows.index), []).append(k)
-    weight = lambda nodes: sum(
-        math.prod(_type(walk.nodes[k].leaf.x)[0][1:]) * walk.nodes[k].dtype.itemsize for k in nodes
-    )
+        node = walk.nodes[k]
+        if node.name == "rows":
+            index = node.leaf.index
+            same = own in (walk.index_key(index), None if clip else walk.unwrapped_key(index))
+            if same and _type(node.leaf.x)[0][0] == operand.shape[0]:
+                at_row.append(k)
+            else:
+                by_index.setdefault((walk.index_key(index), _type(node.leaf.x)[0][0]), []).append(k)
+        elif node.name == "leaf" and (own_counts := _repeated(walk, node.leaf.dims)):
+            by_index.setdefault(own_counts, []).append(k)
+    elements = lambda value: math.prod(_type(value)[0][1:]) * _type(value)[1].itemsize
+    weight = lambda nodes: sum(elements(_source(walk.nodes[k])) for k in nodes)
     at_other = max(by_index.values(), key=weight, default=[])
     if not any(_has_features(walk, walk.nodes[k].leaf.dims) for k in (*at_row, *at_other)):
         return None
@@ -478,8 +522,8 @@ def _chain(walk, name, operand, indices, updates, values) -> Chain | None:
             places.append(value)
         return found[key]
 
-    def add(k, end, value, dims):
-        o = Operand(end, place(value), dims)
+    def add(k, end, value, dims, rows):
+        o = Operand(end, place(value), dims, rows)
         if o not in operands:
             operands.append(o)
         leaves[k] = operands.index(o)
@@ -487,14 +531,18 @@ def _chain(walk, name, operand, indices, updates, values) -> Chain | None:
     for k in used:
         node = walk.nodes[k]
         if node.name == "rows" and (k in at_row or k in at_other):
-            add(k, ROW if k in at_row else OTHER, node.leaf.x, node.leaf.dims)
+            x = node.leaf.x
+            add(k, ROW if k in at_row else OTHER, x, (-1, *node.leaf.dims), _type(x)[0][0])
+        elif k in at_other:
+            others = math.prod(walk.full[d] for d in _repeated(walk, node.leaf.dims))
+            add(k, OTHER, node.leaf.value, node.leaf.dims, others)
         elif node.name in ("rows", "leaf"):
             leaf = node.leaf.result if node.name == "rows" else node.leaf
             edge = any(d is not None and d < walk.counts for d in leaf.dims)
             whole = {d for d in leaf.dims if d is not None} == walk.all
             if edge and whole and updates.dtype.itemsize > 2 and stablehlo.gathers(walk.ctx, leaf.value):
                 return None  # XLA would fuse what is then stored
-            add(k, EDGE if edge else SHARED, leaf.value, leaf.dims)
+            add(k, EDGE if edge else SHARED, leaf.value, leaf.dims, walk.edges if edge else 1)
     if len(operands) > MOST_OPERANDS:
         return None
     dtypes = [_type(places[o.at])[1] for o in operands]
@@ -504,12 +552,12 @@ def _chain(walk, name, operand, indices, updates, values) -> Chain | None:
         return None
     other, others = None, 0
     if at_other:
-        rows = walk.nodes[at_other[0]].leaf
-        other, others = place(rows.index), min(_type(walk.nodes[k].leaf.x)[0][0] for k in at_other)
-        if any(_type(walk.nodes[k].leaf.x)[0][0] != others for k in at_other):
-            return None
-    names = [walk.nodes[k].name for k in used if walk.nodes[k].name not in ("leaf", "constant")]
-    names = list(dict.fromkeys("gather" if n == "rows" else n for n in names))
+        first = walk.nodes[at_other[0]]
+        others = operands[leaves[at_other[0]]].rows
+        other = place(first.leaf.index) if first.name == "rows" else _repeated(walk, first.leaf.dims)
+    kinds = {"rows": "gather", **({"leaf": "broadcast"} if isinstance(other, tuple) else {})}
+    names = [kinds.get(walk.nodes[k].name, walk.nodes[k].name) for k in used]
+    names = [n for n in dict.fromkeys(names) if n not in ("leaf", "constant")]
     text = f"one message kernel instead of {', '.join(names)} and scatter"
     chain = Chain(
         tuple(places),
@@ -523,7 +571,7 @@ def _chain(walk, name, operand, indices, updates, values) -> Chain | None:
         text,
         0,
     )
-    shapes = [_arranged(_type(places[o.at])[0], o, chain) for o in operands]
+    shapes = [_arranged(o, chain) for o in operands]
     if not _has_plan(chain, operand, shapes, dtypes):
         return None
     read = {ROW: operand.shape[0], OTHER: walk.edges, EDGE: walk.edges, SHARED: 1}
@@ -532,9 +580,20 @@ def _chain(walk, name, operand, indices, updates, values) -> Chain | None:
     return chain._replace(bytes=sum(moved) + result + 3 * 4 * walk.edges)
 
 
+def _source(node):
+    return node.leaf.x if node.name == "rows" else node.leaf.value
+
+
+def _repeated(walk, dims) -> tuple:
+    """The dimensions of the indices that a value with features has, if it has some of them, and lacks others."""
+    counts = {d for d in walk.all if d < walk.counts}
+    own = tuple(sorted(d for d in dims if d in counts))
+    return own if set(own) < counts and any(d is not None and d >= walk.counts for d in dims) else ()
+
+
 def _has_features(walk, dims) -> bool:
     features = [n for n in walk.full[walk.counts :] if n != 1]
-    return not features or any(d is not None for d in dims)
+    return not features or any(d is not None and d >= walk.counts for d in dims)
 
 
 def _reached(nodes, root):
@@ -568,25 +627,35 @@ def _message(nodes, root, leaves, *xs):
 # ---- the message kernel
 
 
-def _arranged(shape, o: Operand, chain: Chain):
+def _arranged(o: Operand, chain: Chain) -> tuple:
     """The shape of an operand as the primitive takes it: [rows, *features]."""
     features = chain.full[chain.counts :]
-    kept = tuple(n if chain.counts + d in o.dims else 1 for d, n in enumerate(features))
-    first = {EDGE: math.prod(chain.full[: chain.counts]), SHARED: 1}
-    return (first[o.end] if o.end in first else shape[0], *kept)
+    return (o.rows, *(n if chain.counts + d in o.dims else 1 for d, n in enumerate(features)))
 
 
 def _arrange(x, o: Operand, chain: Chain):
-    if o.end in (ROW, OTHER):
-        return x.reshape(_arranged(x.shape, o, chain))
-    named = [(d, k) for k, d in enumerate(o.dims) if d is not None]
+    named = sorted((d, k) for k, d in enumerate(o.dims) if d is not None)
     ones = [k for k, d in enumerate(o.dims) if d is None]
-    x = x.transpose([k for _, k in sorted(named)] + ones)
-    dims = {d for d, _ in named}
-    x = x.reshape([n if d in dims else 1 for d, n in enumerate(chain.full)])
+    x = x.transpose([k for _, k in named] + ones)
     if o.end == EDGE:
+        dims = {d for d, _ in named}
+        x = x.reshape([n if d in dims else 1 for d, n in enumerate(chain.full)])
         x = jnp.broadcast_to(x, (*chain.full[: chain.counts], *x.shape[chain.counts :]))
-    return x.reshape(_arranged(x.shape, o, chain))
+    return x.reshape(_arranged(o, chain))
+
+
+def _other(values, order, chain: Chain):
+    """The node at the other end of the edge at each position of the order."""
+    if chain.other is None:
+        return order
+    if isinstance(chain.other, int):
+        index = values[chain.other].reshape(-1)
+        last = min(chain.others - 1, int(jnp.iinfo(index.dtype).max))
+        return jnp.clip(index, 0, last).astype(jnp.uint32).at[order].get(mode="promise_in_bounds")
+    row, counts = jnp.zeros_like(order), chain.full[: chain.counts]
+    for d in chain.other:
+        row = row * counts[d] + order // math.prod(counts[d + 1 :]) % counts[d]
+    return row
 
 
 def _has_plan(chain, operand, shapes, dtypes) -> bool:
@@ -606,17 +675,12 @@ def run(operand, indices, *values, chain: Chain, layout, clip, onto_identity):
     index = layouts.canonical_indices(layout, indices, operand.shape, clip)
     keys, order = sort.sort_indices(index[None], rows=rows, wrap=False, clip=clip)
     offsets = jnp.searchsorted(keys, jnp.arange(rows + 1, dtype=jnp.uint32), method="scan_unrolled")
-    other = order
-    if chain.other is not None:
-        other = values[chain.other].reshape(-1)
-        last = min(chain.others - 1, int(jnp.iinfo(other.dtype).max))
-        other = jnp.clip(other, 0, last).astype(jnp.uint32).at[order].get(mode="promise_in_bounds")
     arrays = [_arrange(values[o.at], o, chain) for o in chain.operands]
     dtype = operand.dtype if onto_identity else computing(operand.dtype)
     (y,) = ordered_reduce_p.bind(
         keys,
         order,
-        other,
+        _other(values, order, chain),
         offsets.astype(jnp.uint32),
         *arrays,
         function=chain.function,

@@ -161,7 +161,8 @@ def _scatter(name, plain, ctx, operand, indices, updates, *, dimension_numbers, 
         decisions.record(name, False, found, avals, compat.frames(ctx.traceback))
         return fallback()
     problem, layout, onto_identity = found
-    chain = _chain(name, ctx, values, problem, layout, settings)
+    clip = params["mode"] == lax.GatherScatterMode.CLIP
+    chain = _chain(name, ctx, values, problem, layout, clip, settings)
     if chain is not None:
         taken, why = True, chain.text
     else:
@@ -172,7 +173,6 @@ def _scatter(name, plain, ctx, operand, indices, updates, *, dimension_numbers, 
     if not decisions.record(name, taken, why, avals, compat.frames(ctx.traceback), size):
         return fallback()
     if chain is not None:
-        clip = params["mode"] == lax.GatherScatterMode.CLIP
         body = functools.partial(chains.run, chain=chain, layout=layout, clip=clip, onto_identity=onto_identity)
         lowered = switch.own_code(mlir.lower_fun(body, multiple_results=False))
         return lowered(ctx.replace(avals_in=chains.types(ctx, chain)), *values[:2], *chain.values)
@@ -180,7 +180,7 @@ def _scatter(name, plain, ctx, operand, indices, updates, *, dimension_numbers, 
         name=name,
         layout=layout,
         onto_identity=onto_identity,
-        clip=params["mode"] == lax.GatherScatterMode.CLIP,
+        clip=clip,
         is_sorted=bool(params["indices_are_sorted"]),
         is_unique=bool(params["unique_indices"]),
     )
@@ -190,14 +190,14 @@ def _scatter(name, plain, ctx, operand, indices, updates, *, dimension_numbers, 
     return switch.own_code(mlir.lower_fun(body, multiple_results=False))(ctx, *values)
 
 
-def _chain(name, ctx, values, problem, layout, settings):
+def _chain(name, ctx, values, problem, layout, clip, settings):
     """The chain that makes the updates, where there is one that is to be taken; see chains.py."""
-    if not problem.gathers or compat.partitioned_devices(ctx) > 1 or not chains.in_order(layout, ctx.avals_in):
+    if compat.partitioned_devices(ctx) > 1 or not chains.in_order(layout, ctx.avals_in):
         return None
     taken, _ = gate.can_scatter(problem) if settings.force else gate.chain(problem)
     if not taken or switch.refusal(ctx, settings):
         return None
-    return chains.find(ctx, name, layout, ctx.avals_in, values)
+    return chains.find(ctx, name, ctx.avals_in, values, clip)
 
 
 def _problem(name, ctx, values, dimension_numbers, params):
