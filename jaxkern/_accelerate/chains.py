@@ -140,12 +140,16 @@ class Leaf(typing.NamedTuple):
 
 
 class Rows(typing.NamedTuple):
-    """A gather of rows x[index], which is `result`. dims: of x, but for the first one."""
+    """A gather of rows x[index], which is `result`. dims: of x, but for the first one.
+
+    filled: it is read only where its indices are in range.
+    """
 
     x: typing.Any
     index: typing.Any
     dims: tuple
     result: Leaf
+    filled: bool = False
 
 
 class Operand(typing.NamedTuple):
@@ -196,6 +200,7 @@ class _Walk:
         self._numbers: dict = {}
         self._inlined: dict = {}
         self._copies: list = []
+        self._depth = 0  # of recursion
 
     def discard(self):
         """Erases the copies of operations that nothing uses."""
@@ -248,11 +253,15 @@ class _Walk:
     def key(self, value) -> int:
         """A number that equal values share: results of the same operations on the same values."""
         if value not in self._keys:
+            self._depth += 1
             self._keys[value] = self._key(value)
+            self._depth -= 1
         return self._keys[value]
 
     def _key(self, value):
         operation = stablehlo.maker(value)
+        if self._depth > MOST_NODES:
+            operation = None
         if operation is not None and operation.name == "func.call" and (results := self.inline(operation)):
             return self.key(results[_result_number(value, operation)])
         same = ("value", value)
@@ -301,12 +310,48 @@ class _Walk:
             return None
         return self.index_key(index)
 
+    def in_range_key(self, mask, dims, rows) -> int | None:
+        """The key of i, if this tells for each edge that 0 <= i < rows, or that i is in a smaller range.
+
+        dims: for each dimension of the mask that of the updates.
+        """
+        operation = stablehlo.maker(mask)
+        while operation is not None:
+            inner = self._moved(operation, _short(operation), _type(mask)[0], dims)
+            if inner is None:
+                break
+            mask, dims = operation.operands[0], inner
+            operation = stablehlo.maker(mask)
+        if [d for d in dims if d is not None] != [d for d in range(self.counts) if d in self.all]:
+            return None
+        if operation is not None and operation.name == "stablehlo.reduce":
+            body = [o.operation.name for o in operation.regions[0].blocks[0].operations]
+            of, to = _type(operation.operands[0]), _type(operation.results[0])
+            if body != ["stablehlo.and", "stablehlo.return"] or math.prod(of[0]) != math.prod(to[0]):
+                return None
+            if len(operation.operands) != 2 or stablehlo.constant(operation.operands[1]) not in (True, 1, -1):
+                return None
+            operation = stablehlo.maker(operation.operands[0])
+        if operation is None or operation.name != "stablehlo.and":
+            return None
+        least, most = map(stablehlo.maker, operation.operands)
+        if any(o is None or o.name != "stablehlo.compare" for o in (least, most)):
+            return None
+        if (_direction(least), _direction(most)) != ("GE", "LE") or stablehlo.constant(least.operands[1]) != 0:
+            return None
+        last, key = stablehlo.constant(most.operands[1]), self.index_key(least.operands[0])
+        if last is None or not 0 <= last < rows or key != self.index_key(most.operands[0]):
+            return None
+        return key
+
     # ---- the walk
 
     def visit(self, value, dims) -> int:
         """The number of the node for `value`, whose dimensions are `dims` of the updates."""
         if (value, dims) not in self._visited:
+            self._depth += 1
             node = self._node(value, dims)
+            self._depth -= 1
             if not isinstance(node, int):
                 self.nodes.append(node)
                 node = len(self.nodes) - 1
@@ -323,7 +368,7 @@ class _Walk:
             raise _Ends
         shape, dtype = own
         operation = stablehlo.maker(value)
-        if operation is None:
+        if operation is None or self._depth > MOST_NODES or len(self.nodes) >= MOST_NODES:
             return self._leaf(value, dims)
         name = _short(operation)
         if name == "constant":
@@ -341,7 +386,7 @@ class _Walk:
         if inner is not None:
             return self.visit(operation.operands[0], inner)
         # Values that lack features are computed once for an edge, outside.
-        if frozenset(d for d in dims if d is not None) != self.all or len(self.nodes) >= MOST_NODES:
+        if frozenset(d for d in dims if d is not None) != self.all:
             return self._leaf(value, dims)
         if name == "func.call":
             results = self.inline(operation)
@@ -388,7 +433,7 @@ class _Walk:
         edges = [dims[d] for d in range(len(dims)) if d not in offset and dims[d] is not None]
         if edges != [d for d in range(self.counts) if d in self.all]:
             return None
-        if any(d is not None and d < self.counts for d in features) or not _ascends(features):
+        if any(d is not None and d < self.counts for d in features):
             return None
         return Rows(x, index, features, Leaf(value, dims))
 
@@ -421,7 +466,11 @@ class _Walk:
             if f is None:
                 return None
         before = len(self.nodes)
-        operands = tuple(self.visit(v, dims if len(_type(v)[0]) == len(dims) else ()) for v in operation.operands)
+        if name == "select" and (filled := self._filled(operation, dims)) is not None:
+            which, _, other = operation.operands
+            operands = (self.visit(which, dims), filled, self.visit(other, dims))
+        else:
+            operands = tuple(self.visit(v, dims if len(_type(v)[0]) == len(dims) else ()) for v in operation.operands)
         exact = all(self.nodes[k].exact for k in operands)
         equality = name == "compare" and floats and _direction(operation) in ("EQ", "NE")
         if equality and not exact and operands[0] != operands[1]:  # x != x finds NaN
@@ -430,6 +479,20 @@ class _Walk:
             return None
         exact &= name in EXACT or (name == "convert" and _is_wider(types[0], dtype)) or not floats and name != "convert"
         return Node(name, dtype, operands, f, exact)
+
+    def _filled(self, select, dims) -> int | None:
+        """The number of the node for a gather that is read where its indices are in range, and replaced elsewhere."""
+        which, value, _ = select.operands
+        gather = stablehlo.maker(value)
+        if gather is None or gather.name != "stablehlo.gather" or len(_type(which)[0]) != len(dims):
+            return None
+        rows = self._rows(gather, value, dims)
+        if rows is None or self.in_range_key(which, dims, _type(rows.x)[0][0]) != self.index_key(rows.index):
+            return None
+        if (value, dims, "filled") not in self._visited:
+            self.nodes.append(Node("rows", _type(value)[1], leaf=rows._replace(filled=True)))
+            self._visited[value, dims, "filled"] = len(self.nodes) - 1
+        return self._visited[value, dims, "filled"]
 
     def _forget(self, count):
         del self.nodes[count:]
@@ -495,19 +558,7 @@ def _chain(walk, name, avals, values, clip) -> Chain | None:
     used = _reached(walk.nodes, root)
     if name != "scatter_add" and not walk.nodes[root].exact:
         return None  # the gradient compares updates with their maximum, and these would be rounded otherwise
-    at_row, by_index = [], {}
-    own = walk.index_key(values[1])
-    for k in used:
-        node = walk.nodes[k]
-        if node.name == "rows":
-            index = node.leaf.index
-            same = own in (walk.index_key(index), None if clip else walk.unwrapped_key(index))
-            if same and _type(node.leaf.x)[0][0] == operand.shape[0]:
-                at_row.append(k)
-            else:
-                by_index.setdefault((walk.index_key(index), _type(node.leaf.x)[0][0]), []).append(k)
-        elif node.name == "leaf" and (own_counts := _repeated(walk, node.leaf.dims)):
-            by_index.setdefault(own_counts, []).append(k)
+    at_row, by_index = _by_index(walk, used, operand.shape[0], values[1], clip)
     elements = lambda value: math.prod(_type(value)[0][1:]) * _type(value)[1].itemsize
     weight = lambda nodes: sum(elements(_source(walk.nodes[k])) for k in nodes)
     at_other = max(by_index.values(), key=weight, default=[])
@@ -578,6 +629,33 @@ def _chain(walk, name, avals, values, clip) -> Chain | None:
     moved = [read[o.end] * math.prod(s[1:]) * d.itemsize for o, s, d in zip(operands, shapes, dtypes)]
     result = operand.size * operand.dtype.itemsize
     return chain._replace(bytes=sum(moved) + result + 3 * 4 * walk.edges)
+
+
+def _by_index(walk, used, count, scattered, clip):
+    """Nodes that are rows: those that the edges' rows name, and lists of those that have an index in common, by it.
+
+    count: how many rows the scatter has. scattered: its indices.
+    """
+    own, own_unwrapped = walk.index_key(scattered), walk.unwrapped_key(scattered)
+    at_row, by_index, unwrapped = [], {}, {}
+    # Gathers that fill come last: wherever their indices are in range, they are equal to others'.
+    for k in sorted(used, key=lambda k: walk.nodes[k].name == "rows" and walk.nodes[k].leaf.filled):
+        node = walk.nodes[k]
+        if node.name == "rows":
+            rows, nodes = node.leaf, _type(node.leaf.x)[0][0]
+            key, wrapped = walk.index_key(rows.index), walk.unwrapped_key(rows.index)
+            # Edges whose indices are not in range are dropped by the scatter, unless it clips.
+            same = own == key or (wrapped == own and not clip) or (rows.filled and own_unwrapped == key)
+            if same and nodes == count:
+                at_row.append(k)
+                continue
+            if rows.filled and (key, nodes) not in by_index:
+                key = next((j for (j, n), of in unwrapped.items() if of == key and n == nodes), key)
+            by_index.setdefault((key, nodes), []).append(k)
+            unwrapped.setdefault((key, nodes), wrapped)
+        elif node.name == "leaf" and (own_counts := _repeated(walk, node.leaf.dims)):
+            by_index.setdefault(own_counts, []).append(k)
+    return at_row, by_index
 
 
 def _source(node):
