@@ -16,7 +16,7 @@ from jax import lax
 
 import jaxkern
 from jaxkern._accelerate import gate
-from jaxkern._core import compat, decisions, registry
+from jaxkern._core import registry
 
 PLATFORM = "cuda" if ON_GPU else "cpu"
 SCATTERS = ("scatter_add", "scatter_max", "scatter_min")
