@@ -16,9 +16,8 @@ from jax import lax
 
 import jaxkern
 from jaxkern._accelerate import gate
-from jaxkern._core import registry
+from jaxkern._core import decisions, registry
 
-PLATFORM = "cuda" if ON_GPU else "cpu"
 SCATTERS = ("scatter_add", "scatter_max", "scatter_min")
 forced = jaxkern.accelerate(only=SCATTERS, force=True)
 quick = pytest.mark.usefixtures("quick_compilation")
@@ -31,24 +30,23 @@ nodes, others, edges, bias = floats(NODES, WIDTH), floats(NODES, WIDTH), floats(
 weights, senders, receivers, third = floats(EDGES), ids(EDGES), ids(EDGES), ids(EDGES)
 
 
-def chains(f, *args):
-    """What is said of the scatters of f that are taken: whether each is a chain, and of which operations."""
-    with forced:
-        found = jaxkern.explain(jax.jit(f), PLATFORM)(*args)
-    return [d.reason.removeprefix("one message kernel instead of ") for d in found.taken if d.reason != "forced"]
+def chains(decisions):
+    """The operations of each chain that was taken."""
+    return [d.reason.removeprefix("one message kernel instead of ") for d in decisions if "kernel" in d.reason]
 
 
 def check(f, *args, rtol=2e-5):
-    """Runs f plain and on jaxkern, and compares."""
-    jitted = jax.jit(f)
+    """Runs f plain and on jaxkern, and compares; returns the chains that were taken."""
+    jitted = jax.jit(lambda *args: f(*args))  # compiled anew
     plain = jitted(*args)
-    with forced:
+    with forced, decisions.recorded() as found:
         own = jitted(*args)
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(own), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
         a, b = np.asarray(a).astype(np.float64), np.asarray(b).astype(np.float64)
         scale = np.max(np.abs(a), where=np.isfinite(a), initial=1)
         np.testing.assert_allclose(b, a, rtol=rtol, atol=rtol * scale)
+    return chains(found)
 
 
 def gradient(f, argnums=0):
@@ -138,9 +136,9 @@ def test_programs(number, name):
     f, expected = FORWARD[name]
     dtype = (jnp.float32, jnp.bfloat16)[number % 2]
     args = nodes.astype(dtype), weights.astype(dtype), senders, receivers
-    (found,) = [text.replace("convert, ", "") for text in chains(f, *args)]
+    found = check(f, *args, rtol=2e-5 if dtype == jnp.float32 else 2e-2)
+    (found,) = [text.replace("convert, ", "") for text in found]
     assert found == expected or (expected.endswith(", ") and found.startswith(expected)), found
-    check(f, *args, rtol=2e-5 if dtype == jnp.float32 else 2e-2)
 
 
 @quick
@@ -159,8 +157,7 @@ def test_programs(number, name):
 def test_gradients(f, count, dtype):
     """The gradient's scatters are chains as well, where their updates are made in the same function."""
     args = nodes.astype(dtype), weights.astype(dtype), senders, receivers
-    assert len(chains(gradient(f, (0, 1)), *args)) == count
-    check(gradient(f, (0, 1)), *args, rtol=3e-5 if dtype == jnp.float32 else 3e-2)
+    assert len(check(gradient(f, (0, 1)), *args, rtol=3e-5 if dtype == jnp.float32 else 3e-2)) == count
 
 
 @quick
@@ -168,8 +165,7 @@ def test_embedding_bags():
     """The cotangent of a bag's sum is read by bag, not repeated for each of its ids."""
     bags = ids(20, 7)
     f = gradient(lambda x, i: x[i].sum(1))
-    assert chains(f, nodes, bags) == ["broadcast and scatter"]
-    check(f, nodes, bags)
+    assert check(f, nodes, bags) == ["broadcast and scatter"]
     check(gradient(lambda x, i: x[i].mean(0)), nodes, bags)
 
 
@@ -191,7 +187,7 @@ ENDS = {
     "three indices": (lambda x, w, s, r: sums(x[s] * x[third], r), []),
     "part of a row": (lambda x, w, s, r: sums(lax.dynamic_slice_in_dim(x, 0, 4, 1)[s], r), ["gather and scatter"]),
     "a thousand operations": (
-        lambda x, w, s, r: sums(functools.reduce(lambda y, k: y * 1.01 + w[:, None], range(500), x[s]), r),
+        lambda x, w, s, r: sums(functools.reduce(lambda y, k: y * 1.01 + w[:, None], range(150), x[s]), r),
         [],
     ),
     "elements": (lambda x, w, s, r: sums(x[s, jnp.arange(EDGES) % WIDTH], r), []),
@@ -211,8 +207,7 @@ ENDS = {
 def test_ends(name):
     f, expected = ENDS[name]
     args = nodes, weights, senders, receivers
-    assert chains(f, *args) == expected
-    check(f, *args)
+    assert check(f, *args) == expected
 
 
 @quick
@@ -220,8 +215,7 @@ def test_third_gather_is_read_where_it_is_stored():
     """In 16 bits the scatter is taken in any case, and XLA would store its updates."""
     f = lambda x, s, t, r: sums(x[s] * x[t], r)
     args = nodes.astype(jnp.bfloat16), senders, third, receivers
-    assert chains(f, *args) == ["gather, multiply and scatter"]
-    check(f, *args, rtol=2e-2)
+    assert check(f, *args, rtol=2e-2) == ["gather, multiply and scatter"]
 
 
 @quick
@@ -243,9 +237,9 @@ def test_16_bit_operations_are_rounded():
     f = lambda x, i: jax.ops.segment_sum((x[i] * x[i]) / x[i] + ((x[i] + 2048) - 2048), i, 3)
     i = jnp.array([0, 2, 2])
     plain = jax.jit(f)(x, i)
-    with forced:
+    with forced, decisions.recorded() as found:
         own = jax.jit(f)(x, i)
-    assert chains(f, x, i) and np.isinf(own[0]).all()
+    assert chains(found) and np.isinf(own[0]).all()
     np.testing.assert_array_equal(np.asarray(plain, np.float32), np.asarray(own, np.float32))
 
 
@@ -275,7 +269,7 @@ def messages(draw):
     return draw(st.recursive(leaf, extend, max_leaves=4))
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(
     messages(),
     st.sampled_from(["drop", "clip", "promise_in_bounds"]),
@@ -367,11 +361,9 @@ def test_programs_that_are_left_stay_as_they_are():
 def test_transformations():
     check(jax.vmap(convolution, (0, None, None, None)), jnp.stack([nodes, others]), weights, senders, receivers)
     tangent = lambda x, w, s, r: jax.jvp(lambda x: activated(x, w, s, r), (x,), (others,))
-    assert len(chains(tangent, nodes, weights, senders, receivers)) == 2
-    check(tangent, nodes, weights, senders, receivers)
-    hessian = lambda x, w, s, r: jax.jvp(jax.grad(lambda x: (activated(x, w, s, r) ** 2).sum()), (x,), (others,))[1]
+    assert len(check(tangent, nodes, weights, senders, receivers)) == 2
+    hessian = lambda x, w, s, r: jax.jvp(jax.grad(lambda x: (taken(x, w, s, r) ** 2).sum()), (x,), (others,))[1]
     check(hessian, nodes, weights, senders, receivers, rtol=1e-4)
-    check(jax.checkpoint(gradient(layers)), nodes, weights, senders, receivers)
 
 
 @quick
@@ -384,13 +376,12 @@ def test_meshes_of_one_device(kind):
         activated, mesh=mesh, in_specs=(spec(), spec("a"), spec("a"), spec("a")), out_specs=spec("a")
     )
     if kind == "Auto":
-        assert len(chains(mapped, *args)) == 1
-        check(mapped, *args)
+        assert len(check(mapped, *args)) == 1
     else:
         with jax.set_mesh(mesh):
             placed = [jax.device_put(a, jax.sharding.NamedSharding(mesh, spec())) for a in args]
             f = lambda x, w, s, r: sums(x.at[s].get(out_sharding=spec()) * w[:, None], r)
-            check(f, *placed)
+            assert len(check(f, *placed)) == 1
 
 
 @quick
@@ -401,8 +392,7 @@ def test_float64(x64):
         senders.astype(jnp.int64),
         receivers.astype(jnp.int64),
     )
-    assert len(chains(gradient(activated), *args)) == 2
-    check(gradient(activated), *args, rtol=1e-12)
+    assert len(check(gradient(activated), *args, rtol=1e-12)) == 2
 
 
 # ---- the gate, and what is said

@@ -110,6 +110,10 @@ def _type(value):
     return tuple(ranked.shape), jnp.dtype(dtype)
 
 
+def _maker(value):
+    return stablehlo.maker(stablehlo.unconstrained(value))
+
+
 def _result_number(value, operation) -> int:
     return next(k for k, result in enumerate(operation.results) if result == value)
 
@@ -252,6 +256,7 @@ class _Walk:
 
     def key(self, value) -> int:
         """A number that equal values share: results of the same operations on the same values."""
+        value = stablehlo.unconstrained(value)
         if value not in self._keys:
             self._depth += 1
             self._keys[value] = self._key(value)
@@ -259,7 +264,7 @@ class _Walk:
         return self._keys[value]
 
     def _key(self, value):
-        operation = stablehlo.maker(value)
+        operation = _maker(value)
         if self._depth > MOST_NODES:
             operation = None
         if operation is not None and operation.name == "func.call" and (results := self.inline(operation)):
@@ -279,7 +284,7 @@ class _Walk:
         return self.key(self._base(value))
 
     def _base(self, value):
-        operation = stablehlo.maker(value)
+        operation = _maker(value)
         while operation is not None and operation.name in ("stablehlo.broadcast_in_dim", "stablehlo.reshape"):
             source = operation.operands[0]
             of, to = _type(source), _type(value)
@@ -289,19 +294,19 @@ class _Walk:
                 places = [int(d) for d in ir.DenseI64ArrayAttr(operation.attributes["broadcast_dimensions"])]
                 if any(of[0][k] != to[0][d] for k, d in enumerate(places)) or not _ascends(places):
                     break
-            value, operation = source, stablehlo.maker(source)
+            value, operation = source, _maker(source)
         return value
 
     def unwrapped_key(self, value) -> int | None:
         """The key of i, if this is select(i < 0, i + n, i), i for whatever is not negative."""
-        operation = stablehlo.maker(self._base(value))
+        operation = _maker(self._base(value))
         if operation is not None and operation.name == "func.call" and len(operation.results) == 1:
             results = self.inline(operation)
-            operation = stablehlo.maker(results[0]) if results else None
+            operation = _maker(results[0]) if results else None
         if operation is None or operation.name != "stablehlo.select":
             return None
         which, plus, index = operation.operands
-        compare, add = stablehlo.maker(which), stablehlo.maker(plus)
+        compare, add = _maker(which), _maker(plus)
         if compare is None or compare.name != "stablehlo.compare" or _direction(compare) != "LT":
             return None
         if stablehlo.constant(compare.operands[1]) != 0 or self.key(compare.operands[0]) != self.key(index):
@@ -315,13 +320,13 @@ class _Walk:
 
         dims: for each dimension of the mask that of the updates.
         """
-        operation = stablehlo.maker(mask)
+        operation = _maker(mask)
         while operation is not None:
             inner = self._moved(operation, _short(operation), _type(mask)[0], dims)
             if inner is None:
                 break
             mask, dims = operation.operands[0], inner
-            operation = stablehlo.maker(mask)
+            operation = _maker(mask)
         if [d for d in dims if d is not None] != [d for d in range(self.counts) if d in self.all]:
             return None
         if operation is not None and operation.name == "stablehlo.reduce":
@@ -331,10 +336,10 @@ class _Walk:
                 return None
             if len(operation.operands) != 2 or stablehlo.constant(operation.operands[1]) not in (True, 1, -1):
                 return None
-            operation = stablehlo.maker(operation.operands[0])
+            operation = _maker(operation.operands[0])
         if operation is None or operation.name != "stablehlo.and":
             return None
-        least, most = map(stablehlo.maker, operation.operands)
+        least, most = map(_maker, operation.operands)
         if any(o is None or o.name != "stablehlo.compare" for o in (least, most)):
             return None
         if (_direction(least), _direction(most)) != ("GE", "LE") or stablehlo.constant(least.operands[1]) != 0:
@@ -348,6 +353,7 @@ class _Walk:
 
     def visit(self, value, dims) -> int:
         """The number of the node for `value`, whose dimensions are `dims` of the updates."""
+        value = stablehlo.unconstrained(value)
         if (value, dims) not in self._visited:
             self._depth += 1
             node = self._node(value, dims)
@@ -367,7 +373,7 @@ class _Walk:
         if (own := _type(value)) is None:
             raise _Ends
         shape, dtype = own
-        operation = stablehlo.maker(value)
+        operation = _maker(value)
         if operation is None or self._depth > MOST_NODES or len(self.nodes) >= MOST_NODES:
             return self._leaf(value, dims)
         name = _short(operation)
@@ -483,7 +489,7 @@ class _Walk:
     def _filled(self, select, dims) -> int | None:
         """The number of the node for a gather that is read where its indices are in range, and replaced elsewhere."""
         which, value, _ = select.operands
-        gather = stablehlo.maker(value)
+        gather = _maker(value)
         if gather is None or gather.name != "stablehlo.gather" or len(_type(which)[0]) != len(dims):
             return None
         rows = self._rows(gather, value, dims)

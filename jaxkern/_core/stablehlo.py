@@ -19,13 +19,21 @@ ELEMENTWISE = frozenset(
 MOVES = frozenset(
     f"stablehlo.{name}" for name in "broadcast_in_dim reshape transpose slice reverse pad concatenate".split()
 )
-_PURE = frozenset(f"stablehlo.{name}" for name in "constant iota gather reduce".split())
+CONSTRAINT = "sdy.sharding_constraint"  # its result is its operand
+_PURE = frozenset(f"stablehlo.{name}" for name in "constant iota gather reduce".split()) | {CONSTRAINT}
 MOST = 200  # operations that are looked at
 
 
 def maker(value):
     """The operation that `value` is a result of; None for an argument."""
     return None if isinstance(value.owner, ir.Block) else value.owner.operation
+
+
+def unconstrained(value):
+    """The same value without constraints on how it is split."""
+    while (operation := maker(value)) is not None and operation.name == CONSTRAINT:
+        value = operation.operands[0]
+    return value
 
 
 def constant(value):
@@ -36,6 +44,7 @@ def constant(value):
             "stablehlo.broadcast_in_dim",
             "stablehlo.reshape",
             "stablehlo.convert",
+            CONSTRAINT,
         ):
             break
         operation = maker(operation.operands[0])
