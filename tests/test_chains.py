@@ -131,7 +131,7 @@ FORWARD = {
 
 
 @quick
-@pytest.mark.parametrize("number, name", enumerate(FORWARD))
+@pytest.mark.parametrize("number, name", list(enumerate(FORWARD)))
 def test_programs(number, name):
     f, expected = FORWARD[name]
     dtype = (jnp.float32, jnp.bfloat16)[number % 2]
@@ -241,6 +241,25 @@ def test_16_bit_operations_are_rounded():
         own = jax.jit(f)(x, i)
     assert chains(found) and np.isinf(own[0]).all()
     np.testing.assert_array_equal(np.asarray(plain, np.float32), np.asarray(own, np.float32))
+
+
+@quick
+def test_sizes_that_are_equal():
+    """Nodes, edges and features, so that nothing is told apart by its size."""
+    n = 9
+    x, w, s, r = floats(n, n), floats(n), ids(n) - 2, ids(n) - 2
+
+    def f(x, w, s, r):
+        along = lambda mask: mask[:, None] if mask is by_edge else mask
+        by_edge, by_feature = (r >= 0) & (r < n), (s >= 0) & (s < n)
+        y = jnp.where(along(by_edge), x[r], 1) + jnp.where(along(by_feature), x[s], 2) * w[:, None] + x.T[s] * w
+        return jnp.zeros_like(x).at[r].add(y + jnp.take(x, s, axis=0, mode="clip").T)
+
+    assert check(lambda x, w, s, r: jax.ops.segment_sum(x[s] * w + x[r] * w[:, None], r, n), x, w, s, r)
+    assert check(lambda x, w, s, r: jax.ops.segment_sum(x[s].T * x[r], r, n), x, w, s, r) == []
+    g = lambda x, w, s, r: jnp.zeros_like(x).at[r].add(jnp.take(x, s, axis=0, mode="fill", fill_value=2) * w)
+    assert check(g, x, w, s, r) and check(gradient(g), x, w, s, r)
+    check(f, x, w, s, r)
 
 
 # ---- random chains

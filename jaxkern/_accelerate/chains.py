@@ -38,6 +38,7 @@ REDUCTIONS = {"scatter_add": "sum", "scatter_max": "max", "scatter_min": "min"}
 JOIN = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 MOST_NODES = 64  # operations of a message
 MOST_OPERANDS = 12
+MOST_STORED = 2  # of them of edges x features: XLA may fuse several into one
 
 # ---- elementwise operations
 
@@ -600,7 +601,8 @@ def _chain(walk, name, avals, values, clip) -> Chain | None:
             if edge and whole and updates.dtype.itemsize > 2 and stablehlo.gathers(walk.ctx, leaf.value):
                 return None  # XLA would fuse what is then stored
             add(k, EDGE if edge else SHARED, leaf.value, leaf.dims, walk.edges if edge else 1)
-    if len(operands) > MOST_OPERANDS:
+    stored = [o for o in operands if o.end == EDGE and {d for d in o.dims if d is not None} == walk.all]
+    if len(operands) > MOST_OPERANDS or len(stored) > MOST_STORED:
         return None
     dtypes = [_type(places[o.at])[1] for o in operands]
     message = functools.partial(_message, tuple(walk.nodes), root, leaves)
