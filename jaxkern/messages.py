@@ -6,11 +6,14 @@ array of messages in between. Their primitives are in _ops/messages.
 
 import functools
 import operator
-import typing
+from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jaxkern._core import functor, validate
 from jaxkern._ops.indexing import sort
@@ -19,6 +22,8 @@ from jaxkern._ops.messages import lowering as _lowering  # noqa: F401  registers
 from jaxkern._ops.messages.primitive import EDGE, OTHER, ROW, SHARED, Edges, edge_reduce
 from jaxkern._ops.messages.primitive import edge_map as bind_map
 from jaxkern.index_add import array, integers, safe_index
+
+PyTree = Any  # of arrays, or one array
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -46,7 +51,15 @@ class Graph:
     radix sort of `sort_indices`. It takes 32 bytes an edge.
     """
 
-    def __init__(self, senders, receivers, *, num_nodes=None, num_senders=None, num_receivers=None):
+    def __init__(
+        self,
+        senders: ArrayLike,
+        receivers: ArrayLike,
+        *,
+        num_nodes: int | None = None,
+        num_senders: int | None = None,
+        num_receivers: int | None = None,
+    ):
         senders, receivers = safe_index(senders), safe_index(receivers)
         if num_nodes is not None and (num_senders is not None or num_receivers is not None):
             raise ValueError("jaxkern.Graph: num_nodes excludes num_senders and num_receivers")
@@ -133,7 +146,9 @@ def _ordered(valid, rows, others, n) -> Edges:
 # ---- operations
 
 
-def edge_sum(f: typing.Callable, graph: Graph, *, senders=None, receivers=None, edges=None):
+def edge_sum(
+    f: Callable, graph: Graph, *, senders: PyTree = None, receivers: PyTree = None, edges: PyTree = None
+) -> PyTree:
     """Sums of messages at their receivers: `y[i]` is the sum of `f(senders[s], receivers[i], edges[e])` over the edges
     e from s to i.
 
@@ -166,7 +181,9 @@ def edge_sum(f: typing.Callable, graph: Graph, *, senders=None, receivers=None, 
     return _reduce("edge_sum", "sum", f, graph, senders, receivers, edges)
 
 
-def edge_mean(f: typing.Callable, graph: Graph, *, senders=None, receivers=None, edges=None):
+def edge_mean(
+    f: Callable, graph: Graph, *, senders: PyTree = None, receivers: PyTree = None, edges: PyTree = None
+) -> PyTree:
     """Means of messages at their receivers; 0 where no edge ends.
 
     Arguments and errors as for `edge_sum`; integers give float32.
@@ -179,7 +196,9 @@ def edge_mean(f: typing.Callable, graph: Graph, *, senders=None, receivers=None,
     return _reduce("edge_mean", "mean", f, graph, senders, receivers, edges)
 
 
-def edge_max(f: typing.Callable, graph: Graph, *, senders=None, receivers=None, edges=None):
+def edge_max(
+    f: Callable, graph: Graph, *, senders: PyTree = None, receivers: PyTree = None, edges: PyTree = None
+) -> PyTree:
     """Maxima of messages at their receivers, feature by feature; -inf, or the least integer, where no edge ends.
 
     Arguments and errors as for `edge_sum`. NaN wins. The gradient goes to the first of the edges that
@@ -193,7 +212,9 @@ def edge_max(f: typing.Callable, graph: Graph, *, senders=None, receivers=None, 
     return _reduce("edge_max", "max", f, graph, senders, receivers, edges)
 
 
-def edge_min(f: typing.Callable, graph: Graph, *, senders=None, receivers=None, edges=None):
+def edge_min(
+    f: Callable, graph: Graph, *, senders: PyTree = None, receivers: PyTree = None, edges: PyTree = None
+) -> PyTree:
     """Minima of messages at their receivers, feature by feature; inf, or the greatest integer, where no edge ends.
 
     Arguments and errors as for `edge_sum`. NaN wins. The gradient goes to the first of the edges that
@@ -208,14 +229,14 @@ def edge_min(f: typing.Callable, graph: Graph, *, senders=None, receivers=None, 
 
 
 def edge_map(
-    f: typing.Callable,
+    f: Callable,
     graph: Graph,
     *,
-    senders=None,
-    receivers=None,
-    edges=None,
+    senders: PyTree = None,
+    receivers: PyTree = None,
+    edges: PyTree = None,
     reduce_features: int | tuple[int, ...] | None = None,
-):
+) -> PyTree:
     """A message for each edge, or sums of it over features.
 
     Args:

@@ -3,24 +3,33 @@
 Each is one or a few calls of the primitives of `jaxkern.messages`, which compute the gradients as well.
 """
 
-import typing
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import sparse
+from jax.typing import ArrayLike
 
 from jaxkern._ops.indexing.order import Order
 from jaxkern._ops.messages.primitive import Edges
 from jaxkern.index_add import array, integers, safe_index
-from jaxkern.messages import Graph, _count, _in_range, _ordered, edge_map, edge_max, edge_sum
+from jaxkern.messages import Graph, PyTree, _count, _in_range, _ordered, edge_map, edge_max, edge_sum
 from jaxkern.segment import segment_softmax
 
 MODES = ("sum", "mean", "max")
 
 
 def embedding_bag(
-    table, ids, segment_ids=None, *, num_bags=None, offsets=None, weights=None, mode="sum", indices_are_sorted=False
-):
+    table: ArrayLike,
+    ids: ArrayLike,
+    segment_ids: ArrayLike | None = None,
+    *,
+    num_bags: int | None = None,
+    offsets: ArrayLike | None = None,
+    weights: ArrayLike | None = None,
+    mode: str = "sum",
+    indices_are_sorted: bool = False,
+) -> jax.Array:
     """Sums, means or maxima of the rows of `table` that each bag of ids names.
 
     Args:
@@ -131,6 +140,7 @@ def _sorted_graph(senders, receivers, num_senders, num_receivers):
 def _bag(table, graph, valid, weights, mode):
     if table.shape[0] == 0 or graph.num_edges == 0 or graph.num_receivers == 0:
         dtype = table.dtype if weights is None else jnp.result_type(table, weights)
+        dtype = dtype if mode != "mean" or jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
         return jnp.zeros((graph.num_receivers, *table.shape[1:]), dtype)
     if mode == "max":
         lowest = _lowest(table.dtype)
@@ -139,7 +149,7 @@ def _bag(table, graph, valid, weights, mode):
         return jnp.where(filled.reshape(-1, *[1] * (table.ndim - 1)), y, 0)
     if weights is not None:
         return edge_sum(
-            lambda x, e: jnp.where(e[1], x * e[0], jnp.zeros_like(x * e[0])),
+            _weigh,
             graph,
             senders=table,
             edges=(weights, valid),
@@ -154,30 +164,37 @@ def _bag(table, graph, valid, weights, mode):
     return (total / jnp.maximum(count, 1).reshape(-1, *[1] * (table.ndim - 1))).astype(dtype)
 
 
+def _weigh(x, edge):
+    """x times a weight, or 0 for what pads: also in derivatives, where the row or the weight that pads is NaN."""
+    weight, on = edge
+    return jnp.where(on, x, jnp.zeros_like(x)) * jnp.where(on, weight, jnp.zeros_like(weight))
+
+
 def _lowest(dtype):
     return -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
 
 
-def spmm(a, b, *, graph=None):
+def spmm(a: sparse.BCOO | sparse.BCSR, b: ArrayLike, *, graph: Graph | None = None) -> jax.Array:
     """The product of a sparse matrix and a dense one, `a @ b`.
 
-    Args:
-        a: `jax.experimental.sparse.BCOO` or `BCSR` of shape (m, n), without batch or dense dimensions.
-        b: array of shape (n, ...).
-        graph: what `spmm_graph(a)` returned, of a matrix whose elements are at the same places: then nothing is sorted.
+        Args:
+            a: `jax.experimental.sparse.BCOO` or `BCSR` of shape (m, n), without batch or dense dimensions.
+            b: array of shape (n, ...).
+            graph: what `spmm_graph(a)` returned, of a matrix whose elements are at the same places: then nothing is sorted.
 
-    Returns:
-        Array of shape (m, *b.shape[1:]). Products are summed in float32 or wider and rounded once; equal bits every time.
-        The gradients by b and by a's elements are a kernel each; the latter is sampled at them alone.
+        Returns:
+            Array of shape (m, *b.shape[1:]). Products are summed in float32 or wider and rounded once; equal bits every time.
+            The gradients by b and by a's elements are a kernel each; the latter is sampled at them alone.
 
-    Raises:
-        TypeError: a is no sparse matrix. ValueError: shapes do not match.
+        Raises:
+            TypeError: a is no sparse matrix. ValueError: shapes do not match.
 
-    >>> import jax.numpy as jnp, jaxkern
-    >>> from jax.experimental import sparse
-    >>> a = sparse.BCOO.fromdense(jnp.array([[0.0, 2.0], [3.0, 0.0], [0.0, 0.0]]))
-    >>> jaxkern.spmm(a, jnp.array([[1.0, 10.0], [2.0, 20.0]])).tolist()
-    [[4.0, 40.0], [3.0, 30.0], [0.0, 0.0]]
+        >>> import jax.numpy as jnp, jaxkern
+        >>> from jax.experimental import sparse
+    from jax.typing import ArrayLike
+        >>> a = sparse.BCOO.fromdense(jnp.array([[0.0, 2.0], [3.0, 0.0], [0.0, 0.0]]))
+        >>> jaxkern.spmm(a, jnp.array([[1.0, 10.0], [2.0, 20.0]])).tolist()
+        [[4.0, 40.0], [3.0, 30.0], [0.0, 0.0]]
     """
     graph = spmm_graph(a, _name="spmm") if graph is None else graph
     b = jnp.asarray(b)
@@ -189,19 +206,19 @@ def spmm(a, b, *, graph=None):
             f"jaxkern.spmm: {graph!r} is not the graph of a matrix of shape {a.shape} with {a.nse} elements"
         )
     on = _in_range(graph.senders, a.shape[1])
-    weigh = lambda x, e: jnp.where(e[1], x * e[0], jnp.zeros_like(x * e[0]))
-    return edge_sum(weigh, graph, senders=b, edges=(a.data, on))
+    return edge_sum(_weigh, graph, senders=b, edges=(a.data, on))
 
 
-def spmm_graph(a, *, _name="spmm_graph") -> Graph:
+def spmm_graph(a: sparse.BCOO | sparse.BCSR, *, _name: str = "spmm_graph") -> Graph:
     """The graph of a sparse matrix: an edge from column to row for each element, for `spmm` to take.
 
-    a: as for `spmm`. Rows that are in order (a BCSR, or a BCOO whose `indices_sorted` is set) are not sorted again.
+        a: as for `spmm`. Rows that are in order (a BCSR, or a BCOO whose `indices_sorted` is set) are not sorted again.
 
-    >>> import jax.numpy as jnp, jaxkern
-    >>> from jax.experimental import sparse
-    >>> jaxkern.spmm_graph(sparse.BCOO.fromdense(jnp.eye(3)))
-    Graph(3 edges, 3 senders, 3 receivers)
+        >>> import jax.numpy as jnp, jaxkern
+        >>> from jax.experimental import sparse
+    from jax.typing import ArrayLike
+        >>> jaxkern.spmm_graph(sparse.BCOO.fromdense(jnp.eye(3)))
+        Graph(3 edges, 3 senders, 3 receivers)
     """
     if not isinstance(a, (sparse.BCOO, sparse.BCSR)):
         raise TypeError(f"jaxkern.{_name}: a must be a BCOO or a BCSR, got {type(a).__name__}")
@@ -225,15 +242,15 @@ def spmm_graph(a, *, _name="spmm_graph") -> Graph:
 
 
 def graph_attention(
-    score: typing.Callable,
+    score: Callable,
     graph: Graph,
-    values,
+    values: ArrayLike,
     *,
-    senders=None,
-    receivers=None,
-    edges=None,
+    senders: PyTree = None,
+    receivers: PyTree = None,
+    edges: PyTree = None,
     reduce_features: int | tuple[int, ...] | None = None,
-):
+) -> jax.Array:
     """Attention along the edges of a graph: for each receiver the values of its senders, weighted by a softmax of scores.
 
     Args:
@@ -282,7 +299,7 @@ def graph_attention(
     return edge_sum(lambda v, w: v * w, graph, senders=values, edges=weights)
 
 
-def moe_combine(x, indices, weights=None):
+def moe_combine(x: ArrayLike, indices: ArrayLike, weights: ArrayLike | None = None) -> jax.Array:
     """Weighted sums of experts' results for each token, of a mixture of experts: from slots back to tokens.
 
     Args:
@@ -309,7 +326,7 @@ def moe_combine(x, indices, weights=None):
     return embedding_bag(x, indices, weights=weights)
 
 
-def moe_dispatch(x, indices, num_slots):
+def moe_dispatch(x: ArrayLike, indices: ArrayLike, num_slots: int) -> jax.Array:
     """Copies tokens to the slots of their experts: the transpose of `moe_combine` without weights.
 
     Args:

@@ -347,6 +347,21 @@ def test_softmax_keeps_nan(quick_compilation):
         assert np.isnan(own[2]).all()
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32"])
+def test_labels_out_of_range_that_a_mask_drops(dtype, quick_compilation):
+    """Their loss is NaN, and their gradient 0: -100 or 255 for padding is common."""
+    labels = jnp.array([3, -100, 127, 9, 0]).astype(dtype)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 10)), jnp.float32)
+
+    def loss(x):
+        losses = optax.softmax_cross_entropy_with_integer_labels(x, labels)
+        return jnp.sum(jnp.where(labels.astype(int) % 128 < 10, losses, 0)), losses
+
+    plain, own, taken = both(jax.value_and_grad(loss, has_aux=True), x)
+    assert "softmax_cross_entropy" in taken and np.isnan(plain[0][1]).sum() == 2 and np.isfinite(plain[1]).all()
+    close(plain, own)
+
+
 def test_cross_entropy_keeps_nan_and_labels(quick_compilation):
     x = jnp.stack([*SPECIAL[:3], SPECIAL[0].at[1].set(jnp.nan)])  # but for +inf: see _accelerate/functions.py
     for labels in ([0, 1, 2, 3], [-1, -4, -5, 4], [0, 0, 0, 0]):

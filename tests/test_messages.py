@@ -224,6 +224,35 @@ def test_the_first_of_equals_has_the_gradient():
         np.testing.assert_array_equal(d, sign * np.array([0, 1, 0, 1]))
 
 
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_extrema_of_no_edges_have_zero_gradients(op):
+    none = np.zeros(0, np.int32)
+    graph = messages.Graph(none, none, num_senders=3, num_receivers=2)
+    found, d = jax.value_and_grad(lambda x: REDUCE[op](lambda x: x, graph, senders=x)[0, 0])(jnp.ones((3, 2)))
+    assert found == (-jnp.inf if op == "max" else jnp.inf)
+    np.testing.assert_array_equal(d, np.zeros((3, 2)))
+
+
+@pytest.mark.parametrize("op", [*REDUCE, "map"])
+def test_gradients_beside_results_of_integers(op):
+    f = lambda x: {"float": x * x, "int": x.astype(jnp.int32), "other": 2 * x}
+    s, r = np.array([0, 1, 2], np.int32), np.array([1, 1, 0], np.int32)
+    graph = messages.Graph(s, r, num_nodes=3)
+    x = jnp.array([1.5, 2.5, -3.5])
+    call = messages.edge_map if op == "map" else REDUCE[op]
+    at = slice(None) if op == "map" else slice(2)  # the others are empty
+    step = lambda f, x: {k: v[at] for k, v in f(x).items()}
+    ours = functools.partial(step, lambda x: call(f, graph, senders=x))
+    plain = functools.partial(step, lambda x: plainly(op, f, s, r, 3, 3, {"senders": x}))
+    close(ours(x), plain(x), "float32")
+    found, wanted = (jax.jvp(g, (x,), (jnp.ones(3),))[1] for g in (ours, plain))
+    for k in ("float", "other"):
+        close(found[k], wanted[k], "float32")
+        close(jax.grad(lambda x: ours(x)[k].sum())(x), jax.grad(lambda x: plain(x)[k].sum())(x), "float32")
+    whole = jax.grad(lambda x: call(lambda x: x.astype(jnp.int32), graph, senders=x)[0] + x.sum())(x)
+    np.testing.assert_array_equal(whole, np.ones(3))
+
+
 def test_what_pads_contributes_nothing():
     """Not even NaN, forward or backward."""
     s, r = np.array([0, -1, 5, 1, 0], np.int32), np.array([1, 0, 0, 7, -4], np.int32)

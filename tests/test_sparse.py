@@ -102,6 +102,22 @@ def test_embedding_bag_in_16_bits_and_of_nothing(x64):
         assert jaxkern.embedding_bag(table, -jnp.ones((2, 2), int), mode=mode).tolist() == [[0.0] * 4] * 2
 
 
+def test_embedding_bag_keeps_its_type_without_ids():
+    for shape in (0, 2), (2, 0):
+        assert jaxkern.embedding_bag(jnp.ones((3, 4), int), jnp.zeros(shape, int), mode="mean").dtype == jnp.float32
+
+
+def test_ids_that_pad_have_no_part_in_gradients():
+    """Neither NaN of the row that is read in their place nor that of their weights."""
+    table, ids = jnp.ones((3, 2)).at[0].set(jnp.nan), jnp.array([[1, -1], [2, 3]])
+    weights = jnp.array([[2.0, jnp.nan], [3.0, jnp.inf]])
+    y, pull = jax.vjp(lambda t, w: jaxkern.embedding_bag(t, ids, weights=w), table, weights)
+    d_table, d_weights = pull(jnp.ones((2, 2)))
+    np.testing.assert_array_equal(y, [[2, 2], [3, 3]])
+    np.testing.assert_array_equal(d_table, [[0, 0], [2, 2], [3, 3]])
+    np.testing.assert_array_equal(d_weights, [[2, 0], [2, 0]])
+
+
 def test_embedding_bag_sorts_for_its_gradient_alone():
     table, ids = jax.ShapeDtypeStruct((500, 8), jnp.float32), jnp.zeros((40, 5), int)
     text = jax.jit(jaxkern.embedding_bag).trace(table, ids).lower(lowering_platforms=("cuda",)).as_text()

@@ -4,7 +4,8 @@
 The new code asks at every call whether this thread runs on jaxkern, and otherwise runs the old. What a replacement does not
 keep exactly, it leaves to the old code. It differs from it in this alone: arithmetic in float32 or wider;
 `optax.softmax_cross_entropy_with_integer_labels` is NaN for rows that hold +inf, where optax has inf for most labels, and
-its gradient is 0 for rows that are -inf throughout, where optax has NaN (the loss is NaN there in both); the gradient of
+its gradient is 0 for rows that are -inf throughout, where optax has NaN, and is that of label 0 for labels out of range,
+where optax has that of logsumexp alone (the loss is NaN there in both, and both are 0 where the cotangent is); the gradient of
 softmax is 0 where the softmax is 0, also where a cotangent is infinite or NaN.
 
 jraph's functions need nothing here: they consist of lax.scatter and arithmetic. Its segment_softmax is NaN for segments of
@@ -216,7 +217,7 @@ def _softmax_like(name, rule, prim, original, x, axis=-1, where=None):
 
 @jax.custom_jvp
 def _nan_where_empty(loss, total):
-    """NaN for rows that are -inf throughout. The cotangent of the loss is the result's: see cross_entropy/one_read.py."""
+    """NaN for rows of total 0: -inf throughout, or without a label. The cotangent of the loss is the result's: see cross_entropy/one_read.py."""
     return jnp.where(total == 0, jnp.nan, loss)
 
 
@@ -240,14 +241,18 @@ def _cross_entropy(original, logits, labels, axis=-1, where=None):
     if not taken:
         _decide("softmax_cross_entropy", False, why, logits)
         return NotImplemented
+    labels = labels if labels.dtype.itemsize >= 4 else labels.astype(jnp.int32)
     if jnp.issubdtype(labels.dtype, jnp.signedinteger):  # in take_along_axis, negative indices count from the end
-        labels = labels if labels.dtype.itemsize >= 4 else labels.astype(jnp.int32)
         labels = jnp.where(labels < 0, labels + classes, labels)
+    # The kernels' gradient of a label out of range is NaN, whatever the cotangent; in optax it is not.
+    within = (labels >= 0) & (labels < jnp.asarray(classes, labels.dtype))
+    labels = jnp.where(within, labels, 0)
     options = Options(fusible=True)
     loss, _, total = bind(
         cross_entropy_p, logits, labels, axis=at, tier=forced("softmax_cross_entropy"), options=options
     )
-    return _nan_where_empty(loss, jax.lax.stop_gradient(total)).astype(logits.dtype)
+    total = jnp.where(within, jax.lax.stop_gradient(total), 0)
+    return _nan_where_empty(loss, total).astype(logits.dtype)
 
 
 # ---- putting them in place

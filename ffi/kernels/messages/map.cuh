@@ -21,7 +21,7 @@ template <int kOperands, int kResults> struct MapArgs {
   uint32_t kept, summed;  // sums of an edge, and the features of each; EdgeMap: vectors of an edge, and N
   Divider by_kept;
 };
-static_assert(sizeof(MapArgs<1, 1>) == 40 + 32 + 8 + 40 + 24);
+static_assert(sizeof(MapArgs<1, 1>) == 40 + 24 + 8 + 40 + 24);
 
 // What a thread has of one edge: whether there is one at the position, whether it belongs to a row, and its places.
 struct EdgeAt {
@@ -49,15 +49,15 @@ struct EdgeMapper<F, N, kLanes, U, Types<T...>, Operands...> {
     const int64_t thread = static_cast<int64_t>(blockIdx.x) * kMessageThreads + threadIdx.x;
     const int64_t item = a.by_kept.Div(thread);
     const uint32_t column = static_cast<uint32_t>(thread - item * a.kept) * N;
-    uint32_t offset[V::kOperands];
-    V::Offsets(a.operand, a.features, column, offset);
+    const char* from[V::kOperands];
+    V::Find(a.operand, a.features, column, from);
     EdgeAt e[U];
     V edge[U];
 #pragma unroll
     for (int u = 0; u < U; ++u) e[u] = FindEdge(a.edges, item * U + u, V::kReadsOther);
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-      if (e[u].valid) edge[u].Load(a.operand, offset, e[u].at, Always());
+      if (e[u].valid) edge[u].Load(a.operand, from, e[u].at, Always());
     }
     const F f;
 #pragma unroll
@@ -90,12 +90,12 @@ struct EdgeMapper<F, N, kLanes, U, Types<T...>, Operands...> {
     }
     const F f;
     for (uint32_t i = lane * N; i < a.summed; i += kLanes * N) {
-      uint32_t offset[V::kOperands];
-      V::Offsets(a.operand, a.features, kept * a.summed + i, offset);
+      const char* from[V::kOperands];
+      V::Find(a.operand, a.features, kept * a.summed + i, from);
       V edge[U];
 #pragma unroll
       for (int u = 0; u < U; ++u) {
-        if (e[u].valid) edge[u].Load(a.operand, offset, e[u].at, Always());
+        if (e[u].valid) edge[u].Load(a.operand, from, e[u].at, Always());
       }
 #pragma unroll
       for (int u = 0; u < U; ++u) {

@@ -27,6 +27,14 @@ namespace jaxkern {
 
 constexpr int kMessageThreads = 128;
 
+// A pointer that the compiler keeps in registers, instead of the sum that it was made by.
+template <class T> __device__ __forceinline__ const T* InRegisters(const T* p) {
+#if defined(__CUDA_ARCH__)
+  asm("" : "+l"(p));
+#endif
+  return p;
+}
+
 // --- Elements ----------------------------------------------------------------------------------------
 
 // What a function of a T computes in.
@@ -130,11 +138,12 @@ template <class T, End kEndOf, bool kVectorOf> struct Operand {
 };
 
 struct OperandArgs {
-  const void* data;
-  int64_t row;                   // elements from one of its rows to the next
-  uint32_t outer, middle, rows;  // elements from one outer and one middle feature to the next; how many rows it has
+  const char* data;
+  uint32_t row;            // bytes from one of its rows to the next
+  uint32_t last;           // its last row
+  uint32_t outer, middle;  // elements from one outer and one middle feature to the next
 };
-static_assert(sizeof(OperandArgs) == 32);
+static_assert(sizeof(OperandArgs) == 24);
 
 // The sizes of features.
 struct FeatureArgs {
@@ -152,6 +161,7 @@ static_assert(sizeof(EdgeArgs) == 40);
 // Elements of an operand from its row's first to that of the feature `column`.
 __device__ __forceinline__ uint32_t FeatureOffset(const OperandArgs& a, const FeatureArgs& f, uint32_t column,
                                                   bool vector) {
+  if (f.inner.divisor == f.width) return vector ? column : 0;  // operands have all features or none
   const uint32_t q = f.inner.Div(column), inner = column - q * f.inner.divisor;
   const uint32_t outer = f.middle.Div(q), middle = q - outer * f.middle.divisor;
   return outer * a.outer + middle * a.middle + (vector ? inner : 0);
@@ -190,20 +200,21 @@ template <int N, size_t... i, class... Operands> struct VectorsOf<N, std::index_
 
   Tuple<Elements<typename Operands::type, Operands::kVector ? N : 1>...> elements;
 
-  // Reads the operands whose End `Which` admits, at features `offset[i]` of their rows.
+  // Reads the operands whose End `Which` admits, at `from[i]` in their first rows. Each address is one multiply-add.
   template <class Which>
-  __device__ __forceinline__ void Load(const OperandArgs* args, const uint32_t* offset, const Places& at, Which) {
-    const auto load = [&](auto& to, auto operand, const OperandArgs& a, uint32_t from) {
+  __device__ __forceinline__ void Load(const OperandArgs* args, const char* const* from, const Places& at, Which) {
+    const auto load = [&](auto& to, auto operand, const OperandArgs& a, const char* first) {
       using Own = decltype(operand);
       if constexpr (Which()(Own::kEnd)) {
         const uint32_t place = Own::kEnd == End::kShared  ? 0
                                : Own::kEnd == End::kRow   ? at.row
                                : Own::kEnd == End::kOther ? at.other
                                                           : at.edge;
-        to.Load(static_cast<const typename Own::type*>(a.data) + min(place, a.rows - 1) * a.row + from);
+        const char* const p = first + static_cast<uint64_t>(min(place, a.last)) * a.row;
+        to.Load(reinterpret_cast<const typename Own::type*>(p));
       }
     };
-    (load(Get<i>(elements), Operands(), args[i], offset[i]), ...);
+    (load(Get<i>(elements), Operands(), args[i], from[i]), ...);
   }
 
   // f of the operands' elements n and then of the results. Those that do not vary along a row come from `own`.
@@ -216,9 +227,12 @@ template <int N, size_t... i, class... Operands> struct VectorsOf<N, std::index_
     return Get<k>(elements)[Own::kVector ? n : 0];
   }
 
-  static __device__ __forceinline__ void Offsets(const OperandArgs* args, const FeatureArgs& f, uint32_t column,
-                                                 uint32_t* offset) {
-    ((offset[i] = FeatureOffset(args[i], f, column, Operands::kVector)), ...);
+  // Where the feature `column` lies in the first row of each operand.
+  static __device__ __forceinline__ void Find(const OperandArgs* args, const FeatureArgs& f, uint32_t column,
+                                              const char** from) {
+    ((from[i] = InRegisters(args[i].data + static_cast<uint64_t>(FeatureOffset(args[i], f, column, Operands::kVector)) *
+                                               sizeof(typename Operands::type))),
+     ...);
   }
 };
 template <int N, class... Operands> using Vectors =

@@ -33,10 +33,12 @@ template <int kOperands, int kResults> struct ReduceArgs {
   OperandArgs operand[kOperands];
   ReducedArgs result[kResults];
   FeatureArgs features;
-  uint32_t lanes, chunk, chunks;  // chunks: 0 where no row can be long
-  Divider by_lanes;
+  uint32_t lanes;          // threads of a row, but for kSplit
+  uint32_t items;          // rows that a block has
+  uint32_t chunk, chunks;  // chunks: 0 where no row can be long
+  FastDivmod by_lanes;     // the threads of a row that one block has
 };
-static_assert(sizeof(ReduceArgs<1, 1>) == 40 + 32 + 24 + 28 + 12 + 24);
+static_assert(sizeof(ReduceArgs<1, 1>) == 40 + 24 + 24 + 28 + 16 + 12);
 
 // Positions of one row, and where what they are reduced to goes.
 struct Stretch {
@@ -73,19 +75,20 @@ struct EdgeReducer<F, kOp, N, kParts, kSplit, U, Types<T...>, Operands...> {
   using Totals = Tuple<Total<kOp, Value<T>>...>;
 
   template <size_t... r> static __device__ __forceinline__ void Run(const Args& a, std::index_sequence<r...>) {
-    const int64_t thread = static_cast<int64_t>(blockIdx.x) * kMessageThreads + threadIdx.x;
-    const uint32_t split = threadIdx.x % kSplit;
-    const int64_t unit = thread / kSplit, item = a.by_lanes.Div(unit);
-    const uint32_t lane = static_cast<uint32_t>(unit - item * a.lanes);
-    const int64_t slots = 2 * static_cast<int64_t>(a.chunks);
+    const uint32_t split = threadIdx.x % kSplit, unit = threadIdx.x / kSplit, own_item = a.by_lanes.Div(unit);
+    const uint32_t lane = blockIdx.y * a.by_lanes.divisor + unit - own_item * a.by_lanes.divisor;
+    const uint32_t item = blockIdx.x * a.items + own_item, slots = 2 * a.chunks;
     Stretch s = {0, 0, 0, false, false};
-    if (item < slots) {
-      s = PartOf(a.edges, static_cast<uint32_t>(item), a.chunk);
-    } else if (item - slots < a.edges.rows) {
-      s = RowOf(a.edges, static_cast<uint32_t>(item - slots));
-      if (a.chunks && s.end - s.begin > a.chunk) s = {0, 0, 0, false, false};
+    if (own_item < a.items && lane < a.lanes) {
+      if (item < slots) {
+        s = PartOf(a.edges, item, a.chunk);
+      } else if (item - slots < a.edges.rows) {
+        s = RowOf(a.edges, item - slots);
+        if (a.chunks && s.end - s.begin > a.chunk) s = {0, 0, 0, false, false};
+      }
     }
-    uint32_t offset[kParts][V::kOperands], column[kParts];
+    const char* from[kParts][V::kOperands];
+    uint32_t column[kParts];
     bool has[kParts];
     V own[kParts];
     Totals total[kParts][N];
@@ -94,21 +97,22 @@ struct EdgeReducer<F, kOp, N, kParts, kSplit, U, Types<T...>, Operands...> {
       column[p] = (lane + p * a.lanes) * N;
       has[p] = p == 0 || column[p] < a.features.width;
       if (!has[p]) column[p] = lane * N;  // reads what it has anyway, and is not written
-      V::Offsets(a.operand, a.features, column[p], offset[p]);
-      if (s.begin < s.end) own[p].Load(a.operand, offset[p], {s.row, 0, 0}, OfRows());
+      V::Find(a.operand, a.features, column[p], from[p]);
+      if (s.begin < s.end) own[p].Load(a.operand, from[p], {s.row, 0, 0}, OfRows());
 #pragma unroll
       for (int n = 0; n < N; ++n) ((Get<r>(total[p][n]) = Neutral<kOp, Value<T>>()), ...);
     }
     const F f;
     Places at[U];
-    const auto find = [&](uint32_t from) {
+    const auto find = [&](uint32_t first) {
+      const uint32_t *const other = InRegisters(a.edges.other + first), *const order =
+                                                                            InRegisters(a.edges.order + first);
 #pragma unroll
       for (int u = 0; u < U; ++u) {
-        const uint32_t position = from + u * kSplit;
         at[u].row = s.row;
-        if (position >= s.end) continue;
-        if (V::kReadsOther) at[u].other = __ldg(a.edges.other + position);
-        if (V::kReadsEdge) at[u].edge = __ldg(a.edges.order + position);
+        if (first + u * kSplit >= s.end) continue;
+        if (V::kReadsOther) at[u].other = __ldg(other + u * kSplit);
+        if (V::kReadsEdge) at[u].edge = __ldg(order + u * kSplit);
       }
     };
     uint32_t position = s.begin + split;
@@ -119,7 +123,7 @@ struct EdgeReducer<F, kOp, N, kParts, kSplit, U, Types<T...>, Operands...> {
       for (int u = 0; u < U; ++u) {
         if (position + u * kSplit >= s.end) continue;
 #pragma unroll
-        for (int p = 0; p < kParts; ++p) edge[u][p].Load(a.operand, offset[p], at[u], OfEdges());
+        for (int p = 0; p < kParts; ++p) edge[u][p].Load(a.operand, from[p], at[u], OfEdges());
       }
       find(position + U * kSplit);  // the next indices come while this group's operands do
 #pragma unroll
@@ -150,7 +154,7 @@ struct EdgeReducer<F, kOp, N, kParts, kSplit, U, Types<T...>, Operands...> {
     }
 #pragma unroll
     for (int p = 0; p < kParts; ++p) {
-      if (!has[p]) continue;
+      if (!has[p]) continue;  // s is empty, and nothing is written, in threads beyond the lanes of a row
       if (s.whole) (Write<r, T>(a, s, column[p], total[p]), ...);
       else if (s.partial) (Put<r, T>(a, item, column[p], total[p]), ...);
     }
@@ -170,8 +174,9 @@ struct EdgeReducer<F, kOp, N, kParts, kSplit, U, Types<T...>, Operands...> {
   }
 
   template <int r, class R>
-  static __device__ __forceinline__ void Put(const Args& a, int64_t slot, uint32_t column, const Totals (&total)[N]) {
-    auto* const to = static_cast<Total<kOp, Value<R>>*>(a.result[r].partials) + slot * a.features.width + column;
+  static __device__ __forceinline__ void Put(const Args& a, uint32_t slot, uint32_t column, const Totals (&total)[N]) {
+    auto* const to = static_cast<Total<kOp, Value<R>>*>(a.result[r].partials) +
+                     static_cast<int64_t>(slot) * a.features.width + column;
 #pragma unroll
     for (int n = 0; n < N; ++n) to[n] = Get<r>(total[n]);
   }

@@ -207,19 +207,27 @@ def _differentiate(prim, gradients):
         if not active:
             ys = bind(prim, *primals, **params)
             return ys, list(map(compat.zero_tangent, ys))
-        several, n = params.get("reduction") in LOCATED, len(params["dtypes"])
+        several, dtypes = params.get("reduction") in LOCATED, params["dtypes"]
+        inexact = [k for k, d in enumerate(dtypes) if jnp.issubdtype(d, jnp.inexact)]
+        if not inexact:
+            ys = bind(prim, *primals, **params)
+            return ys, list(map(compat.zero_tangent, ys))
 
         def numbers(*xs):
             operands = list(primals)
             for k, x in zip(active, xs):
                 operands[k] = x
             ys = f(tuple(operands), tuple(active), tuple(params.items()))
-            return ys[:n], ys[n:]
+            return [ys[k] for k in inexact], [y for k, y in enumerate(ys) if k not in inexact]
 
-        ys, pull, edges = jax.vjp(numbers, *(primals[k] for k in active), has_aux=True)
-        (dys,) = jax.linear_transpose(pull, ys)(tuple(tangents[k] for k in active))
-        beside = edges if several else []
-        return [*ys, *beside], [*dys, *map(compat.zero_tangent, beside)]
+        found, pull, others = jax.vjp(numbers, *(primals[k] for k in active), has_aux=True)
+        (tangents,) = jax.linear_transpose(pull, found)(tuple(tangents[k] for k in active))
+        found, tangents, others = iter(found), iter(tangents), iter(others)
+        ys, dys = [], []
+        for k in range(len(dtypes) * (1 + several)):
+            ys.append(next(found) if k in inexact else next(others))
+            dys.append(next(tangents) if k in inexact else compat.zero_tangent(ys[-1]))
+        return ys, dys
 
     ad.primitive_jvps[prim] = jvp
 

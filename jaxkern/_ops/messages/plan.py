@@ -12,7 +12,7 @@ import typing
 
 from jaxkern._core import launch
 from jaxkern._core.define import CUDA_TYPES, ceil_div, divider, fast_divmod
-from jaxkern._core.launch import Launch, Plan, i64, struct, u32
+from jaxkern._core.launch import Launch, Plan, struct, u32
 from jaxkern._ops.messages.primitive import LOCATED, WIDTH, features_of
 
 REDUCE, MAP = "messages/reduce.cuh", "messages/map.cuh"
@@ -106,7 +106,8 @@ def _edges(edges, rows):
 
 def _operands(p: Problem):
     for k, (o, length) in enumerate(zip(p.operands, p.lengths)):
-        yield struct(launch.operand(WIDTH + k), i64(length), u32(o.strides[0]), u32(o.strides[1]), u32(o.rows))
+        row = length * o.dtype.itemsize
+        yield struct(launch.operand(WIDTH + k), *map(u32, (row, o.rows - 1, o.strides[0], o.strides[1])))
 
 
 def _features(p: Problem):
@@ -117,9 +118,11 @@ def _types(dtypes):
     return f"jaxkern::Types<{', '.join(CUDA_TYPES[d.name] for d in dtypes)}>"
 
 
-def _known(function, dtypes, *sizes):
-    """Whether kernels number these sizes, and read and write what the function takes and returns."""
-    return all(0 < n <= MAX_COUNT for n in sizes) and all(d.name in CUDA_TYPES for d in (*dtypes, *function.in_dtypes))
+def _known(p: Problem, function, dtypes, *sizes):
+    """Whether kernels number these sizes and rows' bytes, and read and write what the function takes and returns."""
+    rows = (length * o.dtype.itemsize for o, length in zip(p.operands, p.lengths))
+    numbered = all(0 < n <= MAX_COUNT for n in (*sizes, p.width, *p.lengths)) and all(n < 1 << 32 for n in rows)
+    return numbered and all(d.name in CUDA_TYPES for d in (*dtypes, *function.in_dtypes))
 
 
 # ---- reductions
@@ -156,7 +159,7 @@ def reduce_plan(device, operands, results, *, function, ends, reduction, dtypes,
     arrays = operands[WIDTH:]
     edges, nodes = operands[0].shape[0], operands[3].shape[0] - 1
     p = problem(arrays, ends)
-    if p is None or not _known(function, dtypes, edges, nodes, p.width, *p.lengths):
+    if p is None or not _known(p, function, dtypes, edges, nodes):
         return None
     outs = function.out_dtypes
     if any(d.name not in _REDUCED for d in dtypes) or any(_computed(a) != _computed(b) for a, b in zip(outs, dtypes)):
@@ -171,7 +174,9 @@ def reduce_plan(device, operands, results, *, function, ends, reduction, dtypes,
     source = function.source("Message")
 
     def steps(r: Rows):
-        threads = (2 * chunks + nodes) * r.lanes * r.split
+        of_block = min(r.lanes, THREADS // r.split)  # of the lanes of a row
+        items = THREADS // (of_block * r.split)
+        grid = (ceil_div(2 * chunks + nodes, items), ceil_div(r.lanes, of_block))
         template = (
             f"EdgeReduce<Message, jaxkern::Reduce::{_REDUCTIONS[reduction]}, {r.vector}, {r.parts}, {r.split}, "
             f"{r.in_flight}, {_types(dtypes)}, {', '.join(o.name() for o in p.operands)}>"
@@ -181,10 +186,10 @@ def reduce_plan(device, operands, results, *, function, ends, reduction, dtypes,
             *_operands(p),
             *reduced,
             _features(p),
-            *map(u32, (r.lanes, CHUNK, chunks)),
-            divider(r.lanes),
+            *map(u32, (r.lanes, items, CHUNK, chunks)),
+            fast_divmod(of_block),
         )
-        return (Launch(REDUCE, template, [args], ceil_div(threads, THREADS), THREADS, source=source), *folds)
+        return (Launch(REDUCE, template, [args], grid, THREADS, source=source), *folds)
 
     folds = []
     columns = min(32, 1 << (p.width - 1).bit_length())
@@ -196,6 +201,8 @@ def reduce_plan(device, operands, results, *, function, ends, reduction, dtypes,
         template = f"FoldChunks<jaxkern::Reduce::{_REDUCTIONS[reduction]}, {CUDA_TYPES[d.name]}, {columns}>"
         folds.append(Launch(REDUCE, template, [args], grid, FOLD_THREADS))
 
+    if p.width > 32 * THREADS * ((1 << 16) - 1):  # blocks side by side on a row of single elements
+        return None
     laid = functools.partial(rows_of, p, dtypes, degree=edges / nodes)
     vector = vector_of(p, dtypes)
     whole = steps(rows or laid(vector=vector))
@@ -216,7 +223,7 @@ def map_plan(device, operands, results, *, function, ends, summed, dtypes) -> Pl
     arrays = operands[WIDTH:]
     edges, nodes = operands[0].shape[0], operands[3].shape[0] - 1
     p = problem(arrays, ends)
-    if p is None or not _known(function, dtypes, edges, nodes, p.width, *p.lengths):
+    if p is None or not _known(p, function, dtypes, edges, nodes):
         return None
     outs = function.out_dtypes
     if any(_computed(a) != _computed(b) for a, b in zip(outs, dtypes)) or (

@@ -55,8 +55,8 @@ def reduce_messages(keys, order, other, offsets, *arrays, function, ends, reduct
 def _first(y, total, keys, order, rows):
     """The first edge of each row whose message is `total`."""
     nowhere = jnp.asarray(2**32 - 1, jnp.uint32)
-    if isinstance(rows, int) and rows == 0:
-        return jnp.zeros(total.shape, jnp.uint32)
+    if any(isinstance(n, int) and n == 0 for n in (rows, y.shape[0])):
+        return jnp.full(total.shape, nowhere)
     own = total.at[keys].get(mode="clip")
     attains = (y == own) | ((y != y) & (own != own))
     position = jnp.arange(y.shape[0], dtype=jnp.uint32).reshape(-1, *[1] * (y.ndim - 1))
