@@ -39,9 +39,10 @@ class accelerate(contextlib.ContextDecorator):
         "scatter_add", "scatter_max", "scatter_min"   of rows: `x.at[i].add`, `jax.ops.segment_sum`, the gradients of
                                                       `x[i]`, `jnp.take` and `flax.linen.Embed`, jraph's models
         "logsumexp"                                   `jax.nn.logsumexp`, `jax.scipy.special.logsumexp`
-        "softmax_cross_entropy"                       `optax.softmax_cross_entropy_with_integer_labels`
         "softmax"                                     the gradient of `jax.nn.softmax`
         "log_softmax"                                 that of `jax.nn.log_softmax` in 16 bits; on request alone, by `only`
+        "softmax_cross_entropy"                       `optax.softmax_cross_entropy_with_integer_labels`; on request alone,
+                                                      by `only`: rows that hold infinities differ
 
     Where gathers of rows and elementwise arithmetic make the updates of a scatter, as in `segment_sum(x[senders] *
     w[:, None], receivers)`, one kernel runs all of it, and nothing of the size edges x features is stored.

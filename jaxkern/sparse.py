@@ -177,24 +177,23 @@ def _lowest(dtype):
 def spmm(a: sparse.BCOO | sparse.BCSR, b: ArrayLike, *, graph: Graph | None = None) -> jax.Array:
     """The product of a sparse matrix and a dense one, `a @ b`.
 
-        Args:
-            a: `jax.experimental.sparse.BCOO` or `BCSR` of shape (m, n), without batch or dense dimensions.
-            b: array of shape (n, ...).
-            graph: what `spmm_graph(a)` returned, of a matrix whose elements are at the same places: then nothing is sorted.
+    Args:
+        a: `jax.experimental.sparse.BCOO` or `BCSR` of shape (m, n), without batch or dense dimensions.
+        b: array of shape (n, ...).
+        graph: what `spmm_graph(a)` returned, of a matrix whose elements are at the same places: then nothing is sorted.
 
-        Returns:
-            Array of shape (m, *b.shape[1:]). Products are summed in float32 or wider and rounded once; equal bits every time.
-            The gradients by b and by a's elements are a kernel each; the latter is sampled at them alone.
+    Returns:
+        Array of shape (m, *b.shape[1:]). Products are summed in float32 or wider and rounded once; equal bits every time.
+        The gradients by b and by a's elements are a kernel each; the latter is sampled at them alone.
 
-        Raises:
-            TypeError: a is no sparse matrix. ValueError: shapes do not match.
+    Raises:
+        TypeError: a is no sparse matrix. ValueError: shapes do not match.
 
-        >>> import jax.numpy as jnp, jaxkern
-        >>> from jax.experimental import sparse
-    from jax.typing import ArrayLike
-        >>> a = sparse.BCOO.fromdense(jnp.array([[0.0, 2.0], [3.0, 0.0], [0.0, 0.0]]))
-        >>> jaxkern.spmm(a, jnp.array([[1.0, 10.0], [2.0, 20.0]])).tolist()
-        [[4.0, 40.0], [3.0, 30.0], [0.0, 0.0]]
+    >>> import jax.numpy as jnp, jaxkern
+    >>> from jax.experimental import sparse
+    >>> a = sparse.BCOO.fromdense(jnp.array([[0.0, 2.0], [3.0, 0.0], [0.0, 0.0]]))
+    >>> jaxkern.spmm(a, jnp.array([[1.0, 10.0], [2.0, 20.0]])).tolist()
+    [[4.0, 40.0], [3.0, 30.0], [0.0, 0.0]]
     """
     graph = spmm_graph(a, _name="spmm") if graph is None else graph
     b = jnp.asarray(b)
@@ -212,13 +211,12 @@ def spmm(a: sparse.BCOO | sparse.BCSR, b: ArrayLike, *, graph: Graph | None = No
 def spmm_graph(a: sparse.BCOO | sparse.BCSR, *, _name: str = "spmm_graph") -> Graph:
     """The graph of a sparse matrix: an edge from column to row for each element, for `spmm` to take.
 
-        a: as for `spmm`. Rows that are in order (a BCSR, or a BCOO whose `indices_sorted` is set) are not sorted again.
+    a: as for `spmm`. Rows that are in order (a BCSR, or a BCOO whose `indices_sorted` is set) are not sorted again.
 
-        >>> import jax.numpy as jnp, jaxkern
-        >>> from jax.experimental import sparse
-    from jax.typing import ArrayLike
-        >>> jaxkern.spmm_graph(sparse.BCOO.fromdense(jnp.eye(3)))
-        Graph(3 edges, 3 senders, 3 receivers)
+    >>> import jax.numpy as jnp, jaxkern
+    >>> from jax.experimental import sparse
+    >>> jaxkern.spmm_graph(sparse.BCOO.fromdense(jnp.eye(3)))
+    Graph(3 edges, 3 senders, 3 receivers)
     """
     if not isinstance(a, (sparse.BCOO, sparse.BCSR)):
         raise TypeError(f"jaxkern.{_name}: a must be a BCOO or a BCSR, got {type(a).__name__}")

@@ -12,8 +12,8 @@ import typing
 from jaxkern._core import compat, registry
 
 SCATTERS = ("scatter_add", "scatter_max", "scatter_min")
-FUNCTIONS = ("logsumexp", "softmax", "softmax_cross_entropy")
-ON_REQUEST = ("log_softmax",)
+FUNCTIONS = ("logsumexp", "softmax")
+ON_REQUEST = ("log_softmax", "softmax_cross_entropy")  # taken only if named: not equal to the letter
 OPERATIONS = (*SCATTERS, *FUNCTIONS, *ON_REQUEST)
 
 
