@@ -109,6 +109,14 @@ def _function(f, in_dtypes, out_dtypes, label, captured=0, out_tree=None, weak=N
         return Function(closed, tuple(in_dtypes), tuple(out_dtypes), label, captured, out_tree)
 
 
+def of_scalars(f, in_dtypes, out_dtypes, label) -> "Function":
+    """The Function of `f`, written in terms of other Functions' `scalars`.
+
+    f takes scalars of the computing types of `in_dtypes` and returns a list of scalars, one for each of `out_dtypes`.
+    """
+    return _function(f, tuple(map(np.dtype, in_dtypes)), tuple(map(np.dtype, out_dtypes)), label)
+
+
 class Function:
     """A function of scalars, immutable, and equal to any other that computes the same and has the same derivatives.
 

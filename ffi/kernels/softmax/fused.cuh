@@ -286,8 +286,9 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
     }
   }
 
-  // Loads first, then the random draws, which need nothing from memory.
-  template <int kPacks> __device__ __forceinline__ void LoadAll(Raw (&raw)[kPacks], Index first, Index step) const {
+  // Loads first, then the random draws, which need nothing from memory. AnyRaw: Raw or a class derived from it.
+  template <class AnyRaw, int kPacks>
+  __device__ __forceinline__ void LoadAll(AnyRaw (&raw)[kPacks], Index first, Index step) const {
     Base::LoadAll(raw, first, step, (limit + span.shift + N - 1) / N);
     if constexpr (Op::kFromInput) {
 #pragma unroll
@@ -507,10 +508,10 @@ template <class T_, bool kLog> struct FusedBackward {
     bool skipped[kPacks] = {};
 
     __device__ __forceinline__ void Skip(int i) { skipped[i] = true; }
-    __device__ __forceinline__ void Set(int i, const C (&v)[2][N], const Pack<T, N>* raw, bool) {
+    __device__ __forceinline__ void Set(int i, const C (&v)[2][N], const Pack<T, N>* raw, bool changed) {
 #pragma unroll
       for (int j = 0; j < N; ++j) held[i][j] = v[0][j];
-      cotangent[i] = raw[1];
+      cotangent[i] = changed ? Repack<T, N>(v[1]) : raw[1];
       Forget(cotangent[i]);
     }
     template <int kLanes, class Widen> __device__ __forceinline__ Stat Reduce(Widen widen) {
