@@ -371,6 +371,14 @@ def _literal(value, dtype) -> str:
     return f"({text})" if text[0] == "-" else text
 
 
+def _inverse(value) -> str | None:
+    """1 / value as a literal, if value and it are normal numbers: XLA too multiplies by it rather than divide."""
+    value = float(value)
+    if not 2.0**-126 <= abs(value) <= 2.0**126:
+        return None
+    return _literal(np.float32(1 / value), np.float32)
+
+
 # Primitives with an overload of the same name in functions.h, or of the one given.
 _OVERLOADS = {
     name: name
@@ -491,6 +499,10 @@ class _Translation:
             for c in reversed(coefficients[:-1]):
                 text = f"lax::add(lax::mul({text}, {x}), {c})"
             return self._rounded(text, out)
+        if name == "div" and dtypes[1] == np.float32 and isinstance(e.invars[1], Literal):
+            inverse = _inverse(e.invars[1].val)
+            if inverse is not None:
+                return f"lax::mul({operands[0]}, {inverse})"
         if name == "nextafter" and computing(out) != out:
             self._fail(e, f"which has no counterpart of {out} in kernels")
         if name in ("mul", "add", "sub") and dtypes[0] != out:

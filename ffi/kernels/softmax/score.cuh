@@ -6,13 +6,14 @@
 //
 // ScoreRow takes the place of FusedRow in the kernels of the warp, block and streaming algorithms. From FusedRow it has
 // masks, partial vectors and the order of rows; scale, bias, causal limit and dropout are not used. The gradient is
-// computed from x and the cotangent: the scores are computed again, then ds of the softmax, then the derivative of the
-// function by x times ds. x, the cotangent and the result are moved once; streaming reads x and the cotangent twice.
+// computed from x and the cotangent: each thread computes the score of an element again, and beside it the derivative of
+// the function by x, which it holds until ds of the softmax is known. x, the cotangent and the result are moved once;
+// streaming reads x and the cotangent twice.
 //
 // An element with a score of -inf counts as masked: its result is 0 (log_softmax: -inf), and its gradient is 0.
 //
 // A functor takes an element of x, then indices, then an element of each operand, all by value in computing types; the
-// gradient also takes ds. The result is returned by reference. Indices count along the dimensions of the whole array;
+// gradient also takes a cotangent, which is 1 here. The result is returned by reference. Indices count along the dimensions of the whole array;
 // `origin` is where this part of it begins.
 #pragma once
 
@@ -28,9 +29,8 @@ template <int kArgs, int kIndices> struct ScoreParams : FusedParams {
   FastDivmod below[kIndexSlots];   // by the rows of one step along the dimension
   FastDivmod extent[kIndexSlots];  // by the size of the dimension
   const int32_t* origin;           // of each index; null: zeros
-  bool unscored;                   // the gradient is ds
 };
-static_assert(sizeof(ScoreParams<2, 3>) == 680 + 2 * (8 + 88) + 3 * 24 + 16, "plan.py lays it out");
+static_assert(sizeof(ScoreParams<2, 3>) == 680 + 2 * (8 + 88) + 3 * 24 + 8, "plan.py lays it out");
 
 // An element as a functor takes it, from its bits.
 template <class T> __device__ __forceinline__ auto WidenBits(uint64_t bits) {
@@ -72,7 +72,7 @@ template <class First, class... Rest> struct ArgAt<0, First, Rest...> {
   using type = First;
 };
 
-// What a function takes. kColumn: which index is the column; -1: none. kSplat: bits of the operands that are the same
+// What a function takes. Gradient is void where there is no gradient, or where it is ds. kColumn: which index is the column; -1: none. kSplat: bits of the operands that are the same
 // along a row.
 template <class Score_, class Gradient_, int kIndices_, int kColumn_, uint32_t kSplat_, class... Args>
 struct ScoreCall {
@@ -91,7 +91,8 @@ struct ScoreCall {
   }
 };
 
-template <class Op, int N, uint32_t kHas, class Index, bool kRagged, class Call> struct ScoreRow
+// kFull: every pack that a thread holds has a row's elements, but for rows beyond the end, which are not stored.
+template <class Op, int N, uint32_t kHas, class Index, bool kRagged, bool kFull, class Call> struct ScoreRow
     : FusedRow<Op, N, kHas, Index, kRagged> {
   static_assert((kHas & ~kHasMask) == 0 && Op::kFromInput, "");
   using Base = FusedRow<Op, N, kHas, Index, kRagged>;
@@ -100,13 +101,20 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged, class Call>
   using Params = typename Call::Params;
   using Base::span;
   static constexpr bool kChanges = true, kManyRegisters = true;
-  static constexpr int kGroupBlocks = Op::kInputs == 1 ? 5 : 4;
+  static constexpr bool kChains = !std::is_same_v<typename Call::Gradient, void>;
   static constexpr int kArgWords = Call::template Offset<N>(Call::kArgs);
+  // Registers of a thread of the warp algorithm: its four packs as they are loaded, then what it holds of them.
+  static constexpr int kLoaded = Op::kInputs * Pack<T, N>::kWords + kArgWords + (Base::kLifts ? Base::kLiftWords : 0);
+  static constexpr int kHeld =
+      N * (sizeof(C) / 4) * (1 + kChains) + (Op::kInputs - 1) * static_cast<int>(Pack<T, N>::kWords);
+  static constexpr int kRegisters = 4 * (kLoaded > kHeld ? kLoaded : kHeld) + 32;
+  static constexpr int kGroupBlocks = kRegisters <= 64 ? 8 : kRegisters >= 256 ? 2 : 512 / kRegisters;
   using IndexSequence = std::make_index_sequence<Call::kIndices>;
   using ArgSequence = std::make_index_sequence<Call::kArgs>;
 
   struct Raw : Base::Raw {
     uint32_t arg[kArgWords ? kArgWords : 1];
+    C slope[kChains ? N : 1];  // derivatives of the scores by x
   };
 
   const Params& q;
@@ -165,8 +173,7 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged, class Call>
       }
     }
   }
-  template <size_t... A>
-  __device__ __forceinline__ void LoadArgs(Index i, Raw& raw, std::index_sequence<A...>) const {
+  template <size_t... A> __device__ __forceinline__ void LoadArgs(Index i, Raw& raw, std::index_sequence<A...>) const {
 #pragma unroll
     for (int w = 0; w < kArgWords; ++w) raw.arg[w] = 0;
     if (!this->Beyond(i)) (LoadArg<A>(span.Column(i), raw.arg), ...);
@@ -192,9 +199,9 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged, class Call>
     else return WidenBits<A>(BitsAt<sizeof(A)>(raw.arg + Call::template Offset<N>(k), j));
   }
 
-  template <size_t... I, size_t... A>
-  __device__ __forceinline__ void Apply(const Raw& raw, Index i, C (&s)[N], std::index_sequence<I...>,
-                                        std::index_sequence<A...>) const {
+  template <size_t... I, size_t... A> __device__ __forceinline__ void Apply(const Raw& raw, Index i, C (&s)[N],
+                                                                            std::index_sequence<I...>,
+                                                                            std::index_sequence<A...>) const {
     const typename Call::Score score{};
     const Index column = span.Column(i);
     C x[N];
@@ -202,20 +209,15 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged, class Call>
 #pragma unroll
     for (int j = 0; j < N; ++j) score(x[j], IndexOf<I>(column + j)..., ArgOf<A>(raw, j)..., s[j]);
   }
-  // d holds ds, then the gradient by x. It is 0 where ds is, whatever the derivative.
-  template <size_t... I, size_t... A>
-  __device__ __forceinline__ void Chain(const Raw& raw, Index i, C (&d)[N], std::index_sequence<I...>,
-                                        std::index_sequence<A...>) const {
+  template <size_t... I, size_t... A> __device__ __forceinline__ void Differentiate(const Raw& raw, Index i, C (&d)[N],
+                                                                                    std::index_sequence<I...>,
+                                                                                    std::index_sequence<A...>) const {
     const typename Call::Gradient gradient{};
     const Index column = span.Column(i);
     C x[N];
     Unpack(raw.data[0], x);
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
-      C dx;
-      gradient(x[j], IndexOf<I>(column + j)..., ArgOf<A>(raw, j)..., d[j], dx);
-      d[j] = d[j] == C(0) ? C(0) : dx;
-    }
+    for (int j = 0; j < N; ++j) gradient(x[j], IndexOf<I>(column + j)..., ArgOf<A>(raw, j)..., C(1), d[j]);
   }
 
   // The scores of a pack; -inf for elements that are masked or outside of the row.
@@ -229,31 +231,39 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged, class Call>
       Unpack(words, lift);
 #pragma unroll
       for (int j = 0; j < N; ++j) s[j] = lift[j] != C(0) ? -Infinity<C>() : s[j];
-    } else {
+    } else if constexpr (!kFull) {
 #pragma unroll
       for (int j = 0; j < N; ++j) s[j] = raw.lift[0] ? -Infinity<C>() : s[j];
     }
   }
 
-  __device__ __forceinline__ void Values(const Raw& raw, C (&v)[Op::kInputs][N], Index i) const {
+  __device__ __forceinline__ void Values(Raw& raw, C (&v)[Op::kInputs][N], Index i) const {
     Scores(raw, i, v[0]);
     if constexpr (Op::kInputs == 2) {
       Unpack(raw.data[1], v[1]);
+      if constexpr (kChains) Differentiate(raw, i, raw.slope, IndexSequence(), ArgSequence());
 #pragma unroll
-      for (int j = 0; j < N; ++j) v[1][j] = v[0][j] == -Infinity<C>() ? C(0) : v[1][j];
+      for (int j = 0; j < N; ++j) {
+        const bool none = v[0][j] == -Infinity<C>();
+        v[1][j] = none ? C(0) : v[1][j];
+        if constexpr (kChains) raw.slope[j] = none ? C(0) : raw.slope[j];
+      }
     }
   }
 
+  // A row with NaN or infinity, or without a participant, is rare: its scores are computed from memory again rather than
+  // kept in registers.
   __device__ __forceinline__ Pack<T, N> Result(C (&v)[N], const typename Op::Final& final, const Raw& raw,
                                                Index i) const {
     if (!Op::Regular(final)) {
       C s[N];
-      Scores(raw, i, s);
+      Scores(Load(i), i, s);
 #pragma unroll
       for (int j = 0; j < N; ++j) v[j] = s[j] == -Infinity<C>() ? Op::Masked() : v[j];
     }
-    if constexpr (Op::kInputs == 2) {
-      if (!q.unscored) Chain(raw, i, v, IndexSequence(), ArgSequence());
+    if constexpr (kChains) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) v[j] *= raw.slope[j];
     }
     return Repack<T, N>(v);
   }

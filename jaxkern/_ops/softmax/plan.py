@@ -434,9 +434,12 @@ def _fused_op(p: Problem, from_output: bool) -> str:
 
 
 def _row_launch(p: Problem, algorithm: str, op: str, row, params, header="softmax/fused.cuh", source="") -> Launch:
-    """The launch of a kernel with rows of its own; row(index, ragged): the C++ type of a row."""
+    """The launch of a kernel with rows of its own.
+
+    row(index, ragged, full): the C++ type of a row. full: every thread holds four whole vectors of it.
+    """
     if algorithm == "streaming":
-        name = f"SoftmaxStreaming<{op}, {row('int64_t', True)}>"
+        name = f"SoftmaxStreaming<{op}, {row('int64_t', True, False)}>"
         return Launch(header, name, [params], _rows_grid(p.rows), _STREAM_THREADS, source=source)
     vectors = p.width // p.vector if p.whole else p.vectors
     lanes, grid, threads = "jaxkern::kBlockLanes", p.rows, _warps(ceil_div(vectors, 4))
@@ -444,7 +447,8 @@ def _row_launch(p: Problem, algorithm: str, op: str, row, params, header="softma
         # Two short rows per warp: half the steps to reduce a row, and a causal row ends nearer to its limit.
         lanes = 16 if p.whole and vectors <= 16 * 4 else 32
         grid, threads = ceil_div(p.rows, _WARP_THREADS // lanes), _WARP_THREADS
-    name = f"SoftmaxRegisters<{op}, {row('int', not p.whole)}, {lanes}, 4, 1>"
+    full = p.whole and vectors == 4 * (lanes if algorithm == "warp" else threads)
+    name = f"SoftmaxRegisters<{op}, {row('int', not p.whole, full)}, {lanes}, 4, 1>"
     return Launch(header, name, [params], grid, threads, source=source)
 
 
@@ -510,7 +514,7 @@ def fused(
     op = _fused_op(p, from_output)
 
     def row(vector):
-        return lambda index, ragged: f"jaxkern::FusedRow<{op}, {vector}, {has}, {index}, {_cpp(ragged)}>"
+        return lambda index, ragged, _: f"jaxkern::FusedRow<{op}, {vector}, {has}, {index}, {_cpp(ragged)}>"
 
     return Plan(
         algorithm,
@@ -571,22 +575,23 @@ def score(
             *([fast_divmod(math.prod(x.shape[d + 1 : axis])) for d in indexed] or [fast_divmod(1)]),
             *([fast_divmod(1 if d == axis else x.shape[d]) for d in indexed] or [fast_divmod(1)]),
             operand(at["origin"]) if "origin" in at else null,
-            boolean(unscored),
         )
 
     op = _fused_op(p, False)
-    source = function.source("Score")
-    if backward:
-        source += function.vjp((0,)).source("ScoreGradient")
+    source, gradient = function.source("Score"), "void"
+    if backward and not unscored:
+        source, gradient = source + function.vjp((0,)).source("ScoreGradient"), "ScoreGradient"
     column = indexed.index(axis) if axis in indexed else -1
     splat = sum((a.shape[axis] == 1) << k for k, a in enumerate(args))
-    call = ["Score", "ScoreGradient" if backward else "void", len(indexed), column, splat]
+    call = ["Score", gradient, len(indexed), column, splat]
     call += [CUDA_TYPES[a.dtype.name] for a in args]
     call = f"jaxkern::ScoreCall<{', '.join(map(str, call))}>"
     has = p.masked * _HAS_MASK
 
     def row(vector):
-        return lambda index, ragged: f"jaxkern::ScoreRow<{op}, {vector}, {has}, {index}, {_cpp(ragged)}, {call}>"
+        return lambda index, ragged, full: (
+            f"jaxkern::ScoreRow<{op}, {vector}, {has}, {index}, {_cpp(ragged)}, {_cpp(full)}, {call}>"
+        )
 
     def launches(algorithm, vector, aligned):
         return (_row_launch(p, algorithm, op, row(vector), params(aligned), "softmax/score.cuh", source),)
