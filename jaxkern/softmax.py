@@ -315,7 +315,9 @@ def _scored(name: str, x, axis, where, score, args, others):
         raise TypeError(f"jaxkern.{name}: score must be a function of scalars, got {type(score).__name__}")
     neutral = {"scale": 1, "bias": None, "causal": False, "dropout_rate": 0}
     for argument, value in others.items():
-        if value is not neutral[argument] and not (isinstance(value, (bool, int, float)) and value == neutral[argument]):
+        if value is not neutral[argument] and not (
+            isinstance(value, (bool, int, float)) and value == neutral[argument]
+        ):
             hint = "" if argument == "dropout_rate" else f": write the {argument.replace('causal', 'mask')} in score"
             raise TypeError(f"jaxkern.{name}: score does not combine with {argument}{hint}")
     validate.check_array(name, "x", "an array or a number", x)
