@@ -480,6 +480,7 @@ def test_struct_is_laid_out_as_in_the_kernel():
 
 
 KERNELS = [  # shape, arguments, indices, dtype, backward, mask, capability
+    ((4, 16, 64, 512), [], (), "float32", True, None, 90),
     ((4, 16, 64, 512), [((1, 16, 64, 512), "bfloat16")], (), "bfloat16", False, None, 90),
     ((4, 16, 64, 512), [((1, 16, 64, 512), "bfloat16")], (2, 3), "bfloat16", True, None, 100),
     ((4, 9, 1001), [((1, 9, 1001), "int8"), ((4, 1, 1), "bool")], (0, 1, 2), "float16", True, (4, 1, 1001), 80),

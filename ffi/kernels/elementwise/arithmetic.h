@@ -163,8 +163,7 @@ struct Single : Float {
   static JAXKERN_FN C Tanh(C x) {
     const C a = fabsf(x), p = x * x;
     const C far = copysignf(fmaf(-2, Inverse(1 + Power2(a * C(2 * kLog2e))), 1), x);
-    const C near =
-        fmaf(x, p * Polynomial(p, {-0.333327681f, 0.133152977f, -0.0523039624f, 0.0157396831f}), x);
+    const C near = fmaf(x, p * Polynomial(p, {-0.333327681f, 0.133152977f, -0.0523039624f, 0.0157396831f}), x);
     return a < 0.6f ? near : far;
   }
   static JAXKERN_FN C NormalCdf(C x) {

@@ -80,7 +80,7 @@ struct ScoreCall {
   using Gradient = Gradient_;
   static constexpr int kIndices = kIndices_, kColumn = kColumn_, kArgs = sizeof...(Args);
   using Params = ScoreParams<kArgs, kIndices>;
-  template <int k> using Arg = typename ArgAt<k, Args...>::type;
+  template <int k> using Arg = typename ArgAt<k, Args..., void>::type;
   static constexpr bool IsSplat(int k) { return kSplat_ >> k & 1; }
   // Words of a pack of N elements of each operand before the k-th.
   template <int N> static constexpr int Offset(int k) {
@@ -107,8 +107,9 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged, bool kFull,
   static constexpr int kLoaded = Op::kInputs * Pack<T, N>::kWords + kArgWords + (Base::kLifts ? Base::kLiftWords : 0);
   static constexpr int kHeld =
       N * (sizeof(C) / 4) * (1 + kChains) + (Op::kInputs - 1) * static_cast<int>(Pack<T, N>::kWords);
-  static constexpr int kRegisters = 4 * (kLoaded > kHeld ? kLoaded : kHeld) + 32;
-  static constexpr int kGroupBlocks = kRegisters <= 64 ? 8 : kRegisters >= 256 ? 2 : 512 / kRegisters;
+  static constexpr int kOthers = 32 + 3 * Call::kArgs + 2 * Call::kIndices + (kRagged ? 8 : 0);
+  static constexpr int kRegisters = 4 * (kLoaded > kHeld ? kLoaded : kHeld) + kOthers;
+  static constexpr int kGroupBlocks = kRegisters <= 68 ? 8 : kRegisters >= 256 ? 2 : 512 / kRegisters;
   using IndexSequence = std::make_index_sequence<Call::kIndices>;
   using ArgSequence = std::make_index_sequence<Call::kArgs>;
 
