@@ -121,7 +121,7 @@ def softmax(
     random bits after Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011 (Philox4x32-7);
     score functions after Dong et al., "Flex Attention", 2024.
     """
-    if score is not None or len(score_args):
+    if score is not None or _given(score_args):
         others = {"scale": scale, "bias": bias, "causal": causal, "dropout_rate": dropout_rate}
         return _scored("softmax", x, axis, where, score, score_args, others)
     extras = _extras("softmax", scale, bias, causal, dropout_rate, dropout_key)
@@ -170,7 +170,7 @@ def log_softmax(
 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
-    if score is not None or len(score_args):
+    if score is not None or _given(score_args):
         return _scored("log_softmax", x, axis, where, score, score_args, {"scale": scale, "bias": bias})
     extras = _extras("log_softmax", scale, bias)
     if extras is not None:
@@ -305,6 +305,10 @@ def _scale(name, scale, wide):
 
 
 # ---- scores
+
+
+def _given(args) -> bool:
+    return not isinstance(args, (tuple, list)) or len(args) > 0
 
 
 def _scored(name: str, x, axis, where, score, args, others):
