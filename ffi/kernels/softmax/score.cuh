@@ -7,8 +7,8 @@
 // ScoreRow takes the place of FusedRow in the kernels of the warp, block and streaming algorithms. From FusedRow it has
 // masks, partial vectors and the order of rows; scale, bias, causal limit and dropout are not used. The gradient is
 // computed from x and the cotangent: each thread computes the score of an element again, and beside it the derivative of
-// the function by x, which it holds until ds of the softmax is known. x, the cotangent and the result are moved once;
-// streaming reads x and the cotangent twice.
+// the function by x, which it holds until ds of the softmax is known. ds itself is a second result where the gradients of
+// other operands need it. x, the cotangent and the results are moved once; streaming reads x and the cotangent twice.
 //
 // An element with a score of -inf counts as masked: its result is 0 (log_softmax: -inf), and its gradient is 0.
 //
@@ -29,8 +29,9 @@ template <int kArgs, int kIndices> struct ScoreParams : FusedParams {
   FastDivmod below[kIndexSlots];   // by the rows of one step along the dimension
   FastDivmod extent[kIndexSlots];  // by the size of the dimension
   const int32_t* origin;           // of each index; null: zeros
+  void* ds;                        // where the gradient by the scores is written, too; or null
 };
-static_assert(sizeof(ScoreParams<2, 3>) == 680 + 2 * (8 + 88) + 3 * 24 + 8, "plan.py lays it out");
+static_assert(sizeof(ScoreParams<2, 3>) == 680 + 2 * (8 + 88) + 3 * 24 + 16, "plan.py lays it out");
 
 // An element as a functor takes it, from its bits.
 template <class T> __device__ __forceinline__ auto WidenBits(uint64_t bits) {
@@ -263,6 +264,7 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged, bool kFull,
       for (int j = 0; j < N; ++j) v[j] = s[j] == -Infinity<C>() ? Op::Masked() : v[j];
     }
     if constexpr (kChains) {
+      if (q.ds) span.Store(static_cast<T*>(q.ds), i, Repack<T, N>(v));
 #pragma unroll
       for (int j = 0; j < N; ++j) v[j] *= raw.slope[j];
     }

@@ -3,7 +3,9 @@
     softmax_score_p          y = softmax(s) or log_softmax(s), where s = function(x, *indices, *args)
     softmax_score_grad_p     dx from x and g: ds of the softmax, times the derivative of the function by x;
                              `unscored`: ds itself
+    softmax_score_grads_p    both of these
     softmax_score_jvp_p      the transpose of softmax_score_grad_p; left to XLA
+    softmax_score_jvps_p     the transpose of softmax_score_grads_p, which takes two tangents; left to XLA
 
 Operands: x, for a gradient g, the arguments of `function` behind the indices, then those that the parameter `extras`
 names, in this order: the mask, and the origin, an int32 for each index, which says where a part of an array begins. All
@@ -28,7 +30,7 @@ from jaxkern._ops.softmax import plan
 EXTRAS = ("mask", "origin")
 
 
-def _abstract_eval(name, arrays, x, *rest, axis, tier, log, function, indexed, extras, unscored):
+def _abstract_eval(name, arrays, several, x, *rest, axis, tier, log, function, indexed, extras, unscored):
     del tier, log, unscored
     names = extras.split()
     others, args = rest[: arrays - 1], rest[arrays - 1 : len(rest) - len(names)]
@@ -49,7 +51,8 @@ def _abstract_eval(name, arrays, x, *rest, axis, tier, log, function, indexed, e
     if "origin" in extra and extra["origin"].shape != (len(indexed),):
         raise ValueError(f"{name}: the origin {extra['origin'].str_short()} for {len(indexed)} indices")
     # Updating keeps the sharding and the varying axes that x came with.
-    return x.update(weak_type=False)
+    y = x.update(weak_type=False)
+    return [y, y] if several else y
 
 
 def _batch(arrays, prim, operands, dims, *, axis, indexed, extras, **params):
@@ -68,7 +71,8 @@ def _batch(arrays, prim, operands, dims, *, axis, indexed, extras, **params):
 
     operands = [place(k, x, d) for k, (x, d) in enumerate(zip(operands, dims))]
     indexed = tuple(d + (d >= at) for d in indexed)
-    return bind(prim, *operands, axis=axis + 1, indexed=indexed, extras=extras, **params), at
+    y = bind(prim, *operands, axis=axis + 1, indexed=indexed, extras=extras, **params)
+    return (y, [at] * len(y)) if prim.multiple_results else (y, at)
 
 
 def _adapt(prim, x, *avals, axis, extras, **params):
@@ -86,7 +90,7 @@ def _partition(prim, ctx, operands, params):
         return None
     adapted = _adapt(prim, *ctx.avals_in, **params)
     if adapted is not None:
-        return mlir.lower_fun(adapted, multiple_results=False)(ctx, *operands, **params)
+        return mlir.lower_fun(adapted, multiple_results=prim.multiple_results)(ctx, *operands, **params)
     names = [f"d{d}" for d in range(x.ndim)]
     names[axis] = "row"
     dims = [names if a.ndim == x.ndim else ["origin"] for a in (*ctx.avals_in, *ctx.avals_out)]
@@ -102,17 +106,17 @@ def _shard(prim, names, over, x, *parts, indexed, extras, **params):
         extras = f"{extras} origin".strip()
     params |= {"indexed": indexed, "extras": extras}
     if over["row"]:
-        part = reference.score_grad if prim is softmax_score_grad_p else reference.score
-        return part(x, *parts, over=over["row"], **params)
+        return getattr(reference, prim.name.removeprefix("jaxkern_softmax_"))(x, *parts, over=over["row"], **params)
     return prim.bind(x, *parts, **params)
 
 
-def _primitive(name, arrays, reference, launches=None):
+def _primitive(name, arrays, reference, launches=None, several=False):
     return define.primitive(
         name,
-        functools.partial(_abstract_eval, name, arrays),
+        functools.partial(_abstract_eval, name, arrays, several),
         functools.partial(_batch, arrays),
         reference,
+        several=several,
         plan=launches,
         partition=_partition,
         adapt=_adapt,
@@ -122,4 +126,6 @@ def _primitive(name, arrays, reference, launches=None):
 
 softmax_score_p = _primitive("jaxkern_softmax_score", 1, reference.score, plan.score)
 softmax_score_grad_p = _primitive("jaxkern_softmax_score_grad", 2, reference.score_grad, plan.score_grad)
+softmax_score_grads_p = _primitive("jaxkern_softmax_score_grads", 2, reference.score_grads, plan.score_grad, True)
 softmax_score_jvp_p = _primitive("jaxkern_softmax_score_jvp", 2, reference.score_jvp)
+softmax_score_jvps_p = _primitive("jaxkern_softmax_score_jvps", 3, reference.score_jvps)

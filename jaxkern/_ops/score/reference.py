@@ -45,21 +45,36 @@ def score(x, *parts, axis, tier, log, function, indexed, extras, unscored, over=
     return jnp.where(kept, jnp.exp(s - largest) / _nonzero(total), 0).astype(x.dtype)
 
 
-def score_grad(x, g, *parts, axis, tier, log, function, indexed, extras, unscored, over=()):
+def score_grads(x, g, *parts, axis, tier, log, function, indexed, extras, unscored, over=()):
+    """[dx, ds]"""
     arguments, s, kept = _scores(x, parts, function, indexed, extras)
     h = computed(g, kept)
     largest, (total, of_h) = partition.row_exponentials(s, axis, over, **({"others": [h]} if log else {"weights": [h]}))
     p = jnp.exp(s - largest) / _nonzero(total)
     ds = h - p * of_h if log else p * (h - of_h / _nonzero(total))
     ds = jnp.where(kept, ds, 0)
-    return (ds if unscored else _chain(function, arguments, ds, kept)).astype(x.dtype)
+    return [_chain(function, arguments, ds, kept).astype(x.dtype), ds.astype(x.dtype)]
 
 
-def score_jvp(x, t, *parts, axis, tier, log, function, indexed, extras, unscored):
+def score_grad(*operands, unscored, **params):
+    return score_grads(*operands, unscored=unscored, **params)[unscored]
+
+
+def score_jvp(x, t, *parts, unscored, **params):
     """The transpose of `score_grad` as a linear function of g."""
+    return _score_jvp(x, *((None, t) if unscored else (t, None)), parts, **params)
+
+
+def score_jvps(x, tx, ts, *parts, unscored, **params):
+    """The transpose of `score_grads` as a linear function of g."""
+    return _score_jvp(x, tx, ts, parts, **params)
+
+
+def _score_jvp(x, tx, ts, parts, *, axis, tier, log, function, indexed, extras):
     arguments, s, kept = _scores(x, parts, function, indexed, extras)
-    t = computed(t, kept)
-    t = t if unscored else _chain(function, arguments, t, kept)
+    terms = [] if tx is None else [_chain(function, arguments, computed(tx, kept), kept)]
+    terms += [] if ts is None else [computed(ts, kept)]
+    t = sum(terms[1:], start=terms[0])
     largest, (total,) = partition.row_exponentials(s, axis, ())
     p = jnp.exp(s - largest) / _nonzero(total)
     dot = row_sum(p * t, axis)

@@ -149,7 +149,7 @@ defvjp(
 )
 
 
-def linear_jvp(prim, reference, primals, tangents, **params):
+def _linear_jvp(prim, reference, primals, tangents, **params):
     """The JVP of a primitive that is linear in its second operand."""
 
     def bound(g):
@@ -175,5 +175,5 @@ for _prim, _other, _of in (
     (softmax_fused_jvp_p, softmax_fused_grad_p, reference.fused_jvp),
     (softmax_fused_output_grad_p, softmax_fused_output_grad_p, reference.fused_output_grad),
 ):
-    ad.primitive_jvps[_prim] = functools.partial(linear_jvp, _prim, _of)
+    ad.primitive_jvps[_prim] = functools.partial(_linear_jvp, _prim, _of)
     deftranspose(_prim, 1, _other)

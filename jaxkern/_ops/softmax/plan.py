@@ -575,6 +575,7 @@ def score(
             *([fast_divmod(math.prod(x.shape[d + 1 : axis])) for d in indexed] or [fast_divmod(1)]),
             *([fast_divmod(1 if d == axis else x.shape[d]) for d in indexed] or [fast_divmod(1)]),
             operand(at["origin"]) if "origin" in at else null,
+            result(1) if len(results) > 1 else null,
         )
 
     op = _fused_op(p, False)
