@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks OPERATION | sharding | plot | compare | selftest`."""
+"""The command line: `python -m benchmarks OPERATION | sharding | programs | plot | compare | selftest`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ OPERATIONS = (
     "cross_entropy",
     "index_add",
     "segment_softmax",
+    "messages",
 )
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -73,6 +74,18 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="where results go (default: benchmarks/results)",
     )
+    p = commands.add_parser("programs", help="measure whole programs, plain and under jaxkern.accelerate()")
+    p.add_argument("--quick", action="store_true", help="small programs")
+    p.add_argument("--cases", default="", metavar="REGEX", help="only the programs whose name and dtype match")
+    p.add_argument("--repeats", type=int, default=0, help="readings of the clock")
+    p.add_argument("--explain", action="store_true", help="what would be taken on a GPU, instead of times")
+    p.add_argument(
+        "--out",
+        type=pathlib.Path,
+        default=RESULTS,
+        metavar="DIR",
+        help="where results go (default: benchmarks/results)",
+    )
     p = commands.add_parser("plot", help="draw the plots of a result file again")
     p.add_argument("file", type=pathlib.Path)
     p = commands.add_parser("compare", help="what changed from one result file to another")
@@ -105,6 +118,12 @@ def main(argv: list[str]) -> int:
         from benchmarks import sharding
 
         return _write(data := sharding.run(arguments), sharding.table(data), arguments.out)
+    if arguments.command == "programs":
+        from benchmarks import programs
+
+        if arguments.explain:
+            return programs.explain(arguments)
+        return _write(data := programs.run(arguments), programs.table(data), arguments.out)
     return _operation(arguments)
 
 

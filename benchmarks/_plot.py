@@ -39,6 +39,8 @@ def plot(data: dict[str, Any], stem: pathlib.Path) -> list[pathlib.Path]:
         return _skew(data, stem, plt)
     if data["operation"] == "sharding":
         return _scaling(data, stem, plt)
+    if data["operation"] == "programs":
+        return _programs(data, stem, plt)
 
     written = []
     rows = [r for r in data["results"] if r["group"] in ("sweep", "odd", "cpu")]
@@ -65,6 +67,30 @@ def plot(data: dict[str, Any], stem: pathlib.Path) -> list[pathlib.Path]:
         plt.close(figure)
         written.append(path)
     return written
+
+
+def _programs(data: dict[str, Any], stem: pathlib.Path, plt: Any) -> list[pathlib.Path]:
+    """How many times faster each program is, on a logarithmic axis."""
+    times = [(r, _report.medians(r)) for r in data["results"]]
+    rows = [
+        (f"{r['case']}, {r['dtype']}", t["xla"] / t[_goals.OURS]) for r, t in times if {"xla", _goals.OURS} <= t.keys()
+    ]
+    if not rows:
+        return []
+    rows.sort(key=lambda row: row[1])
+    figure, axis = plt.subplots(figsize=(8, 0.8 + 0.28 * len(rows)))
+    bars = axis.barh([name for name, _ in rows], [ratio for _, ratio in rows], color="#1f77b4", left=0)
+    axis.bar_label(bars, [f"{ratio:.3g}" for _, ratio in rows], padding=3, fontsize=8)
+    axis.set_xscale("log")
+    axis.axvline(1, color="#999999", lw=0.8)
+    axis.set_xlabel("time of a plain step / time under jaxkern.accelerate()")
+    axis.tick_params(labelsize=8)
+    axis.set_title(f"{data['environment']['device']}, jax {data['environment']['jax']}", fontsize=10)
+    figure.tight_layout()
+    path = stem.with_name(f"{stem.name}.png")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return [path]
 
 
 def _skew(data: dict[str, Any], stem: pathlib.Path, plt: Any) -> list[pathlib.Path]:

@@ -12,25 +12,41 @@ import typing
 
 from jaxkern import elementwise, tiers
 from jaxkern._core.registry import export_checks
+from jaxkern.accelerate import accelerate, explain, install, uninstall
 from jaxkern.elementwise import *  # noqa: F403  every operation of the table
 from jaxkern.elementwise_kernel import elementwise_kernel
 from jaxkern.index_add import embedding_lookup, index_add, index_select
 from jaxkern.loss import softmax_cross_entropy, softmax_cross_entropy_and_grad
+from jaxkern.messages import Graph, edge_map, edge_max, edge_mean, edge_min, edge_sum
 from jaxkern.reduction import logsumexp, reduce_max, reduce_mean, reduce_min, reduce_sum
 from jaxkern.segment import segment_max, segment_mean, segment_min, segment_softmax, segment_sum, sort_indices
 from jaxkern.softmax import log_softmax, softmax
+from jaxkern.sparse import embedding_bag, graph_attention, moe_combine, moe_dispatch, spmm, spmm_graph
 
 if typing.TYPE_CHECKING:  # the functions of `elementwise`, which are made from a table
     from jaxkern.elementwise import __getattr__ as __getattr__
 
 __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
+    "Graph",
+    "accelerate",
+    "edge_map",
+    "edge_max",
+    "edge_mean",
+    "edge_min",
+    "edge_sum",
     "elementwise_kernel",
+    "embedding_bag",
     "embedding_lookup",
+    "explain",
     "export_checks",
+    "graph_attention",
     "index_add",
     "index_select",
+    "install",
     "log_softmax",
     "logsumexp",
+    "moe_combine",
+    "moe_dispatch",
     "reduce_max",
     "reduce_mean",
     "reduce_min",
@@ -44,6 +60,9 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "softmax_cross_entropy",
     "softmax_cross_entropy_and_grad",
     "sort_indices",
+    "spmm",
+    "spmm_graph",
     "tiers",
+    "uninstall",
     *elementwise.__all__,
 ]

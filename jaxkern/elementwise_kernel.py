@@ -1,8 +1,10 @@
 """A Python function of scalars, applied to arrays by one kernel."""
 
 import functools
+from collections.abc import Callable
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -10,7 +12,7 @@ from jaxkern._core import functor, validate
 from jaxkern._ops.function.primitive import apply
 
 
-def elementwise_kernel(f=None, *, name: str | None = None):
+def elementwise_kernel(f: Callable | None = None, *, name: str | None = None) -> Callable:
     """Makes a function of scalars into one of arrays that broadcast: one kernel, and one for all its gradients.
 
     Args:
@@ -50,7 +52,7 @@ def elementwise_kernel(f=None, *, name: str | None = None):
     traces = {}
 
     def trace(arrays):
-        key = (*((x.dtype, x.weak_type) for x in arrays), jax.config.jax_enable_x64)
+        key = (*((x.dtype, x.weak_type) for x in arrays), jax.dtypes.canonicalize_dtype(float))
         if key not in traces:
             dtypes, weak = [x.dtype for x in arrays], [x.weak_type for x in arrays]
             found = functor.trace(f, dtypes, name="elementwise_kernel", weak=weak, label=name)

@@ -13,7 +13,7 @@ from conftest import ON_GPU
 sys.path.append(
     str(pathlib.Path(__file__).parent.parent)
 )  # last, so that the package under test stays the installed one
-from benchmarks import _goals, _report, _run, sharding  # noqa: E402
+from benchmarks import _goals, _report, _run, programs, sharding  # noqa: E402
 from benchmarks.__main__ import OPERATIONS  # noqa: E402
 
 SMALL = {
@@ -26,6 +26,7 @@ SMALL = {
     "cross_entropy": (1024, 256),
     "index_add": (5000, 8),
     "segment_softmax": (5000, 8),
+    "messages": (5000, 64),
 }
 FEW = {"elementwise": ("gelu_erf", "add")}
 # Without a GPU it is XLA that is measured, whose error and memory are its own.
@@ -62,3 +63,20 @@ def test_what_devices_are_worth(tmp_path):
         assert "all-gather" not in row["sent"][_goals.OURS]
         assert row["devices"] > 1 or set(row["scaling"].values()) == {1.0}
     assert all(row["of"] in sharding.table(data) for row in rows)
+
+
+def test_whole_programs(tmp_path):
+    options = argparse.Namespace(quick=True, cases="^(click model|vocabulary head) float32", repeats=1)
+    path = _report.save(data := programs.run(options), tmp_path)
+    rows = json.loads(path.read_text())["results"]
+    assert [r["case"] for r in rows] == ["click model", "vocabulary head"]
+    for row in rows:
+        assert set(row["times"]) == set(row["loss"]) == {_goals.OURS, "xla"}
+        assert row["loss"][_goals.OURS] == pytest.approx(row["loss"]["xla"], rel=1e-3)
+        assert row["decisions"] and row["case"] in programs.table(data)
+
+
+def test_programs_of_full_size_are_traced(capsys):
+    """As they would be on a GPU: without arrays, and so without memory for them."""
+    programs.explain(argparse.Namespace(quick=False, cases="^embedding bfloat16"))
+    assert "16-bit sums" in capsys.readouterr().out or not programs.jaxkern._core.registry.kernels_run()

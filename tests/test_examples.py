@@ -77,3 +77,13 @@ def test_byte_pairs_lose_nothing(monkeypatch):
         ids = encode(text)
         assert b"".join(table[i] for i in ids) == text
     assert len(encode(texts[0])) < len(texts[0])
+
+
+@pytest.mark.process
+def test_an_unchanged_program_learns_the_same():
+    pytest.importorskip("optax")
+    result = run("accelerate.py", "--steps", 4, "--width", 8, "--dtype", "float32", "--force")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "the losses agree" in result.stdout and "4/4" in result.stderr
+    assert re.search(r"^accelerated +[0-9.]+ +[0-9.]+ +[0-9.]+$", result.stdout, re.M)
+    assert "scatter_add" in result.stdout

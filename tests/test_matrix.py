@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export, lax
+from jax.experimental import sparse
 from jax.sharding import PartitionSpec as P
 from test_index_transforms import ALPHA, INDEX
 from test_transforms import MASKS, SHAPE, assert_same, functions, inputs, loss, mask_of
@@ -60,6 +61,68 @@ def filled(x):
 
 
 LABELS = INDEX[:3, None] % SHAPE[2] * jnp.ones(SHAPE[1], INDEX.dtype)
+
+
+def graph():
+    return jaxkern.Graph(IDS, (IDS * 3 + 1) % (ROWS + 1), num_nodes=ROWS)
+
+
+def messages(name, s):
+    """Between rows of the middle dimension; no edge ends at some."""
+    f = lambda x, y: x * jnp.cos(y)
+    y = jax.vmap(lambda s: getattr(jaxkern, name)(f, graph(), senders=s, receivers=s))(s)
+    return jnp.where(jnp.isfinite(y), y, 0)
+
+
+def plain_messages(name, s):
+    receivers = (IDS * 3 + 1) % (ROWS + 1)
+    m = s[:, IDS] * jnp.cos(s[:, receivers % ROWS])
+    if name == "edge_map":
+        return jnp.where((receivers < ROWS)[:, None], m, 0)
+    reduced = jax.vmap(
+        lambda m: getattr(jax.ops, name.replace("edge_", "segment_").replace("mean", "sum"))(m, receivers, ROWS)
+    )(m)
+    count = jnp.maximum(jax.ops.segment_sum(jnp.ones(ROWS), receivers, ROWS), 1)[:, None]
+    return jnp.where(jnp.isfinite(reduced), reduced, 0) / (count if name == "edge_mean" else 1)
+
+
+SLOTS = np.stack([IDS, (IDS + 1) % (ROWS + 1)], 1)
+
+
+def bags(f):
+    """Of tables along the middle dimension, by vmap."""
+    return lambda x: jax.vmap(f)(x)
+
+
+def plain_bag(x):
+    return jnp.where((SLOTS < ROWS)[..., None], x[SLOTS % ROWS], 0).sum(1)
+
+
+def plain_dispatch(x):
+    return jnp.zeros_like(x).at[SLOTS].add(x[:, None], mode="drop")
+
+
+def attend(x):
+    score = lambda x, y: jnp.sin(x + y)
+    return jaxkern.graph_attention(score, graph(), x[..., None], senders=x, receivers=x)[..., 0]
+
+
+def plain_attend(x):
+    receivers = (IDS * 3 + 1) % (ROWS + 1)
+    on = ((np.arange(ROWS)[:, None] == receivers) & (receivers < ROWS))[..., None]
+    e = jnp.where(on, jnp.exp(jnp.sin(x[IDS] + x[receivers % ROWS])), 0)
+    total = e.sum(1)
+    return (e * x[IDS]).sum(1) / jnp.where(total == 0, 1, total)
+
+
+def multiply(x):
+    a = sparse.BCOO((jnp.cos(x[:, 0]), SLOTS % ROWS), shape=(ROWS, ROWS))
+    return jaxkern.spmm(a, x)
+
+
+def plain_multiply(x):
+    at = SLOTS % ROWS
+    return jnp.zeros_like(x).at[at[:, 0]].add(jnp.cos(x[:, :1]) * x[at[:, 1]])
 
 
 def spread(f, x, where=None):
@@ -151,8 +214,17 @@ CASES = {
     ),
     "segment_min": (lambda s: segments(jaxkern, "segment_min", s), lambda s: segments(jax.ops, "segment_min", s)),
     "segment_softmax": (lambda s: segments(jaxkern, "segment_softmax", s), softmax_of_segments),
+    **{
+        name: (functools.partial(messages, name), functools.partial(plain_messages, name))
+        for name in ("edge_sum", "edge_mean", "edge_max", "edge_min", "edge_map")
+    },
+    "embedding_bag": (bags(lambda x: jaxkern.embedding_bag(x, SLOTS)), bags(plain_bag)),
+    "moe_combine": (bags(lambda x: jaxkern.moe_combine(x, SLOTS)), bags(plain_bag)),
+    "moe_dispatch": (bags(lambda x: jaxkern.moe_dispatch(x, SLOTS, ROWS)), bags(plain_dispatch)),
+    "graph_attention": (bags(attend), bags(plain_attend)),
+    "spmm": (bags(multiply), bags(plain_multiply)),
 }
-THOROUGH = ("softmax, mask broadcast", "index_add, all", "segment_max, ties")
+THOROUGH = ("softmax, mask broadcast", "index_add, all", "segment_max, ties", "edge_sum")
 
 
 def case(name):
@@ -357,7 +429,17 @@ def test_every_public_function_is_listed():
     listed = {name.split(",")[0] for name in CASES}
     # Elementwise operations share their rules; tests/test_elementwise.py has them all, and tests/test_elementwise_kernel.py
     # those of functions of the user's. An order has no derivative.
-    others = {"elementwise_kernel", "tiers", "export_checks", "sort_indices", "Order", *jaxkern.elementwise.NAMES}
+    others = {
+        "elementwise_kernel",
+        "tiers",
+        "export_checks",
+        "sort_indices",
+        "Order",
+        "spmm_graph",
+        "Graph",
+        *jaxkern.elementwise.NAMES,
+    }
+    others |= {"accelerate", "explain", "install", "uninstall"}  # which run programs
     public = set(jaxkern.__all__) - others
     assert listed - set(jaxkern.elementwise.NAMES) == public and len(listed) > len(public)
 

@@ -1,10 +1,10 @@
 // Compiled kernels on disk, one file each.
 //
-// The folder is a way into the process: whatever lies in it is run on the GPU. So it is made with mode 0700, and
-// neither a folder nor a file is read that belongs to another user or that others may write to. Files appear by rename,
-// so that several processes can share a folder, and carry their key and a checksum: what is damaged, truncated or of
-// another key is as good as absent. A read marks the file as used; a write that takes the folder over its bound removes
-// the files that were used least recently. No failure of the disk is an error.
+// Security: the GPU runs whatever the folder contains. It is created with mode 0700, and folders and files that belong to
+// another user, or that others may write to, are ignored. Files are created by rename, so that processes can share the
+// folder, and contain their key and a checksum: a file that is damaged, truncated or of another key counts as absent. A
+// read marks a file as used. A write that exceeds the size limit removes the least recently used files. A failing disk is
+// not an error.
 #pragma once
 
 #include <cstdint>
@@ -16,14 +16,14 @@ namespace jaxkern {
 
 class DiskCache {
  public:
-  // An empty folder: no cache.
+  // An empty folder name disables the cache.
   DiskCache(std::string folder, int64_t bound_bytes) : folder_(std::move(folder)), bound_bytes_(bound_bytes) {}
 
   bool Read(const std::string& key, Cubin* cubin) const;
   void Write(const std::string& key, const Cubin& cubin) const;
 
  private:
-  bool Trusted() const;  // the folder is there (or can be made), ours, and writable by nobody else
+  bool Trusted() const;  // the folder exists or can be created, belongs to this user, and nobody else may write to it
   void Trim() const;
 
   std::string folder_;

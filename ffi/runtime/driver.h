@@ -1,6 +1,6 @@
 // The CUDA driver, loaded at run time: the package builds and imports without one.
 //
-// Types and enumerators are those of cuda.h, of which this declares what the runtime uses; the driver's ABI is fixed.
+// Declares the types and enumerators of cuda.h that the runtime uses; the driver's ABI is fixed.
 #pragma once
 
 #include <cstddef>
@@ -70,7 +70,7 @@ struct Driver {
 
   std::string error;  // why there is no driver; empty if there is one
 
-  // The driver, loaded and initialised by the first call. `path` of the first call: another library than the system's.
+  // The driver; the first call loads and initialises it. `path`, in the first call: a library other than the system's.
   static const Driver& Get(const char* path = nullptr);
 
   // "CUDA_ERROR_INVALID_VALUE: invalid argument"

@@ -1,5 +1,5 @@
 // A hash for file names and integrity: 128 bits, from two runs of FNV-1a (Fowler, Noll and Vo) with different seeds.
-// Not for security: whoever can write into the cache could forge any hash.
+// Not cryptographic: a user who can write to the cache can forge any hash.
 #pragma once
 
 #include <cstdint>

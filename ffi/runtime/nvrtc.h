@@ -1,4 +1,4 @@
-// NVRTC, loaded at run time, and the compilation of one kernel with it.
+// Loads NVRTC at run time and compiles kernels with it.
 #pragma once
 
 #include <string>
@@ -6,12 +6,12 @@
 
 namespace jaxkern {
 
-// Where things lie; Python finds out (jaxkern/_core/runtime.py).
+// Locations, found by Python (jaxkern/_core/runtime.py).
 struct CompilerConfig {
   std::string nvrtc;                  // libnvrtc.so.*, by path or name
-  std::string builtins;               // the libnvrtc-builtins beside it, to be loaded first; may be empty
+  std::string builtins;               // the matching libnvrtc-builtins, loaded first; may be empty
   std::vector<std::string> includes;  // folders of jaxkern's kernels and of CUDA's headers
-  std::string headers_hash;           // of the contents of jaxkern's kernels
+  std::string headers_hash;           // hash of the contents of jaxkern's kernel headers
   std::string dump;                   // folder for source, log and cubin of every compilation; may be empty
 };
 
@@ -33,12 +33,12 @@ class Nvrtc {
   // Why NVRTC cannot be used; empty if it can.
   const std::string& error() const { return error_; }
   const std::string& version() const { return version_; }
-  // Whether it compiles for this compute capability (10 * major + minor).
+  // Whether this NVRTC compiles for a compute capability (10 * major + minor).
   bool Supports(int capability) const;
 
-  // Empty, or the reason with NVRTC's log.
+  // Returns an empty string, or the error with NVRTC's log.
   std::string Compile(const KernelName& kernel, int capability, Cubin* cubin) const;
-  // All that the result of Compile depends on.
+  // Everything that the result of Compile depends on.
   std::string Key(const KernelName& kernel, int capability) const;
 
  private:

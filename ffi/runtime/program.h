@@ -1,9 +1,9 @@
-// A launch list, read from its text (jaxkern/_core/launch.py writes it):
+// A launch list, parsed from the text that jaxkern/_core/launch.py writes:
 //
 //     jaxkern VERSION
 //     operation NAME(TYPES) -> (TYPES), ALGORITHM
-//     bytes SIZE ...                          of each buffer: operands, results, scratch
-//     alignment BYTES                         the launches that follow serve buffers aligned so; the first that fit run
+//     bytes SIZE ...                          size of each buffer: operands, results, scratch
+//     alignment BYTES                         alignment that the following launches require; the first list that fits runs
 //     launch grid=X,Y,Z block=X,Y,Z cluster=N shared=BYTES waves=N
 //     header HEADER
 //     source DEFINITIONS                      optional; \n stands for a new line
@@ -31,7 +31,7 @@ struct Step {
   KernelName kernel;
   unsigned grid[3] = {1, 1, 1}, block[3] = {1, 1, 1}, cluster = 1, shared_bytes = 0, waves = 0;
 
-  // The arguments one behind the other, where each begins, and where pointers are to be written into them.
+  // The bytes of all arguments, the offset of each, and the offsets at which pointers are inserted.
   std::vector<unsigned char> arguments;
   std::vector<uint32_t> argument_offsets;
   struct Pointer {
@@ -56,7 +56,7 @@ struct Program {
   std::vector<Variant> variants;
 };
 
-// Empty, or what is wrong with the text.
+// Returns an empty string, or the error in the text.
 std::string ParseProgram(std::string_view text, Program* program);
 
 }  // namespace jaxkern

@@ -1,4 +1,4 @@
-// The kernels of a process: compiled once per kind of GPU, loaded once, and found again by program and device.
+// The kernels of a process: compiled once per compute capability, loaded once, and looked up by program and device.
 #pragma once
 
 #include <atomic>
@@ -16,21 +16,21 @@ namespace jaxkern {
 
 struct RuntimeConfig {
   CompilerConfig compiler;
-  std::string version;  // of this package: programs of another are refused
+  std::string version;  // of this package; programs of other versions are refused
   std::string cache_folder;
   int64_t cache_bytes = 0;
 };
 
-// Takes effect before the first use of a kernel.
+// Must be called before the first use of a kernel.
 void Configure(RuntimeConfig config);
 
-// The compiler, made by the first call.
+// The compiler; the first call creates it.
 const Nvrtc& Compiler();
 
-// From the disk cache or the compiler; empty, or the error. `cached`: it came from the cache.
+// Gets a kernel from the disk cache or the compiler; returns an empty string or the error. `cached`: from the cache.
 std::string CompileKernel(const KernelName& kernel, int capability, Cubin* cubin, bool* cached = nullptr);
 
-// A launch that is ready to go: of Step::kernel, or null for a memset.
+// A loaded kernel with its launch configuration; null for a memset.
 struct LoadedStep {
   const Step* step;
   CUfunction function = nullptr;
@@ -47,7 +47,7 @@ class LoadedProgram {
   explicit LoadedProgram(Program program) : program(std::move(program)) {}
   const Program program;
 
-  // The launches for buffers aligned to `alignment` bytes on a device; compiles and loads them if they are not there.
+  // The launches for buffers aligned to `alignment` bytes on a device; compiles and loads them at first use.
   const LoadedVariant& Load(uintptr_t alignment, int device);
 
  private:
@@ -55,20 +55,20 @@ class LoadedProgram {
   std::atomic<const LoadedVariant*> loaded_[kMaxDevices][kMaxVariants] = {};
 };
 
-// The program of this key, or null. Takes no lock.
+// The program with this key, or null. Lock-free.
 LoadedProgram* FindProgram(int64_t key);
 
-// Finds it or reads it from its text; null with an error.
+// Finds the program or parses it from its text; null with an error.
 LoadedProgram* AddProgram(int64_t key, std::string_view text, std::string* error);
 
-// Begins to compile the kernels that a program of this text launches on aligned buffers, in threads of its own, so that
-// programs of many operations do not wait for one kernel after the other. Errors are for Load to report.
+// Starts to compile the kernels that a program launches on aligned buffers in background threads, so that programs with
+// many operations compile in parallel. Load reports the errors.
 void Prefetch(std::string_view text, int capability);
 
-// Ends these threads; what they had not begun is compiled where it is needed. Called before the process exits.
+// Stops these threads; kernels that they have not started are compiled when needed. Called before the process exits.
 void StopPrefetching();
 
-// Puts the launches of a program on a stream. Empty, or the error.
+// Enqueues the launches of a program on a stream. Returns an empty string, or the error.
 std::string Launch(LoadedProgram& program, int device, CUstream stream, void* const* buffers, const int64_t* bytes,
                    int count);
 

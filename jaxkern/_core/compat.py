@@ -9,6 +9,7 @@ import functools
 import os
 import pathlib
 import re
+import sys
 import warnings
 
 import jax
@@ -125,10 +126,7 @@ def shardy() -> bool:
 
 def register_uncached_lowering(prim, rule, platform) -> None:
     """Registers a lowering rule that is called for every use of `prim`, in the function that contains the use."""
-    try:
-        mlir.register_lowering(prim, rule, platform=platform, cacheable=False)
-    except TypeError:  # JAX versions without a cache
-        mlir.register_lowering(prim, rule, platform=platform)
+    register_lowering_uncached_when(prim, rule, platform, lambda: True)
 
 
 def moves_operations() -> bool:
@@ -192,6 +190,9 @@ def bind_equation(equation, *operands) -> list:
     """The results of an equation of a jaxpr on these operands, with the derivatives that it carries."""
     params = equation.primitive.get_bind_params(equation.params)
     functions, params = params if isinstance(params, tuple) else ((), params)  # jax < 0.10 has both
+    axes = [varying_axes(x) for x in operands]  # inside shard_map literals vary over none
+    union = frozenset().union(*axes)
+    operands = [cast_varying(x, union - own) if union - own else x for x, own in zip(operands, axes)]
     with _made_at(equation):
         results = equation.primitive.bind(*functions, *operands, **params)
     return list(results) if equation.primitive.multiple_results else [results]
@@ -213,3 +214,123 @@ def source_line(equation) -> str:
 
         return source_info_util.summarize(equation.source_info)
     return ""
+
+
+# ---- for jaxkern.accelerate
+
+
+def user_context(default):
+    """A thread-local value in the keys of JAX's caches; None in versions without such values."""
+    make = getattr(jax, "make_user_context", None)
+    return make(default) if make is not None else None
+
+
+def set_global(context, value) -> bool:
+    """Sets what threads without a value of their own find in `context`; False where that is impossible."""
+    for holder in (context, getattr(context, "_obj", None)):  # jax < 0.9: on the inner object alone
+        if hasattr(holder, "set_global"):
+            holder.set_global(value)
+            return True
+    return False
+
+
+class _Conditional(set):
+    """A set of primitives, some of which are in it only while a condition holds."""
+
+    def __init__(self, members=()):
+        super().__init__(members)
+        self.conditions = {}
+
+    def __contains__(self, prim):
+        return super().__contains__(prim) or (prim in self.conditions and self.conditions[prim]())
+
+
+def needs_devices_when(prim, condition) -> None:
+    """The same as `needs_devices`, but only where `condition()` holds, a function of a user context.
+
+    JAX caches what it finds by the trace context, of which a user context is a part.
+    """
+    primitives = _primitives_that_need_devices()
+    if primitives is None:
+        return
+    from jax._src import dispatch
+
+    if not isinstance(primitives, _Conditional):
+        dispatch.prim_requires_devices_during_lowering = primitives = _Conditional(primitives)
+        _primitives_that_need_devices.cache_clear()
+    primitives.conditions[prim] = lambda: condition() and not _lowers_without_devices()
+
+
+def _lowers_without_devices() -> bool:
+    """Whether the program that is being lowered has an `AbstractMesh` alone, where JAX refuses what needs devices."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "lower_sharding_computation":
+            return frame.f_locals.get("device_assignment", ()) is None
+        frame = frame.f_back
+    return False
+
+
+def register_lowering_uncached_when(prim, rule, platform, condition) -> None:
+    """A lowering rule that, where `condition()` holds, sees the function that the operation stands in.
+
+    Elsewhere JAX caches it as before. It does so too in programs for several platforms, which it cannot lower uncached.
+    """
+
+    def uncached():
+        lowers = sys._getframe(2).f_locals.get("ctx")  # of the function that looks into the set
+        return condition() and len(getattr(lowers, "platforms", ())) < 2
+
+    mlir.register_lowering(prim, rule, platform=platform)
+    with contextlib.suppress(ImportError, AttributeError):
+        from jax._src.interpreters import mlir as internal
+
+        if not isinstance(internal._uncacheable_primitives, _Conditional):
+            internal._uncacheable_primitives = _Conditional(internal._uncacheable_primitives)
+        internal._uncacheable_primitives.conditions[prim] = uncached
+
+
+def lowering_rule(prim, platform):
+    """JAX's own lowering rule of `prim` for a platform, or None where it is not found."""
+    with contextlib.suppress(ImportError, AttributeError):
+        from jax._src.interpreters import mlir as internal
+
+        entry = internal._platform_specific_lowerings[platform].get(prim) or internal._lowerings.get(prim)
+        return getattr(entry, "rule", entry)
+    return None
+
+
+def callee(ctx, call):
+    """The function that `call`, an operation func.call of the module being lowered, names; None if it is not found."""
+    with contextlib.suppress(KeyError, AttributeError, ValueError):
+        return ctx.module_context.symbol_table[ir.FlatSymbolRefAttr(call.attributes["callee"]).value]
+    return None
+
+
+def for_export(ctx) -> bool:
+    return bool(getattr(ctx.module_context.lowering_parameters, "for_export", False))
+
+
+def platforms(ctx) -> tuple:
+    """The platforms that an operation is lowered for."""
+    return tuple(ctx.platforms or ctx.module_context.platforms)
+
+
+def frames(traceback) -> list[tuple[str, int, str]]:
+    """(file, line, function) of each frame of a JAX traceback, the innermost first."""
+    found = getattr(traceback, "frames", None) or ()
+    return [(f.file_name, f.line_num, f.function_name) for f in found]
+
+
+def current_frames() -> list[tuple[str, int, str]]:
+    """The same for where Python is now."""
+    found, frame = [], sys._getframe(1)
+    while frame is not None:
+        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return found
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=3)

@@ -13,7 +13,7 @@ import math
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jaxkern._core import compat, device, launch, registry
+from jaxkern._core import compat, device, launch, registry, switch
 from jaxkern._core.primitive import evaluate
 
 
@@ -62,7 +62,7 @@ def primitive(
 
 
 def lower_to_kernels(
-    prim, plan, reference, partition=None, aliases=None, adapt=None, dtypes=None, instead=None, cached=True
+    prim, plan, reference, partition=None, aliases=None, adapt=None, dtypes=None, instead=None, left=None, cached=True
 ) -> None:
     """Registers the lowerings of `prim` for CUDA and, with `partition`, for the CPU.
 
@@ -77,6 +77,7 @@ def lower_to_kernels(
     dtypes: names of the first operand's dtypes that have kernels. None: `plan` decides.
     instead(ctx, operands, params, lower): results that replace the call of the kernels or the parts, or None.
         lower(prim, ctx, operands, params) lowers a call of another primitive here.
+    left(prim, ctx, operands, params): whether the call is left to the reference for a reason of its own.
     cached=False: the rule is called for every use of `prim`, in the function that contains the use.
     """
     fallback = lower_reference(prim, reference)
@@ -94,6 +95,8 @@ def lower_to_kernels(
 
     def rule(platform, ctx, *operands, **params):
         emit = None
+        if left is not None and left(prim, ctx, operands, params):
+            return fallback(ctx, *operands, **params)
         if _known(ctx) and (dtypes is None or ctx.avals_in[0].dtype.name in dtypes):
             if partition is not None and compat.may_partition_itself(ctx):
                 emit = partition
@@ -130,7 +133,7 @@ def lower_reference(prim, reference):
 
     Each device computes its own part, and a jaxpr that was made elsewhere may be evaluated in the reference.
     """
-    rule = mlir.lower_fun(reference, multiple_results=prim.multiple_results)
+    rule = switch.own_code(mlir.lower_fun(reference, multiple_results=prim.multiple_results))
     return lambda ctx, *operands, **params: rule(
         ctx.replace(avals_in=list(map(compat.not_varying, ctx.avals_in))), *operands, **params
     )

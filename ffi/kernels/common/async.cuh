@@ -1,6 +1,6 @@
-// Hopper's asynchronous copies and the barriers they complete on (sm_90 and newer): mbarrier,
-// cp.async.bulk from global to shared memory, and the arrival at a barrier of another block of the
-// cluster. Thin wrappers of the PTX instructions; see "Asynchronous copy" in the PTX ISA.
+// Hopper's asynchronous copies and the barriers they complete on (sm_90 and newer): mbarrier, cp.async.bulk from global
+// to shared memory, and arrival at a barrier of another block of the cluster. Thin wrappers of the PTX instructions; see
+// "Asynchronous copy" in the PTX ISA.
 #pragma once
 
 #include "pack.cuh"
@@ -12,7 +12,7 @@
 
 namespace jaxkern {
 
-constexpr int kMaxCluster = 16;  // blocks; more than 8 need the kernel's consent
+constexpr int kMaxCluster = 16;  // blocks; more than 8 require the attribute for non-portable cluster sizes
 
 using Barrier = uint64_t;  // an mbarrier object, in shared memory
 
@@ -26,8 +26,8 @@ __device__ __forceinline__ void InitBarrier(Barrier* b, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(b)), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the copy engine and to the other blocks of the cluster; a
-// cluster-wide barrier must still follow before anybody else touches them.
+// Makes initialised barriers visible to the copy engine and to the other blocks of the cluster. A cluster-wide barrier
+// must follow before other threads use them.
 __device__ __forceinline__ void FenceBarrierInit() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -36,7 +36,7 @@ __device__ __forceinline__ void Arrive(Barrier* b) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(b)) : "memory");
 }
 
-// Arrives and announces bytes that copies are going to bring.
+// Arrives, and adds `bytes` to the bytes that copies must deliver before the phase completes.
 __device__ __forceinline__ void ArriveExpect(Barrier* b, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(b)), "r"(bytes) : "memory");
 }
@@ -72,11 +72,11 @@ __device__ __forceinline__ uint32_t ClusterSize() {
   return n;
 }
 
-// The barrier of all threads of the cluster, in its two halves.
+// The barrier of all threads of the cluster, split into arrive and wait.
 __device__ __forceinline__ void ArriveCluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
-// Announces no more than that this thread has come so far.
+// Arrives without ordering any memory access.
 __device__ __forceinline__ void ArriveClusterRelaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -86,9 +86,9 @@ __device__ __forceinline__ void SyncCluster() {
   WaitCluster();
 }
 
-// Writes a value to the same shared object of block `rank`, and its bytes to the count of that
-// block's barrier: whoever waits there sees it. Needs no fence, unlike a store and an arrival, whose
-// release would wait for every global store of this thread.
+// Writes a value to the same shared object of block `rank`, and counts its bytes at that block's barrier, so that threads
+// waiting there see the value. No fence is needed. A store and a releasing arrival would wait for all global stores of
+// this thread.
 template <class V> __device__ __forceinline__ void StoreRemote(V* at, const V& value, Barrier* b, uint32_t rank) {
   static_assert(sizeof(V) % 8 == 0);
   uint32_t remote_at, remote_barrier;
@@ -105,11 +105,11 @@ template <class V> __device__ __forceinline__ void StoreRemote(V* at, const V& v
 
 #endif  // JAXKERN_HAS_BULK_COPY
 
-// A barrier of `threads` threads of the block: whole warps, which must come to it at one place in the code.
+// A barrier of `threads` threads of the block: whole warps, which must all reach it at the same place in the code.
 __device__ __forceinline__ void SyncThreads(int id, int threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// The same for warps that come to it at several places, which the aligned form does not allow.
+// The same for warps that reach it at different places in the code, which the aligned form does not allow.
 __device__ __forceinline__ void SyncThreadsApart(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

@@ -1,4 +1,4 @@
-// Division by a number that does not change: without a divide instruction where both are below 2^32.
+// Division by a fixed number; without a divide instruction if dividend and divisor are below 2^32.
 #pragma once
 
 #include "broadcast.h"

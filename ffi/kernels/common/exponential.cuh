@@ -31,8 +31,8 @@ __device__ __forceinline__ float Exp2Approx(float x) {
 constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kLn2 = 0.693147180559945309417f;
 
-// 16 bit: the factor of x and base before they are subtracted: log2(e), or 1 where two different bfloat16 (or floats)
-// are so far apart that the smaller one's power is almost 0 whatever the factor. Halves never are.
+// 16 bit: the factor of x and base before the subtraction: log2(e), or 1 if base is so large that any smaller bfloat16 has
+// an exponential of almost 0 with either factor. float16 is never that large.
 template <class T> __device__ __forceinline__ float PowerScale(float base) {
   return fabsf(base) < 0x1p29f ? kLog2E : 1.0f;
 }
@@ -45,14 +45,14 @@ template <class T> __device__ __forceinline__ float LogOfExcess(float base) {
 
 // e^(x - base) for x <= base, to the accuracy that T's output can show.
 //
-// 16 bit: 2^(x * log2(e) - round(base * log2(e))), one instruction less than from the difference. The
-// rounding of the second product scales every term of a row alike, by 2^32 at most, so it cancels in
-// softmax; log_softmax divides by it (Forward::Finish).
-// float: what the product d * log2(e) loses by rounding is put back as e^high * (1 + low), which
-// leaves the error of ex2.approx alone (2 ulp).
+// 16 bit: 2^(x * log2(e) - round(base * log2(e))), one instruction less than from the difference. Rounding the second
+// product scales all terms of a row by a common factor of at most 2^32. It cancels in softmax; other sums are divided by it
+// (WithoutExcess).
+// float: the rounding error of d * log2(e) is restored as e^high * (1 + low), which leaves only the error of ex2.approx
+// (2 ulp).
 //
-// kDifference: 16 bit from the difference, too. For callers with a base per element of a pack and no registers for as
-// many scales, and for callers whose x are floats of any size.
+// kDifference: compute 16 bit from the difference, too. For callers with a base per element of a pack, who lack registers
+// for as many scales, and for callers whose x are floats of any size.
 template <class T, bool kDifference = false>
 __device__ __forceinline__ Compute<T> ExpDifference(Compute<T> x, Compute<T> base) {
   if constexpr (sizeof(T) == 8) {
@@ -72,7 +72,7 @@ __device__ __forceinline__ Compute<T> ExpDifference(Compute<T> x, Compute<T> bas
   }
 }
 
-// The factor that takes a sum relative to `from` to one relative to `to`.
+// The factor that converts a sum relative to `from` to one relative to `to`.
 template <class T, bool kDifference = false>
 __device__ __forceinline__ Compute<T> Rescale(Compute<T> from, Compute<T> to) {
   if constexpr (sizeof(T) == 2 && !kDifference) {
@@ -84,7 +84,7 @@ __device__ __forceinline__ Compute<T> Rescale(Compute<T> from, Compute<T> to) {
   }
 }
 
-// The maximum of a row without participants is -inf; 0 in its place keeps -inf - -inf out.
+// The maximum of an empty row is -inf. Using 0 instead avoids -inf - -inf.
 template <class C> __device__ __forceinline__ C Base(C max) { return max == -Infinity<C>() ? C(0) : max; }
 
 // The sum without the common factor of its terms, for 16-bit T. The term of the maximum is subtracted as it was added,
@@ -94,8 +94,8 @@ template <class T> __device__ __forceinline__ float WithoutExcess(float sum, flo
   return fmaf(sum - Exp2Approx(excess), Exp2Approx(-excess), 1.0f);
 }
 
-// The sums of threads are added up in double for float: each addition to a sum near 1 would cost half a unit, and there
-// are ten of them.
+// The type in which the sums of threads are merged: double for float, because each of the ten or so additions to a sum
+// near 1 would cost half a unit in the last place.
 template <class T> using Sum = std::conditional_t<sizeof(T) == 4, double, Compute<T>>;
 
 }  // namespace jaxkern

@@ -1,6 +1,6 @@
-// Packs: a row is read and written as 16-byte vectors whatever its dtype, and computed on in float
-// (double for double, integers as they are). A pack that sticks out of its row at either end is read and
-// written element by element, so nothing outside a row is ever touched.
+// Packs: rows of any dtype are read and written as 16-byte vectors and computed on in float (double for double, integers
+// unchanged). A partial vector at either end of a row is read and written element by element, so that nothing outside the
+// row is accessed.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,7 +10,7 @@
 
 namespace jaxkern {
 
-// What a T is computed in.
+// The type that T is computed in.
 template <class T> struct ComputeOf {
   using type = float;
 };
@@ -28,11 +28,11 @@ template <> struct ComputeOf<uint32_t> {
 };
 template <class T> using Compute = typename ComputeOf<T>::type;
 
-// Elements in 16 bytes.
+// The number of elements in 16 bytes.
 template <class T> constexpr int kVector = 16 / static_cast<int>(sizeof(T));
 
-// N elements as they lie in memory, in 32-bit words. Never elements: taking a loaded vector apart into
-// 16-bit registers makes the compiler wait for each load before it issues the next.
+// N elements as they lie in memory, stored as 32-bit words. Storing elements instead would make the compiler unpack loaded
+// vectors into 16-bit registers, and wait for each load before it issues the next.
 template <class T, int N> struct alignas(N * sizeof(T) < 4 ? 4 : N * sizeof(T)) Pack {
   static constexpr int kWords = (N * sizeof(T) + 3) / 4;
   uint32_t word[kWords];
@@ -99,14 +99,14 @@ template <class T, int N> __device__ __forceinline__ void Unpack(const Pack<T, N
   }
 }
 
-// Makes the compiler forget what it knows of a pack, so that a later Unpack is done anew instead of
-// its result being kept: N floats take twice the registers of the 16-bit pack.
+// Hides the value of a pack from the compiler, so that it unpacks the pack again later instead of keeping the result: N
+// floats take twice the registers of the 16-bit pack.
 template <class T, int N> __device__ __forceinline__ void Forget(Pack<T, N>& pack) {
 #pragma unroll
   for (int w = 0; w < Pack<T, N>::kWords; ++w) asm volatile("" : "+r"(pack.word[w]));
 }
 
-// A pointer that the compiler does not work out again where it is used, each time and from the beginning.
+// Keeps a pointer in a register: the compiler does not recompute it at every use.
 template <class P> __device__ __forceinline__ P* Pinned(P* p) {
   asm volatile("" : "+l"(p));
   return p;
@@ -114,7 +114,7 @@ template <class P> __device__ __forceinline__ P* Pinned(P* p) {
 
 template <class T, int N> __device__ __forceinline__ Pack<T, N> Repack(const Compute<T> (&in)[N]) {
   Pack<T, N> pack = {};
-  if constexpr (sizeof(T) == 2 && N % 2 == 0) {  // one instruction rounds two
+  if constexpr (sizeof(T) == 2 && N % 2 == 0) {  // one instruction rounds two elements
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
       if constexpr (std::is_same_v<T, __half>) {
@@ -132,12 +132,12 @@ template <class T, int N> __device__ __forceinline__ Pack<T, N> Repack(const Com
   return pack;
 }
 
-// What L2 is told of the lines that a kernel reads.
+// The L2 eviction policy of the lines that a kernel reads.
 //
-// Where a call moves more than L2 holds, "evict last": measured, a stream of reads so marked runs 2-3%
-// faster beside a stream of writes, and reads marked "evict first" (__ldcs, .nc.no_allocate, a bulk
-// copy's hint) 8% slower, whatever the writes are marked. The mark wears off: a kernel that reads half an
-// L2 twice afterwards takes 2 us longer, once. Calls that fit L2 leave the choice to it.
+// Calls that move more than L2 holds use evict_last. Measured beside a stream of writes, reads with evict_last are 2-3%
+// faster, and reads with evict_first (__ldcs, .nc.no_allocate, a bulk copy's hint) 8% slower, whatever the policy of the
+// writes. The effect wears off: the next kernel that reads half an L2 twice takes 2 us longer, once. Calls that fit L2 use
+// the default policy.
 struct ReadPolicy {
   uint64_t bits;
 };
@@ -166,7 +166,7 @@ template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadVector(const
   return pack;
 }
 
-// A read that leaves the choice to L2, and that a kernel may make of what it has written.
+// A read with the default policy, also of data that the kernel itself has written.
 template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadVector(const T* p) {
   Pack<T, N> pack = {};
   if constexpr (N * sizeof(T) == 16) {
@@ -180,7 +180,7 @@ template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadVector(const
   return pack;
 }
 
-// What is written is not read again here.
+// A write of data that the kernel does not read again.
 template <class T, int N> __device__ __forceinline__ void StoreVector(T* p, const Pack<T, N>& pack) {
   if constexpr (N * sizeof(T) == 16) {
     __stcs(reinterpret_cast<uint4*>(p), *reinterpret_cast<const uint4*>(pack.word));
@@ -192,7 +192,7 @@ template <class T, int N> __device__ __forceinline__ void StoreVector(T* p, cons
   }
 }
 
-// The first `bytes` bytes of a 16-byte vector (0 < bytes < 16) in stores of 8, 4 and 2 bytes.
+// Stores the first `bytes` bytes of a 16-byte vector (0 < bytes < 16) in stores of 8, 4 and 2 bytes.
 template <class T, int N> __device__ __forceinline__ void StoreFront(T* p, const Pack<T, N>& pack, int bytes) {
   char* at = reinterpret_cast<char*>(p);
   const uint32_t* w = pack.word;
@@ -207,7 +207,7 @@ template <class T, int N> __device__ __forceinline__ void StoreFront(T* p, const
   }
 }
 
-// The last `bytes` bytes of the vector at p.
+// Stores the last `bytes` bytes of the vector at p.
 template <class T, int N> __device__ __forceinline__ void StoreBack(T* p, const Pack<T, N>& pack, int bytes) {
   char* end = reinterpret_cast<char*>(p) + 16;
   const uint32_t* w = pack.word;
@@ -222,21 +222,19 @@ template <class T, int N> __device__ __forceinline__ void StoreBack(T* p, const 
   }
 }
 
-// A row of `width` elements seen as aligned packs: pack p holds columns [p * N - shift, ... + N),
-// where shift is how far the row's first element lies behind a boundary of `grain` elements. The
-// grain is 16 bytes or more: a warp whose vectors start on 32 bytes writes whole sectors. All arrays
-// of a call share the shift (the launcher takes N = 1 when they do not); misalignment is the arrays'
-// own, in elements.
+// A row of `width` elements as aligned packs: pack p holds columns [p * N - shift, ... + N), where shift is the distance
+// of the row's first element from the preceding boundary of `grain` elements. The grain is 16 bytes or more: a warp whose
+// vectors start on 32 bytes writes whole sectors. All arrays of a call share the shift (else the plan uses N = 1).
+// `misalignment` is that of the arrays, in elements.
 //
-// Packs [head, Count()) hold elements of the row. The first and the last of them may be ragged, that
-// is, belong to the row with some of their elements only. kRagged = false promises that none is, and
-// makes for shorter code.
+// Packs [head, Count()) hold elements of the row. The first and the last may be partial: only some of their elements belong
+// to the row. kRagged = false promises that no pack is partial, which makes the code shorter.
 template <class T, int N, class Index, bool kRagged = true> struct Row {
-  int64_t base;  // element offset of pack 0; lies before the row by `shift`
+  int64_t base;  // element offset of pack 0, `shift` elements before the row
   Index width;
   int shift;
   Index head;
-  Index whole_begin;  // packs [whole_begin, whole_end) lie in the row with all their elements
+  Index whole_begin;  // packs [whole_begin, whole_end) lie entirely in the row
   Index whole_end;
 
   __device__ __forceinline__ Row(int64_t first, int64_t row_width, int misalignment, int grain)
@@ -248,22 +246,22 @@ template <class T, int N, class Index, bool kRagged = true> struct Row {
     whole_end = (width + shift) / N;
   }
   __device__ __forceinline__ Index Count() const { return (width + shift + N - 1) / N; }
-  // Some pack of the row is ragged.
+  // Whether some pack of the row is partial.
   __device__ __forceinline__ bool Ragged() const { return kRagged && ((shift | width) & (N - 1)) != 0; }
   __device__ __forceinline__ bool Whole(Index p) const { return (!kRagged || p >= whole_begin) && p < whole_end; }
   __device__ __forceinline__ Index Column(Index p) const { return p * N - shift; }
   __device__ __forceinline__ bool Has(Index column) const { return column >= 0 && column < width; }
   __device__ __forceinline__ int64_t At(Index p) const { return base + static_cast<int64_t>(p) * N; }
 
-  // Whether all of a ragged pack lies inside the array, so that it can be read as a vector.
+  // Whether a partial pack lies entirely inside the array, so that it can be read as a vector.
   __device__ __forceinline__ bool Inside(Index p, int64_t array_size) const {
     return At(p) >= 0 && At(p) + N <= array_size;
   }
 
-  // Puts `otherwise` into the elements of a ragged pack that are not the row's.
+  // Replaces the elements of a partial pack that do not belong to the row by `otherwise`.
   __device__ __forceinline__ void Trim(Pack<T, N>& pack, Index p, T otherwise) const {
     const Pack<T, N> fill = Filled<T, N>(otherwise);
-    // Bytes [from, to) of the pack are the row's.
+    // Bytes [from, to) of the pack belong to the row.
     const int from = max(-static_cast<int>(max(Column(p), Index(-N))), 0) * static_cast<int>(sizeof(T));
     const int to = static_cast<int>(min(width - Column(p), Index(N))) * static_cast<int>(sizeof(T));
 #pragma unroll
@@ -274,7 +272,7 @@ template <class T, int N, class Index, bool kRagged = true> struct Row {
     }
   }
 
-  // Any pack, its elements inside the row one by one.
+  // Reads any pack; the elements of a partial one are read one by one.
   __device__ __forceinline__ Pack<T, N> LoadElements(const T* array, Index p, T otherwise) const {
     Pack<T, N> pack = Filled<T, N>(otherwise);
 #pragma unroll
@@ -297,7 +295,7 @@ template <class T, int N, class Index, bool kRagged = true> struct Row {
     }
   }
 
-  // A pack that is not whole; its elements outside the row stay.
+  // Writes a partial pack; elements outside the row keep their value.
   __device__ __forceinline__ void StoreRagged(T* array, Index p, const Pack<T, N>& pack) const {
     T* const at = array + At(p);
     const Index column = Column(p);
@@ -314,9 +312,9 @@ template <class T, int N, class Index, bool kRagged = true> struct Row {
   }
 };
 
-// --- Copies to shared memory that nobody waits for before WaitForCopies, and that take no registers -----------------
+// --- Asynchronous copies to shared memory, which use no registers and complete at WaitForCopies --------------------
 
-// 4 or 16 bytes, both addresses aligned to as many.
+// Copies 4 or 16 bytes; both addresses are aligned to that size.
 template <int kBytes> __device__ __forceinline__ void CopyAsync(void* shared, const void* global) {
   static_assert(kBytes == 4 || kBytes == 16);
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
@@ -325,7 +323,7 @@ template <int kBytes> __device__ __forceinline__ void CopyAsync(void* shared, co
   else asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(global) : "memory");
 }
 
-// The thread's own; a barrier must follow before others' are read.
+// Waits for the copies of this thread. A barrier must follow before a thread reads what others have copied.
 __device__ __forceinline__ void WaitForCopies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 }  // namespace jaxkern

@@ -2,9 +2,8 @@
 // As Easy as 1, 2, 3", 2011: the fastest of the variants that pass their tests (BigCrush). The same bits on the CPU, on
 // CUDA and in jaxkern/_ops/softmax/dropout.py.
 //
-// Dropout draws 16 bits an element: block (column / 8, row) of the key's sequence holds those of 8
-// neighbouring elements of a row, the lower half of each word first. An element is kept if its bits, as
-// a number, are not below a threshold.
+// Dropout draws 16 bits per element. Block (column / 8, row) of the key's sequence holds the bits of 8 neighbouring elements
+// of a row, the lower half of each word first. An element is kept if its bits, as a number, are not below a threshold.
 #pragma once
 
 #include "broadcast.h"
@@ -18,7 +17,7 @@ struct PhiloxBlock {
   uint32_t word[4];
 };
 
-JAXKERN_HD PhiloxBlock Philox(uint32_t column_block, uint32_t row, uint32_t key0, uint32_t key1) {
+__device__ __forceinline__ PhiloxBlock Philox(uint32_t column_block, uint32_t row, uint32_t key0, uint32_t key1) {
   uint32_t c0 = column_block, c1 = row, c2 = 0, c3 = 0;
 #if defined(__CUDACC__)
 #pragma unroll

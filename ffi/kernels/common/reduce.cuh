@@ -1,5 +1,5 @@
-// Reductions by layer: lanes of a warp, then warps of a block. Each leaves the result in every
-// thread (a scan: its own), in an order that depends on nothing but the thread count, so results are reproducible.
+// Reductions over the lanes of a warp, then over the warps of a block. All threads get the result (for a scan, their own).
+// The order depends only on the number of threads, so that results are reproducible.
 #pragma once
 
 #include "std.h"
@@ -28,10 +28,9 @@ template <int kLanes, class V, class Combine> __device__ __forceinline__ V Reduc
   return v;
 }
 
-// Folds one value a warp into one for the block, in the order of the lanes that hold them.
-// `merge` combines over kMaxWarps lanes; `identity` fills up a smaller block. `room` holds one Stat a
-// warp in shared memory. One barrier: a caller that comes again with the same room must place a
-// barrier between.
+// Combines one value per warp into one per block, in the order of the warps. `merge` combines over kMaxWarps lanes;
+// `identity` pads smaller blocks. `room`: shared memory for one Stat per warp. Contains one barrier; the caller must place
+// another one before it uses `room` again.
 template <int kMaxWarps, class Stat, class Sync, class MergeLanes>
 __device__ __forceinline__ Stat ReduceWarps(Stat mine, Stat* room, int warps, Stat identity, Sync sync,
                                             MergeLanes merge) {
@@ -42,8 +41,8 @@ __device__ __forceinline__ Stat ReduceWarps(Stat mine, Stat* room, int warps, St
   return merge(slot < warps ? room[slot] : identity);
 }
 
-// The sum of v over the block's threads before this one. `room`, in shared memory, is left with the sum of each
-// warp. Two barriers, the second behind every use of `room`.
+// The exclusive prefix sum of v over the threads of the block. On return `room`, in shared memory, holds the sum of each
+// warp. Contains two barriers, the second after the last use of `room`.
 __device__ __forceinline__ uint32_t SumOfThreadsBefore(uint32_t v, uint32_t* room) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   uint32_t sum = v;

@@ -1,5 +1,5 @@
-// The parts of the C++ standard library that kernels use: the library's own, or where NVRTC compiles, which has none,
-// the same few names declared here.
+// The parts of the C++ standard library that kernels use. NVRTC has no standard library, so these names are declared here
+// for it; other compilers include the library.
 #pragma once
 
 #if !defined(__CUDACC_RTC__)

@@ -16,7 +16,7 @@ import functools
 import jax.numpy as jnp
 from jax.extend.mlir import ir
 
-from jaxkern._core import algorithms, define
+from jaxkern._core import algorithms, compat, decisions, define, stablehlo, switch
 from jaxkern._core.primitive import bind
 from jaxkern._core.rows import adapt_mask, without_axis
 from jaxkern._ops.cross_entropy import one_read, plan, reference, sharding
@@ -98,6 +98,21 @@ def _adapt(prim, *avals, axis, **params):
     return adapt_mask(prim, avals[0], avals[-1], axis) if kinds(prim.name, avals)[0][-1] == "m" else None
 
 
+def _left(prim, ctx, operands, params) -> bool:
+    """Whether a loss that `jaxkern.accelerate` put into a program is left to XLA there."""
+    if not params["options"].fusible:
+        return False
+    settings = switch.current()
+    why = switch.refusal(ctx, settings)
+    if not why and stablehlo.is_arithmetic(ctx, operands[0]) and not (settings and settings.force):
+        why = "XLA fuses the arithmetic that makes the logits"
+    x = ctx.avals_in[0]
+    if prim is cross_entropy_p:
+        reason = why or "loss and gradient in one read"
+        decisions.record("softmax_cross_entropy", not why, reason, [x], compat.frames(ctx.traceback), stablehlo.size(x))
+    return bool(why)
+
+
 def _overwrites(prim, operands, params) -> bool:
     """Whether the gradient takes the memory of the logits."""
     return prim is not cross_entropy_p and (params["options"].overwrites or _may_overwrite(operands[0]))
@@ -129,6 +144,7 @@ def _primitive(name, reference, taylor=None, which=None, **options):
         partition=_partition,
         adapt=_adapt,
         dtypes=plan.DTYPES,
+        left=_left,
         cached=False,
         **options,
     )

@@ -16,6 +16,8 @@ class Options(typing.NamedTuple):
     ignore: int | None = None
     # The gradient may overwrite the logits: for the part of an array on one device, whose program does not show it.
     overwrites: bool = False
+    # Logits that are arithmetic are left to XLA, which computes them where it reads them: for `jaxkern.accelerate`.
+    fusible: bool = False
 
 
 def computing(dtype):

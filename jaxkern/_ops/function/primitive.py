@@ -6,19 +6,16 @@ those have size 1 in it. Derivatives are the same primitive with a derivative of
 the dimensions in which its operand has size 1.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkern._core import compat, partition
-from jaxkern._core.define import lower_reference, lower_to_kernels
+from jaxkern._core.define import primitive
 from jaxkern._core.functor import computing
-from jaxkern._core.primitive import bind, evaluate
+from jaxkern._core.primitive import bind
 from jaxkern._ops.function import plan
 
 
@@ -72,10 +69,10 @@ def _abstract(*operands, function, sums):
     return results
 
 
-def _batch(operands, dims, *, function, sums):
+def _batch(prim, operands, dims, *, function, sums):
     operands = [jnp.expand_dims(x, 0) if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)]
     sums = tuple(tuple(d + 1 for d in own) for own in sums)
-    ys = bind(elementwise_kernel_p, *operands, function=function, sums=sums)
+    ys = bind(prim, *operands, function=function, sums=sums)
     return ys, [0] * len(ys)
 
 
@@ -114,7 +111,7 @@ def _transpose(cts, *operands, function, sums):
     return result
 
 
-def _partition(ctx, operands, params):
+def _partition(prim, ctx, operands, params):
     """Every dimension may be split. Devices sum their parts of what is summed over dimensions that are."""
     sums, rank = params["sums"], ctx.avals_in[0].ndim
     names = [f"d{d}" for d in range(rank)]
@@ -129,18 +126,11 @@ def _partition(ctx, operands, params):
         ys = apply(function.with_results(wide), parts, sums)
         return [lax.psum(y, a).astype(d) if a else y for y, a, d in zip(ys, axes, function.out_dtypes)]
 
-    return partition.lower(
-        ctx, elementwise_kernel_p, operands, params, dims, shard, exact=tuple(summed), summed=tuple(gone)
-    )
+    return partition.lower(ctx, prim, operands, params, dims, shard, exact=tuple(summed), summed=tuple(gone))
 
 
-elementwise_kernel_p = Primitive("jaxkern_elementwise_kernel")
-elementwise_kernel_p.multiple_results = True
-elementwise_kernel_p.def_abstract_eval(_abstract)
-elementwise_kernel_p.def_impl(functools.partial(evaluate, elementwise_kernel_p))
-batching.primitive_batchers[elementwise_kernel_p] = _batch
-compat.check_nans(elementwise_kernel_p)
-mlir.register_lowering(elementwise_kernel_p, lower_reference(elementwise_kernel_p, _reference))
-lower_to_kernels(elementwise_kernel_p, plan.plan, _reference, _partition)
+elementwise_kernel_p = primitive(
+    "jaxkern_elementwise_kernel", _abstract, _batch, _reference, several=True, plan=plan.plan, partition=_partition
+)
 ad.primitive_jvps[elementwise_kernel_p] = _jvp
 ad.primitive_transposes[elementwise_kernel_p] = _transpose

@@ -62,7 +62,7 @@ defvjp(softmax_p, softmax_vjp, differentiable=(0,))
 defvjp(log_softmax_p, log_softmax_vjp, differentiable=(0,))
 
 
-def _softmax_grad_jvp(y, g, *rest, axis, tier):
+def softmax_grad_jvp(y, g, *rest, axis, tier):
     *mask, dy = rest
     kept = reference.participants(y, 0, axis, *mask)
     dtype = y.dtype
@@ -88,7 +88,7 @@ def _log_softmax_jvp_jvp(x, t, *rest, axis, tier):
     return computed(jnp.broadcast_to(-dot, x.shape), kept).astype(x.dtype)
 
 
-deflinear(softmax_grad_p, 1, _softmax_grad_jvp, transpose=softmax_grad_p)  # self-adjoint
+deflinear(softmax_grad_p, 1, softmax_grad_jvp, transpose=softmax_grad_p)  # self-adjoint
 deflinear(log_softmax_grad_p, 1, _log_softmax_grad_jvp, transpose=log_softmax_jvp_p)
 deflinear(log_softmax_jvp_p, 1, _log_softmax_jvp_jvp, transpose=log_softmax_grad_p)
 

@@ -1,0 +1,434 @@
+"""Whole programs that do not name jaxkern: a training step plain, and under `jaxkern.accelerate()`.
+
+    python -m benchmarks programs                              every program
+    python -m benchmarks programs --cases 'graph.*uniform'     those whose name matches
+    python -m benchmarks programs --explain                    what would be taken on a GPU, without one
+
+Graph convolution and attention, an interaction network, an embedding with a dense layer, a click model with bags of ids,
+and a classifier over a large vocabulary, in plain JAX and optax; the same with jraph and flax.linen where these are
+installed. Steps are enqueued one behind the other and timed by the host's clock. Indices are arguments of the step: XLA
+folds scatters of constants for half a minute.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkern
+from benchmarks import _goals, _report, _run, _timing
+
+OPERATION = "programs"
+SAMPLE = 0.2  # seconds of work, at least, that one reading of the clock is about
+LATER = 5.0  # seconds that the first accelerated step may take longer
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """init(): parameters and state of the optimizer; step(state, *data): the next state, and the loss."""
+
+    init: Callable[[], Any]
+    step: Callable[..., Any]
+    data: tuple[np.ndarray, ...]
+
+    def specs(self) -> tuple[Any, ...]:
+        of = lambda tree: jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype)), tree
+        )
+        return of(jax.eval_shape(self.init)), *of(self.data)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """required: plain time over accelerated. endless: how the plain program did not end, where it is not run on a GPU."""
+
+    name: str
+    dtype: str
+    make: Callable[[str, bool], Training]
+    required: float = 0.97
+    endless: str = ""
+    package: str = ""  # that it is written with
+
+
+def _optimized(optimizer, loss, make_params, data) -> Training:
+    def init():
+        params = make_params(jax.random.key(0))
+        return params, optimizer.init(params)
+
+    def step(state, *data):
+        import optax
+
+        params, moments = state
+        value, gradient = jax.value_and_grad(loss)(params, *data)
+        updates, moments = optimizer.update(gradient, moments, params)
+        return (optax.apply_updates(params, updates), moments), value
+
+    return Training(init, step, data)
+
+
+def _zipf(rng, exponent, shape, below):
+    return ((rng.zipf(exponent, shape) - 1) % below).astype(np.int32)
+
+
+def _matrices(key, shapes):
+    keys = jax.random.split(key, len(shapes))
+    return [jax.random.normal(k, s) / s[0] ** 0.5 for k, s in zip(keys, shapes)]
+
+
+def _loss_of(apply, dtype):
+    """Cross-entropy of `apply(params, x, ...)`, in `dtype`, with master weights in float32."""
+    import optax
+
+    def loss(params, x, labels, *rest):
+        params = jax.tree.map(lambda a: a.astype(dtype), params)
+        logits = apply(params, x.astype(dtype), *rest).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    return loss
+
+
+# --- graphs --------------------------------------------------------------------------------------
+
+
+def _graph(small, zipf, features=128, classes=40):
+    """ogbn-arxiv's size: 169 343 nodes and 1.17 million edges, and each node's edge to itself."""
+    rng = np.random.default_rng(0)
+    nodes, edges = (300, 2000) if small else (169_343, 1_166_243)
+    senders = rng.integers(0, nodes, edges)
+    receivers = _zipf(rng, 1.5, edges, nodes) if zipf else rng.integers(0, nodes, edges)
+    own = np.arange(nodes)
+    x = rng.normal(size=(nodes, features)).astype(np.float32)
+    labels = rng.integers(0, classes, nodes).astype(np.int32)
+    with_own = lambda a: np.concatenate([a, own]).astype(np.int32)
+    return x, labels, with_own(senders), with_own(receivers)
+
+
+def _convolution(layer, dtype, small, zipf) -> Training:
+    import optax
+
+    data = _graph(small, zipf)
+    sizes = [128, 16, 40] if small else [128, 256, 256, 40]
+
+    def apply(params, x, senders, receivers):
+        for k, w in enumerate(params):
+            x = layer(x if k == 0 else jax.nn.relu(x), w, senders, receivers)
+        return x
+
+    shapes = list(zip(sizes, sizes[1:]))
+    return _optimized(optax.adam(1e-3), _loss_of(apply, dtype), lambda key: _matrices(key, shapes), data)
+
+
+def _plain_layer(x, w, senders, receivers):
+    nodes = x.shape[0]
+    degree = lambda ids: jax.ops.segment_sum(jnp.ones(ids.shape, x.dtype), ids, nodes)
+    norm = lambda ids: jax.lax.rsqrt(jnp.maximum(degree(ids), 1))[:, None]
+    sums = jax.ops.segment_sum(((x @ w) * norm(senders))[senders], receivers, nodes)
+    return sums * norm(receivers)
+
+
+def _jraph_graph(x, senders, receivers, edges=None):
+    import jraph
+
+    count = lambda n: jnp.array([n])
+    return jraph.GraphsTuple(x, edges, receivers, senders, None, count(x.shape[0]), count(senders.shape[0]))
+
+
+def _jraph_layer(x, w, senders, receivers):
+    import jraph
+
+    layer = jraph.GraphConvolution(update_node_fn=lambda h: h @ w, add_self_edges=False)
+    return layer(_jraph_graph(x, senders, receivers)).nodes
+
+
+def _attention_layer(x, w, a, senders, receivers):
+    nodes = x.shape[0]
+    h = x @ w
+    score = jax.nn.leaky_relu(jnp.concatenate([h[senders], h[receivers]], 1) @ a, 0.2)
+    e = jnp.exp(score - jax.ops.segment_max(score, receivers, nodes)[receivers])
+    weights = e / jax.ops.segment_sum(e, receivers, nodes)[receivers]
+    return jax.ops.segment_sum(h[senders] * weights, receivers, nodes)
+
+
+def _jraph_attention_layer(x, w, a, senders, receivers):
+    import jraph
+
+    score = lambda s, r, edges: jax.nn.leaky_relu(jnp.concatenate([s, r], 1) @ a, 0.2)
+    return jraph.GAT(lambda h: h @ w, score)(_jraph_graph(x, senders, receivers)).nodes
+
+
+def _attention(layer, dtype, small) -> Training:
+    import optax
+
+    d = 8 if small else 64
+
+    def apply(params, x, senders, receivers):
+        w1, a1, w2, a2 = params
+        return layer(layer(x, w1, a1, senders, receivers), w2, a2, senders, receivers)
+
+    shapes = [(128, d), (2 * d, 1), (d, 40), (80, 1)]
+    data = _graph(small, zipf=True)
+    return _optimized(optax.adam(1e-3), _loss_of(apply, dtype), lambda key: _matrices(key, shapes), data)
+
+
+def _interaction(dtype, small) -> Training:
+    """As in mesh simulators: an edge's network, sums at receivers, a node's network, five rounds."""
+    import optax
+
+    rng = np.random.default_rng(0)
+    n, e, d = (200, 1000, 16) if small else (100_000, 600_000, 128)
+    ids = lambda: rng.integers(0, n, e).astype(np.int32)
+    x, edges = (rng.normal(size=(k, d)).astype(np.float32) for k in (n, e))
+    labels = rng.integers(0, 16, n).astype(np.int32)
+
+    def apply(params, x, senders, receivers, edges):
+        *rounds, out = params
+        edges = edges.astype(x.dtype)
+        for k in range(0, len(rounds), 4):
+            a, b, c, f = rounds[k : k + 4]
+            edges = jax.nn.relu(jnp.concatenate([edges, x[senders], x[receivers]], -1) @ a) @ b
+            sums = jax.ops.segment_sum(edges, receivers, x.shape[0])
+            x = jax.nn.relu(jnp.concatenate([x, sums], -1) @ c) @ f
+        return x @ out
+
+    shapes = [(3 * d, d), (d, d), (2 * d, d), (d, d)] * (2 if small else 5) + [(d, 16)]
+    data = (x, labels, ids(), ids(), edges)
+    return _optimized(optax.adam(1e-3), _loss_of(apply, dtype), lambda key: _matrices(key, shapes), data)
+
+
+# --- embeddings and classes ----------------------------------------------------------------------
+
+
+def _tokens(small):
+    rng = np.random.default_rng(0)
+    rows, shape = (500, (4, 32)) if small else (128_256, (16, 1024))
+    return rows, _zipf(rng, 1.3, shape, rows), rng.integers(0, 64, shape).astype(np.int32)
+
+
+def _embedding(dtype, small) -> Training:
+    import optax
+
+    rows, ids, labels = _tokens(small)
+    d = 32 if small else 2048
+
+    def params(key):
+        table, dense, out = _matrices(key, [(rows, d), (d, d), (d, 64)])
+        return jax.tree.map(lambda a: a.astype(dtype), {"table": table, "dense": dense, "out": out})
+
+    def loss(p, ids, labels):
+        logits = jax.nn.relu(p["table"][ids] @ p["dense"]) @ p["out"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
+
+    return _optimized(optax.sgd(1e-2), loss, params, (ids, labels))
+
+
+def _linen_embedding(dtype, small) -> Training:
+    import flax.linen as nn
+    import optax
+
+    rows, ids, labels = _tokens(small)
+    d = 32 if small else 2048
+    types = {"dtype": dtype, "param_dtype": dtype}
+    model = nn.Sequential([nn.Embed(rows, d, **types), nn.Dense(d, **types), nn.relu, nn.Dense(64, **types)])
+
+    def loss(p, ids, labels):
+        logits = model.apply(p, ids).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    return _optimized(optax.sgd(1e-2), loss, lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32)), (ids, labels))
+
+
+def _clicks(dtype, small) -> Training:
+    """Eight bags of twenty ids for each example."""
+    import optax
+
+    rng = np.random.default_rng(0)
+    tables, rows, d, examples, bag = (2, 300, 16, 64, 5) if small else (8, 500_000, 64, 32_768, 20)
+    ids = _zipf(rng, 1.2, (tables, examples, bag), rows)
+    clicked = rng.integers(0, 2, examples).astype(np.float32)
+
+    def params(key):
+        keys = jax.random.split(key, tables + 1)
+        table = lambda k: (jax.random.normal(k, (rows, d)) * 0.01).astype(dtype)
+        return {"tables": [table(k) for k in keys[1:]], "w": jax.random.normal(keys[0], (tables * d, 1)) * 0.05}
+
+    def loss(p, ids, clicked):
+        bags = [t[i].sum(1).astype(jnp.float32) for t, i in zip(p["tables"], ids)]
+        logits = (jax.nn.relu(jnp.concatenate(bags, -1)) @ p["w"])[:, 0]
+        return optax.sigmoid_binary_cross_entropy(logits, clicked).mean()
+
+    return _optimized(optax.adagrad(1e-2), loss, params, (ids, clicked))
+
+
+def _classifier(dtype, small) -> Training:
+    """The head of a language model: a matrix product and the loss over its vocabulary."""
+    import optax
+
+    rng = np.random.default_rng(0)
+    tokens, d, classes = (64, 16, 500) if small else (8192, 768, 50_257)
+    x = rng.normal(size=(tokens, d)).astype(np.float32)
+    labels = rng.integers(0, classes, tokens).astype(np.int32)
+
+    def loss(p, x, labels):
+        logits = x.astype(dtype) @ p.astype(dtype)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).astype(jnp.float32).mean()
+
+    return _optimized(optax.sgd(1e-2), loss, lambda key: _matrices(key, [(d, classes)])[0], (x, labels))
+
+
+def programs() -> list[Program]:
+    """Required are the figures of one H200 with a margin; `endless` was seen on it, with jax 0.11.2."""
+    both = ("bfloat16", "float32")
+    endless = "four steps did not end in 230 s"
+    found = []
+    for package, layer in (("", _plain_layer), ("jraph", _jraph_layer)):
+        name = "graph convolution" + (f", {package}" if package else "")
+        for dtype in both:
+            for zipf in (True, False):
+                make = functools.partial(_convolution, layer)
+                required = (300 if zipf else 2.5) if dtype == "bfloat16" else 0.97
+                found.append(
+                    Program(
+                        f"{name}, {'zipf' if zipf else 'uniform'}",
+                        dtype,
+                        lambda t, small, make=make, zipf=zipf: make(t, small, zipf),
+                        required,
+                        package=package,
+                    )
+                )
+    for package, layer in (("", _attention_layer), ("jraph", _jraph_attention_layer)):
+        name = "graph attention" + (f", {package}" if package else "")
+        make = functools.partial(_attention, layer)
+        found += [Program(f"{name}, zipf", t, make, endless=endless, package=package) for t in both]
+    found += [Program("interaction network", t, _interaction, 1.4 if t == "bfloat16" else 0.97) for t in both]
+    found += [Program("embedding", t, _embedding, 20 if t == "bfloat16" else 0.97) for t in both]
+    found += [
+        Program("embedding, flax.linen", t, _linen_embedding, 20 if t == "bfloat16" else 0.97, package="flax")
+        for t in both
+    ]
+    found += [
+        Program("click model", "bfloat16", _clicks, endless="four steps did not end in 40 s"),
+        Program("click model", "float32", _clicks, 2),
+    ]
+    found += [Program("vocabulary head", t, _classifier, 1.1) for t in both]
+    return [p for p in found if not p.package or importlib.util.find_spec(p.package)]
+
+
+# --- what runs -----------------------------------------------------------------------------------
+
+
+def _measured(training: Training, repeats: int) -> tuple[_timing.Timing, float, float]:
+    """Time of a step, seconds of the first one, and the loss after it."""
+    step = jax.jit(training.step, donate_argnums=0)
+    data = [jax.device_put(a) for a in training.data]
+    state = jax.block_until_ready(jax.jit(training.init)())
+    begin = time.perf_counter()
+    state, loss = jax.block_until_ready(step(state, *data))
+    first = time.perf_counter() - begin
+
+    def seconds(count):
+        nonlocal state
+        start = time.perf_counter()
+        for _ in range(count):
+            state, value = step(state, *data)
+        jax.block_until_ready((state, value))
+        return time.perf_counter() - start
+
+    one = seconds(1)
+    count = max(1, min(200, round(SAMPLE / max(one, 1e-6))))
+    samples = [seconds(count) / count * 1e6 for _ in range(repeats if one < 1 else 2)]
+    return _timing.Timing(samples, "host"), first, float(loss)
+
+
+def run(arguments: Any) -> dict[str, Any]:
+    """Measures; what goes to the result file."""
+    gpu = _run.backend() == "gpu"
+    small, repeats = not gpu or arguments.quick, arguments.repeats or (5 if gpu else 2)
+    chosen = [p for p in programs() if re.search(arguments.cases, f"{p.name} {p.dtype}")]
+    if not chosen:
+        raise SystemExit(f"benchmarks: no program matches {arguments.cases!r}")
+    rows = []
+    for program in _timing.progress(chosen, len(chosen), "measure programs"):
+        training = program.make(program.dtype, small)
+        times: dict[str, Any] = {}
+        first, losses = {}, {}
+        explanation = jaxkern.explain(training.step)(*training.specs())
+        with jaxkern.accelerate():
+            times[_goals.OURS], first[_goals.OURS], losses[_goals.OURS] = _measured(training, repeats)
+        if program.endless and gpu and not small:
+            times["xla"] = _timing.Failure(program.endless)
+        else:
+            times["xla"], first["xla"], losses["xla"] = _measured(training, repeats)
+        rows.append(_row(program, times, first, losses, explanation, gpu and not small))
+    return {
+        "format": 1,
+        "operation": OPERATION,
+        "environment": _run.environment() | {"clock": "host"},
+        "options": {"quick": small, "cases": arguments.cases, "repeats": repeats},
+        "results": rows,
+        "checks": [],
+    }
+
+
+def _row(program, times, first, losses, explanation, required) -> dict[str, Any]:
+    goals = []
+    if required and "xla" in losses:
+        ratio = times["xla"].median / times[_goals.OURS].median
+        goals.append({"goal": "plain", "required": program.required, "value": ratio, "met": ratio >= program.required})
+        later = LATER / max(first[_goals.OURS] - first["xla"], 1e-3)
+        goals.append({"goal": "first step", "required": 1.0, "value": later, "met": later >= 1})
+    return {
+        "case": program.name,
+        "group": "programs",
+        "shape": [],
+        "dtype": program.dtype,
+        "op": OPERATION,
+        "direction": "step",
+        "times": {who: t.to_json() for who, t in times.items()},
+        "first_s": {who: round(s, 3) for who, s in first.items()},
+        "loss": losses,
+        "decisions": [dataclasses.asdict(d) for d in explanation],
+        "handlers": sorted({d.operation for d in explanation.taken}),
+        "copy_ratio": {},
+        "goals": goals,
+    }
+
+
+def table(data: dict[str, Any]) -> str:
+    lines = [["case", "dtype", "jaxkern", "xla", "xla / jaxkern", "taken", "first step, s", "verdict"]]
+    for row in data["results"]:
+        times = _report.medians(row)
+        ours, plain = times.get(_goals.OURS), times.get("xla")
+        missed = [g["goal"] for g in row["goals"] if not g["met"]]
+        taken = sum(d["taken"] for d in row["decisions"])
+        first = row["first_s"]
+        lines.append(
+            [
+                row["case"],
+                row["dtype"],
+                _report.time_text(ours),
+                _report.time_text(plain),
+                f"{plain / ours:.2f}" if plain and ours else "-",
+                f"{taken} of {len(row['decisions'])}",
+                " / ".join(f"{first[who]:.1f}" for who in (_goals.OURS, "xla") if who in first),
+                "-" if not row["goals"] else f"missed: {', '.join(missed)}" if missed else "met",
+            ]
+        )
+    return _report.align(lines)
+
+
+def explain(arguments: Any) -> int:
+    """Prints what would be taken of each program on a GPU."""
+    for program in programs():
+        if re.search(arguments.cases, f"{program.name} {program.dtype}"):
+            training = program.make(program.dtype, arguments.quick)
+            print(f"{program.name}, {program.dtype}\n{jaxkern.explain(training.step)(*training.specs())}\n", flush=True)
+    return 0

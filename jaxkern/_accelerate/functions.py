@@ -1,0 +1,411 @@
+"""Functions of JAX and optax that leave no operation of their own in a program: their code is replaced.
+
+`f.__code__` is replaced, not the name `f` in a module, so that other names of the same function, imported before, are caught.
+The new code asks at every call whether this thread runs on jaxkern, and otherwise runs the old. What a replacement does not
+keep exactly, it leaves to the old code. It differs from it in this alone: arithmetic in float32 or wider;
+`optax.softmax_cross_entropy_with_integer_labels` is NaN for rows that hold +inf, where optax has inf for most labels, and
+its gradient is 0 for rows that are -inf throughout, where optax has NaN, and is that of label 0 for labels out of range,
+where optax has that of logsumexp alone (the loss is NaN there in both, and both are 0 where the cotangent is); the gradient of
+softmax is 0 where the softmax is 0, also where a cotangent is infinite or NaN.
+
+jraph's functions need nothing here: they consist of lax.scatter and arithmetic. Its segment_softmax is NaN for segments of
+-inf, and takes rows of others where ids are out of range: `jaxkern.segment_softmax` does neither.
+"""
+
+import contextlib
+import functools
+import importlib.abc
+import importlib.util
+import inspect
+import math
+import sys
+import threading
+import types
+import typing
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad, mlir
+
+from jaxkern._accelerate import gate
+from jaxkern._core import compat, decisions, stablehlo, switch, validate
+from jaxkern._core.algorithms import forced
+from jaxkern._core.autodiff import deflinear
+from jaxkern._core.primitive import bind
+from jaxkern._core.rows import row_primitive
+from jaxkern._ops.cross_entropy.primitive import Options, cross_entropy_p
+from jaxkern._ops.reduction import reference as reductions
+from jaxkern._ops.reduction.primitive import logsumexp_statistics_p
+from jaxkern._ops.softmax.derivatives import softmax_grad_jvp
+from jaxkern._ops.softmax.primitive import log_softmax_jvp_p, softmax_grad_p
+
+# ---- what a call may look like
+
+
+def _is_plain(x) -> bool:
+    """An array of floating-point numbers of a type that has kernels, and of known shape, with elements."""
+    return (
+        isinstance(x, jax.Array)
+        and x.dtype in gate.FLOATS
+        and not jax.typeof(x).weak_type
+        and x.ndim > 0
+        and all(isinstance(d, int) and d > 0 for d in x.shape)
+    )
+
+
+def _axes(axis, rank):
+    """Neighbouring axes in ascending order, or None."""
+    axes = tuple(range(rank)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    if not axes or not all(isinstance(a, int) and not isinstance(a, bool) and -rank <= a < rank for a in axes):
+        return None
+    axes = sorted(a % rank for a in axes)
+    return axes if axes == list(range(axes[0], axes[-1] + 1)) else None
+
+
+def _decide(operation, taken, reason, x) -> bool:
+    """Notes what is left; what is taken is noted where it is lowered, if there is such a place."""
+    return decisions.record(operation, taken, reason, [jax.typeof(x)], compat.current_frames(), stablehlo.size(x))
+
+
+def _wins(rule, dtype, rows, width):
+    settings = switch.current()
+    return (True, "forced") if settings and settings.force else rule(dtype, rows, width)
+
+
+# ---- logsumexp
+
+row_statistics_p = row_primitive("jaxkern_row_statistics", 1, reductions.statistics, several=True)
+
+
+def _taken(ctx, operation, value, reason, fused) -> bool:
+    """Whether an operation that a replaced function made runs on a kernel; notes it.
+
+    fused: why not, where `value`, an operand, is arithmetic that XLA would fuse.
+    """
+    settings = switch.current()
+    why = switch.refusal(ctx, settings)
+    if not why and not (settings and settings.force) and stablehlo.is_arithmetic(ctx, value):
+        why = fused
+    frames, size = compat.frames(ctx.traceback), stablehlo.size(ctx.avals_in[0])
+    return decisions.record(operation, not why, why or reason, ctx.avals_in[:1], frames, size)
+
+
+def _register_uncached(prim, rule):
+    """Lowers `prim` by `rule`, which looks at what makes its operands; on other platforms its reference remains."""
+    for platform in ("cuda", "cpu"):
+        compat.register_uncached_lowering(prim, rule, platform)
+    compat.needs_devices(prim)
+
+
+def _lower_statistics(ctx, x, **params):
+    taken = _taken(ctx, "logsumexp", x, "one read", "XLA fuses the arithmetic that makes the operand")
+    body = logsumexp_statistics_p.bind if taken else reductions.statistics
+    return mlir.lower_fun(body, multiple_results=True)(ctx, x, **params)
+
+
+_register_uncached(row_statistics_p, _lower_statistics)
+
+
+def _statistics_jvp(primals, tangents, *, axis, **params):
+    """The largest element counts as a constant, as in JAX's own logsumexp; in rows of -inf the derivative is NaN."""
+    (x,), (dx,) = primals, tangents
+    result, largest, total = bind(row_statistics_p, x, axis=axis, **params)
+    if type(dx) is ad.Zero:
+        return [result, largest, total], [compat.zero_tangent(a) for a in (result, largest, total)]
+    base = jnp.expand_dims(_finite(largest), axis)
+    dtotal = jnp.sum(jnp.exp(x.astype(total.dtype) - base) * dx.astype(total.dtype), axis)
+    return [result, largest, total], [(dtotal / total).astype(result.dtype), compat.zero_tangent(largest), dtotal]
+
+
+# A rule of the primitive and not jax.custom_jvp, which is lowered to a function of its own.
+ad.primitive_jvps[row_statistics_p] = _statistics_jvp
+
+
+def _finite(largest):
+    return jnp.where(jnp.isfinite(largest), largest, 0)
+
+
+def _logsumexp(original, a, axis=None, b=None, keepdims=False, return_sign=False, where=None):
+    del original
+    if b is not None or where is not None or return_sign is not False or not _is_plain(a):
+        return NotImplemented
+    axes = _axes(axis, a.ndim)
+    if axes is None or not isinstance(keepdims, bool):
+        return NotImplemented
+    width = math.prod(a.shape[d] for d in axes)
+    taken, why = _wins(gate.logsumexp, a.dtype, a.size // width, width)
+    if not taken:
+        _decide("logsumexp", False, why, a)
+        return NotImplemented
+    shape = tuple(1 if d in axes else n for d, n in enumerate(a.shape) if keepdims or d not in axes)
+    x, _, at = validate.one_axis(a, [None], axes)
+    wide = reductions.computing(a.dtype)
+    _, largest, total = bind(row_statistics_p, x, axis=at, dtype=(wide, wide, wide), tier=forced("logsumexp"))
+    y = (jnp.log(total) + _finite(largest)).astype(a.dtype)
+    return y if y.shape == shape else y.reshape(shape)
+
+
+# ---- softmax and log_softmax: the value as JAX computes it, and our kernel for the gradient
+
+
+def _plain_softmax_gradient(y, g, *, axis, tier):
+    del tier
+    return y * (g - jnp.sum(y * g, axis, keepdims=True))
+
+
+softmax_gradient_p = row_primitive("jaxkern_row_softmax_gradient", 2, _plain_softmax_gradient)
+deflinear(softmax_gradient_p, 1, softmax_grad_jvp, transpose=softmax_gradient_p)  # self-adjoint
+
+
+def _lower_softmax_gradient(ctx, y, g, **params):
+    taken = _taken(ctx, "softmax", g, "the gradient in one read", "XLA fuses the arithmetic that makes the cotangent")
+    body = softmax_grad_p.bind if taken else _plain_softmax_gradient
+    return mlir.lower_fun(body, multiple_results=False)(ctx, y, g, **params)
+
+
+_register_uncached(softmax_gradient_p, _lower_softmax_gradient)
+
+
+def _value_of_softmax(x, *, axis, tier):
+    """The operations of jax.nn.softmax."""
+    del tier
+    powers = jnp.exp(x - jnp.max(x, axis, initial=-jnp.inf, keepdims=True))
+    return powers / jnp.sum(powers, axis, keepdims=True)
+
+
+def _value_of_log_softmax(x, *, axis, tier):
+    """The operations of jax.nn.log_softmax."""
+    del tier
+    below = x - jax.lax.stop_gradient(jnp.max(x, axis, initial=-jnp.inf, keepdims=True))
+    return below - jnp.log(jnp.sum(jnp.exp(below), axis, keepdims=True))
+
+
+def _value_primitive(name, value, tangent_p):
+    """A primitive that XLA computes, with the tangent tangent_p(y, dx)."""
+    prim = row_primitive(name, 1, value)
+
+    def jvp(primals, tangents, **params):
+        y, (dx,) = bind(prim, *primals, **params), tangents
+        return y, compat.zero_tangent(y) if type(dx) is ad.Zero else bind(tangent_p, y, dx, **params)
+
+    ad.primitive_jvps[prim] = jvp
+    return prim
+
+
+row_softmax_p = _value_primitive("jaxkern_row_softmax", _value_of_softmax, softmax_gradient_p)
+row_log_softmax_p = _value_primitive("jaxkern_row_log_softmax", _value_of_log_softmax, log_softmax_jvp_p)
+
+
+def _softmax_like(name, rule, prim, original, x, axis=-1, where=None):
+    del original
+    if where is not None or not _is_plain(x):
+        return NotImplemented
+    axes = _axes(axis, x.ndim)
+    if axes is None or len(axes) > 1:
+        return NotImplemented
+    width = x.shape[axes[0]]
+    taken, why = _wins(rule, x.dtype, x.size // width, width)
+    if not taken or name == "log_softmax":
+        _decide(name, taken, why, x)
+    if not taken:
+        return NotImplemented
+    return bind(prim, x, axis=axes[0], tier=forced(name))
+
+
+# ---- optax
+
+
+@jax.custom_jvp
+def _nan_where_empty(loss, total):
+    """NaN for rows of total 0: -inf throughout, or without a label. The cotangent of the loss is the result's: see cross_entropy/one_read.py."""
+    return jnp.where(total == 0, jnp.nan, loss)
+
+
+@_nan_where_empty.defjvp
+def _nan_where_empty_jvp(primals, tangents):
+    return _nan_where_empty(*primals), tangents[0]
+
+
+def _cross_entropy(original, logits, labels, axis=-1, where=None):
+    del original
+    if where is not None or not _is_plain(logits) or not isinstance(labels, jax.Array):
+        return NotImplemented
+    axes = _axes(axis, logits.ndim) if isinstance(axis, int) else None
+    if axes is None or not jnp.issubdtype(labels.dtype, jnp.integer):
+        return NotImplemented
+    (at,) = axes
+    classes = logits.shape[at]
+    if labels.shape != logits.shape[:at] + logits.shape[at + 1 :] or classes > jnp.iinfo(jnp.int32).max:
+        return NotImplemented
+    taken, why = _wins(gate.loss, logits.dtype, logits.size // classes, classes)
+    if not taken:
+        _decide("softmax_cross_entropy", False, why, logits)
+        return NotImplemented
+    labels = labels if labels.dtype.itemsize >= 4 else labels.astype(jnp.int32)
+    if jnp.issubdtype(labels.dtype, jnp.signedinteger):  # in take_along_axis, negative indices count from the end
+        labels = jnp.where(labels < 0, labels + classes, labels)
+    # The kernels' gradient of a label out of range is NaN, whatever the cotangent; in optax it is not.
+    within = (labels >= 0) & (labels < jnp.asarray(classes, labels.dtype))
+    labels = jnp.where(within, labels, 0)
+    options = Options(fusible=True)
+    loss, _, total = bind(
+        cross_entropy_p, logits, labels, axis=at, tier=forced("softmax_cross_entropy"), options=options
+    )
+    total = jnp.where(within, jax.lax.stop_gradient(total), 0)
+    return _nan_where_empty(loss, total).astype(logits.dtype)
+
+
+# ---- putting them in place
+
+
+class Target(typing.NamedTuple):
+    """A function to replace. `replacement(original, *arguments)` returns NotImplemented to leave a call to the original."""
+
+    operation: str
+    module: str
+    attribute: str
+    replacement: typing.Callable
+
+
+TARGETS = (
+    Target("logsumexp", "jax.scipy.special", "logsumexp", _logsumexp),
+    Target(
+        "softmax",
+        "jax.nn",
+        "softmax",
+        functools.partial(_softmax_like, "softmax", gate.softmax, row_softmax_p),
+    ),
+    Target(
+        "log_softmax",
+        "jax.nn",
+        "log_softmax",
+        functools.partial(_softmax_like, "log_softmax", gate.log_softmax, row_log_softmax_p),
+    ),
+    Target("softmax_cross_entropy", "optax", "softmax_cross_entropy_with_integer_labels", _cross_entropy),
+)
+
+
+class Replaced(typing.NamedTuple):
+    target: Target
+    function: types.FunctionType
+    code: types.CodeType  # the function's own
+    original: types.FunctionType  # a copy that has it
+
+
+_lock = threading.RLock()
+_users = 0
+_replaced: dict[str, Replaced] = {}
+_retired: dict[str, Replaced] = {}  # those of earlier times, for calls that are under way in another thread
+
+
+def call(operation, arguments, named):
+    """What the replaced function of an operation does: called by its new code."""
+    settings, place = switch.current(), _replaced.get(operation) or _retired[operation]
+    original = place.original
+    if settings is None or operation not in settings.operations or switch.in_own_code() or not _on_gpu(settings):
+        return original(*arguments, **named)
+    found = place.target.replacement(original, *arguments, **named)
+    return original(*arguments, **named) if found is NotImplemented else found
+
+
+def _on_gpu(settings) -> bool:
+    """Whether the program may be one for a GPU. While it is traced, JAX does not know where it will run."""
+    return settings.force or settings.session > 0 or jax.default_backend() == "gpu"
+
+
+def _new_code(function, operation) -> types.CodeType:
+    """Code of the same signature that calls `call`."""
+    parameters, passed, named = [], [], []
+    for p in inspect.signature(function).parameters.values():
+        if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+            raise TypeError(f"{function.__name__} has a parameter {p}")
+        if p.kind is p.KEYWORD_ONLY and "*" not in parameters:
+            parameters.append("*")
+        parameters.append(p.name if p.default is p.empty else f"{p.name}=None")  # the function has the defaults
+        (named if p.kind is p.KEYWORD_ONLY else passed).append(p.name)
+    source = (
+        f"def {function.__name__}({', '.join(parameters)}):\n"
+        f"    from jaxkern._accelerate.functions import call\n"
+        f"    return call({operation!r}, ({''.join(f'{n}, ' for n in passed)}), "
+        f"{{{', '.join(f'{n!r}: {n}' for n in named)}}})\n"
+    )
+    scope: dict = {}
+    exec(compile(source, "<jaxkern.accelerate>", "exec"), scope)
+    return scope[function.__name__].__code__
+
+
+def _replace(target: Target) -> None:
+    """Replaces a function, if it is imported, and such that it can be."""
+    if target.operation in _replaced or target.module not in sys.modules:
+        return
+    function = getattr(sys.modules[target.module], target.attribute, None)
+    function = getattr(function, "__wrapped__", function) if not inspect.isfunction(function) else function
+    if not inspect.isfunction(function) or function.__code__.co_freevars:
+        compat.warn_once(
+            f"jaxkern.accelerate: {target.module}.{target.attribute} cannot be replaced and stays as it is"
+        )
+        return
+    known = _retired.get(target.operation)
+    if known is None or known.function is not function:
+        code = function.__code__
+        original = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
+        original.__kwdefaults__ = function.__kwdefaults__
+        known = Replaced(target, function, code, original)
+    _replaced[target.operation] = known
+    function.__code__ = _new_code(function, target.operation)
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Replaces functions of a package when it is imported later."""
+
+    def find_spec(self, name, path=None, target=None):
+        wanted = [t for t in TARGETS if t.module == name]
+        if not wanted or getattr(_finding, "busy", False):
+            return None
+        _finding.busy = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            _finding.busy = False
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            with _lock:
+                for t in wanted if _users else ():
+                    _replace(t)
+
+        with contextlib.suppress(AttributeError):
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+_finding = threading.local()
+_hook = _AfterImport()
+
+
+def acquire() -> None:
+    """Replaces the functions while somebody needs it."""
+    global _users
+    with _lock:
+        _users += 1
+        if _users == 1:
+            sys.meta_path.insert(0, _hook)
+        for target in TARGETS:
+            _replace(target)
+
+
+def release() -> None:
+    global _users
+    with _lock:
+        _users -= 1
+        if _users:
+            return
+        sys.meta_path.remove(_hook)
+        for place in _replaced.values():
+            place.function.__code__ = place.code
+        # A call that is under way in another thread may still ask for the original.
+        _retired.update(_replaced)
+        _replaced.clear()

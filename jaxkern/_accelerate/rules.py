@@ -1,0 +1,239 @@
+"""Lowering rules for lax.scatter_add, scatter_max and scatter_min of plain JAX programs.
+
+A rule runs below derivatives, vmap and control flow, which remain JAX's own. It reads the scatter as an operation on rows
+(layout.py), asks the gate, and emits the primitives of jaxkern in place of the scatter; otherwise it calls JAX's rule.
+On several devices each computes its part (`_shard`): there are collectives only where indices are split, as in XLA's
+scatter, one each, of the result in its own type.
+
+Other primitives (sort, top_k, cumsum) get a rule by a function like `_scatter` and an entry in `RULES`. A rule that
+consumes what produces the updates, too, would take the place of `gate.scatter`'s refusal of gathers.
+"""
+
+import functools
+import math
+import threading
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jaxkern._accelerate import gate
+from jaxkern._accelerate import layout as layouts
+from jaxkern._core import compat, decisions, partition, stablehlo, switch
+from jaxkern._ops.indexing import primitive, reference, sharding
+from jaxkern._ops.indexing.reference import Rules
+
+IDENTITY = {"scatter_add": lambda dtype: 0, "scatter_max": reference.least, "scatter_min": reference.greatest}
+SEGMENT = {
+    "scatter_add": primitive.segment_sum_p,
+    "scatter_max": primitive.segment_max_p,
+    "scatter_min": primitive.segment_min_p,
+}
+JOIN = {"scatter_max": jnp.maximum, "scatter_min": jnp.minimum}
+MODES = ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")
+
+
+# ---- one device
+
+
+def _rules(layout, params) -> Rules:
+    """XLA never writes out of bounds, in whatever mode: what is not clipped is dropped."""
+    alone = len(layout.indexed) == 1  # merged indices are resolved, and in no known order
+    return Rules(
+        layout.axis,
+        batch_dims=len(layout.batch),
+        clip=params["clip"] and alone,
+        sorted=params["is_sorted"] and alone,
+        unique=params["is_unique"] and not params["clip"],  # clipped indices may be equal
+    )
+
+
+def _rows(operand, indices, updates, *, layout, **params):
+    """The operands in the shapes of jaxkern's primitives: x, index, source, and their rules."""
+    x = layouts.canonical_operand(layout, operand)
+    index = layouts.canonical_indices(layout, indices, operand.shape, params["clip"])
+    return x, index, layouts.canonical_updates(layout, updates), _rules(layout, params)
+
+
+def _scatter_rows(operand, indices, updates, *, name, layout, onto_identity, **params):
+    x, index, source, rules = _rows(operand, indices, updates, layout=layout, **params)
+    if name == "scatter_add" and not onto_identity:
+        y = primitive.index_add(x, index, source, rules=rules)
+    else:
+        y = primitive.segment(SEGMENT[name], source, index, rows=x.shape[rules.axis], rules=rules)
+        y = y if onto_identity else JOIN[name](x, y)
+    return layouts.original(layout, y, operand.shape)
+
+
+# ---- several devices
+
+scatter_rows_p = Primitive("jaxkern_scatter_rows")
+scatter_rows_p.def_abstract_eval(lambda operand, *_, **params: operand.update(weak_type=False))
+mlir.register_lowering(scatter_rows_p, mlir.lower_fun(_scatter_rows, multiple_results=False))
+
+
+def _dims(layout, operand, indices, updates):
+    """Names for the dimensions of the operands and the result, and the names that must not be split."""
+    alone = len(layout.indexed) == 1
+    of_operand = [f"d{d}" for d in range(operand.ndim)]
+    if alone:
+        of_operand[layout.indexed[0]] = "rows"
+    of_indices, of_updates = ["vector"] * indices.ndim, [""] * updates.ndim
+    for d, i, u in zip(layout.batch, layout.index_batch, layout.update_batch):
+        of_indices[i] = of_updates[u] = of_operand[d]
+    for i, u in zip(layout.index_count, layout.update_count):
+        of_indices[i] = of_updates[u] = f"i{i}"
+    for d, u in layout.update_window:
+        of_updates[u] = of_operand[d]
+    whole = {"vector"} if alone else {"vector", *(of_operand[d] for d in layout.indexed)}
+    if alone and operand.shape[layout.indexed[0]] > sharding.LIMIT:
+        whole.add("rows")
+    return [of_operand, of_indices, of_updates, of_operand], whole
+
+
+def _shard(rows, over, operand, indices, updates, *, name, layout, onto_identity, **params):
+    """A device's part. rows: of the whole operand."""
+    x, index, source, rules = _rows(operand, indices, updates, layout=layout, **params)
+    across = over.get("rows", ())
+    along = tuple(a for i in layout.index_count for a in over[f"i{i}"])
+    batch = {f"d{k}": over[f"d{d}"] for k, d in enumerate(layout.batch)}
+    over = {"rows": across, "count": along, **batch}
+    if name != "scatter_add":
+        y = sharding.SHARDS[SEGMENT[name]](over, source, index, rows=rows, rules=rules)
+        y = y if onto_identity else JOIN[name](x, y)
+    elif along:
+        y = _sum_of_parts(across, along, source, index, rows, rules)
+        y = y if onto_identity else x + y
+    elif onto_identity:
+        y = sharding.SHARDS[primitive.segment_sum_p](over, source, index, rows=rows, rules=rules)
+    else:
+        y = sharding.SHARDS[primitive.index_add_p](over, x, index, source, rules=rules)
+    return layouts.original(layout, y, operand.shape)
+
+
+def _sum_of_parts(across, along, source, index, rows, rules):
+    """A segment sum of indices that are split: one message, in the type of the sums, as XLA sends."""
+    shared = tuple(a for a in across if a in along)
+    if across:
+        index, rows, rules = sharding._own(index, rows, across, shared, rules)
+    y = primitive.segment_sum_p.bind(source, index, rows=rows, rules=rules)
+    if shared:
+        y = lax.psum_scatter(y, shared, scatter_dimension=rules.axis, tiled=True)
+    rest = tuple(a for a in along if a not in shared)
+    return lax.psum(y, rest) if rest else y
+
+
+def _partitioned(ctx, operands, params):
+    operand, indices, updates = ctx.avals_in
+    layout = params["layout"]
+    dims, whole = _dims(layout, operand, indices, updates)
+    rows = math.prod(operand.shape[d] for d in layout.indexed)
+    count = {f"i{i}" for i in layout.index_count}
+    return partition.lower(
+        ctx,
+        scatter_rows_p,
+        operands,
+        params,
+        dims,
+        functools.partial(_shard, rows),
+        exact={"rows", *count},
+        summed=tuple(sorted(count)),
+        whole=whole,
+    )
+
+
+# ---- the rules
+
+
+def _scatter(name, plain, ctx, operand, indices, updates, *, dimension_numbers, **params):
+    settings = switch.current()
+    fallback = functools.partial(plain, ctx, operand, indices, updates, dimension_numbers=dimension_numbers, **params)
+    if settings is None or name not in settings.operations or switch.in_own_code():
+        return fallback()
+    if not settings.force and "cuda" not in compat.platforms(ctx):
+        return fallback()
+    avals, values = ctx.avals_in, (operand, indices, updates)
+    found = _problem(name, ctx, values, dimension_numbers, params)
+    if isinstance(found, str):
+        decisions.record(name, False, found, avals, compat.frames(ctx.traceback))
+        return fallback()
+    problem, layout, onto_identity = found
+    taken, why = gate.can_scatter(problem) if settings.force else gate.scatter(problem)
+    if taken and (refusal := switch.refusal(ctx, settings)):
+        taken, why = False, refusal
+    if not decisions.record(name, taken, why, avals, compat.frames(ctx.traceback), problem.bytes):
+        return fallback()
+    own = dict(
+        name=name,
+        layout=layout,
+        onto_identity=onto_identity,
+        clip=params["mode"] == lax.GatherScatterMode.CLIP,
+        is_sorted=bool(params["indices_are_sorted"]),
+        is_unique=bool(params["unique_indices"]),
+    )
+    if compat.partitioned_devices(ctx) > 1:
+        return _partitioned(ctx, values, own)
+    body = functools.partial(_scatter_rows, **own)
+    return switch.own_code(mlir.lower_fun(body, multiple_results=False))(ctx, *values)
+
+
+def _problem(name, ctx, values, dimension_numbers, params):
+    """(problem, layout, whether the operand is the operation's identity), or why it is not one of rows."""
+    operand, indices, updates = ctx.avals_in
+    if operand.dtype != updates.dtype or jnp.issubdtype(operand.dtype, jax.dtypes.extended):
+        return f"updates of {updates.dtype} for {operand.dtype}"
+    if getattr(params["mode"], "name", None) not in MODES:
+        return f"mode {params['mode']}"
+    layout = layouts.of(dimension_numbers, operand.shape, indices.shape, updates.shape)
+    if isinstance(layout, str):
+        return layout
+    if not layouts.numbers_rows(layout, operand.shape):
+        return "more rows than 32 bits number"
+    value = stablehlo.constant(values[0])
+    onto_identity = value is not None and value == IDENTITY[name](operand.dtype)
+    batch, lead, rows, count, trail = layouts.sizes(layout, operand.shape, indices.shape)
+    problem = gate.Scatter(
+        name,
+        operand.dtype,
+        batch,
+        lead,
+        rows,
+        count,
+        trail,
+        bool(params["indices_are_sorted"]),
+        onto_identity,
+        layouts.moves_operand(layout, operand.shape),
+        stablehlo.gathers(ctx, values[2]),
+    )
+    return problem, layout, onto_identity
+
+
+RULES = {name: (getattr(lax, f"{name}_p"), _scatter) for name in switch.SCATTERS}
+_lock = threading.Lock()
+_registered: set = set()
+
+
+def register(platform: str) -> None:
+    """Puts the rules in place, once; they call JAX's wherever nothing is switched on."""
+    with _lock:
+        if platform in _registered:
+            return
+        _registered.add(platform)
+        for name, (prim, rule) in RULES.items():
+            plain = compat.lowering_rule(prim, platform)
+            if plain is None:
+                compat.warn_once(
+                    f"jaxkern.accelerate: this version of JAX hides its rule for {name}, which stays as it is"
+                )
+                continue
+            wanted = functools.partial(_wanted, name)
+            # Not cached: a cached rule sees its operands as arguments of a function of its own.
+            compat.register_lowering_uncached_when(prim, functools.partial(rule, name, plain), platform, wanted)
+            compat.needs_devices_when(prim, wanted)
+
+
+def _wanted(name) -> bool:
+    settings = switch.current()
+    return settings is not None and name in settings.operations

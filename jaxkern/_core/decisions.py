@@ -1,0 +1,124 @@
+"""What was taken and what was left, and why: records, and the table that shows them."""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import site
+import sys
+import sysconfig
+import threading
+
+import jax
+import numpy as np
+
+import jaxkern
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """One operation of a program.
+
+    operation: its name in `accelerate(only=...)`. taken: whether it runs on jaxkern. reason: why, or why not.
+    shapes: of its operands. source: file:line of the code that the operation stems from. bytes: what a kernel of
+    jaxkern reads and writes for it at least; 0 where that is unknown. dtype: of the result.
+    """
+
+    operation: str
+    taken: bool
+    reason: str
+    shapes: str
+    source: str
+    bytes: int = 0
+    dtype: str = ""
+
+
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def recorded():
+    """The decisions of this thread inside the block, as a list that fills."""
+    lists = _local.__dict__.setdefault("lists", [])
+    found = []
+    lists.append(found)
+    try:
+        yield found
+    finally:
+        lists.remove(found)
+
+
+def record(operation, taken, reason, avals, frames, bytes=0) -> bool:
+    """Notes a decision, prints it where JAXKERN_EXPLAIN=1 asks for it, and returns whether the operation is taken."""
+    lists, printed = _local.__dict__.get("lists", ()), os.environ.get("JAXKERN_EXPLAIN") == "1"
+    if lists or printed:
+        shapes = ", ".join(a.str_short(short_dtypes=True) for a in avals)
+        decision = Decision(operation, bool(taken), reason, shapes, source_of(frames), bytes, avals[0].dtype.name)
+        for found in lists:
+            found.append(decision)
+        if printed:
+            print(f"jaxkern: {_line(decision)}", file=sys.stderr)
+    return bool(taken)
+
+
+def _line(d: Decision) -> str:
+    return f"{'took' if d.taken else 'left'} {d.operation} {d.shapes} at {d.source}: {d.reason}"
+
+
+_OWN = [str(pathlib.Path(p).parent) + os.sep for p in (jax.__file__, np.__file__, jaxkern.__file__)]
+_PACKAGES = tuple(
+    {
+        sysconfig.get_path("purelib"),
+        sysconfig.get_path("platlib"),
+        sysconfig.get_path("stdlib"),
+        *site.getsitepackages(),
+    }
+)
+
+
+def source_of(frames) -> str:
+    """file:line of the innermost frame outside installed packages, or else outside JAX and this library.
+
+    JAX does not know who called a function that it jits itself, such as jnp.take: that function's name is given then.
+    """
+    outside = [f for f in frames if not f[0].startswith((*_OWN, "<"))]
+    users = [f for f in outside if not f[0].startswith(_PACKAGES)]
+    if not outside:
+        return f"jax: {frames[-1][2]}" if frames else "?"
+    file, line, _ = (users or outside)[0]
+    return f"{os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file}:{line}"
+
+
+class Explanation:
+    """What `jaxkern.explain` found: `decisions`, a list of `Decision`; as text, a table."""
+
+    def __init__(self, decisions):
+        self.decisions = list(decisions)
+
+    @property
+    def taken(self) -> list[Decision]:
+        return [d for d in self.decisions if d.taken]
+
+    @property
+    def left(self) -> list[Decision]:
+        return [d for d in self.decisions if not d.taken]
+
+    def __iter__(self):
+        return iter(self.decisions)
+
+    def __len__(self):
+        return len(self.decisions)
+
+    def __str__(self) -> str:
+        if not self.decisions:
+            return "jaxkern: the program has no operation that jaxkern could take"
+        head = ("", "operation", "operands", "MB", "why", "where")
+        rows = [head]
+        for d in self.decisions:
+            mark, size = "taken" if d.taken else "left", f"{d.bytes / 1e6:.3g}" if d.bytes else ""
+            rows.append((mark, d.operation, d.shapes, size, d.reason, d.source))
+        widths = [max(len(row[k]) for row in rows) for k in range(len(head))]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
+        return "\n".join(lines)
+
+    __repr__ = __str__

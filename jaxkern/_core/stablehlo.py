@@ -1,0 +1,100 @@
+"""What the StableHLO around an operation says while the operation is lowered: constants, gathers and fused producers."""
+
+import contextlib
+
+from jax.extend.mlir import ir
+
+from jaxkern._core import compat
+
+# Operations that move no more than one element for each element of their result, so that XLA fuses them.
+ELEMENTWISE = frozenset(
+    f"stablehlo.{name}"
+    for name in (
+        "abs add and atan2 cbrt ceil clamp compare convert cosine divide exponential exponential_minus_one floor "
+        "is_finite log log_plus_one logistic maximum minimum multiply negate not or power remainder "
+        "round_nearest_afz round_nearest_even rsqrt select sign sine sqrt subtract tan tanh xor"
+    ).split()
+)
+# Operations that only rearrange, repeat or restrict their operand.
+MOVES = frozenset(
+    f"stablehlo.{name}" for name in "broadcast_in_dim reshape transpose slice reverse pad concatenate".split()
+)
+MOST = 200  # operations that are looked at
+
+
+def maker(value):
+    """The operation that `value` is a result of; None for an argument."""
+    return None if isinstance(value.owner, ir.Block) else value.owner.operation
+
+
+def constant(value):
+    """The number that all elements of `value` are, or None if that is not known."""
+    operation = maker(value)
+    for _ in range(MOST):
+        if operation is None or operation.name not in (
+            "stablehlo.broadcast_in_dim",
+            "stablehlo.reshape",
+            "stablehlo.convert",
+        ):
+            break
+        operation = maker(operation.operands[0])
+    if operation is None or operation.name != "stablehlo.constant":
+        return None
+    with contextlib.suppress(TypeError, ValueError):  # complex numbers, of 8 bits
+        elements = ir.DenseElementsAttr(operation.attributes["value"])
+        splat = elements.get_splat_value() if elements.is_splat else None
+        for kind in (None, ir.FloatAttr, ir.IntegerAttr, ir.BoolAttr):
+            with contextlib.suppress(TypeError, ValueError, AttributeError):
+                return (splat if kind is None else kind(splat)).value
+    return None
+
+
+def gathers(ctx, value) -> bool:
+    """Whether `value` is arithmetic on a gather, which XLA fuses with what consumes it."""
+    seen, todo = 0, [value]
+    while todo and seen < MOST:
+        operation = maker(todo.pop())
+        seen += 1
+        if operation is None:
+            continue
+        if operation.name == "stablehlo.gather":
+            return True
+        if operation.name == "func.call":
+            todo += _returned(ctx, operation)
+            todo += operation.operands
+        elif operation.name in ELEMENTWISE or operation.name in MOVES:
+            todo += operation.operands
+    return False
+
+
+def is_arithmetic(ctx, value) -> bool:
+    """Whether `value` is arithmetic, which XLA fuses with a reduction that consumes it, but no kernel of ours.
+
+    A matrix product with a bias is none: the addition is part of the product.
+    """
+    operation = maker(value)
+    while operation is not None and operation.name in ("stablehlo.reshape", "func.call"):
+        values = _returned(ctx, operation) if operation.name == "func.call" else [operation.operands[0]]
+        if len(values) != 1:
+            return False
+        operation = maker(values[0])
+    if operation is None or operation.name not in ELEMENTWISE:
+        return False
+    makers = [maker(v) for v in operation.operands]
+    product = any(m is not None and m.name == "stablehlo.dot_general" for m in makers)
+    bias = any(m is not None and m.name == "stablehlo.broadcast_in_dim" for m in makers)
+    return not (operation.name == "stablehlo.add" and product and bias)
+
+
+def _returned(ctx, call):
+    """What the function of a call returns, values inside that function."""
+    function = compat.callee(ctx, call)
+    if function is None:
+        return []
+    block = function.operation.regions[0].blocks[0]
+    return list(block.operations[len(block.operations) - 1].operands)
+
+
+def size(aval) -> int:
+    """Bytes of an array."""
+    return aval.size * aval.dtype.itemsize

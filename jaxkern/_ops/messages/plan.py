@@ -1,0 +1,262 @@
+"""Which kernels of ffi/kernels/messages run a message, and over which blocks.
+
+rows       a group of threads for each row, EdgeReduce
+chunks     the same, where rows may be long: their chunks by further groups, FoldChunks combines them
+edges      a message for each edge, EdgeMap
+dot        sums of a message over features, EdgeDot
+"""
+
+import functools
+import math
+import typing
+
+from jaxkern._core import launch
+from jaxkern._core.define import CUDA_TYPES, ceil_div, divider, fast_divmod
+from jaxkern._core.launch import Launch, Plan, struct, u32
+from jaxkern._ops.messages.primitive import LOCATED, WIDTH, features_of
+
+REDUCE, MAP = "messages/reduce.cuh", "messages/map.cuh"
+THREADS = 128  # kMessageThreads
+CHUNK = 128  # edges of a row that one group of threads reduces alone, at most
+FOLD_THREADS, FOLD_CHUNKS = 512, 64  # kFoldThreads, kFoldChunks
+MAX_COUNT = 1 << 30  # edges, and elements of one row: kernels number both in 32 bits
+GROUPS = 3  # runs of neighbouring features that all operands agree to have or to lack
+VECTOR = 16  # bytes
+
+_ENDS = {"row": "kRow", "other": "kOther", "edge": "kEdge", "shared": "kShared"}
+_REDUCTIONS = {"sum": "kSum", "mean": "kMean", "max": "kMax", "min": "kMin", "max_at": "kMaxAt", "min_at": "kMinAt"}
+_REDUCED = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "uint32")
+_COMPUTED_BYTES = {"float64": 8, "int64": 8}  # 4 otherwise
+
+
+class Operand(typing.NamedTuple):
+    """An array as kernels see it: strides in elements along [outer, middle, inner] features, 0 where it lacks them."""
+
+    dtype: typing.Any
+    end: str
+    rows: int
+    strides: tuple[int, int, int]
+
+    @property
+    def vector(self) -> bool:
+        return self.strides[2] == 1
+
+    def name(self) -> str:
+        vector = "true" if self.vector else "false"
+        return f"jaxkern::Operand<{CUDA_TYPES[self.dtype.name]}, jaxkern::End::{_ENDS[self.end]}, {vector}>"
+
+
+class Problem(typing.NamedTuple):
+    """Operands, and features [outer, middle, inner]."""
+
+    operands: tuple
+    lengths: tuple  # elements of a row of each operand
+    features: tuple[int, int, int]
+
+    @property
+    def width(self) -> int:
+        return math.prod(self.features)
+
+
+def problem(arrays, ends) -> Problem | None:
+    """The problem of these arrays; None where there is no kernel."""
+    none = (False,) * len(arrays)
+    groups = []  # innermost first: size, and which arrays have it
+    for d, n in reversed(list(enumerate(features_of(arrays)))):
+        has = tuple(a.shape[1 + d] != 1 for a in arrays)
+        if n == 1:
+            continue
+        if groups and groups[-1][1] == has:
+            groups[-1] = (groups[-1][0] * n, has)
+        else:
+            groups.append((n, has))
+    if len(groups) > GROUPS:
+        return None
+    groups += [(1, none)] * (GROUPS - len(groups))
+    operands, lengths = [], []
+    for k, (a, end) in enumerate(zip(arrays, ends)):
+        if a.dtype.name not in CUDA_TYPES or a.shape[0] >= 1 << 32:
+            return None
+        strides, stride = [], 1
+        for size, has in groups:
+            strides.append(stride if has[k] else 0)
+            stride *= size if has[k] else 1
+        operands.append(Operand(a.dtype, end, a.shape[0], tuple(strides[::-1])))
+        lengths.append(stride)
+    return Problem(tuple(operands), tuple(lengths), tuple(g[0] for g in groups[::-1]))
+
+
+def _widest(p: Problem, dtypes) -> int:
+    """Bytes of the largest element that is part of a vector."""
+    return max((d.itemsize for d in (*dtypes, *(o.dtype for o in p.operands if o.vector))), default=VECTOR)
+
+
+def vector_of(p: Problem, dtypes) -> int:
+    """Features of a vector: as many as fit 16 bytes of every array and divide the inner features."""
+    widest = _widest(p, dtypes)
+    return math.gcd(VECTOR // widest, p.features[2])
+
+
+# ---- arguments
+
+
+def _edges(edges, rows):
+    return struct(*map(launch.operand, range(WIDTH)), u32(edges), u32(rows))
+
+
+def _operands(p: Problem):
+    for k, (o, length) in enumerate(zip(p.operands, p.lengths)):
+        row = length * o.dtype.itemsize
+        yield struct(launch.operand(WIDTH + k), *map(u32, (row, o.rows - 1, o.strides[0], o.strides[1])))
+
+
+def _features(p: Problem):
+    return struct(fast_divmod(p.features[2]), fast_divmod(p.features[1]), u32(p.width))
+
+
+def _types(dtypes):
+    return f"jaxkern::Types<{', '.join(CUDA_TYPES[d.name] for d in dtypes)}>"
+
+
+def _known(p: Problem, function, dtypes, *sizes):
+    """Whether kernels number these sizes and rows' bytes, and read and write what the function takes and returns."""
+    rows = (length * o.dtype.itemsize for o, length in zip(p.operands, p.lengths))
+    numbered = all(0 < n <= MAX_COUNT for n in (*sizes, p.width, *p.lengths)) and all(n < 1 << 32 for n in rows)
+    return numbered and all(d.name in CUDA_TYPES for d in (*dtypes, *function.in_dtypes))
+
+
+# ---- reductions
+
+
+class Rows(typing.NamedTuple):
+    """How threads are laid over rows: see ffi/kernels/messages/reduce.cuh."""
+
+    vector: int
+    parts: int
+    lanes: int
+    split: int
+    in_flight: int
+
+
+def rows_of(p: Problem, dtypes, vector, degree) -> Rows:
+    """degree: edges of a row, on average."""
+    vectors = p.width // vector
+    widest = _widest(p, dtypes)
+    parts = 1
+    while parts < 4 and parts * 2 * vector * widest <= VECTOR and parts * 2 <= vectors:
+        parts *= 2
+    lanes = ceil_div(vectors, parts)
+    split = 1
+    while split < 8 and lanes * split * 2 <= 8 and split * 2 <= degree:
+        split *= 2
+    gathered = sum(o.vector and o.end in ("other", "edge") for o in p.operands)
+    return Rows(vector, parts, lanes, split, 2 if split > 1 or gathered * parts > 4 else 4)
+
+
+def reduce_plan(device, operands, results, *, function, ends, reduction, dtypes, rows=None) -> Plan | None:
+    """The plan of a reduction of messages; rows: how to lay out threads, for tests."""
+    del device
+    arrays = operands[WIDTH:]
+    edges, nodes = operands[0].shape[0], operands[3].shape[0] - 1
+    p = problem(arrays, ends)
+    if p is None or not _known(p, function, dtypes, edges, nodes):
+        return None
+    outs = function.out_dtypes
+    if any(d.name not in _REDUCED for d in dtypes) or any(_computed(a) != _computed(b) for a, b in zip(outs, dtypes)):
+        return None
+    chunks = ceil_div(edges, CHUNK) if edges > CHUNK else 0
+    located = reduction in LOCATED
+    reduced, at = [], 0
+    for k, d in enumerate(dtypes):
+        partials = launch.scratch(at) if chunks else launch.null
+        reduced.append(struct(launch.result(k), partials, launch.result(k + len(dtypes)) if located else launch.null))
+        at += ceil_div(2 * chunks * p.width * _COMPUTED_BYTES.get(d.name, 4) * (1 + located), 256) * 256
+    source = function.source("Message")
+
+    def steps(r: Rows):
+        of_block = min(r.lanes, THREADS // r.split)  # of the lanes of a row
+        items = THREADS // (of_block * r.split)
+        grid = (ceil_div(2 * chunks + nodes, items), ceil_div(r.lanes, of_block))
+        template = (
+            f"EdgeReduce<Message, jaxkern::Reduce::{_REDUCTIONS[reduction]}, {r.vector}, {r.parts}, {r.split}, "
+            f"{r.in_flight}, {_types(dtypes)}, {', '.join(o.name() for o in p.operands)}>"
+        )
+        args = struct(
+            _edges(edges, nodes),
+            *_operands(p),
+            *reduced,
+            _features(p),
+            *map(u32, (r.lanes, items, CHUNK, chunks)),
+            fast_divmod(of_block),
+        )
+        return (Launch(REDUCE, template, [args], grid, THREADS, source=source), *folds)
+
+    folds = []
+    columns = min(32, 1 << (p.width - 1).bit_length())
+    for k, d in enumerate(dtypes if chunks else ()):
+        grid = (ceil_div(chunks, FOLD_CHUNKS), ceil_div(p.width, columns))
+        if grid[1] >= 1 << 16:
+            return None
+        args = struct(_edges(edges, nodes), reduced[k], *map(u32, (p.width, CHUNK, chunks)))
+        template = f"FoldChunks<jaxkern::Reduce::{_REDUCTIONS[reduction]}, {CUDA_TYPES[d.name]}, {columns}>"
+        folds.append(Launch(REDUCE, template, [args], grid, FOLD_THREADS))
+
+    if p.width > 32 * THREADS * ((1 << 16) - 1):  # blocks side by side on a row of single elements
+        return None
+    laid = functools.partial(rows_of, p, dtypes, degree=edges / nodes)
+    vector = vector_of(p, dtypes)
+    whole = steps(rows or laid(vector=vector))
+    single = steps(laid(vector=1)) if vector > 1 else None
+    return Plan("chunks" if chunks else "rows", whole, at, unaligned=single)
+
+
+def _computed(dtype):
+    return {"float16": "float32", "bfloat16": "float32"}.get(dtype.name, dtype.name)
+
+
+# ---- messages of edges
+
+
+def map_plan(device, operands, results, *, function, ends, summed, dtypes) -> Plan | None:
+    """The plan of a message for each edge."""
+    del device
+    arrays = operands[WIDTH:]
+    edges, nodes = operands[0].shape[0], operands[3].shape[0] - 1
+    p = problem(arrays, ends)
+    if p is None or not _known(p, function, dtypes, edges, nodes):
+        return None
+    outs = function.out_dtypes
+    if any(_computed(a) != _computed(b) for a, b in zip(outs, dtypes)) or (
+        summed and any(d.name not in _REDUCED for d in dtypes)
+    ):
+        return None
+    source = function.source("Message")
+    features = features_of(arrays)
+    length = math.prod(features[len(features) - summed :])
+    many = sum(o.vector for o in p.operands) > 2
+
+    def step(vector):
+        in_flight = 2 if many else 4
+        items = ceil_div(edges, in_flight)
+        if summed:
+            kept = p.width // length
+            lanes = min(8, 1 << (ceil_div(length, vector) - 1).bit_length())
+            threads, sizes = items * kept * lanes, (kept, length)
+            name = f"EdgeDot<Message, {vector}, {lanes}"
+        else:
+            kept = p.width // vector
+            threads, sizes = items * kept, (kept, vector)
+            name = f"EdgeMap<Message, {vector}"
+        template = f"{name}, {in_flight}, {_types(dtypes)}, {', '.join(o.name() for o in p.operands)}>"
+        args = struct(
+            _edges(edges, nodes),
+            *_operands(p),
+            *(launch.result(k) for k in range(len(dtypes))),
+            _features(p),
+            *(u32(n) for n in sizes),
+            divider(kept),
+        )
+        return Launch(MAP, template, [args], ceil_div(threads, THREADS), THREADS, source=source)
+
+    vector = math.gcd(vector_of(p, ()), length) if summed else vector_of(p, dtypes)
+    return Plan("dot" if summed else "edges", (step(vector),), unaligned=(step(1),) if vector > 1 else None)

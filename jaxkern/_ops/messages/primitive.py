@@ -1,0 +1,159 @@
+"""The primitives of messages: shapes, batching, binding.
+
+    edge_reduce_p   (edges, back, *arrays)    y[r, ...] = reduction of f(operands of e) over the edges e of row r
+    edge_map_p      (edges, back, *arrays)    y[e, ...] = f(operands of e), summed over the last `summed` features
+
+`edges` and `back` are four uint32 arrays each, the edges in the order of their rows and in the order of the nodes at
+their other ends:
+
+    keys [count]        row of the edge at each position, ascending; `rows` for an edge that is none, at either end
+    order [count]       the edge at each position
+    other [count]       the node at its other end; any node for an edge that is none
+    offsets [rows + 1]  the first position of each row; the last one ends the last row
+
+An array has the shape [n, *features] with as many features as every other, each 1 or of one size. `ends` says for each
+which of its rows a message reads: that of the edge's row, of the node at its other end, of the edge itself, or its only
+one. `function` is a `functor.Function` of scalars. A primitive has a result of dtype `dtypes[k]` for each result of it.
+The reductions max_at and min_at have as many results of type uint32 behind these: the edge that attains the maximum, the
+first one in the order, or 2**32 - 1.
+`back` is read by derivatives alone: kernels get what they read (`ordered_reduce_p`, `ordered_map_p`), so that an order
+that nothing else needs is not made.
+"""
+
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import batching
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxkern._core import compat, validate
+from jaxkern._core.primitive import bind, evaluate
+
+ROW, OTHER, EDGE, SHARED = ENDS = ("row", "other", "edge", "shared")
+LOCATED = ("max_at", "min_at")
+REDUCTIONS = ("sum", "mean", "max", "min", *LOCATED)
+SWAPPED = {ROW: OTHER, OTHER: ROW, EDGE: EDGE, SHARED: SHARED}
+
+
+class Edges(typing.NamedTuple):
+    """Edges in the order of their rows; see above."""
+
+    keys: jax.Array
+    order: jax.Array
+    other: jax.Array
+    offsets: jax.Array
+
+
+WIDTH = len(Edges._fields)
+
+
+def edge_reduce(edges, back, arrays, *, function, ends, reduction, dtypes):
+    """A list of arrays [rows, *features]: messages reduced by row."""
+    params = dict(function=function, ends=tuple(ends), reduction=reduction, dtypes=tuple(map(jnp.dtype, dtypes)))
+    return bind(edge_reduce_p, *edges, *back, *map(_whole, arrays), **params)
+
+
+def edge_map(edges, back, arrays, *, function, ends, summed, dtypes):
+    """A list of arrays [edges, *features], without the last `summed` features: messages, or sums over these."""
+    params = dict(function=function, ends=tuple(ends), summed=summed, dtypes=tuple(map(jnp.dtype, dtypes)))
+    return bind(edge_map_p, *edges, *back, *map(_whole, arrays), **params)
+
+
+def _whole(x):
+    return validate.whole(x, 0)
+
+
+def features_of(arrays):
+    """What the features of arrays of equal rank broadcast to; sizes may be symbolic."""
+    sizes = []
+    for column in zip(*(a.shape[1:] for a in arrays)):
+        longer = [n for n in column if not (isinstance(n, int) and n == 1)]
+        if any(n != longer[0] for n in longer):
+            raise ValueError(f"features {', '.join(str(a.shape[1:]) for a in arrays)} do not broadcast")
+        sizes.append(longer[0] if longer else 1)
+    return tuple(sizes)
+
+
+def _check(prim, arrays, function, ends):
+    types = ", ".join(a.str_short() for a in arrays)
+    if not arrays or len(ends) != len(arrays) or len({a.ndim for a in arrays}) > 1 or arrays[0].ndim < 1:
+        raise ValueError(f"{prim}: ends {ends} do not fit operands {types}")
+    if tuple(a.dtype for a in arrays) != tuple(map(jnp.dtype, function.in_dtypes)):
+        raise ValueError(f"{prim}: a function of {function.in_dtypes} does not take {types}")
+    return features_of(arrays)
+
+
+def _type(arrays, shape, dtype, features):
+    """The type of a result: its `features` are split as those of the arrays."""
+    more = {}
+    mesh = next((a.sharding.mesh for a in arrays if not a.sharding.mesh.empty), None)
+    if mesh is not None:
+        specs = [validate.explicit_spec(a)[1:] for a in arrays]
+        spec = [next((s for s in column if s), None) for column in zip(*specs)][:features]
+        more["sharding"] = NamedSharding(mesh, PartitionSpec(None, *spec))
+    return arrays[0].update(shape=shape, dtype=dtype, weak_type=False, **more)
+
+
+def _reduced(keys, order, other, offsets, *arrays, function, ends, reduction, dtypes):
+    if reduction not in REDUCTIONS or len(dtypes) != len(function.out_dtypes):
+        raise ValueError(f"jaxkern_edge_reduce: {reduction} of {len(function.out_dtypes)} results to {dtypes}")
+    features = _check("jaxkern_edge_reduce", arrays, function, ends)
+    if reduction in LOCATED:
+        dtypes = (*dtypes, *[jnp.dtype(jnp.uint32)] * len(dtypes))
+    return [_type(arrays, (offsets.shape[0] - 1, *features), d, len(features)) for d in dtypes]
+
+
+def _mapped(keys, order, other, offsets, *arrays, function, ends, summed, dtypes):
+    features = _check("jaxkern_edge_map", arrays, function, ends)
+    if not 0 <= summed <= len(features) or len(dtypes) != len(function.out_dtypes):
+        raise ValueError(f"jaxkern_edge_map: cannot sum {summed} of the features {features}")
+    kept = features[: len(features) - summed]
+    return [_type(arrays, (keys.shape[0], *kept), d, len(kept)) for d in dtypes]
+
+
+# ---- batching
+
+
+def _batch(prim, operands, dims, **params):
+    graph, arrays = operands[: 2 * WIDTH], operands[2 * WIDTH :]
+    if any(d is not None for d in dims[: 2 * WIDTH]):
+        # Graphs of their own: one after the other.
+        batched = [jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims) if d is not None]
+
+        def one(own):
+            own = iter(own)
+            return bind(prim, *(x if d is None else next(own) for x, d in zip(operands, dims)), **params)
+
+        ys = jax.lax.map(one, batched)
+        return ys, [0] * len(ys)
+    # The batch becomes the first feature.
+    arrays = [jnp.expand_dims(x, 1) if d is None else jnp.moveaxis(x, d, 1) for x, d in zip(arrays, dims[2 * WIDTH :])]
+    ys = bind(prim, *graph, *arrays, **params)
+    return ys, [1] * len(ys)
+
+
+def _primitive(name, shape):
+    prim = Primitive(name)
+    prim.multiple_results = True
+    prim.def_abstract_eval(lambda *operands, **params: shape(*operands[:WIDTH], *operands[2 * WIDTH :], **params))
+    prim.def_impl(functools.partial(evaluate, prim))
+    batching.primitive_batchers[prim] = functools.partial(_batch, prim)
+    compat.check_nans(prim)
+    return prim
+
+
+def _ordered_primitive(name, shape):
+    """Called by its name in programs; bound only where the public primitive of this name is lowered."""
+    prim = Primitive(name)
+    prim.multiple_results = True
+    prim.def_abstract_eval(shape)
+    return prim
+
+
+edge_reduce_p = _primitive("jaxkern_edge_reduce", _reduced)
+edge_map_p = _primitive("jaxkern_edge_map", _mapped)
+ordered_reduce_p = _ordered_primitive(edge_reduce_p.name, _reduced)
+ordered_map_p = _ordered_primitive(edge_map_p.name, _mapped)

@@ -1,0 +1,75 @@
+"""Messages in jnp: what runs where there is no kernel. Arguments are those of the ordered primitives."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern._ops.messages.primitive import LOCATED, features_of
+
+_REDUCTIONS = {
+    "sum": jax.ops.segment_sum,
+    "mean": jax.ops.segment_sum,
+    "max": jax.ops.segment_max,
+    "min": jax.ops.segment_min,
+}
+
+
+def _messages(places, arrays, function, ends):
+    """The results of `function` for each of the edges whose operands lie at `places`, by end."""
+
+    def rows(x, end):
+        if end == "shared":
+            return x
+        if isinstance(x.shape[0], int) and x.shape[0] == 0:  # no node there: no edge is valid, and nothing is read
+            x = jnp.zeros((1, *x.shape[1:]), x.dtype)
+        return x.at[places[end]].get(mode="clip")
+
+    operands = [rows(x, end) for x, end in zip(arrays, ends)]
+    shape = (places["edge"].shape[0], *features_of(operands))
+    return [jnp.broadcast_to(y.astype(computing(y.dtype)), shape) for y in function.unrounded(*operands)]
+
+
+def computing(dtype):
+    """The dtype that messages of `dtype` are reduced in."""
+    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float64
+    return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
+
+
+def reduce_messages(keys, order, other, offsets, *arrays, function, ends, reduction, dtypes):
+    rows = offsets.shape[0] - 1
+    places = {"row": keys, "other": other, "edge": order}
+    located, reduction = reduction in LOCATED, reduction.removesuffix("_at")
+    out, edges = [], []
+    for y, dtype in zip(_messages(places, arrays, function, ends), dtypes):
+        if located:  # XLA would compute messages anew where they are compared, and differently
+            y = jax.lax.optimization_barrier(y)
+        total = _REDUCTIONS[reduction](y, keys, rows, indices_are_sorted=True)
+        if located:
+            edges.append(_first(y, total, keys, order, rows))
+        if reduction == "mean":
+            count = (offsets[1:] - offsets[:-1]).reshape(-1, *[1] * (total.ndim - 1))
+            total = jnp.where(count == 0, 0, total / jnp.maximum(count, 1).astype(total.dtype))
+        out.append(total.astype(dtype))
+    return out + edges
+
+
+def _first(y, total, keys, order, rows):
+    """The first edge of each row whose message is `total`."""
+    nowhere = jnp.asarray(2**32 - 1, jnp.uint32)
+    if any(isinstance(n, int) and n == 0 for n in (rows, y.shape[0])):
+        return jnp.full(total.shape, nowhere)
+    own = total.at[keys].get(mode="clip")
+    attains = (y == own) | ((y != y) & (own != own))
+    position = jnp.arange(y.shape[0], dtype=jnp.uint32).reshape(-1, *[1] * (y.ndim - 1))
+    first = jax.ops.segment_min(jnp.where(attains, position, nowhere), keys, rows, indices_are_sorted=True)
+    return jnp.where(first == nowhere, nowhere, order.at[first].get(mode="fill", fill_value=2**32 - 1))
+
+
+def map_messages(keys, order, other, offsets, *arrays, function, ends, summed, dtypes):
+    places = {"row": keys, "other": other, "edge": order}
+    valid = keys < jnp.asarray(offsets.shape[0] - 1, keys.dtype)
+    out = []
+    for y, dtype in zip(_messages(places, arrays, function, ends), dtypes):
+        y = jnp.sum(y, tuple(range(y.ndim - summed, y.ndim))) if summed else y
+        y = jnp.where(valid.reshape(-1, *[1] * (y.ndim - 1)), y, 0).astype(dtype)
+        out.append(jnp.zeros_like(y).at[order].set(y, unique_indices=True))
+    return out

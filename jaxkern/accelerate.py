@@ -1,0 +1,276 @@
+"""accelerate, install and explain: plain JAX programs on jaxkern, without a change to them.
+
+The lowering rules and replaced functions are in _accelerate; what they take is decided by _accelerate/gate.py.
+"""
+
+import contextlib
+import functools
+import itertools
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkern._accelerate import functions, rules
+from jaxkern._core import compat, decisions, switch
+from jaxkern._core.decisions import Explanation
+from jaxkern._core.switch import Settings
+
+__all__ = ["CheckError", "Explanation", "accelerate", "explain", "install", "uninstall"]
+
+# The relative error that `check` allows by default, by the type of an operation that was taken: what plain JAX may lose
+# in a 16-bit sum, or in a step of training in float32.
+TOLERANCE = {"bfloat16": 2**-4, "float16": 2**-6, "float32": 2**-12, "float64": 2**-36}
+
+_sessions = itertools.count(1)
+
+
+class CheckError(ArithmeticError):
+    """The accelerated function gave another result than the plain one."""
+
+
+class accelerate(contextlib.ContextDecorator):
+    """Runs plain JAX code on jaxkern, in a `with` block or as a decorator, wherever that is faster.
+
+    Inside the block, programs of this thread are compiled such that these operations run on jaxkern:
+
+        "scatter_add", "scatter_max", "scatter_min"   of rows: `x.at[i].add`, `jax.ops.segment_sum`, the gradients of
+                                                      `x[i]`, `jnp.take` and `flax.linen.Embed`, jraph's models
+        "logsumexp"                                   `jax.nn.logsumexp`, `jax.scipy.special.logsumexp`
+        "softmax_cross_entropy"                       `optax.softmax_cross_entropy_with_integer_labels`
+        "softmax"                                     the gradient of `jax.nn.softmax`
+        "log_softmax"                                 that of `jax.nn.log_softmax` in 16 bits; on request alone, by `only`
+
+    A case is taken only where it was measured to be faster; `explain` shows which are. Functions that are already compiled
+    switch correctly at the block's begin and end. Put it around the call of a jitted function, or the decorator above
+    `jax.jit`: JAX lowers a program, and differentiates eager code, after the function inside `jax.jit` has returned.
+
+    Args:
+        only: names of operations to take, and no others; a name or several. By default all but those on request.
+        without: names of operations not to take.
+        check: as a decorator: calls run the plain function as well, on copies of the arguments, and compare the results.
+            True, or the relative error to allow, of the largest element of each result. Raises `CheckError`.
+        force: takes every case that the kernels can run, whatever its size, on the CPU as well, where jaxkern's references
+            stand for its kernels: for tests.
+        export: also in programs that `jax.export` makes, which then need `disabled_checks=jaxkern.export_checks()`.
+
+    Results differ from plain JAX's by rounding: 16-bit sums are made in float32. Sums are the same bits in every run. What
+    else differs, for rows of infinite logits, is in the docstring of jaxkern/_accelerate/functions.py.
+
+    Raises:
+        ValueError: an unknown name. TypeError: `check` in a `with` statement.
+
+    >>> import jax, jax.numpy as jnp, jaxkern
+    >>> step = jax.jit(jax.grad(lambda table, ids: (table[ids] ** 2).sum()))
+    >>> with jaxkern.accelerate():
+    ...     gradient = step(jnp.ones((3, 2)), jnp.array([0, 2, 2]))
+    >>> gradient[:, 0].tolist()
+    [2.0, 0.0, 4.0]
+    """
+
+    def __init__(
+        self,
+        only: str | typing.Iterable[str] | None = None,
+        without: str | typing.Iterable[str] = (),
+        check: bool | float = False,
+        *,
+        force: bool = False,
+        export: bool = False,
+    ):
+        self._settings = _settings(only, without, force, export)
+        self._check = check
+        self._entered: list = []
+
+    def _recreate_cm(self):
+        again = accelerate.__new__(type(self))
+        again._settings, again._check, again._entered = self._settings, self._check, []
+        return again
+
+    def __enter__(self):
+        if self._check:
+            raise TypeError("jaxkern.accelerate: check compares the results of a function: accelerate(check=True)(f)")
+        context = _active(self._settings)
+        context.__enter__()
+        self._entered.append(context)
+        return self
+
+    def __exit__(self, *exception):
+        return self._entered.pop().__exit__(*exception)
+
+    def __call__(self, f):
+        if not self._check:
+            return super().__call__(f)
+        tolerance = None if self._check is True else float(self._check)
+        return _checked(f, self._settings._replace(session=next(_sessions)), tolerance)
+
+
+_installed = False
+
+
+def install(
+    only: str | typing.Iterable[str] | None = None,
+    without: str | typing.Iterable[str] = (),
+    *,
+    force: bool = False,
+    export: bool = False,
+) -> None:
+    """The same as `accelerate` for the whole process: every thread, until `uninstall`. Arguments as there.
+
+    >>> import jaxkern
+    >>> jaxkern.install(without="scatter_max")
+    >>> jaxkern.uninstall()
+    """
+    global _installed
+    settings = _settings(only, without, force, export)
+    if not _prepare(settings):
+        return
+    if not switch.set_default(settings):
+        compat.warn_once("jaxkern.install: this version of JAX has no default to set; use `with jaxkern.accelerate()`")
+        return
+    if not _installed:
+        functions.acquire()
+    _installed = True
+
+
+def uninstall() -> None:
+    """Ends `install`; nothing happens where nothing is installed."""
+    global _installed
+    if _installed:
+        switch.set_default(None)
+        functions.release()
+    _installed = False
+
+
+def explain(f: typing.Callable, platform: str = "cuda", **jit_options: typing.Any) -> typing.Callable[..., Explanation]:
+    """A function of the arguments of `f` that tells what of `f` runs on jaxkern, without running it.
+
+    It takes the settings of the enclosing `accelerate` or `install`, or those of `accelerate()`.
+
+    Args:
+        f: a function, jitted or not.
+        platform: what to compile for; a GPU need not be there.
+        jit_options: for `jax.jit`, such as static_argnums, where `f` is not jitted.
+
+    Returns:
+        A function that returns an `Explanation`: printed, a table of what was taken and what was left, why, where in
+        the source, and how many bytes the kernel moves; `.decisions`, `.taken` and `.left` are lists of records.
+        The environment variable JAXKERN_EXPLAIN=1 prints the same of every program when it is compiled.
+
+    >>> import jax, jax.numpy as jnp, jaxkern
+    >>> table, ids = jnp.zeros((1000, 64), jnp.bfloat16), jnp.zeros(4096, jnp.int32)
+    >>> found = jaxkern.explain(jax.grad(lambda t, i: t[i].sum()))(table, ids)
+    >>> [(d.operation, d.taken, d.reason) for d in found]
+    [('scatter_add', True, '16-bit sums')]
+    """
+    jitted = f if hasattr(f, "trace") else jax.jit(f, **jit_options)
+
+    def explained(*args, **kwargs) -> Explanation:
+        settings = switch.current() or _settings(None, (), False, False)
+        settings = settings._replace(session=next(_sessions))  # found in no cache
+        with decisions.recorded() as found, _active(settings):
+            rules.register(platform)
+            jitted.trace(*args, **kwargs).lower(lowering_platforms=(platform,))
+        return Explanation(found)
+
+    return explained
+
+
+# ---- settings
+
+
+def _settings(only, without, force, export) -> Settings:
+    default = (*switch.SCATTERS, *switch.FUNCTIONS)
+    only = default if only is None else (only,) if isinstance(only, str) else tuple(only)
+    without = (without,) if isinstance(without, str) else tuple(without)
+    for name in (*only, *without):
+        if name not in switch.OPERATIONS:
+            raise ValueError(f"jaxkern.accelerate: no operation {name!r}, there are {', '.join(switch.OPERATIONS)}")
+    return Settings(frozenset(only) - frozenset(without), bool(force), bool(export))
+
+
+def _prepare(settings) -> bool:
+    """Puts the lowering rules in place; False, with a warning, where this version of JAX has no such switch."""
+    if not switch.available():
+        compat.warn_once(
+            "jaxkern.accelerate: this version of JAX has no jax.make_user_context; programs run as they are"
+        )
+        return False
+    rules.register("cuda")
+    if settings.force:
+        rules.register("cpu")
+    return True
+
+
+@contextlib.contextmanager
+def _active(settings):
+    if not _prepare(settings):
+        yield
+        return
+    functions.acquire()
+    try:
+        with switch.using(settings):
+            yield
+    finally:
+        functions.release()
+
+
+# ---- check
+
+
+def _checked(f, settings, tolerance):
+    taken: set = set()  # types of the operations that were taken, by all calls so far
+
+    @functools.wraps(f)
+    def both(*args, **kwargs):
+        copies = jax.tree.map(lambda a: a.copy() if isinstance(a, jax.Array) else a, (args, kwargs))
+        with switch.using(None):
+            plain = f(*copies[0], **copies[1])
+        with decisions.recorded() as found, _active(settings):
+            result = f(*args, **kwargs)
+        taken.update(d.dtype for d in found if d.taken)
+        allowed = tolerance
+        if allowed is None:
+            allowed = max([TOLERANCE.get(t, 0) for t in taken], default=0) or TOLERANCE["float32"]
+        _compare(f, plain, result, allowed, Explanation(found))
+        return result
+
+    return both
+
+
+def _compare(f, plain, result, allowed, explanation):
+    wanted, tree = jax.tree_util.tree_flatten_with_path(plain)
+    found, same = jax.tree_util.tree_flatten(result)
+    name = getattr(f, "__name__", repr(f))
+    if tree != same:
+        raise CheckError(f"jaxkern.accelerate(check=True): {name} returned {same}, plainly {tree}")
+    wrong = []
+    for (path, a), b in zip(wanted, found):
+        error = _error(a, b, allowed)
+        if error:
+            wrong.append(f"  {jax.tree_util.keystr(path) or 'result'}: {error}")
+    if wrong:
+        report = "\n".join(wrong)
+        raise CheckError(f"jaxkern.accelerate(check=True): {name} differs from the plain one\n{report}\n{explanation}")
+
+
+def _error(a, b, allowed) -> str:
+    """How b differs from a, if by more than `allowed` times the largest element of a."""
+    if not isinstance(a, (jax.Array, np.ndarray)) or jnp.issubdtype(a.dtype, jax.dtypes.extended):
+        return ""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"{b.dtype}{list(b.shape)} for {a.dtype}{list(a.shape)}"
+    if not jnp.issubdtype(a.dtype, jnp.inexact):
+        count = int(np.sum(np.asarray(a) != np.asarray(b)))
+        return f"{count} of {a.size} elements differ" if count else ""
+    kind = np.complex128 if jnp.issubdtype(a.dtype, jnp.complexfloating) else np.float64
+    a, b = np.asarray(a).astype(kind), np.asarray(b).astype(kind)
+    finite = np.isfinite(a)
+    others = int(np.sum(~finite & ~((a == b) | (np.isnan(a) & np.isnan(b))) | (finite & ~np.isfinite(b))))
+    if others:
+        return f"{others} of {a.size} elements are NaN or infinite in one of the two alone"
+    scale = np.max(np.abs(a), where=finite, initial=0)
+    worst = np.max(np.abs(np.where(finite, a, 0) - np.where(finite, b, 0)), initial=0)
+    if worst <= allowed * scale:
+        return ""
+    return f"differs by {worst:.3g}, {worst / scale if scale else np.inf:.2g} of the largest element; {allowed:.2g} is allowed"

@@ -1,0 +1,366 @@
+"""What messages are used for: embedding_bag, spmm, graph_attention, moe_combine and moe_dispatch.
+
+Each is one or a few calls of the primitives of `jaxkern.messages`, which compute the gradients as well.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import sparse
+from jax.typing import ArrayLike
+
+from jaxkern._ops.indexing.order import Order
+from jaxkern._ops.messages.primitive import Edges
+from jaxkern.index_add import array, integers, safe_index
+from jaxkern.messages import Graph, PyTree, _count, _in_range, _ordered, edge_map, edge_max, edge_sum
+from jaxkern.segment import segment_softmax
+
+MODES = ("sum", "mean", "max")
+
+
+def embedding_bag(
+    table: ArrayLike,
+    ids: ArrayLike,
+    segment_ids: ArrayLike | None = None,
+    *,
+    num_bags: int | None = None,
+    offsets: ArrayLike | None = None,
+    weights: ArrayLike | None = None,
+    mode: str = "sum",
+    indices_are_sorted: bool = False,
+) -> jax.Array:
+    """Sums, means or maxima of the rows of `table` that each bag of ids names.
+
+    Args:
+        table: array of shape (rows, ...).
+        ids: integer array: of shape (bags, ids of a bag), or of shape (count,) with segment_ids or offsets. An id that is
+            not in [0, rows), -1 as well, pads and has no part in its bag.
+        segment_ids: integer array of shape (count,): the bag of each id; one that is out of range belongs to none.
+        num_bags: how many bags segment_ids name, an int. None: the largest and 1, which must be known while tracing.
+        offsets: integer array of shape (bags,): where each bag begins in `ids`, ascending from 0; the last one ends with
+            `ids`. As `torch.nn.functional.embedding_bag`.
+        weights: array of the shape of ids, which rows are multiplied by; for mode "sum".
+        mode: "sum", "mean" or "max".
+        indices_are_sorted: a promise that segment_ids ascend, which saves sorting them.
+
+    Returns:
+        Array of shape (bags, *table.shape[1:]) and the type of table, or of table and weights; 0 for a bag without ids.
+        Rows are gathered and added up in one kernel, in float32 or wider. The gradient with respect to table sorts the ids.
+
+    Raises:
+        TypeError: ids, segment_ids or offsets are not of an integer type; num_bags is no int, or missing under jit.
+        ValueError: shapes do not match; not one of segment_ids and offsets for flat ids; weights with another mode.
+
+    >>> import jax.numpy as jnp, jaxkern
+    >>> table = jnp.array([[1.0, 2.0], [10.0, 20.0], [100.0, 200.0]])
+    >>> jaxkern.embedding_bag(table, jnp.array([[0, 1], [2, -1]])).tolist()
+    [[11.0, 22.0], [100.0, 200.0]]
+    >>> jaxkern.embedding_bag(table, jnp.array([0, 1, 2]), offsets=jnp.array([0, 2, 2]), mode="mean").tolist()
+    [[5.5, 11.0], [0.0, 0.0], [100.0, 200.0]]
+
+    Source: `torch.nn.EmbeddingBag`.
+    """
+    name = "embedding_bag"
+    table, ids = jnp.asarray(table), integers(name, "ids", jnp.asarray(safe_index(ids)))
+    array(name, "table", table)
+    if mode not in MODES:
+        raise ValueError(f"jaxkern.{name}: mode must be one of {', '.join(MODES)}, got {mode!r}")
+    if weights is not None and mode != "sum":
+        raise ValueError(f"jaxkern.{name}: weights are for mode 'sum', not {mode!r}")
+    if table.ndim < 1:
+        raise ValueError(f"jaxkern.{name}: table must have rows, got shape {table.shape}")
+    given = [k for k, v in (("segment_ids", segment_ids), ("offsets", offsets)) if v is not None]
+    if (ids.ndim == 2 and given) or (ids.ndim == 1 and len(given) != 1) or ids.ndim not in (1, 2):
+        raise ValueError(
+            f"jaxkern.{name}: ids of shape (bags, ids of a bag), or of shape (count,) with either segment_ids or offsets "
+            f"are needed, got shape {ids.shape} with {' and '.join(given) or 'neither'}"
+        )
+    if weights is not None and jnp.shape(weights) != ids.shape:
+        raise ValueError(f"jaxkern.{name}: weights of shape {jnp.shape(weights)} and ids of shape {ids.shape} differ")
+    rows = table.shape[0]
+    if ids.ndim == 2:
+        bags, length = ids.shape
+        starts = jnp.arange(bags + 1, dtype=jnp.uint32) * jnp.uint32(length)
+        bag_of = jnp.arange(bags * length, dtype=jnp.uint32) // jnp.uint32(max(length, 1))
+        graph, valid = _in_bags(ids.reshape(-1), bag_of, starts, rows)
+    elif offsets is not None:
+        offsets = integers(name, "offsets", jnp.asarray(safe_index(offsets)))
+        if offsets.ndim != 1:
+            raise ValueError(f"jaxkern.{name}: offsets must have one dimension, got shape {offsets.shape}")
+        count = ids.shape[0]
+        starts = jnp.clip(offsets, 0, count).astype(jnp.uint32)
+        starts = jnp.concatenate([starts, jnp.full((1,), count, jnp.uint32)])
+        position = jnp.arange(count, dtype=jnp.uint32)
+        bag_of = _row_of(starts, position)
+        graph, valid = _in_bags(ids, bag_of, starts, rows)
+    else:
+        bags = _count(num_bags, "num_bags", safe_index(segment_ids))
+        segment_ids = integers(name, "segment_ids", jnp.asarray(safe_index(segment_ids)))
+        if segment_ids.shape != ids.shape:
+            raise ValueError(
+                f"jaxkern.{name}: segment_ids of shape {segment_ids.shape} and ids of shape {ids.shape} differ"
+            )
+        if indices_are_sorted:
+            graph, valid = _sorted_graph(ids, segment_ids, rows, bags)
+        else:
+            graph = Graph(ids, segment_ids, num_senders=rows, num_receivers=bags)
+            valid = jnp.ones(ids.shape, bool)
+    return _bag(table, graph, valid, None if weights is None else jnp.asarray(weights).reshape(-1), mode)
+
+
+def _in_bags(ids, bag_of, starts, rows):
+    """(graph, valid) of ids that lie bag by bag: none is sorted but for the gradient. Those that pad are still edges,
+    from row 0, of which `valid` says so."""
+    position = jnp.arange(ids.shape[0], dtype=jnp.uint32)
+    valid = _in_range(ids, rows) & (position >= starts[0])
+    other = jnp.where(valid, ids, 0).astype(jnp.uint32)
+    bags = starts.shape[0] - 1
+    into = Edges(bag_of, position, other, starts)
+    known = valid & (bag_of < bags)
+    back = _ordered(known, other, jnp.where(known, bag_of, 0), rows)
+    return Graph.tree_unflatten((rows, bags), (other, bag_of, into, back)), valid
+
+
+def _row_of(starts, position):
+    """The row that each position lies in; 0 in front of the first, the number of rows behind the last."""
+    after = jnp.searchsorted(starts, position, side="right", method="scan_unrolled").astype(jnp.uint32)
+    return jnp.maximum(after, 1) - 1
+
+
+def _sorted_graph(senders, receivers, num_senders, num_receivers):
+    """The same of receivers that ascend; those that are out of range may stand at either end."""
+    wide = receivers if receivers.dtype.itemsize >= 4 else receivers.astype(jnp.int32)
+    # Offsets of rows, and edges that belong to none in front of and behind them.
+    starts = jnp.searchsorted(wide, jnp.arange(num_receivers + 1, dtype=wide.dtype), method="scan_unrolled")
+    row = jnp.where(wide < 0, 0, jnp.where(_in_range(wide, num_receivers), wide, num_receivers)).astype(jnp.uint32)
+    return _in_bags(senders, row, starts.astype(jnp.uint32), num_senders)
+
+
+def _bag(table, graph, valid, weights, mode):
+    if table.shape[0] == 0 or graph.num_edges == 0 or graph.num_receivers == 0:
+        dtype = table.dtype if weights is None else jnp.result_type(table, weights)
+        dtype = dtype if mode != "mean" or jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
+        return jnp.zeros((graph.num_receivers, *table.shape[1:]), dtype)
+    if mode == "max":
+        lowest = _lowest(table.dtype)
+        y = edge_max(lambda x, on: jnp.where(on, x, jnp.asarray(lowest, x.dtype)), graph, senders=table, edges=valid)
+        filled = edge_sum(lambda on: on.astype(jnp.int32), graph, edges=valid) > 0
+        return jnp.where(filled.reshape(-1, *[1] * (table.ndim - 1)), y, 0)
+    if weights is not None:
+        return edge_sum(
+            _weigh,
+            graph,
+            senders=table,
+            edges=(weights, valid),
+        )
+    take = lambda x, on: jnp.where(on, x, jnp.zeros_like(x))
+    if mode == "sum":
+        return edge_sum(take, graph, senders=table, edges=valid)
+    dtype = table.dtype if jnp.issubdtype(table.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    total = edge_sum(lambda x, on: take(x, on).astype(wide), graph, senders=table, edges=valid)
+    count = edge_sum(lambda on: on.astype(wide), graph, edges=valid)
+    return (total / jnp.maximum(count, 1).reshape(-1, *[1] * (table.ndim - 1))).astype(dtype)
+
+
+def _weigh(x, edge):
+    """x times a weight, or 0 for what pads: also in derivatives, where the row or the weight that pads is NaN."""
+    weight, on = edge
+    return jnp.where(on, x, jnp.zeros_like(x)) * jnp.where(on, weight, jnp.zeros_like(weight))
+
+
+def _lowest(dtype):
+    return -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
+
+
+def spmm(a: sparse.BCOO | sparse.BCSR, b: ArrayLike, *, graph: Graph | None = None) -> jax.Array:
+    """The product of a sparse matrix and a dense one, `a @ b`.
+
+        Args:
+            a: `jax.experimental.sparse.BCOO` or `BCSR` of shape (m, n), without batch or dense dimensions.
+            b: array of shape (n, ...).
+            graph: what `spmm_graph(a)` returned, of a matrix whose elements are at the same places: then nothing is sorted.
+
+        Returns:
+            Array of shape (m, *b.shape[1:]). Products are summed in float32 or wider and rounded once; equal bits every time.
+            The gradients by b and by a's elements are a kernel each; the latter is sampled at them alone.
+
+        Raises:
+            TypeError: a is no sparse matrix. ValueError: shapes do not match.
+
+        >>> import jax.numpy as jnp, jaxkern
+        >>> from jax.experimental import sparse
+    from jax.typing import ArrayLike
+        >>> a = sparse.BCOO.fromdense(jnp.array([[0.0, 2.0], [3.0, 0.0], [0.0, 0.0]]))
+        >>> jaxkern.spmm(a, jnp.array([[1.0, 10.0], [2.0, 20.0]])).tolist()
+        [[4.0, 40.0], [3.0, 30.0], [0.0, 0.0]]
+    """
+    graph = spmm_graph(a, _name="spmm") if graph is None else graph
+    b = jnp.asarray(b)
+    array("spmm", "b", b)
+    if b.ndim < 1 or b.shape[0] != a.shape[1]:
+        raise ValueError(f"jaxkern.spmm: shapes {a.shape} and {b.shape} do not match")
+    if not isinstance(graph, Graph) or (graph.num_receivers, graph.num_senders) != a.shape or graph.num_edges != a.nse:
+        raise ValueError(
+            f"jaxkern.spmm: {graph!r} is not the graph of a matrix of shape {a.shape} with {a.nse} elements"
+        )
+    on = _in_range(graph.senders, a.shape[1])
+    return edge_sum(_weigh, graph, senders=b, edges=(a.data, on))
+
+
+def spmm_graph(a: sparse.BCOO | sparse.BCSR, *, _name: str = "spmm_graph") -> Graph:
+    """The graph of a sparse matrix: an edge from column to row for each element, for `spmm` to take.
+
+        a: as for `spmm`. Rows that are in order (a BCSR, or a BCOO whose `indices_sorted` is set) are not sorted again.
+
+        >>> import jax.numpy as jnp, jaxkern
+        >>> from jax.experimental import sparse
+    from jax.typing import ArrayLike
+        >>> jaxkern.spmm_graph(sparse.BCOO.fromdense(jnp.eye(3)))
+        Graph(3 edges, 3 senders, 3 receivers)
+    """
+    if not isinstance(a, (sparse.BCOO, sparse.BCSR)):
+        raise TypeError(f"jaxkern.{_name}: a must be a BCOO or a BCSR, got {type(a).__name__}")
+    if a.n_batch or a.n_dense or len(a.shape) != 2:
+        raise ValueError(
+            f"jaxkern.{_name}: a must be a matrix without batch and dense dimensions, got shape {a.shape} with "
+            f"{a.n_batch} and {a.n_dense}"
+        )
+    rows, columns = a.shape
+    if isinstance(a, sparse.BCSR):
+        starts = a.indptr.astype(jnp.uint32)
+        position = jnp.arange(a.nse, dtype=jnp.uint32)
+        graph, valid = _in_bags(a.indices, _row_of(starts, position), starts, columns)
+    elif a.indices_sorted:
+        graph, valid = _sorted_graph(a.indices[:, 1], a.indices[:, 0], columns, rows)
+    else:
+        return Graph(a.indices[:, 1], a.indices[:, 0], num_senders=columns, num_receivers=rows)
+    # spmm asks the graph which elements pad: they name no column.
+    senders = jnp.where(valid, graph.senders.astype(jnp.int32), -1)
+    return Graph.tree_unflatten((columns, rows), (senders, graph.receivers, graph.into, graph.out_of))
+
+
+def graph_attention(
+    score: Callable,
+    graph: Graph,
+    values: ArrayLike,
+    *,
+    senders: PyTree = None,
+    receivers: PyTree = None,
+    edges: PyTree = None,
+    reduce_features: int | tuple[int, ...] | None = None,
+) -> jax.Array:
+    """Attention along the edges of a graph: for each receiver the values of its senders, weighted by a softmax of scores.
+
+    Args:
+        score: a function of scalars in JAX, called as f in `edge_sum` with one element of `senders`, `receivers` and
+            `edges`; it returns the score of an edge.
+        graph: a `Graph`.
+        values: array of shape (graph.num_senders, *heads, ...), with a weight for each of the dimensions of a score.
+        senders, receivers, edges: arrays or pytrees of arrays, as for `edge_sum`; what scores are made of.
+        reduce_features: axes of their features to sum scores over, as in `edge_map`: the last one for dot products.
+
+    Returns:
+        Array of shape (graph.num_receivers, *values.shape[1:]), 0 where no edge ends. Forward there are a kernel for the
+        scores, one for the softmax, and one for the weighted sum; of arrays of the size of the edges only scores and
+        weights are written, one number for each edge and head.
+
+    Raises:
+        As `edge_map`; ValueError also where values do not fit the scores.
+
+    >>> import jax, jax.numpy as jnp, jaxkern
+    >>> graph = jaxkern.Graph(jnp.array([0, 1, 2]), jnp.array([1, 1, 0]), num_nodes=3)
+    >>> a, x = jnp.zeros(3), jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    >>> score = lambda s, r: jax.nn.leaky_relu(s + r, 0.2)
+    >>> jaxkern.graph_attention(score, graph, x, senders=a, receivers=a).tolist()
+    [[5.0, 6.0], [2.0, 3.0], [0.0, 0.0]]
+
+    Source: Velickovic et al., "Graph Attention Networks", 2018.
+    """
+    name = "graph_attention"
+    scores = edge_map(score, graph, senders=senders, receivers=receivers, edges=edges, reduce_features=reduce_features)
+    if not isinstance(scores, jax.Array):
+        raise ValueError(f"jaxkern.{name}: score must return one scalar, got {jax.tree.structure(scores)}")
+    values = jnp.asarray(values)
+    array(name, "values", values)
+    heads = scores.shape[1:]
+    fits = values.ndim > len(heads) and values.shape[0] == graph.num_senders
+    if not fits or any(v not in (1, h) for v, h in zip(values.shape[1:], heads)):
+        raise ValueError(
+            f"jaxkern.{name}: values of shape {values.shape} do not fit {graph.num_senders} senders and scores of shape "
+            f"{scores.shape}"
+        )
+    valid = _in_range(graph.senders, graph.num_senders) & _in_range(graph.receivers, graph.num_receivers)
+    ids = jnp.where(valid, graph.receivers, -1).astype(jnp.int32)
+    order = Order(ids, graph.into.keys, graph.into.order, graph.num_receivers, False, False)
+    weights = segment_softmax(scores, None, order=order)
+    weights = weights.reshape(*weights.shape, *[1] * (values.ndim - weights.ndim))
+    return edge_sum(lambda v, w: v * w, graph, senders=values, edges=weights)
+
+
+def moe_combine(x: ArrayLike, indices: ArrayLike, weights: ArrayLike | None = None) -> jax.Array:
+    """Weighted sums of experts' results for each token, of a mixture of experts: from slots back to tokens.
+
+    Args:
+        x: array of shape (slots, ...), the results of all experts.
+        indices: integer array of shape (tokens, k): the slot of each of a token's k experts; -1, or any index that is out
+            of range, for a token that was dropped there.
+        weights: array of shape (tokens, k), or None for 1.
+
+    Returns:
+        Array of shape (tokens, *x.shape[1:]), summed in float32 or wider and rounded once. Nothing of the size
+        tokens * k * features is written. The gradient by x sorts the indices, that by weights does not.
+
+    Raises:
+        TypeError: indices are not of an integer type. ValueError: shapes do not match.
+
+    >>> import jax.numpy as jnp, jaxkern
+    >>> x = jnp.array([[1.0, 2.0], [10.0, 20.0], [100.0, 200.0]])
+    >>> jaxkern.moe_combine(x, jnp.array([[0, 2], [1, -1]]), jnp.array([[0.5, 0.25], [1.0, 9.0]])).tolist()
+    [[25.5, 51.0], [10.0, 20.0]]
+
+    Source: Shazeer et al., "Outrageously Large Neural Networks", 2017.
+    """
+    _check_slots("moe_combine", indices)
+    return embedding_bag(x, indices, weights=weights)
+
+
+def moe_dispatch(x: ArrayLike, indices: ArrayLike, num_slots: int) -> jax.Array:
+    """Copies tokens to the slots of their experts: the transpose of `moe_combine` without weights.
+
+    Args:
+        x: array of shape (tokens, ...).
+        indices: as for `moe_combine`. Slots that several tokens name get the sum of these.
+        num_slots: how many slots there are, an int.
+
+    Returns:
+        Array of shape (num_slots, *x.shape[1:]), 0 in slots that no token is in. The gradient is `moe_combine`.
+
+    >>> import jax.numpy as jnp, jaxkern
+    >>> jaxkern.moe_dispatch(jnp.array([1.0, 2.0]), jnp.array([[2, 0], [3, -1]]), 5).tolist()
+    [1.0, 0.0, 1.0, 2.0, 0.0]
+    """
+    name = "moe_dispatch"
+    _check_slots(name, indices)
+    x = jnp.asarray(x)
+    array(name, "x", x)
+    indices = jnp.asarray(safe_index(indices))
+    tokens, k = indices.shape
+    if x.ndim < 1 or x.shape[0] != tokens:
+        raise ValueError(f"jaxkern.{name}: x of shape {x.shape} and indices of shape {indices.shape} do not match")
+    num_slots = _count(num_slots, "num_slots", None)
+    # Tokens are in order, so that what the gradient goes by is not sorted.
+    starts = jnp.arange(tokens + 1, dtype=jnp.uint32) * jnp.uint32(k)
+    token = jnp.arange(tokens * k, dtype=jnp.uint32) // jnp.uint32(max(k, 1))
+    back, valid = _in_bags(indices.reshape(-1), token, starts, num_slots)
+    graph = Graph.tree_unflatten((tokens, num_slots), (token, back.senders, back.out_of, back.into))
+    if 0 in (tokens, k, num_slots):
+        return jnp.zeros((num_slots, *x.shape[1:]), x.dtype)
+    return edge_sum(lambda x, on: jnp.where(on, x, jnp.zeros_like(x)), graph, senders=x, edges=valid)
+
+
+def _check_slots(name, indices):
+    indices = integers(name, "indices", jnp.asarray(safe_index(indices)))
+    if indices.ndim != 2:
+        raise ValueError(f"jaxkern.{name}: indices must have shape (tokens, k), got {indices.shape}")

@@ -1,0 +1,101 @@
+"""Runs launch plans on the CPU: kernels compiled by the host's C++ compiler, a fiber for each thread of a block.
+
+For kernels without inline assembly, dynamic shared memory or more than one block in a cluster. This checks the arithmetic
+of indices and that nothing is read or written out of bounds (buffers end at guard pages); it says nothing of races
+between warps, nor of the compiler for GPUs.
+"""
+
+import ctypes
+import functools
+import hashlib
+import mmap
+import pathlib
+import shutil
+import struct as packing
+import subprocess
+import tempfile
+
+import numpy as np
+from plans import layout
+
+from jaxkern._core import launch, runtime
+
+COMPILER = shutil.which("g++")
+_FORMATS = {"u8": "B", "i32": "i", "u32": "I", "f32": "f", "i64": "q", "u64": "Q", "f64": "d"}
+
+
+@functools.cache
+def _folder():
+    return pathlib.Path(tempfile.mkdtemp(prefix="emulated"))
+
+
+@functools.cache
+def _compiled(kernels):
+    """One library for all kernels (header, name, source), by their places."""
+    text = ['#include "cuda.h"']
+    text += [f'#include "{header}"' for header in sorted({k[0] for k in kernels})]
+    for n, (_, name, source) in enumerate(kernels):
+        text.append(f"namespace jaxkern {{ namespace own{n} {{\n{source}\n")
+        text.append(
+            f'extern "C" void run{n}(const void* a, unsigned x, unsigned y, unsigned t) '
+            f"{{ emulated::Run(&{name}, a, x, y, t); }} }} }}"
+        )
+    path = _folder() / hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
+    path.with_suffix(".cc").write_text("\n".join(text))
+    includes = [pathlib.Path(__file__).parent, runtime.kernels_folder()]
+    subprocess.check_call(
+        [COMPILER, "-std=c++20", "-O1", "-w", "-fpermissive", "-shared", "-fPIC", "-ffp-contract=off"]
+        + [f"-I{i}" for i in includes]
+        + ["-o", str(path.with_suffix(".so")), str(path.with_suffix(".cc"))]
+    )
+    return ctypes.CDLL(str(path.with_suffix(".so")))
+
+
+class _Guarded:
+    """A copy of an array that ends where a page begins that nobody may touch."""
+
+    def __init__(self, array):
+        array = np.ascontiguousarray(array)
+        page = mmap.PAGESIZE
+        size = -(-max(array.nbytes, 1) // page) * page
+        self._map = mmap.mmap(-1, size + page)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.mprotect(ctypes.c_void_p(base + size), ctypes.c_size_t(page), 0):
+            raise OSError(ctypes.get_errno(), "mprotect")
+        self.address = base + size - -(-array.nbytes // 16) * 16
+        self.array = np.frombuffer(self._map, np.uint8, array.nbytes, self.address - base).view(array.dtype)
+        self.array = self.array.reshape(array.shape)
+        self.array[...] = array
+
+
+def _bytes(arg, address) -> bytes:
+    if isinstance(arg, launch.Buffer):
+        return packing.pack("Q", address(arg))
+    if isinstance(arg, launch.Scalar):
+        return packing.pack(_FORMATS[arg.type], arg.value)
+    out = b""
+    for member in arg.members:
+        out += bytes(-len(out) % layout(member)[1]) + _bytes(member, address)
+    return out + bytes(-len(out) % layout(arg)[1])
+
+
+def run(plan: launch.Plan, operands, results, unaligned=False):
+    """The results, arrays of these (shape, dtype), of a plan on NumPy arrays."""
+    steps = plan.unaligned if unaligned and plan.unaligned is not None else plan.launches
+    kernels = tuple((s.header, s.name, s.source) for s in steps)
+    library = _compiled(kernels)
+    poison = lambda shape, dtype: np.frombuffer(
+        b"\xa5" * int(np.prod(shape) * np.dtype(dtype).itemsize), dtype
+    ).reshape(shape)
+    buffers = {
+        "operand": [_Guarded(x) for x in operands],
+        "result": [_Guarded(poison(shape, dtype)) for shape, dtype in results],
+        "scratch": [_Guarded(np.full(max(plan.scratch, 1), 0xA5, np.uint8))],
+    }
+    for n, step in enumerate(steps):
+        (arg,) = step.args
+        data = _bytes(arg, lambda b: buffers[b.kind][b.index].address + b.offset)
+        x, y, _ = step.grid3()
+        getattr(library, f"run{n}")(ctypes.c_char_p(data), x, y, step.block3()[0])
+    return [np.array(b.array) for b in buffers["result"]]

@@ -1,0 +1,125 @@
+// CUDA on the CPU, for kernels that are tested without a GPU: each thread of a block is a fiber, which runs to the next
+// point where threads of the block wait for each other. Every thread that has not ended must come to the same points.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <ucontext.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __shared__ static
+
+namespace emulated {
+
+constexpr int kStack = 1 << 16;
+inline uint3 thread, block;
+inline ucontext_t scheduler;
+inline std::vector<ucontext_t> fibers;
+inline std::vector<char> ended;
+inline std::vector<uint64_t> exchanged;
+inline void (*body)(void*);
+inline void* body_args;
+inline unsigned current;
+
+inline void Wait() { swapcontext(&fibers[current], &scheduler); }
+
+inline void Begin() {
+  body(body_args);
+  ended[current] = 1;
+  swapcontext(&fibers[current], &scheduler);
+}
+
+template <class Kernel, class Args> struct Call {
+  Kernel kernel;
+  const Args* args;
+};
+
+template <class Args> void Run(void (*kernel)(Args), const void* args, unsigned gx, unsigned gy, unsigned threads) {
+  using Own = std::remove_const_t<Args>;
+  static Call<void (*)(Args), Own> call;
+  Own copy;
+  memcpy(static_cast<void*>(&copy), args, sizeof copy);
+  call = {kernel, &copy};
+  body = [](void* c) {
+    auto* own = static_cast<Call<void (*)(Args), Own>*>(c);
+    own->kernel(*own->args);
+  };
+  body_args = &call;
+  fibers.resize(threads);
+  exchanged.resize(threads);
+  std::vector<std::unique_ptr<char[]>> stacks;
+  for (unsigned t = 0; t < threads; ++t) stacks.emplace_back(new char[kStack]);
+  for (unsigned y = 0; y < gy; ++y) {
+    for (unsigned x = 0; x < gx; ++x) {
+      block = {x, y, 0};
+      ended.assign(threads, 0);
+      for (unsigned t = 0; t < threads; ++t) {
+        getcontext(&fibers[t]);
+        fibers[t].uc_stack.ss_sp = stacks[t].get();
+        fibers[t].uc_stack.ss_size = kStack;
+        fibers[t].uc_link = &scheduler;
+        makecontext(&fibers[t], Begin, 0);
+      }
+      for (bool left = true; left;) {
+        left = false;
+        for (unsigned t = 0; t < threads; ++t) {
+          if (ended[t]) continue;
+          current = t;
+          thread = {t, 0, 0};
+          swapcontext(&scheduler, &fibers[t]);
+          left = left || !ended[t];
+        }
+      }
+    }
+  }
+}
+
+}  // namespace emulated
+
+#define threadIdx emulated::thread
+#define blockIdx emulated::block
+
+template <class T> T __ldg(const T* p) { return *p; }
+template <class T> void __stcs(T* p, T x) { *p = x; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline double __hiloint2double(int high, int low) {
+  const uint64_t bits = static_cast<uint64_t>(static_cast<uint32_t>(high)) << 32 | static_cast<uint32_t>(low);
+  double d;
+  memcpy(&d, &bits, 8);
+  return d;
+}
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline void __syncthreads() { emulated::Wait(); }
+template <class T> T __shfl_xor_sync(unsigned, T x, int lane) {
+  const unsigned own = emulated::current;
+  memcpy(&emulated::exchanged[own], &x, sizeof x);
+  emulated::Wait();
+  T y;
+  memcpy(&y, &emulated::exchanged[own ^ lane], sizeof y);
+  emulated::Wait();
+  return y;
+}
+template <class T> T __shfl_up_sync(unsigned, T x, int lane) { return __shfl_xor_sync(0, x, lane); }  // never called
+inline unsigned __ballot_sync(unsigned, bool x) {
+  const unsigned own = emulated::current;
+  emulated::exchanged[own] = x;
+  emulated::Wait();
+  unsigned found = 0;
+  for (unsigned lane = 0; lane < 32; ++lane) found |= unsigned(emulated::exchanged[own / 32 * 32 + lane]) << lane;
+  emulated::Wait();
+  return found;
+}
+template <class A, class B> constexpr std::common_type_t<A, B> min(A a, B b) { return b < a ? b : a; }
+template <class A, class B> constexpr std::common_type_t<A, B> max(A a, B b) { return a < b ? b : a; }
