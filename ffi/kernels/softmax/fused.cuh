@@ -508,10 +508,10 @@ template <class T_, bool kLog> struct FusedBackward {
     bool skipped[kPacks] = {};
 
     __device__ __forceinline__ void Skip(int i) { skipped[i] = true; }
-    __device__ __forceinline__ void Set(int i, const C (&v)[2][N], const Pack<T, N>* raw, bool changed) {
+    __device__ __forceinline__ void Set(int i, const C (&v)[2][N], const Pack<T, N>* raw, bool) {
 #pragma unroll
       for (int j = 0; j < N; ++j) held[i][j] = v[0][j];
-      cotangent[i] = changed ? Repack<T, N>(v[1]) : raw[1];
+      cotangent[i] = raw[1];
       Forget(cotangent[i]);
     }
     template <int kLanes, class Widen> __device__ __forceinline__ Stat Reduce(Widen widen) {

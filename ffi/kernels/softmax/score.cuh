@@ -101,7 +101,7 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged, bool kFull,
   using C = typename Op::C;
   using Params = typename Call::Params;
   using Base::span;
-  static constexpr bool kChanges = true, kManyRegisters = true;
+  static constexpr bool kManyRegisters = true;
   static constexpr bool kChains = !std::is_same_v<typename Call::Gradient, void>;
   static constexpr int kArgWords = Call::template Offset<N>(Call::kArgs);
   // Registers of a thread of the warp algorithm: its four packs as they are loaded, then what it holds of them.
@@ -239,17 +239,26 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged, bool kFull,
     }
   }
 
+  // Also clears the cotangents and the derivatives in `raw` of elements that take no part: packs with such elements are
+  // few, or lie side by side.
   __device__ __forceinline__ void Values(Raw& raw, C (&v)[Op::kInputs][N], Index i) const {
     Scores(raw, i, v[0]);
     if constexpr (Op::kInputs == 2) {
-      Unpack(raw.data[1], v[1]);
       if constexpr (kChains) Differentiate(raw, i, raw.slope, IndexSequence(), ArgSequence());
+      const C least = Fold(v[0], [](C a, C b) {
+        if constexpr (sizeof(C) == 4) return fminf(a, b);
+        else return fmin(a, b);
+      });
+      if (least == -Infinity<C>()) {
 #pragma unroll
-      for (int j = 0; j < N; ++j) {
-        const bool none = v[0][j] == -Infinity<C>();
-        v[1][j] = none ? C(0) : v[1][j];
-        if constexpr (kChains) raw.slope[j] = none ? C(0) : raw.slope[j];
+        for (int j = 0; j < N; ++j) {
+          if (v[0][j] == -Infinity<C>()) {
+            SetElement(raw.data[1], j, T(0));
+            if constexpr (kChains) raw.slope[j] = 0;
+          }
+        }
       }
+      Unpack(raw.data[1], v[1]);
     }
   }
 
