@@ -5,6 +5,7 @@ The lowering rules and replaced functions are in _accelerate; what they take is 
 
 import contextlib
 import functools
+import inspect
 import itertools
 import typing
 
@@ -42,6 +43,9 @@ class accelerate(contextlib.ContextDecorator):
         "softmax"                                     the gradient of `jax.nn.softmax`
         "log_softmax"                                 that of `jax.nn.log_softmax` in 16 bits; on request alone, by `only`
 
+    Where gathers of rows and elementwise arithmetic make the updates of a scatter, as in `segment_sum(x[senders] *
+    w[:, None], receivers)`, one kernel runs all of it, and nothing of the size edges x features is stored.
+
     A case is taken only where it was measured to be faster; `explain` shows which are. Functions that are already compiled
     switch correctly at the block's begin and end. Put it around the call of a jitted function, or the decorator above
     `jax.jit`: JAX lowers a program, and differentiates eager code, after the function inside `jax.jit` has returned.
@@ -59,7 +63,8 @@ class accelerate(contextlib.ContextDecorator):
     else differs, for rows of infinite logits, is in the docstring of jaxkern/_accelerate/functions.py.
 
     Raises:
-        ValueError: an unknown name. TypeError: `check` in a `with` statement.
+        ValueError: an unknown name. TypeError: `check` in a `with` statement or under jit, grad or vmap; a decorated
+            generator or coroutine, whose body runs after the call.
 
     >>> import jax, jax.numpy as jnp, jaxkern
     >>> step = jax.jit(jax.grad(lambda table, ids: (table[ids] ** 2).sum()))
@@ -99,6 +104,10 @@ class accelerate(contextlib.ContextDecorator):
         return self._entered.pop().__exit__(*exception)
 
     def __call__(self, f):
+        if inspect.isgeneratorfunction(f) or inspect.iscoroutinefunction(f) or inspect.isasyncgenfunction(f):
+            raise TypeError(
+                f"jaxkern.accelerate: {f.__name__} runs after the call that the decorator sees: use a `with` block inside it"
+            )
         if not self._check:
             return super().__call__(f)
         tolerance = None if self._check is True else float(self._check)
@@ -180,6 +189,8 @@ def explain(f: typing.Callable, platform: str = "cuda", **jit_options: typing.An
 
 
 def _settings(only, without, force, export) -> Settings:
+    if callable(only):
+        raise TypeError("jaxkern.accelerate: the decorator has parentheses: @jaxkern.accelerate()")
     default = (*switch.SCATTERS, *switch.FUNCTIONS)
     only = default if only is None else (only,) if isinstance(only, str) else tuple(only)
     without = (without,) if isinstance(without, str) else tuple(without)
@@ -242,6 +253,11 @@ def _compare(f, plain, result, allowed, explanation):
     wanted, tree = jax.tree_util.tree_flatten_with_path(plain)
     found, same = jax.tree_util.tree_flatten(result)
     name = getattr(f, "__name__", repr(f))
+    if any(isinstance(x, jax.core.Tracer) for x in (*(x for _, x in wanted), *found)):
+        raise TypeError(
+            f"jaxkern.accelerate: check compares the values that {name} returns, and under jit, grad or vmap there are none: "
+            "put the decorator above these"
+        )
     if tree != same:
         raise CheckError(f"jaxkern.accelerate(check=True): {name} returned {same}, plainly {tree}")
     wrong = []

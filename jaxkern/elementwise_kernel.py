@@ -24,9 +24,10 @@ def elementwise_kernel(f: Callable | None = None, *, name: str | None = None) ->
 
     Returns: a function of arrays of any real dtype and of Python numbers, one for each argument of f. They broadcast as in
     `jnp`, and what they broadcast is not copied. The results have the common shape and the dtypes that f has for scalars
-    of the operands' dtypes. float16, bfloat16 and float32 are computed in float32 and rounded once; gradients of operands
-    that were broadcast are summed in float32 or wider, in the same kernel where the broadcast dimensions lead or trail, and
-    are the same bits in every run. f is traced once for each combination of dtypes, unless it closes over traced scalars.
+    of the operands' dtypes. float16, bfloat16 and float32 are computed in float32 and rounded once: inside f, `x.dtype` of
+    a 16-bit operand is float32, and so are the limits of `jnp.finfo(x.dtype)`. Gradients of operands that were broadcast
+    are summed in float32 or wider, in the same kernel where the broadcast dimensions lead or trail, and are the same bits
+    in every run. f is traced once for each combination of dtypes, unless it closes over traced scalars.
 
     Raises, in a call:
         TypeError: f does what a kernel cannot: arrays inside f, loops, side effects, complex numbers, a primitive without

@@ -19,7 +19,7 @@ from jaxkern._core import functor, validate
 from jaxkern._ops.indexing import sort
 from jaxkern._ops.messages import derivatives as _derivatives  # noqa: F401
 from jaxkern._ops.messages import lowering as _lowering  # noqa: F401  registers the primitives' lowerings
-from jaxkern._ops.messages.primitive import EDGE, OTHER, ROW, SHARED, Edges, edge_reduce
+from jaxkern._ops.messages.primitive import EDGE, OTHER, ROW, SHARED, Edges, edge_reduce, features_of
 from jaxkern._ops.messages.primitive import edge_map as bind_map
 from jaxkern.index_add import array, integers, safe_index
 
@@ -94,15 +94,14 @@ class Graph:
         return graph
 
 
-def _count(n, argument, index) -> int:
-    name = "Graph"
-    if n is None:
+def _count(n, argument, index, name="Graph") -> int:
+    if n is None and index is not None:
         if isinstance(index, jax.core.Tracer):
             raise TypeError(f"jaxkern.{name}: {argument} must be given where indices are traced")
         index = np.asarray(index)
         if not jnp.issubdtype(index.dtype, jnp.integer):
             raise TypeError(f"jaxkern.{name}: indices must be of an integer type, got {index.dtype}{list(index.shape)}")
-        return max(int(index.max()) + 1, 0) if index.size else 0
+        n = max(int(index.max()) + 1, 0) if index.size else 0
     try:
         n = operator.index(n)
     except TypeError:
@@ -155,7 +154,8 @@ def edge_sum(
     Args:
         f: a function of scalars in JAX, called with one element of `senders`, `receivers` and `edges`, of which it gets
             those that are given, as pytrees where these are. It returns a scalar or a pytree of scalars. It may use
-            traced scalars from outside, which have gradients too; elementwise operations only.
+            traced scalars from outside, which have gradients too; elementwise operations only. 16-bit operands are
+            float32 inside f, `x.dtype` says so.
         graph: a `Graph`.
         senders, receivers, edges: arrays, or pytrees of arrays, of shapes (graph.num_senders, ...),
             (graph.num_receivers, ...) and (graph.num_edges, ...). Their features, the trailing dimensions, broadcast as
@@ -306,7 +306,7 @@ class _Call:
         rank = max(x.ndim for x in leaves)
         self.arrays = [x.reshape(x.shape[0], *[1] * (rank - x.ndim), *x.shape[1:]) for x in leaves]
         try:
-            self.features = np.broadcast_shapes(*(x.shape[1:] for x in self.arrays))
+            self.features = features_of(self.arrays)
         except ValueError:
             shapes = ", ".join(str(x.shape[1:]) for x in leaves)
             raise ValueError(f"jaxkern.{name}: features {shapes} do not broadcast") from None

@@ -95,7 +95,7 @@ def embedding_bag(
         bag_of = _row_of(starts, position)
         graph, valid = _in_bags(ids, bag_of, starts, rows)
     else:
-        bags = _count(num_bags, "num_bags", safe_index(segment_ids))
+        bags = _count(num_bags, "num_bags", safe_index(segment_ids), name)
         segment_ids = integers(name, "segment_ids", jnp.asarray(safe_index(segment_ids)))
         if segment_ids.shape != ids.shape:
             raise ValueError(
@@ -349,7 +349,7 @@ def moe_dispatch(x: ArrayLike, indices: ArrayLike, num_slots: int) -> jax.Array:
     tokens, k = indices.shape
     if x.ndim < 1 or x.shape[0] != tokens:
         raise ValueError(f"jaxkern.{name}: x of shape {x.shape} and indices of shape {indices.shape} do not match")
-    num_slots = _count(num_slots, "num_slots", None)
+    num_slots = _count(num_slots, "num_slots", None, name)
     # Tokens are in order, so that what the gradient goes by is not sorted.
     starts = jnp.arange(tokens + 1, dtype=jnp.uint32) * jnp.uint32(k)
     token = jnp.arange(tokens * k, dtype=jnp.uint32) // jnp.uint32(max(k, 1))

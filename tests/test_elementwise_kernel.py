@@ -15,6 +15,7 @@ import plans
 import pytest
 import test_functor
 from jax import lax
+from jax.experimental import jet
 
 import jaxkern
 from jaxkern._core import compat, functor, launch, registry, runtime
@@ -220,6 +221,38 @@ def test_a_new_lambda_compiles_nothing():
     before = primitive._compiled._cache_size()
     run()
     assert primitive._compiled._cache_size() == before
+
+
+def test_taylor_series():
+    f = lambda x, y: jnp.sin(x) * y
+    operands = random([(3, 4), (4,)], "float32", 0)
+    series = [[x, x * x] for x in operands]
+    found, wanted = (jet.jet(g, operands, series) for g in (jaxkern.elementwise_kernel(f), f))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_numbers_under_remat():
+    """A program that is evaluated again gives numbers to primitives in the place of arrays."""
+    kernel = jaxkern.elementwise_kernel(lambda x, y: x * x * y)
+    assert jax.grad(jax.checkpoint(lambda x: kernel(x, 3.0)))(2.0) == 12
+    assert jax.grad(jax.checkpoint(lambda y: kernel(3.0, y)))(2.0) == 9
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_kernels_in_kernels(dtype, x64):
+    """A function made by elementwise_kernel may be a part of another, and is rounded where the other's values are."""
+    x, y = random([(5, 4), (4,)], dtype, 0)
+    inner = lambda x, y: jnp.tanh(x) * y
+    whole = lambda inner, x, y: inner(x, inner(y, 2.0)) + x
+    ours = jaxkern.elementwise_kernel(functools.partial(whole, jaxkern.elementwise_kernel(inner)))
+    wide = functools.partial(whole, inner)
+    loss = lambda f: lambda x, y: jnp.sum(jnp.sin(f(x, y).astype(jnp.float64)))
+    wanted = wide(x.astype(jnp.float64), y.astype(jnp.float64))
+    np.testing.assert_allclose(ours(x, y).astype(jnp.float64), wanted, rtol=EPS[dtype], atol=EPS[dtype])
+    found = jax.grad(loss(ours), (0, 1))(x, y)
+    for a, b in zip(found, jax.grad(loss(wide), (0, 1))(x.astype(jnp.float64), y.astype(jnp.float64))):
+        np.testing.assert_allclose(a.astype(jnp.float64), b, rtol=8 * EPS[dtype], atol=8 * EPS[dtype])
 
 
 def test_bad_input():

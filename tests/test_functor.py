@@ -90,6 +90,8 @@ CASES = [
     Case("integers", lambda x: x ^ jnp.iinfo(x.dtype).min, 1, SIGNED),
     Case("silu", jax.nn.silu, 1, FLOATS, 64),
     Case("logaddexp", jnp.logaddexp, 2, FLOATS[:2], 64),
+    Case("dot", lambda x, y: jnp.dot(x, y), 2, ("float32", "int32")),
+    Case("reductions", lambda x: jnp.where(jnp.all(x > 0) | jnp.any(x < -1), jnp.prod(x), jnp.sum(x) * 2), 1, FLOATS),
     Case("remat", jax.checkpoint(lambda x: jnp.where(x > 1, x * x, x)), 1, FLOATS),
     Case("rounded", lambda x: x.astype(jnp.bfloat16) * jnp.bfloat16(1.1), 1, ("float32", "bfloat16")),
     Case("half", lambda x: x.astype(jnp.float16) + jnp.float16(0.1), 1, ("float32", "float16")),

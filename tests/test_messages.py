@@ -9,6 +9,7 @@ import pytest
 from conftest import ON_GPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import export
 
 import jaxkern
 from jaxkern import messages
@@ -397,6 +398,16 @@ def test_odd_shapes(count, senders, receivers, features, drops, op, seed):
     assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(g))
 
 
+def test_features_of_symbolic_size():
+    graph = messages.Graph(np.array([0, 1, 2]), np.array([1, 1, 0]), num_nodes=3)
+    f = lambda x, w: messages.edge_sum(lambda x, w: x * w, graph, senders=x, edges=w)
+    (width,) = export.symbolic_shape("width")
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, width), (3, 1))]
+    x, w = jnp.arange(12.0).reshape(3, 4), jnp.arange(3.0).reshape(3, 1)
+    exported = export.export(jax.jit(f), disabled_checks=jaxkern.export_checks())(*shapes)
+    np.testing.assert_allclose(exported.call(x, w), f(x, w))
+
+
 def test_integers_and_booleans():
     graph = messages.Graph(np.array([0, 1, 2]), np.array([1, 1, 0]), num_nodes=3)
     x, on = jnp.array([3, -5, 7]), jnp.array([True, False, True])
@@ -416,6 +427,7 @@ def test_bad_arguments():
         (ValueError, "excludes", lambda: Graph(jnp.zeros(2, int), jnp.zeros(2, int), num_nodes=3, num_senders=2)),
         (TypeError, "must be given where", lambda: jax.jit(lambda i: Graph(i, i).num_senders)(jnp.zeros(2, int))),
         (ValueError, "from 0", lambda: Graph(jnp.zeros(2, int), jnp.zeros(2, int), num_nodes=-1)),
+        (ValueError, "from 0 to 2", lambda: Graph(np.array([2**40]), np.array([0]))),
         (TypeError, "graph must be", lambda: messages.edge_sum(lambda x: x, None, senders=x)),
         (TypeError, "f must be a function", lambda: messages.edge_sum(x, graph, senders=x)),
         (TypeError, "must be given", lambda: messages.edge_sum(lambda: 0.0, graph)),

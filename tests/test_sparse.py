@@ -205,6 +205,8 @@ def test_bad_arguments():
         (ValueError, "differ", lambda: bag(ids, jnp.zeros(4, int), num_bags=2)),
         (ValueError, "differ", lambda: bag(ids[None], weights=jnp.ones(5))),
         (TypeError, "integer type", lambda: bag(jnp.zeros((2, 2)))),
+        (TypeError, "embedding_bag: num_bags must be given", lambda: jax.jit(lambda at: bag(ids, at))(ids)),
+        (TypeError, "moe_dispatch: num_slots must be an int", lambda: jaxkern.moe_dispatch(table, ids[:3, None], None)),
         (TypeError, "BCOO", lambda: jaxkern.spmm(table, table)),
         (ValueError, "do not match", lambda: jaxkern.spmm(sparse.BCOO.fromdense(table), table)),
         (ValueError, "do not fit", lambda: jaxkern.graph_attention(lambda x: x, graph, table, senders=jnp.zeros(2))),

@@ -5,8 +5,9 @@ A rule runs below derivatives, vmap and control flow, which remain JAX's own. It
 On several devices each computes its part (`_shard`): there are collectives only where indices are split, as in XLA's
 scatter, one each, of the result in its own type.
 
-Other primitives (sort, top_k, cumsum) get a rule by a function like `_scatter` and an entry in `RULES`. A rule that
-consumes what produces the updates, too, would take the place of `gate.scatter`'s refusal of gathers.
+Where gathers and elementwise arithmetic make the updates, one message kernel computes all of it (chains.py).
+
+Other primitives (sort, top_k, cumsum) get a rule by a function like `_scatter` and an entry in `RULES`.
 """
 
 import functools
@@ -19,7 +20,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jaxkern._accelerate import gate
+from jaxkern._accelerate import chains, gate
 from jaxkern._accelerate import layout as layouts
 from jaxkern._core import compat, decisions, partition, stablehlo, switch
 from jaxkern._ops.indexing import primitive, reference, sharding
@@ -160,16 +161,26 @@ def _scatter(name, plain, ctx, operand, indices, updates, *, dimension_numbers, 
         decisions.record(name, False, found, avals, compat.frames(ctx.traceback))
         return fallback()
     problem, layout, onto_identity = found
-    taken, why = gate.can_scatter(problem) if settings.force else gate.scatter(problem)
-    if taken and (refusal := switch.refusal(ctx, settings)):
-        taken, why = False, refusal
-    if not decisions.record(name, taken, why, avals, compat.frames(ctx.traceback), problem.bytes):
+    clip = params["mode"] == lax.GatherScatterMode.CLIP
+    chain = _chain(name, ctx, values, problem, layout, clip, settings)
+    if chain is not None:
+        taken, why = True, chain.text
+    else:
+        taken, why = gate.can_scatter(problem) if settings.force else gate.scatter(problem)
+        if taken and (refusal := switch.refusal(ctx, settings)):
+            taken, why = False, refusal
+    size = problem.bytes if chain is None else chain.bytes
+    if not decisions.record(name, taken, why, avals, compat.frames(ctx.traceback), size):
         return fallback()
+    if chain is not None:
+        body = functools.partial(chains.run, chain=chain, layout=layout, clip=clip, onto_identity=onto_identity)
+        lowered = switch.own_code(mlir.lower_fun(body, multiple_results=False))
+        return lowered(ctx.replace(avals_in=chains.types(ctx, chain)), *values[:2], *chain.values)
     own = dict(
         name=name,
         layout=layout,
         onto_identity=onto_identity,
-        clip=params["mode"] == lax.GatherScatterMode.CLIP,
+        clip=clip,
         is_sorted=bool(params["indices_are_sorted"]),
         is_unique=bool(params["unique_indices"]),
     )
@@ -177,6 +188,16 @@ def _scatter(name, plain, ctx, operand, indices, updates, *, dimension_numbers, 
         return _partitioned(ctx, values, own)
     body = functools.partial(_scatter_rows, **own)
     return switch.own_code(mlir.lower_fun(body, multiple_results=False))(ctx, *values)
+
+
+def _chain(name, ctx, values, problem, layout, clip, settings):
+    """The chain that makes the updates, where there is one that is to be taken; see chains.py."""
+    if compat.partitioned_devices(ctx) > 1 or not chains.in_order(layout, ctx.avals_in):
+        return None
+    taken, _ = gate.can_scatter(problem) if settings.force else gate.chain(problem)
+    if not taken or switch.refusal(ctx, settings):
+        return None
+    return chains.find(ctx, name, ctx.avals_in, values, clip)
 
 
 def _problem(name, ctx, values, dimension_numbers, params):

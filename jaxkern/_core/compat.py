@@ -134,6 +134,17 @@ def moves_operations() -> bool:
     return all(hasattr(ir.Operation, name) for name in ("block", "is_before_in_block", "move_before"))
 
 
+def copies_operations() -> bool:
+    """Whether MLIR operations can be copied, and the copies given other operands."""
+    return all(hasattr(ir.Operation, name) for name in ("clone", "erase"))
+
+
+def attributes(operation) -> list:
+    """(name, attribute) of each attribute of an MLIR operation."""
+    found = operation.attributes
+    return list(found.items()) if hasattr(found, "items") else [(a.name, a.attr) for a in found]
+
+
 def zero_tangent(y):
     """The symbolic zero that is the tangent of `y`."""
     if hasattr(ad.Zero, "from_primal_value"):  # jax < 0.10

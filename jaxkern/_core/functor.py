@@ -294,7 +294,8 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "rem
 _CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 # Equations that return their last operand.
 _IDENTITIES = ("copy", "copy_p", "optimization_barrier", "tie", "pvary", "pcast", "broadcast_in_dim", "reshape")
-_IDENTITIES += ("squeeze", "expand_dims", "reduce_sum", "reduce_max", "reduce_min", "mesh_cast", "reshard", "name")
+_IDENTITIES += ("squeeze", "expand_dims", "transpose", "mesh_cast", "reshard", "name")
+_REDUCTIONS = tuple(f"reduce_{name}" for name in ("sum", "prod", "max", "min", "and", "or", "xor"))  # of one element
 _CONTEXTS = ("pvary", "pcast", "mesh_cast", "reshard")  # that say where a program runs
 
 
@@ -313,7 +314,7 @@ def _evaluate(jaxpr, consts, args) -> list:
         operands = list(map(read, e.invars))
         if e.primitive.name in ("jit", "pjit", "closed_call", "core_call"):
             results = _evaluate(*_inner(e), operands)
-        elif e.primitive.name in _CONTEXTS:
+        elif e.primitive.name in (*_CONTEXTS, *_REDUCTIONS):
             results = operands
         else:
             results = compat.bind_equation(e, *operands)
@@ -461,10 +462,14 @@ class _Translation:
         if name == "stop_gradient":
             self.marks.append(f"stop_gradient {operands[0]}")
             return operands
-        if name in _IDENTITIES:
+        if name in (*_IDENTITIES, *_REDUCTIONS):
             return operands if len(operands) == len(e.outvars) else operands[-1:]
         if name == "cond":
             return self._cond(e, operands)
+        if name == "jaxkern_elementwise_kernel":
+            closed = e.params["function"]._closed
+            results = zip(e.outvars, self.run(closed.jaxpr, closed.consts, operands))
+            return [self._define(v.aval.dtype, self._rounded(y, v.aval.dtype), [y]) for v, y in results]
         if name == "convert_element_type" and e.invars[0].aval.dtype == e.outvars[0].aval.dtype:
             return operands
         text = self._expression(e, name, operands)
@@ -481,6 +486,8 @@ class _Translation:
 
     def _expression(self, e, name, operands) -> str:
         dtypes, out = [np.dtype(v.aval.dtype) for v in e.invars], np.dtype(e.outvars[0].aval.dtype)
+        if name == "dot_general" and out != np.bool_:
+            name = "mul"
         if name == "convert_element_type":
             return self._convert(operands[0], dtypes[0], out)
         if name == "bitcast_convert_type":

@@ -19,12 +19,21 @@ ELEMENTWISE = frozenset(
 MOVES = frozenset(
     f"stablehlo.{name}" for name in "broadcast_in_dim reshape transpose slice reverse pad concatenate".split()
 )
+CONSTRAINT = "sdy.sharding_constraint"  # its result is its operand
+_PURE = frozenset(f"stablehlo.{name}" for name in "constant iota gather reduce".split()) | {CONSTRAINT}
 MOST = 200  # operations that are looked at
 
 
 def maker(value):
     """The operation that `value` is a result of; None for an argument."""
     return None if isinstance(value.owner, ir.Block) else value.owner.operation
+
+
+def unconstrained(value):
+    """The same value without constraints on how it is split."""
+    while (operation := maker(value)) is not None and operation.name == CONSTRAINT:
+        value = operation.operands[0]
+    return value
 
 
 def constant(value):
@@ -35,18 +44,30 @@ def constant(value):
             "stablehlo.broadcast_in_dim",
             "stablehlo.reshape",
             "stablehlo.convert",
+            CONSTRAINT,
         ):
             break
         operation = maker(operation.operands[0])
     if operation is None or operation.name != "stablehlo.constant":
         return None
+    return splat(operation)
+
+
+def splat(operation):
+    """The number that all elements of a stablehlo.constant are; None if they differ, or it cannot be read."""
     with contextlib.suppress(TypeError, ValueError):  # complex numbers, of 8 bits
         elements = ir.DenseElementsAttr(operation.attributes["value"])
-        splat = elements.get_splat_value() if elements.is_splat else None
+        element = elements.get_splat_value() if elements.is_splat else None
         for kind in (None, ir.FloatAttr, ir.IntegerAttr, ir.BoolAttr):
             with contextlib.suppress(TypeError, ValueError, AttributeError):
-                return (splat if kind is None else kind(splat)).value
+                return (element if kind is None else kind(element)).value
     return None
+
+
+def is_pure(operation) -> bool:
+    """Whether an operation is known to have no effect but its results, and to be cheap to compute again."""
+    name = operation.name
+    return name in ELEMENTWISE or name in MOVES or name in _PURE or name.startswith("chlo.")
 
 
 def gathers(ctx, value) -> bool:

@@ -25,10 +25,10 @@ def apply(function, operands, sums=None, shape=None):
     shape: what the operands stand for, which may be more than they broadcast to.
     """
     sums = sums or ((),) * len(function.out_dtypes)
-    shape = shape or _broadcast([x.shape for x in operands])
+    shape = shape or _broadcast([jnp.shape(x) for x in operands])
     used = function.used or tuple(range(len(operands)))[-1:]
     operands = [operands[k] for k in used]
-    own = _broadcast([x.shape for x in operands])
+    own = _broadcast([jnp.shape(x) for x in operands])
     if own != shape:  # the last is a cotangent, if there is one
         operands[-1] = jnp.broadcast_to(operands[-1], shape)
     return bind(elementwise_kernel_p, *operands, function=function.select(used), sums=tuple(sums))
@@ -82,7 +82,7 @@ def _jvp(primals, tangents, *, function, sums):
     dys = list(map(compat.zero_tangent, ys))
     inexact = function.inexact_results
     if active and inexact:
-        shape = _broadcast([x.shape for x in primals])
+        shape = _broadcast([jnp.shape(x) for x in primals])  # a literal has no shape
         operands = [*primals, *(tangents[k] for k in active)]
         found = apply(function.jvp(active), operands, [sums[k] for k in inexact], shape)
         for k, dy in zip(inexact, found):

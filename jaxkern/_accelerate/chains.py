@@ -1,0 +1,791 @@
+"""Chains of gathers, elementwise arithmetic and a scatter of rows, as one message kernel.
+
+    y = jnp.zeros(...).at[receivers].add(silu(x[senders]) * w[:, None])
+
+`find` walks the StableHLO operations that make the updates of a scatter. Gathers of whole rows become operands of the
+kernel that it reads by node, values per edge become operands that it reads by edge, and the elementwise operations become
+a `functor.Function`. Functions under jit are looked into: their operations are copied in front of the scatter. Whatever
+is unknown ends the chain there and becomes an operand. Nothing is removed from the program, in which XLA drops what is
+unused.
+
+Semantics are those of the operations replaced. Out-of-range indices: `stablehlo.gather` clamps, so does the kernel, and a
+gather that fills shows as a select by a mask of its indices, which is an operand per edge. Edges that the scatter drops are
+not in the order. Values of 16 bits are rounded after every operation, the message itself is not: it is added in float32.
+"""
+
+import functools
+import math
+import re
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo as dialect
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxkern._accelerate import layout as layouts
+from jaxkern._core import compat, functor, stablehlo
+from jaxkern._core.functor import computing
+from jaxkern._ops.indexing import sort
+from jaxkern._ops.messages import lowering as _lowering  # noqa: F401  registers the lowerings of messages
+from jaxkern._ops.messages import plan
+from jaxkern._ops.messages.primitive import EDGE, OTHER, ROW, SHARED, features_of, ordered_reduce_p
+
+REDUCTIONS = {"scatter_add": "sum", "scatter_max": "max", "scatter_min": "min"}
+JOIN = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
+MOST_NODES = 64  # operations of a message
+MOST_OPERANDS = 12
+MOST_STORED = 2  # of them of edges x features: XLA may fuse several into one
+
+# ---- elementwise operations
+
+
+def _square(x):
+    return lax.mul(x, x)
+
+
+# Of floating-point numbers.
+FLOAT = {
+    "add": lax.add,
+    "subtract": lax.sub,
+    "multiply": lax.mul,
+    "divide": lax.div,
+    "power": lax.pow,
+    "remainder": lax.rem,
+    "atan2": lax.atan2,
+    "maximum": lax.max,
+    "minimum": lax.min,
+    "negate": lax.neg,
+    "abs": lax.abs,
+    "exponential": lax.exp,
+    "exponential_minus_one": lax.expm1,
+    "log": lax.log,
+    "log_plus_one": lax.log1p,
+    "logistic": lax.logistic,
+    "tanh": lax.tanh,
+    "sqrt": lax.sqrt,
+    "rsqrt": lax.rsqrt,
+    "cbrt": lax.cbrt,
+    "sine": lax.sin,
+    "cosine": lax.cos,
+    "tan": lax.tan,
+    "floor": lax.floor,
+    "ceil": lax.ceil,
+    "sign": lax.sign,
+    "clamp": lax.clamp,
+    "is_finite": lax.is_finite,
+    "round_nearest_even": functools.partial(lax.round, rounding_method=lax.RoundingMethod.TO_NEAREST_EVEN),
+    "round_nearest_afz": functools.partial(lax.round, rounding_method=lax.RoundingMethod.AWAY_FROM_ZERO),
+    "chlo.erf": lax.erf,
+    "chlo.square": _square,
+}
+INTEGER = {name: FLOAT[name] for name in ("add", "subtract", "multiply", "maximum", "minimum", "clamp")}
+BOOL = {"and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitwise_xor, "not": lax.bitwise_not}
+COMPARE = {"EQ": lax.eq, "NE": lax.ne, "LT": lax.lt, "LE": lax.le, "GT": lax.gt, "GE": lax.ge}
+# Their results are exact where their operands are.
+EXACT = frozenset("maximum minimum negate abs clamp select compare is_finite and or xor not sign".split())
+
+_DTYPES = {
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "f32": "float32",
+    "f64": "float64",
+    "i1": "bool",
+    **{f"i{n}": f"int{n}" for n in (8, 16, 32, 64)},
+    **{f"ui{n}": f"uint{n}" for n in (8, 16, 32, 64)},
+}
+
+
+def _type(value):
+    """(shape, dtype) of a value; None where they are not static, or the dtype is none of kernels'."""
+    try:
+        ranked = ir.RankedTensorType(value.type)
+    except (TypeError, ValueError):
+        return None
+    dtype = _DTYPES.get(str(ranked.element_type))
+    if dtype is None or not ranked.has_static_shape:
+        return None
+    return tuple(ranked.shape), jnp.dtype(dtype)
+
+
+def _maker(value):
+    return stablehlo.maker(stablehlo.unconstrained(value))
+
+
+def _result_number(value, operation) -> int:
+    return next(k for k, result in enumerate(operation.results) if result == value)
+
+
+def _short(operation) -> str:
+    return operation.name.removeprefix("stablehlo.")
+
+
+# ---- nodes
+
+
+class Node(typing.NamedTuple):
+    """A value of the message. f: of the values of `operands`. exact: computed without rounding from what memory holds."""
+
+    name: str
+    dtype: np.dtype
+    operands: tuple = ()
+    f: typing.Callable | None = None
+    exact: bool = True
+    leaf: typing.Any = None  # of a "leaf", Leaf; of "rows", Rows; of a "constant", its number
+
+
+class Leaf(typing.NamedTuple):
+    """An array of the program. dims: for each of its dimensions that of the updates, or None where its size is 1."""
+
+    value: typing.Any
+    dims: tuple
+
+
+class Rows(typing.NamedTuple):
+    """A gather of rows x[index], which is `result`. dims: of x, but for the first one.
+
+    filled: it is read only where its indices are in range.
+    """
+
+    x: typing.Any
+    index: typing.Any
+    dims: tuple
+    result: Leaf
+    filled: bool = False
+
+
+class Operand(typing.NamedTuple):
+    """What the kernel reads: the value at place `at` among those of the program, as an array of shape [rows, *features].
+
+    dims: for each of its dimensions that of the updates, -1 for rows that an index names, or None where its size is 1.
+    """
+
+    end: str
+    at: int
+    dims: tuple
+    rows: int
+
+
+class Chain(typing.NamedTuple):
+    """A chain that was found. values: of the program, besides the scatter's operand and indices.
+
+    full: the shape of the updates, of which the first `counts` dimensions are those of the indices.
+    other: which nodes are at the edges' other ends: the place of their indices among `values`; or, where a value is
+        repeated along some dimensions of the indices, those along which it is not, which number its rows; or None.
+    """
+
+    values: tuple
+    operands: tuple
+    other: int | tuple | None
+    others: int  # how many nodes there are at the edges' other ends
+    function: functor.Function
+    reduction: str
+    full: tuple
+    counts: int
+    text: str
+    bytes: int
+
+
+class _Ends(Exception):
+    """The chain cannot be one message."""
+
+
+class _Walk:
+    """Looks at the operations that make a value of shape `full`."""
+
+    def __init__(self, ctx, full, counts):
+        self.ctx, self.full, self.counts = ctx, full, counts
+        self.all = frozenset(d for d, n in enumerate(full) if n != 1)
+        self.nodes: list[Node] = []
+        self._visited: dict = {}
+        self._keys: dict = {}
+        self._numbers: dict = {}
+        self._inlined: dict = {}
+        self._copies: list = []
+        self._depth = 0  # of recursion
+
+    def discard(self):
+        """Erases the copies of operations that nothing uses."""
+        for operation in reversed(self._copies):
+            operation.erase()
+        self._copies.clear()
+
+    # ---- functions under jit
+
+    def inline(self, call):
+        """The results of a call, computed by copies of the function's operations; None where that is impossible."""
+        if call not in self._inlined:
+            self._inlined[call] = self._inline(call) if self._is_pure(call, []) else None
+        return self._inlined[call]
+
+    def _is_pure(self, call, outer) -> bool:
+        function = compat.callee(self.ctx, call)
+        if function is None or len(outer) > 4:
+            return False
+        blocks = function.operation.regions[0].blocks
+        if len(blocks) != 1 or len(blocks[0].operations) > MOST_NODES:
+            return False
+        for operation in list(blocks[0].operations)[:-1]:
+            operation = operation.operation
+            if operation.name == "func.call":
+                if not self._is_pure(operation, [*outer, call]):
+                    return False
+            elif not stablehlo.is_pure(operation):
+                return False
+        return blocks[0].operations[len(blocks[0].operations) - 1].operation.name in ("func.return", "return")
+
+    def _inline(self, call):
+        block = compat.callee(self.ctx, call).operation.regions[0].blocks[0]
+        values = dict(zip(block.arguments, call.operands))
+        *operations, returned = block.operations
+        for operation in operations:
+            operation = operation.operation
+            copy = operation.clone(ir.InsertionPoint.current).operation
+            self._copies.append(copy)
+            for k, operand in enumerate(operation.operands):
+                copy.operands[k] = values[operand]
+            results = list(copy.results)
+            if copy.name == "func.call":
+                results = self._inlined[copy] = self._inline(copy)
+            values.update(zip(operation.results, results))
+        return [values[v] for v in returned.operands]
+
+    # ---- which values are equal
+
+    def key(self, value) -> int:
+        """A number that equal values share: results of the same operations on the same values."""
+        value = stablehlo.unconstrained(value)
+        if value not in self._keys:
+            self._depth += 1
+            self._keys[value] = self._key(value)
+            self._depth -= 1
+        return self._keys[value]
+
+    def _key(self, value):
+        operation = _maker(value)
+        if self._depth > MOST_NODES:
+            operation = None
+        if operation is not None and operation.name == "func.call" and (results := self.inline(operation)):
+            return self.key(results[_result_number(value, operation)])
+        same = ("value", value)
+        if operation is not None and len(self._keys) < 4 * stablehlo.MOST and stablehlo.is_pure(operation):
+            if operation.name != "stablehlo.constant" or stablehlo.splat(operation) is not None:
+                if not len(operation.regions):
+                    attributes = tuple((name, str(a)) for name, a in compat.attributes(operation))
+                    place = _result_number(value, operation)
+                    operands = tuple(map(self.key, operation.operands))
+                    same = (operation.name, str(value.type), place, attributes, operands)
+        return self._numbers.setdefault(same, len(self._numbers))
+
+    def index_key(self, value) -> int:
+        """The key of indices, whatever dimensions of size 1 they have."""
+        return self.key(self._base(value))
+
+    def _base(self, value):
+        operation = _maker(value)
+        while operation is not None and operation.name in ("stablehlo.broadcast_in_dim", "stablehlo.reshape"):
+            source = operation.operands[0]
+            of, to = _type(source), _type(value)
+            if of is None or to is None or [n for n in of[0] if n != 1] != [n for n in to[0] if n != 1]:
+                break
+            if operation.name == "stablehlo.broadcast_in_dim":
+                places = [int(d) for d in ir.DenseI64ArrayAttr(operation.attributes["broadcast_dimensions"])]
+                if any(of[0][k] != to[0][d] for k, d in enumerate(places)) or not _ascends(places):
+                    break
+            value, operation = source, _maker(source)
+        return value
+
+    def unwrapped_key(self, value) -> int | None:
+        """The key of i, if this is select(i < 0, i + n, i), i for whatever is not negative."""
+        operation = _maker(self._base(value))
+        if operation is not None and operation.name == "func.call" and len(operation.results) == 1:
+            results = self.inline(operation)
+            operation = _maker(results[0]) if results else None
+        if operation is None or operation.name != "stablehlo.select":
+            return None
+        which, plus, index = operation.operands
+        compare, add = _maker(which), _maker(plus)
+        if compare is None or compare.name != "stablehlo.compare" or _direction(compare) != "LT":
+            return None
+        if stablehlo.constant(compare.operands[1]) != 0 or self.key(compare.operands[0]) != self.key(index):
+            return None
+        if add is None or add.name != "stablehlo.add" or self.key(add.operands[0]) != self.key(index):
+            return None
+        return self.index_key(index)
+
+    def in_range_key(self, mask, dims, rows) -> int | None:
+        """The key of i, if this tells for each edge that 0 <= i < rows, or that i is in a smaller range.
+
+        dims: for each dimension of the mask that of the updates.
+        """
+        operation = _maker(mask)
+        while operation is not None:
+            inner = self._moved(operation, _short(operation), _type(mask)[0], dims)
+            if inner is None:
+                break
+            mask, dims = operation.operands[0], inner
+            operation = _maker(mask)
+        if [d for d in dims if d is not None] != [d for d in range(self.counts) if d in self.all]:
+            return None
+        if operation is not None and operation.name == "stablehlo.reduce":
+            body = [o.operation.name for o in operation.regions[0].blocks[0].operations]
+            of, to = _type(operation.operands[0]), _type(operation.results[0])
+            if body != ["stablehlo.and", "stablehlo.return"] or math.prod(of[0]) != math.prod(to[0]):
+                return None
+            if len(operation.operands) != 2 or stablehlo.constant(operation.operands[1]) not in (True, 1, -1):
+                return None
+            operation = _maker(operation.operands[0])
+        if operation is None or operation.name != "stablehlo.and":
+            return None
+        least, most = map(_maker, operation.operands)
+        if any(o is None or o.name != "stablehlo.compare" for o in (least, most)):
+            return None
+        if (_direction(least), _direction(most)) != ("GE", "LE") or stablehlo.constant(least.operands[1]) != 0:
+            return None
+        last, key = stablehlo.constant(most.operands[1]), self.index_key(least.operands[0])
+        if last is None or not 0 <= last < rows or key != self.index_key(most.operands[0]):
+            return None
+        return key
+
+    # ---- the walk
+
+    def visit(self, value, dims) -> int:
+        """The number of the node for `value`, whose dimensions are `dims` of the updates."""
+        value = stablehlo.unconstrained(value)
+        if (value, dims) not in self._visited:
+            self._depth += 1
+            node = self._node(value, dims)
+            self._depth -= 1
+            if not isinstance(node, int):
+                self.nodes.append(node)
+                node = len(self.nodes) - 1
+            self._visited[value, dims] = node
+        return self._visited[value, dims]
+
+    def _leaf(self, value, dims):
+        if _type(value) is None:
+            raise _Ends
+        return Node("leaf", _type(value)[1], leaf=Leaf(value, dims))
+
+    def _node(self, value, dims) -> Node | int:
+        if (own := _type(value)) is None:
+            raise _Ends
+        shape, dtype = own
+        operation = _maker(value)
+        if operation is None or self._depth > MOST_NODES or len(self.nodes) >= MOST_NODES:
+            return self._leaf(value, dims)
+        name = _short(operation)
+        if name == "constant":
+            number = stablehlo.splat(operation)
+            if number is None:
+                return self._leaf(value, dims)
+            return Node("constant", dtype, leaf=np.asarray(number).astype(dtype))
+        if name == "convert" and stablehlo.constant(value) is not None and jnp.issubdtype(dtype, jnp.floating):
+            of = self.nodes[self.visit(operation.operands[0], dims)]
+            if of.name == "constant":
+                return Node("constant", dtype, leaf=of.leaf.astype(dtype))
+        if name == "gather" and (rows := self._rows(operation, value, dims)):
+            return Node("rows", dtype, leaf=rows)
+        inner = self._moved(operation, name, shape, dims)
+        if inner is not None:
+            return self.visit(operation.operands[0], inner)
+        # Values that lack features are computed once for an edge, outside.
+        if frozenset(d for d in dims if d is not None) != self.all:
+            return self._leaf(value, dims)
+        if name == "func.call":
+            results = self.inline(operation)
+            return self.visit(results[_result_number(value, operation)], dims) if results else self._leaf(value, dims)
+        return self._arithmetic(operation, name, dtype, dims) or self._leaf(value, dims)
+
+    def _moved(self, operation, name, shape, dims):
+        """The dimensions of the operand of an operation that repeats or rearranges it; None for other operations."""
+        if name not in ("broadcast_in_dim", "reshape", "transpose"):
+            return None
+        if (source := _type(operation.operands[0])) is None:
+            return None
+        source = source[0]
+        if name == "broadcast_in_dim":
+            places = [int(d) for d in ir.DenseI64ArrayAttr(operation.attributes["broadcast_dimensions"])]
+            return tuple(None if n == 1 else dims[d] for n, d in zip(source, places))
+        if name == "transpose":
+            places = [int(d) for d in ir.DenseI64ArrayAttr(operation.attributes["permutation"])]
+            found = {s: dims[d] for d, s in enumerate(places)}
+            return tuple(found[d] for d in range(len(source)))
+        large = [d for d, n in zip(dims, shape) if n != 1]
+        if [n for n in source if n != 1] != [n for n in shape if n != 1]:
+            return None
+        return tuple(None if n == 1 else large.pop(0) for n in source)
+
+    def _rows(self, operation, value, dims) -> Rows | None:
+        """A gather of whole rows by one index for each edge."""
+        numbers = dialect.GatherDimensionNumbers(operation.attributes["dimension_numbers"])
+        slices = [int(n) for n in ir.DenseI64ArrayAttr(operation.attributes["slice_sizes"])]
+        x, index = operation.operands[0], operation.operands[1]
+        if (of_x := _type(x)) is None or (of_index := _type(index)) is None or of_index[1].kind not in "iu":
+            return None
+        if list(numbers.operand_batching_dims) or list(numbers.start_indices_batching_dims):
+            return None
+        if list(numbers.collapsed_slice_dims) != [0] or list(numbers.start_index_map) != [0]:
+            return None
+        if slices != [1, *of_x[0][1:]] or 0 in of_x[0]:
+            return None
+        vector = numbers.index_vector_dim
+        if vector not in (len(of_index[0]), len(of_index[0]) - 1) or math.prod(of_index[0]) != self.edges:
+            return None
+        offset = [int(d) for d in numbers.offset_dims]
+        features = tuple(dims[d] for d in offset)
+        edges = [dims[d] for d in range(len(dims)) if d not in offset and dims[d] is not None]
+        if edges != [d for d in range(self.counts) if d in self.all]:
+            return None
+        if any(d is not None and d < self.counts for d in features):
+            return None
+        return Rows(x, index, features, Leaf(value, dims))
+
+    @property
+    def edges(self) -> int:
+        return math.prod(self.full[: self.counts])
+
+    def _arithmetic(self, operation, name, dtype, dims) -> Node | None:
+        if any(_type(v) is None for v in operation.operands) or len(operation.results) != 1:
+            return None
+        types = [_type(v)[1] for v in operation.operands]
+        accuracy = dict(compat.attributes(operation)).get("result_accuracy")
+        if accuracy is not None and "mode" in str(accuracy) and "DEFAULT" not in str(accuracy):
+            return None
+        floats = jnp.issubdtype(types[-1], jnp.floating)
+        if name == "select":
+            f = lambda which, a, b: lax.select(which, a, b)
+        elif name == "compare":
+            if not (f := _comparison(operation)):
+                return None
+        elif name == "convert":
+            of, to = types[0], dtype
+            if jnp.issubdtype(of, jnp.floating) and not jnp.issubdtype(to, jnp.floating):
+                return None
+            if to == jnp.bool_:
+                return None
+            f = lambda x: lax.convert_element_type(x, computing(to))
+        else:
+            f = (FLOAT if floats else BOOL if types[-1] == jnp.bool_ else INTEGER).get(name)
+            if f is None:
+                return None
+        before = len(self.nodes)
+        if name == "select" and (filled := self._filled(operation, dims)) is not None:
+            which, _, other = operation.operands
+            operands = (self.visit(which, dims), filled, self.visit(other, dims))
+        else:
+            operands = tuple(self.visit(v, dims if len(_type(v)[0]) == len(dims) else ()) for v in operation.operands)
+        exact = all(self.nodes[k].exact for k in operands)
+        equality = name == "compare" and floats and _direction(operation) in ("EQ", "NE")
+        if equality and not exact and operands[0] != operands[1]:  # x != x finds NaN
+            # What is computed anew may be rounded otherwise than the values with which it is to be equal.
+            self._forget(before)
+            return None
+        exact &= name in EXACT or (name == "convert" and _is_wider(types[0], dtype)) or not floats and name != "convert"
+        return Node(name, dtype, operands, f, exact)
+
+    def _filled(self, select, dims) -> int | None:
+        """The number of the node for a gather that is read where its indices are in range, and replaced elsewhere."""
+        which, value, _ = select.operands
+        gather = _maker(value)
+        if gather is None or gather.name != "stablehlo.gather" or len(_type(which)[0]) != len(dims):
+            return None
+        rows = self._rows(gather, value, dims)
+        if rows is None or self.in_range_key(which, dims, _type(rows.x)[0][0]) != self.index_key(rows.index):
+            return None
+        if (value, dims, "filled") not in self._visited:
+            self.nodes.append(Node("rows", _type(value)[1], leaf=rows._replace(filled=True)))
+            self._visited[value, dims, "filled"] = len(self.nodes) - 1
+        return self._visited[value, dims, "filled"]
+
+    def _forget(self, count):
+        del self.nodes[count:]
+        self._visited = {k: node for k, node in self._visited.items() if node < count}
+
+
+def _ascends(dims) -> bool:
+    own = [d for d in dims if d is not None]
+    return own == sorted(own)
+
+
+def _direction(operation) -> str:
+    found = re.search(r"\b(EQ|NE|LT|LE|GT|GE)\b", str(operation.attributes["comparison_direction"]))
+    return found[1] if found else ""
+
+
+def _comparison(operation):
+    kind = dict(compat.attributes(operation)).get("compare_type")
+    return None if kind is not None and "TOTALORDER" in str(kind) else COMPARE.get(_direction(operation))
+
+
+def _is_wider(of, to) -> bool:
+    return np.dtype(jnp.promote_types(of, to)) == np.dtype(to)
+
+
+# ---- from nodes to a message
+
+
+def find(ctx, name, avals, values, clip) -> Chain | None:
+    """The chain that makes the updates of this scatter, which is `in_order`; or None: the program is as it was before."""
+    if not compat.copies_operations():
+        return None
+    walk = _Walk(ctx, avals[2].shape, avals[1].ndim - 1)
+    try:
+        chain = _chain(walk, name, avals, values, clip)
+    except (_Ends, functor.Unsupported):
+        chain = None
+    if chain is None:
+        walk.discard()
+    return chain
+
+
+def in_order(layout, avals) -> bool:
+    """Whether the operand is [rows, *features], and the updates [*count, *features]."""
+    operand, _, updates = avals
+    counts = len(layout.index_count)
+    return (
+        not layout.batch
+        and not layout.lead
+        and layout.indexed == (0,)
+        and layout.trail == tuple(range(1, operand.ndim))
+        and layout.index_count == tuple(range(counts))
+        and layout.update_count == tuple(range(counts))
+        and layout.update_window == tuple((d, counts + d - 1) for d in layout.trail)
+        and updates.ndim == counts + operand.ndim - 1
+        and sort.sortable(1, math.prod(updates.shape[:counts]), operand.shape[0])
+    )
+
+
+def _chain(walk, name, avals, values, clip) -> Chain | None:
+    operand, _, updates = avals
+    root = walk.visit(values[2], tuple(d if n != 1 else None for d, n in enumerate(walk.full)))
+    used = _reached(walk.nodes, root)
+    if name != "scatter_add" and not walk.nodes[root].exact:
+        return None  # the gradient compares updates with their maximum, and these would be rounded otherwise
+    at_row, by_index = _by_index(walk, used, operand.shape[0], values[1], clip)
+    elements = lambda value: math.prod(_type(value)[0][1:]) * _type(value)[1].itemsize
+    weight = lambda nodes: sum(elements(_source(walk.nodes[k])) for k in nodes)
+    at_other = max(by_index.values(), key=weight, default=[])
+    if not any(_has_features(walk, walk.nodes[k].leaf.dims) for k in (*at_row, *at_other)):
+        return None
+    places, operands, found, leaves = [], [], {}, {}
+
+    def place(value):
+        key = walk.key(value)
+        if key not in found:
+            found[key] = len(places)
+            places.append(value)
+        return found[key]
+
+    def add(k, end, value, dims, rows):
+        o = Operand(end, place(value), dims, rows)
+        if o not in operands:
+            operands.append(o)
+        leaves[k] = operands.index(o)
+
+    for k in used:
+        node = walk.nodes[k]
+        if node.name == "rows" and (k in at_row or k in at_other):
+            x = node.leaf.x
+            add(k, ROW if k in at_row else OTHER, x, (-1, *node.leaf.dims), _type(x)[0][0])
+        elif k in at_other:
+            others = math.prod(walk.full[d] for d in _repeated(walk, node.leaf.dims))
+            add(k, OTHER, node.leaf.value, node.leaf.dims, others)
+        elif node.name in ("rows", "leaf"):
+            leaf = node.leaf.result if node.name == "rows" else node.leaf
+            edge = any(d is not None and d < walk.counts for d in leaf.dims)
+            whole = {d for d in leaf.dims if d is not None} == walk.all
+            if edge and whole and updates.dtype.itemsize > 2 and stablehlo.gathers(walk.ctx, leaf.value):
+                return None  # XLA would fuse what is then stored
+            add(k, EDGE if edge else SHARED, leaf.value, leaf.dims, walk.edges if edge else 1)
+    stored = [o for o in operands if o.end == EDGE and {d for d in o.dims if d is not None} == walk.all]
+    if len(operands) > MOST_OPERANDS or len(stored) > MOST_STORED:
+        return None
+    dtypes = [_type(places[o.at])[1] for o in operands]
+    message = functools.partial(_message, tuple(walk.nodes), root, leaves)
+    function, captured = functor.trace(message, dtypes, name="accelerate", results=1, label="a chain")
+    if captured or tuple(function.in_dtypes) != tuple(dtypes):
+        return None
+    other, others = None, 0
+    if at_other:
+        first = walk.nodes[at_other[0]]
+        others = operands[leaves[at_other[0]]].rows
+        other = place(first.leaf.index) if first.name == "rows" else _repeated(walk, first.leaf.dims)
+    kinds = {"rows": "gather", **({"leaf": "broadcast"} if isinstance(other, tuple) else {})}
+    names = [kinds.get(walk.nodes[k].name, walk.nodes[k].name) for k in used]
+    names = [n for n in dict.fromkeys(names) if n not in ("leaf", "constant")]
+    text = f"one message kernel instead of {', '.join(names)} and scatter"
+    chain = Chain(
+        tuple(places),
+        tuple(operands),
+        other,
+        others,
+        function,
+        REDUCTIONS[name],
+        tuple(walk.full),
+        walk.counts,
+        text,
+        0,
+    )
+    shapes = [_arranged(o, chain) for o in operands]
+    if not _has_plan(chain, operand, shapes, dtypes):
+        return None
+    read = {ROW: operand.shape[0], OTHER: walk.edges, EDGE: walk.edges, SHARED: 1}
+    moved = [read[o.end] * math.prod(s[1:]) * d.itemsize for o, s, d in zip(operands, shapes, dtypes)]
+    result = operand.size * operand.dtype.itemsize
+    return chain._replace(bytes=sum(moved) + result + 3 * 4 * walk.edges)
+
+
+def _by_index(walk, used, count, scattered, clip):
+    """Nodes that are rows: those that the edges' rows name, and lists of those that have an index in common, by it.
+
+    count: how many rows the scatter has. scattered: its indices.
+    """
+    own, own_unwrapped = walk.index_key(scattered), walk.unwrapped_key(scattered)
+    at_row, by_index, unwrapped = [], {}, {}
+    # Gathers that fill come last: wherever their indices are in range, they are equal to others'.
+    for k in sorted(used, key=lambda k: walk.nodes[k].name == "rows" and walk.nodes[k].leaf.filled):
+        node = walk.nodes[k]
+        if node.name == "rows":
+            rows, nodes = node.leaf, _type(node.leaf.x)[0][0]
+            key, wrapped = walk.index_key(rows.index), walk.unwrapped_key(rows.index)
+            # Edges whose indices are not in range are dropped by the scatter, unless it clips.
+            same = own == key or (wrapped == own and not clip) or (rows.filled and own_unwrapped == key)
+            if same and nodes == count:
+                at_row.append(k)
+                continue
+            if rows.filled and (key, nodes) not in by_index:
+                key = next((j for (j, n), of in unwrapped.items() if of == key and n == nodes), key)
+            by_index.setdefault((key, nodes), []).append(k)
+            unwrapped.setdefault((key, nodes), wrapped)
+        elif node.name == "leaf" and (own_counts := _repeated(walk, node.leaf.dims)):
+            by_index.setdefault(own_counts, []).append(k)
+    return at_row, by_index
+
+
+def _source(node):
+    return node.leaf.x if node.name == "rows" else node.leaf.value
+
+
+def _repeated(walk, dims) -> tuple:
+    """The dimensions of the indices that a value with features has, if it has some of them, and lacks others."""
+    counts = {d for d in walk.all if d < walk.counts}
+    own = tuple(sorted(d for d in dims if d in counts))
+    return own if set(own) < counts and any(d is not None and d >= walk.counts for d in dims) else ()
+
+
+def _has_features(walk, dims) -> bool:
+    features = [n for n in walk.full[walk.counts :] if n != 1]
+    return not features or any(d is not None and d >= walk.counts for d in dims)
+
+
+def _reached(nodes, root):
+    seen, todo = set(), [root]
+    while todo:
+        k = todo.pop()
+        if k not in seen:
+            seen.add(k)
+            todo += nodes[k].operands
+    return sorted(seen)
+
+
+def _message(nodes, root, leaves, *xs):
+    """The message of one edge and feature, from one element of each operand, in computing types."""
+    values = {}
+    for k in _reached(nodes, root):
+        node = nodes[k]
+        wide = computing(node.dtype)
+        if node.name == "constant":
+            values[k] = node.leaf.astype(wide)
+        elif node.f is None:
+            values[k] = lax.convert_element_type(xs[leaves[k]], wide)
+        else:
+            y = node.f(*(values[o] for o in node.operands))
+            if wide != node.dtype and k != root and node.name not in EXACT:
+                y = lax.convert_element_type(lax.convert_element_type(y, node.dtype), wide)
+            values[k] = y
+    return jnp.asarray(values[root])
+
+
+# ---- the message kernel
+
+
+def _arranged(o: Operand, chain: Chain) -> tuple:
+    """The shape of an operand as the primitive takes it: [rows, *features]."""
+    features = chain.full[chain.counts :]
+    return (o.rows, *(n if chain.counts + d in o.dims else 1 for d, n in enumerate(features)))
+
+
+def _arrange(x, o: Operand, chain: Chain):
+    named = sorted((d, k) for k, d in enumerate(o.dims) if d is not None)
+    ones = [k for k, d in enumerate(o.dims) if d is None]
+    x = x.transpose([k for _, k in named] + ones)
+    if o.end == EDGE:
+        dims = {d for d, _ in named}
+        x = x.reshape([n if d in dims else 1 for d, n in enumerate(chain.full)])
+        x = jnp.broadcast_to(x, (*chain.full[: chain.counts], *x.shape[chain.counts :]))
+    return x.reshape(_arranged(o, chain))
+
+
+def _other(values, order, chain: Chain):
+    """The node at the other end of the edge at each position of the order."""
+    if chain.other is None:
+        return order
+    if isinstance(chain.other, int):
+        index = values[chain.other].reshape(-1)
+        last = min(chain.others - 1, int(jnp.iinfo(index.dtype).max))
+        return jnp.clip(index, 0, last).astype(jnp.uint32).at[order].get(mode="promise_in_bounds")
+    row, counts = jnp.zeros_like(order), chain.full[: chain.counts]
+    for d in chain.other:
+        row = row * counts[d] + order // math.prod(counts[d + 1 :]) % counts[d]
+    return row
+
+
+def _has_plan(chain, operand, shapes, dtypes) -> bool:
+    edges, rows = math.prod(chain.full[: chain.counts]), operand.shape[0]
+    order = jax.core.ShapedArray((edges,), jnp.uint32)
+    offsets = jax.core.ShapedArray((rows + 1,), jnp.uint32)
+    arrays = [jax.core.ShapedArray(s, d) for s, d in zip(shapes, dtypes)]
+    results = [jax.core.ShapedArray((rows, *features_of(arrays)), operand.dtype)]
+    ends = tuple(o.end for o in chain.operands)
+    params = dict(function=chain.function, ends=ends, reduction=chain.reduction, dtypes=(operand.dtype,))
+    return plan.reduce_plan(None, [order, order, order, offsets, *arrays], results, **params) is not None
+
+
+def run(operand, indices, *values, chain: Chain, layout, clip, onto_identity):
+    """The scatter: its operand reduced with the messages."""
+    rows = operand.shape[0]
+    index = layouts.canonical_indices(layout, indices, operand.shape, clip)
+    keys, order = sort.sort_indices(index[None], rows=rows, wrap=False, clip=clip)
+    offsets = jnp.searchsorted(keys, jnp.arange(rows + 1, dtype=jnp.uint32), method="scan_unrolled")
+    arrays = [_arrange(values[o.at], o, chain) for o in chain.operands]
+    dtype = operand.dtype if onto_identity else computing(operand.dtype)
+    (y,) = ordered_reduce_p.bind(
+        keys,
+        order,
+        _other(values, order, chain),
+        offsets.astype(jnp.uint32),
+        *arrays,
+        function=chain.function,
+        ends=tuple(o.end for o in chain.operands),
+        reduction=chain.reduction,
+        dtypes=(jnp.dtype(dtype),),
+    )
+    y = jnp.broadcast_to(y, (rows, *chain.full[chain.counts :])).reshape(operand.shape)
+    return y if onto_identity else JOIN[chain.reduction](operand.astype(dtype), y).astype(operand.dtype)
+
+
+def types(ctx, chain: Chain) -> list:
+    """The types of the scatter's operand and indices, and of the values of a chain."""
+    operand, indices, _ = map(compat.not_varying, ctx.avals_in)
+    found = [operand, indices]
+    for value in chain.values:
+        shape, dtype = _type(value)
+        more = {}
+        if not operand.sharding.mesh.empty:
+            more["sharding"] = NamedSharding(operand.sharding.mesh, PartitionSpec(*[None] * len(shape)))
+        found.append(operand.update(shape=shape, dtype=dtype, weak_type=False, **more))
+    return found
