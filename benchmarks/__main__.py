@@ -15,6 +15,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 OPERATIONS = (
     "softmax",
     "fused_softmax",
+    "score",
     "elementwise",
     "elementwise_kernel",
     "reduction",

@@ -466,6 +466,51 @@ def sanitize_elementwise_kernel(dtypes: list[str]) -> tuple[int, list[str]]:
     return done, wrong
 
 
+def sanitize_score(dtypes: list[str]) -> tuple[int, list[str]]:
+    """Softmax of a score function and all its gradients, with operands of several widths, around the edges of tiers."""
+    import jaxkern
+    from jaxkern import tiers
+
+    def score(s, b, q, k, bias, kind, slope):
+        return jnp.where(kind + k > 2, jnp.tanh(s) * 2 + bias + slope * (q - b) / 32, -jnp.inf)
+
+    def plain(x, bias, kind, slope, mask):
+        b, q, k = (jax.lax.broadcasted_iota(jnp.int32, x.shape, d) for d in range(3))
+        s = jnp.where(mask, score(x, b, q, k, bias, kind, slope), -jnp.inf)
+        return jnp.where(s == -jnp.inf, 0, jax.nn.softmax(jnp.where(s == -jnp.inf, -1e30, s)))
+
+    done, wrong = 0, []
+    generator = np.random.default_rng(0)
+    for tier, edges in FUSED.items():
+        for dtype, width in itertools.product(dtypes, sorted({e + d for e in edges for d in (-1, 0, 1)})):
+            if not tiers.fits("softmax", tier, 66, width, dtype=dtype, fused=True):
+                continue
+            normal = lambda *shape: jax.device_put(generator.standard_normal(shape).astype(jnp.dtype(dtype)))
+            x, g, bias, slope = normal(2, 33, width), normal(2, 33, width), normal(33, width), normal(2, 1, 1)
+            kind = jax.device_put(generator.integers(0, 5, (2, 1, width)).astype(np.int8))
+            mask = jax.device_put(generator.random((33, width)) < 0.8)
+
+            def ours(x, bias, kind, slope, mask):
+                return jaxkern.softmax(x, where=mask, score=score, score_args=[bias, kind, slope])
+
+            def both(f, x, g, bias, slope):
+                y, pull = jax.vjp(lambda x, bias, slope: f(x, bias, kind, slope, mask), x, bias, slope)
+                return y, *pull(g)
+
+            with tiers.force(softmax=tier):
+                got = jax.jit(functools.partial(both, ours))(x, g, bias, slope)
+            wide = [a.astype(jnp.float32) for a in (x, g, bias, slope)]
+            want = jax.jit(functools.partial(both, plain))(*wide)
+            done += 1
+            for n, (a, b) in enumerate(zip(got, want)):
+                a, b = np.asarray(a).astype(np.float64), np.asarray(b).astype(np.float64)
+                terms = np.sqrt(x.size / b.size)
+                if not (np.abs(a - b) <= 8 * TOLERANCE[dtype] * terms * np.maximum(1, np.abs(b))).all():
+                    wrong.append(f"score {tier} {dtype} width {width} result {n}")
+    print(f"score: {done} problems run, {len(wrong)} wrong", flush=True)
+    return done, wrong
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtypes", default="float32,bfloat16", help="of float16,bfloat16,float32,float64")
@@ -474,6 +519,7 @@ def main() -> int:
     families = (
         "softmax",
         "fused",
+        "score",
         "elementwise",
         "elementwise_kernel",
         "reduction",
@@ -519,6 +565,7 @@ def main() -> int:
     )
     others = {
         "fused": sanitize_fused,
+        "score": sanitize_score,
         "index_add": lambda dtypes: sanitize_indexed(dtypes, plans),
         "segment_softmax": sanitize_segment_softmax,
         "reduction": sanitize_reductions,

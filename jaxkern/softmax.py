@@ -1,17 +1,24 @@
-"""softmax and log_softmax. A scale, a bias, a causal limit or dropout selects the fused primitives."""
+"""softmax and log_softmax.
+
+A scale, a bias, a causal limit or dropout selects the fused primitives; a score function selects those of _ops/score.
+"""
 
 import functools
+import inspect
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxkern._core import validate
+from jaxkern._core import functor, validate
 from jaxkern._core.algorithms import forced
 from jaxkern._core.primitive import bind
-from jaxkern._core.rows import computed
+from jaxkern._core.rows import computed, lowest_for_infinity
 from jaxkern._core.validate import Axis
+from jaxkern._ops.score import derivatives as score_derivatives  # noqa: F401  registered, too
+from jaxkern._ops.score import primitive as score_primitive
 from jaxkern._ops.softmax import derivatives, dropout, primitive  # noqa: F401  derivatives are registered
 
 
@@ -25,8 +32,10 @@ def softmax(
     causal: bool = False,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
+    score: Callable[..., ArrayLike] | None = None,
+    score_args: Sequence[ArrayLike] = (),
 ) -> jax.Array:
-    """Softmax of `scale * x + bias` along `axis`, as `jax.nn.softmax`.
+    """Softmax of `scale * x + bias`, or of `score(x)`, along `axis`, as `jax.nn.softmax`.
 
     One kernel reads `x` once and writes the result, whichever arguments are given. The gradient is one kernel, too. Its
     residual is the result; with dropout the residuals are `x` and these arguments, and the gradient recomputes the
@@ -49,6 +58,16 @@ def softmax(
         dropout_rate: a number in [0, 1), rounded to a multiple of 2**-16: the probability that an element of the
             result is set to 0. The other elements are divided by 1 - rate.
         dropout_key: a key of `jax.random`, or its `uint32[2]` words; only the first two words of a longer key count.
+        score: function of scalars, applied to each element before the softmax. It is called as
+            `score(value, *indices, *args)`: with an element of `x`, its int32 indices along every dimension of `x`, and
+            an element of each of `score_args`; it returns the score, a real number. It is compiled into the kernels,
+            and may do what a function given to `elementwise_kernel` may do: closed-over scalars can be traced, and have
+            gradients. An element with a score of -inf counts as masked. `score` combines with `where`, but not with
+            `scale`, `bias`, `causal` and dropout: write the first three in `score`. `axis` must be a single dimension.
+        score_args: arrays of any real dtype that broadcast to the shape of `x`; the kernel reads them without
+            materialising them. Floating-point ones have gradients, which are summed over the dimensions that they
+            broadcast over. Arrays that `score` would index (`slopes[head]`, `document[query]`) are passed here with
+            dimensions of size 1 where they do not vary.
 
     Which elements are dropped depends only on the key, the number of the row among all rows of `x`, and the position in
     the row. The result is therefore the same on the CPU and on CUDA, under `jit`, `jax.checkpoint` and any sharding.
@@ -56,7 +75,18 @@ def softmax(
     `shard_map`, `x` is the part on one device.
 
     The fused kernels run if `axis` is the last dimension that has more than one element. Other axes use XLA, with the
-    same dropout bits.
+    same dropout bits. With `score` the residuals are `x` and these arguments, and the gradient by `x` is one kernel.
+    Gradients of `score_args` and of closed-over scalars take one kernel more for the derivative of the scores, and one
+    for all sums. Under `vmap` the indices are those in each example, inside `shard_map` those in the part on one device.
+
+    Score functions for attention logits `x[batch, head, query, key]`:
+
+        cap = lambda s, b, h, q, k: 30 * jnp.tanh(s / 30)                              # soft cap
+        alibi = lambda s, b, h, q, k, slope: s + slope * (k - q)                       # slopes[:, None, None]
+        relative = lambda s, b, h, q, k, bias: s + bias                                # bias[head, query, key]
+        window = lambda s, b, h, q, k: jnp.where(abs(q - k) < 256, s, -jnp.inf)        # sliding window
+        document = lambda s, b, h, q, k, i, j: jnp.where(i == j, s, -jnp.inf)          # ids[:, None, :, None],
+                                                                                       # ids[:, None, None, :]
 
     Returns:
         Array of the shape of `x`. A row that is entirely masked or -inf is
@@ -64,10 +94,12 @@ def softmax(
 
     Raises:
         TypeError: `x` is boolean, complex or not an array; `where` is not boolean; `bias` is not floating-point;
-            `scale` or `dropout_rate` is not a number; `dropout_key` is not a key.
+            `scale` or `dropout_rate` is not a number; `dropout_key` is not a key; `score` does what a kernel cannot,
+            does not take these arguments, or is given with an argument that it does not combine with.
         ValueError: `axis` is out of bounds or repeats a dimension; `where` or `bias` does not broadcast to `x`; `scale`
             is not a scalar; `causal` is given with an axis other than the last; `dropout_rate` is not in [0, 1), or is
-            not 0 without a key.
+            not 0 without a key; an array of `score_args` does not broadcast to `x`; `score` is given with several axes,
+            or does not return one number.
 
     >>> import jax, jax.numpy as jnp, jaxkern
     >>> x = jnp.array([[0.0, 0.0, 5.0], [1.0, 1.0, 1.0]])
@@ -78,11 +110,20 @@ def softmax(
     >>> y = jaxkern.softmax(jnp.zeros((1000, 1000)), dropout_rate=0.25, dropout_key=jax.random.key(0))
     >>> round(float((y == 0).mean()), 2), round(float(y.max()) * 1000, 3)
     (0.25, 1.333)
+    >>> last_two = lambda s, q, k: jnp.where((k <= q) & (k > q - 2), s, -jnp.inf)
+    >>> jaxkern.softmax(jnp.zeros((3, 3)), score=last_two).tolist()
+    [[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.0, 0.5, 0.5]]
+    >>> jaxkern.softmax(jnp.zeros((2, 2)), score=lambda s, q, k, b: s + b, score_args=[jnp.array([0.0, 100.0])]).tolist()
+    [[0.0, 1.0], [0.0, 1.0]]
 
     Source: Bridle, "Probabilistic Interpretation of Feedforward Classification Network Outputs", 1990;
     one pass over a row after Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018;
-    random bits after Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011 (Philox4x32-7).
+    random bits after Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011 (Philox4x32-7);
+    score functions after Dong et al., "Flex Attention", 2024.
     """
+    if score is not None or _given(score_args):
+        others = {"scale": scale, "bias": bias, "causal": causal, "dropout_rate": dropout_rate}
+        return _scored("softmax", x, axis, where, score, score_args, others)
     extras = _extras("softmax", scale, bias, causal, dropout_rate, dropout_key)
     if extras is not None:
         return _call(_fused_softmax, "softmax", x, axis, where, *extras)
@@ -96,8 +137,10 @@ def log_softmax(
     *,
     scale: ArrayLike = 1.0,
     bias: ArrayLike | None = None,
+    score: Callable[..., ArrayLike] | None = None,
+    score_args: Sequence[ArrayLike] = (),
 ) -> jax.Array:
-    """Logarithm of the softmax of `scale * x + bias` along `axis`, as `jax.nn.log_softmax`.
+    """Logarithm of the softmax of `scale * x + bias`, or of `score(x)`, along `axis`, as `jax.nn.log_softmax`.
 
     Args:
         x: array of any shape. float16, bfloat16 and float32 are computed in float32, float64 in
@@ -108,7 +151,7 @@ def log_softmax(
         where: boolean array that broadcasts to the shape of `x`; the kernel reads it without materialising it. Elements
             where it is False are masked: they do not enter the sum, and their result is -inf (the lowest finite
             number of a dtype without infinity, such as some float8 types).
-        scale, bias: as for `softmax`.
+        scale, bias, score, score_args: as for `softmax`.
 
     Returns:
         Array of the shape of `x`. A row that is entirely masked or -inf is -inf and has zero gradients. NaN or +inf
@@ -116,9 +159,9 @@ def log_softmax(
 
     Raises:
         TypeError: `x` is boolean, complex or not an array; `where` is not boolean; `bias` is not floating-point;
-            `scale` is not a number.
+            `scale` is not a number; `score` as for `softmax`.
         ValueError: `axis` is out of bounds or repeats a dimension; `where` or `bias` does not broadcast to `x`;
-            `scale` is not a scalar.
+            `scale` is not a scalar; `score` and `score_args` as for `softmax`.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> y = jaxkern.log_softmax(jnp.array([3.0, 3.0, 7.0]), where=jnp.array([True, True, False]))
@@ -127,6 +170,8 @@ def log_softmax(
 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
+    if score is not None or _given(score_args):
+        return _scored("log_softmax", x, axis, where, score, score_args, {"scale": scale, "bias": bias})
     extras = _extras("log_softmax", scale, bias)
     if extras is not None:
         return _call(_fused_log_softmax, "log_softmax", x, axis, where, *extras)
@@ -257,3 +302,119 @@ def _scale(name, scale, wide):
     if not jnp.issubdtype(scale.dtype, jnp.floating) and not jnp.issubdtype(scale.dtype, jnp.integer):
         raise TypeError(f"jaxkern.{name}: scale must be a real number, got {scale.dtype}")
     return scale.astype(wide)
+
+
+# ---- scores
+
+
+def _given(args) -> bool:
+    return not isinstance(args, (tuple, list)) or len(args) > 0
+
+
+def _scored(name: str, x, axis, where, score, args, others):
+    """The softmax of score(x). The function is traced here, so that the jitted function is not compiled anew for it."""
+    if score is None:
+        raise TypeError(f"jaxkern.{name}: score_args are the arguments of a score function, and score is None")
+    if not callable(score):
+        raise TypeError(f"jaxkern.{name}: score must be a function of scalars, got {type(score).__name__}")
+    neutral = {"scale": 1, "bias": None, "causal": False, "dropout_rate": 0}
+    for argument, value in others.items():
+        if value is not neutral[argument] and not (
+            isinstance(value, (bool, int, float)) and value == neutral[argument]
+        ):
+            hint = "" if argument == "dropout_rate" else f": write the {argument.replace('causal', 'mask')} in score"
+            raise TypeError(f"jaxkern.{name}: score does not combine with {argument}{hint}")
+    validate.check_array(name, "x", "an array or a number", x)
+    if where is not None:
+        validate.check_array(name, "where", "a boolean array", where)
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(f"jaxkern.{name}: score_args must be a list or a tuple of arrays, got {type(args).__name__}")
+    for k, a in enumerate(args):
+        validate.check_array(name, f"score_args[{k}]", "an array or a number", a)
+    x, args = validate.floating(name, jnp.asarray(x)), [jnp.asarray(a) for a in args]
+    axes = validate.sorted_axes(name, validate.static_axis(name, axis), x.shape)
+    if len(axes) != 1:
+        raise ValueError(f"jaxkern.{name}: score needs axis to be one dimension, got {axis} for x of shape {x.shape}")
+    for n in x.shape:
+        if isinstance(n, int) and n >= 1 << 31:
+            raise ValueError(f"jaxkern.{name}: indices of score are int32, and x of shape {x.shape} needs more")
+    for k, a in enumerate(args):
+        validate.full_rank(name, f"score_args[{k}]", x, a)
+    function, captured = _traced(name, score, x, args)
+    used = sorted({0, *function.used})
+    indexed = tuple(k - 1 for k in used if 0 < k <= x.ndim)
+    operands = [*args, *captured]
+    operands = tuple(operands[k - 1 - x.ndim] for k in used if k > x.ndim)
+    return _softmax_of_scores(
+        x,
+        where,
+        operands,
+        name=name,
+        axis=axes[0],
+        tier=forced(name),
+        function=function.select(used),
+        indexed=indexed,
+    )
+
+
+def _traced(name, score, x, args):
+    """(the Function of an element, the indices, elements of `args` and captured scalars; the captured scalars)."""
+    label = getattr(score, "__name__", None) or type(score).__name__
+    label = "score" if label == "<lambda>" else f"score {label}"
+    _check_arguments(name, score, x.ndim, len(args))
+    dtype = x.dtype if x.dtype.name in primitive.plan.DTYPES else jnp.dtype(jnp.float32)
+    wide = jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+    def scores(*scalars):
+        return jax.tree.map(_number(wide), score(*scalars))
+
+    dtypes = [dtype, *[jnp.dtype(jnp.int32)] * x.ndim, *(a.dtype for a in args)]
+    weak = [False] * (1 + x.ndim) + [a.weak_type for a in args]
+    function, captured = functor.trace(scores, dtypes, name=name, weak=weak, results=1, label=label)
+    if function.out_dtypes[0] != wide:
+        raise TypeError(f"{function.label} must return a real number, and returns {function.out_dtypes[0]}")
+    return function, captured
+
+
+def _number(wide):
+    def convert(y):
+        y = jnp.asarray(y)
+        real = jnp.issubdtype(y.dtype, jnp.floating) or jnp.issubdtype(y.dtype, jnp.integer)
+        return y.astype(wide) if real else y
+
+    return convert
+
+
+def _check_arguments(name, score, rank, count):
+    try:
+        signature = inspect.signature(score)
+    except (TypeError, ValueError):  # it has none
+        return
+    try:
+        signature.bind(*range(1 + rank + count))
+    except TypeError as error:
+        raise TypeError(
+            f"jaxkern.{name}: score is called with an element of x, {rank} indices and an element of each of {count} "
+            f"score_args: {error}"
+        ) from None
+
+
+@functools.partial(jax.jit, static_argnames=("name", "axis", "tier", "function", "indexed"), inline=True)
+def _softmax_of_scores(x, where, operands, *, name, axis, tier, function, indexed):
+    mask = validate.full_rank_mask(name, x, where)
+    parts = [validate.full_rank(name, "score_args", x, a) for a in operands]
+    dtype = x.dtype
+    y = bind(
+        score_primitive.softmax_score_p,
+        x.astype(function.in_dtypes[0]),
+        *parts,
+        *([] if mask is None else [mask]),
+        axis=axis,
+        tier=tier,
+        log=name == "log_softmax",
+        function=function,
+        indexed=indexed,
+        extras="" if mask is None else "mask",
+        unscored=False,
+    )
+    return lowest_for_infinity(y, dtype) if name == "log_softmax" else y.astype(dtype)

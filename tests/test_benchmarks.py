@@ -19,6 +19,7 @@ from benchmarks.__main__ import OPERATIONS  # noqa: E402
 SMALL = {
     "softmax": (1024, 256),
     "fused_softmax": (2, 2, 128, 512),
+    "score": (2, 2, 128, 512),
     "elementwise": (1 << 18,),
     "elementwise_kernel": (1 << 18,),
     "reduction": (1024, 256),

@@ -109,6 +109,14 @@ def _function(f, in_dtypes, out_dtypes, label, captured=0, out_tree=None, weak=N
         return Function(closed, tuple(in_dtypes), tuple(out_dtypes), label, captured, out_tree)
 
 
+def of_scalars(f, in_dtypes, out_dtypes, label) -> "Function":
+    """The Function of `f`, written in terms of other Functions' `scalars`.
+
+    f takes scalars of the computing types of `in_dtypes` and returns a list of scalars, one for each of `out_dtypes`.
+    """
+    return _function(f, tuple(map(np.dtype, in_dtypes)), tuple(map(np.dtype, out_dtypes)), label)
+
+
 class Function:
     """A function of scalars, immutable, and equal to any other that computes the same and has the same derivatives.
 
@@ -364,6 +372,14 @@ def _literal(value, dtype) -> str:
     return f"({text})" if text[0] == "-" else text
 
 
+def _inverse(value) -> str | None:
+    """1 / value as a literal, if value and it are normal numbers: XLA too multiplies by it rather than divide."""
+    value = float(value)
+    if not 2.0**-126 <= abs(value) <= 2.0**126:
+        return None
+    return _literal(np.float32(1 / value), np.float32)
+
+
 # Primitives with an overload of the same name in functions.h, or of the one given.
 _OVERLOADS = {
     name: name
@@ -490,6 +506,10 @@ class _Translation:
             for c in reversed(coefficients[:-1]):
                 text = f"lax::add(lax::mul({text}, {x}), {c})"
             return self._rounded(text, out)
+        if name == "div" and dtypes[1] == np.float32 and isinstance(e.invars[1], Literal):
+            inverse = _inverse(e.invars[1].val)
+            if inverse is not None:
+                return f"lax::mul({operands[0]}, {inverse})"
         if name == "nextafter" and computing(out) != out:
             self._fail(e, f"which has no counterpart of {out} in kernels")
         if name in ("mul", "add", "sub") and dtypes[0] != out:

@@ -159,7 +159,13 @@ struct Single : Float {
         Polynomial(square, {0.33333319425582886f, 0.20003780722618103f, 0.14118309319019318f, 0.1342574954032898f});
     return fmaf(2 * z * square, series, 2 * z);
   }
-  static JAXKERN_FN C Tanh(C x) { return tanhf(x); }
+  // As tanhf, without its case for large |x|, where the inverse is 0.
+  static JAXKERN_FN C Tanh(C x) {
+    const C a = fabsf(x), p = x * x;
+    const C far = copysignf(fmaf(-2, Inverse(1 + Power2(a * C(2 * kLog2e))), 1), x);
+    const C near = fmaf(x, p * Polynomial(p, {-0.333327681f, 0.133152977f, -0.0523039624f, 0.0157396831f}), x);
+    return a < 0.6f ? near : far;
+  }
   static JAXKERN_FN C NormalCdf(C x) {
     constexpr double k = 0.5 * kLog2e;
     const C a = Min(fabsf(x), 20.0f), cdf = Tail(a, 1, C(k), C(k - C(k)), 2.50662827463f, TailDivisor(a));

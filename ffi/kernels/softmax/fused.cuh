@@ -286,8 +286,9 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
     }
   }
 
-  // Loads first, then the random draws, which need nothing from memory.
-  template <int kPacks> __device__ __forceinline__ void LoadAll(Raw (&raw)[kPacks], Index first, Index step) const {
+  // Loads first, then the random draws, which need nothing from memory. AnyRaw: Raw or a class derived from it.
+  template <class AnyRaw, int kPacks>
+  __device__ __forceinline__ void LoadAll(AnyRaw (&raw)[kPacks], Index first, Index step) const {
     Base::LoadAll(raw, first, step, (limit + span.shift + N - 1) / N);
     if constexpr (Op::kFromInput) {
 #pragma unroll

@@ -11,7 +11,8 @@
     column      the axis is not the last one: threads along the inner dimension
 
 Sizes and limits are those of the kernels (ffi/kernels/softmax); the preferences were measured (benchmarks/NOTES.md,
-benchmarks/results). The fused kernels, with scale, bias, causal limit or dropout, are warp, block and streaming.
+benchmarks/results). The fused kernels, with scale, bias, causal limit or dropout, and those with a score function are warp,
+block and streaming.
 """
 
 import functools
@@ -19,7 +20,7 @@ import math
 import typing
 
 from jaxkern._core.algorithms import pick
-from jaxkern._core.define import EMPTY_VIEW, broadcast_view, ceil_div, fast_divmod
+from jaxkern._core.define import CUDA_TYPES, EMPTY_VIEW, broadcast_view, ceil_div, fast_divmod
 from jaxkern._core.launch import Launch, Plan, boolean, f64, i32, i64, null, operand, result, scratch, struct, u32
 
 ALGORITHMS = ("sub_warp", "warp", "block", "cluster", "pipeline", "streaming", "split", "column")
@@ -432,29 +433,23 @@ def _fused_op(p: Problem, from_output: bool) -> str:
     return f"jaxkern::{'FusedBackward' if p.backward else 'FusedForward'}<{cpp}, {_cpp(p.log)}>"
 
 
-def _fused_launch(p: Problem, algorithm: str, op: str, has: int, params, vector: int) -> Launch:
-    row = lambda index, ragged: f"jaxkern::FusedRow<{op}, {vector}, {has}, {index}, {_cpp(ragged)}>"
+def _row_launch(p: Problem, algorithm: str, op: str, row, params, header="softmax/fused.cuh", source="") -> Launch:
+    """The launch of a kernel with rows of its own.
+
+    row(index, ragged, full): the C++ type of a row. full: every thread holds four whole vectors of it.
+    """
     if algorithm == "streaming":
-        return Launch(
-            "softmax/fused.cuh",
-            f"SoftmaxStreaming<{op}, {row('int64_t', True)}>",
-            [params],
-            _rows_grid(p.rows),
-            _STREAM_THREADS,
-        )
+        name = f"SoftmaxStreaming<{op}, {row('int64_t', True, False)}>"
+        return Launch(header, name, [params], _rows_grid(p.rows), _STREAM_THREADS, source=source)
     vectors = p.width // p.vector if p.whole else p.vectors
     lanes, grid, threads = "jaxkern::kBlockLanes", p.rows, _warps(ceil_div(vectors, 4))
     if algorithm == "warp":
         # Two short rows per warp: half the steps to reduce a row, and a causal row ends nearer to its limit.
         lanes = 16 if p.whole and vectors <= 16 * 4 else 32
         grid, threads = ceil_div(p.rows, _WARP_THREADS // lanes), _WARP_THREADS
-    return Launch(
-        "softmax/fused.cuh",
-        f"SoftmaxRegisters<{op}, {row('int', not p.whole)}, {lanes}, 4, 1>",
-        [params],
-        grid,
-        threads,
-    )
+    full = p.whole and vectors == 4 * (lanes if algorithm == "warp" else threads)
+    name = f"SoftmaxRegisters<{op}, {row('int', not p.whole, full)}, {lanes}, 4, 1>"
+    return Launch(header, name, [params], grid, threads, source=source)
 
 
 def _by_runs(p: Problem, shape, axis, parts, device) -> bool:
@@ -517,12 +512,92 @@ def fused(
         )
 
     op = _fused_op(p, from_output)
+
+    def row(vector):
+        return lambda index, ragged, _: f"jaxkern::FusedRow<{op}, {vector}, {has}, {index}, {_cpp(ragged)}>"
+
     return Plan(
         algorithm,
-        (_fused_launch(p, algorithm, op, has, params(True), p.vector),),
-        unaligned=(_fused_launch(p, "streaming", op, has, params(False), 1),),
+        (_row_launch(p, algorithm, op, row(p.vector), params(True)),),
+        unaligned=(_row_launch(p, "streaming", op, row(1), params(False)),),
     )
 
 
 fused_grad = functools.partial(fused, backward=True)
 fused_output_grad = functools.partial(fused, backward=True, from_output=True)
+
+
+# ---- scores
+
+MOST_SCORE_OPERANDS = 16
+
+
+def score(
+    device, operands, results, *, axis, tier, log, function, indexed, extras, unscored, backward=False
+) -> Plan | None:
+    """The plan of a softmax of a function of the user's, for arrays of these types."""
+    x = operands[0]
+    first = 2 if backward else 1
+    args = operands[first : len(operands) - len(extras.split())]
+    at = {name: k for k, name in enumerate(extras.split(), first + len(args))}
+    p = problem_of(x, axis, log=log, backward=backward, masked="mask" in at, fused=True)
+    if not fused_fits(x.shape, axis) or len(args) > MOST_SCORE_OPERANDS:
+        return None
+    algorithm = _algorithm(p, device, tier)
+    views = [broadcast_view(x.shape, a.shape, axis) for a in args]
+    mask = (null, EMPTY_VIEW)
+    if p.masked:
+        mask = (operand(at["mask"]), broadcast_view(x.shape, operands[at["mask"]].shape, axis))
+    if mask[1] is None or None in views:
+        return None
+    matrix_rows = x.shape[axis - 1] if axis else 1
+    shapes = [a.shape for a in (*args, *(operands[k] for k in at.values() if operands[k].ndim == x.ndim))]
+    by_runs = _by_runs(p, x.shape, axis, shapes, device)
+
+    def params(aligned):
+        fused = struct(
+            _params(p, device, mask, aligned),
+            *(null,) * 3,
+            *(EMPTY_VIEW,) * 2,
+            f64(1),
+            u32(0),
+            fast_divmod(matrix_rows),
+            fast_divmod(p.rows // matrix_rows * _RUN if by_runs else 1),
+            boolean(False),
+            boolean(True),
+            boolean(by_runs),
+        )
+        # An array in C++ has at least one element.
+        return struct(
+            fused,
+            *([operand(first + k) for k in range(len(args))] or [null]),
+            *([view.members[0] for view in views] or [EMPTY_VIEW.members[0]]),
+            *([fast_divmod(math.prod(x.shape[d + 1 : axis])) for d in indexed] or [fast_divmod(1)]),
+            *([fast_divmod(1 if d == axis else x.shape[d]) for d in indexed] or [fast_divmod(1)]),
+            operand(at["origin"]) if "origin" in at else null,
+            result(1) if len(results) > 1 else null,
+        )
+
+    op = _fused_op(p, False)
+    source, gradient = function.source("Score"), "void"
+    if backward and not unscored:
+        source, gradient = source + function.vjp((0,)).source("ScoreGradient"), "ScoreGradient"
+    column = indexed.index(axis) if axis in indexed else -1
+    splat = sum((a.shape[axis] == 1) << k for k, a in enumerate(args))
+    call = ["Score", gradient, len(indexed), column, splat]
+    call += [CUDA_TYPES[a.dtype.name] for a in args]
+    call = f"jaxkern::ScoreCall<{', '.join(map(str, call))}>"
+    has = p.masked * _HAS_MASK
+
+    def row(vector):
+        return lambda index, ragged, full: (
+            f"jaxkern::ScoreRow<{op}, {vector}, {has}, {index}, {_cpp(ragged)}, {_cpp(full)}, {call}>"
+        )
+
+    def launches(algorithm, vector, aligned):
+        return (_row_launch(p, algorithm, op, row(vector), params(aligned), "softmax/score.cuh", source),)
+
+    return Plan(algorithm, launches(algorithm, p.vector, True), unaligned=launches("streaming", 1, False))
+
+
+score_grad = functools.partial(score, backward=True)

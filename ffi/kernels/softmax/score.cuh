@@ -1,0 +1,288 @@
+// Softmax of score(x, indices, operands): a scalar function of the user's (jaxkern/_core/functor.py) is applied to each
+// element before the softmax, and its derivative to each element of the gradient.
+//
+//     SoftmaxRegisters<FusedForward<T, log>, ScoreRow<..., ScoreCall<Score, ScoreGradient, ...>>, lanes, 4, 1>
+//     SoftmaxStreaming<FusedBackward<T, log>, ...>
+//
+// ScoreRow takes the place of FusedRow in the kernels of the warp, block and streaming algorithms. From FusedRow it has
+// masks, partial vectors and the order of rows; scale, bias, causal limit and dropout are not used. The gradient is
+// computed from x and the cotangent: each thread computes the score of an element again, and beside it the derivative of
+// the function by x, which it holds until ds of the softmax is known. ds itself is a second result where the gradients of
+// other operands need it. x, the cotangent and the results are moved once; streaming reads x and the cotangent twice.
+//
+// An element with a score of -inf counts as masked: its result is 0 (log_softmax: -inf), and its gradient is 0.
+//
+// A functor takes an element of x, then indices, then an element of each operand, all by value in computing types; the
+// gradient also takes a cotangent, which is 1 here. The result is returned by reference. Indices count along the dimensions of the whole array;
+// `origin` is where this part of it begins.
+#pragma once
+
+#include "common/functions.h"
+#include "softmax/fused.cuh"
+
+namespace jaxkern {
+
+template <int kArgs, int kIndices> struct ScoreParams : FusedParams {
+  static constexpr int kArgSlots = kArgs ? kArgs : 1, kIndexSlots = kIndices ? kIndices : 1;
+  const void* arg[kArgSlots];
+  IndexMap arg_map[kArgSlots];     // row -> offset of the operand's row
+  FastDivmod below[kIndexSlots];   // by the rows of one step along the dimension
+  FastDivmod extent[kIndexSlots];  // by the size of the dimension
+  const int32_t* origin;           // of each index; null: zeros
+  void* ds;                        // where the gradient by the scores is written, too; or null
+};
+static_assert(sizeof(ScoreParams<2, 3>) == 680 + 2 * (8 + 88) + 3 * 24 + 16, "plan.py lays it out");
+
+// An element as a functor takes it, from its bits.
+template <class T> __device__ __forceinline__ auto WidenBits(uint64_t bits) {
+  if constexpr (std::is_same_v<T, bool>) return (bits & 0xff) != 0;
+  else if constexpr (std::is_same_v<T, __nv_bfloat16>) return __uint_as_float(static_cast<uint32_t>(bits) << 16);
+  else if constexpr (std::is_same_v<T, __half>) return __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
+  else if constexpr (std::is_same_v<T, float>) return __uint_as_float(static_cast<uint32_t>(bits));
+  else if constexpr (std::is_same_v<T, double>) return __longlong_as_double(static_cast<int64_t>(bits));
+  else return static_cast<T>(bits);
+}
+
+// The bits of an element in read-only memory.
+template <class T> __device__ __forceinline__ uint64_t LoadBits(const T* p) {
+  if constexpr (sizeof(T) == 1) return __ldg(reinterpret_cast<const unsigned char*>(p));
+  else if constexpr (sizeof(T) == 2) return __ldg(reinterpret_cast<const unsigned short*>(p));
+  else if constexpr (sizeof(T) == 4) return __ldg(reinterpret_cast<const unsigned int*>(p));
+  else return __ldg(reinterpret_cast<const unsigned long long*>(p));
+}
+
+// Element j of the words that hold a pack of elements of kSize bytes.
+template <int kSize> __device__ __forceinline__ uint64_t BitsAt(const uint32_t* word, int j) {
+  if constexpr (kSize == 8) return static_cast<uint64_t>(word[2 * j + 1]) << 32 | word[2 * j];
+  else if constexpr (kSize == 4) return word[j];
+  else return word[j * kSize / 4] >> j * kSize % 4 * 8 & ((1u << 8 * kSize) - 1);
+}
+template <int kSize> __device__ __forceinline__ void SetBitsAt(uint32_t* word, int j, uint64_t bits) {
+  if constexpr (kSize == 8) {
+    word[2 * j] = static_cast<uint32_t>(bits);
+    word[2 * j + 1] = static_cast<uint32_t>(bits >> 32);
+  } else if constexpr (kSize == 4) {
+    word[j] = static_cast<uint32_t>(bits);
+  } else {
+    word[j * kSize / 4] |= static_cast<uint32_t>(bits) << j * kSize % 4 * 8;  // the words were zeros
+  }
+}
+
+template <int i, class First, class... Rest> struct ArgAt : ArgAt<i - 1, Rest...> {};
+template <class First, class... Rest> struct ArgAt<0, First, Rest...> {
+  using type = First;
+};
+
+// What a function takes. Gradient is void where there is no gradient, or where it is ds. kColumn: which index is the column; -1: none. kSplat: bits of the operands that are the same
+// along a row.
+template <class Score_, class Gradient_, int kIndices_, int kColumn_, uint32_t kSplat_, class... Args>
+struct ScoreCall {
+  using Score = Score_;
+  using Gradient = Gradient_;
+  static constexpr int kIndices = kIndices_, kColumn = kColumn_, kArgs = sizeof...(Args);
+  using Params = ScoreParams<kArgs, kIndices>;
+  template <int k> using Arg = typename ArgAt<k, Args..., void>::type;
+  static constexpr bool IsSplat(int k) { return kSplat_ >> k & 1; }
+  // Words of a pack of N elements of each operand before the k-th.
+  template <int N> static constexpr int Offset(int k) {
+    constexpr int sizes[] = {static_cast<int>(sizeof(Args))..., 0};
+    int sum = 0;
+    for (int i = 0; i < k; ++i) sum += IsSplat(i) ? 0 : (N * sizes[i] + 3) / 4;
+    return sum;
+  }
+};
+
+// kFull: every pack that a thread holds has a row's elements, but for rows beyond the end, which are not stored.
+template <class Op, int N, uint32_t kHas, class Index, bool kRagged, bool kFull, class Call> struct ScoreRow
+    : FusedRow<Op, N, kHas, Index, kRagged> {
+  static_assert((kHas & ~kHasMask) == 0 && Op::kFromInput, "");
+  using Base = FusedRow<Op, N, kHas, Index, kRagged>;
+  using T = typename Op::T;
+  using C = typename Op::C;
+  using Params = typename Call::Params;
+  using Base::span;
+  static constexpr bool kManyRegisters = true;
+  static constexpr bool kChains = !std::is_same_v<typename Call::Gradient, void>;
+  static constexpr int kArgWords = Call::template Offset<N>(Call::kArgs);
+  // Registers of a thread of the warp algorithm: its four packs as they are loaded, then what it holds of them.
+  static constexpr int kLoaded = Op::kInputs * Pack<T, N>::kWords + kArgWords + (Base::kLifts ? Base::kLiftWords : 0);
+  static constexpr int kHeld =
+      N * (sizeof(C) / 4) * (1 + kChains) + (Op::kInputs - 1) * static_cast<int>(Pack<T, N>::kWords);
+  static constexpr int kOthers = 32 + 3 * Call::kArgs + 2 * Call::kIndices + (kRagged ? 8 : 0);
+  static constexpr int kRegisters = 4 * (kLoaded > kHeld ? kLoaded : kHeld) + kOthers;
+  static constexpr int kGroupBlocks = kRegisters <= 68 ? 8 : kRegisters >= 256 ? 2 : 512 / kRegisters;
+  using IndexSequence = std::make_index_sequence<Call::kIndices>;
+  using ArgSequence = std::make_index_sequence<Call::kArgs>;
+
+  struct Raw : Base::Raw {
+    uint32_t arg[kArgWords ? kArgWords : 1];
+    C slope[kChains ? N : 1];  // derivatives of the scores by x
+  };
+
+  const Params& q;
+  int64_t arg_row[Params::kArgSlots];  // offsets of this row of the operands
+  int32_t index[Params::kIndexSlots];  // of the row; of the column: its origin
+
+  __device__ __forceinline__ ScoreRow(const Params& params, int64_t at)
+      : ScoreRow(params, at, at < params.rows ? params.RowAt(static_cast<uint32_t>(at)) : 0) {}
+
+  __device__ __forceinline__ ScoreRow(const Params& params, int64_t at, uint32_t row)
+      : Base(params, at, row), q(params) {
+#pragma unroll
+    for (int k = 0; k < Call::kArgs; ++k) arg_row[k] = q.arg_map[k].Below32Bits(row);
+#pragma unroll
+    for (int k = 0; k < Call::kIndices; ++k) {
+      index[k] = q.origin ? __ldg(q.origin + k) : 0;
+      if (k == Call::kColumn) continue;
+      const uint32_t step = q.below[k].Div(row), turn = q.extent[k].Div(step);
+      index[k] += static_cast<int32_t>(step - turn * q.extent[k].divisor);
+    }
+  }
+
+  template <int k> __device__ __forceinline__ const typename Call::template Arg<k>* ArgRow() const {
+    return static_cast<const typename Call::template Arg<k>*>(q.arg[k]) + arg_row[k];
+  }
+
+  // The elements of operand k beside a pack of x. Without partial vectors its packs are aligned.
+  template <int k> __device__ __forceinline__ void LoadArg(Index column, uint32_t* all) const {
+    if constexpr (!Call::IsSplat(k)) {
+      using A = typename Call::template Arg<k>;
+      constexpr int kBytes = N * sizeof(A) < 16 ? N * sizeof(A) : 16, kWords = (N * sizeof(A) + 3) / 4;
+      uint32_t* const words = all + Call::template Offset<N>(k);
+      const A* const at = ArgRow<k>() + column;
+      if (!kRagged || (this->Inside(column) && reinterpret_cast<uintptr_t>(at) % kBytes == 0)) {
+        if constexpr (kBytes == 16) {
+#pragma unroll
+          for (int w = 0; w < kWords; w += 4) {
+            const uint4 v = __ldg(reinterpret_cast<const uint4*>(at) + w / 4);
+            words[w] = v.x, words[w + 1] = v.y, words[w + 2] = v.z, words[w + 3] = v.w;
+          }
+        } else if constexpr (kBytes == 8) {
+          const uint2 v = __ldg(reinterpret_cast<const uint2*>(at));
+          words[0] = v.x, words[1] = v.y;
+        } else if constexpr (kBytes == 4) {
+          words[0] = __ldg(reinterpret_cast<const unsigned int*>(at));
+        } else if constexpr (kBytes == 2) {
+          words[0] = __ldg(reinterpret_cast<const unsigned short*>(at));
+        } else {
+          words[0] = __ldg(reinterpret_cast<const unsigned char*>(at));
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          if (span.Has(column + j)) SetBitsAt<sizeof(A)>(words, j, LoadBits(at + j));
+        }
+      }
+    }
+  }
+  template <size_t... A> __device__ __forceinline__ void LoadArgs(Index i, Raw& raw, std::index_sequence<A...>) const {
+#pragma unroll
+    for (int w = 0; w < kArgWords; ++w) raw.arg[w] = 0;
+    if (!this->Beyond(i)) (LoadArg<A>(span.Column(i), raw.arg), ...);
+  }
+
+  template <int kPacks> __device__ __forceinline__ void LoadAll(Raw (&raw)[kPacks], Index first, Index step) const {
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) LoadArgs(first + i * step, raw[i], ArgSequence());
+    Base::LoadAll(raw, first, step);
+  }
+  __device__ __forceinline__ Raw Load(Index pack) const {
+    Raw raw[1];
+    LoadAll(raw, pack, Index(1) << 30);
+    return raw[0];
+  }
+
+  template <int k> __device__ __forceinline__ int32_t IndexOf(Index column) const {
+    return k == Call::kColumn ? index[k] + static_cast<int32_t>(column) : index[k];
+  }
+  template <int k> __device__ __forceinline__ auto ArgOf(const Raw& raw, int j) const {
+    using A = typename Call::template Arg<k>;
+    if constexpr (Call::IsSplat(k)) return WidenBits<A>(LoadBits(ArgRow<k>()));
+    else return WidenBits<A>(BitsAt<sizeof(A)>(raw.arg + Call::template Offset<N>(k), j));
+  }
+
+  template <size_t... I, size_t... A> __device__ __forceinline__ void Apply(const Raw& raw, Index i, C (&s)[N],
+                                                                            std::index_sequence<I...>,
+                                                                            std::index_sequence<A...>) const {
+    const typename Call::Score score{};
+    const Index column = span.Column(i);
+    C x[N];
+    Unpack(raw.data[0], x);
+#pragma unroll
+    for (int j = 0; j < N; ++j) score(x[j], IndexOf<I>(column + j)..., ArgOf<A>(raw, j)..., s[j]);
+  }
+  template <size_t... I, size_t... A> __device__ __forceinline__ void Differentiate(const Raw& raw, Index i, C (&d)[N],
+                                                                                    std::index_sequence<I...>,
+                                                                                    std::index_sequence<A...>) const {
+    const typename Call::Gradient gradient{};
+    const Index column = span.Column(i);
+    C x[N];
+    Unpack(raw.data[0], x);
+#pragma unroll
+    for (int j = 0; j < N; ++j) gradient(x[j], IndexOf<I>(column + j)..., ArgOf<A>(raw, j)..., C(1), d[j]);
+  }
+
+  // The scores of a pack; -inf for elements that are masked or outside of the row.
+  __device__ __forceinline__ void Scores(const Raw& raw, Index i, C (&s)[N]) const {
+    Apply(raw, i, s, IndexSequence(), ArgSequence());
+    if constexpr (Base::kLifts) {
+      Pack<T, N> words;
+#pragma unroll
+      for (int w = 0; w < Pack<T, N>::kWords; ++w) words.word[w] = raw.lift[w];
+      C lift[N];
+      Unpack(words, lift);
+#pragma unroll
+      for (int j = 0; j < N; ++j) s[j] = lift[j] != C(0) ? -Infinity<C>() : s[j];
+    } else if constexpr (!kFull) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) s[j] = raw.lift[0] ? -Infinity<C>() : s[j];
+    }
+  }
+
+  // Also clears the cotangents and the derivatives in `raw` of elements that take no part: packs with such elements are
+  // few, or lie side by side.
+  __device__ __forceinline__ void Values(Raw& raw, C (&v)[Op::kInputs][N], Index i) const {
+    Scores(raw, i, v[0]);
+    if constexpr (Op::kInputs == 2) {
+      if constexpr (kChains) Differentiate(raw, i, raw.slope, IndexSequence(), ArgSequence());
+      const C least = Fold(v[0], [](C a, C b) {
+        if constexpr (sizeof(C) == 4) return fminf(a, b);
+        else return fmin(a, b);
+      });
+      if (least == -Infinity<C>()) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          if (v[0][j] == -Infinity<C>()) {
+            SetElement(raw.data[1], j, T(0));
+            if constexpr (kChains) raw.slope[j] = 0;
+          }
+        }
+      }
+      Unpack(raw.data[1], v[1]);
+    }
+  }
+
+  // A row with NaN or infinity, or without a participant, is rare: its scores are computed from memory again rather than
+  // kept in registers.
+  __device__ __forceinline__ Pack<T, N> Result(C (&v)[N], const typename Op::Final& final, const Raw& raw,
+                                               Index i) const {
+    if (!Op::Regular(final)) {
+      C s[N];
+      Scores(Load(i), i, s);
+#pragma unroll
+      for (int j = 0; j < N; ++j) v[j] = s[j] == -Infinity<C>() ? Op::Masked() : v[j];
+    }
+    if constexpr (kChains) {
+      if (q.ds) span.Store(static_cast<T*>(q.ds), i, Repack<T, N>(v));
+#pragma unroll
+      for (int j = 0; j < N; ++j) v[j] *= raw.slope[j];
+    }
+    return Repack<T, N>(v);
+  }
+  __device__ __forceinline__ void Store(T* out, Index i, C (&v)[N], const typename Op::Final& final,
+                                        const Raw& raw) const {
+    span.Store(out, i, Result(v, final, raw, i));
+  }
+};
+
+}  // namespace jaxkern

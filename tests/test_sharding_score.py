@@ -1,0 +1,92 @@
+"""softmax of a score function on arrays spread over several devices; see test_sharding.py."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from sharding import mesh, messages, same, several
+
+import jaxkern
+
+SHAPE = (8, 4, 16, 32)
+
+
+def score(s, b, h, q, k, bias, slope, i, j):
+    s = jnp.tanh(s) * 2 + bias + slope * (k - q)
+    return jnp.where((i == j) & (k <= q + 20 + b), s + 0.1 * h, -jnp.inf)
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    real = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    ids = jnp.sort(jnp.asarray(rng.integers(0, 2, (8, 1, 1, 32)), jnp.int32))
+    return real(*SHAPE), real(*SHAPE), real(1, 4, 16, 32), real(1, 4, 1, 1) / 16, ids[..., :16].swapaxes(2, 3), ids
+
+
+def both(operation):
+    def run(x, g, bias, slope, *ids):
+        f = lambda x, bias, slope: getattr(jaxkern, operation)(x, score=score, score_args=[bias, slope, *ids])
+        y, pull = jax.vjp(f, x, bias, slope)
+        return y, pull(g)
+
+    return run
+
+
+def parts(spec, shapes):
+    return [P(*(axes if n == m else None for axes, n, m in zip(spec, shape, SHAPE))) for shape in shapes]
+
+
+@several
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize(
+    "spec",
+    [("r", "c", None, None), (None, None, ("r", "c"), None), ("r", None, None, "c"), (None, "c", None, "r")],
+    ids=str,
+)
+def test_indices_are_those_in_the_whole_array(kind, spec):
+    """Rows that are split exchange a few numbers; otherwise only the gradients of operands that broadcast are summed."""
+    grid, given = mesh(kind), arrays()
+    operation = "log_softmax" if spec[2] else "softmax"
+    wanted = jax.jit(both(operation))(*given)
+    split = [jax.device_put(a, NamedSharding(grid, s)) for a, s in zip(given, parts(spec, [a.shape for a in given]))]
+    with jax.set_mesh(grid):
+        compiled = jax.jit(both(operation)).lower(*split).compile()
+    same(compiled(*split), wanted, 2e-5)
+    sent = messages(compiled.as_text())
+    assert set(sent) <= {"all-reduce"}, dict(sent)
+    forward = jax.jit(lambda x, *args: getattr(jaxkern, operation)(x, score=score, score_args=args))
+    with jax.set_mesh(grid):
+        compiled = forward.lower(split[0], *split[2:]).compile()
+    assert set(messages(compiled.as_text())) <= ({"all-reduce"} if spec[3] else set())
+    same(compiled(split[0], *split[2:]), wanted[0], 2e-5)
+
+
+@several
+def test_parts_that_differ_in_size():
+    grid = mesh(names=("r",))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(11, 6)), jnp.float32)
+    f = lambda x: jaxkern.softmax(x, score=lambda s, i, j: jnp.where(j <= i, s * i, -jnp.inf))
+    spread = jax.jit(lambda x: f(jax.lax.with_sharding_constraint(x * 1, NamedSharding(grid, P("r")))))
+    same(spread(x), f(x))
+
+
+@several
+def test_in_shard_map():
+    """Indices are those in the part on one device."""
+    grid = mesh()
+    x, g, bias, *_ = arrays()
+    f = lambda t, x, bias: jaxkern.softmax(x, score=lambda s, b, h, q, k, c: s * t + c + 0.2 * q * b, score_args=[bias])
+    split = jax.shard_map(
+        f, mesh=grid, in_specs=(P(), P(None, "r", None, None), P()), out_specs=P(None, "r", None, None)
+    )
+    total = lambda f: jax.grad(lambda *a: jnp.sum(g * f(*a)), (0, 1, 2))(jnp.float32(0.5), x, bias[:, :1])
+
+    def plain(t, x, c):
+        b, q = (jax.lax.broadcasted_iota(jnp.float32, SHAPE, d) for d in (0, 2))
+        return jax.nn.softmax(x * t + c + 0.2 * q * b)
+
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), total(split), total(plain))
