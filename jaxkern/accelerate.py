@@ -10,6 +10,7 @@ import itertools
 import typing
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 

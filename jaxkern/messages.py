@@ -103,7 +103,7 @@ def _count(n, argument, index, name="Graph") -> int:
             raise TypeError(f"jaxkern.{name}: indices must be of an integer type, got {index.dtype}{list(index.shape)}")
         n = max(int(index.max()) + 1, 0) if index.size else 0
     try:
-        n = operator.index(n)
+        n = operator.index(n)  # pyright: ignore[reportArgumentType]
     except TypeError:
         raise TypeError(f"jaxkern.{name}: {argument} must be an int, known while tracing, got {n!r}") from None
     if not 0 <= n < 1 << 31:
