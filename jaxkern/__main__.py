@@ -295,7 +295,7 @@ def algorithm_of(operation, *sizes, **problem) -> str:
 
 def show_speed() -> None:
     # Larger than the caches, so that the copy is one of memory.
-    rows = 65536 if jax.default_backend() == "gpu" else 8192
+    rows = 65536 if jax.default_backend() == "gpu" else 2048
     print(
         f"\nmilliseconds a call on {jax.devices()[0].device_kind}, [{rows}, 2048]; the gradient reads two arrays, a reduction "
         "writes none"

@@ -90,6 +90,7 @@ def both(f):
 
 @pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("name, dtype", [("five", d) for d in FLOATS] + [("two", "float32"), ("two", "bfloat16")])
+@pytest.mark.sweep(5)
 def test_values_and_gradients(name, dtype, shapes, x64):
     arrays = random(SHAPES[shapes], dtype)
     f = FUNCTIONS[name]

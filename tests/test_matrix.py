@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import ON_GPU
 from jax import export, lax
 from jax.experimental import sparse
 from jax.sharding import PartitionSpec as P
@@ -408,10 +409,10 @@ def test_every_transformation(name, column, quick_compilation, x64):
 @pytest.mark.parametrize("name", [name for name in CASES if name not in THOROUGH])
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 def test_first_transformation_of_every_column(name, quick_compilation, x64):
-    check(
-        *case(name),
-        {f"{column}: {next(iter(runs))}": next(iter(runs.values())) for column, runs in TRANSFORMATIONS.items()},
-    )
+    """Without a GPU, of every third column: of the next ones for the next case."""
+    first, step = (0, 1) if ON_GPU else (list(CASES).index(name) % 3, 3)
+    columns = list(TRANSFORMATIONS.items())[first::step]
+    check(*case(name), {f"{column}: {next(iter(runs))}": next(iter(runs.values())) for column, runs in columns})
 
 
 # ---- the table

@@ -138,6 +138,7 @@ def to64(tree):
 
 @each
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.sweep(3)
 def test_values(op, name, dtype, x64):
     case, at, graph, operands = problem(op, name, dtype)
     found = jax.jit(lambda operands: call(op, case, graph, operands))(operands)
@@ -146,6 +147,7 @@ def test_values(op, name, dtype, x64):
 
 
 @each
+@pytest.mark.sweep(3)
 def test_gradients(op, name, x64):
     """By all operands, of float32; the cotangent of an empty row has no part in it."""
     case, at, graph, operands = problem(op, name, "float32")
