@@ -2,8 +2,8 @@
 
 `forward` is the sum of `silu(x) * w` over the edges into a node, x of the sender and w of the edge; `both` its gradients
 by x and by w for a cotangent, in one program. The graph is sorted once, outside the program, and the composition is told
-that receivers ascend. Sizes are those of ogbn-arxiv: 169 343 nodes and 1.17 M edges, with receivers from even to one that
-has half of all edges. The floor counts what must move: for each edge its row of x, its weight and its indices, and for
+that receivers ascend. The sizes are ogbn-arxiv's: 169 343 nodes and 1.17 M edges. Receivers are uniform, Zipf, or half of
+all edges end at one node. The floor counts what must move: for each edge its row of x, its weight and its indices, and for
 each node its result; a kernel may be faster, where the cache has rows that several edges read.
 """
 
@@ -182,7 +182,7 @@ def _function(cell: Cell, run: Any) -> Any:
 
 
 def programs(cell: Cell, tiers: bool) -> list[Program]:
-    """This library's fused program, XLA's, and that of this library's separate operations."""
+    """The fused program, XLA's composition, and the composition of this library's separate operations."""
     import jaxkern
 
     del tiers

@@ -683,12 +683,12 @@ def _has_features(walk, dims) -> bool:
 
 
 def _reached(nodes, root):
-    seen, todo = set(), [root]
-    while todo:
-        k = todo.pop()
+    seen, pending = set(), [root]
+    while pending:
+        k = pending.pop()
         if k not in seen:
             seen.add(k)
-            todo += nodes[k].operands
+            pending += nodes[k].operands
     return sorted(seen)
 
 

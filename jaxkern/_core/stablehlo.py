@@ -72,19 +72,19 @@ def is_pure(operation) -> bool:
 
 def gathers(ctx, value) -> bool:
     """Whether `value` is arithmetic on a gather, which XLA fuses with what consumes it."""
-    seen, todo = 0, [value]
-    while todo and seen < MOST:
-        operation = maker(todo.pop())
+    seen, pending = 0, [value]
+    while pending and seen < MOST:
+        operation = maker(pending.pop())
         seen += 1
         if operation is None:
             continue
         if operation.name == "stablehlo.gather":
             return True
         if operation.name == "func.call":
-            todo += _returned(ctx, operation)
-            todo += operation.operands
+            pending += _returned(ctx, operation)
+            pending += operation.operands
         elif operation.name in ELEMENTWISE or operation.name in MOVES:
-            todo += operation.operands
+            pending += operation.operands
     return False
 
 

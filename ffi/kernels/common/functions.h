@@ -1,8 +1,8 @@
 // The elementwise primitives of jax.lax as overloads in namespace jaxkern::lax, under the names that they have there:
 // what functors made of Python functions (jaxkern/_core/functor.py) call.
 //
-// Operands are float (which also holds values of 16-bit types), double, bool, and integers of 8 to 64 bits. Results are
-// those of XLA: integers wrap, division by zero gives -1 and the remainder the dividend, shifts by the width or more
+// Operands are float (which also holds values of 16-bit types), double, bool, and integers of 8 to 64 bits. Results
+// equal XLA's: integers wrap, division by zero gives -1 and the remainder the dividend, shifts by the width or more
 // give 0 or the sign, max and min return NaN if either operand is, and floating-point numbers convert to integers
 // towards zero, saturating, NaN to 0.
 //

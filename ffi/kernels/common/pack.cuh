@@ -225,7 +225,7 @@ template <class T, int N> __device__ __forceinline__ void StoreBack(T* p, const 
 // A row of `width` elements as aligned packs: pack p holds columns [p * N - shift, ... + N), where shift is the distance
 // of the row's first element from the preceding boundary of `grain` elements. The grain is 16 bytes or more: a warp whose
 // vectors start on 32 bytes writes whole sectors. All arrays of a call share the shift (else the plan uses N = 1).
-// `misalignment` is that of the arrays, in elements.
+// `misalignment`: elements from the preceding boundary of `grain` to the start of the arrays.
 //
 // Packs [head, Count()) hold elements of the row. The first and the last may be partial: only some of their elements belong
 // to the row. kRagged = false promises that no pack is partial, which makes the code shorter.

@@ -18,7 +18,7 @@
 //     WriteRow   the loss and the residuals, from the LossStat of the whole row
 //     Slope      maps a row's logits to their gradient
 //
-// The exponentials are those of common/exponential.cuh: relative to the largest logit, one ex2 each.
+// Exponentials (common/exponential.cuh) are relative to the largest logit and take one ex2 each.
 #pragma once
 
 #include "common/async.cuh"

@@ -1,8 +1,8 @@
 // What the message kernels share: the edges in an order, operands of a message, and vectors of features.
 //
 // A message is a function of scalars, called for every edge and every feature. Its operands are arrays of shape
-// [count, features...]; features broadcast. The kernels see the features as three dimensions, [outer, middle, inner],
-// of which an operand may lack any. Elements along `inner` are read as vectors of N.
+// [count, features...]; features broadcast. The kernels see the features as three dimensions, [outer, middle, inner];
+// an operand may lack any of them. Elements along `inner` are read as vectors of N.
 //
 // Edges are in the order of the rows that they belong to (jaxkern/_ops/messages/primitive.py):
 //

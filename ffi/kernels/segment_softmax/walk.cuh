@@ -141,7 +141,7 @@ template <class Op, int N, int kParts> __global__ void __launch_bounds__(kWalkTh
   };
 
   // A bit for each tile of this warp to work on, every groups-th one, since those of a long run are neighbours.
-  uint32_t todo = 1;
+  uint32_t pending = 1;
   if (s.rewrites) {
     const uint32_t tile = group + lane * groups, begin = tile * places, end = begin + places;
     bool some = false;
@@ -150,11 +150,11 @@ template <class Op, int N, int kParts> __global__ void __launch_bounds__(kWalkTh
       some = last < run.dropped && end < run.positions && run.Key(end) == last && GoesOnLong(run, end, last);
       some = some || (begin > 0 && head < run.dropped && run.Key(begin - 1) == head && ComesInLong(run, begin, head));
     }
-    todo = __ballot_sync(~0u, some);
+    pending = __ballot_sync(~0u, some);
   }
 #pragma unroll 1
-  for (; todo; todo &= todo - 1) {
-    const uint32_t tile = group + (__ffs(todo) - 1) * groups, begin = tile * places;
+  for (; pending; pending &= pending - 1) {
+    const uint32_t tile = group + (__ffs(pending) - 1) * groups, begin = tile * places;
     const uint32_t end = min(begin + places, run.positions);
     KeyWindow window(run, begin);
     uint32_t first = begin, stop;
