@@ -68,7 +68,7 @@ template <class C> __device__ __forceinline__ C BlockMax(C max) {
 
 // Blocks of 128 threads per multiprocessor; 12 where 40 registers per thread are enough.
 template <class Op, class RowOf, int kPacks> constexpr int kMinGroupBlocks =
-    kPacks == 1 && Op::kInputs == 1 && sizeof(typename Op::T) == 2 ? 12 : RowOf::kGroupBlocks;
+    kPacks == 1 && Op::kInputs == 1 && sizeof(typename Op::T) == 2 ? 12 : RowOf::GroupBlocks(kPacks);
 
 // RowOf: a SoftmaxRow or a class with its interface.
 template <class Op, class RowOf, int kLanes, int kPacks, int kRows>
