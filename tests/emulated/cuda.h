@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 #include <ucontext.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -19,6 +20,8 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __shared__ static
+#define JAXKERN_EMULATED
+#define JAXKERN_DYNAMIC_SHARED(name) alignas(128) static char name[227 * 1024]
 
 namespace emulated {
 
