@@ -36,7 +36,7 @@ def _backward(active, params, kept, cotangents):
     scale = [named["scale"]] if "scale" in named else []
     of = {k: params[k] for k in ("operation", "eps", "tier")}
     ds, *rest = bind(norm_grad_p, s, *cotangents, *scale, extras=extras, sums=sums, **of)
-    found = {None: ds, "residual": ds, **dict(zip([k for k, d in zip(("scale", "bias"), sums) if d], rest))}
+    found = {None: ds, "residual": ds, **dict(zip([k for k, d in zip(("scale", "bias"), sums) if d is not None], rest))}
     split = lambda name: validate.split_like(found[name], jax.typeof(named[name])) if name else ds
     return (tuple(split(name) if name in found else None for name in names),)
 

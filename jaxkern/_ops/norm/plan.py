@@ -189,7 +189,8 @@ def _registers(n: _Norm, algorithm: str) -> tuple[list[Launch], int]:
     stage = packs * _stage_bytes(p, 1, threads) // (p.vector // p.pack)
     sums = threads // group * p.width * _ITEMSIZE[p.computing]  # of all groups, at the end
     room = min(3 * n.device.shared_memory // 4, n.device.shared_memory - 4096)  # the rest caches scale
-    resident = max(1, min(65536 // ((48 + words) * threads), _RESIDENT_THREADS // threads, room // (2 * stage)))
+    registers = 48 + words + 8 * (packs * p.pack > p.vector)  # per thread, without spills
+    resident = max(1, min(65536 // (registers * threads), _RESIDENT_THREADS // threads, room // (2 * stage)))
     stages = max(2, min(_STAGES, room // resident // stage))
     blocks = min(ceil_div(p.rows, threads // group), n.device.sm_count * resident)
     options = f"{lanes}, {packs}, {threads}, {stages}, {whole}, {resident}"

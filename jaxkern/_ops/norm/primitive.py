@@ -90,7 +90,9 @@ def _grad_batch(prim, operands, dims, **params):
         return _batch_reference(reference.norm_grad, operands, dims, params)
     rows = _leading(operands[:wide], dims[:wide])
     ys = bind(prim, *rows, *operands[wide:], **(params | {"sums": (None, None)}))
-    sums = [] if params["sums"] == (None, None) else _batch_reference(reference.norm_grad, operands, dims, params)[0][1:]
+    # Comparing dtypes with None will not do: NumPy reads it as float64.
+    some = any(d is not None for d in params["sums"])
+    sums = _batch_reference(reference.norm_grad, operands, dims, params)[0][1:] if some else []
     return [*ys, *sums], [0] * (1 + len(sums))
 
 
@@ -111,11 +113,11 @@ def _partition(f, prim, ctx, operands, params):
         compute = functools.partial(f, over=over["row"]) if over["row"] else prim.bind
         if "sums" not in params:
             return compute(*parts, **params)
-        wide = tuple(d and reference.computing(parts[0].dtype) for d in params["sums"])
+        wide = tuple(None if d is None else reference.computing(parts[0].dtype) for d in params["sums"])
         ds, *sums = compute(*parts, **(params | {"sums": wide}))
         rows = tuple(axis for name in full[:-1] for axis in over[name])
         sums = lax.psum(sums, rows) if rows else sums
-        return [ds, *(a.astype(d) for a, d in zip(sums, filter(None, params["sums"])))]
+        return [ds, *(a.astype(d) for a, d in zip(sums, (d for d in params["sums"] if d is not None)))]
 
     return partition.lower(ctx, prim, operands, params, dims, shard, exact={"row"})
 

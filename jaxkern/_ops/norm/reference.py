@@ -107,8 +107,7 @@ def masked(x, where, residual, scale, bias, *, operation, eps, dtype):
 
     A row without such elements is 0 before bias is added.
     """
-    s = summed(x, residual)
-    wide = s.astype(computing(s.dtype))
+    s = wide = summed(x, residual).astype(computing(x.dtype))  # cotangents of both results are added in this type
     count = jnp.sum(jnp.broadcast_to(where, x.shape), -1, keepdims=True, dtype=wide.dtype)
     each = 1 / jnp.maximum(count, 1)
     total = lambda a: jnp.sum(jnp.where(where, a, 0), -1, keepdims=True)
@@ -119,4 +118,4 @@ def masked(x, where, residual, scale, bias, *, operation, eps, dtype):
         y = y * scale.astype(y.dtype)
     if bias is not None:
         y = y + bias.astype(y.dtype)
-    return [y.astype(dtype), *([] if residual is None else [s])]
+    return [y.astype(dtype), *([] if residual is None else [s.astype(x.dtype)])]
