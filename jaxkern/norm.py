@@ -47,8 +47,8 @@ def rms_norm(
 
     Returns:
         Array of the shape of `x`; with `residual` a pair, that array and x + residual. Bitwise reproducible, and so are
-        the gradients. A row with NaN or an infinity contains NaN. Squares are divided by the width before they are
-        added: float32 values up to 1.8e19 do not overflow.
+        the gradients. A row with NaN or an infinity contains NaN. Kernels divide squares by the width before they add
+        them, so that float32 values up to 1.8e19 do not overflow; elsewhere a row is 0 if its sum of squares does.
 
     Raises:
         TypeError: an array is complex or not an array; `residual` has another dtype than `x`; `where` is not boolean;

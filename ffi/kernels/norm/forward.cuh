@@ -17,8 +17,11 @@
 namespace jaxkern {
 
 // Blocks per multiprocessor that leave enough registers for `words` words of a row in each thread.
-template <int kThreads, int kWords> constexpr int kNormBlocks =
-    std::max((kWords <= 8 ? 1536 : kWords <= 32 ? 1024 : 512) / kThreads, 1);
+template <int kThreads, int kWords> constexpr int kNormBlocks = std::max((kWords <= 8    ? 1536
+                                                                          : kWords <= 32 ? 1024
+                                                                                         : 512) /
+                                                                             kThreads,
+                                                                         1);
 
 template <class Op, int N, int kLanes, int kPacks, int kRows, int kThreads, bool kWhole>
 __global__ void __launch_bounds__(

@@ -56,8 +56,8 @@ template <class T_, class O_, class P_, int kFlags> struct Norm {
   static constexpr bool kScaleSum = kFlags & kNormScaleSum;
 };
 
-template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadPack(const void* array, int64_t at,
-                                                                         ReadPolicy policy) {
+template <class T, int N>
+__device__ __forceinline__ Pack<T, N> LoadPack(const void* array, int64_t at, ReadPolicy policy) {
   const T* const p = static_cast<const T*>(array) + at;
   if constexpr (N * sizeof(T) == 4) {
     Pack<T, N> pack;
@@ -75,8 +75,8 @@ template <class T, int N> __device__ __forceinline__ void StorePack(void* array,
 }
 
 // Elements [at, at + N) of scale or bias, which every row reads again.
-template <class P, int N, class C> __device__ __forceinline__ void LoadParameters(const void* array, int64_t at,
-                                                                                  C (&out)[N]) {
+template <class P, int N, class C>
+__device__ __forceinline__ void LoadParameters(const void* array, int64_t at, C (&out)[N]) {
   constexpr int kEach = N * sizeof(P) > 16 ? 16 / sizeof(P) : N;
   const P* const p = static_cast<const P*>(array) + at;
 #pragma unroll

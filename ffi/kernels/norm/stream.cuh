@@ -36,8 +36,9 @@ template <class T, int N, class F> __device__ __forceinline__ void EachPack(cons
 }
 
 // Mean and rstd of a row, of which load(column, v) reads a pack; the whole block takes part.
-template <class Op, int N, class Load> __device__ __forceinline__ void RowStats(
-    const NormParams& p, const Load& load, typename Op::C* mean, typename Op::C* rstd) {
+template <class Op, int N, class Load> __device__ __forceinline__ void RowStats(const NormParams& p, const Load& load,
+                                                                                typename Op::C* mean,
+                                                                                typename Op::C* rstd) {
   using C = typename Op::C;
   constexpr int kWarps = kNormStreamThreads / kWarp;
   __shared__ C room[2][kWarps][1];

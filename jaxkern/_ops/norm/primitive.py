@@ -10,7 +10,8 @@ cotangent sum_g of s) and scale, of norm_jvp_p residual (whether ds is returned)
 `sums` the types of dscale and dbias, each None if there is no such array.
 
 Rows that are split over devices are normalised by XLA's operations and a message or two of a number per row; split
-otherwise, each device runs the kernel on its rows, and the sums over rows are added.
+otherwise, each device runs the kernel on its rows, and the sums over rows are added. Rows that do not divide evenly are
+gathered for these sums.
 """
 
 import functools
@@ -67,7 +68,9 @@ def _jvp_shape(s, *rest, operation, extras, eps, dtype, sums, tier):
 def _leading(operands, dims):
     """The operands with the batch as their first dimension."""
     size = next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
-    return [jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)]
+    return [
+        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)
+    ]
 
 
 def _batch_reference(f, operands, dims, params):
@@ -119,7 +122,9 @@ def _partition(f, prim, ctx, operands, params):
         sums = lax.psum(sums, rows) if rows else sums
         return [ds, *(a.astype(d) for a, d in zip(sums, (d for d in params["sums"] if d is not None)))]
 
-    return partition.lower(ctx, prim, operands, params, dims, shard, exact={"row"})
+    # Rows that are added at the end to divide them evenly would count in the sums over rows.
+    summed = any(d is not None for d in params.get("sums", ()))
+    return partition.lower(ctx, prim, operands, params, dims, shard, exact=set(full) if summed else {"row"})
 
 
 def _primitive(name, shape, batch, f, launches=None):
