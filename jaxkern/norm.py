@@ -15,7 +15,7 @@ from jaxkern._core.algorithms import forced
 from jaxkern._core.primitive import bind
 from jaxkern._core.validate import Axis
 from jaxkern._ops.norm import derivatives, reference  # noqa: F401  derivatives are registered
-from jaxkern._ops.norm.primitive import norm_p
+from jaxkern._ops.norm.primitive import PRIMITIVES
 
 
 def rms_norm(
@@ -156,7 +156,7 @@ def _norm(x, scale, bias, residual, where, *, name, axis, eps, dtype, tier):
         ys = reference.masked(flat(x), where, operation=name, eps=eps, dtype=dtype, **rest)
     else:
         params = {"operation": name, "extras": " ".join(given), "eps": eps, "dtype": dtype, "tier": tier}
-        ys = bind(norm_p, flat(x), *given.values(), **params)
+        ys = bind(PRIMITIVES[name].forward, flat(x), *given.values(), **params)
     return [_restored(y, x, order, len(axes)) for y in ys]
 
 

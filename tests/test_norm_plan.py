@@ -63,7 +63,7 @@ def test_every_problem_has_a_plan(dtype, on):
             for algorithm in plan.ALGORITHMS:
                 kinds = dict(scale="scale" in extras, bias="bias" in extras, residual="residual" in extras)
                 more = dict(backward=backward, scale_sum=backward and "scale" in extras)
-                if tiers.fits(name, algorithm, *shape, dtype, dtype, device=on, **kinds, **more):
+                if tiers.fits(name, algorithm, *shape, 1, dtype, dtype, device=on, **kinds, **more):
                     other, *_ = found(name, shape, dtype, extras, backward, on, tier=algorithm)
                     assert other is None or other.algorithm == algorithm
                     if other is not None:
@@ -109,7 +109,7 @@ def check_coverage(chosen, shape, dtype, extras, backward, on):
 
 def test_algorithms():
     choose = functools.partial(tiers.choose, device=device.H200)
-    assert [choose("rms_norm", 8192, n, "bfloat16") for n in (128, 512, 4096, 65536)] == list(plan.ALGORITHMS)
+    assert [choose("rms_norm", 8192, n, dtype="bfloat16") for n in (128, 512, 4096, 65536)] == list(plan.ALGORITHMS)
     assert choose("layer_norm", 8192, 8192, backward=True, scale_sum=True, bias=True) == "block"
     assert "rms_norm" in tiers.operations() and tiers.algorithms("layer_norm") == plan.ALGORITHMS
 

@@ -13,17 +13,19 @@ from jaxkern._core import compat, validate
 from jaxkern._core.autodiff import defvjp
 from jaxkern._core.primitive import bind
 from jaxkern._ops.norm import reference
-from jaxkern._ops.norm.primitive import norm_grad_p, norm_jvp_p, norm_p
+from jaxkern._ops.norm.primitive import PRIMITIVES
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _norm(operands, active, params):
-    return bind(norm_p, *operands, **dict(params))
+    params = dict(params)
+    return bind(PRIMITIVES[params["operation"]].forward, *operands, **params)
 
 
 def _forward(operands, active, params):
-    results = bind(norm_p, *operands, **dict(params))
-    named = dict(zip(dict(params)["extras"].split(), operands[1:]))
+    params = dict(params)
+    named = dict(zip(params["extras"].split(), operands[1:]))
+    results = bind(PRIMITIVES[params["operation"]].forward, *operands, **params)
     return results, (results[-1] if "residual" in named else operands[0], named)
 
 
@@ -35,20 +37,13 @@ def _backward(active, params, kept, cotangents):
     extras = " ".join(name for name in ("residual", "scale") if name in named)
     scale = [named["scale"]] if "scale" in named else []
     of = {k: params[k] for k in ("operation", "eps", "tier")}
-    ds, *rest = bind(norm_grad_p, s, *cotangents, *scale, extras=extras, sums=sums, **of)
+    ds, *rest = bind(PRIMITIVES[params["operation"]].grad, s, *cotangents, *scale, extras=extras, sums=sums, **of)
     found = {None: ds, "residual": ds, **dict(zip([k for k, d in zip(("scale", "bias"), sums) if d is not None], rest))}
     split = lambda name: validate.split_like(found[name], jax.typeof(named[name])) if name else ds
     return (tuple(split(name) if name in found else None for name in names),)
 
 
 _norm.defvjp(_forward, _backward)
-defvjp(
-    norm_p,
-    lambda *operands, active, **params: _norm(operands, active, tuple(params.items())),
-    differentiable=(0, 1, 2, 3),
-    tell_active=True,
-)
-
 
 def _defmultilinear(prim, f, linear, transpose):
     """Derivatives of `prim`, which is linear in its operands at the positions `linear(params)`, and whose reference is f.
@@ -106,7 +101,7 @@ def _grad_linear(params):
 def _grad_transpose(operands, cotangents, params):
     scale = operands[len(_grad_linear(params)) + 1 :]
     dtype = (operands[1].aval if ad.is_undefined_primal(operands[1]) else operands[1]).dtype
-    return bind(norm_jvp_p, operands[0], *scale, *cotangents, dtype=dtype, **params)
+    return bind(PRIMITIVES[params["operation"]].jvp, operands[0], *scale, *cotangents, dtype=dtype, **params)
 
 
 def _jvp_linear(params):
@@ -117,8 +112,15 @@ def _jvp_linear(params):
 def _jvp_transpose(operands, cotangents, params):
     scale = operands[1 : _jvp_linear(params)[0]]
     params = {k: v for k, v in params.items() if k != "dtype"}
-    return bind(norm_grad_p, operands[0], *cotangents, *scale, **params)
+    return bind(PRIMITIVES[params["operation"]].grad, operands[0], *cotangents, *scale, **params)
 
 
-_defmultilinear(norm_grad_p, reference.norm_grad, _grad_linear, _grad_transpose)
-_defmultilinear(norm_jvp_p, reference.norm_jvp, _jvp_linear, _jvp_transpose)
+for _primitives in PRIMITIVES.values():
+    defvjp(
+        _primitives.forward,
+        lambda *operands, active, **params: _norm(operands, active, tuple(params.items())),
+        differentiable=(0, 1, 2, 3),
+        tell_active=True,
+    )
+    _defmultilinear(_primitives.grad, reference.norm_grad, _grad_linear, _grad_transpose)
+    _defmultilinear(_primitives.jvp, reference.norm_jvp, _jvp_linear, _jvp_transpose)

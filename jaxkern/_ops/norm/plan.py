@@ -35,12 +35,14 @@ _MOST_GRID_X = 2**31 - 1
 class Problem(typing.NamedTuple):
     """Rows of `width` elements.
 
+    inner: elements behind the axis, which is then moved to the end, so that there are `inner` times as many rows.
     out_dtype: of the result and its cotangent, if not that of x. backward: then `scale_sum` and `bias` say whether the
     gradients of scale and bias are computed.
     """
 
     rows: int
     width: int
+    inner: int = 1
     dtype: str = "float32"
     out_dtype: str = ""
     centre: bool = False
@@ -245,7 +247,7 @@ def norm_grad(device, operands, results, *, operation, extras, eps, sums, tier) 
 def _problem(x, y, operation, names, bias) -> Problem:
     kinds = {"centre": operation == "layer_norm", "scale": "scale" in names, "bias": bias}
     rows, width = math.prod(x.shape[:-1]), x.shape[-1]
-    return Problem(rows, width, x.dtype.name, y.dtype.name, residual="residual" in names, **kinds)
+    return Problem(rows, width, 1, x.dtype.name, y.dtype.name, residual="residual" in names, **kinds)
 
 
 def _plan(p, device, operation, parameters, gradients, arrays, eps, tier) -> Plan | None:

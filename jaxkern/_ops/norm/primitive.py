@@ -1,12 +1,12 @@
 """The primitives of RMSNorm and LayerNorm: shapes, batching, partitioning.
 
-    norm_p         (x[, residual][, scale][, bias])           -> y[, s], where s = x + residual
-    norm_grad_p    (s, g[, sum_g][, scale])                   -> ds[, dscale][, dbias]
-    norm_jvp_p     (s[, scale], ds[, dscale][, dbias])        -> dy[, ds]: the transpose of norm_grad_p; left to XLA
+    forward    (x[, residual][, scale][, bias])           -> y[, s], where s = x + residual
+    grad       (s, g[, sum_g][, scale])                   -> ds[, dscale][, dbias]
+    jvp        (s[, scale], ds[, dscale][, dbias])        -> dy[, ds]: the transpose of the gradient; left to XLA
 
-Rows lie along the last axis of x; scale and bias are vectors of a row's width. `operation` is "rms_norm" or
-"layer_norm". `extras` names the optional operands: residual, scale, bias, in this order; of the gradient residual (the
-cotangent sum_g of s) and scale, of norm_jvp_p residual (whether ds is returned) and scale. `dtype` is the type of y, and
+each for both operations, which `operation` names: PRIMITIVES["rms_norm"].grad. Rows lie along the last axis of x; scale
+and bias are vectors of a row's width. `extras` names the optional operands: residual, scale, bias, in this order; of the gradient residual (the
+cotangent sum_g of s) and scale, of the jvp residual (whether ds is returned) and scale. `dtype` is the type of y, and
 `sums` the types of dscale and dbias, each None if there is no such array.
 
 Rows that are split over devices are normalised by XLA's operations and a message or two of a number per row; split
@@ -15,10 +15,12 @@ gathered for these sums.
 """
 
 import functools
+import typing
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkern._core import algorithms, define, partition, validate
@@ -45,20 +47,20 @@ def _vector(x, dtype):
 
 def _norm_shape(x, *rest, operation, extras, eps, dtype, tier):
     residual = extras.split().count("residual")
-    _check("jaxkern_norm", x, rest[:residual], rest[residual:])
+    _check(f"jaxkern_{operation}", x, rest[:residual], rest[residual:])
     return [x.update(dtype=dtype, weak_type=False), *[x.update(weak_type=False)] * residual]
 
 
 def _grad_shape(s, g, *rest, operation, extras, eps, sums, tier):
     residual = extras.split().count("residual")
-    _check("jaxkern_norm_grad", s, (g, *rest[:residual]), rest[residual:])
+    _check(f"jaxkern_{operation}_grad", s, (g, *rest[:residual]), rest[residual:])
     return [s.update(weak_type=False), *(_vector(s, d) for d in sums if d is not None)]
 
 
 def _jvp_shape(s, *rest, operation, extras, eps, dtype, sums, tier):
     names = extras.split()
     scale = names.count("scale")
-    _check("jaxkern_norm_jvp", s, rest[scale : scale + 1], rest[:scale] + rest[scale + 1 :])
+    _check(f"jaxkern_{operation}_jvp", s, rest[scale : scale + 1], rest[:scale] + rest[scale + 1 :])
     return [s.update(dtype=dtype, weak_type=False), *[s.update(weak_type=False)] * names.count("residual")]
 
 
@@ -139,6 +141,19 @@ def _primitive(name, shape, batch, f, launches=None):
     )
 
 
-norm_p = _primitive("norm", _norm_shape, _norm_batch, reference.norm, plan.norm)
-norm_grad_p = _primitive("norm_grad", _grad_shape, _grad_batch, reference.norm_grad, plan.norm_grad)
-norm_jvp_p = _primitive("norm_jvp", _jvp_shape, _jvp_batch, reference.norm_jvp)
+class Primitives(typing.NamedTuple):
+    """The primitives of an operation."""
+
+    forward: Primitive
+    grad: Primitive
+    jvp: Primitive
+
+
+PRIMITIVES = {
+    name: Primitives(
+        _primitive(name, _norm_shape, _norm_batch, reference.norm, plan.norm),
+        _primitive(f"{name}_grad", _grad_shape, _grad_batch, reference.norm_grad, plan.norm_grad),
+        _primitive(f"{name}_jvp", _jvp_shape, _jvp_batch, reference.norm_jvp),
+    )
+    for name in ("rms_norm", "layer_norm")
+}
