@@ -45,6 +45,7 @@ def _backward(active, params, kept, cotangents):
 
 _norm.defvjp(_forward, _backward)
 
+
 def _defmultilinear(prim, f, linear, transpose):
     """Derivatives of `prim`, which is linear in its operands at the positions `linear(params)`, and whose reference is f.
 
