@@ -96,7 +96,7 @@ def check_coverage(chosen, shape, dtype, extras, backward, on):
     declared, stages, resident = rest
     inputs = 2 + ("residual" in extras)
     assert declared == threads and stages >= 2
-    assert step.shared >= stages * packs * threads * inputs * max(4, pack * itemsize)
+    assert step.shared >= stages * inputs * itemsize * (threads // group) * width
     compute = 8 if dtype == "float64" else 4
     if threads > group:
         assert step.shared >= threads // group * width * compute

@@ -105,6 +105,7 @@ inline double __hiloint2double(int high, int low) {
 }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline void __syncthreads() { emulated::Wait(); }
+inline void __syncwarp() { emulated::Wait(); }
 template <class T> T __shfl_xor_sync(unsigned, T x, int lane) {
   const unsigned own = emulated::current;
   memcpy(&emulated::exchanged[own], &x, sizeof x);

@@ -338,6 +338,12 @@ template <int kBytes> __device__ __forceinline__ void CopyAsync(void* shared, co
   else asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(global) : "memory");
 }
 
+// Copies 16 bytes, of which only the first `bytes` are read; the others become 0.
+__device__ __forceinline__ void CopyAsyncFront(void* shared, const void* global, int bytes) {
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
+}
+
 // Waits for the copies of this thread. A barrier must follow before a thread reads what others have copied.
 __device__ __forceinline__ void WaitForCopies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
@@ -351,6 +357,10 @@ template <int kPending> __device__ __forceinline__ void WaitForCopyGroups() {
 
 template <int kBytes> __device__ __forceinline__ void CopyAsync(void* shared, const void* global) {
   memcpy(shared, global, kBytes);
+}
+__device__ __forceinline__ void CopyAsyncFront(void* shared, const void* global, int bytes) {
+  memset(shared, 0, 16);
+  memcpy(shared, global, bytes);
 }
 __device__ __forceinline__ void WaitForCopies() {}
 __device__ __forceinline__ void CommitCopies() {}

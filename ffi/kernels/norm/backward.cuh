@@ -4,10 +4,13 @@
 //     NormSums<C, S>                                                                  over the blocks: dscale, dbias
 //
 // The threads that own a row are those of forward.cuh. `blocks` blocks walk over the rows: group k of block b has the rows
-// b * groups + k, + blocks * groups, ... . A thread copies its packs of the next kStages rows to slots in shared memory
-// that no other thread touches, asynchronously, and reads each row there; that needs neither registers nor barriers. The
-// sums over rows stay in registers: a thread always has the same columns. At the end the groups of a block are added in
-// order, and NormSums adds the blocks in order, so that results are reproducible.
+// b * groups + k, + blocks * groups, ... . The sums over rows stay in registers: a thread always has the same columns. At
+// the end the groups of a block are added in order, and NormSums adds the blocks in order: results are reproducible.
+//
+// Rows are copied to kStages slots of shared memory asynchronously and are read there, which needs no registers. A thread
+// copies the packs that it reads itself, into room that no other thread touches; that needs no barriers. Packs of two
+// bytes cannot be copied so: then (`shifted`) the threads of a row copy the 16-byte vectors that it touches, and wait for
+// each other.
 //
 // Every element of s, g and sum_g is read once from memory, and dx written once. The statistics are computed again:
 // nothing else must be kept from the forward pass.
@@ -17,9 +20,46 @@
 
 namespace jaxkern {
 
-template <class T, int N> __device__ __forceinline__ void CopyPack(Pack<T, N>* to, const void* array, int64_t at) {
-  CopyAsync<N * sizeof(T)>(to, static_cast<const T*>(array) + at);
-}
+// The slots of one array: kStages rows for each group of kGroup threads.
+template <class T, int N, int kGroup, int kPacks, int kThreads, int kStages, bool kShifted> struct NormSlots {
+  static constexpr int kGroups = kThreads / kGroup, kEach = kVector<T>;
+  char* room;
+  const T* array;
+  int64_t size;  // elements of the array
+  int width, lane, group;
+
+  // Bytes of a row's vectors at any alignment; of a stage.
+  __device__ __forceinline__ int RowBytes() const { return 16 * ((width + kEach - 1) / kEach + 1); }
+  __device__ __forceinline__ int StageBytes() const {
+    return kShifted ? kGroups * RowBytes() : kPacks * kThreads * static_cast<int>(sizeof(Pack<T, N>));
+  }
+  __device__ __forceinline__ Pack<T, N>* Own(int stage, int i) const {
+    return reinterpret_cast<Pack<T, N>*>(room + stage * StageBytes()) + i * kThreads + threadIdx.x;
+  }
+
+  // Copies pack i of the thread, which exists; if kShifted, the whole row.
+  __device__ __forceinline__ void Fetch(int stage, int64_t row, int i) const {
+    const int64_t first = row * width;
+    if constexpr (kShifted) {
+      const int64_t begin = first / kEach, end = (first + width + kEach - 1) / kEach;
+      char* const to = room + stage * StageBytes() + group * RowBytes();
+      for (int v = lane; v < end - begin; v += kGroup) {
+        const int64_t at = (begin + v) * kEach;
+        CopyAsyncFront(to + 16 * v, array + at, static_cast<int>(min(size - at, int64_t{kEach})) * sizeof(T));
+      }
+    } else {
+      CopyAsync<N * sizeof(T)>(Own(stage, i), array + first + (lane + i * kGroup) * N);
+    }
+  }
+  __device__ __forceinline__ Pack<T, N> Read(int stage, int64_t row, int i) const {
+    if constexpr (kShifted) {
+      const T* const from = reinterpret_cast<const T*>(room + stage * StageBytes() + group * RowBytes());
+      return Filled<T, N>(from[static_cast<int>(row * width % kEach) + lane + i * kGroup]);
+    } else {
+      return *Own(stage, i);
+    }
+  }
+};
 
 template <class Op, int N, int kLanes, int kPacks, int kThreads, int kStages, bool kWhole, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks) NormBackward(const __grid_constant__ NormParams p) {
@@ -28,61 +68,44 @@ __global__ void __launch_bounds__(kThreads, kBlocks) NormBackward(const __grid_c
   using P = typename Op::P;
   using C = typename Op::C;
   constexpr int kGroup = kLanes == 0 ? kThreads : kLanes, kGroups = kThreads / kGroup;
-  constexpr int kSlots = kStages * kPacks * kThreads, kSums = 2 + 2 * Op::kCentre;
+  constexpr int kSums = 2 + 2 * Op::kCentre;
+  constexpr bool kShifted = N * (sizeof(T) < sizeof(O) ? sizeof(T) : sizeof(O)) < 4;
   __shared__ C room_of_mean[kThreads / kWarp][1], room[2][kThreads / kWarp][kSums];
   JAXKERN_DYNAMIC_SHARED(shared);
-  auto* const xs = reinterpret_cast<Pack<T, N>*>(shared);  // [kStages][kPacks][kThreads]
-  auto* const gs = reinterpret_cast<Pack<O, N>*>(xs + kSlots);
-  auto* const rs = reinterpret_cast<Pack<T, N>*>(gs + kSlots);
 
   const int lane = threadIdx.x % kGroup, group = threadIdx.x / kGroup;
   const int width = static_cast<int>(p.width), packs = width / N;
-  const int64_t step = static_cast<int64_t>(p.blocks) * kGroups;
+  const int64_t step = static_cast<int64_t>(p.blocks) * kGroups, size = p.rows * width;
+  NormSlots<T, N, kGroup, kPacks, kThreads, kStages, kShifted> x, r;
+  NormSlots<O, N, kGroup, kPacks, kThreads, kStages, kShifted> g;
+  x = {shared, static_cast<const T*>(p.x), size, width, lane, group};
+  g = {shared + kStages * x.StageBytes(), static_cast<const O*>(p.g), size, width, lane, group};
+  r = {g.room + kStages * g.StageBytes(), static_cast<const T*>(p.residual), size, width, lane, group};
   const auto has = [&](int i) { return kWhole || lane + i * kGroup < packs; };
-  const auto at = [&](int64_t row, int i) { return row * width + (lane + i * kGroup) * N; };
-  const auto slot = [&](int stage, int i) { return (stage * kPacks + i) * kThreads + static_cast<int>(threadIdx.x); };
   const auto fetch = [&](int stage, int64_t row) {
-    constexpr int kBytes = N * (sizeof(T) < sizeof(O) ? sizeof(T) : sizeof(O));
-    if constexpr (kBytes >= 4) {
 #pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        if (row >= p.rows || !has(i)) continue;
-        CopyPack(&xs[slot(stage, i)], p.x, at(row, i));
-        CopyPack(&gs[slot(stage, i)], p.g, at(row, i));
-        if constexpr (Op::kResidual) CopyPack(&rs[slot(stage, i)], p.residual, at(row, i));
-      }
-      CommitCopies();
-    } else {  // two bytes cannot be copied asynchronously
-      const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
-      Pack<T, N> x[kPacks], r[kPacks];
-      Pack<O, N> g[kPacks];
-#pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        if (row >= p.rows || !has(i)) continue;
-        x[i] = LoadPack<T, N>(p.x, at(row, i), policy);
-        g[i] = LoadPack<O, N>(p.g, at(row, i), policy);
-        if constexpr (Op::kResidual) r[i] = LoadPack<T, N>(p.residual, at(row, i), policy);
-      }
-#pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        if (row >= p.rows || !has(i)) continue;
-        xs[slot(stage, i)] = x[i];
-        gs[slot(stage, i)] = g[i];
-        if constexpr (Op::kResidual) rs[slot(stage, i)] = r[i];
-      }
+    for (int i = 0; i < (kShifted ? 1 : kPacks); ++i) {
+      if (row >= p.rows || !(kShifted || has(i))) continue;
+      x.Fetch(stage, row, i);
+      g.Fetch(stage, row, i);
+      if constexpr (Op::kResidual) r.Fetch(stage, row, i);
     }
+    CommitCopies();
   };
 
   const C each = C(1) / static_cast<C>(width);
   C dscale[kPacks][N] = {}, dbias[kPacks][N] = {};
   int64_t base = static_cast<int64_t>(blockIdx.x) * kGroups;
 #pragma unroll
-  for (int s = 0; s < kStages; ++s) fetch(s, base + group + s * step);
+  for (int s = 0; s + 1 < kStages; ++s) fetch(s, base + group + s * step);
   int stage = 0, turn = 0;
   for (; base < p.rows; base += step) {  // as often for all groups, which reduce together
     const int64_t row = base + group;
     const bool live = row < p.rows;
-    WaitForCopyGroups<kStages - 1>();
+    WaitForCopyGroups<kStages - 2>();
+    if constexpr (kShifted && kLanes == 0) __syncthreads();
+    else if constexpr (kShifted) __syncwarp();
+    fetch(stage == 0 ? kStages - 1 : stage - 1, row + (kStages - 1) * step);  // where the row before has been read
 
     C mean = 0;
     if constexpr (Op::kCentre) {
@@ -91,26 +114,26 @@ __global__ void __launch_bounds__(kThreads, kBlocks) NormBackward(const __grid_c
       for (int i = 0; i < kPacks; ++i) {
         if (!(live && has(i))) continue;
         C v[N];
-        Unpack(xs[slot(stage, i)], v);
+        Unpack(x.Read(stage, row, i), v);
         total[0] += Fold(v, SumOf());
       }
       RowSums<kLanes, kThreads>(total, room_of_mean);
       mean = total[0] * each;
     }
     // h = g * scale of pack i
-    const auto gradient = [&](int i, C(&g)[N], C(&h)[N]) {
-      Unpack(gs[slot(stage, i)], g);
+    const auto gradient = [&](int i, C(&own)[N], C(&h)[N]) {
+      Unpack(g.Read(stage, row, i), own);
       if constexpr (Op::kScale) LoadParameters<P, N>(p.scale, (lane + i * kGroup) * N, h);
 #pragma unroll
-      for (int j = 0; j < N; ++j) h[j] = Op::kScale ? g[j] * h[j] : g[j];
+      for (int j = 0; j < N; ++j) h[j] = Op::kScale ? own[j] * h[j] : own[j];
     };
     C sums[kSums] = {};  // of squares, h * (s - mean), s - mean and h
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       if (!(live && has(i))) continue;
-      C v[N], g[N], h[N], product[N];
-      Unpack(xs[slot(stage, i)], v);
-      gradient(i, g, h);
+      C v[N], own[N], h[N], product[N];
+      Unpack(x.Read(stage, row, i), v);
+      gradient(i, own, h);
       if constexpr (Op::kCentre) {
         sums[3] += Fold(h, SumOf());
 #pragma unroll
@@ -140,23 +163,22 @@ __global__ void __launch_bounds__(kThreads, kBlocks) NormBackward(const __grid_c
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       if (!(live && has(i))) continue;
-      C z[N], g[N], h[N], r[N];
-      Unpack(xs[slot(stage, i)], z);
-      gradient(i, g, h);
-      if constexpr (Op::kResidual) Unpack(rs[slot(stage, i)], r);
+      C z[N], own[N], h[N], more[N];
+      Unpack(x.Read(stage, row, i), z);
+      gradient(i, own, h);
+      if constexpr (Op::kResidual) Unpack(r.Read(stage, row, i), more);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         if (Op::kCentre) z[j] -= mean;
         z[j] *= rstd;
-        if constexpr (Op::kScaleSum) dscale[i][j] += g[j] * z[j];
-        if constexpr (Op::kBias) dbias[i][j] += g[j];
+        if constexpr (Op::kScaleSum) dscale[i][j] += own[j] * z[j];
+        if constexpr (Op::kBias) dbias[i][j] += own[j];
         if (Op::kCentre) h[j] -= shift;
         h[j] = rstd * (h[j] - z[j] * slope);
-        if constexpr (Op::kResidual) h[j] += r[j];
+        if constexpr (Op::kResidual) h[j] += more[j];
       }
-      StorePack(p.y, at(row, i), Repack<T, N>(h));
+      StorePack(p.y, row * width + (lane + i * kGroup) * N, Repack<T, N>(h));
     }
-    fetch(stage, row + kStages * step);
     stage = stage + 1 == kStages ? 0 : stage + 1;
     turn ^= 1;
   }

@@ -1,7 +1,7 @@
 """Which kernels run RMSNorm, LayerNorm and their gradients on CUDA, and how they are launched.
 
     sub_warp    rows up to 512 bytes: 1 to 32 lanes per row, in registers
-    warp        rows up to 1 KB: a warp per row, in registers
+    warp        rows up to 2 KB, gradients 1 KB: a warp per row, in registers
     block       rows up to 64 KB, gradients 16 to 32 KB: a block per row, in registers
     streaming   any row: a block reads it twice; gradients in two launches, which both read all rows
 
@@ -22,7 +22,7 @@ ALGORITHMS = ("sub_warp", "warp", "block", "streaming")
 _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 DTYPES = tuple(_ITEMSIZE)
 
-_SUB_WARP_VECTORS, _WARP_VECTORS = 32, 64
+_SUB_WARP_VECTORS, _WARP_VECTORS = 32, 128  # gradients of a warp: half as many
 _FORWARD_THREADS, _BACKWARD_THREADS = 128, 256  # of a block whose rows belong to lanes
 _BLOCK_THREADS = 512  # at most, of a block per row
 _BLOCK_HELD = 8  # vectors per thread
@@ -100,8 +100,9 @@ def fits(algorithm: str, p: Problem, device) -> bool:
         held = _held(p)
         if held is None or not p.backward:
             return held is not None
-        return 2 * _stage_bytes(p, *held) <= device.shared_memory - 4096
-    most = {"sub_warp": _SUB_WARP_VECTORS, "warp": _WARP_VECTORS}.get(algorithm)
+        packs, threads = ceil_div(p.width // p.pack, held[1]), held[1]
+        return 2 * _stage_bytes(p, packs, threads, threads) <= device.shared_memory - 4096
+    most = {"sub_warp": _SUB_WARP_VECTORS, "warp": _WARP_VECTORS // (2 if p.backward else 1)}.get(algorithm)
     return most is None or p.vectors <= most
 
 
@@ -156,11 +157,12 @@ class _Norm(typing.NamedTuple):
         return len(self.gradients) * blocks * self.p.width * _ITEMSIZE[self.p.computing]
 
 
-def _stage_bytes(p: Problem, held: int, threads: int) -> int:
-    """Of one row in shared memory, or of as many as a block has at a time."""
-    packs = held * (p.vector // p.pack)
+def _stage_bytes(p: Problem, packs: int, threads: int, group: int) -> int:
+    """Of the rows in shared memory that the groups of a block have at a time; see NormSlots."""
     sizes = (*p.itemsizes, *p.itemsizes[:1] * p.residual)
-    return packs * threads * sum(max(4, p.pack * size) for size in sizes)
+    if p.pack * min(sizes) >= 4:
+        return packs * threads * p.pack * sum(sizes)
+    return threads // group * sum(16 * (ceil_div(p.width * size, 16) + 1) for size in sizes)
 
 
 def _layout(p: Problem, algorithm: str) -> tuple[int, int, int]:
@@ -188,7 +190,7 @@ def _registers(n: _Norm, algorithm: str) -> tuple[list[Launch], int]:
         grid = ceil_div(p.rows, threads // group * rows)
         return [Launch("norm/forward.cuh", name, [n.params()], grid, threads)], 0
     words = packs * p.pack * p.sums * _ITEMSIZE[p.computing] // 4
-    stage = packs * _stage_bytes(p, 1, threads) // (p.vector // p.pack)
+    stage = _stage_bytes(p, packs, threads, group)
     sums = threads // group * p.width * _ITEMSIZE[p.computing]  # of all groups, at the end
     room = min(3 * n.device.shared_memory // 4, n.device.shared_memory - 4096)  # the rest caches scale
     registers = 48 + words + 8 * (packs * p.pack > p.vector)  # per thread, without spills
