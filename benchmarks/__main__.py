@@ -19,6 +19,7 @@ OPERATIONS = (
     "elementwise",
     "elementwise_kernel",
     "reduction",
+    "norm",
     "cross_entropy",
     "index_add",
     "segment_softmax",

@@ -23,6 +23,7 @@ SMALL = {
     "elementwise": (1 << 18,),
     "elementwise_kernel": (1 << 18,),
     "reduction": (1024, 256),
+    "norm": (1024, 256),
     "cross_entropy": (1024, 256),
     "index_add": (5000, 8),
     "segment_softmax": (5000, 8),

@@ -159,6 +159,20 @@ def plain_cross_entropy(x):
     return jnp.cos(x) * jnp.sin(-0.9 * picked - 0.1 * logs.mean(-1, keepdims=True))
 
 
+EPS = 0.1  # small ones make derivatives of a high order large
+
+
+def normalised(x):
+    y, s = jaxkern.layer_norm(x, jnp.cos(x[0, 0]), x[1, 0], residual=jnp.cos(x), axis=(1, 2), eps=EPS)
+    return y + 0.1 * s
+
+
+def plain_normalised(x):
+    s = x + jnp.cos(x)
+    d = s - s.mean((1, 2), keepdims=True)
+    return d * lax.rsqrt((d * d).mean((1, 2), keepdims=True) + EPS) * jnp.cos(x[0, 0]) + x[1, 0] + 0.1 * s
+
+
 def attention(x):
     scores = jnp.where(jnp.tril(jnp.ones(SHAPE[1:], bool), SHAPE[2] - SHAPE[1]), 0.7 * x + jnp.cos(x[:1]), -jnp.inf)
     return jax.nn.softmax(scores)
@@ -187,6 +201,11 @@ CASES = {
         for name, theirs in REDUCTIONS.items()
         if name in ("reduce_max", "logsumexp")
     },
+    "rms_norm": (
+        lambda x: jaxkern.rms_norm(x, jnp.cos(x[0, 0]), eps=EPS),
+        lambda x: x * lax.rsqrt((x * x).mean(-1, keepdims=True) + EPS) * jnp.cos(x[0, 0]),
+    ),
+    "layer_norm, residual": (normalised, plain_normalised),
     "softmax_cross_entropy": (cross_entropy, plain_cross_entropy),
     "softmax_cross_entropy_and_grad": (
         lambda x: jaxkern.softmax_cross_entropy_and_grad(x, LABELS)[1],
