@@ -294,7 +294,9 @@ def _prepared(name, logits, labels, where, axis, options):
             f"jaxkern.{name}: labels of shape {labels.shape} for logits of shape {logits.shape} and axis {axis}, "
             f"which take labels of shape {rows}"
         )
-    options = _representable(name, options, labels, logits.shape[axis], f"logits of shape {logits.shape} along axis {axis}")
+    options = _representable(
+        name, options, labels, logits.shape[axis], f"logits of shape {logits.shape} along axis {axis}"
+    )
     mask = validate.full_rank_mask(name, logits, where, "logits")
     return (logits, labels, *(() if mask is None else (mask,))), axis, options
 

@@ -158,7 +158,11 @@ def _by_columns(p: Problem) -> Chunks | None:
         most = _rounded(most)
         even = ceil_div(left, ceil_div(left, most))
         c = min(most, ceil_div(even, COLUMNS) * COLUMNS)
-    phases = (r * row + p.rows * kept * s.stored, kept * (p.rows * s.stored + s.column), c * (p.rows * s.logit + s.slices))
+    phases = (
+        r * row + p.rows * kept * s.stored,
+        kept * (p.rows * s.stored + s.column),
+        c * (p.rows * s.logit + s.slices),
+    )
     return Chunks("vocabulary", r, kept, c, max(phases) + s.fixed)
 
 
@@ -201,7 +205,9 @@ def choose(problem: Problem, device: Device | None = None) -> str:
 def least(problem: Problem) -> int:
     """A small budget that suffices, in bytes."""
     s = _sizes(problem)
-    needed = max(s.vocabulary * s.logit, problem.rows * s.logit + s.slices) if problem.which in ("weight", "both") else 0
+    needed = (
+        max(s.vocabulary * s.logit, problem.rows * s.logit + s.slices) if problem.which in ("weight", "both") else 0
+    )
     return _with_workspace(max(needed, s.vocabulary * s.logit) + s.fixed) + 16
 
 

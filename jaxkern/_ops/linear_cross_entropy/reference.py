@@ -55,7 +55,6 @@ def accumulating(dtype):
 # ---- products
 
 
-
 def _product(a, b, along_a, along_b, dtype, spec):
     """The product of two matrices, summed along a dimension of each."""
     dims = (((along_a,), (along_b,)), ((), ()))
