@@ -332,10 +332,8 @@ def _weights(name, weights, labels, dtype):
     weights = jnp.ones((), dtype) if weights is None else jnp.asarray(weights)
     if not (jnp.issubdtype(weights.dtype, jnp.floating) or jnp.issubdtype(weights.dtype, jnp.integer)):
         raise TypeError(f"jaxkern.{name}: weights must be real, got {weights.dtype}{list(weights.shape)}")
-    try:
-        broadcasts = np.broadcast_shapes(weights.shape, labels.shape) == labels.shape
-    except ValueError:
-        broadcasts = False
+    whole = labels.shape[labels.ndim - weights.ndim :]
+    broadcasts = weights.ndim <= labels.ndim and all(n == 1 or n == m for n, m in zip(weights.shape, whole))
     if not broadcasts:
         raise ValueError(
             f"jaxkern.{name}: weights of shape {weights.shape} do not broadcast to labels of shape {labels.shape}"

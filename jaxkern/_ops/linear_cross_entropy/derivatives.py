@@ -74,11 +74,12 @@ def _scale(c):
     """What weights are divided by before gradients are rounded to float16.
 
     Weights such as 1 / rows would make them subnormal, and a scale that the loss is multiplied with later, to prevent that,
-    comes after the rounding. The sum of the divided weights is at most 1024.
+    comes after the rounding. The scale is a power of
+    two, so that it rounds nothing, and the sum of the divided weights at most 1024.
     """
     c = lax.stop_gradient(jnp.abs(c))
     scale = jnp.maximum(jnp.max(c, initial=0), jnp.sum(c) / 1024)
-    return jnp.where(scale > 0, scale, 1)
+    return jnp.where((scale > 0) & jnp.isfinite(scale), jnp.exp2(jnp.ceil(jnp.log2(scale))), 1)
 
 
 ad.primitive_jvps[linear_cross_entropy_sum_p] = _sum_jvp
