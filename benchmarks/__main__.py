@@ -20,6 +20,7 @@ OPERATIONS = (
     "elementwise_kernel",
     "reduction",
     "cross_entropy",
+    "linear_cross_entropy",
     "index_add",
     "segment_softmax",
     "messages",

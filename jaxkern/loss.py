@@ -221,7 +221,8 @@ def linear_softmax_cross_entropy(
         if memory < 1:
             raise ValueError(f"jaxkern.{name}: memory must be positive, got {memory}")
     # The products are traced when the primitive is lowered, perhaps outside of a context manager that is active now.
-    precision = jax.config.jax_default_matmul_precision if precision is None else precision
+    if precision is None:
+        precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     spec = Spec(
         options,
         cap,

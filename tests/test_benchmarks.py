@@ -24,6 +24,7 @@ SMALL = {
     "elementwise_kernel": (1 << 18,),
     "reduction": (1024, 256),
     "cross_entropy": (1024, 256),
+    "linear_cross_entropy": (64, 32, 512),
     "index_add": (5000, 8),
     "segment_softmax": (5000, 8),
     "messages": (5000, 64),

@@ -60,6 +60,7 @@ def test_public_names():
         "index_add",
         "index_select",
         "install",
+        "linear_softmax_cross_entropy",
         "log_softmax",
         "logsumexp",
         "moe_combine",
