@@ -21,6 +21,7 @@ OPERATIONS = (
     "reduction",
     "norm",
     "cross_entropy",
+    "linear_cross_entropy",
     "index_add",
     "segment_softmax",
     "messages",

@@ -16,7 +16,7 @@ from jaxkern.accelerate import accelerate, explain, install, uninstall
 from jaxkern.elementwise import *  # noqa: F403  every operation of the table
 from jaxkern.elementwise_kernel import elementwise_kernel
 from jaxkern.index_add import embedding_lookup, index_add, index_select
-from jaxkern.loss import softmax_cross_entropy, softmax_cross_entropy_and_grad
+from jaxkern.loss import linear_softmax_cross_entropy, softmax_cross_entropy, softmax_cross_entropy_and_grad
 from jaxkern.messages import Graph, edge_map, edge_max, edge_mean, edge_min, edge_sum
 from jaxkern.norm import layer_norm, rms_norm
 from jaxkern.reduction import logsumexp, reduce_max, reduce_mean, reduce_min, reduce_sum
@@ -45,6 +45,7 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "index_select",
     "install",
     "layer_norm",
+    "linear_softmax_cross_entropy",
     "log_softmax",
     "logsumexp",
     "moe_combine",

@@ -25,6 +25,7 @@ SMALL = {
     "reduction": (1024, 256),
     "norm": (1024, 256),
     "cross_entropy": (1024, 256),
+    "linear_cross_entropy": (64, 32, 512),
     "index_add": (5000, 8),
     "segment_softmax": (5000, 8),
     "messages": (5000, 64),

@@ -61,6 +61,7 @@ def test_public_names():
         "index_select",
         "install",
         "layer_norm",
+        "linear_softmax_cross_entropy",
         "log_softmax",
         "logsumexp",
         "moe_combine",
