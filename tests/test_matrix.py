@@ -159,6 +159,22 @@ def plain_cross_entropy(x):
     return jnp.cos(x) * jnp.sin(-0.9 * picked - 0.1 * logs.mean(-1, keepdims=True))
 
 
+def scored(s, b, i, k, bias):
+    return jnp.tanh(s + bias) - 0.1 * (i - k)
+
+
+def scored_cross_entropy(x):
+    loss = jaxkern.softmax_cross_entropy(x, LABELS, score=scored, score_args=[jnp.cos(x[:1])], z_loss=0.1)
+    return jnp.cos(x) * jnp.sin(loss[..., None])
+
+
+def plain_scored_cross_entropy(x):
+    i, k = (jax.lax.broadcasted_iota(jnp.int32, SHAPE, d) for d in (1, 2))
+    s = scored(x, 0, i, k, jnp.cos(x[:1]))
+    lse = jax.nn.logsumexp(s, -1, keepdims=True)
+    return jnp.cos(x) * jnp.sin(lse - jnp.take_along_axis(s, LABELS[..., None], -1) + 0.1 * lse**2)
+
+
 def attention(x):
     scores = jnp.where(jnp.tril(jnp.ones(SHAPE[1:], bool), SHAPE[2] - SHAPE[1]), 0.7 * x + jnp.cos(x[:1]), -jnp.inf)
     return jax.nn.softmax(scores)
@@ -188,6 +204,7 @@ CASES = {
         if name in ("reduce_max", "logsumexp")
     },
     "softmax_cross_entropy": (cross_entropy, plain_cross_entropy),
+    "softmax_cross_entropy, score": (scored_cross_entropy, plain_scored_cross_entropy),
     "softmax_cross_entropy_and_grad": (
         lambda x: jaxkern.softmax_cross_entropy_and_grad(x, LABELS)[1],
         lambda x: jax.nn.softmax(x) - jax.nn.one_hot(LABELS, SHAPE[2]),
