@@ -52,7 +52,8 @@ class Graph:
     [20.0, 0.0, 22.0]
 
     Make a graph that does not change outside the training step: its edges are sorted when it is made, on the GPU by the
-    radix sort of `sort_indices`. It takes 32 bytes an edge.
+    radix sort of `sort_indices`. It takes 32 bytes an edge. Under `vmap` the graphs of a batch become one, their disjoint
+    union, and arrays that all of them share are copied for each.
 
     Edges that are split over devices are sorted where they are, and so is the graph: it is made in one `shard_map` and read
     in others. Each reduction reduces the edges on a device and sends one message, the sum (the maximum) of the results; a
@@ -225,8 +226,10 @@ def edge_max(
 ) -> PyTree:
     """Maxima of messages at their receivers, feature by feature; -inf, or the least integer, where no edge ends.
 
-    Arguments and errors as for `edge_sum`. NaN wins. The gradient goes to the first of the edges that
-    attain the maximum: nothing but that edge is kept for it.
+    Arguments and errors as for `edge_sum`. NaN wins. The gradient goes to the first of the edges that attain the maximum:
+    nothing but that edge is kept for it. `jax.ops.segment_max` divides it evenly among all of them, for which each message
+    would have to be kept, or computed again to the last bit. Where edges are split over devices, the first ones on each
+    device that has the maximum have equal shares.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> graph = jaxkern.Graph(jnp.array([0, 1, 2]), jnp.array([1, 1, 0]), num_nodes=3)
@@ -241,8 +244,8 @@ def edge_min(
 ) -> PyTree:
     """Minima of messages at their receivers, feature by feature; inf, or the greatest integer, where no edge ends.
 
-    Arguments and errors as for `edge_sum`. NaN wins. The gradient goes to the first of the edges that
-    attain the minimum.
+    Arguments and errors as for `edge_sum`. NaN wins. The gradient is that of `edge_max`: it goes to the first of the edges
+    that attain the minimum.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> graph = jaxkern.Graph(jnp.array([0, 1, 2]), jnp.array([1, 1, 0]), num_nodes=3)
