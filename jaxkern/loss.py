@@ -5,6 +5,7 @@ import math
 import numbers
 import operator
 import typing
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +19,14 @@ from jaxkern._core.algorithms import forced
 from jaxkern._core.primitive import bind
 from jaxkern._ops.cross_entropy import derivatives  # noqa: F401  registers itself
 from jaxkern._ops.cross_entropy.primitive import Options, cross_entropy_both_p, cross_entropy_p
-from jaxkern._ops.cross_entropy.reference import computing
+from jaxkern._ops.cross_entropy.reference import classes_of, computing
 from jaxkern._ops.linear_cross_entropy import derivatives as linear_derivatives  # noqa: F401  registers itself
 from jaxkern._ops.linear_cross_entropy import plan as linear_plan
 from jaxkern._ops.linear_cross_entropy.primitive import Spec, linear_cross_entropy_p, linear_cross_entropy_sum_p
 from jaxkern._ops.linear_cross_entropy.reference import problem as linear_problem
+from jaxkern._ops.score import loss as scores
 from jaxkern.index_add import integers, safe_index
+from jaxkern.softmax import prepare_scores
 
 
 def softmax_cross_entropy(
@@ -35,8 +38,11 @@ def softmax_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     ignore_index: int | None = None,
+    score: Callable[..., ArrayLike] | None = None,
+    score_args: Sequence[ArrayLike] = (),
 ) -> jax.Array:
-    """Cross-entropy of softmax(logits) and integer labels, as `optax.softmax_cross_entropy_with_integer_labels`.
+    """Cross-entropy of softmax(logits), or of softmax(score(logits)), and integer labels, as
+    `optax.softmax_cross_entropy_with_integer_labels`.
 
     For a row of logits x with the label y
 
@@ -58,6 +64,14 @@ def softmax_cross_entropy(
         label_smoothing: a Python number from 0 to 1: the part of the target that is spread evenly over the classes.
         z_loss: a Python number: the weight of lse**2, a penalty that keeps lse near 0.
         ignore_index: an int that is not a class. Rows with this label have loss 0 and gradient 0.
+        score, score_args: as for `softmax`: x above is then `score(logit, *indices, *args)`, a function of scalars that is
+            compiled into the kernels. A class with a score of -inf counts as masked.
+
+    With `score` too, the loss is one kernel, which reads the logits once; the score of the label is gathered. All
+    gradients, those of `score_args` and of closed-over scalars included, are one kernel, which computes the scores again:
+    it reads the logits once and writes the gradient once, and never overwrites the logits. Loss and gradient are not
+    computed in one read, and label smoothing takes one more read. Gradients that sum over rows need a second, small
+    kernel for the sums.
 
     Returns:
         Array of the shape of `labels`: the loss of each row in nats; float64 for float64 logits, else float32. The loss
@@ -65,19 +79,33 @@ def softmax_cross_entropy(
         +inf. They are 0 if all classes are masked or all logits are -inf.
 
     Raises:
-        TypeError: `logits`, `labels` or `where` is of the wrong type; `label_smoothing` or `z_loss` is not a Python number.
-        ValueError: the shapes or `axis` do not match; `label_smoothing` is not in [0, 1]; `ignore_index` is a class.
+        TypeError: `logits`, `labels` or `where` is of the wrong type; `label_smoothing` or `z_loss` is not a Python number;
+            `score` does what a kernel cannot, or does not take these arguments.
+        ValueError: the shapes or `axis` do not match; `label_smoothing` is not in [0, 1]; `ignore_index` is a class; an
+            array of `score_args` does not broadcast to the logits.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> logits = jnp.array([[1.0, 1.0], [0.0, 50.0], [3.0, 4.0]])
     >>> [round(x, 4) for x in jaxkern.softmax_cross_entropy(logits, jnp.array([0, 1, -1]), ignore_index=-1).tolist()]
     [0.6931, 0.0, 0.0]
+    >>> cap = lambda s, row, k, offset: 30 * jnp.tanh(s / 30) + offset
+    >>> loss = jaxkern.softmax_cross_entropy(logits, jnp.array([0, 1, 1]), score=cap, score_args=[jnp.array([0.0, 1.0])])
+    >>> [round(x, 4) for x in loss.tolist()]
+    [1.3133, 0.0, 0.1286]
 
     Source: label smoothing, Szegedy et al., "Rethinking the Inception Architecture", 2016; z loss, de Brébisson and
     Vincent, "The Z-loss: a shift and scale invariant classification loss", 2016, as in PaLM (2022).
     """
     name = "softmax_cross_entropy"
     options = _checked(name, logits, labels, where, label_smoothing, z_loss, ignore_index)
+    if score is not None or not isinstance(score_args, (tuple, list)) or len(score_args) > 0:
+        if not isinstance(axis, int):
+            raise TypeError(f"jaxkern.{name}: axis must be an int, got {axis!r}")
+        x, operands, static = prepare_scores(name, "logits", logits, axis, where, score, score_args)
+        # The kernels are those of softmax.
+        return _loss_of_scores(
+            x, safe_index(labels), where, operands, tier=forced("softmax"), options=options, **static
+        )
     return _call(
         _loss,
         logits,
@@ -315,6 +343,29 @@ def _representable(name, options, labels, classes, what) -> Options:
 def _loss(logits, labels, where, *, axis, tier, options):
     operands, axis, options = _prepared("softmax_cross_entropy", logits, labels, where, axis, options)
     return bind(cross_entropy_p, *operands, axis=axis, tier=tier, options=options)[0]
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "tier", "options", "function", "indexed"), inline=True)
+def _loss_of_scores(x, labels, where, operands, *, axis, tier, options, function, indexed):
+    name = "softmax_cross_entropy"
+    (_, labels, *mask), axis, options = _prepared(name, x, labels, where, axis, options)
+    parts = [validate.full_rank(name, "score_args", x, a, "logits") for a in operands]
+    label, bad, ignored = classes_of(labels, x.shape[axis], axis, options)
+    label = jnp.where(bad, scores.BAD, jnp.where(ignored, scores.IGNORED, label.astype(jnp.int32)))
+    loss, *_ = bind(
+        scores.softmax_score_loss_p,
+        x.astype(function.in_dtypes[0]),
+        label,
+        *parts,
+        *mask,
+        axis=axis,
+        tier=tier,
+        function=function,
+        indexed=indexed,
+        extras="mask" if mask else "",
+        options=options._replace(ignore=None),
+    )
+    return jnp.squeeze(loss, axis)
 
 
 def _both(logits, labels, weights, where, *, axis, tier, options):

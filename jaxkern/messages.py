@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxkern._core import functor, validate
+from jaxkern._core import compat, functor, validate
 from jaxkern._ops.indexing import sort
 from jaxkern._ops.messages import derivatives as _derivatives  # noqa: F401
 from jaxkern._ops.messages import lowering as _lowering  # noqa: F401  registers the primitives' lowerings
 from jaxkern._ops.messages.primitive import EDGE, OTHER, ROW, SHARED, Edges, edge_reduce, features_of
 from jaxkern._ops.messages.primitive import edge_map as bind_map
+from jaxkern._ops.messages.reference import computing
 from jaxkern.index_add import array, integers, safe_index
 
 PyTree = Any  # of arrays, or one array
@@ -37,6 +38,9 @@ class Graph:
         num_nodes: how many nodes there are, an int. None: the largest index and 1, which only indices that are known
             while tracing can tell; give it under jit.
         num_senders, num_receivers: instead of num_nodes, where senders and receivers are two sets of nodes.
+        axis_name: for edges that are split over devices, inside `jax.shard_map`: the mesh axis, or a tuple of axes, that
+            splits them. `senders` and `receivers` are the edges on one device, whose ends are any nodes, and the results at
+            nodes are those of the edges of all devices.
 
     Raises:
         TypeError: an array is not of an integer type; a number of nodes is no int, or missing under jit.
@@ -48,7 +52,25 @@ class Graph:
     [20.0, 0.0, 22.0]
 
     Make a graph that does not change outside the training step: its edges are sorted when it is made, on the GPU by the
-    radix sort of `sort_indices`. It takes 32 bytes an edge.
+    radix sort of `sort_indices`. It takes 32 bytes an edge. Under `vmap` the graphs of a batch become one, their disjoint
+    union, and arrays that all of them share are copied for each.
+
+    Edges that are split over devices are sorted where they are, and so is the graph: it is made in one `shard_map` and read
+    in others. Each reduction reduces the edges on a device and sends one message, the sum (the maximum) of the results; a
+    gradient by nodes sends one, a gradient by edges none. A mean and a maximum's gradient send numbers of edges or of
+    devices, too. For `senders`, `receivers` and weights that are split over a mesh:
+
+        mesh = jax.make_mesh((8,), ("edges",))
+        split = jax.P("edges")  # jax.sharding.PartitionSpec
+
+        @jax.jit
+        @jax.shard_map(mesh=mesh, in_specs=split, out_specs=split)
+        def make(senders, receivers):
+            return jaxkern.Graph(senders, receivers, num_nodes=1000, axis_name="edges")
+
+        @jax.shard_map(mesh=mesh, in_specs=(split, jax.P(), split), out_specs=jax.P())
+        def layer(graph, x, w):
+            return jaxkern.edge_sum(lambda x, w: x * w, graph, senders=x, edges=w)
     """
 
     def __init__(
@@ -59,7 +81,9 @@ class Graph:
         num_nodes: int | None = None,
         num_senders: int | None = None,
         num_receivers: int | None = None,
+        axis_name: str | tuple[str, ...] | None = None,
     ):
+        self.axis_name = axis_name
         senders, receivers = safe_index(senders), safe_index(receivers)
         if num_nodes is not None and (num_senders is not None or num_receivers is not None):
             raise ValueError("jaxkern.Graph: num_nodes excludes num_senders and num_receivers")
@@ -81,15 +105,16 @@ class Graph:
     def tree_flatten_with_keys(self):
         keys = map(jax.tree_util.GetAttrKey, ("senders", "receivers", "into", "out_of"))
         children = (self.senders, self.receivers, self.into, self.out_of)
-        return tuple(zip(keys, children)), (self.num_senders, self.num_receivers)
+        return tuple(zip(keys, children)), (self.num_senders, self.num_receivers, self.axis_name)
 
     def tree_flatten(self):
-        return (self.senders, self.receivers, self.into, self.out_of), (self.num_senders, self.num_receivers)
+        children = (self.senders, self.receivers, self.into, self.out_of)
+        return children, (self.num_senders, self.num_receivers, self.axis_name)
 
     @classmethod
-    def tree_unflatten(cls, sizes, children):
+    def tree_unflatten(cls, facts, children):
         graph = object.__new__(cls)
-        graph.num_senders, graph.num_receivers = sizes
+        graph.num_senders, graph.num_receivers, graph.axis_name = facts
         graph.senders, graph.receivers, graph.into, graph.out_of = children
         return graph
 
@@ -201,8 +226,10 @@ def edge_max(
 ) -> PyTree:
     """Maxima of messages at their receivers, feature by feature; -inf, or the least integer, where no edge ends.
 
-    Arguments and errors as for `edge_sum`. NaN wins. The gradient goes to the first of the edges that
-    attain the maximum: nothing but that edge is kept for it.
+    Arguments and errors as for `edge_sum`. NaN wins. The gradient goes to the first of the edges that attain the maximum:
+    nothing but that edge is kept for it. `jax.ops.segment_max` divides it evenly among all of them, for which each message
+    would have to be kept, or computed again to the last bit. Where edges are split over devices, the first ones on each
+    device that has the maximum have equal shares.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> graph = jaxkern.Graph(jnp.array([0, 1, 2]), jnp.array([1, 1, 0]), num_nodes=3)
@@ -217,8 +244,8 @@ def edge_min(
 ) -> PyTree:
     """Minima of messages at their receivers, feature by feature; inf, or the greatest integer, where no edge ends.
 
-    Arguments and errors as for `edge_sum`. NaN wins. The gradient goes to the first of the edges that
-    attain the minimum.
+    Arguments and errors as for `edge_sum`. NaN wins. The gradient is that of `edge_max`: it goes to the first of the edges
+    that attain the minimum.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> graph = jaxkern.Graph(jnp.array([0, 1, 2]), jnp.array([1, 1, 0]), num_nodes=3)
@@ -276,8 +303,51 @@ def _reduce(name, reduction, f, graph, senders, receivers, edges):
     out = call.function.out_dtypes
     if any(d == jnp.bool_ for d in out):
         raise TypeError(f"jaxkern.{name}: messages must be numbers, got bool")
-    ys = edge_reduce(*call.orders, call.arrays, function=call.function, ends=call.ends, reduction=reduction, dtypes=out)
-    return call.tree(ys)
+    reduce = functools.partial(edge_reduce, *call.orders, call.arrays, function=call.function, ends=call.ends)
+    if graph.axis_name is None:
+        return call.tree(reduce(reduction=reduction, dtypes=out))
+    # Of the edges of all devices. Partial sums are rounded once, when they have been added up.
+    axis = graph.axis_name
+    if reduction in ("max", "min"):
+        ys = reduce(reduction=reduction, dtypes=out)
+        return call.tree([_extreme(y, axis, reduction == "min") for y in ys])
+    ys = jax.lax.psum(reduce(reduction="sum", dtypes=tuple(map(computing, out))), axis)
+    if reduction == "mean":
+        offsets = graph.into.offsets
+        count = jax.lax.psum(offsets[1:] - offsets[:-1], axis)
+        ys = [y / jnp.maximum(count, 1).astype(y.dtype).reshape(-1, *[1] * (y.ndim - 1)) for y in ys]
+    return call.tree([y.astype(d) for y, d in zip(ys, out)])
+
+
+def _extreme(y, axis, least):
+    """The largest y of all devices, or the least one; NaN if there is one."""
+    if not jnp.issubdtype(y.dtype, jnp.inexact):
+        return jax.lax.pmin(y, axis) if least else jax.lax.pmax(y, axis)
+    wide = y.astype(computing(y.dtype))
+    most = _most(-wide if least else wide, axis)
+    return (-most if least else most).astype(y.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _most(y, axis):
+    """The largest y, as integers that are in the order of y, NaN last: a maximum of numbers may lose NaN.
+
+    Its derivative is shared evenly by the devices that have it.
+    """
+    integer = jnp.dtype(f"int{8 * y.dtype.itemsize}")
+    last = jnp.asarray(jnp.iinfo(integer).max, integer)
+    turned = lambda bits: jnp.where(bits < 0, bits ^ last, bits)
+    key = jnp.where(y != y, last, turned(jax.lax.bitcast_convert_type(y, integer)))
+    return jax.lax.bitcast_convert_type(turned(jax.lax.pmax(key, axis)), y.dtype)
+
+
+@_most.defjvp
+def _most_jvp(axis, primals, tangents):
+    (y,), (t,) = primals, tangents
+    most = _most(y, axis)
+    has = (y == most) | ((y != y) & (most != most))
+    share = jnp.where(has, 1 / jax.lax.psum(has.astype(y.dtype), axis), 0).astype(y.dtype)
+    return most, jax.lax.psum(share * t, axis)
 
 
 class _Call:
@@ -304,6 +374,10 @@ class _Call:
         if not leaves:
             raise TypeError(f"jaxkern.{name}: one of senders, receivers and edges must be given")
         rank = max(x.ndim for x in leaves)
+        if graph.axis_name is not None:
+            # Once for each array, so that there is one sum of its gradients over devices.
+            varying = {id(x): _varying(x, graph.axis_name) for x in leaves}
+            leaves = [varying[id(x)] for x in leaves]
         self.arrays = [x.reshape(x.shape[0], *[1] * (rank - x.ndim), *x.shape[1:]) for x in leaves]
         try:
             self.features = features_of(self.arrays)
@@ -329,6 +403,12 @@ class _Call:
 
     def tree(self, ys):
         return jax.tree.unflatten(self.function.out_tree, ys)
+
+
+def _varying(x, axes):
+    missing = {axes} if isinstance(axes, str) else set(axes)
+    missing -= set(compat.varying_axes(x))
+    return compat.cast_varying(x, missing) if missing else x
 
 
 def _leaf(name, argument, x, count):

@@ -313,10 +313,6 @@ def _given(args) -> bool:
 
 def _scored(name: str, x, axis, where, score, args, others):
     """The softmax of score(x). The function is traced here, so that the jitted function is not compiled anew for it."""
-    if score is None:
-        raise TypeError(f"jaxkern.{name}: score_args are the arguments of a score function, and score is None")
-    if not callable(score):
-        raise TypeError(f"jaxkern.{name}: score must be a function of scalars, got {type(score).__name__}")
     neutral = {"scale": 1, "bias": None, "causal": False, "dropout_rate": 0}
     for argument, value in others.items():
         if value is not neutral[argument] and not (
@@ -324,37 +320,42 @@ def _scored(name: str, x, axis, where, score, args, others):
         ):
             hint = "" if argument == "dropout_rate" else f": write the {argument.replace('causal', 'mask')} in score"
             raise TypeError(f"jaxkern.{name}: score does not combine with {argument}{hint}")
-    validate.check_array(name, "x", "an array or a number", x)
+    x, operands, static = prepare_scores(name, "x", x, axis, where, score, args)
+    return _softmax_of_scores(x, where, operands, name=name, tier=forced(name), **static)
+
+
+def prepare_scores(name: str, argument: str, x, axis, where, score, args):
+    """(x, operands, {axis, function, indexed}): the arguments of a softmax of score(x), called `argument` in errors."""
+    if score is None:
+        raise TypeError(f"jaxkern.{name}: score_args are the arguments of a score function, and score is None")
+    if not callable(score):
+        raise TypeError(f"jaxkern.{name}: score must be a function of scalars, got {type(score).__name__}")
+    validate.check_array(name, argument, "an array or a number", x)
     if where is not None:
         validate.check_array(name, "where", "a boolean array", where)
     if not isinstance(args, (tuple, list)):
         raise TypeError(f"jaxkern.{name}: score_args must be a list or a tuple of arrays, got {type(args).__name__}")
     for k, a in enumerate(args):
         validate.check_array(name, f"score_args[{k}]", "an array or a number", a)
-    x, args = validate.floating(name, jnp.asarray(x)), [jnp.asarray(a) for a in args]
-    axes = validate.sorted_axes(name, validate.static_axis(name, axis), x.shape)
+    x, args = validate.floating(name, jnp.asarray(x), argument), [jnp.asarray(a) for a in args]
+    axes = validate.sorted_axes(name, validate.static_axis(name, axis), x.shape, argument)
     if len(axes) != 1:
-        raise ValueError(f"jaxkern.{name}: score needs axis to be one dimension, got {axis} for x of shape {x.shape}")
+        raise ValueError(
+            f"jaxkern.{name}: score needs axis to be one dimension, got {axis} for {argument} of shape {x.shape}"
+        )
     for n in x.shape:
         if isinstance(n, int) and n >= 1 << 31:
-            raise ValueError(f"jaxkern.{name}: indices of score are int32, and x of shape {x.shape} needs more")
+            raise ValueError(
+                f"jaxkern.{name}: indices of score are int32, and {argument} of shape {x.shape} needs more"
+            )
     for k, a in enumerate(args):
-        validate.full_rank(name, f"score_args[{k}]", x, a)
+        validate.full_rank(name, f"score_args[{k}]", x, a, argument)
     function, captured = _traced(name, score, x, args)
     used = sorted({0, *function.used})
     indexed = tuple(k - 1 for k in used if 0 < k <= x.ndim)
     operands = [*args, *captured]
     operands = tuple(operands[k - 1 - x.ndim] for k in used if k > x.ndim)
-    return _softmax_of_scores(
-        x,
-        where,
-        operands,
-        name=name,
-        axis=axes[0],
-        tier=forced(name),
-        function=function.select(used),
-        indexed=indexed,
-    )
+    return x, operands, {"axis": axes[0], "function": function.select(used), "indexed": indexed}
 
 
 def _traced(name, score, x, args):

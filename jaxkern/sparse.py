@@ -119,7 +119,7 @@ def _in_bags(ids, bag_of, starts, rows):
     into = Edges(bag_of, position, other, starts)
     known = valid & (bag_of < bags)
     back = _ordered(known, other, jnp.where(known, bag_of, 0), rows)
-    return Graph.tree_unflatten((rows, bags), (other, bag_of, into, back)), valid
+    return Graph.tree_unflatten((rows, bags, None), (other, bag_of, into, back)), valid
 
 
 def _row_of(starts, position):
@@ -236,7 +236,7 @@ def spmm_graph(a: sparse.BCOO | sparse.BCSR, *, _name: str = "spmm_graph") -> Gr
         return Graph(a.indices[:, 1], a.indices[:, 0], num_senders=columns, num_receivers=rows)
     # spmm asks the graph which elements pad: they name no column.
     senders = jnp.where(valid, graph.senders.astype(jnp.int32), -1)
-    return Graph.tree_unflatten((columns, rows), (senders, graph.receivers, graph.into, graph.out_of))
+    return Graph.tree_unflatten((columns, rows, None), (senders, graph.receivers, graph.into, graph.out_of))
 
 
 def graph_attention(
@@ -289,12 +289,26 @@ def graph_attention(
             f"jaxkern.{name}: values of shape {values.shape} do not fit {graph.num_senders} senders and scores of shape "
             f"{scores.shape}"
         )
+    if graph.axis_name is not None:
+        return _attention_over_devices(graph, scores, values)
     valid = _in_range(graph.senders, graph.num_senders) & _in_range(graph.receivers, graph.num_receivers)
     ids = jnp.where(valid, graph.receivers, -1).astype(jnp.int32)
     order = Order(ids, graph.into.keys, graph.into.order, graph.num_receivers, False, False)
     weights = segment_softmax(scores, None, order=order)
     weights = weights.reshape(*weights.shape, *[1] * (values.ndim - weights.ndim))
     return edge_sum(lambda v, w: v * w, graph, senders=values, edges=weights)
+
+
+def _attention_over_devices(graph, scores, values):
+    """The attention of edges that are split over devices: a maximum and two sums of all, exponentials in between."""
+    top = jax.lax.stop_gradient(edge_max(lambda s: s, graph, edges=jax.lax.stop_gradient(scores)))
+    wide = lambda array: array.reshape(*array.shape, *[1] * (values.ndim - array.ndim))
+    dtype, scores = jnp.result_type(values, scores), scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
+    exponential = lambda top, s: jnp.exp(jnp.where(s == -jnp.inf, s, s - top.astype(s.dtype)))
+    total = edge_sum(exponential, graph, receivers=top, edges=scores)
+    weighted = lambda v, top, s: v.astype(s.dtype) * exponential(top, s)
+    y = edge_sum(weighted, graph, senders=values, receivers=wide(top), edges=wide(scores))
+    return (y / wide(jnp.where(total == 0, 1, total))).astype(dtype)
 
 
 def moe_combine(x: ArrayLike, indices: ArrayLike, weights: ArrayLike | None = None) -> jax.Array:
@@ -352,7 +366,7 @@ def moe_dispatch(x: ArrayLike, indices: ArrayLike, num_slots: int) -> jax.Array:
     starts = jnp.arange(tokens + 1, dtype=jnp.uint32) * jnp.uint32(k)
     token = jnp.arange(tokens * k, dtype=jnp.uint32) // jnp.uint32(max(k, 1))
     back, valid = _in_bags(indices.reshape(-1), token, starts, num_slots)
-    graph = Graph.tree_unflatten((tokens, num_slots), (token, back.senders, back.out_of, back.into))
+    graph = Graph.tree_unflatten((tokens, num_slots, None), (token, back.senders, back.out_of, back.into))
     if 0 in (tokens, k, num_slots):
         return jnp.zeros((num_slots, *x.shape[1:]), x.dtype)
     return edge_sum(lambda x, on: jnp.where(on, x, jnp.zeros_like(x)), graph, senders=x, edges=valid)

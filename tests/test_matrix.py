@@ -188,6 +188,22 @@ def linear_cross_entropy(ours, reduction, algorithm, x):
     return jnp.cos(x) * jnp.sin(found[..., None] if reduction == "none" else found)
 
 
+def scored(s, b, i, k, bias):
+    return jnp.tanh(s + bias) - 0.1 * (i - k)
+
+
+def scored_cross_entropy(x):
+    loss = jaxkern.softmax_cross_entropy(x, LABELS, score=scored, score_args=[jnp.cos(x[:1])], z_loss=0.1)
+    return jnp.cos(x) * jnp.sin(loss[..., None])
+
+
+def plain_scored_cross_entropy(x):
+    i, k = (jax.lax.broadcasted_iota(jnp.int32, SHAPE, d) for d in (1, 2))
+    s = scored(x, 0, i, k, jnp.cos(x[:1]))
+    lse = jax.nn.logsumexp(s, -1, keepdims=True)
+    return jnp.cos(x) * jnp.sin(lse - jnp.take_along_axis(s, LABELS[..., None], -1) + 0.1 * lse**2)
+
+
 def attention(x):
     scores = jnp.where(jnp.tril(jnp.ones(SHAPE[1:], bool), SHAPE[2] - SHAPE[1]), 0.7 * x + jnp.cos(x[:1]), -jnp.inf)
     return jax.nn.softmax(scores)
@@ -222,6 +238,7 @@ CASES = {
     ),
     "layer_norm, residual": (normalised, plain_normalised),
     "softmax_cross_entropy": (cross_entropy, plain_cross_entropy),
+    "softmax_cross_entropy, score": (scored_cross_entropy, plain_scored_cross_entropy),
     "softmax_cross_entropy_and_grad": (
         lambda x: jaxkern.softmax_cross_entropy_and_grad(x, LABELS)[1],
         lambda x: jax.nn.softmax(x) - jax.nn.one_hot(LABELS, SHAPE[2]),

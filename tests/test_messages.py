@@ -307,6 +307,43 @@ def test_vmap_of_graphs():
         close(jax.tree.map(lambda y: y[k], found), one(s[k], r[k], *args[2:]), "float32", scale=10)
 
 
+@pytest.mark.parametrize(
+    "name, batched",
+    [("edge_sum", "all"), ("edge_max", "all"), ("edge_map", "graphs"), ("edge_mean", "features and a scalar")],
+)
+def test_batches_of_graphs_are_one_graph(name, batched):
+    """Values and both orders of grad and vmap, without a loop; some graphs have no edges, others pad."""
+    rng = np.random.default_rng(0)
+    s, r = (jnp.asarray(rng.integers(-1, 7, (4, 12)), jnp.int32) for _ in range(2))
+    s, r = s.at[2].set(-1), r.at[3, :6].set(7)
+    x, w, c = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((4, 7, 3), (4, 12, 1), (4,)))
+    args, axes = [s, r, x, w, c], [0] * 5
+    for k in {"all": (), "graphs": (2, 3, 4), "features and a scalar": (3,)}[batched]:
+        args[k], axes[k] = args[k][0], None
+
+    def one(s, r, x, w, c):
+        graph = messages.Graph(s, r, num_nodes=7)
+        y = getattr(messages, name)(lambda a, b, w: jnp.sin(a) * w - b * c, graph, senders=x, receivers=x, edges=w)
+        return jnp.where(jnp.isfinite(y), y, 0)
+
+    loss = lambda *args: jnp.sum(jnp.sin(one(*args)))
+    at = lambda k: [a if d is None else a[k] for a, d in zip(args, axes)]
+
+    def looped(f):
+        f = jax.jit(f)
+        return jax.tree.map(lambda *ys: jnp.stack(ys), *(f(*at(k)) for k in range(4)))
+
+    every = jax.jit(jax.vmap(one, axes))
+    assert "stablehlo.while" not in every.lower(*args).as_text()
+    close(every(*args), looped(one), "float32")
+    grad = lambda f: jax.grad(f, (2, 3, 4))
+    inside = looped(grad(loss))
+    close(jax.jit(jax.vmap(grad(loss), axes))(*args), inside, "float32", scale=10)
+    outside = jax.jit(grad(lambda *args: jnp.sum(jax.vmap(loss, axes)(*args))))(*args)
+    wanted = [g.sum(0) if d is None else g for g, d in zip(inside, axes[2:])]
+    close(list(outside), wanted, "float32", scale=20)
+
+
 def test_a_graph_made_in_the_step_and_layers_of_one():
     """The same as one that is made outside; under scan, remat and as an argument."""
     case, at, graph, operands = problem("sum", "difference", "float32")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from sharding import check, every_mesh, mesh, put, same, several
+from sharding import check, every_mesh, mesh, messages, put, same, several
 
 import jaxkern
 
@@ -72,3 +72,76 @@ def test_inside_shard_map():
     m = mesh(names=("r",))
     f = lambda x: jax.grad(sums, 1)(graph, x, w)
     same(jax.jit(jax.shard_map(f, mesh=m, in_specs=P(None, "r"), out_specs=P(None, "r")))(x), f(x), 5e-5)
+
+
+# ---- edges that are split over devices
+
+SPLIT_SENT = {  # of the result, and of its gradients by nodes and edges
+    "edge_sum": (1, 2),
+    "edge_mean": (2, 3),  # and the numbers of edges
+    "edge_max": (1, 3),  # and how many devices have the maximum
+    "edge_min": (1, 3),
+    "edge_map": (0, 1),
+    "graph_attention": (3, 5),
+}
+
+
+def of_split(name, graph, x, y, w):
+    if name == "graph_attention":
+        f = lambda x, y, w: jnp.sin(x) * w + y
+        return jaxkern.graph_attention(f, graph, x, senders=x, receivers=y, edges=w)
+    f = lambda x, y, w: jnp.sin(x) * w + y * w
+    return getattr(jaxkern, name)(f, graph, senders=x, receivers=y, edges=w)
+
+
+@several
+@pytest.mark.parametrize("name", SPLIT_SENT)
+def test_split_edges(name):
+    """One message for the result, and one for the gradient by nodes; nothing for the gradient by edges."""
+    graph, x, w = problem()
+    m, split = mesh(names=("r",)), P("r")
+    w = w[:, None]
+    make = lambda s, r: jaxkern.Graph(s, r, num_nodes=NODES, axis_name="r")
+    make = jax.jit(jax.shard_map(make, mesh=m, in_specs=split, out_specs=split))
+    ids = put(m, (graph.senders, graph.receivers), (split, split))
+    assert not messages(make.lower(*ids).compile().as_text())
+    parts = make(*ids)
+    of_map = split if name == "edge_map" else P()
+    run = jax.shard_map(
+        lambda graph, x, y, w: of_split(name, graph, x, y, w),
+        mesh=m,
+        in_specs=(split, P(), P(), split),
+        out_specs=of_map,
+    )
+    weight = jnp.cos(jnp.arange(80.0))[: 80 if name == "edge_map" else NODES, None]
+    total = lambda run: lambda graph, x, w: jnp.sum(jnp.where(jnp.isfinite(y := run(graph, x, x, w)), y * weight, 0))
+    given = put(m, (x, w), (P(), split))
+    forward = jax.jit(run).lower(parts, given[0], *given).compile()
+    plain = lambda graph, x, y, w: of_split(name, graph, x, y, w)
+    same(forward(parts, given[0], *given), jax.jit(plain)(graph, x, x, w))
+    backward = jax.jit(jax.value_and_grad(total(run), (1, 2))).lower(parts, *given).compile()
+    same(backward(parts, *given), jax.jit(jax.value_and_grad(total(plain), (1, 2)))(graph, x, w), 5e-5)
+    for compiled, count in zip((forward, backward), SPLIT_SENT[name]):
+        check(compiled.as_text(), {"all-reduce": count}, kernel=False)
+    assert max(sum(messages(backward.as_text()).values(), [0])) <= 2 * NODES * WIDTH
+
+
+@several
+def test_split_edges_of_other_types():
+    """Integers, 16 bits, NaN, and nodes without edges."""
+    m, split = mesh(names=("r",)), P("r")
+    count = len(m.devices.flat)
+    ids = jnp.arange(8 * count) % 5
+    for dtype in ("int32", "uint8", "bfloat16"):
+        w = jnp.asarray(np.random.default_rng(0).integers(0, 100, 8 * count), dtype)
+        w = w.at[7].set(jnp.nan) if dtype == "bfloat16" else w
+        for name in ("edge_sum", "edge_mean", "edge_max", "edge_min"):
+
+            def run(ids, w, axis_name=None):
+                graph = jaxkern.Graph(ids, ids, num_nodes=6, axis_name=axis_name)
+                return getattr(jaxkern, name)(lambda w: w, graph, edges=w)
+
+            f = jax.shard_map(lambda ids, w: run(ids, w, "r"), mesh=m, in_specs=split, out_specs=P())
+            found, wanted = jax.jit(f)(ids, w), run(ids, w)
+            assert found.dtype == wanted.dtype
+            np.testing.assert_array_equal(np.asarray(found, "float64"), np.asarray(wanted, "float64"))

@@ -66,6 +66,34 @@ def test_indices_are_those_in_the_whole_array(kind, spec):
 
 
 @several
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize(
+    "spec", [("r", "c", None, None), (None, None, ("r", "c"), None), ("r", None, None, "c")], ids=str
+)
+def test_cross_entropy(kind, spec):
+    """The same; the label's score is found where it is."""
+    grid, (x, _, *args) = mesh(kind), arrays()
+    labels = jnp.asarray(np.random.default_rng(1).integers(0, 32, SHAPE[:-1]))
+
+    def run(x, labels, bias, slope, *ids):
+        def loss(x, bias, slope):
+            y = jaxkern.softmax_cross_entropy(x, labels, score=score, score_args=[bias, slope, *ids], z_loss=0.1)
+            return jnp.sum(jnp.where(jnp.isfinite(y), y, 0) ** 2)
+
+        return jax.value_and_grad(loss, (0, 1, 2))(x, bias, slope)
+
+    given = x, labels, *args
+    wanted = jax.jit(run)(*given)
+    specs = [P(*spec), P(*spec[:-1]), *parts(spec, [a.shape for a in args])]
+    split = [jax.device_put(a, NamedSharding(grid, s)) for a, s in zip(given, specs)]
+    with jax.set_mesh(grid):
+        compiled = jax.jit(run).lower(*split).compile()
+    same(compiled(*split), wanted, 5e-5)
+    sent = messages(compiled.as_text())
+    assert set(sent) <= {"all-reduce"}, dict(sent)
+
+
+@several
 def test_parts_that_differ_in_size():
     grid = mesh(names=("r",))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(11, 6)), jnp.float32)

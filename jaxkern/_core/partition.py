@@ -54,12 +54,12 @@ def lower(ctx, prim, operands, params, dims, shard, exact=(), summed=(), whole=(
         splits = [_axes_of(a.sharding, mesh, len(names)) for a, names in zip(arrays, alone)]
         over = _agreed(alone, splits, [*range(count, len(arrays)), *range(count)], size, exact, whole, mesh.shape)
         shardings = [NamedSharding(mesh, P(*(over[name] or None for name in names))) for names in alone]
-        local = _outside_meshes(functools.partial(shard, over, **params))
+        local = outside_meshes(functools.partial(shard, over, **params))
         return mesh, local, shardings[count:] if several else shardings[count], tuple(shardings[:count])
 
     spelled = [" ".join(names) for names in alone]
     call = compat.partitioned_by(
-        _outside_meshes(functools.partial(prim.bind, **params)),
+        outside_meshes(functools.partial(prim.bind, **params)),
         partition,
         rule=f"{', '.join(spelled[:count])} -> {', '.join(spelled[count:])}",
         summed=tuple(name for name in summed if any(name in names for names in alone)),
@@ -82,7 +82,7 @@ def function_name(prim, params) -> str:
     return f"{prim.name}_{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
 
 
-def _outside_meshes(f):
+def outside_meshes(f):
     """Calls `f` outside of any mesh: parts of arrays have no sharding."""
 
     def g(*parts):

@@ -81,10 +81,25 @@ def reference(index, *, rows, wrap, clip):
     return jax.lax.sort([keys, positions], num_keys=1, is_stable=True)
 
 
-def _batch(prim, operands, dims, **params):
-    """Each element of the batch needs its own keys and positions, so it is sorted separately."""
+def _batch(prim, operands, dims, *, rows, **params):
+    """One sort of all, in which each element of the batch is found again: its keys are those of its own rows, and those that
+    name no row, at the end of all, lie in the order of their positions."""
     (index,), (d,) = operands, dims
-    return jax.lax.map(lambda i: bind(prim, i, **params), jnp.moveaxis(index, d, 0)), [0, 0]
+    index = jnp.moveaxis(index, d, 0)
+    size, batch, count = index.shape
+    known = all(isinstance(n, int) for n in (*index.shape, rows))
+    if not (known and sortable(size * batch, count, rows)):
+        return jax.lax.map(lambda i: bind(prim, i, rows=rows, **params), index), [0, 0]
+    keys, order = sort_indices(index.reshape(size * batch, count), rows=rows, **params)
+    own, each = jnp.uint32(batch * rows), batch * count
+    number = jnp.arange(size + 1, dtype=jnp.uint32)
+    begin = jnp.searchsorted(keys, number * own, method="scan_unrolled").astype(jnp.uint32)
+    kept, others = begin[1:] - begin[:-1], begin[-1] + number[:-1] * jnp.uint32(each) - begin[:-1]
+    nth = jnp.arange(each, dtype=jnp.uint32)
+    named = nth < kept[:, None]
+    at = jnp.where(named, begin[:-1, None] + nth, others[:, None] + (nth - kept[:, None])).astype(jnp.int32)
+    first = number[:-1, None]
+    return [jnp.where(named, keys[at] - first * own, own), order[at] - first * jnp.uint32(each)], [0, 0]
 
 
 def _jvp(primals, tangents, **params):

@@ -120,7 +120,10 @@ def _mapped(keys, order, other, offsets, *arrays, function, ends, summed, dtypes
 def _batch(prim, operands, dims, **params):
     graph, arrays = operands[: 2 * WIDTH], operands[2 * WIDTH :]
     if any(d is not None for d in dims[: 2 * WIDTH]):
-        # Graphs of their own: one after the other.
+        size = next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
+        if _joinable(size, operands, dims):
+            return _of_union(prim, size, operands, dims, **params)
+        # One after the other.
         batched = [jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims) if d is not None]
 
         def one(own):
@@ -133,6 +136,87 @@ def _batch(prim, operands, dims, **params):
     arrays = [jnp.expand_dims(x, 1) if d is None else jnp.moveaxis(x, d, 1) for x, d in zip(arrays, dims[2 * WIDTH :])]
     ys = bind(prim, *graph, *arrays, **params)
     return ys, [1] * len(ys)
+
+
+# ---- graphs of a batch: their disjoint union is one graph
+
+MAX_UNION = 1 << 30  # edges, and nodes of a kind: what kernels number
+
+
+def _joinable(size, operands, dims):
+    """Whether the union of a batch of graphs has a kernel; sizes may be symbolic, and graphs empty."""
+    sizes = [size]
+    for k in (0, WIDTH - 1, 2 * WIDTH - 1):  # edges, and rows in both orders
+        x, d = operands[k], dims[k]
+        n = [m for axis, m in enumerate(x.shape) if axis != d][0]
+        sizes.append(n if k == 0 else n - 1)
+    return all(isinstance(n, int) and n > 0 for n in sizes) and size * max(sizes[1:]) < MAX_UNION
+
+
+def _of_union(prim, size, operands, dims, *, ends, **params):
+    """The results for the union of `size` graphs, of which node n and edge e are number b * nodes + n and b * edges + e.
+
+    Arrays that all graphs share are copied for each, since the rows of results and the gradients are those of the union.
+    """
+    operands = [
+        jnp.broadcast_to(x, (size, *x.shape)) if d is None else validate.whole(jnp.moveaxis(x, d, 0), 0)
+        for x, d in zip(operands, dims)
+    ]
+    edges, back = Edges(*operands[:WIDTH]), Edges(*operands[WIDTH : 2 * WIDTH])
+    rows, others, count = edges.offsets.shape[1] - 1, back.offsets.shape[1] - 1, edges.keys.shape[1]
+    arrays, new_ends = [], []
+    for x, end, d in zip(operands[2 * WIDTH :], ends, dims[2 * WIDTH :]):
+        if end == SHARED and d is not None:  # a row for each graph, which each of its rows reads
+            x, end = jnp.broadcast_to(x, (size, rows, *x.shape[2:])), ROW
+        arrays.append(x[0] if end == SHARED else _merged(x))
+        new_ends.append(end)
+    ys = bind(prim, *_union(edges, others), *_union(back, rows), *arrays, ends=tuple(new_ends), **params)
+    ys = [y.reshape(size, -1, *y.shape[1:]) for y in ys]
+    if params.get("reduction") in LOCATED:
+        results = len(params["dtypes"])
+        first = jnp.arange(size, dtype=jnp.uint32) * jnp.uint32(count)
+        nowhere = jnp.uint32(2**32 - 1)
+        located = [jnp.where(y == nowhere, y, y - first.reshape(-1, *[1] * (y.ndim - 1))) for y in ys[results:]]
+        ys = ys[:results] + located
+    return ys, [0] * len(ys)
+
+
+def _merged(x):
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def _union(edges, others) -> Edges:
+    """The edges of a batch of graphs, by the rows of all; those that are none are last again.
+
+    others: how many nodes there are at the other ends.
+    """
+    size, count = edges.keys.shape
+    rows = edges.offsets.shape[1] - 1
+    begin, end = edges.offsets[:, 0], edges.offsets[:, -1]
+    kept = end - begin
+    base = jnp.cumsum(kept, dtype=jnp.uint32) - kept  # the first kept edge of each graph, in the union
+    rest = count - kept
+    base_of_rest = jnp.cumsum(rest, dtype=jnp.uint32) - rest
+    total = jnp.sum(kept, dtype=jnp.uint32)
+
+    # Where the edge at each position of the union lies in its graph.
+    position = jnp.arange(size * count, dtype=jnp.uint32)
+    valid = position < total
+    among = jnp.where(valid, position, position - total)
+    find = lambda starts: jnp.searchsorted(starts, among, side="right", method="scan_unrolled").astype(jnp.int32) - 1
+    graph = jnp.where(valid, find(base), find(base_of_rest))
+    graph = jnp.clip(graph, 0, size - 1)
+    nth = among - jnp.where(valid, base[graph], base_of_rest[graph])
+    nth = jnp.where(valid, begin[graph] + nth, jnp.where(nth < begin[graph], nth, nth + kept[graph]))
+    graph = graph.astype(jnp.uint32)
+    at = (graph * jnp.uint32(count) + nth).astype(jnp.int32)
+
+    take = lambda x: x.reshape(-1)[at]
+    keys = jnp.where(valid, graph * jnp.uint32(rows) + take(edges.keys), jnp.uint32(size * rows))
+    order = graph * jnp.uint32(count) + take(edges.order)
+    other = graph * jnp.uint32(others) + jnp.minimum(take(edges.other), jnp.uint32(others - 1))
+    offsets = (base[:, None] + edges.offsets[:, :-1] - begin[:, None]).reshape(-1)
+    return Edges(keys, order, other, jnp.concatenate([offsets, total[None]]))
 
 
 def _primitive(name, shape):

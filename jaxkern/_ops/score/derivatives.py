@@ -23,7 +23,7 @@ from jaxkern._ops.score.primitive import (
     softmax_score_p,
 )
 
-_MOST = 256  # operands
+MOST = 256  # operands
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -63,7 +63,7 @@ _score.defvjp(_forward, _backward)
 defvjp(
     softmax_score_p,
     lambda *operands, active, **params: _score(operands, active, tuple(params.items())),
-    differentiable=range(_MOST),
+    differentiable=range(MOST),
     tell_active=True,
 )
 

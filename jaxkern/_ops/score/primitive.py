@@ -6,6 +6,9 @@
     softmax_score_grads_p    both of these
     softmax_score_jvp_p      the transpose of softmax_score_grad_p; left to XLA
     softmax_score_jvps_p     the transpose of softmax_score_grads_p, which takes two tangents; left to XLA
+    softmax_score_sums_p     the largest s of each row, and log(sum(exp(s - largest))), -inf for a row without participants;
+                             both in the computing type, with size 1 along the axis. Its derivatives are those of the loss
+                             (loss.py)
 
 Operands: x, for a gradient g, the arguments of `function` behind the indices, then those that the parameter `extras`
 names, in this order: the mask, and the origin, an int32 for each index, which says where a part of an array begins. All
@@ -20,8 +23,9 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkern._core import define, partition
+from jaxkern._core import define, partition, validate
 from jaxkern._core.primitive import bind
 from jaxkern._core.rows import mask_shape
 from jaxkern._ops.score import reference
@@ -50,13 +54,28 @@ def _abstract_eval(name, arrays, several, x, *rest, axis, tier, log, function, i
             raise ValueError(f"{name}: the operand {part.str_short()} does not fit {x.str_short()} and {dtype}")
     if "origin" in extra and extra["origin"].shape != (len(indexed),):
         raise ValueError(f"{name}: the origin {extra['origin'].str_short()} for {len(indexed)} indices")
+    if several == "sums":
+        row = keeping_axis(x, axis)
+        return [row, row]
     # Updating keeps the sharding and the varying axes that x came with.
     y = x.update(weak_type=False)
     return [y, y] if several else y
 
 
-def _batch(arrays, prim, operands, dims, *, axis, indexed, extras, **params):
-    """The batch becomes one more dimension before the axis. Indices do not count along it."""
+def keeping_axis(x, axis):
+    """The type of a number for each row of x, with a dimension of size 1 for the axis."""
+    shape = {"shape": tuple(1 if d == axis else n for d, n in enumerate(x.shape)), "weak_type": False}
+    if not x.sharding.mesh.empty:
+        spec = [None if d == axis else s for d, s in enumerate(validate.explicit_spec(x))]
+        shape["sharding"] = NamedSharding(x.sharding.mesh, PartitionSpec(*spec))
+    return x.update(dtype=jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32), **shape)
+
+
+def batch(arrays, prim, operands, dims, *, axis, indexed, extras, **params):
+    """The batch becomes one more dimension before the axis, which indices do not count along.
+
+    arrays: how many of the first operands have the rows of x.
+    """
     if "origin" in extras:
         raise NotImplementedError(f"{prim.name}: a part of an array has no batching rule")
     at = next(d for d in dims if d is not None)
@@ -114,9 +133,9 @@ def _primitive(name, arrays, reference, launches=None, several=False):
     return define.primitive(
         name,
         functools.partial(_abstract_eval, name, arrays, several),
-        functools.partial(_batch, arrays),
+        functools.partial(batch, arrays),
         reference,
-        several=several,
+        several=bool(several),
         plan=launches,
         partition=_partition,
         adapt=_adapt,
@@ -129,3 +148,4 @@ softmax_score_grad_p = _primitive("jaxkern_softmax_score_grad", 2, reference.sco
 softmax_score_grads_p = _primitive("jaxkern_softmax_score_grads", 2, reference.score_grads, plan.score_grad, True)
 softmax_score_jvp_p = _primitive("jaxkern_softmax_score_jvp", 2, reference.score_jvp)
 softmax_score_jvps_p = _primitive("jaxkern_softmax_score_jvps", 3, reference.score_jvps)
+softmax_score_sums_p = _primitive("jaxkern_softmax_score_sums", 1, reference.score_sums, plan.score_sums, "sums")

@@ -45,6 +45,13 @@ def score(x, *parts, axis, tier, log, function, indexed, extras, unscored, over=
     return jnp.where(kept, jnp.exp(s - largest) / _nonzero(total), 0).astype(x.dtype)
 
 
+def score_sums(x, *parts, axis, tier, log, function, indexed, extras, unscored, over=()):
+    """[largest score, logarithm of the sum of exp(score - largest)] of each row, with a dimension for the axis."""
+    _, s, _ = _scores(x, parts, function, indexed, extras)
+    largest, (total,) = partition.row_exponentials(s, axis, over)
+    return [largest, jnp.log(total)]
+
+
 def score_grads(x, g, *parts, axis, tier, log, function, indexed, extras, unscored, over=()):
     """[dx, ds]"""
     arguments, s, kept = _scores(x, parts, function, indexed, extras)

@@ -434,14 +434,23 @@ def _fused_op(p: Problem, from_output: bool) -> str:
 
 
 def _row_launch(
-    p: Problem, algorithm: str, op: str, row, params, header="softmax/fused.cuh", source="", held=4
+    p: Problem,
+    algorithm: str,
+    op: str,
+    row,
+    params,
+    header="softmax/fused.cuh",
+    source="",
+    streaming="SoftmaxStreaming",
+    held=4,
 ) -> Launch:
     """The launch of a kernel with rows of its own.
 
     row(index, ragged, full): the C++ type of a row. full: every thread holds `held` whole vectors of it.
+    streaming: the kernel for rows that are not held in registers.
     """
     if algorithm == "streaming":
-        name = f"SoftmaxStreaming<{op}, {row('int64_t', True, False)}>"
+        name = f"{streaming}<{op}, {row('int64_t', True, False)}>"
         return Launch(header, name, [params], _rows_grid(p.rows), _STREAM_THREADS, source=source)
     vectors = p.width // p.vector if p.whole else p.vectors
     held = held if vectors <= held * (32 if algorithm == "warp" else _BLOCK_THREADS) else 4
@@ -536,9 +545,12 @@ MOST_SCORE_OPERANDS = 16
 
 
 def score(
-    device, operands, results, *, axis, tier, log, function, indexed, extras, unscored, backward=False
+    device, operands, results, *, axis, tier, log, function, indexed, extras, unscored, backward=False, sums=False
 ) -> Plan | None:
-    """The plan of a softmax of a function of the user's, for arrays of these types."""
+    """The plan of a softmax of a function of the user's, for arrays of these types.
+
+    sums: the results are the largest score of each row and the logarithm of the sum.
+    """
     x = operands[0]
     first = 2 if backward else 1
     args = operands[first : len(operands) - len(extras.split())]
@@ -591,19 +603,23 @@ def score(
     call += [CUDA_TYPES[a.dtype.name] for a in args]
     call = f"jaxkern::ScoreCall<{', '.join(map(str, call))}>"
     has = p.masked * _HAS_MASK
+    row_type, streaming, header = "ScoreRow", "SoftmaxStreaming", "softmax/score.cuh"
+    if sums:
+        row_type, streaming, header = "ScoreSumsRow", "ScoreSumsStreaming", "softmax/score_sums.cuh"
 
     def row(vector):
         return lambda index, ragged, full: (
-            f"jaxkern::ScoreRow<{op}, {vector}, {has}, {index}, {_cpp(ragged)}, {_cpp(full)}, {call}>"
+            f"jaxkern::{row_type}<{op}, {vector}, {has}, {index}, {_cpp(ragged)}, {_cpp(full)}, {call}>"
         )
 
     # A derivative is held beside each element: 16 elements a thread leave registers for them.
     held = 2 if p.itemsize == 2 and backward else 4
 
     def launches(algorithm, vector, aligned):
-        return (_row_launch(p, algorithm, op, row(vector), params(aligned), "softmax/score.cuh", source, held),)
+        return (_row_launch(p, algorithm, op, row(vector), params(aligned), header, source, streaming, held),)
 
     return Plan(algorithm, launches(algorithm, p.vector, True), unaligned=launches("streaming", 1, False))
 
 
 score_grad = functools.partial(score, backward=True)
+score_sums = functools.partial(score, sums=True)
