@@ -311,12 +311,6 @@ class _Walk:
         found = self._unwrapped(value)
         return None if found is None else self.index_key(found)
 
-    def root(self, value):
-        value = self._base(value)
-        while (found := self._unwrapped(value)) is not None:
-            value = self._base(found)
-        return value
-
     def _unwrapped(self, value):
         operation = _maker(self._base(value))
         if operation is not None and operation.name == "func.call" and len(operation.results) == 1:
@@ -605,12 +599,14 @@ def find(ctx, name, avals, values, clip, *, alone=False) -> Chain | None:
     return None
 
 
-def root(ctx, indices):
-    """The value that these indices are made of, in whichever shape they come, wrapped around zero or not."""
+def root(ctx, indices) -> tuple:
+    """The value that these indices are made of, in whichever shape they come, and how often it is wrapped around zero."""
     walk = _Walk(ctx, (), 0)
-    found = walk.root(indices)
+    value, wraps = walk._base(indices), 0
+    while (found := walk._unwrapped(value)) is not None:
+        value, wraps = walk._base(found), wraps + 1
     walk.discard()
-    return found
+    return value, wraps
 
 
 def in_order(layout, avals) -> bool:
