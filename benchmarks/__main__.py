@@ -18,6 +18,7 @@ OPERATIONS = (
     "score",
     "elementwise",
     "elementwise_kernel",
+    "quantize",
     "reduction",
     "cross_entropy",
     "linear_cross_entropy",
