@@ -43,7 +43,8 @@ def _shape(width: int, vector: int) -> tuple[int, int] | None:
     """(threads of a group, vectors of a thread); None if the row is too long."""
     vectors = ceil_div(width, vector)
     most = _ELEMENTS // vector
-    each = next((v for v in (1, 2, 4) if v <= most and vectors <= 16 * v), most)
+    # Eight lanes of short rows, whose threads have more bytes in flight than 16 or 32 would have.
+    each = next((v for v in (1, 2, 4) if v <= most and vectors <= 8 * v), most)
     group = ceil_div(vectors, each)
     group = 1 << (group - 1).bit_length() if group <= 32 else ceil_div(group, 32) * 32
     return (group, each) if group <= _MOST_THREADS else None
