@@ -97,19 +97,30 @@ def test_reductions(shapes, dtypes, reduction):
         same(*p.run(reduction=reduction, unaligned=True))
 
 
+CHUNK = plan.CHUNK
+
+
 @needs_compiler
 def test_rows_that_do_not_fill_blocks_and_rows_of_several():
     """25 threads a row, of which a block has five; and 260, in three blocks side by side."""
     for width in (100, 1040):
-        p = Problem([(width,), (1,), (width,)], [FLOAT] * 3, edges=200, nodes=9, skew=0.8)
+        p = Problem([(width,), (1,), (width,)], [FLOAT] * 3, edges=2 * CHUNK, nodes=9, skew=0.8)
         same(*p.run(reduction="sum"))
         assert p.algorithm == "chunks"
 
 
 @needs_compiler
 def test_rows_and_chunks_in_order():
-    """Rows that begin and end at chunks, one row for all, and rows without edges."""
-    for lengths in ([128, 256, 1, 384, 127], [0, 1000, 0, 0], [129, 0, 383, 129], [1, 127, 128 * 5 + 1, 0, 200]):
+    """Rows that begin and end at chunks, one row for all, rows without edges, and rows of so many chunks that a block adds them."""
+    c = CHUNK
+    cases = [
+        [c, 2 * c, 1, 3 * c, c - 1],
+        [0, 8 * c - 24, 0, 0],
+        [c + 1, 0, 3 * c - 1, c + 1],
+        [1, c - 1, 5 * c + 1, 0, 200],
+    ]
+    cases += [[3, 15 * c, 16 * c, 17 * c, 40 * c + 5, c + 1, c + 1, 9], [c // 2, c + 1, c // 2 - 1, c + c // 2, 2 * c]]
+    for lengths in cases:
         receivers = np.repeat(np.arange(len(lengths)), lengths)
         graph = jaxkern.Graph(np.zeros_like(receivers), receivers, num_senders=1, num_receivers=len(lengths))
         w = jnp.asarray(np.random.default_rng(0).integers(-9, 9, (len(receivers), 1)), jnp.float32)

@@ -191,9 +191,10 @@ __global__ void __launch_bounds__(kMessageThreads)
 
 // --- Long rows -----------------------------------------------------------------------------------------
 
-// A block looks at kFoldChunks chunks for long rows that begin there. Its threads handle kColumns features, and as many
-// of the row's slots at a time as there are threads for; a tree in shared memory combines those.
-constexpr int kFoldThreads = 512, kFoldChunks = kWarp, kFoldInFlight = 8;
+// A block looks at kFoldChunks chunks for long rows that begin there. A group of its threads combines the slots of a row
+// that has few of them, in order; the groups together combine those of one that has many, and a tree in shared memory
+// what they find.
+constexpr int kFoldThreads = 512, kFoldChunks = kWarp, kFoldInFlight = 8, kFewSlots = 16;
 
 struct FoldArgs {
   EdgeArgs edges;
@@ -202,62 +203,87 @@ struct FoldArgs {
 };
 static_assert(sizeof(FoldArgs) == 40 + 24 + 16);
 
+template <Reduce kOp, class T, int kColumns> struct Folding {
+  using C = Total<kOp, Value<T>>;
+  const FoldArgs& a;
+  uint32_t column;
+
+  // Combines the slots of a row from position `begin` on, those at first + group, first + group + groups, ..., last.
+  __device__ __forceinline__ C Combined(uint32_t begin, uint32_t first, uint32_t last, uint32_t group,
+                                        uint32_t groups) const {
+    const C* const partials = static_cast<const C*>(a.result.partials) + column;
+    C total = Neutral<kOp, Value<T>>();
+    for (uint32_t i = first + group; i <= last; i += groups * kFoldInFlight) {
+      C part[kFoldInFlight];
+#pragma unroll
+      for (int u = 0; u < kFoldInFlight; ++u) {
+        const uint32_t at = i + u * groups;
+        const int64_t slot = 2 * static_cast<int64_t>(at) + (at == first && begin != first * a.chunk);
+        part[u] = at <= last ? partials[slot * a.width] : Neutral<kOp, Value<T>>();
+      }
+#pragma unroll
+      for (int u = 0; u < kFoldInFlight; ++u) total = Combine<kOp>(total, part[u]);
+    }
+    return total;
+  }
+
+  __device__ __forceinline__ void Write(uint32_t row, uint32_t count, C total) const {
+    Elements<T, 1> y;
+    y.Set(0, Finish<kOp>(total, count));
+    const int64_t to = static_cast<int64_t>(row) * a.width + column;
+    y.Store(static_cast<T*>(a.result.out) + to);
+    if constexpr (HasPlace(kOp)) a.result.edges[to] = EdgeOf(a.edges, total);
+  }
+};
+
 template <Reduce kOp, class T, int kColumns> __global__ void __launch_bounds__(kFoldThreads)
     FoldChunks(const __grid_constant__ FoldArgs a) {
   using C = Total<kOp, Value<T>>;
-  constexpr int kGroups = kFoldThreads / kColumns;
+  constexpr uint32_t kGroups = kFoldThreads / kColumns;
   __shared__ C shared[kGroups][kColumns];
   const uint32_t column = blockIdx.y * kColumns + threadIdx.x % kColumns, group = threadIdx.x / kColumns;
   const uint32_t lane = threadIdx.x % kWarp;
-  const C* const partials = static_cast<const C*>(a.result.partials) + column;
+  const Folding<kOp, T, kColumns> fold = {a, column};
   // Every warp of the block looks at the same chunks, a lane at each, and finds the same.
   const uint32_t own = blockIdx.x * kFoldChunks + lane, end = (own + 1) * a.chunk;
+  Stretch found = {0, 0, 0, false, false};
   bool begins = false;
   if (own < a.chunks && end < a.edges.edges) {
     // A long row that crosses the end of a chunk is also at half a chunk before it, or at half a chunk behind it.
     const uint32_t row = __ldg(a.edges.keys + end - 1), before = __ldg(a.edges.keys + end - a.chunk / 2),
                    behind = __ldg(a.edges.keys + min(end + a.chunk / 2, a.edges.edges - 1));
     if (row < a.edges.rows && (row == before || row == behind)) {
-      const Stretch s = RowOf(a.edges, row);
-      begins = s.end - s.begin > a.chunk && s.begin / a.chunk == own;
+      found = RowOf(a.edges, row);
+      begins = found.end - found.begin > a.chunk && found.begin / a.chunk == own;
     }
   }
-  for (uint32_t left = __ballot_sync(~0u, begins); left; left &= left - 1) {
-    const uint32_t first = blockIdx.x * kFoldChunks + __ffs(left) - 1;
-    const uint32_t row = __ldg(a.edges.keys + (first + 1) * a.chunk - 1);
-    const Stretch s = RowOf(a.edges, row);
-    const uint32_t last = (s.end - 1) / a.chunk;
-    const bool at_head = __ldg(a.edges.keys + first * a.chunk) == row;
-    C total = Neutral<kOp, Value<T>>();
-    if (column < a.width) {
-      for (uint32_t i = first + group; i <= last; i += kGroups * kFoldInFlight) {
-        C part[kFoldInFlight];
-#pragma unroll
-        for (int u = 0; u < kFoldInFlight; ++u) {
-          const uint32_t at = i + u * kGroups;
-          const int64_t slot = 2 * static_cast<int64_t>(at) + (at == first && !at_head);
-          part[u] = at <= last ? partials[slot * a.width] : Neutral<kOp, Value<T>>();
-        }
-#pragma unroll
-        for (int u = 0; u < kFoldInFlight; ++u) total = Combine<kOp>(total, part[u]);
-      }
-    }
-    shared[group][threadIdx.x % kColumns] = total;
+  const uint32_t long_rows = __ballot_sync(~0u, begins);
+  uint32_t many = 0, turn = 0;
+  for (uint32_t left = long_rows; left; left &= left - 1, ++turn) {
+    const int from = __ffs(left) - 1;
+    const uint32_t row = __shfl_sync(~0u, found.row, from), begin = __shfl_sync(~0u, found.begin, from),
+                   stop = __shfl_sync(~0u, found.end, from);
+    const uint32_t first = blockIdx.x * kFoldChunks + from, last = (stop - 1) / a.chunk;
+    if (last - first >= kFewSlots) many |= 1u << from;
+    else if (turn % kGroups == group && column < a.width)
+      fold.Write(row, stop - begin, fold.Combined(begin, first, last, 0, 1));
+  }
+  for (; many; many &= many - 1) {
+    const int from = __ffs(many) - 1;
+    const uint32_t row = __shfl_sync(~0u, found.row, from), begin = __shfl_sync(~0u, found.begin, from),
+                   stop = __shfl_sync(~0u, found.end, from);
+    const uint32_t first = blockIdx.x * kFoldChunks + from, last = (stop - 1) / a.chunk;
+    shared[group][threadIdx.x % kColumns] =
+        column < a.width ? fold.Combined(begin, first, last, group, kGroups) : Neutral<kOp, Value<T>>();
     __syncthreads();
-    for (int step = kGroups / 2; step > 0; step /= 2) {
+    for (uint32_t step = kGroups / 2; step > 0; step /= 2) {
       if (group < step) {
         C& mine = shared[group][threadIdx.x % kColumns];
         mine = Combine<kOp>(mine, shared[group + step][threadIdx.x % kColumns]);
       }
       __syncthreads();
     }
-    if (group == 0 && column < a.width) {
-      Elements<T, 1> y;
-      y.Set(0, Finish<kOp>(shared[0][threadIdx.x], s.end - s.begin));
-      const int64_t to = static_cast<int64_t>(row) * a.width + column;
-      y.Store(static_cast<T*>(a.result.out) + to);
-      if constexpr (HasPlace(kOp)) a.result.edges[to] = EdgeOf(a.edges, shared[0][threadIdx.x]);
-    }
+    if (group == 0 && column < a.width) fold.Write(row, stop - begin, shared[0][threadIdx.x]);
     __syncthreads();  // before shared memory is written for the next row
   }
 }
