@@ -4,6 +4,8 @@ import collections
 import os
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several test processes share a GPU
+# XLA then compiles for the CPU in half the time. With XLA_FLAGS= in the environment it generates a user's code.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters")
 
 import jax
 import pytest
@@ -12,12 +14,20 @@ from jaxkern._core import compat
 
 ON_GPU = jax.default_backend() == "gpu"
 
+if not ON_GPU:  # XLA does not make its own code for the CPU fast, nor do the programs that tests start
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    jax.config.update("jax_disable_most_optimizations", True)
+
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line(
         "markers",
         "sweep(n): many cases that differ in the kernel; without a GPU, where all run the same code, every nth",
+    )
+    config.addinivalue_line(
+        "markers",
+        "optimized: the result depends on the code that XLA makes for the CPU, and so all of XLA's optimizations are on",
     )
     config.addinivalue_line("markers", "process: runs a program for many seconds, and so begins before the others")
 
@@ -42,15 +52,15 @@ def _numbered(items):
             seen[item.function] += 1
 
 
-@pytest.fixture
-def quick_compilation():
-    """On the CPU, XLA spends no time on making its own code fast: for tests that compile much and run little."""
-    if ON_GPU:
-        yield
-        return
-    jax.config.update("jax_disable_most_optimizations", True)
+@pytest.fixture(autouse=not ON_GPU)
+def optimized(request):
+    """Compiles tests marked `optimized` as a user's program is compiled."""
+    marked = request.node.get_closest_marker("optimized") is not None
+    if marked:
+        jax.config.update("jax_disable_most_optimizations", False)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    if marked:
+        jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from jaxkern._core import decisions, registry
 
 SCATTERS = ("scatter_add", "scatter_max", "scatter_min")
 forced = jaxkern.accelerate(only=SCATTERS, force=True)
-quick = pytest.mark.usefixtures("quick_compilation")
 
 NODES, EDGES, WIDTH = 37, 150, 8
 rng = np.random.default_rng(0)
@@ -130,7 +129,6 @@ FORWARD = {
 }
 
 
-@quick
 @pytest.mark.parametrize("number, name", list(enumerate(FORWARD)))
 def test_programs(number, name):
     f, expected = FORWARD[name]
@@ -141,7 +139,6 @@ def test_programs(number, name):
     assert found == expected or (expected.endswith(", ") and found.startswith(expected)), found
 
 
-@quick
 @pytest.mark.parametrize(
     "f, count, dtype",
     [
@@ -160,7 +157,6 @@ def test_gradients(f, count, dtype):
     assert len(check(gradient(f, (0, 1)), *args, rtol=3e-5 if dtype == jnp.float32 else 3e-2)) == count
 
 
-@quick
 def test_embedding_bags():
     """The cotangent of a bag's sum is read by bag, not repeated for each of its ids."""
     bags = ids(20, 7)
@@ -202,7 +198,6 @@ ENDS = {
 }
 
 
-@quick
 @pytest.mark.parametrize("name", ENDS)
 def test_ends(name):
     f, expected = ENDS[name]
@@ -210,7 +205,6 @@ def test_ends(name):
     assert check(f, *args) == expected
 
 
-@quick
 def test_third_gather_is_read_where_it_is_stored():
     """In 16 bits the scatter is taken in any case, and XLA would store its updates."""
     f = lambda x, s, t, r: sums(x[s] * x[t], r)
@@ -218,7 +212,6 @@ def test_third_gather_is_read_where_it_is_stored():
     assert check(f, *args, rtol=2e-2) == ["gather, multiply and scatter"]
 
 
-@quick
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_gradient_of_a_maximum_finds_it(dtype):
     """It compares the updates with their maximum, of which a value that is computed anew may miss the last digit."""
@@ -245,7 +238,6 @@ def test_16_bit_operations_are_rounded():
     np.testing.assert_allclose(np.asarray(own[:, 1], np.float32), expected[:, 1].astype(np.float32), rtol=2e-3)
 
 
-@quick
 def test_sizes_that_are_equal():
     """Nodes, edges and features, so that nothing is told apart by its size."""
     n = 9
@@ -378,7 +370,6 @@ def test_programs_that_are_left_stay_as_they_are():
 # ---- places
 
 
-@quick
 def test_transformations():
     check(jax.vmap(convolution, (0, None, None, None)), jnp.stack([nodes, others]), weights, senders, receivers)
     tangent = lambda x, w, s, r: jax.jvp(lambda x: activated(x, w, s, r), (x,), (others,))
@@ -387,7 +378,6 @@ def test_transformations():
     check(hessian, nodes, weights, senders, receivers, rtol=1e-4)
 
 
-@quick
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_meshes_of_one_device(kind):
     mesh = jax.make_mesh((1,), ("a",), axis_types=(getattr(jax.sharding.AxisType, kind),))
@@ -405,7 +395,6 @@ def test_meshes_of_one_device(kind):
             assert len(check(f, *placed)) == 1
 
 
-@quick
 def test_float64(x64):
     args = (
         nodes.astype(jnp.float64),

@@ -44,9 +44,14 @@ def in_float64(f, *operands):
         return jax.tree.map(np.asarray, f(*map(wide, operands)))
 
 
-def of_each(f, cases):
-    """f of the operands of each case, as one program."""
-    return jax.jit(lambda cases: {key: f(*operands) for key, operands in cases.items()})(cases)
+def of_each(f, counterpart, cases):
+    """(f of the operands of each case, and without a GPU what the counterpart is, else None), as one program."""
+
+    def both(cases):
+        return tuple(g and {key: g(*operands) for key, operands in cases.items()} for g in functions)
+
+    functions = (f, None if ON_GPU else counterpart)
+    return jax.jit(both)(cases)
 
 
 def spacing(values, dtype):
@@ -149,12 +154,14 @@ def dtypes(row):
 
 
 @by_name
+@pytest.mark.optimized
 def test_values(row, x64):
-    cases = {f"{dtype} {shape}": numbers(row, shape, dtype) for dtype in dtypes(row) for shape in ((4099,), (5, 1, 33))}
-    check_values(row, cases)
+    shapes = ((4099,), (5, 1, 33)) if ON_GPU else ((4099,),)
+    check_values(row, {f"{dtype} {shape}": numbers(row, shape, dtype) for dtype in dtypes(row) for shape in shapes})
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.name in LONGEST], ids=lambda row: row.name)
+@pytest.mark.optimized
 def test_many_values(row, x64):
     check_values(row, {"float32": numbers(row, (100_000,), "float32")})
 
@@ -165,24 +172,27 @@ def arrays_of(row, dtype, operands):
     return [*operands[: len(row.arrays)], *(jnp.asarray(p, computing) for p in operands[len(row.arrays) :])]
 
 
-def counterpart_error(found, exact):
+def counterpart_error(theirs, key, exact):
     """On the CPU, where XLA runs all of these: the error of the row's expression."""
-    if ON_GPU:
+    if theirs is None:
         return 0.0
     with np.errstate(all="ignore"):
-        error = np.abs(np.asarray(found).astype(np.float64) - exact)
+        error = np.abs(np.asarray(theirs[key]).astype(np.float64) - exact)
     return 2 * np.where(np.isfinite(error), error, 0.0)
 
 
-def counterparts(row, cases):
-    """XLA's results for the operands of each case."""
-    arrays = {key: arrays_of(row, key.split()[0], operands) for key, operands in cases.items()}
-    return of_each(functools.partial(reference.forward, row, split=-1), arrays)
+def values(row, cases):
+    """(ours, and on the CPU XLA's results for the operands of each case)"""
+
+    def counterpart(*operands):
+        return reference.forward(row, *arrays_of(row, operands[-1 - len(row.parameters)].dtype, operands), split=-1)
+
+    return of_each(function(row), counterpart, cases)
 
 
 def check_values(row, cases):
     """cases: operands by dtype, which may be followed by more words."""
-    found, theirs, meaning = of_each(function(row), cases), counterparts(row, cases), jax.jit(reference.meaning(row))
+    (found, theirs), meaning = values(row, cases), jax.jit(reference.meaning(row))
     for key, operands in cases.items():
         dtype = key.split()[0]
         exact = in_float64(meaning, *operands)
@@ -194,14 +204,15 @@ def check_values(row, cases):
             scale = np.abs(np.asarray(operands[0], np.float64) * np.asarray(operands[1], np.float64)) + scale
         with np.errstate(all="ignore"):
             slack = 2 * float(jnp.finfo(reference.computing(jnp.dtype(dtype))).eps) * scale
-        slack = np.where(np.isfinite(slack), slack, 0.0) + counterpart_error(theirs[key], exact)
+        slack = np.where(np.isfinite(slack), slack, 0.0) + counterpart_error(theirs, key, exact)
         assert_close(found[key], exact, dtype, ALLOWED[dtype], slack)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.types != "logical"], ids=lambda row: row.name)
+@pytest.mark.optimized
 def test_special_values(row, x64):
     cases = {dtype: arrays_of(row, dtype, special(row, dtype)) for dtype in FLOATS}
-    results, theirs, meaning = of_each(function(row), cases), counterparts(row, cases), jax.jit(reference.meaning(row))
+    (results, theirs), meaning = values(row, cases), jax.jit(reference.meaning(row))
     for dtype, operands in cases.items():
         found = np.asarray(results[dtype])
         exact = in_float64(meaning, *operands)
@@ -215,7 +226,7 @@ def test_special_values(row, x64):
         np.testing.assert_array_equal(np.isnan(found), np.isnan(exact))
         kept = ~np.isnan(exact) & (np.abs(exact) < 0.9 * float(jnp.finfo(dtype).max))
         rtol = (256 if dtype == "float64" else 8) * float(jnp.finfo(dtype).eps)
-        bound = rtol * np.abs(exact) + float(jnp.finfo(dtype).tiny) + counterpart_error(theirs[dtype], exact)
+        bound = rtol * np.abs(exact) + float(jnp.finfo(dtype).tiny) + counterpart_error(theirs, dtype, exact)
         assert (np.abs(found - exact) <= bound)[kept].all()
 
 
@@ -291,6 +302,7 @@ def assert_narrowed(x, dtype, found, of_xla):
     assert np.all((found == once) | (found == twice) | np.isnan(found) & np.isnan(x))
 
 
+@pytest.mark.optimized
 def test_casts(x64):
     values = [
         0.0,
@@ -404,15 +416,17 @@ def test_more_than_32_bits_count_is_left_to_xla():
 
 
 @pytest.mark.parametrize("row", DIFFERENTIABLE, ids=lambda row: row.name)
+@pytest.mark.optimized
 def test_gradient(row, x64):
     """Of arrays and parameters, against JAX's of the row's expression in float64."""
     cases = {}
     for dtype in FLOATS:
         g = jnp.asarray(np.random.default_rng(3).normal(size=515).astype(jnp.dtype(dtype)))
         cases[dtype] = [g, *arrays_of(row, dtype, numbers(row, (515,), dtype, seed=2))]
-    results = of_each(lambda g, *operands: jax.vjp(function(row), *operands)[1](g), cases)
-    theirs = of_each(
-        lambda g, *operands: [reference.pullback(row, operands, g=g, at=[k])[0] for k in range(len(operands))], cases
+    results, theirs = of_each(
+        lambda g, *operands: jax.vjp(function(row), *operands)[1](g),
+        lambda g, *operands: [reference.pullback(row, operands, g=g, at=[k])[0] for k in range(len(operands))],
+        cases,
     )
     exact_gradient = jax.jit(lambda g, *xs: jax.vjp(reference.meaning(row), *xs)[1](g))
     for dtype, (g, *operands) in cases.items():
@@ -425,7 +439,7 @@ def test_gradient(row, x64):
             if dtype in ("float16", "bfloat16"):
                 eps = max(eps, 2.0**-15)  # the GPU's arithmetic for 16-bit results
             slack = eps * (64 * largest.sum() if k >= len(row.arrays) else 16 * (largest + np.abs(b) * 8))
-            assert_close(a, b, a.dtype.name, 1, slack + counterpart_error(theirs[dtype][k], b))
+            assert_close(a, b, a.dtype.name, 1, slack + counterpart_error(theirs and theirs[dtype], k, b))
 
 
 @by_name
@@ -456,9 +470,10 @@ def test_forward_and_second_derivatives(row):
             forward_over_reverse = jax.jvp(jax.grad(loss, range(len(xs))), xs, tangents)[1]
             return y, t, hvp, forward_over_reverse
 
-        return jax.jit(once)
+        return once
 
-    found, expected = programs(function(row))(*xs), programs(reference.meaning(row))(*xs)
+    both = programs(function(row)), programs(reference.meaning(row))
+    found, expected = jax.jit(lambda *xs: [program(*xs) for program in both])(*xs)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
         np.testing.assert_allclose(a, b, 2e-4, 2e-4)
 

@@ -21,7 +21,6 @@ import jaxkern
 from jaxkern._core import compat, functor, launch, registry, runtime
 from jaxkern._ops.function import plan
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 MODULE = registry.kernels.module
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 EPS = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2e-6, "float64": 2e-14}

@@ -55,6 +55,7 @@ CASES = [  # shape, axis, count: what the ways through the kernels differ in
 @every_dtype
 @pytest.mark.parametrize("shape, axis, count", CASES)
 @pytest.mark.sweep(5)
+@pytest.mark.optimized
 def test_against_numpy(operation, dtype, shape, axis, count):
     check(operation, dtype, shape, axis, count)
 
@@ -103,6 +104,7 @@ def test_sixteen_bits_do_not_saturate():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("rows, count, width", [(100, 3000, 32), (10, 20000, 1), (3, 5000, 100)])
+@pytest.mark.optimized
 def test_no_less_accurate_than_jax(dtype, rows, count, width):
     data, ids = values((count, width), dtype), indices(rows, count, kind="zipf")
     exact = scattered(np.add, np.zeros((rows, width), wide), ids.astype(np.int64), np.asarray(data).astype(wide))
@@ -196,6 +198,7 @@ def x_at_add(x, index, source, **options):
 @pytest.mark.parametrize("shape, axis, count", CASES)
 @pytest.mark.parametrize("mode", [None, "clip"])
 @pytest.mark.sweep(5)
+@pytest.mark.optimized
 def test_select_against_numpy(dtype, shape, axis, count, mode):
     with compat.enable_x64("64" in dtype):
         x, index = values(shape, dtype), indices(shape[axis], count)

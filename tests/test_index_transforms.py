@@ -14,8 +14,6 @@ from test_transforms import SHAPE, assert_same, compiled, equations, inputs
 import jaxkern
 from jaxkern._core import registry
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 INDEX = jnp.array([2, 0, 2, -3], jnp.int8)  # as many as rows, so that every operation keeps the shape; none of row 3
 ALPHA = 0.7
 

@@ -150,6 +150,7 @@ OPTIONS = [
     ],
 )  # more groups than a kernel takes
 @pytest.mark.sweep(3)
+@pytest.mark.optimized
 def test_against_numpy(dtype, shape, axis, mask):
     for options in OPTIONS[len(shape) % 2 :: 2] if dtype != "float32" else OPTIONS:
         check(*problem(shape, dtype, axis), axis, None if mask is None else random_mask(mask), **options)
@@ -184,6 +185,7 @@ def test_as_optax(dtype, tolerance):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("shift", [0.0, 1e4])
+@pytest.mark.optimized
 def test_no_less_accurate_than_optax(dtype, shift):
     """Nor where the logits are large, so that their differences are all that counts."""
     x, labels, g = problem((32, 4096), dtype, scale=4.0)
@@ -448,7 +450,7 @@ TRANSFORMATIONS = {
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_transformations(masked, quick_compilation, x64):
+def test_transformations(masked, x64):
     rng = np.random.default_rng(0)
     x, t = (jnp.asarray(rng.normal(0, 2, (4, 5))) for _ in range(2))
     labels = jnp.array([0, 4, -1, 2])

@@ -459,13 +459,13 @@ def check(f, g, transformations):
 @pytest.mark.parametrize("column", TRANSFORMATIONS)
 @pytest.mark.parametrize("name", THOROUGH)
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-def test_every_transformation(name, column, quick_compilation, x64):
+def test_every_transformation(name, column, x64):
     check(*case(name), {f"{column}: {k}": run for k, run in TRANSFORMATIONS[column].items()})
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in THOROUGH])
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-def test_first_transformation_of_every_column(name, quick_compilation, x64):
+def test_first_transformation_of_every_column(name, x64):
     """Without a GPU, of every third column: of the next ones for the next case."""
     first, step = (0, 1) if ON_GPU else (list(CASES).index(name) % 3, 3)
     columns = list(TRANSFORMATIONS.items())[first::step]

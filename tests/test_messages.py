@@ -15,8 +15,6 @@ import jaxkern
 from jaxkern import messages
 from jaxkern._core import compat
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 REDUCE = {
     "sum": messages.edge_sum,
     "mean": messages.edge_mean,
@@ -148,6 +146,7 @@ def test_values(op, name, dtype, x64):
 
 @each
 @pytest.mark.sweep(3)
+@pytest.mark.optimized
 def test_gradients(op, name, x64):
     """By all operands, of float32; the cotangent of an empty row has no part in it."""
     case, at, graph, operands = problem(op, name, "float32")
@@ -177,6 +176,7 @@ def test_gradients_of_16_bits(op, name, x64):
 
 
 @pytest.mark.parametrize(("op", "name"), [("sum", "all"), ("mean", "heads"), ("max", "mixed"), ("map", "first")])
+@pytest.mark.optimized
 def test_forward_mode_and_second_derivatives(op, name, x64):
     """In float64."""
     case, at, graph, operands = problem(op, name, "float64")

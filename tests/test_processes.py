@@ -14,7 +14,7 @@ CPU = {"JAX_PLATFORMS": "cpu"}
 
 def start(program, devices, *arguments, **environment):
     """A process that runs `program`, a string, with arguments, on so many CPU devices."""
-    flags = f"--xla_force_host_platform_device_count={devices}"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     paths = os.pathsep.join([*sys.path, str(ROOT / "examples")])  # of this process, whatever its library is
     return subprocess.Popen(
         [sys.executable, "-c", program, *map(str, arguments)],

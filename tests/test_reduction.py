@@ -106,6 +106,7 @@ def integers(shape, dtype, seed=0):
 @every_dtype
 @pytest.mark.parametrize("shape, axis, mask", ROWS)
 @pytest.mark.sweep(3)
+@pytest.mark.optimized
 def test_against_numpy(dtype, shape, axis, mask):
     check_all(
         normal(shape, dtype),
@@ -202,6 +203,7 @@ def test_integers_are_exact(dtype, shape, axis):
 @pytest.mark.parametrize(
     "shape, axis, scale", [((64, 1000), 1, 1.0), ((16, 4096), 1, 10.0), ((4, 500_257), 1, 3.0), ((3000, 40), 0, 1.0)]
 )
+@pytest.mark.optimized
 def test_no_less_accurate_than_jax(dtype, shape, axis, scale):
     """The largest error of a result is at most XLA's, or within rounding of the largest."""
     x = normal(shape, dtype, scale)
@@ -226,6 +228,7 @@ def test_no_less_accurate_than_jax(dtype, shape, axis, scale):
         ("float16", (16, 4096), 1, 0, 1.0),
     ],
 )
+@pytest.mark.optimized
 def test_gradient_of_logsumexp_is_no_less_accurate_than_jax(dtype, shape, axis, mean, scale):
     """It is the softmax, whose largest error is at most XLA's, or half a unit: y, which is rounded, has no part in it."""
     ours, theirs = (
@@ -373,6 +376,7 @@ def test_nan_and_infinities_as_in_jax(operation, dtype, width):
 
 
 @every_dtype
+@pytest.mark.optimized
 def test_huge_and_tiny_values(dtype):
     info = jnp.finfo(dtype)
     huge, tiny = float(info.max), float(info.smallest_normal)

@@ -14,8 +14,6 @@ from reductions import JAX, OURS, SELECTING, call, every_operation
 import jaxkern
 from jaxkern._core import registry
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SHAPE, AXIS = (3, 4, 5), 1
 MASKS = {"whole": None, "full": SHAPE, "broadcast": (3, 1, 5), "row": (4, 1)}
 

@@ -19,7 +19,6 @@ from jaxkern import tiers
 from jaxkern._core import compat, launch, registry, runtime
 from jaxkern._ops.softmax import plan
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 MODULE = registry.kernels.module
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 EPS = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 4e-6, "float64": 1e-13}

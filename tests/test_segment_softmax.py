@@ -102,6 +102,7 @@ CASES = [  # shape, segments: what the ways through the kernels differ in
 @every_dtype
 @pytest.mark.parametrize("shape, rows", CASES)
 @pytest.mark.sweep(3)
+@pytest.mark.optimized
 def test_against_numpy(dtype, shape, rows):
     check(dtype, shape, rows, indices(rows, shape[0]))
     check(dtype, shape, rows, indices(rows, shape[0], kind="sorted"), indices_are_sorted=True)
@@ -229,6 +230,7 @@ def test_shapes_broadcast_as_in_segment_sum():
 @every_dtype
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("count, width", [(60, 3), (60, 20), (1500, 17)])
+@pytest.mark.optimized
 def test_special_values(dtype, ordered, count, width):
     """-inf weighs nothing; NaN and infinity stay in their segment and column; as the composition in jnp."""
     with compat.enable_x64(dtype == "float64"):
@@ -256,6 +258,7 @@ def test_special_values(dtype, ordered, count, width):
             assert_rounded(found[fine], want[fine], slack[fine], dtype)
 
 
+@pytest.mark.optimized
 def test_large_values_do_not_overflow():
     for dtype, large in (("float32", 1e38), ("bfloat16", 3e38), ("float16", 6e4)):
         x = jnp.asarray([large, -large, large, 0, -large, -large], dtype)[:, None] * jnp.ones(20, dtype)

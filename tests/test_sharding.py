@@ -33,7 +33,7 @@ every_operation = pytest.mark.parametrize("operation", OPERATIONS)
 def test_eight_cpu_devices():
     environment = {
         **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }  # of what each device runs, not of what is sent

@@ -51,6 +51,7 @@ def check(operation, x, axis=-1, mask=None, seed=1):
 @every_dtype
 @pytest.mark.parametrize("shape, axis, mask", ROWS)
 @pytest.mark.sweep(3)
+@pytest.mark.optimized
 def test_against_numpy(operation, dtype, shape, axis, mask):
     check(operation, normal(shape, dtype), axis, None if mask is None else random_mask(mask))
 
@@ -117,6 +118,7 @@ def test_long(operation, shape, axis):
 @pytest.mark.parametrize(
     "shape, scale", [((64, 1), 9.0), ((64, 2), 9.0), ((64, 1000), 1.0), ((16, 4096), 10.0), ((4, 50257), 3.0)]
 )
+@pytest.mark.optimized
 def test_no_less_accurate_than_jax(operation, dtype, shape, scale):
     x, g = normal(shape, dtype, scale), normal(shape, dtype, seed=3)
     exact = [forward(operation, x)[0]]
@@ -253,6 +255,7 @@ def test_nan_and_infinity_propagate_as_in_jax(operation, dtype, bad, width):
 
 @every_operation
 @every_dtype
+@pytest.mark.optimized
 def test_huge_and_tiny_values(operation, dtype):
     info = jnp.finfo(dtype)
     huge, tiny, least = float(info.max), float(info.smallest_normal), float(info.smallest_subnormal)

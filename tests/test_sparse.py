@@ -11,7 +11,6 @@ from jax.experimental import sparse
 import jaxkern
 from jaxkern._core import launch
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 TOLERANCE = {"float64": 1e-12, "float32": 4e-6, "bfloat16": 1e-2}
 
 

@@ -69,8 +69,13 @@ def _whole(source, index, rules):
     return jnp.broadcast_to(source, (*index.shape[:k], *source.shape[k:]))
 
 
-def _at(x, index, rules):
-    return x.at[(slice(None),) * rules.axis + (rows_of(index, x.shape[rules.axis], rules),)]
+def _at(x, index, rules, method, *args, **how):
+    """`x.at[index].method(...)` along the axis."""
+    # JAX checks and wraps indices itself. It neither clips to no rows, nor are its checks right beyond 31 bits.
+    checked = rules.clip or jnp.iinfo(index.dtype).max >= 2**31
+    index = rows_of(index, x.shape[rules.axis], rules) if checked else index.astype(jnp.int32)
+    at = x.at[(slice(None),) * rules.axis + (index,)]
+    return getattr(at, method)(*args, wrap_negative_indices=rules.wrap and not checked, **how)
 
 
 def add(x, index, source, *rest, rules):
@@ -79,10 +84,10 @@ def add(x, index, source, *rest, rules):
 
     def one(x, index, source, rules):
         if not alpha:
-            return _at(x.astype(wide), index, rules).add(source.astype(wide), mode="drop").astype(x.dtype)
-        total = _at(jnp.zeros_like(x, wide), index, rules).add(source.astype(wide), mode="drop")
+            return _at(x.astype(wide), index, rules, "add", source.astype(wide), mode="drop").astype(x.dtype)
+        total = _at(jnp.zeros_like(x, wide), index, rules, "add", source.astype(wide), mode="drop")
         # 0 * inf is NaN, where nothing is added.
-        touched = _at(jnp.zeros_like(x, bool), index, rules).set(True, mode="drop")
+        touched = _at(jnp.zeros_like(x, bool), index, rules, "set", True, mode="drop")
         return jnp.where(touched, (x.astype(wide) + alpha[0] * total).astype(x.dtype), x)
 
     return _for_each_batch(one, rules)(x, index, _whole(source, index, rules))
@@ -97,8 +102,8 @@ def select(x, index, *order, rules):
         if x.shape[axis] == 0:  # JAX refuses to gather from an empty array
             return jnp.full((*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]), value, x.dtype)
         if rules.clip:
-            return _at(x, index, rules).get(mode="promise_in_bounds")
-        return _at(x, index, rules).get(mode="fill", fill_value=value)
+            return _at(x, index, rules, "get", mode="promise_in_bounds")
+        return _at(x, index, rules, "get", mode="fill", fill_value=value)
 
     return _for_each_batch(one, rules)(x, index)
 
@@ -116,7 +121,7 @@ def _extreme(method, identity, source, index, *order, rows, rules):
     def one(source, index, rules):
         shape = (*source.shape[: rules.axis], rows, *source.shape[rules.axis + 1 :])
         start = jnp.full(shape, identity(source.dtype), source.dtype)
-        return getattr(_at(start, index, rules), method)(source, mode="drop")
+        return _at(start, index, rules, method, source, mode="drop")
 
     return _for_each_batch(one, rules)(_whole(source, index, rules), index)
 

@@ -40,8 +40,8 @@ def reduce_messages(keys, order, other, offsets, *arrays, function, ends, reduct
     located, reduction = reduction in LOCATED, reduction.removesuffix("_at")
     out, edges = [], []
     for y, dtype in zip(_messages(places, arrays, function, ends), dtypes):
-        if located:  # XLA would compute messages anew where they are compared, and differently
-            y = jax.lax.optimization_barrier(y)
+        if located:
+            y = _stored(y)
         total = _REDUCTIONS[reduction](y, keys, rows, indices_are_sorted=True)
         if located:
             edges.append(_first(y, total, keys, order, rows))
@@ -50,6 +50,14 @@ def reduce_messages(keys, order, other, offsets, *arrays, function, ends, reduct
             total = jnp.where(count == 0, 0, total / jnp.maximum(count, 1).astype(total.dtype))
         out.append(total.astype(dtype))
     return out + edges
+
+
+def _stored(y):
+    """`y`, in memory. XLA would otherwise compute messages anew where they are compared, and round them differently.
+
+    XLA:CPU removes optimization barriers and conditions before it fuses loops, but no scatter.
+    """
+    return jnp.zeros_like(y).at[jnp.arange(y.shape[0])].set(y, unique_indices=True, indices_are_sorted=True)
 
 
 def _first(y, total, keys, order, rows):
