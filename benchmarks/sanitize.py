@@ -351,6 +351,60 @@ def sanitize_reductions(dtypes: list[str]) -> tuple[int, list[str]]:
     return done, wrong
 
 
+# Widths around the ends of vectors, lane groups, warps and blocks.
+NORMALISED = (1, 7, 8, 31, 64, 76, 128, 257, 512, 1002, 1024, 4097, 8192, 33000)
+
+
+def run_norm(op: str, tier: str, dtype: str, width: int) -> str | None:
+    """Runs a norm and its gradient in a tier once; "" or what went wrong, None where the tier cannot run it."""
+    from jaxkern import tiers
+    from jaxkern._ops.norm import primitive, reference
+
+    rows, bias, residual = 67 if width <= 2048 else 5, op == "layer_norm", width % 2 == 0
+    given = {"bias": bias, "residual": residual, "backward": True, "scale_sum": True}
+    if not tiers.fits(op, tier, rows, width, 1, dtype, **given):
+        return None
+    generator, np_dtype = np.random.default_rng(width), jnp.dtype(dtype)
+    x, g, more = (generator.standard_normal((rows, width)).astype(np_dtype) for _ in range(3))
+    wide = jnp.dtype(np.float64 if dtype == "float64" else np.float32)
+    vectors = [generator.standard_normal(width).astype(wide) for _ in range(1 + bias)]
+    extras = ["residual"] * residual + ["scale", "bias"][: 1 + bias]
+    common = {"operation": op, "eps": 1e-6, "tier": tier}
+    forward = common | {"extras": " ".join(extras), "dtype": np_dtype}
+    names = " ".join(e for e in extras if e != "bias")
+    backward = common | {"extras": names, "sums": (wide, wide if bias else None)}
+    calls = (
+        (primitive.PRIMITIVES[op].forward, reference.norm, [x, *[more] * residual, *vectors], forward),
+        (primitive.PRIMITIVES[op].grad, reference.norm_grad, [x, g, *[more] * residual, vectors[0]], backward),
+    )
+    for prim, meaning, operands, params in calls:
+        call = jax.jit(lambda *a, prim=prim, params=params: prim.bind(*a, **params))
+        got = jax.device_get(call(*map(jax.device_put, operands)))
+        with jax.default_device(jax.devices("cpu")[0]):
+            want = meaning(*map(jnp.asarray, operands), **params)
+        for a, b in zip(got, want, strict=True):
+            a, b = np.asarray(a).astype(np.float64), np.asarray(b).astype(np.float64)
+            same = np.abs(a - b) <= 4 * TOLERANCE[dtype] * max(1, np.abs(b).max())
+            if not same.all():
+                return f"{prim.name}: wrong at {np.argwhere(~same)[0].tolist()} of {a.shape}, {int((~same).sum())} elements"
+    return ""
+
+
+def sanitize_norms(dtypes: list[str]) -> tuple[int, list[str]]:
+    """Both norms, forward and backward, in every tier that can run them."""
+    from jaxkern import tiers
+
+    done, wrong = 0, []
+    for tier in tiers.algorithms("rms_norm"):
+        for dtype, op, width in itertools.product(dtypes, ("rms_norm", "layer_norm"), NORMALISED):
+            problem = run_norm(op, tier, dtype, width)
+            done += problem is not None
+            if problem:
+                wrong.append(f"{tier} {op} {dtype} width {width}: {problem}")
+        print(f"{tier}: {done} norms run so far, {len(wrong)} wrong", flush=True)
+    return done, wrong
+
+
 # Rows and classes: around packs, batches and the ends of tiers.
 LOSSES = [(rows, width) for rows in (1, 70) for width in (1, 7, 64, 129, 513, 1024, 2049)]
 LOSSES += [(540, 129), (5, 9001), (3, 40000), (2, 70001)]
@@ -619,6 +673,7 @@ def main() -> int:
         "elementwise",
         "elementwise_kernel",
         "reduction",
+        "norm",
         "cross_entropy",
         "index_add",
         "segment_softmax",
@@ -666,6 +721,7 @@ def main() -> int:
         "index_add": lambda dtypes: sanitize_indexed(dtypes, plans),
         "segment_softmax": sanitize_segment_softmax,
         "reduction": sanitize_reductions,
+        "norm": sanitize_norms,
         "cross_entropy": sanitize_losses,
         "elementwise": sanitize_elementwise,
         "elementwise_kernel": sanitize_elementwise_kernel,

@@ -5,9 +5,10 @@
 
 One transformer is trained twice from one seed on the same batches. The two trainings share all
 their code but the functions in LIBRARIES: tokens go through an `embedding_lookup`, attention is a causal,
-scaled softmax, with jaxkern in one kernel, the feed-forward block a `swiglu`, the loss `softmax_cross_entropy`, under
-jit, grad and a vmap over the examples. They take turns step by step, so each step is timed beside its twin on the
-same machine in the same second.
+scaled softmax, with jaxkern in one kernel, the feed-forward block a `swiglu`, under jit, grad and a vmap over
+the examples; head and loss are one `linear_softmax_cross_entropy` of the whole batch, which never has all of
+its logits. The trainings take turns step by step, so each step is timed beside its twin on the same machine
+in the same second.
 
 Printed at the end: bits per byte on held-out files, the median milliseconds of a step, and how far
 apart the curves are; drawn: both curves and their difference. The exit status is 1 if the curves
@@ -56,7 +57,8 @@ class Functions(typing.NamedTuple):
     """What the model takes from a library; everything else is the same code for both."""
 
     attention_weights: typing.Callable  # of scores, their scale, a rate of dropout and a key
-    cross_entropy: typing.Callable
+    head_loss: typing.Callable  # mean loss of activations, a table of embeddings as head, and labels
+    rms_norm: typing.Callable  # of x and its gain
     embedding_lookup: typing.Callable
     swiglu: typing.Callable  # of both halves in one array
 
@@ -66,9 +68,21 @@ def plain_swiglu(x):
     return x * jax.nn.silu(gate)
 
 
-def plain_cross_entropy(logits, labels):
+def plain_loss(h, table, labels):
     """As in optax: the whole table of log-probabilities, and one of each row."""
-    return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=-1)[:, 0]
+    logs = jax.nn.log_softmax((h @ table.astype(h.dtype).T).astype(jnp.float32))
+    return -jnp.mean(jnp.take_along_axis(logs, labels[..., None], axis=-1))
+
+
+def fused_loss(h, table, labels):
+    return jaxkern.linear_softmax_cross_entropy(h, table, labels, transpose_weight=True)
+
+
+def plain_rms_norm(x, gain):
+    """In float32 whatever x is."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
+    return (wide * scale * gain).astype(x.dtype)
 
 
 def fused_weights(scores, scale, rate, key):
@@ -85,8 +99,8 @@ def composed_weights(scores, scale, rate, key):
 
 
 LIBRARIES = {
-    "jaxkern": Functions(fused_weights, jaxkern.softmax_cross_entropy, jaxkern.embedding_lookup, jaxkern.swiglu),
-    "jax.nn": Functions(composed_weights, plain_cross_entropy, lambda table, ids: table[ids], plain_swiglu),
+    "jaxkern": Functions(fused_weights, fused_loss, plain_rms_norm, jaxkern.embedding_lookup, jaxkern.swiglu),
+    "jax.nn": Functions(composed_weights, plain_loss, plain_rms_norm, lambda table, ids: table[ids], plain_swiglu),
 }
 
 
@@ -139,13 +153,6 @@ def initial_params(key, p):
     }
 
 
-def normalize(x, gain):
-    """RMS norm, in float32 whatever x is."""
-    wide = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
-    return (wide * scale * gain).astype(x.dtype)
-
-
 def rotate(x):
     """Rotary positions: pairs of features of x (time, heads, features) turn with time."""
     time_steps, _, features = x.shape
@@ -156,26 +163,23 @@ def rotate(x):
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
 
 
-def example_loss(functions, p, dropout, params, window, key):
-    """Mean nats a token of one window of context + 1 tokens; the batch is a vmap outside."""
-    inputs, targets = window[:-1], window[1:]
-    embedding = params["embedding"].astype(p.dtype)
-    x = functions.embedding_lookup(embedding, inputs)
+def activations(functions, p, dropout, params, inputs, key):
+    """What the head reads, for one window of as many tokens as the context has; the batch is a vmap outside."""
+    x = functions.embedding_lookup(params["embedding"].astype(p.dtype), inputs)
     for layer, layer_key in zip(params["layers"], jax.random.split(key, p.layers)):
         w = {name: weight.astype(p.dtype) for name, weight in layer.items()}
 
-        h = normalize(x, layer["attention_gain"])
+        h = functions.rms_norm(x, layer["attention_gain"])
         queries, keys, values = jnp.einsum("td,dchf->cthf", h, w["query_key_value"])
         scores = jnp.einsum("qhf,khf->hqk", rotate(queries), rotate(keys))
         attention = functions.attention_weights(scores, queries.shape[-1] ** -0.5, dropout, layer_key)
         h = jnp.einsum("hqk,khf->qhf", attention, values)
         x = x + jnp.einsum("qhf,hfd->qd", h, w["attention_out"])
 
-        h = normalize(x, layer["mlp_gain"])
+        h = functions.rms_norm(x, layer["mlp_gain"])
         x = x + functions.swiglu(h @ w["mlp_in"]) @ w["mlp_out"]
 
-    logits = normalize(x, params["last_gain"]) @ embedding.T
-    return jnp.mean(functions.cross_entropy(logits.astype(jnp.float32), targets))
+    return functions.rms_norm(x, params["last_gain"])
 
 
 def adamw(params, grads, state, rate, decay=0.1, beta1=0.9, beta2=0.95, clip=1.0):
@@ -202,8 +206,11 @@ class Training:
 
         @functools.partial(jax.jit, static_argnames="dropout")
         def loss(params, windows, key, dropout=0.0):
-            losses = jax.vmap(functools.partial(example_loss, functions, p, dropout), in_axes=(None, 0, 0))
-            return jnp.mean(losses(params, windows, jax.random.split(key, len(windows))))
+            """Mean nats a token of windows of context + 1 tokens."""
+            inputs, targets = windows[:, :-1], windows[:, 1:]
+            examples = jax.vmap(functools.partial(activations, functions, p, dropout), in_axes=(None, 0, 0))
+            h = examples(params, inputs, jax.random.split(key, len(windows)))
+            return functions.head_loss(h, params["embedding"], targets)
 
         @functools.partial(jax.jit, donate_argnums=(0, 1))
         def step(params, state, windows):

@@ -16,8 +16,9 @@ from jaxkern.accelerate import accelerate, explain, install, uninstall
 from jaxkern.elementwise import *  # noqa: F403  every operation of the table
 from jaxkern.elementwise_kernel import elementwise_kernel
 from jaxkern.index_add import embedding_lookup, index_add, index_select
-from jaxkern.loss import softmax_cross_entropy, softmax_cross_entropy_and_grad
+from jaxkern.loss import linear_softmax_cross_entropy, softmax_cross_entropy, softmax_cross_entropy_and_grad
 from jaxkern.messages import Graph, edge_map, edge_max, edge_mean, edge_min, edge_sum
+from jaxkern.norm import layer_norm, rms_norm
 from jaxkern.reduction import logsumexp, reduce_max, reduce_mean, reduce_min, reduce_sum
 from jaxkern.segment import segment_max, segment_mean, segment_min, segment_softmax, segment_sum, sort_indices
 from jaxkern.softmax import log_softmax, softmax
@@ -43,6 +44,8 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "index_add",
     "index_select",
     "install",
+    "layer_norm",
+    "linear_softmax_cross_entropy",
     "log_softmax",
     "logsumexp",
     "moe_combine",
@@ -51,6 +54,7 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "reduce_mean",
     "reduce_min",
     "reduce_sum",
+    "rms_norm",
     "segment_max",
     "segment_mean",
     "segment_min",

@@ -205,6 +205,27 @@ def check_segment_softmax(dtype) -> tuple[float, float]:
     return tuple(worst)
 
 
+def check_norm(dtype) -> tuple[float, float]:
+    """The worst error of layer_norm with a residual, for rms_norm too, and of its gradients, over rows of all kinds."""
+    worst, rng = [0.0, 0.0], np.random.default_rng(0)
+    wide = lambda a: np.asarray(a).astype(np.longdouble)
+    for rows, width in ((300, 128), (67, 1003), (9, 4096)):
+        x, r, g, scale, bias = (
+            jnp.asarray(rng.normal(0, 2, shape), dtype) for shape in (*[(rows, width)] * 3, *[(width,)] * 2)
+        )
+        f = lambda x, scale, bias, r=r: jaxkern.layer_norm(x, scale, bias, residual=r)
+        (y, s), pull = jax.vjp(jax.jit(f), x, scale, bias)
+        dx, dscale, dbias = pull((g, jnp.zeros_like(g)))
+        d = wide(s) - wide(s).mean(1, keepdims=True)
+        rstd = 1 / np.sqrt((d * d).mean(1, keepdims=True) + 1e-6)
+        z, h = d * rstd, wide(g) * wide(scale)
+        exact = rstd * (h - h.mean(1, keepdims=True) - z * (h * z).mean(1, keepdims=True))
+        worst[0] = max(worst[0], epsilons(np.asarray(y), z * wide(scale) + wide(bias), dtype))
+        for found, wanted in ((dx, exact), (dscale, (wide(g) * z).sum(0)), (dbias, wide(g).sum(0))):
+            worst[1] = max(worst[1], epsilons(np.asarray(found), wanted, dtype))
+    return tuple(worst)
+
+
 class Progress:
     """A bar on standard error, if that is a terminal."""
 
@@ -233,6 +254,7 @@ def show_checks() -> bool:
     print(f"\nlargest error against float64, in epsilons of the dtype; right is up to {limits}")
     checks = {operation: functools.partial(check, operation) for operation in OPERATIONS} | {
         "swiglu": check_swiglu,
+        "layer_norm": check_norm,
         "cross_entropy": check_loss,
         "segment_softmax": check_segment_softmax,
     }
@@ -321,6 +343,28 @@ def show_speed() -> None:
             print(f"{line}  {algorithm_of(operation, rows, 2048, dtype=dtype)}".rstrip())
 
 
+def show_norm_speed() -> None:
+    rows, width = (32768, 4096) if jax.default_backend() == "gpu" else (1024, 1024)
+    print(f"\nmilliseconds a call, layer_norm of [{rows}, {width}], and its gradients by x, scale and bias")
+    print(f"{'':14}{'dtype':>10}{'jaxkern':>10}{'XLA':>10}{ALGORITHM}")
+
+    def plain(x, scale, bias):
+        wide = x.astype(jnp.float32)
+        deviation = wide - wide.mean(-1, keepdims=True)
+        rstd = jax.lax.rsqrt(jnp.square(deviation).mean(-1, keepdims=True) + 1e-6)
+        return (deviation * rstd * scale + bias).astype(x.dtype)
+
+    scale = jnp.ones(width)
+    for dtype in ("float32", "bfloat16"):
+        x = jax.random.normal(jax.random.key(0), (rows, width), dtype)
+        for name, run in (("", lambda f: f), (" grad", lambda f: lambda *args: jax.vjp(f, *args)[1](args[0]))):
+            times = [seconds(jax.jit(run(f)), x, scale, scale) for f in (jaxkern.layer_norm, plain)]
+            kind = {"bias": True, "backward": bool(name), "scale_sum": bool(name)}
+            algorithm = algorithm_of("layer_norm", rows, width, dtype=dtype, **kind)
+            line = f"{'layer_norm' + name:17}{dtype:>7}{''.join(f'{1e3 * t:10.3f}' for t in times)}"
+            print(f"{line}  {algorithm}".rstrip())
+
+
 def show_loss_speed() -> None:
     rows, classes = (8192, 50257) if jax.default_backend() == "gpu" else (64, 50257)
     print(f"\nmilliseconds a call, value_and_grad of the mean cross-entropy of [{rows}, {classes}]")
@@ -360,6 +404,7 @@ def main() -> int:
     loaded = show_runtime()
     right = show_checks()
     show_speed()
+    show_norm_speed()
     show_loss_speed()
     show_indexed_speed()
     print("\n" + ("all is well" if loaded and right else "something is wrong: see above"))

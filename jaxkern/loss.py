@@ -1,16 +1,18 @@
-"""softmax_cross_entropy and softmax_cross_entropy_and_grad."""
+"""softmax_cross_entropy, softmax_cross_entropy_and_grad and linear_softmax_cross_entropy."""
 
 import functools
 import math
 import numbers
 import operator
+import typing
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.typing import ArrayLike
+from jax.lax import PrecisionLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxkern._core import validate
 from jaxkern._core.algorithms import forced
@@ -18,6 +20,10 @@ from jaxkern._core.primitive import bind
 from jaxkern._ops.cross_entropy import derivatives  # noqa: F401  registers itself
 from jaxkern._ops.cross_entropy.primitive import Options, cross_entropy_both_p, cross_entropy_p
 from jaxkern._ops.cross_entropy.reference import classes_of, computing
+from jaxkern._ops.linear_cross_entropy import derivatives as linear_derivatives  # noqa: F401  registers itself
+from jaxkern._ops.linear_cross_entropy import plan as linear_plan
+from jaxkern._ops.linear_cross_entropy.primitive import Spec, linear_cross_entropy_p, linear_cross_entropy_sum_p
+from jaxkern._ops.linear_cross_entropy.reference import problem as linear_problem
 from jaxkern._ops.score import loss as scores
 from jaxkern.index_add import integers, safe_index
 from jaxkern.softmax import prepare_scores
@@ -156,6 +162,107 @@ def softmax_cross_entropy_and_grad(
     )
 
 
+def linear_softmax_cross_entropy(
+    h: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    weights: ArrayLike | None = None,
+    reduction: typing.Literal["mean", "sum", "none"] = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int | None = None,
+    soft_cap: float | None = None,
+    transpose_weight: bool = False,
+    logits_dtype: DTypeLike | None = None,
+    precision: PrecisionLike = None,
+    memory: int | None = None,
+) -> jax.Array:
+    """`softmax_cross_entropy(h @ weight + bias, labels)`, the head of a language model, without its array of logits.
+
+    Chunks of logits are computed, reduced to losses, and turned into their gradients in place. With a mean or a sum, the
+    same pass computes the gradients of `h`, `weight` and `bias` if the program differentiates the loss: three matrix
+    products, as many as with all logits at once. With "none" the cotangents are not known yet, so that the backward pass
+    computes the logits again. Derivatives of higher order use all logits at once.
+
+    Memory beside operands and results, for n rows, a vocabulary of v and logits of e bytes, of which a chunk of rows has r:
+
+        whole         n v e               where this is within the budget: one chunk
+        rows          r v e + 4 d v       chunks of rows; with an accumulator in float32 for the gradient of `weight`, unless
+                                          that is float32 itself, or is not asked for
+        vocabulary    about the budget    where an accumulator is too large: the gradient of `weight` in chunks of columns,
+                                          of which some logits are computed twice (a third more work at most)
+
+    `jaxkern._ops.linear_cross_entropy.plan` has the formulas in full, `jaxkern.tiers.choose("linear_softmax_cross_entropy",
+    rows, d, vocabulary, dtype=..., memory=...)` says which algorithm runs, and `jaxkern.tiers.force` forces one, on every
+    platform. On platforms without kernels, XLA may hold two copies of a chunk.
+
+    Args:
+        h: activations [..., d]: float16, bfloat16, float32 or float64.
+        weight: [d, vocabulary]. It is converted to the type of `h` for the products; its gradient is rounded once, to its own
+            type. So a float32 weight with bfloat16 activations has a float32 gradient, and needs no accumulator.
+        labels: classes, integers of the shape of `h` without the last dimension.
+        bias: [vocabulary], added to the logits.
+        weights: a number for each row, broadcast to the shape of `labels`; ones by default.
+        reduction: "mean": sum(weights * loss) / sum(weights) over the rows that are not ignored, 0 if there are none. "sum":
+            sum(weights * loss). "none": weights * loss.
+        label_smoothing, z_loss, ignore_index: as for `softmax_cross_entropy`.
+        soft_cap: a positive Python number. The loss is that of soft_cap * tanh(logits / soft_cap).
+        transpose_weight: `weight` is [vocabulary, d], as the table of an embedding is (tied embeddings).
+        logits_dtype: what logits are rounded to: the type of `h` (the default), or float32.
+        precision: of the products, as for `jnp.dot`.
+        memory: the budget in bytes, per device. The default is 512 MiB of logits and the accumulator.
+
+    Returns:
+        The loss in nats: a number, or with "none" an array of the shape of `labels`; float64 for float64 `h`, else float32.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: shapes do not match, or an option is out of range; `memory` is too little for any algorithm.
+
+    >>> import jax, jax.numpy as jnp, jaxkern
+    >>> h, table = jnp.ones((4, 8)), jnp.zeros((100, 8))
+    >>> loss = lambda h, table: jaxkern.linear_softmax_cross_entropy(h, table, jnp.arange(4), transpose_weight=True)
+    >>> value, (dh, dtable) = jax.value_and_grad(loss, argnums=(0, 1))(h, table)
+    >>> round(float(value), 4), dtable.shape
+    (4.6052, (100, 8))
+
+    Source: gradients in the forward pass, chunk by chunk: Hsu et al., "Liger Kernel", 2024; the vocabulary in chunks: Wijmans
+    et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024; the cap of logits, "Gemma 2", 2024.
+    """
+    name = "linear_softmax_cross_entropy"
+    options = _checked(name, h, labels, None, label_smoothing, z_loss, ignore_index, "h")
+    for argument, value in (("weight", weight), ("bias", bias), ("weights", weights)):
+        if value is not None or argument == "weight":
+            validate.check_array(name, argument, "an array", value)
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"jaxkern.{name}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    if not isinstance(transpose_weight, (bool, np.bool_)):
+        raise TypeError(f"jaxkern.{name}: transpose_weight must be True or False, got {transpose_weight!r}")
+    cap = 0.0 if soft_cap is None else _number(name, "soft_cap", soft_cap)
+    if soft_cap is not None and cap <= 0:
+        raise ValueError(f"jaxkern.{name}: soft_cap must be positive, got {soft_cap}")
+    if memory is not None:
+        if isinstance(memory, bool) or not isinstance(memory, (int, np.integer)):
+            raise TypeError(f"jaxkern.{name}: memory must be an int or None, got {memory!r}")
+        if memory < 1:
+            raise ValueError(f"jaxkern.{name}: memory must be positive, got {memory}")
+    # The products are traced when the primitive is lowered, perhaps outside of a context manager that is active now.
+    if precision is None:
+        precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    spec = Spec(
+        options,
+        cap,
+        bool(transpose_weight),
+        tuple(precision) if isinstance(precision, list) else precision,
+        "" if logits_dtype is None else jnp.dtype(logits_dtype).name,
+        int(memory or 0),
+        forced(name),
+    )
+    return _call(_linear, h, weight, safe_index(labels), bias, weights, options=spec, reduction=reduction)
+
+
 def _call(f, *arrays, **static):
     """Calls f, compiled if the call is eager.
 
@@ -167,27 +274,20 @@ def _call(f, *arrays, **static):
     return f(*(None if a is None else jnp.asarray(a) for a in arrays), **static)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("axis", "tier", "options"))
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("axis", "tier", "options", "reduction"))
 def _compiled(f, *arrays, **static):
     return f(*arrays, **static)
 
 
-def _checked(name, logits, labels, where, label_smoothing, z_loss, ignore_index) -> Options:
-    """Checks the arguments that jit cannot check, and returns the options."""
-    validate.check_array(name, "logits", "an array", logits)
+def _checked(name, logits, labels, where, label_smoothing, z_loss, ignore_index, argument="logits") -> Options:
+    """Checks the arguments that jit cannot check, and returns the options; errors name `logits` as `argument`."""
+    validate.check_array(name, argument, "an array", logits)
     validate.check_array(name, "labels", "an array of integers", labels)
     if where is not None:
         validate.check_array(name, "where", "a boolean array", where)
     values = {}
     for argument, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
-        if isinstance(value, bool) or not isinstance(value, (numbers.Real, np.floating, np.integer)):
-            raise TypeError(
-                f"jaxkern.{name}: {argument} must be a Python number, which is known while tracing, got "
-                f"{type(value).__name__}"
-            )
-        values[argument] = float(value)
-        if not math.isfinite(values[argument]):
-            raise ValueError(f"jaxkern.{name}: {argument} must be finite, got {value}")
+        values[argument] = _number(name, argument, value)
     if not 0 <= values["label_smoothing"] <= 1:
         raise ValueError(f"jaxkern.{name}: label_smoothing must be from 0 to 1, got {label_smoothing}")
     if ignore_index is not None:
@@ -198,6 +298,16 @@ def _checked(name, logits, labels, where, label_smoothing, z_loss, ignore_index)
         except TypeError:
             raise TypeError(f"jaxkern.{name}: ignore_index must be an int or None, got {ignore_index!r}") from None
     return Options(values["label_smoothing"], values["z_loss"], ignore_index)
+
+
+def _number(name, argument, value) -> float:
+    if isinstance(value, bool) or not isinstance(value, (numbers.Real, np.floating, np.integer)):
+        raise TypeError(
+            f"jaxkern.{name}: {argument} must be a Python number, which is known while tracing, got {type(value).__name__}"
+        )
+    if not math.isfinite(value):
+        raise ValueError(f"jaxkern.{name}: {argument} must be finite, got {value}")
+    return float(value)
 
 
 def _prepared(name, logits, labels, where, axis, options):
@@ -213,18 +323,21 @@ def _prepared(name, logits, labels, where, axis, options):
             f"jaxkern.{name}: labels of shape {labels.shape} for logits of shape {logits.shape} and axis {axis}, "
             f"which take labels of shape {rows}"
         )
-    classes = logits.shape[axis]
-    if options.ignore is not None:
-        if options.ignore >= 0 and not (isinstance(classes, int) and options.ignore >= classes):
-            raise ValueError(
-                f"jaxkern.{name}: ignore_index {options.ignore} is a class of logits of shape {logits.shape} "
-                f"along axis {axis}"
-            )
-        info = jnp.iinfo(labels.dtype)
-        if not int(info.min) <= options.ignore <= int(info.max):
-            options = options._replace(ignore=None)  # no label of this dtype has the value
+    options = _representable(
+        name, options, labels, logits.shape[axis], f"logits of shape {logits.shape} along axis {axis}"
+    )
     mask = validate.full_rank_mask(name, logits, where, "logits")
     return (logits, labels, *(() if mask is None else (mask,))), axis, options
+
+
+def _representable(name, options, labels, classes, what) -> Options:
+    """The options, without an `ignore_index` that no label of this dtype has; `what` has these classes."""
+    if options.ignore is None:
+        return options
+    if options.ignore >= 0 and not (isinstance(classes, int) and options.ignore >= classes):
+        raise ValueError(f"jaxkern.{name}: ignore_index {options.ignore} is a class of {what}")
+    info = jnp.iinfo(labels.dtype)
+    return options if int(info.min) <= options.ignore <= int(info.max) else options._replace(ignore=None)
 
 
 def _loss(logits, labels, where, *, axis, tier, options):
@@ -259,19 +372,71 @@ def _both(logits, labels, weights, where, *, axis, tier, options):
     name = "softmax_cross_entropy_and_grad"
     (logits, labels, *mask), axis, options = _prepared(name, logits, labels, where, axis, options)
     dtype = computing(logits.dtype)
-    weights = jnp.ones((), dtype) if weights is None else jnp.asarray(weights)
-    if not (jnp.issubdtype(weights.dtype, jnp.floating) or jnp.issubdtype(weights.dtype, jnp.integer)):
-        raise TypeError(f"jaxkern.{name}: weights must be real, got {weights.dtype}{list(weights.shape)}")
-    try:
-        broadcasts = np.broadcast_shapes(weights.shape, labels.shape) == labels.shape
-    except ValueError:
-        broadcasts = False
-    if not broadcasts:
-        raise ValueError(
-            f"jaxkern.{name}: weights of shape {weights.shape} do not broadcast to labels of shape {labels.shape}"
-        )
-    weights = jnp.broadcast_to(weights.astype(dtype), labels.shape)
+    weights = _weights(name, weights, labels, dtype)
     loss, *_, gradient = bind(
         cross_entropy_both_p, logits, labels, weights, *mask, axis=axis, tier=tier, options=options
     )
     return loss, gradient
+
+
+def _weights(name, weights, labels, dtype):
+    """A number of this type for each row."""
+    weights = jnp.ones((), dtype) if weights is None else jnp.asarray(weights)
+    if not (jnp.issubdtype(weights.dtype, jnp.floating) or jnp.issubdtype(weights.dtype, jnp.integer)):
+        raise TypeError(f"jaxkern.{name}: weights must be real, got {weights.dtype}{list(weights.shape)}")
+    whole = labels.shape[labels.ndim - weights.ndim :]
+    broadcasts = weights.ndim <= labels.ndim and all(n == 1 or n == m for n, m in zip(weights.shape, whole))
+    if not broadcasts:
+        raise ValueError(
+            f"jaxkern.{name}: weights of shape {weights.shape} do not broadcast to labels of shape {labels.shape}"
+        )
+    return jnp.broadcast_to(weights.astype(dtype), labels.shape)
+
+
+def _linear(h, weight, labels, bias, weights, *, options, reduction):
+    name, spec = "linear_softmax_cross_entropy", options
+    h = validate.floating(name, h, "h")
+    weight = validate.floating(name, weight, "weight")
+    labels = integers(name, "labels", labels)
+    if h.ndim < 1 or weight.ndim != 2 or weight.shape[1 if spec.transposed else 0] != h.shape[-1]:
+        wanted = "[vocabulary, d]" if spec.transposed else "[d, vocabulary]"
+        raise ValueError(
+            f"jaxkern.{name}: h of shape {h.shape} and weight of shape {weight.shape}; they must be [..., d] and {wanted}"
+        )
+    if labels.shape != h.shape[:-1]:
+        raise ValueError(
+            f"jaxkern.{name}: labels of shape {labels.shape} for h of shape {h.shape}, which takes labels of shape "
+            f"{h.shape[:-1]}"
+        )
+    classes = weight.shape[0 if spec.transposed else 1]
+    if isinstance(classes, int) and classes == 0:
+        raise ValueError(f"jaxkern.{name}: weight of shape {weight.shape} has no classes")
+    if bias is not None:
+        bias = validate.floating(name, bias, "bias")
+        if bias.shape != (classes,):
+            raise ValueError(f"jaxkern.{name}: bias of shape {bias.shape} for {classes} classes")
+    spec = spec._replace(
+        loss=_representable(name, spec.loss, labels, classes, f"weight of shape {weight.shape}"),
+        logits_dtype=spec.logits_dtype or h.dtype.name,
+    )
+    if spec.logits_dtype not in (h.dtype.name, computing(h.dtype).name):
+        raise ValueError(
+            f"jaxkern.{name}: logits_dtype must be {h.dtype.name} or {computing(h.dtype).name} for h of type {h.dtype}, "
+            f"got {spec.logits_dtype}"
+        )
+    asked = linear_problem(h, weight, spec, "both")
+    if asked is not None and spec.memory:
+        linear_plan.choose(asked)  # raises if nothing fits
+    dtype = computing(h.dtype)
+    given = weights
+    weights = _weights(name, weights, labels, dtype)
+    operands = (h, weight, labels)
+    more = () if bias is None else (bias,)
+    if reduction == "none":
+        loss = bind(linear_cross_entropy_p, *operands, *more, spec=spec)
+        return loss if given is None else weights * loss
+    if reduction == "mean":
+        counted = weights if spec.loss.ignore is None else jnp.where(labels == spec.loss.ignore, 0, weights)
+        total = jnp.sum(counted)
+        weights = counted / jnp.where(total == 0, 1, total)
+    return bind(linear_cross_entropy_sum_p, *operands, weights, *more, spec=spec)

@@ -366,12 +366,13 @@ def _traced(name, score, x, args):
     dtype = x.dtype if x.dtype.name in primitive.plan.DTYPES else jnp.dtype(jnp.float32)
     wide = jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
-    def scores(*scalars):
-        return jax.tree.map(_number(wide), score(*scalars))
-
     dtypes = [dtype, *[jnp.dtype(jnp.int32)] * x.ndim, *(a.dtype for a in args)]
     weak = [False] * (1 + x.ndim) + [a.weak_type for a in args]
-    function, captured = functor.trace(scores, dtypes, name=name, weak=weak, results=1, label=label)
+    trace = functools.partial(functor.trace, dtypes=dtypes, name=name, weak=weak, results=1, label=label)
+    function, captured = trace(score)
+    if functor.computing(function.out_dtypes[0]) == wide:
+        return function.with_results((wide,)), captured
+    function, captured = trace(lambda *scalars: jax.tree.map(_number(wide), score(*scalars)))
     if function.out_dtypes[0] != wide:
         raise TypeError(f"{function.label} must return a real number, and returns {function.out_dtypes[0]}")
     return function, captured

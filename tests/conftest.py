@@ -54,6 +54,13 @@ def quick_compilation():
 
 
 @pytest.fixture
+def highest_precision():
+    """Products of float32 with all its bits, which GPUs do not give unless asked."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture
 def x64():
     """float64 arrays inside the test; its other arrays must name their dtype."""
     with compat.enable_x64():

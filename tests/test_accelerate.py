@@ -612,13 +612,13 @@ def big(dtype):
 
 def test_explain_tells_what_a_gpu_would_run():
     def f(x, i):
-        return jax.ops.segment_sum(x[i] * 2, i, 1000), jax.ops.segment_prod(x[i], i, 10)
+        return jax.ops.segment_sum(x[i] * 2, i, 1 << 16), jax.ops.segment_prod(x[i], i, 10)
 
     def line(text):
         return next(d for d in found if text in d.reason)
 
     def reversed(x, i):
-        return jax.ops.segment_sum(x[i][::-1], i, 1000), jax.ops.segment_prod(x[i], i, 10)
+        return jax.ops.segment_sum(x[i][::-1], i, 1 << 16), jax.ops.segment_prod(x[i], i, 10)
 
     chain = "one message kernel instead of gather, multiply and scatter"
     kernels = jaxkern._core.registry.kernels_run()

@@ -423,23 +423,65 @@ def problem(**changes):
     return gate.Scatter("scatter_add", jnp.dtype(jnp.float32), 1, 1, 169343, 1166243, 128)._replace(**changes)
 
 
+BFLOAT16 = jnp.dtype(jnp.bfloat16)
+
+
 @pytest.mark.parametrize(
-    "changes, taken",
+    "changes, alone, ordered",
     [
-        ({}, True),
-        ({"trail": 40}, False),
-        ({"count": 50_000}, False),
-        ({"rows": 2_000_000, "count": 100_000}, False),
-        ({"trail": 40, "dtype": jnp.dtype(jnp.bfloat16)}, True),
-        ({"trail": 1, "dtype": jnp.dtype(jnp.bfloat16)}, False),
-        ({"count": 50_000, "dtype": jnp.dtype(jnp.bfloat16)}, True),
-        ({"count": 1000, "dtype": jnp.dtype(jnp.float16)}, False),
-        ({"dtype": jnp.dtype(jnp.float64)}, False),
-        ({"dtype": jnp.dtype(jnp.int32)}, False),
+        ({}, True, True),
+        ({"trail": 40}, False, True),
+        ({"trail": 1}, False, True),
+        ({"rows": 20_000, "count": 200_000}, False, True),
+        ({"count": 50_000}, False, True),
+        ({"count": 1000}, False, False),
+        ({"rows": 2_000_000, "count": 100_000}, False, False),
+        ({"trail": 1, "dtype": BFLOAT16}, True, True),
+        ({"count": 50_000, "dtype": BFLOAT16}, True, True),
+        ({"count": 1000, "dtype": BFLOAT16}, False, False),
+        ({"trail": 1, "operation": "scatter_max"}, True, True),
+        ({"dtype": jnp.dtype(jnp.float64)}, False, False),
+        ({"dtype": jnp.dtype(jnp.int32)}, False, False),
     ],
 )
-def test_the_gate(changes, taken):
-    assert gate.chain(problem(**changes))[0] == taken
+def test_the_gate(changes, alone, ordered):
+    """What is taken alone, and where another chain has the same indices."""
+    assert (gate.chain(problem(**changes), False)[0], gate.chain(problem(**changes), True)[0]) == (alone, ordered)
+
+
+def test_one_order_for_all():
+    """A softmax over the edges of a node: what follows its maximum is reduced in the order that the maximum takes."""
+    n, e = 20_000, 200_000
+    scores, s, r = (jax.ShapeDtypeStruct((e,), d) for d in (jnp.float32, jnp.int32, jnp.int32))
+    x = jax.ShapeDtypeStruct((n, 8), jnp.float32)
+
+    def attention(x, scores, s, r):
+        y = jnp.exp(scores - jax.ops.segment_max(scores, r, n)[r])
+        weights = y / jax.ops.segment_sum(y, r, n)[r]
+        return jax.ops.segment_sum(x[s] * weights[:, None], r, n)
+
+    found = jaxkern.explain(attention, platform="cuda")(x, scores, s, r)
+    assert [d.taken for d in found] == [True] * 3
+    found = jaxkern.explain(lambda x, y, s, r: jax.ops.segment_sum(x[s] * y[:, None], r, n), platform="cuda")(
+        x, scores, s, r
+    )
+    assert [d.taken for d in found] == [False]
+
+
+def test_arithmetic_below_a_gather():
+    """(x @ m * scale)[s]: the scale is read for each edge, and no array of nodes is written for it."""
+
+    def scaled(x, m, scale, s, r):
+        return sums((x @ m * scale[:, None])[s], r)
+
+    scale = floats(NODES)
+    args = nodes, floats(WIDTH, WIDTH), scale, senders % NODES, receivers % NODES
+    assert check(scaled, *args, rtol=1e-4) == ["gather, multiply and scatter"]
+    # What other operations read is there already, and what XLA computes in one pass with the product stays in it.
+    kept = lambda x, m, scale, s, r: sums(jnp.tanh(x @ m)[s] * 2, r)
+    assert check(kept, *args, rtol=1e-4) == ["gather, multiply and scatter"]
+    fused = lambda x, m, scale, s, r: sums((jnp.tanh(x) * scale[:, None])[s], r)
+    assert check(fused, *args, rtol=1e-4) == ["gather and scatter"]
 
 
 @pytest.mark.skipif(not registry.kernels_run(), reason="no kernels")

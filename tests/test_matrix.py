@@ -159,6 +159,35 @@ def plain_cross_entropy(x):
     return jnp.cos(x) * jnp.sin(-0.9 * picked - 0.1 * logs.mean(-1, keepdims=True))
 
 
+EPS = 0.1  # small ones make derivatives of a high order large
+
+
+def normalised(x):
+    y, s = jaxkern.layer_norm(x, jnp.cos(x[0, 0]), x[1, 0], residual=jnp.cos(x), axis=(1, 2), eps=EPS)
+    return y + 0.1 * s
+
+
+def plain_normalised(x):
+    s = x + jnp.cos(x)
+    d = s - s.mean((1, 2), keepdims=True)
+    return d * lax.rsqrt((d * d).mean((1, 2), keepdims=True) + EPS) * jnp.cos(x[0, 0]) + x[1, 0] + 0.1 * s
+
+
+def linear_cross_entropy(ours, reduction, algorithm, x):
+    """Of activations, a weight, a bias and weights of rows that all depend on x."""
+    flat, weights = x.reshape(-1, SHAPE[2]), 1 + x[..., 0] ** 2
+    weight, bias = jnp.cos(flat), jnp.sin(flat[:, 0])
+    if ours:
+        given = {"reduction": reduction, "transpose_weight": True, "soft_cap": 3.0, "memory": 1200}
+        with jaxkern.tiers.force(linear_softmax_cross_entropy=algorithm):
+            found = jaxkern.linear_softmax_cross_entropy(x, weight, LABELS, bias, weights=weights, **given)
+    else:
+        logs = jax.nn.log_softmax(3 * jnp.tanh((x @ weight.T + bias) / 3))
+        found = -weights * jnp.take_along_axis(logs, LABELS[..., None], -1)[..., 0]
+        found = found if reduction == "none" else found.sum() / weights.sum()
+    return jnp.cos(x) * jnp.sin(found[..., None] if reduction == "none" else found)
+
+
 def scored(s, b, i, k, bias):
     return jnp.tanh(s + bias) - 0.1 * (i - k)
 
@@ -203,12 +232,23 @@ CASES = {
         for name, theirs in REDUCTIONS.items()
         if name in ("reduce_max", "logsumexp")
     },
+    "rms_norm": (
+        lambda x: jaxkern.rms_norm(x, jnp.cos(x[0, 0]), eps=EPS),
+        lambda x: x * lax.rsqrt((x * x).mean(-1, keepdims=True) + EPS) * jnp.cos(x[0, 0]),
+    ),
+    "layer_norm, residual": (normalised, plain_normalised),
     "softmax_cross_entropy": (cross_entropy, plain_cross_entropy),
     "softmax_cross_entropy, score": (scored_cross_entropy, plain_scored_cross_entropy),
     "softmax_cross_entropy_and_grad": (
         lambda x: jaxkern.softmax_cross_entropy_and_grad(x, LABELS)[1],
         lambda x: jax.nn.softmax(x) - jax.nn.one_hot(LABELS, SHAPE[2]),
     ),
+    **{
+        f"linear_softmax_cross_entropy, {reduction}": tuple(
+            functools.partial(linear_cross_entropy, ours, reduction, algorithm) for ours in (True, False)
+        )
+        for reduction, algorithm in (("mean", "vocabulary"), ("none", "rows"))
+    },
     # With tanh: JAX 0.12 cannot differentiate erf inside shard_map.
     "gelu": (jaxkern.gelu, jax.nn.gelu),
     "swiglu": (lambda x: jaxkern.swiglu(x, gate=jnp.cos(x)), lambda x: x * jax.nn.silu(jnp.cos(x))),

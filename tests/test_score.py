@@ -48,7 +48,7 @@ def window(s, b, h, q, k):
 
 def everything(s, b, h, q, k, slope, bias, i, j, factor):
     """All of them, with a row that is entirely masked."""
-    s = CAP * jnp.tanh(s * factor / CAP) + bias + slope * (k - q) / 8
+    s = CAP * jnp.tanh(s * factor / CAP) + bias + slope * ((k & 63) - q) / 8
     return jnp.where((i == j) & (k != 1) & ((q != 2) | (b == 0)), s, -jnp.inf)
 
 
@@ -253,7 +253,12 @@ def test_any_address_and_the_same_bits():
 
 
 def close(found, wanted, tolerance=2e-4):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, tolerance, tolerance / 10), found, wanted)
+    """Sums of large terms that cancel are as exact as the largest of the array."""
+
+    def compare(a, b):
+        np.testing.assert_allclose(a, b, tolerance, max(tolerance / 10, 1e-5 * np.abs(b).max()))
+
+    jax.tree.map(compare, found, wanted)
 
 
 @pytest.mark.parametrize("operation", ["softmax", "log_softmax"])

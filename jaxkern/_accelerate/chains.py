@@ -6,7 +6,11 @@
 kernel that it reads by node, values per edge become operands that it reads by edge, and the elementwise operations become
 a `functor.Function`. Functions under jit are looked into: their operations are copied in front of the scatter. Whatever
 is unknown ends the chain there and becomes an operand. Nothing is removed from the program, in which XLA drops what is
-unused.
+unused. Cheap arithmetic on nodes of which only a gather reads the result, `(h * scale[:, None])[senders]`, is done for
+each edge instead, so that it takes no pass over memory.
+
+The order of the edges is a sort, which XLA shares between all chains of a program that have the same indices. Where it is
+there already, updates that no chain makes are reduced by the message kernel, too.
 
 Semantics are those of the operations replaced. Out-of-range indices: `stablehlo.gather` clamps, so does the kernel, and a
 gather that fills shows as a select by a mask of its indices, which is an operand per edge. Edges that the scatter drops are
@@ -39,6 +43,9 @@ JOIN = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 MOST_NODES = 64  # operations of a message
 MOST_OPERANDS = 12
 MOST_STORED = 2  # of them of edges x features: XLA may fuse several into one
+SINK_BYTES = 16  # that arithmetic below a gather may read more for each edge than its result has
+SINKS = frozenset("add subtract multiply negate maximum minimum convert select".split())  # below a gather
+ROWS = -1  # stands for the dimension that an index names
 
 # ---- elementwise operations
 
@@ -147,13 +154,14 @@ class Leaf(typing.NamedTuple):
 class Rows(typing.NamedTuple):
     """A gather of rows x[index], which is `result`. dims: of x, but for the first one.
 
+    result: None for part of the arithmetic below a gather, which the program computes before it.
     filled: it is read only where its indices are in range.
     """
 
     x: typing.Any
     index: typing.Any
     dims: tuple
-    result: Leaf
+    result: Leaf | None
     filled: bool = False
 
 
@@ -196,8 +204,8 @@ class _Ends(Exception):
 class _Walk:
     """Looks at the operations that make a value of shape `full`."""
 
-    def __init__(self, ctx, full, counts):
-        self.ctx, self.full, self.counts = ctx, full, counts
+    def __init__(self, ctx, full, counts, sinks=True):
+        self.ctx, self.full, self.counts, self.sinks = ctx, full, counts, sinks
         self.all = frozenset(d for d, n in enumerate(full) if n != 1)
         self.nodes: list[Node] = []
         self._visited: dict = {}
@@ -300,6 +308,10 @@ class _Walk:
 
     def unwrapped_key(self, value) -> int | None:
         """The key of i, if this is select(i < 0, i + n, i), i for whatever is not negative."""
+        found = self._unwrapped(value)
+        return None if found is None else self.index_key(found)
+
+    def _unwrapped(self, value):
         operation = _maker(self._base(value))
         if operation is not None and operation.name == "func.call" and len(operation.results) == 1:
             results = self.inline(operation)
@@ -314,7 +326,7 @@ class _Walk:
             return None
         if add is None or add.name != "stablehlo.add" or self.key(add.operands[0]) != self.key(index):
             return None
-        return self.index_key(index)
+        return index
 
     def in_range_key(self, mask, dims, rows) -> int | None:
         """The key of i, if this tells for each edge that 0 <= i < rows, or that i is in a smaller range.
@@ -357,11 +369,8 @@ class _Walk:
         value = stablehlo.unconstrained(value)
         if (value, dims) not in self._visited:
             self._depth += 1
-            node = self._node(value, dims)
+            node = self._numbered(self._node(value, dims))
             self._depth -= 1
-            if not isinstance(node, int):
-                self.nodes.append(node)
-                node = len(self.nodes) - 1
             self._visited[value, dims] = node
         return self._visited[value, dims]
 
@@ -388,7 +397,7 @@ class _Walk:
             if of.name == "constant":
                 return Node("constant", dtype, leaf=of.leaf.astype(dtype))
         if name == "gather" and (rows := self._rows(operation, value, dims)):
-            return Node("rows", dtype, leaf=rows)
+            return self._gathered(rows, dtype)
         inner = self._moved(operation, name, shape, dims)
         if inner is not None:
             return self.visit(operation.operands[0], inner)
@@ -444,11 +453,54 @@ class _Walk:
             return None
         return Rows(x, index, features, Leaf(value, dims))
 
+    def _gathered(self, rows, dtype) -> Node | int:
+        """A gather, or the arithmetic that makes what it reads, where that reads no more, and all of it from memory."""
+        if self.sinks and self._sinks(rows.x):
+            before = len(self.nodes)
+            node = self._numbered(self._below(rows.x, (ROWS, *rows.dims), rows._replace(result=None)))
+            read = [self.nodes[k].leaf.x for k in _reached(self.nodes, node) if self.nodes[k].name == "rows"]
+            fused = any(_row_bytes(x) > SINK_BYTES and stablehlo.is_fused(x) for x in read)
+            if not fused and sum(map(_row_bytes, read)) <= _row_bytes(rows.x) + SINK_BYTES:
+                return node
+            self._forget(before)
+        return Node("rows", dtype, leaf=rows)
+
+    def _sinks(self, value) -> bool:
+        operation = _maker(value)
+        return operation is not None and _short(operation) in SINKS and len(list(value.uses)) == 1
+
+    def _below(self, value, dims, rows) -> Node | int:
+        """The node for the rows of `value` that the gather `rows` reads; ROWS stands for the rows among its `dims`."""
+        value = stablehlo.unconstrained(value)
+        if (own := _type(value)) is None:
+            raise _Ends
+        if ROWS not in dims:
+            return self.visit(value, dims)
+        operation = _maker(value)
+        if operation is not None:
+            name = _short(operation)
+            if (inner := self._moved(operation, name, own[0], dims)) is not None:
+                return self._below(operation.operands[0], inner, rows)
+            if _has_features(self, dims) and self._sinks(value):
+                below = lambda v, dims: self._numbered(self._below(v, dims, rows))
+                if (node := self._arithmetic(operation, name, own[1], dims, below)) is not None:
+                    return node
+        if dims[0] != ROWS:
+            raise _Ends
+        return Node("rows", own[1], leaf=rows._replace(x=value, dims=dims[1:]))
+
+    def _numbered(self, node) -> int:
+        if not isinstance(node, int):
+            self.nodes.append(node)
+            node = len(self.nodes) - 1
+        return node
+
     @property
     def edges(self) -> int:
         return math.prod(self.full[: self.counts])
 
-    def _arithmetic(self, operation, name, dtype, dims) -> Node | None:
+    def _arithmetic(self, operation, name, dtype, dims, visit=None) -> Node | None:
+        """The node for an elementwise operation. visit: in place of `self.visit` for its operands."""
         if any(_type(v) is None for v in operation.operands) or len(operation.results) != 1:
             return None
         types = [_type(v)[1] for v in operation.operands]
@@ -473,11 +525,12 @@ class _Walk:
             if f is None:
                 return None
         before = len(self.nodes)
-        if name == "select" and (filled := self._filled(operation, dims)) is not None:
+        if name == "select" and visit is None and (filled := self._filled(operation, dims)) is not None:
             which, _, other = operation.operands
             operands = (self.visit(which, dims), filled, self.visit(other, dims))
         else:
-            operands = tuple(self.visit(v, dims if len(_type(v)[0]) == len(dims) else ()) for v in operation.operands)
+            visit = visit or self.visit
+            operands = tuple(visit(v, dims if len(_type(v)[0]) == len(dims) else ()) for v in operation.operands)
         exact = all(self.nodes[k].exact for k in operands)
         equality = name == "compare" and floats and _direction(operation) in ("EQ", "NE")
         if equality and not exact and operands[0] != operands[1]:  # x != x finds NaN
@@ -497,8 +550,8 @@ class _Walk:
         if rows is None or self.in_range_key(which, dims, _type(rows.x)[0][0]) != self.index_key(rows.index):
             return None
         if (value, dims, "filled") not in self._visited:
-            self.nodes.append(Node("rows", _type(value)[1], leaf=rows._replace(filled=True)))
-            self._visited[value, dims, "filled"] = len(self.nodes) - 1
+            node = self._gathered(rows._replace(filled=True), _type(value)[1])
+            self._visited[value, dims, "filled"] = self._numbered(node)
         return self._visited[value, dims, "filled"]
 
     def _forget(self, count):
@@ -528,18 +581,32 @@ def _is_wider(of, to) -> bool:
 # ---- from nodes to a message
 
 
-def find(ctx, name, avals, values, clip) -> Chain | None:
-    """The chain that makes the updates of this scatter, which is `in_order`; or None: the program is as it was before."""
+def find(ctx, name, avals, values, clip, *, alone=False) -> Chain | None:
+    """The chain that makes the updates of this scatter, which is `in_order`; or None: the program is as it was before.
+
+    alone: the updates are an operand, whatever makes them.
+    """
     if not compat.copies_operations():
         return None
-    walk = _Walk(ctx, avals[2].shape, avals[1].ndim - 1)
-    try:
-        chain = _chain(walk, name, avals, values, clip)
-    except (_Ends, functor.Unsupported):
-        chain = None
-    if chain is None:
+    for sinks in (True, False):
+        walk = _Walk(ctx, avals[2].shape, avals[1].ndim - 1, sinks)
+        try:
+            if (chain := _chain(walk, name, avals, values, clip, alone)) is not None:
+                return chain
+        except (_Ends, functor.Unsupported):
+            pass
         walk.discard()
-    return chain
+    return None
+
+
+def root(ctx, indices) -> tuple:
+    """The value that these indices are made of, in whichever shape they come, and how often it is wrapped around zero."""
+    walk = _Walk(ctx, (), 0)
+    value, wraps = walk._base(indices), 0
+    while (found := walk._unwrapped(value)) is not None:
+        value, wraps = walk._base(found), wraps + 1
+    walk.discard()
+    return value, wraps
 
 
 def in_order(layout, avals) -> bool:
@@ -559,17 +626,17 @@ def in_order(layout, avals) -> bool:
     )
 
 
-def _chain(walk, name, avals, values, clip) -> Chain | None:
+def _chain(walk, name, avals, values, clip, alone) -> Chain | None:
     operand, _, updates = avals
-    root = walk.visit(values[2], tuple(d if n != 1 else None for d, n in enumerate(walk.full)))
+    dims = tuple(d if n != 1 else None for d, n in enumerate(walk.full))
+    root = walk._numbered(walk._leaf(values[2], dims)) if alone else walk.visit(values[2], dims)
     used = _reached(walk.nodes, root)
     if name != "scatter_add" and not walk.nodes[root].exact:
         return None  # the gradient compares updates with their maximum, and these would be rounded otherwise
     at_row, by_index = _by_index(walk, used, operand.shape[0], values[1], clip)
-    elements = lambda value: math.prod(_type(value)[0][1:]) * _type(value)[1].itemsize
-    weight = lambda nodes: sum(elements(_source(walk.nodes[k])) for k in nodes)
+    weight = lambda nodes: sum(_row_bytes(_source(walk.nodes[k])) for k in nodes)
     at_other = max(by_index.values(), key=weight, default=[])
-    if not any(_has_features(walk, walk.nodes[k].leaf.dims) for k in (*at_row, *at_other)):
+    if not alone and not any(_has_features(walk, walk.nodes[k].leaf.dims) for k in (*at_row, *at_other)):
         return None
     places, operands, found, leaves = [], [], {}, {}
 
@@ -590,15 +657,17 @@ def _chain(walk, name, avals, values, clip) -> Chain | None:
         node = walk.nodes[k]
         if node.name == "rows" and (k in at_row or k in at_other):
             x = node.leaf.x
-            add(k, ROW if k in at_row else OTHER, x, (-1, *node.leaf.dims), _type(x)[0][0])
+            add(k, ROW if k in at_row else OTHER, x, (ROWS, *node.leaf.dims), _type(x)[0][0])
         elif k in at_other:
             others = math.prod(walk.full[d] for d in _repeated(walk, node.leaf.dims))
             add(k, OTHER, node.leaf.value, node.leaf.dims, others)
         elif node.name in ("rows", "leaf"):
             leaf = node.leaf.result if node.name == "rows" else node.leaf
+            if leaf is None:
+                raise _Ends
             edge = any(d is not None and d < walk.counts for d in leaf.dims)
             whole = {d for d in leaf.dims if d is not None} == walk.all
-            if edge and whole and updates.dtype.itemsize > 2 and stablehlo.gathers(walk.ctx, leaf.value):
+            if edge and whole and not alone and updates.dtype.itemsize > 2 and stablehlo.gathers(walk.ctx, leaf.value):
                 return None  # XLA would fuse what is then stored
             add(k, EDGE if edge else SHARED, leaf.value, leaf.dims, walk.edges if edge else 1)
     stored = [o for o in operands if o.end == EDGE and {d for d in o.dims if d is not None} == walk.all]
@@ -606,7 +675,9 @@ def _chain(walk, name, avals, values, clip) -> Chain | None:
         return None
     dtypes = [_type(places[o.at])[1] for o in operands]
     message = functools.partial(_message, tuple(walk.nodes), root, leaves)
-    function, captured = functor.trace(message, dtypes, name="accelerate", results=1, label="a chain")
+    reals = [walk.nodes[k].dtype for k in used if jnp.issubdtype(walk.nodes[k].dtype, jnp.floating)]
+    coarse = all(d.itemsize == 2 for d in reals)
+    function, captured = functor.trace(message, dtypes, name="accelerate", results=1, label="a chain", coarse=coarse)
     if captured or tuple(function.in_dtypes) != tuple(dtypes):
         return None
     other, others = None, 0
@@ -617,7 +688,7 @@ def _chain(walk, name, avals, values, clip) -> Chain | None:
     kinds = {"rows": "gather", **({"leaf": "broadcast"} if isinstance(other, tuple) else {})}
     names = [kinds.get(walk.nodes[k].name, walk.nodes[k].name) for k in used]
     names = [n for n in dict.fromkeys(names) if n not in ("leaf", "constant")]
-    text = f"one message kernel instead of {', '.join(names)} and scatter"
+    text = f"one message kernel instead of {', '.join(names)} and scatter" if names else "in the order of the edges"
     chain = Chain(
         tuple(places),
         tuple(operands),
@@ -664,6 +735,12 @@ def _by_index(walk, used, count, scattered, clip):
         elif node.name == "leaf" and (own_counts := _repeated(walk, node.leaf.dims)):
             by_index.setdefault(own_counts, []).append(k)
     return at_row, by_index
+
+
+def _row_bytes(x) -> int:
+    """Bytes of a row of an array of the program."""
+    shape, dtype = _type(x)
+    return math.prod(shape[1:]) * dtype.itemsize
 
 
 def _source(node):

@@ -26,12 +26,14 @@ WIDE_TRAIL = 16
 # 100 do not yet (1024 n100000 10 to 10).
 CROWDED = 1 << 10
 CROWDED_COUNT = 1 << 13
-# Chains of gathers, arithmetic and a scatter, as one message kernel: it needs the edges in order, which takes a sort.
-# Steps of a graph convolution of 169343 nodes, 1335586 edges, 256 features: float32 6.78 ms to 3.94, bfloat16 12.9 to 2.54.
-CHAIN_FEATURES, CHAIN_COUNT = 64, 100_000
+# Chains of gathers, arithmetic and a scatter, as one message kernel: it needs the edges in order, which takes a sort, and
+# XLA shares that sort between all that have the same indices. float32, 1166243 edges into 169343 nodes, 64 features:
+# 217 to 200 with the sort, 40 features: 137 to 187; 200000 edges into 20000 nodes, which stay in the cache: 59 to 74
+# with 128 features. 16 bits: 163 to 127 with 4 features, and 861 to 148 in float32 with one if receivers are Zipf.
+CHAIN_COUNT = 100_000
 CHAIN_ROWS = 16  # for one edge, at most: finding where each row begins takes time for each row, too
-# Of 16 bits: with fewer edges the sort weighs as much as the sums, and no chain of single numbers was measured.
-CHAIN_NARROW_FEATURES, CHAIN_NARROW_COUNT = 16, 1 << 14
+ORDERED_COUNT = 1 << 14  # 16 bits, or in an order that is there already: below, launches weigh as much as the sums
+ALONE_BYTES = 32  # of a row of updates that XLA would not have stored
 # Maxima of floats: compare-and-swap at any width (graph attention with a segment_max, Zipf receivers: no step in
 # minutes). Elements as of 399x128 n40960 at least.
 EXTREME_ELEMENTS = 1 << 18
@@ -106,18 +108,28 @@ def scatter(p: Scatter) -> tuple[bool, str]:
     return True, "large rows"
 
 
-def chain(p: Scatter) -> tuple[bool, str]:
-    """Whether a chain that makes the updates of this scatter is taken together with it, where there is one."""
+def chain(p: Scatter, ordered: bool) -> tuple[bool, str]:
+    """Whether a chain that makes the updates of this scatter is taken together with it, where there is one.
+
+    ordered: another chain has these indices.
+    """
     if p.dtype not in FLOATS or p.dtype.itemsize > 4:
         return False, f"no chains of {p.dtype} were measured"
-    narrow = p.dtype.itemsize == 2
-    features = CHAIN_NARROW_FEATURES if narrow else CHAIN_FEATURES
-    count = CHAIN_NARROW_COUNT if narrow else CHAIN_COUNT
-    if p.trail < features:
-        return False, f"{p.trail} features are few for a chain"
     if p.rows > CHAIN_ROWS * p.count:
         return False, f"{p.rows} rows are many for {p.count} edges"
-    return p.count >= count, "a chain" if p.count >= count else f"{p.count} edges are few for a chain"
+    first = p.dtype.itemsize == 2 or ordered
+    if p.count < (ORDERED_COUNT if first else CHAIN_COUNT):
+        return False, f"{p.count} edges are few for a chain"
+    if not first and p.operation == "scatter_add" and p.rows * p.trail * p.dtype.itemsize < WIDE_BYTES:
+        return False, f"{p.rows} rows of {p.trail} features are few for a chain"
+    return True, "a chain"
+
+
+def alone(p: Scatter, ordered: bool) -> bool:
+    """Whether the message kernel reduces updates that no chain makes."""
+    if p.operation != "scatter_add":
+        return True  # and those sums that follow a maximum, in a softmax over the edges of a node, find its order
+    return ordered and (not p.gathers or p.trail * p.dtype.itemsize <= ALONE_BYTES)
 
 
 def logsumexp(dtype, rows: int, width: int) -> tuple[bool, str]:

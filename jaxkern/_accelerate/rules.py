@@ -10,9 +10,11 @@ Where gathers and elementwise arithmetic make the updates, one message kernel co
 Other primitives (sort, top_k, cumsum) get a rule by a function like `_scatter` and an entry in `RULES`.
 """
 
+import collections
 import functools
 import math
 import threading
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -190,14 +192,36 @@ def _scatter(name, plain, ctx, operand, indices, updates, *, dimension_numbers, 
     return switch.own_code(mlir.lower_fun(body, multiple_results=False))(ctx, *values)
 
 
+class Orders(typing.NamedTuple):
+    """Of a module, what orders of edges it has or will have.
+
+    made: indices that chains have sorted, with the number of rows and whether they are clipped.
+    gathered: how many chains gather by these indices: their gradients are scatters by them.
+    """
+
+    made: set
+    gathered: collections.Counter
+
+
 def _chain(name, ctx, values, problem, layout, clip, settings):
     """The chain that makes the updates, where there is one that is to be taken; see chains.py."""
     if compat.partitioned_devices(ctx) > 1 or not chains.in_order(layout, ctx.avals_in):
         return None
-    taken, _ = gate.can_scatter(problem) if settings.force else gate.chain(problem)
+    known = compat.of_module(ctx).setdefault("orders", Orders(set(), collections.Counter()))
+    root = chains.root(ctx, values[1])
+    order = root, problem.rows, clip
+    ordered = order in known.made or known.gathered[root] > 1
+    taken, _ = gate.can_scatter(problem) if settings.force else gate.chain(problem, ordered)
     if not taken or switch.refusal(ctx, settings):
         return None
-    return chains.find(ctx, name, ctx.avals_in, values, clip)
+    found = chains.find(ctx, name, ctx.avals_in, values, clip)
+    if found is None and gate.alone(problem, ordered):
+        found = chains.find(ctx, name, ctx.avals_in, values, clip, alone=True)
+    if found is not None:
+        known.made.add(order)
+        if isinstance(found.other, int):
+            known.gathered[chains.root(ctx, found.values[found.other])] += 1
+    return found
 
 
 def _problem(name, ctx, values, dimension_numbers, params):

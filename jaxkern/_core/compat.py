@@ -11,6 +11,7 @@ import pathlib
 import re
 import sys
 import warnings
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -309,6 +310,14 @@ def lowering_rule(prim, platform):
         entry = internal._platform_specific_lowerings[platform].get(prim) or internal._lowerings.get(prim)
         return getattr(entry, "rule", entry)
     return None
+
+
+_modules: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def of_module(ctx) -> dict:
+    """What is noted about the module that is being lowered."""
+    return _modules.setdefault(ctx.module_context.module, {})
 
 
 def callee(ctx, call):

@@ -7,8 +7,10 @@
 
 `trace` makes a jaxpr of the function, with float32 in the place of 16-bit types: these are computed in float32 and rounded
 where they are stored. The jaxpr becomes C++ one statement an equation, in terms of the overloads in
-ffi/kernels/common/functions.h. A Function is equal to another if it computes the same and has the same derivatives, so it
-can be the parameter of a primitive: a lambda that is written anew in every call does not compile anew.
+ffi/kernels/common/functions.h; where the function has 16-bit numbers alone, of those in namespace `coarse`, which are more
+accurate than the rounding that JAX would do after each operation. A Function is equal to another if it computes the same
+and has the same derivatives, so it can be the parameter of a primitive: a lambda that is written anew in every call does
+not compile anew.
 """
 
 import functools
@@ -37,7 +39,7 @@ def computing(dtype) -> np.dtype:
     return np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else dtype
 
 
-def trace(f, dtypes, *, name, weak=None, results=None, label=None):
+def trace(f, dtypes, *, name, weak=None, results=None, label=None, coarse=None):
     """`f`, a function of scalars that returns a scalar or a pytree of scalars, as a `Function`.
 
     dtypes: of the arguments of f, as the user sees them.
@@ -45,6 +47,7 @@ def trace(f, dtypes, *, name, weak=None, results=None, label=None):
     weak: for each argument, whether its dtype is weak, as that of a Python number is.
     results: how many scalars f must return; None: one or more.
     label: how errors name f; its own name by default.
+    coarse: see `Function`; None: where f has 16-bit numbers alone.
 
     Returns (function, captured). captured are scalar arrays and tracers that f closes over; they are further arguments of
     `function`, behind those of f. `function.out_tree` is the structure of what f returns.
@@ -58,9 +61,9 @@ def trace(f, dtypes, *, name, weak=None, results=None, label=None):
         _check_dtype(label, d)
     scalar = lambda dtype, weak: jax.ShapeDtypeStruct((), dtype, weak_type=bool(weak))
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        seen, shapes = jax.make_jaxpr(f, return_shape=True)(*map(scalar, dtypes, weak))
+        given, shapes = jax.make_jaxpr(f, return_shape=True)(*map(scalar, dtypes, weak))
         closed = jax.make_jaxpr(f)(*(scalar(computing(d), w) for d, w in zip(dtypes, weak)))
-    limits = _limits(seen, closed, dtypes)
+    limits = _limits(given, closed, dtypes)
     out, out_tree = jax.tree.flatten(shapes)
     if not out or (results is not None and len(out) != results):
         wanted = "at least one scalar" if results is None else f"{results} scalar{'s' * (results != 1)}"
@@ -94,10 +97,23 @@ def trace(f, dtypes, *, name, weak=None, results=None, label=None):
     in_dtypes = (*dtypes, *(np.dtype(c.dtype) for c in captured))
     weak = (*weak, *(bool(getattr(c, "weak_type", False)) for c in captured))
     out_dtypes = tuple(np.dtype(a.dtype) for a in out)
-    return _function(of_scalars, in_dtypes, out_dtypes, label, len(captured), out_tree, weak), captured
+    coarse = _is_coarse(given.jaxpr) if coarse is None else coarse
+    return _function(of_scalars, in_dtypes, out_dtypes, label, coarse, len(captured), out_tree, weak), captured
 
 
-def _function(f, in_dtypes, out_dtypes, label, captured=0, out_tree=None, weak=None):
+def _is_coarse(jaxpr) -> bool:
+    """Whether all real numbers in a jaxpr are of 16 bits."""
+    values = (
+        *jaxpr.invars,
+        *jaxpr.constvars,
+        *jaxpr.outvars,
+        *(v for e in jaxpr.eqns for v in (*e.invars, *e.outvars)),
+    )
+    wide = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) and v.aval.dtype.itemsize > 2 for v in values)
+    return not wide and all(_is_coarse(_inner(e)[0]) for e in jaxpr.eqns if e.primitive.name in (*_CALLS, *_CUSTOM))
+
+
+def _function(f, in_dtypes, out_dtypes, label, coarse, captured=0, out_tree=None, weak=None):
     """A Function of `f`, which takes and returns scalars of computing types."""
 
     def converted(*xs):
@@ -107,15 +123,15 @@ def _function(f, in_dtypes, out_dtypes, label, captured=0, out_tree=None, weak=N
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         args = [jax.ShapeDtypeStruct((), computing(d), weak_type=w) for d, w in zip(in_dtypes, weak)]
         closed = jax.make_jaxpr(converted)(*args)
-        return Function(closed, tuple(in_dtypes), tuple(out_dtypes), label, captured, out_tree)
+        return Function(closed, tuple(in_dtypes), tuple(out_dtypes), label, coarse, captured, out_tree)
 
 
-def of_scalars(f, in_dtypes, out_dtypes, label) -> "Function":
+def of_scalars(f, in_dtypes, out_dtypes, label, coarse) -> "Function":
     """The Function of `f`, written in terms of other Functions' `scalars`.
 
     f takes scalars of the computing types of `in_dtypes` and returns a list of scalars, one for each of `out_dtypes`.
     """
-    return _function(f, tuple(map(np.dtype, in_dtypes)), tuple(map(np.dtype, out_dtypes)), label)
+    return _function(f, tuple(map(np.dtype, in_dtypes)), tuple(map(np.dtype, out_dtypes)), label, coarse)
 
 
 class Function:
@@ -126,13 +142,14 @@ class Function:
     out_tree: the structure of what the user's function returns; None for a derivative.
     used: the positions of the arguments that the results depend on.
     label: the names of the public function and of the user's, for errors.
+    coarse: whether kernels compute it with relative errors of 2^-13, enough for 16-bit results.
     """
 
-    def __init__(self, closed, in_dtypes, out_dtypes, label, captured, out_tree):
+    def __init__(self, closed, in_dtypes, out_dtypes, label, coarse, captured, out_tree):
         self.in_dtypes, self.out_dtypes = in_dtypes, out_dtypes
-        self.label, self.captured, self.out_tree = label, captured, out_tree
+        self.label, self.coarse, self.captured, self.out_tree = label, coarse, captured, out_tree
         self._closed = closed
-        translation = _Translation(label)
+        translation = _Translation(label, coarse=coarse)
         names = [f"x{k}" for k in range(len(in_dtypes))]
         outs = translation.run(closed.jaxpr, closed.consts, names)
         needed = translation.remove_unused(outs)
@@ -246,7 +263,9 @@ def _vjp(self, wrt):
         return pull(tuple(xs[n:]))
 
     cotangents = [self.out_dtypes[k] for k in self.inexact_results]
-    return _function(pullback, (*self.in_dtypes, *cotangents), [self.in_dtypes[k] for k in wrt], self.label)
+    return _function(
+        pullback, (*self.in_dtypes, *cotangents), [self.in_dtypes[k] for k in wrt], self.label, self.coarse
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -263,16 +282,16 @@ def _jvp(self, wrt):
     in_dtypes = (*self.in_dtypes, *(self.in_dtypes[k] for k in wrt))
     out_dtypes = [self.out_dtypes[k] for k in self.inexact_results]
     try:
-        return _function(pushforward, in_dtypes, out_dtypes, self.label)
+        return _function(pushforward, in_dtypes, out_dtypes, self.label, self.coarse)
     except TypeError:
-        return _function(transposed, in_dtypes, out_dtypes, self.label)
+        return _function(transposed, in_dtypes, out_dtypes, self.label, self.coarse)
 
 
 @functools.lru_cache(maxsize=4096)
 def _with_results(self, dtypes):
     if dtypes == self.out_dtypes:
         return self
-    return _function(self.scalars, self.in_dtypes, dtypes, self.label, self.captured, self.out_tree)
+    return _function(self.scalars, self.in_dtypes, dtypes, self.label, self.coarse, self.captured, self.out_tree)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -285,7 +304,7 @@ def _select(self, arguments):
         zeros = [np.zeros((), computing(d)) for d in self.in_dtypes]
         return self.scalars(*(given.get(k, zero) for k, zero in enumerate(zeros)))
 
-    return _function(f, [self.in_dtypes[k] for k in arguments], self.out_dtypes, self.label)
+    return _function(f, [self.in_dtypes[k] for k in arguments], self.out_dtypes, self.label, self.coarse)
 
 
 # ---- jaxprs
@@ -439,6 +458,8 @@ _OVERLOADS = {
     ).split()
 }
 _OVERLOADS |= {name: f"{name}_" for name in ("and", "or", "xor", "not")} | {"add_any": "add"}
+# Those with an overload in namespace coarse too.
+_COARSE = frozenset("cos div erf erfc exp exp2 expm1 log log1p logistic pow sin sqrt tanh".split())
 _TEMPLATES = {
     "integer_pow": lambda p: f"integer_pow<{p['y']}>",
     "round": lambda p: "round_to_even" if int(p["rounding_method"]) == 1 else "round_away_from_zero",
@@ -461,8 +482,8 @@ class _Translation:
 
     DEPTH = 3  # of rules for derivatives in rules for derivatives that tell functions apart
 
-    def __init__(self, label, depth=0):
-        self.label, self.depth = label, depth
+    def __init__(self, label, depth=0, coarse=False):
+        self.label, self.depth, self.coarse = label, depth, coarse
         self.statements, self.marks = [], []
         self._names = 0
 
@@ -575,7 +596,8 @@ class _Translation:
             self._fail(e, "a loop, which functions in kernels cannot have")
         else:
             self._fail(e, "which has no counterpart in kernels")
-        return self._rounded(f"lax::{function}({', '.join(operands)})", out)
+        space = "coarse" if self.coarse and name in _COARSE and out == np.float32 else "lax"
+        return self._rounded(f"{space}::{function}({', '.join(operands)})", out)
 
     def _rounded(self, text, dtype):
         return text if computing(dtype) == dtype else f"lax::round_{dtype.name}({text})"
@@ -600,7 +622,7 @@ class _Translation:
         lines = [f"{type_} {name};" for type_, name in zip(types, results)]
         uses, branches = {index}, e.params["branches"]
         for k, branch in enumerate(branches):
-            inner = _Translation(self.label, self.depth)
+            inner = _Translation(self.label, self.depth, self.coarse)
             inner._names = self._names
             outs = inner.run(branch.jaxpr, branch.consts, operands)
             self._names = inner._names
@@ -634,7 +656,7 @@ class _Translation:
 
         outs = [v.aval for v in e.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
         shapes = [jax.ShapeDtypeStruct((), a.dtype) for a in (*(v.aval for v in e.invars), *outs)]
-        inner = _Translation(self.label, self.depth + 1)
+        inner = _Translation(self.label, self.depth + 1, self.coarse)
         try:
             closed = jax.make_jaxpr(rule)(*shapes)
             results = inner.run(closed.jaxpr, closed.consts, [f"x{k}" for k in range(len(shapes))])

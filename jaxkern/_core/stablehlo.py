@@ -70,6 +70,12 @@ def is_pure(operation) -> bool:
     return name in ELEMENTWISE or name in MOVES or name in _PURE or name.startswith("chlo.")
 
 
+def is_fused(value) -> bool:
+    """Whether `value` is arithmetic, which XLA computes in one pass over memory with what consumes it."""
+    operation = maker(unconstrained(value))
+    return operation is not None and operation.name in ELEMENTWISE | MOVES
+
+
 def gathers(ctx, value) -> bool:
     """Whether `value` is arithmetic on a gather, which XLA fuses with what consumes it."""
     seen, pending = 0, [value]

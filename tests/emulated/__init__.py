@@ -1,6 +1,7 @@
 """Runs launch plans on the CPU: kernels compiled by the host's C++ compiler, a fiber for each thread of a block.
 
-For kernels without inline assembly, dynamic shared memory or more than one block in a cluster. This checks the arithmetic
+For kernels without inline assembly (but that of common/pack.cuh) or more than one block in a cluster, whose dynamic shared
+memory is declared as in norm/norm.cuh. This checks the arithmetic
 of indices and that nothing is read or written out of bounds (buffers end at guard pages); it says nothing of races
 between warps, nor of the compiler for GPUs.
 """

@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 #include <ucontext.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -19,6 +20,8 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __shared__ static
+#define JAXKERN_EMULATED
+#define JAXKERN_DYNAMIC_SHARED(name) alignas(128) static char name[227 * 1024]
 
 namespace emulated {
 
@@ -102,6 +105,7 @@ inline double __hiloint2double(int high, int low) {
 }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline void __syncthreads() { emulated::Wait(); }
+inline void __syncwarp() { emulated::Wait(); }
 template <class T> T __shfl_xor_sync(unsigned, T x, int lane) {
   const unsigned own = emulated::current;
   memcpy(&emulated::exchanged[own], &x, sizeof x);

@@ -55,3 +55,14 @@ inline __nv_bfloat16 __float2bfloat16_rn(float x) {
 inline float __bfloat162float(__nv_bfloat16 x) { return __uint_as_float(uint32_t(x.bits) << 16); }
 inline uint16_t __half_as_ushort(__half x) { return x.bits; }
 inline uint16_t __bfloat16_as_ushort(__nv_bfloat16 x) { return x.bits; }
+
+struct alignas(4) __half2 {
+  __half x, y;
+};
+struct alignas(4) __nv_bfloat162 {
+  __nv_bfloat16 x, y;
+};
+inline __half2 __floats2half2_rn(float x, float y) { return {__float2half_rn(x), __float2half_rn(y)}; }
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
+  return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)};
+}

@@ -364,11 +364,11 @@ JAXKERN_FN double atan2(double y, double x) { return ::atan2(y, x); }
 JAXKERN_FN float nextafter(float x, float y) { return ::nextafterf(x, y); }
 JAXKERN_FN double nextafter(double x, double y) { return ::nextafter(x, y); }
 
-// Exact for large |x| of either sign; NaN stays.
-template <class T> JAXKERN_FN T logistic(T x) {
-  const T e = exp(-abs(x));
-  return Arithmetic<T>::Share(x < 0 ? e : T(1), e);
-}
+// 1 / (1 + exp(-x)); NaN stays.
+template <class T> JAXKERN_FN T logistic(T x) { return 1 / (1 + exp(-x)); }
+#if defined(__CUDACC__)
+JAXKERN_FN float logistic(float x) { return Single::Logistic(x); }
+#endif
 
 #if defined(__CUDACC__)
 JAXKERN_FN float erf_inv(float x) { return ::erfinvf(x); }
@@ -441,4 +441,32 @@ template <class T> JAXKERN_FN T bessel_i0e(T x) { return x == x ? ScaledBessel<0
 template <class T> JAXKERN_FN T bessel_i1e(T x) { return x == x ? ScaledBessel<1>(x) : x; }
 
 }  // namespace lax
+
+// Functions of values that are rounded to 16 bits in the end: relative errors of 2^-13, and what is below 2^-126 may be 0.
+namespace coarse {
+
+#if defined(__CUDACC__)
+#define JAXKERN_COARSE(name, Member) \
+  JAXKERN_FN float name(float x) { return Coarse::Member(x); }
+JAXKERN_COARSE(cos, Cos)
+JAXKERN_COARSE(erf, Erf)
+JAXKERN_COARSE(erfc, Erfc)
+JAXKERN_COARSE(exp, Exp)
+JAXKERN_COARSE(exp2, Power2)
+JAXKERN_COARSE(expm1, Expm1)
+JAXKERN_COARSE(log, Log)
+JAXKERN_COARSE(log1p, Log1p)
+JAXKERN_COARSE(logistic, Logistic)
+JAXKERN_COARSE(sin, Sin)
+JAXKERN_COARSE(sqrt, Sqrt)
+JAXKERN_COARSE(tanh, Tanh)
+#undef JAXKERN_COARSE
+JAXKERN_FN float div(float x, float y) { return Coarse::Divide(x, y); }
+JAXKERN_FN float pow(float x, float y) { return Coarse::Power(x, y); }
+template <class Y> JAXKERN_FN float pow(float x, Y y) { return lax::pow(x, y); }
+#else
+using namespace lax;
+#endif
+
+}  // namespace coarse
 }  // namespace jaxkern

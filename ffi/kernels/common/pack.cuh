@@ -142,6 +142,22 @@ struct ReadPolicy {
   uint64_t bits;
 };
 
+// A read with the default policy, also of data that the kernel itself has written.
+template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadVector(const T* p) {
+  Pack<T, N> pack = {};
+  if constexpr (N * sizeof(T) == 16) {
+    *reinterpret_cast<uint4*>(pack.word) = *reinterpret_cast<const uint4*>(p);
+  } else if constexpr (N * sizeof(T) == 8) {
+    *reinterpret_cast<uint2*>(pack.word) = *reinterpret_cast<const uint2*>(p);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) SetElement(pack, i, p[i]);
+  }
+  return pack;
+}
+
+#ifndef JAXKERN_EMULATED
+
 __device__ __forceinline__ ReadPolicy MakeReadPolicy(bool exceeds_l2) {
   uint64_t last, normal;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(last));
@@ -166,19 +182,14 @@ template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadVector(const
   return pack;
 }
 
-// A read with the default policy, also of data that the kernel itself has written.
-template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadVector(const T* p) {
-  Pack<T, N> pack = {};
-  if constexpr (N * sizeof(T) == 16) {
-    *reinterpret_cast<uint4*>(pack.word) = *reinterpret_cast<const uint4*>(p);
-  } else if constexpr (N * sizeof(T) == 8) {
-    *reinterpret_cast<uint2*>(pack.word) = *reinterpret_cast<const uint2*>(p);
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i) SetElement(pack, i, p[i]);
-  }
-  return pack;
+#else  // tests that run kernels on the CPU
+
+__device__ __forceinline__ ReadPolicy MakeReadPolicy(bool) { return {0}; }
+template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadVector(const T* p, ReadPolicy) {
+  return LoadVector<T, N>(p);
 }
+
+#endif
 
 // A write of data that the kernel does not read again.
 template <class T, int N> __device__ __forceinline__ void StoreVector(T* p, const Pack<T, N>& pack) {
@@ -314,16 +325,47 @@ template <class T, int N, class Index, bool kRagged = true> struct Row {
 
 // --- Asynchronous copies to shared memory, which use no registers and complete at WaitForCopies --------------------
 
-// Copies 4 or 16 bytes; both addresses are aligned to that size.
+#ifndef JAXKERN_EMULATED
+
+// Copies 4, 8 or 16 bytes; both addresses are aligned to that size.
 template <int kBytes> __device__ __forceinline__ void CopyAsync(void* shared, const void* global) {
-  static_assert(kBytes == 4 || kBytes == 16);
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   if constexpr (kBytes == 16)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+  else if constexpr (kBytes == 8)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(global) : "memory");
   else asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(global) : "memory");
+}
+
+// Copies 16 bytes, of which only the first `bytes` are read; the others become 0.
+__device__ __forceinline__ void CopyAsyncFront(void* shared, const void* global, int bytes) {
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
 }
 
 // Waits for the copies of this thread. A barrier must follow before a thread reads what others have copied.
 __device__ __forceinline__ void WaitForCopies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Ends a group of copies, and waits until at most kPending groups of this thread are incomplete.
+__device__ __forceinline__ void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending> __device__ __forceinline__ void WaitForCopyGroups() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+#else
+
+template <int kBytes> __device__ __forceinline__ void CopyAsync(void* shared, const void* global) {
+  memcpy(shared, global, kBytes);
+}
+__device__ __forceinline__ void CopyAsyncFront(void* shared, const void* global, int bytes) {
+  memset(shared, 0, 16);
+  memcpy(shared, global, bytes);
+}
+__device__ __forceinline__ void WaitForCopies() {}
+__device__ __forceinline__ void CommitCopies() {}
+template <int kPending> __device__ __forceinline__ void WaitForCopyGroups() {}
+
+#endif
 
 }  // namespace jaxkern

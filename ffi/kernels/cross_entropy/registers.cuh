@@ -33,7 +33,7 @@ template <class T, bool kRagged> struct BothRow : SoftmaxRow<BothForward<T>, kVe
   using Params = BothParams;
   using Base::span;
   static constexpr int N = kVector<T>;
-  static constexpr int kGroupBlocks = 8;  // 64 registers a thread
+  static constexpr int GroupBlocks(int) { return 8; }  // 64 registers a thread
 
   struct Place {  // the row's label and weight, as they were loaded
     RawLabel label;

@@ -159,6 +159,13 @@ struct Single : Float {
         Polynomial(square, {0.33333319425582886f, 0.20003780722618103f, 0.14118309319019318f, 0.1342574954032898f});
     return fmaf(2 * z * square, series, 2 * z);
   }
+  // e^-x as 2^t (1 + r), where t is -x log2(e), rounded, and r what the rounding lost. Limits on x and t keep r finite
+  // where 2^t is 0 or infinite; the factor 2^-32 keeps the inverse out of the subnormal numbers.
+  static JAXKERN_FN C Logistic(C x) {
+    const C a = Min(x, 100.0f), t = fminf(a * C(-kLog2e), 0x1.fffffep6f);
+    const C e = Power2(t), y = fmaf(e, fmaf(t, -kLn2Low, fmaf(t, -kLn2, -a)), e);
+    return Inverse(fmaf(y, 0x1p-32f, 0x1p-32f)) * 0x1p-32f;
+  }
   // As tanhf, without its case for large |x|, where the inverse is 0.
   static JAXKERN_FN C Tanh(C x) {
     const C a = fabsf(x), p = x * x;
@@ -199,7 +206,7 @@ struct Single : Float {
 
  private:
   static constexpr double kLog2e = 1.4426950408889634;
-  static constexpr C kLn2 = 0.693147181f;
+  static constexpr C kLn2 = 0.693147181f, kLn2Low = -1.90465421e-9f;
   // The tail of the normal distribution beyond a is exp(-a^2/2) / (2 + a (sqrt(2 pi) + h(a))). h, a ratio of
   // polynomials, is the smallest term, so its error hardly counts. Returns 2 + a h(a); a may be rounded.
   static JAXKERN_FN C TailDivisor(C a) {
@@ -293,11 +300,10 @@ struct Coarse : Float {
     return x * Polynomial(x, {0.9999432849988102f, -0.4969777385491167f, 0.3063005783822492f, -0.15742679072715737f,
                               0.04134716969250328f});
   }
+  static JAXKERN_FN C Logistic(C x) { return Inverse(1 + Exp(-x)); }
   static JAXKERN_FN C Tanh(C x) {
-    const C a = fabsf(x), p = x * x;
-    const C far = copysignf(1 - 2 * Inverse(1 + Power2(a * (2 * kLog2e))), x);
-    const C near = x + x * p * Polynomial(p, {-0.3331907296061318f, 0.13086401078092183f, -0.0413873725950373f});
-    return a < 0.6f ? near : far;
+    const C y = 1 - 2 * Inverse(1 + Power2(x * (2 * kLog2e)));
+    return fabsf(x) < 0x1p-8f ? x : y;
   }
   static JAXKERN_FN C NormalTail(C a) {  // of the normal distribution, beyond a >= 0
     const C t = Inverse(fmaf(0.25f, a, 1.0f));

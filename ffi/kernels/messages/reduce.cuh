@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kMessageThreads)
 
 // A block looks at kFoldChunks chunks for long rows that begin there. Its threads handle kColumns features, and as many
 // of the row's slots at a time as there are threads for; a tree in shared memory combines those.
-constexpr int kFoldThreads = 512, kFoldChunks = 64, kFoldInFlight = 8;
+constexpr int kFoldThreads = 512, kFoldChunks = kWarp, kFoldInFlight = 8;
 
 struct FoldArgs {
   EdgeArgs edges;
@@ -210,55 +210,55 @@ template <Reduce kOp, class T, int kColumns> __global__ void __launch_bounds__(k
   const uint32_t column = blockIdx.y * kColumns + threadIdx.x % kColumns, group = threadIdx.x / kColumns;
   const uint32_t lane = threadIdx.x % kWarp;
   const C* const partials = static_cast<const C*>(a.result.partials) + column;
-  for (uint32_t from = 0; from < kFoldChunks; from += kWarp) {
-    // Every warp of the block looks at the same chunks, a lane at each, and finds the same.
-    const uint32_t own = blockIdx.x * kFoldChunks + from + lane;
-    bool begins = false;
-    if (own < a.chunks) {
-      const uint32_t row = __ldg(a.edges.keys + min((own + 1) * a.chunk, a.edges.edges) - 1);
-      if (row < a.edges.rows) {
-        const Stretch s = RowOf(a.edges, row);
-        begins = s.end - s.begin > a.chunk && s.begin / a.chunk == own;
-      }
-    }
-    for (uint32_t left = __ballot_sync(~0u, begins); left; left &= left - 1) {
-      const uint32_t first = blockIdx.x * kFoldChunks + from + __ffs(left) - 1;
-      const uint32_t row = __ldg(a.edges.keys + (first + 1) * a.chunk - 1);
+  // Every warp of the block looks at the same chunks, a lane at each, and finds the same.
+  const uint32_t own = blockIdx.x * kFoldChunks + lane, end = (own + 1) * a.chunk;
+  bool begins = false;
+  if (own < a.chunks && end < a.edges.edges) {
+    // A long row that crosses the end of a chunk is also at half a chunk before it, or at half a chunk behind it.
+    const uint32_t row = __ldg(a.edges.keys + end - 1), before = __ldg(a.edges.keys + end - a.chunk / 2),
+                   behind = __ldg(a.edges.keys + min(end + a.chunk / 2, a.edges.edges - 1));
+    if (row < a.edges.rows && (row == before || row == behind)) {
       const Stretch s = RowOf(a.edges, row);
-      const uint32_t last = (s.end - 1) / a.chunk;
-      const bool at_head = __ldg(a.edges.keys + first * a.chunk) == row;
-      C total = Neutral<kOp, Value<T>>();
-      if (column < a.width) {
-        for (uint32_t i = first + group; i <= last; i += kGroups * kFoldInFlight) {
-          C part[kFoldInFlight];
-#pragma unroll
-          for (int u = 0; u < kFoldInFlight; ++u) {
-            const uint32_t at = i + u * kGroups;
-            const int64_t slot = 2 * static_cast<int64_t>(at) + (at == first && !at_head);
-            part[u] = at <= last ? partials[slot * a.width] : Neutral<kOp, Value<T>>();
-          }
-#pragma unroll
-          for (int u = 0; u < kFoldInFlight; ++u) total = Combine<kOp>(total, part[u]);
-        }
-      }
-      shared[group][threadIdx.x % kColumns] = total;
-      __syncthreads();
-      for (int step = kGroups / 2; step > 0; step /= 2) {
-        if (group < step) {
-          C& mine = shared[group][threadIdx.x % kColumns];
-          mine = Combine<kOp>(mine, shared[group + step][threadIdx.x % kColumns]);
-        }
-        __syncthreads();
-      }
-      if (group == 0 && column < a.width) {
-        Elements<T, 1> y;
-        y.Set(0, Finish<kOp>(shared[0][threadIdx.x], s.end - s.begin));
-        const int64_t to = static_cast<int64_t>(row) * a.width + column;
-        y.Store(static_cast<T*>(a.result.out) + to);
-        if constexpr (HasPlace(kOp)) a.result.edges[to] = EdgeOf(a.edges, shared[0][threadIdx.x]);
-      }
-      __syncthreads();  // before shared memory is written for the next row
+      begins = s.end - s.begin > a.chunk && s.begin / a.chunk == own;
     }
+  }
+  for (uint32_t left = __ballot_sync(~0u, begins); left; left &= left - 1) {
+    const uint32_t first = blockIdx.x * kFoldChunks + __ffs(left) - 1;
+    const uint32_t row = __ldg(a.edges.keys + (first + 1) * a.chunk - 1);
+    const Stretch s = RowOf(a.edges, row);
+    const uint32_t last = (s.end - 1) / a.chunk;
+    const bool at_head = __ldg(a.edges.keys + first * a.chunk) == row;
+    C total = Neutral<kOp, Value<T>>();
+    if (column < a.width) {
+      for (uint32_t i = first + group; i <= last; i += kGroups * kFoldInFlight) {
+        C part[kFoldInFlight];
+#pragma unroll
+        for (int u = 0; u < kFoldInFlight; ++u) {
+          const uint32_t at = i + u * kGroups;
+          const int64_t slot = 2 * static_cast<int64_t>(at) + (at == first && !at_head);
+          part[u] = at <= last ? partials[slot * a.width] : Neutral<kOp, Value<T>>();
+        }
+#pragma unroll
+        for (int u = 0; u < kFoldInFlight; ++u) total = Combine<kOp>(total, part[u]);
+      }
+    }
+    shared[group][threadIdx.x % kColumns] = total;
+    __syncthreads();
+    for (int step = kGroups / 2; step > 0; step /= 2) {
+      if (group < step) {
+        C& mine = shared[group][threadIdx.x % kColumns];
+        mine = Combine<kOp>(mine, shared[group + step][threadIdx.x % kColumns]);
+      }
+      __syncthreads();
+    }
+    if (group == 0 && column < a.width) {
+      Elements<T, 1> y;
+      y.Set(0, Finish<kOp>(shared[0][threadIdx.x], s.end - s.begin));
+      const int64_t to = static_cast<int64_t>(row) * a.width + column;
+      y.Store(static_cast<T*>(a.result.out) + to);
+      if constexpr (HasPlace(kOp)) a.result.edges[to] = EdgeOf(a.edges, shared[0][threadIdx.x]);
+    }
+    __syncthreads();  // before shared memory is written for the next row
   }
 }
 

@@ -86,7 +86,7 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
   static constexpr bool kLight = !kRagged && !kMasked && !kWide && (kHas & (kHas - 1)) == 0;
   static constexpr bool kManyRegisters = !kLight || Op::kInputs == 2;
   static constexpr int kStreamUnroll = 1, kStreamBlocks = 1;
-  static constexpr int kGroupBlocks = Op::kInputs == 1 ? (kLight ? 8 : 6) : kRagged ? 4 : 5;
+  static constexpr int GroupBlocks(int) { return Op::kInputs == 1 ? (kLight ? 8 : 6) : kRagged ? 4 : 5; }
 
   struct Bytes {  // an element's has its sign bit set if the element takes part
     uint32_t word[kByteWords];

@@ -68,7 +68,7 @@ template <class C> __device__ __forceinline__ C BlockMax(C max) {
 
 // Blocks of 128 threads per multiprocessor; 12 where 40 registers per thread are enough.
 template <class Op, class RowOf, int kPacks> constexpr int kMinGroupBlocks =
-    kPacks == 1 && Op::kInputs == 1 && sizeof(typename Op::T) == 2 ? 12 : RowOf::kGroupBlocks;
+    kPacks == 1 && Op::kInputs == 1 && sizeof(typename Op::T) == 2 ? 12 : RowOf::GroupBlocks(kPacks);
 
 // RowOf: a SoftmaxRow or a class with its interface.
 template <class Op, class RowOf, int kLanes, int kPacks, int kRows>
@@ -97,17 +97,8 @@ __global__ void __launch_bounds__(kLanes > 0 ? kWarpTierThreads : kBlockTierThre
   const int64_t first_row =
       kGroup ? static_cast<int64_t>(blockIdx.x) * (kGroups * kRows) + threadIdx.x / lanes : blockIdx.x / blocks;
 
-  typename RowOf::Raw raw[kRows][kPacks];
-#pragma unroll
-  for (int u = 0; u < kRows; ++u) {
-    const RowOf row(p, first_row + u * kGroups);
-    row.LoadAll(raw[u], lane, lanes);
-  }
-
-#pragma unroll
-  for (int u = 0; u < kRows; ++u) {
-    RowOf row(p, first_row + u * kGroups);
-    row.Begin(raw[u], lane, lanes);
+  const auto finish = [&](RowOf& row, typename RowOf::Raw(&raw)[kPacks]) {
+    row.Begin(raw, lane, lanes);
     const auto skips = [&](int i) {
       if constexpr (RowOf::kSkips) return row.Beyond(lane + i * lanes);
       else return false;
@@ -122,8 +113,8 @@ __global__ void __launch_bounds__(kLanes > 0 ? kWarpTierThreads : kBlockTierThre
         }
       }
       C v[Op::kInputs][N];
-      row.Values(raw[u][i], v, lane + i * lanes);
-      tile.Set(i, v, raw[u][i].data, RowOf::kChanges);
+      row.Values(raw[i], v, lane + i * lanes);
+      tile.Set(i, v, raw[i].data, RowOf::kChanges);
     }
     typename Op::Stat stat = tile.template Reduce<kGroup ? kLanes : kWarp>([](C max) {
       // Double has the time for a barrier more, and no rounding to spare for rescaling.
@@ -137,7 +128,7 @@ __global__ void __launch_bounds__(kLanes > 0 ? kWarpTierThreads : kBlockTierThre
 #ifdef JAXKERN_HAS_BULK_COPY
     if constexpr (kCluster) stat = ClusterMailbox<Op>::Merge(&mailbox, stat, rank, blocks);
 #endif
-    row.Settle(raw[u][0], stat);
+    row.Settle(raw[0], stat);
     typename Op::Final final = Op::Finish(stat);
     if constexpr (!kGroup) final = tile.Localize(final);
     row.Scale(final);
@@ -148,10 +139,24 @@ __global__ void __launch_bounds__(kLanes > 0 ? kWarpTierThreads : kBlockTierThre
       if (skips(i)) continue;
       C out[N];
       tile.Get(i, final, out);
-      result[i] = row.Result(out, final, raw[u][i], lane + i * lanes);
+      result[i] = row.Result(out, final, raw[i], lane + i * lanes);
     }
     row.StoreAll(static_cast<T*>(p.out), result, lane, lanes);
-    row.template Close<kLanes>(raw[u][0], stat, lane);
+    row.template Close<kLanes>(raw[0], stat, lane);
+  };
+  typename RowOf::Raw raw[kRows][kPacks];
+  if constexpr (RowOf::kKeepsPlace && kRows == 1) {
+    RowOf row(p, first_row);
+    row.LoadAll(raw[0], lane, lanes);
+    finish(row, raw[0]);
+  } else {
+#pragma unroll
+    for (int u = 0; u < kRows; ++u) RowOf(p, first_row + u * kGroups).LoadAll(raw[u], lane, lanes);
+#pragma unroll
+    for (int u = 0; u < kRows; ++u) {
+      RowOf row(p, first_row + u * kGroups);
+      finish(row, raw[u]);
+    }
   }
 }
 

@@ -101,16 +101,18 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged, bool kFull,
   using C = typename Op::C;
   using Params = typename Call::Params;
   using Base::span;
-  static constexpr bool kManyRegisters = true;
+  static constexpr bool kManyRegisters = true, kKeepsPlace = true;
   static constexpr bool kChains = !std::is_same_v<typename Call::Gradient, void>;
   static constexpr int kArgWords = Call::template Offset<N>(Call::kArgs);
-  // Registers of a thread of the warp algorithm: its four packs as they are loaded, then what it holds of them.
+  // Registers of a thread of the warp algorithm: its packs as they are loaded, then what it holds of them.
   static constexpr int kLoaded = Op::kInputs * Pack<T, N>::kWords + kArgWords + (Base::kLifts ? Base::kLiftWords : 0);
   static constexpr int kHeld =
       N * (sizeof(C) / 4) * (1 + kChains) + (Op::kInputs - 1) * static_cast<int>(Pack<T, N>::kWords);
   static constexpr int kOthers = 32 + 3 * Call::kArgs + 2 * Call::kIndices + (kRagged ? 8 : 0);
-  static constexpr int kRegisters = 4 * (kLoaded > kHeld ? kLoaded : kHeld) + kOthers;
-  static constexpr int kGroupBlocks = kRegisters <= 68 ? 8 : kRegisters >= 256 ? 2 : 512 / kRegisters;
+  static constexpr int GroupBlocks(int packs) {
+    const int registers = packs * (kLoaded > kHeld ? kLoaded : kHeld) + kOthers;
+    return registers <= 68 ? 8 : registers >= 256 ? 2 : 512 / registers;
+  }
   using IndexSequence = std::make_index_sequence<Call::kIndices>;
   using ArgSequence = std::make_index_sequence<Call::kArgs>;
 

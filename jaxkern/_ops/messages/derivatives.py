@@ -73,7 +73,7 @@ def _pullback(function, wrt, given, kind):
         return pull(list(gs))
 
     dtypes = (*function.in_dtypes, *beside, *cotangents)
-    derivative = functor._function(f, dtypes, [function.in_dtypes[k] for k in wrt], function.label)
+    derivative = functor.of_scalars(f, dtypes, [function.in_dtypes[k] for k in wrt], function.label, function.coarse)
     used = derivative.used or (len(dtypes) - 1,)
     return derivative.select(used), used
 

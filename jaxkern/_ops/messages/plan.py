@@ -17,8 +17,8 @@ from jaxkern._ops.messages.primitive import LOCATED, WIDTH, features_of
 
 REDUCE, MAP = "messages/reduce.cuh", "messages/map.cuh"
 THREADS = 128  # kMessageThreads
-CHUNK = 128  # edges of a row that one group of threads reduces alone, at most
-FOLD_THREADS, FOLD_CHUNKS = 512, 64  # kFoldThreads, kFoldChunks
+CHUNK = 256  # edges of a row that one group of threads reduces alone, at most
+FOLD_THREADS, FOLD_CHUNKS = 512, 32  # kFoldThreads, kFoldChunks
 MAX_COUNT = 1 << 30  # edges, and elements of one row: kernels number both in 32 bits
 GROUPS = 3  # runs of neighbouring features that all operands agree to have or to lack
 VECTOR = 16  # bytes
@@ -192,7 +192,7 @@ def reduce_plan(device, operands, results, *, function, ends, reduction, dtypes,
         return (Launch(REDUCE, template, [args], grid, THREADS, source=source), *folds)
 
     folds = []
-    columns = min(32, 1 << (p.width - 1).bit_length())
+    columns = min(64, 1 << (p.width - 1).bit_length())
     for k, d in enumerate(dtypes if chunks else ()):
         grid = (ceil_div(chunks, FOLD_CHUNKS), ceil_div(p.width, columns))
         if grid[1] >= 1 << 16:

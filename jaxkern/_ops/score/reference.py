@@ -111,4 +111,4 @@ def argument_gradient(function, wrt, dtype, masked):
         return [jnp.where(kept, d, 0) for d in pullback.scalars(*arguments, ds)]
 
     in_dtypes = [*function.in_dtypes, *([jnp.dtype(bool)] if masked else []), dtype]
-    return functor.of_scalars(f, in_dtypes, pullback.out_dtypes, function.label)
+    return functor.of_scalars(f, in_dtypes, pullback.out_dtypes, function.label, function.coarse)

@@ -442,23 +442,25 @@ def _row_launch(
     header="softmax/fused.cuh",
     source="",
     streaming="SoftmaxStreaming",
+    held=4,
 ) -> Launch:
     """The launch of a kernel with rows of its own.
 
-    row(index, ragged, full): the C++ type of a row. full: every thread holds four whole vectors of it.
+    row(index, ragged, full): the C++ type of a row. full: every thread holds `held` whole vectors of it.
     streaming: the kernel for rows that are not held in registers.
     """
     if algorithm == "streaming":
         name = f"{streaming}<{op}, {row('int64_t', True, False)}>"
         return Launch(header, name, [params], _rows_grid(p.rows), _STREAM_THREADS, source=source)
     vectors = p.width // p.vector if p.whole else p.vectors
-    lanes, grid, threads = "jaxkern::kBlockLanes", p.rows, _warps(ceil_div(vectors, 4))
+    held = held if vectors <= held * (32 if algorithm == "warp" else _BLOCK_THREADS) else 4
+    lanes, grid, threads = "jaxkern::kBlockLanes", p.rows, _warps(ceil_div(vectors, held))
     if algorithm == "warp":
         # Two short rows per warp: half the steps to reduce a row, and a causal row ends nearer to its limit.
-        lanes = 16 if p.whole and vectors <= 16 * 4 else 32
+        lanes = 16 if p.whole and vectors <= 16 * held else 32
         grid, threads = ceil_div(p.rows, _WARP_THREADS // lanes), _WARP_THREADS
-    full = p.whole and vectors == 4 * (lanes if algorithm == "warp" else threads)
-    name = f"SoftmaxRegisters<{op}, {row('int', not p.whole, full)}, {lanes}, 4, 1>"
+    full = p.whole and vectors == held * (lanes if algorithm == "warp" else threads)
+    name = f"SoftmaxRegisters<{op}, {row('int', not p.whole, full)}, {lanes}, {held}, 1>"
     return Launch(header, name, [params], grid, threads, source=source)
 
 
@@ -610,8 +612,11 @@ def score(
             f"jaxkern::{row_type}<{op}, {vector}, {has}, {index}, {_cpp(ragged)}, {_cpp(full)}, {call}>"
         )
 
+    # A derivative is held beside each element: 16 elements a thread leave registers for them.
+    held = 2 if p.itemsize == 2 and backward else 4
+
     def launches(algorithm, vector, aligned):
-        return (_row_launch(p, algorithm, op, row(vector), params(aligned), header, source, streaming),)
+        return (_row_launch(p, algorithm, op, row(vector), params(aligned), header, source, streaming, held),)
 
     return Plan(algorithm, launches(algorithm, p.vector, True), unaligned=launches("streaming", 1, False))
 

@@ -1,0 +1,243 @@
+// Gradients of RMSNorm and LayerNorm: dx (which is also that of the residual), dscale and dbias in one pass.
+//
+//     NormBackward<Norm<...>, N, kLanes, kPacks, kThreads, kStages, kWhole, kBlocks>   dx; sums over the rows of each block
+//     NormSums<C, S>                                                                  over the blocks: dscale, dbias
+//
+// The threads that own a row are those of forward.cuh. `blocks` blocks walk over the rows: group k of block b has the rows
+// b * groups + k, + blocks * groups, ... . The sums over rows stay in registers: a thread always has the same columns. At
+// the end the groups of a block are added in order, and NormSums adds the blocks in order: results are reproducible.
+//
+// Rows are copied to kStages slots of shared memory asynchronously and are read there, which needs no registers. A thread
+// copies the packs that it reads itself, into room that no other thread touches; that needs no barriers. Packs of two
+// bytes cannot be copied so: then (`shifted`) the threads of a row copy the 16-byte vectors that it touches, and wait for
+// each other.
+//
+// Every element of s, g and sum_g is read once from memory, and dx written once. The statistics are computed again:
+// nothing else must be kept from the forward pass.
+#pragma once
+
+#include "norm.cuh"
+
+namespace jaxkern {
+
+// The slots of one array: kStages rows for each group of kGroup threads.
+template <class T, int N, int kGroup, int kPacks, int kThreads, int kStages, bool kShifted> struct NormSlots {
+  static constexpr int kGroups = kThreads / kGroup, kEach = kVector<T>;
+  char* room;
+  const T* array;
+  int64_t size;  // elements of the array
+  int width, lane, group;
+
+  // Bytes of a row's vectors at any alignment; of a stage.
+  __device__ __forceinline__ int RowBytes() const { return 16 * ((width + kEach - 1) / kEach + 1); }
+  __device__ __forceinline__ int StageBytes() const {
+    return kShifted ? kGroups * RowBytes() : kPacks * kThreads * static_cast<int>(sizeof(Pack<T, N>));
+  }
+  __device__ __forceinline__ Pack<T, N>* Own(int stage, int i) const {
+    return reinterpret_cast<Pack<T, N>*>(room + stage * StageBytes()) + i * kThreads + threadIdx.x;
+  }
+
+  // Copies pack i of the thread, which exists; if kShifted, the whole row.
+  __device__ __forceinline__ void Fetch(int stage, int64_t row, int i) const {
+    const int64_t first = row * width;
+    if constexpr (kShifted) {
+      const int64_t begin = first / kEach, end = (first + width + kEach - 1) / kEach;
+      char* const to = room + stage * StageBytes() + group * RowBytes();
+      for (int v = lane; v < end - begin; v += kGroup) {
+        const int64_t at = (begin + v) * kEach;
+        CopyAsyncFront(to + 16 * v, array + at, static_cast<int>(min(size - at, int64_t{kEach})) * sizeof(T));
+      }
+    } else {
+      CopyAsync<N * sizeof(T)>(Own(stage, i), array + first + (lane + i * kGroup) * N);
+    }
+  }
+  __device__ __forceinline__ Pack<T, N> Read(int stage, int64_t row, int i) const {
+    if constexpr (kShifted) {
+      const T* const from = reinterpret_cast<const T*>(room + stage * StageBytes() + group * RowBytes());
+      return Filled<T, N>(from[static_cast<int>(row * width % kEach) + lane + i * kGroup]);
+    } else {
+      return *Own(stage, i);
+    }
+  }
+};
+
+template <class Op, int N, int kLanes, int kPacks, int kThreads, int kStages, bool kWhole, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocks) NormBackward(const __grid_constant__ NormParams p) {
+  using T = typename Op::T;
+  using O = typename Op::O;
+  using P = typename Op::P;
+  using C = typename Op::C;
+  constexpr int kGroup = kLanes == 0 ? kThreads : kLanes, kGroups = kThreads / kGroup;
+  constexpr int kSums = 2 + 2 * Op::kCentre;
+  constexpr bool kShifted = N * (sizeof(T) < sizeof(O) ? sizeof(T) : sizeof(O)) < 4;
+  __shared__ C room_of_mean[kThreads / kWarp][1], room[2][kThreads / kWarp][kSums];
+  JAXKERN_DYNAMIC_SHARED(shared);
+
+  const int lane = threadIdx.x % kGroup, group = threadIdx.x / kGroup;
+  const int width = static_cast<int>(p.width), packs = width / N;
+  const int64_t step = static_cast<int64_t>(p.blocks) * kGroups, size = p.rows * width;
+  NormSlots<T, N, kGroup, kPacks, kThreads, kStages, kShifted> x, r;
+  NormSlots<O, N, kGroup, kPacks, kThreads, kStages, kShifted> g;
+  x = {shared, static_cast<const T*>(p.x), size, width, lane, group};
+  g = {shared + kStages * x.StageBytes(), static_cast<const O*>(p.g), size, width, lane, group};
+  r = {g.room + kStages * g.StageBytes(), static_cast<const T*>(p.residual), size, width, lane, group};
+  const auto has = [&](int i) { return kWhole || lane + i * kGroup < packs; };
+  const auto fetch = [&](int stage, int64_t row) {
+#pragma unroll
+    for (int i = 0; i < (kShifted ? 1 : kPacks); ++i) {
+      if (row >= p.rows || !(kShifted || has(i))) continue;
+      x.Fetch(stage, row, i);
+      g.Fetch(stage, row, i);
+      if constexpr (Op::kResidual) r.Fetch(stage, row, i);
+    }
+    CommitCopies();
+  };
+
+  const C each = C(1) / static_cast<C>(width);
+  C dscale[kPacks][N] = {}, dbias[kPacks][N] = {};
+  int64_t base = static_cast<int64_t>(blockIdx.x) * kGroups;
+#pragma unroll
+  for (int s = 0; s + 1 < kStages; ++s) fetch(s, base + group + s * step);
+  int stage = 0, turn = 0;
+  for (; base < p.rows; base += step) {  // as often for all groups, which reduce together
+    const int64_t row = base + group;
+    const bool live = row < p.rows;
+    WaitForCopyGroups<kStages - 2>();
+    if constexpr (kShifted && kLanes == 0) __syncthreads();
+    else if constexpr (kShifted) __syncwarp();
+    fetch(stage == 0 ? kStages - 1 : stage - 1, row + (kStages - 1) * step);  // where the row before has been read
+
+    C mean = 0;
+    if constexpr (Op::kCentre) {
+      C total[1] = {0};
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        if (!(live && has(i))) continue;
+        C v[N];
+        Unpack(x.Read(stage, row, i), v);
+        total[0] += Fold(v, SumOf());
+      }
+      RowSums<kLanes, kThreads>(total, room_of_mean);
+      mean = total[0] * each;
+    }
+    // h = g * scale of pack i
+    const auto gradient = [&](int i, C(&own)[N], C(&h)[N]) {
+      Unpack(g.Read(stage, row, i), own);
+      if constexpr (Op::kScale) LoadParameters<P, N>(p.scale, (lane + i * kGroup) * N, h);
+#pragma unroll
+      for (int j = 0; j < N; ++j) h[j] = Op::kScale ? own[j] * h[j] : own[j];
+    };
+    C sums[kSums] = {};  // of squares, h * (s - mean), s - mean and h
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      if (!(live && has(i))) continue;
+      C v[N], own[N], h[N], product[N];
+      Unpack(x.Read(stage, row, i), v);
+      gradient(i, own, h);
+      if constexpr (Op::kCentre) {
+        sums[3] += Fold(h, SumOf());
+#pragma unroll
+        for (int j = 0; j < N; ++j) v[j] -= mean;
+        sums[2] += Fold(v, SumOf());
+      }
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        product[j] = v[j] * h[j];
+        v[j] = v[j] * each * v[j];
+      }
+      sums[0] += Fold(v, SumOf());
+      sums[1] += Fold(product, SumOf());
+    }
+    RowSums<kLanes, kThreads>(sums, room[turn]);
+    C shift = 0;  // mean(h)
+    if constexpr (Op::kCentre) {
+      const C delta = sums[2] * each;
+      mean += delta;
+      sums[0] = Max(sums[0] - delta * delta, C(0));
+      sums[1] -= delta * sums[3];
+      shift = sums[3] * each;
+    }
+    const C rstd = InverseRoot(sums[0] + static_cast<C>(p.eps));
+    const C slope = sums[1] * each * rstd;  // mean(h * z)
+
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      if (!(live && has(i))) continue;
+      C z[N], own[N], h[N], more[N];
+      Unpack(x.Read(stage, row, i), z);
+      gradient(i, own, h);
+      if constexpr (Op::kResidual) Unpack(r.Read(stage, row, i), more);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        if (Op::kCentre) z[j] -= mean;
+        z[j] *= rstd;
+        if constexpr (Op::kScaleSum) dscale[i][j] += own[j] * z[j];
+        if constexpr (Op::kBias) dbias[i][j] += own[j];
+        if (Op::kCentre) h[j] -= shift;
+        h[j] = rstd * (h[j] - z[j] * slope);
+        if constexpr (Op::kResidual) h[j] += more[j];
+      }
+      StorePack(p.y, row * width + (lane + i * kGroup) * N, Repack<T, N>(h));
+    }
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+    turn ^= 1;
+  }
+  if constexpr (!Op::kScaleSum && !Op::kBias) return;
+
+  // The sums of the block's groups: [kGroups][width] in shared memory, then a thread per column.
+  WaitForCopyGroups<0>();
+  auto* const partial = static_cast<C*>(p.partial) + static_cast<int64_t>(blockIdx.x) * width;
+  const auto write = [&](C(&sum)[kPacks][N], C* out) {
+    C* const to = kGroups == 1 ? out : reinterpret_cast<C*>(shared) + group * width;
+    if constexpr (kGroups > 1) __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      if (!has(i)) continue;
+#pragma unroll
+      for (int j = 0; j < N; ++j) to[(lane + i * kGroup) * N + j] = sum[i][j];
+    }
+    if constexpr (kGroups > 1) {
+      __syncthreads();
+      for (int c = threadIdx.x; c < width; c += kThreads) {
+        C total = 0;
+#pragma unroll 4
+        for (int k = 0; k < kGroups; ++k) total += reinterpret_cast<const C*>(shared)[k * width + c];
+        out[c] = total;
+      }
+    }
+  };
+  if constexpr (Op::kScaleSum) write(dscale, partial);
+  if constexpr (Op::kBias) write(dbias, partial + (Op::kScaleSum ? static_cast<int64_t>(p.blocks) * width : 0));
+}
+
+struct NormSumsParams {
+  const void* partial;  // [sums][blocks][width]
+  void* out[2];         // [width] each
+  int64_t width;
+  int32_t blocks;
+};
+static_assert(sizeof(NormSumsParams) == 40, "plan.py lays it out");
+
+constexpr int kNormSumsWarps = 16;
+
+// out[y][c] = sum over blocks of partial[y][block][c]. A block takes 32 columns; its warps take every 16th row.
+template <class C, class S> __global__ void __launch_bounds__(kNormSumsWarps* kWarp)
+    NormSums(const __grid_constant__ NormSumsParams p) {
+  __shared__ C sums[kNormSumsWarps][kWarp];
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarp + lane;
+  C sum = 0;
+  if (column < p.width) {
+    const C* const from = static_cast<const C*>(p.partial) + blockIdx.y * p.blocks * p.width + column;
+#pragma unroll 8
+    for (int b = warp; b < p.blocks; b += kNormSumsWarps) sum += from[b * p.width];
+  }
+  sums[warp][lane] = sum;
+  __syncthreads();
+  if (warp > 0 || column >= p.width) return;
+#pragma unroll
+  for (int w = 1; w < kNormSumsWarps; ++w) sum += sums[w][lane];
+  static_cast<S*>(blockIdx.y ? p.out[1] : p.out[0])[column] = FromCompute<S>(sum);
+}
+
+}  // namespace jaxkern

@@ -1,0 +1,136 @@
+// RMSNorm and LayerNorm of rows that fit the registers of a few threads.
+//
+//     NormForward<Norm<...>, N, kLanes, kPacks, kRows, kThreads, kWhole>
+//
+// A row belongs to kLanes lanes of a warp (1 to 32), or with kLanes = 0 to a block of kThreads. Thread t of the group holds
+// packs t, t + group, ... , kPacks of them, of kRows rows. All loads are issued before the first use. Each element is read
+// once and written once (with a residual, both are read and the sum is written too). kWhole: the threads' packs are exactly
+// those of a row.
+//
+// The variance is computed in a second pass over registers, from deviations. Their sum, 0 but for rounding, corrects the
+// mean (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983), so that a constant row has
+// variance 0.
+#pragma once
+
+#include "norm.cuh"
+
+namespace jaxkern {
+
+// Blocks per multiprocessor that leave enough registers for `words` words of a row in each thread.
+template <int kThreads, int kWords> constexpr int kNormBlocks = std::max((kWords <= 8    ? 1536
+                                                                          : kWords <= 32 ? 1024
+                                                                                         : 512) /
+                                                                             kThreads,
+                                                                         1);
+
+template <class Op, int N, int kLanes, int kPacks, int kRows, int kThreads, bool kWhole>
+__global__ void __launch_bounds__(
+    kThreads, kNormBlocks<kThreads, kRows * kPacks * Pack<typename Op::T, N>::kWords*(Op::kResidual ? 2 : 1)>)
+    NormForward(const __grid_constant__ NormParams p) {
+  using T = typename Op::T;
+  using O = typename Op::O;
+  using P = typename Op::P;
+  using C = typename Op::C;
+  constexpr int kGroup = kLanes == 0 ? kThreads : kLanes, kGroups = kThreads / kGroup;
+  static_assert(kLanes > 0 || kRows == 1, "a block has one row");
+  __shared__ C room_of_mean[kThreads / kWarp][1], room[kThreads / kWarp][1 + Op::kCentre];
+  const int lane = threadIdx.x % kGroup;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * (kGroups * kRows) + threadIdx.x / kGroup;
+  const int width = static_cast<int>(p.width), packs = width / N;
+  const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
+  const auto has = [&](int i) { return kWhole || lane + i * kGroup < packs; };
+  const auto at = [&](int u, int i) { return (first + u * kGroups) * width + (lane + i * kGroup) * N; };
+  const auto live = [&](int u) { return first + u * kGroups < p.rows; };
+
+  Pack<T, N> raw[kRows][kPacks];
+#pragma unroll
+  for (int u = 0; u < kRows; ++u) {
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      raw[u][i] = {};
+      if (live(u) && has(i)) raw[u][i] = LoadPack<T, N>(p.x, at(u, i), policy);
+    }
+  }
+  if constexpr (Op::kResidual) {
+    Pack<T, N> residual[kRows][kPacks];
+#pragma unroll
+    for (int u = 0; u < kRows; ++u) {
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        residual[u][i] = {};
+        if (live(u) && has(i)) residual[u][i] = LoadPack<T, N>(p.residual, at(u, i), policy);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kRows; ++u) {
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        raw[u][i] = Added(raw[u][i], residual[u][i]);
+        if (live(u) && has(i)) StorePack(p.sum, at(u, i), raw[u][i]);
+      }
+    }
+  }
+
+  const C each = C(1) / static_cast<C>(width);
+  C mean[kRows], rstd[kRows];
+#pragma unroll
+  for (int u = 0; u < kRows; ++u) {
+    mean[u] = 0;
+    if constexpr (Op::kCentre) {
+      C total[1] = {0};
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        C v[N];
+        Unpack(raw[u][i], v);
+        total[0] += Fold(v, SumOf());
+      }
+      RowSums<kLanes, kThreads>(total, room_of_mean);
+      mean[u] = total[0] * each;
+    }
+    C sums[1 + Op::kCentre] = {};  // of squares, and of deviations
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      C v[N], squares[N];
+      Unpack(raw[u][i], v);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        if (Op::kCentre) v[j] = has(i) ? v[j] - mean[u] : C(0);
+        squares[j] = v[j] * each * v[j];
+      }
+      sums[0] += Fold(squares, SumOf());
+      if constexpr (Op::kCentre) sums[1] += Fold(v, SumOf());
+    }
+    RowSums<kLanes, kThreads>(sums, room);
+    if constexpr (Op::kCentre) {
+      const C delta = sums[1] * each;
+      mean[u] += delta;
+      sums[0] = Max(sums[0] - delta * delta, C(0));
+    }
+    rstd[u] = InverseRoot(sums[0] + static_cast<C>(p.eps));
+  }
+
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i) {
+    if (!has(i)) continue;
+    const int64_t column = (lane + i * kGroup) * N;
+    C scale[N], bias[N];
+    if constexpr (Op::kScale) LoadParameters<P, N>(p.scale, column, scale);
+    if constexpr (Op::kBias) LoadParameters<P, N>(p.bias, column, bias);
+#pragma unroll
+    for (int u = 0; u < kRows; ++u) {
+      if (!live(u)) continue;
+      C v[N];
+      Unpack(raw[u][i], v);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        if (Op::kCentre) v[j] -= mean[u];
+        v[j] *= rstd[u];
+        if constexpr (Op::kScale) v[j] *= scale[j];
+        if constexpr (Op::kBias) v[j] += bias[j];
+      }
+      StorePack(p.y, at(u, i), Repack<O, N>(v));
+    }
+  }
+}
+
+}  // namespace jaxkern

@@ -1,0 +1,129 @@
+// What the kernels of RMSNorm and LayerNorm share: types, reading and writing of packs, statistics of a row.
+//
+//     forward    s  = x + residual, rounded to the type of x; x if there is no residual
+//                y  = (s - mean) * rstd * scale + bias           rstd = 1 / sqrt(mean((s - mean)^2) + eps)
+//     backward   h  = g * scale,  z = (s - mean) * rstd
+//                dx = rstd * (h - mean(h) - z * mean(h * z)) + sum_g
+//                dscale = sum over rows of g * z,  dbias = sum over rows of g
+//
+// over rows of `width` elements that lie one after the other. RMSNorm is the same without the mean. sum_g is the cotangent
+// of s, which the forward pass with a residual returns too.
+//
+// Packs have N elements, the largest power of two that divides the width and makes 16 bytes of the widest array, so that
+// no pack crosses the end of a row. Arithmetic is in float (double for double). Squares are divided by the width before
+// they are added: a row's statistics overflow only if its mean square does.
+#pragma once
+
+#include "../common/exponential.cuh"
+#include "../common/pack.cuh"
+#include "../common/reduce.cuh"
+
+namespace jaxkern {
+
+#ifndef JAXKERN_EMULATED
+#define JAXKERN_DYNAMIC_SHARED(name) extern __shared__ __align__(16) char name[]
+#endif
+
+struct NormParams {
+  const void* x;         // of the backward pass: s
+  const void* residual;  // null if there is none; of the backward pass: sum_g
+  const void* g;         // of the backward pass
+  const void* scale;
+  const void* bias;
+  void* y;  // of the backward pass: dx
+  void* sum;
+  void* partial;  // of the backward pass: [sums][blocks][width], in the computing type
+  int64_t rows;
+  int64_t width;
+  double eps;
+  int32_t blocks;  // of a grid that walks over the rows
+  bool exceeds_l2;
+};
+static_assert(sizeof(NormParams) == 96, "plan.py lays it out");
+
+constexpr int kNormCentre = 1, kNormScale = 2, kNormBias = 4, kNormResidual = 8, kNormScaleSum = 16;
+
+// T: of x, s and dx. O: of y and g. P: of scale and bias. In the backward pass kBias and kScaleSum are the sums to compute.
+template <class T_, class O_, class P_, int kFlags> struct Norm {
+  using T = T_;
+  using O = O_;
+  using P = P_;
+  using C = Compute<T>;
+  static constexpr bool kCentre = kFlags & kNormCentre;
+  static constexpr bool kScale = kFlags & kNormScale;
+  static constexpr bool kBias = kFlags & kNormBias;
+  static constexpr bool kResidual = kFlags & kNormResidual;
+  static constexpr bool kScaleSum = kFlags & kNormScaleSum;
+};
+
+template <class T, int N>
+__device__ __forceinline__ Pack<T, N> LoadPack(const void* array, int64_t at, ReadPolicy policy) {
+  const T* const p = static_cast<const T*>(array) + at;
+  if constexpr (N * sizeof(T) == 4) {
+    Pack<T, N> pack;
+    pack.word[0] = *reinterpret_cast<const uint32_t*>(p);
+    return pack;
+  } else {
+    return LoadVector<T, N>(p, policy);
+  }
+}
+
+template <class T, int N> __device__ __forceinline__ void StorePack(void* array, int64_t at, const Pack<T, N>& pack) {
+  T* const p = static_cast<T*>(array) + at;
+  if constexpr (N * sizeof(T) == 4) __stcs(reinterpret_cast<uint32_t*>(p), pack.word[0]);
+  else StoreVector<T, N>(p, pack);
+}
+
+// Elements [at, at + N) of scale or bias, which every row reads again.
+template <class P, int N, class C>
+__device__ __forceinline__ void LoadParameters(const void* array, int64_t at, C (&out)[N]) {
+  constexpr int kEach = N * sizeof(P) > 16 ? 16 / sizeof(P) : N;
+  const P* const p = static_cast<const P*>(array) + at;
+#pragma unroll
+  for (int i = 0; i < N; i += kEach) {
+    Compute<P> part[kEach];
+    Unpack(LoadVector<P, kEach>(p + i), part);
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) out[i + j] = part[j];
+  }
+}
+
+// x + residual in the type of x.
+template <class T, int N> __device__ __forceinline__ Pack<T, N> Added(const Pack<T, N>& x, const Pack<T, N>& residual) {
+  Compute<T> a[N], b[N];
+  Unpack(x, a);
+  Unpack(residual, b);
+#pragma unroll
+  for (int j = 0; j < N; ++j) a[j] += b[j];
+  return Repack<T, N>(a);
+}
+
+template <class C> __device__ __forceinline__ C InverseRoot(C x) {
+  if constexpr (sizeof(C) == 8) return 1.0 / sqrt(x);
+  else return 1.0f / sqrtf(x);
+}
+
+// Sums over the group of threads that owns a row: kLanes lanes of a warp, or with kLanes = 0 all kThreads of the block.
+// Every thread gets the same result. All threads of the warp (kLanes = 0: of the block) take part. For a block: contains
+// one barrier. Consecutive calls must alternate between two rooms, because nothing waits for the last reader.
+template <int kLanes, int kThreads, int kCount, class C>
+__device__ __forceinline__ void RowSums(C (&v)[kCount], C (*room)[kCount]) {
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) v[k] = ReduceLanes<kLanes == 0 ? kWarp : kLanes>(v[k], SumOf());
+  if constexpr (kLanes == 0 && kThreads > kWarp) {
+    constexpr int kWarps = kThreads / kWarp;
+    constexpr int kSlots = kWarps <= 2 ? 2 : kWarps <= 4 ? 4 : kWarps <= 8 ? 8 : kWarps <= 16 ? 16 : 32;
+    const int lane = threadIdx.x % kWarp;
+    if (lane == 0) {
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) room[threadIdx.x / kWarp][k] = v[k];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      v[k] = ReduceLanes<kSlots>(lane % kSlots < kWarps ? room[lane % kSlots][k] : C(0), SumOf());
+    }
+  }
+}
+
+}  // namespace jaxkern

@@ -1,0 +1,127 @@
+"""Derivatives of RMSNorm and LayerNorm. Higher orders differentiate the references in jnp.
+
+The residuals are s = x + residual and scale: the backward pass computes the statistics again, in the read that it needs
+anyway.
+"""
+
+import functools
+
+import jax
+from jax.interpreters import ad
+
+from jaxkern._core import compat, validate
+from jaxkern._core.autodiff import defvjp
+from jaxkern._core.primitive import bind
+from jaxkern._ops.norm import reference
+from jaxkern._ops.norm.primitive import PRIMITIVES
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _norm(operands, active, params):
+    params = dict(params)
+    return bind(PRIMITIVES[params["operation"]].forward, *operands, **params)
+
+
+def _forward(operands, active, params):
+    params = dict(params)
+    named = dict(zip(params["extras"].split(), operands[1:]))
+    results = bind(PRIMITIVES[params["operation"]].forward, *operands, **params)
+    return results, (results[-1] if "residual" in named else operands[0], named)
+
+
+def _backward(active, params, kept, cotangents):
+    (s, named), params = kept, dict(params)
+    names = [None, *params["extras"].split()]
+    wanted = [names[k] for k in active]
+    sums = tuple(named[name].dtype if name in wanted else None for name in ("scale", "bias"))
+    extras = " ".join(name for name in ("residual", "scale") if name in named)
+    scale = [named["scale"]] if "scale" in named else []
+    of = {k: params[k] for k in ("operation", "eps", "tier")}
+    ds, *rest = bind(PRIMITIVES[params["operation"]].grad, s, *cotangents, *scale, extras=extras, sums=sums, **of)
+    found = {None: ds, "residual": ds, **dict(zip([k for k, d in zip(("scale", "bias"), sums) if d is not None], rest))}
+    split = lambda name: validate.split_like(found[name], jax.typeof(named[name])) if name else ds
+    return (tuple(split(name) if name in found else None for name in names),)
+
+
+_norm.defvjp(_forward, _backward)
+
+
+def _defmultilinear(prim, f, linear, transpose):
+    """Derivatives of `prim`, which is linear in its operands at the positions `linear(params)`, and whose reference is f.
+
+    transpose(operands, cotangents, params): the cotangents of those operands.
+    """
+
+    def jvp(primals, tangents, **params):
+        at = linear(params)
+        out = bind(prim, *primals, **params)
+        terms = []
+        if any(type(tangents[k]) is not ad.Zero for k in at):
+            operands = list(primals)
+            for k in at:
+                operands[k] = ad.instantiate_zeros(tangents[k])
+            terms.append(bind(prim, *operands, **params))
+        active = [k for k, t in enumerate(tangents) if k not in at and type(t) is not ad.Zero]
+        if active:
+
+            def of(*xs):
+                operands = list(primals)
+                for k, x in zip(active, xs):
+                    operands[k] = x
+                return f(*operands, **params)
+
+            terms.append(jax.jvp(of, [primals[k] for k in active], [tangents[k] for k in active])[1])
+        if not terms:
+            return out, list(map(compat.zero_tangent, out))
+        return out, [sum(parts[1:], start=parts[0]) for parts in zip(*terms)]
+
+    def rule(cotangents, *operands, **params):
+        at = linear(params)
+        if any(ad.is_undefined_primal(x) for k, x in enumerate(operands) if k not in at):
+            raise NotImplementedError(f"{prim.name} is linear in operands {at} only")
+        found = [None] * len(operands)
+        if all(type(ct) is ad.Zero for ct in cotangents):
+            parts = [None] * len(at)
+        else:
+            cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
+            parts = transpose(operands, cotangents, params)
+        for k, part in zip(at, parts, strict=True):
+            if ad.is_undefined_primal(operands[k]):
+                aval = operands[k].aval
+                found[k] = ad.Zero(aval) if part is None else validate.split_like(part, aval)
+        return found
+
+    ad.primitive_jvps[prim] = jvp
+    ad.primitive_transposes[prim] = rule
+
+
+def _grad_linear(params):
+    return range(1, 2 + params["extras"].split().count("residual"))
+
+
+def _grad_transpose(operands, cotangents, params):
+    scale = operands[len(_grad_linear(params)) + 1 :]
+    dtype = (operands[1].aval if ad.is_undefined_primal(operands[1]) else operands[1]).dtype
+    return bind(PRIMITIVES[params["operation"]].jvp, operands[0], *scale, *cotangents, dtype=dtype, **params)
+
+
+def _jvp_linear(params):
+    first = 1 + params["extras"].split().count("scale")
+    return range(first, first + 1 + sum(d is not None for d in params["sums"]))
+
+
+def _jvp_transpose(operands, cotangents, params):
+    scale = operands[1 : _jvp_linear(params)[0]]
+    params = {k: v for k, v in params.items() if k != "dtype"}
+    return bind(PRIMITIVES[params["operation"]].grad, operands[0], *cotangents, *scale, **params)
+
+
+for _primitives in PRIMITIVES.values():
+    defvjp(
+        _primitives.forward,
+        lambda *operands, active, **params: _norm(operands, active, tuple(params.items())),
+        differentiable=(0, 1, 2, 3),
+        tell_active=True,
+    )
+    _defmultilinear(_primitives.grad, reference.norm_grad, _grad_linear, _grad_transpose)
+    _defmultilinear(_primitives.jvp, reference.norm_jvp, _jvp_linear, _jvp_transpose)

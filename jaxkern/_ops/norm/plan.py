@@ -1,0 +1,268 @@
+"""Which kernels run RMSNorm, LayerNorm and their gradients on CUDA, and how they are launched.
+
+    sub_warp    rows up to 512 bytes: 1 to 32 lanes per row, in registers
+    warp        rows up to 2 KB, gradients 1 KB: a warp per row, in registers
+    block       rows up to 64 KB, gradients 16 to 32 KB: a block per row, in registers
+    streaming   any row: a block reads it twice; gradients in two launches, which both read all rows
+
+Gradients of scale and bias are sums over rows: each block adds its own, and one more launch adds those of the blocks.
+`vectors` below are 16 bytes of the widest array. If the width is no multiple of one, a thread holds several packs of the
+largest power of two that divides the width instead.
+"""
+
+import math
+import typing
+
+from jaxkern._core.algorithms import pick
+from jaxkern._core.define import CUDA_TYPES, ceil_div
+from jaxkern._core.launch import Launch, Plan, boolean, f64, i32, i64, null, operand, result, scratch, struct
+
+ALGORITHMS = ("sub_warp", "warp", "block", "streaming")
+
+_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+DTYPES = tuple(_ITEMSIZE)
+
+_SUB_WARP_VECTORS, _WARP_VECTORS = 32, 128  # gradients of a warp: half as many
+_FORWARD_THREADS, _BACKWARD_THREADS = 128, 256  # of a block whose rows belong to lanes
+_BLOCK_THREADS = 512  # at most, of a block per row
+_BLOCK_HELD = 8  # vectors per thread
+_SUM_WORDS = 64  # of registers, for a thread's sums over rows
+_RESIDENT_THREADS, _STAGES = 1024, 4  # of the gradient: threads per multiprocessor; rows of a thread in shared memory
+_STREAM_THREADS, _COLUMN_THREADS, _SUMS_COLUMNS, _SUMS_THREADS = 512, 128, 32, 512
+_MOST_GRID_X = 2**31 - 1
+
+
+class Problem(typing.NamedTuple):
+    """Rows of `width` elements.
+
+    inner: elements behind the axis, which is then moved to the end, so that there are `inner` times as many rows.
+    out_dtype: of the result and its cotangent, if not that of x. backward: then `scale_sum` and `bias` say whether the
+    gradients of scale and bias are computed.
+    """
+
+    rows: int
+    width: int
+    inner: int = 1
+    dtype: str = "float32"
+    out_dtype: str = ""
+    centre: bool = False
+    scale: bool = True
+    bias: bool = False
+    residual: bool = False
+    backward: bool = False
+    scale_sum: bool = False
+
+    @property
+    def itemsizes(self) -> tuple[int, int]:
+        """Of x and of the result."""
+        return _ITEMSIZE[self.dtype], _ITEMSIZE[self.out_dtype or self.dtype]
+
+    @property
+    def vector(self) -> int:
+        """Elements in 16 bytes of the widest array."""
+        return 16 // max(self.itemsizes)
+
+    @property
+    def vectors(self) -> int:
+        return ceil_div(self.width, self.vector)
+
+    @property
+    def pack(self) -> int:
+        """Elements that are read at once."""
+        return math.gcd(self.width, self.vector)
+
+    @property
+    def sums(self) -> int:
+        """Sums over rows, of the gradient."""
+        return self.scale_sum + self.bias
+
+    @property
+    def computing(self) -> str:
+        return "float64" if self.dtype == "float64" else "float32"
+
+
+def _held(p: Problem) -> tuple[int, int] | None:
+    """(vectors per thread, threads) of a block per row: the fewest idle threads, then 128 threads or more."""
+    most = min(_BLOCK_HELD, _SUM_WORDS // max(1, p.sums * p.vector * _ITEMSIZE[p.computing] // 4))
+    best = None
+    for held in range(1, (most if p.backward else _BLOCK_HELD) + 1):
+        threads = 32 * ceil_div(p.vectors, 32 * held)
+        if threads <= _BLOCK_THREADS:
+            few = threads < 128 or (p.backward and held > 1 and best is not None)
+            cost = (held * threads // 32 + few * p.vectors // 256, abs(held - (1 if p.backward else 4)))
+            best = min(best, (cost, held, threads)) if best else (cost, held, threads)
+    return best[1:] if best else None
+
+
+def fits(algorithm: str, p: Problem, device) -> bool:
+    """Whether the algorithm can run the problem."""
+    if algorithm == "block":
+        held = _held(p)
+        if held is None or not p.backward:
+            return held is not None
+        packs, threads = ceil_div(p.width // p.pack, held[1]), held[1]
+        return 2 * _stage_bytes(p, packs, threads, threads) <= device.shared_memory - 4096
+    most = {"sub_warp": _SUB_WARP_VECTORS, "warp": _WARP_VECTORS // (2 if p.backward else 1)}.get(algorithm)
+    return most is None or p.vectors <= most
+
+
+def choose(p: Problem, device) -> str:
+    """The algorithm that runs the problem by default."""
+    return next(a for a in ALGORITHMS if fits(a, p, device))
+
+
+# ---- launches
+
+
+def _cpp(flag: bool) -> str:
+    return "true" if flag else "false"
+
+
+class _Norm(typing.NamedTuple):
+    """A problem with what its kernels are given."""
+
+    p: Problem
+    device: typing.Any
+    parameters: str  # dtype of scale and bias
+    gradients: tuple  # dtypes of the gradients of scale and bias
+    arrays: typing.Any  # the pointers at the start of NormParams
+    eps: float
+
+    @property
+    def op(self) -> str:
+        p = self.p
+        types = ", ".join(CUDA_TYPES[d] for d in (p.dtype, p.out_dtype or p.dtype, self.parameters))
+        return f"jaxkern::Norm<{types}, {p.centre + 2 * p.scale + 4 * p.bias + 8 * p.residual + 16 * p.scale_sum}>"
+
+    def params(self, blocks=0, rows=null, partial=null):
+        """NormParams. rows: scratch for numbers of each row."""
+        p = self.p
+        arrays = sum(self.p.itemsizes) + p.itemsizes[0] * (p.backward + p.residual * (2 - p.backward))
+        pointers = (*self.arrays[:6], rows if p.backward else self.arrays[6], partial)
+        exceeds = p.rows * p.width * arrays > self.device.l2_bytes
+        return struct(*pointers, i64(p.rows), i64(p.width), f64(self.eps), i32(blocks), boolean(exceeds))
+
+    def sums(self, blocks: int, offset: int) -> list[Launch]:
+        """Adds the blocks' sums over rows, at this offset of the scratch."""
+        if not self.gradients:
+            return []
+        p = self.p
+        computing = CUDA_TYPES[p.computing]
+        args = [struct(scratch(offset), result(1), result(len(self.gradients)), i64(p.width), i32(blocks))]
+        grid = ceil_div(p.width, _SUMS_COLUMNS)
+        name = f"NormSums<{computing}, {CUDA_TYPES[self.gradients[0]]}>"
+        return [Launch("norm/backward.cuh", name, args, (grid, len(self.gradients)), _SUMS_THREADS)]
+
+    def sums_bytes(self, blocks: int) -> int:
+        return len(self.gradients) * blocks * self.p.width * _ITEMSIZE[self.p.computing]
+
+
+def _stage_bytes(p: Problem, packs: int, threads: int, group: int) -> int:
+    """Of the rows in shared memory that the groups of a block have at a time; see NormSlots."""
+    sizes = (*p.itemsizes, *p.itemsizes[:1] * p.residual)
+    if p.pack * min(sizes) >= 4:
+        return packs * threads * p.pack * sum(sizes)
+    return threads // group * sum(16 * (ceil_div(p.width * size, 16) + 1) for size in sizes)
+
+
+def _layout(p: Problem, algorithm: str) -> tuple[int, int, int]:
+    """(lanes per row or 0, vectors per thread, threads of a block)."""
+    if algorithm == "block":
+        held = _held(p)
+        assert held is not None
+        return 0, *held
+    threads = _BACKWARD_THREADS if p.backward else _FORWARD_THREADS
+    if algorithm == "warp":
+        return 32, ceil_div(p.vectors, 32), threads
+    return 1 << (p.vectors - 1).bit_length(), 1, threads
+
+
+def _registers(n: _Norm, algorithm: str) -> tuple[list[Launch], int]:
+    """The launches, and the bytes of scratch."""
+    p = n.p
+    lanes, held, threads = _layout(p, algorithm)
+    group = lanes or threads
+    packs = ceil_div(p.width // p.pack, group)
+    whole = _cpp(packs * group * p.pack == p.width)
+    if not p.backward:
+        rows = max(1, 4 // held >> p.residual) if lanes else 1
+        name = f"NormForward<{n.op}, {p.pack}, {lanes}, {packs}, {rows}, {threads}, {whole}>"
+        grid = ceil_div(p.rows, threads // group * rows)
+        return [Launch("norm/forward.cuh", name, [n.params()], grid, threads)], 0
+    words = packs * p.pack * p.sums * _ITEMSIZE[p.computing] // 4
+    stage = _stage_bytes(p, packs, threads, group)
+    sums = threads // group * p.width * _ITEMSIZE[p.computing]  # of all groups, at the end
+    room = min(3 * n.device.shared_memory // 4, n.device.shared_memory - 4096)  # the rest caches scale
+    registers = 48 + words + 8 * (packs * p.pack > p.vector)  # per thread, without spills
+    resident = max(1, min(65536 // (registers * threads), _RESIDENT_THREADS // threads, room // (2 * stage)))
+    stages = max(2, min(_STAGES, room // resident // stage))
+    blocks = min(ceil_div(p.rows, threads // group), n.device.sm_count * resident)
+    options = f"{lanes}, {packs}, {threads}, {stages}, {whole}, {resident}"
+    name = f"NormBackward<{n.op}, {p.pack}, {options}>"
+    params = n.params(blocks, partial=scratch() if n.gradients else null)
+    launch = Launch("norm/backward.cuh", name, [params], blocks, threads, shared=max(stages * stage, sums))
+    return [launch, *n.sums(blocks, 0)], n.sums_bytes(blocks)
+
+
+def _streaming(n: _Norm, pack: int) -> tuple[list[Launch], int]:
+    p = n.p
+    blocks = min(p.rows, 4 * n.device.sm_count)
+    if not p.backward:
+        name = f"NormStream<{n.op}, {pack}>"
+        return [Launch("norm/stream.cuh", name, [n.params(blocks)], blocks, _STREAM_THREADS)], 0
+    numbers = p.rows * 4 * _ITEMSIZE[p.computing]
+    tiles = ceil_div(p.width, pack * _COLUMN_THREADS)
+    parts = min(p.rows, ceil_div(16 * n.device.sm_count, tiles), 65535)
+    partial = scratch(numbers) if n.gradients else null
+    steps = [
+        (f"NormRowStats<{n.op}, {pack}>", n.params(blocks, scratch()), blocks, _STREAM_THREADS),
+        (f"NormColumns<{n.op}, {pack}>", n.params(parts, scratch(), partial), (tiles, parts), _COLUMN_THREADS),
+    ]
+    launches = [Launch("norm/stream.cuh", name, [params], grid, threads) for name, params, grid, threads in steps]
+    return [*launches, *n.sums(parts, numbers)], numbers + n.sums_bytes(parts)
+
+
+def norm(device, operands, results, *, operation, extras, eps, dtype, tier) -> Plan | None:
+    """The plan of `norm_p` for arrays of these types."""
+    del dtype  # that of the result
+    at = dict(zip(extras.split(), range(1, len(operands))))
+    parameters = [operands[at[name]].dtype.name for name in ("scale", "bias") if name in at]
+    pointers = [operand(at[name]) if name in at else null for name in ("residual", "scale", "bias")]
+    x, y = operands[0], results[0]
+    more = result(1) if "residual" in at else null
+    arrays = (operand(0), pointers[0], null, *pointers[1:], result(0), more)
+    return _plan(_problem(x, y, operation, at, "bias" in at), device, operation, parameters, [], arrays, eps, tier)
+
+
+def norm_grad(device, operands, results, *, operation, extras, eps, sums, tier) -> Plan | None:
+    """The plan of `norm_grad_p` for arrays of these types."""
+    at = dict(zip(extras.split(), range(2, len(operands))))
+    parameters = [operands[at[name]].dtype.name for name in ("scale",) if name in at]
+    pointers = [operand(at[name]) if name in at else null for name in ("residual", "scale")]
+    p = _problem(operands[0], operands[1], operation, at, sums[1] is not None)
+    p = p._replace(backward=True, scale_sum=sums[0] is not None)
+    arrays = (operand(0), pointers[0], operand(1), pointers[1], null, result(0), null)
+    gradients = [a.dtype.name for a in results[1:]]
+    return _plan(p, device, operation, parameters, gradients, arrays, eps, tier)
+
+
+def _problem(x, y, operation, names, bias) -> Problem:
+    kinds = {"centre": operation == "layer_norm", "scale": "scale" in names, "bias": bias}
+    rows, width = math.prod(x.shape[:-1]), x.shape[-1]
+    return Problem(rows, width, 1, x.dtype.name, y.dtype.name, residual="residual" in names, **kinds)
+
+
+def _plan(p, device, operation, parameters, gradients, arrays, eps, tier) -> Plan | None:
+    wide = {p.dtype, p.out_dtype, *parameters, *gradients}
+    # Kernels have one type for scale and bias. What they compute in is float64 for all arrays of rows, or for none.
+    if len(set(parameters)) > 1 or len(set(gradients)) > 1 or not wide <= _ITEMSIZE.keys() or p.width >= 1 << 30:
+        return None
+    if "float64" in wide and not p.dtype == p.out_dtype == "float64":
+        return None
+    algorithm = pick(operation, tier, p, device)
+    n = _Norm(p, device, (parameters or [p.dtype])[0], tuple(gradients), arrays, eps)
+    launches, size = _streaming(n, p.pack) if algorithm == "streaming" else _registers(n, algorithm)
+    unaligned, more = _streaming(n, 1)
+    if any(step.grid3()[0] > _MOST_GRID_X for step in (*launches, *unaligned)):
+        return None
+    return Plan(algorithm, tuple(launches), max(size, more), tuple(unaligned))
