@@ -18,6 +18,7 @@ OPERATIONS = (
     "score",
     "elementwise",
     "elementwise_kernel",
+    "quantize",
     "reduction",
     "norm",
     "cross_entropy",

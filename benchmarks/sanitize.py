@@ -461,6 +461,28 @@ def sanitize_losses(dtypes: list[str]) -> tuple[int, list[str]]:
     return done, wrong
 
 
+def sanitize_quantize(dtypes: list[str]) -> tuple[int, list[str]]:
+    """Rows of all groups and vectors, to every type, against the reference on the CPU."""
+    from jaxkern._ops.quantize import plan, reference
+    from jaxkern._ops.quantize.primitive import quantize_p
+
+    done, wrong = 0, []
+    for dtype, to, width in itertools.product(dtypes, plan.TYPES, (1, 7, 24, 128, 130, 513, 1024, 2056, 8200)):
+        if dtype not in plan.DTYPES:
+            continue
+        x = np.random.default_rng(width).standard_normal((71, width)).astype(jnp.dtype(dtype))
+        with jax.default_device(jax.devices("cpu")[0]):
+            want = reference.quantize(jnp.asarray(x), dtype=to)
+        found = jax.jit(functools.partial(quantize_p.bind, dtype=to))(jax.device_put(x))
+        (q, scale), (other, scales) = ([np.asarray(a).astype(np.float64) for a in pair] for pair in (found, want))
+        done += 1
+        # A factor that is rounded otherwise moves few elements to a neighbour.
+        if (q != other).mean() > 2e-3 or not np.allclose(scale, scales, rtol=1e-6):
+            wrong.append(f"quantize {dtype} to {to} 71x{width}: {int((q != other).sum())} elements differ")
+    print(f"quantize: {done} problems run so far, {len(wrong)} wrong", flush=True)
+    return done, wrong
+
+
 def sanitize_elementwise(dtypes: list[str]) -> tuple[int, list[str]]:
     """A few operations around packs and tiles, with operands that broadcast, in halves, and of mixed types."""
     import jaxkern
@@ -675,6 +697,7 @@ def main() -> int:
         "reduction",
         "norm",
         "cross_entropy",
+        "quantize",
         "index_add",
         "segment_softmax",
         "messages",
@@ -723,6 +746,7 @@ def main() -> int:
         "reduction": sanitize_reductions,
         "norm": sanitize_norms,
         "cross_entropy": sanitize_losses,
+        "quantize": sanitize_quantize,
         "elementwise": sanitize_elementwise,
         "elementwise_kernel": sanitize_elementwise_kernel,
         "messages": sanitize_messages,

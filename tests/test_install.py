@@ -45,6 +45,7 @@ def python(code, **environment):
 def test_public_names():
     assert set(jaxkern.__all__) == {
         "Graph",
+        "dequantize",
         "edge_map",
         "edge_max",
         "edge_mean",
@@ -56,6 +57,7 @@ def test_public_names():
         "embedding_lookup",
         "explain",
         "export_checks",
+        "fake_quantize",
         "graph_attention",
         "index_add",
         "index_select",
@@ -66,6 +68,8 @@ def test_public_names():
         "logsumexp",
         "moe_combine",
         "moe_dispatch",
+        "quantize_blocks",
+        "quantize_rows",
         "reduce_max",
         "reduce_mean",
         "reduce_min",

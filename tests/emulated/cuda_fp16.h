@@ -32,6 +32,11 @@ inline float __uint_as_float(uint32_t x) {
   memcpy(&f, &x, 4);
   return f;
 }
+inline uint32_t __float_as_uint(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
 inline float __half2float(__half h) {
   const int exponent = h.bits >> 10 & 31, mantissa = h.bits & 1023;
   const float size = exponent == 31  ? (mantissa ? NAN : INFINITY)

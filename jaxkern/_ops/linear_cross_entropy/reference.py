@@ -115,11 +115,14 @@ class _Head:
             more = (0, self.width - self.vocabulary)
             self.weight = jnp.pad(self.weight, (more, (0, 0)) if spec.transposed else ((0, 0), more))
             self.bias = [jnp.pad(b, (more,)) for b in bias]
-            self.mask = (jnp.arange(self.width)[None] < self.vocabulary,)
+            self.valid = jnp.arange(self.width)[None] < self.vocabulary
+            # The mean over classes of label smoothing needs the mask. Without it the padding is -inf, and the kernels that
+            # read logits once take them.
+            self.mask = (self.valid,) if spec.loss.smoothing else ()
 
     def labels(self, labels):
         """Labels that name a column of the padding name none."""
-        if not self.mask:
+        if self.width == self.vocabulary:
             return labels
         labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
         info, ignored = jnp.iinfo(labels.dtype), self.spec.loss.ignore
@@ -128,6 +131,13 @@ class _Head:
             known |= labels == jnp.asarray(ignored, labels.dtype)
         none = next(n for n in (int(info.max), int(info.max) - 1) if n != ignored)
         return jnp.where(known, labels, jnp.asarray(none, labels.dtype))
+
+    def filled(self, logits):
+        """The logits with -inf in the padding; XLA writes that in place."""
+        if self.width == self.vocabulary or self.mask:
+            return logits
+        padding = jnp.full((logits.shape[0], self.width - self.vocabulary), -jnp.inf, logits.dtype)
+        return _put(logits, padding, self.vocabulary, 1)
 
     def columns(self, start, size):
         """(weight, bias) of some columns."""
@@ -140,7 +150,7 @@ class _Head:
         params = {"axis": 1, "tier": "auto", "options": self.spec.loss}
         if self.split.classes:
             return split_classes._loss(cross_entropy_p, self.split.classes, logits, labels, **params)
-        return bind(cross_entropy_p, logits, labels, *self.mask, **params)
+        return bind(cross_entropy_p, self.filled(logits), labels, *self.mask, **params)
 
     def both(self, logits, labels, c):
         """(loss, largest, total, gradient by the logits)."""
@@ -148,7 +158,7 @@ class _Head:
         if self.split.classes:
             found = split_classes._both(cross_entropy_p, self.split.classes, logits, labels, c, **params)
         else:
-            found = bind(cross_entropy_both_p, logits, labels, c, *self.mask, **params)
+            found = bind(cross_entropy_both_p, self.filled(logits), labels, c, *self.mask, **params)
         return *found[:3], found[-1]
 
     def slopes(self, logits, labels, largest, total, first=0):
@@ -267,8 +277,8 @@ def tangent(h, weight, labels, *rest, spec, wanted, biased, split=WHOLE):
         elif tb is not None:
             tz = tz + towards.bias[0].astype(total.dtype)
         slope = _uncapped(head.slopes(logits, of_rows, largest, total), z, spec)
-        if head.mask:
-            slope = jnp.where(head.mask[0], slope, 0)
+        if head.width != head.vocabulary:
+            slope = jnp.where(head.valid, slope, 0)
         return _put(value, head.sum_classes(jnp.sum(slope * tz, 1)), start)
 
     value = jnp.zeros(at.shape, computing(jnp.dtype(spec.logits_dtype)))

@@ -1,0 +1,1 @@
+"""Quantisation to 8 bits, with a scale for each row or block."""
