@@ -30,6 +30,18 @@ def available() -> bool:
     return torch() is not None
 
 
+@functools.cache
+def geometric() -> Any:
+    """The torch_geometric module where it is installed beside `torch()`, else None."""
+    if torch() is None:
+        return None
+    try:
+        import torch_geometric  # pyright: ignore[reportMissingImports]
+    except Exception:
+        return None
+    return torch_geometric
+
+
 def share(x: jax.Array) -> Any:
     """The tensor over `x`'s own memory, or random numbers of its shape where DLPack refuses it."""
     x.block_until_ready()  # the two libraries use different streams

@@ -1,4 +1,6 @@
-"""Messages on graphs against XLA's composition, this library's separate operations, PyTorch Geometric's, and the copy.
+"""Messages on graphs against XLA's composition, this library's separate operations, PyTorch's, and the copy.
+
+PyTorch gathers and adds up, and with PyTorch Geometric multiplies by a sparse matrix whose orders are cached (`pyg`).
 
 `forward` is the sum of `silu(x) * w` over the edges into a node, x of the sender and w of the edge; `both` its gradients
 by x and by w for a cotangent, in one program. The graph is sorted once, outside the program, and the composition is told
@@ -243,11 +245,13 @@ def candidates(cell: Cell, compiled: list[Program], inputs: Inputs) -> list[_tim
     found = [_timing.Candidate(p.name, call(p), wait, like=f"{p.name} {like}") for p in compiled]
     if _torch.available() and cell.direction == "forward" and cell.op == "edge_sum":
         found.append(_torch_candidate(cell, inputs))
+        if _torch.geometric():
+            found.append(_geometric_candidate(cell, inputs))
     return found
 
 
 def _torch_candidate(cell: Cell, inputs: Inputs) -> _timing.Candidate:
-    """What PyTorch Geometric's propagate does: gather, message, scatter-add."""
+    """What PyTorch Geometric's `propagate` does by default: gather, message, scatter-add."""
     torch = _torch.torch()
     state: dict[str, Any] = {}
 
@@ -262,6 +266,28 @@ def _torch_candidate(cell: Cell, inputs: Inputs) -> _timing.Candidate:
         return torch.zeros_like(x).index_add_(0, state["r"], m)
 
     return _timing.Candidate("torch", call, _torch.sync, torch=True)
+
+
+def _geometric_candidate(cell: Cell, inputs: Inputs) -> _timing.Candidate:
+    """PyTorch Geometric's sparse product over an EdgeIndex whose orders are cached."""
+    torch, geometric = _torch.torch(), _torch.geometric()
+    state: dict[str, Any] = {}
+
+    def call(i: int) -> Any:
+        if not state:
+            # Receivers ascend, unless the case says otherwise: then the product sorts.
+            ends = torch.stack(
+                [_torch.share(a).to(torch.int64) for a in (inputs.graph.receivers, inputs.graph.senders)]
+            )
+            nodes, order = cell.case.nodes, "row" if cell.case.ordered else None
+            state["edges"] = geometric.EdgeIndex(ends, sparse_size=(nodes, nodes), sort_order=order)
+            if order:
+                state["edges"].fill_cache_()
+        _, x, w = inputs.arguments(cell, i)
+        x, w = _torch.share(x), _torch.share(w)
+        return state["edges"].matmul(torch.nn.functional.silu(x), input_value=w)
+
+    return _timing.Candidate("pyg", call, _torch.sync, torch=True)
 
 
 # --- what is examined ----------------------------------------------------------------------------
@@ -309,8 +335,11 @@ def _goal(name: str, value: float, required: float) -> dict[str, Any]:
 
 
 def checks(clock: Any) -> list[dict[str, Any]]:
-    """Properties of compiled programs: one kernel forward, and one for each gradient."""
+    """One kernel forward, and one for each gradient; on a GPU, the training step of a network (graph_step.py)."""
     del clock
+    from benchmarks import graph_step
+
+    steps = graph_step.checks() if jax.default_backend() == "gpu" else []
     cell = Cell(Case("check", (4096, 32), 512), "float32", "edge_sum", "both")
     program = programs(cell, False)[0]
     program.compile()
@@ -320,5 +349,6 @@ def checks(clock: Any) -> list[dict[str, Any]]:
             "handlers": program.targets,
             "moves": [],
             "met": sorted(program.targets) == ["jaxkern_edge_map", "jaxkern_edge_reduce"],
-        }
+        },
+        *steps,
     ]

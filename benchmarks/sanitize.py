@@ -543,7 +543,7 @@ def sanitize_elementwise_kernel(dtypes: list[str]) -> tuple[int, list[str]]:
 
 
 def sanitize_score(dtypes: list[str]) -> tuple[int, list[str]]:
-    """Softmax of a score function and all its gradients, with operands of several widths, around the edges of tiers."""
+    """Softmax and cross-entropy of a score function and all their gradients, with operands of several widths, around the edges of tiers."""
     import jaxkern
     from jaxkern import tiers
 
@@ -569,14 +569,25 @@ def sanitize_score(dtypes: list[str]) -> tuple[int, list[str]]:
             def ours(x, bias, kind, slope, mask):
                 return jaxkern.softmax(x, where=mask, score=score, score_args=[bias, kind, slope])
 
-            def both(f, x, g, bias, slope):
+            labels = jax.device_put(generator.integers(0, width, (2, 33)).astype(np.int32))
+
+            def our_loss(x, bias, kind, slope, mask):
+                y = jaxkern.softmax_cross_entropy(x, labels, where=mask, score=score, score_args=[bias, kind, slope])
+                return jnp.where(jnp.isfinite(y), y, 0)
+
+            def plain_loss(*operands):
+                p = jnp.take_along_axis(plain(*operands), labels[..., None], -1)[..., 0]
+                return jnp.where(p > 0, -jnp.log(jnp.where(p > 0, p, 1)), 0)
+
+            def both(f, loss, x, g, bias, slope):
                 y, pull = jax.vjp(lambda x, bias, slope: f(x, bias, kind, slope, mask), x, bias, slope)
-                return y, *pull(g)
+                z, back = jax.vjp(lambda x, bias, slope: loss(x, bias, kind, slope, mask), x, bias, slope)
+                return y, *pull(g), z, *back(g[..., 0].astype(z.dtype))
 
             with tiers.force(softmax=tier):
-                got = jax.jit(functools.partial(both, ours))(x, g, bias, slope)
+                got = jax.jit(functools.partial(both, ours, our_loss))(x, g, bias, slope)
             wide = [a.astype(jnp.float32) for a in (x, g, bias, slope)]
-            want = jax.jit(functools.partial(both, plain))(*wide)
+            want = jax.jit(functools.partial(both, plain, plain_loss))(*wide)
             done += 1
             for n, (a, b) in enumerate(zip(got, want)):
                 a, b = np.asarray(a).astype(np.float64), np.asarray(b).astype(np.float64)
@@ -584,6 +595,91 @@ def sanitize_score(dtypes: list[str]) -> tuple[int, list[str]]:
                 if not (np.abs(a - b) <= 8 * TOLERANCE[dtype] * terms * np.maximum(1, np.abs(b))).all():
                     wrong.append(f"score {tier} {dtype} width {width} result {n}")
     print(f"score: {done} problems run, {len(wrong)} wrong", flush=True)
+    return done, wrong
+
+
+# Nodes, edges and features: around vectors, chunks of long rows and rows that one thread has.
+MESSAGES = [(1, 1, 1), (7, 40, 3), (33, 1025, 8), (40, 900, 33), (300, 5003, 128), (5, 3000, 260)]
+
+
+def _messages(name: str, plain: bool, graph, x, y, w):
+    """An operation on a graph by this library, or in plain JAX; y: per receiver, w: per edge and head."""
+    import jaxkern
+
+    def f(x, y, w):
+        return jnp.tanh(x) * w + y
+
+    senders, receivers, nodes = graph.senders, graph.receivers, graph.num_receivers
+    valid = (senders >= 0) & (senders < nodes) & (receivers >= 0) & (receivers < nodes)
+    ends = jnp.where(valid, receivers, nodes)
+    if name == "graph_attention":
+        score = lambda a, b: jnp.tanh(a + b)
+        a, b = x[:, 0], y[:, 0]
+        if not plain:
+            return jaxkern.graph_attention(score, graph, x, senders=a, receivers=b)
+        e = jnp.where(valid, jnp.exp(score(a[senders], b[receivers])), 0)
+        total = jax.ops.segment_sum(e, ends, nodes)
+        y = jax.ops.segment_sum(e[:, None] * x[senders], ends, nodes)
+        return y / jnp.where(total == 0, 1, total)[:, None]
+    if not plain:
+        y = getattr(jaxkern, name)(f, graph, senders=x, receivers=y, edges=w)
+        return jnp.where(jnp.isfinite(y), y, 0)
+    m = jnp.where(valid[:, None], f(x[senders], y[receivers], w), 0)
+    if name == "edge_map":
+        return m
+    reduce = jax.ops.segment_max if name == "edge_max" else jax.ops.segment_sum
+    y = reduce(m, ends, nodes)
+    return jnp.where(jnp.isfinite(y), y, 0)
+
+
+def sanitize_messages(dtypes: list[str]) -> tuple[int, list[str]]:
+    """Messages and their gradients, of edges that pad and of a node that half of all edges end at; bags and experts."""
+    import jaxkern
+
+    done, wrong = 0, []
+    generator = np.random.default_rng(0)
+
+    def compare(label, dtype, ours, plain, *operands):
+        nonlocal done
+        wide = [a.astype(jnp.float32) for a in operands]
+
+        def both(f, *operands):
+            y, pull = jax.vjp(f, *operands)
+            return y, *pull(jnp.ones_like(y) / 2)
+
+        done += 1
+        for k, (a, b) in enumerate(zip(jax.jit(functools.partial(both, ours))(*operands), both(plain, *wide))):
+            a, b = np.asarray(a).astype(np.float64), np.asarray(b).astype(np.float64)
+            size = np.maximum(1, np.abs(b).max(initial=0))
+            if not (np.abs(a - b) <= 8 * TOLERANCE[dtype] * size).all():
+                wrong.append(f"messages {label} {dtype} result {k}")
+
+    names = ("edge_sum", "edge_max", "edge_map", "graph_attention")
+    for dtype, (nodes, edges, width), name in itertools.product(dtypes, MESSAGES, names):
+        ends = generator.integers(-1, nodes + 1, (2, edges)).astype(np.int32)
+        ends[1, ::2] = nodes // 2
+        graph = jaxkern.Graph(*ends, num_nodes=nodes)
+        normal = lambda *shape: jax.device_put(generator.standard_normal(shape).astype(jnp.dtype(dtype)))
+        x, y, w = normal(nodes, width), normal(nodes, width), normal(edges, 1)
+        of = lambda plain: functools.partial(_messages, name, plain, graph)
+        operands = (x, y, w)
+        compare(f"{name} {nodes} {edges} {width}", dtype, of(False), of(True), *operands)
+    for dtype, (rows, bags, width) in itertools.product(dtypes, ((1, 1, 1), (50, 33, 8), (1000, 259, 65))):
+        table = jax.device_put(generator.standard_normal((rows, width)).astype(jnp.dtype(dtype)))
+        ids = generator.integers(-1, rows + 1, (bags, 5)).astype(np.int32)
+        weights = jax.device_put(generator.standard_normal((bags, 5)).astype(jnp.dtype(dtype)))
+        inside = ((ids >= 0) & (ids < rows))[..., None]
+        plain = lambda table, weights: jnp.where(inside, table[ids % rows] * weights[..., None], 0).sum(1)
+        label = f"{rows} {bags} {width}"
+        bag = lambda table, weights: jaxkern.embedding_bag(table, ids, weights=weights)
+        compare(f"embedding_bag {label}", dtype, bag, plain, table, weights)
+        combine = lambda table, weights: jaxkern.moe_combine(table, ids, weights)
+        compare(f"moe_combine {label}", dtype, combine, plain, table, weights)
+        tokens = jax.device_put(generator.standard_normal((bags, width)).astype(jnp.dtype(dtype)))
+        spread = lambda x: jnp.zeros((rows, width), x.dtype).at[np.where(inside[..., 0], ids, rows)].add(x[:, None])
+        dispatch = lambda x: jaxkern.moe_dispatch(x, ids, rows)
+        compare(f"moe_dispatch {label}", dtype, dispatch, spread, tokens)
+    print(f"messages: {done} problems run, {len(wrong)} wrong", flush=True)
     return done, wrong
 
 
@@ -604,6 +700,7 @@ def main() -> int:
         "quantize",
         "index_add",
         "segment_softmax",
+        "messages",
     )
     parser.add_argument("--only", choices=families, help="one family of operations")
     parser.add_argument("--wide", action="store_true", help="rows of 1 MB and more as well")
@@ -652,6 +749,7 @@ def main() -> int:
         "quantize": sanitize_quantize,
         "elementwise": sanitize_elementwise,
         "elementwise_kernel": sanitize_elementwise_kernel,
+        "messages": sanitize_messages,
     }
     for family, sanitize in others.items():
         if arguments.only in (None, family):

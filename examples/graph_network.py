@@ -160,7 +160,7 @@ def logits_of(functions, params, features, graph):
 class Training:
     """One library's training: its weights and optimizer, and what was measured on the way."""
 
-    def __init__(self, functions, graph, train, args):
+    def __init__(self, functions, graph, train, args, initial_params=initial_params, logits_of=logits_of):
         features, labels, senders, receivers = map(jnp.asarray, graph)
         graph = functions.graph(senders, receivers, features.shape[0])
 
@@ -202,6 +202,31 @@ class Training:
         return 1e3 * float(np.median(self.seconds[min(5, len(self.seconds) // 2) :]))
 
 
+def take_turns(runs, steps):
+    bar = tqdm(range(steps), desc="training", unit="step", mininterval=0.5)
+    for step in bar:
+        order = list(runs.values())
+        for run in order if step % 2 else reversed(order):  # neither always goes first
+            run.step()
+        bar.set_postfix({name: f"{run.nats[-1]:.3f}" for name, run in runs.items()})
+
+
+def report(runs, labels, held_out, title, out):
+    """Prints the table and draws the curves; returns whether they agree."""
+    accuracy = {name: run.accuracy(labels, held_out) for name, run in runs.items()}
+    most = np.bincount(labels[held_out]).max() / held_out.sum()
+    print(f"\n{'':10}{'held out, accuracy':>20}{'ms a step':>12}")
+    for name, run in runs.items():
+        print(f"{name:10}{accuracy[name]:>20.4f}{run.milliseconds():>12.2f}")
+    print(f"{'guessing':10}{most:>20.4f}")
+    difference = float(np.abs(np.subtract(*(run.nats for run in runs.values()))).mean())
+    print(f"\ncurves, mean |difference|, nats: {difference:.2e}, allowed {CURVE_BOUND:g}")
+    draw(out, runs, accuracy, title)
+    agree = difference <= CURVE_BOUND  # False for NaN too
+    print(f"figure: {out}", "the curves agree" if agree else "THE CURVES DISAGREE", sep="\n")
+    return agree
+
+
 def draw(out, runs, accuracy, title):
     figure = Figure(figsize=(8, 6), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
@@ -213,7 +238,7 @@ def draw(out, runs, accuracy, title):
     top.legend(frameon=False)
     bottom.axhline(0, color="#999999", lw=0.8)
     bottom.plot(np.subtract(*(run.nats for run in runs.values())), color="#c0392b", lw=0.9)
-    bottom.set_ylabel("jaxkern − jax.ops")
+    bottom.set_ylabel(" − ".join(runs))
     bottom.set_xlabel("step")
     bottom.ticklabel_format(axis="y", scilimits=(-2, 2))
     for axes in (top, bottom):
@@ -222,21 +247,26 @@ def draw(out, runs, accuracy, title):
     figure.savefig(out, dpi=150)
 
 
-def main():
-    raw = argparse.RawDescriptionHelpFormatter  # keeps the lines of the docstring
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+def arguments(parser, program):
     parser.add_argument("--steps", type=int, default=200, help="training steps of each network")
     parser.add_argument("--width", type=int, default=64, help="of the hidden layer")
     parser.add_argument("--rate", type=float, default=1e-2, help="learning rate")
     parser.add_argument("--modules", type=int, default=MODULES, help="nodes, at most")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of who is held out")
-    default_out = pathlib.Path(__file__).with_suffix(".png")
+    default_out = program.with_suffix(".png")
     parser.add_argument("--out", type=pathlib.Path, default=default_out, help="the figure's file")
     args = parser.parse_args()
     if min(args.steps, args.width) < 1 or args.modules < 100:
         parser.error("--steps and --width start at 1, --modules at 100")
     if not args.out.parent.is_dir():  # said now, not after the training
         parser.error(f"--out: there is no folder {args.out.parent}")
+    return args
+
+
+def main():
+    raw = argparse.RawDescriptionHelpFormatter  # keeps the lines of the docstring
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    args = arguments(parser, pathlib.Path(__file__))
     jax.config.update("jax_default_matmul_precision", "float32")
 
     *graph, classes = read_graph(args.modules)
@@ -247,25 +277,8 @@ def main():
     print(f"{title}\nlearnt: {', '.join(classes)}", flush=True)
 
     runs = {name: Training(functions, graph, jnp.asarray(train), args) for name, functions in LIBRARIES.items()}
-    bar = tqdm(range(args.steps), desc="training", unit="step", mininterval=0.5)
-    for step in bar:
-        order = list(runs.values())
-        for run in order if step % 2 else reversed(order):  # neither always goes first
-            run.step()
-        bar.set_postfix({name: f"{run.nats[-1]:.3f}" for name, run in runs.items()})
-
-    accuracy = {name: run.accuracy(labels, held_out) for name, run in runs.items()}
-    most = np.bincount(labels[held_out]).max() / held_out.sum()
-    print(f"\n{'':10}{'held out, accuracy':>20}{'ms a step':>12}")
-    for name, run in runs.items():
-        print(f"{name:10}{accuracy[name]:>20.4f}{run.milliseconds():>12.2f}")
-    print(f"{'guessing':10}{most:>20.4f}")
-    difference = float(np.abs(np.subtract(*(run.nats for run in runs.values()))).mean())
-    print(f"\ncurves, mean |difference|, nats: {difference:.2e}, allowed {CURVE_BOUND:g}")
-    draw(args.out, runs, accuracy, title)
-    agree = difference <= CURVE_BOUND  # False for NaN too
-    print(f"figure: {args.out}", "the curves agree" if agree else "THE CURVES DISAGREE", sep="\n")
-    return not agree
+    take_turns(runs, args.steps)
+    return not report(runs, labels, held_out, title, args.out)
 
 
 if __name__ == "__main__":

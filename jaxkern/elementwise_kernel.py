@@ -16,8 +16,9 @@ def elementwise_kernel(f: Callable | None = None, *, name: str | None = None) ->
     """Makes a function of scalars into one of arrays that broadcast: one kernel, and one for all its gradients.
 
     Args:
-        f: function of one or more real scalars that returns a scalar or a pytree of scalars, in terms of `jax.numpy`
-            and `jax.lax`: arithmetic, elementary functions, comparisons, `where`, bits, casts, `lax.cond`. Functions
+        f: function of one or more real scalars that returns a scalar or a pytree of scalars, in terms of `jax.numpy`,
+            `jax.lax` and this library's elementwise functions: arithmetic, elementary functions, activations,
+            comparisons, `where`, bits, casts, `lax.cond`. Functions
             with derivatives of their own (`jax.custom_jvp`, `jax.custom_vjp`) keep them. f may close over scalars,
             traced ones too, and has gradients by them. Left out, the result is a decorator.
         name: how errors name f; its own name by default.
@@ -25,7 +26,7 @@ def elementwise_kernel(f: Callable | None = None, *, name: str | None = None) ->
     Returns: a function of arrays of any real dtype and of Python numbers, one for each argument of f. They broadcast as in
     `jnp`, and what they broadcast is not copied. The results have the common shape and the dtypes that f has for scalars
     of the operands' dtypes. float16, bfloat16 and float32 are computed in float32 and rounded once: inside f, `x.dtype` of
-    a 16-bit operand is float32, and so are the limits of `jnp.finfo(x.dtype)`. Gradients of operands that were broadcast
+    a 16-bit operand is float32, while `jnp.finfo(x.dtype)` gives the limits of the operand's type. Gradients of operands that were broadcast
     are summed in float32 or wider, in the same kernel where the broadcast dimensions lead or trail, and are the same bits
     in every run. f is traced once for each combination of dtypes, unless it closes over traced scalars.
 

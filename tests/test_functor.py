@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+import jaxkern
 from jaxkern._core import compat, functor, registry, runtime
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")
@@ -302,6 +303,47 @@ def test_arguments_that_are_not_used():
     assert f.select((0, 2))(1.0, 2.0) == [3.0]
     with pytest.raises(ValueError, match="used"):
         f.select((0,))
+
+
+OURS = {
+    "gelu": (lambda x, w: jaxkern.gelu(x) * w, lambda x, w: jax.nn.gelu(x) * w),
+    "erf": (lambda x, w: jaxkern.gelu(x * w, approximate=False), lambda x, w: jax.nn.gelu(x * w, approximate=False)),
+    "elu": (lambda x, w: jaxkern.elu(x, alpha=w), jax.nn.elu),
+    "swiglu": (lambda x, w: jaxkern.swiglu(x, gate=w), lambda x, w: x * jax.nn.silu(w)),
+    "where": (
+        lambda x, w: jaxkern.where(jaxkern.isfinite(x), jaxkern.cast(x, jnp.float16) * w, w),
+        lambda x, w: jnp.where(jnp.isfinite(x), x.astype(jnp.float16) * w, w),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_functions_of_this_library(name):
+    """Their derivatives, too; what is translated has none of their primitives."""
+    ours, theirs = (trace(f, "float32", "float32")[0] for f in OURS[name])
+    x, w = (jnp.asarray(np.random.default_rng(k).normal(size=20), "float32") for k in range(2))
+    for ours, theirs in ((ours, theirs), (ours.vjp((0, 1)), theirs.vjp((0, 1)))):
+        operands = (x, w, x + 1)[: len(ours.in_dtypes)]
+        for a, b in zip(ours(*operands), theirs(*operands), strict=True):
+            np.testing.assert_allclose(a, b, 2e-5, 2e-6)
+        assert "jaxkern_" not in str(ours._closed)
+    nested = lambda x: jax.checkpoint(lambda x: lax.cond(x > 0, jaxkern.silu, jaxkern.relu, x))(x)
+    assert "lax::" in trace(nested, "float32")[0].source("F")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_limits_of_16_bit_arguments(dtype):
+    """What f asks of the type of an argument is answered for that type, and constants stay what they are."""
+    least, info = float(jnp.finfo(jnp.float32).min), jnp.finfo(dtype)
+    x = jnp.array([1.0, jnp.nan, jnp.inf, -jnp.inf], dtype)
+    clean = trace(jnp.nan_to_num, dtype)[0]
+    np.testing.assert_array_equal(np.asarray(clean(x)[0], "float64"), [1, 0, float(info.max), float(info.min)])
+    masked = trace(lambda x, w: jnp.where(x > 2, x, jnp.finfo(x.dtype).min) * w, dtype, "float32")[0]
+    assert masked(x[:1], 1.0)[0].item() == float(info.min)
+    single = trace(lambda x: jnp.maximum(x.astype(jnp.float32), least), dtype)[0]
+    assert single(x[3:])[0].item() == least
+    small = trace(lambda x: x + jnp.finfo(x.dtype).eps, dtype)[0]
+    assert small(x[:1])[0].item() == 1 + float(info.eps)
 
 
 @pytest.mark.parametrize(

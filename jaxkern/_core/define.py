@@ -16,6 +16,8 @@ from jax.interpreters import batching, mlir
 from jaxkern._core import compat, device, launch, registry, switch
 from jaxkern._core.primitive import evaluate
 
+references = {}  # of primitives, in jnp; None for those without one
+
 
 def primitive(
     name: str,
@@ -45,6 +47,7 @@ def primitive(
     """
     prim = Primitive(name)
     prim.multiple_results = several
+    references[prim] = reference
     prim.def_abstract_eval(shape)
     prim.def_impl(functools.partial(evaluate, prim))
     if batch is not None:

@@ -24,7 +24,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import AbstractMesh
 
 from jaxkern._core import compat
-from jaxkern._core.define import CUDA_TYPES
+from jaxkern._core.define import CUDA_TYPES, references
 
 HEADER = "common/functions.h"  # what the source of a Function needs
 
@@ -63,6 +63,7 @@ def trace(f, dtypes, *, name, weak=None, results=None, label=None, coarse=None):
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         given, shapes = jax.make_jaxpr(f, return_shape=True)(*map(scalar, dtypes, weak))
         closed = jax.make_jaxpr(f)(*(scalar(computing(d), w) for d, w in zip(dtypes, weak)))
+    limits = _limits(given, closed, dtypes)
     out, out_tree = jax.tree.flatten(shapes)
     if not out or (results is not None and len(out) != results):
         wanted = "at least one scalar" if results is None else f"{results} scalar{'s' * (results != 1)}"
@@ -91,7 +92,7 @@ def trace(f, dtypes, *, name, weak=None, results=None, label=None, coarse=None):
     def of_scalars(*xs):
         args, rest = xs[: len(dtypes)], iter(xs[len(dtypes) :])
         values = [next(rest).astype(v.aval.dtype) if c is None else c for v, c in zip(closed.jaxpr.constvars, consts)]
-        return _evaluate(closed.jaxpr, values, args)
+        return _evaluate(closed.jaxpr, values, args, limits)
 
     in_dtypes = (*dtypes, *(np.dtype(c.dtype) for c in captured))
     weak = (*weak, *(bool(getattr(c, "weak_type", False)) for c in captured))
@@ -324,21 +325,68 @@ def _inner(equation):
     return (found.jaxpr, found.consts) if isinstance(found, ClosedJaxpr) else (found, ())
 
 
-def _evaluate(jaxpr, consts, args) -> list:
-    """The results of a jaxpr on scalars, without the functions under jit in it: they belong to a mesh."""
+def _evaluate(jaxpr, consts, args, constants=None) -> list:
+    """The results of a jaxpr on scalars, without the functions under jit in it: they belong to a mesh.
+
+    constants: what takes the place of literals of these values.
+    """
     env = dict(zip(jaxpr.constvars, consts))
     env.update(zip(jaxpr.invars, args))
-    read = lambda v: v.val if isinstance(v, Literal) else env[v]
+
+    def read(v):
+        if not isinstance(v, Literal):
+            return env[v]
+        own = constants and constants.get(_number(v.val))
+        return v.val if not own else np.asarray(own, v.aval.dtype)[()]
+
     for e in jaxpr.eqns:
         operands = list(map(read, e.invars))
         if e.primitive.name in ("jit", "pjit", "closed_call", "core_call"):
-            results = _evaluate(*_inner(e), operands)
+            results = _evaluate(*_inner(e), operands, constants)
+        elif references.get(e.primitive) is not None:
+            results = _in_jnp(e, *operands)
         elif e.primitive.name in (*_CONTEXTS, *_REDUCTIONS):
             results = operands
         else:
             results = compat.bind_equation(e, *operands)
         env.update(zip(e.outvars, results))
     return [read(v) for v in jaxpr.outvars]
+
+
+def _in_jnp(e, *operands):
+    """The results of an operation of this library, by what it means in jnp."""
+    results = references[e.primitive](*operands, **e.params)
+    return list(results) if e.primitive.multiple_results else [results]
+
+
+def _number(value):
+    value = np.asarray(value)
+    return float(value) if value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.floating) else None
+
+
+def _literals(jaxpr) -> set:
+    """The floating-point literals of a jaxpr and of those that it calls."""
+    found = {_number(v.val) for e in jaxpr.eqns for v in e.invars if isinstance(v, Literal)}
+    found |= {_number(v.val) for v in jaxpr.outvars if isinstance(v, Literal)}
+    for e in jaxpr.eqns:
+        if any(k in e.params for k in ("jaxpr", "call_jaxpr", "fun_jaxpr")):
+            found |= _literals(_inner(e)[0])
+    return found
+
+
+def _limits(narrow, wide, dtypes) -> dict:
+    """What f means by the limits of a type that it asked an argument for: {float32's: those of the argument}.
+
+    narrow, wide: the jaxprs of f of 16-bit arguments and of float32 in their place. `jnp.finfo(x.dtype)` is that of float32
+    in the latter, and in f as it was written that of the argument.
+    """
+    kinds = {d for d in dtypes if computing(d) != d}
+    if len(kinds) != 1:
+        return {}
+    own, single = jnp.finfo(*kinds), jnp.finfo(jnp.float32)
+    meant, found = _literals(narrow.jaxpr), _literals(wide.jaxpr)
+    pairs = {float(getattr(single, k)): float(getattr(own, k)) for k in ("max", "min", "eps", "tiny")}
+    return {a: b for a, b in pairs.items() if a != b and a in found and b in meant and a not in meant}
 
 
 def _name_of(f) -> str:
@@ -491,6 +539,11 @@ class _Translation:
             closed = e.params["function"]._closed
             results = zip(e.outvars, self.run(closed.jaxpr, closed.consts, operands))
             return [self._define(v.aval.dtype, self._rounded(y, v.aval.dtype), [y]) for v, y in results]
+        if references.get(e.primitive) is not None:
+            closed = jax.make_jaxpr(lambda *xs: _in_jnp(e, *xs))(
+                *(jax.ShapeDtypeStruct((), v.aval.dtype) for v in e.invars)
+            )
+            return self.run(closed.jaxpr, closed.consts, operands)
         if name == "convert_element_type" and e.invars[0].aval.dtype == e.outvars[0].aval.dtype:
             return operands
         text = self._expression(e, name, operands)

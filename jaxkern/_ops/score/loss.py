@@ -75,7 +75,7 @@ def _participants(x, largest, parts, *, axis, tier, function, indexed, extras):
         return [jnp.where(kept, s - largest, 0), jnp.where(kept, 1, 0).astype(s.dtype)]
 
     in_dtypes = [*function.in_dtypes, *([jnp.dtype(bool)] if mask is not None else []), largest.dtype]
-    f = functor.of_scalars(f, in_dtypes, [largest.dtype] * 2, function.label)
+    f = functor.of_scalars(f, in_dtypes, [largest.dtype] * 2, function.label, False)
     arrays = [x, *arguments[1:], *([] if mask is None else [mask]), largest]
     return apply(f, arrays, [(axis,)] * 2, x.shape)
 
@@ -114,7 +114,7 @@ def _gradient(function, wrt, column, options, masked, dtype):
 
     in_dtypes = [*function.in_dtypes, *[jnp.dtype(bool)] * masked, *[jnp.dtype(jnp.int32)] * (1 + (column is None))]
     in_dtypes += [dtype] * (4 + bool(options.smoothing))
-    return functor.of_scalars(f, in_dtypes, pullback.out_dtypes, function.label)
+    return functor.of_scalars(f, in_dtypes, pullback.out_dtypes, function.label, function.coarse)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
