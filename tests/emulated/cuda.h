@@ -106,14 +106,21 @@ inline double __hiloint2double(int high, int low) {
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline void __syncthreads() { emulated::Wait(); }
 inline void __syncwarp() { emulated::Wait(); }
-template <class T> T __shfl_xor_sync(unsigned, T x, int lane) {
-  const unsigned own = emulated::current;
-  memcpy(&emulated::exchanged[own], &x, sizeof x);
-  emulated::Wait();
+namespace emulated {
+template <class T> T Exchange(T x, unsigned from) {
+  memcpy(&exchanged[current], &x, sizeof x);
+  Wait();
   T y;
-  memcpy(&y, &emulated::exchanged[own ^ lane], sizeof y);
-  emulated::Wait();
+  memcpy(&y, &exchanged[from], sizeof y);
+  Wait();
   return y;
+}
+}  // namespace emulated
+template <class T> T __shfl_xor_sync(unsigned, T x, int lane) {
+  return emulated::Exchange(x, emulated::current ^ lane);
+}
+template <class T> T __shfl_sync(unsigned, T x, int lane) {
+  return emulated::Exchange(x, emulated::current / 32 * 32 + lane);
 }
 template <class T> T __shfl_up_sync(unsigned, T x, int lane) { return __shfl_xor_sync(0, x, lane); }  // never called
 inline unsigned __ballot_sync(unsigned, bool x) {

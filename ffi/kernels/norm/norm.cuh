@@ -103,25 +103,58 @@ template <class C> __device__ __forceinline__ C InverseRoot(C x) {
   else return 1.0f / sqrtf(x);
 }
 
+constexpr int PowerOfTwo(int n) { return n <= 1 ? 1 : 2 * PowerOfTwo((n + 1) / 2); }
+
+// The sums of kCount values (a power of two up to kLanes) over aligned groups of kLanes lanes. Lane l gets one of them:
+// number (l % kLanes) / (kLanes / kCount). While there are several, each half of a group takes half of them.
+template <int kLanes, int kCount, class C> __device__ __forceinline__ C LaneSum(C (&v)[kCount]) {
+  int count = kCount;
+#pragma unroll
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    if (count > 1) {
+      count /= 2;
+      const bool upper = threadIdx.x & half;
+#pragma unroll
+      for (int k = 0; k < kCount / 2; ++k) {
+        if (k >= count) continue;
+        const C other = upper ? v[k] : v[k + count];
+        v[k] = (upper ? v[k + count] : v[k]) + __shfl_xor_sync(0xffffffffu, other, half);
+      }
+    } else {
+      v[0] += __shfl_xor_sync(0xffffffffu, v[0], half);
+    }
+  }
+  return v[0];
+}
+
 // Sums over the group of threads that owns a row: kLanes lanes of a warp, or with kLanes = 0 all kThreads of the block.
 // Every thread gets the same result. All threads of the warp (kLanes = 0: of the block) take part. For a block: contains
 // one barrier. Consecutive calls must alternate between two rooms, because nothing waits for the last reader.
 template <int kLanes, int kThreads, int kCount, class C>
 __device__ __forceinline__ void RowSums(C (&v)[kCount], C (*room)[kCount]) {
+  constexpr int kGroup = kLanes == 0 ? kWarp : kLanes;
+  if constexpr (kGroup < kCount) {  // a lane or two
 #pragma unroll
-  for (int k = 0; k < kCount; ++k) v[k] = ReduceLanes<kLanes == 0 ? kWarp : kLanes>(v[k], SumOf());
-  if constexpr (kLanes == 0 && kThreads > kWarp) {
-    constexpr int kWarps = kThreads / kWarp;
-    constexpr int kSlots = kWarps <= 2 ? 2 : kWarps <= 4 ? 4 : kWarps <= 8 ? 8 : kWarps <= 16 ? 16 : 32;
+    for (int k = 0; k < kCount; ++k) v[k] = ReduceLanes<kGroup>(v[k], SumOf());
+    return;
+  } else {
+    constexpr int kEach = kGroup / kCount;  // lanes that get the same value
     const int lane = threadIdx.x % kWarp;
-    if (lane == 0) {
+    C mine = LaneSum<kGroup>(v);
+    if constexpr (kLanes == 0 && kThreads > kWarp) {
+      constexpr int kWarps = kThreads / kWarp, kSlots = std::min(kEach, PowerOfTwo(kWarps));
+      if (lane % kEach == 0) room[threadIdx.x / kWarp][lane / kEach] = mine;
+      __syncthreads();
+      mine = 0;
 #pragma unroll
-      for (int k = 0; k < kCount; ++k) room[threadIdx.x / kWarp][k] = v[k];
+      for (int w = 0; w < kWarps; w += kSlots) {
+        if (w + lane % kSlots < kWarps) mine += room[w + lane % kSlots][lane / kEach];
+      }
+      mine = ReduceLanes<kSlots>(mine, SumOf());
     }
-    __syncthreads();
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
-      v[k] = ReduceLanes<kSlots>(lane % kSlots < kWarps ? room[lane % kSlots][k] : C(0), SumOf());
+      v[k] = kCount == 1 ? mine : __shfl_sync(0xffffffffu, mine, lane / kGroup * kGroup + k * kEach);
     }
   }
 }

@@ -1,7 +1,7 @@
 """Which kernels run RMSNorm, LayerNorm and their gradients on CUDA, and how they are launched.
 
     sub_warp    rows up to 512 bytes: 1 to 32 lanes per row, in registers
-    warp        rows up to 2 KB, gradients 1 KB: a warp per row, in registers
+    warp        rows up to 2 KB: a warp per row, in registers
     block       rows up to 64 KB, gradients 16 to 32 KB: a block per row, in registers
     streaming   any row: a block reads it twice; gradients in two launches, which both read all rows
 
@@ -22,11 +22,12 @@ ALGORITHMS = ("sub_warp", "warp", "block", "streaming")
 _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 DTYPES = tuple(_ITEMSIZE)
 
-_SUB_WARP_VECTORS, _WARP_VECTORS = 32, 128  # gradients of a warp: half as many
-_FORWARD_THREADS, _BACKWARD_THREADS = 128, 256  # of a block whose rows belong to lanes
+_SUB_WARP_VECTORS, _WARP_VECTORS = 32, 128
+_FORWARD_THREADS, _BACKWARD_THREADS = 128, 256  # of a block whose rows belong to lanes; a gradient's of long rows: 128
 _BLOCK_THREADS = 512  # at most, of a block per row
 _BLOCK_HELD = 8  # vectors per thread
 _SUM_WORDS = 64  # of registers, for a thread's sums over rows
+_KEPT_WORDS = 80  # kNormKept
 _RESIDENT_THREADS, _STAGES = 1024, 4  # of the gradient: threads per multiprocessor; rows of a thread in shared memory
 _STREAM_THREADS, _COLUMN_THREADS, _SUMS_COLUMNS, _SUMS_THREADS = 512, 128, 32, 512
 _MOST_GRID_X = 2**31 - 1
@@ -82,14 +83,15 @@ class Problem(typing.NamedTuple):
 
 
 def _held(p: Problem) -> tuple[int, int] | None:
-    """(vectors per thread, threads) of a block per row: the fewest idle threads, then 128 threads or more."""
+    """(vectors per thread, threads) of a block per row: few idle threads, then 16 elements per thread or more."""
     most = min(_BLOCK_HELD, _SUM_WORDS // max(1, p.sums * p.vector * _ITEMSIZE[p.computing] // 4))
+    wanted = max(1, 16 // p.vector) if p.backward else 4
     best = None
     for held in range(1, (most if p.backward else _BLOCK_HELD) + 1):
         threads = 32 * ceil_div(p.vectors, 32 * held)
         if threads <= _BLOCK_THREADS:
-            few = threads < 128 or (p.backward and held > 1 and best is not None)
-            cost = (held * threads // 32 + few * p.vectors // 256, abs(held - (1 if p.backward else 4)))
+            few = 0 if threads >= 128 else 1  # whose blocks are short: as if an eighth of them were idle
+            cost = held * threads * (8 + few), abs(held - wanted)
             best = min(best, (cost, held, threads)) if best else (cost, held, threads)
     return best[1:] if best else None
 
@@ -102,7 +104,7 @@ def fits(algorithm: str, p: Problem, device) -> bool:
             return held is not None
         packs, threads = ceil_div(p.width // p.pack, held[1]), held[1]
         return 2 * _stage_bytes(p, packs, threads, threads) <= device.shared_memory - 4096
-    most = {"sub_warp": _SUB_WARP_VECTORS, "warp": _WARP_VECTORS // (2 if p.backward else 1)}.get(algorithm)
+    most = {"sub_warp": _SUB_WARP_VECTORS, "warp": _WARP_VECTORS}.get(algorithm)
     return most is None or p.vectors <= most
 
 
@@ -171,10 +173,9 @@ def _layout(p: Problem, algorithm: str) -> tuple[int, int, int]:
         held = _held(p)
         assert held is not None
         return 0, *held
-    threads = _BACKWARD_THREADS if p.backward else _FORWARD_THREADS
-    if algorithm == "warp":
-        return 32, ceil_div(p.vectors, 32), threads
-    return 1 << (p.vectors - 1).bit_length(), 1, threads
+    held = ceil_div(p.vectors, 32)
+    threads = _BACKWARD_THREADS if p.backward and held <= 2 else _FORWARD_THREADS
+    return (32 if held > 1 else 1 << (p.vectors - 1).bit_length()), held, threads
 
 
 def _registers(n: _Norm, algorithm: str) -> tuple[list[Launch], int]:
@@ -189,11 +190,13 @@ def _registers(n: _Norm, algorithm: str) -> tuple[list[Launch], int]:
         name = f"NormForward<{n.op}, {p.pack}, {lanes}, {packs}, {rows}, {threads}, {whole}>"
         grid = ceil_div(p.rows, threads // group * rows)
         return [Launch("norm/forward.cuh", name, [n.params()], grid, threads)], 0
+    # Sums over rows, and what NormBackward keeps of a row. The rest was found by looking for spills.
     words = packs * p.pack * p.sums * _ITEMSIZE[p.computing] // 4
+    kept = packs * p.pack * (2 + p.sums) * _ITEMSIZE[p.computing] // 4
     stage = _stage_bytes(p, packs, threads, group)
     sums = threads // group * p.width * _ITEMSIZE[p.computing]  # of all groups, at the end
     room = min(3 * n.device.shared_memory // 4, n.device.shared_memory - 4096)  # the rest caches scale
-    registers = 48 + words + 8 * (packs * p.pack > p.vector)  # per thread, without spills
+    registers = 40 + (kept if kept <= _KEPT_WORDS else words + 32)
     resident = max(1, min(65536 // (registers * threads), _RESIDENT_THREADS // threads, room // (2 * stage)))
     stages = max(2, min(_STAGES, room // resident // stage))
     blocks = min(ceil_div(p.rows, threads // group), n.device.sm_count * resident)
