@@ -1,6 +1,6 @@
 // RMSNorm and LayerNorm of rows that fit the registers of a few threads.
 //
-//     NormForward<Norm<...>, N, kLanes, kPacks, kRows, kThreads, kWhole>
+//     NormForward<Norm<...>, N, kLanes, kPacks, kRows, kThreads, kWhole, epilogue>
 //
 // A row belongs to kLanes lanes of a warp (1 to 32), or with kLanes = 0 to a block of kThreads. Thread t of the group holds
 // packs t, t + group, ... , kPacks of them, of kRows rows. All loads are issued before the first use. Each element is read
@@ -23,10 +23,10 @@ template <int kThreads, int kWords> constexpr int kNormBlocks = std::max((kWords
                                                                              kThreads,
                                                                          1);
 
-template <class Op, int N, int kLanes, int kPacks, int kRows, int kThreads, bool kWhole>
+template <class Op, int N, int kLanes, int kPacks, int kRows, int kThreads, bool kWhole, class E = NoEpilogue>
 __global__ void __launch_bounds__(
     kThreads, kNormBlocks<kThreads, kRows * kPacks * Pack<typename Op::T, N>::kWords*(Op::kResidual ? 2 : 1)>)
-    NormForward(const __grid_constant__ NormParams p) {
+    NormForward(const __grid_constant__ typename E::Params p) {
   using T = typename Op::T;
   using O = typename Op::O;
   using P = typename Op::P;
@@ -128,6 +128,7 @@ __global__ void __launch_bounds__(
         if constexpr (Op::kScale) v[j] *= scale[j];
         if constexpr (Op::kBias) v[j] += bias[j];
       }
+      E::Apply(p, first + u * kGroups, column, v);
       StorePack(p.y, at(u, i), Repack<O, N>(v));
     }
   }

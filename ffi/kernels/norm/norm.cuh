@@ -56,6 +56,12 @@ template <class T_, class O_, class P_, int kFlags> struct Norm {
   static constexpr bool kScaleSum = kFlags & kNormScaleSum;
 };
 
+// What happens to a normalised element before it is stored: nothing. See epilogue.cuh.
+struct NoEpilogue {
+  using Params = NormParams;
+  template <int N, class C> static __device__ __forceinline__ void Apply(const Params&, int64_t, int64_t, C (&)[N]) {}
+};
+
 template <class T, int N>
 __device__ __forceinline__ Pack<T, N> LoadPack(const void* array, int64_t at, ReadPolicy policy) {
   const T* const p = static_cast<const T*>(array) + at;

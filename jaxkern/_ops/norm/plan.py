@@ -14,7 +14,7 @@ import math
 import typing
 
 from jaxkern._core.algorithms import pick
-from jaxkern._core.define import CUDA_TYPES, ceil_div
+from jaxkern._core.define import CUDA_TYPES, EMPTY_VIEW, broadcast_view, ceil_div
 from jaxkern._core.launch import Launch, Plan, boolean, f64, i32, i64, null, operand, result, scratch, struct
 
 ALGORITHMS = ("sub_warp", "warp", "block", "streaming")
@@ -31,6 +31,8 @@ _KEPT_WORDS = 80  # kNormKept
 _RESIDENT_THREADS, _STAGES = 1024, 4  # of the gradient: threads per multiprocessor; rows of a thread in shared memory
 _STREAM_THREADS, _COLUMN_THREADS, _SUMS_COLUMNS, _SUMS_THREADS = 512, 128, 32, 512
 _MOST_GRID_X = 2**31 - 1
+_MOST_EPILOGUE_ARGS = 16
+_EPILOGUE_DTYPES = {*DTYPES, "int32", "uint32", "int64"}
 
 
 class Problem(typing.NamedTuple):
@@ -120,6 +122,14 @@ def _cpp(flag: bool) -> str:
     return "true" if flag else "false"
 
 
+class _Epilogue(typing.NamedTuple):
+    """A function before the store."""
+
+    source: str
+    name: str  # NormEpilogue with its template arguments
+    args: tuple  # of NormEpilogueParams: pointers, then maps
+
+
 class _Norm(typing.NamedTuple):
     """A problem with what its kernels are given."""
 
@@ -129,6 +139,7 @@ class _Norm(typing.NamedTuple):
     gradients: tuple  # dtypes of the gradients of scale and bias
     arrays: typing.Any  # the pointers at the start of NormParams
     eps: float
+    epilogue: typing.Any = None
 
     @property
     def op(self) -> str:
@@ -142,7 +153,15 @@ class _Norm(typing.NamedTuple):
         arrays = sum(self.p.itemsizes) + p.itemsizes[0] * (p.backward + p.residual * (2 - p.backward))
         pointers = (*self.arrays[:6], rows if p.backward else self.arrays[6], partial)
         exceeds = p.rows * p.width * arrays > self.device.l2_bytes
-        return struct(*pointers, i64(p.rows), i64(p.width), f64(self.eps), i32(blocks), boolean(exceeds))
+        params = struct(*pointers, i64(p.rows), i64(p.width), f64(self.eps), i32(blocks), boolean(exceeds))
+        return params if self.epilogue is None else struct(params, *self.epilogue.args)
+
+    def forward(self, header: str, name: str, blocks: int, grid: int, threads: int) -> list[Launch]:
+        """The launch of NormForward or NormStream."""
+        params, e = self.params(blocks), self.epilogue
+        if e is None:
+            return [Launch(header, f"{name}>", [params], grid, threads)]
+        return [Launch("norm/epilogue.cuh", f"{name}, {e.name}>", [params], grid, threads, source=e.source)]
 
     def sums(self, blocks: int, offset: int) -> list[Launch]:
         """Adds the blocks' sums over rows, at this offset of the scratch."""
@@ -187,9 +206,9 @@ def _registers(n: _Norm, algorithm: str) -> tuple[list[Launch], int]:
     whole = _cpp(packs * group * p.pack == p.width)
     if not p.backward:
         rows = max(1, 4 // held >> p.residual) if lanes else 1
-        name = f"NormForward<{n.op}, {p.pack}, {lanes}, {packs}, {rows}, {threads}, {whole}>"
+        name = f"NormForward<{n.op}, {p.pack}, {lanes}, {packs}, {rows}, {threads}, {whole}"
         grid = ceil_div(p.rows, threads // group * rows)
-        return [Launch("norm/forward.cuh", name, [n.params()], grid, threads)], 0
+        return n.forward("norm/forward.cuh", name, 0, grid, threads), 0
     # Sums over rows, and what NormBackward keeps of a row. The rest was found by looking for spills.
     words = packs * p.pack * p.sums * _ITEMSIZE[p.computing] // 4
     kept = packs * p.pack * (2 + p.sums) * _ITEMSIZE[p.computing] // 4
@@ -211,8 +230,7 @@ def _streaming(n: _Norm, pack: int) -> tuple[list[Launch], int]:
     p = n.p
     blocks = min(p.rows, 4 * n.device.sm_count)
     if not p.backward:
-        name = f"NormStream<{n.op}, {pack}>"
-        return [Launch("norm/stream.cuh", name, [n.params(blocks)], blocks, _STREAM_THREADS)], 0
+        return n.forward("norm/stream.cuh", f"NormStream<{n.op}, {pack}", blocks, blocks, _STREAM_THREADS), 0
     numbers = p.rows * 4 * _ITEMSIZE[p.computing]
     tiles = ceil_div(p.width, pack * _COLUMN_THREADS)
     parts = min(p.rows, ceil_div(16 * n.device.sm_count, tiles), 65535)
@@ -225,8 +243,8 @@ def _streaming(n: _Norm, pack: int) -> tuple[list[Launch], int]:
     return [*launches, *n.sums(parts, numbers)], numbers + n.sums_bytes(parts)
 
 
-def norm(device, operands, results, *, operation, extras, eps, dtype, tier) -> Plan | None:
-    """The plan of `norm_p` for arrays of these types."""
+def norm(device, operands, results, *, operation, extras, eps, dtype, tier, function=None) -> Plan | None:
+    """The plan of a norm for arrays of these types; function: applied before the store, to it and the last operands."""
     del dtype  # that of the result
     at = dict(zip(extras.split(), range(1, len(operands))))
     parameters = [operands[at[name]].dtype.name for name in ("scale", "bias") if name in at]
@@ -234,11 +252,30 @@ def norm(device, operands, results, *, operation, extras, eps, dtype, tier) -> P
     x, y = operands[0], results[0]
     more = result(1) if "residual" in at else null
     arrays = (operand(0), pointers[0], null, *pointers[1:], result(0), more)
-    return _plan(_problem(x, y, operation, at, "bias" in at), device, operation, parameters, [], arrays, eps, tier)
+    epilogue = None
+    if function is not None:
+        epilogue = _epilogue(function, x, operands[1 + len(at) :], 1 + len(at))
+        if epilogue is None:
+            return None
+    p = _problem(x, y, operation, at, "bias" in at)
+    return _plan(p, device, operation, parameters, [], arrays, eps, tier, epilogue)
+
+
+def _epilogue(function, x, args, first) -> _Epilogue | None:
+    """None if kernels cannot read these operands, of the rank of x."""
+    views = [broadcast_view(x.shape, a.shape, x.ndim - 1) for a in args]
+    if None in views or len(args) > _MOST_EPILOGUE_ARGS or not {a.dtype.name for a in args} <= _EPILOGUE_DTYPES:
+        return None
+    splat = sum((a.shape[-1] == 1) << k for k, a in enumerate(args))
+    types = ["Epilogue", str(splat), *(CUDA_TYPES[a.dtype.name] for a in args)]
+    pointers = [operand(first + k) for k in range(len(args))] or [null]
+    maps = [view.members[0] for view in views if view] or [EMPTY_VIEW.members[0]]
+    source = function.source("Epilogue")
+    return _Epilogue(source, f"jaxkern::NormEpilogue<{', '.join(types)}>", (*pointers, *maps))
 
 
 def norm_grad(device, operands, results, *, operation, extras, eps, sums, tier) -> Plan | None:
-    """The plan of `norm_grad_p` for arrays of these types."""
+    """The plan of a gradient for arrays of these types."""
     at = dict(zip(extras.split(), range(2, len(operands))))
     parameters = [operands[at[name]].dtype.name for name in ("scale",) if name in at]
     pointers = [operand(at[name]) if name in at else null for name in ("residual", "scale")]
@@ -255,7 +292,7 @@ def _problem(x, y, operation, names, bias) -> Problem:
     return Problem(rows, width, 1, x.dtype.name, y.dtype.name, residual="residual" in names, **kinds)
 
 
-def _plan(p, device, operation, parameters, gradients, arrays, eps, tier) -> Plan | None:
+def _plan(p, device, operation, parameters, gradients, arrays, eps, tier, epilogue=None) -> Plan | None:
     wide = {p.dtype, p.out_dtype, *parameters, *gradients}
     # Kernels have one type for scale and bias. What they compute in is float64 for all arrays of rows, or for none.
     if len(set(parameters)) > 1 or len(set(gradients)) > 1 or not wide <= _ITEMSIZE.keys() or p.width >= 1 << 30:
@@ -263,7 +300,7 @@ def _plan(p, device, operation, parameters, gradients, arrays, eps, tier) -> Pla
     if "float64" in wide and not p.dtype == p.out_dtype == "float64":
         return None
     algorithm = pick(operation, tier, p, device)
-    n = _Norm(p, device, (parameters or [p.dtype])[0], tuple(gradients), arrays, eps)
+    n = _Norm(p, device, (parameters or [p.dtype])[0], tuple(gradients), arrays, eps, epilogue)
     launches, size = _streaming(n, p.pack) if algorithm == "streaming" else _registers(n, algorithm)
     unaligned, more = _streaming(n, 1)
     if any(step.grid3()[0] > _MOST_GRID_X for step in (*launches, *unaligned)):
