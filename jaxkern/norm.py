@@ -160,7 +160,8 @@ def _traced(name, epilogue, x, args):
         raise TypeError(f"jaxkern.{name}: epilogue_args must be a list or a tuple of arrays, got {type(args).__name__}")
     for k, a in enumerate(args):
         validate.check_array(name, f"epilogue_args[{k}]", "an array or a number", a)
-    args = [validate.full_rank(name, f"epilogue_args[{k}]", x, jnp.asarray(a)) for k, a in enumerate(args)]
+    ranked = (validate.full_rank(name, f"epilogue_args[{k}]", x, jnp.asarray(a)) for k, a in enumerate(args))
+    args = [a for a in ranked if a is not None]  # none is
     wide = reference.computing(x.dtype)
 
     def converted(*scalars):
