@@ -132,6 +132,7 @@ def test_what_kernels_do_not_take():
     [
         ("layer_norm", (37, 64), "bfloat16", "float32", "float32", "scale bias"),  # several rows per warp
         ("rms_norm", (70, 7), "bfloat16", None, "bfloat16", "residual scale"),  # odd, two bytes at a time
+        ("layer_norm", (4, 1025), "float16", None, "float32", "residual scale bias"),  # and a block per row
         ("layer_norm", (9, 76), "float32", "bfloat16", "float32", "residual scale bias"),
         ("layer_norm", (30, 1030), "float16", None, "float32", "scale bias"),  # a block per row
     ],

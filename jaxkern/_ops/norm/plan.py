@@ -75,6 +75,11 @@ class Problem(typing.NamedTuple):
         return math.gcd(self.width, self.vector)
 
     @property
+    def shifted(self) -> bool:
+        """Whether packs are too small to be copied asynchronously, so that rows pass through shared memory at any alignment."""
+        return self.pack * min(self.itemsizes if self.backward else self.itemsizes[:1]) < 4
+
+    @property
     def sums(self) -> int:
         """Sums over rows, of the gradient."""
         return self.scale_sum + self.bias
@@ -103,7 +108,7 @@ def fits(algorithm: str, p: Problem, device) -> bool:
     if algorithm == "block":
         held = _held(p)
         if held is None or not p.backward:
-            return held is not None
+            return held is not None and _forward_bytes(p, 1, 1) <= device.shared_memory - 4096
         packs, threads = ceil_div(p.width // p.pack, held[1]), held[1]
         return 2 * _stage_bytes(p, packs, threads, threads) <= device.shared_memory - 4096
     most = {"sub_warp": _SUB_WARP_VECTORS, "warp": _WARP_VECTORS}.get(algorithm)
@@ -156,12 +161,13 @@ class _Norm(typing.NamedTuple):
         params = struct(*pointers, i64(p.rows), i64(p.width), f64(self.eps), i32(blocks), boolean(exceeds))
         return params if self.epilogue is None else struct(params, *self.epilogue.args)
 
-    def forward(self, header: str, name: str, blocks: int, grid: int, threads: int) -> list[Launch]:
+    def forward(self, header: str, name: str, blocks: int, grid: int, threads: int, shared: int = 0) -> list[Launch]:
         """The launch of NormForward or NormStream."""
         params, e = self.params(blocks), self.epilogue
         if e is None:
-            return [Launch(header, f"{name}>", [params], grid, threads)]
-        return [Launch("norm/epilogue.cuh", f"{name}, {e.name}>", [params], grid, threads, source=e.source)]
+            return [Launch(header, f"{name}>", [params], grid, threads, shared=shared)]
+        name = f"{name}, {e.name}>"
+        return [Launch("norm/epilogue.cuh", name, [params], grid, threads, shared=shared, source=e.source)]
 
     def sums(self, blocks: int, offset: int) -> list[Launch]:
         """Adds the blocks' sums over rows, at this offset of the scratch."""
@@ -178,10 +184,16 @@ class _Norm(typing.NamedTuple):
         return len(self.gradients) * blocks * self.p.width * _ITEMSIZE[self.p.computing]
 
 
+def _forward_bytes(p: Problem, groups: int, rows: int) -> int:
+    """Of shared memory, where rows pass through it."""
+    row = 16 * (ceil_div(p.width * p.itemsizes[0], 16) + 1)
+    return groups * rows * row * (1 + p.residual) if p.shifted else 0
+
+
 def _stage_bytes(p: Problem, packs: int, threads: int, group: int) -> int:
     """Of the rows in shared memory that the groups of a block have at a time; see NormSlots."""
     sizes = (*p.itemsizes, *p.itemsizes[:1] * p.residual)
-    if p.pack * min(sizes) >= 4:
+    if not p.shifted:
         return packs * threads * p.pack * sum(sizes)
     return threads // group * sum(16 * (ceil_div(p.width * size, 16) + 1) for size in sizes)
 
@@ -208,7 +220,8 @@ def _registers(n: _Norm, algorithm: str) -> tuple[list[Launch], int]:
         rows = max(1, 4 // held >> p.residual) if lanes else 1
         name = f"NormForward<{n.op}, {p.pack}, {lanes}, {packs}, {rows}, {threads}, {whole}"
         grid = ceil_div(p.rows, threads // group * rows)
-        return n.forward("norm/forward.cuh", name, 0, grid, threads), 0
+        shared = _forward_bytes(p, threads // group, rows)
+        return n.forward("norm/forward.cuh", name, 0, grid, threads, shared), 0
     # Sums over rows, and what NormBackward keeps of a row. The rest was found by looking for spills.
     words = packs * p.pack * p.sums * _ITEMSIZE[p.computing] // 4
     kept = packs * p.pack * (2 + p.sums) * _ITEMSIZE[p.computing] // 4
