@@ -4,10 +4,11 @@
 //
 // A row belongs to kLanes lanes of a warp (1 to 32), or with kLanes = 0 to a block of kThreads. Thread t of the group holds
 // packs t, t + group, ... , kPacks of them, of kRows rows. All loads are issued before the first use. Each element is read
-// once and written once (with a residual, both are read and the sum is written too). Odd rows of 16-bit elements pass
-// through shared memory, so that global memory is accessed by vectors; there a row must not be overwritten by y before all
-// of its threads have read it, which the reductions see to. kWhole: the threads' packs are exactly
+// once and written once (with a residual, both are read and the sum is written too). kWhole: the threads' packs are exactly
 // those of a row.
+//
+// Odd rows of 16-bit elements pass through shared memory, so that global memory is accessed by vectors. There y replaces x;
+// a thread replaces those elements that it has read itself.
 //
 // The variance is computed in a second pass over registers, from deviations. Their sum, 0 but for rounding, corrects the
 // mean (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983), so that a constant row has
@@ -18,16 +19,15 @@
 
 namespace jaxkern {
 
-// Blocks per multiprocessor that leave enough registers for `words` words of a row in each thread.
-template <int kThreads, int kWords> constexpr int kNormBlocks = std::max((kWords <= 8    ? 1536
-                                                                          : kWords <= 32 ? 1024
-                                                                                         : 512) /
-                                                                             kThreads,
-                                                                         1);
+// Blocks per multiprocessor that leave enough registers for `words` words of rows in each thread.
+constexpr int NormBlocks(int threads, int words) {
+  const int resident = words <= 8 ? 1536 : words <= 32 ? 1024 : 512;
+  return std::max(resident / threads, 1);
+}
 
 template <class Op, int N, int kLanes, int kPacks, int kRows, int kThreads, bool kWhole, class E = NoEpilogue>
-__global__ void __launch_bounds__(
-    kThreads, kNormBlocks<kThreads, kRows * kPacks * Pack<typename Op::T, N>::kWords*(Op::kResidual ? 2 : 1)>)
+__global__ void __launch_bounds__(kThreads, NormBlocks(kThreads, kRows * kPacks * Pack<typename Op::T, N>::kWords *
+                                                                     (Op::kResidual + 1)))
     NormForward(const __grid_constant__ typename E::Params p) {
   using T = typename Op::T;
   using O = typename Op::O;
@@ -51,8 +51,8 @@ __global__ void __launch_bounds__(
   const auto live = [&](int u) { return first + u * kGroups < p.rows; };
 
   Pack<T, N> raw[kRows][kPacks], residual[kRows][kPacks];
-  NormSlots<T, N, kGroup, kPacks, kThreads, kRows, kShifted> slots,
-      more;  // of x, which y replaces, and of the residual
+  // Of x, which y replaces, and of the residual.
+  NormSlots<T, N, kGroup, kPacks, kThreads, kRows, kShifted> slots, more;
   if constexpr (kShifted) {
     JAXKERN_DYNAMIC_SHARED(shared);
     const int64_t size = p.rows * width;

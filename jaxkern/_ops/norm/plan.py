@@ -217,7 +217,7 @@ def _registers(n: _Norm, algorithm: str) -> tuple[list[Launch], int]:
     packs = ceil_div(p.width // p.pack, group)
     whole = _cpp(packs * group * p.pack == p.width)
     if not p.backward:
-        rows = max(1, 4 // held >> p.residual) if lanes else 1
+        rows = max(1, 4 // held >> max(p.residual, p.shifted)) if lanes else 1
         name = f"NormForward<{n.op}, {p.pack}, {lanes}, {packs}, {rows}, {threads}, {whole}"
         grid = ceil_div(p.rows, threads // group * rows)
         shared = _forward_bytes(p, threads // group, rows)
@@ -228,7 +228,7 @@ def _registers(n: _Norm, algorithm: str) -> tuple[list[Launch], int]:
     stage = _stage_bytes(p, packs, threads, group)
     sums = threads // group * p.width * _ITEMSIZE[p.computing]  # of all groups, at the end
     room = min(3 * n.device.shared_memory // 4, n.device.shared_memory - 4096)  # the rest caches scale
-    registers = 40 + (kept if kept <= _KEPT_WORDS else words + 32)
+    registers = (48 if packs > 8 else 40) + (kept if kept <= _KEPT_WORDS else words + 32)
     resident = max(1, min(65536 // (registers * threads), _RESIDENT_THREADS // threads, room // (2 * stage)))
     stages = max(2, min(_STAGES, room // resident // stage))
     blocks = min(ceil_div(p.rows, threads // group), n.device.sm_count * resident)
