@@ -3,6 +3,7 @@
 import functools
 import math
 import numbers
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,10 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxkern._core import validate
+from jaxkern._core import functor, validate
 from jaxkern._core.algorithms import forced
 from jaxkern._core.primitive import bind
+from jaxkern._core.rows import mask_shape
 from jaxkern._core.validate import Axis
 from jaxkern._ops.norm import derivatives, reference  # noqa: F401  derivatives are registered
 from jaxkern._ops.norm.primitive import PRIMITIVES
@@ -27,6 +29,8 @@ def rms_norm(
     residual: ArrayLike | None = None,
     where: ArrayLike | None = None,
     dtype: DTypeLike | None = None,
+    epilogue: Callable[..., ArrayLike] | None = None,
+    epilogue_args: Sequence[ArrayLike] = (),
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """x / sqrt(mean(x^2) + eps) * scale along `axis`, as `flax.linen.RMSNorm`, `flax.nnx.RMSNorm` and `haiku.RMSNorm`.
 
@@ -44,6 +48,13 @@ def rms_norm(
             elements are normalised with them, as with flax's `mask`. A row without such elements is 0 (with a bias:
             the bias). Left to XLA.
         dtype: of the result; default: that of `x`.
+        epilogue: function of scalars, applied to each normalised element before it is rounded and stored, after scale
+            and bias: an activation, or a scale and shift by a condition. It is called with the element, in the
+            computing type, and an element of each of `epilogue_args`, and returns a real number. It is compiled into
+            the kernel, and may close over scalars. Its derivative is left to XLA, which writes the norm's result in the
+            computing type for it.
+        epilogue_args: arrays that broadcast to the shape of `x`, read in place by the kernel. Types other than float16,
+            bfloat16, float32, float64, int32, uint32 and int64 use XLA.
 
     Returns:
         Array of the shape of `x`; with `residual` a pair, that array and x + residual. Bitwise reproducible, and so are
@@ -52,17 +63,22 @@ def rms_norm(
 
     Raises:
         TypeError: an array is complex or not an array; `residual` has another dtype than `x`; `where` is not boolean;
-            `eps` is not a Python number; `dtype` is not floating-point.
+            `eps` is not a Python number; `dtype` is not floating-point; `epilogue` is not callable, or does what a
+            kernel cannot.
         ValueError: `axis` is out of bounds, empty or repeats a dimension; `eps` is negative; a shape does not fit.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> y = jaxkern.rms_norm(jnp.array([3.0, 4.0]), jnp.array([1.0, 10.0]))
     >>> [round(v, 3) for v in y.tolist()]
     [0.849, 11.314]
+    >>> shift = jnp.array([[0.0], [100.0]])
+    >>> y = jaxkern.rms_norm(jnp.ones((2, 2)), epilogue=lambda v, b: 2 * v + b, epilogue_args=[shift])
+    >>> [[round(v, 3) for v in row] for row in y.tolist()]
+    [[2.0, 2.0], [102.0, 102.0]]
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
-    return _call("rms_norm", x, scale, None, axis, eps, residual, where, dtype)
+    return _call("rms_norm", x, scale, None, axis, eps, residual, where, dtype, epilogue, epilogue_args)
 
 
 def layer_norm(
@@ -75,6 +91,8 @@ def layer_norm(
     residual: ArrayLike | None = None,
     where: ArrayLike | None = None,
     dtype: DTypeLike | None = None,
+    epilogue: Callable[..., ArrayLike] | None = None,
+    epilogue_args: Sequence[ArrayLike] = (),
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """(x - mean(x)) / sqrt(var(x) + eps) * scale + bias along `axis`, as the layers of flax, equinox and haiku.
 
@@ -83,7 +101,7 @@ def layer_norm(
 
     Args:
         bias: as `scale`. None: 0.
-        x, scale, axis, eps, residual, where, dtype: as for `rms_norm`.
+        x, scale, axis, eps, residual, where, dtype, epilogue, epilogue_args: as for `rms_norm`.
 
     Returns, raises: as `rms_norm`.
 
@@ -94,10 +112,10 @@ def layer_norm(
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
     """
-    return _call("layer_norm", x, scale, bias, axis, eps, residual, where, dtype)
+    return _call("layer_norm", x, scale, bias, axis, eps, residual, where, dtype, epilogue, epilogue_args)
 
 
-def _call(name, x, scale, bias, axis, eps, residual, where, dtype):
+def _call(name, x, scale, bias, axis, eps, residual, where, dtype, epilogue, args):
     validate.check_array(name, "x", "an array or a number", x)
     for argument, value in (("scale", scale), ("bias", bias), ("residual", residual)):
         if value is not None:
@@ -113,24 +131,56 @@ def _call(name, x, scale, bias, axis, eps, residual, where, dtype):
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(f"jaxkern.{name}: dtype must be floating-point, got {dtype}")
         dtype = jax.dtypes.canonicalize_dtype(dtype)
+    function = None
+    if epilogue is not None or not isinstance(args, (tuple, list)) or args:
+        x = validate.floating(name, jnp.asarray(x))
+        function, args = _traced(name, epilogue, x, args)
     y = _norm(
         x,
         scale,
         bias,
         residual,
         where,
+        list(args),
         name=name,
         axis=validate.static_axis(name, axis),
         eps=float(eps),
         dtype=dtype,
         tier=forced(name),
+        function=function,
     )
     return y[0] if residual is None else tuple(y)
 
 
+def _traced(name, epilogue, x, args):
+    """(the Function of a normalised element and of `args` and captured scalars; all of these, of the rank of x)."""
+    if not callable(epilogue):
+        raise TypeError(f"jaxkern.{name}: epilogue must be a function of scalars, got {type(epilogue).__name__}")
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(f"jaxkern.{name}: epilogue_args must be a list or a tuple of arrays, got {type(args).__name__}")
+    for k, a in enumerate(args):
+        validate.check_array(name, f"epilogue_args[{k}]", "an array or a number", a)
+    ranked = (validate.full_rank(name, f"epilogue_args[{k}]", x, jnp.asarray(a)) for k, a in enumerate(args))
+    args = [a for a in ranked if a is not None]  # none is
+    wide = reference.computing(x.dtype)
+
+    def converted(*scalars):
+        y = jnp.asarray(epilogue(*scalars))
+        real = jnp.issubdtype(y.dtype, jnp.floating) or jnp.issubdtype(y.dtype, jnp.integer)
+        return y.astype(wide) if real else y
+
+    label = getattr(epilogue, "__name__", None) or type(epilogue).__name__
+    label = "epilogue" if label == "<lambda>" else f"epilogue {label}"
+    dtypes, weak = [wide, *(a.dtype for a in args)], [False, *(a.weak_type for a in args)]
+    function, captured = functor.trace(converted, dtypes, name=name, weak=weak, results=1, label=label)
+    if function.out_dtypes[0] != wide:
+        raise TypeError(f"{function.label} must return a real number, and returns {function.out_dtypes[0]}")
+    return function, [*args, *(jnp.asarray(c).reshape((1,) * x.ndim) for c in captured)]
+
+
 # Inlined, so that a jaxpr holds the primitive alone. Jitted, so that an eager call costs no more than a jnp function.
-@functools.partial(jax.jit, static_argnames=("name", "axis", "eps", "dtype", "tier"), inline=True)
-def _norm(x, scale, bias, residual, where, *, name, axis, eps, dtype, tier):
+@functools.partial(jax.jit, static_argnames=("name", "axis", "eps", "dtype", "tier", "function"), inline=True)
+def _norm(x, scale, bias, residual, where, args, *, name, axis, eps, dtype, tier, function):
     x = validate.floating(name, x)
     dtype = x.dtype if dtype is None else dtype
     axes = validate.sorted_axes(name, axis, x.shape)
@@ -150,13 +200,17 @@ def _norm(x, scale, bias, residual, where, *, name, axis, eps, dtype, tier):
     flat = functools.partial(_flat, order=order, count=len(axes))
     rows = {"residual": residual, "scale": scale, "bias": bias}
     given = {k: flat(a) if k == "residual" else a for k, a in rows.items() if a is not None}
+    args = [_argument(a, x, order, len(axes)) for a in args]
     if where is not None:
         where = flat(jnp.broadcast_to(where, x.shape))
         rest = {k: given.get(k) for k in rows}
-        ys = reference.masked(flat(x), where, operation=name, eps=eps, dtype=dtype, **rest)
+        ys = reference.masked(flat(x), where, args, operation=name, eps=eps, dtype=dtype, function=function, **rest)
     else:
         params = {"operation": name, "extras": " ".join(given), "eps": eps, "dtype": dtype, "tier": tier}
-        ys = bind(PRIMITIVES[name].forward, flat(x), *given.values(), **params)
+        if function is None:
+            ys = bind(PRIMITIVES[name].forward, flat(x), *given.values(), **params)
+        else:
+            ys = bind(PRIMITIVES[name].epilogue, flat(x), *given.values(), *args, function=function, **params)
     return [_restored(y, x, order, len(axes)) for y in ys]
 
 
@@ -190,6 +244,17 @@ def _flat(x, order, count):
     if count == 1:
         return x
     return validate.mergeable(x, count, first).reshape(*x.shape[:first], math.prod(x.shape[first:]))
+
+
+def _argument(a, x, order, count):
+    """An argument of the epilogue as `_flat` has x; broadcast only where kernels could not read it otherwise."""
+    rows, row = order[:-count], order[-count:]
+    if any(a.shape[d] != 1 for d in row):
+        a = jnp.broadcast_to(a, [n if d in row else a.shape[d] for d, n in enumerate(x.shape)])
+    a = _flat(a, order, count)
+    full = (*(x.shape[d] for d in rows), math.prod(x.shape[d] for d in row))
+    wanted = mask_shape(full, a.shape, len(rows))
+    return a if wanted == a.shape else jnp.broadcast_to(a, wanted)
 
 
 def _restored(y, x, order, count):

@@ -236,6 +236,10 @@ CASES = {
         lambda x: jaxkern.rms_norm(x, jnp.cos(x[0, 0]), eps=EPS),
         lambda x: x * lax.rsqrt((x * x).mean(-1, keepdims=True) + EPS) * jnp.cos(x[0, 0]),
     ),
+    "rms_norm, epilogue": (
+        lambda x: jaxkern.rms_norm(x, eps=EPS, epilogue=lambda v, a: jnp.sin(v) * a, epilogue_args=[jnp.cos(x[:1])]),
+        lambda x: jnp.sin(x * lax.rsqrt((x * x).mean(-1, keepdims=True) + EPS)) * jnp.cos(x[:1]),
+    ),
     "layer_norm, residual": (normalised, plain_normalised),
     "softmax_cross_entropy": (cross_entropy, plain_cross_entropy),
     "softmax_cross_entropy, score": (scored_cross_entropy, plain_scored_cross_entropy),

@@ -203,6 +203,66 @@ def test_where_is_flax_mask(name, dtype):
     assert y == 0 and not dx.any()
 
 
+# ---- a function before the store
+
+
+def modulated(v, shift, gain, kind):
+    return jnp.where(kind > 0, jax.nn.silu(v * (1 + gain) + shift), v)
+
+
+@every_name
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("axis", [-1, (1, 2)])
+def test_epilogue(name, dtype, axis):
+    """Arguments per row, per example and per element, of several types; values and all gradients."""
+    shape = (3, 5, 16)
+    row = tuple(np.array(shape)[shape_axes(np.zeros(shape), axis)])
+    x, scale, _, more = arguments(name, shape, row, dtype, "float32", True)
+    args = [random((3, 1, 16), "float32"), random((3, 1, 1), dtype), jnp.arange(5, dtype=jnp.int32)[:, None] % 3]
+    factor = jnp.float32(1.5)
+
+    def ours_of(x, more, scale, shift, gain, factor):
+        f = lambda v, *rest: modulated(v, *rest) * factor
+        given = dict(axis=axis, residual=more, epilogue=f, epilogue_args=[shift, gain, args[2]])
+        return jnp.stack(getattr(jaxkern, name)(x, scale, **given)).astype(jnp.float32)
+
+    def plain_of(x, more, scale, shift, gain, factor):
+        s = (x + more).astype(dtype).astype(jnp.float32)
+        y = modulated(plain(name, s, scale, axis=axis), shift, gain.astype(jnp.float32), args[2]) * factor
+        return jnp.stack([y, s])
+
+    operands = (x, more, scale, args[0], args[1], factor)
+    g = random((2, *shape), "float32")
+    found, wanted = (
+        (f(*operands), jax.jit(jax.grad(lambda *a, f=f: (f(*a) * g).sum(), (0, 1, 2, 3, 4, 5)))(*operands))
+        for f in (jax.jit(ours_of), plain_of)
+    )
+    eps = float(jnp.finfo(dtype).eps)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        np.testing.assert_allclose(a, b, 2 * eps, (8 if dtype == "float32" else 1) * eps * np.abs(b).max())
+
+
+def test_epilogue_transformed(x64):
+    """Under vmap with arguments of each example, forward and reverse, and with a mask."""
+    x, b = random((4, 3, 8), "float64"), random((4, 8), "float64")
+    ours_of = lambda x, b: jaxkern.layer_norm(x, epilogue=lambda v, b: jnp.sin(v * b), epilogue_args=[b])
+    plain_of = lambda x, b: jnp.sin(plain("layer_norm", x) * b)
+    for make in (
+        lambda f: lambda x, b: f(x, b[:, None]),
+        jax.vmap,
+        lambda f: jax.vmap(jax.grad(loss(f), (0, 1))),
+        lambda f: jax.vmap(lambda *a: jax.jvp(jax.grad(loss(f)), a, a)),
+        lambda f: jax.hessian(lambda x, b: f(x, b[:, None]).sum()),
+    ):
+        found, wanted = (jax.jit(make(f))(x, b) for f in (ours_of, plain_of))
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), found, wanted)
+    where = jnp.arange(8) < 5
+    found = jaxkern.rms_norm(x, where=where, epilogue=jnp.tanh)
+    np.testing.assert_allclose(found, jnp.tanh(plain("rms_norm", x, where=where)), 1e-12)
+
+
 # ---- special rows
 
 
@@ -225,8 +285,8 @@ def test_rows_with_nan_and_infinity(name, dtype, width):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 7, 64, 1000])
 def test_constant_rows(dtype, width):
-    x = jnp.broadcast_to(jnp.asarray([[0.0], [1.0], [-300.0], [5e4]], dtype), (4, width))
     with compat.enable_x64(dtype == "float64"):
+        x = jnp.broadcast_to(jnp.asarray([[0.0], [1.0], [-300.0], [5e4]], dtype), (4, width))
         y = jax.jit(jaxkern.layer_norm)(x)
         # sqrt(eps) is 1e-3: of one rounding of the mean in the wider type, little is left.
         assert jnp.abs(y).max() <= (0 if ON_GPU and registry.kernels_run() else 8), y[:, 0]
@@ -314,14 +374,13 @@ def test_vmap(name, dims, x64):
 def test_derivatives_of_some_operands(name, x64):
     rng = np.random.default_rng(0)
     args = [jnp.asarray(rng.normal(size=s)) for s in ((4, 7), (7,), (7,))]
-    for wrt in ((0,), (1,), (2,), (1, 2)):
-        for make in (
-            lambda f, wrt=wrt: jax.grad(loss(f), wrt),
-            lambda f, wrt=wrt: jax.jacfwd(f, wrt),
-            lambda f, wrt=wrt: jax.hessian(loss(f), wrt),
-        ):
-            found, wanted = (jax.jit(make(f))(*args) for f in both(name))
-            jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), found, wanted)
+    for make in (
+        lambda f: [jax.grad(loss(f), wrt) for wrt in ((0,), (1,), (2,))],
+        lambda f: [jax.jacfwd(f, 1), jax.hessian(loss(f), (0, 1))],
+    ):
+        run = lambda f, make=make: jax.jit(lambda *args: [g(*args) for g in make(f)])(*args)
+        found, wanted = map(run, both(name))
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), found, wanted)
 
 
 @every_name
@@ -344,7 +403,8 @@ def test_residual_in_a_scan(name, x64):
 
     f = layers(lambda x, update, scale: ours(name, x, scale, residual=update))
     g = layers(lambda x, update, scale: (plain(name, x + update, scale), x + update))
-    for make in (lambda f: f, lambda f: jax.grad(f, (0, 1, 2)), lambda f: jax.hessian(f)):
+    forward_over_reverse = lambda f: lambda *a: jax.jvp(jax.grad(f, (0, 1, 2)), a, a)
+    for make in (lambda f: f, forward_over_reverse):
         found, wanted = (jax.jit(make(f))(x, weights, scales) for f in (f, g))
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), found, wanted)
 
@@ -404,6 +464,11 @@ def test_derivatives_reach_the_kernels():
         (dict(where=jnp.ones(3)), TypeError, "where must be boolean"),
         (dict(where=jnp.ones(4, bool)), ValueError, "where of shape"),
         (dict(dtype="int32"), TypeError, "dtype must be floating-point"),
+        (dict(epilogue=3), TypeError, "epilogue must be a function"),
+        (dict(epilogue_args=[jnp.ones(3)]), TypeError, "epilogue must be a function"),
+        (dict(epilogue=lambda v, a: v, epilogue_args=[jnp.ones(4)]), ValueError, r"epilogue_args\[0\] of shape"),
+        (dict(epilogue=lambda v: jnp.ones(3)), ValueError, "epilogue must return scalars"),
+        (dict(epilogue=lambda v: v > 0), TypeError, "epilogue must return a real number"),
     ],
 )
 def test_errors(arguments, error, message):

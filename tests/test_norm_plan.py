@@ -13,7 +13,7 @@ from plans import DEVICES, check_limits, kernels, needs_nvrtc
 from problems import WIDTHS
 
 from jaxkern import tiers
-from jaxkern._core import compat, device, registry
+from jaxkern._core import compat, device, functor, registry
 from jaxkern._ops.norm import plan, reference
 
 NAMES = ("rms_norm", "layer_norm")
@@ -132,6 +132,7 @@ def test_what_kernels_do_not_take():
     [
         ("layer_norm", (37, 64), "bfloat16", "float32", "float32", "scale bias"),  # several rows per warp
         ("rms_norm", (70, 7), "bfloat16", None, "bfloat16", "residual scale"),  # odd, two bytes at a time
+        ("layer_norm", (4, 1025), "float16", None, "float32", "residual scale bias"),  # and a block per row
         ("layer_norm", (9, 76), "float32", "bfloat16", "float32", "residual scale bias"),
         ("layer_norm", (30, 1030), "float16", None, "float32", "scale bias"),  # a block per row
     ],
@@ -151,6 +152,47 @@ def test_kernels(name, shape, dtype, out, parameters, extras):
             terms = math.sqrt(shape[0]) if a.ndim == 1 else 1
             a, b = a.astype(np.float64), np.asarray(b, np.float64)
             np.testing.assert_allclose(a, b, float(jnp.finfo(ours[0].dtype).eps), 1e-5 * terms)
+
+
+def with_epilogue(name, shape, args, dtype="bfloat16", tier="auto"):
+    """The plan of a norm with a function of arguments of these (shape, dtype), and what the reference is called with."""
+    f = lambda v, *args: jax.nn.silu(v) + sum(args, 0.5)
+    function, _ = functor.trace(f, ["float32", *(d for _, d in args)], name=name, results=1)
+    of = lambda shape, dtype: jax.core.ShapedArray(shape, jnp.dtype(dtype))
+    operands = [of(shape, dtype), of(shape[-1:], "float32"), *(of(*a) for a in args)]
+    params = dict(operation=name, extras="scale", eps=1e-6, dtype=jnp.dtype(dtype), tier=tier, function=function)
+    return plan.norm(device.H200, operands, [operands[0]], **params), operands, params
+
+
+@pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
+def test_kernels_with_a_function():
+    """Arguments per row, along rows, and broadcast over some rows."""
+    shape = (3, 7, 40)
+    args = [((3, 7, 1), "float32"), ((3, 1, 40), "bfloat16"), ((1, 1, 40), "int32"), ((1, 1, 1), "float32")]
+    chosen, operands, params = with_epilogue("layer_norm", shape, args)
+    rng = np.random.default_rng(0)
+    given = [jnp.asarray(rng.normal(0, 2, a.shape), a.dtype) for a in operands]
+    (wanted,) = reference.norm(*given, **params)
+    for unaligned in (False, True):
+        (found,) = emulated.run(chosen, list(map(np.asarray, given)), [(shape, wanted.dtype)], unaligned)
+        found, exact = found.astype(np.float64), np.asarray(wanted, np.float64)
+        np.testing.assert_allclose(found, exact, 2**-7, 1e-4)
+
+
+def test_functions_that_kernels_do_not_take():
+    """Arguments of types that are not read as packs, or with more groups of dimensions than a kernel follows."""
+    assert with_epilogue("rms_norm", (4, 8), [((4, 8), "int8")])[0] is None
+    shape = (2, 2, 2, 2, 2, 2, 2, 2, 2, 3)
+    assert with_epilogue("rms_norm", shape, [((2, 1, 2, 1, 2, 1, 2, 1, 2, 3), "float32")])[0] is None
+    assert with_epilogue("rms_norm", shape, [(shape, "float32")])[0] is not None
+
+
+@needs_nvrtc
+def test_kernels_with_a_function_compile():
+    for shape in ((64, 128), (8, 1 << 20)):
+        chosen, *_ = with_epilogue("layer_norm", shape, [((1, shape[1]), "bfloat16"), ((1, 1), "float32")])
+        for step in chosen.launches:
+            assert registry.kernels.module.compile(step.header, step.name, 90, step.source)
 
 
 @needs_nvrtc

@@ -107,7 +107,7 @@ inline int __ffs(int x) { return __builtin_ffs(x); }
 inline void __syncthreads() { emulated::Wait(); }
 inline void __syncwarp() { emulated::Wait(); }
 namespace emulated {
-template <class T> T Shuffled(T x, unsigned from) {
+template <class T> T Exchange(T x, unsigned from) {
   memcpy(&exchanged[current], &x, sizeof x);
   Wait();
   T y;
@@ -117,10 +117,10 @@ template <class T> T Shuffled(T x, unsigned from) {
 }
 }  // namespace emulated
 template <class T> T __shfl_xor_sync(unsigned, T x, int lane) {
-  return emulated::Shuffled(x, emulated::current ^ lane);
+  return emulated::Exchange(x, emulated::current ^ lane);
 }
 template <class T> T __shfl_sync(unsigned, T x, int lane) {
-  return emulated::Shuffled(x, emulated::current / 32 * 32 + lane);
+  return emulated::Exchange(x, emulated::current / 32 * 32 + lane);
 }
 template <class T> T __shfl_up_sync(unsigned, T x, int lane) { return __shfl_xor_sync(0, x, lane); }  // never called
 inline unsigned __ballot_sync(unsigned, bool x) {

@@ -7,10 +7,7 @@
 // b * groups + k, + blocks * groups, ... . The sums over rows stay in registers: a thread always has the same columns. At
 // the end the groups of a block are added in order, and NormSums adds the blocks in order: results are reproducible.
 //
-// Rows are copied to kStages slots of shared memory asynchronously and are read there, which needs no registers. A thread
-// copies the packs that it reads itself, into room that no other thread touches; that needs no barriers. Packs of two
-// bytes cannot be copied so: then (`shifted`) the threads of a row copy the 16-byte vectors that it touches, and wait for
-// each other.
+// Rows are copied to kStages slots of shared memory asynchronously and are read there (NormSlots), which needs no registers.
 //
 // Every element of s, g and sum_g is read once from memory, and dx written once. The statistics are computed again:
 // nothing else must be kept from the forward pass.
@@ -20,46 +17,7 @@
 
 namespace jaxkern {
 
-// The slots of one array: kStages rows for each group of kGroup threads.
-template <class T, int N, int kGroup, int kPacks, int kThreads, int kStages, bool kShifted> struct NormSlots {
-  static constexpr int kGroups = kThreads / kGroup, kEach = kVector<T>;
-  char* room;
-  const T* array;
-  int64_t size;  // elements of the array
-  int width, lane, group;
-
-  // Bytes of a row's vectors at any alignment; of a stage.
-  __device__ __forceinline__ int RowBytes() const { return 16 * ((width + kEach - 1) / kEach + 1); }
-  __device__ __forceinline__ int StageBytes() const {
-    return kShifted ? kGroups * RowBytes() : kPacks * kThreads * static_cast<int>(sizeof(Pack<T, N>));
-  }
-  __device__ __forceinline__ Pack<T, N>* Own(int stage, int i) const {
-    return reinterpret_cast<Pack<T, N>*>(room + stage * StageBytes()) + i * kThreads + threadIdx.x;
-  }
-
-  // Copies pack i of the thread, which exists; if kShifted, the whole row.
-  __device__ __forceinline__ void Fetch(int stage, int64_t row, int i) const {
-    const int64_t first = row * width;
-    if constexpr (kShifted) {
-      const int64_t begin = first / kEach, end = (first + width + kEach - 1) / kEach;
-      char* const to = room + stage * StageBytes() + group * RowBytes();
-      for (int v = lane; v < end - begin; v += kGroup) {
-        const int64_t at = (begin + v) * kEach;
-        CopyAsyncFront(to + 16 * v, array + at, static_cast<int>(min(size - at, int64_t{kEach})) * sizeof(T));
-      }
-    } else {
-      CopyAsync<N * sizeof(T)>(Own(stage, i), array + first + (lane + i * kGroup) * N);
-    }
-  }
-  __device__ __forceinline__ Pack<T, N> Read(int stage, int64_t row, int i) const {
-    if constexpr (kShifted) {
-      const T* const from = reinterpret_cast<const T*>(room + stage * StageBytes() + group * RowBytes());
-      return Filled<T, N>(from[static_cast<int>(row * width % kEach) + lane + i * kGroup]);
-    } else {
-      return *Own(stage, i);
-    }
-  }
-};
+constexpr int kNormKept = 80;  // words of registers, of a row and of sums over rows in a thread
 
 template <class Op, int N, int kLanes, int kPacks, int kThreads, int kStages, bool kWhole, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks) NormBackward(const __grid_constant__ NormParams p) {
@@ -69,6 +27,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks) NormBackward(const __grid_c
   using C = typename Op::C;
   constexpr int kGroup = kLanes == 0 ? kThreads : kLanes, kGroups = kThreads / kGroup;
   constexpr int kSums = 2 + 2 * Op::kCentre;
+  // What a thread computes of its packs stays in registers, if these are enough.
+  constexpr bool kKept = kPacks * N * (2 + Op::kScaleSum + Op::kBias) * sizeof(C) <= 4 * kNormKept;
+  constexpr int kHeld = kKept ? kPacks : 1;
   constexpr bool kShifted = N * (sizeof(T) < sizeof(O) ? sizeof(T) : sizeof(O)) < 4;
   __shared__ C room_of_mean[kThreads / kWarp][1], room[2][kThreads / kWarp][kSums];
   JAXKERN_DYNAMIC_SHARED(shared);
@@ -93,7 +54,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks) NormBackward(const __grid_c
     CommitCopies();
   };
 
+  // Deviations are multiplied by a power of 2 near 1 / sqrt(width), so that the sum of their squares overflows only if
+  // their mean does.
   const C each = C(1) / static_cast<C>(width);
+  C unit = 1;
+  for (int w = width; w > 1; w /= 4) unit *= C(0.5);
   C dscale[kPacks][N] = {}, dbias[kPacks][N] = {};
   int64_t base = static_cast<int64_t>(blockIdx.x) * kGroups;
 #pragma unroll
@@ -107,77 +72,82 @@ __global__ void __launch_bounds__(kThreads, kBlocks) NormBackward(const __grid_c
     else if constexpr (kShifted) __syncwarp();
     fetch(stage == 0 ? kStages - 1 : stage - 1, row + (kStages - 1) * step);  // where the row before has been read
 
-    C mean = 0;
+    C mean = 0, v[kHeld][N], h[kHeld][N];  // h and s of a pack; then (s - mean) * unit
     if constexpr (Op::kCentre) {
       C total[1] = {0};
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
         if (!(live && has(i))) continue;
-        C v[N];
-        Unpack(x.Read(stage, row, i), v);
-        total[0] += Fold(v, SumOf());
+        C(&own)[N] = v[i % kHeld];
+        Unpack(x.Read(stage, row, i), own);
+        total[0] += Fold(own, SumOf());
       }
       RowSums<kLanes, kThreads>(total, room_of_mean);
       mean = total[0] * each;
     }
-    // h = g * scale of pack i
-    const auto gradient = [&](int i, C(&own)[N], C(&h)[N]) {
-      Unpack(g.Read(stage, row, i), own);
-      if constexpr (Op::kScale) LoadParameters<P, N>(p.scale, (lane + i * kGroup) * N, h);
+    const auto deviations = [&](int i, C(&own)[N]) {
+      if constexpr (!(kKept && Op::kCentre)) Unpack(x.Read(stage, row, i), own);
 #pragma unroll
-      for (int j = 0; j < N; ++j) h[j] = Op::kScale ? own[j] * h[j] : own[j];
+      for (int j = 0; j < N; ++j) own[j] = Op::kCentre ? own[j] * unit - mean * unit : own[j] * unit;
     };
-    C sums[kSums] = {};  // of squares, h * (s - mean), s - mean and h
+    const auto gradients = [&](int i, C(&own)[N]) {
+      C scale[N];
+      Unpack(g.Read(stage, row, i), own);
+      if constexpr (Op::kScale) {
+        LoadParameters<P, N>(p.scale, (lane + i * kGroup) * N, scale);
+#pragma unroll
+        for (int j = 0; j < N; ++j) own[j] *= scale[j];
+      }
+    };
+    C sums[kSums] = {};  // of v^2, v * h, v and h
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       if (!(live && has(i))) continue;
-      C v[N], own[N], h[N], product[N];
-      Unpack(x.Read(stage, row, i), v);
-      gradient(i, own, h);
-      if constexpr (Op::kCentre) {
-        sums[3] += Fold(h, SumOf());
-#pragma unroll
-        for (int j = 0; j < N; ++j) v[j] -= mean;
-        sums[2] += Fold(v, SumOf());
-      }
+      C(&a)[N] = v[i % kHeld], (&b)[N] = h[i % kHeld];
+      deviations(i, a);
+      gradients(i, b);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        product[j] = v[j] * h[j];
-        v[j] = v[j] * each * v[j];
+        sums[0] += a[j] * a[j];
+        sums[1] += a[j] * b[j];
+        if constexpr (Op::kCentre) {
+          sums[2] += a[j];
+          sums[3] += b[j];
+        }
       }
-      sums[0] += Fold(v, SumOf());
-      sums[1] += Fold(product, SumOf());
     }
     RowSums<kLanes, kThreads>(sums, room[turn]);
-    C shift = 0;  // mean(h)
+    C shift = 0, delta = 0;  // means of h and v
     if constexpr (Op::kCentre) {
-      const C delta = sums[2] * each;
-      mean += delta;
-      sums[0] = Max(sums[0] - delta * delta, C(0));
+      delta = sums[2] * each;
+      sums[0] = Max(sums[0] - delta * sums[2], C(0));
       sums[1] -= delta * sums[3];
       shift = sums[3] * each;
     }
-    const C rstd = InverseRoot(sums[0] + static_cast<C>(p.eps));
-    const C slope = sums[1] * each * rstd;  // mean(h * z)
+    const C rstd = InverseRoot(sums[0] * (each / (unit * unit)) + static_cast<C>(p.eps));
+    const C factor = rstd / unit;             // z = (v - delta) * factor
+    const C slope = sums[1] * each * factor;  // mean(h * z)
 
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       if (!(live && has(i))) continue;
-      C z[N], own[N], h[N], more[N];
-      Unpack(x.Read(stage, row, i), z);
-      gradient(i, own, h);
+      C(&z)[N] = v[i % kHeld], (&out)[N] = h[i % kHeld];
+      if constexpr (!kKept) {
+        deviations(i, z);
+        gradients(i, out);
+      }
+      C own[N], more[N];
+      Unpack(g.Read(stage, row, i), own);
       if constexpr (Op::kResidual) Unpack(r.Read(stage, row, i), more);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        if (Op::kCentre) z[j] -= mean;
-        z[j] *= rstd;
+        z[j] = (z[j] - delta) * factor;
         if constexpr (Op::kScaleSum) dscale[i][j] += own[j] * z[j];
         if constexpr (Op::kBias) dbias[i][j] += own[j];
-        if (Op::kCentre) h[j] -= shift;
-        h[j] = rstd * (h[j] - z[j] * slope);
-        if constexpr (Op::kResidual) h[j] += more[j];
+        out[j] = (out[j] - shift - z[j] * slope) * rstd;
+        if constexpr (Op::kResidual) out[j] += more[j];
       }
-      StorePack(p.y, row * width + (lane + i * kGroup) * N, Repack<T, N>(h));
+      StorePack(p.y, row * width + (lane + i * kGroup) * N, Repack<T, N>(out));
     }
     stage = stage + 1 == kStages ? 0 : stage + 1;
     turn ^= 1;

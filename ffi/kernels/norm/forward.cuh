@@ -1,11 +1,14 @@
 // RMSNorm and LayerNorm of rows that fit the registers of a few threads.
 //
-//     NormForward<Norm<...>, N, kLanes, kPacks, kRows, kThreads, kWhole>
+//     NormForward<Norm<...>, N, kLanes, kPacks, kRows, kThreads, kWhole, epilogue>
 //
 // A row belongs to kLanes lanes of a warp (1 to 32), or with kLanes = 0 to a block of kThreads. Thread t of the group holds
 // packs t, t + group, ... , kPacks of them, of kRows rows. All loads are issued before the first use. Each element is read
 // once and written once (with a residual, both are read and the sum is written too). kWhole: the threads' packs are exactly
 // those of a row.
+//
+// Odd rows of 16-bit elements pass through shared memory, so that global memory is accessed by vectors. There y replaces x;
+// a thread replaces those elements that it has read itself.
 //
 // The variance is computed in a second pass over registers, from deviations. Their sum, 0 but for rounding, corrects the
 // mean (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983), so that a constant row has
@@ -16,22 +19,22 @@
 
 namespace jaxkern {
 
-// Blocks per multiprocessor that leave enough registers for `words` words of a row in each thread.
-template <int kThreads, int kWords> constexpr int kNormBlocks = std::max((kWords <= 8    ? 1536
-                                                                          : kWords <= 32 ? 1024
-                                                                                         : 512) /
-                                                                             kThreads,
-                                                                         1);
+// Blocks per multiprocessor that leave enough registers for `words` words of rows in each thread.
+constexpr int NormBlocks(int threads, int words) {
+  const int resident = words <= 8 ? 1536 : words <= 32 ? 1024 : 512;
+  return std::max(resident / threads, 1);
+}
 
-template <class Op, int N, int kLanes, int kPacks, int kRows, int kThreads, bool kWhole>
-__global__ void __launch_bounds__(
-    kThreads, kNormBlocks<kThreads, kRows * kPacks * Pack<typename Op::T, N>::kWords*(Op::kResidual ? 2 : 1)>)
-    NormForward(const __grid_constant__ NormParams p) {
+template <class Op, int N, int kLanes, int kPacks, int kRows, int kThreads, bool kWhole, class E = NoEpilogue>
+__global__ void __launch_bounds__(kThreads, NormBlocks(kThreads, kRows * kPacks * Pack<typename Op::T, N>::kWords *
+                                                                     (Op::kResidual + 1)))
+    NormForward(const __grid_constant__ typename E::Params p) {
   using T = typename Op::T;
   using O = typename Op::O;
   using P = typename Op::P;
   using C = typename Op::C;
   constexpr int kGroup = kLanes == 0 ? kThreads : kLanes, kGroups = kThreads / kGroup;
+  constexpr bool kShifted = N * sizeof(T) < 4;  // rows pass through shared memory; see NormSlots
   static_assert(kLanes > 0 || kRows == 1, "a block has one row");
   __shared__ C room_of_mean[kThreads / kWarp][1], room[kThreads / kWarp][1 + Op::kCentre];
   const int lane = threadIdx.x % kGroup;
@@ -40,25 +43,49 @@ __global__ void __launch_bounds__(
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
   const auto has = [&](int i) { return kWhole || lane + i * kGroup < packs; };
   const auto at = [&](int u, int i) { return (first + u * kGroups) * width + (lane + i * kGroup) * N; };
+  // Everything that the threads of a row wrote to shared memory is there for all of them.
+  const auto wait = [] {
+    if constexpr (kLanes == 0) __syncthreads();
+    else __syncwarp();
+  };
   const auto live = [&](int u) { return first + u * kGroups < p.rows; };
 
-  Pack<T, N> raw[kRows][kPacks];
+  Pack<T, N> raw[kRows][kPacks], residual[kRows][kPacks];
+  // Of x, which y replaces, and of the residual.
+  NormSlots<T, N, kGroup, kPacks, kThreads, kRows, kShifted> slots, more;
+  if constexpr (kShifted) {
+    JAXKERN_DYNAMIC_SHARED(shared);
+    const int64_t size = p.rows * width;
+    const int group = threadIdx.x / kGroup;
+    slots = {shared, static_cast<const T*>(p.x), size, width, lane, group};
+    more = {shared + kRows * slots.StageBytes(), static_cast<const T*>(p.residual), size, width, lane, group};
+#pragma unroll
+    for (int u = 0; u < kRows; ++u) {
+      if (!live(u)) continue;
+      slots.Fetch(u, first + u * kGroups, 0);
+      if constexpr (Op::kResidual) more.Fetch(u, first + u * kGroups, 0);
+    }
+    WaitForCopies();
+    wait();
+  }
 #pragma unroll
   for (int u = 0; u < kRows; ++u) {
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
-      raw[u][i] = {};
-      if (live(u) && has(i)) raw[u][i] = LoadPack<T, N>(p.x, at(u, i), policy);
+      raw[u][i] = residual[u][i] = {};
+      if (!live(u) || !has(i)) continue;
+      if constexpr (kShifted) raw[u][i] = slots.Read(u, first + u * kGroups, i);
+      else raw[u][i] = LoadPack<T, N>(p.x, at(u, i), policy);
     }
   }
   if constexpr (Op::kResidual) {
-    Pack<T, N> residual[kRows][kPacks];
 #pragma unroll
     for (int u = 0; u < kRows; ++u) {
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
-        residual[u][i] = {};
-        if (live(u) && has(i)) residual[u][i] = LoadPack<T, N>(p.residual, at(u, i), policy);
+        if (!live(u) || !has(i)) continue;
+        if constexpr (kShifted) residual[u][i] = more.Read(u, first + u * kGroups, i);
+        else residual[u][i] = LoadPack<T, N>(p.residual, at(u, i), policy);
       }
     }
 #pragma unroll
@@ -66,7 +93,9 @@ __global__ void __launch_bounds__(
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
         raw[u][i] = Added(raw[u][i], residual[u][i]);
-        if (live(u) && has(i)) StorePack(p.sum, at(u, i), raw[u][i]);
+        if (!live(u) || !has(i)) continue;
+        if constexpr (kShifted) more.Replace(u, first + u * kGroups, i, Element(raw[u][i], 0));
+        else StorePack(p.sum, at(u, i), raw[u][i]);
       }
     }
   }
@@ -128,7 +157,21 @@ __global__ void __launch_bounds__(
         if constexpr (Op::kScale) v[j] *= scale[j];
         if constexpr (Op::kBias) v[j] += bias[j];
       }
-      StorePack(p.y, at(u, i), Repack<O, N>(v));
+      E::Apply(p, first + u * kGroups, column, v);
+      if constexpr (kShifted && sizeof(O) == sizeof(T)) {
+        slots.Replace(u, first + u * kGroups, i, FromCompute<O>(v[0]));
+      } else {
+        StorePack(p.y, at(u, i), Repack<O, N>(v));
+      }
+    }
+  }
+  if constexpr (kShifted) {
+    wait();
+#pragma unroll
+    for (int u = 0; u < kRows; ++u) {
+      if (!live(u)) continue;
+      if constexpr (sizeof(O) == sizeof(T)) slots.Flush(u, first + u * kGroups, static_cast<O*>(p.y));
+      if constexpr (Op::kResidual) more.Flush(u, first + u * kGroups, static_cast<T*>(p.sum));
     }
   }
 }

@@ -56,6 +56,12 @@ template <class T_, class O_, class P_, int kFlags> struct Norm {
   static constexpr bool kScaleSum = kFlags & kNormScaleSum;
 };
 
+// What happens to a normalised element before it is stored: nothing. See epilogue.cuh.
+struct NoEpilogue {
+  using Params = NormParams;
+  template <int N, class C> static __device__ __forceinline__ void Apply(const Params&, int64_t, int64_t, C (&)[N]) {}
+};
+
 template <class T, int N>
 __device__ __forceinline__ Pack<T, N> LoadPack(const void* array, int64_t at, ReadPolicy policy) {
   const T* const p = static_cast<const T*>(array) + at;
@@ -103,25 +109,123 @@ template <class C> __device__ __forceinline__ C InverseRoot(C x) {
   else return 1.0f / sqrtf(x);
 }
 
+// Slots in shared memory for rows of one array, kStages of them for each group of kGroup threads, which are copied there
+// asynchronously. A thread copies the packs that it reads itself, into room that no other thread touches. Packs of two bytes
+// cannot be copied so: then (kShifted) the threads of a row copy the 16-byte vectors that it touches, and must wait for each
+// other, before they read it and before they overwrite it.
+template <class T, int N, int kGroup, int kPacks, int kThreads, int kStages, bool kShifted> struct NormSlots {
+  static constexpr int kGroups = kThreads / kGroup, kEach = kVector<T>;
+  char* room;
+  const T* array;
+  int64_t size;  // elements of the array
+  int width, lane, group;
+
+  // Bytes of a row's vectors at any alignment; of a stage.
+  __device__ __forceinline__ int RowBytes() const { return 16 * ((width + kEach - 1) / kEach + 1); }
+  __device__ __forceinline__ int StageBytes() const {
+    return kShifted ? kGroups * RowBytes() : kPacks * kThreads * static_cast<int>(sizeof(Pack<T, N>));
+  }
+  __device__ __forceinline__ Pack<T, N>* Own(int stage, int i) const {
+    return reinterpret_cast<Pack<T, N>*>(room + stage * StageBytes()) + i * kThreads + threadIdx.x;
+  }
+
+  // Copies pack i of the thread, which exists; if kShifted, the whole row.
+  __device__ __forceinline__ void Fetch(int stage, int64_t row, int i) const {
+    const int64_t first = row * width;
+    if constexpr (kShifted) {
+      const int64_t begin = first / kEach, end = (first + width + kEach - 1) / kEach;
+      char* const to = room + stage * StageBytes() + group * RowBytes();
+      for (int v = lane; v < end - begin; v += kGroup) {
+        const int64_t at = (begin + v) * kEach;
+        CopyAsyncFront(to + 16 * v, array + at, static_cast<int>(min(size - at, int64_t{kEach})) * sizeof(T));
+      }
+    } else {
+      CopyAsync<N * sizeof(T)>(Own(stage, i), array + first + (lane + i * kGroup) * N);
+    }
+  }
+  __device__ __forceinline__ Pack<T, N> Read(int stage, int64_t row, int i) const {
+    if constexpr (kShifted) {
+      const T* const from = reinterpret_cast<const T*>(room + stage * StageBytes() + group * RowBytes());
+      return Filled<T, N>(from[static_cast<int>(row * width % kEach) + lane + i * kGroup]);
+    } else {
+      return *Own(stage, i);
+    }
+  }
+
+  // kShifted: replaces an element of the row in its slot by another of the same size; writes a row of such to `out`.
+  template <class O> __device__ __forceinline__ void Replace(int stage, int64_t row, int i, O x) const {
+    O* const to = reinterpret_cast<O*>(room + stage * StageBytes() + group * RowBytes());
+    to[static_cast<int>(row * width % kEach) + lane + i * kGroup] = x;
+  }
+  template <class O> __device__ __forceinline__ void Flush(int stage, int64_t row, O* out) const {
+    const int64_t first = row * width, begin = first / kEach, end = (first + width + kEach - 1) / kEach;
+    const auto* const from = reinterpret_cast<const Pack<O, kEach>*>(room + stage * StageBytes() + group * RowBytes());
+    for (int v = lane; v < end - begin; v += kGroup) {
+      const int64_t at = (begin + v) * kEach;
+      if (at >= first && at + kEach <= first + width) {
+        StoreVector<O, kEach>(out + at, from[v]);
+        continue;
+      }
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) {  // a vector that another row shares
+        if (at + e >= first && at + e < first + width) out[at + e] = Element(from[v], e);
+      }
+    }
+  }
+};
+
+constexpr int PowerOfTwo(int n) { return n <= 1 ? 1 : 2 * PowerOfTwo((n + 1) / 2); }
+
+// The sums of kCount values (a power of two up to kLanes) over aligned groups of kLanes lanes. Lane l gets one of them:
+// number (l % kLanes) / (kLanes / kCount). While there are several, each half of a group takes half of them.
+template <int kLanes, int kCount, class C> __device__ __forceinline__ C LaneSum(C (&v)[kCount]) {
+  int count = kCount;
+#pragma unroll
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    if (count > 1) {
+      count /= 2;
+      const bool upper = threadIdx.x & half;
+#pragma unroll
+      for (int k = 0; k < kCount / 2; ++k) {
+        if (k >= count) continue;
+        const C other = upper ? v[k] : v[k + count];
+        v[k] = (upper ? v[k + count] : v[k]) + __shfl_xor_sync(0xffffffffu, other, half);
+      }
+    } else {
+      v[0] += __shfl_xor_sync(0xffffffffu, v[0], half);
+    }
+  }
+  return v[0];
+}
+
 // Sums over the group of threads that owns a row: kLanes lanes of a warp, or with kLanes = 0 all kThreads of the block.
 // Every thread gets the same result. All threads of the warp (kLanes = 0: of the block) take part. For a block: contains
 // one barrier. Consecutive calls must alternate between two rooms, because nothing waits for the last reader.
 template <int kLanes, int kThreads, int kCount, class C>
 __device__ __forceinline__ void RowSums(C (&v)[kCount], C (*room)[kCount]) {
+  constexpr int kGroup = kLanes == 0 ? kWarp : kLanes;
+  if constexpr (kGroup < kCount) {  // a lane or two
 #pragma unroll
-  for (int k = 0; k < kCount; ++k) v[k] = ReduceLanes<kLanes == 0 ? kWarp : kLanes>(v[k], SumOf());
-  if constexpr (kLanes == 0 && kThreads > kWarp) {
-    constexpr int kWarps = kThreads / kWarp;
-    constexpr int kSlots = kWarps <= 2 ? 2 : kWarps <= 4 ? 4 : kWarps <= 8 ? 8 : kWarps <= 16 ? 16 : 32;
+    for (int k = 0; k < kCount; ++k) v[k] = ReduceLanes<kGroup>(v[k], SumOf());
+    return;
+  } else {
+    constexpr int kEach = kGroup / kCount;  // lanes that get the same value
     const int lane = threadIdx.x % kWarp;
-    if (lane == 0) {
+    C mine = LaneSum<kGroup>(v);
+    if constexpr (kLanes == 0 && kThreads > kWarp) {
+      constexpr int kWarps = kThreads / kWarp, kSlots = std::min(kEach, PowerOfTwo(kWarps));
+      if (lane % kEach == 0) room[threadIdx.x / kWarp][lane / kEach] = mine;
+      __syncthreads();
+      mine = 0;
 #pragma unroll
-      for (int k = 0; k < kCount; ++k) room[threadIdx.x / kWarp][k] = v[k];
+      for (int w = 0; w < kWarps; w += kSlots) {
+        if (w + lane % kSlots < kWarps) mine += room[w + lane % kSlots][lane / kEach];
+      }
+      mine = ReduceLanes<kSlots>(mine, SumOf());
     }
-    __syncthreads();
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
-      v[k] = ReduceLanes<kSlots>(lane % kSlots < kWarps ? room[lane % kSlots][k] : C(0), SumOf());
+      v[k] = kCount == 1 ? mine : __shfl_sync(0xffffffffu, mine, lane / kGroup * kGroup + k * kEach);
     }
   }
 }

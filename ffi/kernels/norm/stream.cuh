@@ -1,6 +1,6 @@
 // RMSNorm and LayerNorm of rows of any width, at any address (N = 1), and their gradients.
 //
-//     NormStream<Norm<...>, N>       forward: `blocks` blocks walk over the rows; a block reads a row twice
+//     NormStream<Norm<...>, N, epilogue>   forward: `blocks` blocks walk over the rows; a block reads a row twice
 //     NormRowStats<Norm<...>, N>     backward, first: the numbers of each row that dx depends on; a block reads a row twice
 //     NormColumns<Norm<...>, N>      backward, second: dx, and sums over the rows of a part; a thread owns N columns
 //
@@ -69,8 +69,8 @@ template <class Op, int N, class Load> __device__ __forceinline__ void RowStats(
   *rstd = InverseRoot(square[0] + static_cast<C>(p.eps));
 }
 
-template <class Op, int N> __global__ void __launch_bounds__(kNormStreamThreads)
-    NormStream(const __grid_constant__ NormParams p) {
+template <class Op, int N, class E = NoEpilogue> __global__ void __launch_bounds__(kNormStreamThreads)
+    NormStream(const __grid_constant__ typename E::Params p) {
   using T = typename Op::T;
   using P = typename Op::P;
   using C = typename Op::C;
@@ -98,6 +98,7 @@ template <class Op, int N> __global__ void __launch_bounds__(kNormStreamThreads)
         if constexpr (Op::kScale) v[j] *= scale[j];
         if constexpr (Op::kBias) v[j] += bias[j];
       }
+      E::Apply(p, row, column, v);
       StorePack(p.y, first + column, Repack<typename Op::O, N>(v));
     });
   }

@@ -1,12 +1,14 @@
 """Derivatives of RMSNorm and LayerNorm. Higher orders differentiate the references in jnp.
 
 The residuals are s = x + residual and scale: the backward pass computes the statistics again, in the read that it needs
-anyway.
+anyway. With a function before the store they are the operands, and the backward pass is that of the norm, whose result it
+computes again, and of the function as XLA has it.
 """
 
 import functools
 
 import jax
+import jax.numpy as jnp
 from jax.interpreters import ad
 
 from jaxkern._core import compat, validate
@@ -14,6 +16,8 @@ from jaxkern._core.autodiff import defvjp
 from jaxkern._core.primitive import bind
 from jaxkern._ops.norm import reference
 from jaxkern._ops.norm.primitive import PRIMITIVES
+
+_MOST = 256  # operands
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -116,11 +120,51 @@ def _jvp_transpose(operands, cotangents, params):
     return bind(PRIMITIVES[params["operation"]].grad, operands[0], *cotangents, *scale, **params)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _epilogue(operands, active, params):
+    return _epilogue_forward(operands, active, params)[0]
+
+
+def _unfused(operands, params):
+    """The norm in its computing type, then the function, which XLA computes."""
+    params = dict(params)
+    function, dtype, count = params.pop("function"), params["dtype"], 1 + len(params["extras"].split())
+    params["dtype"] = reference.computing(operands[0].dtype)
+    y, *s = bind(PRIMITIVES[params["operation"]].forward, *operands[:count], **params)
+    (y,) = function.unrounded(y, *operands[count:])
+    return [jnp.broadcast_to(y, operands[0].shape).astype(dtype), *s]
+
+
+def _epilogue_backward(active, params, operands, cotangents):
+    def f(*xs):
+        given = list(operands)
+        for k, x in zip(active, xs):
+            given[k] = x
+        return _unfused(given, params)
+
+    found = dict(zip(active, jax.vjp(f, *(operands[k] for k in active))[1](cotangents)))
+    return (tuple(found.get(k) for k in range(len(operands))),)
+
+
+def _epilogue_forward(operands, active, params):
+    params = dict(params)
+    return bind(PRIMITIVES[params["operation"]].epilogue, *operands, **params), operands
+
+
+_epilogue.defvjp(_epilogue_forward, _epilogue_backward)
+
+
 for _primitives in PRIMITIVES.values():
     defvjp(
         _primitives.forward,
         lambda *operands, active, **params: _norm(operands, active, tuple(params.items())),
         differentiable=(0, 1, 2, 3),
+        tell_active=True,
+    )
+    defvjp(
+        _primitives.epilogue,
+        lambda *operands, active, **params: _epilogue(operands, active, tuple(params.items())),
+        differentiable=range(_MOST),
         tell_active=True,
     )
     _defmultilinear(_primitives.grad, reference.norm_grad, _grad_linear, _grad_transpose)

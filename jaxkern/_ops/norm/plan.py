@@ -1,7 +1,7 @@
 """Which kernels run RMSNorm, LayerNorm and their gradients on CUDA, and how they are launched.
 
     sub_warp    rows up to 512 bytes: 1 to 32 lanes per row, in registers
-    warp        rows up to 2 KB, gradients 1 KB: a warp per row, in registers
+    warp        rows up to 2 KB: a warp per row, in registers
     block       rows up to 64 KB, gradients 16 to 32 KB: a block per row, in registers
     streaming   any row: a block reads it twice; gradients in two launches, which both read all rows
 
@@ -14,7 +14,7 @@ import math
 import typing
 
 from jaxkern._core.algorithms import pick
-from jaxkern._core.define import CUDA_TYPES, ceil_div
+from jaxkern._core.define import CUDA_TYPES, EMPTY_VIEW, broadcast_view, ceil_div
 from jaxkern._core.launch import Launch, Plan, boolean, f64, i32, i64, null, operand, result, scratch, struct
 
 ALGORITHMS = ("sub_warp", "warp", "block", "streaming")
@@ -22,14 +22,17 @@ ALGORITHMS = ("sub_warp", "warp", "block", "streaming")
 _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 DTYPES = tuple(_ITEMSIZE)
 
-_SUB_WARP_VECTORS, _WARP_VECTORS = 32, 128  # gradients of a warp: half as many
-_FORWARD_THREADS, _BACKWARD_THREADS = 128, 256  # of a block whose rows belong to lanes
+_SUB_WARP_VECTORS, _WARP_VECTORS = 32, 128
+_FORWARD_THREADS, _BACKWARD_THREADS = 128, 256  # of a block whose rows belong to lanes; a gradient's of long rows: 128
 _BLOCK_THREADS = 512  # at most, of a block per row
 _BLOCK_HELD = 8  # vectors per thread
 _SUM_WORDS = 64  # of registers, for a thread's sums over rows
+_KEPT_WORDS = 80  # kNormKept
 _RESIDENT_THREADS, _STAGES = 1024, 4  # of the gradient: threads per multiprocessor; rows of a thread in shared memory
 _STREAM_THREADS, _COLUMN_THREADS, _SUMS_COLUMNS, _SUMS_THREADS = 512, 128, 32, 512
 _MOST_GRID_X = 2**31 - 1
+_MOST_EPILOGUE_ARGS = 16
+_EPILOGUE_DTYPES = {*DTYPES, "int32", "uint32", "int64"}
 
 
 class Problem(typing.NamedTuple):
@@ -72,6 +75,11 @@ class Problem(typing.NamedTuple):
         return math.gcd(self.width, self.vector)
 
     @property
+    def shifted(self) -> bool:
+        """Whether packs are too small to be copied asynchronously, so that rows pass through shared memory at any alignment."""
+        return self.pack * min(self.itemsizes if self.backward else self.itemsizes[:1]) < 4
+
+    @property
     def sums(self) -> int:
         """Sums over rows, of the gradient."""
         return self.scale_sum + self.bias
@@ -82,14 +90,15 @@ class Problem(typing.NamedTuple):
 
 
 def _held(p: Problem) -> tuple[int, int] | None:
-    """(vectors per thread, threads) of a block per row: the fewest idle threads, then 128 threads or more."""
+    """(vectors per thread, threads) of a block per row: few idle threads, then 16 elements per thread or more."""
     most = min(_BLOCK_HELD, _SUM_WORDS // max(1, p.sums * p.vector * _ITEMSIZE[p.computing] // 4))
+    wanted = max(1, 16 // p.vector) if p.backward else 4
     best = None
     for held in range(1, (most if p.backward else _BLOCK_HELD) + 1):
         threads = 32 * ceil_div(p.vectors, 32 * held)
         if threads <= _BLOCK_THREADS:
-            few = threads < 128 or (p.backward and held > 1 and best is not None)
-            cost = (held * threads // 32 + few * p.vectors // 256, abs(held - (1 if p.backward else 4)))
+            few = 0 if threads >= 128 else 1  # whose blocks are short: as if an eighth of them were idle
+            cost = held * threads * (8 + few), abs(held - wanted)
             best = min(best, (cost, held, threads)) if best else (cost, held, threads)
     return best[1:] if best else None
 
@@ -99,10 +108,10 @@ def fits(algorithm: str, p: Problem, device) -> bool:
     if algorithm == "block":
         held = _held(p)
         if held is None or not p.backward:
-            return held is not None
+            return held is not None and _forward_bytes(p, 1, 1) <= device.shared_memory - 4096
         packs, threads = ceil_div(p.width // p.pack, held[1]), held[1]
         return 2 * _stage_bytes(p, packs, threads, threads) <= device.shared_memory - 4096
-    most = {"sub_warp": _SUB_WARP_VECTORS, "warp": _WARP_VECTORS // (2 if p.backward else 1)}.get(algorithm)
+    most = {"sub_warp": _SUB_WARP_VECTORS, "warp": _WARP_VECTORS}.get(algorithm)
     return most is None or p.vectors <= most
 
 
@@ -118,6 +127,14 @@ def _cpp(flag: bool) -> str:
     return "true" if flag else "false"
 
 
+class _Epilogue(typing.NamedTuple):
+    """A function before the store."""
+
+    source: str
+    name: str  # NormEpilogue with its template arguments
+    args: tuple  # of NormEpilogueParams: pointers, then maps
+
+
 class _Norm(typing.NamedTuple):
     """A problem with what its kernels are given."""
 
@@ -127,6 +144,7 @@ class _Norm(typing.NamedTuple):
     gradients: tuple  # dtypes of the gradients of scale and bias
     arrays: typing.Any  # the pointers at the start of NormParams
     eps: float
+    epilogue: typing.Any = None
 
     @property
     def op(self) -> str:
@@ -140,7 +158,16 @@ class _Norm(typing.NamedTuple):
         arrays = sum(self.p.itemsizes) + p.itemsizes[0] * (p.backward + p.residual * (2 - p.backward))
         pointers = (*self.arrays[:6], rows if p.backward else self.arrays[6], partial)
         exceeds = p.rows * p.width * arrays > self.device.l2_bytes
-        return struct(*pointers, i64(p.rows), i64(p.width), f64(self.eps), i32(blocks), boolean(exceeds))
+        params = struct(*pointers, i64(p.rows), i64(p.width), f64(self.eps), i32(blocks), boolean(exceeds))
+        return params if self.epilogue is None else struct(params, *self.epilogue.args)
+
+    def forward(self, header: str, name: str, blocks: int, grid: int, threads: int, shared: int = 0) -> list[Launch]:
+        """The launch of NormForward or NormStream."""
+        params, e = self.params(blocks), self.epilogue
+        if e is None:
+            return [Launch(header, f"{name}>", [params], grid, threads, shared=shared)]
+        name = f"{name}, {e.name}>"
+        return [Launch("norm/epilogue.cuh", name, [params], grid, threads, shared=shared, source=e.source)]
 
     def sums(self, blocks: int, offset: int) -> list[Launch]:
         """Adds the blocks' sums over rows, at this offset of the scratch."""
@@ -157,10 +184,16 @@ class _Norm(typing.NamedTuple):
         return len(self.gradients) * blocks * self.p.width * _ITEMSIZE[self.p.computing]
 
 
+def _forward_bytes(p: Problem, groups: int, rows: int) -> int:
+    """Of shared memory, where rows pass through it."""
+    row = 16 * (ceil_div(p.width * p.itemsizes[0], 16) + 1)
+    return groups * rows * row * (1 + p.residual) if p.shifted else 0
+
+
 def _stage_bytes(p: Problem, packs: int, threads: int, group: int) -> int:
     """Of the rows in shared memory that the groups of a block have at a time; see NormSlots."""
     sizes = (*p.itemsizes, *p.itemsizes[:1] * p.residual)
-    if p.pack * min(sizes) >= 4:
+    if not p.shifted:
         return packs * threads * p.pack * sum(sizes)
     return threads // group * sum(16 * (ceil_div(p.width * size, 16) + 1) for size in sizes)
 
@@ -171,10 +204,9 @@ def _layout(p: Problem, algorithm: str) -> tuple[int, int, int]:
         held = _held(p)
         assert held is not None
         return 0, *held
-    threads = _BACKWARD_THREADS if p.backward else _FORWARD_THREADS
-    if algorithm == "warp":
-        return 32, ceil_div(p.vectors, 32), threads
-    return 1 << (p.vectors - 1).bit_length(), 1, threads
+    held = ceil_div(p.vectors, 32)
+    threads = _BACKWARD_THREADS if p.backward and held <= 2 else _FORWARD_THREADS
+    return (32 if held > 1 else 1 << (p.vectors - 1).bit_length()), held, threads
 
 
 def _registers(n: _Norm, algorithm: str) -> tuple[list[Launch], int]:
@@ -185,15 +217,18 @@ def _registers(n: _Norm, algorithm: str) -> tuple[list[Launch], int]:
     packs = ceil_div(p.width // p.pack, group)
     whole = _cpp(packs * group * p.pack == p.width)
     if not p.backward:
-        rows = max(1, 4 // held >> p.residual) if lanes else 1
-        name = f"NormForward<{n.op}, {p.pack}, {lanes}, {packs}, {rows}, {threads}, {whole}>"
+        rows = max(1, 4 // held >> max(p.residual, p.shifted)) if lanes else 1
+        name = f"NormForward<{n.op}, {p.pack}, {lanes}, {packs}, {rows}, {threads}, {whole}"
         grid = ceil_div(p.rows, threads // group * rows)
-        return [Launch("norm/forward.cuh", name, [n.params()], grid, threads)], 0
+        shared = _forward_bytes(p, threads // group, rows)
+        return n.forward("norm/forward.cuh", name, 0, grid, threads, shared), 0
+    # Sums over rows, and what NormBackward keeps of a row. The rest was found by looking for spills.
     words = packs * p.pack * p.sums * _ITEMSIZE[p.computing] // 4
+    kept = packs * p.pack * (2 + p.sums) * _ITEMSIZE[p.computing] // 4
     stage = _stage_bytes(p, packs, threads, group)
     sums = threads // group * p.width * _ITEMSIZE[p.computing]  # of all groups, at the end
     room = min(3 * n.device.shared_memory // 4, n.device.shared_memory - 4096)  # the rest caches scale
-    registers = 48 + words + 8 * (packs * p.pack > p.vector)  # per thread, without spills
+    registers = (48 if packs > 8 else 40) + (kept if kept <= _KEPT_WORDS else words + 32)
     resident = max(1, min(65536 // (registers * threads), _RESIDENT_THREADS // threads, room // (2 * stage)))
     stages = max(2, min(_STAGES, room // resident // stage))
     blocks = min(ceil_div(p.rows, threads // group), n.device.sm_count * resident)
@@ -208,8 +243,7 @@ def _streaming(n: _Norm, pack: int) -> tuple[list[Launch], int]:
     p = n.p
     blocks = min(p.rows, 4 * n.device.sm_count)
     if not p.backward:
-        name = f"NormStream<{n.op}, {pack}>"
-        return [Launch("norm/stream.cuh", name, [n.params(blocks)], blocks, _STREAM_THREADS)], 0
+        return n.forward("norm/stream.cuh", f"NormStream<{n.op}, {pack}", blocks, blocks, _STREAM_THREADS), 0
     numbers = p.rows * 4 * _ITEMSIZE[p.computing]
     tiles = ceil_div(p.width, pack * _COLUMN_THREADS)
     parts = min(p.rows, ceil_div(16 * n.device.sm_count, tiles), 65535)
@@ -222,8 +256,8 @@ def _streaming(n: _Norm, pack: int) -> tuple[list[Launch], int]:
     return [*launches, *n.sums(parts, numbers)], numbers + n.sums_bytes(parts)
 
 
-def norm(device, operands, results, *, operation, extras, eps, dtype, tier) -> Plan | None:
-    """The plan of `norm_p` for arrays of these types."""
+def norm(device, operands, results, *, operation, extras, eps, dtype, tier, function=None) -> Plan | None:
+    """The plan of a norm for arrays of these types; function: applied before the store, to it and the last operands."""
     del dtype  # that of the result
     at = dict(zip(extras.split(), range(1, len(operands))))
     parameters = [operands[at[name]].dtype.name for name in ("scale", "bias") if name in at]
@@ -231,11 +265,30 @@ def norm(device, operands, results, *, operation, extras, eps, dtype, tier) -> P
     x, y = operands[0], results[0]
     more = result(1) if "residual" in at else null
     arrays = (operand(0), pointers[0], null, *pointers[1:], result(0), more)
-    return _plan(_problem(x, y, operation, at, "bias" in at), device, operation, parameters, [], arrays, eps, tier)
+    epilogue = None
+    if function is not None:
+        epilogue = _epilogue(function, x, operands[1 + len(at) :], 1 + len(at))
+        if epilogue is None:
+            return None
+    p = _problem(x, y, operation, at, "bias" in at)
+    return _plan(p, device, operation, parameters, [], arrays, eps, tier, epilogue)
+
+
+def _epilogue(function, x, args, first) -> _Epilogue | None:
+    """None if kernels cannot read these operands, of the rank of x."""
+    views = [broadcast_view(x.shape, a.shape, x.ndim - 1) for a in args]
+    if None in views or len(args) > _MOST_EPILOGUE_ARGS or not {a.dtype.name for a in args} <= _EPILOGUE_DTYPES:
+        return None
+    splat = sum((a.shape[-1] == 1) << k for k, a in enumerate(args))
+    types = ["Epilogue", str(splat), *(CUDA_TYPES[a.dtype.name] for a in args)]
+    pointers = [operand(first + k) for k in range(len(args))] or [null]
+    maps = [view.members[0] for view in views if view] or [EMPTY_VIEW.members[0]]
+    source = function.source("Epilogue")
+    return _Epilogue(source, f"jaxkern::NormEpilogue<{', '.join(types)}>", (*pointers, *maps))
 
 
 def norm_grad(device, operands, results, *, operation, extras, eps, sums, tier) -> Plan | None:
-    """The plan of `norm_grad_p` for arrays of these types."""
+    """The plan of a gradient for arrays of these types."""
     at = dict(zip(extras.split(), range(2, len(operands))))
     parameters = [operands[at[name]].dtype.name for name in ("scale",) if name in at]
     pointers = [operand(at[name]) if name in at else null for name in ("residual", "scale")]
@@ -252,7 +305,7 @@ def _problem(x, y, operation, names, bias) -> Problem:
     return Problem(rows, width, 1, x.dtype.name, y.dtype.name, residual="residual" in names, **kinds)
 
 
-def _plan(p, device, operation, parameters, gradients, arrays, eps, tier) -> Plan | None:
+def _plan(p, device, operation, parameters, gradients, arrays, eps, tier, epilogue=None) -> Plan | None:
     wide = {p.dtype, p.out_dtype, *parameters, *gradients}
     # Kernels have one type for scale and bias. What they compute in is float64 for all arrays of rows, or for none.
     if len(set(parameters)) > 1 or len(set(gradients)) > 1 or not wide <= _ITEMSIZE.keys() or p.width >= 1 << 30:
@@ -260,7 +313,7 @@ def _plan(p, device, operation, parameters, gradients, arrays, eps, tier) -> Pla
     if "float64" in wide and not p.dtype == p.out_dtype == "float64":
         return None
     algorithm = pick(operation, tier, p, device)
-    n = _Norm(p, device, (parameters or [p.dtype])[0], tuple(gradients), arrays, eps)
+    n = _Norm(p, device, (parameters or [p.dtype])[0], tuple(gradients), arrays, eps, epilogue)
     launches, size = _streaming(n, p.pack) if algorithm == "streaming" else _registers(n, algorithm)
     unaligned, more = _streaming(n, 1)
     if any(step.grid3()[0] > _MOST_GRID_X for step in (*launches, *unaligned)):

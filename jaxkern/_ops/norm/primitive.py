@@ -3,6 +3,7 @@
     forward    (x[, residual][, scale][, bias])           -> y[, s], where s = x + residual
     grad       (s, g[, sum_g][, scale])                   -> ds[, dscale][, dbias]
     jvp        (s[, scale], ds[, dscale][, dbias])        -> dy[, ds]: the transpose of the gradient; left to XLA
+    epilogue   as forward, then arguments of `function`   -> function(y, *arguments)[, s]
 
 each for both operations, which `operation` names: PRIMITIVES["rms_norm"].grad. Rows lie along the last axis of x; scale
 and bias are vectors of a row's width. `extras` names the optional operands: residual, scale, bias, in this order; of the gradient residual (the
@@ -45,9 +46,12 @@ def _vector(x, dtype):
     return x.update(shape=x.shape[-1:], dtype=dtype, weak_type=False, **more)
 
 
-def _norm_shape(x, *rest, operation, extras, eps, dtype, tier):
-    residual = extras.split().count("residual")
-    _check(f"jaxkern_{operation}", x, rest[:residual], rest[residual:])
+def _norm_shape(x, *rest, operation, extras, eps, dtype, tier, function=None):
+    names, residual = extras.split(), extras.split().count("residual")
+    _check(f"jaxkern_{operation}", x, rest[:residual], rest[residual : len(names)])
+    args = rest[len(names) :]
+    if any(a.ndim != x.ndim or any(b not in (1, n) for n, b in zip(x.shape, a.shape)) for a in args):
+        raise ValueError(f"jaxkern_{operation}: arguments {args} do not broadcast to {x.str_short()}")
     return [x.update(dtype=dtype, weak_type=False), *[x.update(weak_type=False)] * residual]
 
 
@@ -67,9 +71,8 @@ def _jvp_shape(s, *rest, operation, extras, eps, dtype, sums, tier):
 # ---- batching
 
 
-def _leading(operands, dims):
+def _leading(operands, dims, size):
     """The operands with the batch as their first dimension."""
-    size = next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
     return [
         jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)
     ]
@@ -81,10 +84,13 @@ def _batch_reference(f, operands, dims, params):
 
 
 def _norm_batch(prim, operands, dims, **params):
-    wide = 1 + params["extras"].split().count("residual")
-    if any(d is not None for d in dims[wide:]):
+    wide, args = 1 + params["extras"].split().count("residual"), 1 + len(params["extras"].split())
+    if any(d is not None for d in dims[wide:args]):
         return _batch_reference(reference.norm, operands, dims, params)
-    ys = bind(prim, *_leading(operands[:wide], dims[:wide]), *operands[wide:], **params)
+    size = next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
+    rows = _leading(operands[:wide], dims[:wide], size)
+    given = [x[None] if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands[args:], dims[args:])]
+    ys = bind(prim, *rows, *operands[wide:args], *given, **params)
     return ys, [0] * len(ys)
 
 
@@ -93,7 +99,8 @@ def _grad_batch(prim, operands, dims, **params):
     wide = 2 + params["extras"].split().count("residual")
     if any(d is not None for d in dims[wide:]):
         return _batch_reference(reference.norm_grad, operands, dims, params)
-    rows = _leading(operands[:wide], dims[:wide])
+    size = next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
+    rows = _leading(operands[:wide], dims[:wide], size)
     ys = bind(prim, *rows, *operands[wide:], **(params | {"sums": (None, None)}))
     # Comparing dtypes with None will not do: NumPy reads it as float64.
     some = any(d is not None for d in params["sums"])
@@ -147,6 +154,7 @@ class Primitives(typing.NamedTuple):
     forward: Primitive
     grad: Primitive
     jvp: Primitive
+    epilogue: Primitive
 
 
 PRIMITIVES = {
@@ -154,6 +162,7 @@ PRIMITIVES = {
         _primitive(name, _norm_shape, _norm_batch, reference.norm, plan.norm),
         _primitive(f"{name}_grad", _grad_shape, _grad_batch, reference.norm_grad, plan.norm_grad),
         _primitive(f"{name}_jvp", _jvp_shape, _jvp_batch, reference.norm_jvp),
+        _primitive(f"{name}_epilogue", _norm_shape, _norm_batch, reference.norm, plan.norm),
     )
     for name in ("rms_norm", "layer_norm")
 }

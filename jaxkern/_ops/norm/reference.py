@@ -29,15 +29,18 @@ def statistics(s, operation, eps, over=()):
     return s, lax.rsqrt(_mean(s * s, over) + eps)
 
 
-def norm(x, *rest, operation, extras, eps, dtype, tier, over=()):
-    """[y], or [y, x + residual]. rest: the operands that `extras` names."""
+def norm(x, *rest, operation, extras, eps, dtype, tier, over=(), function=None):
+    """[y], or [y, x + residual]. rest: the operands that `extras` names, and arguments of `function`."""
     del tier
-    named = dict(zip(extras.split(), rest, strict=True))
+    named = dict(zip(extras.split(), rest))
     s = summed(x, named.get("residual"))
     deviation, rstd = statistics(s, operation, eps, over)
     y = deviation * (rstd * named["scale"].astype(rstd.dtype) if "scale" in named else rstd)
     if "bias" in named:
         y = y + named["bias"].astype(y.dtype)
+    if function is not None:
+        (y,) = function.unrounded(y, *rest[len(named) :])
+        y = jnp.broadcast_to(y, x.shape)
     return [y.astype(dtype), *([s] if "residual" in named else [])]
 
 
@@ -94,7 +97,7 @@ def norm_jvp(s, *rest, operation, extras, eps, dtype, sums, tier, over=()):
     return [dy.astype(dtype), *([ds] if "residual" in names else [])]
 
 
-def masked(x, where, residual, scale, bias, *, operation, eps, dtype):
+def masked(x, where, args, *, residual, scale, bias, operation, eps, dtype, function):
     """`norm` with statistics of the elements where `where`, of the rank of x, is True; left to XLA.
 
     A row without such elements is 0 before bias is added.
@@ -110,4 +113,6 @@ def masked(x, where, residual, scale, bias, *, operation, eps, dtype):
         y = y * scale.astype(y.dtype)
     if bias is not None:
         y = y + bias.astype(y.dtype)
+    if function is not None:
+        (y,) = function.unrounded(y, *args)
     return [y.astype(dtype), *([] if residual is None else [s.astype(x.dtype)])]
