@@ -195,7 +195,8 @@ def _scatter(name, plain, ctx, operand, indices, updates, *, dimension_numbers, 
 class Orders(typing.NamedTuple):
     """Of a module, what orders of edges it has or will have.
 
-    made: indices that chains have sorted, with the number of rows and whether they are clipped.
+    made: indices that chains have sorted. Wrapped around zero, they take one more sort: of what follows a maximum over
+        them, XLA's sums did not end in graph attention.
     gathered: how many chains gather by these indices: their gradients are scatters by them.
     """
 
@@ -209,8 +210,7 @@ def _chain(name, ctx, values, problem, layout, clip, settings):
         return None
     known = compat.of_module(ctx).setdefault("orders", Orders(set(), collections.Counter()))
     root = chains.root(ctx, values[1])
-    order = root, problem.rows, clip
-    ordered = order in known.made or known.gathered[root] > 1
+    ordered = root[0] in known.made or known.gathered[root] > 1
     taken, _ = gate.can_scatter(problem) if settings.force else gate.chain(problem, ordered)
     if not taken or switch.refusal(ctx, settings):
         return None
@@ -218,7 +218,7 @@ def _chain(name, ctx, values, problem, layout, clip, settings):
     if found is None and gate.alone(problem, ordered):
         found = chains.find(ctx, name, ctx.avals_in, values, clip, alone=True)
     if found is not None:
-        known.made.add(order)
+        known.made.add(root[0])
         if isinstance(found.other, int):
             known.gathered[chains.root(ctx, found.values[found.other])] += 1
     return found
