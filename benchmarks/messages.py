@@ -2,11 +2,12 @@
 
 PyTorch gathers and adds up, and with PyTorch Geometric multiplies by a sparse matrix whose orders are cached (`pyg`).
 
-`forward` is the sum of `silu(x) * w` over the edges into a node, x of the sender and w of the edge; `both` its gradients
-by x and by w for a cotangent, in one program. The graph is sorted once, outside the program, and the composition is told
-that receivers ascend. The sizes are ogbn-arxiv's: 169 343 nodes and 1.17 M edges. Receivers are uniform, Zipf, or half of
-all edges end at one node. The floor counts what must move: for each edge its row of x, its weight and its indices, and for
-each node its result; a kernel may be faster, where the cache has rows that several edges read.
+`forward` is the sum of `silu(x) * w` over the edges into a node, x of the sender and w of the edge; `both` its
+gradients by x and by w for a cotangent, in one program. `scale` is the sum of `x * w`. The graph is sorted once,
+outside the program, and the composition is told that receivers ascend. The sizes are ogbn-arxiv's: 169 343 nodes and
+1.17 M edges. Receivers are uniform, Zipf, or half of all edges end at one node. The floor counts what must move: for
+each edge its row of x, its weight and its indices, and for each node its result; a kernel may be faster, where the
+cache has rows that several edges read.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from benchmarks import _cell, _goals, _inputs, _timing, _torch
 from benchmarks._program import Program
 
 OPERATION = "messages"
-OPS = ("edge_sum", "edge_max", "edge_dot", "heads")
+OPS = ("edge_sum", "edge_max", "edge_dot", "heads", "scale")
 DIRECTIONS = ("forward", "both")
 EDGES, NODES = 1_166_243, 169_343
 EXAMINED = 64  # nodes whose results are compared with float64
@@ -128,7 +129,8 @@ class Cell(_cell.Cell):
 def cells(case: Case, dtype: str, ops: tuple[str, ...]) -> list[Cell]:
     """Both directions of edge_sum; the other operations at widths of whole vectors."""
     few = ("edge_sum",) if case.group != "width" or case.width not in (64, 128, 256) else OPS
-    return [Cell(case, dtype, op, direction) for op in ops if op in few for direction in DIRECTIONS]
+    pairs = [(op, d) for op in ops if op in few for d in DIRECTIONS if op != "scale" or d == "forward"]
+    return [Cell(case, dtype, op, direction) for op, direction in pairs]
 
 
 # --- what runs -----------------------------------------------------------------------------------
@@ -147,6 +149,14 @@ def _message(x: jax.Array, w: jax.Array) -> jax.Array:
     return jax.nn.silu(x) * w
 
 
+def _scaled(x: jax.Array, w: jax.Array) -> jax.Array:
+    return x * w
+
+
+def _message_of(cell: Cell) -> Any:
+    return _scaled if cell.op == "scale" else _message
+
+
 def _fused(cell: Cell, graph: Any) -> Any:
     import jaxkern
 
@@ -156,7 +166,8 @@ def _fused(cell: Cell, graph: Any) -> Any:
         per_head = lambda x: x.reshape(x.shape[0], HEADS, -1)
         run = lambda x, w: jaxkern.edge_sum(_message, graph, senders=per_head(x), edges=w[..., None])
         return lambda x, w: run(x, w).reshape(x.shape)
-    return lambda x, w: getattr(jaxkern, cell.op)(_message, graph, senders=x, edges=w)
+    reduce = jaxkern.edge_max if cell.op == "edge_max" else jaxkern.edge_sum
+    return lambda x, w: reduce(_message_of(cell), graph, senders=x, edges=w)
 
 
 def _composed(cell: Cell, select: Any, reduce: Any) -> Any:
@@ -169,7 +180,8 @@ def _composed(cell: Cell, select: Any, reduce: Any) -> Any:
         return lambda s, r, x, w: reduce(
             _message(select(x, s), spread(w)), r, case.nodes, indices_are_sorted=case.ordered
         )
-    return lambda s, r, x, w: reduce(_message(select(x, s), w[:, None]), r, case.nodes, indices_are_sorted=case.ordered)
+    message = _message_of(cell)
+    return lambda s, r, x, w: reduce(message(select(x, s), w[:, None]), r, case.nodes, indices_are_sorted=case.ordered)
 
 
 def _function(cell: Cell, run: Any) -> Any:
@@ -317,7 +329,8 @@ def examine(cell: Cell, compiled: list[Program], inputs: Inputs, times: dict[str
         rows, place = np.unique(r[at], return_inverse=True)
         exact = np.full((rows.size, x.shape[1]), -np.inf if cell.op == "edge_max" else 0.0)
         add = np.maximum if cell.op == "edge_max" else np.add
-        add.at(exact, place, x / (1 + np.exp(-x)) * wide(b, at)[:, None])
+        values = x if cell.op == "scale" else x / (1 + np.exp(-x))
+        add.at(exact, place, values * wide(b, at)[:, None])
         out = wide(first[0], rows)
     allowed = max(float(jnp.finfo(cell.dtype).eps), 2e-6) * np.abs(exact).max()
     return [*found, _goal("accurate", allowed / max(np.abs(out - exact).max(), 1e-300), 1.0)]
