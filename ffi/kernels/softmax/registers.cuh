@@ -97,8 +97,17 @@ __global__ void __launch_bounds__(kLanes > 0 ? kWarpTierThreads : kBlockTierThre
   const int64_t first_row =
       kGroup ? static_cast<int64_t>(blockIdx.x) * (kGroups * kRows) + threadIdx.x / lanes : blockIdx.x / blocks;
 
-  const auto finish = [&](RowOf& row, typename RowOf::Raw(&raw)[kPacks]) {
-    row.Begin(raw, lane, lanes);
+  typename RowOf::Raw raw[kRows][kPacks];
+#pragma unroll
+  for (int u = 0; u < kRows; ++u) {
+    const RowOf row(p, first_row + u * kGroups);
+    row.LoadAll(raw[u], lane, lanes);
+  }
+
+#pragma unroll
+  for (int u = 0; u < kRows; ++u) {
+    RowOf row(p, first_row + u * kGroups);
+    row.Begin(raw[u], lane, lanes);
     const auto skips = [&](int i) {
       if constexpr (RowOf::kSkips) return row.Beyond(lane + i * lanes);
       else return false;
@@ -113,8 +122,8 @@ __global__ void __launch_bounds__(kLanes > 0 ? kWarpTierThreads : kBlockTierThre
         }
       }
       C v[Op::kInputs][N];
-      row.Values(raw[i], v, lane + i * lanes);
-      tile.Set(i, v, raw[i].data, RowOf::kChanges);
+      row.Values(raw[u][i], v, lane + i * lanes);
+      tile.Set(i, v, raw[u][i].data, RowOf::kChanges);
     }
     typename Op::Stat stat = tile.template Reduce<kGroup ? kLanes : kWarp>([](C max) {
       // Double has the time for a barrier more, and no rounding to spare for rescaling.
@@ -128,7 +137,7 @@ __global__ void __launch_bounds__(kLanes > 0 ? kWarpTierThreads : kBlockTierThre
 #ifdef JAXKERN_HAS_BULK_COPY
     if constexpr (kCluster) stat = ClusterMailbox<Op>::Merge(&mailbox, stat, rank, blocks);
 #endif
-    row.Settle(raw[0], stat);
+    row.Settle(raw[u][0], stat);
     typename Op::Final final = Op::Finish(stat);
     if constexpr (!kGroup) final = tile.Localize(final);
     row.Scale(final);
@@ -139,24 +148,10 @@ __global__ void __launch_bounds__(kLanes > 0 ? kWarpTierThreads : kBlockTierThre
       if (skips(i)) continue;
       C out[N];
       tile.Get(i, final, out);
-      result[i] = row.Result(out, final, raw[i], lane + i * lanes);
+      result[i] = row.Result(out, final, raw[u][i], lane + i * lanes);
     }
     row.StoreAll(static_cast<T*>(p.out), result, lane, lanes);
-    row.template Close<kLanes>(raw[0], stat, lane);
-  };
-  typename RowOf::Raw raw[kRows][kPacks];
-  if constexpr (RowOf::kKeepsPlace && kRows == 1) {
-    RowOf row(p, first_row);
-    row.LoadAll(raw[0], lane, lanes);
-    finish(row, raw[0]);
-  } else {
-#pragma unroll
-    for (int u = 0; u < kRows; ++u) RowOf(p, first_row + u * kGroups).LoadAll(raw[u], lane, lanes);
-#pragma unroll
-    for (int u = 0; u < kRows; ++u) {
-      RowOf row(p, first_row + u * kGroups);
-      finish(row, raw[u]);
-    }
+    row.template Close<kLanes>(raw[u][0], stat, lane);
   }
 }
 

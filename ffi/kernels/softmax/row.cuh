@@ -36,9 +36,8 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
   static constexpr bool kManyRegisters = kMasked;  // wants more than two blocks of 512 threads leave
   static constexpr bool kSkips = false;            // some packs are Beyond what takes part
   static constexpr Index kNoStop = sizeof(Index) == 4 ? Index(INT32_MAX) : Index(INT64_MAX);
-  static constexpr int kStreamUnroll = 4;     // packs in flight a thread and input, where a row is streamed
-  static constexpr int kStreamBlocks = 2;     // of such threads, a multiprocessor
-  static constexpr bool kKeepsPlace = false;  // where it lies is kept in registers rather than computed twice
+  static constexpr int kStreamUnroll = 4;  // packs in flight a thread and input, where a row is streamed
+  static constexpr int kStreamBlocks = 2;  // of such threads, a multiprocessor
   // Blocks of warps with rows of their own, a multiprocessor at least.
   static constexpr int GroupBlocks(int) { return 1; }
   Row<T, N, Index, kRagged> span;

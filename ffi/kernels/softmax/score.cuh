@@ -101,7 +101,7 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged, bool kFull,
   using C = typename Op::C;
   using Params = typename Call::Params;
   using Base::span;
-  static constexpr bool kManyRegisters = true, kKeepsPlace = true;
+  static constexpr bool kManyRegisters = true;
   static constexpr bool kChains = !std::is_same_v<typename Call::Gradient, void>;
   static constexpr int kArgWords = Call::template Offset<N>(Call::kArgs);
   // Registers of a thread of the warp algorithm: its packs as they are loaded, then what it holds of them.
