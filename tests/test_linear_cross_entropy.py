@@ -163,7 +163,7 @@ CASES = [
 
 @pytest.mark.sweep(13)
 @pytest.mark.parametrize("algorithm, reduction, dtype, options, given", CASES)
-def test_loss_and_gradients(algorithm, reduction, dtype, options, given, quick_compilation):
+def test_loss_and_gradients(algorithm, reduction, dtype, options, given):
     check(algorithm, reduction, dtype, OPTIONS[options], **given)
 
 
@@ -171,7 +171,7 @@ def test_loss_and_gradients(algorithm, reduction, dtype, options, given, quick_c
 @pytest.mark.parametrize(
     "vocabulary", [152, 3]
 )  # of a width that kernels take as it is; and fewer columns than a vector
-def test_gradient_of_a_float32_weight(algorithm, vocabulary, quick_compilation):
+def test_gradient_of_a_float32_weight(algorithm, vocabulary):
     check(algorithm, "mean", "bfloat16", {}, weight_dtype="float32", vocabulary=vocabulary)
 
 
@@ -182,7 +182,7 @@ def test_a_float32_weight_has_a_gradient_that_is_not_rounded():
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_logits_may_be_float32(algorithm, quick_compilation):
+def test_logits_may_be_float32(algorithm):
     """They lose nothing then, where those of the type of the activations would."""
     h, weight, labels, *_ = problem(64, 24, 152, "bfloat16")
     memory = None if algorithm == "whole" else small_budget(algorithm, 64, 24, 152, logits_dtype="float32")
@@ -200,7 +200,7 @@ def test_logits_may_be_float32(algorithm, quick_compilation):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("reduction, dtype", [("mean", "bfloat16"), ("none", "float32"), ("none", "bfloat16")])
-def test_rows_without_a_label(algorithm, reduction, dtype, quick_compilation):
+def test_rows_without_a_label(algorithm, reduction, dtype):
     """Ignored rows are 0 with gradient 0, even if there are no others; a label that is no class makes NaN."""
     h, weight, labels, *_ = problem(21, 8, 45, dtype)
     memory = None if algorithm == "whole" else small_budget(algorithm, 21, 8, 45, dtype=dtype)
@@ -256,7 +256,7 @@ def test_operands_that_are_not_differentiated():
             assert len(re.findall(r" dot\(", program.as_text())) == products
 
 
-def test_batches(quick_compilation):
+def test_batches():
     """Rows of a batch are rows; a batch of weights is a loop. Per-example gradients too."""
     h, weight, labels, _, _ = problem(24, 8, 40)
     h, labels = h.reshape(4, 6, 8), labels.reshape(4, 6)
@@ -280,7 +280,7 @@ def test_batches(quick_compilation):
     np.testing.assert_allclose(found, 4 * jax.grad(loss, 1)(h, weight, labels), rtol=1e-4, atol=1e-6)
 
 
-def test_microbatches_in_a_scan(quick_compilation):
+def test_microbatches_in_a_scan():
     h, weight, labels, *_ = problem(24, 8, 40)
     loss = lambda w, h, y: jaxkern.linear_softmax_cross_entropy(h, w, y)
 
@@ -315,6 +315,8 @@ def test_precision_of_the_caller():
 
 # ---- memory
 
+CUBLAS = 4 << 20  # bytes that XLA gives to its products to work in
+
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("algorithm, memory", [("rows", 4_000_000), ("vocabulary", 5_000_000)])
@@ -337,7 +339,7 @@ def test_memory(algorithm, memory, reduction):
         compiled = jax.jit(jax.value_and_grad(f, (0, 1))).lower(*types).compile()
     temporary = compiled.memory_analysis().temp_size_in_bytes
     if ON_GPU:
-        assert temporary <= 1.02 * memory
+        assert temporary <= 1.02 * memory + CUBLAS
     else:
         assert temporary <= 2.6 * memory < 4 * rows * vocabulary
     shapes = re.findall(r"\w\d+\[([\d,]+)\]", compiled.as_text())

@@ -16,7 +16,6 @@ import jaxkern
 from jaxkern._core import compat, functor, launch, registry
 from jaxkern._ops.softmax import plan
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 MODULE = registry.kernels.module
 EPS = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 4e-6, "float64": 1e-13}
 NOTHING = -100  # ignore_index
