@@ -566,6 +566,7 @@ def test_programs_for_cuda_say_when_the_gradient_overwrites_the_logits(f):
 
 @needs_kernels
 @pytest.mark.parametrize("f", [mean_loss, squared_mean])
+@pytest.mark.usefixtures("highest_precision")
 def test_the_gradient_takes_the_place_of_logits_that_are_an_intermediate_result(f):
     """A step of training: one array of the logits' size at any time."""
     h, w = (
