@@ -1,14 +1,19 @@
 // Softmax over an axis that is not the last one: the algorithm column. Nothing is transposed.
 //
-// SoftmaxColumnRegisters: a tile is held in the registers of one warp or of a block. A warp is 4 packs (64
-// bytes) across and 8 rows down; each of the N columns of a thread's packs has a Stat of its own, and
-// merging over the 8 rows halves the columns of a lane at each step, which costs N - 1 merges instead of
-// 3 N. For few rows a warp is 32 packs across and each thread has all rows of its columns.
+//     SoftmaxColumnRegisters    reads a tile once and holds it in registers of one warp or of a block
+//     SoftmaxColumn             any height, masks, and any alignment (N = 1)
 //
-// SoftmaxColumn, for taller tiles, masks, and an inner dimension that is not a multiple of 16 bytes
-// (N = 1): a block takes a tile of lanes_x packs. Thread (x, y) owns pack x of rows y, y + threads_y, ... .
-// The tile is brought to shared memory with asynchronous copies, all in flight at once, and every thread
-// reads back only what it copied itself; a tile too tall for that is read twice.
+// Both read p.input of [outer, width, inner] and write p.out. A tile spans the whole softmax axis; memory traffic is
+// one read and one write of each array, except for tiles of SoftmaxColumn that exceed shared memory, which are read
+// twice.
+//
+// SoftmaxColumnRegisters: a warp is 4 packs (64 bytes) across and 8 rows down. Each of the N columns of a thread's
+// packs has its own Stat. Merging over the 8 rows halves the columns of a lane at each step, which costs N - 1 merges
+// instead of 3 N. For few rows a warp is 32 packs across and each thread holds all rows of its columns.
+//
+// SoftmaxColumn: a block takes a tile of lanes_x packs. Thread (x, y) owns pack x of rows y, y + threads_y, ... .
+// Asynchronous copies, all in flight at once, bring the tile to shared memory. Every thread reads back only what it
+// copied itself, so the tile needs no barrier.
 #pragma once
 
 #include "softmax/row.cuh"
@@ -17,18 +22,19 @@ namespace jaxkern {
 
 constexpr int kColumnThreads = 256;
 constexpr int kColumnParts = 4;
-// Rows whose exponentials share one rescaling. With a mask, four rows of eight columns would take ptxas seconds.
+// Rows whose exponentials share one rescaling. With a mask, unrolling four rows of eight columns takes ptxas seconds to
+// compile.
 template <bool kMasked> constexpr int kColumnUnroll = kMasked ? 1 : 4;
 
 // ---- the tile in registers
 
-constexpr int kTileLanes = 4;  // of a warp, across; the others are rows
+constexpr int kTileLanes = 4;  // lanes of a warp across; the other factor of 32 is rows
 constexpr int kTileRows = kWarp / kTileLanes;
-constexpr int kTileWarps = 16;  // at most
+constexpr int kTileWarps = 16;  // maximum
 
-// Merges each column's Stats over the rows of the warp. Lane (x, y) is left with column (the returned
-// number) of pack x in stat[0]. If a pack has fewer columns than the warp has rows, several lanes have the
-// same column, and all but one of them get -1.
+// Merges each column's Stats over the rows of the warp. Lane (x, y) keeps one column of pack x in stat[0]; its number
+// is returned. If a pack has fewer columns than the warp has rows, several lanes hold the same column, and all but one
+// of them return -1. N: elements of a pack.
 template <class Op, int N> __device__ __forceinline__ int MergeTileRows(typename Op::Stat (&stat)[N]) {
   int column = 0, columns = N;
 #pragma unroll
@@ -50,13 +56,17 @@ template <class Op, int N> __device__ __forceinline__ int MergeTileRows(typename
   return column;
 }
 
-// Blocks have up to 512 threads; a bound of 640 gives them 96 registers instead of 128, so that two more blocks of 7
-// warps fit a multiprocessor.
+// Launch bound. Blocks have up to 512 threads; a bound of 640 limits a thread to 96 registers instead of 128, which
+// lets two more blocks of 7 warps fit on a multiprocessor.
 template <class Op> constexpr int kColumnRegisterThreads =
     kWarp * kTileWarps * (Op::kInputs == 2 && sizeof(typename Op::T) >= 4 ? 5 : 4) / 4;
 
-// `warps` warps per tile: one, and the block has several tiles, or all warps of the block. kAlone: a tile is one warp,
-// which is 32 packs across.
+// `warps`: warps per tile; 1, where the block has several tiles, or all warps of the block. `tiles`: tiles along the
+// inner dimension. Requires arrays aligned to 16 bytes and inner a multiple of a pack.
+//
+//     Op      operation; see ops.cuh
+//     kPacks  rows that each thread holds
+//     kAlone  a tile is one warp, 32 packs across
 template <class Op, int kPacks, bool kAlone>
 __global__ void __launch_bounds__(kAlone ? 128 : kColumnRegisterThreads<Op>, kAlone ? 4 - Op::kInputs : 2 / Op::kInputs)
     SoftmaxColumnRegisters(const __grid_constant__ SoftmaxParams p, int warps, int64_t tiles) {
@@ -74,7 +84,7 @@ __global__ void __launch_bounds__(kAlone ? 128 : kColumnRegisterThreads<Op>, kAl
   const int step = kAlone ? 1 : warps * kTileRows;
   const int width = outer < p.rows && column < p.inner ? static_cast<int>(p.width) : 0;
   const int64_t first = (outer * p.width + first_row) * p.inner + column;
-  const int64_t stride = step * p.inner;  // pointers walk: a 64-bit product a row is 5% of the instructions
+  const int64_t stride = step * p.inner;  // pointers advance by it: a 64-bit product per row is 5% of the instructions
 
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
   Pack<T, N> held[kPacks][kInputs];
@@ -122,7 +132,7 @@ __global__ void __launch_bounds__(kAlone ? 128 : kColumnRegisterThreads<Op>, kAl
     } else {
       if (own >= 0) stats[warp][x * N + own] = stat[0];
       __syncthreads();
-      // 16 neighbouring lanes merge a column.
+      // 16 adjacent lanes merge a column.
       const int part = lane % kTileWarps;
       for (int c0 = 0; c0 < kColumns; c0 += blockDim.x / kTileWarps) {
         const int c = c0 + threadIdx.x / kTileWarps;
@@ -158,12 +168,13 @@ __global__ void __launch_bounds__(kAlone ? 128 : kColumnRegisterThreads<Op>, kAl
 // ---- the tile in shared memory
 
 struct ColumnPlan {
-  int lanes_x;    // power of two up to kColumnThreads
-  bool resident;  // the tile stays in shared memory
+  int lanes_x;    // packs across a tile: a power of two, at most kColumnThreads
+  bool resident;  // the tile is held in shared memory
   int64_t tiles;  // blocks along the inner dimension
 };
 static_assert(sizeof(ColumnPlan) == 16, "plan.py lays it out");
 
+// Op: operation; see ops.cuh. N: elements of a pack, 1 for unaligned arrays. kMasked: p.mask is applied.
 template <class Op, int N, bool kMasked> __global__ void __launch_bounds__(kColumnThreads)
     SoftmaxColumn(const __grid_constant__ SoftmaxParams p, const __grid_constant__ ColumnPlan plan) {
   using T = typename Op::T;
@@ -174,7 +185,7 @@ template <class Op, int N, bool kMasked> __global__ void __launch_bounds__(kColu
   static_assert(kStatSizes<T>, "plan.py");
   constexpr int kInputs = Op::kInputs;
   extern __shared__ __align__(128) char shared_bytes[];
-  // [threads_y][columns] Stats, [columns] merged Stats, then the tile.
+  // Layout: [threads_y][columns] Stats, [columns] merged Stats, then the tile.
   Stat* const stats = reinterpret_cast<Stat*>(shared_bytes);
   Stat* const merged = stats + kColumnThreads * N;
   const int columns = plan.lanes_x * N;
@@ -255,7 +266,7 @@ template <class Op, int N, bool kMasked> __global__ void __launch_bounds__(kColu
 #pragma unroll
     for (int j = 0; j < N; ++j) stats[y * columns + x * N + j] = stat[j];
     __syncthreads();
-    // kColumnParts neighbouring lanes merge a column.
+    // kColumnParts adjacent lanes merge a column.
     const int part = threadIdx.x % kColumnParts;
     for (int c0 = 0; c0 < columns; c0 += kColumnThreads / kColumnParts) {
       const int c = c0 + threadIdx.x / kColumnParts;

@@ -1,10 +1,20 @@
-// Softmax with scale, bias, mask, causal limit and dropout fused: how a row is then read and written, in place of
-// SoftmaxRow, and the gradients. The kernels are the ones of the warp, block and streaming algorithms.
+// Softmax with scale, bias, mask, causal limit and dropout fused into the read of a row, and its gradients.
 //
-// An element that takes no part has x = 0, a cotangent of 0 and -inf added to it, so that all elements of a row are
-// computed alike; all three are put into the packs as they were read, two 16-bit elements at a time.
+// Entry points are the kernels of registers.cuh and stream.cuh, instantiated with
 //
-// Which extras a call has is a template constant (kHas), except for the scale, which every kernel can apply.
+//     FusedRow           in place of SoftmaxRow: reads a row, applies the extras, writes the row
+//     FusedForward       Op of the result
+//     FusedBackward      Op of the gradient from x and the cotangent
+//     FusedFromOutput    Op of the gradient of softmax from its result and the cotangent
+//
+// They read the inputs of the Op, the bias and the mask, and write the output; see those files for the memory traffic.
+// An operand that broadcasts is read once per row that uses it, mostly from L2.
+//
+// An element that takes no part (masked, above the causal limit or outside of the row) has x = 0, a cotangent of 0 and
+// -inf added to it, so that all elements of a row follow the same code. These values are written into the packs as
+// loaded, two 16-bit elements at a time.
+//
+// The extras of a call are a template constant (kHas). The scale is not: every kernel applies one.
 #pragma once
 
 #include "common/philox.h"
@@ -13,34 +23,34 @@
 
 namespace jaxkern {
 
-// What a call has beyond a scale. A wide bias has the computing type, not the type of x.
+// Bits of kHas, the extras of a call besides the scale. A wide bias has the computing type instead of the type of x.
 constexpr uint32_t kHasBias = 1, kHasWideBias = 2, kHasMask = 4, kHasCausal = 8, kHasDropout = 16;
 
-// Rows lie along the last dimension, inner is 1, and there are fewer than 2^31 rows.
+// Requires the softmax axis to be the last dimension (inner is 1) and fewer than 2^31 rows.
 struct FusedParams : SoftmaxParams {
   const void* bias;
-  const void* scale;    // null: 1. In the computing type; the same along a row
-  const uint32_t* key;  // two words; key_per_row: two for each row, then its number and an unused word
+  const void* scale;    // in the computing type, constant along a row; null: 1
+  const uint32_t* key;  // two words; if key_per_row, four words per row: two of the key, the row's number, one unused
   BroadcastView bias_view, scale_view;
-  double kept_inverse;  // 1 / the fraction of elements that dropout keeps
-  uint32_t threshold;   // of 2^16: see philox.h
-  FastDivmod matrix;    // by the size of the dimension before the last
-  FastDivmod turn;      // by_runs: by kRun rows of every matrix
+  double kept_inverse;  // 1 / (fraction of elements that dropout keeps)
+  uint32_t threshold;   // drop threshold, out of 2^16: see philox.h
+  FastDivmod matrix;    // divides by the size of the dimension before the last
+  FastDivmod turn;      // by_runs: divides by kRun * the number of matrices
   bool key_per_row;
-  bool unscaled;  // the gradient is ds
-  bool by_runs;   // the order of rows: see RowAt
+  bool unscaled;  // the gradient is not multiplied by the scale
+  bool by_runs;   // rows are taken in the order of RowAt, not in memory order
 
-  // The columns of row `row` that take part in a causal softmax lie below this: the last row of a matrix takes all
-  // columns, each row before it one less.
+  // Returns the causal limit of `row`: columns below it take part. The last row of a matrix takes all columns, each row
+  // before it one fewer.
   __device__ __forceinline__ int64_t Limit(uint32_t row) const {
     const uint32_t in_matrix = row - matrix.Div(row) * matrix.divisor;
     const int64_t limit = int64_t{in_matrix} + 1 + width - matrix.divisor;
     return limit < 0 ? 0 : limit;
   }
 
-  // The row that is taken as the i-th. Operands that broadcast over matrices are read from memory once, and then from
-  // L2, if the same few rows of all matrices follow each other: by_runs takes rows [0, kRun) of every matrix, then rows
-  // [kRun, 2 kRun) of every matrix, and so on.
+  // Returns the row to process as the i-th. With by_runs these are rows [0, kRun) of every matrix, then rows [kRun, 2
+  // kRun) of every matrix, and so on: an operand that broadcasts over matrices is then read from memory once and from
+  // L2 afterwards.
   static constexpr int kRun = 32;
   __device__ __forceinline__ uint32_t RowAt(uint32_t i) const {
     if (!by_runs) return i;
@@ -50,20 +60,29 @@ struct FusedParams : SoftmaxParams {
 };
 static_assert(sizeof(FusedParams) == 680, "plan.py lays it out");
 
-// Each hexadecimal digit of `which`, 8 + byte, replicates the sign bit of that byte of `word` eight times.
+// Replicates sign bits over bytes. Each hexadecimal digit of `which` selects the source of one byte of the result:
+// digit 8 + b is the sign bit of byte b of `word`, replicated eight times.
 __device__ __forceinline__ uint32_t SpreadSigns(uint32_t word, int which) {
   uint32_t spread;
   asm("prmt.b32 %0, %1, 0, %2;" : "=r"(spread) : "r"(word), "r"(which));
   return spread;
 }
 
-// All ones for each element of word `w` of a pack of S whose byte in `bytes` has its sign bit set, else zeros.
+// Expands byte flags to an element mask: the bits of an element in word `w` of a pack of S are all ones if the
+// element's byte in `bytes` has its sign bit set, else zeros.
 template <class S, int kWords> __device__ __forceinline__ uint32_t ElementMask(const uint32_t (&bytes)[kWords], int w) {
   const int byte = w * 4 / static_cast<int>(sizeof(S)), low = byte % 4 + 8, high = sizeof(S) == 2 ? low + 1 : low;
   return SpreadSigns(bytes[byte / 4], low * 0x11 + high * 0x1100);
 }
 
-// x beyond the row's causal limit is not read. N is at most 8.
+// Reads and writes one row with the extras of kHas. Packs beyond the causal limit are not read. An Op states with
+// kFromInput that it takes x, to which scale, bias and mask are applied; otherwise it takes the result.
+//
+//     Op       FusedForward, FusedBackward, FusedFromOutput, or an Op derived from them
+//     N        elements of a pack, at most 8
+//     kHas     bits of the extras
+//     Index    integer type of pack numbers and columns
+//     kRagged  rows may begin or end within a pack
 template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> struct FusedRow
     : SoftmaxRow<Op, N, false, Index, kRagged> {
   using Base = SoftmaxRow<Op, N, false, Index, kRagged>;
@@ -73,27 +92,27 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
   using Base::span;
   static constexpr bool kBiased = (kHas & (kHasBias | kHasWideBias)) != 0, kMasked = (kHas & kHasMask) != 0;
   static constexpr bool kCausal = (kHas & kHasCausal) != 0;
-  // Dropout is of the result, or of the cotangent.
+  // Dropout applies to the result in the forward pass and to the cotangent in the gradient.
   static constexpr bool kDrops = (kHas & kHasDropout) != 0;
   static constexpr bool kWide = (kHas & kHasWideBias) != 0;
-  // Something is added to each element, and not the same to all of a pack.
+  // A value is added per element of a pack (else, one value for the whole pack).
   static constexpr bool kLifts = Op::kFromInput && (kBiased || kMasked || kRagged);
   using Lift = std::conditional_t<kWide, C, T>;
   static constexpr int kLiftWords = kLifts ? Pack<Lift, N>::kWords : 1;
   static constexpr int kByteWords = (N + 3) / 4;
   static constexpr bool kSkips = kCausal;
-  // Calls with at most one extra, not a mask, need few registers.
+  // Calls with at most one extra that is not a mask need few registers.
   static constexpr bool kLight = !kRagged && !kMasked && !kWide && (kHas & (kHas - 1)) == 0;
   static constexpr bool kManyRegisters = !kLight || Op::kInputs == 2;
   static constexpr int kStreamUnroll = 1, kStreamBlocks = 1;
   static constexpr int GroupBlocks(int) { return Op::kInputs == 1 ? (kLight ? 8 : 6) : kRagged ? 4 : 5; }
 
-  struct Bytes {  // an element's has its sign bit set if the element takes part
+  struct Bytes {  // one byte per element; the sign bit is set if the element takes part
     uint32_t word[kByteWords];
   };
   struct Raw {
     Pack<T, N> data[Op::kInputs];
-    uint32_t lift[kLiftWords];  // what is added to scale * x: as it lies in memory, or one C
+    uint32_t lift[kLiftWords];  // addend of scale * x: the bias pack as loaded, or one C
   };
 
   const FusedParams& p;
@@ -103,7 +122,7 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
   Index limit;
   uint32_t key[2], number;
 
-  // Row `at` in the order in which rows are taken. A row at or beyond the end has no elements; its other operands are
+  // `at` is the row's place in the order of RowAt. A row at or beyond the end has no elements; its other operands are
   // read as for the first row.
   __device__ __forceinline__ FusedRow(const FusedParams& params, int64_t at)
       : FusedRow(params, at, at < params.rows ? Ordered(params, static_cast<uint32_t>(at)) : 0) {}
@@ -125,7 +144,7 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
     return kBiased || kMasked ? params.RowAt(at) : at;
   }
 
-  // Sets the elements of a pack to zero that the draws of these columns drop.
+  // Sets the dropped elements of the pack at `column` to zero.
   __device__ __forceinline__ void Drop(Pack<T, N>& pack, Index column) const {
     const uint32_t block = static_cast<uint32_t>(column >> 3);
     PhiloxBlock draw = Philox(block, number, key[0], key[1]);
@@ -153,7 +172,8 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
         for (int i = 0; i < 6; ++i) w[i] = __funnelshift_r(w[i], w[i + 1], 16);
       }
     }
-    // min(1, draw - last draw that drops), of two draws at a time in two instructions: 1 keeps the element.
+    // Computes min(1, draw - last) per draw, where `last` is the largest draw that drops: 1 keeps the element. Two
+    // instructions handle two draws.
     const uint32_t last = p.threshold - 1, lasts = last * 0x10001u, minus = (-last & 0xffffu) * 0x10001u;
 #pragma unroll
     for (int j = 0; j < N; j += 2) {
@@ -168,13 +188,13 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
       }
     }
   }
-  // No element of pack `i` takes part.
+  // Whether no element of pack `i` takes part.
   __device__ __forceinline__ bool Beyond(Index i) const {
     const Index column = span.Column(i);
     return column >= limit || (kRagged && column <= -N);
   }
 
-  // The elements of the pack at `column` that lie in the row below its limit.
+  // Flags the elements of the pack at `column` that lie in the row and below its causal limit.
   __device__ __forceinline__ Bytes Below(Index column) const {
     Bytes bytes;
 #pragma unroll
@@ -192,12 +212,12 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
     return bytes;
   }
 
-  // All of the pack at `column` lies in the row.
+  // Whether all of the pack at `column` lies in the row.
   __device__ __forceinline__ bool Inside(Index column) const {
     return !kRagged || (column >= 0 && column + N <= span.width);
   }
 
-  // The elements of `below` that are not masked. Without ragged packs the mask's packs are aligned.
+  // Clears the flags of masked elements. If kRagged is false, the packs of the mask are aligned.
   __device__ __forceinline__ Bytes Unmasked(Index column, Bytes below) const {
     if (p.mask_view.axis_stride == 0) {
       if (__ldg(mask_row)) return below;
@@ -209,7 +229,7 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
       if constexpr (N == 8) *reinterpret_cast<uint2*>(word) = __ldg(reinterpret_cast<const uint2*>(mask_row + column));
       else word[0] = __ldg(reinterpret_cast<const uint32_t*>(mask_row + column));
 #pragma unroll
-      for (int i = 0; i < kByteWords; ++i) below.word[i] &= word[i] << 7;  // a byte is 0 or 1
+      for (int i = 0; i < kByteWords; ++i) below.word[i] &= word[i] << 7;  // mask bytes are 0 or 1
     } else {
 #pragma unroll
       for (int j = 0; j < N; ++j) {
@@ -229,7 +249,7 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
     return below;
   }
 
-  // The bias of a pack with elements in the row, as it lies in memory.
+  // Loads the bias of a pack that has elements in the row; not converted.
   __device__ __forceinline__ void LoadBias(Index column, uint32_t (&words)[kLiftWords]) const {
     using B = Lift;
     constexpr int kWords = Pack<B, N>::kWords, kBytes = N * sizeof(B) < 16 ? N * sizeof(B) : 16;
@@ -260,7 +280,7 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
     for (int i = 0; i < kWords; ++i) words[i] = pack.word[i];
   }
 
-  // Words of a pack of S, and `otherwise` for the elements that take no part.
+  // Replaces the elements of a pack of S (given as words) that take no part by `otherwise`.
   template <class S, int kWords>
   static __device__ __forceinline__ void Confine(uint32_t (&words)[kWords], const Bytes& part, C otherwise) {
     const Pack<S, N> fill = Filled<S, N>(FromCompute<S>(otherwise));
@@ -271,12 +291,12 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
     }
   }
 
-  // Zeros for the elements of g where y is 0.
+  // Clears the elements of g where y is 0.
   static __device__ __forceinline__ void ZeroLike(const Pack<T, N>& y, Pack<T, N>& g) {
     if constexpr (sizeof(T) == 2) {
 #pragma unroll
       for (int i = 0; i < Pack<T, N>::kWords; ++i) {
-        g.word[i] &= SpreadSigns((y.word[i] & 0x7fff7fffu) + 0x7fff7fffu, 0xbb99);  // not 0: a sign bit
+        g.word[i] &= SpreadSigns((y.word[i] & 0x7fff7fffu) + 0x7fff7fffu, 0xbb99);  // sign bit: y is not 0
       }
     } else {
 #pragma unroll
@@ -286,7 +306,8 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
     }
   }
 
-  // Loads first, then the random draws, which need nothing from memory. AnyRaw: Raw or a class derived from it.
+  // Issues all loads first; the random draws need no memory and overlap with them. AnyRaw: Raw or a class derived from
+  // it.
   template <class AnyRaw, int kPacks>
   __device__ __forceinline__ void LoadAll(AnyRaw (&raw)[kPacks], Index first, Index step) const {
     Base::LoadAll(raw, first, step, (limit + span.shift + N - 1) / N);
@@ -387,7 +408,7 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
     }
   }
 
-  // Multiplies the factors of all of a row's results into the Final.
+  // Multiplies the Final by the factors that all elements of the row share.
   __device__ __forceinline__ void Scale(typename Op::Final& final) const {
     if constexpr (kDrops) Op::Scale(final, static_cast<C>(p.kept_inverse));
     if (Op::kInputs == 2 && !p.unscaled) Op::Scale(final, scale);
@@ -408,16 +429,17 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
   }
 };
 
+// Op of the forward pass. T_: element type. kLog: log_softmax.
 template <class T_, bool kLog> struct FusedForward : Forward<T_, kLog, false, kLog> {
   using Base = Forward<T_, kLog, false, kLog>;
   using C = typename Base::C;
   using Final = typename Base::Final;
   static constexpr bool kFromInput = true;
 
-  // A scaled element is not what was read.
+  // The elements differ from the packs as loaded because they are scaled (kAsRead is false).
   template <int kPacks, int N, bool kSkips> using Tile = typename Base::template Tile<kPacks, N, kSkips, false>;
 
-  static __device__ __forceinline__ C Neutral(int) { return 0; }  // and -inf is added
+  static __device__ __forceinline__ C Neutral(int) { return 0; }  // -inf is added to excluded elements
   static __device__ __forceinline__ void Scale(Final& f, C factor) {
     f.inverse *= factor;
     f.inverse_low *= factor;
@@ -425,8 +447,12 @@ template <class T_, bool kLog> struct FusedForward : Forward<T_, kLog, false, kL
   static __device__ __forceinline__ bool Empty(const Final&) { return false; }
 };
 
-// From s = scale * x + bias and h, the cotangent of the kept elements: ds = p * (h - sum(p * h)) of softmax,
-// ds = h - p * sum(h) of log_softmax, with p = e^(s - max) / sum(e^(s - max)).
+// Op of the gradient from s = scale * x + bias and h, the cotangent with dropout applied:
+//
+//     softmax      ds = p * (h - sum(p * h))     p = e^(s - max) / sum(e^(s - max))
+//     log_softmax  ds = h - p * sum(h)
+//
+// T_: element type. kLog: log_softmax.
 template <class T_, bool kLog> struct FusedBackward {
   using T = T_;
   using Powers = Forward<T, kLog, false, kLog>;
@@ -438,14 +464,14 @@ template <class T_, bool kLog> struct FusedBackward {
   struct Stat {
     C max;
     S powers;  // sum of e^(s - max)
-    S dot;     // of e^(s - max) * h; log: of h
+    S dot;     // sum of e^(s - max) * h; log: sum of h
   };
   struct Final {
     C max;
     C factor;     // scale / powers; log: scale * sum(h) / powers
-    C dot, rest;  // sum(p * h); float: what that lacks
-    C scale;      // log: what h is multiplied by
-    bool empty;   // no s but -inf
+    C dot, rest;  // sum(p * h), and for float its rounding error
+    C scale;      // log: factor of h
+    bool empty;   // every s is -inf
   };
 
   static __device__ __forceinline__ Stat Identity() { return {-Infinity<C>(), S(0), S(0)}; }
@@ -497,10 +523,10 @@ template <class T_, bool kLog> struct FusedBackward {
   static __device__ __forceinline__ bool Regular(const Final& f) {
     return f.factor - f.factor == C(0) && f.dot - f.dot == C(0) && !f.empty;
   }
-  // A row without a participant has no gradient, whatever the cotangent holds.
+  // The gradient of a row without participants is 0 even if the cotangent is NaN or infinite.
   static __device__ __forceinline__ bool Empty(const Final& f) { return f.empty; }
 
-  // Holds e^(s - max of the warp), for which 16 bits are too few, and h as it was read.
+  // Holds e^(s - max of the warp) in C, because 16 bits are not accurate enough, and h as loaded.
   template <int kPacks, int N, bool kSkips = false> struct Tile {
     C held[kPacks][N];
     Pack<T, N> cotangent[kPacks];
@@ -550,8 +576,9 @@ template <class T_, bool kLog> struct FusedBackward {
   };
 };
 
-// From the result y of softmax without dropout: dx = scale * y * (g - sum(y * g)), whatever the bias was. Where y is 0,
-// as it is where it is masked, FusedRow makes g 0, and empty rows need no further care.
+// Op of the gradient from y, the result of softmax without dropout: dx = scale * y * (g - sum(y * g)). It does not
+// depend on the bias. FusedRow clears g where y is 0, including masked elements, so empty rows need no special case.
+// T_: element type.
 template <class T_> struct FusedFromOutput {
   using T = T_;
   using C = Compute<T>;
@@ -564,7 +591,7 @@ template <class T_> struct FusedFromOutput {
   };
   struct Final {
     C scale;
-    C sum, rest;  // float: what sum lacks
+    C sum, rest;  // float: rounding error of sum
     C product;    // scale * sum
   };
   static __device__ __forceinline__ Stat Identity() { return {S(0)}; }
@@ -593,7 +620,7 @@ template <class T_> struct FusedFromOutput {
       if constexpr (sizeof(T) == 4) out[j] = v[0][j] * f.scale * ((v[1][j] - f.sum) - f.rest);
       else out[j] = v[0][j] * fma(v[1][j], f.scale, -f.product);
     }
-    if (!(f.product - f.product == C(0))) {  // 0 times what is not finite
+    if (!(f.product - f.product == C(0))) {  // avoids 0 * NaN and 0 * inf
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         if (v[0][j] == C(0)) out[j] = 0;

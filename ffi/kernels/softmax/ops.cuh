@@ -1,24 +1,26 @@
-// What the kernels of the softmax family compute, apart from how they read and write: one struct for the forward pass
-// and one for the gradient, used by every kernel.
+// The arithmetic of the softmax family: one Op for the forward pass and one for the gradient, used by every kernel.
+// Device functions only; this file has no kernels and accesses no global memory.
 //
 //     forward    softmax       y  = exp(x - max) / sum(exp(x - max))
 //                log_softmax   y  = x - max - log(sum(exp(x - max)))
 //     gradient   softmax       dx = y * (g - sum(y * g))
 //                log_softmax   dx = g - softmax(x) * sum(g), in 16 bit g - exp(y) * sum(g)
 //
-// over the middle dimension of [outer, width, inner]. The output of a masked element is 0 (log_softmax: -inf), its
-// gradient 0. A row without participants, or with nothing but -inf, consists of such elements: never NaN. NaN and +inf
-// propagate.
+// over the middle dimension of [outer, width, inner]. A masked element has the output 0 (log_softmax: -inf) and the
+// gradient 0. All elements of a row without participants, or whose elements are all -inf, get the same values, never
+// NaN. NaN and +inf propagate.
 //
-// An Op works on packs of its kInputs operands (forward: x; gradient: y or x, and g), already converted to the compute
-// type:
-//     Accumulate   folds a pack into a Stat (a thread's share of a row)
+// An Op works on packs of its kInputs operands (forward: x; gradient: y or x, and g), converted to the computing type:
+//     Accumulate   folds a pack into a Stat, a thread's share of a row
+//     First        returns the Stat of a first pack
 //     Merge        combines two Stats
+//     Exchange     returns the Stat of another lane
+//     MergeLanes   merges the Stats of aligned groups of lanes
 //     Finish       turns the Stat of the whole row into the Final that Map needs
 //     Map          turns a pack and the Final into the output pack
-//     Tile         holds a thread's packs of one row in registers: Set all (changed: by the mask), Reduce, Localize the
-//                  row's Final, Get each
-// A masked element enters as Neutral(); Map turns it into Masked() if the Final is Regular().
+//     Tile         holds a thread's packs of one row in registers: Set stores a pack (changed: by the mask), Reduce
+//                  returns the Stat, Localize adapts the row's Final to the warp, Get returns an output pack
+// A masked element enters as Neutral(). Map turns it into Masked() if the Final is Regular().
 #pragma once
 
 #include "common/exponential.cuh"
@@ -27,7 +29,7 @@
 
 namespace jaxkern {
 
-// Two 16-bit elements. Maxima ignore NaN, here and of floats; the exponentials propagate it.
+// Two 16-bit elements. Maxima ignore NaN, for floats too; the exponentials propagate it.
 template <class T> using Two = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
 struct MaxOfTwo {
   template <class V> __device__ __forceinline__ V operator()(V a, V b) const { return __hmax2(a, b); }
@@ -42,8 +44,13 @@ template <class T, int N> __device__ __forceinline__ Two<T> LargestTwo(const Pac
   return Fold(all, MaxOfTwo());
 }
 
-// kColumns: for the column kernels, where a thread has many Stats and merges them over few lanes: sums are merged in
-// Compute<T>, not Sum<T>. kDifference: see ExpDifference.
+// Op of the forward pass.
+//
+//     T_           element type
+//     kLog         log_softmax
+//     kColumns     for the column kernels, whose threads have many Stats and merge them over few lanes: sums have the
+//                  type Compute<T>, not Sum<T>
+//     kDifference  see ExpDifference
 template <class T_, bool kLog, bool kColumns = false, bool kDifference = kColumns && sizeof(T_) == 2> struct Forward {
   using T = T_;
   using C = Compute<T>;
@@ -60,27 +67,27 @@ template <class T_, bool kLog, bool kColumns = false, bool kDifference = kColumn
 
   struct Final {
     C max;
-    C norm;         // log: the logarithm of the sum
+    C norm;         // log: logarithm of the sum
     C inverse;      // 1 / sum
-    C inverse_low;  // float, double: what inverse lacks
+    C inverse_low;  // float, double: rounding error of inverse
   };
 
   static __device__ __forceinline__ Stat Identity() { return {-Infinity<C>(), S(0)}; }
   static __device__ __forceinline__ C Neutral(int) { return -Infinity<C>(); }
   static __device__ __forceinline__ C Masked() { return kLog ? -Infinity<C>() : C(0); }
 
-  // Both maxima are -inf if neither side has a participant.
+  // Base() handles the case that both maxima are -inf because neither side has a participant.
   static __device__ __forceinline__ Stat Merge(Stat a, Stat b) {
     const C max = Max(a.max, b.max), base = Base(max);
     return {max, a.sum * Factor(a.max, base) + b.sum * Factor(b.max, base)};
   }
 
-  // The Stat of the lane whose number differs in the bit `lane`.
+  // Returns the Stat of the lane whose number differs in the bit `lane`.
   static __device__ __forceinline__ Stat Exchange(Stat stat, int lane) {
     return {__shfl_xor_sync(0xffffffffu, stat.max, lane), __shfl_xor_sync(0xffffffffu, stat.sum, lane)};
   }
 
-  // Merge over aligned groups of kLanes lanes, with fewer exponentials.
+  // Merges over aligned groups of kLanes lanes, with fewer exponentials than repeated Merge.
   template <int kLanes> static __device__ __forceinline__ Stat MergeLanes(Stat stat) {
     const C max = ReduceLanes<kLanes>(stat.max, MaxOf());
     return {max, ReduceLanes<kLanes>(stat.sum * Factor(stat.max, Base(max)), SumOf())};
@@ -95,7 +102,7 @@ template <class T_, bool kLog, bool kColumns = false, bool kDifference = kColumn
     stat = {max, stat.sum * Factor(stat.max, base) + Fold(e, SumOf())};
   }
 
-  // Accumulate from nothing.
+  // Returns the Stat of a first pack.
   template <int N> static __device__ __forceinline__ Stat First(const C (&v)[1][N]) {
     const C max = Fold(v[0], MaxOf()), base = Base(max);
     C e[N];
@@ -108,11 +115,12 @@ template <class T_, bool kLog, bool kColumns = false, bool kDifference = kColumn
     Final f;
     f.max = Base(stat.max);
     const bool empty = stat.sum == S(0);
-    const C sum = static_cast<C>(stat.sum), rest = static_cast<C>(stat.sum - sum);  // rest: 0 but for float
+    const C sum = static_cast<C>(stat.sum), rest = static_cast<C>(stat.sum - sum);  // rest: 0 unless T is float
     f.inverse = empty ? C(0) : Reciprocal(sum);
     f.inverse_low = 0;
     if constexpr (kLog) {
-      // Without the term that is 0 in 16 bit, ptxas interleaves the rows of a thread and takes twice the registers.
+      // log: in 16 bit `rest` is 0, but without its term ptxas interleaves a thread's rows and needs twice the
+      // registers.
       if constexpr (sizeof(T) == 8) f.norm = log(sum);
       else if constexpr (sizeof(T) == 4 || kDifference) f.norm = logf(sum) + rest * f.inverse;
       else f.norm = logf(WithoutExcess<T>(sum, f.max)) + rest * f.inverse;
@@ -129,7 +137,7 @@ template <class T_, bool kLog, bool kColumns = false, bool kDifference = kColumn
     else return __frcp_rn(sum);
   }
 
-  // exp / sum, beyond 16 bit to the accuracy of a division.
+  // exp / sum; for float and double as accurate as a division.
   static __device__ __forceinline__ C Divide(C e, const Final& f) {
     if constexpr (sizeof(T) == 2) return e * f.inverse;
     else return fma(e, f.inverse, e * f.inverse_low);
@@ -143,8 +151,8 @@ template <class T_, bool kLog, bool kColumns = false, bool kDifference = kColumn
     }
   }
 
-  // 16-bit softmax: e^(x - max) / sum as the single power 2^(x * log2(e) - offset), for rows where taking
-  // log2(sum) into the exponent costs no more than 2^-19. It saves a multiplication an element.
+  // 16-bit softmax: e^(x - max) / sum as the single power 2^(x * log2(e) - offset), which saves a multiplication per
+  // element. Used for rows where moving log2(sum) into the exponent costs at most 2^-19.
   static constexpr bool kOnePower = sizeof(T) == 2 && !kLog;
   static __device__ __forceinline__ bool OnePower(const Final& f, float* offset) {
     *offset = __fmul_rn(f.max, kLog2E) - __log2f(f.inverse);
@@ -155,15 +163,18 @@ template <class T_, bool kLog, bool kColumns = false, bool kDifference = kColumn
     for (int j = 0; j < N; ++j) out[j] = Exp2Approx(fmaf(v[0][j], kLog2E, -offset));
   }
 
-  // Whether nothing in the row was NaN or +inf.
+  // Whether the row has neither NaN nor +inf.
   static __device__ __forceinline__ bool Regular(const Final& f) {
     return f.max < Infinity<C>() && (kLog ? f.norm == f.norm : f.inverse == f.inverse);
   }
 
-  // Holds e^(x - max of the warp) (log: x), so that each exponential is taken once. kSkips: some packs are not Set
-  // but skipped. kAsRead: what is Set, if it is not changed, are the elements of the pack, as they are.
+  // Holds e^(x - max of the warp) (log: x), so that each exponential is computed once.
+  //
+  //     kPacks, N  packs of a thread, and elements of a pack
+  //     kSkips     some packs are skipped instead of Set
+  //     kAsRead    a pack that is Set and not changed consists of the elements as loaded
   template <int kPacks, int N, bool kSkips = false, bool kAsRead = true> struct Tile {
-    // The largest of a pack as it was read, two 16-bit elements at a time.
+    // Find the largest element of a pack before conversion, two 16-bit elements at a time.
     static constexpr bool kByTwo = kAsRead && sizeof(T) == 2 && N % 2 == 0;
     C held[kPacks][N];
     C local_max;
@@ -178,8 +189,7 @@ template <class T_, bool kLog, bool kColumns = false, bool kDifference = kColumn
       if (changed) as_read = false;
       else if constexpr (kByTwo) largest[i] = LargestTwo<T, N>(raw[0]);
     }
-    // Reduces over aligned groups of kLanes lanes. `widen` may replace their maximum by that of a
-    // wider group.
+    // Reduces over aligned groups of kLanes lanes. `widen` may replace their maximum by the maximum of a larger group.
     template <int kLanes, class Widen> __device__ __forceinline__ Stat Reduce(Widen widen) {
       C of_pack[kPacks];
       C max = -Infinity<C>();
@@ -206,9 +216,9 @@ template <class T_, bool kLog, bool kColumns = false, bool kDifference = kColumn
       }
       return {local_max, ReduceLanes<kLanes>(static_cast<S>(Fold(of_pack, SumOf())), SumOf())};
     }
-    // The Final for this warp of a row that other warps share: what is held is relative to this warp's own maximum.
+    // Adapts the Final of a row that several warps share: the held values are relative to this warp's own maximum.
     __device__ __forceinline__ Final Localize(Final f) const {
-      // A warp of nothing but -inf holds zeros; its factor must not make them NaN.
+      // If all elements of the warp are -inf, it holds zeros; a factor of NaN would turn them into NaN.
       const C rescale = local_max == -Infinity<C>() ? C(0) : Factor(local_max, f.max);
       f.inverse *= rescale;
       f.inverse_low *= rescale;
@@ -224,8 +234,8 @@ template <class T_, bool kLog, bool kColumns = false, bool kDifference = kColumn
   };
 };
 
-// The Tile of an Op of two inputs that takes no exponential: its packs as they were read, since two inputs in float
-// would be too many registers.
+// Tile of an Op with two inputs and no exponential. It holds the packs as loaded, because two inputs in float would
+// need too many registers. kPacks: packs of a thread. N: elements of a pack.
 template <class Op, int kPacks, int N> struct PacksAsRead {
   using T = typename Op::T;
   using C = typename Op::C;
@@ -252,9 +262,11 @@ template <class Op, int kPacks, int N> struct PacksAsRead {
   }
 };
 
-// A gradient from the output:
+// Op of the gradient from the output:
 //     softmax             dx = y * (g - sum(y * g))
 //     log_softmax         dx = g - exp(y) * sum(g)
+//
+// T_: element type. kLog: log_softmax. kColumns: as for Forward.
 template <class T_, bool kLog, bool kColumns = false> struct FromOutput {
   using T = T_;
   using C = Compute<T>;
@@ -263,16 +275,16 @@ template <class T_, bool kLog, bool kColumns = false> struct FromOutput {
   static constexpr int kInputs = 2;  // y, g
 
   struct Stat {
-    S sum;      // sum y * g; log: sum g
-    int alive;  // not 0: some y is not 0; log: not -inf
+    S sum;      // sum of y * g; log: sum of g
+    int alive;  // nonzero if some y is not 0 (log: not -inf)
   };
   struct Final {
     C sum;
-    C rest;  // float: what sum lacks
+    C rest;  // float: rounding error of sum
     int alive;
   };
 
-  // Not 0 if x is not.
+  // Nonzero if x is nonzero.
   static __device__ __forceinline__ int Bits(float x) { return __float_as_int(x); }
   static __device__ __forceinline__ int Bits(double x) { return __double2hiint(x) | __double2loint(x); }
 
@@ -285,7 +297,7 @@ template <class T_, bool kLog, bool kColumns = false> struct FromOutput {
   }
   static __device__ __forceinline__ Final Finish(Stat stat) {
     const C sum = static_cast<C>(stat.sum);
-    const C rest = sum - sum == C(0) ? static_cast<C>(stat.sum - sum) : C(0);  // inf has none
+    const C rest = sum - sum == C(0) ? static_cast<C>(stat.sum - sum) : C(0);  // 0 for an infinite sum
     return {sum, rest, stat.alive};
   }
   template <int kLanes> static __device__ __forceinline__ Stat MergeLanes(Stat stat) {
@@ -318,7 +330,7 @@ template <class T_, bool kLog, bool kColumns = false> struct FromOutput {
   template <int N> static __device__ __forceinline__ void Map(const C (&v)[2][N], const Final& f, C (&out)[N]) {
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      // A row without a participant has no gradient, whatever the cotangent holds.
+      // The gradient of a row without participants is 0 even if the cotangent is NaN or infinite.
       if constexpr (kLog) out[j] = v[1][j] - ExpDifference<T>(v[0][j], C(0)) * f.sum;
       else if constexpr (sizeof(T) == 4) out[j] = v[0][j] * ((v[1][j] - f.sum) - f.rest);
       else out[j] = v[0][j] * (v[1][j] - f.sum);
@@ -332,9 +344,9 @@ template <class T_, bool kLog, bool kColumns = false> struct FromOutput {
   template <int kPacks, int N, bool = false> using Tile = PacksAsRead<FromOutput, kPacks, N>;
 };
 
-// The gradient of log_softmax from the input: dx = g - exp(x - max) / sum(exp(x - max)) * sum(g). The rounding of y
-// would come back multiplied by |y|; this costs one more exponential and no more bytes. x may be y too, whose
-// softmax is the same.
+// Op of the gradient of log_softmax from the input: dx = g - exp(x - max) / sum(exp(x - max)) * sum(g). From the
+// output, the rounding error of y would be amplified by |y|. This Op takes one more exponential and the same memory
+// traffic. x may also be y, whose softmax is the same. T_, kColumns: as for Forward.
 template <class T_, bool kColumns = false> struct FromInput {
   using T = T_;
   using Powers = Forward<T, true, kColumns>;
@@ -343,14 +355,14 @@ template <class T_, bool kColumns = false> struct FromInput {
   using ForColumns = FromInput<T, true>;
   static constexpr int kInputs = 2;  // x, g
 
-  struct alignas(8) Stat {  // see StoreRemote
+  struct alignas(8) Stat {  // aligned for StoreRemote
     typename Powers::Stat powers;
     S sum;  // of g
   };
   struct Final {
     C max;
     C factor;    // sum(g) / sum(exp(x - max))
-    bool empty;  // no x but -inf
+    bool empty;  // every x is -inf
   };
 
   static __device__ __forceinline__ Stat Identity() { return {Powers::Identity(), S(0)}; }
@@ -386,7 +398,7 @@ template <class T_, bool kColumns = false> struct FromInput {
     return {Powers::First(x), static_cast<S>(Fold(v[1], SumOf()))};
   }
 
-  // A row without a participant has no gradient, whatever the cotangent holds.
+  // The gradient of a row without participants is 0 even if the cotangent is NaN or infinite.
   static __device__ __forceinline__ C One(C power, C g, const Final& f) {
     return f.empty ? C(0) : fma(-power, f.factor, g);
   }
@@ -399,7 +411,7 @@ template <class T_, bool kColumns = false> struct FromInput {
   static constexpr bool kOnePower = false;
   static __device__ __forceinline__ bool Regular(const Final& f) { return f.factor - f.factor == C(0); }
 
-  // Holds the packs as they were read; beyond 16 bit e^(x - max of the warp) takes the place of x.
+  // Holds the packs as loaded; for float and double, e^(x - max of the warp) replaces x.
   template <int kPacks, int N, bool = false> struct Tile {
     static constexpr bool kKeeps = sizeof(T) > 2;
     Pack<T, N> held[kPacks][2];
@@ -445,12 +457,14 @@ template <class T_, bool kColumns = false> struct FromInput {
   };
 };
 
-// 16-bit results hide the rounding of y (jax.nn's gradient, in 16-bit arithmetic, errs more), and have no time for
-// the exponential.
+// Op of the gradient for rows. For 16-bit log_softmax it takes the output: the rounding error of y is below the
+// resolution of the result (jax.nn's 16-bit arithmetic has a larger error), and the additional exponential of FromInput
+// would limit the speed.
 template <class T, bool kLog> using Backward =
     std::conditional_t<kLog && (sizeof(T) > 2), FromInput<T>, FromOutput<T, kLog>>;
 
-// Merges one Stat per warp (the same in all its lanes) over the block; every thread gets the result. One barrier.
+// Merges one Stat per warp (equal in all lanes of the warp) over the block, with one barrier. Every thread gets the
+// result. `room`: 16 Stats in shared memory.
 template <class Op>
 __device__ __forceinline__ typename Op::Stat ReduceBlock(typename Op::Stat stat, typename Op::Stat* room) {
   constexpr int kMaxWarps = 16;
@@ -459,7 +473,7 @@ __device__ __forceinline__ typename Op::Stat ReduceBlock(typename Op::Stat stat,
       [](typename Op::Stat s) { return Op::template MergeLanes<kMaxWarps>(s); });
 }
 
-// plan.py sizes shared memory and scratch by these.
+// plan.py sizes shared memory and scratch by these Stats.
 template <class T> constexpr bool kStatSizes =
     sizeof(typename Forward<T, true>::Stat) == (sizeof(T) == 2 ? 8 : 16) &&
     sizeof(typename Backward<T, false>::Stat) == (sizeof(T) == 2 ? 8 : 16) &&

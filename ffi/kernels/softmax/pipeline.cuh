@@ -1,18 +1,19 @@
-// Softmax of rows too long for registers, on sm_90: the algorithm pipeline. Rows are read from memory once.
+// Softmax of rows too long for registers, on sm_90: the algorithm pipeline.
 //
-// A cluster of 1, 2, 4, 8 or 16 blocks holds a row in shared memory, each block an equal piece of
-// it, and walks over its rows (the grid is persistent). A piece is cut into chunks, which occupy the
-// slots of a ring:
+// SoftmaxPipeline reads p.input and writes p.out. Memory traffic: one read and one write of each row.
+//
+// A cluster of 1, 2, 4, 8 or 16 blocks holds a row in shared memory, each block an equal piece of it. The grid is
+// persistent: a cluster processes one row after the other. A piece is cut into chunks, which occupy the slots of a ring
+// buffer:
 //
 //     producer warp   for every chunk of every row: wait until its slot is empty, start a bulk copy
 //     consumer warps  pass 1: wait for each chunk, accumulate the Stat
 //                     merge over the block, then over the cluster through distributed shared memory
-//                     pass 2: read each chunk again, write the output, hand the slot back
+//                     pass 2: read each chunk again, write the output, release the slot
 //
-// A slot that pass 2 hands back is refilled with the next row at once, so loading does not stop
-// while this row is reduced and written. There is no block-wide barrier except the one of the
-// merge; its shared memory is doubled by row parity, so that a fast warp cannot overwrite what a slow one
-// still reads.
+// A slot that pass 2 releases is refilled with the next row at once, so loads continue while this row is reduced and
+// written. The merge has the only block-wide barrier. Its shared memory is double-buffered by row parity, so that a
+// fast warp cannot overwrite what a slow one still reads.
 #pragma once
 
 #include "common/async.cuh"
@@ -24,7 +25,7 @@ namespace jaxkern {
 constexpr int kConsumers = 512;
 constexpr int kPipelineThreads = kConsumers + kWarp;
 
-// Packs of a chunk that a thread handles, and its bytes over all inputs.
+// Packs of a chunk per thread and per block, and bytes of a slot over all inputs. Op: operation; see ops.cuh.
 template <class Op> constexpr int kChunkUnroll = Op::kInputs == 1 ? 2 : 1;
 template <class Op> constexpr int kChunkPacks = kConsumers * kChunkUnroll<Op>;
 template <class Op> constexpr int kSlotBytes = 16 * kChunkPacks<Op> * Op::kInputs;
@@ -39,6 +40,7 @@ template <class Op> struct PipelineShared {
   typename Op::Stat exchange[2][kMaxCluster];
 };
 
+// Op: operation; see ops.cuh. piece_packs: packs of a row that a block holds.
 template <class Op> __global__ void __launch_bounds__(kPipelineThreads, 1)
     SoftmaxPipeline(const __grid_constant__ SoftmaxParams p, int piece_packs) {
   static_assert(kStatSizes<typename Op::T>, "plan.py");
@@ -66,12 +68,12 @@ template <class Op> __global__ void __launch_bounds__(kPipelineThreads, 1)
     for (int i = 0; i < 2; ++i) InitBarrier(&shared.exchanged[i], 1);
     FenceBarrierInit();
   }
-  // Remote arrivals and writes need every block of the cluster to have come this far.
+  // Every block of the cluster must have started and initialized its barriers before remote arrivals and writes.
   __syncthreads();
   SyncCluster();
 
-  // A pack is copied in bulk when all of it lies inside the arrays, even if it sticks out of the
-  // row; only at the very ends of the arrays does a consumer read a pack's elements itself.
+  // A pack is copied in bulk if all of it lies inside the arrays, even if it extends beyond the row. Only at the ends
+  // of the arrays does a consumer load the elements of a pack itself.
   int slot = 0;
   uint32_t parity = 0;
   auto advance = [&] {
@@ -105,7 +107,7 @@ template <class Op> __global__ void __launch_bounds__(kPipelineThreads, 1)
       }
     }
   } else {
-    // The usual chunk: full, and of whole packs only.
+    // Whether a chunk is full and has whole packs only: the common case.
     auto whole_chunk = [&](const RowOf& row, int c) {
       const int from = begin + c * kChunkPacks<Op>;
       return from >= row.span.whole_begin && from + kChunkPacks<Op> <= min(row.span.whole_end, begin + piece_packs);
@@ -120,7 +122,7 @@ template <class Op> __global__ void __launch_bounds__(kPipelineThreads, 1)
       }
       return raw;
     };
-    // Any chunk's pack.
+    // Loads a pack of any chunk.
     auto load = [&](const RowOf& row, int at_slot, int offset, int pack) {
       typename RowOf::Raw raw;
       const char* const slot_packs = ring + at_slot * kSlotBytes<Op> + offset * 16;
@@ -143,7 +145,7 @@ template <class Op> __global__ void __launch_bounds__(kPipelineThreads, 1)
       return raw;
     };
 
-    int turn = 0;  // rows done
+    int turn = 0;  // number of rows done
     for (int64_t r = first_row; r < p.rows; r += row_step, ++turn) {
       const RowOf row(p, r);
       const int end = min(row.span.Count(), begin + piece_packs);
@@ -234,7 +236,7 @@ template <class Op> __global__ void __launch_bounds__(kPipelineThreads, 1)
       }
     }
   }
-  // No block may leave while another still writes to its shared memory.
+  // A block must not exit while another one still writes to its shared memory.
   __syncwarp();
   SyncCluster();
 #endif

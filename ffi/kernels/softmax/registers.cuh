@@ -1,15 +1,18 @@
-// Softmax with a row held in registers: the algorithms sub_warp, warp, block and cluster. Rows are read and written
-// once.
+// Softmax with a row held in registers: the algorithms sub_warp, warp, block and cluster.
 //
-// A row belongs to a group of kLanes threads, to a block (kBlockLanes) or to a cluster of blocks
-// (kClusterLanes, sm_90); thread t of the group holds packs t, t + group, ... , kPacks of them, of
-// kRows rows. All loads are issued before the first use. A
-// row of a block costs one barrier: each warp contributes its own (max, sum) and every thread merges them
-// in the same order. The blocks of a cluster do the same once more through each other's shared memory.
+//     SoftmaxRegisters    a row per group of lanes, per block or per cluster
+//     SoftmaxStaged       narrow rows that do not begin on 16 bytes
 //
-// Narrow rows that do not start on 16 bytes (SoftmaxStaged) are staged in shared memory: the
-// rows of a block are contiguous, are copied in and out as 16-byte vectors, and each group reads its
-// row there at whatever alignment it has.
+// Both read p.input and write p.out. Memory traffic: one read and one write of each row.
+//
+// SoftmaxRegisters: a row belongs to a group of kLanes threads, to a block (kBlockLanes) or to a cluster of blocks
+// (kClusterLanes, sm_90). Thread t of the group holds packs t, t + group, ..., kPacks of them, of kRows rows. All loads
+// are issued before the first use. A row of a block takes one barrier: each warp contributes its Stat, and every thread
+// merges them in the same order. The blocks of a cluster merge theirs in the same way through distributed shared
+// memory.
+//
+// SoftmaxStaged: the rows of a block are contiguous. They are copied to and from shared memory as 16-byte vectors, and
+// each group reads its row there at its own alignment.
 #pragma once
 
 #include "common/async.cuh"
@@ -20,18 +23,18 @@ namespace jaxkern {
 constexpr int kBlockLanes = 0, kClusterLanes = -1;
 
 constexpr int kWarpTierThreads = 128;
-constexpr int kBlockTierThreads = 512;  // at most
-constexpr int kStagedElements = 8;      // a lane
+constexpr int kBlockTierThreads = 512;  // maximum
+constexpr int kStagedElements = 8;      // per lane
 
-// Blocks of 512 threads per multiprocessor, which caps registers at 64 or 128 per thread.
+// Minimum number of blocks of 512 threads per multiprocessor, which limits a thread to 64 or 128 registers.
 template <class Op, int kPacks, bool kManyRegisters> constexpr int kMinBlocks =
     !kManyRegisters && sizeof(typename Op::T) <= 4 && kPacks * Op::kInputs * (sizeof(typename Op::T) == 4 ? 1 : 2) <= 8
         ? 2
         : 1;
 
 // Merges one Stat per block over the cluster, in the order of rank, through a mailbox in each block's shared memory.
-// Open() must come first in the kernel; only Merge() waits for the other blocks to have started. No block leaves while
-// others still write to it, since Merge() waits for all of them.
+// The kernel must call Open() first; only Merge() waits for the other blocks to start. No block exits while others
+// still write to it, because Merge() waits for all of them.
 template <class Op> struct ClusterMailbox {
   using Stat = typename Op::Stat;
 #ifdef JAXKERN_HAS_BULK_COPY
@@ -57,7 +60,7 @@ template <class Op> struct ClusterMailbox {
 #endif
 };
 
-// The maximum over the block of one value per warp.
+// Returns the maximum over the block of one value per warp.
 template <class C> __device__ __forceinline__ C BlockMax(C max) {
   constexpr int kMaxWarps = kBlockTierThreads / kWarp;
   __shared__ C room[kMaxWarps];
@@ -66,11 +69,17 @@ template <class C> __device__ __forceinline__ C BlockMax(C max) {
       [](C m) { return ReduceLanes<kMaxWarps>(m, MaxOf()); });
 }
 
-// Blocks of 128 threads per multiprocessor; 12 where 40 registers per thread are enough.
+// Minimum number of blocks of 128 threads per multiprocessor: 12 where 40 registers per thread are enough.
 template <class Op, class RowOf, int kPacks> constexpr int kMinGroupBlocks =
     kPacks == 1 && Op::kInputs == 1 && sizeof(typename Op::T) == 2 ? 12 : RowOf::GroupBlocks(kPacks);
 
-// RowOf: a SoftmaxRow or a class with its interface.
+// Each group, block or cluster computes kRows rows, and loads all of them before it reduces the first.
+//
+//     Op      operation; see ops.cuh
+//     RowOf   a SoftmaxRow or a class with its interface
+//     kLanes  threads of a row, at most a warp; or kBlockLanes, kClusterLanes
+//     kPacks  packs of a row that a thread holds
+//     kRows   rows that a thread holds at once
 template <class Op, class RowOf, int kLanes, int kPacks, int kRows>
 __global__ void __launch_bounds__(kLanes > 0 ? kWarpTierThreads : kBlockTierThreads,
                                   kLanes > 0 ? kMinGroupBlocks<Op, RowOf, kPacks>
@@ -126,7 +135,8 @@ __global__ void __launch_bounds__(kLanes > 0 ? kWarpTierThreads : kBlockTierThre
       tile.Set(i, v, raw[u][i].data, RowOf::kChanges);
     }
     typename Op::Stat stat = tile.template Reduce<kGroup ? kLanes : kWarp>([](C max) {
-      // Double has the time for a barrier more, and no rounding to spare for rescaling.
+      // float64 rows share the maximum of the block, because rescaling a warp's sum would add a rounding error. The
+      // extra barrier costs no time here.
       if constexpr (!kGroup && sizeof(T) == 8) return BlockMax(max);
       else return max;
     });
@@ -155,8 +165,9 @@ __global__ void __launch_bounds__(kLanes > 0 ? kWarpTierThreads : kBlockTierThre
   }
 }
 
-// Rows of at most kLanes * kStagedElements elements; `rows_per_block` of them in shared memory at once,
-// their inputs side by side. The output replaces input 0.
+// Rows of at most kLanes * kStagedElements elements. A block has `rows_per_block` rows in shared memory at once; each
+// of the inputs has `room_packs` packs. The output replaces input 0. Op: operation; see ops.cuh. kLanes: threads of a
+// row. kMasked: p.mask is applied.
 template <class Op, int kLanes, bool kMasked> __global__ void __launch_bounds__(kWarpTierThreads)
     SoftmaxStaged(const __grid_constant__ SoftmaxParams p, int rows_per_block, int room_packs) {
   using T = typename Op::T;
@@ -165,7 +176,7 @@ template <class Op, int kLanes, bool kMasked> __global__ void __launch_bounds__(
   extern __shared__ __align__(128) char shared_bytes[];
   auto* const room = reinterpret_cast<Pack<T, N>*>(shared_bytes);  // [kInputs][room_packs]
 
-  // The block's rows as the only row of a matrix.
+  // The rows of the block, as one contiguous row.
   const int64_t first_row = static_cast<int64_t>(blockIdx.x) * rows_per_block;
   const int rows = static_cast<int>(min(int64_t{rows_per_block}, p.rows - first_row));
   const int width = static_cast<int>(p.width);
@@ -209,7 +220,7 @@ template <class Op, int kLanes, bool kMasked> __global__ void __launch_bounds__(
       tile.Set(i, v, raw, false);
     }
     const typename Op::Final final = Op::Finish(tile.template Reduce<kLanes>([](C max) { return max; }));
-    __syncwarp();  // a row is overwritten by the group that read it, once all its lanes have
+    __syncwarp();  // all lanes of the group that read the row must have done so before it is overwritten
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
       const int e = lane + i * kLanes;

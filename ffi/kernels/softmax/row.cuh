@@ -1,4 +1,5 @@
-// How the kernels of the softmax family read and write a row: its packs as an Op's inputs, with the mask applied.
+// How the kernels of the softmax family read and write a row: its packs as inputs of an Op, with the mask applied.
+// SoftmaxRow has no kernels of its own; registers.cuh, stream.cuh and pipeline.cuh use it.
 #pragma once
 
 #include "common/broadcast.h"
@@ -6,39 +7,46 @@
 
 namespace jaxkern {
 
-// The arrays are aligned to 16 bytes; or the kernel has packs of one element, and the grain is 1.
-struct SoftmaxParams {  // what every kernel reads comes first, and shares its cache lines
+// Arguments of the kernels. The arrays are aligned to 16 bytes, unless the kernel has packs of one element and the
+// grain is 1. The members that every kernel reads come first, so that they share cache lines.
+struct SoftmaxParams {
   const void* input[2];
   void* out;
-  int64_t rows;  // outer
+  int64_t rows;  // size of the dimension before the axis
   int64_t width;
   int grain;        // see Row
-  bool exceeds_l2;  // the arrays together; see ReadPolicy
+  bool exceeds_l2;  // the arrays together exceed L2; see ReadPolicy
   int64_t inner;
   const uint8_t* mask;
   BroadcastView mask_view;
 };
 static_assert(sizeof(SoftmaxParams) == 248, "plan.py lays it out");
 
-// The mask bytes of a pack, as they lie in memory.
+// The mask bytes of a pack, as loaded.
 template <int N> struct MaskPack {
   uint32_t word[(N + 3) / 4];
   __device__ __forceinline__ bool operator[](int i) const { return (word[i / 4] >> (i % 4 * 8)) & 0xff; }
 };
 
-// One row's packs as an Op's inputs, mask applied. kMasked = false costs nothing.
+// One row: loads packs as inputs of an Op with the mask applied, and stores packs of results.
+//
+//     Op       operation; see ops.cuh
+//     N        elements of a pack
+//     kMasked  the row has a mask
+//     Index    integer type of pack numbers and columns
+//     kRagged  rows may begin or end within a pack
 template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struct SoftmaxRow {
   using T = typename Op::T;
   using C = typename Op::C;
   using Params = SoftmaxParams;
   static constexpr int kPack = N;
-  static constexpr bool kChanges = kMasked;        // Values are not always those that were read
-  static constexpr bool kManyRegisters = kMasked;  // wants more than two blocks of 512 threads leave
-  static constexpr bool kSkips = false;            // some packs are Beyond what takes part
+  static constexpr bool kChanges = kMasked;        // Values may differ from the elements as loaded
+  static constexpr bool kManyRegisters = kMasked;  // needs more registers than two blocks of 512 threads leave
+  static constexpr bool kSkips = false;  // some packs have no element that takes part; see Beyond in fused.cuh
   static constexpr Index kNoStop = sizeof(Index) == 4 ? Index(INT32_MAX) : Index(INT64_MAX);
-  static constexpr int kStreamUnroll = 4;  // packs in flight a thread and input, where a row is streamed
-  static constexpr int kStreamBlocks = 2;  // of such threads, a multiprocessor
-  // Blocks of warps with rows of their own, a multiprocessor at least.
+  static constexpr int kStreamUnroll = 4;  // streaming: packs in flight per thread and input
+  static constexpr int kStreamBlocks = 2;  // streaming: blocks per multiprocessor
+  // Minimum number of blocks per multiprocessor, for blocks whose warps have rows of their own.
   static constexpr int GroupBlocks(int) { return 1; }
   Row<T, N, Index, kRagged> span;
   const T* input[Op::kInputs];
@@ -46,14 +54,14 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
   ReadPolicy policy;
   const uint8_t* mask_row;
   int64_t mask_stride;
-  bool mask_vector;  // a whole pack's mask bytes can be read at once
+  bool mask_vector;  // the mask bytes of a pack can be loaded at once
 
   struct Raw {
     Pack<T, N> data[Op::kInputs];
     MaskPack<N> mask;
   };
 
-  // A row at or beyond the end has no elements: every load gives neutral ones.
+  // A row at or beyond the end has no elements; every load returns neutral elements.
   __device__ __forceinline__ SoftmaxRow(const SoftmaxParams& p, int64_t row)
       : span(row * p.width, row < p.rows ? p.width : 0, 0, p.grain),
         array_size(p.rows * p.width),
@@ -96,7 +104,7 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
   }
 
   // The addresses of packs first + ahead. Kernels of one input keep one pointer for several packs; kernels of two
-  // inputs have no registers for it.
+  // inputs lack the registers for it.
   template <class Element, int kPacks> struct Places {
     static constexpr bool kKept = kPacks > 1 && Op::kInputs == 1;
     const SoftmaxRow& row;
@@ -108,10 +116,9 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
     }
   };
 
-  // Packs first, first + step, ... , all loads in flight at once. Ragged packs are read as vectors too,
-  // and trimmed when they have arrived; only at the very ends of the array are elements read one by
-  // one. `step` is at least the grain in packs, so a ragged head can only be the thread's pack 0. Whole packs
-  // from `stop` on are not read.
+  // Loads packs first, first + step, ... with all loads in flight at once. Ragged packs are loaded as vectors too, and
+  // trimmed when they have arrived; only at the ends of the array are elements loaded one by one. `step` is at least
+  // the grain in packs, so only the thread's pack 0 can be a ragged head. Whole packs from `stop` on are not loaded.
   template <class AnyRaw, int kPacks>
   __device__ __forceinline__ void LoadAll(AnyRaw (&raw)[kPacks], Index first, Index step, Index stop = kNoStop) const {
     const Index last = span.Count() - 1;
@@ -171,14 +178,14 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
   }
 
   static __device__ __forceinline__ void Scale(typename Op::Final&) {}
-  // Hooks for rows with more to do: when the packs have arrived; with the row's Stat before the results are computed;
-  // when the results have been stored.
+  // Hooks for derived rows. Begin: the packs have arrived. Settle: the row's Stat is known, results are not yet
+  // computed. Close: the results are stored.
   template <class AnyRaw> static __device__ __forceinline__ void Begin(const AnyRaw&, int, int) {}
   template <class AnyRaw> static __device__ __forceinline__ void Settle(const AnyRaw&, const typename Op::Stat&) {}
   template <int kLanes, class AnyRaw>
   static __device__ __forceinline__ void Close(const AnyRaw&, const typename Op::Stat&, int) {}
 
-  // A neutral element maps to Masked() by itself, unless the row holds NaN or infinity.
+  // A neutral element maps to Masked() by itself, unless the row has NaN or infinity.
   static __device__ __forceinline__ Pack<T, N> Result(C (&v)[N], const typename Op::Final& final, const Raw& raw,
                                                       Index = 0) {
     if constexpr (kMasked) {
@@ -195,7 +202,7 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
                                         const Raw& raw) const {
     span.Store(out, p, Result(v, final, raw, p));
   }
-  // Stores the packs that LoadAll loads: whole ones, then the ragged.
+  // Stores the packs that LoadAll loads, the whole packs first.
   template <int kPacks>
   __device__ __forceinline__ void StoreAll(T* out, const Pack<T, N> (&pack)[kPacks], Index first, Index step) const {
     const Places<T, kPacks> at(*this, out, first);

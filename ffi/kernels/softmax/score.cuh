@@ -1,20 +1,21 @@
-// Softmax of score(x, indices, operands): a scalar function of the user's (jaxkern/_core/functor.py) is applied to each
+// Softmax of score(x, indices, operands): a user's scalar function (jaxkern/_core/functor.py) is applied to each
 // element before the softmax, and its derivative to each element of the gradient.
 //
 //     SoftmaxRegisters<FusedForward<T, log>, ScoreRow<..., ScoreCall<Score, ScoreGradient, ...>>, lanes, 4, 1>
 //     SoftmaxStreaming<FusedBackward<T, log>, ...>
 //
-// ScoreRow takes the place of FusedRow in the kernels of the warp, block and streaming algorithms. From FusedRow it has
-// masks, partial vectors and the order of rows; scale, bias, causal limit and dropout are not used. The gradient is
-// computed from x and the cotangent: each thread computes the score of an element again, and beside it the derivative of
-// the function by x, which it holds until ds of the softmax is known. ds itself is a second result where the gradients of
-// other operands need it. x, the cotangent and the results are moved once; streaming reads x and the cotangent twice.
+// ScoreRow replaces FusedRow in the kernels of the warp, block and streaming algorithms. FusedRow provides masks,
+// partial vectors and the order of rows; its scale, bias, causal limit and dropout are not used. The gradient is
+// computed from x and the cotangent: each thread computes the score of an element again, together with the derivative
+// of the function by x, which it holds until ds of the softmax is known. If the gradients of other operands need ds, it
+// is written as a second result. Memory traffic: x, the cotangent, the operands and the results once each; streaming
+// reads the inputs twice.
 //
 // An element with a score of -inf counts as masked: its result is 0 (log_softmax: -inf), and its gradient is 0.
 //
-// A functor takes an element of x, then indices, then an element of each operand, all by value in computing types; the
-// gradient also takes a cotangent, which is 1 here. The result is returned by reference. Indices count along the dimensions of the whole array;
-// `origin` is where this part of it begins.
+// A functor takes an element of x, the indices, then an element of each operand, by value in their computing types. The
+// functor of the gradient takes a cotangent as well, here 1. The result is returned by reference. Indices refer to the
+// whole array; `origin` is where this part of it begins.
 #pragma once
 
 #include "common/functions.h"
@@ -22,18 +23,19 @@
 
 namespace jaxkern {
 
+// kArgs: number of operands. kIndices: number of indices that the function takes.
 template <int kArgs, int kIndices> struct ScoreParams : FusedParams {
   static constexpr int kArgSlots = kArgs ? kArgs : 1, kIndexSlots = kIndices ? kIndices : 1;
   const void* arg[kArgSlots];
-  IndexMap arg_map[kArgSlots];     // row -> offset of the operand's row
-  FastDivmod below[kIndexSlots];   // by the rows of one step along the dimension
-  FastDivmod extent[kIndexSlots];  // by the size of the dimension
-  const int32_t* origin;           // of each index; null: zeros
-  void* ds;                        // where the gradient by the scores is written, too; or null
+  IndexMap arg_map[kArgSlots];     // from a row to the offset of its row in the operand
+  FastDivmod below[kIndexSlots];   // divides by the rows per step along the index's dimension
+  FastDivmod extent[kIndexSlots];  // divides by the size of that dimension
+  const int32_t* origin;           // start of this part of the array, per index; null: zeros
+  void* ds;                        // output of the gradient by the scores, or null
 };
 static_assert(sizeof(ScoreParams<2, 3>) == 680 + 2 * (8 + 88) + 3 * 24 + 16, "plan.py lays it out");
 
-// An element as a functor takes it, from its bits.
+// Converts the bits of an element to the type that a functor takes.
 template <class T> __device__ __forceinline__ auto WidenBits(uint64_t bits) {
   if constexpr (std::is_same_v<T, bool>) return (bits & 0xff) != 0;
   else if constexpr (std::is_same_v<T, __nv_bfloat16>) return __uint_as_float(static_cast<uint32_t>(bits) << 16);
@@ -43,7 +45,7 @@ template <class T> __device__ __forceinline__ auto WidenBits(uint64_t bits) {
   else return static_cast<T>(bits);
 }
 
-// The bits of an element in read-only memory.
+// Loads the bits of an element from read-only memory.
 template <class T> __device__ __forceinline__ uint64_t LoadBits(const T* p) {
   if constexpr (sizeof(T) == 1) return __ldg(reinterpret_cast<const unsigned char*>(p));
   else if constexpr (sizeof(T) == 2) return __ldg(reinterpret_cast<const unsigned short*>(p));
@@ -51,7 +53,7 @@ template <class T> __device__ __forceinline__ uint64_t LoadBits(const T* p) {
   else return __ldg(reinterpret_cast<const unsigned long long*>(p));
 }
 
-// Element j of the words that hold a pack of elements of kSize bytes.
+// Element j of a pack of elements of kSize bytes, given as words.
 template <int kSize> __device__ __forceinline__ uint64_t BitsAt(const uint32_t* word, int j) {
   if constexpr (kSize == 8) return static_cast<uint64_t>(word[2 * j + 1]) << 32 | word[2 * j];
   else if constexpr (kSize == 4) return word[j];
@@ -64,7 +66,7 @@ template <int kSize> __device__ __forceinline__ void SetBitsAt(uint32_t* word, i
   } else if constexpr (kSize == 4) {
     word[j] = static_cast<uint32_t>(bits);
   } else {
-    word[j * kSize / 4] |= static_cast<uint32_t>(bits) << j * kSize % 4 * 8;  // the words were zeros
+    word[j * kSize / 4] |= static_cast<uint32_t>(bits) << j * kSize % 4 * 8;  // requires zeros in the words
   }
 }
 
@@ -73,8 +75,14 @@ template <class First, class... Rest> struct ArgAt<0, First, Rest...> {
   using type = First;
 };
 
-// What a function takes. Gradient is void where there is no gradient, or where it is ds. kColumn: which index is the column; -1: none. kSplat: bits of the operands that are the same
-// along a row.
+// Types of a call of the function.
+//
+//     Score_     functor of the score
+//     Gradient_  functor of its derivative; void if the output is ds or there is no gradient
+//     kIndices_  number of indices
+//     kColumn_   which index is the column; -1: none
+//     kSplat_    bit k: operand k is constant along a row
+//     Args       element types of the operands
 template <class Score_, class Gradient_, int kIndices_, int kColumn_, uint32_t kSplat_, class... Args>
 struct ScoreCall {
   using Score = Score_;
@@ -83,7 +91,7 @@ struct ScoreCall {
   using Params = ScoreParams<kArgs, kIndices>;
   template <int k> using Arg = typename ArgAt<k, Args..., void>::type;
   static constexpr bool IsSplat(int k) { return kSplat_ >> k & 1; }
-  // Words of a pack of N elements of each operand before the k-th.
+  // Words before operand k in the packs of N elements of all operands that are not constant.
   template <int N> static constexpr int Offset(int k) {
     constexpr int sizes[] = {static_cast<int>(sizeof(Args))..., 0};
     int sum = 0;
@@ -92,7 +100,10 @@ struct ScoreCall {
   }
 };
 
-// kFull: every pack that a thread holds has a row's elements, but for rows beyond the end, which are not stored.
+// One row of scores. Op, N, kHas (at most the mask), Index, kRagged: as for FusedRow.
+//
+//     kFull  every pack that a thread holds has elements of the row, except rows beyond the end, which are not stored
+//     Call   the ScoreCall
 template <class Op, int N, uint32_t kHas, class Index, bool kRagged, bool kFull, class Call> struct ScoreRow
     : FusedRow<Op, N, kHas, Index, kRagged> {
   static_assert((kHas & ~kHasMask) == 0 && Op::kFromInput, "");
@@ -104,7 +115,8 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged, bool kFull,
   static constexpr bool kManyRegisters = true;
   static constexpr bool kChains = !std::is_same_v<typename Call::Gradient, void>;
   static constexpr int kArgWords = Call::template Offset<N>(Call::kArgs);
-  // Registers of a thread of the warp algorithm: its packs as they are loaded, then what it holds of them.
+  // Estimate of a thread's registers in the warp algorithm: the packs as loaded, or the values held for them, and
+  // others.
   static constexpr int kLoaded = Op::kInputs * Pack<T, N>::kWords + kArgWords + (Base::kLifts ? Base::kLiftWords : 0);
   static constexpr int kHeld =
       N * (sizeof(C) / 4) * (1 + kChains) + (Op::kInputs - 1) * static_cast<int>(Pack<T, N>::kWords);
@@ -122,8 +134,8 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged, bool kFull,
   };
 
   const Params& q;
-  int64_t arg_row[Params::kArgSlots];  // offsets of this row of the operands
-  int32_t index[Params::kIndexSlots];  // of the row; of the column: its origin
+  int64_t arg_row[Params::kArgSlots];  // offset of this row, per operand
+  int32_t index[Params::kIndexSlots];  // value of each index for this row; for the column index, its origin
 
   __device__ __forceinline__ ScoreRow(const Params& params, int64_t at)
       : ScoreRow(params, at, at < params.rows ? params.RowAt(static_cast<uint32_t>(at)) : 0) {}
@@ -145,7 +157,8 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged, bool kFull,
     return static_cast<const typename Call::template Arg<k>*>(q.arg[k]) + arg_row[k];
   }
 
-  // The elements of operand k beside a pack of x. Without partial vectors its packs are aligned.
+  // Loads the elements of operand k that belong to a pack of x. If kRagged is false, the packs of the operands are
+  // aligned.
   template <int k> __device__ __forceinline__ void LoadArg(Index column, uint32_t* all) const {
     if constexpr (!Call::IsSplat(k)) {
       using A = typename Call::template Arg<k>;
@@ -224,7 +237,7 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged, bool kFull,
     for (int j = 0; j < N; ++j) gradient(x[j], IndexOf<I>(column + j)..., ArgOf<A>(raw, j)..., C(1), d[j]);
   }
 
-  // The scores of a pack; -inf for elements that are masked or outside of the row.
+  // Computes the scores of a pack: -inf for elements that are masked or outside of the row.
   __device__ __forceinline__ void Scores(const Raw& raw, Index i, C (&s)[N]) const {
     Apply(raw, i, s, IndexSequence(), ArgSequence());
     if constexpr (Base::kLifts) {
@@ -241,8 +254,8 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged, bool kFull,
     }
   }
 
-  // Also clears the cotangents and the derivatives in `raw` of elements that take no part: packs with such elements are
-  // few, or lie side by side.
+  // Also clears the cotangents and the derivatives in `raw` of elements that take no part. Packs with such elements are
+  // few or adjacent, so the branch is cheap.
   __device__ __forceinline__ void Values(Raw& raw, C (&v)[Op::kInputs][N], Index i) const {
     Scores(raw, i, v[0]);
     if constexpr (Op::kInputs == 2) {
@@ -264,8 +277,8 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged, bool kFull,
     }
   }
 
-  // A row with NaN or infinity, or without a participant, is rare: its scores are computed from memory again rather than
-  // kept in registers.
+  // Rows with NaN or infinity, or without participants, are rare: their scores are computed from memory again instead
+  // of being held in registers.
   __device__ __forceinline__ Pack<T, N> Result(C (&v)[N], const typename Op::Final& final, const Raw& raw,
                                                Index i) const {
     if (!Op::Regular(final)) {

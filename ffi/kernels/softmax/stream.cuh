@@ -1,11 +1,11 @@
-// Softmax of rows of any width: the algorithms streaming and split. Both read a row twice.
+// Softmax of rows of any width: the algorithms streaming and split. Both read a row twice and write it once.
 //
-//     streaming   a block per row: one pass for the row's Stat, one that writes
-//     split       gridDim.x blocks per row: SoftmaxPartials writes one Stat per block to scratch, then
-//                 SoftmaxApply merges them (always in the same order) and writes; with few rows the
-//                 second read comes from L2
+//     SoftmaxStreaming    a block per row: one pass computes the row's Stat, a second one reads the row again and
+//                         writes
+//     SoftmaxPartials,    gridDim.x blocks per row: SoftmaxPartials writes one Stat per block to scratch, SoftmaxApply
+//     SoftmaxApply        merges them in a fixed order and writes. With few rows the second read comes from L2
 //
-// Packs of one element (N = 1) serve arrays that are not aligned.
+// They read p.input and write p.out, rows of p.width elements. Packs of one element (N = 1) serve unaligned arrays.
 #pragma once
 
 #include "softmax/row.cuh"
@@ -14,7 +14,8 @@ namespace jaxkern {
 
 constexpr int kStreamThreads = 512;
 
-// The Stat of packs [begin, end) of a row, computed by the whole block; every thread gets the result.
+// Computes the Stat of packs [begin, end) of a row with the whole block. Every thread gets the result. RowOf: as in
+// SoftmaxStreaming.
 template <class Op, class RowOf>
 __device__ __forceinline__ typename Op::Stat RangeStat(const RowOf& row, int64_t begin, int64_t end) {
   using C = typename Op::C;
@@ -39,6 +40,7 @@ __device__ __forceinline__ typename Op::Stat RangeStat(const RowOf& row, int64_t
   return ReduceBlock<Op>(Op::template MergeLanes<kWarp>(stat), room);
 }
 
+// Writes the results of packs [begin, end) of a row, from the row's Final.
 template <class Op, class RowOf> __device__ __forceinline__ void MapRange(const RowOf& row, typename Op::T* out,
                                                                           const typename Op::Final& final,
                                                                           int64_t begin, int64_t end) {
@@ -62,6 +64,7 @@ template <class Op, class RowOf> __device__ __forceinline__ void MapRange(const 
   }
 }
 
+// One block per row. Op: operation; see ops.cuh. RowOf: a SoftmaxRow or a class with its interface.
 template <class Op, class RowOf> __global__ void __launch_bounds__(kStreamThreads, RowOf::kStreamBlocks)
     SoftmaxStreaming(const __grid_constant__ typename RowOf::Params p) {
   const RowOf row(p, blockIdx.x + int64_t{blockIdx.y} * gridDim.x);
@@ -71,7 +74,7 @@ template <class Op, class RowOf> __global__ void __launch_bounds__(kStreamThread
   MapRange<Op>(row, static_cast<typename Op::T*>(p.out), final, 0, packs);
 }
 
-// This block's packs of row blockIdx.y.
+// Packs [begin, end) of row blockIdx.y that belong to this block.
 template <class RowOf> __device__ __forceinline__ void SplitRange(const RowOf& row, int64_t* begin, int64_t* end) {
   const int64_t packs = row.span.Count();
   const int64_t each = (packs + gridDim.x - 1) / gridDim.x;
@@ -79,6 +82,8 @@ template <class RowOf> __device__ __forceinline__ void SplitRange(const RowOf& r
   *end = min(packs, *begin + each);
 }
 
+// The two kernels of split. Op: operation. N: elements of a pack. kMasked: p.mask is applied. partials: [rows,
+// gridDim.x].
 template <class Op, int N, bool kMasked> __global__ void __launch_bounds__(kStreamThreads, 2)
     SoftmaxPartials(const __grid_constant__ SoftmaxParams p, typename Op::Stat* partials) {
   static_assert(kStatSizes<typename Op::T>, "plan.py");
