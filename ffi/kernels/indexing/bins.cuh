@@ -1,17 +1,21 @@
-// Rows of one element of up to 4 bytes, many updates to each (algorithm `narrow`): bins in shared memory take the sums.
-// Floats are not added by atomics: a bin belongs to one warp at a time.
+// Reduction of rows of one element of up to 4 bytes with many updates each (algorithm `narrow`): bins in shared memory
+// accumulate the sums. Floats are not added by atomics: a bin belongs to one thread or warp at a time.
 //
-//     few updates        BinWindows: a block for a window of the rows looks through all indices for its own
-//     few rows           BinSlices: every thread has bins of its own
-//     up to kBins        BinSlices: every warp has. Updates of lanes that target the same bin are first added up across
-//                        the warp
-//     up to kWideBins    likewise, with one copy per block: its warps add to it in turn
-//     more               BinSorted: a radix sort (sort.cuh) has brought updates with equal leading bits of the key
-//                        together; a block takes one stretch of them after the other
+//     few updates        BinWindows: each block owns a window of the rows, reads all indices and selects its own
+//     few rows           BinSlices: every thread has its own bins
+//     up to kBins        BinSlices: every warp has its own bins. Updates of lanes that target the same bin are first
+//                        summed across the warp
+//     up to kWideBins    BinSlices: one set of bins per block, to which its warps add in turn
+//     more               BinSorted: a radix sort (sort.cuh) has grouped updates by the leading bits of their keys into
+//                        stretches; a block takes one stretch after the other
 //
-// A block takes a chunk of updates. The sums of the parts of a slice (or of a stretch that chunks cut) are added in
-// order by BinParts (or BinStretches). Untouched bins of a float sum hold -0, which changes no sum, so that index_add
-// leaves their rows alone.
+// The kernels read run.index and run.source (BinSorted: run.pairs) and write run.out, or partial sums to run.partials.
+// Each block takes a chunk of the updates. BinParts (BinStretches) adds up the partial sums of the chunks of a slice
+// (of a stretch) in a fixed order. Each index and element is read once, except by BinWindows, whose blocks read all
+// indices from L2. An untouched bin of a float sum is -0, the identity of addition, so index_add can skip its row.
+//
+// Template parameters of this file: kOp, the reduction; T, the element type; C, the computing type; kFew, bins per
+// thread.
 #pragma once
 
 #include "common/async.cuh"
@@ -21,17 +25,17 @@ namespace jaxkern {
 
 constexpr int kBinBits = 11;
 constexpr int64_t kBins = int64_t{1} << kBinBits, kWideBins = 16384;
-constexpr int kBinWindow = 16;  // rows
+constexpr int kBinWindow = 16;  // rows of a block
 constexpr int kBinThreads = 256, kBinWarps = kBinThreads / kWarp, kBinAhead = 8;
 constexpr int kWideThreads = 128, kWideWarps = kWideThreads / kWarp;
 
-// The value of a bin before anything is added.
+// The initial value of a bin.
 template <Reduction kOp, class C> __device__ __forceinline__ C Empty() {
   if constexpr (kOp == Reduction::kSum && std::is_same_v<C, float>) return -0.0f;
   else return Identity<kOp, C>();
 }
 
-// Whether a sum leaves its row as it is.
+// Whether the row of a bin with this total needs no write.
 template <Reduction kOp, class C> __device__ __forceinline__ bool Untouched(const IndexRun& run, C total) {
   if constexpr (kOp == Reduction::kSum && std::is_same_v<C, float>) {
     return run.reads_out && __float_as_uint(total) == 0x80000000u;
@@ -52,7 +56,8 @@ template <Reduction kOp, class T> __device__ __forceinline__ void EmitAt(const I
   WriteBin<kOp>(run, at, total, Alpha<C>(run), run.reads_out ? ToCompute(*at) : C(0));
 }
 
-// Writes the bins of keys first, first + step, ... that are below `end`. The rows' values are loaded together.
+// Writes the bins of keys first, first + step, ... that are below `end`. The old values of the N rows are loaded
+// together.
 template <Reduction kOp, class T, int N>
 __device__ __forceinline__ void EmitBins(const IndexRun& run, int64_t o, uint32_t first, uint32_t step, uint32_t end,
                                          const Compute<T> (&total)[N]) {
@@ -82,12 +87,12 @@ __device__ __forceinline__ void EmitBin(const IndexRun& run, int64_t o, uint32_t
 // Shared-memory accumulators of a block, privatized per thread (kFew) or per warp, or shared by the block. Each warp
 // also keeps one flag bit per bin to detect lanes that target the same bin.
 template <Reduction kOp, class C, bool kFew> struct BlockBins {
-  static constexpr int kBinsAtOnce = kFew ? 1 : 4;  // that a thread passes to `emit` together
+  static constexpr int kBinsAtOnce = kFew ? 1 : 4;  // sums that a thread passes to `emit` together
   C* sum;
   uint32_t* taken;
-  int bins, copies, warps;  // warps: that add
+  int bins, copies, warps;  // warps: number of warps that add
 
-  static constexpr int Taken(int bins) { return bins <= kBins ? kBins / 32 : (bins + 31) / 32; }  // words
+  static constexpr int Taken(int bins) { return bins <= kBins ? kBins / 32 : (bins + 31) / 32; }  // in words
   static constexpr int Warps(int copies) { return copies == 1 ? kWideWarps : copies; }
 
   __device__ __forceinline__ BlockBins(char* shared, int bins, int copies)
@@ -97,7 +102,7 @@ template <Reduction kOp, class C, bool kFew> struct BlockBins {
         copies(copies),
         warps(Warps(copies)) {}
 
-  // Threads that add.
+  // Number of threads that add.
   __device__ __forceinline__ uint32_t Adding() const { return kFew ? kBinThreads : warps * kWarp; }
 
   __device__ __forceinline__ void Clear() {
@@ -109,8 +114,8 @@ template <Reduction kOp, class C, bool kFew> struct BlockBins {
     }
   }
 
-  // All lanes of a warp take part. A negative bin is none. Warps that share their bins add in turn, from the first turn
-  // of the block to its last.
+  // Adds N updates per lane. All lanes of a warp must call it. A negative bin means no update. Warps that share bins
+  // add in turn; first_turn and last_turn mark the first and the last call of the block.
   template <int N> __device__ __forceinline__ void Add(int (&bin)[N], C (&v)[N], bool first_turn, bool last_turn) {
     if constexpr (kFew) {
 #pragma unroll
@@ -121,7 +126,7 @@ template <Reduction kOp, class C, bool kFew> struct BlockBins {
     } else {
       const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
       int first = copies == 1 ? 0 : warp * bins;
-      asm("" : "+r"(first));  // a register, not to be worked out again for every update
+      asm("" : "+r"(first));  // pinned in a register instead of recomputed for every update
       uint32_t* const mine_taken = taken + warp * Taken(bins);
       // atomicOr reports a conflict to every lane but the first that targets a bin (__match_any_sync is slow). No
       // result is consumed inside the loop, so the queries overlap.
@@ -143,7 +148,7 @@ template <Reduction kOp, class C, bool kFew> struct BlockBins {
 #pragma unroll
       for (int u = 0; u < N; ++u) {
         uint32_t met = __ballot_sync(~0u, there[u] != 0);
-        while (met) {  // one bin per turn, which one lane takes over
+        while (met) {  // each iteration resolves one bin: its leader adds the sum
           const int leader = __ffs(met) - 1;
           const bool same = bin[u] == __shfl_sync(~0u, bin[u], leader);
           met &= ~__ballot_sync(~0u, same);
@@ -153,7 +158,7 @@ template <Reduction kOp, class C, bool kFew> struct BlockBins {
       }
       if (copies == 1) {
 #pragma unroll
-        for (int w = 0; w < kWideWarps; ++w) {  // barriers by constant numbers: else a block has all 16
+        for (int w = 0; w < kWideWarps; ++w) {  // constant barrier numbers; otherwise all 16 are reserved
           if (warp == w && !(first_turn && w == 0)) SyncThreadsApart(1 + w, 2 * kWarp);
         }
       }
@@ -172,8 +177,8 @@ template <Reduction kOp, class C, bool kFew> struct BlockBins {
     }
   }
 
-  // Adds updates [begin, end): load(k) loads number k, and take(loaded, &bin, &v) says what it is. The next loads are
-  // in flight while updates are added. turn(k, n) is called before updates [k, k + n).
+  // Adds updates [begin, end). load(k) loads update k, and take(loaded, &bin, &v) decodes it. The next loads are in
+  // flight while updates are added. turn(k, n) is called before updates [k, k + n).
   template <class Turn, class Load, class Take>
   __device__ __forceinline__ void AddAll(uint32_t begin, uint32_t end, Turn turn, Load load, Take take) {
     const uint32_t adding = Adding(), step = adding * kBinAhead;
@@ -203,7 +208,8 @@ template <Reduction kOp, class C, bool kFew> struct BlockBins {
     }
   }
 
-  // emit(bin, step, sums over the copies of bins bin, bin + step, ...), between two barriers.
+  // Calls emit(bin, step, totals) with the totals over the copies of bins bin, bin + step, .... Barriers before and
+  // after.
   template <class Emit> __device__ __forceinline__ void ForEach(Emit emit) {
     __syncthreads();
     if constexpr (kFew) {
@@ -236,23 +242,23 @@ template <Reduction kOp, class C, bool kFew> struct BlockBins {
   }
 };
 
-// --- The kernels ----------------------------------------------------------------------------------------
+// --- Kernels
 
-constexpr int kFewBins = 32, kPrefetched = 2048;       // updates
-constexpr int kWindowThreads = 768, kWindowEach = 16;  // indices that a thread of a window has in flight
+constexpr int kFewBins = 32, kPrefetched = 2048;       // kPrefetched: in updates
+constexpr int kWindowThreads = 768, kWindowEach = 16;  // kWindowEach: indices in flight per thread
 
 struct BinShape {
-  uint32_t chunk, chunks;  // of a slice
+  uint32_t chunk, chunks;  // updates of a chunk, chunks of a slice
   int64_t slices;          // batch * outer
-  int bins;                // of a slice
-  int copies;              // warps with bins of their own
-  uint32_t stretches;      // a mask: the leading bits that the sort has looked at
+  int bins;                // per slice
+  int copies;              // sets of bins of a block: one per warp, or 1
+  uint32_t stretches;      // mask of the leading key bits that the sort has ordered
   int64_t fill_after;
   FillShape fill;
 };
 static_assert(sizeof(BinShape) == 104);
 
-// Up to kWideBins rows: one block per chunk of a slice, straight from index and source.
+// Up to kWideBins rows: one block per chunk of a slice reads index and source unsorted.
 template <Reduction kOp, class T, bool kFew> __global__ void __launch_bounds__(kBinThreads)
     BinSlices(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape s) {
   using C = Compute<T>;
@@ -264,12 +270,12 @@ template <Reduction kOp, class T, bool kFew> __global__ void __launch_bounds__(k
   const uint32_t begin = chunk * s.chunk, end = min(begin + s.chunk, run.count);
   const uint32_t place = static_cast<uint32_t>(b * run.count);
   const T* const source = static_cast<const T*>(run.source) + o * run.source_stride + run.SourceRow(place);
-  // Few warps have too few loads in flight for memory, but enough for L2: in each turn each thread prefetches a line of
-  // the updates that lie kPrefetched ahead, and before the first turn those before.
+  // A block of few warps has too few loads in flight for the latency of memory, but enough for L2. In each turn each
+  // thread therefore prefetches a line of the updates kPrefetched ahead, and before the first turn the initial ones.
   const char* const indices = static_cast<const char*>(run.index) + int64_t{place} * run.index_bytes;
   const auto prefetch = [&](uint32_t from, uint32_t count, uint32_t thread, uint32_t threads) {
     const uint32_t to = min(from + count, end);
-    for (uint32_t k = from + thread * 32; k < to; k += threads * 32) {  // a line of 4 bytes each, two of 8
+    for (uint32_t k = from + thread * 32; k < to; k += threads * 32) {  // 32 elements: one or two lines
       Prefetch(indices + int64_t{k} * run.index_bytes);
       if (run.index_bytes == 8) Prefetch(indices + int64_t{min(k + 16, to - 1)} * 8);
       Prefetch(reinterpret_cast<const char*>(source + k));
@@ -316,20 +322,19 @@ template <Reduction kOp, class T, bool kFew> __global__ void __launch_bounds__(k
   });
 }
 
-// Few updates: one block per window of the rows (x) and slice (y). Every thread has bins of its own, so that there are
-// no conflicts. `vectors`: vectors of four plain indices that a slice has; 0 where indices are of another kind or lie
-// elsewhere.
+// Few updates: one block per window of the rows (x) and slice (y). Every thread has its own bins, so there are no
+// conflicts. `vectors`: number of vectors of four plain indices per slice; 0 if indices are not plain or not aligned.
 template <Reduction kOp, class T> __global__ void __launch_bounds__(kWindowThreads)
     BinWindows(const __grid_constant__ IndexRun run, const uint32_t vectors) {
   using C = Compute<T>;
-  constexpr int kVectors = kWindowEach / 4, kFetched = 2;  // vectors, and then updates, that a thread loads at once
+  constexpr int kVectors = kWindowEach / 4, kFetched = 2;  // index vectors, updates loaded at once
   static_assert((kBinWindow & (kBinWindow - 1)) == 0 && kWindowEach <= 32);
   struct alignas(16) Four {
     C v[4];
   };
   __shared__ Four sums[kBinWindow][kWindowThreads / 4];
   uint32_t thread = threadIdx.x;
-  asm("" : "+r"(thread));  // kept in a register, not read again at every use
+  asm("" : "+r"(thread));  // pinned in a register instead of read again at every use
   const uint32_t threads = blockDim.x, first = blockIdx.x * kBinWindow;
   uint32_t b = 0, o = 0;
   if (gridDim.y > 1) {
@@ -349,13 +354,14 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kWindowThrea
   C* const mine = &sums[0][0].v[0] + thread;
 #pragma unroll
   for (int bin = 0; bin < kBinWindow; ++bin) mine[bin * kWindowThreads] = Empty<kOp, C>();
-  // A block waits for the few updates that are its own; all blocks together have brought them to L2 by then.
+  // Start fetching source into L2: the blocks together prefetch all of it, one line per thread, before a block needs
+  // its few updates.
   const T* source = static_cast<const T*>(run.source) + o * run.source_stride + run.SourceRow(place);
-  asm("" : "+l"(index), "+l"(source));  // likewise
+  asm("" : "+l"(index), "+l"(source));  // pinned, too
   const uint32_t line = (thread * gridDim.x + blockIdx.x) * 32;
   if (line < run.count) Prefetch(reinterpret_cast<const char*>(source + line));
   T* const out = static_cast<T*>(run.out) + o * run.out_stride + run.OutRow(b * run.rows) + first;
-  const uint32_t negative = run.wrap ? run.rows : 0;  // what is added to a row below 0
+  const uint32_t negative = run.wrap ? run.rows : 0;  // added to a negative index
   const auto add = [&](uint32_t row, T v) {
     C* const sum = mine + row % kBinWindow * kWindowThreads;
     *sum = Combined<kOp>(*sum, ToCompute(v));
@@ -368,7 +374,7 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kWindowThrea
         wrap(rows[g].x), wrap(rows[g].y), wrap(rows[g].z), wrap(rows[g].w);
       }
     }
-    uint32_t mask = 0;  // which of them are in the window, first to last
+    uint32_t mask = 0;  // bit 31 - i: index i is in the window
 #pragma unroll
     for (int g = 0; g < kVectors; ++g) {
       const auto look = [&](uint32_t row, int i) {
@@ -390,7 +396,7 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kWindowThrea
         if (!found[u]) continue;
         const uint32_t i = __clz(mask), k = 4 * (from + i / 4 * threads) + i % 4;
         mask &= 0x7fffffffu >> i;
-        row[u] = __ldg(index + k);  // once more, from L1
+        row[u] = __ldg(index + k);  // read again, from L1
         v[u] = __ldg(source + k);
       }
 #pragma unroll
@@ -399,14 +405,15 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kWindowThrea
       }
     }
   }
-  // What is left of the last vector; or all, where indices are of another kind or lie elsewhere.
+  // The indices behind the last vector; all of them, if they are not plain or not aligned.
 #pragma unroll 1
   for (uint32_t k = 4 * vectors + thread; k < run.count; k += threads) {
     const uint32_t row = RowKey(run, LoadIndex(run, int64_t{place} + k));
     if (row < run.rows && row / kBinWindow == blockIdx.x) add(row, __ldg(source + k));
   }
   __syncthreads();
-  // A warp a bin. A lane has a few updates of it at most: a sum in double has hardly more than its last rounding.
+  // One warp per bin. A lane has at most a few updates of the bin; summing in double leaves little more than the final
+  // rounding.
   using Wide = std::conditional_t<kOp == Reduction::kSum && std::is_same_v<C, float>, double, C>;
   const auto combine = [](auto a, auto b) { return Combined<kOp>(a, b); };
   constexpr int kMost = kWindowThreads / (4 * kWarp);
@@ -430,7 +437,7 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kWindowThrea
   }
 }
 
-// Adds up the chunks of a slice: one block per 32 bins, each of its warps every 32nd chunk.
+// Adds up the chunks of a slice: one block per 32 bins, each warp takes every 32nd chunk.
 template <Reduction kOp, class T> __global__ void __launch_bounds__(1024)
     BinParts(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape s) {
   using C = Compute<T>;
@@ -455,7 +462,8 @@ __device__ __forceinline__ uint32_t StretchAt(const IndexRun& run, const BinShap
   return __ldg(&run.pairs[place].x) >> kBinBits & s.stretches;
 }
 
-// More rows: one block per chunk of the updates in the order of their stretch.
+// More rows: one block per chunk of the updates, which are sorted by stretch. Blocks from fill_after on fill untouched
+// rows.
 template <Reduction kOp, class T> __global__ void __launch_bounds__(kBinThreads, 3)
     BinSorted(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape s) {
   using C = Compute<T>;
@@ -482,7 +490,7 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kBinThreads,
   const uint32_t chunk_end = min(chunk_begin + s.chunk, run.positions);
   for (uint32_t begin = chunk_begin; begin < chunk_end;) {
     const uint32_t stretch = StretchAt(run, s, begin);
-    // Where it ends: 256 probes at a time.
+    // Find the end of the stretch, 256 probes at a time.
     uint32_t end = chunk_end;
     if (StretchAt(run, s, chunk_end - 1) != stretch) {
       uint32_t low = begin, high = chunk_end - 1;
@@ -520,7 +528,7 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kBinThreads,
   }
 }
 
-// Adds up the parts of a stretch that chunks cut: one block per chunk, for the stretch that begins in it.
+// Adds up the partial sums of a stretch that spans chunks: one block per chunk, for the stretch that begins in it.
 constexpr int kStretchThreads = 512;
 template <Reduction kOp, class T> __global__ void __launch_bounds__(kStretchThreads)
     BinStretches(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape s) {
@@ -529,7 +537,7 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kStretchThre
   if (end >= run.positions) return;
   const uint32_t stretch = StretchAt(run, s, end - 1);
   if (StretchAt(run, s, end) != stretch) return;
-  if (begin > 0 && StretchAt(run, s, begin - 1) == stretch) return;  // began earlier
+  if (begin > 0 && StretchAt(run, s, begin - 1) == stretch) return;  // begins in an earlier chunk
   uint32_t last = chunk + 1, step = 1;
   while (last + step < s.chunks && StretchAt(run, s, (last + step) * s.chunk) == stretch) last += step, step *= 2;
   for (; step; step /= 2) {

@@ -1,43 +1,48 @@
-// The segmented reduction over sorted keys (algorithms `sort` and `sorted`), with the rows of a run's updates side by
-// side.
+// Segmented reduction over sorted keys (algorithms `sort` and `sorted`).
 //
-// The order of keys is cut into chunks of equal length. Each thread walks one chunk with one vector of the row: it
-// loads kRows vectors of source at a time, adds them up in float, and at the end of each run of equal keys writes the
-// row of out. Short code, few registers per vector, and so many warps make it fast. If rows are not whole vectors, each
-// thread handles kParts elements (or words) of a row at a fixed stride instead, so that the work per place stays
-// comparable and loads stay coalesced. A run is
+//     Describe        fills run.chunks (and writes keys and order of ascending indices, where needed)
+//     ReduceChunks    reduces the updates; reads run.keys, run.order, run.chunks and source; writes out and
+//                     run.partials
 //
-//     short    if it ends soon behind the chunk that it begins in (ChunkReach): that chunk reduces all of it, and the
-//              next one begins behind it
-//     long     otherwise: each chunk writes the partial sum of its part to a slot (reduce.cuh)
+// The ordered updates are cut into chunks of equal length. Each thread walks one chunk for one vector of the row: it
+// loads kRows vectors of source at a time, accumulates them in the computing type, and at the end of each run of equal
+// keys writes the row of out. The loop is short and holds few registers per vector, so that many warps are resident. If
+// rows are not whole vectors, each thread handles kParts elements (or words) of a row at a fixed stride instead: the
+// work per place stays comparable and loads stay coalesced. A run is
 //
-// so that each row is written once and whole runs of up to a chunk cost nothing extra. Source is read once, each
-// touched row of out read (with reads_out) and written once. For segment operations, further blocks of the same launch
-// write the rows that have no update (gaps.cuh).
+//     short    if it ends at most ChunkReach places behind the chunk that it begins in: that chunk reduces all of it,
+//              and the next chunk begins behind it
+//     long     otherwise: each chunk writes the partial sum of its part to a slot, which ReduceFixup (reduce.cuh) adds
+//              up
 //
-// On entry run.chunks describes the chunks (Describe), and run.keys and run.order are aligned to 16 bytes unless
-// kAligned is false.
+// Each row is written once, and a run of up to a chunk costs no extra work. Memory traffic: source is read once, each
+// touched row of out is read (with reads_out) and written once, and keys and order are read once per vector of a row,
+// mostly from L2. For segment operations, further blocks of the same launch fill the rows without updates (gaps.cuh).
+//
+// On entry run.chunks describes the chunks (Describe). run.keys and run.order are aligned to 16 bytes unless kAligned
+// is false.
 #pragma once
 
 #include "indexing/reduce.cuh"
 
 namespace jaxkern {
 
-// Elements of 16 bits are summed in twice the registers of a vector, rows that are not whole vectors are read in
-// smaller pieces, and places in flight, 4 or 8 per thread, take registers too.
+// Minimum number of blocks per multiprocessor. 16-bit elements are summed in twice the registers of a vector, rows that
+// are not whole vectors are loaded in smaller pieces, and the 4 or 8 places in flight take registers as well.
 constexpr int kReduceThreads = 128;
 constexpr int ReduceBlocks(bool whole_vectors, int element_bytes, int rows) {
   return !whole_vectors ? 4 : element_bytes > 2 ? 8 : rows == 4 ? 7 : 5;
 }
-// How far behind its chunk a run may end that the chunk reduces alone: further, and chunks would differ in length too
-// much.
+// How many places behind its chunk a run may end for the chunk to reduce it alone. A longer reach would make the work
+// of chunks too unequal.
 constexpr uint32_t ChunkReach(uint32_t chunk) { return chunk / 4; }
 
-constexpr int kDescribeThreads = 128, kKeysWritten = 16;  // keys that a thread writes
+constexpr int kDescribeThreads = 128, kKeysWritten = 16;  // kKeysWritten: keys that a thread writes
 
-// Fills run.chunks, one thread per chunk; all of its loads are in flight together. With kKeyed it reads run.keys.
-// Without, the first `describing` blocks, if any, take keys from plain indices of one slice, and further blocks write
-// the keys, and with run.order_out the order, of ascending indices.
+// Fills run.chunks, one thread per chunk, with all of its loads in flight together.
+//
+//     kKeyed  take keys from run.keys. If false, the first `describing` blocks (may be 0) take keys from plain indices
+//             of one slice, and further blocks write the keys of ascending indices and, with run.order_out, their order
 template <bool kKeyed> __global__ void __launch_bounds__(kDescribeThreads, 8)
     Describe(const __grid_constant__ IndexRun run, uint32_t chunk, uint32_t chunks, uint32_t describing) {
   if (!kKeyed && blockIdx.x >= describing) {
@@ -65,10 +70,11 @@ template <bool kKeyed> __global__ void __launch_bounds__(kDescribeThreads, 8)
   const bool cut = IsCut<kKeys>(run, chunk, thread, reach);
   const bool comes_in = begin > 0 && head < run.dropped && before == head;
   const bool goes_on = end < run.positions && last < run.dropped && next == last;
-  // The run goes on behind the reach of the chunk before, or began before that one too.
+  // The head run is long if it ends beyond the reach of the chunk before, or if it also began before that chunk.
   const bool reaches = begin + reach < run.positions && behind_reach == head;
   const bool long_head = comes_in && (reaches || (begin > chunk && earlier == head));
-  // Where the run that came in ends, and where the run of the last place does: among the places, or among the chunks.
+  // search[0]: end of the run that comes in. search[1]: end of the run of the last place, searched among chunks if it
+  // is cut, else among places.
   EndSearch search[2] = {{begin, begin, head, 1}, {end, end, last, 1}};
   if (comes_in && !long_head) search[0].high = min(begin + reach, end);
   if (cut) search[1] = {thread + 2, chunks, last, chunk};
@@ -80,7 +86,8 @@ template <bool kKeyed> __global__ void __launch_bounds__(kDescribeThreads, 8)
   run.chunks[thread] = info;
 }
 
-// Places [i, i + kRows) of an array of keys or positions that is aligned to 16 bytes and goes on behind them.
+// Loads places [i, i + kRows) of an array of keys or positions, which is aligned to 16 bytes and extends at least that
+// far.
 template <int kRows>
 __device__ __forceinline__ void LoadPlaces(const uint32_t* array, uint32_t i, uint32_t (&v)[kRows]) {
 #pragma unroll
@@ -90,6 +97,13 @@ __device__ __forceinline__ void LoadPlaces(const uint32_t* array, uint32_t i, ui
   }
 }
 
+// One thread per chunk and vector (or kParts parts) of a row.
+//
+//     kOp       the reduction
+//     T, N      element type, elements of a part
+//     kParts    parts per thread: 1 for rows of whole vectors
+//     kRows     places in flight per thread: 4 or 8
+//     kAligned  run.keys and run.order are aligned to 16 bytes
 template <Reduction kOp, class T, int N, int kParts, int kRows, bool kAligned>
 __global__ void __launch_bounds__(kReduceThreads, ReduceBlocks(kParts == 1, sizeof(T), kRows))
     ReduceChunks(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s) {
@@ -112,11 +126,10 @@ __global__ void __launch_bounds__(kReduceThreads, ReduceBlocks(kParts == 1, size
   const char* source =
       reinterpret_cast<const char*>(static_cast<const T*>(run.source) + o * run.source_stride * run.inner + column);
   char* out = reinterpret_cast<char*>(static_cast<T*>(run.out) + o * run.out_stride * run.inner + column);
-  // Pinned: two registers each cost less than computing the addresses again for every row, as the compiler would.
+  // Pinned: two registers each cost less than recomputing the addresses for every row, as the compiler would.
   asm volatile("" : "+l"(source), "+l"(out));
   const uint64_t row_bytes = run.inner * sizeof(T);
-  // How far the thread's parts lie apart. A part that would lie behind the row reads the first one again, and is not
-  // written.
+  // Offsets of the thread's parts. A part beyond the end of the row rereads the first part and is not written.
   const uint32_t step = static_cast<uint32_t>(s.vectors) * N;
   uint32_t apart[kParts];
   bool has[kParts];
@@ -136,10 +149,10 @@ __global__ void __launch_bounds__(kReduceThreads, ReduceBlocks(kParts == 1, size
   const C alpha = Alpha<C>(run);
   const bool reads_out = run.reads_out, ordered = run.order != nullptr;
 
-  bool at_head = info.long_head;  // the run being added up began in an earlier chunk
+  bool at_head = info.long_head;  // the current run began in an earlier chunk
   uint32_t current = run.dropped;
   C total[kParts][N];
-  Slice x = {};  // what out holds of the current row, once that has been read
+  Slice x = {};  // old value of the current row of out, once it has been read
   bool x_read = true;
   const auto clear = [&] {
 #pragma unroll
@@ -176,7 +189,7 @@ __global__ void __launch_bounds__(kReduceThreads, ReduceBlocks(kParts == 1, size
   };
 
   for (uint32_t i = info.start / kRows * kRows; i < info.stop; i += kRows) {
-    // Mostly from the same line as the places before: prefetching them is not worth the registers.
+    // Not prefetched: these places are mostly in the same line as the previous ones.
     uint32_t key[kRows], row[kRows];
     if (kAligned && i + kRows <= run.positions) {
       LoadPlaces<kRows>(run.keys, i, key);
@@ -192,7 +205,7 @@ __global__ void __launch_bounds__(kReduceThreads, ReduceBlocks(kParts == 1, size
 #pragma unroll
       for (int u = 0; u < kRows; ++u) row[u] = i + u;
     }
-    if (i < info.start || i + kRows > info.stop) {  // places that are not the chunk's look like dropped ones
+    if (i < info.start || i + kRows > info.stop) {  // treat places outside of the chunk as dropped
 #pragma unroll
       for (int u = 0; u < kRows; ++u) {
         if (i + u < info.start || i + u >= info.stop) key[u] = run.dropped;
@@ -204,13 +217,13 @@ __global__ void __launch_bounds__(kReduceThreads, ReduceBlocks(kParts == 1, size
     for (int u = 0; u < kRows; ++u) {
       if (key[u] < run.dropped) {
         slice[u] = load(in_source(row[u]));
-        // A run that begins and ends among these places reads its row when it ends. With 8 places in flight there are
-        // few such runs, or no registers left.
+        // A run that begins and ends among these places reads its row when it ends, so the row is prefetched. With 8
+        // places in flight such runs are few, or registers are exhausted.
         if (kRows == 4 && reads_out && key[u] != newest && newest != current) Prefetch(in_out(newest));
         newest = key[u];
       }
     }
-    // The row of the run that is open at the end of these places.
+    // Load the row of the run that is open at the end of these places.
     const bool reads = reads_out && newest != current;
     if (reads) x_next = load(in_out(newest));
 #pragma unroll

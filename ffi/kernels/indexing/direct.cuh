@@ -1,6 +1,11 @@
-// Updates that need not know of each other (algorithms `unique` and `atomic`). A thread takes one vector of the rows of
-// several updates, all of its loads in flight at once. An update that is alone in its row is written as it is, whatever
-// the reduction: kSum serves all.
+// Independent updates (algorithms `unique` and `atomic`).
+//
+// DirectUpdates reads index and source and updates rows of out. Each thread takes one vector of the rows of
+// kDirectUpdates updates, with all of its loads in flight at once. Memory traffic: source is read once; the rows of out
+// that are updated are read (with reads_out) and written once, or updated by atomics.
+//
+// With kAtomic false no two updates may share a row. Without reads_out the only update of a row is the result of any
+// reduction, so kSum serves all of them.
 #pragma once
 
 #include "indexing/run.cuh"
@@ -9,12 +14,15 @@ namespace jaxkern {
 
 constexpr int kDirectThreads = 256, kDirectUpdates = 4;
 
+// vectors: of a row. threads: vectors of all updates.
 struct DirectShape {
   int64_t vectors, threads;
   Divider by_vectors, by_positions;
 };
 static_assert(sizeof(DirectShape) == 64);
 
+// kOp: the reduction. T, N: element type and elements of a vector. kAtomic: rows may repeat; adds by atomics, in no
+// particular order.
 template <Reduction kOp, class T, int N, bool kAtomic> __global__ void __launch_bounds__(kDirectThreads)
     DirectUpdates(const __grid_constant__ IndexRun run, const __grid_constant__ DirectShape s) {
   using C = Compute<T>;

@@ -1,26 +1,27 @@
-// Writes the rows that receive no update, once keys are in order. The rows of each slice are cut into bands whose length
-// is a power of two:
+// Writes the rows that receive no update, for keys that are in order. The rows of each slice are cut into bands of a
+// power of two of rows:
 //
-//     empty bands    one warp per band searches the keys, and fills the band if no key lies in it
-//     gaps           the empty rows of other bands lie between two neighbouring keys. The threads that compare the two
-//                    keys fill them: the reductions in shared memory, which hold the keys anyway, or FillGaps
+//     empty bands    one warp per band searches the keys and fills the band if it contains no key
+//     gaps           the untouched rows of other bands lie between two neighbouring keys. The threads that compare the
+//                    two keys fill them: the reductions in shared memory, which hold the keys already, or else FillGaps
 //
-// So no row needs to be marked, a gap is never more than two bands' rows of work, and long empty stretches are filled
-// by many warps.
+// So rows need no marks, the work per gap is at most two bands, and many warps share long empty stretches. These are
+// device functions for the kernels of reduce.cuh, chunks.cuh, narrow_rows.cuh and tiles.cuh. They read the keys and
+// write each untouched row of run.out once.
 #pragma once
 
 #include "indexing/run.cuh"
 
 namespace jaxkern {
 
-constexpr uint32_t kNoKey = UINT32_MAX;  // before the first and behind the last place
+constexpr uint32_t kNoKey = UINT32_MAX;  // stands before the first and behind the last place
 
 struct BandShape {
-  uint32_t rows;  // of a band; 0: nothing is to be filled
-  int64_t bands;  // of all slices
+  uint32_t rows;  // rows of a band; 0: nothing to fill
+  int64_t bands;  // total over all slices
   uint32_t slice_bands;
-  int64_t slab, slabs;  // of a row's vectors
-  int64_t stretches;    // of so many places, that FillGaps goes through
+  int64_t slab, slabs;  // vectors of a row that a warp fills, and slabs of a row
+  int64_t stretches;    // stretches of `stretch` places that FillGaps searches for gaps
   uint32_t stretch;
   int64_t gap_warps, warps;
   Divider by_slabs, by_bands, by_slice, by_stretches;
@@ -29,12 +30,14 @@ static_assert(sizeof(BandShape) == 168);
 
 constexpr uint32_t kGapPlaces = 4 * kWarp;
 
-// Calls fill(first, end) for the keys between two neighbouring ones that are not in empty bands; first may be end.
+// Calls fill(first, end) for the rows between two neighbouring keys that are not in empty bands. The range may be
+// empty.
 template <class Fill> __device__ __forceinline__ void ForGap(const IndexRun& run, const BandShape& f, uint32_t before,
                                                              uint32_t behind, Fill fill) {
   const bool has_before = before < run.dropped, has_behind = behind < run.dropped;
   const auto slice_of = [&](uint32_t key) { return run.batch > 1 ? run.by_rows.Div(key) * run.rows : 0; };
-  uint32_t first = before + 1, end = first, next = behind, next_end = behind;  // what is filled, and what behind that
+  // [first, end): the rest of the band of `before`. [next, next_end): the start of the band of `behind`.
+  uint32_t first = before + 1, end = first, next = behind, next_end = behind;
   if (has_before) {
     const uint32_t slice = slice_of(before);
     end = min(((before - slice) | (f.rows - 1)) + 1, run.rows) + slice;
@@ -48,14 +51,15 @@ template <class Fill> __device__ __forceinline__ void ForGap(const IndexRun& run
   for (int i = 0; i < 2; ++i, first = next, end = next_end) fill(first, end);
 }
 
-// Writes the identity to vectors [begin, begin + width) of rows [first, end) of one slice; all lanes of a warp.
+// Writes the identity to vectors [begin, begin + width) of rows [first, end) of one slice. All lanes of a warp must
+// call it. kOp: the reduction. T, N: element type and elements of a vector.
 template <Reduction kOp, class T, int N> __device__ __forceinline__ void FillRows(const IndexRun& run, int64_t o,
                                                                                   int64_t begin, int64_t width,
                                                                                   uint32_t first, uint32_t end) {
   if (first >= end) return;
   const Pack<T, N> identity = Filled<T, N>(FromCompute<T>(Identity<kOp, Compute<T>>()));
   T* to = static_cast<T*>(run.out) + (o * run.out_stride + run.OutRow(first)) * run.inner + begin * N;
-  const bool whole = width * N == run.inner;  // rows that are one stretch of memory
+  const bool whole = width * N == run.inner;  // the rows are contiguous
   const int64_t each = whole ? (end - first) * width : width;
   for (uint32_t lines = whole ? 1 : end - first; lines > 0; --lines, to += run.inner) {
 #pragma unroll 4
@@ -63,12 +67,12 @@ template <Reduction kOp, class T, int N> __device__ __forceinline__ void FillRow
   }
 }
 
-// Whether any row may lie between two neighbouring keys.
+// Whether rows may lie between two neighbouring keys.
 __device__ __forceinline__ bool Apart(const IndexRun& run, uint32_t before, uint32_t behind) {
   return before != behind && before + 1 != behind && min(before, behind) < run.dropped;
 }
 
-// ForGap for a pair of neighbours a lane, whose gaps the lanes of the warp fill together.
+// Calls ForGap for one pair of neighbours per lane; the lanes of the warp fill each gap together.
 template <class Fill> __device__ __forceinline__ void ForGaps(const IndexRun& run, const BandShape& f, uint32_t before,
                                                               uint32_t behind, Fill fill) {
   for (uint32_t left = __ballot_sync(~0u, Apart(run, before, behind)); left; left &= left - 1) {
@@ -77,8 +81,8 @@ template <class Fill> __device__ __forceinline__ void ForGaps(const IndexRun& ru
   }
 }
 
-// The gaps before the runs that end at places `ends` of a tile, and, where the last place of all is in it, behind the
-// last; `keys` from the place before the tile on. All threads of a block.
+// Fills the gaps before the runs of a tile, which end at places `ends`, and, if the tile has the last place of all
+// (`last`), the gap behind it. keys[-1] is the key before the tile. All threads of a block must call it.
 template <class Fill> __device__ __forceinline__ void ForGapsOfTile(const IndexRun& run, const BandShape& f,
                                                                     const uint32_t* keys, const uint16_t* ends,
                                                                     int runs, bool last, Fill fill) {
@@ -90,7 +94,7 @@ template <class Fill> __device__ __forceinline__ void ForGapsOfTile(const IndexR
   }
 }
 
-// The work of one of f.warps warps.
+// Does the work of warp `number` of f.warps. Parameters as for FillRows.
 template <Reduction kOp, class T, int N>
 __device__ __forceinline__ void FillGaps(const IndexRun& run, const BandShape& f, int64_t number) {
   const bool looks_for_gaps = number < f.gap_warps;
@@ -102,7 +106,7 @@ __device__ __forceinline__ void FillGaps(const IndexRun& run, const BandShape& f
     const uint32_t band = static_cast<uint32_t>(item - o * f.bands), b = f.by_slice.Div(band);
     const uint32_t row = (band - b * f.slice_bands) * f.rows, first = b * run.rows + row;
     const uint32_t end = first + min(f.rows, run.rows - row);
-    const bool one_slice = !run.sorted_keys && run.batch > 1;  // these are in order within a slice alone
+    const bool one_slice = !run.sorted_keys && run.batch > 1;  // indices are in order only within a slice
     const uint32_t low = one_slice ? b * run.count : 0, high = one_slice ? low + run.count : run.positions;
     const uint32_t place = LowerBound(run, low, high, first);
     if (place >= high || KeyAt(run, place) >= end) FillRows<kOp, T, N>(run, o, begin, width, first, end);
@@ -111,7 +115,7 @@ __device__ __forceinline__ void FillGaps(const IndexRun& run, const BandShape& f
   const int64_t o = f.by_stretches.Div(item);
   const uint32_t start = static_cast<uint32_t>(item - o * f.stretches) * f.stretch, lane = threadIdx.x % kWarp;
   const auto key_at = [&](uint32_t place) { return place < run.positions ? __ldg(run.keys + place) : kNoKey; };
-  if (f.stretch == kGapPlaces) {  // mostly there is nothing between any of its places
+  if (f.stretch == kGapPlaces) {  // fast path: mostly there is no gap between any of these places
     constexpr uint32_t kEach = kGapPlaces / kWarp;
     uint32_t key[kEach + 1];
     bool apart = false;

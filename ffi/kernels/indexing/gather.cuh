@@ -2,13 +2,14 @@
 //
 //     out[b, o, k, :] = x[b, o, index[b, k], :]    x [batch, outer, rows, width], index [batch, count]
 //
-// A row is `vectors` vectors of type V; x and out are aligned to V. Each thread copies one vector of each of kGathered
-// rows: it loads all of its indices first and then all of its vectors, so that the loads of a stage overlap. Threads
-// are numbered over the vectors of the result, so that narrow rows fill warps and wide rows are read in whole lines.
-// Each vector of the result is written once; rows of x are read as often as they are selected.
+// Gather reads x and index and writes out. A row is `vectors` vectors of type V; x and out are aligned to V. Each
+// thread copies one vector of each of kGathered rows. It first loads all of its indices and then all of its vectors, so
+// that the loads of a stage overlap. Threads are numbered over the vectors of the result: narrow rows fill warps, and
+// wide rows are read in whole lines. Memory traffic: each vector of the result is written once; a row of x is read as
+// often as it is selected.
 //
-// An index that is out of range after wrapping or clipping selects a row of the fill pattern. Nothing outside x is
-// read, whatever the indices hold.
+// An index that is out of range after wrapping or clipping selects a row of the fill pattern. Nothing outside of x is
+// read, whatever the indices are.
 #pragma once
 
 #include "common/divider.h"
@@ -18,10 +19,10 @@ namespace jaxkern {
 constexpr int kGatherThreads = 256, kGathered = 4;
 
 struct GatherShape {
-  int64_t vectors, total;  // of a row, of the result
+  int64_t vectors, total;  // vectors of a row, and of the result
   int64_t count, rows;
   Divider by_vectors, by_count, by_outer;
-  uint64_t fill;    // the bits of an element, repeated to 8 bytes
+  uint64_t fill;    // bits of an element, repeated to 8 bytes
   bool wrap, clip;  // negative indices count from the end; indices out of range select the nearest row
   bool streams;     // stores bypass L2, which is left to the rows of x
 };
@@ -34,20 +35,20 @@ template <class V> __device__ __forceinline__ V FilledWith(uint64_t pattern) {
   else return static_cast<V>(low);
 }
 
-// The row that an index selects; outside [0, rows) if there is none.
+// Returns the row that an index selects; outside of [0, rows) if there is none.
 template <class I> __device__ __forceinline__ int64_t SelectedRow(const GatherShape& s, I index) {
   int64_t row = static_cast<int64_t>(index);
   if constexpr (std::is_signed_v<I>) {
     if (s.wrap && row < 0) row += s.rows;
   } else {
-    if (row < 0) row = INT64_MAX;  // 2^63 or more
+    if (row < 0) row = INT64_MAX;  // 2^63 or more as an unsigned index
   }
   if (s.clip) row = max(min(row, s.rows - 1), static_cast<int64_t>(0));
   return row;
 }
 
-// V: what is copied at a time. I: the type of the indices. N numbers the vectors of the result: uint32_t where it can,
-// because three divisions in 64 bits take most of a thread's registers.
+// V: unit of copying. I: index type. N: type that numbers the vectors of the result: uint32_t if they fit, because
+// three 64-bit divisions take most of a thread's registers.
 template <class V, class I, class N> __global__ void __launch_bounds__(kGatherThreads, sizeof(N) == 4 ? 8 : 5)
     Gather(const V* __restrict__ x, const I* __restrict__ index, V* __restrict__ out,
            const __grid_constant__ GatherShape s) {

@@ -1,14 +1,16 @@
-// The segmented reduction over sorted keys (algorithms `sort` and `sorted`) for rows of a few elements: if a thread
-// walked its own stretch of them, a warp's loads would touch one line each. A block copies a tile of keys and rows to
-// shared memory, and then
+// Segmented reduction over sorted keys (algorithms `sort` and `sorted`) for rows of a few elements. One thread per
+// chunk of rows would touch one line per lane; instead, ReduceNarrow copies a tile of keys and rows to shared memory
+// and then
 //
-//     lists the runs     one thread per stretch of places: at which of them a run of equal keys ends
-//     adds them up       one thread per stretch and column: the total of each run is left where the run ends
-//     carries over       a segmented scan: what the first run of each stretch has in the stretches before
-//     writes             one thread per element of the listed rows, which mostly lie side by side in out
+//     lists the runs     one thread per stretch of places finds where runs of equal keys end in it
+//     accumulates        one thread per stretch and column leaves the total of each run at the run's end
+//     carries over       a segmented scan adds the part of each stretch's first run that lies in earlier stretches
+//     writes             one thread per element of the listed rows, which are mostly adjacent in out
 //
-// so that each element costs no decision but whether a run ends there. Runs that the edges of tiles cut leave their
-// parts for ReduceFixup (reduce.cuh), short ones too. Arrays may lie at any address.
+// The inner loop has one condition per element: whether a run ends there. It reads run.keys, run.order and source, and
+// writes out and run.partials. Memory traffic: keys, order and source are read once, each touched row of out is read
+// (with reads_out) and written once. Every run that a tile boundary cuts leaves its parts to ReduceFixup (reduce.cuh).
+// Arrays may have any alignment.
 #pragma once
 
 #include "indexing/reduce.cuh"
@@ -16,22 +18,23 @@
 namespace jaxkern {
 
 constexpr int kNarrowThreads = 256;
-// Places of a thread's stretch: odd, so that threads find their elements in different banks.
+// Places of a thread's stretch: odd, so that the threads of a warp access different banks.
 constexpr int NarrowStretch(int element_bytes) { return element_bytes == 8 ? 9 : 17; }
 
-// Dynamic shared memory: values, one carry and one mask per thread, the keys before, in and behind the tile, the ends
-// of runs.
+// Dynamic shared memory: values, one carry and one mask per thread, the keys from the place before the tile to the one
+// behind it, the ends of runs.
 struct NarrowTile {
-  int values, places;  // elements, as they lie in memory from a 16-byte boundary on; places of the tile
+  int values, places;  // elements of shared memory, including the offset to a 16-byte boundary; places of the tile
 };
 static_assert(sizeof(NarrowTile) == 8);
 
+// kOp: the reduction. T: element type.
 template <Reduction kOp, class T> __global__ void __launch_bounds__(kNarrowThreads, 4)
     ReduceNarrow(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s,
                  const __grid_constant__ NarrowTile room) {
   using C = Compute<T>;
   constexpr int kQ = NarrowStretch(sizeof(T)), kN = kVector<T>;
-  constexpr int kParts = (kNarrowThreads * kQ + 2 * kN - 2) / kN / kNarrowThreads + 1;  // vectors a thread
+  constexpr int kParts = (kNarrowThreads * kQ + 2 * kN - 2) / kN / kNarrowThreads + 1;  // vectors per thread
   extern __shared__ __align__(16) char shared_bytes[];
   const int width = static_cast<int>(run.inner), t = threadIdx.x;
   if (blockIdx.x >= s.blocks) {
@@ -42,7 +45,7 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kNarrowThrea
   C* const image = reinterpret_cast<C*>(shared_bytes);
   C* const carry = image + room.values;
   uint32_t* const masks = reinterpret_cast<uint32_t*>(carry + kNarrowThreads);
-  uint32_t* const keys = masks + kNarrowThreads + 1;  // from place -1 on
+  uint32_t* const keys = masks + kNarrowThreads + 1;  // keys[-1]: the place before the tile
   uint16_t* const ends = reinterpret_cast<uint16_t*>(keys + s.chunk + 1);
   __shared__ uint32_t warp_runs[kNarrowThreads / kWarp];
   __shared__ C warp_sum[kNarrowThreads / kWarp];
@@ -55,7 +58,7 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kNarrowThrea
   const T* const source = static_cast<const T*>(run.source) + o * run.source_stride * run.inner;
   T* const out = static_cast<T*>(run.out) + o * run.out_stride * run.inner;
 
-  // The rows. Without an order they are one stretch of memory, read as vectors wherever it begins.
+  // Copy the rows. Without an order they are contiguous and are loaded as vectors, wherever they begin.
   const bool contiguous = !run.order && !run.source_extra;
   const T* const stretch = source + static_cast<int64_t>(begin) * width;
   const int ahead = contiguous ? static_cast<int>(reinterpret_cast<uintptr_t>(stretch) % 16 / sizeof(T)) : 0;
@@ -90,7 +93,7 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kNarrowThrea
     }
   }
   if (run.keys) {
-    uint32_t key[kQ];  // all in flight at once, with the rows: a thread has no more, whatever the width
+    uint32_t key[kQ];  // all in flight at once, together with the rows; kQ keys per thread suffice for any width
     const uint32_t* from = run.keys + begin + t;
     asm volatile("" : "+l"(from));
 #pragma unroll
@@ -105,7 +108,7 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kNarrowThrea
 #pragma unroll 4
     for (int i = t; i < held; i += kNarrowThreads) keys[i] = KeyAt(run, begin + i);
   }
-  // Beyond the first and the last update lies a key that no row has.
+  // A key that no row has stands before the first and behind the last update.
   if (t == 0) keys[-1] = begin > 0 ? KeyAt(run, begin - 1) : kNoKey;
   if (t == kWarp) keys[held] = begin + held < run.positions ? KeyAt(run, begin + held) : kNoKey;
   if (contiguous) {
@@ -128,7 +131,7 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kNarrowThrea
   }
   __syncthreads();
 
-  // Where runs end, and how many do in the stretches before. The tile's last run ends with it for now.
+  // Find the ends of runs. For now the last run of the tile ends with the tile.
   const int stretches = s.chunk / kQ, lane = t % kWarp, warp = t / kWarp;
   uint32_t mask = 0;
   if (t < stretches) {
@@ -144,7 +147,7 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kNarrowThrea
   }
   const int runs = ListRunEnds<kNarrowThreads>(mask, t * kQ, ends, warp_runs);
 
-  // The totals of the parts of runs within a stretch; what is left at its end goes on in the next.
+  // Accumulate the parts of runs within a stretch; the remainder at its end carries over to the next stretch.
   const int j = s.by_vectors.Div(static_cast<uint32_t>(t)), column = t - j * width;
   const bool active = j < stretches;
   C* const mine = values + j * kQ * width + column;
@@ -164,7 +167,7 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kNarrowThrea
     carry[t] = total;
   }
   __syncthreads();
-  // The scan, a column's stretches side by side.
+  // Segmented scan over the stretches of each column.
   {
     const int c = t / stretches, k = t - c * stretches;
     C sum = c < width ? carry[k * width + c] : Identity<kOp, C>();

@@ -1,12 +1,14 @@
-// What the segmented reductions share. The order of keys is cut into chunks (or tiles). A run of equal keys that chunks
-// cut leaves the partial sums of its parts in slots, two per chunk:
+// Shared parts of the segmented reductions. The ordered updates are cut into chunks (or tiles). A run of equal keys
+// that spans several chunks leaves the partial sums of its parts in slots, two per chunk:
 //
 //     head    the part of the run that began in an earlier chunk
-//     tail    the part of the run that begins here and goes on behind
+//     tail    the part of the run that begins in this chunk and continues behind it
 //
-// and ReduceFixup adds the parts up in an order that depends on the chunks alone, so that results are reproducible;
-// parts of very long runs are first added up kHeadGroup at a time by ReduceGroups. Half of all updates may go to one
-// row without any thread waiting for another.
+//     ReduceGroups    adds up the heads within very long runs, kHeadGroup at a time; reads and writes run.partials
+//     ReduceFixup     adds up the parts of each long run; reads run.partials, writes rows of out
+//
+// The order of the additions depends only on the chunks, so results are reproducible. No thread waits for another one,
+// even if half of all updates target one row. Memory traffic: each slot in use is read once.
 #pragma once
 
 #include "indexing/gaps.cuh"
@@ -14,28 +16,28 @@
 namespace jaxkern {
 
 constexpr int kFixupThreads = 256, kHeadThreads = 128;
-constexpr uint32_t kHeadGroup = 32;  // chunks whose heads are added up before
+constexpr uint32_t kHeadGroup = 32;  // chunks whose heads are added up together
 
 struct ReduceShape {
   uint32_t chunk, chunks;
-  uint32_t reach;   // places behind a chunk that it takes of its last run, where there are no ChunkInfos
-  int64_t vectors;  // threads that share a row
+  uint32_t reach;   // without ChunkInfos: places behind a chunk that belong to it if its last run ends there
+  int64_t vectors;  // threads per row
   Divider by_vectors, by_chunks;
-  int64_t threads;  // of the reduction
-  int64_t blocks;   // of the reduction; blocks that fill gaps come behind
+  int64_t threads;  // threads of the reduction
+  int64_t blocks;   // blocks of the reduction; further blocks fill gaps
   BandShape bands;
 };
 static_assert(sizeof(ReduceShape) == 256);
 
-// Slots of partial sums: [outer][chunk][head, tail][inner].
+// Returns a slot of run.partials [outer][chunk][head, tail][inner].
 template <class C>
 __device__ __forceinline__ C* Slot(const IndexRun& run, const ReduceShape& s, int64_t o, uint32_t chunk, int tail) {
   return static_cast<C*>(run.partials) + ((o * s.chunks + chunk) * 2 + tail) * run.inner;
 }
 
-// Adds up the heads of each group of kHeadGroup chunks that lie within one long run, into the tail slot of the first
-// chunk, which has no tail of its own. One thread per group and column. No run begins before the first group or goes on
-// behind the last.
+// Adds up the heads of each group of kHeadGroup chunks that lies within one long run. The result replaces the tail of
+// the first chunk, which is unused there. One thread per group and column. The first and the last group are excluded:
+// their runs end or begin within them. kOp: the reduction. T: element type.
 template <Reduction kOp, class T> __global__ void __launch_bounds__(kHeadThreads)
     ReduceGroups(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s, const Divider by_columns,
                  const Divider by_groups, int64_t threads) {
@@ -60,19 +62,20 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kHeadThreads
 }
 
 // Adds up the parts of long runs. A block searches some chunks for long runs that begin there: groups of kFixupChunks
-// chunks that lie far apart, because rows with many updates often have neighbours that have many too. One warp takes a
-// run and a slab of columns, or several warps where runs are few: V columns per lane, side by side, and as many parts
-// at once as that leaves lanes.
+// adjacent chunks, with the groups far apart, because rows with many updates are often adjacent. One warp, or several
+// if runs are few, takes a run and a slab of columns. Each lane has V adjacent columns; the remaining lanes of the warp
+// take different parts of the run.
 constexpr int kFixupLanes = 8, kFixupChunks = 8;
-constexpr int FixupAhead(bool wide) { return wide ? 8 : 16; }  // parts that a lane has in flight
+constexpr int FixupAhead(bool wide) { return wide ? 8 : 16; }  // parts in flight per lane
 struct FixupShape {
-  int lanes;              // side by side
-  uint32_t chunks, step;  // a block's, and groups from one of its to the next
+  int lanes;              // lanes across the columns
+  uint32_t chunks, step;  // chunks of a block, and the stride of its groups
   int64_t slabs;
-  bool grouped;  // ReduceGroups ran before
+  bool grouped;  // ReduceGroups has run
 };
 static_assert(sizeof(FixupShape) == 32);
 
+// kOp: the reduction. T: element type. V: columns per lane.
 template <Reduction kOp, class T, int V> __global__ void __launch_bounds__(kFixupThreads, 4)
     ReduceFixup(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s, const FixupShape f) {
   using C = Compute<T>;
@@ -117,10 +120,10 @@ template <Reduction kOp, class T, int V> __global__ void __launch_bounds__(kFixu
       if (parts > 0) found[atomicAdd(&runs, 1)] = {chunk, parts, key};
     }
     __syncthreads();
-    int team = kWarps;  // warps for a run
+    int team = kWarps;  // warps per run
     while (team > 1 && team * runs > kWarps) team /= 2;
     const uint32_t ways = lane_ways * team, way = warp % team * lane_ways + lane / f.lanes;
-    for (int begin = 0; begin < runs; begin += kWarps / team) {  // once, where teams are of several warps
+    for (int begin = 0; begin < runs; begin += kWarps / team) {  // a single pass if a run has several warps
       const int i = begin + warp / team;
       const bool has = active && i < runs;
       const LongRun r = found[min(i, runs - 1)];
@@ -130,9 +133,9 @@ template <Reduction kOp, class T, int V> __global__ void __launch_bounds__(kFixu
 #pragma unroll
         for (int c = 0; c < V; ++c) x.c[c] = ToCompute(at[c]);
       }
-      // The tail of the chunk that it begins in, heads up to the first of the groups that it fills, the sums of
-      // those, and the heads behind them.
-      const uint32_t end = r.chunk + r.parts - 1;  // the chunk that it ends in
+      // The parts of a run: the tail of its first chunk, heads up to the first whole group, the sums of whole groups,
+      // and the remaining heads.
+      const uint32_t end = r.chunk + r.parts - 1;  // last chunk of the run
       uint32_t heads = r.parts - 1, groups = 0;
       if (f.grouped && end / kHeadGroup > r.chunk / kHeadGroup + 1) {
         groups = end / kHeadGroup - r.chunk / kHeadGroup - 1;

@@ -1,54 +1,57 @@
-// What the reductions of rows at indices share: a run's parameters, searching the ordered keys, the reductions, rows as
-// vectors, and writing the rows that nothing is added to.
+// Shared parts of the reductions of rows at indices: the parameters of a run, searches in ordered keys, the reductions,
+// rows as vectors, and filling of rows without updates. Device functions only; the kernels are in the other files of
+// this folder.
 //
-// Arrays, seen by a run:
+// Arrays of a run:
 //
 //     out      [batch, outer, rows, inner]      source   [batch, outer, count, inner]
 //     index    [batch, count]                   every slice of `outer` uses the same indices
 //
-// A run reduces the rows of source that go to the same row of out, and with `reads_out` what that row holds:
+// A run reduces the rows of source with the same target row of out, together with the value of that row if `reads_out`:
 //
 //     kSum     out[b, o, r, :] = out[b, o, r, :] + alpha * sum of source[b, o, k, :] over all k with index[b, k] == r
-//     kMax     their largest element, -inf (the least integer) where there is none; NaN wins
+//     kMax     their largest element, -inf (the least integer) if there is none; NaN propagates
 //     kMin     likewise the smallest
 //
-// Sums are taken in float (double for double, modulo 2^n for integers) and rounded once. A call that has more keys or
-// positions than 32 bits number is cut into several runs (jaxkern/_ops/indexing/plan.py).
+// Sums are accumulated in float (double for double, modulo 2^n for integers) and rounded once. A call with more keys or
+// positions than 32 bits can number is split into several runs (jaxkern/_ops/indexing/plan.py).
+//
+// A "place" is a number in the order of keys; a "run" of keys is a maximal sequence of places with equal keys.
 #pragma once
 
 #include "indexing/indices.cuh"
 
 namespace jaxkern {
 
-// What a chunk of places reduces itself (chunks.cuh).
+// The part of the ordered updates that a chunk reduces (chunks.cuh).
 struct alignas(16) ChunkInfo {
-  uint32_t start : 31;     // the first place that it reduces
-  uint32_t long_head : 1;  // whether the run at its head is a long one that began in an earlier chunk
-  uint32_t stop;           // the end of the places that it reduces
-  uint32_t parts;          // of the long run that begins in it and goes on behind it; 0 if there is none
-  uint32_t key;            // of its last place
+  uint32_t start : 31;     // first place to reduce
+  uint32_t long_head : 1;  // the run at its head is long and began in an earlier chunk
+  uint32_t stop;           // end of the places to reduce
+  uint32_t parts;          // number of parts of the long run that begins here and continues behind; 0: none
+  uint32_t key;            // key of the last place
 };
 
 struct IndexRun : Indices {
-  // The updates in the order of their keys. `order` has the row of source of each; without it updates are in the order
-  // of their positions, which only a sort changes. A key of `dropped` or more goes nowhere.
+  // Updates in the order of their keys. `order` has the source row of each update; null: positions are in order
+  // already. An update whose key is `dropped` or more is ignored.
   const uint32_t* keys;
   const uint32_t* order;
-  const uint2* pairs;              // or keys and elements of source, sorted by the leading bits of the keys
-  uint32_t *keys_out, *order_out;  // where Describe writes keys and order of ascending indices
+  const uint2* pairs;  // alternatively, (key, element of source) pairs, sorted by the leading bits of the keys
+  uint32_t *keys_out, *order_out;  // outputs of Describe: keys and order of ascending indices
   ChunkInfo* chunks;
   const void* source;
-  const void* alpha;  // one element of the computing type; null: 1
+  const void* alpha;  // one element in the computing type; null: 1
   void* out;
   void* partials;
   int64_t outer, inner;
-  int64_t source_stride, out_stride;  // rows from one `outer` to the next
-  int64_t source_extra, out_extra;    // rows that one b lies further than count, or rows, after the last
+  int64_t source_stride, out_stride;  // rows between successive `outer` slices
+  int64_t source_extra, out_extra;    // rows beyond count (or rows) from one b to the next
   Divider by_rows;
-  uint32_t chunk;       // places of the order that a tile has, or a thread goes through
-  int32_t sorted_bits;  // of `pairs`: how many leading bits of the keys the sort has looked at
-  bool sorted_keys;     // keys ascend, dropped ones last; else the indices do, if anything does
-  bool reads_out;       // out holds what the reduction goes on from
+  uint32_t chunk;       // places of a tile, or of a thread
+  int32_t sorted_bits;  // `pairs`: number of leading key bits that are sorted
+  bool sorted_keys;     // keys ascend, dropped ones last; if false, the indices ascend, or nothing does
+  bool reads_out;       // the values of out take part in the reduction
 
   __device__ __forceinline__ int64_t SourceRow(uint32_t position) const {
     int64_t row = position;
@@ -63,11 +66,11 @@ struct IndexRun : Indices {
 };
 static_assert(sizeof(IndexRun) == 248);
 
-// Where the keys are: in run.keys, in the plain indices of one slice, or wherever the run says. The last costs a branch
-// or more per key, and loads that do not overlap.
+// Source of keys: run.keys, the plain indices of one slice, or either according to the run. kAny costs at least one
+// branch per key, and its loads do not overlap.
 enum class Keys { kListed, kPlain, kAny };
 
-// The key at a place in the order of keys.
+// Returns the key at a place.
 template <Keys kKeys = Keys::kAny> __device__ __forceinline__ uint32_t KeyAt(const IndexRun& run, uint32_t place) {
   if constexpr (kKeys == Keys::kListed) {
     return run.keys[place];
@@ -78,10 +81,11 @@ template <Keys kKeys = Keys::kAny> __device__ __forceinline__ uint32_t KeyAt(con
   }
 }
 
-// The first of places [low, high) whose key is `key` or more, where keys ascend. All lanes of a warp take part: each
-// step looks at 32 places, which needs a fifth of the dependent loads of a binary search.
+// Returns the first of places [low, high) whose key is at least `key`, for ascending keys. All lanes of a warp must
+// call it: each step examines 32 places, which takes a fifth of the dependent loads of a binary search.
 __device__ __forceinline__ uint32_t LowerBound(const IndexRun& run, uint32_t low, uint32_t high, uint32_t key) {
-  // Indices that are out of range do not have their place among the keys, but their rows do.
+  // If keys are not listed, rows are compared: the rows of ascending indices ascend, but an out-of-range index has the
+  // key `dropped` wherever it is.
   const bool keyed = run.sorted_keys;
   const int64_t row = (!keyed && run.batch > 1 ? key % run.rows : key) + (keyed ? 0 : run.first_row);
   const uint32_t lane = threadIdx.x % kWarp;
@@ -96,12 +100,12 @@ __device__ __forceinline__ uint32_t LowerBound(const IndexRun& run, uint32_t low
   return low;
 }
 
-// Whether the run that begins in `chunk` and goes on behind it is cut by chunks. A run that ends within `reach` places
-// behind the chunk is not.
+// Whether the run that begins in `chunk` and continues behind it is divided among chunks. A run that ends within
+// `reach` places behind the chunk is not.
 template <Keys kKeys = Keys::kAny>
 __device__ __forceinline__ bool IsCut(const IndexRun& run, uint32_t chunk_places, uint32_t chunk, uint32_t reach) {
   const uint32_t begin = chunk * chunk_places, end = begin + chunk_places;
-  // All loads in flight at once.
+  // Issue all loads together.
   const uint32_t before = KeyAt<kKeys>(run, begin - (begin > 0)), head = KeyAt<kKeys>(run, begin);
   const uint32_t key = KeyAt<kKeys>(run, min(end, run.positions) - 1);
   const uint32_t next = KeyAt<kKeys>(run, min(end, run.positions - 1));
@@ -110,13 +114,13 @@ __device__ __forceinline__ bool IsCut(const IndexRun& run, uint32_t chunk_places
   return end + reach < run.positions && key < run.dropped && next == key && far == key && !began_earlier;
 }
 
-// A search for the first of low, low + 1, ..., high at whose place, `unit` times as far, the key differs from `key`.
+// Search for the first number in [low, high] whose place (number * unit) has a key other than `key`.
 struct EndSearch {
   uint32_t low, high, key, unit;
 };
 
-// Leaves the result of each search in its `low`. The searches step together and look at several places in each step,
-// because a step takes as long as a load from memory.
+// Stores the result of each search in its `low`. The searches advance together and examine kLooks places per step,
+// because the latency of a load dominates a step. kSearches: number of searches.
 template <Keys kKeys = Keys::kAny, int kSearches>
 __device__ __forceinline__ void FindEnds(const IndexRun& run, EndSearch (&search)[kSearches]) {
   constexpr uint32_t kLooks = 7;
@@ -150,7 +154,8 @@ __device__ __forceinline__ void FindEnds(const IndexRun& run, EndSearch (&search
   }
 }
 
-// Into how many parts chunks cut the run that begins in `chunk` and goes on behind it; 0 if they do not.
+// Returns the number of chunks that share the run that begins in `chunk` and continues behind it; 0 if it is not
+// divided.
 __device__ __forceinline__ uint32_t PartsOf(const IndexRun& run, uint32_t chunk_places, uint32_t chunks, uint32_t chunk,
                                             uint32_t reach) {
   if (!IsCut(run, chunk_places, chunk, reach)) return 0;
@@ -159,13 +164,13 @@ __device__ __forceinline__ uint32_t PartsOf(const IndexRun& run, uint32_t chunk_
   return search[0].low - chunk;
 }
 
-// --- Reductions --------------------------------------------------------------------------------------
+// --- Reductions
 
 enum class Reduction { kSum, kMax, kMin };
 
 template <class C> constexpr bool kIsFloat = std::is_floating_point_v<C>;
 
-// The least and the largest value of a C, infinities where it has them.
+// Returns the smallest or largest value of C; infinities for floats.
 template <class C> __device__ __forceinline__ C Extreme(bool largest) {
   if constexpr (std::is_same_v<C, float>) return __uint_as_float(largest ? 0x7f800000u : 0xff800000u);
   else if constexpr (std::is_same_v<C, double>) return __hiloint2double(largest ? 0x7ff00000 : 0xfff00000, 0);
@@ -183,7 +188,7 @@ template <Reduction kOp, class C> __device__ __forceinline__ C Combined(C a, C b
   if constexpr (kOp == Reduction::kSum) {
     if constexpr (kIsFloat<C>) return a + b;
     else return static_cast<C>(static_cast<std::make_unsigned_t<C>>(a) + static_cast<std::make_unsigned_t<C>>(b));
-  } else if constexpr (std::is_same_v<C, float>) {  // a NaN wins
+  } else if constexpr (std::is_same_v<C, float>) {  // NaN propagates
     float r;
     if constexpr (kOp == Reduction::kMax) asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
     else asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
@@ -193,7 +198,7 @@ template <Reduction kOp, class C> __device__ __forceinline__ C Combined(C a, C b
   }
 }
 
-// The new value of an element of out: x + alpha * sum, or the extreme of both.
+// Returns the new value of an element of out: x + alpha * total, or the extreme of both.
 template <Reduction kOp, class C> __device__ __forceinline__ C Finished(C total, C alpha, bool has_x, C x) {
   if constexpr (kOp == Reduction::kSum) {
     if constexpr (std::is_same_v<C, float>) return has_x ? fmaf(alpha, total, x) : total;
@@ -208,7 +213,7 @@ template <Reduction kOp, class C> __device__ __forceinline__ C Finished(C total,
   }
 }
 
-// Adds to memory in no particular order, without waiting for what is there; takes subnormal numbers for 0.
+// Adds to memory atomically, without return value. The order is unspecified, and subnormal numbers are treated as 0.
 template <int N> __device__ __forceinline__ void AddInPlace(float* at, const float (&v)[N]) {
 #if __CUDA_ARCH__ >= 900
   if constexpr (N == 4) {
@@ -225,9 +230,9 @@ template <class C> __device__ __forceinline__ C Alpha(const IndexRun& run) {
   return run.alpha ? *static_cast<const C*>(run.alpha) : C(1);
 }
 
-// Lists in order the places where runs end, begin + i for each bit i of a thread's mask, and returns how many there
-// are. `ends` and `warp_runs` (one number per warp) lie in shared memory. All threads take part; a barrier follows the
-// writes.
+// Lists the places where runs end in order (begin + i for each bit i of a thread's mask) and returns their number.
+// `ends` and `warp_runs` (one number per warp) are in shared memory. All threads of the block must call it; a barrier
+// follows the writes.
 template <int kThreads>
 __device__ __forceinline__ int ListRunEnds(uint32_t mask, int begin, uint16_t* ends, uint32_t* warp_runs) {
   uint32_t listed = SumOfThreadsBefore(__popc(mask), warp_runs);
@@ -239,8 +244,8 @@ __device__ __forceinline__ int ListRunEnds(uint32_t mask, int begin, uint16_t* e
   return runs;
 }
 
-// --- Vectors of a row --------------------------------------------------------------------------------
-// Vectors of 16 bytes are read and written once; narrower ones may share a sector with others.
+// --- Vectors of a row Vectors of 8 and 16 bytes have streaming stores (StoreVector). A 4-byte vector shares its sector
+// with others and is stored normally.
 
 template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadPart(const T* p) {
   if constexpr (N * sizeof(T) == 4) {
@@ -275,22 +280,23 @@ __device__ __forceinline__ Pack<T, N> FinishedPack(const Compute<T> (&total)[N],
   return Repack<T, N>(v);
 }
 
-// --- Rows that nothing goes to ------------------------------------------------------------------------
+// --- Rows without updates
 
-// Where keys are in no order, further blocks write the untouched rows of out, a tile of rows and vectors each. (Where
-// keys are in order, gaps.cuh finds these rows between neighbouring keys.)
+// For keys that are not in order, further blocks fill the untouched rows of out, one tile of rows and vectors each.
+// (For ordered keys, gaps.cuh finds these rows between neighbouring keys.)
 constexpr int kFillRows = 1024;
 struct FillShape {
-  int64_t rows;     // of a tile
-  int64_t vectors;  // of a tile's rows
+  int64_t rows;     // rows of a tile
+  int64_t vectors;  // vectors per row of a tile
   int64_t slabs, row_tiles;
   Divider by_vectors;
   int64_t blocks;
 };
 static_assert(sizeof(FillShape) == 64);
 
-// Writes the identity to the rows of tile `block` that `mark` leaves unmarked: mark(first key, rows, bits) sets the
-// bits of touched rows. All threads of the block take part; `bits` is shared memory of kFillRows bits.
+// Writes the identity to the unmarked rows of tile `block`. mark(first key, rows, bits) sets the bits of touched rows.
+// All threads of the block must call it; `bits` is shared memory of kFillRows bits. kOp: the reduction. T, N: element
+// type and elements of a vector.
 template <Reduction kOp, class T, int N, class Mark>
 __device__ __forceinline__ void FillTile(const IndexRun& run, const FillShape& f, int64_t vectors, int64_t block,
                                          uint32_t* bits, Mark mark) {

@@ -1,13 +1,18 @@
-// Few updates (algorithm `small`): one launch, no sort. A warp takes one update and a slab of the columns of its row,
-// and looks through all indices for others that go to the same row. If there are c of them, the warp's own being number
-// r, and S is the largest power of two up to c and to 32, the first S of these warps take a share of the columns each,
-// for all c updates; the others have nothing to do. So a warp has about the same work whether all indices differ or all
-// are equal, and the order of the additions depends on the indices alone.
+// Few updates (algorithm `small`): one launch without a sort.
 //
-// A call of a few dozen updates takes as long as its dependent memory accesses, and as fetching its code, so sums into
-// x by plain indices have a kernel of their own, SmallSums: its lanes have up to 32 indices each in registers. The
-// source row of the update is loaded along with them, as if the update were alone in its row of x, and that row while
-// the warp looks for others. The kernel holds little more code than it runs.
+//     SmallUpdates    all reductions, batches and index types
+//     SmallSums       sums into x by plain indices
+//
+// Both read index and source and update rows of out. A warp takes one update and a slab of the columns of its row, and
+// compares all indices with its own to find the updates of the same row. Let c be their number and S the largest power
+// of two up to min(c, 32). The first S of the c warps each take a share of the columns for all c updates; the others
+// exit. So the work per warp is about the same whether all indices differ or all are equal, and the order of the
+// additions depends on the indices alone. Memory traffic: every warp reads all indices, mostly from L1 or L2; source is
+// read once (SmallSums: at most twice), each touched row of out is read and written once.
+//
+// The time of a call with a few dozen updates is the latency of its dependent memory accesses and of fetching its code.
+// SmallSums is therefore a separate kernel with little code: each lane holds up to 32 indices in registers, the source
+// row of the update is loaded together with them, and the row of out while the warp compares indices.
 #pragma once
 
 #include "indexing/run.cuh"
@@ -15,25 +20,32 @@
 namespace jaxkern {
 
 constexpr int kSmallThreads = 256, kSmallWarps = kSmallThreads / kWarp;
-constexpr int kSmallVectors = 4;  // of a thread, when the row has as many
+constexpr int kSmallVectors = 4;  // maximum number of vectors in flight per thread
 
-constexpr int kKeyPitch = 36;  // words from 32 keys in shared memory to the next 32: 16-byte reads free of conflicts
+// Words between groups of 32 keys in shared memory, padded so that 16-byte reads are free of bank conflicts.
+constexpr int kKeyPitch = 36;
 
 struct SmallShape {
-  int64_t vectors;  // of a row
-  int64_t slabs;    // of a row, of kWarp * each vectors
-  int each;         // vectors of a thread
-  int64_t groups;   // blocks that the updates of one b take, for each slab
+  int64_t vectors;  // per row
+  int64_t slabs;    // per row; a slab has kWarp * each vectors
+  int each;         // vectors per thread
+  int64_t groups;   // blocks for the updates of one b and slab
   Divider by_slabs, by_groups;
-  int words;  // 32 indices each
+  int words;  // groups of 32 indices
   int64_t fill_after;
   FillShape fill;
 };
 static_assert(sizeof(SmallShape) == 160);
 
-// Adds up this warp's share of the `all` updates of one row, if it is one of the first warps, which have one. `same`
-// has a bit for each of the lane's indices that name the row: number(bit) is the number of the update, row_of(number)
-// the beginning of its row of source. `list` and `sums` are the warp's own shared memory.
+// Adds up this warp's share of the `all` updates of one row. Does nothing unless the warp is one of the first S,
+// `before` being its rank.
+//
+//     same                  bit per index of the lane, set if it refers to the row
+//     number(bit)           number of that update
+//     row_of(number)        start of its row of source
+//     list, sums            the warp's own shared memory
+//
+// kOp: the reduction. T, N: element type and elements of a vector.
 template <Reduction kOp, class T, int N, class Number, class RowAt, class Store>
 __device__ __forceinline__ void AddTogether(uint32_t same, int all, int before, Number number, RowAt row_of,
                                             Store store, const T* out, bool reads, int64_t slab_begin, int each,
@@ -45,7 +57,7 @@ __device__ __forceinline__ void AddTogether(uint32_t same, int all, int before, 
   while (shares < kWarp && 2 * shares <= all) shares *= 2;
   if (before >= shares) return;
 
-  int to = __popc(same);  // of the list, where this lane's part ends
+  int to = __popc(same);  // end of this lane's part of the list
 #pragma unroll
   for (int step = 1; step < kWarp; step *= 2) {
     const int other = __shfl_up_sync(~0u, to, step);
@@ -54,7 +66,7 @@ __device__ __forceinline__ void AddTogether(uint32_t same, int all, int before, 
   to -= __popc(same);
   for (uint32_t word = same; word; word &= word - 1) list[to++] = number(__ffs(word) - 1);
   __syncwarp();
-  if (all <= kSmallVectors && each >= shares) {  // long rows: whole columns a lane, all of their loads at once
+  if (all <= kSmallVectors && each >= shares) {  // long rows: whole columns per lane, with all loads in flight
     for (int i = 0; i < each / shares; ++i) {
       const int64_t v = slab_begin + (before * (each / shares) + i) * kWarp + lane;
       if (v >= vectors) break;
@@ -75,7 +87,7 @@ __device__ __forceinline__ void AddTogether(uint32_t same, int all, int before, 
     }
     return;
   }
-  // `width` columns side by side, `shares` threads to each, which take every shares-th update.
+  // `width` adjacent columns with `shares` threads each, which take every shares-th update.
   const int width = kWarp / shares, first = lane / width, c = lane % width;
   for (int i = 0; i < each; ++i) {
     const int64_t v = slab_begin + (before * each + i) * width + c;
@@ -112,6 +124,7 @@ __device__ __forceinline__ void AddTogether(uint32_t same, int all, int before, 
   }
 }
 
+// kOp: the reduction. T, N: element type and elements of a vector.
 template <Reduction kOp, class T, int N> __global__ void __launch_bounds__(kSmallThreads, 4)
     SmallUpdates(const __grid_constant__ IndexRun run, const __grid_constant__ SmallShape s) {
   using C = Compute<T>;
@@ -155,11 +168,11 @@ template <Reduction kOp, class T, int N> __global__ void __launch_bounds__(kSmal
     }
   }
   __syncthreads();
-  if (mine >= run.count) return;  // the whole warp, here and below
+  if (mine >= run.count) return;  // the whole warp exits, here and below
   const uint32_t position = b_begin + mine, key = keys[mine / 32 * kKeyPitch + mine % 32];
   if (key >= run.dropped) return;
 
-  // Which updates go to the same row: 32 of them a lane, as bits.
+  // Compare 32 indices per lane; the result is a bit mask.
   uint32_t same = 0;
   if (lane < s.words) {
 #pragma unroll
@@ -207,22 +220,23 @@ template <Reduction kOp, class T, int N> __global__ void __launch_bounds__(kSmal
                          sums);
 }
 
-// 48 bytes end with a line of constant memory, behind what every kernel has before its parameters.
+// The kernel's parameters. With 48 bytes they end at the end of a line of constant memory, given what precedes them
+// there.
 struct SmallSum {
   const int32_t* index;
   const void* source;
   const void* alpha;
   void* out;
   uint32_t inner, rows;
-  uint32_t wraps;  // what a negative index is counted from: rows, or 0
+  uint32_t wraps;  // added to negative indices: rows, or 0
   uint16_t count;
-  uint16_t each;  // vectors of a thread
+  uint16_t each;  // vectors per thread
 };
 static_assert(sizeof(SmallSum) == 48);
 
-// Stores that may stay in L2, for the next kernel that uses these rows: they are few.
+// Stores a vector that may stay in L2: the rows are few, and the next kernel may use them.
 template <class T, int N> __device__ __forceinline__ void KeepPart(T* p, const Pack<T, N>& pack) {
-  if constexpr (N * sizeof(T) == 16) {  // in one piece, which the compiler does not make of a plain assignment
+  if constexpr (N * sizeof(T) == 16) {  // one store; the compiler would split a plain assignment
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(pack.word[0]), "r"(pack.word[1]),
                  "r"(pack.word[2]), "r"(pack.word[3])
                  : "memory");
@@ -231,9 +245,9 @@ template <class T, int N> __device__ __forceinline__ void KeepPart(T* p, const P
   }
 }
 
-constexpr int32_t kNoIndex = INT32_MIN;  // out of range, wrapped or not, of any rows that there can be
+constexpr int32_t kNoIndex = INT32_MIN;  // out of range for every array, wrapped or not
 
-// kKeys indices per lane: number 32 * j + lane is bit j of a mask.
+// T, N: element type and elements of a vector. kKeys: indices per lane; index 32 * j + lane is bit j of a mask.
 template <class T, int N, int kKeys> __global__ void __launch_bounds__(kSmallThreads, 2)
     SmallSums(const __grid_constant__ SmallSum s) {
   using C = Compute<T>;
@@ -246,7 +260,7 @@ template <class T, int N, int kKeys> __global__ void __launch_bounds__(kSmallThr
   const int64_t vectors = s.inner / N, slab_begin = static_cast<int64_t>(blockIdx.x) * kWarp * s.each;
   const T* const source = static_cast<const T*>(s.source);
   const int64_t column = (slab_begin + lane) * N;
-  // From the lane's first vector on; it takes every kWarp-th.
+  // Number of vectors from the lane's first one on; it takes every kWarp-th.
   const int vectors_left = static_cast<int>(min(vectors - slab_begin - lane, int64_t{s.each} * kWarp));
   Pack<T, N> part[kSmallVectors], old[kSmallVectors] = {};
   const auto load = [&](Pack<T, N>(&to)[kSmallVectors], const T* row) {
@@ -256,8 +270,8 @@ template <class T, int N, int kKeys> __global__ void __launch_bounds__(kSmallThr
     }
   };
   load(part, source + int64_t{mine} * s.inner);
-  if constexpr (kKeys > 4) __syncthreads();  // so that none of the many loads below comes before these
-  if (turn >= s.count) return;               // the whole warp, here and below
+  if constexpr (kKeys > 4) __syncthreads();  // keeps the loads below behind the ones above
+  if (turn >= s.count) return;               // the whole warp exits, here and below
   const int32_t* const index = Pinned(s.index + lane);
   const int left = static_cast<int>(s.count - lane);
   int32_t other[kKeys];
@@ -267,7 +281,7 @@ template <class T, int N, int kKeys> __global__ void __launch_bounds__(kSmallThr
   if (key >= s.rows) return;
   T* const out = static_cast<T*>(s.out) + int64_t{key} * s.inner;
   load(old, out);
-  // Which indices mean the same row, from its beginning or from its end.
+  // Compare with both forms of the row's index: counted from the start, and from the end.
   const int32_t first = static_cast<int32_t>(key), second = static_cast<int32_t>(key - s.wraps);
   uint32_t same = 0;
 #pragma unroll

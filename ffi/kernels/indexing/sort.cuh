@@ -1,16 +1,18 @@
-// A stable least-significant-digit radix sort of (key, payload) pairs, by digits of up to 9 bits. Each pass is three
+// Stable least-significant-digit radix sort of (key, payload) pairs, by digits of up to 9 bits. Each pass is three
 // launches:
 //
-//     RadixCount      one block per tile: how many of its keys have each digit
-//     RadixScan       the sums of the counts over the tiles before; left out where there are few tiles
-//     RadixScatter    one block per tile: ranks its pairs, brings them into order in shared memory, and writes the
-//                     pairs of each digit to where the scan says
+//     RadixCount      one block per tile counts the keys of each digit; reads keys, writes pass.counts
+//     RadixScan       exclusive sums of the counts over the tiles, in place; omitted if tiles are few
+//     RadixScatter    one block per tile ranks its pairs, sorts them in shared memory, and writes the pairs of each
+//                     digit to the offset that the scan gives
+//     SourceRows      converts the sorted positions to rows of source, where the two differ
 //
-// The first pass reads the indices themselves. CUB's sort has one launch per pass, in which each tile waits for the
-// tiles before it; with at most a few hundred tiles that chain, and a fixed cost of a launch for each 8 bits, take
-// longer than three short launches for each 9. A pass reads keys twice and payloads once, and writes both once.
+// The first pass reads the indices themselves. Memory traffic of a pass: keys are read twice, payloads once, and both
+// are written once. CUB's sort has one launch per pass, in which each tile waits for the preceding tiles. With at most
+// a few hundred tiles that chain and the fixed cost of a launch per 8 bits take longer than three short launches per 9
+// bits.
 //
-// The order of the keys says all that is needed of the indices, so that it can be made once and used many times: see
+// The order depends only on the indices, so it can be computed once and used many times: see
 // jaxkern/_ops/indexing/sort.py.
 #pragma once
 
@@ -20,9 +22,9 @@ namespace jaxkern {
 
 constexpr int kRadixBitsMax = 9;
 constexpr int kDigits = 1 << kRadixBitsMax;
-constexpr int kOwners = kDigits / 2;  // threads of a block that look after two digits each
-// Pairs of a tile. The pairs of a digit, which are written side by side, fill a sector and more in the largest tiles;
-// smaller ones keep the multiprocessors evenly busy.
+constexpr int kOwners = kDigits / 2;  // threads of a block that own two digits each
+// Pairs of a tile. In the largest tiles, the pairs of a digit, which are written side by side, fill more than a sector;
+// smaller tiles balance the load of the multiprocessors.
 constexpr int kSmallTile = 2048, kTile = 4608;
 constexpr int kScanThreads = 1024, kScanDigits = 8, kScanSegments = kScanThreads / kScanDigits;
 
@@ -30,28 +32,30 @@ struct RadixPass {
   int shift, bits;
   uint32_t tiles;
   bool scanned;
-  uint32_t* counts;  // [tiles + 1, 2^bits]; once scanned, the last row has the totals
+  uint32_t* counts;  // [tiles + 1, 2^bits]; after the scan the last row has the totals
   const uint32_t* keys_in;
   const uint32_t* payload_in;
   uint32_t* keys_out;
   uint32_t* payload_out;
-  uint2* pairs_out;      // or both, side by side
-  const void* source;    // payloads of the first pass, if they are elements
-  int64_t source_extra;  // rows that one b of source lies further than count after the last
+  uint2* pairs_out;      // alternatively, keys and payloads interleaved
+  const void* source;    // payloads of the first pass, if they are elements of source
+  int64_t source_extra;  // rows of source beyond count from one b to the next
 };
 static_assert(sizeof(RadixPass) == 80);
 
-// The first pass makes keys of the indices. Their payload is their position, or an element of 2 or 4 bytes.
+// Kind of a pass. A first pass computes keys from the indices; the payload is the position, or an element of 2 or 4
+// bytes.
 enum class Pass { kFirstOfPositions, kFirstOfElements2, kFirstOfElements4, kLater };
 
-// The row of source of a position.
+// Returns the row of source of a position.
 __device__ __forceinline__ int64_t SourceRow(const Indices& run, int64_t source_extra, uint32_t position) {
   int64_t row = position;
   if (source_extra) row += run.by_count.Div(position) * source_extra;
   return row;
 }
 
-// Calls take(i, address) for the payload of each of the lane's items i.
+// Calls take(i, address) for the payload of each of the lane's items i. kItems: items per lane. kPass: kind of the
+// pass.
 template <int kItems, Pass kPass, class Take>
 __device__ __forceinline__ void ForPayload(const Indices& run, const RadixPass& pass, uint32_t first, Take take) {
   const int left = static_cast<int>(run.positions - first);
@@ -82,8 +86,8 @@ template <int kItems, Pass kPass> __device__ __forceinline__ void LoadPayload(co
   ForPayload<kItems, kPass>(run, pass, first, [&](int i, const auto* from) { payload[i] = __ldg(from); });
 }
 
-// The same for payloads of 4 bytes, to shared memory, where they cost no registers: to[0], to[kWarp], ... After
-// WaitForCopies the lane itself may read them.
+// Copies payloads of 4 bytes to shared memory, which takes no registers: to[0], to[kWarp], .... After WaitForCopies the
+// same lane may read them.
 template <int kItems, Pass kPass>
 __device__ __forceinline__ void CopyPayload(const Indices& run, const RadixPass& pass, uint32_t first, uint32_t* to) {
   ForPayload<kItems, kPass>(run, pass, first, [&](int i, const auto* from) {
@@ -92,7 +96,7 @@ __device__ __forceinline__ void CopyPayload(const Indices& run, const RadixPass&
   });
 }
 
-// Brings the keys of a tile whose block does not run yet to L2, one line per thread.
+// Prefetches the keys of a tile whose block is not running yet to L2, one line per thread.
 template <int kThreads, int kItems, bool kFirst>
 __device__ __forceinline__ void PrefetchKeys(const Indices& run, const uint32_t* keys_in) {
   constexpr uint32_t kPairs = kThreads * kItems, kTilesAhead = 384, kLine = 128;
@@ -109,6 +113,7 @@ struct Digits {
   __device__ __forceinline__ uint32_t Of(uint32_t key) const { return key >> shift & mask; }
 };
 
+// kThreads: threads of a block. kItems: keys per thread. kFirst: keys are computed from the indices.
 template <int kThreads, int kItems, bool kFirst> __global__ void __launch_bounds__(kThreads)
     RadixCount(const __grid_constant__ Indices run, const __grid_constant__ RadixPass pass) {
   __shared__ uint32_t count[kDigits];
@@ -124,13 +129,13 @@ template <int kThreads, int kItems, bool kFirst> __global__ void __launch_bounds
     key[i] = digits.Of(key[i]);
     differ |= key[i] ^ key[0];
   }
-  // A warp whose digits are all the same adds once: a hot row must not serialise the atomics.
+  // A warp with a single digit adds once, so that a frequent row does not serialize the atomics.
   const int left = static_cast<int>(run.positions - first);
   const bool last_held = (kItems - 1) * kWarp < left;
   differ |= key[0] ^ __shfl_sync(~0u, key[0], 0);
   if (__all_sync(~0u, last_held && differ == 0)) {
     if (threadIdx.x % kWarp == 0) atomicAdd(&count[key[0]], kWarp * kItems);
-  } else if (last_held) {  // without a branch an item
+  } else if (last_held) {  // no branch per item
 #pragma unroll
     for (int i = 0; i < kItems; ++i) atomicAdd(&count[key[i]], 1);
   } else {
@@ -144,9 +149,9 @@ template <int kThreads, int kItems, bool kFirst> __global__ void __launch_bounds
   for (int i = threadIdx.x; i <= digits.mask; i += kThreads) out[i] = count[i];
 }
 
-// Replaces each digit's counts by the sums of the counts of the tiles before. A block takes kScanDigits digits. Each of
-// its threads takes a segment of the tiles; it holds the first few counts in registers and reads the others again.
-template <int kThreads>  // kScanThreads: a template is compiled only where it is launched
+// Replaces each digit's counts by the sums over the preceding tiles. A block takes kScanDigits digits. Each thread
+// takes a segment of the tiles; it holds the first few counts in registers and reads the others again.
+template <int kThreads>  // always kScanThreads: as a template it is compiled only where it is launched
 __global__ void __launch_bounds__(kThreads) RadixScan(uint32_t* counts, uint32_t tiles, int digits) {
   constexpr uint32_t kHeld = 4, kAhead = 16;
   __shared__ uint32_t sum[kScanSegments][kScanDigits];
@@ -168,7 +173,7 @@ __global__ void __launch_bounds__(kThreads) RadixScan(uint32_t* counts, uint32_t
   for (uint32_t u = 0; u < kHeld; ++u) total += held[u];
   sum[segment][digit] = total;
   __syncthreads();
-  // A warp scans one digit's segments, several a lane.
+  // A warp scans the segments of one digit, several per lane.
   constexpr int kEach = kScanSegments / kWarp;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   if (warp < kScanDigits) {
@@ -213,19 +218,20 @@ __global__ void __launch_bounds__(kThreads) RadixScan(uint32_t* counts, uint32_t
   }
 }
 
+// Shared memory of RadixScatter. kThreads: threads of a block. kItems: pairs per thread.
 template <int kThreads, int kItems> struct ScatterShared {
   static constexpr int kWarps = kThreads / kWarp, kPairs = kThreads * kItems;
-  // Where registers are short, payloads wait in shared memory while the keys are ranked.
+  // Where registers are scarce, payloads are staged in shared memory while keys are ranked.
   static constexpr bool kStages = sizeof(uint32_t[kWarps][kDigits]) <= 4 * kPairs && kPairs > kTile;
   struct Staged {
     uint32_t peers[kPairs], payload[kPairs];
   };
   union {
-    uint32_t peers[kWarps][kDigits];  // the lanes of a warp that have the digit, while it ranks an item
+    uint32_t peers[kWarps][kDigits];  // while an item is ranked: mask of the warp's lanes that have the digit
     Staged staged;
-    uint2 in_order[kPairs];  // afterwards: keys and payloads
+    uint2 in_order[kPairs];  // after ranking: sorted keys and payloads
   };
-  union {  // of a warp's next key with the digit; two digits a word
+  union {  // rank of the warp's next key with the digit; two digits per word
     uint16_t rank[kWarps][kDigits];
     uint32_t ranks[kWarps][kOwners];
   };
@@ -236,7 +242,7 @@ static_assert(sizeof(ScatterShared<512, 4>) == 51328);
 static_assert(sizeof(ScatterShared<512, 9>) == 55424);
 static_assert(sizeof(ScatterShared<512, 16>) == 84096);
 
-// The sums of v over the block's threads before this one. One barrier; `room` is left with the sums of each warp.
+// Returns the sum of v over the preceding threads of the block. One barrier; `room` is left with the sums of the warps.
 __device__ __forceinline__ uint2 SumsOfThreadsBefore(uint2 v, uint2* room) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   uint2 sum = v;
@@ -251,8 +257,9 @@ __device__ __forceinline__ uint2 SumsOfThreadsBefore(uint2 v, uint2* room) {
   return {__reduce_add_sync(~0u, earlier.x) + sum.x - v.x, __reduce_add_sync(~0u, earlier.y) + sum.y - v.y};
 }
 
-// A dependent step through shared memory takes some 30 cycles, so the loops are ordered such that independent reads are
-// issued together, and no thread waits for global memory while others wait for it at a barrier.
+// A dependent access to shared memory takes about 30 cycles. The loops therefore issue independent reads together, and
+// global loads are issued before the barriers. kThreads: threads of a block. kItems: pairs per thread. kPass: kind of
+// the pass.
 template <int kThreads, int kItems, Pass kPass> __global__ void __launch_bounds__(kThreads, 2)
     RadixScatter(const __grid_constant__ Indices run, const __grid_constant__ RadixPass pass) {
   constexpr int kWarps = kThreads / kWarp, kPairs = kThreads * kItems;
@@ -268,7 +275,7 @@ template <int kThreads, int kItems, Pass kPass> __global__ void __launch_bounds_
   constexpr bool kLoads = kPass != Pass::kFirstOfPositions, kStages = kLoads && Shared::kStages;
   constexpr bool kCopies = kStages && kPass != Pass::kFirstOfElements2;
   uint32_t* const staged = s.staged.payload + warp * (kWarp * kItems) + lane;
-  // Before the keys, which are waited for. Copies have time until the keys are ranked.
+  // Issued before the keys, which are needed first. Copies complete while the keys are ranked.
   if constexpr (kLoads && !kCopies) LoadPayload<kItems, kPass>(run, pass, first, payload);
   LoadKeys<kItems, kPass != Pass::kLater>(run, pass.keys_in, first, key);
   if constexpr (kCopies) {
@@ -277,12 +284,12 @@ template <int kThreads, int kItems, Pass kPass> __global__ void __launch_bounds_
 #pragma unroll
     for (int i = 0; i < kItems; ++i) staged[i * kWarp] = payload[i];
   }
-  // How many pairs of all tiles, and of those before this one, have either of the thread's digits.
+  // Counts of the thread's two digits, over all tiles and over the preceding ones.
   uint2 total = {0, 0}, earlier = {0, 0};
   if (2 * threadIdx.x < 1 << pass.bits) {
     const uint2* const counts = reinterpret_cast<const uint2*>(pass.counts) + threadIdx.x;
     const int row = 1 << (pass.bits - 1);
-    if (kPairs > kSmallTile || pass.scanned) {  // larger tiles are never few
+    if (kPairs > kSmallTile || pass.scanned) {  // large tiles are always scanned
       total = counts[static_cast<int64_t>(pass.tiles) * row];
       earlier = counts[static_cast<int64_t>(blockIdx.x) * row];
     } else {
@@ -294,15 +301,15 @@ template <int kThreads, int kItems, Pass kPass> __global__ void __launch_bounds_
       }
     }
   }
-  // A warp's tables are its own until it has ranked all its items.
+  // A warp's tables are private until it has ranked all its items.
   for (int i = lane; i < kDigits / 4; i += kWarp) reinterpret_cast<uint4*>(s.peers[warp])[i] = {0, 0, 0, 0};
   for (int i = lane; i < kDigits / 8; i += kWarp) reinterpret_cast<uint4*>(s.rank[warp])[i] = {0, 0, 0, 0};
   __syncwarp();
 
-  // Ranks among the warp's pairs with the same digit, of which the lanes tell each other through a word a
-  // digit. Places beyond the last position have all bits set and come last of all.
+  // Rank the pairs of the warp that have the same digit; the lanes exchange their membership through one word per
+  // digit. Places beyond the last position have all key bits set and sort last.
   const uint32_t below = (1u << lane) - 1, above = ~below << 1;
-  uint32_t ranks[(kItems + 1) / 2];  // two a word
+  uint32_t ranks[(kItems + 1) / 2];  // two per word
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const uint32_t digit = digits.Of(key[i]);
@@ -321,8 +328,8 @@ template <int kThreads, int kItems, Pass kPass> __global__ void __launch_bounds_
     __syncwarp();
   }
   __syncthreads();
-  // From ranks within a warp to places in the tile, and from those to places behind the pairs of smaller digits
-  // and of earlier tiles.
+  // Convert ranks within the warp to places in the tile, and compute the offset from these to places in the output,
+  // behind the pairs of smaller digits and of preceding tiles.
   const bool owner = threadIdx.x < kOwners;
   uint32_t in_tile = 0;
 #pragma unroll
@@ -334,7 +341,7 @@ template <int kThreads, int kItems, Pass kPass> __global__ void __launch_bounds_
     s.offset[2 * threadIdx.x] = before.x + earlier.x - before.y;
     s.offset[2 * threadIdx.x + 1] = before.x + total.x + earlier.y - (before.y + in_first);
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) {  // read once more: held since above, they would be registers that others need
+    for (int w = 0; w < kWarps; ++w) {  // read again: holding them since the first read would take registers
       const uint32_t held = s.ranks[w][threadIdx.x];
       s.ranks[w][threadIdx.x] = start;
       start += held;
@@ -367,7 +374,7 @@ template <int kThreads, int kItems, Pass kPass> __global__ void __launch_bounds_
       uint2 pair[kWritten];
       uint32_t to[kWritten];
 #pragma unroll
-      for (int u = 0; u < kWritten; ++u) {  // beyond the last pair lie those without a position
+      for (int u = 0; u < kWritten; ++u) {  // the last places may have no position
         pair[u] = s.in_order[threadIdx.x + (i + u) * kThreads];
       }
 #pragma unroll
@@ -388,7 +395,7 @@ template <int kThreads, int kItems, Pass kPass> __global__ void __launch_bounds_
   }
 }
 
-// Turns positions into rows of source, where these are not the same.
+// Converts positions to rows of source. kThreads: threads of a block.
 template <int kThreads> __global__ void __launch_bounds__(kThreads)
     SourceRows(const __grid_constant__ Indices run, const uint32_t* order, uint32_t* rows, int64_t source_extra) {
   const uint32_t at = blockIdx.x * kThreads + threadIdx.x;

@@ -1,14 +1,18 @@
-// The segmented reduction of ascending indices (algorithm `sorted`) where rows are a few elements or not whole vectors.
-// Source is then read as it lies in memory, whatever its rows are: a block copies a tile of it to shared memory, some
-// places and, where rows are long, a slab of their columns, as vectors of 16 bytes. Then it
+// Segmented reduction of ascending indices (algorithm `sorted`) for rows of a few elements, or rows that are not whole
+// vectors.
 //
-//     lists the runs     each thread looks at some places for the ends of runs of equal keys
-//     adds them up       one thread per run and column, from shared memory; it writes the row, which mostly lies beside
-//                        its neighbours' in out
+// ReduceTiles reads keys (or indices) and source and writes out and run.partials. A block copies a tile of source to
+// shared memory as 16-byte vectors, whatever the rows are: some places and, if rows are long, a slab of their columns.
+// Then it
 //
-// A run that ends within kTileReach places behind the tile is reduced, from memory, by the tile that it begins in, and
-// skipped by the next; any longer one leaves its parts for ReduceFixup (reduce.cuh). Sums of float are made in double
-// and rounded once. Source is read once and each touched row of out written once. Arrays may lie at any address.
+//     lists the runs     each thread searches some places for the ends of runs of equal keys
+//     adds them up       one thread per run and column, from shared memory; it writes the row, whose neighbours in out
+//                        are mostly written at the same time
+//
+// A run that ends within kTileReach places behind the tile in which it begins is reduced by that tile, which reads the
+// rest from memory; the next tile skips it. A longer run leaves its parts to ReduceFixup (reduce.cuh). Memory traffic:
+// source is read once, each touched row of out is read (with reads_out) and written once. Arrays may have any
+// alignment.
 #pragma once
 
 #include "indexing/reduce.cuh"
@@ -19,22 +23,22 @@ constexpr int kTileThreads = 256, kTileReach = 32;
 constexpr int kTilePacks = 16;  // vectors of a slab of long rows
 
 struct TileShape {
-  int slab, pitch;  // columns of a tile, in all but the last of a row; elements from one place to the next
+  int slab, pitch;  // columns of a tile, at most; elements between places in shared memory
   int64_t slabs;
   Divider by_slabs;
   FastDivmod by_columns;
   int values;  // elements of shared memory
-  int each;    // places in which a thread looks for the ends of runs
+  int each;    // places per thread in the search for the ends of runs
 };
 static_assert(sizeof(TileShape) == 64);
 
-// Dynamic shared memory: the elements; the keys of two places before the tile, behind two words, of its own, and of
-// those within reach and one more; the ends of runs, from the one before the first on.
+// Dynamic shared memory: the elements; the keys (two words of padding, two places before the tile, the tile, kTileReach
+// + 1 places behind it); the ends of runs, from the one before the first on. kOp: the reduction. T: element type.
 template <Reduction kOp, class T> __global__ void __launch_bounds__(kTileThreads, 5)
     ReduceTiles(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s,
                 const __grid_constant__ TileShape tile) {
   using C = Compute<T>;
-  // Floats are summed in double, which costs nothing here, and rounded once.
+  // Floats are summed in double and rounded once; the kernel is limited by memory, so this is free.
   using A = std::conditional_t<kOp == Reduction::kSum && std::is_same_v<T, float>, double, C>;
   constexpr int kN = kVector<T>;
   extern __shared__ __align__(16) char shared_bytes[];
@@ -55,7 +59,7 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kTileThreads
   const int held = static_cast<int>(min(s.chunk, run.positions - begin));
   const int64_t column = (block - item * tile.slabs) * tile.slab;
   const int width = static_cast<int>(min(int64_t{tile.slab}, run.inner - column));
-  const int64_t before = begin * run.inner + column;  // elements of this slice of source
+  const int64_t before = begin * run.inner + column;  // elements before the tile in this slice of source
   const T* const from = static_cast<const T*>(run.source) + o * run.source_stride * run.inner + before;
 
   const int wanted = static_cast<int>(min(s.chunk + kTileReach + 1, run.positions - begin));
@@ -73,11 +77,11 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kTileThreads
   if (t == kWarp) keys[-2] = begin > s.chunk ? KeyAt(run, begin - s.chunk - 1) : kNoKey;
   if (t == 0) ends[-1] = UINT16_MAX;
 
-  // Element `ahead` of shared memory holds the first of the tile; both lie equally far behind a boundary of 16 bytes.
-  // Vectors may stick out of the tile, but not out of the slice of source, which goes from `low` to `high`.
+  // Element `ahead` of shared memory is the first of the tile; both have the same offset from a 16-byte boundary.
+  // Vectors may extend beyond the tile, but not beyond the slice of source, [low, high).
   const int ahead = static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16 / sizeof(T)), pitch = tile.pitch;
   const int64_t low = -before, high = run.positions * run.inner - before;
-  if (tile.slabs == 1) {  // all of the tile is one stretch of memory
+  if (tile.slabs == 1) {  // the tile is contiguous
     const int elements = held * width, all = (ahead + elements + kN - 1) / kN;
     const int first = -ahead < low, last = all - (all * kN - ahead > high);
     const T* const p = from - ahead;
@@ -87,7 +91,7 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kTileThreads
     if (t < head) values[ahead + t] = from[t];
     if (t < elements - tail) values[ahead + tail + t] = from[tail + t];
   } else {
-    // kTilePacks threads per place: the vectors of a thread all lie equally far from the first column.
+    // kTilePacks threads per place. All vectors of a thread have the same offset from the first column.
     constexpr int kLines = kTileThreads / kTilePacks;
     const int line = t / kTilePacks, at = ahead + line * pitch;
     const int c = at / kN * kN + t % kTilePacks * kN - at;
@@ -114,7 +118,7 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kTileThreads
   WaitForCopies();
   __syncthreads();
 
-  // Where runs end. The tile's last one ends with it for now.
+  // Find the ends of runs. For now the last run of the tile ends with the tile.
   const int place = t * tile.each, left = held - place;
   uint32_t mask = 0;
   if (left > 0) {
@@ -148,7 +152,7 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kTileThreads
     if (own >= run.dropped || c >= width) continue;
     enum { kWhole, kHead, kTail, kGoesOn } part = kWhole;
     if (r == first_cut) {
-      if (keys[-2] != own && keys[kTileReach] != own) continue;  // the tile before has added it up
+      if (keys[-2] != own && keys[kTileReach] != own) continue;  // the preceding tile has reduced it
       part = kHead;
     } else if (r == last_cut) {
       part = keys[held + kTileReach] == own ? kTail : kGoesOn;
