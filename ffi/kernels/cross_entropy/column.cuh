@@ -1,9 +1,15 @@
-// Cross-entropy over an axis that is not the last one, without a transposition: the loss (LossColumn) and the gradient
-// from the residuals (GradientColumn). With N = 1 they run any problem, at any alignment.
+// Cross-entropy over an axis that is not the last one, without a transposition.
 //
-// A block is 32 lanes across the inner dimension, each with N adjacent columns, and 8 warps that take turns down the
-// axis. The warps' LossStats are merged through shared memory. N > 1: the arrays are aligned to 16 bytes, and inner is
-// a multiple of N.
+//     LossColumn        reads logits and labels; writes the loss and the residuals
+//     GradientColumn    reads logits, labels, weights and residuals; writes the gradient
+//
+// Memory traffic: the logits are read once by each kernel, and the gradient is written once. N = 1 supports every
+// problem at any alignment; N > 1 requires arrays aligned to 16 bytes and inner a multiple of N.
+//
+// A block is 32 lanes across the inner dimension, each with N adjacent columns, and 8 warps that take turns along the
+// axis. The LossStats of the warps are merged through shared memory.
+//
+// Template parameters: T, the element type; N, columns of a thread; kMasked, p.mask is applied.
 #pragma once
 
 #include "cross_entropy/ops.cuh"
@@ -13,9 +19,9 @@ namespace jaxkern {
 constexpr int kLossColumnWarps = 8;
 constexpr int kLossColumnUnroll = 4;
 
-// The rows (columns of memory) of a thread.
+// The rows of the problem (columns in memory) of a thread.
 template <class T, int N> struct LossColumns {
-  int64_t outer, inner;  // of the first
+  int64_t outer, inner;  // of the first row
   bool active;
   int64_t first;  // offset of the first element
 
@@ -104,7 +110,7 @@ __global__ void __launch_bounds__(kWarp* kLossColumnWarps, sizeof(T) == 2 ? 3 : 
   const T* const logits = static_cast<const T*>(p.logits) + own.first;
   T* const gradient = static_cast<T*>(p.gradient) + own.first;
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
-  // The members of the columns' Slopes that differ; an array of Slopes would spill.
+  // The members of Slope that differ among the columns; an array of Slopes would spill.
   C base[N], factor[N], smooth[N], hot[N];
   int64_t label[N];
   bool nothing[N];

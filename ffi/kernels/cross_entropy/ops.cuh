@@ -1,4 +1,5 @@
-// What the kernels of cross-entropy compute, apart from how they walk over the logits.
+// The arithmetic of cross-entropy, shared by its kernels. Device functions only. Per row they read the label and the
+// weight and write the loss and the residuals; the kernels read the logits and write the gradient.
 //
 // Over the middle dimension of logits [rows, width, inner], for the label y of each row:
 //
@@ -6,19 +7,19 @@
 //     loss      lse - (1 - s) x[y] - s mean(x) + z lse^2          s: label_smoothing, z: z_loss
 //     gradient  g (p (1 + 2 z lse) - s / count - (1 - s) [y])     p = exp(x - lse), g: the row's weight
 //
-// Sums and means are over the elements that take part, `count` of them: those whose mask is true. A masked-out element
-// has gradient 0; as the label it is the logarithm of 0, and the loss infinite. A row without a participant, or with
-// nothing but -inf, has loss 0 and gradient 0. A label that is no class has loss 0 and gradient 0 if it equals
-// `ignore`, else NaN for both. NaN and +inf in a row make both NaN. The residuals of a row are its largest logit and
-// `total`, the sum of exp(x - largest): lse alone would have lost to rounding what tells probabilities of large logits
-// apart.
+// Sums and means are over the `count` elements whose mask is true. A masked element has gradient 0; if it is the label,
+// the loss is infinite, the logarithm of 0. A row without participants, or whose logits are all -inf, has loss 0 and
+// gradient 0. A label that is not a class has loss 0 and gradient 0 if it equals `ignore`, otherwise NaN for both. NaN
+// and +inf in a row make both NaN. The residuals of a row are its largest logit and `total`, the sum of exp(x -
+// largest). lse alone would be too inaccurate for the probabilities of large logits.
 //
-//     Label      the class of a row, or why it has none
-//     LossStat   a share of a row: its largest logit, the sum of exponentials, what smoothing needs
-//     WriteRow   the loss and the residuals, from the LossStat of the whole row
+//     Label      the class of a row, or the reason why it has none
+//     LossStat   statistics of a share of a row: largest logit, sum of exponentials, sums for smoothing
+//     WriteRow   stores the loss and the residuals, from the LossStat of the whole row
 //     Slope      maps a row's logits to their gradient
 //
-// Exponentials (common/exponential.cuh) are relative to the largest logit and take one ex2 each.
+// Exponentials (common/exponential.cuh) are relative to the largest logit and take one ex2 each. Template parameter T:
+// element type of the logits.
 #pragma once
 
 #include "common/async.cuh"
@@ -27,19 +28,19 @@
 
 namespace jaxkern {
 
-// In the order of their names in Python.
+// In the order of _LABELS in jaxkern/_ops/cross_entropy/plan.py.
 enum class LabelType : int32_t { kS8, kS16, kS32, kS64, kU8, kU16, kU32, kU64 };
 
-// The options in the computing type, since converting them would take longer than using them.
+// The options in the computing type C; converting them in each thread would take longer than using them.
 template <class C> struct LossNumbers {
-  C soft, hard, z_loss;  // label_smoothing, and 1 - label_smoothing
+  C soft, hard, z_loss;  // soft: label_smoothing; hard: 1 - label_smoothing
   C width;
 };
 
-// The parameters of every kernel; plan.py lays them out. Numbers per row are float, or double for double.
+// Parameters of every kernel; plan.py writes this layout. Values per row are float, or double for double logits.
 struct LossParams {
   const void* logits;
-  void* gradient;      // may be the logits
+  void* gradient;      // may alias the logits
   const void* labels;  // [rows, inner], like all that follow
   const void* weight;
   void* loss;
@@ -47,12 +48,12 @@ struct LossParams {
   void* total;
   void* count;  // null without a mask
   int64_t rows, width, inner;
-  int parts;        // of a row, each a unit of work
-  bool ragged;      // some row does not begin or end on 16 bytes
+  int parts;        // units of work per row
+  bool ragged;      // some row does not begin and end at a 16-byte boundary
   bool exceeds_l2;  // see ReadPolicy
   bool has_ignore;
   LabelType label_type;
-  int64_t ignore;  // the bits of the label; never a class
+  int64_t ignore;  // bits of the label to ignore; never a class
   LossNumbers<float> single;
   LossNumbers<double> wide;
   void* partials;       // LossStats of parts, or null
@@ -72,13 +73,13 @@ template <class C> __device__ __forceinline__ C NaN() { return static_cast<C>(__
 // ---- labels
 
 struct Label {
-  int64_t at;  // the class, or one of
+  int64_t at;  // the class, or one of the constants below
   static constexpr int64_t kIgnored = -1, kBad = -2;
 };
 
-// A label as it was loaded. Resolve waits for the load.
+// A label as loaded. Resolve is the first use of the load.
 struct RawLabel {
-  int32_t low, high;  // high: of 64-bit labels only
+  int32_t low, high;  // high: for 64-bit labels only
 };
 
 __device__ __forceinline__ RawLabel LoadLabel(const LossParams& p, int64_t row) {
@@ -105,7 +106,7 @@ __device__ __forceinline__ Label Resolve(const LossParams& p, RawLabel raw) {
     label = static_cast<int64_t>(raw.high) << 32 | static_cast<uint32_t>(raw.low);
   }
   if (p.has_ignore && label == p.ignore) return {Label::kIgnored};
-  // Negative labels are large as unsigned numbers.
+  // As unsigned numbers, negative labels exceed the width.
   return {static_cast<uint64_t>(label) < static_cast<uint64_t>(p.width) ? label : Label::kBad};
 }
 __device__ __forceinline__ Label ReadLabel(const LossParams& p, int64_t row) { return Resolve(p, LoadLabel(p, row)); }
@@ -116,9 +117,9 @@ template <class T> struct LossStat {
   using C = Compute<T>;
   using S = Sum<T>;
   C max;
-  int count;  // of participants; kept only where there is a mask
-  S sum;      // of e^(x - max)
-  S above;    // of x - reference, for smoothing: the reference is the row's first logit
+  int count;  // participants; only computed if there is a mask
+  S sum;      // sum of e^(x - max)
+  S above;    // for smoothing: sum of x - reference, where the reference is the row's first logit
 
   static __device__ __forceinline__ LossStat Identity() { return {-Infinity<C>(), 0, S(0), S(0)}; }
 
@@ -128,7 +129,7 @@ template <class T> struct LossStat {
             a.above + b.above};
   }
 
-  // Over aligned groups of kLanes lanes. Members that the options do not need are left as they are.
+  // Merges over aligned groups of kLanes lanes. Members that the options do not need are unchanged.
   template <int kLanes> __device__ __forceinline__ LossStat MergeLanes(bool smoothing, bool masked) const {
     LossStat s = *this;
     s.max = ReduceLanes<kLanes>(max, MaxOf());
@@ -141,7 +142,8 @@ template <class T> struct LossStat {
 static_assert(sizeof(LossStat<double>) == 32 && sizeof(LossStat<float>) == 24 && sizeof(LossStat<__half>) == 16,
               "plan.py");
 
-// The largest element of some packs. NaN may be lost here, and comes back with the exponentials. 16 bit: two at a time.
+// The largest element of some packs; 16-bit elements are compared in pairs. NaN may be ignored here; the exponentials
+// propagate it.
 template <class T, int kPacks, int N>
 __device__ __forceinline__ Compute<T> LargestOf(const Pack<T, N> (&packs)[kPacks]) {
   if constexpr (sizeof(T) == 2 && N % 2 == 0) {
@@ -161,7 +163,7 @@ __device__ __forceinline__ Compute<T> LargestOf(const Pack<T, N> (&packs)[kPacks
   }
 }
 
-// Adds packs, whose elements that take no part are -inf.
+// Adds packs. Elements that take no part are -inf.
 template <class T, int kPacks, int N>
 __device__ __forceinline__ void Accumulate(LossStat<T>& stat, const Pack<T, N> (&packs)[kPacks]) {
   using C = Compute<T>;
@@ -188,14 +190,14 @@ __device__ __forceinline__ void AddAbove(LossStat<T>& stat, const Pack<T, N>& pa
   stat.above += Fold(v, SumOf());
 }
 
-// A finite number near a row's logits, which smoothing subtracts before it adds them up.
+// Returns a finite number near a row's logits. Smoothing subtracts it before it sums them.
 template <class T> __device__ __forceinline__ Compute<T> ReferenceOf(T first) {
   const Compute<T> x = ToCompute(first);
   return x - x == Compute<T>(0) ? x : Compute<T>(0);
 }
 
-// The residual `total`, sum(e^(x - base)), from the sum as the kernels have it: in 16 bit with the common factor of its
-// terms (see LogOfExcess); and back. The total of a row with a single participant is exactly 1.
+// KeptTotal returns the residual `total`, sum(e^(x - base)), from the kernels' sum, whose terms have a common factor in
+// 16 bit (see LogOfExcess); OwnTotal is the inverse. The total of a row with a single participant is exactly 1.
 template <class T> __device__ __forceinline__ Compute<T> KeptTotal(Compute<T> base, Sum<T> sum) {
   if constexpr (sizeof(T) == 2) return WithoutExcess<T>(static_cast<float>(sum), base);
   else return static_cast<Compute<T>>(sum);
@@ -205,7 +207,7 @@ template <class T> __device__ __forceinline__ Compute<T> OwnTotal(Compute<T> bas
   else return kept;
 }
 
-// log(sum(e^(x - base))).
+// Returns log(sum(e^(x - base))).
 template <class T> __device__ __forceinline__ Compute<T> LogTotal(Compute<T> base, Sum<T> sum) {
   using C = Compute<T>;
   const C total = KeptTotal<T>(base, sum);
@@ -214,8 +216,8 @@ template <class T> __device__ __forceinline__ Compute<T> LogTotal(Compute<T> bas
   else return logf(total);
 }
 
-// Called by one thread: stores the loss of a row and its residuals. x_label: the label's logit, -inf where it is masked
-// out; ignored if there is none.
+// Stores the loss of a row and its residuals; called by one thread. x_label: the label's logit, -inf if masked; ignored
+// if there is no label.
 template <class T> __device__ __forceinline__ void WriteRow(const LossParams& p, int64_t row, const LossStat<T>& stat,
                                                             Label label, Compute<T> x_label, Compute<T> reference) {
   using C = Compute<T>;
@@ -238,15 +240,16 @@ template <class T> __device__ __forceinline__ void WriteRow(const LossParams& p,
   if (p.mask) static_cast<C*>(p.count)[row] = count;
 }
 
-// ---- where the elements of a row lie
+// ---- the layout of a row
 
-// A row as whole aligned packs, and fewer than N single elements before (head) and after (tail) them. The logits are
-// aligned to 16 bytes. Each of `parts` parts has an equal share of the packs; the first has the single elements too.
+// A row as whole aligned packs, with fewer than N single elements before (head) and after (tail) them. The logits are
+// aligned to 16 bytes. Each of `parts` parts has an equal share of the packs; the first one also has the single
+// elements.
 template <class T> struct LossRow {
   static constexpr int N = kVector<T>;
-  int64_t body;  // offset of the first pack, behind the head
+  int64_t body;  // offset of the first pack
   int head, tail;
-  int begin, end;  // packs
+  int begin, end;  // range of packs
 
   __device__ __forceinline__ LossRow(const LossParams& p, int64_t row, int part = 0, int parts = 1) {
     body = row * p.width;
@@ -272,7 +275,7 @@ template <class T> struct LossRow {
   __device__ __forceinline__ int64_t Column(int pack) const { return head + int64_t{pack} * N; }
 };
 
-// The single elements of a row: each of the first N threads has up to one of the head and one of the tail.
+// The single elements of a row: each of the first N threads has at most one of the head and one of the tail.
 template <class T> struct LossSingles {
   int64_t column[2];  // -1: none
 
@@ -291,12 +294,12 @@ template <class T> struct Slope {
   using C = Compute<T>;
   static constexpr int N = kVector<T>;
   C base;
-  C rise;          // of the probabilities
-  C factor;        // of e^(x - base)
-  C smooth, hot;   // subtracted from every participant, and from the label
-  int label_pack;  // the pack with the label, -1: none of them
+  C rise;          // factor of the probabilities: weight * d(loss)/d(lse)
+  C factor;        // factor of e^(x - base)
+  C smooth, hot;   // subtracted from every participant; and from the label
+  int label_pack;  // pack of the label; -1: none
   int label_place;
-  uint32_t live;  // the bits of the gradient to keep: none if it is 0 whatever the logits are
+  uint32_t live;  // mask of the gradient's bits: 0 if the gradient is 0 for all logits
 
   Slope() = default;
   __device__ __forceinline__ Slope(const LossParams& p, Label label, int head, C largest, Sum<T> total, C count,
@@ -315,9 +318,9 @@ template <class T> struct Slope {
     factor = rise / static_cast<C>(total);
   }
 
-  // 16 bit: makes the label's gradient exact where its probability is exactly 1, so that a row of one class has
-  // gradient 0. The largest logit's power is not 1 (LogOfExcess), and its product with `factor` may round; `hot`
-  // compensates. Needed by the threads that subtract `hot`.
+  // 16 bit: makes the label's gradient exact if its probability is exactly 1, so that a row of one class has gradient
+  // 0. The power of the largest logit is not 1 (LogOfExcess), and its product with `factor` may round; `hot`
+  // compensates both. Needed only by threads that subtract `hot`.
   __device__ __forceinline__ void SettleHot(Sum<T> total) {
     if constexpr (sizeof(T) == 2) {
       const C e = Exp2Approx(LogOfExcess<T>(base));
@@ -325,7 +328,7 @@ template <class T> struct Slope {
     }
   }
 
-  // The gradient of a pack. pack: its number, or kNoLabel if another thread subtracts `hot`.
+  // Returns the gradient of a pack. pack: its number, or kNoLabel if another thread subtracts `hot`.
   static constexpr int kNoLabel = -2;
   __device__ __forceinline__ Pack<T, N> Gradient(const Pack<T, N>& x, int pack = kNoLabel) const {
     C v[N];
@@ -341,8 +344,8 @@ template <class T> struct Slope {
     for (int w = 0; w < Pack<T, N>::kWords; ++w) result.word[w] &= live;
     return result;
   }
-  // 16 bit: e^(x - base) * factor as the single power 2^(x * log2(e) - offset), for rows where taking log2(factor) into
-  // the exponent costs no more than 2^-19 (Forward::OnePower), without smoothing.
+  // 16 bit: e^(x - base) * factor as the single power 2^(x * log2(e) - offset), for rows without smoothing where moving
+  // log2(factor) into the exponent costs at most 2^-19 (see Forward::OnePower).
   static constexpr bool kOnePower = sizeof(T) == 2;
   __device__ __forceinline__ bool OnePower(float* offset) const {
     *offset = __fmul_rn(base, kLog2E) - __log2f(factor);  // NaN unless the factor is positive

@@ -1,17 +1,23 @@
-// Loss and gradient in one read of rows too long for registers, on sm_90: the pipeline tier.
+// Loss and gradient in one read of rows too long for registers, on sm_90: the algorithm pipeline.
 //
-// A cluster of 1, 2, 4, 8 or 16 blocks holds a row's packs in shared memory, each block an equal piece of
-// them, and walks over its rows (the grid is persistent). A piece is cut into chunks that live in a ring:
+// BothPipeline reads the logits, labels and weights and writes the loss and the gradient. Memory traffic: the logits
+// are read once and the gradient is written once. Both are aligned to 16 bytes.
+//
+// A cluster of 1, 2, 4, 8 or 16 blocks holds the packs of a row in shared memory, each block an equal piece of them.
+// The grid is persistent: a cluster processes one row after the other. A piece is cut into chunks, which occupy the
+// slots of a ring buffer:
 //
 //     producer warp   for every chunk of every row: wait until its slot is empty, start a bulk copy
 //     consumer warps  pass 1: wait for each chunk, add it to the LossStat
 //                     merge over the block, then over the cluster through distributed shared memory
-//                     pass 2: read each chunk again, write the gradient, hand the slot back
+//                     pass 2: read each chunk again, write the gradient, release the slot
 //
-// so that loads go on while a row is reduced and written. The consumers are one group, or two that take turns with the
-// rows: while one waits for its merge, the other computes. The first threads of the first block read and write the
-// elements of a row outside whole packs. The thread that holds the label's logit stores the loss, and stores the
-// label's element of the gradient again after its pack. The logits and the gradient are aligned to 16 bytes.
+// Loads continue while a row is reduced and written. The consumers are one group, or two groups that take alternate
+// rows: while one waits for its merge, the other one computes. The first threads of the first block process the
+// elements of a row outside of whole packs. The thread that holds the label's logit stores the loss, and stores the
+// label's element of the gradient again after its pack.
+//
+// Template parameters: T, the element type; kGroups, groups of consumers (1 or 2).
 #pragma once
 
 #include "cross_entropy/ops.cuh"
@@ -29,7 +35,7 @@ template <class T, int kGroups> struct LossPipelineShared {
   Barrier empty[kLossSlots];
   struct Group {
     Barrier
-        full[kLossSlots];  // per group: a waiter must see every phase, since it cannot tell one from the next but one
+        full[kLossSlots];  // per group: every waiter must observe every phase, since a parity repeats after two phases
     Barrier exchanged[2];
     LossStat<T> room[2][kLossConsumers / kGroups / kWarp];
     LossStat<T> exchange[2][kMaxCluster];
@@ -64,7 +70,7 @@ template <class T, int kGroups> __global__ void __launch_bounds__(kLossPipelineT
     }
     FenceBarrierInit();
   }
-  // Remote writes need every block of the cluster to have come this far.
+  // Every block of the cluster must have started and initialized its barriers before remote writes.
   __syncthreads();
   SyncCluster();
 
@@ -99,13 +105,13 @@ template <class T, int kGroups> __global__ void __launch_bounds__(kLossPipelineT
     const auto pack_at = [&](int at_slot, int u) -> const Pack<T, N>& {
       return *reinterpret_cast<const Pack<T, N>*>(shared_bytes + at_slot * kLossSlotBytes + (lane + u * kThreads) * 16);
     };
-    uint32_t parities = 0;  // of the next phase of each slot's full barrier, one bit per slot
+    uint32_t parities = 0;  // parity of the next phase of each slot's full barrier, one bit per slot
     const auto pass_over_row = [&] {
       slot += chunks;
       if (slot >= kLossSlots) slot -= kLossSlots;
     };
     for (int g = 0; g < group; ++g) pass_over_row();
-    int turn = 0;  // rows done
+    int turn = 0;  // number of rows done
     for (int64_t r = first_row + group * row_step; r < p.rows; r += kGroups * row_step, ++turn) {
       const LossRow<T> span(p, r);
       const int end = min(static_cast<int>(span.end), begin + piece_packs);
@@ -170,7 +176,7 @@ template <class T, int kGroups> __global__ void __launch_bounds__(kLossPipelineT
       if constexpr (Slope<T>::kOnePower) one_power = slope.OnePower(&offset);
       bool own = label.at < 0 && rank == 0 && lane == 0;  // this thread stores the loss
       C x_label = 0;
-      // The chunk with the label, if it is this thread's.
+      // The chunk with the label, if this thread holds it.
       const int to_label = slope.label_pack - begin;
       const bool has_label = to_label >= 0 && slope.label_pack < end && to_label % kThreads == lane;
       const int label_chunk = has_label ? to_label / kLossChunkPacks : -1;
@@ -216,7 +222,7 @@ template <class T, int kGroups> __global__ void __launch_bounds__(kLossPipelineT
       for (int g = 1; g < kGroups; ++g) pass_over_row();
     }
   }
-  // No block may leave while another still writes to its shared memory.
+  // A block must not exit while another one still writes to its shared memory.
   __syncwarp();
   SyncCluster();
 #endif

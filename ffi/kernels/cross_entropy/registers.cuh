@@ -1,8 +1,11 @@
-// Loss and gradient in one read, a row held in registers: the kernel of softmax (softmax/registers.cuh) with a row type
-// that turns the exponentials into the gradient and stores the loss.
+// Loss and gradient in one read, with a row held in registers: SoftmaxRegisters (softmax/registers.cuh) with
+// BothForward and BothRow, which convert the exponentials to the gradient and store the loss.
 //
-// The thread that holds the label's logit stores the row's loss, so that the logit is not read again, and the gradient
-// may overwrite the logits.
+// Reads the logits, labels and weights; writes the loss and the gradient. Memory traffic: the logits are read once and
+// the gradient is written once. The thread that holds the label's logit stores the row's loss, so the logit is not read
+// again, and the gradient may overwrite the logits.
+//
+// Template parameters: T, the element type; kRagged, rows may begin or end within a pack.
 #pragma once
 
 #include "cross_entropy/ops.cuh"
@@ -15,7 +18,7 @@ struct BothParams : SoftmaxParams {
 };
 static_assert(sizeof(BothParams) == sizeof(SoftmaxParams) + sizeof(LossParams), "plan.py");
 
-// Softmax up to the sum. Get returns the exponentials as they are held; BothRow multiplies them by the Final's inverse.
+// Softmax up to the sum. Get returns the held exponentials; BothRow multiplies them by the Final's inverse.
 template <class T> struct BothForward : Forward<T, false> {
   using C = Compute<T>;
   template <int kPacks, int N, bool = false> struct Tile : Forward<T, false>::template Tile<kPacks, N> {
@@ -33,9 +36,9 @@ template <class T, bool kRagged> struct BothRow : SoftmaxRow<BothForward<T>, kVe
   using Params = BothParams;
   using Base::span;
   static constexpr int N = kVector<T>;
-  static constexpr int GroupBlocks(int) { return 8; }  // 64 registers a thread
+  static constexpr int GroupBlocks(int) { return 8; }  // 64 registers per thread
 
-  struct Place {  // the row's label and weight, as they were loaded
+  struct Place {  // label and weight of the row, as loaded
     RawLabel label;
     C weight;
   };
@@ -106,7 +109,7 @@ template <class T, bool kRagged> struct BothRow : SoftmaxRow<BothForward<T>, kVe
     for (int j = 0; j < N; ++j) v[j] = fma(v[j], factor, -slope.smooth);
     return Repack<T, N>(v);
   }
-  // The label's element is stored again after its pack, by the thread that holds it.
+  // The thread that holds the label's element stores it again after its pack.
   template <int kPacks>
   __device__ __forceinline__ void StoreAll(T* out, Pack<T, N> (&pack)[kPacks], int first, int step) const {
     if (!slope.live) {
@@ -120,7 +123,7 @@ template <class T, bool kRagged> struct BothRow : SoftmaxRow<BothForward<T>, kVe
     if (own) out[row * p.width + label.at] = slope.FromPower(ExpDifference<T>(x_label, slope.base), true);
   }
 
-  // Called by all threads of the row. kLanes: of a group per row, or kBlockLanes.
+  // All threads of the row must call it. kLanes: lanes of a row, or kBlockLanes.
   template <int kLanes> __device__ __forceinline__ void Close(const Raw&, const typename Op::Stat& stat, int lane) {
     LossStat<T> whole = {stat.max, 0, stat.sum, above};
     if (p.Smoothing()) {

@@ -1,10 +1,18 @@
-// Cross-entropy over the last axis, the logits read as a stream: the loss (LossRows), and the gradient from the logits
-// and the residuals (GradientRows). Both read the logits once. The logits, and the gradient, are aligned to 16 bytes.
+// Cross-entropy over the last axis, with the logits read as a stream.
+//
+//     LossRows        reads logits and labels; writes the loss and the residuals, or a LossStat per part of a row
+//     LossMerge       merges the LossStats of the parts of each row in order
+//     GradientRows    reads logits, labels, weights and residuals; writes the gradient
+//
+// Memory traffic: LossRows and GradientRows read the logits once, and GradientRows writes the gradient once. Logits and
+// gradient are aligned to 16 bytes.
 //
 // A unit of work, a row or a part of one, belongs to a group of 8, 16 or 32 lanes, or to a block (kWholeBlock). The
-// next batch of packs is loaded while one is computed. Groups of the loss are persistent, and the next batch may be the
-// next unit's, so that loads do not stop at the end of a row; groups of the gradient, which writes as much as it reads,
-// are faster with one unit each. LossMerge joins the parts of each row, in order.
+// next batch of packs is loaded while the current one is processed. The groups of the loss are persistent, and the next
+// batch may belong to the next unit, so that loads do not stop at the end of a row. GradientRows writes as much as it
+// reads and is faster with one unit per group.
+//
+// Template parameters: T, the element type; kLanes, lanes of a unit, or kWholeBlock; kMasked, p.mask is applied.
 #pragma once
 
 #include "cross_entropy/ops.cuh"
@@ -14,12 +22,12 @@ namespace jaxkern {
 constexpr int kWholeBlock = 0;
 constexpr int kLossUnroll = 4;  // packs per lane and batch
 constexpr int kLossGroupThreads = 128;
-constexpr int kLossStreamThreads = 256;  // of a block that has a unit, at most
-// Blocks of groups per multiprocessor, which caps the registers at 80 or 128 per thread. plan.py sizes grids by it.
+constexpr int kLossStreamThreads = 256;  // maximum for a block per unit
+// Blocks of groups per multiprocessor, which limits a thread to 80 or 128 registers. plan.py sizes grids by it.
 template <class T, bool kMasked> constexpr int kLossGroupBlocks = kMasked || sizeof(T) == 8 ? 4 : 6;
 
-// Merges over a block, from one LossStat per warp to one in every thread. Callers alternate between two `room`s, so
-// that one barrier is enough.
+// Merges one LossStat per warp over the block; every thread gets the result. Callers alternate between two `room`s, so
+// that one barrier suffices.
 template <class T> __device__ __forceinline__ LossStat<T> ReduceLossBlock(const LossParams& p, const LossStat<T>& stat,
                                                                           LossStat<T>* room) {
   constexpr int kMaxWarps = kLossStreamThreads / kWarp;
@@ -44,7 +52,7 @@ template <class T> struct LossUnit {
         first_part(unit == of_row * p.parts),
         span(p, of_row, static_cast<int>(unit - of_row * p.parts), p.parts) {}
 
-  // Packs from + lane, from + lane + lanes, ...
+  // Loads packs from + lane, from + lane + lanes, ....
   __device__ __forceinline__ void Load(const LossParams& p, int from, int lane, int lanes, ReadPolicy policy,
                                        Pack<T, N> (&batch)[kLossUnroll]) const {
     const T* const at = static_cast<const T*>(p.logits) + span.At(from + lane);
@@ -61,7 +69,7 @@ template <int N> struct KeptElements {
   bool of[N];
 };
 
-// Loads which elements of a pack take part.
+// Loads the mask of a pack: which of its N elements take part.
 template <int N>
 __device__ __forceinline__ KeptElements<N> LoadKept(const LossParams& p, const uint8_t* mask_row, int64_t column) {
   KeptElements<N> kept;
@@ -101,7 +109,7 @@ __global__ void __launch_bounds__(kLanes ? kLossGroupThreads : kLossStreamThread
   const T* const logits = static_cast<const T*>(p.logits);
 
   int64_t at = int64_t{blockIdx.x} * groups + threadIdx.x / lanes;
-  // The lanes of a warp stay together: all loop until the warp's first unit is past the end.
+  // All lanes of a warp loop until the warp's first unit is past the end, so that shuffles are converged.
   const int64_t behind = kGroup ? threadIdx.x % kWarp / lanes : 0;
   LossUnit<T> unit(p, at);
   Pack<T, N> next[kLossUnroll];
@@ -124,7 +132,7 @@ __global__ void __launch_bounds__(kLanes ? kLossGroupThreads : kLossStreamThread
     if constexpr (kMasked) mask_row = p.mask + p.mask_view.outer_map(row);
 
     Stat stat = Stat::Identity();
-    // Groups with fewer batches than others of their warp go on with empty ones.
+    // Groups with fewer batches than others of their warp continue with empty batches.
     int from = unit.span.begin;
     LossUnit<T> following = unit;
     do {
@@ -190,7 +198,7 @@ __global__ void __launch_bounds__(kLanes ? kLossGroupThreads : kLossStreamThread
   }
 }
 
-// A warp per row merges the LossStats of its parts.
+// One warp per row merges the LossStats of its parts.
 template <class T> __global__ void __launch_bounds__(kLossGroupThreads)
     LossMerge(const __grid_constant__ LossParams p) {
   using C = Compute<T>;
@@ -213,7 +221,7 @@ template <class T> __global__ void __launch_bounds__(kLossGroupThreads)
   WriteRow<T>(p, row, stat, label, x_label, ReferenceOf(*first));
 }
 
-// The numbers of a row that its gradient depends on, as they were loaded.
+// The values of a row that its gradient depends on, as loaded.
 template <class C, bool kMasked> struct RowNumbers {
   RawLabel label;
   C largest, total, weight, count;

@@ -1,16 +1,17 @@
-// The activations and the gated linear units: functors as functors.h describes them, and what they share.
+// Activations and gated linear units: functors as described in functors.h, and what they share. M: kind of arithmetic
+// (arithmetic.h). No memory is accessed.
 #pragma once
 
 #include "arithmetic.h"
 
 namespace jaxkern {
 
-// One value for each operand.
+// The results of a functor with several results.
 template <class C, int n> struct Values {
   C v[n];
 };
 
-// 1 / (1 + e^-x) without overflow on either side.
+// 1 / (1 + e^-x) without overflow for either sign.
 template <class M> struct Logistic {
   using C = typename M::C;
   C e;  // e^-|x|

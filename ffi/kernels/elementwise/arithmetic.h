@@ -1,11 +1,11 @@
-// The arithmetic of functors. A functor is a template over one of
+// The arithmetic of functors. No memory is accessed. A functor is a template over one of
 //
 //     Single    float; results within 4 units in the last place
 //     Double    double
 //     Integer   int32_t, which wraps
 //     Coarse    float, for 16-bit results: relative errors of 2^-13 in a few instructions
 //
-// Each has a member type C and the functions that are not + - * / or a comparison.
+// Each has a member type C and the functions other than + - * / and comparisons.
 //
 // Sources. Normal distribution: exp(-a^2/2) times a polynomial in 1 / (1 + k a), after Hastings, "Approximations for
 // Digital Computers", 1955, or a ratio of polynomials, after Cody, "Rational Chebyshev Approximations for the Error
@@ -25,7 +25,7 @@ template <class To, class From> JAXKERN_FN To BitsAs(From from) {
   return to;
 }
 
-// c[0] + c[1] x + c[2] x^2 ...
+// c[0] + c[1] x + c[2] x^2 + ...
 template <class C, int n> JAXKERN_FN C Polynomial(C x, const C (&c)[n]) {
   C sum = c[n - 1];
 #pragma unroll
@@ -35,7 +35,7 @@ template <class C, int n> JAXKERN_FN C Polynomial(C x, const C (&c)[n]) {
   return sum;
 }
 
-// --- Shared by all ---------------------------------------------------------------------------------
+// --- Shared by all
 
 template <class T> struct Basic {
   using C = T;
@@ -93,13 +93,13 @@ struct Double : Real<double> {
   static JAXKERN_FN C ExpOfGeluArgument(C x) { return exp(-1.5957691216057308 * x * (1 + 0.044715 * (x * x))); }
 };
 
-// Functions of float that the hardware has or the CUDA library computes exactly enough.
+// Functions of float that the hardware provides or the CUDA library computes accurately enough.
 struct Float : Real<float> {
   static JAXKERN_FN C Abs(C x) { return fabsf(x); }
   static JAXKERN_FN C Fma(C a, C b, C c) { return fmaf(a, b, c); }
   static JAXKERN_FN C Product(C a, C b) { return __fmul_rn(a, b); }
   static JAXKERN_FN C Product(C a, C b, C c) { return a * (b * c); }
-  // b from 2^-126 to 2^126. __fdividef would spend an instruction on testing that.
+  // Requires b between 2^-126 and 2^126, for which __fdividef would spend an instruction on a test.
   static JAXKERN_FN C Inverse(C b) {
     C y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(b));
@@ -111,7 +111,7 @@ struct Float : Real<float> {
     return y;
   }
   static JAXKERN_FN C FastQuotient(C a, C b) { return a * Inverse(b); }
-  static JAXKERN_FN C Quotient(C a, C b) {  // nearly correctly rounded; of finite numbers
+  static JAXKERN_FN C Quotient(C a, C b) {  // nearly correctly rounded, for finite numbers
     const C inverse = Inverse(b), q = a * inverse;
     return fmaf(inverse, fmaf(-b, q, a), q);
   }
@@ -149,7 +149,7 @@ struct Single : Float {
   }
   static JAXKERN_FN C Exp(C x) { return expf(x); }
   static JAXKERN_FN C Expm1(C x) { return expm1f(x); }
-  static JAXKERN_FN C Share(C a, C e) {  // a is e or 1: uses 1 + e only for the first guess; a - q is exact
+  static JAXKERN_FN C Share(C a, C e) {  // a is e or 1; a - q is exact, so 1 + e is only needed for the first guess
     const C inverse = Inverse(1 + e), q = a * inverse;
     return fmaf(inverse, fmaf(-q, e, a - q), q);
   }
@@ -159,14 +159,14 @@ struct Single : Float {
         Polynomial(square, {0.33333319425582886f, 0.20003780722618103f, 0.14118309319019318f, 0.1342574954032898f});
     return fmaf(2 * z * square, series, 2 * z);
   }
-  // e^-x as 2^t (1 + r), where t is -x log2(e), rounded, and r what the rounding lost. Limits on x and t keep r finite
-  // where 2^t is 0 or infinite; the factor 2^-32 keeps the inverse out of the subnormal numbers.
+  // e^-x as 2^t (1 + r), where t is -x log2(e) rounded and r its rounding error. Limits on x and t keep r finite where
+  // 2^t is 0 or infinite; the factor 2^-32 keeps the inverse out of the subnormal numbers.
   static JAXKERN_FN C Logistic(C x) {
     const C a = Min(x, 100.0f), t = fminf(a * C(-kLog2e), 0x1.fffffep6f);
     const C e = Power2(t), y = fmaf(e, fmaf(t, -kLn2Low, fmaf(t, -kLn2, -a)), e);
     return Inverse(fmaf(y, 0x1p-32f, 0x1p-32f)) * 0x1p-32f;
   }
-  // As tanhf, without its case for large |x|, where the inverse is 0.
+  // Like tanhf, without its special case for large |x|, where the inverse is 0.
   static JAXKERN_FN C Tanh(C x) {
     const C a = fabsf(x), p = x * x;
     const C far = copysignf(fmaf(-2, Inverse(1 + Power2(a * C(2 * kLog2e))), 1), x);
@@ -184,14 +184,14 @@ struct Single : Float {
     const C tail = Tail(a, 2, C(k), C(k - C(k)), 3.54490770f, divisor);
     return x < 0 ? 2 - tail : tail;
   }
-  // The exponent is computed in two parts: an exponential multiplies the error of its exponent by up to 100.
+  // The exponent is computed in two parts, because an exponential amplifies the error of its exponent by up to 100.
   static JAXKERN_FN C ExpOfProduct(C x, double c) {
     const C high = C(c), low = C(c - high), p = Product(x, high), rest = fmaf(x, high, -p) + x * low;
     const C e = Exp(p);
     return fabsf(p) < 200 ? fmaf(e, rest, e) : e;
   }
   // exp(-2 sqrt(2 / pi) (x + 0.044715 x^3)) for x >= 0. Both terms of the base-2 exponent are rounded to multiples of
-  // 2^-14, whose sum is exact; the last line restores what this rounding loses.
+  // 2^-14, whose sum is exact; the last line corrects the rounding errors.
   static JAXKERN_FN C ExpOfGeluArgument(C x) {
     constexpr double k1 = -1.5957691216057308 * kLog2e, k3 = 0.044715 * k1;
     constexpr C c1 = C(k1), c1_low = C(k1 - c1), c3 = C(k3), c3_low = C(k3 - c3);
@@ -201,14 +201,14 @@ struct Single : Float {
             u3 = shifted - shifted1;
     const C low = fmaf(c1, a, -u1) + (fmaf(c3, cube, -u3) + fmaf(c1_low, a, fmaf(c3_low, cube, c3 * cube_low)));
     const C e = Power2(shifted - 736.0f);
-    return fmaf(e * low, kLn2, e) * 0x1p-32f;  // must be right when subnormal: the result is multiplied by up to 10
+    return fmaf(e * low, kLn2, e) * 0x1p-32f;  // must be accurate when subnormal: the result is multiplied by up to 10
   }
 
  private:
   static constexpr double kLog2e = 1.4426950408889634;
   static constexpr C kLn2 = 0.693147181f, kLn2Low = -1.90465421e-9f;
   // The tail of the normal distribution beyond a is exp(-a^2/2) / (2 + a (sqrt(2 pi) + h(a))). h, a ratio of
-  // polynomials, is the smallest term, so its error hardly counts. Returns 2 + a h(a); a may be rounded.
+  // polynomials, is the smallest term, so its error hardly matters. Returns 2 + a h(a); a may be rounded.
   static JAXKERN_FN C TailDivisor(C a) {
     const C h = FastQuotient(Polynomial(a, {-0.910859227180481f, -0.695903480052948f, -0.25419881939888f,
                                             -0.04974844306707382f, -0.004505206365138292f}),
@@ -216,8 +216,8 @@ struct Single : Float {
                                             0.02769853174686432f, 0.0022525868844240904f}));
     return fmaf(a, h, 2.0f);
   }
-  // scale e^(-c a^2) / (divisor + a slope), where c log2(e) = high + low. One correction restores what the exponent,
-  // the sum and the quotient lose by rounding.
+  // scale e^(-c a^2) / (divisor + a slope), where c log2(e) = high + low. One correction covers the rounding errors of
+  // the exponent, the sum and the quotient.
   static JAXKERN_FN C Tail(C a, C scale, C high, C low, C slope, C divisor) {
     const C square = Product(a, a), u = Product(square, -high);
     const C rest = fmaf(square, -low, fmaf(fmaf(a, a, -square), -high, fmaf(square, -high, -u)));
@@ -257,7 +257,8 @@ struct Coarse : Float {
   }
   static JAXKERN_FN C Log(C x) { return kLn2 * Log2(x, x - 1); }
   static JAXKERN_FN C Log1p(C x) { return kLn2 * Log2(1 + x, x); }
-  // 2^(y log2 |x|): finite results have |y log2 |x|| < 150, which the logarithm's error allows. Signs and NaN as in C.
+  // 2^(y log2 |x|): finite results have |y log2 |x|| < 150, for which the logarithm is accurate enough. Signs and NaN
+  // as in C.
   static JAXKERN_FN C Power(C x, C y) {
     const C a = fabsf(x), exponent = y == 0 || a == 1 ? C(0) : y * Log2(a, a - 1);
     C power;
@@ -267,7 +268,7 @@ struct Coarse : Float {
     if (whole && odd) power = copysignf(power, x);
     return x < 0 && a < kInfinity && !whole ? C(NAN) : power;
   }
-  static JAXKERN_FN C Erf(C x) {  // beyond 2.9, within 2^-14 of 1
+  static JAXKERN_FN C Erf(C x) {  // beyond 2.9, erf is within 2^-14 of 1
     const C a = Max(Min(x, 2.9f), -2.9f), p = a * a;
     return a * Polynomial(p, {1.128332257270813f, 0.17995741963386536f, 0.02960597351193428f}) *
            Inverse(Polynomial(p, {1.0f, 0.4921444058418274f, 0.09203017503023148f, 0.0035081887617707253f}));
@@ -276,8 +277,8 @@ struct Coarse : Float {
     const C tail = 2 * NormalTail(fabsf(x) * 1.41421356f);
     return x < 0 ? 2 - tail : tail;
   }
-  // The sine of |x| < 2^16, or its cosine: subtracts multiples of pi (for the cosine, odd multiples of pi / 2), then
-  // takes a polynomial.
+  // The sine (kCosine: the cosine) of |x| < 2^16: subtracts multiples of pi (for the cosine, odd multiples of pi / 2),
+  // then evaluates a polynomial.
   template <bool kCosine> static JAXKERN_FN C Turned(C x) {
     const C turns = x * 0.318309886f, shifted = (kCosine ? turns - 0.5f : turns) + 12582912.0f,
             n = shifted - 12582912.0f;
@@ -291,7 +292,7 @@ struct Coarse : Float {
   static JAXKERN_FN C Cos(C x) { return SineOf<true>(x); }
   template <bool kCosine> static JAXKERN_FN C SineOf(C x) {
     C y = Turned<kCosine>(x);
-    if (__builtin_expect(IsFar(x), 0)) y = FarSine(x, kCosine);  // false for NaN
+    if (__builtin_expect(IsFar(x), 0)) y = FarSine(x, kCosine);  // IsFar is false for NaN
     return y;
   }
   static JAXKERN_FN bool IsFar(C x) { return fabsf(x) >= 65536; }
@@ -305,7 +306,7 @@ struct Coarse : Float {
     const C y = 1 - 2 * Inverse(1 + Power2(x * (2 * kLog2e)));
     return fabsf(x) < 0x1p-8f ? x : y;
   }
-  static JAXKERN_FN C NormalTail(C a) {  // of the normal distribution, beyond a >= 0
+  static JAXKERN_FN C NormalTail(C a) {  // tail of the normal distribution beyond a >= 0
     const C t = Inverse(fmaf(0.25f, a, 1.0f));
     return t *
            Polynomial(t, {0.10115983337163925f, 0.08204630762338638f, 0.17608729004859924f, -0.09883411228656769f,
@@ -322,7 +323,7 @@ struct Coarse : Float {
   }
 };
 
-// For angles none of which is far.
+// For packs of which no angle is far.
 struct CoarseNear : Coarse {
   static JAXKERN_FN C Sin(C x) { return Turned<false>(x); }
   static JAXKERN_FN C Cos(C x) { return Turned<true>(x); }

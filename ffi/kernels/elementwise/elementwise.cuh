@@ -1,27 +1,31 @@
-// Elementwise operations: any number of operands and results, of any types, in one kernel.
+// Elementwise operations with any number of operands and results, of any types, in one kernel.
 //
 //     FlatKernel<Elementwise<Functor, parameters, Types<results...>, Types<operands...>>, scalars, tiles>
 //     StridedKernel<Elementwise<...>, packs, columns, shared>
 //
+// Both read `in` and write `out`. Memory traffic: each element is read once and written once. No operand may overlap a
+// result.
+//
 // A functor is any type with a member type C, in which it computes, and an operator() on values of C, one per operand,
 // that returns C, bool, or Values<C, number of results> (functors.h, activations.h). Its members are the scalar
-// parameters, in order. Functors made of Python functions (function.cuh) have no C: they take each operand in its own
-// computing type and return their results by reference. A thread handles packs of N elements, where N elements of the
-// widest type are 16 bytes: it loads the packs of all operands, applies the functor to each element (or to pairs of
-// 16-bit elements, where it has a form for pairs), and stores.
+// parameters, in order. Functors generated from Python functions (function.cuh) have no C: they take each operand in
+// its own computing type and return their results by reference. A thread processes packs of N elements, where N
+// elements of the widest type are 16 bytes: it loads the packs of all operands, applies the functor to each element (or
+// to pairs of 16-bit elements, if it has a form for pairs), and stores.
 //
-//     Flat       All arrays are contiguous or scalars (bits of `scalars`), which each thread reads once. With `tiles`, a
-//                block takes kUnroll packs per thread and loads all of them before it computes on the first. Elements
-//                behind the last whole pack are handled one by one. With no packs at all the kernel serves any address.
+//     Flat       All arrays are contiguous or scalars (bits of `scalars`), which each thread reads once. With `tiles`,
+//                a block takes kUnroll packs per thread and loads all of them before it computes the first result.
+//                Elements behind the last whole pack are processed one by one. With zero packs the kernel supports any
+//                alignment.
 //     Strided    Three dimensions. Operands may lack some of them (a bias, a scale per row), and rows of operands and
 //                results may have gaps (the halves of a gated operation). Bits of `columns` are set for operands that
-//                are the same along a row, bits of `shared` for operands that all rows of the middle dimension share.
+//                are constant along a row, bits of `shared` for operands that all rows of the middle dimension share.
 //                With `packs`, rows are whole packs that begin on 16 bytes, and a thread takes the same pack of kRows
-//                neighboring rows; without, it takes single elements at any address.
+//                adjacent rows; without, it takes single elements at any alignment.
 //
-// Blocks step over the array by the grid, which has one block per tile up to many waves and less than 2^32 threads.
-// Inputs are read with evict-last and results written with evict-first where the call exceeds L2 (benchmarks/NOTES.md
-// says why). Each element is read once and written once. No operand may overlap a result.
+// Blocks stride over the array by the grid, which has one block per tile up to many waves, and fewer than 2^32 threads.
+// If the call exceeds L2, inputs are read with evict-last and results written with evict-first (see benchmarks/NOTES.md
+// for the reason).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -70,7 +74,7 @@ template <class T, class R> JAXKERN_FN T Narrow(R x) {
   } else return static_cast<T>(x);
 }
 
-// N elements as they lie in memory, in 32-bit words (see common/pack.cuh).
+// N elements as loaded, in 32-bit words (see common/pack.cuh).
 struct Words {
   uint32_t w[4];
 };
@@ -103,7 +107,7 @@ template <class T> JAXKERN_FN void Put(Words& words, int i, T x) {
   }
 }
 
-// Reads a pack that is used once.
+// Loads a pack that is used once.
 template <int kBytes> JAXKERN_FN void Load(Words& words, const void* p, ReadPolicy policy) {
   if constexpr (kBytes == 16) {
     asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
@@ -122,7 +126,7 @@ template <int kBytes> JAXKERN_FN void Load(Words& words, const void* p, ReadPoli
   }
 }
 
-// Reads a pack through the L1.
+// Loads a pack through L1.
 template <int kBytes> JAXKERN_FN void LoadCached(Words& words, const void* p) {
   constexpr int kVector = kBytes < 4 ? 4 : kBytes;
   if constexpr (kVector == 16) {
@@ -145,8 +149,8 @@ template <int kBytes> JAXKERN_FN void Store(void* p, const Words& words) {
   else *static_cast<uint8_t*>(p) = static_cast<uint8_t>(words.w[0]);
 }
 
-// The shorter form of a functor for angles that are all near (see Coarse::IsFar), or void. The kernels test once per
-// pack whether one is far: a branch per element takes longer than what it avoids.
+// The shorter form of a functor, for packs without far angles (see Coarse::IsFar), or void. The kernels test once per
+// pack, because a branch per element takes longer than it saves.
 template <class Functor> struct NearForm {
   using type = void;
 };
@@ -163,13 +167,14 @@ template <> struct NearForm<CosGrad<Coarse>> {
   using type = CosGrad<CoarseNear>;
 };
 
-// --- The kernels -----------------------------------------------------------------------------------
+// --- The kernels
 
+// kIn, kOut, kParameters: number of operands, results and scalar parameters.
 template <int kIn, int kOut, int kParameters> struct FlatArgs {
   const void* in[kIn];
   void* out[kOut];
   const void* parameter[kParameters ? kParameters : 1];
-  int64_t count, packs;  // packs: in whole tiles, if the kernel takes tiles
+  int64_t count, packs;  // packs: number in whole tiles, if the kernel takes tiles
   bool exceeds_l2;
 };
 
@@ -180,12 +185,12 @@ template <int kIn, int kOut, int kParameters> struct StridedArgs {
   const void* parameter[kParameters ? kParameters : 1];
   int64_t in_stride[kIn][2], out_stride[kOut][2];
   int64_t count;             // outer size * middle.divisor * inner.divisor
-  FastDivmod inner, middle;  // by the packs (or elements) of a row, and by the groups of kRows rows (or rows)
-  uint32_t middle_size;      // rows
+  FastDivmod inner, middle;  // divide by the packs (or elements) of a row, and by the groups of kRows rows (or rows)
+  uint32_t middle_size;      // number of rows
   bool exceeds_l2;
 };
 
-// The type in which a functor without a C takes an operand of type T or returns one.
+// The type of an operand or result of type T in a functor without a C.
 template <class T> struct OwnComputing {
   using type = T;
 };
@@ -203,12 +208,12 @@ template <class T> using Own = typename OwnComputing<T>::type;
 template <size_t i, class T> struct Slot {
   T value;
 };
-// A value of each type; At<i> returns the one at i.
+// One value of each type; At<i> returns value i.
 template <class Index, class... T> struct Slots;
 template <size_t... i, class... T> struct Slots<std::index_sequence<i...>, T...> : Slot<i, T>... {};
 template <size_t i, class T> JAXKERN_FN T& At(Slot<i, T>& slot) { return slot.value; }
 
-// The C of a functor; of one without, any type.
+// The C of a functor; for a functor without one, an unused type.
 template <class Functor, class = void> struct ComputingOf {
   using type = float;
   static constexpr bool kOwn = true;
@@ -218,6 +223,7 @@ template <class Functor> struct ComputingOf<Functor, std::void_t<typename Functo
   static constexpr bool kOwn = false;
 };
 
+// Functor: the operation. kParameters: number of its scalar parameters. Outs, Ins: Types of the results and operands.
 template <class Functor, int kParameters, class Outs, class Ins> struct Elementwise;
 
 template <class Functor, int kParameters, class... Out, class... In>
@@ -232,8 +238,8 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
   }();
   static constexpr int N = 16 / kWidest;
   static constexpr int kUnroll = kWidest == 8 || kIn > 2 ? 1 : 2;
-  static constexpr int kRows = kUnroll;  // of a strided call
-  // 42 registers per thread, or 64, or 128, where a functor made of a Python function has more arrays.
+  static constexpr int kRows = kUnroll;  // rows of a thread in a strided call
+  // 42 registers per thread; 64 or 128 for functors of Python functions with more arrays.
   static constexpr int kMinBlocks = !kOwn || kIn + kOut <= 4 ? kBlocksPerSm : kIn + kOut <= 8 ? 4 : 2;
   using InIndex = std::make_index_sequence<kIn>;
   using OutIndex = std::make_index_sequence<kOut>;
@@ -261,7 +267,7 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
     else return Functor{*static_cast<const C*>(parameter[0]), *static_cast<const C*>(parameter[1])};
   }
 
-  // One element, from operands at the offsets `at` to results at the offsets `to`.
+  // Computes one element, from operands at the offsets `at` to results at the offsets `to`.
   template <size_t... I, size_t... J>
   static JAXKERN_FN void Element(const Functor& f, const void* const* in, void* const* out, const int64_t* at,
                                  const int64_t* to, std::index_sequence<I...>, std::index_sequence<J...>) {
@@ -324,7 +330,7 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
     Words constant[kIn];
     ((kScalars >> I & 1 ? Splat<In>(constant[I], a.in[I]) : void()), ...);
     const uint32_t step = gridDim.x * blockDim.x, thread = blockIdx.x * blockDim.x + threadIdx.x;
-    if constexpr (kTiles) {  // every load before the first result
+    if constexpr (kTiles) {  // issue all loads before the first result
       const ReadPolicy policy = MakeReadPolicy(a.exceeds_l2);
       constexpr int kTile = kUnroll * kThreads;
       const int64_t tiles = a.packs / kTile;
@@ -346,7 +352,7 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
         }
       }
     } else {
-      for (uint32_t p = thread; p < static_cast<uint32_t>(a.packs); p += step) {  // fewer than would make tiles
+      for (uint32_t p = thread; p < static_cast<uint32_t>(a.packs); p += step) {  // fewer packs than a tile
         const int64_t first = int64_t{p} * N;
         Words x[kIn], y[kOut];
         ((kScalars >> I & 1 ? void(x[I] = constant[I])
@@ -356,7 +362,7 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
         ((Store<N * sizeof(Out)>(static_cast<Out*>(a.out[J]) + first, y[J])), ...);
       }
     }
-    // The indices are read again: kept through the loop above, they would make some kernels of 16 bits spill.
+    // Read the indices again: holding them through the loop above would make some 16-bit kernels spill.
     uint32_t block, index;
     asm volatile("mov.u32 %0, %%ctaid.x; mov.u32 %1, %%tid.x;" : "=r"(block), "=r"(index));
     for (int64_t i = a.packs * N + block * blockDim.x + index; i < a.count; i += step) {
@@ -365,7 +371,7 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
     }
   }
 
-  // What all rows share stays in the L1, where the next block finds it.
+  // Operands that all rows share are cached in L1, for the next blocks on the multiprocessor.
   template <bool kColumn, bool kShared, class T>
   static JAXKERN_FN void LoadRow(Words& words, const T* p, ReadPolicy policy) {
     if constexpr (kColumn) Splat<T>(words, p);
@@ -379,7 +385,7 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
     const ReadPolicy policy = MakeReadPolicy(a.exceeds_l2);
     const int64_t step = int64_t{gridDim.x} * blockDim.x;
     for (int64_t p = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; p < a.count; p += step) {
-      // Indices have 32 bits each: products with strides take half the instructions of 64-bit ones.
+      // Indices are 32-bit: products with strides take half the instructions of 64-bit ones.
       uint32_t outer, middle, inner;
       if (p >> 32) {
         const int64_t run = p / a.inner.divisor;
@@ -396,7 +402,7 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
                                 (kColumns >> I & 1 ? 0 : column))...};
       const int64_t to[kOut] = {(outer * a.out_stride[J][0] + middle * a.out_stride[J][1] + column)...};
       if constexpr (kPacks) {
-        // The same columns of kRows rows. Where the last row is missing, the first is read again and not stored.
+        // The same columns of kRows rows. If the last row is missing, the first one is read again and not stored.
         Words x[kRows][kIn];
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
@@ -423,17 +429,19 @@ struct Elementwise<Functor, kParameters, Types<Out...>, Types<In...>> {
   }
 };
 
+// E: an Elementwise. kScalars: bits of operands that are scalars. kTiles: whole tiles, as above.
 template <class E, uint32_t kScalars, bool kTiles> __global__ void __launch_bounds__(kThreads, E::kMinBlocks)
     FlatKernel(const __grid_constant__ typename E::Flat a) {
   E::template RunFlat<kScalars, kTiles>(a, typename E::InIndex(), typename E::OutIndex());
 }
+// E: an Elementwise. kPacks: rows are whole packs. kColumns, kShared: bits of operands, as above.
 template <class E, bool kPacks, uint32_t kColumns, uint32_t kShared>
 __global__ void __launch_bounds__(kThreads, E::kMinBlocks)
     StridedKernel(const __grid_constant__ typename E::Strided a) {
   E::template RunStrided<kPacks, kColumns, kShared>(a, typename E::InIndex(), typename E::OutIndex());
 }
 
-// As jaxkern/_ops/elementwise/plan.py lays them out.
+// jaxkern/_ops/elementwise/plan.py writes this layout.
 static_assert(sizeof(FlatArgs<2, 1, 0>) == 56 && sizeof(StridedArgs<2, 1, 1>) == 120);
 
 }  // namespace jaxkern

@@ -1,18 +1,20 @@
-// Functors made of Python functions (jaxkern/_core/functor.py), elementwise and with sums over what operands broadcast.
-//
-// FlatKernel and StridedKernel of elementwise.cuh take such functors as they are. The kernels here are for gradients of
-// operands that broadcast: they apply a functor to a matrix and write each result whole or summed, reading every
-// operand once.
+// Functors generated from Python functions (jaxkern/_core/functor.py): elementwise, with sums over the dimensions along
+// which operands broadcast.
 //
 //     SummedKernel<Summed<Functor, Types<results...>, Types<operands...>, kPacks, kLanes, kKinds, kSplat, kShared>>
 //     SumPartials<T, Result, kLanes>
 //
+// FlatKernel and StridedKernel of elementwise.cuh take such functors without sums. The kernels here compute the
+// gradients of operands that broadcast: SummedKernel reads operands, applies a functor to a matrix, and writes each
+// result whole or summed; SumPartials reads partial sums and writes their totals. Memory traffic: every operand is read
+// once, and whole results are written once.
+//
 // Operands are matrices x rows x columns, or lack some of the dimensions. A block takes kLanes packs (single elements
-// without kPacks) of columns of `chunk` rows of a matrix (blockIdx.z); kLanes threads work side by side on a row, and
-// 256 / kLanes rows are taken at a time. Sums over rows and over everything stay in registers until the chunk ends,
-// then add up in shared memory; sums over columns add up by shuffles, row by row. Where several blocks have parts of a
-// sum, each writes its part, in the computing type, and SumPartials adds them in the order of the blocks. Nothing
-// depends on timing: results are the same bits in every run on a GPU.
+// without kPacks) of columns, of `chunk` rows of a matrix (blockIdx.z). kLanes threads take adjacent columns of a row,
+// and 256 / kLanes rows are processed at a time. Sums over rows and over everything stay in registers until the end of
+// the chunk, and are then added up in shared memory. Sums over columns are added up by shuffles, row by row. If several
+// blocks have parts of a sum, each writes its part in the computing type, and SumPartials adds them in the order of the
+// blocks. Results are bitwise reproducible on a GPU.
 #pragma once
 
 #include "../common/functions.h"
@@ -21,28 +23,36 @@
 
 namespace jaxkern {
 
-// What becomes of a result: 4 bits of kKinds each.
+// How a result is written: 4 bits of kKinds each.
 enum Kind {
-  kWhole = 0,      // written for every element
-  kColumns = 1,    // summed over rows: one number for each column
-  kRows = 2,       // summed over columns: one number for each row
+  kWhole = 0,      // one value per element
+  kColumns = 1,    // summed over rows: one value per column
+  kRows = 2,       // summed over columns: one value per row
   kScalar = 3,     // summed over both
-  kPartial = 4,    // added to a sum: out is [parts, numbers] in the computing type
-  kPerMatrix = 8,  // added to those: each matrix has numbers of its own; else sums are over matrices, too
+  kPartial = 4,    // flag of a sum: out is [parts, numbers] in the computing type
+  kPerMatrix = 8,  // flag of a sum: one set of values per matrix; otherwise sums are over matrices, too
 };
 
-// Strides of operands are in elements, and 0 along dimensions that they lack. Results that are whole are contiguous.
+// Strides of operands are in elements, and 0 along dimensions that they lack. Whole results are contiguous.
 template <int kIn, int kOut> struct SummedArgs {
   const void* in[kIn];
   void* out[kOut];
-  int64_t in_stride[kIn], in_matrix[kIn];  // from row to row, from matrix to matrix
+  int64_t in_stride[kIn], in_matrix[kIn];  // between rows, between matrices
   int64_t rows, columns;
-  int64_t last_columns;  // of the last row, which may be shorter
+  int64_t last_columns;  // length of the last row, which may be shorter
   int64_t chunk;         // rows of a block
   bool exceeds_l2;
 };
 
-// kSplat: bits of operands that are the same along a row. kShared: bits of those that all rows share.
+// Types and layout of a SummedKernel.
+//
+//     Functor    the function
+//     Outs, Ins  Types of the results and operands
+//     kPacks     columns are processed as whole packs
+//     kLanes     threads across a row
+//     kKinds     Kind of each result
+//     kSplat     bits of operands that are constant along a row
+//     kShared    bits of operands that all rows share
 template <class Functor, class Outs, class Ins, bool kPacks, int kLanes, uint64_t kKinds, uint32_t kSplat,
           uint32_t kShared>
 struct Summed;
@@ -63,7 +73,7 @@ struct Summed<Functor, Types<Out...>, Types<In...>, kPacks, kLanes, kKinds, kSpl
   static constexpr bool IsPartial(int j) { return kKinds >> (4 * j + 2) & 1; }
   static constexpr bool IsPerMatrix(int j) { return kKinds >> (4 * j + 3) & 1; }
 
-  // A thread's sums: one for each of its columns, or one.
+  // A thread's sums: one per column, or a single one.
   template <class T> struct Sums {
     T v[N];
   };
@@ -82,7 +92,7 @@ struct Summed<Functor, Types<Out...>, Types<In...>, kPacks, kLanes, kKinds, kSpl
     }
   }
 
-  // Number i of `count` that each matrix has, from part `part` of `parts` that each matrix has.
+  // Stores sum `i` of `count` per matrix, from part `part` of `parts` per matrix.
   template <size_t j, class T>
   static JAXKERN_FN void StoreSum(const Args& a, int64_t part, int64_t parts, int64_t count, int64_t i, Own<T> sum) {
     const int64_t matrix = blockIdx.z;
@@ -92,7 +102,8 @@ struct Summed<Functor, Types<Out...>, Types<In...>, kPacks, kLanes, kKinds, kSpl
     else static_cast<T*>(a.out[j])[i] = Narrow<T>(sum);
   }
 
-  // What a row gives to result j. All lanes of a warp call this; `here`: this thread has elements of the row.
+  // Adds a row to result j, or stores it. All lanes of a warp must call it; `here`: this thread has elements of the
+  // row.
   template <size_t j, class T> static JAXKERN_FN void Take(const Args& a, const Own<T> (&y)[N], Sums<Own<T>>& sums,
                                                            int64_t row, int64_t column, bool here) {
     if constexpr (KindOf(j) == kWhole) {
@@ -119,7 +130,7 @@ struct Summed<Functor, Types<Out...>, Types<In...>, kPacks, kLanes, kKinds, kSpl
     }
   }
 
-  // Adds up what the threads of the block have. Two barriers.
+  // Adds up the sums of the threads of the block. Two barriers.
   template <size_t j, class T> static JAXKERN_FN void Finish(const Args& a, const Sums<Own<T>>& sums, void* shared) {
     Own<T>* const room = static_cast<Own<T>*>(shared);
     if constexpr (KindOf(j) == kColumns) {
@@ -158,7 +169,8 @@ struct Summed<Functor, Types<Out...>, Types<In...>, kPacks, kLanes, kKinds, kSpl
     const int64_t column = (int64_t{blockIdx.x} * kLanes + threadIdx.x % kLanes) * N;
     const int64_t first = blockIdx.y * a.chunk, end = min(first + a.chunk, a.rows);
     Words x[kIn];
-    // What all rows share. Rows but the last are whole, and only a matrix without such operands has a shorter one.
+    // Load the operands that all rows share. Only the last row may be shorter, and only in a matrix without such
+    // operands.
     if (column < a.columns) {
       ((kShared >> I & 1
             ? LoadOperand<I>(
@@ -173,7 +185,7 @@ struct Summed<Functor, Types<Out...>, Types<In...>, kPacks, kLanes, kKinds, kSpl
       for (int k = 0; k < N; ++k) own.v[k] = 0;
     };
     (clear(At<J>(sums)), ...);
-    for (int64_t base = first; base < end; base += kGroups) {  // the same for all threads, which shuffle
+    for (int64_t base = first; base < end; base += kGroups) {  // uniform bounds, since the threads shuffle
       const int64_t row = base + threadIdx.x / kLanes;
       const bool here = row < end && column < (row + 1 == a.rows ? a.last_columns : a.columns);
       Slots<OutIndex, Own<Out>[N]...> y;
@@ -193,13 +205,14 @@ struct Summed<Functor, Types<Out...>, Types<In...>, kPacks, kLanes, kKinds, kSpl
   }
 };
 
+// S: a Summed.
 template <class S> __global__ void __launch_bounds__(kThreads, S::kMinBlocks)
     SummedKernel(const __grid_constant__ typename S::Args a) {
   S::Run(a, typename S::InIndex(), typename S::OutIndex());
 }
 
-// out[i] = the sum of partial[k * count + i] over k < parts. kLanes threads side by side take a number each, and
-// 256 / kLanes threads share the parts of one.
+// out[i] = the sum of partial[k * count + i] over k < parts. kLanes adjacent threads take one number each, and 256 /
+// kLanes threads share the parts of a number. T: computing type. Result: element type of out.
 template <class T, class Result, int kLanes> __global__ void __launch_bounds__(kThreads)
     SumPartials(const T* partial, Result* out, int64_t parts, int64_t count) {
   constexpr int kGroups = kThreads / kLanes;
@@ -220,7 +233,7 @@ template <class T, class Result, int kLanes> __global__ void __launch_bounds__(k
   if (group == 0 && i < count) out[i] = Narrow<Result>(room[lane]);
 }
 
-// As jaxkern/_ops/function/plan.py lays them out.
+// jaxkern/_ops/function/plan.py writes this layout.
 static_assert(sizeof(SummedArgs<2, 1>) == 96);
 
 }  // namespace jaxkern

@@ -1,22 +1,22 @@
-// The operations, element by element. A functor is a template over M, one of the kinds of arithmetic of arithmetic.h.
-// Its members are the operation's scalar parameters; a kernel reads them from device memory once per thread and builds
+// The elementwise operations. A functor is a template over M, one of the kinds of arithmetic in arithmetic.h. Its
+// members are the operation's scalar parameters; a kernel reads them from device memory once per thread and constructs
 // the functor from them.
 //
 //     template <class M> struct Name     { M::C operator()(C x, ...) const }         the operation
 //     template <class M> struct NameGrad { ... operator()(C x, ..., C g) const }     its derivative
 //
-// The derivative takes the operands that its row in jaxkern/_ops/elementwise/table.py uses, then the cotangent g, and
-// returns the product with g, or Values if there are several. Where a function has a corner, its derivative there is
-// the one that JAX finds for the row's expression.
+// The derivative takes the operands that its row in jaxkern/_ops/elementwise/table.py lists, then the cotangent g. It
+// returns the product with g, or Values if there are several. At a corner of a function, its derivative is the one that
+// JAX computes for the row's expression.
 //
-// `Pair`, which some functors have, computes two 16-bit elements at a time. Activations are in activations.h.
+// `Pair`, which some functors have, computes two 16-bit elements at once. Activations are in activations.h.
 #pragma once
 
 #include "activations.h"
 
 namespace jaxkern {
 
-// --- One operand -----------------------------------------------------------------------------------
+// --- One operand
 
 template <class M> struct Abs {
   using C = typename M::C;
@@ -188,13 +188,13 @@ template <class M> struct ScaleGrad {
   JAXKERN_FN C operator()(C, C g) const { return g * alpha; }
 };
 
-// The kernel converts on the way in and out.
+// The kernel converts operands and results.
 template <class M> struct Cast {
   using C = typename M::C;
   JAXKERN_FN C operator()(C x) const { return x; }
 };
 
-// --- Two operands ----------------------------------------------------------------------------------
+// --- Two operands
 
 template <class M> struct Add {
   using C = typename M::C;
@@ -312,7 +312,7 @@ template <class M> struct LogicalXor {
   JAXKERN_FN bool operator()(C x, C y) const { return (x != 0) != (y != 0); }
 };
 
-// --- Three operands --------------------------------------------------------------------------------
+// --- Three operands
 
 template <class M> struct Fma {
   using C = typename M::C;

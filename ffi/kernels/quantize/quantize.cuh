@@ -1,13 +1,15 @@
-// Quantisation of rows to 8 bits, with a scale for each row:
+// Quantisation of rows to 8 bits, with one scale per row:
 //
 //     scale = max|x| / most,  q = round(x * (most / max|x|))    x, q [rows, width], scale [rows]
 //
-// q is int8 (round half to even) or a float of 8 bits: e4m3 without infinities, or e5m2; `most` is its largest number. The
-// scale of a row of zeros is 1. A row with NaN or infinity has such a scale.
+// Quantize reads x and writes q and scale. Memory traffic: each element is read once and written once.
 //
-// A group of kGroup threads holds a row in registers: kVectors vectors of kWidth elements a thread, read once and written
-// once. Groups of up to 32 threads are lanes of a warp, of which a block has several; a larger group is a block. x is aligned
-// to a vector of its elements, q to a vector of as many bytes, and width is a multiple of kWidth, at most kGroup * kVectors *
+// q is int8 (round half to even) or an 8-bit float, e4m3 without infinities or e5m2; `most` is its largest number. The
+// scale of a row of zeros is 1. The scale of a row with NaN or infinity is NaN or infinite.
+//
+// A group of kGroup threads holds a row in registers, kVectors vectors of kWidth elements per thread. Groups of up to
+// 32 threads are lanes of a warp, and a block has several of them; a larger group is a block. x is aligned to a vector
+// of its elements, q to a vector of as many bytes. width is a multiple of kWidth and at most kGroup * kVectors *
 // kWidth.
 #pragma once
 
@@ -16,7 +18,7 @@
 
 namespace jaxkern {
 
-constexpr int kQuantizeThreads = 256;  // of a block of several groups
+constexpr int kQuantizeThreads = 256;  // threads of a block of several groups
 
 struct QuantizeRows {
   const void* x;
@@ -27,7 +29,7 @@ struct QuantizeRows {
 };
 static_assert(sizeof(QuantizeRows) == 40);
 
-// A float of 8 bits with kMantissa bits after the point, rounded to nearest even and saturated at kMost.
+// An 8-bit float with kMantissa mantissa bits, rounded to nearest even and saturated at kMost.
 template <int kMantissa> struct Float8 {
   static constexpr int kBias = kMantissa == 3 ? 7 : 15;
   static constexpr float kMost = kMantissa == 3 ? 448.0f : 57344.0f;
@@ -39,7 +41,7 @@ template <int kMantissa> struct Float8 {
     size = min(size, __float_as_uint(kMost));
     constexpr int kShift = 23 - kMantissa;
     if (size < static_cast<uint32_t>(128 - kBias) << 23) {
-      // Subnormal: the last bit of the sum has the weight of the last bit of the result.
+      // Subnormal: the unit in the last place of the sum is the one of the result.
       constexpr uint32_t kUnit = static_cast<uint32_t>(127 + 24 - kBias - kMantissa) << 23;
       return sign | (__float_as_uint(__uint_as_float(size) + __uint_as_float(kUnit)) - kUnit);
     }
@@ -47,7 +49,7 @@ template <int kMantissa> struct Float8 {
     return sign | ((size >> kShift) - (static_cast<uint32_t>(127 - kBias) << kMantissa));
   }
 
-  // Two at once: the first in the lower byte.
+  // Converts two numbers; the first is in the lower byte.
   static __device__ __forceinline__ uint32_t Pair(float a, float b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
     uint16_t pair;
@@ -65,14 +67,14 @@ struct Int8 {
 
   static __device__ __forceinline__ uint32_t From(float x) {
     if (!(x == x)) return 0;
-    // The sum with 1.5 * 2^23 has units as its last bit.
+    // 1.5 * 2^23 + x has a unit in the last place of 1.
     const float clamped = x < -kMost ? -kMost : x > kMost ? kMost : x;
     return __float_as_uint(clamped + 12582912.0f) & 0xffu;
   }
   static __device__ __forceinline__ uint32_t Pair(float a, float b) { return From(a) | From(b) << 8; }
 };
 
-// An integer of so many bytes to load or store at once.
+// The unsigned type, or vector of words, of kBytes bytes.
 template <int kBytes> struct WordsOf;
 template <> struct WordsOf<1> {
   using type = uint8_t;
@@ -97,13 +99,14 @@ template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadElements(con
   return pack;
 }
 
+// T: element type of x. Q: Int8 or Float8. kGroup, kVectors, kWidth: see above.
 template <class T, class Q, int kGroup, int kVectors, int kWidth>
 __global__ void __launch_bounds__(kGroup > 32 ? kGroup : kQuantizeThreads)
     Quantize(const __grid_constant__ QuantizeRows p) {
   constexpr int kRows = kGroup > 32 ? 1 : kQuantizeThreads / kGroup;
   const int thread = threadIdx.x % kGroup;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kGroup;
-  const bool live = row < p.rows;  // lanes of no row take part in the reduction
+  const bool live = row < p.rows;  // lanes without a row take part in the reduction
   const T* x = static_cast<const T*>(p.x) + (live ? row * p.width : 0);
 
   Pack<T, kWidth> loaded[kVectors];
@@ -114,7 +117,7 @@ __global__ void __launch_bounds__(kGroup > 32 ? kGroup : kQuantizeThreads)
     if (live && at < p.width) loaded[u] = LoadElements<T, kWidth>(x + at);
   }
 
-  // Magnitudes in the order of their bits, in which NaN is the largest.
+  // Magnitudes are compared by their bits; NaN is the largest.
   uint32_t largest = 0;
 #pragma unroll
   for (int u = 0; u < kVectors; ++u) {
@@ -134,7 +137,7 @@ __global__ void __launch_bounds__(kGroup > 32 ? kGroup : kQuantizeThreads)
 
   const float most = __uint_as_float(largest);
   float factor = most == 0 ? 1.0f : Q::kMost / most;
-  if (factor > 3.402823466e38f) factor = 3.402823466e38f;  // of a subnormal row
+  if (factor > 3.402823466e38f) factor = 3.402823466e38f;  // for a row of subnormal numbers
   if (!live) return;
   if (thread == 0) p.scale[row] = most == 0 ? 1.0f : most / Q::kMost;
 

@@ -1,17 +1,22 @@
-// What the row reductions compute, apart from how kernels read: one Op per operation, used by every kernel.
+// The arithmetic of the row reductions: one Op per operation, used by every kernel of reduction.cuh. Device functions
+// only. The only memory accesses here are the stores of results (Op::Store): one element per row of p.out and, for
+// logsumexp, optionally of p.largest and p.total.
 //
 // An Op works on values of its type V:
-//     Neutral      the value of an element that takes no part
+//     Neutral      returns the value of an element that takes no part
 //     Accumulate   folds values, or packs of them, into a Stat, a thread's share of a row
 //     Merge        combines two Stats
 //     Level        brings the Stats of a group of lanes to a common base before Join; AccumulateLevel does both
-//     Exchange     the Stat of the lane whose number differs in the bit `lane`
+//     Exchange     returns the Stat of the lane whose number differs in the bit `lane`
 //     Join         combines two Stats with a common base
 //     Store        writes the result of a whole row from its Stat
-//     Short        the Op for rows of a few elements per lane
-//     Down         accumulates N columns while a thread walks down them: Add values of one column or packs of all,
-//                  Count elements that take part, Finish leaves the Stats in the thread's slots of shared memory.
-//                  kAhead: registers are left to load the next packs early
+//     Short        is the Op for rows of a few elements per lane
+//     Down         accumulates N columns while a thread walks down them: Add takes values of one column or packs of
+//                  all, Count the number of elements that take part, and Finish writes the Stats to the thread's slots
+//                  of shared memory. kAhead: registers suffice to load the next packs early
+//
+// Template parameters of the Ops: T_, the element type; U, packs or values per call; N, elements of a pack or columns
+// of a thread; K, rows whose Stats are handled together.
 #pragma once
 
 #include "common/broadcast.h"
@@ -21,30 +26,30 @@
 
 namespace jaxkern {
 
-// A reduction over the middle dimension of [rows, width, inner]. plan.py lays it out.
+// A reduction over the middle dimension of [rows, width, inner]. plan.py writes this layout.
 struct ReduceParams {
   const void* x;
   void* out;      // [rows, inner]
-  void* largest;  // logsumexp, or null: of each row the largest element, and the sum of e^(x - largest), in the
-  void* total;    // computing type: 0 where the largest is -inf, the largest itself where that is inf or NaN
+  void* largest;  // logsumexp: the largest element of each row, or null
+  void* total;    // and the sum of e^(x - largest): 0 if that is -inf, itself if inf or NaN
   int64_t rows;
   int64_t width;
   int64_t inner;
-  int64_t parts;     // blocks that share a row or column; more than 1: `out` takes [rows, inner, parts] Stats
-  int64_t each;      // elements of a part; the last ones may have fewer
-  uint64_t flip;     // min is the max of values with these bits flipped; 0 for everything else
-  uint64_t neutral;  // as it lies in memory, before flipping, repeated to 8 bytes
-  double scale;      // mean: 1 / width; else 1
+  int64_t parts;     // blocks per row or column; if more than 1, out is [rows, inner, parts] of Stats
+  int64_t each;      // elements of a part, at most
+  uint64_t flip;     // min is the max of values with these bits flipped; otherwise 0
+  uint64_t neutral;  // bits of the neutral element before flipping, repeated to 8 bytes
+  double scale;      // mean: 1 / width; otherwise 1
   bool mean;
-  bool wide;            // integer sums: 64 bits; 16-bit types: a float
-  bool whole;           // every row is whole vectors
+  bool wide;            // result type: int64 for integer sums, float for 16-bit types
+  bool whole;           // every row consists of whole vectors
   bool exceeds_l2;      // see ReadPolicy
   const uint8_t* mask;  // one byte per element, 1 = takes part; null: all do
   BroadcastView mask_view;
 };
 static_assert(sizeof(ReduceParams) == 296, "plan.py");
 
-// The elements of a pack, as V.
+// Converts the elements of a pack to V.
 template <class V, class T, int N> __device__ __forceinline__ void Values(const Pack<T, N>& pack, V* v) {
   if constexpr (std::is_integral_v<T>) {
 #pragma unroll
@@ -76,7 +81,7 @@ template <class Op> __device__ __forceinline__ typename Op::Stat MergeLanes(type
   return all[0];
 }
 
-// The larger one; NaN if either is.
+// The larger value; NaN if either is NaN.
 struct MaxOrNan {
   template <class V> __device__ __forceinline__ V operator()(V a, V b) const {
     if constexpr (std::is_same_v<V, float>) {
@@ -101,7 +106,7 @@ template <class T> __device__ __forceinline__ void StoreRounded(const ReducePara
   else static_cast<T*>(p.out)[at] = FromCompute<T>(y);
 }
 
-// The larger one of a pair, or NaN.
+// The larger value of a pair; NaN if either is NaN.
 template <class V, class T> __device__ __forceinline__ V LargerOf(uint32_t word) {
   Pack<T, 2> pair;
   pair.word[0] = word;
@@ -110,7 +115,7 @@ template <class V, class T> __device__ __forceinline__ V LargerOf(uint32_t word)
   return MaxOrNan()(v[0], v[1]);
 }
 
-// The largest element of some packs, or NaN; 16-bit ones two at a time.
+// The largest 16-bit element of some packs, compared in pairs; NaN if any is NaN.
 template <class V, class T, int U, int N> __device__ __forceinline__ V LargestOf(const Pack<T, N> (&raw)[U]) {
   static_assert(sizeof(T) == 2 && N % 2 == 0);
   uint32_t m[U];
@@ -124,21 +129,21 @@ template <class V, class T, int U, int N> __device__ __forceinline__ V LargestOf
   return LargerOf<V, T>(m[0]);
 }
 
-// All elements of some packs, as V.
+// Converts all elements of some packs to V.
 template <class V, class T, int U, int N>
 __device__ __forceinline__ void AllValues(const Pack<T, N> (&raw)[U], V (&v)[U * N]) {
 #pragma unroll
   for (int i = 0; i < U; ++i) Values(raw[i], v + i * N);
 }
 
-// The slots of shared memory for the Stats of a thread's columns.
+// A thread's slots of shared memory: one Stat per column.
 template <class Stat> struct ColumnsRoom {
   Stat* first;
   int stride;
   __device__ __forceinline__ Stat& operator[](int j) const { return first[j * stride]; }
 };
 
-// One Stat per column.
+// Down with one Stat per column.
 template <class Op, int N> struct StatsDown {
   static constexpr bool kAhead = sizeof(typename Op::T) == 4 && sizeof(typename Op::Stat) <= 8;
   typename Op::Stat stat[N];
@@ -170,7 +175,7 @@ template <class Op, int N> struct StatsDown {
   }
 };
 
-// For Ops whose Stats have no base.
+// Base of Ops whose Stats have no base.
 template <class Op> struct AlreadyLevel {
   template <class Stat, int K> static __device__ __forceinline__ void Level(Stat (&)[K], int) {}
   template <class Stat, int K, class T, int U, int N>
@@ -183,12 +188,12 @@ template <class Op> struct AlreadyLevel {
 
 // ---- sum and mean
 
-// kMasked: counts elements, for the mean of a row with a mask. kFloat: sums so few 16-bit elements in float that the
-// error is a few units of a float.
+// kMasked: count elements, for the mean of a masked row. kFloat: accumulate in float, for rows of so few 16-bit
+// elements that the error is a few float ulps.
 template <class T_, bool kMasked, bool kFloat = false> struct Sum_ : AlreadyLevel<Sum_<T_, kMasked, kFloat>> {
   using T = T_;
   static constexpr bool kInteger = std::is_integral_v<T>, kCounts = kMasked && !kInteger;
-  // Values of a few packs of small integers add up in 32 bits.
+  // The values of a few packs of small integers are summed in 32 bits.
   using V = std::conditional_t<!kInteger, Compute<T>, std::conditional_t<sizeof(T) <= 2, int32_t, int64_t>>;
   using S = std::conditional_t<kInteger, int64_t, std::conditional_t<kFloat, float, double>>;
   using Short = Sum_<T, kMasked, !kInteger && sizeof(T) == 2>;
@@ -201,9 +206,9 @@ template <class T_, bool kMasked, bool kFloat = false> struct Sum_ : AlreadyLeve
   };
   using Stat = std::conditional_t<kCounts, Counted, Uncounted>;
 
-  // 16 bit: four calls of Add are summed in float before they are added to the double in shared memory: conversions to
-  // double run at an eighth of the speed of an addition, and doubles take registers. Each float addition rounds by
-  // 2^-24.
+  // Down for 16-bit types: four calls of Add are summed in float, and then added to the double in shared memory.
+  // Conversions to double have an eighth of the throughput of additions, and doubles take registers. Each float
+  // addition has a relative error of 2^-24.
   template <int N> struct FloatsDown {
     static constexpr bool kAhead = true;
     float low[N] = {};
@@ -292,7 +297,7 @@ template <class T_> struct Max_ : AlreadyLevel<Max_<T_>> {
     V max;
   };
 
-  // 16 bit: two columns at a time.
+  // Down for 16-bit types: two columns at a time.
   template <int N> struct PairsDown {
     static constexpr bool kAhead = true;
     Pack<T, N> most;
@@ -358,7 +363,7 @@ template <class T_> struct Max_ : AlreadyLevel<Max_<T_>> {
       Accumulate(p, stat, v);
     }
   }
-  // The sign of a float, for each of two 16-bit numbers.
+  // The sign bit of p.flip for each of two 16-bit numbers.
   static __device__ __forceinline__ uint32_t FlipOfPairs(const ReduceParams& p) {
     return static_cast<uint32_t>(p.flip) | static_cast<uint32_t>(p.flip) >> 16;
   }
@@ -376,23 +381,23 @@ template <class T_> struct Max_ : AlreadyLevel<Max_<T_>> {
 
 // ---- logsumexp
 
-// max + log(sum * (1 + low)). The error of logf is relative to a logarithm that may be larger than the result. So
-// sum = m * 2^k with m near 1, whose logarithm and error are small; k * log(2) has an exact high part, and the rounding
-// error of max + high is added to the rest.
+// Returns max + log(sum * (1 + low)). The error of logf is relative to a logarithm that may be larger than the result.
+// Therefore sum = m * 2^k with m near 1, whose logarithm and error are small. The high part of k * log(2) is exact, and
+// the rounding error of max + high is added to the rest.
 __device__ __forceinline__ float PlusLog(float max, float sum, float low) {
-  const int bits = __float_as_int(sum), k = (bits - 0x3f3504f3) >> 23;  // of the square root of 1/2
-  const float high = static_cast<float>(k) * 0x1.62e4p-1f;              // 16 bits of log(2)
+  const int bits = __float_as_int(sum), k = (bits - 0x3f3504f3) >> 23;  // bits of sqrt(1/2)
+  const float high = static_cast<float>(k) * 0x1.62e4p-1f;              // upper 16 bits of log(2)
   const float rest = fmaf(static_cast<float>(k), 0x1.7f7d1cp-20f, logf(__int_as_float(bits - (k << 23))) + low);
   const float y = max + high, of_high = y - max;
   return y + ((max - (y - of_high)) + (high - of_high) + rest);
 }
 
-// One pass: the sum is relative to the largest value so far, and rescaled when that grows (Milakov and
-// Gimelshein, 2018). The maximum carries NaN and +inf to the end, where the sum beside it means nothing.
+// One pass: the sum is relative to the largest value so far and rescaled when a larger one occurs (Milakov and
+// Gimelshein, 2018). NaN and +inf propagate in the maximum; the sum is then meaningless.
 template <class T_> struct LogSumExp_ {
   using T = T_;
   using V = Compute<T>;
-  // 16 bits do not show what float loses.
+  // For 16-bit results a float sum is accurate enough.
   using S = std::conditional_t<sizeof(T) == 2, float, double>;
   struct Stat {
     V max;
@@ -401,7 +406,7 @@ template <class T_> struct LogSumExp_ {
   using Short = LogSumExp_;
   template <int N> using Down = StatsDown<LogSumExp_, N>;
 
-  // 16 bit: sums are relative to the rounded product max * log2(e), which Store corrects; see ExpDifference.
+  // 16 bit: sums are relative to the rounded product max * log2(e); Store corrects this. See ExpDifference.
   static __device__ __forceinline__ V Exp(V x, V base) { return ExpDifference<T>(x, base); }
   static __device__ __forceinline__ S Factor(V from, V to) { return static_cast<S>(Rescale<T>(from, to)); }
 
@@ -418,7 +423,7 @@ template <class T_> struct LogSumExp_ {
     if constexpr (sizeof(T) == 2) Accumulate(stat, v, LargestOf<V>(raw));
     else Accumulate(p, stat, v);
   }
-  // `largest`: of the values.
+  // `largest`: the maximum of the values.
   template <int N> static __device__ __forceinline__ void Accumulate(Stat& stat, const V (&v)[N], V largest) {
     const V max = MaxOrNan()(stat.max, largest), base = Base(max);
     V e[N];
@@ -430,7 +435,7 @@ template <class T_> struct LogSumExp_ {
     const V max = MaxOrNan()(a.max, b.max), base = Base(max);
     return {max, a.sum * Factor(a.max, base) + b.sum * Factor(b.max, base)};
   }
-  // Makes all sums relative to the group's maximum: one exponential per lane instead of two per step.
+  // Rescales all sums to the group's maximum: one exponential per lane instead of two per step.
   template <int K> static __device__ __forceinline__ void Level(Stat (&stat)[K], int lanes) {
     V max[K];
 #pragma unroll
@@ -439,7 +444,7 @@ template <class T_> struct LogSumExp_ {
 #pragma unroll
     for (int u = 0; u < K; ++u) stat[u] = {max[u], stat[u].sum * Factor(stat[u].max, Base(max[u]))};
   }
-  // From the identity: no exponentials but those of the elements.
+  // Starts from the identity, so only the elements need exponentials.
   template <int K, int U, int N>
   static __device__ __forceinline__ void AccumulateLevel(const ReduceParams&, Stat (&stat)[K],
                                                          const Pack<T, N> (&raw)[K][U], int lanes) {
@@ -484,7 +489,7 @@ template <class T_> struct LogSumExp_ {
     }
     StoreRounded<T>(p, at, y);
     if (p.largest) {
-      V total = stat.max < V(0) ? V(0) : stat.max;  // of infinities and NaN
+      V total = stat.max < V(0) ? V(0) : stat.max;  // for infinities and NaN
       if (stat.max - stat.max == V(0)) {
         total = static_cast<V>(stat.sum);
         if constexpr (sizeof(T) == 2) total *= Exp2Approx(-LogOfExcess<T>(stat.max));

@@ -1,17 +1,20 @@
-// Row reductions over the middle dimension of [rows, width, inner]: sum, mean, max, min and logsumexp.
+// Reductions over the middle dimension of [rows, width, inner]: sum, mean, max, min and logsumexp.
 //
-//     ReduceNarrow    a group of 4 to 32 lanes reads two or four rows at once, then reduces them
+//     ReduceNarrow    a group of 4 to 32 lanes loads two or four rows at once, then reduces them
 //     ReduceWhole     a block reduces a row of whole vectors, or a part of one
-//     ReduceRows      a warp reduces up to four rows in turn, or a block a row or a part of one; elements before the
-//                     first and after the last whole 16-byte vector are read one by one
+//     ReduceRows      a warp reduces up to four rows in turn, or a block reduces a row or a part of one; elements
+//                     before the first and after the last whole 16-byte vector are loaded one by one
 //     ReduceColumns   inner > 1: a block reduces a tile of columns, or a part of it; each thread walks down its own
 //                     columns, and the block merges the Stats of equal ones
-//     ReduceMerge     joins the parts of each row or column, in order
+//     ReduceMerge     merges the parts of each row or column in order
 //
-// The kernels read x once and write one number per row, so throughput depends on the loads in flight, and in 16 bit on
-// the instructions per element. N is the vector size; N = 1 reads elements one by one, at any alignment and with any
-// mask. ReduceRows reads masks whose bytes are contiguous along the row as vectors too. With N > 1, x is aligned to 16
-// bytes, except in ReduceRows with p.whole = false. Sums of the same problem are always taken in the same order.
+// The kernels read p.x (and p.mask) and write p.out. Memory traffic: x is read once, and one number (or one Stat per
+// part) is written per row. Throughput depends on the loads in flight, and in 16 bit on the number of instructions per
+// element. With N > 1, x is aligned to 16 bytes, except in ReduceRows with p.whole = false. ReduceRows loads masks
+// whose bytes are contiguous along the row as vectors, too. The order of additions depends only on the problem.
+//
+// Template parameters of the kernels: Op, the operation (ops.cuh); N, elements of a vector, where N = 1 allows any
+// alignment and any mask; kMasked, p.mask is applied.
 #pragma once
 
 #include "reduction/ops.cuh"
@@ -19,14 +22,14 @@
 namespace jaxkern {
 
 constexpr int kNarrowThreads = 128;
-constexpr int kRowsTogether = 4;                          // merged at once by a group of lanes or a warp, at most
-constexpr int kRowThreads = 256;                          // per block, at most
-constexpr int kWarpsOfRows = 4;                           // per block, where a warp has rows of its own
-constexpr int kColumnsThreads = 256, kColumnsBlocks = 4;  // per block at most, and blocks per multiprocessor
+constexpr int kRowsTogether = 4;  // maximum number of rows that a group of lanes or a warp merges at once
+constexpr int kRowThreads = 256;  // maximum per block
+constexpr int kWarpsOfRows = 4;   // warps per block, if a warp has its own rows
+constexpr int kColumnsThreads = 256, kColumnsBlocks = 4;  // maximum per block; blocks per multiprocessor
 constexpr int kMergeThreads = 256;
 static_assert(kColumnsThreads == kMergeThreads && kRowThreads == kMergeThreads);
 
-// Whether a warp may reduce several rows. Wide elements without a mask gain nothing from it and lack the registers.
+// Whether a warp may reduce several rows. For wide elements without a mask this is no faster and exceeds the registers.
 template <class T, bool kMasked> constexpr bool kTogether = sizeof(T) <= 2 || kMasked;
 
 // Packs in flight per thread.
@@ -39,15 +42,14 @@ template <class T, int N> __device__ __forceinline__ Pack<T, N> NeutralPack(cons
   return pack;
 }
 
-// Stores the result of a row, or the Stat of a part of it.
+// Stores the result of a row, or the Stat of a part.
 template <class Op> __device__ __forceinline__ void Deliver(const ReduceParams& p, int64_t at, int64_t part,
                                                             const typename Op::Stat& stat) {
   if (p.parts > 1) static_cast<typename Op::Stat*>(p.out)[at * p.parts + part] = stat;
   else Op::Store(p, at, stat);
 }
 
-// Merges over the block, from Stats that each warp has merged; the result is valid in thread 0. All threads call it
-// once.
+// Merges the Stats of the warps of a block; the result is valid in thread 0. All threads must call it, once per kernel.
 template <class Op> __device__ __forceinline__ typename Op::Stat MergeWarps(typename Op::Stat stat) {
   __shared__ typename Op::Stat room[kRowThreads / kWarp];
   return ReduceWarps<kRowThreads / kWarp>(
@@ -56,11 +58,11 @@ template <class Op> __device__ __forceinline__ typename Op::Stat MergeWarps(type
 }
 
 // Merges the Stats of kRows rows over aligned groups of 2^log_lanes lanes (at least four) with a common base.
-// Afterwards each of the first kRows lanes of a group holds the Stat of one row, number *row.
+// Afterwards each of the first kRows lanes of a group holds the Stat of one row, whose number is *row.
 template <class Op, int kRows> __device__ __forceinline__ typename Op::Stat MergeRows(typename Op::Stat (&stat)[kRows],
                                                                                       int lane, int log_lanes,
                                                                                       int* row) {
-  // Each step first halves the rows that a lane merges, until it is one; the remaining steps merge that one.
+  // The first steps halve the number of rows per lane, down to one; the remaining steps merge that row.
   *row = 0;
   int rows = kRows;
 #pragma unroll
@@ -80,7 +82,7 @@ template <class Op, int kRows> __device__ __forceinline__ typename Op::Stat Merg
   return stat[0];
 }
 
-// Loads the N bytes of a mask at m, aligned to N, as words.
+// Loads N mask bytes at m, aligned to N, as words.
 template <int N> __device__ __forceinline__ void LoadMaskVector(const uint8_t* m, uint32_t (&w)[(N + 3) / 4]) {
   if constexpr (N == 2) {
     w[0] = *reinterpret_cast<const uint16_t*>(m);
@@ -91,20 +93,20 @@ template <int N> __device__ __forceinline__ void LoadMaskVector(const uint8_t* m
   }
 }
 
-// The same at any m. bytes = false: the mask has one byte for the whole row, and all elements count as 1.
+// Loads N mask bytes at any m. bytes = false: one mask byte applies to the whole row, and all elements count as 1.
 template <int N>
 __device__ __forceinline__ void LoadMaskBytes(const uint8_t* m, bool bytes, uint32_t (&w)[(N + 3) / 4]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) w[i / 4] = (i % 4 ? w[i / 4] : 0) | uint32_t{bytes ? m[i] : uint8_t{1}} << (i % 4 * 8);
 }
 
-// Replaces elements whose mask byte is 0 by `otherwise`; each byte is spread over the bits of its element.
+// Replaces elements whose mask byte is 0 by `otherwise`. Each byte is replicated over the bits of its element.
 template <class T, int N>
 __device__ __forceinline__ void Mask(Pack<T, N>& pack, const uint32_t (&in)[(N + 3) / 4], const Pack<T, N>& otherwise) {
   constexpr int kPer = sizeof(T) < 4 ? 4 / sizeof(T) : 1, kWordsOf = sizeof(T) < 4 ? 1 : sizeof(T) / 4;
 #pragma unroll
   for (int w = 0; w < Pack<T, N>::kWords; ++w) {
-    const int first = w / kWordsOf * kPer;  // element
+    const int first = w / kWordsOf * kPer;  // number of the word's first element
     const uint32_t bytes = in[first / 4] * 255;
     const int byte = first % 4;
     const uint32_t keep = kPer == 4 ? bytes : __byte_perm(bytes, 0, kPer == 2 ? byte * 0x1111 + 0x1100 : byte * 0x1111);
@@ -112,8 +114,12 @@ __device__ __forceinline__ void Mask(Pack<T, N>& pack, const uint32_t (&in)[(N +
   }
 }
 
-// A row has `packs` packs of N elements, at most kPacks per lane. kMasked: the row's mask bytes are contiguous and
-// aligned to N, and log_lanes is 5. With N = 1 there may be any mask.
+// A row has `packs` packs of N elements.
+//
+//     kPacks   packs per lane, at most
+//     kRows    rows of a group
+//     kMasked  the mask bytes of a row are contiguous and aligned to N, and log_lanes is 5; N = 1 allows any mask
+//              without it
 template <class Op, int N, int kPacks, int kRows, bool kMasked>
 __global__ void __launch_bounds__(kNarrowThreads, kPacks* N > 8 ? 8 : 1)
     ReduceNarrow(const __grid_constant__ ReduceParams p, int log_lanes, int packs) {
@@ -164,7 +170,7 @@ __global__ void __launch_bounds__(kNarrowThreads, kPacks* N > 8 ? 8 : 1)
     constexpr int kMaskWords = (N + 3) / 4;
     uint32_t taken[kMasked ? kRows : 1][kPacks][kMaskWords];
     if constexpr (kMasked) {
-      // Lane u % kRows computes the offset of row u's mask for the whole warp.
+      // Lane u % kRows computes the mask offset of row u for the whole warp.
       const int64_t mine = first + lane % kRows * groups;
       const int64_t mask_at = mine < p.rows ? p.mask_view.outer_map.Below32Bits(static_cast<uint32_t>(mine)) : 0;
 #pragma unroll
@@ -215,7 +221,7 @@ __global__ void __launch_bounds__(kNarrowThreads, kPacks* N > 8 ? 8 : 1)
   if (lane < kRows && at < p.rows) Op::Store(p, at, merged);
 }
 
-// Loads one element as a pack, which leaves its bits untouched until they are used.
+// Loads one element as a pack; converted at its use.
 template <class T> __device__ __forceinline__ Pack<T, 1> LoadElement(const T* x) {
   Pack<T, 1> pack;
   if constexpr (sizeof(T) == 8) {
@@ -231,16 +237,16 @@ template <class T> __device__ __forceinline__ Pack<T, 1> LoadElement(const T* x)
   return pack;
 }
 
-// How the threads of a warp or a block share a row: each turn, a warp reads kInFlight adjacent packs per lane, at fixed
-// distances from a lane's first one; the warps of a block read side by side.
+// Distribution of a row over the threads of a warp or a block. In each turn, a warp loads 32 * kInFlight adjacent
+// packs, kInFlight per lane; the warps of a block load adjacent stretches.
 struct RowShare {
-  int64_t width;    // of the row, or of the part of it
-  int whole_packs;  // if the row is whole vectors
+  int64_t width;    // of the row or part
+  int whole_packs;  // if the row consists of whole vectors
   int thread;
-  int first, turn;  // a thread's first pack, and the packs between two turns
+  int first, turn;  // first pack of the thread; packs between turns
 };
 
-// Reduces a thread's share of a row. The mask, if there is one, has a byte per element or one for the whole row.
+// Reduces a thread's share of a row. A mask has a byte per element or one for the whole row. U: packs in flight.
 template <class Op, int N, bool kMasked, int U>
 __device__ __forceinline__ typename Op::Stat ReduceRow(const ReduceParams& p, const typename Op::T* x,
                                                        const uint8_t* mask, const RowShare& share) {
@@ -252,10 +258,11 @@ __device__ __forceinline__ typename Op::Stat ReduceRow(const ReduceParams& p, co
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
   const auto load = [&](const T* at) {
     if constexpr (kMasked) return LoadVector<T, N>(at);
-    else return LoadVector<T, N>(at, policy);  // the compiler may not move it behind others' use
+    else return LoadVector<T, N>(at, policy);  // volatile: not moved behind the use of other packs
   };
 
-  // Elements before the first and after the last whole vector, fewer than threads. They are loaded first and used last.
+  // Elements before the first and after the last whole vector, fewer than the threads. They are loaded first and used
+  // last.
   int head = 0, tail = 0, packs = share.whole_packs;
   Pack<T, 1> ends[2] = {};
   uint8_t ends_taken[2] = {};
@@ -325,8 +332,8 @@ __device__ __forceinline__ typename Op::Stat ReduceRow(const ReduceParams& p, co
   return stat;
 }
 
-// blockIdx.x: a row; blockIdx.y: a part of it, of `each` packs, the last ones perhaps fewer. No masks. In 16 bit, the
-// next packs are loaded while these are reduced.
+// blockIdx.x: the row. blockIdx.y: a part of `each` packs (the last ones may have fewer). No masks. In 16 bit, the next
+// packs are loaded while the current ones are reduced.
 template <class Op, int N> __global__ void __launch_bounds__(kRowThreads, 4)
     ReduceWhole(const __grid_constant__ ReduceParams p, int each) {
   using T = typename Op::T;
@@ -373,8 +380,8 @@ template <class Op, int N> __global__ void __launch_bounds__(kRowThreads, 4)
   if (threadIdx.x == 0) Deliver<Op>(p, blockIdx.x, blockIdx.y, stat);
 }
 
-// blockIdx.x: a row, and blockIdx.y a part of it; or with rows_each > 0 the rows of kWarpsOfRows warps, rows_each per
-// warp.
+// blockIdx.x: the row, and blockIdx.y a part of it; or, with rows_each > 0, the rows of kWarpsOfRows warps, rows_each
+// per warp.
 template <class Op, int N, bool kMasked>
 __global__ void __launch_bounds__(kRowThreads, sizeof(typename Op::T) == 8 ? 2 : 4)
     ReduceRows(const __grid_constant__ ReduceParams p, int rows_each) {
@@ -389,7 +396,7 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(typename Op::T) == 8 ? 2 :
   const int64_t begin = min(p.width, p.each * blockIdx.y), width = min(p.width - begin, p.each);
   const RowShare share = {width, static_cast<int>(width / N), warps ? lane : static_cast<int>(threadIdx.x),
                           warps ? lane : warp * U * kWarp + lane, (warps ? kWarp : static_cast<int>(blockDim.x)) * U};
-  int64_t mask_at = 0;  // mask offset of row number `lane`
+  int64_t mask_at = 0;  // mask offset of row `lane` of the warp
   if constexpr (kMasked) {
     if (lane < rows) {
       mask_at = p.mask_view.outer_map.Below32Bits(static_cast<uint32_t>(first + lane));
@@ -427,7 +434,7 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(typename Op::T) == 8 ? 2 :
   }
 }
 
-// blockIdx.x: a tile of 2^log_x threads across, with N columns each; the other threads of the block share the rows of
+// blockIdx.x: a tile of 2^log_x threads across with N columns each; the other threads of the block share the rows of
 // the tile. blockIdx.y: a part of the rows.
 template <class Op, int N>
 __global__ void __launch_bounds__(kColumnsThreads, sizeof(typename Op::T) == 8 ? 2 : kColumnsBlocks)
@@ -435,7 +442,7 @@ __global__ void __launch_bounds__(kColumnsThreads, sizeof(typename Op::T) == 8 ?
   using T = typename Op::T;
   using Stat = typename Op::Stat;
   constexpr int U = N == 1 ? 8 : 4;
-  constexpr int kPad = kWarp / N;  // keeps reads and writes of shared memory free of bank conflicts
+  constexpr int kPad = kWarp / N;  // keeps accesses to shared memory free of bank conflicts
   __shared__ Stat room[kColumnsThreads * N + kColumnsThreads];
 
   const int x = threadIdx.x & ((1 << log_x) - 1), y = threadIdx.x >> log_x, threads_y = blockDim.x >> log_x;
@@ -522,7 +529,7 @@ __global__ void __launch_bounds__(kColumnsThreads, sizeof(typename Op::T) == 8 ?
   }
 }
 
-// 2^log_lanes lanes, up to a warp, or the whole block reduce the p.parts Stats of each of the p.rows results.
+// 2^log_lanes lanes (up to a warp) or the whole block merge the p.parts Stats of each of the p.rows results.
 template <class Op> __global__ void __launch_bounds__(kMergeThreads)
     ReduceMerge(const __grid_constant__ ReduceParams p, const typename Op::Stat* partials, int log_lanes) {
   static_assert(sizeof(typename Op::Stat) <= 16, "plan.py");

@@ -1,8 +1,10 @@
-// Long runs: merges the Stats that the tiles of each one left in its slots, and puts the total into all of them.
+// Long runs of the segment softmax: SegmentJoin merges the Stats that the tiles of each long run left in its slots, and
+// writes the total to all of them.
 //
-// A block takes kJoinTiles tiles and kJoinColumns columns, and joins the long runs that begin in these tiles one after
-// the other. For each, teams of threads (a thread a column) take parts in turn, and shared memory brings the teams'
-// totals together, always in the same order. Reads and writes each slot once; mostly there is none.
+// A block takes kJoinTiles tiles and kJoinColumns columns, and processes the long runs that begin in these tiles in
+// sequence. For each run, teams of threads (one thread per column) take parts in turn, and the totals of the teams are
+// merged through shared memory in a fixed order. Memory traffic: run.keys are read at a few places per tile, and each
+// slot in use is read and written once. Most calls have no long run.
 #pragma once
 
 #include "ops.cuh"
@@ -10,16 +12,17 @@
 
 namespace jaxkern {
 
-// In how many tiles the long run that begins in `tile` lies; 0 if there is none.
+// Returns the number of tiles of the long run that begins in `tile`; 0 if there is none.
 __device__ inline uint32_t PartsOf(const SegmentRun& run, uint32_t tile) {
   const uint32_t begin = tile * run.places, end = begin + run.places;
-  // All the keys that decide, loaded at once.
+  // Issue all loads together.
   const uint32_t before = run.Key(begin - (begin > 0)), head = run.Key(begin);
   const uint32_t key = run.Key(min(end, run.positions) - 1), next = run.Key(min(end, run.positions - 1));
   const uint32_t far = run.Key(min(end + run.reach, run.positions - 1));
   const bool began_earlier = begin > 0 && head == key && before == key;
   if (end + run.reach >= run.positions || key >= run.dropped || next != key || far != key || began_earlier) return 0;
-  // The first tile from low on that does not begin with the key: several looks a step, since a step waits for memory.
+  // Find the first tile from `low` on that does not begin with the key. Each step examines several tiles, because
+  // memory latency dominates a step.
   constexpr uint32_t kLooks = 7;
   uint32_t low = tile + 2, high = run.tiles;
   while (low < high) {
@@ -36,6 +39,7 @@ __device__ inline uint32_t PartsOf(const SegmentRun& run, uint32_t tile) {
 }
 
 constexpr int kJoinThreads = 256, kJoinColumns = 8, kJoinTeams = kJoinThreads / kJoinColumns, kJoinTiles = 64;
+// Op: SegmentForward or SegmentBackward (ops.cuh). slabs: column slabs. groups: groups of kJoinTiles tiles.
 template <class Op> __global__ void __launch_bounds__(kJoinThreads)
     SegmentJoin(const __grid_constant__ SegmentRun run, int64_t slabs, int64_t groups) {
   using Stat = typename Op::Stat;

@@ -1,14 +1,16 @@
-// The arithmetic of the segment softmax: one struct for the forward pass and one for the gradient.
+// The arithmetic of the segment softmax: one Op for the forward pass (SegmentForward) and one for the gradient
+// (SegmentBackward). Device functions only, on registers and shared memory.
 //
-//     Stat      of a run or a part of one; merged in any grouping (MergeAll: many at once)
-//     Reduce    a stretch: what Write needs of each element, and the Stats of the parts of runs at its ends
-//               (head: up to the first end in it; tail: from the last one on; both are of the whole stretch if no run
-//               ends in it)
-//     Write     a stretch, given the totals of those two runs; other runs are known
-//     Map       an element, given the total of its run
-//     Term      what an element adds to the sum of a Stat whose maximum is known (kMaxima)
+//     Stat      of a run or a part of one; can be merged in any grouping (MergeAll: many at once)
+//     Reduce    reduces a stretch: computes `kept`, which Write needs for each element, and the Stats of the runs at
+//               its two ends (head: up to the first end in it; tail: from the last one on; both cover the whole stretch
+//               if no run ends in it)
+//     Write     writes the results of a stretch, given the totals of the runs at its two ends
+//     Map       returns the result of an element, given the Final of its run
+//     Term      returns the summand of an element for a Stat whose maximum is known (kMaxima)
 //
-// `v` holds the inputs, elements `step` apart; the first input is overwritten.
+// `v` holds the inputs in shared memory, elements `step` apart; results replace the first input. T_: element type. kQ:
+// places of a stretch.
 #pragma once
 
 #include "common/exponential.cuh"
@@ -22,14 +24,14 @@ template <class C> __device__ __forceinline__ C Reciprocal(C x) {
   else return C(1) / x;
 }
 
-// e^(x - base) for x <= base, of a float to 0.9 ulp: sums can do with the 2 ulp of ex2.approx.
+// e^(x - base) for x <= base, for float to 0.9 ulp; for sums the 2 ulp of ex2.approx are accurate enough.
 template <class T> __device__ __forceinline__ Compute<T> Power(Compute<T> x, Compute<T> base) {
   if constexpr (sizeof(T) == 4) {
-    float d;  // e^-88 comes out as 0; NaN passes
+    float d;  // e^-88 becomes 0; NaN propagates
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(x - base), "f"(-88.0f));
-    constexpr float kShift = 0x1.8p23f;  // leaves the integer nearest to d / ln(2) in the last bits
+    constexpr float kShift = 0x1.8p23f;  // leaves the integer nearest to d / ln(2) in the low bits
     const float shifted = fmaf(d, kLog2E, kShift), n = shifted - kShift;
-    float r = fmaf(n, -0.693145752f, d);  // ln(2) in two parts, of which the first has few bits
+    float r = fmaf(n, -0.693145752f, d);  // ln(2) in two parts; few bits in the first
     r = fmaf(n, -1.4286068e-6f, r);
     float power = fmaf(r, 1.3814605e-3f, 8.368714e-3f);  // minimax polynomial for |r| <= ln(2) / 2
     power = fmaf(power, r, 4.166839e-2f);
@@ -53,7 +55,7 @@ template <class C, int n> __device__ __forceinline__ C TreeSum(C (&term)[n]) {
 }
 
 __device__ __forceinline__ bool EndsAt(uint32_t ends, int i) { return ends >> i & 1; }
-// Where the run that continues behind the stretch begins.
+// Start of the run that continues behind the stretch.
 __device__ __forceinline__ int TailOf(uint32_t ends) { return ends ? 32 - __clz(ends) : 0; }
 
 template <class T_> struct SegmentForward {
@@ -63,9 +65,9 @@ template <class T_> struct SegmentForward {
   static constexpr bool kMaxima = true;
 
   struct Stat {
-    C max, sum;  // of e^(x - max)
+    C max, sum;  // sum: of e^(x - max)
   };
-  // What exponentials are multiplied by: the reciprocal of their sum, and its rounding error.
+  // Factor of the exponentials: the reciprocal of their sum, and its rounding error.
   struct Factor {
     C high, low;
   };
@@ -97,7 +99,7 @@ template <class T_> struct SegmentForward {
     const C high = sum == C(0) ? C(0) : Reciprocal(sum);
     return {high, sizeof(T) >= 4 ? fma(-sum, high, C(1)) * high : C(0)};
   }
-  // The factor for exponentials of x - max when the run's total has a larger maximum.
+  // Returns the factor for exponentials of x - max if the run's total has a larger maximum.
   static __device__ __forceinline__ Factor Scaled(Stat total, C max) {
     const Factor f = Inverse(total.sum);
     const C scale = Power<T>(max, Base(total.max)), high = scale * f.high;
@@ -115,12 +117,12 @@ template <class T_> struct SegmentForward {
     C largest = -Infinity<C>();
 #pragma unroll
     for (int i = 0; i < kQ; ++i) {
-      largest = Max(largest, v[0][i * step]);  // ignores NaN, whose power is NaN all the same
+      largest = Max(largest, v[0][i * step]);  // ignores NaN, which its exponential propagates
       kept[i] = largest;
       if (EndsAt(ends, i)) largest = -Infinity<C>();
     }
     tail->max = largest;
-    // Backwards, so that the maximum of a run is known before its elements; its sum is known where it begins.
+    // Backwards, so that the maximum of a run is known before its elements; its sum is complete where it begins.
     C base = Base(largest), sum = C(0);
 #pragma unroll
     for (int i = kQ - 1; i >= 0; --i) {
@@ -194,7 +196,7 @@ template <class T_> struct SegmentBackward {
     for (int i = kQ - 1; i >= 0; --i) {
       if (EndsAt(ends, i)) sum = C(0);
       const C y = v[0][i * step];
-      if (y != C(0)) sum += y * v[1][i * step];  // g may be anything where y is 0
+      if (y != C(0)) sum += y * v[1][i * step];  // g may be NaN or infinite where y is 0
       kept[i] = sum;
       if (i == begin) tail->sum = sum;
     }

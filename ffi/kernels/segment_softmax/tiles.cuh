@@ -1,23 +1,26 @@
-// The segment softmax of narrow rows and of short segments, in tiles of shared memory.
+// Segment softmax of narrow rows and of short segments, in tiles of shared memory.
 //
-// A block takes a tile of places and a slab of columns, and of the tile the runs that begin in it, beyond its end if
-// need be. It
+//     SegmentTiles      computes all runs but long ones, whose Stats it leaves in slots (run.cuh)
+//     SegmentRewrite    after SegmentJoin (join.cuh), computes the rows of long runs
 //
-//     reads the keys      which of its places end a run, as a bit mask for each stretch of places
-//     stages the rows     to shared memory, as vectors, in the type that is computed in
-//     reduces             a thread a stretch and column: the Stat of each run, or of the parts of the two that its
-//     edges
-//                         cut; exponentials stay in registers
-//     carries over        a segmented scan over stretches joins those parts
-//     writes              the result over the data in shared memory, and from there to memory, as vectors
+// Both read run.keys, run.order and the inputs and write run.out. Memory traffic: inputs are read and results written
+// once; the rows of long runs are read once more by SegmentRewrite.
 //
-// so that data is read and written once whatever the segments are like: for each element the code decides nothing but
-// whether a run ends there. A stretch has an odd length, so that the threads of a warp find their elements in different
-// banks, and at most the 32 places that a mask holds.
+// A block takes a tile of places and a slab of columns. It owns the runs that begin in the tile and follows them beyond
+// its end if needed. It
 //
-// Long runs (run.cuh) leave Stats in slots; SegmentJoin merges them, and SegmentRewrite reads these rows once more.
+//     reads the keys      finds the places that end a run, as a bit mask per stretch of places
+//     stages the rows     in shared memory, as vectors, converted to the computing type
+//     reduces             one thread per stretch and column computes the Stats of runs, and of the parts of the two
+//                         runs that the edges of the stretch cut; exponentials stay in registers
+//     carries over        merges these parts by a segmented scan over stretches
+//     writes              the results over the data in shared memory, and from there to memory, as vectors
 //
-// Dynamic shared memory: Op::kInputs * s.held elements of the type that is computed in; the keys lie there first.
+// The inner loop has one condition per element: whether a run ends there. A stretch has an odd length, so that the
+// threads of a warp access different banks, and at most 32 places, the bits of a mask.
+//
+// Dynamic shared memory: Op::kInputs * s.held elements of the computing type; the keys occupy it first. Op:
+// SegmentForward or SegmentBackward (ops.cuh).
 #pragma once
 
 #include "ops.cuh"
@@ -28,23 +31,23 @@ namespace jaxkern {
 constexpr int kTileThreads = 256, kTileWarps = kTileThreads / kWarp, kTileColumns = 16;
 constexpr int TileStretch(int element_bytes) { return element_bytes == 8 ? 15 : 31; }
 
-// How the rows of a tile lie in memory: one stretch of it (no order, a single slab, rows of a slice adjacent); in parts
-// of whole aligned vectors; or in any way.
+// Layout of the rows of a tile in memory: contiguous (no order, a single slab, rows of a slice adjacent); whole aligned
+// vectors; or arbitrary.
 enum class Rows { kContiguous, kVectors, kElements };
 
 struct TileShape {
-  int columns, slabs, stretches;  // columns of a slab; stretches side by side in a block
+  int columns, slabs, stretches;  // columns of a slab; stretches of a tile
   int held;                       // elements of an input in shared memory
   Divider by_slabs, by_tiles;
   FastDivmod by_columns, by_stretches;
-  FastDivmod by_parts;  // the vectors, or else elements, of a row's part of the slab
+  FastDivmod by_parts;  // vectors (or elements) of a row within the slab
 };
 static_assert(sizeof(TileShape) == 104);
 
-// Where a block works: a tile of a slice `o`, and a slab of its columns.
+// The work of a block: a tile of a slice `o`, and a slab of columns.
 struct TileBlock {
   int64_t o;
-  uint32_t tile, begin;  // begin: the first place of the tile
+  uint32_t tile, begin;  // begin: first place of the tile
   int column, width;     // of the slab
 
   __device__ __forceinline__ TileBlock(const SegmentRun& run, const TileShape& s, int64_t number) {
@@ -57,15 +60,15 @@ struct TileBlock {
   }
 };
 
-// An array's rows in shared memory, in the type that is computed in: place p and column c of the tile lie at
-// values[p * columns + c]. Contiguous rows are read and written as vectors wherever they begin; in shared memory they
-// lie as far from a boundary of 16 bytes as in the array.
+// Rows of an array in shared memory, in the computing type: place p and column c of the tile are values[p * columns +
+// c]. Contiguous rows are read and written as vectors wherever they begin; their offset from a 16-byte boundary is the
+// same in shared memory as in the array. T: element type. kRows: layout of the rows.
 template <class T, Rows kRows> struct Staged {
   using C = Compute<T>;
-  static constexpr int kN = kVector<T>, kBatch = 8, kRowBatch = 4;  // vectors a thread has in flight
+  static constexpr int kN = kVector<T>, kBatch = 8, kRowBatch = 4;  // vectors (or rows) in flight per thread
   C* image;
   C* values;
-  int ahead;  // elements from a boundary to the tile's first
+  int ahead;  // elements between the boundary and the tile's first one
 
   __device__ __forceinline__ Staged(const TileShape& s, const TileBlock& b, C* room, const T* array) : image(room) {
     ahead = kRows == Rows::kContiguous ? Ahead(s, b, array) : 0;
@@ -75,7 +78,7 @@ template <class T, Rows kRows> struct Staged {
     return static_cast<int>(reinterpret_cast<uintptr_t>(array + int64_t{b.begin} * s.columns) % 16 / sizeof(T));
   }
 
-  // `array`: of this o. Places [first, last).
+  // Reads places [first, last). `array`: input of this slice o.
   __device__ __forceinline__ void Read(const SegmentRun& run, const TileShape& s, const TileBlock& b, const T* array,
                                        int first, int last) {
     if constexpr (kRows == Rows::kContiguous) {
@@ -119,7 +122,8 @@ template <class T, Rows kRows> struct Staged {
   }
 
  private:
-  // The element of [low, high) that this thread copies, of those at either end that make no whole vector; or -1.
+  // Returns the element of [low, high) that this thread copies, among those at either end that do not fill a vector; or
+  // -1.
   static __device__ __forceinline__ int Ragged(int low, int high) {
     const int t = threadIdx.x, head = min((low + kN - 1) / kN * kN, high), tail = max(high / kN * kN, head);
     const int e = t < kN ? low + t : tail + t - kN;
@@ -147,7 +151,7 @@ template <class T, Rows kRows> struct Staged {
     return Repack<T, kN>(c);
   }
 
-  // N elements at a time.
+  // Reads the rows N elements at a time.
   template <int N> __device__ __forceinline__ void ReadRows(const SegmentRun& run, const TileShape& s,
                                                             const TileBlock& b, const T* array, int first, int last) {
     const FastDivmod& by = s.by_parts;
@@ -192,8 +196,8 @@ template <class T, Rows kRows> struct Staged {
   }
 };
 
-// Reads the places [low, high) of all inputs, one input behind the other in shared memory, and returns the first one's
-// rows, which the result replaces.
+// Reads places [low, high) of all inputs, which are consecutive in shared memory. Returns the rows of the first one,
+// which the result replaces.
 template <class T, Rows kRows, int kInputs>
 __device__ __forceinline__ Staged<T, kRows> StageInputs(const SegmentRun& run, const TileShape& s, const TileBlock& b,
                                                         Compute<T>* images, int low, int high,
@@ -209,13 +213,13 @@ __device__ __forceinline__ Staged<T, kRows> StageInputs(const SegmentRun& run, c
   return staged;
 }
 
-// Which places of a tile end a run; lies in shared memory. A place of no segment is a run of its own.
+// Ends of runs in a tile, in shared memory. A place of no segment is a run of its own. kQ: places of a stretch.
 template <int kQ> struct RunEnds {
-  uint32_t ends[kTileThreads];   // of each stretch
-  uint32_t drops[kTileThreads];  // places of no segment
-  uint32_t some[kTileWarps];     // stretches in which something ends
+  uint32_t ends[kTileThreads];   // per stretch: bit mask of the ends
+  uint32_t drops[kTileThreads];  // per stretch: places of no segment
+  uint32_t some[kTileWarps];     // bit mask of the stretches with ends
 
-  // Finds them from the keys of the tile and of the place behind it. A barrier must follow.
+  // Computes the masks from the keys of the tile and of the place behind it. A barrier must follow.
   __device__ __forceinline__ void Find(const uint32_t* keys, int stretches, uint32_t dropped) {
     const int t = threadIdx.x;
     uint32_t end = 0, drop = 0;
@@ -234,7 +238,7 @@ template <int kQ> struct RunEnds {
     const uint32_t bits = __ballot_sync(~0u, end != 0);
     if (t % kWarp == 0) some[t / kWarp] = bits;
   }
-  // The first end in stretches from `stretch` on, or `none`.
+  // Returns the first end in stretches from `stretch` on, or `none`.
   __device__ __forceinline__ int From(int stretch, int none) const {
     for (int w = stretch / kWarp; w < kTileWarps; ++w) {
       const uint32_t bits = w == stretch / kWarp ? some[w] >> (stretch % kWarp) << (stretch % kWarp) : some[w];
@@ -245,7 +249,7 @@ template <int kQ> struct RunEnds {
     }
     return none;
   }
-  // The last end in stretches before `stretch`, or -1.
+  // Returns the last end in stretches before `stretch`, or -1.
   __device__ __forceinline__ int Before(int stretch) const {
     for (int w = (stretch - 1) / kWarp; w >= 0; --w) {
       const uint32_t bits = some[w] & (stretch - w * kWarp < kWarp ? (1u << (stretch - w * kWarp)) - 1 : ~0u);
@@ -258,32 +262,32 @@ template <int kQ> struct RunEnds {
   }
 };
 
-// Whether the run that comes into the tile at `begin` is long: it reaches the place `end` too, or came into the tile
-// before.
+// Whether the run that continues into the tile at `begin` is long: it also has the place `end`, or already continued
+// into the tile before.
 __device__ __forceinline__ bool LongHead(const SegmentRun& run, uint32_t begin, uint32_t key) {
   const uint32_t end = begin + run.reach;
   return (end < run.positions && run.Key(end) == key) || (begin > run.places && run.Key(begin - run.places - 1) == key);
 }
 
-// Whether the run that begins in a tile and holds the place `end` behind it is long.
+// Whether the run that begins in a tile and has the place `end` behind it is long.
 __device__ __forceinline__ bool LongTail(const SegmentRun& run, uint32_t end, uint32_t key) {
   return end + run.reach < run.positions && run.Key(end + run.reach) == key;
 }
 
-// Joins the parts of runs that span stretches, by a segmented scan over the stretches of each column. `carry`, in
-// shared memory: for each stretch and column the Stat of the run that is open at its end; afterwards including the
-// parts in stretches before it. A barrier must precede; all threads take part; ends with a barrier.
+// Merges the parts of runs that span stretches by a segmented scan over the stretches of each column. `carry`, in
+// shared memory, has for each stretch and column the Stat of the run that is open at its end; afterwards it includes
+// the parts in preceding stretches. A barrier must precede; all threads must call it; it ends with a barrier.
 template <class Op>
 __device__ __forceinline__ void CarryOver(const TileShape& s, const uint32_t* ends, typename Op::Stat* carry) {
   using Stat = typename Op::Stat;
   __shared__ Stat warp_stat[kTileWarps];
   __shared__ bool warp_flag[kTileWarps];
-  // A column's stretches side by side.
+  // The stretches of a column are adjacent threads.
   const int t = threadIdx.x, lane = t % kWarp, warp = t / kWarp;
   const int c = s.by_stretches.Div(t), k = t - c * s.stretches;
   const bool inside = c < s.columns;
   Stat stat = inside ? carry[k * s.columns + c] : Op::Identity();
-  bool flag = !inside || k == 0 || ends[k] != 0;  // nothing comes in
+  bool flag = !inside || k == 0 || ends[k] != 0;  // nothing is carried in
 #pragma unroll
   for (int step = 1; step < kWarp; step *= 2) {
     const Stat other = Op::ShuffleUp(stat, step);
@@ -298,7 +302,7 @@ __device__ __forceinline__ void CarryOver(const TileShape& s, const uint32_t* en
   if (!flag) {
     int w = warp - 1;
     while (w > 0 && !warp_flag[w]) --w;
-    Stat before = warp_stat[w];  // thread 0 has a flag, and with it warp 0
+    Stat before = warp_stat[w];  // thread 0, and therefore warp 0, has a flag
     for (++w; w < warp; ++w) before = Op::Merge(before, warp_stat[w]);
     stat = Op::Merge(before, stat);
   }
@@ -306,6 +310,7 @@ __device__ __forceinline__ void CarryOver(const TileShape& s, const uint32_t* en
   __syncthreads();
 }
 
+// One block per tile and slab. kRows: layout of the rows.
 template <class Op, Rows kRows> __global__ void __launch_bounds__(kTileThreads, sizeof(typename Op::C) == 8 ? 2 : 3)
     SegmentTiles(const __grid_constant__ SegmentRun run, const __grid_constant__ TileShape s) {
   using T = typename Op::T;
@@ -317,9 +322,9 @@ template <class Op, Rows kRows> __global__ void __launch_bounds__(kTileThreads, 
   __shared__ Stat carry[kTileThreads], totals[kTileThreads];
   const TileBlock b(run, s, blockIdx.x);
   const int t = threadIdx.x, places = run.places, room = run.places + run.reach;
-  const uint32_t left = run.positions - b.begin;  // places from the tile's first on
+  const uint32_t left = run.positions - b.begin;  // places from the tile's first one on
 
-  // The keys of the tile, of the places that it reaches, and of one place before and behind.
+  // Keys of the tile, of the places in its reach, and of one place before and behind.
   uint32_t* const keys = reinterpret_cast<uint32_t*>(shared_bytes) + 1;
 #pragma unroll 8
   for (int i = t; i <= room; i += kTileThreads) {
@@ -330,15 +335,15 @@ template <class Op, Rows kRows> __global__ void __launch_bounds__(kTileThreads, 
   runs.Find(keys, s.stretches, run.dropped);
   __syncthreads();
 
-  // Which runs cross the edges of the tile, and which places are the block's: those of its long runs within the tile
-  // [low, high), and of the runs that it writes [own_first, own_last).
+  // Runs that cross the edges of the tile, and the places of the block: [low, high), the places of its long runs within
+  // the tile and of the runs that it writes; [own_first, own_last), the latter.
   const uint32_t first_key = keys[0], last_key = keys[places - 1];
   const bool comes_in = b.begin > 0 && first_key < run.dropped && keys[-1] == first_key;
   const bool long_head = comes_in && LongHead(run, b.begin, first_key);
   const bool goes_on = last_key < run.dropped && keys[places] == last_key;
   const int first_end = runs.From(0, room);
-  const bool passes = comes_in && first_end >= places;                         // one run, from before to behind
-  const bool open = goes_on && (passes ? long_head : keys[room] == last_key);  // to the end of the tile, and long
+  const bool passes = comes_in && first_end >= places;                         // one run spans the tile
+  const bool open = goes_on && (passes ? long_head : keys[room] == last_key);  // the last run is long
   int high = min(places, static_cast<int>(min(left, run.places)));
   if (goes_on && !open)
     high = min(min(runs.From(places / kQ, room) + 1, room), static_cast<int>(min(left, run.places + run.reach)));
@@ -376,7 +381,7 @@ template <class Op, Rows kRows> __global__ void __launch_bounds__(kTileThreads, 
     if (open && j == places / kQ - 1) {
       run.Slot<Stat>(b.o, b.tile, !passes)[b.column + c] = carry[t];
     }
-    const int next = runs.From(j + 1, room);  // the end of what is open here; a long run's is elsewhere
+    const int next = runs.From(j + 1, room);  // end of the open run; elsewhere if it is long
     const Stat behind = next < high ? totals[next / kQ * s.columns + c] : Op::Identity();
     Op::Write(values, s.columns, ends, kept, head, ends ? totals[t] : behind, tail, behind);
   }
@@ -384,9 +389,9 @@ template <class Op, Rows kRows> __global__ void __launch_bounds__(kTileThreads, 
   if (own_first < own_last) staged.Write(run, s, b, run.Output<T>(b.o), own_first, own_last);
 }
 
-// Writes the rows of long runs, from the totals in the tiles' slots. A block looks through every gridDim-th tile and
-// slab, a thread each (no more than kTileThreads), for those with such rows: mostly there are none, else they are
-// neighbours.
+// Writes the rows of long runs, from the totals in the slots. A block takes every gridDim-th tile and slab, at most
+// kTileThreads of them. One thread per tile searches for such rows: mostly there are none, and otherwise they are in
+// adjacent tiles. kRows: layout of the rows.
 template <class Op, Rows kRows> __global__ void __launch_bounds__(kTileThreads, 2)
     SegmentRewrite(const __grid_constant__ SegmentRun run, const __grid_constant__ TileShape s, int64_t tiles) {
   using T = typename Op::T;
@@ -394,7 +399,8 @@ template <class Op, Rows kRows> __global__ void __launch_bounds__(kTileThreads, 
   extern __shared__ __align__(16) char shared_bytes[];
   __shared__ typename Op::Final finals[kTileColumns];
   __shared__ int held_keys;
-  __shared__ uint8_t parts[kTileThreads];  // 1: of the run that comes in, 2: of the one that goes on
+  // Bits per tile: 1, for the run that continues into it, 2, for the run that continues behind it, if that is long.
+  __shared__ uint8_t parts[kTileThreads];
   const auto tile = [](int i) { return blockIdx.x + static_cast<int64_t>(i) * gridDim.x; };
   const int number = static_cast<int>((tiles - blockIdx.x + gridDim.x - 1) / gridDim.x);
   if (threadIdx.x < number) {
@@ -417,7 +423,7 @@ template <class Op, Rows kRows> __global__ void __launch_bounds__(kTileThreads, 
     if (!(parts[i / 2] >> tail & 1)) continue;
     const TileBlock b(run, s, tile(i / 2));
     const int held = static_cast<int>(min(run.places, run.positions - b.begin));
-    // How many places of the tile belong to that run.
+    // Number of places of the tile that belong to the run.
     if (threadIdx.x == 0) held_keys = 0;
     __syncthreads();
     const uint32_t wanted = run.Key(b.begin + (tail ? held - 1 : 0));

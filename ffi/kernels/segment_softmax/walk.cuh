@@ -1,16 +1,17 @@
-// The segment softmax of all but short segments of narrow rows: a warp walks the runs that begin in a tile of places,
-// for a strip of columns.
+// Segment softmax of all but short segments of narrow rows: in SegmentWalk a warp walks the runs that begin in a tile
+// of places, for a strip of columns.
 //
-// Work: lanes lie side by side in a row, one vector each (or kParts elements at a fixed stride where rows are not whole
-// vectors), and the rest of the warp takes further rows. A run is read kUnroll rows a lane at a time, all in flight at
-// once. For each column the warp knows the maximum of these rows before it takes exponentials, and rescales its sum
-// where a later batch has a larger maximum. Then it goes back over the run, from the last batch, which is still in
-// registers, to the first, which a cache holds: a run of one batch is read once.
+// The kernel reads run.keys, run.order and the inputs and writes run.out. Adjacent lanes take adjacent vectors of a row
+// (or kParts elements at a fixed stride if rows are not whole vectors), and the rest of the warp takes further rows. A
+// batch of a run is kUnroll rows per lane, all in flight at once. The maximum of each column of the batch is computed
+// before its exponentials; the sum is rescaled if a later batch has a larger maximum. The second pass goes backwards,
+// from the last batch, which is still in registers, to the first, which is in a cache. Memory traffic: a run of one
+// batch is read once, a longer one twice, mostly from L2; results are written once.
 //
-// Long runs (run.cuh) leave Stats in slots; after SegmentJoin a second launch of this kernel, with `rewrites`, looks
-// through several tiles a warp and writes those rows.
+// Long runs (run.cuh) leave Stats in slots; after SegmentJoin a second launch of this kernel, with `rewrites`, searches
+// several tiles per warp and writes those rows.
 //
-// N > 1: rows and arrays are aligned to N elements. No shared memory, no barriers.
+// N > 1 requires rows and arrays aligned to N elements. No shared memory, no barriers.
 #pragma once
 
 #include "ops.cuh"
@@ -22,28 +23,28 @@ constexpr int kWalkThreads = 128, kWalkWarps = kWalkThreads / kWarp;
 
 struct WalkShape {
   int64_t warps;
-  Divider by_strips, by_groups;  // groups: of tiles
-  int log_lanes;                 // log2 of the lanes side by side
+  Divider by_strips, by_groups;  // by_groups: groups of tiles
+  int log_lanes;                 // log2 of the lanes across a row
   int strips;
-  uint32_t tiles;  // of a warp, up to 32
+  uint32_t tiles;  // tiles of a warp, at most 32
   bool rewrites;
 };
 static_assert(sizeof(WalkShape) == 72);
 
-// Whether the run that begins in a tile and holds the place `end` behind it is long.
+// Whether the run that begins in a tile and has the place `end` behind it is long.
 __device__ __forceinline__ bool GoesOnLong(const SegmentRun& run, uint32_t end, uint32_t key) {
   return end + run.reach < run.positions && run.Key(end + run.reach) == key;
 }
 
-// Whether the run that comes into the tile at `begin` is long. `first`: the end of the tile that the run begins in.
+// Whether the run that continues into the tile at `begin` is long. `first`: end of the tile in which the run begins.
 __device__ __forceinline__ bool ComesInLong(const SegmentRun& run, uint32_t begin, uint32_t key) {
   uint32_t first = begin;
   while (begin - first < run.reach && first > run.places && run.Key(first - run.places - 1) == key) first -= run.places;
   return begin - first >= run.reach || GoesOnLong(run, first, key);
 }
 
-// A warp's window on the keys: those of 32 places, one a lane, and where runs begin among them. The next 32 are in
-// flight.
+// A warp's window on the keys: the keys of 32 places, one per lane, and a bit mask of the places that begin a run. The
+// next 32 keys are in flight.
 struct KeyWindow {
   uint32_t first, key, starts, next;
 
@@ -72,6 +73,8 @@ struct KeyWindow {
   }
 };
 
+// Op: SegmentForward or SegmentBackward (ops.cuh). N: elements of a vector. kParts: parts per lane; 1 for whole
+// vectors.
 template <class Op, int N, int kParts> __global__ void __launch_bounds__(kWalkThreads, kParts > 1 ? 4 : 5)
     SegmentWalk(const __grid_constant__ SegmentRun run, const __grid_constant__ WalkShape s) {
   using T = typename Op::T;
@@ -87,9 +90,9 @@ template <class Op, int N, int kParts> __global__ void __launch_bounds__(kWalkTh
   const int64_t item = s.by_strips.Div(warp), o = s.by_groups.Div(item);
   const uint32_t groups = static_cast<uint32_t>(s.by_groups.divisor), group = static_cast<uint32_t>(item - o * groups);
   const int lanes = 1 << s.log_lanes, rows_at_once = kWarp >> s.log_lanes, batch = kUnroll * rows_at_once;
-  const int ahead = lane >> s.log_lanes, step = lanes * N;  // step: from one part to the next
+  const int ahead = lane >> s.log_lanes, step = lanes * N;  // step: elements between parts
   const int64_t column = (warp - item * s.strips) * lanes * kE + (lane & (lanes - 1)) * N;
-  // A part behind the end of the row reads the row's first elements instead, and writes nothing.
+  // A part beyond the end of the row reads the row's first elements instead, and is not written.
   uint32_t apart[kParts];
   bool has[kParts];
 #pragma unroll
@@ -104,8 +107,8 @@ template <class Op, int N, int kParts> __global__ void __launch_bounds__(kWalkTh
   char* out = reinterpret_cast<char*>(run.Output<T>(o) + safe);
   const uint64_t row_bytes = run.inner * sizeof(T);
 
-  // Reads rows [base, stop) of a run, as far as they fit; a row behind it is its last one once more. `skipped`, without
-  // an order: how much further the rows of the run's slice of the batch lie than their positions.
+  // Reads a batch of rows [base, stop) of a run; lanes beyond its end read its last row again. `skipped`, without an
+  // order: offset between the rows of the run's slice of the batch and their positions.
   Slice x[kUnroll][Op::kInputs];
   uint32_t number[kUnroll], skipped = 0;
   const auto read = [&](uint32_t base, uint32_t stop) {
@@ -127,7 +130,7 @@ template <class Op, int N, int kParts> __global__ void __launch_bounds__(kWalkTh
       }
     }
   };
-  // Column i of row u.
+  // Returns column i of row u.
   const auto values = [&](int u, int i, C(&v)[Op::kInputs]) {
 #pragma unroll
     for (int k = 0; k < Op::kInputs; ++k) {
@@ -140,7 +143,7 @@ template <class Op, int N, int kParts> __global__ void __launch_bounds__(kWalkTh
     return run.Slot<Stat>(o, tile, tail) + column + i / N * step + i % N;
   };
 
-  // A bit for each tile of this warp to work on, every groups-th one, since those of a long run are neighbours.
+  // Bit mask of the tiles that this warp processes: every groups-th one, because the tiles of a long run are adjacent.
   uint32_t pending = 1;
   if (s.rewrites) {
     const uint32_t tile = group + lane * groups, begin = tile * places, end = begin + places;
@@ -162,7 +165,7 @@ template <class Op, int N, int kParts> __global__ void __launch_bounds__(kWalkTh
     for (; first < end; first = stop) {
       const uint32_t key = __shfl_sync(~0u, window.key, first - window.first);
       const bool dropped = key >= run.dropped, comes_in = first == begin && !(window.starts & 1);
-      // Find where the run ends, or that it is longer than matters.
+      // Find the end of the run, or that it is beyond the reach.
       const uint32_t far = dropped || comes_in ? end : end + reach;
       uint32_t behind = window.starts & ~((2u << (first - window.first)) - 1);
       while (!behind && window.first + kWarp <= far) {
@@ -217,7 +220,7 @@ template <class Op, int N, int kParts> __global__ void __launch_bounds__(kWalkTh
               for (int i = 0; i < kE; ++i) {
                 C v[Op::kInputs];
                 values(u, i, v);
-                largest[i] = Max(largest[i], v[0]);  // ignores NaN, whose power is NaN all the same
+                largest[i] = Max(largest[i], v[0]);  // ignores NaN, which its exponential propagates
               }
             }
             for (int apart = lanes; apart < kWarp; apart *= 2) {
