@@ -275,7 +275,7 @@ template <Reduction kOp, class T, bool kFew> __global__ void __launch_bounds__(k
   const char* const indices = static_cast<const char*>(run.index) + int64_t{place} * run.index_bytes;
   const auto prefetch = [&](uint32_t from, uint32_t count, uint32_t thread, uint32_t threads) {
     const uint32_t to = min(from + count, end);
-    for (uint32_t k = from + thread * 32; k < to; k += threads * 32) {  // 32 elements: one or two lines
+    for (uint32_t k = from + thread * 32; k < to; k += threads * 32) {  // 32 indices are one or two lines
       Prefetch(indices + int64_t{k} * run.index_bytes);
       if (run.index_bytes == 8) Prefetch(indices + int64_t{min(k + 16, to - 1)} * 8);
       Prefetch(reinterpret_cast<const char*>(source + k));

@@ -41,7 +41,7 @@ template <int kMantissa> struct Float8 {
     size = min(size, __float_as_uint(kMost));
     constexpr int kShift = 23 - kMantissa;
     if (size < static_cast<uint32_t>(128 - kBias) << 23) {
-      // Subnormal: the unit in the last place of the sum is the one of the result.
+      // Subnormal: the addition rounds at the last place of the result.
       constexpr uint32_t kUnit = static_cast<uint32_t>(127 + 24 - kBias - kMantissa) << 23;
       return sign | (__float_as_uint(__uint_as_float(size) + __uint_as_float(kUnit)) - kUnit);
     }
@@ -67,7 +67,7 @@ struct Int8 {
 
   static __device__ __forceinline__ uint32_t From(float x) {
     if (!(x == x)) return 0;
-    // 1.5 * 2^23 + x has a unit in the last place of 1.
+    // The addition of 1.5 * 2^23 rounds to an integer, in the low bits of the sum.
     const float clamped = x < -kMost ? -kMost : x > kMost ? kMost : x;
     return __float_as_uint(clamped + 12582912.0f) & 0xffu;
   }

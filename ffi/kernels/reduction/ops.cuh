@@ -31,7 +31,7 @@ struct ReduceParams {
   const void* x;
   void* out;      // [rows, inner]
   void* largest;  // logsumexp: the largest element of each row, or null
-  void* total;    // and the sum of e^(x - largest): 0 if that is -inf, itself if inf or NaN
+  void* total;    // sum of e^(x - largest); 0 if largest is -inf, largest itself if inf or NaN
   int64_t rows;
   int64_t width;
   int64_t inner;
