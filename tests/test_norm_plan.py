@@ -57,9 +57,11 @@ def test_every_problem_has_a_plan(dtype, on):
     with compat.enable_x64():
         for name, shape, extras, backward in itertools.product(NAMES, SHAPES, EXTRAS, (False, True)):
             chosen, operands, results, _ = found(name, shape, dtype, extras, backward, on)
-            assert chosen is not None
-            check_limits(chosen, on)
-            check_coverage(chosen, shape, dtype, extras, backward, on)
+            if chosen is not None:
+                check_limits(chosen, on)
+                check_coverage(chosen, shape, dtype, extras, backward, on)
+            else:
+                assert shape[1] % 8 and shape[1] > 1024 and not (backward and name == "layer_norm")
             for algorithm in plan.ALGORITHMS:
                 kinds = dict(scale="scale" in extras, bias="bias" in extras, residual="residual" in extras)
                 more = dict(backward=backward, scale_sum=backward and "scale" in extras)
@@ -70,7 +72,7 @@ def test_every_problem_has_a_plan(dtype, on):
                         check_limits(other, on)
                         check_coverage(other, shape, dtype, extras, backward, on)
                 else:
-                    assert chosen.algorithm != algorithm
+                    assert chosen is None or chosen.algorithm != algorithm
                     with pytest.raises(ValueError, match=f"{name}: the algorithm '{algorithm}' cannot run"):
                         found(name, shape, dtype, extras, backward, on, tier=algorithm)
 
@@ -114,6 +116,17 @@ def test_algorithms():
     assert "rms_norm" in tiers.operations() and tiers.algorithms("layer_norm") == plan.ALGORITHMS
 
 
+def test_long_odd_rows_are_left_to_xla():
+    """In 16 bits, but for the gradient of layer_norm; narrow ones, whole vectors and float32 are not, nor what is forced."""
+    of = lambda *args, **options: found(*args, "scale", **options)[0]
+    for name, dtype, backward in itertools.product(NAMES, ("bfloat16", "float16", "float32"), (False, True)):
+        kernel = dtype == "float32" or (name == "layer_norm" and backward)
+        assert (of(name, (4096, 4097), dtype, backward=backward) is not None) == kernel
+        assert of(name, (4096, 4097), dtype, backward=backward, tier="block").algorithm == "block"
+        for width in (77, 1001, 1024, 4096, 65536):
+            assert of(name, (4096, width), dtype, backward=backward) is not None
+
+
 def test_what_kernels_do_not_take():
     """Two dtypes of parameters, and some of the arrays in float64, are left to XLA."""
     with compat.enable_x64():
@@ -141,8 +154,9 @@ def test_kernels(name, shape, dtype, out, parameters, extras):
     """On a device of two multiprocessors, so that blocks walk over rows; once more at any address for one of them."""
     rng, on = np.random.default_rng(0), device.H200._replace(sm_count=2)
     for backward, unaligned in ((False, False), (True, False), *([(False, True), (True, True)] * (shape[1] == 76))):
+        tier = "block" if shape[1] in (1025, 1030) else "auto"
         chosen, operands, results, params = found(
-            name, shape, dtype, extras, backward, on, out=out, parameters=parameters
+            name, shape, dtype, extras, backward, on, out=out, parameters=parameters, tier=tier
         )
         given = [jnp.asarray(rng.normal(0.3, 1, a.shape), a.dtype) for a in operands]
         wanted = (reference.norm_grad if backward else reference.norm)(*given, **params)
@@ -152,6 +166,28 @@ def test_kernels(name, shape, dtype, out, parameters, extras):
             terms = math.sqrt(shape[0]) if a.ndim == 1 else 1
             a, b = a.astype(np.float64), np.asarray(b, np.float64)
             np.testing.assert_allclose(a, b, float(jnp.finfo(ours[0].dtype).eps), 1e-5 * terms)
+
+
+@pytest.mark.skipif(not emulated.has_fused(), reason="no fused multiply-adds")
+@pytest.mark.parametrize(
+    ("width", "dtype", "unaligned"),
+    [(1, "float32", False), (1, "float64", False), (1, "float32", True), (2, "float32", False)],
+)
+def test_short_rows_where_products_are_fused(width, dtype, unaligned):
+    """A row of one element has deviation 0 and rstd 1000, and nothing may be left of g * scale - mean(g * scale)."""
+    rng = np.random.default_rng(0)
+    with compat.enable_x64():
+        shape = (9 if unaligned else 300, width)
+        chosen, operands, results, params = found("layer_norm", shape, dtype, "scale bias", True, parameters=dtype)
+        given = [rng.normal(0.5, 1, a.shape).astype(a.dtype) for a in operands]
+        dx, dscale, _ = emulated.run(chosen, given, [(a.shape, a.dtype) for a in results], unaligned, fused=True)
+        x, g, scale = (a.astype("float64") for a in given)
+        exact, *_ = reference.norm_grad(*map(jnp.asarray, (x, g, scale)), **params | {"sums": (None, None)})
+    if width == 1:
+        assert not dx.any() and not dscale.any()
+    # The rounding of g * scale, times rstd.
+    unit = np.abs(g * scale).max(-1, keepdims=True) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
+    assert (np.abs(dx - np.asarray(exact)) / unit).max() < 4 * np.finfo(dtype).eps
 
 
 def with_epilogue(name, shape, args, dtype="bfloat16", tier="auto"):
@@ -202,13 +238,14 @@ def test_kernels_compile(capability):
     with compat.enable_x64():
         calls = [
             ("rms_norm", (4096, 128), "bfloat16", "scale"),
-            ("layer_norm", (4096, 4097), "float16", "residual scale bias"),
+            ("layer_norm", (4096, 4097), "float16", "residual scale bias"),  # forward: of a forced algorithm
             ("layer_norm", (4, 1 << 20), "float32", "scale bias"),
             ("layer_norm", (4096, 512), "float64", "scale bias"),
         ]
         name, shape, dtype, extras = calls[[80, 90, 100, 120].index(capability)]
         parameters = "float64" if dtype == "float64" else "float32"
         for backward in (False, True):
-            chosen, *_ = found(name, shape, dtype, extras, backward, parameters=parameters)
+            tier = "block" if shape[1] == 4097 else "auto"
+            chosen, *_ = found(name, shape, dtype, extras, backward, parameters=parameters, tier=tier)
             for header, kernel in sorted(kernels(chosen, unaligned=capability == 90)):
                 assert registry.kernels.module.compile(header, kernel, capability)

@@ -22,6 +22,7 @@ from plans import layout
 from jaxkern._core import launch, runtime
 
 COMPILER = shutil.which("g++")
+FUSED = ["-O2", "-march=native", "-ffp-contract=fast", "-fno-strict-aliasing"]
 _FORMATS = {"u8": "B", "i32": "i", "u32": "I", "f32": "f", "i64": "q", "u64": "Q", "f64": "d"}
 
 
@@ -31,7 +32,16 @@ def _folder():
 
 
 @functools.cache
-def _compiled(kernels):
+def has_fused() -> bool:
+    """Whether the compiler makes fused multiply-adds for this processor."""
+    if COMPILER is None:
+        return False
+    macros = subprocess.run([COMPILER, *FUSED, "-dM", "-E", "-x", "c++", "-"], input=b"", capture_output=True).stdout
+    return b"__FP_FAST_FMAF " in macros
+
+
+@functools.cache
+def _compiled(kernels, fused):
     """One library for all kernels (header, name, source), by their places."""
     text = ['#include "cuda.h"']
     text += [f'#include "{header}"' for header in sorted({k[0] for k in kernels})]
@@ -41,11 +51,12 @@ def _compiled(kernels):
             f'extern "C" void run{n}(const void* a, unsigned x, unsigned y, unsigned t) '
             f"{{ emulated::Run(&{name}, a, x, y, t); }} }} }}"
         )
-    path = _folder() / hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
+    flags = FUSED if fused else ["-O1", "-ffp-contract=off"]
+    path = _folder() / hashlib.sha256("\n".join([*flags, *text]).encode()).hexdigest()[:16]
     path.with_suffix(".cc").write_text("\n".join(text))
     includes = [pathlib.Path(__file__).parent, runtime.kernels_folder()]
     subprocess.check_call(
-        [COMPILER, "-std=c++20", "-O1", "-w", "-fpermissive", "-shared", "-fPIC", "-ffp-contract=off"]
+        [COMPILER, "-std=c++20", *flags, "-w", "-fpermissive", "-shared", "-fPIC"]
         + [f"-I{i}" for i in includes]
         + ["-o", str(path.with_suffix(".so")), str(path.with_suffix(".cc"))]
     )
@@ -81,11 +92,14 @@ def _bytes(arg, address) -> bytes:
     return out + bytes(-len(out) % layout(arg)[1])
 
 
-def run(plan: launch.Plan, operands, results, unaligned=False):
-    """The results, arrays of these (shape, dtype), of a plan on NumPy arrays."""
+def run(plan: launch.Plan, operands, results, unaligned=False, fused=False):
+    """The results, arrays of these (shape, dtype), of a plan on NumPy arrays.
+
+    fused: products and sums are contracted to multiply-adds, as NVRTC does, if `has_fused()`.
+    """
     steps = plan.unaligned if unaligned and plan.unaligned is not None else plan.launches
     kernels = tuple((s.header, s.name, s.source) for s in steps)
-    library = _compiled(kernels)
+    library = _compiled(kernels, fused)
     poison = lambda shape, dtype: np.frombuffer(
         b"\xa5" * int(np.prod(shape) * np.dtype(dtype).itemsize), dtype
     ).reshape(shape)

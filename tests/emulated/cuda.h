@@ -103,6 +103,12 @@ inline double __hiloint2double(int high, int low) {
   memcpy(&d, &bits, 8);
   return d;
 }
+template <class T> T Unfused(T x) {  // the compiler cannot see where it comes from
+  volatile T y = x;
+  return y;
+}
+inline float __fmul_rn(float a, float b) { return Unfused(a * b); }
+inline double __dmul_rn(double a, double b) { return Unfused(a * b); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline void __syncthreads() { emulated::Wait(); }
 inline void __syncwarp() { emulated::Wait(); }

@@ -7,7 +7,10 @@
 // b * groups + k, + blocks * groups, ... . The sums over rows stay in registers: a thread always has the same columns. At
 // the end the groups of a block are added in order, and NormSums adds the blocks in order: results are reproducible.
 //
-// Rows are copied to kStages slots of shared memory asynchronously and are read there (NormSlots), which needs no registers.
+// Rows are copied to kStages slots of shared memory asynchronously and are read there, which needs no registers. A thread
+// copies the packs that it reads itself, into room that no other thread touches; that needs no barriers. Packs of two
+// bytes cannot be copied so: then (`shifted`) the threads of a row copy the 16-byte vectors that it touches, and wait for
+// each other.
 //
 // Every element of s, g and sum_g is read once from memory, and dx written once. The statistics are computed again:
 // nothing else must be kept from the forward pass.
@@ -19,6 +22,47 @@ namespace jaxkern {
 
 constexpr int kNormKept = 80;  // words of registers, of a row and of sums over rows in a thread
 
+// The slots of one array: kStages rows for each group of kGroup threads.
+template <class T, int N, int kGroup, int kPacks, int kThreads, int kStages, bool kShifted> struct NormSlots {
+  static constexpr int kGroups = kThreads / kGroup, kEach = kVector<T>;
+  char* room;
+  const T* array;
+  int64_t size;  // elements of the array
+  int width, lane, group;
+
+  // Bytes of a row's vectors at any alignment; of a stage.
+  __device__ __forceinline__ int RowBytes() const { return 16 * ((width + kEach - 1) / kEach + 1); }
+  __device__ __forceinline__ int StageBytes() const {
+    return kShifted ? kGroups * RowBytes() : kPacks * kThreads * static_cast<int>(sizeof(Pack<T, N>));
+  }
+  __device__ __forceinline__ Pack<T, N>* Own(int stage, int i) const {
+    return reinterpret_cast<Pack<T, N>*>(room + stage * StageBytes()) + i * kThreads + threadIdx.x;
+  }
+
+  // Copies pack i of the thread, which exists; if kShifted, the whole row.
+  __device__ __forceinline__ void Fetch(int stage, int64_t row, int i) const {
+    const int64_t first = row * width;
+    if constexpr (kShifted) {
+      const int64_t begin = first / kEach, end = (first + width + kEach - 1) / kEach;
+      char* const to = room + stage * StageBytes() + group * RowBytes();
+      for (int v = lane; v < end - begin; v += kGroup) {
+        const int64_t at = (begin + v) * kEach;
+        CopyAsyncFront(to + 16 * v, array + at, static_cast<int>(min(size - at, int64_t{kEach})) * sizeof(T));
+      }
+    } else {
+      CopyAsync<N * sizeof(T)>(Own(stage, i), array + first + (lane + i * kGroup) * N);
+    }
+  }
+  __device__ __forceinline__ Pack<T, N> Read(int stage, int64_t row, int i) const {
+    if constexpr (kShifted) {
+      const T* const from = reinterpret_cast<const T*>(room + stage * StageBytes() + group * RowBytes());
+      return Filled<T, N>(from[static_cast<int>(row * width % kEach) + lane + i * kGroup]);
+    } else {
+      return *Own(stage, i);
+    }
+  }
+};
+
 template <class Op, int N, int kLanes, int kPacks, int kThreads, int kStages, bool kWhole, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks) NormBackward(const __grid_constant__ NormParams p) {
   using T = typename Op::T;
@@ -27,10 +71,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks) NormBackward(const __grid_c
   using C = typename Op::C;
   constexpr int kGroup = kLanes == 0 ? kThreads : kLanes, kGroups = kThreads / kGroup;
   constexpr int kSums = 2 + 2 * Op::kCentre;
-  // What a thread computes of its packs stays in registers, if these are enough.
-  constexpr bool kKept = kPacks * N * (2 + Op::kScaleSum + Op::kBias) * sizeof(C) <= 4 * kNormKept;
-  constexpr int kHeld = kKept ? kPacks : 1;
   constexpr bool kShifted = N * (sizeof(T) < sizeof(O) ? sizeof(T) : sizeof(O)) < 4;
+  // What a thread computes of its packs stays in registers, if these are enough. Not so in a block of odd rows: there the
+  // compiler branches around each of the many small packs (layer_norm, bfloat16, 32768 x 4097: 689 us, against 443).
+  constexpr bool kKept =
+      !(kShifted && kLanes == 0) && kPacks * N * (2 + Op::kScaleSum + Op::kBias) * sizeof(C) <= 4 * kNormKept;
+  constexpr int kHeld = kKept ? kPacks : 1;
   __shared__ C room_of_mean[kThreads / kWarp][1], room[2][kThreads / kWarp][kSums];
   JAXKERN_DYNAMIC_SHARED(shared);
 
@@ -96,7 +142,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) NormBackward(const __grid_c
       if constexpr (Op::kScale) {
         LoadParameters<P, N>(p.scale, (lane + i * kGroup) * N, scale);
 #pragma unroll
-        for (int j = 0; j < N; ++j) own[j] *= scale[j];
+        for (int j = 0; j < N; ++j) own[j] = Rounded(own[j], scale[j]);
       }
     };
     C sums[kSums] = {};  // of v^2, v * h, v and h

@@ -7,9 +7,6 @@
 // once and written once (with a residual, both are read and the sum is written too). kWhole: the threads' packs are exactly
 // those of a row.
 //
-// Odd rows of 16-bit elements pass through shared memory, so that global memory is accessed by vectors. There y replaces x;
-// a thread replaces those elements that it has read itself.
-//
 // The variance is computed in a second pass over registers, from deviations. Their sum, 0 but for rounding, corrects the
 // mean (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983), so that a constant row has
 // variance 0.
@@ -34,7 +31,6 @@ __global__ void __launch_bounds__(kThreads, NormBlocks(kThreads, kRows * kPacks 
   using P = typename Op::P;
   using C = typename Op::C;
   constexpr int kGroup = kLanes == 0 ? kThreads : kLanes, kGroups = kThreads / kGroup;
-  constexpr bool kShifted = N * sizeof(T) < 4;  // rows pass through shared memory; see NormSlots
   static_assert(kLanes > 0 || kRows == 1, "a block has one row");
   __shared__ C room_of_mean[kThreads / kWarp][1], room[kThreads / kWarp][1 + Op::kCentre];
   const int lane = threadIdx.x % kGroup;
@@ -43,49 +39,25 @@ __global__ void __launch_bounds__(kThreads, NormBlocks(kThreads, kRows * kPacks 
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
   const auto has = [&](int i) { return kWhole || lane + i * kGroup < packs; };
   const auto at = [&](int u, int i) { return (first + u * kGroups) * width + (lane + i * kGroup) * N; };
-  // Everything that the threads of a row wrote to shared memory is there for all of them.
-  const auto wait = [] {
-    if constexpr (kLanes == 0) __syncthreads();
-    else __syncwarp();
-  };
   const auto live = [&](int u) { return first + u * kGroups < p.rows; };
 
-  Pack<T, N> raw[kRows][kPacks], residual[kRows][kPacks];
-  // Of x, which y replaces, and of the residual.
-  NormSlots<T, N, kGroup, kPacks, kThreads, kRows, kShifted> slots, more;
-  if constexpr (kShifted) {
-    JAXKERN_DYNAMIC_SHARED(shared);
-    const int64_t size = p.rows * width;
-    const int group = threadIdx.x / kGroup;
-    slots = {shared, static_cast<const T*>(p.x), size, width, lane, group};
-    more = {shared + kRows * slots.StageBytes(), static_cast<const T*>(p.residual), size, width, lane, group};
-#pragma unroll
-    for (int u = 0; u < kRows; ++u) {
-      if (!live(u)) continue;
-      slots.Fetch(u, first + u * kGroups, 0);
-      if constexpr (Op::kResidual) more.Fetch(u, first + u * kGroups, 0);
-    }
-    WaitForCopies();
-    wait();
-  }
+  Pack<T, N> raw[kRows][kPacks];
 #pragma unroll
   for (int u = 0; u < kRows; ++u) {
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
-      raw[u][i] = residual[u][i] = {};
-      if (!live(u) || !has(i)) continue;
-      if constexpr (kShifted) raw[u][i] = slots.Read(u, first + u * kGroups, i);
-      else raw[u][i] = LoadPack<T, N>(p.x, at(u, i), policy);
+      raw[u][i] = {};
+      if (live(u) && has(i)) raw[u][i] = LoadPack<T, N>(p.x, at(u, i), policy);
     }
   }
   if constexpr (Op::kResidual) {
+    Pack<T, N> residual[kRows][kPacks];
 #pragma unroll
     for (int u = 0; u < kRows; ++u) {
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
-        if (!live(u) || !has(i)) continue;
-        if constexpr (kShifted) residual[u][i] = more.Read(u, first + u * kGroups, i);
-        else residual[u][i] = LoadPack<T, N>(p.residual, at(u, i), policy);
+        residual[u][i] = {};
+        if (live(u) && has(i)) residual[u][i] = LoadPack<T, N>(p.residual, at(u, i), policy);
       }
     }
 #pragma unroll
@@ -93,9 +65,7 @@ __global__ void __launch_bounds__(kThreads, NormBlocks(kThreads, kRows * kPacks 
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
         raw[u][i] = Added(raw[u][i], residual[u][i]);
-        if (!live(u) || !has(i)) continue;
-        if constexpr (kShifted) more.Replace(u, first + u * kGroups, i, Element(raw[u][i], 0));
-        else StorePack(p.sum, at(u, i), raw[u][i]);
+        if (live(u) && has(i)) StorePack(p.sum, at(u, i), raw[u][i]);
       }
     }
   }
@@ -158,20 +128,7 @@ __global__ void __launch_bounds__(kThreads, NormBlocks(kThreads, kRows * kPacks 
         if constexpr (Op::kBias) v[j] += bias[j];
       }
       E::Apply(p, first + u * kGroups, column, v);
-      if constexpr (kShifted && sizeof(O) == sizeof(T)) {
-        slots.Replace(u, first + u * kGroups, i, FromCompute<O>(v[0]));
-      } else {
-        StorePack(p.y, at(u, i), Repack<O, N>(v));
-      }
-    }
-  }
-  if constexpr (kShifted) {
-    wait();
-#pragma unroll
-    for (int u = 0; u < kRows; ++u) {
-      if (!live(u)) continue;
-      if constexpr (sizeof(O) == sizeof(T)) slots.Flush(u, first + u * kGroups, static_cast<O*>(p.y));
-      if constexpr (Op::kResidual) more.Flush(u, first + u * kGroups, static_cast<T*>(p.sum));
+      StorePack(p.y, at(u, i), Repack<O, N>(v));
     }
   }
 }

@@ -104,75 +104,17 @@ template <class T, int N> __device__ __forceinline__ Pack<T, N> Added(const Pack
   return Repack<T, N>(a);
 }
 
+// a * b, rounded: never fused into a multiply-add. Gradients subtract the mean of h = g * scale from h and divide by the
+// deviation of the row; in short rows that leaves the rounding of h, unless all uses have the same.
+template <class C> __device__ __forceinline__ C Rounded(C a, C b) {
+  if constexpr (sizeof(C) == 8) return __dmul_rn(a, b);
+  else return __fmul_rn(a, b);
+}
+
 template <class C> __device__ __forceinline__ C InverseRoot(C x) {
   if constexpr (sizeof(C) == 8) return 1.0 / sqrt(x);
   else return 1.0f / sqrtf(x);
 }
-
-// Slots in shared memory for rows of one array, kStages of them for each group of kGroup threads, which are copied there
-// asynchronously. A thread copies the packs that it reads itself, into room that no other thread touches. Packs of two bytes
-// cannot be copied so: then (kShifted) the threads of a row copy the 16-byte vectors that it touches, and must wait for each
-// other, before they read it and before they overwrite it.
-template <class T, int N, int kGroup, int kPacks, int kThreads, int kStages, bool kShifted> struct NormSlots {
-  static constexpr int kGroups = kThreads / kGroup, kEach = kVector<T>;
-  char* room;
-  const T* array;
-  int64_t size;  // elements of the array
-  int width, lane, group;
-
-  // Bytes of a row's vectors at any alignment; of a stage.
-  __device__ __forceinline__ int RowBytes() const { return 16 * ((width + kEach - 1) / kEach + 1); }
-  __device__ __forceinline__ int StageBytes() const {
-    return kShifted ? kGroups * RowBytes() : kPacks * kThreads * static_cast<int>(sizeof(Pack<T, N>));
-  }
-  __device__ __forceinline__ Pack<T, N>* Own(int stage, int i) const {
-    return reinterpret_cast<Pack<T, N>*>(room + stage * StageBytes()) + i * kThreads + threadIdx.x;
-  }
-
-  // Copies pack i of the thread, which exists; if kShifted, the whole row.
-  __device__ __forceinline__ void Fetch(int stage, int64_t row, int i) const {
-    const int64_t first = row * width;
-    if constexpr (kShifted) {
-      const int64_t begin = first / kEach, end = (first + width + kEach - 1) / kEach;
-      char* const to = room + stage * StageBytes() + group * RowBytes();
-      for (int v = lane; v < end - begin; v += kGroup) {
-        const int64_t at = (begin + v) * kEach;
-        CopyAsyncFront(to + 16 * v, array + at, static_cast<int>(min(size - at, int64_t{kEach})) * sizeof(T));
-      }
-    } else {
-      CopyAsync<N * sizeof(T)>(Own(stage, i), array + first + (lane + i * kGroup) * N);
-    }
-  }
-  __device__ __forceinline__ Pack<T, N> Read(int stage, int64_t row, int i) const {
-    if constexpr (kShifted) {
-      const T* const from = reinterpret_cast<const T*>(room + stage * StageBytes() + group * RowBytes());
-      return Filled<T, N>(from[static_cast<int>(row * width % kEach) + lane + i * kGroup]);
-    } else {
-      return *Own(stage, i);
-    }
-  }
-
-  // kShifted: replaces an element of the row in its slot by another of the same size; writes a row of such to `out`.
-  template <class O> __device__ __forceinline__ void Replace(int stage, int64_t row, int i, O x) const {
-    O* const to = reinterpret_cast<O*>(room + stage * StageBytes() + group * RowBytes());
-    to[static_cast<int>(row * width % kEach) + lane + i * kGroup] = x;
-  }
-  template <class O> __device__ __forceinline__ void Flush(int stage, int64_t row, O* out) const {
-    const int64_t first = row * width, begin = first / kEach, end = (first + width + kEach - 1) / kEach;
-    const auto* const from = reinterpret_cast<const Pack<O, kEach>*>(room + stage * StageBytes() + group * RowBytes());
-    for (int v = lane; v < end - begin; v += kGroup) {
-      const int64_t at = (begin + v) * kEach;
-      if (at >= first && at + kEach <= first + width) {
-        StoreVector<O, kEach>(out + at, from[v]);
-        continue;
-      }
-#pragma unroll
-      for (int e = 0; e < kEach; ++e) {  // a vector that another row shares
-        if (at + e >= first && at + e < first + width) out[at + e] = Element(from[v], e);
-      }
-    }
-  }
-};
 
 constexpr int PowerOfTwo(int n) { return n <= 1 ? 1 : 2 * PowerOfTwo((n + 1) / 2); }
 

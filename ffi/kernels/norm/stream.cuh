@@ -131,7 +131,7 @@ template <class Op, int N> __global__ void __launch_bounds__(kNormStreamThreads)
       if constexpr (Op::kScale) LoadParameters<P, N>(p.scale, column, scale);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        if constexpr (Op::kScale) h[j] *= scale[j];
+        if constexpr (Op::kScale) h[j] = Rounded(h[j], scale[j]);
         sums[0] += h[j];
         sums[1] += h[j] * ((z[j] - mean) * rstd);
       }
@@ -168,7 +168,7 @@ template <class Op, int N> __global__ void __launch_bounds__(kNormColumnThreads)
       z[j] = (z[j] - r.mean) * r.rstd;
       dscale[j] += g[j] * z[j];
       dbias[j] += g[j];
-      if constexpr (Op::kScale) g[j] *= scale[j];
+      if constexpr (Op::kScale) g[j] = Rounded(g[j], scale[j]);
       g[j] = r.rstd * (g[j] - r.shift - z[j] * r.slope);
       if constexpr (Op::kResidual) g[j] += more[j];
     }
