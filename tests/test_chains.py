@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import jaxkern
+from jaxkern._accelerate import chains as chains_module
 from jaxkern._accelerate import gate
 from jaxkern._core import decisions, registry
 
@@ -471,6 +472,84 @@ def test_arithmetic_below_a_gather():
     assert check(kept, *args, rtol=1e-4) == ["gather, multiply and scatter"]
     fused = lambda x, m, scale, s, r: sums((jnp.tanh(x) * scale[:, None])[s], r)
     assert check(fused, *args, rtol=1e-4) == ["gather and scatter"]
+
+
+BELOW = {
+    "of nodes by features": lambda x, c, f, s, r: sums((c[:, None] - x * f)[s], r),
+    "an outer product": lambda x, c, f, s, r: sums((c[:, None] * f)[s] + x[s], r),
+    "transposed": lambda x, c, f, s, r: sums((x.T * c + f[:, None]).T[s], r),
+    "rows last": lambda x, c, f, s, r: sums((x.T * c)[:, s].T, r),
+    "features in two dimensions, moved": lambda x, c, f, s, r: sums(
+        (x.reshape(-1, 2, 4).transpose(1, 0, 2) * c[:, None] + f.reshape(2, 1, 4)).transpose(1, 0, 2)[s], r
+    ),
+    "a mask": lambda x, c, f, s, r: sums(jnp.where((c > 0)[:, None], x * f, 1)[s], r),
+    "bytes that wrap": lambda x, c, f, s, r: sums(
+        ((x * 100).astype(jnp.int8) * np.int8(3) - np.int8(99))[s].astype(jnp.float32), r
+    ),
+    "halves": lambda x, c, f, s, r: sums((x.astype(jnp.bfloat16) * 3 + c[:, None].astype(jnp.bfloat16))[s] * f, r),
+    "what fills": lambda x, c, f, s, r: sums((x * c[:, None]).at[s].get(mode="fill", fill_value=3), r),
+    "both ends": lambda x, c, f, s, r: sums((x * c[:, None])[s] * (x + f).at[r].get(mode="clip"), r),
+    "three ends": lambda x, c, f, s, r: sums((x * c[:, None])[s] * (x + f)[r] * (x - 1)[(s + r) // 2], r),
+    "clipped, of what is wrapped": lambda x, c, f, s, r: x.at[r].add((x * c[:, None])[r] + x[r], mode="clip"),
+    "a maximum": lambda x, c, f, s, r: jax.ops.segment_max(jnp.maximum(-x, c[:, None])[s], r, NODES),
+    "second derivatives": lambda x, c, f, s, r: gradient(lambda x: gradient(lambda x: sums((x * f * x)[s], r))(x))(x),
+    "one order": lambda x, c, f, s, r: (
+        sums((x * f)[s], r)
+        + x.at[r].add(jnp.cumsum(x[s], 0), mode="clip")
+        + sums(jnp.cumsum(x[s], 0), jnp.where(r < 0, r + NODES, r))
+        + jax.ops.segment_sum(jnp.cumsum(x[s], 0), r, NODES + 7)[:NODES]
+    ),
+}
+
+
+CONFUSED = ("of nodes by features", "an outer product", "transposed", "rows last", "what fills", "both ends")
+
+
+@pytest.mark.parametrize(
+    "name, n, e",
+    [
+        *((name, NODES, EDGES) for name in BELOW),
+        # Dimensions that could be mistaken for each other.
+        *((name, *sizes) for name in CONFUSED for sizes in ((WIDTH, WIDTH), (1, 6), (6, 1))),
+    ],
+)
+def test_arithmetic_below_a_gather_is_that_of_the_program(name, n, e):
+    check(BELOW[name], nodes[:n], weights[:n], bias, senders[:e], receivers[:e], rtol=1e-4)
+
+
+@pytest.mark.parametrize("of", [lambda x: x + 1.5, lambda x: x.T], ids=["arithmetic", "transposes"])
+def test_a_long_program_below_a_gather(of):
+    def f(x, s, r):
+        for _ in range(400):
+            x = of(x)
+        return sums(x[s], r)
+
+    assert check(f, nodes, senders, receivers, rtol=1e-4) == ["gather and scatter"]
+
+
+def test_indices_from_a_function_under_jit_are_values_of_the_program(monkeypatch):
+    """The copies of its operations in which they were found are gone."""
+    found, root = [], chains_module.root
+
+    def spied(ctx, indices):
+        blocks, values = [ctx.module_context.module.body], []
+        result = root(ctx, indices)
+        for block in blocks:
+            values += block.arguments
+            for operation in block.operations:
+                values += operation.operation.results
+                blocks += [b for region in operation.operation.regions for b in region.blocks]
+        found.append(any(result[0] == v for v in values))
+        return result
+
+    @jax.jit
+    def wrapped(i):
+        i = i * 2 // 2
+        return lax.select(i < 0, i + NODES, i)
+
+    monkeypatch.setattr(chains_module, "root", spied)
+    check(lambda x, s, r: sums(x[s], wrapped(r)), nodes, senders, receivers)
+    assert found and all(found)
 
 
 @pytest.mark.skipif(not registry.kernels_run(), reason="no kernels")

@@ -368,6 +368,58 @@ def test_what_cannot_be_translated(f, error, says):
 ARRAY = jnp.arange(3.0, dtype=jnp.float32)
 
 
+@jax.custom_jvp
+def _with_a_wide_rule(x):
+    return jnp.exp(x)
+
+
+@_with_a_wide_rule.defjvp
+def _(primals, tangents):
+    (x,), (t,) = primals, tangents
+    wide = x.astype(jnp.float32)
+    return jnp.exp(x), ((wide - jnp.sin(wide)) * t).astype(x.dtype)
+
+
+_wide_exp = jaxkern.elementwise_kernel(lambda x, y: jnp.exp(x.astype(jnp.float32)).astype(x.dtype))
+_expm = lambda x: (jnp.exp(x.astype(jnp.float32)) - 1 - x).astype(x.dtype)
+
+
+@pytest.mark.parametrize(
+    "coarse, functions",
+    [
+        (
+            True,
+            [
+                lambda x, y: jax.nn.softplus(x) * jax.nn.gelu(y),
+                lambda x, y: jnp.logaddexp(x, y) + jax.nn.silu(jnp.where(x > 0, x, y)),
+                lambda x, y: jnp.floor(x) * jnp.exp(y),
+                lambda x, y: jnp.clip(x / y, 0, 1),
+                lambda x, y: jnp.where(jnp.isnan(x / y), 0, y),
+                lambda x, y: lax.cond(x > y, jnp.exp, jnp.sin, x),
+            ],
+        ),
+        (
+            False,
+            [
+                lambda x, y: x * np.float32(0.3),
+                lambda x, y: lax.cond(x > y, _expm, lambda x: x, x),
+                lambda x, y: _with_a_wide_rule(x),
+                lambda x, y: _wide_exp(x, y) * y,
+                lambda x, y: jnp.floor(x / y),
+                lambda x, y: (x / y).astype(jnp.int8),
+                lambda x, y: jax.jit(jnp.divide)(x, y) >= 1,
+                lambda x, y: jnp.where(lax.cond(x > 0, lambda: jnp.sqrt(x), lambda: x) == y, x, y),
+            ],
+        ),
+    ],
+)
+def test_where_coarse_arithmetic_is_enough(coarse, functions):
+    """All in 16 bits, rules for derivatives too, and nothing jumps where rounding would have made a number whole."""
+    for k, f in enumerate(functions):
+        function, _ = functor.trace(f, [jnp.bfloat16, jnp.bfloat16], name="elementwise_kernel")
+        assert function.coarse == coarse, k
+
+
 def test_wrong_number_of_results():
     with pytest.raises(ValueError, match="must return 1 scalar, and returns 2"):
         trace(lambda x: (x, x), "float32", results=1)

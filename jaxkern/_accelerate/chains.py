@@ -221,6 +221,11 @@ class _Walk:
             operation.erase()
         self._copies.clear()
 
+    def is_copied(self, value) -> bool:
+        """Whether a copy of an operation made it, which `discard` erases."""
+        operation = _maker(value)
+        return operation is not None and operation in self._copies
+
     # ---- functions under jit
 
     def inline(self, call):
@@ -460,7 +465,8 @@ class _Walk:
             node = self._numbered(self._below(rows.x, (ROWS, *rows.dims), rows._replace(result=None)))
             read = [self.nodes[k].leaf.x for k in _reached(self.nodes, node) if self.nodes[k].name == "rows"]
             fused = any(_row_bytes(x) > SINK_BYTES and stablehlo.is_fused(x) for x in read)
-            if not fused and sum(map(_row_bytes, read)) <= _row_bytes(rows.x) + SINK_BYTES:
+            few = len(self.nodes) < MOST_NODES
+            if few and not fused and sum(map(_row_bytes, read)) <= _row_bytes(rows.x) + SINK_BYTES:
                 return node
             self._forget(before)
         return Node("rows", dtype, leaf=rows)
@@ -477,14 +483,18 @@ class _Walk:
         if ROWS not in dims:
             return self.visit(value, dims)
         operation = _maker(value)
-        if operation is not None:
+        if operation is not None and max(self._depth, len(self.nodes)) < MOST_NODES:
             name = _short(operation)
-            if (inner := self._moved(operation, name, own[0], dims)) is not None:
-                return self._below(operation.operands[0], inner, rows)
-            if _has_features(self, dims) and self._sinks(value):
+            self._depth += 1
+            node, inner = None, self._moved(operation, name, own[0], dims)
+            if inner is not None:
+                node = self._below(operation.operands[0], inner, rows)
+            elif _has_features(self, dims) and self._sinks(value):
                 below = lambda v, dims: self._numbered(self._below(v, dims, rows))
-                if (node := self._arithmetic(operation, name, own[1], dims, below)) is not None:
-                    return node
+                node = self._arithmetic(operation, name, own[1], dims, below)
+            self._depth -= 1
+            if node is not None:
+                return node
         if dims[0] != ROWS:
             raise _Ends
         return Node("rows", own[1], leaf=rows._replace(x=value, dims=dims[1:]))
@@ -603,8 +613,8 @@ def root(ctx, indices) -> tuple:
     """The value that these indices are made of, in whichever shape they come, and how often it is wrapped around zero."""
     walk = _Walk(ctx, (), 0)
     value, wraps = walk._base(indices), 0
-    while (found := walk._unwrapped(value)) is not None:
-        value, wraps = walk._base(found), wraps + 1
+    while (found := walk._unwrapped(value)) is not None and not walk.is_copied(found := walk._base(found)):
+        value, wraps = found, wraps + 1
     walk.discard()
     return value, wraps
 

@@ -13,6 +13,7 @@ and has the same derivatives, so it can be the parameter of a primitive: a lambd
 not compile anew.
 """
 
+import contextlib
 import functools
 import hashlib
 import math
@@ -102,15 +103,65 @@ def trace(f, dtypes, *, name, weak=None, results=None, label=None, coarse=None):
 
 
 def _is_coarse(jaxpr) -> bool:
-    """Whether all real numbers in a jaxpr are of 16 bits."""
-    values = (
-        *jaxpr.invars,
-        *jaxpr.constvars,
-        *jaxpr.outvars,
-        *(v for e in jaxpr.eqns for v in (*e.invars, *e.outvars)),
-    )
-    wide = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) and v.aval.dtype.itemsize > 2 for v in values)
-    return not wide and all(_is_coarse(_inner(e)[0]) for e in jaxpr.eqns if e.primitive.name in (*_CALLS, *_CUSTOM))
+    """Whether coarse arithmetic is enough for a jaxpr and the rules for derivatives in it.
+
+    All real numbers are of 16 bits, and nothing that jumps depends on what coarse arithmetic makes: floor(x / y) is that of
+    a whole number where rounding to 16 bits would have made x / y one.
+    """
+    return _inexact(jaxpr, [False] * len(jaxpr.invars)) is not None
+
+
+def _inexact(jaxpr, given, depth=0) -> list | None:
+    """Which results of a jaxpr depend on coarse arithmetic; None where that is not enough.
+
+    given: which arguments do. depth: how many rules for derivatives this one is in.
+    """
+    if any(map(_is_wide, (*jaxpr.invars, *jaxpr.constvars, *jaxpr.outvars))):
+        return None
+    inexact = {v for v, own in zip(jaxpr.invars, given) if own}
+    is_inexact = lambda v: not isinstance(v, Literal) and v in inexact
+    for e in jaxpr.eqns:
+        if any(map(_is_wide, (*e.invars, *e.outvars))):
+            return None
+        name, own = e.primitive.name, list(map(is_inexact, e.invars))
+        results = [name in _COARSE or any(own) or references.get(e.primitive) is not None] * len(e.outvars)
+        jaxprs = [_inner(e)[0]] if name in (*_CALLS, *_CUSTOM) else []
+        if name == "cond":
+            jaxprs, own = [branch.jaxpr for branch in e.params["branches"]], own[1:]
+        elif name == "jaxkern_elementwise_kernel":
+            if not e.params["function"].coarse:
+                return None
+            results = [True] * len(e.outvars)
+        elif not jaxprs and any(own) and _jumps(e):
+            return None
+        if name in _CUSTOM and depth < _Translation.DEPTH:
+            with contextlib.suppress(TypeError, NotImplementedError):  # there is no derivative
+                rule = _rule(e).jaxpr
+                if _inexact(rule, [False] * len(rule.invars), depth + 1) is None:
+                    return None
+        if jaxprs:
+            of_each = [_inexact(j, own, depth) for j in jaxprs]
+            if None in of_each:
+                return None
+            results = list(map(any, zip(*of_each)))
+        inexact.update(v for v, r in zip(e.outvars, results) if r)
+    return list(map(is_inexact, jaxpr.outvars))
+
+
+def _is_wide(v) -> bool:
+    return jnp.issubdtype(v.aval.dtype, jnp.inexact) and v.aval.dtype.itemsize > 2
+
+
+def _jumps(e) -> bool:
+    """Whether the result of an equation jumps where an operand hardly changes. NaN and infinities stay what they are."""
+    if e.primitive.name == "convert_element_type":
+        of, to = e.invars[0].aval.dtype, e.outvars[0].aval.dtype
+        return jnp.issubdtype(of, jnp.floating) and not jnp.issubdtype(to, jnp.floating)
+    if e.primitive.name in ("eq", "ne"):
+        a, b = e.invars
+        infinite = any(isinstance(v, Literal) and math.isinf(v.val) for v in (a, b))
+        return a is not b and not infinite
+    return e.primitive.name in _JUMPS
 
 
 def _function(f, in_dtypes, out_dtypes, label, coarse, captured=0, out_tree=None, weak=None):
@@ -325,6 +376,28 @@ def _inner(equation):
     return (found.jaxpr, found.consts) if isinstance(found, ClosedJaxpr) else (found, ())
 
 
+def _rule(e) -> ClosedJaxpr:
+    """The derivative that an equation brings along: of its operands, then cotangents of its results that are real."""
+    at = [k for k, v in enumerate(e.invars) if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
+
+    def rule(*xs):
+        args, cotangents = xs[: len(e.invars)], list(xs[len(e.invars) :])
+
+        def f(*ws):
+            given = list(args)
+            for k, w in zip(at, ws):
+                given[k] = w
+            ys = compat.bind_equation(e, *given)
+            return [y for y in ys if jnp.issubdtype(y.dtype, jnp.inexact)]
+
+        ys, pull = jax.vjp(f, *(args[k] for k in at))
+        return pull([c.astype(y.dtype) for c, y in zip(cotangents, ys)])
+
+    outs = [v.aval for v in e.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
+    shapes = [jax.ShapeDtypeStruct((), a.dtype) for a in (*(v.aval for v in e.invars), *outs)]
+    return jax.make_jaxpr(rule)(*shapes)
+
+
 def _evaluate(jaxpr, consts, args, constants=None) -> list:
     """The results of a jaxpr on scalars, without the functions under jit in it: they belong to a mesh.
 
@@ -458,6 +531,7 @@ _OVERLOADS = {
     ).split()
 }
 _OVERLOADS |= {name: f"{name}_" for name in ("and", "or", "xor", "not")} | {"add_any": "add"}
+_JUMPS = frozenset("bitcast_convert_type ceil floor ge gt le lt rem round sign".split())
 # Those with an overload in namespace coarse too.
 _COARSE = frozenset("cos div erf erfc exp exp2 expm1 log log1p logistic pow sin sqrt tanh".split())
 _TEMPLATES = {
@@ -639,27 +713,10 @@ class _Translation:
         """Notes the derivative that a function brings along, which may differ from that of what it computes."""
         if self.depth == self.DEPTH:
             return
-        at = [k for k, v in enumerate(e.invars) if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
-
-        def rule(*xs):
-            args, cotangents = xs[: len(e.invars)], list(xs[len(e.invars) :])
-
-            def f(*ws):
-                given = list(args)
-                for k, w in zip(at, ws):
-                    given[k] = w
-                ys = compat.bind_equation(e, *given)
-                return [y for y in ys if jnp.issubdtype(y.dtype, jnp.inexact)]
-
-            ys, pull = jax.vjp(f, *(args[k] for k in at))
-            return pull([c.astype(y.dtype) for c, y in zip(cotangents, ys)])
-
-        outs = [v.aval for v in e.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
-        shapes = [jax.ShapeDtypeStruct((), a.dtype) for a in (*(v.aval for v in e.invars), *outs)]
         inner = _Translation(self.label, self.depth + 1, self.coarse)
         try:
-            closed = jax.make_jaxpr(rule)(*shapes)
-            results = inner.run(closed.jaxpr, closed.consts, [f"x{k}" for k in range(len(shapes))])
+            closed = _rule(e)
+            results = inner.run(closed.jaxpr, closed.consts, [f"x{k}" for k in range(len(closed.jaxpr.invars))])
             inner.remove_unused(results)
             said = [line for statement in inner.statements for line in statement.lines] + results + inner.marks
         except (TypeError, NotImplementedError) as error:
