@@ -439,6 +439,7 @@ def test_the_gate(changes, alone, ordered):
     assert (gate.chain(problem(**changes), False)[0], gate.chain(problem(**changes), True)[0]) == (alone, ordered)
 
 
+@pytest.mark.skipif(not registry.kernels_run(), reason="no kernels")
 def test_one_order_for_all():
     """A softmax over the edges of a node: what follows its maximum is reduced in the order that the maximum takes."""
     n, e = 20_000, 200_000

@@ -8,9 +8,9 @@
 `trace` makes a jaxpr of the function, with float32 in the place of 16-bit types: these are computed in float32 and rounded
 where they are stored. The jaxpr becomes C++ one statement an equation, in terms of the overloads in
 ffi/kernels/common/functions.h; where the function has 16-bit numbers alone, of those in namespace `coarse`, which are more
-accurate than the rounding that JAX would do after each operation. A Function is equal to another if it computes the same
-and has the same derivatives, so it can be the parameter of a primitive: a lambda that is written anew in every call does
-not compile anew.
+accurate than the rounding that JAX would do after each operation, but not below what jumps (see `_is_coarse`). A Function
+is equal to another if it computes the same and has the same derivatives, so it can be the parameter of a primitive: a
+lambda that is written anew in every call does not compile anew.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ def trace(f, dtypes, *, name, weak=None, results=None, label=None, coarse=None):
     weak: for each argument, whether its dtype is weak, as that of a Python number is.
     results: how many scalars f must return; None: one or more.
     label: how errors name f; its own name by default.
-    coarse: see `Function`; None: where f has 16-bit numbers alone.
+    coarse: see `Function`; None: where f has 16-bit numbers alone, and `_is_coarse`.
 
     Returns (function, captured). captured are scalar arrays and tracers that f closes over; they are further arguments of
     `function`, behind those of f. `function.out_tree` is the structure of what f returns.
