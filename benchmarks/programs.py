@@ -5,8 +5,8 @@
     python -m benchmarks programs --explain                    what would be taken on a GPU, without one
 
 Graph convolution and attention, an interaction network, an embedding with a dense layer, a click model with bags of ids,
-and a classifier over a large vocabulary, in plain JAX and optax; the same with jraph and flax.linen where these are
-installed. Steps are enqueued one behind the other and timed by the host's clock. Indices are arguments of the step: XLA
+and a classifier over a large vocabulary, in plain JAX and optax; the same with jraph and flax.linen, and transformers of
+flax.nnx and equinox, where these are installed. Steps are enqueued one behind the other and timed by the host's clock. Indices are arguments of the step: XLA
 folds scatters of constants for half a minute.
 """
 
@@ -284,6 +284,133 @@ def _classifier(dtype, small) -> Training:
     return _optimized(optax.sgd(1e-2), loss, lambda key: _matrices(key, [(d, classes)])[0], (x, labels))
 
 
+# --- transformers --------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """A decoder of GPT-2's sizes, by default, and its batch."""
+
+    layers: int = 12
+    width: int = 768
+    heads: int = 12
+    vocabulary: int = 50_257
+    batch: int = 8
+    length: int = 1024
+
+
+def _causal_attention(qkv, heads):
+    """Of one example, or of several: (..., length, 3 * width)."""
+    q, k, v = (a.reshape(*a.shape[:-1], heads, -1) for a in jnp.split(qkv, 3, -1))
+    mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    return mixed.reshape(*mixed.shape[:-2], -1)
+
+
+def _transformer(make, dtype, small) -> Training:
+    """make(sizes, dtype): a function that makes parameters in float32 from a key, and one of (parameters, ids): logits.
+
+    Parameters are converted to `dtype` in each step.
+    """
+    import optax
+
+    s = _Sizes(2, 32, 2, 500, 2, 16) if small else _Sizes()
+    rng = np.random.default_rng(0)
+    tokens = _zipf(rng, 1.3, (s.batch, s.length + 1), s.vocabulary)
+    make_params, apply = make(s, jnp.dtype(dtype))
+
+    def loss(params, ids, labels):
+        logits = apply(jax.tree.map(lambda a: a.astype(dtype), params), ids).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    return _optimized(optax.adam(1e-4), loss, make_params, (tokens[:, :-1].copy(), tokens[:, 1:].copy()))
+
+
+def _nnx_transformer(s, dtype):
+    from flax import nnx
+
+    types = {"dtype": dtype, "param_dtype": jnp.float32}
+
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            norm = lambda: nnx.LayerNorm(s.width, rngs=rngs, **types)
+            dense = lambda a, b: nnx.Linear(a, b, rngs=rngs, **types)
+            self.norm1, self.qkv, self.out = norm(), dense(s.width, 3 * s.width), dense(s.width, s.width)
+            self.norm2, self.up, self.down = norm(), dense(s.width, 4 * s.width), dense(4 * s.width, s.width)
+
+        def __call__(self, x):
+            x = x + self.out(_causal_attention(self.qkv(self.norm1(x)), s.heads))
+            return x + self.down(jax.nn.gelu(self.up(self.norm2(x))))
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.tokens = nnx.Embed(s.vocabulary, s.width, rngs=rngs, **types)
+            self.places = nnx.Embed(s.length, s.width, rngs=rngs, **types)
+            for k in range(s.layers):
+                setattr(self, f"block{k}", Block(rngs))
+            self.norm = nnx.LayerNorm(s.width, rngs=rngs, **types)
+
+        def __call__(self, ids):
+            x = self.tokens(ids) + self.places(jnp.arange(s.length))
+            for k in range(s.layers):
+                x = getattr(self, f"block{k}")(x)
+            return self.tokens.attend(self.norm(x))
+
+    definition = nnx.split(nnx.eval_shape(lambda: Model(nnx.Rngs(0))))[0]
+    return lambda key: nnx.state(Model(nnx.Rngs(key))), lambda params, ids: nnx.merge(definition, params)(ids)
+
+
+def _equinox_transformer(s, dtype):
+    """A function of one example, under vmap."""
+    import equinox as eqx
+
+    del dtype  # layers compute in the type of their parameters
+
+    class Block(eqx.Module):
+        norm1: eqx.nn.LayerNorm
+        qkv: eqx.nn.Linear
+        out: eqx.nn.Linear
+        norm2: eqx.nn.LayerNorm
+        up: eqx.nn.Linear
+        down: eqx.nn.Linear
+
+        def __init__(self, key):
+            keys = jax.random.split(key, 4)
+            self.norm1, self.norm2 = eqx.nn.LayerNorm(s.width), eqx.nn.LayerNorm(s.width)
+            self.qkv = eqx.nn.Linear(s.width, 3 * s.width, key=keys[0])
+            self.out = eqx.nn.Linear(s.width, s.width, key=keys[1])
+            self.up = eqx.nn.Linear(s.width, 4 * s.width, key=keys[2])
+            self.down = eqx.nn.Linear(4 * s.width, s.width, key=keys[3])
+
+        def __call__(self, x):
+            x = x + jax.vmap(self.out)(_causal_attention(jax.vmap(lambda a: self.qkv(self.norm1(a)))(x), s.heads))
+            return x + jax.vmap(lambda a: self.down(jax.nn.gelu(self.up(self.norm2(a)))))(x)
+
+    class Model(eqx.Module):
+        tokens: jax.Array
+        places: jax.Array
+        blocks: list
+        norm: eqx.nn.LayerNorm
+
+        def __init__(self, key):
+            keys = jax.random.split(key, s.layers + 2)
+            self.tokens = 0.02 * jax.random.normal(keys[0], (s.vocabulary, s.width))
+            self.places = 0.02 * jax.random.normal(keys[1], (s.length, s.width))
+            self.blocks = [Block(k) for k in keys[2:]]
+            self.norm = eqx.nn.LayerNorm(s.width)
+
+        def __call__(self, ids):
+            x = self.tokens[ids] + self.places
+            for block in self.blocks:
+                x = block(x)
+            return jax.vmap(self.norm)(x) @ self.tokens.T
+
+    rest = eqx.partition(eqx.filter_eval_shape(Model, jax.random.key(0)), eqx.is_array_like)[1]
+    return (
+        lambda key: eqx.filter(Model(key), eqx.is_array),
+        lambda params, ids: jax.vmap(eqx.combine(params, rest))(ids),
+    )
+
+
 def programs() -> list[Program]:
     """Required are goals for one H200; `endless` was seen on it, with jax 0.11.2."""
     both = ("bfloat16", "float32")
@@ -319,6 +446,12 @@ def programs() -> list[Program]:
         Program("click model", "float32", _clicks, 3),
     ]
     found += [Program("vocabulary head", t, _classifier, 1.1) for t in both]
+    for name, package, model in (
+        ("flax.nnx", "flax", _nnx_transformer),
+        ("equinox", "equinox", _equinox_transformer),
+    ):
+        make = functools.partial(_transformer, model)
+        found.append(Program(f"transformer, {name}", "bfloat16", make, 1.1, package=package))
     return [p for p in found if not p.package or importlib.util.find_spec(p.package)]
 
 

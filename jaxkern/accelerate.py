@@ -42,6 +42,7 @@ class accelerate(contextlib.ContextDecorator):
         "logsumexp"                                   `jax.nn.logsumexp`, `jax.scipy.special.logsumexp`
         "softmax"                                     the gradient of `jax.nn.softmax`
         "log_softmax"                                 that of `jax.nn.log_softmax` in 16 bits; on request alone, by `only`
+        "layer_norm", "rms_norm"                      the layers of `flax.linen`, `flax.nnx` and `equinox`
         "softmax_cross_entropy"                       `optax.softmax_cross_entropy_with_integer_labels`; on request alone,
                                                       by `only`: rows that hold infinities differ
 
@@ -61,7 +62,8 @@ class accelerate(contextlib.ContextDecorator):
             stand for its kernels: for tests.
         export: also in programs that `jax.export` makes, which then need `disabled_checks=jaxkern.export_checks()`.
 
-    Results differ from plain JAX's by rounding: 16-bit sums are made in float32. Sums are the same bits in every run. What
+    Results differ from plain JAX's by rounding: 16-bit sums are made in float32, and the variance of a row is the mean of
+    its squared deviations, where flax's layers have mean(x^2) - mean(x)^2 by default, which is less accurate. Sums are the same bits in every run. What
     else differs, for rows of infinite logits, is in the docstring of jaxkern/_accelerate/functions.py.
 
     Raises:

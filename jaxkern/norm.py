@@ -178,9 +178,9 @@ def _traced(name, epilogue, x, args):
     return function, [*args, *(jnp.asarray(c).reshape((1,) * x.ndim) for c in captured)]
 
 
-# Inlined, so that a jaxpr holds the primitive alone. Jitted, so that an eager call costs no more than a jnp function.
-@functools.partial(jax.jit, static_argnames=("name", "axis", "eps", "dtype", "tier", "function"), inline=True)
-def _norm(x, scale, bias, residual, where, args, *, name, axis, eps, dtype, tier, function):
+def norm(x, scale, bias, residual, where, args, *, name, axis, eps, dtype, tier, function, primitives=None):
+    """The results of the operation `name` as a list. primitives: what to bind, if not PRIMITIVES[name]."""
+    primitives = primitives or PRIMITIVES[name]
     x = validate.floating(name, x)
     dtype = x.dtype if dtype is None else dtype
     axes = validate.sorted_axes(name, axis, x.shape)
@@ -208,10 +208,16 @@ def _norm(x, scale, bias, residual, where, args, *, name, axis, eps, dtype, tier
     else:
         params = {"operation": name, "extras": " ".join(given), "eps": eps, "dtype": dtype, "tier": tier}
         if function is None:
-            ys = bind(PRIMITIVES[name].forward, flat(x), *given.values(), **params)
+            ys = bind(primitives.forward, flat(x), *given.values(), **params)
         else:
-            ys = bind(PRIMITIVES[name].epilogue, flat(x), *given.values(), *args, function=function, **params)
+            ys = bind(primitives.epilogue, flat(x), *given.values(), *args, function=function, **params)
     return [_restored(y, x, order, len(axes)) for y in ys]
+
+
+# Inlined, so that a jaxpr holds the primitive alone. Jitted, so that an eager call costs no more than a jnp function.
+_norm = functools.partial(jax.jit, static_argnames=("name", "axis", "eps", "dtype", "tier", "function"), inline=True)(
+    norm
+)
 
 
 def _parameters(name, x, row, given):

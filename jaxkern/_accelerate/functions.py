@@ -1,4 +1,4 @@
-"""Functions of JAX and optax that leave no operation of their own in a program: their code is replaced.
+"""Functions of JAX, optax, flax and equinox that leave no operation of their own in a program: their code is replaced.
 
 `f.__code__` is replaced, not the name `f` in a module, so that other names of the same function, imported before, are caught.
 The new code asks at every call whether this thread runs on jaxkern, and otherwise runs the old. What a replacement does not
@@ -7,6 +7,8 @@ keep exactly, it leaves to the old code. It differs from it in this alone: arith
 its gradient is 0 for rows that are -inf throughout, where optax has NaN, and is that of label 0 for labels out of range,
 where optax has that of logsumexp alone (the loss is NaN there in both, and both are 0 where the cotangent is); the gradient of
 softmax is 0 where the softmax is 0, also where a cotangent is infinite or NaN.
+
+The layers of flax and equinox are in norms.py.
 
 jraph's functions need nothing here: they consist of lax.scatter and arithmetic. Its segment_softmax is NaN for segments of
 -inf, and takes rows of others where ids are out of range: `jaxkern.segment_softmax` does neither.
@@ -27,7 +29,8 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, mlir
 
-from jaxkern._accelerate import gate
+from jaxkern._accelerate import gate, norms
+from jaxkern._accelerate.arguments import decide, is_plain
 from jaxkern._core import compat, decisions, stablehlo, switch, validate
 from jaxkern._core.algorithms import forced
 from jaxkern._core.autodiff import deflinear
@@ -42,17 +45,6 @@ from jaxkern._ops.softmax.primitive import log_softmax_jvp_p, softmax_grad_p
 # ---- what a call may look like
 
 
-def _is_plain(x) -> bool:
-    """An array of floating-point numbers of a type that has kernels, and of known shape, with elements."""
-    return (
-        isinstance(x, jax.Array)
-        and x.dtype in gate.FLOATS
-        and not jax.typeof(x).weak_type
-        and x.ndim > 0
-        and all(isinstance(d, int) and d > 0 for d in x.shape)
-    )
-
-
 def _axes(axis, rank):
     """Neighbouring axes in ascending order, or None."""
     axes = tuple(range(rank)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
@@ -60,11 +52,6 @@ def _axes(axis, rank):
         return None
     axes = sorted(a % rank for a in axes)
     return axes if axes == list(range(axes[0], axes[-1] + 1)) else None
-
-
-def _decide(operation, taken, reason, x) -> bool:
-    """Notes what is left; what is taken is noted where it is lowered, if there is such a place."""
-    return decisions.record(operation, taken, reason, [jax.typeof(x)], compat.current_frames(), stablehlo.size(x))
 
 
 def _wins(rule, dtype, rows, width):
@@ -127,7 +114,7 @@ def _finite(largest):
 
 def _logsumexp(original, a, axis=None, b=None, keepdims=False, return_sign=False, where=None):
     del original
-    if b is not None or where is not None or return_sign is not False or not _is_plain(a):
+    if b is not None or where is not None or return_sign is not False or not is_plain(a):
         return NotImplemented
     axes = _axes(axis, a.ndim)
     if axes is None or not isinstance(keepdims, bool):
@@ -135,7 +122,7 @@ def _logsumexp(original, a, axis=None, b=None, keepdims=False, return_sign=False
     width = math.prod(a.shape[d] for d in axes)
     taken, why = _wins(gate.logsumexp, a.dtype, a.size // width, width)
     if not taken:
-        _decide("logsumexp", False, why, a)
+        decide("logsumexp", False, why, a)
         return NotImplemented
     shape = tuple(1 if d in axes else n for d, n in enumerate(a.shape) if keepdims or d not in axes)
     x, _, at = validate.one_axis(a, [None], axes)
@@ -198,7 +185,7 @@ row_log_softmax_p = _value_primitive("jaxkern_row_log_softmax", _value_of_log_so
 
 def _softmax_like(name, rule, prim, original, x, axis=-1, where=None):
     del original
-    if where is not None or not _is_plain(x):
+    if where is not None or not is_plain(x):
         return NotImplemented
     axes = _axes(axis, x.ndim)
     if axes is None or len(axes) > 1:
@@ -206,7 +193,7 @@ def _softmax_like(name, rule, prim, original, x, axis=-1, where=None):
     width = x.shape[axes[0]]
     taken, why = _wins(rule, x.dtype, x.size // width, width)
     if not taken or name == "log_softmax":
-        _decide(name, taken, why, x)
+        decide(name, taken, why, x)
     if not taken:
         return NotImplemented
     return bind(prim, x, axis=axes[0], tier=forced(name))
@@ -228,7 +215,7 @@ def _nan_where_empty_jvp(primals, tangents):
 
 def _cross_entropy(original, logits, labels, axis=-1, where=None):
     del original
-    if where is not None or not _is_plain(logits) or not isinstance(labels, jax.Array):
+    if where is not None or not is_plain(logits) or not isinstance(labels, jax.Array):
         return NotImplemented
     axes = _axes(axis, logits.ndim) if isinstance(axis, int) else None
     if axes is None or not jnp.issubdtype(labels.dtype, jnp.integer):
@@ -239,7 +226,7 @@ def _cross_entropy(original, logits, labels, axis=-1, where=None):
         return NotImplemented
     taken, why = _wins(gate.loss, logits.dtype, logits.size // classes, classes)
     if not taken:
-        _decide("softmax_cross_entropy", False, why, logits)
+        decide("softmax_cross_entropy", False, why, logits)
         return NotImplemented
     labels = labels if labels.dtype.itemsize >= 4 else labels.astype(jnp.int32)
     if jnp.issubdtype(labels.dtype, jnp.signedinteger):  # in take_along_axis, negative indices count from the end
@@ -259,29 +246,40 @@ def _cross_entropy(original, logits, labels, axis=-1, where=None):
 
 
 class Target(typing.NamedTuple):
-    """A function to replace. `replacement(original, *arguments)` returns NotImplemented to leave a call to the original."""
+    """A function to replace. `replacement(original, *arguments)` returns NotImplemented to leave a call to the original.
 
-    operation: str
+    operations: the function is replaced for any of these. attribute: its name in the module, which may have dots.
+    needs, may: names of the parameters that it must have, and of those that it may have, where that is looked at.
+    """
+
+    operations: tuple[str, ...]
     module: str
     attribute: str
     replacement: typing.Callable
+    needs: str = ""
+    may: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}.{self.attribute}"
 
 
 TARGETS = (
-    Target("logsumexp", "jax.scipy.special", "logsumexp", _logsumexp),
+    Target(("logsumexp",), "jax.scipy.special", "logsumexp", _logsumexp),
     Target(
-        "softmax",
+        ("softmax",),
         "jax.nn",
         "softmax",
         functools.partial(_softmax_like, "softmax", gate.softmax, row_softmax_p),
     ),
     Target(
-        "log_softmax",
+        ("log_softmax",),
         "jax.nn",
         "log_softmax",
         functools.partial(_softmax_like, "log_softmax", gate.log_softmax, row_log_softmax_p),
     ),
-    Target("softmax_cross_entropy", "optax", "softmax_cross_entropy_with_integer_labels", _cross_entropy),
+    Target(("softmax_cross_entropy",), "optax", "softmax_cross_entropy_with_integer_labels", _cross_entropy),
+    *(Target(*fields) for fields in norms.REPLACED),
 )
 
 
@@ -298,11 +296,16 @@ _replaced: dict[str, Replaced] = {}
 _retired: dict[str, Replaced] = {}  # those of earlier times, for calls that are under way in another thread
 
 
-def call(operation, arguments, named):
-    """What the replaced function of an operation does: called by its new code."""
-    settings, place = switch.current(), _replaced.get(operation) or _retired[operation]
+def call(name, arguments, named):
+    """What the replaced function of this name does: called by its new code."""
+    settings, place = switch.current(), _replaced.get(name) or _retired[name]
     original = place.original
-    if settings is None or operation not in settings.operations or switch.in_own_code() or not _on_gpu(settings):
+    if (
+        settings is None
+        or settings.operations.isdisjoint(place.target.operations)
+        or switch.in_own_code()
+        or not _on_gpu(settings)
+    ):
         return original(*arguments, **named)
     found = place.target.replacement(original, *arguments, **named)
     return original(*arguments, **named) if found is NotImplemented else found
@@ -313,7 +316,7 @@ def _on_gpu(settings) -> bool:
     return settings.force or settings.session > 0 or jax.default_backend() == "gpu"
 
 
-def _new_code(function, operation) -> types.CodeType:
+def _new_code(function, name) -> types.CodeType:
     """Code of the same signature that calls `call`."""
     parameters, passed, named = [], [], []
     for p in inspect.signature(function).parameters.values():
@@ -326,7 +329,7 @@ def _new_code(function, operation) -> types.CodeType:
     source = (
         f"def {function.__name__}({', '.join(parameters)}):\n"
         f"    from jaxkern._accelerate.functions import call\n"
-        f"    return call({operation!r}, ({''.join(f'{n}, ' for n in passed)}), "
+        f"    return call({name!r}, ({''.join(f'{n}, ' for n in passed)}), "
         f"{{{', '.join(f'{n!r}: {n}' for n in named)}}})\n"
     )
     scope: dict = {}
@@ -336,23 +339,31 @@ def _new_code(function, operation) -> types.CodeType:
 
 def _replace(target: Target) -> None:
     """Replaces a function, if it is imported, and such that it can be."""
-    if target.operation in _replaced or target.module not in sys.modules:
+    if target.name in _replaced or target.module not in sys.modules:
         return
-    function = getattr(sys.modules[target.module], target.attribute, None)
-    function = getattr(function, "__wrapped__", function) if not inspect.isfunction(function) else function
+    function = sys.modules[target.module]
+    for part in target.attribute.split("."):
+        function = getattr(function, part, None)
+    # A wrapper, such as that of jax.named_scope, holds the function in a variable of its own.
     if not inspect.isfunction(function) or function.__code__.co_freevars:
-        compat.warn_once(
-            f"jaxkern.accelerate: {target.module}.{target.attribute} cannot be replaced and stays as it is"
-        )
+        function = getattr(function, "__wrapped__", function)
+    if not inspect.isfunction(function) or function.__code__.co_freevars or not _has_parameters(function, target):
+        compat.warn_once(f"jaxkern.accelerate: {target.name} cannot be replaced and stays as it is")
         return
-    known = _retired.get(target.operation)
+    known = _retired.get(target.name)
     if known is None or known.function is not function:
         code = function.__code__
         original = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
         original.__kwdefaults__ = function.__kwdefaults__
         known = Replaced(target, function, code, original)
-    _replaced[target.operation] = known
-    function.__code__ = _new_code(function, target.operation)
+    _replaced[target.name] = known
+    function.__code__ = _new_code(function, target.name)
+
+
+def _has_parameters(function, target) -> bool:
+    """Whether the function has the parameters that its replacement knows; other versions of a library may differ."""
+    found, needs = set(inspect.signature(function).parameters), set(target.needs.split())
+    return not needs or needs <= found <= needs | set(target.may.split())
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

@@ -20,20 +20,19 @@ from jaxkern._ops.norm.primitive import PRIMITIVES
 _MOST = 256  # operands
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _norm(operands, active, params):
-    params = dict(params)
-    return bind(PRIMITIVES[params["operation"]].forward, *operands, **params)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _norm(operands, primitives, active, params):
+    return bind(primitives.forward, *operands, **dict(params))
 
 
-def _forward(operands, active, params):
+def _forward(operands, primitives, active, params):
     params = dict(params)
     named = dict(zip(params["extras"].split(), operands[1:]))
-    results = bind(PRIMITIVES[params["operation"]].forward, *operands, **params)
+    results = bind(primitives.forward, *operands, **params)
     return results, (results[-1] if "residual" in named else operands[0], named)
 
 
-def _backward(active, params, kept, cotangents):
+def _backward(primitives, active, params, kept, cotangents):
     (s, named), params = kept, dict(params)
     names = [None, *params["extras"].split()]
     wanted = [names[k] for k in active]
@@ -41,7 +40,7 @@ def _backward(active, params, kept, cotangents):
     extras = " ".join(name for name in ("residual", "scale") if name in named)
     scale = [named["scale"]] if "scale" in named else []
     of = {k: params[k] for k in ("operation", "eps", "tier")}
-    ds, *rest = bind(PRIMITIVES[params["operation"]].grad, s, *cotangents, *scale, extras=extras, sums=sums, **of)
+    ds, *rest = bind(primitives.grad, s, *cotangents, *scale, extras=extras, sums=sums, **of)
     found = {None: ds, "residual": ds, **dict(zip([k for k, d in zip(("scale", "bias"), sums) if d is not None], rest))}
     split = lambda name: validate.split_like(found[name], jax.typeof(named[name])) if name else ds
     return (tuple(split(name) if name in found else None for name in names),)
@@ -103,10 +102,10 @@ def _grad_linear(params):
     return range(1, 2 + params["extras"].split().count("residual"))
 
 
-def _grad_transpose(operands, cotangents, params):
+def _grad_transpose(primitives, operands, cotangents, params):
     scale = operands[len(_grad_linear(params)) + 1 :]
     dtype = (operands[1].aval if ad.is_undefined_primal(operands[1]) else operands[1]).dtype
-    return bind(PRIMITIVES[params["operation"]].jvp, operands[0], *scale, *cotangents, dtype=dtype, **params)
+    return bind(primitives.jvp, operands[0], *scale, *cotangents, dtype=dtype, **params)
 
 
 def _jvp_linear(params):
@@ -114,10 +113,10 @@ def _jvp_linear(params):
     return range(first, first + 1 + sum(d is not None for d in params["sums"]))
 
 
-def _jvp_transpose(operands, cotangents, params):
+def _jvp_transpose(primitives, operands, cotangents, params):
     scale = operands[1 : _jvp_linear(params)[0]]
     params = {k: v for k, v in params.items() if k != "dtype"}
-    return bind(PRIMITIVES[params["operation"]].grad, operands[0], *cotangents, *scale, **params)
+    return bind(primitives.grad, operands[0], *cotangents, *scale, **params)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -154,18 +153,23 @@ def _epilogue_forward(operands, active, params):
 _epilogue.defvjp(_epilogue_forward, _epilogue_backward)
 
 
-for _primitives in PRIMITIVES.values():
+def define(primitives) -> None:
+    """Defines the derivatives of the primitives of an operation."""
     defvjp(
-        _primitives.forward,
-        lambda *operands, active, **params: _norm(operands, active, tuple(params.items())),
+        primitives.forward,
+        lambda *operands, active, **params: _norm(operands, primitives, active, tuple(params.items())),
         differentiable=(0, 1, 2, 3),
         tell_active=True,
     )
+    _defmultilinear(primitives.grad, reference.norm_grad, _grad_linear, functools.partial(_grad_transpose, primitives))
+    _defmultilinear(primitives.jvp, reference.norm_jvp, _jvp_linear, functools.partial(_jvp_transpose, primitives))
+
+
+for _primitives in PRIMITIVES.values():
+    define(_primitives)
     defvjp(
         _primitives.epilogue,
         lambda *operands, active, **params: _epilogue(operands, active, tuple(params.items())),
         differentiable=range(_MOST),
         tell_active=True,
     )
-    _defmultilinear(_primitives.grad, reference.norm_grad, _grad_linear, _grad_transpose)
-    _defmultilinear(_primitives.jvp, reference.norm_jvp, _jvp_linear, _jvp_transpose)

@@ -115,14 +115,16 @@ def _jvp_batch(prim, operands, dims, **params):
 # ---- several devices
 
 
-def _partition(f, prim, ctx, operands, params):
+def _partition(f, part, prim, ctx, operands, params):
+    """part: the primitive that each device runs on its rows; None: `prim`."""
+    part = part or prim
     full = [f"d{d}" for d in range(ctx.avals_in[0].ndim - 1)] + ["row"]
     # A vector has one dimension; so has x without others, which are then all named alike.
     vectors = [a.ndim == 1 for a in (*ctx.avals_in, *ctx.avals_out)]
     dims = [["row"] if vector else full for vector in vectors]
 
     def shard(over, *parts, **params):
-        compute = functools.partial(f, over=over["row"]) if over["row"] else prim.bind
+        compute = functools.partial(f, over=over["row"]) if over["row"] else part.bind
         if "sums" not in params:
             return compute(*parts, **params)
         wide = tuple(None if d is None else reference.computing(parts[0].dtype) for d in params["sums"])
@@ -136,7 +138,7 @@ def _partition(f, prim, ctx, operands, params):
     return partition.lower(ctx, prim, operands, params, dims, shard, exact=set(full) if summed else {"row"})
 
 
-def _primitive(name, shape, batch, f, launches=None):
+def _primitive(name, shape, batch, f, launches=None, part=None, **options):
     return define.primitive(
         f"jaxkern_{name}",
         shape,
@@ -144,7 +146,8 @@ def _primitive(name, shape, batch, f, launches=None):
         f,
         several=True,
         plan=launches,
-        partition=functools.partial(_partition, f) if launches else None,
+        partition=functools.partial(_partition, f, part) if launches else None,
+        **options,
     )
 
 
@@ -154,15 +157,31 @@ class Primitives(typing.NamedTuple):
     forward: Primitive
     grad: Primitive
     jvp: Primitive
-    epilogue: Primitive
+    epilogue: Primitive | None
 
 
-PRIMITIVES = {
-    name: Primitives(
+def _primitives(name) -> Primitives:
+    return Primitives(
         _primitive(name, _norm_shape, _norm_batch, reference.norm, plan.norm),
         _primitive(f"{name}_grad", _grad_shape, _grad_batch, reference.norm_grad, plan.norm_grad),
         _primitive(f"{name}_jvp", _jvp_shape, _jvp_batch, reference.norm_jvp),
         _primitive(f"{name}_epilogue", _norm_shape, _norm_batch, reference.norm, plan.norm),
     )
-    for name in ("rms_norm", "layer_norm")
-}
+
+
+PRIMITIVES = {name: _primitives(name) for name in ("rms_norm", "layer_norm")}
+
+
+def variant(name: str, label: str, left) -> Primitives:
+    """The same operation as primitives that may be left to XLA where they are lowered; without `epilogue`.
+
+    left: as for `define.lower_to_kernels`. Where it returns False, each of several devices runs PRIMITIVES[name].
+    """
+    own, options = PRIMITIVES[name], {"left": left, "cached": False}
+    forward = _primitive(f"{label}_{name}", _norm_shape, _norm_batch, reference.norm, plan.norm, own.forward, **options)
+    grad = _primitive(
+        f"{label}_{name}_grad", _grad_shape, _grad_batch, reference.norm_grad, plan.norm_grad, own.grad, **options
+    )
+    return Primitives(
+        forward, grad, _primitive(f"{label}_{name}_jvp", _jvp_shape, _jvp_batch, reference.norm_jvp), None
+    )
