@@ -6,8 +6,8 @@
 
 Graph convolution and attention, an interaction network, an embedding with a dense layer, a click model with bags of ids,
 and a classifier over a large vocabulary, in plain JAX and optax; the same with jraph and flax.linen, and transformers of
-flax.nnx and equinox, where these are installed. Steps are enqueued one behind the other and timed by the host's clock. Indices are arguments of the step: XLA
-folds scatters of constants for half a minute.
+flax.nnx and equinox, where these are installed. Steps are enqueued one behind the other and timed by the host's clock.
+Indices are arguments of the step: XLA folds scatters of constants for half a minute.
 """
 
 from __future__ import annotations

@@ -63,8 +63,9 @@ class accelerate(contextlib.ContextDecorator):
         export: also in programs that `jax.export` makes, which then need `disabled_checks=jaxkern.export_checks()`.
 
     Results differ from plain JAX's by rounding: 16-bit sums are made in float32, and the variance of a row is the mean of
-    its squared deviations, where flax's layers have mean(x^2) - mean(x)^2 by default, which is less accurate. Sums are the same bits in every run. What
-    else differs, for rows of infinite logits, is in the docstring of jaxkern/_accelerate/functions.py.
+    its squared deviations, where flax's layers have mean(x^2) - mean(x)^2 by default, which is less accurate. Sums are the
+    same bits in every run. What else differs, for rows of infinite logits, is in the docstring of
+    jaxkern/_accelerate/functions.py.
 
     Raises:
         ValueError: an unknown name. TypeError: `check` in a `with` statement or under jit, grad or vmap; a decorated
