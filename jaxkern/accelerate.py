@@ -42,7 +42,8 @@ class accelerate(contextlib.ContextDecorator):
         "logsumexp"                                   `jax.nn.logsumexp`, `jax.scipy.special.logsumexp`
         "softmax"                                     the gradient of `jax.nn.softmax`
         "log_softmax"                                 that of `jax.nn.log_softmax` in 16 bits; on request alone, by `only`
-        "layer_norm", "rms_norm"                      the layers of `flax.linen`, `flax.nnx` and `equinox`
+        "layer_norm", "rms_norm"                      the layers of `flax.linen`, `flax.nnx` and `equinox`; on request
+                                                      alone, by `only`: the variance is computed otherwise
         "softmax_cross_entropy"                       `optax.softmax_cross_entropy_with_integer_labels`; on request alone,
                                                       by `only`: rows that hold infinities differ
 
