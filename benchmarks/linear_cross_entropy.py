@@ -2,7 +2,7 @@
 
     forward    the mean loss
     2.8GB      value_and_grad of the mean by activations and weight, with so much memory beside operands and results
-    0.7GB      the same with less: the vocabulary in chunks, of which logits are computed twice
+    0.7GB      the same with less: the vocabulary in chunks, whose logits are computed twice
     default    the same with the default budget
 
 XLA runs the composition of `jnp.dot` and the formula of optax, on logits in float32. "products" are the products alone that a
@@ -194,7 +194,7 @@ def examine(cell: Cell, compiled: list[Program], inputs: Inputs, times: dict[str
 
 
 def checks(clock: Any) -> list[dict[str, Any]]:
-    """Errors of loss and gradients, root mean square against float64, are not above those of all logits at once."""
+    """The root mean square errors of loss and gradients against float64 do not exceed those of the whole-logits composition."""
     from jaxkern._core import compat
 
     rows, width, vocabulary = (4096, 512, 16384) if jax.default_backend() == "gpu" else (256, 64, 1024)

@@ -15,7 +15,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import os
 import re
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -511,6 +513,12 @@ def run(arguments: Any) -> dict[str, Any]:
     }
 
 
+def _portable(source: str) -> str:
+    """A place in the source without the folder of this machine that its package is installed in."""
+    folders = sorted((f for f in sys.path if f), key=len, reverse=True)
+    return next((source.removeprefix(f + os.sep) for f in folders if source.startswith(f + os.sep)), source)
+
+
 def _row(program, times, first, losses, explanation, required) -> dict[str, Any]:
     goals = []
     if required and "xla" in losses:
@@ -528,7 +536,7 @@ def _row(program, times, first, losses, explanation, required) -> dict[str, Any]
         "times": {who: t.to_json() for who, t in times.items()},
         "first_s": {who: round(s, 3) for who, s in first.items()},
         "loss": losses,
-        "decisions": [dataclasses.asdict(d) for d in explanation],
+        "decisions": [dataclasses.asdict(d) | {"source": _portable(d.source)} for d in explanation],
         "handlers": sorted({d.operation for d in explanation.taken}),
         "copy_ratio": {},
         "goals": goals,

@@ -50,9 +50,10 @@ class accelerate(contextlib.ContextDecorator):
     Where gathers of rows and elementwise arithmetic make the updates of a scatter, as in `segment_sum(x[senders] *
     w[:, None], receivers)`, one kernel runs all of it, and nothing of the size edges x features is stored.
 
-    A case is taken only where it was measured, or is estimated, to be faster; `explain` shows which are. Functions that are already compiled
-    switch correctly at the block's begin and end. Put it around the call of a jitted function, or the decorator above
-    `jax.jit`: JAX lowers a program, and differentiates eager code, after the function inside `jax.jit` has returned.
+    A case is taken only where it was measured, or is estimated, to be faster; `explain` shows which are. Functions that
+    are already compiled switch correctly at the block's begin and end. Put it around the call of a jitted function, or
+    the decorator above `jax.jit`: JAX lowers a program, and differentiates eager code, after the function inside
+    `jax.jit` has returned.
 
     Args:
         only: names of operations to take, and no others; a name or several. By default all but those on request.
