@@ -11,7 +11,7 @@
 #     PYTHON              the interpreter that has JAX with CUDA            python3
 #     PYTEST_ARGS         more arguments for pytest
 #     BENCH_ARGS          more arguments for the benchmark, such as --quick or --tiers
-#     OPERATIONS          which benchmarks             "softmax fused_softmax score elementwise elementwise_kernel reduction norm cross_entropy index_add segment_softmax messages programs"
+#     OPERATIONS          which benchmarks             "softmax fused_softmax score elementwise elementwise_kernel reduction norm quantize cross_entropy linear_cross_entropy index_add segment_softmax messages programs"
 #                         sharding is another, for several GPUs
 #     SANITIZE_TOOLS      of compute-sanitizer         "memcheck racecheck initcheck synccheck"
 #     SANITIZE_ARGS       more arguments for sanitize.py, such as --wide
@@ -84,7 +84,7 @@ for s in $stages; do
       stage selftest 120 "$python" -m benchmarks selftest
       stage first_use 120 "$python" -m benchmarks.first_use --out "$out/first_use.json"
       cat "$out/first_use.log"
-      for operation in ${OPERATIONS:-softmax fused_softmax score elementwise elementwise_kernel reduction norm cross_entropy index_add segment_softmax messages programs}; do
+      for operation in ${OPERATIONS:-softmax fused_softmax score elementwise elementwise_kernel reduction norm quantize cross_entropy linear_cross_entropy index_add segment_softmax messages programs}; do
         stage "bench-$operation" "${LIMIT_BENCH:-900}" "$python" -m benchmarks "$operation" --out "$out" ${BENCH_ARGS:-}
         grep -E '^(missed|not run|note)' "$out/bench-$operation.log" | cut -c1-160 | head -n "${MISSES:-40}"
       done

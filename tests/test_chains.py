@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from jax import lax
 
 import jaxkern
-from jaxkern._accelerate import chains as chains_module
 from jaxkern._accelerate import gate
+from jaxkern._accelerate import nodes as nodes_module
 from jaxkern._core import decisions, registry
 
 SCATTERS = ("scatter_add", "scatter_max", "scatter_min")
@@ -530,7 +530,7 @@ def test_a_long_program_below_a_gather(of):
 
 def test_indices_from_a_function_under_jit_are_values_of_the_program(monkeypatch):
     """The copies of its operations in which they were found are gone."""
-    found, root = [], chains_module.root
+    found, root = [], nodes_module.root
 
     def spied(ctx, indices):
         blocks, values = [ctx.module_context.module.body], []
@@ -548,7 +548,7 @@ def test_indices_from_a_function_under_jit_are_values_of_the_program(monkeypatch
         i = i * 2 // 2
         return lax.select(i < 0, i + NODES, i)
 
-    monkeypatch.setattr(chains_module, "root", spied)
+    monkeypatch.setattr(nodes_module, "root", spied)
     check(lambda x, s, r: sums(x[s], wrapped(r)), nodes, senders, receivers)
     assert found and all(found)
 

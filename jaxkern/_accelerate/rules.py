@@ -22,7 +22,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jaxkern._accelerate import chains, gate
+from jaxkern._accelerate import chains, gate, nodes
 from jaxkern._accelerate import layout as layouts
 from jaxkern._core import compat, decisions, partition, stablehlo, switch
 from jaxkern._ops.indexing import primitive, reference, sharding
@@ -209,7 +209,7 @@ def _chain(name, ctx, values, problem, layout, clip, settings):
     if compat.partitioned_devices(ctx) > 1 or not chains.in_order(layout, ctx.avals_in):
         return None
     known = compat.of_module(ctx).setdefault("orders", Orders(set(), collections.Counter()))
-    root = chains.root(ctx, values[1])
+    root = nodes.root(ctx, values[1])
     ordered = root[0] in known.made or known.gathered[root] > 1
     taken, _ = gate.can_scatter(problem) if settings.force else gate.chain(problem, ordered)
     if not taken or switch.refusal(ctx, settings):
@@ -220,7 +220,7 @@ def _chain(name, ctx, values, problem, layout, clip, settings):
     if found is not None:
         known.made.add(root[0])
         if isinstance(found.other, int):
-            known.gathered[chains.root(ctx, found.values[found.other])] += 1
+            known.gathered[nodes.root(ctx, found.values[found.other])] += 1
     return found
 
 
