@@ -468,7 +468,7 @@ def test_arithmetic_below_a_gather():
     scale = floats(NODES)
     args = nodes, floats(WIDTH, WIDTH), scale, senders % NODES, receivers % NODES
     assert check(scaled, *args, rtol=1e-4) == ["gather, multiply and scatter"]
-    # What other operations read is there already, and what XLA computes in one pass with the product stays in it.
+    # A tanh is too much work for each edge; arithmetic on an argument takes one pass with the tanh, which remains.
     kept = lambda x, m, scale, s, r: sums(jnp.tanh(x @ m)[s] * 2, r)
     assert check(kept, *args, rtol=1e-4) == ["gather, multiply and scatter"]
     fused = lambda x, m, scale, s, r: sums((jnp.tanh(x) * scale[:, None])[s], r)
