@@ -69,7 +69,8 @@ def show_runtime() -> bool:
     version, error = module.compiler()
     library, _, includes = runtime.find_nvrtc()
     print(f"{'CUDA runtime':14} loaded, built for XLA FFI {'.'.join(map(str, module.api_version))}")
-    print(f"{'NVRTC':14} " + (f"not usable: {error}" if error else f"{version}, {library}"))
+    needed = "" if registry.gpu_present() else "; without a GPU it is not needed"
+    print(f"{'NVRTC':14} " + (f"not usable: {error}{needed}" if error else f"{version}, {library}"))
     print(f"{'CUDA headers':14} {', '.join(includes) or 'those of NVRTC'}")
     print(f"{'kernels':14} {runtime.kernels_folder()}")
     folder = runtime.cache_folder()
