@@ -41,6 +41,7 @@ class accelerate(contextlib.ContextDecorator):
                                                       `x[i]`, `jnp.take` and `flax.linen.Embed`, jraph's models
         "logsumexp"                                   `jax.nn.logsumexp`, `jax.scipy.special.logsumexp`
         "softmax"                                     the gradient of `jax.nn.softmax`
+        "dot_product_attention"                       the softmax in `jax.nn.dot_product_attention`, in 16 bits, with its masks
         "log_softmax"                                 that of `jax.nn.log_softmax` in 16 bits; on request alone, by `only`
         "layer_norm", "rms_norm"                      the layers of `flax.linen`, `flax.nnx` and `equinox`; on request
                                                       alone, by `only`: the variance is computed otherwise

@@ -12,7 +12,7 @@ import typing
 from jaxkern._core import compat, registry
 
 SCATTERS = ("scatter_add", "scatter_max", "scatter_min")
-FUNCTIONS = ("logsumexp", "softmax")
+FUNCTIONS = ("logsumexp", "softmax", "dot_product_attention")
 # Taken only if named: not equal to the letter.
 ON_REQUEST = ("log_softmax", "softmax_cross_entropy", "layer_norm", "rms_norm")
 OPERATIONS = (*SCATTERS, *FUNCTIONS, *ON_REQUEST)
