@@ -198,8 +198,7 @@ def explain(f: typing.Callable, platform: str = "cuda", **jit_options: typing.An
 def _settings(only, without, force, export) -> Settings:
     if callable(only):
         raise TypeError("jaxkern.accelerate: the decorator has parentheses: @jaxkern.accelerate()")
-    default = (*switch.SCATTERS, *switch.FUNCTIONS)
-    only = default if only is None else (only,) if isinstance(only, str) else tuple(only)
+    only = switch.DEFAULT if only is None else (only,) if isinstance(only, str) else tuple(only)
     without = (without,) if isinstance(without, str) else tuple(without)
     for name in (*only, *without):
         if name not in switch.OPERATIONS:
