@@ -518,7 +518,11 @@ def test_arguments():
     def inside():
         return switch.current()
 
-    assert inside().operations == {"scatter_max", "scatter_min", *(n for n in switch.DEFAULT if n not in switch.SCATTERS)}
+    assert inside().operations == {
+        "scatter_max",
+        "scatter_min",
+        *(n for n in switch.DEFAULT if n not in switch.SCATTERS),
+    }
     assert inside.__name__ == "inside" and switch.current() is None
 
     def generator():
