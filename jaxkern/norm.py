@@ -406,9 +406,7 @@ def _restored(y, x, order, count):
 # ---- groups of channels
 
 
-@functools.partial(
-    jax.jit, static_argnames=("name", "groups", "channel", "batch", "eps", "dtype", "tier"), inline=True
-)
+@functools.partial(jax.jit, static_argnames=("name", "groups", "channel", "batch", "eps", "dtype", "tier"), inline=True)
 def _grouped(x, scale, bias, *, name, groups, channel, batch, eps, dtype, tier):
     """[y, mean, variance]. groups: None for one of each channel."""
     x = validate.floating(name, x)

@@ -35,7 +35,16 @@ SHAPES = [
 
 
 def found(
-    operation, shape, dtype, extras="scale bias", on=device.H200, out=None, parameters="float32", tier="auto", keep=0, sums=True
+    operation,
+    shape,
+    dtype,
+    extras="scale bias",
+    on=device.H200,
+    out=None,
+    parameters="float32",
+    tier="auto",
+    keep=0,
+    sums=True,
 ):
     """{primitive: (plan, types of its operands, types of its results, parameters)}."""
     of = lambda shape, dtype: jax.core.ShapedArray(shape, jnp.dtype(dtype))
@@ -62,6 +71,11 @@ def found(
     }
 
 
+def fits_one_pass(shape, dtype, on):
+    p = plan.Problem(shape[0], shape[1], shape[2] * shape[3], shape[2], shape[4], dtype, dtype, backward=True)
+    return plan.fits("one_pass", p, on)
+
+
 def operation_of(shape):
     return "batch_norm" if shape[0] == 1 and shape[3] == 1 else "group_norm"
 
@@ -73,20 +87,24 @@ def test_every_problem_has_a_plan(dtype, on):
         for shape, extras, tier in itertools.product(SHAPES, ("", "scale bias"), ("auto", *plan.ALGORITHMS)):
             samples, rows, groups, within, inner = shape
             p = plan.Problem(samples, rows, groups * within, groups, inner, dtype, dtype)
-            if tier != "auto" and not plan.fits(tier, p, on):
+            if tier != "auto" and not all(plan.fits(tier, p._replace(backward=b), on) for b in (False, True)):
                 continue
             for name, (chosen, *_) in found(operation_of(shape), shape, dtype, extras, on, tier=tier).items():
                 if chosen is None:
                     assert tier == "auto" and plan.left_to_xla(p)
                     continue
                 assert not (tier == "auto" and plan.left_to_xla(p))
+                assert chosen.algorithm == tier or tier == "auto" or name in ("moments", "sums")
                 check_limits(chosen, on)
                 check_coverage(chosen, p._replace(backward=name in ("norm_grad", "sums")))
 
 
 def members(step):
     """The numbers of GroupParams: the integers behind the pointers."""
-    ((arg,), names) = step.args, "samples rows inner each eps channels per_group steps length parts across tiles per_step"
+    ((arg,), names) = (
+        step.args,
+        "samples rows inner each eps channels per_group steps length parts across tiles per_step",
+    )
     assert layout(arg) == (216, 8)
     return dict(zip(names.split(), (a.value for a in arg.members[14:27])))
 
@@ -99,7 +117,18 @@ def check_coverage(chosen, p):
         assert (m["channels"], m["per_group"]) == (p.channels, p.channels // p.groups)
         assert m["parts"] * m["length"] >= m["steps"] > (m["parts"] - 1) * m["length"]
         assert chosen.scratch >= p.samples * p.channels * m["parts"] * pair
-        found = re.match(r"Group(Moments|Apply|Sums|Gradient)<jaxkern::Group<.*, (\d+), (\d+), (true|false)>>", step.name)
+        one = re.match(r"Group(Norm|Gradient)OnePass<.*, (\d+), (true|false)>$", step.name)
+        if one:
+            across, parts = m["across"], m["parts"]
+            assert across * p.pack % m["per_group"] == 0 or m["tiles"] == 1
+            assert int(one[2]) * (256 // across) * parts >= p.rows == m["steps"] and int(one[2]) <= 16 >> p.backward
+            assert m["tiles"] * across * p.pack >= p.channels and across <= 64
+            assert step.cluster == parts <= 8 and (one[3] == "true") == (parts > 1)
+            assert step.grid3()[0] == p.samples * m["tiles"] * parts
+            continue
+        found = re.match(
+            r"Group(Moments|Apply|Sums|Gradient)<jaxkern::Group<.*, (\d+), (\d+), (true|false)>>", step.name
+        )
         if found is None:
             continue
         pack, inner = int(found[2]), found[4] == "true"
@@ -129,9 +158,9 @@ def check_coverage(chosen, p):
 )
 def test_kernels(shape, dtype, options):
     """On a device of two multiprocessors; once more at any address for some."""
-    on, rng = device.H200._replace(sm_count=2), np.random.default_rng(0)
+    on, rng = device.A100._replace(sm_count=2), np.random.default_rng(0)  # without clusters
     with compat.enable_x64(dtype == "float64"):
-        for tier in plan.ALGORITHMS:
+        for tier in plan.ALGORITHMS if fits_one_pass(shape, dtype, on) else ("two_pass",):
             for name, (chosen, operands, results, params) in found(
                 operation_of(shape), shape, dtype, on=on, tier=tier, **options
             ).items():
@@ -157,13 +186,15 @@ def test_kernels(shape, dtype, options):
 def test_kernels_compile(capability):
     """One of each kind for each capability."""
     shape, dtype = {
-        80: ((64, 4096, 32, 8, 1), "bfloat16"),
-        90: ((64, 4096, 32, 10, 1), "float16"),
+        80: ((64, 256, 32, 8, 1), "bfloat16"),
+        90: ((64, 4096, 32, 8, 1), "bfloat16"),
         100: ((64, 1, 32, 8, 4096), "float32"),
         120: ((1, 65536, 64, 1, 1), "float64"),
     }[capability]
+    on = device.H200._replace(compute_capability=capability)
     with compat.enable_x64():
-        for name, (chosen, *_) in found(operation_of(shape), shape, dtype).items():
+        for name, (chosen, *_) in found(operation_of(shape), shape, dtype, on=on).items():
             if name in ("norm", "norm_grad"):
-                for header, kernel in sorted(kernels(chosen, unaligned=capability == 90)):
+                assert chosen.algorithm == ("one_pass" if capability <= 90 else "two_pass")
+                for header, kernel in sorted(kernels(chosen, unaligned=capability == 100)):
                     assert registry.kernels.module.compile(header, kernel, capability)

@@ -67,8 +67,8 @@ template <class T_, class O_, class P_, int kFlags, int kN, int kStats_, bool kI
   static constexpr bool kBias = kFlags & kGroupBias;
   static constexpr int N = kN;
   static constexpr bool kInner = kInner_;
-  static constexpr int kChannels = kInner ? 1 : N;           // in a pack
-  static constexpr int kStats = kInner ? 1 : kStats_;        // in a pack
+  static constexpr int kChannels = kInner ? 1 : N;     // in a pack
+  static constexpr int kStats = kInner ? 1 : kStats_;  // in a pack
 };
 
 template <class C> struct alignas(2 * sizeof(C)) Pair {
@@ -120,7 +120,7 @@ template <class Op> struct GroupWalk {
   }
   // Elements of a channel in the part.
   __device__ __forceinline__ int Length(const GroupParams& p) const {
-    return (min(p.steps, (part + 1) * p.length) - part * p.length) * p.per_step;
+    return max(min(p.steps, (part + 1) * p.length) - part * p.length, 0) * p.per_step;
   }
   __device__ __forceinline__ int64_t Partial(const GroupParams& p, int channel) const {
     return (sample * p.channels + channel) * p.parts + part;
@@ -146,9 +146,9 @@ template <class Op> struct GroupStats {
 };
 
 // scale or bias of the channels of a pack.
-template <class Op>
-__device__ __forceinline__ void GroupParameters(const GroupParams& p, const void* array, int64_t sample, int channel,
-                                                typename Op::C (&out)[Op::kChannels]) {
+template <class Op> __device__ __forceinline__ void GroupParameters(const GroupParams& p, const void* array,
+                                                                    int64_t sample, int channel,
+                                                                    typename Op::C (&out)[Op::kChannels]) {
   const auto* const from = static_cast<const typename Op::P*>(array) + sample / p.each * p.channels + channel;
 #pragma unroll
   for (int j = 0; j < Op::kChannels; ++j) out[j] = ToCompute(from[j]);
@@ -163,6 +163,99 @@ template <int kThreads, int kCount, class C> __device__ __forceinline__ void Gro
   } else {
     __syncthreads();  // the room of the call before
     RowSums<0, kThreads>(v, room);
+  }
+}
+
+// A thread's moments of `count` steps: from sums of x - shift and its square to the mean and the sum of squared deviations.
+// shift is the first element. Its squared distance from the mean is at most the sum of squared deviations of the thread's
+// elements, so that over n steps (128 at most, see plan.py) the rounding is multiplied by n at worst.
+template <int N, class C>
+__device__ __forceinline__ void FinishMoments(int count, const C (&shift)[N], C (&sum)[N], C (&square)[N]) {
+  const C each = count ? C(1) / static_cast<C>(count) : C(0);
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    const C d = sum[j] * each;
+    square[j] -= d * sum[j];
+    square[j] = square[j] < 0 ? C(0) : square[j];  // not Max, which drops NaN
+    sum[j] = shift[j] + d;
+  }
+}
+
+// Merges the moments of the threads of each column, in their order, and calls emit(channel of the tile, moments).
+// room: one Pair per thread and channel. All threads take part.
+template <class Op, class Emit>
+__device__ __forceinline__ void TileMoments(const GroupParams& p, const GroupWalk<Op>& walk,
+                                            const typename Op::C (&mean)[Op::N], const typename Op::C (&square)[Op::N],
+                                            Pair<typename Op::C>* room, const Emit& emit) {
+  using C = typename Op::C;
+  constexpr int N = Op::N;
+  const int width = p.across * N, channels = p.channels - walk.tile * width;
+  if (walk.row < walk.down) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) room[threadIdx.x * N + j] = {mean[j], square[j]};  // [row][channel of the tile]
+  }
+  __syncthreads();
+  const int length = walk.Length(p);
+  const C whole = length > 0 ? C(1) / static_cast<C>(length) : C(0);
+  for (int c = threadIdx.x; c < min(width, channels); c += kGroupThreads) {
+    const C from = room[c].a;
+    C delta = 0, rest = 0;
+#pragma unroll 4
+    for (int r = 0; r < walk.down; ++r) {
+      const int n = walk.Count(p, r);
+      delta += n ? static_cast<C>(n) * (room[r * width + c].a - from) : C(0);
+    }
+    const C middle = from + delta * whole;
+#pragma unroll 4
+    for (int r = 0; r < walk.down; ++r) {
+      const int n = walk.Count(p, r);
+      const Pair<C> of = room[r * width + c];
+      rest += n ? of.b + static_cast<C>(n) * ((of.a - middle) * (of.a - middle)) : C(0);
+    }
+    emit(c, Pair<C>{middle, rest});
+  }
+}
+
+// The same for two sums.
+template <class Op, class Emit>
+__device__ __forceinline__ void TileSums(const GroupParams& p, const GroupWalk<Op>& walk,
+                                         const typename Op::C (&a)[Op::N], const typename Op::C (&b)[Op::N],
+                                         Pair<typename Op::C>* room, const Emit& emit) {
+  constexpr int N = Op::N;
+  const int width = p.across * N, channels = p.channels - walk.tile * width;
+  if (walk.row < walk.down) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) room[threadIdx.x * N + j] = {a[j], b[j]};
+  }
+  __syncthreads();
+  for (int c = threadIdx.x; c < min(width, channels); c += kGroupThreads) {
+    Pair<typename Op::C> total = {0, 0};
+#pragma unroll 8
+    for (int r = 0; r < walk.down; ++r) {
+      total.a += room[r * width + c].a;
+      total.b += room[r * width + c].b;
+    }
+    emit(c, total);
+  }
+}
+
+// shift and slope from the sums of h and h * z of a sample and group.
+template <class C> __device__ __forceinline__ Pair<C> SlopesOf(const GroupParams& p, int64_t stat, C shift, C slope) {
+  const C each = C(1) / (static_cast<C>(p.rows) * static_cast<C>(p.inner) * static_cast<C>(p.per_group));
+  const C root = C(1) / InverseRoot(static_cast<const C*>(p.var)[stat] + static_cast<C>(p.eps));
+  shift -= static_cast<const C*>(p.of_mean)[stat] * root;
+  slope -= 2 * (static_cast<const C*>(p.of_var)[stat] * root) * root;
+  return {shift * each, slope * each};
+}
+
+// Stores the sums of a sample and channel: as dscale and dbias if no other sample shares them.
+template <class S, bool kDirect, class C>
+__device__ __forceinline__ void StoreSums(const GroupParams& p, int64_t at, const Pair<C>& sums) {
+  if constexpr (kDirect) {
+    if (p.dbias) static_cast<S*>(p.dbias)[at] = FromCompute<S>(sums.a);
+    if (p.dscale) static_cast<S*>(p.dscale)[at] = FromCompute<S>(sums.b);
+  } else {
+    static_cast<Pair<C>*>(p.total)[at] = sums;
   }
 }
 

@@ -10,10 +10,6 @@
 //
 // Blocks of the second pass run in the reverse order: they find the end of the first pass in L2. group.cuh has the layout of
 // work. Memory traffic: forward 2 reads and 1 write, backward 4 reads and 1 write.
-//
-// A thread's moments are sums of x - shift and its square, with the first element as the shift. As that is an element, its
-// squared distance from the mean is at most the sum of squared deviations of the thread's elements: over n steps (128 at
-// most, see plan.py) nothing cancels but a factor of n of the rounding.
 #pragma once
 
 #include "group.cuh"
@@ -58,21 +54,13 @@ template <class Op> __global__ void __launch_bounds__(kGroupThreads)
         }
       });
   const int count = walk.Count(p, walk.row);
-  const C each = count ? C(1) / static_cast<C>(count) : C(0);
-#pragma unroll
-  for (int j = 0; j < N; ++j) {  // sum becomes the mean, square the sum of squared deviations
-    const C d = sum[j] * each;
-    square[j] -= d * sum[j];
-    square[j] = square[j] < 0 ? C(0) : square[j];  // not Max, which drops NaN
-    sum[j] = shift[j] + d;
-  }
+  FinishMoments(count, shift, sum, square);
   auto* const out = static_cast<Pair<C>*>(p.partial);
-  const C whole = C(1) / static_cast<C>(walk.Length(p));
   if constexpr (Op::kInner) {
     __shared__ C base;
     if (threadIdx.x == 0) base = sum[0];  // which has a step
     __syncthreads();
-    const C from = base;
+    const C from = base, whole = C(1) / static_cast<C>(walk.Length(p));
     C total[1] = {0};
 #pragma unroll
     for (int j = 0; j < N; ++j) total[0] += count ? sum[j] - from : C(0);
@@ -89,29 +77,8 @@ template <class Op> __global__ void __launch_bounds__(kGroupThreads)
     if (threadIdx.x == 0) out[walk.Partial(p, walk.channel)] = {mean, total[0]};
   } else {
     __shared__ Pair<C> room[kGroupThreads * N];
-    const int width = p.across * N, first = walk.tile * width;
-    if (walk.row < walk.down) {
-#pragma unroll
-      for (int j = 0; j < N; ++j) room[threadIdx.x * N + j] = {sum[j], square[j]};  // [row][channel of the tile]
-    }
-    __syncthreads();
-    for (int c = threadIdx.x; c < width && first + c < p.channels; c += kGroupThreads) {
-      const C from = room[c].a;  // row 0 has a step
-      C mean = 0, rest = 0;
-#pragma unroll 4
-      for (int r = 0; r < walk.down; ++r) {
-        const int n = walk.Count(p, r);
-        mean += n ? static_cast<C>(n) * (room[r * width + c].a - from) : C(0);
-      }
-      mean = from + mean * whole;
-#pragma unroll 4
-      for (int r = 0; r < walk.down; ++r) {
-        const int n = walk.Count(p, r);
-        const Pair<C> of = room[r * width + c];
-        rest += n ? of.b + static_cast<C>(n) * ((of.a - mean) * (of.a - mean)) : C(0);
-      }
-      out[walk.Partial(p, first + c)] = {mean, rest};
-    }
+    TileMoments(p, walk, sum, square, room,
+                [&](int c, const Pair<C>& of) { out[walk.Partial(p, walk.tile * p.across * N + c)] = of; });
   }
 }
 
@@ -213,43 +180,10 @@ template <class Op> __global__ void __launch_bounds__(kGroupThreads) GroupSums(c
     if (threadIdx.x == 0) out[walk.Partial(p, walk.channel)] = {total[0], total[1]};
   } else {
     __shared__ Pair<C> room[kGroupThreads * N];
-    const int width = p.across * N, first = walk.tile * width;
-    if (walk.row < walk.down) {
 #pragma unroll
-      for (int j = 0; j < N; ++j) {
-        room[threadIdx.x * N + j] = {plain[j], product[j] * stats.rstd[j % Op::kStats]};
-      }
-    }
-    __syncthreads();
-    for (int c = threadIdx.x; c < width && first + c < p.channels; c += kGroupThreads) {
-      Pair<C> total = {0, 0};
-#pragma unroll 8
-      for (int r = 0; r < walk.down; ++r) {
-        total.a += room[r * width + c].a;
-        total.b += room[r * width + c].b;
-      }
-      out[walk.Partial(p, first + c)] = total;
-    }
-  }
-}
-
-// shift and slope from the sums of h and h * z of a sample and group.
-template <class C> __device__ __forceinline__ Pair<C> SlopesOf(const GroupParams& p, int64_t stat, C shift, C slope) {
-  const C each = C(1) / (static_cast<C>(p.rows) * static_cast<C>(p.inner) * static_cast<C>(p.per_group));
-  const C root = C(1) / InverseRoot(static_cast<const C*>(p.var)[stat] + static_cast<C>(p.eps));
-  shift -= static_cast<const C*>(p.of_mean)[stat] * root;
-  slope -= 2 * (static_cast<const C*>(p.of_var)[stat] * root) * root;
-  return {shift * each, slope * each};
-}
-
-// Stores the sums of a sample and channel: as dscale and dbias if no other sample shares them.
-template <class S, bool kDirect, class C>
-__device__ __forceinline__ void StoreSums(const GroupParams& p, int64_t at, const Pair<C>& sums) {
-  if constexpr (kDirect) {
-    if (p.dbias) static_cast<S*>(p.dbias)[at] = FromCompute<S>(sums.a);
-    if (p.dscale) static_cast<S*>(p.dscale)[at] = FromCompute<S>(sums.b);
-  } else {
-    static_cast<Pair<C>*>(p.total)[at] = sums;
+    for (int j = 0; j < N; ++j) product[j] *= stats.rstd[j % Op::kStats];
+    TileSums(p, walk, plain, product, room,
+             [&](int c, const Pair<C>& of) { out[walk.Partial(p, walk.tile * p.across * N + c)] = of; });
   }
 }
 

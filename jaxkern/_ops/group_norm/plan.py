@@ -1,8 +1,9 @@
 """Which kernels run GroupNorm, BatchNorm and their gradients on CUDA, and how they are launched.
 
+    one_pass    channels last: a block or a cluster of up to 8 holds some groups of a sample in registers
     two_pass    any shape: one pass for statistics, one for the result; backward one for sums, one for dx
 
-Blocks take parts of a sample, and a small launch merges what they find. ffi/kernels/norm/group.cuh has the layout of work.
+Two passes: blocks take parts of a sample, and a small launch merges what they find. ffi/kernels/norm/group.cuh has the layout of work.
 """
 
 import math
@@ -12,7 +13,7 @@ from jaxkern._core.algorithms import pick
 from jaxkern._core.define import CUDA_TYPES, ceil_div, divider
 from jaxkern._core.launch import Launch, Plan, boolean, f64, i32, i64, null, operand, result, scratch, struct
 
-ALGORITHMS = ("two_pass",)
+ALGORITHMS = ("one_pass", "two_pass")
 
 _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 DTYPES = tuple(_ITEMSIZE)
@@ -24,6 +25,10 @@ _BLOCKS_WANTED = 8  # per multiprocessor
 _TILE_PACKS = (16, 64)  # of the channels, in a row of threads; fewer if there are no more
 _STATISTICS_ENTRIES = 256  # of a sample and group, from which a block merges them; below, a warp
 _SUMS_COLUMNS = 32
+_HELD = 16  # packs of a thread in one pass; backward of x and g together
+_CLUSTER_BLOCKS = 8
+_ONE_PASS_PACKS = 64  # kGroupTile
+_ONE_PASS_BYTES = (128, 64, 32)  # of a tile's rows: as wide as a cluster can hold
 _SMALL_BYTES = 1 << 20
 _MOST = 1 << 30
 _MOST_GRID_X = 2**31 - 1
@@ -70,8 +75,39 @@ class Problem(typing.NamedTuple):
 
 def fits(algorithm: str, p: Problem, device) -> bool:
     """Whether the algorithm can run the problem."""
-    del algorithm, device
+    if algorithm == "one_pass" and _held(p, device) is None:
+        return False
     return max(p.rows * p.inner, p.channels, p.groups * p.samples) < _MOST
+
+
+class _Held(typing.NamedTuple):
+    """How clusters hold a problem."""
+
+    across: int  # packs of a tile
+    cluster: int
+    packs: int  # per thread
+
+
+def _held(p: Problem, device) -> _Held | None:
+    """None if registers do not hold a sample of whole groups."""
+    packs = p.channels // p.pack
+    unit = math.lcm(p.per_group, p.pack) // p.pack  # of whole groups
+    if p.inner > 1 or p.pack * max(p.itemsizes) < 4 or unit > min(packs, _ONE_PASS_PACKS):
+        return None
+    most = _CLUSTER_BLOCKS if device.compute_capability >= 90 else 1
+    held = _HELD >> p.backward
+    for wanted in _ONE_PASS_BYTES:
+        across = unit * ceil_div(wanted, unit * p.pack * max(p.itemsizes))
+        across = min(across, packs, _ONE_PASS_PACKS // unit * unit)
+        down = _THREADS // across
+        cluster = 1 << (ceil_div(p.rows, held * down) - 1).bit_length()
+        if cluster <= most:
+            tiles = p.samples * ceil_div(packs, across)
+            # Twice as many blocks of half as many packs, where there are not two per multiprocessor.
+            while 2 * cluster <= most and tiles * cluster < 2 * device.sm_count and p.rows > 2 * cluster * down:
+                cluster *= 2
+            return _Held(across, cluster, ceil_div(ceil_div(p.rows, cluster), down))
+    return None
 
 
 def choose(p: Problem, device) -> str:
@@ -220,27 +256,48 @@ def _sums(n: _Group, w: _Walk) -> list[Launch]:
     p, header = n.p, "norm/group_two_pass.cuh"
     threads = 256 if p.per_group > 2 else 32
     computing, sums = CUDA_TYPES[p.computing], CUDA_TYPES[n.gradients or p.computing]
-    direct, wanted = p.each == 1, n.dscale != null or n.dbias != null
-    options = f"{_cpp(n.scale != null)}, {_cpp(direct)}, {threads}"
+    options = f"{_cpp(n.scale != null)}, {_cpp(p.each == 1)}, {threads}"
     types = f"{computing}, {CUDA_TYPES[n.parameters or p.dtype]}, {sums}"
     launches = [
         Launch(header, f"GroupSums<{n.op(w.pack)}>", [n.params(w)], p.samples * w.parts * w.tiles, _THREADS),
         Launch(header, f"GroupSlopes<{types}, {options}>", [n.params(w)], p.samples * p.groups, threads),
     ]
-    if wanted and not direct:
-        grid = ceil_div(p.channels, _SUMS_COLUMNS) * (p.samples // p.each)
-        launches.append(Launch(header, f"GroupOverSamples<{computing}, {sums}>", [n.params(w)], grid, _THREADS))
-    return launches
+    return [*launches, *_over_samples(n, w)]
 
 
-def _two_pass(n: _Group, pack: int, statistics: bool, result: bool) -> tuple[list[Launch], int]:
-    """The launches and the bytes of scratch. statistics: the first pass; result: the second."""
+def _over_samples(n: _Group, w: _Walk) -> list[Launch]:
+    """Adds dscale and dbias of samples that share scale and bias."""
+    p = n.p
+    if not p.backward or p.each == 1 or n.dscale == n.dbias == null:
+        return []
+    name = f"GroupOverSamples<{CUDA_TYPES[p.computing]}, {CUDA_TYPES[n.gradients or p.computing]}>"
+    grid = ceil_div(p.channels, _SUMS_COLUMNS) * (p.samples // p.each)
+    return [Launch("norm/group_two_pass.cuh", name, [n.params(w)], grid, _THREADS)]
+
+
+def _two_pass(n: _Group, pack: int, result: bool) -> tuple[list[Launch], int]:
+    """The launches and the bytes of scratch. result: with the second pass."""
     w = _walk(n.p, n.device, pack)
-    first = (_sums if n.p.backward else _statistics)(n, w) if statistics else []
+    first = (_sums if n.p.backward else _statistics)(n, w)
     name = "GroupGradient" if n.p.backward else "GroupApply"
     blocks = n.p.samples * w.parts * w.tiles
     second = Launch("norm/group_two_pass.cuh", f"{name}<{n.op(pack)}>", [n.params(w)], blocks, _THREADS)
     return [*first, *([second] if result else [])], n.offsets(w)[2]
+
+
+def _one_pass(n: _Group) -> tuple[list[Launch], int]:
+    """The launches and the bytes of scratch."""
+    p, header, h = n.p, "norm/group_one_pass.cuh", _held(n.p, n.device)
+    assert h is not None
+    tiles = ceil_div(p.channels // p.pack, h.across)
+    w = _Walk(p.pack, p.rows, ceil_div(p.rows, h.cluster), h.cluster, h.across, tiles)
+    kinds, name = f"{h.packs}, {_cpp(h.cluster > 1)}", "GroupNormOnePass"
+    if p.backward:
+        kinds = f"{CUDA_TYPES[n.gradients or p.computing]}, {_cpp(p.each == 1)}, {kinds}"
+        name = "GroupGradientOnePass"
+    name = f"{name}<{n.op(p.pack)}, {kinds}>"
+    launch = Launch(header, name, [n.params(w)], p.samples * tiles * h.cluster, _THREADS, cluster=h.cluster)
+    return [launch, *_over_samples(n, w)], n.offsets(w)[2]
 
 
 def _plan(n: _Group, operation, dtypes, tier, result=True) -> Plan | None:
@@ -250,9 +307,9 @@ def _plan(n: _Group, operation, dtypes, tier, result=True) -> Plan | None:
         return None
     if not fits(ALGORITHMS[-1], p, n.device) or (tier == "auto" and left_to_xla(p)):
         return None
-    algorithm = pick(operation, tier, p, n.device)
-    launches, size = _two_pass(n, p.pack, True, result)
-    unaligned, more = _two_pass(n, 1, True, result)
+    algorithm = pick(operation, tier, p, n.device) if result else "two_pass"
+    launches, size = _one_pass(n) if algorithm == "one_pass" else _two_pass(n, p.pack, result)
+    unaligned, more = _two_pass(n, 1, result)
     if any(step.grid3()[0] > _MOST_GRID_X for step in (*launches, *unaligned)):
         return None
     return Plan(algorithm, tuple(launches), max(size, more), tuple(unaligned))
@@ -318,7 +375,7 @@ def moments(device, operands, results, *, operation, batch, channel, tier) -> Pl
     """The plan of the statistics alone."""
     (x,) = operands
     n = _Group(_problem(x, x, batch, channel, batch), device, mean=result(0), var=result(1))
-    return _plan(n, operation, {x.dtype.name}, "auto" if tier == "auto" else "two_pass", result=False)
+    return _plan(n, operation, {x.dtype.name}, tier, result=False)
 
 
 def sums(device, operands, results, *, operation, batch, channel, eps, tier) -> Plan | None:
@@ -337,4 +394,4 @@ def sums(device, operands, results, *, operation, batch, channel, eps, tier) -> 
         eps=eps,
     )
     dtypes = {x.dtype.name, g.dtype.name, mean.dtype.name}
-    return _plan(n, operation, dtypes, "auto" if tier == "auto" else "two_pass", result=False)
+    return _plan(n, operation, dtypes, tier, result=False)
