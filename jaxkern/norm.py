@@ -445,7 +445,8 @@ def _grouped(x, scale, bias, *, name, groups, channel, batch, eps, dtype, tier):
         tier=tier,
     )
     y = jnp.squeeze(y, at + 1) if each == 1 else y.reshape(wide.shape)
-    return [y.transpose([order.index(a) for a in range(x.ndim)]) if moved else y, mean, var]
+    y = y.transpose([order.index(a) for a in range(x.ndim)]) if moved else y
+    return [validate.split_like(y, jax.typeof(x)), mean, var]
 
 
 @functools.partial(jax.jit, static_argnames=("name", "channel", "eps", "dtype"), inline=True)

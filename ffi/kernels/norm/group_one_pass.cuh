@@ -80,13 +80,6 @@ template <class Op, int kHeld, bool kCluster> __global__ void __launch_bounds__(
     raw[u] = {};
     if (has(u)) raw[u] = LoadPack<T, N>(p.x, walk.At(p, walk.first + u * walk.down), policy);
   }
-  C scale[N] = {}, bias[N] = {};
-  if constexpr (Op::kScale) {
-    if (walk.live) GroupParameters<Op>(p, p.scale, walk.sample, walk.channel, scale);
-  }
-  if constexpr (Op::kBias) {
-    if (walk.live) GroupParameters<Op>(p, p.bias, walk.sample, walk.channel, bias);
-  }
   C shift[N], sum[N] = {}, square[N] = {};
   Unpack(raw[0], shift);
 #pragma unroll
@@ -145,7 +138,14 @@ template <class Op, int kHeld, bool kCluster> __global__ void __launch_bounds__(
   __syncthreads();
   ArriveAfterReading<kCluster>();
 
-  const int own = (walk.channel - walk.tile * width);
+  C scale[N] = {}, bias[N] = {};
+  if constexpr (Op::kScale) {
+    if (walk.live) GroupParameters<Op>(p, p.scale, walk.sample, walk.channel, scale);
+  }
+  if constexpr (Op::kBias) {
+    if (walk.live) GroupParameters<Op>(p, p.bias, walk.sample, walk.channel, bias);
+  }
+  const int own = walk.channel - walk.tile * width;
   C mean[Op::kStats], rstd[Op::kStats];
 #pragma unroll
   for (int j = 0; j < Op::kStats; ++j) {
