@@ -43,7 +43,7 @@ class Problem(typing.NamedTuple):
     samples: int
     rows: int
     channels: int
-    groups: int
+    groups: int = 1
     inner: int = 1
     dtype: str = "float32"
     out_dtype: str = ""
