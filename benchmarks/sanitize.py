@@ -390,6 +390,80 @@ def run_norm(op: str, tier: str, dtype: str, width: int) -> str | None:
     return ""
 
 
+# Samples, rows, channels, groups, inner: around packs, tiles and the ends of tiers.
+GROUPED = (
+    (1, 1, 1, 1, 1),
+    (3, 70, 24, 4, 1),
+    (2, 700, 40, 4, 1),
+    (1, 3000, 7, 7, 1),
+    (2, 513, 520, 8, 1),
+    (3, 129, 96, 2, 1),
+    (2, 4096, 64, 8, 1),
+    (1, 9000, 16, 16, 1),
+    (2, 1, 12, 3, 77),
+    (1, 5, 6, 6, 4096),
+    (2, 3, 4, 1, 1000),
+)
+
+
+def run_group_norm(op: str, tier: str, dtype: str, sizes: tuple[int, ...]) -> str | None:
+    """Runs a norm of groups and its gradient in a tier once; "" or what went wrong, None where it cannot run it."""
+    from jaxkern import tiers
+    from jaxkern._ops.group_norm import primitive, reference
+
+    samples, rows, channels, groups, inner = sizes
+    if not all(tiers.fits(op, tier, *sizes, dtype, dtype, each=samples, backward=b) for b in (False, True)):
+        return None
+    generator, np_dtype = np.random.default_rng(rows), jnp.dtype(dtype)
+    shape = (samples, rows, groups, channels // groups, inner)
+    x, g = (generator.standard_normal(shape).astype(np_dtype) for _ in range(2))
+    wide = jnp.dtype(np.float64 if dtype == "float64" else np.float32)
+    scale, bias = (generator.standard_normal(shape[2:4]).astype(wide) for _ in range(2))
+    mean, var = map(np.asarray, reference.moments(jnp.asarray(x), batch=1, channel=2))
+    of_mean, of_var = (generator.standard_normal(mean.shape).astype(wide) for _ in range(2))
+    common = {"operation": op, "batch": 1, "channel": 2, "tier": tier}
+    eps = common | {"eps": 1e-5}
+    own = primitive.PRIMITIVES[op]
+    calls = [
+        (own.forward, reference.norm, [x, scale, bias], eps | {"extras": "scale bias", "keep": 0, "dtype": np_dtype}),
+        (
+            own.grad,
+            reference.norm_grad,
+            [x, mean, var, scale, g, of_mean, of_var],
+            eps | {"extras": "scale", "keep": 0, "sums": (wide, wide)},
+        ),
+        (own.moments, reference.moments, [x], common),
+        (own.sums, reference.sums, [x, mean, var, g], eps),
+    ]
+    for prim, meaning, operands, params in calls:
+        call = jax.jit(lambda *a, prim=prim, params=params: prim.bind(*a, **params))
+        got = jax.device_get(call(*map(jax.device_put, operands)))
+        with jax.default_device(jax.devices("cpu")[0]):
+            want = meaning(*map(jnp.asarray, operands), **params)
+        for a, b in zip(got, want, strict=True):
+            a, b = np.asarray(a).astype(np.float64), np.asarray(b).astype(np.float64)
+            same = np.abs(a - b) <= 4 * TOLERANCE[dtype] * max(1, np.abs(b).max())
+            if not same.all():
+                return f"{prim.name}: wrong at {np.argwhere(~same)[0].tolist()} of {a.shape}, {int((~same).sum())} elements"
+    return ""
+
+
+def sanitize_group_norms(dtypes: list[str]) -> tuple[int, list[str]]:
+    """group_norm, and batch_norm of one sample, forward and backward, in every tier that can run them."""
+    from jaxkern import tiers
+
+    done, wrong = 0, []
+    for tier in tiers.algorithms("group_norm"):
+        for dtype, sizes in itertools.product(dtypes, GROUPED):
+            op = "batch_norm" if sizes[0] == 1 and sizes[2] == sizes[3] else "group_norm"
+            problem = run_group_norm(op, tier, dtype, sizes)
+            done += problem is not None
+            if problem:
+                wrong.append(f"{tier} {op} {dtype} {sizes}: {problem}")
+        print(f"{tier}: {done} norms of groups run so far, {len(wrong)} wrong", flush=True)
+    return done, wrong
+
+
 def sanitize_norms(dtypes: list[str]) -> tuple[int, list[str]]:
     """Both norms, forward and backward, in every tier that can run them."""
     from jaxkern import tiers
@@ -696,6 +770,7 @@ def main() -> int:
         "elementwise_kernel",
         "reduction",
         "norm",
+        "group_norm",
         "cross_entropy",
         "quantize",
         "index_add",
@@ -745,6 +820,7 @@ def main() -> int:
         "segment_softmax": sanitize_segment_softmax,
         "reduction": sanitize_reductions,
         "norm": sanitize_norms,
+        "group_norm": sanitize_group_norms,
         "cross_entropy": sanitize_losses,
         "quantize": sanitize_quantize,
         "elementwise": sanitize_elementwise,

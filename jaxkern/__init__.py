@@ -18,7 +18,7 @@ from jaxkern.elementwise_kernel import elementwise_kernel
 from jaxkern.index_add import embedding_lookup, index_add, index_select
 from jaxkern.loss import linear_softmax_cross_entropy, softmax_cross_entropy, softmax_cross_entropy_and_grad
 from jaxkern.messages import Graph, edge_map, edge_max, edge_mean, edge_min, edge_sum
-from jaxkern.norm import layer_norm, rms_norm
+from jaxkern.norm import batch_norm, group_norm, layer_norm, rms_norm
 from jaxkern.quantize import dequantize, fake_quantize, quantize_blocks, quantize_rows
 from jaxkern.reduction import logsumexp, reduce_max, reduce_mean, reduce_min, reduce_sum
 from jaxkern.segment import segment_max, segment_mean, segment_min, segment_softmax, segment_sum, sort_indices
@@ -31,6 +31,7 @@ if typing.TYPE_CHECKING:  # the functions of `elementwise`, which are made from 
 __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "Graph",
     "accelerate",
+    "batch_norm",
     "dequantize",
     "edge_map",
     "edge_max",
@@ -44,6 +45,7 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "export_checks",
     "fake_quantize",
     "graph_attention",
+    "group_norm",
     "index_add",
     "index_select",
     "install",

@@ -226,6 +226,32 @@ def check_norm(dtype) -> tuple[float, float]:
     return tuple(worst)
 
 
+def check_group_norm(dtype) -> tuple[float, float]:
+    """The worst error of group_norm and batch_norm, and of their gradients, over samples in one pass and in two."""
+    worst, rng = [0.0, 0.0], np.random.default_rng(0)
+    wide = lambda a: np.asarray(a).astype(np.longdouble)
+    shapes = ((4, 1024, 8, 16), (1, 3000, 200, 1), (2, 3000, 1, 264))  # samples, rows, groups, channels of a group
+    for samples, rows, groups, within in shapes:
+        shape, channels = (samples, rows, groups * within), groups * within
+        x, g, scale, bias = (jnp.asarray(rng.normal(1, 2, s), dtype) for s in (shape, shape, channels, channels))
+        if within == 1:
+            f = lambda *args: jaxkern.batch_norm(*args)[0]
+        else:
+            f = lambda x, scale, bias, groups=groups: jaxkern.group_norm(x, groups, scale, bias, eps=1e-5)
+        y, pull = jax.vjp(jax.jit(f), x, scale, bias)
+        split = lambda a: wide(a).reshape(*a.shape[:-1], groups, within)
+        mean = lambda a: a.mean((1, 3), keepdims=True)
+        d = split(x) - mean(split(x))
+        rstd = 1 / np.sqrt(mean(d * d) + 1e-5)
+        z, h = d * rstd, split(g) * split(scale)
+        exact = rstd * (h - mean(h) - z * mean(h * z))
+        gradients = exact.reshape(shape), (split(g) * z).sum((0, 1)).ravel(), wide(g).sum((0, 1))
+        worst[0] = max(worst[0], epsilons(np.asarray(y), (z * split(scale) + split(bias)).reshape(shape), dtype))
+        for found, wanted in zip(pull(g), gradients, strict=True):
+            worst[1] = max(worst[1], epsilons(np.asarray(found), wanted, dtype))
+    return tuple(worst)
+
+
 class Progress:
     """A bar on standard error, if that is a terminal."""
 
@@ -255,6 +281,7 @@ def show_checks() -> bool:
     checks = {operation: functools.partial(check, operation) for operation in OPERATIONS} | {
         "swiglu": check_swiglu,
         "layer_norm": check_norm,
+        "group_norm": check_group_norm,
         "cross_entropy": check_loss,
         "segment_softmax": check_segment_softmax,
     }
