@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from plans import DEVICES, check_limits, kernels, needs_nvrtc
+from plans import DEVICES, check_limits, kernels, needs_nvrtc, needs_runtime
 from problems import WIDTHS
 from test_quantize import DTYPES, TYPES, every_dtype, every_type, rows, same, wanted
 
@@ -443,23 +443,26 @@ def test_what_kernels_do_not_take():
     assert plan.tiles(device.H200, [on[0].update(shape=(2, 64, 2, 64))], None, dtype="int8") is None
 
 
-def test_lowered():
-    """One kernel for the norm and the scales; one for a matrix and its transpose."""
-    if registry.kernels.module is None:
-        pytest.skip(registry.kernels.reason)
+@needs_runtime
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda x: jaxkern.rms_norm(x, quantize=Quantization(block=128)), ["NormForward"]),
+        (lambda x: jaxkern.layer_norm(x, residual=x, quantize=Quantization(scale=0.5)), ["NormForward"]),
+        (lambda x: jaxkern.quantize_tensor(x, scale=0.5), ["Quantize<"]),
+        (lambda x: jaxkern.quantize_tensor(x, scale=0.5, transposed=True), ["QuantizeTiles"]),
+        (lambda x: jaxkern.quantize_blocks(x, transposed=True), ["QuantizeTiles"]),
+        (lambda x: jaxkern.quantize_blocks(x, block=64, transposed=True), ["Quantize<", "Quantize<"]),
+        (lambda x: jaxkern.quantize_rows(x, transposed=True), ["Quantize<", "Quantize<"]),
+    ],
+)
+def test_programs(call, named):
+    """The kernels of each call, in launch lists that the runtime reads."""
     x = jax.ShapeDtypeStruct((256, 1024), jnp.bfloat16)
-    calls = {
-        "NormForward": lambda x: jaxkern.rms_norm(x, quantize=Quantization(block=128)),
-        "QuantizeTiles": lambda x: jaxkern.quantize_blocks(x, transposed=True),
-        "Quantize<": lambda x: jaxkern.quantize_tensor(x, scale=0.5),
-    }
-    for kernel, f in calls.items():
-        text = jax.jit(f).trace(x).lower(lowering_platforms=("cuda",)).as_text()
-        programs = launch.programs(text)
-        assert len(programs) == (1 if "jaxkern" in text and programs else 0) or not registry.kernels_run()
-        for program in programs:
-            (first, *_) = launch.kernels(program)
-            assert first.name.startswith(kernel)
+    programs = launch.programs(jax.jit(call).trace(x).lower(lowering_platforms=("cuda",)).as_text())
+    assert all(registry.kernels.module.check(program) == "" for program in programs)
+    for program, name in zip(programs, named, strict=True):
+        assert launch.kernels(program)[0].name.startswith(name)
 
 
 @needs_nvrtc
