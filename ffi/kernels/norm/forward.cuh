@@ -24,8 +24,8 @@ constexpr int NormBlocks(int threads, int words) {
 
 template <class Op, int N, int kLanes, int kPacks, int kRows, int kThreads, bool kWhole, class E = NoEpilogue>
 __global__ void __launch_bounds__(
-    kThreads,
-    NormBlocks(kThreads, kRows * kPacks * (E::kQuantizes ? N : Pack<typename Op::T, N>::kWords * (Op::kResidual + 1))))
+    kThreads, NormBlocks(kThreads, std::max(kRows * kPacks * Pack<typename Op::T, N>::kWords * (Op::kResidual + 1),
+                                            E::Held(kPacks* N))))
     NormForward(const __grid_constant__ typename E::Params p) {
   using T = typename Op::T;
   using O = typename Op::O;
@@ -110,7 +110,6 @@ __global__ void __launch_bounds__(
   }
 
   if constexpr (E::kQuantizes) {
-    // A row is normalised into registers, and its largest element found, before the first of it is written.
     C scale[N], bias[N];
     const auto load_parameters = [&](int i) {
       if constexpr (Op::kScale) LoadParameters<P, N>(p.scale, (lane + i * kGroup) * N, scale);
@@ -119,12 +118,8 @@ __global__ void __launch_bounds__(
     if (kPacks == 1 && has(0)) load_parameters(0);  // the same for all rows
 #pragma unroll
     for (int u = 0; u < kRows; ++u) {
-      C y[kPacks][N] = {};
-#pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        if (!(live(u) && has(i))) continue;
+      const auto normalise = [&](int i, C(&v)[N]) {
         if (kPacks > 1) load_parameters(i);
-        C(&v)[N] = y[i];
         Unpack(raw[u][i], v);
 #pragma unroll
         for (int j = 0; j < N; ++j) {
@@ -134,8 +129,8 @@ __global__ void __launch_bounds__(
           if constexpr (Op::kBias) v[j] += bias[j];
         }
         E::Apply(p, first + u * kGroups, (lane + i * kGroup) * N, v);
-      }
-      E::template Store<N, kLanes, kThreads>(p, first + u * kGroups, live(u), lane, has, y);
+      };
+      E::template Store<N, kLanes, kThreads, kPacks>(p, first + u * kGroups, live(u), lane, has, normalise);
     }
   } else {
 #pragma unroll

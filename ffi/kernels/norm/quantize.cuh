@@ -27,58 +27,83 @@ template <class Params> struct NormQuantizeParams : Params {  // `y` is q
 };
 static_assert(sizeof(NormQuantizeParams<NormParams>) == 96 + 24, "plan.py lays it out");
 
+constexpr int kNormQuantizeHeld = 32;
+
 template <class Q, int kSpan, class E = NoEpilogue> struct NormQuantize {
   using Params = NormQuantizeParams<typename E::Params>;
   static constexpr bool kQuantizes = true;
+
+  // Words of registers for a thread's `elements` of a row, which are kept until the largest of the row is known; 0 if they
+  // are computed again instead.
+  static constexpr int Held(int elements) { return kSpan == 0 && elements <= kNormQuantizeHeld ? elements : 0; }
 
   template <int N, class C>
   static __device__ __forceinline__ void Apply(const Params& p, int64_t row, int64_t column, C (&v)[N]) {
     E::Apply(p, row, column, v);
   }
 
-  // Writes a row, of which a thread has the packs i with has(i); the others are 0. All threads of the warp (kLanes = 0: of
-  // the block) take part, also those whose row is not `live`, because it does not exist. kLanes = 0: called once, and
-  // contains a barrier.
-  template <int N, int kLanes, int kThreads, int kPacks, class Has>
+  // Writes a row, of which a thread has the packs i with has(i); normalise(i, v) computes one. All threads of the warp
+  // (kLanes = 0: of the block) take part, also those whose row is not `live`, because it does not exist. kLanes = 0: called
+  // once, and contains a barrier.
+  template <int N, int kLanes, int kThreads, int kPacks, class Has, class Normalise>
   static __device__ __forceinline__ void Store(const Params& p, int64_t row, bool live, int lane, const Has& has,
-                                               const float (&y)[kPacks][N]) {
+                                               const Normalise& normalise) {
     constexpr int kGroup = kLanes == 0 ? kThreads : kLanes;
-    const int64_t first = row * p.width;
-    uint8_t* const q = static_cast<uint8_t*>(p.y) + first;
-    const auto write = [&](int i, float factor) {
-      if (live && has(i)) StoreQuantized<Q, N>(q + (lane + i * kGroup) * N, y[i], factor);
+    constexpr bool kHeld = Held(kPacks * N) > 0;
+    uint8_t* const q = static_cast<uint8_t*>(p.y) + row * p.width;
+    const auto mine = [&](int i) { return live && has(i); };
+    const auto write = [&](int i, const float (&v)[N], float factor) {
+      StoreQuantized<Q, N>(q + (lane + i * kGroup) * N, v, factor);
     };
-    const auto magnitude = [&](int i) {
+    const auto magnitude = [&](const float (&v)[N]) {
       uint32_t largest = 0;
 #pragma unroll
-      for (int j = 0; j < N; ++j) largest = max(largest, Magnitude(y[i][j]));
+      for (int j = 0; j < N; ++j) largest = max(largest, Magnitude(v[j]));
       return largest;
     };
     if constexpr (kSpan > 0) {
       const int64_t blocks = p.width / p.block;
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
-        const uint32_t largest = ReduceLanes<kSpan>(magnitude(i), LargerOf());
-        if (live && has(i) && lane % kSpan == 0) {
+        float v[N] = {};
+        if (mine(i)) normalise(i, v);
+        const uint32_t largest = ReduceLanes<kSpan>(magnitude(v), LargerOf());
+        if (!mine(i)) continue;
+        if (lane % kSpan == 0) {
           p.scale_of_q[row * blocks + (lane + i * kGroup) / kSpan] = QuantizeScale<Q>(largest);
         }
-        write(i, QuantizeFactor<Q>(largest));
+        write(i, v, QuantizeFactor<Q>(largest));
       }
     } else {
+      float y[kHeld ? kPacks : 1][N];
+      float factor = kSpan < 0 ? GivenFactor(p.given) : 0.0f;
       uint32_t largest = 0;
 #pragma unroll
-      for (int i = 0; i < kPacks; ++i) largest = max(largest, magnitude(i));
+      for (int i = 0; i < kPacks; ++i) {
+        if (!mine(i)) continue;
+        float (&v)[N] = y[kHeld ? i : 0];
+        normalise(i, v);
+        largest = max(largest, magnitude(v));
+        if constexpr (kSpan < 0) write(i, v, factor);
+      }
       largest = ReduceLanes<(kLanes == 0 ? kWarp : kLanes)>(largest, LargerOf());
       if constexpr (kLanes == 0 && kThreads > kWarp) {
         __shared__ uint32_t room[kThreads / kWarp];
         largest = ReduceWarps<kWarp>(
             largest, room, kThreads / kWarp, 0u, [] { __syncthreads(); },
-            [&](uint32_t mine) { return ReduceLanes<kWarp>(mine, LargerOf()); });
+            [&](uint32_t own) { return ReduceLanes<kWarp>(own, LargerOf()); });
       }
       if (live && lane == 0) p.scale_of_q[row] = kSpan < 0 ? __uint_as_float(largest) : QuantizeScale<Q>(largest);
-      const float factor = kSpan < 0 ? GivenFactor(p.given) : QuantizeFactor<Q>(largest);
+      if constexpr (kSpan == 0) {
+        factor = QuantizeFactor<Q>(largest);
 #pragma unroll
-      for (int i = 0; i < kPacks; ++i) write(i, factor);
+        for (int i = 0; i < kPacks; ++i) {
+          if (!mine(i)) continue;
+          float (&v)[N] = y[kHeld ? i : 0];
+          if constexpr (!kHeld) normalise(i, v);
+          write(i, v, factor);
+        }
+      }
     }
   }
 };
