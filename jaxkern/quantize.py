@@ -212,7 +212,7 @@ class DelayedScale:
     """The scale of a tensor from the largest magnitudes that it had in earlier steps; a pytree.
 
     scale = amax / most * 2**margin, where amax is the largest of the history and `most` the largest number of `dtype`. While
-    there is none, because amax is 0, infinite or NaN, the scale stays as it is.
+    amax is 0, infinite or NaN, the scale stays as it is. An infinite or NaN amax stays in the history for its length.
 
     Attributes:
         scale: float32 []. history: float32 [length], the newest first.
@@ -261,7 +261,10 @@ class DelayedScale:
         return cls(first, jnp.zeros(length, jnp.float32), name, margin, most_recent)
 
     def update(self, amax: ArrayLike) -> "DelayedScale":
-        """The state after a step in which the largest magnitude was `amax`, a number."""
+        """The state after a step in which the largest magnitude was `amax`, a number.
+
+        Inside a `shard_map`, `amax` is of a device's part: take `jax.lax.pmax` of it first, for one state on all devices.
+        """
         newest = jnp.reshape(jnp.asarray(amax, jnp.float32), (1,))
         history = jnp.concatenate([newest, self.history[:-1]])
         largest = history[0] if self.most_recent else jnp.max(history)
@@ -437,9 +440,8 @@ def _rows(x, *, dtype, block):
     if block == x.shape[-1]:
         q, scale = bind(quantize_p, x, dtype=dtype)
         return q, scale[..., None]
-    blocks = _in_blocks(x, block)
-    q, scale = bind(quantize_p, blocks, dtype=dtype)
-    return q.reshape(x.shape), scale
+    q, scale = bind(quantize_p, _split(x, {x.ndim - 1: block}), dtype=dtype)
+    return _merged(q, {x.ndim - 1}), scale
 
 
 def _both(x, *, dtype, block):
@@ -447,10 +449,11 @@ def _both(x, *, dtype, block):
     if block != plan.TILE:
         parts = x, jnp.swapaxes(x, -1, -2)
         return tuple(_rows(a, dtype=dtype, block=block or a.shape[-1]) for a in parts)
-    q, q_t, scale, scale_t = bind(quantize_tiles_p, _in_tiles(x), dtype=dtype)
-    *batch, height, width = x.shape
-    scale, scale_t = scale.reshape(*batch, height, -1), scale_t.reshape(*batch, width, -1)
-    return (q.reshape(x.shape), scale), (q_t.reshape(*batch, width, height), scale_t)
+    first, second = x.ndim - 2, x.ndim - 1
+    q, q_t, scale, scale_t = bind(quantize_tiles_p, _tiles(x), dtype=dtype)
+    q, q_t = (_merged(a, {first, second}) for a in (q, q_t))
+    scale, scale_t = (_merged(a, {first}) for a in (scale, scale_t))
+    return (q, scale), (q_t, scale_t)
 
 
 def _tensor(x, scale, *, dtype, transposed):
@@ -459,8 +462,8 @@ def _tensor(x, scale, *, dtype, transposed):
         amax = jax.lax.stop_gradient(reference.largest(x))
         scale = jnp.where(amax == 0, 1, amax / reference.limit(dtype))
     if transposed and not (x.shape[-1] % plan.TILE or x.shape[-2] % plan.TILE):
-        q, q_t, most = bind(quantize_tiles_p, _in_tiles(x), scale, dtype=dtype)
-        q, q_t = q.reshape(x.shape), q_t.reshape(*x.shape[:-2], x.shape[-1], x.shape[-2])
+        q, q_t, most = bind(quantize_tiles_p, _tiles(x), scale, dtype=dtype)
+        q, q_t = (_merged(a, {x.ndim - 2, x.ndim - 1}) for a in (q, q_t))
     else:
         q, most = bind(quantize_p, x, scale, dtype=dtype)
         q_t = jnp.swapaxes(q, -1, -2) if transposed else None
@@ -468,13 +471,41 @@ def _tensor(x, scale, *, dtype, transposed):
     return (q, scale, amax, q_t) if transposed else (q, scale, amax)
 
 
-def _in_blocks(x, block):
-    """x [..., n / block, block]; on a mesh with explicit axes, the last dimension is gathered first."""
-    return validate.whole(x, x.ndim - 1).reshape(*x.shape[:-1], x.shape[-1] // block, block)
+def _tiles(x):
+    """x as [..., M, 128, N, 128]."""
+    return _split(x, {x.ndim - 2: plan.TILE, x.ndim - 1: plan.TILE})
 
 
-def _in_tiles(x):
-    """x [..., M, 128, N, 128]; on a mesh with explicit axes, the last two dimensions are gathered first."""
-    x = validate.whole(validate.whole(x, x.ndim - 1), x.ndim - 2)
-    *batch, height, width = x.shape
-    return x.reshape(*batch, height // plan.TILE, plan.TILE, width // plan.TILE, plan.TILE)
+def _split(x, blocks):
+    """x with dimension d as two, [n / blocks[d], blocks[d]].
+
+    On a mesh with explicit axes a split dimension is first gathered, if devices do not have whole blocks of it.
+    """
+    for d, block in blocks.items():
+        axes = validate.explicit_spec(x)[d]
+        sizes = jax.typeof(x).sharding.mesh.shape if axes else {}
+        if axes and x.shape[d] // block % math.prod(sizes[a] for a in (axes if isinstance(axes, tuple) else (axes,))):
+            x = validate.whole(x, d)
+    shape, spec = [], []
+    for d, (n, axes) in enumerate(zip(x.shape, validate.explicit_spec(x))):
+        shape += [n // blocks[d], blocks[d]] if d in blocks else [n]
+        spec += [axes, None] if d in blocks else [axes]
+    return _reshaped(x, shape, spec)
+
+
+def _merged(x, dims):
+    """The inverse of `_split`: each of `dims`, dimensions of the result, is merged from two of x."""
+    shape, spec, at = [], [], 0
+    axes = validate.explicit_spec(x)
+    while at < x.ndim:
+        count = 1 + (len(shape) in dims)
+        spec.append(axes[at])
+        shape.append(math.prod(x.shape[at : at + count]))
+        at += count
+    return _reshaped(x, shape, spec)
+
+
+def _reshaped(x, shape, spec):
+    if not any(spec):
+        return x.reshape(shape)
+    return jax.lax.reshape(x, shape, out_sharding=jax.sharding.PartitionSpec(*spec))

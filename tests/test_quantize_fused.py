@@ -273,7 +273,7 @@ def test_batches(name):
     several = [jnp.stack([v, 2 * v, -v]) for v in vectors]
     found = jax.vmap(f)(x, more, *several)
     apart = [f(x[k], more[k], *(v[k] for v in several)) for k in range(3)]
-    jax.tree.map(lambda a, *b: same([a], [jnp.stack(b)]), found, *apart)
+    jax.tree.map(lambda a, *b: alike(a, jnp.stack(b)), found, *apart)
     scales = jnp.array([0.01, 0.02, 0.5])
     for h in (
         lambda x, s: norm(x, quantize=Quantization(jnp.int8, scale=s)),
@@ -282,7 +282,15 @@ def test_batches(name):
         for s, d in ((scales, 0), (scales[0], None)):
             found = jax.vmap(h, (0, d))(x, s)
             apart = [h(x[k], s if d is None else s[k]) for k in range(3)]
-            same(found, [jnp.stack(a) for a in zip(*apart)])
+            for a, b in zip(found, zip(*apart), strict=True):
+                alike(a, jnp.stack(b))
+
+
+def alike(found, exact):
+    """Equal but for the order of sums, which XLA computes if parameters or scales are batched."""
+    np.testing.assert_allclose(
+        *(np.asarray(a).astype(np.float32) for a in (found, exact)), 1e-5, found.dtype == jnp.int8
+    )
 
 
 def test_batches_of_matrices():
@@ -327,6 +335,7 @@ def norm_plan(name, shape, dtype, extras, to, block=None, given=False, tier="aut
         ("rms_norm", (9, 1280), "float32", "scale", "float8_e5m2", 128, False, False),  # not whole, a block per row
         ("layer_norm", (7, 1032), "bfloat16", "residual scale bias", "float8_e4m3fn", None, True, False),
         ("layer_norm", (3, 384), "float16", "residual scale bias", "int8", 384 // 2, False, False),  # streaming
+        ("rms_norm", (2, 16640), "bfloat16", "scale", "float8_e4m3fn", None, False, False),  # normalised twice
         ("rms_norm", (5, 100), "float32", "scale", "float8_e4m3fn", None, False, True),
         ("rms_norm", (5, 96), "bfloat16", "residual", "float8_e4m3fn", 32, False, True),
     ],

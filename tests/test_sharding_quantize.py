@@ -92,18 +92,36 @@ def test_one_scale_and_transposed_copies(shape_of_mesh, spec):
 
 @several
 def test_norms_and_transposed_copies_on_explicit_meshes():
+    """Nothing is gathered where devices have whole blocks."""
     m = mesh("Explicit")
-    x = arrays((1024, 1024))[0]
+    x = arrays((1024, 2048))[0]
     how = jaxkern.Quantization(block=128)
-    with jax.set_mesh(m):
-        for spec in (P("r", None), P(None, "r")):
+    calls = {
+        lambda x: jaxkern.rms_norm(x, residual=x, quantize=how): P("r", None),
+        lambda x: jaxkern.rms_norm(x, quantize=jaxkern.Quantization(scale=0.01)): P("r", None),
+        lambda x: jaxkern.quantize_blocks(x): P("r", None),
+        lambda x: jaxkern.quantize_blocks(x, transposed=True): P("r", None),
+        lambda x: jaxkern.quantize_tensor(x, scale=0.01, transposed=True): P("r", None),
+        lambda x: jaxkern.quantize_rows(x, transposed=True): P("r", None),
+        lambda x: jaxkern.quantize_blocks(x, transposed=True, block=128): P("r", "c"),
+        lambda x: jaxkern.quantize_blocks(x, block=256): P(None, ("r", "c")),
+        lambda x: jaxkern.quantize_blocks(x[:384, :384], transposed=True): P(None, None),
+    }
+    for f, spec in calls.items():
+        wanted = flat(f(x))
+        with jax.set_mesh(m):
             part = jax.device_put(x, NamedSharding(m, spec))
-            for f in (
-                lambda x: jaxkern.rms_norm(x, residual=x, quantize=how),
-                lambda x: jaxkern.rms_norm(x, quantize=jaxkern.Quantization(scale=0.01)),
-                lambda x: jaxkern.quantize_blocks(x, transposed=True),
-                lambda x: jaxkern.quantize_rows(x, transposed=True),
-                lambda x: jaxkern.quantize_tensor(x, transposed=True),
-            ):
-                for a, b in zip(flat(jax.jit(f)(part)), flat(f(x)), strict=True):
-                    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+            compiled = jax.jit(f).lower(part).compile()
+            for a, b in zip(flat(compiled(part)), wanted, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+        assert "all-gather" not in compiled.as_text()
+
+
+@several
+def test_blocks_that_devices_share_are_gathered():
+    m = mesh("Explicit")
+    x = arrays((384, 384))[0]
+    wanted = flat(jaxkern.quantize_blocks(x, transposed=True))
+    with jax.set_mesh(m):
+        part = jax.device_put(x, NamedSharding(m, P(("r", "c"), None)))
+        same(flat(jax.jit(lambda x: jaxkern.quantize_blocks(x, transposed=True))(part)), wanted)
