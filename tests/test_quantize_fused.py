@@ -262,6 +262,15 @@ def test_derivatives(name):
     ).tolist() == (g.tolist())
 
 
+def test_straight_through_computes_nothing_more():
+    """The norm that the derivative is taken of is not computed forward."""
+    how = Quantization()
+    f = lambda x: jaxkern.dequantize(*jaxkern.rms_norm(x, quantize=how), straight_through=jaxkern.rms_norm(x))
+    x = jax.ShapeDtypeStruct((64, 256), jnp.float32)
+    text = jax.jit(f).lower(x).compile().as_text()
+    assert text.count(" rsqrt(") + text.count('custom_call_target="jaxkern_') == 1
+
+
 @every_name
 def test_batches(name):
     x, more, vectors = arguments(name, (3, 5, 128), "float32", True)
