@@ -15,7 +15,8 @@ import importlib
 import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
@@ -553,8 +554,50 @@ def sanitize_quantize(dtypes: list[str]) -> tuple[int, list[str]]:
         # A factor that is rounded otherwise moves few elements to a neighbour.
         if (q != other).mean() > 2e-3 or not np.allclose(scale, scales, rtol=1e-6):
             wrong.append(f"quantize {dtype} to {to} 71x{width}: {int((q != other).sum())} elements differ")
+    for label, call, operands in _quantize_calls(dtypes):
+        with jax.default_device(jax.devices("cpu")[0]):
+            want = jax.jit(call)(*map(jnp.asarray, operands))
+        found = jax.jit(call)(*map(jax.device_put, operands))
+        done += 1
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+            narrow = a.dtype.itemsize == 1
+            a, b = (np.asarray(v).astype(np.float64) for v in (a, b))
+            # Sums in another order move few elements to a neighbour.
+            if (a != b).mean() > 5e-3 if narrow else not np.allclose(a, b, rtol=2 * TOLERANCE["float32"], atol=0.0):
+                wrong.append(f"{label}: {int((a != b).sum())} elements of {a.shape} differ")
     print(f"quantize: {done} problems run so far, {len(wrong)} wrong", flush=True)
     return done, wrong
+
+
+def _quantize_calls(dtypes: list[str]) -> Iterator[tuple[str, Callable[..., Any], list[Any]]]:
+    """(label, function, operands): norms that quantize, in all algorithms; one scale for all; transposed copies."""
+    from jaxkern import Quantization, layer_norm, quantize_blocks, quantize_tensor, rms_norm, tiers
+    from jaxkern._ops.quantize import plan
+
+    def norm(x, scale, residual, *, name, tier, how):
+        more = {"residual": residual, "quantize": how}
+        with tiers.force(**{name: tier}):
+            return layer_norm(x, scale, -scale, **more) if name == "layer_norm" else rms_norm(x, scale, **more)
+
+    for n, dtype in enumerate(d for d in dtypes if d in plan.DTYPES):
+        to = list(plan.TYPES)[n % 3]
+        for width, tier in itertools.product((7, 64, 128, 384, 1024, 1032, 8192, 33024), tiers.algorithms("rms_norm")):
+            rows = 67 if width <= 1024 else 5
+            generator = np.random.default_rng(width)
+            normal = lambda *shape: generator.standard_normal(shape).astype(np.float32)
+            x, more = (normal(rows, width).astype(jnp.dtype(dtype)) for _ in range(2))
+            name = ("rms_norm", "layer_norm")[width % 3 % 2]
+            if not tiers.fits(name, tier, rows, width, 1, dtype, residual=True):
+                continue
+            for how in (Quantization(to), Quantization(to, scale=0.02), Quantization(to, 32), Quantization(to, 128)):
+                if width % (how.block or 1) == 0:
+                    label = f"{name} {tier} {dtype} {rows}x{width} to {how}"
+                    yield label, functools.partial(norm, name=name, tier=tier, how=how), [x, normal(width), more]
+        for shape in ((128, 128), (2, 256, 384)):
+            x = np.random.default_rng(0).standard_normal(shape).astype(jnp.dtype(dtype))
+            yield f"transposed {dtype} {shape}", functools.partial(quantize_blocks, dtype=to, transposed=True), [x]
+            tensor = functools.partial(quantize_tensor, dtype=to, scale=0.02, transposed=True)
+            yield f"one scale {dtype} {shape}", tensor, [x]
 
 
 def sanitize_elementwise(dtypes: list[str]) -> tuple[int, list[str]]:

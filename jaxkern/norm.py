@@ -4,6 +4,7 @@ import functools
 import math
 import numbers
 import operator
+import typing
 from collections.abc import Callable, Sequence
 
 import jax
@@ -19,8 +20,9 @@ from jaxkern._core.rows import mask_shape
 from jaxkern._core.validate import Axis
 from jaxkern._ops.group_norm import derivatives as group_derivatives  # noqa: F401  derivatives are registered
 from jaxkern._ops.group_norm.primitive import PRIMITIVES as GROUP_PRIMITIVES
-from jaxkern._ops.norm import derivatives, reference  # noqa: F401
+from jaxkern._ops.norm import derivatives, quantized, reference  # noqa: F401
 from jaxkern._ops.norm.primitive import PRIMITIVES
+from jaxkern.quantize import Quantization, checked_quantization
 
 
 def rms_norm(
@@ -34,7 +36,8 @@ def rms_norm(
     dtype: DTypeLike | None = None,
     epilogue: Callable[..., ArrayLike] | None = None,
     epilogue_args: Sequence[ArrayLike] = (),
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    quantize: Quantization | None = None,
+) -> jax.Array | tuple[typing.Any, ...]:
     """x / sqrt(mean(x^2) + eps) * scale along `axis`, as `flax.linen.RMSNorm`, `flax.nnx.RMSNorm` and `haiku.RMSNorm`.
 
     Args:
@@ -58,17 +61,25 @@ def rms_norm(
             computing type for it.
         epilogue_args: arrays that broadcast to the shape of `x`, read in place by the kernel. Types other than float16,
             bfloat16, float32, float64, int32, uint32 and int64 use XLA.
+        quantize: return the result in 8 bits, with scales, as `quantize_rows` and `quantize_blocks` do. The same kernel
+            rounds the result in the computing type once, to 8 bits; so q and scale are those of `rms_norm(...,
+            dtype=float32)`, up to the order in which float32 numbers are added. They have no derivative, x + residual has:
+            `dequantize` says how to get the norm's (straight through). Takes the last axis, and no `dtype`. float64 is left
+            to XLA.
 
     Returns:
-        Array of the shape of `x`; with `residual` a pair, that array and x + residual. Bitwise reproducible, and so are
+        Array of the shape of `x`; with `quantize` instead of it (q, scale), q of the shape of `x` and scale float32 [..., 1]
+        or [..., n / block], or, if the scale is given, (q, scale, amax), amax = max|result|, as `quantize_tensor` does. With
+        `residual` a pair, that and x + residual. Bitwise reproducible, and so are
         the gradients. A row with NaN or an infinity contains NaN. Kernels divide squares by the width before they add
         them, so that float32 values up to 1.8e19 do not overflow; elsewhere a row is 0 if its sum of squares does.
 
     Raises:
         TypeError: an array is complex or not an array; `residual` has another dtype than `x`; `where` is not boolean;
             `eps` is not a Python number; `dtype` is not floating-point; `epilogue` is not callable, or does what a
-            kernel cannot.
-        ValueError: `axis` is out of bounds, empty or repeats a dimension; `eps` is negative; a shape does not fit.
+            kernel cannot; `quantize` is not a `Quantization`, or its dtype none that it can have.
+        ValueError: `axis` is out of bounds, empty or repeats a dimension; `eps` is negative; a shape does not fit;
+            `quantize` is used with another axis or with `dtype`, or its block does not divide the rows.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> y = jaxkern.rms_norm(jnp.array([3.0, 4.0]), jnp.array([1.0, 10.0]))
@@ -81,7 +92,7 @@ def rms_norm(
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
-    return _call("rms_norm", x, scale, None, axis, eps, residual, where, dtype, epilogue, epilogue_args)
+    return _call("rms_norm", x, scale, None, axis, eps, residual, where, dtype, epilogue, epilogue_args, quantize)
 
 
 def layer_norm(
@@ -96,7 +107,8 @@ def layer_norm(
     dtype: DTypeLike | None = None,
     epilogue: Callable[..., ArrayLike] | None = None,
     epilogue_args: Sequence[ArrayLike] = (),
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    quantize: Quantization | None = None,
+) -> jax.Array | tuple[typing.Any, ...]:
     """(x - mean(x)) / sqrt(var(x) + eps) * scale + bias along `axis`, as the layers of flax, equinox and haiku.
 
     The default `eps` is flax's; equinox and haiku have 1e-5. The variance is the mean of the squared deviations from the
@@ -104,7 +116,7 @@ def layer_norm(
 
     Args:
         bias: as `scale`. None: 0.
-        x, scale, axis, eps, residual, where, dtype, epilogue, epilogue_args: as for `rms_norm`.
+        x, scale, axis, eps, residual, where, dtype, epilogue, epilogue_args, quantize: as for `rms_norm`.
 
     Returns, raises: as `rms_norm`.
 
@@ -115,7 +127,7 @@ def layer_norm(
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
     """
-    return _call("layer_norm", x, scale, bias, axis, eps, residual, where, dtype, epilogue, epilogue_args)
+    return _call("layer_norm", x, scale, bias, axis, eps, residual, where, dtype, epilogue, epilogue_args, quantize)
 
 
 def group_norm(
@@ -257,10 +269,13 @@ def _integer(name, argument, value) -> int:
     return number
 
 
-def _call(name, x, scale, bias, axis, eps, residual, where, dtype, epilogue, args):
+def _call(name, x, scale, bias, axis, eps, residual, where, dtype, epilogue, args, quantize):
     dtype = _checked(name, {"x": x, "scale": scale, "bias": bias, "residual": residual}, eps, dtype)
     if where is not None:
         validate.check_array(name, "where", "a boolean array", where)
+    to, block, given = None, None, None
+    if quantize is not None:
+        to, block, given = checked_quantization(name, quantize, x, axis, dtype)
     function = None
     if epilogue is not None or not isinstance(args, (tuple, list)) or args:
         x = validate.floating(name, jnp.asarray(x))
@@ -272,12 +287,15 @@ def _call(name, x, scale, bias, axis, eps, residual, where, dtype, epilogue, arg
         residual,
         where,
         list(args),
+        given,
         name=name,
         axis=validate.static_axis(name, axis),
         eps=float(eps),
         dtype=dtype,
         tier=forced(name),
         function=function,
+        to=to,
+        block=block,
     )
     return y[0] if residual is None else tuple(y)
 
@@ -308,8 +326,29 @@ def _traced(name, epilogue, x, args):
     return function, [*args, *(jnp.asarray(c).reshape((1,) * x.ndim) for c in captured)]
 
 
-def norm(x, scale, bias, residual, where, args, *, name, axis, eps, dtype, tier, function, primitives=None):
-    """The results of the operation `name` as a list. primitives: what to bind, if not PRIMITIVES[name]."""
+def norm(
+    x,
+    scale,
+    bias,
+    residual,
+    where,
+    args,
+    given=None,
+    *,
+    name,
+    axis,
+    eps,
+    dtype,
+    tier,
+    function,
+    primitives=None,
+    to=None,
+    block=None,
+):
+    """The results of the operation `name` as a list. primitives: what to bind, if not PRIMITIVES[name].
+
+    to: quantize to this type, with a scale for `block` neighbours, for a row, or `given`.
+    """
     primitives = primitives or PRIMITIVES[name]
     x = validate.floating(name, x)
     dtype = x.dtype if dtype is None else dtype
@@ -329,25 +368,44 @@ def norm(x, scale, bias, residual, where, args, *, name, axis, eps, dtype, tier,
     order = [a for a in range(x.ndim) if a not in axes] + axes
     flat = functools.partial(_flat, order=order, count=len(axes))
     rows = {"residual": residual, "scale": scale, "bias": bias}
-    given = {k: flat(a) if k == "residual" else a for k, a in rows.items() if a is not None}
+    there = {k: flat(a) if k == "residual" else a for k, a in rows.items() if a is not None}
     args = [_argument(a, x, order, len(axes)) for a in args]
     if where is not None:
         where = flat(jnp.broadcast_to(where, x.shape))
-        rest = {k: given.get(k) for k in rows}
-        ys = reference.masked(flat(x), where, args, operation=name, eps=eps, dtype=dtype, function=function, **rest)
+        rest = {k: there.get(k) for k in rows} | {"operation": name, "eps": eps, "function": function}
+        if to is not None:
+            more = {"to": to, "block": block, "given": given}
+            return _scaled(quantized.masked(x, jnp.broadcast_to(where, x.shape), args, **rest, **more), block, given)
+        ys = reference.masked(flat(x), where, args, dtype=dtype, **rest)
+    elif to is not None:
+        if block is not None:
+            x = validate.whole(x, x.ndim - 1)
+            there = {k: validate.whole(a, a.ndim - 1) for k, a in there.items()}
+        params = {"operation": name, "extras": " ".join(there), "eps": eps, "to": to, "block": block, "tier": tier}
+        operands = [*there.values(), *args, *([] if given is None else [given])]
+        found = bind(quantized.QUANTIZED[name], x, *operands, given=given is not None, function=function, **params)
+        return _scaled(found, block, given)
     else:
-        params = {"operation": name, "extras": " ".join(given), "eps": eps, "dtype": dtype, "tier": tier}
+        params = {"operation": name, "extras": " ".join(there), "eps": eps, "dtype": dtype, "tier": tier}
         if function is None:
-            ys = bind(primitives.forward, flat(x), *given.values(), **params)
+            ys = bind(primitives.forward, flat(x), *there.values(), **params)
         else:
-            ys = bind(primitives.epilogue, flat(x), *given.values(), *args, function=function, **params)
+            ys = bind(primitives.epilogue, flat(x), *there.values(), *args, function=function, **params)
     return [_restored(y, x, order, len(axes)) for y in ys]
 
 
+def _scaled(found, block, given):
+    """The results of the quantized norm: those in 8 bits as a tuple, then x + residual."""
+    q, second, *s = found
+    if given is not None:
+        return [(q, given, quantized.largest(second)), *s]
+    return [(q, second[..., None] if block is None else second), *s]
+
+
 # Inlined, so that a jaxpr holds the primitive alone. Jitted, so that an eager call costs no more than a jnp function.
-_norm = functools.partial(jax.jit, static_argnames=("name", "axis", "eps", "dtype", "tier", "function"), inline=True)(
-    norm
-)
+_norm = functools.partial(
+    jax.jit, static_argnames=("name", "axis", "eps", "dtype", "tier", "function", "to", "block"), inline=True
+)(norm)
 
 
 def _parameters(name, x, row, given):

@@ -519,9 +519,12 @@ def test_every_public_function_is_listed():
         "elementwise_kernel",
         "tiers",
         "export_checks",
-        # Without a derivative, or with that of x: tests/test_quantize.py has them.
+        # Without a derivative, or with that of x: tests/test_quantize.py and test_quantize_fused.py have them.
+        "DelayedScale",
+        "Quantization",
         "quantize_rows",
         "quantize_blocks",
+        "quantize_tensor",
         "dequantize",
         "fake_quantize",
         "sort_indices",
