@@ -7,6 +7,7 @@ tests run the kernels.
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import threading
