@@ -83,6 +83,18 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--repeats", type=int, default=0, help="readings of the clock")
     p.add_argument("--explain", action="store_true", help="what would be taken on a GPU, instead of times")
     p.add_argument(
+        "--only",
+        action="append",
+        metavar="A,B",
+        help="measure under accelerate(only=(A, B)) too; 'default' stands for the default operations; may be repeated",
+    )
+    p.add_argument(
+        "--without",
+        action="append",
+        metavar="A,B",
+        help="measure under accelerate(without=(A, B)) too; may be repeated",
+    )
+    p.add_argument(
         "--out",
         type=pathlib.Path,
         default=RESULTS,

@@ -3,10 +3,13 @@
     python -m benchmarks programs                              every program
     python -m benchmarks programs --cases 'graph.*uniform'     those whose name matches
     python -m benchmarks programs --explain                    what would be taken on a GPU, without one
+    python -m benchmarks programs --only default,layer_norm --only rms_norm
+                                                               beside the default, also under accelerate(only=...)
 
-Graph convolution and attention, an interaction network, an embedding with a dense layer, a click model with bags of ids,
-and a classifier over a large vocabulary, in plain JAX and optax; the same with jraph and flax.linen, and transformers of
-flax.nnx and equinox, where these are installed. Steps are enqueued one behind the other and timed by the host's clock.
+Graph convolution and attention, an interaction network, a potential with forces, an embedding with a dense layer, a click
+model with bags of ids, and a classifier over a large vocabulary, in plain JAX and optax; the same with jraph and flax.linen,
+a mesh simulator of flax.linen, and transformers of flax.nnx, equinox and haiku, where these are installed. Steps are enqueued
+one behind the other and timed by the host's clock.
 Indices are arguments of the step: XLA folds scatters of constants for half a minute.
 """
 
@@ -20,7 +23,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +31,7 @@ import numpy as np
 
 import jaxkern
 from benchmarks import _goals, _report, _run, _timing
+from jaxkern._core import switch
 
 OPERATION = "programs"
 SAMPLE = 0.2  # seconds of work, at least, that one reading of the clock is about
@@ -204,6 +208,92 @@ def _interaction(dtype, small) -> Training:
     shapes = [(3 * d, d), (d, d), (2 * d, d), (d, d)] * (2 if small else 5) + [(d, 16)]
     data = (x, labels, ids(), ids(), edges)
     return _optimized(optax.adam(1e-3), _loss_of(apply, dtype), lambda key: _matrices(key, shapes), data)
+
+
+def _linen_mesh(dtype, small) -> Training:
+    """A mesh simulator (MeshGraphNets, Pfaff et al. 2021): networks with LayerNorm on edges and nodes of a grid of triangles."""
+    import flax.linen as nn
+    import optax
+
+    side, d, rounds = (12, 16, 2) if small else (200, 128, 15)
+    types = {"dtype": jnp.dtype(dtype), "param_dtype": jnp.float32}
+    network = lambda: nn.Sequential(
+        [nn.Dense(d, **types), nn.relu, nn.Dense(d, **types), nn.relu, nn.Dense(d, **types), nn.LayerNorm(**types)]
+    )
+
+    class Simulator(nn.Module):
+        @nn.compact
+        def __call__(self, nodes, edges, senders, receivers):
+            x, e = network()(nodes), network()(edges)
+            for _ in range(rounds):
+                e = e + network()(jnp.concatenate([e, x[senders], x[receivers]], -1))
+                sums = jax.ops.segment_sum(e, receivers, x.shape[0])
+                x = x + network()(jnp.concatenate([x, sums], -1))
+            return nn.Dense(2, **types)(nn.relu(nn.Dense(d, **types)(x)))
+
+    rng = np.random.default_rng(0)
+    at = np.stack(np.meshgrid(np.arange(side), np.arange(side), indexing="ij"), -1).reshape(-1, 2)
+    steps = np.array([(0, 1), (1, 0), (1, 1)])
+    to = at[:, None] + steps
+    one, step = np.nonzero((to < side).all(-1))
+    other = to[one, step] @ np.array([side, 1])
+    ends = rng.permutation(side * side).astype(np.int32)[np.stack([one, other])]  # a mesher's numbers have no order
+    senders, receivers = np.concatenate([ends, ends[::-1]], 1)
+    nodes = rng.normal(size=(side * side, 11)).astype(np.float32)
+    edges = rng.normal(size=(senders.size, 7)).astype(np.float32)
+    wanted = rng.normal(size=(side * side, 2)).astype(np.float32)
+    model = Simulator()
+
+    def init(key):
+        few = (jnp.zeros((2, 11)), jnp.zeros((3, 7)), jnp.zeros(3, jnp.int32), jnp.zeros(3, jnp.int32))
+        return model.init(key, *few)
+
+    def loss(params, nodes, edges, senders, receivers, wanted):
+        return jnp.square(model.apply(params, nodes, edges, senders, receivers).astype(jnp.float32) - wanted).mean()
+
+    return _optimized(optax.adam(1e-4), loss, init, (nodes, edges, senders, receivers, wanted))
+
+
+def _potential(dtype, small) -> Training:
+    """Energies and forces of molecules by continuous filters (SchNet, Schuett et al. 2017); forces are a gradient."""
+    import optax
+
+    molecules, atoms, neighbours, d, radial, rounds = (3, 8, 4, 16, 6, 2) if small else (256, 80, 30, 128, 50, 3)
+    rng = np.random.default_rng(0)
+    n, cutoff = molecules * atoms, 5.0
+    kinds = rng.integers(0, 10, n).astype(np.int32)
+    places = rng.uniform(0, 8, (n, 3)).astype(np.float32)
+    own = np.repeat(np.arange(n), neighbours)
+    senders = (own // atoms * atoms + (own + rng.integers(1, atoms, own.size)) % atoms).astype(np.int32)
+    molecule = (np.arange(n) // atoms).astype(np.int32)
+    energies, forces = (rng.normal(size=s).astype(np.float32) for s in (molecules, (n, 3)))
+    centres = np.linspace(0, cutoff, radial, dtype=np.float32)
+
+    def energy(params, places, kinds, senders, receivers, molecule):
+        table, *layers, out1, out2 = params
+        across = places[senders] - places[receivers]
+        distance = jnp.sqrt(jnp.square(across).sum(-1) + 1e-6)
+        window = 0.5 * (jnp.cos(jnp.pi * jnp.minimum(distance, cutoff) / cutoff) + 1)
+        basis = jnp.exp(-10 * jnp.square(distance[:, None] - centres)).astype(dtype)
+        x = table[kinds]
+        for k in range(0, len(layers), 4):
+            a, b, c, f = layers[k : k + 4]
+            weights = (jax.nn.silu(basis @ a) @ b) * window[:, None].astype(dtype)
+            sums = jax.ops.segment_sum((x @ c)[senders] * weights, receivers, x.shape[0])
+            x = x + jax.nn.silu(sums) @ f
+        atomic = (jax.nn.silu(x @ out1) @ out2)[:, 0].astype(jnp.float32)
+        return jax.ops.segment_sum(atomic, molecule, molecules)
+
+    def loss(params, places, kinds, senders, receivers, molecule, energies, forces):
+        params = jax.tree.map(lambda a: a.astype(dtype), params)
+        rest = kinds, senders, receivers, molecule
+        found, pull = jax.vjp(lambda p: energy(params, p, *rest), places)
+        (gradient,) = pull(jnp.ones_like(found))
+        return jnp.square(found - energies).mean() + jnp.square(gradient + forces).mean()
+
+    shapes = [(10, d), *[(radial, d), (d, d), (d, d), (d, d)] * rounds, (d, d), (d, 1)]
+    data = (places, kinds, senders, own.astype(np.int32), molecule, energies, forces)
+    return _optimized(optax.adam(1e-3), loss, lambda key: _matrices(key, shapes), data)
 
 
 # --- embeddings and classes ----------------------------------------------------------------------
@@ -413,6 +503,26 @@ def _equinox_transformer(s, dtype):
     )
 
 
+def _haiku_transformer(s, dtype):
+    """Activations are of the type of the parameters."""
+    import haiku as hk
+
+    del dtype
+
+    def model(ids):
+        norm = lambda: hk.LayerNorm(axis=-1, create_scale=True, create_offset=True)
+        embed = hk.Embed(s.vocabulary, s.width, name="tokens")
+        x = embed(ids) + hk.Embed(s.length, s.width, name="places")(jnp.arange(s.length))
+        for _ in range(s.layers):
+            mixed = _causal_attention(hk.Linear(3 * s.width)(norm()(x)), s.heads)
+            x = x + hk.Linear(s.width)(mixed)
+            x = x + hk.Linear(s.width)(jax.nn.gelu(hk.Linear(4 * s.width)(norm()(x))))
+        return norm()(x) @ embed.embeddings.T
+
+    transformed = hk.without_apply_rng(hk.transform(model))
+    return lambda key: transformed.init(key, jnp.zeros((1, s.length), jnp.int32)), transformed.apply
+
+
 def programs() -> list[Program]:
     """Required are goals for one H200; `endless` was seen on it, with jax 0.11.2."""
     both = ("bfloat16", "float32")
@@ -438,6 +548,8 @@ def programs() -> list[Program]:
         make = functools.partial(_attention, layer)
         found += [Program(f"{name}, zipf", t, make, endless=endless, package=package) for t in both]
     found += [Program("interaction network", t, _interaction, 1.6 if t == "bfloat16" else 1.05) for t in both]
+    found += [Program("mesh simulator, flax.linen", t, _linen_mesh, package="flax") for t in both]
+    found += [Program("potential with forces", t, _potential) for t in both]
     found += [Program("embedding", t, _embedding, 25 if t == "bfloat16" else 0.97) for t in both]
     found += [
         Program("embedding, flax.linen", t, _linen_embedding, 25 if t == "bfloat16" else 0.97, package="flax")
@@ -451,6 +563,7 @@ def programs() -> list[Program]:
     for name, package, model in (
         ("flax.nnx", "flax", _nnx_transformer),
         ("equinox", "equinox", _equinox_transformer),
+        ("haiku", "haiku", _haiku_transformer),
     ):
         make = functools.partial(_transformer, model)
         found.append(Program(f"transformer, {name}", "bfloat16", make, 1.1, package=package))
@@ -460,8 +573,13 @@ def programs() -> list[Program]:
 # --- what runs -----------------------------------------------------------------------------------
 
 
-def _measured(training: Training, repeats: int) -> tuple[_timing.Timing, float, float]:
-    """Time of a step, seconds of the first one, and the loss after it."""
+class _Measured(NamedTuple):
+    time: _timing.Timing  # of a step
+    first: float  # seconds of the first one
+    loss: float  # after it
+
+
+def _measured(training: Training, repeats: int) -> _Measured:
     step = jax.jit(training.step, donate_argnums=0)
     data = [jax.device_put(a) for a in training.data]
     state = jax.block_until_ready(jax.jit(training.init)())
@@ -480,11 +598,26 @@ def _measured(training: Training, repeats: int) -> tuple[_timing.Timing, float, 
     one = seconds(1)
     count = max(1, min(200, round(SAMPLE / max(one, 1e-6))))
     samples = [seconds(count) / count * 1e6 for _ in range(repeats if one < 1 else 2)]
-    return _timing.Timing(samples, "host"), first, float(loss)
+    return _Measured(_timing.Timing(samples, "host"), first, float(loss))
+
+
+def _sets(arguments: Any) -> dict[str, dict[str, Any]]:
+    """Arguments of `accelerate` to measure with, by what is said of them in the name of a case."""
+    default = list(switch.DEFAULT)
+    found: dict[str, dict[str, Any]] = {"": {}}
+    for text in getattr(arguments, "only", None) or ():
+        names = [n for part in text.split(",") for n in (default if part == "default" else [part])]
+        found[f" [only {text}]"] = {"only": names}
+    for text in getattr(arguments, "without", None) or ():
+        found[f" [without {text}]"] = {"without": text.split(",")}
+    for options in found.values():
+        jaxkern.accelerate(**options)  # raises an error if there is no such operation
+    return found
 
 
 def run(arguments: Any) -> dict[str, Any]:
     """Measures; what goes to the result file."""
+    sets = _sets(arguments)
     gpu = _run.backend() == "gpu"
     small, repeats = not gpu or arguments.quick, arguments.repeats or (5 if gpu else 2)
     chosen = [p for p in programs() if re.search(arguments.cases, f"{p.name} {p.dtype}")]
@@ -493,16 +626,14 @@ def run(arguments: Any) -> dict[str, Any]:
     rows = []
     for program in _timing.progress(chosen, len(chosen), "measure programs"):
         training = program.make(program.dtype, small)
-        times: dict[str, Any] = {}
-        first, losses = {}, {}
-        explanation = jaxkern.explain(training.step)(*training.specs())
-        with jaxkern.accelerate():
-            times[_goals.OURS], first[_goals.OURS], losses[_goals.OURS] = _measured(training, repeats)
-        if program.endless and gpu and not small:
-            times["xla"] = _timing.Failure(program.endless)
-        else:
-            times["xla"], first["xla"], losses["xla"] = _measured(training, repeats)
-        rows.append(_row(program, times, first, losses, explanation, gpu and not small))
+        own = {}
+        for label, options in sets.items():
+            with jaxkern.accelerate(**options):
+                explanation = jaxkern.explain(training.step)(*training.specs())
+                own[label] = explanation, _measured(training, repeats)
+        plain = None if program.endless and gpu and not small else _measured(training, repeats)
+        for label, (explanation, measured) in own.items():
+            rows.append(_row(program, label, measured, plain, explanation, gpu and not small))
     return {
         "format": 1,
         "operation": OPERATION,
@@ -519,23 +650,28 @@ def _portable(source: str) -> str:
     return next((source.removeprefix(f + os.sep) for f in folders if source.startswith(f + os.sep)), source)
 
 
-def _row(program, times, first, losses, explanation, required) -> dict[str, Any]:
+def _row(program, label, own, plain, explanation, required) -> dict[str, Any]:
+    """plain: None if the plain program does not end."""
+    measured = {_goals.OURS: own} | ({} if plain is None else {"xla": plain})
+    times = {who: m.time.to_json() for who, m in measured.items()}
+    if plain is None:
+        times["xla"] = _timing.Failure(program.endless).to_json()
     goals = []
-    if required and "xla" in losses:
-        ratio = times["xla"].median / times[_goals.OURS].median
+    if required and plain is not None:
+        ratio = plain.time.median / own.time.median
         goals.append({"goal": "plain", "required": program.required, "value": ratio, "met": ratio >= program.required})
-        later = LATER / max(first[_goals.OURS] - first["xla"], 1e-3)
+        later = LATER / max(own.first - plain.first, 1e-3)
         goals.append({"goal": "first step", "required": 1.0, "value": later, "met": later >= 1})
     return {
-        "case": program.name,
+        "case": program.name + label,
         "group": "programs",
         "shape": [],
         "dtype": program.dtype,
         "op": OPERATION,
         "direction": "step",
-        "times": {who: t.to_json() for who, t in times.items()},
-        "first_s": {who: round(s, 3) for who, s in first.items()},
-        "loss": losses,
+        "times": times,
+        "first_s": {who: round(m.first, 3) for who, m in measured.items()},
+        "loss": {who: m.loss for who, m in measured.items()},
         "decisions": [dataclasses.asdict(d) | {"source": _portable(d.source)} for d in explanation],
         "handlers": sorted({d.operation for d in explanation.taken}),
         "copy_ratio": {},
@@ -571,5 +707,8 @@ def explain(arguments: Any) -> int:
     for program in programs():
         if re.search(arguments.cases, f"{program.name} {program.dtype}"):
             training = program.make(program.dtype, arguments.quick)
-            print(f"{program.name}, {program.dtype}\n{jaxkern.explain(training.step)(*training.specs())}\n", flush=True)
+            for label, options in _sets(arguments).items():
+                with jaxkern.accelerate(**options):
+                    explanation = jaxkern.explain(training.step)(*training.specs())
+                print(f"{program.name}, {program.dtype}{label}\n{explanation}\n", flush=True)
     return 0

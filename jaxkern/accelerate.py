@@ -41,11 +41,14 @@ class accelerate(contextlib.ContextDecorator):
                                                       `x[i]`, `jnp.take` and `flax.linen.Embed`, jraph's models
         "logsumexp"                                   `jax.nn.logsumexp`, `jax.scipy.special.logsumexp`
         "softmax"                                     the gradient of `jax.nn.softmax`
-        "log_softmax"                                 that of `jax.nn.log_softmax` in 16 bits; on request alone, by `only`
-        "layer_norm", "rms_norm"                      the layers of `flax.linen`, `flax.nnx` and `equinox`; on request
-                                                      alone, by `only`: the variance is computed otherwise
-        "softmax_cross_entropy"                       `optax.softmax_cross_entropy_with_integer_labels`; on request alone,
-                                                      by `only`: rows that hold infinities differ
+        "dot_product_attention"                       the softmax in `jax.nn.dot_product_attention`, in 16 bits, with its masks
+        "log_softmax"                                 that of `jax.nn.log_softmax` in 16 bits
+        "softmax_cross_entropy"                       `optax.softmax_cross_entropy_with_integer_labels`: rows that hold
+                                                      infinities differ
+        "layer_norm", "rms_norm"                      the layers of `flax.linen`, `flax.nnx`, `equinox` and `haiku`: the
+                                                      variance is computed otherwise
+
+    On request alone, by `only`: log_softmax, softmax_cross_entropy, layer_norm and rms_norm.
 
     Where gathers of rows and elementwise arithmetic make the updates of a scatter, as in `segment_sum(x[senders] *
     w[:, None], receivers)`, one kernel runs all of it, and nothing of the size edges x features is stored.
@@ -65,7 +68,8 @@ class accelerate(contextlib.ContextDecorator):
         export: also in programs that `jax.export` makes, which then need `disabled_checks=jaxkern.export_checks()`.
 
     Results differ from plain JAX's by rounding: 16-bit sums are made in float32, and the variance of a row is the mean of
-    its squared deviations, where flax's layers have mean(x^2) - mean(x)^2 by default, which is less accurate. Sums are the
+    its squared deviations, where flax's layers have mean(x^2) - mean(x)^2 by default, which is less accurate, and haiku's
+    round to the type of x after each operation. Sums are the
     same bits in every run. What else differs, for rows of infinite logits, is in the docstring of
     jaxkern/_accelerate/functions.py.
 
@@ -198,8 +202,7 @@ def explain(f: typing.Callable, platform: str = "cuda", **jit_options: typing.An
 def _settings(only, without, force, export) -> Settings:
     if callable(only):
         raise TypeError("jaxkern.accelerate: the decorator has parentheses: @jaxkern.accelerate()")
-    default = (*switch.SCATTERS, *switch.FUNCTIONS)
-    only = default if only is None else (only,) if isinstance(only, str) else tuple(only)
+    only = switch.DEFAULT if only is None else (only,) if isinstance(only, str) else tuple(only)
     without = (without,) if isinstance(without, str) else tuple(without)
     for name in (*only, *without):
         if name not in switch.OPERATIONS:

@@ -1,4 +1,4 @@
-"""Stand-ins for the layers of flax.linen, flax.nnx and equinox: the functions and classes that jaxkern.accelerate replaces there.
+"""Stand-ins for the layers of flax.linen, flax.nnx, equinox and haiku: the functions and classes that jaxkern.accelerate replaces there.
 
 They have the same names, parameters and results, so that the mechanism is tested where these libraries are not installed.
 """
@@ -149,3 +149,58 @@ class RMSNorm(_Norm):
     def __call__(self, x, state=..., *, key=None):
         y = self.normalized(x, False)
         return y if state is ... else (y, state)
+
+
+# ---- haiku
+
+
+class hk:
+    """What haiku's modules make parameters with: each is made once."""
+
+    made: dict = {}
+
+    @staticmethod
+    def get_parameter(name, shape, dtype, init):
+        if name not in hk.made:
+            hk.made[name] = init(shape, dtype)
+        assert hk.made[name].shape == tuple(shape)
+        return hk.made[name]
+
+
+class haiku:
+    class LayerNorm:
+        """`haiku.LayerNorm`."""
+
+        def __init__(self, axis, create_scale, create_offset, eps=1e-5, use_fast_variance=False, param_axis=-1):
+            self.axis = axis if isinstance(axis, (tuple, slice)) else (axis,)
+            self.param_axis, self.eps, self.use_fast_variance = (param_axis,), eps, use_fast_variance
+            self.create_scale, self.create_offset = create_scale, create_offset
+            self.scale_init, self.offset_init = jnp.ones, jnp.zeros
+
+        @jax.named_scope("LayerNorm")
+        def __call__(self, inputs, scale=None, offset=None):
+            axis = tuple(range(inputs.ndim)[self.axis]) if isinstance(self.axis, slice) else self.axis
+            mean = jnp.mean(inputs, axis, keepdims=True)
+            shape = [n if d == self.param_axis[0] % inputs.ndim else 1 for d, n in enumerate(inputs.shape)]
+            shape = shape[-1:] if self.param_axis == (-1,) else shape
+            if self.create_scale:
+                scale = hk.get_parameter("scale", shape, inputs.dtype, init=self.scale_init)
+            if self.create_offset:
+                offset = hk.get_parameter("offset", shape, inputs.dtype, init=self.offset_init)
+            rstd = jax.lax.rsqrt(jnp.var(inputs, axis, keepdims=True) + self.eps)
+            y = (rstd if scale is None else scale * rstd) * (inputs - mean)
+            return y if offset is None else y + offset
+
+    class RMSNorm:
+        """`haiku.RMSNorm`."""
+
+        def __init__(self, axis, eps=1e-5, create_scale=True):
+            self.axis, self.param_axis, self.eps, self.create_scale = (axis,), (-1,), eps, create_scale
+            self.scale_init = jnp.ones
+
+        @jax.named_scope("RMSNorm")
+        def __call__(self, inputs):
+            scale = 1.0
+            if self.create_scale:
+                scale = hk.get_parameter("scale", inputs.shape[-1:], inputs.dtype, init=self.scale_init)
+            return inputs * scale * jax.lax.rsqrt(jnp.mean(jnp.square(inputs), self.axis, keepdims=True) + self.eps)

@@ -7,14 +7,17 @@ import json
 import pathlib
 import sys
 
+import jax
 import pytest
 from conftest import ON_GPU
 
 sys.path.append(
     str(pathlib.Path(__file__).parent.parent)
 )  # last, so that the package under test stays the installed one
+import jaxkern  # noqa: E402
 from benchmarks import _goals, _report, _run, programs, sharding  # noqa: E402
 from benchmarks.__main__ import OPERATIONS  # noqa: E402
+from jaxkern._core import switch  # noqa: E402
 
 SMALL = {
     "softmax": (1024, 256),
@@ -22,7 +25,7 @@ SMALL = {
     "score": (2, 2, 128, 512),
     "elementwise": (1 << 18,),
     "elementwise_kernel": (1 << 18,),
-    "quantize": (64, 256),
+    "quantize": (128, 256),
     "reduction": (1024, 256),
     "norm": (1024, 256),
     "cross_entropy": (1024, 256),
@@ -77,6 +80,60 @@ def test_whole_programs(tmp_path):
         assert set(row["times"]) == set(row["loss"]) == {_goals.OURS, "xla"}
         assert row["loss"][_goals.OURS] == pytest.approx(row["loss"]["xla"], rel=1e-3)
         assert row["decisions"] and row["case"] in programs.table(data)
+
+
+NORMS = {"layer_norm", "softmax_cross_entropy", "scatter_add"}
+# What is found in a program, at least.
+FOUND = {
+    "transformer, flax.nnx": NORMS | {"softmax"},
+    "transformer, equinox": NORMS | {"softmax"},
+    "transformer, haiku": NORMS | {"softmax"},
+    "mesh simulator, flax.linen": {"layer_norm", "scatter_add"},
+    "potential with forces": {"scatter_add"},
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_is_found_in_programs(name):
+    """With every operation, whatever its size: the same losses."""
+    found = [p for p in programs.programs() if p.name == name and p.dtype == "bfloat16"]
+    if not found:
+        pytest.skip("its package is not installed")
+    training, platform = found[0].make("bfloat16", True), "cuda" if ON_GPU else "cpu"
+    step = jax.jit(training.step)
+
+    def losses():
+        state, found = training.init(), []
+        for _ in range(3):
+            state, loss = step(state, *training.data)
+            found.append(float(loss))
+        return found
+
+    plain = losses()
+    with jaxkern.accelerate(only=switch.OPERATIONS, force=True):
+        explanation = jaxkern.explain(step, platform)(*training.specs())
+        own = losses()
+    assert {d.operation for d in explanation.taken} >= FOUND[name], explanation
+    assert own == pytest.approx(plain, rel=5e-3)
+
+
+def test_sets_of_operations(tmp_path):
+    """Each set is a case of its own, beside the default."""
+    options = argparse.Namespace(
+        quick=True,
+        cases="^vocabulary head float32",
+        repeats=1,
+        only=["default,softmax_cross_entropy"],
+        without=["softmax"],
+    )
+    rows = programs.run(options)["results"]
+    assert [r["case"] for r in rows] == [
+        f"vocabulary head{label}" for label in ("", " [only default,softmax_cross_entropy]", " [without softmax]")
+    ]
+    operations = [{d["operation"] for d in r["decisions"]} for r in rows]
+    assert "softmax_cross_entropy" in operations[1] and "softmax_cross_entropy" not in operations[0] | operations[2]
+    with pytest.raises(ValueError, match="no operation 'sort'"):
+        programs.run(argparse.Namespace(quick=True, cases="head", repeats=1, only=["sort"]))
 
 
 def test_programs_of_full_size_are_traced(capsys):

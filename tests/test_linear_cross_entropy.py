@@ -315,8 +315,6 @@ def test_precision_of_the_caller():
 
 # ---- memory
 
-CUBLAS = 4 << 20  # bytes that XLA gives to its products to work in
-
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("algorithm, memory", [("rows", 4_000_000), ("vocabulary", 5_000_000)])
@@ -338,11 +336,13 @@ def test_memory(algorithm, memory, reduction):
     with tiers.force(linear_softmax_cross_entropy=algorithm):
         compiled = jax.jit(jax.value_and_grad(f, (0, 1))).lower(*types).compile()
     temporary = compiled.memory_analysis().temp_size_in_bytes
+    shapes = re.findall(r"\w\d+\[([\d,]+)\]", compiled.as_text())
     if ON_GPU:
-        assert temporary <= 1.02 * memory + CUBLAS
+        products = re.findall(r"s8\[(\d+)\]", compiled.as_text())  # what XLA gives to them to work in
+        assert temporary <= 1.02 * memory + max(map(int, products), default=0)
+        shapes = [s for s in shapes if s not in products]
     else:
         assert temporary <= 2.6 * memory < 4 * rows * vocabulary
-    shapes = re.findall(r"\w\d+\[([\d,]+)\]", compiled.as_text())
     assert max(math.prod(map(int, s.split(","))) for s in shapes) < rows * vocabulary // 4
 
 

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm of flax.linen, flax.nnx and equinox.
+"""LayerNorm and RMSNorm of flax.linen, flax.nnx, equinox and haiku.
 
 flax: a layer calls `_compute_stats`, and passes the mean and the variance to `_normalize`. The replaced `_compute_stats` is
 the original, and remembers what the results were computed from. If the replaced `_normalize` is given these very results,
@@ -7,6 +7,9 @@ of other layers (BatchNorm, GroupNorm, InstanceNorm) differ in x or in the axes,
 
 equinox: `__call__` is replaced. A layer sees one example, mostly under `jax.vmap`, so that sizes are known only where the
 program is lowered; a small norm is left to XLA there.
+
+haiku: `__call__` is replaced, for rows along the last axis with parameters of a row. Plain layers round to the type of x after
+each operation.
 
 Results differ from the layers' by rounding. The variance is the mean of squared deviations in float32 or wider, where flax
 has mean(x^2) - mean(x)^2 by default, whose relative error is larger by a factor of mean^2 / variance.
@@ -23,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern import norm
-from jaxkern._accelerate import gate
+from jaxkern._accelerate import gate, split_norms
 from jaxkern._accelerate.arguments import decide, is_plain
 from jaxkern._core import compat, decisions, stablehlo, switch
 from jaxkern._core.algorithms import forced
@@ -53,12 +56,20 @@ def _left(prim, ctx, operands, params) -> bool:
 PRIMITIVES = {name: primitive.variant(name, "plain", _left) for name in NAMES}
 for _primitives in PRIMITIVES.values():
     derivatives.define(_primitives)
+# By (operation, whether the variance is mean(x^2) - mean(x)^2 in the plain layer).
+SPLIT = {
+    (name, fast): split_norms.variant(name, fast, PRIMITIVES[name], _left) for name in NAMES for fast in (False, True)
+}
 
 
-def _normalized(operation, x, scale, bias, axes, eps, dtype):
-    """The norm of x along its last axes; scale and bias have their shape, or are None."""
+def _normalized(operation, x, scale, bias, axes, eps, dtype, fast=False):
+    """The norm of x along its last axes; scale and bias have their shape, or are None.
+
+    fast: the plain layer has the variance as mean(x^2) - mean(x)^2.
+    """
     given = {"name": operation, "axis": axes, "eps": float(eps), "dtype": jnp.dtype(dtype), "tier": forced(operation)}
-    primitives = PRIMITIVES[operation]
+    # Where there is one device, rows are split over none.
+    primitives = PRIMITIVES[operation] if jax.device_count() == 1 else SPLIT[operation, fast]
     return norm.norm(x, scale, bias, None, None, [], function=None, primitives=primitives, **given)[0]
 
 
@@ -89,6 +100,7 @@ class _Statistics(typing.NamedTuple):
     var: weakref.ref
     axes: tuple
     centred: bool
+    fast: bool  # the variance is mean(x^2) - mean(x)^2
     why: str  # why kernels do not compute the same
 
 
@@ -139,12 +151,14 @@ def statistics(original, *arguments, **named):
     a = _arguments(original, arguments, named)
     x, centred = a["x"], a["use_mean"]
     if is_plain(x) and isinstance(centred, bool) and (axes := _trailing(a["axes"], x.ndim)):
-        _local.last = _Statistics(*map(weakref.ref, (x, mean, var)), axes, centred, _why_not(x, a))
+        _local.last = _Statistics(
+            *map(weakref.ref, (x, mean, var)), axes, centred, a["use_fast_variance"] is True, _why_not(x, a)
+        )
     return results
 
 
 def _layer(a):
-    """(operation, axes) that a call of `_normalize` with arguments `a` is to run as; None for the original."""
+    """(operation, axes, fast) that a call of `_normalize` with arguments `a` is to run as; None for the original."""
     last, x = getattr(_local, "last", None), a["x"]
     if last is None or last.x() is not x or last.mean() is not a["mean"] or last.var() is not a["var"]:
         return None
@@ -160,7 +174,7 @@ def _layer(a):
     if not taken:
         decide(operation, False, reason, x)
         return None
-    return operation, last.axes
+    return operation, last.axes, last.fast
 
 
 def _is_float(dtype) -> bool:
@@ -170,7 +184,7 @@ def _is_float(dtype) -> bool:
         return False
 
 
-def _flax_norm(operation, axes, a, scale, bias):
+def _flax_norm(operation, axes, fast, a, scale, bias):
     """The result of `_normalize`, or None if parameters are not such that kernels keep it."""
     x = a["x"]
     row = tuple(x.shape[d] for d in axes)
@@ -179,7 +193,7 @@ def _flax_norm(operation, axes, a, scale, bias):
         return None
     dtype = jnp.result_type(x, *given) if a["dtype"] is None else jax.dtypes.canonicalize_dtype(jnp.dtype(a["dtype"]))
     scale, bias = (None if p is None else p.reshape(row) for p in (scale, bias))
-    return _normalized(operation, x, scale, bias, axes, a["epsilon"], dtype)
+    return _normalized(operation, x, scale, bias, axes, a["epsilon"], dtype, fast)
 
 
 class _Made:
@@ -201,13 +215,13 @@ def linen(original, *arguments, **named):
     found = _layer(a) if a.get("force_float32_reductions", True) is True else None
     if found is None:
         return NotImplemented
-    operation, axes = found
+    _, axes, _ = found
     module, shape = a["mdl"], [a["x"].shape[d] for d in axes]
     made = {}
     for name in ("scale", "bias"):
         if a[f"use_{name}"]:
             made[name] = module.param(name, a[f"{name}_init"], shape, a["param_dtype"])
-    y = _flax_norm(operation, axes, a, made.get("scale"), made.get("bias"))
+    y = _flax_norm(*found, a, made.get("scale"), made.get("bias"))
     if y is None:  # A module makes a parameter once.
         return original(**(a | {"mdl": _Made(module, made)}))
     return y
@@ -249,6 +263,42 @@ def equinox(operation, original, layer, x, state, **named):
     return y if state is default else (y, state)
 
 
+# ---- haiku
+
+
+def haiku(operation, original, layer, inputs, scale=None, offset=None):
+    """`LayerNorm.__call__` and `RMSNorm.__call__`, which make the parameters."""
+    make = getattr(original.__globals__.get("hk"), "get_parameter", None)
+    if make is None or not _is_asked(operation) or not is_plain(inputs) or scale is not None or offset is not None:
+        return NotImplemented
+    try:
+        axes, of_parameters = (
+            tuple(range(inputs.ndim)[a]) if isinstance(a, slice) else _trailing(a, inputs.ndim)
+            for a in (layer.axis, layer.param_axis)
+        )
+        inits = {"scale": layer.scale_init if layer.create_scale else None}
+        if operation == "layer_norm":
+            inits["offset"] = layer.offset_init if layer.create_offset else None
+        eps, fast = layer.eps, bool(getattr(layer, "use_fast_variance", False))
+    except AttributeError:  # another version
+        return NotImplemented
+    row, width = (inputs.ndim - 1,), inputs.shape[-1]
+    if axes != row or of_parameters != row or not _is_eps(eps):
+        return NotImplemented
+    taken, reason = (True, "forced")
+    if not switch.current().force:
+        taken, reason = gate.norm(inputs.dtype, inputs.size // width, width)
+    if not taken:
+        decide(operation, False, reason, inputs)
+        return NotImplemented
+    # haiku makes a parameter once, so that the original finds those that are made here.
+    made = {k: make(k, (width,), inputs.dtype, init=f) for k, f in inits.items() if f is not None}
+    if not _are_parameters(inputs, *made.values()) or any(p.shape != (width,) for p in made.values()):
+        return NotImplemented
+    dtype = jnp.result_type(inputs, *made.values())
+    return _normalized(operation, inputs, made.get("scale"), made.get("offset"), row, eps, dtype, fast)
+
+
 # ---- what is replaced
 
 _STATISTICS = "x axes dtype axis_name axis_index_groups use_mean use_fast_variance"
@@ -284,4 +334,13 @@ REPLACED = (
         "self x state key",
         "",
     ),
+    (
+        ("layer_norm",),
+        "haiku._src.layer_norm",
+        "LayerNorm.__call__",
+        functools.partial(haiku, "layer_norm"),
+        "self inputs scale offset",
+        "",
+    ),
+    (("rms_norm",), "haiku._src.rms_norm", "RMSNorm.__call__", functools.partial(haiku, "rms_norm"), "self inputs", ""),
 )

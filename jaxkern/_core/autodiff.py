@@ -8,7 +8,7 @@ more, which gives the backward rule itself.
 import jax
 from jax.interpreters import ad
 
-from jaxkern._core import compat
+from jaxkern._core import compat, validate
 from jaxkern._core.primitive import bind
 
 
@@ -80,4 +80,53 @@ def deftranspose(prim, position, transpose):
             cts[position] = bind(transpose, *operands[:position], ct, *operands[position + 1 :], **params)
         return cts
 
+    ad.primitive_transposes[prim] = rule
+
+
+def defmultilinear(prim, f, linear, transpose):
+    """Derivatives of `prim`, which is linear in its operands at the positions `linear(params)`, and whose reference is f.
+
+    transpose(operands, cotangents, params): the cotangents of those operands.
+    """
+
+    def jvp(primals, tangents, **params):
+        at = linear(params)
+        out = bind(prim, *primals, **params)
+        terms = []
+        if any(type(tangents[k]) is not ad.Zero for k in at):
+            operands = list(primals)
+            for k in at:
+                operands[k] = ad.instantiate_zeros(tangents[k])
+            terms.append(bind(prim, *operands, **params))
+        active = [k for k, t in enumerate(tangents) if k not in at and type(t) is not ad.Zero]
+        if active:
+
+            def of(*xs):
+                operands = list(primals)
+                for k, x in zip(active, xs):
+                    operands[k] = x
+                return f(*operands, **params)
+
+            terms.append(jax.jvp(of, [primals[k] for k in active], [tangents[k] for k in active])[1])
+        if not terms:
+            return out, list(map(compat.zero_tangent, out))
+        return out, [sum(parts[1:], start=parts[0]) for parts in zip(*terms)]
+
+    def rule(cotangents, *operands, **params):
+        at = linear(params)
+        if any(ad.is_undefined_primal(x) for k, x in enumerate(operands) if k not in at):
+            raise NotImplementedError(f"{prim.name} is linear in operands {at} only")
+        found = [None] * len(operands)
+        if all(type(ct) is ad.Zero for ct in cotangents):
+            parts = [None] * len(at)
+        else:
+            cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
+            parts = transpose(operands, cotangents, params)
+        for k, part in zip(at, parts, strict=True):
+            if ad.is_undefined_primal(operands[k]):
+                aval = operands[k].aval
+                found[k] = ad.Zero(aval) if part is None else validate.split_like(part, aval)
+        return found
+
+    ad.primitive_jvps[prim] = jvp
     ad.primitive_transposes[prim] = rule

@@ -303,6 +303,15 @@ def register_lowering_uncached_when(prim, rule, platform, condition) -> None:
         internal._uncacheable_primitives.conditions[prim] = uncached
 
 
+def differentiates_softmax_by_parts() -> bool:
+    """Whether the code that runs now stands in `with jax.softmax_custom_jvp(False)`, not outside of any such block."""
+    with contextlib.suppress(ImportError, AttributeError):
+        from jax._src import config
+
+        return config.softmax_custom_jvp.get_local() is False
+    return False
+
+
 def lowering_rule(prim, platform):
     """JAX's own lowering rule of `prim` for a platform, or None where it is not found."""
     with contextlib.suppress(ImportError, AttributeError):

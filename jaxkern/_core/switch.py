@@ -12,10 +12,20 @@ import typing
 from jaxkern._core import compat, registry
 
 SCATTERS = ("scatter_add", "scatter_max", "scatter_min")
-FUNCTIONS = ("logsumexp", "softmax")
-# Taken only if named: not equal to the letter.
+FUNCTIONS = (
+    "logsumexp",
+    "softmax",
+    "dot_product_attention",
+    "log_softmax",
+    "softmax_cross_entropy",
+    "layer_norm",
+    "rms_norm",
+)
+OPERATIONS = (*SCATTERS, *FUNCTIONS)
+# Taken only if named: not equal to the letter, or not measured in programs. All others are the default. The docstring of
+# `accelerate` names them too.
 ON_REQUEST = ("log_softmax", "softmax_cross_entropy", "layer_norm", "rms_norm")
-OPERATIONS = (*SCATTERS, *FUNCTIONS, *ON_REQUEST)
+DEFAULT = tuple(name for name in OPERATIONS if name not in ON_REQUEST)
 
 
 class Settings(typing.NamedTuple):

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
 
-from jaxkern._core import compat, validate
-from jaxkern._core.autodiff import defvjp
+from jaxkern._core import validate
+from jaxkern._core.autodiff import defmultilinear, defvjp
 from jaxkern._core.primitive import bind
 from jaxkern._ops.norm import reference
 from jaxkern._ops.norm.primitive import PRIMITIVES
@@ -47,55 +47,6 @@ def _backward(primitives, active, params, kept, cotangents):
 
 
 _norm.defvjp(_forward, _backward)
-
-
-def _defmultilinear(prim, f, linear, transpose):
-    """Derivatives of `prim`, which is linear in its operands at the positions `linear(params)`, and whose reference is f.
-
-    transpose(operands, cotangents, params): the cotangents of those operands.
-    """
-
-    def jvp(primals, tangents, **params):
-        at = linear(params)
-        out = bind(prim, *primals, **params)
-        terms = []
-        if any(type(tangents[k]) is not ad.Zero for k in at):
-            operands = list(primals)
-            for k in at:
-                operands[k] = ad.instantiate_zeros(tangents[k])
-            terms.append(bind(prim, *operands, **params))
-        active = [k for k, t in enumerate(tangents) if k not in at and type(t) is not ad.Zero]
-        if active:
-
-            def of(*xs):
-                operands = list(primals)
-                for k, x in zip(active, xs):
-                    operands[k] = x
-                return f(*operands, **params)
-
-            terms.append(jax.jvp(of, [primals[k] for k in active], [tangents[k] for k in active])[1])
-        if not terms:
-            return out, list(map(compat.zero_tangent, out))
-        return out, [sum(parts[1:], start=parts[0]) for parts in zip(*terms)]
-
-    def rule(cotangents, *operands, **params):
-        at = linear(params)
-        if any(ad.is_undefined_primal(x) for k, x in enumerate(operands) if k not in at):
-            raise NotImplementedError(f"{prim.name} is linear in operands {at} only")
-        found = [None] * len(operands)
-        if all(type(ct) is ad.Zero for ct in cotangents):
-            parts = [None] * len(at)
-        else:
-            cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
-            parts = transpose(operands, cotangents, params)
-        for k, part in zip(at, parts, strict=True):
-            if ad.is_undefined_primal(operands[k]):
-                aval = operands[k].aval
-                found[k] = ad.Zero(aval) if part is None else validate.split_like(part, aval)
-        return found
-
-    ad.primitive_jvps[prim] = jvp
-    ad.primitive_transposes[prim] = rule
 
 
 def _grad_linear(params):
@@ -161,8 +112,8 @@ def define(primitives) -> None:
         differentiable=(0, 1, 2, 3),
         tell_active=True,
     )
-    _defmultilinear(primitives.grad, reference.norm_grad, _grad_linear, functools.partial(_grad_transpose, primitives))
-    _defmultilinear(primitives.jvp, reference.norm_jvp, _jvp_linear, functools.partial(_jvp_transpose, primitives))
+    defmultilinear(primitives.grad, reference.norm_grad, _grad_linear, functools.partial(_grad_transpose, primitives))
+    defmultilinear(primitives.jvp, reference.norm_jvp, _jvp_linear, functools.partial(_jvp_transpose, primitives))
 
 
 for _primitives in PRIMITIVES.values():
