@@ -168,7 +168,7 @@ TAKEN = {
     "log_softmax": "the gradient of `jax.nn.log_softmax` in 16 bits",
     "softmax_cross_entropy": "`optax.softmax_cross_entropy_with_integer_labels`; rows that hold infinite logits differ",
     "layer_norm": "the layers of flax.linen, flax.nnx, equinox and haiku; the variance is computed otherwise",
-    "rms_norm": "the layers of flax.linen, flax.nnx and haiku",
+    "rms_norm": "the RMSNorm of the same libraries",
 }
 
 
@@ -205,8 +205,11 @@ def switches() -> str:
 def algorithms() -> str:
     from jaxkern import tiers
 
-    rows = [[f"`{name}`", ", ".join(f"`{a}`" for a in tiers.algorithms(name))] for name in tiers.operations()]
-    return table(["operation", "algorithms"], rows)
+    code = lambda names: ", ".join(f"`{name}`" for name in names)
+    groups: dict = {}
+    for name in tiers.operations():
+        groups.setdefault(tiers.algorithms(name), []).append(name)
+    return table(["operations", "algorithms"], [[code(names), code(group)] for group, names in groups.items()])
 
 
 def gate(name: str) -> str:
