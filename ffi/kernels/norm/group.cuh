@@ -71,6 +71,11 @@ template <class T_, class O_, class P_, int kFlags, int kN, int kStats_, bool kI
   static constexpr int kStats = kInner ? 1 : kStats_;  // in a pack
 };
 
+// What happens to a normalised element before it is stored: nothing. See group_epilogue.cuh.
+struct NoGroupEpilogue {
+  template <int N, class C> static __device__ __forceinline__ void Apply(C (&)[N]) {}
+};
+
 template <class C> struct alignas(2 * sizeof(C)) Pair {
   C a, b;
 };

@@ -65,8 +65,8 @@ template <bool kCluster> __device__ __forceinline__ void WaitForReaders() {
 #endif
 }
 
-template <class Op, int kHeld, bool kCluster> __global__ void __launch_bounds__(kGroupThreads, 2)
-    GroupNormOnePass(const __grid_constant__ GroupParams p) {
+template <class Op, int kHeld, bool kCluster, class E = NoGroupEpilogue>
+__global__ void __launch_bounds__(kGroupThreads, 2) GroupNormOnePass(const __grid_constant__ GroupParams p) {
   using T = typename Op::T;
   using C = typename Op::C;
   constexpr int N = Op::N;
@@ -166,6 +166,7 @@ template <class Op, int kHeld, bool kCluster> __global__ void __launch_bounds__(
       v[j] = (v[j] - mean[j % Op::kStats]) * scale[j];
       if constexpr (Op::kBias) v[j] += bias[j];
     }
+    E::Apply(v);
     StorePack(p.y, walk.At(p, walk.first + u * walk.down), Repack<typename Op::O, N>(v));
   }
   WaitForReaders<kCluster>();

@@ -116,7 +116,8 @@ __device__ __forceinline__ int64_t FromLast(const GroupParams& p) {
   return p.samples * p.parts * p.tiles - 1 - static_cast<int64_t>(blockIdx.x);
 }
 
-template <class Op> __global__ void __launch_bounds__(kGroupThreads) GroupApply(const __grid_constant__ GroupParams p) {
+template <class Op, class E = NoGroupEpilogue> __global__ void __launch_bounds__(kGroupThreads)
+    GroupApply(const __grid_constant__ GroupParams p) {
   using T = typename Op::T;
   using C = typename Op::C;
   constexpr int N = Op::N, kAhead = 4;
@@ -142,6 +143,7 @@ template <class Op> __global__ void __launch_bounds__(kGroupThreads) GroupApply(
           v[j] = (v[j] - stats.mean[j % Op::kStats]) * scale[j % Op::kChannels];
           if constexpr (Op::kBias) v[j] += bias[j % Op::kChannels];
         }
+        E::Apply(v);
         StorePack(p.y, walk.At(p, n), Repack<typename Op::O, N>(v));
       });
 }

@@ -177,11 +177,19 @@ class _Group(typing.NamedTuple):
     gradients: str = ""  # dtype of dscale and dbias
     slopes: bool = True  # whether dx is computed
     eps: float = 0.0
+    function: typing.Any = None  # applied before the store
 
     @property
     def pair(self) -> int:
         """Bytes."""
         return 2 * _ITEMSIZE[self.p.computing]
+
+    def result(self, header: str, name: str, *args, **options) -> Launch:
+        """The launch that writes y or dx; name: of the kernel, without the last >."""
+        if self.function is None:
+            return Launch(header, f"{name}>", *args, **options)
+        name, source = f"{name}, jaxkern::GroupEpilogue<Epilogue>>", self.function.source("Epilogue")
+        return Launch("norm/group_epilogue.cuh", name, *args, **options, source=source)
 
     def op(self, pack: int) -> str:
         p = self.p
@@ -281,7 +289,7 @@ def _two_pass(n: _Group, pack: int, result: bool) -> tuple[list[Launch], int]:
     first = (_sums if n.p.backward else _statistics)(n, w)
     name = "GroupGradient" if n.p.backward else "GroupApply"
     blocks = n.p.samples * w.parts * w.tiles
-    second = Launch("norm/group_two_pass.cuh", f"{name}<{n.op(pack)}>", [n.params(w)], blocks, _THREADS)
+    second = n.result("norm/group_two_pass.cuh", f"{name}<{n.op(pack)}", [n.params(w)], blocks, _THREADS)
     return [*first, *([second] if result else [])], n.offsets(w)[2]
 
 
@@ -295,8 +303,8 @@ def _one_pass(n: _Group) -> tuple[list[Launch], int]:
     if p.backward:
         kinds = f"{CUDA_TYPES[n.gradients or p.computing]}, {_cpp(p.each == 1)}, {kinds}"
         name = "GroupGradientOnePass"
-    name = f"{name}<{n.op(p.pack)}, {kinds}>"
-    launch = Launch(header, name, [n.params(w)], p.samples * tiles * h.cluster, _THREADS, cluster=h.cluster)
+    name, blocks = f"{name}<{n.op(p.pack)}, {kinds}", p.samples * tiles * h.cluster
+    launch = n.result(header, name, [n.params(w)], blocks, _THREADS, cluster=h.cluster)
     return [launch, *_over_samples(n, w)], n.offsets(w)[2]
 
 
@@ -324,7 +332,9 @@ def _problem(x, y, batch, channel, keep=0, backward=False) -> Problem:
     )
 
 
-def norm(device, operands, results, *, operation, extras, batch, keep, channel, eps, dtype, tier) -> Plan | None:
+def norm(
+    device, operands, results, *, operation, extras, batch, keep, channel, eps, dtype, tier, function=None
+) -> Plan | None:
     """The plan of a norm for arrays of these types."""
     del dtype  # that of the result
     x, *parameters = operands
@@ -341,6 +351,7 @@ def norm(device, operands, results, *, operation, extras, batch, keep, channel, 
         mean=result(1),
         var=result(2),
         eps=eps,
+        function=function,
     )
     return _plan(n, operation, {x.dtype.name, results[0].dtype.name, *kinds}, tier)
 
