@@ -24,9 +24,11 @@ template <class Op> __device__ __forceinline__ GroupWalk<Op> ClusterWalk(const G
   return GroupWalk<Op>(p, (sample * p.parts + block % p.parts) * p.tiles + tile % p.tiles);
 }
 
-// The barrier of the cluster; writes to shared memory before it are visible to all its blocks.
+// The barrier of the cluster; writes to shared memory before it are visible to all its blocks. Its instructions want whole
+// warps.
 template <bool kCluster> __device__ __forceinline__ void SyncGroup() {
 #ifdef JAXKERN_HAS_BULK_COPY
+  __syncwarp();
   if constexpr (kCluster) SyncCluster();
   else __syncthreads();
 #else
@@ -61,6 +63,7 @@ template <bool kCluster> __device__ __forceinline__ void ArriveAfterReading() {
 }
 template <bool kCluster> __device__ __forceinline__ void WaitForReaders() {
 #ifdef JAXKERN_HAS_BULK_COPY
+  __syncwarp();
   if constexpr (kCluster) WaitCluster();
 #endif
 }
