@@ -126,20 +126,19 @@ def check_coverage(chosen, p):
             assert step.cluster == parts <= 8 and (one[3] == "true") == (parts > 1)
             assert step.grid3()[0] == p.samples * m["tiles"] * parts
             continue
-        found = re.match(
-            r"Group(Moments|Apply|Sums|Gradient)<jaxkern::Group<.*, (\d+), (\d+), (true|false)>>", step.name
-        )
+        found = re.match(r"Group(Moments|Apply|Sums|Gradient)<jaxkern::Group<.*, (\d+), (\d+), (\d+)>>", step.name)
         if found is None:
             continue
-        pack, inner = int(found[2]), found[4] == "true"
-        assert inner == (p.inner > 1) and pack * max(p.itemsizes) <= 16
+        pack, lanes = int(found[2]), int(found[4])
+        assert (lanes > 0) == (p.inner > 1) and pack * max(p.itemsizes) <= 16
         assert step.grid3()[0] == p.samples * m["parts"] * m["tiles"]
-        if inner:
-            assert p.inner % pack == 0 and m["steps"] * pack == p.rows * p.inner and m["tiles"] == p.channels
+        if lanes:
+            assert p.inner % pack == 0 and m["steps"] * pack == p.rows * p.inner
+            assert m["tiles"] * (256 // lanes) >= p.channels > (m["tiles"] - 1) * (256 // lanes)
         else:
             assert p.channels % pack == 0 and m["steps"] == p.rows and m["across"] <= 256
             assert m["tiles"] * m["across"] * pack >= p.channels > (m["tiles"] - 1) * m["across"] * pack
-        down = 256 if inner else 256 // m["across"]
+        down = lanes or 256 // m["across"]
         assert m["length"] <= plan._THREAD_STEPS * down
 
 
@@ -152,6 +151,7 @@ def check_coverage(chosen, p):
         ((2, 600, 3, 5, 1), "float16", {}),
         ((2, 1, 3, 4, 40), "bfloat16", {"keep": 1}),
         ((1, 5, 6, 1, 1240), "float32", {"extras": ""}),
+        ((1, 9, 3, 1, 8192), "bfloat16", {}),
         ((1, 40, 300, 1, 1), "float64", {"parameters": "float64", "extras": "scale"}),
         ((3, 9, 2, 40, 1), "float32", {"out": "bfloat16", "extras": "bias"}),
     ],
