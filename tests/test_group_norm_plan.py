@@ -121,7 +121,7 @@ def check_coverage(chosen, p):
         if one:
             across, parts = m["across"], m["parts"]
             assert across * p.pack % m["per_group"] == 0 or m["tiles"] == 1
-            assert int(one[2]) * (256 // across) * parts >= p.rows == m["steps"] and int(one[2]) <= 16 >> p.backward
+            assert int(one[2]) * (256 // across) * parts >= p.rows == m["steps"] and int(one[2]) <= 24 >> p.backward
             assert m["tiles"] * across * p.pack >= p.channels and across <= 64
             assert step.cluster == parts <= 8 and (one[3] == "true") == (parts > 1)
             assert step.grid3()[0] == p.samples * m["tiles"] * parts

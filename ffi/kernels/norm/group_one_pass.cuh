@@ -69,7 +69,8 @@ template <bool kCluster> __device__ __forceinline__ void WaitForReaders() {
 }
 
 template <class Op, int kHeld, bool kCluster, class E = NoGroupEpilogue>
-__global__ void __launch_bounds__(kGroupThreads, 2) GroupNormOnePass(const __grid_constant__ GroupParams p) {
+__global__ void __launch_bounds__(kGroupThreads, kHeld > 16 ? 1 : 2)
+    GroupNormOnePass(const __grid_constant__ GroupParams p) {
   using T = typename Op::T;
   using C = typename Op::C;
   constexpr int N = Op::N;
@@ -175,7 +176,8 @@ __global__ void __launch_bounds__(kGroupThreads, 2) GroupNormOnePass(const __gri
   WaitForReaders<kCluster>();
 }
 
-template <class Op, class S, bool kDirect, int kHeld, bool kCluster> __global__ void __launch_bounds__(kGroupThreads, 2)
+template <class Op, class S, bool kDirect, int kHeld, bool kCluster>
+__global__ void __launch_bounds__(kGroupThreads, kHeld > 8 ? 1 : 2)
     GroupGradientOnePass(const __grid_constant__ GroupParams p) {
   using T = typename Op::T;
   using O = typename Op::O;

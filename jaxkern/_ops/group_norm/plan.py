@@ -6,6 +6,7 @@
 Two passes: blocks take parts of a sample, and a small launch merges what they find. ffi/kernels/norm/group.cuh has the layout of work.
 """
 
+import itertools
 import math
 import typing
 
@@ -26,7 +27,7 @@ _WARP_STEPS = 64  # of a lane, where a warp has a channel; beyond, a block has o
 _TILE_PACKS = (16, 64)  # of the channels, in a row of threads; fewer if there are no more
 _STATISTICS_ENTRIES = 256  # of a sample and group, from which a block merges them; below, a warp
 _SUMS_COLUMNS = 32
-_HELD = 16  # packs of a thread in one pass; backward of x and g together
+_HELD = (16, 24)  # packs of a thread in one pass, of x and g together backward: two blocks per multiprocessor, or one
 _CLUSTER_BLOCKS = 8
 _ONE_PASS_PACKS = 64  # kGroupTile
 _ONE_PASS_BYTES = (128, 64, 32)  # of a tile's rows: as wide as a cluster can hold
@@ -96,8 +97,7 @@ def _held(p: Problem, device) -> _Held | None:
     if p.inner > 1 or p.pack * max(p.itemsizes) < 4 or unit > min(packs, _ONE_PASS_PACKS):
         return None
     most = _CLUSTER_BLOCKS if device.compute_capability >= 90 else 1
-    held = _HELD >> p.backward
-    for wanted in _ONE_PASS_BYTES:
+    for held, wanted in itertools.product((h >> p.backward for h in _HELD), _ONE_PASS_BYTES):
         across = unit * ceil_div(wanted, unit * p.pack * max(p.itemsizes))
         across = min(across, packs, _ONE_PASS_PACKS // unit * unit)
         down = _THREADS // across
