@@ -140,6 +140,7 @@ def group_norm(
     batch_axes: Axis = 0,
     eps: float = 1e-6,
     dtype: DTypeLike | None = None,
+    epilogue: Callable[..., ArrayLike] | None = None,
 ) -> jax.Array:
     """(x - mean) / sqrt(var + eps) * scale + bias, with the mean and variance of each example and group of channels.
 
@@ -158,6 +159,9 @@ def group_norm(
             than leading dimensions are first moved to the front, and the result back, which costs two copies.
         eps: added to the variance, a Python number.
         dtype: of the result; default: that of `x`.
+        epilogue: function of a scalar, such as `jax.nn.silu`, applied to each normalised element in the computing type,
+            before it is rounded and stored. It is compiled into the kernel, unless it closes over traced scalars. XLA
+            computes its derivative, from `x` and the statistics: the result of the norm is never stored.
 
     Returns:
         Array of the shape of `x`. Bitwise reproducible, and so are the gradients. An example and group with NaN or an
@@ -165,7 +169,7 @@ def group_norm(
 
     Raises:
         TypeError: an array is complex or not an array; `groups` or `channel_axis` is not an int; `eps` is not a Python
-            number; `dtype` is not floating-point.
+            number; `dtype` is not floating-point; `epilogue` is not callable, or does what a kernel cannot.
         ValueError: an axis is out of bounds or repeated, or the channels are an axis of examples; `groups` does not
             divide the channels; `eps` is negative; a shape does not fit.
 
@@ -178,10 +182,12 @@ def group_norm(
     """
     name = "group_norm"
     dtype = _checked(name, {"x": x, "scale": scale, "bias": bias}, eps, dtype)
+    x, function, captured = _function(name, epilogue, x)
     return _grouped(
         x,
         scale,
         bias,
+        captured,
         name=name,
         groups=_integer(name, "groups", groups),
         channel=_integer(name, "channel_axis", channel_axis),
@@ -189,6 +195,7 @@ def group_norm(
         eps=float(eps),
         dtype=dtype,
         tier=forced(name),
+        function=function,
     )[0]
 
 
@@ -202,6 +209,7 @@ def batch_norm(
     mean: ArrayLike | None = None,
     var: ArrayLike | None = None,
     dtype: DTypeLike | None = None,
+    epilogue: Callable[..., ArrayLike] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(x - mean) / sqrt(var + eps) * scale + bias, with the mean and variance of each channel, which it returns too.
 
@@ -209,7 +217,7 @@ def batch_norm(
     the returned mean and variance. The variance is the biased one, as theirs, and is computed from deviations.
 
     Args:
-        x, scale, bias, channel_axis, dtype: as for `group_norm`. Statistics are over all other dimensions.
+        x, scale, bias, channel_axis, dtype, epilogue: as for `group_norm`. Statistics are over all other dimensions.
         eps: as for `group_norm`. The default is flax's, haiku's and equinox's.
         mean, var: arrays that broadcast to [channels]: normalise with these, as in inference, which is left to XLA. Both
             or neither.
@@ -236,10 +244,20 @@ def batch_norm(
     if (mean is None) != (var is None):
         raise TypeError(f"jaxkern.{name}: mean and var must be given together")
     dtype = _checked(name, {"x": x, "scale": scale, "bias": bias, "mean": mean, "var": var}, eps, dtype)
+    x, function, captured = _function(name, epilogue, x)
     given = {"channel": _integer(name, "channel_axis", channel_axis), "eps": float(eps), "dtype": dtype}
+    given |= {"name": name, "function": function}
     if mean is not None:
-        return tuple(_normalised(x, scale, bias, mean, var, name=name, **given))
-    return tuple(_grouped(x, scale, bias, name=name, groups=None, batch=(), tier=forced(name), **given))
+        return tuple(_normalised(x, scale, bias, mean, var, captured, **given))
+    return tuple(_grouped(x, scale, bias, captured, groups=None, batch=(), tier=forced(name), **given))
+
+
+def _function(name, epilogue, x):
+    """(x, the Function of a normalised element and of captured scalars or None, these scalars)."""
+    if epilogue is None:
+        return x, None, []
+    x = validate.floating(name, jnp.asarray(x))
+    return x, *_traced(name, epilogue, x, ())
 
 
 def _checked(name, arrays, eps, dtype):
@@ -464,8 +482,12 @@ def _restored(y, x, order, count):
 # ---- groups of channels
 
 
-@functools.partial(jax.jit, static_argnames=("name", "groups", "channel", "batch", "eps", "dtype", "tier"), inline=True)
-def _grouped(x, scale, bias, *, name, groups, channel, batch, eps, dtype, tier):
+@functools.partial(
+    jax.jit,
+    static_argnames=("name", "groups", "channel", "batch", "eps", "dtype", "tier", "function"),
+    inline=True,
+)
+def _grouped(x, scale, bias, captured, *, name, groups, channel, batch, eps, dtype, tier, function):
     """[y, mean, variance]. groups: None for one of each channel."""
     x = validate.floating(name, x)
     (channel,) = validate.sorted_axes(name, channel, x.shape)
@@ -499,16 +521,23 @@ def _grouped(x, scale, bias, *, name, groups, channel, batch, eps, dtype, tier):
         keep=0,
         channel=at,
         eps=eps,
-        dtype=x.dtype if dtype is None else dtype,
+        dtype=reference.computing(x.dtype) if captured else x.dtype if dtype is None else dtype,
         tier=tier,
+        function=None if captured else function,
     )
     y = jnp.squeeze(y, at + 1) if each == 1 else y.reshape(wide.shape)
     y = y.transpose([order.index(a) for a in range(x.ndim)]) if moved else y
-    return [validate.split_like(y, jax.typeof(x)), mean, var]
+    y = validate.split_like(y, jax.typeof(x))
+    return [_finished(y, function, captured, x.dtype if dtype is None else dtype) if captured else y, mean, var]
 
 
-@functools.partial(jax.jit, static_argnames=("name", "channel", "eps", "dtype"), inline=True)
-def _normalised(x, scale, bias, mean, var, *, name, channel, eps, dtype):
+def _finished(y, function, captured, dtype):
+    """y, in its computing type, with the function applied."""
+    return jnp.broadcast_to(function.unrounded(y, *captured)[0], y.shape).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("name", "channel", "eps", "dtype", "function"), inline=True)
+def _normalised(x, scale, bias, mean, var, captured, *, name, channel, eps, dtype, function):
     """[y, mean, variance] with given statistics."""
     x = validate.floating(name, x)
     (channel,) = validate.sorted_axes(name, channel, x.shape)
@@ -521,4 +550,4 @@ def _normalised(x, scale, bias, mean, var, *, name, channel, eps, dtype):
     rstd = jax.lax.rsqrt(var + eps)
     y = (x.astype(wide) - along(mean)) * along(rstd if scale is None else rstd * scale)
     y = y if bias is None else y + along(bias)
-    return [y.astype(dtype), mean, var]
+    return [y.astype(dtype) if function is None else _finished(y, function, captured, dtype), mean, var]

@@ -198,6 +198,51 @@ def test_given_statistics(dtype):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol, rtol * 10), found, wanted)
 
 
+# ---- a function before the store
+
+
+@every_name
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("captures", [False, True])
+def test_epilogue(name, dtype, captures):
+    """Values and all gradients; with a scalar that the function closes over, too."""
+    x, scale, bias = random((8, 32, 32, 64), dtype), random((64,), "float32"), random((64,), "float32")
+    g, factor = random(x.shape, "float32"), jnp.float32(1.5)
+
+    def ours_of(x, scale, bias, factor):
+        epilogue = (lambda v: jax.nn.silu(v) * factor) if captures else jax.nn.silu
+        return ours(name, x, 8, scale, bias, epilogue=epilogue)[0]
+
+    def plain_of(x, scale, bias, factor):
+        y = jax.nn.silu(plain(name, x.astype(jnp.float32), 8, scale, bias)[0])
+        return (y * factor if captures else y).astype(dtype)
+
+    args = (x, scale, bias, factor)
+    loss = lambda f: lambda *a: (f(*a).astype(jnp.float32) * g).sum()
+    found, wanted = (
+        (jax.jit(f)(*args), jax.jit(jax.grad(loss(f), range(3 + captures)))(*args)) for f in (ours_of, plain_of)
+    )
+    eps = float(jnp.finfo(dtype).eps)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        # Sums of as many rounded cotangents as there are elements.
+        atol = 8 * eps * np.abs(b).max() + (eps * (x.size / a.size) ** 0.5 if a.size < x.size else 0)
+        np.testing.assert_allclose(a, b, 4 * eps, atol)
+
+
+@every_name
+def test_epilogue_transformed(name, x64):
+    """Under vmap, forward over reverse, and with given statistics."""
+    x = random((3, 4, 5, 6), "float64")
+    f = lambda x: ours(name, x, 2, jnp.cos(x[0, 0]), epilogue=jnp.sin)[0]
+    g = lambda x: jnp.sin(plain(name, x, 2, jnp.cos(x[0, 0]))[0])
+    for make in (jax.vmap, lambda f: lambda x: jax.jvp(jax.grad(lambda x: jnp.cos(f(x)).sum()), (x[0],), (x[1],))):
+        same(*(jax.jit(make(h))(x) for h in (f, g)))
+    y, *_ = jaxkern.batch_norm(x, eps=0, mean=jnp.ones(6), var=jnp.full(6, 4.0), epilogue=jnp.tanh)
+    np.testing.assert_allclose(y, jnp.tanh((x - 1) / 2), 1e-12)
+
+
 # ---- special values
 
 
@@ -358,6 +403,8 @@ def test_a_step_is_two_calls(name):
         (dict(eps=-1.0), ValueError, "eps must not be negative"),
         (dict(eps=jnp.ones(())), TypeError, "eps must be a Python number"),
         (dict(dtype="int32"), TypeError, "dtype must be floating-point"),
+        (dict(epilogue=3), TypeError, "epilogue must be a function"),
+        (dict(epilogue=lambda v: v > 0), TypeError, "epilogue must return a real number"),
     ],
 )
 def test_errors(arguments, error, message):

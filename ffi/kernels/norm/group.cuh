@@ -9,9 +9,10 @@
 // x is [samples, rows, channels, inner], and a group has `per_group` adjacent channels. A statistic is of n = rows *
 // per_group * inner elements. BatchNorm has one sample, and groups of one channel. `each` samples share scale and bias.
 //
-// Two layouts. inner = 1 (kInner = false), channels last: a thread owns N adjacent channels and walks down the rows; a step
-// is a row. inner > 1: a block owns one channel, and its threads walk along its elements; a step is a pack of N of them.
-// Both cut the steps of a sample into `parts` of `length` steps, and what blocks find is merged in the order of the parts.
+// Two layouts. inner = 1 (kLanes = 0), channels last: a thread owns N adjacent channels and walks down the rows; a step is a
+// row. inner > 1: kLanes threads, a warp or the block, own one channel and walk along its elements; a step is a pack of N of
+// them. Both cut the steps of a sample into `parts` of `length` steps, and what blocks find is merged in the order of the
+// parts.
 #pragma once
 
 #include "../common/divider.h"
@@ -57,8 +58,8 @@ static_assert(sizeof(GroupParams) == 14 * 8 + 5 * 8 + 8 * 4 + 24 + 8, "plan.py l
 constexpr int kGroupScale = 1, kGroupBias = 2;
 
 // T: of x and dx. O: of y and g. P: of scale and bias. N: elements of a pack. kStats: different statistics in a pack, N
-// or 1. kInner: whether a pack lies in one channel.
-template <class T_, class O_, class P_, int kFlags, int kN, int kStats_, bool kInner_> struct Group {
+// or 1. kLanes: threads that own a channel; 0: a thread owns several channels.
+template <class T_, class O_, class P_, int kFlags, int kN, int kStats_, int kLanes_> struct Group {
   using T = T_;
   using O = O_;
   using P = P_;
@@ -66,9 +67,15 @@ template <class T_, class O_, class P_, int kFlags, int kN, int kStats_, bool kI
   static constexpr bool kScale = kFlags & kGroupScale;
   static constexpr bool kBias = kFlags & kGroupBias;
   static constexpr int N = kN;
-  static constexpr bool kInner = kInner_;
+  static constexpr int kLanes = kLanes_;
+  static constexpr bool kInner = kLanes > 0;
   static constexpr int kChannels = kInner ? 1 : N;     // in a pack
   static constexpr int kStats = kInner ? 1 : kStats_;  // in a pack
+};
+
+// What happens to a normalised element before it is stored: nothing. See group_epilogue.cuh.
+struct NoGroupEpilogue {
+  template <int N, class C> static __device__ __forceinline__ void Apply(C (&)[N]) {}
 };
 
 template <class C> struct alignas(2 * sizeof(C)) Pair {
@@ -88,10 +95,10 @@ template <class Op> struct GroupWalk {
     sample = block / p.parts;
     const int t = threadIdx.x;
     if constexpr (Op::kInner) {
-      row = t;
-      down = kGroupThreads;
-      channel = tile;
-      live = true;
+      row = t % Op::kLanes;
+      down = Op::kLanes;
+      channel = tile * (kGroupThreads / Op::kLanes) + t / Op::kLanes;
+      live = channel < p.channels;
       stride = p.channels * p.inner;
     } else {
       row = t / p.across;
@@ -154,13 +161,13 @@ template <class Op> __device__ __forceinline__ void GroupParameters(const GroupP
   for (int j = 0; j < Op::kChannels; ++j) out[j] = ToCompute(from[j]);
 }
 
-// Sums over a block of kThreads; every thread gets them. A call needs its own room.
+// Sums over the kThreads of a warp or of a block; every thread of them gets the result, and all must take part.
 template <int kThreads, int kCount, class C> __device__ __forceinline__ void GroupBlockSums(C (&v)[kCount]) {
-  __shared__ C room[kThreads / kWarp][kCount];
   if constexpr (kThreads == kWarp) {
 #pragma unroll
     for (int k = 0; k < kCount; ++k) v[k] = ReduceLanes<kWarp>(v[k], SumOf());
   } else {
+    __shared__ C room[kThreads / kWarp][kCount];
     __syncthreads();  // the room of the call before
     RowSums<0, kThreads>(v, room);
   }

@@ -24,9 +24,11 @@ template <class Op> __device__ __forceinline__ GroupWalk<Op> ClusterWalk(const G
   return GroupWalk<Op>(p, (sample * p.parts + block % p.parts) * p.tiles + tile % p.tiles);
 }
 
-// The barrier of the cluster; writes to shared memory before it are visible to all its blocks.
+// The barrier of the cluster; writes to shared memory before it are visible to all its blocks. Its instructions want whole
+// warps.
 template <bool kCluster> __device__ __forceinline__ void SyncGroup() {
 #ifdef JAXKERN_HAS_BULK_COPY
+  __syncwarp();
   if constexpr (kCluster) SyncCluster();
   else __syncthreads();
 #else
@@ -61,11 +63,13 @@ template <bool kCluster> __device__ __forceinline__ void ArriveAfterReading() {
 }
 template <bool kCluster> __device__ __forceinline__ void WaitForReaders() {
 #ifdef JAXKERN_HAS_BULK_COPY
+  __syncwarp();
   if constexpr (kCluster) WaitCluster();
 #endif
 }
 
-template <class Op, int kHeld, bool kCluster> __global__ void __launch_bounds__(kGroupThreads, 2)
+template <class Op, int kHeld, bool kCluster, class E = NoGroupEpilogue>
+__global__ void __launch_bounds__(kGroupThreads, kHeld > 16 ? 1 : 2)
     GroupNormOnePass(const __grid_constant__ GroupParams p) {
   using T = typename Op::T;
   using C = typename Op::C;
@@ -166,12 +170,14 @@ template <class Op, int kHeld, bool kCluster> __global__ void __launch_bounds__(
       v[j] = (v[j] - mean[j % Op::kStats]) * scale[j];
       if constexpr (Op::kBias) v[j] += bias[j];
     }
+    E::Apply(v);
     StorePack(p.y, walk.At(p, walk.first + u * walk.down), Repack<typename Op::O, N>(v));
   }
   WaitForReaders<kCluster>();
 }
 
-template <class Op, class S, bool kDirect, int kHeld, bool kCluster> __global__ void __launch_bounds__(kGroupThreads, 2)
+template <class Op, class S, bool kDirect, int kHeld, bool kCluster>
+__global__ void __launch_bounds__(kGroupThreads, kHeld > 8 ? 1 : 2)
     GroupGradientOnePass(const __grid_constant__ GroupParams p) {
   using T = typename Op::T;
   using O = typename Op::O;

@@ -57,15 +57,21 @@ template <class Op> __global__ void __launch_bounds__(kGroupThreads)
   FinishMoments(count, shift, sum, square);
   auto* const out = static_cast<Pair<C>*>(p.partial);
   if constexpr (Op::kInner) {
-    __shared__ C base;
-    if (threadIdx.x == 0) base = sum[0];  // which has a step
-    __syncthreads();
-    const C from = base, whole = C(1) / static_cast<C>(walk.Length(p));
+    C from = sum[0];  // of the first thread, which has a step
+    if constexpr (Op::kLanes == kWarp) {
+      from = __shfl_sync(0xffffffffu, from, 0);
+    } else {
+      __shared__ C base;
+      if (threadIdx.x == 0) base = from;
+      __syncthreads();
+      from = base;
+    }
+    const C whole = C(1) / static_cast<C>(walk.Length(p));
     C total[1] = {0};
 #pragma unroll
     for (int j = 0; j < N; ++j) total[0] += count ? sum[j] - from : C(0);
     total[0] *= static_cast<C>(count);
-    GroupBlockSums<kGroupThreads>(total);
+    GroupBlockSums<Op::kLanes>(total);
     const C mean = from + total[0] * whole;
     total[0] = 0;
 #pragma unroll
@@ -73,8 +79,8 @@ template <class Op> __global__ void __launch_bounds__(kGroupThreads)
       const C d = sum[j] - mean;
       total[0] += count ? square[j] + d * d * static_cast<C>(count) : C(0);
     }
-    GroupBlockSums<kGroupThreads>(total);
-    if (threadIdx.x == 0) out[walk.Partial(p, walk.channel)] = {mean, total[0]};
+    GroupBlockSums<Op::kLanes>(total);
+    if (walk.row == 0 && walk.live) out[walk.Partial(p, walk.channel)] = {mean, total[0]};
   } else {
     __shared__ Pair<C> room[kGroupThreads * N];
     TileMoments(p, walk, sum, square, room,
@@ -116,7 +122,8 @@ __device__ __forceinline__ int64_t FromLast(const GroupParams& p) {
   return p.samples * p.parts * p.tiles - 1 - static_cast<int64_t>(blockIdx.x);
 }
 
-template <class Op> __global__ void __launch_bounds__(kGroupThreads) GroupApply(const __grid_constant__ GroupParams p) {
+template <class Op, class E = NoGroupEpilogue> __global__ void __launch_bounds__(kGroupThreads)
+    GroupApply(const __grid_constant__ GroupParams p) {
   using T = typename Op::T;
   using C = typename Op::C;
   constexpr int N = Op::N, kAhead = 4;
@@ -142,6 +149,7 @@ template <class Op> __global__ void __launch_bounds__(kGroupThreads) GroupApply(
           v[j] = (v[j] - stats.mean[j % Op::kStats]) * scale[j % Op::kChannels];
           if constexpr (Op::kBias) v[j] += bias[j % Op::kChannels];
         }
+        E::Apply(v);
         StorePack(p.y, walk.At(p, n), Repack<typename Op::O, N>(v));
       });
 }
@@ -176,8 +184,8 @@ template <class Op> __global__ void __launch_bounds__(kGroupThreads) GroupSums(c
   auto* const out = static_cast<Pair<C>*>(p.partial);
   if constexpr (Op::kInner) {
     C total[2] = {Fold(plain, SumOf()), Fold(product, SumOf()) * stats.rstd[0]};
-    GroupBlockSums<kGroupThreads>(total);
-    if (threadIdx.x == 0) out[walk.Partial(p, walk.channel)] = {total[0], total[1]};
+    GroupBlockSums<Op::kLanes>(total);
+    if (walk.row == 0 && walk.live) out[walk.Partial(p, walk.channel)] = {total[0], total[1]};
   } else {
     __shared__ Pair<C> room[kGroupThreads * N];
 #pragma unroll

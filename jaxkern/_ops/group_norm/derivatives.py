@@ -1,11 +1,13 @@
 """Derivatives of GroupNorm and BatchNorm. Higher orders differentiate the references in jnp.
 
-The residuals are x, scale and the statistics, which are small.
+The residuals are the operands and the statistics, which are small. The derivative of a function before the store is left to
+XLA, which computes the function's argument again from them.
 """
 
 import functools
 
 import jax
+import jax.numpy as jnp
 from jax.interpreters import ad
 
 from jaxkern._core import validate
@@ -33,12 +35,22 @@ def _backward(active, params, kept, cotangents):
     wanted = [names[k] for k in active]
     sums = tuple(named[name].dtype if name in wanted else None for name in ("scale", "bias"))
     scale = [named["scale"]] if "scale" in named else []
+    if params["function"] is not None:
+        cotangents = [_through(params, operands, mean, var, cotangents[0]), *cotangents[1:]]
     of = {k: params[k] for k in ("operation", "batch", "keep", "channel", "eps", "tier")}
     grad = PRIMITIVES[params["operation"]].grad
     dx, *rest = bind(grad, operands[0], mean, var, *scale, *cotangents, extras="scale" * len(scale), sums=sums, **of)
     found = {None: dx, **dict(zip([k for k, d in zip(("scale", "bias"), sums) if d is not None], rest))}
     split = lambda name: validate.split_like(found[name], jax.typeof(named[name]))
     return (tuple(split(name) if name in found else None for name in names),)
+
+
+def _through(params, operands, mean, var, g):
+    """The cotangent of what `function` was applied to, as the next operation would round it."""
+    inner = {**params, "function": None, "dtype": mean.dtype}
+    v = reference.applied(operands[0], mean, var, *operands[1:], **inner)
+    apply = lambda v: jnp.broadcast_to(params["function"].unrounded(v)[0], v.shape).astype(params["dtype"])
+    return jax.vjp(apply, v)[1](g)[0].astype(g.dtype)
 
 
 _norm.defvjp(_forward, _backward)

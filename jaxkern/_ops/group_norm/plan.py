@@ -6,6 +6,7 @@
 Two passes: blocks take parts of a sample, and a small launch merges what they find. ffi/kernels/norm/group.cuh has the layout of work.
 """
 
+import itertools
 import math
 import typing
 
@@ -22,10 +23,11 @@ _THREADS = 256  # kGroupThreads
 _THREAD_STEPS = 128  # at most: of a thread whose moments are relative to its first element
 _FEW_STEPS = 8  # of a thread, where parts are made to occupy the GPU
 _BLOCKS_WANTED = 8  # per multiprocessor
+_WARP_STEPS = 64  # of a lane, where a warp has a channel; beyond, a block has one
 _TILE_PACKS = (16, 64)  # of the channels, in a row of threads; fewer if there are no more
 _STATISTICS_ENTRIES = 256  # of a sample and group, from which a block merges them; below, a warp
 _SUMS_COLUMNS = 32
-_HELD = 16  # packs of a thread in one pass; backward of x and g together
+_HELD = (16, 24)  # packs of a thread in one pass, of x and g together backward: two blocks per multiprocessor, or one
 _CLUSTER_BLOCKS = 8
 _ONE_PASS_PACKS = 64  # kGroupTile
 _ONE_PASS_BYTES = (128, 64, 32)  # of a tile's rows: as wide as a cluster can hold
@@ -95,8 +97,7 @@ def _held(p: Problem, device) -> _Held | None:
     if p.inner > 1 or p.pack * max(p.itemsizes) < 4 or unit > min(packs, _ONE_PASS_PACKS):
         return None
     most = _CLUSTER_BLOCKS if device.compute_capability >= 90 else 1
-    held = _HELD >> p.backward
-    for wanted in _ONE_PASS_BYTES:
+    for held, wanted in itertools.product((h >> p.backward for h in _HELD), _ONE_PASS_BYTES):
         across = unit * ceil_div(wanted, unit * p.pack * max(p.itemsizes))
         across = min(across, packs, _ONE_PASS_PACKS // unit * unit)
         down = _THREADS // across
@@ -136,6 +137,7 @@ class _Walk(typing.NamedTuple):
     parts: int
     across: int
     tiles: int
+    lanes: int = 0  # threads that own a channel; 0: channels lie last
 
 
 def _across(packs: int) -> int:
@@ -150,12 +152,15 @@ def _walk(p: Problem, device, pack: int) -> _Walk:
     if p.inner == 1:
         across, steps = _across(p.channels // pack), p.rows
         tiles, down = ceil_div(p.channels // pack, across), _THREADS // across
+        lanes = 0
     else:
-        across, steps, tiles, down = 1, p.rows * p.inner // pack, p.channels, _THREADS
+        across, steps = 1, p.rows * p.inner // pack
+        lanes = down = 32 if steps <= 32 * _WARP_STEPS else _THREADS
+        tiles = ceil_div(p.channels, _THREADS // lanes)
     wanted = ceil_div(_BLOCKS_WANTED * device.sm_count, p.samples * tiles)
     parts = max(ceil_div(steps, _THREAD_STEPS * down), min(wanted, steps // (_FEW_STEPS * down)), 1)
     length = ceil_div(steps, parts)
-    return _Walk(pack, steps, length, ceil_div(steps, length), across, tiles)
+    return _Walk(pack, steps, length, ceil_div(steps, length), across, tiles, lanes)
 
 
 class _Group(typing.NamedTuple):
@@ -177,18 +182,26 @@ class _Group(typing.NamedTuple):
     gradients: str = ""  # dtype of dscale and dbias
     slopes: bool = True  # whether dx is computed
     eps: float = 0.0
+    function: typing.Any = None  # applied before the store
 
     @property
     def pair(self) -> int:
         """Bytes."""
         return 2 * _ITEMSIZE[self.p.computing]
 
-    def op(self, pack: int) -> str:
-        p = self.p
+    def result(self, header: str, name: str, *args, **options) -> Launch:
+        """The launch that writes y or dx; name: of the kernel, without the last >."""
+        if self.function is None:
+            return Launch(header, f"{name}>", *args, **options)
+        name, source = f"{name}, jaxkern::GroupEpilogue<Epilogue>>", self.function.source("Epilogue")
+        return Launch("norm/group_epilogue.cuh", name, *args, **options, source=source)
+
+    def op(self, w: _Walk) -> str:
+        p, pack = self.p, w.pack
         types = ", ".join(CUDA_TYPES[d] for d in (p.dtype, p.out_dtype or p.dtype, self.parameters or p.dtype))
         flags = (self.scale != null) + 2 * (self.bias != null)
         stats = 1 if p.inner > 1 or p.per_group % pack == 0 else pack
-        return f"jaxkern::Group<{types}, {flags}, {pack}, {stats}, {_cpp(p.inner > 1)}>"
+        return f"jaxkern::Group<{types}, {flags}, {pack}, {stats}, {w.lanes}>"
 
     def params(self, w: _Walk):
         """GroupParams. Scratch: partial results, sums of each sample and channel, slopes."""
@@ -240,7 +253,7 @@ def _statistics(n: _Group, w: _Walk) -> list[Launch]:
     threads = 256 if p.per_group * w.parts >= _STATISTICS_ENTRIES else 32
     blocks = p.samples * w.parts * w.tiles
     return [
-        Launch(header, f"GroupMoments<{n.op(w.pack)}>", [n.params(w)], blocks, _THREADS),
+        Launch(header, f"GroupMoments<{n.op(w)}>", [n.params(w)], blocks, _THREADS),
         Launch(
             header,
             f"GroupStatistics<{CUDA_TYPES[p.computing]}, {threads}>",
@@ -259,7 +272,7 @@ def _sums(n: _Group, w: _Walk) -> list[Launch]:
     options = f"{_cpp(n.scale != null)}, {_cpp(p.each == 1)}, {threads}"
     types = f"{computing}, {CUDA_TYPES[n.parameters or p.dtype]}, {sums}"
     launches = [
-        Launch(header, f"GroupSums<{n.op(w.pack)}>", [n.params(w)], p.samples * w.parts * w.tiles, _THREADS),
+        Launch(header, f"GroupSums<{n.op(w)}>", [n.params(w)], p.samples * w.parts * w.tiles, _THREADS),
         Launch(header, f"GroupSlopes<{types}, {options}>", [n.params(w)], p.samples * p.groups, threads),
     ]
     return [*launches, *_over_samples(n, w)]
@@ -281,7 +294,7 @@ def _two_pass(n: _Group, pack: int, result: bool) -> tuple[list[Launch], int]:
     first = (_sums if n.p.backward else _statistics)(n, w)
     name = "GroupGradient" if n.p.backward else "GroupApply"
     blocks = n.p.samples * w.parts * w.tiles
-    second = Launch("norm/group_two_pass.cuh", f"{name}<{n.op(pack)}>", [n.params(w)], blocks, _THREADS)
+    second = n.result("norm/group_two_pass.cuh", f"{name}<{n.op(w)}", [n.params(w)], blocks, _THREADS)
     return [*first, *([second] if result else [])], n.offsets(w)[2]
 
 
@@ -295,8 +308,8 @@ def _one_pass(n: _Group) -> tuple[list[Launch], int]:
     if p.backward:
         kinds = f"{CUDA_TYPES[n.gradients or p.computing]}, {_cpp(p.each == 1)}, {kinds}"
         name = "GroupGradientOnePass"
-    name = f"{name}<{n.op(p.pack)}, {kinds}>"
-    launch = Launch(header, name, [n.params(w)], p.samples * tiles * h.cluster, _THREADS, cluster=h.cluster)
+    name, blocks = f"{name}<{n.op(w)}, {kinds}", p.samples * tiles * h.cluster
+    launch = n.result(header, name, [n.params(w)], blocks, _THREADS, cluster=h.cluster)
     return [launch, *_over_samples(n, w)], n.offsets(w)[2]
 
 
@@ -324,7 +337,9 @@ def _problem(x, y, batch, channel, keep=0, backward=False) -> Problem:
     )
 
 
-def norm(device, operands, results, *, operation, extras, batch, keep, channel, eps, dtype, tier) -> Plan | None:
+def norm(
+    device, operands, results, *, operation, extras, batch, keep, channel, eps, dtype, tier, function=None
+) -> Plan | None:
     """The plan of a norm for arrays of these types."""
     del dtype  # that of the result
     x, *parameters = operands
@@ -341,6 +356,7 @@ def norm(device, operands, results, *, operation, extras, batch, keep, channel, 
         mean=result(1),
         var=result(2),
         eps=eps,
+        function=function,
     )
     return _plan(n, operation, {x.dtype.name, results[0].dtype.name, *kinds}, tier)
 

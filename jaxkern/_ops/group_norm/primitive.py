@@ -6,8 +6,8 @@
               left to XLA
 
 each for both operations, which `operation` names: PRIMITIVES["group_norm"].grad. `extras` names the optional operands:
-scale and bias, in this order. `dtype` is the type of y, and `sums` the types of dscale and dbias, each None if there is no
-such array. Two more primitives compute what devices exchange if a sample is split:
+scale and bias, in this order. `function` is applied to y before it is rounded to `dtype`, and `sums` are the types of dscale
+and dbias, each None if there is no such array. Two more primitives compute what devices exchange if a sample is split:
 
     moments   (x)                    -> mean, variance
     sums      (x, mean, variance, g) -> sum of g, sum of g * z, per sample and channel

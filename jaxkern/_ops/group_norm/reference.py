@@ -59,8 +59,8 @@ def merged(mean, var, over):
     return [mean, jnp.mean(variances + (means - mean) ** 2, 0)]
 
 
-def applied(x, mean, var, *rest, extras, batch, keep, channel, eps, dtype, **_):
-    """y, with these statistics."""
+def applied(x, mean, var, *rest, extras, batch, keep, channel, eps, dtype, function=None, **_):
+    """y, with these statistics. function: applied to it before it is rounded."""
     named = dict(zip(extras.split(), rest, strict=True))
     of = lambda stat: spread(stat, x.ndim, batch, channel)
     a = of(lax.rsqrt(var + eps))
@@ -69,6 +69,9 @@ def applied(x, mean, var, *rest, extras, batch, keep, channel, eps, dtype, **_):
     y = (x.astype(a.dtype) - of(mean)) * a
     if "bias" in named:
         y = y + _parameters(named["bias"], x.ndim, keep, channel, a.dtype)
+    if function is not None:
+        (y,) = function.unrounded(y)
+        y = jnp.broadcast_to(y, x.shape)
     return y.astype(dtype)
 
 
