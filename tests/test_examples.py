@@ -30,7 +30,7 @@ def test_language_model_trains_the_same_with_both_libraries(tmp_path):
     assert "the curves agree" in result.stdout
     assert "40/40" in result.stderr  # the progress bar
 
-    rows = dict(re.findall(r"^(jaxkern|jax\.nn) +([0-9.]+) +[0-9.]+$", result.stdout, re.M))
+    rows = dict(re.findall(r"^(jaxkern|jax\.nn) +([0-9.]+) +[0-9.]+ +[0-9.]+$", result.stdout, re.M))
     assert rows.keys() == {"jaxkern", "jax.nn"}
     for bits in map(float, rows.values()):
         assert 2 < bits < 6.5  # 8 is a model that has learnt nothing
