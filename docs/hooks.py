@@ -192,6 +192,22 @@ def elementwise() -> str:
     return operations.markdown()
 
 
+def elementwise_reference() -> str:
+    """A row for each elementwise function: its arguments and the first line of its docstring."""
+    import inspect
+
+    import jaxkern
+
+    rows = []
+    for name in sorted(jaxkern.elementwise.__all__):
+        function = getattr(jaxkern, name)
+        signature = inspect.signature(function)
+        bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+        arguments = str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+        rows.append([f"`{name}{arguments}`", (inspect.getdoc(function) or "").splitlines()[0]])
+    return table(["function", "result"], rows)
+
+
 def switches() -> str:
     from jaxkern._core import environment
 
@@ -245,6 +261,7 @@ FILL = {
         results,
         all_results,
         elementwise,
+        elementwise_reference,
         switches,
         algorithms,
         gate,
