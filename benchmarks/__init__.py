@@ -1,7 +1,7 @@
 """Benchmarks: how fast each operation is beside its peers and beside a plain copy.
 
     python -m benchmarks softmax            measure, print a table, write JSON and plots
-    python -m benchmarks plot FILE.json     draw the plots again
+    python -m benchmarks plot [FILE.json]   draw the plots again
     python -m benchmarks compare OLD NEW    what changed between two result files
     python -m benchmarks selftest           does the profiler's clock agree with the others here
 

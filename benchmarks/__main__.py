@@ -101,8 +101,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="where results go (default: benchmarks/results)",
     )
-    p = commands.add_parser("plot", help="draw the plots of a result file again")
-    p.add_argument("file", type=pathlib.Path)
+    p = commands.add_parser("plot", help="draw the plots of result files again, and the overview of all of them")
+    p.add_argument("files", type=pathlib.Path, nargs="*", help="default: all of benchmarks/results, and the overview")
     p = commands.add_parser("compare", help="what changed from one result file to another")
     p.add_argument("old", type=pathlib.Path)
     p.add_argument("new", type=pathlib.Path)
@@ -124,7 +124,9 @@ def main(argv: list[str]) -> int:
         print(_report.compare(_report.load(arguments.old), _report.load(arguments.new)))
         return 0
     if arguments.command == "plot":
-        return _plot(_report.load(arguments.file), arguments.file.with_suffix(""))
+        files = arguments.files or sorted(RESULTS.glob("*.json"))
+        failed = [_plot(_report.load(file), file.with_suffix("")) for file in files]
+        return max(failed + ([_overview()] if not arguments.files else []))
     if arguments.command == "selftest":
         from benchmarks import selftest
 
@@ -172,6 +174,22 @@ def _write(data: dict, table: str, out: pathlib.Path) -> int:
     path = _report.save(data, out)
     print(_report.header(data), table, _report.summary(data), f"written: {path}", sep="\n")
     _plot(data, path.with_suffix(""))
+    return 0
+
+
+def _overview() -> int:
+    """Draws kernels-DEVICE.png of each device that benchmarks/results has files of."""
+    from benchmarks import _plot, _report
+
+    devices: dict[str, list[dict]] = {}
+    for file in sorted(RESULTS.glob("*.json")):
+        devices.setdefault(file.stem.split("-", 1)[1], []).append(_report.load(file))
+    try:
+        for device, files in devices.items():
+            print(f"written: {_plot.overview(files, RESULTS / f'kernels-{device}.png')}")
+    except ImportError:
+        print("no plots: matplotlib is not installed", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -92,5 +92,10 @@ def describe(goal: dict[str, Any]) -> str:
     value = "not measured" if goal["value"] is None else f"{goal['value']:.3f}"
     if goal["goal"] in ("reproducible", "accurate", "memory", "scaling"):
         return f"{goal['goal']}: {value}, required {goal['required']:.3f}"
-    against = {"copy": "copy", "peers": goal.get("peer", "peers"), "published": f"copy, as {goal.get('peer', '')}"}
+    against = {
+        "copy": "copy",
+        "peers": goal.get("peer", "peers"),
+        "plain": "the plain program",
+        "published": f"copy, as {goal.get('peer', '')}",
+    }
     return f"{value} of {against[goal['goal']]}, required {goal['required']:.3f}"

@@ -6,10 +6,13 @@ were measured elsewhere (peers.json) are drawn thin, scaled by their ratio to th
 Sharding: the time of a call and the fraction of perfect scaling against the number of devices.
 
 index_add: time over the floor, a copy of the bytes that must move, against how uneven the indices are.
+
+`overview` draws all families in one figure, which README.md shows.
 """
 
 from __future__ import annotations
 
+import math
 import pathlib
 from typing import Any
 
@@ -69,6 +72,53 @@ def plot(data: dict[str, Any], stem: pathlib.Path) -> list[pathlib.Path]:
     return written
 
 
+DIRECTIONS = {"forward": "forward", "backward": "gradient", "both": "value and gradient", "step": "step"}
+
+
+def speeds(data: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """{direction: {implementation: its speed as a fraction of a copy's}}, geometric means over all cells of a file."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for r in data["results"]:
+        times = _report.medians(r)
+        if _goals.COPY not in times or _goals.OURS not in times:
+            continue
+        for name, us in times.items():
+            if name in STYLES and name != _goals.COPY:
+                ratios = found.setdefault(r["direction"], {}).setdefault(name, [])
+                ratios.append(math.log(times[_goals.COPY] / us))
+    return {d: {k: math.exp(sum(v) / len(v)) for k, v in who.items()} for d, who in found.items()}
+
+
+def overview(files: list[dict[str, Any]], path: pathlib.Path) -> pathlib.Path:
+    """Draws a row for each family and direction: speeds as fractions of a plain copy's, on a logarithmic axis."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = []
+    for data in sorted(files, key=lambda data: data["operation"], reverse=True):
+        for direction, who in reversed(speeds(data).items()):
+            rows.append((f"{data['operation']}, {DIRECTIONS.get(direction, direction)}", who))
+    figure, axis = plt.subplots(figsize=(8, 1.2 + 0.22 * len(rows)))
+    for name, label in {"torch": "PyTorch", "xla": "XLA", "jaxkern": "jaxkern"}.items():
+        points = [(who[name], k) for k, (_, who) in enumerate(rows) if name in who]
+        style = {k: v for k, v in STYLES[name].items() if k in ("color", "marker", "zorder")}
+        if points:
+            axis.scatter(*zip(*points), label=label, s=30, **style)
+    axis.axvline(1, label="copy", **STYLES["copy"])
+    axis.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
+    axis.set_xscale("log")
+    axis.grid(alpha=0.25)
+    axis.set_xlabel("speed over that of a copy of the same bytes (geometric mean)")
+    axis.set_title(", ".join(dict.fromkeys(data["environment"]["device"] for data in files)), fontsize=10)
+    figure.legend(fontsize=8, loc="lower center", ncols=4, frameon=False)
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
+
+
 def _programs(data: dict[str, Any], stem: pathlib.Path, plt: Any) -> list[pathlib.Path]:
     """How many times faster each program is, on a logarithmic axis."""
     times = [(r, _report.medians(r)) for r in data["results"]]
@@ -80,8 +130,9 @@ def _programs(data: dict[str, Any], stem: pathlib.Path, plt: Any) -> list[pathli
     rows.sort(key=lambda row: row[1])
     figure, axis = plt.subplots(figsize=(8, 0.8 + 0.28 * len(rows)))
     bars = axis.barh([name for name, _ in rows], [ratio for _, ratio in rows], color="#1f77b4", left=0)
-    axis.bar_label(bars, [f"{ratio:.3g}" for _, ratio in rows], padding=3, fontsize=8)
+    axis.bar_label(bars, [f"{r:.0f}" if r >= 100 else f"{r:.3g}" for _, r in rows], padding=3, fontsize=8)
     axis.set_xscale("log")
+    axis.margins(x=0.12)
     axis.axvline(1, color="#999999", lw=0.8)
     axis.set_xlabel("time of a plain step / time under jaxkern.accelerate()")
     axis.tick_params(labelsize=8)

@@ -1,8 +1,9 @@
-"""`python -m jaxkern`: what is loaded here, whether it is right, and how fast it is.
+"""`python -m jaxkern`: what is loaded here, whether it is right, and how fast it is. `python -m jaxkern cache`: see cache.py.
 
 Takes about half a minute. Exits with 1 when a module that belongs on this machine is not loaded or a result is wrong.
 """
 
+import argparse
 import concurrent.futures
 import functools
 import os
@@ -19,7 +20,10 @@ import numpy as np
 
 import jaxkern
 from jaxkern import tiers
-from jaxkern._core import compat, device, registry, runtime
+from jaxkern._core import cache, compat, device, environment, registry, runtime
+
+if __name__ == "__main__" and sys.argv[1:2] == ["cache"]:  # before a backend of JAX starts
+    sys.exit(cache.main(sys.argv[2:]))
 
 OPERATIONS = ("softmax", "log_softmax")
 REDUCTIONS = ("reduce_sum", "reduce_mean", "reduce_max", "reduce_min", "logsumexp")
@@ -52,6 +56,8 @@ def show_versions() -> None:
         ("devices", ", ".join(d.device_kind for d in jax.devices())),
     ):
         print(f"{name:14} {value}")
+    for name, value in environment.given().items():
+        print(f"{'environment':14} {name}={value}")
 
 
 def show_runtime() -> bool:
@@ -63,12 +69,16 @@ def show_runtime() -> bool:
     version, error = module.compiler()
     library, _, includes = runtime.find_nvrtc()
     print(f"{'CUDA runtime':14} loaded, built for XLA FFI {'.'.join(map(str, module.api_version))}")
-    print(f"{'NVRTC':14} " + (f"not usable: {error}" if error else f"{version}, {library}"))
+    needed = "" if registry.gpu_present() else "; without a GPU it is not needed"
+    print(f"{'NVRTC':14} " + (f"not usable: {error}{needed}" if error else f"{version}, {library}"))
     print(f"{'CUDA headers':14} {', '.join(includes) or 'those of NVRTC'}")
     print(f"{'kernels':14} {runtime.kernels_folder()}")
     folder = runtime.cache_folder()
-    sizes = [entry.stat().st_size for entry in os.scandir(folder)] if folder and os.path.isdir(folder) else []
+    sizes = [entry.bytes for entry in cache.entries(folder)] if folder else []
     print(f"{'kernel cache':14} " + (f"{folder}, {len(sizes)} files, {sum(sizes) / 2**20:.1f} MB" if folder else "off"))
+    if environment.xla_only():
+        print(f"{'CUDA kernels':14} XLA runs instead: JAXKERN_BACKEND=xla")
+        return True
     problem = registry.gpu_present() and runtime.problem(module, device.this_device().compute_capability)
     if problem:
         print(f"{'CUDA kernels':14} XLA runs instead: {problem}")
@@ -476,6 +486,9 @@ def show_indexed_speed() -> None:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m jaxkern", description=(__doc__ or "").split("\n\n")[1])
+    parser.add_argument("command", nargs="?", choices=["cache"], help="lists or clears the compiled kernels on disk")
+    parser.parse_args()
     show_versions()
     loaded = show_runtime()
     right = show_checks()

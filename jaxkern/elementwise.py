@@ -6,6 +6,7 @@ kernels read them in place.
 
 import functools
 import inspect
+import re
 import typing
 from collections.abc import Callable
 
@@ -102,11 +103,13 @@ _OPERANDS = {
 
 def _documentation(row):
     names = ", ".join(row.arrays)
+    words = re.match(r"[a-z]{3,} ", row.summary)  # not a formula, such as e^x
+    summary = row.summary[0].upper() + row.summary[1:] if words else row.summary
     result = (
         "a boolean array" if row.types in ("test", "compare", "logical") else "an array of the type they promote to"
     )
     lines = [
-        f"{row.summary[0].upper()}{row.summary[1:]}, element by element: `{row.like}`.",
+        f"{summary}, element by element: `{row.like}`.",
         "",
         "Args:",
         f"    {names}: {_OPERANDS[row.types]} They broadcast against each other,"

@@ -5,6 +5,7 @@
     tiers.choose("index_add", 169343, 1166243, 128)               -> "sort"
     tiers.choose("reduce_sum", 1, 1 << 26, device=tiers.A100)     -> "split"
     with tiers.force(softmax="block"): jaxkern.softmax(x)
+    with tiers.force_xla(): jaxkern.softmax(x)                    -> XLA's own operations
 
 Algorithms differ in speed and, by rounding, in the last bits of the result, never in meaning. `plan.py` of each
 operation's folder (jaxkern/_ops) describes them. `elementwise` stands for all elementwise operations. `segment_mean`
@@ -22,7 +23,7 @@ import numpy as np
 from jaxkern._core import algorithms as _algorithms
 from jaxkern._core.device import A100, H200, Device, this_device
 
-__all__ = ["A100", "H200", "Device", "algorithms", "choose", "fits", "force", "operations", "this_device"]
+__all__ = ["A100", "H200", "Device", "algorithms", "choose", "fits", "force", "force_xla", "operations", "this_device"]
 
 
 def operations() -> tuple[str, ...]:
@@ -96,6 +97,22 @@ def force(**algorithm: str) -> Iterator[None]:
     for operation, name in algorithm.items():
         _known("force", operation, name, "auto")
     with _algorithms.force(algorithm):
+        yield
+
+
+@contextlib.contextmanager
+def force_xla() -> Iterator[None]:
+    """Context manager: every operation of this library, called by this thread, runs as XLA's own operations.
+
+    Jitted calls and gradients too. It tells whether a difference or an error stems from a kernel. On several devices XLA
+    partitions these operations. The environment variable JAXKERN_BACKEND=xla does the same for a whole process.
+
+    >>> import jax.numpy as jnp, jaxkern
+    >>> with jaxkern.tiers.force_xla():
+    ...     jaxkern.softmax(jnp.zeros(4)).tolist()
+    [0.25, 0.25, 0.25, 0.25]
+    """
+    with _algorithms.force_xla():
         yield
 
 

@@ -30,7 +30,7 @@ def test_language_model_trains_the_same_with_both_libraries(tmp_path):
     assert "the curves agree" in result.stdout
     assert "40/40" in result.stderr  # the progress bar
 
-    rows = dict(re.findall(r"^(jaxkern|jax\.nn) +([0-9.]+) +[0-9.]+$", result.stdout, re.M))
+    rows = dict(re.findall(r"^(jaxkern|jax\.nn) +([0-9.]+) +[0-9.]+ +[0-9.]+$", result.stdout, re.M))
     assert rows.keys() == {"jaxkern", "jax.nn"}
     for bits in map(float, rows.values()):
         assert 2 < bits < 6.5  # 8 is a model that has learnt nothing
@@ -89,3 +89,36 @@ def test_an_unchanged_program_learns_the_same():
     assert "the losses agree" in result.stdout and "4/4" in result.stderr
     assert re.search(r"^accelerated +[0-9.]+ +[0-9.]+ +[0-9.]+$", result.stdout, re.M)
     assert "scatter_add" in result.stdout
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        ("embedding_tables", ("--rows", 500, "--batch", 256, "--steps", 10)),
+        ("mixture_of_experts", ("--tokens", 128, "--steps", 10)),
+    ],
+)
+def test_a_small_model_learns_the_same(name, arguments):
+    pytest.importorskip("optax")
+    result = run(f"{name}.py", *arguments)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "the losses agree" in result.stdout and "10/10" in result.stderr
+    if name == "embedding_tables":
+        first, last = re.search(r"^jaxkern +([0-9.]+) +([0-9.]+)", result.stdout, re.M).groups()
+    else:
+        first, last = re.search(r"^jaxkern +loss ([0-9.]+) to ([0-9.]+)", result.stdout, re.M).groups()
+    assert float(last) < 0.8 * float(first)
+
+
+@pytest.mark.process
+def test_a_softmax_of_the_users():
+    result = run("custom_softmax.py", "--tokens", 96, "--steps", 2)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "the results agree" in result.stdout
+
+
+def test_documentation_names_every_example():
+    page = (EXAMPLES.parent / "docs" / "examples.md").read_text()
+    named = set(re.findall(r"^\| `(\w+\.py)`", page, re.M))
+    assert named == {path.name for path in EXAMPLES.glob("*.py")} - {"corpus.py"}

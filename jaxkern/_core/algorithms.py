@@ -38,6 +38,19 @@ def force(algorithms: dict[str, str]):
         yield
 
 
+_EVERY = "*"  # the name under which `force_xla` is kept
+
+
+def force_xla():
+    """Context manager: every operation is left to XLA."""
+    return force({_EVERY: "xla"})
+
+
+def xla_forced() -> bool:
+    """Whether this thread leaves every operation to XLA."""
+    return forced(_EVERY) == "xla"
+
+
 def forced(operation: str) -> str:
     """The algorithm that this thread forces on an operation, or "auto"."""
     return dict(_forced.value).get(operation, "auto")

@@ -6,7 +6,6 @@ Nothing else in the package probes a version or imports from `jax._src`.
 import concurrent.futures
 import contextlib
 import functools
-import os
 import pathlib
 import re
 import sys
@@ -17,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.mlir import ir
 from jax.interpreters import ad, mlir
+
+from jaxkern._core import environment
 
 
 def varying_axes(x) -> frozenset:
@@ -66,7 +67,7 @@ def partitioned_devices(ctx) -> int:
 @functools.cache
 def _primitives_that_need_devices():
     """JAX's set of primitives whose lowering rules are given the devices; None in versions without that set."""
-    if os.environ.get("JAXKERN_PARTITION") == "batch":  # on request: JAX refuses such primitives in some programs
+    if environment.read("JAXKERN_PARTITION") == "batch":  # on request: JAX refuses such primitives in some programs
         return None
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src import dispatch

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 import jaxkern
+from jaxkern._core import environment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ def recorded():
 
 def record(operation, taken, reason, avals, frames, bytes=0) -> bool:
     """Notes a decision, prints it where JAXKERN_EXPLAIN=1 asks for it, and returns whether the operation is taken."""
-    lists, printed = _local.__dict__.get("lists", ()), os.environ.get("JAXKERN_EXPLAIN") == "1"
+    lists, printed = _local.__dict__.get("lists", ()), environment.read("JAXKERN_EXPLAIN") == "1"
     if lists or printed:
         shapes = ", ".join(a.str_short(short_dtypes=True) for a in avals)
         decision = Decision(operation, bool(taken), reason, shapes, source_of(frames), bytes, avals[0].dtype.name)

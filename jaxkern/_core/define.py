@@ -13,7 +13,7 @@ import math
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jaxkern._core import compat, device, launch, registry, switch
+from jaxkern._core import algorithms, compat, device, environment, launch, registry, switch
 from jaxkern._core.primitive import evaluate
 
 references = {}  # of primitives, in jnp; None for those without one
@@ -98,6 +98,8 @@ def lower_to_kernels(
 
     def rule(platform, ctx, *operands, **params):
         emit = None
+        if environment.xla_only() or algorithms.xla_forced():
+            return fallback(ctx, *operands, **params)
         if left is not None and left(prim, ctx, operands, params):
             return fallback(ctx, *operands, **params)
         if _known(ctx) and (dtypes is None or ctx.avals_in[0].dtype.name in dtypes):

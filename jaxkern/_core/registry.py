@@ -20,7 +20,7 @@ import jax.export
 import jaxlib.version
 
 import jaxkern
-from jaxkern._core import compat, device, runtime
+from jaxkern._core import compat, device, environment, runtime
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +75,10 @@ def register_cuda_target(name: str) -> None:
 def kernels_run() -> bool:
     """Whether programs for CUDA may contain launch lists.
 
-    False if kernels cannot be compiled for the GPU of this process. True without a GPU: the program is for export.
+    False if kernels cannot be compiled for the GPU of this process, or JAXKERN_BACKEND=xla. True without a GPU: the program
+    is for export.
     """
-    return kernels.module is not None and not _problem_here()
+    return kernels.module is not None and not environment.xla_only() and not _problem_here()
 
 
 def prefetch(program: str) -> None:

@@ -1,10 +1,7 @@
 """Configuration of the CUDA runtime: where NVRTC, the headers and the cache are, and whether they can be used.
 
-NVRTC comes with `jax[cuda13]` or `jax[cuda12]`, or with a CUDA toolkit; nothing here needs a GPU. Environment:
-
-    JAXKERN_CACHE_DIR   folder of compiled kernels (default: $XDG_CACHE_HOME/jaxkern or ~/.cache/jaxkern); empty: no cache
-    JAXKERN_CACHE_MB    the size limit of that folder (default: 512)
-    JAXKERN_DUMP        folder for the source, log and cubin of every kernel that is compiled
+NVRTC comes with `jax[cuda13]` or `jax[cuda12]`, or with a CUDA toolkit; nothing here needs a GPU. environment.py lists the
+variables that set the cache.
 """
 
 import functools
@@ -15,6 +12,7 @@ import os
 import pathlib
 
 import jaxkern
+from jaxkern._core import environment
 
 
 def kernels_folder() -> pathlib.Path:
@@ -55,11 +53,17 @@ def find_nvrtc() -> tuple[str, str, tuple[str, ...]]:
 
 
 def cache_folder() -> str:
-    folder = os.environ.get("JAXKERN_CACHE_DIR")
+    folder = environment.read("JAXKERN_CACHE_DIR")
     if folder is not None:
         return os.path.abspath(os.path.expanduser(folder)) if folder else ""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return os.path.join(base, "jaxkern") if os.path.isabs(base) else ""
+
+
+def cache_bytes() -> int:
+    """The size limit of the cache folder. Raises a ValueError if the variable is not a number."""
+    limit = environment.read("JAXKERN_CACHE_MB")
+    return int(float("512" if limit is None else limit) * 2**20)
 
 
 def _headers_hash(folder: pathlib.Path) -> str:
@@ -74,7 +78,7 @@ def configure(module) -> None:
     """Passes the locations and limits to the extension module `jaxkern._runtime`."""
     folder = kernels_folder()
     nvrtc, builtins, includes = find_nvrtc()
-    dump = os.environ.get("JAXKERN_DUMP", "")
+    dump = environment.read("JAXKERN_DUMP") or ""
     if dump:
         os.makedirs(dump, exist_ok=True)
     module.configure(
@@ -85,7 +89,7 @@ def configure(module) -> None:
         headers_hash=_headers_hash(folder),
         dump=dump,
         cache_folder=cache_folder(),
-        cache_bytes=int(float(os.environ.get("JAXKERN_CACHE_MB", "512")) * 2**20),
+        cache_bytes=cache_bytes(),
     )
 
 

@@ -8,12 +8,11 @@ operations that compute the cotangents before the call of the loss, and replaces
 The environment variable JAXKERN_ONE_READ=0, read whenever a gradient is lowered, turns the rule off.
 """
 
-import os
 import re
 
 from jax.extend.mlir import ir
 
-from jaxkern._core import compat, partition
+from jaxkern._core import compat, environment, partition
 
 
 def maker(value):
@@ -30,7 +29,7 @@ def gradient(loss_p, both_p, ctx, operands, params, lower):
     """
     logits, labels, largest, _, weight, *rest = operands
     forward = maker(largest)
-    if os.environ.get("JAXKERN_ONE_READ") == "0" or not compat.moves_operations():
+    if environment.read("JAXKERN_ONE_READ") == "0" or not compat.moves_operations():
         return None
     if (
         forward is None

@@ -1,9 +1,9 @@
 """The table of elementwise operations: one row each.
 
 A row defines everything about an operation except its arithmetic: the kernels, the primitive, the public function and its
-documentation, the reference, the tests, the benchmark and the list in README.md are made from it. The arithmetic is a
+documentation, the reference, the tests, the benchmark and the list in the documentation are made from it. The arithmetic is a
 functor in ffi/kernels/elementwise/functors.h or activations.h; the derivative has a functor of its own. The module has no
-imports of the package, so that `python jaxkern/_ops/elementwise/table.py` prints the list in README.md.
+imports of the package, so that `python jaxkern/_ops/elementwise/table.py` prints that list.
 """
 
 import typing
@@ -232,7 +232,7 @@ ROWS = tuple(row for rows in GROUPS.values() for row in rows)
 
 
 def markdown() -> str:
-    """The list in README.md."""
+    """The list that docs/operations/elementwise.md shows."""
     lines = ["| | |", "|---|---|"]
     for group, rows in GROUPS.items():
         names = dict.fromkeys(row.part_of or row.name for row in rows)

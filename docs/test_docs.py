@@ -1,0 +1,27 @@
+"""The Python blocks of README.md, run like those of the pages beside this file, and what the pages must name."""
+
+import pathlib
+import re
+
+import conftest
+import pytest
+
+README = pathlib.Path(__file__).resolve().parent.parent / "README.md"
+EXAMPLES = list(conftest.pages.parse(README).examples())
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_block(number):
+    EXAMPLES[number].evaluate()
+
+
+def test_readme_has_blocks():
+    assert EXAMPLES
+
+
+def test_api_lists_every_public_name():
+    import jaxkern
+
+    listed = set(re.findall(r"^::: jaxkern\.[\w.]*?(\w+)$", (README.parent / "docs" / "api.md").read_text(), re.M))
+    missing = set(jaxkern.__all__) - set(jaxkern.elementwise.__all__) - {"tiers"} - listed
+    assert not missing, f"docs/api.md lacks {', '.join(sorted(missing))}"

@@ -1,0 +1,73 @@
+"""The environment variables of jaxkern: their names, defaults and meanings, and the only place that reads them.
+
+docs/switches.md shows this table, and `python -m jaxkern` prints the variables that are set.
+"""
+
+import os
+import typing
+
+
+class Variable(typing.NamedTuple):
+    name: str
+    default: str
+    meaning: str
+    read: str  # when the value takes effect
+
+
+VARIABLES = {
+    v.name: v
+    for v in (
+        Variable(
+            "JAXKERN_BACKEND",
+            "kernels",
+            "`xla`: every operation runs as XLA's own operations, as on a machine without the runtime",
+            "at every compilation",
+        ),
+        Variable(
+            "JAXKERN_CACHE_DIR",
+            "$XDG_CACHE_HOME/jaxkern or ~/.cache/jaxkern",
+            "folder of compiled kernels; empty: no cache on disk",
+            "at import",
+        ),
+        Variable("JAXKERN_CACHE_MB", "512", "size limit of that folder in MiB", "at import"),
+        Variable(
+            "JAXKERN_DUMP", "", "folder for the source, log and cubin of every kernel that is compiled", "at import"
+        ),
+        Variable(
+            "JAXKERN_EXPLAIN",
+            "0",
+            "`1`: prints to standard error what `accelerate` and `install` take and leave of every program",
+            "at every compilation",
+        ),
+        Variable(
+            "JAXKERN_ONE_READ",
+            "1",
+            "`0`: the loss and the gradient of cross-entropy are computed in two reads of the logits",
+            "at every compilation",
+        ),
+        Variable(
+            "JAXKERN_PARTITION",
+            "",
+            "`batch`: operations do not partition themselves over devices; XLA partitions its own operations",
+            "once, at the first compilation",
+        ),
+    )
+}
+
+
+def read(name: str) -> str | None:
+    """The value of a variable of the table, or None if it is not set."""
+    return os.environ.get(VARIABLES[name].name)
+
+
+def xla_only() -> bool:
+    """Whether JAXKERN_BACKEND leaves every operation to XLA. Raises a ValueError for an unknown value."""
+    value = read("JAXKERN_BACKEND") or "kernels"
+    if value not in ("kernels", "xla"):
+        raise ValueError(f"JAXKERN_BACKEND is {value!r}: it must be 'kernels' or 'xla'")
+    return value == "xla"
+
+
+def given() -> dict[str, str]:
+    """The variables of the table that are set."""
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}

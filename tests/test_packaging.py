@@ -1,0 +1,69 @@
+"""Facts that several files of the repository state: the version, the extras, the wheels of the check-list."""
+
+import importlib.util
+import pathlib
+import re
+import tomllib
+import zipfile
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+spec = importlib.util.spec_from_file_location("release", ROOT / "packaging" / "release.py")
+release = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(release)
+
+
+def test_version_is_the_same_everywhere():
+    assert release.version() == release.changelog() == release.version_of_source()
+
+
+def test_extras_that_the_documentation_names():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = set()
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
+        for group in re.findall(r'"(?:\.|jaxkern)\[([\w,]+)\]"', path.read_text()):
+            named |= set(group.split(","))
+    assert {"cuda13", "test", "examples", "docs"} <= named <= set(extras)
+
+
+def wheel(folder, tag, *names, size=0):
+    path = folder / f"jaxkern-{release.version_of_source()}-{tag}.whl"
+    with zipfile.ZipFile(path, "w") as file:
+        for name in names:
+            file.writestr(name, b"\0" * size)
+    return path
+
+
+WHOLE = (
+    "jaxkern/py.typed",
+    "jaxkern/_runtime.abi3.so",
+    "jaxkern/kernels/softmax/rows.cuh",
+    "jaxkern-1.dist-info/LICENSE",
+)
+
+
+@pytest.mark.parametrize(
+    "names, size, reason",
+    [
+        (WHOLE, 0, None),
+        (WHOLE[1:], 0, "lacks"),
+        ((*WHOLE, "tests/test_x.py"), 0, "has tests/test_x.py"),
+        (WHOLE, 1_000_000, "more than"),
+    ],
+)
+def test_wheels_of_a_release(tmp_path, names, size, reason):
+    (tmp_path / f"jaxkern-{release.version_of_source()}.tar.gz").touch()
+    for tag in ("cp311-cp311-manylinux_2_28_x86_64", "cp312-abi3-manylinux_2_28_x86_64"):
+        wheel(tmp_path, tag, *names, size=size)
+    if reason is None:
+        assert "cp312-abi3" in release.check_wheels(tmp_path)
+    else:
+        with pytest.raises(release.Missing, match=reason):
+            release.check_wheels(tmp_path)
+
+
+def test_a_wheel_without_its_tag_is_missing(tmp_path):
+    wheel(tmp_path, "cp311-cp311-linux_x86_64", *WHOLE)
+    with pytest.raises(release.Missing, match="no manylinux wheel of cp311"):
+        release.check_wheels(tmp_path)
