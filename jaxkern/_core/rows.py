@@ -174,6 +174,27 @@ def shifted(x, mask, axis):
     return below, exponential, row_sum(exponential, axis)
 
 
+MANY = 1 << 16  # elements
+
+
+def unless_nan(fast, axis, exact):
+    """`fast`, or exact() if a row of `fast` begins with NaN.
+
+    XLA:CPU compiles row operations to one loop only if they contain no selects. So `fast` has none, and where it is wrong
+    its whole row is NaN. Arrays of fewer than `MANY` elements are computed by exact() at once.
+    """
+    if not all(isinstance(n, int) for n in fast.shape) or fast.size < MANY:
+        return exact()
+    first = jax.lax.slice_in_dim(fast, 0, 1, axis=axis)
+    return jax.lax.cond(jnp.isnan(jnp.sum(first)), exact, lambda: fast)
+
+
+def gradient_without_selects(y, g, axis):
+    """The gradient of a softmax from its result y: NaN in rows where a cotangent is not finite."""
+    p, h = computed(y), computed(g)
+    return p * (h - row_sum(p * h, axis))
+
+
 def lowest_for_infinity(y, dtype):
     """`y` in `dtype`, with the lowest finite number for -inf if the type has no infinity (some 8-bit types)."""
     if not np.isinf(np.float32(-np.inf).astype(dtype).astype(np.float32)):

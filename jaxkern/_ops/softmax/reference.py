@@ -10,7 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern._core import partition
-from jaxkern._core.rows import computed, largest_of, lowest_for_infinity, row_sum, shifted
+from jaxkern._core.rows import (
+    computed,
+    gradient_without_selects,
+    largest_of,
+    lowest_for_infinity,
+    row_sum,
+    shifted,
+    unless_nan,
+)
 from jaxkern._ops.reduction.primitive import statistics
 from jaxkern._ops.softmax import dropout
 
@@ -112,16 +120,17 @@ def softmax_grad(y, g, *mask, axis, tier, over=()):
 
 def log_softmax_grad(x, g, *mask, axis, tier, over=()):
     g = computed(g, *mask)
+    if not (over or mask) and x.dtype.itemsize > 2:
+        _, e, total = _stable(x, mask, axis)
+        each = jnp.where(total == 0, 0, row_sum(g, axis) / _lifted(total))  # ends the loop, too
+        return _kept(g - e * each, total != 0, mask, x.dtype)
     if x.dtype.itemsize <= 2:  # x is the result, whose exponentials sum to 1, or to 0 in an empty row
         p = jnp.exp(_unmasked(x, *mask))
         total, of_g = partition.row_sums(axis, over, p, g) if over else (row_sum(p, axis), row_sum(g, axis))
-    elif over or mask:
+    else:
         wide, largest, (total, of_g) = _exponentials(x, mask, axis, over, others=[g])
         p = jnp.exp(wide - largest) / _nonzero(total)
-    else:
-        _, e, total = _stable(x, mask, axis)
-        p, of_g = e / _lifted(total), row_sum(g, axis)
-    of_g = jnp.where(total == 0, 0, of_g)  # ends the loop, too
+    of_g = jnp.where(total == 0, 0, of_g)
     return _kept(g - p * of_g, total != 0, mask, x.dtype)
 
 
@@ -129,6 +138,33 @@ def log_softmax_jvp(x, t, *mask, axis, tier, over=()):
     t = computed(t, *mask)
     _, (total, dot) = partition.row_exponentials(_unmasked(x, *mask), axis, over, weights=[t])
     return _kept(t - dot / _nonzero(total), total != 0, mask, x.dtype)
+
+
+# ---- what the CPU runs where masks or cotangents could need selects: see `unless_nan`
+#
+# At first, empty rows are NaN, and rows with NaN or +inf are NaN even where they are masked. A cotangent that is not finite
+# makes its row NaN even where it must not count; there y is 0, so that finite ones count nothing.
+
+
+def softmax_on_cpu(x, *mask, axis, tier):
+    exact = lambda: softmax(x, *mask, axis=axis, tier=tier)
+    if not mask:
+        return exact()
+    _, e, total = _stable(x, mask, axis)
+    return unless_nan((e / total).astype(x.dtype), axis, exact)
+
+
+def log_softmax_on_cpu(x, *mask, axis, tier):
+    exact = lambda: log_softmax(x, *mask, axis=axis, tier=tier)
+    if not mask:
+        return exact()
+    below, _, total = _stable(x, mask, axis)
+    return unless_nan(lowest_for_infinity(below - jnp.log(total), x.dtype), axis, exact)
+
+
+def softmax_grad_on_cpu(y, g, *mask, axis, tier):
+    exact = lambda: softmax_grad(y, g, *mask, axis=axis, tier=tier)
+    return unless_nan(gradient_without_selects(y, g, axis).astype(y.dtype), axis, exact) if mask else exact()
 
 
 # ---- fused: operands as in primitive.py; `parts` are those that the parameter `extras` names, in its order
@@ -189,6 +225,24 @@ def fused(x, *parts, axis, tier, log, extras, causal, threshold, unscaled):
     y = exponential / _nonzero(total)
     y = _dropout(y if part is None else jnp.where(part, y, 0), axis, extra, threshold)
     return y.astype(x.dtype)
+
+
+def fused_on_cpu(x, *parts, axis, extras, causal, threshold, log, **params):
+    exact = lambda: fused(x, *parts, axis=axis, extras=extras, causal=causal, threshold=threshold, log=log, **params)
+    if threshold:  # drawing the bits takes most of the time
+        return exact()
+    extra = named(parts, extras)
+    part = fused_participants(x, axis, extra, causal)
+    below, e, total = _stable(_logits(x, extra, None), () if part is None else (part,), axis)
+    if log:
+        return unless_nan(lowest_for_infinity(below - jnp.log(total), x.dtype), axis, exact)
+    return unless_nan((e / total).astype(x.dtype), axis, exact)
+
+
+def fused_output_grad_on_cpu(y, g, *parts, axis, extras, unscaled, **params):
+    dx = _scaled(gradient_without_selects(y, g, axis), named(parts, extras), unscaled).astype(y.dtype)
+    exact = lambda: fused_output_grad(y, g, *parts, axis=axis, extras=extras, unscaled=unscaled, **params)
+    return unless_nan(dx, axis, exact)
 
 
 def _fused_probabilities(x, axis, extra, causal):
