@@ -81,11 +81,11 @@ def slopes(logits, labels, largest, total, count, mask, axis, options, first=0, 
     factor = 1 / total
     if options.z_loss:
         factor = factor * (1 + 2 * options.z_loss * (jnp.where(dead, 0, largest) + jnp.log(total)))
+    factor = jnp.where(bad, jnp.nan, factor)  # of a row, not of each of its elements
     hot = jax.lax.broadcasted_iota(label.dtype, logits.shape, axis) == label - jnp.asarray(first).astype(label.dtype)
     slope = e * factor - jnp.where(hot, 1 - options.smoothing, 0).astype(e.dtype)
     if options.smoothing:
         slope = slope - options.smoothing / count
-    slope = jnp.where(bad, jnp.nan, slope)
     live = jnp.broadcast_to(~ignored & (~dead | bad), logits.shape)
     return slope, live & mask[0] if mask else live
 
