@@ -139,10 +139,9 @@ def programs(cell: Cell, tiers: bool) -> list[Program]:
     mask = [jax.ShapeDtypeStruct(case.mask, jnp.bool_)] if case.mask else []
     found = []
     if case.cpu and cell.direction == "backward":
-        return [
-            Program(name, result_and_gradient(f), [x, x, *mask])
-            for name, f in ((_goals.OURS, _ours(dataclasses.replace(cell, direction="forward"), "auto")), ("xla", _reference(cell.op, case.axis)))
-        ]
+        ours = _ours(dataclasses.replace(cell, direction="forward"), "auto")
+        both = ((_goals.OURS, ours), ("xla", _reference(cell.op, case.axis)))
+        return [Program(name, result_and_gradient(f), [x, x, *mask]) for name, f in both]
     if _kernels() is not None:
         specs = [*([x] if cell.direction == "forward" else [x, x]), *mask]
         found.append(Program(_goals.OURS, _ours(cell, "auto"), specs))
