@@ -159,15 +159,6 @@ def largest_of(x, mask, axis, least=None):
     )
 
 
-def largest_on_cpu(x, mask, axis):
-    """`largest_of` as one reduction that begins at the least finite number: a maximum of row numbers behind it takes XLA:CPU
-    up to 15% of a softmax. For lowering only: it has no derivatives, and takes no part in meshes of explicit axes."""
-    x = x if x.dtype in (jnp.float16, jnp.bfloat16) else computed(x)
-    x = jnp.where(mask[0], x, -jnp.inf) if mask else x
-    least = np.asarray(jnp.finfo(x.dtype).min, x.dtype)
-    return computed(jnp.expand_dims(jax.lax.reduce(x, least, jax.lax.max, (axis,)), axis))
-
-
 def shifted(x, mask, axis):
     """x - max in the computing type, its exponential, and the sum of exponentials; all-masked rows sum to 0.
 

@@ -14,7 +14,6 @@ from jaxkern._core.rows import (
     computed,
     gradient_without_selects,
     largest_of,
-    largest_on_cpu,
     lowest_for_infinity,
     row_sum,
     shifted,
@@ -72,23 +71,23 @@ def _exponentials(x, mask, axis, over, others=()):
     return wide, *partition.merge_exponentials(largest, sums, over)
 
 
-def _stable(x, mask, axis, largest=largest_of):
+def _stable(x, mask, axis):
     """(x - the largest element of its row, exponentials, their sum) in the computing type.
 
     In an empty row the exponentials and their sum are 0. There are no conditions, so that XLA compiles a single loop over
     rows for the CPU.
     """
     wide = _unmasked(x, *mask)
-    below = wide - largest(x, mask, axis)
+    below = wide - largest_of(x, mask, axis)
     e = jnp.exp(below)
     return below, e, row_sum(e, axis)
 
 
-def softmax(x, *mask, axis, tier, over=(), largest=largest_of):
+def softmax(x, *mask, axis, tier, over=()):
     if over:
         wide, largest, (total,) = _exponentials(x, mask, axis, over)
         return computed(jnp.exp(wide - largest) / _nonzero(total), *mask).astype(x.dtype)
-    _, e, total = _stable(x, mask, axis, largest)
+    _, e, total = _stable(x, mask, axis)
     return computed(e / _lifted(total), *mask).astype(x.dtype)
 
 
@@ -148,10 +147,10 @@ def log_softmax_jvp(x, t, *mask, axis, tier, over=()):
 
 
 def softmax_on_cpu(x, *mask, axis, tier):
-    exact = lambda: softmax(x, *mask, axis=axis, tier=tier, largest=largest_on_cpu)
+    exact = lambda: softmax(x, *mask, axis=axis, tier=tier)
     if not mask:
         return exact()
-    _, e, total = _stable(x, mask, axis, largest_on_cpu)
+    _, e, total = _stable(x, mask, axis)
     return unless_nan((e / total).astype(x.dtype), axis, exact)
 
 
@@ -159,7 +158,7 @@ def log_softmax_on_cpu(x, *mask, axis, tier):
     exact = lambda: log_softmax(x, *mask, axis=axis, tier=tier)
     if not mask:
         return exact()
-    below, _, total = _stable(x, mask, axis, largest_on_cpu)
+    below, _, total = _stable(x, mask, axis)
     return unless_nan(lowest_for_infinity(below - jnp.log(total), x.dtype), axis, exact)
 
 
@@ -234,7 +233,7 @@ def fused_on_cpu(x, *parts, axis, extras, causal, threshold, log, **params):
         return exact()
     extra = named(parts, extras)
     part = fused_participants(x, axis, extra, causal)
-    below, e, total = _stable(_logits(x, extra, None), () if part is None else (part,), axis, largest_on_cpu)
+    below, e, total = _stable(_logits(x, extra, None), () if part is None else (part,), axis)
     if log:
         return unless_nan(lowest_for_infinity(below - jnp.log(total), x.dtype), axis, exact)
     return unless_nan((e / total).astype(x.dtype), axis, exact)
