@@ -163,7 +163,7 @@ def _gradient_of_masked(y: jax.Array, g: jax.Array, mask: jax.Array, tier: str) 
     import importlib
 
     return importlib.import_module("jaxkern._ops.softmax.primitive").softmax_grad_p.bind(
-        y, g, mask, axis=y.ndim - 1, tier=tier
+        y, g, mask, axis=y.ndim - 1, algorithm=tier
     )
 
 
@@ -176,7 +176,7 @@ def _gradient_from_result(cell: Cell, y: jax.Array, g: jax.Array, tier: str) -> 
         g,
         *scale,
         axis=y.ndim - 1,
-        tier=tier,
+        algorithm=tier,
         log=False,
         extras="scale" if scale else "",
         causal=cell.has("causal"),

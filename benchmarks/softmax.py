@@ -175,7 +175,7 @@ def _ours(cell: Cell, tier: str) -> Callable[..., jax.Array]:
     axis = cell.case.axis % len(cell.case.shape)
     if cell.direction == "backward":
         primitive = getattr(_kernels(), f"{cell.op}_grad_p")
-        return lambda *operands: primitive.bind(*operands, axis=axis, tier=tier)
+        return lambda *operands: primitive.bind(*operands, axis=axis, algorithm=tier)
 
     def forward(x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         with jaxkern.tiers.force(**{cell.op: tier}):

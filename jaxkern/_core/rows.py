@@ -2,7 +2,7 @@
 
 A row operation takes one or more arrays of equal shape, then perhaps a mask (boolean, the same rank, each dimension 1 or
 equal), and returns one array of that shape or, if it reduces rows, of that shape without the axis. Its parameters are
-`axis`, the dimension that a row lies along, `tier`, the algorithm, and, if it reduces, `dtype`, the type of the result
+`axis`, the dimension that a row lies along, `algorithm`, or "auto", and, if it reduces, `dtype`, the type of the result
 or the types of several.
 """
 
@@ -38,8 +38,8 @@ def row_primitive(name: str, arrays: int, reference, plan=None, split=None, seve
     )
 
 
-def _shape(name, arrays, x, *rest, axis, tier, dtype=None):
-    del tier
+def _shape(name, arrays, x, *rest, axis, algorithm, dtype=None):
+    del algorithm
     others, mask = rest[: arrays - 1], rest[arrays - 1 :]
     if not 0 <= axis < x.ndim:
         raise ValueError(f"{name}: axis {axis} is out of bounds for shape {x.shape}")

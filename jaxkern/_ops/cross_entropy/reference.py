@@ -96,12 +96,12 @@ def _slopes(logits, labels, mask, axis, options):
     return slopes(logits, labels, largest, total, participants(logits, mask, axis), mask, axis, options)
 
 
-def gradient(logits, labels, largest, total, g, *rest, axis, tier, options):
+def gradient(logits, labels, largest, total, g, *rest, axis, algorithm, options):
     slope, live = _slopes(logits, labels, rest[1:], axis, options)
     return jnp.where(live, slope * jnp.expand_dims(g, axis), 0).astype(logits.dtype)
 
 
-def transpose(logits, labels, largest, total, t, *rest, axis, tier, options):
+def transpose(logits, labels, largest, total, t, *rest, axis, algorithm, options):
     slope, live = _slopes(logits, labels, rest[1:], axis, options)
     return jnp.sum(jnp.where(live, slope * t.astype(slope.dtype), 0), axis)
 
@@ -113,12 +113,12 @@ def _slopes_by_residuals(logits, labels, largest, total, rest, axis, options):
     return slopes(logits, labels, largest, total, count, rest[1:], axis, options)
 
 
-def gradient_by_residuals(logits, labels, largest, total, g, *rest, axis, tier, options):
+def gradient_by_residuals(logits, labels, largest, total, g, *rest, axis, algorithm, options):
     slope, live = _slopes_by_residuals(logits, labels, largest, total, rest, axis, options)
     return jnp.where(live, slope * jnp.expand_dims(g, axis), 0).astype(logits.dtype)
 
 
-def transpose_by_residuals(logits, labels, largest, total, t, *rest, axis, tier, options):
+def transpose_by_residuals(logits, labels, largest, total, t, *rest, axis, algorithm, options):
     slope, live = _slopes_by_residuals(logits, labels, largest, total, rest, axis, options)
     return jnp.sum(jnp.where(live, slope * t.astype(slope.dtype), 0), axis)
 
@@ -128,7 +128,7 @@ def settled(loss, total, bad, ignored):
     return jnp.where(ignored, 0, jnp.where(bad, jnp.nan, jnp.where(total == 0, 0, loss)))
 
 
-def loss(logits, labels, *mask, axis, tier, options):
+def loss(logits, labels, *mask, axis, algorithm, options):
     shifted, largest, _, total = _shifted(logits, mask, axis)
     label, bad, ignored = classes_of(labels, logits.shape[axis], axis, options)
     count = participants(logits, mask, axis)

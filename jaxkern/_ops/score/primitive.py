@@ -34,8 +34,8 @@ from jaxkern._ops.softmax import plan
 EXTRAS = ("mask", "origin")
 
 
-def _abstract_eval(name, arrays, several, x, *rest, axis, tier, log, function, indexed, extras, unscored):
-    del tier, log, unscored
+def _abstract_eval(name, arrays, several, x, *rest, axis, algorithm, log, function, indexed, extras, unscored):
+    del algorithm, log, unscored
     names = extras.split()
     others, args = rest[: arrays - 1], rest[arrays - 1 : len(rest) - len(names)]
     extra = dict(zip(names, rest[len(rest) - len(names) :]))

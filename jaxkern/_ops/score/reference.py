@@ -40,7 +40,7 @@ def _nonzero(total):
     return jnp.where(total == 0, 1, total)
 
 
-def score(x, *parts, axis, tier, log, function, indexed, extras, unscored, over=()):
+def score(x, *parts, axis, algorithm, log, function, indexed, extras, unscored, over=()):
     _, s, kept = _scores(x, parts, function, indexed, extras)
     largest, (total,) = partition.row_exponentials(s, axis, over)
     if log:
@@ -56,15 +56,17 @@ def _scores_on_cpu(x, parts, function, indexed, extras):
     return arguments, s if mask is None else jnp.where(mask, s, -jnp.inf)
 
 
-def score_on_cpu(x, *parts, axis, tier, log, function, indexed, extras, unscored):
+def score_on_cpu(x, *parts, axis, algorithm, log, function, indexed, extras, unscored):
     # Rows with NaN or +inf are NaN even where an element takes no part, and so are rows without scores: see `unless_nan`.
     params = dict(function=function, indexed=indexed, extras=extras)
     _, s = _scores_on_cpu(x, parts, **params)
     y = lowest_for_infinity((jax.nn.log_softmax if log else jax.nn.softmax)(s, axis), x.dtype)
-    return unless_nan(y, axis, lambda: score(x, *parts, axis=axis, tier=tier, log=log, unscored=unscored, **params))
+    return unless_nan(
+        y, axis, lambda: score(x, *parts, axis=axis, algorithm=algorithm, log=log, unscored=unscored, **params)
+    )
 
 
-def score_sums(x, *parts, axis, tier, log, function, indexed, extras, unscored, over=()):
+def score_sums(x, *parts, axis, algorithm, log, function, indexed, extras, unscored, over=()):
     """[largest score, logarithm of the sum of exp(score - largest)] of each row, with a dimension for the axis."""
     _, s, _ = _scores(x, parts, function, indexed, extras)
     largest, (total,) = partition.row_exponentials(s, axis, over)
@@ -80,17 +82,17 @@ def _slopes(g, s, kept, axis, log, over=()):
     return jnp.where(kept, ds, 0)
 
 
-def score_grads(x, g, *parts, axis, tier, log, function, indexed, extras, unscored, over=()):
+def score_grads(x, g, *parts, axis, algorithm, log, function, indexed, extras, unscored, over=()):
     """[dx, ds]"""
     arguments, s, kept = _scores(x, parts, function, indexed, extras)
     ds = _slopes(g, s, kept, axis, log, over)
     return [_chain(function, arguments, ds, kept).astype(x.dtype), ds.astype(x.dtype)]
 
 
-def score_grads_on_cpu(x, g, *parts, axis, tier, log, function, indexed, extras, unscored):
+def score_grads_on_cpu(x, g, *parts, axis, algorithm, log, function, indexed, extras, unscored):
     params = dict(function=function, indexed=indexed, extras=extras)
     if log:
-        return score_grads(x, g, *parts, axis=axis, tier=tier, log=log, unscored=unscored, **params)
+        return score_grads(x, g, *parts, axis=axis, algorithm=algorithm, log=log, unscored=unscored, **params)
     arguments, s = _scores_on_cpu(x, parts, **params)
     ds = gradient_without_selects(jax.nn.softmax(s, axis), g, axis)
     ds = unless_nan(ds, axis, lambda: _slopes(g, *_scores(x, parts, **params)[1:], axis, log))
@@ -115,7 +117,7 @@ def score_jvps(x, tx, ts, *parts, unscored, **params):
     return _score_jvp(x, tx, ts, parts, **params)
 
 
-def _score_jvp(x, tx, ts, parts, *, axis, tier, log, function, indexed, extras):
+def _score_jvp(x, tx, ts, parts, *, axis, algorithm, log, function, indexed, extras):
     arguments, s, kept = _scores(x, parts, function, indexed, extras)
     terms = [] if tx is None else [_chain(function, arguments, computed(tx, kept), kept)]
     terms += [] if ts is None else [computed(ts, kept)]

@@ -61,8 +61,8 @@ log_softmax_jvp_p = row_primitive("jaxkern_log_softmax_jvp", 2, reference.log_so
 # ---- the fused primitives
 
 
-def _abstract_eval(name, arrays, x, *rest, axis, tier, log, extras, causal, threshold, unscaled):
-    del tier, unscaled
+def _abstract_eval(name, arrays, x, *rest, axis, algorithm, log, extras, causal, threshold, unscaled):
+    del algorithm, unscaled
     if not causal <= axis < x.ndim:
         raise ValueError(f"{name}: axis {axis} is out of bounds for shape {x.shape}")
     names, others, parts = extras.split(), rest[: arrays - 1], rest[arrays - 1 :]
