@@ -390,13 +390,13 @@ _LAUNCHES = {
 # ---- plans
 
 
-def _algorithm(p: Problem, device, tier: str) -> str:
-    return pick("log_softmax" if p.log else "softmax", tier, p, device)
+def _algorithm(p: Problem, device, algorithm: str) -> str:
+    return pick("log_softmax" if p.log else "softmax", algorithm, p, device)
 
 
-def plan(p: Problem, device, mask=(null, EMPTY_VIEW), tier="auto") -> Plan | None:
+def plan(p: Problem, device, mask=(null, EMPTY_VIEW), algorithm="auto") -> Plan | None:
     """The launches of a plain softmax; None if a grid would be too large. mask: its pointer and its BroadcastView."""
-    algorithm = _algorithm(p, device, tier)
+    algorithm = _algorithm(p, device, algorithm)
     launches = tuple(_LAUNCHES[algorithm](p, _params(p, device, mask), device))
     # Element by element, for arrays that are not aligned.
     generic = _streaming if p.inner == 1 else _column
@@ -412,16 +412,16 @@ def problem_of(aval, axis: int, **flags) -> Problem:
     return Problem(math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :]), aval.dtype.name, **flags)
 
 
-def plain(log: bool, backward: bool, device, operands, results, *, axis: int, tier: str) -> Plan | None:
+def plain(log: bool, backward: bool, device, operands, results, *, axis: int, algorithm: str) -> Plan | None:
     """The plan of a plain primitive for arrays of these types. Operands as in `_params`, then the mask if there is one.
 
     None if a grid would be too large, or the mask has too many groups of dimensions.
     """
     p = problem_of(operands[0], axis, log=log, backward=backward, masked=len(operands) > 1 + backward)
     if not p.masked:
-        return plan(p, device, tier=tier)
+        return plan(p, device, algorithm=algorithm)
     view = broadcast_view(operands[0].shape, operands[p.inputs].shape, axis)
-    return plan(p, device, (operand(p.inputs), view), tier) if view else None
+    return plan(p, device, (operand(p.inputs), view), algorithm) if view else None
 
 
 # ---- fused
@@ -492,7 +492,7 @@ def fused(
     results,
     *,
     axis,
-    tier,
+    algorithm,
     log,
     extras,
     causal,
@@ -509,7 +509,7 @@ def fused(
     p = p._replace(causal=causal and extras in ("", "scale"))
     if not fused_fits(x.shape, axis):
         return None
-    algorithm = _algorithm(p, device, tier)
+    algorithm = _algorithm(p, device, algorithm)
     pointer = {name: operand(k) for name, k in at.items()}
     view = {name: broadcast_view(x.shape, operands[k].shape, axis) for name, k in at.items() if name != "key"}
     wide = "bias" in at and operands[at["bias"]].dtype != x.dtype
@@ -554,7 +554,7 @@ MOST_SCORE_OPERANDS = 16
 
 
 def score(
-    device, operands, results, *, axis, tier, log, function, indexed, extras, unscored, backward=False, sums=False
+    device, operands, results, *, axis, algorithm, log, function, indexed, extras, unscored, backward=False, sums=False
 ) -> Plan | None:
     """The plan of a softmax of a function of the user's, for arrays of these types.
 
@@ -567,7 +567,7 @@ def score(
     p = problem_of(x, axis, log=log, backward=backward, masked="mask" in at, fused=True)
     if not fused_fits(x.shape, axis) or len(args) > MOST_SCORE_OPERANDS:
         return None
-    algorithm = _algorithm(p, device, tier)
+    algorithm = _algorithm(p, device, algorithm)
     views = [broadcast_view(x.shape, a.shape, axis) for a in args]
     mask = (null, EMPTY_VIEW)
     if p.masked:
