@@ -144,3 +144,18 @@ def test_explicit_axes(spec):
     with jax.set_mesh(m), forced:
         own = f(spread(m, params, P()), spread(m, inputs(), spec), spread(m, inputs(1), spec))
     same(own, plain, 1e-5)
+
+
+@several
+@pytest.mark.parametrize("axes", [("r", "c"), ("r",)])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_shard_map(library, axes):
+    """Over all axes of the mesh and over some: gradients of what all devices share are summed over them."""
+    m = mesh()
+    params, apply = library("layer_norm", inputs())
+    mapped = jax.shard_map(apply, mesh=m, in_specs=(P(), P("r")), out_specs=P("r"), axis_names=set(axes))
+    f = jax.jit(jax.grad(lambda p, x: jnp.sum(jnp.sin(mapped(p, x))), (0, 1)))
+    plain = f(params, inputs())
+    with forced:
+        own = f(params, inputs())
+    same(own, plain, 1e-4)
