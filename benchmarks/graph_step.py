@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -172,6 +173,7 @@ def times(dtype: str, zipf: bool = False, small: bool = False) -> dict[str, floa
             if name == "jaxkern":
                 raise
             found[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:120]
+        print(f"{dtype}, {'zipf' if zipf else 'uniform'}, {name}: {found[name]}", file=sys.stderr, flush=True)
     return found
 
 

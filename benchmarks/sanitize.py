@@ -15,7 +15,8 @@ import importlib
 import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
@@ -390,6 +391,80 @@ def run_norm(op: str, tier: str, dtype: str, width: int) -> str | None:
     return ""
 
 
+# Samples, rows, channels, groups, inner: around packs, tiles and the ends of tiers.
+GROUPED = (
+    (1, 1, 1, 1, 1),
+    (3, 70, 24, 4, 1),
+    (2, 700, 40, 4, 1),
+    (1, 3000, 7, 7, 1),
+    (2, 513, 520, 8, 1),
+    (3, 129, 96, 2, 1),
+    (2, 4096, 64, 8, 1),
+    (1, 9000, 16, 16, 1),
+    (2, 1, 12, 3, 77),
+    (1, 5, 6, 6, 4096),
+    (2, 3, 4, 1, 1000),
+)
+
+
+def run_group_norm(op: str, tier: str, dtype: str, sizes: tuple[int, ...]) -> str | None:
+    """Runs a norm of groups and its gradient in a tier once; "" or what went wrong, None where it cannot run it."""
+    from jaxkern import tiers
+    from jaxkern._ops.group_norm import primitive, reference
+
+    samples, rows, channels, groups, inner = sizes
+    if not all(tiers.fits(op, tier, *sizes, dtype, dtype, each=samples, backward=b) for b in (False, True)):
+        return None
+    generator, np_dtype = np.random.default_rng(rows), jnp.dtype(dtype)
+    shape = (samples, rows, groups, channels // groups, inner)
+    x, g = (generator.standard_normal(shape).astype(np_dtype) for _ in range(2))
+    wide = jnp.dtype(np.float64 if dtype == "float64" else np.float32)
+    scale, bias = (generator.standard_normal(shape[2:4]).astype(wide) for _ in range(2))
+    mean, var = map(np.asarray, reference.moments(jnp.asarray(x), batch=1, channel=2))
+    of_mean, of_var = (generator.standard_normal(mean.shape).astype(wide) for _ in range(2))
+    common = {"operation": op, "batch": 1, "channel": 2, "tier": tier}
+    eps = common | {"eps": 1e-5}
+    own = primitive.PRIMITIVES[op]
+    calls = [
+        (own.forward, reference.norm, [x, scale, bias], eps | {"extras": "scale bias", "keep": 0, "dtype": np_dtype}),
+        (
+            own.grad,
+            reference.norm_grad,
+            [x, mean, var, scale, g, of_mean, of_var],
+            eps | {"extras": "scale", "keep": 0, "sums": (wide, wide)},
+        ),
+        (own.moments, reference.moments, [x], common),
+        (own.sums, reference.sums, [x, mean, var, g], eps),
+    ]
+    for prim, meaning, operands, params in calls:
+        call = jax.jit(lambda *a, prim=prim, params=params: prim.bind(*a, **params))
+        got = jax.device_get(call(*map(jax.device_put, operands)))
+        with jax.default_device(jax.devices("cpu")[0]):
+            want = meaning(*map(jnp.asarray, operands), **params)
+        for a, b in zip(got, want, strict=True):
+            a, b = np.asarray(a).astype(np.float64), np.asarray(b).astype(np.float64)
+            same = np.abs(a - b) <= 4 * TOLERANCE[dtype] * max(1, np.abs(b).max())
+            if not same.all():
+                return f"{prim.name}: wrong at {np.argwhere(~same)[0].tolist()} of {a.shape}, {int((~same).sum())} elements"
+    return ""
+
+
+def sanitize_group_norms(dtypes: list[str]) -> tuple[int, list[str]]:
+    """group_norm, and batch_norm of one sample, forward and backward, in every tier that can run them."""
+    from jaxkern import tiers
+
+    done, wrong = 0, []
+    for tier in tiers.algorithms("group_norm"):
+        for dtype, sizes in itertools.product(dtypes, GROUPED):
+            op = "batch_norm" if sizes[0] == 1 and sizes[2] == sizes[3] else "group_norm"
+            problem = run_group_norm(op, tier, dtype, sizes)
+            done += problem is not None
+            if problem:
+                wrong.append(f"{tier} {op} {dtype} {sizes}: {problem}")
+        print(f"{tier}: {done} norms of groups run so far, {len(wrong)} wrong", flush=True)
+    return done, wrong
+
+
 def sanitize_norms(dtypes: list[str]) -> tuple[int, list[str]]:
     """Both norms, forward and backward, in every tier that can run them."""
     from jaxkern import tiers
@@ -479,8 +554,50 @@ def sanitize_quantize(dtypes: list[str]) -> tuple[int, list[str]]:
         # A factor that is rounded otherwise moves few elements to a neighbour.
         if (q != other).mean() > 2e-3 or not np.allclose(scale, scales, rtol=1e-6):
             wrong.append(f"quantize {dtype} to {to} 71x{width}: {int((q != other).sum())} elements differ")
+    for label, call, operands in _quantize_calls(dtypes):
+        with jax.default_device(jax.devices("cpu")[0]):
+            want = jax.jit(call)(*map(jnp.asarray, operands))
+        found = jax.jit(call)(*map(jax.device_put, operands))
+        done += 1
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+            narrow = a.dtype.itemsize == 1
+            a, b = (np.asarray(v).astype(np.float64) for v in (a, b))
+            # Sums in another order move few elements to a neighbour.
+            if (a != b).mean() > 5e-3 if narrow else not np.allclose(a, b, rtol=2 * TOLERANCE["float32"], atol=0.0):
+                wrong.append(f"{label}: {int((a != b).sum())} elements of {a.shape} differ")
     print(f"quantize: {done} problems run so far, {len(wrong)} wrong", flush=True)
     return done, wrong
+
+
+def _quantize_calls(dtypes: list[str]) -> Iterator[tuple[str, Callable[..., Any], list[Any]]]:
+    """(label, function, operands): norms that quantize, in all algorithms; one scale for all; transposed copies."""
+    from jaxkern import Quantization, layer_norm, quantize_blocks, quantize_tensor, rms_norm, tiers
+    from jaxkern._ops.quantize import plan
+
+    def norm(x, scale, residual, *, name, tier, how):
+        more = {"residual": residual, "quantize": how}
+        with tiers.force(**{name: tier}):
+            return layer_norm(x, scale, -scale, **more) if name == "layer_norm" else rms_norm(x, scale, **more)
+
+    for n, dtype in enumerate(d for d in dtypes if d in plan.DTYPES):
+        to = list(plan.TYPES)[n % 3]
+        for width, tier in itertools.product((7, 64, 128, 384, 1024, 1032, 8192, 33024), tiers.algorithms("rms_norm")):
+            rows = 67 if width <= 1024 else 5
+            generator = np.random.default_rng(width)
+            normal = lambda *shape: generator.standard_normal(shape).astype(np.float32)
+            x, more = (normal(rows, width).astype(jnp.dtype(dtype)) for _ in range(2))
+            name = ("rms_norm", "layer_norm")[width % 3 % 2]
+            if not tiers.fits(name, tier, rows, width, 1, dtype, residual=True):
+                continue
+            for how in (Quantization(to), Quantization(to, scale=0.02), Quantization(to, 32), Quantization(to, 128)):
+                if width % (how.block or 1) == 0:
+                    label = f"{name} {tier} {dtype} {rows}x{width} to {how}"
+                    yield label, functools.partial(norm, name=name, tier=tier, how=how), [x, normal(width), more]
+        for shape in ((128, 128), (2, 256, 384)):
+            x = np.random.default_rng(0).standard_normal(shape).astype(jnp.dtype(dtype))
+            yield f"transposed {dtype} {shape}", functools.partial(quantize_blocks, dtype=to, transposed=True), [x]
+            tensor = functools.partial(quantize_tensor, dtype=to, scale=0.02, transposed=True)
+            yield f"one scale {dtype} {shape}", tensor, [x]
 
 
 def sanitize_elementwise(dtypes: list[str]) -> tuple[int, list[str]]:
@@ -696,6 +813,7 @@ def main() -> int:
         "elementwise_kernel",
         "reduction",
         "norm",
+        "group_norm",
         "cross_entropy",
         "quantize",
         "index_add",
@@ -745,6 +863,7 @@ def main() -> int:
         "segment_softmax": sanitize_segment_softmax,
         "reduction": sanitize_reductions,
         "norm": sanitize_norms,
+        "group_norm": sanitize_group_norms,
         "cross_entropy": sanitize_losses,
         "quantize": sanitize_quantize,
         "elementwise": sanitize_elementwise,

@@ -317,9 +317,9 @@ def main():
     batches = corpus.even_windows(heldout, p.context, p.batch, p.heldout)
     scale = corpus.bits_per_byte(batches, bytes_of)
     bits = {name: run.heldout_nats(batches) * scale for name, run in runs.items()}
-    print(f"\n{'':10}{'held out, bits/byte':>22}{'ms a step':>14}")
+    print(f"\n{'':10}{'held out, bits/byte':>22}{'ms a step':>14}{'first step, s':>16}")
     for name, run in runs.items():
-        print(f"{name:10}{bits[name]:>22.4f}{run.milliseconds():>14.1f}")
+        print(f"{name:10}{bits[name]:>22.4f}{run.milliseconds():>14.1f}{run.seconds[0]:>16.1f}")
 
     difference = curves["jaxkern"] - curves["jax.nn"]
     norms = [run.norms[0] for run in runs.values()]

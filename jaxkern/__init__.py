@@ -18,8 +18,16 @@ from jaxkern.elementwise_kernel import elementwise_kernel
 from jaxkern.index_add import embedding_lookup, index_add, index_select
 from jaxkern.loss import linear_softmax_cross_entropy, softmax_cross_entropy, softmax_cross_entropy_and_grad
 from jaxkern.messages import Graph, edge_map, edge_max, edge_mean, edge_min, edge_sum
-from jaxkern.norm import layer_norm, rms_norm
-from jaxkern.quantize import dequantize, fake_quantize, quantize_blocks, quantize_rows
+from jaxkern.norm import batch_norm, group_norm, layer_norm, rms_norm
+from jaxkern.quantize import (
+    DelayedScale,
+    Quantization,
+    dequantize,
+    fake_quantize,
+    quantize_blocks,
+    quantize_rows,
+    quantize_tensor,
+)
 from jaxkern.reduction import logsumexp, reduce_max, reduce_mean, reduce_min, reduce_sum
 from jaxkern.segment import segment_max, segment_mean, segment_min, segment_softmax, segment_sum, sort_indices
 from jaxkern.softmax import log_softmax, softmax
@@ -29,8 +37,11 @@ if typing.TYPE_CHECKING:  # the functions of `elementwise`, which are made from 
     from jaxkern.elementwise import __getattr__ as __getattr__
 
 __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
+    "DelayedScale",
     "Graph",
+    "Quantization",
     "accelerate",
+    "batch_norm",
     "dequantize",
     "edge_map",
     "edge_max",
@@ -44,6 +55,7 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "export_checks",
     "fake_quantize",
     "graph_attention",
+    "group_norm",
     "index_add",
     "index_select",
     "install",
@@ -55,6 +67,7 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "moe_dispatch",
     "quantize_blocks",
     "quantize_rows",
+    "quantize_tensor",
     "reduce_max",
     "reduce_mean",
     "reduce_min",

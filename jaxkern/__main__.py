@@ -226,6 +226,79 @@ def check_norm(dtype) -> tuple[float, float]:
     return tuple(worst)
 
 
+def check_group_norm(dtype) -> tuple[float, float]:
+    """The worst error of group_norm and batch_norm, and of their gradients, over samples in one pass and in two."""
+    worst, rng = [0.0, 0.0], np.random.default_rng(0)
+    wide = lambda a: np.asarray(a).astype(np.longdouble)
+    shapes = ((4, 1024, 8, 16), (1, 3000, 200, 1), (2, 3000, 1, 264))  # samples, rows, groups, channels of a group
+    for samples, rows, groups, within in shapes:
+        shape, channels = (samples, rows, groups * within), groups * within
+        x, g, scale, bias = (jnp.asarray(rng.normal(1, 2, s), dtype) for s in (shape, shape, channels, channels))
+        if within == 1:
+            f = lambda *args: jaxkern.batch_norm(*args)[0]
+        else:
+            f = lambda x, scale, bias, groups=groups: jaxkern.group_norm(x, groups, scale, bias, eps=1e-5)
+        y, pull = jax.vjp(jax.jit(f), x, scale, bias)
+        split = lambda a: wide(a).reshape(*a.shape[:-1], groups, within)
+        mean = lambda a: a.mean((1, 3), keepdims=True)
+        d = split(x) - mean(split(x))
+        rstd = 1 / np.sqrt(mean(d * d) + 1e-5)
+        z, h = d * rstd, split(g) * split(scale)
+        exact = rstd * (h - mean(h) - z * mean(h * z))
+        gradients = exact.reshape(shape), (split(g) * z).sum((0, 1)).ravel(), wide(g).sum((0, 1))
+        worst[0] = max(worst[0], epsilons(np.asarray(y), (z * split(scale) + split(bias)).reshape(shape), dtype))
+        for found, wanted in zip(pull(g), gradients, strict=True):
+            worst[1] = max(worst[1], epsilons(np.asarray(found), wanted, dtype))
+    return tuple(worst)
+
+
+def check_linear_loss(dtype) -> tuple[float, float]:
+    """The error of linear_softmax_cross_entropy and of its gradients by h and weight, with logits in several chunks."""
+    rng = np.random.default_rng(0)
+    rows, width, classes = 192, 64, 1003
+    h, weight = (jnp.asarray(rng.normal(0, s, n), dtype) for s, n in ((1, (rows, width)), (0.125, (width, classes))))
+    labels = rng.integers(0, classes, rows).astype(np.int32)
+    f = lambda h, weight: jaxkern.linear_softmax_cross_entropy(
+        h,
+        weight,
+        labels,
+        logits_dtype="float64" if dtype == "float64" else "float32",
+        precision="highest",
+        memory=1 << 19,
+    )
+    loss, gradients = jax.jit(jax.value_and_grad(f, (0, 1)))(h, weight)
+    wide, w = (np.asarray(a).astype(np.longdouble) for a in (h, weight))
+    logs = expected("log_softmax", (wide @ w).astype(np.float64), True, -1)
+    slope = (np.exp(logs) - (np.arange(classes) == labels[:, None])) / rows
+    error = epsilons(np.asarray(loss), np.asarray(-logs[np.arange(rows), labels].mean()), loss.dtype)
+    found = [epsilons(np.asarray(a), b, dtype) for a, b in zip(gradients, (slope @ w.T, wide.T @ slope))]
+    return error, max(found)
+
+
+def check_quantize(dtype) -> tuple[float]:
+    """The worst error of scales, infinite if numbers are not rounded to neighbours of what they should be: of rows, of
+    blocks and their transpose, and of a norm."""
+    worst, rng = 0.0, np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(0, 2, (256, 1024)), dtype)
+    exact = np.asarray(x).astype(np.longdouble)
+    normal = exact / np.sqrt((exact * exact).mean(-1, keepdims=True) + 1e-6)
+    blocks, transposed = jaxkern.quantize_blocks(x, transposed=True)
+    for (q, scale), wanted in (
+        (jaxkern.quantize_rows(x), exact),
+        (blocks, exact),
+        (transposed, exact.T),
+        (jaxkern.rms_norm(x, quantize=jaxkern.Quantization(block=128)), normal),
+    ):
+        apart = wanted.reshape(len(wanted), scale.shape[-1], -1)
+        most = np.abs(apart).max(-1, keepdims=True)
+        rounded = np.asarray(q).astype(np.longdouble).reshape(apart.shape) * most / 448
+        # A number is rounded by up to a 16th of itself, or half the least step.
+        near = np.abs(rounded - apart) <= 1.001 * np.maximum(np.abs(apart) / 16, 2.0**-10 * most / 448)
+        error = epsilons(np.asarray(scale), most[..., 0] / 448, dtype if dtype != "float64" else "float32")
+        worst = max(worst, error if near.all() else np.inf)
+    return (worst,)
+
+
 class Progress:
     """A bar on standard error, if that is a terminal."""
 
@@ -255,7 +328,10 @@ def show_checks() -> bool:
     checks = {operation: functools.partial(check, operation) for operation in OPERATIONS} | {
         "swiglu": check_swiglu,
         "layer_norm": check_norm,
+        "group_norm": check_group_norm,
         "cross_entropy": check_loss,
+        "linear_loss": check_linear_loss,
+        "quantize": check_quantize,
         "segment_softmax": check_segment_softmax,
     }
     checks |= {operation: functools.partial(check_indexed, operation) for operation in INDEXED}

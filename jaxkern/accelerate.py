@@ -41,6 +41,7 @@ class accelerate(contextlib.ContextDecorator):
                                                       `x[i]`, `jnp.take` and `flax.linen.Embed`, jraph's models
         "logsumexp"                                   `jax.nn.logsumexp`, `jax.scipy.special.logsumexp`
         "softmax"                                     the gradient of `jax.nn.softmax`
+        "dot_product_attention"                       the softmax in `jax.nn.dot_product_attention`, in 16 bits, with its masks
         "log_softmax"                                 that of `jax.nn.log_softmax` in 16 bits
         "softmax_cross_entropy"                       `optax.softmax_cross_entropy_with_integer_labels`: rows that hold
                                                       infinities differ

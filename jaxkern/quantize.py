@@ -1,6 +1,9 @@
-"""quantize_rows, quantize_blocks, dequantize and fake_quantize."""
+"""quantize_rows, quantize_blocks, quantize_tensor, dequantize and fake_quantize; Quantization and DelayedScale."""
 
+import dataclasses
 import functools
+import math
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +13,30 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxkern._core import validate
 from jaxkern._core.primitive import bind
 from jaxkern._ops.quantize import plan, reference
-from jaxkern._ops.quantize.primitive import quantize_p
+from jaxkern._ops.quantize.primitive import quantize_p, quantize_tiles_p
+
+Pair = tuple[jax.Array, jax.Array]
 
 
+@typing.overload
 def quantize_rows(
-    x: ArrayLike, dtype: DTypeLike = jnp.float8_e4m3fn, *, scale: ArrayLike | None = None
-) -> tuple[jax.Array, jax.Array]:
+    x: ArrayLike,
+    dtype: DTypeLike = ...,
+    *,
+    scale: ArrayLike | None = ...,
+    transposed: typing.Literal[False] = ...,
+) -> Pair: ...
+@typing.overload
+def quantize_rows(
+    x: ArrayLike, dtype: DTypeLike = ..., *, scale: ArrayLike | None = ..., transposed: typing.Literal[True]
+) -> tuple[Pair, Pair]: ...
+def quantize_rows(
+    x: ArrayLike,
+    dtype: DTypeLike = jnp.float8_e4m3fn,
+    *,
+    scale: ArrayLike | None = None,
+    transposed: bool = False,
+) -> Pair | tuple[Pair, Pair]:
     """Rounds each row of `x`, along its last dimension, to 8 bits with a scale: x is about q * scale.
 
     The scale is max|x| / most, where `most` is the largest number of `dtype` (448, 57344 or 127), and 1 for a row of zeros;
@@ -25,15 +46,20 @@ def quantize_rows(
     Args:
         x: [..., n], floating-point. It is computed on in float32.
         dtype: float8_e4m3fn, float8_e5m2 or int8.
-        scale: a scale that is known already, as of delayed scaling: a number, or an array that broadcasts to `x`. Then
-            q = x / scale, saturated at `most`.
+        scale: a scale that is known already: a number, or an array that broadcasts to `x`. Then q = x / scale, saturated
+            at `most`. Left to XLA; `quantize_tensor` has a kernel for one number.
+        transposed: also quantize the transposed matrix, over the last two dimensions, with scales of its own rows: that is
+            what a product of 8-bit matrices takes that contracts the other dimension, as those of a backward pass do. A
+            column's maximum takes a pass of its own: this is two calls, of which the second reads a transposed copy.
 
     Returns:
-        (q, scale): q of the shape of `x`; scale float32 [..., 1], or as it was given.
+        (q, scale): q of the shape of `x`; scale float32 [..., 1], or as it was given. If `transposed`, a pair of these: of
+        `x`, and of `x` transposed.
 
     Raises:
         TypeError: `x` is not real, or `dtype` none of the three.
-        ValueError: `x` has no elements in a row, or `scale` does not broadcast.
+        ValueError: `x` has no elements in a row, `scale` does not broadcast, or `transposed` is used with `scale` or
+            without a matrix.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> q, scale = jaxkern.quantize_rows(jnp.array([[1.0, -2.0, 0.5, 0.0]]), jnp.int8)
@@ -43,6 +69,11 @@ def quantize_rows(
     Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
     """
     x, dtype = _checked("quantize_rows", x, dtype)
+    if transposed:
+        _check_matrix("quantize_rows", x)
+        if scale is not None:
+            raise ValueError("jaxkern.quantize_rows: transposed goes with scales that are computed, not with scale")
+        return _call(_both, x, dtype=dtype, block=None)
     if scale is None:
         return _call(_rows, x, dtype=dtype, block=x.shape[-1])
     validate.check_array("quantize_rows", "scale", "an array or a number", scale)
@@ -56,17 +87,29 @@ def quantize_rows(
     return q, scale
 
 
+@typing.overload
 def quantize_blocks(
-    x: ArrayLike, dtype: DTypeLike = jnp.float8_e4m3fn, *, block: int = 128
-) -> tuple[jax.Array, jax.Array]:
+    x: ArrayLike, dtype: DTypeLike = ..., *, block: int = ..., transposed: typing.Literal[False] = ...
+) -> Pair: ...
+@typing.overload
+def quantize_blocks(
+    x: ArrayLike, dtype: DTypeLike = ..., *, block: int = ..., transposed: typing.Literal[True]
+) -> tuple[Pair, Pair]: ...
+def quantize_blocks(
+    x: ArrayLike, dtype: DTypeLike = jnp.float8_e4m3fn, *, block: int = 128, transposed: bool = False
+) -> Pair | tuple[Pair, Pair]:
     """As `quantize_rows`, with a scale for each block of `block` neighbours in a row.
 
     Args:
         x, dtype: as for `quantize_rows`.
         block: divides the last dimension of `x`.
+        transposed: also quantize the transposed matrix, over the last two dimensions, with a scale for each `block`
+            neighbours in a column of `x`; `block` divides that dimension too. With blocks of 128 one kernel reads `x` once
+            and writes both; other blocks are two calls.
 
     Returns:
-        (q, scale): q of the shape of `x`, scale float32 [..., n / block].
+        (q, scale): q of the shape of `x`, scale float32 [..., n / block]. If `transposed`, a pair of these: of `x`, and of
+        `x` transposed, q [..., n, m] and scale [..., n, m / block].
 
     Raises:
         As `quantize_rows`. ValueError if `block` does not divide the last dimension.
@@ -75,18 +118,174 @@ def quantize_blocks(
     >>> q, scale = jaxkern.quantize_blocks(jnp.ones((4, 512)))
     >>> q.dtype.name, scale.shape
     ('float8_e4m3fn', (4, 4))
+    >>> _, (q, scale) = jaxkern.quantize_blocks(jnp.ones((256, 512)), transposed=True)
+    >>> q.shape, scale.shape
+    ((512, 256), (512, 2))
 
-    Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022.
+    Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022; transposed: DeepSeek-AI, "DeepSeek-V3
+    Technical Report", 2024, section 3.3.
     """
     x, dtype = _checked("quantize_blocks", x, dtype)
+    if transposed:
+        _check_matrix("quantize_blocks", x)
+        _block("quantize_blocks", x, block, -2)
+        return _call(_both, x, dtype=dtype, block=_block("quantize_blocks", x, block))
     return _call(_rows, x, dtype=dtype, block=_block("quantize_blocks", x, block))
 
 
-def dequantize(q: ArrayLike, scale: ArrayLike, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """q * scale in `dtype`, for the results of `quantize_rows` and `quantize_blocks`.
+@typing.overload
+def quantize_tensor(
+    x: ArrayLike, dtype: DTypeLike = ..., *, scale: ArrayLike | None = ..., transposed: typing.Literal[False] = ...
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+@typing.overload
+def quantize_tensor(
+    x: ArrayLike, dtype: DTypeLike = ..., *, scale: ArrayLike | None = ..., transposed: typing.Literal[True]
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]: ...
+def quantize_tensor(
+    x: ArrayLike,
+    dtype: DTypeLike = jnp.float8_e4m3fn,
+    *,
+    scale: ArrayLike | None = None,
+    transposed: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Rounds all of `x` to 8 bits with one scale, and returns max|x|, from which the next scale can be computed.
+
+    q = x * (1 / scale), saturated at the largest number of `dtype` and rounded to nearest even. With a scale that is known
+    already, as of `DelayedScale`, one kernel reads `x` once; else a pass before it finds the maximum. Its kernel takes rows
+    of up to 32768 elements; XLA computes longer rows. No result has a derivative: see `dequantize`.
+
+    Args:
+        x, dtype: as for `quantize_rows`; of any shape but a scalar's.
+        scale: a number. None: max|x| / most, where `most` is the largest number of `dtype`; 1 if x is 0 everywhere.
+        transposed: also return the transpose of q, over the last two dimensions. Where 128 divides both the same kernel
+            writes it; else q is transposed by XLA.
+
+    Returns:
+        (q, scale, amax): q of the shape of `x`; scale and amax = max|x| float32 []. amax is NaN if `x` contains NaN. If
+        `transposed`, (q, scale, amax, q_t), where q_t has the shape [..., n, m].
+
+    Raises:
+        As `quantize_rows`; ValueError if `scale` is not a single number.
+
+    >>> import jax.numpy as jnp, jaxkern
+    >>> q, scale, amax = jaxkern.quantize_tensor(jnp.array([[1.0, -3.0], [0.5, 0.0]]), jnp.int8, scale=0.25)
+    >>> q.tolist(), float(amax)
+    ([[4, -12], [2, 0]], 3.0)
+
+    Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
+    """
+    x, dtype = _checked("quantize_tensor", x, dtype)
+    if transposed:
+        _check_matrix("quantize_tensor", x)
+    if scale is not None:
+        scale = _one_scale("quantize_tensor", scale)
+    return _call(_tensor, x, scale, dtype=dtype, transposed=bool(transposed))
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """How `rms_norm` and `layer_norm` quantize what they return, in the kernel that computes it.
+
+    Attributes:
+        dtype: float8_e4m3fn, float8_e5m2 or int8.
+        block: None: a scale for each row; or a scale for each `block` neighbours in a row.
+        scale: one scale for all that is known already, a number, as of `DelayedScale`; then block is None.
+
+    >>> import jax.numpy as jnp, jaxkern
+    >>> (q, scale) = jaxkern.rms_norm(jnp.ones((4, 256)), quantize=jaxkern.Quantization(block=128))
+    >>> q.dtype.name, scale.shape
+    ('float8_e4m3fn', (4, 2))
+    """
+
+    dtype: typing.Any = jnp.float8_e4m3fn
+    block: int | None = None
+    scale: typing.Any = None
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["scale", "history"],
+    meta_fields=["dtype", "margin", "most_recent"],
+)
+@dataclasses.dataclass(frozen=True)
+class DelayedScale:
+    """The scale of a tensor from the largest magnitudes that it had in earlier steps; a pytree.
+
+    scale = amax / most * 2**margin, where amax is the largest of the history and `most` the largest number of `dtype`. While
+    amax is 0, infinite or NaN, the scale stays as it is. An infinite or NaN amax stays in the history for its length.
+
+    Attributes:
+        scale: float32 []. history: float32 [length], the newest first.
+        dtype: name of the type, margin: an int, most_recent: use the newest amax alone. These are static.
+
+    >>> import jax, jax.numpy as jnp, jaxkern
+    >>> @jax.jit
+    ... def step(state, x):
+    ...     q, scale, amax = jaxkern.quantize_tensor(x, state.dtype, scale=state.scale)
+    ...     return state.update(amax), jaxkern.dequantize(q, scale)
+    >>> state = jaxkern.DelayedScale.create(jnp.float8_e4m3fn, length=4)
+    >>> for k in range(3):
+    ...     state, y = step(state, jnp.array([[896.0, 3.0]]))
+    >>> float(state.scale), y.tolist(), state.history.tolist()
+    (2.0, [[896.0, 3.0]], [896.0, 896.0, 896.0, 0.0])
+
+    Source: NVIDIA, "Transformer Engine", recipe DelayedScaling.
+    """
+
+    scale: jax.Array
+    history: jax.Array
+    dtype: str = "float8_e4m3fn"
+    margin: int = 0
+    most_recent: bool = False
+
+    @classmethod
+    def create(
+        cls,
+        dtype: DTypeLike = jnp.float8_e4m3fn,
+        *,
+        length: int = 1024,
+        margin: int = 0,
+        most_recent: bool = False,
+        scale: ArrayLike = 1.0,
+    ) -> "DelayedScale":
+        """The state before the first step, with a history of zeros and this scale.
+
+        Raises:
+            TypeError: `dtype` is not one that `quantize_tensor` takes.
+            ValueError: `length` is not positive, or `scale` not a number.
+        """
+        name = _type("DelayedScale.create", dtype)
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            raise ValueError(f"jaxkern.DelayedScale.create: length must be a positive int, got {length!r}")
+        first = _one_scale("DelayedScale.create", scale)
+        return cls(first, jnp.zeros(length, jnp.float32), name, margin, most_recent)
+
+    def update(self, amax: ArrayLike) -> "DelayedScale":
+        """The state after a step in which the largest magnitude was `amax`, a number.
+
+        Inside a `shard_map`, `amax` is of a device's part: take `jax.lax.pmax` of it first, for one state on all devices.
+        """
+        newest = jnp.reshape(jnp.asarray(amax, jnp.float32), (1,))
+        history = jnp.concatenate([newest, self.history[:-1]])
+        largest = history[0] if self.most_recent else jnp.max(history)
+        scale = largest / reference.limit(self.dtype) * math.ldexp(1.0, self.margin)
+        usable = jnp.isfinite(largest) & (largest > 0) & (scale > 0)
+        return dataclasses.replace(self, scale=jnp.where(usable, scale, self.scale), history=history)
+
+
+def dequantize(
+    q: ArrayLike,
+    scale: ArrayLike,
+    dtype: DTypeLike = jnp.float32,
+    *,
+    straight_through: ArrayLike | None = None,
+) -> jax.Array:
+    """q * scale in `dtype`, for the results of `quantize_rows`, `quantize_blocks`, `quantize_tensor` and of norms.
 
     Args:
         q: [..., n]. scale: [..., m], where m divides n: one number for n / m neighbours; or a number.
+        straight_through: an array of the shape of q, what was quantized: the derivative of the result is that of this
+            array, as if it had not been. Its values are not used: under `jit` XLA removes what computes them alone.
 
     Raises:
         ValueError: the shapes do not match.
@@ -94,8 +293,26 @@ def dequantize(q: ArrayLike, scale: ArrayLike, dtype: DTypeLike = jnp.float32) -
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.dequantize(*jaxkern.quantize_rows(jnp.array([4.0, -2.0]))).tolist()
     [4.0, -2.0]
+
+    A norm that is quantized, with the derivative of the norm:
+
+    >>> import jax
+    >>> def f(x):
+    ...     q, scale = jaxkern.rms_norm(x, quantize=jaxkern.Quantization())
+    ...     return jaxkern.dequantize(q, scale, straight_through=jaxkern.rms_norm(x))[0]
+    >>> x = jnp.array([3.0, 4.0])
+    >>> jnp.allclose(jax.grad(f)(x), jax.grad(lambda x: jaxkern.rms_norm(x)[0])(x)).item()
+    True
     """
     q, scale = jnp.asarray(q), jnp.asarray(scale)
+    if straight_through is not None:
+        validate.check_array("dequantize", "straight_through", "an array", straight_through)
+        like = validate.floating("dequantize", jnp.asarray(straight_through), "straight_through")
+        if like.shape != q.shape:
+            raise ValueError(
+                f"jaxkern.dequantize: straight_through of shape {like.shape} must have that of q, {q.shape}"
+            )
+        return _straight_through(like, dequantize(q, scale, dtype))
     last = scale.shape[-1] if scale.ndim else 1
     if not q.ndim or not last or q.shape[-1] % last:
         raise ValueError(f"jaxkern.dequantize: scale of shape {scale.shape} for q of shape {q.shape}")
@@ -104,6 +321,18 @@ def dequantize(q: ArrayLike, scale: ArrayLike, dtype: DTypeLike = jnp.float32) -
         return (q.astype(wide) * scale).astype(dtype)
     blocks = q.reshape(*q.shape[:-1], last, q.shape[-1] // last).astype(wide) * scale[..., None]
     return blocks.reshape(q.shape).astype(dtype)
+
+
+@jax.custom_jvp
+def _straight_through(x, y):
+    del x
+    return y
+
+
+@_straight_through.defjvp
+def _straight_through_jvp(primals, tangents):
+    _, y = primals
+    return y, tangents[0].astype(y.dtype)
 
 
 def fake_quantize(x: ArrayLike, dtype: DTypeLike = jnp.float8_e4m3fn, *, block: int | None = None) -> jax.Array:
@@ -136,46 +365,147 @@ def _through_jvp(dtype, block, primals, tangents):
     return _through(*primals, dtype, block), tangents[0]
 
 
-def _checked(name, x, dtype):
-    validate.check_array(name, "x", "an array", x)
-    x = validate.floating(name, jnp.asarray(x))
+def _type(name, dtype) -> str:
     try:
         known = jnp.dtype(dtype).name if dtype is not None else ""
     except TypeError:
         known = ""
     if known not in plan.TYPES:
         raise TypeError(f"jaxkern.{name}: dtype must be one of {', '.join(plan.TYPES)}, got {dtype!r}")
+    return known
+
+
+def _checked(name, x, dtype):
+    validate.check_array(name, "x", "an array", x)
+    x = validate.floating(name, jnp.asarray(x))
+    known = _type(name, dtype)
     if not x.ndim or x.shape[-1] == 0:
         raise ValueError(f"jaxkern.{name}: x of shape {x.shape} has no rows")
     return x, known
 
 
-def _block(name, x, block) -> int:
+def _check_matrix(name, x) -> None:
+    if x.ndim < 2 or 0 in x.shape[-2:]:
+        raise ValueError(f"jaxkern.{name}: transposed takes matrices, and x has the shape {x.shape}")
+
+
+def _block(name, x, block, dim=-1) -> int:
     if isinstance(block, bool) or not isinstance(block, int):
         raise TypeError(f"jaxkern.{name}: block must be an int, got {block!r}")
-    if block < 1 or x.shape[-1] % block:
-        raise ValueError(f"jaxkern.{name}: blocks of {block} do not divide rows of x of shape {x.shape}")
+    if block < 1 or x.shape[dim] % block:
+        what = "rows" if dim == -1 else "columns"
+        raise ValueError(f"jaxkern.{name}: blocks of {block} do not divide {what} of x of shape {x.shape}")
     return block
 
 
-def _call(f, x, **static):
-    return f(x, **static) if isinstance(x, Tracer) else _compiled(f, x, **static)
+def _one_scale(name, scale):
+    """`scale` as float32 []."""
+    validate.check_array(name, "scale", "a number", scale)
+    scale = validate.floating(name, jnp.asarray(scale), "scale")
+    if scale.size != 1:
+        raise ValueError(f"jaxkern.{name}: scale must be one number, got the shape {scale.shape}")
+    return jax.lax.stop_gradient(scale.astype(jnp.float32).reshape(()))
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("dtype", "block"))
-def _compiled(f, x, **static):
-    return f(x, **static)
+def checked_quantization(name, quantize, x, axis, dtype):
+    """(dtype, block, scale or None) of the `quantize` argument of a norm `name` of x."""
+    if not isinstance(quantize, Quantization):
+        raise TypeError(f"jaxkern.{name}: quantize must be a jaxkern.Quantization, got {type(quantize).__name__}")
+    if dtype is not None:
+        raise ValueError(f"jaxkern.{name}: dtype and quantize cannot be used together: the result has quantize.dtype")
+    if not jnp.ndim(x) or axis not in (-1, jnp.ndim(x) - 1, (-1,), (jnp.ndim(x) - 1,)):
+        raise ValueError(f"jaxkern.{name}: quantize takes rows along the last dimension of x, got axis {axis}")
+    to = _type(name, quantize.dtype)
+    if jnp.shape(x)[-1] == 0:
+        raise ValueError(f"jaxkern.{name}: quantize takes rows with elements, and x has the shape {jnp.shape(x)}")
+    if quantize.scale is None:
+        return to, None if quantize.block is None else _block(name, jnp.asarray(x), quantize.block), None
+    if quantize.block is not None:
+        raise ValueError(f"jaxkern.{name}: a Quantization has a block or a scale, not both")
+    return to, None, _one_scale(name, quantize.scale)
+
+
+def _call(f, *operands, **static) -> typing.Any:
+    if any(isinstance(x, Tracer) for x in operands):
+        return f(*operands, **static)
+    return _compiled(f, *operands, **static)
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("dtype", "block", "transposed"))
+def _compiled(f, *operands, **static):
+    return f(*operands, **static)
 
 
 def _rows(x, *, dtype, block):
     if block == x.shape[-1]:
         q, scale = bind(quantize_p, x, dtype=dtype)
         return q, scale[..., None]
-    blocks = _in_blocks(x, block)
-    q, scale = bind(quantize_p, blocks, dtype=dtype)
-    return q.reshape(x.shape), scale
+    q, scale = bind(quantize_p, _split(x, {x.ndim - 1: block}), dtype=dtype)
+    return _merged(q, {x.ndim - 1}), scale
 
 
-def _in_blocks(x, block):
-    """x [..., n / block, block]; on a mesh with explicit axes, the last dimension is gathered first."""
-    return validate.whole(x, x.ndim - 1).reshape(*x.shape[:-1], x.shape[-1] // block, block)
+def _both(x, *, dtype, block):
+    """The quantized x and its quantized transpose; block: None for rows."""
+    if block != plan.TILE:
+        parts = x, jnp.swapaxes(x, -1, -2)
+        return tuple(_rows(a, dtype=dtype, block=block or a.shape[-1]) for a in parts)
+    first, second = x.ndim - 2, x.ndim - 1
+    q, q_t, scale, scale_t = bind(quantize_tiles_p, _tiles(x), dtype=dtype)
+    q, q_t = (_merged(a, {first, second}) for a in (q, q_t))
+    scale, scale_t = (_merged(a, {first}) for a in (scale, scale_t))
+    return (q, scale), (q_t, scale_t)
+
+
+def _tensor(x, scale, *, dtype, transposed):
+    amax = None
+    if scale is None:
+        amax = jax.lax.stop_gradient(reference.largest(x))
+        scale = jnp.where(amax == 0, 1, amax / reference.limit(dtype))
+    if transposed and not (x.shape[-1] % plan.TILE or x.shape[-2] % plan.TILE):
+        q, q_t, most = bind(quantize_tiles_p, _tiles(x), scale, dtype=dtype)
+        q, q_t = (_merged(a, {x.ndim - 2, x.ndim - 1}) for a in (q, q_t))
+    else:
+        q, most = bind(quantize_p, x, scale, dtype=dtype)
+        q_t = jnp.swapaxes(q, -1, -2) if transposed else None
+    amax = reference.largest(most) if amax is None else amax
+    return (q, scale, amax, q_t) if transposed else (q, scale, amax)
+
+
+def _tiles(x):
+    """x as [..., M, 128, N, 128]."""
+    return _split(x, {x.ndim - 2: plan.TILE, x.ndim - 1: plan.TILE})
+
+
+def _split(x, blocks):
+    """x with dimension d as two, [n / blocks[d], blocks[d]].
+
+    On a mesh with explicit axes a split dimension is first gathered, if devices do not have whole blocks of it.
+    """
+    for d, block in blocks.items():
+        axes = validate.explicit_spec(x)[d]
+        sizes = jax.typeof(x).sharding.mesh.shape if axes else {}
+        if axes and x.shape[d] // block % math.prod(sizes[a] for a in (axes if isinstance(axes, tuple) else (axes,))):
+            x = validate.whole(x, d)
+    shape, spec = [], []
+    for d, (n, axes) in enumerate(zip(x.shape, validate.explicit_spec(x))):
+        shape += [n // blocks[d], blocks[d]] if d in blocks else [n]
+        spec += [axes, None] if d in blocks else [axes]
+    return _reshaped(x, shape, spec)
+
+
+def _merged(x, dims):
+    """The inverse of `_split`: each of `dims`, dimensions of the result, is merged from two of x."""
+    shape, spec, at = [], [], 0
+    axes = validate.explicit_spec(x)
+    while at < x.ndim:
+        count = 1 + (len(shape) in dims)
+        spec.append(axes[at])
+        shape.append(math.prod(x.shape[at : at + count]))
+        at += count
+    return _reshaped(x, shape, spec)
+
+
+def _reshaped(x, shape, spec):
+    if not any(spec):
+        return x.reshape(shape)
+    return jax.lax.reshape(x, shape, out_sharding=jax.sharding.PartitionSpec(*spec))

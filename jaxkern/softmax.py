@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxkern._core import functor, validate
 from jaxkern._core.algorithms import forced
@@ -34,6 +34,7 @@ def softmax(
     dropout_key: jax.Array | None = None,
     score: Callable[..., ArrayLike] | None = None,
     score_args: Sequence[ArrayLike] = (),
+    dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """Softmax of `scale * x + bias`, or of `score(x)`, along `axis`, as `jax.nn.softmax`.
 
@@ -68,6 +69,9 @@ def softmax(
             materialising them. Floating-point ones have gradients, which are summed over the dimensions that they
             broadcast over. Arrays that `score` would index (`slopes[head]`, `document[query]`) are passed here with
             dimensions of size 1 where they do not vary.
+        dtype: of the result, a floating-point type; that of `x` by default. The kernel rounds once and writes 16 bits where
+            `x` is float32, and the gradient is then computed from the result, in 16 bits too: for products in 16 bits
+            that follow logits in float32. Other combinations convert the result.
 
     Which elements are dropped depends only on the key, the number of the row among all rows of `x`, and the position in
     the row. The result is therefore the same on the CPU and on CUDA, under `jit`, `jax.checkpoint` and any sharding.
@@ -89,13 +93,13 @@ def softmax(
                                                                                        # ids[:, None, None, :]
 
     Returns:
-        Array of the shape of `x`. A row that is entirely masked or -inf is
+        Array of the shape of `x`, of type `dtype`. A row that is entirely masked or -inf is
         zero and has zero gradients. NaN or +inf makes its row NaN, as in `jax.nn`.
 
     Raises:
-        TypeError: `x` is boolean, complex or not an array; `where` is not boolean; `bias` is not floating-point;
-            `scale` or `dropout_rate` is not a number; `dropout_key` is not a key; `score` does what a kernel cannot,
-            does not take these arguments, or is given with an argument that it does not combine with.
+        TypeError: `x` is boolean, complex or not an array; `where` is not boolean; `bias` or `dtype` is not
+            floating-point; `scale` or `dropout_rate` is not a number; `dropout_key` is not a key; `score` does what a
+            kernel cannot, does not take these arguments, or is given with an argument that it does not combine with.
         ValueError: `axis` is out of bounds or repeats a dimension; `where` or `bias` does not broadcast to `x`; `scale`
             is not a scalar; `causal` is given with an axis other than the last; `dropout_rate` is not in [0, 1), or is
             not 0 without a key; an array of `score_args` does not broadcast to `x`; `score` is given with several axes,
@@ -121,13 +125,21 @@ def softmax(
     random bits after Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011 (Philox4x32-7);
     score functions after Dong et al., "Flex Attention", 2024.
     """
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"jaxkern.softmax: dtype must be a floating-point type, got {jnp.dtype(dtype)}")
+    wanted = "" if dtype is None else jnp.dtype(dtype).name
     if score is not None or _given(score_args):
         others = {"scale": scale, "bias": bias, "causal": causal, "dropout_rate": dropout_rate}
-        return _scored("softmax", x, axis, where, score, score_args, others)
+        y = _scored("softmax", x, axis, where, score, score_args, others)
+        return y.astype(wanted) if wanted else y
     extras = _extras("softmax", scale, bias, causal, dropout_rate, dropout_key)
-    if extras is not None:
-        return _call(_fused_softmax, "softmax", x, axis, where, *extras)
-    return _call(_softmax, "softmax", x, axis, where)
+    if extras is None and wanted in ("float16", "bfloat16"):
+        extras = (None, None, None), {"causal": False, "threshold": 0}
+    if extras is None:
+        y = _call(_softmax, "softmax", x, axis, where)
+        return y.astype(wanted) if wanted else y
+    arrays, flags = extras
+    return _call(_fused_softmax, "softmax", x, axis, where, arrays, {**flags, "dtype": wanted})
 
 
 def log_softmax(
@@ -208,9 +220,10 @@ def _log_softmax(x, where, *, axis, tier):
     return _along_axis("log_softmax", primitive.log_softmax_p, x, where, axis, tier)
 
 
-@functools.partial(jax.jit, static_argnames=("axis", "tier", "causal", "threshold"), inline=True)
-def _fused_softmax(x, where, scale, bias, key, *, axis, tier, causal, threshold):
-    return _fused_along_axis("softmax", x, where, scale, bias, key, axis, tier, causal, threshold)
+@functools.partial(jax.jit, static_argnames=("axis", "tier", "causal", "threshold", "dtype"), inline=True)
+def _fused_softmax(x, where, scale, bias, key, *, axis, tier, causal, threshold, dtype):
+    y = _fused_along_axis("softmax", x, where, scale, bias, key, axis, tier, causal, threshold, dtype)
+    return y.astype(dtype) if dtype else y
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "tier"), inline=True)
@@ -244,8 +257,9 @@ def _extras(name: str, scale, bias, causal=None, rate=0.0, key=None):
     return (scale, bias, key if threshold else None), {"causal": bool(causal), "threshold": threshold}
 
 
-def _fused_along_axis(name: str, x, where, scale, bias, key, axis, tier, causal, threshold):
+def _fused_along_axis(name: str, x, where, scale, bias, key, axis, tier, causal, threshold, dtype=""):
     x = validate.floating(name, x)
+    narrower = {"dtype": dtype} if dtype in ("float16", "bfloat16") and x.dtype == jnp.float32 else {}
     wide = computed(x).dtype
     mask = validate.full_rank_mask(name, x, where)
     bias = validate.full_rank(name, "bias", x, _bias(name, bias, x.dtype, wide))
@@ -278,6 +292,7 @@ def _fused_along_axis(name: str, x, where, scale, bias, key, axis, tier, causal,
             causal=causal,
             threshold=threshold,
             unscaled=False,
+            **narrower,
         )
 
     if causal:  # keep the last two dimensions, even if one has size 1

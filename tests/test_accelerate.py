@@ -7,6 +7,7 @@ tests run the kernels.
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import threading
@@ -129,7 +130,8 @@ def test_identities_are_not_read():
     if not ON_GPU:
         return
     assert "jaxkern_segment_sum" in segment.as_text() and "jaxkern_index_add" in onto.as_text()
-    assert "jaxkern_segment_max" in largest.as_text() and "stablehlo.maximum" not in largest.as_text()
+    kernel = re.search("jaxkern_(segment_max|edge_reduce)", largest.as_text())  # alone, or as a chain of one operation
+    assert kernel and "stablehlo.maximum" not in largest.as_text()
 
 
 # ---- programs

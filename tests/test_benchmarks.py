@@ -25,7 +25,7 @@ SMALL = {
     "score": (2, 2, 128, 512),
     "elementwise": (1 << 18,),
     "elementwise_kernel": (1 << 18,),
-    "quantize": (64, 256),
+    "quantize": (128, 256),
     "reduction": (1024, 256),
     "norm": (1024, 256),
     "cross_entropy": (1024, 256),

@@ -177,6 +177,41 @@ def test_every_dtype(features, dtype):
     check(features, (2, 3, 5, 64), dtype)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("features", [(), ("causal",), ("scale", "bias", "mask"), FEATURES], ids="+".join)
+@pytest.mark.parametrize("width", [7, 64, 1000, 1024, 2056, 10001])
+@pytest.mark.sweep(4)
+def test_narrower_results(width, features, dtype):
+    """16 bits from float32: one rounding, and the gradient of the result as it was rounded."""
+    shape = (2, 3, 6, width)
+    x, g = normal(shape, "float32"), normal(shape, dtype, 1, 1.0)
+    given, more = arguments(features, shape, "float32")
+    y, pull = jax.vjp(lambda x: jaxkern.softmax(x, dtype=dtype, **given), x)
+    assert y.dtype == dtype
+    forward, backward, _ = reference(x, g, **more)
+    assert_rounded(y, *forward, dtype)
+    (dx,) = pull(g)
+    assert dx.dtype == jnp.float32
+    if "dropout" in features:
+        assert_rounded(dx, *backward, "float32")
+    else:
+        assert_rounded(dx.astype(dtype), *from_result(y, g, more.get("scale")), dtype)
+
+
+def test_dtypes_of_the_result(x64):
+    for source, wanted in itertools.product(("float16", "float32", "float64"), ("bfloat16", "float32", "float64")):
+        for given in ({}, {"causal": True}, {"score": lambda s, i, j: 2 * s}):
+            x = normal((4, 9), source)
+            y = jaxkern.softmax(x, dtype=wanted, **given)
+            assert y.dtype == wanted
+            np.testing.assert_allclose(y, jaxkern.softmax(x.astype("float64"), **given), atol=2.0**-8)
+            assert (
+                jax.grad(lambda x: jaxkern.softmax(x, dtype=wanted, **given)[1, 0].astype("float32"))(x).dtype == source
+            )
+    with pytest.raises(TypeError, match="dtype must be a floating-point type, got int32"):
+        jaxkern.softmax(jnp.ones(3), dtype=jnp.int32)
+
+
 WIDTHS = (1, 2, 7, 8, 9, 31, 64, 100, 255, 512, 1000, 1024, 1025, 2048, 4096, 4100, 8192, 16384, 16393, 40000)
 
 

@@ -44,7 +44,9 @@ def python(code, **environment):
 
 def test_public_names():
     assert set(jaxkern.__all__) == {
+        "DelayedScale",
         "Graph",
+        "Quantization",
         "dequantize",
         "edge_map",
         "edge_max",
@@ -70,6 +72,7 @@ def test_public_names():
         "moe_dispatch",
         "quantize_blocks",
         "quantize_rows",
+        "quantize_tensor",
         "reduce_max",
         "reduce_mean",
         "reduce_min",

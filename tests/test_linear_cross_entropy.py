@@ -315,8 +315,6 @@ def test_precision_of_the_caller():
 
 # ---- memory
 
-CUBLAS = 4 << 20  # bytes that XLA gives to its products to work in
-
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("algorithm, memory", [("rows", 4_000_000), ("vocabulary", 5_000_000)])
@@ -338,11 +336,15 @@ def test_memory(algorithm, memory, reduction):
     with tiers.force(linear_softmax_cross_entropy=algorithm):
         compiled = jax.jit(jax.value_and_grad(f, (0, 1))).lower(*types).compile()
     temporary = compiled.memory_analysis().temp_size_in_bytes
+    shapes = re.findall(r"\w\d+\[([\d,]+)\]", compiled.as_text())
     if ON_GPU:
-        assert temporary <= 1.02 * memory + CUBLAS
+        # What XLA gives to its products to work in, and the parts of those that it splits along their sum.
+        products = re.findall(r"= \((\w+)\[([\d,]+)\][^()]*, s8\[(\d+)\][^()]*\) custom-call", compiled.as_text())
+        room = [int(work) + 4 * math.prod(map(int, parts.split(","))) for _, parts, work in products]
+        assert temporary <= 1.02 * memory + max(room, default=0)
+        shapes = [s for s in shapes if s not in {work for *_, work in products}]
     else:
         assert temporary <= 2.6 * memory < 4 * rows * vocabulary
-    shapes = re.findall(r"\w\d+\[([\d,]+)\]", compiled.as_text())
     assert max(math.prod(map(int, s.split(","))) for s in shapes) < rows * vocabulary // 4
 
 

@@ -173,6 +173,28 @@ def plain_normalised(x):
     return d * lax.rsqrt((d * d).mean((1, 2), keepdims=True) + EPS) * jnp.cos(x[0, 0]) + x[1, 0] + 0.1 * s
 
 
+def grouped(groups, x):
+    y = jaxkern.group_norm(x, groups, jnp.cos(x[0, :, 0]), x[1, :, 0], channel_axis=1, eps=EPS)
+    return y + 0.1 * x
+
+
+def plain_grouped(groups, x):
+    wide = x.reshape(SHAPE[0], groups, -1)
+    d = wide - wide.mean(-1, keepdims=True)
+    y = (d * lax.rsqrt((d * d).mean(-1, keepdims=True) + EPS)).reshape(SHAPE)
+    return y * jnp.cos(x[0, :, :1]) + x[1, :, :1] + 0.1 * x
+
+
+def batch_normalised(x):
+    y, mean, var = jaxkern.batch_norm(x, jnp.cos(x[0, 0]), x[1, 0], eps=EPS)
+    return y + jnp.sin(mean) * var
+
+
+def plain_batch_normalised(x):
+    mean, var = x.mean((0, 1)), x.var((0, 1))
+    return (x - mean) * lax.rsqrt(var + EPS) * jnp.cos(x[0, 0]) + x[1, 0] + jnp.sin(mean) * var
+
+
 def linear_cross_entropy(ours, reduction, algorithm, x):
     """Of activations, a weight, a bias and weights of rows that all depend on x."""
     flat, weights = x.reshape(-1, SHAPE[2]), 1 + x[..., 0] ** 2
@@ -241,6 +263,8 @@ CASES = {
         lambda x: jnp.sin(x * lax.rsqrt((x * x).mean(-1, keepdims=True) + EPS)) * jnp.cos(x[:1]),
     ),
     "layer_norm, residual": (normalised, plain_normalised),
+    "group_norm": tuple(functools.partial(f, 2) for f in (grouped, plain_grouped)),
+    "batch_norm": (batch_normalised, plain_batch_normalised),
     "softmax_cross_entropy": (cross_entropy, plain_cross_entropy),
     "softmax_cross_entropy, score": (scored_cross_entropy, plain_scored_cross_entropy),
     "softmax_cross_entropy_and_grad": (
@@ -495,9 +519,12 @@ def test_every_public_function_is_listed():
         "elementwise_kernel",
         "tiers",
         "export_checks",
-        # Without a derivative, or with that of x: tests/test_quantize.py has them.
+        # Without a derivative, or with that of x: tests/test_quantize.py and test_quantize_fused.py have them.
+        "DelayedScale",
+        "Quantization",
         "quantize_rows",
         "quantize_blocks",
+        "quantize_tensor",
         "dequantize",
         "fake_quantize",
         "sort_indices",

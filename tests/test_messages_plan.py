@@ -97,14 +97,14 @@ def test_reductions(shapes, dtypes, reduction):
         same(*p.run(reduction=reduction, unaligned=True))
 
 
-CHUNK = plan.CHUNK
+CHUNK = plan.SHORTEST_CHUNK
 
 
 @needs_compiler
 def test_rows_that_do_not_fill_blocks_and_rows_of_several():
     """25 threads a row, of which a block has five; and 260, in three blocks side by side."""
     for width in (100, 1040):
-        p = Problem([(width,), (1,), (width,)], [FLOAT] * 3, edges=2 * CHUNK, nodes=9, skew=0.8)
+        p = Problem([(width,), (1,), (width,)], [FLOAT] * 3, edges=2 * plan.CHUNK, nodes=9, skew=0.8)
         same(*p.run(reduction="sum"))
         assert p.algorithm == "chunks"
 
@@ -203,6 +203,10 @@ def test_every_plan_can_run(dtype, on, x64):
             for p in found:
                 check_limits(p, on)
             assert found[0].algorithm == ("chunks" if edges > plan.CHUNK else "rows")
+
+
+def test_chunks_are_short_in_small_graphs():
+    assert [plan.chunk_of(n) for n in (1, 30_000, 100_000, 200_000, 1_166_243, 2**30)] == [32, 32, 64, 128, 256, 256]
 
 
 def test_vectors_and_threads():

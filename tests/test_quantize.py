@@ -180,7 +180,7 @@ def test_plans():
                     continue
                 check_limits(found, on)
                 for step in (*found.launches, *(found.unaligned or ())):
-                    group, each, vector = (int(n) for n in step.name.removesuffix(">").split(", ")[-3:])
+                    group, each, vector = (int(n) for n in step.name.split(", ")[-4:-1])
                     assert group * each * vector >= width and width % vector == 0 and each * vector <= 32
                     assert step.grid3()[0] * max(1, 256 // group) >= 1 << 20
 

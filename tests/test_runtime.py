@@ -150,6 +150,23 @@ def test_launch_options(run):
     )
 
 
+def test_shared_memory_is_never_taken_back(run):
+    lines = run("""
+        call(plan(probe(True, shared=100_000)), x)
+        call(plan(probe(True, shared=49_152)), x)
+        call(plan(probe(True, shared=120_000)), x)
+    """)
+    assert [line for line in lines if line.startswith("attribute")] == [
+        "attribute 8 = 100000 on device 0",
+        "attribute 8 = 120000 on device 0",
+    ]
+
+
+def test_shared_memory_beside_static_shared_memory(run):
+    lines = run("call(plan(probe(True, shared=49_152)), x)")
+    assert "attribute 8 = 49152 on device 0" in lines  # 48 KB is all that a block has without asking
+
+
 def test_scratch_is_the_last_buffer(run):
     run("""
         text = program(plan(Memset(scratch(16), 4, 1), scratch=64))

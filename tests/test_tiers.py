@@ -18,6 +18,8 @@ CALLS = {
     "sort_indices": [(lambda ids: jaxkern.sort_indices(ids, 90), IDS)],
     "elementwise": [(jaxkern.gelu, X), (jaxkern.swiglu, X), (lambda x: jaxkern.multiply(x, x[:1]), X)],
 }
+IMAGES = jnp.zeros((4, 32, 32, 128))
+CALLS |= {"group_norm": [(lambda x: jaxkern.group_norm(x, 8), IMAGES)], "batch_norm": [(jaxkern.batch_norm, IMAGES)]}
 CALLS |= {
     name: [(lambda x, ids, name=name: getattr(jaxkern, name)(x, ids, 90), X, IDS)]
     for name in tiers.operations()

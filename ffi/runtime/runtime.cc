@@ -41,6 +41,20 @@ struct LoadedKernel {
       cubin.image = std::string();  // the driver has its own copy
     });
   }
+  // Lets launches on the device have this much dynamic shared memory. The driver's own limit, 48 KB, counts static
+  // shared memory too. Programs share a kernel: the largest of their sizes holds.
+  CUresult AllowShared(int bytes, CUdevice device) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    int& most = allowed[device];
+    if (bytes <= most) return kCudaSuccess;
+    const CUresult r = Driver::Get().cuKernelSetAttribute(kMaxDynamicSharedSizeBytes, bytes, handle, device);
+    if (r == kCudaSuccess) most = bytes;
+    return r;
+  }
+
+ private:
+  std::mutex mutex;
+  std::unordered_map<CUdevice, int> allowed;
 };
 
 // Never destroyed: a stream may still launch when the process ends.
@@ -182,10 +196,7 @@ std::string LoadStep(const Step& step, CUdevice device, int capability, LoadedSt
   loaded->function = reinterpret_cast<CUfunction>(kernel.handle);
   loaded->grid_x = step.grid[0];
   CUresult r = kCudaSuccess;
-  if (step.shared_bytes > 48 * 1024) {
-    r = driver.cuKernelSetAttribute(kMaxDynamicSharedSizeBytes, static_cast<int>(step.shared_bytes), kernel.handle,
-                                    device);
-  }
+  if (step.shared_bytes > 0) r = kernel.AllowShared(static_cast<int>(step.shared_bytes), device);
   if (r == kCudaSuccess && step.cluster > 8) {
     r = driver.cuKernelSetAttribute(kNonPortableClusterSizeAllowed, 1, kernel.handle, device);
   }

@@ -8,7 +8,7 @@ its gradient is 0 for rows that are -inf throughout, where optax has NaN, and is
 where optax has that of logsumexp alone (the loss is NaN there in both, and both are 0 where the cotangent is); the gradient of
 softmax is 0 where the softmax is 0, also where a cotangent is infinite or NaN.
 
-The layers of flax and equinox are in norms.py.
+`jax.nn.dot_product_attention` is in attention.py, the layers of flax and equinox are in norms.py.
 
 jraph's functions need nothing here: they consist of lax.scatter and arithmetic. Its segment_softmax is NaN for segments of
 -inf, and takes rows of others where ids are out of range: `jaxkern.segment_softmax` does neither.
@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, mlir
 
-from jaxkern._accelerate import gate, norms
+from jaxkern._accelerate import attention, gate, norms
 from jaxkern._accelerate.arguments import decide, is_plain
 from jaxkern._core import compat, decisions, stablehlo, switch, validate
 from jaxkern._core.algorithms import forced
@@ -279,7 +279,7 @@ TARGETS = (
         functools.partial(_softmax_like, "log_softmax", gate.log_softmax, row_log_softmax_p),
     ),
     Target(("softmax_cross_entropy",), "optax", "softmax_cross_entropy_with_integer_labels", _cross_entropy),
-    *(Target(*fields) for fields in norms.REPLACED),
+    *(Target(*fields) for fields in (*attention.REPLACED, *norms.REPLACED)),
 )
 
 

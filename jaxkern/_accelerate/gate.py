@@ -45,6 +45,9 @@ LOSS_ELEMENTS, LOSS_CLASSES = 1 << 20, 256
 # The gradient of softmax: 8x50257 5.7 to 3.9. That of log_softmax of 16 bits: 3072 rows and more.
 SOFTMAX_ELEMENTS, SOFTMAX_ROWS, LOG_SOFTMAX_ROWS = 1 << 18, 8, 1 << 11
 
+# Attention: GPT-2's sizes, 8x12x1024x1024 (benchmarks/results/programs); nothing smaller is measured.
+ATTENTION_ELEMENTS, ATTENTION_VECTOR = 1 << 22, 8
+
 # Norms, forward and gradient: rms_norm 32768x4096 bfloat16 148 to 127 and 353 to 227, layer_norm 233 to 138 and 472 to
 # 246, in float32 275 to 250 and 616 to 413; 524288x128 66 to 65 and 185 to 113. Nothing is measured below this many
 # elements, of float64, or of 16-bit rows that are not whole vectors of 16 bytes.
@@ -158,6 +161,15 @@ def softmax(dtype, rows: int, width: int) -> tuple[bool, str]:
         return False, f"no kernel for {dtype}"
     enough = rows >= SOFTMAX_ROWS and rows * width >= SOFTMAX_ELEMENTS
     return enough, "the gradient in one read" if enough else f"{rows} rows of {width} are few"
+
+
+def attention(dtype, rows: int, keys: int) -> tuple[bool, str]:
+    if dtype not in FLOATS or dtype.itemsize != 2:
+        return False, f"no attention of {dtype} was measured"
+    if keys % ATTENTION_VECTOR:
+        return False, f"{keys} keys are not whole vectors of 16 bytes"
+    enough = rows * keys >= ATTENTION_ELEMENTS
+    return enough, "the softmax in one read" if enough else "few logits"
 
 
 def log_softmax(dtype, rows: int, width: int) -> tuple[bool, str]:

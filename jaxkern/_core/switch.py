@@ -12,7 +12,15 @@ import typing
 from jaxkern._core import compat, registry
 
 SCATTERS = ("scatter_add", "scatter_max", "scatter_min")
-FUNCTIONS = ("logsumexp", "softmax", "log_softmax", "softmax_cross_entropy", "layer_norm", "rms_norm")
+FUNCTIONS = (
+    "logsumexp",
+    "softmax",
+    "dot_product_attention",
+    "log_softmax",
+    "softmax_cross_entropy",
+    "layer_norm",
+    "rms_norm",
+)
 OPERATIONS = (*SCATTERS, *FUNCTIONS)
 # Taken only if named: not equal to the letter, or not measured in programs. All others are the default. The docstring of
 # `accelerate` names them too.

@@ -51,6 +51,8 @@ struct NormOperands<N, kSplat, std::index_sequence<k...>, A...> : NormOperand<k,
 
 template <class F, uint32_t kSplat, class... A> struct NormEpilogue {
   using Params = NormEpilogueParams<sizeof...(A)>;
+  static constexpr bool kQuantizes = false;
+  static constexpr int Held(int) { return 0; }
 
   template <int N, class C>
   static __device__ __forceinline__ void Apply(const Params& p, int64_t row, int64_t column, C (&v)[N]) {

@@ -5,7 +5,7 @@
 // A row belongs to kLanes lanes of a warp (1 to 32), or with kLanes = 0 to a block of kThreads. Thread t of the group holds
 // packs t, t + group, ... , kPacks of them, of kRows rows. All loads are issued before the first use. Each element is read
 // once and written once (with a residual, both are read and the sum is written too). kWhole: the threads' packs are exactly
-// those of a row.
+// those of a row. epilogue: a function before the store, epilogue.cuh; or quantisation, quantize.cuh.
 //
 // The variance is computed in a second pass over registers, from deviations. Their sum, 0 but for rounding, corrects the
 // mean (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983), so that a constant row has
@@ -23,8 +23,9 @@ constexpr int NormBlocks(int threads, int words) {
 }
 
 template <class Op, int N, int kLanes, int kPacks, int kRows, int kThreads, bool kWhole, class E = NoEpilogue>
-__global__ void __launch_bounds__(kThreads, NormBlocks(kThreads, kRows * kPacks * Pack<typename Op::T, N>::kWords *
-                                                                     (Op::kResidual + 1)))
+__global__ void __launch_bounds__(
+    kThreads, NormBlocks(kThreads, std::max(kRows * kPacks * Pack<typename Op::T, N>::kWords * (Op::kResidual + 1),
+                                            E::Held(kPacks* N))))
     NormForward(const __grid_constant__ typename E::Params p) {
   using T = typename Op::T;
   using O = typename Op::O;
@@ -108,27 +109,52 @@ __global__ void __launch_bounds__(kThreads, NormBlocks(kThreads, kRows * kPacks 
     rstd[u] = InverseRoot(sums[0] + static_cast<C>(p.eps));
   }
 
-#pragma unroll
-  for (int i = 0; i < kPacks; ++i) {
-    if (!has(i)) continue;
-    const int64_t column = (lane + i * kGroup) * N;
+  if constexpr (E::kQuantizes) {
     C scale[N], bias[N];
-    if constexpr (Op::kScale) LoadParameters<P, N>(p.scale, column, scale);
-    if constexpr (Op::kBias) LoadParameters<P, N>(p.bias, column, bias);
+    const auto load_parameters = [&](int i) {
+      if constexpr (Op::kScale) LoadParameters<P, N>(p.scale, (lane + i * kGroup) * N, scale);
+      if constexpr (Op::kBias) LoadParameters<P, N>(p.bias, (lane + i * kGroup) * N, bias);
+    };
+    if (kPacks == 1 && has(0)) load_parameters(0);  // the same for all rows
 #pragma unroll
     for (int u = 0; u < kRows; ++u) {
-      if (!live(u)) continue;
-      C v[N];
-      Unpack(raw[u][i], v);
+      const auto normalise = [&](int i, C(&v)[N]) {
+        if (kPacks > 1) load_parameters(i);
+        Unpack(raw[u][i], v);
 #pragma unroll
-      for (int j = 0; j < N; ++j) {
-        if (Op::kCentre) v[j] -= mean[u];
-        v[j] *= rstd[u];
-        if constexpr (Op::kScale) v[j] *= scale[j];
-        if constexpr (Op::kBias) v[j] += bias[j];
+        for (int j = 0; j < N; ++j) {
+          if (Op::kCentre) v[j] -= mean[u];
+          v[j] *= rstd[u];
+          if constexpr (Op::kScale) v[j] *= scale[j];
+          if constexpr (Op::kBias) v[j] += bias[j];
+        }
+        E::Apply(p, first + u * kGroups, (lane + i * kGroup) * N, v);
+      };
+      E::template Store<N, kLanes, kThreads, kPacks>(p, first + u * kGroups, live(u), lane, has, normalise);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      if (!has(i)) continue;
+      const int64_t column = (lane + i * kGroup) * N;
+      C scale[N], bias[N];
+      if constexpr (Op::kScale) LoadParameters<P, N>(p.scale, column, scale);
+      if constexpr (Op::kBias) LoadParameters<P, N>(p.bias, column, bias);
+#pragma unroll
+      for (int u = 0; u < kRows; ++u) {
+        if (!live(u)) continue;
+        C v[N];
+        Unpack(raw[u][i], v);
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          if (Op::kCentre) v[j] -= mean[u];
+          v[j] *= rstd[u];
+          if constexpr (Op::kScale) v[j] *= scale[j];
+          if constexpr (Op::kBias) v[j] += bias[j];
+        }
+        E::Apply(p, first + u * kGroups, column, v);
+        StorePack(p.y, at(u, i), Repack<O, N>(v));
       }
-      E::Apply(p, first + u * kGroups, column, v);
-      StorePack(p.y, at(u, i), Repack<O, N>(v));
     }
   }
 }

@@ -59,6 +59,8 @@ template <class T_, class O_, class P_, int kFlags> struct Norm {
 // What happens to a normalised element before it is stored: nothing. See epilogue.cuh.
 struct NoEpilogue {
   using Params = NormParams;
+  static constexpr bool kQuantizes = false;  // see quantize.cuh
+  static constexpr int Held(int) { return 0; }
   template <int N, class C> static __device__ __forceinline__ void Apply(const Params&, int64_t, int64_t, C (&)[N]) {}
 };
 

@@ -87,6 +87,7 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
     : SoftmaxRow<Op, N, false, Index, kRagged> {
   using Base = SoftmaxRow<Op, N, false, Index, kRagged>;
   using T = typename Op::T;
+  using typename Base::O;
   using C = typename Op::C;
   using Params = FusedParams;
   using Base::span;
@@ -145,7 +146,7 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
   }
 
   // Sets the dropped elements of the pack at `column` to zero.
-  __device__ __forceinline__ void Drop(Pack<T, N>& pack, Index column) const {
+  template <class E> __device__ __forceinline__ void Drop(Pack<E, N>& pack, Index column) const {
     const uint32_t block = static_cast<uint32_t>(column >> 3);
     PhiloxBlock draw = Philox(block, number, key[0], key[1]);
     uint32_t w[8] = {draw.word[0], draw.word[1], draw.word[2], draw.word[3]};
@@ -178,12 +179,12 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
 #pragma unroll
     for (int j = 0; j < N; j += 2) {
       const uint32_t keep = __viaddmin_u16x2(__vmaxu2(w[j / 2], lasts), minus, 0x10001u);
-      if constexpr (sizeof(T) == 2) {
+      if constexpr (sizeof(E) == 2) {
         pack.word[j / 2] &= keep * 0xffff;
       } else {
 #pragma unroll
         for (int i = 0; i < 2 && j + i < N; ++i) {
-          if (!(keep >> 16 * i & 1)) SetElement(pack, j + i, T(0));
+          if (!(keep >> 16 * i & 1)) SetElement(pack, j + i, E(0));
         }
       }
     }
@@ -414,24 +415,25 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
     if (Op::kInputs == 2 && !p.unscaled) Op::Scale(final, scale);
   }
 
-  __device__ __forceinline__ Pack<T, N> Result(C (&v)[N], const typename Op::Final& final, const Raw&, Index i) const {
-    Pack<T, N> result = Repack<T, N>(v);
+  __device__ __forceinline__ Pack<O, N> Result(C (&v)[N], const typename Op::Final& final, const Raw&, Index i) const {
+    Pack<O, N> result = Repack<O, N>(v);
     if constexpr (kDrops && Op::kInputs == 1) Drop(result, span.Column(i));
     if (!Op::Regular(final)) {
-      if constexpr (kMasked || kCausal || kRagged) Confine<T>(result.word, Part(i), Op::Masked());
-      if (Op::Empty(final)) result = Filled<T, N>(FromCompute<T>(C(0)));
+      if constexpr (kMasked || kCausal || kRagged) Confine<O>(result.word, Part(i), Op::Masked());
+      if (Op::Empty(final)) result = Filled<O, N>(FromCompute<O>(C(0)));
     }
     return result;
   }
-  __device__ __forceinline__ void Store(T* out, Index i, C (&v)[N], const typename Op::Final& final,
+  __device__ __forceinline__ void Store(O* out, Index i, C (&v)[N], const typename Op::Final& final,
                                         const Raw& raw) const {
-    span.Store(out, i, Result(v, final, raw, i));
+    Base::Put(out, i, Result(v, final, raw, i));
   }
 };
 
-// Op of the forward pass. T_: element type. kLog: log_softmax.
-template <class T_, bool kLog> struct FusedForward : Forward<T_, kLog, false, kLog> {
+// Op of the forward pass. T_: element type. kLog: log_softmax. Out_: of the result.
+template <class T_, bool kLog, class Out_ = T_> struct FusedForward : Forward<T_, kLog, false, kLog> {
   using Base = Forward<T_, kLog, false, kLog>;
+  using Out = Out_;
   using C = typename Base::C;
   using Final = typename Base::Final;
   static constexpr bool kFromInput = true;

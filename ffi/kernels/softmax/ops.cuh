@@ -44,6 +44,14 @@ template <class T, int N> __device__ __forceinline__ Two<T> LargestTwo(const Pac
   return Fold(all, MaxOfTwo());
 }
 
+// The element type of an Op's result: Op::Out, or T where it has none.
+template <class Op, class = void> struct ResultOf {
+  using Type = typename Op::T;
+};
+template <class Op> struct ResultOf<Op, std::void_t<typename Op::Out>> {
+  using Type = typename Op::Out;
+};
+
 // Op of the forward pass.
 //
 //     T_           element type

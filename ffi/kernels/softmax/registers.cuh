@@ -86,6 +86,7 @@ __global__ void __launch_bounds__(kLanes > 0 ? kWarpTierThreads : kBlockTierThre
                                              : kMinBlocks<Op, kPacks, RowOf::kManyRegisters>)
     SoftmaxRegisters(const __grid_constant__ typename RowOf::Params p) {
   using T = typename Op::T;
+  using O = typename RowOf::O;
   using C = typename Op::C;
   constexpr int N = RowOf::kPack;
   constexpr bool kGroup = kLanes > 0, kCluster = kLanes == kClusterLanes;
@@ -151,16 +152,16 @@ __global__ void __launch_bounds__(kLanes > 0 ? kWarpTierThreads : kBlockTierThre
     typename Op::Final final = Op::Finish(stat);
     if constexpr (!kGroup) final = tile.Localize(final);
     row.Scale(final);
-    Pack<T, N> result[kPacks];
+    Pack<O, N> result[kPacks];
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
-      result[i] = Filled<T, N>(FromCompute<T>(Op::Masked()));
+      result[i] = Filled<O, N>(FromCompute<O>(Op::Masked()));
       if (skips(i)) continue;
       C out[N];
       tile.Get(i, final, out);
       result[i] = row.Result(out, final, raw[u][i], lane + i * lanes);
     }
-    row.StoreAll(static_cast<T*>(p.out), result, lane, lanes);
+    row.StoreAll(static_cast<O*>(p.out), result, lane, lanes);
     row.template Close<kLanes>(raw[u][0], stat, lane);
   }
 }

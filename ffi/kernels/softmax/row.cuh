@@ -37,6 +37,7 @@ template <int N> struct MaskPack {
 //     kRagged  rows may begin or end within a pack
 template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struct SoftmaxRow {
   using T = typename Op::T;
+  using O = typename ResultOf<Op>::Type;
   using C = typename Op::C;
   using Params = SoftmaxParams;
   static constexpr int kPack = N;
@@ -186,7 +187,7 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
   static __device__ __forceinline__ void Close(const AnyRaw&, const typename Op::Stat&, int) {}
 
   // A neutral element maps to Masked() by itself, unless the row has NaN or infinity.
-  static __device__ __forceinline__ Pack<T, N> Result(C (&v)[N], const typename Op::Final& final, const Raw& raw,
+  static __device__ __forceinline__ Pack<O, N> Result(C (&v)[N], const typename Op::Final& final, const Raw& raw,
                                                       Index = 0) {
     if constexpr (kMasked) {
       if (!Op::Regular(final)) {
@@ -196,15 +197,36 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
         }
       }
     }
-    return Repack<T, N>(v);
+    return Repack<O, N>(v);
   }
-  __device__ __forceinline__ void Store(T* out, Index p, C (&v)[N], const typename Op::Final& final,
+  __device__ __forceinline__ void Store(O* out, Index p, C (&v)[N], const typename Op::Final& final,
                                         const Raw& raw) const {
-    span.Store(out, p, Result(v, final, raw, p));
+    Put(out, p, Result(v, final, raw, p));
+  }
+  __device__ __forceinline__ void Put(O* out, Index p, const Pack<O, N>& pack) const {
+    if constexpr (std::is_same_v<O, T>) {
+      span.Store(out, p, pack);
+    } else if (span.Whole(p)) {
+      StoreVector<O, N>(out + span.At(p), pack);
+    } else if (span.Ragged()) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        if (span.Has(span.Column(p) + j)) out[span.At(p) + j] = Element(pack, j);
+      }
+    }
   }
   // Stores the packs that LoadAll loads, the whole packs first.
   template <int kPacks>
-  __device__ __forceinline__ void StoreAll(T* out, const Pack<T, N> (&pack)[kPacks], Index first, Index step) const {
+  __device__ __forceinline__ void StoreAll(O* out, const Pack<O, N> (&pack)[kPacks], Index first, Index step) const {
+    if constexpr (!std::is_same_v<O, T>) {
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) Put(out, first + i * step, pack[i]);
+    } else {
+      StoreAllAsRead(out, pack, first, step);
+    }
+  }
+  template <int kPacks> __device__ __forceinline__ void StoreAllAsRead(T* out, const Pack<T, N> (&pack)[kPacks],
+                                                                       Index first, Index step) const {
     const Places<T, kPacks> at(*this, out, first);
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {

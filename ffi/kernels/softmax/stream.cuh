@@ -41,7 +41,7 @@ __device__ __forceinline__ typename Op::Stat RangeStat(const RowOf& row, int64_t
 }
 
 // Writes the results of packs [begin, end) of a row, from the row's Final.
-template <class Op, class RowOf> __device__ __forceinline__ void MapRange(const RowOf& row, typename Op::T* out,
+template <class Op, class RowOf> __device__ __forceinline__ void MapRange(const RowOf& row, typename RowOf::O* out,
                                                                           const typename Op::Final& final,
                                                                           int64_t begin, int64_t end) {
   using C = typename Op::C;
@@ -71,7 +71,7 @@ template <class Op, class RowOf> __global__ void __launch_bounds__(kStreamThread
   const int64_t packs = row.span.Count();
   auto final = Op::Finish(RangeStat<Op>(row, 0, packs));
   row.Scale(final);
-  MapRange<Op>(row, static_cast<typename Op::T*>(p.out), final, 0, packs);
+  MapRange<Op>(row, static_cast<typename RowOf::O*>(p.out), final, 0, packs);
 }
 
 // Packs [begin, end) of row blockIdx.y that belong to this block.
@@ -107,7 +107,7 @@ template <class Op, int N, bool kMasked> __global__ void __launch_bounds__(kStre
   stat = ReduceBlock<Op>(Op::template MergeLanes<kWarp>(stat), room);
   int64_t begin, end;
   SplitRange(row, &begin, &end);
-  MapRange<Op>(row, static_cast<typename Op::T*>(p.out), Op::Finish(stat), begin, end);
+  MapRange<Op>(row, static_cast<typename RowOf::O*>(p.out), Op::Finish(stat), begin, end);
 }
 
 }  // namespace jaxkern

@@ -17,7 +17,7 @@ from jaxkern._ops.messages.primitive import LOCATED, WIDTH, features_of
 
 REDUCE, MAP = "messages/reduce.cuh", "messages/map.cuh"
 THREADS = 128  # kMessageThreads
-CHUNK = 256  # edges of a row that one group of threads reduces alone, at most
+CHUNK, SHORTEST_CHUNK = 256, 32  # edges of a row that one group of threads reduces alone, at most; of a small graph
 FOLD_THREADS, FOLD_CHUNKS = 512, 32  # kFoldThreads, kFoldChunks
 MAX_COUNT = 1 << 30  # edges, and elements of one row: kernels number both in 32 bits
 GROUPS = 3  # runs of neighbouring features that all operands agree to have or to lack
@@ -153,6 +153,11 @@ def rows_of(p: Problem, dtypes, vector, degree) -> Rows:
     return Rows(vector, parts, lanes, split, 2 if split > 1 or gathered * parts > 4 else 4)
 
 
+def chunk_of(edges: int) -> int:
+    """Edges of a row that one group of threads reduces alone, at most: a small graph's kernels wait for the longest one."""
+    return min(CHUNK, max(SHORTEST_CHUNK, 1 << (edges >> 11).bit_length()))
+
+
 def reduce_plan(device, operands, results, *, function, ends, reduction, dtypes, rows=None) -> Plan | None:
     """The plan of a reduction of messages; rows: how to lay out threads, for tests."""
     del device
@@ -164,7 +169,8 @@ def reduce_plan(device, operands, results, *, function, ends, reduction, dtypes,
     outs = function.out_dtypes
     if any(d.name not in _REDUCED for d in dtypes) or any(_computed(a) != _computed(b) for a, b in zip(outs, dtypes)):
         return None
-    chunks = ceil_div(edges, CHUNK) if edges > CHUNK else 0
+    chunk = chunk_of(edges)
+    chunks = ceil_div(edges, chunk) if edges > CHUNK else 0
     located = reduction in LOCATED
     reduced, at = [], 0
     for k, d in enumerate(dtypes):
@@ -186,7 +192,7 @@ def reduce_plan(device, operands, results, *, function, ends, reduction, dtypes,
             *_operands(p),
             *reduced,
             _features(p),
-            *map(u32, (r.lanes, items, CHUNK, chunks)),
+            *map(u32, (r.lanes, items, chunk, chunks)),
             fast_divmod(of_block),
         )
         return (Launch(REDUCE, template, [args], grid, THREADS, source=source), *folds)
@@ -197,7 +203,7 @@ def reduce_plan(device, operands, results, *, function, ends, reduction, dtypes,
         grid = (ceil_div(chunks, FOLD_CHUNKS), ceil_div(p.width, columns))
         if grid[1] >= 1 << 16:
             return None
-        args = struct(_edges(edges, nodes), reduced[k], *map(u32, (p.width, CHUNK, chunks)))
+        args = struct(_edges(edges, nodes), reduced[k], *map(u32, (p.width, chunk, chunks)))
         template = f"FoldChunks<jaxkern::Reduce::{_REDUCTIONS[reduction]}, {CUDA_TYPES[d.name]}, {columns}>"
         folds.append(Launch(REDUCE, template, [args], grid, FOLD_THREADS))
 

@@ -138,6 +138,7 @@ class _Epilogue(typing.NamedTuple):
     source: str
     name: str  # NormEpilogue with its template arguments
     args: tuple  # of NormEpilogueParams: pointers, then maps
+    header: str = "norm/epilogue.cuh"
 
 
 class _Norm(typing.NamedTuple):
@@ -171,7 +172,7 @@ class _Norm(typing.NamedTuple):
         params, e = self.params(blocks), self.epilogue
         if e is None:
             return [Launch(header, f"{name}>", [params], grid, threads)]
-        return [Launch("norm/epilogue.cuh", f"{name}, {e.name}>", [params], grid, threads, source=e.source)]
+        return [Launch(e.header, f"{name}, {e.name}>", [params], grid, threads, source=e.source)]
 
     def sums(self, blocks: int, offset: int) -> list[Launch]:
         """Adds the blocks' sums over rows, at this offset of the scratch."""

@@ -1,6 +1,7 @@
-"""The launch list of the quantisation of rows. There is one algorithm, for rows that fit the registers of a block: see
-ffi/kernels/quantize/quantize.cuh. Longer rows are left to XLA."""
+"""The launch lists of quantisation. For rows there is one algorithm, for rows that fit the registers of a block: see
+ffi/kernels/quantize/quantize.cuh. Longer rows are left to XLA. A matrix and its transpose: tiles.cuh."""
 
+import math
 import typing
 
 from jaxkern._core import launch
@@ -12,6 +13,7 @@ TYPES = {"int8": "Int8", "float8_e4m3fn": "Float8<3>", "float8_e5m2": "Float8<2>
 
 _HEADER, _THREADS, _MOST_THREADS = "quantize/quantize.cuh", 256, 1024
 _ELEMENTS = 32  # of a thread, at most
+TILE, _TILE_THREADS = 128, 256
 
 
 class Problem(typing.NamedTuple):
@@ -21,6 +23,10 @@ class Problem(typing.NamedTuple):
     width: int
     inner: int = 1  # there is no other
     dtype: str = "bfloat16"
+
+
+def cpp(flag) -> str:
+    return "true" if flag else "false"
 
 
 def fits(algorithm: str, problem: Problem, device=None) -> bool:
@@ -51,8 +57,8 @@ def _shape(width: int, vector: int) -> tuple[int, int] | None:
 
 
 def quantize(device, operands, results, *, dtype) -> launch.Plan | None:
-    """The plan for x [..., width]; None if there is no kernel for it."""
-    (x,) = operands
+    """The plan for x [..., width], and perhaps a scale; None if there is no kernel for it."""
+    x, *given = operands
     if x.dtype.name not in DTYPES:
         return None
     problem = Problem(size_of(x.shape[:-1]), x.shape[-1], dtype=x.dtype.name)
@@ -64,9 +70,10 @@ def quantize(device, operands, results, *, dtype) -> launch.Plan | None:
         group, each = shape
         threads = group if group > 32 else _THREADS
         grid = ceil_div(problem.rows, threads // group)
-        name = f"Quantize<{CUDA_TYPES[x.dtype.name]}, {TYPES[str(dtype)]}, {group}, {each}, {vector}>"
+        name = f"Quantize<{CUDA_TYPES[x.dtype.name]}, {TYPES[str(dtype)]}, {group}, {each}, {vector}, {cpp(given)}>"
         members = (
             launch.operand(0),
+            launch.operand(1) if given else launch.null,
             launch.result(0),
             launch.result(1),
             launch.i64(problem.rows),
@@ -78,3 +85,29 @@ def quantize(device, operands, results, *, dtype) -> launch.Plan | None:
     if found is None or single is None:
         return None
     return launch.Plan("registers", found, unaligned=single if _vector(problem) > 1 else None)
+
+
+def tiles(device, operands, results, *, dtype) -> launch.Plan | None:
+    """The plan for x [..., M, 128, N, 128], and perhaps a scale; None if there is no kernel for it."""
+    del device, results
+    x, *given = operands
+    *batch, down, height, across, width = x.shape
+    blocks = math.prod(batch) * down * across
+    if x.dtype.name not in DTYPES or (height, width) != (TILE, TILE) or blocks >= 2**31:
+        return None
+    scales = [launch.result(2), launch.null if given else launch.result(3)]
+    arrays = [
+        launch.operand(0),
+        launch.operand(1) if given else launch.null,
+        launch.result(0),
+        launch.result(1),
+        *scales,
+    ]
+    args = [launch.struct(*arrays, launch.i64(down * TILE), launch.i64(across * TILE))]
+
+    def steps(vectors):
+        types = f"{CUDA_TYPES[x.dtype.name]}, {TYPES[str(dtype)]}"
+        name = f"QuantizeTiles<{types}, {cpp(given)}, {cpp(vectors)}>"
+        return (launch.Launch("quantize/tiles.cuh", name, args, blocks, _TILE_THREADS),)
+
+    return launch.Plan("tiles", steps(True), unaligned=steps(False))

@@ -1,9 +1,21 @@
-"""The primitive of quantisation: quantize_p (x [..., width]) -> q like x, scale [...] in float32. Its derivative is zero."""
+"""The primitives of quantisation; their derivatives are zero.
 
+    quantize_p        (x [..., width][, given [] ])            -> q like x, scale [...]
+    quantize_tiles_p  (x [..., M, 128, N, 128][, given [] ])   -> q like x, q_t [..., N, 128, M, 128], scale [..., M, 128, N],
+                                                                  scale_t [..., N, 128, M]
+
+in float32 but for x, q and q_t. With a scale that is given the scales are replaced by the largest magnitude of each row, or
+of each tile, [..., M, N].
+"""
+
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkern._core import algorithms, compat, define, partition
+from jaxkern._core import algorithms, compat, define, partition, validate
 from jaxkern._core.primitive import bind
 from jaxkern._core.rows import without_axis
 from jaxkern._ops.quantize import plan, reference
@@ -11,30 +23,71 @@ from jaxkern._ops.quantize import plan, reference
 algorithms.register(plan, "quantize_rows")
 
 
-def _shape(x, *, dtype):
+def _shape(x, *given, dtype):
+    del given
     return [
         x.update(dtype=jnp.dtype(dtype), weak_type=False),
         without_axis(x, x.ndim - 1).update(dtype=jnp.dtype("float32")),
     ]
 
 
-def _batch(prim, operands, dims, **params):
-    return bind(prim, jnp.moveaxis(operands[0], dims[0], 0), **params), [0, 0]
+def permuted(x, dims, dtype):
+    """The type of x with these dimensions, in this order; keeps its sharding and varying axes."""
+    more = {}
+    if not x.sharding.mesh.empty:
+        spec = validate.explicit_spec(x)
+        more["sharding"] = NamedSharding(x.sharding.mesh, PartitionSpec(*(spec[d] for d in dims)))
+    return x.update(shape=tuple(x.shape[d] for d in dims), dtype=jnp.dtype(dtype), weak_type=False, **more)
+
+
+def _tiles_shape(x, *given, dtype):
+    *batch, m, row, n, column = range(x.ndim)
+    if given:
+        return [
+            permuted(x, (*batch, m, row, n, column), dtype),
+            permuted(x, (*batch, n, column, m, row), dtype),
+            permuted(x, (*batch, m, n), "float32"),
+        ]
+    return [
+        permuted(x, (*batch, m, row, n, column), dtype),
+        permuted(x, (*batch, n, column, m, row), dtype),
+        permuted(x, (*batch, m, row, n), "float32"),
+        permuted(x, (*batch, n, column, m), "float32"),
+    ]
+
+
+def _batch(f, prim, operands, dims, **params):
+    if any(d is not None for d in dims[1:]):  # each example has a scale of its own: left to XLA
+        ys = jax.vmap(functools.partial(f, **params), dims)(*operands)
+    else:
+        ys = bind(prim, jnp.moveaxis(operands[0], dims[0], 0), *operands[1:], **params)
+    return ys, [0] * len(ys)
 
 
 def _partition(prim, ctx, operands, params):
     names = [*(f"d{d}" for d in range(ctx.avals_in[0].ndim - 1)), "row"]
+    dims = [names, *[[]] * (len(ctx.avals_in) - 1), names, names[:-1]]
 
-    def shard(over, x, **params):
-        return reference.quantize(x, over=over["row"], **params) if over["row"] else prim.bind(x, **params)
+    def shard(over, *parts, **params):
+        return reference.quantize(*parts, over=over["row"], **params) if over["row"] else prim.bind(*parts, **params)
 
-    return partition.lower(ctx, prim, operands, params, [names, names, names[:-1]], shard, exact={"row"})
+    return partition.lower(ctx, prim, operands, params, dims, shard, exact={"row"})
+
+
+def _tiles_partition(prim, ctx, operands, params):
+    batch = [f"d{d}" for d in range(ctx.avals_in[0].ndim - 4)]
+    given = len(ctx.avals_in) > 1
+    results = [("m", "row", "n", "column"), ("n", "column", "m", "row")]
+    results += [("m", "n")] if given else [("m", "row", "n"), ("n", "column", "m")]
+    dims = [[*batch, "m", "row", "n", "column"], *[[]] * given, *([*batch, *names] for names in results)]
+    shard = lambda over, *parts, **params: prim.bind(*parts, **params)
+    return partition.lower(ctx, prim, operands, params, dims, shard, whole={"row", "column"})
 
 
 quantize_p = define.primitive(
     "jaxkern_quantize_rows",
     _shape,
-    _batch,
+    functools.partial(_batch, reference.quantize),
     reference.quantize,
     several=True,
     makes_nan=False,
@@ -43,11 +96,24 @@ quantize_p = define.primitive(
     dtypes=plan.DTYPES,
 )
 
+quantize_tiles_p = define.primitive(
+    "jaxkern_quantize_tiles",
+    _tiles_shape,
+    functools.partial(_batch, reference.quantize_tiles),
+    reference.quantize_tiles,
+    several=True,
+    makes_nan=False,
+    plan=plan.tiles,
+    partition=_tiles_partition,
+    dtypes=plan.DTYPES,
+)
 
-def _jvp(primals, tangents, **params):
+
+def _jvp(prim, primals, tangents, **params):
     del tangents
-    found = bind(quantize_p, *primals, **params)
+    found = bind(prim, *primals, **params)
     return found, [compat.zero_tangent(y) for y in found]
 
 
-ad.primitive_jvps[quantize_p] = _jvp
+for _prim in (quantize_p, quantize_tiles_p):
+    ad.primitive_jvps[_prim] = functools.partial(_jvp, _prim)

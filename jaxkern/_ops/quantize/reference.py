@@ -18,11 +18,54 @@ def rounded(x, dtype):
     return jnp.clip(x, -most, most).astype(dtype)
 
 
-def quantize(x, *, dtype, over=()):
-    """(q, scale) of rows along the last dimension; `over`: the mesh axes that split it."""
-    wide = x.astype(jnp.float32)
+def _largest(x, axes, over=()):
+    """max|x| along axes that stay, as dimensions of size 1; NaN is the largest."""
     # In the order of the bits of magnitudes NaN is the largest; XLA:CPU's maximum of floats may lose it.
-    bits = jnp.max(lax.bitcast_convert_type(jnp.abs(wide), jnp.uint32), -1, initial=0)
-    most = lax.bitcast_convert_type(lax.pmax(bits, over) if over else bits, jnp.float32)
-    factor = jnp.where(most == 0, 1, jnp.minimum(limit(dtype) / most, np.finfo(np.float32).max))
-    return [rounded(wide * factor[..., None], dtype), jnp.where(most == 0, 1, most / limit(dtype))]
+    bits = jnp.max(lax.bitcast_convert_type(jnp.abs(x), jnp.uint32), axes, initial=0, keepdims=True)
+    return lax.bitcast_convert_type(lax.pmax(bits, over) if over else bits, jnp.float32)
+
+
+def _factor(most, dtype):
+    return jnp.where(most == 0, 1, jnp.minimum(limit(dtype) / most, np.finfo(np.float32).max))
+
+
+def _scale(most, dtype):
+    return jnp.where(most == 0, 1, most / limit(dtype))
+
+
+def _given_factor(scale):
+    return jnp.minimum(1 / scale, np.finfo(np.float32).max)
+
+
+def largest(x):
+    """max|x| of all elements, in float32; NaN if there is one."""
+    return _largest(x.astype(jnp.float32), tuple(range(x.ndim))).reshape(())
+
+
+def quantize(x, *given, dtype, over=()):
+    """(q, scale) of rows along the last dimension; `over`: the mesh axes that split it.
+
+    given: a scale for all, float32 []; then the second result is max|x| of each row.
+    """
+    wide = x.astype(jnp.float32)
+    most = _largest(wide, -1, over)
+    if given:
+        return [rounded(wide * _given_factor(given[0]), dtype), most[..., 0]]
+    return [rounded(wide * _factor(most, dtype), dtype), _scale(most, dtype)[..., 0]]
+
+
+def quantize_tiles(x, *given, dtype):
+    """(q, q_t, scale, scale_t) of x [..., M, 128, N, 128], matrices of M by N tiles.
+
+    q like x, q_t [..., N, 128, M, 128], its transpose; scale [..., M, 128, N], one for 128 neighbours of a row, and scale_t
+    [..., N, 128, M]. given: a scale for all, float32 []; then (q, q_t, max|x| of each tile [..., M, N]).
+    """
+    wide = x.astype(jnp.float32)
+    turned = lambda a: jnp.moveaxis(a, (-4, -3), (-2, -1))
+    if given:
+        q = rounded(wide * _given_factor(given[0]), dtype)
+        return [q, turned(q), _largest(wide, (-3, -1))[..., 0, :, 0]]
+    of_rows, of_columns = _largest(wide, -1), _largest(wide, -3)
+    q, turned_q = (rounded(wide * _factor(most, dtype), dtype) for most in (of_rows, of_columns))
+    scale_t = turned(_scale(of_columns, dtype))
+    return [q, turned(turned_q), _scale(of_rows, dtype)[..., 0], scale_t[..., 0]]

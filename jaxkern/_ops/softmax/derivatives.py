@@ -113,8 +113,9 @@ def _fused_forward(operands, active, params):
 def _fused_backward(active, params, kept, g):
     params, ((x, *parts), y) = dict(params), kept
     named = reference.named(parts, params["extras"])
+    dtype = jnp.float32 if params.pop("dtype", "") else g.dtype  # of x
     if y is None:
-        gradient = functools.partial(bind, softmax_fused_grad_p, x, g, *parts)
+        gradient = functools.partial(bind, softmax_fused_grad_p, x, g.astype(dtype), *parts)
     else:
         gradient = functools.partial(
             bind, softmax_fused_output_grad_p, y, g, *([named["scale"]] if "scale" in named else [])
@@ -130,7 +131,7 @@ def _fused_backward(active, params, kept, g):
             cotangents["scale"] = _summed(products, named["scale"])
     if "bias" in named:
         cotangents["bias"] = _summed(computed(ds if "scale" in named else dx), named["bias"])
-    return ((dx, *cotangents.values()),)
+    return ((dx.astype(dtype), *cotangents.values()),)
 
 
 def _summed(a, part):

@@ -426,11 +426,13 @@ _HAS_BIAS, _HAS_WIDE_BIAS, _HAS_MASK, _HAS_CAUSAL, _HAS_DROPOUT = 1, 2, 4, 8, 16
 _RUN = 32  # FusedParams::kRun
 
 
-def _fused_op(p: Problem, from_output: bool) -> str:
+def _fused_op(p: Problem, from_output: bool, out: str) -> str:
+    """out: the dtype of the result."""
     cpp = _TYPES[p.dtype][0]
     if from_output:
         return f"jaxkern::FusedFromOutput<{cpp}>"
-    return f"jaxkern::{'FusedBackward' if p.backward else 'FusedForward'}<{cpp}, {_cpp(p.log)}>"
+    narrower = "" if out == p.dtype else f", {_TYPES[out][0]}"
+    return f"jaxkern::{'FusedBackward' if p.backward else 'FusedForward'}<{cpp}, {_cpp(p.log)}{narrower}>"
 
 
 def _row_launch(
@@ -491,6 +493,7 @@ def fused(
     causal,
     threshold,
     unscaled,
+    dtype="",
     backward=False,
     from_output=False,
 ) -> Plan | None:
@@ -523,7 +526,7 @@ def fused(
             boolean(by_runs),
         )
 
-    op = _fused_op(p, from_output)
+    op = _fused_op(p, from_output, dtype or p.dtype)
 
     def row(vector):
         return lambda index, ragged, _: f"jaxkern::FusedRow<{op}, {vector}, {has}, {index}, {_cpp(ragged)}>"
@@ -593,7 +596,7 @@ def score(
             result(1) if len(results) > 1 else null,
         )
 
-    op = _fused_op(p, False)
+    op = _fused_op(p, False, p.dtype)
     source, gradient = function.source("Score"), "void"
     if backward and not unscored:
         source, gradient = source + function.vjp((0,)).source("ScoreGradient"), "ScoreGradient"

@@ -17,6 +17,9 @@ With scale, bias, mask, causal limit and dropout in one kernel:
     softmax_fused_jvp_p           the transpose of softmax_fused_grad_p; left to XLA
     softmax_fused_output_grad_p   dx of softmax without dropout from y, which is p, and g
 
+The result of softmax_fused_p may have a dtype of 16 bits (`dtype`) where x is float32; its gradient is computed from it,
+in its dtype.
+
 Operands: x, for a gradient g, then those of bias, scale, mask and key that the parameter `extras` names, in this order.
 Each has the rank of x, with dimensions of size 1 or equal to those of x. The key has one more dimension, for its two
 words. If the key has a dimension that is not 1, each index has its own key and numbers its rows separately.
@@ -55,7 +58,7 @@ log_softmax_jvp_p = row_primitive("jaxkern_log_softmax_jvp", 2, reference.log_so
 # ---- the fused primitives
 
 
-def _abstract_eval(name, arrays, x, *rest, axis, tier, log, extras, causal, threshold, unscaled):
+def _abstract_eval(name, arrays, x, *rest, axis, tier, log, extras, causal, threshold, unscaled, dtype=""):
     del tier, unscaled
     if not causal <= axis < x.ndim:
         raise ValueError(f"{name}: axis {axis} is out of bounds for shape {x.shape}")
@@ -79,7 +82,7 @@ def _abstract_eval(name, arrays, x, *rest, axis, tier, log, extras, causal, thre
         if not fits or part.dtype not in dtypes[e] or (e in ("scale", "key") and shape[axis] != 1):
             raise ValueError(f"{name}: the {e} {part.str_short()} does not fit {x.str_short()}")
     # Updating keeps the sharding and the varying axes that x came with.
-    return x.update(weak_type=False)
+    return x.update(weak_type=False, dtype=jnp.dtype(dtype or x.dtype))
 
 
 def _batch(arrays, prim, operands, dims, *, axis, causal, extras, **params):

@@ -179,7 +179,7 @@ def _scaled(ds, extra, unscaled):
     return ds if unscaled or "scale" not in extra else ds * extra["scale"]
 
 
-def fused(x, *parts, axis, tier, log, extras, causal, threshold, unscaled):
+def fused(x, *parts, axis, tier, log, extras, causal, threshold, unscaled, dtype=""):
     extra = named(parts, extras)
     part = fused_participants(x, axis, extra, causal)
     below, exponential, total = shifted(_logits(x, extra, part), () if part is None else (part,), axis)
@@ -188,7 +188,7 @@ def fused(x, *parts, axis, tier, log, extras, causal, threshold, unscaled):
         return lowest_for_infinity(y if part is None else jnp.where(part, y, -jnp.inf), x.dtype)
     y = exponential / _nonzero(total)
     y = _dropout(y if part is None else jnp.where(part, y, 0), axis, extra, threshold)
-    return y.astype(x.dtype)
+    return y.astype(dtype or x.dtype)
 
 
 def _fused_probabilities(x, axis, extra, causal):
@@ -223,7 +223,7 @@ def fused_jvp(x, t, *parts, axis, tier, log, extras, causal, threshold, unscaled
     return _dropout(computed(t, kept), axis, extra, threshold).astype(x.dtype)
 
 
-def part_of_fused(at, over, x, *parts, axis, tier, log, extras, causal, threshold, unscaled):
+def part_of_fused(at, over, x, *parts, axis, tier, log, extras, causal, threshold, unscaled, dtype=""):
     """`fused` of a part of an array, which lies at `at`; rows are split over the mesh axes `over`."""
     extra = named(parts, extras)
     part = fused_participants(x, axis, extra, causal, at)
@@ -234,7 +234,8 @@ def part_of_fused(at, over, x, *parts, axis, tier, log, extras, causal, threshol
         y = jnp.where(total == 0, -jnp.inf, s - largest - jnp.log(total))
         return lowest_for_infinity(y if part is None else jnp.where(part, y, -jnp.inf), x.dtype)
     y = jnp.exp(s - largest) / _nonzero(total)
-    return _dropout(y if part is None else jnp.where(part, y, 0), axis, extra, threshold, at).astype(x.dtype)
+    y = _dropout(y if part is None else jnp.where(part, y, 0), axis, extra, threshold, at)
+    return y.astype(dtype or x.dtype)
 
 
 def part_of_fused_grad(at, over, x, g, *parts, axis, tier, log, extras, causal, threshold, unscaled):

@@ -1,0 +1,297 @@
+// GroupNorm and BatchNorm of any shape, in two passes over x forward, and over x and g backward.
+//
+//     GroupMoments<Group<...>>      mean and sum of squared deviations of each channel of a part
+//     GroupStatistics<C, kThreads>  merges them: mean and variance of a sample and group
+//     GroupApply<Group<...>>        y
+//     GroupSums<Group<...>>         sums of g and g * z of each channel of a part
+//     GroupSlopes<C, P, S, kScale, kDirect, kThreads>   merges them: what dx depends on, and sums over the parts
+//     GroupOverSamples<C, S>        dscale and dbias, if several samples share them
+//     GroupGradient<Group<...>>     dx
+//
+// Blocks of the second pass run in the reverse order: they find the end of the first pass in L2. group.cuh has the layout of
+// work. Memory traffic: forward 2 reads and 1 write, backward 4 reads and 1 write.
+#pragma once
+
+#include "group.cuh"
+
+namespace jaxkern {
+
+// Calls f(step index, pack...) for the steps of a thread, kAhead of which are loaded before the first is used.
+template <int kAhead, class Op, class Load, class Use>
+__device__ __forceinline__ void EachStep(const GroupWalk<Op>& walk, const Load& load, const Use& use) {
+  for (int n = walk.first; n < walk.end; n += kAhead * walk.down) {
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      if (n + u * walk.down < walk.end) load(u, n + u * walk.down);
+    }
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      if (n + u * walk.down < walk.end) use(u, n + u * walk.down);
+    }
+  }
+}
+
+template <class Op> __global__ void __launch_bounds__(kGroupThreads)
+    GroupMoments(const __grid_constant__ GroupParams p) {
+  using T = typename Op::T;
+  using C = typename Op::C;
+  constexpr int N = Op::N, kAhead = 8;
+  const GroupWalk<Op> walk(p, blockIdx.x);
+  const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
+  C shift[N] = {}, sum[N] = {}, square[N] = {};
+  if (walk.first < walk.end) Unpack(LoadPack<T, N>(p.x, walk.At(p, walk.first), policy), shift);
+  Pack<T, N> raw[kAhead];
+  EachStep<kAhead>(
+      walk, [&](int u, int n) { raw[u] = LoadPack<T, N>(p.x, walk.At(p, n), policy); },
+      [&](int u, int) {
+        C v[N];
+        Unpack(raw[u], v);
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          const C d = v[j] - shift[j];
+          sum[j] += d;
+          square[j] += d * d;
+        }
+      });
+  const int count = walk.Count(p, walk.row);
+  FinishMoments(count, shift, sum, square);
+  auto* const out = static_cast<Pair<C>*>(p.partial);
+  if constexpr (Op::kInner) {
+    C from = sum[0];  // of the first thread, which has a step
+    if constexpr (Op::kLanes == kWarp) {
+      from = __shfl_sync(0xffffffffu, from, 0);
+    } else {
+      __shared__ C base;
+      if (threadIdx.x == 0) base = from;
+      __syncthreads();
+      from = base;
+    }
+    const C whole = C(1) / static_cast<C>(walk.Length(p));
+    C total[1] = {0};
+#pragma unroll
+    for (int j = 0; j < N; ++j) total[0] += count ? sum[j] - from : C(0);
+    total[0] *= static_cast<C>(count);
+    GroupBlockSums<Op::kLanes>(total);
+    const C mean = from + total[0] * whole;
+    total[0] = 0;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const C d = sum[j] - mean;
+      total[0] += count ? square[j] + d * d * static_cast<C>(count) : C(0);
+    }
+    GroupBlockSums<Op::kLanes>(total);
+    if (walk.row == 0 && walk.live) out[walk.Partial(p, walk.channel)] = {mean, total[0]};
+  } else {
+    __shared__ Pair<C> room[kGroupThreads * N];
+    TileMoments(p, walk, sum, square, room,
+                [&](int c, const Pair<C>& of) { out[walk.Partial(p, walk.tile * p.across * N + c)] = of; });
+  }
+}
+
+// A block per sample and group. The entries of a group lie one after the other.
+template <class C, int kThreads> __global__ void __launch_bounds__(kThreads)
+    GroupStatistics(const __grid_constant__ GroupParams p) {
+  const int entries = p.per_group * p.parts;
+  const auto* const from = static_cast<const Pair<C>*>(p.partial) + static_cast<int64_t>(blockIdx.x) * entries;
+  const C each = C(1) / (static_cast<C>(p.rows) * static_cast<C>(p.inner) * static_cast<C>(p.per_group));
+  const auto share = [&](int e) {  // of all elements of the group
+    const int part = e % p.parts;
+    return static_cast<C>((min(p.steps, (part + 1) * p.length) - part * p.length) * p.per_step) * each;
+  };
+  const C base = from[0].a;
+  C total[1] = {0};
+#pragma unroll 4
+  for (int e = threadIdx.x; e < entries; e += kThreads) total[0] += share(e) * (from[e].a - base);
+  GroupBlockSums<kThreads>(total);
+  const C mean = base + total[0];
+  total[0] = 0;
+#pragma unroll 4
+  for (int e = threadIdx.x; e < entries; e += kThreads) {
+    const Pair<C> of = from[e];
+    total[0] += of.b * each + share(e) * ((of.a - mean) * (of.a - mean));
+  }
+  GroupBlockSums<kThreads>(total);
+  if (threadIdx.x == 0) {
+    static_cast<C*>(p.mean)[blockIdx.x] = mean;
+    static_cast<C*>(p.var)[blockIdx.x] = total[0];
+  }
+}
+
+// The number of a block counted from the last one.
+__device__ __forceinline__ int64_t FromLast(const GroupParams& p) {
+  return p.samples * p.parts * p.tiles - 1 - static_cast<int64_t>(blockIdx.x);
+}
+
+template <class Op, class E = NoGroupEpilogue> __global__ void __launch_bounds__(kGroupThreads)
+    GroupApply(const __grid_constant__ GroupParams p) {
+  using T = typename Op::T;
+  using C = typename Op::C;
+  constexpr int N = Op::N, kAhead = 4;
+  const GroupWalk<Op> walk(p, FromLast(p));
+  if (walk.first >= walk.end) return;
+  const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
+  const GroupStats<Op> stats(p, walk.sample, walk.channel, true);
+  C scale[Op::kChannels] = {}, bias[Op::kChannels] = {};
+  if constexpr (Op::kScale) GroupParameters<Op>(p, p.scale, walk.sample, walk.channel, scale);
+  if constexpr (Op::kBias) GroupParameters<Op>(p, p.bias, walk.sample, walk.channel, bias);
+#pragma unroll
+  for (int j = 0; j < Op::kChannels; ++j) {
+    scale[j] = Op::kScale ? stats.rstd[j % Op::kStats] * scale[j] : stats.rstd[j % Op::kStats];
+  }
+  Pack<T, N> raw[kAhead];
+  EachStep<kAhead>(
+      walk, [&](int u, int n) { raw[u] = LoadPack<T, N>(p.x, walk.At(p, n), policy); },
+      [&](int u, int n) {
+        C v[N];
+        Unpack(raw[u], v);
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          v[j] = (v[j] - stats.mean[j % Op::kStats]) * scale[j % Op::kChannels];
+          if constexpr (Op::kBias) v[j] += bias[j % Op::kChannels];
+        }
+        E::Apply(v);
+        StorePack(p.y, walk.At(p, n), Repack<typename Op::O, N>(v));
+      });
+}
+
+template <class Op> __global__ void __launch_bounds__(kGroupThreads) GroupSums(const __grid_constant__ GroupParams p) {
+  using T = typename Op::T;
+  using O = typename Op::O;
+  using C = typename Op::C;
+  constexpr int N = Op::N, kAhead = 4;
+  const GroupWalk<Op> walk(p, blockIdx.x);
+  const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
+  const GroupStats<Op> stats(p, walk.sample, walk.channel, walk.live);
+  C plain[N] = {}, product[N] = {};
+  Pack<T, N> x[kAhead];
+  Pack<O, N> g[kAhead];
+  EachStep<kAhead>(
+      walk,
+      [&](int u, int n) {
+        x[u] = LoadPack<T, N>(p.x, walk.At(p, n), policy);
+        g[u] = LoadPack<O, N>(p.g, walk.At(p, n), policy);
+      },
+      [&](int u, int) {
+        C v[N], w[N];
+        Unpack(x[u], v);
+        Unpack(g[u], w);
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          plain[j] += w[j];
+          product[j] += w[j] * (v[j] - stats.mean[j % Op::kStats]);
+        }
+      });
+  auto* const out = static_cast<Pair<C>*>(p.partial);
+  if constexpr (Op::kInner) {
+    C total[2] = {Fold(plain, SumOf()), Fold(product, SumOf()) * stats.rstd[0]};
+    GroupBlockSums<Op::kLanes>(total);
+    if (walk.row == 0 && walk.live) out[walk.Partial(p, walk.channel)] = {total[0], total[1]};
+  } else {
+    __shared__ Pair<C> room[kGroupThreads * N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) product[j] *= stats.rstd[j % Op::kStats];
+    TileSums(p, walk, plain, product, room,
+             [&](int c, const Pair<C>& of) { out[walk.Partial(p, walk.tile * p.across * N + c)] = of; });
+  }
+}
+
+// A block per sample and group; a warp adds the parts of a channel.
+template <class C, class P, class S, bool kScale, bool kDirect, int kThreads>
+__global__ void __launch_bounds__(kThreads) GroupSlopes(const __grid_constant__ GroupParams p) {
+  constexpr int kWarps = kThreads / kWarp;
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, groups = p.channels / p.per_group;
+  const int64_t sample = blockIdx.x / static_cast<unsigned>(groups);
+  const int first = static_cast<int>(blockIdx.x % static_cast<unsigned>(groups)) * p.per_group;
+  C sums[2] = {0, 0};
+  for (int begin = 0; begin < p.per_group; begin += kWarps) {  // as often for all warps
+    const int k = begin + warp;
+    const int64_t at = sample * p.channels + first + k;
+    const auto* const from = static_cast<const Pair<C>*>(p.partial) + at * p.parts;
+    Pair<C> own = {0, 0};
+#pragma unroll 8
+    for (int e = k < p.per_group ? lane : p.parts; e < p.parts; e += kWarp) {
+      own.a += from[e].a;
+      own.b += from[e].b;
+    }
+    own = {ReduceLanes<kWarp>(own.a, SumOf()), ReduceLanes<kWarp>(own.b, SumOf())};
+    if (lane > 0 || k >= p.per_group) continue;
+    StoreSums<S, kDirect>(p, at, own);
+    const C scale = kScale ? ToCompute(static_cast<const P*>(p.scale)[sample / p.each * p.channels + first + k]) : C(1);
+    sums[0] += Rounded(own.a, scale);
+    sums[1] += Rounded(own.b, scale);
+  }
+  if (!p.slope) return;
+  __syncwarp();
+  GroupBlockSums<kThreads>(sums);
+  if (threadIdx.x == 0) static_cast<Pair<C>*>(p.slope)[blockIdx.x] = SlopesOf(p, blockIdx.x, sums[0], sums[1]);
+}
+
+// A block takes 32 channels of `each` samples; its warps take every 8th sample.
+template <class C, class S> __global__ void __launch_bounds__(kGroupThreads)
+    GroupOverSamples(const __grid_constant__ GroupParams p) {
+  constexpr int kWarps = kGroupThreads / kWarp;
+  __shared__ Pair<C> room[kWarps][kWarp];
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, tiles = (p.channels + kWarp - 1) / kWarp;
+  const int channel = static_cast<int>(blockIdx.x % tiles) * kWarp + lane;
+  const int64_t set = blockIdx.x / tiles;
+  Pair<C> sum = {0, 0};
+  if (channel < p.channels) {
+    const auto* const from = static_cast<const Pair<C>*>(p.total) + set * p.each * p.channels + channel;
+#pragma unroll 8
+    for (int64_t s = warp; s < p.each; s += kWarps) {
+      sum.a += from[s * p.channels].a;
+      sum.b += from[s * p.channels].b;
+    }
+  }
+  room[warp][lane] = sum;
+  __syncthreads();
+  if (warp > 0 || channel >= p.channels) return;
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) {
+    sum.a += room[w][lane].a;
+    sum.b += room[w][lane].b;
+  }
+  StoreSums<S, true>(p, set * p.channels + channel, sum);
+}
+
+template <class Op> __global__ void __launch_bounds__(kGroupThreads)
+    GroupGradient(const __grid_constant__ GroupParams p) {
+  using T = typename Op::T;
+  using O = typename Op::O;
+  using C = typename Op::C;
+  constexpr int N = Op::N, kAhead = 4;
+  const GroupWalk<Op> walk(p, FromLast(p));
+  if (walk.first >= walk.end) return;
+  const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
+  const GroupStats<Op> stats(p, walk.sample, walk.channel, true);
+  C scale[Op::kChannels] = {}, shift[Op::kStats], slope[Op::kStats];
+  if constexpr (Op::kScale) GroupParameters<Op>(p, p.scale, walk.sample, walk.channel, scale);
+#pragma unroll
+  for (int j = 0; j < Op::kStats; ++j) {
+    const auto of = static_cast<const Pair<C>*>(p.slope)[stats.first + (walk.channel + j) / p.per_group];
+    shift[j] = of.a;
+    slope[j] = of.b * stats.rstd[j] * stats.rstd[j];
+  }
+  Pack<T, N> x[kAhead];
+  Pack<O, N> g[kAhead];
+  EachStep<kAhead>(
+      walk,
+      [&](int u, int n) {
+        x[u] = LoadPack<T, N>(p.x, walk.At(p, n), policy);
+        g[u] = LoadPack<O, N>(p.g, walk.At(p, n), policy);
+      },
+      [&](int u, int n) {
+        C v[N], h[N];
+        Unpack(x[u], v);
+        Unpack(g[u], h);
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          if constexpr (Op::kScale) h[j] = Rounded(h[j], scale[j % Op::kChannels]);
+          const int s = j % Op::kStats;
+          h[j] = stats.rstd[s] * (h[j] - shift[s]) - (v[j] - stats.mean[s]) * slope[s];
+        }
+        StorePack(p.y, walk.At(p, n), Repack<T, N>(h));
+      });
+}
+
+}  // namespace jaxkern

@@ -1,0 +1,1 @@
+"""GroupNorm and BatchNorm: statistics over rows, of groups of channels."""

@@ -1,0 +1,413 @@
+"""Which kernels run GroupNorm, BatchNorm and their gradients on CUDA, and how they are launched.
+
+    one_pass    channels last: a block or a cluster of up to 8 holds some groups of a sample in registers
+    two_pass    any shape: one pass for statistics, one for the result; backward one for sums, one for dx
+
+Two passes: blocks take parts of a sample, and a small launch merges what they find. ffi/kernels/norm/group.cuh has the layout of work.
+"""
+
+import itertools
+import math
+import typing
+
+from jaxkern._core.algorithms import pick
+from jaxkern._core.define import CUDA_TYPES, ceil_div, divider
+from jaxkern._core.launch import Launch, Plan, boolean, f64, i32, i64, null, operand, result, scratch, struct
+
+ALGORITHMS = ("one_pass", "two_pass")
+
+_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+DTYPES = tuple(_ITEMSIZE)
+
+_THREADS = 256  # kGroupThreads
+_THREAD_STEPS = 128  # at most: of a thread whose moments are relative to its first element
+_FEW_STEPS = 8  # of a thread, where parts are made to occupy the GPU
+_BLOCKS_WANTED = 8  # per multiprocessor
+_WARP_STEPS = 64  # of a lane, where a warp has a channel; beyond, a block has one
+_TILE_PACKS = (16, 64)  # of the channels, in a row of threads; fewer if there are no more
+_STATISTICS_ENTRIES = 256  # of a sample and group, from which a block merges them; below, a warp
+_SUMS_COLUMNS = 32
+_HELD = (16, 24)  # packs of a thread in one pass, of x and g together backward: two blocks per multiprocessor, or one
+_CLUSTER_BLOCKS = 8
+_ONE_PASS_PACKS = 64  # kGroupTile
+_ONE_PASS_BYTES = (128, 64, 32)  # of a tile's rows: as wide as a cluster can hold
+_SMALL_BYTES = 1 << 20
+_MOST = 1 << 30
+_MOST_GRID_X = 2**31 - 1
+
+
+class Problem(typing.NamedTuple):
+    """Arrays of [samples, rows, channels, inner]; batch_norm has one sample, and as many groups as channels.
+
+    out_dtype: of the result and its cotangent, if not that of x. each: samples that share scale and bias.
+    """
+
+    samples: int
+    rows: int
+    channels: int
+    groups: int = 1
+    inner: int = 1
+    dtype: str = "float32"
+    out_dtype: str = ""
+    each: int = 1
+    backward: bool = False
+
+    @property
+    def itemsizes(self) -> tuple[int, int]:
+        """Of x and of the result."""
+        return _ITEMSIZE[self.dtype], _ITEMSIZE[self.out_dtype or self.dtype]
+
+    @property
+    def pack(self) -> int:
+        """Elements that are read at once: at most 16 bytes of the widest array."""
+        return math.gcd(self.channels if self.inner == 1 else self.inner, 16 // max(self.itemsizes))
+
+    @property
+    def per_group(self) -> int:
+        return self.channels // self.groups
+
+    @property
+    def bytes(self) -> int:
+        return self.samples * self.rows * self.channels * self.inner * sum(self.itemsizes)
+
+    @property
+    def computing(self) -> str:
+        return "float64" if self.dtype == "float64" else "float32"
+
+
+def fits(algorithm: str, p: Problem, device) -> bool:
+    """Whether the algorithm can run the problem."""
+    if algorithm == "one_pass" and _held(p, device) is None:
+        return False
+    return max(p.rows * p.inner, p.channels, p.groups * p.samples) < _MOST
+
+
+class _Held(typing.NamedTuple):
+    """How clusters hold a problem."""
+
+    across: int  # packs of a tile
+    cluster: int
+    packs: int  # per thread
+
+
+def _held(p: Problem, device) -> _Held | None:
+    """None if registers do not hold a sample of whole groups."""
+    packs = p.channels // p.pack
+    unit = math.lcm(p.per_group, p.pack) // p.pack  # of whole groups
+    if p.inner > 1 or p.pack * max(p.itemsizes) < 4 or unit > min(packs, _ONE_PASS_PACKS):
+        return None
+    most = _CLUSTER_BLOCKS if device.compute_capability >= 90 else 1
+    for held, wanted in itertools.product((h >> p.backward for h in _HELD), _ONE_PASS_BYTES):
+        across = unit * ceil_div(wanted, unit * p.pack * max(p.itemsizes))
+        across = min(across, packs, _ONE_PASS_PACKS // unit * unit)
+        down = _THREADS // across
+        cluster = 1 << (ceil_div(p.rows, held * down) - 1).bit_length()
+        if cluster <= most:
+            tiles = p.samples * ceil_div(packs, across)
+            # Twice as many blocks of half as many packs, where there are not two per multiprocessor.
+            while 2 * cluster <= most and tiles * cluster < 2 * device.sm_count and p.rows > 2 * cluster * down:
+                cluster *= 2
+            return _Held(across, cluster, ceil_div(ceil_div(p.rows, cluster), down))
+    return None
+
+
+def choose(p: Problem, device) -> str:
+    """The algorithm that runs the problem by default, unless it is `left_to_xla`."""
+    return next(a for a in ALGORITHMS if fits(a, p, device))
+
+
+def left_to_xla(p: Problem) -> bool:
+    """Whether XLA runs the problem by default: small ones, and packs of two bytes. Estimated, not measured."""
+    return p.bytes < _SMALL_BYTES or p.pack * min(p.itemsizes) < 4
+
+
+# ---- launches
+
+
+def _cpp(flag: bool) -> str:
+    return "true" if flag else "false"
+
+
+class _Walk(typing.NamedTuple):
+    """How blocks walk over a problem; see GroupWalk."""
+
+    pack: int
+    steps: int
+    length: int
+    parts: int
+    across: int
+    tiles: int
+    lanes: int = 0  # threads that own a channel; 0: channels lie last
+
+
+def _across(packs: int) -> int:
+    """The packs of a tile: few threads without any, then wide."""
+    least, most = _TILE_PACKS
+    if packs <= most:
+        return packs
+    return min(range(least, most + 1), key=lambda n: (ceil_div(packs, n) * n, -n))
+
+
+def _walk(p: Problem, device, pack: int) -> _Walk:
+    if p.inner == 1:
+        across, steps = _across(p.channels // pack), p.rows
+        tiles, down = ceil_div(p.channels // pack, across), _THREADS // across
+        lanes = 0
+    else:
+        across, steps = 1, p.rows * p.inner // pack
+        lanes = down = 32 if steps <= 32 * _WARP_STEPS else _THREADS
+        tiles = ceil_div(p.channels, _THREADS // lanes)
+    wanted = ceil_div(_BLOCKS_WANTED * device.sm_count, p.samples * tiles)
+    parts = max(ceil_div(steps, _THREAD_STEPS * down), min(wanted, steps // (_FEW_STEPS * down)), 1)
+    length = ceil_div(steps, parts)
+    return _Walk(pack, steps, length, ceil_div(steps, length), across, tiles, lanes)
+
+
+class _Group(typing.NamedTuple):
+    """A problem with what its kernels are given."""
+
+    p: Problem
+    device: typing.Any
+    scale: typing.Any = null
+    bias: typing.Any = null
+    parameters: str = ""  # dtype of scale and bias
+    g: typing.Any = null
+    y: typing.Any = null
+    mean: typing.Any = null
+    var: typing.Any = null
+    of_mean: typing.Any = null
+    of_var: typing.Any = null
+    dscale: typing.Any = null
+    dbias: typing.Any = null
+    gradients: str = ""  # dtype of dscale and dbias
+    slopes: bool = True  # whether dx is computed
+    eps: float = 0.0
+    function: typing.Any = None  # applied before the store
+
+    @property
+    def pair(self) -> int:
+        """Bytes."""
+        return 2 * _ITEMSIZE[self.p.computing]
+
+    def result(self, header: str, name: str, *args, **options) -> Launch:
+        """The launch that writes y or dx; name: of the kernel, without the last >."""
+        if self.function is None:
+            return Launch(header, f"{name}>", *args, **options)
+        name, source = f"{name}, jaxkern::GroupEpilogue<Epilogue>>", self.function.source("Epilogue")
+        return Launch("norm/group_epilogue.cuh", name, *args, **options, source=source)
+
+    def op(self, w: _Walk) -> str:
+        p, pack = self.p, w.pack
+        types = ", ".join(CUDA_TYPES[d] for d in (p.dtype, p.out_dtype or p.dtype, self.parameters or p.dtype))
+        flags = (self.scale != null) + 2 * (self.bias != null)
+        stats = 1 if p.inner > 1 or p.per_group % pack == 0 else pack
+        return f"jaxkern::Group<{types}, {flags}, {pack}, {stats}, {w.lanes}>"
+
+    def params(self, w: _Walk):
+        """GroupParams. Scratch: partial results, sums of each sample and channel, slopes."""
+        p = self.p
+        total, slope, _ = self.offsets(w)
+        return struct(
+            operand(0),
+            self.g,
+            self.scale,
+            self.bias,
+            self.y,
+            self.mean,
+            self.var,
+            self.of_mean,
+            self.of_var,
+            scratch(),
+            scratch(total) if p.backward and p.each > 1 else null,
+            scratch(slope) if p.backward and self.slopes else null,
+            self.dscale,
+            self.dbias,
+            i64(p.samples),
+            i64(p.rows),
+            i64(p.inner),
+            i64(p.each),
+            f64(self.eps),
+            i32(p.channels),
+            i32(p.per_group),
+            i32(w.steps),
+            i32(w.length),
+            i32(w.parts),
+            i32(w.across),
+            i32(w.tiles),
+            i32(w.pack if p.inner > 1 else 1),
+            divider(p.inner // w.pack if p.inner > 1 else 1),
+            boolean(p.bytes > self.device.l2_bytes),
+        )
+
+    def offsets(self, w: _Walk) -> tuple[int, int, int]:
+        """Where total and slope begin in scratch, and its size."""
+        p = self.p
+        total = p.samples * p.channels * w.parts * self.pair
+        slope = total + (p.samples * p.channels * self.pair if p.backward and p.each > 1 else 0)
+        return total, slope, slope + (p.samples * p.groups * self.pair if p.backward and self.slopes else 0)
+
+
+def _statistics(n: _Group, w: _Walk) -> list[Launch]:
+    """Mean and variance."""
+    p, header = n.p, "norm/group_two_pass.cuh"
+    threads = 256 if p.per_group * w.parts >= _STATISTICS_ENTRIES else 32
+    blocks = p.samples * w.parts * w.tiles
+    return [
+        Launch(header, f"GroupMoments<{n.op(w)}>", [n.params(w)], blocks, _THREADS),
+        Launch(
+            header,
+            f"GroupStatistics<{CUDA_TYPES[p.computing]}, {threads}>",
+            [n.params(w)],
+            p.samples * p.groups,
+            threads,
+        ),
+    ]
+
+
+def _sums(n: _Group, w: _Walk) -> list[Launch]:
+    """dscale, dbias, and what dx depends on."""
+    p, header = n.p, "norm/group_two_pass.cuh"
+    threads = 256 if p.per_group > 2 else 32
+    computing, sums = CUDA_TYPES[p.computing], CUDA_TYPES[n.gradients or p.computing]
+    options = f"{_cpp(n.scale != null)}, {_cpp(p.each == 1)}, {threads}"
+    types = f"{computing}, {CUDA_TYPES[n.parameters or p.dtype]}, {sums}"
+    launches = [
+        Launch(header, f"GroupSums<{n.op(w)}>", [n.params(w)], p.samples * w.parts * w.tiles, _THREADS),
+        Launch(header, f"GroupSlopes<{types}, {options}>", [n.params(w)], p.samples * p.groups, threads),
+    ]
+    return [*launches, *_over_samples(n, w)]
+
+
+def _over_samples(n: _Group, w: _Walk) -> list[Launch]:
+    """Adds dscale and dbias of samples that share scale and bias."""
+    p = n.p
+    if not p.backward or p.each == 1 or n.dscale == n.dbias == null:
+        return []
+    name = f"GroupOverSamples<{CUDA_TYPES[p.computing]}, {CUDA_TYPES[n.gradients or p.computing]}>"
+    grid = ceil_div(p.channels, _SUMS_COLUMNS) * (p.samples // p.each)
+    return [Launch("norm/group_two_pass.cuh", name, [n.params(w)], grid, _THREADS)]
+
+
+def _two_pass(n: _Group, pack: int, result: bool) -> tuple[list[Launch], int]:
+    """The launches and the bytes of scratch. result: with the second pass."""
+    w = _walk(n.p, n.device, pack)
+    first = (_sums if n.p.backward else _statistics)(n, w)
+    name = "GroupGradient" if n.p.backward else "GroupApply"
+    blocks = n.p.samples * w.parts * w.tiles
+    second = n.result("norm/group_two_pass.cuh", f"{name}<{n.op(w)}", [n.params(w)], blocks, _THREADS)
+    return [*first, *([second] if result else [])], n.offsets(w)[2]
+
+
+def _one_pass(n: _Group) -> tuple[list[Launch], int]:
+    """The launches and the bytes of scratch."""
+    p, header, h = n.p, "norm/group_one_pass.cuh", _held(n.p, n.device)
+    assert h is not None
+    tiles = ceil_div(p.channels // p.pack, h.across)
+    w = _Walk(p.pack, p.rows, ceil_div(p.rows, h.cluster), h.cluster, h.across, tiles)
+    kinds, name = f"{h.packs}, {_cpp(h.cluster > 1)}", "GroupNormOnePass"
+    if p.backward:
+        kinds = f"{CUDA_TYPES[n.gradients or p.computing]}, {_cpp(p.each == 1)}, {kinds}"
+        name = "GroupGradientOnePass"
+    name, blocks = f"{name}<{n.op(w)}, {kinds}", p.samples * tiles * h.cluster
+    launch = n.result(header, name, [n.params(w)], blocks, _THREADS, cluster=h.cluster)
+    return [launch, *_over_samples(n, w)], n.offsets(w)[2]
+
+
+def _plan(n: _Group, operation, dtypes, tier, result=True) -> Plan | None:
+    """dtypes: of all arrays."""
+    p = n.p
+    if not dtypes <= _ITEMSIZE.keys() or ("float64" in dtypes and not p.dtype == p.out_dtype == "float64"):
+        return None
+    if not fits(ALGORITHMS[-1], p, n.device) or (tier == "auto" and left_to_xla(p)):
+        return None
+    algorithm = pick(operation, tier, p, n.device) if result else "two_pass"
+    launches, size = _one_pass(n) if algorithm == "one_pass" else _two_pass(n, p.pack, result)
+    unaligned, more = _two_pass(n, 1, result)
+    if any(step.grid3()[0] > _MOST_GRID_X for step in (*launches, *unaligned)):
+        return None
+    return Plan(algorithm, tuple(launches), max(size, more), tuple(unaligned))
+
+
+def _problem(x, y, batch, channel, keep=0, backward=False) -> Problem:
+    size, groups, within = math.prod, x.shape[channel], x.shape[channel + 1]
+    samples, inner = size(x.shape[:batch]), size(x.shape[channel + 2 :])
+    rows, each = size(x.shape[batch:channel]), size(x.shape[keep:batch])
+    return Problem(
+        samples, rows, groups * within, groups, inner, x.dtype.name, y.dtype.name, each=each, backward=backward
+    )
+
+
+def norm(
+    device, operands, results, *, operation, extras, batch, keep, channel, eps, dtype, tier, function=None
+) -> Plan | None:
+    """The plan of a norm for arrays of these types."""
+    del dtype  # that of the result
+    x, *parameters = operands
+    at = dict(zip(extras.split(), range(1, len(operands))))
+    kinds = {a.dtype.name for a in parameters}
+    if len(kinds) > 1:
+        return None
+    n = _Group(
+        _problem(x, results[0], batch, channel, keep),
+        device,
+        *(operand(at[name]) if name in at else null for name in ("scale", "bias")),
+        parameters=next(iter(kinds), ""),
+        y=result(0),
+        mean=result(1),
+        var=result(2),
+        eps=eps,
+        function=function,
+    )
+    return _plan(n, operation, {x.dtype.name, results[0].dtype.name, *kinds}, tier)
+
+
+def norm_grad(device, operands, results, *, operation, extras, batch, keep, channel, eps, sums, tier) -> Plan | None:
+    """The plan of a gradient for arrays of these types."""
+    x, g = operands[0], operands[-3]
+    of_g, gradients = len(operands) - 3, {a.dtype.name for a in results[1:]}
+    if len(gradients) > 1:
+        return None
+    n = _Group(
+        _problem(x, g, batch, channel, keep, backward=True),
+        device,
+        operand(3) if extras else null,
+        parameters=operands[3].dtype.name if extras else "",
+        g=operand(of_g),
+        y=result(0),
+        mean=operand(1),
+        var=operand(2),
+        of_mean=operand(of_g + 1),
+        of_var=operand(of_g + 2),
+        dscale=result(1) if sums[0] is not None else null,
+        dbias=result(len(results) - 1) if sums[1] is not None else null,
+        gradients=next(iter(gradients), ""),
+        eps=eps,
+    )
+    kinds = {operands[3].dtype.name} if extras else set()
+    return _plan(n, operation, {x.dtype.name, g.dtype.name, *kinds, *gradients}, tier)
+
+
+def moments(device, operands, results, *, operation, batch, channel, tier) -> Plan | None:
+    """The plan of the statistics alone."""
+    (x,) = operands
+    n = _Group(_problem(x, x, batch, channel, batch), device, mean=result(0), var=result(1))
+    return _plan(n, operation, {x.dtype.name}, tier, result=False)
+
+
+def sums(device, operands, results, *, operation, batch, channel, eps, tier) -> Plan | None:
+    """The plan of the sums of g and g * z of each sample and channel."""
+    x, mean, var, g = operands
+    n = _Group(
+        _problem(x, g, batch, channel, batch, backward=True),
+        device,
+        g=operand(3),
+        mean=operand(1),
+        var=operand(2),
+        dscale=result(1),
+        dbias=result(0),
+        gradients=results[0].dtype.name,
+        slopes=False,
+        eps=eps,
+    )
+    dtypes = {x.dtype.name, g.dtype.name, mean.dtype.name}
+    return _plan(n, operation, dtypes, tier, result=False)

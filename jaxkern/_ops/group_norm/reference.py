@@ -1,0 +1,146 @@
+"""GroupNorm, BatchNorm and their gradients in jnp: the definition of what the kernels compute.
+
+x is [*samples, *rows, groups, channels of a group, *inner]: `batch` dimensions of samples, and `channel` is the position of
+the groups. A sample and a group have one mean and one variance, over all other dimensions; BatchNorm has no samples and
+groups of one channel. Statistics are [*samples, groups]. scale, bias and their gradients are [*kept, groups, channels],
+where kept are the first `keep` dimensions of the samples: those that vmap adds.
+"""
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkern._ops.norm.reference import computing
+
+
+def reduced(ndim, batch, channel) -> tuple:
+    """The dimensions that statistics are computed over."""
+    return tuple(d for d in range(batch, ndim) if d != channel)
+
+
+def spread(stat, ndim, batch, channel):
+    """Statistics in the rank of x."""
+    return jnp.expand_dims(stat, reduced(ndim, batch, channel))
+
+
+def _parameters(scale, ndim, keep, channel, dtype):
+    """scale or bias in the rank of x."""
+    return jnp.expand_dims(scale.astype(dtype), (*range(keep, channel), *range(channel + 2, ndim)))
+
+
+def _over_channels(x, batch, keep, channel, dtype):
+    """The sum of x in the shape of scale."""
+    return jnp.sum(x, (*range(keep, channel), *range(channel + 2, x.ndim))).astype(dtype)
+
+
+def _count(x, batch, channel, dtype):
+    n = math.prod(x.shape[d] for d in reduced(x.ndim, batch, channel))
+    return max(n, 1) if isinstance(n, int) else jnp.asarray(n, dtype)
+
+
+def moments(x, *, batch, channel, **_):
+    """[mean, variance] of each sample and group."""
+    wide, axes = x.astype(computing(x.dtype)), reduced(x.ndim, batch, channel)
+    n = _count(x, batch, channel, wide.dtype)
+    mean = jnp.sum(wide, axes, keepdims=True) / n
+    deviation = wide - mean
+    return [jnp.squeeze(mean, axes), jnp.sum(deviation * deviation, axes) / n]
+
+
+def merged(mean, var, over):
+    """The same of samples that are split evenly over mesh axes, with one message of two numbers per sample and group.
+
+    Every device adds in the same order, and nothing cancels, as it would in a sum of squares.
+    """
+    means, variances = jnp.moveaxis(lax.all_gather(jnp.stack([mean, var]), over), 1, 0)
+    first = means[0]
+    mean = first + jnp.mean(means - first, 0)
+    return [mean, jnp.mean(variances + (means - mean) ** 2, 0)]
+
+
+def applied(x, mean, var, *rest, extras, batch, keep, channel, eps, dtype, function=None, **_):
+    """y, with these statistics. function: applied to it before it is rounded."""
+    named = dict(zip(extras.split(), rest, strict=True))
+    of = lambda stat: spread(stat, x.ndim, batch, channel)
+    a = of(lax.rsqrt(var + eps))
+    if "scale" in named:
+        a = a * _parameters(named["scale"], x.ndim, keep, channel, a.dtype)
+    y = (x.astype(a.dtype) - of(mean)) * a
+    if "bias" in named:
+        y = y + _parameters(named["bias"], x.ndim, keep, channel, a.dtype)
+    if function is not None:
+        (y,) = function.unrounded(y)
+        y = jnp.broadcast_to(y, x.shape)
+    return y.astype(dtype)
+
+
+def norm(x, *rest, batch, channel, **params):
+    """[y, mean, variance]. rest: the operands that `extras` names."""
+    mean, var = moments(x, batch=batch, channel=channel)
+    return [applied(x, mean, var, *rest, batch=batch, channel=channel, **params), mean, var]
+
+
+def sums(x, mean, var, g, *, batch, channel, eps, **_):
+    """[sum of g, sum of g * z] over rows and inner, per sample and channel; z is x, normalised."""
+    of = lambda stat: spread(stat, x.ndim, batch, channel)
+    z = (x.astype(mean.dtype) - of(mean)) * of(lax.rsqrt(var + eps))
+    g = g.astype(z.dtype)
+    over = (*range(batch, channel), *range(channel + 2, x.ndim))
+    return [jnp.sum(g, over), jnp.sum(g * z, over)]
+
+
+def norm_grad(x, mean, var, *rest, extras, batch, keep, channel, eps, sums, whole=None, split=1, **_):
+    """[dx], then the gradients of scale and bias where `sums` has a dtype for them.
+
+    rest: scale, if `extras` names it; the cotangents of y, mean and variance. whole: what the function `sums` returns for all
+    devices, of which `split` share a sample.
+    """
+    *scale, g, of_mean, of_var = rest
+    of = lambda stat: spread(stat, x.ndim, batch, channel)
+    rstd = lax.rsqrt(var + eps)
+    z = (x.astype(mean.dtype) - of(mean)) * of(rstd)
+    g = g.astype(z.dtype)
+    n, axes = _count(x, batch, channel, z.dtype) * split, reduced(x.ndim, batch, channel)
+    wide = _parameters(scale[0], x.ndim, keep, channel, z.dtype) if scale else None
+    if whole is None:
+        h = g * wide if scale else g
+        shift, slope = jnp.sum(h, axes), jnp.sum(h * z, axes)
+    else:
+        h = [jnp.expand_dims(a, (*range(batch, channel), *range(channel + 2, x.ndim))) for a in whole]
+        shift, slope = (jnp.sum(a * wide if scale else a, axes) for a in h)
+        h = g * wide if scale else g
+    shift, slope = shift / n - of_mean / (n * rstd), slope / n - 2 * of_var / (n * rstd * rstd)
+    dx = of(rstd) * (h - of(shift) - z * of(slope))
+    if whole is None:
+        parts = [_over_channels(a, batch, keep, channel, d) for a, d in zip((g * z, g), sums) if d is not None]
+    else:
+        kept = tuple(range(keep, batch))
+        parts = [jnp.sum(a, kept).astype(d) for a, d in zip(whole[::-1], sums) if d is not None]
+    return [dx.astype(x.dtype), *parts]
+
+
+def norm_jvp(x, mean, var, *rest, extras, batch, keep, channel, eps, dtype, sums, **_):
+    """[dy, dmean, dvariance]: the tangents of the results of `norm`.
+
+    rest: scale if `extras` names it; then dx, and the tangents of scale and bias where `sums` has a dtype for them.
+    """
+    rest = list(rest)
+    scale = rest.pop(0) if extras else None
+    t = rest.pop(0).astype(mean.dtype)
+    of_scale, of_bias = (rest.pop(0) if d is not None else None for d in sums)
+    of = lambda stat: spread(stat, x.ndim, batch, channel)
+    rstd = lax.rsqrt(var + eps)
+    deviation = x.astype(mean.dtype) - of(mean)
+    z = deviation * of(rstd)
+    n, axes = _count(x, batch, channel, z.dtype), reduced(x.ndim, batch, channel)
+    dmean, dvar = jnp.sum(t, axes) / n, 2 * jnp.sum(t * deviation, axes) / n
+    dy = of(rstd) * (t - of(dmean) - z * of(0.5 * dvar * rstd))
+    wide = lambda a: _parameters(a, x.ndim, keep, channel, z.dtype)
+    if scale is not None:
+        dy = dy * wide(scale)
+    if of_scale is not None:
+        dy = dy + z * wide(of_scale)
+    if of_bias is not None:
+        dy = dy + wide(of_bias)
+    return [dy.astype(dtype), dmean, dvar]

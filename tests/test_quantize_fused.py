@@ -1,0 +1,550 @@
+"""Norms that quantize, one scale for all, transposed copies: numbers, derivatives, the kernels, bad input."""
+
+import functools
+
+import emulated
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from plans import DEVICES, check_limits, kernels, needs_nvrtc, needs_runtime
+from problems import WIDTHS
+from test_quantize import DTYPES, TYPES, every_dtype, every_type, rows, same, wanted
+
+import jaxkern
+from jaxkern import DelayedScale, Quantization
+from jaxkern._core import compat, device, functor, launch, registry
+from jaxkern._ops.norm import quantized
+from jaxkern._ops.quantize import plan, reference
+
+NAMES = ("rms_norm", "layer_norm")
+EPS = 1e-6
+every_name = pytest.mark.parametrize("name", NAMES)
+
+
+def given_scale(x, to, factor):
+    """The rounding of x / factor in NumPy, and max|x| of its rows."""
+    most = np.float32(reference.limit(to))
+    with np.errstate(all="ignore"):
+        y = np.clip(x.astype(np.float32) * (np.float32(1) / np.float32(factor)), -most, most)
+        q = np.where(np.isnan(y), 0, np.round(y)).astype(np.int8) if to == "int8" else y.astype(TYPES[to])
+    return q, np.abs(x.astype(np.float32)).max(-1, keepdims=True)
+
+
+def quantized_as(y, to, block=None, given=None):
+    """(q, scales) of y [..., width] in NumPy."""
+    if given is not None:
+        return given_scale(y, to, given)
+    blocks = y.reshape(*y.shape[:-1], -1, block or y.shape[-1])
+    q, scale = wanted(blocks, to)
+    return q.reshape(y.shape), scale[..., 0]
+
+
+def normalised(name, s, scale, bias):
+    """In float64."""
+    s = s.astype(np.float64)
+    with np.errstate(all="ignore"):
+        if name == "layer_norm":
+            s = s - s.mean(-1, keepdims=True)
+        y = s / np.sqrt((s * s).mean(-1, keepdims=True) + EPS)
+        y = y if scale is None else y * scale.astype(np.float64)
+        return y if bias is None else y + bias.astype(np.float64)
+
+
+def close(found, exact, to, share=2e-3):
+    """q but for a few neighbours, and scales but for rounding."""
+    (q, scale), (exact_q, exact_scale) = found, exact
+    q, exact_q = (np.asarray(a).astype(np.float32) for a in (q, exact_q))
+    np.testing.assert_allclose(np.asarray(scale), exact_scale, rtol=3e-6)
+    np.testing.assert_array_equal(np.isnan(q), np.isnan(exact_q))
+    step = {"int8": 0, "float8_e4m3fn": 2**-3, "float8_e5m2": 2**-2}[to] * np.abs(exact_q)
+    least = {"int8": 1, "float8_e4m3fn": 2**-9, "float8_e5m2": 2**-16}[to]
+    differs = np.abs(q - exact_q)[~np.isnan(q)]
+    assert (differs <= np.maximum(step, least)[~np.isnan(q)]).all() and (differs > 0).mean() < share
+
+
+def arguments(name, shape, dtype, residual, seed=None):
+    rng = np.random.default_rng(seed)
+    of = lambda *shape: jnp.asarray(rng.normal(0.3, 1, shape), dtype)
+    vectors = [jnp.asarray(rng.normal(1, 0.3, shape[-1]), jnp.float32) for _ in range(1 + (name == "layer_norm"))]
+    return of(*shape), of(*shape) if residual else None, vectors
+
+
+# ---- norms
+
+
+@every_name
+@every_type
+@every_dtype
+@pytest.mark.parametrize("width", [64, 100, 128, 384, 1024, 4096, 4099, 36864])
+@pytest.mark.sweep(5)
+def test_norms(name, to, dtype, width):
+    """Rows, blocks and one scale, with a residual in every other case."""
+    x, more, vectors = arguments(name, (37 if width < 1000 else 5, width), dtype, width % 128 == 0)
+    s = x if more is None else (x.astype(jnp.float32) + more.astype(jnp.float32)).astype(dtype)
+    exact = normalised(name, np.asarray(s), *map(np.asarray, vectors), *[None] * (2 - len(vectors)))
+    exact = exact.astype(np.float32)
+    for block, given in ((None, None), (128, None), (32, None), (None, 0.02)):
+        if block and width % block:
+            continue
+        how = Quantization(to, block, given)
+        f = functools.partial(getattr(jaxkern, name), eps=EPS, residual=more, quantize=how)
+        found = f(x, *vectors)
+        if more is not None:
+            found, total = found
+            np.testing.assert_array_equal(np.asarray(total, np.float32), np.asarray(s, np.float32))
+        assert found[0].dtype == TYPES[to] and found[0].shape == x.shape
+        if given is None:
+            assert found[1].shape == (*x.shape[:-1], width // (block or width)) and found[1].dtype == jnp.float32
+            close(found, quantized_as(exact, to, block), to)
+        else:
+            q, scale, amax = found
+            assert scale == np.float32(given) and amax.shape == () and amax.dtype == jnp.float32
+            close((q, amax), (given_scale(exact, to, given)[0], np.abs(exact).max()), to)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_one_rounding(dtype):
+    """What the norm returns in float32 is what is quantized, not its rounding to the dtype of x."""
+    x, _, vectors = arguments("layer_norm", (64, 512), dtype, False, seed=1)
+    found = jaxkern.layer_norm(x, *vectors, quantize=Quantization())
+    wide = jaxkern.layer_norm(x, *vectors, dtype=jnp.float32)
+    exact = jaxkern.quantize_rows(wide)
+    close((found[0], found[1]), [np.asarray(a) for a in exact], "float8_e4m3fn", 1e-3)
+    if dtype == "bfloat16":
+        twice, _ = jaxkern.quantize_rows(wide.astype(dtype))
+        assert (np.asarray(twice) != np.asarray(found[0])).mean() > 2e-3
+
+
+@every_name
+def test_functions_and_masks(name):
+    x, _, vectors = arguments(name, (6, 40), "float32", False)
+    b = jnp.linspace(0, 1, 40)
+    f = functools.partial(getattr(jaxkern, name), x, *vectors)
+    g = dict(epilogue=lambda v, b: jax.nn.silu(v) + b, epilogue_args=[b])
+    keep = jnp.arange(40) % 3 > 0
+    for options in (g, {"where": keep}, g | {"where": keep}):
+        y = np.asarray(f(**options))
+        for how, exact in (
+            (Quantization(jnp.int8), quantized_as(y, "int8")),
+            (Quantization(jnp.int8, 8), quantized_as(y, "int8", 8)),
+        ):
+            close(f(**options, quantize=how), exact, "int8", 0.02)
+        q, _, amax = f(**options, quantize=Quantization(jnp.int8, scale=0.03))
+        close((q, amax), (given_scale(y, "int8", 0.03)[0], np.abs(y).max()), "int8", 0.02)
+
+
+def test_special_rows_of_norms():
+    x = np.ones((4, 128), np.float32)
+    x[0], x[1, 3], x[2, 5] = 0, np.nan, np.inf
+    q, scale = jaxkern.rms_norm(x, quantize=Quantization())
+    q = np.asarray(q).astype(np.float32)
+    assert not q[0].any() and scale[0, 0] == 1 and np.isnan(q[1]).all() and np.isnan(scale[1, 0])
+    assert np.isnan(q[2, 5]) and (q[3] == 448).all()
+    _, _, amax = jaxkern.rms_norm(x, quantize=Quantization(scale=1.0))
+    assert np.isnan(amax)
+
+
+# ---- one scale, transposed copies
+
+
+@every_type
+@every_dtype
+@pytest.mark.parametrize("shape", [(256, 384), (2, 128, 128), (3, 40, 24), (128, 130), (7,)])
+@pytest.mark.sweep(4)
+def test_tensor(shape, dtype, to):
+    x = rows(shape, dtype)
+    x[np.isinf(x.astype(np.float32))] = 3
+    transposed = len(shape) > 1
+    q, scale, amax, *rest = jaxkern.quantize_tensor(x, to, scale=0.05, transposed=transposed)
+    exact, most = given_scale(x, to, 0.05)
+    same([q, amax], [exact, most.max()])
+    assert scale == np.float32(0.05) and amax.dtype == jnp.float32 and np.isnan(amax) == np.isnan(most.max())
+    if transposed:
+        assert rest[0].dtype == TYPES[to]
+        same(rest, [np.swapaxes(exact, -1, -2)])
+    x[np.isnan(x.astype(np.float32))] = 0
+    q, scale, amax = jaxkern.quantize_tensor(x, to)
+    np.testing.assert_allclose(scale, np.abs(x.astype(np.float32)).max() / reference.limit(to), rtol=1e-6)
+    same([amax], [np.abs(x.astype(np.float32)).max()])
+    close((q, amax), (given_scale(x, to, scale)[0], np.asarray(amax)), to)
+
+
+@every_type
+@every_dtype
+@pytest.mark.parametrize("shape", [(256, 384), (2, 3, 128, 256), (64, 128)])
+@pytest.mark.sweep(2)
+def test_transposed(shape, dtype, to):
+    """What the transpose gives on its own; with blocks of 128 from a kernel of its own."""
+    x = rows(shape, dtype)
+    turned = np.swapaxes(x, -1, -2)
+    block = 128 if shape[-2] % 128 == 0 else 32
+    for f in (jaxkern.quantize_rows, functools.partial(jaxkern.quantize_blocks, block=block)):
+        found = f(x, to, transposed=True)
+        for pair, part in zip(found, (x, turned), strict=True):
+            alone = f(part, to)
+            assert [a.shape for a in pair] == [a.shape for a in alone] and pair[0].dtype == TYPES[to]
+            # XLA may divide by multiplication with a reciprocal in one of the programs.
+            special = ~np.isfinite(np.asarray(alone[1]))
+            np.testing.assert_array_equal(~np.isfinite(np.asarray(pair[1])), special)
+            close([pair[0], np.nan_to_num(pair[1])], [alone[0], np.nan_to_num(alone[1])], to)
+
+
+# ---- delayed scales
+
+
+@pytest.mark.parametrize("most_recent", [False, True])
+def test_delayed_scale(most_recent):
+    """As Transformer Engine computes it, over steps with zeros and an infinity."""
+    amaxes = [0.0, 4.0, 100.0, np.inf, 2.0, 1.0, 0.5, 0.0, 0.0, 0.0, 0.0]
+    state = DelayedScale.create(jnp.int8, length=3, margin=1, most_recent=most_recent, scale=5.0)
+    update = jax.jit(DelayedScale.update)
+    history, scale = [0.0] * 3, 5.0
+    for amax in amaxes:
+        state = update(state, amax)
+        history = [amax, *history[:-1]]
+        most = history[0] if most_recent else max(history)
+        scale = most / 127 * 2 if 0 < most < np.inf else scale
+        np.testing.assert_allclose(float(state.scale), scale, rtol=1e-6)
+        assert state.history.tolist() == history
+    assert not np.isnan(float(update(state, jnp.nan).scale))
+    leaves, tree = jax.tree.flatten(state)
+    assert len(leaves) == 2 and jax.tree.unflatten(tree, leaves).margin == 1
+
+
+def test_delayed_scale_in_a_loop():
+    """Norms with the scale of the steps before, under scan."""
+    xs = jnp.asarray(np.random.default_rng(0).normal(size=(5, 16, 128)) * np.arange(1, 6)[:, None, None], jnp.float32)
+
+    def step(state, x):
+        q, scale, amax = jaxkern.rms_norm(x, epilogue=jnp.exp, quantize=Quantization(state.dtype, scale=state.scale))
+        return state.update(amax), (jaxkern.dequantize(q, scale), scale)
+
+    state, (ys, scales) = jax.jit(lambda s: jax.lax.scan(step, s, xs))(DelayedScale.create(length=2))
+    exact = np.exp(normalised("rms_norm", np.asarray(xs), None, None))
+    most = exact.max((1, 2))
+    np.testing.assert_allclose(scales[1:], [max(most[max(k - 1, 0) : k + 1]) / 448 for k in range(4)], rtol=1e-5)
+    np.testing.assert_allclose(ys, np.minimum(exact, 448 * np.asarray(scales)[:, None, None]), rtol=0.07, atol=1e-3)
+
+
+# ---- transformations
+
+
+@every_name
+def test_derivatives(name):
+    """None through q and scale; that of the norm straight through; that of the sum."""
+    x, more, vectors = arguments(name, (6, 256), "float32", True)
+    g = jnp.asarray(np.random.default_rng(0).normal(size=x.shape), jnp.float32)
+    norm = getattr(jaxkern, name)
+
+    def f(x, more, *vectors):
+        (q, scale), s = norm(x, *vectors, residual=more, quantize=Quantization(block=128))
+        y, _ = norm(x, *vectors, residual=more)
+        return jnp.sum(g * jaxkern.dequantize(q, scale, straight_through=y)) + jnp.sum(s * s)
+
+    def plain(x, more, *vectors):
+        y, s = norm(x, *vectors, residual=more)
+        return jnp.sum(g * y) + jnp.sum(s * s)
+
+    at = tuple(range(2 + len(vectors)))
+    found, exact = (jax.jit(jax.grad(h, at))(x, more, *vectors) for h in (f, plain))
+    for a, b in zip(found, exact, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    zero = jax.grad(lambda x: sum(jnp.sum(a.astype(jnp.float32)) for a in norm(x, quantize=Quantization())))(x)
+    assert not np.asarray(zero).any()
+    t = jax.jvp(lambda x: norm(x, residual=more, quantize=Quantization())[1], (x,), (g,))[1]
+    np.testing.assert_array_equal(t, g)
+    zero = jax.grad(lambda x: sum(jnp.sum(a.astype(jnp.float32)) for a in jaxkern.quantize_tensor(x)))(x)
+    assert not np.asarray(zero).any()
+    assert jax.grad(lambda x: jnp.sum(g * jaxkern.dequantize(*jaxkern.quantize_rows(x), straight_through=x)))(
+        x
+    ).tolist() == (g.tolist())
+
+
+def test_straight_through_computes_nothing_more():
+    """The norm that the derivative is taken of is not computed forward."""
+    how = Quantization()
+    f = lambda x: jaxkern.dequantize(*jaxkern.rms_norm(x, quantize=how), straight_through=jaxkern.rms_norm(x))
+    x = jax.ShapeDtypeStruct((64, 256), jnp.float32)
+    text = jax.jit(f).lower(x).compile().as_text()
+    assert text.count(" rsqrt(") + text.count('custom_call_target="jaxkern_') == 1
+
+
+@every_name
+def test_batches(name):
+    x, more, vectors = arguments(name, (3, 5, 128), "float32", True)
+    norm = getattr(jaxkern, name)
+    f = lambda x, more, *v: norm(x, *v, residual=more, quantize=Quantization(jnp.int8, 64))
+    for axis in range(2):
+        found = jax.vmap(f, (axis, axis, *[None] * len(vectors)), axis)(x, more, *vectors)
+        jax.tree.map(lambda a, b: same([a], [b]), found, f(x, more, *vectors))
+    several = [jnp.stack([v, 2 * v, -v]) for v in vectors]
+    found = jax.vmap(f)(x, more, *several)
+    apart = [f(x[k], more[k], *(v[k] for v in several)) for k in range(3)]
+    jax.tree.map(lambda a, *b: alike(a, jnp.stack(b)), found, *apart)
+    scales = jnp.array([0.01, 0.02, 0.5])
+    for h in (
+        lambda x, s: norm(x, quantize=Quantization(jnp.int8, scale=s)),
+        lambda x, s: jaxkern.quantize_tensor(x, jnp.int8, scale=s),
+    ):
+        for s, d in ((scales, 0), (scales[0], None)):
+            found = jax.vmap(h, (0, d))(x, s)
+            apart = [h(x[k], s if d is None else s[k]) for k in range(3)]
+            for a, b in zip(found, zip(*apart), strict=True):
+                alike(a, jnp.stack(b))
+
+
+def alike(found, exact):
+    """Equal but for the order of sums, which XLA computes if parameters or scales are batched."""
+    np.testing.assert_allclose(
+        *(np.asarray(a).astype(np.float32) for a in (found, exact)), 1e-5, found.dtype == jnp.int8
+    )
+
+
+def test_batches_of_matrices():
+    x = jnp.asarray(rows((2, 3, 128, 256), "bfloat16"))
+    flat = lambda y: [a.astype(jnp.float32) for a in jax.tree.leaves(y)]
+    blocks = functools.partial(jaxkern.quantize_blocks, transposed=True)
+    tensor = lambda x: jaxkern.quantize_tensor(x, scale=0.5, transposed=True)
+    same(flat(jax.vmap(blocks, 1)(x)), flat(blocks(x.swapaxes(0, 1))))
+    found = jax.vmap(tensor)(x)
+    apart = [tensor(x[k]) for k in range(2)]
+    same(flat(found), [jnp.stack(a) for a in zip(*map(flat, apart))])
+    found = jax.vmap(lambda x, s: jaxkern.quantize_tensor(x, scale=s, transposed=True))(x, jnp.array([0.5, 2.0]))
+    same(flat(found)[0][1], flat(jaxkern.quantize_tensor(x[1], scale=2.0))[0])
+    mesh = jax.make_mesh((1,), ("r",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    mapped = jax.shard_map(blocks, mesh=mesh, in_specs=P("r"), out_specs=P("r"))
+    same(flat(jax.jit(mapped)(x)), flat(blocks(x)))
+    norm = lambda x: jaxkern.rms_norm(x, quantize=Quantization(block=128))
+    same(flat(jax.jit(jax.shard_map(norm, mesh=mesh, in_specs=P("r"), out_specs=P("r")))(x)), flat(norm(x)))
+
+
+# ---- the kernels
+
+
+def norm_plan(name, shape, dtype, extras, to, block=None, given=False, tier="auto", on=device.H200, function=None):
+    """The plan, avals of operands and results, and parameters."""
+    of = lambda shape, dtype: jax.core.ShapedArray(shape, jnp.dtype(dtype))
+    operands = [of(shape, dtype), *(of(shape if e == "residual" else shape[-1:], dtype) for e in extras.split())]
+    operands = [a if a.ndim > 1 else of(a.shape, "float32") for a in operands]
+    operands += [of((shape[0], 1), "float32")] * (function is not None) + [of((), "float32")] * given
+    scales = (shape[0],) if block is None else (shape[0], shape[1] // block)
+    results = [(shape, np.uint8), (scales, np.float32), *[(shape, jnp.dtype(dtype))] * ("residual" in extras)]
+    params = dict(operation=name, extras=extras, eps=EPS, to=to, block=block, given=given, tier=tier, function=function)
+    return quantized.launches(on, operands, None, **params), operands, results, params
+
+
+@pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype", "extras", "to", "block", "given", "unaligned"),
+    [
+        ("layer_norm", (37, 64), "float32", "scale bias", "int8", None, False, False),  # several rows per warp
+        ("rms_norm", (37, 128), "bfloat16", "residual scale", "float8_e4m3fn", 32, False, False),
+        ("rms_norm", (9, 1280), "float32", "scale", "float8_e5m2", 128, False, False),  # not whole, a block per row
+        ("layer_norm", (7, 1032), "bfloat16", "residual scale bias", "float8_e4m3fn", None, True, False),
+        ("layer_norm", (3, 384), "float16", "residual scale bias", "int8", 384 // 2, False, False),  # streaming
+        ("rms_norm", (2, 16640), "bfloat16", "scale", "float8_e4m3fn", None, False, False),  # normalised twice
+        ("rms_norm", (5, 100), "float32", "scale", "float8_e4m3fn", None, False, True),
+        ("rms_norm", (5, 96), "bfloat16", "residual", "float8_e4m3fn", 32, False, True),
+    ],
+)
+def test_norm_kernels(name, shape, dtype, extras, to, block, given, unaligned):
+    """On two multiprocessors, so that blocks walk over rows; the numbers of the norm are within rounding of NumPy's."""
+    on = device.H200._replace(sm_count=2)
+    found, operands, results, _ = norm_plan(name, shape, dtype, extras, to, block, given, on=on)
+    check_limits(found, on)
+    rng = np.random.default_rng(0)
+    arrays = [np.asarray(jnp.asarray(rng.normal(0.3, 1, a.shape), a.dtype)) for a in operands]
+    if given:
+        arrays[-1] = np.float32(0.02)
+    q, scale, *s = emulated.run(found, arrays, results, unaligned)
+    named = dict(zip(extras.split(), arrays[1:]))
+    total = arrays[0]
+    if "residual" in named:
+        total = np.asarray(jnp.asarray(arrays[0].astype(np.float32) + named["residual"].astype(np.float32), dtype))
+        np.testing.assert_array_equal(s[0], total)
+    y = normalised(name, total, named.get("scale"), named.get("bias")).astype(np.float32)
+    exact = quantized_as(y, to, block, 0.02 if given else None)
+    close((q.view(TYPES[to]), scale.reshape(exact[1].shape)), exact, to, 5e-3)
+
+
+@pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
+def test_a_norm_kernel_with_a_function():
+    f = lambda v, a: jax.nn.silu(v) * a
+    function, _ = functor.trace(f, ["float32", "float32"], name="rms_norm", results=1)
+    found, operands, results, _ = norm_plan("rms_norm", (6, 256), "bfloat16", "scale", "int8", 128, function=function)
+    rng = np.random.default_rng(0)
+    arrays = [np.asarray(jnp.asarray(rng.normal(0.3, 1, a.shape), a.dtype)) for a in operands]
+    y = normalised("rms_norm", arrays[0], arrays[1], None)
+    y = (y / (1 + np.exp(-y)) * arrays[2]).astype(np.float32)
+    for unaligned in (False, True):
+        q, scale = emulated.run(found, arrays, results, unaligned)
+        close((q.view(np.int8), scale), quantized_as(y, "int8", 128), "int8", 0.02)
+
+
+@pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize(
+    ("dtype", "to", "given", "unaligned"),
+    [
+        ("bfloat16", "float8_e4m3fn", False, False),
+        ("float32", "float8_e5m2", False, False),
+        ("float16", "int8", True, False),
+        ("float32", "int8", False, True),
+        ("bfloat16", "float8_e4m3fn", True, True),
+    ],
+)
+def test_tile_kernels(dtype, to, given, unaligned):
+    """Bit for bit, for two matrices of 2 x 3 tiles."""
+    x = rows((2, 256, 384), dtype)
+    tiled = x.reshape(2, 2, 128, 3, 128)
+    avals = [
+        jax.core.ShapedArray(tiled.shape, jnp.dtype(dtype)),
+        *[jax.core.ShapedArray((), jnp.dtype("float32"))] * given,
+    ]
+    found = plan.tiles(device.H200, avals, None, dtype=to)
+    check_limits(found, device.H200)
+    results = [(x.shape, np.uint8), ((2, 384, 256), np.uint8)]
+    results += [((2, 2, 3), np.float32)] if given else [((2, 256, 3), np.float32), ((2, 384, 2), np.float32)]
+    q, q_t, *scales = emulated.run(found, [tiled, *[np.float32(0.05)] * given], results, unaligned)
+    if given:
+        exact, _ = given_scale(x, to, 0.05)
+        same([q.view(TYPES[to]), q_t.view(TYPES[to])], [exact, np.swapaxes(exact, 1, 2)])
+        same(scales, [np.abs(tiled.astype(np.float32)).max((2, 4))])
+    else:
+        for a, scale, part in ((q, scales[0], x), (q_t, scales[1], np.swapaxes(x, 1, 2))):
+            same([a.view(TYPES[to]), scale], quantized_as(part, to, 128))
+
+
+@pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
+def test_a_row_kernel_with_a_given_scale():
+    x = rows((70, 264), "bfloat16")
+    avals = [jax.core.ShapedArray(x.shape, jnp.dtype("bfloat16")), jax.core.ShapedArray((), jnp.dtype("float32"))]
+    found = plan.quantize(device.H200, avals, None, dtype="float8_e4m3fn")
+    q, most = emulated.run(found, [x, np.float32(0.3)], [(x.shape, np.uint8), ((70,), np.float32)])
+    exact, exact_most = given_scale(x, "float8_e4m3fn", 0.3)
+    same([q.view(TYPES["float8_e4m3fn"]), most[:, None]], [exact, exact_most])
+
+
+def test_plans():
+    """Every problem has a plan, within the limits of each GPU, whose threads hold whole blocks."""
+    for name in NAMES:
+        for width in (*WIDTHS, 384, 768, 5120, 65536):
+            for dtype in DTYPES:
+                for block, given in ((None, False), (None, True), (32, False), (128, False), (512, False)):
+                    if width % (block or 1):
+                        continue
+                    for on in DEVICES:
+                        extras = "residual scale" if width % 2 else "scale"
+                        found, *_ = norm_plan(name, (4096, width), dtype, extras, "int8", block, given, on=on)
+                        if found is None:
+                            assert dtype != "float32" and width % 8 and width > 1024
+                            continue
+                        check_limits(found, on)
+                        step = found.launches[0]
+                        if found.algorithm == "streaming":
+                            assert block == 512 or width > 16384 and step.name.startswith("NormQuantizeStream")
+                            continue
+                        span = int(step.name.removesuffix(">>").split(", ")[-1])
+                        pack, lanes = (int(n) for n in step.name.split(">, ")[1].split(", ")[:2])
+                        if block is None or block == width:
+                            assert span == -int(given)
+                        else:
+                            assert span * pack == block and (lanes or 32) % span == 0
+
+
+def test_what_kernels_do_not_take():
+    with compat.enable_x64():
+        assert norm_plan("rms_norm", (4, 128), "float64", "scale", "int8")[0] is None
+    on = [jax.core.ShapedArray((2, 128, 2, 128), jnp.dtype("float32"))]
+    assert plan.tiles(device.H200, on, None, dtype="int8") is not None
+    assert plan.tiles(device.H200, [on[0].update(shape=(2, 64, 2, 64))], None, dtype="int8") is None
+
+
+@needs_runtime
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda x: jaxkern.rms_norm(x, quantize=Quantization(block=128)), ["NormForward"]),
+        (lambda x: jaxkern.layer_norm(x, residual=x, quantize=Quantization(scale=0.5)), ["NormForward"]),
+        (lambda x: jaxkern.quantize_tensor(x, scale=0.5), ["Quantize<"]),
+        (lambda x: jaxkern.quantize_tensor(x, scale=0.5, transposed=True), ["QuantizeTiles"]),
+        (lambda x: jaxkern.quantize_blocks(x, transposed=True), ["QuantizeTiles"]),
+        (lambda x: jaxkern.quantize_blocks(x, block=64, transposed=True), ["Quantize<", "Quantize<"]),
+        (lambda x: jaxkern.quantize_rows(x, transposed=True), ["Quantize<", "Quantize<"]),
+    ],
+)
+def test_programs(call, named):
+    """The kernels of each call, in launch lists that the runtime reads."""
+    x = jax.ShapeDtypeStruct((256, 1024), jnp.bfloat16)
+    programs = launch.programs(jax.jit(call).trace(x).lower(lowering_platforms=("cuda",)).as_text())
+    assert all(registry.kernels.module.check(program) == "" for program in programs)
+    for program, name in zip(programs, named, strict=True):
+        assert launch.kernels(program)[0].name.startswith(name)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+def test_kernels_compile(capability):
+    name, shape, dtype, to, block, given = {
+        80: ("rms_norm", (64, 8192), "bfloat16", "int8", 128, False),
+        90: ("layer_norm", (64, 256), "bfloat16", "float8_e4m3fn", None, True),
+        100: ("layer_norm", (64, 4096), "float32", "float8_e5m2", 128, False),
+        120: ("rms_norm", (64, 65536), "float16", "float8_e4m3fn", None, False),
+    }[capability]
+    found, *_ = norm_plan(name, shape, dtype, "residual scale", to, block, given)
+    avals = [
+        jax.core.ShapedArray((2, 128, 2, 128), jnp.dtype(dtype)),
+        *[jax.core.ShapedArray((), jnp.dtype("float32"))] * given,
+    ]
+    tiles = plan.tiles(device.H200, avals, None, dtype=to)
+    for header, kernel in sorted(kernels(found, unaligned=False) | kernels(tiles, unaligned=capability == 90)):
+        assert registry.kernels.module.compile(header, kernel, capability, "")
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda x: jaxkern.rms_norm(x, quantize=jnp.int8),
+            TypeError,
+            "rms_norm: quantize must be a jaxkern.Quantization",
+        ),
+        (lambda x: jaxkern.rms_norm(x, quantize=Quantization(jnp.int16)), TypeError, "rms_norm: dtype must be one of"),
+        (lambda x: jaxkern.rms_norm(x, dtype=x.dtype, quantize=Quantization()), ValueError, "dtype and quantize"),
+        (
+            lambda x: jaxkern.layer_norm(x, axis=0, quantize=Quantization()),
+            ValueError,
+            "layer_norm: quantize takes rows",
+        ),
+        (lambda x: jaxkern.rms_norm(x, quantize=Quantization(block=3)), ValueError, "rms_norm: blocks of 3"),
+        (lambda x: jaxkern.rms_norm(x, quantize=Quantization(block=2, scale=1.0)), ValueError, "a block or a scale"),
+        (
+            lambda x: jaxkern.rms_norm(x, quantize=Quantization(scale=x)),
+            ValueError,
+            "rms_norm: scale must be one number",
+        ),
+        (lambda x: jaxkern.quantize_tensor(x, scale=x), ValueError, "quantize_tensor: scale must be one number"),
+        (lambda x: jaxkern.quantize_tensor(x[0], transposed=True), ValueError, "quantize_tensor: transposed takes"),
+        (
+            lambda x: jaxkern.quantize_rows(x[0], transposed=True),
+            ValueError,
+            "quantize_rows: transposed takes matrices",
+        ),
+        (lambda x: jaxkern.quantize_rows(x, scale=1.0, transposed=True), ValueError, "quantize_rows: transposed goes"),
+        (
+            lambda x: jaxkern.quantize_blocks(x, block=8, transposed=True),
+            ValueError,
+            "blocks of 8 do not divide columns",
+        ),
+        (lambda x: jaxkern.dequantize(x, 1.0, straight_through=x[0]), ValueError, "dequantize: straight_through of"),
+        (lambda x: DelayedScale.create(jnp.int16), TypeError, "DelayedScale.create: dtype must be one of"),
+        (lambda x: DelayedScale.create(length=0), ValueError, "DelayedScale.create: length must be"),
+    ],
+)
+def test_errors(call, error, message):
+    with pytest.raises(error, match=message):
+        call(jnp.ones((4, 8)))
