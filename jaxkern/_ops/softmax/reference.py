@@ -151,7 +151,7 @@ def softmax_on_cpu(x, *mask, axis, algorithm):
     if not mask:
         return exact()
     _, e, total = _stable(x, mask, axis)
-    return unless_nan((e / total).astype(dtype or x.dtype), axis, exact)
+    return unless_nan((e / total).astype(x.dtype), axis, exact)
 
 
 def log_softmax_on_cpu(x, *mask, axis, algorithm):
