@@ -94,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="A,B",
         help="measure under accelerate(without=(A, B)) too; may be repeated",
     )
+    p.add_argument("--force", action="store_true", help="these sets take every case that kernels can run")
     p.add_argument(
         "--out",
         type=pathlib.Path,

@@ -112,7 +112,7 @@ def _ours(cell: Cell, tier: str) -> Callable[..., Any]:
                 return jaxkern.softmax_cross_entropy_and_grad(x, labels, *rest)
             if cell.direction == "step":
                 return jax.value_and_grad(lambda x: jaxkern.softmax_cross_entropy(x, labels).mean())(x)
-        return kernels.cross_entropy_grad_p.bind(x, labels, *rest, axis=1, tier=tier, options=kernels.Options())
+        return kernels.cross_entropy_grad_p.bind(x, labels, *rest, axis=1, algorithm=tier, options=kernels.Options())
 
     return run
 

@@ -610,6 +610,9 @@ def _sets(arguments: Any) -> dict[str, dict[str, Any]]:
         found[f" [only {text}]"] = {"only": names}
     for text in getattr(arguments, "without", None) or ():
         found[f" [without {text}]"] = {"without": text.split(",")}
+    if getattr(arguments, "force", False):
+        found = {(f"{label} [forced]" if label or len(found) == 1 else label): o for label, o in found.items()}
+        found = {label: o | {"force": label.endswith("[forced]")} for label, o in found.items()}
     for options in found.values():
         jaxkern.accelerate(**options)  # raises an error if there is no such operation
     return found

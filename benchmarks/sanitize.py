@@ -94,7 +94,7 @@ def run(tier: str, dtype: str, width: int, masked: bool, direction: str) -> str:
         name = f"{op}_p" if direction == "forward" else f"{op}_grad_p"
         primitive = getattr(kernels, name)
         given = [x] if direction == "forward" else [y.astype(np_dtype), g]
-        call = jax.jit(lambda *a: primitive.bind(*a, axis=axis, tier=tier))
+        call = jax.jit(lambda *a: primitive.bind(*a, axis=axis, algorithm=tier))
         got = np.asarray(jax.device_get(call(*map(jax.device_put, given), *operands))).astype(np.float64)
         want = y if direction == "forward" else dx
         with np.errstate(invalid="ignore"):  # -inf against -inf is equal, and their difference nothing
@@ -146,10 +146,10 @@ def run_fused(tier: str, dtype: str, width: int) -> str:
             for c in (False, True)
         ),
     ):
-        call = jax.jit(lambda *a: prim.bind(*a, tier=tier, **params))
+        call = jax.jit(lambda *a: prim.bind(*a, algorithm=tier, **params))
         got = np.asarray(jax.device_get(call(*map(jax.device_put, (*arrays, *operands))))).astype(np.float64)
         with jax.default_device(jax.devices("cpu")[0]):
-            want = np.asarray(reference(*map(jnp.asarray, (*arrays, *operands)), tier="auto", **params)).astype(
+            want = np.asarray(reference(*map(jnp.asarray, (*arrays, *operands)), algorithm="auto", **params)).astype(
                 np.float64
             )
         same = np.abs(got - want) <= TOLERANCE[dtype] * np.maximum(1, np.abs(want))
@@ -497,7 +497,7 @@ def run_loss(tier: str, dtype: str, rows: int, width: int, masked: bool) -> str 
     wide = np.float64 if dtype == "float64" else np.float32
     labels, g = generator.integers(-1, width, rows).astype(np.int32), generator.standard_normal(rows).astype(wide)
     mask = [generator.random((1, width)) < 0.8] if masked else []
-    params = {"axis": 1, "tier": tier, "options": options}
+    params = {"axis": 1, "algorithm": tier, "options": options}
     with jax.default_device(jax.devices("cpu")[0]):
         want = reference.both(*map(jnp.asarray, (x, labels, g, *mask)), **params)
     x, labels, g, *mask = map(jax.device_put, (x, labels, g, *mask))

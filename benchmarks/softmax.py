@@ -138,6 +138,10 @@ def programs(cell: Cell, tiers: bool) -> list[Program]:
     x = jax.ShapeDtypeStruct(case.shape, cell.dtype)
     mask = [jax.ShapeDtypeStruct(case.mask, jnp.bool_)] if case.mask else []
     found = []
+    if case.cpu and cell.direction == "backward":
+        ours = _ours(dataclasses.replace(cell, direction="forward"), "auto")
+        both = ((_goals.OURS, ours), ("xla", _reference(cell.op, case.axis)))
+        return [Program(name, result_and_gradient(f), [x, x, *mask]) for name, f in both]
     if _kernels() is not None:
         specs = [*([x] if cell.direction == "forward" else [x, x]), *mask]
         found.append(Program(_goals.OURS, _ours(cell, "auto"), specs))
@@ -153,6 +157,17 @@ def programs(cell: Cell, tiers: bool) -> list[Program]:
     return found
 
 
+def result_and_gradient(f: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """The result and the gradient in one program, for the CPU: apart from the forward pass, XLA's gradient would be given
+    exponentials for which the whole of a step pays."""
+
+    def both(x: jax.Array, g: jax.Array, *rest: jax.Array) -> Any:
+        y, pull = jax.vjp(lambda x: f(x, *rest), x)
+        return y, pull(g)[0]
+
+    return both
+
+
 def _ours(cell: Cell, tier: str) -> Callable[..., jax.Array]:
     """The public function, and for the gradient, which has none, the primitive."""
     import jaxkern
@@ -160,7 +175,7 @@ def _ours(cell: Cell, tier: str) -> Callable[..., jax.Array]:
     axis = cell.case.axis % len(cell.case.shape)
     if cell.direction == "backward":
         primitive = getattr(_kernels(), f"{cell.op}_grad_p")
-        return lambda *operands: primitive.bind(*operands, axis=axis, tier=tier)
+        return lambda *operands: primitive.bind(*operands, axis=axis, algorithm=tier)
 
     def forward(x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         with jaxkern.tiers.force(**{cell.op: tier}):

@@ -27,12 +27,12 @@ def _call(row, arrays, parameters=(), split=-1):
         validate.check_array(row.part_of or row.name, name, "an array or a number", x)
     for (name, _), x in zip(row.parameters, parameters):
         validate.check_array(row.name, name, "a number", x)
-    return _jitted(*arrays, *parameters, name=row.name, split=split, tier=forced("elementwise"))
+    return _jitted(*arrays, *parameters, name=row.name, split=split, algorithm=forced("elementwise"))
 
 
 # Inlined, so that a jaxpr holds the primitive alone. Jitted, so that an eager call costs no more than a jnp function.
-@functools.partial(jax.jit, static_argnames=("name", "split", "tier"), inline=True)
-def _jitted(*operands, name, split, tier):
+@functools.partial(jax.jit, static_argnames=("name", "split", "algorithm"), inline=True)
+def _jitted(*operands, name, split, algorithm):
     row = ROWS[name]
     count = len(operands) - len(row.parameters)
     arrays, parameters = list(operands[:count]), operands[count:]
@@ -57,7 +57,7 @@ def _jitted(*operands, name, split, tier):
         if x.ndim or jnp.issubdtype(x.dtype, jnp.complexfloating):
             raise TypeError(f"jaxkern.{public}: {argument} must be a real scalar, got {x.dtype}{list(x.shape)}")
     parameters = [x.astype(computing(dtype)).reshape((1,) * rank) for x in parameters]
-    return bind(PRIMITIVES[name][0], *arrays, *parameters, split=split, tier=tier)
+    return bind(PRIMITIVES[name][0], *arrays, *parameters, split=split, algorithm=algorithm)
 
 
 def _common_type(row, public, arrays):

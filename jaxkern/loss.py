@@ -104,7 +104,7 @@ def softmax_cross_entropy(
         x, operands, static = prepare_scores(name, "logits", logits, axis, where, score, score_args)
         # The kernels are those of softmax.
         return _loss_of_scores(
-            x, safe_index(labels), where, operands, tier=forced("softmax"), options=options, **static
+            x, safe_index(labels), where, operands, algorithm=forced("softmax"), options=options, **static
         )
     return _call(
         _loss,
@@ -112,7 +112,7 @@ def softmax_cross_entropy(
         safe_index(labels),
         where,
         axis=validate.static_axis(name, axis),
-        tier=forced("softmax_cross_entropy"),
+        algorithm=forced("softmax_cross_entropy"),
         options=options,
     )
 
@@ -157,7 +157,7 @@ def softmax_cross_entropy_and_grad(
         weights,
         where,
         axis=validate.static_axis(name, axis),
-        tier=forced("softmax_cross_entropy"),
+        algorithm=forced("softmax_cross_entropy"),
         options=options,
     )
 
@@ -274,7 +274,7 @@ def _call(f, *arrays, **static):
     return f(*(None if a is None else jnp.asarray(a) for a in arrays), **static)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("axis", "tier", "options", "reduction"))
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("axis", "algorithm", "options", "reduction"))
 def _compiled(f, *arrays, **static):
     return f(*arrays, **static)
 
@@ -340,13 +340,13 @@ def _representable(name, options, labels, classes, what) -> Options:
     return options if int(info.min) <= options.ignore <= int(info.max) else options._replace(ignore=None)
 
 
-def _loss(logits, labels, where, *, axis, tier, options):
+def _loss(logits, labels, where, *, axis, algorithm, options):
     operands, axis, options = _prepared("softmax_cross_entropy", logits, labels, where, axis, options)
-    return bind(cross_entropy_p, *operands, axis=axis, tier=tier, options=options)[0]
+    return bind(cross_entropy_p, *operands, axis=axis, algorithm=algorithm, options=options)[0]
 
 
-@functools.partial(jax.jit, static_argnames=("axis", "tier", "options", "function", "indexed"), inline=True)
-def _loss_of_scores(x, labels, where, operands, *, axis, tier, options, function, indexed):
+@functools.partial(jax.jit, static_argnames=("axis", "algorithm", "options", "function", "indexed"), inline=True)
+def _loss_of_scores(x, labels, where, operands, *, axis, algorithm, options, function, indexed):
     name = "softmax_cross_entropy"
     (_, labels, *mask), axis, options = _prepared(name, x, labels, where, axis, options)
     parts = [validate.full_rank(name, "score_args", x, a, "logits") for a in operands]
@@ -359,7 +359,7 @@ def _loss_of_scores(x, labels, where, operands, *, axis, tier, options, function
         *parts,
         *mask,
         axis=axis,
-        tier=tier,
+        algorithm=algorithm,
         function=function,
         indexed=indexed,
         extras="mask" if mask else "",
@@ -368,13 +368,13 @@ def _loss_of_scores(x, labels, where, operands, *, axis, tier, options, function
     return jnp.squeeze(loss, axis)
 
 
-def _both(logits, labels, weights, where, *, axis, tier, options):
+def _both(logits, labels, weights, where, *, axis, algorithm, options):
     name = "softmax_cross_entropy_and_grad"
     (logits, labels, *mask), axis, options = _prepared(name, logits, labels, where, axis, options)
     dtype = computing(logits.dtype)
     weights = _weights(name, weights, labels, dtype)
     loss, *_, gradient = bind(
-        cross_entropy_both_p, logits, labels, weights, *mask, axis=axis, tier=tier, options=options
+        cross_entropy_both_p, logits, labels, weights, *mask, axis=axis, algorithm=algorithm, options=options
     )
     return loss, gradient
 

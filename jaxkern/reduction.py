@@ -130,13 +130,13 @@ def _call(name, x, axis, keepdims, where):
         name=name,
         axis=validate.static_axis(name, axis),
         keepdims=bool(keepdims),
-        tier=forced(name),
+        algorithm=forced(name),
     )
 
 
 # Inlined, so that a jaxpr holds the primitive alone. Jitted, so that an eager call costs no more than a jnp function.
-@functools.partial(jax.jit, static_argnames=("name", "axis", "keepdims", "tier"), inline=True)
-def _reduce(x, where, *, name, axis, keepdims, tier):
+@functools.partial(jax.jit, static_argnames=("name", "axis", "keepdims", "algorithm"), inline=True)
+def _reduce(x, where, *, name, axis, keepdims, algorithm):
     prim = _PRIMITIVES[name]
     x = _operand(name, x)
     mask = validate.full_rank_mask(name, x, where)
@@ -149,7 +149,7 @@ def _reduce(x, where, *, name, axis, keepdims, tier):
     shape = tuple(1 if a in axes else d for a, d in enumerate(x.shape) if keepdims or a not in axes)
     x, (mask,), axis = validate.one_axis(x, [mask], axes)
     dtype = _sum_dtype(x.dtype) if name == "reduce_sum" else x.dtype
-    y = bind(prim, x, *(() if mask is None else (mask,)), axis=axis, dtype=dtype, tier=tier)
+    y = bind(prim, x, *(() if mask is None else (mask,)), axis=axis, dtype=dtype, algorithm=algorithm)
     return y if y.shape == shape else y.reshape(shape)
 
 

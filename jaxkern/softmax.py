@@ -195,40 +195,40 @@ def _call(jitted, name, x, axis, where, arrays=(), flags=None):
     validate.check_array(name, "x", "an array or a number", x)
     if where is not None:
         validate.check_array(name, "where", "a boolean array", where)
-    return jitted(x, where, *arrays, axis=validate.static_axis(name, axis), tier=forced(name), **(flags or {}))
+    return jitted(x, where, *arrays, axis=validate.static_axis(name, axis), algorithm=forced(name), **(flags or {}))
 
 
-def _along_axis(name, prim, x, where, axis, tier):
+def _along_axis(name, prim, x, where, axis, algorithm):
     x = validate.floating(name, x)
     mask = validate.full_rank_mask(name, x, where)
     axes = validate.sorted_axes(name, axis, x.shape)
 
     def row_operation(x, parts, axis):
-        return bind(prim, x, *(p for p in parts if p is not None), axis=axis, tier=tier)
+        return bind(prim, x, *(p for p in parts if p is not None), axis=axis, algorithm=algorithm)
 
     return validate.along_axes(row_operation, x, [mask], axes)
 
 
 # Inlined, so that a jaxpr holds the primitive alone. Jitted, so that an eager call costs no more than a jnp function.
-@functools.partial(jax.jit, static_argnames=("axis", "tier"), inline=True)
-def _softmax(x, where, *, axis, tier):
-    return _along_axis("softmax", primitive.softmax_p, x, where, axis, tier)
+@functools.partial(jax.jit, static_argnames=("axis", "algorithm"), inline=True)
+def _softmax(x, where, *, axis, algorithm):
+    return _along_axis("softmax", primitive.softmax_p, x, where, axis, algorithm)
 
 
-@functools.partial(jax.jit, static_argnames=("axis", "tier"), inline=True)
-def _log_softmax(x, where, *, axis, tier):
-    return _along_axis("log_softmax", primitive.log_softmax_p, x, where, axis, tier)
+@functools.partial(jax.jit, static_argnames=("axis", "algorithm"), inline=True)
+def _log_softmax(x, where, *, axis, algorithm):
+    return _along_axis("log_softmax", primitive.log_softmax_p, x, where, axis, algorithm)
 
 
-@functools.partial(jax.jit, static_argnames=("axis", "tier", "causal", "threshold", "dtype"), inline=True)
-def _fused_softmax(x, where, scale, bias, key, *, axis, tier, causal, threshold, dtype):
-    y = _fused_along_axis("softmax", x, where, scale, bias, key, axis, tier, causal, threshold, dtype)
+@functools.partial(jax.jit, static_argnames=("axis", "algorithm", "causal", "threshold", "dtype"), inline=True)
+def _fused_softmax(x, where, scale, bias, key, *, axis, algorithm, causal, threshold, dtype):
+    y = _fused_along_axis("softmax", x, where, scale, bias, key, axis, algorithm, causal, threshold, dtype)
     return y.astype(dtype) if dtype else y
 
 
-@functools.partial(jax.jit, static_argnames=("axis", "tier"), inline=True)
-def _fused_log_softmax(x, where, scale, bias, *, axis, tier):
-    return _fused_along_axis("log_softmax", x, where, scale, bias, None, axis, tier, False, 0)
+@functools.partial(jax.jit, static_argnames=("axis", "algorithm"), inline=True)
+def _fused_log_softmax(x, where, scale, bias, *, axis, algorithm):
+    return _fused_along_axis("log_softmax", x, where, scale, bias, None, axis, algorithm, False, 0)
 
 
 # ---- from arguments to operands
@@ -257,7 +257,7 @@ def _extras(name: str, scale, bias, causal=None, rate=0.0, key=None):
     return (scale, bias, key if threshold else None), {"causal": bool(causal), "threshold": threshold}
 
 
-def _fused_along_axis(name: str, x, where, scale, bias, key, axis, tier, causal, threshold, dtype=""):
+def _fused_along_axis(name: str, x, where, scale, bias, key, axis, algorithm, causal, threshold, dtype=""):
     x = validate.floating(name, x)
     narrower = {"dtype": dtype} if dtype in ("float16", "bfloat16") and x.dtype == jnp.float32 else {}
     wide = computed(x).dtype
@@ -286,7 +286,7 @@ def _fused_along_axis(name: str, x, where, scale, bias, key, axis, tier, causal,
             x,
             *(operands[e] for e in names),
             axis=axis,
-            tier=tier,
+            algorithm=algorithm,
             log=name == "log_softmax",
             extras=" ".join(names),
             causal=causal,
@@ -336,7 +336,7 @@ def _scored(name: str, x, axis, where, score, args, others):
             hint = "" if argument == "dropout_rate" else f": write the {argument.replace('causal', 'mask')} in score"
             raise TypeError(f"jaxkern.{name}: score does not combine with {argument}{hint}")
     x, operands, static = prepare_scores(name, "x", x, axis, where, score, args)
-    return _softmax_of_scores(x, where, operands, name=name, tier=forced(name), **static)
+    return _softmax_of_scores(x, where, operands, name=name, algorithm=forced(name), **static)
 
 
 def prepare_scores(name: str, argument: str, x, axis, where, score, args):
@@ -416,8 +416,8 @@ def _check_arguments(name, score, rank, count):
         ) from None
 
 
-@functools.partial(jax.jit, static_argnames=("name", "axis", "tier", "function", "indexed"), inline=True)
-def _softmax_of_scores(x, where, operands, *, name, axis, tier, function, indexed):
+@functools.partial(jax.jit, static_argnames=("name", "axis", "algorithm", "function", "indexed"), inline=True)
+def _softmax_of_scores(x, where, operands, *, name, axis, algorithm, function, indexed):
     mask = validate.full_rank_mask(name, x, where)
     parts = [validate.full_rank(name, "score_args", x, a) for a in operands]
     dtype = x.dtype
@@ -427,7 +427,7 @@ def _softmax_of_scores(x, where, operands, *, name, axis, tier, function, indexe
         *parts,
         *([] if mask is None else [mask]),
         axis=axis,
-        tier=tier,
+        algorithm=algorithm,
         log=name == "log_softmax",
         function=function,
         indexed=indexed,

@@ -510,6 +510,16 @@ def test_aliases_are_caught():
     assert [d.operation for d in found if d.taken] == ["logsumexp"] * 2
 
 
+def test_softmax_that_is_differentiated_by_parts_stays():
+    f, x = jax.grad(lambda x: jax.nn.softmax(x)[0]), jnp.arange(4.0)
+    names = lambda: [d.operation for d in jaxkern.explain(jax.jit(lambda x: f(x)), PLATFORM)(x)]
+    with forced:
+        taken = names()
+        with jax.softmax_custom_jvp(False):
+            left = names()
+    assert (taken, left) == (["softmax"], [])
+
+
 def test_arguments():
     with pytest.raises(ValueError, match="no operation 'sort'"):
         jaxkern.accelerate(only="sort")

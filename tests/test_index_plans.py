@@ -29,7 +29,7 @@ def test_plans_are_forced_on_what_they_are_for():
     with tiers.force(segment_sum="sort"):
         text = str(jax.make_jaxpr(gradient)(x))
         assert "plan='sort'" in text and "plan='auto'" in text  # the gather's own
-        assert "tier=auto" in str(jax.make_jaxpr(jaxkern.softmax)(x))
+        assert "algorithm=auto" in str(jax.make_jaxpr(jaxkern.softmax)(x))
     with tiers.force(index_select="gather"):
         assert "plan='gather'" in str(jax.make_jaxpr(gradient)(x)).split("segment_sum")[0]
     assert "plan='sort'" not in str(jax.make_jaxpr(gradient)(x))

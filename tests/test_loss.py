@@ -636,7 +636,9 @@ def test_tier_query_needs_no_gpu():
     assert tiers.choose(OPERATION, 32768, 4096) == "warp"
     assert tiers.choose(OPERATION, 1, 1 << 20) == "split"
     with tiers.force(softmax="cluster"):
-        assert "tier=auto" in str(jax.make_jaxpr(jaxkern.softmax_cross_entropy)(jnp.ones((2, 3)), jnp.zeros(2, int)))
+        assert "algorithm=auto" in str(
+            jax.make_jaxpr(jaxkern.softmax_cross_entropy)(jnp.ones((2, 3)), jnp.zeros(2, int))
+        )
     with pytest.raises(ValueError, match="no algorithm 'wrap'"):
         tiers.fits(OPERATION, "wrap", 1, 1)
     with pytest.raises(ValueError, match="which must be"):

@@ -38,7 +38,9 @@ SHAPES = [  # and axis
 TARGETS = {"loss": "cross_entropy", "gradient": "cross_entropy_grad", "both": "cross_entropy_both"}
 
 
-def make(which, shape, axis, dtype="float32", mask=None, on=device.H200, tier="auto", options=None, labels="int32"):
+def make(
+    which, shape, axis, dtype="float32", mask=None, on=device.H200, algorithm="auto", options=None, labels="int32"
+):
     rows = shape[:axis] + shape[axis + 1 :]
     plain, masked, *results = KINDS[TARGETS[which]]
     wide = "float64" if dtype == "float64" else "float32"
@@ -51,7 +53,9 @@ def make(which, shape, axis, dtype="float32", mask=None, on=device.H200, tier="a
     with compat.enable_x64():
         operands = [of(k, kind) for k, kind in enumerate(masked if mask else plain)]
         found = [of(None, kind) for kind in results[bool(mask)]]
-        return plan.cross_entropy(which, on, operands, found, axis=axis, tier=tier, options=options or Options())
+        return plan.cross_entropy(
+            which, on, operands, found, axis=axis, algorithm=algorithm, options=options or Options()
+        )
 
 
 @pytest.mark.parametrize("on", DEVICES)
@@ -139,7 +143,7 @@ def test_no_plan():
     shape = (8,) * 10
     assert make("loss", shape, 9, mask=(8, 1) * 5) is None  # a mask with too many groups
     assert make("loss", (8, 8), 1, labels="int4") is None
-    assert make("gradient", (2**33, 3), 1, "float16", tier="column") is None  # a grid with too many blocks
+    assert make("gradient", (2**33, 3), 1, "float16", algorithm="column") is None  # a grid with too many blocks
 
 
 @needs_nvrtc

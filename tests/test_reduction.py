@@ -77,7 +77,7 @@ def check(operation, x, axis=-1, mask=None, keepdims=False):
 def check_statistics(x, axis, mask=None):
     """What logsumexp keeps for its gradient: the largest element, and the sum that is relative to it."""
     with compat.enable_x64(x.dtype == jnp.float64):
-        y, largest, total = jax.jit(functools.partial(reduction.statistics, axis=axis, tier=forced("logsumexp")))(
+        y, largest, total = jax.jit(functools.partial(reduction.statistics, axis=axis, algorithm=forced("logsumexp")))(
             x, *([] if mask is None else [jnp.broadcast_to(mask, x.shape)])
         )
         np.testing.assert_array_equal(*(np.asarray(a, np.float64) for a in (y, call("logsumexp", x, axis, mask))))
@@ -524,9 +524,9 @@ def test_logsumexp_of_booleans_is_refused():
 
 def test_force():
     with tiers.force(logsumexp="split"):
-        assert "tier=split" in str(jax.make_jaxpr(jaxkern.logsumexp)(jnp.ones(3)))
+        assert "algorithm=split" in str(jax.make_jaxpr(jaxkern.logsumexp)(jnp.ones(3)))
     with tiers.force(softmax="pipeline"):
-        assert "tier=auto" in str(jax.make_jaxpr(jaxkern.logsumexp)(jnp.ones(3)))
+        assert "algorithm=auto" in str(jax.make_jaxpr(jaxkern.logsumexp)(jnp.ones(3)))
 
 
 def test_tier_query_needs_no_gpu():

@@ -41,7 +41,7 @@ SHAPES = [  # and axis
 OPS = ("sum", "mean", "max", "min", "logsumexp")
 
 
-def make(op, shape, axis, dtype="float32", mask=None, on=device.H200, tier="auto", statistics=False, out=None):
+def make(op, shape, axis, dtype="float32", mask=None, on=device.H200, algorithm="auto", statistics=False, out=None):
     with compat.enable_x64():
         of = lambda shape, dtype: jax.core.ShapedArray(shape, jnp.dtype(dtype))
         reduced = shape[:axis] + shape[axis + 1 :]
@@ -50,7 +50,7 @@ def make(op, shape, axis, dtype="float32", mask=None, on=device.H200, tier="auto
         operands = [of(shape, dtype)] + ([of(mask, bool)] if mask else [])
         wide = "float64" if dtype == "float64" else "float32"
         results = [of(reduced, out)] + ([of(reduced, wide)] * 2 if statistics else [])
-        return plan.reduce(op, on, operands, results, axis=axis, dtype=None, tier=tier)
+        return plan.reduce(op, on, operands, results, axis=axis, dtype=None, algorithm=algorithm)
 
 
 def problem(shape, axis, dtype, masked=False):
@@ -129,7 +129,7 @@ def test_struct_sizes():
 def test_no_plan():
     assert make("sum", (8, 8, 8, 8, 8, 8, 8, 8, 8, 8), 9, mask=(8, 1) * 5) is None  # a mask with too many groups
     assert make("sum", (8, 8), 1, "float32", out="float64") is None
-    assert make("max", (2**33, 3, 1), 1, "int8", tier="column") is None  # a grid with too many blocks
+    assert make("max", (2**33, 3, 1), 1, "int8", algorithm="column") is None  # a grid with too many blocks
 
 
 @needs_nvrtc

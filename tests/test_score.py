@@ -449,7 +449,7 @@ def planned(shape, args, indexed, dtype="float32", on=plans.DEVICES[0], backward
             avals,
             [of(shape, dtype)],
             axis=len(shape) - 1,
-            tier="auto",
+            algorithm="auto",
             log=False,
             function=function,
             indexed=indexed,

@@ -263,7 +263,7 @@ def test_kernels_compile(shape, dtype, mask, capability):
             of((shape[0], 1), "int8"),
             *([of(mask, bool)] if mask else []),
         ]
-        static = dict(axis=1, tier="auto", log=True, indexed=(1,), extras="mask" if mask else "", unscored=False)
+        static = dict(axis=1, algorithm="auto", log=True, indexed=(1,), extras="mask" if mask else "", unscored=False)
         found = plan.score_sums(
             plans.DEVICES[0], avals, [of((shape[0], 1), wide)] * 2, function=function.with_results([wide]), **static
         )

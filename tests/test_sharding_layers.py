@@ -77,6 +77,23 @@ def test_sends_no_more_than_before(library, name, spec):
 
 
 @several
+@pytest.mark.parametrize("spec", [P(None, "r"), P("r", "c"), P(None, ("r", "c")), P(None, "r", "c")])
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_that_do_not_divide_evenly(name, spec):
+    """As where a sequence that is split loses its first element."""
+    m, x = mesh(), jnp.concatenate([inputs(), inputs(1)], 1)
+    params, apply = stand_in_nnx(name, x)
+    f = jax.jit(jax.grad(lambda params, x: jnp.sum(jnp.sin(apply(params, jnp.exp(x[:, 1:])))), (0, 1)))
+    args = spread(m, params, P()), spread(m, x, spec)
+    plain, before = f(*args), sent(f.lower(*args).compile().as_text())
+    with forced:
+        own, after = f(*args), sent(f.lower(*args).compile().as_text())
+    for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * float(jnp.max(jnp.abs(b))))
+    assert all(a <= b for kind in after for a, b in zip(after[kind], before[kind])), (dict(after), dict(before))
+
+
+@several
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("library, spec", [(stand_in_nnx, P("r", None, "c")), (stand_in_equinox, P("r"))])
 def test_transformations(library, name, spec):
@@ -127,3 +144,18 @@ def test_explicit_axes(spec):
     with jax.set_mesh(m), forced:
         own = f(spread(m, params, P()), spread(m, inputs(), spec), spread(m, inputs(1), spec))
     same(own, plain, 1e-5)
+
+
+@several
+@pytest.mark.parametrize("axes", [("r", "c"), ("r",)])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_shard_map(library, axes):
+    """Over all axes of the mesh and over some: gradients of what all devices share are summed over them."""
+    m = mesh()
+    params, apply = library("layer_norm", inputs())
+    mapped = jax.shard_map(apply, mesh=m, in_specs=(P(), P("r")), out_specs=P("r"), axis_names=set(axes))
+    f = jax.jit(jax.grad(lambda p, x: jnp.sum(jnp.sin(mapped(p, x))), (0, 1)))
+    plain = f(params, inputs())
+    with forced:
+        own = f(params, inputs())
+    same(own, plain, 1e-4)

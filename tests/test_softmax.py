@@ -421,12 +421,12 @@ def test_force_is_local_and_restored():
     with tiers.force(softmax="block", log_softmax="warp"):
         with tiers.force(softmax="auto"):
             assert forced("softmax") == "auto" and forced("log_softmax") == "warp"
-        assert "tier=block" in str(jax.make_jaxpr(jaxkern.softmax)(jnp.ones(3)))
-    assert "tier=auto" in str(jax.make_jaxpr(jaxkern.softmax)(jnp.ones(3)))
+        assert "algorithm=block" in str(jax.make_jaxpr(jaxkern.softmax)(jnp.ones(3)))
+    assert "algorithm=auto" in str(jax.make_jaxpr(jaxkern.softmax)(jnp.ones(3)))
     f = jax.jit(jaxkern.softmax)  # neither way round may a program of another tier be reused
     for tier in ("auto", "warp", "auto", "split"):
         with tiers.force(softmax=tier):
-            assert f"tier={tier}" in str(jax.make_jaxpr(f)(jnp.ones(3)))
+            assert f"algorithm={tier}" in str(jax.make_jaxpr(f)(jnp.ones(3)))
     with (
         pytest.raises(ValueError, match="softmax has no algorithm 'blok', there are sub_warp"),
         tiers.force(softmax="blok"),

@@ -38,13 +38,15 @@ def of(shape, dtype):
     return jax.core.ShapedArray(shape, jnp.dtype(dtype))
 
 
-def plain(shape, axis, dtype="float32", log=False, backward=False, mask=None, on=device.H200, tier="auto"):
+def plain(shape, axis, dtype="float32", log=False, backward=False, mask=None, on=device.H200, algorithm="auto"):
     with compat.enable_x64():
         operands = [of(shape, dtype)] * (1 + backward) + ([of(mask, bool)] if mask else [])
-        return plan.plain(log, backward, on, operands, [of(shape, dtype)], axis=axis, tier=tier)
+        return plan.plain(log, backward, on, operands, [of(shape, dtype)], axis=axis, algorithm=algorithm)
 
 
-def fused(shape, extras, dtype="bfloat16", which="", log=False, causal=False, wide=False, on=device.H200, tier="auto"):
+def fused(
+    shape, extras, dtype="bfloat16", which="", log=False, causal=False, wide=False, on=device.H200, algorithm="auto"
+):
     with compat.enable_x64():
         compute = "float64" if dtype == "float64" else "float32"
         ones = (1,) * len(shape)
@@ -62,7 +64,7 @@ def fused(shape, extras, dtype="bfloat16", which="", log=False, causal=False, wi
             operands,
             [of(shape, dtype)],
             axis=len(shape) - 1,
-            tier=tier,
+            algorithm=algorithm,
             log=log,
             extras=extras,
             causal=causal,
@@ -147,9 +149,9 @@ def test_every_fused_problem_has_a_plan(dtype, on):
             )
             if algorithm != "auto" and not plan.fits(algorithm, p, on):
                 with pytest.raises(ValueError, match="softmax.*the algorithm"):
-                    fused(shape, on=on, tier=algorithm, **call)
+                    fused(shape, on=on, algorithm=algorithm, **call)
                 continue
-            found = fused(shape, on=on, tier=algorithm, **call)
+            found = fused(shape, on=on, algorithm=algorithm, **call)
             assert found.algorithm == (plan.choose(p, on) if algorithm == "auto" else algorithm)
             check_limits(found, on)
 
@@ -178,7 +180,7 @@ def test_the_algorithms_of_the_benchmarks():
 def test_struct_sizes():
     """SoftmaxParams, ColumnPlan, FusedParams; the headers assert the same."""
     assert layout(plain((64, 64), 1, mask=(64, 1)).launches[0].args[0]) == (248, 8)
-    assert layout(plain((64, 64), 1, tier="column").launches[0].args[1]) == (16, 8)
+    assert layout(plain((64, 64), 1, algorithm="column").launches[0].args[1]) == (16, 8)
     for extras in EXTRAS:
         assert layout(fused((4, 64, 512), extras).launches[0].args[0]) == (680, 8)
 
@@ -196,7 +198,7 @@ def test_rows_of_matrices_are_taken_by_runs():
 
 def test_no_plan():
     assert plain((2,) * 10, 9, mask=(2, 1) * 5) is None  # a mask with too many groups
-    assert plain((1 << 33, 2), 1, tier="column") is None  # a grid with too many blocks
+    assert plain((1 << 33, 2), 1, algorithm="column") is None  # a grid with too many blocks
     assert fused((1 << 31, 8), "scale") is None
 
 
@@ -215,7 +217,7 @@ def test_kernels_compile():
         for dtype, kind in (("float16", (True, False)), ("float64", (False, True))):
             names |= kernels(plain(shape, axis, dtype, *kind), unaligned=True)
             names |= kernels(plain(shape, axis, dtype, *kind, mask=shape), unaligned=False)
-    names |= kernels(plain((4096, 40000), 1, tier="cluster"))
+    names |= kernels(plain((4096, 40000), 1, algorithm="cluster"))
     for shape, dtype in (((8, 64, 512), "bfloat16"), ((8, 64, 4096), "float32"), ((4, 9, 1001), "float16")):
         names |= kernels(fused(shape, "scale", dtype), unaligned=False)
         names |= kernels(fused(shape, "bias scale mask key", dtype, "grad", causal=True), unaligned=False)

@@ -12,6 +12,11 @@ each edge instead, so that it takes no pass over memory.
 The order of the edges is a sort, which XLA shares between all chains of a program that have the same indices. Where it is
 there already, updates that no chain makes are reduced by the message kernel, too.
 
+Where XLA splits a program over devices, chains are left to the rules of their parts. How the nodes that are gathered from are
+split is not known when a scatter is lowered; where they are, the kernel would need all of them, an all-gather that the plain
+program need not send (it may add up parts of what is gathered). In a `shard_map` over all axes of the mesh each device has its
+own graph, and chains are taken.
+
 Semantics are those of the operations replaced. Out-of-range indices: `stablehlo.gather` clamps, so does the kernel, and a
 gather that fills shows as a select by a mask of its indices, which is an operand per edge. Edges that the scatter drops are
 not in the order. Values of 16 bits are rounded after every operation, the message itself is not: it is added in float32.

@@ -127,7 +127,7 @@ def _logsumexp(original, a, axis=None, b=None, keepdims=False, return_sign=False
     shape = tuple(1 if d in axes else n for d, n in enumerate(a.shape) if keepdims or d not in axes)
     x, _, at = validate.one_axis(a, [None], axes)
     wide = reductions.computing(a.dtype)
-    _, largest, total = bind(row_statistics_p, x, axis=at, dtype=(wide, wide, wide), tier=forced("logsumexp"))
+    _, largest, total = bind(row_statistics_p, x, axis=at, dtype=(wide, wide, wide), algorithm=forced("logsumexp"))
     y = (jnp.log(total) + _finite(largest)).astype(a.dtype)
     return y if y.shape == shape else y.reshape(shape)
 
@@ -135,8 +135,8 @@ def _logsumexp(original, a, axis=None, b=None, keepdims=False, return_sign=False
 # ---- softmax and log_softmax: the value as JAX computes it, and our kernel for the gradient
 
 
-def _plain_softmax_gradient(y, g, *, axis, tier):
-    del tier
+def _plain_softmax_gradient(y, g, *, axis, algorithm):
+    del algorithm
     return y * (g - jnp.sum(y * g, axis, keepdims=True))
 
 
@@ -153,16 +153,16 @@ def _lower_softmax_gradient(ctx, y, g, **params):
 _register_uncached(softmax_gradient_p, _lower_softmax_gradient)
 
 
-def _value_of_softmax(x, *, axis, tier):
+def _value_of_softmax(x, *, axis, algorithm):
     """The operations of jax.nn.softmax."""
-    del tier
+    del algorithm
     powers = jnp.exp(x - jnp.max(x, axis, initial=-jnp.inf, keepdims=True))
     return powers / jnp.sum(powers, axis, keepdims=True)
 
 
-def _value_of_log_softmax(x, *, axis, tier):
+def _value_of_log_softmax(x, *, axis, algorithm):
     """The operations of jax.nn.log_softmax."""
-    del tier
+    del algorithm
     below = x - jax.lax.stop_gradient(jnp.max(x, axis, initial=-jnp.inf, keepdims=True))
     return below - jnp.log(jnp.sum(jnp.exp(below), axis, keepdims=True))
 
@@ -196,7 +196,7 @@ def _softmax_like(name, rule, prim, original, x, axis=-1, where=None):
         decide(name, taken, why, x)
     if not taken:
         return NotImplemented
-    return bind(prim, x, axis=axes[0], tier=forced(name))
+    return bind(prim, x, axis=axes[0], algorithm=forced(name))
 
 
 # ---- optax
@@ -236,7 +236,7 @@ def _cross_entropy(original, logits, labels, axis=-1, where=None):
     labels = jnp.where(within, labels, 0)
     options = Options(fusible=True)
     loss, _, total = bind(
-        cross_entropy_p, logits, labels, axis=at, tier=forced("softmax_cross_entropy"), options=options
+        cross_entropy_p, logits, labels, axis=at, algorithm=forced("softmax_cross_entropy"), options=options
     )
     total = jnp.where(within, jax.lax.stop_gradient(total), 0)
     return _nan_where_empty(loss, total).astype(logits.dtype)

@@ -178,14 +178,35 @@ def _partition(prim, kind, f, part, of_rows, ctx, operands, params):
         if "sums" not in params:
             return compute(over, *parts, **params)
         wide = tuple(None if d is None else reference.computing(parts[0].dtype) for d in params["sums"])
-        ds, *sums = compute(over, *parts, **(params | {"sums": wide}))
+        inside = _inside(ctx.avals_in[0].shape[:-1], parts[0].shape[:-1], [over[name] for name in full[:-1]])
+        if inside is None:
+            ds, *sums = compute(over, *parts, **(params | {"sums": wide}))
+        else:
+            (ds,) = compute(over, *parts, **(params | {"sums": (None, None)}))
+            sums = _sums(*parts[:2], inside[..., None], parts[end:], params["eps"], wide)
         along = tuple(axis for name in full[:-1] for axis in over[name])
         sums = lax.psum(sums, along) if along and sums else sums
         return [ds, *(a.astype(d) for a, d in zip(sums, (d for d in params["sums"] if d is not None)))]
 
-    # Rows that are added at the end to divide them evenly would count in the sums over rows.
-    summed = any(d is not None for d in params.get("sums", ()))
-    return partition.lower(ctx, prim, operands, params, dims, shard, exact=set(full) if summed else {"row"})
+    return partition.lower(ctx, prim, operands, params, dims, shard, exact={"row"})
+
+
+def _inside(shape, part, over):
+    """Where rows are not added at the end to divide them evenly; None if they are so nowhere."""
+    inside = None
+    for d, (whole, own, axes) in enumerate(zip(shape, part, over)):
+        if axes and own * lax.psum(1, axes) != whole:
+            at = lax.axis_index(axes) * own + lax.broadcasted_iota(jnp.int32, part, d)
+            inside = (at < whole) if inside is None else inside & (at < whole)
+    return inside
+
+
+def _sums(s, g, inside, found, eps, dtypes):
+    """The gradients of scale and bias that have a dtype, from some rows alone; others may hold anything."""
+    deviation, rstd = _deviation(s, eps, *found)
+    g, along = g.astype(rstd.dtype), tuple(range(s.ndim - 1))
+    terms = [part for part, d in zip((g * (deviation * rstd), g), dtypes) if d is not None]
+    return [jnp.sum(jnp.where(inside, term, 0), along) for term in terms]
 
 
 def _primitive(name, kind, shape, f, inner=None, part=None, left=None, of_rows=None) -> Primitive:

@@ -1,5 +1,6 @@
 """What was taken and what was left, and why: records, and the table that shows them."""
 
+import collections
 import contextlib
 import dataclasses
 import os
@@ -91,7 +92,7 @@ def source_of(frames) -> str:
 
 
 class Explanation:
-    """What `jaxkern.explain` found: `decisions`, a list of `Decision`; as text, a table."""
+    """What `jaxkern.explain` found: `decisions`, a list of `Decision`; as text, a table, in which equal ones are one line."""
 
     def __init__(self, decisions):
         self.decisions = list(decisions)
@@ -115,8 +116,9 @@ class Explanation:
             return "jaxkern: the program has no operation that jaxkern could take"
         head = ("", "operation", "operands", "MB", "why", "where")
         rows = [head]
-        for d in self.decisions:
+        for d, count in collections.Counter(self.decisions).items():
             mark, size = "taken" if d.taken else "left", f"{d.bytes / 1e6:.3g}" if d.bytes else ""
+            mark = f"{mark}, {count} times" if count > 1 else mark
             rows.append((mark, d.operation, d.shapes, size, d.reason, d.source))
         widths = [max(len(row[k]) for row in rows) for k in range(len(head))]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]

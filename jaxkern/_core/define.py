@@ -25,6 +25,7 @@ def primitive(
     batch=None,
     reference=None,
     *,
+    on_cpu=None,
     several=False,
     taylor=None,
     makes_nan=True,
@@ -39,6 +40,7 @@ def primitive(
     shape(*avals, **params): the type of the result, or a list of types if there are several.
     batch(prim, operands, dims, **params): the batching rule.
     reference(*operands, **params): the operation in jnp. Without one, the primitive is bound only where kernels run.
+    on_cpu: the reference as XLA:CPU runs it fastest; used where programs are lowered for the CPU, and for nothing else.
     taylor: a function in jnp for Taylor series; by default the reference.
     makes_nan: whether `checkify` looks for NaN in the results.
     plan: as for `lower_to_kernels`. Without a plan there are no kernels.
@@ -57,21 +59,33 @@ def primitive(
     if reference is not None:
         mlir.register_lowering(prim, lower_reference(prim, reference))
         compat.taylor_rule(prim, taylor or reference)
+    if on_cpu is not None:
+        mlir.register_lowering(prim, lower_reference(prim, on_cpu), platform="cpu")
     if plan is not None:
         given = {"partition": partition, "adapt": adapt, "aliases": aliases}
         bound = {k: functools.partial(f, prim) if callable(f) else f for k, f in given.items()}
-        lower_to_kernels(prim, plan, reference, **bound, **options)
+        lower_to_kernels(prim, plan, reference, on_cpu=on_cpu, **bound, **options)
     return prim
 
 
 def lower_to_kernels(
-    prim, plan, reference, partition=None, aliases=None, adapt=None, dtypes=None, instead=None, left=None, cached=True
+    prim,
+    plan,
+    reference,
+    partition=None,
+    aliases=None,
+    adapt=None,
+    dtypes=None,
+    instead=None,
+    left=None,
+    cached=True,
+    on_cpu=None,
 ) -> None:
     """Registers the lowerings of `prim` for CUDA and, with `partition`, for the CPU.
 
     plan(device, operands, results, **params): a `launch.Plan` for arrays of these types (neither empty nor of symbolic
         shape), or None if there is no kernel for them. A pure function.
-    reference(*operands, **params): the operation in jnp.
+    reference(*operands, **params): the operation in jnp; on_cpu, if given, is what the CPU runs instead.
     partition(ctx, operands, params): lowers a call on several devices to one part per device, with `partition.lower`.
         Returning None leaves the call to XLA, which partitions the reference, as it does without `partition`.
     aliases: {operand: result} that must share memory, or a function of (operands, params) that returns it.
@@ -83,7 +97,7 @@ def lower_to_kernels(
     left(prim, ctx, operands, params): whether the call is left to the reference for a reason of its own.
     cached=False: the rule is called for every use of `prim`, in the function that contains the use.
     """
-    fallback = lower_reference(prim, reference)
+    fallbacks = {"cuda": lower_reference(prim, reference), "cpu": lower_reference(prim, on_cpu or reference)}
 
     def kernels(ctx, operands, params):
         adapted = adapt(*ctx.avals_in, **params) if adapt is not None else None
@@ -97,7 +111,7 @@ def lower_to_kernels(
         return launch.lower(ctx, prim.name, launches, operands, **given)
 
     def rule(platform, ctx, *operands, **params):
-        emit = None
+        emit, fallback = None, fallbacks[platform]
         if environment.xla_only() or algorithms.xla_forced():
             return fallback(ctx, *operands, **params)
         if left is not None and left(prim, ctx, operands, params):

@@ -2,7 +2,7 @@
 
 A row operation takes one or more arrays of equal shape, then perhaps a mask (boolean, the same rank, each dimension 1 or
 equal), and returns one array of that shape or, if it reduces rows, of that shape without the axis. Its parameters are
-`axis`, the dimension that a row lies along, `tier`, the algorithm, and, if it reduces, `dtype`, the type of the result
+`axis`, the dimension that a row lies along, `algorithm`, or "auto", and, if it reduces, `dtype`, the type of the result
 or the types of several.
 """
 
@@ -38,8 +38,8 @@ def row_primitive(name: str, arrays: int, reference, plan=None, split=None, seve
     )
 
 
-def _shape(name, arrays, x, *rest, axis, tier, dtype=None):
-    del tier
+def _shape(name, arrays, x, *rest, axis, algorithm, dtype=None):
+    del algorithm
     others, mask = rest[: arrays - 1], rest[arrays - 1 :]
     if not 0 <= axis < x.ndim:
         raise ValueError(f"{name}: axis {axis} is out of bounds for shape {x.shape}")
@@ -172,6 +172,27 @@ def shifted(x, mask, axis):
     below = x - jnp.where(largest == -jnp.inf, 0, largest)
     exponential = jnp.exp(below)
     return below, exponential, row_sum(exponential, axis)
+
+
+MANY = 1 << 16  # elements
+
+
+def unless_nan(fast, axis, exact):
+    """`fast`, or exact() if a row of `fast` begins with NaN.
+
+    XLA:CPU compiles row operations to one loop only if they contain no selects. So `fast` has none, and where it is wrong
+    its whole row is NaN. Arrays of fewer than `MANY` elements are computed by exact() at once.
+    """
+    if not all(isinstance(n, int) for n in fast.shape) or fast.size < MANY:
+        return exact()
+    first = jax.lax.slice_in_dim(fast, 0, 1, axis=axis)
+    return jax.lax.cond(jnp.isnan(jnp.sum(first)), exact, lambda: fast)
+
+
+def gradient_without_selects(y, g, axis):
+    """The gradient of a softmax from its result y: NaN in rows where a cotangent is not finite."""
+    p, h = computed(y), computed(g)
+    return p * (h - row_sum(p * h, axis))
 
 
 def lowest_for_infinity(y, dtype):

@@ -28,6 +28,18 @@ template <> struct ComputeOf<uint32_t> {
 };
 template <class T> using Compute = typename ComputeOf<T>::type;
 
+// The type of a T in the functor of a Python function, which has no type to compute everything in.
+template <class T> struct OwnOf {
+  using type = T;
+};
+template <> struct OwnOf<__half> {
+  using type = float;
+};
+template <> struct OwnOf<__nv_bfloat16> {
+  using type = float;
+};
+template <class T> using Own = typename OwnOf<T>::type;
+
 // The number of elements in 16 bytes.
 template <class T> constexpr int kVector = 16 / static_cast<int>(sizeof(T));
 

@@ -190,20 +190,9 @@ template <int kIn, int kOut, int kParameters> struct StridedArgs {
   bool exceeds_l2;
 };
 
-// The type of an operand or result of type T in a functor without a C.
-template <class T> struct OwnComputing {
-  using type = T;
-};
-template <> struct OwnComputing<__half> {
-  using type = float;
-};
-template <> struct OwnComputing<__nv_bfloat16> {
-  using type = float;
-};
-template <> struct OwnComputing<Pred> {
+template <> struct OwnOf<Pred> {
   using type = bool;
 };
-template <class T> using Own = typename OwnComputing<T>::type;
 
 template <size_t i, class T> struct Slot {
   T value;

@@ -20,6 +20,7 @@
 
 #include "../common/divider.h"
 #include "../common/functions.h"
+#include "../common/pack.cuh"
 #include "../common/reduce.cuh"
 #include "../common/std.h"
 
@@ -37,17 +38,7 @@ template <class T> __device__ __forceinline__ const T* InRegisters(const T* p) {
 
 // --- Elements ----------------------------------------------------------------------------------------
 
-// What a function of a T computes in.
-template <class T> struct ValueOf {
-  using type = T;
-};
-template <> struct ValueOf<__half> {
-  using type = float;
-};
-template <> struct ValueOf<__nv_bfloat16> {
-  using type = float;
-};
-template <class T> using Value = typename ValueOf<T>::type;
+template <class T> using Value = Own<T>;
 
 // N elements as they lie in memory, in words, so that a loaded vector stays whole until it is used.
 template <class T, int N> struct Elements {

@@ -329,7 +329,7 @@ def _launches(call: _Call, algorithm: str) -> list[Launch]:
     return loss + (_gradient(call, algorithm) if call.p.which != "loss" else [])
 
 
-def cross_entropy(which: str, device, operands, results, *, axis: int, tier: str, options) -> Plan | None:
+def cross_entropy(which: str, device, operands, results, *, axis: int, algorithm: str, options) -> Plan | None:
     """The plan of a primitive (see primitive.py) for arrays of these types; None where there is no kernel."""
     del results
     logits, labels = operands[:2]
@@ -339,7 +339,7 @@ def cross_entropy(which: str, device, operands, results, *, axis: int, tier: str
     if logits.dtype.name not in _ITEMSIZE or labels.dtype.name not in _LABELS or (masked and view is None):
         return None
     p = Problem(math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :]), logits.dtype.name, which, masked)
-    algorithm = pick("softmax_cross_entropy", tier, p, device)
+    algorithm = pick("softmax_cross_entropy", algorithm, p, device)
     call = _Call(p, device, options, labels.dtype.name, view)
     launches = tuple(_launches(call, algorithm))
     # Element by element, for arrays that are not aligned.

@@ -41,8 +41,8 @@ def kinds(name, operands):
     return (masked, masked_results) if len(operands) == len(masked) else (plain, results)
 
 
-def _abstract_eval(name, x, *rest, axis, tier, options):
-    del tier, options
+def _abstract_eval(name, x, *rest, axis, algorithm, options):
+    del algorithm, options
     operands, results = kinds(name, (x, *rest))
     rows = x.shape[:axis] + x.shape[axis + 1 :]
     for kind, a in zip(operands, (x, *rest), strict=True):
@@ -58,7 +58,7 @@ def _abstract_eval(name, x, *rest, axis, tier, options):
     return found if len(found) > 1 else found[0]
 
 
-def _batch(prim, operands, dims, *, axis, tier, options):
+def _batch(prim, operands, dims, *, axis, algorithm, options):
     """The batch becomes one more dimension of the logits, where they have it, or their first."""
     operand_kinds, results = kinds(prim.name, operands)
     size = next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
@@ -75,7 +75,7 @@ def _batch(prim, operands, dims, *, axis, tier, options):
         return x if kind == "m" else jnp.broadcast_to(x, (*x.shape[:where], size, *x.shape[where + 1 :]))
 
     operands = [place(*args) for args in zip(operands, dims, operand_kinds)]
-    out = bind(prim, *operands, axis=new_axis, tier=tier, options=options)
+    out = bind(prim, *operands, axis=new_axis, algorithm=algorithm, options=options)
     places = [at if kind == "x" else of_rows for kind in results]
     return (out, places) if prim.multiple_results else (out, places[0])
 

@@ -81,11 +81,11 @@ def slopes(logits, labels, largest, total, count, mask, axis, options, first=0, 
     factor = 1 / total
     if options.z_loss:
         factor = factor * (1 + 2 * options.z_loss * (jnp.where(dead, 0, largest) + jnp.log(total)))
+    factor = jnp.where(bad, jnp.nan, factor)  # of a row, not of each of its elements
     hot = jax.lax.broadcasted_iota(label.dtype, logits.shape, axis) == label - jnp.asarray(first).astype(label.dtype)
     slope = e * factor - jnp.where(hot, 1 - options.smoothing, 0).astype(e.dtype)
     if options.smoothing:
         slope = slope - options.smoothing / count
-    slope = jnp.where(bad, jnp.nan, slope)
     live = jnp.broadcast_to(~ignored & (~dead | bad), logits.shape)
     return slope, live & mask[0] if mask else live
 
@@ -96,12 +96,12 @@ def _slopes(logits, labels, mask, axis, options):
     return slopes(logits, labels, largest, total, participants(logits, mask, axis), mask, axis, options)
 
 
-def gradient(logits, labels, largest, total, g, *rest, axis, tier, options):
+def gradient(logits, labels, largest, total, g, *rest, axis, algorithm, options):
     slope, live = _slopes(logits, labels, rest[1:], axis, options)
     return jnp.where(live, slope * jnp.expand_dims(g, axis), 0).astype(logits.dtype)
 
 
-def transpose(logits, labels, largest, total, t, *rest, axis, tier, options):
+def transpose(logits, labels, largest, total, t, *rest, axis, algorithm, options):
     slope, live = _slopes(logits, labels, rest[1:], axis, options)
     return jnp.sum(jnp.where(live, slope * t.astype(slope.dtype), 0), axis)
 
@@ -113,12 +113,12 @@ def _slopes_by_residuals(logits, labels, largest, total, rest, axis, options):
     return slopes(logits, labels, largest, total, count, rest[1:], axis, options)
 
 
-def gradient_by_residuals(logits, labels, largest, total, g, *rest, axis, tier, options):
+def gradient_by_residuals(logits, labels, largest, total, g, *rest, axis, algorithm, options):
     slope, live = _slopes_by_residuals(logits, labels, largest, total, rest, axis, options)
     return jnp.where(live, slope * jnp.expand_dims(g, axis), 0).astype(logits.dtype)
 
 
-def transpose_by_residuals(logits, labels, largest, total, t, *rest, axis, tier, options):
+def transpose_by_residuals(logits, labels, largest, total, t, *rest, axis, algorithm, options):
     slope, live = _slopes_by_residuals(logits, labels, largest, total, rest, axis, options)
     return jnp.sum(jnp.where(live, slope * t.astype(slope.dtype), 0), axis)
 
@@ -128,7 +128,7 @@ def settled(loss, total, bad, ignored):
     return jnp.where(ignored, 0, jnp.where(bad, jnp.nan, jnp.where(total == 0, 0, loss)))
 
 
-def loss(logits, labels, *mask, axis, tier, options):
+def loss(logits, labels, *mask, axis, algorithm, options):
     shifted, largest, _, total = _shifted(logits, mask, axis)
     label, bad, ignored = classes_of(labels, logits.shape[axis], axis, options)
     count = participants(logits, mask, axis)

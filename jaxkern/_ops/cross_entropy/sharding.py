@@ -33,15 +33,15 @@ def _place(over, width):
     return lax.axis_index(over) * width, lax.psum(1, over) * width
 
 
-def _statistics(loss_p, logits, mask, axis, smoothing, tier):
+def _statistics(loss_p, logits, mask, axis, smoothing, algorithm):
     """Per row of a part, in one read: the largest logit, the sum of exponentials, the number of participants, and with
     smoothing the sum of logit - largest. They have a dimension for the axis."""
     if not smoothing:
-        _, largest, total = (jnp.expand_dims(a, axis) for a in statistics(logits, *mask, axis=axis, tier="auto"))
+        _, largest, total = (jnp.expand_dims(a, axis) for a in statistics(logits, *mask, axis=axis, algorithm="auto"))
         return largest, total, reference.participants(logits, mask, axis), None
     # With smoothing 1 the loss is log(total) less the mean of that sum, whatever the label is.
     anything = jnp.zeros(logits.shape[:axis] + logits.shape[axis + 1 :], jnp.int32)
-    found = loss_p.bind(logits, anything, *mask, axis=axis, tier=tier, options=Options(1.0))
+    found = loss_p.bind(logits, anything, *mask, axis=axis, algorithm=algorithm, options=Options(1.0))
     spread, largest, total, *counted = (jnp.expand_dims(a, axis) for a in found)
     count = counted[0] if mask else reference.participants(logits, mask, axis)
     nothing = total == 0
@@ -51,7 +51,7 @@ def _statistics(loss_p, logits, mask, axis, smoothing, tier):
     return jnp.where(nothing, -jnp.inf, largest), total, count, below
 
 
-def _loss(loss_p, over, logits, labels, *mask, axis, tier, options):
+def _loss(loss_p, over, logits, labels, *mask, axis, algorithm, options):
     first, classes = _place(over, logits.shape[axis])
     label, bad, ignored = reference.classes_of(labels, classes, axis, options)
     here = label.astype(jnp.int32) - first
@@ -63,7 +63,7 @@ def _loss(loss_p, over, logits, labels, *mask, axis, tier, options):
             jnp.take_along_axis(jnp.broadcast_to(mask[0], logits.shape), here, axis, mode="clip"), logit, -jnp.inf
         )
 
-    largest, total, count, below = _statistics(loss_p, logits, mask, axis, options.smoothing, tier)
+    largest, total, count, below = _statistics(loss_p, logits, mask, axis, options.smoothing, algorithm)
     base = jnp.where(largest == -jnp.inf, 0, largest)
     whole = lax.pmax(largest, over)
     whole = jnp.where(whole == -jnp.inf, 0, whole)
@@ -87,7 +87,7 @@ def _loss(loss_p, over, logits, labels, *mask, axis, tier, options):
     return [jnp.squeeze(a, axis) for a in (value, whole, total, *([count] if mask else []))]
 
 
-def _gradient(loss_p, over, logits, labels, largest, total, g, *rest, axis, tier, options):
+def _gradient(loss_p, over, logits, labels, largest, total, g, *rest, axis, algorithm, options):
     slope, live = _slopes(over, logits, labels, largest, total, rest, axis, options)
     return jnp.where(live, slope * jnp.expand_dims(g, axis), 0).astype(logits.dtype)
 
@@ -100,8 +100,8 @@ def _slopes(over, logits, labels, largest, total, rest, axis, options):
     return reference.slopes(logits, labels, largest, total, count, mask, axis, options, first, classes)
 
 
-def _both(loss_p, over, logits, labels, g, *mask, axis, tier, options):
-    params = {"axis": axis, "tier": tier, "options": options}
+def _both(loss_p, over, logits, labels, g, *mask, axis, algorithm, options):
+    params = {"axis": axis, "algorithm": algorithm, "options": options}
     value, largest, total, *count = _loss(loss_p, over, logits, labels, *mask, **params)
     return [
         value,

@@ -63,7 +63,7 @@ def _kernels():
     return {kernel.key: kernel for kernel in table.kernels()}
 
 
-def plan(name, device, operands, results, *, split=-1, tier="auto", **_):
+def plan(name, device, operands, results, *, split=-1, algorithm="auto", **_):
     """The launches of operation `name` (a row of the table, or with _grad its derivative), or None without a kernel."""
     views = []
     for kind, avals in ((launch.operand, operands), (launch.result, results)):
@@ -80,16 +80,18 @@ def plan(name, device, operands, results, *, split=-1, tier="auto", **_):
     if len(sizes) > GROUPS or any(math.prod(p.shape) != 1 for p in parameters):
         return None
     arithmetic = "Coarse" if kernel.coarse else _ARITHMETIC[kernel.computing]
-    return elementwise(device, f"{kernel.functor}<{arithmetic}>", arrays, outs, parameters, sizes, strides, tier=tier)
+    return elementwise(
+        device, f"{kernel.functor}<{arithmetic}>", arrays, outs, parameters, sizes, strides, algorithm=algorithm
+    )
 
 
-def elementwise(device, functor, arrays, outs, parameters, sizes, strides, header=HEADER, source="", tier="auto"):
+def elementwise(device, functor, arrays, outs, parameters, sizes, strides, header=HEADER, source="", algorithm="auto"):
     """The launch of a functor, over dimensions that `collapse` returned; None if there is no kernel for them.
 
     arrays, outs, parameters: views. source: the definition of the functor, if `header` does not have it.
     """
     call = _Call(device, functor, arrays, outs, parameters, sizes, strides, header, source)
-    return call.flat() if pick("elementwise", tier, call) == "flat" else call.strided()
+    return call.flat() if pick("elementwise", algorithm, call) == "flat" else call.strided()
 
 
 class View:

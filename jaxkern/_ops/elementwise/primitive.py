@@ -2,7 +2,7 @@
 
 A primitive takes arrays of equal rank, each dimension 1 or the result's, then the operation's scalar parameters as
 arrays of one element in the dtype that the arithmetic is done in: float64 for float64, else float32. `split` is -1, or
-for a gated operation the axis along which one operand holds both halves. `tier` is the algorithm, or "auto".
+for a gated operation the axis along which one operand holds both halves. `algorithm` may be "auto".
 """
 
 import functools
@@ -41,18 +41,18 @@ def _result(prim, arrays, split, dtype):
     return first.update(shape=tuple(shape), dtype=dtype, weak_type=False, **sharding)
 
 
-def _abstract(row, *operands, split, tier="auto"):
+def _abstract(row, *operands, split, algorithm="auto"):
     arrays = operands[: len(operands) - len(row.parameters)]
     predicate = row.types in ("test", "compare")
     return _result(row.name, arrays, split, jnp.dtype(bool) if predicate else reference.element_type(row, arrays))
 
 
-def _abstract_gradient(row, *operands, split, tier="auto"):
+def _abstract_gradient(row, *operands, split, algorithm="auto"):
     g = operands[len(operands) - len(row.parameters) - 1]
     return [operands[0].update(weak_type=False)] if split >= 0 else [g.update(weak_type=False)] * len(row.gradient)
 
 
-def _batch(whole, prim, operands, dims, *, split, tier="auto"):
+def _batch(whole, prim, operands, dims, *, split, algorithm="auto"):
     at = next(d for d in dims if d is not None)
     # An unbatched operand gets a dimension of size 1: kernels read it in place.
     operands = [jnp.expand_dims(x, at) if d is None else jnp.moveaxis(x, d, at) for x, d in zip(operands, dims)]
@@ -64,11 +64,11 @@ def _batch(whole, prim, operands, dims, *, split, tier="auto"):
             else x
             for k, x in enumerate(operands)
         ]
-    y = bind(prim, *operands, split=split + (0 <= at <= split), tier=tier)
+    y = bind(prim, *operands, split=split + (0 <= at <= split), algorithm=algorithm)
     return (y, [at] * len(y)) if prim.multiple_results else (y, at)
 
 
-def _abstract_tangent(row, *operands, split, tier="auto"):
+def _abstract_tangent(row, *operands, split, algorithm="auto"):
     k, _ = reference.operand_counts(row, split)
     return _result(row.name, operands[k : k + 1], split, operands[k].dtype)
 

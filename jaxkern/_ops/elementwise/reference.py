@@ -35,7 +35,7 @@ def element_type(row, arrays):
     return arrays[-1].dtype if row.types == "select" else arrays[0].dtype
 
 
-def forward(row, *operands, split, tier="auto"):
+def forward(row, *operands, split, algorithm="auto"):
     operands = halves(row, operands, split)
     y = meaning(row)(*map(wide, operands))
     return y if y.dtype == jnp.bool_ else y.astype(element_type(row, operands[: len(row.arrays)]))
@@ -59,7 +59,7 @@ def used(row):
     return tuple(range(len(row.arrays))) if row.uses is None else row.uses
 
 
-def gradient(row, *operands, split, tier="auto"):
+def gradient(row, *operands, split, algorithm="auto"):
     """The derivative: a cotangent for each array in `row.gradient`; with a split, one that holds both."""
     operands = halves(row, operands, split)
     read = used(row)
@@ -76,7 +76,7 @@ def operand_counts(row, split):
     return (1, 1) if split >= 0 else (len(used(row)), len(row.gradient))
 
 
-def tangent(row, *operands, split, tier="auto"):
+def tangent(row, *operands, split, algorithm="auto"):
     """The transpose of the derivative: from a tangent for each gradient to the result's tangent."""
     k, n = operand_counts(row, split)
     before, tangents, parameters = operands[:k], operands[k : k + n], operands[k + n :]

@@ -71,8 +71,8 @@ def _whole(source, index, rules):
 
 def _at(x, index, rules, method, *args, **how):
     """`x.at[index].method(...)` along the axis."""
-    # JAX checks and wraps indices itself. It neither clips to no rows, nor are its checks right beyond 31 bits.
-    checked = rules.clip or jnp.iinfo(index.dtype).max >= 2**31
+    # JAX checks and wraps indices itself. It does not clip where it scatters, nor are its checks right beyond 31 bits.
+    checked = rules.clip and method != "get" or jnp.iinfo(index.dtype).max >= 2**31
     index = rows_of(index, x.shape[rules.axis], rules) if checked else index.astype(jnp.int32)
     at = x.at[(slice(None),) * rules.axis + (index,)]
     return getattr(at, method)(*args, wrap_negative_indices=rules.wrap and not checked, **how)
@@ -102,7 +102,7 @@ def select(x, index, *order, rules):
         if x.shape[axis] == 0:  # JAX refuses to gather from an empty array
             return jnp.full((*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]), value, x.dtype)
         if rules.clip:
-            return _at(x, index, rules, "get", mode="promise_in_bounds")
+            return _at(x, index, rules, "get", mode="clip")
         return _at(x, index, rules, "get", mode="fill", fill_value=value)
 
     return _for_each_batch(one, rules)(x, index)

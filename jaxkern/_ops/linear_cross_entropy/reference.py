@@ -147,14 +147,14 @@ class _Head:
 
     def loss(self, logits, labels):
         """(loss, largest, total, ...) per row."""
-        params = {"axis": 1, "tier": "auto", "options": self.spec.loss}
+        params = {"axis": 1, "algorithm": "auto", "options": self.spec.loss}
         if self.split.classes:
             return split_classes._loss(cross_entropy_p, self.split.classes, logits, labels, **params)
         return bind(cross_entropy_p, self.filled(logits), labels, *self.mask, **params)
 
     def both(self, logits, labels, c):
         """(loss, largest, total, gradient by the logits)."""
-        params = {"axis": 1, "tier": "auto", "options": self.spec.loss}
+        params = {"axis": 1, "algorithm": "auto", "options": self.spec.loss}
         if self.split.classes:
             found = split_classes._both(cross_entropy_p, self.split.classes, logits, labels, c, **params)
         else:
@@ -391,7 +391,7 @@ def _by_columns(head, h, labels, c, wanted, chunks):
 def plain(h, weight, labels, *bias, spec):
     """The loss per row from all logits at once; differentiable to any order."""
     z = linear(h, weight.astype(h.dtype), bias, spec)
-    params = {"axis": z.ndim - 1, "tier": "auto", "options": spec.loss}
+    params = {"axis": z.ndim - 1, "algorithm": "auto", "options": spec.loss}
     return bind(cross_entropy_p, _capped(z, spec), labels, **params)[0]
 
 

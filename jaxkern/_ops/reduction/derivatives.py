@@ -43,7 +43,7 @@ def _deflinear(prim, spread):
             return y, compat.zero_tangent(y)
         return y, bind(prim, tangents[0], *primals[1:], **params)
 
-    def transpose(ct, x, *mask, axis, dtype, tier):
+    def transpose(ct, x, *mask, axis, dtype, algorithm):
         if any(map(ad.is_undefined_primal, mask)):
             raise NotImplementedError(f"{prim.name} is linear in its first operand only")
         none = [None] * len(mask)
@@ -65,14 +65,14 @@ _deflinear(
 
 def _defextreme(prim):
     @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-    def f(x, mask, axis, dtype, tier):
-        return bind(prim, x, *mask, axis=axis, dtype=dtype, tier=tier)
+    def f(x, mask, axis, dtype, algorithm):
+        return bind(prim, x, *mask, axis=axis, dtype=dtype, algorithm=algorithm)
 
-    def forward(x, mask, axis, dtype, tier):
-        y = bind(prim, x, *mask, axis=axis, dtype=dtype, tier=tier)
+    def forward(x, mask, axis, dtype, algorithm):
+        y = bind(prim, x, *mask, axis=axis, dtype=dtype, algorithm=algorithm)
         return y, (x, y, mask)
 
-    def backward(axis, dtype, tier, residuals, g):
+    def backward(axis, dtype, algorithm, residuals, g):
         x, y, mask = residuals
         y, g = (jnp.expand_dims(a, axis) for a in (y, g.astype(computing(x.dtype))))
         hits = (x == y) & mask[0] if mask else x == y
@@ -82,7 +82,7 @@ def _defextreme(prim):
         return _masked(hits * (g / ties), mask).astype(x.dtype), (None,) * len(mask)
 
     f.defvjp(forward, backward)
-    defvjp(prim, lambda x, *mask, axis, dtype, tier: f(x, mask, axis, dtype, tier), differentiable=(0,))
+    defvjp(prim, lambda x, *mask, axis, dtype, algorithm: f(x, mask, axis, dtype, algorithm), differentiable=(0,))
 
 
 _defextreme(reduce_max_p)
@@ -119,8 +119,8 @@ defvjp(
 )
 defvjp(
     logsumexp_p,
-    lambda x, *mask, axis, dtype, tier: _statistics(
-        x, mask, (("axis", axis), ("tier", tier), ("dtype", (dtype, *[computing(x.dtype)] * 2)))
+    lambda x, *mask, axis, dtype, algorithm: _statistics(
+        x, mask, (("axis", axis), ("algorithm", algorithm), ("dtype", (dtype, *[computing(x.dtype)] * 2)))
     )[0],
     differentiable=(0,),
 )

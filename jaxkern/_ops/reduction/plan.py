@@ -342,7 +342,7 @@ def _merge(r, functor, parts) -> list[Launch]:
 _LAUNCHES = {"sub_warp": _sub_warp, "warp": _warp, "block": _block, "split": _split, "column": _column}
 
 
-def reduce(op: str, device, operands, results, *, axis: int, dtype, tier: str) -> Plan | None:
+def reduce(op: str, device, operands, results, *, axis: int, dtype, algorithm: str) -> Plan | None:
     """The plan of a primitive for arrays of these types; None where there is no kernel.
 
     Operands: x and perhaps a mask. Results: one, or of logsumexp three.
@@ -356,7 +356,7 @@ def reduce(op: str, device, operands, results, *, axis: int, dtype, tier: str) -
     if (mask and view is None) or (p.floating and out != x.dtype and not wide):
         return None
     r = _Reduction(p, device, op, wide, len(results) > 1, view, bool(mask) and mask[0].shape[axis] != 1)
-    algorithm = pick(op if op == "logsumexp" else f"reduce_{op}", tier, p, device)
+    algorithm = pick(op if op == "logsumexp" else f"reduce_{op}", algorithm, p, device)
     parts = parts_of(p, device) if algorithm in ("split", "column") else 1
     launches = tuple(_LAUNCHES[algorithm](r))
     # Element by element, for arrays that are not aligned.

@@ -41,10 +41,10 @@ logsumexp_statistics_p = _primitive(
 logsumexp_p = _primitive("logsumexp", "logsumexp", reference.logsumexp, sharding.logsumexp(logsumexp_statistics_p))
 
 
-def statistics(x, *mask, axis, tier, dtype=None):
+def statistics(x, *mask, axis, algorithm, dtype=None):
     """logsumexp of each row in `dtype` (default: of x), the row's largest element, and the sum of exp(x - largest).
 
     The sum is 0 where the largest element is -inf, and equals it where it is inf or NaN.
     """
     wide = reference.computing(x.dtype)
-    return bind(logsumexp_statistics_p, x, *mask, axis=axis, tier=tier, dtype=(dtype or x.dtype, wide, wide))
+    return bind(logsumexp_statistics_p, x, *mask, axis=axis, algorithm=algorithm, dtype=(dtype or x.dtype, wide, wide))

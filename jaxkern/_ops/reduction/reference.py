@@ -28,12 +28,12 @@ def _where(mask):
     return mask[0] if mask else None
 
 
-def reduce_sum(x, *mask, axis, dtype, tier):
+def reduce_sum(x, *mask, axis, dtype, algorithm):
     wide = computing(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
     return jnp.sum(x, axis, dtype=wide, where=_where(mask)).astype(dtype)
 
 
-def reduce_mean(x, *mask, axis, dtype, tier):
+def reduce_mean(x, *mask, axis, dtype, algorithm):
     total = jnp.sum(x, axis, dtype=computing(dtype), where=_where(mask))
     n = count(x.shape, mask, axis, total.dtype)
     return (total / (jnp.squeeze(n, axis) if mask else n)).astype(dtype)
@@ -50,7 +50,7 @@ def bounds(dtype):
     return float(jnp.finfo(dtype).min), float(jnp.finfo(dtype).max)
 
 
-def _extreme(method, end, x, *mask, axis, dtype, tier):
+def _extreme(method, end, x, *mask, axis, dtype, algorithm):
     # Only a mask or an empty axis needs an initial value; jax.experimental.jet has no rule for reductions with one.
     rest = {"where": mask[0]} if mask else {}
     if mask or x.shape[axis] == 0:
@@ -72,11 +72,11 @@ def logsumexp_of(base, total, dtype):
     return (y if math.isinf(least) else jnp.maximum(y, least)).astype(dtype)
 
 
-def logsumexp(x, *mask, axis, dtype, tier):
-    return statistics(x, *mask, axis=axis, dtype=(dtype,), tier=tier)[0]
+def logsumexp(x, *mask, axis, dtype, algorithm):
+    return statistics(x, *mask, axis=axis, dtype=(dtype,), algorithm=algorithm)[0]
 
 
-def statistics(x, *mask, axis, dtype, tier):
+def statistics(x, *mask, axis, dtype, algorithm):
     largest = largest_of(x, mask, axis, least=-jnp.inf)
     base = finite(largest)
     x = x.astype(base.dtype)

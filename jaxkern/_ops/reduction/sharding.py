@@ -10,15 +10,15 @@ from jaxkern._core.primitive import bind
 from jaxkern._ops.reduction.reference import bounds, computing, count, finite, logsumexp_of
 
 
-def reduce_sum(sum_p, x, *mask, over, axis, dtype, tier):
+def reduce_sum(sum_p, x, *mask, over, axis, dtype, algorithm):
     wide = computing(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
-    return lax.psum(bind(sum_p, x, *mask, axis=axis, dtype=wide, tier=tier), over).astype(dtype)
+    return lax.psum(bind(sum_p, x, *mask, axis=axis, dtype=wide, algorithm=algorithm), over).astype(dtype)
 
 
 def reduce_mean(sum_p):
-    def split(prim, x, *mask, over, axis, dtype, tier):
+    def split(prim, x, *mask, over, axis, dtype, algorithm):
         wide = computing(dtype)
-        total = bind(sum_p, x, *mask, axis=axis, dtype=wide, tier=tier)
+        total = bind(sum_p, x, *mask, axis=axis, dtype=wide, algorithm=algorithm)
         n = count(x.shape, mask, axis, wide)
         n = jnp.broadcast_to(jnp.squeeze(n, axis) if mask else n, total.shape)
         total, n = lax.psum(jnp.stack([total, n]), over)
@@ -27,8 +27,8 @@ def reduce_mean(sum_p):
     return split
 
 
-def extreme(end, collective, prim, x, *mask, over, axis, dtype, tier):
-    y = bind(prim, x, *mask, axis=axis, dtype=dtype, tier=tier)
+def extreme(end, collective, prim, x, *mask, over, axis, dtype, algorithm):
+    y = bind(prim, x, *mask, axis=axis, dtype=dtype, algorithm=algorithm)
     if not jnp.issubdtype(dtype, jnp.floating):
         return collective(y, over)
     # A collective maximum need not propagate NaN.
@@ -40,9 +40,9 @@ def logsumexp(statistics_p):
     return lambda prim, *operands, dtype, **params: statistics(statistics_p, *operands, dtype=(dtype,), **params)[0]
 
 
-def statistics(statistics_p, x, *mask, over, axis, dtype, tier):
+def statistics(statistics_p, x, *mask, over, axis, dtype, algorithm):
     wide = computing(x.dtype)
-    _, largest, total = bind(statistics_p, x, *mask, axis=axis, dtype=(x.dtype, wide, wide), tier=tier)
+    _, largest, total = bind(statistics_p, x, *mask, axis=axis, dtype=(x.dtype, wide, wide), algorithm=algorithm)
     whole = lax.pmax(largest, over)
     base = finite(whole)
     # Where a part is empty, or its largest element infinite or NaN, its total needs no rescaling.

@@ -51,9 +51,9 @@ def _loss(x, labels, *parts, options, **params):
     return [jnp.where(labels == BAD, jnp.nan, loss), largest, log_total, *counts]
 
 
-def _of_label(x, labels, parts, *, axis, tier, function, indexed, extras):
+def _of_label(x, labels, parts, *, axis, algorithm, function, indexed, extras):
     """The score of each row's label; -inf where it is masked."""
-    del tier
+    del algorithm
     if isinstance(x.shape[axis], int) and x.shape[axis] == 0:
         return jnp.full(labels.shape, -jnp.inf, computed(x).dtype)
     label = jnp.maximum(labels, 0)
@@ -65,7 +65,7 @@ def _of_label(x, labels, parts, *, axis, tier, function, indexed, extras):
     return s if mask is None else jnp.where(take(mask), s, -jnp.inf)
 
 
-def _participants(x, largest, parts, *, axis, tier, function, indexed, extras):
+def _participants(x, largest, parts, *, axis, algorithm, function, indexed, extras):
     """Sums over rows of the scores less the largest one, and how many elements take part: one kernel."""
     arguments, mask = reference.operands(x, parts, function, indexed, extras)
 

@@ -34,8 +34,8 @@ from jaxkern._ops.softmax import plan
 EXTRAS = ("mask", "origin")
 
 
-def _abstract_eval(name, arrays, several, x, *rest, axis, tier, log, function, indexed, extras, unscored):
-    del tier, log, unscored
+def _abstract_eval(name, arrays, several, x, *rest, axis, algorithm, log, function, indexed, extras, unscored):
+    del algorithm, log, unscored
     names = extras.split()
     others, args = rest[: arrays - 1], rest[arrays - 1 : len(rest) - len(names)]
     extra = dict(zip(names, rest[len(rest) - len(names) :]))
@@ -129,17 +129,18 @@ def _shard(prim, names, over, x, *parts, indexed, extras, **params):
     return prim.bind(x, *parts, **params)
 
 
-def _primitive(name, arrays, reference, launches=None, several=False):
+def _primitive(name, arrays, in_jnp, launches=None, several=False):
     return define.primitive(
         name,
         functools.partial(_abstract_eval, name, arrays, several),
         functools.partial(batch, arrays),
-        reference,
+        in_jnp,
         several=bool(several),
         plan=launches,
         partition=_partition,
         adapt=_adapt,
         dtypes=plan.DTYPES,
+        on_cpu=getattr(reference, f"{in_jnp.__name__}_on_cpu", None),
     )
 
 

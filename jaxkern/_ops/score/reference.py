@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern._core import functor, partition
-from jaxkern._core.rows import computed, lowest_for_infinity, row_sum
+from jaxkern._core.rows import computed, gradient_without_selects, lowest_for_infinity, row_sum, unless_nan
 
 
 def operands(x, parts, function, indexed, extras):
@@ -26,17 +26,21 @@ def operands(x, parts, function, indexed, extras):
 def _scores(x, parts, function, indexed, extras):
     """(arguments, scores, which elements take part); the scores of the others are -inf."""
     arguments, mask = operands(x, parts, function, indexed, extras)
-    (s,) = function.unrounded(*arguments)
-    s = computed(jnp.broadcast_to(s, x.shape))
+    s = _unrounded(function, arguments, x.shape)
     kept = s != -jnp.inf if mask is None else mask & (s != -jnp.inf)
     return arguments, jnp.where(kept, s, -jnp.inf), kept
+
+
+def _unrounded(function, arguments, shape):
+    (s,) = function.unrounded(*arguments)
+    return computed(jnp.broadcast_to(s, shape))
 
 
 def _nonzero(total):
     return jnp.where(total == 0, 1, total)
 
 
-def score(x, *parts, axis, tier, log, function, indexed, extras, unscored, over=()):
+def score(x, *parts, axis, algorithm, log, function, indexed, extras, unscored, over=()):
     _, s, kept = _scores(x, parts, function, indexed, extras)
     largest, (total,) = partition.row_exponentials(s, axis, over)
     if log:
@@ -45,26 +49,62 @@ def score(x, *parts, axis, tier, log, function, indexed, extras, unscored, over=
     return jnp.where(kept, jnp.exp(s - largest) / _nonzero(total), 0).astype(x.dtype)
 
 
-def score_sums(x, *parts, axis, tier, log, function, indexed, extras, unscored, over=()):
+def _scores_on_cpu(x, parts, function, indexed, extras):
+    """(arguments, scores). Only masks make scores -inf here."""
+    arguments, mask = operands(x, parts, function, indexed, extras)
+    s = _unrounded(function, arguments, x.shape)
+    return arguments, s if mask is None else jnp.where(mask, s, -jnp.inf)
+
+
+def score_on_cpu(x, *parts, axis, algorithm, log, function, indexed, extras, unscored):
+    # Rows with NaN or +inf are NaN even where an element takes no part, and so are rows without scores: see `unless_nan`.
+    params = dict(function=function, indexed=indexed, extras=extras)
+    _, s = _scores_on_cpu(x, parts, **params)
+    y = lowest_for_infinity((jax.nn.log_softmax if log else jax.nn.softmax)(s, axis), x.dtype)
+    return unless_nan(
+        y, axis, lambda: score(x, *parts, axis=axis, algorithm=algorithm, log=log, unscored=unscored, **params)
+    )
+
+
+def score_sums(x, *parts, axis, algorithm, log, function, indexed, extras, unscored, over=()):
     """[largest score, logarithm of the sum of exp(score - largest)] of each row, with a dimension for the axis."""
     _, s, _ = _scores(x, parts, function, indexed, extras)
     largest, (total,) = partition.row_exponentials(s, axis, over)
     return [largest, jnp.log(total)]
 
 
-def score_grads(x, g, *parts, axis, tier, log, function, indexed, extras, unscored, over=()):
-    """[dx, ds]"""
-    arguments, s, kept = _scores(x, parts, function, indexed, extras)
+def _slopes(g, s, kept, axis, log, over=()):
+    """The gradient by the scores."""
     h = computed(g, kept)
     largest, (total, of_h) = partition.row_exponentials(s, axis, over, **({"others": [h]} if log else {"weights": [h]}))
     p = jnp.exp(s - largest) / _nonzero(total)
     ds = h - p * of_h if log else p * (h - of_h / _nonzero(total))
-    ds = jnp.where(kept, ds, 0)
+    return jnp.where(kept, ds, 0)
+
+
+def score_grads(x, g, *parts, axis, algorithm, log, function, indexed, extras, unscored, over=()):
+    """[dx, ds]"""
+    arguments, s, kept = _scores(x, parts, function, indexed, extras)
+    ds = _slopes(g, s, kept, axis, log, over)
     return [_chain(function, arguments, ds, kept).astype(x.dtype), ds.astype(x.dtype)]
+
+
+def score_grads_on_cpu(x, g, *parts, axis, algorithm, log, function, indexed, extras, unscored):
+    params = dict(function=function, indexed=indexed, extras=extras)
+    if log:
+        return score_grads(x, g, *parts, axis=axis, algorithm=algorithm, log=log, unscored=unscored, **params)
+    arguments, s = _scores_on_cpu(x, parts, **params)
+    ds = gradient_without_selects(jax.nn.softmax(s, axis), g, axis)
+    ds = unless_nan(ds, axis, lambda: _slopes(g, *_scores(x, parts, **params)[1:], axis, log))
+    return [_chain(function, arguments, ds, s != -jnp.inf).astype(x.dtype), ds.astype(x.dtype)]
 
 
 def score_grad(*operands, unscored, **params):
     return score_grads(*operands, unscored=unscored, **params)[unscored]
+
+
+def score_grad_on_cpu(*operands, unscored, **params):
+    return score_grads_on_cpu(*operands, unscored=unscored, **params)[unscored]
 
 
 def score_jvp(x, t, *parts, unscored, **params):
@@ -77,7 +117,7 @@ def score_jvps(x, tx, ts, *parts, unscored, **params):
     return _score_jvp(x, tx, ts, parts, **params)
 
 
-def _score_jvp(x, tx, ts, parts, *, axis, tier, log, function, indexed, extras):
+def _score_jvp(x, tx, ts, parts, *, axis, algorithm, log, function, indexed, extras):
     arguments, s, kept = _scores(x, parts, function, indexed, extras)
     terms = [] if tx is None else [_chain(function, arguments, computed(tx, kept), kept)]
     terms += [] if ts is None else [computed(ts, kept)]
@@ -90,8 +130,7 @@ def _score_jvp(x, tx, ts, parts, *, axis, tier, log, function, indexed, extras):
 
 def _chain(function, arguments, ds, kept):
     """ds times the derivative of the scores by x."""
-    (dx,) = function.vjp((0,)).unrounded(*arguments, ds)
-    return jnp.where(kept, computed(jnp.broadcast_to(dx, kept.shape)), 0)
+    return jnp.where(kept, _unrounded(function.vjp((0,)), [*arguments, ds], kept.shape), 0)
 
 
 def argument_gradient(function, wrt, dtype, masked):

@@ -33,19 +33,19 @@ def _custom_vjp(forward_p, backward_p, keep):
     """The custom_vjp behind all derivatives of `forward_p`; keep(x, y) returns the residual of the backward pass."""
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-    def f(x, mask, axis, tier):
-        return bind(forward_p, x, *mask, axis=axis, tier=tier)
+    def f(x, mask, axis, algorithm):
+        return bind(forward_p, x, *mask, axis=axis, algorithm=algorithm)
 
-    def forward(x, mask, axis, tier):
-        y = bind(forward_p, x, *mask, axis=axis, tier=tier)  # not f, which has no derivative itself
+    def forward(x, mask, axis, algorithm):
+        y = bind(forward_p, x, *mask, axis=axis, algorithm=algorithm)  # not f, which has no derivative itself
         return y, (keep(x, y), mask)
 
-    def backward(axis, tier, residuals, g):
+    def backward(axis, algorithm, residuals, g):
         kept, mask = residuals
-        return bind(backward_p, kept, g, *mask, axis=axis, tier=tier), (None,) * len(mask)
+        return bind(backward_p, kept, g, *mask, axis=axis, algorithm=algorithm), (None,) * len(mask)
 
     f.defvjp(forward, backward)
-    return lambda x, *mask, axis, tier: f(x, mask, axis, tier)
+    return lambda x, *mask, axis, algorithm: f(x, mask, axis, algorithm)
 
 
 def _precise(x, y):
@@ -62,7 +62,7 @@ defvjp(softmax_p, softmax_vjp, differentiable=(0,))
 defvjp(log_softmax_p, log_softmax_vjp, differentiable=(0,))
 
 
-def softmax_grad_jvp(y, g, *rest, axis, tier):
+def softmax_grad_jvp(y, g, *rest, axis, algorithm):
     *mask, dy = rest
     kept = reference.participants(y, 0, axis, *mask)
     dtype = y.dtype
@@ -75,13 +75,13 @@ def _softmax_tangent(x, dx, axis, kept):
     return p * (dx - row_sum(p * dx, axis))
 
 
-def _log_softmax_grad_jvp(x, g, *rest, axis, tier):
+def _log_softmax_grad_jvp(x, g, *rest, axis, algorithm):
     *mask, dx = rest
     kept = reference.participants(x, -jnp.inf, axis, *mask)
     return (-_softmax_tangent(x, dx, axis, kept) * row_sum(computed(g, kept), axis)).astype(x.dtype)
 
 
-def _log_softmax_jvp_jvp(x, t, *rest, axis, tier):
+def _log_softmax_jvp_jvp(x, t, *rest, axis, algorithm):
     *mask, dx = rest
     kept = reference.participants(x, -jnp.inf, axis, *mask)
     dot = row_sum(_softmax_tangent(x, dx, axis, kept) * computed(t, kept), axis)

@@ -33,6 +33,7 @@ _SUB_WARP_VECTORS = 32  # one per lane
 _WARP_VECTORS = 64  # two per lane
 _BLOCK_VECTORS = 512 * 8  # eight per thread
 _FUSED_WARP_VECTORS, _FUSED_BLOCK_VECTORS = 32 * 4, 512 * 4  # four per thread
+_CAUSAL_WARP_VECTORS = 32 * 8  # of float32, forward: 8x12x1024x1024 to bfloat16 takes 103 us, a block 128
 _CLUSTER_BLOCKS = 16
 _CLUSTER_VECTORS = 512 * 4  # per block, four per thread; eight if rows are whole vectors
 _RING_BYTES = 208 * 1024  # of rows in a block's shared memory
@@ -43,7 +44,7 @@ _MOST_GRID_X, _MOST_GRID_Y = 2**31 - 1, 2**16 - 1
 
 
 class Problem(typing.NamedTuple):
-    """A softmax over the middle dimension of [rows, width, inner]."""
+    """A softmax over the middle dimension of [rows, width, inner]. causal: fused, and nothing else but perhaps a scale."""
 
     rows: int
     width: int
@@ -53,6 +54,7 @@ class Problem(typing.NamedTuple):
     backward: bool = False
     masked: bool = False
     fused: bool = False
+    causal: bool = False
 
     @property
     def itemsize(self) -> int:
@@ -94,7 +96,9 @@ def fits(algorithm: str, p: Problem, device) -> bool:
     if p.fused:
         if algorithm == "streaming":
             return p.inner == 1
-        most = {"warp": _FUSED_WARP_VECTORS, "block": _FUSED_BLOCK_VECTORS}.get(algorithm, 0)
+        long = p.causal and p.dtype == "float32" and not p.backward and p.whole
+        warp = _CAUSAL_WARP_VECTORS if long else _FUSED_WARP_VECTORS
+        most = {"warp": warp, "block": _FUSED_BLOCK_VECTORS}.get(algorithm, 0)
         return p.inner == 1 and p.dtype != "float64" and p.vectors <= most
     if algorithm == "column":
         return True  # a last axis is a column tile of width 1
@@ -386,13 +390,13 @@ _LAUNCHES = {
 # ---- plans
 
 
-def _algorithm(p: Problem, device, tier: str) -> str:
-    return pick("log_softmax" if p.log else "softmax", tier, p, device)
+def _algorithm(p: Problem, device, algorithm: str) -> str:
+    return pick("log_softmax" if p.log else "softmax", algorithm, p, device)
 
 
-def plan(p: Problem, device, mask=(null, EMPTY_VIEW), tier="auto") -> Plan | None:
+def plan(p: Problem, device, mask=(null, EMPTY_VIEW), algorithm="auto") -> Plan | None:
     """The launches of a plain softmax; None if a grid would be too large. mask: its pointer and its BroadcastView."""
-    algorithm = _algorithm(p, device, tier)
+    algorithm = _algorithm(p, device, algorithm)
     launches = tuple(_LAUNCHES[algorithm](p, _params(p, device, mask), device))
     # Element by element, for arrays that are not aligned.
     generic = _streaming if p.inner == 1 else _column
@@ -408,16 +412,16 @@ def problem_of(aval, axis: int, **flags) -> Problem:
     return Problem(math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :]), aval.dtype.name, **flags)
 
 
-def plain(log: bool, backward: bool, device, operands, results, *, axis: int, tier: str) -> Plan | None:
+def plain(log: bool, backward: bool, device, operands, results, *, axis: int, algorithm: str) -> Plan | None:
     """The plan of a plain primitive for arrays of these types. Operands as in `_params`, then the mask if there is one.
 
     None if a grid would be too large, or the mask has too many groups of dimensions.
     """
     p = problem_of(operands[0], axis, log=log, backward=backward, masked=len(operands) > 1 + backward)
     if not p.masked:
-        return plan(p, device, tier=tier)
+        return plan(p, device, algorithm=algorithm)
     view = broadcast_view(operands[0].shape, operands[p.inputs].shape, axis)
-    return plan(p, device, (operand(p.inputs), view), tier) if view else None
+    return plan(p, device, (operand(p.inputs), view), algorithm) if view else None
 
 
 # ---- fused
@@ -456,6 +460,7 @@ def _row_launch(
         return Launch(header, name, [params], _rows_grid(p.rows), _STREAM_THREADS, source=source)
     vectors = p.width // p.vector if p.whole else p.vectors
     held = held if vectors <= held * (32 if algorithm == "warp" else _BLOCK_THREADS) else 4
+    held = 8 if algorithm == "warp" and vectors > _FUSED_WARP_VECTORS else held
     lanes, grid, threads = "jaxkern::kBlockLanes", p.rows, _warps(ceil_div(vectors, held))
     if algorithm == "warp":
         # Two short rows per warp: half the steps to reduce a row, and a causal row ends nearer to its limit.
@@ -487,7 +492,7 @@ def fused(
     results,
     *,
     axis,
-    tier,
+    algorithm,
     log,
     extras,
     causal,
@@ -501,9 +506,10 @@ def fused(
     x = operands[0]
     at = {name: k for k, name in enumerate(extras.split(), 2 if backward else 1)}
     p = problem_of(x, axis, log=log, backward=backward, masked="mask" in at, fused=True)
+    p = p._replace(causal=causal and extras in ("", "scale"))
     if not fused_fits(x.shape, axis):
         return None
-    algorithm = _algorithm(p, device, tier)
+    algorithm = _algorithm(p, device, algorithm)
     pointer = {name: operand(k) for name, k in at.items()}
     view = {name: broadcast_view(x.shape, operands[k].shape, axis) for name, k in at.items() if name != "key"}
     wide = "bias" in at and operands[at["bias"]].dtype != x.dtype
@@ -548,7 +554,7 @@ MOST_SCORE_OPERANDS = 16
 
 
 def score(
-    device, operands, results, *, axis, tier, log, function, indexed, extras, unscored, backward=False, sums=False
+    device, operands, results, *, axis, algorithm, log, function, indexed, extras, unscored, backward=False, sums=False
 ) -> Plan | None:
     """The plan of a softmax of a function of the user's, for arrays of these types.
 
@@ -561,7 +567,7 @@ def score(
     p = problem_of(x, axis, log=log, backward=backward, masked="mask" in at, fused=True)
     if not fused_fits(x.shape, axis) or len(args) > MOST_SCORE_OPERANDS:
         return None
-    algorithm = _algorithm(p, device, tier)
+    algorithm = _algorithm(p, device, algorithm)
     views = [broadcast_view(x.shape, a.shape, axis) for a in args]
     mask = (null, EMPTY_VIEW)
     if p.masked:

@@ -44,7 +44,13 @@ algorithms.register(plan, "log_softmax", log=True)
 def _plain(name, log, backward):
     launches = functools.partial(plan.plain, log, backward)
     return row_primitive(
-        f"jaxkern_{name}", 1 + backward, getattr(reference, name), launches, split=True, dtypes=plan.DTYPES
+        f"jaxkern_{name}",
+        1 + backward,
+        getattr(reference, name),
+        launches,
+        split=True,
+        dtypes=plan.DTYPES,
+        on_cpu=getattr(reference, f"{name}_on_cpu", None),
     )
 
 
@@ -58,8 +64,8 @@ log_softmax_jvp_p = row_primitive("jaxkern_log_softmax_jvp", 2, reference.log_so
 # ---- the fused primitives
 
 
-def _abstract_eval(name, arrays, x, *rest, axis, tier, log, extras, causal, threshold, unscaled, dtype=""):
-    del tier, unscaled
+def _abstract_eval(name, arrays, x, *rest, axis, algorithm, log, extras, causal, threshold, unscaled, dtype=""):
+    del algorithm, unscaled
     if not causal <= axis < x.ndim:
         raise ValueError(f"{name}: axis {axis} is out of bounds for shape {x.shape}")
     names, others, parts = extras.split(), rest[: arrays - 1], rest[arrays - 1 :]
@@ -160,7 +166,7 @@ def _partition(prim, ctx, operands, params):
     return partition.lower(ctx, prim, operands, params, dims, functools.partial(sharding.shard, prim), sharding.EXACT)
 
 
-def _primitive(name, arrays, reference, launches=None):
+def _primitive(name, arrays, reference, launches=None, on_cpu=None):
     return define.primitive(
         name,
         functools.partial(_abstract_eval, name, arrays),
@@ -170,12 +176,17 @@ def _primitive(name, arrays, reference, launches=None):
         partition=_partition,
         adapt=_adapt,
         dtypes=plan.DTYPES,
+        on_cpu=on_cpu,
     )
 
 
-softmax_fused_p = _primitive("jaxkern_softmax_fused", 1, reference.fused, plan.fused)
+softmax_fused_p = _primitive("jaxkern_softmax_fused", 1, reference.fused, plan.fused, reference.fused_on_cpu)
 softmax_fused_grad_p = _primitive("jaxkern_softmax_fused_grad", 2, reference.fused_grad, plan.fused_grad)
 softmax_fused_jvp_p = _primitive("jaxkern_softmax_fused_jvp", 2, reference.fused_jvp)
 softmax_fused_output_grad_p = _primitive(
-    "jaxkern_softmax_fused_output_grad", 2, reference.fused_output_grad, plan.fused_output_grad
+    "jaxkern_softmax_fused_output_grad",
+    2,
+    reference.fused_output_grad,
+    plan.fused_output_grad,
+    reference.fused_output_grad_on_cpu,
 )

@@ -10,7 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern._core import partition
-from jaxkern._core.rows import computed, largest_of, lowest_for_infinity, row_sum, shifted
+from jaxkern._core.rows import (
+    computed,
+    gradient_without_selects,
+    largest_of,
+    lowest_for_infinity,
+    row_sum,
+    shifted,
+    unless_nan,
+)
 from jaxkern._ops.reduction.primitive import statistics
 from jaxkern._ops.softmax import dropout
 
@@ -58,7 +66,7 @@ def _exponentials(x, mask, axis, over, others=()):
     wide = _unmasked(x, *mask)
     if not over:
         return wide, *partition.row_exponentials(wide, axis, (), others=others)
-    _, largest, total = (jnp.expand_dims(a, axis) for a in statistics(x, *mask, axis=axis, tier="auto"))
+    _, largest, total = (jnp.expand_dims(a, axis) for a in statistics(x, *mask, axis=axis, algorithm="auto"))
     sums = [total, *(jnp.sum(a, axis, keepdims=True) for a in others)]
     return wide, *partition.merge_exponentials(largest, sums, over)
 
@@ -75,7 +83,7 @@ def _stable(x, mask, axis):
     return below, e, row_sum(e, axis)
 
 
-def softmax(x, *mask, axis, tier, over=()):
+def softmax(x, *mask, axis, algorithm, over=()):
     if over:
         wide, largest, (total,) = _exponentials(x, mask, axis, over)
         return computed(jnp.exp(wide - largest) / _nonzero(total), *mask).astype(x.dtype)
@@ -83,7 +91,7 @@ def softmax(x, *mask, axis, tier, over=()):
     return computed(e / _lifted(total), *mask).astype(x.dtype)
 
 
-def log_softmax(x, *mask, axis, tier, over=()):
+def log_softmax(x, *mask, axis, algorithm, over=()):
     if over:
         wide, largest, (total,) = _exponentials(x, mask, axis, over)
         y = jnp.where(total == 0, -jnp.inf, wide - largest - jnp.log(total))
@@ -102,7 +110,7 @@ def _kept(dx, alive, mask, dtype):
     return jnp.where(alive & mask[0] if mask else alive, dx, 0).astype(dtype)
 
 
-def softmax_grad(y, g, *mask, axis, tier, over=()):
+def softmax_grad(y, g, *mask, axis, algorithm, over=()):
     p, g = computed(y, *mask), computed(g, *mask)
     (dot,) = partition.row_sums(axis, over, p * g)
     # Changes nothing, but ends XLA:CPU's loop over sums and products, which would store p * (g - dot) for the select.
@@ -110,25 +118,53 @@ def softmax_grad(y, g, *mask, axis, tier, over=()):
     return jnp.where(p == 0, 0, p * (g - dot)).astype(y.dtype)
 
 
-def log_softmax_grad(x, g, *mask, axis, tier, over=()):
+def log_softmax_grad(x, g, *mask, axis, algorithm, over=()):
     g = computed(g, *mask)
+    if not (over or mask) and x.dtype.itemsize > 2:
+        _, e, total = _stable(x, mask, axis)
+        each = jnp.where(total == 0, 0, row_sum(g, axis) / _lifted(total))  # ends the loop, too
+        return _kept(g - e * each, total != 0, mask, x.dtype)
     if x.dtype.itemsize <= 2:  # x is the result, whose exponentials sum to 1, or to 0 in an empty row
         p = jnp.exp(_unmasked(x, *mask))
         total, of_g = partition.row_sums(axis, over, p, g) if over else (row_sum(p, axis), row_sum(g, axis))
-    elif over or mask:
+    else:
         wide, largest, (total, of_g) = _exponentials(x, mask, axis, over, others=[g])
         p = jnp.exp(wide - largest) / _nonzero(total)
-    else:
-        _, e, total = _stable(x, mask, axis)
-        p, of_g = e / _lifted(total), row_sum(g, axis)
-    of_g = jnp.where(total == 0, 0, of_g)  # ends the loop, too
+    of_g = jnp.where(total == 0, 0, of_g)
     return _kept(g - p * of_g, total != 0, mask, x.dtype)
 
 
-def log_softmax_jvp(x, t, *mask, axis, tier, over=()):
+def log_softmax_jvp(x, t, *mask, axis, algorithm, over=()):
     t = computed(t, *mask)
     _, (total, dot) = partition.row_exponentials(_unmasked(x, *mask), axis, over, weights=[t])
     return _kept(t - dot / _nonzero(total), total != 0, mask, x.dtype)
+
+
+# ---- what the CPU runs where masks or cotangents could need selects: see `unless_nan`
+#
+# At first, empty rows are NaN, and rows with NaN or +inf are NaN even where they are masked. A cotangent that is not finite
+# makes its row NaN even where it must not count; there y is 0, so that finite ones count nothing.
+
+
+def softmax_on_cpu(x, *mask, axis, algorithm):
+    exact = lambda: softmax(x, *mask, axis=axis, algorithm=algorithm)
+    if not mask:
+        return exact()
+    _, e, total = _stable(x, mask, axis)
+    return unless_nan((e / total).astype(x.dtype), axis, exact)
+
+
+def log_softmax_on_cpu(x, *mask, axis, algorithm):
+    exact = lambda: log_softmax(x, *mask, axis=axis, algorithm=algorithm)
+    if not mask:
+        return exact()
+    below, _, total = _stable(x, mask, axis)
+    return unless_nan(lowest_for_infinity(below - jnp.log(total), x.dtype), axis, exact)
+
+
+def softmax_grad_on_cpu(y, g, *mask, axis, algorithm):
+    exact = lambda: softmax_grad(y, g, *mask, axis=axis, algorithm=algorithm)
+    return unless_nan(gradient_without_selects(y, g, axis).astype(y.dtype), axis, exact) if mask else exact()
 
 
 # ---- fused: operands as in primitive.py; `parts` are those that the parameter `extras` names, in its order
@@ -179,7 +215,7 @@ def _scaled(ds, extra, unscaled):
     return ds if unscaled or "scale" not in extra else ds * extra["scale"]
 
 
-def fused(x, *parts, axis, tier, log, extras, causal, threshold, unscaled, dtype=""):
+def fused(x, *parts, axis, algorithm, log, extras, causal, threshold, unscaled, dtype=""):
     extra = named(parts, extras)
     part = fused_participants(x, axis, extra, causal)
     below, exponential, total = shifted(_logits(x, extra, part), () if part is None else (part,), axis)
@@ -191,6 +227,25 @@ def fused(x, *parts, axis, tier, log, extras, causal, threshold, unscaled, dtype
     return y.astype(dtype or x.dtype)
 
 
+def fused_on_cpu(x, *parts, axis, extras, causal, threshold, log, dtype="", **params):
+    params |= {"axis": axis, "extras": extras, "causal": causal, "threshold": threshold, "log": log, "dtype": dtype}
+    exact = lambda: fused(x, *parts, **params)
+    if threshold:  # drawing the bits takes most of the time
+        return exact()
+    extra = named(parts, extras)
+    part = fused_participants(x, axis, extra, causal)
+    below, e, total = _stable(_logits(x, extra, None), () if part is None else (part,), axis)
+    if log:
+        return unless_nan(lowest_for_infinity(below - jnp.log(total), x.dtype), axis, exact)
+    return unless_nan((e / total).astype(dtype or x.dtype), axis, exact)
+
+
+def fused_output_grad_on_cpu(y, g, *parts, axis, extras, unscaled, **params):
+    dx = _scaled(gradient_without_selects(y, g, axis), named(parts, extras), unscaled).astype(y.dtype)
+    exact = lambda: fused_output_grad(y, g, *parts, axis=axis, extras=extras, unscaled=unscaled, **params)
+    return unless_nan(dx, axis, exact)
+
+
 def _fused_probabilities(x, axis, extra, causal):
     """softmax(s), and which elements take part in a row that is not empty."""
     part = fused_participants(x, axis, extra, causal)
@@ -199,7 +254,7 @@ def _fused_probabilities(x, axis, extra, causal):
     return exponential / _nonzero(total), jnp.broadcast_to(kept, x.shape)
 
 
-def fused_grad(x, g, *parts, axis, tier, log, extras, causal, threshold, unscaled):
+def fused_grad(x, g, *parts, axis, algorithm, log, extras, causal, threshold, unscaled):
     extra = named(parts, extras)
     p, kept = _fused_probabilities(x, axis, extra, causal)
     h = _dropout(computed(g, kept), axis, extra, threshold)
@@ -207,7 +262,7 @@ def fused_grad(x, g, *parts, axis, tier, log, extras, causal, threshold, unscale
     return computed(_scaled(ds, extra, unscaled), kept).astype(x.dtype)
 
 
-def fused_output_grad(y, g, *parts, axis, tier, log, extras, causal, threshold, unscaled, over=()):
+def fused_output_grad(y, g, *parts, axis, algorithm, log, extras, causal, threshold, unscaled, over=()):
     # Where y is 0, as it is where it is masked, g may hold anything.
     p = computed(y)
     h = computed(g, p != 0)
@@ -215,7 +270,7 @@ def fused_output_grad(y, g, *parts, axis, tier, log, extras, causal, threshold, 
     return computed(_scaled(p * (h - dot), named(parts, extras), unscaled), p != 0).astype(y.dtype)
 
 
-def fused_jvp(x, t, *parts, axis, tier, log, extras, causal, threshold, unscaled):
+def fused_jvp(x, t, *parts, axis, algorithm, log, extras, causal, threshold, unscaled):
     extra = named(parts, extras)
     p, kept = _fused_probabilities(x, axis, extra, causal)
     t = _scaled(computed(t, kept), extra, unscaled)
@@ -223,7 +278,7 @@ def fused_jvp(x, t, *parts, axis, tier, log, extras, causal, threshold, unscaled
     return _dropout(computed(t, kept), axis, extra, threshold).astype(x.dtype)
 
 
-def part_of_fused(at, over, x, *parts, axis, tier, log, extras, causal, threshold, unscaled, dtype=""):
+def part_of_fused(at, over, x, *parts, axis, algorithm, log, extras, causal, threshold, unscaled, dtype=""):
     """`fused` of a part of an array, which lies at `at`; rows are split over the mesh axes `over`."""
     extra = named(parts, extras)
     part = fused_participants(x, axis, extra, causal, at)
@@ -238,7 +293,7 @@ def part_of_fused(at, over, x, *parts, axis, tier, log, extras, causal, threshol
     return y.astype(dtype or x.dtype)
 
 
-def part_of_fused_grad(at, over, x, g, *parts, axis, tier, log, extras, causal, threshold, unscaled):
+def part_of_fused_grad(at, over, x, g, *parts, axis, algorithm, log, extras, causal, threshold, unscaled):
     extra = named(parts, extras)
     part = fused_participants(x, axis, extra, causal, at)
     s = _logits(x, extra, part)
