@@ -21,6 +21,7 @@ from jaxkern.softmax import softmax
 NAME = "dot_product_attention"
 
 
+@jax.numpy_rank_promotion("allow")  # of this code, whatever the program asks of its own
 def dot_product_attention(
     original,
     query,
