@@ -3,12 +3,13 @@
     python examples/language_model.py                  # bytes, 0.4 M parameters, two CPU cores
     python examples/language_model.py --preset gpt2    # 124 M parameters, bfloat16, a large GPU
 
-One transformer is trained twice from one seed on the same batches. The two trainings share all
-their code but the functions in LIBRARIES: tokens go through an `embedding_lookup`, attention is a causal,
-scaled softmax, with jaxkern in one kernel, the feed-forward block a `swiglu`, under jit, grad and a vmap over
-the examples; head and loss are one `linear_softmax_cross_entropy` of the whole batch, which never has all of
-its logits. The trainings take turns step by step, so each step is timed beside its twin on the same machine
-in the same second.
+One transformer is trained twice from one seed on the same batches. The two trainings share all their
+code but the functions in LIBRARIES: tokens go through an `embedding_lookup`, attention is a causal,
+scaled softmax, with jaxkern in one kernel, the feed-forward block a `swiglu`, each sum into the
+residual stream one kernel with the `rms_norm` that follows, under jit, grad and a vmap over the
+examples; head and loss are one `linear_softmax_cross_entropy` of the whole batch, which never has all
+of its logits. The trainings take turns step by step, so each step is timed beside its twin on the same
+machine in the same second.
 
 Printed at the end: bits per byte on held-out files, the median milliseconds of a step, and how far
 apart the curves are; drawn: both curves and their difference. The exit status is 1 if the curves
@@ -58,7 +59,7 @@ class Functions(typing.NamedTuple):
 
     attention_weights: typing.Callable  # of scores, their scale, a rate of dropout and a key
     head_loss: typing.Callable  # mean loss of activations, a table of embeddings as head, and labels
-    rms_norm: typing.Callable  # of x and its gain
+    rms_norm: typing.Callable  # of x and its gain; or of x + residual, which it returns as well
     embedding_lookup: typing.Callable
     swiglu: typing.Callable  # of both halves in one array
 
@@ -78,11 +79,13 @@ def fused_loss(h, table, labels):
     return jaxkern.linear_softmax_cross_entropy(h, table, labels, transpose_weight=True)
 
 
-def plain_rms_norm(x, gain):
+def plain_rms_norm(x, gain, residual=None):
     """In float32 whatever x is."""
+    x = x if residual is None else x + residual
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
-    return (wide * scale * gain).astype(x.dtype)
+    y = (wide * scale * gain).astype(x.dtype)
+    return y if residual is None else (y, x)
 
 
 def fused_weights(scores, scale, rate, key):
@@ -99,7 +102,7 @@ def composed_weights(scores, scale, rate, key):
 
 
 LIBRARIES = {
-    "jaxkern": Functions(fused_weights, fused_loss, plain_rms_norm, jaxkern.embedding_lookup, jaxkern.swiglu),
+    "jaxkern": Functions(fused_weights, fused_loss, jaxkern.rms_norm, jaxkern.embedding_lookup, jaxkern.swiglu),
     "jax.nn": Functions(composed_weights, plain_loss, plain_rms_norm, lambda table, ids: table[ids], plain_swiglu),
 }
 
@@ -166,20 +169,19 @@ def rotate(x):
 def activations(functions, p, dropout, params, inputs, key):
     """What the head reads, for one window of as many tokens as the context has; the batch is a vmap outside."""
     x = functions.embedding_lookup(params["embedding"].astype(p.dtype), inputs)
-    for layer, layer_key in zip(params["layers"], jax.random.split(key, p.layers)):
+    gains = [*(layer["attention_gain"] for layer in params["layers"]), params["last_gain"]]
+    h = functions.rms_norm(x, gains[0])
+    for layer, next_gain, layer_key in zip(params["layers"], gains[1:], jax.random.split(key, p.layers)):
         w = {name: weight.astype(p.dtype) for name, weight in layer.items()}
 
-        h = functions.rms_norm(x, layer["attention_gain"])
         queries, keys, values = jnp.einsum("td,dchf->cthf", h, w["query_key_value"])
         scores = jnp.einsum("qhf,khf->hqk", rotate(queries), rotate(keys))
         attention = functions.attention_weights(scores, queries.shape[-1] ** -0.5, dropout, layer_key)
         h = jnp.einsum("hqk,khf->qhf", attention, values)
-        x = x + jnp.einsum("qhf,hfd->qd", h, w["attention_out"])
+        h, x = functions.rms_norm(jnp.einsum("qhf,hfd->qd", h, w["attention_out"]), layer["mlp_gain"], residual=x)
+        h, x = functions.rms_norm(functions.swiglu(h @ w["mlp_in"]) @ w["mlp_out"], next_gain, residual=x)
 
-        h = functions.rms_norm(x, layer["mlp_gain"])
-        x = x + functions.swiglu(h @ w["mlp_in"]) @ w["mlp_out"]
-
-    return functions.rms_norm(x, params["last_gain"])
+    return h
 
 
 def adamw(params, grads, state, rate, decay=0.1, beta1=0.9, beta2=0.95, clip=1.0):
