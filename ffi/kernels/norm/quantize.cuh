@@ -100,12 +100,12 @@ template <class Q, int kSpan, class E = NoEpilogue> struct NormQuantize {
         largest = max(largest, Largest(v));
         if (kSpan < 0 && mine(i)) write(i, v, factor);
       }
-      largest = ReduceLanes<(kLanes == 0 ? kWarp : kLanes)>(largest, LargerOf());
+      largest = LargestOfLanes<(kLanes == 0 ? kWarp : kLanes)>(largest);
       if constexpr (kLanes == 0 && kThreads > kWarp) {
         __shared__ uint32_t room[kThreads / kWarp];
         largest = ReduceWarps<kWarp>(
             largest, room, kThreads / kWarp, 0u, [] { __syncthreads(); },
-            [&](uint32_t own) { return ReduceLanes<kWarp>(own, LargerOf()); });
+            [&](uint32_t own) { return LargestOfLanes<kWarp>(own); });
       }
       if (live && lane == 0) p.scale_of_q[row] = kSpan < 0 ? __uint_as_float(largest) : QuantizeScale<Q>(largest);
       if constexpr (kSpan == 0) {
@@ -172,11 +172,11 @@ __global__ void __launch_bounds__(kNormStreamThreads)
         normalise(c, v);
         largest = max(largest, Largest(v));
       }
-      largest = ReduceLanes<kWarp>(largest, LargerOf());
+      largest = LargestOfLanes<kWarp>(largest);
       if (whole) {
         largest = ReduceWarps<kWarp>(
             largest, room, kWarps, 0u, [] { __syncthreads(); },
-            [&](uint32_t mine) { return ReduceLanes<kWarp>(mine, LargerOf()); });
+            [&](uint32_t mine) { return LargestOfLanes<kWarp>(mine); });
       }
       if (member == 0 && begin < end) {
         p.scale_of_q[row * blocks + own] = kGiven ? __uint_as_float(largest) : QuantizeScale<Q>(largest);

@@ -49,12 +49,12 @@ __global__ void __launch_bounds__(kGroup > 32 ? kGroup : kQuantizeThreads)
   }
 
   uint32_t largest = Largest(loaded);
-  largest = ReduceLanes<(kGroup < 32 ? kGroup : 32)>(largest, LargerOf());
+  largest = LargestOfLanes<(kGroup < 32 ? kGroup : 32)>(largest);
   if constexpr (kGroup > 32) {
     __shared__ uint32_t room[32];
     largest = ReduceWarps<32>(
         largest, room, kGroup / 32, 0u, [] { __syncthreads(); },
-        [&](uint32_t mine) { return ReduceLanes<32>(mine, LargerOf()); });
+        [&](uint32_t mine) { return LargestOfLanes<32>(mine); });
   }
 
   if (!live) return;

@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 ? 2 : 4)
   }
 
   if constexpr (kGiven) {
-    in_tile = ReduceLanes<kWarp>(in_tile, LargerOf());
+    in_tile = LargestOfLanes<kWarp>(in_tile);
     if (threadIdx.x % kWarp == 0) in_warp[threadIdx.x / kWarp] = in_tile;
   } else {
     // The scales of columns: half of the threads compute factors, the others scales.

@@ -178,6 +178,14 @@ struct LargerOf {
   __device__ __forceinline__ uint32_t operator()(uint32_t a, uint32_t b) const { return max(a, b); }
 };
 
+// The largest over aligned groups of kLanes lanes; all 32 lanes take part. Of a whole warp: one instruction.
+template <int kLanes> __device__ __forceinline__ uint32_t LargestOfLanes(uint32_t v) {
+#ifdef __CUDA_ARCH__
+  if constexpr (kLanes == kWarp) return __reduce_max_sync(0xffffffffu, v);
+#endif
+  return ReduceLanes<kLanes>(v, LargerOf());
+}
+
 // What numbers are multiplied by before they are rounded, where `largest` are the bits of the largest magnitude.
 template <class Q> __device__ __forceinline__ float QuantizeFactor(uint32_t largest) {
   const float most = __uint_as_float(largest);
