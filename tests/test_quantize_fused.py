@@ -135,6 +135,23 @@ def test_functions_and_masks(name):
         close((q, amax), (given_scale(y, "int8", 0.03)[0], np.abs(y).max()), "int8", 0.02)
 
 
+@pytest.mark.parametrize("block", [None, 128])
+def test_int8_of_numbers_that_are_not_finite(block):
+    """All of a row or block with NaN or infinity becomes 0, and the others are as without it."""
+    x = np.random.default_rng(0).normal(size=(3, 8192)).astype(np.float32)
+    scale = np.ones(8192, np.float32)
+    how = Quantization("int8", block)
+    plain, _ = jaxkern.rms_norm(x, scale, quantize=how)
+    for special in (np.nan, np.inf):
+        scale[4097] = special
+        q, scales = jaxkern.rms_norm(x, scale, quantize=how)
+        held = slice(None) if block is None else slice(4096, 4224)
+        assert not np.asarray(q)[:, held].any() and not np.isfinite(np.asarray(scales)).all()
+        if block is not None:
+            for part in (slice(4096), slice(4224, None)):
+                np.testing.assert_array_equal(q[:, part], plain[:, part])
+
+
 def test_special_rows_of_norms():
     x = np.ones((4, 128), np.float32)
     x[0], x[1, 3], x[2, 5] = 0, np.nan, np.inf
@@ -367,6 +384,25 @@ def test_norm_kernels(name, shape, dtype, extras, to, block, given, unaligned):
     y = normalised(name, total, named.get("scale"), named.get("bias")).astype(np.float32)
     exact = quantized_as(y, to, block, 0.02 if given else None)
     close((q.view(TYPES[to]), scale.reshape(exact[1].shape)), exact, to, 5e-3)
+
+
+@pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize("width", [384, 1280])  # a warp and a block of several per row, whose last packs do not exist
+def test_special_blocks(width):
+    """Blocks with infinity, with NaN, and of zeros, beside others; more rows than fill the last block of threads."""
+    found, operands, results, _ = norm_plan("rms_norm", (7, width), "bfloat16", "scale", "int8", 128)
+    rng = np.random.default_rng(0)
+    arrays = [np.asarray(jnp.asarray(rng.normal(0.3, 1, a.shape), a.dtype)) for a in operands]
+    arrays[0] = np.where(np.arange(7)[:, None] == 5, 0, arrays[0]).astype(arrays[0].dtype)
+    arrays[1] = np.array(arrays[1])
+    arrays[1][[3, 130]] = np.inf, np.nan
+    q, scale = emulated.run(found, arrays, results)
+    with np.errstate(invalid="ignore"):
+        y = normalised("rms_norm", *arrays, None).astype(np.float32)
+        exact = quantized_as(y, "int8", 128)
+    close((q.view(np.int8), scale), exact, "int8")
+    assert not q[:, :256].any() and (scale[5, 2:] == 1).all()
+    assert np.isinf(scale[0, 0]) and np.isnan(scale[:, 1]).all()
 
 
 @pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")

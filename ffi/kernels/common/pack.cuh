@@ -93,6 +93,14 @@ template <class T, int N> __device__ __forceinline__ T Element(const Pack<T, N>&
   }
 }
 
+// Where a vector is then loaded under a condition, NVRTC would read the zeros of `= {}` from global memory first.
+template <class T, int N> __device__ __forceinline__ Pack<T, N> ZeroPack() {
+  Pack<T, N> pack;
+#pragma unroll
+  for (int w = 0; w < Pack<T, N>::kWords; ++w) pack.word[w] = 0;
+  return pack;
+}
+
 template <class T, int N> __device__ __forceinline__ Pack<T, N> Filled(T x) {
   Pack<T, N> pack = {};
 #pragma unroll

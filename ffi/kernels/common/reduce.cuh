@@ -28,6 +28,30 @@ template <int kLanes, class V, class Combine> __device__ __forceinline__ V Reduc
   return v;
 }
 
+// Combines each of kCount values (a power of two up to kLanes) over aligned groups of kLanes lanes. Lane l gets one of them:
+// number (l % kLanes) / (kLanes / kCount). While there are several, each half of a group takes half of them. Overwrites v;
+// all 32 lanes take part.
+template <int kLanes, int kCount, class V, class Combine>
+__device__ __forceinline__ V ReduceLanesApart(V (&v)[kCount], Combine combine) {
+  int count = kCount;
+#pragma unroll
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    if (count > 1) {
+      count /= 2;
+      const bool upper = threadIdx.x & half;
+#pragma unroll
+      for (int k = 0; k < kCount / 2; ++k) {
+        if (k >= count) continue;
+        const V other = upper ? v[k] : v[k + count];
+        v[k] = combine(upper ? v[k + count] : v[k], __shfl_xor_sync(0xffffffffu, other, half));
+      }
+    } else {
+      v[0] = combine(v[0], __shfl_xor_sync(0xffffffffu, v[0], half));
+    }
+  }
+  return v[0];
+}
+
 // Combines one value per warp into one per block, in the order of the warps. `merge` combines over kMaxWarps lanes;
 // `identity` pads smaller blocks. `room`: shared memory for one Stat per warp. Contains one barrier; the caller must place
 // another one before it uses `room` again.

@@ -40,14 +40,16 @@ __global__ void __launch_bounds__(
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
   const auto has = [&](int i) { return kWhole || lane + i * kGroup < packs; };
   const auto at = [&](int u, int i) { return (first + u * kGroups) * width + (lane + i * kGroup) * N; };
-  const auto live = [&](int u) { return first + u * kGroups < p.rows; };
+  const auto live = [&](int u) {
+    return kLanes == 0 || first + u * kGroups < p.rows;
+  };  // there are as many blocks as rows
 
   Pack<T, N> raw[kRows][kPacks];
 #pragma unroll
   for (int u = 0; u < kRows; ++u) {
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
-      raw[u][i] = {};
+      raw[u][i] = ZeroPack<T, N>();
       if (live(u) && has(i)) raw[u][i] = LoadPack<T, N>(p.x, at(u, i), policy);
     }
   }
@@ -57,7 +59,7 @@ __global__ void __launch_bounds__(
     for (int u = 0; u < kRows; ++u) {
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
-        residual[u][i] = {};
+        residual[u][i] = ZeroPack<T, N>();
         if (live(u) && has(i)) residual[u][i] = LoadPack<T, N>(p.residual, at(u, i), policy);
       }
     }
@@ -71,6 +73,11 @@ __global__ void __launch_bounds__(
     }
   }
 
+  // Many 16-bit elements are unpacked again for each use, because a thread has no registers to keep them all as floats.
+  const auto unpack = [&](int u, int i, C(&v)[N]) {
+    if constexpr (sizeof(T) == 2 && kRows * kPacks * N > 32) Forget(raw[u][i]);
+    Unpack(raw[u][i], v);
+  };
   const C each = C(1) / static_cast<C>(width);
   C mean[kRows], rstd[kRows];
 #pragma unroll
@@ -81,7 +88,7 @@ __global__ void __launch_bounds__(
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
         C v[N];
-        Unpack(raw[u][i], v);
+        unpack(u, i, v);
         total[0] += Fold(v, SumOf());
       }
       RowSums<kLanes, kThreads>(total, room_of_mean);
@@ -91,7 +98,7 @@ __global__ void __launch_bounds__(
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       C v[N], squares[N];
-      Unpack(raw[u][i], v);
+      unpack(u, i, v);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         if (Op::kCentre) v[j] = has(i) ? v[j] - mean[u] : C(0);
@@ -120,7 +127,7 @@ __global__ void __launch_bounds__(
     for (int u = 0; u < kRows; ++u) {
       const auto normalise = [&](int i, C(&v)[N]) {
         if (kPacks > 1) load_parameters(i);
-        Unpack(raw[u][i], v);
+        unpack(u, i, v);
 #pragma unroll
         for (int j = 0; j < N; ++j) {
           if (Op::kCentre) v[j] -= mean[u];
@@ -144,7 +151,7 @@ __global__ void __launch_bounds__(
       for (int u = 0; u < kRows; ++u) {
         if (!live(u)) continue;
         C v[N];
-        Unpack(raw[u][i], v);
+        unpack(u, i, v);
 #pragma unroll
         for (int j = 0; j < N; ++j) {
           if (Op::kCentre) v[j] -= mean[u];

@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kGroupThreads, kHeld > 16 ? 1 : 2)
   const auto has = [&](int u) { return walk.first + u * walk.down < walk.end; };
 #pragma unroll
   for (int u = 0; u < kHeld; ++u) {
-    raw[u] = {};
+    raw[u] = ZeroPack<T, N>();
     if (has(u)) raw[u] = LoadPack<T, N>(p.x, walk.At(p, walk.first + u * walk.down), policy);
   }
   C shift[N], sum[N] = {}, square[N] = {};
@@ -192,8 +192,8 @@ __global__ void __launch_bounds__(kGroupThreads, kHeld > 8 ? 1 : 2)
   const auto has = [&](int u) { return walk.first + u * walk.down < walk.end; };
 #pragma unroll
   for (int u = 0; u < kHeld; ++u) {
-    x[u] = {};
-    g[u] = {};
+    x[u] = ZeroPack<T, N>();
+    g[u] = ZeroPack<O, N>();
     if (!has(u)) continue;
     x[u] = LoadPack<T, N>(p.x, walk.At(p, walk.first + u * walk.down), policy);
     g[u] = LoadPack<O, N>(p.g, walk.At(p, walk.first + u * walk.down), policy);

@@ -120,28 +120,6 @@ template <class C> __device__ __forceinline__ C InverseRoot(C x) {
 
 constexpr int PowerOfTwo(int n) { return n <= 1 ? 1 : 2 * PowerOfTwo((n + 1) / 2); }
 
-// The sums of kCount values (a power of two up to kLanes) over aligned groups of kLanes lanes. Lane l gets one of them:
-// number (l % kLanes) / (kLanes / kCount). While there are several, each half of a group takes half of them.
-template <int kLanes, int kCount, class C> __device__ __forceinline__ C LaneSum(C (&v)[kCount]) {
-  int count = kCount;
-#pragma unroll
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    if (count > 1) {
-      count /= 2;
-      const bool upper = threadIdx.x & half;
-#pragma unroll
-      for (int k = 0; k < kCount / 2; ++k) {
-        if (k >= count) continue;
-        const C other = upper ? v[k] : v[k + count];
-        v[k] = (upper ? v[k + count] : v[k]) + __shfl_xor_sync(0xffffffffu, other, half);
-      }
-    } else {
-      v[0] += __shfl_xor_sync(0xffffffffu, v[0], half);
-    }
-  }
-  return v[0];
-}
-
 // Sums over the group of threads that owns a row: kLanes lanes of a warp, or with kLanes = 0 all kThreads of the block.
 // Every thread gets the same result. All threads of the warp (kLanes = 0: of the block) take part. For a block: contains
 // one barrier. Consecutive calls must alternate between two rooms, because nothing waits for the last reader.
@@ -155,7 +133,7 @@ __device__ __forceinline__ void RowSums(C (&v)[kCount], C (*room)[kCount]) {
   } else {
     constexpr int kEach = kGroup / kCount;  // lanes that get the same value
     const int lane = threadIdx.x % kWarp;
-    C mine = LaneSum<kGroup>(v);
+    C mine = ReduceLanesApart<kGroup>(v, SumOf());
     if constexpr (kLanes == 0 && kThreads > kWarp) {
       constexpr int kWarps = kThreads / kWarp, kSlots = std::min(kEach, PowerOfTwo(kWarps));
       if (lane % kEach == 0) room[threadIdx.x / kWarp][lane / kEach] = mine;

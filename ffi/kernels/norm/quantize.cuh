@@ -52,27 +52,41 @@ template <class Q, int kSpan, class E = NoEpilogue> struct NormQuantize {
     constexpr bool kHeld = Held(kPacks * N) > 0;
     uint8_t* const q = static_cast<uint8_t*>(p.y) + row * p.width;
     const auto mine = [&](int i) { return live && has(i); };
+    // Without operands to read, rows that do not exist are computed too: a branch would keep packs' loads from overlapping.
+    const auto computed = [&](int i) { return (live || std::is_same_v<E, NoEpilogue>) && has(i); };
     const auto write = [&](int i, const float (&v)[N], float factor) {
-      StoreQuantized<Q, N>(q + (lane + i * kGroup) * N, v, factor);
-    };
-    const auto magnitude = [&](const float (&v)[N]) {
-      uint32_t largest = 0;
-#pragma unroll
-      for (int j = 0; j < N; ++j) largest = max(largest, Magnitude(v[j]));
-      return largest;
+      StoreQuantized<Q, (kSpan >= 0)>(q + (lane + i * kGroup) * N, v, factor);
     };
     if constexpr (kSpan > 0) {
-      const int64_t blocks = p.width / p.block;
+      // kOnce blocks at a time: their maxima are reduced together, after which kEach lanes have the same one of them, compute
+      // its factor and scale, and send the factor to the other lanes of the block.
+      constexpr int kMost = kPacks * N <= kNormQuantizeHeld ? kNormQuantizeHeld : kNormQuantizeHeld / 2;  // elements
+      constexpr int kOnce = std::min(std::min(PowerOfTwo(kPacks), kMost / N), kSpan);
+      constexpr int kEach = kSpan / kOnce;
+      const int in_block = lane % kSpan, start = threadIdx.x % kWarp - in_block;
+      float* const scales = p.scale_of_q + row * (static_cast<int>(p.width) / (kSpan * N));
 #pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        float v[N] = {};
-        if (mine(i)) normalise(i, v);
-        const uint32_t largest = ReduceLanes<kSpan>(magnitude(v), LargerOf());
-        if (!mine(i)) continue;
-        if (lane % kSpan == 0) {
-          p.scale_of_q[row * blocks + (lane + i * kGroup) / kSpan] = QuantizeScale<Q>(largest);
+      for (int from = 0; from < kPacks; from += kOnce) {
+        float v[kOnce][N];
+        uint32_t largest[kOnce];
+#pragma unroll
+        for (int k = 0; k < kOnce; ++k) {
+#pragma unroll
+          for (int j = 0; j < N; ++j) v[k][j] = 0;
+          if (from + k < kPacks && computed(from + k)) normalise(from + k, v[k]);
+          largest[k] = Largest(v[k]);
         }
-        write(i, v, QuantizeFactor<Q>(largest));
+        const uint32_t own = ReduceLanesApart<kSpan>(largest, LargerOf());
+        const float factor = QuantizeFactor<Q>(own);
+        const int of = from + in_block / kEach;
+        if (in_block % kEach == 0 && of < kPacks && mine(of)) {
+          scales[(lane + of * kGroup) / kSpan] = QuantizeScale<Q>(own);
+        }
+#pragma unroll
+        for (int k = 0; k < kOnce; ++k) {
+          const float factor_of_k = __shfl_sync(0xffffffffu, factor, start + k * kEach);
+          if (from + k < kPacks && mine(from + k)) write(from + k, v[k], factor_of_k);
+        }
       }
     } else {
       float y[kHeld ? kPacks : 1][N];
@@ -80,18 +94,18 @@ template <class Q, int kSpan, class E = NoEpilogue> struct NormQuantize {
       uint32_t largest = 0;
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
-        if (!mine(i)) continue;
+        if (!computed(i)) continue;
         float (&v)[N] = y[kHeld ? i : 0];
         normalise(i, v);
-        largest = max(largest, magnitude(v));
-        if constexpr (kSpan < 0) write(i, v, factor);
+        largest = max(largest, Largest(v));
+        if (kSpan < 0 && mine(i)) write(i, v, factor);
       }
-      largest = ReduceLanes<(kLanes == 0 ? kWarp : kLanes)>(largest, LargerOf());
+      largest = LargestOfLanes<(kLanes == 0 ? kWarp : kLanes)>(largest);
       if constexpr (kLanes == 0 && kThreads > kWarp) {
         __shared__ uint32_t room[kThreads / kWarp];
         largest = ReduceWarps<kWarp>(
             largest, room, kThreads / kWarp, 0u, [] { __syncthreads(); },
-            [&](uint32_t own) { return ReduceLanes<kWarp>(own, LargerOf()); });
+            [&](uint32_t own) { return LargestOfLanes<kWarp>(own); });
       }
       if (live && lane == 0) p.scale_of_q[row] = kSpan < 0 ? __uint_as_float(largest) : QuantizeScale<Q>(largest);
       if constexpr (kSpan == 0) {
@@ -156,14 +170,13 @@ __global__ void __launch_bounds__(kNormStreamThreads)
       for (int64_t c = begin + member * N; c < end; c += team * N) {
         C v[N];
         normalise(c, v);
-#pragma unroll
-        for (int j = 0; j < N; ++j) largest = max(largest, Magnitude(v[j]));
+        largest = max(largest, Largest(v));
       }
-      largest = ReduceLanes<kWarp>(largest, LargerOf());
+      largest = LargestOfLanes<kWarp>(largest);
       if (whole) {
         largest = ReduceWarps<kWarp>(
             largest, room, kWarps, 0u, [] { __syncthreads(); },
-            [&](uint32_t mine) { return ReduceLanes<kWarp>(mine, LargerOf()); });
+            [&](uint32_t mine) { return LargestOfLanes<kWarp>(mine); });
       }
       if (member == 0 && begin < end) {
         p.scale_of_q[row * blocks + own] = kGiven ? __uint_as_float(largest) : QuantizeScale<Q>(largest);
@@ -172,7 +185,7 @@ __global__ void __launch_bounds__(kNormStreamThreads)
       for (int64_t c = begin + member * N; c < end; c += team * N) {
         C v[N];
         normalise(c, v);
-        StoreQuantized<Q, N>(q + first + c, v, factor);
+        StoreQuantized<Q, !kGiven>(q + first + c, v, factor);
       }
     }
   }

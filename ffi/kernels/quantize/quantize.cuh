@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kGroup > 32 ? kGroup : kQuantizeThreads)
   constexpr int kRows = kGroup > 32 ? 1 : kQuantizeThreads / kGroup;
   const int thread = threadIdx.x % kGroup;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kGroup;
-  const bool live = row < p.rows;  // lanes without a row take part in the reduction
+  const bool live = kGroup > 32 || row < p.rows;  // lanes without a row take part in the reduction
   const T* x = static_cast<const T*>(p.x) + (live ? row * p.width : 0);
 
   Pack<T, kWidth> loaded[kVectors];
@@ -48,20 +48,13 @@ __global__ void __launch_bounds__(kGroup > 32 ? kGroup : kQuantizeThreads)
     if (live && at < p.width) loaded[u] = LoadElements<T, kWidth>(x + at);
   }
 
-  uint32_t largest = 0;
-#pragma unroll
-  for (int u = 0; u < kVectors; ++u) {
-    float v[kWidth];
-    Unpack(loaded[u], v);
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) largest = max(largest, Magnitude(v[i]));
-  }
-  largest = ReduceLanes<(kGroup < 32 ? kGroup : 32)>(largest, LargerOf());
+  uint32_t largest = Largest(loaded);
+  largest = LargestOfLanes<(kGroup < 32 ? kGroup : 32)>(largest);
   if constexpr (kGroup > 32) {
     __shared__ uint32_t room[32];
     largest = ReduceWarps<32>(
         largest, room, kGroup / 32, 0u, [] { __syncthreads(); },
-        [&](uint32_t mine) { return ReduceLanes<32>(mine, LargerOf()); });
+        [&](uint32_t mine) { return LargestOfLanes<32>(mine); });
   }
 
   if (!live) return;
@@ -75,7 +68,7 @@ __global__ void __launch_bounds__(kGroup > 32 ? kGroup : kQuantizeThreads)
     if (at >= p.width) continue;
     float v[kWidth];
     Unpack(loaded[u], v);
-    StoreQuantized<Q>(q + at, v, factor);
+    StoreQuantized<Q, !kGiven>(q + at, v, factor);
   }
 }
 

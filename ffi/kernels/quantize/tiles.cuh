@@ -32,115 +32,135 @@ struct QuantizeTilesParams {
 static_assert(sizeof(QuantizeTilesParams) == 64, "plan.py lays it out");
 
 template <class T, class Q, bool kGiven, bool kVectors>
-__global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 ? 2 : 3)
+__global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 ? 2 : 4)
     QuantizeTiles(const __grid_constant__ QuantizeTilesParams p) {
   constexpr int N = kVector<T>, kLoads = kTileCell / N, kWarps = kTileThreads / kWarp;
   alignas(16) __shared__ uint8_t bytes[kTile * kTile];
-  __shared__ uint32_t largest_of[kWarps][kTile];
-  __shared__ float factors[kTile];
+  alignas(16) __shared__ float factors[kTile];
+  __shared__ Pack<T, N> largest_of[kWarps][kLoads][kTileLanes];  // elements in the order of columns
+  __shared__ uint32_t in_warp[kWarps];
   const int lane = threadIdx.x % kTileLanes, group = threadIdx.x / kTileLanes;
-  const int64_t across = p.width / kTile, down = p.height / kTile;
-  const int64_t strip = blockIdx.x / across, x_tile = blockIdx.x % across;
-  const int64_t matrix = strip / down, y_tile = strip % down;
-  const int64_t row = matrix * p.height + y_tile * kTile + group * kTileCell;  // of all matrices, the thread's first
+  const uint32_t across = static_cast<uint32_t>(p.width / kTile), down = static_cast<uint32_t>(p.height / kTile);
+  const uint32_t strip = blockIdx.x / across;  // there are fewer than 2^31 tiles
+  const int64_t x_tile = blockIdx.x % across, matrix = strip / down, y_tile = strip % down;
+  // Of all matrices, the thread's first row and the tile's first row of q_t.
+  const int64_t row = matrix * p.height + y_tile * kTile + group * kTileCell, row_t = matrix * p.width + x_tile * kTile;
   const auto column = [&](int k) { return k * (kTileLanes * N) + lane * N; };  // of the tile, the first of load k
 
   Pack<T, N> raw[kTileCell][kLoads];
+  const T* x = static_cast<const T*>(p.x) + row * p.width + x_tile * kTile;
 #pragma unroll
-  for (int j = 0; j < kTileCell; ++j) {
+  for (int j = 0; j < kTileCell; ++j, x += p.width) {
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
-      const T* const from = static_cast<const T*>(p.x) + (row + j) * p.width + x_tile * kTile + column(k);
       if constexpr (kVectors) {
-        raw[j][k] = LoadElements<T, N>(from);
+        raw[j][k] = LoadElements<T, N>(x + column(k));
       } else {
         raw[j][k] = {};
 #pragma unroll
-        for (int i = 0; i < N; ++i) SetElement(raw[j][k], i, from[i]);
+        for (int i = 0; i < N; ++i) SetElement(raw[j][k], i, x[column(k) + i]);
       }
     }
   }
 
-  uint32_t in_column[kTileCell] = {}, in_tile = 0;
-  float factor = kGiven ? GivenFactor(p.given) : 0.0f;
+  // The scales of rows. Two lanes have the same row's maximum, and send its factor to the others.
+  constexpr int kEach = kTileLanes / kTileCell;
+  uint32_t in_row[kTileCell], in_tile = 0;
 #pragma unroll
   for (int j = 0; j < kTileCell; ++j) {
-    uint32_t in_row = 0;
-    float v[kLoads][N];
+    in_row[j] = Largest(raw[j]);
+    in_tile = max(in_tile, in_row[j]);
+  }
+  float factor = kGiven ? GivenFactor(p.given) : 0.0f;
+  if constexpr (!kGiven) {
+    const uint32_t largest = ReduceLanesApart<kTileLanes>(in_row, LargerOf());
+    factor = QuantizeFactor<Q>(largest);
+    if (lane % kEach == 0) p.scale[(row + lane / kEach) * across + x_tile] = QuantizeScale<Q>(largest);
+  }
+
+  uint8_t* q = p.q + row * p.width + x_tile * kTile;
+#pragma unroll
+  for (int j = 0; j < kTileCell; ++j, q += p.width) {
+    const int from = threadIdx.x % kWarp - lane + j * kEach;
+    const float factor_of_j = kGiven ? factor : __shfl_sync(0xffffffffu, factor, from);
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
-      Unpack(raw[j][k], v[k]);
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        in_row = max(in_row, Magnitude(v[k][i]));
-        if constexpr (!kGiven) in_column[k * N + i] = max(in_column[k * N + i], Magnitude(v[k][i]));
-      }
-    }
-    if constexpr (kGiven) {
-      in_tile = max(in_tile, in_row);
-    } else {
-      in_row = ReduceLanes<kTileLanes>(in_row, LargerOf());
-      factor = QuantizeFactor<Q>(in_row);
-      if (lane == 0) p.scale[(row + j) * across + x_tile] = QuantizeScale<Q>(in_row);
-    }
-#pragma unroll
-    for (int k = 0; k < kLoads; ++k) {
-      uint8_t* const to = p.q + (row + j) * p.width + x_tile * kTile + column(k);
+      float v[N];
+      Unpack(raw[j][k], v);
       if constexpr (kVectors) {
-        StoreQuantized<Q>(to, v[k], factor);
+        StoreQuantized<Q, !kGiven>(q + column(k), v, factor_of_j);
       } else {
 #pragma unroll
-        for (int i = 0; i < N; ++i) to[i] = static_cast<uint8_t>(Q::From(v[k][i] * factor));
+        for (int i = 0; i < N; ++i) q[column(k) + i] = static_cast<uint8_t>(Q::From(v[i] * factor_of_j));
       }
     }
   }
 
   if constexpr (kGiven) {
-    in_tile = ReduceLanes<kWarp>(in_tile, LargerOf());
-    if (threadIdx.x % kWarp == 0) largest_of[threadIdx.x / kWarp][0] = in_tile;
+    in_tile = LargestOfLanes<kWarp>(in_tile);
+    if (threadIdx.x % kWarp == 0) in_warp[threadIdx.x / kWarp] = in_tile;
   } else {
+    // The scales of columns: half of the threads compute factors, the others scales.
 #pragma unroll
-    for (int e = 0; e < kTileCell; ++e) {
-      const uint32_t both = max(in_column[e], __shfl_xor_sync(0xffffffffu, in_column[e], kTileLanes));
-      if (threadIdx.x % kWarp < kTileLanes) largest_of[threadIdx.x / kWarp][column(e / N) + e % N] = both;
+    for (int k = 0; k < kLoads; ++k) {
+      Pack<T, N> in_column = raw[0][k], other;
+#pragma unroll
+      for (int j = 1; j < kTileCell; ++j) in_column = Larger(in_column, raw[j][k]);
+#pragma unroll
+      for (int w = 0; w < Pack<T, N>::kWords; ++w) {
+        other.word[w] = __shfl_xor_sync(0xffffffffu, in_column.word[w], kTileLanes);
+      }
+      if (threadIdx.x % kWarp < kTileLanes) largest_of[threadIdx.x / kWarp][k][lane] = Larger(in_column, other);
     }
     __syncthreads();
-    if (threadIdx.x < kTile) {
-      uint32_t largest = 0;
+    const int c = threadIdx.x % kTile;
+    uint32_t largest = 0;
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) largest = max(largest, largest_of[w][threadIdx.x]);
-      factors[threadIdx.x] = QuantizeFactor<Q>(largest);
-      const int64_t at = matrix * p.width + x_tile * kTile + threadIdx.x;
-      p.scale_t[at * down + y_tile] = QuantizeScale<Q>(largest);
+    for (int w = 0; w < kWarps; ++w) {
+      largest = max(largest, Magnitude(ToCompute(reinterpret_cast<const T*>(largest_of[w])[c])));
     }
+    if (threadIdx.x < kTile) factors[c] = QuantizeFactor<Q>(largest);
+    else p.scale_t[(row_t + c) * down + y_tile] = QuantizeScale<Q>(largest);
     __syncthreads();
   }
 
 #pragma unroll
-  for (int e = 0; e < kTileCell; ++e) {
-    const int c = column(e / N) + e % N;
-    if constexpr (!kGiven) factor = factors[c];
-    float v[kTileCell];
+  for (int k = 0; k < kLoads; ++k) {
+    float factor_of[N];
 #pragma unroll
-    for (int j = 0; j < kTileCell; ++j) v[j] = ToCompute(Element(raw[j][e / N], e % N));
-    StoreQuantized<Q>(bytes + c * kTile + (group ^ lane) * kTileCell, v, factor);
+    for (int i = 0; i < N; ++i) factor_of[i] = kGiven ? factor : factors[column(k) + i];
+#pragma unroll
+    for (int j = 0; j < kTileCell; ++j) Forget(raw[j][k]);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      float v[kTileCell];
+#pragma unroll
+      for (int j = 0; j < kTileCell; ++j) {
+        float of_row[N];
+        Unpack(raw[j][k], of_row);
+        v[j] = of_row[i];
+      }
+      StoreQuantized<Q, !kGiven>(bytes + (column(k) + i) * kTile + (group ^ lane) * kTileCell, v, factor_of[i]);
+    }
   }
   __syncthreads();
   if constexpr (kGiven) {
     if (threadIdx.x == 0) {
-      for (int w = 1; w < kWarps; ++w) in_tile = max(in_tile, largest_of[w][0]);
+      for (int w = 1; w < kWarps; ++w) in_tile = max(in_tile, in_warp[w]);
       p.scale[blockIdx.x] = __uint_as_float(in_tile);
     }
   }
+  constexpr int kGroups = kTileThreads / kTileLanes;
+  uint8_t* q_t = p.q_t + (row_t + group) * p.height + y_tile * kTile + lane * kTileCell;
 #pragma unroll
-  for (int c = group; c < kTile; c += kTileThreads / kTileLanes) {  // 16 lanes write a row of q_t
+  for (int i = 0; i < kTile / kGroups; ++i, q_t += kGroups * p.height) {  // 16 lanes write a row of q_t
+    const int c = group + i * kGroups;
     const uint8_t* const from = bytes + c * kTile + (lane ^ c / N % kTileLanes) * kTileCell;
-    uint8_t* const to = p.q_t + (matrix * p.width + x_tile * kTile + c) * p.height + y_tile * kTile + lane * kTileCell;
     if constexpr (kVectors) {
-      *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(from);
+      *reinterpret_cast<uint2*>(q_t) = *reinterpret_cast<const uint2*>(from);
     } else {
 #pragma unroll
-      for (int i = 0; i < kTileCell; ++i) to[i] = from[i];
+      for (int j = 0; j < kTileCell; ++j) q_t[j] = from[j];
     }
   }
 }
