@@ -107,6 +107,9 @@ def _parser() -> argparse.ArgumentParser:
     p = commands.add_parser("compare", help="what changed from one result file to another")
     p.add_argument("old", type=pathlib.Path)
     p.add_argument("new", type=pathlib.Path)
+    p = commands.add_parser("merge", help="put the cells of a new run of the same machine into a result file")
+    p.add_argument("file", type=pathlib.Path, help="cells that the new run lacks keep the commit they were measured at")
+    p.add_argument("new", type=pathlib.Path)
     commands.add_parser("selftest", help="check the clock that the measurements rest on")
     return parser
 
@@ -123,6 +126,10 @@ def main(argv: list[str]) -> int:
 
     if arguments.command == "compare":
         print(_report.compare(_report.load(arguments.old), _report.load(arguments.new)))
+        return 0
+    if arguments.command == "merge":
+        data = _report.merge(_report.load(arguments.file), _report.load(arguments.new))
+        print(_report.header(data), f"written: {_report.save(data, arguments.file.parent)}", sep="\n")
         return 0
     if arguments.command == "plot":
         files = arguments.files or sorted(RESULTS.glob("*.json"))

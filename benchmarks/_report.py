@@ -160,20 +160,37 @@ def header(data: dict[str, Any]) -> str:
         f"{e['clock']} times in us",
         e["date"],
     ]
+    earlier = [r["earlier"]["commit"] for r in data["results"] if "earlier" in r]
+    parts += [f"{earlier.count(c)} cells at commit {c}" for c in dict.fromkeys(earlier)]
     return ", ".join(p for p in parts if p)
+
+
+def _key(r: dict[str, Any]) -> tuple[str, ...]:
+    return r["case"], r["dtype"], r["op"], r["direction"]
+
+
+def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """The cells of `new`, and those of `old` that it lacks, which keep the date and commit that they were measured at.
+
+    Raises ValueError if the machines, or the versions of what the times depend on, differ.
+    """
+    same = ("device", "driver", "jax", "jaxlib", "torch", "clock")
+    a, b = old["environment"], new["environment"]
+    if differing := [k for k in same if a.get(k) != b.get(k)] + ["operation"] * (old["operation"] != new["operation"]):
+        raise ValueError(f"runs with different {', '.join(differing)} are not one result")
+    measured = {k: a[k] for k in ("date", "commit")}
+    found = {_key(r) for r in new["results"]}
+    kept = [{**r, "earlier": r.get("earlier", measured)} for r in old["results"] if _key(r) not in found]
+    return {**new, "results": [*new["results"], *kept]}
 
 
 def compare(old: dict[str, Any], new: dict[str, Any]) -> str:
     """Each cell's time and ratio to the copy in two runs, and the geometric mean of the change."""
-
-    def key(r: dict[str, Any]) -> tuple[str, ...]:
-        return r["case"], r["dtype"], r["op"], r["direction"]
-
-    before = {key(r): r for r in old["results"]}
+    before = {_key(r): r for r in old["results"]}
     lines = [["case", "dtype", "op", "old us", "new us", "change", "old copy/ours", "new copy/ours", ""]]
     logs = []
     for r in new["results"]:
-        was = before.get(key(r))
+        was = before.get(_key(r))
         a, b = (medians(x).get(_goals.OURS) if x else None for x in (was, r))
         if not a or not b:
             continue

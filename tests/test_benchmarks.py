@@ -140,3 +140,19 @@ def test_programs_of_full_size_are_traced(capsys):
     """As they would be on a GPU: without arrays, and so without memory for them."""
     programs.explain(argparse.Namespace(quick=False, cases="^embedding bfloat16"))
     assert "16-bit sums" in capsys.readouterr().out or not programs.jaxkern._core.registry.kernels_run()
+
+
+def test_results_of_two_runs_become_one():
+    def run(commit, cells, **more):
+        environment = {"device": "A", "driver": "1", "jax": "1", "jaxlib": "1", "torch": "", "clock": "host"}
+        environment |= {"jaxkern": "1", "commit": commit, "date": commit, **more}
+        rows = [{"case": c, "dtype": "float32", "op": "f", "direction": "forward", "us": us} for c, us in cells.items()]
+        return {"operation": "f", "environment": environment, "results": rows}
+
+    merged = _report.merge(run("one", {"a": 1, "b": 2}), run("two", {"b": 3, "c": 4}))
+    merged = _report.merge(merged, run("three", {"c": 5}))
+    found = {r["case"]: (r["us"], r.get("earlier", {}).get("commit")) for r in merged["results"]}
+    assert found == {"a": (1, "one"), "b": (3, "two"), "c": (5, None)}
+    assert "commit three" in _report.header(merged) and "1 cells at commit one" in _report.header(merged)
+    with pytest.raises(ValueError, match="different driver"):
+        _report.merge(run("one", {"a": 1}), run("two", {"a": 1}, driver="2"))
