@@ -95,12 +95,14 @@ template <class Op> struct GroupWalk {
   int channel, part, row, tile, first, end;
   bool live;  // whether the thread has any channels
 
-  __device__ __forceinline__ GroupWalk(const GroupParams& p, uint32_t block) {
-    const uint32_t above = block / static_cast<uint32_t>(p.tiles);
-    tile = static_cast<int>(block - above * static_cast<uint32_t>(p.tiles));
-    const uint32_t of = above / static_cast<uint32_t>(p.parts);
-    part = static_cast<int>(above - of * static_cast<uint32_t>(p.parts));
-    sample = of;
+  // kBlocks: 0, or the parts, which are then the blocks of a cluster and follow each other.
+  template <int kBlocks = 0> __device__ __forceinline__ void Init(const GroupParams& p, uint32_t block) {
+    const uint32_t tiles = p.tiles, parts = kBlocks ? kBlocks : p.parts, size = kBlocks ? kBlocks : tiles;
+    const uint32_t above = block / size, rest = block - above * size, other = kBlocks ? tiles : parts;
+    sample = above / other;
+    const uint32_t left = above - static_cast<uint32_t>(sample) * other;
+    tile = static_cast<int>(kBlocks ? left : rest);
+    part = static_cast<int>(kBlocks ? rest : left);
     const int t = threadIdx.x;
     if constexpr (Op::kInner) {
       row = t % Op::kLanes;
@@ -127,6 +129,11 @@ template <class Op> struct GroupWalk {
       const char* const at = reinterpret_cast<const char*>(array) + static_cast<int64_t>(step) * bytes;
       return const_cast<V*>(reinterpret_cast<const V*>(at));
     }
+  }
+  // The pack of step `step + more`: with channels last, one instruction more if `more` is a constant.
+  template <class V> __device__ __forceinline__ V* At(const GroupParams& p, V* array, int step, int more) const {
+    if constexpr (Op::kInner) return At(p, array, step + more);
+    else return At(p, At(p, array, step), more);
   }
   // Steps of the threads in a row of the block.
   __device__ __forceinline__ int Count(const GroupParams& p, int of_row) const {

@@ -20,12 +20,6 @@
 
 namespace jaxkern {
 
-// Block `part` of a cluster comes right behind block `part` - 1.
-template <class Op, int kBlocks> __device__ __forceinline__ GroupWalk<Op> ClusterWalk(const GroupParams& p) {
-  const uint32_t tiles = static_cast<uint32_t>(p.tiles), tile = blockIdx.x / kBlocks, sample = tile / tiles;
-  return GroupWalk<Op>(p, (sample * kBlocks + blockIdx.x % kBlocks) * tiles + tile - sample * tiles);
-}
-
 // Waits for quarter `n` of the packs in shared memory, and those before it; a thread commits four quarters.
 constexpr int Quarter(int packs) { return (packs + 3) / 4; }
 __device__ __forceinline__ void WaitForQuarter(int n) {
@@ -99,28 +93,28 @@ __global__ void __launch_bounds__(kGroupThreads, 2) GroupNormOnePass(const __gri
   JAXKERN_DYNAMIC_SHARED(dynamic);
   __shared__ Pair<C> room[kRoomRow * kEach], whole[kGroups];
   __shared__ Exchange<Pair<C>, kBlocks, kGroups> exchange;
-  const GroupWalk<Op> walk = ClusterWalk<Op, kBlocks>(p);
+  GroupWalk<Op> walk;
+  walk.template Init<kBlocks>(p, blockIdx.x);
   const int groups = min(Op::kWidth, p.channels - walk.tile * Op::kWidth) / Op::kPerGroup;
   exchange.Init(groups);
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
-  const T* const x = static_cast<const T*>(p.x) + walk.base;
+  const T* const x = walk.At(p, static_cast<const T*>(p.x) + walk.base, walk.first);
   const auto has = [&](int u) { return kWhole || walk.first + u * Op::kDown < walk.end; };
   Pack<T, N>* const held = reinterpret_cast<Pack<T, N>*>(dynamic) + threadIdx.x;
   Pack<T, N> raw[kHeld];
 #pragma unroll
   for (int u = 0; u < kHeld; ++u) {
     if (!kWhole) raw[u] = {};
-    if (has(u)) raw[u] = LoadPack<T, N>(walk.At(p, x, walk.first + u * Op::kDown), 0, policy);
+    if (has(u)) raw[u] = LoadPack<T, N>(walk.At(p, x, u * Op::kDown), 0, policy);
   }
   constexpr int kQuarter = Quarter(kShared);
 #pragma unroll
   for (int u = 0; u < 4 * kQuarter; ++u) {
     if (u < kShared && has(kHeld + u)) {
-      CopyAsync<N * sizeof(T)>(held + u * kGroupThreads, walk.At(p, x, walk.first + (kHeld + u) * Op::kDown));
+      CopyAsync<N * sizeof(T)>(held + u * kGroupThreads, walk.At(p, x, (kHeld + u) * Op::kDown));
     }
     if (u % kQuarter == kQuarter - 1) CommitCopies();
   }
-  __syncthreads();  // here and below, that the compiler does not wait for copies before it loads, or adds what is loaded
 
   // A thread's moments: of each channel, or of all if they are of one group, from sums in a few independent chains. They are
   // relative to its first element; see FinishMoments.
@@ -146,7 +140,7 @@ __global__ void __launch_bounds__(kGroupThreads, 2) GroupNormOnePass(const __gri
   for (int u = 0; u < kHeld; ++u) {
     if (has(u)) add(raw[u]);
   }
-  if constexpr (kShared > 0) __syncthreads();
+  if constexpr (kShared > 0) __syncthreads();  // that the compiler does not wait for copies first
 #pragma unroll
   for (int u = 0; u < kShared; ++u) {
     if (u % kQuarter == 0) WaitForQuarter(u / kQuarter);
@@ -184,6 +178,7 @@ __global__ void __launch_bounds__(kGroupThreads, 2) GroupNormOnePass(const __gri
   }
   exchange.Wait();
   const C each = C(1) / static_cast<C>(p.rows);
+#pragma unroll 1
   for (int k = threadIdx.x; k < groups; k += kGroupThreads) {
     const C base = exchange.from[0][k].a;
     C mean = 0, var = 0;
@@ -221,9 +216,9 @@ __global__ void __launch_bounds__(kGroupThreads, 2) GroupNormOnePass(const __gri
 #pragma unroll
     for (int c = j; c < N; c += Op::kStats) scale[c] = Op::kScale ? of.b * scale[c] : of.b;
   }
-  O* const y = static_cast<O*>(p.y) + walk.base;
+  O* const y = walk.At(p, static_cast<O*>(p.y) + walk.base, walk.first);
   const auto store = [&](int u, const Pack<T, N>& pack) {
-    StorePack(walk.At(p, y, walk.first + u * Op::kDown), 0, Normalised<Op, E>(pack, mean, scale, bias));
+    StorePack(walk.At(p, y, u * Op::kDown), 0, Normalised<Op, E>(pack, mean, scale, bias));
   };
 #pragma unroll
   for (int u = 0; u < kHeld; ++u) {
@@ -246,13 +241,14 @@ __global__ void __launch_bounds__(kGroupThreads, 2) GroupGradientOnePass(const _
   JAXKERN_DYNAMIC_SHARED(dynamic);
   __shared__ Pair<C> room[kRoomRow * N], total[Op::kWidth], slopes[kGroups];
   __shared__ Exchange<Pair<C>, kBlocks, Op::kWidth> exchange;
-  const GroupWalk<Op> walk = ClusterWalk<Op, kBlocks>(p);
+  GroupWalk<Op> walk;
+  walk.template Init<kBlocks>(p, blockIdx.x);
   const int begin = walk.tile * Op::kWidth, channels = min(Op::kWidth, p.channels - begin);
   exchange.Init(channels);
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
   const auto has = [&](int u) { return kWhole || walk.first + u * Op::kDown < walk.end; };
-  const T* const from_x = static_cast<const T*>(p.x) + walk.base;
-  const O* const from_g = static_cast<const O*>(p.g) + walk.base;
+  const T* const from_x = walk.At(p, static_cast<const T*>(p.x) + walk.base, walk.first);
+  const O* const from_g = walk.At(p, static_cast<const O*>(p.g) + walk.base, walk.first);
   Pack<T, N> x[kHeld];
   Pack<O, N>* const g = reinterpret_cast<Pack<O, N>*>(dynamic) + threadIdx.x;
   constexpr int kQuarter = Quarter(kHeld);
@@ -262,8 +258,8 @@ __global__ void __launch_bounds__(kGroupThreads, 2) GroupGradientOnePass(const _
     if (u >= kHeld) continue;
     if (!kWhole) x[u] = {};
     if (!has(u)) continue;
-    x[u] = LoadPack<T, N>(walk.At(p, from_x, walk.first + u * Op::kDown), 0, policy);
-    CopyAsync<N * sizeof(O)>(g + u * kGroupThreads, walk.At(p, from_g, walk.first + u * Op::kDown));
+    x[u] = LoadPack<T, N>(walk.At(p, from_x, u * Op::kDown), 0, policy);
+    CopyAsync<N * sizeof(O)>(g + u * kGroupThreads, walk.At(p, from_g, u * Op::kDown));
   }
   CommitCopies();
   const GroupStats<Op> stats(p, walk.sample, walk.channel, walk.live);
@@ -288,6 +284,7 @@ __global__ void __launch_bounds__(kGroupThreads, 2) GroupGradientOnePass(const _
     if (walk.live) GroupParameters<Op>(p, p.scale, walk.sample, walk.channel, scale);
   }
   exchange.Wait();
+#pragma unroll 1
   for (int c = threadIdx.x; c < channels; c += kGroupThreads) {
     Pair<C> all = {0, 0};
 #pragma unroll
@@ -303,6 +300,7 @@ __global__ void __launch_bounds__(kGroupThreads, 2) GroupGradientOnePass(const _
     total[c] = all;
   }
   __syncthreads();
+#pragma unroll 1
   for (int k = threadIdx.x; k < channels / Op::kPerGroup; k += kGroupThreads) {
     Pair<C> all = {0, 0};
 #pragma unroll 8
@@ -317,11 +315,11 @@ __global__ void __launch_bounds__(kGroupThreads, 2) GroupGradientOnePass(const _
   const GroupSlope<Op> slope(stats, scale, [&](int j) {
     return slopes[walk.live ? static_cast<unsigned>(walk.channel - begin + j) / Op::kPerGroup : 0];
   });
-  T* const to = static_cast<T*>(p.y) + walk.base;
+  T* const to = walk.At(p, static_cast<T*>(p.y) + walk.base, walk.first);
 #pragma unroll
   for (int u = 0; u < kHeld; ++u) {
     Forget(x[u]);
-    if (has(u)) StorePack(walk.At(p, to, walk.first + u * Op::kDown), 0, slope(x[u], g[u * kGroupThreads], stats));
+    if (has(u)) StorePack(walk.At(p, to, u * Op::kDown), 0, slope(x[u], g[u * kGroupThreads], stats));
   }
 }
 

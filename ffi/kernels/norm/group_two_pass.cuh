@@ -17,17 +17,17 @@
 
 namespace jaxkern {
 
-// Calls load(u, step) and use(u, step) for the steps of a thread, of which kAhead are loaded ahead: slot u is loaded again as
+// Calls load(u, step, more) and use(u, step, more) for the steps `step + more` of a thread, of which kAhead are loaded ahead: slot u is loaded again as
 // soon as the kBatch slots used with it are. kReverse: from the last step to the first.
 template <int kAhead, int kBatch, bool kReverse, class Op, class Load, class Use>
 __device__ __forceinline__ void EachStep(const GroupParams& p, const GroupWalk<Op>& walk, const Load& load,
                                          const Use& use) {
   const int count = walk.live ? walk.Count(p, walk.row) : 0;
   const int from = walk.first + (kReverse ? (count - 1) * Op::kDown : 0);
-  const auto step = [&](int k) { return from + (kReverse ? -k : k) * Op::kDown; };
+  constexpr int kStep = kReverse ? -Op::kDown : Op::kDown;
 #pragma unroll
   for (int u = 0; u < kAhead; ++u) {
-    if (u < count) load(u, step(u));
+    if (u < count) load(u, from, u * kStep);
   }
   int k = 0;
 #pragma unroll 1
@@ -35,17 +35,17 @@ __device__ __forceinline__ void EachStep(const GroupParams& p, const GroupWalk<O
 #pragma unroll
     for (int b = 0; b < kAhead; b += kBatch) {
 #pragma unroll
-      for (int u = b; u < b + kBatch; ++u) use(u, step(k + u));
+      for (int u = b; u < b + kBatch; ++u) use(u, from + k * kStep, u * kStep);
 #pragma unroll
-      for (int u = b; u < b + kBatch; ++u) load(u, step(k + kAhead + u));
+      for (int u = b; u < b + kBatch; ++u) load(u, from + k * kStep, (kAhead + u) * kStep);
     }
   }
 #pragma unroll 1
   for (; k < count; k += kAhead) {
 #pragma unroll
     for (int u = 0; u < kAhead; ++u) {
-      if (k + u < count) use(u, step(k + u));
-      if (k + kAhead + u < count) load(u, step(k + kAhead + u));
+      if (k + u < count) use(u, from + k * kStep, u * kStep);
+      if (k + kAhead + u < count) load(u, from + k * kStep, (kAhead + u) * kStep);
     }
   }
 }
@@ -55,15 +55,16 @@ template <class Op> __global__ void __launch_bounds__(kGroupThreads, 3)
   using T = typename Op::T;
   using C = typename Op::C;
   constexpr int N = Op::N;
-  const GroupWalk<Op> walk(p, blockIdx.x);
+  GroupWalk<Op> walk;
+  walk.Init(p, blockIdx.x);
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
   const T* const x = static_cast<const T*>(p.x) + walk.base;
   C shift[N] = {}, sum[N] = {}, square[N] = {};
   if (walk.first < walk.end) Unpack(LoadPack<T, N>(walk.At(p, x, walk.first), 0, policy), shift);
   Pack<T, N> raw[8];
   EachStep<8, 2, false>(
-      p, walk, [&](int u, int n) { raw[u] = LoadPack<T, N>(walk.At(p, x, n), 0, policy); },
-      [&](int u, int) {
+      p, walk, [&](int u, int n, int more) { raw[u] = LoadPack<T, N>(walk.At(p, x, n, more), 0, policy); },
+      [&](int u, int, int) {
         C v[N];
         Unpack(raw[u], v);
 #pragma unroll
@@ -161,7 +162,8 @@ template <class Op, class E = NoGroupEpilogue> __global__ void __launch_bounds__
   using O = typename Op::O;
   using C = typename Op::C;
   constexpr int N = Op::N;
-  const GroupWalk<Op> walk(p, FromLast(p));
+  GroupWalk<Op> walk;
+  walk.Init(p, FromLast(p));
   if (walk.first >= walk.end) return;
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
   const GroupStats<Op> stats(p, walk.sample, walk.channel, true);
@@ -176,17 +178,20 @@ template <class Op, class E = NoGroupEpilogue> __global__ void __launch_bounds__
   O* const y = static_cast<O*>(p.y) + walk.base;
   Pack<T, N> raw[8];
   EachStep<8, 2, true>(
-      p, walk, [&](int u, int n) { raw[u] = LoadPack<T, N>(walk.At(p, x, n), 0, policy); },
-      [&](int u, int n) { StorePack(walk.At(p, y, n), 0, Normalised<Op, E>(raw[u], stats.mean, scale, bias)); });
+      p, walk, [&](int u, int n, int more) { raw[u] = LoadPack<T, N>(walk.At(p, x, n, more), 0, policy); },
+      [&](int u, int n, int more) {
+        StorePack(walk.At(p, y, n, more), 0, Normalised<Op, E>(raw[u], stats.mean, scale, bias));
+      });
 }
 
-template <class Op> __global__ void __launch_bounds__(kGroupThreads, 2)
+template <class Op> __global__ void __launch_bounds__(kGroupThreads, 3)
     GroupSums(const __grid_constant__ GroupParams p) {
   using T = typename Op::T;
   using O = typename Op::O;
   using C = typename Op::C;
   constexpr int N = Op::N;
-  const GroupWalk<Op> walk(p, blockIdx.x);
+  GroupWalk<Op> walk;
+  walk.Init(p, blockIdx.x);
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
   const T* const from_x = static_cast<const T*>(p.x) + walk.base;
   const O* const from_g = static_cast<const O*>(p.g) + walk.base;
@@ -196,11 +201,11 @@ template <class Op> __global__ void __launch_bounds__(kGroupThreads, 2)
   Pack<O, N> g[4];
   EachStep<4, 1, false>(
       p, walk,
-      [&](int u, int n) {
-        x[u] = LoadPack<T, N>(walk.At(p, from_x, n), 0, policy);
-        g[u] = LoadPack<O, N>(walk.At(p, from_g, n), 0, policy);
+      [&](int u, int n, int more) {
+        x[u] = LoadPack<T, N>(walk.At(p, from_x, n, more), 0, policy);
+        g[u] = LoadPack<O, N>(walk.At(p, from_g, n, more), 0, policy);
       },
-      [&](int u, int) { AddToSums<Op>(x[u], g[u], stats, plain, product); });
+      [&](int u, int, int) { AddToSums<Op>(x[u], g[u], stats, plain, product); });
   auto* const out = static_cast<Pair<C>*>(p.partial);
   if constexpr (Op::kInner) {
     C total[2] = {Fold(plain, SumOf()), Fold(product, SumOf()) * stats.rstd[0]};
@@ -281,7 +286,8 @@ template <class Op> __global__ void __launch_bounds__(kGroupThreads, 2)
   using O = typename Op::O;
   using C = typename Op::C;
   constexpr int N = Op::N;
-  const GroupWalk<Op> walk(p, FromLast(p));
+  GroupWalk<Op> walk;
+  walk.Init(p, FromLast(p));
   if (walk.first >= walk.end) return;
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
   const GroupStats<Op> stats(p, walk.sample, walk.channel, true);
@@ -297,11 +303,11 @@ template <class Op> __global__ void __launch_bounds__(kGroupThreads, 2)
   Pack<O, N> g[4];
   EachStep<4, 1, true>(
       p, walk,
-      [&](int u, int n) {
-        x[u] = LoadPack<T, N>(walk.At(p, from_x, n), 0, policy);
-        g[u] = LoadPack<O, N>(walk.At(p, from_g, n), 0, policy);
+      [&](int u, int n, int more) {
+        x[u] = LoadPack<T, N>(walk.At(p, from_x, n, more), 0, policy);
+        g[u] = LoadPack<O, N>(walk.At(p, from_g, n, more), 0, policy);
       },
-      [&](int u, int n) { StorePack(walk.At(p, to, n), 0, slope(x[u], g[u], stats)); });
+      [&](int u, int n, int more) { StorePack(walk.At(p, to, n, more), 0, slope(x[u], g[u], stats)); });
 }
 
 }  // namespace jaxkern
