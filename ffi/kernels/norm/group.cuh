@@ -155,7 +155,7 @@ template <class Op> struct GroupStats {
   C mean[Op::kStats], rstd[Op::kStats];
   int64_t first;  // of the statistics
 
-  __device__ __forceinline__ GroupStats(const GroupParams& p, int64_t sample, int channel, bool live) {
+  __device__ __forceinline__ void Init(const GroupParams& p, int64_t sample, int channel, bool live) {
     first = sample * (static_cast<uint32_t>(p.channels) / Op::kPerGroup);
 #pragma unroll
     for (int j = 0; j < Op::kStats; ++j) {
@@ -200,7 +200,7 @@ template <class Op> struct GroupSlope {
 
   // of(j): shift and slope of the group of channel j of the pack.
   template <class Of>
-  __device__ __forceinline__ GroupSlope(const GroupStats<Op>& stats, const C (&scales)[Op::kChannels], const Of& of) {
+  __device__ __forceinline__ void Init(const GroupStats<Op>& stats, const C (&scales)[Op::kChannels], const Of& of) {
 #pragma unroll
     for (int j = 0; j < Op::kStats; ++j) {
       const Pair<C> found = of(j);

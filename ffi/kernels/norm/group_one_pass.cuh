@@ -262,7 +262,8 @@ __global__ void __launch_bounds__(kGroupThreads, 2) GroupGradientOnePass(const _
     CopyAsync<N * sizeof(O)>(g + u * kGroupThreads, walk.At(p, from_g, u * Op::kDown));
   }
   CommitCopies();
-  const GroupStats<Op> stats(p, walk.sample, walk.channel, walk.live);
+  GroupStats<Op> stats;
+  stats.Init(p, walk.sample, walk.channel, walk.live);
   C plain[N] = {}, product[N] = {};
   __syncthreads();  // that the compiler does not wait for copies before it loads
 #pragma unroll
@@ -312,7 +313,8 @@ __global__ void __launch_bounds__(kGroupThreads, 2) GroupGradientOnePass(const _
   }
   __syncthreads();
 
-  const GroupSlope<Op> slope(stats, scale, [&](int j) {
+  GroupSlope<Op> slope;
+  slope.Init(stats, scale, [&](int j) {
     return slopes[walk.live ? static_cast<unsigned>(walk.channel - begin + j) / Op::kPerGroup : 0];
   });
   T* const to = walk.At(p, static_cast<T*>(p.y) + walk.base, walk.first);

@@ -17,11 +17,20 @@
 
 namespace jaxkern {
 
+// The compiler moves no loads across this call. Without it, it issues all loads whose results the next round of a loop uses at
+// the end of a round, and the warp has none in flight while it computes.
+__device__ __forceinline__ void KeepLoadsHere() {
+#ifndef JAXKERN_EMULATED
+  __syncwarp(__activemask());
+#endif
+}
+
 // Calls load(u, step, more) and use(u, step, more) for the steps `step + more` of a thread, of which kAhead are loaded ahead: slot u is loaded again as
-// soon as the kBatch slots used with it are. kReverse: from the last step to the first.
-template <int kAhead, int kBatch, bool kReverse, class Op, class Load, class Use>
+// soon as the kBatch slots used with it are. init() runs while the first loads are in flight. kReverse: from the last step to the
+// first.
+template <int kAhead, int kBatch, bool kReverse, class Op, class Load, class Init, class Use>
 __device__ __forceinline__ void EachStep(const GroupParams& p, const GroupWalk<Op>& walk, const Load& load,
-                                         const Use& use) {
+                                         const Init& init, const Use& use) {
   const int count = walk.live ? walk.Count(p, walk.row) : 0;
   const int from = walk.first + (kReverse ? (count - 1) * Op::kDown : 0);
   constexpr int kStep = kReverse ? -Op::kDown : Op::kDown;
@@ -29,6 +38,7 @@ __device__ __forceinline__ void EachStep(const GroupParams& p, const GroupWalk<O
   for (int u = 0; u < kAhead; ++u) {
     if (u < count) load(u, from, u * kStep);
   }
+  init();
   int k = 0;
 #pragma unroll 1
   for (; k + 2 * kAhead <= count; k += kAhead) {
@@ -38,6 +48,7 @@ __device__ __forceinline__ void EachStep(const GroupParams& p, const GroupWalk<O
       for (int u = b; u < b + kBatch; ++u) use(u, from + k * kStep, u * kStep);
 #pragma unroll
       for (int u = b; u < b + kBatch; ++u) load(u, from + k * kStep, (kAhead + u) * kStep);
+      KeepLoadsHere();
     }
   }
 #pragma unroll 1
@@ -61,9 +72,10 @@ template <class Op> __global__ void __launch_bounds__(kGroupThreads, 3)
   const T* const x = static_cast<const T*>(p.x) + walk.base;
   C shift[N] = {}, sum[N] = {}, square[N] = {};
   if (walk.first < walk.end) Unpack(LoadPack<T, N>(walk.At(p, x, walk.first), 0, policy), shift);
-  Pack<T, N> raw[8];
-  EachStep<8, 2, false>(
-      p, walk, [&](int u, int n, int more) { raw[u] = LoadPack<T, N>(walk.At(p, x, n, more), 0, policy); },
+  constexpr int kAhead = Op::kInner ? 4 : 8;
+  Pack<T, N> raw[kAhead];
+  EachStep<kAhead, 2, false>(
+      p, walk, [&](int u, int n, int more) { raw[u] = LoadPack<T, N>(walk.At(p, x, n, more), 0, policy); }, [] {},
       [&](int u, int, int) {
         C v[N];
         Unpack(raw[u], v);
@@ -166,19 +178,24 @@ template <class Op, class E = NoGroupEpilogue> __global__ void __launch_bounds__
   walk.Init(p, FromLast(p));
   if (walk.first >= walk.end) return;
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
-  const GroupStats<Op> stats(p, walk.sample, walk.channel, true);
+  GroupStats<Op> stats;
   C scale[Op::kChannels] = {}, bias[Op::kChannels] = {};
-  if constexpr (Op::kScale) GroupParameters<Op>(p, p.scale, walk.sample, walk.channel, scale);
-  if constexpr (Op::kBias) GroupParameters<Op>(p, p.bias, walk.sample, walk.channel, bias);
-#pragma unroll
-  for (int j = 0; j < Op::kChannels; ++j) {
-    scale[j] = Op::kScale ? stats.rstd[j % Op::kStats] * scale[j] : stats.rstd[j % Op::kStats];
-  }
   const T* const x = static_cast<const T*>(p.x) + walk.base;
   O* const y = static_cast<O*>(p.y) + walk.base;
-  Pack<T, N> raw[8];
-  EachStep<8, 2, true>(
+  constexpr int kAhead = Op::kInner ? 4 : Op::kStats > 1 ? 6 : 8;
+  Pack<T, N> raw[kAhead];
+  EachStep<kAhead, 2, true>(
       p, walk, [&](int u, int n, int more) { raw[u] = LoadPack<T, N>(walk.At(p, x, n, more), 0, policy); },
+      [&] {
+        stats.Init(p, walk.sample, walk.channel, true);
+        if constexpr (Op::kScale) GroupParameters<Op>(p, p.scale, walk.sample, walk.channel, scale);
+        if constexpr (Op::kBias) GroupParameters<Op>(p, p.bias, walk.sample, walk.channel, bias);
+#pragma unroll
+        for (int j = 0; j < Op::kChannels; ++j) {
+          const C rstd = stats.rstd[j % Op::kStats];
+          scale[j] = Op::kScale ? rstd * scale[j] : rstd;
+        }
+      },
       [&](int u, int n, int more) {
         StorePack(walk.At(p, y, n, more), 0, Normalised<Op, E>(raw[u], stats.mean, scale, bias));
       });
@@ -195,7 +212,7 @@ template <class Op> __global__ void __launch_bounds__(kGroupThreads, 3)
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
   const T* const from_x = static_cast<const T*>(p.x) + walk.base;
   const O* const from_g = static_cast<const O*>(p.g) + walk.base;
-  const GroupStats<Op> stats(p, walk.sample, walk.channel, walk.live);
+  GroupStats<Op> stats;
   C plain[N] = {}, product[N] = {};
   Pack<T, N> x[4];
   Pack<O, N> g[4];
@@ -205,6 +222,7 @@ template <class Op> __global__ void __launch_bounds__(kGroupThreads, 3)
         x[u] = LoadPack<T, N>(walk.At(p, from_x, n, more), 0, policy);
         g[u] = LoadPack<O, N>(walk.At(p, from_g, n, more), 0, policy);
       },
+      [&] { stats.Init(p, walk.sample, walk.channel, walk.live); },
       [&](int u, int, int) { AddToSums<Op>(x[u], g[u], stats, plain, product); });
   auto* const out = static_cast<Pair<C>*>(p.partial);
   if constexpr (Op::kInner) {
@@ -290,12 +308,8 @@ template <class Op> __global__ void __launch_bounds__(kGroupThreads, 2)
   walk.Init(p, FromLast(p));
   if (walk.first >= walk.end) return;
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
-  const GroupStats<Op> stats(p, walk.sample, walk.channel, true);
-  C scale[Op::kChannels] = {};
-  if constexpr (Op::kScale) GroupParameters<Op>(p, p.scale, walk.sample, walk.channel, scale);
-  const GroupSlope<Op> slope(stats, scale, [&](int j) {
-    return static_cast<const Pair<C>*>(p.slope)[stats.first + static_cast<uint32_t>(walk.channel + j) / Op::kPerGroup];
-  });
+  GroupStats<Op> stats;
+  GroupSlope<Op> slope;
   const T* const from_x = static_cast<const T*>(p.x) + walk.base;
   const O* const from_g = static_cast<const O*>(p.g) + walk.base;
   T* const to = static_cast<T*>(p.y) + walk.base;
@@ -306,6 +320,15 @@ template <class Op> __global__ void __launch_bounds__(kGroupThreads, 2)
       [&](int u, int n, int more) {
         x[u] = LoadPack<T, N>(walk.At(p, from_x, n, more), 0, policy);
         g[u] = LoadPack<O, N>(walk.At(p, from_g, n, more), 0, policy);
+      },
+      [&] {
+        stats.Init(p, walk.sample, walk.channel, true);
+        C scale[Op::kChannels] = {};
+        if constexpr (Op::kScale) GroupParameters<Op>(p, p.scale, walk.sample, walk.channel, scale);
+        slope.Init(stats, scale, [&](int j) {
+          const int64_t at = stats.first + static_cast<uint32_t>(walk.channel + j) / Op::kPerGroup;
+          return static_cast<const Pair<C>*>(p.slope)[at];
+        });
       },
       [&](int u, int n, int more) { StorePack(walk.At(p, to, n, more), 0, slope(x[u], g[u], stats)); });
 }
