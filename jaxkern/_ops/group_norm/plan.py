@@ -1,6 +1,6 @@
 """Which kernels run GroupNorm, BatchNorm and their gradients on CUDA, and how they are launched.
 
-    one_pass    channels last: a block or a cluster of up to 8 holds some groups of a sample in registers
+    one_pass    channels last: a block or a cluster of up to 8 holds some groups of a sample in registers and shared memory
     two_pass    any shape: one pass for statistics, one for the result; backward one for sums, one for dx
 
 Two passes: blocks take parts of a sample, and a small launch merges what they find. ffi/kernels/norm/group.cuh has the layout of work.
@@ -22,15 +22,20 @@ DTYPES = tuple(_ITEMSIZE)
 _THREADS = 256  # kGroupThreads
 _THREAD_STEPS = 128  # at most: of a thread whose moments are relative to its first element
 _FEW_STEPS = 8  # of a thread, where parts are made to occupy the GPU
-_BLOCKS_WANTED = 8  # per multiprocessor
+_RESIDENT = 3  # blocks of a multiprocessor in two passes
+_WAVES = 2  # of blocks, where parts may be that small
 _WARP_STEPS = 64  # of a lane, where a warp has a channel; beyond, a block has one
 _TILE_PACKS = (16, 64)  # of the channels, in a row of threads; fewer if there are no more
 _STATISTICS_ENTRIES = 256  # of a sample and group, from which a block merges them; below, a warp
 _SUMS_COLUMNS = 32
-_HELD = (16, 24)  # packs of a thread in one pass, of x and g together backward: two blocks per multiprocessor, or one
-_CLUSTER_BLOCKS = 8
-_ONE_PASS_PACKS = 64  # kGroupTile
-_ONE_PASS_BYTES = (128, 64, 32)  # of a tile's rows: as wide as a cluster can hold
+_HELD = 16  # packs that a thread holds in registers in one pass, and as many at most in shared memory
+_PACK_BYTES = 16 * _THREADS  # at most: of a pack of each thread
+_STATIC_BYTES = 20 << 10  # of shared memory, beside what holds packs
+_EXCHANGE_BYTES = 16 << 10  # of sums that a block gets from its cluster
+_CLUSTERS = (4, 8)  # blocks: few if they suffice for tiles of some width, as 4 fit all parts of a GPU
+_ONE_PASS_PACKS = 64
+_ONE_PASS_BYTES = (128, 64, 32)  # of a tile's rows
+_FEW_ELEMENTS = 1024  # of a group, below which its gradients are computed by kGroupSmall
 _SMALL_BYTES = 1 << 20
 _MOST = 1 << 30
 _MOST_GRID_X = 2**31 - 1
@@ -79,7 +84,7 @@ def fits(algorithm: str, p: Problem, device) -> bool:
     """Whether the algorithm can run the problem."""
     if algorithm == "one_pass" and _held(p, device) is None:
         return False
-    return max(p.rows * p.inner, p.channels, p.groups * p.samples) < _MOST
+    return max(p.rows * p.inner, 8 * p.channels, p.groups * p.samples) < _MOST
 
 
 class _Held(typing.NamedTuple):
@@ -87,27 +92,34 @@ class _Held(typing.NamedTuple):
 
     across: int  # packs of a tile
     cluster: int
-    packs: int  # per thread
+    packs: int  # per thread, in registers
+    shared: int  # per thread, in shared memory; backward these are of g
+    whole: bool  # whether all threads have all their packs
 
 
 def _held(p: Problem, device) -> _Held | None:
-    """None if registers do not hold a sample of whole groups."""
+    """None if a cluster does not hold a sample of whole groups."""
     packs = p.channels // p.pack
     unit = math.lcm(p.per_group, p.pack) // p.pack  # of whole groups
-    if p.inner > 1 or p.pack * max(p.itemsizes) < 4 or unit > min(packs, _ONE_PASS_PACKS):
+    if p.inner > 1 or p.pack * min(p.itemsizes) < 4 or unit > min(packs, _ONE_PASS_PACKS):
         return None
-    most = _CLUSTER_BLOCKS if device.compute_capability >= 90 else 1
-    for held, wanted in itertools.product((h >> p.backward for h in _HELD), _ONE_PASS_BYTES):
+    shared = min(_HELD, (device.shared_memory // 2 - _STATIC_BYTES) // _PACK_BYTES)
+    held = min(_HELD, shared) if p.backward else _HELD + shared
+    sizes = _CLUSTERS if device.compute_capability >= 90 else (1,)
+    for most, wanted in itertools.product(sizes, _ONE_PASS_BYTES):
         across = unit * ceil_div(wanted, unit * p.pack * max(p.itemsizes))
         across = min(across, packs, _ONE_PASS_PACKS // unit * unit)
-        down = _THREADS // across
+        down, pair = _THREADS // across, 2 * _ITEMSIZE[p.computing]
+        most = min(most, _EXCHANGE_BYTES // (across * p.pack * pair))
         cluster = 1 << (ceil_div(p.rows, held * down) - 1).bit_length()
         if cluster <= most:
             tiles = p.samples * ceil_div(packs, across)
             # Twice as many blocks of half as many packs, where there are not two per multiprocessor.
             while 2 * cluster <= most and tiles * cluster < 2 * device.sm_count and p.rows > 2 * cluster * down:
                 cluster *= 2
-            return _Held(across, cluster, ceil_div(ceil_div(p.rows, cluster), down))
+            each = ceil_div(ceil_div(p.rows, cluster), down)
+            whole = p.rows == cluster * each * down and packs % across == _THREADS % across == 0
+            return _Held(across, cluster, min(each, _HELD), each if p.backward else max(each - _HELD, 0), whole)
     return None
 
 
@@ -157,7 +169,7 @@ def _walk(p: Problem, device, pack: int) -> _Walk:
         across, steps = 1, p.rows * p.inner // pack
         lanes = down = 32 if steps <= 32 * _WARP_STEPS else _THREADS
         tiles = ceil_div(p.channels, _THREADS // lanes)
-    wanted = ceil_div(_BLOCKS_WANTED * device.sm_count, p.samples * tiles)
+    wanted = _WAVES * _RESIDENT * device.sm_count // (p.samples * tiles)
     parts = max(ceil_div(steps, _THREAD_STEPS * down), min(wanted, steps // (_FEW_STEPS * down)), 1)
     length = ceil_div(steps, parts)
     return _Walk(pack, steps, length, ceil_div(steps, length), across, tiles, lanes)
@@ -199,9 +211,13 @@ class _Group(typing.NamedTuple):
     def op(self, w: _Walk) -> str:
         p, pack = self.p, w.pack
         types = ", ".join(CUDA_TYPES[d] for d in (p.dtype, p.out_dtype or p.dtype, self.parameters or p.dtype))
-        flags = (self.scale != null) + 2 * (self.bias != null)
-        stats = 1 if p.inner > 1 or p.per_group % pack == 0 else pack
-        return f"jaxkern::Group<{types}, {flags}, {pack}, {stats}, {w.lanes}>"
+        small = p.backward and p.rows * p.per_group * p.inner < _FEW_ELEMENTS
+        flags = (self.scale != null) + 2 * (self.bias != null) + 4 * small
+        return f"jaxkern::Group<{types}, {flags}, {pack}, {w.lanes}, {p.per_group}, {w.across}>"
+
+    def per_entry(self, w: _Walk) -> int:
+        """Channels that share moments of a part: those of a pack, if they are of one group."""
+        return 1 if self.p.inner > 1 or self.p.per_group % w.pack else w.pack
 
     def params(self, w: _Walk):
         """GroupParams. Scratch: partial results, sums of each sample and channel, slopes."""
@@ -234,7 +250,7 @@ class _Group(typing.NamedTuple):
             i32(w.parts),
             i32(w.across),
             i32(w.tiles),
-            i32(w.pack if p.inner > 1 else 1),
+            i32(w.pack if p.inner > 1 else self.per_entry(w)),
             divider(p.inner // w.pack if p.inner > 1 else 1),
             boolean(p.bytes > self.device.l2_bytes),
         )
@@ -250,17 +266,12 @@ class _Group(typing.NamedTuple):
 def _statistics(n: _Group, w: _Walk) -> list[Launch]:
     """Mean and variance."""
     p, header = n.p, "norm/group_two_pass.cuh"
-    threads = 256 if p.per_group * w.parts >= _STATISTICS_ENTRIES else 32
-    blocks = p.samples * w.parts * w.tiles
+    entries, blocks = p.per_group // n.per_entry(w), p.samples * w.parts * w.tiles
+    threads = 256 if entries * w.parts >= _STATISTICS_ENTRIES else 32
+    merge = f"GroupStatistics<{CUDA_TYPES[p.computing]}, {entries}, {threads}>"
     return [
         Launch(header, f"GroupMoments<{n.op(w)}>", [n.params(w)], blocks, _THREADS),
-        Launch(
-            header,
-            f"GroupStatistics<{CUDA_TYPES[p.computing]}, {threads}>",
-            [n.params(w)],
-            p.samples * p.groups,
-            threads,
-        ),
+        Launch(header, merge, [n.params(w)], p.samples * p.groups, threads),
     ]
 
 
@@ -304,12 +315,14 @@ def _one_pass(n: _Group) -> tuple[list[Launch], int]:
     assert h is not None
     tiles = ceil_div(p.channels // p.pack, h.across)
     w = _Walk(p.pack, p.rows, ceil_div(p.rows, h.cluster), h.cluster, h.across, tiles)
-    kinds, name = f"{h.packs}, {_cpp(h.cluster > 1)}", "GroupNormOnePass"
+    kinds, name = f"{h.packs}, {h.shared}, {h.cluster}, {_cpp(h.whole)}", "GroupNormOnePass"
     if p.backward:
-        kinds = f"{CUDA_TYPES[n.gradients or p.computing]}, {_cpp(p.each == 1)}, {kinds}"
+        sums = f"{CUDA_TYPES[n.gradients or p.computing]}, {_cpp(p.each == 1)}"
+        kinds = f"{sums}, {h.packs}, {h.cluster}, {_cpp(h.whole)}"
         name = "GroupGradientOnePass"
     name, blocks = f"{name}<{n.op(w)}, {kinds}", p.samples * tiles * h.cluster
-    launch = n.result(header, name, [n.params(w)], blocks, _THREADS, cluster=h.cluster)
+    shared = h.shared * _THREADS * p.pack * p.itemsizes[p.backward]
+    launch = n.result(header, name, [n.params(w)], blocks, _THREADS, cluster=h.cluster, shared=shared)
     return [launch, *_over_samples(n, w)], n.offsets(w)[2]
 
 
