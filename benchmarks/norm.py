@@ -200,7 +200,7 @@ def _ours_groups(cell: Cell, tier: str) -> Callable[..., Any]:
             channel=axis,
             eps=EPS,
             sums=(f32, f32),
-            tier=tier,
+            algorithm=tier,
         )
         return dx.reshape(x.shape), *sums
 
@@ -259,7 +259,7 @@ def _ours(cell: Cell, tier: str) -> Callable[..., Any]:
             extras="residual scale" if residual else "scale",
             eps=EPS,
             sums=(f32, f32 if biased else None),
-            tier=tier,
+            algorithm=tier,
         )
 
     return forward if cell.direction == "forward" else backward

@@ -370,7 +370,7 @@ def run_norm(op: str, tier: str, dtype: str, width: int) -> str | None:
     wide = jnp.dtype(np.float64 if dtype == "float64" else np.float32)
     vectors = [generator.standard_normal(width).astype(wide) for _ in range(1 + bias)]
     extras = ["residual"] * residual + ["scale", "bias"][: 1 + bias]
-    common = {"operation": op, "eps": 1e-6, "tier": tier}
+    common = {"operation": op, "eps": 1e-6, "algorithm": tier}
     forward = common | {"extras": " ".join(extras), "dtype": np_dtype}
     names = " ".join(e for e in extras if e != "bias")
     backward = common | {"extras": names, "sums": (wide, wide if bias else None)}
@@ -422,7 +422,7 @@ def run_group_norm(op: str, tier: str, dtype: str, sizes: tuple[int, ...]) -> st
     scale, bias = (generator.standard_normal(shape[2:4]).astype(wide) for _ in range(2))
     mean, var = map(np.asarray, reference.moments(jnp.asarray(x), batch=1, channel=2))
     of_mean, of_var = (generator.standard_normal(mean.shape).astype(wide) for _ in range(2))
-    common = {"operation": op, "batch": 1, "channel": 2, "tier": tier}
+    common = {"operation": op, "batch": 1, "channel": 2, "algorithm": tier}
     eps = common | {"eps": 1e-5}
     own = primitive.PRIMITIVES[op]
     calls = [

@@ -194,7 +194,7 @@ def group_norm(
         batch=validate.static_axis(name, () if batch_axes is None else batch_axes),
         eps=float(eps),
         dtype=dtype,
-        tier=forced(name),
+        algorithm=forced(name),
         function=function,
     )[0]
 
@@ -249,7 +249,7 @@ def batch_norm(
     given |= {"name": name, "function": function}
     if mean is not None:
         return tuple(_normalised(x, scale, bias, mean, var, captured, **given))
-    return tuple(_grouped(x, scale, bias, captured, groups=None, batch=(), tier=forced(name), **given))
+    return tuple(_grouped(x, scale, bias, captured, groups=None, batch=(), algorithm=forced(name), **given))
 
 
 def _function(name, epilogue, x):
@@ -310,7 +310,7 @@ def _call(name, x, scale, bias, axis, eps, residual, where, dtype, epilogue, arg
         axis=validate.static_axis(name, axis),
         eps=float(eps),
         dtype=dtype,
-        tier=forced(name),
+        algorithm=forced(name),
         function=function,
         to=to,
         block=block,
@@ -357,7 +357,7 @@ def norm(
     axis,
     eps,
     dtype,
-    tier,
+    algorithm,
     function,
     primitives=None,
     to=None,
@@ -399,12 +399,19 @@ def norm(
         if block is not None:
             x = validate.whole(x, x.ndim - 1)
             there = {k: validate.whole(a, a.ndim - 1) for k, a in there.items()}
-        params = {"operation": name, "extras": " ".join(there), "eps": eps, "to": to, "block": block, "tier": tier}
+        params = {
+            "operation": name,
+            "extras": " ".join(there),
+            "eps": eps,
+            "to": to,
+            "block": block,
+            "algorithm": algorithm,
+        }
         operands = [*there.values(), *args, *([] if given is None else [given])]
         found = bind(quantized.QUANTIZED[name], x, *operands, given=given is not None, function=function, **params)
         return _scaled(found, block, given)
     else:
-        params = {"operation": name, "extras": " ".join(there), "eps": eps, "dtype": dtype, "tier": tier}
+        params = {"operation": name, "extras": " ".join(there), "eps": eps, "dtype": dtype, "algorithm": algorithm}
         if function is None:
             ys = bind(primitives.forward, flat(x), *there.values(), **params)
         else:
@@ -422,7 +429,7 @@ def _scaled(found, block, given):
 
 # Inlined, so that a jaxpr holds the primitive alone. Jitted, so that an eager call costs no more than a jnp function.
 _norm = functools.partial(
-    jax.jit, static_argnames=("name", "axis", "eps", "dtype", "tier", "function", "to", "block"), inline=True
+    jax.jit, static_argnames=("name", "axis", "eps", "dtype", "algorithm", "function", "to", "block"), inline=True
 )(norm)
 
 
@@ -484,10 +491,10 @@ def _restored(y, x, order, count):
 
 @functools.partial(
     jax.jit,
-    static_argnames=("name", "groups", "channel", "batch", "eps", "dtype", "tier", "function"),
+    static_argnames=("name", "groups", "channel", "batch", "eps", "dtype", "algorithm", "function"),
     inline=True,
 )
-def _grouped(x, scale, bias, captured, *, name, groups, channel, batch, eps, dtype, tier, function):
+def _grouped(x, scale, bias, captured, *, name, groups, channel, batch, eps, dtype, algorithm, function):
     """[y, mean, variance]. groups: None for one of each channel."""
     x = validate.floating(name, x)
     (channel,) = validate.sorted_axes(name, channel, x.shape)
@@ -522,7 +529,7 @@ def _grouped(x, scale, bias, captured, *, name, groups, channel, batch, eps, dty
         channel=at,
         eps=eps,
         dtype=reference.computing(x.dtype) if captured else x.dtype if dtype is None else dtype,
-        tier=tier,
+        algorithm=algorithm,
         function=None if captured else function,
     )
     y = jnp.squeeze(y, at + 1) if each == 1 else y.reshape(wide.shape)

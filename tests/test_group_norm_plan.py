@@ -50,7 +50,7 @@ def found(
     of = lambda shape, dtype: jax.core.ShapedArray(shape, jnp.dtype(dtype))
     x, y, vector = of(shape, dtype), of(shape, out or dtype), of((*shape[:keep], *shape[2:4]), parameters)
     stat = of((shape[0], shape[2]), reference.computing(x.dtype))
-    at = {"operation": operation, "batch": 1, "channel": 2, "tier": tier}
+    at = {"operation": operation, "batch": 1, "channel": 2, "algorithm": tier}
     scale = [vector] * ("scale" in extras)
     wanted = tuple(vector.dtype if sums and name in extras else None for name in ("scale", "bias"))
     more = {"keep": keep, "eps": 1e-5}

@@ -32,7 +32,7 @@ def found(
     """The plan of a call, and what the reference is called with: avals of operands and results, and parameters."""
     of = lambda shape, dtype: jax.core.ShapedArray(shape, jnp.dtype(dtype))
     x, y, vector = of(shape, dtype), of(shape, out or dtype), of(shape[-1:], parameters)
-    params = dict(operation=name, eps=1e-6, tier=tier)
+    params = dict(operation=name, eps=1e-6, algorithm=tier)
     if not backward:
         operands = [x, *(x if e == "residual" else vector for e in extras.split())]
         results = [y, *[x] * ("residual" in extras)]
@@ -196,7 +196,7 @@ def with_epilogue(name, shape, args, dtype="bfloat16", tier="auto"):
     function, _ = functor.trace(f, ["float32", *(d for _, d in args)], name=name, results=1)
     of = lambda shape, dtype: jax.core.ShapedArray(shape, jnp.dtype(dtype))
     operands = [of(shape, dtype), of(shape[-1:], "float32"), *(of(*a) for a in args)]
-    params = dict(operation=name, extras="scale", eps=1e-6, dtype=jnp.dtype(dtype), tier=tier, function=function)
+    params = dict(operation=name, extras="scale", eps=1e-6, dtype=jnp.dtype(dtype), algorithm=tier, function=function)
     return plan.norm(device.H200, operands, [operands[0]], **params), operands, params
 
 

@@ -67,7 +67,13 @@ def _normalized(operation, x, scale, bias, axes, eps, dtype, fast=False):
 
     fast: the plain layer has the variance as mean(x^2) - mean(x)^2.
     """
-    given = {"name": operation, "axis": axes, "eps": float(eps), "dtype": jnp.dtype(dtype), "tier": forced(operation)}
+    given = {
+        "name": operation,
+        "axis": axes,
+        "eps": float(eps),
+        "dtype": jnp.dtype(dtype),
+        "algorithm": forced(operation),
+    }
     # Where there is one device, rows are split over none.
     primitives = PRIMITIVES[operation] if jax.device_count() == 1 else SPLIT[operation, fast]
     return norm.norm(x, scale, bias, None, None, [], function=None, primitives=primitives, **given)[0]

@@ -67,8 +67,8 @@ def _deviation(x, eps, *found):
     return x, rstd
 
 
-def kept(fast, x, *rest, operation, extras, eps, dtype, tier, over=()):
-    del tier
+def kept(fast, x, *rest, operation, extras, eps, dtype, algorithm, over=()):
+    del algorithm
     named, found = dict(zip(extras.split(), rest)), statistics(fast, x, operation=operation, over=over)
     deviation, rstd = _deviation(x, eps, *found)
     y = deviation * rstd
@@ -83,8 +83,8 @@ def norm(*operands, **params):
     return kept(*operands, **params)[:1]
 
 
-def norm_grad(s, g, *rest, operation, extras, eps, sums, tier, over=()):
-    del tier
+def norm_grad(s, g, *rest, operation, extras, eps, sums, algorithm, over=()):
+    del algorithm
     count = COUNT[operation]
     deviation, rstd = _deviation(s, eps, *rest[-count:])
     z, g = deviation * rstd, g.astype(rstd.dtype)
@@ -267,7 +267,7 @@ def _backward(primitives, kept_p, active, params, residuals, cotangents):
     wanted = [names[k] for k in active]
     sums = tuple(named[name].dtype if name in wanted else None for name in ("scale", "bias"))
     scale = [named["scale"]] if "scale" in named else []
-    of = {k: params[k] for k in ("operation", "eps", "tier")}
+    of = {k: params[k] for k in ("operation", "eps", "algorithm")}
     extras = "scale" if scale else ""
     ds, *rest = bind(primitives.grad, s, *cotangents, *scale, *found, extras=extras, sums=sums, **of)
     parts = {None: ds, **dict(zip([k for k, d in zip(("scale", "bias"), sums) if d is not None], rest))}

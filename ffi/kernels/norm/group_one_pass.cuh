@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kGroupThreads, 2) GroupNormOnePass(const __gri
   Pack<T, N> raw[kHeld];
 #pragma unroll
   for (int u = 0; u < kHeld; ++u) {
-    if (!kWhole) raw[u] = {};
+    if (!kWhole) raw[u] = ZeroPack<T, N>();
     if (has(u)) raw[u] = LoadPack<T, N>(walk.At(p, x, u * Op::kDown), 0, policy);
   }
   constexpr int kQuarter = Quarter(kShared);
@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(kGroupThreads, 2) GroupGradientOnePass(const _
   for (int u = 0; u < 4 * kQuarter; ++u) {
     if (u % kQuarter == 0 && u > 0) CommitCopies();
     if (u >= kHeld) continue;
-    if (!kWhole) x[u] = {};
+    if (!kWhole) x[u] = ZeroPack<T, N>();
     if (!has(u)) continue;
     x[u] = LoadPack<T, N>(walk.At(p, from_x, u * Op::kDown), 0, policy);
     CopyAsync<N * sizeof(O)>(g + u * kGroupThreads, walk.At(p, from_g, u * Op::kDown));

@@ -37,7 +37,7 @@ def _backward(active, params, kept, cotangents):
     scale = [named["scale"]] if "scale" in named else []
     if params["function"] is not None:
         cotangents = [_through(params, operands, mean, var, cotangents[0]), *cotangents[1:]]
-    of = {k: params[k] for k in ("operation", "batch", "keep", "channel", "eps", "tier")}
+    of = {k: params[k] for k in ("operation", "batch", "keep", "channel", "eps", "algorithm")}
     grad = PRIMITIVES[params["operation"]].grad
     dx, *rest = bind(grad, operands[0], mean, var, *scale, *cotangents, extras="scale" * len(scale), sums=sums, **of)
     found = {None: dx, **dict(zip([k for k, d in zip(("scale", "bias"), sums) if d is not None], rest))}

@@ -326,14 +326,14 @@ def _one_pass(n: _Group) -> tuple[list[Launch], int]:
     return [launch, *_over_samples(n, w)], n.offsets(w)[2]
 
 
-def _plan(n: _Group, operation, dtypes, tier, result=True) -> Plan | None:
+def _plan(n: _Group, operation, dtypes, algorithm, result=True) -> Plan | None:
     """dtypes: of all arrays."""
     p = n.p
     if not dtypes <= _ITEMSIZE.keys() or ("float64" in dtypes and not p.dtype == p.out_dtype == "float64"):
         return None
-    if not fits(ALGORITHMS[-1], p, n.device) or (tier == "auto" and left_to_xla(p)):
+    if not fits(ALGORITHMS[-1], p, n.device) or (algorithm == "auto" and left_to_xla(p)):
         return None
-    algorithm = pick(operation, tier, p, n.device) if result else "two_pass"
+    algorithm = pick(operation, algorithm, p, n.device) if result else "two_pass"
     launches, size = _one_pass(n) if algorithm == "one_pass" else _two_pass(n, p.pack, result)
     unaligned, more = _two_pass(n, 1, result)
     if any(step.grid3()[0] > _MOST_GRID_X for step in (*launches, *unaligned)):
@@ -351,7 +351,7 @@ def _problem(x, y, batch, channel, keep=0, backward=False) -> Problem:
 
 
 def norm(
-    device, operands, results, *, operation, extras, batch, keep, channel, eps, dtype, tier, function=None
+    device, operands, results, *, operation, extras, batch, keep, channel, eps, dtype, algorithm, function=None
 ) -> Plan | None:
     """The plan of a norm for arrays of these types."""
     del dtype  # that of the result
@@ -371,10 +371,12 @@ def norm(
         eps=eps,
         function=function,
     )
-    return _plan(n, operation, {x.dtype.name, results[0].dtype.name, *kinds}, tier)
+    return _plan(n, operation, {x.dtype.name, results[0].dtype.name, *kinds}, algorithm)
 
 
-def norm_grad(device, operands, results, *, operation, extras, batch, keep, channel, eps, sums, tier) -> Plan | None:
+def norm_grad(
+    device, operands, results, *, operation, extras, batch, keep, channel, eps, sums, algorithm
+) -> Plan | None:
     """The plan of a gradient for arrays of these types."""
     x, g = operands[0], operands[-3]
     of_g, gradients = len(operands) - 3, {a.dtype.name for a in results[1:]}
@@ -397,17 +399,17 @@ def norm_grad(device, operands, results, *, operation, extras, batch, keep, chan
         eps=eps,
     )
     kinds = {operands[3].dtype.name} if extras else set()
-    return _plan(n, operation, {x.dtype.name, g.dtype.name, *kinds, *gradients}, tier)
+    return _plan(n, operation, {x.dtype.name, g.dtype.name, *kinds, *gradients}, algorithm)
 
 
-def moments(device, operands, results, *, operation, batch, channel, tier) -> Plan | None:
+def moments(device, operands, results, *, operation, batch, channel, algorithm) -> Plan | None:
     """The plan of the statistics alone."""
     (x,) = operands
     n = _Group(_problem(x, x, batch, channel, batch), device, mean=result(0), var=result(1))
-    return _plan(n, operation, {x.dtype.name}, tier, result=False)
+    return _plan(n, operation, {x.dtype.name}, algorithm, result=False)
 
 
-def sums(device, operands, results, *, operation, batch, channel, eps, tier) -> Plan | None:
+def sums(device, operands, results, *, operation, batch, channel, eps, algorithm) -> Plan | None:
     """The plan of the sums of g and g * z of each sample and channel."""
     x, mean, var, g = operands
     n = _Group(
@@ -423,4 +425,4 @@ def sums(device, operands, results, *, operation, batch, channel, eps, tier) -> 
         eps=eps,
     )
     dtypes = {x.dtype.name, g.dtype.name, mean.dtype.name}
-    return _plan(n, operation, dtypes, tier, result=False)
+    return _plan(n, operation, dtypes, algorithm, result=False)

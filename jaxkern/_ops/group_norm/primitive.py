@@ -142,7 +142,7 @@ def _partition_norm(primitives, prim, ctx, operands, params):
         axes = _along(over, names.reduced)
         if not axes:
             return prim.bind(x, *vectors, **params)
-        at = {k: params[k] for k in ("operation", "batch", "channel", "tier")}
+        at = {k: params[k] for k in ("operation", "batch", "channel", "algorithm")}
         mean, var = reference.merged(*primitives().moments.bind(x, **at), axes)
         return [reference.applied(x, mean, var, *vectors, **params), mean, var]
 
@@ -160,7 +160,7 @@ def _partition_grad(primitives, prim, ctx, operands, params):
         axes, samples = _along(over, names.reduced), _along(over, names.samples[names.keep :])
         wide = params | {"sums": tuple(None if d is None else mean.dtype for d in params["sums"])}
         if axes:
-            at = {k: params[k] for k in ("operation", "batch", "channel", "eps", "tier")}
+            at = {k: params[k] for k in ("operation", "batch", "channel", "eps", "algorithm")}
             found = lax.psum(tuple(primitives().sums.bind(x, mean, var, rest[-3], **at)), axes)
             dx, *parts = reference.norm_grad(x, mean, var, *rest, whole=found, split=lax.psum(1, axes), **wide)
         else:

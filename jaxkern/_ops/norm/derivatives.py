@@ -39,7 +39,7 @@ def _backward(primitives, active, params, kept, cotangents):
     sums = tuple(named[name].dtype if name in wanted else None for name in ("scale", "bias"))
     extras = " ".join(name for name in ("residual", "scale") if name in named)
     scale = [named["scale"]] if "scale" in named else []
-    of = {k: params[k] for k in ("operation", "eps", "tier")}
+    of = {k: params[k] for k in ("operation", "eps", "algorithm")}
     ds, *rest = bind(primitives.grad, s, *cotangents, *scale, extras=extras, sums=sums, **of)
     found = {None: ds, "residual": ds, **dict(zip([k for k, d in zip(("scale", "bias"), sums) if d is not None], rest))}
     split = lambda name: validate.split_like(found[name], jax.typeof(named[name])) if name else ds

@@ -254,7 +254,7 @@ def _streaming(n: _Norm, pack: int) -> tuple[list[Launch], int]:
     return [*launches, *n.sums(parts, numbers)], numbers + n.sums_bytes(parts)
 
 
-def norm(device, operands, results, *, operation, extras, eps, dtype, tier, function=None) -> Plan | None:
+def norm(device, operands, results, *, operation, extras, eps, dtype, algorithm, function=None) -> Plan | None:
     """The plan of a norm for arrays of these types; function: applied before the store, to it and the last operands."""
     del dtype  # that of the result
     at = dict(zip(extras.split(), range(1, len(operands))))
@@ -269,7 +269,7 @@ def norm(device, operands, results, *, operation, extras, eps, dtype, tier, func
         if epilogue is None:
             return None
     p = _problem(x, y, operation, at, "bias" in at)
-    return _plan(p, device, operation, parameters, [], arrays, eps, tier, epilogue)
+    return _plan(p, device, operation, parameters, [], arrays, eps, algorithm, epilogue)
 
 
 def _epilogue(function, x, args, first) -> _Epilogue | None:
@@ -285,7 +285,7 @@ def _epilogue(function, x, args, first) -> _Epilogue | None:
     return _Epilogue(source, f"jaxkern::NormEpilogue<{', '.join(types)}>", (*pointers, *maps))
 
 
-def norm_grad(device, operands, results, *, operation, extras, eps, sums, tier) -> Plan | None:
+def norm_grad(device, operands, results, *, operation, extras, eps, sums, algorithm) -> Plan | None:
     """The plan of a gradient for arrays of these types."""
     at = dict(zip(extras.split(), range(2, len(operands))))
     parameters = [operands[at[name]].dtype.name for name in ("scale",) if name in at]
@@ -294,7 +294,7 @@ def norm_grad(device, operands, results, *, operation, extras, eps, sums, tier) 
     p = p._replace(backward=True, scale_sum=sums[0] is not None)
     arrays = (operand(0), pointers[0], operand(1), pointers[1], null, result(0), null)
     gradients = [a.dtype.name for a in results[1:]]
-    return _plan(p, device, operation, parameters, gradients, arrays, eps, tier)
+    return _plan(p, device, operation, parameters, gradients, arrays, eps, algorithm)
 
 
 def _problem(x, y, operation, names, bias) -> Problem:
@@ -303,16 +303,16 @@ def _problem(x, y, operation, names, bias) -> Problem:
     return Problem(rows, width, 1, x.dtype.name, y.dtype.name, residual="residual" in names, **kinds)
 
 
-def _plan(p, device, operation, parameters, gradients, arrays, eps, tier, epilogue=None) -> Plan | None:
+def _plan(p, device, operation, parameters, gradients, arrays, eps, algorithm, epilogue=None) -> Plan | None:
     wide = {p.dtype, p.out_dtype, *parameters, *gradients}
     # Kernels have one type for scale and bias. What they compute in is float64 for all arrays of rows, or for none.
     if len(set(parameters)) > 1 or len(set(gradients)) > 1 or not wide <= _ITEMSIZE.keys() or p.width >= 1 << 30:
         return None
     if "float64" in wide and not p.dtype == p.out_dtype == "float64":
         return None
-    if tier == "auto" and left_to_xla(p):
+    if algorithm == "auto" and left_to_xla(p):
         return None
-    algorithm = pick(operation, tier, p, device)
+    algorithm = pick(operation, algorithm, p, device)
     n = _Norm(p, device, (parameters or [p.dtype])[0], tuple(gradients), arrays, eps, epilogue)
     launches, size = _streaming(n, p.pack) if algorithm == "streaming" else _registers(n, algorithm)
     unaligned, more = _streaming(n, 1)

@@ -46,7 +46,7 @@ def _vector(x, dtype):
     return x.update(shape=x.shape[-1:], dtype=dtype, weak_type=False, **more)
 
 
-def _norm_shape(x, *rest, operation, extras, eps, dtype, tier, function=None):
+def _norm_shape(x, *rest, operation, extras, eps, dtype, algorithm, function=None):
     names, residual = extras.split(), extras.split().count("residual")
     _check(f"jaxkern_{operation}", x, rest[:residual], rest[residual : len(names)])
     args = rest[len(names) :]
@@ -55,13 +55,13 @@ def _norm_shape(x, *rest, operation, extras, eps, dtype, tier, function=None):
     return [x.update(dtype=dtype, weak_type=False), *[x.update(weak_type=False)] * residual]
 
 
-def _grad_shape(s, g, *rest, operation, extras, eps, sums, tier):
+def _grad_shape(s, g, *rest, operation, extras, eps, sums, algorithm):
     residual = extras.split().count("residual")
     _check(f"jaxkern_{operation}_grad", s, (g, *rest[:residual]), rest[residual:])
     return [s.update(weak_type=False), *(_vector(s, d) for d in sums if d is not None)]
 
 
-def _jvp_shape(s, *rest, operation, extras, eps, dtype, sums, tier):
+def _jvp_shape(s, *rest, operation, extras, eps, dtype, sums, algorithm):
     names = extras.split()
     scale = names.count("scale")
     _check(f"jaxkern_{operation}_jvp", s, rest[scale : scale + 1], rest[:scale] + rest[scale + 1 :])

@@ -35,10 +35,10 @@ def _counts(operands, extras, given):
     return 1 + len(extras.split()), len(operands) - given
 
 
-def quantized(x, *rest, operation, extras, eps, to, block, given, tier, function=None, over=()):
+def quantized(x, *rest, operation, extras, eps, to, block, given, algorithm, function=None, over=()):
     """The reference; `over`: the mesh axes that split the rows, if block is None."""
     scale = rest[len(rest) - given :]
-    params = {"operation": operation, "extras": extras, "eps": eps, "tier": tier, "function": function}
+    params = {"operation": operation, "extras": extras, "eps": eps, "algorithm": algorithm, "function": function}
     y, *s = reference.norm(x, *rest[: len(rest) - given], dtype=jnp.float32, over=over, **params)
     if block is None:
         return [*quantize_reference.quantize(y, *scale, dtype=to, over=over), *s]
@@ -77,7 +77,7 @@ def _streaming(n, kind, inner, pack):
     return [launch.Launch(_HEADER, name, [n.params(blocks)], blocks, plan._STREAM_THREADS, source=source)]
 
 
-def launches(device, operands, results, *, operation, extras, eps, to, block, given, tier, function=None):
+def launches(device, operands, results, *, operation, extras, eps, to, block, given, algorithm, function=None):
     """The plan for arrays of these types; None if there is no kernel for them."""
     norm_operands, count = _counts(operands, extras, given)
     at = dict(zip(extras.split(), range(1, norm_operands)))
@@ -86,7 +86,7 @@ def launches(device, operands, results, *, operation, extras, eps, to, block, gi
     p = plan._problem(x, x, operation, at, "bias" in at)
     if p.dtype not in quantize_plan.DTYPES or not set(parameters) <= set(quantize_plan.DTYPES) or p.width >= 1 << 30:
         return None
-    if len(set(parameters)) > 1 or (tier == "auto" and plan.left_to_xla(p)):
+    if len(set(parameters)) > 1 or (algorithm == "auto" and plan.left_to_xla(p)):
         return None
     inner = None
     if function is not None:
@@ -97,7 +97,7 @@ def launches(device, operands, results, *, operation, extras, eps, to, block, gi
     more = launch.result(2) if "residual" in at else launch.null
     arrays = (launch.operand(0), pointers[0], launch.null, *pointers[1:], launch.result(0), more)
     kind = _Kind(p, to, block, given, count)
-    algorithm = pick(operation, tier, p, device)
+    algorithm = pick(operation, algorithm, p, device)
     span = None if algorithm == "streaming" else kind.span(algorithm)
     if span is None:
         algorithm = "streaming"
@@ -116,8 +116,14 @@ def launches(device, operands, results, *, operation, extras, eps, to, block, gi
 # ---- the primitives
 
 
-def _shape(x, *rest, operation, extras, eps, to, block, given, tier, function=None):
-    norm = {"operation": operation, "extras": extras, "eps": eps, "dtype": jnp.dtype(jnp.float32), "tier": tier}
+def _shape(x, *rest, operation, extras, eps, to, block, given, algorithm, function=None):
+    norm = {
+        "operation": operation,
+        "extras": extras,
+        "eps": eps,
+        "dtype": jnp.dtype(jnp.float32),
+        "algorithm": algorithm,
+    }
     y, *s = primitive._norm_shape(x, *rest[: len(rest) - given], **norm)
     rows = without_axis(y, y.ndim - 1)
     scales = rows if block is None else y.update(shape=(*y.shape[:-1], y.shape[-1] // block))

@@ -29,9 +29,9 @@ def statistics(s, operation, eps, over=()):
     return s, lax.rsqrt(_mean(s * s, over) + eps)
 
 
-def norm(x, *rest, operation, extras, eps, dtype, tier, over=(), function=None):
+def norm(x, *rest, operation, extras, eps, dtype, algorithm, over=(), function=None):
     """[y], or [y, x + residual]. rest: the operands that `extras` names, and arguments of `function`."""
-    del tier
+    del algorithm
     named = dict(zip(extras.split(), rest))
     s = summed(x, named.get("residual"))
     deviation, rstd = statistics(s, operation, eps, over)
@@ -52,9 +52,9 @@ def summed(x, residual):
     return (x.astype(wide) + residual.astype(wide)).astype(x.dtype)
 
 
-def norm_grad(s, g, *rest, operation, extras, eps, sums, tier, over=()):
+def norm_grad(s, g, *rest, operation, extras, eps, sums, algorithm, over=()):
     """[ds], then the gradients of scale and bias where `sums` has a dtype for them."""
-    del tier
+    del algorithm
     named = dict(zip(extras.split(), rest, strict=True))
     deviation, rstd = statistics(s, operation, eps, over)
     z = deviation * rstd
@@ -71,12 +71,12 @@ def norm_grad(s, g, *rest, operation, extras, eps, sums, tier, over=()):
     return [ds.astype(s.dtype), *found]
 
 
-def norm_jvp(s, *rest, operation, extras, eps, dtype, sums, tier, over=()):
+def norm_jvp(s, *rest, operation, extras, eps, dtype, sums, algorithm, over=()):
     """[dy], or with a residual [dy, ds]: the tangents of the results of `norm`.
 
     rest: scale if `extras` names it; then ds, and the tangents of scale and bias where `sums` has a dtype for them.
     """
-    del tier
+    del algorithm
     names, rest = extras.split(), list(rest)
     scale = rest.pop(0) if "scale" in names else None
     ds, *tangents = rest
