@@ -348,7 +348,9 @@ def norm_plan(name, shape, dtype, extras, to, block=None, given=False, tier="aut
     operands += [of((shape[0], 1), "float32")] * (function is not None) + [of((), "float32")] * given
     scales = (shape[0],) if block is None else (shape[0], shape[1] // block)
     results = [(shape, np.uint8), (scales, np.float32), *[(shape, jnp.dtype(dtype))] * ("residual" in extras)]
-    params = dict(operation=name, extras=extras, eps=EPS, to=to, block=block, given=given, algorithm=tier, function=function)
+    params = dict(
+        operation=name, extras=extras, eps=EPS, to=to, block=block, given=given, algorithm=tier, function=function
+    )
     return quantized.launches(on, operands, None, **params), operands, results, params
 
 
