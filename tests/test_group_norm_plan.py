@@ -220,6 +220,13 @@ def test_kernels_with_a_function_compile(tier):
     assert registry.kernels.module.compile(step.header, step.name, 90, step.source)
 
 
+def test_clusters_are_not_chosen():
+    large = plan.Problem(64, 4096, 256, 32, dtype="bfloat16")
+    small = large._replace(rows=64)
+    assert plan.fits("one_pass", large, device.H200) and plan.choose(large, device.H200) == "two_pass"
+    assert plan.choose(small, device.H200) == "one_pass"
+
+
 @needs_nvrtc
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_kernels_compile(capability):
@@ -231,9 +238,10 @@ def test_kernels_compile(capability):
         120: ((1, 65536, 64, 1, 1), "float64"),
     }[capability]
     on = device.H200._replace(compute_capability=capability)
+    which = "one_pass" if capability <= 90 else "two_pass"
     with compat.enable_x64():
-        for name, (chosen, *_) in found(operation_of(shape), shape, dtype, on=on).items():
+        for name, (chosen, *_) in found(operation_of(shape), shape, dtype, on=on, tier=which).items():
             if name in ("norm", "norm_grad"):
-                assert chosen.algorithm == ("one_pass" if capability <= 90 else "two_pass")
+                assert chosen.algorithm == which
                 for header, kernel in sorted(kernels(chosen, unaligned=capability == 100)):
                     assert registry.kernels.module.compile(header, kernel, capability)
