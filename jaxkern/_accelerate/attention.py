@@ -6,9 +6,12 @@ several times for this. Here a kernel reads them once, skips what lies beyond th
 the gradient is computed from that. A query that may see no key takes the mean of all values, as in JAX, where all logits of
 such a row are equal.
 
-What differs: products with the softmax's gradient have it rounded to the type of the keys, as JAX's own have on the GPU, and
-a query whose logits are -inf throughout has the result 0, where JAX has NaN.
+What differs: products with the softmax's gradient have it rounded to the type of the keys, as JAX's own have on the GPU; a
+query whose logits are -inf throughout has the result 0, where JAX has NaN; and the gradient of a query whose logits have NaN
+leaves the keys that it may not see as they are, where JAX makes those NaN, too.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -77,9 +80,13 @@ def dot_product_attention(
     seen = _seen(mask, is_causal and queries != keys, local_window_size, *lengths, queries, keys)
     wide, precision = jnp.promote_types(query.dtype, jnp.float32), _precision(query.dtype)
     grouped = query.reshape(batch, queries, groups, heads // groups, width)
-    logits = jnp.einsum("btkgh,bskh->bkgts", grouped, key, precision=precision, preferred_element_type=wide)
+    product = functools.partial(jnp.einsum, "btkgh,bskh->bkgts", grouped, key, preferred_element_type=wide)
+    try:
+        logits = product(precision=precision)
+    except ValueError:  # as in JAX: a platform may refuse this precision, and says so at once outside of jit
+        logits = product()
     logits = logits.reshape(batch, heads, queries, keys)
-    scale = width**-0.5 if scale is None else scale
+    scale = width**-0.5 if scale is None else float(scale)
     causal = is_causal and queries == keys
     weights = softmax(logits, where=seen, scale=scale, causal=causal, dtype=key.dtype)
     weights = weights.reshape(batch, groups, heads // groups, queries, keys)
