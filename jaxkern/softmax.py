@@ -127,7 +127,7 @@ def softmax(
     """
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"jaxkern.softmax: dtype must be a floating-point type, got {jnp.dtype(dtype)}")
-    wanted = "" if dtype is None else jnp.dtype(dtype).name
+    wanted = "" if dtype is None else jax.dtypes.canonicalize_dtype(dtype).name
     if score is not None or _given(score_args):
         others = {"scale": scale, "bias": bias, "causal": causal, "dropout_rate": dropout_rate}
         y = _scored("softmax", x, axis, where, score, score_args, others)

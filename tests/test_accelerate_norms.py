@@ -202,6 +202,7 @@ OPTIONS = {
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sweep(3)
 def test_values_and_gradients(name, options, library):
     dtype, options = OPTIONS[options]
     x = inputs(dtype=dtype)

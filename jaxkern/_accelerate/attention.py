@@ -90,9 +90,10 @@ def dot_product_attention(
     causal = is_causal and queries == keys
     weights = softmax(logits, where=seen, scale=scale, causal=causal, dtype=key.dtype)
     weights = weights.reshape(batch, groups, heads // groups, queries, keys)
-    mixed = jnp.einsum("bkgts,bskh->btkgh", weights, value).reshape(query.shape)
+    mixed = jnp.einsum("bkgts,bskh->btkgh", weights, value)
     if seen is not None:
         mixed = mixed + _mean_where_blind(seen, causal, value, mixed.shape)
+    mixed = mixed.reshape(query.shape)
     if query_seq_lengths is not None:
         mixed = mixed * (jnp.arange(queries) < query_seq_lengths[:, None])[..., None, None].astype(mixed.dtype)
     return mixed.reshape(given.shape)
@@ -133,13 +134,18 @@ def _seen(mask, causal, window, query_lengths, key_lengths, queries, keys):
 
 
 def _mean_where_blind(seen, causal, value, shape):
-    """The mean of all values for queries that see no key; 0 for others."""
-    batch, queries, heads, _ = shape
+    """The mean of all values for queries that see no key; 0 for others. shape: (batch, queries, groups, heads each, width).
+
+    Nothing is repeated along heads: with explicit sharding JAX refuses that of a dimension that is split.
+    """
+    _, queries, *heads, _ = shape
     if causal:
         seen = seen & jnp.tril(jnp.ones((queries, queries), bool))
     blind = ~jnp.any(seen, -1)  # (batch or 1, heads or 1, queries or 1)
-    blind = jnp.broadcast_to(blind, (batch, heads, queries)).swapaxes(1, 2)[..., None]
-    mean = jnp.repeat(jnp.mean(value, 1, keepdims=True), heads // value.shape[2], 2)
+    heads = (1, 1) if blind.shape[1] == 1 else heads
+    blind = blind.reshape(blind.shape[0], *heads, blind.shape[2])
+    blind = jnp.moveaxis(blind, -1, 1)[..., None]
+    mean = jnp.mean(value, 1, keepdims=True)[:, :, :, None]
     return jnp.where(blind, mean, jnp.zeros((), value.dtype))
 
 
