@@ -142,6 +142,12 @@ def softmax(
     return _call(_fused_softmax, "softmax", x, axis, where, arrays, {**flags, "dtype": wanted})
 
 
+def replacement(x, where, scale: float, causal: bool, dtype) -> jax.Array:
+    """`softmax` of float rows in place of operations of a plain program, which is exported plain."""
+    flags = {"causal": causal, "threshold": 0, "dtype": jnp.dtype(dtype).name, "replaced": True}
+    return _call(_fused_softmax, "softmax", x, -1, where, (scale, None, None), flags)
+
+
 def log_softmax(
     x: ArrayLike,
     axis: Axis = -1,
@@ -220,9 +226,12 @@ def _log_softmax(x, where, *, axis, algorithm):
     return _along_axis("log_softmax", primitive.log_softmax_p, x, where, axis, algorithm)
 
 
-@functools.partial(jax.jit, static_argnames=("axis", "algorithm", "causal", "threshold", "dtype"), inline=True)
-def _fused_softmax(x, where, scale, bias, key, *, axis, algorithm, causal, threshold, dtype):
-    y = _fused_along_axis("softmax", x, where, scale, bias, key, axis, algorithm, causal, threshold, dtype)
+@functools.partial(
+    jax.jit, static_argnames=("axis", "algorithm", "causal", "threshold", "dtype", "replaced"), inline=True
+)
+def _fused_softmax(x, where, scale, bias, key, *, axis, algorithm, causal, threshold, dtype, replaced=False):
+    marks = {"replaced": True} if replaced else {}
+    y = _fused_along_axis("softmax", x, where, scale, bias, key, axis, algorithm, causal, threshold, dtype, marks)
     return y.astype(dtype) if dtype else y
 
 
@@ -257,7 +266,7 @@ def _extras(name: str, scale, bias, causal=None, rate=0.0, key=None):
     return (scale, bias, key if threshold else None), {"causal": bool(causal), "threshold": threshold}
 
 
-def _fused_along_axis(name: str, x, where, scale, bias, key, axis, algorithm, causal, threshold, dtype=""):
+def _fused_along_axis(name: str, x, where, scale, bias, key, axis, algorithm, causal, threshold, dtype="", marks=None):
     x = validate.floating(name, x)
     narrower = {"dtype": dtype} if dtype in ("float16", "bfloat16") and x.dtype == jnp.float32 else {}
     wide = computed(x).dtype
@@ -293,6 +302,7 @@ def _fused_along_axis(name: str, x, where, scale, bias, key, axis, algorithm, ca
             threshold=threshold,
             unscaled=False,
             **narrower,
+            **(marks or {}),
         )
 
     if causal:  # keep the last two dimensions, even if one has size 1

@@ -145,6 +145,24 @@ def test_transformations():
         close(plain, own, "float32")
 
 
+@pytest.mark.parametrize("f", [lambda q: attention({"is_causal": True})(q, q, q), jax.nn.log_softmax])
+def test_exported_programs_stay_plain(f):
+    (q, _, _), f = inputs(16, dtype="float32"), value_and_gradients(f)
+    with jaxkern.accelerate(only=(NAME, "log_softmax"), force=True):
+        exported = jax.export.export(jax.jit(f), platforms=["cpu", "cuda"])(q)
+    assert "@jaxkern" not in exported.mlir_module()
+    close(f(q), exported.call(q), "float32")
+    with jaxkern.accelerate(only=(NAME, "log_softmax"), force=True, export=True):
+        exported = jax.export.export(jax.jit(f), platforms=["cuda"], disabled_checks=jaxkern.export_checks())(q)
+    assert ("@jaxkern" in exported.mlir_module()) == (registry.kernels.module is not None)
+
+
+def test_a_boolean_is_a_scale():
+    plain, own, taken = both(attention({"scale": True}), *inputs(dtype="float32"))
+    assert taken == [True]
+    close(plain, own, "float32")
+
+
 def test_gate():
     takes = lambda dtype, *shape: gate.attention(jnp.dtype(dtype), *shape)[0]
     assert takes("bfloat16", 8 * 12 * 1024, 1024) and takes("float16", 8 * 12 * 1024, 1024)

@@ -212,6 +212,11 @@ def test_dtypes_of_the_result(x64):
         jaxkern.softmax(jnp.ones(3), dtype=jnp.int32)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_dtype_that_jax_truncates():
+    assert jaxkern.softmax(jnp.ones(3), dtype=float).dtype == jnp.float32
+
+
 WIDTHS = (1, 2, 7, 8, 9, 31, 64, 100, 255, 512, 1000, 1024, 1025, 2048, 4096, 4100, 8192, 16384, 16393, 40000)
 
 

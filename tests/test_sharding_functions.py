@@ -57,6 +57,22 @@ def test_captured_scalar_on_explicit_mesh():
 
 
 @several
+@pytest.mark.parametrize("groups", [8, 4])
+def test_attention_with_split_heads_on_explicit_mesh(groups):
+    """Lengths leave queries without keys."""
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.normal(size=(4, 6, heads, 8)), jnp.float32) for heads in (8, groups, groups)]
+    lengths = jnp.asarray([5, 0, 6, 1], jnp.int32)
+    f = both(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths))
+    wanted = jax.jit(f)(*arrays)
+    grid = mesh("Explicit")
+    split = [jax.device_put(a, NamedSharding(grid, P(None, None, "c"))) for a in arrays]
+    with jax.set_mesh(grid), jaxkern.accelerate(only="dot_product_attention", force=True):
+        assert all(d.taken for d in jaxkern.explain(f, "cuda")(*split))
+        same(jax.jit(f)(*split), wanted, 2e-5)
+
+
+@several
 def test_in_shard_map():
     grid, (x, y, b) = mesh(), operands()
     f = lambda s, x, y, b: jaxkern.elementwise_kernel(lambda x, y, b: gate(x, y, b) * s)(x, y, b)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxkern._accelerate import gate
 from jaxkern._accelerate.arguments import decide, is_plain
 from jaxkern._core import switch
-from jaxkern.softmax import softmax
+from jaxkern.softmax import replacement as softmax
 
 NAME = "dot_product_attention"
 
@@ -88,7 +88,7 @@ def dot_product_attention(
     logits = logits.reshape(batch, heads, queries, keys)
     scale = width**-0.5 if scale is None else float(scale)
     causal = is_causal and queries == keys
-    weights = softmax(logits, where=seen, scale=scale, causal=causal, dtype=key.dtype)
+    weights = softmax(logits, seen, scale, causal, key.dtype)
     weights = weights.reshape(batch, groups, heads // groups, queries, keys)
     mixed = jnp.einsum("bkgts,bskh->btkgh", weights, value)
     if seen is not None:

@@ -39,8 +39,9 @@ from jaxkern._core.rows import row_primitive
 from jaxkern._ops.cross_entropy.primitive import Options, cross_entropy_p
 from jaxkern._ops.reduction import reference as reductions
 from jaxkern._ops.reduction.primitive import logsumexp_statistics_p
-from jaxkern._ops.softmax.derivatives import softmax_grad_jvp
-from jaxkern._ops.softmax.primitive import log_softmax_jvp_p, softmax_grad_p
+from jaxkern._ops.softmax import reference as softmaxes
+from jaxkern._ops.softmax.derivatives import log_softmax_grad_jvp, log_softmax_jvp_jvp, softmax_grad_jvp
+from jaxkern._ops.softmax.primitive import log_softmax_grad_p, softmax_grad_p
 
 # ---- what a call may look like
 
@@ -153,6 +154,26 @@ def _lower_softmax_gradient(ctx, y, g, **params):
 _register_uncached(softmax_gradient_p, _lower_softmax_gradient)
 
 
+def _unless_refused(name, body, reference):
+    """A primitive that runs `body` where kernels may run, and its reference elsewhere, as in exported programs."""
+    prim = row_primitive(name, 2, reference)
+
+    def lower(ctx, *operands, **params):
+        refused = switch.refusal(ctx, switch.current())
+        return mlir.lower_fun(reference if refused else body.bind, multiple_results=False)(ctx, *operands, **params)
+
+    _register_uncached(prim, lower)
+    return prim
+
+
+log_softmax_tangent_p = row_primitive("jaxkern_row_log_softmax_tangent", 2, softmaxes.log_softmax_jvp)
+log_softmax_gradient_p = _unless_refused(
+    "jaxkern_row_log_softmax_gradient", log_softmax_grad_p, softmaxes.log_softmax_grad
+)
+deflinear(log_softmax_tangent_p, 1, log_softmax_jvp_jvp, transpose=log_softmax_gradient_p)
+deflinear(log_softmax_gradient_p, 1, log_softmax_grad_jvp, transpose=log_softmax_tangent_p)
+
+
 def _value_of_softmax(x, *, axis, algorithm):
     """The operations of jax.nn.softmax."""
     del algorithm
@@ -180,7 +201,7 @@ def _value_primitive(name, value, tangent_p):
 
 
 row_softmax_p = _value_primitive("jaxkern_row_softmax", _value_of_softmax, softmax_gradient_p)
-row_log_softmax_p = _value_primitive("jaxkern_row_log_softmax", _value_of_log_softmax, log_softmax_jvp_p)
+row_log_softmax_p = _value_primitive("jaxkern_row_log_softmax", _value_of_log_softmax, log_softmax_tangent_p)
 
 
 def _softmax_like(name, rule, prim, original, x, axis=-1, where=None):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
 
-from jaxkern._core import validate
+from jaxkern._core import define, validate
 from jaxkern._core.autodiff import deflinear, deftranspose, defvjp
 from jaxkern._core.primitive import bind
 from jaxkern._core.rows import computed, row_sum
@@ -75,13 +75,13 @@ def _softmax_tangent(x, dx, axis, kept):
     return p * (dx - row_sum(p * dx, axis))
 
 
-def _log_softmax_grad_jvp(x, g, *rest, axis, algorithm):
+def log_softmax_grad_jvp(x, g, *rest, axis, algorithm):
     *mask, dx = rest
     kept = reference.participants(x, -jnp.inf, axis, *mask)
     return (-_softmax_tangent(x, dx, axis, kept) * row_sum(computed(g, kept), axis)).astype(x.dtype)
 
 
-def _log_softmax_jvp_jvp(x, t, *rest, axis, algorithm):
+def log_softmax_jvp_jvp(x, t, *rest, axis, algorithm):
     *mask, dx = rest
     kept = reference.participants(x, -jnp.inf, axis, *mask)
     dot = row_sum(_softmax_tangent(x, dx, axis, kept) * computed(t, kept), axis)
@@ -89,8 +89,8 @@ def _log_softmax_jvp_jvp(x, t, *rest, axis, algorithm):
 
 
 deflinear(softmax_grad_p, 1, softmax_grad_jvp, transpose=softmax_grad_p)  # self-adjoint
-deflinear(log_softmax_grad_p, 1, _log_softmax_grad_jvp, transpose=log_softmax_jvp_p)
-deflinear(log_softmax_jvp_p, 1, _log_softmax_jvp_jvp, transpose=log_softmax_grad_p)
+deflinear(log_softmax_grad_p, 1, log_softmax_grad_jvp, transpose=log_softmax_jvp_p)
+deflinear(log_softmax_jvp_p, 1, log_softmax_jvp_jvp, transpose=log_softmax_grad_p)
 
 
 # ---- fused
@@ -171,10 +171,10 @@ def _linear_jvp(prim, reference, primals, tangents, **params):
     return out, sum(terms[1:], start=terms[0]) if terms else ad.Zero.from_primal_value(out)
 
 
-for _prim, _other, _of in (
-    (softmax_fused_grad_p, softmax_fused_jvp_p, reference.fused_grad),
-    (softmax_fused_jvp_p, softmax_fused_grad_p, reference.fused_jvp),
-    (softmax_fused_output_grad_p, softmax_fused_output_grad_p, reference.fused_output_grad),
+for _prim, _other in (
+    (softmax_fused_grad_p, softmax_fused_jvp_p),
+    (softmax_fused_jvp_p, softmax_fused_grad_p),
+    (softmax_fused_output_grad_p, softmax_fused_output_grad_p),
 ):
-    ad.primitive_jvps[_prim] = functools.partial(_linear_jvp, _prim, _of)
+    ad.primitive_jvps[_prim] = functools.partial(_linear_jvp, _prim, define.references[_prim])
     deftranspose(_prim, 1, _other)

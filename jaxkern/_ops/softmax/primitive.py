@@ -20,6 +20,8 @@ With scale, bias, mask, causal limit and dropout in one kernel:
 The result of softmax_fused_p may have a dtype of 16 bits (`dtype`) where x is float32; its gradient is computed from it,
 in its dtype.
 
+`replaced` marks a call that stands for operations of a plain program: see `accelerate`. Such a program is exported plain.
+
 Operands: x, for a gradient g, then those of bias, scale, mask and key that the parameter `extras` names, in this order.
 Each has the rank of x, with dimensions of size 1 or equal to those of x. The key has one more dimension, for its two
 words. If the key has a dimension that is not 1, each index has its own key and numbers its rows separately.
@@ -30,7 +32,7 @@ import functools
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
-from jaxkern._core import algorithms, define, partition
+from jaxkern._core import algorithms, define, partition, switch
 from jaxkern._core.primitive import bind
 from jaxkern._core.rows import mask_shape, row_primitive
 from jaxkern._ops.softmax import dropout, plan, reference, sharding
@@ -64,8 +66,10 @@ log_softmax_jvp_p = row_primitive("jaxkern_log_softmax_jvp", 2, reference.log_so
 # ---- the fused primitives
 
 
-def _abstract_eval(name, arrays, x, *rest, axis, algorithm, log, extras, causal, threshold, unscaled, dtype=""):
-    del algorithm, unscaled
+def _abstract_eval(
+    name, arrays, x, *rest, axis, algorithm, log, extras, causal, threshold, unscaled, dtype="", replaced=False
+):
+    del algorithm, unscaled, replaced
     if not causal <= axis < x.ndim:
         raise ValueError(f"{name}: axis {axis} is out of bounds for shape {x.shape}")
     names, others, parts = extras.split(), rest[: arrays - 1], rest[arrays - 1 :]
@@ -166,7 +170,25 @@ def _partition(prim, ctx, operands, params):
     return partition.lower(ctx, prim, operands, params, dims, functools.partial(sharding.shard, prim), sharding.EXACT)
 
 
+def _left(prim, ctx, operands, params) -> bool:
+    """Whether a call that replaced operations of a plain program is left to XLA."""
+    del prim, operands
+    return params.get("replaced", False) and bool(switch.refusal(ctx, switch.current()))
+
+
+def _unmarked(f):
+    """`f` without the parameter `replaced`."""
+
+    @functools.wraps(f)
+    def unmarked(*args, replaced=False, **params):
+        del replaced
+        return f(*args, **params)
+
+    return unmarked
+
+
 def _primitive(name, arrays, reference, launches=None, on_cpu=None):
+    reference, launches, on_cpu = (f and _unmarked(f) for f in (reference, launches, on_cpu))
     return define.primitive(
         name,
         functools.partial(_abstract_eval, name, arrays),
@@ -177,6 +199,7 @@ def _primitive(name, arrays, reference, launches=None, on_cpu=None):
         adapt=_adapt,
         dtypes=plan.DTYPES,
         on_cpu=on_cpu,
+        **({"left": _left} if launches else {}),
     )
 
 
