@@ -83,6 +83,32 @@ def deftranspose(prim, position, transpose):
     ad.primitive_transposes[prim] = rule
 
 
+def linear_jvp(prim, reference, linear, primals, tangents, **params):
+    """The JVP of a primitive that is linear in the operands at the positions `linear`, together, and in no other."""
+    out = bind(prim, *primals, **params)
+    terms = []
+    if any(type(tangents[k]) is not ad.Zero for k in linear):
+        operands = list(primals)
+        for k in linear:
+            operands[k] = ad.instantiate_zeros(tangents[k])
+        terms.append(bind(prim, *operands, **params))
+    active = [k for k, t in enumerate(tangents) if k not in linear and type(t) is not ad.Zero]
+    if active:
+
+        def f(*xs):
+            operands = list(primals)
+            for k, x in zip(active, xs):
+                operands[k] = x
+            return reference(*operands, **params)
+
+        terms.append(jax.jvp(f, [primals[k] for k in active], [tangents[k] for k in active])[1])
+    if not terms:
+        return out, jax.tree.map(compat.zero_tangent, out)
+    if not prim.multiple_results:
+        return out, sum(terms[1:], start=terms[0])
+    return out, [sum(ts[1:], start=ts[0]) for ts in zip(*terms)]
+
+
 def defmultilinear(prim, f, linear, transpose):
     """Derivatives of `prim`, which is linear in its operands at the positions `linear(params)`, and whose reference is f.
 
@@ -90,27 +116,7 @@ def defmultilinear(prim, f, linear, transpose):
     """
 
     def jvp(primals, tangents, **params):
-        at = linear(params)
-        out = bind(prim, *primals, **params)
-        terms = []
-        if any(type(tangents[k]) is not ad.Zero for k in at):
-            operands = list(primals)
-            for k in at:
-                operands[k] = ad.instantiate_zeros(tangents[k])
-            terms.append(bind(prim, *operands, **params))
-        active = [k for k, t in enumerate(tangents) if k not in at and type(t) is not ad.Zero]
-        if active:
-
-            def of(*xs):
-                operands = list(primals)
-                for k, x in zip(active, xs):
-                    operands[k] = x
-                return f(*operands, **params)
-
-            terms.append(jax.jvp(of, [primals[k] for k in active], [tangents[k] for k in active])[1])
-        if not terms:
-            return out, list(map(compat.zero_tangent, out))
-        return out, [sum(parts[1:], start=parts[0]) for parts in zip(*terms)]
+        return linear_jvp(prim, f, linear(params), primals, tangents, **params)
 
     def rule(cotangents, *operands, **params):
         at = linear(params)

@@ -10,8 +10,8 @@ import functools
 import jax
 from jax.interpreters import ad
 
-from jaxkern._core import compat, validate
-from jaxkern._core.autodiff import deftranspose, defvjp
+from jaxkern._core import validate
+from jaxkern._core.autodiff import deftranspose, defvjp, linear_jvp
 from jaxkern._core.primitive import bind
 from jaxkern._ops.function.primitive import apply
 from jaxkern._ops.score import reference
@@ -68,31 +68,6 @@ defvjp(
 )
 
 
-def _linear_jvp(prim, reference, linear, primals, tangents, **params):
-    """The JVP of a primitive that is linear in the operands at `linear`, together, and in no other."""
-    several = prim.multiple_results
-    out = bind(prim, *primals, **params)
-    terms = []
-    if any(type(tangents[k]) is not ad.Zero for k in linear):
-        operands = list(primals)
-        for k in linear:
-            operands[k] = ad.instantiate_zeros(tangents[k])
-        terms.append(bind(prim, *operands, **params))
-    active = [k for k, t in enumerate(tangents) if k not in linear and type(t) is not ad.Zero]
-    if active:
-
-        def f(*xs):
-            operands = list(primals)
-            for k, a in zip(active, xs):
-                operands[k] = a
-            return reference(*operands, **params)
-
-        terms.append(jax.jvp(f, [primals[k] for k in active], [tangents[k] for k in active])[1])
-    if not terms:
-        return out, jax.tree.map(compat.zero_tangent, out)
-    return out, [sum(ts[1:], start=ts[0]) for ts in zip(*terms)] if several else sum(terms[1:], start=terms[0])
-
-
 def _grads_transpose(cts, x, g, *parts, **params):
     if any(map(ad.is_undefined_primal, (x, *parts))):
         raise NotImplementedError(f"{softmax_score_grads_p.name} is linear in operand 1 only")
@@ -128,7 +103,7 @@ for _prim, _linear, _of in (
     (softmax_score_grads_p, (1,), reference.score_grads),
     (softmax_score_jvps_p, (1, 2), reference.score_jvps),
 ):
-    ad.primitive_jvps[_prim] = functools.partial(_linear_jvp, _prim, _of, _linear)
+    ad.primitive_jvps[_prim] = functools.partial(linear_jvp, _prim, _of, _linear)
 deftranspose(softmax_score_grad_p, 1, softmax_score_jvp_p)
 deftranspose(softmax_score_jvp_p, 1, softmax_score_grad_p)
 ad.primitive_transposes[softmax_score_grads_p] = _grads_transpose

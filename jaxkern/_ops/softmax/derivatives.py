@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 
 from jaxkern._core import define, validate
-from jaxkern._core.autodiff import deflinear, deftranspose, defvjp
+from jaxkern._core.autodiff import deflinear, deftranspose, defvjp, linear_jvp
 from jaxkern._core.primitive import bind
 from jaxkern._core.rows import computed, row_sum
 from jaxkern._ops.softmax import reference
@@ -150,31 +150,10 @@ defvjp(
 )
 
 
-def _linear_jvp(prim, reference, primals, tangents, **params):
-    """The JVP of a primitive that is linear in its second operand."""
-
-    def bound(g):
-        return bind(prim, primals[0], g, *primals[2:], **params)
-
-    out = bound(primals[1])
-    terms = [] if type(tangents[1]) is ad.Zero else [bound(tangents[1])]
-    active = [k for k, t in enumerate(tangents) if k != 1 and type(t) is not ad.Zero]
-    if active:
-
-        def f(*xs):
-            operands = list(primals)
-            for k, x in zip(active, xs):
-                operands[k] = x
-            return reference(*operands, **params)
-
-        terms.append(jax.jvp(f, [primals[k] for k in active], [tangents[k] for k in active])[1])
-    return out, sum(terms[1:], start=terms[0]) if terms else ad.Zero.from_primal_value(out)
-
-
 for _prim, _other in (
     (softmax_fused_grad_p, softmax_fused_jvp_p),
     (softmax_fused_jvp_p, softmax_fused_grad_p),
     (softmax_fused_output_grad_p, softmax_fused_output_grad_p),
 ):
-    ad.primitive_jvps[_prim] = functools.partial(_linear_jvp, _prim, define.references[_prim])
+    ad.primitive_jvps[_prim] = functools.partial(linear_jvp, _prim, define.references[_prim], (1,))
     deftranspose(_prim, 1, _other)
