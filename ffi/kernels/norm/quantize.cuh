@@ -127,8 +127,6 @@ template <class Q, int kSpan, class E = NoEpilogue> struct NormQuantize {
 template <class Op, int N, class Q, bool kGiven, class E = NoEpilogue>
 __global__ void __launch_bounds__(kNormStreamThreads)
     NormQuantizeStream(const __grid_constant__ NormQuantizeParams<typename E::Params> p) {
-  using T = typename Op::T;
-  using P = typename Op::P;
   using C = typename Op::C;
   constexpr int kWarps = kNormStreamThreads / kWarp;
   __shared__ uint32_t room[kWarps];
@@ -139,29 +137,7 @@ __global__ void __launch_bounds__(kNormStreamThreads)
   uint8_t* const q = static_cast<uint8_t*>(p.y);
   for (int64_t row = blockIdx.x; row < p.rows; row += p.blocks) {
     const int64_t first = row * p.width;
-    C mean, rstd;
-    const auto load = [&](int64_t column, C(&v)[N]) {
-      auto x = LoadPack<T, N>(p.x, first + column, policy);
-      if constexpr (Op::kResidual) {
-        x = Added(x, LoadPack<T, N>(p.residual, first + column, policy));
-        StorePack(p.sum, first + column, x);
-      }
-      Unpack(x, v);
-    };
-    RowStats<Op, N>(p, load, &mean, &rstd);  // its barriers make the sums of all threads visible
-    const auto normalise = [&](int64_t column, C(&v)[N]) {
-      C scale[N], bias[N];
-      Unpack(LoadVector<T, N>(static_cast<const T*>(Op::kResidual ? p.sum : p.x) + first + column), v);
-      if constexpr (Op::kScale) LoadParameters<P, N>(p.scale, column, scale);
-      if constexpr (Op::kBias) LoadParameters<P, N>(p.bias, column, bias);
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        v[j] = (v[j] - mean) * rstd;
-        if constexpr (Op::kScale) v[j] *= scale[j];
-        if constexpr (Op::kBias) v[j] += bias[j];
-      }
-      E::Apply(p, row, column, v);
-    };
+    const StreamedRow<Op, N, E> of(p, row, policy);
     // As often for all warps, which reduce together.
     for (int64_t from = 0; from < blocks; from += teams) {
       const int64_t own = from + threadIdx.x / team;
@@ -169,7 +145,7 @@ __global__ void __launch_bounds__(kNormStreamThreads)
       uint32_t largest = 0;
       for (int64_t c = begin + member * N; c < end; c += team * N) {
         C v[N];
-        normalise(c, v);
+        of.Normalise(c, v);
         largest = max(largest, Largest(v));
       }
       largest = LargestOfLanes<kWarp>(largest);
@@ -184,7 +160,7 @@ __global__ void __launch_bounds__(kNormStreamThreads)
       const float factor = kGiven ? GivenFactor(p.given) : QuantizeFactor<Q>(largest);
       for (int64_t c = begin + member * N; c < end; c += team * N) {
         C v[N];
-        normalise(c, v);
+        of.Normalise(c, v);
         StoreQuantized<Q, !kGiven>(q + first + c, v, factor);
       }
     }

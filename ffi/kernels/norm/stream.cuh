@@ -69,15 +69,18 @@ template <class Op, int N, class Load> __device__ __forceinline__ void RowStats(
   *rstd = InverseRoot(square[0] + static_cast<C>(p.eps));
 }
 
-template <class Op, int N, class E = NoEpilogue> __global__ void __launch_bounds__(kNormStreamThreads)
-    NormStream(const __grid_constant__ typename E::Params p) {
+// A row that a block reads twice: for its statistics, and normalised.
+template <class Op, int N, class E> struct StreamedRow {
   using T = typename Op::T;
   using P = typename Op::P;
   using C = typename Op::C;
-  const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
-  for (int64_t row = blockIdx.x; row < p.rows; row += p.blocks) {
-    const int64_t first = row * p.width;
-    C mean, rstd;
+  const typename E::Params& p;
+  int64_t row, first;
+  C mean, rstd;
+
+  // The whole block takes part. Its barriers make the sums with the residual, which all threads write, visible to all.
+  __device__ __forceinline__ StreamedRow(const typename E::Params& params, int64_t number, ReadPolicy policy)
+      : p(params), row(number), first(number * params.width) {
     const auto load = [&](int64_t column, C(&v)[N]) {
       auto x = LoadPack<T, N>(p.x, first + column, policy);
       if constexpr (Op::kResidual) {
@@ -87,19 +90,34 @@ template <class Op, int N, class E = NoEpilogue> __global__ void __launch_bounds
       Unpack(x, v);
     };
     RowStats<Op, N>(p, load, &mean, &rstd);
-    EachPack<T, N>(p, [&](int64_t column) {
-      C v[N], scale[N], bias[N];
-      Unpack(LoadVector<T, N>(static_cast<const T*>(Op::kResidual ? p.sum : p.x) + first + column), v);
-      if constexpr (Op::kScale) LoadParameters<P, N>(p.scale, column, scale);
-      if constexpr (Op::kBias) LoadParameters<P, N>(p.bias, column, bias);
+  }
+
+  __device__ __forceinline__ void Normalise(int64_t column, C (&v)[N]) const {
+    C scale[N], bias[N];
+    Unpack(LoadVector<T, N>(static_cast<const T*>(Op::kResidual ? p.sum : p.x) + first + column), v);
+    if constexpr (Op::kScale) LoadParameters<P, N>(p.scale, column, scale);
+    if constexpr (Op::kBias) LoadParameters<P, N>(p.bias, column, bias);
 #pragma unroll
-      for (int j = 0; j < N; ++j) {
-        v[j] = (v[j] - mean) * rstd;
-        if constexpr (Op::kScale) v[j] *= scale[j];
-        if constexpr (Op::kBias) v[j] += bias[j];
-      }
-      E::Apply(p, row, column, v);
-      StorePack(p.y, first + column, Repack<typename Op::O, N>(v));
+    for (int j = 0; j < N; ++j) {
+      v[j] = (v[j] - mean) * rstd;
+      if constexpr (Op::kScale) v[j] *= scale[j];
+      if constexpr (Op::kBias) v[j] += bias[j];
+    }
+    E::Apply(p, row, column, v);
+  }
+};
+
+template <class Op, int N, class E = NoEpilogue> __global__ void __launch_bounds__(kNormStreamThreads)
+    NormStream(const __grid_constant__ typename E::Params p) {
+  using T = typename Op::T;
+  using C = typename Op::C;
+  const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
+  for (int64_t row = blockIdx.x; row < p.rows; row += p.blocks) {
+    const StreamedRow<Op, N, E> of(p, row, policy);
+    EachPack<T, N>(p, [&](int64_t column) {
+      C v[N];
+      of.Normalise(column, v);
+      StorePack(p.y, row * p.width + column, Repack<typename Op::O, N>(v));
     });
   }
 }
