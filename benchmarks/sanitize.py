@@ -356,6 +356,21 @@ def sanitize_reductions(dtypes: list[str]) -> tuple[int, list[str]]:
 NORMALISED = (1, 7, 8, 31, 64, 76, 128, 257, 512, 1002, 1024, 4097, 8192, 33000)
 
 
+def _compare(calls, dtype: str) -> str:
+    """Where a primitive and its reference differ, for each (primitive, reference, operands, parameters); empty if nowhere."""
+    for prim, meaning, operands, params in calls:
+        call = jax.jit(lambda *a, prim=prim, params=params: prim.bind(*a, **params))
+        got = jax.device_get(call(*map(jax.device_put, operands)))
+        with jax.default_device(jax.devices("cpu")[0]):
+            want = meaning(*map(jnp.asarray, operands), **params)
+        for a, b in zip(got, want, strict=True):
+            a, b = np.asarray(a).astype(np.float64), np.asarray(b).astype(np.float64)
+            same = np.abs(a - b) <= 4 * TOLERANCE[dtype] * max(1, np.abs(b).max())
+            if not same.all():
+                return f"{prim.name}: wrong at {np.argwhere(~same)[0].tolist()} of {a.shape}, {int((~same).sum())} elements"
+    return ""
+
+
 def run_norm(op: str, tier: str, dtype: str, width: int) -> str | None:
     """Runs a norm and its gradient in a tier once; "" or what went wrong, None where the tier cannot run it."""
     from jaxkern import tiers
@@ -378,17 +393,7 @@ def run_norm(op: str, tier: str, dtype: str, width: int) -> str | None:
         (primitive.PRIMITIVES[op].forward, reference.norm, [x, *[more] * residual, *vectors], forward),
         (primitive.PRIMITIVES[op].grad, reference.norm_grad, [x, g, *[more] * residual, vectors[0]], backward),
     )
-    for prim, meaning, operands, params in calls:
-        call = jax.jit(lambda *a, prim=prim, params=params: prim.bind(*a, **params))
-        got = jax.device_get(call(*map(jax.device_put, operands)))
-        with jax.default_device(jax.devices("cpu")[0]):
-            want = meaning(*map(jnp.asarray, operands), **params)
-        for a, b in zip(got, want, strict=True):
-            a, b = np.asarray(a).astype(np.float64), np.asarray(b).astype(np.float64)
-            same = np.abs(a - b) <= 4 * TOLERANCE[dtype] * max(1, np.abs(b).max())
-            if not same.all():
-                return f"{prim.name}: wrong at {np.argwhere(~same)[0].tolist()} of {a.shape}, {int((~same).sum())} elements"
-    return ""
+    return _compare(calls, dtype)
 
 
 # Samples, rows, channels, groups, inner: around packs, tiles and the ends of tiers.
@@ -436,17 +441,7 @@ def run_group_norm(op: str, tier: str, dtype: str, sizes: tuple[int, ...]) -> st
         (own.moments, reference.moments, [x], common),
         (own.sums, reference.sums, [x, mean, var, g], eps),
     ]
-    for prim, meaning, operands, params in calls:
-        call = jax.jit(lambda *a, prim=prim, params=params: prim.bind(*a, **params))
-        got = jax.device_get(call(*map(jax.device_put, operands)))
-        with jax.default_device(jax.devices("cpu")[0]):
-            want = meaning(*map(jnp.asarray, operands), **params)
-        for a, b in zip(got, want, strict=True):
-            a, b = np.asarray(a).astype(np.float64), np.asarray(b).astype(np.float64)
-            same = np.abs(a - b) <= 4 * TOLERANCE[dtype] * max(1, np.abs(b).max())
-            if not same.all():
-                return f"{prim.name}: wrong at {np.argwhere(~same)[0].tolist()} of {a.shape}, {int((~same).sum())} elements"
-    return ""
+    return _compare(calls, dtype)
 
 
 def sanitize_group_norms(dtypes: list[str]) -> tuple[int, list[str]]:

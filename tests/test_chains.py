@@ -320,16 +320,16 @@ def live(lowered):
             return
         entered.add(name)
         *_, last = functions[name].regions[0].blocks[0].operations
-        seen, todo = set(), list(last.operands)
-        while todo:
-            operation = todo.pop().owner
+        seen, pending = set(), list(last.operands)
+        while pending:
+            operation = pending.pop().owner
             operation = getattr(operation, "operation", None)
             if operation is None or operation in seen:
                 continue
             seen.add(operation)
             target = "call_target_name" in operation.attributes and str(operation.attributes["call_target_name"])
             found.extend((target.strip('"') if target else operation.name, str(r.type)) for r in operation.results)
-            todo += operation.operands
+            pending += operation.operands
             if operation.name == "func.call":
                 enter(str(operation.attributes["callee"]).lstrip("@"))
 
