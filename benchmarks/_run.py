@@ -1,19 +1,24 @@
 """Runs one operation's benchmark: compile everything, then measure case by case.
 
 Compiling comes first and in threads, because XLA tries out kernels on the GPU while it compiles and
-would disturb a measurement.
+would disturb a measurement. Benchmarks that run side by side on a GPU compile together and measure one
+at a time, when all have compiled: see `turn`.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import datetime
+import fcntl
 import os
 import platform
 import re
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -54,9 +59,23 @@ def run(operation: ModuleType, options: Options) -> dict[str, Any]:
     chosen = _that_fit(chosen, max(jax.numpy.dtype(d).itemsize for d in dtypes))
 
     plan = [(dtype, case, list(_cell.cells(operation, case, dtype, ops))) for dtype in dtypes for case in chosen]
-    compiled = _compile(operation, [cell for _, _, cells in plan for cell in cells], options.tiers)
-    clock = _timing.make_clock()
+    with turn(alone=False):
+        compiled = _compile(operation, [cell for _, _, cells in plan for cell in cells], options.tiers)
+    with turn(alone=True):
+        return _measured(operation, options, chosen, plan, compiled, repeats, list(dtypes), list(ops))
 
+
+def _measured(
+    operation: ModuleType,
+    options: Options,
+    chosen: list[Any],
+    plan: list[Any],
+    compiled: dict[Any, list[Any]],
+    repeats: int,
+    dtypes: list[str],
+    ops: list[str],
+) -> dict[str, Any]:
+    clock = _timing.make_clock()
     rows: list[dict[str, Any]] = []
     pool = None
     found: list[Any] = []
@@ -76,10 +95,20 @@ def run(operation: ModuleType, options: Options) -> dict[str, Any]:
         "format": 1,
         "operation": operation.OPERATION,
         "environment": environment(clock),
-        "options": dataclasses.asdict(options) | {"dtypes": list(dtypes), "ops": list(ops), "repeats": repeats},
+        "options": dataclasses.asdict(options) | {"dtypes": dtypes, "ops": ops, "repeats": repeats},
         "results": rows,
         "checks": found,
     }
+
+
+@contextlib.contextmanager
+def turn(alone: bool) -> Iterator[None]:
+    """Waits until no other benchmark of this user and these GPUs measures and, if `alone`, none compiles."""
+    devices = re.sub(r"\W", "-", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
+    path = os.path.join(tempfile.gettempdir(), f"jaxkern-benchmarks-{os.getuid()}-{devices}.lock")
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
 
 
 def backend() -> str:

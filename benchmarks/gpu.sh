@@ -6,11 +6,12 @@
 # Logs and results go to OUT_DIR; a short table comes last, and the exit status is 0 if all stages passed.
 #
 #     STAGES              which stages, in order       "build tests sanitize bench"
-#     LIMIT_BUILD, LIMIT_TESTS, LIMIT_SANITIZE, LIMIT_BENCH     seconds for each (sanitize: for each tool)
+#     LIMIT_BUILD, LIMIT_TESTS, LIMIT_SANITIZE, LIMIT_BENCH     seconds for each (sanitize: for each tool; bench: for all)
 #     JAXKERN_SKIP_BUILD  1: test the jaxkern that is installed or on PYTHONPATH
 #     PYTHON              the interpreter that has JAX with CUDA            python3
 #     PYTEST_ARGS         more arguments for pytest
-#     BENCH_ARGS          more arguments for the benchmark, such as --quick or --tiers
+#     BENCH_ARGS          more arguments for the benchmarks of operations, such as --quick or --tiers
+#     PROGRAM_ARGS        and for that of programs, such as --quick
 #     OPERATIONS          which benchmarks             "softmax fused_softmax score elementwise elementwise_kernel reduction norm quantize cross_entropy linear_cross_entropy index_add segment_softmax messages programs"
 #                         sharding is another, for several GPUs
 #     SANITIZE_TOOLS      of compute-sanitizer         "memcheck racecheck initcheck synccheck"
@@ -84,8 +85,16 @@ for s in $stages; do
       stage selftest 120 "$python" -m benchmarks selftest
       stage first_use 120 "$python" -m benchmarks.first_use --out "$out/first_use.json"
       cat "$out/first_use.log"
-      for operation in ${OPERATIONS:-softmax fused_softmax score elementwise elementwise_kernel reduction norm quantize cross_entropy linear_cross_entropy index_add segment_softmax messages programs}; do
-        stage "bench-$operation" "${LIMIT_BENCH:-900}" "$python" -m benchmarks "$operation" --out "$out" ${BENCH_ARGS:-}
+      # Operations side by side: they compile together and measure one at a time. Programs come last.
+      operations=${OPERATIONS:-softmax fused_softmax score elementwise elementwise_kernel reduction norm quantize cross_entropy linear_cross_entropy index_add segment_softmax messages programs}
+      for operation in $operations; do
+        [ "$operation" = programs ] && continue
+        stage "bench-$operation" "${LIMIT_BENCH:-1800}" "$python" -m benchmarks "$operation" --out "$out" ${BENCH_ARGS:-} &
+      done
+      wait
+      [[ " $operations " != *" programs "* ]] ||
+        stage bench-programs "${LIMIT_BENCH:-1800}" "$python" -m benchmarks programs --out "$out" ${PROGRAM_ARGS:-}
+      for operation in $operations; do
         grep -E '^(missed|not run|note)' "$out/bench-$operation.log" | cut -c1-160 | head -n "${MISSES:-40}"
       done
       ;;

@@ -626,17 +626,15 @@ def run(arguments: Any) -> dict[str, Any]:
     chosen = [p for p in programs() if re.search(arguments.cases, f"{p.name} {p.dtype}")]
     if not chosen:
         raise SystemExit(f"benchmarks: no program matches {arguments.cases!r}")
-    rows = []
-    for program in _timing.progress(chosen, len(chosen), "measure programs"):
-        training = program.make(program.dtype, small)
-        own = {}
-        for label, options in sets.items():
-            with jaxkern.accelerate(**options):
-                explanation = jaxkern.explain(training.step)(*training.specs())
-                own[label] = explanation, _measured(training, repeats)
-        plain = None if program.endless and gpu and not small else _measured(training, repeats)
-        for label, (explanation, measured) in own.items():
-            rows.append(_row(program, label, measured, plain, explanation, gpu and not small))
+    rows: list[dict[str, Any]] = []
+    with _run.turn(alone=True):
+        try:
+            for program in _timing.progress(chosen, len(chosen), "measure programs"):
+                rows += _rows(program, sets, small, repeats)
+        except KeyboardInterrupt:
+            if not rows:
+                raise
+            print(f"benchmarks: interrupted; {len(rows)} results are kept", file=sys.stderr)
     return {
         "format": 1,
         "operation": OPERATION,
@@ -645,6 +643,19 @@ def run(arguments: Any) -> dict[str, Any]:
         "results": rows,
         "checks": [],
     }
+
+
+def _rows(program: Any, sets: dict[str, Any], small: bool, repeats: int) -> list[dict[str, Any]]:
+    training, required = program.make(program.dtype, small), _run.backend() == "gpu" and not small
+    own = {}
+    for label, options in sets.items():
+        with jaxkern.accelerate(**options):
+            explanation = jaxkern.explain(training.step)(*training.specs())
+            own[label] = explanation, _measured(training, repeats)
+    plain = None if program.endless and required else _measured(training, repeats)
+    return [
+        _row(program, label, measured, plain, explanation, required) for label, (explanation, measured) in own.items()
+    ]
 
 
 def _portable(source: str) -> str:

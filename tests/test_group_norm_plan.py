@@ -220,11 +220,14 @@ def test_kernels_with_a_function_compile(tier):
     assert registry.kernels.module.compile(step.header, step.name, 90, step.source)
 
 
-def test_clusters_are_not_chosen():
+def test_one_pass_where_a_block_or_a_cluster_holds_the_groups():
     large = plan.Problem(64, 4096, 256, 32, dtype="bfloat16")
-    small = large._replace(rows=64)
-    assert plan.fits("one_pass", large, device.H200) and plan.choose(large, device.H200) == "two_pass"
-    assert plan.choose(small, device.H200) == "one_pass"
+    choices = [
+        (p, d)
+        for p in (large, large._replace(rows=64), large._replace(rows=1 << 16))
+        for d in (device.H200, device.A100)
+    ]
+    assert [plan.choose(p, d) for p, d in choices] == ["one_pass", "two_pass", *["one_pass"] * 2, *["two_pass"] * 2]
 
 
 @needs_nvrtc

@@ -145,7 +145,7 @@ def test_axes(name, dtype, shape, axis):
 
 @every_name
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [*WIDTHS, 77, 100, 768, 5120, 5001, 8200])
+@pytest.mark.parametrize("width", [*WIDTHS, 77, 100, 768, 5120, 5001, 8200, 20000])
 @pytest.mark.sweep(17)
 def test_widths(name, dtype, width):
     rows = 67 if width <= 2048 else 5

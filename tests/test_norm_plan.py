@@ -111,7 +111,12 @@ def check_coverage(chosen, shape, dtype, extras, backward, on):
 
 def test_algorithms():
     choose = functools.partial(tiers.choose, device=device.H200)
-    assert [choose("rms_norm", 8192, n, dtype="bfloat16") for n in (128, 512, 4096, 65536)] == list(plan.ALGORITHMS)
+    widths = (128, 512, 4096, 65536, 65544)
+    assert [choose("rms_norm", 8192, n, dtype="bfloat16") for n in widths] == [
+        *plan.ALGORITHMS[:3],
+        *plan.ALGORITHMS[2:],
+    ]
+    assert choose("rms_norm", 8192, 65536, dtype="bfloat16", backward=True) == "streaming"
     assert choose("layer_norm", 8192, 8192, backward=True, scale_sum=True, bias=True) == "block"
     assert "rms_norm" in tiers.operations() and tiers.algorithms("layer_norm") == plan.ALGORITHMS
 
@@ -148,6 +153,7 @@ def test_what_kernels_do_not_take():
         ("layer_norm", (4, 1025), "float16", None, "float32", "residual scale bias"),  # and a block per row
         ("layer_norm", (9, 76), "float32", "bfloat16", "float32", "residual scale bias"),
         ("layer_norm", (30, 1030), "float16", None, "float32", "scale bias"),  # a block per row
+        ("layer_norm", (2, 16500), "float32", None, "float32", "residual scale bias"),  # of more than 512 threads
     ],
 )
 def test_kernels(name, shape, dtype, out, parameters, extras):

@@ -2,7 +2,7 @@
 
     sub_warp    rows up to 512 bytes: 1 to 32 lanes per row, in registers
     warp        rows up to 2 KB: a warp per row, in registers
-    block       rows up to 64 KB, gradients 16 to 32 KB: a block per row, in registers
+    block       rows up to 128 KB, gradients 16 to 32 KB: a block per row, in registers
     streaming   any row: a block reads it twice; gradients in two launches, which both read all rows
 
 Gradients of scale and bias are sums over rows: each block adds its own, and one more launch adds those of the blocks.
@@ -24,7 +24,7 @@ DTYPES = tuple(_ITEMSIZE)
 
 _SUB_WARP_VECTORS, _WARP_VECTORS = 32, 128
 _FORWARD_THREADS, _BACKWARD_THREADS = 128, 256  # of a block whose rows belong to lanes; a gradient's of long rows: 128
-_BLOCK_THREADS = 512  # at most, of a block per row
+_BLOCK_THREADS, _MOST_THREADS = 512, 1024  # at most, of a block per row; the latter forward, for rows that need it
 _BLOCK_HELD = 8  # vectors per thread
 _SUM_WORDS = 64  # of registers, for a thread's sums over rows
 _KEPT_WORDS = 80  # kNormKept
@@ -91,7 +91,7 @@ def _held(p: Problem) -> tuple[int, int] | None:
     best = None
     for held in range(1, (most if p.backward else _BLOCK_HELD) + 1):
         threads = 32 * ceil_div(p.vectors, 32 * held)
-        if threads <= _BLOCK_THREADS:
+        if threads <= (_BLOCK_THREADS if p.backward or p.vectors <= _BLOCK_HELD * _BLOCK_THREADS else _MOST_THREADS):
             few = 0 if threads >= 128 else 1  # whose blocks are short: as if an eighth of them were idle
             cost = held * threads * (8 + few), abs(held - wanted)
             best = min(best, (cost, held, threads)) if best else (cost, held, threads)
