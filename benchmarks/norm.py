@@ -28,7 +28,7 @@ OPERATION = "norm"
 ROW_OPS, GROUP_OPS = ("rms_norm", "layer_norm"), ("group_norm", "batch_norm")
 OPS = ROW_OPS + GROUP_OPS
 DIRECTIONS = ("forward", "backward")
-TIERS = ("sub_warp", "warp", "block", "streaming", "one_pass", "two_pass")
+TIERS = ("warp", "block", "streaming", "one_pass", "two_pass")
 EPS = 1e-6
 GROUPS = 32
 

@@ -1,13 +1,13 @@
 """Which kernels run RMSNorm, LayerNorm and their gradients on CUDA, and how they are launched.
 
-    sub_warp    rows up to 512 bytes: 1 to 32 lanes per row, in registers
-    warp        rows up to 2 KB: a warp per row, in registers
+    warp        rows up to 2 KB: 1 to 32 lanes per row, in registers
     block       rows up to 128 KB, gradients 16 to 32 KB: a block per row, in registers
     streaming   any row: a block reads it twice; gradients in two launches, which both read all rows
 
 Gradients of scale and bias are sums over rows: each block adds its own, and one more launch adds those of the blocks.
 `vectors` below are 16 bytes of the widest array. If the width is no multiple of one, a thread holds several packs of the
-largest power of two that divides the width instead; long rows of this kind in 16 bits are mostly left to XLA.
+largest power of two that divides the width instead. Rows that no registers hold, and long ones of many small packs in 16
+bits, are mostly left to XLA: streaming runs what lies at any address, and what is forced.
 """
 
 import math
@@ -17,12 +17,13 @@ from jaxkern._core.algorithms import pick
 from jaxkern._core.define import CUDA_TYPES, EMPTY_VIEW, broadcast_view, ceil_div
 from jaxkern._core.launch import Launch, Plan, boolean, f64, i32, i64, null, operand, result, scratch, struct
 
-ALGORITHMS = ("sub_warp", "warp", "block", "streaming")
+ALGORITHMS = ("warp", "block", "streaming")
 
 _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 DTYPES = tuple(_ITEMSIZE)
 
-_SUB_WARP_VECTORS, _WARP_VECTORS = 32, 128
+_WARP_VECTORS = 128
+_WARP_PACKS = 8  # of a lane, by default
 _FORWARD_THREADS, _BACKWARD_THREADS = 128, 256  # of a block whose rows belong to lanes; a gradient's of long rows: 128
 _BLOCK_THREADS, _MOST_THREADS = 512, 1024  # at most, of a block per row; the latter forward, for rows that need it
 _BLOCK_HELD = 8  # vectors per thread
@@ -106,23 +107,29 @@ def fits(algorithm: str, p: Problem, device) -> bool:
             return held is not None
         packs, threads = ceil_div(p.width // p.pack, held[1]), held[1]
         return 2 * _stage_bytes(p, packs, threads, threads) <= device.shared_memory - 4096
-    most = {"sub_warp": _SUB_WARP_VECTORS, "warp": _WARP_VECTORS}.get(algorithm)
-    return most is None or p.vectors <= most
+    return algorithm == "streaming" or p.vectors <= _WARP_VECTORS
 
 
 def choose(p: Problem, device) -> str:
-    """The algorithm that runs the problem by default, unless it is `left_to_xla`."""
-    return next(a for a in ALGORITHMS if fits(a, p, device))
+    """The algorithm that runs the problem by default, unless it is `left_to_xla`.
 
-
-def left_to_xla(p: Problem) -> bool:
-    """Whether XLA runs the problem by default: rows of 16-bit elements that are not whole vectors and take a block each.
-
-    Measured on an H200 in bfloat16, 32768 x 4097, in microseconds, kernel and XLA: rms_norm 233 and 179, its gradient 502
-    and 446, layer_norm 308 and 276; but the gradient of layer_norm, which a kernel runs, 443 and 669.
+    A block has rows of many small packs: bfloat16 65536 x 1001, microseconds of warp, block and XLA: rms_norm 144, 83 and 97,
+    its gradient 253, 179 and 230, the gradient of layer_norm 512, 228 and 358 (H200).
     """
-    partial = p.pack < p.vector and p.vectors > _WARP_VECTORS
-    return _ITEMSIZE[p.dtype] == 2 and partial and not (p.backward and p.centre)
+    warp = fits("warp", p, device) and p.width <= 32 * _WARP_PACKS * p.pack
+    return next(a for a in ALGORITHMS[not warp :] if fits(a, p, device))
+
+
+def left_to_xla(p: Problem, algorithm: str) -> bool:
+    """Whether XLA runs the problem by default, where this algorithm was chosen.
+
+    Measured on an H200, in microseconds, kernel and XLA. Streaming, float32 2048 x 65536: layer_norm 470 and 390, its gradient
+    794 and 833, that of rms_norm 804 and 643; 16 rows of 2^20: 468 and 62. Rows of 16-bit elements that are not whole vectors
+    and take a block each, bfloat16 32768 x 4097: rms_norm 337 and 180, its gradient 734 and 445, but the gradient of
+    layer_norm 471 and 672.
+    """
+    partial = _ITEMSIZE[p.dtype] == 2 and p.pack < p.vector and p.vectors > _WARP_VECTORS
+    return algorithm == "streaming" or (partial and not (p.backward and p.centre))
 
 
 # ---- launches
@@ -310,9 +317,9 @@ def _plan(p, device, operation, parameters, gradients, arrays, eps, algorithm, e
         return None
     if "float64" in wide and not p.dtype == p.out_dtype == "float64":
         return None
-    if algorithm == "auto" and left_to_xla(p):
+    automatic, algorithm = algorithm == "auto", pick(operation, algorithm, p, device)
+    if automatic and left_to_xla(p, algorithm):
         return None
-    algorithm = pick(operation, algorithm, p, device)
     n = _Norm(p, device, (parameters or [p.dtype])[0], tuple(gradients), arrays, eps, epilogue)
     launches, size = _streaming(n, p.pack) if algorithm == "streaming" else _registers(n, algorithm)
     unaligned, more = _streaming(n, 1)

@@ -86,7 +86,7 @@ def launches(device, operands, results, *, operation, extras, eps, to, block, gi
     p = plan._problem(x, x, operation, at, "bias" in at)
     if p.dtype not in quantize_plan.DTYPES or not set(parameters) <= set(quantize_plan.DTYPES) or p.width >= 1 << 30:
         return None
-    if len(set(parameters)) > 1 or (algorithm == "auto" and plan.left_to_xla(p)):
+    if len(set(parameters)) > 1 or (algorithm == "auto" and plan.left_to_xla(p, "block")):
         return None
     inner = None
     if function is not None:

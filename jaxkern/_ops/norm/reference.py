@@ -60,7 +60,7 @@ def norm_grad(s, g, *rest, operation, extras, eps, sums, algorithm, over=()):
     z = deviation * rstd
     g = g.astype(z.dtype)
     h = g * named["scale"].astype(z.dtype) if "scale" in named else g
-    ds = h - z * _mean(h * z, over)
+    ds = h - z * (rstd * _mean(h * deviation, over))  # which XLA can add in the pass that adds squares
     if operation == "layer_norm":
         ds = ds - _mean(h, over)
     ds = ds * rstd
@@ -84,7 +84,7 @@ def norm_jvp(s, *rest, operation, extras, eps, dtype, sums, algorithm, over=()):
     deviation, rstd = statistics(s, operation, eps, over)
     z = deviation * rstd
     t = ds.astype(z.dtype)
-    dy = t - z * _mean(t * z, over)
+    dy = t - z * (rstd * _mean(t * deviation, over))
     if operation == "layer_norm":
         dy = dy - _mean(t, over)
     dy = dy * rstd
