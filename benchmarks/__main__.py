@@ -94,6 +94,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="A,B",
         help="measure under accelerate(without=(A, B)) too; may be repeated",
     )
+    p.add_argument(
+        "--pyg",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="for PyTorch Geometric, per graph network and dtype; 0 leaves it out",
+    )
     p.add_argument("--force", action="store_true", help="these sets take every case that kernels can run")
     p.add_argument(
         "--out",

@@ -22,6 +22,7 @@ STYLES = {
     "jaxkern": {"color": "#d62728", "marker": "o", "linewidth": 2.0, "zorder": 5},
     "xla": {"color": "#1f77b4", "marker": "s"},
     "torch": {"color": "#ff7f0e", "marker": "^"},
+    "pyg": {"color": "#ff7f0e", "marker": "D"},
     "copy": {"color": "black", "linestyle": "--", "linewidth": 1.2},
     "oneflow": {"color": "#2ca02c"},
     "cudnn": {"color": "#9467bd"},
@@ -120,21 +121,33 @@ def overview(files: list[dict[str, Any]], path: pathlib.Path) -> pathlib.Path:
 
 
 def _programs(data: dict[str, Any], stem: pathlib.Path, plt: Any) -> list[pathlib.Path]:
-    """How many times faster each program is, on a logarithmic axis."""
+    """How many times faster each program is, on a logarithmic axis; where it was measured, beside PyTorch Geometric."""
     times = [(r, _report.medians(r)) for r in data["results"]]
     rows = [
-        (f"{r['case']}, {r['dtype']}", t["xla"] / t[_goals.OURS]) for r, t in times if {"xla", _goals.OURS} <= t.keys()
+        (f"{r['case']}, {r['dtype']}", t["xla"] / t[_goals.OURS], t.get("pyg", 0) / t[_goals.OURS])
+        for r, t in times
+        if {"xla", _goals.OURS} <= t.keys()
     ]
     if not rows:
         return []
     rows.sort(key=lambda row: row[1])
+    names, ratios, peers = zip(*rows)
     figure, axis = plt.subplots(figsize=(8, 0.8 + 0.28 * len(rows)))
-    bars = axis.barh([name for name, _ in rows], [ratio for _, ratio in rows], color="#1f77b4", left=0)
-    axis.bar_label(bars, [f"{r:.0f}" if r >= 100 else f"{r:.3g}" for _, r in rows], padding=3, fontsize=8)
+    bars = axis.barh(names, ratios, color=STYLES["xla"]["color"], left=0, label="plain JAX")
+    for k, (ratio, peer) in enumerate(zip(ratios, peers)):
+        text = f"{ratio:.0f}" if ratio >= 100 else f"{ratio:.3g}"
+        at = peer if ratio < peer < 2 * ratio else ratio  # a number behind the bar, or behind the marker beside it
+        style = {"color": STYLES["xla"]["color"], "va": "center", "fontsize": 8}
+        axis.annotate(text, (at, k), xytext=(5, 0), textcoords="offset points", **style)
+    if points := [(peer, k) for k, peer in enumerate(peers) if peer]:
+        style = {"color": STYLES["pyg"]["color"], "marker": STYLES["pyg"]["marker"], "edgecolors": "white", "zorder": 5}
+        marks = axis.scatter(*zip(*points), s=36, linewidths=0.6, label="PyTorch Geometric", **style)
+        axis.legend(handles=[bars, marks], fontsize=8, loc="lower right", frameon=False)
     axis.set_xscale("log")
     axis.margins(x=0.12)
     axis.axvline(1, color="#999999", lw=0.8)
-    axis.set_xlabel("time of a plain step / time under jaxkern.accelerate()")
+    what = "a plain step" if not any(peers) else "a step"
+    axis.set_xlabel(f"time of {what} / time under jaxkern.accelerate()")
     axis.tick_params(labelsize=8)
     axis.set_title(f"{data['environment']['device']}, jax {data['environment']['jax']}", fontsize=10)
     figure.tight_layout()

@@ -228,6 +228,7 @@ def environment(clock: Any = None) -> dict[str, Any]:
         "jax": jax.__version__,
         "jaxlib": _version("jaxlib"),
         "torch": torch.__version__ if torch else None,
+        "torch_geometric": _version("torch_geometric") if torch else None,
         "jaxkern": jaxkern.__version__,
         "commit": _commit(),
         "clock": getattr(clock, "name", None),

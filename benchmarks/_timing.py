@@ -15,6 +15,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import math
 import pathlib
 import re
 import shutil
@@ -265,7 +266,7 @@ class ProfilerClock:
             try:
                 slow = self._warm_up(c)
             except Exception as e:  # a peer that refuses a shape must not end the run
-                slow = Failure(_one_line(e))
+                slow = Failure(one_line(e))
             if slow:
                 results[c.name] = slow
             else:
@@ -359,7 +360,7 @@ class HostClock:
                     c.sync(c.call(i))
                 ready.append(c)
             except Exception as e:
-                results[c.name] = Failure(_one_line(e))
+                results[c.name] = Failure(one_line(e))
         samples: dict[str, list[float]] = {c.name: [] for c in ready}
         for i in range(repeats):
             # The order turns as well: whoever follows a given neighbour finds its cache and its clock.
@@ -370,6 +371,32 @@ class HostClock:
                 samples[c.name].append((time.perf_counter() - start) * 1e6)
                 del out  # giving a large array back to the system is not part of the call
         return results | {k: Timing(v, "host") for k, v in samples.items()}
+
+
+def steps(
+    run: Callable[[], Any], wait: Callable[[], Any], readings: int, sample: float = 0.2, until: float = math.inf
+) -> list[float]:
+    """Microseconds of a step, by so many readings of the host's clock around steps that follow each other.
+
+    run() enqueues a step, and wait() waits for all of them. A reading takes `sample` seconds or one step. Steps of more
+    than a second have two readings at most. None begins after `until`, by `time.perf_counter`, but the first.
+    """
+
+    def seconds(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            run()
+        wait()
+        return time.perf_counter() - start
+
+    one = seconds(1)
+    count = max(1, min(200, round(sample / max(one, 1e-6))))
+    found = []
+    for _ in range(readings if one < 1 else min(readings, 2)):
+        if time.perf_counter() + count * one > until:
+            break
+        found.append(seconds(count) / count * 1e6)
+    return found or [one * 1e6]
 
 
 def make_clock() -> ProfilerClock | HostClock:
@@ -387,7 +414,7 @@ def make_clock() -> ProfilerClock | HostClock:
     return HostClock()
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"
 

@@ -7,8 +7,8 @@ to itself, in the symmetric normalisation of Kipf and Welling; Adam. 16-bit step
 what does not change from outside the step: the sorted graph, the norms of the edges, PyTorch Geometric's cached ones.
 Steps are enqueued one behind the other and timed by the host's clock; the figure is the median of readings.
 
-PyTorch Geometric runs GCNConv, as it is and compiled, and its EdgeIndex with both orders cached, whose matmul is a sparse
-product; the fastest one of them counts. `python -m benchmarks messages` runs this on a GPU, and the figures are among its
+PyTorch Geometric runs GCNConv, as it is and compiled, and a sparse product of an EdgeIndex (benchmarks/_geometric.py); the
+fastest of them counts. `python -m benchmarks messages` runs this on a GPU, and the figures are among its
 checks.
 """
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,12 +24,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import _torch
+from benchmarks import _geometric, _timing, _torch
 
 WIDTHS = (128, 256, 256, 40)
 MOST_MS = {"float32": 2.9, "bfloat16": 1.7}  # on an H200
 PEERS, SKEW = 2.5, 1.3  # PyTorch Geometric's time over ours, at least; ours on a Zipf graph over uniform, at most
-READINGS, SAMPLE = 5, 0.2  # of so many seconds each
+READINGS = 5
 
 
 def graph(zipf: bool, small: bool) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
@@ -101,59 +100,21 @@ def _milliseconds(run: Callable[[], Any], wait: Callable[[], Any]) -> float:
     for _ in range(3):
         run()
     wait()
-
-    def reading(count):
-        start = time.perf_counter()
-        for _ in range(count):
-            run()
-        wait()
-        return 1e3 * (time.perf_counter() - start) / count
-
-    count = max(1, min(200, round(1e3 * SAMPLE / max(reading(1), 1e-3))))
-    return statistics.median(reading(count) for _ in range(READINGS))
+    return statistics.median(_timing.steps(run, wait, READINGS)) / 1e3
 
 
-def _geometric(kind: str, dtype: str, zipf: bool, small: bool) -> float:
-    """Milliseconds of a step. kind: conv, compiled, or matmul of an EdgeIndex."""
-    torch = _torch.torch()
-    from torch_geometric import EdgeIndex  # pyright: ignore[reportMissingImports]
-    from torch_geometric.nn import GCNConv  # pyright: ignore[reportMissingImports]
-
-    device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+def _pyg(kind: str, dtype: str, zipf: bool, small: bool) -> float:
+    """Milliseconds of a step of PyTorch Geometric's network, in one of the kinds of benchmarks/_geometric.py."""
     nodes, senders, receivers, norms = graph(zipf, small)
-    x = torch.randn(nodes, WIDTHS[0], device=device)
-    labels = torch.randint(0, WIDTHS[-1], (nodes,), device=device)
-    number = getattr(torch, dtype)
-    if kind == "matmul":
-        ends = torch.tensor(np.stack([receivers, senders]), dtype=torch.int64, device=device)
-        adjacency = EdgeIndex(ends, sparse_size=(nodes, nodes), sort_order="row").fill_cache_()
-        values = torch.tensor(norms, device=device, dtype=number)
-        layers = [torch.nn.Linear(a, b, bias=False) for a, b in zip(WIDTHS, WIDTHS[1:])]
-        through = lambda layer, x: adjacency.matmul(layer(x).to(number), input_value=values)
-    else:
-        ends = torch.tensor(np.stack([senders, receivers]), dtype=torch.int64, device=device)
-        layers = [GCNConv(a, b, cached=True, add_self_loops=False, bias=False) for a, b in zip(WIDTHS, WIDTHS[1:])]
-        through = lambda layer, x: layer(x, ends)
-    module = torch.nn.ModuleList(layers).to(device)
-    optimizer = torch.optim.Adam(module.parameters(), fused=device == "cuda")
-
-    def forward(x):
-        for k, layer in enumerate(layers):
-            x = through(layer, torch.relu(x) if k else x)
-        return x
-
-    forward = torch.compile(forward) if kind == "compiled" else forward
-
-    def run():
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(device, number, enabled=number != torch.float32):
-            logits = forward(x)
-        torch.nn.functional.cross_entropy(logits.float(), labels).backward()
-        optimizer.step()
-
-    found = _milliseconds(run, _torch.sync)
-    _torch.release()
-    return found
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(nodes, WIDTHS[0])).astype(np.float32)
+    labels = rng.integers(0, WIDTHS[-1], nodes)
+    matrices = [rng.normal(size=s).astype(np.float32) / s[0] ** 0.5 for s in zip(WIDTHS, WIDTHS[1:])]
+    edges = _geometric.ends(kind, senders, receivers, nodes)
+    with _geometric.like_jax():
+        inputs = edges.sorted(norms), _geometric.tensor(x), _geometric.tensor(labels)
+        model = _geometric.convolution(kind, matrices, edges, *inputs)
+        return _milliseconds(_geometric.step(model, dtype, kind == "compiled"), _torch.sync)
 
 
 def times(dtype: str, zipf: bool = False, small: bool = False) -> dict[str, float | str]:
@@ -163,8 +124,8 @@ def times(dtype: str, zipf: bool = False, small: bool = False) -> dict[str, floa
         "xla": lambda: _jax(dtype, zipf, small, False),
     }
     if _torch.geometric():
-        for kind in ("conv", "compiled", "matmul"):
-            runs[f"pyg {kind}"] = lambda kind=kind: _geometric(kind, dtype, zipf, small)
+        for kind in ("edge list", "compiled", "product"):
+            runs[f"pyg {kind}"] = lambda kind=kind: _pyg(kind, dtype, zipf, small)
     found: dict[str, float | str] = {}
     for name, run in runs.items():
         try:

@@ -5,11 +5,12 @@
     python -m benchmarks programs --explain                    what would be taken on a GPU, without one
     python -m benchmarks programs --only default,layer_norm --only rms_norm
                                                                beside the default, also under accelerate(only=...)
+    python -m benchmarks programs --pyg 30                     PyTorch Geometric for 30 s per model; 0 leaves it out
 
 Graph convolution and attention, an interaction network, a potential with forces, an embedding with a dense layer, a click
 model with bags of ids, and a classifier over a large vocabulary, in plain JAX and optax; the same with jraph and flax.linen,
 a mesh simulator of flax.linen, and transformers of flax.nnx, equinox and haiku, where these are installed. Steps are enqueued
-one behind the other and timed by the host's clock.
+one behind the other and timed by the host's clock. Where PyTorch Geometric is installed, the graph networks run in it, too.
 Indices are arguments of the step: XLA folds scatters of constants for half a minute.
 """
 
@@ -30,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkern
-from benchmarks import _goals, _report, _run, _timing
+from benchmarks import _geometric, _goals, _report, _run, _timing, _torch
 from jaxkern._core import switch
 
 OPERATION = "programs"
@@ -63,6 +64,7 @@ class Program:
     required: float = 0.97
     endless: str = ""
     package: str = ""  # that it is written with
+    pyg: str = ""  # the same model in benchmarks/_geometric.py
 
 
 def _optimized(optimizer, loss, make_params, data) -> Training:
@@ -541,15 +543,18 @@ def programs() -> list[Program]:
                         lambda t, small, make=make, zipf=zipf: make(t, small, zipf),
                         required,
                         package=package,
+                        pyg="convolution",
                     )
                 )
     for package, layer in (("", _attention_layer), ("jraph", _jraph_attention_layer)):
         name = "graph attention" + (f", {package}" if package else "")
         make = functools.partial(_attention, layer)
-        found += [Program(f"{name}, zipf", t, make, endless=endless, package=package) for t in both]
-    found += [Program("interaction network", t, _interaction, 1.6 if t == "bfloat16" else 1.05) for t in both]
-    found += [Program("mesh simulator, flax.linen", t, _linen_mesh, package="flax") for t in both]
-    found += [Program("potential with forces", t, _potential) for t in both]
+        pyg = "attention" + (f", {package}" if package else "")
+        found += [Program(f"{name}, zipf", t, make, endless=endless, package=package, pyg=pyg) for t in both]
+    required = {"bfloat16": 1.6, "float32": 1.05}
+    found += [Program("interaction network", t, _interaction, required[t], pyg="interaction") for t in both]
+    found += [Program("mesh simulator, flax.linen", t, _linen_mesh, package="flax", pyg="mesh") for t in both]
+    found += [Program("potential with forces", t, _potential, pyg="potential") for t in both]
     found += [Program("embedding", t, _embedding, 25 if t == "bfloat16" else 0.97) for t in both]
     found += [
         Program("embedding, flax.linen", t, _linen_embedding, 25 if t == "bfloat16" else 0.97, package="flax")
@@ -587,18 +592,25 @@ def _measured(training: Training, repeats: int) -> _Measured:
     state, loss = jax.block_until_ready(step(state, *data))
     first = time.perf_counter() - begin
 
-    def seconds(count):
-        nonlocal state
-        start = time.perf_counter()
-        for _ in range(count):
-            state, value = step(state, *data)
-        jax.block_until_ready((state, value))
-        return time.perf_counter() - start
+    def run():
+        nonlocal state, value
+        state, value = step(state, *data)
 
-    one = seconds(1)
-    count = max(1, min(200, round(SAMPLE / max(one, 1e-6))))
-    samples = [seconds(count) / count * 1e6 for _ in range(repeats if one < 1 else 2)]
+    value = loss
+    samples = _timing.steps(run, lambda: jax.block_until_ready((state, value)), repeats, SAMPLE)
     return _Measured(_timing.Timing(samples, "host"), first, float(loss))
+
+
+def _peer(program: Program, training: Training, limit: float, known: dict[Any, Any]) -> Any:
+    """PyTorch Geometric's figures, a Failure, or None where it has none; programs of one model share them."""
+    if not (program.pyg and limit and _torch.geometric()):
+        return None
+    key = program.pyg, program.dtype, program.name.rsplit(", ", 1)[-1]
+    if key not in known:
+        params = jax.device_get(jax.jit(training.init)())[0]
+        label = f"{program.name}, {program.dtype}"
+        known[key] = _geometric.measure(program.pyg, params, training.data, program.dtype, limit, label)
+    return known[key]
 
 
 def _sets(arguments: Any) -> dict[str, dict[str, Any]]:
@@ -627,10 +639,11 @@ def run(arguments: Any) -> dict[str, Any]:
     if not chosen:
         raise SystemExit(f"benchmarks: no program matches {arguments.cases!r}")
     rows: list[dict[str, Any]] = []
+    limit, peers = getattr(arguments, "pyg", _geometric.LIMIT), {}
     with _run.turn(alone=True):
         try:
             for program in _timing.progress(chosen, len(chosen), "measure programs"):
-                rows += _rows(program, sets, small, repeats)
+                rows += _rows(program, sets, small, repeats, limit, peers)
         except KeyboardInterrupt:
             if not rows:
                 raise
@@ -645,7 +658,8 @@ def run(arguments: Any) -> dict[str, Any]:
     }
 
 
-def _rows(program: Any, sets: dict[str, Any], small: bool, repeats: int) -> list[dict[str, Any]]:
+def _rows(program, sets, small, repeats, limit, peers) -> list[dict[str, Any]]:
+    """peers: what PyTorch Geometric took for the programs before."""
     training, required = program.make(program.dtype, small), _run.backend() == "gpu" and not small
     own = {}
     for label, options in sets.items():
@@ -653,8 +667,10 @@ def _rows(program: Any, sets: dict[str, Any], small: bool, repeats: int) -> list
             explanation = jaxkern.explain(training.step)(*training.specs())
             own[label] = explanation, _measured(training, repeats)
     plain = None if program.endless and required else _measured(training, repeats)
+    pyg = _peer(program, training, limit, peers)
     return [
-        _row(program, label, measured, plain, explanation, required) for label, (explanation, measured) in own.items()
+        _row(program, label, measured, plain, pyg, explanation, required)
+        for label, (explanation, measured) in own.items()
     ]
 
 
@@ -664,12 +680,17 @@ def _portable(source: str) -> str:
     return next((source.removeprefix(f + os.sep) for f in folders if source.startswith(f + os.sep)), source)
 
 
-def _row(program, label, own, plain, explanation, required) -> dict[str, Any]:
-    """plain: None if the plain program does not end."""
+def _row(program, label, own, plain, pyg, explanation, required) -> dict[str, Any]:
+    """plain: None if the plain program does not end; pyg: None if there is no such peer."""
     measured = {_goals.OURS: own} | ({} if plain is None else {"xla": plain})
     times = {who: m.time.to_json() for who, m in measured.items()}
     if plain is None:
         times["xla"] = _timing.Failure(program.endless).to_json()
+    if isinstance(pyg, _timing.Failure):
+        times["pyg"] = pyg.to_json()
+    elif pyg is not None:
+        times["pyg"] = pyg.time.to_json()
+        measured["pyg"] = pyg
     goals = []
     if required and plain is not None:
         ratio = plain.time.median / own.time.median
@@ -694,10 +715,12 @@ def _row(program, label, own, plain, explanation, required) -> dict[str, Any]:
 
 
 def table(data: dict[str, Any]) -> str:
-    lines = [["case", "dtype", "jaxkern", "xla", "xla / jaxkern", "taken", "first step, s", "verdict"]]
+    peer = ["pyg", "pyg / jaxkern"] if any("pyg" in row["times"] for row in data["results"]) else []
+    lines = [["case", "dtype", "jaxkern", "xla", "xla / jaxkern", *peer, "taken", "first step, s", "verdict"]]
     for row in data["results"]:
         times = _report.medians(row)
-        ours, plain = times.get(_goals.OURS), times.get("xla")
+        ours, plain, pyg = times.get(_goals.OURS), times.get("xla"), times.get("pyg")
+        over = lambda other, ours=ours: f"{other / ours:.2f}" if other and ours else "-"
         missed = [g["goal"] for g in row["goals"] if not g["met"]]
         taken = sum(d["taken"] for d in row["decisions"])
         first = row["first_s"]
@@ -707,7 +730,8 @@ def table(data: dict[str, Any]) -> str:
                 row["dtype"],
                 _report.time_text(ours),
                 _report.time_text(plain),
-                f"{plain / ours:.2f}" if plain and ours else "-",
+                over(plain),
+                *([_report.time_text(pyg), over(pyg)] if peer else []),
                 f"{taken} of {len(row['decisions'])}",
                 " / ".join(f"{first[who]:.1f}" for who in (_goals.OURS, "xla") if who in first),
                 "-" if not row["goals"] else f"missed: {', '.join(missed)}" if missed else "met",

@@ -118,15 +118,17 @@ def _mean(values) -> str:
 
 
 def _programs(data) -> str:
-    rows = []
+    rows, peer = [], any("pyg" in r["times"] for r in data["results"])
     for r in data["results"]:
         t = _report.medians(r)
         ours, plain = t.get(_goals.OURS), t.get("xla")
         taken = sum(d["taken"] for d in r["decisions"])
         ratio = f"{_number(plain / ours)}" if ours and plain else "-"
         ms = lambda us: "-" if us is None else f"{us / 1000:.3g}" if us < 1e6 else f"{us / 1000:.0f}"
-        rows.append([r["case"], r["dtype"], ms(ours), ms(plain), ratio, f"{taken} of {len(r['decisions'])}"])
-    return table(["program", "dtype", "accelerated, ms", "plain, ms", "times as fast", "operations taken"], rows)
+        others = [ms(plain), *([ms(t.get("pyg"))] if peer else [])]
+        rows.append([r["case"], r["dtype"], ms(ours), *others, ratio, f"{taken} of {len(r['decisions'])}"])
+    others = ["plain, ms", *["PyTorch Geometric, ms"] * peer]
+    return table(["program", "dtype", "accelerated, ms", *others, "times as fast", "operations taken"], rows)
 
 
 def _sharding(data) -> str:

@@ -5,7 +5,9 @@ import dataclasses
 import importlib
 import json
 import pathlib
+import signal
 import sys
+import time
 
 import jax
 import pytest
@@ -15,7 +17,7 @@ sys.path.append(
     str(pathlib.Path(__file__).parent.parent)
 )  # last, so that the package under test stays the installed one
 import jaxkern  # noqa: E402
-from benchmarks import _goals, _report, _run, programs, sharding  # noqa: E402
+from benchmarks import _geometric, _goals, _plot, _report, _run, _timing, _torch, programs, sharding  # noqa: E402
 from benchmarks.__main__ import OPERATIONS  # noqa: E402
 from jaxkern._core import switch  # noqa: E402
 
@@ -140,6 +142,67 @@ def test_programs_of_full_size_are_traced(capsys):
     """As they would be on a GPU: without arrays, and so without memory for them."""
     programs.explain(argparse.Namespace(quick=False, cases="^embedding bfloat16"))
     assert "16-bit sums" in capsys.readouterr().out or not programs.jaxkern._core.registry.kernels_run()
+
+
+@pytest.mark.parametrize("name", [p.name for p in programs.programs() if p.pyg and p.dtype == "float32"])
+def test_pytorch_geometric_runs_the_same_models(name):
+    """From the same parameters: the same losses, in steps of Adam, of every way to run the model."""
+    if _torch.geometric() is None:
+        pytest.skip("PyTorch Geometric is not installed")
+    program = next(p for p in programs.programs() if p.name == name and p.dtype == "float32")
+    training, steps = program.make("float32", True), 3
+    step, state, wanted = jax.jit(training.step), training.init(), []
+    params = jax.device_get(state[0])
+    for _ in range(steps):
+        state, loss = step(state, *training.data)
+        wanted.append(float(loss))
+    make, kinds = _geometric.MODELS[program.pyg]
+    for kind in kinds:
+        if kind != "compiled":  # the same code, and half a minute of compilation
+            run = _geometric.step(make(kind, params, training.data), "float32")
+            assert [float(run().detach()) for _ in range(steps)] == pytest.approx(
+                wanted, rel=5e-3 if ON_GPU else 1e-4
+            ), kind
+
+
+def test_a_peer_that_fails_is_a_note(monkeypatch, tmp_path, capsys):
+    """And one that runs stands in the file, the table and the figure."""
+    measured = lambda: _geometric.Measured(_timing.Timing([1e6], "host", note="edge list"), 1.0, 2.0)
+    peers = {"convolution": measured(), "interaction": _timing.Failure("out of memory")}
+    monkeypatch.setattr(_torch, "geometric", lambda: True)
+    monkeypatch.setattr(_geometric, "measure", lambda name, *_: peers[name])
+    options = argparse.Namespace(quick=True, cases="^(graph convolution, zipf|interaction).*float32", repeats=1)
+    path = _report.save(data := programs.run(options), tmp_path)
+    rows = _report.load(path)["results"]
+    assert [set(row["loss"]) - {_goals.OURS, "xla"} for row in rows] == [{"pyg"}, set()]
+    assert _report.medians(rows[0])["pyg"] == 1e6 and "pyg" not in _report.medians(rows[1])
+    assert "1000000" in programs.table(data) and "pyg: out of memory" in _report.summary(data)
+    pytest.importorskip("matplotlib")
+    assert _plot.plot(data, path.with_suffix(""))[0].stat().st_size > 0
+    found = [p for p in programs.programs() if p.name == "interaction network"]
+    assert programs._peer(found[0], found[0].make("float32", True), 0, {}) is None
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs an interval timer")
+def test_a_peer_has_a_limit():
+    begin = time.perf_counter()
+    with pytest.raises(TimeoutError), _geometric._within(0.1):
+        while time.perf_counter() < begin + 20:
+            time.sleep(0.01)
+    assert time.perf_counter() < begin + 10
+    with pytest.raises(TimeoutError), _geometric._within(0):
+        pytest.fail("no time was left")
+
+
+def test_readings_of_steps():
+    """As many as asked for, each of whole steps, and none but the first after the end."""
+    calls, waits = [], []
+    run, wait = lambda: calls.append(time.sleep(0.001)), lambda: waits.append(len(calls))
+    assert len(_timing.steps(run, wait, 3, sample=0.01)) == 3
+    assert waits[0] == 1 and len({b - a for a, b in zip(waits, waits[1:])}) == 1
+    calls.clear(), waits.clear()
+    (us,) = _timing.steps(run, wait, 3, sample=0.01, until=0.0)
+    assert len(calls) == 1 and us >= 1000
 
 
 def test_results_of_two_runs_become_one():
