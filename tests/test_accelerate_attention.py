@@ -145,6 +145,7 @@ def test_transformations():
         close(plain, own, "float32")
 
 
+@jax.default_matmul_precision("highest")  # another program's products may round to 10 bits elsewhere
 @pytest.mark.parametrize("f", [lambda q: attention({"is_causal": True})(q, q, q), jax.nn.log_softmax])
 def test_exported_programs_stay_plain(f):
     (q, _, _), f = inputs(16, dtype="float32"), value_and_gradients(f)
