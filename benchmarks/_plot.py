@@ -1,4 +1,4 @@
-"""Softmax: the figure of OneFlow's softmax article: effective bandwidth against the number of columns.
+"""Softmax and norms: the figure of OneFlow's softmax article: effective bandwidth against the number of columns.
 
 One panel a direction and dtype, one line an implementation, the copy as the dashed limit. Peers that
 were measured elsewhere (peers.json) are drawn thin, scaled by their ratio to the copy of their run.
@@ -29,6 +29,7 @@ STYLES = {
     "quack": {"color": "#8c564b"},
     "liger": {"color": "#7f7f7f"},
 }
+PLOTTED = {"norm": ("narrow", "rows", "cpu")}  # groups of cases, where they are others
 THIN = {"linewidth": 0.9, "linestyle": ":", "alpha": 0.8}
 
 
@@ -47,7 +48,8 @@ def plot(data: dict[str, Any], stem: pathlib.Path) -> list[pathlib.Path]:
         return _programs(data, stem, plt)
 
     written = []
-    rows = [r for r in data["results"] if r["group"] in ("sweep", "odd", "cpu")]
+    groups = PLOTTED.get(data["operation"], ("sweep", "odd", "cpu"))
+    rows = [r for r in data["results"] if r["group"] in groups and "residual" not in r["case"]]
     for op in dict.fromkeys(r["op"] for r in rows):
         mine = [r for r in rows if r["op"] == op]
         dtypes = list(dict.fromkeys(r["dtype"] for r in mine))
