@@ -132,7 +132,7 @@ def summary(data: dict[str, Any]) -> str:
         lines.append("note: no handler of this library was called; its figures are those of the XLA fallback")
     for c in data["checks"]:
         if not c["met"]:
-            lines.append(f"missed: {c['check']} (handlers {c['handlers']}, moves {c['moves']})")
+            lines.append(f"missed: {c['check']} (handlers {c['handlers']}, moves {c.get('moves', [])})")
     missed = [(r, g) for r, g in goals if not g["met"]]
     lines += [f"missed: {_label(r)}: {_goals.describe(g)}" for r, g in missed]
     checks = sum(c["met"] for c in data["checks"])

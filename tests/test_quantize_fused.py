@@ -166,6 +166,47 @@ def test_special_rows_of_norms():
 # ---- one scale, transposed copies
 
 
+LARGE = {
+    "rows": lambda x, w: jaxkern.quantize_rows(x, jnp.float8_e4m3fn),
+    "int8 rows": lambda x, w: jaxkern.quantize_rows(x, jnp.int8),
+    "blocks": lambda x, w: jaxkern.quantize_blocks(x, jnp.float8_e5m2, block=128),
+    "given": lambda x, w: jaxkern.quantize_tensor(x, jnp.int8, scale=0.05)[:1],
+    "transposed": lambda x, w: jaxkern.quantize_blocks(x, jnp.int8, block=128, transposed=True),
+    "rms_norm": lambda x, w: jaxkern.rms_norm(x, w, quantize=jaxkern.Quantization(jnp.int8)),
+    "layer_norm": lambda x, w: jaxkern.layer_norm(x, w, w, residual=x, quantize=jaxkern.Quantization(jnp.int8, 128)),
+    "norm with a function": lambda x, w: jaxkern.rms_norm(
+        x, w, epilogue=jax.nn.silu, quantize=jaxkern.Quantization(jnp.int8)
+    ),
+}
+
+
+@pytest.mark.parametrize("special", [None, np.nan, np.inf, 3e38])
+@pytest.mark.parametrize("call", LARGE)
+def test_large_arrays_are_as_their_parts(call, special):
+    """The CPU runs large arrays without what few numbers need, and again with it if there are such numbers."""
+    x = np.random.default_rng().normal(0, 2, (1024, 256)).astype("float32")
+    w = np.random.default_rng().normal(1, 0.2, 256).astype("float32")
+    f = jax.jit(LARGE[call])
+    for of_parameter in (False, True):
+        if special is not None and of_parameter:
+            w[7] = special
+        elif special is not None:
+            x[[3, 130, 1023], [0, 255, 17]] = special, -special, special
+        whole = f(x, w)
+        parts = [f(part, w) for part in np.split(x, 8)]
+        for k, (a, *of_parts) in enumerate(zip(*map(jax.tree.leaves, (whole, *parts)), strict=True)):
+            b = np.concatenate(of_parts, next(d for d, n in enumerate(a.shape) if n != of_parts[0].shape[d]))
+            assert a.dtype == b.dtype and a.shape == b.shape
+            a, b = (np.asarray(v).astype("float32") for v in (a, b))
+            np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
+            if "norm" not in call:
+                np.testing.assert_array_equal(a, b)
+            elif k == 0:
+                assert (np.abs(np.nan_to_num(a) - np.nan_to_num(b)) <= 1).all()
+            else:
+                np.testing.assert_allclose(a, b, 1e-5)
+
+
 @every_type
 @every_dtype
 @pytest.mark.parametrize("shape", [(256, 384), (2, 128, 128), (3, 40, 24), (128, 130), (7,)])

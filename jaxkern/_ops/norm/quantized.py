@@ -35,16 +35,30 @@ def _counts(operands, extras, given):
     return 1 + len(extras.split()), len(operands) - given
 
 
-def quantized(x, *rest, operation, extras, eps, to, block, given, algorithm, function=None, over=()):
-    """The reference; `over`: the mesh axes that split the rows, if block is None."""
-    scale = rest[len(rest) - given :]
+def quantized(x, *rest, operation, extras, eps, to, block, given, algorithm, function=None, over=(), mark=None):
+    """The reference; `over`: the mesh axes that split the rows, if block is None. mark: see quantize/reference.py."""
+    *rest, scale = [*rest, None] if not given else rest
     params = {"operation": operation, "extras": extras, "eps": eps, "algorithm": algorithm, "function": function}
-    y, *s = reference.norm(x, *rest[: len(rest) - given], dtype=jnp.float32, over=over, **params)
+    y, *s = reference.norm(x, *rest, dtype=jnp.float32, over=over, **params)
+    if mark and function is None:
+        mark = _mark(x, *rest, operation=operation, extras=extras, eps=eps)
     if block is None:
-        return [*quantize_reference.quantize(y, *scale, dtype=to, over=over), *s]
+        scales = [] if scale is None else [scale]
+        return [*quantize_reference.quantize(y, *scales, dtype=to, over=over, mark=mark), *s]
     blocks = y.reshape(*y.shape[:-1], y.shape[-1] // block, block)
-    q, scales = quantize_reference.quantize(blocks, dtype=to)
+    mark = mark if mark is None or mark is True else mark[..., None]
+    q, scales = quantize_reference.quantize(blocks, dtype=to, mark=mark)
     return [q.reshape(y.shape), scales, *s]
+
+
+def _mark(x, *rest, operation, extras, eps):
+    """0 for rows whose norm is finite for certain, without another pass over them; otherwise NaN."""
+    named = dict(zip(extras.split(), rest))
+    _, rstd = reference.statistics(reference.summed(x, named.get("residual")), operation, eps)
+    mark = 0 * rstd + 0 / rstd
+    for parameter in (named[k] for k in ("scale", "bias") if k in named):
+        mark = mark + 0 * jnp.sum(jnp.square(parameter.astype(rstd.dtype)))  # of squares, so that no product overflows
+    return mark.astype(jnp.float32)
 
 
 # ---- the plan
@@ -179,6 +193,7 @@ def _primitive(name):
         _shape,
         _batch,
         quantized,
+        on_cpu=functools.partial(quantize_reference.on_cpu, quantized, 1),
         several=True,
         makes_nan=False,
         plan=launches,
