@@ -185,8 +185,17 @@ def _primitives(name) -> Primitives:
     found = lambda: PRIMITIVES[name]
     make = functools.partial(define.primitive, several=True)
     over = lambda rule: functools.partial(rule, found)
+    quick = lambda f: {"on_cpu": functools.partial(f, quick=True)}
     return Primitives(
-        make(f"jaxkern_{name}", _norm_shape, _batch, reference.norm, plan=plan.norm, partition=over(_partition_norm)),
+        make(
+            f"jaxkern_{name}",
+            _norm_shape,
+            _batch,
+            reference.norm,
+            plan=plan.norm,
+            partition=over(_partition_norm),
+            **quick(reference.norm),
+        ),
         make(
             f"jaxkern_{name}_grad",
             _grad_shape,
@@ -196,7 +205,14 @@ def _primitives(name) -> Primitives:
             partition=over(_partition_grad),
         ),
         make(f"jaxkern_{name}_jvp", _jvp_shape, _batch, reference.norm_jvp),
-        make(f"jaxkern_{name}_moments", _moments_shape, None, reference.moments, plan=plan.moments),
+        make(
+            f"jaxkern_{name}_moments",
+            _moments_shape,
+            None,
+            reference.moments,
+            plan=plan.moments,
+            **quick(reference.moments),
+        ),
         make(f"jaxkern_{name}_sums", _sums_shape, None, reference.sums, plan=plan.sums),
     )
 

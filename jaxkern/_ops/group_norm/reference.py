@@ -11,7 +11,7 @@ import math
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern._ops.norm.reference import computing
+from jaxkern._ops.norm.reference import computing, variance
 
 
 def reduced(ndim, batch, channel) -> tuple:
@@ -39,13 +39,13 @@ def _count(x, batch, channel, dtype):
     return max(n, 1) if isinstance(n, int) else jnp.asarray(n, dtype)
 
 
-def moments(x, *, batch, channel, **_):
-    """[mean, variance] of each sample and group."""
+def moments(x, *, batch, channel, quick=False, **_):
+    """[mean, variance] of each sample and group. quick: see `norm.reference.variance`."""
     wide, axes = x.astype(computing(x.dtype)), reduced(x.ndim, batch, channel)
     n = _count(x, batch, channel, wide.dtype)
-    mean = jnp.sum(wide, axes, keepdims=True) / n
-    deviation = wide - mean
-    return [jnp.squeeze(mean, axes), jnp.sum(deviation * deviation, axes) / n]
+    mean_of = lambda a: jnp.sum(a, axes, keepdims=True) / n
+    mean = mean_of(wide)
+    return [jnp.squeeze(a, axes) for a in (mean, variance(wide, mean, mean_of, quick))]
 
 
 def merged(mean, var, over):
@@ -75,9 +75,9 @@ def applied(x, mean, var, *rest, extras, batch, keep, channel, eps, dtype, funct
     return y.astype(dtype)
 
 
-def norm(x, *rest, batch, channel, **params):
+def norm(x, *rest, batch, channel, quick=False, **params):
     """[y, mean, variance]. rest: the operands that `extras` names."""
-    mean, var = moments(x, batch=batch, channel=channel)
+    mean, var = moments(x, batch=batch, channel=channel, quick=quick)
     return [applied(x, mean, var, *rest, batch=batch, channel=channel, **params), mean, var]
 
 

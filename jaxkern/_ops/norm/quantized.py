@@ -39,7 +39,7 @@ def quantized(x, *rest, operation, extras, eps, to, block, given, algorithm, fun
     """The reference; `over`: the mesh axes that split the rows, if block is None. mark: see quantize/reference.py."""
     *rest, scale = [*rest, None] if not given else rest
     params = {"operation": operation, "extras": extras, "eps": eps, "algorithm": algorithm, "function": function}
-    y, *s = reference.norm(x, *rest, dtype=jnp.float32, over=over, **params)
+    y, *s = reference.norm(x, *rest, dtype=jnp.float32, over=over, quick=mark is True, **params)
     if mark and function is None:
         mark = _mark(x, *rest, operation=operation, extras=extras, eps=eps)
     if block is None:
@@ -54,7 +54,7 @@ def quantized(x, *rest, operation, extras, eps, to, block, given, algorithm, fun
 def _mark(x, *rest, operation, extras, eps):
     """0 for rows whose norm is finite for certain, without another pass over them; otherwise NaN."""
     named = dict(zip(extras.split(), rest))
-    _, rstd = reference.statistics(reference.summed(x, named.get("residual")), operation, eps)
+    _, rstd = reference.statistics(reference.summed(x, named.get("residual")), operation, eps, quick=True)
     mark = 0 * rstd + 0 / rstd
     for parameter in (named[k] for k in ("scale", "bias") if k in named):
         mark = mark + 0 * jnp.sum(jnp.square(parameter.astype(rstd.dtype)))  # of squares, so that no product overflows
