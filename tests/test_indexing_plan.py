@@ -18,6 +18,7 @@ from jaxkern import tiers
 from jaxkern._core import compat, launch, registry, runtime
 from jaxkern._ops.indexing import plan, sort
 from jaxkern._ops.indexing.primitive import Rules
+from jaxkern._ops.indexing.problem import REDUCTIONS
 
 # Bytes of static shared memory that a kernel has at most, besides what its launch asks for.
 STATIC = {"SmallUpdates": 128, "SmallSums": 0, "BinWindows": 49152, "BinParts": 8192, "ReduceFixup": 8192}
@@ -61,7 +62,7 @@ def hinted(algorithm):
 
 
 def every_problem(dtypes=("float32", "bfloat16", "float64")):
-    for algorithm, size, op, dtype in itertools.product(plan.ALGORITHMS, SIZES, plan.REDUCTIONS, dtypes):
+    for algorithm, size, op, dtype in itertools.product(plan.ALGORITHMS, SIZES, REDUCTIONS, dtypes):
         for options in ({}, dict(source_batched=False)) if size[0] > 1 else ({},):
             p = problem(size, op, dtype, wrap=op == "index_add", **hinted(algorithm), **options)
             if plan.fits(algorithm, p):
@@ -88,7 +89,7 @@ def buffers(value):
 
 
 def test_every_problem_has_an_algorithm():
-    for on, dtype, op, size in itertools.product(DEVICES, FLOATS + INTEGERS, plan.REDUCTIONS, SIZES):
+    for on, dtype, op, size in itertools.product(DEVICES, FLOATS + INTEGERS, REDUCTIONS, SIZES):
         for is_sorted, is_unique, deterministic in itertools.product((False, True), repeat=3):
             p = problem(size, op, dtype, sorted=is_sorted, unique=is_unique, deterministic=deterministic)
             assert plan.fits(plan.choose(p, on), p, on)

@@ -14,7 +14,7 @@
 //     kMin     likewise the smallest
 //
 // Sums are accumulated in float (double for double, modulo 2^n for integers) and rounded once. A call with more keys or
-// positions than 32 bits can number is split into several runs (jaxkern/_ops/indexing/plan.py).
+// positions than 32 bits can number is split into several runs (jaxkern/_ops/indexing/problem.py).
 //
 // A "place" is a number in the order of keys; a "run" of keys is a maximal sequence of places with equal keys.
 #pragma once

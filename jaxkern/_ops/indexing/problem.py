@@ -1,0 +1,220 @@
+"""What the launch lists of index_add, segment_sum, segment_max and segment_min are made for: a problem, its runs of at most
+2^31 positions, and what their kernels are given.
+
+Kernels see x and out as [batch, outer, rows, inner], source as [batch, outer, count, inner], index as [batch, count].
+"""
+
+import dataclasses
+import typing
+
+import numpy as np
+
+from jaxkern._core import launch
+from jaxkern._core.define import ceil_div, divider
+from jaxkern._core.launch import boolean, i32, i64, null, struct, u32, u64
+from jaxkern._ops.indexing.sort import MAX_KEYS, MAX_POSITIONS, Indices, Part
+
+REDUCTIONS = {"index_add": "kSum", "segment_sum": "kSum", "segment_max": "kMax", "segment_min": "kMin"}
+WARP = 32
+
+
+class Problem(typing.NamedTuple):
+    """The properties of a call that its plan depends on."""
+
+    rows: int
+    count: int
+    inner: int = 1
+    dtype: np.dtype = np.dtype("float32")
+    index_dtype: np.dtype = np.dtype("int32")
+    op: str = "index_add"
+    batch: int = 1
+    outer: int = 1
+    sorted: bool = False
+    unique: bool = False
+    deterministic: bool = True
+    wrap: bool = False
+    clip: bool = False
+    source_batched: bool = True  # False: source is [1, outer, count, inner]
+
+    @property
+    def size(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        return self.inner * self.size
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of an element of the sum."""
+        return max(self.size, 4)
+
+    @property
+    def adds(self) -> bool:
+        return self.op == "index_add"
+
+    @property
+    def reduction(self) -> str:
+        return f"jaxkern::Reduction::{REDUCTIONS[self.op]}"
+
+    @property
+    def positions(self) -> int:
+        """The largest number of positions of a run."""
+        return min(self.batch * self.count, MAX_POSITIONS)
+
+
+# ---- runs
+
+
+class Buffers(typing.NamedTuple):
+    index: launch.Buffer
+    source: launch.Buffer
+    alpha: launch.Buffer | launch.Scalar
+    out: launch.Buffer
+    keys: launch.Buffer | None = None  # of the given order
+    order: launch.Buffer | None = None
+
+
+def parts(p: Problem) -> list[Part]:
+    """The runs of a call: whole slices of the batch if 32 bits can number them, else parts of the rows and of the updates
+    of one slice."""
+    rows, count = min(p.rows, MAX_KEYS - 2), min(p.count, MAX_POSITIONS)
+    batch = min(p.batch, max(1, min((MAX_KEYS - 2) // p.rows, MAX_POSITIONS // p.count // p.outer)))
+    return [
+        Part(b, min(batch, p.batch - b), r, min(rows, p.rows - r), k, min(count, p.count - k))
+        for b in range(0, p.batch, batch)
+        for r in range(0, p.rows, rows)
+        for k in range(0, p.count, count)
+    ]
+
+
+def moved(buffer, offset):
+    """`buffer`, beginning `offset` bytes later."""
+    return buffer._replace(offset=buffer.offset + offset)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """IndexRun of ffi/kernels/indexing/run.cuh."""
+
+    indices: Indices
+    source: launch.Buffer
+    alpha: typing.Any
+    out: launch.Buffer
+    outer: int
+    inner: int
+    source_stride: int
+    out_stride: int
+    source_extra: int
+    out_extra: int
+    reads_out: bool
+    keys: typing.Any = null
+    order: typing.Any = null
+    pairs: typing.Any = null
+    keys_out: typing.Any = null
+    order_out: typing.Any = null
+    chunks: typing.Any = null
+    partials: typing.Any = null
+    chunk: int = 0
+    sorted_bits: int = 0
+    sorted_keys: bool = False
+
+    def struct(self) -> launch.Struct:
+        return struct(
+            *self.indices.members(),
+            self.keys,
+            self.order,
+            self.pairs,
+            self.keys_out,
+            self.order_out,
+            self.chunks,
+            self.source,
+            self.alpha,
+            self.out,
+            self.partials,
+            i64(self.outer),
+            i64(self.inner),
+            i64(self.source_stride),
+            i64(self.out_stride),
+            i64(self.source_extra),
+            i64(self.out_extra),
+            divider(self.indices.part.rows),
+            u32(self.chunk),
+            i32(self.sorted_bits),
+            boolean(self.sorted_keys),
+            boolean(self.reads_out),
+        )
+
+    def replace(self, **fields) -> "Run":
+        return dataclasses.replace(self, **fields)
+
+
+def run_of(p: Problem, part: Part, buffers: Buffers, reads_out: bool) -> Run:
+    source_batch = p.outer * p.count if p.source_batched else 0
+    index = moved(buffers.index, (part.b * p.count + part.position) * p.index_dtype.itemsize)
+    return Run(
+        Indices(index, p.index_dtype, p.rows, p.wrap, p.clip, part),
+        source=moved(buffers.source, (part.b * source_batch + part.position) * p.row_bytes),
+        alpha=buffers.alpha,
+        out=moved(buffers.out, part.b * p.outer * p.rows * p.row_bytes),
+        outer=p.outer,
+        inner=p.inner,
+        source_stride=p.count,
+        out_stride=p.rows,
+        source_extra=source_batch - p.count if part.batch > 1 else 0,
+        out_extra=(p.outer - 1) * p.rows if part.batch > 1 else 0,
+        reads_out=reads_out,
+    )
+
+
+# ---- what all kernels share
+
+
+def kernel(header, name, args, blocks, threads, shared=0):
+    return launch.Launch(f"indexing/{header}.cuh", name, args, grid=blocks, block=threads, shared=shared)
+
+
+def vector_of(p, aligned) -> int:
+    """The number of elements of a row that one access reads or writes."""
+    if aligned and p.row_bytes % 16 == 0:
+        return 16 // p.size
+    return 2 if aligned and p.size == 2 and p.row_bytes % 4 == 0 else 1
+
+
+def identity(p) -> int:
+    """The result of a segment without elements as bits, repeated to 8 bytes."""
+    if p.op == "segment_sum":
+        return 0
+    least = p.op == "segment_max"
+    bits = {
+        "float16": (0xFC00, 0x7C00),
+        "bfloat16": (0xFF80, 0x7F80),
+        "float32": (0xFF800000, 0x7F800000),
+        "float64": (0xFFF0 << 48, 0x7FF0 << 48),
+        "int32": (1 << 31, (1 << 31) - 1),
+        "int64": (1 << 63, (1 << 63) - 1),
+        "uint32": (0, (1 << 32) - 1),
+    }[p.dtype.name][not least]
+    return int.from_bytes(bits.to_bytes(p.size, "little") * (8 // p.size), "little")
+
+
+def filled(buffer, size, pattern):
+    return kernel("fill", "Fill<256, 4>", [buffer, i64(size), u64(pattern)], ceil_div(size, 256 * 4 * 16), 256)
+
+
+def power_of_two(n, least, most) -> int:
+    """The largest power of two up to n, within [least, most], which are powers of two."""
+    return min(max(1 << max(n, 1).bit_length() - 1, least), most)
+
+
+def fill_shape(keys, outer, vectors, size):
+    """(FillShape, blocks) for rows of `vectors` of `size` bytes."""
+    tile, most = 64 * 1024, 1024
+    slab = tile // size if vectors * size > 2 * tile else vectors
+    slabs, rows = ceil_div(vectors, slab), min(max(tile // (slab * size), 1), most)
+    row_tiles = ceil_div(keys, rows)
+    blocks = row_tiles * slabs * outer
+    return struct(i64(rows), i64(slab), i64(slabs), i64(row_tiles), divider(slab), i64(blocks)), blocks
+
+
+NO_FILL = struct(*[i64(0)] * 4, divider(1), i64(0))
