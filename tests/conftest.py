@@ -1,11 +1,16 @@
 """What every test shares: the devices are found once, and the types stay 32 bits wide unless asked."""
 
 import collections
+import gc
 import os
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several test processes share a GPU
-# XLA then compiles for the CPU in half the time. With XLA_FLAGS= in the environment it generates a user's code.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters")
+# XLA then compiles for the CPU in half the time: older emitters, and one object file per program, where 32 compiled in
+# parallel would take more work. With XLA_FLAGS= in the environment it generates a user's code.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1",
+)
 
 import jax
 import pytest
@@ -17,6 +22,8 @@ ON_GPU = jax.default_backend() == "gpu"
 if not ON_GPU:  # XLA does not make its own code for the CPU fast, nor do the programs that tests start
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     jax.config.update("jax_disable_most_optimizations", True)
+    # JAX keeps what it has traced and compiled, and every full collection walks through all of it.
+    gc.set_threshold(20_000, 20, 50)
 
 
 def pytest_configure(config):
@@ -35,9 +42,9 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: "process" not in item.keywords)
     if not ON_GPU:
-        left_out = [item for item, number in _numbered(items) if number % item.get_closest_marker("sweep").args[0]]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        left_out = {item for item, number in _numbered(items) if number % item.get_closest_marker("sweep").args[0]}
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))

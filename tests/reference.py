@@ -74,8 +74,8 @@ def spacing(values, dtype):
     info = jnp.finfo(dtype)
     tiny = wide(float(info.smallest_normal))
     with np.errstate(all="ignore"):
-        exponent = np.floor(np.log2(np.maximum(np.abs(values), tiny)))
-    return wide(float(info.eps)) * wide(2) ** exponent
+        _, exponent = np.frexp(np.maximum(np.abs(values), tiny))
+    return np.ldexp(wide(float(info.eps)), exponent - 1)
 
 
 def assert_rounded(found, exact, slack, dtype):

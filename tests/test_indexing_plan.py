@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from indexed import FLOATS, INTEGERS
-from plans import DEVICES, layout, needs_nvrtc, needs_runtime
+from plans import DEVICES, layout, needs_nvrtc, needs_runtime, on_other_gpus
 
 import jaxkern
 from jaxkern import tiers
@@ -249,8 +249,7 @@ def test_kernels_compile(dtype):
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("capability", [80, 86, 89, 100, 120])
-def test_a_sample_of_every_template_compiles(capability):
+def test_a_sample_of_every_template_compiles():
     found = {
         name.split("<")[0]: (header, name)
         for header, name in sorted(
@@ -263,7 +262,7 @@ def test_a_sample_of_every_template_compiles(capability):
         )
     }
     assert len(found) >= 14
-    for name in found.values():
+    for capability, name in on_other_gpus(found.values()):
         assert registry.kernels.module.compile(*name, capability)[0]
 
 

@@ -266,8 +266,9 @@ print([str(w.message) for w in caught if "jaxkern" in str(w.message)])
 
 
 @pytest.mark.process
+@pytest.mark.optimized
 def test_doctor():
-    as_installed = {**os.environ, "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}  # it measures errors
+    as_installed = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}  # it measures errors
     done = subprocess.run(
         [sys.executable, "-m", "jaxkern"], env=as_installed, capture_output=True, text=True, timeout=900
     )  # only of a hang
@@ -295,6 +296,8 @@ def test_doctor_finds_a_wrong_result(monkeypatch, capsys):
     right = jaxkern.softmax
     monkeypatch.setattr(doctor, "INDEXED", ())
     monkeypatch.setattr(doctor, "REDUCTIONS", ())
+    for name in [name for name in vars(doctor) if name.startswith("check_")]:  # test_doctor runs them
+        monkeypatch.setattr(doctor, name, lambda dtype: 0.0)
     monkeypatch.setattr(doctor, "TOLERANCE", {"float32": doctor.TOLERANCE["float32"]})
     assert doctor.show_checks()
     monkeypatch.setattr(jaxkern, "softmax", lambda x, axis=-1, where=None: right(x, axis, where) * 1.01)

@@ -254,7 +254,7 @@ def test_bitwise_reproducible(operation, dtype):
         assert all(run == runs[0] for run in runs)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60 if ON_GPU else 40, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_shape_axis_and_mask(data):
     shape = tuple(data.draw(st.lists(st.sampled_from((0, 1, 2, 3, 5, 17)), min_size=1, max_size=4), label="shape"))
@@ -274,7 +274,10 @@ def test_any_shape_axis_and_mask(data):
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=40),
+    # XLA on the CPU reads subnormal numbers as 0.
+    st.lists(
+        st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False), min_size=1, max_size=40
+    ),
     st.floats(-1e4, 1e4, width=32),
 )
 def test_laws(values, shift):

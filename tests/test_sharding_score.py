@@ -36,6 +36,11 @@ def both(operation):
     return run
 
 
+@functools.cache
+def on_one_device(operation):
+    return jax.jit(both(operation))(*arrays())
+
+
 def parts(spec, shapes):
     return [P(*(axes if n == m else None for axes, n, m in zip(spec, shape, SHAPE))) for shape in shapes]
 
@@ -51,7 +56,7 @@ def test_indices_are_those_in_the_whole_array(kind, spec):
     """Rows that are split exchange a few numbers; otherwise only the gradients of operands that broadcast are summed."""
     grid, given = mesh(kind), arrays()
     operation = "log_softmax" if spec[2] else "softmax"
-    wanted = jax.jit(both(operation))(*given)
+    wanted = on_one_device(operation)
     split = [jax.device_put(a, NamedSharding(grid, s)) for a, s in zip(given, parts(spec, [a.shape for a in given]))]
     with jax.set_mesh(grid):
         compiled = jax.jit(both(operation)).lower(*split).compile()
@@ -65,6 +70,24 @@ def test_indices_are_those_in_the_whole_array(kind, spec):
     same(compiled(split[0], *split[2:]), wanted[0], 2e-5)
 
 
+def labels_of_rows():
+    return jnp.asarray(np.random.default_rng(1).integers(0, 32, SHAPE[:-1]))
+
+
+def loss_and_gradients(x, labels, bias, slope, *ids):
+    def loss(x, bias, slope):
+        y = jaxkern.softmax_cross_entropy(x, labels, score=score, score_args=[bias, slope, *ids], z_loss=0.1)
+        return jnp.sum(jnp.where(jnp.isfinite(y), y, 0) ** 2)
+
+    return jax.value_and_grad(loss, (0, 1, 2))(x, bias, slope)
+
+
+@functools.cache
+def loss_on_one_device():
+    x, _, *args = arrays()
+    return jax.jit(loss_and_gradients)(x, labels_of_rows(), *args)
+
+
 @several
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize(
@@ -73,21 +96,12 @@ def test_indices_are_those_in_the_whole_array(kind, spec):
 def test_cross_entropy(kind, spec):
     """The same; the label's score is found where it is."""
     grid, (x, _, *args) = mesh(kind), arrays()
-    labels = jnp.asarray(np.random.default_rng(1).integers(0, 32, SHAPE[:-1]))
-
-    def run(x, labels, bias, slope, *ids):
-        def loss(x, bias, slope):
-            y = jaxkern.softmax_cross_entropy(x, labels, score=score, score_args=[bias, slope, *ids], z_loss=0.1)
-            return jnp.sum(jnp.where(jnp.isfinite(y), y, 0) ** 2)
-
-        return jax.value_and_grad(loss, (0, 1, 2))(x, bias, slope)
-
-    given = x, labels, *args
-    wanted = jax.jit(run)(*given)
+    given = x, labels_of_rows(), *args
+    wanted = loss_on_one_device()
     specs = [P(*spec), P(*spec[:-1]), *parts(spec, [a.shape for a in args])]
     split = [jax.device_put(a, NamedSharding(grid, s)) for a, s in zip(given, specs)]
     with jax.set_mesh(grid):
-        compiled = jax.jit(run).lower(*split).compile()
+        compiled = jax.jit(loss_and_gradients).lower(*split).compile()
     same(compiled(*split), wanted, 5e-5)
     sent = messages(compiled.as_text())
     assert set(sent) <= {"all-reduce"}, dict(sent)

@@ -167,7 +167,7 @@ def test_bitwise_reproducible(operation, dtype):
     assert all(run == runs[0] for run in runs)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60 if ON_GPU else 40, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_shape_axis_and_mask(data):
     shape = tuple(data.draw(st.lists(st.sampled_from((0, 1, 2, 3, 5, 17)), min_size=1, max_size=4), label="shape"))
