@@ -180,6 +180,7 @@ LARGE = {
 }
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("special", [None, np.nan, np.inf, 3e38])
 @pytest.mark.parametrize("call", LARGE)
 def test_large_arrays_are_as_their_parts(call, special):
