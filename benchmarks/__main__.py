@@ -26,6 +26,7 @@ OPERATIONS = (
     "index_add",
     "segment_softmax",
     "messages",
+    "sparse",
 )
 RESULTS = pathlib.Path(__file__).parent / "results"
 

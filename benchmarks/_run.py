@@ -86,7 +86,7 @@ def _measured(
                 pool = _inputs.Pool(dtype, pool_size(chosen))
             rows += _measure(operation, clock, pool, case, cells, compiled, repeats)
             _torch.release()
-        found = operation.checks(clock)
+        found = operation.checks(clock) if backend() == "gpu" else []  # they look at the kernels that a program calls
     except KeyboardInterrupt:
         if not rows:
             raise

@@ -12,7 +12,7 @@
 #     PYTEST_ARGS         more arguments for pytest
 #     BENCH_ARGS          more arguments for the benchmarks of operations, such as --quick or --tiers
 #     PROGRAM_ARGS        and for that of programs, such as --quick
-#     OPERATIONS          which benchmarks             "softmax fused_softmax score elementwise elementwise_kernel reduction norm quantize cross_entropy linear_cross_entropy index_add segment_softmax messages programs"
+#     OPERATIONS          which benchmarks             "softmax fused_softmax score elementwise elementwise_kernel reduction norm quantize cross_entropy linear_cross_entropy index_add segment_softmax messages sparse programs"
 #                         sharding is another, for several GPUs
 #     SANITIZE_TOOLS      of compute-sanitizer         "memcheck racecheck initcheck synccheck"
 #     SANITIZE_ARGS       more arguments for sanitize.py, such as --wide
@@ -86,7 +86,7 @@ for s in $stages; do
       stage first_use 120 "$python" -m benchmarks.first_use --out "$out/first_use.json"
       cat "$out/first_use.log"
       # Operations side by side: they compile together and measure one at a time. Programs come last.
-      operations=${OPERATIONS:-softmax fused_softmax score elementwise elementwise_kernel reduction norm quantize cross_entropy linear_cross_entropy index_add segment_softmax messages programs}
+      operations=${OPERATIONS:-softmax fused_softmax score elementwise elementwise_kernel reduction norm quantize cross_entropy linear_cross_entropy index_add segment_softmax messages sparse programs}
       for operation in $operations; do
         [ "$operation" = programs ] && continue
         stage "bench-$operation" "${LIMIT_BENCH:-1800}" "$python" -m benchmarks "$operation" --out "$out" ${BENCH_ARGS:-} &

@@ -312,8 +312,8 @@ def examine(cell: Cell, compiled: list[Program], inputs: Inputs, times: dict[str
         return []
     run = lambda: jax.tree.leaves(ours(*inputs.arguments(cell, 0)))
     first = run()
-    same = all(bool(_same(a, b)) for _ in range(2) for a, b in zip(first, run()))
-    found = [_goal("reproducible", float(same), 1.0)]
+    equal = all(bool(same(a, b)) for _ in range(2) for a, b in zip(first, run()))
+    found = [goal("reproducible", float(equal), 1.0)]
     if cell.direction == "both" or cell.op == "heads":
         return found
     s, r = ends_of(cell.case)
@@ -333,16 +333,16 @@ def examine(cell: Cell, compiled: list[Program], inputs: Inputs, times: dict[str
         add.at(exact, place, values * wide(b, at)[:, None])
         out = wide(first[0], rows)
     allowed = max(float(jnp.finfo(cell.dtype).eps), 2e-6) * np.abs(exact).max()
-    return [*found, _goal("accurate", allowed / max(np.abs(out - exact).max(), 1e-300), 1.0)]
+    return [*found, goal("accurate", allowed / max(np.abs(out - exact).max(), 1e-300), 1.0)]
 
 
 @jax.jit
-def _same(a: jax.Array, b: jax.Array) -> jax.Array:
+def same(a: jax.Array, b: jax.Array) -> jax.Array:
     bits = lambda a: jax.lax.bitcast_convert_type(a, jnp.uint16 if a.dtype.itemsize == 2 else jnp.uint32)
     return (bits(a) == bits(b)).all()
 
 
-def _goal(name: str, value: float, required: float) -> dict[str, Any]:
+def goal(name: str, value: float, required: float) -> dict[str, Any]:
     value = min(float(value), 1e6)
     return {"goal": name, "required": required, "value": round(value, 4), "met": value >= required}
 

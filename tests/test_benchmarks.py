@@ -35,6 +35,7 @@ SMALL = {
     "index_add": (5000, 8),
     "segment_softmax": (5000, 8),
     "messages": (5000, 64),
+    "sparse": (5000, 8),
 }
 FEW = {"elementwise": ("gelu_erf", "add")}
 # Without a GPU it is XLA that is measured, whose error and memory are its own.
