@@ -37,7 +37,6 @@ SMALL = {
     "messages": (5000, 64),
     "sparse": (5000, 8),
 }
-FEW = {"elementwise": ("gelu_erf", "add")}
 # Without a GPU it is XLA that is measured, whose error and memory are its own.
 KERNEL_GOALS = ("reproducible", "accurate", "memory") if ON_GPU else ("reproducible",)
 
@@ -49,7 +48,8 @@ def test_a_small_case(name, monkeypatch, tmp_path):
     fewer = {"count": 4000, "below": 0} if name == "index_add" else {}
     case = dataclasses.replace(operation.CPU_CASES[0], shape=SMALL[name], **fewer)
     monkeypatch.setattr(operation, "CPU_CASES", [case])
-    data = _run.run(operation, _run.Options(repeats=1, dtypes=("float32",), ops=FEW.get(name, ())))
+    few = (operation.OPS[0], operation.OPS[-1]) if operation.OPS else ()
+    data = _run.run(operation, _run.Options(repeats=1, dtypes=("float32",), ops=few))
     path = _report.save(data, tmp_path)
     rows = json.loads(path.read_text())["results"]
     assert rows and {r["case"] for r in rows} == {case.name}

@@ -285,6 +285,26 @@ def test_rows_with_nan_and_infinity(name, dtype, width):
     np.testing.assert_array_equal(dx[good], clean_dx[good])
 
 
+@pytest.mark.optimized
+def test_rows_far_from_zero_among_others():
+    """The CPU computes the variance of long rows in two ways, row by row: what a row gets depends on no other."""
+    offsets = np.repeat([0.0, 1.0, 1.9, 2.1, 30.0, 1000.0, np.nan, np.inf], 16)[:, None]
+    x = np.random.default_rng().normal(0, 1, (128, 1024)) + offsets
+    x[5] = x[100] = 7  # constant
+    x = x.astype("float32")
+    f = jax.jit(lambda x: jaxkern.layer_norm(x))
+    y, exact = np.asarray(f(x)), x.astype("float64")
+    with np.errstate(invalid="ignore"):
+        exact = exact - exact.mean(-1, keepdims=True)
+        exact = exact / np.sqrt((exact**2).mean(-1, keepdims=True) + EPS)
+    # The mean is rounded, and a float32 near 1000 is good to 3e-5.
+    allowed = 4e-6 + 1e-6 * np.nan_to_num(np.abs(offsets), posinf=0)
+    assert np.isnan(y[96:100]).all() and np.isnan(y[101:]).all()
+    rows = [*range(96), 100]
+    assert (np.abs(y[rows] - exact[rows]) <= allowed[rows]).all()
+    np.testing.assert_array_equal(y[:64], np.asarray(f(np.concatenate([x[:64], np.zeros_like(x[:64])])))[:64])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 7, 64, 1000])
 def test_constant_rows(dtype, width):

@@ -35,11 +35,16 @@ def _counts(operands, extras, given):
     return 1 + len(extras.split()), len(operands) - given
 
 
-def quantized(x, *rest, operation, extras, eps, to, block, given, algorithm, function=None, over=(), mark=None):
-    """The reference; `over`: the mesh axes that split the rows, if block is None. mark: see quantize/reference.py."""
+def quantized(
+    x, *rest, operation, extras, eps, to, block, given, algorithm, function=None, over=(), mark=None, quick=False
+):
+    """The reference; `over`: the mesh axes that split the rows, if block is None.
+
+    mark, quick: for the CPU, see quantize/reference.py and norm/reference.py.
+    """
     *rest, scale = [*rest, None] if not given else rest
     params = {"operation": operation, "extras": extras, "eps": eps, "algorithm": algorithm, "function": function}
-    y, *s = reference.norm(x, *rest, dtype=jnp.float32, over=over, quick=mark is True, **params)
+    y, *s = reference.norm(x, *rest, dtype=jnp.float32, over=over, quick=quick, **params)
     if mark and function is None:
         mark = _mark(x, *rest, operation=operation, extras=extras, eps=eps)
     if block is None:
@@ -193,7 +198,7 @@ def _primitive(name):
         _shape,
         _batch,
         quantized,
-        on_cpu=functools.partial(quantize_reference.on_cpu, quantized, 1),
+        on_cpu=functools.partial(quantize_reference.on_cpu, functools.partial(quantized, quick=True), 1),
         several=True,
         makes_nan=False,
         plan=launches,

@@ -32,7 +32,8 @@ def variance(x, mean, mean_of, quick):
     that this would lose more than two or three bits. What a row gets does not depend on other rows.
     """
     of_deviations = lambda: mean_of(jnp.square(x - mean))
-    if not quick or not isinstance(x.size, int) or x.size < MANY:
+    # XLA:CPU compiles all of a short row to one loop.
+    if not quick or not isinstance(x.size, int) or x.size < max(MANY, 513 * mean.size):
         return of_deviations()
     var = mean_of(x * x) - mean * mean
     near = mean * mean <= 4 * var
