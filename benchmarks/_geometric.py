@@ -362,7 +362,7 @@ MODELS: dict[str, tuple[Callable[..., Model], tuple[str, ...]]] = {
 
 
 class Measured(NamedTuple):
-    """The fastest kind's figures; its name and those of the others are in the note of `time`."""
+    """The figures of the fastest kind. The note of `time` names it and lists the other kinds."""
 
     time: _timing.Timing  # of a step
     first: float  # seconds of the first one

@@ -249,15 +249,14 @@ class Inputs:
             self._arrays[key] = self.pool.array(*key)
         return self._arrays[key]
 
-    def arguments(self, cell: Cell, specs: list[Any], i: int) -> tuple[Any, ...]:
-        del cell
+    def arguments(self, specs: list[Any], i: int) -> tuple[Any, ...]:
         arrays = [s for s in specs[1:] if isinstance(s, jax.ShapeDtypeStruct)]
         return self.index, *(self.array(s.shape, len(arrays) * i + k) for k, s in enumerate(arrays))
 
 
 def candidates(cell: Cell, compiled: list[Program], inputs: Inputs) -> list[_timing.Candidate]:
     """What to time for a cell, the copy aside."""
-    call = lambda p: lambda i: p(*inputs.arguments(cell, p.specs, i))
+    call = lambda p: lambda i: p(*inputs.arguments(p.specs, i))
     found = [_timing.Candidate(p.name, call(p), jax.block_until_ready) for p in compiled]
     if _torch.available() and cell.op == "embedding_bag" and cell.direction == "forward":
         found.append(_torch_candidate(cell, compiled[0], inputs))
@@ -272,7 +271,7 @@ def _torch_candidate(cell: Cell, program: Program, inputs: Inputs) -> _timing.Ca
     def call(i: int) -> Any:
         if not ids:
             ids.append(_torch.share(inputs.index))
-        _, table = inputs.arguments(cell, program.specs, i)
+        _, table = inputs.arguments(program.specs, i)
         return torch.nn.functional.embedding_bag(ids[0], _torch.share(table), mode="sum")
 
     return _timing.Candidate("torch", call, _torch.sync, torch=True)
@@ -287,7 +286,7 @@ def examine(cell: Cell, compiled: list[Program], inputs: Inputs, times: dict[str
     ours = compiled[0]
     if ours.error:
         return []
-    arguments = inputs.arguments(cell, ours.specs, 0)
+    arguments = inputs.arguments(ours.specs, 0)
     run = lambda: jax.tree.leaves(ours(*arguments))
     first = run()
     found = [

@@ -136,7 +136,7 @@ def _seen(mask, causal, window, query_lengths, key_lengths, queries, keys):
 def _mean_where_blind(seen, causal, value, shape):
     """The mean of all values for queries that see no key; 0 for others. shape: (batch, queries, groups, heads each, width).
 
-    Nothing is repeated along heads: with explicit sharding JAX refuses that of a dimension that is split.
+    Heads are broadcast, not repeated: under explicit sharding JAX refuses to repeat along a dimension that is split.
     """
     _, queries, *heads, _ = shape
     if causal:

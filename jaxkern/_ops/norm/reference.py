@@ -28,15 +28,15 @@ def _mean(x, over):
 def variance(x, mean, mean_of, quick):
     """The mean of (x - mean)^2; `mean_of` computes means.
 
-    quick: as XLA:CPU runs it fastest, the mean of squares less the square of the mean, but not where a mean is so far from 0
-    that this would lose more than two or three bits. What a row gets does not depend on other rows.
+    quick: what XLA:CPU runs fastest, the mean of squares minus the square of the mean, for rows whose mean is at most a quarter
+    of a standard deviation from 0. There the difference loses nothing. Other rows do not change what a row gets.
     """
     of_deviations = lambda: mean_of(jnp.square(x - mean))
     # XLA:CPU compiles all of a short row to one loop.
     if not quick or not isinstance(x.size, int) or x.size < max(MANY, 513 * mean.size):
         return of_deviations()
     var = mean_of(x * x) - mean * mean
-    near = mean * mean <= 4 * var
+    near = 16 * mean * mean <= var
     return lax.cond(jnp.all(near), lambda: var, lambda: jnp.where(near, var, of_deviations()))
 
 
