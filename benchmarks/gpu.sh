@@ -14,6 +14,7 @@
 #     PROGRAM_ARGS        and for that of programs, such as --quick
 #     OPERATIONS          which benchmarks             "softmax fused_softmax score elementwise elementwise_kernel reduction norm quantize cross_entropy linear_cross_entropy index_add segment_softmax messages sparse programs"
 #                         sharding is another, for several GPUs
+#     SANITIZE_FAMILIES   lists of operations, a process each     all, in three processes
 #     SANITIZE_TOOLS      of compute-sanitizer         "memcheck racecheck initcheck synccheck"
 #     SANITIZE_ARGS       more arguments for sanitize.py, such as --wide
 set -u
@@ -72,12 +73,16 @@ for s in $stages; do
       fi
       # XLA asks the driver for what may be missing, so failing API calls are not reported; failing
       # kernels still are, and sanitize.py checks every value.
-      # The tools run side by side: each spends most of its time on the host.
+      # Tools and families run side by side: each process spends most of its time on the host.
       for tool in $tools; do
-        XLA_PYTHON_CLIENT_ALLOCATOR=platform stage "sanitize-$tool" "${LIMIT_SANITIZE:-600}" \
-          "$sanitizer" --tool "$tool" --error-exitcode 9 --print-limit 20 \
-          $([ "$tool" = memcheck ] && echo --report-api-errors no) \
-          "$python" -m benchmarks.sanitize $([ "$tool" = initcheck ] && echo --honest) ${SANITIZE_ARGS:-} &
+        for families in ${SANITIZE_FAMILIES:-softmax index_add,segment_softmax,messages,cross_entropy \
+          fused,score,elementwise,elementwise_kernel,reduction,norm,group_norm,quantize}; do
+          XLA_PYTHON_CLIENT_ALLOCATOR=platform stage "sanitize-$tool-${families%%,*}" "${LIMIT_SANITIZE:-600}" \
+            "$sanitizer" --tool "$tool" --error-exitcode 9 --print-limit 20 \
+            $([ "$tool" = memcheck ] && echo --report-api-errors no) \
+            "$python" -m benchmarks.sanitize --only "$families" $([ "$tool" = initcheck ] && echo --honest) \
+            ${SANITIZE_ARGS:-} &
+        done
       done
       wait
       ;;

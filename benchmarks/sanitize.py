@@ -795,27 +795,29 @@ def sanitize_messages(dtypes: list[str]) -> tuple[int, list[str]]:
     return done, wrong
 
 
+FAMILIES = (
+    "softmax",
+    "fused",
+    "score",
+    "elementwise",
+    "elementwise_kernel",
+    "reduction",
+    "norm",
+    "group_norm",
+    "cross_entropy",
+    "quantize",
+    "index_add",
+    "segment_softmax",
+    "messages",
+)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtypes", default="float32,bfloat16", help="of float16,bfloat16,float32,float64")
     parser.add_argument("--tiers", default=",".join(EDGES), help="of softmax")
     parser.add_argument("--plans", default="", help="of index_add and its family")
-    families = (
-        "softmax",
-        "fused",
-        "score",
-        "elementwise",
-        "elementwise_kernel",
-        "reduction",
-        "norm",
-        "group_norm",
-        "cross_entropy",
-        "quantize",
-        "index_add",
-        "segment_softmax",
-        "messages",
-    )
-    parser.add_argument("--only", choices=families, help="one family of operations")
+    parser.add_argument("--only", default=",".join(FAMILIES), help="families of operations; all: %(default)s")
     parser.add_argument("--wide", action="store_true", help="rows of 1 MB and more as well")
     parser.add_argument(
         "--honest",
@@ -823,6 +825,9 @@ def main() -> int:
         help="only hints that are right: for initcheck, since a lie may have scratch read that nothing wrote",
     )
     arguments = parser.parse_args()
+    only = arguments.only.split(",")
+    if unknown := set(only) - set(FAMILIES):
+        parser.error(f"no such family: {', '.join(sorted(unknown))}")
     if arguments.honest:
         LIES.remove(True)
     if "float64" in arguments.dtypes:
@@ -830,7 +835,7 @@ def main() -> int:
     from jaxkern import tiers
 
     wrong, done, skipped = [], 0, 0
-    for tier in arguments.tiers.split(",") if arguments.only in (None, "softmax") else ():
+    for tier in arguments.tiers.split(",") if "softmax" in only else ():
         for dtype in arguments.dtypes.split(","):
             for n, width in enumerate(widths(tier, jnp.dtype(dtype).itemsize, arguments.wide)):
                 shape, axis = shape_of(tier, width)
@@ -866,7 +871,7 @@ def main() -> int:
         "messages": sanitize_messages,
     }
     for family, sanitize in others.items():
-        if arguments.only in (None, family):
+        if family in only:
             more, found = sanitize(arguments.dtypes.split(","))
             done, wrong = done + more, wrong + found
     print(*wrong, sep="\n")

@@ -125,7 +125,7 @@ class Cell(_cell.Cell):
         label = f"{self.op} {self.direction}"
         required = BEFORE_XLA.get(label, BEFORE_XLA.get(self.op))
         goals = [peers | ({"required": required} if required else {}), {"goal": "peers"}]
-        return goals + [{"goal": "copy", "required": NEAR_COPY[label]}] * (label in NEAR_COPY)
+        return goals + [{"goal": "copy", "required": NEAR_COPY[label]} for _ in range(label in NEAR_COPY)]
 
 
 def cells(case: Case, dtype: str, ops: tuple[str, ...]) -> Iterator[Cell]:

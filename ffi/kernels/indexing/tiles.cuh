@@ -54,10 +54,12 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kTileThreads
   uint16_t* const ends = reinterpret_cast<uint16_t*>(keys + places + kTileReach + 1) + 1;
   __shared__ uint32_t warp_runs[kTileThreads / kWarp];
 
-  const int64_t block = blockIdx.x, item = tile.by_slabs.Div(block), o = s.by_chunks.Div(item);
-  const uint32_t number = static_cast<uint32_t>(item - o * s.chunks), begin = number * s.chunk;
+  // All of these are less than 2^31. As 64-bit numbers they would not fit in the registers of the last loop.
+  const uint32_t item = static_cast<uint32_t>(tile.by_slabs.Div(blockIdx.x));
+  const uint32_t o = static_cast<uint32_t>(s.by_chunks.Div(item));
+  const uint32_t number = item - o * static_cast<uint32_t>(s.chunks), begin = number * s.chunk;
   const int held = static_cast<int>(min(s.chunk, run.positions - begin));
-  const int64_t column = (block - item * tile.slabs) * tile.slab;
+  const int column = static_cast<int>(blockIdx.x - item * static_cast<uint32_t>(tile.slabs)) * tile.slab;
   const int width = static_cast<int>(min(int64_t{tile.slab}, run.inner - column));
   const int64_t before = begin * run.inner + column;  // elements before the tile in this slice of source
   const T* const from = static_cast<const T*>(run.source) + o * run.source_stride * run.inner + before;

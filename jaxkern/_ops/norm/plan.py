@@ -29,8 +29,9 @@ _BLOCK_THREADS, _MOST_THREADS = 512, 1024  # at most, of a block per row; the la
 _BLOCK_HELD = 8  # vectors per thread
 _SUM_WORDS = 64  # of registers, for a thread's sums over rows
 _KEPT_WORDS = 80  # kNormKept
-_RESIDENT_THREADS, _STAGES = 1024, 4  # of the gradient: threads per multiprocessor; rows of a thread in shared memory
+_BUSY_THREADS, _RESIDENT_THREADS, _STAGES = 480, 1024, 4  # of the gradient: threads per multiprocessor, wanted and at most; rows of a thread in shared memory
 _STREAM_THREADS, _COLUMN_THREADS, _SUMS_COLUMNS, _SUMS_THREADS = 512, 128, 32, 512
+_STREAM_ROWS = 128  # at least: a row takes a block
 _MOST_GRID_X = 2**31 - 1
 _MOST_EPILOGUE_ARGS = 16
 _EPILOGUE_DTYPES = {*DTYPES, "int32", "uint32", "int64"}
@@ -85,8 +86,13 @@ class Problem(typing.NamedTuple):
         return "float64" if self.dtype == "float64" else "float32"
 
 
-def _held(p: Problem) -> tuple[int, int] | None:
-    """(vectors per thread, threads) of a block per row: few idle threads, then 16 elements per thread or more."""
+def _held(p: Problem, device) -> tuple[int, int] | None:
+    """(vectors per thread, threads) of a block per row: few idle threads, then 16 elements per thread or more.
+
+    A gradient first wants 480 threads on a multiprocessor, then two blocks: layer_norm of bfloat16 8192 x 5120 takes 114
+    microseconds in one block of 320 threads, 98 in three of 160; rms_norm of 16384 x 8192 takes 236 in one block of 512 and 221
+    in two of 256 (H200).
+    """
     most = min(_BLOCK_HELD, _SUM_WORDS // max(1, p.sums * p.vector * _ITEMSIZE[p.computing] // 4))
     wanted = max(1, 16 // p.vector) if p.backward else 4
     best = None
@@ -95,14 +101,32 @@ def _held(p: Problem) -> tuple[int, int] | None:
         if threads <= (_BLOCK_THREADS if p.backward or p.vectors <= _BLOCK_HELD * _BLOCK_THREADS else _MOST_THREADS):
             few = 0 if threads >= 128 else 1  # whose blocks are short: as if an eighth of them were idle
             cost = held * threads * (8 + few), abs(held - wanted)
+            if p.backward:
+                blocks = _resident(p, device, ceil_div(p.width // p.pack, threads), threads, threads)
+                cost = blocks * threads < _BUSY_THREADS, blocks < 2, *cost
             best = min(best, (cost, held, threads)) if best else (cost, held, threads)
     return best[1:] if best else None
+
+
+def _resident(p: Problem, device, packs: int, threads: int, group: int) -> int:
+    """Blocks of the gradient on a multiprocessor."""
+    # Sums over rows, and what NormBackward keeps of a row. The rest was found by looking for spills.
+    words = packs * p.pack * p.sums * _ITEMSIZE[p.computing] // 4
+    kept = packs * p.pack * (2 + p.sums) * _ITEMSIZE[p.computing] // 4
+    registers = (48 if packs > 8 else 40) + (kept if kept <= _KEPT_WORDS else words + 32)
+    shared = _stages_room(device) // (2 * _stage_bytes(p, packs, threads, group))
+    return max(1, min(65536 // (registers * threads), _RESIDENT_THREADS // threads, shared))
+
+
+def _stages_room(device) -> int:
+    """Bytes of shared memory for rows. The rest caches scale."""
+    return min(3 * device.shared_memory // 4, device.shared_memory - 4096)
 
 
 def fits(algorithm: str, p: Problem, device) -> bool:
     """Whether the algorithm can run the problem."""
     if algorithm == "block":
-        held = _held(p)
+        held = _held(p, device)
         if held is None or not p.backward:
             return held is not None
         packs, threads = ceil_div(p.width // p.pack, held[1]), held[1]
@@ -123,13 +147,15 @@ def choose(p: Problem, device) -> str:
 def left_to_xla(p: Problem, algorithm: str) -> bool:
     """Whether XLA runs the problem by default, where this algorithm was chosen.
 
-    Measured on an H200, in microseconds, kernel and XLA. Streaming, float32 2048 x 65536: layer_norm 470 and 390, its gradient
-    794 and 833, that of rms_norm 804 and 643; 16 rows of 2^20: 468 and 62. Rows of 16-bit elements that are not whole vectors
-    and take a block each, bfloat16 32768 x 4097: rms_norm 337 and 180, its gradient 734 and 445, but the gradient of
-    layer_norm 471 and 672.
+    Measured on an H200, in microseconds, kernel and what XLA makes of the reference. Streaming: float32 2048 x 65536, rms_norm
+    415 and 382, its gradient 804 and 723, but layer_norm 470 and 510, its gradient 797 and 864; layer_norm of 16 rows of 2^20,
+    469 and 81. Rows of 16-bit elements that are not whole vectors and take a block each, bfloat16 32768 x 4097: rms_norm 337
+    and 180, its gradient 734 and 445, but the gradient of layer_norm 471 and 672.
     """
+    if algorithm == "streaming":
+        return not p.centre or p.rows < _STREAM_ROWS
     partial = _ITEMSIZE[p.dtype] == 2 and p.pack < p.vector and p.vectors > _WARP_VECTORS
-    return algorithm == "streaming" or (partial and not (p.backward and p.centre))
+    return partial and not (p.backward and p.centre)
 
 
 # ---- launches
@@ -204,10 +230,10 @@ def _stage_bytes(p: Problem, packs: int, threads: int, group: int) -> int:
     return threads // group * sum(16 * (ceil_div(p.width * size, 16) + 1) for size in sizes)
 
 
-def _layout(p: Problem, algorithm: str) -> tuple[int, int, int]:
+def _layout(p: Problem, algorithm: str, device) -> tuple[int, int, int]:
     """(lanes per row or 0, vectors per thread, threads of a block)."""
     if algorithm == "block":
-        held = _held(p)
+        held = _held(p, device)
         assert held is not None
         return 0, *held
     held = ceil_div(p.vectors, 32)
@@ -218,7 +244,7 @@ def _layout(p: Problem, algorithm: str) -> tuple[int, int, int]:
 def _registers(n: _Norm, algorithm: str) -> tuple[list[Launch], int]:
     """The launches, and the bytes of scratch."""
     p = n.p
-    lanes, held, threads = _layout(p, algorithm)
+    lanes, held, threads = _layout(p, algorithm, n.device)
     group = lanes or threads
     packs = ceil_div(p.width // p.pack, group)
     whole = _cpp(packs * group * p.pack == p.width)
@@ -227,15 +253,10 @@ def _registers(n: _Norm, algorithm: str) -> tuple[list[Launch], int]:
         name = f"NormForward<{n.op}, {p.pack}, {lanes}, {packs}, {rows}, {threads}, {whole}"
         grid = ceil_div(p.rows, threads // group * rows)
         return n.forward("norm/forward.cuh", name, 0, grid, threads), 0
-    # Sums over rows, and what NormBackward keeps of a row. The rest was found by looking for spills.
-    words = packs * p.pack * p.sums * _ITEMSIZE[p.computing] // 4
-    kept = packs * p.pack * (2 + p.sums) * _ITEMSIZE[p.computing] // 4
     stage = _stage_bytes(p, packs, threads, group)
     sums = threads // group * p.width * _ITEMSIZE[p.computing]  # of all groups, at the end
-    room = min(3 * n.device.shared_memory // 4, n.device.shared_memory - 4096)  # the rest caches scale
-    registers = (48 if packs > 8 else 40) + (kept if kept <= _KEPT_WORDS else words + 32)
-    resident = max(1, min(65536 // (registers * threads), _RESIDENT_THREADS // threads, room // (2 * stage)))
-    stages = max(2, min(_STAGES, room // resident // stage))
+    resident = _resident(p, n.device, packs, threads, group)
+    stages = max(2, min(_STAGES, _stages_room(n.device) // resident // stage))
     blocks = min(ceil_div(p.rows, threads // group), n.device.sm_count * resident)
     options = f"{lanes}, {packs}, {threads}, {stages}, {whole}, {resident}"
     name = f"NormBackward<{n.op}, {p.pack}, {options}>"

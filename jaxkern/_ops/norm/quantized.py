@@ -78,11 +78,11 @@ class _Kind:
         self.given = given
         self.args = (launch.operand(at) if given else launch.null, launch.result(1), launch.i64(block or p.width))
 
-    def span(self, algorithm) -> int | None:
+    def span(self, algorithm, device) -> int | None:
         """kSpan of NormQuantize; None if its threads cannot share the scales of the blocks."""
         if self.block is None or self.block == self.p.width:
             return -1 if self.given else 0
-        lanes = plan._layout(self.p, algorithm)[0] or _WARP
+        lanes = plan._layout(self.p, algorithm, device)[0] or _WARP
         span = self.block // self.p.pack
         # Blocks are aligned groups of lanes, each of which has one pack of its block.
         fits = self.block % self.p.pack == 0 and span & (span - 1) == 0 and lanes % span == 0
@@ -117,7 +117,7 @@ def launches(device, operands, results, *, operation, extras, eps, to, block, gi
     arrays = (launch.operand(0), pointers[0], launch.null, *pointers[1:], launch.result(0), more)
     kind = _Kind(p, to, block, given, count)
     algorithm = pick(operation, algorithm, p, device)
-    span = None if algorithm == "streaming" else kind.span(algorithm)
+    span = None if algorithm == "streaming" else kind.span(algorithm, device)
     if span is None:
         algorithm = "streaming"
     args = (*(inner.args if inner else ()), *kind.args)
