@@ -256,6 +256,8 @@ class Inputs:
 
 def candidates(cell: Cell, compiled: list[Program], inputs: Inputs) -> list[_timing.Candidate]:
     """What to time for a cell, the copy aside."""
+    for i in range(inputs.turns):  # all arrays are made before the first call
+        inputs.arguments(compiled[0].specs, i)
     call = lambda p: lambda i: p(*inputs.arguments(p.specs, i))
     found = [_timing.Candidate(p.name, call(p), jax.block_until_ready) for p in compiled]
     if _torch.available() and cell.op == "embedding_bag" and cell.direction == "forward":

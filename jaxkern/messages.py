@@ -163,8 +163,7 @@ def _ordered(valid, rows, others, n) -> Edges:
         return Edges(jnp.full(rows.shape, n, jnp.uint32), order, others, jnp.zeros((n + 1,), jnp.uint32))
     index = jnp.where(valid, rows.astype(jnp.int32), -1)
     keys, order = sort.sort_indices(index[None], rows=n, wrap=False, clip=False)
-    offsets = jnp.searchsorted(keys, jnp.arange(n + 1, dtype=jnp.uint32), method="scan_unrolled").astype(jnp.uint32)
-    return Edges(keys, order, others[order], offsets)
+    return Edges(keys, order, others[order], sort.row_offsets(keys, n))
 
 
 # ---- operations

@@ -3,6 +3,7 @@
 Each is one or a few calls of the primitives of `jaxkern.messages`, which compute the gradients as well.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -10,13 +11,16 @@ import jax.numpy as jnp
 from jax.experimental import sparse
 from jax.typing import ArrayLike
 
+from jaxkern._core import validate
 from jaxkern._ops.indexing.order import Order
 from jaxkern._ops.messages.primitive import Edges
+from jaxkern._ops.messages.reference import computing
 from jaxkern.index_add import array, integers, safe_index
 from jaxkern.messages import Graph, PyTree, _count, _in_range, _ordered, edge_map, edge_max, edge_sum
 from jaxkern.segment import segment_softmax
 
 MODES = ("sum", "mean", "max")
+TOGETHER = 64  # ids of a bag: XLA gathers and adds up to so many in one loop, at the speed of a copy
 
 
 def embedding_bag(
@@ -46,7 +50,8 @@ def embedding_bag(
 
     Returns:
         Array of shape (bags, *table.shape[1:]) and the type of table, or of table and weights; 0 for a bag without ids.
-        Rows are gathered and added up in one kernel, in float32 or wider. The gradient with respect to table sorts the ids.
+        Rows are gathered and added up in one kernel, or by XLA in one loop where `ids` has bags of 64 or fewer, in float32
+        or wider. The gradient with respect to table sorts the ids.
 
     Raises:
         TypeError: ids, segment_ids or offsets are not of an integer type; num_bags is no int, or missing under jit.
@@ -79,11 +84,14 @@ def embedding_bag(
     if weights is not None and jnp.shape(weights) != ids.shape:
         raise ValueError(f"jaxkern.{name}: weights of shape {jnp.shape(weights)} and ids of shape {ids.shape} differ")
     rows = table.shape[0]
+    weights = None if weights is None else jnp.asarray(weights)
     if ids.ndim == 2:
         bags, length = ids.shape
         starts = jnp.arange(bags + 1, dtype=jnp.uint32) * jnp.uint32(length)
         bag_of = jnp.arange(bags * length, dtype=jnp.uint32) // jnp.uint32(max(length, 1))
         graph, valid = _in_bags(ids.reshape(-1), bag_of, starts, rows)
+        if mode != "max" and 0 < length <= TOGETHER and 0 not in (rows, bags) and table.dtype != jnp.bool_:
+            return _even(table, weights, graph, valid, ids.shape, mode)
     elif offsets is not None:
         offsets = integers(name, "offsets", jnp.asarray(safe_index(offsets)))
         if offsets.ndim != 1:
@@ -106,7 +114,7 @@ def embedding_bag(
         else:
             graph = Graph(ids, segment_ids, num_senders=rows, num_receivers=bags)
             valid = jnp.ones(ids.shape, bool)
-    return _bag(table, graph, valid, None if weights is None else jnp.asarray(weights).reshape(-1), mode)
+    return _bag(table, graph, valid, None if weights is None else weights.reshape(-1), mode)
 
 
 def _in_bags(ids, bag_of, starts, rows):
@@ -147,21 +155,61 @@ def _bag(table, graph, valid, weights, mode):
         y = edge_max(lambda x, on: jnp.where(on, x, jnp.asarray(lowest, x.dtype)), graph, senders=table, edges=valid)
         filled = edge_sum(lambda on: on.astype(jnp.int32), graph, edges=valid) > 0
         return jnp.where(filled.reshape(-1, *[1] * (table.ndim - 1)), y, 0)
-    if weights is not None:
-        return edge_sum(
-            _weigh,
-            graph,
-            senders=table,
-            edges=(weights, valid),
-        )
-    take = lambda x, on: jnp.where(on, x, jnp.zeros_like(x))
     if mode == "sum":
-        return edge_sum(take, graph, senders=table, edges=valid)
+        return _total(table, weights, graph, valid)
+    count = edge_sum(lambda on: on.astype(jnp.float32), graph, edges=valid)
+    return _mean(functools.partial(_total, table, weights, graph, valid), table, count)
+
+
+def _mean(total, table, count):
+    """total(dtype), a sum of that type, over its counts."""
     dtype = table.dtype if jnp.issubdtype(table.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
     wide = jnp.promote_types(dtype, jnp.float32)
-    total = edge_sum(lambda x, on: take(x, on).astype(wide), graph, senders=table, edges=valid)
-    count = edge_sum(lambda on: on.astype(wide), graph, edges=valid)
-    return (total / jnp.maximum(count, 1).reshape(-1, *[1] * (table.ndim - 1))).astype(dtype)
+    return (total(wide) / jnp.maximum(count, 1).astype(wide).reshape(-1, *[1] * (table.ndim - 1))).astype(dtype)
+
+
+def _total(table, weights, graph, valid, dtype=None):
+    """The sum of each bag, in this type or that of the operands."""
+    if weights is not None:
+        return edge_sum(_weigh, graph, senders=table, edges=(weights.reshape(-1), valid))
+    take = lambda x, on: jnp.where(on, x, jnp.zeros_like(x))
+    return edge_sum(lambda x, on: take(x, on).astype(dtype or x.dtype), graph, senders=table, edges=valid)
+
+
+def _even(table, weights, graph, valid, shape, mode):
+    """The sums or means of bags of equally many ids, of this shape: forward XLA's, all derivatives those of `_total`."""
+    table = validate.whole(table, 0)
+    if mode == "sum":
+        dtype = table.dtype if weights is None else jnp.result_type(table, weights)
+        return _even_total(table, weights, graph, valid, shape, dtype)
+    count = jnp.sum(valid.reshape(shape), 1)
+    return _mean(lambda dtype: _even_total(table, weights, graph, valid, shape, dtype), table, count)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5))
+def _even_total(table, weights, graph, valid, shape, dtype):
+    wide, on = computing(dtype), valid.reshape(*shape, *[1] * (table.ndim - 1))
+    x = table.at[graph.senders.reshape(shape)].get(mode="promise_in_bounds")
+    x = x.astype(wide)
+    if weights is not None:
+        x = x * weights.reshape(on.shape).astype(wide)
+    return jnp.sum(jnp.where(on, x, jnp.zeros_like(x)), 1, dtype=wide).astype(dtype)
+
+
+@functools.partial(_even_total.defjvp, symbolic_zeros=True)
+def _even_total_jvp(shape, dtype, primals, tangents):
+    """The tangents by `_total`, which is linear in table and weights."""
+    table, weights, graph, valid = primals
+    varied = [k for k in (0, 1) if primals[k] is not None and type(tangents[k]) is not jax.custom_derivatives.SymbolicZero]
+
+    def total(*numbers):
+        given = dict(zip(varied, numbers))
+        return _total(given.get(0, table), given.get(1, weights), graph, valid, dtype)
+
+    y = _even_total(table, weights, graph, valid, shape, dtype)
+    if not varied:
+        return y, jax.custom_derivatives.zero_from_primal(y)
+    return y, jax.jvp(total, [primals[k] for k in varied], [tangents[k] for k in varied])[1]
 
 
 def _weigh(x, edge):

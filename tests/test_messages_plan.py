@@ -102,8 +102,8 @@ CHUNK = plan.SHORTEST_CHUNK
 
 @needs_compiler
 def test_rows_that_do_not_fill_blocks_and_rows_of_several():
-    """25 threads a row, of which a block has five; and 260, in three blocks side by side."""
-    for width in (100, 1040):
+    """25 threads a row, of which a block has five; 250 and, of two and four vectors each, 130 and 257, in blocks side by side."""
+    for width in (100, 1000, 1040, 4112):
         p = Problem([(width,), (1,), (width,)], [FLOAT] * 3, edges=2 * plan.CHUNK, nodes=9, skew=0.8)
         same(*p.run(reduction="sum"))
         assert p.algorithm == "chunks"
@@ -210,13 +210,16 @@ def test_chunks_are_short_in_small_graphs():
 
 
 def test_vectors_and_threads():
-    """What the measured times rely on: 16 bytes a thread, a row's threads side by side, one vector each."""
+    """What the measured times rely on: 16 bytes a thread, a row's threads side by side, one vector each, and more vectors
+    where a row has more than two blocks of threads."""
     for dtype, width, rows in [
         (FLOAT, 128, plan.Rows(4, 1, 32, 1, 4)),
         (BFLOAT, 128, plan.Rows(8, 1, 16, 1, 4)),
         (FLOAT, 256, plan.Rows(4, 1, 64, 1, 4)),
         (FLOAT, 1, plan.Rows(1, 1, 1, 4, 2)),
         (FLOAT, 127, plan.Rows(1, 4, 32, 1, 4)),
+        (FLOAT, 4096, plan.Rows(4, 4, 256, 1, 2)),
+        (BFLOAT, 2048, plan.Rows(8, 2, 128, 1, 2)),
     ]:
         operands = avals([(width,), (1,), (1,)], [dtype] * 3, 70_000, 10_000)
         problem = plan.problem(operands[primitive.WIDTH :], ENDS)

@@ -10,6 +10,7 @@ from jax.experimental import sparse
 
 import jaxkern
 from jaxkern._core import launch
+from jaxkern.sparse import TOGETHER
 
 TOLERANCE = {"float64": 1e-12, "float32": 4e-6, "bfloat16": 1e-2}
 
@@ -117,11 +118,26 @@ def test_ids_that_pad_have_no_part_in_gradients():
     np.testing.assert_array_equal(d_weights, [[2, 0], [2, 0]])
 
 
-def test_embedding_bag_sorts_for_its_gradient_alone():
-    table, ids = jax.ShapeDtypeStruct((500, 8), jnp.float32), jnp.zeros((40, 5), int)
-    text = jax.jit(jaxkern.embedding_bag).trace(table, ids).lower(lowering_platforms=("cuda",)).as_text()
-    (call,) = [p for p in launch.programs(text) if "edge_reduce" in p]
-    assert "uint32[501]" not in call.splitlines()[1] and "uint32[41]" in call.splitlines()[1]
+@pytest.mark.parametrize("length", [5, TOGETHER + 1])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_embedding_bag_sorts_for_its_gradient_alone(length, weighted):
+    """Short bags are XLA's; their gradients are a kernel each, and there is no array of all rows."""
+    table, ids = jax.ShapeDtypeStruct((500, 8), jnp.float32), jnp.zeros((40, length), int)
+    w = jax.ShapeDtypeStruct((40, length), jnp.float32)
+
+    bag = lambda table, w: jaxkern.embedding_bag(table, ids, weights=w if weighted else None)
+    lower = lambda f, *operands: jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    edges = lambda text: [p for p in map(_operation, launch.programs(text)) if p.startswith("edge")]
+    assert edges(lower(bag, table, w)) == ["edge_reduce"] * (length > TOGETHER)
+
+    text = lower(lambda table, w, g: jax.vjp(bag, table, w)[1](g), table, w, jax.ShapeDtypeStruct((40, 8), jnp.float32))
+    assert sorted(edges(text)) == ["edge_map"] * weighted + ["edge_reduce"]
+    assert len([p for p in launch.programs(text) if _operation(p) == "sort_indices"]) == 1
+    assert f"40x{length}x8" not in text
+
+
+def _operation(program):
+    return program.splitlines()[1].removeprefix("operation jaxkern_").split("(")[0]
 
 
 # ---- spmm

@@ -306,14 +306,13 @@ def run(operand, indices, *values, chain: Chain, layout, clip, onto_identity):
     rows = operand.shape[0]
     index = layouts.canonical_indices(layout, indices, operand.shape, clip)
     keys, order = sort.sort_indices(index[None], rows=rows, wrap=False, clip=clip)
-    offsets = jnp.searchsorted(keys, jnp.arange(rows + 1, dtype=jnp.uint32), method="scan_unrolled")
     arrays = [_arrange(values[o.at], o, chain) for o in chain.operands]
     dtype = operand.dtype if onto_identity else computing(operand.dtype)
     (y,) = ordered_reduce_p.bind(
         keys,
         order,
         _other(values, order, chain),
-        offsets.astype(jnp.uint32),
+        sort.row_offsets(keys, rows),
         *arrays,
         function=chain.function,
         ends=tuple(o.end for o in chain.operands),

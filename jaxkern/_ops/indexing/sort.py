@@ -1,10 +1,11 @@
 """sort_indices: sorts indices by the row that they name; reductions at indices run over this order.
 
-    sort_indices_p   (index [batch, count])   keys, order: uint32 [batch * count]
+    sort_indices_p   (index [batch, count])    keys, order: uint32 [batch * count]
+    row_offsets_p    (keys uint32 [count])     offsets: uint32 [rows + 1], the first position of each row
 
 index[b, k] has the position b * count + k and the key b * rows + row, or batch * rows if it names no row. `keys` ascend;
 `order` holds the position of each key, and positions of equal keys ascend. The operands are the indices alone, so that XLA
-merges equal sorts of a program.
+merges equal sorts of a program. offsets[r] is how many of the ascending keys are less than r.
 """
 
 import functools
@@ -312,3 +313,49 @@ def plan(device, operands, results, *, rows, wrap, clip) -> launch.Plan | None:
 
 sort_indices_p = primitive("jaxkern_sort_indices", _shape, _batch, reference, several=True, plan=plan)
 ad.primitive_jvps[sort_indices_p] = _jvp
+
+
+# ---- offsets
+
+OFFSETS_THREADS, OFFSETS_TILE = 256, 1024
+
+
+def row_offsets(keys, rows):
+    """uint32 [rows + 1]: the first position of each row among ascending keys; the last one ends the last row."""
+    return bind(row_offsets_p, keys, rows=rows)
+
+
+def _offsets_shape(keys, *, rows):
+    if keys.ndim != 1 or keys.dtype != jnp.uint32:
+        raise ValueError(f"jaxkern_row_offsets: uint32 keys are needed, got {keys.str_short()}")
+    return keys.update(shape=(rows + 1,), weak_type=False)
+
+
+def offsets_reference(keys, *, rows):
+    return jnp.searchsorted(keys, jnp.arange(rows + 1, dtype=jnp.uint32), method="scan_unrolled").astype(jnp.uint32)
+
+
+def _batch_offsets(prim, operands, dims, **params):
+    del prim
+    return jax.vmap(functools.partial(offsets_reference, **params), dims)(*operands), 0
+
+
+def _offsets_jvp(primals, tangents, **params):
+    out = bind(row_offsets_p, *primals, **params)
+    return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+
+
+def offsets_plan(device, operands, results, *, rows) -> launch.Plan | None:
+    """The plan of row_offsets; None without keys."""
+    del device, results
+    (keys,) = operands
+    count = keys.shape[0]
+    if not (0 < count <= MAX_POSITIONS and rows < MAX_KEYS - 1):
+        return None
+    args = [launch.operand(0), launch.result(0), launch.u32(count), launch.u32(rows)]
+    name, grid = f"RowOffsets<{OFFSETS_THREADS}, {OFFSETS_TILE}>", ceil_div(count, OFFSETS_TILE)
+    return launch.Plan("tiles", (launch.Launch("indexing/offsets.cuh", name, args, grid, OFFSETS_THREADS),))
+
+
+row_offsets_p = primitive("jaxkern_row_offsets", _offsets_shape, _batch_offsets, offsets_reference, plan=offsets_plan)
+ad.primitive_jvps[row_offsets_p] = _offsets_jvp

@@ -145,11 +145,16 @@ def rows_of(p: Problem, dtypes, vector, degree) -> Rows:
     parts = 1
     while parts < 4 and parts * 2 * vector * widest <= VECTOR and parts * 2 <= vectors:
         parts *= 2
+    wide = vectors >= 2 * parts * THREADS  # a row takes several blocks, of which each waits for its offsets and indices
+    while parts < 4 and vectors >= 2 * parts * THREADS:
+        parts *= 2
     lanes = ceil_div(vectors, parts)
     split = 1
     while split < 8 and lanes * split * 2 <= 8 and split * 2 <= degree:
         split *= 2
     gathered = sum(o.vector and o.end in ("other", "edge") for o in p.operands)
+    if wide:
+        return Rows(vector, parts, lanes, split, 1 if degree <= 1 else 2)
     return Rows(vector, parts, lanes, split, 2 if split > 1 or gathered * parts > 4 else 4)
 
 
