@@ -776,7 +776,9 @@ def sanitize_messages(dtypes: list[str]) -> tuple[int, list[str]]:
         of = lambda plain: functools.partial(_messages, name, plain, graph)
         operands = (x, y, w)
         compare(f"{name} {nodes} {edges} {width}", dtype, of(False), of(True), *operands)
-    for dtype, (rows, bags, width) in itertools.product(dtypes, ((1, 1, 1), (50, 33, 8), (1000, 259, 65))):
+    for dtype, (rows, bags, width) in itertools.product(
+        dtypes, ((1, 1, 1), (50, 33, 8), (1000, 259, 65), (40, 21, 4120))
+    ):
         table = jax.device_put(generator.standard_normal((rows, width)).astype(jnp.dtype(dtype)))
         ids = generator.integers(-1, rows + 1, (bags, 5)).astype(np.int32)
         weights = jax.device_put(generator.standard_normal((bags, 5)).astype(jnp.dtype(dtype)))

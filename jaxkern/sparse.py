@@ -200,7 +200,9 @@ def _even_total(table, weights, graph, valid, shape, dtype):
 def _even_total_jvp(shape, dtype, primals, tangents):
     """The tangents by `_total`, which is linear in table and weights."""
     table, weights, graph, valid = primals
-    varied = [k for k in (0, 1) if primals[k] is not None and type(tangents[k]) is not jax.custom_derivatives.SymbolicZero]
+    varied = [
+        k for k in (0, 1) if primals[k] is not None and type(tangents[k]) is not jax.custom_derivatives.SymbolicZero
+    ]
 
     def total(*numbers):
         given = dict(zip(varied, numbers))

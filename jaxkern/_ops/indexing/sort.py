@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad
 
-from jaxkern._core import algorithms, launch, validate
+from jaxkern._core import algorithms, compat, launch, validate
 from jaxkern._core.define import ceil_div, divider, primitive
 from jaxkern._core.primitive import bind
 
@@ -72,14 +72,29 @@ class _Mode(typing.NamedTuple):
     clip: bool
 
 
-def reference(index, *, rows, wrap, clip):
+def reference(index, *, rows, wrap, clip, sort=None):
     batch, count = index.shape
     row = rows_of(index, rows, _Mode(wrap, clip))
     exists = (row >= 0) & (row < rows)
     first = jnp.arange(batch, dtype=jnp.uint32)[:, None] * jnp.asarray(rows, jnp.uint32)
     keys = jnp.where(exists, row.astype(jnp.uint32) + first, jnp.asarray(batch * rows, jnp.uint32)).reshape(-1)
     positions = jax.lax.iota(jnp.uint32, batch * count)
+    return (sort or _pairs_sorted)(keys, positions)
+
+
+def _pairs_sorted(keys, positions):
     return jax.lax.sort([keys, positions], num_keys=1, is_stable=True)
+
+
+def _on_cpu(index, **params):
+    """XLA:CPU sorts 64-bit integers three times as fast as pairs."""
+
+    def packed(keys, positions):
+        with compat.enable_x64():
+            both = jax.lax.sort(keys.astype(jnp.uint64) << 32 | positions.astype(jnp.uint64), is_stable=False)
+            return [(both >> 32).astype(jnp.uint32), both.astype(jnp.uint32)]
+
+    return reference(index, **params, sort=packed)
 
 
 def _batch(prim, operands, dims, *, rows, **params):
@@ -311,7 +326,7 @@ def plan(device, operands, results, *, rows, wrap, clip) -> launch.Plan | None:
     return launch.Plan("radix", tuple(steps), scratch.bytes)
 
 
-sort_indices_p = primitive("jaxkern_sort_indices", _shape, _batch, reference, several=True, plan=plan)
+sort_indices_p = primitive("jaxkern_sort_indices", _shape, _batch, reference, on_cpu=_on_cpu, several=True, plan=plan)
 ad.primitive_jvps[sort_indices_p] = _jvp
 
 
