@@ -100,6 +100,7 @@ def overview(files: list[dict[str, Any]], path: pathlib.Path) -> pathlib.Path:
     import matplotlib.pyplot as plt
 
     rows = []
+    files = [data for data in files if data["operation"] not in _report.COMPUTE_BOUND]
     for data in sorted(files, key=lambda data: data["operation"], reverse=True):
         for direction, who in reversed(speeds(data).items()):
             rows.append((f"{data['operation']}, {DIRECTIONS.get(direction, direction)}", who))

@@ -14,6 +14,7 @@ PEERS = ("xla", "torch")
 # Under what name, if not its own, peers.json has an operation or a direction.
 PUBLISHED = {"cross_entropy": "cross_entropy", "step": "both"}
 CHANGED = 0.03  # a difference between two runs that is worth a mark
+COMPUTE_BOUND = {"linear_cross_entropy"}  # matrix products take its time: a copy says nothing of it
 
 
 def save(data: dict[str, Any], directory: pathlib.Path) -> pathlib.Path:

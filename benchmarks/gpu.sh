@@ -14,7 +14,7 @@
 #     PROGRAM_ARGS        and for that of programs, such as --quick
 #     OPERATIONS          which benchmarks             "softmax fused_softmax score elementwise elementwise_kernel reduction norm quantize cross_entropy linear_cross_entropy index_add segment_softmax messages sparse programs"
 #                         sharding is another, for several GPUs
-#     SANITIZE_FAMILIES   lists of operations, a process each     all, in three processes
+#     SANITIZE_FAMILIES   lists of operations, a process each     all, in four processes
 #     SANITIZE_TOOLS      of compute-sanitizer         "memcheck racecheck initcheck synccheck"
 #     SANITIZE_ARGS       more arguments for sanitize.py, such as --wide
 set -u
@@ -75,7 +75,7 @@ for s in $stages; do
       # kernels still are, and sanitize.py checks every value.
       # Tools and families run side by side: each process spends most of its time on the host.
       for tool in $tools; do
-        for families in ${SANITIZE_FAMILIES:-softmax index_add,segment_softmax,messages,cross_entropy \
+        for families in ${SANITIZE_FAMILIES:-softmax index_add,segment_softmax,cross_entropy messages \
           fused,score,elementwise,elementwise_kernel,reduction,norm,group_norm,quantize}; do
           XLA_PYTHON_CLIENT_ALLOCATOR=platform stage "sanitize-$tool-${families%%,*}" "${LIMIT_SANITIZE:-600}" \
             "$sanitizer" --tool "$tool" --error-exitcode 9 --print-limit 20 \

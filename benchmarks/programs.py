@@ -639,16 +639,7 @@ def run(arguments: Any) -> dict[str, Any]:
     if not chosen:
         raise SystemExit(f"benchmarks: no program matches {arguments.cases!r}")
     rows: list[dict[str, Any]] = []
-    limit, peers = getattr(arguments, "pyg", _geometric.LIMIT), {}
-    with _run.turn(alone=True):
-        try:
-            for program in _timing.progress(chosen, len(chosen), "measure programs"):
-                rows += _rows(program, sets, small, repeats, limit, peers)
-        except KeyboardInterrupt:
-            if not rows:
-                raise
-            print(f"benchmarks: interrupted; {len(rows)} results are kept", file=sys.stderr)
-    return {
+    data = {
         "format": 1,
         "operation": OPERATION,
         "environment": _run.environment() | {"clock": "host"},
@@ -656,6 +647,18 @@ def run(arguments: Any) -> dict[str, Any]:
         "results": rows,
         "checks": [],
     }
+    limit, peers, out = getattr(arguments, "pyg", _geometric.LIMIT), {}, getattr(arguments, "out", None)
+    with _run.turn(alone=True):
+        try:
+            for program in _timing.progress(chosen, len(chosen), "measure programs"):
+                rows += _rows(program, sets, small, repeats, limit, peers)
+                if out is not None:
+                    _report.save(data, out)  # a program may take minutes, and XLA's compilation cannot be interrupted
+        except KeyboardInterrupt:
+            if not rows:
+                raise
+            print(f"benchmarks: interrupted; {len(rows)} results are kept", file=sys.stderr)
+    return data
 
 
 def _rows(program, sets, small, repeats, limit, peers) -> list[dict[str, Any]]:

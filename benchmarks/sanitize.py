@@ -753,6 +753,7 @@ def sanitize_messages(dtypes: list[str]) -> tuple[int, list[str]]:
 
     def compare(label, dtype, ours, plain, *operands):
         nonlocal done
+        print(f"  {label} {dtype}", flush=True)  # if the sanitizer does not survive it
         wide = [a.astype(jnp.float32) for a in operands]
 
         def both(f, *operands):

@@ -102,7 +102,8 @@ def _rows(data) -> str:
     rows = []
     for (op, direction, dtype), cells in groups.items():
         speed = [t["xla"] / t[_goals.OURS] for t in cells if "xla" in t]
-        copy = [t[_goals.COPY] / t[_goals.OURS] for t in cells if _goals.COPY in t]
+        bound = data["operation"] in _report.COMPUTE_BOUND
+        copy = [t[_goals.COPY] / t[_goals.OURS] for t in cells if _goals.COPY in t and not bound]
         range_ = f"{min(speed):.2f} to {_number(max(speed))}" if speed else "-"
         rows.append([f"`{op}`", direction, dtype, len(cells), _mean(speed), range_, _mean(copy)])
     head = ["operation", "direction", "dtype", "cells", "times as fast as XLA", "range", "fraction of a copy's speed"]

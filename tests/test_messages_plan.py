@@ -102,11 +102,13 @@ CHUNK = plan.SHORTEST_CHUNK
 
 @needs_compiler
 def test_rows_that_do_not_fill_blocks_and_rows_of_several():
-    """25 threads a row, of which a block has five; 250 and, of two and four vectors each, 130 and 257, in blocks side by side."""
+    """25 threads a row, of which a block has five; 250 and, of two vectors each, 130 and 514, in blocks side by side."""
     for width in (100, 1000, 1040, 4112):
         p = Problem([(width,), (1,), (width,)], [FLOAT] * 3, edges=2 * plan.CHUNK, nodes=9, skew=0.8)
         same(*p.run(reduction="sum"))
         assert p.algorithm == "chunks"
+    p = Problem([(4112,), (1,), (4112,)], [FLOAT] * 3, edges=8, nodes=9)  # 257 threads of four vectors each
+    same(*p.run(reduction="sum"))
 
 
 @needs_compiler
@@ -212,19 +214,20 @@ def test_chunks_are_short_in_small_graphs():
 def test_vectors_and_threads():
     """What the measured times rely on: 16 bytes a thread, a row's threads side by side, one vector each, and more vectors
     where a row has more than two blocks of threads."""
-    for dtype, width, rows in [
-        (FLOAT, 128, plan.Rows(4, 1, 32, 1, 4)),
-        (BFLOAT, 128, plan.Rows(8, 1, 16, 1, 4)),
-        (FLOAT, 256, plan.Rows(4, 1, 64, 1, 4)),
-        (FLOAT, 1, plan.Rows(1, 1, 1, 4, 2)),
-        (FLOAT, 127, plan.Rows(1, 4, 32, 1, 4)),
-        (FLOAT, 4096, plan.Rows(4, 4, 256, 1, 2)),
-        (BFLOAT, 2048, plan.Rows(8, 2, 128, 1, 2)),
+    for dtype, width, degree, rows in [
+        (FLOAT, 128, 7, plan.Rows(4, 1, 32, 1, 4)),
+        (BFLOAT, 128, 7, plan.Rows(8, 1, 16, 1, 4)),
+        (FLOAT, 256, 7, plan.Rows(4, 1, 64, 1, 4)),
+        (FLOAT, 1, 7, plan.Rows(1, 1, 1, 4, 2)),
+        (FLOAT, 127, 7, plan.Rows(1, 4, 32, 1, 4)),
+        (FLOAT, 4096, 7, plan.Rows(4, 2, 512, 1, 2)),
+        (FLOAT, 4096, 1, plan.Rows(4, 4, 256, 1, 1)),
+        (BFLOAT, 2048, 1, plan.Rows(8, 2, 128, 1, 1)),
     ]:
         operands = avals([(width,), (1,), (1,)], [dtype] * 3, 70_000, 10_000)
         problem = plan.problem(operands[primitive.WIDTH :], ENDS)
         vector = plan.vector_of(problem, [jnp.dtype(dtype)])
-        assert plan.rows_of(problem, [jnp.dtype(dtype)], vector, degree=7) == rows
+        assert plan.rows_of(problem, [jnp.dtype(dtype)], vector, degree) == rows
 
 
 def test_what_has_no_kernel():

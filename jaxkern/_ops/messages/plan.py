@@ -146,7 +146,7 @@ def rows_of(p: Problem, dtypes, vector, degree) -> Rows:
     while parts < 4 and parts * 2 * vector * widest <= VECTOR and parts * 2 <= vectors:
         parts *= 2
     wide = vectors >= 2 * parts * THREADS  # a row takes several blocks, of which each waits for its offsets and indices
-    while parts < 4 and vectors >= 2 * parts * THREADS:
+    while parts < (4 if degree <= 1 else 2) and vectors >= 2 * parts * THREADS:
         parts *= 2
     lanes = ceil_div(vectors, parts)
     split = 1
