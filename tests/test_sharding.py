@@ -28,18 +28,22 @@ from jaxkern._core import compat
 every_operation = pytest.mark.parametrize("operation", OPERATIONS)
 
 
+FILES = sorted(pathlib.Path(__file__).parent.glob("test_sharding*.py"), key=lambda f: f.stat().st_size, reverse=True)
+
+
 @pytest.mark.process
 @pytest.mark.skipif(bool(SHAPES), reason="this process has several devices")
-def test_eight_cpu_devices():
+@pytest.mark.parametrize("part", range(4))
+def test_eight_cpu_devices(part):
+    """All of these files, in processes that have eight devices."""
     environment = {
         **os.environ,
         "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }  # of what each device runs, not of what is sent
-    files = sorted(pathlib.Path(__file__).parent.glob("test_sharding*.py"))
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, FILES[part::4])],
         env=environment,
         capture_output=True,
         text=True,

@@ -177,16 +177,21 @@ def shifted(x, mask, axis):
 MANY = 1 << 16  # elements
 
 
-def unless_nan(fast, axis, exact):
-    """`fast`, or exact() if a row of `fast` begins with NaN.
+def worthwhile(x) -> bool:
+    """Whether arrays like x are so large that `unless_nan` pays."""
+    return all(isinstance(n, int) for n in x.shape) and x.size >= MANY
+
+
+def unless_nan(fast, axis, exact, also=False):
+    """`fast`, or exact() if a row of `fast` begins with NaN, or `also` is true.
 
     XLA:CPU compiles row operations to one loop only if they contain no selects. So `fast` has none, and where it is wrong
     its whole row is NaN. Arrays of fewer than `MANY` elements are computed by exact() at once.
     """
-    if not all(isinstance(n, int) for n in fast.shape) or fast.size < MANY:
+    if not worthwhile(fast):
         return exact()
     first = jax.lax.slice_in_dim(fast, 0, 1, axis=axis)
-    return jax.lax.cond(jnp.isnan(jnp.sum(first)), exact, lambda: fast)
+    return jax.lax.cond(jnp.isnan(jnp.sum(first)) | also, exact, lambda: fast)
 
 
 def gradient_without_selects(y, g, axis):

@@ -18,6 +18,7 @@ from jaxkern._core.rows import (
     row_sum,
     shifted,
     unless_nan,
+    worthwhile,
 )
 from jaxkern._ops.reduction.primitive import statistics
 from jaxkern._ops.softmax import dropout
@@ -184,11 +185,11 @@ def softmax_grad_on_cpu(y, g, *mask, axis, algorithm):
 
 def log_softmax_grad_on_cpu(x, g, *mask, axis, algorithm):
     exact = lambda: log_softmax_grad(x, g, *mask, axis=axis, algorithm=algorithm)
-    if mask or x.dtype.itemsize > 2:
+    if mask or x.dtype.itemsize > 2 or not worthwhile(x):
         return exact()
     p, h = jnp.exp(computed(x)), computed(g)
-    empty = 0 / row_sum(p, axis)  # NaN in rows of -inf
-    return unless_nan((h - p * (row_sum(h, axis) + empty)).astype(x.dtype), axis, exact)
+    empty = jnp.any(jnp.max(x, axis) == -jnp.inf)
+    return unless_nan((h - p * row_sum(h, axis)).astype(x.dtype), axis, exact, also=empty)
 
 
 # ---- fused: operands as in primitive.py; `parts` are those that the parameter `extras` names, in its order
