@@ -12,6 +12,7 @@ from jax.experimental import sparse
 from jax.typing import ArrayLike
 
 from jaxkern._core import validate
+from jaxkern._core.define import CUDA_TYPES
 from jaxkern._ops.indexing.order import Order
 from jaxkern._ops.messages.primitive import Edges
 from jaxkern._ops.messages.reference import computing
@@ -90,7 +91,8 @@ def embedding_bag(
         starts = jnp.arange(bags + 1, dtype=jnp.uint32) * jnp.uint32(length)
         bag_of = jnp.arange(bags * length, dtype=jnp.uint32) // jnp.uint32(max(length, 1))
         graph, valid = _in_bags(ids.reshape(-1), bag_of, starts, rows)
-        if mode != "max" and 0 < length <= TOGETHER and 0 not in (rows, bags) and table.dtype != jnp.bool_:
+        types = {a.dtype.name for a in (table, weights) if a is not None}
+        if mode != "max" and 0 < length <= TOGETHER and 0 not in (rows, bags) and types <= CUDA_TYPES.keys() - {"bool"}:
             return _even(table, weights, graph, valid, ids.shape, mode)
     elif offsets is not None:
         offsets = integers(name, "offsets", jnp.asarray(safe_index(offsets)))
@@ -147,7 +149,7 @@ def _sorted_graph(senders, receivers, num_senders, num_receivers):
 
 def _bag(table, graph, valid, weights, mode):
     if table.shape[0] == 0 or graph.num_edges == 0 or graph.num_receivers == 0:
-        dtype = table.dtype if weights is None else jnp.result_type(table, weights)
+        dtype = table.dtype if weights is None else jnp.promote_types(table.dtype, weights.dtype)
         dtype = dtype if mode != "mean" or jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
         return jnp.zeros((graph.num_receivers, *table.shape[1:]), dtype)
     if mode == "max":
@@ -180,7 +182,8 @@ def _even(table, weights, graph, valid, shape, mode):
     """The sums or means of bags of equally many ids, of this shape: forward XLA's, all derivatives those of `_total`."""
     table = validate.whole(table, 0)
     if mode == "sum":
-        dtype = table.dtype if weights is None else jnp.result_type(table, weights)
+        weights = weights if weights is None else validate.whole(validate.whole(weights, 0), 1)
+        dtype = table.dtype if weights is None else jnp.promote_types(table.dtype, weights.dtype)
         return _even_total(table, weights, graph, valid, shape, dtype)
     count = jnp.sum(valid.reshape(shape), 1)
     return _mean(lambda dtype: _even_total(table, weights, graph, valid, shape, dtype), table, count)
@@ -190,10 +193,10 @@ def _even(table, weights, graph, valid, shape, mode):
 def _even_total(table, weights, graph, valid, shape, dtype):
     wide, on = computing(dtype), valid.reshape(*shape, *[1] * (table.ndim - 1))
     x = table.at[graph.senders.reshape(shape)].get(mode="promise_in_bounds")
-    x = x.astype(wide)
+    x = jnp.where(on, x, jnp.zeros_like(x)).astype(wide)
     if weights is not None:
-        x = x * weights.reshape(on.shape).astype(wide)
-    return jnp.sum(jnp.where(on, x, jnp.zeros_like(x)), 1, dtype=wide).astype(dtype)
+        x = x * jnp.where(on, weights.reshape(on.shape), 0).astype(wide)
+    return jnp.sum(x, 1, dtype=wide).astype(dtype)
 
 
 @functools.partial(_even_total.defjvp, symbolic_zeros=True)

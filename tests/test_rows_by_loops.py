@@ -80,6 +80,17 @@ def test_special_rows(operation, special, dtype):
         np.testing.assert_allclose(np.asarray(found, np.float32), exact, **rough)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_infinite_cotangents(masked, dtype):
+    """Where an element is masked, or -inf, its gradient is 0 also in a row of which the cotangents have an infinite sum."""
+    x, g = jnp.zeros(SHAPE, dtype).at[:, :, 5].set(-jnp.inf), jnp.ones(SHAPE, dtype).at[0, 1, 7].set(jnp.inf)
+    where = jnp.ones(SHAPE, bool).at[:, :, 9].set(False) if masked else None
+    dx = np.asarray(jax.vjp(lambda x: jaxkern.softmax(x, where=where), x)[1](g)[0], np.float32)
+    assert (dx[:, :, 5] == 0).all() and (not masked or (dx[:, :, 9] == 0).all())
+    assert np.isnan(dx[0, 1, 7]) and dx[0, 1, 8] == -np.inf and np.isfinite(dx[1]).all()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("special", ["numbers", "nan", "infinite", "empty", "outside"])
 def test_special_segments(special, dtype):

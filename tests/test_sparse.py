@@ -140,6 +140,19 @@ def _operation(program):
     return program.splitlines()[1].removeprefix("operation jaxkern_").split("(")[0]
 
 
+@pytest.mark.parametrize("length", [2, TOGETHER + 1])
+def test_embedding_bag_of_weak_types(length):
+    """A number that became an array counts with its dtype, whatever the length of bags; so does what kernels cannot compute."""
+    ids, weights = jnp.zeros((4, length), int), jnp.full((4, length), 0.5)
+    assert weights.weak_type
+    table = jnp.ones((3, 2), jnp.bfloat16)
+    y, pull = jax.vjp(lambda table: jaxkern.moe_combine(table, ids, weights), table)
+    assert y.dtype == jnp.float32 and pull(y)[0].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(y, 0.5 * length)
+    with pytest.raises(TypeError, match="complex64"):
+        jaxkern.embedding_bag(jnp.ones((3, 2), jnp.complex64), ids)
+
+
 # ---- spmm
 
 

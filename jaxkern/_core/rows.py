@@ -182,8 +182,8 @@ def worthwhile(x) -> bool:
     return all(isinstance(n, int) for n in x.shape) and x.size >= MANY
 
 
-def unless_nan(fast, axis, exact, also=False):
-    """`fast`, or exact() if a row of `fast` begins with NaN, or `also` is true.
+def unless_nan(fast, axis, exact, also=False, finite=False):
+    """`fast`, or exact() if a row of `fast` begins with NaN (finite: or with infinity), or `also` is true.
 
     XLA:CPU compiles row operations to one loop only if they contain no selects. So `fast` has none, and where it is wrong
     its whole row is NaN. Arrays of fewer than `MANY` elements are computed by exact() at once.
@@ -191,11 +191,13 @@ def unless_nan(fast, axis, exact, also=False):
     if not worthwhile(fast):
         return exact()
     first = jax.lax.slice_in_dim(fast, 0, 1, axis=axis)
-    return jax.lax.cond(jnp.isnan(jnp.sum(first)) | also, exact, lambda: fast)
+    total = jnp.sum(first, dtype=computed(first).dtype)
+    return jax.lax.cond((~jnp.isfinite(total) if finite else jnp.isnan(total)) | also, exact, lambda: fast)
 
 
 def gradient_without_selects(y, g, axis):
-    """The gradient of a softmax from its result y: NaN in rows where a cotangent is not finite."""
+    """The gradient of a softmax from its result y; in rows where a cotangent or their sum is not finite, the first element is not.
+    Where y is 0 it then may be NaN."""
     p, h = computed(y), computed(g)
     return p * (h - row_sum(p * h, axis))
 

@@ -95,7 +95,7 @@ def score_grads_on_cpu(x, g, *parts, axis, algorithm, log, function, indexed, ex
         return score_grads(x, g, *parts, axis=axis, algorithm=algorithm, log=log, unscored=unscored, **params)
     arguments, s = _scores_on_cpu(x, parts, **params)
     ds = gradient_without_selects(jax.nn.softmax(s, axis), g, axis)
-    ds = unless_nan(ds, axis, lambda: _slopes(g, *_scores(x, parts, **params)[1:], axis, log))
+    ds = unless_nan(ds, axis, lambda: _slopes(g, *_scores(x, parts, **params)[1:], axis, log), finite=True)
     return [_chain(function, arguments, ds, s != -jnp.inf).astype(x.dtype), ds.astype(x.dtype)]
 
 

@@ -180,7 +180,7 @@ def softmax_grad_on_cpu(y, g, *mask, axis, algorithm):
     exact = lambda: softmax_grad(y, g, *mask, axis=axis, algorithm=algorithm)
     if not mask and y.dtype.itemsize > 2:
         return exact()
-    return unless_nan(gradient_without_selects(y, g, axis).astype(y.dtype), axis, exact)
+    return unless_nan(gradient_without_selects(y, g, axis).astype(y.dtype), axis, exact, finite=True)
 
 
 def log_softmax_grad_on_cpu(x, g, *mask, axis, algorithm):
@@ -268,7 +268,7 @@ def fused_on_cpu(x, *parts, axis, extras, causal, threshold, log, dtype="", **pa
 def fused_output_grad_on_cpu(y, g, *parts, axis, extras, unscaled, **params):
     dx = _scaled(gradient_without_selects(y, g, axis), named(parts, extras), unscaled).astype(y.dtype)
     exact = lambda: fused_output_grad(y, g, *parts, axis=axis, extras=extras, unscaled=unscaled, **params)
-    return unless_nan(dx, axis, exact)
+    return unless_nan(dx, axis, exact, finite=True)
 
 
 def _fused_probabilities(x, axis, extra, causal):
