@@ -125,7 +125,9 @@ class Cell(_cell.Cell):
         label = f"{self.op} {self.direction}"
         required = BEFORE_XLA.get(label, BEFORE_XLA.get(self.op))
         goals = [peers | ({"required": required} if required else {}), {"goal": "peers"}]
-        return goals + [{"goal": "copy", "required": NEAR_COPY[label]} for _ in range(label in NEAR_COPY)]
+        if label in NEAR_COPY:
+            goals.append({"goal": "copy", "required": NEAR_COPY[label]})
+        return goals
 
 
 def cells(case: Case, dtype: str, ops: tuple[str, ...]) -> Iterator[Cell]:

@@ -34,7 +34,7 @@ PROBLEMS = (((64, 1024), -1, None), ((4, 16, 1003), -1, (4, 1, 1003)), ((8, 200,
 # the result, some more where it is not, and most where XLA adds thousands of numbers one after the other.
 WIDE = 8.0 if jax.default_backend() == "gpu" else 32.0
 TOLERANCE = {"float16": 1.0, "bfloat16": 1.0, "float32": WIDE, "float64": WIDE}
-if jax.default_backend() == "cpu":  # which runs one program for all dtypes: two take half the time
+if jax.default_backend() == "cpu":  # there XLA runs the same formulas in every dtype: two are enough, in half the time
     TOLERANCE = {dtype: TOLERANCE[dtype] for dtype in ("bfloat16", "float32")}
 
 

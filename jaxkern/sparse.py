@@ -21,7 +21,7 @@ from jaxkern.messages import Graph, PyTree, _count, _in_range, _ordered, edge_ma
 from jaxkern.segment import segment_softmax
 
 MODES = ("sum", "mean", "max")
-TOGETHER = 64  # ids of a bag: XLA gathers and adds up to so many in one loop, at the speed of a copy
+SHORT_BAG = 64  # ids, at most: XLA gathers and adds the rows of such a bag in one loop, at the speed of a copy
 
 
 def embedding_bag(
@@ -51,8 +51,8 @@ def embedding_bag(
 
     Returns:
         Array of shape (bags, *table.shape[1:]) and the type of table, or of table and weights; 0 for a bag without ids.
-        Rows are gathered and added up in one kernel, or by XLA in one loop where `ids` has bags of 64 or fewer, in float32
-        or wider. The gradient with respect to table sorts the ids.
+        Rows are gathered and added up in float32 or wider, by one kernel; if `ids` is an array of bags of up to 64 ids, by one
+        loop of XLA. The gradient with respect to table sorts the ids.
 
     Raises:
         TypeError: ids, segment_ids or offsets are not of an integer type; num_bags is no int, or missing under jit.
@@ -91,8 +91,8 @@ def embedding_bag(
         starts = jnp.arange(bags + 1, dtype=jnp.uint32) * jnp.uint32(length)
         bag_of = jnp.arange(bags * length, dtype=jnp.uint32) // jnp.uint32(max(length, 1))
         graph, valid = _in_bags(ids.reshape(-1), bag_of, starts, rows)
-        types = {a.dtype.name for a in (table, weights) if a is not None}
-        if mode != "max" and 0 < length <= TOGETHER and 0 not in (rows, bags) and types <= CUDA_TYPES.keys() - {"bool"}:
+        computable = {a.dtype.name for a in (table, weights) if a is not None} <= CUDA_TYPES.keys() - {"bool"}
+        if mode != "max" and computable and 0 < length <= SHORT_BAG and 0 not in (rows, bags):
             return _even(table, weights, graph, valid, ids.shape, mode)
     elif offsets is not None:
         offsets = integers(name, "offsets", jnp.asarray(safe_index(offsets)))
@@ -164,14 +164,14 @@ def _bag(table, graph, valid, weights, mode):
 
 
 def _mean(total, table, count):
-    """total(dtype), a sum of that type, over its counts."""
+    """Means of bags, from their sizes `count` and from total(dtype), which returns their sums in that dtype."""
     dtype = table.dtype if jnp.issubdtype(table.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
     wide = jnp.promote_types(dtype, jnp.float32)
     return (total(wide) / jnp.maximum(count, 1).astype(wide).reshape(-1, *[1] * (table.ndim - 1))).astype(dtype)
 
 
 def _total(table, weights, graph, valid, dtype=None):
-    """The sum of each bag, in this type or that of the operands."""
+    """The sum of each bag; its dtype is `dtype`, or else that of table and weights."""
     if weights is not None:
         return edge_sum(_weigh, graph, senders=table, edges=(weights.reshape(-1), valid))
     take = lambda x, on: jnp.where(on, x, jnp.zeros_like(x))
@@ -179,7 +179,10 @@ def _total(table, weights, graph, valid, dtype=None):
 
 
 def _even(table, weights, graph, valid, shape, mode):
-    """The sums or means of bags of equally many ids, of this shape: forward XLA's, all derivatives those of `_total`."""
+    """Sums or means of bags that all have the same number of ids. shape: (bags, ids of a bag).
+
+    XLA computes the result. Derivatives are those of `_total`.
+    """
     table = validate.whole(table, 0)
     if mode == "sum":
         weights = weights if weights is None else validate.whole(validate.whole(weights, 0), 1)
@@ -201,7 +204,7 @@ def _even_total(table, weights, graph, valid, shape, dtype):
 
 @functools.partial(_even_total.defjvp, symbolic_zeros=True)
 def _even_total_jvp(shape, dtype, primals, tangents):
-    """The tangents by `_total`, which is linear in table and weights."""
+    """Tangents come from `_total`, which is linear in table and in weights."""
     table, weights, graph, valid = primals
     varied = [
         k for k in (0, 1) if primals[k] is not None and type(tangents[k]) is not jax.custom_derivatives.SymbolicZero

@@ -102,7 +102,7 @@ CHUNK = plan.SHORTEST_CHUNK
 
 @needs_compiler
 def test_rows_that_do_not_fill_blocks_and_rows_of_several():
-    """25 threads a row, of which a block has five; 250 and, of two vectors each, 130 and 514, in blocks side by side."""
+    """Rows of 25 threads, five to a block, and rows that several blocks share: 250 threads, and 130 and 514 of two vectors."""
     for width in (100, 1000, 1040, 4112):
         p = Problem([(width,), (1,), (width,)], [FLOAT] * 3, edges=2 * plan.CHUNK, nodes=9, skew=0.8)
         same(*p.run(reduction="sum"))
@@ -212,8 +212,7 @@ def test_chunks_are_short_in_small_graphs():
 
 
 def test_vectors_and_threads():
-    """What the measured times rely on: 16 bytes a thread, a row's threads side by side, one vector each, and more vectors
-    where a row has more than two blocks of threads."""
+    """The layouts that were measured: a thread reads one vector of 16 bytes, and more if a row fills several blocks."""
     for dtype, width, degree, rows in [
         (FLOAT, 128, 7, plan.Rows(4, 1, 32, 1, 4)),
         (BFLOAT, 128, 7, plan.Rows(8, 1, 16, 1, 4)),

@@ -240,7 +240,7 @@ def test_epilogue(name, dtype, axis):
     found = of(ours_of)
     with compat.enable_x64():
         y, gradients = of(exact_of)
-    # Rounding counts by the largest element, and by all terms of the one sum that has no other.
+    # Errors are compared with the largest element. `factor` has one, a sum that may cancel: there, with the sum of magnitudes.
     sizes = [np.abs(a).max() for a in (y, *gradients[:-1])] + [
         np.abs(np.asarray(g[0]) * np.asarray(y[0]) / factor).sum()
     ]

@@ -122,8 +122,8 @@ def test_algorithms():
 
 
 def test_long_rows_are_left_to_xla():
-    """Rows of 16 bits that are not whole vectors, but for the gradient of layer_norm; rows that no registers hold, of
-    rms_norm or where they are few. What is forced is not."""
+    """XLA has 16-bit rows that are not whole vectors (but not the gradient of layer_norm), and rows too long for registers
+    if they are few or of rms_norm. A forced algorithm runs all of them."""
     of = lambda *args, **options: found(*args, "scale", **options)[0]
     for name, dtype, backward in itertools.product(NAMES, ("bfloat16", "float16", "float32"), (False, True)):
         kernel = dtype == "float32" or (name == "layer_norm" and backward)

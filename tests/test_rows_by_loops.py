@@ -83,7 +83,7 @@ def test_special_rows(operation, special, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_infinite_cotangents(masked, dtype):
-    """Where an element is masked, or -inf, its gradient is 0 also in a row of which the cotangents have an infinite sum."""
+    """The gradient of an element that is masked or -inf is 0, even if a cotangent of its row is infinite."""
     x, g = jnp.zeros(SHAPE, dtype).at[:, :, 5].set(-jnp.inf), jnp.ones(SHAPE, dtype).at[0, 1, 7].set(jnp.inf)
     where = jnp.ones(SHAPE, bool).at[:, :, 9].set(False) if masked else None
     dx = np.asarray(jax.vjp(lambda x: jaxkern.softmax(x, where=where), x)[1](g)[0], np.float32)

@@ -10,7 +10,7 @@ from jax.experimental import sparse
 
 import jaxkern
 from jaxkern._core import launch
-from jaxkern.sparse import TOGETHER
+from jaxkern.sparse import SHORT_BAG
 
 TOLERANCE = {"float64": 1e-12, "float32": 4e-6, "bfloat16": 1e-2}
 
@@ -118,17 +118,17 @@ def test_ids_that_pad_have_no_part_in_gradients():
     np.testing.assert_array_equal(d_weights, [[2, 0], [2, 0]])
 
 
-@pytest.mark.parametrize("length", [5, TOGETHER + 1])
+@pytest.mark.parametrize("length", [5, SHORT_BAG + 1])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_embedding_bag_sorts_for_its_gradient_alone(length, weighted):
-    """Short bags are XLA's; their gradients are a kernel each, and there is no array of all rows."""
+    """XLA adds up short bags. Each gradient is one kernel, and the gathered rows are never stored."""
     table, ids = jax.ShapeDtypeStruct((500, 8), jnp.float32), jnp.zeros((40, length), int)
     w = jax.ShapeDtypeStruct((40, length), jnp.float32)
 
     bag = lambda table, w: jaxkern.embedding_bag(table, ids, weights=w if weighted else None)
     lower = lambda f, *operands: jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
     edges = lambda text: [p for p in map(_operation, launch.programs(text)) if p.startswith("edge")]
-    assert edges(lower(bag, table, w)) == ["edge_reduce"] * (length > TOGETHER)
+    assert edges(lower(bag, table, w)) == ["edge_reduce"] * (length > SHORT_BAG)
 
     text = lower(lambda table, w, g: jax.vjp(bag, table, w)[1](g), table, w, jax.ShapeDtypeStruct((40, 8), jnp.float32))
     assert sorted(edges(text)) == ["edge_map"] * weighted + ["edge_reduce"]
@@ -140,9 +140,9 @@ def _operation(program):
     return program.splitlines()[1].removeprefix("operation jaxkern_").split("(")[0]
 
 
-@pytest.mark.parametrize("length", [2, TOGETHER + 1])
+@pytest.mark.parametrize("length", [2, SHORT_BAG + 1])
 def test_embedding_bag_of_weak_types(length):
-    """A number that became an array counts with its dtype, whatever the length of bags; so does what kernels cannot compute."""
+    """Short and long bags agree: a weak type promotes like any other, and dtypes without kernels are refused."""
     ids, weights = jnp.zeros((4, length), int), jnp.full((4, length), 0.5)
     assert weights.weak_type
     table = jnp.ones((3, 2), jnp.bfloat16)

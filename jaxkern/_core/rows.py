@@ -178,7 +178,7 @@ MANY = 1 << 16  # elements
 
 
 def worthwhile(x) -> bool:
-    """Whether arrays like x are so large that `unless_nan` pays."""
+    """Whether x is large enough for `unless_nan` to save time."""
     return all(isinstance(n, int) for n in x.shape) and x.size >= MANY
 
 
@@ -196,8 +196,11 @@ def unless_nan(fast, axis, exact, also=False, finite=False):
 
 
 def gradient_without_selects(y, g, axis):
-    """The gradient of a softmax from its result y; in rows where a cotangent or their sum is not finite, the first element is not.
-    Where y is 0 it then may be NaN."""
+    """The gradient of a softmax from its result y.
+
+    If a row has a cotangent that is not finite, or their sum is not, the first element of the row is not finite either, and
+    elements where y is 0 may be NaN.
+    """
     p, h = computed(y), computed(g)
     return p * (h - row_sum(p * h, axis))
 

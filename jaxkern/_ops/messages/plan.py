@@ -145,8 +145,9 @@ def rows_of(p: Problem, dtypes, vector, degree) -> Rows:
     parts = 1
     while parts < 4 and parts * 2 * vector * widest <= VECTOR and parts * 2 <= vectors:
         parts *= 2
-    wide = vectors >= 2 * parts * THREADS  # a row takes several blocks, of which each waits for its offsets and indices
-    while parts < (4 if degree <= 1 else 2) and vectors >= 2 * parts * THREADS:
+    # Several blocks share a wide row, and each of them waits for the row's offsets and indices: give it more to do.
+    wide, most = vectors >= 2 * parts * THREADS, 4 if degree <= 1 else 2
+    while parts < most and vectors >= 2 * parts * THREADS:
         parts *= 2
     lanes = ceil_div(vectors, parts)
     split = 1

@@ -151,7 +151,8 @@ def softmax_on_cpu(x, *mask, axis, algorithm):
     if not mask:
         return softmax(x, axis=axis, algorithm=algorithm)
 
-    def exact():  # by other expressions: XLA:CPU would move what both ways share before the condition, and store it
+    def exact():
+        # Not the expressions used below: XLA:CPU computes and stores what both branches of a condition share.
         _, e, total = shifted(x, mask, axis)
         return computed(e / _nonzero(total), *mask).astype(x.dtype)
 
@@ -172,11 +173,8 @@ def log_softmax_on_cpu(x, *mask, axis, algorithm):
     return unless_nan(lowest_for_infinity(below - jnp.log(total), x.dtype), axis, exact)
 
 
-# XLA:CPU takes ten times as long for a select between floats that it rounds to 16 bits. In other types the select of a
-# gradient without a mask does not cost anything: see `softmax_grad`.
-
-
 def softmax_grad_on_cpu(y, g, *mask, axis, algorithm):
+    """Without a mask, selects are avoided in 16 bits only: XLA:CPU is ten times slower if it rounds what a select returns."""
     exact = lambda: softmax_grad(y, g, *mask, axis=axis, algorithm=algorithm)
     if not mask and y.dtype.itemsize > 2:
         return exact()
