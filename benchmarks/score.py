@@ -1,9 +1,11 @@
-"""softmax of a score function: soft cap, relative bias and window, forward and gradient by x, against XLA and a copy.
+"""softmax of a score function: soft cap, relative bias, window and documents, forward and gradient by x, against XLA and a
+copy.
 
     python -m benchmarks score [--ops cap_bias] [--tiers]
 
 Attention logits of [batch, heads, queries, keys]; the relative bias [heads, queries, keys] broadcasts over the batch.
-The gradient starts from the logits and the cotangent: neither the scores nor the result are kept.
+The gradient starts from the logits and the cotangent: neither the scores nor the result are kept. The copy is of all bytes,
+also of those that a mask excludes.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ DIRECTIONS = ("forward", "backward")
 GOALS = {"forward": 0.9, "backward": 0.85}  # of a copy
 BEFORE_XLA = 1.5
 TIERS = fused_softmax.TIERS
-CAP, SIZE = 30.0, 128  # of the soft cap, of the window
+CAP, SIZE = 30.0, 128  # of the soft cap; of the window and of a document
 
 
 def cap(s: jax.Array, b: jax.Array, h: jax.Array, q: jax.Array, k: jax.Array) -> jax.Array:
@@ -40,7 +42,18 @@ def window(s: jax.Array, b: jax.Array, h: jax.Array, q: jax.Array, k: jax.Array)
     return jnp.where(abs(q - k) < SIZE, s, -jnp.inf)
 
 
-FUNCTIONS: dict[str, Callable[..., jax.Array]] = {"cap_bias": cap_bias, "cap": cap, "window": window}
+def documents(
+    s: jax.Array, b: jax.Array, h: jax.Array, q: jax.Array, k: jax.Array, of_q: jax.Array, of_k: jax.Array
+) -> jax.Array:
+    return jnp.where(of_q == of_k, s, -jnp.inf)
+
+
+FUNCTIONS: dict[str, Callable[..., jax.Array]] = {
+    "cap_bias": cap_bias,
+    "cap": cap,
+    "window": window,
+    "documents": documents,
+}
 OPS = tuple(FUNCTIONS)
 
 Case = fused_softmax.Case
@@ -98,9 +111,17 @@ def _directed(cell: Cell, f: Callable[..., jax.Array]) -> Callable[..., jax.Arra
 def _ours(cell: Cell, tier: str) -> Callable[..., jax.Array]:
     def softmax(x: jax.Array, *bias: jax.Array) -> jax.Array:
         with jaxkern.tiers.force(softmax=tier):
-            return jaxkern.softmax(x, score=FUNCTIONS[cell.op], score_args=bias)
+            return jaxkern.softmax(x, score=FUNCTIONS[cell.op], score_args=[*bias, *_documents(cell)])
 
     return softmax
+
+
+def _documents(cell: Cell) -> list[jax.Array]:
+    """The document of each query and of each key, where the function asks for them."""
+    if cell.op != "documents":
+        return []
+    n = jax.lax.broadcasted_iota(jnp.int32, (1, 1, cell.case.width, 1), 2) // SIZE
+    return [n, n.reshape(1, 1, 1, -1)]
 
 
 def _composition(cell: Cell) -> Callable[..., jax.Array]:
@@ -108,7 +129,8 @@ def _composition(cell: Cell) -> Callable[..., jax.Array]:
 
     def softmax(x: jax.Array, *bias: jax.Array) -> jax.Array:
         indices = [jax.lax.broadcasted_iota(jnp.int32, x.shape, d) for d in range(x.ndim)]
-        s = FUNCTIONS[cell.op](x.astype(jnp.float32), *indices, *(b.astype(jnp.float32) for b in bias))
+        args = [*(b.astype(jnp.float32) for b in bias), *_documents(cell)]
+        s = FUNCTIONS[cell.op](x.astype(jnp.float32), *indices, *args)
         return jax.nn.softmax(s).astype(x.dtype)
 
     return softmax

@@ -63,8 +63,10 @@ def softmax(
             `score(value, *indices, *args)`: with an element of `x`, its int32 indices along every dimension of `x`, and
             an element of each of `score_args`; it returns the score, a real number. It is compiled into the kernels,
             and may do what a function given to `elementwise_kernel` may do: closed-over scalars can be traced, and have
-            gradients. An element with a score of -inf counts as masked. `score` combines with `where`, but not with
-            `scale`, `bias`, `causal` and dropout: write the first three in `score`. `axis` must be a single dimension.
+            gradients. An element with a score of -inf counts as masked; where indices and broadcast operands alone decide
+            that, as in `where(query >= key, value, -inf)`, whole vectors of such elements are not read. `score` combines
+            with `where`, but not with `scale`, `bias`, `causal` and dropout: write the first three in `score`. `axis` must
+            be a single dimension.
         score_args: arrays of any real dtype that broadcast to the shape of `x`; the kernel reads them without
             materialising them. Floating-point ones have gradients, which are summed over the dimensions that they
             broadcast over. Arrays that `score` would index (`slopes[head]`, `document[query]`) are passed here with

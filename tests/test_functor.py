@@ -420,6 +420,46 @@ def test_where_coarse_arithmetic_is_enough(coarse, functions):
         assert function.coarse == coarse, k
 
 
+LOWEST = -np.inf
+
+
+@pytest.mark.parametrize(
+    "f, expected",
+    [
+        (lambda s, q, k: jnp.where(k <= q, s, LOWEST), lambda q, k: k > q),
+        (lambda s, q, k: jnp.where(k > q, LOWEST, jax.nn.silu(s)), lambda q, k: k > q),
+        (lambda s, q, k: jnp.where((k <= q) & (s > 0), s, LOWEST), lambda q, k: k > q),
+        (lambda s, q, k: jnp.where((k > q) | (s > 0), LOWEST, s), lambda q, k: k > q),
+        (lambda s, q, k: jnp.where(~((k > q) | (s > 0)), s, LOWEST), lambda q, k: k > q),
+        (
+            lambda s, q, k: jnp.where(q == 3, LOWEST, jnp.where(abs(q - k) < 2, s, LOWEST)),
+            lambda q, k: (q == 3) | (abs(q - k) >= 2),
+        ),
+        (lambda s, q, k: jnp.where(s > 0, LOWEST, jnp.where(k <= q, s, LOWEST)), lambda q, k: k > q),
+        (lambda s, q, k: jnp.where(k <= q, s, jnp.log(q * 0.0)), lambda q, k: k > q),
+        (lambda s, q, k: jnp.where(k <= q, s.astype("float32"), LOWEST).astype(s.dtype), lambda q, k: k > q),
+        (lambda s, q, k: jax.jit(lambda s, own: jnp.where(own, s, LOWEST))(s, k <= q), lambda q, k: k > q),
+        (lambda s, q, k: jnp.full_like(s, LOWEST), lambda q, k: q == q),
+        (lambda s, q, k: s + jnp.where(k <= q, 0, LOWEST), None),  # NaN + -inf is NaN
+        (lambda s, q, k: jnp.where(k <= q, s, -1e30), None),
+        (lambda s, q, k: jnp.where(k <= q, s, jnp.inf), None),
+        (lambda s, q, k: jnp.where(s > 0, s, LOWEST), None),
+        (lambda s, q, k: jnp.minimum(jnp.where(k <= q, 0, LOWEST), s), None),
+        (lambda s, q, k: s * 2, None),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_where_a_result_is_lowest_whatever_an_argument_is(f, expected, dtype):
+    found = trace(f, dtype, "int32", "int32")[0].is_lowest((1, 2))
+    if expected is None:
+        assert found is None
+        return
+    q, k = jnp.arange(7)[:, None], jnp.arange(7)
+    assert 0 not in found.used
+    (lowest,) = found(0.0, q, k)
+    np.testing.assert_array_equal(np.broadcast_to(lowest, (7, 7)), np.broadcast_to(expected(q, k), (7, 7)))
+
+
 def test_wrong_number_of_results():
     with pytest.raises(ValueError, match="must return 1 scalar, and returns 2"):
         trace(lambda x: (x, x), "float32", results=1)

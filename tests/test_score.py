@@ -45,6 +45,11 @@ def window(s, b, h, q, k):
     return jnp.where(abs(q - k) < 3, s + 0.1 * h - b, -jnp.inf)
 
 
+def band(s, b, h, q, k, bias):
+    """A masked row, and vectors that are masked as a whole in all others, also at their ends."""
+    return jnp.where((abs(k - 150 * (b + 1) - q) < 100 + h) & (q != 1), s + bias, -jnp.inf)
+
+
 def everything(s, b, h, q, k, slope, bias, i, j, factor):
     """All of them, with a row that is entirely masked."""
     s = CAP * jnp.tanh(s * factor / CAP) + bias + slope * ((k & 63) - q) / 8
@@ -64,6 +69,7 @@ def operands(name, shape, dtype, rng):
         relative: ([bias], [0]),
         document: ([i, j.astype(jnp.int32)], []),
         window: ([], []),
+        band: ([bias], [0]),
         everything: ([slope, bias, i, j, jnp.asarray(rng.random((b, 1, 1, 1)), "float32")], [0, 1, 4]),
     }[name]
 
@@ -158,6 +164,7 @@ WIDTHS = (1, 2, 8, 31, 512, 1001, 1024, 2048, 4096, 4104, 8192, 16393, 40000)
 def test_widths(width, dtype):
     check("softmax", everything, (2, 3, 2, width), dtype)
     check("softmax", cap, (2, 1, 3, width), dtype)
+    check("log_softmax", band, (2, 2, 3, width), dtype)
 
 
 @pytest.mark.parametrize("mask_shape", [(2, 3, 5, 9), (5, 1), (2, 1, 1, 9)])
@@ -227,6 +234,7 @@ def test_forced_algorithms(algorithm):
     for dtype, width in (("bfloat16", 512), ("float32", 333), ("float16", 1000)):
         with tiers.force(softmax=algorithm):
             check("softmax", everything, (2, 3, 5, width), dtype)
+            check("softmax", band, (2, 3, 5, width), dtype)
 
 
 @pytest.mark.gpu
@@ -431,13 +439,13 @@ def test_without_a_kernel():
         np.testing.assert_allclose(exported.call(x), f(x), 1e-6)
 
 
-def planned(shape, args, indexed, dtype="float32", on=plans.DEVICES[0], backward=False, mask=None):
-    """The plan of a function that uses everything."""
+def planned(shape, args, indexed, dtype="float32", on=plans.DEVICES[0], backward=False, mask=None, f=None):
+    """The plan of a function, by default of one that uses everything."""
     of = lambda shape, dtype: jax.core.ShapedArray(shape, jnp.dtype(dtype))
     with compat.enable_x64():
         from jaxkern._core import functor
 
-        f = lambda s, *rest: s + sum(r.astype(s.dtype) for r in rest)
+        f = f or (lambda s, *rest: s + sum(r.astype(s.dtype) for r in rest))
         dtypes = [jnp.dtype(dtype), *[jnp.dtype("int32")] * len(indexed), *(jnp.dtype(d) for _, d in args)]
         function, _ = functor.trace(f, dtypes, name="test")
         wide = "float64" if dtype == "float64" else "float32"
@@ -481,7 +489,27 @@ def test_struct_is_laid_out_as_in_the_kernel():
     # Rows of dimensions 0 and 2: row / (6 * 8) % 4 and row % 8; the column is its own index.
     below, extent = ([m.members[0].value for m in args.members[5 + 3 * k : 8 + 3 * k]] for k in range(2))
     assert (below, extent[:2]) == ([48, 1, 1], [4, 8])
-    assert "ScoreCall<Score, void, 3, 2, 2, float, int32_t>" in found.launches[0].name
+    assert "ScoreCall<Score, void, void, false, 3, 2, 2, float, int32_t>" in found.launches[0].name
+
+
+def test_what_skips_vectors():
+    """Masks of indices and of operands that broadcast over rows; not of operands as large as x."""
+    shape, lowest = (4, 6, 512), -jnp.inf
+    documents = [((4, 6, 1), "int32"), ((4, 1, 512), "int32")]
+    for f, args, after in (
+        (lambda s, b, q, k: jnp.where(k <= q, s, lowest), [], "false"),
+        (lambda s, b, q, k, last: jnp.where(k < last, s, lowest), [((4, 1, 1), "int32")], "false"),
+        (lambda s, b, q, k, i, j: jnp.where((i == j) & (k <= q), s, lowest), documents, "true"),
+        (lambda s, b, q, k, i, j: jnp.where(k <= q, s + i + j, lowest), documents, "false"),
+        (lambda s, b, q, k, keep: jnp.where(keep & (k <= q), s, lowest), [(shape, "bool")], "false"),
+        (lambda s, b, q, k, keep: jnp.where(keep, s, lowest), [(shape, "bool")], None),
+        (lambda s, b, q, k: s + jnp.where(k <= q, 0, lowest), [], None),  # NaN + -inf is NaN
+    ):
+        for backward in (False, True):
+            name = planned(shape, args, (0, 1, 2), backward=backward, f=f).launches[0].name
+            gradient = "ScoreGradient" if backward else "void"
+            expected = f"{gradient}, ScoreMask, {after}, 3" if after else f"{gradient}, void, false, 3"
+            assert f"ScoreCall<Score, {expected}, 2" in name
 
 
 KERNELS = [  # shape, arguments, indices, dtype, backward, mask, capability
@@ -492,6 +520,21 @@ KERNELS = [  # shape, arguments, indices, dtype, backward, mask, capability
     ((4, 9, 4096), [((1, 1, 4096), "float64"), ((1, 9, 4096), "uint16")], (1,), "float32", True, None, 120),
     ((4, 9, 1000), [((1, 9, 1000), "float32")], (2,), "float64", False, (4, 1, 1000), 90),
 ]
+
+
+@plans.needs_nvrtc
+@pytest.mark.parametrize(
+    "width, dtype, backward", [(512, "bfloat16", True), (1001, "float32", False), (33333, "float16", True)]
+)
+def test_kernels_that_skip_compile(width, dtype, backward):
+    ids = [((4, 9, 1), "int32"), ((4, 1, width), "int8")]
+    for f in (
+        lambda s, b, q, k, i, j: jnp.where(i == j, s * 2, -jnp.inf),
+        lambda s, b, q, k, i, j: jnp.where(abs(q - k) < i, s + j, -jnp.inf),
+    ):
+        p = planned((4, 9, width), ids, (0, 1, 2), dtype, backward=backward, f=f)
+        for step in (*p.launches, *p.unaligned):
+            assert MODULE.compile(step.header, step.name, 90, step.source)
 
 
 @plans.needs_nvrtc

@@ -17,6 +17,8 @@ import contextlib
 import functools
 import hashlib
 import math
+import typing
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -288,6 +290,13 @@ class Function:
         """The Function of the arguments at these positions, which must include all that are `used`."""
         return _select(self, tuple(arguments))
 
+    def is_lowest(self, known) -> "Function | None":
+        """The Function of all arguments that returns whether the first result is -inf whatever those not in `known` are.
+
+        None if it would never return True. What it does not see, as that a product is -inf, it does not say.
+        """
+        return _is_lowest(self, frozenset(known))
+
     def with_results(self, dtypes) -> "Function":
         """The same Function with results of other dtypes that are computed in the same types."""
         return _with_results(self, tuple(map(np.dtype, dtypes)))
@@ -358,6 +367,88 @@ def _select(self, arguments):
     return _function(f, [self.in_dtypes[k] for k in arguments], self.out_dtypes, self.label, self.coarse)
 
 
+@functools.lru_cache(maxsize=4096)
+def _is_lowest(self, known):
+    fact = None
+
+    def f(*xs):
+        nonlocal fact
+        given = [_Fact.of(x) if k in known else _Fact() for k, x in enumerate(xs)]
+        fact = _facts(self._closed.jaxpr, list(map(_Fact.of, self._closed.consts)), given)[0].lowest
+        return [jnp.asarray(fact, bool)]
+
+    function = _function(f, self.in_dtypes, [np.dtype(bool)], self.label, self.coarse)
+    return None if fact is False else function
+
+
+class _Fact(typing.NamedTuple):
+    """What is known of a scalar whatever the unknown arguments are. Conditions are True, False or traced.
+
+    value: the scalar, if it does not depend on them. true, false: conditions under which it is so. lowest: under which it is
+    -inf.
+    """
+
+    value: Any = None
+    true: Any = False
+    false: Any = False
+    lowest: Any = False
+
+    @classmethod
+    def of(cls, value):
+        traced, dtype = isinstance(value, jax.core.Tracer), jnp.result_type(value)
+        decide = lambda condition: condition if traced else bool(condition)
+        if dtype == np.bool_:
+            return cls(value, decide(value), decide(jnp.logical_not(value)))
+        return cls(value, lowest=jnp.issubdtype(dtype, jnp.floating) and decide(value == -np.inf))
+
+
+def _any(*conditions):
+    if any(c is True for c in conditions):
+        return True
+    given = [c for c in conditions if c is not False]
+    return functools.reduce(jnp.logical_or, given) if given else False
+
+
+def _all(*conditions):
+    if any(c is False for c in conditions):
+        return False
+    given = [c for c in conditions if c is not True]
+    return functools.reduce(jnp.logical_and, given) if given else True
+
+
+def _facts(jaxpr, consts, args) -> list:
+    """The facts of the results of a jaxpr, from those of its constants and arguments."""
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args)))
+    for e in jaxpr.eqns:
+        operands = [_Fact.of(v.val) if isinstance(v, Literal) else env[v] for v in e.invars]
+        env.update(zip(e.outvars, _facts_of_equation(e, operands)))
+    return [_Fact.of(v.val) if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
+
+
+def _facts_of_equation(e, operands) -> list:
+    name = e.primitive.name
+    if all(fact.value is not None for fact in operands):
+        return list(map(_Fact.of, _evaluate_equation(e, [fact.value for fact in operands])))
+    if name in (*_CALLS, *_CUSTOM):
+        jaxpr, consts = _inner(e)
+        return _facts(jaxpr, list(map(_Fact.of, consts)), operands)
+    of, to = (v.aval.dtype for v in (e.invars[-1], e.outvars[0]))
+    if name in (*_IDENTITIES, "stop_gradient") and len(e.outvars) == 1:
+        return operands[-1:]
+    if name == "convert_element_type" and all(jnp.issubdtype(d, jnp.floating) for d in (of, to)):
+        return [_Fact(lowest=operands[0].lowest)]
+    if name == "select_n" and len(operands) == 3 and e.invars[0].aval.dtype == np.bool_:
+        which, no, yes = operands
+        pick = lambda n, y: _any(_all(which.false, n), _all(which.true, y), _all(n, y))
+        return [_Fact(None, *(pick(n, y) for n, y in zip(no[1:], yes[1:])))]
+    if name in ("and", "or", "not") and to == np.bool_:
+        trues, falses = [fact.true for fact in operands], [fact.false for fact in operands]
+        if name == "not":
+            return [_Fact(None, *falses, *trues)]
+        return [_Fact(None, *((_all(*trues), _any(*falses)) if name == "and" else (_any(*trues), _all(*falses))))]
+    return [_Fact()] * len(e.outvars)
+
+
 # ---- jaxprs
 
 
@@ -413,17 +504,18 @@ def _evaluate(jaxpr, consts, args, constants=None) -> list:
         return v.val if not own else np.asarray(own, v.aval.dtype)[()]
 
     for e in jaxpr.eqns:
-        operands = list(map(read, e.invars))
-        if e.primitive.name in ("jit", "pjit", "closed_call", "core_call"):
-            results = _evaluate(*_inner(e), operands, constants)
-        elif references.get(e.primitive) is not None:
-            results = _in_jnp(e, *operands)
-        elif e.primitive.name in (*_CONTEXTS, *_REDUCTIONS):
-            results = operands
-        else:
-            results = compat.bind_equation(e, *operands)
-        env.update(zip(e.outvars, results))
+        env.update(zip(e.outvars, _evaluate_equation(e, list(map(read, e.invars)), constants)))
     return [read(v) for v in jaxpr.outvars]
+
+
+def _evaluate_equation(e, operands, constants=None) -> list:
+    if e.primitive.name in ("jit", "pjit", "closed_call", "core_call"):
+        return _evaluate(*_inner(e), operands, constants)
+    if references.get(e.primitive) is not None:
+        return _in_jnp(e, *operands)
+    if e.primitive.name in (*_CONTEXTS, *_REDUCTIONS):
+        return operands
+    return compat.bind_equation(e, *operands)
 
 
 def _in_jnp(e, *operands):

@@ -194,6 +194,12 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
     const Index column = span.Column(i);
     return column >= limit || (kRagged && column <= -N);
   }
+  // Whether pack `i`, of which `raw` has been loaded, is left out of the computation; asked if kSkips.
+  __device__ __forceinline__ bool Skips(const Raw&, Index i) const { return Beyond(i); }
+  // The result of such a pack.
+  __device__ __forceinline__ Pack<O, N> ResultOfSkipped(Index) const {
+    return Filled<O, N>(FromCompute<O>(Op::Masked()));
+  }
 
   // Flags the elements of the pack at `column` that lie in the row and below its causal limit.
   __device__ __forceinline__ Bytes Below(Index column) const {
@@ -308,10 +314,10 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
   }
 
   // Issues all loads first; the random draws need no memory and overlap with them. AnyRaw: Raw or a class derived from
-  // it.
-  template <class AnyRaw, int kPacks>
-  __device__ __forceinline__ void LoadAll(AnyRaw (&raw)[kPacks], Index first, Index step) const {
-    Base::LoadAll(raw, first, step, (limit + span.shift + N - 1) / N);
+  // it. The i-th pack is not loaded if skips(i).
+  template <class AnyRaw, int kPacks, class Skips = Never>
+  __device__ __forceinline__ void LoadAll(AnyRaw (&raw)[kPacks], Index first, Index step, Skips skips = {}) const {
+    Base::LoadAll(raw, first, step, (limit + span.shift + N - 1) / N, skips);
     if constexpr (Op::kFromInput) {
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
@@ -330,7 +336,7 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
       }
     }
     [[maybe_unused]] Bytes part[kPacks];
-    const auto idle = [&](int i) { return kSkips && !kRagged && Beyond(first + i * step); };
+    const auto idle = [&](int i) { return (kSkips && !kRagged && Beyond(first + i * step)) || skips(i); };
     if constexpr (!Op::kFromInput) {
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {

@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kLanes > 0 ? kWarpTierThreads : kBlockTierThre
     RowOf row(p, first_row + u * kGroups);
     row.Begin(raw[u], lane, lanes);
     const auto skips = [&](int i) {
-      if constexpr (RowOf::kSkips) return row.Beyond(lane + i * lanes);
+      if constexpr (RowOf::kSkips) return row.Skips(raw[u][i], lane + i * lanes);
       else return false;
     };
     typename Op::template Tile<kPacks, N, RowOf::kSkips> tile;
@@ -155,8 +155,12 @@ __global__ void __launch_bounds__(kLanes > 0 ? kWarpTierThreads : kBlockTierThre
     Pack<O, N> result[kPacks];
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
-      result[i] = Filled<O, N>(FromCompute<O>(Op::Masked()));
-      if (skips(i)) continue;
+      if constexpr (RowOf::kSkips) {
+        if (skips(i)) {
+          result[i] = row.ResultOfSkipped(lane + i * lanes);
+          continue;
+        }
+      }
       C out[N];
       tile.Get(i, final, out);
       result[i] = row.Result(out, final, raw[u][i], lane + i * lanes);

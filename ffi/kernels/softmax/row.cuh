@@ -22,6 +22,11 @@ struct SoftmaxParams {
 };
 static_assert(sizeof(SoftmaxParams) == 248, "plan.py lays it out");
 
+// Says of every pack that it is loaded.
+struct Never {
+  __device__ __forceinline__ bool operator()(int) const { return false; }
+};
+
 // The mask bytes of a pack, as loaded.
 template <int N> struct MaskPack {
   uint32_t word[(N + 3) / 4];
@@ -43,7 +48,7 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
   static constexpr int kPack = N;
   static constexpr bool kChanges = kMasked;        // Values may differ from the elements as loaded
   static constexpr bool kManyRegisters = kMasked;  // needs more registers than two blocks of 512 threads leave
-  static constexpr bool kSkips = false;  // some packs have no element that takes part; see Beyond in fused.cuh
+  static constexpr bool kSkips = false;            // some packs have no element that takes part; see Skips in fused.cuh
   static constexpr Index kNoStop = sizeof(Index) == 4 ? Index(INT32_MAX) : Index(INT64_MAX);
   static constexpr int kStreamUnroll = 4;  // streaming: packs in flight per thread and input
   static constexpr int kStreamBlocks = 2;  // streaming: blocks per multiprocessor
@@ -119,9 +124,11 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
 
   // Loads packs first, first + step, ... with all loads in flight at once. Ragged packs are loaded as vectors too, and
   // trimmed when they have arrived; only at the ends of the array are elements loaded one by one. `step` is at least
-  // the grain in packs, so only the thread's pack 0 can be a ragged head. Whole packs from `stop` on are not loaded.
-  template <class AnyRaw, int kPacks>
-  __device__ __forceinline__ void LoadAll(AnyRaw (&raw)[kPacks], Index first, Index step, Index stop = kNoStop) const {
+  // the grain in packs, so only the thread's pack 0 can be a ragged head. Whole packs from `stop` on, and the i-th if
+  // skips(i), are not loaded.
+  template <class AnyRaw, int kPacks, class Skips = Never>
+  __device__ __forceinline__ void LoadAll(AnyRaw (&raw)[kPacks], Index first, Index step, Index stop = kNoStop,
+                                          Skips skips = {}) const {
     const Index last = span.Count() - 1;
     const Index begin = !kRagged ? 0 : span.head + (span.shift % N != 0 && !span.Inside(span.head, array_size));
     const Index end =
@@ -133,7 +140,7 @@ template <class Op, int N, bool kMasked, class Index, bool kRagged = true> struc
 #pragma unroll
       for (int k = 0; k < Op::kInputs; ++k) {
         raw[i].data[k] = Filled<T, N>(Otherwise(k));
-        if ((!kRagged || p >= begin) && p < end) {
+        if ((!kRagged || p >= begin) && p < end && !skips(i)) {
           raw[i].data[k] = LoadVector<T, N>((k == 0 ? first_input : last_input)(first, i * step), policy);
         }
       }

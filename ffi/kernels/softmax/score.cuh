@@ -11,7 +11,9 @@
 // is written as a second result. Memory traffic: x, the cotangent, the operands and the results once each; streaming
 // reads the inputs twice.
 //
-// An element with a score of -inf counts as masked: its result is 0 (log_softmax: -inf), and its gradient is 0.
+// An element with a score of -inf counts as masked: its result is 0 (log_softmax: -inf), and its gradient is 0. Where
+// the indices and the operands that broadcast over rows decide that (ScoreMask, from _ops/score/masks.py), a pack of such
+// elements is neither read nor computed.
 //
 // A functor takes an element of x, the indices, then an element of each operand, by value in their computing types. The
 // functor of the gradient takes a cotangent as well, here 1. The result is returned by reference. Indices refer to the
@@ -79,14 +81,20 @@ template <class First, class... Rest> struct ArgAt<0, First, Rest...> {
 //
 //     Score_     functor of the score
 //     Gradient_  functor of its derivative; void if the output is ds or there is no gradient
+//     Mask_      functor of the indices and of all operands that says whether the score is -inf, whatever x is; void: it
+//                never is
+//     kAfter_    the Mask depends on operands that are not constant along a row
 //     kIndices_  number of indices
 //     kColumn_   which index is the column; -1: none
 //     kSplat_    bit k: operand k is constant along a row
 //     Args       element types of the operands
-template <class Score_, class Gradient_, int kIndices_, int kColumn_, uint32_t kSplat_, class... Args>
+template <class Score_, class Gradient_, class Mask_, bool kAfter_, int kIndices_, int kColumn_, uint32_t kSplat_,
+          class... Args>
 struct ScoreCall {
   using Score = Score_;
   using Gradient = Gradient_;
+  using Mask = Mask_;
+  static constexpr bool kAfter = kAfter_;
   static constexpr int kIndices = kIndices_, kColumn = kColumn_, kArgs = sizeof...(Args);
   using Params = ScoreParams<kArgs, kIndices>;
   template <int k> using Arg = typename ArgAt<k, Args..., void>::type;
@@ -114,6 +122,7 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged, bool kFull,
   using Base::span;
   static constexpr bool kManyRegisters = true;
   static constexpr bool kChains = !std::is_same_v<typename Call::Gradient, void>;
+  static constexpr bool kSkips = !std::is_same_v<typename Call::Mask, void>;
   static constexpr int kArgWords = Call::template Offset<N>(Call::kArgs);
   // Estimate of a thread's registers in the warp algorithm: the packs as loaded, or the values held for them, and
   // others.
@@ -131,6 +140,7 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged, bool kFull,
   struct Raw : Base::Raw {
     uint32_t arg[kArgWords ? kArgWords : 1];
     C slope[kChains ? N : 1];  // derivatives of the scores by x
+    bool skipped;              // if kSkips
   };
 
   const Params& q;
@@ -190,16 +200,36 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged, bool kFull,
       }
     }
   }
-  template <size_t... A> __device__ __forceinline__ void LoadArgs(Index i, Raw& raw, std::index_sequence<A...>) const {
+  template <size_t... A>
+  __device__ __forceinline__ void LoadArgs(Index i, Raw& raw, bool skipped, std::index_sequence<A...>) const {
 #pragma unroll
     for (int w = 0; w < kArgWords; ++w) raw.arg[w] = 0;
-    if (!this->Beyond(i)) (LoadArg<A>(span.Column(i), raw.arg), ...);
+    if (!skipped) (LoadArg<A>(span.Column(i), raw.arg), ...);
   }
 
   template <int kPacks> __device__ __forceinline__ void LoadAll(Raw (&raw)[kPacks], Index first, Index step) const {
+    if constexpr (!kSkips) {
 #pragma unroll
-    for (int i = 0; i < kPacks; ++i) LoadArgs(first + i * step, raw[i], ArgSequence());
-    Base::LoadAll(raw, first, step);
+      for (int i = 0; i < kPacks; ++i)
+        LoadArgs(first + i * step, raw[i], this->Beyond(first + i * step), ArgSequence());
+      Base::LoadAll(raw, first, step);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        const Index at = first + i * step;
+        raw[i].skipped = this->Beyond(at);
+        if constexpr (!Call::kAfter)
+          raw[i].skipped = raw[i].skipped || Masks(raw[i], at, IndexSequence(), ArgSequence());
+        LoadArgs(at, raw[i], raw[i].skipped, ArgSequence());
+      }
+      if constexpr (Call::kAfter) {
+#pragma unroll
+        for (int i = 0; i < kPacks; ++i) {
+          raw[i].skipped = raw[i].skipped || Masks(raw[i], first + i * step, IndexSequence(), ArgSequence());
+        }
+      }
+      Base::LoadAll(raw, first, step, [&](int i) { return raw[i].skipped; });
+    }
   }
   __device__ __forceinline__ Raw Load(Index pack) const {
     Raw raw[1];
@@ -214,6 +244,29 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged, bool kFull,
     using A = typename Call::template Arg<k>;
     if constexpr (Call::IsSplat(k)) return WidenBits<A>(LoadBits(ArgRow<k>()));
     else return WidenBits<A>(BitsAt<sizeof(A)>(raw.arg + Call::template Offset<N>(k), j));
+  }
+
+  // Whether the Mask excludes all elements of a pack that lie in the row.
+  template <size_t... I, size_t... A> __device__ __forceinline__ bool Masks(const Raw& raw, Index i,
+                                                                            std::index_sequence<I...>,
+                                                                            std::index_sequence<A...>) const {
+    const typename Call::Mask mask{};
+    const Index column = span.Column(i);
+    bool all = true;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      bool masked;
+      mask(IndexOf<I>(column + j)..., ArgOf<A>(raw, j)..., masked);
+      all &= masked | (kRagged && !span.Has(column + j));
+    }
+    return all;
+  }
+  __device__ __forceinline__ bool Skips(const Raw& raw, Index) const { return raw.skipped; }
+  __device__ __forceinline__ Pack<T, N> ResultOfSkipped(Index i) const {
+    if constexpr (kChains) {
+      if (q.ds) span.Store(static_cast<T*>(q.ds), i, Pack<T, N>{});
+    }
+    return Base::ResultOfSkipped(i);
   }
 
   template <size_t... I, size_t... A> __device__ __forceinline__ void Apply(const Raw& raw, Index i, C (&s)[N],

@@ -30,6 +30,9 @@ __device__ __forceinline__ typename Op::Stat RangeStat(const RowOf& row, int64_t
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
       if (p + i * kStreamThreads < end) {
+        if constexpr (RowOf::kSkips) {
+          if (row.Skips(raw[i], p + i * kStreamThreads)) continue;
+        }
         C v[Op::kInputs][N];
         row.Values(raw[i], v, p + i * kStreamThreads);
         Op::Accumulate(stat, v);
@@ -55,6 +58,12 @@ template <class Op, class RowOf> __device__ __forceinline__ void MapRange(const 
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
       if (p + i * kStreamThreads < end) {
+        if constexpr (RowOf::kSkips) {
+          if (row.Skips(raw[i], p + i * kStreamThreads)) {
+            row.Put(out, p + i * kStreamThreads, row.ResultOfSkipped(p + i * kStreamThreads));
+            continue;
+          }
+        }
         C v[Op::kInputs][N], y[N];
         row.Values(raw[i], v, p + i * kStreamThreads);
         Op::Map(v, final, y);

@@ -606,9 +606,17 @@ def score(
     source, gradient = function.source("Score"), "void"
     if backward and not unscored:
         source, gradient = source + function.vjp((0,)).source("ScoreGradient"), "ScoreGradient"
+    # What is read before x to know which of x to read: operands that stay in L2.
+    behind = 1 + len(indexed)
+    small = [behind + k for k, a in enumerate(args) if math.prod(a.shape) < math.prod(x.shape)]
+    masks, mask_name, after = function.is_lowest((*range(1, behind), *small)), "void", False
+    if masks:
+        masks, mask_name = masks.select(range(1, len(function.in_dtypes))), "ScoreMask"
+        source += masks.source(mask_name)
+        after = any(args[k - len(indexed)].shape[axis] != 1 for k in masks.used if k >= len(indexed))
     column = indexed.index(axis) if axis in indexed else -1
     splat = sum((a.shape[axis] == 1) << k for k, a in enumerate(args))
-    call = ["Score", gradient, len(indexed), column, splat]
+    call = ["Score", gradient, mask_name, _cpp(after), len(indexed), column, splat]
     call += [CUDA_TYPES[a.dtype.name] for a in args]
     call = f"jaxkern::ScoreCall<{', '.join(map(str, call))}>"
     has = p.masked * _HAS_MASK
