@@ -353,7 +353,7 @@ def sanitize_reductions(dtypes: list[str]) -> tuple[int, list[str]]:
 
 
 # Widths around the ends of vectors, lane groups, warps and blocks.
-NORMALISED = (1, 7, 8, 31, 64, 76, 128, 257, 512, 1002, 1024, 4097, 8192, 33000)
+NORMALISED = (1, 7, 8, 31, 64, 76, 128, 257, 512, 1002, 1024, 4097, 8192, 33000, 80000)
 
 
 def _compare(calls, dtype: str) -> str:

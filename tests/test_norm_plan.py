@@ -48,7 +48,7 @@ def found(
 
 def numbers(step):
     """The integers among a kernel's template arguments, behind the Norm."""
-    return [int(n) for n in step.name.split(">, ")[-1].rstrip(">").split(", ") if n.isdigit()]
+    return [int(n) for n in step.name.split(">, ")[-1].rstrip(">").split(", ") if n.lstrip("-").isdigit()]
 
 
 @pytest.mark.parametrize("on", DEVICES)
@@ -86,20 +86,22 @@ def check_coverage(chosen, shape, dtype, extras, backward, on):
         assert step.name.startswith("NormRowStats" if backward else "NormStream")
         return
     pack, lanes, packs, *rest = numbers(step)
-    threads = step.block3()[0]
-    group = lanes or threads
+    threads, cluster = step.block3()[0], max(-lanes, 1)
+    assert step.cluster == cluster and (cluster > 1) == (chosen.algorithm == "cluster")
+    lanes = max(lanes, 0)
+    group = lanes or threads * cluster
     assert width % pack == 0 and packs * group * pack >= width and (threads % 32 == 0) and 32 % (lanes or 32) == 0
     assert ("true" in step.name.split(">")[-2]) == (packs * group * pack == width)
     itemsize = jnp.dtype(dtype).itemsize
     assert pack * itemsize <= 16
     if not backward:
         each, declared = rest
-        assert declared == threads and step.grid3()[0] * (threads // group) * each >= rows
+        assert declared == threads and step.grid3()[0] * threads // group * each >= rows
         return
     declared, stages, resident = rest
     inputs = 2 + ("residual" in extras)
     assert declared == threads and stages >= 2
-    assert step.shared >= stages * inputs * itemsize * (threads // group) * width
+    assert step.shared * cluster >= stages * inputs * itemsize * (threads // group or 1) * width
     compute = 8 if dtype == "float64" else 4
     if threads > group:
         assert step.shared >= threads // group * width * compute
@@ -107,16 +109,16 @@ def check_coverage(chosen, shape, dtype, extras, backward, on):
     assert step.grid3()[0] <= resident * on.sm_count
     sums = chosen.launches[1:]
     if sums:
-        assert chosen.scratch >= sums[0].grid3()[1] * step.grid3()[0] * width * compute
+        assert chosen.scratch >= sums[0].grid3()[1] * step.grid3()[0] // cluster * width * compute
 
 
 def test_algorithms():
     choose = functools.partial(tiers.choose, device=device.H200)
-    widths = (128, 512, 1001, 4096, 65536, 65544)
-    assert [choose("rms_norm", 8192, n, dtype="bfloat16") for n in widths] == ["warp"] * 2 + ["block"] * 3 + [
-        "streaming"
-    ]
-    assert choose("rms_norm", 8192, 65536, dtype="bfloat16", backward=True) == "streaming"
+    widths = (128, 512, 1001, 4096, 65536, 65544, 1 << 19, 1 << 20, 65541)
+    expected = ["warp"] * 2 + ["block"] * 3 + ["cluster"] * 2 + ["streaming"] * 2
+    assert [choose("rms_norm", 8192, n, dtype="bfloat16") for n in widths] == expected
+    assert choose("rms_norm", 8192, 65536, dtype="bfloat16", backward=True) == "cluster"
+    assert tiers.choose("rms_norm", 8192, 65544, dtype="bfloat16", device=DEVICES[1]) == "streaming"
     assert choose("layer_norm", 8192, 8192, backward=True, scale_sum=True, bias=True) == "block"
     assert "rms_norm" in tiers.operations() and tiers.algorithms("layer_norm") == plan.ALGORITHMS
 
@@ -129,8 +131,8 @@ def test_long_rows_are_left_to_xla():
         kernel = dtype == "float32" or (name == "layer_norm" and backward)
         assert (of(name, (4096, 4097), dtype, backward=backward) is not None) == kernel
         assert of(name, (4096, 4097), dtype, backward=backward, tier="block").algorithm == "block"
-        for width in (77, 1001, 1024, 4096, 65536):
-            streams = width == 65536 and (backward or dtype == "float32")
+        for width in (77, 1001, 1024, 4096, 65536, 1 << 20):
+            streams = width == 1 << 20
             for rows in (16, 4096):
                 left = streams and (name == "rms_norm" or rows == 16)
                 assert (of(name, (rows, width), dtype, backward=backward) is None) == left

@@ -98,6 +98,8 @@ def scatter(p: Scatter) -> tuple[bool, str]:
         return False, "the operand would be transposed"
     if p.operation == "scatter_add":
         if p.dtype.itemsize == 2:
+            if p.count == 1:
+                return False, "one update of a row has nothing to be summed with"
             enough = p.elements >= NARROW_ELEMENTS
             return enough, "16-bit sums" if enough else f"{p.elements} elements are few"
         if p.gathers:

@@ -6,7 +6,7 @@
 #include "pack.cuh"
 #include "std.h"
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#if (!defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900) && !defined(JAXKERN_EMULATED)
 #define JAXKERN_HAS_BULK_COPY 1
 #endif
 

@@ -3,8 +3,9 @@
 //     NormBackward<Norm<...>, N, kLanes, kPacks, kThreads, kStages, kWhole, kBlocks>   dx; sums over the rows of each block
 //     NormSums<C, S>                                                                  over the blocks: dscale, dbias
 //
-// The threads that own a row are those of forward.cuh. `blocks` blocks walk over the rows: group k of block b has the rows
-// b * groups + k, + blocks * groups, ... . The sums over rows stay in registers: a thread always has the same columns. At
+// The threads that own a row are those of forward.cuh. `blocks` blocks (kLanes < 0: clusters) walk over the rows: group k of
+// block b has the rows b * groups + k, + blocks * groups, ... . The sums over rows stay in registers: a thread always has
+// the same columns. At
 // the end the groups of a block are added in order, and NormSums adds the blocks in order: results are reproducible.
 //
 // Rows are copied to kStages slots of shared memory asynchronously and are read there, which needs no registers. A thread
@@ -69,18 +70,22 @@ __global__ void __launch_bounds__(kThreads, kBlocks) NormBackward(const __grid_c
   using O = typename Op::O;
   using P = typename Op::P;
   using C = typename Op::C;
-  constexpr int kGroup = kLanes == 0 ? kThreads : kLanes, kGroups = kThreads / kGroup;
+  using Owners = RowOwners<kLanes, kThreads>;
+  constexpr int kGroup = Owners::kGroup, kGroups = Owners::kGroups;
   constexpr int kSums = 2 + 2 * Op::kCentre;
   constexpr bool kShifted = N * (sizeof(T) < sizeof(O) ? sizeof(T) : sizeof(O)) < 4;
+  static_assert(kLanes >= 0 || !kShifted, "a block copies its own packs");
   // What a thread computes of its packs stays in registers, if these are enough. Not so in a block of odd rows: there the
   // compiler branches around each of the many small packs (layer_norm, bfloat16, 32768 x 4097: 689 us, against 443).
   constexpr bool kKept =
       !(kShifted && kLanes == 0) && kPacks * N * (2 + Op::kScaleSum + Op::kBias) * sizeof(C) <= 4 * kNormKept;
   constexpr int kHeld = kKept ? kPacks : 1;
+  __shared__ ClusterSums<C, Owners::kBlocks, kSums> cluster;
   __shared__ C room_of_mean[kThreads / kWarp][1], room[2][kThreads / kWarp][kSums];
   JAXKERN_DYNAMIC_SHARED(shared);
 
-  const int lane = threadIdx.x % kGroup, group = threadIdx.x / kGroup;
+  const int lane = Owners::Lane(), group = Owners::GroupOfBlock();
+  cluster.Init();
   const int width = static_cast<int>(p.width), packs = width / N;
   const int64_t step = static_cast<int64_t>(p.blocks) * kGroups, size = p.rows * width;
   NormSlots<T, N, kGroup, kPacks, kThreads, kStages, kShifted> x, r;
@@ -106,10 +111,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks) NormBackward(const __grid_c
   C unit = 1;
   for (int w = width; w > 1; w /= 4) unit *= C(0.5);
   C dscale[kPacks][N] = {}, dbias[kPacks][N] = {};
-  int64_t base = static_cast<int64_t>(blockIdx.x) * kGroups;
+  int64_t base = static_cast<int64_t>(Owners::Block()) * kGroups;
 #pragma unroll
   for (int s = 0; s + 1 < kStages; ++s) fetch(s, base + group + s * step);
+  cluster.Ready();
   int stage = 0, turn = 0;
+  uint32_t calls = 0;
   for (; base < p.rows; base += step) {  // as often for all groups, which reduce together
     const int64_t row = base + group;
     const bool live = row < p.rows;
@@ -129,6 +136,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) NormBackward(const __grid_c
         total[0] += Fold(own, SumOf());
       }
       RowSums<kLanes, kThreads>(total, room_of_mean);
+      cluster.Add(total, calls++);
       mean = total[0] * each;
     }
     const auto deviations = [&](int i, C(&own)[N]) {
@@ -163,6 +171,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) NormBackward(const __grid_c
       }
     }
     RowSums<kLanes, kThreads>(sums, room[turn]);
+    cluster.Add(sums, calls++);
     C shift = 0, delta = 0;  // means of h and v
     if constexpr (Op::kCentre) {
       delta = sums[2] * each;
@@ -202,7 +211,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) NormBackward(const __grid_c
 
   // The sums of the block's groups: [kGroups][width] in shared memory, then a thread per column.
   WaitForCopyGroups<0>();
-  auto* const partial = static_cast<C*>(p.partial) + static_cast<int64_t>(blockIdx.x) * width;
+  auto* const partial = static_cast<C*>(p.partial) + static_cast<int64_t>(Owners::Block()) * width;
   const auto write = [&](C(&sum)[kPacks][N], C* out) {
     C* const to = kGroups == 1 ? out : reinterpret_cast<C*>(shared) + group * width;
     if constexpr (kGroups > 1) __syncthreads();

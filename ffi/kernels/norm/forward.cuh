@@ -2,7 +2,8 @@
 //
 //     NormForward<Norm<...>, N, kLanes, kPacks, kRows, kThreads, kWhole, epilogue>
 //
-// A row belongs to kLanes lanes of a warp (1 to 32), or with kLanes = 0 to a block of kThreads. Thread t of the group holds
+// A row belongs to kLanes lanes of a warp (1 to 32), with kLanes = 0 to a block of kThreads, or with kLanes = -b to a cluster
+// of b such blocks (sm_90). Thread t of the group holds
 // packs t, t + group, ... , kPacks of them, of kRows rows. All loads are issued before the first use. Each element is read
 // once and written once (with a residual, both are read and the sum is written too). kWhole: the threads' packs are exactly
 // those of a row. epilogue: a function before the store, epilogue.cuh; or quantisation, quantize.cuh.
@@ -31,17 +32,21 @@ __global__ void __launch_bounds__(
   using O = typename Op::O;
   using P = typename Op::P;
   using C = typename Op::C;
-  constexpr int kGroup = kLanes == 0 ? kThreads : kLanes, kGroups = kThreads / kGroup;
+  using Owners = RowOwners<kLanes, kThreads>;
+  constexpr int kGroup = Owners::kGroup, kGroups = Owners::kGroups;
   static_assert(kLanes > 0 || kRows == 1, "a block has one row");
+  static_assert(kLanes >= 0 || !E::kQuantizes, "the largest element is that of a block");
+  __shared__ ClusterSums<C, Owners::kBlocks, 1 + Op::kCentre> cluster;
   __shared__ C room_of_mean[kThreads / kWarp][1], room[kThreads / kWarp][1 + Op::kCentre];
-  const int lane = threadIdx.x % kGroup;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * (kGroups * kRows) + threadIdx.x / kGroup;
+  const int lane = Owners::Lane();
+  const int64_t first = static_cast<int64_t>(Owners::Block()) * (kGroups * kRows) + Owners::GroupOfBlock();
   const int width = static_cast<int>(p.width), packs = width / N;
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
+  cluster.Init();
   const auto has = [&](int i) { return kWhole || lane + i * kGroup < packs; };
   const auto at = [&](int u, int i) { return (first + u * kGroups) * width + (lane + i * kGroup) * N; };
   const auto live = [&](int u) {
-    return kLanes == 0 || first + u * kGroups < p.rows;
+    return kLanes <= 0 || first + u * kGroups < p.rows;
   };  // there are as many blocks as rows
 
   Pack<T, N> raw[kRows][kPacks];
@@ -73,6 +78,8 @@ __global__ void __launch_bounds__(
     }
   }
 
+  cluster.Ready();
+
   // Many 16-bit elements are unpacked again for each use, because a thread has no registers to keep them all as floats.
   const auto unpack = [&](int u, int i, C(&v)[N]) {
     if constexpr (sizeof(T) == 2 && kRows * kPacks * N > 32) Forget(raw[u][i]);
@@ -92,6 +99,7 @@ __global__ void __launch_bounds__(
         total[0] += Fold(v, SumOf());
       }
       RowSums<kLanes, kThreads>(total, room_of_mean);
+      cluster.Add(total, 0);
       mean[u] = total[0] * each;
     }
     C sums[1 + Op::kCentre] = {};  // of squares, and of deviations
@@ -108,6 +116,7 @@ __global__ void __launch_bounds__(
       if constexpr (Op::kCentre) sums[1] += Fold(v, SumOf());
     }
     RowSums<kLanes, kThreads>(sums, room);
+    cluster.Add(sums, Op::kCentre);
     if constexpr (Op::kCentre) {
       const C delta = sums[1] * each;
       mean[u] += delta;

@@ -14,6 +14,7 @@
 // they are added: a row's statistics overflow only if its mean square does.
 #pragma once
 
+#include "../common/async.cuh"
 #include "../common/exponential.cuh"
 #include "../common/pack.cuh"
 #include "../common/reduce.cuh"
@@ -120,12 +121,12 @@ template <class C> __device__ __forceinline__ C InverseRoot(C x) {
 
 constexpr int PowerOfTwo(int n) { return n <= 1 ? 1 : 2 * PowerOfTwo((n + 1) / 2); }
 
-// Sums over the group of threads that owns a row: kLanes lanes of a warp, or with kLanes = 0 all kThreads of the block.
-// Every thread gets the same result. All threads of the warp (kLanes = 0: of the block) take part. For a block: contains
+// Sums over the group of threads that owns a row: kLanes lanes of a warp, or with kLanes <= 0 all kThreads of the block.
+// Every thread gets the same result. All threads of the warp (kLanes <= 0: of the block) take part. For a block: contains
 // one barrier. Consecutive calls must alternate between two rooms, because nothing waits for the last reader.
 template <int kLanes, int kThreads, int kCount, class C>
 __device__ __forceinline__ void RowSums(C (&v)[kCount], C (*room)[kCount]) {
-  constexpr int kGroup = kLanes == 0 ? kWarp : kLanes;
+  constexpr int kGroup = kLanes <= 0 ? kWarp : kLanes;
   if constexpr (kGroup < kCount) {  // a lane or two
 #pragma unroll
     for (int k = 0; k < kCount; ++k) v[k] = ReduceLanes<kGroup>(v[k], SumOf());
@@ -134,7 +135,7 @@ __device__ __forceinline__ void RowSums(C (&v)[kCount], C (*room)[kCount]) {
     constexpr int kEach = kGroup / kCount;  // lanes that get the same value
     const int lane = threadIdx.x % kWarp;
     C mine = ReduceLanesApart<kGroup>(v, SumOf());
-    if constexpr (kLanes == 0 && kThreads > kWarp) {
+    if constexpr (kLanes <= 0 && kThreads > kWarp) {
       constexpr int kWarps = kThreads / kWarp, kSlots = std::min(kEach, PowerOfTwo(kWarps));
       if (lane % kEach == 0) room[threadIdx.x / kWarp][lane / kEach] = mine;
       __syncthreads();
@@ -151,5 +152,80 @@ __device__ __forceinline__ void RowSums(C (&v)[kCount], C (*room)[kCount]) {
     }
   }
 }
+
+// Which threads own a row, from the kLanes of a kernel: 1 to 32 lanes of a warp, 0 all kThreads of a block, -b those of a
+// cluster of b blocks. Groups are numbered over the grid.
+template <int kLanes, int kThreads> struct RowOwners {
+  static constexpr int kBlocks = kLanes < 0 ? -kLanes : 1;
+  static constexpr int kGroup = kLanes > 0 ? kLanes : kThreads * kBlocks;
+  static constexpr int kGroups = kLanes > 0 ? kThreads / kLanes : 1;  // in a block or cluster
+
+  static __device__ __forceinline__ int Lane() {
+    return kLanes > 0 ? threadIdx.x % kGroup : (kBlocks > 1 ? blockIdx.x % kBlocks * kThreads : 0) + threadIdx.x;
+  }
+  static __device__ __forceinline__ int GroupOfBlock() { return kLanes > 0 ? threadIdx.x / kGroup : 0; }
+  static __device__ __forceinline__ uint32_t Block() { return blockIdx.x / kBlocks; }
+};
+
+// The sums of the blocks of a cluster, kMost of them at most, added in the order of the ranks. All threads call Init, then
+// Ready, then Add as often in every block, with a barrier of the block before each. What a call was sent stays until the
+// call after the next: a block sends for that only when it has everything of the next, which the others send after they
+// have read this. A block that has everything of the last call may end.
+template <class C, int kBlocks, int kMost> struct ClusterSums {
+  struct alignas(8) Sums {
+    C value[kMost];
+  };
+  Sums from[2][kBlocks];
+#ifdef JAXKERN_HAS_BULK_COPY
+  Barrier barrier[2];
+#endif
+
+  __device__ __forceinline__ void Init() {
+#ifdef JAXKERN_HAS_BULK_COPY
+    if constexpr (kBlocks > 1) {
+      if (threadIdx.x == 0) {
+        InitBarrier(&barrier[0], 1);
+        InitBarrier(&barrier[1], 1);
+        FenceBarrierInit();
+      }
+      __syncwarp();
+      ArriveClusterRelaxed();
+    }
+#endif
+  }
+  // Waits for the other blocks to have called Init.
+  __device__ __forceinline__ void Ready() {
+#ifdef JAXKERN_HAS_BULK_COPY
+    if constexpr (kBlocks > 1) {
+      __syncwarp();
+      WaitCluster();
+    }
+#endif
+  }
+  // v: the sums of the block, in all of its threads; then those of the cluster. call: 0, 1, 2, ...
+  template <int kCount> __device__ __forceinline__ void Add(C (&v)[kCount], uint32_t call) {
+#ifdef JAXKERN_HAS_BULK_COPY
+    if constexpr (kBlocks > 1) {
+      const uint32_t slot = call % 2;
+      if (threadIdx.x == 0) ArriveExpect(&barrier[slot], kBlocks * static_cast<uint32_t>(sizeof(Sums)));
+      if (threadIdx.x < kBlocks) {
+        Sums mine = {};
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) mine.value[k] = v[k];
+        StoreRemote(&from[slot][blockIdx.x % kBlocks], mine, &barrier[slot], threadIdx.x);
+      }
+      __syncwarp();
+      Wait(&barrier[slot], call / 2 % 2);
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) v[k] = 0;
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) v[k] += from[slot][b].value[k];
+      }
+    }
+#endif
+  }
+};
 
 }  // namespace jaxkern

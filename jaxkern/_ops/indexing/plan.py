@@ -41,6 +41,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "uint32
 INDEX_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 SMALL_COUNT = 1024  # indices: 32 for each lane of a warp
+FILL_ROW_BYTES, FILL_BYTES, FILL_ROWS = 64, 1 << 22, 64  # see _fills_first; rows are those of one update
 
 
 # ---- which algorithm
@@ -103,13 +104,14 @@ def _narrow_pays(p):
 def launches(algorithm: str, p: Problem, buffers: Buffers, aligned: bool = True) -> tuple[list, int]:
     """(launches, bytes of scratch). aligned: all buffers are aligned to 16 bytes."""
     steps, most = [], 0
-    if not p.adds and algorithm == "unique":
+    fills_first = not p.adds and (algorithm == "unique" or _fills_first(p))
+    if fills_first:
         steps.append(filled(buffers.out, p.batch * p.outer * p.rows * p.row_bytes, identity(p)))
     for part in parts(p):
         scratch, later = Scratch(), part.position > 0
         # A run reads the rows back that an earlier run has written.
-        run = run_of(p, part, buffers, p.adds or (later and algorithm != "unique"))
-        fills = not p.adds and not later and algorithm != "unique"
+        run = run_of(p, part, buffers, p.adds or ((later or fills_first) and algorithm != "unique"))
+        fills = not p.adds and not later and not fills_first
         if algorithm == "small":
             steps += small(p, run, fills, aligned)
         elif algorithm in ("unique", "atomic"):
@@ -120,6 +122,12 @@ def launches(algorithm: str, p: Problem, buffers: Buffers, aligned: bool = True)
             steps += reduced(algorithm, p, run, buffers, fills, aligned, scratch)
         most = max(most, scratch.bytes)
     return steps, most
+
+
+def _fills_first(p) -> bool:
+    """Few updates of many short rows: a kernel that only writes is faster than one that looks for the rows without any."""
+    rows = p.batch * p.outer * p.rows
+    return p.row_bytes < FILL_ROW_BYTES and rows * p.row_bytes >= FILL_BYTES and p.rows >= FILL_ROWS * p.count
 
 
 # -- unique and atomic

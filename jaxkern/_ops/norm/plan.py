@@ -2,6 +2,8 @@
 
     warp        rows up to 2 KB: 1 to 32 lanes per row, in registers
     block       rows up to 128 KB, gradients 16 to 32 KB: a block per row, in registers
+    cluster     sm_90, rows of whole vectors up to 1 MB, gradients 256 to 512 KB: a row in the registers of 2 to 16 blocks, which
+                exchange their sums
     streaming   any row: a block reads it twice; gradients in two launches, which both read all rows
 
 Gradients of scale and bias are sums over rows: each block adds its own, and one more launch adds those of the blocks.
@@ -17,7 +19,7 @@ from jaxkern._core.algorithms import pick
 from jaxkern._core.define import CUDA_TYPES, EMPTY_VIEW, broadcast_view, ceil_div
 from jaxkern._core.launch import Launch, Plan, boolean, f64, i32, i64, null, operand, result, scratch, struct
 
-ALGORITHMS = ("warp", "block", "streaming")
+ALGORITHMS = ("warp", "block", "cluster", "streaming")
 
 _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 DTYPES = tuple(_ITEMSIZE)
@@ -30,6 +32,9 @@ _BLOCK_HELD = 8  # vectors per thread
 _SUM_WORDS = 64  # of registers, for a thread's sums over rows
 _KEPT_WORDS = 80  # kNormKept
 _BUSY_THREADS, _RESIDENT_THREADS = 480, 1024  # of the gradient, on a multiprocessor: wanted, and at most
+_CLUSTERS = (2, 4, 8, 16)  # blocks
+_CLUSTER_VECTORS = 512  # of a block, at least, where there are few rows
+_CLUSTER_MULTIPROCESSORS = 16  # of a part of the GPU that a cluster lies in, at least
 _STAGES = 4  # rows of a thread in shared memory
 _STREAM_THREADS, _COLUMN_THREADS, _SUMS_COLUMNS, _SUMS_THREADS = 512, 128, 32, 512
 _STREAM_ROWS = 128  # at least: a row takes a block
@@ -124,8 +129,24 @@ def _stages_room(device) -> int:
     return min(3 * device.shared_memory // 4, device.shared_memory - 4096)
 
 
+def _clustered(p: Problem, device) -> tuple[int, Problem] | None:
+    """(blocks of a cluster, the problem of one of them); None if there is no cluster for the problem."""
+    if device.compute_capability < 90 or device.shared_memory < 227 * 1024 or p.pack != p.vector:
+        return None
+    for blocks in _CLUSTERS:
+        part = p._replace(width=ceil_div(p.vectors, blocks) * p.vector)
+        holds = part.vectors <= _BLOCK_HELD * _BLOCK_THREADS and fits("block", part, device)
+        # Few rows take more blocks each.
+        more = p.rows * 2 * blocks <= device.sm_count and part.vectors >= _CLUSTER_VECTORS and blocks < _CLUSTERS[-1]
+        if holds and not more:
+            return blocks, part
+    return None
+
+
 def fits(algorithm: str, p: Problem, device) -> bool:
     """Whether the algorithm can run the problem."""
+    if algorithm == "cluster":
+        return _clustered(p, device) is not None
     if algorithm == "block":
         held = _held(p, device)
         if held is None or not p.backward:
@@ -201,12 +222,12 @@ class _Norm(typing.NamedTuple):
         params = struct(*pointers, i64(p.rows), i64(p.width), f64(self.eps), i32(blocks), boolean(exceeds))
         return params if self.epilogue is None else struct(params, *self.epilogue.args)
 
-    def forward(self, header: str, name: str, blocks: int, grid: int, threads: int) -> list[Launch]:
+    def forward(self, header: str, name: str, blocks: int, grid: int, threads: int, cluster: int = 1) -> list[Launch]:
         """The launch of NormForward or NormStream."""
         params, e = self.params(blocks), self.epilogue
         if e is None:
-            return [Launch(header, f"{name}>", [params], grid, threads)]
-        return [Launch(e.header, f"{name}, {e.name}>", [params], grid, threads, source=e.source)]
+            return [Launch(header, f"{name}>", [params], grid, threads, cluster=cluster)]
+        return [Launch(e.header, f"{name}, {e.name}>", [params], grid, threads, cluster=cluster, source=e.source)]
 
     def sums(self, blocks: int, offset: int) -> list[Launch]:
         """Adds the blocks' sums over rows, at this offset of the scratch."""
@@ -244,25 +265,36 @@ def _layout(p: Problem, algorithm: str, device) -> tuple[int, int, int]:
 
 def _registers(n: _Norm, algorithm: str) -> tuple[list[Launch], int]:
     """The launches, and the bytes of scratch."""
-    p = n.p
-    lanes, held, threads = _layout(p, algorithm, n.device)
-    group = lanes or threads
+    p, cluster, own = n.p, 1, n.p  # own: of a block
+    if algorithm == "cluster":
+        found = _clustered(p, n.device)
+        assert found is not None
+        cluster, own = found
+    lanes, held, threads = _layout(own, "block" if cluster > 1 else algorithm, n.device)
+    group = lanes or threads * cluster
     packs = ceil_div(p.width // p.pack, group)
     whole = _cpp(packs * group * p.pack == p.width)
+    owners = lanes if cluster == 1 else -cluster
     if not p.backward:
         rows = max(1, 4 // held >> p.residual) if lanes else 1
-        name = f"NormForward<{n.op}, {p.pack}, {lanes}, {packs}, {rows}, {threads}, {whole}"
-        grid = ceil_div(p.rows, threads // group * rows)
-        return n.forward("norm/forward.cuh", name, 0, grid, threads), 0
-    stage = _stage_bytes(p, packs, threads, group)
-    sums = threads // group * p.width * _ITEMSIZE[p.computing]  # of all groups, at the end
-    resident = _resident(p, n.device, packs, threads, group)
+        name = f"NormForward<{n.op}, {p.pack}, {owners}, {packs}, {rows}, {threads}, {whole}"
+        grid = ceil_div(p.rows, threads // lanes * rows) if lanes else p.rows * cluster
+        return n.forward("norm/forward.cuh", name, 0, grid, threads, cluster), 0
+    of_block = lanes or threads  # threads of a block that own a row
+    stage = _stage_bytes(own, packs, threads, of_block)
+    # The sums of all groups are added in shared memory, at the end.
+    sums = threads // lanes * p.width * _ITEMSIZE[p.computing] if lanes else 0
+    resident = _resident(own, n.device, packs, threads, of_block)
     stages = max(2, min(_STAGES, _stages_room(n.device) // resident // stage))
-    blocks = min(ceil_div(p.rows, threads // group), n.device.sm_count * resident)
-    options = f"{lanes}, {packs}, {threads}, {stages}, {whole}, {resident}"
+    most = n.device.sm_count * resident
+    if cluster > 1:
+        most = n.device.sm_count // _CLUSTER_MULTIPROCESSORS * _CLUSTER_MULTIPROCESSORS * resident // cluster
+    blocks = min(ceil_div(p.rows, threads // of_block), most)  # or clusters
+    options = f"{owners}, {packs}, {threads}, {stages}, {whole}, {resident}"
     name = f"NormBackward<{n.op}, {p.pack}, {options}>"
     params = n.params(blocks, partial=scratch() if n.gradients else null)
-    launch = Launch("norm/backward.cuh", name, [params], blocks, threads, shared=max(stages * stage, sums))
+    shared = max(stages * stage, sums)
+    launch = Launch("norm/backward.cuh", name, [params], blocks * cluster, threads, shared=shared, cluster=cluster)
     return [launch, *n.sums(blocks, 0)], n.sums_bytes(blocks)
 
 

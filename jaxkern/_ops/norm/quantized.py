@@ -117,7 +117,7 @@ def launches(device, operands, results, *, operation, extras, eps, to, block, gi
     arrays = (launch.operand(0), pointers[0], launch.null, *pointers[1:], launch.result(0), more)
     kind = _Kind(p, to, block, given, count)
     algorithm = pick(operation, algorithm, p, device)
-    span = None if algorithm == "streaming" else kind.span(algorithm, device)
+    span = None if algorithm in ("cluster", "streaming") else kind.span(algorithm, device)
     if span is None:
         algorithm = "streaming"
     args = (*(inner.args if inner else ()), *kind.args)
