@@ -73,12 +73,13 @@ for s in $stages; do
       fi
       # XLA asks the driver for what may be missing, so failing API calls are not reported; failing
       # kernels still are, and sanitize.py checks every value.
-      # Tools and families run side by side: each process spends most of its time on the host.
+      # Tools and families run side by side: each process spends most of its time on the host. XLA starts ptxas for some of
+      # its kernels, and a tool that watches that too ends with a segmentation fault.
       for tool in $tools; do
         for families in ${SANITIZE_FAMILIES:-softmax index_add,segment_softmax,cross_entropy messages \
           fused,score,elementwise,elementwise_kernel,reduction,norm,group_norm,quantize}; do
           XLA_PYTHON_CLIENT_ALLOCATOR=platform stage "sanitize-$tool-${families%%,*}" "${LIMIT_SANITIZE:-600}" \
-            "$sanitizer" --tool "$tool" --error-exitcode 9 --print-limit 20 \
+            "$sanitizer" --tool "$tool" --target-processes application-only --error-exitcode 9 --print-limit 20 \
             $([ "$tool" = memcheck ] && echo --report-api-errors no) \
             "$python" -m benchmarks.sanitize --only "$families" $([ "$tool" = initcheck ] && echo --honest) \
             ${SANITIZE_ARGS:-} &

@@ -26,7 +26,7 @@
 namespace emulated {
 
 constexpr int kStack = 1 << 16;
-inline uint3 thread, block;
+inline uint3 thread, block, grid;
 inline ucontext_t scheduler;
 inline std::vector<ucontext_t> fibers;
 inline std::vector<char> ended;
@@ -62,6 +62,7 @@ template <class Args> void Run(void (*kernel)(Args), const void* args, unsigned 
   fibers.resize(threads);
   exchanged.resize(threads);
   std::vector<std::unique_ptr<char[]>> stacks;
+  grid = {gx, gy, 1};
   for (unsigned t = 0; t < threads; ++t) stacks.emplace_back(new char[kStack]);
   for (unsigned y = 0; y < gy; ++y) {
     for (unsigned x = 0; x < gx; ++x) {
@@ -92,6 +93,7 @@ template <class Args> void Run(void (*kernel)(Args), const void* args, unsigned 
 
 #define threadIdx emulated::thread
 #define blockIdx emulated::block
+#define gridDim emulated::grid
 
 template <class T> T __ldg(const T* p) { return *p; }
 template <class T> void __stcs(T* p, T x) { *p = x; }

@@ -3,8 +3,8 @@
 //     NormBackward<Norm<...>, N, kLanes, kPacks, kThreads, kStages, kWhole, kBlocks>   dx; sums over the rows of each block
 //     NormSums<C, S>                                                                  over the blocks: dscale, dbias
 //
-// The threads that own a row are those of forward.cuh. `blocks` blocks (kLanes < 0: clusters) walk over the rows: group k of
-// block b has the rows b * groups + k, + blocks * groups, ... . The sums over rows stay in registers: a thread always has
+// The threads that own a row are those of forward.cuh. `blocks` blocks (kLanes < 0: so many clusters or fewer, as the GPU
+// runs at once) walk over the rows: group k of block b has the rows b * groups + k, + blocks * groups, ... . The sums over rows stay in registers: a thread always has
 // the same columns. At
 // the end the groups of a block are added in order, and NormSums adds the blocks in order: results are reproducible.
 //
@@ -87,7 +87,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) NormBackward(const __grid_c
   const int lane = Owners::Lane(), group = Owners::GroupOfBlock();
   cluster.Init();
   const int width = static_cast<int>(p.width), packs = width / N;
-  const int64_t step = static_cast<int64_t>(p.blocks) * kGroups, size = p.rows * width;
+  const int64_t walkers = kLanes < 0 ? gridDim.x / Owners::kBlocks : p.blocks;
+  const int64_t step = walkers * kGroups, size = p.rows * width;
   NormSlots<T, N, kGroup, kPacks, kThreads, kStages, kShifted> x, r;
   NormSlots<O, N, kGroup, kPacks, kThreads, kStages, kShifted> g;
   x = {shared, static_cast<const T*>(p.x), size, width, lane, group};
@@ -231,8 +232,16 @@ __global__ void __launch_bounds__(kThreads, kBlocks) NormBackward(const __grid_c
       }
     }
   };
+  const int64_t second = Op::kScaleSum ? static_cast<int64_t>(p.blocks) * width : 0;
   if constexpr (Op::kScaleSum) write(dscale, partial);
-  if constexpr (Op::kBias) write(dbias, partial + (Op::kScaleSum ? static_cast<int64_t>(p.blocks) * width : 0));
+  if constexpr (Op::kBias) write(dbias, partial + second);
+  if constexpr (kLanes < 0) {  // zeros for clusters that there are not
+    C none[kPacks][N] = {};
+    for (int64_t b = walkers; Owners::Block() + b < p.blocks; b += walkers) {
+      if constexpr (Op::kScaleSum) write(none, partial + b * width);
+      if constexpr (Op::kBias) write(none, partial + second + b * width);
+    }
+  }
 }
 
 struct NormSumsParams {

@@ -34,7 +34,6 @@ _KEPT_WORDS = 80  # kNormKept
 _BUSY_THREADS, _RESIDENT_THREADS = 480, 1024  # of the gradient, on a multiprocessor: wanted, and at most
 _CLUSTERS = (2, 4, 8, 16)  # blocks
 _CLUSTER_VECTORS = 512  # of a block, at least, where there are few rows
-_CLUSTER_MULTIPROCESSORS = 16  # of a part of the GPU that a cluster lies in, at least
 _STAGES = 4  # rows of a thread in shared memory
 _STREAM_THREADS, _COLUMN_THREADS, _SUMS_COLUMNS, _SUMS_THREADS = 512, 128, 32, 512
 _STREAM_ROWS = 128  # at least: a row takes a block
@@ -286,15 +285,14 @@ def _registers(n: _Norm, algorithm: str) -> tuple[list[Launch], int]:
     sums = threads // lanes * p.width * _ITEMSIZE[p.computing] if lanes else 0
     resident = _resident(own, n.device, packs, threads, of_block)
     stages = max(2, min(_STAGES, _stages_room(n.device) // resident // stage))
-    most = n.device.sm_count * resident
-    if cluster > 1:
-        most = n.device.sm_count // _CLUSTER_MULTIPROCESSORS * _CLUSTER_MULTIPROCESSORS * resident // cluster
-    blocks = min(ceil_div(p.rows, threads // of_block), most)  # or clusters
+    blocks = min(ceil_div(p.rows, threads // of_block), n.device.sm_count * resident // cluster)  # or clusters
     options = f"{owners}, {packs}, {threads}, {stages}, {whole}, {resident}"
     name = f"NormBackward<{n.op}, {p.pack}, {options}>"
     params = n.params(blocks, partial=scratch() if n.gradients else null)
     shared = max(stages * stage, sums)
-    launch = Launch("norm/backward.cuh", name, [params], blocks * cluster, threads, shared=shared, cluster=cluster)
+    # Parts of a GPU have different numbers of multiprocessors, so that the GPU may run fewer clusters at once than that.
+    more = {"cluster": cluster, "waves": 1} if cluster > 1 else {}
+    launch = Launch("norm/backward.cuh", name, [params], blocks * cluster, threads, shared=shared, **more)
     return [launch, *n.sums(blocks, 0)], n.sums_bytes(blocks)
 
 
