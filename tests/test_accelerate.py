@@ -613,6 +613,9 @@ def scatter_problem(**changes):
         ({"moves_operand": True, "zeros": True}, True),
         ({"dtype": jnp.dtype(jnp.int8)}, False),
         ({"rows": 2**31}, False),
+        # The gradient of take_along_axis, of one element in each row: nothing is summed.
+        ({"dtype": jnp.dtype(jnp.bfloat16), "batch": 8192, "rows": 50257, "count": 1, "trail": 1}, False),
+        ({"dtype": jnp.dtype(jnp.bfloat16), "batch": 8192, "rows": 50257, "count": 2, "trail": 1}, True),
     ],
 )
 def test_the_gate(changes, taken):

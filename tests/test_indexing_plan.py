@@ -129,6 +129,18 @@ def test_runs_cover_a_call():
             assert len(found) == 1 or p.batch == 1 or p.batch * p.count * outer <= plan.MAX_POSITIONS
 
 
+def test_few_updates_of_many_short_rows_find_them_filled():
+    """By a kernel of their own, whatever sums them, which then reads the rows back."""
+    of = lambda **changes: plan.Problem(1 << 22, 1000, op="segment_sum")._replace(**changes)
+    few = (of(), of(batch=4096, rows=50257, count=1), of(op="segment_max", count=1 << 19), of(rows=2**31 - 2))
+    others = (of(op="index_add"), of(rows=4096), of(count=1 << 20), of(inner=8))
+    for p, fills in (*((p, True) for p in few), *((p, False) for p in others)):
+        algorithm = plan.choose(p)
+        steps, _ = plan.launches(algorithm, p, buffers_of(p))
+        assert [step.header == "indexing/fill.cuh" for step in steps].count(True) == fills
+        assert steps[0].header == "indexing/fill.cuh" or not fills
+
+
 def test_limits_and_bounds():
     """Threads, shared memory and grids are within every device's limits, buffers within what they have."""
     shared = min(d.shared_memory for d in DEVICES)

@@ -41,7 +41,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "uint32
 INDEX_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 SMALL_COUNT = 1024  # indices: 32 for each lane of a warp
-FILL_ROW_BYTES, FILL_BYTES, FILL_ROWS = 32, 1 << 22, 64  # see _fills_first; rows are those of one update
+FILL_ROW_BYTES, FILL_BYTES, FILL_ROWS = 32, 1 << 22, 8  # see _fills_first; rows are those of one update
 
 
 # ---- which algorithm
@@ -125,7 +125,11 @@ def launches(algorithm: str, p: Problem, buffers: Buffers, aligned: bool = True)
 
 
 def _fills_first(p) -> bool:
-    """Few updates of many short rows: a kernel that only writes is faster than one that looks for the rows without any."""
+    """Few updates of many short rows: a kernel that only writes is faster than one that looks for the rows without any.
+
+    On an H200, microseconds without and with it: 1 of each of 8192 x 50257 rows, bfloat16, 5782 and 214; 500,000 of 2^22,
+    float32, 274 and 108; rows of 32 bytes 45 and 49.
+    """
     rows = p.batch * p.outer * p.rows
     return p.row_bytes < FILL_ROW_BYTES and rows * p.row_bytes >= FILL_BYTES and p.rows >= FILL_ROWS * p.count
 

@@ -34,6 +34,7 @@ _KEPT_WORDS = 80  # kNormKept
 _BUSY_THREADS, _RESIDENT_THREADS = 480, 1024  # of the gradient, on a multiprocessor: wanted, and at most
 _CLUSTERS = (2, 4, 8, 16)  # blocks
 _CLUSTER_VECTORS = 512  # of a block, at least, where there are few rows
+_CLUSTER_WIDTH = 1 << 17  # of 16-bit elements, that 8 blocks hold
 _STAGES = 4  # rows of a thread in shared memory
 _STREAM_THREADS, _COLUMN_THREADS, _SUMS_COLUMNS, _SUMS_THREADS = 512, 128, 32, 512
 _STREAM_ROWS = 128  # at least: a row takes a block
@@ -170,11 +171,14 @@ def left_to_xla(p: Problem, algorithm: str) -> bool:
 
     Measured on an H200, in microseconds, kernel and what XLA makes of the reference. Streaming: float32 2048 x 65536, rms_norm
     415 and 382, its gradient 804 and 723, but layer_norm 470 and 510, its gradient 797 and 864; layer_norm of 16 rows of 2^20,
-    469 and 81. Rows of 16-bit elements that are not whole vectors and take a block each, bfloat16 32768 x 4097: rms_norm 337
+    469 and 81. The gradient of rms_norm in clusters of 16 blocks, bfloat16 512 x 262144: 452 and 417, but layer_norm's 581 and
+    623. Rows of 16-bit elements that are not whole vectors and take a block each, bfloat16 32768 x 4097: rms_norm 337
     and 180, its gradient 734 and 445, but the gradient of layer_norm 471 and 672.
     """
     if algorithm == "streaming":
         return not p.centre or p.rows < _STREAM_ROWS
+    if algorithm == "cluster":
+        return p.backward and not p.centre and _ITEMSIZE[p.dtype] == 2 and p.width > _CLUSTER_WIDTH
     partial = _ITEMSIZE[p.dtype] == 2 and p.pack < p.vector and p.vectors > _WARP_VECTORS
     return partial and not (p.backward and p.centre)
 
