@@ -120,8 +120,8 @@ def _documents(cell: Cell) -> list[jax.Array]:
     """The document of each query and of each key, where the function asks for them."""
     if cell.op != "documents":
         return []
-    n = jax.lax.broadcasted_iota(jnp.int32, (1, 1, cell.case.width, 1), 2) // SIZE
-    return [n, n.reshape(1, 1, 1, -1)]
+    numbers = lambda d: jax.lax.broadcasted_iota(jnp.int32, [n if k == d else 1 for k, n in enumerate(cell.case.shape)], d)
+    return [numbers(2) // SIZE, numbers(3) // SIZE]
 
 
 def _composition(cell: Cell) -> Callable[..., jax.Array]:

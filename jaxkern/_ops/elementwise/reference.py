@@ -16,11 +16,32 @@ def wide(x):
     return x.astype(computing(x.dtype))
 
 
+@jax.custom_jvp
+def gelu_tanh(x):
+    """x sigmoid(a(x)) = x (1 + tanh(a(x) / 2)) / 2, which loses no digits where the tanh is near -1."""
+    return x * jax.nn.sigmoid(_gelu_argument(x)[0])
+
+
+@gelu_tanh.defjvp
+def _gelu_tanh_jvp(primals, tangents):
+    # XLA's own derivative of the cube takes 1.4 times as long on a CPU.
+    (x,), (t,) = primals, tangents
+    a, slope = _gelu_argument(x)
+    s = jax.nn.sigmoid(a)
+    return x * s, t * (s * (1 + x * slope * (1 - s)))
+
+
+def _gelu_argument(x):
+    """a(x) = sqrt(8 / pi) (x + 0.044715 x^3), and its derivative."""
+    first, third, square = 1.5957691216057308, 1.5957691216057308 * 0.044715, x * x
+    return x * (first + third * square), first + 3 * third * square
+
+
 @functools.cache
 def meaning(row):
     """The row's expression as a function of its arrays and parameters."""
     names = ", ".join((*row.arrays, *(name for name, _ in row.parameters)))
-    return eval(f"lambda {names}: {row.like}", {"jax": jax, "jnp": jnp})
+    return eval(f"lambda {names}: {row.like}", {"jax": jax, "jnp": jnp, "gelu_tanh": gelu_tanh})
 
 
 def halves(row, operands, split):
