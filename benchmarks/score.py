@@ -120,7 +120,9 @@ def _documents(cell: Cell) -> list[jax.Array]:
     """The document of each query and of each key, where the function asks for them."""
     if cell.op != "documents":
         return []
-    numbers = lambda d: jax.lax.broadcasted_iota(jnp.int32, [n if k == d else 1 for k, n in enumerate(cell.case.shape)], d)
+    numbers = lambda d: jax.lax.broadcasted_iota(
+        jnp.int32, [n if k == d else 1 for k, n in enumerate(cell.case.shape)], d
+    )
     return [numbers(2) // SIZE, numbers(3) // SIZE]
 
 
