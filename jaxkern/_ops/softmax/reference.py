@@ -183,9 +183,13 @@ def softmax_grad_on_cpu(y, g, *mask, axis, algorithm):
 
 def log_softmax_grad_on_cpu(x, g, *mask, axis, algorithm):
     exact = lambda: log_softmax_grad(x, g, *mask, axis=axis, algorithm=algorithm)
-    if mask or x.dtype.itemsize > 2 or not worthwhile(x):
+    if mask or not worthwhile(x):
         return exact()
-    p, h = jnp.exp(computed(x)), computed(g)
+    h = computed(g)
+    if x.dtype.itemsize > 2:
+        _, e, total = _stable(x, (), axis)
+        return unless_nan(h - e * (row_sum(h, axis) / total), axis, exact)
+    p = jnp.exp(computed(x))
     empty = jnp.any(jnp.max(x, axis) == -jnp.inf)
     return unless_nan((h - p * row_sum(h, axis)).astype(x.dtype), axis, exact, also=empty)
 
