@@ -440,6 +440,11 @@ LOWEST = -np.inf
         (lambda s, q, k: jnp.where(k <= q, s.astype("float32"), LOWEST).astype(s.dtype), lambda q, k: k > q),
         (lambda s, q, k: jax.jit(lambda s, own: jnp.where(own, s, LOWEST))(s, k <= q), lambda q, k: k > q),
         (lambda s, q, k: jnp.full_like(s, LOWEST), lambda q, k: q == q),
+        (lambda s, q, k: jnp.where((k <= q) & True, s, LOWEST), lambda q, k: k > q),
+        (lambda s, q, k: jnp.where((s > 0) | (k <= q) | False, s, LOWEST), None),
+        (lambda s, q, k: jnp.where(True, LOWEST, s), lambda q, k: q == q),
+        (lambda s, q, k: jax.jit(lambda s, own: jnp.where(own, s, LOWEST))(s, np.True_), None),
+        (lambda s, q, k: lax.select(jnp.bool_(True), jnp.full_like(s, LOWEST), s), lambda q, k: q == q),
         (lambda s, q, k: s + jnp.where(k <= q, 0, LOWEST), None),  # NaN + -inf is NaN
         (lambda s, q, k: jnp.where(k <= q, s, -1e30), None),
         (lambda s, q, k: jnp.where(k <= q, s, jnp.inf), None),

@@ -501,6 +501,7 @@ def test_what_skips_vectors():
         (lambda s, b, q, k, last: jnp.where(k < last, s, lowest), [((4, 1, 1), "int32")], "false"),
         (lambda s, b, q, k, i, j: jnp.where((i == j) & (k <= q), s, lowest), documents, "true"),
         (lambda s, b, q, k, i, j: jnp.where(k <= q, s + i + j, lowest), documents, "false"),
+        (lambda s, b, q, k: jnp.where((k <= q) | (not True), s, lowest), [], "false"),
         (lambda s, b, q, k, keep: jnp.where(keep & (k <= q), s, lowest), [(shape, "bool")], "false"),
         (lambda s, b, q, k, keep: jnp.where(keep, s, lowest), [(shape, "bool")], None),
         (lambda s, b, q, k: s + jnp.where(k <= q, 0, lowest), [], None),  # NaN + -inf is NaN

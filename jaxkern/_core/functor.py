@@ -293,7 +293,7 @@ class Function:
     def is_lowest(self, known) -> "Function | None":
         """The Function of all arguments that returns whether the first result is -inf whatever those not in `known` are.
 
-        None if it would never return True. What it does not see, as that a product is -inf, it does not say.
+        None if no equation shows that it can be. It may miss cases, such as a product that is -inf, but is never wrong.
         """
         return _is_lowest(self, frozenset(known))
 
@@ -395,11 +395,11 @@ class _Fact(typing.NamedTuple):
 
     @classmethod
     def of(cls, value):
-        traced, dtype = isinstance(value, jax.core.Tracer), jnp.result_type(value)
-        decide = lambda condition: condition if traced else bool(condition)
+        number, dtype = jnp if isinstance(value, jax.core.Tracer) else np, jnp.result_type(value)
+        decide = lambda condition: condition if number is jnp else bool(condition)
         if dtype == np.bool_:
-            return cls(value, decide(value), decide(jnp.logical_not(value)))
-        return cls(value, lowest=jnp.issubdtype(dtype, jnp.floating) and decide(value == -np.inf))
+            return cls(value, decide(value), decide(number.logical_not(value)))
+        return cls(value, lowest=jnp.issubdtype(dtype, jnp.floating) and decide(number.equal(value, -np.inf)))
 
 
 def _any(*conditions):

@@ -3,10 +3,10 @@
 //     NormBackward<Norm<...>, N, kLanes, kPacks, kThreads, kStages, kWhole, kBlocks>   dx; sums over the rows of each block
 //     NormSums<C, S>                                                                  over the blocks: dscale, dbias
 //
-// The threads that own a row are those of forward.cuh. `blocks` blocks (kLanes < 0: so many clusters or fewer, as the GPU
-// runs at once) walk over the rows: group k of block b has the rows b * groups + k, + blocks * groups, ... . The sums over rows stay in registers: a thread always has
-// the same columns. At
-// the end the groups of a block are added in order, and NormSums adds the blocks in order: results are reproducible.
+// The threads that own a row are those of forward.cuh. `blocks` blocks walk over the rows (kLanes < 0: at most `blocks`
+// clusters, as many as the GPU runs at once): group k of block b has the rows b * groups + k, + blocks * groups, ... . The
+// sums over rows stay in registers: a thread always has the same columns. At the end the groups of a block are added in
+// order, and NormSums adds the blocks in order: results are reproducible, those of clusters on one GPU.
 //
 // Rows are copied to kStages slots of shared memory asynchronously and are read there, which needs no registers. A thread
 // copies the packs that it reads itself, into room that no other thread touches; that needs no barriers. Packs of two

@@ -2,11 +2,11 @@
 //
 //     NormForward<Norm<...>, N, kLanes, kPacks, kRows, kThreads, kWhole, epilogue>
 //
-// A row belongs to kLanes lanes of a warp (1 to 32), with kLanes = 0 to a block of kThreads, or with kLanes = -b to a cluster
-// of b such blocks (sm_90). Thread t of the group holds
-// packs t, t + group, ... , kPacks of them, of kRows rows. All loads are issued before the first use. Each element is read
-// once and written once (with a residual, both are read and the sum is written too). kWhole: the threads' packs are exactly
-// those of a row. epilogue: a function before the store, epilogue.cuh; or quantisation, quantize.cuh.
+// A row belongs to kLanes lanes of a warp (1 to 32), with kLanes = 0 to a block of kThreads, or with kLanes = -b to a
+// cluster of b such blocks (sm_90 and newer). Thread t of the group holds packs t, t + group, ... , kPacks of them, of kRows
+// rows. All loads are issued before the first use. Each element is read once and written once (with a residual, both are
+// read and the sum is written too). kWhole: the threads' packs are exactly those of a row. epilogue: a function before the
+// store, epilogue.cuh; or quantisation, quantize.cuh.
 //
 // The variance is computed in a second pass over registers, from deviations. Their sum, 0 but for rounding, corrects the
 // mean (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983), so that a constant row has

@@ -2,8 +2,8 @@
 
     warp        rows up to 2 KB: 1 to 32 lanes per row, in registers
     block       rows up to 128 KB, gradients 16 to 32 KB: a block per row, in registers
-    cluster     sm_90, rows of whole vectors up to 1 MB, gradients 256 to 512 KB: a row in the registers of 2 to 16 blocks, which
-                exchange their sums
+    cluster     sm_90 and newer, rows of whole vectors up to 1 MB, gradients 0.4 to 1 MB: a row in the registers of 2 to 16
+                blocks, which exchange their sums
     streaming   any row: a block reads it twice; gradients in two launches, which both read all rows
 
 Gradients of scale and bias are sums over rows: each block adds its own, and one more launch adds those of the blocks.
@@ -135,6 +135,8 @@ def _clustered(p: Problem, device) -> tuple[int, Problem] | None:
         return None
     for blocks in _CLUSTERS:
         part = p._replace(width=ceil_div(p.vectors, blocks) * p.vector)
+        if blocks > device.sm_count:
+            return None
         holds = part.vectors <= _BLOCK_HELD * _BLOCK_THREADS and fits("block", part, device)
         # Few rows take more blocks each.
         more = p.rows * 2 * blocks <= device.sm_count and part.vectors >= _CLUSTER_VECTORS and blocks < _CLUSTERS[-1]
