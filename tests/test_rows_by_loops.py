@@ -124,3 +124,25 @@ def test_special_segments(special, dtype):
             e = np.exp(s - np.where(largest == -np.inf, 0, largest))
             wanted[ids == row] = np.where(largest == -np.inf, 0, e / e.sum(0))
     np.testing.assert_allclose(found, wanted, rtol=1e-5 if dtype == "float32" else 2e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_scores_whose_derivative_is_infinite(masked):
+    """An element with a score of -inf has a gradient of 0, whatever the derivative there and its cotangent are."""
+    rng = np.random.default_rng(4)
+    x = jnp.asarray(rng.uniform(1, 2, SHAPE), jnp.float32).at[:, :, 5].set(0)
+    bias = jnp.zeros(SHAPE[1:], jnp.float32)
+    g = jnp.asarray(rng.standard_normal(SHAPE), jnp.float32).at[0, 1, 5].set(jnp.inf)
+    where = jnp.ones(SHAPE, bool).at[:, 3].set(False) if masked else None
+    score = lambda s, i, j, k, b: jnp.log(s) + b
+    f = lambda x, bias: jaxkern.softmax(x, where=where, score=score, score_args=[bias])
+    y, pull = jax.vjp(f, x, bias)
+    dx, db = map(np.asarray, pull(g))
+    p = np.array(x, np.float64)
+    p = np.where(np.ones(SHAPE, bool) if where is None else where, p, 0)
+    p /= np.maximum(p.sum(AXIS, keepdims=True), 1e-300)
+    clean = np.where(p == 0, 0, np.asarray(g, np.float64))
+    ds = p * (clean - (p * clean).sum(AXIS, keepdims=True))
+    np.testing.assert_allclose(y, p, 1e-5, 1e-7)
+    np.testing.assert_allclose(dx, ds / np.where(x == 0, 1, x), 2e-4, 1e-7)
+    np.testing.assert_allclose(db, ds.sum(0), 2e-4, 1e-7)

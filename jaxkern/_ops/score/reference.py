@@ -8,7 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern._core import functor, partition
-from jaxkern._core.rows import computed, gradient_without_selects, lowest_for_infinity, row_sum, unless_nan
+from jaxkern._core.rows import (
+    computed,
+    gradient_without_selects,
+    lowest_for_infinity,
+    row_sum,
+    unless_nan,
+    worthwhile,
+)
 
 
 def operands(x, parts, function, indexed, extras):
@@ -89,14 +96,8 @@ def score_grads(x, g, *parts, axis, algorithm, log, function, indexed, extras, u
     return [_chain(function, arguments, ds, kept).astype(x.dtype), ds.astype(x.dtype)]
 
 
-def score_grads_on_cpu(x, g, *parts, axis, algorithm, log, function, indexed, extras, unscored):
-    params = dict(function=function, indexed=indexed, extras=extras)
-    if log:
-        return score_grads(x, g, *parts, axis=axis, algorithm=algorithm, log=log, unscored=unscored, **params)
-    arguments, s = _scores_on_cpu(x, parts, **params)
-    ds = gradient_without_selects(jax.nn.softmax(s, axis), g, axis)
-    ds = unless_nan(ds, axis, lambda: _slopes(g, *_scores(x, parts, **params)[1:], axis, log), finite=True)
-    return [_chain(function, arguments, ds, s != -jnp.inf).astype(x.dtype), ds.astype(x.dtype)]
+def score_grads_on_cpu(*operands, unscored, **params):
+    return _grads_on_cpu((0, 1), *operands, unscored=unscored, **params)
 
 
 def score_grad(*operands, unscored, **params):
@@ -104,7 +105,25 @@ def score_grad(*operands, unscored, **params):
 
 
 def score_grad_on_cpu(*operands, unscored, **params):
-    return score_grads_on_cpu(*operands, unscored=unscored, **params)[unscored]
+    return _grads_on_cpu((int(unscored),), *operands, unscored=unscored, **params)[0]
+
+
+def _grads_on_cpu(which, x, g, *parts, axis, algorithm, log, function, indexed, extras, unscored):
+    """Those of dx and ds that `which` names. Elements that take no part may make them NaN at first; see `unless_nan`."""
+    params = dict(function=function, indexed=indexed, extras=extras)
+
+    def exact():
+        found = score_grads(x, g, *parts, axis=axis, algorithm=algorithm, log=log, unscored=unscored, **params)
+        return [found[k] for k in which]
+
+    if log or not worthwhile(x):
+        return exact()
+    arguments, s = _scores_on_cpu(x, parts, **params)
+    ds = gradient_without_selects(jax.nn.softmax(s, axis), g, axis)
+    # Not only the first element of each row is looked at: the derivative of the function may be infinite in any.
+    fast = [_unrounded(function.vjp((0,)), [*arguments, ds], x.shape) if k == 0 else ds for k in which]
+    total = sum(map(jnp.sum, fast))
+    return jax.lax.cond(jnp.isfinite(total), lambda: [a.astype(x.dtype) for a in fast], exact)
 
 
 def score_jvp(x, t, *parts, unscored, **params):
