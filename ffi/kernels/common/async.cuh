@@ -105,6 +105,25 @@ template <class V> __device__ __forceinline__ void StoreRemote(V* at, const V& v
 
 #endif  // JAXKERN_HAS_BULK_COPY
 
+// Announces to a cluster of kBlocks blocks that this one has initialised its barriers, and waits until all have. They do
+// nothing for one block. All threads call them, and thread 0 initialises.
+template <int kBlocks> __device__ __forceinline__ void ArriveOpened() {
+#ifdef JAXKERN_HAS_BULK_COPY
+  if constexpr (kBlocks > 1) {
+    __syncwarp();
+    ArriveClusterRelaxed();
+  }
+#endif
+}
+template <int kBlocks> __device__ __forceinline__ void WaitOpened() {
+#ifdef JAXKERN_HAS_BULK_COPY
+  if constexpr (kBlocks > 1) {
+    __syncwarp();
+    WaitCluster();
+  }
+#endif
+}
+
 // A barrier of `threads` threads of the block: whole warps, which must all reach it at the same place in the code.
 __device__ __forceinline__ void SyncThreads(int id, int threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -3,10 +3,12 @@
 //     NormBackward<Norm<...>, N, kLanes, kPacks, kThreads, kStages, kWhole, kBlocks>   dx; sums over the rows of each block
 //     NormSums<C, S>                                                                  over the blocks: dscale, dbias
 //
-// The threads that own a row are those of forward.cuh. `blocks` blocks walk over the rows (kLanes < 0: at most `blocks`
-// clusters, as many as the GPU runs at once): group k of block b has the rows b * groups + k, + blocks * groups, ... . The
-// sums over rows stay in registers: a thread always has the same columns. At the end the groups of a block are added in
-// order, and NormSums adds the blocks in order: results are reproducible, those of clusters on one GPU.
+// A row belongs to the same threads as in forward.cuh, a group of them. The groups of all `blocks` blocks are numbered, and
+// group i takes row i, then every row that is a multiple of the number of groups further on. With kLanes < 0 a group is a
+// cluster, and there are as many of them as the GPU runs at once, at most `blocks`. The sums over rows stay in registers,
+// because a thread always has the same columns. At the end each block adds the sums of its groups in order, and NormSums
+// adds those of the blocks in order, so that results are reproducible. With clusters this holds on one GPU only, because
+// the number of clusters depends on it.
 //
 // Rows are copied to kStages slots of shared memory asynchronously and are read there, which needs no registers. A thread
 // copies the packs that it reads itself, into room that no other thread touches; that needs no barriers. Packs of two

@@ -2,11 +2,11 @@
 //
 //     NormForward<Norm<...>, N, kLanes, kPacks, kRows, kThreads, kWhole, epilogue>
 //
-// A row belongs to kLanes lanes of a warp (1 to 32), with kLanes = 0 to a block of kThreads, or with kLanes = -b to a
-// cluster of b such blocks (sm_90 and newer). Thread t of the group holds packs t, t + group, ... , kPacks of them, of kRows
-// rows. All loads are issued before the first use. Each element is read once and written once (with a residual, both are
-// read and the sum is written too). kWhole: the threads' packs are exactly those of a row. epilogue: a function before the
-// store, epilogue.cuh; or quantisation, quantize.cuh.
+// kLanes says which threads hold a row: 1 to 32 lanes of a warp, 0 for a block of kThreads threads, -b for a cluster of b
+// such blocks (sm_90 and newer). Thread t of the n threads of a row holds packs t, t + n, and so on, kPacks of them, of
+// kRows rows. All loads are issued before the first use. Each element is read once and written once; with a residual, both
+// inputs are read, and their sum is written too. kWhole says that the packs of all threads fill a row exactly. The
+// epilogue is a function that is applied before the store (epilogue.cuh), or quantisation (quantize.cuh).
 //
 // The variance is computed in a second pass over registers, from deviations. Their sum, 0 but for rounding, corrects the
 // mean (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983), so that a constant row has
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(
   using Owners = RowOwners<kLanes, kThreads>;
   constexpr int kGroup = Owners::kGroup, kGroups = Owners::kGroups;
   static_assert(kLanes > 0 || kRows == 1, "a block has one row");
-  static_assert(kLanes >= 0 || !E::kQuantizes, "the largest element is that of a block");
+  static_assert(kLanes >= 0 || !E::kQuantizes, "quantisation finds the largest element of a block, not of a cluster");
   __shared__ ClusterSums<C, Owners::kBlocks, 1 + Op::kCentre> cluster;
   __shared__ C room_of_mean[kThreads / kWarp][1], room[kThreads / kWarp][1 + Op::kCentre];
   const int lane = Owners::Lane();

@@ -46,19 +46,13 @@ template <class V, int kBlocks, int kCount> struct Exchange {
         FenceBarrierInit();
         ArriveExpect(&barrier, kBlocks * count * static_cast<uint32_t>(sizeof(V)));
       }
-      __syncwarp();
-      ArriveClusterRelaxed();
     }
 #endif
+    ArriveOpened<kBlocks>();
   }
   // Contains a barrier of the block, or of the cluster.
   __device__ __forceinline__ void Ready() {
-#ifdef JAXKERN_HAS_BULK_COPY
-    if constexpr (kBlocks > 1) {
-      __syncwarp();
-      WaitCluster();
-    }
-#endif
+    WaitOpened<kBlocks>();
     __syncthreads();
   }
   __device__ __forceinline__ void Send(int at, const V& value, int mine, int rank) {

@@ -153,8 +153,8 @@ __device__ __forceinline__ void RowSums(C (&v)[kCount], C (*room)[kCount]) {
   }
 }
 
-// Which threads own a row, from the kLanes of a kernel: 1 to 32 lanes of a warp, 0 all kThreads of a block, -b those of a
-// cluster of b blocks. Groups are numbered over the grid.
+// Finds the threads that own a row. The template argument kLanes of a kernel selects them: 1 to 32 lanes of a warp, 0 for
+// a block of kThreads threads, -b for a cluster of b such blocks.
 template <int kLanes, int kThreads> struct RowOwners {
   static constexpr int kBlocks = kLanes < 0 ? -kLanes : 1;
   static constexpr int kGroup = kLanes > 0 ? kLanes : kThreads * kBlocks;
@@ -167,10 +167,12 @@ template <int kLanes, int kThreads> struct RowOwners {
   static __device__ __forceinline__ uint32_t Block() { return blockIdx.x / kBlocks; }
 };
 
-// The sums of the blocks of a cluster, kMost of them at most, added in the order of the ranks. All threads call Init, then
-// Ready, then Add as often in every block, with a barrier of the block before each. What a call was sent stays until the
-// call after the next: a block sends for that only when it has everything of the next, which the others send after they
-// have read this. A block that has everything of the last call may end.
+// Adds up to kMost sums over the blocks of a cluster, in the order of the ranks. Every thread calls Init, then Ready, then
+// Add. All blocks call Add equally often, and a barrier of the block precedes each call.
+//
+// Calls use two mailboxes in turn. A block sends to a mailbox again only after the other one has been filled, and all
+// blocks fill that one after they have read this one. A block may exit after its last Add, because nothing more is sent to
+// it.
 template <class C, int kBlocks, int kMost> struct ClusterSums {
   struct alignas(8) Sums {
     C value[kMost];
@@ -188,21 +190,14 @@ template <class C, int kBlocks, int kMost> struct ClusterSums {
         InitBarrier(&barrier[1], 1);
         FenceBarrierInit();
       }
-      __syncwarp();
-      ArriveClusterRelaxed();
     }
 #endif
+    ArriveOpened<kBlocks>();
   }
   // Waits for the other blocks to have called Init.
-  __device__ __forceinline__ void Ready() {
-#ifdef JAXKERN_HAS_BULK_COPY
-    if constexpr (kBlocks > 1) {
-      __syncwarp();
-      WaitCluster();
-    }
-#endif
-  }
-  // v: the sums of the block, in all of its threads; then those of the cluster. call: 0, 1, 2, ...
+  __device__ __forceinline__ void Ready() { WaitOpened<kBlocks>(); }
+  // On entry v holds the sums of the block, the same in every thread; on return, those of the cluster. `call` counts the
+  // calls from 0.
   template <int kCount> __device__ __forceinline__ void Add(C (&v)[kCount], uint32_t call) {
 #ifdef JAXKERN_HAS_BULK_COPY
     if constexpr (kBlocks > 1) {

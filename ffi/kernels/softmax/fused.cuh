@@ -194,7 +194,7 @@ template <class Op, int N, uint32_t kHas, class Index, bool kRagged = true> stru
     const Index column = span.Column(i);
     return column >= limit || (kRagged && column <= -N);
   }
-  // Whether pack `i`, of which `raw` has been loaded, is left out of the computation; asked if kSkips.
+  // Whether the computation can leave out pack `i`, which was loaded as `raw`. Called only if kSkips.
   __device__ __forceinline__ bool Skips(const Raw&, Index i) const { return Beyond(i); }
   // The result of such a pack.
   __device__ __forceinline__ Pack<O, N> ResultOfSkipped(Index) const {
