@@ -17,8 +17,6 @@ import contextlib
 import functools
 import hashlib
 import math
-import typing
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -127,7 +125,7 @@ def _inexact(jaxpr, given, depth=0) -> list | None:
             return None
         name, own = e.primitive.name, list(map(is_inexact, e.invars))
         results = [name in _COARSE or any(own) or references.get(e.primitive) is not None] * len(e.outvars)
-        jaxprs = [_inner(e)[0]] if name in (*_CALLS, *_CUSTOM) else []
+        jaxprs = [called_jaxpr(e)[0]] if name in (*CALLS, *CUSTOM) else []
         if name == "cond":
             jaxprs, own = [branch.jaxpr for branch in e.params["branches"]], own[1:]
         elif name == "jaxkern_elementwise_kernel":
@@ -136,7 +134,7 @@ def _inexact(jaxpr, given, depth=0) -> list | None:
             results = [True] * len(e.outvars)
         elif not jaxprs and any(own) and _jumps(e):
             return None
-        if name in _CUSTOM and depth < _Translation.DEPTH:
+        if name in CUSTOM and depth < _Translation.DEPTH:
             with contextlib.suppress(TypeError, NotImplementedError):  # there is no derivative
                 rule = _rule(e).jaxpr
                 if _inexact(rule, [False] * len(rule.invars), depth + 1) is None:
@@ -195,13 +193,14 @@ class Function:
     out_tree: the structure of what the user's function returns; None for a derivative.
     used: the positions of the arguments that the results depend on.
     label: the names of the public function and of the user's, for errors.
+    closed: its jaxpr, of scalars of computing types.
     coarse: whether kernels compute it with relative errors of 2^-13, enough for 16-bit results.
     """
 
     def __init__(self, closed, in_dtypes, out_dtypes, label, coarse, captured, out_tree):
         self.in_dtypes, self.out_dtypes = in_dtypes, out_dtypes
         self.label, self.coarse, self.captured, self.out_tree = label, coarse, captured, out_tree
-        self._closed = closed
+        self.closed = closed
         translation = _Translation(label, coarse=coarse)
         names = [f"x{k}" for k in range(len(in_dtypes))]
         outs = translation.run(closed.jaxpr, closed.consts, names)
@@ -239,7 +238,7 @@ class Function:
 
     def scalars(self, *xs) -> list:
         """The results for scalars of computing types, in computing types."""
-        return _evaluate(self._closed.jaxpr, self._closed.consts, xs)
+        return _evaluate(self.closed.jaxpr, self.closed.consts, xs)
 
     def __call__(self, *arrays) -> list:
         """The results for arrays that broadcast against each other: a list of arrays of their common shape.
@@ -289,13 +288,6 @@ class Function:
     def select(self, arguments) -> "Function":
         """The Function of the arguments at these positions, which must include all that are `used`."""
         return _select(self, tuple(arguments))
-
-    def is_lowest(self, known) -> "Function | None":
-        """The Function of all arguments that returns whether the first result is -inf whatever those not in `known` are.
-
-        None if no equation shows that it can be. It may miss cases, such as a product that is -inf, but is never wrong.
-        """
-        return _is_lowest(self, frozenset(known))
 
     def with_results(self, dtypes) -> "Function":
         """The same Function with results of other dtypes that are computed in the same types."""
@@ -367,101 +359,19 @@ def _select(self, arguments):
     return _function(f, [self.in_dtypes[k] for k in arguments], self.out_dtypes, self.label, self.coarse)
 
 
-@functools.lru_cache(maxsize=4096)
-def _is_lowest(self, known):
-    fact = None
-
-    def f(*xs):
-        nonlocal fact
-        given = [_Fact.of(x) if k in known else _Fact() for k, x in enumerate(xs)]
-        fact = _facts(self._closed.jaxpr, list(map(_Fact.of, self._closed.consts)), given)[0].lowest
-        return [jnp.asarray(fact, bool)]
-
-    function = _function(f, self.in_dtypes, [np.dtype(bool)], self.label, self.coarse)
-    return None if fact is False else function
-
-
-class _Fact(typing.NamedTuple):
-    """What is known of a scalar whatever the unknown arguments are. Conditions are True, False or traced.
-
-    value: the scalar, if it does not depend on them. true, false: conditions under which it is so. lowest: under which it is
-    -inf.
-    """
-
-    value: Any = None
-    true: Any = False
-    false: Any = False
-    lowest: Any = False
-
-    @classmethod
-    def of(cls, value):
-        number, dtype = jnp if isinstance(value, jax.core.Tracer) else np, jnp.result_type(value)
-        decide = lambda condition: condition if number is jnp else bool(condition)
-        if dtype == np.bool_:
-            return cls(value, decide(value), decide(number.logical_not(value)))
-        return cls(value, lowest=jnp.issubdtype(dtype, jnp.floating) and decide(number.equal(value, -np.inf)))
-
-
-def _any(*conditions):
-    if any(c is True for c in conditions):
-        return True
-    given = [c for c in conditions if c is not False]
-    return functools.reduce(jnp.logical_or, given) if given else False
-
-
-def _all(*conditions):
-    if any(c is False for c in conditions):
-        return False
-    given = [c for c in conditions if c is not True]
-    return functools.reduce(jnp.logical_and, given) if given else True
-
-
-def _facts(jaxpr, consts, args) -> list:
-    """The facts of the results of a jaxpr, from those of its constants and arguments."""
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args)))
-    for e in jaxpr.eqns:
-        operands = [_Fact.of(v.val) if isinstance(v, Literal) else env[v] for v in e.invars]
-        env.update(zip(e.outvars, _facts_of_equation(e, operands)))
-    return [_Fact.of(v.val) if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
-
-
-def _facts_of_equation(e, operands) -> list:
-    name = e.primitive.name
-    if all(fact.value is not None for fact in operands):
-        return list(map(_Fact.of, _evaluate_equation(e, [fact.value for fact in operands])))
-    if name in (*_CALLS, *_CUSTOM):
-        jaxpr, consts = _inner(e)
-        return _facts(jaxpr, list(map(_Fact.of, consts)), operands)
-    of, to = (v.aval.dtype for v in (e.invars[-1], e.outvars[0]))
-    if name in (*_IDENTITIES, "stop_gradient") and len(e.outvars) == 1:
-        return operands[-1:]
-    if name == "convert_element_type" and all(jnp.issubdtype(d, jnp.floating) for d in (of, to)):
-        return [_Fact(lowest=operands[0].lowest)]
-    if name == "select_n" and len(operands) == 3 and e.invars[0].aval.dtype == np.bool_:
-        which, no, yes = operands
-        pick = lambda n, y: _any(_all(which.false, n), _all(which.true, y), _all(n, y))
-        return [_Fact(None, *(pick(n, y) for n, y in zip(no[1:], yes[1:])))]
-    if name in ("and", "or", "not") and to == np.bool_:
-        trues, falses = [fact.true for fact in operands], [fact.false for fact in operands]
-        if name == "not":
-            return [_Fact(None, *falses, *trues)]
-        return [_Fact(None, *((_all(*trues), _any(*falses)) if name == "and" else (_any(*trues), _all(*falses))))]
-    return [_Fact()] * len(e.outvars)
-
-
 # ---- jaxprs
 
 
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
-_CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
+CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 # Equations that return their last operand.
-_IDENTITIES = ("copy", "copy_p", "optimization_barrier", "tie", "pvary", "pcast", "broadcast_in_dim", "reshape")
-_IDENTITIES += ("squeeze", "expand_dims", "transpose", "mesh_cast", "reshard", "name")
+IDENTITIES = ("copy", "copy_p", "optimization_barrier", "tie", "pvary", "pcast", "broadcast_in_dim", "reshape")
+IDENTITIES += ("squeeze", "expand_dims", "transpose", "mesh_cast", "reshard", "name")
 _REDUCTIONS = tuple(f"reduce_{name}" for name in ("sum", "prod", "max", "min", "and", "or", "xor"))  # of one element
 _CONTEXTS = ("pvary", "pcast", "mesh_cast", "reshard")  # that say where a program runs
 
 
-def _inner(equation):
+def called_jaxpr(equation):
     """(jaxpr, consts) of an equation that calls one."""
     found = next(equation.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in equation.params)
     return (found.jaxpr, found.consts) if isinstance(found, ClosedJaxpr) else (found, ())
@@ -504,13 +414,14 @@ def _evaluate(jaxpr, consts, args, constants=None) -> list:
         return v.val if not own else np.asarray(own, v.aval.dtype)[()]
 
     for e in jaxpr.eqns:
-        env.update(zip(e.outvars, _evaluate_equation(e, list(map(read, e.invars)), constants)))
+        env.update(zip(e.outvars, evaluate_equation(e, list(map(read, e.invars)), constants)))
     return [read(v) for v in jaxpr.outvars]
 
 
-def _evaluate_equation(e, operands, constants=None) -> list:
+def evaluate_equation(e, operands, constants=None) -> list:
+    """The results of an equation on scalars; see `_evaluate`."""
     if e.primitive.name in ("jit", "pjit", "closed_call", "core_call"):
-        return _evaluate(*_inner(e), operands, constants)
+        return _evaluate(*called_jaxpr(e), operands, constants)
     if references.get(e.primitive) is not None:
         return _in_jnp(e, *operands)
     if e.primitive.name in (*_CONTEXTS, *_REDUCTIONS):
@@ -535,7 +446,7 @@ def _literals(jaxpr) -> set:
     found |= {_number(v.val) for v in jaxpr.outvars if isinstance(v, Literal)}
     for e in jaxpr.eqns:
         if any(k in e.params for k in ("jaxpr", "call_jaxpr", "fun_jaxpr")):
-            found |= _literals(_inner(e)[0])
+            found |= _literals(called_jaxpr(e)[0])
     return found
 
 
@@ -689,20 +600,20 @@ class _Translation:
                 )
             if v.aval.dtype.name not in CUDA_TYPES:
                 self._fail(e, f"and kernels have no arithmetic of {v.aval.dtype}")
-        if name in _CALLS:
-            return self.run(*_inner(e), operands)
-        if name in _CUSTOM:
+        if name in CALLS:
+            return self.run(*called_jaxpr(e), operands)
+        if name in CUSTOM:
             self._mark_rule(e, operands)
-            return self.run(*_inner(e), operands)
+            return self.run(*called_jaxpr(e), operands)
         if name == "stop_gradient":
             self.marks.append(f"stop_gradient {operands[0]}")
             return operands
-        if name in (*_IDENTITIES, *_REDUCTIONS):
+        if name in (*IDENTITIES, *_REDUCTIONS):
             return operands if len(operands) == len(e.outvars) else operands[-1:]
         if name == "cond":
             return self._cond(e, operands)
         if name == "jaxkern_elementwise_kernel":
-            closed = e.params["function"]._closed
+            closed = e.params["function"].closed
             results = zip(e.outvars, self.run(closed.jaxpr, closed.consts, operands))
             return [self._define(v.aval.dtype, self._rounded(y, v.aval.dtype), [y]) for v, y in results]
         if references.get(e.primitive) is not None:

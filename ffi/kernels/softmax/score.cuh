@@ -12,8 +12,8 @@
 // reads the inputs twice.
 //
 // An element with a score of -inf counts as masked: its result is 0 (log_softmax: -inf), and its gradient is 0. Where
-// the indices and operands that are smaller than x decide that (ScoreMask, from Function.is_lowest in
-// jaxkern/_core/functor.py), a pack of such elements is neither read nor computed.
+// the indices and operands that are smaller than x decide that (ScoreMask, from
+// jaxkern/_core/lowest.py), a pack of such elements is neither read nor computed.
 //
 // A functor takes an element of x, the indices, then an element of each operand, by value in their computing types. The
 // functor of the gradient takes a cotangent as well, here 1. The result is returned by reference. Indices refer to the

@@ -22,6 +22,7 @@ import typing
 from jaxkern._core.algorithms import pick
 from jaxkern._core.define import CUDA_TYPES, EMPTY_VIEW, broadcast_view, ceil_div, fast_divmod
 from jaxkern._core.launch import Launch, Plan, boolean, f64, i32, i64, null, operand, result, scratch, struct, u32
+from jaxkern._core.lowest import where_lowest
 
 ALGORITHMS = ("sub_warp", "warp", "block", "cluster", "pipeline", "streaming", "split", "column")
 
@@ -609,7 +610,7 @@ def score(
     # What is read before x to know which of x to read: operands that stay in L2.
     behind = 1 + len(indexed)
     small = [behind + k for k, a in enumerate(args) if math.prod(a.shape) < math.prod(x.shape)]
-    masks, mask_name, after = function.is_lowest((*range(1, behind), *small)), "void", False
+    masks, mask_name, after = where_lowest(function, frozenset((*range(1, behind), *small))), "void", False
     if masks:
         masks, mask_name = masks.select(range(1, len(function.in_dtypes))), "ScoreMask"
         source += masks.source(mask_name)
