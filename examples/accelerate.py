@@ -1,6 +1,6 @@
 """A program that knows nothing of jaxkern, run as it is and under `jaxkern.accelerate()`.
 
-    pip install jaxkern[examples]
+    pip install ".[examples]"
     python examples/accelerate.py                     a graph of 20 000 nodes
     python examples/accelerate.py --preset arxiv      as large as ogbn-arxiv; for a GPU
 

@@ -43,12 +43,11 @@ class accelerate(contextlib.ContextDecorator):
         "softmax"                                     the gradient of `jax.nn.softmax`
         "dot_product_attention"                       the softmax in `jax.nn.dot_product_attention`, in 16 bits, with its masks
         "log_softmax"                                 that of `jax.nn.log_softmax` in 16 bits
-        "softmax_cross_entropy"                       `optax.softmax_cross_entropy_with_integer_labels`: rows that hold
-                                                      infinities differ
+        "softmax_cross_entropy"                       `optax.softmax_cross_entropy_with_integer_labels`, loss and gradient
         "layer_norm", "rms_norm"                      the layers of `flax.linen`, `flax.nnx`, `equinox` and `haiku`: the
                                                       variance is computed otherwise
 
-    On request alone, by `only`: log_softmax, softmax_cross_entropy, layer_norm and rms_norm.
+    On request alone, by `only`: log_softmax, layer_norm and rms_norm.
 
     Where gathers of rows and elementwise arithmetic make the updates of a scatter, as in `segment_sum(x[senders] *
     w[:, None], receivers)`, one kernel runs all of it, and nothing of the size edges x features is stored.
@@ -70,7 +69,7 @@ class accelerate(contextlib.ContextDecorator):
     Results differ from plain JAX's by rounding: 16-bit sums are made in float32, and the variance of a row is the mean of
     its squared deviations, where flax's layers have mean(x^2) - mean(x)^2 by default, which is less accurate, and haiku's
     round to the type of x after each operation. Sums are the
-    same bits in every run. What else differs, for rows of infinite logits, is in the docstring of
+    same bits in every run. What else differs, beside infinite logits, is in the docstring of
     jaxkern/_accelerate/functions.py.
 
     Raises:

@@ -75,6 +75,21 @@ def metadata() -> str:
     return ", ".join(project["urls"])
 
 
+def name() -> str:
+    """The name in pyproject.toml is free on PyPI, or has versions of CHANGELOG.md alone."""
+    wanted = tomllib.loads(read("pyproject.toml"))["project"]["name"]
+    done = subprocess.run([sys.executable, "-m", "pip", "index", "versions", wanted], capture_output=True, text=True)
+    if "No matching distribution" in done.stderr:
+        return f"{wanted} is free"
+    listed = re.search(r"^Available versions: (.+)$", done.stdout, re.M)
+    if listed is None:
+        raise Missing(f"pip index versions {wanted} failed:\n{done.stderr[-500:]}")
+    ours = set(re.findall(r"^## (\S+)", read("CHANGELOG.md"), re.M))
+    if other := [v for v in listed[1].split(", ") if v not in ours]:
+        raise Missing(f"{wanted} {other[0]} on PyPI is another project: publish under another name")
+    return wanted
+
+
 def tree() -> str:
     """Everything is committed, and the tag of this version is free."""
     if changed := run("git", "status", "--porcelain"):
@@ -154,7 +169,7 @@ def docs() -> str:
     return "site/"
 
 
-POINTS = (version, changelog, metadata, tree, results, tests, wheels, docs)
+POINTS = (version, changelog, metadata, name, tree, results, tests, wheels, docs)
 
 
 def main(argv=None) -> int:

@@ -364,20 +364,51 @@ def test_labels_out_of_range_that_a_mask_drops(dtype):
     close(plain, own)
 
 
-def test_cross_entropy_keeps_nan_and_labels():
-    x = jnp.stack([*SPECIAL[:3], SPECIAL[0].at[1].set(jnp.nan)])  # but for +inf: see _accelerate/functions.py
-    for labels in ([0, 1, 2, 3], [-1, -4, -5, 4], [0, 0, 0, 0]):
-        for dtype in (jnp.float32, jnp.bfloat16):
-            f = lambda x, y: optax.softmax_cross_entropy_with_integer_labels(x, y)
-            plain, own, taken = both(f, x.astype(dtype), jnp.array(labels))
-            assert taken == ["softmax_cross_entropy"] and own.dtype == plain.dtype == dtype
-            np.testing.assert_array_equal(np.isnan(plain), np.isnan(own))
-            finite = np.isfinite(plain)
-            np.testing.assert_allclose(
-                np.asarray(own, np.float32)[finite],
-                np.asarray(plain, np.float32)[finite],
-                rtol=3e-4 if dtype == jnp.float32 else 2e-2,
-            )
+def test_cross_entropy_keeps_infinities_and_labels():
+    """To the letter, but for the gradient beside +inf, and the loss beside +inf and NaN: see _accelerate/functions.py."""
+    x = jnp.stack([*SPECIAL[:4], SPECIAL[0].at[1].set(jnp.nan), SPECIAL[0]])
+    finite = np.array([0, 1, 2, 4, 5])
+
+    def f(x, y):
+        losses, pull = jax.vjp(lambda x: optax.softmax_cross_entropy_with_integer_labels(x, y), x)
+        return losses, pull(jnp.arange(1, len(y) + 1).astype(losses.dtype))[0]
+
+    for labels in ([0, 1, 2, 3, 2, 1], [-1, -4, -5, 0, 4, 127], [0, 0, 0, 0, -128, -128]):
+        for dtype, kind in ((jnp.float32, jnp.int32), (jnp.bfloat16, jnp.int8)):
+            (loss, dx), (own_loss, own_dx), taken = both(f, x.astype(dtype), jnp.array(labels, kind))
+            assert taken == ["softmax_cross_entropy"] and own_loss.dtype == loss.dtype == dtype
+            rtol = 3e-4 if dtype == jnp.float32 else 2e-2
+            for plain, own in ((loss, own_loss), (dx[finite], own_dx[finite])):
+                plain, own = np.asarray(plain, np.float32), np.asarray(own, np.float32)
+                np.testing.assert_allclose(own, plain, rtol=rtol, atol=rtol)  # the same NaN and infinities, too
+            assert np.isnan(own_dx[3]).any() and np.isnan(dx[3]).any()
+
+
+@pytest.mark.parametrize("kind", ["a product", "reshaped", "an argument"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_logits_that_were_widened_are_read_in_16_bits(kind, dtype):
+    rng = np.random.default_rng(0)
+    h, w = (jnp.asarray(rng.normal(size=s), dtype) for s in ((2, 48, 8), (8, 300)))
+    labels = jnp.asarray(rng.integers(0, 300, (2, 48)), jnp.int32)
+
+    def loss(h, w, labels):
+        logits = (h if kind == "an argument" else h @ w).astype(jnp.float32)
+        if kind == "reshaped":
+            logits, labels = logits.reshape(-1, 300), labels.reshape(-1)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return losses.mean(), (losses, logits.argmax(-1))
+
+    h = h @ w if kind == "an argument" else h
+    f = jax.value_and_grad(loss, (0, 1), has_aux=True)
+    plain, own, taken = both(f, h, w, labels)
+    assert taken == ["softmax_cross_entropy"]
+    close(plain[0], own[0], 2e-6)  # of float32: the logits lose nothing
+    close(plain[1], own[1], 2**-8 if dtype == "bfloat16" else 2**-11)
+    with forced:
+        text = jax.jit(f).trace(h, w, labels).lower(lowering_platforms=("cuda",)).as_text()
+    calls = re.findall(r"custom_call @jaxkern_cross_entropy\w*\(.*: \((tensor<[^>]*>)", text)
+    assert calls and all(("bf16" if dtype == "bfloat16" else "f16") in c for c in calls), calls
+    assert "jaxkern_cross_entropy_both" in text  # one read for loss and gradient, as without the conversion
 
 
 CALLS = {
@@ -666,18 +697,17 @@ def test_a_gather_behind_a_call_is_seen():
 def test_arithmetic_that_makes_logits_stays_with_xla():
     """A kernel would read what XLA computes where it reads it."""
 
-    def loss(x, w, y, dtype):
-        return optax.softmax_cross_entropy_with_integer_labels((x @ w).astype(dtype), y).mean()
+    def loss(wider, x, w, y):
+        return optax.softmax_cross_entropy_with_integer_labels(wider(x @ w), y).mean()
 
     x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 64), (64, 2048)))
     y = jax.ShapeDtypeStruct((4096,), jnp.int32)
-    for dtype, taken in ((jnp.bfloat16, True), (jnp.float32, False)):
-        f = jax.value_and_grad(lambda x, w, y: loss(x, w, y, dtype))
-        assert all(d.operation != "softmax_cross_entropy" for d in jaxkern.explain(f)(x, w, y))  # on request alone
-        with jaxkern.accelerate(only="softmax_cross_entropy"):
-            (d,) = jaxkern.explain(f)(x, w, y)
-        assert d.taken == taken, d
-        g = lambda x, w: jax.nn.logsumexp((x @ w).astype(dtype), 1)
+    for wider, taken in ((lambda a: a, True), (lambda a: a.astype(jnp.float32), False), (jnp.tanh, False)):
+        f = jax.value_and_grad(lambda x, w, y: loss(wider, x, w, y))
+        (d,) = (d for d in jaxkern.explain(f)(x, w, y) if d.operation == "softmax_cross_entropy")
+        assert d.taken == (wider is not jnp.tanh), d  # 16-bit logits that are converted are read as they are
+        assert d.shapes.startswith("bf16")
+        g = lambda x, w: jax.nn.logsumexp(wider(x @ w), 1)
         assert [d.taken for d in jaxkern.explain(g)(x, w)] == [taken]
 
 

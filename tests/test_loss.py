@@ -16,6 +16,7 @@ from reference import DTYPES, computing, spacing, wide
 import jaxkern
 from jaxkern import tiers
 from jaxkern._core import compat, registry
+from jaxkern._ops.cross_entropy import primitive as primitives
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 needs_runtime = pytest.mark.skipif(registry.kernels.module is None, reason=registry.kernels.reason or "no runtime")
@@ -330,6 +331,57 @@ def test_special_logits(dtype, width, smoothing):
             assert np.isposinf(value[5]) and np.isfinite(dx[3:]).all()
             assert np.isposinf(value[[4, 6]]).all() if smoothing else abs(value[4]) < 1e-7 and np.isfinite(value[6])
             assert np.isfinite(value[7])
+
+
+def as_written(x, labels, g, algorithm, which):
+    """(loss, gradient) with the rows of logsumexp(x) - x[label]; None where this algorithm is not for these passes."""
+    rows, width = x.shape
+    params = {"axis": 1, "algorithm": algorithm, "options": primitives.Options(as_written=True)}
+    fits = functools.partial(tiers.fits, OPERATION, algorithm, rows, width, dtype=x.dtype.name)
+    if which == "both":
+        if algorithm != "auto" and not fits(which=which):
+            return None
+        loss, _, _, dx = primitives.cross_entropy_both_p.bind(x, labels, g, **params)
+        return loss, dx
+    forward, backward = (
+        params | ({} if algorithm == "auto" or fits(which=which) else {"algorithm": "auto"})
+        for which in ("loss", "gradient")
+    )
+    if algorithm != "auto" and "auto" == forward["algorithm"] == backward["algorithm"]:
+        return None
+    loss, *residuals = primitives.cross_entropy_p.bind(x, labels, **forward)
+    return loss, primitives.cross_entropy_grad_p.bind(x, labels, *residuals, g, **backward)
+
+
+@every_dtype
+@pytest.mark.parametrize("width", [3, 40, 700, 9000, 30000])
+@pytest.mark.sweep(5)
+def test_special_rows_as_jax_has_them(dtype, width):
+    """What `jaxkern.accelerate` puts in the place of optax's loss, in every algorithm: NaN and infinities as JAX has them."""
+    x = np.random.default_rng(0).normal(size=(9, width))
+    x[0, 0] = np.nan
+    x[1, width // 2] = x[2, 1] = np.inf
+    x[3] = -np.inf
+    x[4, 1:] = -np.inf
+    x[5, 0] = -np.inf
+    labels = jnp.array([1, 0, 1, 1, 0, 0, width, -1, 1])
+    with compat.enable_x64(dtype == "float64"):
+        x = jnp.asarray(x, dtype)
+        g = jnp.linspace(-1, 2, 9, dtype=computing(dtype))
+        algorithms = ("auto", *tiers.algorithms(OPERATION)) if ON_GPU else ("auto",)
+        found = [as_written(x, labels, g, a, which) for a in algorithms for which in ("separate", "both")]
+        wide = x.astype(computing(dtype))
+        at = lambda x: jnp.where(labels == -1, jnp.nan, jnp.take_along_axis(x, labels[:, None], 1)[:, 0])
+        wanted, pull = jax.vjp(lambda x: jax.nn.logsumexp(x, 1) - at(x), wide)
+        wanted_dx = np.array(pull(g)[0], np.float64)
+        # A label that is no class: -1 counts from the end in JAX, and is none here.
+        wanted_dx[7] = np.asarray(g)[7] * np.asarray(jax.nn.softmax(wide[7]))
+        rtol = {"float64": 1e-12, "float32": 2e-6}.get(dtype, 2e-2)
+        for loss, dx in (f for f in found if f is not None):
+            np.testing.assert_allclose(np.asarray(loss, np.float64), wanted, rtol=rtol, atol=rtol)
+            dx = np.asarray(dx, np.float64)
+            np.testing.assert_allclose(dx[[0, *range(3, 9)]], wanted_dx[[0, *range(3, 9)]], rtol=rtol, atol=rtol)
+            assert np.isnan(dx[1, width // 2]) and np.isnan(dx[2, 1])
 
 
 @every_dtype

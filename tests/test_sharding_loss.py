@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -76,6 +77,27 @@ def test_loss_of_split_logits(spec, shape_of_mesh, mask_shape):
     wanted = losses_on_one_device(mask_shape)
     same(f(*args), {name: wanted[name] for name in names})
     check(f.as_text(), {"all-reduce": 2 * len(names)} if cut else {}, most=4 * 16 * len(names))  # or sent together
+
+
+@several
+@pytest.mark.parametrize("spec", [P("r"), P("r", "c"), P(None, "c")])
+def test_special_rows_of_an_unchanged_program(spec):
+    """optax's loss under `jaxkern.accelerate` keeps infinities and NaN, also where classes are split."""
+    x = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
+    x[0, 3], x[1], x[2, 1:], x[3, 40] = np.inf, -np.inf, -np.inf, np.nan
+    labels = jnp.array([1, 0, 0, 1, 64, -1, -65, 63])
+
+    def f(x, labels):
+        losses, pull = jax.vjp(lambda x: optax.softmax_cross_entropy_with_integer_labels(x, labels), x)
+        return losses, pull(jnp.arange(1.0, 9.0))[0]
+
+    m = mesh(shape=(2, 4))
+    loss, dx = jax.jit(f)(jnp.asarray(x), labels)
+    with jaxkern.accelerate(only="softmax_cross_entropy", force=True):
+        own_loss, own_dx = jax.jit(f)(*put(m, (x, labels), (spec, P(*spec[:1]))))
+    np.testing.assert_allclose(own_loss, loss, rtol=3e-6)
+    np.testing.assert_allclose(own_dx[1:], dx[1:], rtol=3e-6, atol=1e-6)
+    assert np.isnan(own_dx[0, 3])
 
 
 @several

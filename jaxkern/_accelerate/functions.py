@@ -2,11 +2,11 @@
 
 `f.__code__` is replaced, not the name `f` in a module, so that other names of the same function, imported before, are caught.
 The new code asks at every call whether this thread runs on jaxkern, and otherwise runs the old. What a replacement does not
-keep exactly, it leaves to the old code. It differs from it in this alone: arithmetic in float32 or wider;
-`optax.softmax_cross_entropy_with_integer_labels` is NaN for rows that hold +inf, where optax has inf for most labels, and
-its gradient is 0 for rows that are -inf throughout, where optax has NaN, and is that of label 0 for labels out of range,
-where optax has that of logsumexp alone (the loss is NaN there in both, and both are 0 where the cotangent is); the gradient of
-softmax is 0 where the softmax is 0, also where a cotangent is infinite or NaN.
+keep exactly, it leaves to the old code. It differs from it in this alone: arithmetic in float32 or wider; the gradient of
+`optax.softmax_cross_entropy_with_integer_labels` is NaN throughout a row that holds +inf, where optax has 0 at finite logits;
+the loss of a row that holds NaN and +inf may be inf, where optax has NaN; the gradient of 16-bit logits that the program
+widened is rounded to 16 bits at once; the gradient of softmax is 0 where the softmax is 0, also where a cotangent is infinite
+or NaN.
 
 `jax.nn.dot_product_attention` is in attention.py, the layers of flax and equinox are in norms.py.
 
@@ -223,17 +223,6 @@ def _softmax_like(name, rule, prim, original, x, axis=-1, where=None):
 # ---- optax
 
 
-@jax.custom_jvp
-def _nan_where_empty(loss, total):
-    """NaN for rows of total 0: -inf throughout, or without a label. The cotangent of the loss is the result's: see cross_entropy/one_read.py."""
-    return jnp.where(total == 0, jnp.nan, loss)
-
-
-@_nan_where_empty.defjvp
-def _nan_where_empty_jvp(primals, tangents):
-    return _nan_where_empty(*primals), tangents[0]
-
-
 def _cross_entropy(original, logits, labels, axis=-1, where=None):
     del original
     if where is not None or not is_plain(logits) or not isinstance(labels, jax.Array):
@@ -252,15 +241,15 @@ def _cross_entropy(original, logits, labels, axis=-1, where=None):
     labels = labels if labels.dtype.itemsize >= 4 else labels.astype(jnp.int32)
     if jnp.issubdtype(labels.dtype, jnp.signedinteger):  # in take_along_axis, negative indices count from the end
         labels = jnp.where(labels < 0, labels + classes, labels)
-    # The kernels' gradient of a label out of range is NaN, whatever the cotangent; in optax it is not.
-    within = (labels >= 0) & (labels < jnp.asarray(classes, labels.dtype))
-    labels = jnp.where(within, labels, 0)
-    options = Options(fusible=True)
-    loss, _, total = bind(
-        cross_entropy_p, logits, labels, axis=at, algorithm=forced("softmax_cross_entropy"), options=options
+    loss, *_ = bind(
+        cross_entropy_p,
+        logits,
+        labels,
+        axis=at,
+        algorithm=forced("softmax_cross_entropy"),
+        options=Options(as_written=True),
     )
-    total = jnp.where(within, jax.lax.stop_gradient(total), 0)
-    return _nan_where_empty(loss, total).astype(logits.dtype)
+    return loss.astype(logits.dtype)
 
 
 # ---- putting them in place

@@ -50,8 +50,20 @@ def recorded():
         lists.remove(found)
 
 
+@contextlib.contextmanager
+def noted():
+    """Inside the block nothing is noted in this thread: the decision on what is lowered there is noted already."""
+    before, _local.noted = getattr(_local, "noted", False), True
+    try:
+        yield
+    finally:
+        _local.noted = before
+
+
 def record(operation, taken, reason, avals, frames, bytes=0) -> bool:
     """Notes a decision, prints it where JAXKERN_EXPLAIN=1 asks for it, and returns whether the operation is taken."""
+    if getattr(_local, "noted", False):
+        return taken
     lists, printed = _local.__dict__.get("lists", ()), environment.read("JAXKERN_EXPLAIN") == "1"
     if lists or printed:
         shapes = ", ".join(a.str_short(short_dtypes=True) for a in avals)

@@ -2,7 +2,9 @@
 
 import contextlib
 
+import jax.numpy as jnp
 from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo as dialect
 
 from jaxkern._core import compat
 
@@ -111,6 +113,37 @@ def is_arithmetic(ctx, value) -> bool:
     product = any(m is not None and m.name == "stablehlo.dot_general" for m in makers)
     bias = any(m is not None and m.name == "stablehlo.broadcast_in_dim" for m in makers)
     return not (operation.name == "stablehlo.add" and product and bias)
+
+
+def before_widening(value):
+    """(16-bit floats, their dtype) that `value` is in float32, or None. Reshapes in between are repeated on them."""
+    shapes = []
+    operation = maker(value)
+    while operation is not None and operation.name in ("stablehlo.reshape", CONSTRAINT):
+        shapes += [operation] if operation.name == "stablehlo.reshape" else []
+        operation = maker(operation.operands[0])
+    if operation is None or operation.name != "stablehlo.convert":
+        return None
+    narrow = operation.operands[0]
+    dtype = {"bf16": "bfloat16", "f16": "float16"}.get(str(ir.RankedTensorType(narrow.type).element_type))
+    if dtype is None or str(ir.RankedTensorType(operation.results[0].type).element_type) != "f32":
+        return None
+    for wide in reversed(shapes):
+        narrow = _reshaped(narrow, wide)
+    return narrow, jnp.dtype(dtype)
+
+
+def _reshaped(narrow, wide):
+    """`narrow` in the shape of `wide`, the reshape of other elements, in its place; the same value at each call."""
+    found = ir.RankedTensorType.get(
+        ir.RankedTensorType(wide.results[0].type).shape, ir.RankedTensorType(narrow.type).element_type
+    )
+    for operation in (use.owner.operation for use in narrow.uses):
+        same = operation.name == "stablehlo.reshape" and operation.results[0].type == found
+        if same and operation.block == wide.block and operation.is_before_in_block(wide):
+            return operation.results[0]
+    with ir.InsertionPoint(wide), wide.location:
+        return dialect.reshape(found, narrow)
 
 
 def _returned(ctx, call):

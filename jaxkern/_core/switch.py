@@ -24,7 +24,7 @@ FUNCTIONS = (
 OPERATIONS = (*SCATTERS, *FUNCTIONS)
 # Taken only if named: not equal to the letter, or not measured in programs. All others are the default. The docstring of
 # `accelerate` names them too.
-ON_REQUEST = ("log_softmax", "softmax_cross_entropy", "layer_norm", "rms_norm")
+ON_REQUEST = ("log_softmax", "layer_norm", "rms_norm")
 DEFAULT = tuple(name for name in OPERATIONS if name not in ON_REQUEST)
 
 

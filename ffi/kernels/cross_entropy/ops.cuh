@@ -13,6 +13,10 @@
 // and +inf in a row make both NaN. The residuals of a row are its largest logit and `total`, the sum of exp(x -
 // largest). lse alone would be too inaccurate for the probabilities of large logits.
 //
+// With `as_written`, loss and gradient are those of logsumexp(x) - x[y] as JAX computes it: a row whose logits are all
+// -inf has NaN for both, a row that holds +inf and no NaN has the loss inf, or NaN if that is the label, and a label that
+// is not a class has the loss NaN and the gradient of logsumexp alone.
+//
 //     Label      the class of a row, or the reason why it has none
 //     LossStat   statistics of a share of a row: largest logit, sum of exponentials, sums for smoothing
 //     WriteRow   stores the loss and the residuals, from the LossStat of the whole row
@@ -52,6 +56,7 @@ struct LossParams {
   bool ragged;      // some row does not begin and end at a 16-byte boundary
   bool exceeds_l2;  // see ReadPolicy
   bool has_ignore;
+  bool as_written;
   LabelType label_type;
   int64_t ignore;  // bits of the label to ignore; never a class
   LossNumbers<float> single;
@@ -226,7 +231,9 @@ template <class T> __device__ __forceinline__ void WriteRow(const LossParams& p,
   C loss = 0;
   if (label.at == Label::kBad) {
     loss = NaN<C>();
-  } else if (label.at != Label::kIgnored && !(stat.sum == Sum<T>(0))) {
+  } else if (p.as_written && stat.max == Infinity<C>()) {
+    loss = stat.max - x_label;
+  } else if (label.at != Label::kIgnored && (p.as_written || !(stat.sum == Sum<T>(0)))) {
     const C log_total = LogTotal<T>(base, stat.sum);
     loss = log_total;
     if (numbers.hard != 0) loss += numbers.hard * (base - x_label);
@@ -308,12 +315,13 @@ template <class T> struct Slope {
     const int64_t offset = label.at - head;
     label_pack = label.at >= head ? static_cast<int>(offset / N) : -1;
     label_place = static_cast<int>(offset & (N - 1));
-    live = label.at == Label::kIgnored || (total == Sum<T>(0) && label.at != Label::kBad) ? 0u : ~0u;
+    const bool bad = label.at == Label::kBad, empty = total == Sum<T>(0);
+    live = label.at == Label::kIgnored || (empty && !bad && !p.as_written) ? 0u : ~0u;
     const LossNumbers<C>& numbers = p.template Numbers<C>();
     smooth = 0;
     if (numbers.soft != 0) smooth = weight * numbers.soft / count;
     hot = weight * numbers.hard;
-    rise = label.at == Label::kBad ? NaN<C>() : weight;
+    rise = (p.as_written ? empty : bad) ? NaN<C>() : weight;
     if (numbers.z_loss != 0) rise *= 1 + 2 * numbers.z_loss * (largest + LogTotal<T>(largest, total));
     factor = rise / static_cast<C>(total);
   }

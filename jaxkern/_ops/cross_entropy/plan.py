@@ -183,6 +183,7 @@ class _Call(typing.NamedTuple):
             boolean(not p.whole),
             boolean(p.rows * p.width * p.inner * p.itemsize * arrays > self.device.l2_bytes),
             boolean(options.ignore is not None),
+            boolean(options.as_written),
             i32(_LABELS.index(self.label_dtype)),
             i64(ignore_bits(options.ignore)),
             *map(f32, numbers),

@@ -15,6 +15,7 @@ import functools
 
 import jax.numpy as jnp
 from jax.extend.mlir import ir
+from jax.interpreters import mlir
 
 from jaxkern._core import algorithms, compat, decisions, define, stablehlo, switch
 from jaxkern._core.primitive import bind
@@ -100,13 +101,18 @@ def _adapt(prim, *avals, axis, **params):
 
 def _left(prim, ctx, operands, params) -> bool:
     """Whether a loss that `jaxkern.accelerate` put into a program is left to XLA there."""
-    if not params["options"].fusible:
+    if not params["options"].as_written:
         return False
     settings = switch.current()
     why = switch.refusal(ctx, settings)
-    if not why and stablehlo.is_arithmetic(ctx, operands[0]) and not (settings and settings.force):
+    narrow = None if why else stablehlo.before_widening(operands[0])
+    if (
+        not why
+        and stablehlo.is_arithmetic(ctx, narrow[0] if narrow else operands[0])
+        and not (settings and settings.force)
+    ):
         why = "XLA fuses the arithmetic that makes the logits"
-    x = ctx.avals_in[0]
+    x = ctx.avals_in[0].update(dtype=narrow[1]) if narrow else ctx.avals_in[0]
     if prim is cross_entropy_p:
         reason = why or "loss and gradient in one read"
         decisions.record("softmax_cross_entropy", not why, reason, [x], compat.frames(ctx.traceback), stablehlo.size(x))
@@ -150,8 +156,32 @@ def _primitive(name, reference, taylor=None, which=None, **options):
     )
 
 
-def _gradient_and_loss(ctx, operands, params, lower):
-    return one_read.gradient(cross_entropy_p, cross_entropy_both_p, ctx, operands, params, lower)
+def _of_narrow_logits(prim, ctx, operands, params, lower):
+    """The results for logits that were widened, from those of 16 bits, which are half as much to read; or None.
+
+    The gradient is rounded to 16 bits here and not where it is converted back.
+    """
+    found = stablehlo.before_widening(operands[0]) if params["options"].as_written else None
+    if found is None:
+        return None
+    (narrow, dtype), wide = found, ctx.avals_in[0]
+    as_narrow = lambda avals: [a.update(dtype=dtype) if a.shape == wide.shape else a for a in avals]
+    inner = ctx.replace(avals_in=as_narrow(ctx.avals_in), avals_out=as_narrow(ctx.avals_out))
+    with decisions.noted():
+        results = lower(prim, inner, [narrow, *operands[1:]], params)
+    if prim is cross_entropy_p:
+        return results
+    widen = mlir.lower_fun(lambda dx: dx.astype(wide.dtype), multiple_results=False)
+    return widen(inner.replace(avals_in=inner.avals_out, avals_out=ctx.avals_out), *results)
+
+
+def _loss_instead(ctx, operands, params, lower):
+    return _of_narrow_logits(cross_entropy_p, ctx, operands, params, lower)
+
+
+def _gradient_instead(ctx, operands, params, lower):
+    found = _of_narrow_logits(cross_entropy_grad_p, ctx, operands, params, lower)
+    return found or one_read.gradient(cross_entropy_p, cross_entropy_both_p, ctx, operands, params, lower)
 
 
 def _overwritten(prim, operands, params):
@@ -159,14 +189,14 @@ def _overwritten(prim, operands, params):
     return {0: len(kinds(prim.name, operands)[1]) - 1} if _overwrites(prim, operands, params) else None
 
 
-cross_entropy_p = _primitive("cross_entropy", reference.loss, which="loss")
+cross_entropy_p = _primitive("cross_entropy", reference.loss, which="loss", instead=_loss_instead)
 cross_entropy_grad_p = _primitive(
     "cross_entropy_grad",
     reference.gradient_by_residuals,
     reference.gradient,
     "gradient",
     aliases=_overwritten,
-    instead=_gradient_and_loss,
+    instead=_gradient_instead,
 )
 cross_entropy_jvp_p = _primitive("cross_entropy_jvp", reference.transpose_by_residuals, reference.transpose)
 cross_entropy_both_p = _primitive("cross_entropy_both", reference.both, which="both", aliases=_overwritten)

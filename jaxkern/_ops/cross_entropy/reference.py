@@ -16,8 +16,10 @@ class Options(typing.NamedTuple):
     ignore: int | None = None
     # The gradient may overwrite the logits: for the part of an array on one device, whose program does not show it.
     overwrites: bool = False
-    # Logits that are arithmetic are left to XLA, which computes them where it reads them: for `jaxkern.accelerate`.
-    fusible: bool = False
+    # Loss and gradient of rows without a finite sum, and of labels that are no class, as JAX has them in logsumexp(x) -
+    # x[label]; and logits that are arithmetic are left to XLA, which computes them where it reads them: for
+    # `jaxkern.accelerate`.
+    as_written: bool = False
 
 
 def computing(dtype):
@@ -81,9 +83,13 @@ def slopes(logits, labels, largest, total, count, mask, axis, options, first=0, 
     factor = 1 / total
     if options.z_loss:
         factor = factor * (1 + 2 * options.z_loss * (jnp.where(dead, 0, largest) + jnp.log(total)))
-    factor = jnp.where(bad, jnp.nan, factor)  # of a row, not of each of its elements
+    # Of a row, not of each of its elements.
+    factor = jnp.where(dead if options.as_written else bad, jnp.nan, factor)
+    height = 1 - options.smoothing
+    if options.as_written:
+        dead, height = jnp.zeros_like(dead), jnp.where(bad, 0, jnp.asarray(height, e.dtype))
     hot = jax.lax.broadcasted_iota(label.dtype, logits.shape, axis) == label - jnp.asarray(first).astype(label.dtype)
-    slope = e * factor - jnp.where(hot, 1 - options.smoothing, 0).astype(e.dtype)
+    slope = e * factor - jnp.where(hot, height, 0).astype(e.dtype)
     if options.smoothing:
         slope = slope - options.smoothing / count
     live = jnp.broadcast_to(~ignored & (~dead | bad), logits.shape)
@@ -123,8 +129,10 @@ def transpose_by_residuals(logits, labels, largest, total, t, *rest, axis, algor
     return jnp.sum(jnp.where(live, slope * t.astype(slope.dtype), 0), axis)
 
 
-def settled(loss, total, bad, ignored):
-    """The loss, with the values of ignored, bad and empty rows."""
+def settled(loss, largest, total, of_label, bad, ignored, options):
+    """The loss, with the values of ignored, bad and empty rows. of_label: the label's logit - largest."""
+    if options.as_written:  # nothing is finite beside +inf
+        return jnp.where(bad, jnp.nan, jnp.where(largest == jnp.inf, -of_label, loss))
     return jnp.where(ignored, 0, jnp.where(bad, jnp.nan, jnp.where(total == 0, 0, loss)))
 
 
@@ -134,10 +142,12 @@ def loss(logits, labels, *mask, axis, algorithm, options):
     count = participants(logits, mask, axis)
     log_total = jnp.log(total)
     value = log_total
+    of_label = 0
     if logits.shape[axis] == 0:
         value = jnp.zeros_like(total)
     elif options.smoothing != 1:
-        value = value - (1 - options.smoothing) * _of_label(logits, largest, label, mask, axis)
+        of_label = _of_label(logits, largest, label, mask, axis)
+        value = value - (1 - options.smoothing) * of_label
     if options.smoothing:
         value = (
             value
@@ -147,7 +157,7 @@ def loss(logits, labels, *mask, axis, algorithm, options):
         )
     if options.z_loss:
         value = value + options.z_loss * (jnp.where(total == 0, 0, largest) + log_total) ** 2
-    value = settled(value, total, bad, ignored)
+    value = settled(value, largest, total, of_label, bad, ignored, options)
     found = [value, largest, total, *([count] if mask else [])]
     return [jnp.squeeze(a, axis) for a in found]
 

@@ -83,7 +83,7 @@ def _loss(loss_p, over, logits, labels, *mask, axis, algorithm, options):
         value = value - options.smoothing * sums[0] / count
     if options.z_loss:
         value = value + options.z_loss * (whole + log_total) ** 2
-    value = reference.settled(value, total, bad, ignored)
+    value = reference.settled(value, whole, total, logit, bad, ignored, options)
     return [jnp.squeeze(a, axis) for a in (value, whole, total, *([count] if mask else []))]
 
 
