@@ -169,7 +169,7 @@ TAKEN = {
     "softmax": "the gradient of `jax.nn.softmax`",
     "dot_product_attention": "the softmax in `jax.nn.dot_product_attention`, in 16 bits, with its masks",
     "log_softmax": "the gradient of `jax.nn.log_softmax` in 16 bits",
-    "softmax_cross_entropy": "`optax.softmax_cross_entropy_with_integer_labels`: logits that were widened are read in 16 bits",
+    "softmax_cross_entropy": "`optax.softmax_cross_entropy_with_integer_labels`",
     "layer_norm": "the layers of flax.linen, flax.nnx, equinox and haiku; the variance is computed otherwise",
     "rms_norm": "the RMSNorm of the same libraries",
 }

@@ -69,7 +69,8 @@ class accelerate(contextlib.ContextDecorator):
     Results differ from plain JAX's by rounding: 16-bit sums are made in float32, and the variance of a row is the mean of
     its squared deviations, where flax's layers have mean(x^2) - mean(x)^2 by default, which is less accurate, and haiku's
     round to the type of x after each operation. Sums are the
-    same bits in every run. What else differs, beside infinite logits, is in the docstring of
+    same bits in every run. What else differs, for rows of infinite logits and for logits that are
+    converted from bfloat16 to float32, is in the docstring of
     jaxkern/_accelerate/functions.py.
 
     Raises:

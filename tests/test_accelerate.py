@@ -4,6 +4,7 @@
 tests run the kernels.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -21,6 +22,7 @@ from conftest import ON_GPU
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax import lax
+from jax.experimental import checkify
 
 import jaxkern
 from jaxkern._accelerate import gate
@@ -384,9 +386,10 @@ def test_cross_entropy_keeps_infinities_and_labels():
             assert np.isnan(own_dx[3]).any() and np.isnan(dx[3]).any()
 
 
-@pytest.mark.parametrize("kind", ["a product", "reshaped", "an argument"])
+@pytest.mark.parametrize("kind", ["a product", "reshaped", "shifted", "an argument"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_logits_that_were_widened_are_read_in_16_bits(kind, dtype):
+def test_logits_that_were_widened(kind, dtype):
+    """Those of bfloat16 are read as they are; a gradient in float32 may not fit into float16."""
     rng = np.random.default_rng(0)
     h, w = (jnp.asarray(rng.normal(size=s), dtype) for s in ((2, 48, 8), (8, 300)))
     labels = jnp.asarray(rng.integers(0, 300, (2, 48)), jnp.int32)
@@ -395,6 +398,8 @@ def test_logits_that_were_widened_are_read_in_16_bits(kind, dtype):
         logits = (h if kind == "an argument" else h @ w).astype(jnp.float32)
         if kind == "reshaped":
             logits, labels = logits.reshape(-1, 300), labels.reshape(-1)
+        if kind == "shifted":
+            logits, labels = logits[:, :-1], labels[:, 1:]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return losses.mean(), (losses, logits.argmax(-1))
 
@@ -407,8 +412,37 @@ def test_logits_that_were_widened_are_read_in_16_bits(kind, dtype):
     with forced:
         text = jax.jit(f).trace(h, w, labels).lower(lowering_platforms=("cuda",)).as_text()
     calls = re.findall(r"custom_call @jaxkern_cross_entropy\w*\(.*: \((tensor<[^>]*>)", text)
-    assert calls and all(("bf16" if dtype == "bfloat16" else "f16") in c for c in calls), calls
+    assert calls and all(("bf16" if dtype == "bfloat16" else "f32") in c for c in calls), calls
     assert "jaxkern_cross_entropy_both" in text  # one read for loss and gradient, as without the conversion
+
+
+@pytest.mark.parametrize("kind", ["int8", "uint8", "uint32", "int64", "uint64"])
+def test_labels_of_other_types(kind, x64):
+    """As take_along_axis reads them: in 32 bits, from the end if they are negative."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 10)), jnp.float32)
+    labels = jnp.array([0, 3, 2**32 - 1, 2**32 + 3, -1, 99]).astype(kind)
+    f = lambda x, y: jax.vjp(lambda x: optax.softmax_cross_entropy_with_integer_labels(x, y), x)[1](jnp.ones(6, x.dtype))[0]
+    for g in (f, optax.softmax_cross_entropy_with_integer_labels):
+        plain, own, taken = both(g, x, labels)
+        assert taken == ["softmax_cross_entropy"]
+        close(plain, own)
+
+
+def test_the_loss_is_checked_as_before():
+    x = jnp.zeros((4, 8)).at[0, 3].set(np.inf)
+    loss = jax.jit(optax.softmax_cross_entropy_with_integer_labels)
+    for labels, errors in (
+        ([1, 2, 3, 9], checkify.index_checks),
+        ([1, 2, 3, 4], checkify.nan_checks | checkify.index_checks),
+    ):
+        messages = []
+        for context in (contextlib.nullcontext(), forced):
+            with context:
+                messages.append(checkify.checkify(loss, errors=errors)(x, jnp.array(labels))[0].get())
+        assert (messages[0] is None) == (messages[1] is None) == (9 not in labels), messages
+        assert messages[0] is None or messages[0].splitlines()[0] == messages[1].splitlines()[0]
+    with forced, jax.debug_nans(True):
+        assert np.isposinf(loss(x, jnp.array([1, 2, 3, 4]))[0])
 
 
 CALLS = {

@@ -80,6 +80,38 @@ def test_loss_of_split_logits(spec, shape_of_mesh, mask_shape):
 
 
 @several
+@pytest.mark.parametrize("kind", ["auto", "explicit", "constrained"])
+def test_logits_that_were_widened(kind):
+    """They stay split as the program says, on every kind of mesh."""
+    m = mesh(shape=(8, 1))
+    if kind == "explicit":
+        m = jax.sharding.Mesh(m.devices, m.axis_names, axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    h, w = (
+        jnp.ones((256, 16), jnp.bfloat16) / 3,
+        jnp.asarray(np.random.default_rng(0).normal(size=(16, 512)), jnp.bfloat16),
+    )
+    labels = jnp.arange(256, dtype=jnp.int32)
+
+    def loss(h, w, labels):
+        logits = (h @ w).astype(jnp.float32)
+        if kind == "constrained":
+            logits = jax.lax.with_sharding_constraint(logits, NamedSharding(m, P("r", None)))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    spec = P() if kind == "constrained" else P("r")
+    args = put(m, (h, w, labels), (spec, P(), spec))
+    with jax.set_mesh(m):
+        for f in (loss, jax.value_and_grad(loss, (0, 1))):
+            plain = jax.jit(f)(*args)
+            with jaxkern.accelerate(only="softmax_cross_entropy", force=True):
+                compiled = jax.jit(f).lower(*args).compile()
+            own = compiled(*args)
+            for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(own)):
+                np.testing.assert_allclose(np.asarray(b, np.float32), np.asarray(a, np.float32), rtol=1e-2, atol=1e-3)
+            assert "[256,512]" not in compiled.as_text()  # nobody has all logits
+
+
+@several
 @pytest.mark.parametrize("spec", [P("r"), P("r", "c"), P(None, "c")])
 def test_special_rows_of_an_unchanged_program(spec):
     """optax's loss under `jaxkern.accelerate` keeps infinities and NaN, also where classes are split."""

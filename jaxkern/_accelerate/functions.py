@@ -3,10 +3,11 @@
 `f.__code__` is replaced, not the name `f` in a module, so that other names of the same function, imported before, are caught.
 The new code asks at every call whether this thread runs on jaxkern, and otherwise runs the old. What a replacement does not
 keep exactly, it leaves to the old code. It differs from it in this alone: arithmetic in float32 or wider; the gradient of
-`optax.softmax_cross_entropy_with_integer_labels` is NaN throughout a row that holds +inf, where optax has 0 at finite logits;
-the loss of a row that holds NaN and +inf may be inf, where optax has NaN; the gradient of 16-bit logits that the program
-widened is rounded to 16 bits at once; the gradient of softmax is 0 where the softmax is 0, also where a cotangent is infinite
-or NaN.
+`optax.softmax_cross_entropy_with_integer_labels` may be NaN throughout a row that holds +inf, where optax has 0 at most finite
+logits; the loss of a row that holds NaN and +inf may be inf, where optax has NaN; where the program converts logits from
+bfloat16 to float32 for this loss, the gradient is rounded to bfloat16 at once and not where it is converted back, so that a
+program that uses the one in between has it in bfloat16; the gradient of softmax is 0 where the softmax is 0, also where a
+cotangent is infinite or NaN.
 
 `jax.nn.dot_product_attention` is in attention.py, the layers of flax and equinox are in norms.py.
 
@@ -238,9 +239,8 @@ def _cross_entropy(original, logits, labels, axis=-1, where=None):
     if not taken:
         decide("softmax_cross_entropy", False, why, logits)
         return NotImplemented
-    labels = labels if labels.dtype.itemsize >= 4 else labels.astype(jnp.int32)
-    if jnp.issubdtype(labels.dtype, jnp.signedinteger):  # in take_along_axis, negative indices count from the end
-        labels = jnp.where(labels < 0, labels + classes, labels)
+    labels = labels.astype(jnp.int32)  # as in take_along_axis, where negative indices count from the end
+    labels = jnp.where(labels < 0, labels + classes, labels)
     loss, *_ = bind(
         cross_entropy_p,
         logits,

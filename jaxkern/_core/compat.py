@@ -163,6 +163,28 @@ def check_nans(prim) -> None:
         checkify.error_checks[prim] = functools.partial(checkify.nan_error_check, prim)
 
 
+def check_indices(prim, index_of) -> None:
+    """Makes `jax.experimental.checkify` report indices out of range in `prim`, as it does for gathers, besides NaN.
+
+    index_of(*operands, **params): the indices and the axis of the first operand that they are of, or None.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        from jax._src import checkify
+
+        def rule(error, enabled_errors, *operands, **params):
+            error, out = checkify.nan_error_check(prim, error, enabled_errors, *operands, **params)
+            found = index_of(*operands, **params)
+            if found is not None and checkify.OOBError in enabled_errors:
+                index, shape = found[0].reshape(-1, 1), operands[0].shape
+                outside = (index < 0) | (index >= shape[found[1]])
+                payload = checkify.oob_payload(outside, index, (found[1],), shape)
+                report = checkify.OOBError(checkify.get_traceback(), "gather", shape, payload)
+                error = checkify.assert_func(error, jnp.any(outside), report)
+            return error, out
+
+        checkify.error_checks[prim] = rule
+
+
 def taylor_rule(prim, reference) -> None:
     """Gives `prim` a rule for `jax.experimental.jet`: the Taylor series of its reference."""
 

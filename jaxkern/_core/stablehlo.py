@@ -2,9 +2,7 @@
 
 import contextlib
 
-import jax.numpy as jnp
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import stablehlo as dialect
 
 from jaxkern._core import compat
 
@@ -21,6 +19,7 @@ ELEMENTWISE = frozenset(
 MOVES = frozenset(
     f"stablehlo.{name}" for name in "broadcast_in_dim reshape transpose slice reverse pad concatenate".split()
 )
+REARRANGED = frozenset(f"stablehlo.{name}" for name in "reshape transpose slice".split())
 CONSTRAINT = "sdy.sharding_constraint"  # its result is its operand
 _PURE = frozenset(f"stablehlo.{name}" for name in "constant iota gather reduce".split()) | {CONSTRAINT}
 MOST = 200  # operations that are looked at
@@ -102,7 +101,7 @@ def is_arithmetic(ctx, value) -> bool:
     A matrix product with a bias is none: the addition is part of the product.
     """
     operation = maker(value)
-    while operation is not None and operation.name in ("stablehlo.reshape", "func.call"):
+    while operation is not None and operation.name in REARRANGED | {"func.call"}:
         values = _returned(ctx, operation) if operation.name == "func.call" else [operation.operands[0]]
         if len(values) != 1:
             return False
@@ -116,34 +115,42 @@ def is_arithmetic(ctx, value) -> bool:
 
 
 def before_widening(value):
-    """(16-bit floats, their dtype) that `value` is in float32, or None. Reshapes in between are repeated on them."""
-    shapes = []
+    """The bfloat16 numbers that `value` is in float32, or None.
+
+    What rearranges them in between is repeated on them; the result is the same value at each call. float16 is left alone:
+    a gradient that the program has in float32 may be too small or too large for it.
+    """
+    moves = []
     operation = maker(value)
-    while operation is not None and operation.name in ("stablehlo.reshape", CONSTRAINT):
-        shapes += [operation] if operation.name == "stablehlo.reshape" else []
+    while operation is not None and operation.name in REARRANGED:
+        moves.append(operation)
         operation = maker(operation.operands[0])
     if operation is None or operation.name != "stablehlo.convert":
         return None
     narrow = operation.operands[0]
-    dtype = {"bf16": "bfloat16", "f16": "float16"}.get(str(ir.RankedTensorType(narrow.type).element_type))
-    if dtype is None or str(ir.RankedTensorType(operation.results[0].type).element_type) != "f32":
+    if (_element(narrow), _element(operation.results[0])) != ("bf16", "f32"):
         return None
-    for wide in reversed(shapes):
-        narrow = _reshaped(narrow, wide)
-    return narrow, jnp.dtype(dtype)
+    for move in reversed(moves):
+        narrow = _repeated(move, narrow)
+    return narrow
 
 
-def _reshaped(narrow, wide):
-    """`narrow` in the shape of `wide`, the reshape of other elements, in its place; the same value at each call."""
-    found = ir.RankedTensorType.get(
-        ir.RankedTensorType(wide.results[0].type).shape, ir.RankedTensorType(narrow.type).element_type
+def _element(value) -> str:
+    return str(ir.RankedTensorType(value.type).element_type)
+
+
+def _repeated(move, operand):
+    """`operand` rearranged by `move`, an operation on other elements, in its place."""
+    kind = ir.RankedTensorType.get(
+        ir.RankedTensorType(move.results[0].type).shape, ir.RankedTensorType(operand.type).element_type
     )
-    for operation in (use.owner.operation for use in narrow.uses):
-        same = operation.name == "stablehlo.reshape" and operation.results[0].type == found
-        if same and operation.block == wide.block and operation.is_before_in_block(wide):
-            return operation.results[0]
-    with ir.InsertionPoint(wide), wide.location:
-        return dialect.reshape(found, narrow)
+    attributes = dict(compat.attributes(move))
+    for operation in (use.owner.operation for use in operand.uses):
+        same = operation.name == move.name and operation.results[0].type == kind and operation.block == move.block
+        if same and dict(compat.attributes(operation)) == attributes:
+            return operation.results[0]  # made by an earlier call, in the same place
+    with ir.InsertionPoint(move), move.location:
+        return ir.Operation.create(move.name, [kind], [operand], attributes).results[0]
 
 
 def _returned(ctx, call):

@@ -243,7 +243,8 @@ template <class T> __device__ __forceinline__ void WriteRow(const LossParams& p,
   }
   static_cast<C*>(p.loss)[row] = loss;
   static_cast<C*>(p.largest)[row] = base;
-  static_cast<C*>(p.total)[row] = KeptTotal<T>(base, stat.sum);
+  // Beside +inf the sum is NaN, which debuggers of programs would report.
+  static_cast<C*>(p.total)[row] = p.as_written && base == Infinity<C>() ? base : KeptTotal<T>(base, stat.sum);
   if (p.mask) static_cast<C*>(p.count)[row] = count;
 }
 

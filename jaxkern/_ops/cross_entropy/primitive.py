@@ -108,11 +108,11 @@ def _left(prim, ctx, operands, params) -> bool:
     narrow = None if why else stablehlo.before_widening(operands[0])
     if (
         not why
-        and stablehlo.is_arithmetic(ctx, narrow[0] if narrow else operands[0])
+        and stablehlo.is_arithmetic(ctx, operands[0] if narrow is None else narrow)
         and not (settings and settings.force)
     ):
         why = "XLA fuses the arithmetic that makes the logits"
-    x = ctx.avals_in[0].update(dtype=narrow[1]) if narrow else ctx.avals_in[0]
+    x = ctx.avals_in[0] if narrow is None else ctx.avals_in[0].update(dtype=jnp.dtype(jnp.bfloat16))
     if prim is cross_entropy_p:
         reason = why or "loss and gradient in one read"
         decisions.record("softmax_cross_entropy", not why, reason, [x], compat.frames(ctx.traceback), stablehlo.size(x))
@@ -157,14 +157,14 @@ def _primitive(name, reference, taylor=None, which=None, **options):
 
 
 def _of_narrow_logits(prim, ctx, operands, params, lower):
-    """The results for logits that were widened, from those of 16 bits, which are half as much to read; or None.
+    """The results for logits that were widened, from those in bfloat16, which are half as much to read; or None.
 
-    The gradient is rounded to 16 bits here and not where it is converted back.
+    The gradient is rounded to bfloat16 here. A program that widens its logits rounds it where it converts it back.
     """
-    found = stablehlo.before_widening(operands[0]) if params["options"].as_written else None
-    if found is None:
+    narrow = stablehlo.before_widening(operands[0]) if params["options"].as_written else None
+    if narrow is None:
         return None
-    (narrow, dtype), wide = found, ctx.avals_in[0]
+    wide, dtype = ctx.avals_in[0], jnp.dtype(jnp.bfloat16)
     as_narrow = lambda avals: [a.update(dtype=dtype) if a.shape == wide.shape else a for a in avals]
     inner = ctx.replace(avals_in=as_narrow(ctx.avals_in), avals_out=as_narrow(ctx.avals_out))
     with decisions.noted():
@@ -172,7 +172,7 @@ def _of_narrow_logits(prim, ctx, operands, params, lower):
     if prim is cross_entropy_p:
         return results
     widen = mlir.lower_fun(lambda dx: dx.astype(wide.dtype), multiple_results=False)
-    return widen(inner.replace(avals_in=inner.avals_out, avals_out=ctx.avals_out), *results)
+    return widen(ctx.replace(avals_in=inner.avals_out), *results)
 
 
 def _loss_instead(ctx, operands, params, lower):
@@ -190,6 +190,10 @@ def _overwritten(prim, operands, params):
 
 
 cross_entropy_p = _primitive("cross_entropy", reference.loss, which="loss", instead=_loss_instead)
+compat.check_indices(
+    cross_entropy_p,
+    lambda logits, labels, *mask, axis, options, **_: (labels, axis) if options.as_written else None,
+)
 cross_entropy_grad_p = _primitive(
     "cross_entropy_grad",
     reference.gradient_by_residuals,

@@ -136,6 +136,11 @@ def settled(loss, largest, total, of_label, bad, ignored, options):
     return jnp.where(ignored, 0, jnp.where(bad, jnp.nan, jnp.where(total == 0, 0, loss)))
 
 
+def kept_total(largest, total, options):
+    """The residual: inf beside +inf, where the sum itself is NaN, which `jax.debug_nans` would report."""
+    return jnp.where(largest == jnp.inf, jnp.inf, total) if options.as_written else total
+
+
 def loss(logits, labels, *mask, axis, algorithm, options):
     shifted, largest, _, total = _shifted(logits, mask, axis)
     label, bad, ignored = classes_of(labels, logits.shape[axis], axis, options)
@@ -158,6 +163,7 @@ def loss(logits, labels, *mask, axis, algorithm, options):
     if options.z_loss:
         value = value + options.z_loss * (jnp.where(total == 0, 0, largest) + log_total) ** 2
     value = settled(value, largest, total, of_label, bad, ignored, options)
+    total = kept_total(largest, total, options)
     found = [value, largest, total, *([count] if mask else [])]
     return [jnp.squeeze(a, axis) for a in found]
 

@@ -84,6 +84,7 @@ def _loss(loss_p, over, logits, labels, *mask, axis, algorithm, options):
     if options.z_loss:
         value = value + options.z_loss * (whole + log_total) ** 2
     value = reference.settled(value, whole, total, logit, bad, ignored, options)
+    total = reference.kept_total(whole, total, options)
     return [jnp.squeeze(a, axis) for a in (value, whole, total, *([count] if mask else []))]
 
 
