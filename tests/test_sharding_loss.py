@@ -83,9 +83,7 @@ def test_loss_of_split_logits(spec, shape_of_mesh, mask_shape):
 @pytest.mark.parametrize("kind", ["auto", "explicit", "constrained"])
 def test_logits_that_were_widened(kind):
     """They stay split as the program says, on every kind of mesh."""
-    m = mesh(shape=(8, 1))
-    if kind == "explicit":
-        m = jax.sharding.Mesh(m.devices, m.axis_names, axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    m = mesh("Explicit" if kind == "explicit" else "Auto", names=("r",))
     h, w = (
         jnp.ones((256, 16), jnp.bfloat16) / 3,
         jnp.asarray(np.random.default_rng(0).normal(size=(16, 512)), jnp.bfloat16),
@@ -123,7 +121,7 @@ def test_special_rows_of_an_unchanged_program(spec):
         losses, pull = jax.vjp(lambda x: optax.softmax_cross_entropy_with_integer_labels(x, labels), x)
         return losses, pull(jnp.arange(1.0, 9.0))[0]
 
-    m = mesh(shape=(2, 4))
+    m = mesh()
     loss, dx = jax.jit(f)(jnp.asarray(x), labels)
     with jaxkern.accelerate(only="softmax_cross_entropy", force=True):
         own_loss, own_dx = jax.jit(f)(*put(m, (x, labels), (spec, P(*spec[:1]))))

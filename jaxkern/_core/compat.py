@@ -6,6 +6,7 @@ Nothing else in the package probes a version or imports from `jax._src`.
 import concurrent.futures
 import contextlib
 import functools
+import inspect
 import pathlib
 import re
 import sys
@@ -171,15 +172,19 @@ def check_indices(prim, index_of) -> None:
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src import checkify
 
-        def rule(error, enabled_errors, *operands, **params):
-            error, out = checkify.nan_error_check(prim, error, enabled_errors, *operands, **params)
+        # jax >= 0.11 passes a context before the error.
+        before = int("ctx" in inspect.signature(checkify.nan_error_check).parameters)
+
+        def rule(*arguments, **params):
+            context, (_, enabled_errors, *operands) = arguments[:before], arguments[before:]
+            error, out = checkify.nan_error_check(prim, *arguments, **params)
             found = index_of(*operands, **params)
             if found is not None and checkify.OOBError in enabled_errors:
                 index, shape = found[0].reshape(-1, 1), operands[0].shape
                 outside = (index < 0) | (index >= shape[found[1]])
                 payload = checkify.oob_payload(outside, index, (found[1],), shape)
                 report = checkify.OOBError(checkify.get_traceback(), "gather", shape, payload)
-                error = checkify.assert_func(error, jnp.any(outside), report)
+                error = checkify.assert_func(*context, error, jnp.any(outside), report)
             return error, out
 
         checkify.error_checks[prim] = rule

@@ -19,7 +19,6 @@ ELEMENTWISE = frozenset(
 MOVES = frozenset(
     f"stablehlo.{name}" for name in "broadcast_in_dim reshape transpose slice reverse pad concatenate".split()
 )
-REARRANGED = frozenset(f"stablehlo.{name}" for name in "reshape transpose slice".split())
 CONSTRAINT = "sdy.sharding_constraint"  # its result is its operand
 _PURE = frozenset(f"stablehlo.{name}" for name in "constant iota gather reduce".split()) | {CONSTRAINT}
 MOST = 200  # operations that are looked at
@@ -96,16 +95,18 @@ def gathers(ctx, value) -> bool:
 
 
 def is_arithmetic(ctx, value) -> bool:
-    """Whether `value` is arithmetic, which XLA fuses with a reduction that consumes it, but no kernel of ours.
+    """Whether `value` is arithmetic or a slice, which XLA fuses with a reduction that consumes it, but no kernel of ours.
 
     A matrix product with a bias is none: the addition is part of the product.
     """
     operation = maker(value)
-    while operation is not None and operation.name in REARRANGED | {"func.call"}:
+    while operation is not None and operation.name in ("stablehlo.reshape", "func.call"):
         values = _returned(ctx, operation) if operation.name == "func.call" else [operation.operands[0]]
         if len(values) != 1:
             return False
         operation = maker(values[0])
+    if operation is not None and operation.name == "stablehlo.slice":
+        return True
     if operation is None or operation.name not in ELEMENTWISE:
         return False
     makers = [maker(v) for v in operation.operands]
@@ -117,12 +118,12 @@ def is_arithmetic(ctx, value) -> bool:
 def before_widening(value):
     """The bfloat16 numbers that `value` is in float32, or None.
 
-    What rearranges them in between is repeated on them; the result is the same value at each call. float16 is left alone:
-    a gradient that the program has in float32 may be too small or too large for it.
+    What moves them in between is repeated on them; the result is the same value at each call. float16 is left alone: a
+    gradient that the program has in float32 may be too small or too large for it.
     """
     moves = []
     operation = maker(value)
-    while operation is not None and operation.name in REARRANGED:
+    while operation is not None and operation.name in ("stablehlo.reshape", "stablehlo.transpose", "stablehlo.slice"):
         moves.append(operation)
         operation = maker(operation.operands[0])
     if operation is None or operation.name != "stablehlo.convert":
@@ -140,7 +141,7 @@ def _element(value) -> str:
 
 
 def _repeated(move, operand):
-    """`operand` rearranged by `move`, an operation on other elements, in its place."""
+    """`operand` moved as in `move`, an operation on other elements, in its place."""
     kind = ir.RankedTensorType.get(
         ir.RankedTensorType(move.results[0].type).shape, ir.RankedTensorType(operand.type).element_type
     )
