@@ -87,7 +87,7 @@ def _register_uncached(prim, rule):
 
 
 def _lower_statistics(ctx, x, **params):
-    taken = _taken(ctx, "logsumexp", x, "one read", "XLA fuses the arithmetic that makes the operand")
+    taken = _taken(ctx, "logsumexp", x, "one read", "XLA fuses the arithmetic or slice that makes the operand")
     body = logsumexp_statistics_p.bind if taken else reductions.statistics
     return mlir.lower_fun(body, multiple_results=True)(ctx, x, **params)
 
@@ -147,7 +147,9 @@ deflinear(softmax_gradient_p, 1, softmax_grad_jvp, transpose=softmax_gradient_p)
 
 
 def _lower_softmax_gradient(ctx, y, g, **params):
-    taken = _taken(ctx, "softmax", g, "the gradient in one read", "XLA fuses the arithmetic that makes the cotangent")
+    taken = _taken(
+        ctx, "softmax", g, "the gradient in one read", "XLA fuses the arithmetic or slice that makes the cotangent"
+    )
     body = softmax_grad_p.bind if taken else _plain_softmax_gradient
     return mlir.lower_fun(body, multiple_results=False)(ctx, y, g, **params)
 

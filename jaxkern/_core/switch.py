@@ -22,8 +22,8 @@ FUNCTIONS = (
     "rms_norm",
 )
 OPERATIONS = (*SCATTERS, *FUNCTIONS)
-# Taken only if named: less close to the original, or without a gain in the programs measured. All others are the default. The docstring of
-# `accelerate` names them too.
+# Taken only if named: less close to the original, or without a gain in the programs measured. All others are the default.
+# The docstring of `accelerate` names them too.
 ON_REQUEST = ("log_softmax", "layer_norm", "rms_norm")
 DEFAULT = tuple(name for name in OPERATIONS if name not in ON_REQUEST)
 

@@ -111,7 +111,7 @@ def _left(prim, ctx, operands, params) -> bool:
         and stablehlo.is_arithmetic(ctx, operands[0] if narrow is None else narrow)
         and not (settings and settings.force)
     ):
-        why = "XLA fuses the arithmetic that makes the logits"
+        why = "XLA fuses the arithmetic or slice that makes the logits"
     x = ctx.avals_in[0] if narrow is None else ctx.avals_in[0].update(dtype=jnp.dtype(jnp.bfloat16))
     if prim is cross_entropy_p:
         reason = why or "loss and gradient in one read"
