@@ -625,6 +625,20 @@ def test_arguments():
             traced(x)
 
 
+def test_check_of_an_array_that_is_rounding_alone():
+    """As the gradient of a bias of keys is: judged by the largest number of its result, and not of another result."""
+    from jaxkern.accelerate import CheckError, _compare
+
+    plain = (np.float32(100), {"w": np.array([1.0, -0.5], np.float32), "b": np.array([3e-5, -1e-5], np.float32)})
+    compare = lambda b, w=(1.0, -0.5): _compare(
+        max, plain, (plain[0], {"w": np.array(w, np.float32), "b": np.array(b, np.float32)}), 2**-4, ""
+    )
+    compare([-2e-5, 4e-5])
+    for wrong in (([2e-3, 0],), ([3e-5, -1e-5], (1.1, -0.5))):
+        with pytest.raises(CheckError, match="of the largest element"):
+            compare(*wrong)
+
+
 # ---- the gate
 
 

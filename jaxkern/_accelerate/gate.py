@@ -34,6 +34,7 @@ CHAIN_COUNT = 100_000
 CHAIN_ROWS = 16  # for one edge, at most: finding where each row begins takes time for each row, too
 ORDERED_COUNT = 1 << 14  # 16 bits, or in an order that is there already: below, launches weigh as much as the sums
 ALONE_BYTES = 32  # of a row of updates that XLA would not have stored
+FUSED_GATHER = "XLA fuses the gather that makes the updates"
 # Maxima of floats: compare-and-swap at any width (graph attention with a segment_max, Zipf receivers: no step in
 # minutes). Elements as of 399x128 n40960 at least.
 EXTREME_ELEMENTS = 1 << 18
@@ -104,7 +105,7 @@ def scatter(p: Scatter) -> tuple[bool, str]:
             enough = p.elements >= NARROW_ELEMENTS
             return enough, "16-bit sums" if enough else f"{p.elements} elements are few"
         if p.gathers:
-            return False, "XLA fuses the gather that makes the updates"
+            return False, FUSED_GATHER
     elif p.dtype in FLOATS:
         enough = p.elements >= EXTREME_ELEMENTS
         return enough, "extrema of floats" if enough else f"{p.elements} elements are few"

@@ -164,11 +164,13 @@ def _scatter(name, plain, ctx, operand, indices, updates, *, dimension_numbers, 
         return fallback()
     problem, layout, onto_identity = found
     clip = params["mode"] == lax.GatherScatterMode.CLIP
-    chain = _chain(name, ctx, values, problem, layout, clip, settings)
+    chain, why_not = _chain(name, ctx, values, problem, layout, clip, settings)
     if chain is not None:
         taken, why = True, chain.text
     else:
         taken, why = gate.can_scatter(problem) if settings.force else gate.scatter(problem)
+        if not taken and why == gate.FUSED_GATHER and why_not:
+            why = f"{why}, and {why_not}"
         if taken and (refusal := switch.refusal(ctx, settings)):
             taken, why = False, refusal
     size = problem.bytes if chain is None else chain.bytes
@@ -205,15 +207,15 @@ class Orders(typing.NamedTuple):
 
 
 def _chain(name, ctx, values, problem, layout, clip, settings):
-    """The chain that makes the updates, where there is one that is to be taken; see chains.py."""
+    """The chain that makes the updates, where there is one that is to be taken, or None and why not; see chains.py."""
     if compat.partitioned_devices(ctx) > 1 or not chains.in_order(layout, ctx.avals_in):
-        return None
+        return None, ""
     known = compat.of_module(ctx).setdefault("orders", Orders(set(), collections.Counter()))
     root = nodes.root(ctx, values[1])
     ordered = root[0] in known.made or known.gathered[root] > 1
-    taken, _ = gate.can_scatter(problem) if settings.force else gate.chain(problem, ordered)
+    taken, why = gate.can_scatter(problem) if settings.force else gate.chain(problem, ordered)
     if not taken or switch.refusal(ctx, settings):
-        return None
+        return None, "" if taken else why
     found = chains.find(ctx, name, ctx.avals_in, values, clip)
     if found is None and gate.alone(problem, ordered):
         found = chains.find(ctx, name, ctx.avals_in, values, clip, alone=True)
@@ -221,7 +223,7 @@ def _chain(name, ctx, values, problem, layout, clip, settings):
         known.made.add(root[0])
         if isinstance(found.other, int):
             known.gathered[nodes.root(ctx, found.values[found.other])] += 1
-    return found
+    return found, ""
 
 
 def _problem(name, ctx, values, dimension_numbers, params):

@@ -62,7 +62,12 @@ def trace(f, dtypes, *, name, weak=None, results=None, label=None, coarse=None):
         _check_dtype(label, d)
     scalar = lambda dtype, weak: jax.ShapeDtypeStruct((), dtype, weak_type=bool(weak))
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        given, shapes = jax.make_jaxpr(f, return_shape=True)(*map(scalar, dtypes, weak))
+        try:
+            given, shapes = jax.make_jaxpr(f, return_shape=True)(*map(scalar, dtypes, weak))
+        except Exception as error:
+            names = ", ".join(d.name for d in dtypes)
+            error.add_note(f"{label} is traced with scalars, one element of each operand: {names}")
+            raise
         closed = jax.make_jaxpr(f)(*(scalar(computing(d), w) for d, w in zip(dtypes, weak)))
     limits = _limits(given, closed, dtypes)
     out, out_tree = jax.tree.flatten(shapes)
