@@ -25,8 +25,8 @@ __all__ = ["CheckError", "Explanation", "accelerate", "explain", "install", "uni
 # in a 16-bit sum, or in a step of training in float32.
 TOLERANCE = {"bfloat16": 2**-4, "float16": 2**-6, "float32": 2**-12, "float64": 2**-36}
 
-# Of the error that is allowed, what every array may have of the largest element of all arrays in its result: the gradient of a
-# parameter on which a loss does not depend, such as a bias of keys in attention, is nothing but rounding.
+# An array may also differ by this share of the allowed error, relative to the largest element of all arrays in the same result.
+# A gradient that is zero in exact arithmetic, such as the gradient of attention's key bias, consists of rounding errors.
 NOISE = 2**-6
 
 _sessions = itertools.count(1)

@@ -52,7 +52,7 @@ def recorded():
 
 @contextlib.contextmanager
 def noted():
-    """Inside the block nothing is noted in this thread: the decision on what is lowered there is noted already."""
+    """Suppresses records in this thread. For lowering an operation whose decision is recorded already."""
     before, _local.noted = getattr(_local, "noted", False), True
     try:
         yield

@@ -72,7 +72,7 @@ def _all(*conditions):
 
 
 def _facts(jaxpr, consts, args) -> list:
-    """The facts of the results of a jaxpr, from those of its constants and arguments."""
+    """Evaluates a jaxpr on facts: `consts` and `args` are the facts of its inputs, and the results are the facts of its outputs."""
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args)))
     for e in jaxpr.eqns:
         operands = [_Fact.of(v.val) if isinstance(v, Literal) else env[v] for v in e.invars]

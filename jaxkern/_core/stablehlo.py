@@ -116,10 +116,10 @@ def is_arithmetic(ctx, value) -> bool:
 
 
 def before_widening(value):
-    """The bfloat16 numbers that `value` is in float32, or None.
+    """Returns the bfloat16 value that `value` is the float32 conversion of, or None.
 
-    What moves them in between is repeated on them; the result is the same value at each call. float16 is left alone: a
-    gradient that the program has in float32 may be too small or too large for it.
+    Reshapes, transposes and slices after the conversion are repeated on the bfloat16 value; later calls return the same
+    operations. float16 values are not looked for: a float32 gradient may be out of the range of float16.
     """
     moves = []
     operation = maker(value)
@@ -141,7 +141,7 @@ def _element(value) -> str:
 
 
 def _repeated(move, operand):
-    """`operand` moved as in `move`, an operation on other elements, in its place."""
+    """Applies `move`, a reshape, transpose or slice, to `operand`, at the place of `move` in the program."""
     kind = ir.RankedTensorType.get(
         ir.RankedTensorType(move.results[0].type).shape, ir.RankedTensorType(operand.type).element_type
     )

@@ -13,9 +13,11 @@
 // and +inf in a row make both NaN. The residuals of a row are its largest logit and `total`, the sum of exp(x -
 // largest). lse alone would be too inaccurate for the probabilities of large logits.
 //
-// With `as_written`, loss and gradient are those of logsumexp(x) - x[y] as JAX computes it: a row whose logits are all
-// -inf has NaN for both, a row that holds +inf and no NaN has the loss inf, or NaN if that is the label, and a label that
-// is not a class has the loss NaN and the gradient of logsumexp alone.
+// `as_written` selects the special cases that JAX has in logsumexp(x) - x[y]:
+//
+//     all logits are -inf             loss and gradient are NaN
+//     +inf, and no NaN, in the row    the loss is inf, or NaN if the label's logit is +inf; the gradient has NaN
+//     the label is not a class        the loss is NaN; the gradient is the gradient of logsumexp(x)
 //
 //     Label      the class of a row, or the reason why it has none
 //     LossStat   statistics of a share of a row: largest logit, sum of exponentials, sums for smoothing

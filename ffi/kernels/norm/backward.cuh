@@ -7,8 +7,8 @@
 // group i takes row i, then every row that is a multiple of the number of groups further on. With kLanes < 0 a group is a
 // cluster, and there are as many of them as the GPU runs at once, at most `blocks`. The sums over rows stay in registers,
 // because a thread always has the same columns. At the end each block adds the sums of its groups in order, and NormSums
-// adds those of the blocks in order, so that results are reproducible. With clusters this holds on one GPU only, because
-// the number of clusters depends on it.
+// adds the sums of the blocks in order, so results are reproducible. With clusters this holds for runs on the same GPU,
+// because the number of clusters that run at once depends on it.
 //
 // Rows are copied to kStages slots of shared memory asynchronously and are read there, which needs no registers. A thread
 // copies the packs that it reads itself, into room that no other thread touches; that needs no barriers. Packs of two

@@ -2,8 +2,8 @@
 //
 //     NormForward<Norm<...>, N, kLanes, kPacks, kRows, kThreads, kWhole, epilogue>
 //
-// kLanes says which threads hold a row: 1 to 32 lanes of a warp, 0 for a block of kThreads threads, -b for a cluster of b
-// such blocks (sm_90 and newer). Thread t of the n threads of a row holds packs t, t + n, and so on, kPacks of them, of
+// kLanes selects the threads that hold a row. 1 to 32: that many lanes of a warp. 0: a block of kThreads threads. -b: a
+// cluster of b such blocks (sm_90 and newer). Thread t of the n threads of a row holds packs t, t + n, and so on, kPacks of them, of
 // kRows rows. All loads are issued before the first use. Each element is read once and written once; with a residual, both
 // inputs are read, and their sum is written too. kWhole says that the packs of all threads fill a row exactly. The
 // epilogue is a function that is applied before the store (epilogue.cuh), or quantisation (quantize.cuh).

@@ -196,8 +196,8 @@ template <class C, int kBlocks, int kMost> struct ClusterSums {
   }
   // Waits for the other blocks to have called Init.
   __device__ __forceinline__ void Ready() { WaitOpened<kBlocks>(); }
-  // On entry v holds the sums of the block, the same in every thread; on return, those of the cluster. `call` counts the
-  // calls from 0.
+  // Replaces v, the sums of this block, by the sums over the cluster. Every thread passes the same v. `call` is the number
+  // of earlier calls.
   template <int kCount> __device__ __forceinline__ void Add(C (&v)[kCount], uint32_t call) {
 #ifdef JAXKERN_HAS_BULK_COPY
     if constexpr (kBlocks > 1) {

@@ -157,9 +157,10 @@ def _primitive(name, reference, taylor=None, which=None, **options):
 
 
 def _of_narrow_logits(prim, ctx, operands, params, lower):
-    """The results for logits that were widened, from those in bfloat16, which are half as much to read; or None.
+    """Lowers a call on float32 logits that are converted bfloat16 logits to a call on the latter, which halves the reads.
 
-    The gradient is rounded to bfloat16 here. A program that widens its logits rounds it where it converts it back.
+    Returns None if the logits are not such a conversion. The gradient is rounded to bfloat16 and converted to float32; the
+    program itself would round it where it converts the gradient back.
     """
     narrow = stablehlo.before_widening(operands[0]) if params["options"].as_written else None
     if narrow is None:

@@ -16,9 +16,8 @@ class Options(typing.NamedTuple):
     ignore: int | None = None
     # The gradient may overwrite the logits: for the part of an array on one device, whose program does not show it.
     overwrites: bool = False
-    # Loss and gradient of rows without a finite sum, and of labels that are no class, as JAX has them in logsumexp(x) -
-    # x[label]; and logits that are arithmetic are left to XLA, which computes them where it reads them: for
-    # `jaxkern.accelerate`.
+    # For calls that `jaxkern.accelerate` puts into a program. Infinite logits, and labels that are not a class, have the
+    # results that JAX has in logsumexp(x) - x[label]. If arithmetic makes the logits, the call is left to XLA.
     as_written: bool = False
 
 
@@ -137,7 +136,7 @@ def settled(loss, largest, total, of_label, bad, ignored, options):
 
 
 def kept_total(largest, total, options):
-    """The residual: inf beside +inf, where the sum itself is NaN, which `jax.debug_nans` would report."""
+    """The total to return as a residual. In rows that hold +inf the sum is NaN, which `jax.debug_nans` would report; they get inf."""
     return jnp.where(largest == jnp.inf, jnp.inf, total) if options.as_written else total
 
 

@@ -109,7 +109,7 @@ def score_grad_on_cpu(*operands, unscored, **params):
 
 
 def _grads_on_cpu(which, x, g, *parts, axis, algorithm, log, function, indexed, extras, unscored):
-    """Those of dx and ds that `which` names. Elements that take no part may make them NaN at first; see `unless_nan`."""
+    """Returns [dx, ds] at the positions in `which`. Excluded elements may make the quick result NaN; see `unless_nan`."""
     params = dict(function=function, indexed=indexed, extras=extras)
 
     def exact():
