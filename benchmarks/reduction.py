@@ -154,7 +154,7 @@ def checks(clock: Any) -> list[dict[str, Any]]:
 
     del clock
     shape = jax.ShapeDtypeStruct((256, 512), jnp.float32)
-    step = Program("step", jax.value_and_grad(lambda x: jaxkern.logsumexp(x).sum()), [shape])
+    step = Program("step", jax.value_and_grad(lambda x: jaxkern.logsumexp(x, axis=-1).sum()), [shape])
     step.compile()
     moves = re.findall(r"= \S+ (transpose)\(", step.compiled.as_text())
     return [

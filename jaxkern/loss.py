@@ -63,7 +63,7 @@ def softmax_cross_entropy(
             False are masked: they enter neither lse nor the mean, and a label that names one makes the loss infinite.
         label_smoothing: a Python number from 0 to 1: the part of the target that is spread evenly over the classes.
         z_loss: a Python number: the weight of lse**2, a penalty that keeps lse near 0.
-        ignore_index: an int that is not a class. Rows with this label have loss 0 and gradient 0.
+        ignore_index: an int. Rows with this label have loss 0 and gradient 0. It may be a class, such as the one that pads.
         score, score_args: as for `softmax`: x above is then `score(logit, *indices, *args)`, a function of scalars that is
             compiled into the kernels. A class with a score of -inf counts as masked.
 
@@ -81,8 +81,8 @@ def softmax_cross_entropy(
     Raises:
         TypeError: `logits`, `labels` or `where` is of the wrong type; `label_smoothing` or `z_loss` is not a Python number;
             `score` does what a kernel cannot, or does not take these arguments.
-        ValueError: the shapes or `axis` do not match; `label_smoothing` is not in [0, 1]; `ignore_index` is a class; an
-            array of `score_args` does not broadcast to the logits.
+        ValueError: the shapes or `axis` do not match; `label_smoothing` is not in [0, 1]; an array of `score_args` does not
+            broadcast to the logits.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> logits = jnp.array([[1.0, 1.0], [0.0, 50.0], [3.0, 4.0]])
@@ -323,19 +323,15 @@ def _prepared(name, logits, labels, where, axis, options):
             f"jaxkern.{name}: labels of shape {labels.shape} for logits of shape {logits.shape} and axis {axis}, "
             f"which take labels of shape {rows}"
         )
-    options = _representable(
-        name, options, labels, logits.shape[axis], f"logits of shape {logits.shape} along axis {axis}"
-    )
+    options = _representable(options, labels)
     mask = validate.full_rank_mask(name, logits, where, "logits")
     return (logits, labels, *(() if mask is None else (mask,))), axis, options
 
 
-def _representable(name, options, labels, classes, what) -> Options:
-    """The options, without an `ignore_index` that no label of this dtype has; `what` has these classes."""
+def _representable(options, labels) -> Options:
+    """The options, without an `ignore_index` that no label of this dtype has."""
     if options.ignore is None:
         return options
-    if options.ignore >= 0 and not (isinstance(classes, int) and options.ignore >= classes):
-        raise ValueError(f"jaxkern.{name}: ignore_index {options.ignore} is a class of {what}")
     info = jnp.iinfo(labels.dtype)
     return options if int(info.min) <= options.ignore <= int(info.max) else options._replace(ignore=None)
 
@@ -416,7 +412,7 @@ def _linear(h, weight, labels, bias, weights, *, options, reduction):
         if bias.shape != (classes,):
             raise ValueError(f"jaxkern.{name}: bias of shape {bias.shape} for {classes} classes")
     spec = spec._replace(
-        loss=_representable(name, spec.loss, labels, classes, f"weight of shape {weight.shape}"),
+        loss=_representable(spec.loss, labels),
         logits_dtype=spec.logits_dtype or h.dtype.name,
     )
     if spec.logits_dtype not in (h.dtype.name, computing(h.dtype).name):

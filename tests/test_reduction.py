@@ -400,7 +400,7 @@ def test_huge_and_tiny_values(dtype):
                 fits &= np.abs(np.asarray(x).astype(wide)).sum(-1) <= float(jnp.finfo(computing(dtype)).max)
             assert_rounded(np.asarray(y)[fits], exact[fits], np.broadcast_to(slack, exact.shape)[fits], dtype)
         if dtype == "float16":  # the sum is infinite, the mean is not
-            y = jaxkern.reduce_mean(jnp.full((2, 1000), 60000, dtype))
+            y = jaxkern.reduce_mean(jnp.full((2, 1000), 60000, dtype), -1)
             assert (np.asarray(y) == 60000).all() and np.isinf(jaxkern.reduce_sum(jnp.full(1000, 60000, dtype)))
 
 
@@ -438,8 +438,8 @@ def test_numbers_and_other_types(operation):
         np.testing.assert_allclose(ours(x), theirs(x), rtol=1e-6)
     if operation != "logsumexp":
         x = jnp.array([[True, False, True], [False, False, True]])
-        assert ours(x).dtype == theirs(x, axis=-1).dtype
-        np.testing.assert_allclose(ours(x), theirs(x, axis=-1))
+        assert ours(x).dtype == theirs(x).dtype
+        np.testing.assert_allclose(ours(x), theirs(x))
     np.testing.assert_array_equal(ours(np.arange(6.0)), ours(jnp.arange(6.0)))
 
 
@@ -459,7 +459,7 @@ def test_types_without_a_kernel(operation, dtype):
             found[len(found) - len(wider) :], np.asarray(wider.astype(dtype).astype(jnp.float32))
         )
         assert operation == "reduce_mean" or not np.isnan(found).any()
-    assert jax.grad(lambda x: OURS[operation](x)[0].astype(jnp.float32))(x).dtype == x.dtype
+    assert jax.grad(lambda x: OURS[operation](x, -1)[0].astype(jnp.float32))(x).dtype == x.dtype
 
 
 @pytest.mark.gpu
@@ -471,11 +471,11 @@ def test_more_than_2_to_31_elements(operation):
         pytest.skip("not enough device memory")
     x = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))(jax.random.key(0))
     rows = (0, 1, (1 << 31) // 2051, (1 << 31) // 2051 + 1, shape[0] - 1)
-    y = jax.jit(OURS[operation])(x)
+    y = jax.jit(lambda x: OURS[operation](x, -1))(x)
     for row in rows:
         assert_rounded(y[row], *expected(operation, x[row]), x.dtype)
     columns = jax.jit(lambda x: OURS[operation](x, 0))(x)
-    whole = jax.jit(lambda x: OURS[operation](x.reshape(1, -1)))(x)
+    whole = jax.jit(lambda x: OURS[operation](x.reshape(1, -1), 1))(x)
     some = [0, 7, 2050]
     near = jax.jit(lambda x: JAX[operation](x[:, jnp.array(some)].astype(jnp.float32), axis=0))(x)
     np.testing.assert_allclose(
@@ -485,6 +485,89 @@ def test_more_than_2_to_31_elements(operation):
         assert whole[0] == OURS[operation](y)
     elif operation == "logsumexp":
         np.testing.assert_allclose(float(whole[0]), float(jax.nn.logsumexp(y.astype(jnp.float32))), rtol=1e-2)
+
+
+# ---- the arguments of jnp
+
+
+@pytest.mark.parametrize("x_dtype", ["bfloat16", "float32", "uint8", "bool"])
+@every_operation
+def test_arguments_as_in_jnp(operation, x_dtype, x64):
+    """Every combination gives the value, shape and dtype of the counterpart; without an axis, of the whole array."""
+    if operation == "logsumexp" and x_dtype == "bool":
+        pytest.skip("logsumexp of booleans is refused")
+    x = jnp.asarray(np.random.default_rng(0).normal(0, 3, (3, 4, 5))).astype(x_dtype)
+    axes = ({}, {"axis": (0, 2)}, {"axis": -1, "keepdims": True})
+    others = [{}]
+    if operation in ("reduce_sum", "reduce_mean"):
+        types = ("float16", "float32", "float64", *(("int8", "uint8", "int32") if operation == "reduce_sum" else ()))
+        others += [{"dtype": dtype} for dtype in types]
+    if operation == "reduce_sum":
+        others += [
+            {"promote_integers": False},
+            {"initial": 1.5, "promote_integers": False},
+            {"initial": 2, "dtype": "int8"},
+        ]
+    if operation not in ("reduce_mean", "logsumexp"):
+        others += [{"initial": 2}, {"initial": jnp.float32(1.5)}, {"initial": -1, "where": x > 0}]
+    cases = [axis | other for axis, other in itertools.product(axes, others)]
+    for ours, theirs, case in zip(
+        *(jax.jit(lambda x, f=f: [f(x, **case) for case in cases])(x) for f in (OURS[operation], JAX[operation])), cases
+    ):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), case
+        near = 2.0**-6 if "16" in f"{x_dtype}{ours.dtype}" else 1e-5
+        np.testing.assert_allclose(*(np.asarray(y, np.float64) for y in (ours, theirs)), near, near, err_msg=str(case))
+
+
+@pytest.mark.parametrize("initial", [0.5, 3.0])
+@pytest.mark.parametrize("operation", ["reduce_sum", "reduce_max", "reduce_min"])
+def test_gradient_with_an_initial_value(operation, initial, x64):
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 6))).at[0].set(initial)
+    ours, theirs = (
+        jax.grad(lambda x, a: jnp.sin(f[operation](x, 1, initial=a)).sum(), (0, 1))(x, initial) for f in (OURS, JAX)
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12), ours, theirs)
+
+
+FACTORS = {
+    "number": lambda: 2.0,
+    "column": lambda: jnp.array([[1.0], [-2.0], [0.0]]),
+    "wider than x": lambda: jnp.asarray(np.random.default_rng(2).normal(size=(2, 3, 7))).at[:, :, 2].set(0),
+    "integers": lambda: jnp.arange(-3, 4),
+    "booleans": lambda: jnp.arange(7) > 2,
+}
+
+
+@pytest.mark.parametrize("b", FACTORS)
+@pytest.mark.parametrize("given", [{}, {"axis": -1, "keepdims": True}, {"axis": (0, -1)}], ids=str)
+@pytest.mark.parametrize("return_sign", [False, True])
+def test_logsumexp_with_factors(b, given, return_sign, x64):
+    """Values, signs and gradients of jax.nn.logsumexp, huge and masked elements included."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 7))).at[0, 5].set(700.0).at[1, 3].set(-jnp.inf)
+    b = FACTORS[b]()
+    given = given | {"return_sign": return_sign, "where": jnp.arange(7) != 1}
+    real = jnp.issubdtype(jnp.asarray(b).dtype, jnp.floating)
+
+    def both(f):
+        y, pull, sign = jax.vjp(lambda *a: split(f(*a)), *((x, b) if real else (x,)), has_aux=True)
+        return y, sign, pull(jnp.where(jnp.isfinite(y), jnp.cos(y), 0))
+
+    def split(found):
+        return found if return_sign else (found, jnp.zeros(()))
+
+    ours = both(lambda x, *factor: OURS["logsumexp"](x, b=factor[0] if factor else b, **given))
+    theirs = both(lambda x, *factor: JAX["logsumexp"](x, b=factor[0] if factor else b, **given))
+    np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-12)
+    np.testing.assert_array_equal(ours[1], theirs[1])
+    for a, c in zip(ours[2], theirs[2]):  # JAX has NaN where a sum vanishes, ours has no gradient there
+        np.testing.assert_allclose(a, jnp.where(jnp.isnan(c), 0, c), rtol=1e-10, atol=1e-14)
+
+
+def test_logsumexp_with_a_sign():
+    x = jnp.array([[0.0, 1.0], [-jnp.inf, -jnp.inf], [jnp.inf, 0.0], [jnp.nan, 0.0]])
+    for found, wanted in zip(*(f["logsumexp"](x, 1, return_sign=True) for f in (OURS, JAX))):
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+        assert found.dtype == wanted.dtype
 
 
 # ---- bad input
@@ -517,9 +600,27 @@ def test_bad_input(operation, args, kind, words):
     assert message.startswith(f"jaxkern.{operation}: ") and all(word in message for word in words), message
 
 
-def test_logsumexp_of_booleans_is_refused():
-    with pytest.raises(TypeError, match="jaxkern.logsumexp: x must be real"):
-        jaxkern.logsumexp(jnp.ones((2, 3), bool))
+@pytest.mark.parametrize(
+    "operation, given, kind, words",
+    [
+        ("reduce_sum", {"dtype": "complex64"}, TypeError, "dtype must be floating-point or integer, got complex64"),
+        ("reduce_sum", {"dtype": bool}, TypeError, "dtype must be floating-point or integer, got bool"),
+        ("reduce_mean", {"dtype": int}, TypeError, "dtype must be floating-point, got int32"),
+        ("reduce_sum", {"initial": jnp.ones(2)}, ValueError, r"initial must be a scalar, got shape \(2,\)"),
+        ("reduce_max", {"initial": 1j}, TypeError, "initial must be real, got complex64"),
+        ("reduce_min", {"initial": "1"}, TypeError, "initial must be a number, got str"),
+        ("reduce_sum", {"promote_integers": 0}, TypeError, "promote_integers must be True or False, got 0"),
+        ("logsumexp", {"return_sign": 1}, TypeError, "return_sign must be True or False, got 1"),
+        ("logsumexp", {"b": "b"}, TypeError, "b must be an array or a number, got str"),
+        ("logsumexp", {"b": jnp.ones(3, "complex64")}, TypeError, "b must be real"),
+        ("logsumexp", {"b": jnp.ones(2)}, ValueError, r"x of shape \(2, 3\) and b of shape \(2,\) do not broadcast"),
+        ("logsumexp", {"x": jnp.ones(3, bool)}, TypeError, "x must be real"),
+        ("logsumexp", {"x": jnp.ones(3, bool), "b": 1.0}, TypeError, "x must be real"),
+    ],
+)
+def test_bad_arguments(operation, given, kind, words):
+    with pytest.raises(kind, match=f"jaxkern.{operation}: {words}"):
+        OURS[operation](**({"x": jnp.ones((2, 3))} | given))
 
 
 # ---- tiers

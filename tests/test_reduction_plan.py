@@ -153,7 +153,7 @@ def test_kernels_compile():
 
 LOWERED = """
 import jax, jaxkern
-traced = jax.jit(jaxkern.logsumexp).trace(jax.ShapeDtypeStruct((4, 100_000), "float32"))
+traced = jax.jit(lambda x: jaxkern.logsumexp(x, -1)).trace(jax.ShapeDtypeStruct((4, 100_000), "float32"))
 print(traced.lower(lowering_platforms=("cuda",)).as_text())
 """
 
@@ -161,7 +161,7 @@ print(traced.lower(lowering_platforms=("cuda",)).as_text())
 @needs_runtime
 def test_programs():
     """One call per reduction, with a launch list that the runtime reads, and the same text in every process."""
-    text = functools.partial(lowered, jaxkern.logsumexp)
+    text = functools.partial(lowered, lambda x: jaxkern.logsumexp(x, -1))
     one = text((4, 100_000), "float32")
     assert one.count("@jaxkern_logsumexp(") == 1 and "LogSumExp_<float>" in one
     for program in (*launch.programs(one), *launch.programs(text((64, 3), "float16"))):
@@ -178,14 +178,14 @@ def lowered(f, *args):
 @needs_runtime
 @pytest.mark.parametrize("dtype", ["int8", "bool", "uint32"])
 def test_programs_of_integers(dtype):
-    (program,) = launch.programs(lowered(jaxkern.reduce_sum, (64, 300), dtype))
+    (program,) = launch.programs(lowered(lambda x: jaxkern.reduce_sum(x, -1), (64, 300), dtype))
     assert re.search(r"Sum_<u?int(8|32)_t, false, false>", program) and registry.kernels.module.check(program) == ""
 
 
 @needs_runtime
 def test_masks_of_many_groups_are_broadcast():
     mask = jnp.ones((2, 1) * 5 + (1,), bool)
-    text = lowered(lambda x: jaxkern.reduce_sum(x, where=mask), (2,) * 11, "float32")
+    text = lowered(lambda x: jaxkern.reduce_sum(x, -1, where=mask), (2,) * 11, "float32")
     assert "@jaxkern_reduce_sum(" in text and "tensor<2x2x2x2x2x2x2x2x2x2x2xi1>" in text
 
 

@@ -24,6 +24,7 @@ OPTIONS = (
     {"label_smoothing": 0.1, "z_loss": 0.01},
     {"z_loss": 0.02, "ignore_index": NOTHING},
     {"label_smoothing": 1.0},
+    {"label_smoothing": 0.1, "ignore_index": 3},  # a class
 )
 
 
@@ -87,7 +88,7 @@ def in_float64(f, *arrays):
 def check(shape, dtype, options, where=None):
     x, labels, (slope, bias, *rest) = arguments(shape, dtype)
     if "ignore_index" in options:
-        labels = labels.at[0, 1].set(NOTHING)
+        labels = labels.at[0, 1].set(options["ignore_index"])
     given = options if where is None else options | {"where": jnp.asarray(where)}
     found = jax.jit(both(ours, labels, rest, given))(x, slope, bias)
     rest = [np.asarray(a) for a in rest]

@@ -347,7 +347,7 @@ def test_reductions_of_split_rows(dtype, masked):
     x = x.at[1, 40].set(jnp.nan).at[2, 3].set(jnp.inf).at[3].set(-jnp.inf).astype(dtype)
     mask = None if mask is None else mask.at[:3, 3].set(True).at[1, 40].set(True)
     for operation in (*REDUCTIONS, "reduce_min"):
-        f = jax.jit(lambda x, mask: getattr(jaxkern, operation)(x, where=mask))
+        f = jax.jit(lambda x, mask: getattr(jaxkern, operation)(x, -1, where=mask))
         for spec in (P("r", "c"), P(None, ("r", "c"))):
             args = put(m, (x, mask), (spec, spec))
             compiled = f.lower(*args).compile()

@@ -14,7 +14,8 @@ import jaxkern
 from jaxkern import tiers
 
 ROWS, WIDTH, VOCABULARY = 32, 8, 64
-OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.01, "ignore_index": -1, "soft_cap": 3.0}
+IGNORED = 5  # a class
+OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.01, "ignore_index": IGNORED, "soft_cap": 3.0}
 
 
 @functools.cache
@@ -24,7 +25,7 @@ def operands():
         jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((4, 8, WIDTH), (WIDTH, VOCABULARY), VOCABULARY)
     )
     labels = rng.integers(0, VOCABULARY, (4, 8))
-    labels[0, :3] = -1
+    labels[0, :3] = IGNORED
     return h, weight, bias, jnp.asarray(labels, jnp.int32)
 
 
@@ -93,7 +94,7 @@ def test_shardings_are_kept(kind):
     args = put(m, (h, weight, bias, labels), (P("r", None, None), P(None, "c"), P("c"), P("r", None)))
     per_row = jax.jit(lambda h, w, b, y: jaxkern.linear_softmax_cross_entropy(h, w, y, b, reduction="none"))(*args)
     assert per_row.sharding.is_equivalent_to(NamedSharding(m, P("r")), 2)
-    mean = lambda h, w, b, y: jaxkern.linear_softmax_cross_entropy(h, w, y, b, ignore_index=-1)
+    mean = lambda h, w, b, y: jaxkern.linear_softmax_cross_entropy(h, w, y, b, ignore_index=IGNORED)
     value, found = jax.jit(jax.value_and_grad(mean, (0, 1, 2)))(*args)
     for a, b in zip(found, args):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)

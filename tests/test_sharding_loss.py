@@ -20,7 +20,7 @@ LOSSES = {  # arguments of softmax_cross_entropy
     "plain": {},
     "smooth": {"label_smoothing": 0.1},
     "spread": {"label_smoothing": 1.0},
-    "z": {"z_loss": 0.01},
+    "z": {"z_loss": 0.01, "ignore_index": 0},  # a class
     "all": {"label_smoothing": 0.1, "z_loss": 0.01, "ignore_index": -1},
 }
 

@@ -1,5 +1,7 @@
 """jaxkern.tiers: every operation has algorithms, which can be asked for and forced, and a misfit is an error."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -24,6 +26,11 @@ CALLS |= {
     name: [(lambda x, ids, name=name: getattr(jaxkern, name)(x, ids, 90), X, IDS)]
     for name in tiers.operations()
     if name.startswith("segment_")
+}
+CALLS |= {
+    name: [(functools.partial(getattr(jaxkern, name), axis=-1), X)]
+    for name in tiers.operations()
+    if name == "logsumexp" or name.startswith("reduce_")
 }
 
 

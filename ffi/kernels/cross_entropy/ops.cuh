@@ -9,8 +9,8 @@
 //
 // Sums and means are over the `count` elements whose mask is true. A masked element has gradient 0; if it is the label,
 // the loss is infinite, the logarithm of 0. A row without participants, or whose logits are all -inf, has loss 0 and
-// gradient 0. A label that is not a class has loss 0 and gradient 0 if it equals `ignore`, otherwise NaN for both. NaN
-// and +inf in a row make both NaN. The residuals of a row are its largest logit and `total`, the sum of exp(x -
+// gradient 0. A label that equals `ignore` has loss 0 and gradient 0, whether it is a class or not. Any other label that is
+// not a class has NaN for both. NaN and +inf in a row make both NaN. The residuals of a row are its largest logit and `total`, the sum of exp(x -
 // largest). lse alone would be too inaccurate for the probabilities of large logits.
 //
 // `as_written` selects the special cases that JAX has in logsumexp(x) - x[y]:
@@ -60,7 +60,7 @@ struct LossParams {
   bool has_ignore;
   bool as_written;
   LabelType label_type;
-  int64_t ignore;  // bits of the label to ignore; never a class
+  int64_t ignore;  // bits of the label to ignore
   LossNumbers<float> single;
   LossNumbers<double> wide;
   void* partials;       // LossStats of parts, or null
