@@ -17,6 +17,7 @@ from jaxkern._core import validate
 from jaxkern._ops.indexing import primitive
 from jaxkern._ops.indexing.order import Order, with_order
 from jaxkern._ops.indexing.primitive import Rules
+from jaxkern._ops.indexing.sort import rows_of
 
 Mode = str | jax.lax.GatherScatterMode | None
 MODES = ("None", "'fill'", "'drop'", "'clip'", "'promise_in_bounds'")
@@ -45,9 +46,9 @@ def index_add(
             float32 or wider, float64 in float64, and rounded once; int32, int64 and uint32 wrap. Other dtypes use XLA.
         axis: an int, the dimension of `x` that is indexed.
         index: array of one dimension and any integer dtype, with x64 on or off. Negative indices count from the end.
-        source: array of the shape of `x`, except that its size along `axis` is that of `index`. If the dtypes differ,
-            both are promoted, and the sum is rounded to the dtype of `x`. Adding floating-point numbers to integers is
-            an error.
+        source: array of the shape of `x`, except that its size along `axis` is that of `index`, or an array or a number
+            that broadcasts to this shape, which costs a copy. If the dtypes differ, both are promoted, and the sum is
+            rounded to the dtype of `x`. Adding floating-point numbers to integers is an error.
         alpha: a factor: a number, or a scalar array, which may be traced.
         mode: how to treat indices that are still out of range: None, "drop" and "fill" drop them, "clip" uses the nearest
             row, "promise_in_bounds" promises that there are none (they are dropped: nothing is written out of bounds).
@@ -91,7 +92,13 @@ def index_add(
 
 
 def index_select(
-    x: ArrayLike, axis: int, index: ArrayLike | None, *, mode: Mode = None, order: Order | None = None
+    x: ArrayLike,
+    axis: int,
+    index: ArrayLike | None,
+    *,
+    mode: Mode = None,
+    fill_value: ArrayLike | None = None,
+    order: Order | None = None,
 ) -> jax.Array:
     """Gathers the rows of `x` at `index` along `axis`, as `x.at[index].get(mode=mode)` does along the first axis.
 
@@ -101,9 +108,11 @@ def index_select(
         x: array of one dimension or more, of any dtype except typed PRNG keys.
         axis: an int, the dimension of `x` that is indexed.
         index: array of one dimension and any integer dtype. Negative indices count from the end.
-        mode: how to treat indices that are still out of range: None, "fill" and "drop" give NaN, the lowest value of a
-            signed or the greatest of an unsigned dtype; "clip" uses the nearest row; "promise_in_bounds" promises that
-            there are none (they are clipped). A `jax.lax.GatherScatterMode` is accepted too.
+        mode: how to treat indices that are still out of range: None, "fill" and "drop" give `fill_value`; "clip" uses the
+            nearest row; "promise_in_bounds" promises that there are none (they are clipped). A
+            `jax.lax.GatherScatterMode` is accepted too.
+        fill_value: a number, or a scalar array, which may be traced; converted to the dtype of `x`. None: NaN, the lowest
+            value of a signed or the greatest of an unsigned dtype.
         order: as for `index_add`; the gradient uses it.
 
     Returns:
@@ -111,30 +120,36 @@ def index_select(
         which writes every row once.
 
     Raises:
-        TypeError: `index` is not of an integer dtype; `x` or `index` is not an array; `axis` is not an int.
-        ValueError: `axis` is out of bounds; `index` does not have one dimension; `mode` is unknown.
+        TypeError: `index` is not of an integer dtype; `x` or `index` is not an array; `axis` is not an int; `fill_value` is
+            not a number.
+        ValueError: `axis` is out of bounds; `index` does not have one dimension; `mode` is unknown; `fill_value` is not a
+            scalar.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.index_select(jnp.array([[1.0, 2.0], [3.0, 4.0]]), 1, jnp.array([1, -2, 1])).tolist()
     [[2.0, 1.0, 2.0], [4.0, 3.0, 4.0]]
     """
-    rules = _rules("index_select", axis, mode, wrap=True, fill_nan=True)
+    if fill_value is not None:
+        validate.check_array("index_select", "fill_value", "a number", fill_value)
+    rules = _rules("index_select", axis, mode, wrap=True, fill_nan=fill_value is None)
     promised = _mode("index_select", mode) == jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
     index, order_operands, rules = with_order(
         "index_select", "index", index, order, rules, mode, _rows_of(x, rules, order)
     )
-    return _index_select(
-        x, safe_index(index), *order_operands, rules=rules._replace(clip=rules.clip or (promised and order is None))
-    )
+    rules = rules._replace(clip=rules.clip or (promised and order is None))
+    return _index_select(x, safe_index(index), fill_value, *order_operands, rules=rules)
 
 
-def embedding_lookup(table: ArrayLike, ids: ArrayLike | None, *, order: Order | None = None) -> jax.Array:
+def embedding_lookup(
+    table: ArrayLike, ids: ArrayLike | None, *, fill_value: ArrayLike | None = None, order: Order | None = None
+) -> jax.Array:
     """Gathers the rows of `table` that `ids` name, as `jnp.take(table, ids, axis=0)`.
 
     Args:
         table: array of shape (rows, ...), of any dtype except typed PRNG keys.
-        ids: array of any shape and integer dtype. Negative ids count from the end; ids that are out of range give NaN
-            (for integers, a limit of the dtype), as in `jnp.take`.
+        ids: array of any shape and integer dtype. Negative ids count from the end; ids that are out of range give
+            `fill_value`, as in `jnp.take`.
+        fill_value: as for `index_select`. None: NaN, or for integers a limit of the dtype.
         order: the result of `jaxkern.sort_indices(ids, rows, wrap=True)`, for the gradient. `ids` may then be None.
 
     Returns:
@@ -142,8 +157,8 @@ def embedding_lookup(table: ArrayLike, ids: ArrayLike | None, *, order: Order | 
         each row once, sums in float32 or wider, and is bitwise reproducible.
 
     Raises:
-        TypeError: `ids` is not of an integer dtype; `table` or `ids` is not an array.
-        ValueError: `table` is a scalar.
+        TypeError: `ids` is not of an integer dtype; `table` or `ids` is not an array; `fill_value` is not a number.
+        ValueError: `table` is a scalar; `fill_value` is not.
 
     >>> import jax, jax.numpy as jnp, jaxkern
     >>> table, ids = jnp.eye(3), jnp.array([[0, 2], [2, -1]])
@@ -152,11 +167,13 @@ def embedding_lookup(table: ArrayLike, ids: ArrayLike | None, *, order: Order | 
     >>> jax.grad(lambda t: jaxkern.embedding_lookup(t, ids).sum())(table)[:, 0].tolist()
     [1.0, 0.0, 3.0]
     """
-    rules = Rules(0, wrap=True, fill_nan=True)
+    if fill_value is not None:
+        validate.check_array("embedding_lookup", "fill_value", "a number", fill_value)
+    rules = Rules(0, wrap=True, fill_nan=fill_value is None)
     ids, order_operands, rules = with_order(
         "embedding_lookup", "ids", ids, order, rules, None, _rows_of(table, rules, order)
     )
-    return _embedding_lookup(table, safe_index(ids), *order_operands, rules=rules)
+    return _embedding_lookup(table, safe_index(ids), fill_value, *order_operands, rules=rules)
 
 
 # Inlined, so that a jaxpr holds the primitive alone. Jitted, so that an eager call costs no more than a jnp function.
@@ -171,10 +188,13 @@ def _index_add(x, index, source, *rest, rules):
     index, rules = _along(name, x, index, rules)
     wanted = (*x.shape[: rules.axis], *index.shape, *x.shape[rules.axis + 1 :])
     if source.shape != wanted:
-        raise ValueError(
-            f"jaxkern.{name}: source must have shape {wanted}, for x of shape {x.shape} and index of "
-            f"shape {index.shape} along axis {rules.axis}, got {source.shape}"
-        )
+        try:
+            source = jnp.broadcast_to(source, wanted)
+        except ValueError:
+            raise ValueError(
+                f"jaxkern.{name}: source must broadcast to {wanted}, for x of shape {x.shape} and index of "
+                f"shape {index.shape} along axis {rules.axis}, got shape {source.shape}"
+            ) from None
     if _kind(source.dtype) > _kind(x.dtype):
         raise TypeError(f"jaxkern.{name}: source of type {source.dtype} cannot be added to x of type {x.dtype}")
     weak = jax.typeof(source).weak_type  # as of a Python scalar: it takes the dtype of x if it can
@@ -186,21 +206,32 @@ def _index_add(x, index, source, *rest, rules):
 
 
 @functools.partial(jax.jit, static_argnames="rules", inline=True)
-def _index_select(x, index, *order, rules):
+def _index_select(x, index, fill_value, *order, rules):
     array("index_select", "x", x)
     index, rules = _along("index_select", x, index, rules)
-    return primitive.index_select(x, index, *order, rules=rules)
+    return _selected("index_select", x, index, fill_value, order, rules)
+
+
+def _selected(name, x, index, fill_value, order, rules):
+    y = primitive.index_select(x, index, *order, rules=rules)
+    if fill_value is None:
+        return y
+    if fill_value.shape != ():
+        raise ValueError(f"jaxkern.{name}: fill_value must be a scalar, got shape {fill_value.shape}")
+    rows, row = x.shape[rules.axis], rows_of(index, x.shape[rules.axis], rules)
+    exists = row < (min(rows, int(jnp.iinfo(row.dtype).max)) if isinstance(rows, int) else rows)
+    return jnp.where(jnp.expand_dims(exists, range(1, x.ndim - rules.axis)), y, fill_value.astype(x.dtype))
 
 
 @functools.partial(jax.jit, static_argnames="rules", inline=True)
-def _embedding_lookup(table, ids, *order, rules):
+def _embedding_lookup(table, ids, fill_value, *order, rules):
     name = "embedding_lookup"
     array(name, "table", table)
     ids = integers(name, "ids", ids)
     if table.ndim == 0:
         raise ValueError(f"jaxkern.{name}: table must have at least one dimension, got shape ()")
     flat = ids if ids.ndim == 1 else validate.mergeable(ids, ids.ndim).reshape(-1)
-    y = primitive.index_select(table, flat, *order, rules=rules)
+    y = _selected(name, table, flat, fill_value, order, rules)
     return y if ids.ndim == 1 else y.reshape(*ids.shape, *table.shape[1:])
 
 

@@ -31,6 +31,7 @@ def rms_norm(
     *,
     axis: Axis = -1,
     eps: float = 1e-6,
+    epsilon: float | None = None,
     residual: ArrayLike | None = None,
     where: ArrayLike | None = None,
     dtype: DTypeLike | None = None,
@@ -48,6 +49,7 @@ def rms_norm(
         axis: an int, a tuple of ints, or None for all axes: the elements that are normalised together. Trailing axes are
             read in place. Others are first moved to the end, and the result back, which costs two copies.
         eps: added to the mean square, a Python number.
+        epsilon: flax's name of `eps`.
         residual: array of the shape and dtype of `x` that is added to `x` first. The sum is rounded to the dtype of
             `x`, and the rounded sum is what is normalised.
         where: boolean array that broadcasts to the shape of `x`. Statistics are of the elements where it is True; all
@@ -92,7 +94,7 @@ def rms_norm(
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
-    return _call("rms_norm", x, scale, None, axis, eps, residual, where, dtype, epilogue, epilogue_args, quantize)
+    return _call("rms_norm", x, scale, None, axis, (eps, epsilon), residual, where, dtype, epilogue, epilogue_args, quantize)
 
 
 def layer_norm(
@@ -102,6 +104,7 @@ def layer_norm(
     *,
     axis: Axis = -1,
     eps: float = 1e-6,
+    epsilon: float | None = None,
     residual: ArrayLike | None = None,
     where: ArrayLike | None = None,
     dtype: DTypeLike | None = None,
@@ -116,7 +119,7 @@ def layer_norm(
 
     Args:
         bias: as `scale`. None: 0.
-        x, scale, axis, eps, residual, where, dtype, epilogue, epilogue_args, quantize: as for `rms_norm`.
+        x, scale, axis, eps, epsilon, residual, where, dtype, epilogue, epilogue_args, quantize: as for `rms_norm`.
 
     Returns, raises: as `rms_norm`.
 
@@ -127,18 +130,20 @@ def layer_norm(
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
     """
-    return _call("layer_norm", x, scale, bias, axis, eps, residual, where, dtype, epilogue, epilogue_args, quantize)
+    return _call("layer_norm", x, scale, bias, axis, (eps, epsilon), residual, where, dtype, epilogue, epilogue_args, quantize)
 
 
 def group_norm(
     x: ArrayLike,
-    groups: int,
+    groups: int | None = None,
     scale: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     *,
+    num_groups: int | None = None,
     channel_axis: int = -1,
     batch_axes: Axis = 0,
     eps: float = 1e-6,
+    epsilon: float | None = None,
     dtype: DTypeLike | None = None,
     epilogue: Callable[..., ArrayLike] | None = None,
 ) -> jax.Array:
@@ -153,11 +158,12 @@ def group_norm(
             promote as in `jax.nn`. float8 uses XLA.
         groups: how many groups of adjacent channels there are; it divides the number of channels. 1 normalises whole
             examples, as many as there are channels each channel (instance normalisation).
+        num_groups: flax's name of `groups`.
         scale, bias: arrays that broadcast to [channels], of a floating-point dtype of their own. None: 1 and 0.
         channel_axis: the dimension of x along which channels lie. Any is read in place.
         batch_axes: the dimensions of examples, an int, a tuple of ints, or () if x is one example, as in equinox. Other
             than leading dimensions are first moved to the front, and the result back, which costs two copies.
-        eps: added to the variance, a Python number.
+        eps, epsilon: as for `rms_norm`.
         dtype: of the result; default: that of `x`.
         epilogue: function of a scalar, such as `jax.nn.silu`, applied to each normalised element in the computing type,
             before it is rounded and stored. It is compiled into the kernel, unless it closes over traced scalars. XLA
@@ -168,8 +174,8 @@ def group_norm(
         infinity is NaN.
 
     Raises:
-        TypeError: an array is complex or not an array; `groups` or `channel_axis` is not an int; `eps` is not a Python
-            number; `dtype` is not floating-point; `epilogue` is not callable, or does what a kernel cannot.
+        TypeError: an array is complex or not an array; `groups` or `channel_axis` is not an int; `groups` or `eps` is given
+            under both of its names; `eps` is not a Python number; `dtype` is not floating-point; `epilogue` is not callable, or does what a kernel cannot.
         ValueError: an axis is out of bounds or repeated, or the channels are an axis of examples; `groups` does not
             divide the channels; `eps` is negative; a shape does not fit.
 
@@ -181,7 +187,9 @@ def group_norm(
     Source: Wu and He, "Group Normalization", 2018.
     """
     name = "group_norm"
-    dtype = _checked(name, {"x": x, "scale": scale, "bias": bias}, eps, dtype)
+    eps, dtype = _checked(name, {"x": x, "scale": scale, "bias": bias}, (eps, epsilon), 1e-6, dtype)
+    if groups is not None and num_groups is not None:
+        raise TypeError(f"jaxkern.{name}: groups and num_groups are names of one argument, and both are given")
     x, function, captured = _function(name, epilogue, x)
     return _grouped(
         x,
@@ -189,10 +197,10 @@ def group_norm(
         bias,
         captured,
         name=name,
-        groups=_integer(name, "groups", groups),
+        groups=_integer(name, "groups", groups) if num_groups is None else _integer(name, "num_groups", num_groups),
         channel=_integer(name, "channel_axis", channel_axis),
         batch=validate.static_axis(name, () if batch_axes is None else batch_axes),
-        eps=float(eps),
+        eps=eps,
         dtype=dtype,
         algorithm=forced(name),
         function=function,
@@ -206,6 +214,7 @@ def batch_norm(
     *,
     channel_axis: int = -1,
     eps: float = 1e-5,
+    epsilon: float | None = None,
     mean: ArrayLike | None = None,
     var: ArrayLike | None = None,
     dtype: DTypeLike | None = None,
@@ -218,7 +227,7 @@ def batch_norm(
 
     Args:
         x, scale, bias, channel_axis, dtype, epilogue: as for `group_norm`. Statistics are over all other dimensions.
-        eps: as for `group_norm`. The default is flax's, haiku's and equinox's.
+        eps, epsilon: as for `group_norm`. The default is flax's, haiku's and equinox's.
         mean, var: arrays that broadcast to [channels]: normalise with these, as in inference, which is left to XLA. Both
             or neither.
 
@@ -243,9 +252,10 @@ def batch_norm(
     name = "batch_norm"
     if (mean is None) != (var is None):
         raise TypeError(f"jaxkern.{name}: mean and var must be given together")
-    dtype = _checked(name, {"x": x, "scale": scale, "bias": bias, "mean": mean, "var": var}, eps, dtype)
+    arrays = {"x": x, "scale": scale, "bias": bias, "mean": mean, "var": var}
+    eps, dtype = _checked(name, arrays, (eps, epsilon), 1e-5, dtype)
     x, function, captured = _function(name, epilogue, x)
-    given = {"channel": _integer(name, "channel_axis", channel_axis), "eps": float(eps), "dtype": dtype}
+    given = {"channel": _integer(name, "channel_axis", channel_axis), "eps": eps, "dtype": dtype}
     given |= {"name": name, "function": function}
     if mean is not None:
         return tuple(_normalised(x, scale, bias, mean, var, captured, **given))
@@ -260,21 +270,24 @@ def _function(name, epilogue, x):
     return x, *_traced(name, epilogue, x, ())
 
 
-def _checked(name, arrays, eps, dtype):
-    """The dtype of the result as JAX has it, or None."""
+def _checked(name, arrays, eps, default, dtype):
+    """(eps, the dtype of the result as JAX has it, or None). eps: the arguments `eps`, with this default, and `epsilon`."""
     for argument, value in arrays.items():
         if value is not None or argument == "x":
             validate.check_array(name, argument, "an array or a number" if argument == "x" else "an array", value)
-    if isinstance(eps, bool) or not isinstance(eps, (numbers.Real, np.number)):
-        raise TypeError(f"jaxkern.{name}: eps must be a Python number, got {type(eps).__name__}")
-    if not float(eps) >= 0:
-        raise ValueError(f"jaxkern.{name}: eps must not be negative, got {eps}")
+    argument, value = ("eps", eps[0]) if eps[1] is None else ("epsilon", eps[1])
+    if eps[1] is not None and eps[0] != default:
+        raise TypeError(f"jaxkern.{name}: eps and epsilon are names of one argument, and both are given")
+    if isinstance(value, bool) or not isinstance(value, (numbers.Real, np.number)):
+        raise TypeError(f"jaxkern.{name}: {argument} must be a Python number, got {type(value).__name__}")
+    if not float(value) >= 0:
+        raise ValueError(f"jaxkern.{name}: {argument} must not be negative, got {value}")
     if dtype is None:
-        return None
+        return float(value), None
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"jaxkern.{name}: dtype must be floating-point, got {dtype}")
-    return jax.dtypes.canonicalize_dtype(dtype)
+    return float(value), jax.dtypes.canonicalize_dtype(dtype)
 
 
 def _integer(name, argument, value) -> int:
@@ -288,7 +301,8 @@ def _integer(name, argument, value) -> int:
 
 
 def _call(name, x, scale, bias, axis, eps, residual, where, dtype, epilogue, args, quantize):
-    dtype = _checked(name, {"x": x, "scale": scale, "bias": bias, "residual": residual}, eps, dtype)
+    arrays = {"x": x, "scale": scale, "bias": bias, "residual": residual}
+    eps, dtype = _checked(name, arrays, eps, 1e-6, dtype)
     if where is not None:
         validate.check_array(name, "where", "a boolean array", where)
     to, block, given = None, None, None
@@ -308,7 +322,7 @@ def _call(name, x, scale, bias, axis, eps, residual, where, dtype, epilogue, arg
         given,
         name=name,
         axis=validate.static_axis(name, axis),
-        eps=float(eps),
+        eps=eps,
         dtype=dtype,
         algorithm=forced(name),
         function=function,

@@ -460,6 +460,43 @@ def test_strict_promotion_as_in_jax():
             jaxkern.index_add(x, 0, index, jnp.ones((3, 4)))
 
 
+@pytest.mark.parametrize("shape", [(), (5,), (4, 1), (1, 5), (1, 1)])
+@pytest.mark.parametrize("alpha", [1, 0.5])
+def test_updates_broadcast_as_in_jax(shape, alpha, x64):
+    x, index, source = values((3, 5), "float64"), jnp.array([2, 0, -1, 2]), values(shape, "float64", 2)
+    ours = lambda x, s: jnp.sin(jaxkern.index_add(x, 0, index, s, alpha=alpha))
+    theirs = lambda x, s: jnp.sin(x.at[index].add(alpha * s))
+    for f, g in ((ours, theirs), *((jax.jacrev(f, (0, 1)) for f in (ours, theirs)),)):
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12), f(x, source), g(x, source))
+    np.testing.assert_array_equal(jaxkern.index_add(x, 1, index, 1), x.at[:, index].add(1))  # a number
+
+
+@pytest.mark.parametrize("mode", [None, "fill", "clip"])
+@pytest.mark.parametrize("dtype", ["float32", "int32", "bool", "bfloat16"])
+def test_fill_value_as_in_jax(dtype, mode):
+    x, index = values((4, 3), "float32").astype(dtype), jnp.array([3, -1, 4, 0, -5, 2**31 - 1, -(2**31)])
+    for fill in (0, 7, -1.5):
+        ours = jaxkern.index_select(x, 0, index, mode=mode, fill_value=fill)
+        theirs = x.at[index].get(mode=mode or "fill", fill_value=fill)
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
+        columns = jaxkern.index_select(x.T, 1, index, mode=mode, fill_value=fill)
+        np.testing.assert_array_equal(columns, theirs.T)
+        looked_up = jaxkern.embedding_lookup(x, index[None], fill_value=fill)
+        np.testing.assert_array_equal(looked_up, jnp.take(x, index[None], axis=0, fill_value=fill))
+    order = jaxkern.sort_indices(index, 4, wrap=True)
+    ordered = jaxkern.index_select(x, 0, None, fill_value=2, order=order)
+    np.testing.assert_array_equal(ordered, jnp.take(x, index, axis=0, fill_value=2))
+
+
+def test_gradient_with_a_fill_value():
+    x, index = values((4, 3), "float32"), jnp.array([3, 3, 9, -1])
+    f = lambda x, fill: jnp.sin(jaxkern.index_select(x, 0, index, fill_value=fill)).sum()
+    g = lambda x, fill: jnp.sin(jnp.where((index < 4)[:, None], x[index], fill)).sum()
+    for ours, theirs in zip(*(jax.grad(h, (0, 1))(x, 0.3) for h in (f, g))):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["segment_sum", "segment_max", "segment_min"])
 def test_signatures_of_jax(name):
     ours, theirs = (list(inspect.signature(getattr(m, name)).parameters.values()) for m in (jaxkern, jax.ops))
@@ -547,8 +584,9 @@ def total(data=((2, 4), "float32"), ids=((2,), "int32"), n=3, **options):
         (add(index=((2, 1), "int32")), ValueError, ["index must have one dimension", "(2, 1)"]),
         (add(index=[0, 1]), TypeError, ["index must be an array", "list"]),
         (add(x=[1.0]), TypeError, ["x must be an array", "list"]),
-        (add(source=((2, 5), "float32")), ValueError, ["source must have shape (2, 4)", "(3, 4)", "(2,)", "(2, 5)"]),
-        (add(source=((3, 4), "float32")), ValueError, ["source must have shape (2, 4)", "(3, 4)"]),
+        (add(source=((2, 5), "float32")), ValueError, ["source must broadcast to (2, 4)", "(3, 4)", "(2,)", "(2, 5)"]),
+        (add(source=((3, 4), "float32")), ValueError, ["source must broadcast to (2, 4)", "(3, 4)"]),
+        (add(source=((1, 2, 4), "float32")), ValueError, ["source must broadcast to (2, 4)", "(1, 2, 4)"]),
         (add(axis=2), ValueError, ["axis 2 is out of bounds", "(3, 4)"]),
         (add(axis=-3), ValueError, ["axis -3 is out of bounds", "(3, 4)"]),
         (add(axis=0.0), TypeError, ["axis must be an int", "0.0"]),
@@ -598,6 +636,16 @@ def total(data=((2, 4), "float32"), ids=((2,), "int32"), n=3, **options):
             ["embedding_lookup: ids", "float32[2]"],
         ),
         (lambda: jaxkern.embedding_lookup(jnp.ones(()), jnp.ones(2, int)), ValueError, ["table", "()"]),
+        (
+            lambda: jaxkern.index_select(jnp.ones(3), 0, jnp.ones(2, int), fill_value=jnp.ones(1)),
+            ValueError,
+            ["index_select: fill_value must be a scalar", "(1,)"],
+        ),
+        (
+            lambda: jaxkern.embedding_lookup(jnp.ones(3), jnp.ones(2, int), fill_value="0"),
+            TypeError,
+            ["embedding_lookup: fill_value must be a number", "str"],
+        ),
         (lambda: jaxkern.index_select(jnp.ones(3), 1, jnp.ones(2, int)), ValueError, ["index_select: axis 1", "(3,)"]),
         (
             lambda: jaxkern.index_select(jnp.ones(3), 0, jnp.ones((), int)),

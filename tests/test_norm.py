@@ -478,6 +478,18 @@ def test_derivatives_reach_the_kernels():
     assert "jaxkern_rms_norm_grad" in text
 
 
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "group_norm", "batch_norm"])
+def test_the_names_of_flax(name):
+    """epsilon is eps, and num_groups is groups; the same program either way."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 8)), jnp.float32)
+    groups, num_groups = (({"groups": 4}, {"num_groups": 4}) if name == "group_norm" else ({}, {}))
+    f = getattr(jaxkern, name)
+    one, other = (
+        jax.make_jaxpr(lambda x: f(x, **given))(x) for given in (groups | {"eps": 0.5}, num_groups | {"epsilon": 0.5})
+    )
+    assert str(one) == str(other) != str(jax.make_jaxpr(lambda x: f(x, **groups))(x))
+
+
 # ---- bad input
 
 
@@ -499,6 +511,8 @@ def test_derivatives_reach_the_kernels():
         (dict(axis="x"), TypeError, "axis must be"),
         (dict(eps=-1.0), ValueError, "eps must not be negative"),
         (dict(eps=jnp.ones(())), TypeError, "eps must be a Python number"),
+        (dict(epsilon=-1.0), ValueError, "epsilon must not be negative"),
+        (dict(eps=1e-3, epsilon=1e-3), TypeError, "eps and epsilon are names of one argument"),
         (dict(residual=jnp.ones(3)), ValueError, r"residual must have the shape .* float32\[2, 3\], got float32\[3\]"),
         (dict(residual=jnp.ones((2, 3), jnp.bfloat16)), TypeError, "residual must have"),
         (dict(where=jnp.ones(3)), TypeError, "where must be boolean"),
