@@ -12,7 +12,7 @@ import typing
 
 from jaxkern import elementwise, tiers
 from jaxkern._core.registry import export_checks
-from jaxkern.accelerate import accelerate, explain, install, uninstall
+from jaxkern.accelerate import CheckError, accelerate, explain, install, uninstall
 from jaxkern.elementwise import *  # noqa: F403  every operation of the table
 from jaxkern.elementwise_kernel import elementwise_kernel
 from jaxkern.index_add import embedding_lookup, index_add, index_select
@@ -37,6 +37,7 @@ if typing.TYPE_CHECKING:  # the functions of `elementwise`, which are made from 
     from jaxkern.elementwise import __getattr__ as __getattr__
 
 __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
+    "CheckError",
     "DelayedScale",
     "Graph",
     "Quantization",

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkern._accelerate import functions, rules
-from jaxkern._core import compat, decisions, switch
+from jaxkern._core import compat, decisions, switch, validate
 from jaxkern._core.decisions import Explanation
 from jaxkern._core.switch import Settings
 
@@ -79,7 +79,7 @@ class accelerate(contextlib.ContextDecorator):
     jaxkern/_accelerate/functions.py.
 
     Raises:
-        ValueError: an unknown name. TypeError: `check` in a `with` statement or under jit, grad or vmap; a decorated
+        ValueError: a name is unknown, or `check` is negative. TypeError: `check` in a `with` statement or under jit, grad or vmap; a decorated
             generator or coroutine, whose body runs after the call.
 
     >>> import jax, jax.numpy as jnp, jaxkern
@@ -89,6 +89,8 @@ class accelerate(contextlib.ContextDecorator):
     >>> gradient[:, 0].tolist()
     [2.0, 0.0, 4.0]
     """
+
+    CheckError = CheckError
 
     def __init__(
         self,
@@ -100,6 +102,8 @@ class accelerate(contextlib.ContextDecorator):
         export: bool = False,
     ):
         self._settings = _settings(only, without, force, export)
+        if not isinstance(check, (bool, np.bool_)) and validate.number("accelerate", "check", check) < 0:
+            raise ValueError(f"jaxkern.accelerate: check must not be negative, got {check}")
         self._check = check
         self._entered: list = []
 
@@ -147,7 +151,7 @@ def install(
     >>> jaxkern.uninstall()
     """
     global _installed
-    settings = _settings(only, without, force, export)
+    settings = _settings(only, without, force, export, name="install")
     if not _prepare(settings):
         return
     if not switch.set_default(settings):
@@ -188,6 +192,8 @@ def explain(f: typing.Callable, platform: str = "cuda", **jit_options: typing.An
     >>> [(d.operation, d.taken, d.reason) for d in found]
     [('scatter_add', True, '16-bit sums')]
     """
+    validate.function("explain", "f", f)
+    validate.choice("explain", "platform", platform, ("cpu", "cuda", "rocm", "tpu"))
     jitted = f if hasattr(f, "trace") else jax.jit(f, **jit_options)
 
     def explained(*args, **kwargs) -> Explanation:
@@ -204,15 +210,33 @@ def explain(f: typing.Callable, platform: str = "cuda", **jit_options: typing.An
 # ---- settings
 
 
-def _settings(only, without, force, export) -> Settings:
-    if callable(only):
-        raise TypeError("jaxkern.accelerate: the decorator has parentheses: @jaxkern.accelerate()")
-    only = switch.DEFAULT if only is None else (only,) if isinstance(only, str) else tuple(only)
-    without = (without,) if isinstance(without, str) else tuple(without)
-    for name in (*only, *without):
-        if name not in switch.OPERATIONS:
-            raise ValueError(f"jaxkern.accelerate: no operation {name!r}, there are {', '.join(switch.OPERATIONS)}")
-    return Settings(frozenset(only) - frozenset(without), bool(force), bool(export))
+def _settings(only, without, force, export, name="accelerate") -> Settings:
+    """The settings that these arguments of the function `name` stand for."""
+    if callable(only) and name == "accelerate":
+        raise TypeError(
+            "jaxkern.accelerate: only is a function; as a decorator: @jaxkern.accelerate(), with parentheses"
+        )
+    only = switch.DEFAULT if only is None else _operations(name, "only", only)
+    without = _operations(name, "without", without)
+    force, export = validate.flag(name, "force", force), validate.flag(name, "export", export)
+    return Settings(frozenset(only) - frozenset(without), force, export)
+
+
+def _operations(function, argument, given) -> tuple[str, ...]:
+    try:
+        names = (given,) if isinstance(given, str) else tuple(given)
+    except TypeError:  # nothing that is iterated over
+        names = (given,)
+    if not all(isinstance(n, str) for n in names):
+        raise TypeError(
+            f"jaxkern.{function}: {argument} must be the name of an operation or several names, got {validate.shown(given)}"
+        )
+    for n in names:
+        if n not in switch.OPERATIONS:
+            raise ValueError(
+                f"jaxkern.{function}: {argument} has no operation {n!r}, there are {', '.join(switch.OPERATIONS)}"
+            )
+    return names
 
 
 def _prepare(settings) -> bool:

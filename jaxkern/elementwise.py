@@ -67,8 +67,10 @@ def _common_type(row, public, arrays):
         return jnp.dtype(bool)
     if row.types in ("select", "compare") and not jnp.issubdtype(dtype, jnp.complexfloating):
         return dtype
-    given = ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)
     if dtype == jnp.bool_ or not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
+        given = ", ".join(
+            f"{a} of type {x.dtype}{list(x.shape)}" for a, x in zip(row.arrays[row.types == "select" :], arrays)
+        )
         raise TypeError(f"jaxkern.{public}: operands must be real numbers, floating-point or integer, got {given}")
     if jnp.issubdtype(dtype, jnp.integer) and row.types in ("float", "test"):
         return jnp.result_type(dtype, jnp.float32 if dtype.itemsize < 8 else jnp.float64)
@@ -153,6 +155,7 @@ def gelu(x: ArrayLike, approximate: bool = True) -> jax.Array:
 
     Source: Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016.
     """
+    approximate = validate.flag("gelu", "approximate", approximate)
     return _call(ROWS["gelu_tanh" if approximate else "gelu_erf"], (x,))
 
 
@@ -201,16 +204,17 @@ def geglu(x: ArrayLike, axis: int = -1, *, gate: ArrayLike | None = None, approx
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
+    approximate = validate.flag("geglu", "approximate", approximate)
     return _gated("geglu", "geglu_tanh" if approximate else "geglu_erf", x, axis, gate)
 
 
 def _gated(public, name, x, axis, gate):
+    axis = validate.integer(public, "axis", axis)
     if gate is not None:
         return _call(ROWS[name], (x, gate))
     validate.check_array(public, "x", "an array", x)
-    axis = validate.static_axis(public, axis)
     shape = jnp.shape(x)
-    if not isinstance(axis, int) or not -len(shape) <= axis < len(shape) or shape[axis] % 2 != 0:
+    if not -len(shape) <= axis < len(shape) or shape[axis] % 2 != 0:
         raise ValueError(f"jaxkern.{public}: x of shape {shape} has no halves along axis {axis}")
     return _call(ROWS[name], (x,), split=axis % len(shape))
 
@@ -235,18 +239,14 @@ def cast(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
     [1, 2, -128]
     """
     validate.check_array("cast", "x", "an array or a number", x)
-    try:
-        dtype = jax.dtypes.canonicalize_dtype(dtype)
-    except TypeError:
-        raise TypeError(f"jaxkern.cast: no type {dtype!r}") from None
-    return _cast(x, dtype=dtype)
+    return _cast(x, dtype=validate.dtype_of("cast", "dtype", dtype))
 
 
 @functools.partial(jax.jit, static_argnames=("dtype",), inline=True)
 def _cast(x, *, dtype):
-    for t in (x.dtype, dtype):
+    for argument, t in (("x", x.dtype), ("dtype", dtype)):
         if not any(jnp.issubdtype(t, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
-            raise TypeError(f"jaxkern.cast: from {x.dtype} to {dtype}: both must be real")
+            raise TypeError(f"jaxkern.cast: {argument} must be of a real type, got {t}")
     return x if x.dtype == dtype else bind(cast_p, x, dtype=dtype)
 
 

@@ -32,7 +32,7 @@ def elementwise_kernel(f: Callable | None = None, *, name: str | None = None) ->
 
     Raises, in a call:
         TypeError: f does what a kernel cannot: arrays inside f, loops, side effects, complex numbers, a primitive without
-            a counterpart. The error names the primitive and the line in f.
+            a counterpart. The error names the primitive and the line in f. An operand is not an array, or is given by name.
         ValueError: f returns arrays, or nothing; shapes do not broadcast.
 
     >>> import jax, jax.numpy as jnp, jaxkern
@@ -47,10 +47,11 @@ def elementwise_kernel(f: Callable | None = None, *, name: str | None = None) ->
 
     Source: after CuPy's `ElementwiseKernel`, with derivatives.
     """
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"jaxkern.elementwise_kernel: name must be a string or None, got {validate.shown(name)}")
     if f is None:
         return functools.partial(elementwise_kernel, name=name)
-    if not callable(f):
-        raise TypeError(f"jaxkern.elementwise_kernel: f must be a function of scalars, got {type(f).__name__}")
+    validate.function("elementwise_kernel", "f", f, "a function of scalars")
     traces = {}
 
     def trace(arrays):
@@ -63,7 +64,11 @@ def elementwise_kernel(f: Callable | None = None, *, name: str | None = None) ->
             traces[key] = found
         return traces[key]
 
-    def kernel(*operands):
+    def kernel(*operands, **keywords):
+        if keywords:
+            raise TypeError(
+                f"jaxkern.elementwise_kernel: operands are given by position, got {', '.join(keywords)} by name"
+            )
         if not operands:
             raise TypeError("jaxkern.elementwise_kernel: at least one operand is needed")
         for k, x in enumerate(operands):

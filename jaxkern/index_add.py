@@ -5,7 +5,6 @@ Their primitives are in _ops/indexing.
 
 import functools
 import numbers
-import operator
 import typing
 
 import jax
@@ -82,10 +81,11 @@ def index_add(
         axis,
         mode,
         wrap=True,
-        sorted=bool(indices_are_sorted),
-        unique=bool(unique_indices),
-        deterministic=bool(deterministic),
+        sorted=validate.flag(name, "indices_are_sorted", indices_are_sorted),
+        unique=validate.flag(name, "unique_indices", unique_indices),
+        deterministic=validate.flag(name, "deterministic", deterministic),
     )
+    _check_arrays(name, x=x, index=index, source=source, alpha=alpha)
     index, order_operands, rules = with_order(name, "index", index, order, rules, mode, _rows_of(x, rules, order))
     factor = () if _is_one(alpha, x) else (alpha,)
     return _index_add(x, safe_index(index), source, *factor, *order_operands, rules=rules)
@@ -129,8 +129,7 @@ def index_select(
     >>> jaxkern.index_select(jnp.array([[1.0, 2.0], [3.0, 4.0]]), 1, jnp.array([1, -2, 1])).tolist()
     [[2.0, 1.0, 2.0], [4.0, 3.0, 4.0]]
     """
-    if fill_value is not None:
-        validate.check_array("index_select", "fill_value", "a number", fill_value)
+    _check_arrays("index_select", x=x, index=index, fill_value=fill_value)
     rules = _rules("index_select", axis, mode, wrap=True, fill_nan=fill_value is None)
     promised = _mode("index_select", mode) == jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
     index, order_operands, rules = with_order(
@@ -167,8 +166,7 @@ def embedding_lookup(
     >>> jax.grad(lambda t: jaxkern.embedding_lookup(t, ids).sum())(table)[:, 0].tolist()
     [1.0, 0.0, 3.0]
     """
-    if fill_value is not None:
-        validate.check_array("embedding_lookup", "fill_value", "a number", fill_value)
+    _check_arrays("embedding_lookup", table=table, ids=ids, fill_value=fill_value)
     rules = Rules(0, wrap=True, fill_nan=fill_value is None)
     ids, order_operands, rules = with_order(
         "embedding_lookup", "ids", ids, order, rules, None, _rows_of(table, rules, order)
@@ -181,8 +179,6 @@ def embedding_lookup(
 def _index_add(x, index, source, *rest, rules):
     name = "index_add"
     alpha, order = primitive.parted(rest)
-    array(name, "x", x)
-    array(name, "source", source)
     if x.dtype == jnp.bool_:
         raise TypeError(f"jaxkern.{name}: x must not be boolean, got bool{list(x.shape)}")
     index, rules = _along(name, x, index, rules)
@@ -207,7 +203,6 @@ def _index_add(x, index, source, *rest, rules):
 
 @functools.partial(jax.jit, static_argnames="rules", inline=True)
 def _index_select(x, index, fill_value, *order, rules):
-    array("index_select", "x", x)
     index, rules = _along("index_select", x, index, rules)
     return _selected("index_select", x, index, fill_value, order, rules)
 
@@ -226,7 +221,6 @@ def _selected(name, x, index, fill_value, order, rules):
 @functools.partial(jax.jit, static_argnames="rules", inline=True)
 def _embedding_lookup(table, ids, fill_value, *order, rules):
     name = "embedding_lookup"
-    array(name, "table", table)
     ids = integers(name, "ids", ids)
     if table.ndim == 0:
         raise ValueError(f"jaxkern.{name}: table must have at least one dimension, got shape ()")
@@ -236,6 +230,13 @@ def _embedding_lookup(table, ids, fill_value, *order, rules):
 
 
 # ---- arguments
+
+
+def _check_arrays(name, **arrays):
+    """Raises unless each is an array, or None where that is allowed: `with_order` wants an order for an index of None."""
+    for argument, value in arrays.items():
+        if value is not None or argument not in ("index", "ids", "fill_value"):
+            validate.check_array(name, argument, "an array", value)
 
 
 def _rows_of(x, rules, order):
@@ -256,15 +257,8 @@ def safe_index(index: typing.Any) -> typing.Any:
     return index
 
 
-def array(name: str, argument: str, x: object) -> None:
-    if not isinstance(x, jax.Array) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
-        kind = x.dtype if isinstance(x, jax.Array) else type(x).__name__
-        raise TypeError(f"jaxkern.{name}: {argument} must be an array, got {kind}")
-
-
 def integers(name: str, argument: str, index: typing.Any) -> jax.Array:
     """Checks that `index` is an integer array; widens integers of fewer than 8 bits."""
-    array(name, argument, index)
     if not jnp.issubdtype(index.dtype, jnp.integer):
         raise TypeError(f"jaxkern.{name}: {argument} must be of an integer type, got {index.dtype}{list(index.shape)}")
     return index.astype(jnp.int8) if jnp.iinfo(index.dtype).bits < 8 else index
@@ -289,13 +283,12 @@ def _is_one(alpha, x):
 
 
 def _kind(dtype):
-    """Rank of a dtype: booleans, integers, real numbers, complex numbers."""
+    """The rank of a dtype: booleans, integers, real numbers, complex numbers."""
     kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
     return next(k for k, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind))
 
 
 def _factor(name, alpha, dtype):
-    array(name, "alpha", alpha)
     if alpha.shape != ():
         raise ValueError(f"jaxkern.{name}: alpha must be a scalar, got shape {alpha.shape}")
     if _kind(alpha.dtype) > _kind(dtype):
@@ -309,15 +302,11 @@ def _mode(name, mode):
     except (ValueError, TypeError):
         found = None
     if found is None or found.name not in ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS"):
-        raise ValueError(f"jaxkern.{name}: mode must be one of {', '.join(MODES)}, got {mode!r}")
+        raise ValueError(f"jaxkern.{name}: mode must be one of {', '.join(MODES)}, got {validate.shown(mode)}")
     return found
 
 
 def _rules(name, axis, mode, **others):
-    try:
-        if isinstance(axis, bool):
-            raise TypeError
-        axis = operator.index(axis)
-    except TypeError:
-        raise TypeError(f"jaxkern.{name}: axis must be an int, got {axis!r}") from None
-    return Rules(axis, clip=_mode(name, mode) == jax.lax.GatherScatterMode.CLIP, **others)
+    return Rules(
+        validate.integer(name, "axis", axis), clip=_mode(name, mode) == jax.lax.GatherScatterMode.CLIP, **others
+    )

@@ -1,15 +1,11 @@
 """softmax_cross_entropy, softmax_cross_entropy_and_grad and linear_softmax_cross_entropy."""
 
 import functools
-import math
-import numbers
-import operator
 import typing
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 from jax.lax import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
@@ -98,9 +94,8 @@ def softmax_cross_entropy(
     """
     name = "softmax_cross_entropy"
     options = _checked(name, logits, labels, where, label_smoothing, z_loss, ignore_index)
+    axis = validate.integer(name, "axis", axis)
     if score is not None or not isinstance(score_args, (tuple, list)) or len(score_args) > 0:
-        if not isinstance(axis, int):
-            raise TypeError(f"jaxkern.{name}: axis must be an int, got {axis!r}")
         x, operands, static = prepare_scores(name, "logits", logits, axis, where, score, score_args)
         # The kernels are those of softmax.
         return _loss_of_scores(
@@ -111,7 +106,7 @@ def softmax_cross_entropy(
         logits,
         safe_index(labels),
         where,
-        axis=validate.static_axis(name, axis),
+        axis=axis,
         algorithm=forced("softmax_cross_entropy"),
         options=options,
     )
@@ -148,6 +143,7 @@ def softmax_cross_entropy_and_grad(
     """
     name = "softmax_cross_entropy_and_grad"
     options = _checked(name, logits, labels, where, label_smoothing, z_loss, ignore_index)
+    axis = validate.integer(name, "axis", axis)
     if weights is not None:
         validate.check_array(name, "weights", "an array or a number", weights)
     return _call(
@@ -156,7 +152,7 @@ def softmax_cross_entropy_and_grad(
         safe_index(labels),
         weights,
         where,
-        axis=validate.static_axis(name, axis),
+        axis=axis,
         algorithm=forced("softmax_cross_entropy"),
         options=options,
     )
@@ -236,31 +232,40 @@ def linear_softmax_cross_entropy(
     for argument, value in (("weight", weight), ("bias", bias), ("weights", weights)):
         if value is not None or argument == "weight":
             validate.check_array(name, argument, "an array", value)
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"jaxkern.{name}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    if not isinstance(transpose_weight, (bool, np.bool_)):
-        raise TypeError(f"jaxkern.{name}: transpose_weight must be True or False, got {transpose_weight!r}")
-    cap = 0.0 if soft_cap is None else _number(name, "soft_cap", soft_cap)
+    validate.choice(name, "reduction", reduction, ("mean", "sum", "none"))
+    transpose_weight = validate.flag(name, "transpose_weight", transpose_weight)
+    cap = 0.0 if soft_cap is None else validate.number(name, "soft_cap", soft_cap)
     if soft_cap is not None and cap <= 0:
         raise ValueError(f"jaxkern.{name}: soft_cap must be positive, got {soft_cap}")
     if memory is not None:
-        if isinstance(memory, bool) or not isinstance(memory, (int, np.integer)):
-            raise TypeError(f"jaxkern.{name}: memory must be an int or None, got {memory!r}")
+        memory = validate.integer(name, "memory", memory, or_none=True)
         if memory < 1:
             raise ValueError(f"jaxkern.{name}: memory must be positive, got {memory}")
     # The products are traced when the primitive is lowered, perhaps outside of a context manager that is active now.
     if precision is None:
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        _check_precision(name, precision)
     spec = Spec(
         options,
         cap,
-        bool(transpose_weight),
+        transpose_weight,
         tuple(precision) if isinstance(precision, list) else precision,
-        "" if logits_dtype is None else jnp.dtype(logits_dtype).name,
+        "" if logits_dtype is None else validate.floating_dtype(name, "logits_dtype", logits_dtype).name,
         int(memory or 0),
         forced(name),
     )
     return _call(_linear, h, weight, safe_index(labels), bias, weights, options=spec, reduction=reduction)
+
+
+def _check_precision(name, precision):
+    one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    try:
+        jax.eval_shape(functools.partial(jnp.dot, precision=precision), one, one)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"jaxkern.{name}: precision must be one that jnp.dot takes, got {validate.shown(precision)}"
+        ) from None
 
 
 def _call(f, *arrays, **static):
@@ -287,35 +292,18 @@ def _checked(name, logits, labels, where, label_smoothing, z_loss, ignore_index,
         validate.check_array(name, "where", "a boolean array", where)
     values = {}
     for argument, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
-        values[argument] = _number(name, argument, value)
+        values[argument] = validate.number(name, argument, value)
     if not 0 <= values["label_smoothing"] <= 1:
         raise ValueError(f"jaxkern.{name}: label_smoothing must be from 0 to 1, got {label_smoothing}")
     if ignore_index is not None:
-        try:
-            if isinstance(ignore_index, (bool, np.bool_)):
-                raise TypeError
-            ignore_index = operator.index(ignore_index)
-        except TypeError:
-            raise TypeError(f"jaxkern.{name}: ignore_index must be an int or None, got {ignore_index!r}") from None
+        ignore_index = validate.integer(name, "ignore_index", ignore_index, or_none=True)
     return Options(values["label_smoothing"], values["z_loss"], ignore_index)
-
-
-def _number(name, argument, value) -> float:
-    if isinstance(value, bool) or not isinstance(value, (numbers.Real, np.floating, np.integer)):
-        raise TypeError(
-            f"jaxkern.{name}: {argument} must be a Python number, which is known while tracing, got {type(value).__name__}"
-        )
-    if not math.isfinite(value):
-        raise ValueError(f"jaxkern.{name}: {argument} must be finite, got {value}")
-    return float(value)
 
 
 def _prepared(name, logits, labels, where, axis, options):
     """Returns (logits, labels, *mask), the axis and the options in the form that the primitives take."""
     logits = validate.floating(name, logits, "logits")
     labels = integers(name, "labels", labels)
-    if not isinstance(axis, int):
-        raise TypeError(f"jaxkern.{name}: axis must be an int, got {axis!r}")
     (axis,) = validate.sorted_axes(name, axis, logits.shape, "logits")
     rows = logits.shape[:axis] + logits.shape[axis + 1 :]
     if labels.shape != rows:

@@ -5,7 +5,6 @@ array of messages in between. Their primitives are in _ops/messages.
 """
 
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ from jaxkern._ops.messages import lowering as _lowering  # noqa: F401  registers
 from jaxkern._ops.messages.primitive import EDGE, OTHER, ROW, SHARED, Edges, edge_reduce, features_of
 from jaxkern._ops.messages.primitive import edge_map as bind_map
 from jaxkern._ops.messages.reference import computing
-from jaxkern.index_add import array, integers, safe_index
+from jaxkern.index_add import integers, safe_index
 
 PyTree = Any  # of arrays, or one array
 
@@ -83,14 +82,21 @@ class Graph:
         num_receivers: int | None = None,
         axis_name: str | tuple[str, ...] | None = None,
     ):
-        self.axis_name = axis_name
+        self.axis_name = _axis_name(axis_name)
+        for argument, index in (("senders", senders), ("receivers", receivers)):
+            validate.check_array("Graph", argument, "an array of integers", index)
         senders, receivers = safe_index(senders), safe_index(receivers)
         if num_nodes is not None and (num_senders is not None or num_receivers is not None):
             raise ValueError("jaxkern.Graph: num_nodes excludes num_senders and num_receivers")
         if num_nodes is None and num_senders is None and num_receivers is None:
-            num_nodes = max(_count(None, "num_nodes", senders), _count(None, "num_nodes", receivers))
-        self.num_senders = _count(num_nodes if num_senders is None else num_senders, "num_senders", senders)
-        self.num_receivers = _count(num_nodes if num_receivers is None else num_receivers, "num_receivers", receivers)
+            num_nodes = max(
+                _count(None, "num_nodes", senders, "senders"), _count(None, "num_nodes", receivers, "receivers")
+            )
+        if num_nodes is not None:
+            self.num_senders = self.num_receivers = _count(num_nodes, "num_nodes")
+        else:
+            self.num_senders = _count(num_senders, "num_senders", senders, "senders")
+            self.num_receivers = _count(num_receivers, "num_receivers", receivers, "receivers")
         self.senders, self.receivers, self.into, self.out_of = _sorted_edges(
             senders, receivers, num_senders=self.num_senders, num_receivers=self.num_receivers
         )
@@ -119,18 +125,28 @@ class Graph:
         return graph
 
 
-def _count(n, argument, index, name="Graph") -> int:
+def _axis_name(value):
+    """`axis_name` of a Graph, hashable."""
+    names = (value,) if isinstance(value, str) else value
+    if value is not None and not (isinstance(names, (tuple, list)) and all(isinstance(n, str) for n in names)):
+        raise TypeError(
+            f"jaxkern.Graph: axis_name must be a name of a mesh axis, a tuple of names or None, got {validate.shown(value)}"
+        )
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _count(n, argument, index=None, indices="", name="Graph") -> int:
+    """A number of nodes; if `n` is None, one more than the largest `index`, an array that errors call `indices`."""
     if n is None and index is not None:
         if isinstance(index, jax.core.Tracer):
-            raise TypeError(f"jaxkern.{name}: {argument} must be given where indices are traced")
+            raise TypeError(f"jaxkern.{name}: {argument} must be given where {indices} is traced")
         index = np.asarray(index)
         if not jnp.issubdtype(index.dtype, jnp.integer):
-            raise TypeError(f"jaxkern.{name}: indices must be of an integer type, got {index.dtype}{list(index.shape)}")
+            raise TypeError(
+                f"jaxkern.{name}: {indices} must be of an integer type, got {index.dtype}{list(index.shape)}"
+            )
         n = max(int(index.max()) + 1, 0) if index.size else 0
-    try:
-        n = operator.index(n)  # pyright: ignore[reportArgumentType]
-    except TypeError:
-        raise TypeError(f"jaxkern.{name}: {argument} must be an int, known while tracing, got {n!r}") from None
+    n = validate.integer(name, argument, n)
     if not 0 <= n < 1 << 31:
         raise ValueError(f"jaxkern.{name}: {argument} must be from 0 to 2**31 - 1, got {n}")
     return n
@@ -282,11 +298,15 @@ def edge_map(
     >>> jaxkern.edge_map(lambda k, q: k * q, graph, senders=k, receivers=q, reduce_features=0).tolist()
     [11.0, 25.0, 0.0]
     """
-    name = "edge_map"
-    call = _Call(name, f, graph, senders, receivers, edges)
+    return _edge_map("edge_map", "f", f, graph, senders, receivers, edges, reduce_features)
+
+
+def _edge_map(name, function, f, graph, senders, receivers, edges, reduce_features):
+    """edge_map, called by the public function `name`, whose argument `function` is f."""
+    call = _Call(name, f, graph, senders, receivers, edges, function=function)
     rank = len(call.features)
-    axes = validate.static_axis(name, reduce_features)
-    axes = [] if axes is None else validate.sorted_axes(name, axes, call.features, "features")
+    axes = validate.static_axis(name, reduce_features, "reduce_features")
+    axes = [] if axes is None else validate.sorted_axes(name, axes, call.features, "features", "reduce_features")
     arrays, order = call.arrays, [d for d in range(rank) if d not in axes] + axes
     if order != list(range(rank)):
         arrays = [x.transpose(0, *(d + 1 for d in order)) for x in arrays]
@@ -297,7 +317,7 @@ def edge_map(
     return call.tree(ys)
 
 
-def _reduce(name, reduction, f, graph, senders, receivers, edges):
+def _reduce(name, reduction, f, graph, senders=None, receivers=None, edges=None):
     call = _Call(name, f, graph, senders, receivers, edges, mean=reduction == "mean")
     out = call.function.out_dtypes
     if any(d == jnp.bool_ for d in out):
@@ -352,11 +372,10 @@ def _most_jvp(axis, primals, tangents):
 class _Call:
     """The arguments of a public function as a primitive takes them."""
 
-    def __init__(self, name, f, graph, senders, receivers, edges, mean=False):
+    def __init__(self, name, f, graph, senders, receivers, edges, mean=False, function="f"):
+        validate.function(name, function, f)
         if not isinstance(graph, Graph):
             raise TypeError(f"jaxkern.{name}: graph must be a jaxkern.Graph, got {type(graph).__name__}")
-        if not callable(f):
-            raise TypeError(f"jaxkern.{name}: f must be a function, got {type(f).__name__}")
         groups = [
             ("senders", senders, OTHER, graph.num_senders),
             ("receivers", receivers, ROW, graph.num_receivers),
@@ -413,7 +432,7 @@ def _varying(x, axes):
 def _leaf(name, argument, x, count):
     validate.check_array(name, argument, "an array or a pytree of arrays", x)
     x = jnp.asarray(x)
-    array(name, argument, x)
+    functor.check_dtype(f"jaxkern.{name}: {argument}", x.dtype)
     if x.ndim == 0 or x.shape[0] != count:
         raise ValueError(
             f"jaxkern.{name}: {argument} of shape {x.shape} must have {count} rows, one for each of the graph's"

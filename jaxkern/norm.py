@@ -2,14 +2,11 @@
 
 import functools
 import math
-import numbers
-import operator
 import typing
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
@@ -197,9 +194,9 @@ def group_norm(
         bias,
         captured,
         name=name,
-        groups=_integer(name, "groups", groups) if num_groups is None else _integer(name, "num_groups", num_groups),
-        channel=_integer(name, "channel_axis", channel_axis),
-        batch=validate.static_axis(name, () if batch_axes is None else batch_axes),
+        groups=validate.integer(name, *(("groups", groups) if num_groups is None else ("num_groups", num_groups))),
+        channel=validate.integer(name, "channel_axis", channel_axis),
+        batch=validate.static_axis(name, () if batch_axes is None else batch_axes, "batch_axes"),
         eps=eps,
         dtype=dtype,
         algorithm=forced(name),
@@ -255,7 +252,7 @@ def batch_norm(
     arrays = {"x": x, "scale": scale, "bias": bias, "mean": mean, "var": var}
     eps, dtype = _checked(name, arrays, (eps, epsilon), 1e-5, dtype)
     x, function, captured = _function(name, epilogue, x)
-    given = {"channel": _integer(name, "channel_axis", channel_axis), "eps": eps, "dtype": dtype}
+    given = {"channel": validate.integer(name, "channel_axis", channel_axis), "eps": eps, "dtype": dtype}
     given |= {"name": name, "function": function}
     if mean is not None:
         return tuple(_normalised(x, scale, bias, mean, var, captured, **given))
@@ -276,28 +273,12 @@ def _checked(name, arrays, eps, default, dtype):
         if value is not None or argument == "x":
             validate.check_array(name, argument, "an array or a number" if argument == "x" else "an array", value)
     argument, value = ("eps", eps[0]) if eps[1] is None else ("epsilon", eps[1])
-    if eps[1] is not None and eps[0] != default:
+    number = validate.number(name, argument, value)
+    if eps[1] is not None and validate.number(name, "eps", eps[0]) != default:
         raise TypeError(f"jaxkern.{name}: eps and epsilon are names of one argument, and both are given")
-    if isinstance(value, bool) or not isinstance(value, (numbers.Real, np.number)):
-        raise TypeError(f"jaxkern.{name}: {argument} must be a Python number, got {type(value).__name__}")
-    if not float(value) >= 0:
+    if number < 0:
         raise ValueError(f"jaxkern.{name}: {argument} must not be negative, got {value}")
-    if dtype is None:
-        return float(value), None
-    dtype = jnp.dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"jaxkern.{name}: dtype must be floating-point, got {dtype}")
-    return float(value), jax.dtypes.canonicalize_dtype(dtype)
-
-
-def _integer(name, argument, value) -> int:
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
-    if number is None:
-        raise TypeError(f"jaxkern.{name}: {argument} must be an int, got {value!r}")
-    return number
+    return number, None if dtype is None else validate.floating_dtype(name, "dtype", dtype)
 
 
 def _call(name, x, scale, bias, axis, eps, residual, where, dtype, epilogue, args, quantize):
@@ -334,12 +315,14 @@ def _call(name, x, scale, bias, axis, eps, residual, where, dtype, epilogue, arg
 
 def _traced(name, epilogue, x, args):
     """(the Function of a normalised element and of `args` and captured scalars; all of these, of the rank of x)."""
-    if not callable(epilogue):
-        raise TypeError(f"jaxkern.{name}: epilogue must be a function of scalars, got {type(epilogue).__name__}")
+    if epilogue is None:
+        raise TypeError(f"jaxkern.{name}: epilogue_args are the arguments of an epilogue, and epilogue is None")
+    validate.function(name, "epilogue", epilogue, "a function of scalars")
     if not isinstance(args, (tuple, list)):
         raise TypeError(f"jaxkern.{name}: epilogue_args must be a list or a tuple of arrays, got {type(args).__name__}")
     for k, a in enumerate(args):
         validate.check_array(name, f"epilogue_args[{k}]", "an array or a number", a)
+        functor.check_dtype(f"jaxkern.{name}: epilogue_args[{k}]", jnp.result_type(a))
     ranked = (validate.full_rank(name, f"epilogue_args[{k}]", x, jnp.asarray(a)) for k, a in enumerate(args))
     args = [a for a in ranked if a is not None]  # none is
     wide = reference.computing(x.dtype)
@@ -511,10 +494,12 @@ def _restored(y, x, order, count):
 def _grouped(x, scale, bias, captured, *, name, groups, channel, batch, eps, dtype, algorithm, function):
     """[y, mean, variance]. groups: None for one of each channel."""
     x = validate.floating(name, x)
-    (channel,) = validate.sorted_axes(name, channel, x.shape)
-    samples = validate.sorted_axes(name, batch, x.shape)
+    (channel,) = validate.sorted_axes(name, channel, x.shape, called="channel_axis")
+    samples = validate.sorted_axes(name, batch, x.shape, called="batch_axes")
     if channel in samples:
-        raise ValueError(f"jaxkern.{name}: axis {channel} of x of shape {x.shape} is that of channels and of examples")
+        raise ValueError(
+            f"jaxkern.{name}: axis {channel} of x of shape {x.shape} is both channel_axis and one of batch_axes"
+        )
     channels = x.shape[channel]
     groups = channels if groups is None else groups
     if groups < 1 and channels or groups and channels % groups:
@@ -561,7 +546,7 @@ def _finished(y, function, captured, dtype):
 def _normalised(x, scale, bias, mean, var, captured, *, name, channel, eps, dtype, function):
     """[y, mean, variance] with given statistics."""
     x = validate.floating(name, x)
-    (channel,) = validate.sorted_axes(name, channel, x.shape)
+    (channel,) = validate.sorted_axes(name, channel, x.shape, called="channel_axis")
     dtype, wide = x.dtype if dtype is None else dtype, reference.computing(x.dtype)
     row = (x.shape[channel],)
     parameters = [*_parameters(name, x, row, {"scale": scale, "bias": bias})]

@@ -69,7 +69,7 @@ def quantize_rows(
     Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
     """
     x, dtype = _checked("quantize_rows", x, dtype)
-    if transposed:
+    if validate.flag("quantize_rows", "transposed", transposed):
         _check_matrix("quantize_rows", x)
         if scale is not None:
             raise ValueError("jaxkern.quantize_rows: transposed goes with scales that are computed, not with scale")
@@ -126,7 +126,7 @@ def quantize_blocks(
     Technical Report", 2024, section 3.3.
     """
     x, dtype = _checked("quantize_blocks", x, dtype)
-    if transposed:
+    if validate.flag("quantize_blocks", "transposed", transposed):
         _check_matrix("quantize_blocks", x)
         _block("quantize_blocks", x, block, -2)
         return _call(_both, x, dtype=dtype, block=_block("quantize_blocks", x, block))
@@ -175,7 +175,7 @@ def quantize_tensor(
     Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
     """
     x, dtype = _checked("quantize_tensor", x, dtype)
-    if transposed:
+    if validate.flag("quantize_tensor", "transposed", transposed):
         _check_matrix("quantize_tensor", x)
     if scale is not None:
         scale = _one_scale("quantize_tensor", scale)
@@ -200,6 +200,13 @@ class Quantization:
     dtype: typing.Any = jnp.float8_e4m3fn
     block: int | None = None
     scale: typing.Any = None
+
+    def __post_init__(self):
+        _type("Quantization", self.dtype)
+        if self.block is not None and validate.integer("Quantization", "block", self.block, or_none=True) < 1:
+            raise ValueError(f"jaxkern.Quantization: block must be positive, got {self.block}")
+        if self.scale is not None:
+            _one_scale("Quantization", self.scale)
 
 
 @functools.partial(
@@ -251,21 +258,24 @@ class DelayedScale:
         """The state before the first step, with a history of zeros and this scale.
 
         Raises:
-            TypeError: `dtype` is not one that `quantize_tensor` takes.
-            ValueError: `length` is not positive, or `scale` not a number.
+            TypeError: `dtype` is not one that `quantize_tensor` takes, or another argument is of the wrong type.
+            ValueError: `length` is not positive, or `scale` not one number.
         """
-        name = _type("DelayedScale.create", dtype)
-        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            raise ValueError(f"jaxkern.DelayedScale.create: length must be a positive int, got {length!r}")
-        first = _one_scale("DelayedScale.create", scale)
-        return cls(first, jnp.zeros(length, jnp.float32), name, margin, most_recent)
+        name = "DelayedScale.create"
+        known = _type(name, dtype)
+        length = validate.integer(name, "length", length)
+        if not 0 < length < 1 << 31:
+            raise ValueError(f"jaxkern.{name}: length must be positive and below 2**31, got {length}")
+        margin = validate.integer(name, "margin", margin)
+        most_recent = validate.flag(name, "most_recent", most_recent)
+        return cls(_one_scale(name, scale), jnp.zeros(length, jnp.float32), known, margin, most_recent)
 
     def update(self, amax: ArrayLike) -> "DelayedScale":
         """The state after a step in which the largest magnitude was `amax`, a number.
 
         Inside a `shard_map`, `amax` is of a device's part: take `jax.lax.pmax` of it first, for one state on all devices.
         """
-        newest = jnp.reshape(jnp.asarray(amax, jnp.float32), (1,))
+        newest = _one_scale("DelayedScale.update", amax, "amax").reshape(1)
         history = jnp.concatenate([newest, self.history[:-1]])
         largest = history[0] if self.most_recent else jnp.max(history)
         scale = largest / reference.limit(self.dtype) * math.ldexp(1.0, self.margin)
@@ -304,7 +314,12 @@ def dequantize(
     >>> jnp.allclose(jax.grad(f)(x), jax.grad(lambda x: jaxkern.rms_norm(x)[0])(x)).item()
     True
     """
+    for argument, value in (("q", q), ("scale", scale)):
+        validate.check_array("dequantize", argument, "an array or a number", value)
     q, scale = jnp.asarray(q), jnp.asarray(scale)
+    for argument, value in (("q", q), ("scale", scale)):
+        validate.real("dequantize", argument, value)
+    dtype = validate.floating_dtype("dequantize", "dtype", dtype)
     if straight_through is not None:
         validate.check_array("dequantize", "straight_through", "an array", straight_through)
         like = validate.floating("dequantize", jnp.asarray(straight_through), "straight_through")
@@ -366,12 +381,10 @@ def _through_jvp(dtype, block, primals, tangents):
 
 
 def _type(name, dtype) -> str:
-    try:
-        known = jnp.dtype(dtype).name if dtype is not None else ""
-    except TypeError:
-        known = ""
+    wanted = f"one of {', '.join(plan.TYPES)}"
+    known = validate.dtype_of(name, "dtype", dtype, wanted).name
     if known not in plan.TYPES:
-        raise TypeError(f"jaxkern.{name}: dtype must be one of {', '.join(plan.TYPES)}, got {dtype!r}")
+        raise TypeError(f"jaxkern.{name}: dtype must be {wanted}, got {known}")
     return known
 
 
@@ -390,20 +403,19 @@ def _check_matrix(name, x) -> None:
 
 
 def _block(name, x, block, dim=-1) -> int:
-    if isinstance(block, bool) or not isinstance(block, int):
-        raise TypeError(f"jaxkern.{name}: block must be an int, got {block!r}")
+    block = validate.integer(name, "block", block)
     if block < 1 or x.shape[dim] % block:
         what = "rows" if dim == -1 else "columns"
-        raise ValueError(f"jaxkern.{name}: blocks of {block} do not divide {what} of x of shape {x.shape}")
+        raise ValueError(f"jaxkern.{name}: a block of {block} does not divide the {what} of x of shape {x.shape}")
     return block
 
 
-def _one_scale(name, scale):
-    """`scale` as float32 []."""
-    validate.check_array(name, "scale", "a number", scale)
-    scale = validate.floating(name, jnp.asarray(scale), "scale")
+def _one_scale(name, scale, argument="scale"):
+    """`scale` as float32 []; errors name it as `argument`."""
+    validate.check_array(name, argument, "a number", scale)
+    scale = validate.floating(name, jnp.asarray(scale), argument)
     if scale.size != 1:
-        raise ValueError(f"jaxkern.{name}: scale must be one number, got the shape {scale.shape}")
+        raise ValueError(f"jaxkern.{name}: {argument} must be one number, got the shape {scale.shape}")
     return jax.lax.stop_gradient(scale.astype(jnp.float32).reshape(()))
 
 

@@ -171,31 +171,25 @@ def logsumexp(
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
     name = "logsumexp"
-    _check_bool(name, "return_sign", return_sign)
+    keepdims = validate.flag(name, "keepdims", keepdims)
+    return_sign = validate.flag(name, "return_sign", return_sign)
     if b is None:
         y = _call(name, x, axis, keepdims, where)
         return (y, jnp.where(y == -jnp.inf, 0, jnp.where(y == y, 1, y)).astype(y.dtype)) if return_sign else y
     validate.check_array(name, "b", "an array or a number", b)
-    _check_arrays(name, x, keepdims, where)
-    static = {"axis": validate.static_axis(name, axis), "keepdims": bool(keepdims), "return_sign": bool(return_sign)}
+    _check_arrays(name, x, where)
+    static = {"axis": validate.static_axis(name, axis), "keepdims": keepdims, "return_sign": return_sign}
     return _weighted_logsumexp(x, b, where, **static)
 
 
-def _check_arrays(name, x, keepdims, where):
+def _check_arrays(name, x, where):
     validate.check_array(name, "x", "an array or a number", x)
     if where is not None:
         validate.check_array(name, "where", "a boolean array", where)
-    _check_bool(name, "keepdims", keepdims)
-
-
-def _check_bool(name, argument, value):
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"jaxkern.{name}: {argument} must be True or False, got {value!r}")
 
 
 def _call(name, x, axis, keepdims, where, dtype=None, initial=None, promote_integers=True):
-    _check_arrays(name, x, keepdims, where)
-    _check_bool(name, "promote_integers", promote_integers)
+    _check_arrays(name, x, where)
     if initial is not None:
         validate.check_array(name, "initial", "a number", initial)
     return _reduce(
@@ -205,15 +199,15 @@ def _call(name, x, axis, keepdims, where, dtype=None, initial=None, promote_inte
         name=name,
         axis=validate.static_axis(name, axis),
         dtype=None if dtype is None else _result_type(name, dtype),
-        promote=bool(promote_integers),
-        keepdims=bool(keepdims),
+        promote=validate.flag(name, "promote_integers", promote_integers),
+        keepdims=validate.flag(name, "keepdims", keepdims),
         algorithm=forced(name),
     )
 
 
 def _result_type(name, dtype):
     """The dtype that the user asks for, as JAX has it."""
-    found = jax.dtypes.canonicalize_dtype(jnp.dtype(dtype))
+    found = validate.dtype_of(name, "dtype", dtype)
     kinds = (jnp.floating,) if name == "reduce_mean" else (jnp.floating, jnp.integer)
     if not any(jnp.issubdtype(found, kind) for kind in kinds):
         wanted = "floating-point" if len(kinds) == 1 else "floating-point or integer"

@@ -6,20 +6,20 @@ _ops/indexing and _ops/segment_softmax.
 
 import functools
 import math
-import operator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxkern._core import validate
 from jaxkern._ops.indexing import primitive, sort
 from jaxkern._ops.indexing.order import Order, with_order
 from jaxkern._ops.segment_softmax.primitive import segment_softmax as bind_softmax
-from jaxkern.index_add import Mode, _rules, array, integers, safe_index
+from jaxkern.index_add import Mode, _rules, integers, safe_index
 
 
 def segment_sum(
@@ -234,8 +234,8 @@ def segment_softmax(
     and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
     name = "segment_softmax"
-    del unique_indices  # saves nothing
-    rules = _rules(name, 0, mode, sorted=bool(indices_are_sorted), unique=False)
+    validate.flag(name, "unique_indices", unique_indices)  # saves nothing
+    rules = _rules(name, 0, mode, sorted=validate.flag(name, "indices_are_sorted", indices_are_sorted), unique=False)
     if isinstance(order, Order) and order.wrap:
         raise ValueError(f"jaxkern.{name}: the order must be made with wrap=False")
     return _with_order(name, data, segment_ids, num_segments, rules, mode, order)
@@ -275,7 +275,8 @@ def sort_indices(ids: ArrayLike, num_segments: int, *, mode: Mode = None, wrap: 
     algorithms for manycore GPUs", 2009.
     """
     name = "sort_indices"
-    rules = _rules(name, 0, mode, wrap=bool(wrap))
+    rules = _rules(name, 0, mode, wrap=validate.flag(name, "wrap", wrap))
+    validate.check_array(name, "ids", "an array of integers", ids)
     if num_segments is None:
         raise TypeError(f"jaxkern.{name}: num_segments must be an int, got None")
     return _sort_jit(safe_index(ids), rows=_num_segments(name, num_segments, ids), wrap=rules.wrap, clip=rules.clip)
@@ -290,6 +291,9 @@ def _sort_jit(ids, *, rows, wrap, clip):
 
 
 def _with_order(name, data, segment_ids, num_segments, rules, mode, order):
+    validate.check_array(name, "data", "an array", data)
+    if segment_ids is not None:
+        validate.check_array(name, "segment_ids", "an array of integers", segment_ids)
     rows = None
     if order is None or num_segments is not None:
         rows = _num_segments(name, num_segments, segment_ids)
@@ -301,18 +305,22 @@ def _with_order(name, data, segment_ids, num_segments, rules, mode, order):
 def _segment(
     name, data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size, mode, out_sharding, order
 ):
-    rules = _rules(name, 0, mode, sorted=bool(indices_are_sorted), unique=bool(unique_indices))
-    if bucket_size is not None and _integer(name, "bucket_size", bucket_size) < 1:
+    rules = _rules(
+        name,
+        0,
+        mode,
+        sorted=validate.flag(name, "indices_are_sorted", indices_are_sorted),
+        unique=validate.flag(name, "unique_indices", unique_indices),
+    )
+    if bucket_size is not None and validate.integer(name, "bucket_size", bucket_size, or_none=True) < 1:
         raise ValueError(f"jaxkern.{name}: bucket_size must be positive, got {bucket_size}")
+    if out_sharding is not None and not isinstance(out_sharding, (NamedSharding, PartitionSpec)):
+        raise TypeError(
+            f"jaxkern.{name}: out_sharding must be a NamedSharding, a PartitionSpec or None, got "
+            f"{validate.shown(out_sharding)}"
+        )
     y = _with_order(name, data, segment_ids, num_segments, rules, mode, order)
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
-
-
-def _integer(name, argument, value):
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"jaxkern.{name}: {argument} must be an int, known while tracing, got {value!r}") from None
 
 
 def _num_segments(name, num_segments, segment_ids):
@@ -322,8 +330,8 @@ def _num_segments(name, num_segments, segment_ids):
                 f"jaxkern.{name}: num_segments must be given where segment_ids is traced, "
                 f"as {jax.typeof(segment_ids).str_short()} is"
             )
-        if not isinstance(segment_ids, (jax.Array, np.ndarray, np.generic, int)):
-            raise TypeError(f"jaxkern.{name}: segment_ids must be an array, got {type(segment_ids).__name__}")
+        if segment_ids is None:
+            raise TypeError(f"jaxkern.{name}: segment_ids must be an array, got None")
         ids = np.asarray(segment_ids)
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise TypeError(f"jaxkern.{name}: segment_ids must be of an integer type, got {ids.dtype}{list(ids.shape)}")
@@ -331,7 +339,7 @@ def _num_segments(name, num_segments, segment_ids):
     elif export.is_symbolic_dim(num_segments):
         return num_segments
     else:
-        rows = _integer(name, "num_segments", num_segments)
+        rows = validate.integer(name, "num_segments", num_segments)
     if rows < 0:
         raise ValueError(f"jaxkern.{name}: num_segments must not be negative, got {rows}")
     x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
@@ -346,7 +354,6 @@ def _num_segments(name, num_segments, segment_ids):
 
 @functools.partial(jax.jit, static_argnames=("name", "rows", "rules"), inline=True)
 def _segment_jit(data, segment_ids, *order, name, rows, rules):
-    array(name, "data", data)
     if name == "segment_sum" and data.dtype == jnp.bool_:
         raise TypeError(f"jaxkern.{name}: data must not be boolean, got bool{list(data.shape)}")
     if name == "segment_softmax":

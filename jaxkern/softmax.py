@@ -127,13 +127,12 @@ def softmax(
     random bits after Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011 (Philox4x32-7);
     score functions after Dong et al., "Flex Attention", 2024.
     """
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"jaxkern.softmax: dtype must be a floating-point type, got {jnp.dtype(dtype)}")
-    wanted = "" if dtype is None else jax.dtypes.canonicalize_dtype(dtype).name
+    wanted = "" if dtype is None else validate.floating_dtype("softmax", "dtype", dtype).name
     if score is not None or _given(score_args):
         others = {"scale": scale, "bias": bias, "causal": causal, "dropout_rate": dropout_rate}
         y = _scored("softmax", x, axis, where, score, score_args, others)
         return y.astype(wanted) if wanted else y
+    causal = validate.flag("softmax", "causal", causal)
     extras = _extras("softmax", scale, bias, causal, dropout_rate, dropout_key)
     if extras is None and wanted in ("float16", "bfloat16"):
         extras = (None, None, None), {"causal": False, "threshold": 0}
@@ -256,16 +255,14 @@ def _extras(name: str, scale, bias, causal=None, rate=0.0, key=None):
         validate.check_array(name, "bias", "an array of floating-point type", bias)
     if causal is None:
         return None if scale is None and bias is None else ((scale, bias), {})
-    if not isinstance(causal, (bool, np.bool_)):
-        raise TypeError(f"jaxkern.{name}: causal must be True or False, got {type(causal).__name__}")
     threshold = dropout.threshold(name, rate)
     if rate != 0 and key is None:
         raise ValueError(f"jaxkern.{name}: dropout_rate of {rate} needs a dropout_key")
     if key is not None:
-        validate.check_array(name, "dropout_key", "a key of jax.random", key)
+        validate.check_array(name, "dropout_key", "a key of jax.random", key, keys=True)
     if scale is None and bias is None and not causal and threshold == 0:
         return None
-    return (scale, bias, key if threshold else None), {"causal": bool(causal), "threshold": threshold}
+    return (scale, bias, key if threshold else None), {"causal": causal, "threshold": threshold}
 
 
 def _fused_along_axis(name: str, x, where, scale, bias, key, axis, algorithm, causal, threshold, dtype="", marks=None):
@@ -355,8 +352,7 @@ def prepare_scores(name: str, argument: str, x, axis, where, score, args):
     """(x, operands, {axis, function, indexed}): the arguments of a softmax of score(x), called `argument` in errors."""
     if score is None:
         raise TypeError(f"jaxkern.{name}: score_args are the arguments of a score function, and score is None")
-    if not callable(score):
-        raise TypeError(f"jaxkern.{name}: score must be a function of scalars, got {type(score).__name__}")
+    validate.function(name, "score", score, "a function of scalars")
     validate.check_array(name, argument, "an array or a number", x)
     if where is not None:
         validate.check_array(name, "where", "a boolean array", where)
@@ -377,6 +373,7 @@ def prepare_scores(name: str, argument: str, x, axis, where, score, args):
             )
     for k, a in enumerate(args):
         validate.full_rank(name, f"score_args[{k}]", x, a, argument)
+        functor.check_dtype(f"jaxkern.{name}: score_args[{k}]", a.dtype)
     function, captured = _traced(name, score, x, args)
     used = sorted({0, *function.used})
     indexed = tuple(k - 1 for k in used if 0 < k <= x.ndim)

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jax.experimental import sparse
 from jax.typing import ArrayLike
 
-from jaxkern._core import validate
+from jaxkern._core import functor, validate
 from jaxkern._core.define import CUDA_TYPES
 from jaxkern._ops.indexing.order import Order
 from jaxkern._ops.messages.primitive import Edges
 from jaxkern._ops.messages.reference import computing
-from jaxkern.index_add import array, integers, safe_index
-from jaxkern.messages import Graph, PyTree, _count, _in_range, _ordered, edge_map, edge_max, edge_sum
+from jaxkern.index_add import integers, safe_index
+from jaxkern.messages import Graph, PyTree, _count, _edge_map, _in_range, _ordered, edge_max, edge_sum
 from jaxkern.segment import segment_softmax
 
 MODES = ("sum", "mean", "max")
@@ -68,10 +68,11 @@ def embedding_bag(
     Source: `torch.nn.EmbeddingBag`.
     """
     name = "embedding_bag"
-    table, ids = jnp.asarray(table), integers(name, "ids", jnp.asarray(safe_index(ids)))
-    array(name, "table", table)
-    if mode not in MODES:
-        raise ValueError(f"jaxkern.{name}: mode must be one of {', '.join(MODES)}, got {mode!r}")
+    table, ids = _numbers(name, "table", table), _indices(name, "ids", ids)
+    if not isinstance(mode, str) or mode not in MODES:
+        raise ValueError(f"jaxkern.{name}: mode must be one of {', '.join(MODES)}, got {validate.shown(mode)}")
+    indices_are_sorted = validate.flag(name, "indices_are_sorted", indices_are_sorted)
+    weights = None if weights is None else _numbers(name, "weights", weights)
     if weights is not None and mode != "sum":
         raise ValueError(f"jaxkern.{name}: weights are for mode 'sum', not {mode!r}")
     if table.ndim < 1:
@@ -82,10 +83,9 @@ def embedding_bag(
             f"jaxkern.{name}: ids of shape (bags, ids of a bag), or of shape (count,) with either segment_ids or offsets "
             f"are needed, got shape {ids.shape} with {' and '.join(given) or 'neither'}"
         )
-    if weights is not None and jnp.shape(weights) != ids.shape:
-        raise ValueError(f"jaxkern.{name}: weights of shape {jnp.shape(weights)} and ids of shape {ids.shape} differ")
+    if weights is not None and weights.shape != ids.shape:
+        raise ValueError(f"jaxkern.{name}: weights of shape {weights.shape} and ids of shape {ids.shape} differ")
     rows = table.shape[0]
-    weights = None if weights is None else jnp.asarray(weights)
     if ids.ndim == 2:
         bags, length = ids.shape
         starts = jnp.arange(bags + 1, dtype=jnp.uint32) * jnp.uint32(length)
@@ -95,7 +95,7 @@ def embedding_bag(
         if mode != "max" and computable and 0 < length <= SHORT_BAG and 0 not in (rows, bags):
             return _even(table, weights, graph, valid, ids.shape, mode)
     elif offsets is not None:
-        offsets = integers(name, "offsets", jnp.asarray(safe_index(offsets)))
+        offsets = _indices(name, "offsets", offsets)
         if offsets.ndim != 1:
             raise ValueError(f"jaxkern.{name}: offsets must have one dimension, got shape {offsets.shape}")
         count = ids.shape[0]
@@ -105,8 +105,10 @@ def embedding_bag(
         bag_of = _row_of(starts, position)
         graph, valid = _in_bags(ids, bag_of, starts, rows)
     else:
-        bags = _count(num_bags, "num_bags", safe_index(segment_ids), name)
-        segment_ids = integers(name, "segment_ids", jnp.asarray(safe_index(segment_ids)))
+        validate.check_array(name, "segment_ids", "an array of integers", segment_ids)
+        # Counted before they become an array of JAX, which is a tracer under jit.
+        bags = _count(num_bags, "num_bags", safe_index(segment_ids), "segment_ids", name)
+        segment_ids = _indices(name, "segment_ids", segment_ids)
         if segment_ids.shape != ids.shape:
             raise ValueError(
                 f"jaxkern.{name}: segment_ids of shape {segment_ids.shape} and ids of shape {ids.shape} differ"
@@ -117,6 +119,21 @@ def embedding_bag(
             graph = Graph(ids, segment_ids, num_senders=rows, num_receivers=bags)
             valid = jnp.ones(ids.shape, bool)
     return _bag(table, graph, valid, None if weights is None else weights.reshape(-1), mode)
+
+
+def _numbers(name, argument, x):
+    """`x` as an array of a type that kernels have."""
+    validate.check_array(name, argument, "an array", x)
+    x = jnp.asarray(x)
+    functor.check_dtype(f"jaxkern.{name}: {argument}", x.dtype)
+    if x.dtype == jnp.bool_:
+        raise TypeError(f"jaxkern.{name}: {argument} must be numbers, got bool{list(x.shape)}")
+    return x
+
+
+def _indices(name, argument, index):
+    validate.check_array(name, argument, "an array of integers", index)
+    return integers(name, argument, jnp.asarray(safe_index(index)))
 
 
 def _in_bags(ids, bag_of, starts, rows):
@@ -251,20 +268,22 @@ def spmm(a: sparse.BCOO | sparse.BCSR, b: ArrayLike, *, graph: Graph | None = No
     >>> jaxkern.spmm(a, jnp.array([[1.0, 10.0], [2.0, 20.0]])).tolist()
     [[4.0, 40.0], [3.0, 30.0], [0.0, 0.0]]
     """
-    graph = spmm_graph(a, _name="spmm") if graph is None else graph
-    b = jnp.asarray(b)
-    array("spmm", "b", b)
+    _check_matrix("spmm", a)
+    b = _numbers("spmm", "b", b)
+    graph = spmm_graph(a) if graph is None else graph
     if b.ndim < 1 or b.shape[0] != a.shape[1]:
-        raise ValueError(f"jaxkern.spmm: shapes {a.shape} and {b.shape} do not match")
-    if not isinstance(graph, Graph) or (graph.num_receivers, graph.num_senders) != a.shape or graph.num_edges != a.nse:
+        raise ValueError(f"jaxkern.spmm: a of shape {a.shape} and b of shape {b.shape} do not match")
+    if not isinstance(graph, Graph):
+        raise TypeError(f"jaxkern.spmm: graph must be what jaxkern.spmm_graph returns, got {type(graph).__name__}")
+    if (graph.num_receivers, graph.num_senders) != a.shape or graph.num_edges != a.nse:
         raise ValueError(
-            f"jaxkern.spmm: {graph!r} is not the graph of a matrix of shape {a.shape} with {a.nse} elements"
+            f"jaxkern.spmm: graph is {graph!r}, which is not of a matrix of shape {a.shape} with {a.nse} elements"
         )
     on = _in_range(graph.senders, a.shape[1])
     return edge_sum(_weigh, graph, senders=b, edges=(a.data, on))
 
 
-def spmm_graph(a: sparse.BCOO | sparse.BCSR, *, _name: str = "spmm_graph") -> Graph:
+def spmm_graph(a: sparse.BCOO | sparse.BCSR) -> Graph:
     """The graph of a sparse matrix: an edge from column to row for each element, for `spmm` to take.
 
     a: as for `spmm`. Rows that are in order (a BCSR, or a BCOO whose `indices_sorted` is set) are not sorted again.
@@ -274,13 +293,7 @@ def spmm_graph(a: sparse.BCOO | sparse.BCSR, *, _name: str = "spmm_graph") -> Gr
     >>> jaxkern.spmm_graph(sparse.BCOO.fromdense(jnp.eye(3)))
     Graph(3 edges, 3 senders, 3 receivers)
     """
-    if not isinstance(a, (sparse.BCOO, sparse.BCSR)):
-        raise TypeError(f"jaxkern.{_name}: a must be a BCOO or a BCSR, got {type(a).__name__}")
-    if a.n_batch or a.n_dense or len(a.shape) != 2:
-        raise ValueError(
-            f"jaxkern.{_name}: a must be a matrix without batch and dense dimensions, got shape {a.shape} with "
-            f"{a.n_batch} and {a.n_dense}"
-        )
+    _check_matrix("spmm_graph", a)
     rows, columns = a.shape
     if isinstance(a, sparse.BCSR):
         starts = a.indptr.astype(jnp.uint32)
@@ -293,6 +306,17 @@ def spmm_graph(a: sparse.BCOO | sparse.BCSR, *, _name: str = "spmm_graph") -> Gr
     # spmm asks the graph which elements pad: they name no column.
     senders = jnp.where(valid, graph.senders.astype(jnp.int32), -1)
     return Graph.tree_unflatten((columns, rows, None), (senders, graph.receivers, graph.into, graph.out_of))
+
+
+def _check_matrix(name, a):
+    if not isinstance(a, (sparse.BCOO, sparse.BCSR)):
+        raise TypeError(f"jaxkern.{name}: a must be a BCOO or a BCSR, got {type(a).__name__}")
+    if a.n_batch or a.n_dense or len(a.shape) != 2:
+        raise ValueError(
+            f"jaxkern.{name}: a must be a matrix without batch and dense dimensions, got shape {a.shape} with "
+            f"{a.n_batch} and {a.n_dense}"
+        )
+    _numbers(name, "a", a.data)
 
 
 def graph_attention(
@@ -333,11 +357,11 @@ def graph_attention(
     Source: Velickovic et al., "Graph Attention Networks", 2018.
     """
     name = "graph_attention"
-    scores = edge_map(score, graph, senders=senders, receivers=receivers, edges=edges, reduce_features=reduce_features)
+    values = _numbers(name, "values", values)
+    scores = _edge_map(name, "score", score, graph, senders, receivers, edges, reduce_features)
     if not isinstance(scores, jax.Array):
         raise ValueError(f"jaxkern.{name}: score must return one scalar, got {jax.tree.structure(scores)}")
-    values = jnp.asarray(values)
-    array(name, "values", values)
+    validate.real(name, "the result of score", scores)
     heads = scores.shape[1:]
     fits = values.ndim > len(heads) and values.shape[0] == graph.num_senders
     if not fits or any(v not in (1, h) for v, h in zip(values.shape[1:], heads)):
@@ -390,7 +414,15 @@ def moe_combine(x: ArrayLike, indices: ArrayLike, weights: ArrayLike | None = No
 
     Source: Shazeer et al., "Outrageously Large Neural Networks", 2017.
     """
-    _check_slots("moe_combine", indices)
+    name = "moe_combine"
+    x, indices = _numbers(name, "x", x), _slots(name, indices)
+    if x.ndim < 1:
+        raise ValueError(f"jaxkern.{name}: x must have rows, got shape {x.shape}")
+    weights = None if weights is None else _numbers(name, "weights", weights)
+    if weights is not None and weights.shape != indices.shape:
+        raise ValueError(
+            f"jaxkern.{name}: weights of shape {weights.shape} and indices of shape {indices.shape} differ"
+        )
     return embedding_bag(x, indices, weights=weights)
 
 
@@ -410,14 +442,11 @@ def moe_dispatch(x: ArrayLike, indices: ArrayLike, num_slots: int) -> jax.Array:
     [1.0, 0.0, 1.0, 2.0, 0.0]
     """
     name = "moe_dispatch"
-    _check_slots(name, indices)
-    x = jnp.asarray(x)
-    array(name, "x", x)
-    indices = jnp.asarray(safe_index(indices))
+    x, indices = _numbers(name, "x", x), _slots(name, indices)
     tokens, k = indices.shape
     if x.ndim < 1 or x.shape[0] != tokens:
         raise ValueError(f"jaxkern.{name}: x of shape {x.shape} and indices of shape {indices.shape} do not match")
-    num_slots = _count(num_slots, "num_slots", None, name)
+    num_slots = _count(num_slots, "num_slots", name=name)
     # Tokens are in order, so that what the gradient goes by is not sorted.
     starts = jnp.arange(tokens + 1, dtype=jnp.uint32) * jnp.uint32(k)
     token = jnp.arange(tokens * k, dtype=jnp.uint32) // jnp.uint32(max(k, 1))
@@ -428,7 +457,8 @@ def moe_dispatch(x: ArrayLike, indices: ArrayLike, num_slots: int) -> jax.Array:
     return edge_sum(lambda x, on: jnp.where(on, x, jnp.zeros_like(x)), graph, senders=x, edges=valid)
 
 
-def _check_slots(name, indices):
-    indices = integers(name, "indices", jnp.asarray(safe_index(indices)))
+def _slots(name, indices):
+    indices = _indices(name, "indices", indices)
     if indices.ndim != 2:
         raise ValueError(f"jaxkern.{name}: indices must have shape (tokens, k), got {indices.shape}")
+    return indices

@@ -662,7 +662,7 @@ X = jnp.zeros((4, 8))
         ({"bias": jnp.ones((2, 4, 8))}, ValueError, "bias of shape (2, 4, 8) does not broadcast to x of shape (4, 8)"),
         ({"bias": "no"}, TypeError, "bias must be an array of floating-point type, got str"),
         ({"bias": jnp.ones(8), "where": jnp.ones(7, bool)}, ValueError, "where of shape (7,) does not broadcast"),
-        ({"causal": 1}, TypeError, "causal must be True or False, got int"),
+        ({"causal": 1}, TypeError, "causal must be True or False, got 1"),
         (
             {"causal": True, "axis": 0},
             ValueError,

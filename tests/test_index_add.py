@@ -616,7 +616,7 @@ def total(data=((2, 4), "float32"), ids=((2,), "int32"), n=3, **options):
         (total(n=2.5), TypeError, ["num_segments must be an int", "2.5"]),
         (total(bucket_size=0), ValueError, ["bucket_size", "0"]),
         (total(mode="no"), ValueError, ["mode", "'no'"]),
-        (total(ids=None, n=None), TypeError, ["segment_ids must be an array", "NoneType"]),
+        (total(ids=None, n=None), TypeError, ["segment_ids must be an array", "got None"]),
         (total(ids=np.array([0, 2**40]), n=None), ValueError, ["num_segments must be at most", "1099511627777"]),
         (total(n=2**70), ValueError, ["num_segments must be at most", str(2**70)]),
         (total(bucket_size=1.5), TypeError, ["bucket_size must be an int", "1.5"]),

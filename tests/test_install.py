@@ -44,6 +44,7 @@ def python(code, **environment):
 
 def test_public_names():
     assert set(jaxkern.__all__) == {
+        "CheckError",
         "DelayedScale",
         "Graph",
         "Quantization",

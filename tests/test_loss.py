@@ -821,7 +821,7 @@ def test_many_rows(shape, dtype):
             TypeError,
             ["label_smoothing must be a Python number"],
         ),
-        ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"z_loss": "a"}, TypeError, ["z_loss must be a Python number", "str"]),
+        ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"z_loss": "a"}, TypeError, ["z_loss must be a Python number", "'a'"]),
         ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"z_loss": float("nan")}, ValueError, ["z_loss must be finite"]),
         (
             (jnp.ones((2, 3)), jnp.zeros(2, int)),

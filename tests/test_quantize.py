@@ -200,9 +200,9 @@ def test_plans():
         (
             lambda: jaxkern.quantize_blocks(jnp.ones((3, 200))),
             ValueError,
-            "quantize_blocks: blocks of 128 do not divide",
+            "quantize_blocks: a block of 128 does not divide",
         ),
-        (lambda: jaxkern.fake_quantize(jnp.ones(4), block=3), ValueError, "fake_quantize: blocks of 3"),
+        (lambda: jaxkern.fake_quantize(jnp.ones(4), block=3), ValueError, "fake_quantize: a block of 3"),
         (lambda: jaxkern.quantize_blocks(jnp.ones(4), block=2.0), TypeError, "quantize_blocks: block must be an int"),
         (lambda: jaxkern.dequantize(jnp.ones(4), jnp.ones(3)), ValueError, "dequantize: scale of shape"),
     ],

@@ -59,7 +59,7 @@ def trace(f, dtypes, *, name, weak=None, results=None, label=None, coarse=None):
     weak = weak or (False,) * len(dtypes)
     dtypes = [jax.dtypes.canonicalize_dtype(d) for d in dtypes]
     for d in dtypes:
-        _check_dtype(label, d)
+        check_dtype(label, d)
     scalar = lambda dtype, weak: jax.ShapeDtypeStruct((), dtype, weak_type=bool(weak))
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         try:
@@ -90,7 +90,7 @@ def trace(f, dtypes, *, name, weak=None, results=None, label=None, coarse=None):
     for k, a in enumerate(out):
         if a.shape != ():
             raise ValueError(f"{label} must return scalars, and result {k} is {a.dtype}{list(a.shape)}")
-        _check_dtype(label, a.dtype)
+        check_dtype(label, a.dtype)
     # For its errors, which name the user's lines.
     named = [c if c is not None else f"c{k}" for k, c in enumerate(consts)]
     _Translation(label, _Translation.DEPTH).run(closed.jaxpr, named, [f"x{k}" for k in range(len(dtypes))])
@@ -480,7 +480,8 @@ def _at(equation) -> str:
     return f" at {line}" if line else ""
 
 
-def _check_dtype(label, dtype):
+def check_dtype(label, dtype):
+    """Raises, with an error that begins with `label`, unless kernels compute with this dtype."""
     if np.dtype(dtype).name not in CUDA_TYPES:
         raise Unsupported(f"{label}: kernels have no arithmetic of {dtype}: compute it outside of the function")
 

@@ -4,11 +4,14 @@ Every error here is raised while tracing and names the function, the argument an
 """
 
 import math
+import numbers
 import operator
 from collections.abc import Sequence
 
 import jax
+import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkern._core import compat
@@ -16,8 +19,8 @@ from jaxkern._core import compat
 Axis = int | Sequence[int] | None
 
 
-def static_axis(name: str, axis):
-    """Converts `axis` to a hashable int, tuple of ints, or None."""
+def static_axis(name: str, axis, argument: str = "axis"):
+    """Converts `axis` to a hashable int, tuple of ints, or None; errors name it as `argument`."""
     if axis is None or type(axis) is int:
         return axis
     # A bool is an int in Python, and a string or a dict is iterable; none of them is an axis.
@@ -30,30 +33,107 @@ def static_axis(name: str, axis):
             return tuple(map(_index, axis))
         except TypeError:
             pass
-    raise TypeError(f"jaxkern.{name}: axis must be an int, a tuple of ints or None, got {axis!r}")
+    raise TypeError(f"jaxkern.{name}: {argument} must be an int, a tuple of ints or None, got {shown(axis)}")
+
+
+def integer(name: str, argument: str, value, or_none: bool = False) -> int:
+    """Converts a static argument to an int. or_none: whether the caller accepts None too, for the error."""
+    try:
+        return _index(value)
+    except TypeError:
+        wanted = "an int or None" if or_none else "an int"
+        raise TypeError(f"jaxkern.{name}: {argument} must be {wanted}, got {shown(value)}") from None
 
 
 def _index(a) -> int:
-    if isinstance(a, bool):
+    if isinstance(a, (bool, np.bool_)):
         raise TypeError
     return operator.index(a)
 
 
-def check_array(name: str, argument: str, wanted: str, value) -> None:
-    """Raises unless a jitted function accepts `value` as one array."""
-    if isinstance(value, jax.Array):
-        return
+def flag(name: str, argument: str, value) -> bool:
+    """Converts a static argument to a bool."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"jaxkern.{name}: {argument} must be True or False, got {shown(value)}")
+    return bool(value)
+
+
+def number(name: str, argument: str, value) -> float:
+    """Converts a static argument to a finite float."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (numbers.Real, np.floating, np.integer)):
+        raise TypeError(
+            f"jaxkern.{name}: {argument} must be a Python number, which is known while tracing, got {shown(value)}"
+        )
+    if not math.isfinite(value):
+        raise ValueError(f"jaxkern.{name}: {argument} must be finite, got {value}")
+    return float(value)
+
+
+def dtype_of(name: str, argument: str, value, wanted: str = "a dtype") -> np.dtype:
+    """Converts a static argument to the dtype that JAX has for it. None, which NumPy reads as float64, is an error."""
     try:
-        if not isinstance(value, jax.ShapeDtypeStruct):
-            jax.typeof(value)
+        if value is None or isinstance(value, (list, jax.Array, np.ndarray, np.generic)):
+            raise TypeError
+        return jax.dtypes.canonicalize_dtype(jnp.dtype(value))
+    except (TypeError, ValueError):
+        raise TypeError(f"jaxkern.{name}: {argument} must be {wanted}, got {shown(value)}") from None
+
+
+def floating_dtype(name: str, argument: str, value) -> np.dtype:
+    """Converts a static argument to a real floating-point dtype."""
+    found = dtype_of(name, argument, value, "a floating-point type")
+    if not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(f"jaxkern.{name}: {argument} must be a floating-point type, got {found}")
+    return found
+
+
+def function(name: str, argument: str, value, what: str = "a function") -> None:
+    if not callable(value):
+        raise TypeError(f"jaxkern.{name}: {argument} must be {what}, got {type(value).__name__}")
+
+
+def choice(name: str, argument: str, value, names: Sequence[str]) -> None:
+    """Raises unless `value` is one of these strings."""
+    if not isinstance(value, str) or value not in names:
+        raise ValueError(f"jaxkern.{name}: {argument} must be one of {', '.join(names)}, got {shown(value)}")
+
+
+def shown(value) -> str:
+    """A value that an error says is wrong: its representation if that is short, else its type."""
+    if isinstance(value, jax.core.Tracer):
+        return f"a traced {jax.typeof(value).str_short()}"
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return f"an array, {_dtype_name(value.dtype)}{list(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 else type(value).__name__
+
+
+def check_array(name: str, argument: str, wanted: str, value, keys: bool = False) -> None:
+    """Raises unless a jitted function accepts `value` as one array, of numbers or booleans or, if `keys`, of keys."""
+    try:
+        if isinstance(value, jax.ShapeDtypeStruct):
+            raise TypeError
+        dtype = value.dtype if isinstance(value, jax.Array) else jax.typeof(value).dtype
+        if dtype != jax.dtypes.float0 and (keys or isinstance(dtype, np.dtype)):
             return
-        got = "ShapeDtypeStruct"
+        got = f"{_dtype_name(dtype)}{list(value.shape)}"
     except Exception:  # the type of the error depends on the reason
-        dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
-        got = f"{dtype}{list(shape)}" if isinstance(shape, tuple) else type(value).__name__
-        if isinstance(value, int):
+        got = type(value).__name__
+        if isinstance(value, np.ndarray):
+            got = f"{value.dtype}{list(value.shape)}"
+        elif isinstance(value, int):
             got = "an int too large for any integer type of JAX"
     raise TypeError(f"jaxkern.{name}: {argument} must be {wanted}, got {got}")
+
+
+def _dtype_name(dtype) -> str:
+    return "float0" if dtype == jax.dtypes.float0 else str(dtype)
+
+
+def real(name: str, argument: str, x) -> None:
+    """Raises unless the elements of an array are numbers, and not complex."""
+    if not (jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)):
+        raise TypeError(f"jaxkern.{name}: {argument} must be real, got {_dtype_name(x.dtype)}{list(x.shape)}")
 
 
 def floating(name: str, x, argument: str = "x"):
@@ -66,9 +146,8 @@ def floating(name: str, x, argument: str = "x"):
             )
         return x.astype(jax.eval_shape(jnp.exp, x).dtype)
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        dtype = "float0" if x.dtype == jax.dtypes.float0 else x.dtype
         raise TypeError(
-            f"jaxkern.{name}: {argument} must be real, floating-point or integer, got {dtype}{list(x.shape)}"
+            f"jaxkern.{name}: {argument} must be real, floating-point or integer, got {_dtype_name(x.dtype)}{list(x.shape)}"
         )
     if float(jnp.finfo(x.dtype).min) >= 0:
         raise TypeError(
@@ -96,16 +175,16 @@ def full_rank(name: str, argument: str, x, part, whole: str = "x"):
     return part if part.ndim == x.ndim else part.reshape(shape)
 
 
-def sorted_axes(name: str, axis, shape, argument: str = "x") -> list[int]:
-    """The axes as ascending nonnegative ints."""
+def sorted_axes(name: str, axis, shape, argument: str = "x", called: str = "axis") -> list[int]:
+    """The axes as ascending nonnegative ints. Errors name the array as `argument` and the axes as `called`."""
     rank = len(shape)
     axes = range(rank) if axis is None else axis if isinstance(axis, tuple) else (axis,)
     for a in axes:
         if not -rank <= a < rank:
-            raise ValueError(f"jaxkern.{name}: axis {a} is out of bounds for {argument} of shape {shape}")
+            raise ValueError(f"jaxkern.{name}: {called} {a} is out of bounds for {argument} of shape {shape}")
     axes = sorted(a % rank for a in axes)
     if len(set(axes)) != len(axes):
-        raise ValueError(f"jaxkern.{name}: duplicate value in axis {axis} for {argument} of shape {shape}")
+        raise ValueError(f"jaxkern.{name}: duplicate value in {called} {axis} for {argument} of shape {shape}")
     return axes
 
 

@@ -1,0 +1,257 @@
+"""Bad arguments of every public function: the error names the function and the argument, while the call is traced."""
+
+import inspect
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import sparse
+
+import jaxkern
+
+X = np.ones((4, 6), np.float32)
+IDS = np.array([0, 1, 1, 2])
+GRAPH = jaxkern.Graph(jnp.array([0, 1, 2]), jnp.array([1, 1, 0]), num_nodes=3)
+NODES = np.ones((3, 2), np.float32)
+MATRIX = sparse.BCOO.fromdense(jnp.eye(3))
+
+# A call of each public function that is right. Elementwise functions are called with X for each operand.
+SEGMENT = {"data": X, "segment_ids": IDS, "num_segments": 3}
+MESSAGE = {"f": lambda *xs: xs[0], "graph": GRAPH, "senders": NODES}
+CALLS = {
+    "Graph": {"senders": IDS, "receivers": IDS},
+    "Quantization": {},
+    "DelayedScale.create": {},
+    "DelayedScale.update": {"self": jaxkern.DelayedScale.create(), "amax": 1.0},
+    "accelerate": {},
+    "batch_norm": {"x": X},
+    "cast": {"x": X, "dtype": "float16"},
+    "dequantize": {"q": X, "scale": 1.0},
+    "edge_map": MESSAGE,
+    "edge_max": MESSAGE,
+    "edge_mean": MESSAGE,
+    "edge_min": MESSAGE,
+    "edge_sum": MESSAGE,
+    "elementwise_kernel": {"f": lambda x: x},
+    "embedding_bag": {"table": X, "ids": IDS, "segment_ids": IDS},
+    "embedding_lookup": {"table": X, "ids": IDS},
+    "explain": {"f": lambda x: x},
+    "export_checks": {},
+    "fake_quantize": {"x": X},
+    "geglu": {"x": X},
+    "gelu": {"x": X},
+    "glu": {"x": X},
+    "graph_attention": {"score": lambda *xs: xs[0], "graph": GRAPH, "values": NODES, "senders": NODES},
+    "group_norm": {"x": X, "groups": 2},
+    "index_add": {"x": X, "axis": 0, "index": IDS, "source": X},
+    "index_select": {"x": X, "axis": 0, "index": IDS},
+    "install": {},
+    "layer_norm": {"x": X},
+    "linear_softmax_cross_entropy": {"h": X, "weight": np.ones((6, 5), np.float32), "labels": IDS},
+    "log_softmax": {"x": X},
+    "logsumexp": {"x": X},
+    "moe_combine": {"x": X, "indices": IDS[:, None]},
+    "moe_dispatch": {"x": X, "indices": IDS[:, None], "num_slots": 5},
+    "quantize_blocks": {"x": X, "block": 3},
+    "quantize_rows": {"x": X},
+    "quantize_tensor": {"x": X},
+    "reduce_max": {"x": X},
+    "reduce_mean": {"x": X},
+    "reduce_min": {"x": X},
+    "reduce_sum": {"x": X},
+    "rms_norm": {"x": X},
+    "segment_max": SEGMENT,
+    "segment_mean": SEGMENT,
+    "segment_min": SEGMENT,
+    "segment_softmax": SEGMENT,
+    "segment_sum": SEGMENT,
+    "softmax": {"x": X},
+    "softmax_cross_entropy": {"logits": X, "labels": IDS},
+    "softmax_cross_entropy_and_grad": {"logits": X, "labels": IDS},
+    "sort_indices": {"ids": IDS, "num_segments": 3},
+    "spmm": {"a": MATRIX, "b": NODES},
+    "spmm_graph": {"a": MATRIX},
+    "swiglu": {"x": X},
+    "uninstall": {},
+}
+
+
+# Other arguments that an argument needs, to be looked at.
+BESIDE = {
+    "score_args": {"score": lambda x, row, column, a: x + a},
+    "epilogue_args": {"epilogue": lambda x, a: x + a},
+    "dropout_key": {"dropout_rate": 0.5},
+}
+
+
+class Traced:
+    """Stands for a tracer."""
+
+
+# What is wrong for each kind of argument.
+OBJECTS = {
+    "None": None,
+    "string": "abc",
+    "object": object(),
+    "function": len,
+    "list": [1.0, 2.0],
+    "key": jax.random.key(0),
+    "keys": jax.random.split(jax.random.key(0), 4),
+}
+NOT_ARRAYS = OBJECTS | {
+    "strings": np.array(["a", "b"]),
+    "float0": np.zeros((4, 6), jax.dtypes.float0),
+    "type": jax.ShapeDtypeStruct((4, 6), jnp.float32),
+}
+COMPLEX = {"complex": np.ones((4, 6), np.complex64)}
+TRACED = {"traced": Traced}
+NOT_INTS = OBJECTS | TRACED | {"bool": True, "float": 2.0, "array": np.ones(2, np.int32), "float32": np.float32(2)}
+NOT_NUMBERS = OBJECTS | TRACED | {"bool": True, "complex": 1j, "array": np.ones(2, np.float32), "NaN": float("nan")}
+OUT_OF_BOUNDS = {"large": 9, "small": -9, "huge": 1 << 70}
+
+
+def without(kind, name):
+    return {k: v for k, v in kind.items() if k != name}
+
+
+KINDS = {
+    "array": NOT_ARRAYS,
+    "real": NOT_ARRAYS | COMPLEX,
+    "scalar": NOT_ARRAYS | COMPLEX | {"array": np.ones(2, np.float32)},
+    "mask": NOT_ARRAYS | COMPLEX | {"numbers": X, "shape": np.ones(7, bool)},
+    "index": NOT_ARRAYS | COMPLEX | {"float32": np.ones(4, np.float32), "bool": np.ones(4, bool)},
+    "key": without(NOT_ARRAYS, "key") | {"float": 1.5, "shape": np.zeros(3, np.uint32)},
+    "int": NOT_INTS,
+    "size": NOT_INTS | {"negative": -1},
+    "count": NOT_INTS | {"negative": -1, "huge": 1 << 70},
+    "axis": NOT_INTS | OUT_OF_BOUNDS | {"names": {"a": 0}.keys()},
+    "axes": without(NOT_INTS, "array") | OUT_OF_BOUNDS | {"twice": (0, 0), "bools": (True,), "names": {"a": 0}.keys()},
+    "bool": OBJECTS | TRACED | {"int": 2, "float": 0.5, "array": np.ones(2, bool)},
+    "number": NOT_NUMBERS,
+    "positive": NOT_NUMBERS | {"negative": -1.0},
+    "dtype": OBJECTS | TRACED | {"unknown": "flaot32", "array": X, "number": 3.5, "complex": "complex64"},
+    "choice": OBJECTS | TRACED | {"array": X, "int": 3},
+    "function": without(OBJECTS, "function") | {"array": X, "int": 3},
+    "args": {"array": X, "string": "abc", "int": 3, "shape": [np.ones(7, np.float32)]}
+    | {f"[{k}]": [v] for k, v in (NOT_ARRAYS | COMPLEX).items()},
+    "tree": without(NOT_ARRAYS, "list") | COMPLEX | {"rows": X, "scalar": 1.0, "in a list": ["abc"]},
+    "object": OBJECTS | {"array": X, "int": 3},
+    "names": {"unknown": "softmux", "int": 3, "ints": [3], "function": len, "array": X},
+    "axis names": without(OBJECTS, "string") | {"float": 3.5, "array": X},
+    "text": {"int": 3, "array": X, "bytes": b"abc"},
+}
+# The kind of an argument, by its name; or by the name of the function and its own.
+ARGUMENTS = {
+    "array": "table b values condition",
+    "real": "x y z min max data source logits h weight weights bias residual mean var scale q straight_through gate amax "
+    "initial",
+    "scalar": "alpha lambd negative_slope threshold value fill_value",
+    "mask": "where",
+    "index": "index ids segment_ids labels indices offsets",
+    "key": "dropout_key",
+    "int": "ignore_index margin",
+    "size": "bucket_size memory groups num_groups block",
+    "count": "num_segments num_bags num_slots num_nodes num_senders num_receivers length",
+    "axis": "channel_axis",
+    "axes": "axis batch_axes reduce_features",
+    "bool": "keepdims indices_are_sorted unique_indices deterministic wrap causal transposed transpose_weight approximate "
+    "force export most_recent return_sign",
+    "number": "z_loss",
+    "positive": "eps epsilon soft_cap label_smoothing dropout_rate",
+    "dtype": "dtype logits_dtype",
+    "choice": "mode reduction precision platform",
+    "function": "f score epilogue",
+    "args": "score_args epilogue_args",
+    "tree": "senders receivers edges",
+    "object": "graph order a quantize out_sharding",
+    "names": "only without",
+    "axis names": "axis_name",
+    "text": "name",
+}
+OF = {argument: kind for kind, names in ARGUMENTS.items() for argument in names.split()}
+OF |= {
+    "Graph.senders": "index",
+    "Graph.receivers": "index",
+    "accelerate.check": "positive",
+    "index_add.x": "array",
+    "index_select.x": "array",
+    "threshold.threshold": "scalar",
+    **{f"{name}.axis": "axis" for name in ("glu", "swiglu", "geglu", "index_add", "index_select")},
+    **{f"{name}.axis": "axis" for name in ("softmax_cross_entropy", "softmax_cross_entropy_and_grad")},
+    **{
+        f"{name}.data": "array"
+        for name in ("segment_sum", "segment_mean", "segment_max", "segment_min", "segment_prod")
+    },
+    **{f"logical_{name}.{x}": "array" for name in ("and", "or", "xor", "not") for x in "xy"},
+}
+# What is right for an argument although it is wrong for others of its kind. A default of None is right, too.
+RIGHT = {
+    "accelerate.check": {"bool"},
+    "group_norm.batch_axes": {"None"},
+    **{f"{name}.axis": {"None"} for name in ("softmax", "log_softmax", "logsumexp", "layer_norm", "rms_norm")},
+    **{f"reduce_{name}.axis": {"None"} for name in ("sum", "mean", "max", "min")},
+}
+
+
+def public():
+    """The public functions by name; classes by their constructors."""
+    for name in jaxkern.__all__:
+        f = getattr(jaxkern, name)
+        if not isinstance(f, types.ModuleType) and f not in (jaxkern.DelayedScale, jaxkern.CheckError):
+            yield name, f
+    yield "DelayedScale.create", jaxkern.DelayedScale.create
+    yield "DelayedScale.update", jaxkern.DelayedScale.update
+
+
+def right_call(name, parameters):
+    if name in CALLS:
+        return CALLS[name]
+    return {p.name: X if OF[p.name] != "scalar" else 1.0 for p in parameters if p.default is p.empty}
+
+
+@pytest.fixture
+def uninstalled():
+    yield
+    jaxkern.uninstall()
+
+
+@pytest.mark.parametrize(("name", "function"), [pytest.param(*f, id=f[0]) for f in public()])
+def test_bad_arguments(name, function, uninstalled):
+    parameters = [
+        p for p in inspect.signature(function).parameters.values() if p.name != "self" and p.kind is not p.VAR_KEYWORD
+    ]
+    others = right_call(name, parameters)
+    jax.eval_shape(lambda: (function(**others), None)[1])  # nothing is wrong with it
+    wrong = []
+    for p in parameters:
+        own = f"{name}.{p.name}"
+        given = others | BESIDE.get(p.name, {})
+        call = lambda value: function(**{**given, p.name: value})  # noqa: B023
+        for what, value in KINDS[OF.get(own) or OF[p.name]].items():
+            if what in RIGHT.get(own, ()) or (what == "None" and p.default is None):
+                continue
+            try:
+                jax.eval_shape(call, jnp.zeros((), jnp.int32)) if value is Traced else call(value)
+            except (TypeError, ValueError) as error:
+                if not re.match(rf"jaxkern\.{re.escape(name)}: .*\b{p.name}\b", str(error), re.DOTALL):
+                    wrong.append(f"{p.name}, {what}: {type(error).__name__}: {error}")
+            else:
+                wrong.append(f"{p.name}, {what}: no error")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("value", NOT_ARRAYS.values(), ids=NOT_ARRAYS.keys())
+def test_bad_operands_of_a_kernel_function(value):
+    """They have positions, and no names: f is called with their elements."""
+    f = jaxkern.elementwise_kernel(lambda x, y: x + y)
+    with pytest.raises(TypeError, match=r"jaxkern\.elementwise_kernel: operand 1 must be an array or a number, got "):
+        f(X, value)
+
+
+def test_named_operands_of_a_kernel_function():
+    f = jaxkern.elementwise_kernel(lambda x, y: x + y)
+    with pytest.raises(TypeError, match=r"jaxkern\.elementwise_kernel: operands are given by position, got y by name"):
+        f(X, y=X)
