@@ -145,10 +145,9 @@ KINDS = {
 }
 # The kind of an argument, by its name; or by the name of the function and its own.
 ARGUMENTS = {
-    "array": "table b values condition",
-    "real": "x y z min max data source logits h weight weights bias residual mean var scale q straight_through gate amax "
-    "initial",
-    "scalar": "alpha lambd negative_slope threshold value fill_value",
+    "array": "table values condition",
+    "real": "b x y z min max data source logits h weight weights bias residual mean var scale q straight_through gate amax",
+    "scalar": "alpha initial lambd negative_slope threshold value fill_value",
     "mask": "where",
     "index": "index ids segment_ids labels indices offsets",
     "key": "dropout_key",
@@ -158,7 +157,7 @@ ARGUMENTS = {
     "axis": "channel_axis",
     "axes": "axis batch_axes reduce_features",
     "bool": "keepdims indices_are_sorted unique_indices deterministic wrap causal transposed transpose_weight approximate "
-    "force export most_recent return_sign",
+    "force export most_recent return_sign promote_integers",
     "number": "z_loss",
     "positive": "eps epsilon soft_cap label_smoothing dropout_rate",
     "dtype": "dtype logits_dtype",
@@ -191,8 +190,7 @@ OF |= {
 RIGHT = {
     "accelerate.check": {"bool"},
     "group_norm.batch_axes": {"None"},
-    **{f"{name}.axis": {"None"} for name in ("softmax", "log_softmax", "logsumexp", "layer_norm", "rms_norm")},
-    **{f"reduce_{name}.axis": {"None"} for name in ("sum", "mean", "max", "min")},
+    **{f"{name}.axis": {"None"} for name in ("softmax", "log_softmax", "layer_norm", "rms_norm")},
 }
 
 
