@@ -236,7 +236,8 @@ def _check_arrays(name, **arrays):
     """Raises unless each is an array, or None where that is allowed: `with_order` wants an order for an index of None."""
     for argument, value in arrays.items():
         if value is not None or argument not in ("index", "ids", "fill_value"):
-            validate.check_array(name, argument, "an array", value)
+            wanted = "a number" if argument in ("alpha", "fill_value") else "an array"
+            validate.check_array(name, argument, wanted, value)
 
 
 def _rows_of(x, rules, order):

@@ -172,7 +172,8 @@ def group_norm(
 
     Raises:
         TypeError: an array is complex or not an array; `groups` or `channel_axis` is not an int; `groups` or `eps` is given
-            under both of its names; `eps` is not a Python number; `dtype` is not floating-point; `epilogue` is not callable, or does what a kernel cannot.
+            under both of its names; `eps` is not a Python number; `dtype` is not floating-point; `epilogue` is not
+            callable, or does what a kernel cannot.
         ValueError: an axis is out of bounds or repeated, or the channels are an axis of examples; `groups` does not
             divide the channels; `eps` is negative; a shape does not fit.
 
