@@ -29,6 +29,7 @@ OPERATIONS = (
     "sparse",
 )
 RESULTS = pathlib.Path(__file__).parent / "results"
+PARTS = pathlib.Path(__file__).parent.parent / "results"  # which git ignores
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,13 +58,7 @@ def _parser() -> argparse.ArgumentParser:
             help="time every tier that can run a case, not only the default one (GPU)",
         )
         p.add_argument("--inspect", action="store_true", help="errors against float64 instead of times")
-        p.add_argument(
-            "--out",
-            type=pathlib.Path,
-            default=RESULTS,
-            metavar="DIR",
-            help="where results go (default: benchmarks/results)",
-        )
+        _add_out(p)
     p = commands.add_parser("sharding", help="measure what several devices are worth")
     p.add_argument("--quick", action="store_true", help="small arrays")
     p.add_argument("--cases", default="", metavar="REGEX", help="only the cases whose name matches, as in 'softmax'")
@@ -71,13 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         "--devices", type=lambda text: [int(n) for n in _names(text)], default=(), metavar="A,B", help="how many"
     )
     p.add_argument("--repeats", type=int, default=0, help="readings of the clock")
-    p.add_argument(
-        "--out",
-        type=pathlib.Path,
-        default=RESULTS,
-        metavar="DIR",
-        help="where results go (default: benchmarks/results)",
-    )
+    _add_out(p)
     p = commands.add_parser("programs", help="measure whole programs, plain and under jaxkern.accelerate()")
     p.add_argument("--quick", action="store_true", help="small programs")
     p.add_argument("--cases", default="", metavar="REGEX", help="only the programs whose name and dtype match")
@@ -103,13 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         help="for PyTorch Geometric, per graph network and dtype; 0 leaves it out",
     )
     p.add_argument("--force", action="store_true", help="these sets take every case that kernels can run")
-    p.add_argument(
-        "--out",
-        type=pathlib.Path,
-        default=RESULTS,
-        metavar="DIR",
-        help="where results go (default: benchmarks/results)",
-    )
+    _add_out(p)
     p = commands.add_parser("plot", help="draw the plots of result files again, and the overview of all of them")
     p.add_argument("files", type=pathlib.Path, nargs="*", help="default: all of benchmarks/results, and the overview")
     p = commands.add_parser("compare", help="what changed from one result file to another")
@@ -122,6 +105,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="where results go (default: benchmarks/results for a whole run, results for a quick one and for some cases)",
+    )
+
+
+def _choose_out(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Sets `arguments.out`: a file of benchmarks/results is replaced by a whole run alone."""
+    partial = [name for name in ("quick", "cases", "dtypes", "ops", "devices") if getattr(arguments, name, None)]
+    arguments.out = arguments.out or (PARTS if partial else RESULTS)
+    if arguments.quick and arguments.out.resolve() == RESULTS.resolve():
+        parser.error(f"--quick does not write to {arguments.out}, which holds whole runs: choose another --out")
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(n for n in text.replace(",", " ").split() if n)
 
@@ -129,7 +129,10 @@ def _names(text: str) -> tuple[str, ...]:
 def main(argv: list[str]) -> int:
     if argv[:1] == ["--compare"]:
         argv = ["compare", *argv[1:]]
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if hasattr(arguments, "out"):
+        _choose_out(parser, arguments)
     from benchmarks import _report
 
     if arguments.command == "compare":

@@ -15,6 +15,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import math
 import pathlib
 import re
@@ -423,18 +424,19 @@ def one_line(error: Exception) -> str:
 
 
 def progress(items: Iterable[Any], total: int, label: str) -> Iterator[Any]:
-    """Iterates with tqdm's bar where it is installed, else with a line on stderr every few seconds."""
-    try:
+    """Iterates and shows on stderr how many items are done: tqdm's bar on a terminal, else a line now and then.
+
+    tqdm is optional. Without a terminal it would write its bar again and again, and in steps that the first, fast items set.
+    """
+    if sys.stderr.isatty() and importlib.util.find_spec("tqdm"):
         from tqdm import tqdm
 
-        yield from tqdm(items, total=total, desc=label, file=sys.stderr, mininterval=1.0)
+        yield from tqdm(items, total=total, desc=label, file=sys.stderr, mininterval=1.0, miniters=1)
         return
-    except ImportError:
-        pass
     begin = last = time.monotonic()
     for done, item in enumerate(items, 1):
         yield item
         now = time.monotonic()
-        if now - last > 5 or done == total:
+        if now - last >= 10 or done == total:
             print(f"{label}: {done}/{total}, {now - begin:.0f} s", file=sys.stderr, flush=True)
             last = now

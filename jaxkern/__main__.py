@@ -1,6 +1,7 @@
-"""`python -m jaxkern`: what is loaded here, whether it is right, and how fast it is. `python -m jaxkern cache`: see cache.py.
+"""Reports what is loaded on this machine, whether results are right, and how fast operations are.
 
-Takes about half a minute. Exits with 1 when a module that belongs on this machine is not loaded or a result is wrong.
+`python -m jaxkern` takes about half a minute. It exits with 1 if a module that belongs on this machine is not loaded, or if
+a result is wrong. `python -m jaxkern cache` lists or removes compiled kernels; see cache.py.
 """
 
 import argparse
@@ -22,8 +23,19 @@ import jaxkern
 from jaxkern import tiers
 from jaxkern._core import cache, compat, device, environment, registry, runtime
 
-if __name__ == "__main__" and sys.argv[1:2] == ["cache"]:  # before a backend of JAX starts
-    sys.exit(cache.main(sys.argv[2:]))
+
+def parse(arguments: list[str]) -> None:
+    """Runs `cache`, and ends the process where arguments ask for anything but the report."""
+    if arguments[:1] == ["cache"]:
+        sys.exit(cache.main(arguments[1:]))
+    parser = argparse.ArgumentParser(prog="python -m jaxkern", description=__doc__)
+    parser.add_argument("command", nargs="?", choices=["cache"], help="lists or clears the compiled kernels on disk")
+    parser.add_argument("--version", action="version", version=f"jaxkern {jaxkern.__version__}")
+    parser.parse_args(arguments)
+
+
+if __name__ == "__main__":  # before a backend of JAX starts
+    parse(sys.argv[1:])
 
 OPERATIONS = ("softmax", "log_softmax")
 REDUCTIONS = ("reduce_sum", "reduce_mean", "reduce_max", "reduce_min", "logsumexp")
@@ -489,9 +501,6 @@ def show_indexed_speed() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m jaxkern", description=(__doc__ or "").split("\n\n")[1])
-    parser.add_argument("command", nargs="?", choices=["cache"], help="lists or clears the compiled kernels on disk")
-    parser.parse_args()
     show_versions()
     loaded = show_runtime()
     right = show_checks()

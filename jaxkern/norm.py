@@ -91,7 +91,9 @@ def rms_norm(
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
-    return _call("rms_norm", x, scale, None, axis, (eps, epsilon), residual, where, dtype, epilogue, epilogue_args, quantize)
+    return _call(
+        "rms_norm", x, scale, None, axis, (eps, epsilon), residual, where, dtype, epilogue, epilogue_args, quantize
+    )
 
 
 def layer_norm(
@@ -127,7 +129,9 @@ def layer_norm(
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
     """
-    return _call("layer_norm", x, scale, bias, axis, (eps, epsilon), residual, where, dtype, epilogue, epilogue_args, quantize)
+    return _call(
+        "layer_norm", x, scale, bias, axis, (eps, epsilon), residual, where, dtype, epilogue, epilogue_args, quantize
+    )
 
 
 def group_norm(

@@ -17,6 +17,7 @@ sys.path.append(
     str(pathlib.Path(__file__).parent.parent)
 )  # last, so that the package under test stays the installed one
 import jaxkern  # noqa: E402
+from benchmarks import __main__ as main  # noqa: E402
 from benchmarks import _geometric, _goals, _plot, _report, _run, _timing, _torch, programs, sharding  # noqa: E402
 from benchmarks.__main__ import OPERATIONS  # noqa: E402
 from jaxkern._core import switch  # noqa: E402
@@ -58,6 +59,34 @@ def test_a_small_case(name, monkeypatch, tmp_path):
         assert all("median_us" in times[who] for who in (_goals.OURS, "xla", _goals.COPY)), (row["op"], times)
         assert all(goal["met"] for goal in row["goals"] if goal["goal"] in KERNEL_GOALS)
     assert case.name in _report.table(data)
+
+
+@pytest.mark.parametrize("command", ["softmax", "sharding", "programs"])
+def test_a_part_is_not_written_among_whole_runs(command, capsys):
+    def chosen(*arguments):
+        parser = main._parser()
+        found = parser.parse_args([command, *arguments])
+        main._choose_out(parser, found)
+        return found.out
+
+    assert chosen() == main.RESULTS == chosen("--out", str(main.RESULTS))
+    assert chosen("--quick") == chosen("--cases", "x") == main.PARTS != main.RESULTS
+    assert chosen("--cases", "x", "--out", str(main.RESULTS)) == main.RESULTS  # as it was asked for
+    with pytest.raises(SystemExit):
+        chosen("--quick", "--out", str(main.RESULTS / "."))
+    assert "--quick does not write to" in capsys.readouterr().err
+
+
+def test_progress_without_a_terminal(monkeypatch, capsys):
+    """A line for about every ten seconds and one at the end, with the number of items that are done."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for item in _timing.progress(range(40), 40, "measure"):
+        now[0] += 0.01 if item < 20 else 4
+    assert capsys.readouterr().err.splitlines() == [
+        *(f"measure: {done}/40, {0.2 + 4 * (done - 20):.0f} s" for done in (23, 26, 29, 32, 35, 38)),
+        "measure: 40/40, 80 s",
+    ]
 
 
 @pytest.mark.skipif(ON_GPU, reason="arrays of a gigabyte")

@@ -4,6 +4,7 @@ import doctest
 import importlib
 import inspect
 import os
+import runpy
 import subprocess
 import sys
 import types
@@ -291,6 +292,26 @@ def test_doctor():
     assert done.returncode == (0 if well else 1), done.stdout
     assert done.stdout.strip().endswith("all is well" if well else "something is wrong: see above")
     assert "!" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "printed"),
+    [
+        (["--version"], 0, jaxkern.__version__),
+        (["--help"], 0, "usage: python -m jaxkern"),
+        (["cache", "--help"], 0, "usage: python -m jaxkern cache"),
+        (["--quick"], 2, "unrecognized arguments: --quick"),
+    ],
+)
+def test_arguments_of_the_doctor(arguments, status, printed, monkeypatch, capsys):
+    """They are read before a backend of JAX starts, which takes memory on a GPU."""
+    monkeypatch.setattr(sys, "argv", ["jaxkern", *arguments])
+    for name in ("devices", "default_backend"):
+        monkeypatch.setattr(jax, name, lambda *_: pytest.fail("a backend was asked for"))
+    with pytest.warns(RuntimeWarning, match="found in sys.modules"), pytest.raises(SystemExit) as end:
+        runpy.run_module("jaxkern", run_name="__main__", alter_sys=True)
+    out = capsys.readouterr()
+    assert end.value.code == status and printed in out.out + out.err
 
 
 def test_doctor_finds_a_wrong_result(monkeypatch, capsys):

@@ -482,7 +482,7 @@ def test_derivatives_reach_the_kernels():
 def test_the_names_of_flax(name):
     """epsilon is eps, and num_groups is groups; the same program either way."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 8)), jnp.float32)
-    groups, num_groups = (({"groups": 4}, {"num_groups": 4}) if name == "group_norm" else ({}, {}))
+    groups, num_groups = ({"groups": 4}, {"num_groups": 4}) if name == "group_norm" else ({}, {})
     f = getattr(jaxkern, name)
     one, other = (
         jax.make_jaxpr(lambda x: f(x, **given))(x) for given in (groups | {"eps": 0.5}, num_groups | {"epsilon": 0.5})
