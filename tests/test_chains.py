@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import random_programs
 from conftest import ON_GPU
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -189,6 +190,15 @@ ENDS = {
     ),
     "elements": (lambda x, w, s, r: sums(x[s, jnp.arange(EDGES) % WIDTH], r), []),
     "reversed": (lambda x, w, s, r: sums(x[s][::-1], r), []),
+    "an iota": (
+        lambda x, w, s, r: sums(x[s] * lax.broadcasted_iota(jnp.float32, (EDGES, WIDTH), 1), r),
+        ["gather, multiply and scatter"],
+    ),
+    "an iota alone": (lambda x, w, s, r: sums(lax.broadcasted_iota(jnp.float32, (EDGES, WIDTH), 0), r), []),
+    "a mask that is a triangle": (
+        lambda x, w, s, r: sums(jnp.where(jnp.tri(EDGES, WIDTH, dtype=bool), x[s], 0), r),
+        ["add, compare, gather, select and scatter"],
+    ),
     "a maximum of what would be rounded otherwise": (
         lambda x, w, s, r: jax.ops.segment_max(x[s] * w[:, None], r, NODES),
         [],
@@ -299,6 +309,17 @@ def test_random_chains(message, mode, onto, dtype):
         check(f, x, y, w, e, s, r, rtol=3e-5 if dtype == jnp.float32 else 4e-2)
     finally:
         jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.skipif(not registry.kernels_run(), reason="no kernels")
+def test_random_programs_are_lowered():
+    """tests/random_programs.py lowers any number of others."""
+    found = [d for number in range(50) for d in random_programs.lower(0, number)]
+    assert len(chains(found)) > 10 and not all(d.taken for d in found)
+
+
+def test_random_programs_compute_the_same():
+    assert len(chains([d for number in range(10) for d in random_programs.run(0, number)])) > 0
 
 
 # ---- what a GPU runs

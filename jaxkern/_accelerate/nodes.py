@@ -456,9 +456,10 @@ class Walk:
 
     def _arithmetic(self, operation, name, dtype, dims, visit=None) -> Node | None:
         """The node for an elementwise operation. visit: in place of `self.visit` for its operands."""
-        if any(type_of(v) is None for v in operation.operands) or len(operation.results) != 1:
+        types = [type_of(v) for v in operation.operands]
+        if not types or None in types or len(operation.results) != 1:  # an iota has no operands
             return None
-        types = [type_of(v)[1] for v in operation.operands]
+        types = [dtype for _, dtype in types]
         accuracy = dict(compat.attributes(operation)).get("result_accuracy")
         if accuracy is not None and "mode" in str(accuracy) and "DEFAULT" not in str(accuracy):
             return None
