@@ -158,6 +158,77 @@ def test_the_loss_is_checked_as_before():
         assert np.isposinf(loss(x, jnp.array([1, 2, 3, 4]))[0])
 
 
+def layer(name):
+    def f(x):
+        linen = pytest.importorskip("flax.linen")
+        return getattr(linen, name)(use_scale=False, **({"use_bias": False} if name == "LayerNorm" else {})).apply(
+            {}, x
+        )
+
+    return f
+
+
+REPLACED = {
+    "softmax": jax.nn.softmax,
+    "log_softmax": jax.nn.log_softmax,
+    "logsumexp": lambda x: jax.nn.logsumexp(x, -1),
+    "optax": lambda x: optax.softmax_cross_entropy_with_integer_labels(x, jnp.arange(len(x))),
+    "attention": lambda x: jax.nn.dot_product_attention(*[jnp.stack([x] * 8)[:, None]] * 3, is_causal=True),
+    "layer_norm": layer("LayerNorm"),
+    "rms_norm": layer("RMSNorm"),
+}
+
+
+@pytest.mark.parametrize(
+    "name, derivative", [*((name, False) for name in REPLACED), ("softmax", True), ("logsumexp", True), ("optax", True)]
+)
+def test_debug_nans_is_as_in_the_plain_program(name, derivative):
+    """It finds NaN only where it does in the plain program, and names an operation of JAX."""
+    f = REPLACED[name]
+    f = jax.jit(jax.grad(lambda x: (REPLACED[name](x) * 2).sum()) if derivative else f)
+    found = []
+    for row in (*SPECIAL[:5:2], SPECIAL[5] * 1e34):
+        messages = []
+        for context in (jaxkern.accelerate(only=()), forced):
+            with context, jax.debug_nans(True):
+                try:
+                    f(row[None])
+                    messages.append("")
+                except FloatingPointError as error:
+                    messages.append(str(error))
+        assert messages[0] or not messages[1]
+        assert not re.search("jaxkern", messages[1]), messages[1]
+        found.append(messages[1])
+    assert any(found) and not all(found)
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_pallas_kernels_stay(name):
+    """Also where a function under jit is called inside and outside a kernel, in either order."""
+    from jax.experimental import pallas
+
+    f, x = REPLACED[name], SPECIAL[:1] + 0.5
+    shape = jax.eval_shape(f, x)
+
+    def program(first, g):
+        def kernel(x, y):
+            y[...] = g(x[...])
+
+        call = pallas.pallas_call(kernel, out_shape=shape, interpret=True)
+        return lambda x: (g(x), call(x)) if first else (call(x), g(x))
+
+    for first in (True, False):
+        jitted = jax.jit(lambda x: f(x))
+        with forced:
+            equations = jax.make_jaxpr(program(first, jitted))(x).eqns
+            own = jax.jit(program(first, jitted))(x)[first]
+        close(jax.jit(f)(x), own)
+        inside = [str(e) for e in equations if e.primitive.name == "pallas_call"]
+        outside = [str(e) for e in equations if e.primitive.name != "pallas_call"]
+        assert inside and not any("jaxkern" in text for text in inside)
+        assert any("jaxkern" in text for text in outside)
+
+
 CALLS = {
     "b": lambda: jax.nn.logsumexp(SPECIAL, 1, b=jnp.ones(4)),
     "return_sign": lambda: jax.nn.logsumexp(SPECIAL, 1, return_sign=True),

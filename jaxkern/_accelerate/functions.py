@@ -378,12 +378,26 @@ def _has_parameters(function, target) -> bool:
     return not needs or needs <= found <= needs | set(target.may.split())
 
 
+def _leave_kernel_bodies(module: str) -> None:
+    """Leaves the bodies of Pallas kernels as they are, if this module of Pallas is imported.
+
+    Pallas has no lowering for primitives of this library. The settings are a part of the keys of JAX's caches, so a function
+    under jit that is called inside and outside a kernel has a trace for each.
+    """
+    if module in sys.modules and module not in _with_kernels:
+        _with_kernels.add(module)
+        compat.enter_in_kernel_bodies(sys.modules[module], lambda: switch.using(None))
+
+
+_with_kernels: set[str] = set()
+
+
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Replaces functions of a package when it is imported later."""
 
     def find_spec(self, name, path=None, target=None):
         wanted = [t for t in TARGETS if t.module == name]
-        if not wanted or getattr(_finding, "busy", False):
+        if not (wanted or name in compat.KERNEL_BODIES) or getattr(_finding, "busy", False):
             return None
         _finding.busy = True
         try:
@@ -397,6 +411,8 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         def exec_module(module):
             execute(module)
             with _lock:
+                if name in compat.KERNEL_BODIES:
+                    _leave_kernel_bodies(name)
                 for t in wanted if _users else ():
                     _replace(t)
 
@@ -418,6 +434,8 @@ def acquire() -> None:
             sys.meta_path.insert(0, _hook)
         for target in TARGETS:
             _replace(target)
+        for module in compat.KERNEL_BODIES:
+            _leave_kernel_bodies(module)
 
 
 def release() -> None:

@@ -214,7 +214,7 @@ def _primitive(name, kind, shape, f, inner=None, part=None, left=None, of_rows=N
     prim = Primitive(f"jaxkern_{name}")
     prim.multiple_results = True
     prim.def_abstract_eval(shape)
-    prim.def_impl(functools.partial(evaluate, prim))
+    prim.def_impl(functools.partial(evaluate, prim, f))
     batching.primitive_batchers[prim] = functools.partial(_batch, _ROWS[kind], f, prim)
     plain = define.lower_reference(prim, f)
     mlir.register_lowering(prim, plain)

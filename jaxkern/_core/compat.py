@@ -330,6 +330,26 @@ def register_lowering_uncached_when(prim, rule, platform, condition) -> None:
         internal._uncacheable_primitives.conditions[prim] = uncached
 
 
+# Modules of Pallas, and in each the context manager that is entered while the body of a kernel is traced.
+KERNEL_BODIES = {"jax._src.pallas.core": "tracing_grid_env", "jax._src.pallas.mpmd": "mpmd_map_tracing_context"}
+
+
+def enter_in_kernel_bodies(module, context) -> None:
+    """Makes `module`, one of `KERNEL_BODIES`, enter `context()` too while it traces the body of a kernel."""
+    name = KERNEL_BODIES[module.__name__]
+    inner = getattr(module, name, None)
+    if inner is None:  # older versions trace the bodies of all kernels by the other one
+        return
+
+    @functools.wraps(inner)
+    @contextlib.contextmanager
+    def entered(*args, **kwargs):
+        with context(), inner(*args, **kwargs) as found:
+            yield found
+
+    setattr(module, name, entered)
+
+
 def differentiates_softmax_by_parts() -> bool:
     """Whether the code that runs now stands in `with jax.softmax_custom_jvp(False)`, not outside of any such block."""
     with contextlib.suppress(ImportError, AttributeError):

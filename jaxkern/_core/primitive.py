@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxkern._core import compat
+from jaxkern._core import compat, switch
 
 
 def bind(prim, *operands, **params):
@@ -20,20 +20,31 @@ def bind(prim, *operands, **params):
     return prim.bind(*operands, **params)
 
 
-def evaluate(prim, *operands, **params):
-    """The eager rule of every primitive: compiles it once for each set of (hashable) parameters."""
-    params = tuple(params.items())
-    nans, infs = jax.config.jax_debug_nans, jax.config.jax_debug_infs
-    if not (nans or infs or jax.config.jax_disable_jit):
+def evaluate(prim, reference, *operands, **params):
+    """The eager rule of every primitive: compiles it once for each set of (hashable) parameters.
+
+    reference: the primitive in jnp, or None. If `jax_debug_nans` finds NaN in a program that `accelerate` has changed, the
+    error is JAX's own, from the operations of the reference: the user has not called the primitive.
+    """
+    given, params = params, tuple(params.items())
+    tests = (jax.config.jax_debug_nans, "nan", jnp.isnan), (jax.config.jax_debug_infs, "inf", jnp.isinf)
+    if not (any(wanted for wanted, *_ in tests) or jax.config.jax_disable_jit):
         return _compiled(prim, params, *operands)
     # The primitive is compiled in these modes too, like JAX's own. A jitted function would be run again operation by
     # operation, and would call this rule recursively without end.
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
         y = _compiled(prim, params, *operands)
-        for wanted, what, test in ((nans, "nan", jnp.isnan), (infs, "inf", jnp.isinf)):
-            if wanted and any(bool(test(a).any()) for a in jax.tree.leaves(y)):
-                raise FloatingPointError(f"invalid value ({what}) encountered in {prim.name}")
+        what = next((name for wanted, name, test in tests if wanted and _any(test, y)), "")
+    if what and reference is not None and switch.current() is not None:
+        with jax.disable_jit():
+            reference(*operands, **given)
+    if what:
+        raise FloatingPointError(f"invalid value ({what}) encountered in {prim.name.replace('_', '.', 1)}")
     return y
+
+
+def _any(test, arrays) -> bool:
+    return any(bool(test(a).any()) for a in jax.tree.leaves(arrays))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -223,7 +223,7 @@ def _primitive(name, shape):
     prim = Primitive(name)
     prim.multiple_results = True
     prim.def_abstract_eval(lambda *operands, **params: shape(*operands[:WIDTH], *operands[2 * WIDTH :], **params))
-    prim.def_impl(functools.partial(evaluate, prim))
+    prim.def_impl(functools.partial(evaluate, prim, None))
     batching.primitive_batchers[prim] = functools.partial(_batch, prim)
     compat.check_nans(prim)
     return prim
