@@ -216,8 +216,9 @@ def run_indexed(op: str, plan: str, dtype: str, rows: int, count: int, inner: in
     else:
         prim = getattr(primitives, f"{op}_p")
         call, operands = lambda s, i: prim.bind(s, i, rows=rows, rules=rules), (source, index)
-        want = np.full((rows, inner), -np.inf if op == "segment_max" else 0.0)
-        (np.maximum if op == "segment_max" else np.add).at(want, at[kept], source[kept].astype(np.float64))
+        start, join = {"segment_max": (-np.inf, np.maximum), "segment_prod": (1.0, np.multiply)}.get(op, (0.0, np.add))
+        want = np.full((rows, inner), start)
+        join.at(want, at[kept], source[kept].astype(np.float64))
     got = np.asarray(jax.device_get(jax.jit(call)(*map(jax.device_put, operands)))).astype(np.float64)
     if lie:
         return ""
@@ -239,7 +240,7 @@ def sanitize_indexed(dtypes: list[str], plans: Sequence[str]) -> tuple[int, list
     for plan in plans:
         for dtype, op, sizes, lie in itertools.product(
             dtypes,
-            ("index_add", "segment_sum", "segment_max", "index_select"),
+            ("index_add", "segment_sum", "segment_max", "segment_prod", "index_select"),
             [*INDEXED, MANY],
             LIES if plan in ("sorted", "unique") else (False,),
         ):

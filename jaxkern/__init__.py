@@ -29,7 +29,15 @@ from jaxkern.quantize import (
     quantize_tensor,
 )
 from jaxkern.reduction import logsumexp, reduce_max, reduce_mean, reduce_min, reduce_sum
-from jaxkern.segment import segment_max, segment_mean, segment_min, segment_softmax, segment_sum, sort_indices
+from jaxkern.segment import (
+    segment_max,
+    segment_mean,
+    segment_min,
+    segment_prod,
+    segment_softmax,
+    segment_sum,
+    sort_indices,
+)
 from jaxkern.softmax import log_softmax, softmax
 from jaxkern.sparse import embedding_bag, graph_attention, moe_combine, moe_dispatch, spmm, spmm_graph
 
@@ -77,6 +85,7 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "segment_max",
     "segment_mean",
     "segment_min",
+    "segment_prod",
     "segment_softmax",
     "segment_sum",
     "softmax",

@@ -1,4 +1,4 @@
-"""segment_sum, segment_mean, segment_max, segment_min: what `jax.ops` has, and the mean; segment_softmax, sort_indices.
+"""segment_sum, segment_max, segment_min, segment_prod as in `jax.ops`; segment_mean, segment_softmax, sort_indices.
 
 They reduce the rows of `data` with the same id to one row, or normalise them together. The primitives are in
 _ops/indexing and _ops/segment_softmax.
@@ -170,6 +170,44 @@ def segment_min(
     """
     return _segment(
         "segment_min",
+        data,
+        segment_ids,
+        num_segments,
+        indices_are_sorted,
+        unique_indices,
+        bucket_size,
+        mode,
+        out_sharding,
+        order,
+    )
+
+
+def segment_prod(
+    data: ArrayLike,
+    segment_ids: ArrayLike | None,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    bucket_size: int | None = None,
+    mode: Mode = None,
+    out_sharding: jax.sharding.NamedSharding | jax.sharding.PartitionSpec | None = None,
+    order: Order | None = None,
+) -> jax.Array:
+    """Products of the rows of `data` with the same id, as `jax.ops.segment_prod`.
+
+    Arguments and errors as for `segment_sum`. Ids without rows give 1. float16, bfloat16 and float32 are multiplied in
+    float32, float64 in float64, and rounded once; int32, int64 and uint32 wrap. Derivatives of any order hold for zeros
+    too, and whether ids repeat or not (`jax.ops.segment_prod` has them for unique ids); XLA computes them, by a scan over
+    the sorted rows.
+
+    >>> import jax, jax.numpy as jnp, jaxkern
+    >>> product = lambda data: jaxkern.segment_prod(data, jnp.array([0, 0, 2]), num_segments=3)
+    >>> data = jnp.array([-3.0, 0.0, 5.0])
+    >>> product(data).tolist(), jax.grad(lambda data: product(data).sum())(data).tolist()
+    ([-0.0, 1.0, 5.0], [0.0, -3.0, 1.0])
+    """
+    return _segment(
+        "segment_prod",
         data,
         segment_ids,
         num_segments,
@@ -354,7 +392,7 @@ def _num_segments(name, num_segments, segment_ids):
 
 @functools.partial(jax.jit, static_argnames=("name", "rows", "rules"), inline=True)
 def _segment_jit(data, segment_ids, *order, name, rows, rules):
-    if name == "segment_sum" and data.dtype == jnp.bool_:
+    if name in ("segment_sum", "segment_prod") and data.dtype == jnp.bool_:
         raise TypeError(f"jaxkern.{name}: data must not be boolean, got bool{list(data.shape)}")
     if name == "segment_softmax":
         data = validate.floating(name, data, "data")
@@ -379,6 +417,7 @@ def _segment_jit(data, segment_ids, *order, name, rows, rules):
         "segment_sum": primitive.segment_sum_p,
         "segment_max": primitive.segment_max_p,
         "segment_min": primitive.segment_min_p,
+        "segment_prod": primitive.segment_prod_p,
     }[name]
     return primitive.segment(prim, data, ids, *order, rows=rows, rules=rules)
 

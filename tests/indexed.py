@@ -12,7 +12,7 @@ from reference import assert_rounded, wide
 import jaxkern
 from jaxkern._core import compat, registry
 
-REDUCTIONS = ("index_add", "segment_sum", "segment_mean", "segment_max", "segment_min")
+REDUCTIONS = ("index_add", "segment_sum", "segment_mean", "segment_max", "segment_min", "segment_prod")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int32", "int64", "uint32")
 INDEX_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -60,6 +60,13 @@ def assert_reduced(operation, found, x, index, source, axis=0, alpha=1, clip=Fal
         start = np.full(x.shape, limits[0 if largest else 1], exact_type)
         want = scattered(np.maximum if largest else np.minimum, start, at, source)
         return np.testing.assert_array_equal(found.astype(exact_type), want)
+    if operation == "segment_prod":
+        with np.errstate(over="ignore"):
+            want = scattered(np.multiply, zeros + exact_type(1), at, source)
+        if not floating:
+            return np.testing.assert_array_equal(found, want)
+        many = np.bincount(at[at >= 0], minlength=rows).reshape(-1, *[1] * (x.ndim - 1))
+        return assert_rounded(found, want, np.abs(want) * many, dtype)
     with np.errstate(over="ignore"):
         want = scattered(np.add, zeros, at, source) * np.asarray(alpha).astype(exact_type)
     many = scattered(np.add, np.zeros(rows, wide), at, np.ones(len(at), wide)).reshape(-1, *[1] * (x.ndim - 1))

@@ -66,6 +66,7 @@ CALLS = {
     "segment_max": SEGMENT,
     "segment_mean": SEGMENT,
     "segment_min": SEGMENT,
+    "segment_prod": SEGMENT,
     "segment_softmax": SEGMENT,
     "segment_sum": SEGMENT,
     "softmax": {"x": X},

@@ -375,7 +375,7 @@ def test_empty(operation, shape, count):
     index = indices(shape[0], count)
     found = run(operation, x, index, source)
     assert found.shape == shape
-    identity = {"segment_max": -np.inf, "segment_min": np.inf, "index_add": 1}.get(operation, 0)
+    identity = {"segment_max": -np.inf, "segment_min": np.inf, "index_add": 1, "segment_prod": 1}.get(operation, 0)
     if count == 0:
         assert (np.asarray(found) == identity).all()
     selected = jaxkern.index_select(x, 0, index)
@@ -387,7 +387,7 @@ def test_empty(operation, shape, count):
 # ---- like jax.ops
 
 
-@pytest.mark.parametrize("name", ["segment_sum", "segment_max", "segment_min"])
+@pytest.mark.parametrize("name", ["segment_sum", "segment_max", "segment_min", "segment_prod"])
 def test_segments_without_a_number(name):
     data, ids = values((9, 2), "float32"), np.array([0, 3, 1, 1, 0, 3, -1, 2, 2])
     ours, theirs = (getattr(m, name)(data, ids) for m in (jaxkern, jax.ops))
@@ -417,8 +417,13 @@ def test_other_types_run_through_xla(dtype):
     with compat.enable_x64(dtype == "uint64"):
         data = jnp.asarray(np.random.default_rng(0).integers(0, 2, (30, 4)), jnp.float32).astype(dtype)
         ids = jnp.asarray(indices(5, 30))
-        for name in ("segment_sum", "segment_max", "segment_min"):
-            if (dtype, name) in (("bool", "segment_sum"), ("complex64", "segment_max"), ("complex64", "segment_min")):
+        for name in ("segment_sum", "segment_max", "segment_min", "segment_prod"):
+            if (dtype, name) in (
+                ("bool", "segment_sum"),
+                ("bool", "segment_prod"),
+                ("complex64", "segment_max"),
+                ("complex64", "segment_min"),
+            ):
                 continue  # neither library has these
             results = (getattr(m, name)(data, ids, 5).astype(jnp.complex64) for m in (jaxkern, jax.ops))
             np.testing.assert_array_equal(*map(np.asarray, results))
@@ -497,7 +502,7 @@ def test_gradient_with_a_fill_value():
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["segment_sum", "segment_max", "segment_min"])
+@pytest.mark.parametrize("name", ["segment_sum", "segment_max", "segment_min", "segment_prod"])
 def test_signatures_of_jax(name):
     ours, theirs = (list(inspect.signature(getattr(m, name)).parameters.values()) for m in (jaxkern, jax.ops))
     for mine, other in zip(ours, theirs):
@@ -563,9 +568,24 @@ def test_backend_is_the_one_under_test():
             assert f"jaxkern_{name}" in jax.jit(f).lower(x).as_text()
 
 
-# ---- bad input
+@pytest.mark.parametrize("ids", [[0, 0, 1, 1, 1, 3, 3, -1, 9], [2] * 9, [3, 1, 0, 2, -1, 4, 9, 5, 7]], ids=str)
+def test_derivatives_of_products(ids, x64):
+    """Of rows with zeros (one, two and three in a segment), negative numbers and rows without a segment."""
+    data = np.random.default_rng(0).normal(size=(9, 4))
+    data[[0, 2, 3, 5, 8], 1] = 0
+    data[:, 2] = 0
+    data, ids = jnp.asarray(data), jnp.array(ids)
+    ours = lambda x: jnp.sin(jaxkern.segment_prod(x, ids, 5))
+    theirs = lambda x: jnp.sin(jnp.where((ids == jnp.arange(5)[:, None])[..., None], x, 1).prod(1))
+    for f, g in (
+        (ours, theirs),
+        *((d(ours), d(theirs)) for d in (jax.jacrev, jax.jacfwd)),
+        *(((lambda x, h=h: jax.hessian(lambda x: h(x).sum())(x)) for h in (ours, theirs)),),
+    ):
+        np.testing.assert_allclose(f(data), g(data), rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("bucket_size", [1, 7, 1000])
 def add(x=((3, 4), "float32"), axis=0, index=((2,), "int32"), source=((2, 4), "float32"), **options):
     one = lambda a: jnp.ones(*a) if isinstance(a, tuple) else a
     return lambda: jaxkern.index_add(one(x), axis, one(index), one(source), **options)

@@ -44,7 +44,7 @@ def test_plan_query_needs_no_gpu():
     for device, dtype, rows, count, inner in itertools.product(
         (tiers.H200, tiers.A100), FLOATS + INTEGERS, (1, 1000, 1 << 20), (1, 1000, 1 << 20), (1, 7, 128)
     ):
-        for op in ("index_add", "segment_sum", "segment_max", "segment_min", "index_select"):
+        for op in ("index_add", "segment_sum", "segment_max", "segment_min", "segment_prod", "index_select"):
             problem = dict(rows=rows, count=count, inner=inner, dtype=dtype, device=device)
             plan = tiers.choose(op, **problem)
             assert plan in tiers.algorithms(op) and tiers.fits(op, plan, **problem)

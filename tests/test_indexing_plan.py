@@ -287,6 +287,8 @@ def test_a_sample_of_every_template_compiles():
         ("int64", "segment_sum"),
         ("uint32", "index_add"),
         ("float16", "segment_min"),
+        ("bfloat16", "segment_prod"),
+        ("int64", "segment_prod"),
     ],
 )
 def test_other_types_compile(dtype, op):

@@ -85,6 +85,7 @@ def test_public_names():
         "segment_max",
         "segment_mean",
         "segment_min",
+        "segment_prod",
         "segment_softmax",
         "segment_sum",
         "sort_indices",

@@ -50,6 +50,10 @@ def softmax_of_segments(s):
     return e / jnp.einsum("ij,bj...->bi...", (IDS[:, None] == IDS).astype(s.dtype), e)
 
 
+def product_of_segments(s):
+    return jnp.where((IDS == jnp.arange(ROWS)[:, None])[None, ..., None], s[:, None], 1).prod(2)
+
+
 def ties(s):
     """Rows that are equal: 0 and 2 go to the same."""
     return s.at[:, 2].set(s[:, 0])
@@ -297,6 +301,7 @@ CASES = {
         lambda s: segments(jax.ops, "segment_max", ties(s)),
     ),
     "segment_min": (lambda s: segments(jaxkern, "segment_min", s), lambda s: segments(jax.ops, "segment_min", s)),
+    "segment_prod": (lambda s: segments(jaxkern, "segment_prod", s), product_of_segments),
     "segment_softmax": (lambda s: segments(jaxkern, "segment_softmax", s), softmax_of_segments),
     **{
         name: (functools.partial(messages, name), functools.partial(plain_messages, name))

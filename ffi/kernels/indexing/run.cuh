@@ -12,8 +12,9 @@
 //     kSum     out[b, o, r, :] = out[b, o, r, :] + alpha * sum of source[b, o, k, :] over all k with index[b, k] == r
 //     kMax     their largest element, -inf (the least integer) if there is none; NaN propagates
 //     kMin     likewise the smallest
+//     kProd    their product, 1 if there is none
 //
-// Sums are accumulated in float (double for double, modulo 2^n for integers) and rounded once. A call with more keys or
+// Sums and products are accumulated in float (double for double, modulo 2^n for integers) and rounded once. A call with more keys or
 // positions than 32 bits can number is split into several runs (jaxkern/_ops/indexing/problem.py).
 //
 // A "place" is a number in the order of keys; a "run" of keys is a maximal sequence of places with equal keys.
@@ -166,7 +167,7 @@ __device__ __forceinline__ uint32_t PartsOf(const IndexRun& run, uint32_t chunk_
 
 // --- Reductions
 
-enum class Reduction { kSum, kMax, kMin };
+enum class Reduction { kSum, kMax, kMin, kProd };
 
 template <class C> constexpr bool kIsFloat = std::is_floating_point_v<C>;
 
@@ -181,6 +182,7 @@ template <class C> __device__ __forceinline__ C Extreme(bool largest) {
 
 template <Reduction kOp, class C> __device__ __forceinline__ C Identity() {
   if constexpr (kOp == Reduction::kSum) return C(0);
+  else if constexpr (kOp == Reduction::kProd) return C(1);
   else return Extreme<C>(kOp == Reduction::kMin);
 }
 
@@ -188,6 +190,9 @@ template <Reduction kOp, class C> __device__ __forceinline__ C Combined(C a, C b
   if constexpr (kOp == Reduction::kSum) {
     if constexpr (kIsFloat<C>) return a + b;
     else return static_cast<C>(static_cast<std::make_unsigned_t<C>>(a) + static_cast<std::make_unsigned_t<C>>(b));
+  } else if constexpr (kOp == Reduction::kProd) {
+    if constexpr (kIsFloat<C>) return a * b;
+    else return static_cast<C>(static_cast<std::make_unsigned_t<C>>(a) * static_cast<std::make_unsigned_t<C>>(b));
   } else if constexpr (std::is_same_v<C, float>) {  // NaN propagates
     float r;
     if constexpr (kOp == Reduction::kMax) asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
@@ -198,7 +203,7 @@ template <Reduction kOp, class C> __device__ __forceinline__ C Combined(C a, C b
   }
 }
 
-// Returns the new value of an element of out: x + alpha * total, or the extreme of both.
+// Returns the new value of an element of out: x + alpha * total, or the extreme or the product of both.
 template <Reduction kOp, class C> __device__ __forceinline__ C Finished(C total, C alpha, bool has_x, C x) {
   if constexpr (kOp == Reduction::kSum) {
     if constexpr (std::is_same_v<C, float>) return has_x ? fmaf(alpha, total, x) : total;

@@ -1,4 +1,4 @@
-"""Derivatives of index_add, segment_sum, segment_max, segment_min and index_select, to any order.
+"""Derivatives of index_add, the segment reductions and index_select, to any order.
 
 `at` is (index,) or (index, keys, order): the indices and their order, which the gradient reuses.
 """
@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 from jax.sharding import PartitionSpec
 
-from jaxkern._core import validate
+from jaxkern._core import compat, validate
 from jaxkern._core.autodiff import defvjp
+from jaxkern._ops.indexing import reference
 from jaxkern._ops.indexing.primitive import (
-    SEGMENT,
     computing,
     index_add,
     index_add_p,
@@ -21,6 +21,9 @@ from jaxkern._ops.indexing.primitive import (
     index_select_p,
     parted,
     segment,
+    segment_max_p,
+    segment_min_p,
+    segment_prod_p,
     segment_sum,
     segment_sum_p,
     unused,
@@ -166,8 +169,22 @@ defvjp(
     lambda source, *at, rows, rules: _sum_vjp(source, at, rows, jax.typeof(source), rules),
     differentiable=(0,),
 )
-for _prim in SEGMENT[1:]:
+for _prim in (segment_max_p, segment_min_p):
     defvjp(_prim, _extreme_vjp(_prim), differentiable=(0,))
+
+
+def _product_jvp(primals, tangents, *, rows, rules):
+    source, *at = primals
+    y = segment(segment_prod_p, source, *at, rows=rows, rules=rules)
+    if type(tangents[0]) is ad.Zero:
+        return y, compat.zero_tangent(y)
+    along = validate.whole(tangents[0], rules.axis)
+    source, index = validate.whole(source, rules.axis), validate.whole(at[0], rules.batch_dims)
+    f = functools.partial(reference.product_by_scan, index=index, rows=rows, rules=rules)
+    return y, validate.split_like(jax.jvp(f, (source,), (along,))[1], jax.typeof(y))
+
+
+ad.primitive_jvps[segment_prod_p] = _product_jvp
 
 
 def _transpose_add(ct, x, index, source, *rest, rules):

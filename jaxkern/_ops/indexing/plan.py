@@ -1,4 +1,4 @@
-"""Launch lists of index_add, segment_sum, segment_max and segment_min on CUDA.
+"""Launch lists of index_add, segment_sum, segment_max, segment_min and segment_prod on CUDA.
 
     unique    no row occurs twice (a hint): each update is added to its row, or written, independently (direct.cuh)
     small     few indices: one launch, in which each update compares its index with all others (small.cuh)

@@ -4,6 +4,7 @@
     segment_sum_p    (source, index[, keys, order])               the same onto zeros; writes every row once
     segment_max_p    (source, index[, keys, order])               the maximum of the rows with the same index, or -inf
     segment_min_p    (source, index[, keys, order])               the minimum, or inf
+    segment_prod_p   (source, index[, keys, order])               the product, or 1
     index_select_p   (x, index[, keys, order])                    row index[k] of x, or the fill value
 
 x has the shape (*lead, rows, *trail), source (*lead, count, *trail) and index (*batch, count). `batch` is the first
@@ -297,7 +298,8 @@ index_select_p = _primitive(
 segment_sum_p = _segment_primitive("segment_sum", reference.total)
 segment_max_p = _segment_primitive("segment_max", reference.largest)
 segment_min_p = _segment_primitive("segment_min", reference.smallest)
-SEGMENT = (segment_sum_p, segment_max_p, segment_min_p)
+segment_prod_p = _segment_primitive("segment_prod", reference.product)
+SEGMENT = (segment_sum_p, segment_max_p, segment_min_p, segment_prod_p)
 
 sharding.SHARDS.update({prim: functools.partial(sharding.segments, prim) for prim in SEGMENT})
 sharding.SHARDS[index_add_p] = functools.partial(sharding.add, index_add_p, segment_sum_p)

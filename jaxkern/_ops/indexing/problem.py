@@ -1,5 +1,5 @@
-"""What the launch lists of index_add, segment_sum, segment_max and segment_min are made for: a problem, its runs of at most
-2^31 positions, and what their kernels are given.
+"""What the launch lists of index_add and the segment reductions are made for: a problem, its runs of at most 2^31
+positions, and the arguments of their kernels.
 
 Kernels see x and out as [batch, outer, rows, inner], source as [batch, outer, count, inner], index as [batch, count].
 """
@@ -14,7 +14,13 @@ from jaxkern._core.define import ceil_div, divider
 from jaxkern._core.launch import boolean, i32, i64, null, struct, u32, u64
 from jaxkern._ops.indexing.sort import MAX_KEYS, MAX_POSITIONS, Indices, Part
 
-REDUCTIONS = {"index_add": "kSum", "segment_sum": "kSum", "segment_max": "kMax", "segment_min": "kMin"}
+REDUCTIONS = {
+    "index_add": "kSum",
+    "segment_sum": "kSum",
+    "segment_max": "kMax",
+    "segment_min": "kMin",
+    "segment_prod": "kProd",
+}
 WARP = 32
 
 
@@ -185,6 +191,9 @@ def identity(p) -> int:
     """The result of a segment without elements as bits, repeated to 8 bytes."""
     if p.op == "segment_sum":
         return 0
+    if p.op == "segment_prod":
+        one = np.ones(1, p.dtype).tobytes()
+        return int.from_bytes(one * (8 // p.size), "little")
     least = p.op == "segment_max"
     bits = {
         "float16": (0xFC00, 0x7C00),

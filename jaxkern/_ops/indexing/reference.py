@@ -128,3 +128,40 @@ def _extreme(method, identity, source, index, *order, rows, rules):
 
 largest = functools.partial(_extreme, "max", least)
 smallest = functools.partial(_extreme, "min", greatest)
+
+
+def product(source, index, *order, rows, rules):
+    one = lambda dtype: 1
+    found = _extreme("multiply", one, source.astype(computing(source.dtype)), index, rows=rows, rules=rules)
+    return found.astype(source.dtype)
+
+
+def product_by_scan(source, index, rows, rules):
+    """`product` in operations whose derivatives of any order hold for zeros too: a scan over the rows in sorted order.
+
+    A scatter that multiplies has no derivative in JAX, and dividing a product by its factors fails for zeros.
+    """
+
+    def joined(a, b):
+        (_, before), (first, value) = a, b  # first: whether a segment begins in b
+        return a[0] | first, jnp.where(_beside(first, value), value, before * value)
+
+    def one(source, index, rules):
+        if index.shape[0] == 0:  # nothing to gather from
+            return product(source, index, rows=rows, rules=rules)
+        source, row = jnp.moveaxis(source, rules.axis, 0), rows_of(index, rows, rules)
+        order = jnp.argsort(row)
+        row, values = row[order], source.astype(computing(source.dtype))[order]
+        first = jnp.concatenate([jnp.ones(1, bool), row[1:] != row[:-1]])
+        _, values = jax.lax.associative_scan(joined, (first, values))
+        last = jnp.searchsorted(row, jnp.arange(rows, dtype=row.dtype), side="right") - 1
+        there = (last >= 0) & (row[last] == jnp.arange(rows, dtype=row.dtype))
+        found = jnp.where(_beside(there, values), values[last], 1).astype(source.dtype)
+        return jnp.moveaxis(found, 0, rules.axis)
+
+    return _for_each_batch(one, rules)(_whole(source, index, rules), index)
+
+
+def _beside(flags, values):
+    """`flags`, one for each row of `values`, with the rank of `values`."""
+    return jnp.expand_dims(flags, range(flags.ndim, values.ndim))

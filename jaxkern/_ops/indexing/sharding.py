@@ -6,7 +6,7 @@
     count (indices)    a sum of the rows                              nothing
     both, by one axis  a reduce-scatter of the rows                   indices are gathered, then a reduce-scatter
 
-Sums of floating-point numbers are sent in float32 or wider, and rounded once.
+Sums and products of floating-point numbers are sent in float32 or wider, and rounded once. A product gathers the parts.
 """
 
 import jax.numpy as jnp
@@ -134,8 +134,12 @@ def segments(prim, over, source, index, *order, rows, rules):
             y = lax.psum_scatter(y, shared, scatter_dimension=rules.axis, tiled=True)
         rest = _without(along, shared)
         return (lax.psum(y, rest) if rest else y).astype(source.dtype)
-    y = prim.bind(source, index, rows=rows, rules=rules)
-    y = _largest(y, along) if prim.name == "jaxkern_segment_max" else _smallest(y, along)
+    if prim.name == "jaxkern_segment_prod":
+        y = prim.bind(source.astype(computing(source.dtype)), index, rows=rows, rules=rules)
+        y = jnp.prod(lax.all_gather(y, along), 0).astype(source.dtype)
+    else:
+        y = prim.bind(source, index, rows=rows, rules=rules)
+        y = _largest(y, along) if prim.name == "jaxkern_segment_max" else _smallest(y, along)
     if shared:
         here, parts = _place(shared)
         y = lax.dynamic_slice_in_dim(y, here * (rows // parts), rows // parts, rules.axis)
