@@ -8,10 +8,11 @@
     python -m benchmarks programs --pyg 30                     PyTorch Geometric for 30 s per model; 0 leaves it out
 
 Graph convolution and attention, an interaction network, a potential with forces, an embedding with a dense layer, a click
-model with bags of ids, and a classifier over a large vocabulary, in plain JAX and optax; the same with jraph and flax.linen,
-a mesh simulator of flax.linen, and transformers of flax.nnx, equinox and haiku, where these are installed. Steps are enqueued
-one behind the other and timed by the host's clock. Where PyTorch Geometric is installed, the graph networks run in it, too.
-Indices are arguments of the step: XLA folds scatters of constants for half a minute.
+model with bags of ids, and a classifier over a large vocabulary are written in plain JAX and optax. Where their libraries are
+installed, there are also the same with jraph and flax.linen, a mesh simulator of flax.linen, transformers of flax.nnx, equinox
+and haiku, and optimal transport with ott-jax. Steps are enqueued one after the other and timed by the host's clock. Where
+PyTorch Geometric is installed, the graph networks run in it, too. Indices are arguments of the step: XLA folds scatters of
+constants for half a minute.
 """
 
 from __future__ import annotations
@@ -378,6 +379,29 @@ def _classifier(dtype, small) -> Training:
     return _optimized(optax.sgd(1e-2), loss, lambda key: _matrices(key, [(d, classes)])[0], (x, labels))
 
 
+# --- optimal transport ---------------------------------------------------------------------------
+
+
+def _sinkhorn(dtype, small) -> Training:
+    """Points that move towards others, by the gradient of the cost of regularised optimal transport (Cuturi 2013)."""
+    import optax
+    from ott.geometry import pointcloud
+    from ott.problems.linear import linear_problem
+    from ott.solvers.linear import sinkhorn
+
+    points, d, iterations = (48, 4, 3) if small else (8192, 64, 20)
+    solve = sinkhorn.Sinkhorn(min_iterations=iterations, max_iterations=iterations, inner_iterations=iterations)
+    wanted = np.random.default_rng(0).uniform(size=(points, d)).astype(dtype)
+
+    def loss(x, wanted):
+        # The regularisation is a number: by default it is a fraction of the mean cost.
+        geometry = pointcloud.PointCloud(x, wanted, epsilon=0.1)
+        return solve(linear_problem.LinearProblem(geometry)).reg_ot_cost
+
+    make = lambda key: jax.random.uniform(key, (points, d), dtype)
+    return _optimized(optax.sgd(1.0), loss, make, (wanted,))
+
+
 # --- transformers --------------------------------------------------------------------------------
 
 
@@ -572,6 +596,7 @@ def programs() -> list[Program]:
     ):
         make = functools.partial(_transformer, model)
         found.append(Program(f"transformer, {name}", "bfloat16", make, 1.1, package=package))
+    found.append(Program("sinkhorn, ott-jax", "float32", _sinkhorn, 1.0, package="ott"))
     return [p for p in found if not p.package or importlib.util.find_spec(p.package)]
 
 

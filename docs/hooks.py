@@ -160,33 +160,13 @@ def all_results() -> str:
     return "\n\n".join(f"## {n.replace('_', ' ').capitalize()}\n\n{results(n)}" for n in names if n not in own)
 
 
-TAKEN = {
-    "scatter_add": "scatters of rows: `x.at[ids].add`, `jax.ops.segment_sum`, jraph's models; the gradients of `x[ids]`, "
-    "`jnp.take` and `flax.linen.Embed`",
-    "scatter_max": "`x.at[ids].max`, `jax.ops.segment_max`",
-    "scatter_min": "`x.at[ids].min`, `jax.ops.segment_min`",
-    "logsumexp": "`jax.nn.logsumexp`, `jax.scipy.special.logsumexp`",
-    "softmax": "the gradient of `jax.nn.softmax`",
-    "dot_product_attention": "the softmax in `jax.nn.dot_product_attention`, in 16 bits, with its masks",
-    "log_softmax": "the gradient of `jax.nn.log_softmax` in 16 bits",
-    "softmax_cross_entropy": "`optax.softmax_cross_entropy_with_integer_labels`",
-    "layer_norm": "the layers of flax.linen, flax.nnx, equinox and haiku; the variance is computed otherwise",
-    "rms_norm": "the RMSNorm of the same libraries",
-}
-
-
 def taken() -> str:
     """What `accelerate` takes by default and on request."""
     from jaxkern._core import switch
 
-    if unknown := set(switch.OPERATIONS) ^ set(TAKEN):
-        raise PluginError(
-            f"TAKEN in docs/hooks.py and OPERATIONS in _core/switch.py differ by {', '.join(sorted(unknown))}"
-        )
     when = lambda name: "on request" if name in switch.ON_REQUEST else "by default"
-    return table(
-        ["name", "operation in the program", "taken"], [[f"`{n}`", TAKEN[n], when(n)] for n in switch.OPERATIONS]
-    )
+    rows = [[f"`{name}`", text, when(name)] for name, text in switch.TAKEN.items()]
+    return table(["name", "operation in the program", "taken"], rows)
 
 
 def elementwise() -> str:

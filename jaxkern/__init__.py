@@ -12,7 +12,7 @@ import typing
 
 from jaxkern import elementwise, tiers
 from jaxkern._core.registry import export_checks
-from jaxkern.accelerate import CheckError, accelerate, explain, install, uninstall
+from jaxkern.accelerate import CheckError, accelerate, explain, install, installed, uninstall
 from jaxkern.elementwise import *  # noqa: F403  every operation of the table
 from jaxkern.elementwise_kernel import elementwise_kernel
 from jaxkern.index_add import embedding_lookup, index_add, index_select
@@ -68,6 +68,7 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "index_add",
     "index_select",
     "install",
+    "installed",
     "layer_norm",
     "linear_softmax_cross_entropy",
     "log_softmax",

@@ -4,6 +4,7 @@ The lowering rules and replaced functions are in _accelerate; what they take is 
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -19,7 +20,7 @@ from jaxkern._core import compat, decisions, switch, validate
 from jaxkern._core.decisions import Explanation
 from jaxkern._core.switch import Settings
 
-__all__ = ["CheckError", "Explanation", "accelerate", "explain", "install", "uninstall"]
+__all__ = ["CheckError", "Explanation", "accelerate", "explain", "install", "installed", "uninstall"]
 
 # The relative error that `check` allows by default, by the type of an operation that was taken: what plain JAX may lose
 # in a 16-bit sum, or in a step of training in float32.
@@ -28,6 +29,9 @@ TOLERANCE = {"bfloat16": 2**-4, "float16": 2**-6, "float32": 2**-12, "float64": 
 # An array may also differ by this share of the allowed error, relative to the largest element of all arrays in the same result.
 # A gradient that is zero in exact arithmetic, such as the gradient of attention's key bias, consists of rounding errors.
 NOISE = 2**-6
+
+# Platforms without kernels, where JAXKERN_EXPLAIN=1 prints what a GPU might run on kernels.
+OTHERS = ("cpu", "rocm", "tpu")
 
 _sessions = itertools.count(1)
 
@@ -171,40 +175,91 @@ def uninstall() -> None:
     _installed = False
 
 
-def explain(f: typing.Callable, platform: str = "cuda", **jit_options: typing.Any) -> typing.Callable[..., Explanation]:
-    """A function of the arguments of `f` that tells what of `f` runs on jaxkern, without running it.
+def installed() -> tuple[str, ...]:
+    """The names of the operations that programs of this thread run on jaxkern; empty if it runs plain JAX.
 
-    It takes the settings of the enclosing `accelerate` or `install`, or those of `accelerate()`.
+    It sees `install` and an enclosing `accelerate`. The names are the ones that `only` and `without` take.
+
+    >>> import jaxkern
+    >>> jaxkern.install(only=["logsumexp", "scatter_add"])
+    >>> jaxkern.installed()
+    ('scatter_add', 'logsumexp')
+    >>> jaxkern.uninstall()
+    >>> jaxkern.installed()
+    ()
+    """
+    settings = switch.current()
+    return tuple(name for name in switch.OPERATIONS if settings is not None and name in settings.operations)
+
+
+def explain(f: typing.Callable, platform: str = "cuda", **jit_options: typing.Any) -> typing.Callable[..., Explanation]:
+    """A function of the arguments of `f` that reports which operations of `f` would run on jaxkern; it runs nothing.
+
+    It takes the settings of the enclosing `accelerate` or `install`, or those of `accelerate()`. Operations that are taken on
+    request alone are listed as left, with the reason "on request: ...".
 
     Args:
-        f: a function, jitted or not.
+        f: a callable, jitted or not: a function, a method, `equinox.filter_jit(f)`, a partial function.
         platform: what to compile for; a GPU need not be there.
-        jit_options: for `jax.jit`, such as static_argnums, where `f` is not jitted.
+        jit_options: for `jax.jit`, such as static_argnums, if `f` is not jitted. Without them, arrays and
+            `jax.ShapeDtypeStruct` among the arguments, and in pytrees of them, are traced; all else is passed as it is.
 
     Returns:
-        A function that returns an `Explanation`: printed, a table of what was taken and what was left, why, where in
-        the source, and how many bytes the kernel moves; `.decisions`, `.taken` and `.left` are lists of records.
-        The environment variable JAXKERN_EXPLAIN=1 prints the same of every program when it is compiled.
+        A function that returns an `Explanation`, a sequence of records, one for each operation: its name, whether it is
+        taken, why, its line in the source, and how many bytes a kernel moves for it. Printed, it is a table. `.taken` and
+        `.left` are lists of the records that are taken and left.
+
+    The environment variable JAXKERN_EXPLAIN=1 prints the same for every program that is compiled.
 
     >>> import jax, jax.numpy as jnp, jaxkern
     >>> table, ids = jnp.zeros((1000, 64), jnp.bfloat16), jnp.zeros(4096, jnp.int32)
     >>> found = jaxkern.explain(jax.grad(lambda t, i: t[i].sum()))(table, ids)
-    >>> [(d.operation, d.taken, d.reason) for d in found]
-    [('scatter_add', True, '16-bit sums')]
+    >>> found[0].operation, found[0].taken, found[0].reason
+    ('scatter_add', True, '16-bit sums')
     """
     validate.function("explain", "f", f)
     validate.choice("explain", "platform", platform, ("cpu", "cuda", "rocm", "tpu"))
-    jitted = f if hasattr(f, "trace") else jax.jit(f, **jit_options)
 
     def explained(*args, **kwargs) -> Explanation:
         settings = switch.current() or _settings(None, (), False, False)
-        settings = settings._replace(session=next(_sessions))  # found in no cache
+        listed = frozenset(switch.ON_REQUEST) - settings.operations
+        settings = settings._replace(
+            operations=settings.operations | listed,
+            listed=listed,
+            session=next(_sessions),  # found in no cache
+        )
+        jitted, args, kwargs = _traceable(f, jit_options, args, kwargs)
         with decisions.recorded() as found, _active(settings):
             rules.register(platform)
             jitted.trace(*args, **kwargs).lower(lowering_platforms=(platform,))
+        if platform != "cuda" and not settings.force:
+            why = switch.no_kernels(platform)
+            found = [dataclasses.replace(d, taken=False, reason=why) for d in found]
         return Explanation(found)
 
     return explained
+
+
+_JITTED = type(jax.jit(lambda: None))
+
+
+def _traceable(f, options, args, kwargs):
+    """A jitted function that calls `f`, and its arguments: the arrays among the arguments of `f`, if it is not jitted."""
+    if isinstance(f, _JITTED):
+        return f, args, kwargs
+    if options:
+        return jax.jit(f, **options), args, kwargs
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    at = [k for k, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))]
+
+    def of_arrays(*arrays):
+        given = list(leaves)
+        for k, array in zip(at, arrays):
+            given[k] = array
+        args, kwargs = jax.tree.unflatten(tree, given)
+        return [x for x in jax.tree.leaves(f(*args, **kwargs)) if isinstance(x, jax.Array)]
+
+    return jax.jit(of_arrays), tuple(leaves[k] for k in at), {}
 
 
 # ---- settings
@@ -246,9 +301,8 @@ def _prepare(settings) -> bool:
             "jaxkern.accelerate: this version of JAX has no jax.make_user_context; programs run as they are"
         )
         return False
-    rules.register("cuda")
-    if settings.force:
-        rules.register("cpu")
+    for platform in ("cuda", *(("cpu",) if settings.force else ()), *(OTHERS if decisions.printed() else ())):
+        rules.register(platform)
     return True
 
 

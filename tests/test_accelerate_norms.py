@@ -222,7 +222,7 @@ def test_only_what_is_asked_for(library):
         with jaxkern.accelerate(only=name, force=True):
             for other in NAMES:
                 f = jax.jit(library(other, x)[1])
-                found[name, other] = [d.operation for d in jaxkern.explain(f, PLATFORM)(library(other, x)[0], x)]
+                found[name, other] = [d.operation for d in jaxkern.explain(f, PLATFORM)(library(other, x)[0], x).taken]
     assert found == {(a, b): [a] if a == b else [] for a in NAMES for b in NAMES}
 
 

@@ -68,6 +68,7 @@ def test_public_names():
         "index_add",
         "index_select",
         "install",
+        "installed",
         "layer_norm",
         "linear_softmax_cross_entropy",
         "log_softmax",

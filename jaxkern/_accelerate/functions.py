@@ -1,15 +1,17 @@
-"""Functions of JAX, optax, flax and equinox that leave no operation of their own in a program: their code is replaced.
+"""Functions of JAX, optax, flax, equinox and haiku that leave no operation of their own in a program: their code is replaced.
 
-`f.__code__` is replaced, not the name `f` in a module, so that other names of the same function, imported before, are caught.
-The new code asks at every call whether this thread runs on jaxkern, and otherwise runs the old. What a replacement does not
-keep exactly, it leaves to the old code. It differs from it in this alone: arithmetic in float32 or wider; the gradient of
-`optax.softmax_cross_entropy_with_integer_labels` may be NaN throughout a row that holds +inf, where optax has 0 at most finite
-logits; the loss of a row that holds NaN and +inf may be inf, where optax has NaN; where the program converts logits from
-bfloat16 to float32 for this loss, the gradient is rounded to bfloat16 at once and not where it is converted back, so that a
-program that uses the one in between has it in bfloat16; the gradient of softmax is 0 where the softmax is 0, also where a
-cotangent is infinite or NaN.
+`f.__code__` is replaced, not the name `f` in a module, so that other names of the same function, imported before, run the new
+code too. At every call, the new code checks whether this thread runs on jaxkern, and runs the old code if it does not, or if
+the replacement does not compute the same. Results differ from the old code's in these cases alone:
 
-`jax.nn.dot_product_attention` is in attention.py, the layers of flax and equinox are in norms.py.
+* Arithmetic is in float32 or wider.
+* The gradient of `optax.softmax_cross_entropy_with_integer_labels` may be NaN throughout a row that holds +inf, where optax has
+  0 at most finite logits. The loss of a row that holds NaN and +inf may be inf, where optax has NaN.
+* Where the program converts logits from bfloat16 to float32 for this loss, the gradient is rounded to bfloat16 before it is
+  converted back. A program that uses the float32 gradient has it in the precision of bfloat16.
+* The gradient of softmax is 0 where the softmax is 0, even if a cotangent is infinite or NaN.
+
+`jax.nn.dot_product_attention` is in attention.py, the layers of flax, equinox and haiku are in norms.py.
 
 jraph's functions need nothing here: they consist of lax.scatter and arithmetic. Its segment_softmax is NaN for segments of
 -inf, and takes rows of others where ids are out of range: `jaxkern.segment_softmax` does neither.
@@ -66,15 +68,15 @@ def _wins(rule, dtype, rows, width):
 row_statistics_p = row_primitive("jaxkern_row_statistics", 1, reductions.statistics, several=True)
 
 
-def _taken(ctx, operation, value, reason, fused) -> bool:
-    """Whether an operation that a replaced function made runs on a kernel; notes it.
+def _taken(ctx, operation, value, reason, what) -> bool:
+    """Whether an operation of a replaced function runs on a kernel; records the decision.
 
-    fused: why not, where `value`, an operand, is arithmetic that XLA would fuse.
+    It does not where XLA would fuse the arithmetic that makes `value`, the operand that messages call `what`.
     """
     settings = switch.current()
     why = switch.refusal(ctx, settings)
     if not why and not (settings and settings.force) and stablehlo.is_arithmetic(ctx, value):
-        why = fused
+        why = f"XLA fuses the arithmetic or slice that makes the {what}"
     frames, size = compat.frames(ctx.traceback), stablehlo.size(ctx.avals_in[0])
     return decisions.record(operation, not why, why or reason, ctx.avals_in[:1], frames, size)
 
@@ -87,7 +89,7 @@ def _register_uncached(prim, rule):
 
 
 def _lower_statistics(ctx, x, **params):
-    taken = _taken(ctx, "logsumexp", x, "one read", "XLA fuses the arithmetic or slice that makes the operand")
+    taken = _taken(ctx, "logsumexp", x, "one read", "operand")
     body = logsumexp_statistics_p.bind if taken else reductions.statistics
     return mlir.lower_fun(body, multiple_results=True)(ctx, x, **params)
 
@@ -142,36 +144,25 @@ def _plain_softmax_gradient(y, g, *, axis, algorithm):
     return y * (g - jnp.sum(y * g, axis, keepdims=True))
 
 
-softmax_gradient_p = row_primitive("jaxkern_row_softmax_gradient", 2, _plain_softmax_gradient)
-deflinear(softmax_gradient_p, 1, softmax_grad_jvp, transpose=softmax_gradient_p)  # self-adjoint
-
-
-def _lower_softmax_gradient(ctx, y, g, **params):
-    taken = _taken(
-        ctx, "softmax", g, "the gradient in one read", "XLA fuses the arithmetic or slice that makes the cotangent"
-    )
-    body = softmax_grad_p.bind if taken else _plain_softmax_gradient
-    return mlir.lower_fun(body, multiple_results=False)(ctx, y, g, **params)
-
-
-_register_uncached(softmax_gradient_p, _lower_softmax_gradient)
-
-
-def _unless_refused(name, body, reference):
-    """A primitive that runs `body` where kernels may run, and its reference elsewhere, as in exported programs."""
+def _gradient_primitive(operation, name, body, reference):
+    """The gradient (y, g) -> dx of a replaced function: `body` where a kernel is to run, `reference` elsewhere."""
     prim = row_primitive(name, 2, reference)
 
-    def lower(ctx, *operands, **params):
-        refused = switch.refusal(ctx, switch.current())
-        return mlir.lower_fun(reference if refused else body.bind, multiple_results=False)(ctx, *operands, **params)
+    def lower(ctx, y, g, **params):
+        taken = _taken(ctx, operation, g, "the gradient in one read", "cotangent")
+        return mlir.lower_fun(body.bind if taken else reference, multiple_results=False)(ctx, y, g, **params)
 
     _register_uncached(prim, lower)
     return prim
 
 
+softmax_gradient_p = _gradient_primitive(
+    "softmax", "jaxkern_row_softmax_gradient", softmax_grad_p, _plain_softmax_gradient
+)
+deflinear(softmax_gradient_p, 1, softmax_grad_jvp, transpose=softmax_gradient_p)  # self-adjoint
 log_softmax_tangent_p = row_primitive("jaxkern_row_log_softmax_tangent", 2, softmaxes.log_softmax_jvp)
-log_softmax_gradient_p = _unless_refused(
-    "jaxkern_row_log_softmax_gradient", log_softmax_grad_p, softmaxes.log_softmax_grad
+log_softmax_gradient_p = _gradient_primitive(
+    "log_softmax", "jaxkern_row_log_softmax_gradient", log_softmax_grad_p, softmaxes.log_softmax_grad
 )
 deflinear(log_softmax_tangent_p, 1, log_softmax_jvp_jvp, transpose=log_softmax_gradient_p)
 deflinear(log_softmax_gradient_p, 1, log_softmax_grad_jvp, transpose=log_softmax_tangent_p)
@@ -216,9 +207,8 @@ def _softmax_like(name, rule, prim, original, x, axis=-1, where=None):
         return NotImplemented
     width = x.shape[axes[0]]
     taken, why = _wins(rule, x.dtype, x.size // width, width)
-    if not taken or name == "log_softmax":
-        decide(name, taken, why, x)
     if not taken:
+        decide(name, False, why, x)
         return NotImplemented
     return bind(prim, x, axis=axes[0], algorithm=forced(name))
 
@@ -261,7 +251,8 @@ class Target(typing.NamedTuple):
     """A function to replace. `replacement(original, *arguments)` returns NotImplemented to leave a call to the original.
 
     operations: the function is replaced for any of these. attribute: its name in the module, which may have dots.
-    needs, may: names of the parameters that it must have, and of those that it may have, where that is looked at.
+    needs, may: the names of the parameters that it must have and may have; not checked if `needs` is empty.
+    decides: whether a call is an operation of the program, and not a part of one.
     """
 
     operations: tuple[str, ...]
@@ -270,6 +261,7 @@ class Target(typing.NamedTuple):
     replacement: typing.Callable
     needs: str = ""
     may: str = ""
+    decides: bool = True
 
     @property
     def name(self) -> str:
@@ -277,6 +269,8 @@ class Target(typing.NamedTuple):
 
 
 TARGETS = (
+    # One function, by the name of either module: a process may have imported one of them alone.
+    Target(("logsumexp",), "jax.nn", "logsumexp", _logsumexp),
     Target(("logsumexp",), "jax.scipy.special", "logsumexp", _logsumexp),
     Target(
         ("softmax",),
@@ -305,27 +299,34 @@ class Replaced(typing.NamedTuple):
 _lock = threading.RLock()
 _users = 0
 _replaced: dict[str, Replaced] = {}
-_retired: dict[str, Replaced] = {}  # those of earlier times, for calls that are under way in another thread
+_retired: dict[str, Replaced] = {}  # of earlier times, for calls that are under way in another thread
 
 
 def call(name, arguments, named):
-    """What the replaced function of this name does: called by its new code."""
+    """Runs the replacement of the function of this name, or the function: its new code calls this."""
     settings, place = switch.current(), _replaced.get(name) or _retired[name]
-    original = place.original
-    if (
-        settings is None
-        or settings.operations.isdisjoint(place.target.operations)
-        or switch.in_own_code()
-        or not _on_gpu(settings)
-    ):
+    target, original = place.target, place.original
+    operations = [n for n in target.operations if settings is not None and n in settings.operations]
+    if not operations or switch.in_own_code():
         return original(*arguments, **named)
-    found = place.target.replacement(original, *arguments, **named)
+    if not _on_gpu(settings):
+        if target.decides and decisions.printed():
+            _left_on(jax.default_backend(), operations, (*arguments, *named.values()))
+        return original(*arguments, **named)
+    found = target.replacement(original, *arguments, **named)
     return original(*arguments, **named) if found is NotImplemented else found
 
 
 def _on_gpu(settings) -> bool:
     """Whether the program may be one for a GPU. While it is traced, JAX does not know where it will run."""
     return settings.force or settings.session > 0 or jax.default_backend() == "gpu"
+
+
+def _left_on(platform, operations, arguments):
+    """Records that a call is left since the program is for a platform that has no kernels."""
+    x = next((a for a in arguments if isinstance(a, jax.Array)), None)
+    if x is not None:
+        decide(" or ".join(operations), False, switch.no_kernels(platform), x)
 
 
 def _new_code(function, name) -> types.CodeType:
@@ -350,7 +351,7 @@ def _new_code(function, name) -> types.CodeType:
 
 
 def _replace(target: Target) -> None:
-    """Replaces a function, if it is imported, and such that it can be."""
+    """Replaces a function, if its module is imported and it is a plain function with the expected parameters."""
     if target.name in _replaced or target.module not in sys.modules:
         return
     function = sys.modules[target.module]
@@ -362,6 +363,8 @@ def _replace(target: Target) -> None:
     if not inspect.isfunction(function) or function.__code__.co_freevars or not _has_parameters(function, target):
         compat.warn_once(f"jaxkern.accelerate: {target.name} cannot be replaced and stays as it is")
         return
+    if any(r.function is function for r in _replaced.values()):
+        return  # by another name
     known = _retired.get(target.name)
     if known is None or known.function is not function:
         code = function.__code__
@@ -373,7 +376,7 @@ def _replace(target: Target) -> None:
 
 
 def _has_parameters(function, target) -> bool:
-    """Whether the function has the parameters that its replacement knows; other versions of a library may differ."""
+    """Whether the function has the parameters that its replacement knows. Versions of a library may differ."""
     found, needs = set(inspect.signature(function).parameters), set(target.needs.split())
     return not needs or needs <= found <= needs | set(target.may.split())
 

@@ -311,9 +311,9 @@ _STATISTICS = "x axes dtype axis_name axis_index_groups use_mean use_fast_varian
 _COMMON = "x mean var reduction_axes feature_axes dtype epsilon"
 _FLAX_OPTIONS = "mask force_float32_reductions"
 
-# (operations, module, attribute, replacement, parameters that it must have, parameters that it may have)
+# The fields of `functions.Target`. `_compute_stats` is a part of a norm.
 REPLACED = (
-    (NAMES, "flax.linen.normalization", "_compute_stats", statistics, _STATISTICS, _FLAX_OPTIONS),
+    (NAMES, "flax.linen.normalization", "_compute_stats", statistics, _STATISTICS, _FLAX_OPTIONS, False),
     (
         NAMES,
         "flax.linen.normalization",
@@ -322,7 +322,7 @@ REPLACED = (
         f"{_COMMON} mdl param_dtype use_bias use_scale bias_init scale_init",
         "force_float32_reductions",
     ),
-    (NAMES, "flax.nnx.nn.normalization", "_compute_stats", statistics, _STATISTICS, _FLAX_OPTIONS),
+    (NAMES, "flax.nnx.nn.normalization", "_compute_stats", statistics, _STATISTICS, _FLAX_OPTIONS, False),
     (NAMES, "flax.nnx.nn.normalization", "_normalize", nnx, f"{_COMMON} scale bias", ""),
     (
         ("layer_norm",),

@@ -155,9 +155,10 @@ def _scatter(name, plain, ctx, operand, indices, updates, *, dimension_numbers, 
     fallback = functools.partial(plain, ctx, operand, indices, updates, dimension_numbers=dimension_numbers, **params)
     if settings is None or name not in settings.operations or switch.in_own_code():
         return fallback()
-    if not settings.force and "cuda" not in compat.platforms(ctx):
+    avals, values, platforms = ctx.avals_in, (operand, indices, updates), compat.platforms(ctx)
+    if not settings.force and "cuda" not in platforms:
+        decisions.record(name, False, switch.no_kernels(platforms[0]), avals, compat.frames(ctx.traceback))
         return fallback()
-    avals, values = ctx.avals_in, (operand, indices, updates)
     found = _problem(name, ctx, values, dimension_numbers, params)
     if isinstance(found, str):
         decisions.record(name, False, found, avals, compat.frames(ctx.traceback))

@@ -384,6 +384,25 @@ def callee(ctx, call):
     return None
 
 
+def passed(value):
+    """What the caller passes as `value`, an argument of the function that is being lowered; None if it is not known.
+
+    The operation that calls the function is made after the function. But the frame of Python that lowers the caller's jaxpr
+    has the values that the current equation reads. A function that is called from several places is lowered for the first.
+    """
+    frames, frame = [], sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "jaxpr_subcomp":
+            frames.append(frame.f_locals)
+        frame = frame.f_back
+    own = [k for k, f in enumerate(frames) if value in f.get("args", ())]
+    if not own or own[-1] + 1 == len(frames):
+        return None
+    arguments, found = frames[own[-1]]["args"], frames[own[-1] + 1].get("in_nodes", ())
+    at = arguments.index(value)
+    return found[at] if len(found) == len(arguments) and getattr(found[at], "type", None) == value.type else None
+
+
 def for_export(ctx) -> bool:
     return bool(getattr(ctx.module_context.lowering_parameters, "for_export", False))
 

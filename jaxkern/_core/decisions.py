@@ -1,6 +1,7 @@
 """What was taken and what was left, and why: records, and the table that shows them."""
 
 import collections
+import collections.abc
 import contextlib
 import dataclasses
 import os
@@ -14,16 +15,20 @@ import jax
 import numpy as np
 
 import jaxkern
-from jaxkern._core import environment
+from jaxkern._core import environment, switch
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
     """One operation of a program.
 
-    operation: its name in `accelerate(only=...)`. taken: whether it runs on jaxkern. reason: why, or why not.
-    shapes: of its operands. source: file:line of the code that the operation stems from. bytes: what a kernel of
-    jaxkern reads and writes for it at least; 0 where that is unknown. dtype: of the result.
+    operation: its name in `accelerate(only=...)`.
+    taken: whether it runs on jaxkern.
+    reason: why, or why not. It begins with "on request" if the operation is taken only if it is named.
+    shapes: the shapes of its operands.
+    source: file:line of the code that made it.
+    bytes: the least that a kernel of jaxkern reads and writes for it; 0 if that is unknown.
+    dtype: the type of its first operand.
     """
 
     operation: str
@@ -40,7 +45,7 @@ _local = threading.local()
 
 @contextlib.contextmanager
 def recorded():
-    """The decisions of this thread inside the block, as a list that fills."""
+    """Yields a list, to which the decisions of this thread inside the block are added."""
     lists = _local.__dict__.setdefault("lists", [])
     found = []
     lists.append(found)
@@ -60,17 +65,28 @@ def noted():
         _local.noted = before
 
 
+def printed() -> bool:
+    """Whether decisions are printed."""
+    return environment.read("JAXKERN_EXPLAIN") == "1"
+
+
 def record(operation, taken, reason, avals, frames, bytes=0) -> bool:
-    """Notes a decision, prints it where JAXKERN_EXPLAIN=1 asks for it, and returns whether the operation is taken."""
+    """Notes a decision, prints it if JAXKERN_EXPLAIN=1, and returns whether the operation is taken.
+
+    It is not taken if `explain` only lists it, as an operation on request.
+    """
+    settings = switch.current()
+    if settings is not None and operation in settings.listed:
+        taken, reason = False, f"on request: {reason}" if taken else f"on request, but {reason}"
     if getattr(_local, "noted", False):
         return taken
-    lists, printed = _local.__dict__.get("lists", ()), environment.read("JAXKERN_EXPLAIN") == "1"
-    if lists or printed:
+    lists = _local.__dict__.get("lists", ())
+    if lists or printed():
         shapes = ", ".join(a.str_short(short_dtypes=True) for a in avals)
         decision = Decision(operation, bool(taken), reason, shapes, source_of(frames), bytes, avals[0].dtype.name)
         for found in lists:
             found.append(decision)
-        if printed:
+        if printed():
             print(f"jaxkern: {_line(decision)}", file=sys.stderr)
     return bool(taken)
 
@@ -103,8 +119,8 @@ def source_of(frames) -> str:
     return f"{os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file}:{line}"
 
 
-class Explanation:
-    """What `jaxkern.explain` found: `decisions`, a list of `Decision`; as text, a table, in which equal ones are one line."""
+class Explanation(collections.abc.Sequence):
+    """What `jaxkern.explain` found: a sequence of `Decision`. As text, it is a table with one line for equal decisions."""
 
     def __init__(self, decisions):
         self.decisions = list(decisions)
@@ -117,8 +133,8 @@ class Explanation:
     def left(self) -> list[Decision]:
         return [d for d in self.decisions if not d.taken]
 
-    def __iter__(self):
-        return iter(self.decisions)
+    def __getitem__(self, at):
+        return self.decisions[at]
 
     def __len__(self):
         return len(self.decisions)

@@ -1,8 +1,10 @@
 """What the StableHLO around an operation says while the operation is lowered: constants, gathers and fused producers."""
 
 import contextlib
+import math
 
 from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
 
 from jaxkern._core import compat
 
@@ -11,13 +13,26 @@ ELEMENTWISE = frozenset(
     f"stablehlo.{name}"
     for name in (
         "abs add and atan2 cbrt ceil clamp compare convert cosine divide exponential exponential_minus_one floor "
-        "is_finite log log_plus_one logistic maximum minimum multiply negate not or power remainder "
+        "is_finite log log_plus_one logistic maximum minimum multiply negate not or power reduce_precision remainder "
         "round_nearest_afz round_nearest_even rsqrt select sign sine sqrt subtract tan tanh xor"
     ).split()
 )
 # Operations that only rearrange, repeat or restrict their operand.
 MOVES = frozenset(
     f"stablehlo.{name}" for name in "broadcast_in_dim reshape transpose slice reverse pad concatenate".split()
+)
+# What XLA fuses with a reduction that reads it. chlo's are elementwise, but for products and sorts.
+_FUSED = (
+    ELEMENTWISE
+    | MOVES
+    | frozenset(f"stablehlo.{name}" for name in "constant dynamic_slice gather iota".split())
+    | frozenset(
+        f"chlo.{name}"
+        for name in (
+            "acos acosh asin asinh atan atanh bessel_i1e conj cosh digamma erf erf_inv erfc is_inf is_neg_inf is_pos_inf "
+            "lgamma next_after polygamma sinh square tan zeta"
+        ).split()
+    )
 )
 CONSTRAINT = "sdy.sharding_constraint"  # its result is its operand
 _PURE = frozenset(f"stablehlo.{name}" for name in "constant iota gather reduce".split()) | {CONSTRAINT}
@@ -95,24 +110,101 @@ def gathers(ctx, value) -> bool:
 
 
 def is_arithmetic(ctx, value) -> bool:
-    """Whether `value` is arithmetic or a slice, which XLA fuses with a reduction that consumes it, but no kernel of ours.
+    """Whether XLA would compute `value` in the kernel that reads it, where a kernel of ours would read it from memory.
 
-    A matrix product with a bias is none: the addition is part of the product.
+    True for elementwise arithmetic, slices, gathers, broadcasts and the like, also through reshapes, calls and the functions
+    that the operation stands in, and where it is not known what makes `value`. False for arguments of the program and of
+    loops, for matrix products, with or without a bias, and for what other kernels write.
     """
-    operation = maker(value)
-    while operation is not None and operation.name in ("stablehlo.reshape", "func.call"):
-        values = _returned(ctx, operation) if operation.name == "func.call" else [operation.operands[0]]
-        if len(values) != 1:
-            return False
-        operation = maker(values[0])
-    if operation is not None and operation.name == "stablehlo.slice":
-        return True
-    if operation is None or operation.name not in ELEMENTWISE:
+    calls, moved = [], False
+    for _ in range(MOST):
+        operation = maker(value)
+        if operation is None:
+            function = value.owner.owner.operation
+            if function.name != "func.func":
+                return moved  # an argument of a loop is an array
+            if calls:
+                value = calls.pop().operands[ir.BlockArgument(value).arg_number]
+                continue
+            if _is_program(function):
+                return moved
+            value = compat.passed(value)
+            if value is None:
+                return True
+        elif operation.name == "func.call":
+            returned = _returned(ctx, operation)
+            if not returned:
+                return True
+            calls.append(operation)
+            value = returned[ir.OpResult(value).result_number]
+        elif operation.name in ("stablehlo.reshape", CONSTRAINT) or _only_moves_ones(operation):
+            value = operation.operands[0]
+        elif operation.name == "stablehlo.transpose":
+            moved, value = True, operation.operands[0]
+        elif operation.name == "stablehlo.dot_general":
+            return _is_outer(operation)  # XLA chooses the layout of other products
+        else:
+            return moved or (operation.name in _FUSED and not _adds_bias(operation))
+    return True
+
+
+def _is_program(function) -> bool:
+    """Whether a func.func is the program, and not a function that it calls."""
+    attributes = function.attributes
+    return "sym_visibility" in attributes and ir.StringAttr(attributes["sym_visibility"]).value == "public"
+
+
+def _shape(value) -> tuple:
+    return tuple(ir.RankedTensorType(value.type).shape)
+
+
+def _only_moves_ones(operation) -> bool:
+    """Whether a transpose or broadcast leaves the elements in their order in memory: it moves or adds dimensions of size 1."""
+    if operation.name not in ("stablehlo.transpose", "stablehlo.broadcast_in_dim"):
         return False
-    makers = [maker(v) for v in operation.operands]
-    product = any(m is not None and m.name == "stablehlo.dot_general" for m in makers)
-    bias = any(m is not None and m.name == "stablehlo.broadcast_in_dim" for m in makers)
-    return not (operation.name == "stablehlo.add" and product and bias)
+    shape = _shape(operation.operands[0])
+    if operation.name == "stablehlo.transpose":
+        order = [d for d in ir.DenseI64ArrayAttr(operation.attributes["permutation"]) if shape[d] != 1]
+    else:
+        to, result = ir.DenseI64ArrayAttr(operation.attributes["broadcast_dimensions"]), _shape(operation.results[0])
+        if math.prod(shape) != math.prod(result):
+            return False
+        order = [to[d] for d in range(len(shape)) if shape[d] != 1]
+    return order == sorted(order)
+
+
+def _is_outer(product) -> bool:
+    """Whether a dot_general sums over one element alone, which makes it a multiplication."""
+    numbers = stablehlo.DotDimensionNumbers(product.attributes["dot_dimension_numbers"])
+    shape = _shape(product.operands[0])
+    return math.prod(shape[d] for d in numbers.lhs_contracting_dimensions) == 1
+
+
+def _adds_bias(operation) -> bool:
+    """Whether this is a matrix product plus a vector along its last dimension: the addition is part of the product."""
+    if operation.name != "stablehlo.add":
+        return False
+    product, bias = (_through_reshapes(v) for v in operation.operands)
+    if product is None or product.name != "stablehlo.dot_general":
+        product, bias = bias, product
+    if product is None or bias is None or product.name != "stablehlo.dot_general" or _is_outer(product):
+        return False
+    return bias.name == "stablehlo.broadcast_in_dim" and _is_vector(bias)
+
+
+def _is_vector(broadcast) -> bool:
+    """Whether a broadcast_in_dim repeats a vector along all dimensions of its result but the last."""
+    shape, result = _shape(broadcast.operands[0]), _shape(broadcast.results[0])
+    to = list(ir.DenseI64ArrayAttr(broadcast.attributes["broadcast_dimensions"]))
+    long = [d for d in range(len(shape)) if shape[d] != 1]
+    return [to[d] for d in long] == [len(result) - 1]
+
+
+def _through_reshapes(value):
+    operation = maker(value)
+    while operation is not None and operation.name == "stablehlo.reshape":
+        operation = maker(operation.operands[0])
+    return operation
 
 
 def before_widening(value):

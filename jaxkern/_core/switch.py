@@ -1,7 +1,7 @@
-"""What `jaxkern.accelerate` switches: a value that JAX keeps as a part of the keys of its caches of traces and programs.
+"""What `jaxkern.accelerate` switches: a value in the keys of JAX's caches of traces and programs.
 
-The value is local to a thread; `install` sets the one that threads begin with. None: the program runs as it is. A lowering
-rule that emits jnp code on behalf of jaxkern marks it with `own_code`, so that no rule for user code takes that again.
+Each thread has its own value; `install` sets the value that threads begin with. If it is None, programs run as they are. A
+lowering rule that emits jnp code marks it with `own_code`, so that no rule for user code takes that code again.
 """
 
 import contextlib
@@ -12,16 +12,21 @@ import typing
 from jaxkern._core import compat, registry
 
 SCATTERS = ("scatter_add", "scatter_max", "scatter_min")
-FUNCTIONS = (
-    "logsumexp",
-    "softmax",
-    "dot_product_attention",
-    "log_softmax",
-    "softmax_cross_entropy",
-    "layer_norm",
-    "rms_norm",
-)
-OPERATIONS = (*SCATTERS, *FUNCTIONS)
+# The operations, and what each is in a program. docs/accelerate.md shows this, and a test runs everything that it names.
+TAKEN = {
+    "scatter_add": "scatters of rows: `x.at[ids].add`, `jax.ops.segment_sum`, jraph's models; the gradients of `x[ids]`, "
+    "`jnp.take` and `flax.linen.Embed`",
+    "scatter_max": "`x.at[ids].max`, `jax.ops.segment_max`",
+    "scatter_min": "`x.at[ids].min`, `jax.ops.segment_min`",
+    "logsumexp": "`jax.nn.logsumexp`, `jax.scipy.special.logsumexp`",
+    "softmax": "the gradient of `jax.nn.softmax`",
+    "dot_product_attention": "the softmax in `jax.nn.dot_product_attention`, in 16 bits, with its masks",
+    "log_softmax": "the gradient of `jax.nn.log_softmax` in 16 bits",
+    "softmax_cross_entropy": "`optax.softmax_cross_entropy_with_integer_labels`, loss and gradient",
+    "layer_norm": "the LayerNorm of flax.linen, flax.nnx, equinox and haiku; the variance is computed differently",
+    "rms_norm": "the RMSNorm of the same libraries",
+}
+OPERATIONS = tuple(TAKEN)
 # Taken only if named: less close to the original, or without a gain in the programs measured. All others are the default.
 # The docstring of `accelerate` names them too.
 ON_REQUEST = ("log_softmax", "layer_norm", "rms_norm")
@@ -31,14 +36,18 @@ DEFAULT = tuple(name for name in OPERATIONS if name not in ON_REQUEST)
 class Settings(typing.NamedTuple):
     """What of a program runs on jaxkern.
 
-    force: every case that can run, whatever its size and platform, to test with. export: exported programs too.
-    session: nonzero: the number of a call of `explain`, whose programs are not found in any cache.
+    operations: the names of operations.
+    force: takes every case that can run, whatever its size and platform, for tests.
+    export: takes operations of exported programs too.
+    session: if nonzero, the number of a call of `explain` or of a checked function. No cache has its programs.
+    listed: the operations that `explain` lists only, since they are taken on request.
     """
 
     operations: frozenset
     force: bool = False
     export: bool = False
     session: int = 0
+    listed: frozenset = frozenset()
 
 
 _context = compat.user_context(None)
@@ -82,6 +91,11 @@ def own_code(rule):
             _local.depth -= 1
 
     return marked
+
+
+def no_kernels(platform) -> str:
+    """Why operations of a program for this platform are left."""
+    return f"programs for {platform} run as they are"
 
 
 def refusal(ctx, settings) -> str:

@@ -1,0 +1,192 @@
+"""Each row of the table of what `jaxkern.accelerate` takes, in a process that has imported what the row needs and no more.
+
+A process starts once for all rows: it imports JAX and jaxkern and forks for each import, so that no import sees another's.
+"""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ON_GPU
+
+from jaxkern._core import registry, switch
+
+# {import: {what it is, as the table names it: (operation, code that makes f and its arguments)}}
+SHAPES = """
+big, rows, half = spec((8192, 4096)), spec((4096, 1024)), spec((8192, 1024), jnp.bfloat16)
+table, ids, updates = spec((50000, 128), jnp.bfloat16), spec((60000,), jnp.int32), spec((60000, 128), jnp.bfloat16)
+square = lambda f: jax.grad(lambda *a: jnp.square(f(*a)).sum().astype(jnp.float32))
+"""
+NORMS = {
+    "linen": """
+module = linen.{name}()
+f = lambda x: module.init_with_output(jax.random.key(0), x)[0]
+""",
+    "nnx": """
+module = nnx.eval_shape(lambda: nnx.{name}(4096, rngs=nnx.Rngs(0)))
+definition, params = nnx.split(module)
+f = lambda x: nnx.merge(definition, jax.tree.map(lambda p: jnp.ones(p.shape), params))(x)
+""",
+    "eqx": """
+f = lambda x: jax.vmap(eqx.nn.{name}(4096))(x)
+""",
+    "hk": """
+module = lambda x: hk.{name}(axis=-1, create_scale=True{more})(x)
+f = lambda x: (lambda m: m.apply(m.init(None, x), None, x))(hk.transform(module))
+""",
+}
+
+
+def norms(library, more=""):
+    return {
+        f"{library}.{name}": (operation, NORMS[library].format(name=name, more=rest) + "arguments = (big,)")
+        for name, operation, rest in (("LayerNorm", "layer_norm", more), ("RMSNorm", "rms_norm", ""))
+    }
+
+
+ROWS = {
+    "pass": {
+        "jax.nn.logsumexp": ("logsumexp", "f, arguments = lambda x: jax.nn.logsumexp(x, 1), (big,)"),
+        "x.at[ids].add": ("scatter_add", "f, arguments = lambda t, i, u: t.at[i].add(u), (table, ids, updates)"),
+        "jax.ops.segment_sum": (
+            "scatter_add",
+            "f, arguments = lambda u, i: jax.ops.segment_sum(u, i, 50000), (updates, ids)",
+        ),
+        "x[ids]": ("scatter_add", "f, arguments = square(lambda t, i: t[i]), (table, ids)"),
+        "jnp.take": ("scatter_add", "f, arguments = square(lambda t, i: jnp.take(t, i, axis=0)), (table, ids)"),
+        "x.at[ids].max": ("scatter_max", "f, arguments = lambda t, i, u: t.at[i].max(u), (table, ids, updates)"),
+        "jax.ops.segment_max": (
+            "scatter_max",
+            "f, arguments = lambda u, i: jax.ops.segment_max(u, i, 50000), (updates, ids)",
+        ),
+        "x.at[ids].min": ("scatter_min", "f, arguments = lambda t, i, u: t.at[i].min(u), (table, ids, updates)"),
+        "jax.ops.segment_min": (
+            "scatter_min",
+            "f, arguments = lambda u, i: jax.ops.segment_min(u, i, 50000), (updates, ids)",
+        ),
+        "jax.nn.softmax": (
+            "softmax",
+            "f, arguments = jax.grad(lambda x, v: jnp.square(jax.nn.softmax(x) @ v).sum()), (rows, spec((1024, 64)))",
+        ),
+        "jax.nn.log_softmax": (
+            "log_softmax",
+            "f = lambda x, g: jax.vjp(jax.nn.log_softmax, x)[1](g)\narguments = (half, half)",
+        ),
+        "jax.nn.dot_product_attention": (
+            "dot_product_attention",
+            "f, arguments = jax.nn.dot_product_attention, (spec((4, 1024, 8, 64), jnp.bfloat16),) * 3",
+        ),
+    },
+    "import jax.scipy.special": {
+        "jax.scipy.special.logsumexp": (
+            "logsumexp",
+            "f, arguments = lambda x: jax.scipy.special.logsumexp(x, 1), (big,)",
+        )
+    },
+    "import optax": {
+        "optax.softmax_cross_entropy_with_integer_labels": (
+            "softmax_cross_entropy",
+            "f, arguments = optax.softmax_cross_entropy_with_integer_labels, (big, spec((8192,), jnp.int32))",
+        )
+    },
+    "import flax.linen as linen": {
+        "flax.linen.Embed": (
+            "scatter_add",
+            "module = linen.Embed(50000, 128, param_dtype=jnp.bfloat16)\n"
+            "f = square(lambda t, i: module.apply({'params': {'embedding': t}}, i))\narguments = (table, ids)",
+        ),
+        **norms("linen"),
+    },
+    "from flax import nnx": norms("nnx"),
+    "import equinox as eqx": norms("eqx"),
+    "import haiku as hk": norms("hk", ", create_offset=True"),
+    "import jraph": {
+        "jraph": (
+            "scatter_add",
+            "graph = lambda x, i: jraph.GraphsTuple(x, None, i, i, None, jnp.array([50000]), jnp.array([60000]))\n"
+            "f = lambda x, i: jraph.GraphConvolution(lambda x: x)(graph(x, i)).nodes\narguments = (table, ids)",
+        )
+    },
+}
+
+CHILD = """
+import importlib.util, json, os, sys, traceback
+import jax, jax.numpy as jnp, jaxkern
+spec = lambda shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
+shapes, imports = json.load(sys.stdin)
+exec(shapes)
+
+def taken(operation, code):
+    scope = dict(globals())
+    exec(code, scope)
+    found = jaxkern.explain(scope["f"])(*scope["arguments"])
+    return [d.taken for d in found if d.operation == operation]
+
+def outcome(imported, of_import):
+    package = imported.split()[1].split(".")[0] if imported != "pass" else "jax"
+    if importlib.util.find_spec(package) is None:
+        return {what: "absent" for what in of_import}
+    found = {}
+    jaxkern.install(only={operation for operation, _ in of_import.values()})
+    exec(imported, globals())  # after install
+    for what, (operation, code) in of_import.items():
+        found[what] = [taken(operation, code)]
+    jaxkern.uninstall()
+    jaxkern.install(only={operation for operation, _ in of_import.values()})  # after the import
+    for what, (operation, code) in of_import.items():
+        found[what].append(taken(operation, code))
+    if imported == "pass":
+        found["imported"] = "jax.scipy.special" in sys.modules
+    return found
+
+for imported, of_import in imports.items():
+    pipe, write = os.pipe()
+    if os.fork() == 0:
+        try:
+            result = outcome(imported, of_import)
+        except BaseException:
+            result = {what: traceback.format_exc() for what in of_import}
+        os.write(write, json.dumps(result).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(pipe) as file:
+        print(file.read(), flush=True)
+    os.wait()
+"""
+
+
+@pytest.fixture(scope="module")
+def found():
+    """{what: [decisions if imported after install, decisions if imported before]}"""
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD], input=json.dumps([SHAPES, ROWS]), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    found = {}
+    for line in done.stdout.splitlines():
+        found |= json.loads(line)
+    return found
+
+
+@pytest.mark.skipif(not registry.kernels_run(), reason="no kernels")
+@pytest.mark.skipif(ON_GPU, reason="forks")
+@pytest.mark.parametrize("what", [what for rows in ROWS.values() for what in rows])
+def test_a_row_is_taken(what, found):
+    if found[what] == "absent":
+        pytest.skip("its package is not installed")
+    for decisions in found[what]:
+        assert any(decisions), found[what]
+    assert not found["imported"]  # jax.nn.logsumexp, without the other module
+
+
+def test_every_row_is_tested():
+    """All that the table names in code, and each operation for each library that it names."""
+    tested = {what: operation for rows in ROWS.values() for what, (operation, _) in rows.items()}
+    for operation, text in switch.TAKEN.items():
+        for name in re.findall("`([^`]+)`", text):
+            assert tested[name] == operation
+    assert set(tested.values()) == set(switch.OPERATIONS)
+    for library in ("linen", "nnx", "eqx", "hk"):
+        assert {tested[f"{library}.LayerNorm"], tested[f"{library}.RMSNorm"]} == {"layer_norm", "rms_norm"}
