@@ -241,6 +241,24 @@ def test_small_weights_do_not_vanish_in_float16():
     assert distance(found, dh) < 2e-3
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(("rows", "width"), [(0, 4), (3, 0), (0, 0)])
+def test_without_rows_or_width(rows, width, reduction):
+    """The gradient by a weight that no row reads is 0, and the logits of no width are the bias."""
+    h, weight, labels, bias, _ = problem(rows, width, 5)
+    options = {"reduction": reduction, "label_smoothing": 0.1}
+    ours = lambda h, weight, bias: jaxkern.linear_softmax_cross_entropy(h, weight, labels, bias, **options).sum()
+    losses = lambda h, weight, bias: jaxkern.softmax_cross_entropy(h @ weight + bias, labels, label_smoothing=0.1)
+    theirs = lambda *args: losses(*args).sum() / (max(rows, 1) if reduction == "mean" else 1)
+    found, expected = (jax.jit(jax.value_and_grad(f, (0, 1, 2)))(h, weight, bias) for f in (ours, theirs))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), found, expected)
+    _, tangent = jax.jvp(ours, (h, weight, bias), (h, weight, bias))
+    np.testing.assert_allclose(tangent, jax.jvp(theirs, (h, weight, bias), (h, weight, bias))[1], rtol=1e-5)
+    batch = jax.vmap(jax.grad(ours, (1, 2)))(h[None], weight[None], bias[None])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a[0], b, rtol=1e-6, atol=1e-7), batch, expected[1][1:])
+    jax.jit(jax.grad(ours, (0, 1, 2))).trace(h, weight, bias).lower(lowering_platforms=("cuda",))
+
+
 # ---- transformations; test_matrix.py has more
 
 

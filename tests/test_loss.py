@@ -414,14 +414,17 @@ def test_masks(dtype, width):
             assert value[0] == 0 and np.isposinf(value[3])
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("shape, axis", [((0, 5), -1), ((3, 0), 0), ((2, 0, 3), 1), ((0,), 0)])
-def test_empty(shape, axis):
+def test_empty(shape, axis, smoothing):
     x = jnp.zeros(shape, jnp.bfloat16)
     labels = jnp.zeros(np.delete(shape, axis), jnp.int32)
-    value, dx = jaxkern.softmax_cross_entropy_and_grad(x, labels, axis=axis)
+    options = {"axis": axis, "label_smoothing": smoothing}
+    value, dx = jaxkern.softmax_cross_entropy_and_grad(x, labels, **options)
     assert value.shape == labels.shape and value.dtype == jnp.float32 and dx.shape == shape and dx.dtype == x.dtype
-    assert jax.grad(lambda x: jaxkern.softmax_cross_entropy(x, labels, axis=axis).sum())(x).shape == shape
+    assert jax.grad(lambda x: jaxkern.softmax_cross_entropy(x, labels, **options).sum())(x).shape == shape
     assert np.isnan(value).all() or 0 in labels.shape  # no label is one of no classes
+    assert not jaxkern.softmax_cross_entropy(x, labels - 1, ignore_index=-1, **options).any()
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int32"])

@@ -89,7 +89,7 @@ def slopes(logits, labels, largest, total, count, mask, axis, options, first=0, 
         dead, height = jnp.zeros_like(dead), jnp.where(bad, 0, jnp.asarray(height, e.dtype))
     hot = jax.lax.broadcasted_iota(label.dtype, logits.shape, axis) == label - jnp.asarray(first).astype(label.dtype)
     slope = e * factor - jnp.where(hot, height, 0).astype(e.dtype)
-    if options.smoothing:
+    if options.smoothing and logits.shape[axis] != 0:
         slope = slope - options.smoothing / count
     live = jnp.broadcast_to(~ignored & (~dead | bad), logits.shape)
     return slope, live & mask[0] if mask else live

@@ -223,13 +223,21 @@ def _chunks(h, weight, spec, wanted) -> plan.Chunks:
 
 
 def _in_chunks(body, carry, whole, size, start=0):
-    """Applies body(start, size, carry) to chunks of `size` of the range from start to whole; the first one may be smaller."""
+    """Applies body(start, size, carry) to chunks of `size` of the range from start to whole; the first one may be smaller.
+
+    An empty range is one empty chunk, so that the body makes zeros of what it sums.
+    """
     if not isinstance(whole, int) or whole - start <= size:
-        return body(start, whole - start, carry) if not isinstance(whole, int) or whole > start else carry
+        return body(start, whole - start, carry)
     count = -(-(whole - start) // size) - 1
     first = whole - start - count * size
     carry = body(start, first, carry)
     return lax.fori_loop(0, count, lambda i, carry: body(start + first + i * size, size, carry), carry)
+
+
+def _rows_of(h):
+    """h with one dimension of rows. Their number is given, since a reshape to -1 fails where the width is 0."""
+    return h.reshape(size_of(h.shape[:-1]), h.shape[-1])
 
 
 def _put(whole, part, start, axis=0):
@@ -243,7 +251,7 @@ def loss(h, weight, labels, *bias, spec, split=WHOLE):
     """The loss per row."""
     head = _Head(h, weight, bias, spec, split)
     r = _chunks(h, weight, spec, (False,) * 3).rows
-    flat, at = h.reshape(-1, h.shape[-1]), head.labels(labels).reshape(-1)
+    flat, at = _rows_of(h), head.labels(labels).reshape(-1)
 
     def body(start, size, value):
         rows, of_rows = (lax.dynamic_slice_in_dim(a, start, size) for a in (flat, at))
@@ -262,7 +270,7 @@ def tangent(h, weight, labels, *rest, spec, wanted, biased, split=WHOLE):
     if tw is not None or tb is not None:
         towards = _Head(h, jnp.zeros_like(weight) if tw is None else tw, () if tb is None else (tb,), spec, split)
     r = max(1, _chunks(h, weight, spec, (False,) * 3).rows // 2) if isinstance(h.size, int) else h.shape[0]
-    flat, at = h.reshape(-1, h.shape[-1]), head.labels(labels).reshape(-1)
+    flat, at = _rows_of(h), head.labels(labels).reshape(-1)
     th = None if th is None else th.reshape(flat.shape)
 
     def body(start, size, value):
@@ -293,7 +301,7 @@ def both(h, weight, labels, c, *bias, spec, wanted, split=WHOLE):
     chunks = _chunks(h, weight, spec, wanted)
     run = _by_columns if chunks.algorithm == "vocabulary" else _by_rows
     head = _Head(h, weight, bias, spec, split)
-    flat = h.reshape(-1, h.shape[-1])
+    flat = _rows_of(h)
     value, *gradients = run(head, flat, head.labels(labels).reshape(-1), c.reshape(-1), wanted, chunks)
     return [value.reshape(labels.shape), *head.results(h, *gradients)]
 
