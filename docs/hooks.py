@@ -212,10 +212,11 @@ def algorithms() -> str:
 
 
 def gate(name: str) -> str:
-    """A threshold of jaxkern/_accelerate/gate.py."""
+    """A constant of jaxkern/_accelerate/gate.py."""
     from jaxkern._accelerate import gate
 
-    return f"{getattr(gate, name):,}".replace(",", " ")
+    value = getattr(gate, name)
+    return value if isinstance(value, str) else f"{value:,}".replace(",", " ")
 
 
 def transformations() -> str:

@@ -27,7 +27,7 @@ from jax.experimental import checkify
 
 import jaxkern
 from jaxkern._accelerate import gate
-from jaxkern._core import decisions, switch
+from jaxkern._core import compat, decisions, switch
 
 # ---- lax.scatter, over its dimension numbers
 
@@ -488,6 +488,18 @@ def scatter_problem(**changes):
     [
         ({}, True),
         ({"gathers": True}, False),
+        ({"fused": True}, False),
+        ({"fused": True, "dtype": jnp.dtype(jnp.bfloat16)}, True),
+        ({"fused": True, "rows": 100}, True),  # updates of a row that contend
+        # XLA adds float32 by compare-and-swap in jaxlib 0.10.2 to 0.11.0.
+        ({"count": 1000, "jaxlib": (0, 10, 1)}, False),
+        ({"count": 1000, "jaxlib": (0, 10, 2)}, True),
+        ({"count": 1000, "jaxlib": (0, 11, 0)}, True),
+        ({"count": 1000, "jaxlib": (0, 11, 1)}, False),
+        ({"count": 1000, "jaxlib": (0, 10, 2), "dtype": jnp.dtype(jnp.int32)}, False),
+        ({"gathers": True, "jaxlib": (0, 10, 2)}, True),
+        ({"fused": True, "jaxlib": (0, 10, 2)}, True),
+        ({"count": 2, "trail": 8, "jaxlib": (0, 10, 2)}, False),
         ({"gathers": True, "dtype": jnp.dtype(jnp.bfloat16)}, True),
         ({"gathers": True, "operation": "scatter_max"}, True),
         ({"count": 1000}, False),
@@ -506,14 +518,85 @@ def test_the_gate(changes, taken):
     assert gate.scatter(scatter_problem(**changes))[0] == taken
 
 
+@pytest.mark.parametrize("jaxlib, chained", [((0, 10, 1), False), ((0, 10, 2), True), ((0, 11, 2), False)])
+def test_the_gate_of_chains(jaxlib, chained):
+    few = scatter_problem(count=1 << 15, rows=1 << 15, gathers=True, jaxlib=jaxlib)
+    assert gate.chain(few, ordered=False)[0] == chained
+    assert gate.chain(few._replace(dtype=jnp.dtype(jnp.bfloat16)), ordered=False)[0]
+
+
+RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks/results"
+
+
+def results(name):
+    return json.loads((RESULTS / f"{name}-NVIDIA_H200.json").read_text())
+
+
+def gain(row):
+    """XLA's time over ours; None where one of them has none."""
+    times = [row["times"].get(who, {}).get("median_us") for who in ("xla", "jaxkern")]
+    return None if None in times else times[0] / times[1]
+
+
+def test_every_threshold_names_its_measurements():
+    """Each is in the committed results, from the jaxlib that the gate names, and says what the gate says of it."""
+    thresholds = {n for n, v in vars(gate).items() if n.isupper() and isinstance(v, int)}
+    assert thresholds == set(gate.MEASURED)
+    for name, measured in gate.MEASURED.items():
+        for m in measured:
+            found = results(m.file)
+            assert found["environment"]["jaxlib"] == gate.JAXLIB
+            key = m.operation, m.case, m.dtype, m.direction
+            rows = [r for r in found["results"] if (r["op"], r["case"], r["dtype"], r["direction"]) == key]
+            assert len(rows) == 1, (name, m)
+            ratio = gain(rows[0])
+            as_said = 0.95 < ratio < 1.05 if m.wins is None else ratio > 1.03 if m.wins else ratio < 0.99
+            assert as_said, (name, m, ratio)
+
+
+def test_no_program_loses():
+    ratios = {(r["case"], r["dtype"]): gain(r) for r in results("programs")["results"]}
+    assert all(ratio is None or ratio > 0.98 for ratio in ratios.values()), ratios
+
+
+UPDATES = {
+    "an argument": (lambda x, i: x, True),
+    "a product": (lambda x, i: x @ jnp.ones((128, 128)), True),
+    "arithmetic": (lambda x, i: x * 2, False),
+    "a slice": (lambda x, i: jnp.concatenate([x, x], 1)[:, :128], False),
+    "one number for each row": (lambda x, i: jnp.broadcast_to(x[:, :1], x.shape), False),
+    "arithmetic in a function": (lambda x, i: jax.jit(jnp.tanh)(x), False),
+}
+
+
+@pytest.mark.skipif(not jaxkern._core.registry.kernels_run(), reason="no kernels")
+@pytest.mark.parametrize("name", UPDATES)
+def test_updates_are_not_taken_out_of_arithmetic(name, monkeypatch):
+    """In float32; 16-bit sums, and float32 where XLA adds by compare-and-swap, are taken anyway."""
+    make, taken = UPDATES[name]
+    f = lambda x, i: jax.ops.segment_sum(make(x, i), i, 40_000)
+    x, i = jax.ShapeDtypeStruct((240_000, 128), jnp.float32), jax.ShapeDtypeStruct((240_000,), jnp.int32)
+    for jaxlib, expected in (((0, 11, 2), taken), ((0, 10, 2), True)):
+        monkeypatch.setattr(compat, "jaxlib", lambda jaxlib=jaxlib: jaxlib)
+        (d,) = jaxkern.explain(f)(x, i)
+        assert d.taken == expected, d
+    assert jaxkern.explain(f)(jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), i)[0].taken
+
+
 # ---- explain
+
+
+@pytest.fixture
+def measured_jaxlib(monkeypatch):
+    """What is taken does not depend on the jaxlib of this process."""
+    monkeypatch.setattr(compat, "jaxlib", lambda: tuple(map(int, gate.JAXLIB.split("."))))
 
 
 def big(dtype):
     return jax.ShapeDtypeStruct((1 << 17, 128), dtype), jax.ShapeDtypeStruct((1 << 19,), jnp.int32)
 
 
-def test_explain_tells_what_a_gpu_would_run():
+def test_explain_tells_what_a_gpu_would_run(measured_jaxlib):
     def f(x, i):
         return jax.ops.segment_sum(x[i] * 2, i, 1 << 16), jax.ops.segment_prod(x[i], i, 10)
 
@@ -540,7 +623,7 @@ def test_explain_tells_what_a_gpu_would_run():
     assert "no operation" in str(jaxkern.explain(jnp.sin)(1.0))
 
 
-def test_a_gather_behind_a_call_is_seen():
+def test_a_gather_behind_a_call_is_seen(measured_jaxlib):
     f = lambda x, i: jax.ops.segment_sum(jax.nn.silu(jnp.take(x, i, axis=0))[::-1], i, 1000)
     assert [d.taken for d in jaxkern.explain(f)(*big(jnp.float32))] == [False]
     assert "fuses the gather" in str(jaxkern.explain(f)(*big(jnp.float32)))

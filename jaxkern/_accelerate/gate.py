@@ -1,8 +1,8 @@
-"""Which operations run on jaxkern: those that it runs faster.
+"""Which operations run on jaxkern: the ones that it runs faster.
 
-Every function here is pure: it depends on shapes, types and hints alone, so that a program is compiled the same way in
-every process. Each returns (taken, reason). The thresholds are from benchmarks/results (one H200, times in microseconds,
-XLA's first), by the cases named beside them; a case that lies outside what was measured stays with XLA.
+Every function here is pure. It depends on shapes, types, hints and the version of jaxlib alone, so that every process compiles a
+program in the same way. Each returns (taken, reason). A case that lies outside of what was measured stays with XLA. `MEASURED`
+names the measurements of each threshold.
 """
 
 import typing
@@ -14,50 +14,140 @@ SCATTER_DTYPES = frozenset(
 )
 FLOATS = frozenset(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
 
-# 16-bit sums: XLA adds by compare-and-swap and loses at every size; below this many elements nothing is measured but
-# a draw (33554432 n15: 1.5 to 1.2).
+# The jaxlib whose XLA was measured.
+JAXLIB = "0.11.2"
+# jaxlibs, the first and the last, in which XLA adds float32 to memory by compare-and-swap on GPUs, as all do in 16 bits. LLVM
+# took care of subnormal numbers, which atomic additions flush. Reports have 450 to 5000 times the time where indices are equal.
+SWAPS = ((0, 10, 2), (0, 11, 0))
+
+# Sums by compare-and-swap: XLA loses at every size, and at this many elements of updates the two are equal.
 NARROW_ELEMENTS = 1 << 10
-# float32 and integers: XLA adds atomically. It is slower from some megabytes of updates on (64 of 1000x64 n20000 159 to
-# 149, 128256x4096 n16384 168 to 134, 169343x128 n1166243 442 to 238), faster below (399x128 n40960 13 to 24).
+# Other sums: XLA adds atomically, which is as fast as memory while the updates are few or the rows stay in the cache.
 WIDE_BYTES = 32 << 20
-# Rows as narrow as these were measured with sorted indices alone (169343x1 47 to 11; unsorted 1048576 698 to 748).
+# Shorter rows were measured with sorted indices alone, or lose.
 WIDE_TRAIL = 16
-# So many updates of one row keep adding to the same address (1 n10000 19 to 4.4, 10 of 10 n1000000 3378 to 29), and
-# 100 do not yet (1024 n100000 10 to 10).
+# So many updates of one row keep adding to the same address; a tenth as many do not.
 CROWDED = 1 << 10
 CROWDED_COUNT = 1 << 13
-# Chains of gathers, arithmetic and a scatter, as one message kernel: it needs the edges in order, which takes a sort, and
-# XLA shares that sort between all that have the same indices. float32, 1166243 edges into 169343 nodes, 64 features:
-# 217 to 200 with the sort, 40 features: 137 to 187; 200000 edges into 20000 nodes, which stay in the cache: 59 to 74
-# with 128 features. 16 bits: 163 to 127 with 4 features, and 861 to 148 in float32 with one if receivers are Zipf.
+# A chain of gathers, arithmetic and a scatter, as one message kernel: it needs the edges in order, which takes a sort that all
+# chains with the same indices share. At 200000 edges into 20000 nodes of 128 features, which stay in the cache, XLA takes 59 us
+# and the chain 74.
 CHAIN_COUNT = 100_000
-CHAIN_ROWS = 16  # for one edge, at most: finding where each row begins takes time for each row, too
-ORDERED_COUNT = 1 << 14  # 16 bits, or in an order that is there already: below, launches weigh as much as the sums
+CHAIN_ROWS = 16  # rows for each edge, at most: the kernel finds where each row begins
+ORDERED_COUNT = 1 << 14  # in 16 bits, or in an order that is there already: below, launches take as long as the sums
 ALONE_BYTES = 32  # of a row of updates that XLA would not have stored
 FUSED_GATHER = "XLA fuses the gather that makes the updates"
-# Maxima of floats: compare-and-swap at any width (graph attention with a segment_max, Zipf receivers: no step in
-# minutes). Elements as of 399x128 n40960 at least.
+FUSED_ARITHMETIC = "XLA fuses the arithmetic or slice that makes the updates"
+# Maxima of floats: XLA compares and swaps at any width.
 EXTREME_ELEMENTS = 1 << 18
 
-# logsumexp: 16x8192 4.2 to 2.6.
 LOGSUMEXP_ELEMENTS = 1 << 17
-# Loss with its gradient: 1x1048576 12.4 to 10.0, 32768x256 46.6 to 23.1; the program "vocabulary
-# head" in bfloat16, 8192x50257, 5941 to 5392.
-LOSS_ELEMENTS, LOSS_CLASSES = 1 << 20, 256
-# The gradient of softmax: 8x50257 5.7 to 3.9. That of log_softmax of 16 bits: 3072 rows and more.
-SOFTMAX_ELEMENTS, SOFTMAX_ROWS, LOG_SOFTMAX_ROWS = 1 << 18, 8, 1 << 11
+LOSS_ELEMENTS, LOSS_CLASSES = 1 << 20, 256  # with its gradient
+SOFTMAX_ELEMENTS, SOFTMAX_ROWS, LOG_SOFTMAX_ROWS = 1 << 18, 8, 1 << 11  # gradients
 
-# Attention: GPT-2's sizes, 8x12x1024x1024 (benchmarks/results/programs); nothing smaller is measured.
 ATTENTION_ELEMENTS, ATTENTION_VECTOR = 1 << 22, 8
 
-# Norms, forward and gradient: rms_norm 32768x4096 bfloat16 148 to 127 and 353 to 227, layer_norm 233 to 138 and 472 to
-# 246, in float32 275 to 250 and 616 to 413; 524288x128 66 to 65 and 185 to 113. Nothing is measured below this many
-# elements, of float64, or of 16-bit rows that are not whole vectors of 16 bytes.
+# Forward and gradient. Nothing is measured below this many elements, or in float64. 16-bit rows that are not whole vectors of 16
+# bytes gain nothing.
 NORM_ELEMENTS, NORM_VECTOR = 1 << 20, 8
 
 
+class Measured(typing.NamedTuple):
+    """A case of benchmarks/results/FILE-NVIDIA_H200.json, and whether jaxkern wins, loses or is as fast (None) there."""
+
+    file: str
+    operation: str
+    case: str
+    dtype: str
+    direction: str
+    wins: bool | None
+
+
+def _programs(*cases):
+    return [Measured("programs", "programs", case, dtype, "step", wins) for case, dtype, wins in cases]
+
+
+def _scatters(*cases):
+    return [Measured("index_add", *case, "float32", "forward", wins) for *case, wins in cases]
+
+
+# {threshold: its measurements}. Without any, it is an estimate.
+MEASURED = {
+    "NARROW_ELEMENTS": [
+        Measured("index_add", "index_add", "33554432 n1024 uniform", "bfloat16", "forward", None),
+        Measured("index_add", "segment_sum", "1024 n10000 uniform", "bfloat16", "forward", True),
+        *_programs(("embedding", "bfloat16", True)),
+    ],
+    "WIDE_BYTES": [
+        *_scatters(
+            ("index_add", "399x128 n40960 uniform", False),
+            ("segment_sum", "64 of 1000x64 n20000 uniform", True),
+            ("index_add", "128256x4096 n16384 zipf1.1", True),
+            ("index_add", "169343x128 n1166243 uniform", True),
+        ),
+        *_programs(("embedding", "float32", True), ("interaction network", "float32", None)),
+    ],
+    "WIDE_TRAIL": _scatters(
+        ("segment_sum", "169343x1 n1166243 sorted", True),
+        ("segment_sum", "2449029x32 n20000000 uniform", True),
+        ("segment_sum", "1048576 n67108864 uniform", False),
+    ),
+    "CROWDED": _scatters(
+        ("segment_sum", "1 n10000 uniform", True),
+        ("segment_sum", "10 of 10 n1000000 uniform", True),
+        ("segment_sum", "1024 n100000 uniform", False),
+    ),
+    "CROWDED_COUNT": _scatters(("segment_sum", "1 n10000 uniform", True)),
+    "CHAIN_COUNT": [
+        Measured("messages", "edge_sum", "1166243x128 into 169343 uniform unsorted", "float32", "forward", True),
+        *_programs(("graph convolution, uniform", "float32", True), ("potential with forces", "float32", None)),
+    ],
+    "CHAIN_ROWS": [],
+    "ORDERED_COUNT": _programs(("potential with forces", "bfloat16", True)),
+    "ALONE_BYTES": [
+        Measured("messages", "edge_sum", "1166243x8 into 169343 uniform", "float32", "forward", True),
+        Measured("messages", "edge_sum", "1166243x8 into 169343 zipf", "float32", "forward", True),
+    ],
+    "EXTREME_ELEMENTS": [
+        Measured("messages", "edge_max", "1166243x64 into 169343 uniform", "float32", "forward", True),
+    ],
+    "LOGSUMEXP_ELEMENTS": [
+        Measured("reduction", "logsumexp", "16x8192", "float32", "forward", True),
+        Measured("reduction", "logsumexp", "16x8192", "bfloat16", "forward", True),
+    ],
+    "LOSS_ELEMENTS": [
+        Measured("cross_entropy", "cross_entropy", "1x1048576", "float32", "both", True),
+        *_programs(("vocabulary head", "float32", True), ("vocabulary head", "bfloat16", True)),
+    ],
+    "LOSS_CLASSES": [Measured("cross_entropy", "cross_entropy", "32768x256", "float32", "both", True)],
+    "SOFTMAX_ELEMENTS": [Measured("softmax", "softmax", "8x50257", "float32", "backward", True)],
+    "SOFTMAX_ROWS": [
+        Measured("softmax", "softmax", "8x50257", "float32", "backward", True),
+        Measured("softmax", "softmax", "1x1048576", "bfloat16", "backward", None),
+    ],
+    "LOG_SOFTMAX_ROWS": [
+        Measured("softmax", "log_softmax", "3072x131072", "bfloat16", "backward", True),
+        Measured("softmax", "log_softmax", "1x1048576", "bfloat16", "backward", False),
+    ],
+    "ATTENTION_ELEMENTS": _programs(("transformer, flax.nnx", "bfloat16", True)),  # 8 x 12 heads of 1024 x 1024
+    "ATTENTION_VECTOR": _programs(("transformer, flax.nnx", "bfloat16", True)),
+    "NORM_ELEMENTS": [
+        Measured("norm", "layer_norm", "49152x128", "bfloat16", "forward", True),
+        Measured("norm", "rms_norm", "49152x128", "bfloat16", "backward", True),
+    ],
+    "NORM_VECTOR": [Measured("norm", "rms_norm", "32768x4097", "bfloat16", "forward", None)],
+}
+
+
 class Scatter(typing.NamedTuple):
-    """A scatter of rows: (batch, lead, rows, trail) updated by (batch, lead, count, trail)."""
+    """A scatter of rows: (batch, lead, rows, trail) updated by (batch, lead, count, trail).
+
+    zeros: the operand is the operation's identity.
+    moves_operand: dimensions of the operand must be transposed.
+    gathers: the updates are arithmetic on a gather.
+    fused: the updates are arithmetic, slices or the like, which XLA computes where it adds them.
+    jaxlib: its version.
+    """
 
     operation: str
     dtype: jnp.dtype
@@ -67,14 +157,21 @@ class Scatter(typing.NamedTuple):
     count: int
     trail: int
     is_sorted: bool = False
-    zeros: bool = False  # the operand is the operation's identity
-    moves_operand: bool = False  # its dimensions must be transposed
-    gathers: bool = False  # the updates are arithmetic on a gather
+    zeros: bool = False
+    moves_operand: bool = False
+    gathers: bool = False
+    fused: bool = False
+    jaxlib: tuple[int, ...] = (0, 11, 2)
 
     @property
     def elements(self) -> int:
         """Of the updates."""
         return self.batch * self.lead * self.count * self.trail
+
+    @property
+    def swaps(self) -> bool:
+        """Whether XLA adds these numbers to memory by compare-and-swap on a GPU."""
+        return self.dtype.itemsize == 2 or (self.dtype == jnp.float32 and SWAPS[0] <= self.jaxlib <= SWAPS[1])
 
     @property
     def bytes(self) -> int:
@@ -99,11 +196,12 @@ def scatter(p: Scatter) -> tuple[bool, str]:
     if p.moves_operand and not p.zeros:
         return False, "the operand would be transposed"
     if p.operation == "scatter_add":
-        if p.dtype.itemsize == 2:
+        if p.swaps:
             if p.count == 1:
                 return False, "one update of a row has nothing to be summed with"
+            sums = "16-bit sums" if p.dtype.itemsize == 2 else "this jaxlib adds float32 by compare-and-swap"
             enough = p.elements >= NARROW_ELEMENTS
-            return enough, "16-bit sums" if enough else f"{p.elements} elements are few"
+            return enough, sums if enough else f"{p.elements} elements are few"
         if p.gathers:
             return False, FUSED_GATHER
     elif p.dtype in FLOATS:
@@ -113,6 +211,8 @@ def scatter(p: Scatter) -> tuple[bool, str]:
         return True, f"{p.count // p.rows} updates for each row"
     if p.elements * p.dtype.itemsize < WIDE_BYTES:
         return False, f"{p.elements * p.dtype.itemsize / 1e6:.3g} MB of updates are few"
+    if p.fused:
+        return False, FUSED_ARITHMETIC
     if p.is_sorted:
         return (True, "sorted rows") if p.zeros else (False, "XLA is as fast on sorted indices")
     if p.trail < WIDE_TRAIL:
@@ -129,7 +229,7 @@ def chain(p: Scatter, ordered: bool) -> tuple[bool, str]:
         return False, f"no chains of {p.dtype} were measured"
     if p.rows > CHAIN_ROWS * p.count:
         return False, f"{p.rows} rows are many for {p.count} edges"
-    first = p.dtype.itemsize == 2 or ordered
+    first = p.swaps or ordered
     if p.count < (ORDERED_COUNT if first else CHAIN_COUNT):
         return False, f"{p.count} edges are few for a chain"
     if not first and p.operation == "scatter_add" and p.rows * p.trail * p.dtype.itemsize < WIDE_BYTES:

@@ -254,6 +254,8 @@ def _problem(name, ctx, values, dimension_numbers, params):
         onto_identity,
         layouts.moves_operand(layout, operand.shape),
         stablehlo.gathers(ctx, values[2]),
+        stablehlo.is_arithmetic(ctx, values[2]),
+        compat.jaxlib(),
     )
     return problem, layout, onto_identity
 

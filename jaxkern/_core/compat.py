@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.mlir import ir
 from jax.interpreters import ad, mlir
+from jaxlib.version import __version__ as jaxlib_version
 
 from jaxkern._core import environment
 
@@ -257,6 +258,11 @@ def source_line(equation) -> str:
 
 
 # ---- for jaxkern.accelerate
+
+
+def jaxlib() -> tuple[int, ...]:
+    """The version of jaxlib, which brings XLA: its first three numbers."""
+    return tuple(int(n) for n in re.findall(r"\d+", jaxlib_version)[:3])
 
 
 def user_context(default):
