@@ -226,6 +226,11 @@ def transformations() -> str:
     return ", ".join(f"`{name}`" for name in re.findall(r'^    "([^"]+)":', body, re.M))
 
 
+def error() -> str:
+    """How many times its counterpart's the error of an operation may be."""
+    return f"{_goals.ERROR:g}"
+
+
 def file(path: str) -> str:
     """A Markdown file of the repository. Its links point to files that are not on the site, and become their names."""
     text = (ROOT / path).read_text()
@@ -251,6 +256,7 @@ FILL = {
         gate,
         taken,
         transformations,
+        error,
         file,
         version,
     )

@@ -150,6 +150,18 @@ def test_what_is_found_in_programs(name):
     assert own == pytest.approx(plain, rel=5e-3)
 
 
+def test_errors_in_results_are_within_the_promise():
+    """The factor is the one that docs/numerics.md states."""
+    rows = [row for path in main.RESULTS.glob("*.json") for row in json.loads(path.read_text()).get("results", [])]
+    goals = [
+        (goal["value"], row["op"], row["case"], row["dtype"])
+        for row in rows
+        for goal in row.get("goals", [])
+        if goal["goal"] == "accurate"
+    ]
+    assert goals and min(goals)[0] >= 1 / _goals.ERROR, min(goals)
+
+
 def test_sinkhorn_stays_with_xla():
     """Its rows are arithmetic on potentials and on a product, which XLA computes where it reduces them."""
     pytest.importorskip("ott")
