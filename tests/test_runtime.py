@@ -15,7 +15,7 @@ import textwrap
 import pytest
 
 from jaxkern._core import launch, registry
-from jaxkern._core.launch import Launch, Plan, f32, i64, operand, result, struct, u32
+from jaxkern._core.launch import Launch, Memset, Plan, f32, i64, operand, result, struct, u32
 
 HERE = pathlib.Path(__file__).parent / "runtime"
 MODULE = registry.kernels.module
@@ -81,8 +81,8 @@ def files(folder):
 
 def test_arguments_reach_the_kernel(run):
     lines = run("np.testing.assert_array_equal(jax.jit(lambda x: call(plan(), x))(x), expected)")
-    assert [line.split(" ")[0] for line in lines] == ["load", "launch"]
-    assert lines[1].startswith("launch 2,1,1 of 32,1,1 cluster 1 shared 0 _ZN7jaxkern5ProbeIfLb1EEE")
+    assert [line.split(" ")[0] for line in lines] == ["load", "load", "launch"]
+    assert lines[2].startswith("launch 2,1,1 of 32,1,1 cluster 1 shared 0 _ZN7jaxkern5ProbeIfLb1EEE")
 
 
 def test_what_is_loaded_is_loaded_once(run):
@@ -93,7 +93,7 @@ def test_what_is_loaded_is_loaded_once(run):
         [t.start() for t in threads], [t.join() for t in threads]
         np.testing.assert_array_equal(f(x), expected)
     """)
-    assert lines.count("load") == 1 and len(lines) == 10
+    assert lines.count("load") == 2 and len(lines) == 2 + 9
 
 
 def test_kernels_are_compiled_ahead(run, tmp_path):
@@ -115,20 +115,94 @@ def test_kernels_are_compiled_ahead(run, tmp_path):
     assert len(files(tmp_path / "cache")) < 50
 
 
-def test_unaligned_buffers_get_launches_of_their_own(run):
+def test_a_burst_of_kernels_is_compiled_by_several_threads(run):
     lines = run("""
-        text = program(plan())
-        for offset in (0, 4):
-            a, b = np.zeros(64, np.uint8), np.zeros(64, np.uint8)
-            skip = -a.ctypes.data % 16 + offset
-            a[skip : skip + 32].view(np.float32)[:] = x
-            out = -b.ctypes.data % 16
-            error = module.launch(1, text, 0, [a.ctypes.data + skip, b.ctypes.data + out], [32, 32])
-            assert error == "", error
-            np.testing.assert_array_equal(b[out : out + 32].view(np.float32), expected)
+        import time
+        threads = lambda: len(os.listdir("/proc/self/task"))
+        one = lambda i: program(Plan("probe", (probe(True, kernel=f"Probe<float, {i} == 0>"),)))
+        module.prefetch(one(0), 90)
+        folder = pathlib.Path(runtime.cache_folder())
+        for _ in range(300):
+            time.sleep(0.1)
+            if folder.is_dir() and list(folder.glob("*.jaxkern")):
+                break
+        time.sleep(0.2)  # now one thread waits for more
+        before = threads()
+        for i in range(1, 20):
+            module.prefetch(one(i), 90)
+        print(threads() - before)
     """)
-    launches = [line.split(" ")[-1] for line in lines if line.startswith("launch")]
-    assert ["Lb1E" in launches[0], "Lb0E" in launches[1]] == [True, True]
+    assert int(lines[-1]) == min(len(os.sched_getaffinity(0)), 16) - 1
+
+
+def test_without_threads_kernels_are_compiled_where_they_are_needed(run):
+    lines = run("""
+        import ctypes
+        libc, attributes = ctypes.CDLL(None), (ctypes.c_char * 64)()
+        libc.pthread_attr_init(attributes)
+        assert libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(1 << 47)) == 0  # more than there are addresses
+        assert libc.pthread_setattr_default_np(attributes) == 0
+        two = program(plan(probe(True), probe(True, kernel="Probe<float, 1 == 1>")))
+        module.prefetch(two, 90)
+        error, y = launched(two)
+        assert error == "", error
+        np.testing.assert_array_equal(y, expected)
+    """)
+    assert [line.split(" ")[0] for line in lines] == ["load"] * 3 + ["launch"] * 2
+
+
+FORKED = """
+import os, signal, sys, threading, time
+from jaxkern._core import registry
+
+for n in range(8):
+    registry.kernels.module.prefetch(sys.argv[1].replace("VECTOR", str(n)), 90)
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    registry.kernels.module.prefetch(sys.argv[1], 90)
+    for _ in range(8):  # they take the memory that the parent's threads had
+        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+    sys.exit()
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_a_forked_child_exits(tmp_path):
+    """Without touching the parent's threads. JAX itself has no arrays here: its CPU client does not survive a fork."""
+    text = launch.text("jaxkern_f", Plan("rows", (Launch("indexing/fill.cuh", "Fill<256, VECTOR>", [], 1, 1),)), [], [])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED, text],
+        env={**os.environ, "JAXKERN_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_error_of_the_driver_is_not_kept(run):
+    lines = run("""
+        os.environ["FAKE_OUT_OF_MEMORY"] = "1"
+        print(launched(program(plan()))[0])
+        del os.environ["FAKE_OUT_OF_MEMORY"]
+        error, y = launched(program(plan()))
+        assert error == "", error
+        np.testing.assert_array_equal(y, expected)
+    """)
+    assert "a compiled kernel does not load: CUDA_ERROR_FAKE" in " ".join(lines)
+
+
+def test_unaligned_buffers_get_launches_of_their_own(run):
+    """Both lists are loaded before the first launch: later ones may be captured in a CUDA graph."""
+    lines = run("""
+        for offset in (0, 4):
+            error, y = launched(program(plan()), offset)
+            assert error == "", error
+            np.testing.assert_array_equal(y, expected)
+    """)
+    assert [line.split(" ")[0] for line in lines] == ["load", "load", "launch", "launch"]
+    assert "Lb1E" in lines[2] and "Lb0E" in lines[3]
 
 
 def test_launch_options(run):
@@ -137,17 +211,15 @@ def test_launch_options(run):
         few = probe(True, grid=1000, waves=3)
         call(plan(Memset(result(0), 32, 7), big, few), x)
     """)
-    assert (
-        lines
-        == [
-            "load",
-            "attribute 8 = 100000 on device 0",
-            "attribute 14 = 1 on device 0",
-            "memset 7, 32 bytes",
-            f"launch 48,2,1 of 32,1,1 cluster 16 shared 100000 {lines[4].split(' ')[-1]}",  # 3 clusters of 16 fit the stand-in
-            f"launch 6,1,1 of 32,1,1 cluster 1 shared 0 {lines[5].split(' ')[-1]}",  # 2 blocks of one multiprocessor, 3 waves
-        ]
-    )
+    assert [line.split(" _ZN")[0] for line in lines] == [
+        "load",
+        "attribute 8 = 100000 on device 0",
+        "attribute 14 = 1 on device 0",
+        "load",  # the launches for unaligned buffers
+        "memset 7, 32 bytes",
+        "launch 48,2,1 of 32,1,1 cluster 16 shared 100000",  # 3 clusters of 16 fit the stand-in
+        "launch 6,1,1 of 32,1,1 cluster 1 shared 0",  # 2 blocks of one multiprocessor, 3 waves
+    ]
 
 
 def test_shared_memory_is_never_taken_back(run):
@@ -268,6 +340,55 @@ def test_the_cache_is_bounded(run, tmp_path):
     assert sum(p.stat().st_size for p in files(folder)) <= bound
 
 
+def test_only_the_caches_own_files_are_removed(run, tmp_path):
+    folder = tmp_path / "cache"
+    run('module.compile("probe.cuh", "Probe<float, true>", 90)')
+    (own,) = files(folder)
+    draft = own.with_name(own.name + ".q8Zv1B")
+    draft.write_bytes(own.read_bytes())
+    names = ("notes.jaxkern.txt", own.name + ".bak", "x.jaxkern", own.name + ".q8Zv1B2", own.name.upper())
+    for name in names:
+        (folder / name).write_bytes(b"kept")
+    for path in (own, draft, *(folder / name for name in names)):
+        os.utime(path, (1, 1))
+    run("""
+        configure(cache_bytes=1)
+        module.compile("probe.cuh", "Probe<float, true>", 80)
+    """)
+    assert {p.name for p in files(folder)} == set(names)
+
+
+def test_what_stands_in_the_place_of_an_entry(run, tmp_path):
+    """A FIFO does not block, and drafts of an earlier process with the same number do not stop a later one."""
+    folder = tmp_path / "cache"
+    run('module.compile("probe.cuh", "Probe<float, true>", 90)')
+    (entry,) = files(folder)
+    entry.unlink()
+    os.mkfifo(entry)
+    assert run("""
+        for n in range(9):
+            pathlib.Path(f"ENTRY.{os.getpid()}.{n}").touch()
+        print(module.compile("probe.cuh", "Probe<float, true>", 90)[2])
+    """.replace("ENTRY", str(entry))) == ["False"]
+    assert entry.is_file() and entry.read_bytes()
+
+
+def test_entries_dated_in_the_future_are_removed_first(run, tmp_path):
+    folder = tmp_path / "cache"
+    compile_for = """
+        configure(cache_bytes=BOUND)
+        for capability in CAPABILITIES:
+            module.compile("probe.cuh", "Probe<float, true>", capability)
+    """
+    run(compile_for.replace("BOUND", "1 << 20").replace("CAPABILITIES", "(80, 86, 89)"))
+    old = files(folder)
+    for path in old:
+        os.utime(path, (4e9, 4e9))
+    bound = sum(path.stat().st_size for path in old) + 100
+    run(compile_for.replace("BOUND", str(bound)).replace("CAPABILITIES", "(90,)"))
+    assert set(files(folder)) - set(old)
+
+
 def test_many_processes_share_a_cache(run, tmp_path):
     statement = """
         for flag in ("true", "false"):
@@ -375,3 +496,49 @@ def test_text_of_a_launch_list():
         launch.text("jaxkern_f", Plan("rows", (Launch("a.cuh", "F", [operand(1)], 1, 1),)), [x], [x])
     with pytest.raises(OverflowError):
         u32(-1)
+
+
+def valid_text():
+    import jax
+    import numpy as np
+
+    x = jax.ShapeDtypeStruct((4, 8), np.float32)
+    arguments = [operand(0), struct(result(0, 16), u32(7), f32(0.1)), i64(-1)]
+    step = Launch("a.cuh", "F<float>", arguments, grid=(3, 2), block=64)
+    return launch.text("jaxkern_f", Plan("rows", (step, Memset(result(0, 64), 64, 255)), unaligned=(step,)), [x], [x])
+
+
+@pytest.mark.parametrize(
+    "old, new, reason",
+    [
+        *(("u32:7", new, "is not an argument") for new in ("u32:7x", "u32:-1", "u32:4294967296", "u32:", "u33:7", "u32")),
+        *(("f32:0x1.99999a0000000p-4", f"f32:{v}", "is not an argument") for v in ("", "x", "1.0.0", "1,5", "1e39")),
+        ("i64:-1", "i64:9223372036854775808", "is not an argument"),
+        *(("grid=3,2,1", f"grid={v}", "is not an option") for v in ("3,2", "3,2,1,1", "3,2,x", "-1,1,1", "")),
+        *(("cluster=1", v, "is not an option") for v in ("cluster=1.5", "cluster", "clusters=1")),
+        ("shared=0", "shared=4294967296", "is not an option"),
+        *(("bytes 128 128", f"bytes 128 {v}", "is not a number of bytes") for v in ("x", "-1", "9223372036854775808")),
+        *(
+            ("p1+16", v, "is not inside a buffer")
+            for v in ("p2+0", "p1+129", "p1+-1", "p1+1x", "p1", "p+1", "p-1+0", "p99999999999+0")
+        ),
+        ("memset p1+64 255 64", "memset p1+64 255 65", "the memset ends beyond its buffer"),
+        ("memset p1+64 255 64", "memset p1+64 255 9223372036854775807", "the memset ends beyond its buffer"),
+        ("memset p1+64 255 64", "memset p1+64 256 64", "is not a byte"),
+        *(("memset p1+64 255 64", f"memset p1+64 255 {v}", "is not a number of bytes") for v in ("-1", "64 1", "")),
+        ("{1 p1+16", "{1 " * 9999 + "p1+16" + " }" * 9999, "nested more than"),
+        ("f32:0x1.99999a0000000p-4 }", "f32:0x1.99999a0000000p-4", "a struct does not end"),
+        *(("{1 p1", f"{{{v} p1", "is not an alignment") for v in ("0", "3", "512", "x", "")),
+        ("i64:-1", "i64:-1 " * 64, "at most 64 arguments"),
+        ("i64:-1", "{1 " + "i64:-1 " * 512 + "}", "of 4096 bytes together"),
+        ("alignment 16", "alignment 16\nalignment 8", "at most 2 alignments"),
+        *(("alignment 16", f"alignment {v}", "must be a power of two up to 16") for v in ("0", "12", "32", "x", "", "8 8")),
+        ("alignment 1\n", "alignment 8\n", "without launches for unaligned buffers"),
+        ("header a.cuh\nkernel F<float>\n", "", "a launch without a kernel"),
+        ("operation", "operations", "no such line"),
+    ],
+)
+def test_malformed_launch_lists_are_refused(old, new, reason):
+    text = valid_text()
+    assert MODULE.check(text) == "" and old in text
+    assert reason in MODULE.check(text.replace(old, new, 1))

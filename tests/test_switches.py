@@ -139,7 +139,7 @@ def test_cache_lists_kernels(tmp_path, monkeypatch, capsys):
 def test_cache_clears_its_own_files_only(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAXKERN_CACHE_DIR", str(tmp_path))
     own = kernel_file(tmp_path)
-    draft = own.with_name(own.name + ".17.0")
+    draft = own.with_name(own.name + ".q8Zv1B")
     draft.write_bytes(b"jaxkern")
     others = [tmp_path / name for name in ("notes.txt", "x.jaxkern", f"{'3' * 32}.jaxkern.bak", f"{'4' * 32}.jaxkern")]
     for path in others[:-1]:

@@ -6,9 +6,10 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <vector>
 
 #include "runtime/hash.h"
@@ -18,6 +19,8 @@ namespace {
 
 constexpr char kMagic[] = "jaxkern kernel 1\n";
 constexpr char kSuffix[] = ".jaxkern";
+constexpr char kDraftSuffix[] = ".XXXXXX";  // for mkostemp
+constexpr time_t kClockSkew = 3600;         // seconds by which the clock of a file server may be ahead
 
 struct File {
   int fd;
@@ -46,7 +49,14 @@ bool WriteAll(int fd, std::string_view text) {
   return true;
 }
 
-// A length and so many bytes.
+// Whether the cache made a file of this name: a hash and the suffix, and for a draft mkostemp's letters.
+bool IsOwnName(std::string_view name) {
+  constexpr size_t kHash = 32, kWhole = kHash + sizeof kSuffix - 1, kDraft = kWhole + sizeof kDraftSuffix - 1;
+  return (name.size() == kWhole || (name.size() == kDraft && name[kWhole] == '.')) &&
+         name.find_first_not_of("0123456789abcdef") == kHash && name.substr(kHash, sizeof kSuffix - 1) == kSuffix;
+}
+
+// The length of a field, then its bytes.
 void Put(std::string* out, std::string_view field) {
   const uint64_t size = field.size();
   out->append(reinterpret_cast<const char*>(&size), sizeof size);
@@ -83,7 +93,9 @@ bool DiskCache::Trusted() const {
 
 bool DiskCache::Read(const std::string& key, Cubin* cubin) const {
   if (!Trusted()) return false;
-  const File file(open((folder_ + "/" + HexHash(key) + kSuffix).c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
+  // O_NONBLOCK: opening a FIFO would wait for a writer.
+  const File file(
+      open((folder_ + "/" + HexHash(key) + kSuffix).c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
   struct stat s;
   if (file.fd < 0 || fstat(file.fd, &s) != 0 || !S_ISREG(s.st_mode) || !OursAlone(s)) return false;
   std::string text;
@@ -101,9 +113,8 @@ bool DiskCache::Read(const std::string& key, Cubin* cubin) const {
 
 void DiskCache::Write(const std::string& key, const Cubin& cubin) const {
   if (!Trusted()) return;
-  static std::atomic<int> count{0};
   const std::string path = folder_ + "/" + HexHash(key) + kSuffix;
-  const std::string draft = path + "." + std::to_string(getpid()) + "." + std::to_string(count++);
+  std::string draft = path + kDraftSuffix;
   std::string body, text = kMagic;
   Put(&body, key);
   Put(&body, cubin.symbol);
@@ -112,7 +123,7 @@ void DiskCache::Write(const std::string& key, const Cubin& cubin) const {
   Put(&text, body);
   bool whole = false;
   {
-    const File file(open(draft.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
+    const File file(mkostemp(draft.data(), O_CLOEXEC));  // mode 0600
     if (file.fd < 0) return;
     whole = WriteAll(file.fd, text);
   }
@@ -133,12 +144,14 @@ void DiskCache::Trim() const {
   int64_t total = 0;
   DIR* const folder = opendir(folder_.c_str());
   if (!folder) return;
+  const time_t future = time(nullptr) + kClockSkew;
   while (const dirent* entry = readdir(folder)) {
-    if (!strstr(entry->d_name, kSuffix)) continue;  // drafts of processes that died count too
+    if (!IsOwnName(entry->d_name)) continue;  // drafts of processes that died count too
     const std::string path = folder_ + "/" + entry->d_name;
     struct stat s;
-    if (lstat(path.c_str(), &s) != 0 || !S_ISREG(s.st_mode)) continue;
-    entries.push_back({s.st_mtim, s.st_size, path});
+    if (lstat(path.c_str(), &s) != 0 || !S_ISREG(s.st_mode) || s.st_uid != geteuid()) continue;
+    // A time in the future says nothing about use. Such a file goes first, or it would outlive every new one.
+    entries.push_back({s.st_mtim.tv_sec > future ? timespec{0, 0} : s.st_mtim, s.st_size, path});
     total += s.st_size;
   }
   closedir(folder);

@@ -1,10 +1,10 @@
 // Compiled kernels on disk, one file each.
 //
 // Security: the GPU runs whatever the folder contains. It is created with mode 0700, and folders and files that belong to
-// another user, or that others may write to, are ignored. Files are created by rename, so that processes can share the
-// folder, and contain their key and a checksum: a file that is damaged, truncated or of another key counts as absent. A
-// read marks a file as used. A write that exceeds the size limit removes the least recently used files. A failing disk is
-// not an error.
+// another user, or that others may write to, are ignored. A file is written under a draft's name and renamed, so that
+// processes can share the folder. It contains its key and a checksum: a file that is damaged, truncated or of another key
+// counts as absent. A read marks a file as used. A write that exceeds the size limit removes the least recently used of
+// the cache's own files. A failing disk is not an error.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // The XLA FFI handler of every CUDA operation, registered under each operation's name. Attributes: `program`, a launch
-// list as text, and `key`, a hash of it. Initialize, which never runs under graph capture, compiles and loads; Execute
-// finds the program by its key and launches.
+// list as text, and `key`, a hash of it. Initialize, which never runs under graph capture, compiles and loads all that
+// Execute may launch; Execute finds the program by its key and launches.
 #include "runtime/handler.h"
 
 #include "runtime/runtime.h"
@@ -42,7 +42,8 @@ ffi::Error ToError(const std::string& error) {
 ffi::Error Initialize(int32_t device, std::string_view text, int64_t key, ffi::RemainingArgs, ffi::RemainingRets) {
   std::string error;
   LoadedProgram* const program = AddProgram(key, text, &error);
-  return ToError(program ? program->Load(16, device).error : error);
+  if (program) program->Load(device, &error);
+  return ToError(error);
 }
 
 ffi::Error Execute(CUstream stream, int32_t device, std::string_view text, int64_t key, ffi::RemainingArgs operands,

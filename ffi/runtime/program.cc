@@ -1,127 +1,243 @@
 #include "runtime/program.h"
 
+#include <charconv>
+#include <clocale>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <sstream>
 
 namespace jaxkern {
 namespace {
 
-// Reads arguments and lays them out as C++ does: each at a multiple of its alignment, a struct's size one of its own.
+// The integer that is the whole text, if T holds it.
+template <class T> bool ReadNumber(std::string_view text, T* value) {
+  const char* const end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, *value);
+  return error == std::errc() && stop == end;
+}
+
+// The floating-point number that is the whole text. Its point is '.' in every locale.
+bool ReadReal(const std::string& text, double* value) {
+  static const locale_t c = newlocale(LC_ALL_MASK, "C", nullptr);
+  char* stop = nullptr;
+  *value = strtod_l(text.c_str(), &stop, c);
+  return !text.empty() && *stop == '\0';
+}
+
+bool PowerOfTwo(uint64_t n) { return n != 0 && (n & (n - 1)) == 0; }
+
+// pBUFFER+OFFSET
+bool ReadBuffer(std::string_view token, const std::vector<int64_t>& buffer_bytes, BufferRef* ref) {
+  const size_t plus = token.find('+');
+  if (token.empty() || token[0] != 'p' || plus == std::string_view::npos) return false;
+  if (!ReadNumber(token.substr(1, plus - 1), &ref->buffer) || !ReadNumber(token.substr(plus + 1), &ref->offset))
+    return false;
+  return ref->buffer >= 0 && static_cast<size_t>(ref->buffer) < buffer_bytes.size() && ref->offset >= 0 &&
+         ref->offset <= buffer_bytes[ref->buffer];
+}
+
+// Reads the arguments of a kernel and lays them out as C++ does: each at a multiple of its alignment, and the size of a
+// struct is a multiple of the struct's alignment. Every reader returns an empty string, or what is wrong.
 class Arguments {
  public:
-  Arguments(std::istringstream& in, int buffers, Step* step) : in_(in), buffers_(buffers), step_(step) {}
+  Arguments(std::istringstream& in, const std::vector<int64_t>& buffer_bytes, Step* step)
+      : in_(in), buffer_bytes_(buffer_bytes), step_(step) {}
 
-  bool Read() {
+  std::string Read() {
     std::string token;
     while (in_ >> token) {
       const size_t first_pointer = step_->pointers.size();
-      std::vector<unsigned char> bytes;
-      const uint32_t align = One(token, &bytes, step_->pointers);
-      if (align == 0) return false;
-      const uint32_t at = Append(align, bytes, &step_->arguments);
-      for (size_t i = first_pointer; i < step_->pointers.size(); ++i) step_->pointers[i].at += at;
-      step_->argument_offsets.push_back(at);
+      Value value;
+      if (std::string error = ReadValue(token, 0, &value); !error.empty()) return error;
+      step_->argument_offsets.push_back(Append(value, first_pointer, &step_->arguments));
+      if (step_->arguments.size() > kMostArgumentBytes || step_->argument_offsets.size() > kMostArguments)
+        return "a kernel takes at most " + std::to_string(kMostArguments) + " arguments of " +
+               std::to_string(kMostArgumentBytes) + " bytes together";
     }
-    return true;
+    return "";
   }
 
  private:
-  static uint32_t Append(uint32_t align, const std::vector<unsigned char>& bytes, std::vector<unsigned char>* to) {
-    to->resize((to->size() + align - 1) / align * align);
+  static constexpr int kMostNested = 16;
+
+  // A pointer's bytes are zeros; its place among them is in step_->pointers.
+  struct Value {
+    std::vector<unsigned char> bytes;
+    size_t alignment = 1;
+  };
+
+  // Appends a value, whose pointers are those from first_pointer on; returns its offset.
+  uint32_t Append(const Value& value, size_t first_pointer, std::vector<unsigned char>* to) {
+    to->resize((to->size() + value.alignment - 1) / value.alignment * value.alignment);
     const uint32_t at = static_cast<uint32_t>(to->size());
-    to->insert(to->end(), bytes.begin(), bytes.end());
+    to->insert(to->end(), value.bytes.begin(), value.bytes.end());
+    for (size_t i = first_pointer; i < step_->pointers.size(); ++i) step_->pointers[i].at += at;
     return at;
   }
 
-  // The bytes of the argument that begins with `token`, the pointers in it relative to its begin; returns its
-  // alignment, or 0 for an error.
-  uint32_t One(const std::string& token, std::vector<unsigned char>* bytes, std::vector<Step::Pointer>& pointers) {
-    const char* const text = token.c_str();
-    if (token[0] == '{') {
-      uint32_t align = static_cast<uint32_t>(strtoul(text + 1, nullptr, 10));
-      if (align == 0 || align > 256) return 0;
-      std::string member;
-      while (in_ >> member && member != "}") {
-        const size_t first = pointers.size();
-        std::vector<unsigned char> part;
-        const uint32_t part_align = One(member, &part, pointers);
-        if (part_align == 0) return 0;
-        const uint32_t at = Append(part_align, part, bytes);
-        for (size_t i = first; i < pointers.size(); ++i) pointers[i].at += at;
-        align = part_align > align ? part_align : align;
-      }
-      bytes->resize((bytes->size() + align - 1) / align * align);
-      return align;
-    }
+  // The value that begins with `token`. Offsets of its pointers are relative to its begin.
+  std::string ReadValue(const std::string& token, int nested, Value* value) {
+    if (token[0] == '{') return ReadStruct(token, nested, value);
     if (token[0] == 'p') {
       Step::Pointer pointer = {0, {}};
-      if (!ReadBuffer(token, buffers_, &pointer.ref)) return 0;
-      pointers.push_back(pointer);
-      return Value(uint64_t{0}, bytes);
+      if (!ReadBuffer(token, buffer_bytes_, &pointer.ref)) return "'" + token + "' is not inside a buffer";
+      step_->pointers.push_back(pointer);
+      Set(uint64_t{0}, value);
+      return "";
     }
     const size_t colon = token.find(':');
-    if (colon == std::string::npos) return 0;
-    const std::string type = token.substr(0, colon);
-    const char* const value = text + colon + 1;
-    if (type == "i32") return Value(static_cast<int32_t>(strtoll(value, nullptr, 10)), bytes);
-    if (type == "u32") return Value(static_cast<uint32_t>(strtoull(value, nullptr, 10)), bytes);
-    if (type == "i64") return Value(static_cast<int64_t>(strtoll(value, nullptr, 10)), bytes);
-    if (type == "u64") return Value(static_cast<uint64_t>(strtoull(value, nullptr, 10)), bytes);
-    if (type == "u8") return Value(static_cast<uint8_t>(strtoul(value, nullptr, 10)), bytes);
-    if (type == "f32") return Value(strtof(value, nullptr), bytes);
-    if (type == "f64") return Value(strtod(value, nullptr), bytes);
-    return 0;
+    const std::string type = token.substr(0, colon), text = colon == std::string::npos ? "" : token.substr(colon + 1);
+    const bool read = type == "i32"   ? ReadInteger<int32_t>(text, value)
+                      : type == "u32" ? ReadInteger<uint32_t>(text, value)
+                      : type == "i64" ? ReadInteger<int64_t>(text, value)
+                      : type == "u64" ? ReadInteger<uint64_t>(text, value)
+                      : type == "u8"  ? ReadInteger<uint8_t>(text, value)
+                      : type == "f32" ? ReadFloat(text, value)
+                      : type == "f64" ? ReadDouble(text, value)
+                                      : false;
+    return read ? "" : "'" + token + "' is not an argument";
   }
 
-  template <class T> static uint32_t Value(T value, std::vector<unsigned char>* bytes) {
-    bytes->resize(sizeof value);
-    memcpy(bytes->data(), &value, sizeof value);
-    return sizeof value;
+  std::string ReadStruct(const std::string& token, int nested, Value* value) {
+    if (nested == kMostNested) return "structs are nested more than " + std::to_string(kMostNested) + " deep";
+    if (!ReadNumber(std::string_view(token).substr(1), &value->alignment) || !PowerOfTwo(value->alignment) ||
+        value->alignment > 256)
+      return "'" + token + "' is not an alignment";
+    std::string member;
+    while (in_ >> member && member != "}") {
+      const size_t first_pointer = step_->pointers.size();
+      Value part;
+      if (std::string error = ReadValue(member, nested + 1, &part); !error.empty()) return error;
+      Append(part, first_pointer, &value->bytes);
+      value->alignment = std::max(value->alignment, part.alignment);
+    }
+    if (member != "}") return "a struct does not end";
+    value->bytes.resize((value->bytes.size() + value->alignment - 1) / value->alignment * value->alignment);
+    return "";
   }
 
- public:
-  static bool ReadBuffer(const std::string& token, int buffers, BufferRef* ref) {
-    char* end = nullptr;
-    if (token.size() < 4 || token[0] != 'p') return false;
-    ref->buffer = static_cast<int>(strtol(token.c_str() + 1, &end, 10));
-    if (*end != '+') return false;
-    ref->offset = strtoll(end + 1, &end, 10);
-    return *end == '\0' && ref->buffer >= 0 && ref->buffer < buffers;
+  template <class T> static bool ReadInteger(const std::string& text, Value* value) {
+    T number;
+    return ReadNumber(text, &number) && Set(number, value);
   }
 
- private:
+  static bool ReadFloat(const std::string& text, Value* value) {
+    double number;
+    if (!ReadReal(text, &number)) return false;
+    if (std::isfinite(number) && std::abs(number) > std::numeric_limits<float>::max()) return false;
+    return Set(static_cast<float>(number), value);
+  }
+
+  static bool ReadDouble(const std::string& text, Value* value) {
+    double number;
+    return ReadReal(text, &number) && Set(number, value);
+  }
+
+  template <class T> static bool Set(T number, Value* value) {
+    value->alignment = sizeof number;
+    value->bytes.resize(sizeof number);
+    memcpy(value->bytes.data(), &number, sizeof number);
+    return true;
+  }
+
   std::istringstream& in_;
-  int buffers_;
+  const std::vector<int64_t>& buffer_bytes_;
   Step* step_;
 };
 
+// X,Y,Z
 bool ReadThree(std::string_view text, unsigned (&size)[3]) {
-  return sscanf(std::string(text).c_str(), "%u,%u,%u", &size[0], &size[1], &size[2]) == 3;
+  for (int d = 0; d < 3; ++d) {
+    const size_t comma = d < 2 ? text.find(',') : text.size();
+    if (comma == std::string_view::npos || !ReadNumber(text.substr(0, comma), &size[d])) return false;
+    text.remove_prefix(d < 2 ? comma + 1 : comma);
+  }
+  return true;
 }
 
-bool ReadLaunch(std::istringstream& in, Step* step) {
+std::string ReadLaunch(std::istringstream& in, Step* step) {
   std::string item;
   while (in >> item) {
     const size_t equals = item.find('=');
-    if (equals == std::string::npos) return false;
-    const std::string name = item.substr(0, equals), value = item.substr(equals + 1);
-    const unsigned number = static_cast<unsigned>(strtoul(value.c_str(), nullptr, 10));
-    if (name == "grid") {
-      if (!ReadThree(value, step->grid)) return false;
-    } else if (name == "block") {
-      if (!ReadThree(value, step->block)) return false;
-    } else if (name == "cluster") {
-      step->cluster = number;
-    } else if (name == "shared") {
-      step->shared_bytes = number;
-    } else if (name == "waves") {
-      step->waves = number;
-    } else {
-      return false;
-    }
+    const std::string name = item.substr(0, equals), value = equals == std::string::npos ? "" : item.substr(equals + 1);
+    const bool read = name == "grid"      ? ReadThree(value, step->grid)
+                      : name == "block"   ? ReadThree(value, step->block)
+                      : name == "cluster" ? ReadNumber(value, &step->cluster)
+                      : name == "shared"  ? ReadNumber(value, &step->shared_bytes)
+                      : name == "waves"   ? ReadNumber(value, &step->waves)
+                                          : false;
+    if (!read) return "'" + item + "' is not an option of a launch";
   }
-  return true;
+  return "";
+}
+
+std::string ReadMemset(std::istringstream& in, const std::vector<int64_t>& buffer_bytes, Step* step) {
+  std::string target, value, bytes, more;
+  in >> target >> value >> bytes;
+  if (!ReadBuffer(target, buffer_bytes, &step->target)) return "'" + target + "' is not inside a buffer";
+  if (!ReadNumber(value, &step->memset_value)) return "'" + value + "' is not a byte";
+  if (!ReadNumber(bytes, &step->memset_bytes) || step->memset_bytes < 0 || in >> more)
+    return "'" + bytes + more + "' is not a number of bytes";
+  if (step->memset_bytes > buffer_bytes[step->target.buffer] - step->target.offset)
+    return "the memset ends beyond its buffer";
+  return "";
+}
+
+std::string ReadVariant(std::istringstream& in, Program* program) {
+  std::string text, more;
+  in >> text;
+  Variant variant;
+  if (!ReadNumber(text, &variant.alignment) || !PowerOfTwo(variant.alignment) || variant.alignment > kMostAlignment ||
+      in >> more)
+    return "the alignment must be a power of two up to " + std::to_string(kMostAlignment);
+  if (program->variants.size() == kMostVariants)
+    return "a launch list has at most " + std::to_string(kMostVariants) + " alignments";
+  program->variants.push_back(variant);
+  return "";
+}
+
+// Reads a line into `program`; returns an empty string, or what is wrong.
+std::string ReadLine(const std::string& line, Program* program) {
+  std::istringstream in(line);
+  std::string keyword;
+  in >> keyword >> std::ws;
+  Variant* const variant = program->variants.empty() ? nullptr : &program->variants.back();
+  Step* const step = variant && !variant->steps.empty() ? &variant->steps.back() : nullptr;
+  if (keyword == "jaxkern") {
+    in >> program->version;
+  } else if (keyword == "operation") {
+    std::getline(in, program->operation);
+  } else if (keyword == "bytes" && !variant) {
+    std::string text;
+    while (in >> text) {
+      int64_t bytes;
+      if (!ReadNumber(text, &bytes) || bytes < 0) return "'" + text + "' is not a number of bytes";
+      program->buffer_bytes.push_back(bytes);
+    }
+  } else if (keyword == "alignment") {
+    return ReadVariant(in, program);
+  } else if (keyword == "launch" && variant) {
+    variant->steps.emplace_back();
+    return ReadLaunch(in, &variant->steps.back());
+  } else if (keyword == "header" && step) {
+    in >> step->kernel.header;
+  } else if (keyword == "source" && step) {
+    std::getline(in, step->kernel.source);
+    for (size_t at = 0; (at = step->kernel.source.find("\\n", at)) != std::string::npos; ++at)
+      step->kernel.source.replace(at, 2, "\n");
+  } else if (keyword == "kernel" && step) {
+    std::getline(in, step->kernel.name);
+  } else if (keyword == "args" && step) {
+    return Arguments(in, program->buffer_bytes, step).Read();
+  } else if (keyword == "memset" && variant) {
+    variant->steps.emplace_back();
+    return ReadMemset(in, program->buffer_bytes, &variant->steps.back());
+  } else {
+    return "no such line is known here";
+  }
+  return "";
 }
 
 }  // namespace
@@ -131,50 +247,18 @@ std::string ParseProgram(std::string_view text, Program* program) {
   std::istringstream lines(program->text);
   std::string line;
   for (int number = 1; std::getline(lines, line); ++number) {
-    const auto wrong = [&] { return "line " + std::to_string(number) + " of a launch list cannot be read: " + line; };
-    std::istringstream in(line);
-    std::string keyword;
-    in >> keyword >> std::ws;
-    const int buffers = static_cast<int>(program->buffer_bytes.size());
-    const bool has_variant = !program->variants.empty();
-    Step* const step =
-        has_variant && !program->variants.back().steps.empty() ? &program->variants.back().steps.back() : nullptr;
-    if (keyword == "jaxkern") {
-      in >> program->version;
-    } else if (keyword == "operation") {
-      std::getline(in, program->operation);
-    } else if (keyword == "bytes") {
-      int64_t bytes;
-      while (in >> bytes) program->buffer_bytes.push_back(bytes);
-    } else if (keyword == "alignment") {
-      program->variants.emplace_back();
-      if (!(in >> program->variants.back().alignment) || program->variants.back().alignment == 0) return wrong();
-    } else if (keyword == "launch" && has_variant) {
-      program->variants.back().steps.emplace_back();
-      if (!ReadLaunch(in, &program->variants.back().steps.back())) return wrong();
-    } else if (keyword == "header" && step) {
-      in >> step->kernel.header;
-    } else if (keyword == "source" && step) {
-      std::getline(in, step->kernel.source);
-      for (size_t at = 0; (at = step->kernel.source.find("\\n", at)) != std::string::npos; ++at)
-        step->kernel.source.replace(at, 2, "\n");
-    } else if (keyword == "kernel" && step) {
-      std::getline(in, step->kernel.name);
-    } else if (keyword == "args" && step) {
-      if (!Arguments(in, buffers, step).Read()) return wrong();
-    } else if (keyword == "memset" && has_variant) {
-      Step memset;
-      std::string target;
-      int value = 0;
-      if (!(in >> target >> value >> memset.memset_bytes) || !Arguments::ReadBuffer(target, buffers, &memset.target))
-        return wrong();
-      memset.memset_value = static_cast<unsigned char>(value);
-      program->variants.back().steps.push_back(memset);
-    } else {
-      return wrong();
+    if (const std::string error = ReadLine(line, program); !error.empty())
+      return "line " + std::to_string(number) + " of a launch list cannot be read: " + line + " (" + error + ")";
+  }
+  if (program->variants.empty()) return "a launch list without launches";
+  if (program->variants.back().alignment != 1) return "a launch list without launches for unaligned buffers";
+  for (const Variant& variant : program->variants) {
+    for (const Step& step : variant.steps) {
+      if (step.memset_bytes < 0 && (step.kernel.header.empty() || step.kernel.name.empty()))
+        return "a launch list has a launch without a kernel";
     }
   }
-  return program->variants.empty() ? "a launch list without launches" : "";
+  return "";
 }
 
 }  // namespace jaxkern

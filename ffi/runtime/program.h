@@ -3,7 +3,8 @@
 //     jaxkern VERSION
 //     operation NAME(TYPES) -> (TYPES), ALGORITHM
 //     bytes SIZE ...                          size of each buffer: operands, results, scratch
-//     alignment BYTES                         alignment that the following launches require; the first list that fits runs
+//     alignment BYTES                         alignment that the following launches require: 16 and 1, or only 1; the first
+//                                             list that fits runs
 //     launch grid=X,Y,Z block=X,Y,Z cluster=N shared=BYTES waves=N
 //     header HEADER
 //     source DEFINITIONS                      optional; \n stands for a new line
@@ -20,6 +21,10 @@
 #include "runtime/nvrtc.h"
 
 namespace jaxkern {
+
+constexpr size_t kMostArgumentBytes = 4096, kMostArguments = 64;  // of a kernel; the bytes are CUDA's own limit
+constexpr size_t kMostVariants = 2;
+constexpr uintptr_t kMostAlignment = 16;
 
 struct BufferRef {
   int buffer = 0;
@@ -56,7 +61,8 @@ struct Program {
   std::vector<Variant> variants;
 };
 
-// Returns an empty string, or the error in the text.
+// Returns an empty string, or the error in the text. A program that is accepted has 1 to kMostVariants variants, the last
+// of which serves any address; buffer references and memsets lie inside their buffers.
 std::string ParseProgram(std::string_view text, Program* program);
 
 }  // namespace jaxkern

@@ -1,15 +1,15 @@
 #include "runtime/runtime.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <mutex>
-#include <set>
+#include <system_error>
 #include <thread>
-#include <tuple>
 #include <unordered_map>
-#include <vector>
 
 namespace jaxkern {
 namespace {
@@ -19,42 +19,53 @@ RuntimeConfig& Config() {
   return *config;
 }
 
-// A kernel for one compute capability, with its handle once it is loaded. A library is good for every device and
-// context.
-struct LoadedKernel {
-  std::once_flag compiled, loaded;
-  std::string error;
-  Cubin cubin;
-  CUkernel handle = nullptr;
+// A kernel for one compute capability. The first thread that needs it compiles it and loads it, for every device and
+// context. A failure is reported and not kept: the memory that is short now may be there at the next call.
+class LoadedKernel {
+ public:
+  LoadedKernel(KernelName name, int capability) : name_(std::move(name)), capability_(capability) {}
 
-  void Compile(const KernelName& name, int capability) {
-    std::call_once(compiled, [&] { error = CompileKernel(name, capability, &cubin); });
+  // Compiles the kernel unless it is compiled or another thread is compiling it.
+  void CompileAhead() {
+    const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+    if (lock.owns_lock()) Compile();
   }
-  void Load() {
-    std::call_once(loaded, [&] {
-      if (!error.empty()) return;
-      const Driver& driver = Driver::Get();
-      CUlibrary library = nullptr;
-      CUresult r = driver.cuLibraryLoadData(&library, cubin.image.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
-      if (r == kCudaSuccess) r = driver.cuLibraryGetKernel(&handle, library, cubin.symbol.c_str());
-      if (r != kCudaSuccess) error = "a compiled kernel does not load: " + driver.Describe(r);
-      cubin.image = std::string();  // the driver has its own copy
-    });
+  // Returns an empty string, or the error.
+  std::string Load() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (handle_) return "";
+    if (std::string error = Compile(); !error.empty()) return error;
+    const Driver& driver = Driver::Get();
+    CUresult r = kCudaSuccess;
+    if (!library_)
+      r = driver.cuLibraryLoadData(&library_, cubin_.image.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
+    if (r == kCudaSuccess) r = driver.cuLibraryGetKernel(&handle_, library_, cubin_.symbol.c_str());
+    if (r != kCudaSuccess) return "a compiled kernel does not load: " + driver.Describe(r);
+    cubin_.image = std::string();  // the driver has its own copy
+    return "";
   }
   // Lets launches on the device have this much dynamic shared memory. The driver's own limit, 48 KB, counts static
   // shared memory too. Programs share a kernel: the largest of their sizes holds.
   CUresult AllowShared(int bytes, CUdevice device) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    int& most = allowed[device];
+    const std::lock_guard<std::mutex> lock(mutex_);
+    int& most = allowed_[device];
     if (bytes <= most) return kCudaSuccess;
-    const CUresult r = Driver::Get().cuKernelSetAttribute(kMaxDynamicSharedSizeBytes, bytes, handle, device);
+    const CUresult r = Driver::Get().cuKernelSetAttribute(kMaxDynamicSharedSizeBytes, bytes, handle_, device);
     if (r == kCudaSuccess) most = bytes;
     return r;
   }
+  CUkernel handle() const { return handle_; }  // once it is loaded
 
  private:
-  std::mutex mutex;
-  std::unordered_map<CUdevice, int> allowed;
+  std::string Compile() { return cubin_.symbol.empty() ? CompileKernel(name_, capability_, &cubin_) : ""; }
+
+  const KernelName name_;
+  const int capability_;
+  std::mutex mutex_;
+  Cubin cubin_;
+  CUlibrary library_ = nullptr;
+  CUkernel handle_ = nullptr;
+  std::unordered_map<CUdevice, int> allowed_;
 };
 
 // Never destroyed: a stream may still launch when the process ends.
@@ -64,41 +75,32 @@ LoadedKernel& KernelOf(const KernelName& name, int capability) {
   const std::string key = std::to_string(capability) + "\n" + name.header + "\n" + name.name + "\n" + name.source;
   const std::lock_guard<std::mutex> lock(*mutex);
   std::unique_ptr<LoadedKernel>& kernel = (*kernels)[key];
-  if (!kernel) kernel = std::make_unique<LoadedKernel>();
+  if (!kernel) kernel = std::make_unique<LoadedKernel>(name, capability);
   return *kernel;
 }
 
-// Compiles what is not compiled yet, side by side.
-void CompileAll(const std::vector<Step>& steps, int capability) {
-  std::set<std::tuple<std::string, std::string, std::string>> names;
-  for (const Step& step : steps) {
-    if (step.memset_bytes < 0) names.insert({step.kernel.header, step.kernel.name, step.kernel.source});
-  }
-  std::vector<std::thread> threads;
-  for (const auto& [header, name, source] : names) {
-    const KernelName kernel = {header, name, source};
-    if (threads.size() + 1 == names.size()) {
-      KernelOf(kernel, capability).Compile(kernel, capability);
-    } else {
-      threads.emplace_back([kernel, capability] { KernelOf(kernel, capability).Compile(kernel, capability); });
-    }
-  }
-  for (std::thread& thread : threads) thread.join();
-}
-
-// Threads that compile what will be needed.
-class Prefetcher {
+// Threads that compile kernels before they are needed. A thread that needs a kernel compiles it itself unless one of these
+// has begun to, so that programs also run where there are none: where the process cannot create threads, and in a forked
+// child, which does not have its parent's.
+class CompilePool {
  public:
-  void Add(const KernelName& kernel, int capability) {
+  void Add(LoadedKernel* kernel) {
+    if (getpid() != process_) return;
     const std::lock_guard<std::mutex> lock(mutex_);
     if (stopped_) return;
-    tasks_.push_back({kernel, capability});
-    const size_t most = std::max(1u, std::min(16u, std::thread::hardware_concurrency()));
-    if (idle_ == 0 && threads_.size() < most) threads_.emplace_back([this] { Work(); });
+    tasks_.push_back(kernel);
+    if (tasks_.size() > idle_ && threads_.size() < std::clamp(std::thread::hardware_concurrency(), 1u, 16u)) {
+      try {
+        threads_.emplace_back([this] { Work(); });
+      } catch (const std::system_error&) {  // no thread can be created now
+        if (threads_.empty()) tasks_.clear();
+      }
+    }
     added_.notify_one();
   }
 
   void Stop() {
+    if (getpid() != process_) return;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       stopped_ = true;
@@ -110,11 +112,6 @@ class Prefetcher {
   }
 
  private:
-  struct Task {
-    KernelName kernel;
-    int capability;
-  };
-
   void Work() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
@@ -122,25 +119,35 @@ class Prefetcher {
       added_.wait(lock, [this] { return stopped_ || !tasks_.empty(); });
       --idle_;
       if (stopped_) return;
-      const Task task = tasks_.front();
+      LoadedKernel* const kernel = tasks_.front();
       tasks_.pop_front();
       lock.unlock();
-      KernelOf(task.kernel, task.capability).Compile(task.kernel, task.capability);
+      kernel->CompileAhead();
       lock.lock();
     }
   }
 
+  const pid_t process_ = getpid();
   std::mutex mutex_;
   std::condition_variable added_;
-  std::deque<Task> tasks_;
+  std::deque<LoadedKernel*> tasks_;
   std::vector<std::thread> threads_;
   size_t idle_ = 0;
   bool stopped_ = false;
 };
 
-Prefetcher& PrefetcherOf() {
-  static Prefetcher* const prefetcher = new Prefetcher;
-  return *prefetcher;
+CompilePool& Pool() {
+  static CompilePool* const pool = new CompilePool;
+  return *pool;
+}
+
+// Starts to compile the kernels of a program, those for aligned buffers first.
+void CompileAhead(const Program& program, int capability) {
+  for (const Variant& variant : program.variants) {
+    for (const Step& step : variant.steps) {
+      if (step.memset_bytes < 0) Pool().Add(&KernelOf(step.kernel, capability));
+    }
+  }
 }
 
 CUlaunchConfig ConfigOf(const Step& step, CUlaunchAttribute* attribute) {
@@ -190,48 +197,41 @@ std::string LoadStep(const Step& step, CUdevice device, int capability, LoadedSt
   if (step.memset_bytes >= 0) return "";
   const Driver& driver = Driver::Get();
   LoadedKernel& kernel = KernelOf(step.kernel, capability);
-  kernel.Compile(step.kernel, capability);
-  kernel.Load();
-  if (!kernel.error.empty()) return kernel.error;
-  loaded->function = reinterpret_cast<CUfunction>(kernel.handle);
+  if (std::string error = kernel.Load(); !error.empty()) return error;
+  loaded->function = reinterpret_cast<CUfunction>(kernel.handle());
   loaded->grid_x = step.grid[0];
   CUresult r = kCudaSuccess;
   if (step.shared_bytes > 0) r = kernel.AllowShared(static_cast<int>(step.shared_bytes), device);
   if (r == kCudaSuccess && step.cluster > 8) {
-    r = driver.cuKernelSetAttribute(kNonPortableClusterSizeAllowed, 1, kernel.handle, device);
+    r = driver.cuKernelSetAttribute(kNonPortableClusterSizeAllowed, 1, kernel.handle(), device);
   }
   if (r == kCudaSuccess && step.waves > 0) {
     unsigned resident = 0;
     r = ResidentBlocks(step, loaded->function, device, &resident);
     if (r == kCudaSuccess && resident == 0) return step.kernel.name + " does not fit this GPU";
-    loaded->grid_x = std::min(loaded->grid_x, resident * step.waves);
+    loaded->grid_x = static_cast<unsigned>(std::min<uint64_t>(loaded->grid_x, uint64_t{resident} * step.waves));
   }
   return r == kCudaSuccess ? "" : step.kernel.name + ": " + driver.Describe(r);
 }
 
-LoadedVariant LoadVariant(const Program& program, const Variant& variant, int ordinal) {
-  LoadedVariant loaded;
+std::string LoadVariants(const Program& program, int ordinal, std::vector<LoadedVariant>* variants) {
   const Driver& driver = Driver::Get();
-  if (!driver.error.empty()) {
-    loaded.error = driver.error;
-    return loaded;
-  }
+  if (!driver.error.empty()) return driver.error;
   CUdevice device = 0;
   int major = 0, minor = 0;
   CUresult r = driver.cuDeviceGet(&device, ordinal);
   if (r == kCudaSuccess) r = driver.cuDeviceGetAttribute(&major, kComputeCapabilityMajor, device);
   if (r == kCudaSuccess) r = driver.cuDeviceGetAttribute(&minor, kComputeCapabilityMinor, device);
-  if (r != kCudaSuccess) {
-    loaded.error = driver.Describe(r);
-    return loaded;
+  if (r != kCudaSuccess) return driver.Describe(r);
+  CompileAhead(program, 10 * major + minor);
+  for (const Variant& variant : program.variants) {
+    LoadedVariant& loaded = variants->emplace_back(variant.steps.size());
+    for (size_t i = 0; i < loaded.size(); ++i) {
+      const std::string error = LoadStep(variant.steps[i], device, 10 * major + minor, &loaded[i]);
+      if (!error.empty()) return program.operation + ": " + error;
+    }
   }
-  CompileAll(variant.steps, 10 * major + minor);
-  loaded.steps.resize(variant.steps.size());
-  for (size_t i = 0; i < variant.steps.size() && loaded.error.empty(); ++i) {
-    loaded.error = LoadStep(variant.steps[i], device, 10 * major + minor, &loaded.steps[i]);
-  }
-  if (!loaded.error.empty()) loaded.error = program.operation + ": " + loaded.error;
-  return loaded;
+  return "";
 }
 
 // Programs by key. Readers take no lock: nodes are added at the heads of the lists and never removed.
@@ -267,19 +267,19 @@ std::string CompileKernel(const KernelName& kernel, int capability, Cubin* cubin
   return error;
 }
 
-const LoadedVariant& LoadedProgram::Load(uintptr_t alignment, int device) {
-  static const LoadedVariant* const too_many = new LoadedVariant{"more than 64 devices in a process", {}};
-  if (device < 0 || device >= kMaxDevices) return *too_many;
-  size_t v = 0;
-  while (v + 1 < program.variants.size() && alignment % program.variants[v].alignment != 0) ++v;
-  std::atomic<const LoadedVariant*>& slot = loaded_[device][v];
-  const LoadedVariant* loaded = slot.load(std::memory_order_acquire);
-  if (loaded) return *loaded;
-  auto* const fresh = new LoadedVariant(LoadVariant(program, program.variants[v], device));
-  // Another thread may have come first; both have the same kernels.
-  if (slot.compare_exchange_strong(loaded, fresh, std::memory_order_acq_rel)) return *fresh;
-  delete fresh;
-  return *loaded;
+const std::vector<LoadedVariant>* LoadedProgram::Load(int device, std::string* error) {
+  if (device < 0 || device >= kMaxDevices) {
+    *error = "more than " + std::to_string(kMaxDevices) + " devices in a process";
+    return nullptr;
+  }
+  const std::vector<LoadedVariant>* loaded = loaded_[device].load(std::memory_order_acquire);
+  if (loaded) return loaded;
+  auto fresh = std::make_unique<std::vector<LoadedVariant>>();
+  *error = LoadVariants(program, device, fresh.get());
+  if (!error->empty()) return nullptr;
+  // Another thread may have been faster; both have the same kernels.
+  if (loaded_[device].compare_exchange_strong(loaded, fresh.get(), std::memory_order_acq_rel)) return fresh.release();
+  return loaded;
 }
 
 LoadedProgram* FindProgram(int64_t key) {
@@ -318,13 +318,10 @@ LoadedProgram* AddProgram(int64_t key, std::string_view text, std::string* error
 
 void Prefetch(std::string_view text, int capability) {
   Program program;
-  if (!ParseProgram(text, &program).empty()) return;
-  for (const Step& step : program.variants.front().steps) {
-    if (step.memset_bytes < 0) PrefetcherOf().Add(step.kernel, capability);
-  }
+  if (ParseProgram(text, &program).empty()) CompileAhead(program, capability);
 }
 
-void StopPrefetching() { PrefetcherOf().Stop(); }
+void StopPrefetching() { Pool().Stop(); }
 
 std::string Launch(LoadedProgram& loaded, int device, CUstream stream, void* const* buffers, const int64_t* bytes,
                    int count) {
@@ -333,24 +330,23 @@ std::string Launch(LoadedProgram& loaded, int device, CUstream stream, void* con
       !std::equal(bytes, bytes + count, program.buffer_bytes.begin())) {
     return program.operation + ": called with arrays of other sizes";
   }
-  uintptr_t addresses = 16;
+  std::string error;
+  const std::vector<LoadedVariant>* const variants = loaded.Load(device, &error);
+  if (!variants) return error;
+  uintptr_t addresses = kMostAlignment;
   for (int i = 0; i < count; ++i) addresses |= reinterpret_cast<uintptr_t>(buffers[i]);
-  const LoadedVariant& variant = loaded.Load(addresses & -addresses, device);
-  if (!variant.error.empty()) return variant.error;
+  size_t v = 0;  // the first whose alignment all addresses have; the last one's is 1
+  while (addresses % program.variants[v].alignment != 0) ++v;
   const Driver& driver = Driver::Get();
   const auto address = [&](const BufferRef& ref) { return static_cast<char*>(buffers[ref.buffer]) + ref.offset; };
-  for (const LoadedStep& ready : variant.steps) {
+  for (const LoadedStep& ready : (*variants)[v]) {
     const Step& step = *ready.step;
     CUresult r;
     if (step.memset_bytes >= 0) {
       r = driver.cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(address(step.target)), step.memset_value,
                                  step.memset_bytes, stream);
     } else {
-      constexpr size_t kMostBytes = 4096, kMostArguments = 64;  // the bytes are CUDA's own limit
-      if (step.arguments.size() > kMostBytes || step.argument_offsets.size() > kMostArguments) {
-        return program.operation + ": too many arguments for " + step.kernel.name;
-      }
-      alignas(256) unsigned char values[kMostBytes];
+      alignas(256) unsigned char values[kMostArgumentBytes];
       void* arguments[kMostArguments];
       memcpy(values, step.arguments.data(), step.arguments.size());
       for (const Step::Pointer& pointer : step.pointers) {

@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "runtime/cache.h"
 #include "runtime/driver.h"
@@ -37,22 +38,20 @@ struct LoadedStep {
   unsigned grid_x = 0;
 };
 
-struct LoadedVariant {
-  std::string error;
-  std::vector<LoadedStep> steps;
-};
+using LoadedVariant = std::vector<LoadedStep>;
 
 class LoadedProgram {
  public:
   explicit LoadedProgram(Program program) : program(std::move(program)) {}
   const Program program;
 
-  // The launches for buffers aligned to `alignment` bytes on a device; compiles and loads them at first use.
-  const LoadedVariant& Load(uintptr_t alignment, int device);
+  // The variants of `program`, all compiled and loaded for a device; null with an error. The first call for a device
+  // compiles, and must not run under graph capture. A failure is not kept: the next call tries again.
+  const std::vector<LoadedVariant>* Load(int device, std::string* error);
 
  private:
-  static constexpr int kMaxDevices = 64, kMaxVariants = 2;
-  std::atomic<const LoadedVariant*> loaded_[kMaxDevices][kMaxVariants] = {};
+  static constexpr int kMaxDevices = 64;
+  std::atomic<const std::vector<LoadedVariant>*> loaded_[kMaxDevices] = {};
 };
 
 // The program with this key, or null. Lock-free.
@@ -61,11 +60,12 @@ LoadedProgram* FindProgram(int64_t key);
 // Finds the program or parses it from its text; null with an error.
 LoadedProgram* AddProgram(int64_t key, std::string_view text, std::string* error);
 
-// Starts to compile the kernels that a program launches on aligned buffers in background threads, so that programs with
-// many operations compile in parallel. Load reports the errors.
+// Starts to compile the kernels of a launch list in background threads, so that programs with many operations compile in
+// parallel. Load reports the errors.
 void Prefetch(std::string_view text, int capability);
 
-// Stops these threads; kernels that they have not started are compiled when needed. Called before the process exits.
+// Stops these threads; kernels that they have not started are compiled when needed. Called before the process exits. Does
+// nothing in a forked child, which does not have its parent's threads.
 void StopPrefetching();
 
 // Enqueues the launches of a program on a stream. Returns an empty string, or the error.

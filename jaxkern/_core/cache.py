@@ -2,7 +2,7 @@
 
 The runtime (ffi/runtime/cache.cc) writes one file per kernel: a line with the format, then a checksum and a body, each after
 its length. The body is the key, the symbol and the cubin. The key names the NVRTC version, the GPU architecture, the header
-and the kernel. Drafts of processes that died have the name of the file and two numbers.
+and the kernel. Drafts of processes that died have the name of the file and six more letters.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import typing
 from jaxkern._core import runtime
 
 MAGIC = b"jaxkern kernel 1\n"
-NAME = re.compile(r"[0-9a-f]{32}\.jaxkern(\.\d+\.\d+)?")
+NAME = re.compile(r"[0-9a-f]{32}\.jaxkern(\.[0-9A-Za-z]{6})?")
 
 
 class Entry(typing.NamedTuple):

@@ -14,7 +14,6 @@ kernel serves many shapes.
 """
 
 import dataclasses
-import functools
 import hashlib
 import re
 import typing
@@ -209,7 +208,6 @@ def text(operation: str, plan: Plan, operands, results) -> str:
     return "\n".join(lines) + "\n"
 
 
-@functools.cache
 def _key(program: str) -> np.int64:
     return np.frombuffer(hashlib.sha256(program.encode()).digest()[:8], np.int64)[0]
 

@@ -1,7 +1,9 @@
 // A stand-in for libcuda.so.1: runs the kernels of kernels/probe.cuh on host memory and writes each call to standard
-// output, so that the runtime can be tested without a GPU. One multiprocessor, compute capability 9.0.
+// output, so that the runtime can be tested without a GPU. One multiprocessor, compute capability 9.0. While the
+// environment variable FAKE_OUT_OF_MEMORY is set, nothing can be loaded.
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <string>
 
@@ -52,6 +54,7 @@ int cuCtxPushCurrent(void*) { return 0; }
 int cuCtxPopCurrent(void**) { return 0; }
 int cuLibraryLoadData(void** library, const void* image, void*, void**, unsigned, void*, void**, unsigned) {
   if (memcmp(image, "\177ELF", 4)) return 200;
+  if (std::getenv("FAKE_OUT_OF_MEMORY")) return 2;
   *library = reinterpret_cast<void*>(1);
   std::printf("load\n");
   return 0;
