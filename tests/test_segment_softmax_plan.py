@@ -97,7 +97,7 @@ def test_limits(on):
                 grid, block = step.grid3(), step.block3()
                 static = 16 * 1024  # of SegmentTiles in double, and less of others
                 assert 0 < grid[0] < 2**31 and grid[1:] == (1, 1) and 0 < block[0] <= 1024
-                assert step.shared + static <= on.shared_memory
+                assert step.shared + static <= plan.SHARED_BYTES <= on.shared_memory
                 used = [b for arg in step.args for b in buffers(arg)]
                 assert ("scratch" in {b.kind for b in used}) == (found.scratch > 0)
         assert (

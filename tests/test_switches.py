@@ -1,8 +1,10 @@
 """The switches: environment variables, forcing XLA, and the command that lists and clears the cache of kernels."""
 
+import inspect
 import os
 import pathlib
 import re
+import stat
 import subprocess
 import sys
 
@@ -11,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkern
-from jaxkern._core import cache, environment, registry
+from jaxkern._core import cache, environment, registry, runtime
 
 PACKAGE = pathlib.Path(jaxkern.__file__).parent
 
@@ -42,6 +44,92 @@ def test_one_module_reads_the_environment():
 def test_unknown_variable():
     with pytest.raises(KeyError):
         environment.read("JAXKERN_NO_SUCH")
+
+
+@pytest.fixture
+def set_variable(monkeypatch):
+    """set_variable(name, value), after which the next read warns as in a new process."""
+    environment._warn.cache_clear()
+    return monkeypatch.setenv
+
+
+@pytest.mark.parametrize("value", ["", "inf", "nan", "abc", "-1", "1e30", "512MB"])
+def test_cache_size_that_is_no_number(value, set_variable):
+    set_variable("JAXKERN_CACHE_MB", value)
+    with pytest.warns(UserWarning, match=f"^JAXKERN_CACHE_MB is '{value}': .* default, 512, is used"):
+        assert runtime.cache_bytes() == 512 << 20
+
+
+def test_cache_size(set_variable):
+    set_variable("JAXKERN_CACHE_MB", "0.5")
+    assert runtime.cache_bytes() == 1 << 19
+
+
+@pytest.mark.parametrize("name, use", [("JAXKERN_CACHE_DIR", "_usable_cache"), ("JAXKERN_DUMP", "dump_folder")])
+@pytest.mark.parametrize(
+    "folder, problem", [(b"not-\xff-utf8", "not UTF-8"), (b"file", "File exists"), (b"file/below", "Not a directory")]
+)
+def test_folder_that_cannot_be_used(folder, problem, name, use, set_variable, tmp_path):
+    (tmp_path / "file").touch()
+    set_variable(name, os.fsdecode(os.fsencode(tmp_path) + b"/" + folder))
+    with pytest.warns(UserWarning, match=f"^{name} is .*: .*{problem}; kernels are not"):
+        inspect.unwrap(getattr(runtime, use))().encode()  # which is UTF-8
+
+
+def test_cache_that_others_may_write_to(set_variable, tmp_path):
+    set_variable("JAXKERN_CACHE_DIR", str(tmp_path / "new"))
+    assert runtime._usable_cache() == str(tmp_path / "new")
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+    (tmp_path / "new").chmod(0o777)
+    with pytest.warns(UserWarning, match="others may write to it; kernels are not kept there"):
+        runtime._usable_cache()
+
+
+@pytest.mark.parametrize("name", [v.name for v in environment.VARIABLES.values() if v.values])
+def test_value_that_a_variable_cannot_have(name, set_variable):
+    set_variable(name, "perhaps")
+    with pytest.warns(UserWarning, match=f"^{name} is 'perhaps': it must be '"):
+        assert environment.read(name) is None
+    for value in ("", *environment.VARIABLES[name].values):
+        set_variable(name, value)
+        assert environment.read(name) == value
+
+
+MALFORMED = """
+import jax, jax.numpy as jnp, jaxkern
+print("jaxkern_softmax" in jax.jit(jaxkern.softmax).trace(jnp.ones((8, 512))).lower(lowering_platforms=("cuda",)).as_text())
+"""
+
+
+@pytest.mark.skipif(registry.kernels.module is None, reason="the runtime is not built")
+def test_kernels_run_whatever_the_settings_are():
+    names = {"JAXKERN_CACHE_MB": "abc", "JAXKERN_CACHE_DIR": "/\udcff", "JAXKERN_DUMP": "/dev/null/x"}
+    done = python("-c", MALFORMED, **names, JAXKERN_PARTITION="rows", JAXKERN_ONE_READ="no")
+    assert done.stdout == "True\n", done.stderr
+    assert all(f"{name} is " in done.stderr for name in (*names, "JAXKERN_PARTITION"))
+
+
+DUMPED = """
+import jax, jax.numpy as jnp, jaxkern
+f = jaxkern.elementwise_kernel(lambda x: jnp.tanh(x) * 0.4375)
+for _ in range(2):
+    jax.jit(lambda x: f(jaxkern.softmax(x))).trace(jnp.ones((8, 512))).lower(lowering_platforms=("cuda",))
+"""
+
+
+@pytest.mark.skipif(registry.gpu_present(), reason="kernels are compiled in the background where there is a GPU")
+@pytest.mark.skipif(
+    registry.kernels.module is None or bool(registry.kernels.module.compiler()[1]), reason="NVRTC is not installed"
+)
+def test_dump_of_a_program_without_a_gpu(tmp_path):
+    """Lowering for CUDA compiles every kernel of the program, and the function is in the source."""
+    done = python("-c", DUMPED, JAXKERN_DUMP=str(tmp_path), JAXKERN_CACHE_DIR="")
+    assert done.returncode == 0, done.stderr
+    sources = [path.read_text() for path in tmp_path.glob("*.cu")]
+    kernels = [text for text in sources if "SoftmaxRegisters<" in text], [text for text in sources if "lax::tanh(x0)" in text]
+    assert all(kernels) and all("sm_90" in text for text in sources)
+    for suffix in (".log", ".cubin"):
+        assert len(list(tmp_path.glob(f"*{suffix}"))) == len(sources)
 
 
 # ---- forcing XLA

@@ -85,7 +85,8 @@ def lower_to_kernels(
     """Registers the lowerings of `prim` for CUDA and, with `partition`, for the CPU.
 
     plan(device, operands, results, **params): a `launch.Plan` for arrays of these types (neither empty nor of symbolic
-        shape), or None if there is no kernel for them. A pure function.
+        shape), or None if there is no kernel for them. A pure function. A plan that asks for more shared memory than the
+        device has counts as None.
     reference(*operands, **params): the operation in jnp; on_cpu, if given, is what the CPU runs instead.
     partition(ctx, operands, params): lowers a call on several devices to one part per device, with `partition.lower`.
         Returning None leaves the call to XLA, which partitions the reference, as it does without `partition`.
@@ -104,8 +105,9 @@ def lower_to_kernels(
         adapted = adapt(*ctx.avals_in, **params) if adapt is not None else None
         if adapted is not None:
             return mlir.lower_fun(adapted, multiple_results=prim.multiple_results)(ctx, *operands, **params)
-        launches = plan(device.this_device(), ctx.avals_in, ctx.avals_out, **params)
-        if launches is None:
+        gpu = device.this_device()
+        launches = plan(gpu, ctx.avals_in, ctx.avals_out, **params)
+        if launches is None or launches.shared > gpu.shared_memory:
             return None
         shared = aliases(operands, params) if callable(aliases) else aliases
         given = {"operand_output_aliases": shared} if shared else {}

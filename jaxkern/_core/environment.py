@@ -1,10 +1,13 @@
 """The environment variables of jaxkern: their names, defaults and meanings, and the only place that reads them.
 
-docs/switches.md shows this table, and `python -m jaxkern` prints the variables that are set.
+docs/switches.md shows this table, and `python -m jaxkern` prints the variables that are set. A value that a variable cannot
+have raises a warning that names the variable, and the default holds. Only JAXKERN_BACKEND raises an error.
 """
 
+import functools
 import os
 import typing
+import warnings
 
 
 class Variable(typing.NamedTuple):
@@ -12,6 +15,7 @@ class Variable(typing.NamedTuple):
     default: str
     meaning: str
     read: str  # when the value takes effect
+    values: tuple[str, ...] = ()  # which it may have; empty: `read` accepts every value
 
 
 VARIABLES = {
@@ -31,33 +35,54 @@ VARIABLES = {
         ),
         Variable("JAXKERN_CACHE_MB", "512", "size limit of that folder in MiB", "at import"),
         Variable(
-            "JAXKERN_DUMP", "", "folder for the source, log and cubin of every kernel that is compiled", "at import"
+            "JAXKERN_DUMP",
+            "",
+            "folder for the source, log and cubin of every kernel that is compiled; without a GPU, of every kernel of a program "
+            "that is lowered for CUDA",
+            "at import",
         ),
         Variable(
             "JAXKERN_EXPLAIN",
             "0",
             "`1`: prints to standard error what `accelerate` and `install` take and leave of every program",
             "at every compilation",
+            ("0", "1"),
         ),
         Variable(
             "JAXKERN_ONE_READ",
             "1",
             "`0`: the loss and the gradient of cross-entropy are computed in two reads of the logits",
             "at every compilation",
+            ("0", "1"),
         ),
         Variable(
             "JAXKERN_PARTITION",
             "",
             "`batch`: operations do not partition themselves over devices; XLA partitions its own operations",
             "once, at the first compilation",
+            ("batch",),
         ),
     )
 }
 
 
 def read(name: str) -> str | None:
-    """The value of a variable of the table, or None if it is not set."""
-    return os.environ.get(VARIABLES[name].name)
+    """The value of a variable of the table, or None if it is not set or cannot have this value."""
+    value, allowed = os.environ.get(name), VARIABLES[name].values
+    if value and allowed and value not in allowed:
+        warn(name, f"it must be {' or '.join(map(repr, allowed))}, and is ignored")
+        return None
+    return value
+
+
+def warn(name: str, problem: str) -> None:
+    """Warns, once in a process, that the value of a variable cannot be used. `problem` says why and what holds instead."""
+    _warn(f"{name} is {os.environ.get(name)!r}: {problem}")
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=4)
 
 
 def xla_only() -> bool:

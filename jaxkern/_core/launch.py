@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 import jaxkern
-from jaxkern._core import registry
+from jaxkern._core import registry, runtime
 
 
 class Buffer(typing.NamedTuple):
@@ -149,6 +149,12 @@ class Plan:
     scratch: int = 0
     unaligned: tuple | None = None
 
+    @property
+    def shared(self) -> int:
+        """The most dynamic shared memory that a block of any launch has, in bytes."""
+        steps = (*self.launches, *(self.unaligned or ()))
+        return max((step.shared for step in steps if isinstance(step, Launch)), default=0)
+
 
 def _three(size) -> tuple[int, int, int]:
     size = (size,) if isinstance(size, (int, np.integer)) else tuple(size)
@@ -223,6 +229,9 @@ def lower(ctx, operation: str, plan: Plan, operands, **options):
     results = list(ctx.avals_out)
     program = text(operation, plan, ctx.avals_in, results)
     registry.prefetch(program)
+    if runtime.dump_folder() and not registry.gpu_present():  # where there is none, nothing else compiles them
+        for kernel in kernels(program):
+            registry.dump(*kernel)
     if plan.scratch:
         results.append(jax.core.ShapedArray((plan.scratch,), np.dtype(np.uint8)))
     rule = jax.ffi.ffi_lowering(operation, **options)

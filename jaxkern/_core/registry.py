@@ -59,7 +59,7 @@ def load(name: str, api_version=None) -> Module:
         )
     try:
         runtime.configure(module)
-    except Exception as error:  # missing headers, an environment variable that is not a number
+    except Exception as error:  # missing headers
         return Module(reason=f"jaxkern.{name} cannot be set up: {error}")
     atexit.register(module.stop_prefetching)
     return Module(module)
@@ -85,6 +85,16 @@ def prefetch(program: str) -> None:
     """Starts compiling the kernels of a launch list in the background, if this process has a GPU."""
     if gpu_present():
         kernels.module.prefetch(program, device.this_device().compute_capability)
+
+
+@functools.cache  # once for each kernel
+def dump(header: str, name: str, source: str) -> None:
+    """Compiles a kernel for the device that plans are made for, and so writes it to JAXKERN_DUMP. Without a GPU nothing else
+    would compile it. Warns if it cannot be compiled."""
+    try:
+        kernels.module.compile(header, name, device.this_device().compute_capability, source)
+    except ValueError as error:
+        environment.warn("JAXKERN_DUMP", f"a kernel cannot be compiled: {error}")
 
 
 @functools.cache

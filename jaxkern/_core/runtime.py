@@ -10,6 +10,8 @@ import hashlib
 import importlib.util
 import os
 import pathlib
+import stat
+import tempfile
 
 import jaxkern
 from jaxkern._core import environment
@@ -52,7 +54,12 @@ def find_nvrtc() -> tuple[str, str, tuple[str, ...]]:
     return "libnvrtc.so", "", ()
 
 
+_CACHE_MB = 512
+_OLDEST = 80  # the compute capability that kernels are written for: bfloat16 arithmetic, asynchronous copies
+
+
 def cache_folder() -> str:
+    """The folder of compiled kernels; empty if kernels are not kept on disk."""
     folder = environment.read("JAXKERN_CACHE_DIR")
     if folder is not None:
         return os.path.abspath(os.path.expanduser(folder)) if folder else ""
@@ -61,9 +68,69 @@ def cache_folder() -> str:
 
 
 def cache_bytes() -> int:
-    """The size limit of the cache folder. Raises a ValueError if the variable is not a number."""
-    limit = environment.read("JAXKERN_CACHE_MB")
-    return int(float("512" if limit is None else limit) * 2**20)
+    """The size limit of the cache folder."""
+    text = environment.read("JAXKERN_CACHE_MB")
+    if text is None:
+        return _CACHE_MB << 20
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = -1.0
+    if not 0 <= limit < 1 << 40:
+        environment.warn("JAXKERN_CACHE_MB", f"it must be a number of MiB; the default, {_CACHE_MB}, is used")
+        limit = _CACHE_MB
+    return int(limit * 2**20)
+
+
+def _problem_with(folder: str, mode: int) -> str:
+    """Why files cannot be written to a folder, which is created if it is missing; empty if they can."""
+    if not _is_utf8(folder):
+        return "the name is not UTF-8"
+    try:
+        os.makedirs(folder, mode, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _is_utf8(path: str) -> bool:
+    try:
+        path.encode()
+    except UnicodeEncodeError:  # Python keeps bytes that are not UTF-8 as surrogates
+        return False
+    return True
+
+
+def _trusted(folder: str) -> bool:
+    """Whether the folder belongs to this user, and nobody else may write to it; the runtime uses no other."""
+    status = os.stat(folder)
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _usable_cache() -> str:
+    """`cache_folder()` as the runtime takes it. Warns if JAXKERN_CACHE_DIR names a folder that cannot be used."""
+    folder = cache_folder()
+    if folder and environment.read("JAXKERN_CACHE_DIR"):
+        problem = _problem_with(folder, 0o700)
+        if not problem and not _trusted(folder):
+            problem = "it belongs to another user, or others may write to it"
+        if problem:
+            environment.warn("JAXKERN_CACHE_DIR", f"{problem}; kernels are not kept there")
+    return folder if _is_utf8(folder) else ""
+
+
+@functools.cache  # at import
+def dump_folder() -> str:
+    """Where every kernel that is compiled is written. Empty for nowhere, with a warning if JAXKERN_DUMP cannot be used."""
+    given = environment.read("JAXKERN_DUMP")
+    if not given:
+        return ""
+    folder = os.path.abspath(os.path.expanduser(given))
+    problem = _problem_with(folder, 0o777)
+    if problem:
+        environment.warn("JAXKERN_DUMP", f"{problem}; kernels are not written there")
+    return "" if problem else folder
 
 
 def _headers_hash(folder: pathlib.Path) -> str:
@@ -78,17 +145,14 @@ def configure(module) -> None:
     """Passes the locations and limits to the extension module `jaxkern._runtime`."""
     folder = kernels_folder()
     nvrtc, builtins, includes = find_nvrtc()
-    dump = environment.read("JAXKERN_DUMP") or ""
-    if dump:
-        os.makedirs(dump, exist_ok=True)
     module.configure(
         version=jaxkern.__version__,
         nvrtc=nvrtc,
         builtins=builtins,
         includes=[str(folder), *includes],
         headers_hash=_headers_hash(folder),
-        dump=dump,
-        cache_folder=cache_folder(),
+        dump=dump_folder(),
+        cache_folder=_usable_cache(),
         cache_bytes=cache_bytes(),
     )
 
@@ -96,6 +160,8 @@ def configure(module) -> None:
 @functools.cache
 def problem(module, capability: int) -> str:
     """Why kernels cannot be compiled for GPUs of this compute capability; empty if they can."""
+    if capability < _OLDEST:
+        return f"kernels need a GPU of compute capability {_OLDEST / 10} or later, and this one has {capability / 10}"
     version, error = module.compiler()
     if error:
         return f"NVRTC cannot be used ({error}); it comes with jax[cuda13]"

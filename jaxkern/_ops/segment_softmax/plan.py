@@ -24,6 +24,7 @@ DTYPES = tuple(_ITEMSIZE)
 MOST_KEYS, MOST_POSITIONS = 2**31 - 2, 2**30
 
 TILE_THREADS, TILE_COLUMNS = 256, 16
+SHARED_BYTES = 99 << 10  # of shared memory, which the kernels need at most
 WALK_WARPS, WALK_LANES = 4, 8  # warps of a block; the most lanes side by side in a row
 JOIN_THREADS, JOIN_COLUMNS, JOIN_TILES = 256, 8, 64
 

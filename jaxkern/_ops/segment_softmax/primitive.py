@@ -16,7 +16,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxkern._core import algorithms, define
+from jaxkern._core import algorithms, define, device
 from jaxkern._core.algorithms import pick
 from jaxkern._core.primitive import bind
 from jaxkern._ops.indexing import primitive as indexing
@@ -134,7 +134,9 @@ def _partition(prim, ctx, operands, params):
 
 
 def _adapt(prim, *avals, **params):
-    return None if _problem(prim, *avals, **params) is None else functools.partial(_in_order, prim, ORDERED[prim.name])
+    if _problem(prim, *avals, **params) is None or device.this_device().shared_memory < plan.SHARED_BYTES:
+        return None
+    return functools.partial(_in_order, prim, ORDERED[prim.name])
 
 
 REFERENCES = {"jaxkern_segment_softmax": reference.softmax, "jaxkern_segment_softmax_grad": reference.gradient}
