@@ -365,11 +365,13 @@ def test_what_stands_in_the_place_of_an_entry(run, tmp_path):
     (entry,) = files(folder)
     entry.unlink()
     os.mkfifo(entry)
-    assert run("""
+    assert run(
+        """
         for n in range(9):
             pathlib.Path(f"ENTRY.{os.getpid()}.{n}").touch()
         print(module.compile("probe.cuh", "Probe<float, true>", 90)[2])
-    """.replace("ENTRY", str(entry))) == ["False"]
+    """.replace("ENTRY", str(entry))
+    ) == ["False"]
     assert entry.is_file() and entry.read_bytes()
 
 
@@ -511,7 +513,10 @@ def valid_text():
 @pytest.mark.parametrize(
     "old, new, reason",
     [
-        *(("u32:7", new, "is not an argument") for new in ("u32:7x", "u32:-1", "u32:4294967296", "u32:", "u33:7", "u32")),
+        *(
+            ("u32:7", new, "is not an argument")
+            for new in ("u32:7x", "u32:-1", "u32:4294967296", "u32:", "u33:7", "u32")
+        ),
         *(("f32:0x1.99999a0000000p-4", f"f32:{v}", "is not an argument") for v in ("", "x", "1.0.0", "1,5", "1e39")),
         ("i64:-1", "i64:9223372036854775808", "is not an argument"),
         *(("grid=3,2,1", f"grid={v}", "is not an option") for v in ("3,2", "3,2,1,1", "3,2,x", "-1,1,1", "")),
@@ -532,7 +537,10 @@ def valid_text():
         ("i64:-1", "i64:-1 " * 64, "at most 64 arguments"),
         ("i64:-1", "{1 " + "i64:-1 " * 512 + "}", "of 4096 bytes together"),
         ("alignment 16", "alignment 16\nalignment 8", "at most 2 alignments"),
-        *(("alignment 16", f"alignment {v}", "must be a power of two up to 16") for v in ("0", "12", "32", "x", "", "8 8")),
+        *(
+            ("alignment 16", f"alignment {v}", "must be a power of two up to 16")
+            for v in ("0", "12", "32", "x", "", "8 8")
+        ),
         ("alignment 1\n", "alignment 8\n", "without launches for unaligned buffers"),
         ("header a.cuh\nkernel F<float>\n", "", "a launch without a kernel"),
         ("operation", "operations", "no such line"),

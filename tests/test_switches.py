@@ -126,7 +126,10 @@ def test_dump_of_a_program_without_a_gpu(tmp_path):
     done = python("-c", DUMPED, JAXKERN_DUMP=str(tmp_path), JAXKERN_CACHE_DIR="")
     assert done.returncode == 0, done.stderr
     sources = [path.read_text() for path in tmp_path.glob("*.cu")]
-    kernels = [text for text in sources if "SoftmaxRegisters<" in text], [text for text in sources if "lax::tanh(x0)" in text]
+    kernels = (
+        [text for text in sources if "SoftmaxRegisters<" in text],
+        [text for text in sources if "lax::tanh(x0)" in text],
+    )
     assert all(kernels) and all("sm_90" in text for text in sources)
     for suffix in (".log", ".cubin"):
         assert len(list(tmp_path.glob(f"*{suffix}"))) == len(sources)
