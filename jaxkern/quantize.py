@@ -331,7 +331,8 @@ def dequantize(
     last = scale.shape[-1] if scale.ndim else 1
     if not q.ndim or not last or q.shape[-1] % last:
         raise ValueError(f"jaxkern.dequantize: scale of shape {scale.shape} for q of shape {q.shape}")
-    wide = jnp.result_type(scale.dtype, jnp.float32)
+    wide = jnp.float64 if scale.dtype == jnp.float64 else jnp.float32
+    scale = scale.astype(wide)
     if last in (1, q.shape[-1]):
         return (q.astype(wide) * scale).astype(dtype)
     blocks = q.reshape(*q.shape[:-1], last, q.shape[-1] // last).astype(wide) * scale[..., None]

@@ -183,7 +183,7 @@ def _bag(table, graph, valid, weights, mode):
 def _mean(total, table, count):
     """Means of bags, from their sizes `count` and from total(dtype), which returns their sums in that dtype."""
     dtype = table.dtype if jnp.issubdtype(table.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = computing(dtype)
     return (total(wide) / jnp.maximum(count, 1).astype(wide).reshape(-1, *[1] * (table.ndim - 1))).astype(dtype)
 
 
@@ -383,7 +383,7 @@ def _attention_over_devices(graph, scores, values):
     """The attention of edges that are split over devices: a maximum and two sums of all, exponentials in between."""
     top = jax.lax.stop_gradient(edge_max(lambda s: s, graph, edges=jax.lax.stop_gradient(scores)))
     wide = lambda array: array.reshape(*array.shape, *[1] * (values.ndim - array.ndim))
-    dtype, scores = jnp.result_type(values, scores), scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
+    dtype, scores = jnp.result_type(values, scores), scores.astype(computing(scores.dtype))
     exponential = lambda top, s: jnp.exp(jnp.where(s == -jnp.inf, s, s - top.astype(s.dtype)))
     total = edge_sum(exponential, graph, receivers=top, edges=scores)
     weighted = lambda v, top, s: v.astype(s.dtype) * exponential(top, s)

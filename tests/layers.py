@@ -126,7 +126,8 @@ class _Norm:
         self.bias = jnp.zeros(shape, dtype) if use_bias else None
 
     def normalized(self, x, centred):
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        with jax.numpy_dtype_promotion("standard"):
+            wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         wide = wide - jnp.mean(wide) if centred else wide
         y = wide * jax.lax.rsqrt(jnp.mean(wide**2) + self.eps)
         y = y * self.weight.astype(y.dtype) if self.use_weight else y

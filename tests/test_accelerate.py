@@ -809,6 +809,15 @@ def test_what_is_on_can_be_asked():
     assert jaxkern.installed() == ()
 
 
+def test_nested_records():
+    """The lists of both blocks are empty, and so equal, when the inner one ends."""
+    with decisions.recorded() as outer:
+        with decisions.recorded() as inner:
+            pass
+        jaxkern.explain(jax.grad(lambda x, i: x[i].sum()))(*big(jnp.bfloat16)[:2])
+    assert outer and not inner
+
+
 def test_explain_when_compiled(monkeypatch, capsys):
     monkeypatch.setenv("JAXKERN_EXPLAIN", "1")
     with forced:

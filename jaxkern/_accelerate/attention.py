@@ -24,7 +24,7 @@ from jaxkern.softmax import replacement as softmax
 NAME = "dot_product_attention"
 
 
-@jax.numpy_rank_promotion("allow")  # of this code, whatever the program asks of its own
+@switch.own_promotion
 def dot_product_attention(
     original,
     query,

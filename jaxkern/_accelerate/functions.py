@@ -37,7 +37,7 @@ from jaxkern._accelerate.arguments import decide, is_plain
 from jaxkern._core import compat, decisions, stablehlo, switch, validate
 from jaxkern._core.algorithms import forced
 from jaxkern._core.autodiff import deflinear
-from jaxkern._core.primitive import bind
+from jaxkern._core.primitive import bind, set_jvp
 from jaxkern._core.rows import row_primitive
 from jaxkern._ops.cross_entropy.primitive import Options, cross_entropy_p
 from jaxkern._ops.reduction import reference as reductions
@@ -84,7 +84,7 @@ def _taken(ctx, operation, value, reason, what) -> bool:
 def _register_uncached(prim, rule):
     """Lowers `prim` by `rule`, which looks at what makes its operands; on other platforms its reference remains."""
     for platform in ("cuda", "cpu"):
-        compat.register_uncached_lowering(prim, rule, platform)
+        compat.register_uncached_lowering(prim, switch.own_promotion(rule), platform)
     compat.needs_devices(prim)
 
 
@@ -109,13 +109,14 @@ def _statistics_jvp(primals, tangents, *, axis, **params):
 
 
 # A rule of the primitive and not jax.custom_jvp, which is lowered to a function of its own.
-ad.primitive_jvps[row_statistics_p] = _statistics_jvp
+set_jvp(row_statistics_p, _statistics_jvp)
 
 
 def _finite(largest):
     return jnp.where(jnp.isfinite(largest), largest, 0)
 
 
+@switch.own_promotion
 def _logsumexp(original, a, axis=None, b=None, keepdims=False, return_sign=False, where=None):
     del original
     if b is not None or where is not None or return_sign is not False or not is_plain(a):
@@ -190,7 +191,7 @@ def _value_primitive(name, value, tangent_p):
         y, (dx,) = bind(prim, *primals, **params), tangents
         return y, compat.zero_tangent(y) if type(dx) is ad.Zero else bind(tangent_p, y, dx, **params)
 
-    ad.primitive_jvps[prim] = jvp
+    set_jvp(prim, jvp)
     return prim
 
 
@@ -198,6 +199,7 @@ row_softmax_p = _value_primitive("jaxkern_row_softmax", _value_of_softmax, softm
 row_log_softmax_p = _value_primitive("jaxkern_row_log_softmax", _value_of_log_softmax, log_softmax_tangent_p)
 
 
+@switch.own_promotion
 def _softmax_like(name, rule, prim, original, x, axis=-1, where=None):
     del original
     if where is not None or not is_plain(x) or (name == "softmax" and compat.differentiates_softmax_by_parts()):
@@ -216,6 +218,7 @@ def _softmax_like(name, rule, prim, original, x, axis=-1, where=None):
 # ---- optax
 
 
+@switch.own_promotion
 def _cross_entropy(original, logits, labels, axis=-1, where=None):
     del original
     if where is not None or not is_plain(logits) or not isinstance(labels, jax.Array):

@@ -62,6 +62,7 @@ SPLIT = {
 }
 
 
+@switch.own_promotion
 def _normalized(operation, x, scale, bias, axes, eps, dtype, fast=False):
     """The norm of x along its last axes; scale and bias have their shape, or are None.
 
@@ -80,9 +81,18 @@ def _normalized(operation, x, scale, bias, axes, eps, dtype, fast=False):
 
 
 def _is_asked(operation) -> bool:
-    settings = switch.current()
-    # Under strict promotion, the original raises an error where types differ.
-    return operation in settings.operations and jax.config.jax_numpy_dtype_promotion == "standard"
+    return operation in switch.current().operations
+
+
+def _is_strict() -> bool:
+    """Whether arithmetic with several types raises an error, in a layer that converts nothing itself."""
+    return jax.config.jax_numpy_dtype_promotion == "strict"
+
+
+@switch.own_promotion
+def _widens(dtype, wide) -> bool:
+    """Whether arithmetic of the two types is in the type `wide`."""
+    return jnp.promote_types(dtype, wide) == wide
 
 
 def _is_eps(eps) -> bool:
@@ -90,9 +100,15 @@ def _is_eps(eps) -> bool:
 
 
 def _are_parameters(x, *parameters) -> bool:
-    """Whether arithmetic with these, where they are not None, is in the type in which rows of x are normalised."""
+    """Whether arithmetic with these, where they are not None, is in the type in which rows of x are normalised.
+
+    Under strict promotion they must have the type of x.
+    """
+    given = [p for p in parameters if p is not None]
+    if _is_strict() and any(p.dtype != x.dtype for p in given):
+        return False
     wide = reference.computing(x.dtype)
-    return all(p is None or (is_plain(p) and jnp.promote_types(p.dtype, wide) == wide) for p in parameters)
+    return all(is_plain(p) and _widens(p.dtype, wide) for p in given)
 
 
 # ---- flax
@@ -147,6 +163,8 @@ def _why_not(x, a) -> str:
         wide = jax.dtypes.canonicalize_dtype(jnp.promote_types(dtype, jnp.float32))
     except TypeError:
         return "dtype"
+    if _is_strict() and wide != x.dtype:
+        return f"strict promotion: x is {x.dtype}, its statistics are {wide}"
     return "" if wide == reference.computing(x.dtype) else f"statistics in {wide}"
 
 
@@ -261,9 +279,7 @@ def equinox(operation, original, layer, x, state, **named):
     if x.shape != shape or not all(is_plain(p) and p.shape == shape for p in parameters):
         return NotImplemented
     wide = reference.computing(x.dtype)
-    weight, bias = (
-        p.astype(wide) if p is not None and jnp.promote_types(p.dtype, wide) != wide else p for p in (weight, bias)
-    )
+    weight, bias = (p.astype(wide) if p is not None and not _widens(p.dtype, wide) else p for p in (weight, bias))
     y = _normalized(operation, x, weight, bias, tuple(range(x.ndim)), eps, x.dtype)
     default = inspect.signature(original).parameters["state"].default
     return y if state is default else (y, state)

@@ -150,6 +150,7 @@ def _partitioned(ctx, operands, params):
 # ---- the rules
 
 
+@switch.own_promotion
 def _scatter(name, plain, ctx, operand, indices, updates, *, dimension_numbers, **params):
     settings = switch.current()
     fallback = functools.partial(plain, ctx, operand, indices, updates, dimension_numbers=dimension_numbers, **params)

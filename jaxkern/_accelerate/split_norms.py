@@ -26,7 +26,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxkern._core import compat, define, partition, rows, switch, validate
 from jaxkern._core.autodiff import defmultilinear, defvjp
-from jaxkern._core.primitive import bind, evaluate
+from jaxkern._core.primitive import bind, evaluate, set_jvp
 from jaxkern._ops.norm import primitive as norms
 from jaxkern._ops.norm import reference
 from jaxkern._ops.norm.primitive import Primitives
@@ -318,7 +318,7 @@ def variant(name: str, fast: bool, inner: Primitives, left) -> Primitives:
         _, (dy,) = ad.primitive_jvps[forward](primals, tangents, **params)
         return [y, *of_x], [dy, *map(compat.zero_tangent, of_x)]
 
-    ad.primitive_jvps[kept_p] = kept_jvp
+    set_jvp(kept_p, kept_jvp)
     # Statistics are constants: the references by which these are differentiated compute them from s.
     defmultilinear(grad, _without(reference.norm_grad), lambda _: (1,), functools.partial(_grad_transpose, found))
     defmultilinear(jvp, norm_jvp, _jvp_linear, functools.partial(_jvp_transpose, found))

@@ -9,7 +9,7 @@ import jax
 from jax.interpreters import ad
 
 from jaxkern._core import compat, validate
-from jaxkern._core.primitive import bind
+from jaxkern._core.primitive import bind, set_jvp, set_transpose
 
 
 def defvjp(prim, f_vjp, differentiable, tell_active=False):
@@ -39,7 +39,7 @@ def defvjp(prim, f_vjp, differentiable, tell_active=False):
         (dy,) = jax.linear_transpose(pull, y)(tuple(tangents[k] for k in active))
         return y, dy
 
-    ad.primitive_jvps[prim] = rule
+    set_jvp(prim, rule)
 
 
 def deflinear(prim, position, jvp, transpose):
@@ -62,7 +62,7 @@ def deflinear(prim, position, jvp, transpose):
             return out, compat.zero_tangent(out)
         return out, sum(terms[1:], start=terms[0])
 
-    ad.primitive_jvps[prim] = jvp_rule
+    set_jvp(prim, jvp_rule)
     deftranspose(prim, position, transpose)
 
 
@@ -80,7 +80,7 @@ def deftranspose(prim, position, transpose):
             cts[position] = bind(transpose, *operands[:position], ct, *operands[position + 1 :], **params)
         return cts
 
-    ad.primitive_transposes[prim] = rule
+    set_transpose(prim, rule)
 
 
 def linear_jvp(prim, reference, linear, primals, tangents, **params):
@@ -134,5 +134,5 @@ def defmultilinear(prim, f, linear, transpose):
                 found[k] = ad.Zero(aval) if part is None else validate.split_like(part, aval)
         return found
 
-    ad.primitive_jvps[prim] = jvp
-    ad.primitive_transposes[prim] = rule
+    set_jvp(prim, jvp)
+    set_transpose(prim, rule)

@@ -10,7 +10,6 @@ device computes its part with the reference. `autodiff` defines derivatives.
 import functools
 import math
 
-import jax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
@@ -113,6 +112,7 @@ def lower_to_kernels(
         given = {"operand_output_aliases": shared} if shared else {}
         return launch.lower(ctx, prim.name, launches, operands, **given)
 
+    @switch.own_promotion
     def rule(platform, ctx, *operands, **params):
         emit, fallback = None, fallbacks[platform]
         if environment.xla_only() or algorithms.xla_forced():
@@ -155,8 +155,6 @@ def lower_reference(prim, reference):
 
     Each device computes its own part, and a jaxpr that was made elsewhere may be evaluated in the reference.
     """
-    # Programs may forbid promotion of ranks in their own code.
-    reference = jax.numpy_rank_promotion("allow")(reference)
     rule = switch.own_code(mlir.lower_fun(reference, multiple_results=prim.multiple_results))
     return lambda ctx, *operands, **params: rule(
         ctx.replace(avals_in=list(map(compat.not_varying, ctx.avals_in))), *operands, **params

@@ -1,13 +1,16 @@
 """What `jaxkern.accelerate` switches: a value in the keys of JAX's caches of traces and programs.
 
 Each thread has its own value; `install` sets the value that threads begin with. If it is None, programs run as they are. A
-lowering rule that emits jnp code marks it with `own_code`, so that no rule for user code takes that code again.
+lowering rule that emits jnp code marks it with `own_code`, so that no rule for user code takes that code again. A program may
+forbid implicit promotion of dtypes or ranks; jaxkern's own code runs under `own_promotion`.
 """
 
 import contextlib
 import functools
 import threading
 import typing
+
+import jax
 
 from jaxkern._core import compat, registry
 
@@ -79,10 +82,22 @@ def in_own_code() -> bool:
     return getattr(_local, "depth", 0) > 0
 
 
+def own_promotion(f):
+    """`f` with JAX's default promotion of dtypes and ranks, whatever the program sets for its own code."""
+
+    @functools.wraps(f)
+    def promoting(*args, **kwargs):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return f(*args, **kwargs)
+
+    return promoting
+
+
 def own_code(rule):
     """`rule`, a lowering rule, whose jnp code is code of this library."""
 
     @functools.wraps(rule)
+    @own_promotion
     def marked(*args, **kwargs):
         _local.depth = getattr(_local, "depth", 0) + 1
         try:

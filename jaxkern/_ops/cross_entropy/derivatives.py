@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 
 from jaxkern._core.autodiff import deflinear, defvjp
-from jaxkern._core.primitive import bind
+from jaxkern._core.primitive import bind, set_jvp
 from jaxkern._ops.cross_entropy import reference
 from jaxkern._ops.cross_entropy.primitive import (
     cross_entropy_both_p,
@@ -55,7 +55,7 @@ def _both_jvp(primals, tangents, **params):
     return jax.jvp(f, (primals[0], primals[2]), (along[0], along[2]))
 
 
-ad.primitive_jvps[cross_entropy_both_p] = _both_jvp
+set_jvp(cross_entropy_both_p, _both_jvp)
 
 
 def _along_logits(f):

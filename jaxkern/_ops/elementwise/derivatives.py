@@ -10,7 +10,7 @@ from jax.interpreters import ad
 
 from jaxkern._core import compat
 from jaxkern._core.autodiff import defvjp
-from jaxkern._core.primitive import bind
+from jaxkern._core.primitive import bind, set_jvp, set_transpose
 from jaxkern._ops.elementwise import reference
 
 
@@ -98,16 +98,15 @@ def gradient_rules(row, gradient_p, tangent_p):
             result[i] = ds[i - k]
         return result
 
-    ad.primitive_jvps[gradient_p] = jvp_rule(
-        gradient_p, reference.gradient, lambda split: [reference.operand_counts(row, split)[0]]
-    )
-    ad.primitive_transposes[gradient_p] = transpose_gradient
+    second = lambda split: [reference.operand_counts(row, split)[0]]
+    set_jvp(gradient_p, jvp_rule(gradient_p, reference.gradient, second))
+    set_transpose(gradient_p, transpose_gradient)
     if tangent_p is not gradient_p:
         between = lambda split: list(
             range(reference.operand_counts(row, split)[0], sum(reference.operand_counts(row, split)))
         )
-        ad.primitive_jvps[tangent_p] = jvp_rule(tangent_p, reference.tangent, between)
-        ad.primitive_transposes[tangent_p] = transpose_tangent
+        set_jvp(tangent_p, jvp_rule(tangent_p, reference.tangent, between))
+        set_transpose(tangent_p, transpose_tangent)
 
 
 def no_derivative(prim):
@@ -115,4 +114,4 @@ def no_derivative(prim):
         y = bind(prim, *primals, **params)
         return y, compat.zero_tangent(y)
 
-    ad.primitive_jvps[prim] = rule
+    set_jvp(prim, rule)

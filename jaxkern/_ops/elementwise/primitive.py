@@ -12,7 +12,7 @@ from jax.interpreters import ad
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkern._core import algorithms, compat, define, partition
-from jaxkern._core.primitive import bind
+from jaxkern._core.primitive import bind, set_jvp, set_transpose
 from jaxkern._ops.elementwise import derivatives, plan, reference, table
 
 algorithms.register(plan, "elementwise")
@@ -142,5 +142,5 @@ cast_p = define.primitive(
     plan=functools.partial(plan.plan, "cast"),
     partition=_partition,
 )
-ad.primitive_jvps[cast_p] = _cast_jvp
-ad.primitive_transposes[cast_p] = _cast_transpose
+set_jvp(cast_p, _cast_jvp)
+set_transpose(cast_p, _cast_transpose)

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxkern._core import compat, partition
 from jaxkern._core.define import primitive
 from jaxkern._core.functor import computing
-from jaxkern._core.primitive import bind
+from jaxkern._core.primitive import bind, set_jvp, set_transpose
 from jaxkern._ops.function import plan
 
 
@@ -132,5 +132,5 @@ def _partition(prim, ctx, operands, params):
 elementwise_kernel_p = primitive(
     "jaxkern_elementwise_kernel", _abstract, _batch, _reference, several=True, plan=plan.plan, partition=_partition
 )
-ad.primitive_jvps[elementwise_kernel_p] = _jvp
-ad.primitive_transposes[elementwise_kernel_p] = _transpose
+set_jvp(elementwise_kernel_p, _jvp)
+set_transpose(elementwise_kernel_p, _transpose)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jaxkern._core import compat, validate
 from jaxkern._core.autodiff import defvjp
+from jaxkern._core.primitive import set_jvp, set_transpose
 from jaxkern._ops.indexing import reference
 from jaxkern._ops.indexing.primitive import (
     computing,
@@ -184,7 +185,7 @@ def _product_jvp(primals, tangents, *, rows, rules):
     return y, validate.split_like(jax.jvp(f, (source,), (along,))[1], jax.typeof(y))
 
 
-ad.primitive_jvps[segment_prod_p] = _product_jvp
+set_jvp(segment_prod_p, _product_jvp)
 
 
 def _transpose_add(ct, x, index, source, *rest, rules):
@@ -213,6 +214,6 @@ def _transpose_sum(ct, source, *at, rows, rules):
     return [dx, *[None] * len(at)]
 
 
-ad.primitive_transposes[index_add_p] = _transpose_add
-ad.primitive_transposes[index_select_p] = _transpose_select
-ad.primitive_transposes[segment_sum_p] = _transpose_sum
+set_transpose(index_add_p, _transpose_add)
+set_transpose(index_select_p, _transpose_select)
+set_transpose(segment_sum_p, _transpose_sum)

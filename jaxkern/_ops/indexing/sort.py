@@ -20,7 +20,7 @@ from jax.interpreters import ad
 
 from jaxkern._core import algorithms, compat, launch, validate
 from jaxkern._core.define import ceil_div, divider, primitive
-from jaxkern._core.primitive import bind
+from jaxkern._core.primitive import bind, set_jvp
 
 # The most keys (one of which is for dropped updates) and positions that one run of the kernels can number in 32 bits.
 MAX_KEYS, MAX_POSITIONS = 1 << 31, 1 << 30
@@ -327,8 +327,7 @@ def plan(device, operands, results, *, rows, wrap, clip) -> launch.Plan | None:
 
 
 sort_indices_p = primitive("jaxkern_sort_indices", _shape, _batch, reference, on_cpu=_on_cpu, several=True, plan=plan)
-ad.primitive_jvps[sort_indices_p] = _jvp
-
+set_jvp(sort_indices_p, _jvp)
 
 # ---- offsets
 
@@ -373,4 +372,4 @@ def offsets_plan(device, operands, results, *, rows) -> launch.Plan | None:
 
 
 row_offsets_p = primitive("jaxkern_row_offsets", _offsets_shape, _batch_offsets, offsets_reference, plan=offsets_plan)
-ad.primitive_jvps[row_offsets_p] = _offsets_jvp
+set_jvp(row_offsets_p, _offsets_jvp)

@@ -11,7 +11,7 @@ from jax import lax
 from jax.interpreters import ad
 
 from jaxkern._core import compat
-from jaxkern._core.primitive import bind
+from jaxkern._core.primitive import bind, set_jvp, set_transpose
 from jaxkern._ops.linear_cross_entropy import reference
 from jaxkern._ops.linear_cross_entropy.primitive import (
     linear_cross_entropy_both_p,
@@ -41,7 +41,7 @@ def _loss_jvp(primals, tangents, *, spec):
     return value, bind(linear_cross_entropy_jvp_p, h, weight, labels, *bias, *_some(along, wanted), **facts)
 
 
-ad.primitive_jvps[linear_cross_entropy_p] = _loss_jvp
+set_jvp(linear_cross_entropy_p, _loss_jvp)
 
 
 def _sum_jvp(primals, tangents, *, spec):
@@ -82,8 +82,7 @@ def _scale(c):
     return jnp.where((scale > 0) & jnp.isfinite(scale), jnp.exp2(jnp.ceil(jnp.log2(scale))), 1)
 
 
-ad.primitive_jvps[linear_cross_entropy_sum_p] = _sum_jvp
-
+set_jvp(linear_cross_entropy_sum_p, _sum_jvp)
 
 # ---- derivatives of the gradients
 
@@ -133,8 +132,8 @@ def _grad_transpose(cts, h, weight, labels, c, *bias, spec, wanted):
     return [None, None, None, ct, *[None] * len(bias)]
 
 
-ad.primitive_jvps[linear_cross_entropy_grad_p] = _grad_jvp
-ad.primitive_transposes[linear_cross_entropy_grad_p] = _grad_transpose
+set_jvp(linear_cross_entropy_grad_p, _grad_jvp)
+set_transpose(linear_cross_entropy_grad_p, _grad_transpose)
 
 
 def _both_jvp(primals, tangents, *, spec, wanted):
@@ -153,7 +152,7 @@ def _both_jvp(primals, tangents, *, spec, wanted):
     return jax.jvp(f, [primals[k] for k in at], [tangents[k] for k in at])
 
 
-ad.primitive_jvps[linear_cross_entropy_both_p] = _both_jvp
+set_jvp(linear_cross_entropy_both_p, _both_jvp)
 
 
 def _tangent_jvp(primals, tangents, *, spec, wanted, biased):
@@ -205,5 +204,5 @@ def _tangent_transpose(ct, h, weight, labels, *rest, spec, wanted, biased):
     return [None] * (3 + biased) + cts
 
 
-ad.primitive_jvps[linear_cross_entropy_jvp_p] = _tangent_jvp
-ad.primitive_transposes[linear_cross_entropy_jvp_p] = _tangent_transpose
+set_jvp(linear_cross_entropy_jvp_p, _tangent_jvp)
+set_transpose(linear_cross_entropy_jvp_p, _tangent_transpose)

@@ -21,7 +21,7 @@ import numpy as np
 from jax.interpreters import ad
 
 from jaxkern._core import compat, functor, validate
-from jaxkern._core.primitive import bind
+from jaxkern._core.primitive import bind, set_jvp, set_transpose
 from jaxkern._ops.messages.primitive import (
     EDGE,
     LOCATED,
@@ -229,7 +229,7 @@ def _differentiate(prim, gradients):
             dys.append(next(tangents) if k in inexact else compat.zero_tangent(ys[-1]))
         return ys, dys
 
-    ad.primitive_jvps[prim] = jvp
+    set_jvp(prim, jvp)
 
     def transpose(cts, *operands, **params):
         """The primitive is linear in each of the operands that are undefined, of which f' reads none."""
@@ -249,7 +249,7 @@ def _differentiate(prim, gradients):
             result[k + 2 * WIDTH] = d
         return result
 
-    ad.primitive_transposes[prim] = transpose
+    set_transpose(prim, transpose)
 
 
 _differentiate(edge_reduce_p, _reduce_gradients)

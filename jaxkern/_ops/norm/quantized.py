@@ -19,7 +19,7 @@ from jax.interpreters import ad
 
 from jaxkern._core import compat, define, launch, partition
 from jaxkern._core.algorithms import pick
-from jaxkern._core.primitive import bind
+from jaxkern._core.primitive import bind, set_jvp
 from jaxkern._core.rows import without_axis
 from jaxkern._ops.norm import plan, primitive, reference
 from jaxkern._ops.quantize import plan as quantize_plan
@@ -210,7 +210,7 @@ def _primitive(name):
 QUANTIZED = {name: _primitive(name) for name in ("rms_norm", "layer_norm")}
 
 for _prim in QUANTIZED.values():
-    ad.primitive_jvps[_prim] = functools.partial(_jvp, _prim)
+    set_jvp(_prim, functools.partial(_jvp, _prim))
 
 
 def masked(x, where, args, *, to, block, given, **params):

@@ -12,11 +12,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkern._core import algorithms, compat, define, partition, validate
-from jaxkern._core.primitive import bind
+from jaxkern._core.primitive import bind, set_jvp
 from jaxkern._core.rows import without_axis
 from jaxkern._ops.quantize import plan, reference
 
@@ -118,4 +117,4 @@ def _jvp(prim, primals, tangents, **params):
 
 
 for _prim in (quantize_p, quantize_tiles_p):
-    ad.primitive_jvps[_prim] = functools.partial(_jvp, _prim)
+    set_jvp(_prim, functools.partial(_jvp, _prim))

@@ -18,7 +18,7 @@ from jax.interpreters import ad
 
 from jaxkern._core import compat, validate
 from jaxkern._core.autodiff import defvjp
-from jaxkern._core.primitive import bind
+from jaxkern._core.primitive import bind, set_jvp, set_transpose
 from jaxkern._ops.reduction.primitive import (
     logsumexp_p,
     logsumexp_statistics_p,
@@ -52,8 +52,8 @@ def _deflinear(prim, spread):
         dx = spread(jnp.expand_dims(ct.astype(computing(x.aval.dtype)), axis), x.aval.shape, mask, axis)
         return [validate.split_like(dx.astype(x.aval.dtype), x.aval), *none]
 
-    ad.primitive_jvps[prim] = jvp
-    ad.primitive_transposes[prim] = transpose
+    set_jvp(prim, jvp)
+    set_transpose(prim, transpose)
 
 
 _deflinear(reduce_sum_p, lambda ct, shape, mask, axis: _masked(jnp.broadcast_to(ct, shape), mask))

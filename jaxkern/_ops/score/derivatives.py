@@ -12,7 +12,7 @@ from jax.interpreters import ad
 
 from jaxkern._core import validate
 from jaxkern._core.autodiff import deftranspose, defvjp, linear_jvp
-from jaxkern._core.primitive import bind
+from jaxkern._core.primitive import bind, set_jvp, set_transpose
 from jaxkern._ops.function.primitive import apply
 from jaxkern._ops.score import reference
 from jaxkern._ops.score.primitive import (
@@ -103,8 +103,8 @@ for _prim, _linear, _of in (
     (softmax_score_grads_p, (1,), reference.score_grads),
     (softmax_score_jvps_p, (1, 2), reference.score_jvps),
 ):
-    ad.primitive_jvps[_prim] = functools.partial(linear_jvp, _prim, _of, _linear)
+    set_jvp(_prim, functools.partial(linear_jvp, _prim, _of, _linear))
 deftranspose(softmax_score_grad_p, 1, softmax_score_jvp_p)
 deftranspose(softmax_score_jvp_p, 1, softmax_score_grad_p)
-ad.primitive_transposes[softmax_score_grads_p] = _grads_transpose
-ad.primitive_transposes[softmax_score_jvps_p] = _jvps_transpose
+set_transpose(softmax_score_grads_p, _grads_transpose)
+set_transpose(softmax_score_jvps_p, _jvps_transpose)

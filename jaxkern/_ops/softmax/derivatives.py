@@ -9,11 +9,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad
 
 from jaxkern._core import define, validate
 from jaxkern._core.autodiff import deflinear, deftranspose, defvjp, linear_jvp
-from jaxkern._core.primitive import bind
+from jaxkern._core.primitive import bind, set_jvp
 from jaxkern._core.rows import computed, row_sum
 from jaxkern._ops.softmax import reference
 from jaxkern._ops.softmax.primitive import (
@@ -155,5 +154,5 @@ for _prim, _other in (
     (softmax_fused_jvp_p, softmax_fused_grad_p),
     (softmax_fused_output_grad_p, softmax_fused_output_grad_p),
 ):
-    ad.primitive_jvps[_prim] = functools.partial(linear_jvp, _prim, define.references[_prim], (1,))
+    set_jvp(_prim, functools.partial(linear_jvp, _prim, define.references[_prim], (1,)))
     deftranspose(_prim, 1, _other)
