@@ -45,46 +45,46 @@ class accelerate(contextlib.ContextDecorator):
 
     Inside the block, programs of this thread are compiled such that these operations run on jaxkern:
 
-        "scatter_add", "scatter_max", "scatter_min"   of rows: `x.at[i].add`, `jax.ops.segment_sum`, the gradients of
-                                                      `x[i]`, `jnp.take` and `flax.linen.Embed`, jraph's models
+        "scatter_add", "scatter_max", "scatter_min"   scatters of rows: `x.at[i].add`, `jax.ops.segment_sum`, jraph's models,
+                                                      the gradients of `x[i]`, `jnp.take` and `flax.linen.Embed`
         "logsumexp"                                   `jax.nn.logsumexp`, `jax.scipy.special.logsumexp`
         "softmax"                                     the gradient of `jax.nn.softmax`
         "dot_product_attention"                       the softmax in `jax.nn.dot_product_attention`, in 16 bits, with its masks
-        "log_softmax"                                 that of `jax.nn.log_softmax` in 16 bits
+        "log_softmax"                                 the gradient of `jax.nn.log_softmax` in 16 bits
         "softmax_cross_entropy"                       `optax.softmax_cross_entropy_with_integer_labels`, loss and gradient
         "layer_norm", "rms_norm"                      the layers of `flax.linen`, `flax.nnx`, `equinox` and `haiku`: the
-                                                      variance is computed otherwise
+                                                      variance is computed differently
 
-    On request alone, by `only`: log_softmax, layer_norm and rms_norm.
+    log_softmax, layer_norm and rms_norm are taken on request alone, by `only`.
 
     Where gathers of rows and elementwise arithmetic make the updates of a scatter, as in `segment_sum(x[senders] *
-    w[:, None], receivers)`, one kernel runs all of it, and nothing of the size edges x features is stored.
+    w[:, None], receivers)`, one kernel runs all of it, and no array of edges x features is stored.
 
-    A case is taken only where it was measured, or is estimated, to be faster; `explain` shows which are. Functions that
-    are already compiled switch correctly at the block's begin and end. Put it around the call of a jitted function, or
-    the decorator above `jax.jit`: JAX lowers a program, and differentiates eager code, after the function inside
-    `jax.jit` has returned.
+    A case is taken only where it was measured, or is estimated, to be faster; `explain` shows which cases are. Functions that
+    are already compiled are compiled again for the block, and JAX keeps both versions. Put the block around the call of a
+    jitted function, or the decorator above `jax.jit`: JAX lowers a program, and differentiates eager code, after the function
+    inside `jax.jit` has returned.
 
     Args:
-        only: names of operations to take, and no others; a name or several. By default all but those on request.
+        only: a name, or several, of operations to take, and no others. By default all but the ones on request.
         without: names of operations not to take.
         check: as a decorator: calls run the plain function as well, on copies of the arguments, and compare the results.
-            True, or the relative error to allow, of the largest element of each array, or a 64th of it of the largest element of
-            all arrays in the same result. On the CPU, jaxkern's references stand for its kernels. Raises `CheckError`.
-        force: takes every case that the kernels can run, whatever its size, on the CPU as well, where jaxkern's references
-            stand for its kernels: for tests.
+            True, or the error to allow, relative to the largest element of each array. An array may also differ by a 64th of
+            it, relative to the largest element of all arrays in the same result. On the CPU, jaxkern's references stand for
+            its kernels. Raises `CheckError`.
+        force: takes every case that the kernels can run, whatever its size, also on the CPU, where jaxkern's references
+            stand for its kernels. For tests.
         export: also in programs that `jax.export` makes, which then need `disabled_checks=jaxkern.export_checks()`.
 
-    Results differ from plain JAX's by rounding: 16-bit sums are made in float32, and the variance of a row is the mean of
-    its squared deviations, where flax's layers have mean(x^2) - mean(x)^2 by default, which is less accurate, and haiku's
-    round to the type of x after each operation. Sums are the
-    same bits in every run. What else differs, for rows of infinite logits and for logits that are
-    converted from bfloat16 to float32, is in the docstring of
-    jaxkern/_accelerate/functions.py.
+    Results differ from plain JAX's by rounding. Sums of 16-bit numbers are made in float32. The variance of a row is the mean of
+    its squared deviations; flax's layers compute mean(x^2) - mean(x)^2 by default, which is less accurate, and haiku's round to
+    the type of x after each operation. Sums have the same bits in every run. The docstring of jaxkern/_accelerate/functions.py
+    says what else differs, for rows of infinite logits and for logits that are converted from bfloat16 to float32.
 
     Raises:
-        ValueError: a name is unknown, or `check` is negative. TypeError: `check` in a `with` statement or under jit, grad or vmap; a decorated
-            generator or coroutine, whose body runs after the call.
+        ValueError: a name is unknown, or `check` is negative.
+        TypeError: `check` is used in a `with` statement, or under jit, grad or vmap; or a generator or coroutine is decorated,
+            whose body runs after the call.
 
     >>> import jax, jax.numpy as jnp, jaxkern
     >>> step = jax.jit(jax.grad(lambda table, ids: (table[ids] ** 2).sum()))

@@ -490,7 +490,9 @@ def scatter_problem(**changes):
         ({"gathers": True}, False),
         ({"fused": True}, False),
         ({"fused": True, "dtype": jnp.dtype(jnp.bfloat16)}, True),
-        ({"fused": True, "rows": 100}, True),  # updates of a row that contend
+        ({"fused": True, "rows": 64}, True),  # updates of a row that contend
+        ({"rows": 10, "count": 20480}, False),
+        ({"rows": 10, "count": 20480, "trail": 1}, True),
         # XLA adds float32 by compare-and-swap in jaxlib 0.10.2 to 0.11.0.
         ({"count": 1000, "jaxlib": (0, 10, 1)}, False),
         ({"count": 1000, "jaxlib": (0, 10, 2)}, True),
