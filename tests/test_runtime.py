@@ -340,55 +340,60 @@ def test_the_cache_is_bounded(run, tmp_path):
     assert sum(p.stat().st_size for p in files(folder)) <= bound
 
 
-def test_only_the_caches_own_files_are_removed(run, tmp_path):
-    folder = tmp_path / "cache"
-    run('module.compile("probe.cuh", "Probe<float, true>", 90)')
-    (own,) = files(folder)
-    draft = own.with_name(own.name + ".q8Zv1B")
-    draft.write_bytes(own.read_bytes())
-    names = ("notes.jaxkern.txt", own.name + ".bak", "x.jaxkern", own.name + ".q8Zv1B2", own.name.upper())
-    for name in names:
-        (folder / name).write_bytes(b"kept")
-    for path in (own, draft, *(folder / name for name in names)):
-        os.utime(path, (1, 1))
-    run("""
-        configure(cache_bytes=1)
-        module.compile("probe.cuh", "Probe<float, true>", 80)
-    """)
-    assert {p.name for p in files(folder)} == set(names)
+COMPILE = """
+folder = pathlib.Path(runtime.cache_folder())
+def compiled(*capabilities):
+    for capability in capabilities:
+        module.compile("probe.cuh", "Probe<float, true>", capability)
+    return set(folder.iterdir())
+"""
 
 
-def test_what_stands_in_the_place_of_an_entry(run, tmp_path):
+def test_only_the_caches_own_files_are_removed(run):
+    run(
+        COMPILE
+        + textwrap.dedent("""
+            (own,) = compiled(90)
+            draft = own.with_name(own.name + ".q8Zv1B")
+            names = ("notes.jaxkern.txt", own.name + ".bak", "x.jaxkern", own.name + ".q8Zv1B2", own.name.upper())
+            others = {folder / name for name in names}
+            for path in (draft, *others):
+                path.write_bytes(b"jaxkern")
+            for path in (own, draft, *others):
+                os.utime(path, (1, 1))
+            configure(cache_bytes=1)
+            assert compiled(80) == others
+        """)
+    )
+
+
+def test_what_stands_in_the_place_of_an_entry(run):
     """A FIFO does not block, and drafts of an earlier process with the same number do not stop a later one."""
-    folder = tmp_path / "cache"
-    run('module.compile("probe.cuh", "Probe<float, true>", 90)')
-    (entry,) = files(folder)
-    entry.unlink()
-    os.mkfifo(entry)
-    assert run(
-        """
-        for n in range(9):
-            pathlib.Path(f"ENTRY.{os.getpid()}.{n}").touch()
-        print(module.compile("probe.cuh", "Probe<float, true>", 90)[2])
-    """.replace("ENTRY", str(entry))
-    ) == ["False"]
-    assert entry.is_file() and entry.read_bytes()
+    run(
+        COMPILE
+        + textwrap.dedent("""
+            (entry,) = compiled(90)
+            entry.unlink()
+            os.mkfifo(entry)
+            for n in range(9):
+                entry.with_name(f"{entry.name}.{os.getpid()}.{n}").touch()
+            compiled(90)
+            assert entry.is_file() and entry.read_bytes()
+        """)
+    )
 
 
-def test_entries_dated_in_the_future_are_removed_first(run, tmp_path):
-    folder = tmp_path / "cache"
-    compile_for = """
-        configure(cache_bytes=BOUND)
-        for capability in CAPABILITIES:
-            module.compile("probe.cuh", "Probe<float, true>", capability)
-    """
-    run(compile_for.replace("BOUND", "1 << 20").replace("CAPABILITIES", "(80, 86, 89)"))
-    old = files(folder)
-    for path in old:
-        os.utime(path, (4e9, 4e9))
-    bound = sum(path.stat().st_size for path in old) + 100
-    run(compile_for.replace("BOUND", str(bound)).replace("CAPABILITIES", "(90,)"))
-    assert set(files(folder)) - set(old)
+def test_entries_dated_in_the_future_are_removed_first(run):
+    run(
+        COMPILE
+        + textwrap.dedent("""
+            old = compiled(80, 86, 89)
+            for path in old:
+                os.utime(path, (4e9, 4e9))
+            configure(cache_bytes=sum(path.stat().st_size for path in old) + 100)
+            assert compiled(90) - old
+        """)
+    )
 
 
 def test_many_processes_share_a_cache(run, tmp_path):

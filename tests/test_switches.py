@@ -262,6 +262,22 @@ def test_cache_reads_what_the_runtime_writes(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_cache_that_is_off(monkeypatch, capsys):
-    monkeypatch.setenv("JAXKERN_CACHE_DIR", "")
+@pytest.mark.parametrize("folder", ["", "/\udcff"])
+@pytest.mark.filterwarnings("ignore:JAXKERN_CACHE_DIR")
+def test_cache_that_is_off(folder, monkeypatch, capsys):
+    monkeypatch.setenv("JAXKERN_CACHE_DIR", folder)
     assert cache.main([]) == 0 and "the cache is off" in capsys.readouterr().out
+
+
+def test_settings_can_be_printed(monkeypatch):
+    monkeypatch.setenv("JAXKERN_DUMP", "/\udcff")
+    assert environment.given()["JAXKERN_DUMP"].encode() == rb"/\udcff"
+
+
+def test_settings_in_a_folder_that_is_gone(monkeypatch, tmp_path):
+    """Names that are relative to it are used as they are."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setenv("JAXKERN_CACHE_DIR", "cache")
+    assert runtime.cache_folder() == "cache"

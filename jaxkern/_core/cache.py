@@ -35,9 +35,9 @@ def entries(folder: str) -> list[Entry]:
     These are regular files of this user whose names the runtime makes. Everything else in the folder is ignored.
     """
     found = []
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as files:
+    with contextlib.suppress(OSError), os.scandir(folder) as files:  # no folder, or one that this user may not read
         for file in files:
-            with contextlib.suppress(FileNotFoundError):  # another process removed it
+            with contextlib.suppress(OSError):  # another process removed it, or this user may not read it
                 status = file.stat(follow_symlinks=False)
                 if NAME.fullmatch(file.name) and stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
                     found.append(Entry(file.path, status.st_size, status.st_mtime, *_describe(file.path)))
@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     folder = runtime.cache_folder()
     if not folder:
-        print("the cache is off: JAXKERN_CACHE_DIR is empty")
+        print("the cache is off: JAXKERN_CACHE_DIR is empty or cannot be used")
         return 0
     found = entries(folder)
     size = f"{sum(entry.bytes for entry in found) / 2**20:.1f} MiB"

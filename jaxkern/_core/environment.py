@@ -94,5 +94,6 @@ def xla_only() -> bool:
 
 
 def given() -> dict[str, str]:
-    """The variables of the table that are set."""
-    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    """The variables of the table that are set, in characters that can be printed."""
+    printable = lambda value: value.encode(errors="backslashreplace").decode()
+    return {name: printable(os.environ[name]) for name in VARIABLES if name in os.environ}

@@ -4,6 +4,7 @@ NVRTC comes with `jax[cuda13]` or `jax[cuda12]`, or with a CUDA toolkit; nothing
 variables that set the cache.
 """
 
+import contextlib
 import functools
 import glob
 import hashlib
@@ -60,11 +61,15 @@ _OLDEST = 80  # the compute capability that kernels are written for: bfloat16 ar
 
 def cache_folder() -> str:
     """The folder of compiled kernels; empty if kernels are not kept on disk."""
-    folder = environment.read("JAXKERN_CACHE_DIR")
-    if folder is not None:
-        return os.path.abspath(os.path.expanduser(folder)) if folder else ""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return os.path.join(base, "jaxkern") if os.path.isabs(base) else ""
+    given = environment.read("JAXKERN_CACHE_DIR")
+    if given is not None:
+        folder = _absolute(given) if given else ""
+        if not _is_utf8(folder):
+            environment.warn("JAXKERN_CACHE_DIR", "the name is not UTF-8; kernels are not kept there")
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        folder = os.path.join(base, "jaxkern") if os.path.isabs(base) else ""
+    return folder if _is_utf8(folder) else ""
 
 
 def cache_bytes() -> int:
@@ -94,6 +99,12 @@ def _problem_with(folder: str, mode: int) -> str:
         return error.strerror or str(error)
 
 
+def _absolute(folder: str) -> str:
+    with contextlib.suppress(OSError):  # the working directory is gone
+        return os.path.abspath(os.path.expanduser(folder))
+    return folder
+
+
 def _is_utf8(path: str) -> bool:
     try:
         path.encode()
@@ -109,7 +120,7 @@ def _trusted(folder: str) -> bool:
 
 
 def _usable_cache() -> str:
-    """`cache_folder()` as the runtime takes it. Warns if JAXKERN_CACHE_DIR names a folder that cannot be used."""
+    """`cache_folder()`. Creates a folder that JAXKERN_CACHE_DIR names, and warns if it cannot be used."""
     folder = cache_folder()
     if folder and environment.read("JAXKERN_CACHE_DIR"):
         problem = _problem_with(folder, 0o700)
@@ -117,7 +128,7 @@ def _usable_cache() -> str:
             problem = "it belongs to another user, or others may write to it"
         if problem:
             environment.warn("JAXKERN_CACHE_DIR", f"{problem}; kernels are not kept there")
-    return folder if _is_utf8(folder) else ""
+    return folder
 
 
 @functools.cache  # at import
@@ -126,7 +137,7 @@ def dump_folder() -> str:
     given = environment.read("JAXKERN_DUMP")
     if not given:
         return ""
-    folder = os.path.abspath(os.path.expanduser(given))
+    folder = _absolute(given)
     problem = _problem_with(folder, 0o777)
     if problem:
         environment.warn("JAXKERN_DUMP", f"{problem}; kernels are not written there")
