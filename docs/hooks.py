@@ -17,8 +17,11 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+for folder in (ROOT, ROOT / "docs"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+import counterparts as pairs  # noqa: E402
 
 from benchmarks import _goals, _plot, _report  # noqa: E402
 
@@ -191,6 +194,36 @@ def elementwise_reference() -> str:
     return table(["function", "result"], rows)
 
 
+def counterparts() -> str:
+    """A row for each function with a counterpart: the arguments that both have, and those of one side."""
+    rows = []
+    for c in pairs.COUNTERPARTS:
+        ours, theirs = c.parameters()
+        back = {mine: other for other, mine in c.same.items()}
+        name = lambda k: f"`{k}` (`{back[k]}`)" if k in back else f"`{k}`"
+        both = [name(k) for k in ours if k in theirs]
+        instead: dict = {}
+        for argument, what in c.without.items():
+            instead.setdefault(what, []).append(f"`{argument}`")
+        missing = [f"{', '.join(arguments)}: {what}" for what, arguments in instead.items()]
+        defaults = [f"`{k}` {why}" for k, why in c.defaults.items()]
+        more = [f"`{k}`" for k in ours if k not in theirs]
+        cells = [", ".join(both), "; ".join([*missing, *defaults]), ", ".join(more)]
+        rows.append([f"`{c.ours}`", f"`{c.theirs}`", *cells])
+    return table(["here", "counterpart", "both (its name there)", "there, and here instead", "here alone"], rows)
+
+
+def differences() -> str:
+    return table(["function", "here", "there", "why"], [[d.of, d.here, d.there, d.why] for d in pairs.DIFFERENCES])
+
+
+def elementwise_counterparts() -> str:
+    modules: dict = {}
+    for name, (label, _) in pairs.elementwise().items():
+        modules.setdefault(label.rpartition(".")[0], []).append(f"`{name}`")
+    return table(["in", "functions"], [[f"`{module}`", ", ".join(names)] for module, names in modules.items()])
+
+
 def switches() -> str:
     from jaxkern._core import environment
 
@@ -251,6 +284,9 @@ FILL = {
         all_results,
         elementwise,
         elementwise_reference,
+        counterparts,
+        differences,
+        elementwise_counterparts,
         switches,
         algorithms,
         gate,

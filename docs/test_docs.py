@@ -19,6 +19,19 @@ def test_readme_has_blocks():
     assert EXAMPLES
 
 
+def test_drawing_of_rows():
+    """Each size in the drawing is the longest float32 row that the algorithm runs on an H200."""
+    from jaxkern import tiers
+
+    drawing = (README.parent / "docs" / "drawings" / "rows.svg").read_text()
+    found = re.findall(r">(\w+)</text>\s*<text[^>]*>up to ([\d.]+) (bytes|KB|MB)</text>", drawing)
+    assert len(found) == 5
+    for algorithm, size, unit in found:
+        width = int(float(size) * {"bytes": 1, "KB": 1 << 10, "MB": 1 << 20}[unit]) // 4
+        choose = lambda width: tiers.choose("softmax", 8192, width, device=tiers.H200)
+        assert choose(width) == algorithm != choose(width + 4)
+
+
 def test_api_lists_every_public_name():
     import jaxkern
 
