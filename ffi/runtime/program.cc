@@ -1,5 +1,6 @@
 #include "runtime/program.h"
 
+#include <algorithm>
 #include <charconv>
 #include <clocale>
 #include <cmath>
