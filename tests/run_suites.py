@@ -152,7 +152,8 @@ def _wrapped(item):
         taken = lambda found: collections.Counter(d.operation for d in found if d.taken)
         left = collections.Counter(f"{d.operation}: {d.reason}" for d in found if not d.taken)
         on_cuda = taken(_lowering.decisions)
-        item.user_properties += [("taken", taken(found) - on_cuda), ("on_cuda", on_cuda), ("left", left)]
+        counts = {"taken": taken(found) - on_cuda, "on_cuda": on_cuda, "left": left}
+        item.user_properties += [(name, dict(c)) for name, c in counts.items()]  # xdist sends plain types
         item.user_properties.append(("errors", _lowering.errors))
 
 
