@@ -38,9 +38,9 @@ def softmax(
 ) -> jax.Array:
     """Softmax of `scale * x + bias`, or of `score(x)`, along `axis`, as `jax.nn.softmax`.
 
-    One kernel reads `x` once and writes the result, whichever arguments are given. The gradient is one kernel, too. Its
-    residual is the result; with dropout the residuals are `x` and these arguments, and the gradient recomputes the
-    softmax.
+    One kernel reads `x` once, or twice if its rows are too long to be kept, and writes the result, whichever arguments are
+    given. The gradient is one kernel, too. Its residual is the result; with dropout the residuals are `x` and these
+    arguments, and the gradient recomputes the softmax.
 
     Args:
         x: array of any shape. float16, bfloat16 and float32 are computed in float32, float64 in
