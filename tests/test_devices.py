@@ -64,7 +64,7 @@ def test_shared_memory(kilobytes, monkeypatch, x64):
 
 
 def test_gpus_that_kernels_are_not_written_for(monkeypatch):
-    """XLA runs, and the reason is said once."""
+    """XLA runs. A warning says why, and so does `explain`."""
     monkeypatch.setattr(device, "this_device", lambda: device.Device(40, 75, 64 << 10))
     monkeypatch.setattr(registry, "gpu_present", lambda: True)
     registry._problem_here.cache_clear()
@@ -72,5 +72,8 @@ def test_gpus_that_kernels_are_not_written_for(monkeypatch):
         with pytest.warns(UserWarning, match="compute capability 8.0 or later, and this one has 7.5"):
             lowered = jax.jit(jaxkern.softmax).trace(jnp.ones((8, 512))).lower(lowering_platforms=("cuda",)).as_text()
         assert "jaxkern_softmax" not in lowered and "stablehlo.exponential" in lowered
+        table, ids = jnp.zeros((1000, 64), jnp.bfloat16), jnp.zeros(4096, jnp.int32)
+        (decision,) = jaxkern.explain(jax.grad(lambda t, i: t[i].sum()))(table, ids)
+        assert not decision.taken and "this one has 7.5" in decision.reason
     finally:
         registry._problem_here.cache_clear()

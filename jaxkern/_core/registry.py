@@ -73,12 +73,15 @@ def register_cuda_target(name: str) -> None:
 
 
 def kernels_run() -> bool:
-    """Whether programs for CUDA may contain launch lists.
+    """Whether programs for CUDA may contain launch lists. True without a GPU: the program is for export."""
+    return not refusal()
 
-    False if kernels cannot be compiled for the GPU of this process, or JAXKERN_BACKEND=xla. True without a GPU: the program
-    is for export.
-    """
-    return kernels.module is not None and not environment.xla_only() and not _problem_here()
+
+def refusal() -> str:
+    """Why programs for CUDA contain no launch lists; empty if they may."""
+    if kernels.module is None:
+        return kernels.reason
+    return "JAXKERN_BACKEND=xla" if environment.xla_only() else _problem_here()
 
 
 def prefetch(program: str) -> None:

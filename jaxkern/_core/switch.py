@@ -117,8 +117,8 @@ def refusal(ctx, settings) -> str:
     """Why kernels cannot run in the program that is being lowered in `ctx`; "" if they can."""
     if compat.for_export(ctx) and not (settings is not None and settings.export):
         return "exported programs run without jaxkern, but for accelerate(export=True)"
-    if "cuda" in compat.platforms(ctx) and not registry.kernels_run():
-        return "no kernels here: see python -m jaxkern"
+    if "cuda" in compat.platforms(ctx) and (reason := registry.refusal()):
+        return f"no kernels here: {reason}"
     if compat.partitioned_devices(ctx) > 1 and not compat.may_partition_itself(ctx):
         return "XLA cannot be called back to partition it"
     return ""
