@@ -1,16 +1,18 @@
-"""Functions of the user's in kernels: from a Python function of scalars to a C++ functor.
+"""User functions in kernels: from a Python function of scalars to a C++ functor.
 
     function, captured = trace(lambda x, s: jax.nn.silu(x) * s, [jnp.bfloat16, jnp.float32], name="elementwise_kernel")
     function.source("Scale")    the functor, for the `source` of a Launch
     function(x, s)              the same in jnp, on arrays that broadcast
     function.vjp((0,))          the derivative, a Function of (x, s, cotangent)
 
-`trace` makes a jaxpr of the function, with float32 in the place of 16-bit types: these are computed in float32 and rounded
-where they are stored. The jaxpr becomes C++ one statement an equation, in terms of the overloads in
-ffi/kernels/common/functions.h; where the function has 16-bit numbers alone, of those in namespace `coarse`, which are more
-accurate than the rounding that JAX would do after each operation, but not below what jumps (see `_is_coarse`). A Function
-is equal to another if it computes the same and has the same derivatives, so it can be the parameter of a primitive: a
-lambda that is written anew in every call does not compile anew.
+`trace` makes a jaxpr of the function with the user's dtypes, then one with float32 in place of 16-bit types (jaxprs.py):
+kernels compute these in float32 and round where they store. Each equation becomes one statement of C++, a call of an
+overload in ffi/kernels/common/functions.h. If all real numbers of the function have 16 bits, it uses the overloads in
+namespace `coarse` where there are any. These are more accurate than rounding after each operation, as JAX does, but not for
+inputs of discontinuous operations (see `_is_coarse`).
+
+Two Functions are equal if they compute the same and have the same derivatives (canonical.py), so a Function can be a
+parameter of a primitive: a lambda that is written anew in every call does not compile anew.
 """
 
 import contextlib
@@ -24,20 +26,28 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import AbstractMesh
 
-from jaxkern._core import compat
+from jaxkern._core import canonical, compat
 from jaxkern._core.define import CUDA_TYPES, references
+from jaxkern._core.jaxprs import (
+    CALLS,
+    CUSTOM,
+    IDENTITIES,
+    KERNEL,
+    REDUCTIONS,
+    called_jaxpr,
+    computing,
+    evaluate,
+    has_narrow,
+    in_jnp,
+    vjp_rule,
+    without_unused,
+)
 
 HEADER = "common/functions.h"  # what the source of a Function needs
 
 
 class Unsupported(TypeError):
     """A function does something that has no counterpart in a kernel."""
-
-
-def computing(dtype) -> np.dtype:
-    """The dtype in which a kernel holds a value of `dtype`."""
-    dtype = np.dtype(dtype)
-    return np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else dtype
 
 
 def trace(f, dtypes, *, name, weak=None, results=None, label=None, coarse=None):
@@ -63,13 +73,11 @@ def trace(f, dtypes, *, name, weak=None, results=None, label=None, coarse=None):
     scalar = lambda dtype, weak: jax.ShapeDtypeStruct((), dtype, weak_type=bool(weak))
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         try:
-            given, shapes = jax.make_jaxpr(f, return_shape=True)(*map(scalar, dtypes, weak))
+            closed, shapes = jax.make_jaxpr(f, return_shape=True)(*map(scalar, dtypes, weak))
         except Exception as error:
             names = ", ".join(d.name for d in dtypes)
             error.add_note(f"{label} is traced with scalars, one element of each operand: {names}")
             raise
-        closed = jax.make_jaxpr(f)(*(scalar(computing(d), w) for d, w in zip(dtypes, weak)))
-    limits = _limits(given, closed, dtypes)
     out, out_tree = jax.tree.flatten(shapes)
     if not out or (results is not None and len(out) != results):
         wanted = "at least one scalar" if results is None else f"{results} scalar{'s' * (results != 1)}"
@@ -93,17 +101,17 @@ def trace(f, dtypes, *, name, weak=None, results=None, label=None, coarse=None):
         check_dtype(label, a.dtype)
     # For its errors, which name the user's lines.
     named = [c if c is not None else f"c{k}" for k, c in enumerate(consts)]
-    _Translation(label, _Translation.DEPTH).run(closed.jaxpr, named, [f"x{k}" for k in range(len(dtypes))])
+    _Translation(label).run(closed.jaxpr, named, [f"x{k}" for k in range(len(dtypes))])
 
     def of_scalars(*xs):
         args, rest = xs[: len(dtypes)], iter(xs[len(dtypes) :])
-        values = [next(rest).astype(v.aval.dtype) if c is None else c for v, c in zip(closed.jaxpr.constvars, consts)]
-        return _evaluate(closed.jaxpr, values, args, limits)
+        values = [next(rest).astype(computing(v.aval.dtype)) if c is None else c for v, c in zip(closed.jaxpr.constvars, consts)]
+        return evaluate(closed.jaxpr, values, args)
 
     in_dtypes = (*dtypes, *(np.dtype(c.dtype) for c in captured))
     weak = (*weak, *(bool(getattr(c, "weak_type", False)) for c in captured))
     out_dtypes = tuple(np.dtype(a.dtype) for a in out)
-    coarse = _is_coarse(given.jaxpr) if coarse is None else coarse
+    coarse = _is_coarse(closed.jaxpr) if coarse is None else coarse
     return _function(of_scalars, in_dtypes, out_dtypes, label, coarse, len(captured), out_tree, weak), captured
 
 
@@ -114,6 +122,9 @@ def _is_coarse(jaxpr) -> bool:
     a whole number where rounding to 16 bits would have made x / y one.
     """
     return _inexact(jaxpr, [False] * len(jaxpr.invars)) is not None
+
+
+_DEEPEST = 3  # levels of derivative rules in derivative rules that `_is_coarse` looks into
 
 
 def _inexact(jaxpr, given, depth=0) -> list | None:
@@ -133,15 +144,15 @@ def _inexact(jaxpr, given, depth=0) -> list | None:
         jaxprs = [called_jaxpr(e)[0]] if name in (*CALLS, *CUSTOM) else []
         if name == "cond":
             jaxprs, own = [branch.jaxpr for branch in e.params["branches"]], own[1:]
-        elif name == "jaxkern_elementwise_kernel":
+        elif name == KERNEL:
             if not e.params["function"].coarse:
                 return None
             results = [True] * len(e.outvars)
         elif not jaxprs and any(own) and _jumps(e):
             return None
-        if name in CUSTOM and depth < _Translation.DEPTH:
+        if name in CUSTOM and depth < _DEEPEST:
             with contextlib.suppress(TypeError, NotImplementedError):  # there is no derivative
-                rule = _rule(e).jaxpr
+                rule = vjp_rule(e).jaxpr
                 if _inexact(rule, [False] * len(rule.invars), depth + 1) is None:
                     return None
         if jaxprs:
@@ -179,6 +190,10 @@ def _function(f, in_dtypes, out_dtypes, label, coarse, captured=0, out_tree=None
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         args = [jax.ShapeDtypeStruct((), computing(d), weak_type=w) for d, w in zip(in_dtypes, weak)]
         closed = jax.make_jaxpr(converted)(*args)
+        if has_narrow(closed.jaxpr):  # f has derivative rules of functions on 16-bit values
+            narrow = closed
+            closed = jax.make_jaxpr(lambda *xs: evaluate(narrow.jaxpr, narrow.consts, xs))(*args)
+        closed = ClosedJaxpr(without_unused(closed.jaxpr), closed.consts)
         return Function(closed, tuple(in_dtypes), tuple(out_dtypes), label, coarse, captured, out_tree)
 
 
@@ -206,7 +221,7 @@ class Function:
         self.in_dtypes, self.out_dtypes = in_dtypes, out_dtypes
         self.label, self.coarse, self.captured, self.out_tree = label, coarse, captured, out_tree
         self.closed = closed
-        translation = _Translation(label, coarse=coarse)
+        translation = _Translation(label, coarse)
         names = [f"x{k}" for k in range(len(in_dtypes))]
         outs = translation.run(closed.jaxpr, closed.consts, names)
         needed = translation.remove_unused(outs)
@@ -214,17 +229,17 @@ class Function:
         lines = [line for statement in translation.statements for line in statement.lines]
         self._lines = (*lines, *(f"y{k} = {out};" for k, out in enumerate(outs)))
         dtypes = [" ".join(d.name for d in group) for group in (in_dtypes, out_dtypes)]
-        content = "\n".join((*dtypes, str(captured), *self._lines, *translation.marks))
-        self._digest = hashlib.sha256(content.encode()).hexdigest()
+        content = "\n".join((*dtypes, str(captured), str(coarse), canonical.text_of(closed)))
+        self.canonical_digest = hashlib.sha256(content.encode()).hexdigest()
 
     def __eq__(self, other):
-        return isinstance(other, Function) and self._digest == other._digest
+        return isinstance(other, Function) and self.canonical_digest == other.canonical_digest
 
     def __hash__(self):
-        return hash(self._digest)
+        return hash(self.canonical_digest)
 
     def __repr__(self):  # names a program in compilation caches
-        return f"Function({self._digest[:24]})"
+        return f"Function({self.canonical_digest[:24]})"
 
     # ---- C++
 
@@ -243,7 +258,7 @@ class Function:
 
     def scalars(self, *xs) -> list:
         """The results for scalars of computing types, in computing types."""
-        return _evaluate(self.closed.jaxpr, self.closed.consts, xs)
+        return evaluate(self.closed.jaxpr, self.closed.consts, xs)
 
     def __call__(self, *arrays) -> list:
         """The results for arrays that broadcast against each other: a list of arrays of their common shape.
@@ -311,7 +326,10 @@ class Function:
         return f
 
 
-@functools.lru_cache(maxsize=4096)
+_CACHED = 512  # Functions that each of these remembers
+
+
+@functools.lru_cache(maxsize=_CACHED)
 def _vjp(self, wrt):
     n = len(self.in_dtypes)
 
@@ -325,7 +343,7 @@ def _vjp(self, wrt):
     )
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=_CACHED)
 def _jvp(self, wrt):
     n = len(self.in_dtypes)
 
@@ -344,14 +362,14 @@ def _jvp(self, wrt):
         return _function(transposed, in_dtypes, out_dtypes, self.label, self.coarse)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=_CACHED)
 def _with_results(self, dtypes):
     if dtypes == self.out_dtypes:
         return self
     return _function(self.scalars, self.in_dtypes, dtypes, self.label, self.coarse, self.captured, self.out_tree)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=_CACHED)
 def _select(self, arguments):
     if not set(self.used) <= set(arguments):
         raise ValueError(f"{self.label}: arguments {self.used} are used, and {arguments} given")
@@ -362,112 +380,6 @@ def _select(self, arguments):
         return self.scalars(*(given.get(k, zero) for k, zero in enumerate(zeros)))
 
     return _function(f, [self.in_dtypes[k] for k in arguments], self.out_dtypes, self.label, self.coarse)
-
-
-# ---- jaxprs
-
-
-CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
-CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
-# Equations that return their last operand.
-IDENTITIES = ("copy", "copy_p", "optimization_barrier", "tie", "pvary", "pcast", "broadcast_in_dim", "reshape")
-IDENTITIES += ("squeeze", "expand_dims", "transpose", "mesh_cast", "reshard", "name")
-_REDUCTIONS = tuple(f"reduce_{name}" for name in ("sum", "prod", "max", "min", "and", "or", "xor"))  # of one element
-_CONTEXTS = ("pvary", "pcast", "mesh_cast", "reshard")  # that say where a program runs
-
-
-def called_jaxpr(equation):
-    """(jaxpr, consts) of an equation that calls one."""
-    found = next(equation.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in equation.params)
-    return (found.jaxpr, found.consts) if isinstance(found, ClosedJaxpr) else (found, ())
-
-
-def _rule(e) -> ClosedJaxpr:
-    """The derivative that an equation brings along: of its operands, then cotangents of its results that are real."""
-    at = [k for k, v in enumerate(e.invars) if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
-
-    def rule(*xs):
-        args, cotangents = xs[: len(e.invars)], list(xs[len(e.invars) :])
-
-        def f(*ws):
-            given = list(args)
-            for k, w in zip(at, ws):
-                given[k] = w
-            ys = compat.bind_equation(e, *given)
-            return [y for y in ys if jnp.issubdtype(y.dtype, jnp.inexact)]
-
-        ys, pull = jax.vjp(f, *(args[k] for k in at))
-        return pull([c.astype(y.dtype) for c, y in zip(cotangents, ys)])
-
-    outs = [v.aval for v in e.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
-    shapes = [jax.ShapeDtypeStruct((), a.dtype) for a in (*(v.aval for v in e.invars), *outs)]
-    return jax.make_jaxpr(rule)(*shapes)
-
-
-def _evaluate(jaxpr, consts, args, constants=None) -> list:
-    """The results of a jaxpr on scalars, without the functions under jit in it: they belong to a mesh.
-
-    constants: what takes the place of literals of these values.
-    """
-    env = dict(zip(jaxpr.constvars, consts))
-    env.update(zip(jaxpr.invars, args))
-
-    def read(v):
-        if not isinstance(v, Literal):
-            return env[v]
-        own = constants and constants.get(_number(v.val))
-        return v.val if not own else np.asarray(own, v.aval.dtype)[()]
-
-    for e in jaxpr.eqns:
-        env.update(zip(e.outvars, evaluate_equation(e, list(map(read, e.invars)), constants)))
-    return [read(v) for v in jaxpr.outvars]
-
-
-def evaluate_equation(e, operands, constants=None) -> list:
-    """The results of an equation on scalars; see `_evaluate`."""
-    if e.primitive.name in ("jit", "pjit", "closed_call", "core_call"):
-        return _evaluate(*called_jaxpr(e), operands, constants)
-    if references.get(e.primitive) is not None:
-        return _in_jnp(e, *operands)
-    if e.primitive.name in (*_CONTEXTS, *_REDUCTIONS):
-        return operands
-    return compat.bind_equation(e, *operands)
-
-
-def _in_jnp(e, *operands):
-    """The results of an operation of this library, by what it means in jnp."""
-    results = references[e.primitive](*operands, **e.params)
-    return list(results) if e.primitive.multiple_results else [results]
-
-
-def _number(value):
-    value = np.asarray(value)
-    return float(value) if value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.floating) else None
-
-
-def _literals(jaxpr) -> set:
-    """The floating-point literals of a jaxpr and of those that it calls."""
-    found = {_number(v.val) for e in jaxpr.eqns for v in e.invars if isinstance(v, Literal)}
-    found |= {_number(v.val) for v in jaxpr.outvars if isinstance(v, Literal)}
-    for e in jaxpr.eqns:
-        if any(k in e.params for k in ("jaxpr", "call_jaxpr", "fun_jaxpr")):
-            found |= _literals(called_jaxpr(e)[0])
-    return found
-
-
-def _limits(narrow, wide, dtypes) -> dict:
-    """What f means by the limits of a type that it asked an argument for: {float32's: those of the argument}.
-
-    narrow, wide: the jaxprs of f of 16-bit arguments and of float32 in their place. `jnp.finfo(x.dtype)` is that of float32
-    in the latter, and in f as it was written that of the argument.
-    """
-    kinds = {d for d in dtypes if computing(d) != d}
-    if len(kinds) != 1:
-        return {}
-    own, single = jnp.finfo(*kinds), jnp.finfo(jnp.float32)
-    meant, found = _literals(narrow.jaxpr), _literals(wide.jaxpr)
-    pairs = {float(getattr(single, k)): float(getattr(own, k)) for k in ("max", "min", "eps", "tiny")}
-    return {a: b for a, b in pairs.items() if a != b and a in found and b in meant and a not in meant}
 
 
 def _name_of(f) -> str:
@@ -558,16 +470,11 @@ class _Statement:
 
 
 class _Translation:
-    """Statements that compute what a jaxpr does.
+    """Statements that compute what a jaxpr does."""
 
-    marks: what the statements leave unsaid about derivatives.
-    """
-
-    DEPTH = 3  # of rules for derivatives in rules for derivatives that tell functions apart
-
-    def __init__(self, label, depth=0, coarse=False):
-        self.label, self.depth, self.coarse = label, depth, coarse
-        self.statements, self.marks = [], []
+    def __init__(self, label, coarse=False):
+        self.label, self.coarse = label, coarse
+        self.statements = []
         self._names = 0
 
     def remove_unused(self, outs):
@@ -606,24 +513,18 @@ class _Translation:
                 )
             if v.aval.dtype.name not in CUDA_TYPES:
                 self._fail(e, f"and kernels have no arithmetic of {v.aval.dtype}")
-        if name in CALLS:
+        if name in (*CALLS, *CUSTOM):
             return self.run(*called_jaxpr(e), operands)
-        if name in CUSTOM:
-            self._mark_rule(e, operands)
-            return self.run(*called_jaxpr(e), operands)
-        if name == "stop_gradient":
-            self.marks.append(f"stop_gradient {operands[0]}")
-            return operands
-        if name in (*IDENTITIES, *_REDUCTIONS):
+        if name in ("stop_gradient", *IDENTITIES, *REDUCTIONS):
             return operands if len(operands) == len(e.outvars) else operands[-1:]
         if name == "cond":
             return self._cond(e, operands)
-        if name == "jaxkern_elementwise_kernel":
+        if name == KERNEL:
             closed = e.params["function"].closed
             results = zip(e.outvars, self.run(closed.jaxpr, closed.consts, operands))
             return [self._define(v.aval.dtype, self._rounded(y, v.aval.dtype), [y]) for v, y in results]
         if references.get(e.primitive) is not None:
-            closed = jax.make_jaxpr(lambda *xs: _in_jnp(e, *xs))(
+            closed = jax.make_jaxpr(lambda *xs: in_jnp(e, *xs))(
                 *(jax.ShapeDtypeStruct((), v.aval.dtype) for v in e.invars)
             )
             return self.run(closed.jaxpr, closed.consts, operands)
@@ -668,7 +569,7 @@ class _Translation:
             if inverse is not None:
                 return f"lax::mul({operands[0]}, {inverse})"
         if name == "nextafter" and computing(out) != out:
-            self._fail(e, f"which has no counterpart of {out} in kernels")
+            return f"lax::nextafter_{out.name}({', '.join(operands)})"
         if name in ("mul", "add", "sub") and dtypes[0] != out:
             operands = [self._convert(x, d, out) for x, d in zip(operands, dtypes)]
         if name in _TEMPLATES:
@@ -705,11 +606,10 @@ class _Translation:
         lines = [f"{type_} {name};" for type_, name in zip(types, results)]
         uses, branches = {index}, e.params["branches"]
         for k, branch in enumerate(branches):
-            inner = _Translation(self.label, self.depth, self.coarse)
+            inner = _Translation(self.label, self.coarse)
             inner._names = self._names
             outs = inner.run(branch.jaxpr, branch.consts, operands)
             self._names = inner._names
-            self.marks += [f"{results[:1]} {k} {mark}" for mark in inner.marks]
             uses |= inner.remove_unused(outs)
             test = f"if ({index} {'<=' if k == 0 else '=='} {k})" if k + 1 < len(branches) else ""
             lines.append(f"{'} else ' if k else ''}{test}{' ' * bool(test)}{{")
@@ -717,17 +617,3 @@ class _Translation:
             lines += [f"  {name} = {out};" for name, out in zip(results, outs)]
         self.statements.append(_Statement(results, [*lines, "}"], uses))
         return results
-
-    def _mark_rule(self, e, operands):
-        """Notes the derivative that a function brings along, which may differ from that of what it computes."""
-        if self.depth == self.DEPTH:
-            return
-        inner = _Translation(self.label, self.depth + 1, self.coarse)
-        try:
-            closed = _rule(e)
-            results = inner.run(closed.jaxpr, closed.consts, [f"x{k}" for k in range(len(closed.jaxpr.invars))])
-            inner.remove_unused(results)
-            said = [line for statement in inner.statements for line in statement.lines] + results + inner.marks
-        except (TypeError, NotImplementedError) as error:
-            said = [e.primitive.name, str(e.params.get("name", "")), type(error).__name__]
-        self.marks.append(f"rule {' '.join(operands)}: {' '.join(said)}")

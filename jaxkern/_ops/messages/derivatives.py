@@ -42,7 +42,7 @@ from jaxkern._ops.messages.reference import computing
 # ---- functions
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(maxsize=512)
 def _pullback(function, wrt, given, kind):
     """(f', used): the derivative of f by the operands at `wrt`, and the positions of the operands that it reads.
 
