@@ -25,10 +25,12 @@ def elementwise_kernel(f: Callable | None = None, *, name: str | None = None) ->
 
     Returns: a function of arrays of any real dtype and of Python numbers, one for each argument of f. They broadcast as in
     `jnp`, and what they broadcast is not copied. The results have the common shape and the dtypes that f has for scalars
-    of the operands' dtypes. float16, bfloat16 and float32 are computed in float32 and rounded once: inside f, `x.dtype` of
-    a 16-bit operand is float32, while `jnp.finfo(x.dtype)` gives the limits of the operand's type. Gradients of operands that were broadcast
-    are summed in float32 or wider, in the same kernel where the broadcast dimensions lead or trail, and are the same bits
-    in every run. f is traced once for each combination of dtypes, unless it closes over traced scalars.
+    of the operands' dtypes. f sees these dtypes and is traced with them, so that limits and constants are those of the
+    operand's type, as in `jnp`. The kernel computes float16 and bfloat16 in float32 and rounds where it stores; what f
+    converts from float32 to 16 bits is rounded there, too. Gradients of operands that were broadcast are summed in float32
+    or wider, in the same kernel if the broadcast dimensions lead or trail, and are the same bits in every run. f is traced
+    once for each combination of dtypes, unless it closes over traced scalars. XLA runs functions of more than about 2000
+    operations (40 of `sin`, `pow` and their like), which take minutes to compile as kernels; a warning gives the size.
 
     Raises, in a call:
         TypeError: f does what a kernel cannot: arrays inside f, loops, side effects, complex numbers, a primitive without

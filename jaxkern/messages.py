@@ -194,8 +194,8 @@ def edge_sum(
     Args:
         f: a function of scalars in JAX, called with one element of `senders`, `receivers` and `edges`, of which it gets
             those that are given, as pytrees where these are. It returns a scalar or a pytree of scalars. It may use
-            traced scalars from outside, which have gradients too; elementwise operations only. 16-bit operands are
-            float32 inside f, as `x.dtype` says; `jnp.finfo(x.dtype)` gives the limits of the operand's type.
+            traced scalars from outside, which have gradients too; elementwise operations only. f sees the dtypes of its
+            operands, and is computed in float32 where these are float16 or bfloat16.
         graph: a `Graph`.
         senders, receivers, edges: arrays, or pytrees of arrays, of shapes (graph.num_senders, ...),
             (graph.num_receivers, ...) and (graph.num_edges, ...). Their features, the trailing dimensions, broadcast as

@@ -26,6 +26,11 @@ if not ON_GPU:  # XLA does not make its own code for the CPU fast, nor do the pr
     gc.set_threshold(20_000, 20, 50)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--programs", type=int, default=5, help="how many programs each test of random programs makes")
+    parser.addoption("--seed", type=int, default=0, help="of random programs")
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line(

@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import subprocess
+import time
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from jax import lax
 
 import jaxkern
-from jaxkern._core import compat, functor, registry, runtime
+from jaxkern._core import compat, functor, launch, registry, runtime
 from jaxkern._core.lowest import where_lowest
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")
@@ -70,7 +71,7 @@ CASES = [
     *_binary("max min eq ne lt le gt ge", ALL),
     *_binary("atan2", FLOATS, 64),
     *_binary("pow", FLOATS, 256),
-    *_binary("nextafter", ("float32", "float64")),
+    *_binary("nextafter", FLOATS),
     *_binary("bitwise_and bitwise_or bitwise_xor", (*INTEGERS, "bool")),
     *_binary("shift_left shift_right_logical shift_right_arithmetic", INTEGERS),
     *[
@@ -98,6 +99,7 @@ CASES = [
     Case("rounded", lambda x: x.astype(jnp.bfloat16) * jnp.bfloat16(1.1), 1, ("float32", "bfloat16")),
     Case("half", lambda x: x.astype(jnp.float16) + jnp.float16(0.1), 1, ("float32", "float16")),
     Case("bits", lambda x: lax.bitcast_convert_type(x, jnp.int32) ^ 5, 1, ("float32",)),
+    Case("bits_16", lambda x: lax.bitcast_convert_type(x, jnp.uint16) ^ 5, 1, ("float16", "bfloat16")),
     Case("bits_64", lambda x: lax.bitcast_convert_type(x, jnp.uint64) + 3, 1, ("float64",)),
     Case("from_bits", lambda x: lax.bitcast_convert_type(x & 0x7F7F, jnp.bfloat16), 1, ("uint16",)),
     Case("to_bits", lambda x: lax.bitcast_convert_type(x.astype(jnp.float16), jnp.int16), 1, ("int8",)),
@@ -259,6 +261,19 @@ def test_dtypes_of_results():
     assert y == jnp.bfloat16(1.0078125**2 - 1)
 
 
+def test_rules_that_close_over_traced_scalars():
+    def derivative(s):
+        @jax.custom_jvp
+        def f(x):
+            return x * s
+
+        f.defjvp(lambda primals, tangents: (f(primals[0]), s * tangents[0]))
+        return trace(lambda x: f(x), "float32")[0].vjp((0,))
+
+    with pytest.raises(TypeError, match=r"test: f: a custom_jvp or custom_vjp rule closes over a traced scalar"):
+        jax.jit(derivative)(2.0)
+
+
 def test_captured_scalars():
     def g(s, x):
         f, captured = trace(lambda x: x * s + np.float32(2) * 3, "float32")
@@ -330,6 +345,81 @@ def test_functions_of_this_library(name):
         assert "jaxkern_" not in str(ours.closed)
     nested = lambda x: jax.checkpoint(lambda x: lax.cond(x > 0, jaxkern.silu, jaxkern.relu, x))(x)
     assert "lax::" in trace(nested, "float32")[0].source("F")
+
+
+def _by_size(x):
+    return x * 2 if x.dtype.itemsize == 2 else x * 3
+
+
+@jax.custom_jvp
+def _clipped(x):
+    """An identity with a rule that asks for limits of its type."""
+    return jnp.clip(x, -jnp.finfo(x.dtype).max, jnp.finfo(x.dtype).max)
+
+
+@_clipped.defjvp
+def _(primals, tangents):
+    (x,), (t,) = primals, tangents
+    return _clipped(x), t * jnp.asarray(x.dtype.itemsize + (float(jnp.finfo(x.dtype).max) > 1e5), x.dtype)
+
+
+@jax.custom_vjp
+def _halved(x):
+    return x
+
+
+_halved.defvjp(lambda x: (x, x), lambda x, g: ((g / x.dtype.itemsize).astype(x.dtype),))
+
+
+SIXTEEN_BITS = {
+    "fraction of a limit": lambda x: jnp.maximum(x, np.asarray(-0.7 * float(jnp.finfo(x.dtype).max), x.dtype)),
+    "fraction of a limit, in Python": lambda x: jnp.maximum(x, -0.7 * jnp.finfo(x.dtype).max),
+    "several eps": lambda x: jnp.maximum(x, 10 * jnp.finfo(x.dtype).eps),
+    "size of the type": _by_size,
+    "size of the type, in jit": lambda x: jax.jit(_by_size)(x) + x,
+    "size of the type, in cond": lambda x: lax.cond(x > 1, _by_size, lambda x: x - jnp.finfo(x.dtype).eps, x),
+    "size of the type, under remat": jax.checkpoint(lambda x: _by_size(x) - 1),
+    "rule for tangents": _clipped,
+    "rule for tangents, in jit": lambda x: jax.jit(_clipped)(x) * 2,
+    "rule for cotangents": lambda x: _halved(x) * 2,
+    "nan_to_num": lambda x: jnp.nan_to_num(x),
+    "nextafter": lambda x: lax.nextafter(x, jnp.full_like(x, 9)),
+    "bits": lambda x: lax.bitcast_convert_type(x, jnp.uint16) >> 7,
+    "sign bit": lambda x: jnp.signbit(x),
+    "from bits": lambda x: lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int16) & 0x7F00, x.dtype) + x,
+    "other type's bits": lambda x: lax.bitcast_convert_type(
+        x, jnp.float16 if x.dtype == jnp.bfloat16 else jnp.bfloat16
+    ),
+    "to integers": lambda x: jnp.nan_to_num(x / 2, posinf=9).astype(jnp.int8),
+    "reduce_precision": lambda x: lax.reduce_precision(x, 5, 2),
+    "rounded": lambda x: (x.astype(jnp.float32) * np.float32(1 + 2**-9)).astype(x.dtype).astype(jnp.float32) * 3,
+    "not rounded": lambda x: x.astype(jnp.float32) * np.float32(1 + 2**-20),
+    "other type": lambda x: x.astype(jnp.float16).astype(jnp.float32) + x.astype(jnp.bfloat16).astype(jnp.float32),
+    "Python number that is rounded": lambda x: jnp.where(x == 0.1, 2.0, x),
+    "number of its type": lambda x: x * x.dtype.type(0.1),
+    "library": lambda x: jaxkern.relu(x) + jaxkern.cast(x, jnp.float32),
+    "kernel in a kernel": lambda x: jaxkern.elementwise_kernel(_by_size)(x) + x,
+    "sum": lambda x: jnp.sum(x, dtype=x.dtype) + jnp.dot(x, x, preferred_element_type=x.dtype),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", SIXTEEN_BITS)
+def test_what_a_function_of_16_bits_sees(name, dtype):
+    """f is traced with the dtypes of its operands. The operands are such that rounding each operation changes nothing."""
+    f = SIXTEEN_BITS[name]
+    x = jnp.array([1.0, -2.0, 1.5, 0.0, 0.1, jnp.inf, -jnp.inf, jnp.nan], dtype)
+    function = trace(f, dtype)[0]
+    with jax.disable_jit():
+        wanted, pull = jax.vjp(jax.vmap(f), x)
+        (found,) = function(x)
+        assert found.dtype == wanted.dtype
+        finite = 5 if name == "sum" else 8  # in sums of one element of infinities
+        np.testing.assert_array_equal(found[:finite].astype("float32"), wanted[:finite].astype("float32"))
+        if function.inexact_results:
+            g = jnp.ones_like(wanted)
+            (derivative,) = function.vjp((0,))(x, g)
+            np.testing.assert_array_equal(derivative[:4].astype("float32"), pull(g)[0][:4].astype("float32"))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -471,3 +561,70 @@ def test_wrong_number_of_results():
         trace(lambda x: (x, x), "float32", results=1)
     with pytest.raises(TypeError, match="digamma uses polygamma"):
         trace(jax.scipy.special.digamma, "float32")[0].vjp((0,))
+
+
+def _long(x, y, steps, f):
+    for k in range(steps):
+        x = f(x * y + np.float32(k))
+    return x
+
+
+def test_size_of_functions():
+    """The size counts what a kernel computes, and sines more than exponentials."""
+    size = lambda f: trace(f, "float32", "float32")[0].size
+    assert size(lambda x, y: _long(x, y, 20, jnp.exp)) == 60
+    assert size(lambda x, y: lax.cond(x > y, lambda: _long(x, y, 20, jnp.exp), lambda: x)) == 63
+    assert size(lambda x, y: (_long(x, y, 20, jnp.exp), x)[1]) == 0
+    assert size(lambda x, y: _long(x, y, 20, jnp.sin)) > 500
+
+
+GRAPH = jaxkern.Graph(np.arange(8), np.arange(8), num_nodes=8)
+WITH_FUNCTIONS = {
+    "elementwise_kernel": lambda f, x: jaxkern.elementwise_kernel(f)(x),
+    "edge_sum": lambda f, x: jaxkern.edge_sum(f, GRAPH, senders=x),
+    "edge_map": lambda f, x: jaxkern.edge_map(f, GRAPH, edges=x),
+    "softmax": lambda f, x: jaxkern.softmax(x, score=lambda x, *_: f(x)),
+    "softmax's gradient": lambda f, x: jax.grad(lambda x: jaxkern.softmax(x, score=lambda x, *_: f(x))[0].sum())(x),
+    "rms_norm": lambda f, x: jaxkern.rms_norm(x, epilogue=f),
+    "group_norm": lambda f, x: jaxkern.group_norm(jnp.broadcast_to(x, (32, 64, 8, 64)), 4, epilogue=f),
+}
+
+
+@pytest.mark.parametrize("name", WITH_FUNCTIONS)
+def test_functions_that_take_long_to_compile_are_left_to_xla(name, monkeypatch):
+    x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    f = lambda x: _long(x, x, 8, jnp.exp)
+    lower = lambda: jax.jit(lambda x: WITH_FUNCTIONS[name](f, x)).trace(x).lower(lowering_platforms=("cuda",))
+    has_function = lambda lowered: any("source struct" in p for p in launch.programs(lowered.as_text()))
+    assert has_function(lower())
+    monkeypatch.setattr(functor, "MOST", 20)
+    compat.warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=r"has a size of \d+ statements, of which kernels take 20: XLA runs it"):
+        assert not has_function(lower())
+
+
+def test_time_for_large_functions():
+    """It is linear in the statements; rules that call two others, which call two others, share them."""
+
+    def nested(depth):
+        if depth == 0:
+            return jnp.sin
+        inner = nested(depth - 1)
+
+        @jax.custom_jvp
+        def f(x):
+            return inner(x) * 1.5
+
+        f.defjvp(lambda primals, tangents: (f(primals[0]), (inner(primals[0]) + inner(primals[0] * 2)) * tangents[0]))
+        return f
+
+    def seconds(f, arity, dtype="float32"):
+        start = time.process_time()
+        trace(f, *[dtype] * arity)[0].vjp((0,))
+        return time.process_time() - start
+
+    straight = lambda steps: seconds(lambda x, y: _long(x, y, steps, jnp.exp), 2)
+    straight(10)
+    assert straight(600) < 10 * straight(100) + 1
+    for dtype in ("float32", "bfloat16"):
+        assert seconds(nested(12), 1, dtype) < 10

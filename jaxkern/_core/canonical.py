@@ -37,6 +37,11 @@ def text_of(closed) -> str:
     return "\n".join(lines)
 
 
+def rule_identity(e) -> tuple:
+    """What identifies the rule of an equation with a `custom_jvp` or `custom_vjp`, while the equation is alive."""
+    return _Identity(e).facts()
+
+
 def _unique() -> str:
     return f"unique {uuid.uuid4().hex}"
 

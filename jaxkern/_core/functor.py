@@ -105,7 +105,10 @@ def trace(f, dtypes, *, name, weak=None, results=None, label=None, coarse=None):
 
     def of_scalars(*xs):
         args, rest = xs[: len(dtypes)], iter(xs[len(dtypes) :])
-        values = [next(rest).astype(computing(v.aval.dtype)) if c is None else c for v, c in zip(closed.jaxpr.constvars, consts)]
+        values = [
+            next(rest).astype(computing(v.aval.dtype)) if c is None else c
+            for v, c in zip(closed.jaxpr.constvars, consts)
+        ]
         return evaluate(closed.jaxpr, values, args)
 
     in_dtypes = (*dtypes, *(np.dtype(c.dtype) for c in captured))
@@ -116,21 +119,18 @@ def trace(f, dtypes, *, name, weak=None, results=None, label=None, coarse=None):
 
 
 def _is_coarse(jaxpr) -> bool:
-    """Whether coarse arithmetic is enough for a jaxpr and the rules for derivatives in it.
+    """Whether coarse arithmetic is enough for a jaxpr and the derivative rules in it.
 
-    All real numbers are of 16 bits, and nothing that jumps depends on what coarse arithmetic makes: floor(x / y) is that of
-    a whole number where rounding to 16 bits would have made x / y one.
+    All its real numbers have 16 bits, and no discontinuous operation depends on results of coarse arithmetic: x / y may
+    round to a whole number in 16 bits, and coarse arithmetic gives a number just below it, with another floor.
     """
-    return _inexact(jaxpr, [False] * len(jaxpr.invars)) is not None
+    return _inexact(jaxpr, [False] * len(jaxpr.invars), {}) is not None
 
 
-_DEEPEST = 3  # levels of derivative rules in derivative rules that `_is_coarse` looks into
-
-
-def _inexact(jaxpr, given, depth=0) -> list | None:
+def _inexact(jaxpr, given, rules) -> list | None:
     """Which results of a jaxpr depend on coarse arithmetic; None where that is not enough.
 
-    given: which arguments do. depth: how many rules for derivatives this one is in.
+    given: which arguments do. rules: the equations by the identity of their derivative rules, of those looked into so far.
     """
     if any(map(_is_wide, (*jaxpr.invars, *jaxpr.constvars, *jaxpr.outvars))):
         return None
@@ -150,13 +150,16 @@ def _inexact(jaxpr, given, depth=0) -> list | None:
             results = [True] * len(e.outvars)
         elif not jaxprs and any(own) and _jumps(e):
             return None
-        if name in CUSTOM and depth < _DEEPEST:
+        if name in CUSTOM and (identity := canonical.rule_identity(e)) not in rules:
+            rules[identity] = e
+            if len(rules) > canonical.MOST_RULES:
+                return None
             with contextlib.suppress(TypeError, NotImplementedError):  # there is no derivative
                 rule = vjp_rule(e).jaxpr
-                if _inexact(rule, [False] * len(rule.invars), depth + 1) is None:
+                if _inexact(rule, [False] * len(rule.invars), rules) is None:
                     return None
         if jaxprs:
-            of_each = [_inexact(j, own, depth) for j in jaxprs]
+            of_each = [_inexact(j, own, rules) for j in jaxprs]
             if None in of_each:
                 return None
             results = list(map(any, zip(*of_each)))
@@ -215,6 +218,7 @@ class Function:
     label: the names of the public function and of the user's, for errors.
     closed: its jaxpr, of scalars of computing types.
     coarse: whether kernels compute it with relative errors of 2^-13, enough for 16-bit results.
+    size: how long it takes to compile, in statements of simple arithmetic.
     """
 
     def __init__(self, closed, in_dtypes, out_dtypes, label, coarse, captured, out_tree):
@@ -228,6 +232,7 @@ class Function:
         self.used = tuple(k for k, name in enumerate(names) if name in needed)
         lines = [line for statement in translation.statements for line in statement.lines]
         self._lines = (*lines, *(f"y{k} = {out};" for k, out in enumerate(outs)))
+        self.size = sum(statement.weight for statement in translation.statements)
         dtypes = [" ".join(d.name for d in group) for group in (in_dtypes, out_dtypes)]
         content = "\n".join((*dtypes, str(captured), str(coarse), canonical.text_of(closed)))
         self.canonical_digest = hashlib.sha256(content.encode()).hexdigest()
@@ -242,6 +247,15 @@ class Function:
         return f"Function({self.canonical_digest[:24]})"
 
     # ---- C++
+
+    def fits(self) -> bool:
+        """Whether a kernel of it compiles within seconds; a warning says once if it does not. XLA runs such a function."""
+        if self.size > MOST:
+            compat.warn_once(
+                f"{self.label} has a size of {self.size} statements, of which kernels take {MOST}: XLA runs it. Several "
+                "smaller functions compile faster"
+            )
+        return self.size <= MOST
 
     def source(self, struct_name: str) -> str:
         """The definition of a functor, for code in namespace jaxkern that includes `HEADER`.
@@ -455,6 +469,11 @@ _OVERLOADS |= {name: f"{name}_" for name in ("and", "or", "xor", "not")} | {"add
 _JUMPS = frozenset("bitcast_convert_type ceil floor ge gt le lt rem round sign".split())
 # Those with an overload in namespace coarse too.
 _COARSE = frozenset("cos div erf erfc exp exp2 expm1 log log1p logistic pow sin sqrt tanh".split())
+# Their code has branches and tables. Compiled for an H100 in a kernel of four elements a thread, 33 sines take 8 seconds, 300
+# exponentials with 300 multiply-adds 2 seconds, 600 multiply-adds half a second.
+_SLOW_TO_COMPILE = frozenset("bessel_i0e bessel_i1e cos digamma lgamma pow rem sin tan".split())
+_LONG = 50  # their weight
+MOST = 2000  # weight of a function in a kernel
 _TEMPLATES = {
     "integer_pow": lambda p: f"integer_pow<{p['y']}>",
     "round": lambda p: "round_to_even" if int(p["rounding_method"]) == 1 else "round_away_from_zero",
@@ -463,10 +482,10 @@ _TEMPLATES = {
 
 
 class _Statement:
-    """Lines of C++ that define `names` from `uses`."""
+    """Lines of C++ that define `names` from `uses`; weight: how long they take to compile."""
 
-    def __init__(self, names, lines, uses):
-        self.names, self.lines, self.uses = names, lines, uses
+    def __init__(self, names, lines, uses, weight=1):
+        self.names, self.lines, self.uses, self.weight = names, lines, uses, weight
 
 
 class _Translation:
@@ -491,6 +510,11 @@ class _Translation:
         """Adds the statements of a jaxpr; returns the expressions of its results."""
         env = dict(zip(jaxpr.invars, args))
         for v, c in zip(jaxpr.constvars, consts):
+            if isinstance(c, jax.core.Tracer):
+                raise TypeError(
+                    f"{self.label}: a custom_jvp or custom_vjp rule closes over a traced scalar, {v.aval.str_short()}. "
+                    "Make it an argument of the function that has the rule"
+                )
             if np.ndim(c):
                 raise TypeError(f"{self.label}: a constant array, {v.aval.str_short()}. Pass the array as an operand")
             env[v] = c if isinstance(c, str) else _literal(np.asarray(c)[()], v.aval.dtype)
@@ -530,16 +554,19 @@ class _Translation:
             return self.run(closed.jaxpr, closed.consts, operands)
         if name == "convert_element_type" and e.invars[0].aval.dtype == e.outvars[0].aval.dtype:
             return operands
+        if name in ("empty", "empty2"):  # what the other branch of a cond keeps for its derivative
+            return [_literal(0, e.outvars[0].aval.dtype)]
         text = self._expression(e, name, operands)
-        return [self._define(e.outvars[0].aval.dtype, text, operands)]
+        return [self._define(e.outvars[0].aval.dtype, text, operands, _LONG if name in _SLOW_TO_COMPILE else 1)]
 
     def _new(self):
         self._names += 1
         return f"t{self._names}"
 
-    def _define(self, dtype, text, uses):
+    def _define(self, dtype, text, uses, weight=1):
         name = self._new()
-        self.statements.append(_Statement([name], [f"const {cpp_type(computing(dtype))} {name} = {text};"], set(uses)))
+        line = f"const {cpp_type(computing(dtype))} {name} = {text};"
+        self.statements.append(_Statement([name], [line], set(uses), weight))
         return name
 
     def _expression(self, e, name, operands) -> str:
@@ -604,16 +631,17 @@ class _Translation:
         results = [self._new() for _ in e.outvars]
         types = [cpp_type(computing(v.aval.dtype)) for v in e.outvars]
         lines = [f"{type_} {name};" for type_, name in zip(types, results)]
-        uses, branches = {index}, e.params["branches"]
+        uses, branches, weight = {index}, e.params["branches"], 1
         for k, branch in enumerate(branches):
             inner = _Translation(self.label, self.coarse)
             inner._names = self._names
             outs = inner.run(branch.jaxpr, branch.consts, operands)
             self._names = inner._names
             uses |= inner.remove_unused(outs)
+            weight += sum(statement.weight for statement in inner.statements)
             test = f"if ({index} {'<=' if k == 0 else '=='} {k})" if k + 1 < len(branches) else ""
             lines.append(f"{'} else ' if k else ''}{test}{' ' * bool(test)}{{")
             lines += [f"  {line}" for statement in inner.statements for line in statement.lines]
             lines += [f"  {name} = {out};" for name, out in zip(results, outs)]
-        self.statements.append(_Statement(results, [*lines, "}"], uses))
+        self.statements.append(_Statement(results, [*lines, "}"], uses, weight))
         return results

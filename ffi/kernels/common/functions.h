@@ -364,13 +364,13 @@ JAXKERN_FN double atan2(double y, double x) { return ::atan2(y, x); }
 JAXKERN_FN float nextafter(float x, float y) { return ::nextafterf(x, y); }
 JAXKERN_FN double nextafter(double x, double y) { return ::nextafter(x, y); }
 // The 16-bit number next to x in the direction of y; x and y are 16-bit numbers in float.
-#define JAXKERN_NEXTAFTER(type)                                                                     \
-  JAXKERN_FN float nextafter_##type(float x, float y) {                                             \
-    if (x != x || y != y) return nan<float>();                                                      \
-    if (x == y) return y;                                                                           \
-    if (x == 0) return from_##type##_bits(static_cast<uint16_t>(y > 0 ? 1 : 0x8001));               \
-    const int away = (x < y) == (x > 0) ? 1 : -1;                                                   \
-    return from_##type##_bits(static_cast<uint16_t>(type##_bits(x) + away));                        \
+#define JAXKERN_NEXTAFTER(type)                                                       \
+  JAXKERN_FN float nextafter_##type(float x, float y) {                               \
+    if (x != x || y != y) return nan<float>();                                        \
+    if (x == y) return y;                                                             \
+    if (x == 0) return from_##type##_bits(static_cast<uint16_t>(y > 0 ? 1 : 0x8001)); \
+    const int away = (x < y) == (x > 0) ? 1 : -1;                                     \
+    return from_##type##_bits(static_cast<uint16_t>(type##_bits(x) + away));          \
   }
 JAXKERN_NEXTAFTER(bfloat16)
 JAXKERN_NEXTAFTER(float16)

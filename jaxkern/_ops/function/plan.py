@@ -22,7 +22,7 @@ WHOLE, COLUMNS, ROWS, SCALAR, PARTIAL, PER_MATRIX = 0, 1, 2, 3, 4, 8  # Kind in 
 
 def plan(device, operands, results, *, function, sums):
     """The launches of `function`, or None where there is no kernel."""
-    if len(operands) + len(results) > MOST_ARRAYS:
+    if len(operands) + len(results) > MOST_ARRAYS or not function.fits():
         return None
     shape = tuple(map(max, zip(*(a.shape for a in operands))))
     arrays = [View.of(launch.operand(k), a, -1, 0) for k, a in enumerate(operands)]

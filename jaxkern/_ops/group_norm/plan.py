@@ -362,7 +362,7 @@ def norm(
     x, *parameters = operands
     at = dict(zip(extras.split(), range(1, len(operands))))
     kinds = {a.dtype.name for a in parameters}
-    if len(kinds) > 1:
+    if len(kinds) > 1 or (function is not None and not function.fits()):
         return None
     n = _Group(
         _problem(x, results[0], batch, channel, keep),

@@ -122,7 +122,7 @@ def _known(p: Problem, function, dtypes, *sizes):
     """Whether kernels number these sizes and rows' bytes, and read and write what the function takes and returns."""
     rows = (length * o.dtype.itemsize for o, length in zip(p.operands, p.lengths))
     numbered = all(0 < n <= MAX_COUNT for n in (*sizes, p.width, *p.lengths)) and all(n < 1 << 32 for n in rows)
-    return numbered and all(d.name in CUDA_TYPES for d in (*dtypes, *function.in_dtypes))
+    return numbered and all(d.name in CUDA_TYPES for d in (*dtypes, *function.in_dtypes)) and function.fits()
 
 
 # ---- reductions

@@ -340,7 +340,8 @@ def norm(device, operands, results, *, operation, extras, eps, dtype, algorithm,
 def _epilogue(function, x, args, first) -> _Epilogue | None:
     """None if kernels cannot read these operands, of the rank of x."""
     views = [broadcast_view(x.shape, a.shape, x.ndim - 1) for a in args]
-    if None in views or len(args) > _MOST_EPILOGUE_ARGS or not {a.dtype.name for a in args} <= _EPILOGUE_DTYPES:
+    readable = len(args) <= _MOST_EPILOGUE_ARGS and {a.dtype.name for a in args} <= _EPILOGUE_DTYPES
+    if None in views or not readable or not function.fits():
         return None
     splat = sum((a.shape[-1] == 1) << k for k, a in enumerate(args))
     types = ["Epilogue", str(splat), *(CUDA_TYPES[a.dtype.name] for a in args)]

@@ -568,6 +568,9 @@ def score(
     p = problem_of(x, axis, log=log, backward=backward, masked="mask" in at, fused=True)
     if not fused_fits(x.shape, axis) or len(args) > MOST_SCORE_OPERANDS:
         return None
+    pullback = function.vjp((0,)) if backward and not unscored else None
+    if not function.fits() or (pullback is not None and not pullback.fits()):
+        return None
     algorithm = _algorithm(p, device, algorithm)
     views = [broadcast_view(x.shape, a.shape, axis) for a in args]
     mask = (null, EMPTY_VIEW)
@@ -605,8 +608,8 @@ def score(
 
     op = _fused_op(p, False, p.dtype)
     source, gradient = function.source("Score"), "void"
-    if backward and not unscored:
-        source, gradient = source + function.vjp((0,)).source("ScoreGradient"), "ScoreGradient"
+    if pullback is not None:
+        source, gradient = source + pullback.source("ScoreGradient"), "ScoreGradient"
     # What is read before x to know which of x to read: operands that stay in L2.
     behind = 1 + len(indexed)
     small = [behind + k for k, a in enumerate(args) if math.prod(a.shape) < math.prod(x.shape)]
