@@ -313,6 +313,16 @@ def test_operands_broadcast():
     assert function(np.ones((1, 1), np.float32), 1.0, 1.0)[0].shape == (1, 1)
 
 
+def test_results_of_branches_that_are_not_used():
+    """A derivative of a derivative is linear in its tangents, in branches as well."""
+    f = trace(lambda x, s: lax.cond(x > 0, lambda: x * s, lambda: x + s), "float32", "float32")[0]
+    pullback = f.jvp((0, 1)).vjp((2, 3))
+    assert not {2, 3} & set(pullback.used)
+    assert pullback(1.0, 3.0, 0.0, 0.0, 1.0) == [3, 1] and pullback(-1.0, 3.0, 0.0, 0.0, 1.0) == [1, 1]
+    kernel = jaxkern.elementwise_kernel(lambda x, s: lax.cond(x > 0, lambda: x * s, lambda: x + s))
+    assert jax.grad(lambda x: kernel(x, 3.0))(2.0) == 3
+
+
 def test_arguments_that_are_not_used():
     f = trace(lambda x, y, z: x + z, "float32", "float32", "float32")[0]
     assert f.used == (0, 2) and f.vjp((0,)).used == (3,)
@@ -411,15 +421,14 @@ def test_what_a_function_of_16_bits_sees(name, dtype):
     x = jnp.array([1.0, -2.0, 1.5, 0.0, 0.1, jnp.inf, -jnp.inf, jnp.nan], dtype)
     function = trace(f, dtype)[0]
     with jax.disable_jit():
-        wanted, pull = jax.vjp(jax.vmap(f), x)
-        (found,) = function(x)
+        wanted, (found,) = jax.vmap(f)(x), function(x)
         assert found.dtype == wanted.dtype
         finite = 5 if name == "sum" else 8  # in sums of one element of infinities
         np.testing.assert_array_equal(found[:finite].astype("float32"), wanted[:finite].astype("float32"))
-        if function.inexact_results:
+        if function.inexact_results and name != "nextafter":  # JAX before 0.11 has no derivative of it
             g = jnp.ones_like(wanted)
-            (derivative,) = function.vjp((0,))(x, g)
-            np.testing.assert_array_equal(derivative[:4].astype("float32"), pull(g)[0][:4].astype("float32"))
+            (derivative,), (wanted,) = function.vjp((0,))(x, g), jax.vjp(jax.vmap(f), x)[1](g)
+            np.testing.assert_array_equal(derivative[:4].astype("float32"), wanted[:4].astype("float32"))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -592,6 +601,8 @@ WITH_FUNCTIONS = {
 
 @pytest.mark.parametrize("name", WITH_FUNCTIONS)
 def test_functions_that_take_long_to_compile_are_left_to_xla(name, monkeypatch):
+    if not registry.kernels_run():
+        pytest.skip(registry.kernels.reason)
     x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
     f = lambda x: _long(x, x, 8, jnp.exp)
     lower = lambda: jax.jit(lambda x: WITH_FUNCTIONS[name](f, x)).trace(x).lower(lowering_platforms=("cuda",))

@@ -487,6 +487,32 @@ class _Statement:
     def __init__(self, names, lines, uses, weight=1):
         self.names, self.lines, self.uses, self.weight = names, lines, uses, weight
 
+    def keep(self, needed):
+        """Leaves out what does not define one of the names `needed`."""
+
+
+class _Cond(_Statement):
+    """A branch for each value of `index`, a pair of a translation and the expressions of its results.
+
+    The lines are those of the results that `keep` was told of.
+    """
+
+    def __init__(self, names, types, index, branches):
+        super().__init__(names, [], {index})
+        self.types, self.index, self.branches = types, index, branches
+
+    def keep(self, needed):
+        kept = [k for k, name in enumerate(self.names) if name in needed]
+        self.lines = [f"{self.types[k]} {self.names[k]};" for k in kept]
+        for n, (inner, outs) in enumerate(self.branches):
+            self.uses |= inner.remove_unused([outs[k] for k in kept])
+            self.weight += sum(statement.weight for statement in inner.statements)
+            test = f"if ({self.index} {'<=' if n == 0 else '=='} {n}) " if n + 1 < len(self.branches) else ""
+            self.lines.append(f"{'} else ' if n else ''}{test}{{")
+            self.lines += [f"  {line}" for statement in inner.statements for line in statement.lines]
+            self.lines += [f"  {self.names[k]} = {outs[k]};" for k in kept]
+        self.lines.append("}")
+
 
 class _Translation:
     """Statements that compute what a jaxpr does."""
@@ -501,6 +527,7 @@ class _Translation:
         needed, kept = set(outs), []
         for statement in reversed(self.statements):
             if needed.intersection(statement.names):
+                statement.keep(needed)
                 needed.update(statement.uses)
                 kept.append(statement)
         self.statements = kept[::-1]
@@ -629,19 +656,11 @@ class _Translation:
     def _cond(self, e, operands) -> list:
         index, *operands = operands
         results = [self._new() for _ in e.outvars]
-        types = [cpp_type(computing(v.aval.dtype)) for v in e.outvars]
-        lines = [f"{type_} {name};" for type_, name in zip(types, results)]
-        uses, branches, weight = {index}, e.params["branches"], 1
-        for k, branch in enumerate(branches):
+        branches = []
+        for branch in e.params["branches"]:
             inner = _Translation(self.label, self.coarse)
             inner._names = self._names
-            outs = inner.run(branch.jaxpr, branch.consts, operands)
+            branches.append((inner, inner.run(branch.jaxpr, branch.consts, operands)))
             self._names = inner._names
-            uses |= inner.remove_unused(outs)
-            weight += sum(statement.weight for statement in inner.statements)
-            test = f"if ({index} {'<=' if k == 0 else '=='} {k})" if k + 1 < len(branches) else ""
-            lines.append(f"{'} else ' if k else ''}{test}{' ' * bool(test)}{{")
-            lines += [f"  {line}" for statement in inner.statements for line in statement.lines]
-            lines += [f"  {name} = {out};" for name, out in zip(results, outs)]
-        self.statements.append(_Statement(results, [*lines, "}"], uses, weight))
+        self.statements.append(_Cond(results, [cpp_type(computing(v.aval.dtype)) for v in e.outvars], index, branches))
         return results
