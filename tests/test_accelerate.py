@@ -693,6 +693,8 @@ ROWS = {
     "products in a loop": (scanned_rows(lambda x, w: x @ w), True),
     "arithmetic in a loop": (scanned_rows(distances), False),
     "what a loop carries": (lambda x, w: lax.fori_loop(0, 3, lambda k, c: x + lse(c)[:, None], x), True),
+    "a product in a branch": (lambda x, w: lax.cond(w[0, 0] > 0, lse, lambda y: y[:, 0], x @ w), True),
+    "arithmetic in a branch": (lambda x, w: lax.cond(w[0, 0] > 0, lse, lambda y: y[:, 0], x * 2), False),
     "the gradient of softmax after a product": (jax.grad(lambda x, w: ((jax.nn.softmax(x) @ w) ** 2).sum()), True),
     "the gradient of softmax after arithmetic": (jax.grad(lambda x, w: (jax.nn.softmax(x) ** 2).sum()), False),
     "a loss of arithmetic in a function": (

@@ -404,9 +404,12 @@ def passed(value):
     own = [k for k, f in enumerate(frames) if value in f.get("args", ())]
     if not own or own[-1] + 1 == len(frames):
         return None
-    arguments, found = frames[own[-1]]["args"], frames[own[-1] + 1].get("in_nodes", ())
-    at = arguments.index(value)
-    return found[at] if len(found) == len(arguments) and getattr(found[at], "type", None) == value.type else None
+    read = []
+    for node in frames[own[-1] + 1].get("in_nodes", ()):
+        read += node if isinstance(node, (tuple, list)) else [node]
+    # Before what the equation reads, a function has arguments for dimensions, tokens and constants.
+    at = len(value.owner.arguments) - ir.BlockArgument(value).arg_number
+    return read[-at] if at <= len(read) and read[-at].type == value.type else None
 
 
 def for_export(ctx) -> bool:
