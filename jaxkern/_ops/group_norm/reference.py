@@ -35,8 +35,9 @@ def _over_channels(x, batch, keep, channel, dtype):
 
 
 def _count(x, batch, channel, dtype):
+    """How many elements a statistic is of: a float, since JAX reads a Python int as an int32, or an array."""
     n = math.prod(x.shape[d] for d in reduced(x.ndim, batch, channel))
-    return max(n, 1) if isinstance(n, int) else jnp.asarray(n, dtype)
+    return float(max(n, 1)) if isinstance(n, int) else jnp.asarray(n, dtype)
 
 
 def moments(x, *, batch, channel, quick=False, **_):

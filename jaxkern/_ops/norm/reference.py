@@ -22,7 +22,8 @@ def _mean(x, over):
     total = jnp.sum(x, -1, keepdims=True)
     width = x.shape[-1] * (lax.psum(1, over) if over else 1)
     total = lax.psum(total, over) if over else total
-    return total / (max(width, 1) if isinstance(width, int) else jnp.asarray(width, x.dtype))
+    # As a float: JAX reads a Python int as an int32, which a width may exceed.
+    return total / (float(max(width, 1)) if isinstance(width, int) else jnp.asarray(width, x.dtype))
 
 
 def variance(x, mean, mean_of, quick):

@@ -67,7 +67,8 @@ def row_numbers(shape, axis: int, key_shape):
     stride = jnp.uint32(1)
     for d in reversed(counted):
         numbers += jax.lax.broadcasted_iota(jnp.uint32, numbers.shape, d) * stride
-        stride = stride * jnp.asarray(shape[d]).astype(jnp.uint32)
+        size = shape[d] % 2**32 if isinstance(shape[d], int) else jnp.asarray(shape[d])
+        stride = stride * jnp.uint32(size)
     return numbers
 
 
