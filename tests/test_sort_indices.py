@@ -43,6 +43,44 @@ def test_against_numpy(index_dtype, wrap, clip):
     assert keys.dtype == order.dtype == np.uint32
 
 
+@pytest.mark.parametrize("rows", [2**31 - 1, 2**31, 2**31 + 8, 2**32 - 2])
+@pytest.mark.parametrize("wrap, clip", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("index_dtype", ["int32", "uint32"])
+def test_more_rows_than_int32_numbers(index_dtype, wrap, clip, rows):
+    index = np.array([5, -1, 2**31 - 1, -(2**31), 0, -5, 2**31 - 2], np.int32).astype(index_dtype)
+    row = [int(i) + rows if wrap and i < 0 else int(i) for i in index]
+    row = [min(max(i, 0), rows - 1) if clip else i if 0 <= i < rows else rows for i in row]
+    found = jaxkern.sort_indices(jnp.asarray(index), rows, wrap=wrap, mode="clip" if clip else None)
+    np.testing.assert_array_equal(found.order, np.argsort(row, kind="stable"))
+    np.testing.assert_array_equal(found.keys, np.sort(row))
+
+
+@pytest.mark.parametrize("rows", [4, 2**31, 2**32 - 2, 2**33])
+@pytest.mark.parametrize("count", [1000, 2**31, 2**32 + 8])
+def test_large_calls_are_lowered(count, rows):
+    """What kernels cannot number is left to XLA, and what 32 bits cannot number in an order raises."""
+    struct = jax.ShapeDtypeStruct
+    ids, data, table = struct((count,), "int32"), struct((count,), "float32"), struct((rows,), "float32")
+    calls = [
+        (jax.grad(lambda x, i: jaxkern.segment_sum(x, i, rows).sum()), data, ids),
+        (jax.grad(lambda x, i: jaxkern.segment_max(x, i, rows).sum()), data, ids),
+        (jax.grad(lambda x, i: jaxkern.segment_softmax(x, i, rows).sum()), data, ids),
+        (jax.grad(lambda t, i: jaxkern.index_select(t, 0, i).sum()), table, ids),
+        (lambda t, i, x: jaxkern.index_add(t, 0, i, x), table, ids, data),
+    ]
+    order = lambda i: jaxkern.sort_indices(i, rows)
+    if max(count, rows) < 2**32 - 1:
+        calls.append((order, ids))
+    else:
+        with pytest.raises(
+            ValueError, match=r"jaxkern\.sort_indices: (ids|num_segments) must be (fewer than|below) 2\*\*32"
+        ):
+            jax.eval_shape(order, ids)
+    for f, *operands in calls:
+        for platform in ("cuda", "cpu"):
+            jax.jit(f).trace(*operands).lower(lowering_platforms=(platform,))
+
+
 def planned(batch, count, rows, gpu=device.H200, dtype="int32", wrap=False):
     index = jax.core.ShapedArray((batch, count), jnp.dtype(dtype))
     out = [jax.core.ShapedArray((batch * count,), jnp.dtype("uint32"))] * 2

@@ -419,3 +419,28 @@ def test_disable_jit():
         want = f(x)
         with jax.disable_jit():
             np.testing.assert_array_equal(f(x), want)
+
+
+LARGE = {
+    "rms_norm": lambda x: jaxkern.rms_norm(x, x[0]),
+    "layer_norm": lambda x: jaxkern.layer_norm(x, x[0], residual=x)[0],
+    "layer_norm, all axes": lambda x: jaxkern.layer_norm(x, axis=None),
+    "layer_norm, where": lambda x: jaxkern.layer_norm(x, where=x > 0),
+    "quantized": lambda x: jaxkern.rms_norm(x, quantize=jaxkern.Quantization())[1],
+    "group_norm": lambda x: jaxkern.group_norm(x, 1),
+    "batch_norm": lambda x: jaxkern.batch_norm(x)[0],
+    "dropout": lambda x: jaxkern.softmax(x, dropout_rate=0.5, dropout_key=jnp.zeros(2, jnp.uint32)),
+    "log_softmax": lambda x: jaxkern.log_softmax(x, axis=0),
+    "reduce_mean": lambda x: jaxkern.reduce_mean(x, where=x > 0),
+}
+
+
+@pytest.mark.parametrize("shape", [(1, 2**31), (2**31, 2), (2, 2**31 + 1)], ids=str)
+@pytest.mark.parametrize("name", LARGE)
+def test_sizes_beyond_int32(name, shape):
+    """JAX reads a Python int in arithmetic as an int32."""
+    f = lambda x: jnp.sum(LARGE[name](x))
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    for g in (f, f if name == "quantized" else jax.grad(f)):
+        for platform in ("cuda", "cpu"):
+            jax.jit(g).trace(x).lower(lowering_platforms=(platform,))

@@ -6,6 +6,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
+from jaxkern._core import compat
 from jaxkern._ops.indexing.sort import rows_of
 
 
@@ -71,11 +72,19 @@ def _whole(source, index, rules):
 
 def _at(x, index, rules, method, *args, **how):
     """`x.at[index].method(...)` along the axis."""
+    rows = x.shape[rules.axis]
+    if _is_large(rows) and index.dtype.itemsize < 8:
+        with compat.enable_x64():  # without it JAX truncates indices to 32 bits
+            return _at(x, index.astype(jnp.int64), rules, method, *args, **how)
     # JAX checks and wraps indices itself. It does not clip where it scatters, nor are its checks right beyond 31 bits.
     checked = rules.clip and method != "get" or jnp.iinfo(index.dtype).max >= 2**31
-    index = rows_of(index, x.shape[rules.axis], rules) if checked else index.astype(jnp.int32)
+    index = rows_of(index, rows, rules) if checked else index.astype(jnp.int32)
     at = x.at[(slice(None),) * rules.axis + (index,)]
     return getattr(at, method)(*args, wrap_negative_indices=rules.wrap and not checked, **how)
+
+
+def _is_large(rows) -> bool:
+    return isinstance(rows, int) and rows >= 2**31
 
 
 def add(x, index, source, *rest, rules):
@@ -103,7 +112,14 @@ def select(x, index, *order, rules):
             return jnp.full((*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]), value, x.dtype)
         if rules.clip:
             return _at(x, index, rules, "get", mode="clip")
-        return _at(x, index, rules, "get", mode="fill", fill_value=value)
+        if not _is_large(x.shape[axis]):
+            return _at(x, index, rules, "get", mode="fill", fill_value=value)
+        # JAX lowers mode="fill" outside of the context in which indices are 64 bits.
+        y = _at(x, index, rules._replace(clip=True), "get", mode="clip")
+        with compat.enable_x64():
+            row = rows_of(index.astype(jnp.int64), x.shape[axis], rules)
+            exists = (row >= 0) & (row < x.shape[axis])
+        return jnp.where(jnp.expand_dims(exists, range(1, x.ndim - axis)), y, jnp.asarray(value, x.dtype))
 
     return _for_each_batch(one, rules)(x, index)
 

@@ -44,8 +44,10 @@ def _shape(index, *, rows, wrap, clip):
     del wrap, clip
     if index.ndim != 2 or not jnp.issubdtype(index.dtype, jnp.integer):
         raise ValueError(f"jaxkern.sort_indices: an index of shape [batch, count] is needed, got {index.str_short()}")
-    if all(isinstance(d, int) for d in (*index.shape, rows)) and index.shape[0] * rows >= 2**32 - 1:
-        raise ValueError(f"jaxkern.sort_indices: {index.shape[0]} x {rows} rows are more than 32 bits number")
+    if all(isinstance(d, int) for d in (*index.shape, rows)):
+        for what, count in (("rows", index.shape[0] * rows), ("positions", math.prod(index.shape))):
+            if count >= 2**32 - 1:
+                raise ValueError(f"jaxkern.sort_indices: {count} {what} are more than 32 bits number")
     out = {"shape": (math.prod(index.shape),), "dtype": jnp.dtype(jnp.uint32), "weak_type": False}
     if not index.sharding.mesh.empty:
         out["sharding"] = jax.sharding.NamedSharding(index.sharding.mesh, jax.sharding.PartitionSpec(None))
@@ -57,6 +59,12 @@ def rows_of(index, rows, rules):
     if index.dtype.itemsize < 4:
         index = index.astype(jnp.int32)
     most = jnp.iinfo(index.dtype).max
+    if isinstance(rows, int) and most < rows < 2**32 and jnp.issubdtype(index.dtype, jnp.signedinteger):
+        # Of int32: uint32 can hold all rows. A negative index becomes 2**32 more, so that rows + index is right modulo 2**32.
+        row = index.astype(jnp.uint32)
+        return jnp.where(
+            index < 0, row + jnp.uint32(rows) if rules.wrap else jnp.uint32(0 if rules.clip else rows), row
+        )
     beyond = isinstance(rows, int) and rows > most  # more rows than the dtype can name: no index is too large
     limit = jnp.asarray(most if beyond else rows, index.dtype)  # rows may be symbolic
     if rules.wrap and jnp.issubdtype(index.dtype, jnp.signedinteger):
@@ -75,7 +83,7 @@ class _Mode(typing.NamedTuple):
 def reference(index, *, rows, wrap, clip, sort=None):
     batch, count = index.shape
     row = rows_of(index, rows, _Mode(wrap, clip))
-    exists = (row >= 0) & (row < rows)
+    exists = (row >= 0) & (row < jnp.asarray(rows, row.dtype))
     first = jnp.arange(batch, dtype=jnp.uint32)[:, None] * jnp.asarray(rows, jnp.uint32)
     keys = jnp.where(exists, row.astype(jnp.uint32) + first, jnp.asarray(batch * rows, jnp.uint32)).reshape(-1)
     positions = jax.lax.iota(jnp.uint32, batch * count)

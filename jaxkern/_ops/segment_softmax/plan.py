@@ -47,7 +47,9 @@ class Problem(typing.NamedTuple):
 
 def fits(algorithm: str, problem: Problem, device=None) -> bool:
     """Whether the algorithm can run the problem; `sorted` needs its hint."""
-    if problem.rows >= MOST_KEYS or problem.count > MOST_POSITIONS:
+    if problem.rows >= MOST_KEYS or problem.count > MOST_POSITIONS or problem.inner >= 2**31:
+        return False
+    if _most_blocks(problem) >= 2**31:
         return False
     return algorithm == "sort" or (algorithm == "sorted" and problem.sorted)
 
@@ -122,6 +124,12 @@ def cut_of(p: Problem) -> Cut:
         reach *= 2
     # Not a power of two: tiles that are walked side by side must not all lie in the same memory channels.
     return Cut(True, places + 16, reach)
+
+
+def _most_blocks(p: Problem) -> int:
+    """An upper bound of the blocks of a launch: a block takes at least JOIN_COLUMNS columns of a tile, or all of them."""
+    positions = min(p.batch, most_slices(p)) * p.count
+    return p.outer * ceil_div(positions, cut_of(p).places) * ceil_div(p.inner, JOIN_COLUMNS)
 
 
 # ---- launches
