@@ -72,7 +72,8 @@ def softmax_cross_entropy(
     Returns:
         Array of the shape of `labels`: the loss of each row in nats; float64 for float64 logits, else float32. The loss
         and the gradient of a row are NaN if its label is neither a class nor `ignore_index`, or if a logit is NaN or
-        +inf. They are 0 if all classes are masked or all logits are -inf.
+        +inf. They are 0 if all classes are masked or all logits are -inf. An infinite cotangent makes the gradient of the
+        label's class NaN and of the others infinite, as in JAX; with label smoothing all of them are NaN.
 
     Raises:
         TypeError: `logits`, `labels` or `where` is of the wrong type; `label_smoothing` or `z_loss` is not a Python number;

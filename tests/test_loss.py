@@ -427,6 +427,32 @@ def test_empty(shape, axis, smoothing):
     assert not jaxkern.softmax_cross_entropy(x, labels - 1, ignore_index=-1, **options).any()
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_infinite_cotangents(dtype, smoothing):
+    """NaN and infinities of the gradient are those of JAX's derivative: an infinite cotangent makes the label's entry the
+    difference of two infinities."""
+    with compat.enable_x64(dtype == "float64"):
+        x, labels, _ = problem((6, 24), dtype)
+        g = jnp.asarray([np.inf, -np.inf, np.nan, 1.0, 0.0, -2.0], computing(dtype))
+        target = (1 - smoothing) * jax.nn.one_hot(labels, 24, dtype=g.dtype) + smoothing / 24
+        wide = lambda x: jax.nn.logsumexp(x.astype(g.dtype), axis=-1)
+        label = lambda x: jnp.take_along_axis(x.astype(g.dtype), labels[:, None], -1)[:, 0]
+        if smoothing:
+            theirs = lambda x: wide(x) - jnp.sum(target * x.astype(g.dtype), -1)
+        else:
+            theirs = lambda x: wide(x) - label(x)
+        expected = jax.jit(lambda g: jax.vjp(theirs, x)[1](g)[0])(g)
+        ours = lambda x: jaxkern.softmax_cross_entropy(x, labels, label_smoothing=smoothing)
+        found = [jax.jit(lambda g: jax.vjp(ours, x)[1](g)[0])(g)]
+        found.append(jaxkern.softmax_cross_entropy_and_grad(x, labels, g, label_smoothing=smoothing)[1])
+    expected, *found = (np.asarray(a, np.float64) for a in (expected, *found))
+    for dx in found:
+        for special in (np.isnan, np.isposinf, np.isneginf):
+            np.testing.assert_array_equal(special(dx), special(expected))
+    assert np.isnan(expected[0, labels[0]]) and (smoothing or np.isposinf(expected[0]).sum() == 23)
+
+
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int32"])
 def test_types_without_a_kernel(dtype):
     x = jnp.asarray(np.random.default_rng(0).normal(0, 3, (6, 40)), dtype)

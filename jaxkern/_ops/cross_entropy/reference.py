@@ -68,10 +68,12 @@ def participants(x, mask, axis):
     return jnp.sum(jnp.broadcast_to(mask[0], x.shape), axis, keepdims=True, dtype=computing(x.dtype))
 
 
-def slopes(logits, labels, largest, total, count, mask, axis, options, first=0, classes=None):
+def slopes(logits, labels, largest, total, count, mask, axis, options, first=0, classes=None, weight=None):
     """d(loss)/d(logits), and a mask of the entries where it may be nonzero.
 
     largest, total, count: numbers per row, with a dimension for the axis.
+    weight: the cotangent of the loss, likewise, or None for 1. It multiplies each term, as in JAX's derivative and in the
+    kernels: where it is infinite, the label's entry is the difference of two infinities, NaN.
     first, classes: the first class and the number of all classes, if the logits are a part of an array.
     """
     x = logits.astype(total.dtype)
@@ -85,25 +87,29 @@ def slopes(logits, labels, largest, total, count, mask, axis, options, first=0, 
     # Of a row, not of each of its elements.
     factor = jnp.where(dead if options.as_written else bad, jnp.nan, factor)
     height = 1 - options.smoothing
+    smooth = options.smoothing
+    if weight is not None:
+        factor, height, smooth = factor * weight, height * weight, smooth * weight
     if options.as_written:
         dead, height = jnp.zeros_like(dead), jnp.where(bad, 0, jnp.asarray(height, e.dtype))
     hot = jax.lax.broadcasted_iota(label.dtype, logits.shape, axis) == label - jnp.asarray(first).astype(label.dtype)
     slope = e * factor - jnp.where(hot, height, 0).astype(e.dtype)
     if options.smoothing and logits.shape[axis] != 0:
-        slope = slope - options.smoothing / count
+        slope = slope - smooth / count
     live = jnp.broadcast_to(~ignored & (~dead | bad), logits.shape)
     return slope, live & mask[0] if mask else live
 
 
-def _slopes(logits, labels, mask, axis, options):
+def _slopes(logits, labels, mask, axis, options, weight=None):
     """The same as a function of the logits alone, for differentiation."""
     _, largest, _, total = _shifted(logits, mask, axis)
-    return slopes(logits, labels, largest, total, participants(logits, mask, axis), mask, axis, options)
+    count = participants(logits, mask, axis)
+    return slopes(logits, labels, largest, total, count, mask, axis, options, weight=weight)
 
 
 def gradient(logits, labels, largest, total, g, *rest, axis, algorithm, options):
-    slope, live = _slopes(logits, labels, rest[1:], axis, options)
-    return jnp.where(live, slope * jnp.expand_dims(g, axis), 0).astype(logits.dtype)
+    slope, live = _slopes(logits, labels, rest[1:], axis, options, jnp.expand_dims(g, axis))
+    return jnp.where(live, slope, 0).astype(logits.dtype)
 
 
 def transpose(logits, labels, largest, total, t, *rest, axis, algorithm, options):
@@ -111,16 +117,16 @@ def transpose(logits, labels, largest, total, t, *rest, axis, algorithm, options
     return jnp.sum(jnp.where(live, slope * t.astype(slope.dtype), 0), axis)
 
 
-def _slopes_by_residuals(logits, labels, largest, total, rest, axis, options):
+def _slopes_by_residuals(logits, labels, largest, total, rest, axis, options, weight=None):
     """The same from the residuals, which saves a read of the logits."""
     count = jnp.expand_dims(rest[0], axis) if rest else logits.shape[axis]
     largest, total = (jnp.expand_dims(a, axis) for a in (largest, total))
-    return slopes(logits, labels, largest, total, count, rest[1:], axis, options)
+    return slopes(logits, labels, largest, total, count, rest[1:], axis, options, weight=weight)
 
 
 def gradient_by_residuals(logits, labels, largest, total, g, *rest, axis, algorithm, options):
-    slope, live = _slopes_by_residuals(logits, labels, largest, total, rest, axis, options)
-    return jnp.where(live, slope * jnp.expand_dims(g, axis), 0).astype(logits.dtype)
+    slope, live = _slopes_by_residuals(logits, labels, largest, total, rest, axis, options, jnp.expand_dims(g, axis))
+    return jnp.where(live, slope, 0).astype(logits.dtype)
 
 
 def transpose_by_residuals(logits, labels, largest, total, t, *rest, axis, algorithm, options):

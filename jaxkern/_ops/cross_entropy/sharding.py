@@ -89,16 +89,16 @@ def _loss(loss_p, over, logits, labels, *mask, axis, algorithm, options):
 
 
 def _gradient(loss_p, over, logits, labels, largest, total, g, *rest, axis, algorithm, options):
-    slope, live = _slopes(over, logits, labels, largest, total, rest, axis, options)
-    return jnp.where(live, slope * jnp.expand_dims(g, axis), 0).astype(logits.dtype)
+    slope, live = _slopes(over, logits, labels, largest, total, rest, axis, options, jnp.expand_dims(g, axis))
+    return jnp.where(live, slope, 0).astype(logits.dtype)
 
 
-def _slopes(over, logits, labels, largest, total, rest, axis, options):
+def _slopes(over, logits, labels, largest, total, rest, axis, options, weight=None):
     count, mask = rest[:1], rest[1:]
     first, classes = _place(over, logits.shape[axis])
     count = jnp.expand_dims(count[0], axis) if count else classes
     largest, total = (jnp.expand_dims(a, axis) for a in (largest, total))
-    return reference.slopes(logits, labels, largest, total, count, mask, axis, options, first, classes)
+    return reference.slopes(logits, labels, largest, total, count, mask, axis, options, first, classes, weight)
 
 
 def _both(loss_p, over, logits, labels, g, *mask, axis, algorithm, options):

@@ -161,13 +161,14 @@ class _Head:
             found = bind(cross_entropy_both_p, self.filled(logits), labels, c, *self.mask, **params)
         return *found[:3], found[-1]
 
-    def slopes(self, logits, labels, largest, total, first=0):
-        """d(loss)/d(logits) of columns beginning at `first`, 0 where it vanishes by definition."""
+    def slopes(self, logits, labels, largest, total, first=0, weights=None):
+        """The gradient of sum(weights * loss) by the logits of columns beginning at `first`, 0 where it vanishes by definition."""
         count = self.vocabulary
         if self.split.classes:
             first, count = first + lax.axis_index(self.split.classes) * count, lax.psum(1, self.split.classes) * count
         per_row = (a[:, None] for a in (largest, total))
-        slope, live = classes.slopes(logits, labels, *per_row, count, (), 1, self.spec.loss, first, count)
+        weights = None if weights is None else weights[:, None]
+        slope, live = classes.slopes(logits, labels, *per_row, count, (), 1, self.spec.loss, first, count, weights)
         return jnp.where(live, slope, 0)
 
     def sum_classes(self, x):
@@ -377,8 +378,8 @@ def _by_columns(head, h, labels, c, wanted, chunks):
         dw, db = carry
         weight, bias = head.columns(start, size)
         z = linear(h, weight, bias, spec)
-        slope = head.slopes(_capped(z, spec), labels, largest, total, start)
-        dz = _uncapped((slope * c[:, None]).astype(z.dtype), z, spec).astype(h.dtype)
+        slope = head.slopes(_capped(z, spec), labels, largest, total, start, c)
+        dz = _uncapped(slope.astype(z.dtype), z, spec).astype(h.dtype)
         if wanted[2]:
             db = _put(db, head.sum_rows(jnp.sum(dz, 0, dtype=wide)), start)
         return _put(dw, of_weight(dz), start, 0 if spec.transposed else 1), db
