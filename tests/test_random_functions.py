@@ -164,6 +164,44 @@ def _pushed(f, xs):
     return jax.jvp(lambda x: f(x, *xs[1:]), xs[:1], [t])[1]
 
 
+class Scale:
+    """A rule that is an object with a state."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, primals, tangents):
+        return primals[0], self.factor * tangents[0]
+
+    def method(self, primals, tangents):
+        return self(primals, tangents)
+
+
+def in_exec(factor):
+    space = {}
+    exec("def make(factor):\n    return lambda primals, tangents: (primals[0], factor * tangents[0])", space)
+    return space["make"](factor)
+
+
+RULES = {
+    "object": Scale,
+    "method": lambda factor: Scale(factor).method,
+    "partial": lambda factor: functools.partial(lambda k, p, t: (p[0], k * t[0]), factor),
+    "jit": lambda factor: jax.jit(lambda p, t: (p[0], factor * t[0])),
+    "without a module": in_exec,
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_of_any_kind(name):
+    def make(factor):
+        f = jax.custom_jvp(lambda x: x)
+        f.defjvp(RULES[name](factor))
+        return trace(lambda x: f(x) * 2, "float32")
+
+    assert make(2.0) == make(2.0) and make(2.0) != make(3.0)
+
+
 def test_rules_without_end():
     """JAX's rules and the user's may call new rules for ever. Such functions are equal to themselves alone."""
 

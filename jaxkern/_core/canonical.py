@@ -11,6 +11,7 @@ static arguments, so rules that call themselves or each other end. JAX's own rul
 no stable text is unique: a function that contains it equals no other.
 """
 
+import contextlib
 import enum
 import functools
 import hashlib
@@ -206,7 +207,7 @@ class _Identity:
         if isinstance(x, (jax.tree_util.PyTreeDef, jax.core.ShapedArray)):
             return str(x)
         module, name = getattr(x, "__module__", None), getattr(x, "__qualname__", None)
-        if isinstance(module, str) and _is_ours_or_jax(module):
+        if _is_ours_or_jax(module):
             if type(x).__name__ in _PLUMBING:
                 return None
             if isinstance(name, str) and "<locals>" not in name:
@@ -219,9 +220,13 @@ class _Identity:
 
 def _closure(f) -> dict:
     """What a function closes over, by name."""
-    cells = dict(zip(f.__code__.co_freevars, (c.cell_contents for c in f.__closure__ or ())))
+    cells = {}
+    for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ()):
+        with contextlib.suppress(ValueError):  # it is empty
+            cells[name] = cell.cell_contents
     return {"fn": cells["fn"]} if f.__qualname__ == "_memoize.<locals>.memoized" else cells
 
 
 def _is_ours_or_jax(module) -> bool:
-    return module.split(".")[0] in ("jax", "jaxlib", "jaxkern")
+    """module: a name, or None, which code that was run by `exec` has."""
+    return isinstance(module, str) and module.split(".")[0] in ("jax", "jaxlib", "jaxkern")
