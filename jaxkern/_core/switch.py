@@ -87,6 +87,9 @@ def own_promotion(f):
 
     @functools.wraps(f)
     def promoting(*args, **kwargs):
+        config = jax.config
+        if (config.jax_numpy_dtype_promotion, config.jax_numpy_rank_promotion) == ("standard", "allow"):
+            return f(*args, **kwargs)  # a context of its own would not share JAX's caches of traces with the program
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             return f(*args, **kwargs)
 
