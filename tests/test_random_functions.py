@@ -64,6 +64,21 @@ def _vjp_by_name(name, x):
 
 
 _vjp_by_name.defvjp(lambda name, x: (x, None), lambda name, _, g: (g * {"half": 0.5, "twice": 2.0}[name],))
+
+
+def factor_in_class(factor):
+    class Factor:
+        value = factor
+
+    return Factor
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def jvp_by_class(of, x):
+    return x
+
+
+jvp_by_class.defjvp(lambda of, primals, tangents: (primals[0], tangents[0] * of.value))
 stop = lax.stop_gradient
 
 # Pairs of functions of x and s that compute the same.
@@ -81,6 +96,10 @@ PAIRS = {
     ),
     "custom_vjp": (lambda x, s: vjp_identity(2.0)(x) * s, lambda x, s: vjp_identity(3.0)(x) * s),
     "custom_vjp with names": (lambda x, s: vjp_by_name("half", x) * s, lambda x, s: vjp_by_name("twice", x) * s),
+    "custom_jvp with two classes": (
+        lambda x, s: jvp_by_class(factor_in_class(2.0), x) + jvp_by_class(factor_in_class(3.0), s),
+        lambda x, s: jvp_by_class(factor_in_class(2.0), x) + jvp_by_class(factor_in_class(2.0), s),
+    ),
     "custom_vjp or not": (lambda x, s: vjp_identity(2.0)(x) * s, lambda x, s: x * s),
     "custom_vjp in jit": (
         lambda x, s: jax.jit(lambda y: vjp_identity(2.0)(y) * s)(x),

@@ -140,15 +140,16 @@ def _value(x, dtype) -> str:
 def _simple(p) -> str | None:
     """The text of a constant of Python or NumPy; None for other objects."""
     if isinstance(p, enum.Enum):
-        return f"{type(p).__qualname__}.{p.name}"
+        return f"{_simple(type(p))}.{p.name}" if _simple(type(p)) else None
     if p is None or isinstance(p, (bool, int, str, bytes)):
         return repr(p)
     if isinstance(p, float):
         return p.hex()
     if isinstance(p, np.dtype):
         return p.name
-    if isinstance(p, type):
-        return f"{p.__module__}.{p.__qualname__}"
+    if isinstance(p, type):  # users may give two classes one name
+        known = _is_ours_or_jax(p.__module__) or p.__module__.split(".")[0] in ("builtins", "numpy", "ml_dtypes")
+        return f"{p.__module__}.{p.__qualname__}" if known else None
     if isinstance(p, (np.generic, np.ndarray)) and p.dtype != object:
         return f"{p.dtype.name}{list(p.shape)}:{p.tobytes().hex()}"
     return None
@@ -201,7 +202,7 @@ class _Identity:
         if (found := _simple(x)) is not None:
             return found
         if isinstance(x, (tuple, list)):
-            return tuple(map(self._token, x))
+            return (self._token(type(x)), *map(self._token, x))
         if isinstance(x, dict):
             return tuple((str(k), self._token(v)) for k, v in x.items())
         if isinstance(x, (jax.tree_util.PyTreeDef, jax.core.ShapedArray)):
