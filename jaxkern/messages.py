@@ -32,18 +32,19 @@ class Graph:
 
     Args:
         senders, receivers: integer arrays of shape (num_edges,): the nodes at the ends of each edge, in any order.
-            Self loops and several edges between two nodes are allowed. An edge is none, contributes nothing and has zero
-            gradients if either end is not in range: -1, or the number of nodes, pads.
-        num_nodes: how many nodes there are, an int. None: the largest index and 1, which only indices that are known
-            while tracing can tell; give it under jit.
+            Self loops and several edges between two nodes are allowed. An edge with an end out of range, such as -1 or
+            the number of nodes, is padding: it contributes nothing and has zero gradients.
+        num_nodes: the number of nodes, an int. None: the largest index plus 1, which is possible only if the indices are
+            known while tracing. Required under jit.
         num_senders, num_receivers: instead of num_nodes, where senders and receivers are two sets of nodes.
         axis_name: for edges that are split over devices, inside `jax.shard_map`: the mesh axis, or a tuple of axes, that
             splits them. `senders` and `receivers` are the edges on one device, whose ends are any nodes, and the results at
             nodes are those of the edges of all devices.
 
     Raises:
-        TypeError: an array is not of an integer type; a number of nodes is no int, or missing under jit.
-        ValueError: shapes differ; a number of nodes is negative, or 2**31 or more; num_nodes and another are given.
+        TypeError: `senders` or `receivers` is not an array of integers; a number of nodes is not an int, or is missing
+            under jit; `axis_name` is not a name or a tuple of names.
+        ValueError: shapes differ; a number of nodes is negative, or 2**31 or more; `num_nodes` is given with another.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> graph = jaxkern.Graph(jnp.array([0, 1, 1]), jnp.array([2, 2, 0]), num_nodes=3)
@@ -207,7 +208,8 @@ def edge_sum(
         Nothing of the size edges x features is written; the gradients are sums of messages in turn.
 
     Raises:
-        TypeError: `graph` is no Graph; f does something that no kernel can (the error names it).
+        TypeError: `graph` is not a Graph; an array is of a type that kernels have no arithmetic of; f does something that
+            no kernel can (the error names it).
         ValueError: shapes do not fit the graph, or features do not broadcast.
 
     >>> import jax, jax.numpy as jnp, jaxkern
@@ -287,10 +289,10 @@ def edge_map(
 
     Returns:
         An array (or a pytree as f returns it) of shape (graph.num_edges, ...) in the order of the graph's edges; 0 for
-        an edge that is none.
+        an edge that is padding.
 
     Raises:
-        As `edge_sum`; ValueError also where `reduce_features` names no feature, or one twice.
+        TypeError, ValueError: as for `edge_sum`. ValueError: `reduce_features` is out of bounds, or repeats an axis.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> graph = jaxkern.Graph(jnp.array([0, 1, -1]), jnp.array([1, 1, 0]), num_nodes=2)

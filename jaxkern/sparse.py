@@ -55,8 +55,10 @@ def embedding_bag(
         loop of XLA. The gradient with respect to table sorts the ids.
 
     Raises:
-        TypeError: ids, segment_ids or offsets are not of an integer type; num_bags is no int, or missing under jit.
-        ValueError: shapes do not match; not one of segment_ids and offsets for flat ids; weights with another mode.
+        TypeError: `table` or `weights` is not an array of numbers; `ids`, `segment_ids` or `offsets` is not an array of
+            integers; `num_bags` is not an int, or is missing under jit.
+        ValueError: shapes do not match; flat ids come with neither or both of `segment_ids` and `offsets`; `mode` is
+            unknown; `weights` are given with a mode other than "sum".
 
     >>> import jax.numpy as jnp, jaxkern
     >>> table = jnp.array([[1.0, 2.0], [10.0, 20.0], [100.0, 200.0]])
@@ -260,7 +262,8 @@ def spmm(a: sparse.BCOO | sparse.BCSR, b: ArrayLike, *, graph: Graph | None = No
         The gradients by b and by a's elements are a kernel each; the latter is sampled at them alone.
 
     Raises:
-        TypeError: a is no sparse matrix. ValueError: shapes do not match.
+        TypeError: `a` is not a sparse matrix of numbers, or `b` is not an array of numbers; `graph` is not a Graph.
+        ValueError: shapes do not match, or `graph` belongs to another matrix.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> from jax.experimental import sparse
@@ -345,7 +348,8 @@ def graph_attention(
         weights are written, one number for each edge and head.
 
     Raises:
-        As `edge_map`; ValueError also where values do not fit the scores.
+        TypeError, ValueError: as for `edge_map`. TypeError: `values` is not an array of numbers, or `score` does not
+            return one. ValueError: `values` do not fit the scores.
 
     >>> import jax, jax.numpy as jnp, jaxkern
     >>> graph = jaxkern.Graph(jnp.array([0, 1, 2]), jnp.array([1, 1, 0]), num_nodes=3)
@@ -405,7 +409,8 @@ def moe_combine(x: ArrayLike, indices: ArrayLike, weights: ArrayLike | None = No
         tokens * k * features is written. The gradient by x sorts the indices, that by weights does not.
 
     Raises:
-        TypeError: indices are not of an integer type. ValueError: shapes do not match.
+        TypeError: `x` or `weights` is not an array of numbers, or `indices` is not an array of integers.
+        ValueError: shapes do not match.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> x = jnp.array([[1.0, 2.0], [10.0, 20.0], [100.0, 200.0]])
@@ -436,6 +441,10 @@ def moe_dispatch(x: ArrayLike, indices: ArrayLike, num_slots: int) -> jax.Array:
 
     Returns:
         Array of shape (num_slots, *x.shape[1:]), 0 in slots that no token is in. The gradient is `moe_combine`.
+
+    Raises:
+        TypeError: `x` is not an array of numbers, `indices` is not an array of integers, or `num_slots` is not an int.
+        ValueError: shapes do not match, or `num_slots` is negative.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> jaxkern.moe_dispatch(jnp.array([1.0, 2.0]), jnp.array([[2, 0], [3, -1]]), 5).tolist()
