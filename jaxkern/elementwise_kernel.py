@@ -59,6 +59,7 @@ def elementwise_kernel(f: Callable | None = None, *, name: str | None = None) ->
     def trace(arrays):
         key = (*((x.dtype, x.weak_type) for x in arrays), jax.dtypes.canonicalize_dtype(float))
         if key not in traces:
+            validate.check_call("elementwise_kernel", "f", f, len(arrays), f"elements of {len(arrays)} operands")
             dtypes, weak = [x.dtype for x in arrays], [x.weak_type for x in arrays]
             found = functor.trace(f, dtypes, name="elementwise_kernel", weak=weak, label=name)
             if any(isinstance(c, jax.core.Tracer) for c in found[1]):

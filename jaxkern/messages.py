@@ -391,6 +391,9 @@ class _Call:
             leaves += own
             self.ends += [end] * len(own)
             trees.append((len(own), tree))
+        validate.check_call(
+            name, function, f, len(groups), f"an element of {', '.join(g[0] for g in groups) or 'nothing'}"
+        )
         if not leaves:
             raise TypeError(f"jaxkern.{name}: one of senders, receivers and edges must be given")
         rank = max(x.ndim for x in leaves)

@@ -330,6 +330,8 @@ def _traced(name, epilogue, x, args):
         functor.check_dtype(f"jaxkern.{name}: epilogue_args[{k}]", jnp.result_type(a))
     ranked = (validate.full_rank(name, f"epilogue_args[{k}]", x, jnp.asarray(a)) for k, a in enumerate(args))
     args = [a for a in ranked if a is not None]  # none is
+    scalars = f"a normalised element and an element of each of {len(args)} epilogue_args"
+    validate.check_call(name, "epilogue", epilogue, 1 + len(args), scalars)
     wide = reference.computing(x.dtype)
 
     def converted(*scalars):

@@ -363,7 +363,12 @@ def _segment(
             f"{validate.shown(out_sharding)}"
         )
     y = _with_order(name, data, segment_ids, num_segments, rules, mode, order)
-    return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+    if out_sharding is None:
+        return y
+    try:
+        return jax.sharding.reshard(y, out_sharding)
+    except (TypeError, ValueError) as error:  # it does not fit the mesh or the result
+        raise ValueError(f"jaxkern.{name}: out_sharding {out_sharding}: {error}") from None
 
 
 def _num_segments(name, num_segments, segment_ids):

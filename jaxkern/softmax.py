@@ -4,7 +4,6 @@ A scale, a bias, a causal limit or dropout selects the fused primitives; a score
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 
 import jax
@@ -386,7 +385,8 @@ def _traced(name, score, x, args):
     """(the Function of an element, the indices, elements of `args` and captured scalars; the captured scalars)."""
     label = getattr(score, "__name__", None) or type(score).__name__
     label = "score" if label == "<lambda>" else f"score {label}"
-    _check_arguments(name, score, x.ndim, len(args))
+    scalars = f"an element of x, {x.ndim} indices and an element of each of {len(args)} score_args"
+    validate.check_call(name, "score", score, 1 + x.ndim + len(args), scalars)
     dtype = x.dtype if x.dtype.name in primitive.plan.DTYPES else jnp.dtype(jnp.float32)
     wide = jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
@@ -409,20 +409,6 @@ def _number(wide):
         return y.astype(wide) if real else y
 
     return convert
-
-
-def _check_arguments(name, score, rank, count):
-    try:
-        signature = inspect.signature(score)
-    except (TypeError, ValueError):  # it has none
-        return
-    try:
-        signature.bind(*range(1 + rank + count))
-    except TypeError as error:
-        raise TypeError(
-            f"jaxkern.{name}: score is called with an element of x, {rank} indices and an element of each of {count} "
-            f"score_args: {error}"
-        ) from None
 
 
 @functools.partial(jax.jit, static_argnames=("name", "axis", "algorithm", "function", "indexed"), inline=True)

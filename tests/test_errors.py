@@ -250,6 +250,25 @@ def test_bad_operands_of_a_kernel_function(value):
         f(X, value)
 
 
+CALLED = {
+    "edge_sum": (lambda f: jaxkern.edge_sum(f, GRAPH, senders=NODES), "f is called with an element of senders"),
+    "elementwise_kernel": (lambda f: jaxkern.elementwise_kernel(f)(X), "f is called with elements of 1 operands"),
+    "graph_attention": (
+        lambda f: jaxkern.graph_attention(f, GRAPH, NODES, edges=NODES),
+        "score is called with an element of edges",
+    ),
+    "rms_norm": (lambda f: jaxkern.rms_norm(X, epilogue=f), "epilogue is called with a normalised element"),
+    "softmax": (lambda f: jaxkern.softmax(X, score=f), "score is called with an element of x, 2 indices"),
+}
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_functions_of_other_arguments(name):
+    call, message = CALLED[name]
+    with pytest.raises(TypeError, match=rf"jaxkern\.{name}: {message}.*: .*argument"):
+        call(lambda x, y: x + y)
+
+
 def test_named_operands_of_a_kernel_function():
     f = jaxkern.elementwise_kernel(lambda x, y: x + y)
     with pytest.raises(TypeError, match=r"jaxkern\.elementwise_kernel: operands are given by position, got y by name"):

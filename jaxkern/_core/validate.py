@@ -3,6 +3,7 @@
 Every error here is raised while tracing and names the function, the argument and the shapes.
 """
 
+import inspect
 import math
 import numbers
 import operator
@@ -90,6 +91,18 @@ def floating_dtype(name: str, argument: str, value) -> np.dtype:
 def function(name: str, argument: str, value, what: str = "a function") -> None:
     if not callable(value):
         raise TypeError(f"jaxkern.{name}: {argument} must be {what}, got {type(value).__name__}")
+
+
+def check_call(name: str, argument: str, f, count: int, scalars: str) -> None:
+    """Raises unless `f`, the `argument` of a public function, can be called with `count` arguments, which are `scalars`."""
+    try:
+        signature = inspect.signature(f)
+    except (TypeError, ValueError):  # it has none
+        return
+    try:
+        signature.bind(*range(count))
+    except TypeError as error:
+        raise TypeError(f"jaxkern.{name}: {argument} is called with {scalars}: {error}") from None
 
 
 def choice(name: str, argument: str, value, names: Sequence[str]) -> None:
