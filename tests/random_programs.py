@@ -371,11 +371,15 @@ def run(seed, number, wide=False) -> list:
         raise Refused(str(program)) from error
     with forced(), decisions.recorded() as found:
         own = jax.jit(lambda *args: program.f(*args))(*program.args)
+    # Cotangents and tangents are not bounded as values are, and so not exact in 16 bits.
+    rtol = 1e-5 if program.transform in ("none", "vmap", "scan") else 4e-2
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(own), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape, (a.dtype, b.dtype, a.shape, b.shape)
+        if a.dtype == jax.dtypes.float0:
+            continue
         a, b = np.asarray(a).astype(np.float64), np.asarray(b).astype(np.float64)
         scale = np.max(np.abs(a), where=np.isfinite(a), initial=1)
-        np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5 * scale)
+        np.testing.assert_allclose(b, a, rtol=rtol, atol=rtol * scale)
     return found
 
 

@@ -4,6 +4,8 @@ On the CPU jaxkern's references stand for the kernels; on a GPU the same tests r
 """
 
 import functools
+import gc
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,7 @@ from jax import lax
 
 import jaxkern
 from jaxkern._accelerate import gate
-from jaxkern._accelerate import nodes as nodes_module
+from jaxkern._accelerate.program import Program
 from jaxkern._core import decisions, registry
 
 SCATTERS = ("scatter_add", "scatter_max", "scatter_min")
@@ -549,29 +551,81 @@ def test_a_long_program_below_a_gather(of):
     assert check(f, nodes, senders, receivers, rtol=1e-4) == ["gather and scatter"]
 
 
-def test_indices_from_a_function_under_jit_are_values_of_the_program(monkeypatch):
-    """The copies of its operations in which they were found are gone."""
-    found, root = [], nodes_module.root
+@jax.jit
+def wrapped(i):
+    i = i * 2 // 2
+    return lax.select(i < 0, i + NODES, i)
 
-    def spied(ctx, indices):
-        blocks, values = [ctx.module_context.module.body], []
-        result = root(ctx, indices)
-        for block in blocks:
-            values += block.arguments
-            for operation in block.operations:
-                values += operation.operation.results
-                blocks += [b for region in operation.operation.regions for b in region.blocks]
-        found.append(any(result[0] == v for v in values))
-        return result
 
-    @jax.jit
-    def wrapped(i):
-        i = i * 2 // 2
-        return lax.select(i < 0, i + NODES, i)
+@jax.jit
+def scaled_and_wrapped(x, i):
+    return x * 2, wrapped(i), x
 
-    monkeypatch.setattr(nodes_module, "root", spied)
-    check(lambda x, s, r: sums(x[s], wrapped(r)), nodes, senders, receivers)
-    assert found and all(found)
+
+def nested(x, s, r):
+    y, i, x = scaled_and_wrapped(x, s)
+    return sums(y[i] + x[i], wrapped(r)) + sums(y[s], wrapped(r))
+
+
+def in_a_loop(x, s, r):
+    y, i, _ = scaled_and_wrapped(x, s)
+    step = lambda k, z: z * 0.1 + nested(z, i, r) + sums(y[i], r)
+    return lax.fori_loop(0, 2, step, x) + sums(y[i], r) + lax.cond(s[0] > 0, lambda: nested(x, i, r), lambda: x)
+
+
+@pytest.mark.parametrize(
+    "f, count", [(lambda x, s, r: sums(x[s], wrapped(r)), 1), (nested, 2), (in_a_loop, 6), (gradient(in_a_loop), 9)]
+)
+def test_functions_under_jit(f, count):
+    """Values inside a function are copied to the scatter that reads them, and are found in every part of a program."""
+    assert len(check(f, nodes, senders, receivers, rtol=1e-4)) >= count
+
+
+def attention(x, w, s, r):
+    """A layer with a softmax over the edges of each node."""
+    scores = jax.nn.leaky_relu((x * w[:WIDTH])[s].sum(-1) + (x * w[-WIDTH:])[r].sum(-1))
+    y = jnp.exp(scores - jax.ops.segment_max(scores, r, NODES)[r])
+    weights = y / sums(y, r)[r]
+    return jax.nn.elu(sums(x[s] * weights[:, None], r))
+
+
+@pytest.mark.parametrize("derivative", [False, True])
+def test_lowering_is_linear_in_the_program(derivative):
+    """Python functions that are called while layers are traced and lowered; and how many more than in the plain program."""
+
+    def calls(count, context):
+        def f(x, w, s, r):
+            for _ in range(count):
+                x = attention(x, w, s, r)
+            return (x**2).sum()
+
+        number = [0]
+
+        def called(frame, event, arg):
+            number[0] += event == "call"
+
+        with context:
+            jitted = jax.jit(jax.grad(f) if derivative else f)
+            sys.setprofile(called)
+            try:
+                jitted.trace(nodes, weights, senders, receivers).lower(lowering_platforms=("cuda",))
+            finally:
+                sys.setprofile(None)
+        return number[0]
+
+    calls(1, forced), calls(1, jaxkern.accelerate(only=()))  # what is done once in a process
+    few, many = calls(4, forced), calls(16, forced)
+    assert many < 4.2 * few
+    assert many < 1.6 * calls(16, jaxkern.accelerate(only=()))
+
+
+def test_nothing_is_kept_of_a_module_that_was_lowered():
+    gc.collect()
+    before = sum(isinstance(o, Program) for o in gc.get_objects())
+    lowered(lambda x, w, s, r: convolution(x, w, s, r) + 1, nodes, weights, senders, receivers)
+    jax.clear_caches()
+    gc.collect()
+    assert sum(isinstance(o, Program) for o in gc.get_objects()) <= before
 
 
 @pytest.mark.skipif(not registry.kernels_run(), reason="no kernels")

@@ -19,4 +19,4 @@ def is_plain(x) -> bool:
 
 def decide(operation, taken, reason, x) -> bool:
     """Notes a decision that is made while the program is traced."""
-    return decisions.record(operation, taken, reason, [jax.typeof(x)], compat.current_frames(), stablehlo.size(x))
+    return decisions.record(operation, taken, reason, [jax.typeof(x)], compat.current_frames, stablehlo.size(x))

@@ -4,8 +4,8 @@
 
 `find` walks the StableHLO operations that make the updates of a scatter. Gathers of whole rows become operands of the
 kernel that it reads by node, values per edge become operands that it reads by edge, and the elementwise operations become
-a `functor.Function`. Functions under jit are looked into: their operations are copied in front of the scatter. Whatever
-is unknown ends the chain there and becomes an operand. Nothing is removed from the program, in which XLA drops what is
+a `functor.Function`. Functions under jit are looked into (program.py). Whatever is unknown ends the chain there and becomes
+an operand. Nothing is removed from the program, in which XLA drops what is
 unused. Cheap arithmetic on nodes of which only a gather reads the result, `(h * scale[:, None])[senders]`, is done for
 each edge instead, so that it takes no pass over memory.
 
@@ -28,12 +28,14 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkern._accelerate import layout as layouts
-from jaxkern._accelerate.nodes import EXACT, ROWS, Ends, Walk, has_features, reached, row_bytes, type_of
-from jaxkern._core import compat, functor, stablehlo
+from jaxkern._accelerate.nodes import EXACT, ROWS, Ends, Walk, has_features, index_key, reached, unwrapped_key
+from jaxkern._accelerate.program import row_bytes
+from jaxkern._core import compat, functor
 from jaxkern._core.functor import computing
 from jaxkern._ops.indexing import sort
 from jaxkern._ops.messages import lowering as _lowering  # noqa: F401  registers the lowerings of messages
@@ -81,21 +83,22 @@ class Chain(typing.NamedTuple):
 # ---- from nodes to a message
 
 
-def find(ctx, name, avals, values, clip, *, alone=False) -> Chain | None:
-    """The chain that makes the updates of this scatter, which is `in_order`; or None: the program is as it was before.
+def find(program, name, avals, indices, updates, clip, *, alone=False) -> Chain | None:
+    """The chain that makes the updates of this scatter, which is `in_order`; or None.
 
-    alone: the updates are an operand, whatever makes them.
+    indices, updates: the scatter's, values of `program`. alone: the updates are an operand, whatever makes them.
     """
     if not compat.copies_operations():
         return None
-    for sinks in (True, False):
-        walk = Walk(ctx, avals[2].shape, avals[1].ndim - 1, sinks)
+    for sinks in (False,) if alone else (True, False):
+        walk = Walk(program, avals[2].shape, avals[1].ndim - 1, sinks)
         try:
-            if (chain := _chain(walk, name, avals, values, clip, alone)) is not None:
+            if (chain := _chain(walk, name, avals, indices, updates, clip, alone)) is not None:
                 return chain
         except (Ends, functor.Unsupported):
             pass
-        walk.discard()
+        if not walk.has_sunk:
+            break
     return None
 
 
@@ -116,14 +119,14 @@ def in_order(layout, avals) -> bool:
     )
 
 
-def _chain(walk, name, avals, values, clip, alone) -> Chain | None:
+def _chain(walk, name, avals, indices, value, clip, alone) -> Chain | None:
     operand, _, updates = avals
     dims = tuple(d if n != 1 else None for d, n in enumerate(walk.full))
-    root = walk.numbered(walk.leaf(values[2], dims)) if alone else walk.visit(values[2], dims)
+    root = walk.numbered(walk.leaf(value, dims)) if alone else walk.visit(value, dims)
     used = reached(walk.nodes, root)
     if name != "scatter_add" and not walk.nodes[root].exact:
         return None  # the gradient compares updates with their maximum, and these would be rounded otherwise
-    at_row, by_index = _by_index(walk, used, operand.shape[0], values[1], clip)
+    at_row, by_index = _by_index(walk, used, operand.shape[0], indices, clip)
     weight = lambda nodes: sum(row_bytes(_source(walk.nodes[k])) for k in nodes)
     at_other = max(by_index.values(), key=weight, default=[])
     if not alone and not any(has_features(walk, walk.nodes[k].leaf.dims) for k in (*at_row, *at_other)):
@@ -131,11 +134,10 @@ def _chain(walk, name, avals, values, clip, alone) -> Chain | None:
     places, operands, found, leaves = [], [], {}, {}
 
     def place(value):
-        key = walk.key(value)
-        if key not in found:
-            found[key] = len(places)
+        if value.key not in found:
+            found[value.key] = len(places)
             places.append(value)
-        return found[key]
+        return found[value.key]
 
     def add(k, end, value, dims, rows):
         o = Operand(end, place(value), dims, rows)
@@ -147,7 +149,7 @@ def _chain(walk, name, avals, values, clip, alone) -> Chain | None:
         node = walk.nodes[k]
         if node.name == "rows" and (k in at_row or k in at_other):
             x = node.leaf.x
-            add(k, ROW if k in at_row else OTHER, x, (ROWS, *node.leaf.dims), type_of(x)[0][0])
+            add(k, ROW if k in at_row else OTHER, x, (ROWS, *node.leaf.dims), x.type[0][0])
         elif k in at_other:
             others = math.prod(walk.full[d] for d in _repeated(walk, node.leaf.dims))
             add(k, OTHER, node.leaf.value, node.leaf.dims, others)
@@ -157,18 +159,22 @@ def _chain(walk, name, avals, values, clip, alone) -> Chain | None:
                 raise Ends
             edge = any(d is not None and d < walk.counts for d in leaf.dims)
             whole = {d for d in leaf.dims if d is not None} == walk.all
-            if edge and whole and not alone and updates.dtype.itemsize > 2 and stablehlo.gathers(walk.ctx, leaf.value):
+            if edge and whole and not alone and updates.dtype.itemsize > 2 and walk.program.gathers(leaf.value):
                 return None  # XLA would fuse what is then stored
             add(k, EDGE if edge else SHARED, leaf.value, leaf.dims, walk.edges if edge else 1)
     stored = [o for o in operands if o.end == EDGE and {d for d in o.dims if d is not None} == walk.all]
     if len(operands) > MOST_OPERANDS or len(stored) > MOST_STORED:
         return None
-    dtypes = [type_of(places[o.at])[1] for o in operands]
-    message = functools.partial(_message, tuple(walk.nodes), root, leaves)
+    dtypes = [places[o.at].type[1] for o in operands]
     reals = [walk.nodes[k].dtype for k in used if jnp.issubdtype(walk.nodes[k].dtype, jnp.floating)]
     coarse = all(d.itemsize == 2 for d in reals)
-    function, captured = functor.trace(message, dtypes, name="accelerate", results=1, label="a chain", coarse=coarse)
-    if captured or tuple(function.in_dtypes) != tuple(dtypes):
+    steps, places_of = [], {k: n for n, k in enumerate(used)}
+    for k in used:
+        node = walk.nodes[k]
+        own = node.leaf.item() if node.name == "constant" else leaves.get(k)
+        steps.append(Step(node.name, node.dtype, tuple(places_of[o] for o in node.operands), node.f, own))
+    function = _function(tuple(steps), places_of[root], tuple(dtypes), coarse, bool(jax.config.jax_enable_x64))
+    if tuple(function.in_dtypes) != tuple(dtypes):
         return None
     other, others = None, 0
     if at_other:
@@ -192,7 +198,11 @@ def _chain(walk, name, avals, values, clip, alone) -> Chain | None:
         0,
     )
     shapes = [_arranged(o, chain) for o in operands]
-    if not _has_plan(chain, operand, shapes, dtypes):
+    ends, plans = tuple(o.end for o in operands), walk.program.plans
+    key = (function, ends, chain.reduction, walk.edges, operand.shape[0], tuple(shapes), tuple(dtypes), operand.dtype)
+    if key not in plans:
+        plans[key] = _has_plan(chain, operand, shapes, dtypes)
+    if not plans[key]:
         return None
     read = {ROW: operand.shape[0], OTHER: walk.edges, EDGE: walk.edges, SHARED: 1}
     moved = [read[o.end] * math.prod(s[1:]) * d.itemsize for o, s, d in zip(operands, shapes, dtypes)]
@@ -205,14 +215,14 @@ def _by_index(walk, used, count, scattered, clip):
 
     count: how many rows the scatter has. scattered: its indices.
     """
-    own, own_unwrapped = walk.index_key(scattered), walk.unwrapped_key(scattered)
+    own, own_unwrapped = index_key(scattered), unwrapped_key(scattered)
     at_row, by_index, unwrapped = [], {}, {}
     # Gathers that fill come last: wherever their indices are in range, they are equal to others'.
     for k in sorted(used, key=lambda k: walk.nodes[k].name == "rows" and walk.nodes[k].leaf.filled):
         node = walk.nodes[k]
         if node.name == "rows":
-            rows, nodes = node.leaf, type_of(node.leaf.x)[0][0]
-            key, wrapped = walk.index_key(rows.index), walk.unwrapped_key(rows.index)
+            rows, nodes = node.leaf, node.leaf.x.type[0][0]
+            key, wrapped = index_key(rows.index), unwrapped_key(rows.index)
             # Edges whose indices are not in range are dropped by the scatter, unless it clips.
             same = own == key or (wrapped == own and not clip) or (rows.filled and own_unwrapped == key)
             if same and nodes == count:
@@ -238,21 +248,43 @@ def _repeated(walk, dims) -> tuple:
     return own if set(own) < counts and any(d is not None and d >= walk.counts for d in dims) else ()
 
 
-def _message(nodes, root, leaves, *xs):
+class Step(typing.NamedTuple):
+    """A node of a message as _function computes it. operands: numbers of earlier steps.
+
+    own: of a constant, its number; of a leaf, the number of its operand.
+    """
+
+    name: str
+    dtype: np.dtype
+    operands: tuple
+    f: typing.Callable | None
+    own: typing.Any
+
+
+@functools.lru_cache(maxsize=1024)
+def _function(steps, root, dtypes, coarse, wide) -> functor.Function:
+    """The message as a function of the operands. Layers of a model have messages that are equal.
+
+    wide: whether 64-bit types are on, which traces depend on.
+    """
+    message = functools.partial(_message, steps, root)
+    return functor.trace(message, dtypes, name="accelerate", results=1, label="a chain", coarse=coarse)[0]
+
+
+def _message(steps, root, *xs):
     """The message of one edge and feature, from one element of each operand, in computing types."""
-    values = {}
-    for k in reached(nodes, root):
-        node = nodes[k]
-        wide = computing(node.dtype)
-        if node.name == "constant":
-            values[k] = node.leaf.astype(wide)
-        elif node.f is None:
-            values[k] = lax.convert_element_type(xs[leaves[k]], wide)
+    values = []
+    for k, step in enumerate(steps):
+        wide = computing(step.dtype)
+        if step.name == "constant":
+            y = np.asarray(step.own, wide)
+        elif step.f is None:
+            y = lax.convert_element_type(xs[step.own], wide)
         else:
-            y = node.f(*(values[o] for o in node.operands))
-            if wide != node.dtype and k != root and node.name not in EXACT:
-                y = lax.convert_element_type(lax.convert_element_type(y, node.dtype), wide)
-            values[k] = y
+            y = step.f(*(values[o] for o in step.operands))
+            if wide != step.dtype and k != root and step.name not in EXACT:
+                y = lax.convert_element_type(lax.convert_element_type(y, step.dtype), wide)
+        values.append(y)
     return jnp.asarray(values[root])
 
 
@@ -328,7 +360,7 @@ def types(ctx, chain: Chain) -> list:
     operand, indices, _ = map(compat.not_varying, ctx.avals_in)
     found = [operand, indices]
     for value in chain.values:
-        shape, dtype = type_of(value)
+        shape, dtype = value.type
         more = {}
         if not operand.sharding.mesh.empty:
             more["sharding"] = NamedSharding(operand.sharding.mesh, PartitionSpec(*[None] * len(shape)))

@@ -77,7 +77,7 @@ def _taken(ctx, operation, value, reason, what) -> bool:
     why = switch.refusal(ctx, settings)
     if not why and not (settings and settings.force) and stablehlo.is_arithmetic(ctx, value):
         why = f"XLA fuses the arithmetic or slice that makes the {what}"
-    frames, size = compat.frames(ctx.traceback), stablehlo.size(ctx.avals_in[0])
+    frames, size = functools.partial(compat.frames, ctx.traceback), stablehlo.size(ctx.avals_in[0])
     return decisions.record(operation, not why, why or reason, ctx.avals_in[:1], frames, size)
 
 

@@ -48,7 +48,7 @@ def _left(prim, ctx, operands, params) -> bool:
             why = "" if taken else reason
     if not why and "sums" in params:
         reason = f"{reason}, the gradient"
-    frames = compat.frames(ctx.traceback)
+    frames = functools.partial(compat.frames, ctx.traceback)
     size = sum(stablehlo.size(a) for a in (*ctx.avals_in, *ctx.avals_out)) if not why else 0
     return not decisions.record(params["operation"], not why, why or reason, [x], frames, size)
 

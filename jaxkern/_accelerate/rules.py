@@ -22,8 +22,9 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jaxkern._accelerate import chains, gate, nodes
+from jaxkern._accelerate import chains, gate
 from jaxkern._accelerate import layout as layouts
+from jaxkern._accelerate.program import Program, root
 from jaxkern._core import compat, decisions, partition, stablehlo, switch
 from jaxkern._ops.indexing import primitive, reference, sharding
 from jaxkern._ops.indexing.reference import Rules
@@ -158,11 +159,13 @@ def _scatter(name, plain, ctx, operand, indices, updates, *, dimension_numbers, 
         return fallback()
     avals, values, platforms = ctx.avals_in, (operand, indices, updates), compat.platforms(ctx)
     if not settings.force and "cuda" not in platforms:
-        decisions.record(name, False, switch.no_kernels(platforms[0]), avals, compat.frames(ctx.traceback))
+        decisions.record(
+            name, False, switch.no_kernels(platforms[0]), avals, functools.partial(compat.frames, ctx.traceback)
+        )
         return fallback()
     found = _problem(name, ctx, values, dimension_numbers, params)
     if isinstance(found, str):
-        decisions.record(name, False, found, avals, compat.frames(ctx.traceback))
+        decisions.record(name, False, found, avals, functools.partial(compat.frames, ctx.traceback))
         return fallback()
     problem, layout, onto_identity = found
     clip = params["mode"] == lax.GatherScatterMode.CLIP
@@ -176,12 +179,17 @@ def _scatter(name, plain, ctx, operand, indices, updates, *, dimension_numbers, 
         if taken and (refusal := switch.refusal(ctx, settings)):
             taken, why = False, refusal
     size = problem.bytes if chain is None else chain.bytes
-    if not decisions.record(name, taken, why, avals, compat.frames(ctx.traceback), size):
+    if not decisions.record(name, taken, why, avals, functools.partial(compat.frames, ctx.traceback), size):
         return fallback()
     if chain is not None:
-        body = functools.partial(chains.run, chain=chain, layout=layout, clip=clip, onto_identity=onto_identity)
-        lowered = switch.own_code(mlir.lower_fun(body, multiple_results=False))
-        return lowered(ctx.replace(avals_in=chains.types(ctx, chain)), *values[:2], *chain.values)
+        made: dict = {}
+        arrays = [Program.of(ctx).materialize(value, made) for value in chain.values]
+        own = dict(chain=chain._replace(values=()), layout=layout, clip=clip, onto_identity=onto_identity)
+        lowered = switch.own_code(mlir.lower_fun(functools.partial(chains.run, **own), multiple_results=False))
+        ctx = ctx.replace(avals_in=chains.types(ctx, chain))
+        return compat.lower_shared(
+            "jaxkern_chain", tuple(own.values()), lowered, ctx, [operand.type], *values[:2], *arrays
+        )
     own = dict(
         name=name,
         layout=layout,
@@ -213,18 +221,20 @@ def _chain(name, ctx, values, problem, layout, clip, settings):
     if compat.partitioned_devices(ctx) > 1 or not chains.in_order(layout, ctx.avals_in):
         return None, ""
     known = compat.of_module(ctx).setdefault("orders", Orders(set(), collections.Counter()))
-    root = nodes.root(ctx, values[1])
-    ordered = root[0] in known.made or known.gathered[root] > 1
+    program = Program.of(ctx)
+    indices, updates = map(program.value, values[1:])
+    own = root(indices)
+    ordered = own[0] in known.made or known.gathered[own] > 1
     taken, why = gate.can_scatter(problem) if settings.force else gate.chain(problem, ordered)
     if not taken or switch.refusal(ctx, settings):
         return None, "" if taken else why
-    found = chains.find(ctx, name, ctx.avals_in, values, clip)
+    found = chains.find(program, name, ctx.avals_in, indices, updates, clip)
     if found is None and gate.alone(problem, ordered):
-        found = chains.find(ctx, name, ctx.avals_in, values, clip, alone=True)
+        found = chains.find(program, name, ctx.avals_in, indices, updates, clip, alone=True)
     if found is not None:
-        known.made.add(root[0])
+        known.made.add(own[0])
         if isinstance(found.other, int):
-            known.gathered[nodes.root(ctx, found.values[found.other])] += 1
+            known.gathered[root(found.values[found.other])] += 1
     return found, ""
 
 
@@ -240,7 +250,8 @@ def _problem(name, ctx, values, dimension_numbers, params):
         return layout
     if not layouts.numbers_rows(layout, operand.shape):
         return "more rows than 32 bits number"
-    value = stablehlo.constant(values[0])
+    program = Program.of(ctx)
+    value = program.value(values[0]).constant
     onto_identity = value is not None and value == IDENTITY[name](operand.dtype)
     batch, lead, rows, count, trail = layouts.sizes(layout, operand.shape, indices.shape)
     problem = gate.Scatter(
@@ -254,7 +265,7 @@ def _problem(name, ctx, values, dimension_numbers, params):
         bool(params["indices_are_sorted"]),
         onto_identity,
         layouts.moves_operand(layout, operand.shape),
-        stablehlo.gathers(ctx, values[2]),
+        program.gathers(program.value(values[2])),
         stablehlo.is_arithmetic(ctx, values[2]),
         compat.jaxlib(),
     )

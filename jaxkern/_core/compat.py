@@ -11,11 +11,11 @@ import pathlib
 import re
 import sys
 import warnings
-import weakref
 
 import jax
 import jax.numpy as jnp
 from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import func
 from jax.interpreters import ad, mlir
 from jaxlib.version import __version__ as jaxlib_version
 
@@ -375,18 +375,38 @@ def lowering_rule(prim, platform):
     return None
 
 
-_modules: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-
-
 def of_module(ctx) -> dict:
-    """What is noted about the module that is being lowered."""
-    return _modules.setdefault(ctx.module_context.module, {})
+    """What is noted about the module that is being lowered; it is gone when JAX has lowered the module.
+
+    A dictionary that is keyed weakly by the module would keep it alive, since notes hold operations.
+    """
+    return ctx.module_context.cached_primitive_lowerings.setdefault("jaxkern", {})
 
 
-def callee(ctx, call):
-    """The function that `call`, an operation func.call of the module being lowered, names; None if it is not found."""
+def lower_shared(name, key, rule, ctx, results, *operands):
+    """Lowers an operation by `rule`, a lowering rule, as a call of a function that equal operations of a module share.
+
+    key: hashable; with the types of the operands it determines what the rule emits. results: the MLIR types of the results.
+    """
+    functions, types = of_module(ctx).setdefault("functions", {}), [x.type for x in operands]
+    where = platforms(ctx), ctx.module_context.axis_context, jax.config.jax_enable_x64
+    key = (key, tuple(ctx.avals_in), tuple(types), where)
+    if key not in functions:
+        function = func.FuncOp(name, ir.FunctionType.get(types, results), ip=ctx.module_context.ip)
+        function.attributes["sym_visibility"] = ir.StringAttr.get("private")
+        ctx.module_context.symbol_table.insert(function)
+        block = function.add_entry_block()
+        with ir.InsertionPoint(block):
+            func.ReturnOp(list(rule(ctx, *block.arguments)))
+        functions[key] = function.name.value  # an operation would keep the module alive
+    symbol = ir.FlatSymbolRefAttr.get(functions[key])
+    return list(func.CallOp(results, symbol, list(operands)).results)
+
+
+def callee(symbols, call):
+    """The function that `call`, an operation func.call, names in a table of symbols; None if it is not found."""
     with contextlib.suppress(KeyError, AttributeError, ValueError):
-        return ctx.module_context.symbol_table[ir.FlatSymbolRefAttr(call.attributes["callee"]).value]
+        return symbols[ir.FlatSymbolRefAttr(call.attributes["callee"]).value]
     return None
 
 

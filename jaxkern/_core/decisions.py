@@ -74,7 +74,8 @@ def printed() -> bool:
 def record(operation, taken, reason, avals, frames, bytes=0) -> bool:
     """Notes a decision, prints it if JAXKERN_EXPLAIN=1, and returns whether the operation is taken.
 
-    It is not taken if `explain` only lists it, as an operation on request.
+    It is not taken if `explain` only lists it, as an operation on request. frames: a function that returns those of the
+    code that it stems from.
     """
     settings = switch.current()
     if settings is not None and operation in settings.listed:
@@ -84,7 +85,7 @@ def record(operation, taken, reason, avals, frames, bytes=0) -> bool:
     lists = _local.__dict__.get("lists", ())
     if lists or printed():
         shapes = ", ".join(a.str_short(short_dtypes=True) for a in avals)
-        decision = Decision(operation, bool(taken), reason, shapes, source_of(frames), bytes, avals[0].dtype.name)
+        decision = Decision(operation, bool(taken), reason, shapes, source_of(frames()), bytes, avals[0].dtype.name)
         for found in lists:
             found.append(decision)
         if printed():

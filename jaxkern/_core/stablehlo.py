@@ -44,13 +44,6 @@ def maker(value):
     return None if isinstance(value.owner, ir.Block) else value.owner.operation
 
 
-def unconstrained(value):
-    """The same value without constraints on how it is split."""
-    while (operation := maker(value)) is not None and operation.name == CONSTRAINT:
-        value = operation.operands[0]
-    return value
-
-
 def constant(value):
     """The number that all elements of `value` are, or None if that is not known."""
     operation = maker(value)
@@ -83,30 +76,6 @@ def is_pure(operation) -> bool:
     """Whether an operation is known to have no effect but its results, and to be cheap to compute again."""
     name = operation.name
     return name in ELEMENTWISE or name in MOVES or name in _PURE or name.startswith("chlo.")
-
-
-def is_fused(value) -> bool:
-    """Whether `value` is arithmetic, which XLA computes in one pass over memory with what consumes it."""
-    operation = maker(unconstrained(value))
-    return operation is not None and operation.name in ELEMENTWISE | MOVES
-
-
-def gathers(ctx, value) -> bool:
-    """Whether `value` is arithmetic on a gather, which XLA fuses with what consumes it."""
-    seen, pending = 0, [value]
-    while pending and seen < MOST:
-        operation = maker(pending.pop())
-        seen += 1
-        if operation is None:
-            continue
-        if operation.name == "stablehlo.gather":
-            return True
-        if operation.name == "func.call":
-            pending += _returned(ctx, operation)
-            pending += operation.operands
-        elif operation.name in ELEMENTWISE or operation.name in MOVES:
-            pending += operation.operands
-    return False
 
 
 def is_arithmetic(ctx, value) -> bool:
@@ -248,7 +217,7 @@ def _repeated(move, operand):
 
 def _returned(ctx, call):
     """What the function of a call returns, values inside that function."""
-    function = compat.callee(ctx, call)
+    function = compat.callee(ctx.module_context.symbol_table, call)
     if function is None:
         return []
     block = function.operation.regions[0].blocks[0]

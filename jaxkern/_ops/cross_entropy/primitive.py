@@ -115,7 +115,14 @@ def _left(prim, ctx, operands, params) -> bool:
     x = ctx.avals_in[0] if narrow is None else ctx.avals_in[0].update(dtype=jnp.dtype(jnp.bfloat16))
     if prim is cross_entropy_p:
         reason = why or "loss and gradient in one read"
-        decisions.record("softmax_cross_entropy", not why, reason, [x], compat.frames(ctx.traceback), stablehlo.size(x))
+        decisions.record(
+            "softmax_cross_entropy",
+            not why,
+            reason,
+            [x],
+            functools.partial(compat.frames, ctx.traceback),
+            stablehlo.size(x),
+        )
     return bool(why)
 
 
