@@ -13,6 +13,7 @@ import sys
 import warnings
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
@@ -255,6 +256,22 @@ def source_line(equation) -> str:
 
         return source_info_util.summarize(equation.source_info)
     return ""
+
+
+def without_unused(closed):
+    """A closed jaxpr without the equations that its results do not depend on; it keeps all operands."""
+    from jax.interpreters import partial_eval
+
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    return jax.extend.core.ClosedJaxpr(jaxpr, closed.consts)
+
+
+def used_operands(closed) -> tuple:
+    """The positions of the operands that the results of a closed jaxpr depend on."""
+    from jax.interpreters import partial_eval
+
+    _, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    return tuple(k for k, own in enumerate(used) if own)
 
 
 # ---- for jaxkern.accelerate

@@ -66,7 +66,11 @@ template <class T> __device__ __forceinline__ T FromCompute(Compute<T> x) {
 
 // Element i of a pack, by its bits. i is a compile-time constant wherever this is unrolled.
 template <class T, int N> __device__ __forceinline__ void SetElement(Pack<T, N>& pack, int i, T x) {
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (sizeof(T) == 1) {
+    const uint32_t bits = *reinterpret_cast<const uint8_t*>(&x);
+    uint32_t& word = pack.word[i / 4];
+    word = (word & ~(0xffu << i % 4 * 8)) | bits << i % 4 * 8;
+  } else if constexpr (sizeof(T) == 2) {
     const uint32_t bits = *reinterpret_cast<const uint16_t*>(&x);
     uint32_t& word = pack.word[i / 2];
     word = i % 2 ? (word & 0x0000ffffu) | bits << 16 : (word & 0xffff0000u) | bits;
@@ -80,7 +84,9 @@ template <class T, int N> __device__ __forceinline__ void SetElement(Pack<T, N>&
 }
 
 template <class T, int N> __device__ __forceinline__ T Element(const Pack<T, N>& pack, int i) {
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (sizeof(T) == 1) {
+    return static_cast<T>(pack.word[i / 4] >> i % 4 * 8 & 0xff);
+  } else if constexpr (sizeof(T) == 2) {
     const uint16_t bits = static_cast<uint16_t>(i % 2 ? pack.word[i / 2] >> 16 : pack.word[i / 2]);
     T x;
     *reinterpret_cast<uint16_t*>(&x) = bits;

@@ -33,19 +33,13 @@
 
 #include "../common/broadcast.h"
 #include "../common/pack.cuh"
+#include "../common/slots.h"
 #include "../common/std.h"
 #include "functors.h"
 
 namespace jaxkern {
 
 enum class Pred : uint8_t {};  // a bool in memory
-
-template <class... T> struct Types {};
-
-template <int i, class T, class... Rest> struct TypeAt : TypeAt<i - 1, Rest...> {};
-template <class T, class... Rest> struct TypeAt<0, T, Rest...> {
-  using type = T;
-};
 
 constexpr int kThreads = 256;
 constexpr int kBlocksPerSm = 6;  // leaves 42 registers per thread
@@ -193,14 +187,6 @@ template <int kIn, int kOut, int kParameters> struct StridedArgs {
 template <> struct OwnOf<Pred> {
   using type = bool;
 };
-
-template <size_t i, class T> struct Slot {
-  T value;
-};
-// One value of each type; At<i> returns value i.
-template <class Index, class... T> struct Slots;
-template <size_t... i, class... T> struct Slots<std::index_sequence<i...>, T...> : Slot<i, T>... {};
-template <size_t i, class T> JAXKERN_FN T& At(Slot<i, T>& slot) { return slot.value; }
 
 // The C of a functor; for a functor without one, an unused type.
 template <class Functor, class = void> struct ComputingOf {

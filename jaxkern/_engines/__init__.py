@@ -1,0 +1,1 @@
+"""Engines: each turns one kind of jaxpr into kernels."""

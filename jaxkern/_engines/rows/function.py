@@ -1,0 +1,242 @@
+"""Row functions as parameters of a primitive: a jaxpr on whole arrays, its derivatives, and what kernels make of it."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh
+
+from jaxkern._core import compat
+from jaxkern._core.functor import Unsupported, computing
+from jaxkern._engines.rows.generate import Core
+from jaxkern._engines.rows.program import Constant, Program, evaluate, widened
+
+
+def trace(f, avals, row, label, name="rows"):
+    """The `RowFunction` of f for arrays of these types, and the arrays that f closes over, its further operands.
+
+    row: (operand, dimension) that is the row; see `RowFunction`.
+
+    Returns (function, captured, structure of what f returns).
+    """
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        closed, shapes = jax.make_jaxpr(f, return_shape=True)(*avals)
+        captured = [c for c in closed.consts if np.ndim(c) or isinstance(c, (jax.Array, jax.core.Tracer))]
+        kept = [k for k, c in enumerate(closed.consts) if any(c is x for x in captured)]
+
+        def with_consts(*xs):
+            consts = list(closed.consts)
+            for k, x in zip(kept, xs[len(avals) :]):
+                consts[k] = x
+            return jax.core.eval_jaxpr(closed.jaxpr, consts, *xs[: len(avals)])
+
+        if kept:
+            types = [jax.ShapeDtypeStruct(jnp.shape(c), jnp.result_type(c)) for c in captured]
+            closed = jax.make_jaxpr(with_consts)(*avals, *types)
+    return RowFunction(closed, row, label, name), captured, jax.tree.structure(shapes)
+
+
+class RowFunction:
+    """A jaxpr of arrays that is a row function.
+
+    closed: the jaxpr. row: (array, dimension) that is the row, or None; results are numbered after the operands. label: names
+    the public function and the user's, for errors. name: of the kernels. avals, results: the types of its operands and
+    results.
+    """
+
+    def __init__(self, closed, row, label, name="rows"):
+        self.closed, self.row, self.label, self.name = closed, row, label, name
+        self.avals = [v.aval for v in closed.jaxpr.invars]
+        self.results = [v.aval for v in closed.jaxpr.outvars]
+        self._key = (id(closed), row)
+
+    def __eq__(self, other):
+        return isinstance(other, RowFunction) and self._key == other._key
+
+    def __hash__(self):
+        return hash(self._key)
+
+    def __call__(self, *operands) -> list:
+        """The jaxpr on arrays, as the user wrote it."""
+        return jax.core.eval_jaxpr(self.closed.jaxpr, self.closed.consts, *operands)
+
+    # ---- what it computes
+
+    @functools.cached_property
+    def program(self) -> Program:
+        return Program(self.closed, self.row, self.label)
+
+    @functools.cached_property
+    def core(self) -> Core:
+        return Core(self.program)
+
+    def wide(self, *operands, parts=None) -> list:
+        """The results, with 16-bit types computed in float32. parts: as for `evaluate`, where operands are parts."""
+        return self.rounded(self._all(self.program.steps, self._given(operands), parts or {}))
+
+    def _given(self, operands):
+        return {
+            v: jnp.asarray(x).astype(computing(v.dtype)) for v, x in zip(self.program.operands, operands, strict=True)
+        }
+
+    def _all(self, steps, env, parts):
+        env = evaluate(self.program, steps, env, **parts)
+        return [jnp.asarray(widened(v)) if isinstance(v, Constant) else env[v] for v in self.program.results]
+
+    def rounded(self, results) -> list:
+        return [y.astype(a.dtype) for y, a in zip(results, self.results)]
+
+    def after_core(self, operands, outputs, parts=None) -> list:
+        """The results from the outputs of a kernel. parts: see `wide`."""
+        env = self._given(operands)
+        for o, y in zip(self.core.outputs, outputs, strict=True):
+            env[o.result] = y.astype(computing(o.dtype))
+        return self.rounded(self._all(self.core.epilogue, env, parts or {}))
+
+    def of_outputs(self, shapes, size) -> "RowFunction":
+        """The function whose results are the outputs of a kernel, for operands of which each device has a part.
+
+        shapes: of the parts. size(dim): the size of a dimension there.
+        """
+        wanted = self.core.outputs
+        dtype = lambda o: computing(o.dtype) if o.kind in ("columns", "total") else o.dtype
+
+        def f(*xs):
+            env = evaluate(self.program, self.core.steps(), self._given(xs), size=size)
+            return [(widened(o.result) if isinstance(o.result, Constant) else env[o.result]).astype(dtype(o)) for o in wanted]
+
+        avals = [jax.ShapeDtypeStruct(n, a.dtype) for n, a in zip(shapes, self.avals)]
+        row = self.row if self.row[0] < len(self.avals) else None
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            closed = jax.make_jaxpr(f)(*avals)
+        if row is None:
+            row = next(
+                ((len(avals) + k, o.result.dims.index(self.program.row)) for k, o in enumerate(wanted) if o.kind in ("row", "columns")),
+                None,
+            )
+        return RowFunction(closed, row, self.label, self.name)
+
+    # ---- derivatives and batches
+
+    def _results(self):
+        return range(len(self.avals), len(self.avals) + len(self.results))
+
+    def used(self) -> tuple:
+        """The positions of the operands that the results depend on."""
+        return compat.used_operands(self.closed)
+
+    def select(self, arguments) -> "RowFunction":
+        return _select(self, tuple(arguments))
+
+    def jvp(self, wrt) -> "RowFunction":
+        """The function of (*operands, *tangents of those at `wrt`) that returns tangents of the inexact results."""
+        return _jvp(self, tuple(wrt))
+
+    def transpose(self, linear) -> "RowFunction":
+        """The function of (*operands but those at `linear`, *cotangents of inexact results): cotangents of those.
+
+        The function is linear in the operands at `linear`.
+        """
+        return _transpose(self, tuple(linear))
+
+    def batched(self, dims, size) -> "RowFunction":
+        """The function of operands that have a batch dimension first where dims is 0, not where it is None."""
+        return _batched(self, tuple(dims), size)
+
+    @property
+    def inexact_results(self) -> tuple:
+        return tuple(k for k, a in enumerate(self.results) if jnp.issubdtype(a.dtype, jnp.inexact))
+
+
+def _made(of, f, avals, operands, results, shifted=None):
+    """The RowFunction of f. operands, results: the arrays of `of` whose dimensions its own have, by their numbers.
+
+    shifted: the numbers of those that have one more dimension, in front.
+    """
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        closed = jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+    row = None
+    with contextlib.suppress(Unsupported):
+        program = of.program
+        arrays = [*program.operands, *program.results]
+        for k, v in enumerate(arrays[n] for n in (*operands, *results)):
+            if program.row in v.dims:
+                number = (*operands, *results)[k]
+                row = (k, v.dims.index(program.row) + (shifted is not None and number in shifted))
+                break
+    return RowFunction(compat.without_unused(closed), row, of.label, of.name)
+
+
+CACHED = 1024  # derivatives and batches that are kept
+
+
+@functools.lru_cache(maxsize=CACHED)
+def _select(self, arguments):
+    def f(*xs):
+        given = dict(zip(arguments, xs))
+        return self(*(given[k] if k in given else jnp.zeros(a.shape, a.dtype) for k, a in enumerate(self.avals)))
+
+    return _made(self, f, [self.avals[k] for k in arguments], arguments, self._results())
+
+
+def _inexact_of(self, xs, wrt):
+    def f(*ws):
+        operands = list(xs)
+        for k, w in zip(wrt, ws):
+            operands[k] = w
+        ys = self(*operands)
+        return tuple(ys[k] for k in self.inexact_results)
+
+    return f
+
+
+@functools.lru_cache(maxsize=CACHED)
+def _jvp(self, wrt):
+    n = len(self.avals)
+
+    def pushforward(*xs):
+        return jax.jvp(_inexact_of(self, xs[:n], wrt), [xs[k] for k in wrt], list(xs[n:]))[1]
+
+    def transposed(*xs):  # where there is a jax.custom_vjp, which has no forward derivative
+        ys, pull = jax.vjp(_inexact_of(self, xs[:n], wrt), *(xs[k] for k in wrt))
+        return jax.linear_transpose(pull, ys)(tuple(xs[n:]))[0]
+
+    avals, operands = [*self.avals, *(self.avals[k] for k in wrt)], [*range(n), *wrt]
+    results = [n + k for k in self.inexact_results]
+    try:
+        return _made(self, pushforward, avals, operands, results)
+    except TypeError:
+        return _made(self, transposed, avals, operands, results)
+
+
+@functools.lru_cache(maxsize=CACHED)
+def _transpose(self, linear):
+    others = [k for k in range(len(self.avals)) if k not in linear]
+
+    def pullback(*xs):
+        known, cotangents = xs[: len(others)], xs[len(others) :]
+        given = dict(zip(others, known))
+
+        def f(*ws):
+            operands = given | dict(zip(linear, ws))
+            ys = self(*(operands[k] for k in range(len(self.avals))))
+            return [ys[k] for k in self.inexact_results]
+
+        types = [jax.ShapeDtypeStruct(self.avals[k].shape, self.avals[k].dtype) for k in linear]
+        return jax.linear_transpose(f, *types)(list(cotangents))
+
+    cotangents, n = [self.results[k] for k in self.inexact_results], len(self.avals)
+    operands = [*others, *(n + k for k in self.inexact_results)]
+    return _made(self, pullback, [*(self.avals[k] for k in others), *cotangents], operands, linear)
+
+
+@functools.lru_cache(maxsize=CACHED)
+def _batched(self, dims, size):
+    avals = [
+        jax.ShapeDtypeStruct((size, *a.shape) if d == 0 else a.shape, a.dtype) for a, d in zip(self.avals, dims)
+    ]
+    mapped = [k for k, d in enumerate(dims) if d == 0]
+    batched = jax.vmap(self.__call__, [0 if d == 0 else None for d in dims])
+    return _made(self, batched, avals, range(len(dims)), self._results(), {*mapped, *self._results()})

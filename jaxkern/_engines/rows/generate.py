@@ -1,0 +1,377 @@
+"""From a row function to C++: the struct `F` that ffi/kernels/rows/rows.cuh takes.
+
+    core = Core(program)          what a kernel computes of it: which arrays it reads and writes
+    core.source("Function")       the struct
+
+Its functions compute one element at a time. Each is a functor that _core/functor.py writes from scalar operations:
+
+    Begin, After     the numbers of a row before the first stage, and after each: members of the struct Numbers
+    Reduce           the values of an element that a stage reduces; Identity and Combine are those of its reductions
+    Result           the values of an element that are stored, or summed over rows
+    NumberResult, Total   numbers that are stored, or summed over rows
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkern._core import functor
+from jaxkern._core.functor import computing, cpp_type
+from jaxkern._engines.rows.program import REDUCTIONS, Constant, Value, compute, widened
+
+INDEX = np.dtype(np.int32)  # of places along a dimension
+
+
+@dataclasses.dataclass(eq=False)
+class Output:
+    """An array that a kernel writes. kind: "row", "number", "columns" (rows, summed) or "total" (numbers, summed).
+
+    value: what is stored or summed. result: the Value or Constant of the program that the array is.
+    """
+
+    value: object
+    result: object
+    kind: str
+    dtype: np.dtype
+
+
+class Core:
+    """The part of a program that a kernel computes.
+
+    outputs: the arrays that it writes. epilogue: the steps that remain, on arrays; empty if the results of the program are
+        the outputs.
+    rows, columns, numbers: positions of operands that are read as such. indices: other dimensions whose index is used.
+    """
+
+    def __init__(self, program):
+        self.program = program
+        self._outputs()
+        self._members()
+        kinds = lambda test: tuple(k for k in program.used if test(program.operands[k]))
+        self.rows = kinds(lambda v: v.is_row and len(v.set()) > 1)
+        self.columns = kinds(lambda v: v.is_row and len(v.set()) == 1)
+        self.numbers = kinds(lambda v: not v.is_row)
+
+    def _outputs(self):
+        """Cuts the program where sums over rows are complete."""
+        program, found, summed = self.program, {}, []
+        others = frozenset(program.others)
+        for step in program.steps:
+            value, over = next(iter(step.operands), None), program.over(step) - {program.row}
+            if not over or value.summed:
+                if any(v.summed for v in step.results):
+                    summed.append(step)
+                continue
+            result, whole = step.result, value.set() - {program.row} == others == over
+            if step.name == "reduce_sum" and whole and isinstance(value, Value):
+                dtype = result.dtype if result in program.results else computing(result.dtype)
+                found[result] = Output(value, result, "columns" if value.is_row else "total", dtype)
+            else:  # XLA sums what the kernel stores
+                if isinstance(value, Value):
+                    kind = "row" if value.is_row else "number"
+                    found[value] = Output(value, value, kind, computing(value.dtype))
+                summed.append(step)
+        for v in program.results:
+            if isinstance(v, Value) and not v.summed and v not in found:
+                found[v] = Output(v, v, "row" if v.is_row else "number", v.dtype)
+        needed, epilogue = {v for v in program.results if isinstance(v, Value)}, []
+        for step in reversed(summed):
+            if needed.intersection(step.results) and not found.keys() & set(step.results):
+                needed.update(v for v in step.operands if isinstance(v, Value))
+                epilogue.append(step)
+        self.epilogue = epilogue[::-1]
+        # Values that the epilogue needs beside sums.
+        for v in needed:
+            if v not in found and not v.summed and v not in program.operands:
+                found[v] = Output(v, v, "row" if v.is_row else "number", computing(v.dtype))
+        order = {"row": 0, "number": 1, "columns": 2, "total": 3}
+        self.outputs = sorted((o for v, o in found.items() if v in needed), key=lambda o: order[o.kind])
+        self.outputs = [o for o in self.outputs if o.result not in program.operands or o.result in program.results]
+
+    def steps(self) -> list:
+        """The steps before the epilogue."""
+        return [s for s in self.program.steps if s not in self.epilogue]
+
+    def of_kind(self, kind) -> list:
+        return [o for o in self.outputs if o.kind == kind]
+
+    @functools.cached_property
+    def trivial(self) -> bool:
+        """Whether the outputs, in their order, are the results."""
+        return not self.epilogue and [o.result for o in self.outputs] == list(self.program.results)
+
+    # ---- which numbers live from one stage to the next
+
+    def _members(self):
+        program = self.program
+        self.step_of = {v: s for s in program.steps for v in s.results}
+        reductions = [s for s in program.steps if program.row in program.over(s)]
+        wanted = [o.value for o in self.outputs if isinstance(o.value, Value)]
+        # Backwards from the outputs: reductions that are needed, and the numbers that elements are computed with.
+        self.indices, leaves, needed, seen, todo = [], {}, set(), set(), list(wanted)
+        for o in self.outputs:
+            if isinstance(o.value, Value) and not o.value.is_row:
+                leaves[o.value] = None
+        while todo:
+            v = todo.pop()
+            if v in seen or not isinstance(v, Value):
+                continue
+            seen.add(v)
+            step = self.step_of.get(v)
+            if step is None:
+                if not v.is_row:
+                    leaves[v] = None
+                continue
+            if program.row in program.over(step):
+                needed.add(step)
+                leaves.update(dict.fromkeys(step.results))
+                if step.name == "reduce":
+                    leaves.update({x: None for x in step.operands[len(step.results) :] if isinstance(x, Value)})
+            elif step.name == "iota" and not v.is_row:
+                self._index(step)
+            elif step.name == "iota" and v.dims[step.params["dimension"]] is not program.row:
+                self._index(step)
+            for x in step.operands:
+                if isinstance(x, Value) and v.is_row and not x.is_row:
+                    leaves[x] = None
+                todo.append(x)
+        self.members = {v: f"n{k}" for k, v in enumerate(leaves)}
+        stages = sorted({s.result.stage for s in reductions if s in needed})
+        self.stages = [[s for s in reductions if s in needed and s.result.stage == k] for k in stages]
+        self.stage_of = lambda v: sum(k <= v.stage for k in stages)
+
+    def _index(self, step):
+        dim = step.result.dims[step.params["dimension"]]
+        if dim is not None and dim not in self.indices:
+            self.indices.append(dim)
+
+    # ---- functors
+
+    def _functor(self, name, wanted, given):
+        """(source, arguments) of a functor that computes the values `wanted` of an element or of a row.
+
+        given(value): the C++ expression of a value that is known where the functor is called, or None.
+        """
+        leaves, order = {}, []
+
+        def find(v):
+            """Fills `leaves` with what is known, and `order` with the steps that compute the others."""
+            if isinstance(v, Constant) or v in leaves:
+                return
+            text = given(v)
+            if text is not None:
+                leaves[v] = text
+                return
+            step = self.step_of[v]
+            if step in found:
+                return
+            found.add(step)
+            if step.name == "iota":
+                dim = v.dims[step.params["dimension"]]
+                leaves[v] = "0" if dim is None else self._place(dim)
+                return
+            for x in step.operands[:1] if self._is_identity(step) else step.operands:
+                find(x)
+            order.append(step)
+
+        found = set()
+        for v in wanted:
+            find(v)
+        places = {v for v in leaves if self.step_of.get(v) is not None and self.step_of[v].name == "iota"}
+        places = {v for v in places if v not in self.members or given(v) is None}
+
+        def f(*xs):
+            env = dict(zip(leaves, xs))
+            for v in places:
+                env[v] = jax.lax.convert_element_type(env[v], computing(v.dtype))
+            read = lambda v: widened(v)[()] if isinstance(v, Constant) else env[v]
+            for step in order:
+                if self._is_identity(step):
+                    env[step.result] = read(step.operands[0])
+                else:
+                    env.update(zip(step.results, compute(step, [read(x) for x in step.operands])))
+            return [jnp.asarray(read(v)) for v in wanted]
+
+        with_index = [INDEX if v in places else computing(v.dtype) for v in leaves]
+        outs = [computing(np.dtype(v.aval.dtype)) for v in wanted]
+        function = functor.of_scalars(f, with_index, outs, self.program.label, False)
+        return function.source(name), list(leaves.values())
+
+    def _is_identity(self, step):
+        """Whether an element of the result is the element of the operand."""
+        reduces = step.name in REDUCTIONS and step.name not in ("argmax", "argmin", "reduce")
+        return step.name in _MOVES or (reduces and not self.program.over(step))
+
+    def _place(self, dim):
+        return "at" if dim is self.program.row else f"i{self.indices.index(dim)}"
+
+    def source(self, name) -> str:
+        """The struct, as definitions for namespace jaxkern."""
+        program, members = self.program, self.members
+        text, functors = [], []
+        arguments = {}  # of elements
+        for kind, prefix in (("rows", "r"), ("columns", "c")):
+            for k in getattr(self, kind):
+                arguments[program.operands[k]] = f"{prefix}{k}"
+        elements = lambda v: arguments.get(v) or (f"n.{members[v]}" if v in members else None)
+        list_of = lambda vs: ", ".join(vs)
+        signature = [f"{cpp_type(computing(v.dtype))} {a}" for v, a in arguments.items()]
+
+        def call(functor_name, wanted, given, targets):
+            source, args = self._functor(functor_name, wanted, given)
+            functors.append(source)
+            return f"{functor_name}()({list_of([*args, *targets])});"
+
+        def numbers_after(stage, known):
+            """Statements that compute the members of this stage."""
+            own = [v for v in members if not v.is_row and self.stage_of(v) == stage and v not in known]
+            if not own:
+                return ""
+            given = lambda v: f"n.{members[v]}" if v in members and v not in own else None
+            return call(f"{name}After{stage}", own, given, [f"n.{members[v]}" for v in own])
+
+        declared = " ".join(f"{_member_type(v)} {m};" for v, m in members.items())
+        text.append(f"  struct Numbers {{ {declared or 'int unused;'} }};")
+        given = [(program.operands[k], f"m{k}") for k in self.numbers]
+        loads = " ".join(f"n.{members[v]} = {a};" for v, a in given if v in members)
+        begin = [*(f"int32_t i{k}" for k in range(len(self.indices)))]
+        begin += [f"{cpp_type(computing(v.dtype))} {a}" for v, a in given]
+        body = numbers_after(0, {v for v, _ in given})
+        text.append(f"  static JAXKERN_FN void Begin({list_of(['Numbers& n', *begin])}) {{ {loads} {body} }}")
+        for s, steps in enumerate(self.stages):
+            text += self._stage(name, s, steps, signature, elements, call, numbers_after, functors)
+        rows, columns = self.of_kind("row"), self.of_kind("columns")
+        outs = [f"{cpp_type(computing(o.value.aval.dtype))}& y{k}" for k, o in enumerate((*rows, *columns))]
+        body = ""
+        if rows or columns:
+            wanted = [o.value for o in (*rows, *columns)]
+            body = call(f"{name}Result", wanted, elements, [f"y{k}" for k in range(len(wanted))])
+        inside = ["const Numbers& n", "int32_t at", *signature, *outs]
+        text.append(f"  static JAXKERN_FN void Result({list_of(inside)}) {{ {body} }}")
+        for kind, function in (("number", "NumberResult"), ("total", "Total")):
+            own = self.of_kind(kind)
+            outs = [f"{cpp_type(computing(o.value.aval.dtype))}& y{k}" for k, o in enumerate(own)]
+            sets = " ".join(f"y{k} = {self._number(o.value)};" for k, o in enumerate(own))
+            text.append(f"  static JAXKERN_FN void {function}({list_of(['const Numbers& n', *outs])}) {{ {sets} }}")
+        of = lambda vs: list_of(cpp_type(np.dtype(v.aval.dtype)) for v in vs)
+        stored = lambda kind: list_of(cpp_type(o.dtype) for o in self.of_kind(kind))
+        summed = lambda kind: list_of(cpp_type(computing(o.value.aval.dtype)) for o in self.of_kind(kind))
+        at = lambda positions: of(program.operands[k] for k in positions)
+        types = {
+            "Rows": at(self.rows),
+            "Columns": at(self.columns),
+            "NumberOperands": at(self.numbers),
+            "Results": stored("row"),
+            "NumberResults": stored("number"),
+            "ColumnSums": summed("columns"),
+            "Totals": summed("total"),
+        }
+        head = [f"  using {k} = Types<{v}>;" for k, v in types.items()]
+        head += [f"  static constexpr int kStages = {len(self.stages)}, kIndices = {len(self.indices)};"]
+        return "\n".join([*functors, f"struct {name} {{", *head, *text, "};"]) + "\n"
+
+    def _number(self, v):
+        return functor._literal(widened(v)[()], v.aval.dtype) if isinstance(v, Constant) else f"n.{self.members[v]}"
+
+    def _stage(self, name, s, steps, signature, elements, call, numbers_after, functors):
+        """Identity, Combine, Reduce and After of a stage."""
+        reduced, parts, identity, combine, after = [], [], [], [], []
+        for step in steps:
+            kind, count = REDUCTIONS[step.name], len(step.results)
+            at = len(parts)
+            own = [f"v{at + j}" for j in range(count)]
+            operands = step.operands[:count] if kind == "reduce" else step.operands[:1]
+            types = [computing(np.dtype(v.aval.dtype)) for v in operands]
+            if kind in ("argmax", "argmin"):
+                own, types = [f"v{at}", f"v{at + 1}"], [types[0], INDEX]
+            parts += list(zip(types, own))
+            reduced += operands
+            a, b = ([f"{side}.{v}" for v in own] for side in "pq")
+            if kind == "reduce":
+                identity += [self._number(v) for v in step.operands[count:]]
+                functor_name = f"{name}Combine{s}_{at}"
+                functors.append(_combine(functor_name, step, types))
+                combine.append(f"{functor_name}()({', '.join([*a, *b, *(f'y.{v}' for v in own)])});")
+            elif kind in ("argmax", "argmin"):
+                identity += [_least(types[0], "max" if kind == "argmax" else "min"), f"{2**31 - 1}"]
+                better = ">" if kind == "argmax" else "<"
+                same = f"{b[0]} == {a[0]} || ({b[0]} != {b[0]} && {a[0]} != {a[0]})"
+                takes = f"{b[0]} {better} {a[0]} || ({b[0]} != {b[0]} && {a[0]} == {a[0]}) || (({same}) && {b[1]} < {a[1]})"
+                combine.append(f"{{ const bool takes = {takes};")
+                combine += [f"y.{v} = takes ? {q} : {p};" for v, p, q in zip(own, a, b)]
+                combine.append("}")
+            else:
+                identity.append(_least(types[0], kind))
+                overload = {"and": "and_", "or": "or_", "xor": "xor_"}.get(kind, kind)
+                combine.append(f"y.{own[0]} = lax::{overload}({cpp_type(types[0])}({a[0]}), {cpp_type(types[0])}({b[0]}));")
+            for v, part, dtype in zip(step.results, own[-count:] if kind[:3] == "arg" else own, types):
+                after.append(f"n.{self.members[v]} = {cpp_type(computing(v.dtype))}(p.{part});")
+        members = " ".join(f"{_part_type(d)} {v};" for d, v in parts)
+        # A functor writes its results in their own types; parts of words smaller than a lane exchanges are widened.
+        locals_ = [f"t{k}" for k in range(len(reduced))]
+        declare = " ".join(f"{cpp_type(computing(np.dtype(v.aval.dtype)))} {t};" for v, t in zip(reduced, locals_))
+        body = call(f"{name}Reduce{s}", reduced, elements, locals_)
+        sets, k = [], 0
+        for step in steps:
+            kind = REDUCTIONS[step.name]
+            for t in range(len(step.results)):
+                sets.append(f"p.{parts[len(sets)][1]} = {locals_[k + t]};")
+            if kind in ("argmax", "argmin"):
+                sets.append(f"p.{parts[len(sets)][1]} = at;")
+            k += len(step.results)
+        stage, inside = f"Stage<{s}>", ", ".join(["const Numbers& n", "int32_t at", f"Partial{s}& p", *signature])
+        known = {v for step in steps for v in step.results}
+        later = numbers_after(s + 1, known)
+        return [
+            f"  struct Partial{s} {{ {members} }};",
+            f"  static JAXKERN_FN Partial{s} Identity({stage}, const Numbers& n) {{ return {{{', '.join(identity)}}}; }}",
+            f"  static JAXKERN_FN Partial{s} Combine({stage}, const Partial{s}& p, const Partial{s}& q) {{",
+            f"    Partial{s} y; {' '.join(combine)} return y;",
+            "  }",
+            f"  static JAXKERN_FN void Reduce({stage}, {inside}) {{ {declare} {body} {' '.join(sets)} }}",
+            f"  static JAXKERN_FN void After({stage}, Numbers& n, const Partial{s}& p) {{ {' '.join(after)} {later} }}",
+        ]
+
+
+_MOVES = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose")
+
+
+def _member_type(v):
+    return cpp_type(computing(v.dtype))
+
+
+def _part_type(dtype):
+    """The type of a part of a reduction: at least as wide as what lanes exchange."""
+    return cpp_type(dtype) if np.dtype(dtype).itemsize >= 4 else "int32_t"
+
+
+def _least(dtype, kind) -> str:
+    """The identity of a reduction."""
+    dtype = np.dtype(dtype)
+    if kind in ("max", "min"):
+        if jnp.issubdtype(dtype, jnp.floating):
+            return functor._literal(np.asarray(-np.inf if kind == "max" else np.inf, dtype), dtype)
+        if dtype == np.bool_:
+            return "false" if kind == "max" else "true"
+        info = jnp.iinfo(dtype)
+        return functor._literal(info.min if kind == "max" else info.max, dtype)
+    if kind == "and":
+        return "true" if dtype == np.bool_ else functor._literal(-1 if dtype.kind == "i" else jnp.iinfo(dtype).max, dtype)
+    return functor._literal(np.asarray(1 if kind == "mul" else 0, dtype), dtype)
+
+
+def _combine(name, step, types) -> str:
+    """The functor of the user's function of `lax.reduce`, which takes two of each part."""
+    closed = step.params["jaxpr"]
+    closed = closed if hasattr(closed, "consts") else jax.extend.core.ClosedJaxpr(closed, step.params["consts"])
+    call = jax.extend.core.jaxpr_as_fun(closed)
+
+    def f(*xs):
+        ys = call(*(jax.lax.convert_element_type(x, v.aval.dtype) for x, v in zip(xs, closed.jaxpr.invars)))
+        return [jax.lax.convert_element_type(y, d) for y, d in zip(ys, types)]
+
+    return functor.of_scalars(f, [*types, *types], types, step.equation.primitive.name, False).source(name)

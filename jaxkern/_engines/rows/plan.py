@@ -1,0 +1,218 @@
+"""Which algorithm runs a row function, and its launch list.
+
+lanes, warp, block   threads of a part of a warp, of a warp, or of a block hold a row in registers
+streaming            a block reads a row again in each stage: any length
+"""
+
+import math
+import typing
+
+from jaxkern._core import define, launch
+from jaxkern._core.algorithms import forced
+from jaxkern._core.define import ceil_div
+from jaxkern._core.functor import Unsupported, computing, cpp_type
+from jaxkern._core.launch import Launch, Plan, boolean, i64, struct
+from jaxkern._engines.rows import tuning
+
+HEADER = "rows/rows.cuh"
+NAME = "Function"
+ALGORITHMS = ("lanes", "warp", "block", "streaming")
+MOST_ARRAYS = 20
+SHARED = 48 * 1024  # bytes of static shared memory
+
+
+class Problem(typing.NamedTuple):
+    """rows: how many. width: their length. bytes: of an element of all arrays that are rows. pack: elements of a thread's load.
+
+    sums: bytes of what a thread adds up over rows, for each element.
+    """
+
+    rows: int
+    width: int
+    bytes: int
+    pack: int
+    sums: int = 0
+
+
+def outputs(function) -> list:
+    """(shape, dtype) of each output of the kernel."""
+    size = lambda v: tuple(1 if d is None else d.size for d in v.dims)
+    return [(size(o.result), o.dtype) for o in function.core.outputs]
+
+
+def is_whole(function) -> bool:
+    try:
+        return function.core.trivial
+    except Unsupported:
+        return False
+
+
+def fits(algorithm, problem, device=None) -> bool:
+    if algorithm == "streaming":
+        return not problem.sums
+    return layout(algorithm, problem) is not None
+
+
+def choose(problem, device=None) -> str:
+    return next((a for a in ALGORITHMS if fits(a, problem, device)), "none")
+
+
+def layout(algorithm, problem):
+    """(lanes, packs, threads) of an algorithm that holds rows in registers; None if the rows are too long for it."""
+    width, pack = problem.width, problem.pack
+    words = lambda packs: packs * pack * (problem.bytes + problem.sums) / 4
+    count = ceil_div(width + (pack - 1) * (width % pack != 0), pack)  # packs of a row, which may start in the middle of one
+    if algorithm in ("lanes", "warp"):
+        most = max(1, int(tuning.WARP_WORDS // words(1)))
+        lanes = 32 if algorithm == "warp" else min(32, 1 << max(0, (ceil_div(count, most) - 1).bit_length()))
+        if algorithm == "lanes":
+            each = max(1, tuning.LANE_BYTES // max(1, pack * problem.bytes))
+            lanes = max(lanes, min(16, 1 << max(0, (ceil_div(count, each) - 1).bit_length())))
+        packs = ceil_div(count, lanes)
+        if words(packs) > tuning.WARP_WORDS or (algorithm == "lanes" and lanes > 16):
+            return None
+        return lanes, packs, tuning.GROUP_THREADS
+    for threads in (64, 128, 256, 512, 1024):
+        packs = ceil_div(count, threads)
+        if words(packs) <= (tuning.BLOCK_WORDS if threads < 1024 else tuning.BLOCK_WORDS / 2):
+            if threads >= 256 or packs * pack <= 16 or words(packs) <= 16:
+                return 0, packs, threads
+    return None
+
+
+def plan(device, operands, results, *, function):
+    """The launches of a row function, or None where there is no kernel."""
+    core, program = function.core, function.program
+    arrays = [*(operands[k] for k in program.used), *results]
+    if len(arrays) > MOST_ARRAYS or any(d.size >= 1 << 31 for d in (program.row, *program.others)):
+        return None
+    if any(a.dtype.itemsize * a.size >= 1 << 62 for a in arrays):
+        return None
+    rows, width = math.prod(d.size for d in program.others), program.row.size
+    views = [*(program.operands[k] for k in core.rows), *(o.result for o in core.of_kind("row"))]
+    if any(v.dims[-1] is not program.row for v in _without_ones(views)):
+        return None  # the row is not the last dimension
+    columns = [o for o in core.outputs if o.kind == "columns"]
+    row_types = [*(operands[k].dtype for k in core.rows), *(o.dtype for o in core.of_kind("row"))]
+    row_bytes = [d.itemsize for d in row_types] or [4]
+    pack = tuning.PACK_BYTES // max(2, min(row_bytes))
+    same = all(v.set() == frozenset((program.row, *program.others)) for v in views)
+    summed = sum(computing(o.value.aval.dtype).itemsize for o in columns)
+    while width % pack and (not same or summed):
+        pack //= 2  # packs start where rows do
+    held = sum(operands[k].dtype.itemsize for k in core.rows) or row_bytes[0]
+    problem = Problem(rows, width, held, pack, summed)
+    wanted = forced("row_kernel")
+    algorithm = choose(problem, device) if wanted == "auto" else wanted
+    if algorithm == "none" or not fits(algorithm, problem, device):
+        return None
+
+    def launches(pack, problem):
+        if algorithm == "streaming":
+            lanes, packs, threads = 0, tuning.STREAM_PACKS, tuning.STREAM_THREADS
+        else:
+            lanes, packs, threads = layout(algorithm, problem)
+        group = lanes or threads
+        groups = threads // group
+        stays = bool(columns or core.of_kind("total"))
+        blocks = ceil_div(rows, groups)
+        if stays:
+            blocks = min(blocks, tuning.SUM_BLOCKS * device.sm_count * max(1, 512 // threads))
+        if blocks >= 1 << 31:
+            return None
+        ends = "kRagged" if width % pack else "kWhole" if width == group * packs * pack else "kPart"
+        if stays and groups > 1 and threads * packs * pack * 8 > SHARED:
+            return None
+        sums, scratch, after = [], 0, []
+        for k, o in enumerate((*columns, *core.of_kind("total"))):
+            dtype = computing(o.value.aval.dtype)
+            count = width if o.kind == "columns" else 1
+            sums.append(launch.scratch(scratch))
+            args = [struct(launch.scratch(scratch), launch.result(_place(core, o)), i64(blocks), i64(count))]
+            name = f"SumOverBlocks<{cpp_type(dtype)}, {cpp_type(o.dtype)}>"
+            after.append(Launch(HEADER, name, args, ceil_div(count, 32), 512))
+            scratch += ceil_div(blocks * count * dtype.itemsize, 256) * 256
+        moved = sum(a.size * a.dtype.itemsize for a in arrays)
+        pointers = lambda buffers: (*buffers, launch.null)
+        outs = lambda kind: [launch.result(_place(core, o)) for o in core.of_kind(kind)]
+        maps = lambda values: [*(_map(program, v) for v in values), EMPTY_MAP]
+        args = struct(
+            *pointers(launch.operand(k) for k in core.rows),
+            *pointers(launch.operand(k) for k in core.columns),
+            *pointers(launch.operand(k) for k in core.numbers),
+            *pointers(outs("row")),
+            *pointers(outs("number")),
+            *pointers(sums),
+            *maps(program.operands[k] for k in core.rows),
+            *maps(program.operands[k] for k in core.numbers),
+            *maps(o.result for o in core.of_kind("row")),
+            *maps(o.result for o in core.of_kind("number")),
+            *(_map_of_index(program, d) for d in core.indices),
+            EMPTY_MAP,
+            i64(rows),
+            i64(width),
+            boolean(moved > device.l2_bytes),
+        )
+        resident = max(1, min(2048 // threads, tuning_blocks(threads, problem, packs)))
+        flags = ", ".join(str(f).lower() for f in (stays, algorithm == "streaming"))
+        name = f"RowsKernel<{NAME}, {pack}, {lanes}, {packs}, {threads}, {resident}, {ends}, {flags}>"
+        return (Launch(HEADER, name, [args], blocks, threads, source=core.source(NAME)), *after), scratch
+
+    aligned = launches(pack, problem)
+    if aligned is None:
+        return None
+    if pack == 1:
+        return Plan(algorithm, *aligned)
+    single = problem._replace(pack=1)
+    unaligned = launches(1, single) if fits(algorithm, single, device) else None
+    if unaligned is None:
+        return None
+    return Plan(algorithm, aligned[0], max(aligned[1], unaligned[1]), unaligned[0])
+
+
+def tuning_blocks(threads, problem, packs) -> int:
+    """Blocks of a multiprocessor that leave enough registers for the packs of each thread."""
+    words = packs * problem.pack * (problem.bytes + problem.sums) / 4
+    registers = 40 if words <= 8 else 64 if words <= 24 else 128
+    return max(1, 65536 // (registers * threads))
+
+
+def _place(core, output) -> int:
+    return core.outputs.index(output)
+
+
+def _without_ones(values):
+    return [_Dims(tuple(d for d in v.dims if d is not None)) for v in values]
+
+
+class _Dims(typing.NamedTuple):
+    dims: tuple
+
+
+def _map(program, value):
+    """IndexMap from the index of a row to the offset of an array's row."""
+    strides, stride = {}, 1
+    for d in reversed(value.dims):
+        if d is not None:
+            strides[d] = stride
+            stride *= d.size
+    return _index_map([(d.size, strides.get(d, 0)) for d in reversed(program.others)])
+
+
+def _map_of_index(program, dim):
+    return _index_map([(d.size, int(d is dim)) for d in reversed(program.others)])
+
+
+def _index_map(dims):
+    """dims: (size, stride), innermost first."""
+    groups = []
+    for n, stride in dims:
+        if groups and (groups[-1][1] == 0 if stride == 0 else groups[-1][1] * groups[-1][0] == stride != 0):
+            groups[-1] = (groups[-1][0] * n, groups[-1][1])
+        else:
+            groups.append((n, stride))
+    groups = [] if len(groups) == 1 and groups[0][1] == 0 else groups
+    return define._index_map(groups)
+
+
+EMPTY_MAP = define._index_map([])

@@ -1,0 +1,179 @@
+"""The primitive of row functions, `jaxkern_rows`: arrays, and a `RowFunction` as its parameter.
+
+Its derivatives and batches are the same primitive with a derivative or a batch of the function. Where kernels run, it is a call
+of `jaxkern_rows_core`, whose results are those of one kernel, and what remains to be done with them on smaller arrays.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import ad
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxkern._core import compat, device, partition
+from jaxkern._core.define import primitive
+from jaxkern._core.functor import Unsupported
+from jaxkern._core.primitive import bind
+from jaxkern._engines.rows import plan
+
+
+def apply(function, operands) -> list:
+    """The results of a RowFunction on arrays of its types."""
+    used = function.used()
+    if not used:
+        return function.wide(*operands)
+    if len(used) < len(operands):
+        function, operands = function.select(used), [operands[k] for k in used]
+    return bind(rows_p, *operands, function=function)
+
+
+def _reference(*operands, function):
+    try:
+        function.program  # noqa: B018
+    except Unsupported:  # a derivative that is no row function
+        return function(*operands)
+    return function.wide(*operands)
+
+
+def _abstract(*operands, function):
+    for x, own in zip(operands, function.avals, strict=True):
+        if x.shape != own.shape or x.dtype != own.dtype:
+            raise ValueError(f"{function.label}: operand {x.str_short()} for an argument {own.str_short()}")
+    mesh = next((x.sharding.mesh for x in operands if not x.sharding.mesh.empty), None)
+    results = [operands[0].update(shape=a.shape, dtype=a.dtype, weak_type=False) for a in function.results]
+    if mesh is None:
+        return results
+    split = {}
+    for x, v in zip(operands, function.program.operands):
+        for d, axes in zip(v.dims, x.sharding.spec):
+            if d is not None and axes:
+                split.setdefault(d, axes)
+    spec = lambda v: PartitionSpec(*(split.get(d) for d in v.dims))
+    return [y.update(sharding=NamedSharding(mesh, spec(v))) for y, v in zip(results, function.program.results)]
+
+
+def _batch(prim, operands, dims, *, function):
+    operands = [x if d in (None, 0) else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)]
+    size = next(x.shape[0] for x, d in zip(operands, dims) if d is not None)
+    ys = bind(prim, *operands, function=function.batched([None if d is None else 0 for d in dims], size))
+    return ys, [0] * len(ys)
+
+
+def _jvp(primals, tangents, *, function):
+    ys = bind(rows_p, *primals, function=function)
+    dys = list(map(compat.zero_tangent, ys))
+    active = tuple(k for k, t in enumerate(tangents) if type(t) is not ad.Zero)
+    if active and function.inexact_results:
+        found = apply(function.jvp(active), [*primals, *(tangents[k] for k in active)])
+        for k, dy in zip(function.inexact_results, found):
+            dys[k] = dy
+    return ys, dys
+
+
+def _transpose(cts, *operands, function):
+    linear = tuple(k for k, x in enumerate(operands) if ad.is_undefined_primal(x))
+    result = [None] * len(operands)
+    if all(type(ct) is ad.Zero for ct in cts):
+        for k in linear:
+            result[k] = ad.Zero(operands[k].aval)
+        return result
+    cts = [ad.zeros_like_aval(ct.aval) if type(ct) is ad.Zero else ct for ct in cts]
+    given = [x for k, x in enumerate(operands) if k not in linear]
+    found = apply(function.transpose(linear), [*given, *(cts[k] for k in function.inexact_results)])
+    for k, y in zip(linear, found):
+        result[k] = y
+    return result
+
+
+# ---- several devices
+
+
+def _partition(prim, ctx, operands, params):
+    function = params["function"]
+    try:
+        program = function.program
+    except Unsupported:
+        return None
+    names = {d: f"d{k}" for k, d in enumerate((program.row, *program.others))}
+    used = {d for step in program.steps if step.name == "iota" for d in step.result.dims if d is not None}
+    dims = [
+        [names[d] if d is not None else f"one{k}x{j}" for j, d in enumerate(v.dims)]
+        for k, v in enumerate((*program.operands, *program.results))
+    ]
+    summed = {names[d] for step in program.steps for d in program.over(step)}
+    # Dimensions over which devices cannot exchange what they reduced.
+    kept = {names[d] for step in program.steps if step.name not in _COLLECTIVES for d in program.over(step)}
+
+    def shard(over, *parts, function):
+        return _part(function, names, over, parts)
+
+    exact = {names[d] for d in used} | summed
+    gone = tuple(n for n in names.values() if not any(n in own for own in dims[len(operands) :]))
+    return partition.lower(ctx, prim, operands, params, dims, shard, exact=exact, whole=kept, summed=gone)
+
+
+_COLLECTIVES = {"reduce_sum": lax.psum, "reduce_max": lax.pmax, "reduce_min": lax.pmin}
+
+
+def _part(function, names, over, parts):
+    """The part of one device.
+
+    Kernels compute it where the row is whole, and devices add up what they summed over rows. Otherwise XLA does, and devices
+    exchange the result of each reduction.
+    """
+    program, core = function.program, function.core
+    axes = {d: over.get(n, ()) for d, n in names.items()}
+    split = lambda dims: tuple(a for d in dims for a in axes[d])
+    local = {
+        "size": lambda d: d.size // lax.psum(1, axes[d]) if axes[d] else d.size,
+        "start": lambda d: lax.axis_index(axes[d]) * (d.size // lax.psum(1, axes[d])) if axes[d] else jnp.int32(0),
+        "collective": lambda step, ys: (
+            [_COLLECTIVES[step.name](y, split(program.over(step))) for y in ys] if split(program.over(step)) else ys
+        ),
+    }
+    places = {d for step in program.steps if step.name == "iota" for d in step.result.dims if d is not None}
+    if axes[program.row] or split(places):
+        return function.wide(*parts, parts=local)
+    kernel = function.of_outputs([x.shape for x in parts], local["size"])
+    outputs = apply(kernel, parts)
+    whole = lambda o: split(program.others) if o.kind in ("columns", "total") else ()
+    outputs = [lax.psum(y, whole(o)) if whole(o) else y for o, y in zip(core.outputs, outputs)]
+    return function.after_core(parts, outputs, local)
+
+
+rows_core_p = primitive(
+    "jaxkern_rows_core",
+    lambda *operands, function: [
+        operands[0].update(shape=shape, dtype=dtype, weak_type=False) for shape, dtype in plan.outputs(function)
+    ],
+    several=True,
+    plan=plan.plan,
+)
+
+
+def _adapt(prim, *avals, function):
+    """The kernel and what follows it, if something does and there is a kernel."""
+    del prim
+    try:
+        if function.core.trivial:
+            return None
+    except Unsupported:
+        return None
+    outputs = [jax.core.ShapedArray(shape, dtype) for shape, dtype in plan.outputs(function)]
+    if plan.plan(device.this_device(), avals, outputs, function=function) is None:
+        return None
+    return lambda *operands, function: function.after_core(operands, rows_core_p.bind(*operands, function=function))
+
+
+rows_p = primitive(
+    "jaxkern_rows",
+    _abstract,
+    _batch,
+    _reference,
+    several=True,
+    plan=lambda *args, function: plan.plan(*args, function=function) if plan.is_whole(function) else None,
+    adapt=_adapt,
+    partition=_partition,
+)
+ad.primitive_jvps[rows_p] = _jvp
+ad.primitive_transposes[rows_p] = _transpose
