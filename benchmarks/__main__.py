@@ -18,6 +18,7 @@ OPERATIONS = (
     "score",
     "elementwise",
     "elementwise_kernel",
+    "row_kernel",
     "quantize",
     "reduction",
     "norm",

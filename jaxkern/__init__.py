@@ -29,6 +29,7 @@ from jaxkern.quantize import (
     quantize_tensor,
 )
 from jaxkern.reduction import logsumexp, reduce_max, reduce_mean, reduce_min, reduce_sum
+from jaxkern.row_kernel import row_kernel
 from jaxkern.segment import (
     segment_max,
     segment_mean,
@@ -83,6 +84,7 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "reduce_min",
     "reduce_sum",
     "rms_norm",
+    "row_kernel",
     "segment_max",
     "segment_mean",
     "segment_min",

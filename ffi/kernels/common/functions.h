@@ -126,6 +126,12 @@ template <class T> JAXKERN_FN T div(T x, T y) {
     return static_cast<T>(x / y);
   }
 }
+// x / y for a y that divides many x, of which `inverse` is the inverse: the quotient is corrected once. Where the inverse is
+// zero or not finite, the correction is NaN.
+JAXKERN_FN float quotient(float x, float y, float inverse) {
+  const float q = x * inverse, z = fmaf(fmaf(-q, y, x), inverse, q);
+  return z == z ? z : x / y;
+}
 template <class T> JAXKERN_FN T rem(T x, T y) {
   if constexpr (kReal<T>) {
     return Arithmetic<T>::Fmod(x, y);
@@ -474,6 +480,7 @@ JAXKERN_COARSE(sqrt, Sqrt)
 JAXKERN_COARSE(tanh, Tanh)
 #undef JAXKERN_COARSE
 JAXKERN_FN float div(float x, float y) { return Coarse::Divide(x, y); }
+JAXKERN_FN float quotient(float x, float, float inverse) { return x * inverse; }
 JAXKERN_FN float pow(float x, float y) { return Coarse::Power(x, y); }
 template <class Y> JAXKERN_FN float pow(float x, Y y) { return lax::pow(x, y); }
 #else

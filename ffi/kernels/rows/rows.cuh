@@ -10,7 +10,8 @@
 //
 // F works in stages. Each stage reduces values that F computes from the elements of the row, its columns and its numbers, and
 // then computes more numbers from the results. Nothing but packs as they were read and numbers lives from one stage to the
-// next: values of elements are computed again. Columns are read again in each stage; they lie in L1.
+// next: values of elements are computed again, but for those that F keeps. Columns are read again in each stage; they lie
+// in L1.
 //
 // Memory traffic: each row is read once and each result is written once. With kStreams a row is longer than the packs of its
 // threads; each stage reads it again, mostly from L2.
@@ -31,6 +32,13 @@
 #include "../common/slots.h"
 
 namespace jaxkern {
+
+// The offset of a row, by an IndexMap of which the number of groups of dimensions is known.
+template <int kRank> __device__ __forceinline__ int64_t MapRow(const IndexMap& map, int64_t row) {
+  if constexpr (kRank == 0) return 0;
+  else if constexpr (kRank == 1) return row * map.stride[0];
+  else return map(row);
+}
 
 template <int s> using Stage = std::integral_constant<int, s>;
 
@@ -177,12 +185,20 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
     }
   }
 
+  // A thread that holds many elements has no registers for what it computed of them in an earlier stage.
+  template <int N, int kPacks> static constexpr bool kForgets = N * kPacks * kRows > 32;
+  template <class Packs, size_t... I>
+  static __device__ __forceinline__ void ForgetAll(Packs& x, std::index_sequence<I...>) {
+    (Forget(At<I>(x)), ...);
+  }
+
   template <int s> using Partial = decltype(F::Identity(Stage<s>(), std::declval<const Numbers&>()));
 
   // Reduces a pack into `sum`.
   template <int s, int N, int kEnds, size_t... I, size_t... J>
   static __device__ __forceinline__ void ReducePack(const Args& a, const Numbers& n, int64_t column,
-                                                    const RowPacks<N>& x, Partial<s>& sum, std::index_sequence<I...>,
+                                                    const RowPacks<N>& x, typename F::Kept (&kept)[N], Partial<s>& sum,
+                                                    std::index_sequence<I...>,
                                                     std::index_sequence<J...> columns) {
     ColumnPacks<N> c;
     LoadColumns<N, kEnds>(a, column, c, columns);
@@ -190,7 +206,7 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
     Partial<s> value[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      F::Reduce(Stage<s>(), n, static_cast<int32_t>(column) + i, value[i], Wide<R>(Element(At<I>(x), i))..., Wide<C>(Element(At<J>(c), i))...);
+      F::Reduce(Stage<s>(), n, static_cast<int32_t>(column) + i, kept[i], value[i], Wide<R>(Element(At<I>(x), i))..., Wide<C>(Element(At<J>(c), i))...);
       if (kEnds == kRagged && !(column + i >= 0 && column + i < a.width)) value[i] = F::Identity(Stage<s>(), n);
     }
     sum = combine(sum, Fold(value, combine));
@@ -224,7 +240,8 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
 
   template <int s, int N, int kLanes, int kPacks, int kThreads, int kEnds, bool kStreams>
   static __device__ __forceinline__ void Stages(const Args& a, const int64_t (&at)[kRows + 1], int lane, int64_t begin,
-                                                Numbers& n, RowPacks<N> (&x)[kPacks], ReadPolicy policy, int turn) {
+                                                Numbers& n, RowPacks<N> (&x)[kPacks], typename F::Kept (&kept)[kPacks][N],
+                                                ReadPolicy policy, int turn) {
     if constexpr (s < F::kStages) {
       constexpr int kGroup = kLanes ? kLanes : kThreads;
       Partial<s> sum = F::Identity(Stage<s>(), n);
@@ -235,12 +252,13 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
           });
         }
         EachPack<N, kGroup, kPacks, kEnds>(a, lane, tile, [&](int i, int64_t column) {
-          ReducePack<s, N, kEnds>(a, n, column, x[i], sum, RowIndex(), ColumnIndex());
+          if constexpr (s > 0 && kForgets<N, kPacks>) ForgetAll(x[i], RowIndex());
+          ReducePack<s, N, kEnds>(a, n, column, x[i], kept[i], sum, RowIndex(), ColumnIndex());
         });
       }
       Join<s, kLanes, kThreads>(sum, turn);
       F::After(Stage<s>(), n, sum);
-      Stages<s + 1, N, kLanes, kPacks, kThreads, kEnds, kStreams>(a, at, lane, begin, n, x, policy, turn);
+      Stages<s + 1, N, kLanes, kPacks, kThreads, kEnds, kStreams>(a, at, lane, begin, n, x, kept, policy, turn);
     }
   }
 
@@ -252,6 +270,7 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
   template <int N, int kEnds, size_t... I, size_t... J, size_t... K, size_t... L>
   static __device__ __forceinline__ void StorePackOf(const Args& a, const Numbers& n, bool live, int64_t column,
                                                      const int64_t (&to)[kResults + 1], const RowPacks<N>& x,
+                                                     const typename F::Kept (&kept)[N],
                                                      Sums<N>& sums, std::index_sequence<I...>,
                                                      std::index_sequence<J...> columns, std::index_sequence<K...>,
                                                      std::index_sequence<L...>) {
@@ -263,7 +282,7 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
     for (int i = 0; i < N; ++i) {
       Slots<ResultIndex, Own<Y>...> value;
       Slots<ColumnSumIndex, S...> term;
-      F::Result(n, static_cast<int32_t>(column) + i, Wide<R>(Element(At<I>(x), i))..., Wide<C>(Element(At<J>(c), i))..., At<K>(value)...,
+      F::Result(n, static_cast<int32_t>(column) + i, kept[i], Wide<R>(Element(At<I>(x), i))..., Wide<C>(Element(At<J>(c), i))..., At<K>(value)...,
                 At<L>(term)...);
       (SetElement(At<K>(y), i, Stored<Y>(At<K>(value))), ...);
       ((At<L>(sums.of_columns)[i] += live ? At<L>(term) : S(0)), ...);
@@ -284,7 +303,7 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
   static __device__ __forceinline__ Numbers Begin(const Args& a, int64_t row, std::index_sequence<I...>,
                                                   std::index_sequence<J...>) {
     Numbers n;
-    F::Begin(n, static_cast<int32_t>(a.index_map[J](row))..., Wide<M>(static_cast<const M*>(a.number[I])[a.number_map[I](row)])...);
+    F::Begin(n, static_cast<int32_t>(a.index_map[J](row))..., Wide<M>(static_cast<const M*>(a.number[I])[MapRow<F::NumberRank(I)>(a.number_map[I], row)])...);
     return n;
   }
 
@@ -293,7 +312,7 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
                                                       std::index_sequence<I...>) {
     Slots<NumberResultIndex, Own<Z>...> value;
     F::NumberResult(n, At<I>(value)...);
-    ((static_cast<Z*>(a.number_result[I])[a.number_result_map[I](row)] = Stored<Z>(At<I>(value))), ...);
+    ((static_cast<Z*>(a.number_result[I])[MapRow<F::NumberResultRank(I)>(a.number_result_map[I], row)] = Stored<Z>(At<I>(value))), ...);
   }
 
   template <size_t... I>
@@ -368,17 +387,18 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
          first += static_cast<int64_t>(gridDim.x) * kGroups, turn ^= 1) {
       const bool live = first + group < a.rows;
       const int64_t row = live ? first + group : a.rows - 1;
-      const int64_t at[kRows + 1] = {a.row_map[I](row)..., 0}, to[kResults + 1] = {a.result_map[K](row)..., 0};
+      const int64_t at[kRows + 1] = {MapRow<F::RowRank(I)>(a.row_map[I], row)..., 0}, to[kResults + 1] = {MapRow<F::ResultRank(K)>(a.result_map[K], row)..., 0};
       // The first element of the row that is aligned for packs, 0 or less.
       const int64_t begin = kEnds == kRagged ? -static_cast<int64_t>(static_cast<uint64_t>(row * a.width) % N) : 0;
       RowPacks<N> x[kPacks];
+      typename F::Kept kept[kPacks][N];
       if constexpr (!kStreams) {
         EachPack<N, kGroup, kPacks, kEnds>(a, lane, begin, [&](int i, int64_t column) {
           Load<N, kEnds>(a, at, column, x[i], policy, RowIndex());
         });
       }
       Numbers n = Begin(a, row, NumberIndex(), std::make_index_sequence<F::kIndices>());
-      Stages<0, N, kLanes, kPacks, kThreads, kEnds, kStreams>(a, at, lane, begin, n, x, policy, turn);
+      Stages<0, N, kLanes, kPacks, kThreads, kEnds, kStreams>(a, at, lane, begin, n, x, kept, policy, turn);
       if constexpr (kResults + kColumnSums > 0) {
         for (int64_t tile = begin; tile < (kStreams ? a.width : begin + 1); tile += kGroup * kPacks * N) {
           if constexpr (kStreams) {
@@ -387,7 +407,8 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
             });
           }
           EachPack<N, kGroup, kPacks, kEnds>(a, lane, tile, [&](int i, int64_t column) {
-            StorePackOf<N, kEnds>(a, n, live, column, to, x[i], sums[i], RowIndex(), ColumnIndex(), ResultIndex(),
+            if constexpr (F::kStages > 0 && kForgets<N, kPacks>) ForgetAll(x[i], RowIndex());
+            StorePackOf<N, kEnds>(a, n, live, column, to, x[i], kept[i], sums[i], RowIndex(), ColumnIndex(), ResultIndex(),
                                   ColumnSumIndex());
           });
         }

@@ -96,6 +96,13 @@ class Core:
         """The steps before the epilogue."""
         return [s for s in self.program.steps if s not in self.epilogue]
 
+    @functools.cached_property
+    def coarse(self) -> bool:
+        """Whether coarse arithmetic is enough: all real numbers that are stored have 16 bits, and nothing jumps."""
+        real = [o.dtype for o in self.outputs if jnp.issubdtype(o.dtype, jnp.inexact)]
+        jumps = any(functor._jumps(s.equation) for s in self.program.steps if s.name != "select")
+        return bool(real) and all(d.itemsize == 2 for d in real) and not jumps
+
     def of_kind(self, kind) -> list:
         return [o for o in self.outputs if o.kind == kind]
 
@@ -140,9 +147,78 @@ class Core:
                     leaves[x] = None
                 todo.append(x)
         self.members = {v: f"n{k}" for k, v in enumerate(leaves)}
+        # Divisors of elements: a row divides once, and its elements are multiplied.
+        divisors = [s.operands[1] for v in seen if v.is_row and (s := self.step_of.get(v)) is not None and s.name == "div"]
+        single = [v for v in divisors if v in self.members and computing(v.dtype) == np.float32]
+        self.inverses = {v: f"d{k}" for k, v in enumerate(dict.fromkeys(single))}
         stages = sorted({s.result.stage for s in reductions if s in needed})
         self.stages = [[s for s in reductions if s in needed and s.result.stage == k] for k in stages]
         self.stage_of = lambda v: sum(k <= v.stage for k in stages)
+
+    def _plan_kept(self):
+        """Values of elements that a stage computes and a later one needs, if they are dear: {value: stage}.
+
+        Of the values that one stage computes and the later one would compute again, those nearest to what the later one wants.
+        """
+        wanted = [[v for s in steps for v in s.operands[: len(s.results)]] for steps in self.stages]
+        wanted.append([o.value for o in self.outputs if o.kind in ("row", "columns")])
+        computed, kept = {}, {}
+        for stage, values in enumerate(wanted):
+            seen, todo = set(), list(values)
+            while todo:
+                v = todo.pop()
+                step = self.step_of.get(v) if isinstance(v, Value) and v.is_row else None
+                if step is None or v in seen or v in kept:
+                    continue
+                if v in computed and self._is_dear(v, kept):
+                    kept[v] = computed[v]
+                    continue
+                seen.add(v)
+                todo += step.operands
+            for v in seen:
+                computed.setdefault(v, stage)
+        return kept
+
+    def _is_dear(self, value, kept) -> bool:
+        """Whether an element of the value costs an elementary function, given those that are kept."""
+        todo, seen = [value], set()
+        while todo:
+            v = todo.pop()
+            step = self.step_of.get(v) if isinstance(v, Value) and v.is_row else None
+            if step is None or v in seen or v in kept:
+                continue
+            seen.add(v)
+            if step.name in DEAR:
+                return True
+            todo += step.operands
+        return False
+
+    @functools.cached_property
+    def kept_values(self) -> dict:
+        return self._plan_kept()
+
+    @functools.cached_property
+    def kept_words(self) -> int:
+        """The most words that kept values of an element take at a time."""
+        last = {}
+        wanted = [[v for s in steps for v in s.operands[: len(s.results)]] for steps in self.stages]
+        wanted.append([o.value for o in self.outputs if o.kind in ("row", "columns")])
+        for stage, values in enumerate(wanted):
+            todo, seen = list(values), set()
+            while todo:
+                v = todo.pop()
+                if not isinstance(v, Value) or v in seen or not v.is_row:
+                    continue
+                seen.add(v)
+                if v in self.kept_values and self.kept_values[v] < stage:
+                    last[v] = stage
+                    continue
+                step = self.step_of.get(v)
+                todo += step.operands if step is not None else []
+        alive = lambda stage: sum(
+            max(1, computing(v.dtype).itemsize // 4) for v, first in self.kept_values.items() if first < stage <= last.get(v, -1)
+        )
+        return max((alive(stage) for stage in range(1, len(self.stages) + 1)), default=0)
 
     def _index(self, step):
         dim = step.result.dims[step.params["dimension"]]
@@ -176,13 +252,14 @@ class Core:
                 return
             for x in step.operands[:1] if self._is_identity(step) else step.operands:
                 find(x)
+            if self._divides(step):
+                leaves.setdefault(("inverse", step.operands[1]), f"n.{self.inverses[step.operands[1]]}")
             order.append(step)
 
         found = set()
         for v in wanted:
             find(v)
-        places = {v for v in leaves if self.step_of.get(v) is not None and self.step_of[v].name == "iota"}
-        places = {v for v in places if v not in self.members or given(v) is None}
+        places = {v for v in leaves if (step := self.step_of.get(v)) is not None and step.name == "iota" and not given(v)}
 
         def f(*xs):
             env = dict(zip(leaves, xs))
@@ -192,14 +269,22 @@ class Core:
             for step in order:
                 if self._is_identity(step):
                     env[step.result] = read(step.operands[0])
+                elif self._divides(step):
+                    x, y = step.operands
+                    env[step.result] = functor.quotient_p.bind(read(x), read(y), env["inverse", y])
                 else:
                     env.update(zip(step.results, compute(step, [read(x) for x in step.operands])))
             return [jnp.asarray(read(v)) for v in wanted]
 
-        with_index = [INDEX if v in places else computing(v.dtype) for v in leaves]
+        dtype = lambda v: np.dtype(np.float32) if isinstance(v, tuple) else computing(v.dtype)
+        with_index = [INDEX if v in places else dtype(v) for v in leaves]
         outs = [computing(np.dtype(v.aval.dtype)) for v in wanted]
-        function = functor.of_scalars(f, with_index, outs, self.program.label, False)
+        function = functor.of_scalars(f, with_index, outs, self.program.label, self.coarse)
         return function.source(name), list(leaves.values())
+
+    def _divides(self, step):
+        """Whether elements are divided by a number of the row."""
+        return step.name == "div" and step.result.is_row and step.operands[1] in self.inverses
 
     def _is_identity(self, step):
         """Whether an element of the result is the element of the operand."""
@@ -209,15 +294,22 @@ class Core:
     def _place(self, dim):
         return "at" if dim is self.program.row else f"i{self.indices.index(dim)}"
 
-    def source(self, name) -> str:
-        """The struct, as definitions for namespace jaxkern."""
+    def source(self, name, keeps=False) -> str:
+        """The struct, as definitions for namespace jaxkern. keeps: whether dear values live from one stage to the next."""
         program, members = self.program, self.members
+        kept = {v: f"k{k}" for k, v in enumerate(self.kept_values)} if keeps else {}
         text, functors = [], []
         arguments = {}  # of elements
         for kind, prefix in (("rows", "r"), ("columns", "c")):
             for k in getattr(self, kind):
                 arguments[program.operands[k]] = f"{prefix}{k}"
-        elements = lambda v: arguments.get(v) or (f"n.{members[v]}" if v in members else None)
+        known = lambda v: arguments.get(v) or (f"n.{members[v]}" if v in members else None)
+
+        def elements(stage):
+            """What is known of an element in a stage."""
+            before = {v: f"k.{m}" for v, m in kept.items() if self.kept_values[v] < stage}
+            return lambda v: before.get(v) or known(v)
+
         list_of = lambda vs: ", ".join(vs)
         signature = [f"{cpp_type(computing(v.dtype))} {a}" for v, a in arguments.items()]
 
@@ -228,14 +320,17 @@ class Core:
 
         def numbers_after(stage, known):
             """Statements that compute the members of this stage."""
-            own = [v for v in members if not v.is_row and self.stage_of(v) == stage and v not in known]
-            if not own:
-                return ""
+            of_stage = [v for v in members if not v.is_row and self.stage_of(v) == stage]
+            own = [v for v in of_stage if v not in known]
             given = lambda v: f"n.{members[v]}" if v in members and v not in own else None
-            return call(f"{name}After{stage}", own, given, [f"n.{members[v]}" for v in own])
+            text = call(f"{name}After{stage}", own, given, [f"n.{members[v]}" for v in own]) if own else ""
+            return text + "".join(f" n.{d} = 1 / n.{members[v]};" for v, d in self.inverses.items() if v in of_stage)
 
         declared = " ".join(f"{_member_type(v)} {m};" for v, m in members.items())
+        declared += "".join(f" float {d};" for d in self.inverses.values())
         text.append(f"  struct Numbers {{ {declared or 'int unused;'} }};")
+        declared = " ".join(f"{_member_type(v)} {m};" for v, m in kept.items())
+        text.append(f"  struct Kept {{ {declared} }};")
         given = [(program.operands[k], f"m{k}") for k in self.numbers]
         loads = " ".join(f"n.{members[v]} = {a};" for v, a in given if v in members)
         begin = [*(f"int32_t i{k}" for k in range(len(self.indices)))]
@@ -243,14 +338,15 @@ class Core:
         body = numbers_after(0, {v for v, _ in given})
         text.append(f"  static JAXKERN_FN void Begin({list_of(['Numbers& n', *begin])}) {{ {loads} {body} }}")
         for s, steps in enumerate(self.stages):
-            text += self._stage(name, s, steps, signature, elements, call, numbers_after, functors)
+            here = {v: f"k.{m}" for v, m in kept.items() if self.kept_values[v] == s}
+            text += self._stage(name, s, steps, signature, elements(s), call, numbers_after, functors, here)
         rows, columns = self.of_kind("row"), self.of_kind("columns")
         outs = [f"{cpp_type(computing(o.value.aval.dtype))}& y{k}" for k, o in enumerate((*rows, *columns))]
         body = ""
         if rows or columns:
             wanted = [o.value for o in (*rows, *columns)]
-            body = call(f"{name}Result", wanted, elements, [f"y{k}" for k in range(len(wanted))])
-        inside = ["const Numbers& n", "int32_t at", *signature, *outs]
+            body = call(f"{name}Result", wanted, elements(len(self.stages)), [f"y{k}" for k in range(len(wanted))])
+        inside = ["const Numbers& n", "int32_t at", "const Kept& k", *signature, *outs]
         text.append(f"  static JAXKERN_FN void Result({list_of(inside)}) {{ {body} }}")
         for kind, function in (("number", "NumberResult"), ("total", "Total")):
             own = self.of_kind(kind)
@@ -272,13 +368,22 @@ class Core:
         }
         head = [f"  using {k} = Types<{v}>;" for k, v in types.items()]
         head += [f"  static constexpr int kStages = {len(self.stages)}, kIndices = {len(self.indices)};"]
+        ranks = {
+            "Row": [program.operands[k] for k in self.rows],
+            "Number": [program.operands[k] for k in self.numbers],
+            "Result": [o.result for o in self.of_kind("row")],
+            "NumberResult": [o.result for o in self.of_kind("number")],
+        }
+        for kind, values in ranks.items():
+            rank = [f"{{k}} == {k} ? {len(program.groups(v))} : ".replace("{k}", "k") for k, v in enumerate(values)]
+            head.append(f"  static constexpr int {kind}Rank(int k) {{ return {''.join(rank)}0; }}")
         return "\n".join([*functors, f"struct {name} {{", *head, *text, "};"]) + "\n"
 
     def _number(self, v):
         return functor._literal(widened(v)[()], v.aval.dtype) if isinstance(v, Constant) else f"n.{self.members[v]}"
 
-    def _stage(self, name, s, steps, signature, elements, call, numbers_after, functors):
-        """Identity, Combine, Reduce and After of a stage."""
+    def _stage(self, name, s, steps, signature, elements, call, numbers_after, functors, kept):
+        """Identity, Combine, Reduce and After of a stage; kept: {value: member} that it computes for later ones."""
         reduced, parts, identity, combine, after = [], [], [], [], []
         for step in steps:
             kind, count = REDUCTIONS[step.name], len(step.results)
@@ -314,7 +419,7 @@ class Core:
         # A functor writes its results in their own types; parts of words smaller than a lane exchanges are widened.
         locals_ = [f"t{k}" for k in range(len(reduced))]
         declare = " ".join(f"{cpp_type(computing(np.dtype(v.aval.dtype)))} {t};" for v, t in zip(reduced, locals_))
-        body = call(f"{name}Reduce{s}", reduced, elements, locals_)
+        body = call(f"{name}Reduce{s}", [*reduced, *kept], elements, [*locals_, *kept.values()])
         sets, k = [], 0
         for step in steps:
             kind = REDUCTIONS[step.name]
@@ -323,7 +428,7 @@ class Core:
             if kind in ("argmax", "argmin"):
                 sets.append(f"p.{parts[len(sets)][1]} = at;")
             k += len(step.results)
-        stage, inside = f"Stage<{s}>", ", ".join(["const Numbers& n", "int32_t at", f"Partial{s}& p", *signature])
+        stage, inside = f"Stage<{s}>", ", ".join(["const Numbers& n", "int32_t at", "Kept& k", f"Partial{s}& p", *signature])
         known = {v for step in steps for v in step.results}
         later = numbers_after(s + 1, known)
         return [
@@ -337,6 +442,11 @@ class Core:
         ]
 
 
+# Elementary functions, of which a multiprocessor computes fewer than it can read elements.
+DEAR = frozenset(
+    "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1 lgamma log log1p logistic pow "
+    "sin sinh sqrt rsqrt tan tanh".split()
+)
 _MOVES = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose")
 
 

@@ -13,6 +13,7 @@ from jaxkern._core.define import ceil_div
 from jaxkern._core.functor import Unsupported, computing, cpp_type
 from jaxkern._core.launch import Launch, Plan, boolean, i64, struct
 from jaxkern._engines.rows import tuning
+from jaxkern._engines.rows.program import Value, merged
 
 HEADER = "rows/rows.cuh"
 NAME = "Function"
@@ -24,7 +25,8 @@ SHARED = 48 * 1024  # bytes of static shared memory
 class Problem(typing.NamedTuple):
     """rows: how many. width: their length. bytes: of an element of all arrays that are rows. pack: elements of a thread's load.
 
-    sums: bytes of what a thread adds up over rows, for each element.
+    sums: bytes of what a thread adds up over rows, for each element. kept: words of an element that are computed once if
+    there are registers for them.
     """
 
     rows: int
@@ -32,6 +34,7 @@ class Problem(typing.NamedTuple):
     bytes: int
     pack: int
     sums: int = 0
+    kept: int = 0
 
 
 def outputs(function) -> list:
@@ -60,7 +63,7 @@ def choose(problem, device=None) -> str:
 def layout(algorithm, problem):
     """(lanes, packs, threads) of an algorithm that holds rows in registers; None if the rows are too long for it."""
     width, pack = problem.width, problem.pack
-    words = lambda packs: packs * pack * (problem.bytes + problem.sums) / 4
+    words = lambda packs: packs * pack * max((problem.bytes + problem.sums) / 4, problem.kept)
     count = ceil_div(width + (pack - 1) * (width % pack != 0), pack)  # packs of a row, which may start in the middle of one
     if algorithm in ("lanes", "warp"):
         most = max(1, int(tuning.WARP_WORDS // words(1)))
@@ -86,7 +89,7 @@ def plan(device, operands, results, *, function):
     arrays = [*(operands[k] for k in program.used), *results]
     if len(arrays) > MOST_ARRAYS or any(d.size >= 1 << 31 for d in (program.row, *program.others)):
         return None
-    if any(a.dtype.itemsize * a.size >= 1 << 62 for a in arrays):
+    if any(len(program.groups(v)) > define.MAP_RANK for v in (*(program.operands[k] for k in program.used), *program.results) if isinstance(v, Value)):
         return None
     rows, width = math.prod(d.size for d in program.others), program.row.size
     views = [*(program.operands[k] for k in core.rows), *(o.result for o in core.of_kind("row"))]
@@ -101,7 +104,7 @@ def plan(device, operands, results, *, function):
     while width % pack and (not same or summed):
         pack //= 2  # packs start where rows do
     held = sum(operands[k].dtype.itemsize for k in core.rows) or row_bytes[0]
-    problem = Problem(rows, width, held, pack, summed)
+    problem = Problem(rows, width, held, pack, summed, core.kept_words)
     wanted = forced("row_kernel")
     algorithm = choose(problem, device) if wanted == "auto" else wanted
     if algorithm == "none" or not fits(algorithm, problem, device):
@@ -154,9 +157,11 @@ def plan(device, operands, results, *, function):
             boolean(moved > device.l2_bytes),
         )
         resident = max(1, min(2048 // threads, tuning_blocks(threads, problem, packs)))
+        keeps = algorithm != "streaming" and packs * pack * problem.kept <= tuning.KEPT_WORDS
+        source = core.source(NAME, keeps)
         flags = ", ".join(str(f).lower() for f in (stays, algorithm == "streaming"))
         name = f"RowsKernel<{NAME}, {pack}, {lanes}, {packs}, {threads}, {resident}, {ends}, {flags}>"
-        return (Launch(HEADER, name, [args], blocks, threads, source=core.source(NAME)), *after), scratch
+        return (Launch(HEADER, name, [args], blocks, threads, source=source), *after), scratch
 
     aligned = launches(pack, problem)
     if aligned is None:
@@ -172,7 +177,7 @@ def plan(device, operands, results, *, function):
 
 def tuning_blocks(threads, problem, packs) -> int:
     """Blocks of a multiprocessor that leave enough registers for the packs of each thread."""
-    words = packs * problem.pack * (problem.bytes + problem.sums) / 4
+    words = packs * problem.pack * max((problem.bytes + problem.sums) / 4, problem.kept)
     registers = 40 if words <= 8 else 64 if words <= 24 else 128
     return max(1, 65536 // (registers * threads))
 
@@ -191,28 +196,11 @@ class _Dims(typing.NamedTuple):
 
 def _map(program, value):
     """IndexMap from the index of a row to the offset of an array's row."""
-    strides, stride = {}, 1
-    for d in reversed(value.dims):
-        if d is not None:
-            strides[d] = stride
-            stride *= d.size
-    return _index_map([(d.size, strides.get(d, 0)) for d in reversed(program.others)])
+    return define._index_map(program.groups(value))
 
 
 def _map_of_index(program, dim):
-    return _index_map([(d.size, int(d is dim)) for d in reversed(program.others)])
-
-
-def _index_map(dims):
-    """dims: (size, stride), innermost first."""
-    groups = []
-    for n, stride in dims:
-        if groups and (groups[-1][1] == 0 if stride == 0 else groups[-1][1] * groups[-1][0] == stride != 0):
-            groups[-1] = (groups[-1][0] * n, groups[-1][1])
-        else:
-            groups.append((n, stride))
-    groups = [] if len(groups) == 1 and groups[0][1] == 0 else groups
-    return define._index_map(groups)
+    return define._index_map(merged((d.size, int(d is dim)) for d in reversed(program.others)))
 
 
 EMPTY_MAP = define._index_map([])

@@ -296,12 +296,35 @@ class Program:
             Step(step.name, [between], step.results, e.replace(params=second), second),
         ]
 
+    def groups(self, value) -> list:
+        """How the index of a row becomes the offset of an array's row: (size, stride) of dimensions, innermost first.
+
+        Adjacent dimensions that the array has, or lacks, are one; an array that lacks all has no groups.
+        """
+        strides, stride = {}, 1
+        for d in reversed(value.dims):
+            if d is not None:
+                strides[d] = stride
+                stride *= d.size
+        return merged((d.size, strides.get(d, 0)) for d in reversed(self.others))
+
     def over(self, step) -> frozenset:
         """The Dims that a step reduces."""
         if step.name not in REDUCTIONS:
             return frozenset()
         axes = step.params["axes"] if step.name != "reduce" else step.params["dimensions"]
         return frozenset(step.operands[0].dims[a] for a in axes) - {None}
+
+
+def merged(dims) -> list:
+    """(size, stride) of dimensions, innermost first, with those merged that lie behind each other."""
+    groups = []
+    for n, stride in dims:
+        if groups and (groups[-1][1] == 0 if stride == 0 else groups[-1][1] * groups[-1][0] == stride != 0):
+            groups[-1] = (groups[-1][0] * n, groups[-1][1])
+        else:
+            groups.append((n, stride))
+    return [] if len(groups) == 1 and groups[0][1] == 0 else groups
 
 
 def _fits(part, whole) -> bool:
