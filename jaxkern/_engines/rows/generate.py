@@ -100,8 +100,14 @@ class Core:
     def coarse(self) -> bool:
         """Whether coarse arithmetic is enough: all real numbers that are stored have 16 bits, and nothing jumps."""
         real = [o.dtype for o in self.outputs if jnp.issubdtype(o.dtype, jnp.inexact)]
-        jumps = any(functor._jumps(s.equation) for s in self.program.steps if s.name != "select")
-        return bool(real) and all(d.itemsize == 2 for d in real) and not jumps
+        inexact = set()  # values that depend on coarse arithmetic
+        for step in self.program.steps:
+            own = [v in inexact for v in step.operands]
+            if any(own) and step.name in ("argmax", "argmin", "reduce") or (any(own) and functor._jumps(step.equation)):
+                return False
+            if any(own) or step.name in functor._COARSE:
+                inexact.update(step.results)
+        return bool(real) and all(d.itemsize == 2 for d in real)
 
     def of_kind(self, kind) -> list:
         return [o for o in self.outputs if o.kind == kind]
@@ -340,6 +346,8 @@ class Core:
         for s, steps in enumerate(self.stages):
             here = {v: f"k.{m}" for v, m in kept.items() if self.kept_values[v] == s}
             text += self._stage(name, s, steps, signature, elements(s), call, numbers_after, functors, here)
+        if not self.stages:  # the kernel's code names them
+            text.append("  static int Identity(), Combine(), Reduce(), After();")
         rows, columns = self.of_kind("row"), self.of_kind("columns")
         outs = [f"{cpp_type(computing(o.value.aval.dtype))}& y{k}" for k, o in enumerate((*rows, *columns))]
         body = ""

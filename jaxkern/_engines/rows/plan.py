@@ -61,24 +61,36 @@ def choose(problem, device=None) -> str:
 
 
 def layout(algorithm, problem):
-    """(lanes, packs, threads) of an algorithm that holds rows in registers; None if the rows are too long for it."""
+    """(lanes, packs, threads) of an algorithm that holds rows in registers; None if the rows are too long for it.
+
+    Rows are spread over enough threads to keep dear values, if there is such a layout.
+    """
+    for most in (*tuning.KEPT_WORDS, None) if problem.kept else (None,):
+        found = _layout(algorithm, problem, most)
+        if found is not None:
+            return found
+    return None
+
+
+def _layout(algorithm, problem, most_kept):
     width, pack = problem.width, problem.pack
-    words = lambda packs: packs * pack * max((problem.bytes + problem.sums) / 4, problem.kept)
     count = ceil_div(width + (pack - 1) * (width % pack != 0), pack)  # packs of a row, which may start in the middle of one
+
+    def fits(packs, most):
+        kept = most_kept is None or packs * pack * problem.kept <= most_kept
+        return kept and packs * pack * (problem.bytes + problem.sums) / 4 <= most
+
     if algorithm in ("lanes", "warp"):
-        most = max(1, int(tuning.WARP_WORDS // words(1)))
-        lanes = 32 if algorithm == "warp" else min(32, 1 << max(0, (ceil_div(count, most) - 1).bit_length()))
-        if algorithm == "lanes":
-            each = max(1, tuning.LANE_BYTES // max(1, pack * problem.bytes))
-            lanes = max(lanes, min(16, 1 << max(0, (ceil_div(count, each) - 1).bit_length())))
-        packs = ceil_div(count, lanes)
-        if words(packs) > tuning.WARP_WORDS or (algorithm == "lanes" and lanes > 16):
-            return None
-        return lanes, packs, tuning.GROUP_THREADS
+        each = max(1, tuning.LANE_BYTES // max(1, pack * problem.bytes))
+        for lanes in (32,) if algorithm == "warp" else (1, 2, 4, 8, 16):
+            packs = ceil_div(count, lanes)
+            if fits(packs, tuning.WARP_WORDS) and (packs <= each or lanes >= 16):
+                return lanes, packs, tuning.GROUP_THREADS
+        return None
     for threads in (64, 128, 256, 512, 1024):
         packs = ceil_div(count, threads)
-        if words(packs) <= (tuning.BLOCK_WORDS if threads < 1024 else tuning.BLOCK_WORDS / 2):
-            if threads >= 256 or packs * pack <= 16 or words(packs) <= 16:
+        if fits(packs, tuning.BLOCK_WORDS if threads < 1024 else tuning.BLOCK_WORDS / 2):
+            if threads >= 256 or packs * pack <= 16 or fits(packs, 16):
                 return 0, packs, threads
     return None
 
@@ -157,7 +169,7 @@ def plan(device, operands, results, *, function):
             boolean(moved > device.l2_bytes),
         )
         resident = max(1, min(2048 // threads, tuning_blocks(threads, problem, packs)))
-        keeps = algorithm != "streaming" and packs * pack * problem.kept <= tuning.KEPT_WORDS
+        keeps = algorithm != "streaming" and packs * pack * problem.kept <= tuning.KEPT_WORDS[-1]
         source = core.source(NAME, keeps)
         flags = ", ".join(str(f).lower() for f in (stays, algorithm == "streaming"))
         name = f"RowsKernel<{NAME}, {pack}, {lanes}, {packs}, {threads}, {resident}, {ends}, {flags}>"
