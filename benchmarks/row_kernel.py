@@ -213,7 +213,7 @@ def checks(clock: Any) -> list[dict[str, Any]]:
     return [
         {
             "check": "value_and_grad of a row function is one call forward and one backward",
-            "met": compiled.targets == ["jaxkern_rows", "jaxkern_rows_core"],
+            "met": compiled.targets == ["jaxkern_row_kernel", "jaxkern_row_kernel_core"],
             "handlers": compiled.targets,
         }
     ]

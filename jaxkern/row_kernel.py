@@ -70,8 +70,8 @@ def row_kernel(f: Callable | None = None, *, axis: int = -1, name: str | None = 
             avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in operands]
             flat = lambda *xs: f(*jax.tree.unflatten(tree, xs))
             found = trace(flat, avals, (at, axis % rank), label)
-            if operands[at].shape[axis] != 1:
-                found[0].program  # noqa: B018, for its errors
+            if all(n > 1 for n in operands[at].shape):
+                found[0].check()
             if any(isinstance(c, jax.core.Tracer) for c in found[1]):
                 return found
             traces[key] = found

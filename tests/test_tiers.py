@@ -20,6 +20,7 @@ CALLS = {
     "sort_indices": [(lambda ids: jaxkern.sort_indices(ids, 90), IDS)],
     "elementwise": [(jaxkern.gelu, X), (jaxkern.swiglu, X), (lambda x: jaxkern.multiply(x, x[:1]), X)],
 }
+CALLS["row_kernel"] = [(jaxkern.row_kernel(lambda x: x / jnp.sum(x, -1, keepdims=True)), X)]
 IMAGES = jnp.zeros((4, 32, 32, 128))
 CALLS |= {"group_norm": [(lambda x: jaxkern.group_norm(x, 8), IMAGES)], "batch_norm": [(jaxkern.batch_norm, IMAGES)]}
 CALLS |= {

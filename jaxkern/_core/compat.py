@@ -266,6 +266,18 @@ def without_unused(closed):
     return jax.extend.core.ClosedJaxpr(jaxpr, closed.consts)
 
 
+def calls(jaxpr, name) -> bool:
+    """Whether an equation of a jaxpr, or of one in it, has a primitive of this name."""
+    inner = lambda params: (getattr(v, "jaxpr", v) for v in jax.tree.leaves(list(params.values()), is_leaf=_is_jaxpr))
+    return any(
+        e.primitive.name == name or any(calls(j, name) for j in inner(e.params) if hasattr(j, "eqns")) for e in jaxpr.eqns
+    )
+
+
+def _is_jaxpr(x) -> bool:
+    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+
+
 def used_operands(closed) -> tuple:
     """The positions of the operands that the results of a closed jaxpr depend on."""
     from jax.interpreters import partial_eval

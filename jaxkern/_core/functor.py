@@ -484,6 +484,9 @@ _TEMPLATES = {
     "reduce_precision": lambda p: f"reduce_precision<{p['exponent_bits']}, {p['mantissa_bits']}>",
 }
 
+# Primitives of scalars that have a counterpart in C++.
+ELEMENTWISE = frozenset((*_OVERLOADS, *_TEMPLATES, "convert_element_type", "bitcast_convert_type", "select_n", "polynomial"))
+
 
 class _Statement:
     """Lines of C++ that define `names` from `uses`; weight: how long they take to compile."""

@@ -72,6 +72,13 @@ class RowFunction:
     def core(self) -> Core:
         return Core(self.program)
 
+    def check(self) -> None:
+        """Raises where the user's function is no row function."""
+        program = self.program
+        for step in self.core.epilogue:
+            if step.result.set() >= {program.row, *program.others}:
+                program.fail(step, "on rows and a sum over other dimensions: what is summed over them comes last")
+
     def wide(self, *operands, parts=None) -> list:
         """The results, with 16-bit types computed in float32. parts: as for `evaluate`, where operands are parts."""
         return self.rounded(self._all(self.program.steps, self._given(operands), parts or {}))
@@ -133,6 +140,19 @@ class RowFunction:
     def jvp(self, wrt) -> "RowFunction":
         """The function of (*operands, *tangents of those at `wrt`) that returns tangents of the inexact results."""
         return _jvp(self, tuple(wrt))
+
+    def forward(self, wrt) -> "RowFunction":
+        """The function as reverse mode evaluates it: by the first function of each `jax.custom_vjp`."""
+        return _forward(self, tuple(wrt))
+
+    def vjp(self, wrt) -> "RowFunction":
+        """The function of (*operands, *cotangents of the inexact results) that returns cotangents of those at `wrt`."""
+        return _vjp(self, tuple(wrt))
+
+    @functools.cached_property
+    def has_vjp(self) -> bool:
+        """Whether a part of it has a `jax.custom_vjp`, and so no forward derivative."""
+        return any(compat.calls(self.closed.jaxpr, name) for name in ("custom_vjp_call", "custom_vjp_call_jaxpr"))
 
     def transpose(self, linear) -> "RowFunction":
         """The function of (*operands but those at `linear`, *cotangents of inexact results): cotangents of those.
@@ -199,16 +219,36 @@ def _jvp(self, wrt):
     def pushforward(*xs):
         return jax.jvp(_inexact_of(self, xs[:n], wrt), [xs[k] for k in wrt], list(xs[n:]))[1]
 
-    def transposed(*xs):  # where there is a jax.custom_vjp, which has no forward derivative
-        ys, pull = jax.vjp(_inexact_of(self, xs[:n], wrt), *(xs[k] for k in wrt))
-        return jax.linear_transpose(pull, ys)(tuple(xs[n:]))[0]
-
     avals, operands = [*self.avals, *(self.avals[k] for k in wrt)], [*range(n), *wrt]
     results = [n + k for k in self.inexact_results]
-    try:
-        return _made(self, pushforward, avals, operands, results)
-    except TypeError:
-        return _made(self, transposed, avals, operands, results)
+    return _made(self, pushforward, avals, operands, results)
+
+
+@functools.lru_cache(maxsize=CACHED)
+def _forward(self, wrt):
+    def primal(*xs):
+        def f(*ws):
+            operands = list(xs)
+            for k, w in zip(wrt, ws):
+                operands[k] = w
+            ys = self(*operands)
+            return [ys[k] for k in self.inexact_results], ys
+
+        return jax.vjp(f, *(xs[k] for k in wrt), has_aux=True)[2]
+
+    return _made(self, primal, self.avals, range(len(self.avals)), self._results())
+
+
+@functools.lru_cache(maxsize=CACHED)
+def _vjp(self, wrt):
+    n = len(self.avals)
+
+    def pullback(*xs):
+        _, pull = jax.vjp(_inexact_of(self, xs[:n], wrt), *(xs[k] for k in wrt))
+        return pull(tuple(xs[n:]))
+
+    avals, results = [*self.avals, *(self.results[k] for k in self.inexact_results)], [n + k for k in self.inexact_results]
+    return _made(self, pullback, avals, [*range(n), *results], wrt)
 
 
 @functools.lru_cache(maxsize=CACHED)

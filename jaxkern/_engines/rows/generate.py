@@ -347,7 +347,7 @@ class Core:
             here = {v: f"k.{m}" for v, m in kept.items() if self.kept_values[v] == s}
             text += self._stage(name, s, steps, signature, elements(s), call, numbers_after, functors, here)
         if not self.stages:  # the kernel's code names them
-            text.append("  static int Identity(), Combine(), Reduce(), After();")
+            text.append("  template <class S> static int Identity(S, const Numbers&);")
         rows, columns = self.of_kind("row"), self.of_kind("columns")
         outs = [f"{cpp_type(computing(o.value.aval.dtype))}& y{k}" for k, o in enumerate((*rows, *columns))]
         body = ""

@@ -7,8 +7,7 @@ streaming            a block reads a row again in each stage: any length
 import math
 import typing
 
-from jaxkern._core import define, launch
-from jaxkern._core.algorithms import forced
+from jaxkern._core import algorithms, define, launch
 from jaxkern._core.define import ceil_div
 from jaxkern._core.functor import Unsupported, computing, cpp_type
 from jaxkern._core.launch import Launch, Plan, boolean, i64, struct
@@ -18,6 +17,7 @@ from jaxkern._engines.rows.program import Value, merged
 HEADER = "rows/rows.cuh"
 NAME = "Function"
 ALGORITHMS = ("lanes", "warp", "block", "streaming")
+DTYPES = tuple(define.CUDA_TYPES)
 MOST_ARRAYS = 20
 SHARED = 48 * 1024  # bytes of static shared memory
 
@@ -31,8 +31,8 @@ class Problem(typing.NamedTuple):
 
     rows: int
     width: int
-    bytes: int
-    pack: int
+    bytes: int = 4
+    pack: int = 4
     sums: int = 0
     kept: int = 0
 
@@ -57,7 +57,7 @@ def fits(algorithm, problem, device=None) -> bool:
 
 
 def choose(problem, device=None) -> str:
-    return next((a for a in ALGORITHMS if fits(a, problem, device)), "none")
+    return next(a for a in ALGORITHMS if fits(a, problem, device))
 
 
 def layout(algorithm, problem):
@@ -117,10 +117,9 @@ def plan(device, operands, results, *, function):
         pack //= 2  # packs start where rows do
     held = sum(operands[k].dtype.itemsize for k in core.rows) or row_bytes[0]
     problem = Problem(rows, width, held, pack, summed, core.kept_words)
-    wanted = forced("row_kernel")
-    algorithm = choose(problem, device) if wanted == "auto" else wanted
-    if algorithm == "none" or not fits(algorithm, problem, device):
+    if not any(fits(a, problem, device) for a in ALGORITHMS):
         return None
+    algorithm = algorithms.pick("row_kernel", algorithms.forced("row_kernel"), problem, device)
 
     def launches(pack, problem):
         if algorithm == "streaming":

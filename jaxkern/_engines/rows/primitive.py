@@ -1,7 +1,7 @@
-"""The primitive of row functions, `jaxkern_rows`: arrays, and a `RowFunction` as its parameter.
+"""The primitive of row functions, `jaxkern_row_kernel`: arrays, and a `RowFunction` as its parameter.
 
 Its derivatives and batches are the same primitive with a derivative or a batch of the function. Where kernels run, it is a call
-of `jaxkern_rows_core`, whose results are those of one kernel, and what remains to be done with them on smaller arrays.
+of `jaxkern_row_kernel_core`, whose results are those of one kernel, and what remains to be done with them on smaller arrays.
 """
 
 import jax
@@ -10,7 +10,7 @@ from jax import lax
 from jax.interpreters import ad
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkern._core import compat, device, partition
+from jaxkern._core import algorithms, compat, device, partition
 from jaxkern._core.define import primitive
 from jaxkern._core.functor import Unsupported
 from jaxkern._core.primitive import bind
@@ -24,7 +24,26 @@ def apply(function, operands) -> list:
         return function.wide(*operands)
     if len(used) < len(operands):
         function, operands = function.select(used), [operands[k] for k in used]
+    if function.has_vjp:
+        return _with_vjp(function)(*operands)
     return bind(rows_p, *operands, function=function)
+
+
+def _with_vjp(function):
+    """The function with the derivative rules of its parts, which need not be linear in cotangents, as one rule."""
+    wrt = [k for k, a in enumerate(function.avals) if jnp.issubdtype(a.dtype, jnp.inexact)]
+
+    @jax.custom_vjp
+    def call(*operands):
+        return bind(rows_p, *operands, function=function)
+
+    def backward(operands, cotangents):
+        given = [cotangents[k] for k in function.inexact_results]
+        found = dict(zip(wrt, apply(function.vjp(wrt), [*operands, *given])))
+        return tuple(found.get(k) for k in range(len(operands)))
+
+    call.defvjp(lambda *operands: (apply(function.forward(wrt), operands), operands), backward)
+    return call
 
 
 def _reference(*operands, function):
@@ -142,7 +161,7 @@ def _part(function, names, over, parts):
 
 
 rows_core_p = primitive(
-    "jaxkern_rows_core",
+    "jaxkern_row_kernel_core",
     lambda *operands, function: [
         operands[0].update(shape=shape, dtype=dtype, weak_type=False) for shape, dtype in plan.outputs(function)
     ],
@@ -166,7 +185,7 @@ def _adapt(prim, *avals, function):
 
 
 rows_p = primitive(
-    "jaxkern_rows",
+    "jaxkern_row_kernel",
     _abstract,
     _batch,
     _reference,
@@ -175,5 +194,6 @@ rows_p = primitive(
     adapt=_adapt,
     partition=_partition,
 )
+algorithms.register(plan, "row_kernel")
 ad.primitive_jvps[rows_p] = _jvp
 ad.primitive_transposes[rows_p] = _transpose

@@ -26,7 +26,7 @@ from jax.extend.core import Literal
 
 from jaxkern._core import compat
 from jaxkern._core.define import CUDA_TYPES, references
-from jaxkern._core.functor import CALLS, CUSTOM, Unsupported, called_jaxpr, computing
+from jaxkern._core.functor import CALLS, CUSTOM, ELEMENTWISE, Unsupported, called_jaxpr, computing
 
 
 class Dim:
@@ -80,13 +80,17 @@ class Constant:
 
 @dataclasses.dataclass(eq=False)
 class Step:
-    """One operation. name: the primitive's, or "select", which picks one of its operands by the first."""
+    """One operation. name: the primitive's, or "select", which picks one of its operands by the first.
+
+    calls: the equations that call the jaxpr it is in, outermost first.
+    """
 
     name: str
     operands: list
     results: list
     equation: object
     params: dict
+    calls: tuple = ()
 
     @property
     def result(self) -> Value:
@@ -123,7 +127,7 @@ class Program:
     """
 
     def __init__(self, closed, row, label):
-        self.label, self.steps = label, []
+        self.label, self.steps, self._calls = label, [], []
         self.operands = [self._value(v.aval) for v in closed.jaxpr.invars]
         self.results = self._inline(closed.jaxpr, [Constant(np.asarray(c)) for c in closed.consts], self.operands)
         self._remove_unused()
@@ -142,7 +146,7 @@ class Program:
 
     def fail(self, step, what):
         e = step.equation
-        line = compat.source_line(e)
+        line = next(filter(None, map(compat.source_line, (e, *reversed(step.calls)))), "")
         raise Unsupported(f"{self.label} uses {e.primitive.name}{' at ' + line if line else ''}, {what}")
 
     def _inline(self, jaxpr, consts, args) -> list:
@@ -155,9 +159,12 @@ class Program:
 
     def _equation(self, e, operands) -> list:
         name = e.primitive.name
-        if name in (*CALLS, *CUSTOM, "custom_lin"):
+        if name in (*CALLS, *CUSTOM):
             inner, consts = called_jaxpr(e)
-            return self._inline(inner, [Constant(np.asarray(c)) for c in consts], operands)
+            self._calls.append(e)
+            results = self._inline(inner, [Constant(np.asarray(c)) for c in consts], operands)
+            self._calls.pop()
+            return results
         if references.get(e.primitive) is not None:
             reference = references[e.primitive]
             return self._of_rows(e, operands, lambda e: lambda *xs: jax.tree.leaves(reference(*xs, **e.params)))
@@ -168,7 +175,7 @@ class Program:
         if name in _SAME:
             return operands if len(operands) == len(e.outvars) else operands[-1:]
         results = [self._value(v.aval) for v in e.outvars]
-        step = Step(name, operands, results, e, dict(e.params))
+        step = Step(name, operands, results, e, dict(e.params), tuple(self._calls))
         for v in (*operands, *results):
             if v.aval.dtype.name not in CUDA_TYPES:
                 self.fail(step, f"and kernels have no arithmetic of {v.aval.dtype}")
@@ -179,7 +186,7 @@ class Program:
         """What `rewrite(equation)` returns, a function in jnp, in place of the equation."""
         f = rewrite(e)
         if f is None:
-            self.fail(Step(e.primitive.name, operands, [], e, {}), "which is no pick of one element of each row")
+            self.fail(Step(e.primitive.name, operands, [], e, {}, tuple(self._calls)), "which is no pick of one element of each row")
         closed = jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in e.invars))
         return self._inline(closed.jaxpr, [Constant(np.asarray(c)) for c in closed.consts], operands)
 
@@ -243,7 +250,8 @@ class Program:
         elif name == "iota":
             pass
         else:
-            if any(not _fits(v.aval.shape, out.aval.shape) for v in arrays):
+            fits = all(_fits(v.aval.shape, out.aval.shape) for v in arrays)
+            if name not in (*ELEMENTWISE, "select") or not fits:
                 self.fail(step, "which is neither elementwise nor a reduction along the row")
             for x in arrays:
                 unite(zip(x.dims, out.dims))

@@ -1,0 +1,177 @@
+"""row_kernel: values, derivatives, transformations, special cases, bad input.
+
+Kernels compute 16-bit types in float32, so the reference is the function itself on float64.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ON_GPU
+from row_functions import FUNCTIONS, operands, rms_norm
+
+import jaxkern
+
+TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 2e-2, "float16": 4e-3}
+SHAPES = [(3, 4, 40)] + [(5, 2, 777), (2, 2, 5000), (2, 2, 70001)] * ON_GPU
+
+
+def close(ours, wanted, dtype):
+    for y, want in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
+        y, want = np.asarray(y, np.float64), np.asarray(want, np.float64)
+        assert y.shape == want.shape
+        np.testing.assert_allclose(y, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * max(1, np.abs(want).max(initial=0)))
+
+
+def real(args):
+    return [k for k, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+
+def wide(args):
+    return [x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in args]
+
+
+def gradients(f, args):
+    """(results, gradients by all floating-point operands) for cotangents that differ between elements."""
+    at = real(args)
+
+    def of_real(*xs):
+        return f(*(xs[at.index(k)] if k in at else x for k, x in enumerate(args)))
+
+    ys, pull = jax.vjp(of_real, *(args[k] for k in at))
+    return ys, pull(jax.tree.map(lambda y: jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape).astype(y.dtype), ys))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_against_the_function_in_float64(name, dtype, x64):
+    f, kinds, differentiable = FUNCTIONS[name]
+    for seed, shape in enumerate(SHAPES[: 1 if name == "causal" else None]):
+        args = list(map(jnp.asarray, operands(kinds, shape, dtype, seed)))
+        run = gradients if differentiable else lambda f, args: f(*args)
+        ours = jax.jit(lambda *a: run(jaxkern.row_kernel(f), a))(*args)
+        close(ours, jax.jit(lambda *a: run(f, a))(*wide(args)), dtype)
+        types = [y.dtype for y in jax.tree.leaves(ours)]
+        assert types == [y.dtype for y in jax.tree.leaves(jax.eval_shape(lambda *a: run(f, a), *args))]
+
+
+@pytest.fixture
+def x64():
+    from jaxkern._core import compat
+
+    with compat.enable_x64():
+        yield
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "residual", "loss", "masked", "entropy", "rules", "totals"])
+def test_transformations(name, x64):
+    """Forward mode, second derivatives, vmap over each operand and over all, scan and remat."""
+    f, kinds, _ = FUNCTIONS[name]
+    args = list(map(jnp.asarray, operands(kinds, (3, 2, 24), "float64")))
+    kernel = jaxkern.row_kernel(f)
+    at = real(args)
+    fix = lambda g: lambda *xs: g(*(xs[at.index(k)] if k in at else x for k, x in enumerate(args)))
+    given = [args[k] for k in at]
+    if name != "rules":  # jax.custom_vjp has no forward mode in plain JAX
+        close(*(jax.jvp(fix(g), given, [jnp.sin(x) for x in given]) for g in (kernel, f)), "float64")
+    scalar = lambda g: lambda *xs: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(fix(g)(*xs)))
+    second = lambda g: jax.grad(lambda *xs: sum(jnp.vdot(d, d) for d in jax.grad(scalar(g), range(len(at)))(*xs)), range(len(at)))
+    close(jax.jit(second(kernel))(*given), jax.jit(second(f))(*given), "float64")
+    many = [jnp.stack([x, x[..., ::-1] if x.ndim else x + 1]) for x in args]
+    for axes in ([0] * len(args), *([0 if j == k else None for j in range(len(args))] for k in range(len(args)))):
+        batch = [m if a == 0 else x for m, x, a in zip(many, args, axes)]
+        close(jax.vmap(kernel, axes)(*batch), jax.vmap(f, axes)(*batch), "float64")
+    last = [jnp.moveaxis(m, 0, -1) for m in many]
+    close(jax.vmap(kernel, -1)(*last), jax.vmap(f, -1)(*last), "float64")
+    again = lambda g: jax.grad(jax.checkpoint(scalar(g)), range(len(at)))
+    close(again(kernel)(*given), again(f)(*given), "float64")
+    loop = lambda g: jax.lax.scan(lambda s, _: (s + scalar(g)(*given), None), 0.0, length=2)[0]
+    close(loop(kernel), loop(f), "float64")
+
+
+def test_captured_arrays_are_operands(x64):
+    """Arrays that the function closes over, traced ones too, are differentiated and batched."""
+    x, w = jnp.arange(12.0).reshape(3, 4) + 1, jnp.arange(1.0, 5.0)
+
+    def loss(norm, w):
+        return jnp.sum(jnp.sin(norm(lambda x: rms_norm(x, w))(x)))
+
+    ours, plain = jaxkern.row_kernel, lambda f: f
+    close(jax.jit(jax.grad(functools.partial(loss, ours)))(w), jax.grad(functools.partial(loss, plain))(w), "float64")
+    ws = jnp.stack([w, w * 2])
+    close(jax.vmap(functools.partial(loss, ours))(ws), jax.vmap(functools.partial(loss, plain))(ws), "float64")
+
+
+def test_structures_numbers_and_names():
+    @jaxkern.row_kernel(name="share")
+    def f(tree, scale):
+        return {"y": tree["x"] * scale / jnp.sum(tree["x"], -1, keepdims=True)}
+
+    y = f({"x": jnp.array([[1.0, 3.0]])}, 2)["y"]
+    assert y.dtype == jnp.float32 and y.tolist() == [[0.5, 1.5]]
+    assert jaxkern.row_kernel(lambda x: jnp.sum(x, -1))(jnp.bfloat16([[1, 2]])).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("axis", [0, 1, -2])
+def test_other_axes(axis):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 7, 8)), jnp.float32)
+    f = lambda x: jax.nn.softmax(x, axis) * jnp.max(x, axis, keepdims=True)
+    close(gradients(jaxkern.row_kernel(f, axis=axis), [x]), gradients(f, [x]), "float32")
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (3, 1), (1, 1), (1,), (5,)])
+def test_empty_and_short_rows(shape):
+    x = jnp.ones(shape)
+    f = lambda x: (x * jnp.sum(x, -1, keepdims=True), jnp.sum(x, -1))
+    close(gradients(jaxkern.row_kernel(f), [x]), gradients(f, [x]), "float32")
+
+
+def test_sums_of_16_bit_numbers_are_not_rounded_in_between():
+    """4097 ones: bfloat16 would stop at 256."""
+    x = jnp.ones((2, 4097), jnp.bfloat16)
+    y, dw = gradients(jaxkern.row_kernel(lambda x, w: jnp.sum(x * w, -1) / 4097), [x, jnp.ones((), jnp.bfloat16)])
+    assert y.tolist() == [1.0, 1.0] and dw[1].dtype == jnp.bfloat16
+
+
+def test_the_same_bits_in_every_run():
+    args = list(map(jnp.asarray, operands("xcc", (64, 5, 640), "float32")))
+    run = jax.jit(lambda *a: gradients(jaxkern.row_kernel(FUNCTIONS["layer_norm"][0]), a))
+    first = run(*args)
+    for _ in range(10):
+        assert all(map(np.array_equal, jax.tree.leaves(run(*args)), jax.tree.leaves(first)))
+
+
+@pytest.mark.parametrize(
+    "f, words",
+    [
+        (lambda x: jnp.cumsum(x, -1), "cumsum"),
+        (lambda x: jnp.sort(x, -1), "sort"),
+        (lambda x: x @ jnp.ones((4, 4)), "dot_general"),
+        (lambda x: x * 2 + jnp.sum(x, 0), "comes last"),
+        (lambda x: x[:, :2], "slice"),
+        (lambda x: x + x.T, "transpose"),
+        (lambda x: x.reshape(-1), "reshape"),
+    ],
+)
+def test_what_is_no_row_function(f, words):
+    with pytest.raises(TypeError, match=rf"jaxkern.row_kernel: mine uses .*(test_row_kernel.py)") as error:
+        jaxkern.row_kernel(f, name="mine")(jnp.ones((4, 4)))
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "call, kind, words",
+    [
+        (lambda: jaxkern.row_kernel(3), TypeError, "f must be a function of arrays, got int"),
+        (lambda: jaxkern.row_kernel(jnp.sin, axis=(0, 1)), TypeError, "axis must be an int"),
+        (lambda: jaxkern.row_kernel(jnp.sin, axis=2)(jnp.ones((2, 2))), ValueError, r"axis 2 is out of bounds for shape \(2, 2\)"),
+        (lambda: jaxkern.row_kernel(jnp.sin)(), TypeError, "at least one operand"),
+        (lambda: jaxkern.row_kernel(jnp.sin)("abc"), TypeError, "operand 0 must be an array or a number"),
+        (lambda: jaxkern.row_kernel(jnp.sin)(jnp.ones((2, 2), jnp.complex64)), TypeError, "complex64"),
+    ],
+)
+def test_bad_arguments(call, kind, words):
+    with pytest.raises(kind, match=f"jaxkern.row_kernel.*{words}"):
+        call()
