@@ -10,7 +10,7 @@ from jax import lax
 from jax.interpreters import ad
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkern._core import algorithms, compat, device, partition
+from jaxkern._core import algorithms, compat, device, partition, validate
 from jaxkern._core.define import primitive
 from jaxkern._core.functor import Unsupported
 from jaxkern._core.primitive import bind
@@ -59,16 +59,19 @@ def _abstract(*operands, function):
         if x.shape != own.shape or x.dtype != own.dtype:
             raise ValueError(f"{function.label}: operand {x.str_short()} for an argument {own.str_short()}")
     mesh = next((x.sharding.mesh for x in operands if not x.sharding.mesh.empty), None)
-    results = [operands[0].update(shape=a.shape, dtype=a.dtype, weak_type=False) for a in function.results]
+    typed = lambda a, **sharding: operands[0].update(shape=a.shape, dtype=a.dtype, weak_type=False, **sharding)
     if mesh is None:
-        return results
+        return list(map(typed, function.results))
     split = {}
     for x, v in zip(operands, function.program.operands):
         for d, axes in zip(v.dims, x.sharding.spec):
             if d is not None and axes:
                 split.setdefault(d, axes)
     spec = lambda v: PartitionSpec(*(split.get(d) for d in v.dims))
-    return [y.update(sharding=NamedSharding(mesh, spec(v))) for y, v in zip(results, function.program.results)]
+    return [
+        typed(a, sharding=NamedSharding(mesh, spec(v)))
+        for a, v in zip(function.results, function.program.results)
+    ]
 
 
 def _batch(prim, operands, dims, *, function):
@@ -100,7 +103,7 @@ def _transpose(cts, *operands, function):
     given = [x for k, x in enumerate(operands) if k not in linear]
     found = apply(function.transpose(linear), [*given, *(cts[k] for k in function.inexact_results)])
     for k, y in zip(linear, found):
-        result[k] = y
+        result[k] = validate.split_like(y, operands[k].aval)
     return result
 
 

@@ -1,0 +1,123 @@
+"""Plans of row functions: which algorithm, what its kernels compute (run on the CPU), and that they compile for GPUs."""
+
+import emulated
+import jax
+import jax.numpy as jnp
+import numpy as np
+import plans
+import pytest
+from row_functions import FUNCTIONS, operands
+
+from jaxkern import tiers
+from jaxkern._core import device, registry
+from jaxkern._engines.rows import plan
+from jaxkern._engines.rows.function import trace
+
+
+def traced(name, shape, dtype, gradient, seed=0):
+    """The RowFunction of an entry of FUNCTIONS, or of its gradients, and operands for it."""
+    f, kinds, _ = FUNCTIONS[name]
+    args = operands(kinds, shape, dtype, seed)
+    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args]
+    function, _, _ = trace(lambda *xs: f(*xs), avals, (0, len(shape) - 1), name)
+    if gradient:
+        wrt = [k for k, a in enumerate(args) if jnp.issubdtype(a.dtype, jnp.floating)]
+        rng = np.random.default_rng(seed + 1)
+        args += [np.asarray(rng.normal(size=function.results[k].shape), dtype) for k in function.inexact_results]
+        function = function.vjp(wrt)
+        used = function.used()
+        function, args = function.select(used), [args[k] for k in used]
+    return function, args
+
+
+def planned(function, algorithm=None, on=device.H200):
+    results = [jax.ShapeDtypeStruct(*o) for o in plan.outputs(function)]
+    with tiers.force(row_kernel=algorithm or "auto"):
+        return plan.plan(on, function.avals, results, function=function)
+
+
+needs_compiler = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
+CASES = [
+    ("rms_norm", (5, 3, 64), "float32", False, "lanes"),
+    ("residual", (5, 3, 64), "bfloat16", True, "warp"),
+    ("layer_norm", (7, 777), "bfloat16", False, "block"),
+    ("layer_norm", (7, 777), "float32", True, "block"),
+    ("masked", (3, 2, 4, 40), "float16", True, "lanes"),
+    ("causal", (2, 3, 20, 20), "float32", False, "streaming"),
+    ("loss", (9, 130), "float32", True, "lanes"),
+    ("one_hot_loss", (9, 3001), "bfloat16", False, "streaming"),
+    ("entropy", (2, 3, 33), "float32", True, "warp"),
+    ("totals", (4, 3, 48), "float64", False, "lanes"),
+    ("places", (4, 3, 50), "float32", False, "warp"),
+    ("pairs", (4, 3, 50), "float16", False, "lanes"),
+    ("products", (4, 50), "float32", False, "block"),
+    ("branch", (4, 50), "float32", True, "lanes"),
+]
+
+
+@needs_compiler
+@plans.needs_runtime
+@pytest.mark.parametrize("name, shape, dtype, gradient, algorithm", CASES)
+def test_kernels_on_the_cpu(name, shape, dtype, gradient, algorithm):
+    """Every element is written, nothing is read or written out of bounds, at any alignment, and results are right."""
+    from jaxkern._core import compat
+
+    with compat.enable_x64(dtype == "float64"):
+        function, args = traced(name, shape, dtype, gradient)
+        found = planned(function, algorithm)
+        assert found.algorithm == algorithm
+        plans.check_limits(found, device.H200)
+        wanted = function.wide(*map(jnp.asarray, args))
+        for unaligned in (False, True):
+            outputs = emulated.run(found, args, plan.outputs(function), unaligned)
+            ours = function.after_core(list(map(jnp.asarray, args)), list(map(jnp.asarray, outputs)))
+            for y, want in zip(ours, wanted, strict=True):
+                assert y.dtype == want.dtype
+                y, want = np.asarray(y, np.float64), np.asarray(want, np.float64)
+                tolerance = {"float64": 1e-13, "float32": 3e-6, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
+                np.testing.assert_allclose(y, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
+
+
+@plans.needs_nvrtc
+@pytest.mark.parametrize("capability", (80, 90, 120))
+def test_kernels_compile(capability):
+    name, shape, dtype, gradient = {
+        80: ("residual", (64, 128), "bfloat16", True),
+        90: ("loss", (64, 5001), "float32", True),
+        120: ("totals", (64, 33), "float64", False),
+    }[capability]
+    from jaxkern._core import compat
+
+    with compat.enable_x64(dtype == "float64"):
+        found = planned(traced(name, shape, dtype, gradient)[0])
+    for step in {step.name: step for step in found.launches}.values():
+        assert registry.kernels.module.compile(step.header, step.name, capability, step.source)
+
+
+@pytest.mark.parametrize("on", plans.DEVICES)
+def test_any_shape_has_a_plan_within_the_limits_of_the_device(on):
+    for shape in ((1, 2), (3, 128), (1 << 20, 64), (100_000, 777), (4096, 16384), (7, 1 << 20), (1, 1 << 24)):
+        found = planned(traced_shape("soft_cap", shape, "bfloat16"), on=on)
+        plans.check_limits(found, on)
+        norm = planned(traced_shape("rms_norm", shape, "float32", gradient=True), on=on)
+        assert norm is not None or shape[-1] > 8192  # gradients of columns stay in registers
+        if norm is not None:
+            plans.check_limits(norm, on)
+
+
+def traced_shape(name, shape, dtype, gradient=False):
+    f, kinds, _ = FUNCTIONS[name]
+    avals = [jax.ShapeDtypeStruct({"x": shape, "c": shape[-1:]}[k], dtype) for k in kinds]
+    function, _, _ = trace(lambda *xs: f(*xs), avals, (0, len(shape) - 1), name)
+    if gradient:
+        function = function.vjp(range(len(kinds)))
+        function = function.select(function.used())
+    return function
+
+
+def test_one_kernel_serves_any_number_of_rows():
+    names = {
+        tuple((s.name, s.source) for s in planned(traced_shape("rms_norm", (rows, 512), "bfloat16", True)).launches)
+        for rows in (5000, 20000, 1 << 20)
+    }
+    assert len(names) == 1

@@ -1,0 +1,73 @@
+"""Row functions of arrays spread over several devices; see test_sharding.py.
+
+Split rows send nothing but sums over rows; along the row, devices exchange the result of each reduction.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from row_functions import FUNCTIONS, operands
+from sharding import mesh, messages, same, several
+
+import jaxkern
+
+SHAPE = (8, 4, 32)
+
+
+@functools.cache
+def given(name):
+    kinds = FUNCTIONS[name][1]
+    return kinds, list(map(jnp.asarray, operands(kinds, SHAPE, np.float32)))
+
+
+def run(name):
+    f, kinds, _ = FUNCTIONS[name]
+    kernel = jaxkern.row_kernel(f)
+    real = [k for k, kind in enumerate(kinds) if kind not in "lm"]
+
+    def both(*args):
+        of_real = lambda *xs: kernel(*(xs[real.index(k)] if k in real else a for k, a in enumerate(args)))
+        ys, pull = jax.vjp(of_real, *(args[k] for k in real))
+        return ys, pull(jax.tree.map(jnp.cos, ys))
+
+    return both
+
+
+@functools.cache
+def on_one_device(name):
+    return jax.jit(run(name))(*given(name)[1])
+
+
+def specs(kinds, spec):
+    last = {"x": spec, "c": spec[2:], "n": spec[:2], "s": (), "m": (spec[0], None, spec[2]), "l": spec[:2]}
+    return [P(*last[k]) for k in kinds]
+
+
+@several
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("spec", [("r", "c", None), (("r", "c"), None, None), (None, "r", "c"), ("c", None, "r")], ids=str)
+@pytest.mark.parametrize("name", ["rms_norm", "loss", "masked", "totals"])
+def test_split_arrays(name, spec, kind):
+    grid, (kinds, args) = mesh(kind), given(name)
+    split = [jax.device_put(a, NamedSharding(grid, s)) for a, s in zip(args, specs(kinds, spec))]
+    with jax.set_mesh(grid):
+        compiled = jax.jit(run(name)).lower(*split).compile()
+    same(compiled(*split), on_one_device(name), 2e-5)
+    sent = messages(compiled.as_text())
+    assert set(sent) <= {"all-reduce"}, dict(sent)
+    if name in ("loss", "masked") and spec[2] is None:
+        assert not sent
+
+
+@several
+def test_inside_shard_map():
+    spec = ("r", None, None)
+    grid, (kinds, args) = mesh("Auto"), given("rms_norm")
+    step = jax.shard_map(run("rms_norm"), mesh=grid, in_specs=tuple(specs(kinds, spec)), out_specs=(P(*spec), (P(*spec), P())))
+    wanted = on_one_device("rms_norm")
+    same(jax.jit(step)(*args), wanted, 2e-5)
