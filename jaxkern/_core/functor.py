@@ -208,6 +208,13 @@ def of_scalars(f, in_dtypes, out_dtypes, label, coarse) -> "Function":
     return _function(f, tuple(map(np.dtype, in_dtypes)), tuple(map(np.dtype, out_dtypes)), label, coarse)
 
 
+def warn_of_size(label, size) -> None:
+    compat.warn_once(
+        f"{label} has a size of {size} statements, of which kernels take {MOST}: XLA runs it. Several smaller functions "
+        "compile faster"
+    )
+
+
 class Function:
     """A function of scalars, immutable, and equal to any other that computes the same and has the same derivatives.
 
@@ -251,10 +258,7 @@ class Function:
     def fits(self) -> bool:
         """Whether a kernel of it compiles within seconds; a warning says once if it does not. XLA runs such a function."""
         if self.size > MOST:
-            compat.warn_once(
-                f"{self.label} has a size of {self.size} statements, of which kernels take {MOST}: XLA runs it. Several "
-                "smaller functions compile faster"
-            )
+            warn_of_size(self.label, self.size)
         return self.size <= MOST
 
     def source(self, struct_name: str) -> str:

@@ -201,8 +201,8 @@ def _as_results(e, ys) -> tuple:
     return tuple(jnp.asarray(y).astype(computing(v.aval.dtype)) for y, v in zip(ys, e.outvars))
 
 
-def _scalars(variables) -> list:
-    return [jax.ShapeDtypeStruct((), v.aval.dtype, weak_type=v.aval.weak_type) for v in variables]
+def _shapes(variables) -> list:
+    return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in variables]
 
 
 def _of_real_operands(e, args):
@@ -228,7 +228,7 @@ def jvp_rule(e) -> ClosedJaxpr:
         _, dys, ys = jax.jvp(f, operands, [t.astype(x.dtype) for t, x in zip(tangents, operands)], has_aux=True)
         return [*ys, *dys]
 
-    return jax.make_jaxpr(rule)(*_scalars(e.invars), *_scalars(filter(is_real, e.invars)))
+    return jax.make_jaxpr(rule)(*_shapes(e.invars), *_shapes(filter(is_real, e.invars)))
 
 
 def vjp_rule(e) -> ClosedJaxpr:
@@ -240,4 +240,4 @@ def vjp_rule(e) -> ClosedJaxpr:
         ys, pull, _ = jax.vjp(f, *operands, has_aux=True)
         return pull([c.astype(y.dtype) for c, y in zip(cotangents, ys)])
 
-    return jax.make_jaxpr(rule)(*_scalars(e.invars), *_scalars(filter(is_real, e.outvars)))
+    return jax.make_jaxpr(rule)(*_shapes(e.invars), *_shapes(filter(is_real, e.outvars)))

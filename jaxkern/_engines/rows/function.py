@@ -2,14 +2,16 @@
 
 import contextlib
 import functools
+import hashlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from jaxkern._core import compat
-from jaxkern._core.functor import Unsupported, computing
+from jaxkern._core import canonical, compat
+from jaxkern._core.functor import Unsupported
+from jaxkern._core.jaxprs import computing
 from jaxkern._engines.rows.generate import Core
 from jaxkern._engines.rows.program import Constant, Program, evaluate, widened
 
@@ -39,7 +41,7 @@ def trace(f, avals, row, label, name="rows"):
 
 
 class RowFunction:
-    """A jaxpr of arrays that is a row function.
+    """A jaxpr of arrays that is a row function, equal to any other with equal jaxpr and derivative rules.
 
     closed: the jaxpr. row: (array, dimension) that is the row, or None; results are numbered after the operands. label: names
     the public function and the user's, for errors. name: of the kernels. avals, results: the types of its operands and
@@ -50,13 +52,18 @@ class RowFunction:
         self.closed, self.row, self.label, self.name = closed, row, label, name
         self.avals = [v.aval for v in closed.jaxpr.invars]
         self.results = [v.aval for v in closed.jaxpr.outvars]
-        self._key = (id(closed), row)
+        shapes = " ".join(f"{a.dtype.name}{list(a.shape)}" for a in self.avals)
+        content = "\n".join((shapes, str(row), canonical.text_of(closed)))
+        self._digest = hashlib.sha256(content.encode()).hexdigest()
 
     def __eq__(self, other):
-        return isinstance(other, RowFunction) and self._key == other._key
+        return isinstance(other, RowFunction) and self._digest == other._digest
 
     def __hash__(self):
-        return hash(self._key)
+        return hash(self._digest)
+
+    def __repr__(self):  # names a program in compilation caches
+        return f"RowFunction({self._digest[:24]})"
 
     def __call__(self, *operands) -> list:
         """The jaxpr on arrays, as the user wrote it."""

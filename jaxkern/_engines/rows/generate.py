@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkern._core import functor
-from jaxkern._core.functor import computing, cpp_type
+from jaxkern._core.functor import cpp_type
+from jaxkern._core.jaxprs import computing
 from jaxkern._engines.rows.program import REDUCTIONS, Constant, Value, compute, widened
 
 INDEX = np.dtype(np.int32)  # of places along a dimension
@@ -45,10 +46,11 @@ class Core:
     outputs: the arrays that it writes. epilogue: the steps that remain, on arrays; empty if the results of the program are
         the outputs.
     rows, columns, numbers: positions of operands that are read as such. indices: other dimensions whose index is used.
+    size: of the functors of the last `source`, in statements; see `functor.Function`.
     """
 
     def __init__(self, program):
-        self.program = program
+        self.program, self.size = program, 0
         self._outputs()
         self._members()
         kinds = lambda test: tuple(k for k in program.used if test(program.operands[k]))
@@ -286,6 +288,7 @@ class Core:
         with_index = [INDEX if v in places else dtype(v) for v in leaves]
         outs = [computing(np.dtype(v.aval.dtype)) for v in wanted]
         function = functor.of_scalars(f, with_index, outs, self.program.label, self.coarse)
+        self.size += function.size
         return function.source(name), list(leaves.values())
 
     def _divides(self, step):
@@ -303,6 +306,7 @@ class Core:
     def source(self, name, keeps=False) -> str:
         """The struct, as definitions for namespace jaxkern. keeps: whether dear values live from one stage to the next."""
         program, members = self.program, self.members
+        self.size = 0
         kept = {v: f"k{k}" for k, v in enumerate(self.kept_values)} if keeps else {}
         text, functors = [], []
         arguments = {}  # of elements

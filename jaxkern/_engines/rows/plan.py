@@ -7,9 +7,10 @@ streaming            a block reads a row again in each stage: any length
 import math
 import typing
 
-from jaxkern._core import algorithms, define, launch
+from jaxkern._core import algorithms, define, functor, launch
 from jaxkern._core.define import ceil_div
-from jaxkern._core.functor import Unsupported, computing, cpp_type
+from jaxkern._core.functor import Unsupported, cpp_type
+from jaxkern._core.jaxprs import computing
 from jaxkern._core.launch import Launch, Plan, boolean, i64, struct
 from jaxkern._engines.rows import tuning
 from jaxkern._engines.rows.program import Value, merged
@@ -170,6 +171,9 @@ def plan(device, operands, results, *, function):
         resident = max(1, min(2048 // threads, tuning_blocks(threads, problem, packs)))
         keeps = algorithm != "streaming" and packs * pack * problem.kept <= tuning.KEPT_WORDS[-1]
         source = core.source(NAME, keeps)
+        if core.size > functor.MOST:
+            functor.warn_of_size(function.label, core.size)
+            return None
         flags = ", ".join(str(f).lower() for f in (stays, algorithm == "streaming"))
         name = f"RowsKernel<{NAME}, {pack}, {lanes}, {packs}, {threads}, {resident}, {ends}, {flags}>"
         return (Launch(HEADER, name, [args], blocks, threads, source=source), *after), scratch

@@ -26,7 +26,8 @@ from jax.extend.core import Literal
 
 from jaxkern._core import compat
 from jaxkern._core.define import CUDA_TYPES, references
-from jaxkern._core.functor import CALLS, CUSTOM, ELEMENTWISE, Unsupported, called_jaxpr, computing
+from jaxkern._core.functor import ELEMENTWISE, Unsupported
+from jaxkern._core.jaxprs import CALLS, CUSTOM, called_jaxpr, computing
 
 
 class Dim:
