@@ -28,6 +28,7 @@ SMALL = {
     "score": (2, 2, 128, 512),
     "elementwise": (1 << 18,),
     "elementwise_kernel": (1 << 18,),
+    "row_kernel": (1024, 256),
     "quantize": (128, 256),
     "reduction": (1024, 256),
     "norm": (1024, 256),

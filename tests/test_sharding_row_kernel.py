@@ -50,7 +50,9 @@ def specs(kinds, spec):
 
 @several
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("spec", [("r", "c", None), (("r", "c"), None, None), (None, "r", "c"), ("c", None, "r")], ids=str)
+@pytest.mark.parametrize(
+    "spec", [("r", "c", None), (("r", "c"), None, None), (None, "r", "c"), ("c", None, "r")], ids=str
+)
 @pytest.mark.parametrize("name", ["rms_norm", "loss", "masked", "totals"])
 def test_split_arrays(name, spec, kind):
     grid, (kinds, args) = mesh(kind), given(name)
@@ -68,6 +70,8 @@ def test_split_arrays(name, spec, kind):
 def test_inside_shard_map():
     spec = ("r", None, None)
     grid, (kinds, args) = mesh("Auto"), given("rms_norm")
-    step = jax.shard_map(run("rms_norm"), mesh=grid, in_specs=tuple(specs(kinds, spec)), out_specs=(P(*spec), (P(*spec), P())))
+    step = jax.shard_map(
+        run("rms_norm"), mesh=grid, in_specs=tuple(specs(kinds, spec)), out_specs=(P(*spec), (P(*spec), P()))
+    )
     wanted = on_one_device("rms_norm")
     same(jax.jit(step)(*args), wanted, 2e-5)

@@ -270,7 +270,8 @@ def calls(jaxpr, name) -> bool:
     """Whether an equation of a jaxpr, or of one in it, has a primitive of this name."""
     inner = lambda params: (getattr(v, "jaxpr", v) for v in jax.tree.leaves(list(params.values()), is_leaf=_is_jaxpr))
     return any(
-        e.primitive.name == name or any(calls(j, name) for j in inner(e.params) if hasattr(j, "eqns")) for e in jaxpr.eqns
+        e.primitive.name == name or any(calls(j, name) for j in inner(e.params) if hasattr(j, "eqns"))
+        for e in jaxpr.eqns
     )
 
 

@@ -489,7 +489,9 @@ _TEMPLATES = {
 }
 
 # Primitives of scalars that have a counterpart in C++.
-ELEMENTWISE = frozenset((*_OVERLOADS, *_TEMPLATES, "convert_element_type", "bitcast_convert_type", "select_n", "polynomial"))
+ELEMENTWISE = frozenset(
+    (*_OVERLOADS, *_TEMPLATES, "convert_element_type", "bitcast_convert_type", "select_n", "polynomial")
+)
 
 
 class _Statement:

@@ -198,23 +198,22 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
   template <int s, int N, int kEnds, size_t... I, size_t... J>
   static __device__ __forceinline__ void ReducePack(const Args& a, const Numbers& n, int64_t column,
                                                     const RowPacks<N>& x, typename F::Kept (&kept)[N], Partial<s>& sum,
-                                                    std::index_sequence<I...>,
-                                                    std::index_sequence<J...> columns) {
+                                                    std::index_sequence<I...>, std::index_sequence<J...> columns) {
     ColumnPacks<N> c;
     LoadColumns<N, kEnds>(a, column, c, columns);
     const auto combine = [](const Partial<s>& p, const Partial<s>& q) { return F::Combine(Stage<s>(), p, q); };
     Partial<s> value[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      F::Reduce(Stage<s>(), n, static_cast<int32_t>(column) + i, kept[i], value[i], Wide<R>(Element(At<I>(x), i))..., Wide<C>(Element(At<J>(c), i))...);
+      F::Reduce(Stage<s>(), n, static_cast<int32_t>(column) + i, kept[i], value[i], Wide<R>(Element(At<I>(x), i))...,
+                Wide<C>(Element(At<J>(c), i))...);
       if (kEnds == kRagged && !(column + i >= 0 && column + i < a.width)) value[i] = F::Identity(Stage<s>(), n);
     }
     sum = combine(sum, Fold(value, combine));
   }
 
   // Combines over the threads of a row.
-  template <int s, int kLanes, int kThreads>
-  static __device__ __forceinline__ void Join(Partial<s>& sum, int turn) {
+  template <int s, int kLanes, int kThreads> static __device__ __forceinline__ void Join(Partial<s>& sum, int turn) {
     constexpr int kGroup = kLanes ? kLanes : kWarp, kWarps = kThreads / kWarp;
 #pragma unroll
     for (int d = kGroup / 2; d > 0; d /= 2) sum = F::Combine(Stage<s>(), sum, FromLane(sum, d));
@@ -240,16 +239,15 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
 
   template <int s, int N, int kLanes, int kPacks, int kThreads, int kEnds, bool kStreams>
   static __device__ __forceinline__ void Stages(const Args& a, const int64_t (&at)[kRows + 1], int lane, int64_t begin,
-                                                Numbers& n, RowPacks<N> (&x)[kPacks], typename F::Kept (&kept)[kPacks][N],
-                                                ReadPolicy policy, int turn) {
+                                                Numbers& n, RowPacks<N> (&x)[kPacks],
+                                                typename F::Kept (&kept)[kPacks][N], ReadPolicy policy, int turn) {
     if constexpr (s < F::kStages) {
       constexpr int kGroup = kLanes ? kLanes : kThreads;
       Partial<s> sum = F::Identity(Stage<s>(), n);
       for (int64_t tile = begin; tile < (kStreams ? a.width : begin + 1); tile += kGroup * kPacks * N) {
         if constexpr (kStreams) {
-          EachPack<N, kGroup, kPacks, kEnds>(a, lane, tile, [&](int i, int64_t column) {
-            Load<N, kEnds>(a, at, column, x[i], policy, RowIndex());
-          });
+          EachPack<N, kGroup, kPacks, kEnds>(
+              a, lane, tile, [&](int i, int64_t column) { Load<N, kEnds>(a, at, column, x[i], policy, RowIndex()); });
         }
         EachPack<N, kGroup, kPacks, kEnds>(a, lane, tile, [&](int i, int64_t column) {
           if constexpr (s > 0 && kForgets<N, kPacks>) ForgetAll(x[i], RowIndex());
@@ -270,10 +268,9 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
   template <int N, int kEnds, size_t... I, size_t... J, size_t... K, size_t... L>
   static __device__ __forceinline__ void StorePackOf(const Args& a, const Numbers& n, bool live, int64_t column,
                                                      const int64_t (&to)[kResults + 1], const RowPacks<N>& x,
-                                                     const typename F::Kept (&kept)[N],
-                                                     Sums<N>& sums, std::index_sequence<I...>,
-                                                     std::index_sequence<J...> columns, std::index_sequence<K...>,
-                                                     std::index_sequence<L...>) {
+                                                     const typename F::Kept (&kept)[N], Sums<N>& sums,
+                                                     std::index_sequence<I...>, std::index_sequence<J...> columns,
+                                                     std::index_sequence<K...>, std::index_sequence<L...>) {
     ColumnPacks<N> c;
     LoadColumns<N, kEnds>(a, column, c, columns);
     Slots<ResultIndex, Pack<Y, N>...> y;
@@ -282,8 +279,8 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
     for (int i = 0; i < N; ++i) {
       Slots<ResultIndex, Own<Y>...> value;
       Slots<ColumnSumIndex, S...> term;
-      F::Result(n, static_cast<int32_t>(column) + i, kept[i], Wide<R>(Element(At<I>(x), i))..., Wide<C>(Element(At<J>(c), i))..., At<K>(value)...,
-                At<L>(term)...);
+      F::Result(n, static_cast<int32_t>(column) + i, kept[i], Wide<R>(Element(At<I>(x), i))...,
+                Wide<C>(Element(At<J>(c), i))..., At<K>(value)..., At<L>(term)...);
       (SetElement(At<K>(y), i, Stored<Y>(At<K>(value))), ...);
       ((At<L>(sums.of_columns)[i] += live ? At<L>(term) : S(0)), ...);
     }
@@ -299,25 +296,28 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
     }
   }
 
-  template <size_t... I, size_t... J>
-  static __device__ __forceinline__ Numbers Begin(const Args& a, int64_t row, std::index_sequence<I...>,
-                                                  std::index_sequence<J...>) {
+  template <size_t... I, size_t... J> static __device__ __forceinline__ Numbers Begin(const Args& a, int64_t row,
+                                                                                      std::index_sequence<I...>,
+                                                                                      std::index_sequence<J...>) {
     Numbers n;
-    F::Begin(n, static_cast<int32_t>(a.index_map[J](row))..., Wide<M>(static_cast<const M*>(a.number[I])[MapRow<F::NumberRank(I)>(a.number_map[I], row)])...);
+    F::Begin(n, static_cast<int32_t>(a.index_map[J](row))...,
+             Wide<M>(static_cast<const M*>(a.number[I])[MapRow<F::NumberRank(I)>(a.number_map[I], row)])...);
     return n;
   }
 
-  template <size_t... I>
-  static __device__ __forceinline__ void StoreNumbers(const Args& a, int64_t row, const Numbers& n,
-                                                      std::index_sequence<I...>) {
+  template <size_t... I> static __device__ __forceinline__ void StoreNumbers(const Args& a, int64_t row,
+                                                                             const Numbers& n,
+                                                                             std::index_sequence<I...>) {
     Slots<NumberResultIndex, Own<Z>...> value;
     F::NumberResult(n, At<I>(value)...);
-    ((static_cast<Z*>(a.number_result[I])[MapRow<F::NumberResultRank(I)>(a.number_result_map[I], row)] = Stored<Z>(At<I>(value))), ...);
+    ((static_cast<Z*>(a.number_result[I])[MapRow<F::NumberResultRank(I)>(a.number_result_map[I], row)] =
+          Stored<Z>(At<I>(value))),
+     ...);
   }
 
-  template <size_t... I>
-  static __device__ __forceinline__ void AddTotals(const Numbers& n, Slots<TotalIndex, T...>& totals,
-                                                   std::index_sequence<I...>) {
+  template <size_t... I> static __device__ __forceinline__ void AddTotals(const Numbers& n,
+                                                                          Slots<TotalIndex, T...>& totals,
+                                                                          std::index_sequence<I...>) {
     Slots<TotalIndex, T...> value;
     F::Total(n, At<I>(value)...);
     ((At<I>(totals) += At<I>(value)), ...);
@@ -367,8 +367,8 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
     __syncthreads();
   }
 
-  template <int N, int kLanes, int kPacks, int kThreads, int kEnds, bool kStays, bool kStreams, size_t... I, size_t... K,
-            size_t... L, size_t... T_>
+  template <int N, int kLanes, int kPacks, int kThreads, int kEnds, bool kStays, bool kStreams, size_t... I,
+            size_t... K, size_t... L, size_t... T_>
   static __device__ __forceinline__ void Run(const Args& a, std::index_sequence<I...>, std::index_sequence<K...>,
                                              std::index_sequence<L...>, std::index_sequence<T_...>) {
     constexpr int kGroup = kLanes ? kLanes : kThreads, kGroups = kThreads / kGroup;
@@ -387,29 +387,28 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
          first += static_cast<int64_t>(gridDim.x) * kGroups, turn ^= 1) {
       const bool live = first + group < a.rows;
       const int64_t row = live ? first + group : a.rows - 1;
-      const int64_t at[kRows + 1] = {MapRow<F::RowRank(I)>(a.row_map[I], row)..., 0}, to[kResults + 1] = {MapRow<F::ResultRank(K)>(a.result_map[K], row)..., 0};
+      const int64_t at[kRows + 1] = {MapRow<F::RowRank(I)>(a.row_map[I], row)..., 0},
+                               to[kResults + 1] = {MapRow<F::ResultRank(K)>(a.result_map[K], row)..., 0};
       // The first element of the row that is aligned for packs, 0 or less.
       const int64_t begin = kEnds == kRagged ? -static_cast<int64_t>(static_cast<uint64_t>(row * a.width) % N) : 0;
       RowPacks<N> x[kPacks];
       typename F::Kept kept[kPacks][N];
       if constexpr (!kStreams) {
-        EachPack<N, kGroup, kPacks, kEnds>(a, lane, begin, [&](int i, int64_t column) {
-          Load<N, kEnds>(a, at, column, x[i], policy, RowIndex());
-        });
+        EachPack<N, kGroup, kPacks, kEnds>(
+            a, lane, begin, [&](int i, int64_t column) { Load<N, kEnds>(a, at, column, x[i], policy, RowIndex()); });
       }
       Numbers n = Begin(a, row, NumberIndex(), std::make_index_sequence<F::kIndices>());
       Stages<0, N, kLanes, kPacks, kThreads, kEnds, kStreams>(a, at, lane, begin, n, x, kept, policy, turn);
       if constexpr (kResults + kColumnSums > 0) {
         for (int64_t tile = begin; tile < (kStreams ? a.width : begin + 1); tile += kGroup * kPacks * N) {
           if constexpr (kStreams) {
-            EachPack<N, kGroup, kPacks, kEnds>(a, lane, tile, [&](int i, int64_t column) {
-              Load<N, kEnds>(a, at, column, x[i], policy, RowIndex());
-            });
+            EachPack<N, kGroup, kPacks, kEnds>(
+                a, lane, tile, [&](int i, int64_t column) { Load<N, kEnds>(a, at, column, x[i], policy, RowIndex()); });
           }
           EachPack<N, kGroup, kPacks, kEnds>(a, lane, tile, [&](int i, int64_t column) {
             if constexpr (F::kStages > 0 && kForgets<N, kPacks>) ForgetAll(x[i], RowIndex());
-            StorePackOf<N, kEnds>(a, n, live, column, to, x[i], kept[i], sums[i], RowIndex(), ColumnIndex(), ResultIndex(),
-                                  ColumnSumIndex());
+            StorePackOf<N, kEnds>(a, n, live, column, to, x[i], kept[i], sums[i], RowIndex(), ColumnIndex(),
+                                  ResultIndex(), ColumnSumIndex());
           });
         }
       }
@@ -425,8 +424,8 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
 };
 
 template <class F, int N, int kLanes, int kPacks, int kThreads, int kMinBlocks, int kEnds, bool kStays, bool kStreams>
-__global__ void __launch_bounds__(kThreads, kMinBlocks) RowsKernel(const __grid_constant__
-                                                                   typename RowEngine<F>::Args a) {
+__global__ void __launch_bounds__(kThreads, kMinBlocks)
+    RowsKernel(const __grid_constant__ typename RowEngine<F>::Args a) {
   using Engine = RowEngine<F>;
   Engine::template Run<N, kLanes, kPacks, kThreads, kEnds, kStays, kStreams>(
       a, typename Engine::RowIndex(), typename Engine::ResultIndex(), typename Engine::ColumnSumIndex(),
@@ -442,8 +441,8 @@ struct SumOverBlocksArgs {
 constexpr int kSumThreads = 512;
 
 // out[c] = the sum of partial[b][c] over b. A block takes 32 columns; its 16 warps take every 16th b.
-template <class E, class Result>
-__global__ void __launch_bounds__(kSumThreads) SumOverBlocks(const __grid_constant__ SumOverBlocksArgs a) {
+template <class E, class Result> __global__ void __launch_bounds__(kSumThreads)
+    SumOverBlocks(const __grid_constant__ SumOverBlocksArgs a) {
   __shared__ E room[kSumThreads / kWarp][kWarp];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarp + lane;

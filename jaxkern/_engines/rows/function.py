@@ -119,7 +119,10 @@ class RowFunction:
 
         def f(*xs):
             env = evaluate(self.program, self.core.steps(), self._given(xs), size=size)
-            return [(widened(o.result) if isinstance(o.result, Constant) else env[o.result]).astype(dtype(o)) for o in wanted]
+            return [
+                (widened(o.result) if isinstance(o.result, Constant) else env[o.result]).astype(dtype(o))
+                for o in wanted
+            ]
 
         avals = [jax.ShapeDtypeStruct(n, a.dtype) for n, a in zip(shapes, self.avals)]
         row = self.row if self.row[0] < len(self.avals) else None
@@ -127,7 +130,11 @@ class RowFunction:
             closed = jax.make_jaxpr(f)(*avals)
         if row is None:
             row = next(
-                ((len(avals) + k, o.result.dims.index(self.program.row)) for k, o in enumerate(wanted) if o.kind in ("row", "columns")),
+                (
+                    (len(avals) + k, o.result.dims.index(self.program.row))
+                    for k, o in enumerate(wanted)
+                    if o.kind in ("row", "columns")
+                ),
                 None,
             )
         return RowFunction(closed, row, self.label, self.name)
@@ -254,7 +261,10 @@ def _vjp(self, wrt):
         _, pull = jax.vjp(_inexact_of(self, xs[:n], wrt), *(xs[k] for k in wrt))
         return pull(tuple(xs[n:]))
 
-    avals, results = [*self.avals, *(self.results[k] for k in self.inexact_results)], [n + k for k in self.inexact_results]
+    avals, results = (
+        [*self.avals, *(self.results[k] for k in self.inexact_results)],
+        [n + k for k in self.inexact_results],
+    )
     return _made(self, pullback, avals, [*range(n), *results], wrt)
 
 
@@ -281,9 +291,7 @@ def _transpose(self, linear):
 
 @functools.lru_cache(maxsize=CACHED)
 def _batched(self, dims, size):
-    avals = [
-        jax.ShapeDtypeStruct((size, *a.shape) if d == 0 else a.shape, a.dtype) for a, d in zip(self.avals, dims)
-    ]
+    avals = [jax.ShapeDtypeStruct((size, *a.shape) if d == 0 else a.shape, a.dtype) for a, d in zip(self.avals, dims)]
     mapped = [k for k, d in enumerate(dims) if d == 0]
     batched = jax.vmap(self.__call__, [0 if d == 0 else None for d in dims])
     return _made(self, batched, avals, range(len(dims)), self._results(), {*mapped, *self._results()})

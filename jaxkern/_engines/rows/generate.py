@@ -156,7 +156,9 @@ class Core:
                 todo.append(x)
         self.members = {v: f"n{k}" for k, v in enumerate(leaves)}
         # Divisors of elements: a row divides once, and its elements are multiplied.
-        divisors = [s.operands[1] for v in seen if v.is_row and (s := self.step_of.get(v)) is not None and s.name == "div"]
+        divisors = [
+            s.operands[1] for v in seen if v.is_row and (s := self.step_of.get(v)) is not None and s.name == "div"
+        ]
         single = [v for v in divisors if v in self.members and computing(v.dtype) == np.float32]
         self.inverses = {v: f"d{k}" for k, v in enumerate(dict.fromkeys(single))}
         stages = sorted({s.result.stage for s in reductions if s in needed})
@@ -224,7 +226,9 @@ class Core:
                 step = self.step_of.get(v)
                 todo += step.operands if step is not None else []
         alive = lambda stage: sum(
-            max(1, computing(v.dtype).itemsize // 4) for v, first in self.kept_values.items() if first < stage <= last.get(v, -1)
+            max(1, computing(v.dtype).itemsize // 4)
+            for v, first in self.kept_values.items()
+            if first < stage <= last.get(v, -1)
         )
         return max((alive(stage) for stage in range(1, len(self.stages) + 1)), default=0)
 
@@ -267,7 +271,9 @@ class Core:
         found = set()
         for v in wanted:
             find(v)
-        places = {v for v in leaves if (step := self.step_of.get(v)) is not None and step.name == "iota" and not given(v)}
+        places = {
+            v for v in leaves if (step := self.step_of.get(v)) is not None and step.name == "iota" and not given(v)
+        }
 
         def f(*xs):
             env = dict(zip(leaves, xs))
@@ -417,15 +423,19 @@ class Core:
                 identity += [_least(types[0], "max" if kind == "argmax" else "min"), f"{2**31 - 1}"]
                 better = ">" if kind == "argmax" else "<"
                 same = f"{b[0]} == {a[0]} || ({b[0]} != {b[0]} && {a[0]} != {a[0]})"
-                takes = f"{b[0]} {better} {a[0]} || ({b[0]} != {b[0]} && {a[0]} == {a[0]}) || (({same}) && {b[1]} < {a[1]})"
+                takes = (
+                    f"{b[0]} {better} {a[0]} || ({b[0]} != {b[0]} && {a[0]} == {a[0]}) || (({same}) && {b[1]} < {a[1]})"
+                )
                 combine.append(f"{{ const bool takes = {takes};")
                 combine += [f"y.{v} = takes ? {q} : {p};" for v, p, q in zip(own, a, b)]
                 combine.append("}")
             else:
                 identity.append(_least(types[0], kind))
                 overload = {"and": "and_", "or": "or_", "xor": "xor_"}.get(kind, kind)
-                combine.append(f"y.{own[0]} = lax::{overload}({cpp_type(types[0])}({a[0]}), {cpp_type(types[0])}({b[0]}));")
-            for v, part, dtype in zip(step.results, own[-count:] if kind[:3] == "arg" else own, types):
+                combine.append(
+                    f"y.{own[0]} = lax::{overload}({cpp_type(types[0])}({a[0]}), {cpp_type(types[0])}({b[0]}));"
+                )
+            for v, part in zip(step.results, own[-count:]):
                 after.append(f"n.{self.members[v]} = {cpp_type(computing(v.dtype))}(p.{part});")
         members = " ".join(f"{_part_type(d)} {v};" for d, v in parts)
         # A functor writes its results in their own types; parts of words smaller than a lane exchanges are widened.
@@ -440,7 +450,10 @@ class Core:
             if kind in ("argmax", "argmin"):
                 sets.append(f"p.{parts[len(sets)][1]} = at;")
             k += len(step.results)
-        stage, inside = f"Stage<{s}>", ", ".join(["const Numbers& n", "int32_t at", "Kept& k", f"Partial{s}& p", *signature])
+        stage, inside = (
+            f"Stage<{s}>",
+            ", ".join(["const Numbers& n", "int32_t at", "Kept& k", f"Partial{s}& p", *signature]),
+        )
         known = {v for step in steps for v in step.results}
         later = numbers_after(s + 1, known)
         return [
@@ -482,7 +495,9 @@ def _least(dtype, kind) -> str:
         info = jnp.iinfo(dtype)
         return functor._literal(info.min if kind == "max" else info.max, dtype)
     if kind == "and":
-        return "true" if dtype == np.bool_ else functor._literal(-1 if dtype.kind == "i" else jnp.iinfo(dtype).max, dtype)
+        return (
+            "true" if dtype == np.bool_ else functor._literal(-1 if dtype.kind == "i" else jnp.iinfo(dtype).max, dtype)
+        )
     return functor._literal(np.asarray(1 if kind == "mul" else 0, dtype), dtype)
 
 

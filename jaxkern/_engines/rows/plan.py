@@ -75,7 +75,9 @@ def layout(algorithm, problem):
 
 def _layout(algorithm, problem, most_kept):
     width, pack = problem.width, problem.pack
-    count = ceil_div(width + (pack - 1) * (width % pack != 0), pack)  # packs of a row, which may start in the middle of one
+    count = ceil_div(
+        width + (pack - 1) * (width % pack != 0), pack
+    )  # packs of a row, which may start in the middle of one
 
     def fits(packs, most):
         kept = most_kept is None or packs * pack * problem.kept <= most_kept
@@ -102,7 +104,8 @@ def plan(device, operands, results, *, function):
     arrays = [*(operands[k] for k in program.used), *results]
     if len(arrays) > MOST_ARRAYS or any(d.size >= 1 << 31 for d in (program.row, *program.others)):
         return None
-    if any(len(program.groups(v)) > define.MAP_RANK for v in (*(program.operands[k] for k in program.used), *program.results) if isinstance(v, Value)):
+    mapped = [*(program.operands[k] for k in program.used), *(o.result for o in core.outputs)]
+    if any(isinstance(v, Value) and len(program.groups(v)) > define.MAP_RANK for v in mapped):
         return None
     rows, width = math.prod(d.size for d in program.others), program.row.size
     views = [*(program.operands[k] for k in core.rows), *(o.result for o in core.of_kind("row"))]
@@ -139,7 +142,7 @@ def plan(device, operands, results, *, function):
         if stays and groups > 1 and threads * packs * pack * 8 > SHARED:
             return None
         sums, scratch, after = [], 0, []
-        for k, o in enumerate((*columns, *core.of_kind("total"))):
+        for o in (*columns, *core.of_kind("total")):
             dtype = computing(o.value.aval.dtype)
             count = width if o.kind == "columns" else 1
             sums.append(launch.scratch(scratch))

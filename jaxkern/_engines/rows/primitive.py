@@ -68,10 +68,7 @@ def _abstract(*operands, function):
             if d is not None and axes:
                 split.setdefault(d, axes)
     spec = lambda v: PartitionSpec(*(split.get(d) for d in v.dims))
-    return [
-        typed(a, sharding=NamedSharding(mesh, spec(v)))
-        for a, v in zip(function.results, function.program.results)
-    ]
+    return [typed(a, sharding=NamedSharding(mesh, spec(v))) for a, v in zip(function.results, function.program.results)]
 
 
 def _batch(prim, operands, dims, *, function):

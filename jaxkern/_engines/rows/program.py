@@ -172,7 +172,9 @@ class Program:
         if name == "cond":
             return self._cond(e, operands)
         if name in ("empty", "empty2"):  # where a branch of `cond` leaves no residual
-            return self._of_rows(e, operands, lambda e: lambda: [jnp.zeros(v.aval.shape, v.aval.dtype) for v in e.outvars])
+            return self._of_rows(
+                e, operands, lambda e: lambda: [jnp.zeros(v.aval.shape, v.aval.dtype) for v in e.outvars]
+            )
         if name in _PICKS:
             return self._of_rows(e, operands, _PICKS[name])
         if name in _SAME:
@@ -189,7 +191,10 @@ class Program:
         """What `rewrite(equation)` returns, a function in jnp, in place of the equation."""
         f = rewrite(e)
         if f is None:
-            self.fail(Step(e.primitive.name, operands, [], e, {}, tuple(self._calls)), "which is no pick of one element of each row")
+            self.fail(
+                Step(e.primitive.name, operands, [], e, {}, tuple(self._calls)),
+                "which is no pick of one element of each row",
+            )
         closed = jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in e.invars))
         return self._inline(closed.jaxpr, [Constant(np.asarray(c)) for c in closed.consts], operands)
 
@@ -399,7 +404,12 @@ def _picked(e, numbers, indexed, batching):
     x, index = e.invars[0].aval, e.invars[1].aval
     batch, of_index = tuple(getattr(numbers, "operand_batching_dims", ())), tuple(getattr(numbers, batching, ()))
     rest = [n for k, n in enumerate(index.shape) if k not in of_index]
-    if len(indexed) != 1 or any(n != 1 for n in rest) or list(batch) != sorted(batch) or list(of_index) != sorted(of_index):
+    if (
+        len(indexed) != 1
+        or any(n != 1 for n in rest)
+        or list(batch) != sorted(batch)
+        or list(of_index) != sorted(of_index)
+    ):
         return None
     along = indexed[0]
     return along if all(k in batch or k == along or x.shape[k] == 1 for k in range(x.ndim)) else None

@@ -9,4 +9,7 @@ GROUP_THREADS = 128  # threads of a block in which warps or lanes hold rows
 STREAM_THREADS = 512
 STREAM_PACKS = 4  # of a thread in flight
 SUM_BLOCKS = 2  # blocks of a multiprocessor that stay to sum over rows
-KEPT_WORDS = (16, 32)  # of values that a thread keeps; the fewest that some layout allows, and beyond, it computes them again
+KEPT_WORDS = (
+    16,
+    32,
+)  # of values that a thread keeps; the fewest that some layout allows, and beyond, it computes them again
