@@ -226,7 +226,7 @@ def test_masked_out_and_empty_rows(operation, dtype, width):
 
 @every_operation
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("width", [4, 513, 20000])
+@pytest.mark.parametrize("width", [4, 513, 30000])
 def test_rows_of_minus_infinity_without_a_mask(operation, width, axis):
     x = np.full((3, width), -np.inf, np.float32)
     x[1, width // 2], x[2, -1] = 7, -1e30
@@ -241,7 +241,7 @@ def test_rows_of_minus_infinity_without_a_mask(operation, width, axis):
 @every_operation
 @every_dtype
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("width", [3, 40, 700, 9000])
+@pytest.mark.parametrize("width", [3, 40, 700, 20000])
 @pytest.mark.sweep(3)
 def test_nan_and_infinity_propagate_as_in_jax(operation, dtype, bad, width):
     x = np.random.default_rng(0).normal(size=(4, width))

@@ -155,7 +155,6 @@ segment_softmax_p, segment_softmax_grad_p = (
         partition=_partition,
         adapt=_adapt,
         dtypes=plan.DTYPES,
-        on_cpu=reference.softmax_on_cpu if in_jnp is reference.softmax else None,
     )
     for name, in_jnp in REFERENCES.items()
 )

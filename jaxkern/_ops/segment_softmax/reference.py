@@ -6,7 +6,7 @@ over: the mesh axes that split the rows of data. Maxima and sums of segments are
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern._core.rows import MANY, computed
+from jaxkern._core.rows import computed
 from jaxkern._ops.indexing import primitive as indexing
 
 
@@ -41,22 +41,6 @@ def softmax(data, index, *order, rows, rules, over=()):
     e = jnp.exp(x - indexing.index_select(base, index, rules=rules._replace(clip=True)))
     total = totals(index, rows, rules, over, empty=1)(e)
     return jnp.where(exists, e / total, 0).astype(data.dtype)
-
-
-def softmax_on_cpu(data, index, *order, rows, rules):
-    """`softmax` with products in place of selects, which take XLA:CPU longer, and the same again if that gives NaN."""
-    exact = lambda: softmax(data, index, *order, rows=rows, rules=rules)
-    if not all(isinstance(n, int) for n in (rows, *data.shape)) or rows == 0 or data.size < MANY:
-        return exact()
-    rules, x = rules._replace(plan="auto"), computed(data)
-    of = lambda numbers: indexing.index_select(numbers, index, rules=rules._replace(clip=True))
-    e = jnp.exp(x - of(indexing.segment(indexing.segment_max_p, x, index, rows=rows, rules=rules)))
-    y = (
-        e
-        / of(indexing.segment_sum(e, index, rows=rows, rules=rules))
-        * _exists(index, rows, rules, x.ndim).astype(x.dtype)
-    )
-    return lax.cond(jnp.isnan(jnp.sum(y)), exact, lambda: y.astype(data.dtype))
 
 
 def gradient(y, g, index, *order, rows, rules, over=()):

@@ -203,7 +203,7 @@ def _primitive(name, arrays, reference, launches=None, on_cpu=None):
     )
 
 
-softmax_fused_p = _primitive("jaxkern_softmax_fused", 1, reference.fused, plan.fused, reference.fused_on_cpu)
+softmax_fused_p = _primitive("jaxkern_softmax_fused", 1, reference.fused, plan.fused)
 softmax_fused_grad_p = _primitive("jaxkern_softmax_fused_grad", 2, reference.fused_grad, plan.fused_grad)
 softmax_fused_jvp_p = _primitive("jaxkern_softmax_fused_jvp", 2, reference.fused_jvp)
 softmax_fused_output_grad_p = _primitive(

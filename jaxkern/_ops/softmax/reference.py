@@ -141,40 +141,32 @@ def log_softmax_jvp(x, t, *mask, axis, algorithm, over=()):
     return _kept(t - dot / _nonzero(total), total != 0, mask, x.dtype)
 
 
-# ---- what the CPU runs where masks or cotangents could need selects: see `unless_nan`
+# ---- what XLA:CPU runs at 1.2 times the speed of the above and more
 #
-# At first, empty rows are NaN, and rows with NaN or +inf are NaN even where they are masked. A cotangent that is not finite
-# makes its row NaN even where it must not count; there y is 0, so that finite ones count nothing.
+# Gradients without selects: see `unless_nan`. A row whose cotangent is not finite is at first NaN even where the cotangent
+# must not count.
 
 
 def softmax_on_cpu(x, *mask, axis, algorithm):
-    if not mask:
-        return softmax(x, axis=axis, algorithm=algorithm)
+    """`jax.nn.softmax` unless a row begins with -inf, as every row of -inf does.
+
+    XLA:CPU computes maxima and exponentials in one loop only if nothing is done to the maxima in between. 1.3 to 1.5 times
+    as fast for 1000 columns of float32 and more.
+    """
+    if mask or x.dtype.itemsize <= 2 or not worthwhile(x):
+        return softmax(x, *mask, axis=axis, algorithm=algorithm)
 
     def exact():
-        # Not the expressions used below: XLA:CPU computes and stores what both branches of a condition share.
-        _, e, total = shifted(x, mask, axis)
-        return computed(e / _nonzero(total), *mask).astype(x.dtype)
+        # XLA:CPU would store maxima that both branches share, so these are maxima of finite numbers.
+        e = jnp.exp(x - jnp.max(jnp.maximum(x, jnp.finfo(x.dtype).min), axis, keepdims=True))
+        return e / _lifted(row_sum(e, axis))
 
-    _, e, total = _stable(x, mask, axis)
-    return unless_nan((e / total).astype(x.dtype), axis, exact)
-
-
-def log_softmax_on_cpu(x, *mask, axis, algorithm):
-    if not mask:
-        return log_softmax(x, axis=axis, algorithm=algorithm)
-
-    def exact():  # see softmax_on_cpu
-        below, _, total = shifted(x, mask, axis)
-        y = below - jnp.log(_nonzero(total))
-        return lowest_for_infinity(jnp.where(mask[0], y, -jnp.inf), x.dtype)
-
-    below, _, total = _stable(x, mask, axis)
-    return unless_nan(lowest_for_infinity(below - jnp.log(total), x.dtype), axis, exact)
+    first = jax.lax.slice_in_dim(x, 0, 1, axis=axis)
+    return jax.lax.cond(jnp.any(first == -jnp.inf), exact, lambda: jax.nn.softmax(x, axis))
 
 
 def softmax_grad_on_cpu(y, g, *mask, axis, algorithm):
-    """Without a mask, selects are avoided in 16 bits only: XLA:CPU is ten times slower if it rounds what a select returns."""
+    """For masks 1.3 to 5 times as fast, and for 16 bits 1.6 to 5 times; without a mask, float32 needs no variant."""
     exact = lambda: softmax_grad(y, g, *mask, axis=axis, algorithm=algorithm)
     if not mask and y.dtype.itemsize > 2:
         return exact()
@@ -182,14 +174,11 @@ def softmax_grad_on_cpu(y, g, *mask, axis, algorithm):
 
 
 def log_softmax_grad_on_cpu(x, g, *mask, axis, algorithm):
+    """For 16 bits without a mask 1.2 to 1.6 times as fast."""
     exact = lambda: log_softmax_grad(x, g, *mask, axis=axis, algorithm=algorithm)
-    if mask or not worthwhile(x):
+    if mask or x.dtype.itemsize > 2 or not worthwhile(x):
         return exact()
-    h = computed(g)
-    if x.dtype.itemsize > 2:
-        _, e, total = _stable(x, (), axis)
-        return unless_nan(h - e * (row_sum(h, axis) / total), axis, exact)
-    p = jnp.exp(computed(x))
+    h, p = computed(g), jnp.exp(computed(x))
     empty = jnp.any(jnp.max(x, axis) == -jnp.inf)
     return unless_nan((h - p * row_sum(h, axis)).astype(x.dtype), axis, exact, also=empty)
 
@@ -254,20 +243,8 @@ def fused(x, *parts, axis, algorithm, log, extras, causal, threshold, unscaled, 
     return y.astype(dtype or x.dtype)
 
 
-def fused_on_cpu(x, *parts, axis, extras, causal, threshold, log, dtype="", **params):
-    params |= {"axis": axis, "extras": extras, "causal": causal, "threshold": threshold, "log": log, "dtype": dtype}
-    exact = lambda: fused(x, *parts, **params)
-    if threshold:  # drawing the bits takes most of the time
-        return exact()
-    extra = named(parts, extras)
-    part = fused_participants(x, axis, extra, causal)
-    below, e, total = _stable(_logits(x, extra, None), () if part is None else (part,), axis)
-    if log:
-        return unless_nan(lowest_for_infinity(below - jnp.log(total), x.dtype), axis, exact)
-    return unless_nan((e / total).astype(dtype or x.dtype), axis, exact)
-
-
 def fused_output_grad_on_cpu(y, g, *parts, axis, extras, unscaled, **params):
+    """`fused_output_grad`, 2 to 4.6 times as fast for rows of 512 and 1024; see `unless_nan`."""
     dx = _scaled(gradient_without_selects(y, g, axis), named(parts, extras), unscaled).astype(y.dtype)
     exact = lambda: fused_output_grad(y, g, *parts, axis=axis, extras=extras, unscaled=unscaled, **params)
     return unless_nan(dx, axis, exact, finite=True)
