@@ -36,16 +36,15 @@ def wide(args):
 
 
 def gradients(f, args):
-    """(results, gradients by all floating-point operands) for cotangents that differ between elements."""
+    """(results, gradients by all floating-point operands), for cotangents that 16 bits hold exactly."""
     at = real(args)
 
     def of_real(*xs):
         return f(*(xs[at.index(k)] if k in at else x for k, x in enumerate(args)))
 
     ys, pull = jax.vjp(of_real, *(args[k] for k in at))
-    return ys, pull(
-        jax.tree.map(lambda y: jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape).astype(y.dtype), ys)
-    )
+    cotangent = lambda y: ((jnp.arange(y.size) % 7 - 3) / 4).reshape(y.shape).astype(y.dtype)
+    return ys, pull(jax.tree.map(cotangent, ys))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
