@@ -55,6 +55,27 @@ CASES = [
 ]
 
 
+# The row is dimension 1 of these.
+ACROSS = [
+    ("softmax", lambda x, w: jax.nn.softmax(x * w[:, None], 1), (3, 40, 34), "bfloat16", True),
+    ("norm", lambda x, w: x * jax.lax.rsqrt(jnp.mean(x * x, 1, keepdims=True)) * w[:, None], (2, 700, 33), "float32", True),
+    ("total", lambda x, w: (jax.nn.logsumexp(x + w[:, None], 1), jnp.sum(x), jnp.argmax(x, 1)), (2, 50, 66), "float32", False),
+]
+
+
+@needs_compiler
+@plans.needs_runtime
+@pytest.mark.parametrize("name, f, shape, dtype, gradient", ACROSS, ids=[case[0] for case in ACROSS])
+def test_strided_kernels_on_the_cpu(name, f, shape, dtype, gradient):
+    args = operands("x", shape, dtype) + operands("n", (shape[1], 1), dtype)
+    function, _, _ = trace(f, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args], (0, 1), name)
+    if gradient:
+        args += operands("x", function.results[0].shape, dtype, 1)
+        function = function.vjp((0, 1))
+    assert len(function.used()) == len(args)
+    check(planned(function, "strided"), function, args, dtype)
+
+
 @needs_compiler
 @plans.needs_runtime
 @pytest.mark.parametrize("name, shape, dtype, gradient, algorithm", CASES)
@@ -66,16 +87,21 @@ def test_kernels_on_the_cpu(name, shape, dtype, gradient, algorithm):
         function, args = traced(name, shape, dtype, gradient)
         found = planned(function, algorithm)
         assert found.algorithm == algorithm
-        plans.check_limits(found, device.H200)
-        wanted = function.wide(*map(jnp.asarray, args))
-        for unaligned in (False, True):
-            outputs = emulated.run(found, args, plan.outputs(function), unaligned)
-            ours = function.after_core(list(map(jnp.asarray, args)), list(map(jnp.asarray, outputs)))
-            for y, want in zip(ours, wanted, strict=True):
-                assert y.dtype == want.dtype
-                y, want = np.asarray(y, np.float64), np.asarray(want, np.float64)
-                tolerance = {"float64": 1e-13, "float32": 3e-6, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
-                np.testing.assert_allclose(y, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
+        check(found, function, args, dtype)
+
+
+def check(found, function, args, dtype):
+    """The results of a plan, on aligned and unaligned buffers, are those of the function."""
+    plans.check_limits(found, device.H200)
+    wanted = function.wide(*map(jnp.asarray, args))
+    for unaligned in (False, True):
+        outputs = emulated.run(found, args, plan.outputs(function), unaligned)
+        ours = function.after_core(list(map(jnp.asarray, args)), list(map(jnp.asarray, outputs)))
+        for y, want in zip(ours, wanted, strict=True):
+            assert y.dtype == want.dtype
+            y, want = np.asarray(y, np.float64), np.asarray(want, np.float64)
+            tolerance = {"float64": 1e-13, "float32": 3e-6, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
+            np.testing.assert_allclose(y, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
 
 
 @plans.needs_nvrtc

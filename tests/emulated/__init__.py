@@ -62,7 +62,8 @@ def _compiled(kernels, fused):
             f"{{ emulated::Run(&{name}, a, x, y, t); }} }} }}"
         )
     flags = FUSED if fused else ["-O1", "-ffp-contract=off"]
-    flags = ("-std=c++20", *flags, "-w", "-fpermissive", "-fPIC")
+    # Libraries have functors of the same name, and must not share the shared memory of a kernel.
+    flags = ("-std=c++20", *flags, "-w", "-fpermissive", "-fPIC", "-fno-gnu-unique")
     path = _folder() / hashlib.sha256("\n".join([*flags, *text]).encode()).hexdigest()[:16]
     path.with_suffix(".cc").write_text("\n".join(text))
     subprocess.check_call(

@@ -2,6 +2,7 @@
 
 lanes, warp, block   threads of a part of a warp, of a warp, or of a block hold a row in registers
 streaming            a block reads a row again in each stage: any length
+strided              the row is not the last dimension: threads take adjacent rows, and warps parts of them
 """
 
 import math
@@ -17,7 +18,7 @@ from jaxkern._engines.rows.program import Value, merged
 
 HEADER = "rows/rows.cuh"
 NAME = "Function"
-ALGORITHMS = ("lanes", "warp", "block", "streaming")
+ALGORITHMS = ("lanes", "warp", "block", "streaming", "strided")
 DTYPES = tuple(define.CUDA_TYPES)
 MOST_ARRAYS = 20
 SHARED = 48 * 1024  # bytes of static shared memory
@@ -27,7 +28,7 @@ class Problem(typing.NamedTuple):
     """rows: how many. width: their length. bytes: of an element of all arrays that are rows. pack: elements of a thread's load.
 
     sums: bytes of what a thread adds up over rows, for each element. kept: words of an element that are computed once if
-    there are registers for them.
+    there are registers for them. strided: the row is not the last dimension; pack counts rows then.
     """
 
     rows: int
@@ -36,6 +37,7 @@ class Problem(typing.NamedTuple):
     pack: int = 4
     sums: int = 0
     kept: int = 0
+    strided: bool = False
 
 
 def outputs(function) -> list:
@@ -52,6 +54,8 @@ def is_whole(function) -> bool:
 
 
 def fits(algorithm, problem, device=None) -> bool:
+    if problem.strided or algorithm == "strided":
+        return problem.strided and algorithm == "strided"
     if algorithm == "streaming":
         return not problem.sums
     return layout(algorithm, problem) is not None
@@ -109,8 +113,8 @@ def plan(device, operands, results, *, function):
         return None
     rows, width = math.prod(d.size for d in program.others), program.row.size
     views = [*(program.operands[k] for k in core.rows), *(o.result for o in core.of_kind("row"))]
-    if any(v.dims[-1] is not program.row for v in _without_ones(views)):
-        return None  # the row is not the last dimension
+    if any(_last(v) is not program.row for v in views):
+        return _strided(device, operands, arrays, function, views)
     columns = [o for o in core.outputs if o.kind == "columns"]
     row_types = [*(operands[k].dtype for k in core.rows), *(o.dtype for o in core.of_kind("row"))]
     row_bytes = [d.itemsize for d in row_types] or [4]
@@ -141,36 +145,8 @@ def plan(device, operands, results, *, function):
         ends = "kRagged" if width % pack else "kWhole" if width == group * packs * pack else "kPart"
         if stays and groups > 1 and threads * packs * pack * 8 > SHARED:
             return None
-        sums, scratch, after = [], 0, []
-        for o in (*columns, *core.of_kind("total")):
-            dtype = computing(o.value.aval.dtype)
-            count = width if o.kind == "columns" else 1
-            sums.append(launch.scratch(scratch))
-            args = [struct(launch.scratch(scratch), launch.result(_place(core, o)), i64(blocks), i64(count))]
-            name = f"SumOverBlocks<{cpp_type(dtype)}, {cpp_type(o.dtype)}>"
-            after.append(Launch(HEADER, name, args, ceil_div(count, 32), 512))
-            scratch += ceil_div(blocks * count * dtype.itemsize, 256) * 256
-        moved = sum(a.size * a.dtype.itemsize for a in arrays)
-        pointers = lambda buffers: (*buffers, launch.null)
-        outs = lambda kind: [launch.result(_place(core, o)) for o in core.of_kind(kind)]
-        maps = lambda values: [*(_map(program, v) for v in values), EMPTY_MAP]
-        args = struct(
-            *pointers(launch.operand(k) for k in core.rows),
-            *pointers(launch.operand(k) for k in core.columns),
-            *pointers(launch.operand(k) for k in core.numbers),
-            *pointers(outs("row")),
-            *pointers(outs("number")),
-            *pointers(sums),
-            *maps(program.operands[k] for k in core.rows),
-            *maps(program.operands[k] for k in core.numbers),
-            *maps(o.result for o in core.of_kind("row")),
-            *maps(o.result for o in core.of_kind("number")),
-            *(_map_of_index(program, d) for d in core.indices),
-            EMPTY_MAP,
-            i64(rows),
-            i64(width),
-            boolean(moved > device.l2_bytes),
-        )
+        sums, scratch, after = _sums(core, blocks, width)
+        args = _arguments(core, program, rows, width, sums, arrays, device)
         resident = max(1, min(2048 // threads, tuning_blocks(threads, problem, packs)))
         keeps = algorithm != "streaming" and packs * pack * problem.kept <= tuning.KEPT_WORDS[-1]
         source = core.source(NAME, keeps)
@@ -204,12 +180,96 @@ def _place(core, output) -> int:
     return core.outputs.index(output)
 
 
-def _without_ones(values):
-    return [_Dims(tuple(d for d in v.dims if d is not None)) for v in values]
+def _last(value):
+    """The last dimension of an array."""
+    return next(d for d in reversed(value.dims) if d is not None)
 
 
-class _Dims(typing.NamedTuple):
-    dims: tuple
+def _sums(core, blocks, width):
+    """(buffers for the sums over rows of each block, bytes of scratch, launches that add them)."""
+    buffers, scratch, after = [], 0, []
+    for o in (*core.of_kind("columns"), *core.of_kind("total")):
+        dtype = computing(o.value.aval.dtype)
+        count = width if o.kind == "columns" else 1
+        buffers.append(launch.scratch(scratch))
+        args = [struct(launch.scratch(scratch), launch.result(_place(core, o)), i64(blocks), i64(count))]
+        name = f"SumOverBlocks<{cpp_type(dtype)}, {cpp_type(o.dtype)}>"
+        after.append(Launch(HEADER, name, args, ceil_div(count, 32), 512))
+        scratch += ceil_div(blocks * count * dtype.itemsize, 256) * 256
+    return buffers, scratch, after
+
+
+def _arguments(core, program, rows, width, sums, arrays, device):
+    """RowEngine::Args (rows.cuh)."""
+    moved = sum(a.size * a.dtype.itemsize for a in arrays)
+    pointers = lambda buffers: (*buffers, launch.null)
+    outs = lambda kind: [launch.result(_place(core, o)) for o in core.of_kind(kind)]
+    maps = lambda values: [*(_map(program, v) for v in values), EMPTY_MAP]
+    return struct(
+        *pointers(launch.operand(k) for k in core.rows),
+        *pointers(launch.operand(k) for k in core.columns),
+        *pointers(launch.operand(k) for k in core.numbers),
+        *pointers(outs("row")),
+        *pointers(outs("number")),
+        *pointers(sums),
+        *maps(program.operands[k] for k in core.rows),
+        *maps(program.operands[k] for k in core.numbers),
+        *maps(o.result for o in core.of_kind("row")),
+        *maps(o.result for o in core.of_kind("number")),
+        *(_map_of_index(program, d) for d in core.indices),
+        EMPTY_MAP,
+        i64(rows),
+        i64(width),
+        boolean(moved > device.l2_bytes),
+    )
+
+
+def _strided(device, operands, arrays, function, views):
+    """The plan where the row is not the last dimension of its arrays: the same dimension of all of them."""
+    core, program = function.core, function.program
+    inner = program.others[-1] if program.others else None
+    if any(_last(v) is not inner for v in views):
+        return None
+    rows, width = math.prod(d.size for d in program.others), program.row.size
+    types = [*(operands[k].dtype for k in core.rows), *(o.dtype for o in core.of_kind("row"))]
+    pack = max(1, 8 // max(d.itemsize for d in types))
+    while inner.size % pack:
+        pack //= 2
+    held = max(1, sum(operands[k].dtype.itemsize for k in core.rows))
+    problem = Problem(rows, width, held, pack, 0, core.kept_words, strided=True)
+    algorithm = algorithms.pick("row_kernel", algorithms.forced("row_kernel"), problem, device)
+    strides = lambda values: [*(i64(_stride(v, program.row)) for v in values), i64(0)]
+
+    def launches(pack):
+        words = pack * max(held / 4, core.kept_words)
+        parts = next((p for p in (1, 2, 4, 8) if ceil_div(width, p) * words <= tuning.STRIDED_WORDS and p * 4 >= min(width, 32)), 16)
+        each = ceil_div(width, parts)
+        each = each if each * words <= tuning.STRIDED_WORDS else 0
+        source = core.source(NAME, keeps=bool(each))
+        blocks = ceil_div(rows, 32 * pack)
+        if core.size > functor.MOST or blocks >= 1 << 31:
+            return None
+        sums, scratch, after = _sums(core, blocks, width)
+        views_of = lambda positions: [program.operands[k] for k in positions]
+        args = struct(
+            _arguments(core, program, rows, width, sums, arrays, device),
+            *strides(views_of(core.rows)),
+            *strides(o.result for o in core.of_kind("row")),
+        )
+        name = f"StridedRowsKernel<{NAME}, {pack}, {parts}, {each}>"
+        return (Launch("rows/strided.cuh", name, [args], blocks, 32 * parts, source=source), *after), scratch
+
+    aligned = launches(pack)
+    if aligned is None or pack == 1:
+        return aligned and Plan(algorithm, *aligned)
+    unaligned = launches(1)
+    return Plan(algorithm, aligned[0], max(aligned[1], unaligned[1]), unaligned[0])
+
+
+def _stride(value, dim) -> int:
+    """The distance of adjacent elements along a dimension."""
+    after = value.dims[value.dims.index(dim) + 1 :]
+    return math.prod(d.size for d in after if d is not None)
 
 
 def _map(program, value):

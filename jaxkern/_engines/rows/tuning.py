@@ -13,3 +13,4 @@ KEPT_WORDS = (
     16,
     32,
 )  # of values that a thread keeps; the fewest that some layout allows, and beyond, it computes them again
+STRIDED_WORDS = 32  # of elements that a thread holds where the row is not the last dimension
