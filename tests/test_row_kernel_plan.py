@@ -58,8 +58,20 @@ CASES = [
 # The row is dimension 1 of these.
 ACROSS = [
     ("softmax", lambda x, w: jax.nn.softmax(x * w[:, None], 1), (3, 40, 34), "bfloat16", True),
-    ("norm", lambda x, w: x * jax.lax.rsqrt(jnp.mean(x * x, 1, keepdims=True)) * w[:, None], (2, 700, 33), "float32", True),
-    ("total", lambda x, w: (jax.nn.logsumexp(x + w[:, None], 1), jnp.sum(x), jnp.argmax(x, 1)), (2, 50, 66), "float32", False),
+    (
+        "norm",
+        lambda x, w: x * jax.lax.rsqrt(jnp.mean(x * x, 1, keepdims=True)) * w[:, None],
+        (2, 700, 33),
+        "float32",
+        True,
+    ),
+    (
+        "total",
+        lambda x, w: (jax.nn.logsumexp(x + w[:, None], 1), jnp.sum(x), jnp.argmax(x, 1)),
+        (2, 50, 66),
+        "float32",
+        False,
+    ),
 ]
 
 

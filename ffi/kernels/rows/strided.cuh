@@ -42,9 +42,9 @@ template <class F, int N, int kParts, int kHeld> struct StridedRows {
 
   template <class... R, size_t... I>
   __device__ __forceinline__ void Load(Packs& pack, int element, Types<R...>, std::index_sequence<I...>) {
-    ((At<I>(pack) = live ? LoadRowPack<R, N>(static_cast<const R*>(a.rows.row[I]) + at[I] + element * a.row_stride[I],
-                                             policy)
-                         : ZeroPack<R, N>()),
+    ((At<I>(pack) =
+          live ? LoadRowPack<R, N>(static_cast<const R*>(a.rows.row[I]) + at[I] + element * a.row_stride[I], policy)
+               : ZeroPack<R, N>()),
      ...);
   }
 
@@ -106,8 +106,8 @@ template <class F, int N, int kParts, int kHeld> struct StridedRows {
 
   template <class... R, class... C, class... Y, class... S, size_t... I, size_t... J, size_t... K, size_t... L>
   __device__ __forceinline__ void Store(int k, int element, Types<R...>, Types<C...>, Types<Y...>, Types<S...>,
-                                        std::index_sequence<I...>, std::index_sequence<J...>,
-                                        std::index_sequence<K...>, std::index_sequence<L...>) {
+                                        std::index_sequence<I...>, std::index_sequence<J...>, std::index_sequence<K...>,
+                                        std::index_sequence<L...>) {
     Slots<std::index_sequence<K...>, Pack<Y, N>...> y;
     Slots<std::index_sequence<L...>, S...> sum;
     ((At<K>(y) = ZeroPack<Y, N>()), ...);

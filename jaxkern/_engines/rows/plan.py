@@ -242,7 +242,10 @@ def _strided(device, operands, arrays, function, views):
 
     def launches(pack):
         words = pack * max(held / 4, core.kept_words)
-        parts = next((p for p in (1, 2, 4, 8) if ceil_div(width, p) * words <= tuning.STRIDED_WORDS and p * 4 >= min(width, 32)), 16)
+        parts = next(
+            (p for p in (1, 2, 4, 8) if ceil_div(width, p) * words <= tuning.STRIDED_WORDS and p * 4 >= min(width, 32)),
+            16,
+        )
         each = ceil_div(width, parts)
         each = each if each * words <= tuning.STRIDED_WORDS else 0
         source = core.source(NAME, keeps=bool(each))
