@@ -30,6 +30,7 @@ from jaxkern.quantize import (
 )
 from jaxkern.reduction import logsumexp, reduce_max, reduce_mean, reduce_min, reduce_sum
 from jaxkern.row_kernel import row_kernel
+from jaxkern.scan import scan
 from jaxkern.segment import (
     segment_max,
     segment_mean,
@@ -85,6 +86,7 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "reduce_sum",
     "rms_norm",
     "row_kernel",
+    "scan",
     "segment_max",
     "segment_mean",
     "segment_min",

@@ -64,6 +64,7 @@ CALLS = {
     "reduce_sum": {"x": X},
     "rms_norm": {"x": X},
     "row_kernel": {"f": lambda x: x},
+    "scan": {"f": lambda carry, x: (carry, x), "init": X, "xs": X},
     "segment_max": SEGMENT,
     "segment_mean": SEGMENT,
     "segment_min": SEGMENT,
@@ -140,6 +141,7 @@ KINDS = {
     "args": {"array": X, "string": "abc", "int": 3, "shape": [np.ones(7, np.float32)]}
     | {f"[{k}]": [v] for k, v in (NOT_ARRAYS | COMPLEX).items()},
     "tree": without(NOT_ARRAYS, "list") | COMPLEX | {"rows": X, "scalar": 1.0, "in a list": ["abc"]},
+    "leaves": without(without(NOT_ARRAYS, "list"), "None") | {"in a list": ["abc"]},
     "object": OBJECTS | {"array": X, "int": 3},
     "names": {"unknown": "softmux", "int": 3, "ints": [3], "function": len, "array": X},
     "axis names": without(OBJECTS, "string") | {"float": 3.5, "array": X},
@@ -153,13 +155,13 @@ ARGUMENTS = {
     "mask": "where",
     "index": "index ids segment_ids labels indices offsets",
     "key": "dropout_key",
-    "int": "ignore_index margin",
+    "int": "ignore_index margin unroll",
     "size": "bucket_size memory groups num_groups block",
     "count": "num_segments num_bags num_slots num_nodes num_senders num_receivers length",
     "axis": "channel_axis",
     "axes": "axis batch_axes reduce_features",
     "bool": "keepdims indices_are_sorted unique_indices deterministic wrap causal transposed transpose_weight approximate "
-    "force export most_recent return_sign promote_integers",
+    "reverse force export most_recent return_sign promote_integers",
     "number": "z_loss",
     "positive": "eps epsilon soft_cap label_smoothing dropout_rate",
     "dtype": "dtype logits_dtype",
@@ -167,6 +169,7 @@ ARGUMENTS = {
     "function": "f score epilogue",
     "args": "score_args epilogue_args",
     "tree": "senders receivers edges",
+    "leaves": "init xs",
     "object": "graph order a quantize out_sharding",
     "names": "only without",
     "axis names": "axis_name",
@@ -192,6 +195,7 @@ OF |= {
 RIGHT = {
     "accelerate.check": {"bool"},
     "group_norm.batch_axes": {"None"},
+    "scan.unroll": {"bool"},
     "row_kernel.axis": set(OUT_OF_BOUNDS),  # until there are operands: see test_row_kernel.py
     **{f"{name}.axis": {"None"} for name in ("softmax", "log_softmax", "layer_norm", "rms_norm")},
 }

@@ -366,6 +366,19 @@ def register_lowering_uncached_when(prim, rule, platform, condition) -> None:
         internal._uncacheable_primitives.conditions[prim] = uncached
 
 
+def scan_primitive():
+    """The primitive of `jax.lax.scan`."""
+    return jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, _: (c, None), x, length=2)[0])(0.0).eqns[0].primitive
+
+
+def lowering_of(prim):
+    """JAX's own lowering rule of a primitive, the one for all platforms."""
+    from jax._src.interpreters import mlir as internal
+
+    found = internal._lowerings[prim]
+    return getattr(found, "rule", found)
+
+
 # Modules of Pallas, and in each the context manager that is entered while the body of a kernel is traced.
 KERNEL_BODIES = {"jax._src.pallas.core": "tracing_grid_env", "jax._src.pallas.mpmd": "mpmd_map_tracing_context"}
 

@@ -64,6 +64,16 @@ template <class T> __device__ __forceinline__ T FromCompute(Compute<T> x) {
   else return x;
 }
 
+// An element in its own type, and back.
+template <class T> __device__ __forceinline__ Own<T> Wide(T x) {
+  if constexpr (std::is_same_v<T, __half> || std::is_same_v<T, __nv_bfloat16>) return ToCompute(x);
+  else return x;
+}
+template <class T> __device__ __forceinline__ T Stored(Own<T> x) {
+  if constexpr (std::is_same_v<T, __half> || std::is_same_v<T, __nv_bfloat16>) return FromCompute<T>(x);
+  else return x;
+}
+
 // Element i of a pack, by its bits. i is a compile-time constant wherever this is unrolled.
 template <class T, int N> __device__ __forceinline__ void SetElement(Pack<T, N>& pack, int i, T x) {
   if constexpr (sizeof(T) == 1) {

@@ -93,16 +93,6 @@ template <class T, int N> __device__ __forceinline__ void StoreRowPack(T* p, con
   }
 }
 
-// An element in the type that F computes it in, and back.
-template <class T> __device__ __forceinline__ Own<T> Wide(T x) {
-  if constexpr (std::is_same_v<T, __half> || std::is_same_v<T, __nv_bfloat16>) return ToCompute(x);
-  else return x;
-}
-template <class T> __device__ __forceinline__ T Stored(Own<T> x) {
-  if constexpr (std::is_same_v<T, __half> || std::is_same_v<T, __nv_bfloat16>) return FromCompute<T>(x);
-  else return x;
-}
-
 // Exchanges the words of a struct between lanes.
 template <class P> __device__ __forceinline__ P FromLane(const P& mine, int distance) {
   static_assert(sizeof(P) % 4 == 0, "");

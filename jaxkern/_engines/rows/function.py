@@ -12,8 +12,9 @@ from jax.sharding import AbstractMesh
 from jaxkern._core import canonical, compat
 from jaxkern._core.functor import Unsupported
 from jaxkern._core.jaxprs import computing
+from jaxkern._engines.jaxpr import Constant, widened
 from jaxkern._engines.rows.generate import Core
-from jaxkern._engines.rows.program import Constant, Program, evaluate, widened
+from jaxkern._engines.rows.program import Program, evaluate
 
 
 def trace(f, avals, row, label, name="rows"):

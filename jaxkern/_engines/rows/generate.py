@@ -22,7 +22,7 @@ import numpy as np
 from jaxkern._core import functor
 from jaxkern._core.functor import cpp_type
 from jaxkern._core.jaxprs import computing
-from jaxkern._engines.rows.program import REDUCTIONS, Constant, Value, compute, widened
+from jaxkern._engines.jaxpr import REDUCTIONS, Constant, Value, compute, widened
 
 INDEX = np.dtype(np.int32)  # of places along a dimension
 

@@ -13,8 +13,8 @@ from jaxkern._core.define import ceil_div
 from jaxkern._core.functor import Unsupported, cpp_type
 from jaxkern._core.jaxprs import computing
 from jaxkern._core.launch import Launch, Plan, boolean, i64, struct
+from jaxkern._engines.jaxpr import Value, merged
 from jaxkern._engines.rows import tuning
-from jaxkern._engines.rows.program import Value, merged
 
 HEADER = "rows/rows.cuh"
 NAME = "Function"

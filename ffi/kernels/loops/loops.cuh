@@ -1,0 +1,226 @@
+// Loops: scans whose body is elementwise over lanes.
+//
+//     LoopKernel<F, N, kAhead, kThreads, kMinBlocks, kWhole, kReverse>
+//
+// F is generated from the body's jaxpr (jaxkern/_engines/loops/generate.py) and computes one step of one lane. A thread runs all
+// steps of N adjacent lanes, with their carries in registers. It loads the elements of xs kAhead steps before it uses them: a
+// ring of kAhead packs for each array, whose slots are registers because the loop over them is unrolled. kWhole: the number of
+// steps is a multiple of kAhead. kReverse: the last element of xs and ys comes first.
+//
+// An array that lacks a dimension of the lanes is read through an index map, and written by the lanes whose place along that
+// dimension is 0. Carries that are accumulators (IsSum) start at 0, and every lane writes its own.
+//
+// Memory traffic: each element of xs is read once, each element of ys is written once; constants and carries are read and
+// written once per loop.
+#pragma once
+
+#include "../common/broadcast.h"
+#include "../common/functions.h"
+#include "../common/pack.cuh"
+#include "../common/slots.h"
+
+namespace jaxkern {
+
+// How the N lanes of a thread lie in an array: at one element, at N adjacent elements that are aligned as a vector, or anywhere.
+enum LaneKind { kSame, kPack, kEach };
+
+template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadLanes(const T* p) {
+  if constexpr (N * sizeof(T) == 4) {
+    Pack<T, N> pack;
+    pack.word[0] = *reinterpret_cast<const uint32_t*>(p);
+    return pack;
+  } else {
+    return LoadVector<T, N>(p);
+  }
+}
+
+template <class T, int N> __device__ __forceinline__ void StoreLanes(T* p, const Pack<T, N>& pack) {
+  if constexpr (N * sizeof(T) == 4) __stcs(reinterpret_cast<uint32_t*>(p), pack.word[0]);
+  else StoreVector<T, N>(p, pack);
+}
+
+template <class T, int N> struct PerLane {
+  T of[N];
+};
+
+template <class F, int N, class Consts = typename F::Consts, class Carries = typename F::Carries,
+          class Xs = typename F::Xs, class Ys = typename F::Ys>
+struct LoopEngine;
+
+template <class F, int N, class... K, class... C, class... X, class... Y>
+struct LoopEngine<F, N, Types<K...>, Types<C...>, Types<X...>, Types<Y...>> {
+  static constexpr int kConsts = sizeof...(K), kCarries = sizeof...(C), kXs = sizeof...(X), kYs = sizeof...(Y);
+  using ConstIndex = std::make_index_sequence<kConsts>;
+  using CarryIndex = std::make_index_sequence<kCarries>;
+  using XIndex = std::make_index_sequence<kXs>;
+  using YIndex = std::make_index_sequence<kYs>;
+  using PlaceIndex = std::make_index_sequence<F::kIndices>;
+
+  // x_step, y_step: the elements of one step. Each list has one member more than F has arrays, so that none is empty.
+  struct Args {
+    const void* constant[kConsts + 1];
+    const void* init[kCarries + 1];
+    const void* x[kXs + 1];
+    void* last[kCarries + 1];
+    void* y[kYs + 1];
+    IndexMap map[F::kMaps + 1];
+    int64_t x_step[kXs + 1], y_step[kYs + 1];
+    int64_t lanes, steps;
+  };
+
+  // The offset of a lane by a map of F.
+  template <int map> static __device__ __forceinline__ int64_t Offset(const Args& a, int64_t lane) {
+    if constexpr (map == -1) return lane;
+    else if constexpr (map == -2) return 0;
+    else return a.map[map](lane);
+  }
+
+  // Where the N lanes of a thread lie in one array: a pointer to the first, and the distances of the others from it.
+  template <class T, int kKind, int kMap> struct Place {
+    T* first;
+    int32_t from_first[kKind == kEach ? N : 1];
+
+    __device__ __forceinline__ void Set(const Args& a, T* array, int64_t lane) {
+      const int64_t at = Offset<kMap>(a, lane);
+      first = array + at;
+      if constexpr (kKind == kEach) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) from_first[i] = static_cast<int32_t>(Offset<kMap>(a, lane + i) - at);
+      }
+    }
+    __device__ __forceinline__ T* At(int i) const {
+      if constexpr (kKind == kSame) return first;
+      else if constexpr (kKind == kPack) return first + i;
+      else return first + from_first[i];
+    }
+  };
+
+  // What a thread loads of an array in one step.
+  template <class T, int kKind> using Loaded = Pack<T, kKind == kSame ? 1 : N>;
+
+  template <class T, int kKind, int kMap>
+  static __device__ __forceinline__ Loaded<T, kKind> Load(const Place<const T, kKind, kMap>& place) {
+    if constexpr (kKind == kEach) {
+      Pack<T, N> pack = ZeroPack<T, N>();
+#pragma unroll
+      for (int i = 0; i < N; ++i) SetElement(pack, i, *place.At(i));
+      return pack;
+    } else {
+      return LoadLanes<T, kKind == kSame ? 1 : N>(place.first);
+    }
+  }
+
+  // Stores the lanes of a thread. owners: bit i says whether lane i writes.
+  template <class T, int kKind, int kMap>
+  static __device__ __forceinline__ void Store(const Place<T, kKind, kMap>& place, const PerLane<Own<T>, N>& value,
+                                               uint32_t owners) {
+    if constexpr (kKind == kPack) {
+      if (owners & 1) {
+        Pack<T, N> pack = ZeroPack<T, N>();
+#pragma unroll
+        for (int i = 0; i < N; ++i) SetElement(pack, i, Stored<T>(value.of[i]));
+        StoreLanes<T, N>(place.first, pack);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if (owners >> i & 1) *place.At(i) = Stored<T>(value.of[i]);
+      }
+    }
+  }
+
+  template <int kMap> static __device__ __forceinline__ uint32_t Owners(const Args& a, int64_t lane) {
+    if constexpr (kMap == -2) return ~0u;
+    uint32_t owners = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) owners |= (Offset<kMap>(a, lane + i) == 0 ? 1u : 0u) << i;
+    return owners;
+  }
+
+  // The value of an array that is read once, in each lane.
+  template <class T, int kKind, int kMap>
+  static __device__ __forceinline__ PerLane<Own<T>, N> Read(const Args& a, const void* array, int64_t lane) {
+    Place<const T, kKind, kMap> place;
+    place.Set(a, static_cast<const T*>(array), lane);
+    const auto pack = Load<T, kKind, kMap>(place);
+    PerLane<Own<T>, N> value;
+#pragma unroll
+    for (int i = 0; i < N; ++i) value.of[i] = Wide<T>(Element(pack, kKind == kSame ? 0 : i));
+    return value;
+  }
+  template <size_t J, class T>
+  static __device__ __forceinline__ PerLane<Own<T>, N> Init(const Args& a, int64_t lane) {
+    if constexpr (F::IsSum(J)) return {};
+    else return Read<T, F::CarriesKind(J), F::CarriesMap(J)>(a, a.init[J], lane);
+  }
+
+  template <int kAhead, bool kWhole, bool kReverse, size_t... I, size_t... J, size_t... L, size_t... M, size_t... P>
+  static __device__ __forceinline__ void Run(const Args& a, int64_t lane, std::index_sequence<I...>,
+                                             std::index_sequence<J...>, std::index_sequence<L...>,
+                                             std::index_sequence<M...>, std::index_sequence<P...>) {
+    Slots<ConstIndex, PerLane<Own<K>, N>...> constant;
+    Slots<CarryIndex, PerLane<Own<C>, N>...> carry;
+    ((At<I>(constant) = Read<K, F::ConstsKind(I), F::ConstsMap(I)>(a, a.constant[I], lane)), ...);
+    ((At<J>(carry) = Init<J, C>(a, lane)), ...);
+    int32_t index[F::kIndices + 1][N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) ((index[P][i] = static_cast<int32_t>(Offset<F::PlaceMap(P)>(a, lane + i))), ...);
+
+    const int64_t begin = kReverse ? a.steps - 1 : 0;
+    Slots<XIndex, Place<const X, F::XsKind(L), F::XsMap(L)>...> from;
+    Slots<YIndex, Place<Y, F::YsKind(M), F::YsMap(M)>...> to;
+    (At<L>(from).Set(a, static_cast<const X*>(a.x[L]) + begin * a.x_step[L], lane), ...);
+    (At<M>(to).Set(a, static_cast<Y*>(a.y[M]) + begin * a.y_step[M], lane), ...);
+    const uint32_t owners[kYs + 1] = {Owners<F::YsOwner(M)>(a, lane)..., 0};
+
+    using Step = Slots<XIndex, Loaded<X, F::XsKind(L)>...>;
+    const auto load = [&](Step& x) {
+      ((At<L>(x) = Load<X, F::XsKind(L), F::XsMap(L)>(At<L>(from)),
+        At<L>(from).first += kReverse ? -a.x_step[L] : a.x_step[L]),
+       ...);
+    };
+    Step ahead[kAhead];
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      if (u < a.steps) load(ahead[u]);
+    }
+    for (int64_t first = 0; first < a.steps; first += kAhead) {
+#pragma unroll
+      for (int u = 0; u < kAhead; ++u) {
+        if (kWhole || first + u < a.steps) {
+          const Step x = ahead[u];
+          if (kWhole ? first + kAhead < a.steps : first + kAhead + u < a.steps) load(ahead[u]);
+          Slots<YIndex, PerLane<Own<Y>, N>...> y;
+#pragma unroll
+          for (int i = 0; i < N; ++i) {
+            typename F::Step()(At<I>(constant).of[i]..., At<J>(carry).of[i]...,
+                               Wide<X>(Element(At<L>(x), F::XsKind(L) == kSame ? 0 : i))..., index[P][i]...,
+                               At<J>(carry).of[i]..., At<M>(y).of[i]...);
+            // A carry of 16 bits is rounded in every step.
+            ((At<J>(carry).of[i] = Wide<C>(Stored<C>(At<J>(carry).of[i]))), ...);
+          }
+          ((Store<Y, F::YsKind(M), F::YsMap(M)>(At<M>(to), At<M>(y), owners[M]),
+            At<M>(to).first += kReverse ? -a.y_step[M] : a.y_step[M]),
+           ...);
+        }
+      }
+    }
+    Slots<CarryIndex, Place<C, F::CarriesKind(J), F::CarriesMap(J)>...> last;
+    ((At<J>(last).Set(a, static_cast<C*>(a.last[J]), lane),
+      Store<C, F::CarriesKind(J), F::CarriesMap(J)>(At<J>(last), At<J>(carry), Owners<F::CarriesOwner(J)>(a, lane))),
+     ...);
+  }
+};
+
+template <class F, int N, int kAhead, int kThreads, int kMinBlocks, bool kWhole, bool kReverse>
+__global__ void __launch_bounds__(kThreads, kMinBlocks)
+    LoopKernel(const __grid_constant__ typename LoopEngine<F, N>::Args a) {
+  using Engine = LoopEngine<F, N>;
+  const int64_t lane = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * N;
+  if (lane >= a.lanes) return;
+  Engine::template Run<kAhead, kWhole, kReverse>(a, lane, typename Engine::ConstIndex(), typename Engine::CarryIndex(),
+                                                 typename Engine::XIndex(), typename Engine::YIndex(),
+                                                 typename Engine::PlaceIndex());
+}
+
+}  // namespace jaxkern

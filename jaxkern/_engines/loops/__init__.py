@@ -1,0 +1,1 @@
+"""Loops: scans whose body is elementwise over lanes."""

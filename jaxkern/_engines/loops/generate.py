@@ -1,0 +1,185 @@
+"""From the body of a scan to C++: the struct `F` that ffi/kernels/loops/loops.cuh takes.
+
+    core = Core(program)            what the kernel reads and writes
+    core.source("Body", lanes=4)    the struct, for threads of 4 lanes, and its index maps
+
+The body is one functor, which _core/functor.py writes from scalar operations: constants, carries, elements of xs and indices
+in; new carries and elements of ys out.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkern._core import functor
+from jaxkern._core.functor import cpp_type
+from jaxkern._core.jaxprs import computing
+from jaxkern._engines.jaxpr import REDUCTIONS, Constant, compute, merged, widened
+from jaxkern._engines.loops.program import MOVES
+
+INDEX = np.dtype(np.int32)
+SAME, PACK, EACH = range(3)  # how the lanes of a thread lie in an array: LaneKind of loops.cuh
+_WHOLE, _NONE = -1, -2  # the map of an array with all lanes in order, and of one without lanes
+
+
+@dataclasses.dataclass(eq=False)
+class Array:
+    """An array in memory. shape: of one step. dims: of the lanes, None where it lacks one or has size 1."""
+
+    dims: tuple
+    dtype: np.dtype
+
+    @property
+    def size(self) -> int:
+        return int(np.prod([d.size for d in self.dims if d is not None], dtype=np.int64))
+
+
+class Core:
+    """What the kernel reads and writes.
+
+    consts, xs: positions of the operands that it reads. last, ys: the arrays that it writes, the carries first.
+    """
+
+    def __init__(self, program):
+        self.program = program
+        first_x = program.num_consts + program.num_carry
+        self.consts = [k for k in program.used if k < program.num_consts]
+        self.xs = [k for k in program.used if k >= first_x]
+        self.indices = []
+        for step in program.steps:
+            if step.name == "iota":
+                dim = step.result.dims[step.params["dimension"]]
+                if dim is not None and dim not in self.indices:
+                    self.indices.append(dim)
+        accumulated = lambda dims: tuple(d for d in program.dims if d in dims)
+        self.carries = []  # in memory; an accumulator has a lane for each of its terms
+        for k, v in enumerate(program.carries):
+            if k in program.accumulators:
+                self.carries.append(Array(accumulated(program.accumulators[k]), computing(v.dtype)))
+            else:
+                self.carries.append(Array(v.dims, v.dtype))
+        self.ys = [self._array(v) for v in program.results[program.num_carry :]]
+        for k, dims in program.sums.items():
+            own = program.results[k].dtype
+            self.ys[k - program.num_carry] = Array(accumulated(dims), computing(own))
+        self.function = self._function()
+
+    @staticmethod
+    def _array(v) -> Array:
+        return Array(v.dims, np.dtype(v.aval.dtype))
+
+    @property
+    def results(self) -> list:
+        """(shape of a step, dtype) of each array that the kernel writes: the carries, then ys."""
+        shape = lambda a: tuple(1 if d is None else d.size for d in a.dims)
+        return [(shape(a), a.dtype) for a in (*self.carries, *self.ys)]
+
+    def shapes(self, length) -> list:
+        """(shape, dtype) of each array that the kernel writes."""
+        count = len(self.carries)
+        return [((length, *shape) if k >= count else shape, dtype) for k, (shape, dtype) in enumerate(self.results)]
+
+    def after(self, arrays, inits, avals) -> list:
+        """The results of the scan, of these types, from what the kernel wrote: sums over lanes are taken.
+
+        inits: {position: initial carry} of the accumulators.
+        """
+        program, results = self.program, []
+        for k, (y, aval) in enumerate(zip(arrays, avals, strict=True)):
+            if k in program.accumulators or k in program.sums:
+                step = int(k >= program.num_carry)  # ys have the dimension of steps in front
+                own = [d for d in program.results[k].dims if d is not None]
+                lanes = (self.ys[k - program.num_carry] if step else self.carries[k]).dims
+                total = jnp.sum(y, [step + at for at, d in enumerate(lanes) if d not in own])
+                order = [d for d in lanes if d in own]
+                total = jnp.transpose(total, [*range(step), *(step + order.index(d) for d in own)])
+                y = total if step else inits[k] + total.reshape(aval.shape)
+            results.append(y.reshape(aval.shape).astype(aval.dtype))
+        return results
+
+    def _function(self):
+        program = self.program
+        operands = [*(program.operands[k] for k in self.consts), *program.carries]
+        operands += [program.operands[k] for k in self.xs]
+
+        def f(*xs):
+            env = dict(zip(operands, xs))
+            places = dict(zip(self.indices, xs[len(operands) :]))
+            read = lambda v: widened(v)[()] if isinstance(v, Constant) else env[v]
+            for step in program.steps:
+                if step.name in MOVES or (step.name in REDUCTIONS and step.name not in ("argmax", "argmin", "reduce")):
+                    env[step.result] = read(step.operands[0])
+                elif step.name == "iota":
+                    at = places.get(step.result.dims[step.params["dimension"]], np.int32(0))
+                    env[step.result] = jax.lax.convert_element_type(at, computing(step.result.dtype))
+                else:
+                    env.update(zip(step.results, compute(step, [read(x) for x in step.operands])))
+            return [jnp.asarray(read(v)) for v in program.results]
+
+        takes = [*(computing(v.dtype) for v in operands), *[INDEX] * len(self.indices)]
+        gives = [computing(np.dtype(v.aval.dtype)) for v in program.results]
+        return functor.of_scalars(f, takes, gives, program.label, False)
+
+    # ---- how lanes lie in arrays
+
+    def _groups(self, dims) -> list:
+        strides, stride = {}, 1
+        for d in reversed(dims):
+            if d is not None:
+                strides[d] = stride
+                stride *= d.size
+        return merged((d.size, strides.get(d, 0)) for d in reversed(self.program.dims))
+
+    def kind(self, array, lanes) -> int:
+        """How `lanes` adjacent lanes lie in an array."""
+        groups = self._groups(array.dims)
+        if not groups:
+            return SAME
+        size, stride = groups[0]
+        if len(groups) > 1 and size % lanes:
+            return EACH
+        return PACK if stride == 1 else SAME if stride == 0 else EACH
+
+    def source(self, name, lanes):
+        """(the struct as definitions for namespace jaxkern, the groups of each of its index maps)."""
+        maps = []
+
+        def number(groups):
+            if not groups:
+                return _NONE
+            if len(groups) == 1 and groups[0][1] == 1:
+                return _WHOLE
+            if groups not in maps:
+                maps.append(groups)
+            return maps.index(groups)
+
+        def missing(array):
+            """The place of a lane along the dimensions that an array lacks."""
+            own = {d for d in array.dims if d is not None}
+            lacking = [d for d in self.program.dims if d not in own]
+            return self._groups(lacking)
+
+        program = self.program
+        operand = lambda k: self._array(program.operands[k])
+        consts, xs = [operand(k) for k in self.consts], [operand(k) for k in self.xs]
+        types = {"Consts": consts, "Carries": self.carries, "Xs": xs, "Ys": self.ys}
+        text = [f"  using {k} = Types<{', '.join(cpp_type(a.dtype) for a in v)}>;" for k, v in types.items()]
+
+        def table(function, values, otherwise):
+            picks = "".join(f"k == {k} ? {v} : " for k, v in enumerate(values))
+            text.append(f"  static constexpr int {function}(int k) {{ return {picks}{otherwise}; }}")
+
+        for kind, arrays in types.items():
+            table(f"{kind}Kind", (self.kind(a, lanes) for a in arrays), SAME)
+            table(f"{kind}Map", (number(self._groups(a.dims)) for a in arrays), _NONE)
+        table("CarriesOwner", (number(missing(a)) for a in self.carries), _NONE)
+        table("YsOwner", (number(missing(a)) for a in self.ys), _NONE)
+        sums = (int(k in program.accumulators) for k in range(len(self.carries)))
+        table("IsSum", sums, 0)
+        place = lambda dim: merged((d.size, int(d is dim)) for d in reversed(program.dims))
+        table("PlaceMap", (number(place(d)) for d in self.indices), _NONE)
+        text.append(f"  static constexpr int kIndices = {len(self.indices)}, kMaps = {len(maps)};")
+        text.append(f"  using Step = {name}Step;")
+        return self.function.source(f"{name}Step") + "\n".join([f"struct {name} {{", *text, "};"]) + "\n", maps

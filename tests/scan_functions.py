@@ -1,0 +1,166 @@
+"""Bodies of scans that tests share: name, (make, whether it has a gradient).
+
+make(shape, length, dtype, seed) returns (run, operands): run(scan, *operands) scans with `jaxkern.scan` or `jax.lax.scan`.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def _real(rng, dtype, *shape):
+    return np.asarray(rng.normal(size=shape) * 0.5, dtype)
+
+
+def recurrence(shape, length, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    a = np.asarray(rng.uniform(0.2, 0.9, (length, *shape)), dtype)
+
+    def run(scan, h, a, x):
+        return scan(lambda h, ax: (ax[0] * h + ax[1],) * 2, h, (a, x))
+
+    return run, [_real(rng, dtype, *shape), a, _real(rng, dtype, length, *shape)]
+
+
+def advantages(shape, length, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    done = rng.random((length, *shape)) < 0.2
+
+    def run(scan, last, rewards, values, done):
+        def body(carry, x):
+            advantage, after = carry
+            reward, value, done = x
+            go_on = 1 - done.astype(value.dtype)
+            advantage = reward + 0.99 * after * go_on - value + 0.95 * 0.99 * go_on * advantage
+            return (advantage, value), advantage
+
+        return scan(body, (jnp.zeros_like(last), last), (rewards, values, done), reverse=True)[1]
+
+    return run, [
+        _real(rng, dtype, *shape),
+        _real(rng, dtype, length, *shape),
+        _real(rng, dtype, length, *shape),
+        done,
+    ]
+
+
+def gated(shape, length, dtype, seed=0):
+    """A recurrent unit with a weight and a bias for each feature, and a scalar."""
+    rng = np.random.default_rng(seed)
+    features = shape[-1:]
+
+    def run(scan, c, w, b, scale, x, f):
+        def body(c, xf):
+            x, f = xf
+            forget = jax.nn.sigmoid(f + w * c + b)
+            c = forget * c + (1 - forget) * x
+            return c, jnp.tanh(c) * scale
+
+        return scan(body, c, (x, f))
+
+    operands = [_real(rng, dtype, *shape), _real(rng, dtype, *features), _real(rng, dtype, *features)]
+    operands += [np.asarray(0.75, dtype), _real(rng, dtype, length, *shape), _real(rng, dtype, length, *shape)]
+    return run, operands
+
+
+def heston(shape, length, dtype, seed=0):
+    """No results of steps; a step size for each step; scalars of the model."""
+    rng = np.random.default_rng(seed)
+
+    def run(scan, s, v, kappa, theta, dt, z, w):
+        def body(carry, x):
+            s, v, n = carry
+            dt, z, w = x
+            positive = jnp.maximum(v, 0)
+            s = s * jnp.exp(-0.5 * positive * dt + jnp.sqrt(positive * dt + 1e-6) * z)
+            v = v + kappa * (theta - positive) * dt + 0.3 * jnp.sqrt(positive * dt + 1e-6) * w
+            return (s, v, n + 1), None
+
+        return scan(body, (s, v, jnp.int32(0)), (dt, z, w))[0]
+
+    scalars = [np.asarray(x, dtype) for x in (1.5, 0.04)]
+    operands = [np.ones(shape, dtype), np.full(shape, 0.04, dtype), *scalars, np.full(length, 0.01, dtype)]
+    return run, [*operands, _real(rng, dtype, length, *shape), _real(rng, dtype, length, *shape)]
+
+
+@jax.custom_jvp
+def spike(v):
+    return (v > 0).astype(v.dtype)
+
+
+spike.defjvp(lambda p, t: (spike(*p), t[0] / (1 + jnp.abs(p[0])) ** 2))
+
+
+def neurons(shape, length, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+
+    def run(scan, v, decay, current):
+        def body(v, i):
+            v = decay * v + i
+            s = spike(v - 0.5)
+            return jnp.where(s > 0, v - 0.5, v), s
+
+        return scan(body, v, current)
+
+    return run, [_real(rng, dtype, *shape), np.asarray(0.9, dtype), _real(rng, dtype, length, *shape)]
+
+
+def average(shape, length, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+
+    def run(scan, m, x):
+        return scan(lambda m, x: ((0.9 * m + 0.1 * x).astype(m.dtype),) * 2, m, x)
+
+    return run, [_real(rng, dtype, *shape), _real(rng, dtype, length, *shape)]
+
+
+def shapes(shape, length, dtype, seed=0):
+    """Carries of several shapes, a transposed result, places, a carry in float32, a branch."""
+    rng = np.random.default_rng(seed)
+
+    def run(scan, a, b, x):
+        def body(carry, x):
+            a, b, s, n = carry
+            a = a * 0.5 + b + x[:, None] * jnp.arange(a.shape[1]).astype(a.dtype)
+            s = s + a.astype(s.dtype)
+            b = jax.lax.cond(n % 2 == 0, lambda b: b * 0.5, lambda b: b + 1, b)
+            return (a, b, s, n + 1), (a.T, b, n)
+
+        (a, b, s, _), (y, z, n) = scan(body, (a, b, jnp.zeros(a.shape, jnp.float32), jnp.int32(3)), x)
+        return a, b, s, y, z, n
+
+    rows, columns = shape
+    return run, [_real(rng, dtype, *shape), _real(rng, dtype, columns), _real(rng, dtype, length, rows)]
+
+
+def counters(shape, length, dtype, seed=0):
+    """Integers, booleans, and elements that are the same in all lanes."""
+    rng = np.random.default_rng(seed)
+
+    def run(scan, n, flag, x, k):
+        def body(carry, xk):
+            n, flag, total = carry
+            x, k = xk
+            n = jnp.where(flag, n * 3 + k.astype(n.dtype), n ^ x)
+            return (n, flag ^ (x > 4), total + k), (n, flag, total)
+
+        return scan(body, (n, flag, np.int16(0)), (x, k))
+
+    integer = lambda *s: rng.integers(0, 9, s)
+    operands = [integer(*shape).astype(np.uint32), rng.random(shape) < 0.5, integer(length, *shape).astype(np.uint32)]
+    return run, [*operands, integer(length).astype(np.int16)]
+
+
+FUNCTIONS = {
+    f.__name__: (f, differentiable)
+    for f, differentiable in (
+        (recurrence, True),
+        (advantages, True),
+        (gated, True),
+        (heston, True),
+        (neurons, True),
+        (average, True),
+        (shapes, False),
+        (counters, False),
+    )
+}

@@ -1,0 +1,185 @@
+"""scan: values, derivatives and transformations against `jax.lax.scan`, which scans become kernels, bad input."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ON_GPU
+from jax import lax
+from scan_functions import FUNCTIONS
+
+import jaxkern
+from jaxkern._core import compat, launch
+
+# Kernels round 16-bit numbers where they are stored, XLA on a GPU also in between.
+TOLERANCE = {"float64": 1e-12, "float32": 3e-5, "bfloat16": 6e-2, "float16": 1e-2}
+SHAPES = {name: [((3, 4), 5)] + [((300, 64), 70), ((1, 100_003), 33)] * ON_GPU for name in FUNCTIONS}
+JUMPS = ("neurons",)  # results jump where rounding differs
+
+
+@pytest.fixture
+def x64():
+    with compat.enable_x64():
+        yield
+
+
+def close(ours, wanted, dtype):
+    for y, want in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
+        assert y.dtype == want.dtype and y.shape == want.shape
+        if y.dtype == jax.dtypes.float0:
+            continue
+        y, want = np.asarray(y, np.float64), np.asarray(want, np.float64)
+        atol = TOLERANCE[dtype] * max(1, np.abs(want).max(initial=0))
+        np.testing.assert_allclose(y, want, rtol=TOLERANCE[dtype], atol=atol)
+
+
+def of_real(f, operands):
+    """f as a function of its floating-point operands, and these."""
+    at = [k for k, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+    def g(*ws):
+        given = dict(zip(at, ws))
+        return f(*(given.get(k, x) for k, x in enumerate(operands)))
+
+    return g, [jnp.asarray(operands[k]) for k in at]
+
+
+def loss(f):
+    def scalar(*ws):
+        real = [y for y in jax.tree.leaves(f(*ws)) if jnp.issubdtype(y.dtype, jnp.inexact)]
+        return sum(jnp.sum(jnp.sin(y.astype(jnp.promote_types(y.dtype, jnp.float32)))) for y in real)
+
+    return scalar
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values_and_gradients(name, dtype):
+    if name in JUMPS and dtype == "bfloat16":
+        dtype = "float32"
+    make, differentiable = FUNCTIONS[name]
+    for shape, length in SHAPES[name]:
+        run, operands = make(shape, length, dtype)
+        results = [jax.jit(functools.partial(run, scan))(*operands) for scan in (jaxkern.scan, lax.scan)]
+        close(*results, dtype)
+        if differentiable:
+            given = [of_real(functools.partial(run, scan), operands) for scan in (jaxkern.scan, lax.scan)]
+            close(*(jax.jit(jax.grad(loss(f), range(len(ws))))(*ws) for f, ws in given), dtype)
+
+
+@pytest.mark.parametrize("name", ["recurrence", "gated"] + ["advantages", "heston", "neurons"] * ON_GPU)
+def test_transformations(name, x64):
+    """Forward mode, second derivatives, vmap over each operand and over all, remat, and a loop around the loop."""
+    run, operands = FUNCTIONS[name][0]((2, 3), 4, "float64")
+    fs = [of_real(functools.partial(run, scan), operands)[0] for scan in (jaxkern.scan, lax.scan)]
+    ws = of_real(run, operands)[1]
+    n = range(len(ws))
+    close(*(jax.jvp(f, ws, [jnp.sin(w) for w in ws]) for f in fs), "float64")
+    squares = lambda f: lambda *ws: sum(jnp.vdot(d, d) for d in jax.grad(loss(f), n)(*ws))
+    close(*(jax.jit(jax.grad(squares(f), n))(*ws) for f in fs), "float64")
+    many = [jnp.stack([w, w * 0.5]) for w in ws]
+    for axes in ([0] * len(ws), [None if j else 0 for j in n], [0 if j == 1 else None for j in n]):
+        batch = [m if a == 0 else w for m, w, a in zip(many, ws, axes)]
+        close(*(jax.vmap(jax.grad(loss(f), n), axes)(*batch) for f in fs), "float64")
+    close(*(jax.grad(jax.checkpoint(loss(f)), n)(*ws) for f in fs), "float64")
+    outer = lambda f: lax.scan(lambda s, _: (s + loss(f)(*ws), None), 0.0, length=2)[0]
+    close(*map(outer, fs), "float64")
+
+
+def lowered(f, *operands):
+    """(launch lists, number of XLA's loops) of a program for CUDA."""
+    text = jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    return launch.programs(text), text.count("stablehlo.while")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_scans_are_kernels(name):
+    """Forward, gradient, gradient of a batch, and second derivative have no loop of XLA's."""
+    make, differentiable = FUNCTIONS[name]
+    run, operands = make((2, 3), 4, "float32")
+    found, loops = lowered(functools.partial(run, jaxkern.scan), *operands)
+    assert len(found) == 1 and not loops and "operation jaxkern_scan(" in found[0]
+    assert lowered(functools.partial(run, lax.scan), *operands) == ([], 1)
+    if not differentiable:
+        return
+    f, ws = of_real(functools.partial(run, jaxkern.scan), operands)
+    gradient = jax.grad(loss(f), range(len(ws)))
+    found, loops = lowered(gradient, *ws)
+    assert len(found) == 2 and not loops
+    found, loops = lowered(jax.vmap(gradient), *(jnp.stack([w, w]) for w in ws))
+    assert len(found) == 2 and not loops
+    found, loops = lowered(jax.vmap(gradient, [0] + [None] * (len(ws) - 1)), jnp.stack([ws[0]] * 2), *ws[1:])
+    assert len(found) == 2 and not loops
+    found, loops = lowered(lambda *ws: jax.jvp(f, ws, ws), *ws)
+    assert len(found) == 1 and not loops
+
+
+def test_what_is_left_to_xla(monkeypatch):
+    run, operands = FUNCTIONS["recurrence"][0]((3, 4), 5, "float32")
+    f = functools.partial(run, jaxkern.scan)
+    with jaxkern.tiers.force_xla():
+        assert lowered(f, *operands) == ([], 1)
+    monkeypatch.setenv("JAXKERN_BACKEND", "xla")
+    assert lowered(lambda *a: f(*a), *operands) == ([], 1)
+    monkeypatch.delenv("JAXKERN_BACKEND")
+    none, left = lowered(lambda *a: f(*a), operands[0], *(x[:0] for x in operands[1:]))
+    assert not none and left <= 1
+    n, m = jax.export.symbolic_shape("n, m")
+    symbolic = [jax.ShapeDtypeStruct(s, "float32") for s in ((m,), (n, m), (n, m))]
+    exported = jax.export.export(jax.jit(lambda *a: f(*a)), platforms=["cuda"])(*symbolic)
+    assert "jaxkern_scan" not in exported.mlir_module()
+
+
+@pytest.mark.parametrize("length", [0, 1, 2])
+def test_few_steps(length):
+    for name in ("recurrence", "advantages"):
+        run, operands = FUNCTIONS[name][0]((3, 4), length, "float32")
+        given = [of_real(functools.partial(run, scan), operands) for scan in (jaxkern.scan, lax.scan)]
+        close(*(jax.value_and_grad(loss(f), range(len(ws)))(*ws) for f, ws in given), "float32")
+
+
+def test_structures_and_no_arrays():
+    body = lambda carry, x: ({"n": carry["n"] + 1}, None)
+    carry, ys = jaxkern.scan(body, {"n": 0}, None, 7)
+    assert carry["n"] == 7 and ys is None
+    assert jaxkern.scan(lambda c, x: (c, x * 2), None, jnp.arange(3))[1].tolist() == [0, 2, 4]
+
+
+def test_the_same_bits_in_every_run():
+    run, operands = FUNCTIONS["gated"][0]((64, 640), 30, "float32")
+    f, ws = of_real(functools.partial(run, jaxkern.scan), operands)
+    step = jax.jit(jax.grad(loss(f), range(len(ws))))
+    first = step(*ws)
+    for _ in range(5):
+        assert all(map(np.array_equal, step(*ws), first))
+
+
+X, W = jnp.ones((4, 4)), jnp.ones(4)
+
+
+@pytest.mark.parametrize(
+    "body, words",
+    [
+        (lambda c, x: (c + x @ X, x), "which is not elementwise"),
+        (lambda c, x: (c - jnp.mean(c), x), "a sum over lanes, which is known only"),
+        (lambda c, x: (c / jnp.max(c), x), "a reduction over lanes"),
+        (lambda c, x: (c, lax.cumsum(x)), "which is not elementwise"),
+        (lambda c, x: (c, x[::-1]), "which is not elementwise"),
+        (lambda c, x: (c + c.T, x), "two dimensions"),
+        (lambda c, x: (lax.fori_loop(0, jnp.int32(c[0, 0]), lambda _, c: c + 1, c), x), ""),
+    ],
+)
+def test_what_is_not_elementwise(body, words):
+    with pytest.raises(TypeError, match=f"^jaxkern.scan: f(: an array| uses .*test_scan.py).*({words})"):
+        jaxkern.scan(body, X, jnp.ones((2, 4, 4)))
+
+
+def test_errors_of_jax_stay():
+    with pytest.raises(TypeError, match="carry"):
+        jaxkern.scan(lambda c, x: (jnp.stack([c, c]), x), 1.0, W)
+    with pytest.raises(ValueError, match="length"):
+        jaxkern.scan(lambda c, x: (c, x), 1.0, W, length=3)
+    with pytest.raises(TypeError, match="complex64"):
+        jaxkern.scan(lambda c, x: (c * x, x), jnp.complex64(1), W)

@@ -1,0 +1,139 @@
+"""Plans of loops: what the kernels compute (run on the CPU), that they compile for GPUs, and how they are laid out."""
+
+import emulated
+import jax
+import jax.numpy as jnp
+import numpy as np
+import plans
+import pytest
+from scan_functions import FUNCTIONS
+
+from jaxkern._core import compat, device, registry
+from jaxkern._engines.loops import lowering, plan, tuning
+from jaxkern._engines.loops.generate import Core
+from jaxkern._engines.loops.program import Program
+
+FEW = device.Device(1, 90, 227 * 1024, 60 << 20)  # threads take several lanes early
+
+
+def scans(jaxpr) -> list:
+    """The equations of all scans in a jaxpr."""
+    found = []
+    for e in jaxpr.eqns:
+        params = jax.tree.leaves(list(e.params.values()), is_leaf=lambda p: hasattr(p, "eqns"))
+        inner = [getattr(p, "jaxpr", p) for p in params]
+        found += [e] if e.primitive.name == "scan" else [s for j in inner if hasattr(j, "eqns") for s in scans(j)]
+    return found
+
+
+def traced(name, shape, length, dtype, gradient):
+    """The scans of an entry of FUNCTIONS, or of its gradients by all operands."""
+    run, operands = FUNCTIONS[name][0](shape, length, dtype)
+    f = lambda *xs: run(jax.lax.scan, *xs)
+    if not gradient:
+        return scans(jax.make_jaxpr(f)(*operands).jaxpr)
+    at = [k for k, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+    def loss(*ws):
+        given = dict(zip(at, ws))
+        ys = jax.tree.leaves(f(*(given.get(k, x) for k, x in enumerate(operands))))
+        return sum(jnp.sum(jnp.sin(y.astype(jnp.float32))) for y in ys if jnp.issubdtype(y.dtype, jnp.inexact))
+
+    return scans(jax.make_jaxpr(jax.grad(loss, range(len(at))))(*(operands[k] for k in at)).jaxpr)
+
+
+def planned(equation, on=device.H200):
+    """(plan, core, number of constants) of a scan."""
+    closed, (num_consts, num_carry) = equation.params["jaxpr"], lowering.counts(equation.params)
+    core = Core(Program(getattr(closed, "jaxpr", closed), (), num_consts, num_carry, "test"))
+    return plan.plan(on, core, equation.params["length"], equation.params["reverse"]), core, num_consts
+
+
+def random(aval, rng):
+    if aval.dtype == np.bool_:
+        return rng.random(aval.shape) < 0.5
+    if jnp.issubdtype(aval.dtype, jnp.integer):
+        return rng.integers(0, 9, aval.shape).astype(aval.dtype)
+    return np.asarray(rng.uniform(0.1, 0.9, aval.shape), aval.dtype)
+
+
+CASES = [
+    ("recurrence", (40,), 7, "float32", True, "lanes"),
+    ("recurrence", (37,), 100, "float32", False, "lane"),
+    ("recurrence", (3, 5), 1, "float64", True, "lane"),
+    ("advantages", (1024,), 7, "float32", True, "lanes"),
+    ("gated", (12, 128), 9, "bfloat16", True, "lanes"),
+    ("gated", (3, 7), 64, "float16", True, "lane"),
+    ("heston", (1536,), 5, "float32", True, "lanes"),
+    ("neurons", (33,), 130, "float32", True, "lane"),
+    ("average", (4096,), 64, "bfloat16", False, "lanes"),
+    ("shapes", (48, 32), 6, "float32", False, "lanes"),
+    ("shapes", (5, 7), 3, "bfloat16", False, "lane"),
+    ("counters", (2, 2048), 7, "float32", False, "lanes"),
+]
+
+
+@pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
+@plans.needs_runtime
+@pytest.mark.parametrize("name, shape, length, dtype, gradient, algorithm", CASES)
+def test_kernels_on_the_cpu(name, shape, length, dtype, gradient, algorithm, monkeypatch):
+    """Every element is written, nothing is read or written out of bounds, at any alignment, and results are right."""
+    monkeypatch.setattr(tuning, "VECTOR_THREADS", 8)
+    rng = np.random.default_rng(0)
+    with compat.enable_x64(dtype == "float64"):
+        found = traced(name, shape, length, dtype, gradient)
+        assert len(found) == 1 + gradient
+        used = set()
+        for e in found:
+            made, core, num_consts = planned(e, FEW)
+            used.add(made.algorithm)
+            plans.check_limits(made, FEW)
+            args = [random(v.aval, rng) for v in e.invars]
+            wanted = compat.bind_equation(e, *map(jnp.asarray, args))
+            sums = core.program.accumulators
+            inits = [num_consts + k for k in range(len(core.carries)) if k not in sums]
+            reads = [args[k] for k in (*core.consts, *inits, *core.xs)]
+            for unaligned in (False, True):
+                arrays = emulated.run(made, reads, core.shapes(length), unaligned)
+                ours = core.after(
+                    list(map(jnp.asarray, arrays)), {k: args[num_consts + k] for k in sums}, [v.aval for v in e.outvars]
+                )
+                for y, want in zip(ours, wanted, strict=True):
+                    assert y.dtype == want.dtype
+                    y, want = np.asarray(y, np.float64), np.asarray(want, np.float64)
+                    tolerance = {"float64": 1e-13, "float32": 3e-5, "float16": 1e-2, "bfloat16": 6e-2}[dtype]
+                    np.testing.assert_allclose(y, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
+        assert algorithm in used
+
+
+@plans.needs_nvrtc
+@pytest.mark.parametrize("capability", (80, 90, 120))
+def test_kernels_compile(capability):
+    name, shape, dtype = {
+        80: ("gated", (64, 128), "bfloat16"),
+        90: ("recurrence", (16384,), "float32"),
+        120: ("shapes", (512, 1024), "float32"),
+    }[capability]
+    for e in traced(name, shape, 64, dtype, name != "shapes"):
+        made, *_ = planned(e)
+        for step in (*made.launches, *(made.unaligned or ())):
+            assert registry.kernels.module.compile(step.header, step.name, capability, step.source)
+
+
+@pytest.mark.parametrize("on", plans.DEVICES)
+def test_any_shape_has_a_plan_within_the_limits_of_the_device(on):
+    for length in (1, 2, 1000):
+        for lanes in (1, 3, 1 << 14, 1 << 20, 99_999):
+            for e in traced_shape((lanes,), length, "bfloat16"):
+                plans.check_limits(planned(e, on)[0], on)
+
+
+def traced_shape(shape, length, dtype):
+    array = lambda *s: jax.ShapeDtypeStruct(s, dtype)
+    f = lambda h, a, x: jax.lax.scan(lambda h, ax: (ax[0] * h + ax[1],) * 2, h, (a, x))
+    return scans(jax.make_jaxpr(f)(array(*shape), array(length, *shape), array(length, *shape)).jaxpr)
+
+
+def test_one_kernel_serves_many_lengths():
+    names = {planned(traced_shape((16384,), n, "float32")[0])[0].launches[0].name for n in (1024, 4096, 1 << 20)}
+    assert len(names) == 1
