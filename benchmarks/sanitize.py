@@ -655,6 +655,39 @@ def sanitize_elementwise_kernel(dtypes: list[str]) -> tuple[int, list[str]]:
     return done, wrong
 
 
+def sanitize_row_kernel(dtypes: list[str]) -> tuple[int, list[str]]:
+    """A norm with a scale and its gradients, along the last axis and across it, by every algorithm, around packs and tiles."""
+    import jaxkern
+
+    done, wrong = 0, []
+    generator = np.random.default_rng(0)
+    shapes = ((1, 2), (3, 34), (37, 130), (67, 1024), (5, 777), (9, 5000), (3, 40002))
+    for dtype, shape, axis in itertools.product(dtypes, shapes, (1, 0)):
+
+        def norm(x: jax.Array, w: jax.Array, axis: int = axis) -> jax.Array:
+            return x * jax.lax.rsqrt(jnp.mean(x * x, axis, keepdims=True) + 1e-3) * jnp.expand_dims(w, 1 - axis)
+
+        shape = shape if axis else shape[::-1]
+        x, g = (jax.device_put(generator.standard_normal(shape).astype(jnp.dtype(dtype))) for _ in range(2))
+        w = jax.device_put(generator.standard_normal(shape[axis]).astype(jnp.dtype(dtype)))
+        both = lambda f, x, w, g: (f(x, w), *jax.vjp(f, x, w)[1](g))
+        want = jax.jit(functools.partial(both, norm))(*(a.astype(jnp.float32) for a in (x, w, g)))
+        for algorithm in jaxkern.tiers.algorithms("row_kernel"):
+            try:
+                with jaxkern.tiers.force(row_kernel=algorithm):
+                    got = jax.jit(functools.partial(both, jaxkern.row_kernel(norm, axis=axis)))(x, w, g)
+            except ValueError:  # the algorithm cannot run the forward pass or the gradient
+                continue
+            done += 1
+            for k, (a, b) in enumerate(zip(got, want)):
+                a, b = np.asarray(a).astype(np.float64), np.asarray(b).astype(np.float64)
+                terms = np.sqrt(x.size / max(1, b.size))
+                if not (np.abs(a - b) <= 4 * TOLERANCE[dtype] * terms * np.maximum(1, np.abs(b))).all():
+                    wrong.append(f"row_kernel {algorithm} {dtype} {shape} axis {axis} result {k}")
+    print(f"row_kernel: {done} problems run, {len(wrong)} wrong", flush=True)
+    return done, wrong
+
+
 def sanitize_score(dtypes: list[str]) -> tuple[int, list[str]]:
     """Softmax and cross-entropy of a score function and all their gradients, with operands of several widths, around the edges of tiers."""
     import jaxkern
@@ -805,6 +838,7 @@ FAMILIES = (
     "score",
     "elementwise",
     "elementwise_kernel",
+    "row_kernel",
     "reduction",
     "norm",
     "group_norm",
@@ -872,6 +906,7 @@ def main() -> int:
         "quantize": sanitize_quantize,
         "elementwise": sanitize_elementwise,
         "elementwise_kernel": sanitize_elementwise_kernel,
+        "row_kernel": sanitize_row_kernel,
         "messages": sanitize_messages,
     }
     for family, sanitize in others.items():
