@@ -19,6 +19,7 @@ OPERATIONS = (
     "elementwise",
     "elementwise_kernel",
     "row_kernel",
+    "scan",
     "quantize",
     "reduction",
     "norm",

@@ -29,6 +29,7 @@ SMALL = {
     "elementwise": (1 << 18,),
     "elementwise_kernel": (1 << 18,),
     "row_kernel": (1024, 256),
+    "scan": (16, 1024),
     "quantize": (128, 256),
     "reduction": (1024, 256),
     "norm": (1024, 256),

@@ -148,8 +148,7 @@ struct LoopEngine<F, N, Types<K...>, Types<C...>, Types<X...>, Types<Y...>> {
     for (int i = 0; i < N; ++i) value.of[i] = Wide<T>(Element(pack, kKind == kSame ? 0 : i));
     return value;
   }
-  template <size_t J, class T>
-  static __device__ __forceinline__ PerLane<Own<T>, N> Init(const Args& a, int64_t lane) {
+  template <size_t J, class T> static __device__ __forceinline__ PerLane<Own<T>, N> Init(const Args& a, int64_t lane) {
     if constexpr (F::IsSum(J)) return {};
     else return Read<T, F::CarriesKind(J), F::CarriesMap(J)>(a, a.init[J], lane);
   }

@@ -1,0 +1,231 @@
+"""Loops with an elementwise body, forward and backward, against `jax.lax.scan` and a copy.
+
+    python -m benchmarks scan [--ops recurrence,gated]
+
+The backward pass is the gradient, with the forward loop that it needs. Its bytes are those of the arrays that the two loops
+must read and write, carries stored for each step among them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkern
+from benchmarks import _cell, _goals, _timing, elementwise
+from benchmarks._program import Program
+
+OPERATION = "scan"
+DIRECTIONS = ("forward", "backward")
+
+
+def recurrence(scan: Any, h: Any, a: Any, x: Any) -> Any:
+    return scan(lambda h, ax: (ax[0] * h + ax[1],) * 2, h, (a, x))
+
+
+def advantages(scan: Any, last: Any, rewards: Any, values: Any, done: Any) -> Any:
+    """Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation", 2016."""
+
+    def body(carry, x):
+        advantage, after = carry
+        reward, value, done = x
+        go_on = 1 - done
+        advantage = reward + 0.99 * after * go_on - value + 0.95 * 0.99 * go_on * advantage
+        return (advantage, value), advantage
+
+    return scan(body, (jnp.zeros_like(last), last), (rewards, values, done), reverse=True)[1]
+
+
+def gated(scan: Any, c: Any, w: Any, b: Any, x: Any, f: Any) -> Any:
+    """A unit as in Lei et al., "Simple Recurrent Units for Highly Parallelizable Recurrence", 2018."""
+
+    def body(c, xf):
+        forget = jax.nn.sigmoid(xf[1] + w * c + b)
+        c = forget * c + (1 - forget) * xf[0]
+        return c, jnp.tanh(c)
+
+    return scan(body, c, (x, f))
+
+
+def heston(scan: Any, s: Any, v: Any, kappa: Any, theta: Any, z: Any, w: Any) -> Any:
+    """Paths of Heston's model for given noise; the last prices and variances."""
+    dt = 1 / 252
+
+    def body(carry, noise):
+        s, v = carry
+        z, w = noise
+        positive = jnp.maximum(v, 0)
+        root = jnp.sqrt(positive * dt + 1e-8)
+        s = s * jnp.exp(-0.5 * positive * dt + root * z)
+        return (s, v + kappa * (theta - positive) * dt + 0.3 * root * (0.8 * w - 0.6 * z)), None
+
+    return scan(body, (s, v), (z, w))[0]
+
+
+def neurons(scan: Any, v: Any, current: Any) -> Any:
+    """Leaky neurons that integrate a current and fire."""
+
+    def body(v, i):
+        v = 0.95 * v + i
+        fires = v > 1
+        return jnp.where(fires, v - 1, v), fires.astype(v.dtype)
+
+    return scan(body, v, current)
+
+
+def average(scan: Any, m: Any, x: Any) -> Any:
+    return scan(lambda m, x: (0.9 * m + 0.1 * x,) * 2, m, x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """kinds of the operands: h a carry, w a number for each feature, s a scalar, x an element of each step.
+
+    wrt: positions of the operands that a gradient is by. arrays: of all steps, that a gradient moves. required: of a copy.
+    """
+
+    f: Callable[..., Any]
+    kinds: str
+    required: float
+    wrt: tuple[int, ...] = ()
+    arrays: int = 0
+    backward: float = 0.0
+
+
+FUNCTIONS = {
+    "recurrence": Function(recurrence, "hxx", 0.85, (0, 1, 2), 8, 0.8),
+    "advantages": Function(advantages, "hxxx", 0.57),
+    "gated": Function(gated, "hwwxx", 0.34, (0, 1, 2, 3, 4), 9, 0.45),
+    "heston": Function(heston, "hhssxx", 0.85, (0, 1, 2, 3), 8, 0.64),
+    "neurons": Function(neurons, "hx", 0.76),
+    "average": Function(average, "hx", 0.7),
+}
+OPS = tuple(FUNCTIONS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """steps x lanes. op, dtype: what runs; empty for all."""
+
+    group: str
+    shape: tuple[int, ...]
+    op: str = ""
+    dtype: str = ""
+    cpu: bool = False
+
+    arrays = 6  # that a backward pass moves
+
+    @property
+    def name(self) -> str:
+        return "x".join(map(str, self.shape))
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def width(self) -> int:
+        return self.shape[-1]
+
+    def operand(self, kind: str) -> tuple[int, ...]:
+        return {"x": self.shape, "h": self.shape[1:], "w": self.shape[-1:], "s": ()}[kind]
+
+
+DTYPES = {"gpu": ("float32", "bfloat16"), "cpu": ("float32",)}
+CASES = [
+    Case("many lanes", (4096, 16384), "recurrence", "float32"),
+    Case("many lanes", (1024, 16384), "advantages", "float32"),
+    Case("many lanes", (1024, 16, 512), "gated", "float32"),
+    Case("many lanes", (252, 262144), "heston", "float32"),
+    Case("many lanes", (1000, 65536), "neurons", "float32"),
+    Case("many lanes", (4096, 8192), "average", "bfloat16"),
+]
+CPU_CASES = [Case("cpu", (64, 1024), cpu=True)]
+QUICK = {"1024x16384", "1024x16x512", "4096x8192"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell(_cell.Cell):
+    """One row of the table."""
+
+    case: Case
+
+    @property
+    def function(self) -> Function:
+        return FUNCTIONS[self.op]
+
+    def operands(self) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(self.case.operand(k), self.dtype) for k in self.function.kinds]
+
+    @property
+    def bytes(self) -> int:
+        itemsize = np.dtype(self.dtype).itemsize
+        if self.direction == "backward":
+            return self.function.arrays * self.case.size * itemsize
+        results = jax.tree.leaves(jax.eval_shape(lambda *xs: self.function.f(jax.lax.scan, *xs), *self.operands()))
+        return sum(s.size * s.dtype.itemsize for s in (*self.operands(), *results))
+
+    def goals(self) -> list[dict[str, Any]]:
+        if self.case.group == "cpu":
+            return [{"goal": "peers", "against": ["xla"]}]
+        backward = self.direction == "backward"
+        required = self.function.backward if backward else self.function.required
+        return [{"goal": "peers", "required": 4.0 if backward else 20.0}, {"goal": "copy", "required": required}]
+
+
+def cells(case: Case, dtype: str, ops: tuple[str, ...]) -> Iterator[Cell]:
+    for op in ops:
+        if case.op in ("", op) and case.dtype in ("", dtype):
+            for direction in DIRECTIONS:
+                if direction == "forward" or FUNCTIONS[op].wrt:
+                    yield Cell(case, dtype, op, direction)
+
+
+def programs(cell: Cell, tiers: bool) -> list[Program]:
+    """This library's and XLA's programs of a cell."""
+    function = cell.function
+
+    def program(scan: Any) -> Callable[..., Any]:
+        if cell.direction == "forward":
+            return lambda *xs: function.f(scan, *xs)
+
+        def total(*xs: jax.Array) -> jax.Array:
+            return sum(jnp.sum(y.astype(jnp.float32)) for y in jax.tree.leaves(function.f(scan, *xs)))
+
+        return jax.grad(total, function.wrt)
+
+    return [
+        Program(_goals.OURS, program(jaxkern.scan), cell.operands()),
+        Program("xla", program(jax.lax.scan), cell.operands()),
+    ]
+
+
+def chosen_tier(cell: Cell) -> None:
+    return None
+
+
+Inputs = elementwise.Inputs
+
+
+def candidates(cell: Cell, compiled: list[Program], inputs: elementwise.Inputs) -> list[_timing.Candidate]:
+    return _cell.candidates(compiled, inputs)
+
+
+def checks(clock: Any) -> list[dict[str, Any]]:
+    """A gradient is a loop forward and one backward."""
+    cell = Cell(CASES[2], "float32", "gated", "backward")
+    compiled = programs(cell, False)[0]
+    compiled.compile()
+    return [
+        {
+            "check": "the gradient of a loop is one call forward and one backward",
+            "met": compiled.targets.count("jaxkern_scan") == 2,
+            "handlers": compiled.targets,
+        }
+    ]
