@@ -57,9 +57,14 @@ def version() -> str:
     return found
 
 
+def versions_of_changelog() -> list[str]:
+    """The headings of CHANGELOG.md, newest first. Between releases the first one is "Unreleased"."""
+    return re.findall(r"^## (\S+)", read("CHANGELOG.md"), re.M)
+
+
 def changelog() -> str:
-    """CHANGELOG.md begins with this version."""
-    first = re.search(r"^## (\S+)", read("CHANGELOG.md"), re.M)[1]
+    """CHANGELOG.md begins with this version, and has no section "Unreleased"."""
+    first = versions_of_changelog()[0]
     if first != version_of_source():
         raise Missing(f"CHANGELOG.md begins with {first}, the source is {version_of_source()}")
     return first
@@ -84,7 +89,7 @@ def name() -> str:
     listed = re.search(r"^Available versions: (.+)$", done.stdout, re.M)
     if listed is None:
         raise Missing(f"pip index versions {wanted} failed:\n{done.stderr[-500:]}")
-    ours = set(re.findall(r"^## (\S+)", read("CHANGELOG.md"), re.M))
+    ours = versions_of_changelog()
     if other := [v for v in listed[1].split(", ") if v not in ours]:
         raise Missing(f"{wanted} {other[0]} on PyPI is another project: publish under another name")
     return wanted

@@ -15,7 +15,23 @@ spec.loader.exec_module(release)
 
 
 def test_version_is_the_same_everywhere():
-    assert release.version() == release.changelog() == release.version_of_source()
+    first, *rest = release.versions_of_changelog()
+    newest = rest[0] if first == "Unreleased" else first
+    assert release.version() == newest == release.version_of_source()
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in rest)
+
+
+@pytest.mark.parametrize("before, released", [((), True), (("Unreleased",), False), (("9.9.9",), False)])
+def test_a_release_has_no_unreleased_changes(monkeypatch, before, released):
+    found = release.version_of_source()
+    text = "# Changes\n" + "".join(f"\n## {section}\n\n- A change.\n" for section in (*before, found, "0.0.1"))
+    monkeypatch.setattr(release, "read", lambda path: text)
+    monkeypatch.setattr(release, "version_of_source", lambda: found)
+    if released:
+        assert release.changelog() == found
+    else:
+        with pytest.raises(release.Missing, match=f"begins with {before[0]}"):
+            release.changelog()
 
 
 def test_extras_that_the_documentation_names():
