@@ -44,7 +44,8 @@ class Graph:
     Raises:
         TypeError: `senders` or `receivers` is not an array of integers; a number of nodes is not an int, or is missing
             under jit; `axis_name` is not a name or a tuple of names.
-        ValueError: shapes differ; a number of nodes is negative, or 2**31 or more; `num_nodes` is given with another.
+        ValueError: shapes differ; a number of nodes or of edges is 2**31 or more; a number of nodes is negative;
+            `num_nodes` is given with another.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> graph = jaxkern.Graph(jnp.array([0, 1, 1]), jnp.array([2, 2, 0]), num_nodes=3)
@@ -161,6 +162,7 @@ def _sorted_edges(senders, receivers, *, num_senders, num_receivers):
             f"jaxkern.Graph: senders and receivers must have one dimension and one size, got shapes {senders.shape} and "
             f"{receivers.shape}"
         )
+    sort.check_ordered("Graph", "edges can be sorted", senders.size)
     senders, receivers = validate.whole(senders, 0), validate.whole(receivers, 0)
     valid = _in_range(senders, num_senders) & _in_range(receivers, num_receivers)
     s = jnp.where(valid, senders, 0).astype(jnp.uint32)

@@ -300,7 +300,8 @@ def sort_indices(ids: ArrayLike, num_segments: int, *, mode: Mode = None, wrap: 
 
     Raises:
         TypeError: `ids` is not of an integer dtype; `num_segments` is not an int.
-        ValueError: `num_segments` is negative; it or the number of ids is 2**32 - 1 or more; `mode` is unknown.
+        ValueError: `num_segments` is negative, or 2**32 - 1 or more; there are more than 2**31 - 1 ids, which XLA does not
+            sort on GPUs; `mode` is unknown.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> order = jaxkern.sort_indices(jnp.array([2, 0, 2, -1]), 3)
@@ -326,8 +327,7 @@ def sort_indices(ids: ArrayLike, num_segments: int, *, mode: Mode = None, wrap: 
 @functools.partial(jax.jit, static_argnames=("rows", "wrap", "clip"), inline=True)
 def _sort_jit(ids, *, rows, wrap, clip):
     ids = integers("sort_indices", "ids", ids)
-    if isinstance(ids.size, int) and ids.size >= 2**32 - 1:
-        raise ValueError(f"jaxkern.sort_indices: ids must be fewer than 2**32 - 1, got shape {ids.shape}")
+    sort.check_ordered("sort_indices", "ids can be sorted", ids.size)
     flat = validate.mergeable(ids, ids.ndim).reshape(1, -1)
     keys, order = sort.sort_indices(flat, rows=rows, wrap=wrap, clip=clip)
     return Order(ids, keys, order, rows, wrap, clip)

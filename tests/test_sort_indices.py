@@ -1,5 +1,7 @@
 """sort_indices: the order of updates by row, its plan, and that equal sorts of a program become one. Needs no GPU."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,7 +58,7 @@ def test_more_rows_than_int32_numbers(index_dtype, wrap, clip, rows):
 
 
 @pytest.mark.parametrize("rows", [4, 2**31, 2**32 - 2, 2**33])
-@pytest.mark.parametrize("count", [1000, 2**31, 2**32 + 8])
+@pytest.mark.parametrize("count", [1000, 2**31 - 1, 2**31, 2**32 + 8])
 def test_large_calls_are_lowered(count, rows):
     """What kernels cannot number is left to XLA, and what 32 bits cannot number in an order raises."""
     struct = jax.ShapeDtypeStruct
@@ -69,16 +71,54 @@ def test_large_calls_are_lowered(count, rows):
         (lambda t, i, x: jaxkern.index_add(t, 0, i, x), table, ids, data),
     ]
     order = lambda i: jaxkern.sort_indices(i, rows)
-    if max(count, rows) < 2**32 - 1:
-        calls.append((order, ids))
-    else:
-        with pytest.raises(
-            ValueError, match=r"jaxkern\.sort_indices: (ids|num_segments) must be (fewer than|below) 2\*\*32"
-        ):
+    if rows >= 2**32 - 1:
+        with pytest.raises(ValueError, match=r"jaxkern\.sort_indices: num_segments must be below 2\*\*32 - 1, got"):
             jax.eval_shape(order, ids)
+    elif count < 2**31:
+        calls.append((order, ids))
     for f, *operands in calls:
         for platform in ("cuda", "cpu"):
             jax.jit(f).trace(*operands).lower(lowering_platforms=(platform,))
+
+
+@pytest.mark.parametrize("count", [2**31 - 1, 2**31, 2**31 + 8])
+@pytest.mark.parametrize(
+    "name, sorts",
+    [
+        ("sort_indices: at most 2**31 - 1 ids", lambda x, i: jaxkern.sort_indices(i, 7)),
+        ("Graph: at most 2**31 - 1 edges", lambda x, i: jaxkern.Graph(i, i, num_nodes=7)),
+        ("segment_prod: at most 2**31 - 1 rows", jax.grad(lambda x, i: jaxkern.segment_prod(x, i, 7).sum())),
+    ],
+    ids=["sort_indices", "Graph", "segment_prod"],
+)
+def test_more_than_xla_sorts_is_refused(name, sorts, count):
+    """XLA raises an error on a GPU, when it compiles, for a stable sort of 2**31 elements; jaxkern where it is traced."""
+    operands = jax.ShapeDtypeStruct((count,), "float32"), jax.ShapeDtypeStruct((count,), "int32")
+    if count < 2**31:
+        jax.eval_shape(sorts, *operands)
+    else:
+        with pytest.raises(ValueError, match=re.escape(f"jaxkern.{name} can be sorted") + f".*, got {count}"):
+            jax.eval_shape(sorts, *operands)
+
+
+def test_no_operation_sorts_more_than_xla_can():
+    """Operations that sort ids themselves leave so many to scatters, on every platform and with every algorithm."""
+    count = 2**31 + 8
+    struct = jax.ShapeDtypeStruct
+    ids, data, table = struct((count,), "int32"), struct((count,), "float32"), struct((7,), "float32")
+    reductions = jaxkern.segment_sum, jaxkern.segment_max, jaxkern.segment_mean, jaxkern.segment_softmax
+    calls = [(jax.grad(lambda x, i, f=f: f(x, i, 7).sum()), data, ids) for f in reductions]
+    calls += [
+        (jax.grad(lambda t, i: jaxkern.index_select(t, 0, i).sum()), table, ids),
+        (lambda t, i, x: jaxkern.index_add(t, 0, i, x), table, ids, data),
+        (lambda t, i, x: t.at[i].add(jnp.sin(x)), table, ids, data),
+    ]
+    sorts = {"index_add": "sort", "segment_sum": "sort", "segment_max": "sort", "segment_softmax": "sort"}
+    for context in (jaxkern.tiers.force(**sorts), jaxkern.accelerate(force=True)):
+        with context:
+            for f, *operands in calls:
+                text = jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+                assert "stablehlo.sort" not in text and "sort_indices" not in text
 
 
 def planned(batch, count, rows, gpu=device.H200, dtype="int32", wrap=False):

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxkern._core import compat, validate
 from jaxkern._core.autodiff import defvjp
 from jaxkern._core.primitive import set_jvp, set_transpose
-from jaxkern._ops.indexing import reference
+from jaxkern._ops.indexing import reference, sort
 from jaxkern._ops.indexing.primitive import (
     computing,
     index_add,
@@ -179,6 +179,8 @@ def _product_jvp(primals, tangents, *, rows, rules):
     y = segment(segment_prod_p, source, *at, rows=rows, rules=rules)
     if type(tangents[0]) is ad.Zero:
         return y, compat.zero_tangent(y)
+    count = at[0].shape[rules.batch_dims]
+    sort.check_ordered("segment_prod", "rows can be sorted for its derivative", count)
     along = validate.whole(tangents[0], rules.axis)
     source, index = validate.whole(source, rules.axis), validate.whole(at[0], rules.batch_dims)
     f = functools.partial(reference.product_by_scan, index=index, rows=rows, rules=rules)

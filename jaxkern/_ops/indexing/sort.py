@@ -24,6 +24,8 @@ from jaxkern._core.primitive import bind, set_jvp
 
 # The most keys (one of which is for dropped updates) and positions that one run of the kernels can number in 32 bits.
 MAX_KEYS, MAX_POSITIONS = 1 << 31, 1 << 30
+# The most elements that XLA sorts on a GPU, and so the most positions of an order.
+MAX_ORDERED = (1 << 31) - 1
 
 
 # ---- the primitive
@@ -40,14 +42,20 @@ def sortable(batch, count, rows) -> bool:
     return 0 < batch * count <= MAX_POSITIONS and 0 < rows and batch * rows < MAX_KEYS - 1
 
 
+def check_ordered(function: str, what: str, count) -> None:
+    """Raises an error of this public function if `count` elements are too many for a sort. A symbolic count is not checked."""
+    if isinstance(count, int) and count > MAX_ORDERED:
+        raise ValueError(f"jaxkern.{function}: at most 2**31 - 1 {what}, got {count}")
+
+
 def _shape(index, *, rows, wrap, clip):
     del wrap, clip
     if index.ndim != 2 or not jnp.issubdtype(index.dtype, jnp.integer):
         raise ValueError(f"jaxkern.sort_indices: an index of shape [batch, count] is needed, got {index.str_short()}")
     if all(isinstance(d, int) for d in (*index.shape, rows)):
-        for what, count in (("rows", index.shape[0] * rows), ("positions", math.prod(index.shape))):
-            if count >= 2**32 - 1:
-                raise ValueError(f"jaxkern.sort_indices: {count} {what} are more than 32 bits number")
+        if index.shape[0] * rows >= 2**32 - 1:
+            raise ValueError(f"jaxkern.sort_indices: {index.shape[0] * rows} rows are more than 32 bits number")
+        check_ordered("sort_indices", "ids can be sorted", math.prod(index.shape))
     out = {"shape": (math.prod(index.shape),), "dtype": jnp.dtype(jnp.uint32), "weak_type": False}
     if not index.sharding.mesh.empty:
         out["sharding"] = jax.sharding.NamedSharding(index.sharding.mesh, jax.sharding.PartitionSpec(None))
