@@ -21,6 +21,7 @@ UNSIGNED = ("uint8", "uint16", "uint32", "uint64")
 INTEGERS = SIGNED + UNSIGNED
 QUICK = {"xla_backend_optimization_level": 0}
 ALL = (*FLOATS, *INTEGERS, "bool")
+HALVES = ("float16", "bfloat16")
 
 
 class Case:
@@ -29,10 +30,11 @@ class Case:
     ulps: how far its result may be from XLA's, of the result, or of `scale` if that is larger; None: not at all, in the
         sign of 0 neither.
     domain: the largest operand.
+    bits: the bits of the 16-bit operand, computed from the result; those of any NaN are right for a NaN.
     """
 
-    def __init__(self, name, f, arity, dtypes, ulps=None, domain=None, scale=0):
-        self.scale = scale
+    def __init__(self, name, f, arity, dtypes, ulps=None, domain=None, scale=0, bits=None):
+        self.scale, self.bits = scale, bits
         self.name, self.f, self.arity, self.dtypes, self.ulps, self.domain = name, f, arity, dtypes, ulps, domain
 
 
@@ -99,7 +101,7 @@ CASES = [
     Case("rounded", lambda x: x.astype(jnp.bfloat16) * jnp.bfloat16(1.1), 1, ("float32", "bfloat16")),
     Case("half", lambda x: x.astype(jnp.float16) + jnp.float16(0.1), 1, ("float32", "float16")),
     Case("bits", lambda x: lax.bitcast_convert_type(x, jnp.int32) ^ 5, 1, ("float32",)),
-    Case("bits_16", lambda x: lax.bitcast_convert_type(x, jnp.uint16) ^ 5, 1, ("float16", "bfloat16")),
+    Case("bits_16", lambda x: lax.bitcast_convert_type(x, jnp.uint16) ^ 5, 1, HALVES, bits=lambda y: y ^ 5),
     Case("bits_64", lambda x: lax.bitcast_convert_type(x, jnp.uint64) + 3, 1, ("float64",)),
     Case("from_bits", lambda x: lax.bitcast_convert_type(x & 0x7F7F, jnp.bfloat16), 1, ("uint16",)),
     Case("to_bits", lambda x: lax.bitcast_convert_type(x.astype(jnp.float16), jnp.int16), 1, ("int8",)),
@@ -177,9 +179,9 @@ def test_primitives_on_the_host(library, k):
     case, dtype = FUNCTIONS[k]
     f, xs, wanted = traced(k), operands(case, dtype), expected()[k]
     out = f.out_dtypes[0]
-    xs = [np.ascontiguousarray(x.astype(functor.computing(x.dtype))) for x in xs]
+    wide = [np.ascontiguousarray(x.astype(functor.computing(x.dtype))) for x in xs]
     y = np.zeros(wanted.shape, functor.computing(out))
-    pointers = (ctypes.c_void_p * (len(xs) + 1))(*(a.ctypes.data for a in (*xs, y)))
+    pointers = (ctypes.c_void_p * (len(xs) + 1))(*(a.ctypes.data for a in (*wide, y)))
     getattr(library, f"run{k}")(pointers, ctypes.c_long(y.size))
     with np.errstate(all="ignore"):
         y = y.astype(out)
@@ -190,6 +192,8 @@ def test_primitives_on_the_host(library, k):
 def check(case, xs, y, wanted):
     if not jnp.issubdtype(y.dtype, jnp.floating):
         wrong = y != wanted
+        if case.bits is not None:
+            wrong &= ~(np.isnan(xs[0]) & np.isnan(case.bits(y).view(xs[0].dtype)))
     else:
         a, b, info = y.astype(np.float64), wanted.astype(np.float64), jnp.finfo(y.dtype)
         ulps, eps, tiny = case.ulps or 0, float(info.eps), float(info.tiny)
@@ -639,3 +643,18 @@ def test_time_for_large_functions():
     assert straight(600) < 10 * straight(100) + 1
     for dtype in ("float32", "bfloat16"):
         assert seconds(nested(12), 1, dtype) < 10
+
+
+@pytest.mark.parametrize("dtype, nans", [("float16", (0x7E00, 0xFE01, 0x7FFF)), ("bfloat16", (0x7FC0, 0x7FFF, 0xFFC1))])
+def test_bits_of_a_nan_are_those_of_any_nan(dtype, nans):
+    """What `check` accepts for the bits of a NaN, and that it accepts nothing else."""
+    (case,) = (c for c in CASES if c.name == "bits_16")
+    xs = [np.array([np.nan, 1.0], dtype)]
+    wanted = xs[0].view(np.uint16) ^ 5
+    one = wanted[1]
+    for bits in nans:
+        check(case, xs, np.array([bits ^ 5, one], np.uint16), wanted)
+    infinity = np.array(np.inf, dtype).view(np.uint16) ^ 5
+    for y in ([infinity, one], [wanted[0], one ^ 1], [wanted[0], nans[0] ^ 5]):
+        with pytest.raises(AssertionError, match="bits_16, 1 of 2"):
+            check(case, xs, np.array(y, np.uint16), wanted)
