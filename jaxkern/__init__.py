@@ -30,7 +30,7 @@ from jaxkern.quantize import (
 )
 from jaxkern.reduction import logsumexp, reduce_max, reduce_mean, reduce_min, reduce_sum
 from jaxkern.row_kernel import row_kernel
-from jaxkern.scan import scan
+from jaxkern.scan import linear_recurrence, scan
 from jaxkern.segment import (
     segment_max,
     segment_mean,
@@ -72,6 +72,7 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "install",
     "installed",
     "layer_norm",
+    "linear_recurrence",
     "linear_softmax_cross_entropy",
     "log_softmax",
     "logsumexp",

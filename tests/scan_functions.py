@@ -151,6 +151,29 @@ def counters(shape, length, dtype, seed=0):
     return run, [*operands, integer(length).astype(np.int16)]
 
 
+def plain(shape, length, dtype, seed=0):
+    """Lanes without a carry, elements that are returned as they are, numbers that are the same in all steps."""
+    rng = np.random.default_rng(seed)
+
+    def run(scan, x, k):
+        def body(n, xk):
+            x, k = xk
+            return n + 1, (x, 2 * x, k, n, jnp.float32(3))
+
+        return scan(body, jnp.int32(0), (x, k))
+
+    return run, [_real(rng, dtype, length, *shape), rng.integers(0, 9, length).astype(np.int8)]
+
+
+def scalars(shape, length, dtype, seed=0):
+    """A single lane."""
+    rng = np.random.default_rng(seed)
+    return lambda scan, s, x: scan(lambda s, x: (s * 0.5 + x, s), s, x), [
+        np.asarray(0.5, dtype),
+        _real(rng, dtype, length),
+    ]
+
+
 FUNCTIONS = {
     f.__name__: (f, differentiable)
     for f, differentiable in (
@@ -162,5 +185,7 @@ FUNCTIONS = {
         (average, True),
         (shapes, False),
         (counters, False),
+        (plain, True),
+        (scalars, True),
     )
 }

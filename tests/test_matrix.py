@@ -514,6 +514,7 @@ def test_every_public_function_is_listed():
         "elementwise_kernel",
         "row_kernel",
         "scan",
+        "linear_recurrence",
         "tiers",
         "export_checks",
         # Without a derivative, or with that of x: tests/test_quantize.py and test_quantize_fused.py have them.

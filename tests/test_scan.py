@@ -140,6 +140,32 @@ def test_few_steps(length):
         close(*(jax.value_and_grad(loss(f), range(len(ws)))(*ws) for f, ws in given), "float32")
 
 
+@pytest.mark.parametrize(
+    "a, b, axis, initial",
+    [
+        ((), (5, 3), 0, None),
+        ((3,), (5, 3), 0, (3,)),
+        ((5, 3), (5, 3), -1, ()),
+        ((2, 5, 1), (2, 5, 3), 1, (2, 3)),
+        ((2, 5, 3), (), 1, None),
+        ((1, 3), (1, 3), 0, (1,)),
+    ],
+)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_linear_recurrence(a, b, axis, initial, reverse):
+    rng = np.random.default_rng(0)
+    a, b = (np.asarray(rng.normal(size=shape), np.float32) for shape in (a, b))
+    first = None if initial is None else np.asarray(rng.normal(size=initial), np.float32)
+    ours = jaxkern.linear_recurrence(a, b, axis=axis, reverse=reverse, initial=first)
+    shape = np.broadcast_shapes(a.shape, b.shape)
+    a, b = (np.moveaxis(np.broadcast_to(x, shape), axis, 0) for x in (a, b))
+    h, hs = np.broadcast_to(np.float64(0 if first is None else first), a.shape[1:]), []
+    for t in range(len(a))[:: -1 if reverse else 1]:
+        h = a[t] * h + b[t]
+        hs.append(h)
+    close(ours, jnp.asarray(np.moveaxis(np.stack(hs[:: -1 if reverse else 1]), 0, axis), jnp.float32), "float32")
+
+
 def test_structures_and_no_arrays():
     body = lambda carry, x: ({"n": carry["n"] + 1}, None)
     carry, ys = jaxkern.scan(body, {"n": 0}, None, 7)

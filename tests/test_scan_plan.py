@@ -69,6 +69,8 @@ CASES = [
     ("average", (4096,), 64, "bfloat16", False, "lanes"),
     ("shapes", (48, 32), 6, "float32", False, "lanes"),
     ("shapes", (5, 7), 3, "bfloat16", False, "lane"),
+    ("plain", (40,), 5, "float32", False, "lanes"),
+    ("scalars", (), 9, "float32", True, "lane"),
     ("counters", (2, 2048), 7, "float32", False, "lanes"),
 ]
 
