@@ -62,7 +62,9 @@ def fits(algorithm, problem, device=None) -> bool:
 
 
 def choose(problem, device=None) -> str:
-    return next(a for a in ALGORITHMS if fits(a, problem, device))
+    in_registers = ("lanes", "warp", "block")
+    keep = (a for a in in_registers if problem.kept and not problem.strided and _layout(a, problem, tuning.KEPT_WORDS))
+    return next(keep, None) or next(a for a in ALGORITHMS if fits(a, problem, device))
 
 
 def layout(algorithm, problem):
@@ -70,11 +72,7 @@ def layout(algorithm, problem):
 
     Rows are spread over enough threads to keep dear values, if there is such a layout.
     """
-    for most in (*tuning.KEPT_WORDS, None) if problem.kept else (None,):
-        found = _layout(algorithm, problem, most)
-        if found is not None:
-            return found
-    return None
+    return problem.kept and _layout(algorithm, problem, tuning.KEPT_WORDS) or _layout(algorithm, problem, None)
 
 
 def _layout(algorithm, problem, most_kept):
@@ -83,9 +81,11 @@ def _layout(algorithm, problem, most_kept):
         width + (pack - 1) * (width % pack != 0), pack
     )  # packs of a row, which may start in the middle of one
 
-    def fits(packs, most):
-        kept = most_kept is None or packs * pack * problem.kept <= most_kept
-        return kept and packs * pack * (problem.bytes + problem.sums) / 4 <= most
+    def fits(packs, most, threads=tuning.GROUP_THREADS):
+        elements = packs * pack
+        few = threads < tuning.WIDE_THREADS or elements <= tuning.WIDE_ELEMENTS
+        keeps = most_kept is None or (elements * problem.kept <= most_kept and few)
+        return keeps and elements * (problem.bytes + problem.sums) / 4 <= most
 
     if algorithm in ("lanes", "warp"):
         each = max(1, tuning.LANE_BYTES // max(1, pack * problem.bytes))
@@ -96,7 +96,7 @@ def _layout(algorithm, problem, most_kept):
         return None
     for threads in (64, 128, 256, 512, 1024):
         packs = ceil_div(count, threads)
-        if fits(packs, tuning.BLOCK_WORDS if threads < 1024 else tuning.BLOCK_WORDS / 2):
+        if fits(packs, tuning.BLOCK_WORDS if threads < 1024 else tuning.BLOCK_WORDS / 2, threads):
             if threads >= 256 or packs * pack <= 16 or fits(packs, 16):
                 return 0, packs, threads
     return None
@@ -148,7 +148,7 @@ def plan(device, operands, results, *, function):
         sums, scratch, after = _sums(core, blocks, width)
         args = _arguments(core, program, rows, width, sums, arrays, device)
         resident = max(1, min(2048 // threads, tuning_blocks(threads, problem, packs)))
-        keeps = algorithm != "streaming" and packs * pack * problem.kept <= tuning.KEPT_WORDS[-1]
+        keeps = algorithm != "streaming" and packs * pack * problem.kept <= tuning.KEPT_WORDS
         source = core.source(NAME, keeps)
         if core.size > functor.MOST:
             functor.warn_of_size(function.label, core.size)
