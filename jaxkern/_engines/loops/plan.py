@@ -38,8 +38,7 @@ def plan(device, core, length, reverse):
         ahead = steps_ahead(words, ceil_div(threads, device.sm_count), length, core.function.size * each)
         block = tuning.THREADS if threads >= tuning.THREADS * 2 * device.sm_count else tuning.FEW_THREADS
         grid = ceil_div(threads, block)
-        values = len(xs) + 2 * len(core.carries) + len(core.consts) + len(core.ys)
-        registers = tuning.OWN_REGISTERS + ahead * words + each * values
+        registers = tuning.OWN_REGISTERS + ahead * words + each * values_of_a_lane(core)
         resident = max(1, min(ceil_div(grid, device.sm_count), 65536 // (block * registers)))
         reads = len(core.consts)
         inits, at = [], reads
@@ -80,13 +79,20 @@ def plan(device, core, length, reverse):
 
 
 def lanes_of_a_thread(device, core, lanes) -> int:
-    """Lanes that a thread loads as one vector, if enough threads remain."""
-    widest = max((a.dtype.itemsize for a in (*core.carries, *core.ys)), default=4)
-    widest = max([widest, *(core.program.operands[k].dtype.itemsize for k in (*core.xs, *core.consts))])
-    each = tuning.VECTOR_BYTES // max(widest, 2)
-    while each > 1 and (lanes % each or lanes // each < tuning.VECTOR_THREADS * device.sm_count):
+    """Lanes that a thread loads as one vector, if enough threads remain, and enough registers for each."""
+    itemsizes = lambda positions: [core.program.operands[k].dtype.itemsize for k in positions]
+    stored = [a.dtype.itemsize for a in (*core.carries, *core.ys)]
+    each = tuning.VECTOR_BYTES // max([2, *stored, *itemsizes(core.xs), *itemsizes(core.consts)])
+    registers = values_of_a_lane(core) + tuning.AHEAD[-1] * sum(itemsizes(core.xs)) / 4
+    few = lambda each: lanes // each < tuning.VECTOR_THREADS * device.sm_count
+    while each > 1 and (lanes % each or few(each) or each * registers > tuning.VECTOR_REGISTERS):
         each //= 2
     return each
+
+
+def values_of_a_lane(core) -> int:
+    """Registers of a lane beside what is loaded ahead, about."""
+    return len(core.xs) + 2 * len(core.carries) + len(core.consts) + len(core.ys)
 
 
 def steps_ahead(words, threads, length, statements) -> int:

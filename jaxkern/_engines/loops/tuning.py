@@ -1,7 +1,8 @@
-"""Numbers that decide how loops are laid over the GPU, each with the case that it was measured on."""
+"""Numbers that decide how loops are laid over the GPU."""
 
 VECTOR_BYTES = 16  # of a thread's load
 VECTOR_THREADS = 256  # of a multiprocessor, at least, where threads take several lanes
+VECTOR_REGISTERS = 80  # of such a thread, at most, for its lanes: more would leave too few threads to hide latency
 THREADS = 128  # of a block
 FEW_THREADS = 64  # of a block, where blocks of THREADS would leave multiprocessors idle
 IN_FLIGHT = 48 * 1024  # bytes that a multiprocessor loads ahead, to keep memory busy
