@@ -19,11 +19,14 @@ def row_kernel(f: Callable | None = None, *, axis: int = -1, name: str | None = 
         f: an ordinary function of arrays, or of pytrees of arrays, in terms of `jax.numpy`, `jax.nn` and `jax.lax`. Along
             `axis`, the row, it may reduce (sum, mean, max, min, prod, any, all, argmax, argmin, and `lax.reduce` with a
             function of scalars) and broadcast what it reduced. Along the other axes it is elementwise; its results may be
-            summed over them, last of all. It may pick one element of each row (`jnp.take_along_axis`, a product with a
-            one-hot array), compare indices (`jnp.arange`), use `lax.cond`, and have derivatives of its own
+            summed over them, last of all. It may pick one element of each row (`jnp.take_along_axis`,
+            `x[jnp.arange(n), labels]`, `x[..., 0]`, a product with a one-hot array), multiply rows by vectors
+            (`jnp.vecdot`, `x @ w`), compare indices (`jnp.arange`), use `lax.cond`, and have derivatives of its own
             (`lax.stop_gradient`, `jax.custom_jvp`, `jax.custom_vjp`). It may close over arrays, traced ones too, and has
-            gradients by them. It returns an array or a pytree of arrays. Left out, the result is a decorator.
-        axis: the axis of the row in the operand with most dimensions, the first of these if there are several.
+            gradients by them. It returns an array or a pytree of arrays. As under `jax.jit`, f is traced once for operands of
+            the same types: a Python number or a global that changes afterwards is not seen. Left out, the result is a
+            decorator.
+        axis: the axis of the row in the operand with most dimensions.
         name: how errors name f; its own name by default.
 
     Returns: a function of arrays of any real dtype and of Python numbers, with `row_kernel(f)(*args)` equal to `f(*args)` up
@@ -73,8 +76,8 @@ def row_kernel(f: Callable | None = None, *, axis: int = -1, name: str | None = 
                 raise ValueError(f"{label}: axis {row} is out of bounds for shape {operands[at].shape}")
             avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in operands]
             flat = lambda *xs: f(*jax.tree.unflatten(tree, xs))
-            found = trace(flat, avals, (at, row % rank), label)
-            if all(n > 1 for n in operands[at].shape):
+            found = trace(flat, avals, row % rank - rank, label)
+            if all(isinstance(n, int) and n > 1 for n in operands[at].shape):
                 found[0].check()
             if any(isinstance(c, jax.core.Tracer) for c in found[1]):
                 return found

@@ -8,11 +8,15 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from conftest import ON_GPU
 from row_functions import FUNCTIONS, operands, rms_norm
 
 import jaxkern
+from jaxkern._core import device
+from jaxkern._engines.rows import plan
+from jaxkern._engines.rows.function import trace
 
 TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 2e-2, "float16": 4e-3}
 SHAPES = [(3, 4, 40)] + [(5, 2, 777), (2, 2, 5000), (2, 2, 70001)] * ON_GPU
@@ -94,6 +98,69 @@ def test_transformations(name, x64):
     close(again(kernel)(*given), again(f)(*given), "float64")
     loop = lambda g: jax.lax.scan(lambda s, _: (s + scalar(g)(*given), None), 0.0, length=2)[0]
     close(loop(kernel), loop(f), "float64")
+
+
+PICKS = {
+    "iota and labels": (lambda x, k: jnp.sin(x)[jnp.arange(x.shape[0])[:, None], jnp.arange(x.shape[1]), k], "xl"),
+    "labels under vmap": (lambda x, k: jax.vmap(jax.vmap(lambda row, at: row[at]))(jnp.sin(x), k), "xl"),
+    "first": (lambda x: x - x[..., :1] + x[..., -1:], "x"),
+    "one for all": (lambda x: x * jax.lax.dynamic_slice_in_dim(x, jnp.int32(3), 1, 2), "x"),
+    "filled": (lambda x, k: x.at[jnp.arange(3)[:, None], jnp.arange(4), k * 2].get(mode="fill", fill_value=7), "xl"),
+    "integer labels": (lambda x, k: optax.softmax_cross_entropy_with_integer_labels(x, k).mean(), "xl"),
+    "einsum": (lambda x, c: jnp.einsum("...d,d->...", x, c) + jnp.vecdot(x, x), "xc"),
+    "matrix times vector": (lambda x, c: jnp.tanh(x) @ c, "xc"),
+    "cosine": (lambda x, y: optax.cosine_similarity(x, y, epsilon=1e-6), "xx"),
+    "select": (lambda x: jnp.select([x < 0, x < 1], [x, x**2], 0.5) * jnp.argmax(jnp.stack([x, -x]), 0), "x"),
+    "norm": (lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True) + jax.nn.standardize(x), "x"),
+    "unused operand": (lambda x, y: jax.nn.softmax(y), "xx"),
+    "rows that do not meet": (lambda x, y: (x * jnp.sum(y, -1, keepdims=True), jnp.sum(y)), "xx"),
+    "constant results": (lambda x: (jax.nn.softmax(x), jnp.zeros_like(x), jnp.arange(x.shape[-1]) * 1.0), "x"),
+    "an operand as result": (lambda x, c: (c, x, x, jnp.sum(x, -1)), "xc"),
+    "transposed": (lambda x, y: x * jnp.swapaxes(y, 0, 1), "xx"),
+}
+
+
+@pytest.mark.parametrize("name", PICKS)
+def test_picks_products_and_operands_that_do_not_meet(name):
+    """Functions as users write them have kernels, and so have their gradients."""
+    f, kinds = PICKS[name]
+    args = list(map(jnp.asarray, operands(kinds, (3, 4, 40), "float32")))
+    if name == "transposed":
+        args[1] = args[1].reshape(4, 3, 40)
+    close(gradients(jaxkern.row_kernel(f), args), gradients(f, args), "float32")
+    function, _, _ = trace(lambda *xs: f(*xs), args, -1, "f")
+    for made in (function, function.vjp(real(args))):
+        made = made.select(made.used())
+        results = [jax.ShapeDtypeStruct(*o) for o in plan.outputs(made)]
+        assert plan.plan(device.H200, made.avals, results, function=made) is not None
+
+
+def test_a_pick_keeps_every_bit():
+    x = jnp.array([[-0.0, 1.0], [jnp.inf, -jnp.inf], [jnp.nan, -0.0]])
+    ours = jaxkern.row_kernel(lambda x, k: (x[..., 1], jnp.take_along_axis(x, k, 1)))(x, jnp.array([[0], [1], [1]]))
+    assert np.array_equal(np.signbit(ours[0]), [False, True, True]) and np.isneginf(ours[0][1])
+    assert np.array_equal(np.signbit(ours[1]), [[True], [True], [True]])
+
+
+def test_a_reduction_of_one_element():
+    x = jnp.arange(5.0)[None]
+    add = lambda x: jax.lax.reduce(x, np.float32(0), lambda a, b: jnp.hypot(a, b), (0,))
+    f = lambda x: (x * jnp.sum(x, -1, keepdims=True), jnp.argmax(x, 0), add(x))
+    close(jaxkern.row_kernel(f)(x), f(x), "float32")
+    function, _, _ = trace(f, [x], -1, "f")
+    results = [jax.ShapeDtypeStruct(*o) for o in plan.outputs(function)]
+    assert plan.plan(device.H200, function.avals, results, function=function) is not None
+
+
+def test_symbolic_shapes():
+    rows, width = jax.export.symbolic_shape("rows, width")
+    f = lambda x, c, k: (FUNCTIONS["rms_norm"][0](x, c), jax.nn.log_softmax(x)[jnp.arange(x.shape[0]), k])
+    args = list(map(jnp.asarray, operands("xcl", (6, 40), "float32")))
+    for shape in ((rows, 40), (rows, width)):
+        types = [jax.ShapeDtypeStruct(n, x.dtype) for n, x in zip((shape, shape[1:], shape[:1]), args)]
+        for run in (lambda f: f, lambda f: jax.grad(lambda *a: sum(map(jnp.sum, f(*a))), (0, 1))):
+            exported = jax.export.export(jax.jit(run(jaxkern.row_kernel(f))))(*types)
+            close(exported.call(*args), run(f)(*args), "float32")
 
 
 def test_captured_arrays_are_operands(x64):

@@ -19,7 +19,7 @@ def traced(name, shape, dtype, gradient, seed=0):
     f, kinds, _ = FUNCTIONS[name]
     args = operands(kinds, shape, dtype, seed)
     avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args]
-    function, _, _ = trace(lambda *xs: f(*xs), avals, (0, len(shape) - 1), name)
+    function, _, _ = trace(lambda *xs: f(*xs), avals, -1, name)
     if gradient:
         wrt = [k for k, a in enumerate(args) if jnp.issubdtype(a.dtype, jnp.floating)]
         rng = np.random.default_rng(seed + 1)
@@ -80,7 +80,7 @@ ACROSS = [
 @pytest.mark.parametrize("name, f, shape, dtype, gradient", ACROSS, ids=[case[0] for case in ACROSS])
 def test_strided_kernels_on_the_cpu(name, f, shape, dtype, gradient):
     args = operands("x", shape, dtype) + operands("n", (shape[1], 1), dtype)
-    function, _, _ = trace(f, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args], (0, 1), name)
+    function, _, _ = trace(f, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args], 1 - len(shape), name)
     if gradient:
         args += operands("x", function.results[0].shape, dtype, 1)
         function = function.vjp((0, 1))
@@ -143,10 +143,17 @@ def test_any_shape_has_a_plan_within_the_limits_of_the_device(on):
             plans.check_limits(norm, on)
 
 
+def test_packs_of_transposed_operands_start_where_rows_do():
+    """Rows of 7 elements are read in aligned packs only if each array has them in the order of the results."""
+    x, y = jax.ShapeDtypeStruct((5, 3, 7), jnp.float32), jax.ShapeDtypeStruct((3, 5, 7), jnp.float32)
+    ragged = lambda f, *types: "kRagged" in planned(trace(f, types, -1, "f")[0]).launches[0].name
+    assert ragged(lambda x: x * 2, x) and not ragged(lambda x, y: x + jnp.swapaxes(y, 0, 1), x, y)
+
+
 def traced_shape(name, shape, dtype, gradient=False):
     f, kinds, _ = FUNCTIONS[name]
     avals = [jax.ShapeDtypeStruct({"x": shape, "c": shape[-1:]}[k], dtype) for k in kinds]
-    function, _, _ = trace(lambda *xs: f(*xs), avals, (0, len(shape) - 1), name)
+    function, _, _ = trace(lambda *xs: f(*xs), avals, -1, name)
     if gradient:
         function = function.vjp(range(len(kinds)))
         function = function.select(function.used())

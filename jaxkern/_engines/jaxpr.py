@@ -71,7 +71,7 @@ class Constant:
 class Step:
     """One operation. name: the primitive's, or "select", which picks one of its operands by the first.
 
-    calls: the equations that call the jaxpr it is in, outermost first.
+    calls: the equations that call the jaxpr it is in, outermost first. origin: the equation that it was rewritten from.
     """
 
     name: str
@@ -80,6 +80,7 @@ class Step:
     equation: object
     params: dict
     calls: tuple = ()
+    origin: object = None
 
     @property
     def result(self) -> Value:
@@ -102,6 +103,7 @@ REDUCTIONS = {
     "argmin": "argmin",
     "reduce": "reduce",
 }
+NOT_ELEMENTWISE = ("argmax", "argmin", "reduce")  # even if they reduce one element
 # Operations that are done in the types of the jaxpr, whose bits they show or whose own jaxpr names them.
 _AS_WRITTEN = ("bitcast_convert_type", "nextafter", "reduce")
 
@@ -115,11 +117,10 @@ class Flat:
     Raises: Unsupported, naming the equation and the user's line.
     """
 
-    picks = {}  # primitive: function of an equation that returns a function in jnp to inline in its place, or None
     otherwise = "which is not elementwise"  # of an equation that is neither elementwise nor a reduction
 
     def _read(self, closed, label):
-        self.label, self.steps, self._calls = label, [], []
+        self.label, self.steps, self._calls, self._origin = label, [], [], None
         self.operands = [self._value(v.aval) for v in closed.jaxpr.invars]
         self.results = self._inline(closed.jaxpr, [Constant(np.asarray(c)) for c in closed.consts], self.operands)
         self._remove_unused()
@@ -128,7 +129,7 @@ class Flat:
         return Value(aval, tuple(None if is_one(n) else Dim(n) for n in aval.shape))
 
     def fail(self, step, what):
-        e = step.equation
+        e = step.origin or step.equation
         line = next(filter(None, map(compat.source_line, (e, *reversed(step.calls)))), "")
         raise Unsupported(f"{self.label} uses {e.primitive.name}{' at ' + line if line else ''}, {what}")
 
@@ -150,35 +151,35 @@ class Flat:
             return results
         if references.get(e.primitive) is not None:
             reference = references[e.primitive]
-            return self._of_rows(e, operands, lambda e: lambda *xs: jax.tree.leaves(reference(*xs, **e.params)))
+            return self._inlined(e, operands, lambda *xs: jax.tree.leaves(reference(*xs, **e.params)))
         if name == "cond":
             return self._cond(e, operands)
         if name in ("empty", "empty2"):  # where a branch of `cond` leaves no residual
-            return self._of_rows(
-                e, operands, lambda e: lambda: [jnp.zeros(v.aval.shape, v.aval.dtype) for v in e.outvars]
-            )
-        if name in self.picks:
-            return self._of_rows(e, operands, self.picks[name])
+            return self._inlined(e, operands, lambda: [jnp.zeros(v.aval.shape, v.aval.dtype) for v in e.outvars])
+        rewritten = self.rewritten(e, operands)
+        if rewritten is not None:
+            return self._inlined(e, *rewritten)
         if name in _SAME:
             return operands if len(operands) == len(e.outvars) else operands[-1:]
         results = [self._value(v.aval) for v in e.outvars]
-        step = Step(name, operands, results, e, dict(e.params), tuple(self._calls))
+        step = Step(name, operands, results, e, dict(e.params), tuple(self._calls), self._origin)
         for v in (*operands, *results):
             if v.aval.dtype.name not in CUDA_TYPES:
                 self.fail(step, f"and kernels have no arithmetic of {v.aval.dtype}")
         self.steps.append(step)
         return step.results
 
-    def _of_rows(self, e, operands, rewrite):
-        """What `rewrite(equation)` returns, a function in jnp, in place of the equation."""
-        f = rewrite(e)
-        if f is None:
-            self.fail(
-                Step(e.primitive.name, operands, [], e, {}, tuple(self._calls)),
-                "which is no pick of one element of each row",
-            )
-        closed = jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in e.invars))
-        return self._inline(closed.jaxpr, [Constant(np.asarray(c)) for c in closed.consts], operands)
+    def rewritten(self, e, operands):
+        """(operands, function in jnp of them) that stand for an equation; None if the equation stays as it is."""
+        return None
+
+    def _inlined(self, e, operands, f) -> list:
+        """The results of f, a function in jnp, in place of the equation."""
+        closed = jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands))
+        outer, self._origin = self._origin, self._origin or e
+        results = self._inline(closed.jaxpr, [Constant(np.asarray(c)) for c in closed.consts], operands)
+        self._origin = outer
+        return results
 
     def _cond(self, e, operands):
         """All branches, then a selection: they have no side effects."""
@@ -231,7 +232,7 @@ class Flat:
         elif name == "transpose":
             unite((step.operands[0].dims[p], d) for p, d in zip(params["permutation"], out.dims))
         elif name in REDUCTIONS:
-            gone = set(params["axes"] if name != "reduce" else params["dimensions"])
+            gone = set(axes_of(name, params))
             for x in arrays:
                 unite(zip((d for k, d in enumerate(x.dims) if k not in gone), out.dims))
                 unite(zip(arrays[0].dims, x.dims))
@@ -250,8 +251,12 @@ class Flat:
         """The Dims that a step reduces."""
         if step.name not in REDUCTIONS:
             return frozenset()
-        axes = step.params["axes"] if step.name != "reduce" else step.params["dimensions"]
-        return frozenset(step.operands[0].dims[a] for a in axes) - {None}
+        return frozenset(step.operands[0].dims[a] for a in axes_of(step.name, step.params)) - {None}
+
+
+def axes_of(name, params):
+    """The axes of a reduction."""
+    return params["dimensions" if name == "reduce" else "axes"]
 
 
 def merged(dims) -> list:

@@ -17,10 +17,10 @@ from jaxkern._engines.rows.generate import Core
 from jaxkern._engines.rows.program import Program, evaluate
 
 
-def trace(f, avals, row, label, name="rows"):
+def trace(f, avals, axis, label, name="rows"):
     """The `RowFunction` of f for arrays of these types, and the arrays that f closes over, its further operands.
 
-    row: (operand, dimension) that is the row; see `RowFunction`.
+    axis: the row, counted from the last dimension, so negative.
 
     Returns (function, captured, structure of what f returns).
     """
@@ -38,7 +38,18 @@ def trace(f, avals, row, label, name="rows"):
         if kept:
             types = [jax.ShapeDtypeStruct(jnp.shape(c), jnp.result_type(c)) for c in captured]
             closed = jax.make_jaxpr(with_consts)(*avals, *types)
-    return RowFunction(closed, row, label, name), captured, jax.tree.structure(shapes)
+    return RowFunction(closed, _row_of(closed, len(avals), axis), label, name), captured, jax.tree.structure(shapes)
+
+
+def _row_of(closed, own, axis):
+    """(operand, dimension) that is the row: of the operand with most dimensions, of those that f uses and whose rows are not 1.
+
+    Arrays that f closes over, all but the first `own`, have a row only if no other operand has one.
+    """
+    used, shapes = compat.used_operands(closed), [v.aval.shape for v in closed.jaxpr.invars]
+    found = [k for k in used if len(shapes[k]) >= -axis and shapes[k][axis] != 1]
+    found.sort(key=lambda k: (k >= own, -len(shapes[k])))
+    return (found[0], len(shapes[found[0]]) + axis) if found else None
 
 
 class RowFunction:
@@ -82,6 +93,8 @@ class RowFunction:
 
     def check(self) -> None:
         """Raises where the user's function is no row function."""
+        if self.row is None:  # the rows have one element
+            return
         program = self.program
         for step in self.core.epilogue:
             if step.result.set() >= {program.row, *program.others}:
@@ -192,13 +205,13 @@ def _made(of, f, avals, operands, results, shifted=None):
     """
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         closed = jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
-    row = None
+    row, used = None, compat.used_operands(closed)
     with contextlib.suppress(Unsupported):
         program = of.program
         arrays = [*program.operands, *program.results]
-        for k, v in enumerate(arrays[n] for n in (*operands, *results)):
-            if program.row in v.dims:
-                number = (*operands, *results)[k]
+        for k, number in enumerate((*operands, *results)):
+            v = arrays[number]
+            if program.row in v.dims and (k in used or k >= len(operands)):
                 row = (k, v.dims.index(program.row) + (shifted is not None and number in shifted))
                 break
     return RowFunction(compat.without_unused(closed), row, of.label, of.name)

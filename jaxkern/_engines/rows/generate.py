@@ -22,7 +22,7 @@ import numpy as np
 from jaxkern._core import functor
 from jaxkern._core.functor import cpp_type
 from jaxkern._core.jaxprs import computing
-from jaxkern._engines.jaxpr import REDUCTIONS, Constant, Value, compute, widened
+from jaxkern._engines.jaxpr import NOT_ELEMENTWISE, REDUCTIONS, Constant, Value, compute, widened
 
 INDEX = np.dtype(np.int32)  # of places along a dimension
 
@@ -105,7 +105,7 @@ class Core:
         inexact = set()  # values that depend on coarse arithmetic
         for step in self.program.steps:
             own = [v in inexact for v in step.operands]
-            if any(own) and step.name in ("argmax", "argmin", "reduce") or (any(own) and functor._jumps(step.equation)):
+            if any(own) and step.name in NOT_ELEMENTWISE or (any(own) and functor._jumps(step.equation)):
                 return False
             if any(own) or step.name in functor._COARSE:
                 inexact.update(step.results)
@@ -303,7 +303,7 @@ class Core:
 
     def _is_identity(self, step):
         """Whether an element of the result is the element of the operand."""
-        reduces = step.name in REDUCTIONS and step.name not in ("argmax", "argmin", "reduce")
+        reduces = step.name in REDUCTIONS and step.name not in NOT_ELEMENTWISE
         return step.name in _MOVES or (reduces and not self.program.over(step))
 
     def _place(self, dim):

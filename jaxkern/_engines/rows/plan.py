@@ -106,6 +106,8 @@ def plan(device, operands, results, *, function):
     """The launches of a row function, or None where there is no kernel."""
     core, program = function.core, function.program
     arrays = [*(operands[k] for k in program.used), *results]
+    if not program.has_full:
+        return None
     if len(arrays) > MOST_ARRAYS or any(d.size >= 1 << 31 for d in (program.row, *program.others)):
         return None
     mapped = [*(program.operands[k] for k in program.used), *(o.result for o in core.outputs)]
@@ -119,7 +121,7 @@ def plan(device, operands, results, *, function):
     row_types = [*(operands[k].dtype for k in core.rows), *(o.dtype for o in core.of_kind("row"))]
     row_bytes = [d.itemsize for d in row_types] or [4]
     pack = tuning.PACK_BYTES // max(2, min(row_bytes))
-    same = all(v.set() == frozenset((program.row, *program.others)) for v in views)
+    same = all([d for d in v.dims if d is not None] == [*program.others, program.row] for v in views)
     summed = sum(computing(o.value.aval.dtype).itemsize for o in columns)
     while width % pack and (not same or summed):
         pack //= 2  # packs start where rows do

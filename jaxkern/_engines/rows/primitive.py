@@ -21,7 +21,7 @@ def apply(function, operands) -> list:
     """The results of a RowFunction on arrays of its types."""
     used = function.used()
     if not used:
-        return function.wide(*operands)
+        return function(*operands)
     if len(used) < len(operands):
         function, operands = function.select(used), [operands[k] for k in used]
     if function.has_vjp:
@@ -62,13 +62,18 @@ def _abstract(*operands, function):
     typed = lambda a, **sharding: operands[0].update(shape=a.shape, dtype=a.dtype, weak_type=False, **sharding)
     if mesh is None:
         return list(map(typed, function.results))
+    try:
+        program = function.program
+    except Unsupported:  # XLA computes the function, and its results are whole
+        whole = lambda a: NamedSharding(mesh, PartitionSpec(*(None for _ in a.shape)))
+        return [typed(a, sharding=whole(a)) for a in function.results]
     split = {}
-    for x, v in zip(operands, function.program.operands):
+    for x, v in zip(operands, program.operands):
         for d, axes in zip(v.dims, x.sharding.spec):
             if d is not None and axes:
                 split.setdefault(d, axes)
     spec = lambda v: PartitionSpec(*(split.get(d) for d in v.dims))
-    return [typed(a, sharding=NamedSharding(mesh, spec(v))) for a, v in zip(function.results, function.program.results)]
+    return [typed(a, sharding=NamedSharding(mesh, spec(v))) for a, v in zip(function.results, program.results)]
 
 
 def _batch(prim, operands, dims, *, function):

@@ -16,46 +16,100 @@ XLA where it may use excess precision.
 """
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxkern._core.functor import Unsupported
 from jaxkern._core.jaxprs import computing
 from jaxkern._engines.jaxpr import (
+    NOT_ELEMENTWISE,
     REDUCTIONS,
     RENAMED,
     Constant,
     Flat,
     Step,
     Value,
+    axes_of,
     compute,
+    is_one,
     merged,
     widened,
 )
+from jaxkern._engines.rows.picks import PICKS, REWRITTEN, of_one_element, of_parts, without_places
 
 
 class Program(Flat):
     """See the module. row: (array, dimension) that is the row, or None; results are numbered after the operands.
 
     operands, results: Values; results may be Constants. steps: in order, those that the results need.
-    row: the Dim of the row. others: the other Dims, slowest first.
+    row: the Dim of the row. others: the other Dims, slowest first. has_full: whether some array has all dimensions.
 
     Raises: Unsupported, naming the equation and the user's line.
     """
 
-    otherwise = "which is neither elementwise nor a reduction along the row"
+    otherwise = "which is neither elementwise, a reduction along the row nor a pick of one element of each row"
 
     def __init__(self, closed, row, label):
-        self.picks = _PICKS
+        if not all(isinstance(n, int) for v in closed.jaxpr.invars for n in v.aval.shape):
+            raise Unsupported(f"{label}: symbolic shapes")
+        self._parts = {}  # {Value: (parts, axis)} of arrays that were put together
         self._read(closed, label)
         self._unite()
         array, at = row or (0, 0)
         dims = [*self.operands, *self.results][array].dims if row else ()
-        self.row = dims[at] if dims else None
-        if self.row is None:
+        if not dims or dims[at] is None:
             raise Unsupported(f"{label}: the rows have one element")
+        self._place(dims[at])
+        self.row = dims[at].same()
         self._classify()
+
+    def rewritten(self, e, operands):
+        name, of_index = e.primitive.name, ()
+        if (
+            name in REDUCTIONS
+            and operands[0] in self._parts
+            and axes_of(name, e.params) == (self._parts[operands[0]][1],)
+        ):
+            operands, rewrite = self._parts[operands[0]][0], of_parts
+        elif name in NOT_ELEMENTWISE and all(is_one(e.invars[0].aval.shape[a]) for a in axes_of(name, e.params)):
+            rewrite = of_one_element
+        elif name in REWRITTEN:
+            operands, *of_index = without_places(e, operands, self._parts, self.steps)
+            rewrite = REWRITTEN[name]
+        else:
+            return None
+        f = rewrite(e, [v.aval.shape for v in operands], *of_index)
+        if f is None:
+            self.fail(Step(name, operands, [], e, {}, tuple(self._calls), self._origin), self.otherwise)
+        return operands, f
+
+    def _equation(self, e, operands):
+        results = super()._equation(e, operands)
+        if e.primitive.name in ("concatenate", "stack"):
+            axis = e.params["dimension" if e.primitive.name == "concatenate" else "axis"]
+            self._parts[results[0]] = operands, axis
+        return results
+
+    def _place(self, row):
+        """Makes dimensions equal that nothing relates, those of operands that meet in no operation and of constants.
+
+        Two dimensions of one size may be one if no array has both. Those of an array are placed like those of the largest
+        array with the row, from the last dimension, or, without the row, from the first.
+        """
+        arrays = [*(self.operands[k] for k in self.used), *(v for v in self.results if isinstance(v, Value))]
+        arrays.sort(key=lambda v: row not in v.dims)
+        largest = max(arrays, key=lambda v: len(v.set()))
+        values = list(dict.fromkeys((*arrays, *(v for step in self.steps for v in step.results))))
+        for v in values:
+            pairs = [*zip(v.dims[::-1], largest.dims[::-1])]
+            others = [d for d in largest.dims if d is None or d.same() is not row.same()]
+            pairs += zip(v.dims, others) if len(v.dims) <= len(others) else []
+            for own, d in pairs:
+                if own is None or d is None or own.size != d.size or own.same() is d.same():
+                    continue
+                if not any({own.same(), d.same()} <= {x.same() for x in w.set()} for w in values):
+                    own.unite(d)
+        for v in values:
+            v.dims = tuple(d and d.same() for d in v.dims)
 
     # ---- rows, numbers and stages
 
@@ -71,7 +125,7 @@ class Program(Flat):
             over = self.over(step)
             along = row in over
             if over - {row}:
-                if name not in REDUCTIONS or name in ("argmax", "argmin", "reduce"):
+                if name in NOT_ELEMENTWISE or (step.origin and step.origin.primitive.name in PICKS):
                     self.fail(step, "along other dimensions than the row")
                 summed = True
             elif over and summed:
@@ -83,14 +137,12 @@ class Program(Flat):
         full = max((v for v in arrays if v.is_row), key=lambda v: len(v.set()), default=None)
         order = [d for d in full.dims if d not in (None, row)] if full is not None else []
         missing = [d for d in dict.fromkeys(dims) if d not in order]
-        if missing:
-            raise Unsupported(f"{self.label}: no array has all dimensions of the others, so there are no rows")
-        self.others = tuple(order)
+        self.others, self.has_full = (*missing, *order), not missing
 
     def _apart(self, step) -> list:
         """A reduction along the row and other dimensions as two, the row first."""
         over = self.over(step)
-        if self.row not in over or over == {self.row} or step.name in ("argmax", "argmin", "reduce"):
+        if self.row not in over or over == {self.row} or step.name in NOT_ELEMENTWISE:
             return [step]
         value = step.operands[0]
         at = value.dims.index(self.row)
@@ -116,70 +168,6 @@ class Program(Flat):
                 strides[d] = stride
                 stride *= d.size
         return merged((d.size, strides.get(d, 0)) for d in reversed(self.others))
-
-
-# ---- picks of one element of each row, as reductions
-
-
-def _gather(e):
-    """`lax.gather` as a sum along the row, if it is what `jnp.take_along_axis` writes for one element of each row."""
-    numbers, mode = e.params["dimension_numbers"], e.params["mode"]
-    along = _picked(e, numbers, numbers.start_index_map, "start_indices_batching_dims")
-    if along is None or any(n != 1 for n in e.params["slice_sizes"]):
-        return None
-    fill = e.params["fill_value"]
-
-    def pick(x, index):
-        n, out = x.shape[along], e.outvars[0].aval
-        index = index.reshape(*x.shape[:along], 1, *x.shape[along + 1 :])
-        at = jnp.clip(index, 0, n - 1) if mode == lax.GatherScatterMode.CLIP else index
-        hit = lax.broadcasted_iota(index.dtype, x.shape, along) == at
-        if x.dtype == jnp.bool_:
-            y = jnp.any(hit & x, along, keepdims=True)
-        else:
-            y = lax.reduce(jnp.where(hit, x, 0), np.zeros((), x.dtype), lax.add, (along,))
-        y = y.reshape(index.shape)
-        if mode == lax.GatherScatterMode.FILL_OR_DROP and fill is not None:
-            y = jnp.where((index >= 0) & (index < n), y, np.asarray(fill, x.dtype))
-        return [y.reshape(out.shape)]
-
-    return pick
-
-
-def _scatter(e):
-    """`lax.scatter_add` of one number to each row, the derivative of a pick."""
-    numbers = e.params["dimension_numbers"]
-    along = _picked(e, numbers, numbers.scatter_dims_to_operand_dims, "scatter_indices_batching_dims")
-    if along is None or numbers.update_window_dims:
-        return None
-
-    def place(x, index, update):
-        one = (*x.shape[:along], 1, *x.shape[along + 1 :])
-        index, update = index.reshape(one), update.reshape(one)
-        if e.params["mode"] == lax.GatherScatterMode.CLIP:
-            index = jnp.clip(index, 0, x.shape[along] - 1)
-        return [x + jnp.where(lax.broadcasted_iota(index.dtype, x.shape, along) == index, update, 0)]
-
-    return place
-
-
-_PICKS = {"gather": _gather, "scatter-add": _scatter, "scatter_add": _scatter}
-
-
-def _picked(e, numbers, indexed, batching):
-    """The dimension in which each row has one index; None if there is no such dimension."""
-    x, index = e.invars[0].aval, e.invars[1].aval
-    batch, of_index = tuple(getattr(numbers, "operand_batching_dims", ())), tuple(getattr(numbers, batching, ()))
-    rest = [n for k, n in enumerate(index.shape) if k not in of_index]
-    if (
-        len(indexed) != 1
-        or any(n != 1 for n in rest)
-        or list(batch) != sorted(batch)
-        or list(of_index) != sorted(of_index)
-    ):
-        return None
-    along = indexed[0]
-    return along if all(k in batch or k == along or x.shape[k] == 1 for k in range(x.ndim)) else None
 
 
 # ---- what a program computes, on arrays and on scalars
