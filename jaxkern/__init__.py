@@ -13,6 +13,7 @@ import typing
 from jaxkern import elementwise, tiers
 from jaxkern._core.registry import export_checks
 from jaxkern.accelerate import CheckError, accelerate, explain, install, installed, uninstall
+from jaxkern.benchmark import benchmark
 from jaxkern.elementwise import *  # noqa: F403  every operation of the table
 from jaxkern.elementwise_kernel import elementwise_kernel
 from jaxkern.index_add import embedding_lookup, index_add, index_select
@@ -41,6 +42,7 @@ from jaxkern.segment import (
     sort_indices,
 )
 from jaxkern.softmax import log_softmax, softmax
+from jaxkern.source import source
 from jaxkern.sparse import embedding_bag, graph_attention, moe_combine, moe_dispatch, spmm, spmm_graph
 
 if typing.TYPE_CHECKING:  # the functions of `elementwise`, which are made from a table
@@ -53,6 +55,7 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "Quantization",
     "accelerate",
     "batch_norm",
+    "benchmark",
     "dequantize",
     "edge_map",
     "edge_max",
@@ -98,6 +101,7 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "softmax_cross_entropy",
     "softmax_cross_entropy_and_grad",
     "sort_indices",
+    "source",
     "spmm",
     "spmm_graph",
     "tiers",

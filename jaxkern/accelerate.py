@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkern._accelerate import functions, rules
-from jaxkern._core import compat, decisions, switch, validate
+from jaxkern._core import arrays, compat, decisions, switch, validate
 from jaxkern._core.decisions import Explanation
 from jaxkern._core.switch import Settings
 
@@ -249,17 +249,8 @@ def _traceable(f, options, args, kwargs):
         return f, args, kwargs
     if options:
         return jax.jit(f, **options), args, kwargs
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    at = [k for k, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))]
-
-    def of_arrays(*arrays):
-        given = list(leaves)
-        for k, array in zip(at, arrays):
-            given[k] = array
-        args, kwargs = jax.tree.unflatten(tree, given)
-        return [x for x in jax.tree.leaves(f(*args, **kwargs)) if isinstance(x, jax.Array)]
-
-    return jax.jit(of_arrays), tuple(leaves[k] for k in at), {}
+    function, operands = arrays.of_arrays(f, args, kwargs)
+    return jax.jit(function), operands, {}
 
 
 # ---- settings

@@ -28,6 +28,7 @@ CALLS = {
     "DelayedScale.update": {"self": jaxkern.DelayedScale.create(), "amax": 1.0},
     "accelerate": {},
     "batch_norm": {"x": X},
+    "benchmark": {"f": lambda: 1.0, "repeats": 1},
     "cast": {"x": X, "dtype": "float16"},
     "dequantize": {"q": X, "scale": 1.0},
     "edge_map": MESSAGE,
@@ -76,6 +77,7 @@ CALLS = {
     "softmax_cross_entropy": {"logits": X, "labels": IDS},
     "softmax_cross_entropy_and_grad": {"logits": X, "labels": IDS},
     "sort_indices": {"ids": IDS, "num_segments": 3},
+    "source": {"f": lambda x: x},
     "spmm": {"a": MATRIX, "b": NODES},
     "spmm_graph": {"a": MATRIX},
     "swiglu": {"x": X},
@@ -158,7 +160,7 @@ ARGUMENTS = {
     "key": "dropout_key",
     "int": "ignore_index margin unroll",
     "size": "bucket_size memory groups num_groups block",
-    "count": "num_segments num_bags num_slots num_nodes num_senders num_receivers length",
+    "count": "repeats num_segments num_bags num_slots num_nodes num_senders num_receivers length",
     "axis": "channel_axis",
     "axes": "axis batch_axes reduce_features",
     "bool": "keepdims indices_are_sorted unique_indices deterministic wrap causal transposed transpose_weight approximate "
@@ -229,7 +231,9 @@ def uninstalled():
 @pytest.mark.parametrize(("name", "function"), [pytest.param(*f, id=f[0]) for f in public()])
 def test_bad_arguments(name, function, uninstalled):
     parameters = [
-        p for p in inspect.signature(function).parameters.values() if p.name != "self" and p.kind is not p.VAR_KEYWORD
+        p
+        for p in inspect.signature(function).parameters.values()
+        if p.name != "self" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
     others = right_call(name, parameters)
     jax.eval_shape(lambda: (function(**others), None)[1])  # nothing is wrong with it

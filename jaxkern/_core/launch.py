@@ -258,7 +258,33 @@ class Kernel(typing.NamedTuple):
     source: str
 
 
+_LAUNCH = re.compile(
+    r"^launch grid=(\S+) block=(\S+) cluster=(\d+) shared=(\d+) waves=(\d+)\n"
+    r"header (.*)\n(?:source (.*)\n)?kernel (.*)$",
+    re.MULTILINE,
+)
+
+
+def variants(program: str) -> list[list[Launch]]:
+    """The launches of a launch list, without their arguments: those for aligned buffers first, then those for any buffers."""
+    found = []
+    for text in re.split(r"^alignment ", program, flags=re.MULTILINE)[1:]:
+        steps = []
+        for grid, block, cluster, shared, waves, header, source, name in _LAUNCH.findall(text):
+            sizes = (tuple(map(int, size.split(","))) for size in (grid, block))
+            source = source.replace("\\n", "\n")
+            steps.append(Launch(header, name, (), *sizes, int(cluster), int(shared), int(waves), source))
+        found.append(steps)
+    return found
+
+
 def kernels(program: str) -> list[Kernel]:
     """The kernel of each launch of a launch list."""
-    found = re.findall(r"^header (.*)\n(?:source (.*)\n)?kernel (.*)$", program, re.MULTILINE)
-    return [Kernel(header, name, source.replace("\\n", "\n")) for header, source, name in found]
+    return [Kernel(step.header, step.name, step.source) for steps in variants(program) for step in steps]
+
+
+def title(program: str) -> tuple[str, str]:
+    """(The operation with the types of its operands and results, the algorithm) of a launch list."""
+    line = re.search(r"^operation (?:jaxkern_)?(.*\)), (.*)$", program, re.MULTILINE)
+    assert line is not None
+    return line[1], line[2]

@@ -1,0 +1,25 @@
+"""The arrays among the arguments of a function."""
+
+import collections.abc
+
+import jax
+import numpy as np
+
+
+def of_arrays(f: collections.abc.Callable, args: tuple, kwargs: dict | None = None):
+    """(A function of arrays that calls `f` and returns a list of the arrays in its result, the tuple of these arrays).
+
+    Arrays and `jax.ShapeDtypeStruct` among the arguments, and in pytrees of them, are operands. Everything else is passed to
+    `f` as it is.
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs or {}))
+    at = [k for k, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))]
+
+    def function(*operands):
+        given = list(leaves)
+        for k, operand in zip(at, operands):
+            given[k] = operand
+        args, kwargs = jax.tree.unflatten(tree, given)
+        return [x for x in jax.tree.leaves(f(*args, **kwargs)) if isinstance(x, jax.Array)]
+
+    return function, tuple(leaves[k] for k in at)
