@@ -117,10 +117,11 @@ class Flat:
     Raises: Unsupported, naming the equation and the user's line.
     """
 
+    _origin = None  # the equation that is being rewritten
     otherwise = "which is not elementwise"  # of an equation that is neither elementwise nor a reduction
 
     def _read(self, closed, label):
-        self.label, self.steps, self._calls, self._origin = label, [], [], None
+        self.label, self.steps, self._calls = label, [], []
         self.operands = [self._value(v.aval) for v in closed.jaxpr.invars]
         self.results = self._inline(closed.jaxpr, [Constant(np.asarray(c)) for c in closed.consts], self.operands)
         self._remove_unused()
