@@ -44,11 +44,14 @@ def is_float(x) -> bool:
 class Program:
     """The program of this seed and number: `f(*args)`, and `args`, arrays or, for `large`, their types.
 
-    exact: its operations are exact on small integers, so that no two ways to compute it differ but by the order of sums.
+    exact: its operations are exact on small integers, and no scatter depends on the order of its updates, which a GPU does
+        not fix. So all ways to compute its values are equal; derivatives are rounded in 16 bits.
+    backwards: the updates of its scatters come in the opposite order.
     """
 
-    def __init__(self, seed, number, exact=False, large=False, wide=False):
+    def __init__(self, seed, number, exact=False, large=False, wide=False, backwards=False):
         self.key, self.exact, self.large, self.wide = (seed, number), exact, large, wide
+        self.backwards = backwards
         self.transform = self.any(TRANSFORMS, np.random.default_rng((*self.key, 1)))
         self.args = self._arguments(np.random.default_rng((*self.key, 0)))
 
@@ -254,7 +257,9 @@ class Program:
         if kind == 6 and x.ndim:
             return jnp.broadcast_to(jnp.arange(x.shape[0]).reshape(-1, *[1] * (x.ndim - 1)), x.shape)
         if kind == 7 and x.ndim:
-            return jnp.cumsum(x, int(rng.integers(x.ndim)), dtype=x.dtype if x.dtype != jnp.bool_ else jnp.int32)
+            narrow = self.exact and is_float(x) and x.dtype.itemsize < 4
+            dtype = jnp.int32 if x.dtype == jnp.bool_ else jnp.float32 if narrow else x.dtype
+            return jnp.cumsum(x, int(rng.integers(x.ndim)), dtype=dtype)
         return jnp.full(x.shape, int(rng.integers(0, 3)), self.any((jnp.float32, jnp.bfloat16, jnp.int32), rng))
 
     def _moved(self, rng, x):
@@ -288,6 +293,10 @@ class Program:
         except ValueError:
             return None
 
+    def _rounds(self, updates, k):
+        """Whether sums of all updates, each of which is 4 at most, may be rounded in their type."""
+        return 4 * (np.prod(updates.shape[:k]) + 1) > 2 / jnp.finfo(updates.dtype).eps
+
     def _scatter(self, rng):
         updates = next((u for u in (self._pick(rng) for _ in range(5)) if u.ndim), None)
         if updates is None:
@@ -303,12 +312,18 @@ class Program:
         if rng.integers(8) == 0:
             i = jnp.where(i < 0, i + jnp.asarray(n % (int(jnp.iinfo(i.dtype).max) + 1), i.dtype), i)
         trail = updates.shape[k:]
-        if updates.dtype == jnp.bool_:
+        if updates.dtype == jnp.bool_ or self.exact and is_float(updates) and self._rounds(updates, k):
             updates = updates.astype(jnp.float32)
+        if self.backwards and k:
+            i, updates = jnp.flip(i, 0), jnp.flip(updates, 0)
+        place = (-int(self.backwards), *[0] * k)[:k]  # of the same update in both orders
+        empty = 0 in updates.shape[:k]
         if kind < 2 and k == 1:
             rows = None if n == 0 else n
             mode = self.any((None, "drop", "clip"), rng)
             f = self.any(SEGMENTS if self.transform in ("none", "vmap", "scan") else SEGMENTS[:-1], rng)
+            if self.exact and f is jax.ops.segment_prod:
+                updates = jnp.sign(updates)
             return f(updates, i, rows or 3, mode=mode, indices_are_sorted=False)
         targets = [x for x in self.pool if x.ndim and x.shape[1:] == trail and x.dtype == updates.dtype]
         zeros = jnp.zeros((n, *trail), updates.dtype)
@@ -321,11 +336,15 @@ class Program:
             i = self._in_bounds(i, x.shape[0])
         if method == "max" and rng.integers(2) and is_float(x):
             x = jnp.full_like(x, -jnp.inf)
+        if self.exact and method == "multiply":
+            updates = jnp.sign(updates)
+        if self.exact and method == "set" and not empty:
+            updates = jnp.broadcast_to(updates[place], updates.shape)
         if rng.integers(8) == 0 and x.ndim >= 2:  # rows along the second dimension
             x, updates = jnp.swapaxes(x, 0, 1), jnp.moveaxis(updates, k, 0)
             return getattr(x.at[:, i], method)(updates, mode=mode)
         if rng.integers(8) == 0:  # one update for all
-            updates = updates[(0,) * k] if 0 not in updates.shape[:k] else jnp.asarray(1, x.dtype)
+            updates = jnp.asarray(1, x.dtype) if empty else updates[place]
         return getattr(x.at[i], method)(updates, mode=mode)
 
 
@@ -365,22 +384,44 @@ def lower(seed, number, wide=False) -> list:
 def run(seed, number, wide=False) -> list:
     """Runs a program plainly and on jaxkern, compares the results, and returns what was decided."""
     program = Program(seed, number, exact=True, wide=wide)
-    try:
-        plain = jax.jit(lambda *args: program.f(*args))(*program.args)
-    except Exception as error:
-        raise Refused(str(program)) from error
+    plain = run_plainly(program)
     with forced(), decisions.recorded() as found:
         own = jax.jit(lambda *args: program.f(*args))(*program.args)
+    compare(program, plain, own)
+    return found
+
+
+def run_backwards(seed, number, wide=False) -> list:
+    """Runs a program plainly, with the updates of its scatters in both orders, and compares the results."""
+    programs = [Program(seed, number, exact=True, wide=wide, backwards=b) for b in (False, True)]
+    compare(programs[0], *map(run_plainly, programs))
+    return []
+
+
+def run_plainly(program):
+    try:
+        return jax.jit(lambda *args: program.f(*args))(*program.args)
+    except Exception as error:
+        raise Refused(str(program)) from error
+
+
+def compare(program, plain, own):
+    """Raises an error that shows the numbers and the program unless the results are equal."""
     # Cotangents and tangents are not bounded as values are, and so not exact in 16 bits.
     rtol = 1e-5 if program.transform in ("none", "vmap", "scan") else 4e-2
-    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(own), strict=True):
+    for k, (a, b) in enumerate(zip(jax.tree.leaves(plain), jax.tree.leaves(own), strict=True)):
         assert a.dtype == b.dtype and a.shape == b.shape, (a.dtype, b.dtype, a.shape, b.shape)
         if a.dtype == jax.dtypes.float0:
             continue
-        a, b = np.asarray(a).astype(np.float64), np.asarray(b).astype(np.float64)
+        dtype, a, b = a.dtype, np.asarray(a).astype(np.float64), np.asarray(b).astype(np.float64)
         scale = np.max(np.abs(a), where=np.isfinite(a), initial=1)
-        np.testing.assert_allclose(b, a, rtol=rtol, atol=rtol * scale)
-    return found
+        try:
+            np.testing.assert_allclose(b, a, rtol=rtol, atol=rtol * scale)
+        except AssertionError as error:
+            with np.printoptions(threshold=200, linewidth=150):
+                numbers = f"plain\n{a}\nown\n{b}"
+            traced = jax.make_jaxpr(program.f)(*program.args)
+            raise AssertionError(f"{program}, result {k}, {dtype}: {error}\n{numbers}\n{traced}") from None
 
 
 def main():
