@@ -10,6 +10,8 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from conftest import ON_GPU
 
@@ -114,6 +116,41 @@ def test_whole_programs(tmp_path):
         assert set(row["times"]) == set(row["loss"]) == {_goals.OURS, "xla"}
         assert row["loss"][_goals.OURS] == pytest.approx(row["loss"]["xla"], rel=1e-3)
         assert row["decisions"] and row["case"] in programs.table(data)
+
+
+@pytest.mark.parametrize("endless", ["", "four steps did not end"])
+def test_first_steps_are_compared_with_matrix_products_known(endless, monkeypatch):
+    """Where the goal is checked, the plain step is compiled once before all, and again where it is measured."""
+    events = []
+
+    def step(state, x):
+        events.append("traced")
+        return state + x, x
+
+    training = programs.Training(lambda: jnp.zeros(()), step, (np.ones((), np.float32),))
+    plain = jax.jit(training.step, donate_argnums=0)
+    programs._compile_plainly(training)
+    programs._compile_plainly(training)
+    plain(jnp.zeros(()), jnp.ones(()))
+    assert events == ["traced"] * 3
+
+    def measured(training, repeats):
+        events.append("measured")
+        return programs._Measured(_timing.Timing([1.0], "host"), 2.0, 0.0)
+
+    events.clear()
+    monkeypatch.setattr(programs._run, "backend", lambda: "gpu")
+    monkeypatch.setattr(programs, "_compile_plainly", lambda training: events.append("compiled"))
+    monkeypatch.setattr(programs, "_measured", measured)
+    program = programs.Program("steps", "float32", lambda dtype, small: training, endless=endless)
+    for small in (False, True):
+        (row,) = programs._rows(program, {"": {}}, small, 1, 0, {})
+        checked = not small and not endless
+        assert [goal["goal"] for goal in row["goals"]] == (["plain", "first step"] if checked else [])
+        found = [e for e in events if e != "traced"]
+        assert found == ["compiled"] * checked + ["measured"] * (1 if endless and not small else 2)
+        assert not checked or events[0] == "compiled"
+        events.clear()
 
 
 NORMS = {"layer_norm", "softmax_cross_entropy", "scatter_add"}
