@@ -17,11 +17,12 @@ needs_compiler = pytest.mark.skipif(MODULE is None or bool(MODULE.compiler()[1])
 X = jax.ShapeDtypeStruct((8, 512), jnp.float32)
 GRAPH = jaxkern.Graph(jnp.array([0, 1, 2]), jnp.array([1, 1, 0]), num_nodes=3)
 
-# A function, its operation, and the place of its statements in the generated source.
+# A function, and its operation. The generated source of each computes a hyperbolic tangent.
 FUNCTIONS = {
     "elementwise_kernel": (lambda x: jaxkern.elementwise_kernel(lambda x: jnp.tanh(x) * 2)(x), "elementwise_kernel"),
     "row_kernel": (lambda x: jaxkern.row_kernel(lambda x: jnp.tanh(x) / x.sum(-1, keepdims=True))(x), "row_kernel"),
     "messages": (lambda x: jaxkern.edge_sum(jnp.tanh, GRAPH, senders=x[:3]), "edge_reduce"),
+    "scan": (lambda x: jaxkern.scan(lambda c, x: (c + jnp.tanh(x), c), jnp.zeros(512), x), "scan"),
     "score": (lambda x: jaxkern.softmax(x, score=lambda s, q, k: jnp.tanh(s)), "softmax"),
 }
 
