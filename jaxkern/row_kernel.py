@@ -11,6 +11,8 @@ from jaxkern._core import validate
 from jaxkern._engines.rows.function import trace
 from jaxkern._engines.rows.primitive import apply
 
+KEPT = 256  # traces of a function, each for other types of its operands
+
 
 def row_kernel(f: Callable | None = None, *, axis: int = -1, name: str | None = None) -> Callable:
     """Makes one kernel of a function that is elementwise along all axes but one, and reduces along that one.
@@ -81,6 +83,8 @@ def row_kernel(f: Callable | None = None, *, axis: int = -1, name: str | None = 
                 found[0].check()
             if any(isinstance(c, jax.core.Tracer) for c in found[1]):
                 return found
+            if len(traces) >= KEPT:  # the oldest
+                traces.pop(next(iter(traces)))
             traces[key] = found
         return traces[key]
 

@@ -4,6 +4,7 @@ Kernels compute 16-bit types in float32, so the reference is the function itself
 """
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -150,6 +151,24 @@ def test_a_reduction_of_one_element():
     function, _, _ = trace(f, [x], -1, "f")
     results = [jax.ShapeDtypeStruct(*o) for o in plan.outputs(function)]
     assert plan.plan(device.H200, function.avals, results, function=function) is not None
+
+
+def test_traces_are_kept_as_jit_keeps_them_and_not_without_end(monkeypatch):
+    """A global that changes after the first call is not seen; the oldest traces are dropped."""
+    monkeypatch.setattr(sys.modules["jaxkern.row_kernel"], "KEPT", 2)
+    scale, traced = 2.0, []
+
+    @jaxkern.row_kernel
+    def f(x):
+        traced.append(x.shape)
+        return x * scale
+
+    assert f(jnp.ones((2, 3))).max() == 2
+    scale = 3.0
+    assert f(jnp.ones((2, 3))).max() == 2 and len(traced) == 1
+    for width in (4, 5, 3):
+        f(jnp.ones((2, width)))
+    assert traced == [(2, 3), (2, 4), (2, 5), (2, 3)]
 
 
 def test_symbolic_shapes():
