@@ -865,6 +865,17 @@ def test_check_reports(monkeypatch):
 # ---- the rest of JAX
 
 
+@pytest.mark.parametrize("platforms", (["cuda"], ["cpu", "cuda"]))
+def test_functions_are_taken_in_programs_exported_without_a_gpu(platforms):
+    f = jax.jit(lambda x: jax.nn.logsumexp(x, -1))
+    with jaxkern.accelerate(export=True):
+        export = jax.export.export(f, platforms=platforms, disabled_checks=jaxkern.export_checks())
+        exported = export(jax.ShapeDtypeStruct((8192, 4096), jnp.float32))
+        small = jax.random.normal(jax.random.key(0), (4, 8))
+        close(f(small), jax.scipy.special.logsumexp(small, -1))
+    assert "jaxkern_" in exported.mlir_module()
+
+
 def test_exported_programs_stay_plain():
     f = jax.jit(lambda x, i: (jax.ops.segment_sum(x, i, NODES), jax.nn.logsumexp(x, 1)))
     with forced:

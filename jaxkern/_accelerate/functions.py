@@ -322,7 +322,7 @@ def call(name, arguments, named):
 
 def _on_gpu(settings) -> bool:
     """Whether the program may be one for a GPU. While it is traced, JAX does not know where it will run."""
-    return settings.force or settings.session > 0 or jax.default_backend() == "gpu"
+    return settings.force or settings.export or settings.session > 0 or jax.default_backend() == "gpu"
 
 
 def _left_on(platform, operations, arguments):
