@@ -17,6 +17,7 @@ from jax import lax
 
 import jaxkern
 from jaxkern._core import compat, functor
+from jaxkern._core.jaxprs import computing
 
 # ---- identities with derivatives of their own
 
@@ -319,24 +320,29 @@ class Program:
 
 
 def check(program, dtype, shapes, operands, cotangents):
-    """Results and derivatives, which an equal function may have made before, against jnp. Nothing is compiled."""
+    """Results and derivatives, which an equal function may have made before, against jnp. Nothing is compiled.
+
+    Numbers of 16 bits are compared with those of float32, in which the programs are exact, rounded once.
+    """
     f, wrt = program.function(), range(program.arity)
     function = trace(f, *[dtype] * program.arity)
     assert function == trace(program.function(), *[dtype] * program.arity), program.steps
     shape = np.broadcast_shapes(*shapes)
-    flat = [jnp.broadcast_to(x, shape).ravel() for x in operands]
+    wide = computing(jnp.dtype(dtype))
+    flat, given = ([jnp.broadcast_to(x, shape).ravel().astype(wide) for x in xs] for xs in (operands, cotangents))
     has_jvp = "custom_vjp" not in {mark for _, _, mark, _ in program.steps}
     pullback, pushforward = function.vjp(wrt), function.jvp(wrt) if has_jvp else None
     with jax.disable_jit():
         wanted, pull = jax.vjp(jax.vmap(f), *flat)
-        wanted = [*wanted, *pull(tuple(c.ravel() for c in cotangents))]
+        wanted = [*wanted, *pull(tuple(given))]
         found = [*function(*operands), *pullback(*operands, *cotangents)]
         if has_jvp:
             wanted += jax.jvp(jax.vmap(f), flat, flat)[1]
             found += pushforward(*operands, *operands)
     for a, b in zip(found, wanted, strict=True):
-        assert a.dtype == b.dtype
-        a, b = (np.asarray(jnp.broadcast_to(y, shape), np.float64) for y in (a, b.reshape(shape)))
+        assert a.dtype == dtype
+        b = b.reshape(shape).astype(dtype)
+        a, b = (np.asarray(jnp.broadcast_to(y, shape), np.float64) for y in (a, b))
         np.testing.assert_allclose(a, b, 1e-5, 1e-5, err_msg=f"{dtype} {program.steps}")
 
 
