@@ -35,7 +35,8 @@ def scan(
     lanes in registers, loads later elements of xs while it computes, and writes each element of ys once. Derivatives and batches
     are JAX's, of any order, and are kernels too; gradients of what broadcasts over lanes are added up in each lane, and summed over
     lanes once, behind the loop. XLA runs the loop where there is no kernel: on a CPU, on several devices outside of `shard_map`,
-    and for derivatives that are not elementwise. The kernel needs many lanes, from about 10 000 on, to be as fast as memory.
+    and for derivatives that are not elementwise. A thread runs the loop of a
+    lane, so few lanes leave most of a GPU idle.
 
     Raises, when it is traced:
         TypeError: f is not elementwise over lanes. The error names the operation and the line in f.
