@@ -87,3 +87,11 @@ def x64():
     """float64 arrays inside the test; its other arrays must name their dtype."""
     with compat.enable_x64():
         yield
+
+
+@pytest.fixture
+def measured_jaxlib(monkeypatch):
+    """What is taken does not depend on the jaxlib of this process."""
+    from jaxkern._accelerate import gate
+
+    monkeypatch.setattr(compat, "jaxlib", lambda: tuple(map(int, gate.JAXLIB.split("."))))

@@ -588,12 +588,6 @@ def test_updates_are_not_taken_out_of_arithmetic(name, monkeypatch):
 # ---- explain
 
 
-@pytest.fixture
-def measured_jaxlib(monkeypatch):
-    """What is taken does not depend on the jaxlib of this process."""
-    monkeypatch.setattr(compat, "jaxlib", lambda: tuple(map(int, gate.JAXLIB.split("."))))
-
-
 def big(dtype):
     return jax.ShapeDtypeStruct((1 << 17, 128), dtype), jax.ShapeDtypeStruct((1 << 19,), jnp.int32)
 

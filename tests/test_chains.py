@@ -469,7 +469,7 @@ def test_the_gate(changes, alone, ordered):
 
 
 @pytest.mark.skipif(not registry.kernels_run(), reason="no kernels")
-def test_one_order_for_all():
+def test_one_order_for_all(measured_jaxlib):
     """A softmax over the edges of a node: what follows its maximum is reduced in the order that the maximum takes."""
     n, e = 20_000, 200_000
     scores, s, r = (jax.ShapeDtypeStruct((e,), d) for d in (jnp.float32, jnp.int32, jnp.int32))

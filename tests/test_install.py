@@ -203,18 +203,6 @@ def test_module_that_cannot_be_set_up(fake, monkeypatch):
     assert status.module is None and status.reason.startswith("jaxkern._fake cannot be set up: ")
 
 
-@pytest.mark.parametrize("value", ["many", ""])
-def test_environment_that_is_wrong(value):
-    done = python(
-        "from jaxkern._core import registry; print(registry.kernels.reason)",
-        JAXKERN_CACHE_MB=value,
-        JAX_PLATFORMS="cpu",
-    )
-    assert done.returncode == 0, done.stderr
-    if registry.kernels.module is not None:
-        assert "jaxkern._runtime cannot be set up: " in done.stdout
-
-
 def test_warnings():
     """Of a module that is absent only where there is a GPU; of what loaded, never."""
 
