@@ -126,8 +126,8 @@ template <class T> JAXKERN_FN T div(T x, T y) {
     return static_cast<T>(x / y);
   }
 }
-// x / y for a y that divides many x, of which `inverse` is the inverse: the quotient is corrected once. Where the inverse is
-// zero or not finite, the correction is NaN.
+// x / y for a y that divides many x and has the inverse `inverse`: the quotient is corrected once. Where the inverse is zero
+// or not finite, the correction is NaN, and x is divided.
 JAXKERN_FN float quotient(float x, float y, float inverse) {
   const float q = x * inverse, z = fmaf(fmaf(-q, y, x), inverse, q);
   return z == z ? z : x / y;

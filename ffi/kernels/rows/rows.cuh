@@ -33,7 +33,7 @@
 
 namespace jaxkern {
 
-// The offset of a row, by an IndexMap of which the number of groups of dimensions is known.
+// The offset of a row. kRank: the number of groups of dimensions of the map.
 template <int kRank> __device__ __forceinline__ int64_t MapRow(const IndexMap& map, int64_t row) {
   if constexpr (kRank == 0) return 0;
   else if constexpr (kRank == 1) return row * map.stride[0];

@@ -127,12 +127,12 @@ class Core:
         reductions = [s for s in program.steps if program.row in program.over(s)]
         wanted = [o.value for o in self.outputs if isinstance(o.value, Value)]
         # Backwards from the outputs: reductions that are needed, and the numbers that elements are computed with.
-        self.indices, leaves, needed, seen, todo = [], {}, set(), set(), list(wanted)
+        self.indices, leaves, needed, seen, pending = [], {}, set(), set(), list(wanted)
         for o in self.outputs:
             if isinstance(o.value, Value) and not o.value.is_row:
                 leaves[o.value] = None
-        while todo:
-            v = todo.pop()
+        while pending:
+            v = pending.pop()
             if v in seen or not isinstance(v, Value):
                 continue
             seen.add(v)
@@ -153,7 +153,7 @@ class Core:
             for x in step.operands:
                 if isinstance(x, Value) and v.is_row and not x.is_row:
                     leaves[x] = None
-                todo.append(x)
+                pending.append(x)
         self.members = {v: f"n{k}" for k, v in enumerate(leaves)}
         # Divisors of elements: a row divides once, and its elements are multiplied.
         divisors = [
@@ -174,9 +174,9 @@ class Core:
         wanted.append([o.value for o in self.outputs if o.kind in ("row", "columns")])
         computed, kept = {}, {}
         for stage, values in enumerate(wanted):
-            seen, todo = set(), list(values)
-            while todo:
-                v = todo.pop()
+            seen, pending = set(), list(values)
+            while pending:
+                v = pending.pop()
                 step = self.step_of.get(v) if isinstance(v, Value) and v.is_row else None
                 if step is None or v in seen or v in kept:
                     continue
@@ -184,23 +184,23 @@ class Core:
                     kept[v] = computed[v]
                     continue
                 seen.add(v)
-                todo += step.operands
+                pending += step.operands
             for v in seen:
                 computed.setdefault(v, stage)
         return kept
 
     def _is_dear(self, value, kept) -> bool:
         """Whether an element of the value costs an elementary function, given those that are kept."""
-        todo, seen = [value], set()
-        while todo:
-            v = todo.pop()
+        pending, seen = [value], set()
+        while pending:
+            v = pending.pop()
             step = self.step_of.get(v) if isinstance(v, Value) and v.is_row else None
             if step is None or v in seen or v in kept:
                 continue
             seen.add(v)
             if step.name in DEAR:
                 return True
-            todo += step.operands
+            pending += step.operands
         return False
 
     @functools.cached_property
@@ -214,9 +214,9 @@ class Core:
         wanted = [[v for s in steps for v in s.operands[: len(s.results)]] for steps in self.stages]
         wanted.append([o.value for o in self.outputs if o.kind in ("row", "columns")])
         for stage, values in enumerate(wanted):
-            todo, seen = list(values), set()
-            while todo:
-                v = todo.pop()
+            pending, seen = list(values), set()
+            while pending:
+                v = pending.pop()
                 if not isinstance(v, Value) or v in seen or not v.is_row:
                     continue
                 seen.add(v)
@@ -224,7 +224,7 @@ class Core:
                     last[v] = stage
                     continue
                 step = self.step_of.get(v)
-                todo += step.operands if step is not None else []
+                pending += step.operands if step is not None else []
         alive = lambda stage: sum(
             max(1, computing(v.dtype).itemsize // 4)
             for v, first in self.kept_values.items()
