@@ -41,7 +41,7 @@ def row_kernel(f: Callable | None = None, *, axis: int = -1, name: str | None = 
 
     Raises, in a call:
         TypeError: f does what no row function does. The error names the operation and the line in f.
-        ValueError: `axis` is out of bounds.
+        ValueError: `axis` is out of bounds, or f returns no array.
 
     >>> import jax, jax.numpy as jnp, jaxkern
     >>> @jaxkern.row_kernel
@@ -79,6 +79,8 @@ def row_kernel(f: Callable | None = None, *, axis: int = -1, name: str | None = 
             avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in operands]
             flat = lambda *xs: f(*jax.tree.unflatten(tree, xs))
             found = trace(flat, avals, row % rank - rank, label)
+            if not found[2].num_leaves:
+                raise ValueError(f"{label} must return at least one array")
             if all(isinstance(n, int) and n > 1 for n in operands[at].shape):
                 found[0].check()
             if any(isinstance(c, jax.core.Tracer) for c in found[1]):

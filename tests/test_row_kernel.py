@@ -263,6 +263,7 @@ def test_what_is_no_row_function(f, words):
             r"axis 2 is out of bounds for shape \(2, 2\)",
         ),
         (lambda: jaxkern.row_kernel(jnp.sin)(), TypeError, "at least one operand"),
+        (lambda: jaxkern.row_kernel(lambda x: None)(jnp.ones(2)), ValueError, "must return at least one array"),
         (lambda: jaxkern.row_kernel(jnp.sin)("abc"), TypeError, "operand 0 must be an array or a number"),
         (lambda: jaxkern.row_kernel(jnp.sin)(jnp.ones((2, 2), jnp.complex64)), TypeError, "complex64"),
     ],
