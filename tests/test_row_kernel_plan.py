@@ -166,3 +166,14 @@ def test_one_kernel_serves_any_number_of_rows():
         for rows in (5000, 20000, 1 << 20)
     }
     assert len(names) == 1
+
+
+@plans.needs_nvrtc
+@pytest.mark.parametrize("shape, row", [((4096, 256), -1), ((64, 512, 256), -2)])
+def test_kernels_with_many_reductions_have_room_for_them(shape, row):
+    """Fewer threads share a row where what they reduced would not fit the shared memory of a block."""
+    f = lambda x: x * sum(jnp.sum(jnp.cos(k * x), row, keepdims=True) for k in range(1, 15))
+    function, _, _ = trace(f, [jax.ShapeDtypeStruct(shape, "float32")], row, "many")
+    found = planned(function)
+    for step in {step.name: step for step in (*found.launches, *(found.unaligned or ()))}.values():
+        assert registry.kernels.module.compile(step.header, step.name, 90, step.source)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkern._core import functor
+from jaxkern._core.define import ceil_div
 from jaxkern._core.functor import cpp_type
 from jaxkern._core.jaxprs import computing
 from jaxkern._engines.jaxpr import NOT_ELEMENTWISE, REDUCTIONS, Constant, Value, compute, widened
@@ -231,6 +232,18 @@ class Core:
             if first < stage <= last.get(v, -1)
         )
         return max((alive(stage) for stage in range(1, len(self.stages) + 1)), default=0)
+
+    @functools.cached_property
+    def partial_bytes(self) -> list:
+        """Bytes of what a thread has reduced, for each stage."""
+        places = lambda step: 4 * (step.name in ("argmax", "argmin"))
+        size = lambda step: sum(max(4, computing(v.dtype).itemsize) for v in step.results) + places(step)
+        return [8 * ceil_div(sum(map(size, steps)), 8) for steps in self.stages]
+
+    @functools.cached_property
+    def total_bytes(self) -> int:
+        """Bytes of the numbers that a thread adds up over rows."""
+        return sum(computing(o.value.aval.dtype).itemsize for o in self.of_kind("total"))
 
     def _index(self, step):
         dim = step.result.dims[step.params["dimension"]]

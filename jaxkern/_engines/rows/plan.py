@@ -21,7 +21,7 @@ NAME = "Function"
 ALGORITHMS = ("lanes", "warp", "block", "streaming", "strided")
 DTYPES = tuple(define.CUDA_TYPES)
 MOST_ARRAYS = 20
-SHARED = 48 * 1024  # bytes of static shared memory
+SHARED = 48 * 1024  # bytes of static shared memory, which functions of a kernel do not share
 
 
 class Problem(typing.NamedTuple):
@@ -145,7 +145,8 @@ def plan(device, operands, results, *, function):
         if blocks >= 1 << 31:
             return None
         ends = "kRagged" if width % pack else "kWhole" if width == group * packs * pack else "kPart"
-        if stays and groups > 1 and threads * packs * pack * 8 > SHARED:
+        room = threads * packs * pack * problem.sums if groups > 1 else 0
+        if room + 2 * threads // 32 * sum(core.partial_bytes) + threads * core.total_bytes > SHARED:
             return None
         sums, scratch, after = _sums(core, blocks, width)
         args = _arguments(core, program, rows, width, sums, arrays, device)
@@ -248,6 +249,8 @@ def _strided(device, operands, arrays, function, views):
             (p for p in (1, 2, 4, 8) if ceil_div(width, p) * words <= tuning.STRIDED_WORDS and p * 4 >= min(width, 32)),
             16,
         )
+        while parts > 1 and 32 * parts * (pack * sum(core.partial_bytes) + core.total_bytes) > SHARED:
+            parts //= 2
         each = ceil_div(width, parts)
         each = each if each * words <= tuning.STRIDED_WORDS else 0
         source = core.source(NAME, keeps=bool(each))
