@@ -137,7 +137,7 @@ class Cell(_cell.Cell):
         return jax.tree.leaves(jax.eval_shape(self.function, *self.primals()))
 
     def operands(self) -> list[jax.ShapeDtypeStruct]:
-        """Those of the function, then the cotangents of a backward pass."""
+        """The operands of the function, then the cotangents of a backward pass."""
         return self.primals() + (self.results() if self.direction == "backward" else [])
 
     @property

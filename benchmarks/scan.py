@@ -2,8 +2,8 @@
 
     python -m benchmarks scan [--ops recurrence,gated]
 
-The backward pass is the gradient, with the forward loop that it needs. Its bytes are those of the arrays that the two loops
-must read and write, carries stored for each step among them.
+The backward pass is the gradient, with the forward loop that it needs. Its bytes count all arrays that the two
+loops must read and write, including the carries that are stored for each step.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def elementwise_reference() -> str:
 
 
 def counterparts() -> str:
-    """A row for each function with a counterpart: the arguments that both have, and those of one side."""
+    """A row for each function with a counterpart: the arguments that both have, and the arguments that one side lacks."""
     rows = []
     for c in pairs.COUNTERPARTS:
         ours, theirs = c.parameters()

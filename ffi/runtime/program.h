@@ -61,8 +61,8 @@ struct Program {
   std::vector<Variant> variants;
 };
 
-// Returns an empty string, or the error in the text. A program that is accepted has 1 to kMostVariants variants, the last
-// of which serves any address; buffer references and memsets lie inside their buffers.
+// Returns an empty string, or the error in the text. An accepted program has 1 to kMostVariants variants, and the
+// last one serves any address. Buffer references and memsets lie inside their buffers.
 std::string ParseProgram(std::string_view text, Program* program);
 
 }  // namespace jaxkern

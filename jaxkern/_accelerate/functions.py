@@ -302,7 +302,7 @@ class Replaced(typing.NamedTuple):
 _lock = threading.RLock()
 _users = 0
 _replaced: dict[str, Replaced] = {}
-_retired: dict[str, Replaced] = {}  # of earlier times, for calls that are under way in another thread
+_retired: dict[str, Replaced] = {}  # replaced earlier; other threads may still be calling them
 
 
 def call(name, arguments, named):
@@ -453,6 +453,6 @@ def release() -> None:
         sys.meta_path.remove(_hook)
         for place in _replaced.values():
             place.function.__code__ = place.code
-        # A call that is under way in another thread may still ask for the original.
+        # Another thread may be in a call, and ask for the original.
         _retired.update(_replaced)
         _replaced.clear()

@@ -74,8 +74,8 @@ def printed() -> bool:
 def record(operation, taken, reason, avals, frames, bytes=0) -> bool:
     """Notes a decision, prints it if JAXKERN_EXPLAIN=1, and returns whether the operation is taken.
 
-    It is not taken if `explain` only lists it, as an operation on request. frames: a function that returns those of the
-    code that it stems from.
+    It is not taken if `explain` only lists it, as an operation on request. frames: a function that returns the stack
+    frames of the code that made the operation.
     """
     settings = switch.current()
     if settings is not None and operation in settings.listed:

@@ -9,7 +9,8 @@
 //
 // Memory traffic: each row is read once, with kHeld = 0 once for each stage and mostly from L2, and each result is written once.
 //
-// Sums over rows: each block writes those of its rows, one for each element of a row, and SumOverBlocks adds them in order.
+// Sums over rows: each block writes the sums of its own rows, one for each element of a row. SumOverBlocks adds
+// them in order.
 // On entry: rows start on N elements in every array, and the number of rows is a multiple of N.
 #pragma once
 
