@@ -64,7 +64,7 @@ class Core:
         for k, dims in program.sums.items():
             own = program.results[k].dtype
             self.ys[k - program.num_carry] = Array(accumulated(dims), computing(own))
-        self.function = self._function()
+        self.function = self._function(program.results)
 
     @staticmethod
     def _array(v) -> Array:
@@ -99,7 +99,8 @@ class Core:
             results.append(y.reshape(aval.shape).astype(aval.dtype))
         return results
 
-    def _function(self):
+    def _function(self, results):
+        """The functor of these values of the program: its arguments are the operands that it reads, and indices."""
         program = self.program
         operands = [*(program.operands[k] for k in self.consts), *program.carries]
         operands += [program.operands[k] for k in self.xs]
@@ -116,10 +117,10 @@ class Core:
                     env[step.result] = jax.lax.convert_element_type(at, computing(step.result.dtype))
                 else:
                     env.update(zip(step.results, compute(step, [read(x) for x in step.operands])))
-            return [jnp.asarray(read(v)) for v in program.results]
+            return [jnp.asarray(read(v)) for v in results]
 
         takes = [*(computing(v.dtype) for v in operands), *[INDEX] * len(self.indices)]
-        gives = [computing(np.dtype(v.aval.dtype)) for v in program.results]
+        gives = [computing(np.dtype(v.aval.dtype)) for v in results]
         return functor.of_scalars(f, takes, gives, program.label, False)
 
     # ---- how lanes lie in arrays

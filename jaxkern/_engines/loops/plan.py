@@ -40,35 +40,12 @@ def plan(device, core, length, reverse):
         grid = ceil_div(threads, block)
         registers = tuning.OWN_REGISTERS + ahead * words + each * values_of_a_lane(core)
         resident = max(1, min(ceil_div(grid, device.sm_count), 65536 // (block * registers)))
-        reads = len(core.consts)
-        inits, at = [], reads
-        for k in range(len(core.carries)):
-            inits.append(launch.null if k in program.accumulators else launch.operand(at))
-            at += k not in program.accumulators
-        sizes = lambda arrays: [*(i64(a.size) for a in arrays), i64(0)]
-        args = struct(
-            *(launch.operand(k) for k in range(reads)),
-            launch.null,
-            *inits,
-            launch.null,
-            *(launch.operand(at + k) for k in range(len(xs))),
-            launch.null,
-            *(launch.result(k) for k in range(len(core.carries))),
-            launch.null,
-            *(launch.result(len(core.carries) + k) for k in range(len(core.ys))),
-            launch.null,
-            *map(define._index_map, maps),
-            define._index_map([]),
-            *sizes(xs),
-            *sizes(core.ys),
-            i64(lanes),
-            i64(length),
-        )
+        args = arguments(core, maps, lanes, length)
         flags = ", ".join(str(f).lower() for f in (length % ahead == 0, reverse))
         name = f"LoopKernel<{NAME}, {each}, {ahead}, {block}, {resident}, {flags}>"
         return (Launch(HEADER, name, [args], grid, block, source=source),)
 
-    if (len(arrays) + 8) * 8 + 88 * len(core.source(NAME, 1)[1]) > MOST_BYTES:
+    if bytes_of_arguments(core) > MOST_BYTES:
         return None
     each = lanes_of_a_thread(device, core, lanes)
     single = launches(1)
@@ -76,6 +53,42 @@ def plan(device, core, length, reverse):
         return single and Plan("lane", single)
     several = launches(each)
     return Plan("lanes", several, 0, single) if several is not None else Plan("lane", single)
+
+
+def bytes_of_arguments(core) -> int:
+    """An upper bound of the size of `LoopEngine::Args`."""
+    arrays = [*core.consts, *core.carries, *core.xs, *core.carries, *core.ys]
+    return (len(arrays) + 8) * 8 + 88 * len(core.source(NAME, 1)[1])
+
+
+def arguments(core, maps, lanes, length):
+    """`LoopEngine::Args` of loops.cuh. maps: the groups of each index map of the source."""
+    program = core.program
+    xs = [core._array(program.operands[k]) for k in core.xs]
+    reads = len(core.consts)
+    inits, at = [], reads
+    for k in range(len(core.carries)):
+        inits.append(launch.null if k in program.accumulators else launch.operand(at))
+        at += k not in program.accumulators
+    sizes = lambda arrays: [*(i64(a.size) for a in arrays), i64(0)]
+    return struct(
+        *(launch.operand(k) for k in range(reads)),
+        launch.null,
+        *inits,
+        launch.null,
+        *(launch.operand(at + k) for k in range(len(xs))),
+        launch.null,
+        *(launch.result(k) for k in range(len(core.carries))),
+        launch.null,
+        *(launch.result(len(core.carries) + k) for k in range(len(core.ys))),
+        launch.null,
+        *map(define._index_map, maps),
+        define._index_map([]),
+        *sizes(xs),
+        *sizes(core.ys),
+        i64(lanes),
+        i64(length),
+    )
 
 
 def lanes_of_a_thread(device, core, lanes) -> int:
