@@ -1,0 +1,284 @@
+"""Scans by an associative operation, and their primitive, `jaxkern_associative_scan`.
+
+    ys = associative_scan(combine, elems, axis=1)
+
+A step has a state: a few numbers, `element(xs)`. The state of a prefix is `combine(state of its front, state of its back)`.
+What is stored is `finish(state, xs)`. So the arrays in memory may be smaller than states: a sum of squares, or a logsumexp
+whose state is a maximum and a sum.
+
+Kernels hold states in computing types: those of 16 bits are float32 until they are stored. `combine` is applied in an order
+that depends on shapes alone.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import ad
+
+from jaxkern._core import compat, partition
+from jaxkern._core.define import primitive
+from jaxkern._core.functor import Function, of_scalars, trace
+from jaxkern._core.jaxprs import computing
+from jaxkern._core.primitive import bind
+from jaxkern._engines.loops.lowering import mark
+
+
+@dataclasses.dataclass(frozen=True)
+class Associative:
+    """What a scan computes, as Functions of scalars.
+
+    element: (xs) -> a state. combine: (earlier state, later state) -> a state. finish: (state, xs) -> ys.
+    first: the state before the first step if scans are exclusive, one number for each of its members; None if inclusive.
+    """
+
+    element: Function
+    combine: Function
+    finish: Function
+    first: tuple | None = None
+
+    @property
+    def states(self) -> tuple:
+        """The dtypes of a state, computing types."""
+        return self.element.out_dtypes
+
+
+def associative_scan(
+    combine, elems, *, axis, reverse=False, exclusive=None, element=None, finish=None, label=""
+) -> list:
+    """The states of all prefixes along an axis.
+
+    Args:
+        combine: (list of the members of an earlier state, list of those of a later one) -> list of the members of both
+            together; associative, of scalars, or elementwise on arrays. Results have the dtypes of their operands.
+        elems: arrays of one shape.
+        axis: an int. reverse: prefixes begin at the last element.
+        exclusive: a list of numbers, the state before the first step: the result of a step is then the state before it.
+        element: (list of elements of elems) -> list of the members of the step's state; by default the elements themselves.
+        finish: (list of the members of a state, list of elements of elems) -> list of what is stored; by default the state.
+        label: the public function, for errors.
+
+    Returns: a list of arrays, of the shape of elems.
+
+    Raises:
+        TypeError: combine returns other dtypes than it takes, or a function has no counterpart in kernels.
+        ValueError: combine returns another number of results.
+    """
+    xs, name = [jnp.asarray(x) for x in elems], label.removeprefix("jaxkern.") or "associative_scan"
+    axis = axis % xs[0].ndim
+    dtypes = [x.dtype for x in xs]
+    made, captured = [], []
+
+    def scalars(f, dtypes, results=None):
+        function, values = trace(f, dtypes, name=name, results=results, coarse=False)
+        made.append(function)
+        captured.extend(values)
+        return function
+
+    identity = lambda xs: list(xs)
+    of_step = scalars(_named(lambda *xs: (element or identity)(list(xs)), element or combine), dtypes)
+    states = of_step.out_dtypes
+    n, wide = len(states), tuple(map(computing, states))
+    joined = scalars(_named(lambda *ab: combine(list(ab[:n]), list(ab[n:])), combine), states * 2, n)
+    if joined.out_dtypes != states:
+        took, gave = (", ".join(d.name for d in dtypes) for dtypes in (states, joined.out_dtypes))
+        raise TypeError(f"{joined.label} takes states of {took} and must return the same, not {gave}")
+    stored = scalars(
+        _named(lambda *sx: (finish or (lambda s, _: s))(list(sx[:n]), list(sx[n:])), finish or combine),
+        [*states, *dtypes],
+    )
+    first = (
+        None if exclusive is None else tuple(np.asarray(c, d).item() for c, d in zip(exclusive, states, strict=True))
+    )
+    if captured:  # arrays of one number, which these Functions take as arguments of their own
+        return _with_captured(made, captured, xs, first, axis, reverse)
+    spec = Associative(
+        of_step.with_results(wide),
+        of_scalars(joined.scalars, wide * 2, wide, joined.label, False),
+        of_scalars(stored.scalars, (*wide, *dtypes), stored.out_dtypes, stored.label, False),
+        first,
+    )
+    return bind(associative_p, *xs, spec=spec, axis=axis, reverse=bool(reverse))
+
+
+def _named(f, user):
+    f.__name__ = getattr(user, "__name__", None) or type(user).__name__
+    return f
+
+
+def _with_captured(functions, captured, xs, first, axis, reverse):
+    """The scan in jnp, with functions that close over arrays."""
+    parts, rest = [], captured
+    for f in functions:
+        own, rest = rest[: f.captured], rest[f.captured :]
+        parts.append(functools.partial(lambda f, own, *args: f.unrounded(*args, *own), f, own))
+    element, combine, finish = parts
+    ys = _scanned(element, combine, finish, functions[0].out_dtypes, first, xs, axis, reverse)
+    return [y.astype(d) for y, d in zip(ys, functions[2].out_dtypes)]
+
+
+def _scanned(element, combine, finish, dtypes, first, xs, axis, reverse):
+    states = element(*xs)
+    if xs[0].shape[axis]:
+        join = lambda a, b: combine(*a, *b)
+        states = lax.associative_scan(join, states, reverse=reverse, axis=axis)
+    if first is not None:
+        states = [_moved(s, c, axis, reverse) for s, c in zip(states, first)]
+    return finish(*states, *xs)
+
+
+def _moved(x, first, axis, reverse):
+    """x one step later, with a number before it."""
+    n = x.shape[axis]
+    shape = tuple(min(1, n) if d == axis else size for d, size in enumerate(x.shape))
+    begin = jnp.full(shape, first, x.dtype)
+    rest = lax.slice_in_dim(x, 1, n, axis=axis) if reverse else lax.slice_in_dim(x, 0, max(n - 1, 0), axis=axis)
+    return jnp.concatenate([rest, begin] if reverse else [begin, rest], axis) if n else x
+
+
+# ---- the primitive
+
+
+def _reference(*xs, spec, axis, reverse):
+    ys = _scanned(
+        spec.element.unrounded,
+        spec.combine.unrounded,
+        spec.finish.unrounded,
+        spec.states,
+        spec.first,
+        xs,
+        axis,
+        reverse,
+    )
+    return [y.astype(d) for y, d in zip(ys, spec.finish.out_dtypes)]
+
+
+def _abstract(*xs, spec, axis, reverse):
+    del axis, reverse
+    for x in xs:
+        if x.shape != xs[0].shape:
+            raise ValueError(f"{spec.combine.label}: arrays of shapes {xs[0].shape} and {x.shape}")
+    return [xs[0].update(dtype=d, weak_type=False) for d in spec.finish.out_dtypes]
+
+
+def _batch(prim, xs, dims, *, spec, axis, reverse):
+    size = next(x.shape[d] for x, d in zip(xs, dims) if d is not None)
+    xs = [
+        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0) if d else x
+        for x, d in zip(xs, dims)
+    ]
+    ys = bind(prim, *xs, spec=spec, axis=axis + 1, reverse=reverse)
+    return ys, [0] * len(ys)
+
+
+def _partition(prim, ctx, operands, params):
+    """Devices compute the parts of the other dimensions; the dimension of the scan is gathered."""
+    names = [f"d{k}" for k in range(len(ctx.avals_in[0].shape))]
+    dims = [names] * (len(ctx.avals_in) + len(ctx.avals_out))
+    shard = lambda over, *parts, **params: bind(prim, *parts, **params)
+    return partition.lower(ctx, prim, operands, params, dims, shard, whole=(names[params["axis"]],))
+
+
+# ---- derivatives
+
+
+@functools.lru_cache(maxsize=64)
+def _sums(xs, states, ys, first) -> Associative | None:
+    """Cumulative sums in the dtypes `states`, of arrays of the dtypes `xs`, stored in the dtypes `ys`."""
+    if not len(xs) == len(states) == len(ys) or any(not jnp.issubdtype(d, jnp.inexact) for d in (*xs, *states, *ys)):
+        return None
+    n, label = len(states), "jaxkern.associative_scan: sum"
+    cast = lambda values, dtypes: [x.astype(computing(d)) for x, d in zip(values, dtypes)]
+    return Associative(
+        of_scalars(lambda *xs: cast(xs, states), xs, states, label, False),
+        of_scalars(lambda *ab: [a + b for a, b in zip(ab[:n], ab[n:])], states * 2, states, label, False),
+        of_scalars(lambda *sx: cast(sx[:n], ys), (*states, *xs), ys, label, False),
+        None if first is None else (0.0,) * n,
+    )
+
+
+def _as_sums(spec) -> Associative | None:
+    """The derivative of a scan that is a cumulative sum, which is a cumulative sum; None for any other scan."""
+    sums = _sums(spec.element.in_dtypes, spec.states, spec.finish.out_dtypes, spec.first)
+    same = sums and all(getattr(sums, k) == getattr(spec, k) for k in ("element", "combine", "finish"))
+    return sums if same else None
+
+
+def _jvp(primals, tangents, *, spec, axis, reverse):
+    ys = bind(associative_p, *primals, spec=spec, axis=axis, reverse=reverse)
+    dys = list(map(compat.zero_tangent, ys))
+    active = tuple(k for k, t in enumerate(tangents) if type(t) is not ad.Zero)
+    if not active or not spec.finish.inexact_results:
+        return ys, dys
+    sums = _as_sums(spec)
+    if sums is not None:
+        given = [ad.instantiate_zeros(t) for t in tangents]
+        return ys, bind(associative_p, *given, spec=sums, axis=axis, reverse=reverse)
+    found = _tangents(primals, [tangents[k] for k in active], active, spec, axis, reverse)
+    for k, dy in zip(spec.finish.inexact_results, found):
+        dys[k] = dy
+    return ys, dys
+
+
+@functools.lru_cache(maxsize=64)
+def _of_states(spec) -> Associative:
+    """The scan whose results are the states."""
+    n, types = len(spec.states), [*spec.states, *spec.element.in_dtypes]
+    finish = of_scalars(lambda *sx: sx[:n], types, spec.states, spec.finish.label, False)
+    return dataclasses.replace(spec, finish=finish, first=None)
+
+
+def _tangents(xs, dxs, active, spec, axis, reverse) -> list:
+    """The tangents of the results, from a loop whose body is affine in the tangent of the state.
+
+    With states s[t] = combine(s[t - 1], e[t]), their tangents are ds[t] = d combine(s[t - 1], e[t]) (ds[t - 1], de[t]), and
+    de[0] in the first step.
+    """
+    n, real = len(spec.states), spec.element.inexact_results
+    states = bind(associative_p, *xs, spec=_of_states(spec), axis=axis, reverse=reverse)
+    length = xs[0].shape[axis]
+    ahead = lambda arrays: [jnp.moveaxis(x, axis, 0) for x in arrays]
+    edge = lambda s: slice(length - 1, length) if reverse else slice(0, 1)
+    # The first step has no state before it, and its own state stands there: derivatives at other values may be infinite.
+    before = []
+    for s in ahead(states):
+        parts = [s[edge(s)], s[:-1]]
+        before.append(jnp.concatenate([s[1:], parts[0]] if reverse else parts))
+    steps = jnp.arange(length)
+    is_first = steps == (length - 1 if reverse else 0)
+    of_element, of_combine = spec.element.jvp(active), spec.combine.jvp((*real, *(n + k for k in real)))
+    zeros = [jnp.zeros(before[0].shape[1:], spec.states[k]) for k in real]
+
+    def body(ds, given):
+        first, before, xs, dxs = given
+        e, de = spec.element.unrounded(*xs), of_element.unrounded(*xs, *dxs)
+        joined = of_combine.unrounded(*before, *e, *ds, *de)
+        ds = mark([jnp.where(first, a, b) for a, b in zip(de, joined)])
+        return ds, ds
+
+    given = (is_first, before, ahead(xs), ahead(dxs))
+    _, ds = lax.scan(body, mark(zeros), given, reverse=reverse)
+    ds = [jnp.moveaxis(d, 0, axis) for d in ds]
+    if spec.first is not None:
+        ds = [_moved(d, 0, axis, reverse) for d in ds]
+        states = [_moved(s, c, axis, reverse) for s, c in zip(states, spec.first)]
+    of_finish = spec.finish.jvp((*real, *(n + k for k in active)))
+    return of_finish(*states, *xs, *ds, *dxs)
+
+
+def _transpose(cts, *xs, spec, axis, reverse):
+    """Of cumulative sums, the only scans that are linear."""
+    if all(type(ct) is ad.Zero for ct in cts):
+        return [ad.Zero(x.aval) for x in xs]
+    given = [ad.instantiate_zeros(ct) for ct in cts]
+    sums = _sums(spec.finish.out_dtypes, spec.states, spec.element.in_dtypes, spec.first)
+    found = bind(associative_p, *given, spec=sums, axis=axis, reverse=not reverse)
+    return [y if ad.is_undefined_primal(x) else None for x, y in zip(xs, found)]
+
+
+associative_p = primitive("jaxkern_associative_scan", _abstract, _batch, _reference, several=True, partition=_partition)
+ad.primitive_jvps[associative_p] = _jvp
+ad.primitive_transposes[associative_p] = _transpose
