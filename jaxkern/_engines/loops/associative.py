@@ -13,7 +13,6 @@ that depends on shapes alone.
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
