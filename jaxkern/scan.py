@@ -1,5 +1,6 @@
 """Loops whose body is elementwise over lanes, as one kernel."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,20 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxkern._core import validate
+from jaxkern._engines.loops.chunks import checkpointed
 from jaxkern._engines.loops.lowering import mark
 from jaxkern._engines.loops.program import Program
 
 
 def scan(
-    f: Callable, init: Any, xs: Any = None, length: int | None = None, reverse: bool = False, unroll: int | bool = 1
+    f: Callable,
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    *,
+    checkpoint_every: int | None = None,
 ) -> tuple[Any, Any]:
     """`jax.lax.scan` with a body that is elementwise over lanes, as one kernel.
 
@@ -30,6 +39,10 @@ def scan(
         length: the number of steps; needed if xs has no arrays.
         reverse: scans from the last element to the first.
         unroll: as for `jax.lax.scan`, where XLA runs the loop. The kernel has its own.
+        checkpoint_every: how many steps run between two carries that are kept for the gradient. The gradient runs these steps
+            again, and needs memory for the residuals of that many steps and for one carry of each chunk, rather than for
+            the residuals of all steps. About the square root of the number of steps needs the least. If it does not divide the
+            number of steps, xs and ys are copied.
 
     Returns: (carry, ys), equal to the results of `jax.lax.scan` up to rounding. In the kernel a thread keeps the carry of its
     lanes in registers, loads later elements of xs while it computes, and writes each element of ys once. Derivatives and batches
@@ -40,6 +53,7 @@ def scan(
 
     Raises, when it is traced:
         TypeError: f is not elementwise over lanes. The error names the operation and the line in f.
+        ValueError: length is negative, or checkpoint_every is below 1 or given for a number of steps that is symbolic.
         TypeError, ValueError: as for `jax.lax.scan`.
 
     >>> import jax, jax.numpy as jnp, jaxkern
@@ -64,12 +78,20 @@ def scan(
     reverse = validate.flag("scan", "reverse", reverse)
     if not isinstance(unroll, bool):
         unroll = validate.integer("scan", "unroll", unroll)
+    if checkpoint_every is not None:
+        checkpoint_every = validate.integer("scan", "checkpoint_every", checkpoint_every)
+        if checkpoint_every < 1:
+            raise ValueError(f"jaxkern.scan: checkpoint_every must be at least 1, got {checkpoint_every}")
 
     def body(carry, x):
         carry, y = f(mark(carry), x)
         return mark(carry), mark(y)
 
-    carry, ys = lax.scan(body, init, xs, length=length, reverse=reverse, unroll=unroll)
+    loop = functools.partial(lax.scan, body, reverse=reverse, unroll=unroll)
+    if checkpoint_every is None:
+        carry, ys = loop(init, xs, length)
+    else:
+        carry, ys = checkpointed(loop, init, xs, length, reverse, checkpoint_every)
     _check(f, carry, xs)
     return carry, ys
 

@@ -12,6 +12,7 @@ from scan_functions import FUNCTIONS
 
 import jaxkern
 from jaxkern._core import compat, launch
+from jaxkern._engines.loops import lowering
 
 # Kernels round 16-bit numbers where they are stored, XLA on a GPU also in between.
 TOLERANCE = {"float64": 1e-12, "float32": 3e-5, "bfloat16": 6e-2, "float16": 1e-2}
@@ -164,6 +165,46 @@ def test_linear_recurrence(a, b, axis, initial, reverse):
         h = a[t] * h + b[t]
         hs.append(h)
     close(ours, jnp.asarray(np.moveaxis(np.stack(hs[:: -1 if reverse else 1]), 0, axis), jnp.float32), "float32")
+
+
+def largest(f, ws) -> int:
+    """The size of the largest array that a scan in the jaxpr of f makes, but for its xs, other scans and remat."""
+    found = []
+    for e in compat.without_unused(jax.make_jaxpr(f)(*ws)).jaxpr.eqns:
+        if e.primitive.name == "scan":
+            inner = e.params["jaxpr"].jaxpr
+            xs = inner.invars[sum(lowering.counts(e.params)) :]
+            found += [v.aval.size for v, own in zip(e.outvars, inner.outvars) if own not in xs]
+    return max(found)
+
+
+@pytest.mark.parametrize(
+    "length, every, reverse, kernels", [(24, 6, False, 3), (23, 5, True, 6), (23, 5, False, 5), (5, 5, True, 2)]
+)
+def test_checkpoint_every(length, every, reverse, kernels):
+    """Results and gradients are the same. With chunks, the forward loop keeps one carry for each, and loops are kernels."""
+    run, (c, w, b, scale, x, f) = FUNCTIONS["gated"][0]((3, 4), length, "float32")
+    ours = functools.partial(jaxkern.scan, reverse=reverse, checkpoint_every=every)
+    scans = (ours, functools.partial(lax.scan, reverse=reverse))
+    close(*(run(scan, c, w, b, scale, x, f) for scan in scans), "float32")
+    last = lambda scan: lambda c, w, b: jnp.sum(run(lambda *a: (scan(*a)[0], None), c, w, b, scale, x, f)[0])
+    gradients = [jax.grad(last(scan), (0, 1, 2)) for scan in scans]
+    close(*(g(c, w, b) for g in gradients), "float32")
+    sizes = [largest(g, (c, w, b)) for g in gradients]
+    assert sizes == [(length // every if every < length else length) * c.size, length * c.size]
+    programs, loops = lowered(gradients[0], c, w, b)
+    assert len(programs) == kernels and loops == 2 * (every < length)
+    both = [jax.jit(jax.grad(lambda *a, s=scan: loss(lambda *a: run(s, *a))(*a), range(6))) for scan in scans]
+    close(*(g(c, w, b, jnp.asarray(scale), x, f) for g in both), "float32")
+
+
+def test_checkpoint_every_without_arrays():
+    count = lambda **more: jaxkern.scan(lambda n, _: (n + 1, 2 * n), 0, None, 7, **more)
+    assert jax.tree.map(np.array_equal, count(checkpoint_every=3), count()) == (True, True)
+    with pytest.raises(ValueError, match="checkpoint_every must be at least 1, got 0"):
+        count(checkpoint_every=0)
+    with pytest.raises(ValueError, match="length"):
+        jaxkern.scan(lambda c, x: (c, x), 1.0, W, length=3, checkpoint_every=2)
 
 
 def test_structures_and_no_arrays():
