@@ -30,10 +30,12 @@ def scan(
 
     Args:
         f: the body, (carry, x) -> (carry, y), on pytrees of arrays or None, as for `jax.lax.scan`. Between arrays that depend
-            on the carry it is elementwise: no reductions, products of matrices, indexing or other loops. Arrays broadcast
+            on the carry it is elementwise: no reductions, products of matrices or indexing by arrays. Arrays broadcast
             against each other, so a carry may be a scalar counter, and a weight that f closes over may be one number for each
-            feature. Numbers are of any real dtype; those of 16 bits are computed in float32 and rounded where they are
-            stored, carries in every step.
+            feature. Dimensions of at most 16 elements may be sliced, concatenated and stacked: the columns of a state. The
+            body may have branches (`jax.lax.cond`), loops of few steps and fixed count, and keys of `jax.random`, which it may
+            split. Numbers are of any real dtype; those of 16 bits are computed in float32 and rounded where they are stored,
+            carries in every step.
         init: the first carry.
         xs: arrays that are scanned along their first axis.
         length: the number of steps; needed if xs has no arrays.
@@ -70,7 +72,7 @@ def scan(
     validate.function("scan", "f", f, "a function of (carry, x)")
     for argument, tree in (("init", init), ("xs", xs)):
         for x in jax.tree.leaves(tree):
-            validate.check_array("scan", argument, "an array or a pytree of arrays", x)
+            validate.check_array("scan", argument, "an array or a pytree of arrays", x, keys=True)
     if length is not None:
         length = validate.integer("scan", "length", length)
         if not 0 <= length < 1 << 63:
@@ -98,7 +100,7 @@ def scan(
 
 def _check(f, carry, xs):
     """Raises if no kernel can run the body."""
-    element = lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x))
+    element = lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jax.typeof(x).dtype)
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
     leaves, tree = jax.tree.flatten((jax.tree.map(like, carry), jax.tree.map(element, xs)))
     closed = jax.make_jaxpr(lambda *leaves: f(*jax.tree.unflatten(tree, leaves)))(*leaves)

@@ -174,6 +174,45 @@ def scalars(shape, length, dtype, seed=0):
     ]
 
 
+def walk(shape, length, dtype, seed=0):
+    """A key that is split in the body, and a loop and a branch in it."""
+
+    def run(scan, key, x, drift):
+        def body(carry, _):
+            key, x = carry
+            key, sub = jax.random.split(key)
+            word = jax.random.key_data(key)[0]
+            x = x + drift * jax.random.normal(sub, x.shape, jnp.float32).astype(x.dtype)
+            x = jax.lax.fori_loop(0, 3, lambda _, x: 0.9 * x, x)
+            x = jax.lax.cond(word % 2 == 0, lambda x: jnp.where(x > 1, x - 1, x), lambda x: x * table, x)
+            return (key, x), word
+
+        table = np.arange(1, 1 + x.shape[-1]).astype(x.dtype) / x.shape[-1]
+        (key, x), words = scan(body, (key, x), None, length=length)
+        return jax.random.key_data(key), x, words
+
+    rng = np.random.default_rng(seed)
+    return run, [jax.random.key(seed), _real(rng, dtype, *shape), _real(rng, dtype, *shape[-1:])]
+
+
+def orbit(shape, length, dtype, seed=0):
+    """A state whose columns are taken apart and put together, a key for each step."""
+
+    def run(scan, state, keys):
+        def body(state, key):
+            x, v = state[..., :2], state[..., 2:]
+            kick = jax.random.uniform(jax.random.wrap_key_data(key), v.shape[-1:], jnp.float32)
+            v = v - 0.1 * x / (1 + jnp.sum(x * x, -1, keepdims=True)) + 0.1 * kick.astype(v.dtype)
+            state = jnp.concatenate([x + 0.1 * v, v[..., ::-1]], -1)
+            return state, jnp.stack([state[..., 0], state[..., 3]])
+
+        return scan(body, state, keys)
+
+    rng = np.random.default_rng(seed)
+    keys = jax.random.key_data(jax.random.split(jax.random.key(seed), length))
+    return run, [_real(rng, dtype, *shape, 4), keys]
+
+
 FUNCTIONS = {
     f.__name__: (f, differentiable)
     for f, differentiable in (
@@ -187,5 +226,7 @@ FUNCTIONS = {
         (counters, False),
         (plain, True),
         (scalars, True),
+        (walk, True),
+        (orbit, True),
     )
 }

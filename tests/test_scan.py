@@ -102,7 +102,8 @@ def test_scans_are_kernels(name):
     run, operands = make((2, 3), 4, "float32")
     found, loops = lowered(functools.partial(run, jaxkern.scan), *operands)
     assert len(found) == 1 and not loops and "operation jaxkern_scan(" in found[0]
-    assert lowered(functools.partial(run, lax.scan), *operands) == ([], 1)
+    found, loops = lowered(functools.partial(run, lax.scan), *operands)
+    assert not found and loops
     if not differentiable:
         return
     f, ws = of_real(functools.partial(run, jaxkern.scan), operands)
@@ -233,7 +234,7 @@ X, W = jnp.ones((4, 4)), jnp.ones(4)
         (lambda c, x: (c - jnp.mean(c), x), "a sum over lanes, which is known only"),
         (lambda c, x: (c / jnp.max(c), x), "a reduction over lanes"),
         (lambda c, x: (c, lax.cumsum(x)), "which is not elementwise"),
-        (lambda c, x: (c, x[::-1]), "which is not elementwise"),
+        (lambda c, x: (c, jnp.tile(x, 5)[:, ::-1]), "which is not elementwise"),
         (lambda c, x: (c + c.T, x), "two dimensions"),
         (lambda c, x: (lax.fori_loop(0, jnp.int32(c[0, 0]), lambda _, c: c + 1, c), x), ""),
     ],

@@ -9,7 +9,7 @@ import pytest
 from scan_functions import FUNCTIONS
 
 from jaxkern._core import compat, device, registry
-from jaxkern._engines.loops import lowering, plan, tuning
+from jaxkern._engines.loops import plan, tuning
 from jaxkern._engines.loops.generate import Core
 from jaxkern._engines.loops.program import Program
 
@@ -43,18 +43,28 @@ def traced(name, shape, length, dtype, gradient):
 
 
 def planned(equation, on=device.H200):
-    """(plan, core, number of constants) of a scan."""
-    closed, (num_consts, num_carry) = equation.params["jaxpr"], lowering.counts(equation.params)
-    core = Core(Program(getattr(closed, "jaxpr", closed), (), num_consts, num_carry, "test"))
-    return plan.plan(on, core, equation.params["length"], equation.params["reverse"]), core, num_consts
+    """(plan, core) of a scan."""
+    closed, (num_consts, num_carry) = equation.params["jaxpr"], compat.counts_of_scan(equation.params)
+    core = Core(Program(closed.jaxpr, closed.consts, num_consts, num_carry, "test"))
+    return plan.plan(on, core, equation.params["length"], equation.params["reverse"]), core
 
 
 def random(aval, rng):
+    if is_key(aval):
+        return jax.random.wrap_key_data(rng.integers(0, 1 << 32, (*aval.shape, 2), np.uint32))
     if aval.dtype == np.bool_:
         return rng.random(aval.shape) < 0.5
     if jnp.issubdtype(aval.dtype, jnp.integer):
         return rng.integers(0, 9, aval.shape).astype(aval.dtype)
     return np.asarray(rng.uniform(0.1, 0.9, aval.shape), aval.dtype)
+
+
+def is_key(x) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def numbers(x):
+    return jax.random.key_data(x) if is_key(x) else x
 
 
 CASES = [
@@ -72,6 +82,9 @@ CASES = [
     ("plain", (40,), 5, "float32", False, "lanes"),
     ("scalars", (), 9, "float32", True, "lane"),
     ("counters", (2, 2048), 7, "float32", False, "lanes"),
+    ("walk", (1024,), 3, "float32", True, "lanes"),
+    ("walk", (2, 3), 4, "bfloat16", False, "lane"),
+    ("orbit", (5,), 6, "float32", True, "lane"),
 ]
 
 
@@ -87,20 +100,22 @@ def test_kernels_on_the_cpu(name, shape, length, dtype, gradient, algorithm, mon
         assert len(found) == 1 + gradient
         used = set()
         for e in found:
-            made, core, num_consts = planned(e, FEW)
+            made, core = planned(e, FEW)
             used.add(made.algorithm)
             plans.check_limits(made, FEW)
             args = [random(v.aval, rng) for v in e.invars]
-            wanted = compat.bind_equation(e, *map(jnp.asarray, args))
-            sums = core.program.accumulators
-            inits = [num_consts + k for k in range(len(core.carries)) if k not in sums]
-            reads = [args[k] for k in (*core.consts, *inits, *core.xs)]
+            wanted = list(map(numbers, compat.bind_equation(e, *(x if is_key(x) else jnp.asarray(x) for x in args))))
+            program, sums = core.program, core.program.accumulators
+            captured = [c for _, c in program.captured.values()]
+            given = list(map(np.asarray, program.split([*captured, *map(numbers, args)])))
+            carry = given[program.num_consts :]
+            inits = [program.num_consts + k for k in range(len(core.carries)) if k not in sums]
+            reads = [given[k] for k in (*core.consts, *inits, *core.xs)]
+            avals = program.parts_of([compat.physical(v.aval) for v in e.outvars])
             for unaligned in (False, True):
                 arrays = emulated.run(made, reads, core.shapes(length), unaligned)
-                ours = core.after(
-                    list(map(jnp.asarray, arrays)), {k: args[num_consts + k] for k in sums}, [v.aval for v in e.outvars]
-                )
-                for y, want in zip(ours, wanted, strict=True):
+                ours = core.after(list(map(jnp.asarray, arrays)), {k: carry[k] for k in sums}, avals)
+                for y, want in zip(program.join(ours), wanted, strict=True):
                     assert y.dtype == want.dtype
                     y, want = np.asarray(y, np.float64), np.asarray(want, np.float64)
                     tolerance = {"float64": 1e-13, "float32": 3e-5, "float16": 1e-2, "bfloat16": 6e-2}[dtype]
@@ -117,7 +132,7 @@ def test_kernels_compile(capability):
         120: ("shapes", (512, 1024), "float32"),
     }[capability]
     for e in traced(name, shape, 64, dtype, name != "shapes"):
-        made, *_ = planned(e)
+        made, _ = planned(e)
         for step in (*made.launches, *(made.unaligned or ())):
             assert registry.kernels.module.compile(step.header, step.name, capability, step.source)
 

@@ -366,9 +366,27 @@ def register_lowering_uncached_when(prim, rule, platform, condition) -> None:
         internal._uncacheable_primitives.conditions[prim] = uncached
 
 
+def physical(aval):
+    """The type of an array as it lies in memory: a key of jax.random is an array of numbers."""
+    if not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        return aval
+    from jax._src import core
+
+    found = core.physical_aval(aval)
+    return jax.core.ShapedArray(found.shape, found.dtype)
+
+
 def scan_primitive():
     """The primitive of `jax.lax.scan`."""
     return jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, _: (c, None), x, length=2)[0])(0.0).eqns[0].primitive
+
+
+def counts_of_scan(params) -> tuple:
+    """How many constants and carries a scan has."""
+    if "num_consts" in params:  # jax < 0.11
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))
 
 
 def lowering_of(prim):

@@ -123,11 +123,14 @@ class Flat:
     def _read(self, closed, label):
         self.label, self.steps, self._calls = label, [], []
         self.operands = [self._value(v.aval) for v in closed.jaxpr.invars]
-        self.results = self._inline(closed.jaxpr, [Constant(np.asarray(c)) for c in closed.consts], self.operands)
+        self.results = self._inline(closed.jaxpr, map(self._constant, closed.consts), self.operands)
         self._remove_unused()
 
     def _value(self, aval):
         return Value(aval, tuple(None if is_one(n) else Dim(n) for n in aval.shape))
+
+    def _constant(self, c):
+        return Constant(np.asarray(c))
 
     def fail(self, step, what):
         e = step.origin or step.equation
@@ -147,7 +150,7 @@ class Flat:
         if name in (*CALLS, *CUSTOM):
             inner, consts = called_jaxpr(e)
             self._calls.append(e)
-            results = self._inline(inner, [Constant(np.asarray(c)) for c in consts], operands)
+            results = self._inline(inner, map(self._constant, consts), operands)
             self._calls.pop()
             return results
         if references.get(e.primitive) is not None:
@@ -178,16 +181,14 @@ class Flat:
         """The results of f, a function in jnp, in place of the equation."""
         closed = jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands))
         outer, self._origin = self._origin, self._origin or e
-        results = self._inline(closed.jaxpr, [Constant(np.asarray(c)) for c in closed.consts], operands)
+        results = self._inline(closed.jaxpr, map(self._constant, closed.consts), operands)
         self._origin = outer
         return results
 
     def _cond(self, e, operands):
         """All branches, then a selection: they have no side effects."""
         index, *operands = operands
-        branches = [
-            self._inline(b.jaxpr, [Constant(np.asarray(c)) for c in b.consts], operands) for b in e.params["branches"]
-        ]
+        branches = [self._inline(b.jaxpr, map(self._constant, b.consts), operands) for b in e.params["branches"]]
         if index.aval.shape:
             raise Unsupported(f"{self.label} uses cond with an index of shape {index.aval.shape}")
         results = [self._value(v.aval) for v in e.outvars]

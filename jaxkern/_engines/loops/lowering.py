@@ -4,7 +4,10 @@
 whose body has a mark becomes one kernel, if its body is elementwise over lanes; every other scan is lowered by JAX's rule.
 """
 
+import typing
+
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -25,55 +28,85 @@ mlir.register_lowering(loop_p, lambda ctx, x: [x])
 
 
 def mark(tree):
-    """The arrays of a pytree, marked as part of a loop for kernels."""
-    return jax.tree.map(loop_p.bind, tree)
+    """The arrays of numbers of a pytree, marked as part of a loop for kernels."""
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    return jax.tree.map(lambda x: x if is_key(x) else loop_p.bind(x), tree)
 
 
-def counts(params) -> tuple:
-    """How many constants and carries a scan has."""
-    if "num_consts" in params:  # jax < 0.11
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()
-    return len(list(consts)), len(list(carry))
+class Loop(typing.NamedTuple):
+    """A scan as kernels: what the body does, what they read and write, and their plan."""
+
+    program: Program
+    core: Core
+    launches: launch.Plan
+    length: int
+
+
+def read(ctx, jaxpr, consts, num_consts, num_carry, length, reverse, label) -> Loop:
+    """A scan that is being lowered, as a Loop; ctx has the types of its operands and results.
+
+    Raises: Unsupported, which says why there is no kernel.
+    """
+    if not all(isinstance(n, int) for a in (*ctx.avals_in, *ctx.avals_out) for n in a.shape):
+        raise Unsupported(f"{label}: symbolic shapes")
+    if not length or not all(n for a in (*ctx.avals_in, *ctx.avals_out) for n in a.shape):
+        raise Unsupported(f"{label}: arrays without elements")
+    program = Program(jaxpr, consts, num_consts, num_carry, label)
+    core = Core(program)
+    launches = plan.plan(device.this_device(), core, length, reverse)
+    if launches is None:
+        raise Unsupported(f"{label}: a body of that many arrays, dimensions or statements has no kernel")
+    return Loop(program, core, launches, length)
+
+
+def emit(ctx, operands, loop) -> list:
+    """Emits the kernels of a loop; returns the results of the scan."""
+    program, core, length = loop.program, loop.core, loop.length
+    rule = lambda f: switch.own_code(mlir.lower_fun(f, multiple_results=True))
+    avals = list(map(compat.physical, ctx.avals_in))
+    if program.captured or any(program.operand_parts):
+        captured = [c for _, c in program.captured.values()]
+        operands = rule(lambda *xs: program.split([*captured, *xs]))(ctx.replace(avals_in=avals), *operands)
+        avals = jax.eval_shape(lambda *xs: program.split([*captured, *xs]), *avals)
+        avals = [jax.core.ShapedArray(a.shape, a.dtype) for a in avals]
+        operands = [v[0] if isinstance(v, (tuple, list)) else v for v in operands]
+    inits = [program.num_consts + k for k in range(program.num_carry) if k not in program.accumulators]
+    reads = [*core.consts, *inits, *core.xs]
+    writes = [jax.core.ShapedArray(shape, dtype) for shape, dtype in core.shapes(length)]
+    inner = ctx.replace(avals_in=[avals[k] for k in reads], avals_out=writes)
+    found = launch.lower(inner, TARGET, loop.launches, [operands[k] for k in reads])
+
+    sums = sorted(program.accumulators)
+    given = [program.num_consts + k for k in sums]
+    wanted = list(map(compat.physical, ctx.avals_out))
+
+    def after(*arrays):
+        inits = dict(zip(sums, arrays))
+        return program.join(core.after(arrays[len(sums) :], inits, program.parts_of(wanted)))
+
+    rest = ctx.replace(avals_in=[*(avals[k] for k in given), *writes])
+    return rule(after)(rest, *(operands[k] for k in given), *found)
+
+
+def of_scan(ctx, params, label) -> Loop:
+    """The same as `read` for an equation of `scan_p`."""
+    closed = params["jaxpr"]
+    jaxpr, consts = (closed.jaxpr, closed.consts) if isinstance(closed, ClosedJaxpr) else (closed, ())
+    return read(ctx, jaxpr, consts, *compat.counts_of_scan(params), params["length"], params["reverse"], label)
 
 
 def _kernel(ctx, operands, params):
     """The results of a marked scan from a kernel, or None."""
+    if environment.xla_only() or algorithms.xla_forced() or not registry.kernels_run():
+        return None
     closed = params["jaxpr"]
-    jaxpr, consts = (closed.jaxpr, closed.consts) if isinstance(closed, ClosedJaxpr) else (closed, ())
-    known = all(isinstance(n, int) and n for a in (*ctx.avals_in, *ctx.avals_out) for n in a.shape)
-    if environment.xla_only() or algorithms.xla_forced() or not known or not params["length"]:
+    if compat.partitioned_devices(ctx) > 1 or not compat.calls(getattr(closed, "jaxpr", closed), loop_p.name):
         return None
-    if compat.partitioned_devices(ctx) > 1 or not registry.kernels_run() or not compat.calls(jaxpr, loop_p.name):
-        return None
-    num_consts, num_carry = counts(params)
     try:
-        program = Program(jaxpr, consts, num_consts, num_carry, "jaxkern.scan")
-        if program.num_consts > num_consts:
-            return None
-        core = Core(program)
+        loop = of_scan(ctx, params, "jaxkern.scan")
     except Unsupported:
         return None
-    length = params["length"]
-    inits = [num_consts + k for k in range(num_carry) if k not in program.accumulators]
-    reads = [*core.consts, *inits, *core.xs]
-    gpu = device.this_device()
-    launches = plan.plan(gpu, core, length, params["reverse"])
-    if launches is None:
-        return None
-    writes = [jax.core.ShapedArray(shape, dtype) for shape, dtype in core.shapes(length)]
-    inner = ctx.replace(avals_in=[ctx.avals_in[k] for k in reads], avals_out=writes)
-    found = launch.lower(inner, TARGET, launches, [operands[k] for k in reads])
-
-    sums = sorted(program.accumulators)
-    given = [num_consts + k for k in sums]
-
-    def after(*arrays):
-        return core.after(arrays[len(sums) :], dict(zip(sums, arrays)), ctx.avals_out)
-
-    rest = ctx.replace(avals_in=[*(ctx.avals_in[k] for k in given), *writes])
-    rule = switch.own_code(mlir.lower_fun(after, multiple_results=True))
-    return rule(rest, *(operands[k] for k in given), *found)
+    return emit(ctx, operands, loop)
 
 
 def _register():

@@ -2,8 +2,10 @@
 
     program = Program(jaxpr, consts, num_consts, num_carry, label="jaxkern.scan: f")
 
-All arrays of the body share dimensions, the lanes; an array may lack some. In each lane the body computes on scalars, so a
-thread can run all steps of its lane. A value that lacks a dimension is the same in all lanes along it.
+Loops of few steps in the body are repeated, random bits become arithmetic (rewrites.py), and small dimensions along which data
+moves are taken apart (parts.py). All other arrays of the body share dimensions, the lanes; an array may lack some. In each
+lane the body computes on scalars, so a thread can run all steps of its lane. A value that lacks a dimension is the same in all
+lanes along it.
 
 The gradient of a constant that lacks dimensions is a carry to which each step adds a sum over lanes. A sum over lanes is
 linear, so such a carry is an accumulator: each lane adds up its own terms, and the sum over lanes is taken once, behind the
@@ -13,13 +15,16 @@ loop. Up to that addition the terms may be multiplied by what lacks the same dim
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from jaxkern._core import functor
+from jaxkern._core import compat, functor
 from jaxkern._core.functor import Unsupported
-from jaxkern._engines.jaxpr import REDUCTIONS, RENAMED, Constant, Flat, Value
+from jaxkern._engines.jaxpr import REDUCTIONS, RENAMED, Constant, Flat, Step, Value
+from jaxkern._engines.loops import parts, rewrites
 
 MOVES = (*RENAMED, "broadcast_in_dim", "transpose")
 _ADD = ("add", "add_any")
+MOST_REPEATED = 600  # equations of a loop in the body
 
 
 class Program(Flat):
@@ -28,6 +33,7 @@ class Program(Flat):
     operands: constants, carries, elements of xs; results: new carries, elements of ys. num_consts, num_carry: how many.
     dims: the lanes, slowest first. accumulators: {position among the carries: frozenset of dims of its terms}.
     sums: {position among the results: the same}, of elements of ys that are sums over lanes; they are taken behind the loop.
+    captured: {id: (Value, array)} of arrays that the jaxpr holds; they are operands in front of the others.
 
     Raises: Unsupported, naming the equation and the user's line.
     """
@@ -35,14 +41,13 @@ class Program(Flat):
     otherwise = "which is not elementwise over lanes"
 
     def __init__(self, jaxpr, consts, num_consts, num_carry, label):
-        known = lambda c: np.ndim(c) == 0 and not isinstance(c, (jax.Array, jax.core.Tracer))
         self.label, self.steps, self._calls = label, [], []
-        given = [Constant(np.asarray(c)) if known(c) else self._value(jax.typeof(c)) for c in consts]
-        captured = [v for v in given if isinstance(v, Value)]
-        self.num_consts, self.num_carry = len(captured) + num_consts, num_carry
+        self.captured, self._moved = {}, []
         inputs = [self._value(v.aval) for v in jaxpr.invars]
-        self.operands = [*captured, *inputs]
-        self.results = self._inline(jaxpr, given, inputs)
+        self.results = self._inline(jaxpr, list(map(self._constant, consts)), inputs)
+        self.operands = [*(v for v, _ in self.captured.values()), *inputs]
+        self.num_consts, self.num_carry = len(self.captured) + num_consts, num_carry
+        self.carries_of_scan = num_carry
         for v in (*self.operands, *self.results):
             functor.check_dtype(label, v.aval.dtype)
         self._remove_unused()
@@ -52,8 +57,93 @@ class Program(Flat):
                 if d is not None:
                     d.unite(e)
         self._unite()
+        parts.split(self, self._moved)
+        self._remove_unused()
         self._find_lanes()
         self._find_accumulators()
+
+    def _constant(self, c):
+        """A number that is known, or else an operand in front of the others."""
+        if np.ndim(c) == 0 and not isinstance(c, (jax.Array, jax.core.Tracer)):
+            return Constant(np.asarray(c))
+        if id(c) not in self.captured:
+            self.captured[id(c)] = self._value(jax.typeof(c)), c
+        return self.captured[id(c)][0]
+
+    def _value(self, aval):
+        return super()._value(compat.physical(aval))
+
+    def rewritten(self, e, operands):
+        f = rewrites.rewritten(e)
+        return None if f is None else (operands, f)
+
+    def _equation(self, e, operands):
+        if e.primitive.name == "scan":
+            return self._unrolled(e, operands)
+        count = rewrites.fixed_count(e, lambda k: operands[k].value if isinstance(operands[k], Constant) else None)
+        if count is None:
+            return super()._equation(e, operands)
+        first, own = e.params["cond_nconsts"], e.params["body_nconsts"]
+        carry = operands[first + own :]
+        for _ in range(self._count(e, e.params["body_jaxpr"], count)):
+            carry = self._called(e, e.params["body_jaxpr"], [*operands[first : first + own], *carry])
+        return carry
+
+    def _count(self, e, closed, count) -> int:
+        """How often the body of a loop is repeated, if that is not too often."""
+        if count * len(closed.jaxpr.eqns) > MOST_REPEATED:
+            self.fail(
+                Step(e.primitive.name, [], [], e, {}, tuple(self._calls)), f"a loop of {count} steps, which is long"
+            )
+        return count
+
+    def _called(self, e, closed, operands):
+        self._calls.append(e)
+        results = self._inline(closed.jaxpr, map(self._constant, closed.consts), operands)
+        self._calls.pop()
+        return results
+
+    def _unrolled(self, e, operands):
+        """The results of a scan in the body: its steps one after the other."""
+        closed, length = e.params["jaxpr"], self._count(e, e.params["jaxpr"], e.params["length"])
+        num_consts, num_carry = compat.counts_of_scan(e.params)
+        consts, carry = operands[:num_consts], operands[num_consts : num_consts + num_carry]
+        xs, ys = operands[num_consts + num_carry :], [None] * length
+        for t in range(length)[:: -1 if e.params["reverse"] else 1]:
+            element = lambda x, t=t: lax.index_in_dim(x, t, 0, False)
+            elements = [self._inlined(e, [x], element)[0] for x in xs]
+            results = self._called(e, closed, [*consts, *carry, *elements])
+            carry, ys[t] = results[:num_carry], results[num_carry:]
+        together = lambda *ys: lax.concatenate([lax.expand_dims(y, (0,)) for y in ys], 0)
+        empty = [v.aval for v in e.outvars[num_carry:]] if not length else []
+        ys = [self._inlined(e, list(y), together)[0] for y in zip(*ys)]
+        ys += [self._inlined(e, [], lambda a=a: jnp.zeros(a.shape, a.dtype))[0] for a in empty]
+        return [*carry, *ys]
+
+    def _unite_step(self, step):
+        if step.name not in parts.MOVES:
+            super()._unite_step(step)
+            return
+        unite = lambda pairs: [a.unite(b) for a, b in pairs if a is not None and b is not None]
+        self._moved += [(d, step) for d in parts.unite(step, unite)]
+
+    # ---- arrays of the scan
+
+    def split(self, arrays) -> list:
+        """The operands, from what the body captured and the operands of the scan."""
+        return [y for x, p in zip(arrays, self.operand_parts, strict=True) for y in ([x] if p is None else p.split(x))]
+
+    def parts_of(self, avals) -> list:
+        """The types of the results, from the types of the results of the scan."""
+        return [b for a, p in zip(avals, self.result_parts, strict=True) for b in ([a] if p is None else p.of(a))]
+
+    def join(self, arrays) -> list:
+        """The results of the scan, from the results."""
+        arrays, found = iter(arrays), []
+        for k, p in enumerate(self.result_parts):
+            steps = k >= self.carries_of_scan
+            found.append(next(arrays) if p is None else p.join([next(arrays) for _ in p.places], steps))
+        return found
 
     @property
     def carries(self) -> list:
