@@ -12,7 +12,6 @@ from scan_functions import FUNCTIONS
 
 import jaxkern
 from jaxkern._core import compat, launch
-from jaxkern._engines.loops import lowering
 
 # Kernels round 16-bit numbers where they are stored, XLA on a GPU also in between.
 TOLERANCE = {"float64": 1e-12, "float32": 3e-5, "bfloat16": 6e-2, "float16": 1e-2}
@@ -174,7 +173,7 @@ def largest(f, ws) -> int:
     for e in compat.without_unused(jax.make_jaxpr(f)(*ws)).jaxpr.eqns:
         if e.primitive.name == "scan":
             inner = e.params["jaxpr"].jaxpr
-            xs = inner.invars[sum(lowering.counts(e.params)) :]
+            xs = inner.invars[sum(compat.counts_of_scan(e.params)) :]
             found += [v.aval.size for v, own in zip(e.outvars, inner.outvars) if own not in xs]
     return max(found)
 
