@@ -19,9 +19,21 @@ from jaxkern import tiers
 from jaxkern._core import compat, launch, registry
 from jaxkern._ops.norm import plan
 
-NAMES = ("rms_norm", "layer_norm")
 EPS = 1e-6
+
+
+def deviations(x, mean):
+    return x - mean(x)
+
+
+# The norms without scale and bias, of x and a function that returns the mean of each row.
+NORMALISED = {
+    "rms_norm": lambda x, mean: x * jax.lax.rsqrt(mean(x * x) + EPS),
+    "layer_norm": lambda x, mean: deviations(x, mean) * jax.lax.rsqrt(mean(deviations(x, mean) ** 2) + EPS),
+}
+NAMES = ("rms_norm", "layer_norm")  # with every option
 every_name = pytest.mark.parametrize("name", NAMES)
+every_norm = pytest.mark.parametrize("name", NORMALISED)
 
 
 def random(shape, dtype, seed=None, scale=1.0, shift=0.5):
@@ -29,11 +41,9 @@ def random(shape, dtype, seed=None, scale=1.0, shift=0.5):
         return jnp.asarray(np.random.default_rng(seed).normal(shift, scale, shape), dtype)
 
 
-def plain(name, x, scale=None, bias=None, axis=-1, where=None, eps=EPS):
+def plain(name, x, scale=None, bias=None, axis=-1, where=None):
     """In the dtype of x, as flax has it without its fast variance."""
-    if name == "layer_norm":
-        x = x - x.mean(axis, keepdims=True, where=where)
-    y = x * jax.lax.rsqrt((x * x).mean(axis, keepdims=True, where=where) + eps)
+    y = NORMALISED[name](x, lambda x: x.mean(axis, keepdims=True, where=where))
     shape = np.array(x.shape)
     others = [d for d in range(x.ndim) if d not in np.atleast_1d(np.arange(x.ndim)[np.array(axis)])]
     shape[others] = 1
@@ -73,7 +83,8 @@ def check(name, shape, dtype, parameters="float32", axis=-1, residual=False, out
     def found(g, g_sum, *given):
         def f(*given):
             x, gain, bias, more = spread(given)
-            return ours(name, x, gain, bias, axis=axis, residual=more, dtype=out, where=where)
+            masked = {} if where is None else {"where": where}
+            return ours(name, x, gain, bias, axis=axis, residual=more, dtype=out, **masked)
 
         y, pull = jax.vjp(f, *given)
         return y, pull((g, g_sum) if residual else g)
@@ -124,7 +135,7 @@ def close(found, wanted, dtype, atol):
 # ---- values and gradients
 
 
-@every_name
+@every_norm
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("shape", "axis"),
@@ -152,7 +163,7 @@ def test_widths(name, dtype, width):
     check(name, (rows, width), dtype, residual=width % 2 == 0)
 
 
-@every_name
+@every_norm
 @pytest.mark.parametrize(
     ("dtype", "parameters", "out"),
     [
@@ -225,7 +236,7 @@ def modulated(v, shift, gain, kind):
     return jnp.where(kind > 0, jax.nn.silu(v * (1 + gain) + shift), v)
 
 
-@every_name
+@every_norm
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("axis", [-1, (1, 2)])
 def test_epilogue(name, dtype, axis):
@@ -286,7 +297,7 @@ def test_epilogue_transformed(x64):
 # ---- special rows
 
 
-@every_name
+@every_norm
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("width", [8, 33, 600])
 def test_rows_with_nan_and_infinity(name, dtype, width):
@@ -349,7 +360,7 @@ def test_huge_and_tiny_values(name):
     assert jnp.isfinite(ours(name, x * 1e-12, eps=0)).all()
 
 
-@every_name
+@every_norm
 @pytest.mark.parametrize("shape", [(0, 8), (4, 0), (0,), (2, 0, 3)])
 def test_no_elements(name, shape):
     scale = jnp.ones(shape[-1])
@@ -410,7 +421,7 @@ def test_vmap(name, dims, x64):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), found, wanted)
 
 
-@every_name
+@every_norm
 def test_derivatives_of_some_operands(name, x64):
     rng = np.random.default_rng(0)
     args = [jnp.asarray(rng.normal(size=s)) for s in ((4, 7), (7,), (7,))]
@@ -423,7 +434,7 @@ def test_derivatives_of_some_operands(name, x64):
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), found, wanted)
 
 
-@every_name
+@every_norm
 def test_residual_in_a_scan(name, x64):
     """Layers of x + f(norm(x)), as a model has them, by the sum that the operation returns."""
     rng = np.random.default_rng(0)

@@ -17,10 +17,10 @@ from jaxkern._engines.rows.generate import Core
 from jaxkern._engines.rows.program import Program, evaluate
 
 
-def trace(f, avals, axis, label, name="rows"):
+def trace(f, avals, axis, label, name="row_kernel", algorithm="auto"):
     """The `RowFunction` of f for arrays of these types, and the arrays that f closes over, its further operands.
 
-    axis: the row, counted from the last dimension, so negative.
+    axis: the row, counted from the last dimension, so negative. name, algorithm: as for `RowFunction`.
 
     Returns (function, captured, structure of what f returns).
     """
@@ -38,7 +38,8 @@ def trace(f, avals, axis, label, name="rows"):
         if kept:
             types = [jax.ShapeDtypeStruct(jnp.shape(c), jnp.result_type(c)) for c in captured]
             closed = jax.make_jaxpr(with_consts)(*avals, *types)
-    return RowFunction(closed, _row_of(closed, len(avals), axis), label, name), captured, jax.tree.structure(shapes)
+    function = RowFunction(closed, _row_of(closed, len(avals), axis), label, name, algorithm)
+    return function, captured, jax.tree.structure(shapes)
 
 
 def _row_of(closed, own, axis):
@@ -56,16 +57,19 @@ class RowFunction:
     """A jaxpr of arrays that is a row function, equal to any other with equal jaxpr and derivative rules.
 
     closed: the jaxpr. row: (array, dimension) that is the row, or None; results are numbered after the operands. label: names
-    the public function and the user's, for errors. name: of the kernels. avals, results: the types of its operands and
-    results.
+    the public function and the user's, for errors. name: of the operation, and so of its primitives. algorithm: the one that
+    its caller forces, or "auto". on_cpu: None, or a function that returns the same function as XLA:CPU runs it fastest.
+    avals, results: the types of its operands and results.
     """
 
-    def __init__(self, closed, row, label, name="rows"):
-        self.closed, self.row, self.label, self.name = closed, row, label, name
+    on_cpu = None
+
+    def __init__(self, closed, row, label, name="row_kernel", algorithm="auto"):
+        self.closed, self.row, self.label, self.name, self.algorithm = closed, row, label, name, algorithm
         self.avals = [v.aval for v in closed.jaxpr.invars]
         self.results = [v.aval for v in closed.jaxpr.outvars]
         shapes = " ".join(f"{a.dtype.name}{list(a.shape)}" for a in self.avals)
-        content = "\n".join((shapes, str(row), canonical.text_of(closed)))
+        content = "\n".join((name, algorithm, shapes, str(row), canonical.text_of(closed)))
         self._digest = hashlib.sha256(content.encode()).hexdigest()
 
     def __eq__(self, other):
@@ -151,7 +155,7 @@ class RowFunction:
                 ),
                 None,
             )
-        return RowFunction(closed, row, self.label, self.name)
+        return RowFunction(closed, row, self.label, self.name, self.algorithm)
 
     # ---- derivatives and batches
 
@@ -214,13 +218,26 @@ def _made(of, f, avals, operands, results, shifted=None):
             if program.row in v.dims and (k in used or k >= len(operands)):
                 row = (k, v.dims.index(program.row) + (shifted is not None and number in shifted))
                 break
-    return RowFunction(compat.without_unused(closed), row, of.label, of.name)
+    return RowFunction(compat.without_unused(closed), row, of.label, of.name, of.algorithm)
 
 
 CACHED = 1024  # derivatives and batches that are kept
 
 
-@functools.lru_cache(maxsize=CACHED)
+def _derived(make):
+    """Keeps what `make` makes of a RowFunction, and makes the same of its version for the CPU."""
+
+    @functools.lru_cache(maxsize=CACHED)
+    def of(function, *parameters):
+        found = make(function, *parameters)
+        if function.on_cpu is not None:
+            found.on_cpu = lambda: of(function.on_cpu(), *parameters)
+        return found
+
+    return of
+
+
+@_derived
 def _select(self, arguments):
     def f(*xs):
         given = dict(zip(arguments, xs))
@@ -240,7 +257,7 @@ def _inexact_of(self, xs, wrt):
     return f
 
 
-@functools.lru_cache(maxsize=CACHED)
+@_derived
 def _jvp(self, wrt):
     n = len(self.avals)
 
@@ -252,7 +269,7 @@ def _jvp(self, wrt):
     return _made(self, pushforward, avals, operands, results)
 
 
-@functools.lru_cache(maxsize=CACHED)
+@_derived
 def _forward(self, wrt):
     def primal(*xs):
         def f(*ws):
@@ -267,7 +284,7 @@ def _forward(self, wrt):
     return _made(self, primal, self.avals, range(len(self.avals)), self._results())
 
 
-@functools.lru_cache(maxsize=CACHED)
+@_derived
 def _vjp(self, wrt):
     n = len(self.avals)
 
@@ -282,7 +299,7 @@ def _vjp(self, wrt):
     return _made(self, pullback, avals, [*range(n), *results], wrt)
 
 
-@functools.lru_cache(maxsize=CACHED)
+@_derived
 def _transpose(self, linear):
     others = [k for k in range(len(self.avals)) if k not in linear]
 
@@ -303,7 +320,7 @@ def _transpose(self, linear):
     return _made(self, pullback, [*(self.avals[k] for k in others), *cotangents], operands, linear)
 
 
-@functools.lru_cache(maxsize=CACHED)
+@_derived
 def _batched(self, dims, size):
     avals = [jax.ShapeDtypeStruct((size, *a.shape) if d == 0 else a.shape, a.dtype) for a, d in zip(self.avals, dims)]
     mapped = [k for k, d in enumerate(dims) if d == 0]

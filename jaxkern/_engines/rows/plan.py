@@ -67,6 +67,12 @@ def choose(problem, device=None) -> str:
     return next(keep, None) or next(a for a in ALGORITHMS if fits(a, problem, device))
 
 
+def _picked(function, problem, device) -> str:
+    """The algorithm that the caller of the function forced, that is forced here, or that is chosen."""
+    forced = algorithms.forced(function.name) if function.algorithm == "auto" else function.algorithm
+    return algorithms.pick(function.name, forced, problem, device)
+
+
 def layout(algorithm, problem):
     """(lanes, packs, threads) of an algorithm that holds rows in registers; None if the rows are too long for it.
 
@@ -129,7 +135,7 @@ def plan(device, operands, results, *, function):
     problem = Problem(rows, width, held, pack, summed, core.kept_words)
     if not any(fits(a, problem, device) for a in ALGORITHMS):
         return None
-    algorithm = algorithms.pick("row_kernel", algorithms.forced("row_kernel"), problem, device)
+    algorithm = _picked(function, problem, device)
 
     def launches(pack, problem):
         if algorithm == "streaming":
@@ -240,7 +246,7 @@ def _strided(device, operands, arrays, function, views):
         pack //= 2
     held = max(1, sum(operands[k].dtype.itemsize for k in core.rows))
     problem = Problem(rows, width, held, pack, 0, core.kept_words, strided=True)
-    algorithm = algorithms.pick("row_kernel", algorithms.forced("row_kernel"), problem, device)
+    algorithm = _picked(function, problem, device)
     strides = lambda values: [*(i64(_stride(v, program.row)) for v in values), i64(0)]
 
     def launches(pack):

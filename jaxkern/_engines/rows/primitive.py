@@ -1,12 +1,16 @@
-"""The primitive of row functions, `jaxkern_row_kernel`: arrays, and a `RowFunction` as its parameter.
+"""The primitives of row functions: arrays, and a `RowFunction` as their parameter.
 
-Its derivatives and batches are the same primitive with a derivative or a batch of the function. Where kernels run, it is a call
-of `jaxkern_row_kernel_core`, whose results are those of one kernel, and what remains to be done with them on smaller arrays.
+Each operation has a primitive of its name, such as `jaxkern_row_kernel`. Its derivatives and batches are the same primitive with a
+derivative or a batch of the function. Where kernels run, it is a call of a second primitive, such as
+`jaxkern_row_kernel_core`, whose results are those of one kernel, and what remains to be done with them on smaller arrays.
 """
+
+import typing
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
 from jax.interpreters import ad
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -26,7 +30,7 @@ def apply(function, operands) -> list:
         function, operands = function.select(used), [operands[k] for k in used]
     if function.has_vjp:
         return _with_vjp(function)(*operands)
-    return bind(rows_p, *operands, function=function)
+    return bind(PRIMITIVES[function.name].whole, *operands, function=function)
 
 
 def _with_vjp(function):
@@ -35,7 +39,7 @@ def _with_vjp(function):
 
     @jax.custom_vjp
     def call(*operands):
-        return bind(rows_p, *operands, function=function)
+        return bind(PRIMITIVES[function.name].whole, *operands, function=function)
 
     def backward(operands, cotangents):
         given = [cotangents[k] for k in function.inexact_results]
@@ -52,6 +56,10 @@ def _reference(*operands, function):
     except Unsupported:  # a derivative that is no row function
         return function(*operands)
     return function.wide(*operands)
+
+
+def _on_cpu(*operands, function):
+    return _reference(*operands, function=function) if function.on_cpu is None else function.on_cpu()(*operands)
 
 
 def _abstract(*operands, function):
@@ -84,7 +92,7 @@ def _batch(prim, operands, dims, *, function):
 
 
 def _jvp(primals, tangents, *, function):
-    ys = bind(rows_p, *primals, function=function)
+    ys = bind(PRIMITIVES[function.name].whole, *primals, function=function)
     dys = list(map(compat.zero_tangent, ys))
     active = tuple(k for k, t in enumerate(tangents) if type(t) is not ad.Zero)
     if active and function.inexact_results:
@@ -165,16 +173,6 @@ def _part(function, names, over, parts):
     return function.after_core(parts, outputs, local)
 
 
-rows_core_p = primitive(
-    "jaxkern_row_kernel_core",
-    lambda *operands, function: [
-        operands[0].update(shape=shape, dtype=dtype, weak_type=False) for shape, dtype in plan.outputs(function)
-    ],
-    several=True,
-    plan=plan.plan,
-)
-
-
 def _adapt(prim, *avals, function):
     """The kernel and what follows it, if something does and there is a kernel."""
     del prim
@@ -186,19 +184,45 @@ def _adapt(prim, *avals, function):
     outputs = [jax.core.ShapedArray(shape, dtype) for shape, dtype in plan.outputs(function)]
     if plan.plan(device.this_device(), avals, outputs, function=function) is None:
         return None
-    return lambda *operands, function: function.after_core(operands, rows_core_p.bind(*operands, function=function))
+    core = PRIMITIVES[function.name].core
+    return lambda *operands, function: function.after_core(operands, core.bind(*operands, function=function))
 
 
-rows_p = primitive(
-    "jaxkern_row_kernel",
-    _abstract,
-    _batch,
-    _reference,
-    several=True,
-    plan=lambda *args, function: plan.plan(*args, function=function) if plan.is_whole(function) else None,
-    adapt=_adapt,
-    partition=_partition,
-)
-algorithms.register(plan, "row_kernel")
-ad.primitive_jvps[rows_p] = _jvp
-ad.primitive_transposes[rows_p] = _transpose
+class Primitives(typing.NamedTuple):
+    """whole: the row function. core: its kernel alone."""
+
+    whole: Primitive
+    core: Primitive
+
+
+PRIMITIVES: dict[str, Primitives] = {}
+
+
+def define(name: str) -> None:
+    """Defines the primitives of the row functions with this name, whose algorithms `jaxkern.tiers` then knows."""
+    core = primitive(
+        f"jaxkern_{name}_core",
+        lambda *operands, function: [
+            operands[0].update(shape=shape, dtype=dtype, weak_type=False) for shape, dtype in plan.outputs(function)
+        ],
+        several=True,
+        plan=plan.plan,
+    )
+    whole = primitive(
+        f"jaxkern_{name}",
+        _abstract,
+        _batch,
+        _reference,
+        on_cpu=_on_cpu,
+        several=True,
+        plan=lambda *args, function: plan.plan(*args, function=function) if plan.is_whole(function) else None,
+        adapt=_adapt,
+        partition=_partition,
+    )
+    ad.primitive_jvps[whole] = _jvp
+    ad.primitive_transposes[whole] = _transpose
+    algorithms.register(plan, name)
+    PRIMITIVES[name] = Primitives(whole, core)
+
+
+define("row_kernel")
