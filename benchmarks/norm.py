@@ -43,8 +43,12 @@ def _layer_norm(x: jax.Array, mean: Callable[..., jax.Array]) -> jax.Array:
     return (x - mean(x)) * jax.lax.rsqrt(jnp.maximum(variance, 0) + EPS)
 
 
+def _scale_norm(x: jax.Array, mean: Callable[..., jax.Array]) -> jax.Array:
+    return x * jax.lax.rsqrt(mean(x * x) * x.shape[-1])
+
+
 # Without scale and bias, of x and a function that returns the mean of each row.
-NORMALISED = {"rms_norm": _rms_norm, "layer_norm": _layer_norm}
+NORMALISED = {"rms_norm": _rms_norm, "layer_norm": _layer_norm, "scale_norm": _scale_norm}
 ROW_OPS = tuple(NORMALISED)
 OPS = ROW_OPS + GROUP_OPS
 

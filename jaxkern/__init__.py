@@ -19,7 +19,7 @@ from jaxkern.elementwise_kernel import elementwise_kernel
 from jaxkern.index_add import embedding_lookup, index_add, index_select
 from jaxkern.loss import linear_softmax_cross_entropy, softmax_cross_entropy, softmax_cross_entropy_and_grad
 from jaxkern.messages import Graph, edge_map, edge_max, edge_mean, edge_min, edge_sum
-from jaxkern.norm import batch_norm, group_norm, layer_norm, rms_norm
+from jaxkern.norm import batch_norm, group_norm, layer_norm, rms_norm, scale_norm
 from jaxkern.quantize import (
     DelayedScale,
     Quantization,
@@ -89,6 +89,7 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "reduce_min",
     "reduce_sum",
     "rms_norm",
+    "scale_norm",
     "row_kernel",
     "scan",
     "segment_max",

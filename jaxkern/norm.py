@@ -1,4 +1,4 @@
-"""rms_norm, layer_norm, group_norm and batch_norm, with scale and bias."""
+"""rms_norm, layer_norm, scale_norm, group_norm and batch_norm, with scale and bias."""
 
 import functools
 import math
@@ -15,6 +15,7 @@ from jaxkern._core.algorithms import forced
 from jaxkern._core.primitive import bind
 from jaxkern._core.rows import mask_shape
 from jaxkern._core.validate import Axis
+from jaxkern._definitions.norms import scale_norm  # noqa: F401
 from jaxkern._ops.group_norm import derivatives as group_derivatives  # noqa: F401  derivatives are registered
 from jaxkern._ops.group_norm.primitive import PRIMITIVES as GROUP_PRIMITIVES
 from jaxkern._ops.norm import derivatives, quantized, reference  # noqa: F401

@@ -66,6 +66,7 @@ CALLS = {
     "reduce_sum": {"x": X},
     "rms_norm": {"x": X},
     "row_kernel": {"f": lambda x: x},
+    "scale_norm": {"x": X},
     "scan": {"f": lambda carry, x: (carry, x), "init": X, "xs": X},
     "segment_max": SEGMENT,
     "segment_mean": SEGMENT,
@@ -202,7 +203,7 @@ RIGHT = {
     "group_norm.batch_axes": {"None"},
     "scan.unroll": {"bool"},
     "row_kernel.axis": set(OUT_OF_BOUNDS),  # until there are operands: see test_row_kernel.py
-    **{f"{name}.axis": {"None"} for name in ("softmax", "log_softmax", "layer_norm", "rms_norm")},
+    **{f"{name}.axis": {"None"} for name in ("softmax", "log_softmax", "layer_norm", "rms_norm", "scale_norm")},
 }
 
 

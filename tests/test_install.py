@@ -86,6 +86,7 @@ def test_public_names():
         "reduce_sum",
         "rms_norm",
         "row_kernel",
+        "scale_norm",
         "scan",
         "segment_max",
         "segment_mean",

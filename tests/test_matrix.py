@@ -264,6 +264,10 @@ CASES = {
         lambda x: jaxkern.rms_norm(x, eps=EPS, epilogue=lambda v, a: jnp.sin(v) * a, epilogue_args=[jnp.cos(x[:1])]),
         lambda x: jnp.sin(x * lax.rsqrt((x * x).mean(-1, keepdims=True) + EPS)) * jnp.cos(x[:1]),
     ),
+    "scale_norm": (
+        lambda x: jaxkern.scale_norm(x, x[0, 0]),
+        lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True) * x[0, 0],
+    ),
     "layer_norm, residual": (normalised, plain_normalised),
     "group_norm": tuple(functools.partial(f, 2) for f in (grouped, plain_grouped)),
     "batch_norm": (batch_normalised, plain_batch_normalised),

@@ -30,6 +30,7 @@ def deviations(x, mean):
 NORMALISED = {
     "rms_norm": lambda x, mean: x * jax.lax.rsqrt(mean(x * x) + EPS),
     "layer_norm": lambda x, mean: deviations(x, mean) * jax.lax.rsqrt(mean(deviations(x, mean) ** 2) + EPS),
+    "scale_norm": lambda x, mean: x * jax.lax.rsqrt(mean(x * x) * (x.size // mean(x).size)),
 }
 NAMES = ("rms_norm", "layer_norm")  # with every option
 every_name = pytest.mark.parametrize("name", NAMES)
