@@ -141,6 +141,7 @@ def test_public_functions_are_annotated():
         "benchmark",
         "tiers",
         "_core.registry",
+        "_definitions.norms",
     ],
 )
 def test_examples_in_docstrings(module):
