@@ -33,11 +33,11 @@ def cells(operation: ModuleType, case: Any, dtype: str, ops: tuple[str, ...]) ->
             yield operation.Cell(case, dtype, op, direction)
 
 
-def candidates(compiled: list[Program], inputs: Any, keep: int = 2) -> list[_timing.Candidate]:
+def candidates(compiled: list[Program], inputs: Any, keep: int = 2, span: bool = False) -> list[_timing.Candidate]:
     """The programs, each on arguments of its own."""
 
     def candidate(program: Program) -> _timing.Candidate:
         arguments = inputs.feed(program.specs)
-        return _timing.Candidate(program.name, lambda i: program(*arguments(i)), jax.block_until_ready, keep=keep)
+        return _timing.Candidate(program.name, lambda i: program(*arguments(i)), jax.block_until_ready, keep=keep, span=span)
 
     return [candidate(program) for program in compiled]

@@ -5,6 +5,7 @@ A goal is plain data, so that result files carry both the requirement and the fi
     copy       copy / ours is at least `required`
     peers      ours is not slower than the fastest peer in the same run (or of those that `against`
                names), up to NOISE, or the peer's time over ours is at least `required`
+    time       the goal's `us` microseconds over ours are at least 1
     reproducible    the same bits every time: 1 (examined by the operation itself)
     accurate        the largest error of XLA's result, or half a unit in the last place of the largest result if that is
                     more, over ours, all against float64, is at least `required` (likewise)
@@ -62,6 +63,10 @@ def evaluate(goals: list[dict[str, Any]], medians: dict[str, float]) -> list[dic
                 value = peers[label] / ours
             elif ours:
                 continue  # nobody to compare with
+        elif goal["goal"] == "time":
+            required = 1.0
+            if ours:
+                value = goal["us"] / ours
         elif ours and copy:
             value = copy / ours
         met = value is not None and value >= required

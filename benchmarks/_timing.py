@@ -47,6 +47,7 @@ class Candidate:
     sync: Callable[[Any], None]
     keep: int = 2  # outputs to hold on to, so that the allocator cannot hand out a cached one
     torch: bool = False
+    span: bool = False  # its time runs from its first kernel's start to its last one's end, with the gaps between kernels
     like: str = ""  # candidates of one `like` do the same, to other types say: if one is hopeless, so are they all
 
 
@@ -209,7 +210,7 @@ def split_by_call(events: list[Event], calls: int) -> list[list[Event]] | None:
     return groups if all(sorted(e.name for e in g) == names for g in groups) else None
 
 
-def _timing_from(events: list[Event], calls: int) -> Timing:
+def _timing_from(events: list[Event], calls: int, span: bool = False) -> Timing:
     counts = collections.Counter(e.name for e in events)
     kernels = {short_name(k): round(v / calls, 3) for k, v in counts.items()}
     durations: collections.Counter[str] = collections.Counter()
@@ -222,7 +223,11 @@ def _timing_from(events: list[Event], calls: int) -> Timing:
         return Timing(
             [total / 1e3], "profiler", kernels, kernel_us, f"{len(events)} kernels do not divide among {calls} calls"
         )
-    return Timing([sum(e.duration_ns for e in g) / 1e3 for g in groups], "profiler", kernels, kernel_us)
+    if span:
+        times = [max(e.start_ns + e.duration_ns for e in g) - min(e.start_ns for e in g) for g in groups]
+    else:
+        times = [sum(e.duration_ns for e in g) for g in groups]
+    return Timing([ns / 1e3 for ns in times], "profiler", kernels, kernel_us)
 
 
 def short_name(kernel: str) -> str:
@@ -285,7 +290,7 @@ class ProfilerClock:
             events[c.name].extend(segment)
         for c in ready:
             if events[c.name]:
-                results[c.name] = _timing_from(events[c.name], calls * ROUNDS)
+                results[c.name] = _timing_from(events[c.name], calls * ROUNDS, c.span)
             elif c.torch:  # its kernels are not in XLA's trace
                 from benchmarks import _torch
 

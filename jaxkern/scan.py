@@ -48,8 +48,9 @@ def scan(
 
     Returns: (carry, ys), equal to the results of `jax.lax.scan` up to rounding. In the kernel a thread keeps the carry of its
     lanes in registers, loads later elements of xs while it computes, and writes each element of ys once. Derivatives and batches
-    are JAX's, of any order, and are kernels too; gradients of what broadcasts over lanes are added up in each lane, and summed over
-    lanes once, behind the loop. XLA runs the loop where there is no kernel: on a CPU, on several devices outside of `shard_map`,
+    are JAX's, of any order, and are kernels too. A gradient stores the carry of each step, and computes the rest of a step again, as
+    with `jax.checkpoint`. Gradients of what broadcasts over lanes are added up in each lane, and summed over lanes once, behind
+    the loop. XLA runs the loop where there is no kernel: on a CPU, on several devices outside of `shard_map`,
     and for derivatives that are not elementwise. A thread runs the loop of a
     lane, so few lanes leave most of a GPU idle.
 
@@ -85,8 +86,11 @@ def scan(
         if checkpoint_every < 1:
             raise ValueError(f"jaxkern.scan: checkpoint_every must be at least 1, got {checkpoint_every}")
 
+    # The gradient needs what the body reads, and computes the rest again: to store it in each step would take longer.
+    again = jax.checkpoint(f, prevent_cse=False)
+
     def body(carry, x):
-        carry, y = f(mark(carry), x)
+        carry, y = again(mark(carry), x)
         return mark(carry), mark(y)
 
     loop = functools.partial(lax.scan, body, reverse=reverse, unroll=unroll)

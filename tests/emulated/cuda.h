@@ -114,6 +114,9 @@ inline double __dmul_rn(double a, double b) { return Unfused(a * b); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline void __syncthreads() { emulated::Wait(); }
 inline void __syncwarp() { emulated::Wait(); }
+// Of the threads that still run: used where they exchange nothing.
+inline void __syncwarp(unsigned) {}
+inline unsigned __activemask() { return ~0u; }
 namespace emulated {
 template <class T> T Exchange(T x, unsigned from) {
   memcpy(&exchanged[current], &x, sizeof x);

@@ -1,11 +1,14 @@
 // Loops: scans whose body is elementwise over lanes.
 //
-//     LoopKernel<F, N, kAhead, kThreads, kMinBlocks, kWhole, kReverse>
+//     LoopKernel<F, N, kAhead, kRest, kThreads, kMinBlocks, kReverse>
 //
 // F is generated from the body's jaxpr (jaxkern/_engines/loops/generate.py) and computes one step of one lane. A thread runs all
-// steps of N adjacent lanes, with their carries in registers. It loads the elements of xs kAhead steps before it uses them: a
-// ring of kAhead packs for each array, whose slots are registers because the loop over them is unrolled. kWhole: the number of
-// steps is a multiple of kAhead. kReverse: the last element of xs and ys comes first.
+// steps of N adjacent lanes, with their carries in registers. It runs rounds of kAhead steps, and loads the elements of xs one
+// round before it uses them, into registers: the loop over a round is unrolled. kRest steps, which fill no round, come first.
+// kReverse: the last element of xs and ys comes first.
+//
+// The distance of two steps in an array is a constant (XsStep, YsStep), so that the addresses in a round are one pointer and
+// immediate offsets: where few warps run, instructions for addresses would cost more than the body.
 //
 // An array that lacks a dimension of the lanes is read through an index map, and written by the lanes whose place along that
 // dimension is 0. Carries that are accumulators (IsSum) start at 0, and every lane writes its own.
@@ -20,6 +23,10 @@
 #include "../common/slots.h"
 
 namespace jaxkern {
+
+// Steps between two barriers of a warp, across which the assembler moves no loads or stores. Without them it computes all
+// steps of a round first and then loads the next round, and nothing is in flight meanwhile.
+constexpr int kFence = 8;
 
 // How the N lanes of a thread lie in an array: at one element, at N adjacent elements that are aligned as a vector, or anywhere.
 enum LaneKind { kSame, kPack, kEach };
@@ -39,6 +46,22 @@ template <class T, int N> __device__ __forceinline__ void StoreLanes(T* p, const
   else StoreVector<T, N>(p, pack);
 }
 
+// A number, rounded to the type of an array. In bfloat16 it is converted to the high half of a word whose low half is 0: this
+// is one fast instruction, and the word is the number as a float32.
+template <class T> __device__ __forceinline__ Own<T> Round(Own<T> x) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(0, x);
+    return __uint_as_float(*reinterpret_cast<const uint32_t*>(&pair));
+  } else {
+    return Wide<T>(Stored<T>(x));
+  }
+}
+// The number as it is stored.
+template <class T> __device__ __forceinline__ T Rounded(Own<T> x) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) return __floats2bfloat162_rn(0, x).y;
+  else return Stored<T>(x);
+}
+
 template <class T, int N> struct PerLane {
   T of[N];
 };
@@ -56,7 +79,7 @@ struct LoopEngine<F, N, Types<K...>, Types<C...>, Types<X...>, Types<Y...>> {
   using YIndex = std::make_index_sequence<kYs>;
   using PlaceIndex = std::make_index_sequence<F::kIndices>;
 
-  // x_step, y_step: the elements of one step. Each list has one member more than F has arrays, so that none is empty.
+  // Each list has one member more than F has arrays, so that none is empty.
   struct Args {
     const void* constant[kConsts + 1];
     const void* init[kCarries + 1];
@@ -64,7 +87,6 @@ struct LoopEngine<F, N, Types<K...>, Types<C...>, Types<X...>, Types<Y...>> {
     void* last[kCarries + 1];
     void* y[kYs + 1];
     IndexMap map[F::kMaps + 1];
-    int64_t x_step[kXs + 1], y_step[kYs + 1];
     int64_t lanes, steps;
   };
 
@@ -88,43 +110,44 @@ struct LoopEngine<F, N, Types<K...>, Types<C...>, Types<X...>, Types<Y...>> {
         for (int i = 0; i < N; ++i) from_first[i] = static_cast<int32_t>(Offset<kMap>(a, lane + i) - at);
       }
     }
-    __device__ __forceinline__ T* At(int i) const {
-      if constexpr (kKind == kSame) return first;
-      else if constexpr (kKind == kPack) return first + i;
-      else return first + from_first[i];
+    __device__ __forceinline__ T* At(int i, int64_t step) const {
+      if constexpr (kKind == kSame) return first + step;
+      else if constexpr (kKind == kPack) return first + step + i;
+      else return first + step + from_first[i];
     }
   };
 
   // What a thread loads of an array in one step.
   template <class T, int kKind> using Loaded = Pack<T, kKind == kSame ? 1 : N>;
 
+  // step: elements from the place to the step that is loaded or stored.
   template <class T, int kKind, int kMap>
-  static __device__ __forceinline__ Loaded<T, kKind> Load(const Place<const T, kKind, kMap>& place) {
+  static __device__ __forceinline__ Loaded<T, kKind> Load(const Place<const T, kKind, kMap>& place, int64_t step) {
     if constexpr (kKind == kEach) {
       Pack<T, N> pack = ZeroPack<T, N>();
 #pragma unroll
-      for (int i = 0; i < N; ++i) SetElement(pack, i, *place.At(i));
+      for (int i = 0; i < N; ++i) SetElement(pack, i, *place.At(i, step));
       return pack;
     } else {
-      return LoadLanes<T, kKind == kSame ? 1 : N>(place.first);
+      return LoadLanes<T, kKind == kSame ? 1 : N>(place.first + step);
     }
   }
 
   // Stores the lanes of a thread. owners: bit i says whether lane i writes.
   template <class T, int kKind, int kMap>
-  static __device__ __forceinline__ void Store(const Place<T, kKind, kMap>& place, const PerLane<Own<T>, N>& value,
-                                               uint32_t owners) {
+  static __device__ __forceinline__ void Store(const Place<T, kKind, kMap>& place, int64_t step,
+                                               const PerLane<Own<T>, N>& value, uint32_t owners) {
     if constexpr (kKind == kPack) {
       if (owners & 1) {
         Pack<T, N> pack = ZeroPack<T, N>();
 #pragma unroll
-        for (int i = 0; i < N; ++i) SetElement(pack, i, Stored<T>(value.of[i]));
-        StoreLanes<T, N>(place.first, pack);
+        for (int i = 0; i < N; ++i) SetElement(pack, i, Rounded<T>(value.of[i]));
+        StoreLanes<T, N>(place.first + step, pack);
       }
     } else {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        if (owners >> i & 1) *place.At(i) = Stored<T>(value.of[i]);
+        if (owners >> i & 1) *place.At(i, step) = Rounded<T>(value.of[i]);
       }
     }
   }
@@ -142,7 +165,7 @@ struct LoopEngine<F, N, Types<K...>, Types<C...>, Types<X...>, Types<Y...>> {
   static __device__ __forceinline__ PerLane<Own<T>, N> Read(const Args& a, const void* array, int64_t lane) {
     Place<const T, kKind, kMap> place;
     place.Set(a, static_cast<const T*>(array), lane);
-    const auto pack = Load<T, kKind, kMap>(place);
+    const auto pack = Load<T, kKind, kMap>(place, 0);
     PerLane<Own<T>, N> value;
 #pragma unroll
     for (int i = 0; i < N; ++i) value.of[i] = Wide<T>(Element(pack, kKind == kSame ? 0 : i));
@@ -153,7 +176,7 @@ struct LoopEngine<F, N, Types<K...>, Types<C...>, Types<X...>, Types<Y...>> {
     else return Read<T, F::CarriesKind(J), F::CarriesMap(J)>(a, a.init[J], lane);
   }
 
-  template <int kAhead, bool kWhole, bool kReverse, size_t... I, size_t... J, size_t... L, size_t... M, size_t... P>
+  template <int kAhead, int kRest, bool kReverse, size_t... I, size_t... J, size_t... L, size_t... M, size_t... P>
   static __device__ __forceinline__ void Run(const Args& a, int64_t lane, std::index_sequence<I...>,
                                              std::index_sequence<J...>, std::index_sequence<L...>,
                                              std::index_sequence<M...>, std::index_sequence<P...>) {
@@ -165,59 +188,74 @@ struct LoopEngine<F, N, Types<K...>, Types<C...>, Types<X...>, Types<Y...>> {
 #pragma unroll
     for (int i = 0; i < N; ++i) ((index[P][i] = static_cast<int32_t>(Offset<F::PlaceMap(P)>(a, lane + i))), ...);
 
+    constexpr int64_t kSign = kReverse ? -1 : 1;
     const int64_t begin = kReverse ? a.steps - 1 : 0;
     Slots<XIndex, Place<const X, F::XsKind(L), F::XsMap(L)>...> from;
     Slots<YIndex, Place<Y, F::YsKind(M), F::YsMap(M)>...> to;
-    (At<L>(from).Set(a, static_cast<const X*>(a.x[L]) + begin * a.x_step[L], lane), ...);
-    (At<M>(to).Set(a, static_cast<Y*>(a.y[M]) + begin * a.y_step[M], lane), ...);
+    (At<L>(from).Set(a, static_cast<const X*>(a.x[L]) + begin * F::XsStep(L), lane), ...);
+    (At<M>(to).Set(a, static_cast<Y*>(a.y[M]) + begin * F::YsStep(M), lane), ...);
     const uint32_t owners[kYs + 1] = {Owners<F::YsOwner(M)>(a, lane)..., 0};
 
     using Step = Slots<XIndex, Loaded<X, F::XsKind(L)>...>;
-    const auto load = [&](Step& x) {
-      ((At<L>(x) = Load<X, F::XsKind(L), F::XsMap(L)>(At<L>(from)),
-        At<L>(from).first += kReverse ? -a.x_step[L] : a.x_step[L]),
-       ...);
+    // Loads and runs step u from where the places are.
+    const auto load = [&](Step& x, int u) {
+      ((At<L>(x) = Load<X, F::XsKind(L), F::XsMap(L)>(At<L>(from), kSign * u * F::XsStep(L))), ...);
     };
-    Step ahead[kAhead];
+    const auto run = [&](const Step& x, int u) {
+      Slots<YIndex, PerLane<Own<Y>, N>...> y;
 #pragma unroll
-    for (int u = 0; u < kAhead; ++u) {
-      if (u < a.steps) load(ahead[u]);
+      for (int i = 0; i < N; ++i) {
+        typename F::Step()(At<I>(constant).of[i]..., At<J>(carry).of[i]...,
+                           Wide<X>(Element(At<L>(x), F::XsKind(L) == kSame ? 0 : i))..., index[P][i]...,
+                           At<J>(carry).of[i]..., At<M>(y).of[i]...);
+        // A carry of 16 bits is rounded in every step.
+        ((At<J>(carry).of[i] = Round<C>(At<J>(carry).of[i])), ...);
+      }
+      (Store<Y, F::YsKind(M), F::YsMap(M)>(At<M>(to), kSign * u * F::YsStep(M), At<M>(y), owners[M]), ...);
+    };
+    const auto advance_loads = [&](int steps) { ((At<L>(from).first += kSign * steps * F::XsStep(L)), ...); };
+    const auto advance_stores = [&](int steps) { ((At<M>(to).first += kSign * steps * F::YsStep(M)), ...); };
+
+    Step ahead[kAhead];
+    if constexpr (kRest > 0) {
+#pragma unroll
+      for (int u = 0; u < kRest; ++u) load(ahead[u], u);
+#pragma unroll
+      for (int u = 0; u < kRest; ++u) run(ahead[u], u);
+      advance_loads(kRest);
+      advance_stores(kRest);
     }
-    for (int64_t first = 0; first < a.steps; first += kAhead) {
+    const uint32_t active = __activemask();
+    int64_t rounds = a.steps / kAhead;
+    if (rounds > 0) {
+#pragma unroll
+      for (int u = 0; u < kAhead; ++u) load(ahead[u], u);
+    }
+    for (; rounds > 0; --rounds) {
+      advance_loads(kAhead);
 #pragma unroll
       for (int u = 0; u < kAhead; ++u) {
-        if (kWhole || first + u < a.steps) {
-          const Step x = ahead[u];
-          if (kWhole ? first + kAhead < a.steps : first + kAhead + u < a.steps) load(ahead[u]);
-          Slots<YIndex, PerLane<Own<Y>, N>...> y;
-#pragma unroll
-          for (int i = 0; i < N; ++i) {
-            typename F::Step()(At<I>(constant).of[i]..., At<J>(carry).of[i]...,
-                               Wide<X>(Element(At<L>(x), F::XsKind(L) == kSame ? 0 : i))..., index[P][i]...,
-                               At<J>(carry).of[i]..., At<M>(y).of[i]...);
-            // A carry of 16 bits is rounded in every step.
-            ((At<J>(carry).of[i] = Wide<C>(Stored<C>(At<J>(carry).of[i]))), ...);
-          }
-          ((Store<Y, F::YsKind(M), F::YsMap(M)>(At<M>(to), At<M>(y), owners[M]),
-            At<M>(to).first += kReverse ? -a.y_step[M] : a.y_step[M]),
-           ...);
-        }
+        const Step x = ahead[u];
+        if (rounds > 1) load(ahead[u], u);
+        run(x, u);
+        if (u % kFence == kFence - 1) __syncwarp(active);
       }
+      advance_stores(kAhead);
     }
     Slots<CarryIndex, Place<C, F::CarriesKind(J), F::CarriesMap(J)>...> last;
     ((At<J>(last).Set(a, static_cast<C*>(a.last[J]), lane),
-      Store<C, F::CarriesKind(J), F::CarriesMap(J)>(At<J>(last), At<J>(carry), Owners<F::CarriesOwner(J)>(a, lane))),
+      Store<C, F::CarriesKind(J), F::CarriesMap(J)>(At<J>(last), 0, At<J>(carry), Owners<F::CarriesOwner(J)>(a, lane))),
      ...);
   }
 };
 
-template <class F, int N, int kAhead, int kThreads, int kMinBlocks, bool kWhole, bool kReverse>
+template <class F, int N, int kAhead, int kRest, int kThreads, int kMinBlocks, bool kReverse>
 __global__ void __launch_bounds__(kThreads, kMinBlocks)
     LoopKernel(const __grid_constant__ typename LoopEngine<F, N>::Args a) {
   using Engine = LoopEngine<F, N>;
   const int64_t lane = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * N;
   if (lane >= a.lanes) return;
-  Engine::template Run<kAhead, kWhole, kReverse>(a, lane, typename Engine::ConstIndex(), typename Engine::CarryIndex(),
+  Engine::template Run<kAhead, kRest, kReverse>(a, lane, typename Engine::ConstIndex(), typename Engine::CarryIndex(),
                                                  typename Engine::XIndex(), typename Engine::YIndex(),
                                                  typename Engine::PlaceIndex());
 }

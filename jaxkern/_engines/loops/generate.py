@@ -168,13 +168,15 @@ class Core:
         types = {"Consts": consts, "Carries": self.carries, "Xs": xs, "Ys": self.ys}
         text = [f"  using {k} = Types<{', '.join(cpp_type(a.dtype) for a in v)}>;" for k, v in types.items()]
 
-        def table(function, values, otherwise):
+        def table(function, values, otherwise, type_="int"):
             picks = "".join(f"k == {k} ? {v} : " for k, v in enumerate(values))
-            text.append(f"  static constexpr int {function}(int k) {{ return {picks}{otherwise}; }}")
+            text.append(f"  static constexpr {type_} {function}(int k) {{ return {picks}{otherwise}; }}")
 
         for kind, arrays in types.items():
             table(f"{kind}Kind", (self.kind(a, lanes) for a in arrays), SAME)
             table(f"{kind}Map", (number(self._groups(a.dims)) for a in arrays), _NONE)
+        for kind in ("Xs", "Ys"):
+            table(f"{kind}Step", (a.size for a in types[kind]), 0, "int64_t")
         table("CarriesOwner", (number(missing(a)) for a in self.carries), _NONE)
         table("YsOwner", (number(missing(a)) for a in self.ys), _NONE)
         sums = (int(k in program.accumulators) for k in range(len(self.carries)))

@@ -41,8 +41,7 @@ def plan(device, core, length, reverse):
         registers = tuning.OWN_REGISTERS + ahead * words + each * values_of_a_lane(core)
         resident = max(1, min(ceil_div(grid, device.sm_count), 65536 // (block * registers)))
         args = arguments(core, maps, lanes, length)
-        flags = ", ".join(str(f).lower() for f in (length % ahead == 0, reverse))
-        name = f"LoopKernel<{NAME}, {each}, {ahead}, {block}, {resident}, {flags}>"
+        name = f"LoopKernel<{NAME}, {each}, {ahead}, {length % ahead}, {block}, {resident}, {str(reverse).lower()}>"
         return (Launch(HEADER, name, [args], grid, block, source=source),)
 
     if bytes_of_arguments(core) > MOST_BYTES:
@@ -64,19 +63,17 @@ def bytes_of_arguments(core) -> int:
 def arguments(core, maps, lanes, length):
     """`LoopEngine::Args` of loops.cuh. maps: the groups of each index map of the source."""
     program = core.program
-    xs = [core._array(program.operands[k]) for k in core.xs]
     reads = len(core.consts)
     inits, at = [], reads
     for k in range(len(core.carries)):
         inits.append(launch.null if k in program.accumulators else launch.operand(at))
         at += k not in program.accumulators
-    sizes = lambda arrays: [*(i64(a.size) for a in arrays), i64(0)]
     return struct(
         *(launch.operand(k) for k in range(reads)),
         launch.null,
         *inits,
         launch.null,
-        *(launch.operand(at + k) for k in range(len(xs))),
+        *(launch.operand(at + k) for k in range(len(core.xs))),
         launch.null,
         *(launch.result(k) for k in range(len(core.carries))),
         launch.null,
@@ -84,8 +81,6 @@ def arguments(core, maps, lanes, length):
         launch.null,
         *map(define._index_map, maps),
         define._index_map([]),
-        *sizes(xs),
-        *sizes(core.ys),
         i64(lanes),
         i64(length),
     )
@@ -96,7 +91,7 @@ def lanes_of_a_thread(device, core, lanes) -> int:
     itemsizes = lambda positions: [core.program.operands[k].dtype.itemsize for k in positions]
     stored = [a.dtype.itemsize for a in (*core.carries, *core.ys)]
     each = tuning.VECTOR_BYTES // max([2, *stored, *itemsizes(core.xs), *itemsizes(core.consts)])
-    registers = values_of_a_lane(core) + tuning.AHEAD[-1] * sum(itemsizes(core.xs)) / 4
+    registers = values_of_a_lane(core) + tuning.LEAST_AHEAD * sum(itemsizes(core.xs)) / 4
     few = lambda each: lanes // each < tuning.VECTOR_THREADS * device.sm_count
     while each > 1 and (lanes % each or few(each) or each * registers > tuning.VECTOR_REGISTERS):
         each //= 2
@@ -110,13 +105,12 @@ def values_of_a_lane(core) -> int:
 
 def steps_ahead(words, threads, length, statements) -> int:
     """Steps that a thread loads ahead. words: that it loads in a step. threads: of a multiprocessor."""
-    if not words:
-        return tuning.AHEAD[-1]
-    resident = min(threads, 1024)
-    needed = ceil_div(tuning.IN_FLIGHT, 4 * words * resident)
-    fits = [n for n in tuning.AHEAD if n * words <= tuning.AHEAD_WORDS and n * statements <= tuning.BODY]
-    enough = [n for n in fits if n >= needed]
-    ahead = enough[-1] if enough else fits[0] if fits else tuning.AHEAD[-1] // 2
-    while ahead > 1 and ahead >= 2 * length:
-        ahead //= 2
-    return ahead
+    most = max(1, min(length, tuning.MOST_AHEAD, tuning.BODY // statements if statements else length))
+    wanted = tuning.LEAST_AHEAD
+    if words:
+        most = max(1, min(most, tuning.AHEAD_WORDS // words))
+        in_flight = tuning.IN_FLIGHT if threads >= tuning.VECTOR_THREADS else tuning.IN_FLIGHT_OF_FEW
+        wanted = max(wanted, ceil_div(in_flight, 4 * words * min(threads, 1024)))
+    wanted = min(wanted, most)
+    # The fewest steps that fill no round, of about as many steps ahead.
+    return min(range(ceil_div(3 * wanted, 4), wanted + 1), key=lambda n: (length % n, -n))
