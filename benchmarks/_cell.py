@@ -38,6 +38,8 @@ def candidates(compiled: list[Program], inputs: Any, keep: int = 2, span: bool =
 
     def candidate(program: Program) -> _timing.Candidate:
         arguments = inputs.feed(program.specs)
-        return _timing.Candidate(program.name, lambda i: program(*arguments(i)), jax.block_until_ready, keep=keep, span=span)
+        return _timing.Candidate(
+            program.name, lambda i: program(*arguments(i)), jax.block_until_ready, keep=keep, span=span
+        )
 
     return [candidate(program) for program in compiled]

@@ -47,7 +47,9 @@ class Candidate:
     sync: Callable[[Any], None]
     keep: int = 2  # outputs to hold on to, so that the allocator cannot hand out a cached one
     torch: bool = False
-    span: bool = False  # its time runs from its first kernel's start to its last one's end, with the gaps between kernels
+    span: bool = (
+        False  # its time runs from its first kernel's start to its last one's end, with the gaps between kernels
+    )
     like: str = ""  # candidates of one `like` do the same, to other types say: if one is hopeless, so are they all
 
 

@@ -193,7 +193,8 @@ def test_checkpoint_every(length, every, reverse, kernels):
     sizes = [largest(g, (c, w, b)) for g in gradients]
     assert sizes == [(length // every if every < length else length) * c.size, length * c.size]
     programs, loops = lowered(gradients[0], c, w, b)
-    assert len(programs) == kernels and loops == 2 * (every < length)
+    # The forward loop over chunks is a kernel, too, since chunks have few steps; the backward one is XLA's.
+    assert len(programs) == kernels and loops == (every < length)
     both = [jax.jit(jax.grad(lambda *a, s=scan: loss(lambda *a: run(s, *a))(*a), range(6))) for scan in scans]
     close(*(g(c, w, b, jnp.asarray(scale), x, f) for g in both), "float32")
 

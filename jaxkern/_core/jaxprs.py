@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jaxkern._core import compat
 from jaxkern._core.define import references
 
-CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
+CALLS = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "checkpoint", "remat", "remat2")
 CUSTOM_JVP = ("custom_jvp_call",)
 CUSTOM = (*CUSTOM_JVP, "custom_vjp_call", "custom_vjp_call_jaxpr")
 # Equations that return their last operand.

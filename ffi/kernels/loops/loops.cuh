@@ -256,8 +256,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int64_t lane = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * N;
   if (lane >= a.lanes) return;
   Engine::template Run<kAhead, kRest, kReverse>(a, lane, typename Engine::ConstIndex(), typename Engine::CarryIndex(),
-                                                 typename Engine::XIndex(), typename Engine::YIndex(),
-                                                 typename Engine::PlaceIndex());
+                                                typename Engine::XIndex(), typename Engine::YIndex(),
+                                                typename Engine::PlaceIndex());
 }
 
 }  // namespace jaxkern
