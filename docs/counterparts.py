@@ -135,6 +135,23 @@ def _norm_calls(bias=True):
     ]
 
 
+def _cumulative_calls(*more):
+    x = _array(3, 4)
+    return lambda: [
+        *(((x.astype(dtype), 0), {}) for dtype in ("float32", "int8", "uint16")),
+        ((x,), {"axis": 1}),
+        *(((x, *given[:-1]), given[-1]) for given in more),
+    ]
+
+
+def _affine(f, g):
+    return f[0] * g[0], f[1] * g[0] + g[1]
+
+
+def _step(carry, x):
+    return 0.5 * carry + x, jnp.tanh(carry)
+
+
 _LAYER = {
     "param_dtype": "`scale` and `bias` have a dtype of their own",
     "use_scale": "`scale=None`",
@@ -203,6 +220,51 @@ COUNTERPARTS = (
     *(
         Counterpart(name, f"jax.ops.{name}", getattr(jax.ops, name), _segment_calls)
         for name in ("segment_sum", "segment_max", "segment_min", "segment_prod")
+    ),
+    *(
+        Counterpart(
+            name,
+            f"jnp.{name}",
+            getattr(jnp, name),
+            _cumulative_calls(({},), (1, "float16", {}), ({"axis": -1, "dtype": "int32"},)),
+            same={"a": "x"},
+            without={"out": NO_OUT},
+        )
+        for name in ("cumsum", "cumprod")
+    ),
+    *(
+        Counterpart(
+            name,
+            f"jax.lax.{name}",
+            getattr(jax.lax, name),
+            _cumulative_calls(({},), (1, True, {})),
+            same={"operand": "x"},
+        )
+        for name in ("cummax", "cummin")
+    ),
+    Counterpart(
+        "cumlogsumexp",
+        "jax.lax.cumlogsumexp",
+        jax.lax.cumlogsumexp,
+        lambda: [
+            ((_array(3, 4),), {}),
+            ((_array(3, 4), 1, True), {}),
+            ((_array(3, 4).astype("float16"),), {"axis": 1}),
+        ],
+        same={"operand": "x"},
+    ),
+    Counterpart(
+        "associative_scan",
+        "jax.lax.associative_scan",
+        jax.lax.associative_scan,
+        lambda: [((_affine, (_array(5, 3), _array(5, 3))), given) for given in ({}, {"axis": 1, "reverse": True})],
+    ),
+    Counterpart(
+        "scan",
+        "jax.lax.scan",
+        jax.lax.scan,
+        lambda: [((_step, _array(3), _array(5, 3)), given) for given in ({}, {"reverse": True, "unroll": 2})],
+        without={"_split_transpose": "for XLA's loops alone"},
     ),
     Counterpart("index_add", "x.at[index].add", _at_add, _add_calls, order=False),
     Counterpart(
@@ -399,6 +461,74 @@ DIFFERENCES = (
         lambda: (
             _raises(lambda: jaxkern.reduce_mean(_ONES, dtype="int32"), TypeError)
             and jnp.mean(_ONES, dtype="int32").dtype == jnp.int32
+        ),
+    ),
+    Difference(
+        "`scan`, `associative_scan`",
+        "the function is elementwise over lanes; any other is refused",
+        "any function",
+        "a kernel runs all steps of a lane in one thread",
+        lambda: (
+            _raises(lambda: jaxkern.associative_scan(jnp.matmul, jnp.ones((4, 2, 2))), TypeError)
+            and _raises(
+                lambda: jaxkern.scan(lambda c, x: (c @ x, None), jnp.ones((2, 2)), jnp.ones((4, 2, 2))), TypeError
+            )
+            and jax.lax.associative_scan(jnp.matmul, jnp.ones((4, 2, 2))).shape == (4, 2, 2)
+        ),
+    ),
+    Difference(
+        "`cumsum`, `cumprod`, `cumlogsumexp`",
+        "float16 and bfloat16 are computed in float32, and each element is rounded once",
+        "every step is rounded, unless XLA fuses them",
+        "a sum of ones stops at 256 in bfloat16",
+        lambda: jaxkern.cumsum(jnp.ones(4096, "bfloat16"))[-1] == 4096,
+    ),
+    Difference(
+        "`cumsum`, `cumprod`",
+        "`dtype` is not boolean, and `x` not complex",
+        "both are allowed",
+        "as sums",
+        lambda: all(
+            _raises(lambda f=f: f(jnp.ones(3), dtype=bool), TypeError)
+            and _raises(lambda f=f: f(jnp.ones(3, "complex64")), TypeError)
+            and g(jnp.ones(3), dtype=bool).dtype == bool
+            and g(jnp.ones(3, "complex64")).dtype == jnp.complex64
+            for f, g in ((jaxkern.cumsum, jnp.cumsum), (jaxkern.cumprod, jnp.cumprod))
+        ),
+    ),
+    Difference(
+        "`cummax`, `cummin`",
+        "of three or more equal elements the last one has half of the gradient, the one before it a quarter, and so on",
+        "parts that depend on the length of the array",
+        "it is the gradient of the loop; of two, each has half in both",
+        lambda: (
+            _gradient(lambda x: jaxkern.cummax(x)[2], jnp.ones(4)).tolist() == [0.25, 0.25, 0.5, 0]
+            and _gradient(lambda x: jaxkern.cummax(x)[3], jnp.ones(4)).tolist() == [0.125, 0.125, 0.25, 0.5]
+            and _gradient(lambda x: jax.lax.cummax(x)[3], jnp.ones(4)).tolist() == [0.25] * 4
+        ),
+    ),
+    Difference(
+        "`cummax`, `cummin`, `cumlogsumexp`",
+        "`axis` may be negative or None",
+        "ValueError, TypeError",
+        "as in `jnp`",
+        lambda: all(
+            jnp.array_equal(f(jnp.ones((2, 3)), -1), g(jnp.ones((2, 3)), 1))
+            and f(jnp.ones((2, 3)), None).shape == (6,)
+            and _raises(lambda g=g: g(jnp.ones((2, 3)), -1), ValueError)
+            for f, g in ((getattr(jaxkern, n), getattr(jax.lax, n)) for n in ("cummax", "cummin", "cumlogsumexp"))
+        ),
+    ),
+    Difference(
+        "`cumlogsumexp`",
+        "gradients are finite for elements of -inf; integers become float32",
+        "NaN where two such elements come first; integers are refused",
+        "-inf masks an element",
+        lambda: (
+            bool(jnp.isfinite(_gradient(lambda x: jaxkern.cumlogsumexp(x)[2], _EMPTY[0].at[2].set(0))).all())
+            and not jnp.isfinite(_gradient(lambda x: jax.lax.cumlogsumexp(x)[2], _EMPTY[0].at[2].set(0))).all()
+            and jaxkern.cumlogsumexp(_LABEL).dtype == jnp.float32
+            and _raises(lambda: jax.lax.cumlogsumexp(_LABEL), OverflowError, TypeError, ValueError)
         ),
     ),
     Difference(

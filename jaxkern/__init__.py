@@ -12,7 +12,10 @@ import typing
 
 from jaxkern import elementwise, tiers
 from jaxkern._core.registry import export_checks
+from jaxkern._definitions.cumulative import cumlogsumexp, cummax, cummin, cumprod, cumsum
+from jaxkern._definitions.recurrences import advantages, discounted_returns, exponential_moving_average
 from jaxkern.accelerate import CheckError, accelerate, explain, install, installed, uninstall
+from jaxkern.associative_scan import associative_scan
 from jaxkern.benchmark import benchmark
 from jaxkern.elementwise import *  # noqa: F403  every operation of the table
 from jaxkern.elementwise_kernel import elementwise_kernel
@@ -54,9 +57,17 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "Graph",
     "Quantization",
     "accelerate",
+    "advantages",
+    "associative_scan",
     "batch_norm",
     "benchmark",
+    "cumlogsumexp",
+    "cummax",
+    "cummin",
+    "cumprod",
+    "cumsum",
     "dequantize",
+    "discounted_returns",
     "edge_map",
     "edge_max",
     "edge_mean",
@@ -66,6 +77,7 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "embedding_bag",
     "embedding_lookup",
     "explain",
+    "exponential_moving_average",
     "export_checks",
     "fake_quantize",
     "graph_attention",

@@ -27,10 +27,14 @@ CALLS = {
     "DelayedScale.create": {},
     "DelayedScale.update": {"self": jaxkern.DelayedScale.create(), "amax": 1.0},
     "accelerate": {},
+    "advantages": {"rewards": X, "values": np.ones((5, 6), np.float32), "discounts": 0.9, "lambda_": 0.9},
+    "associative_scan": {"fn": lambda a, b: a + b, "elems": X},
     "batch_norm": {"x": X},
     "benchmark": {"f": lambda: 1.0, "repeats": 1},
     "cast": {"x": X, "dtype": "float16"},
+    **{name: {"x": X, "axis": 0} for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")},
     "dequantize": {"q": X, "scale": 1.0},
+    "discounted_returns": {"rewards": X, "discounts": 0.9},
     "edge_map": MESSAGE,
     "edge_max": MESSAGE,
     "edge_mean": MESSAGE,
@@ -40,6 +44,7 @@ CALLS = {
     "embedding_bag": {"table": X, "ids": IDS, "segment_ids": IDS},
     "embedding_lookup": {"table": X, "ids": IDS},
     "explain": {"f": lambda x: x},
+    "exponential_moving_average": {"x": X, "decay": 0.9},
     "export_checks": {},
     "fake_quantize": {"x": X},
     "geglu": {"x": X},
@@ -86,11 +91,12 @@ CALLS = {
 }
 
 
-# Other arguments that an argument needs, to be looked at.
+# Other arguments that an argument needs, to be looked at: by its name, or by the name of the function and its own.
 BESIDE = {
     "score_args": {"score": lambda x, row, column, a: x + a},
     "epilogue_args": {"epilogue": lambda x, a: x + a},
     "dropout_key": {"dropout_rate": 0.5},
+    "advantages.bootstrap": {"values": X},
 }
 
 
@@ -154,9 +160,10 @@ KINDS = {
 # The kind of an argument, by its name; or by the name of the function and its own.
 ARGUMENTS = {
     "array": "table values condition",
-    "real": "b x y z min max data source logits h weight weights bias residual mean var scale q straight_through gate amax",
+    "real": "b x y z min max data source logits h weight weights bias residual mean var scale q straight_through gate amax "
+    "rewards discounts lambda_ bootstrap decay",
     "scalar": "alpha initial lambd negative_slope threshold value fill_value",
-    "mask": "where",
+    "mask": "where done",
     "index": "index ids segment_ids labels indices offsets",
     "key": "dropout_key",
     "int": "ignore_index margin unroll",
@@ -165,15 +172,15 @@ ARGUMENTS = {
     "axis": "channel_axis",
     "axes": "axis batch_axes reduce_features",
     "bool": "keepdims indices_are_sorted unique_indices deterministic wrap causal transposed transpose_weight approximate "
-    "reverse force export most_recent return_sign promote_integers",
+    "reverse force export most_recent return_sign promote_integers exclusive",
     "number": "z_loss",
     "positive": "eps epsilon soft_cap label_smoothing dropout_rate",
     "dtype": "dtype logits_dtype",
     "choice": "mode reduction precision platform",
-    "function": "f score epilogue",
+    "function": "f fn score epilogue",
     "args": "score_args epilogue_args",
     "tree": "senders receivers edges",
-    "leaves": "init xs",
+    "leaves": "init xs elems",
     "object": "graph order a quantize out_sharding",
     "names": "only without",
     "axis names": "axis_name",
@@ -187,6 +194,12 @@ OF |= {
     "index_add.x": "array",
     **{f"linear_recurrence.{name}": "real" for name in ("a", "b", "initial")},
     "linear_recurrence.axis": "axis",
+    "exponential_moving_average.initial": "real",
+    "advantages.values": "real",
+    **{f"{name}.axis": "axis" for name in ("advantages", "discounted_returns", "exponential_moving_average")},
+    **{
+        f"{name}.axis": "axis" for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "associative_scan")
+    },
     "index_select.x": "array",
     "threshold.threshold": "scalar",
     **{f"{name}.axis": "axis" for name in ("glu", "swiglu", "geglu", "index_add", "index_select")},
@@ -202,6 +215,7 @@ RIGHT = {
     "accelerate.check": {"bool"},
     "group_norm.batch_axes": {"None"},
     "scan.unroll": {"bool"},
+    **{f"{name}.axis": {"None"} for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")},
     "row_kernel.axis": set(OUT_OF_BOUNDS),  # until there are operands: see test_row_kernel.py
     **{f"{name}.axis": {"None"} for name in ("softmax", "log_softmax", "layer_norm", "rms_norm", "scale_norm")},
 }
@@ -241,7 +255,7 @@ def test_bad_arguments(name, function, uninstalled):
     wrong = []
     for p in parameters:
         own = f"{name}.{p.name}"
-        given = others | BESIDE.get(p.name, {})
+        given = others | BESIDE.get(own, BESIDE.get(p.name, {}))
         call = lambda value: function(**{**given, p.name: value})  # noqa: B023
         for what, value in KINDS[OF.get(own) or OF[p.name]].items():
             if what in RIGHT.get(own, ()) or (what == "None" and p.default is None):

@@ -141,7 +141,11 @@ def test_public_functions_are_annotated():
         "benchmark",
         "tiers",
         "_core.registry",
+        "scan",
+        "associative_scan",
         "_definitions.norms",
+        "_definitions.cumulative",
+        "_definitions.recurrences",
     ],
 )
 def test_examples_in_docstrings(module):

@@ -1,1 +1,1 @@
-"""Operations of rows, each defined by a function in jnp: its reference, and the source of its kernels and derivatives."""
+"""Operations of rows and of loops, defined by functions in jnp: the reference, and the source of kernels and derivatives."""

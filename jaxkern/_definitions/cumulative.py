@@ -1,0 +1,258 @@
+"""cumsum, cumprod, cummax, cummin and cumlogsumexp: results for all elements so far along an axis."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from jaxkern._core import validate
+from jaxkern._core.define import CUDA_TYPES
+from jaxkern._core.jaxprs import computing
+from jaxkern._engines.loops.associative import associative_scan
+from jaxkern.index_add import integers, safe_index
+
+
+def cumsum(
+    x: ArrayLike,
+    axis: int | None = None,
+    dtype: DTypeLike | None = None,
+    *,
+    reverse: bool = False,
+    exclusive: bool = False,
+    segment_ids: ArrayLike | None = None,
+) -> jax.Array:
+    """Sums of all elements so far along `axis`, as `jnp.cumsum`.
+
+    Args:
+        x: array of any shape and real dtype. float16, bfloat16 and float32 are summed in float32, float64 in float64, and each
+            element is rounded once. Integers wrap; booleans are counted.
+        axis: an int, negative from the end, or None (the default) for the flattened array.
+        dtype: of the result, floating-point or integer; by default the type of `x`, and for booleans that of `jnp.sum`.
+        reverse: sums of the elements from `t` to the end.
+        exclusive: leaves element t out of sum t. The first sum, or the last one if `reverse`, is 0.
+        segment_ids: integer array of the shape of `x`, or of the shape of its axis: sums start again where the id differs
+            from that of the element before.
+
+    Returns:
+        Array of the shape of `x`, or of (x.size,) if `axis` is None. Bitwise reproducible.
+
+    Raises:
+        TypeError: `x` is complex or not an array; `dtype` is not real, or boolean; `segment_ids` is not of an integer dtype;
+            `reverse` or `exclusive` is not a bool.
+        ValueError: `axis` is out of bounds; `segment_ids` has another shape.
+
+    >>> import jax.numpy as jnp, jaxkern
+    >>> x = jnp.array([1, 2, 3, 4])
+    >>> jaxkern.cumsum(x).tolist(), jaxkern.cumsum(x, exclusive=True).tolist()
+    ([1, 3, 6, 10], [0, 1, 3, 6])
+    >>> jaxkern.cumsum(x, reverse=True, segment_ids=jnp.array([0, 0, 0, 1])).tolist()
+    [6, 5, 3, 4]
+
+    Source: Blelloch, "Prefix sums and their applications", 1990, for segments too.
+    """
+    return _call("cumsum", x, axis, reverse, exclusive, dtype, segment_ids)
+
+
+def cumprod(
+    x: ArrayLike,
+    axis: int | None = None,
+    dtype: DTypeLike | None = None,
+    *,
+    reverse: bool = False,
+    exclusive: bool = False,
+    segment_ids: ArrayLike | None = None,
+) -> jax.Array:
+    """Products of all elements so far along `axis`, as `jnp.cumprod`.
+
+    Arguments and errors as for `cumsum`. The first exclusive product is 1. Derivatives are right where elements are 0, too.
+
+    >>> import jax, jax.numpy as jnp, jaxkern
+    >>> jaxkern.cumprod(jnp.array([1.0, 2.0, 3.0]), reverse=True).tolist()
+    [6.0, 6.0, 3.0]
+    >>> jax.grad(lambda x: jaxkern.cumprod(x).sum())(jnp.array([2.0, 0.0, 3.0])).tolist()
+    [1.0, 8.0, 0.0]
+    """
+    return _call("cumprod", x, axis, reverse, exclusive, dtype, segment_ids)
+
+
+def cummax(
+    x: ArrayLike,
+    axis: int | None = 0,
+    reverse: bool = False,
+    *,
+    exclusive: bool = False,
+    dtype: DTypeLike | None = None,
+    segment_ids: ArrayLike | None = None,
+) -> jax.Array:
+    """Maxima of all elements so far along `axis`, as `jax.lax.cummax`: NaN from the first NaN on.
+
+    Arguments and errors as for `cumsum`; `x` is not boolean, and `axis` is 0 by default. The first exclusive maximum is -inf, or the
+    lowest number of a dtype without infinity. Where an element equals the maximum of those before it, each of the two has half of the
+    gradient.
+
+    >>> import jax, jax.numpy as jnp, jaxkern
+    >>> jaxkern.cummax(jnp.array([[2, 5], [3, 1]])).tolist()
+    [[2, 5], [3, 5]]
+    >>> jax.grad(lambda x: jaxkern.cummax(x)[-1])(jnp.array([1.0, 2.0, 2.0])).tolist()
+    [0.0, 0.5, 0.5]
+    """
+    return _call("cummax", x, axis, reverse, exclusive, dtype, segment_ids)
+
+
+def cummin(
+    x: ArrayLike,
+    axis: int | None = 0,
+    reverse: bool = False,
+    *,
+    exclusive: bool = False,
+    dtype: DTypeLike | None = None,
+    segment_ids: ArrayLike | None = None,
+) -> jax.Array:
+    """Minima of all elements so far along `axis`, as `jax.lax.cummin`: NaN from the first NaN on.
+
+    Arguments, errors and gradient as for `cummax`. The first exclusive minimum is inf, or the greatest number of a dtype without
+    infinity.
+
+    >>> import jax.numpy as jnp, jaxkern
+    >>> jaxkern.cummin(jnp.array([[2, 5], [3, 1]]), axis=-1).tolist()
+    [[2, 2], [3, 1]]
+    """
+    return _call("cummin", x, axis, reverse, exclusive, dtype, segment_ids)
+
+
+def cumlogsumexp(
+    x: ArrayLike,
+    axis: int | None = 0,
+    reverse: bool = False,
+    *,
+    exclusive: bool = False,
+    dtype: DTypeLike | None = None,
+    segment_ids: ArrayLike | None = None,
+) -> jax.Array:
+    """log(sum(exp(x))) of all elements so far along `axis`, as `jax.lax.cumlogsumexp`, without overflow.
+
+    Arguments and errors as for `cummax`; `dtype` is floating-point, and integers promote as in `jax.nn`. The first exclusive
+    result is -inf. Gradients are finite where elements or results are -inf.
+
+    >>> import jax.numpy as jnp, jaxkern
+    >>> [round(y, 3) for y in jaxkern.cumlogsumexp(jnp.array([-jnp.inf, 1000.0, 1000.0])).tolist()]
+    [-inf, 1000.0, 1000.693]
+    """
+    return _call("cumlogsumexp", x, axis, reverse, exclusive, dtype, segment_ids)
+
+
+@jax.custom_jvp
+def _logaddexp(a, b):
+    return jnp.logaddexp(a, b)
+
+
+@_logaddexp.defjvp
+def _logaddexp_jvp(primals, tangents):
+    """With weights of 0 where both are -inf, for which JAX has NaN, and those of an infinite sum 0 or 1."""
+    y = _logaddexp(*primals)
+    weight = lambda x: jnp.where(y == -jnp.inf, 0, jnp.exp(jnp.where(x == y, 0, x - y)))
+    a, b = (weight(x) * t for x, t in zip(primals, tangents))
+    return y, a + b
+
+
+def _limit(dtype, sign):
+    """The least number of a dtype, or the greatest one for sign -1."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).min if sign > 0 else jnp.iinfo(dtype).max
+    infinite = np.asarray(-sign * np.inf).astype(dtype)
+    return infinite if np.isinf(infinite.astype(np.float32)) else -sign * jnp.finfo(dtype).max
+
+
+# The operation, and its identity for a dtype.
+_OPERATIONS = {
+    "cumsum": (lax.add, lambda dtype: 0),
+    "cumprod": (lax.mul, lambda dtype: 1),
+    "cummax": (lax.max, lambda dtype: _limit(dtype, 1)),
+    "cummin": (lax.min, lambda dtype: _limit(dtype, -1)),
+    "cumlogsumexp": (_logaddexp, lambda dtype: _limit(dtype, 1)),
+}
+
+
+def _call(name, x, axis, reverse, exclusive, dtype, segment_ids):
+    validate.check_array(name, "x", "an array or a number", x)
+    if segment_ids is not None:
+        validate.check_array(name, "segment_ids", "an integer array", segment_ids)
+    along = validate.static_axis(name, axis)
+    if isinstance(along, tuple):
+        raise TypeError(f"jaxkern.{name}: axis must be an int or None, got {validate.shown(axis)}")
+    return _cumulative(
+        x,
+        safe_index(segment_ids),
+        name=name,
+        axis=along,
+        reverse=validate.flag(name, "reverse", reverse),
+        exclusive=validate.flag(name, "exclusive", exclusive),
+        dtype=None if dtype is None else _result_type(name, dtype),
+    )
+
+
+def _result_type(name, dtype):
+    if name == "cumlogsumexp":
+        return validate.floating_dtype(name, "dtype", dtype)
+    found = validate.dtype_of(name, "dtype", dtype)
+    if not (jnp.issubdtype(found, jnp.floating) or jnp.issubdtype(found, jnp.integer)):
+        raise TypeError(f"jaxkern.{name}: dtype must be floating-point or integer, got {found}")
+    return found
+
+
+# Inlined, so that a jaxpr holds the scan alone. Jitted, so that an eager call costs no more than a jnp function.
+@functools.partial(jax.jit, static_argnames=("name", "axis", "reverse", "exclusive", "dtype"), inline=True)
+def _cumulative(x, segment_ids, *, name, axis, reverse, exclusive, dtype):
+    if x.dtype == jnp.bool_ and name in ("cumsum", "cumprod"):
+        x = x.astype(jax.eval_shape(jnp.sum, x).dtype)
+    elif name == "cumlogsumexp":
+        x = validate.floating(name, x)
+    validate.real(name, "x", x)
+    ids = None if segment_ids is None else integers(name, "segment_ids", segment_ids)
+    if axis is None:
+        ids = ids if ids is None or ids.shape != x.shape else ids.reshape(-1)
+        x, axis = x.reshape(-1), 0
+    (axis,) = validate.sorted_axes(name, axis, x.shape)
+    dtype = x.dtype if dtype is None else dtype
+    if x.shape[axis] == 0:
+        return x.astype(dtype)
+    floats = jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(dtype, jnp.floating)
+    if not floats or dtype == jnp.float64:
+        x = x.astype(dtype)
+    known = lambda dtype: dtype if dtype.name in CUDA_TYPES else jnp.dtype(jnp.float32 if floats else jnp.int32)
+    x, stored = x.astype(known(x.dtype)), known(dtype)
+    operation, identity = _OPERATIONS[name]
+    wide, first = computing(x.dtype), np.asarray(identity(dtype), computing(x.dtype))
+    scan = functools.partial(associative_scan, axis=axis, reverse=reverse, label=f"jaxkern.{name}")
+    if ids is None:
+        (y,) = scan(
+            lambda a, b: [operation(a[0], b[0])],
+            [x],
+            exclusive=[first] if exclusive else None,
+            element=lambda xs: [xs[0].astype(wide)],
+            finish=lambda state, _: [state[0].astype(stored)],
+        )
+        return y.astype(dtype)
+    starts = _starts(name, x, ids, axis, reverse)
+    restart = lambda starts, y: jnp.where(starts, first, y)
+    (y,) = scan(
+        lambda a, b: [operation(restart(b[1], a[0]), b[0]), a[1] | b[1]],
+        [x, starts],
+        exclusive=[first, False] if exclusive else None,
+        element=lambda xs: [xs[0].astype(wide), xs[1]],
+        finish=lambda state, xs: [(restart(xs[1], state[0]) if exclusive else state[0]).astype(stored)],
+    )
+    return y.astype(dtype)
+
+
+def _starts(name, x, ids, axis, reverse):
+    """Whether elements are the first of their segments, broadcast to `x`; what it is at the start of the scan has no effect."""
+    if ids.shape == (x.shape[axis],):
+        ids = ids.reshape([-1 if a == axis else 1 for a in range(x.ndim)])
+    elif ids.shape != x.shape:
+        shapes = f"{x.shape} of x or {(x.shape[axis],)} of its axis"
+        raise ValueError(f"jaxkern.{name}: segment_ids must have the shape {shapes}, got {ids.shape}")
+    return jnp.broadcast_to(ids != jnp.roll(ids, -1 if reverse else 1, axis), x.shape)

@@ -1,0 +1,112 @@
+"""associative_scan: combinations of all elements so far, by an associative function that is elementwise over lanes."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkern._core import validate
+from jaxkern._core.jaxprs import CUSTOM, computing
+from jaxkern._engines.loops import associative
+from jaxkern._engines.loops.generate import Core
+from jaxkern._engines.loops.program import Program
+
+
+def associative_scan(fn: Callable, elems: Any, reverse: bool = False, axis: int = 0) -> Any:
+    """`jax.lax.associative_scan` with a function that is elementwise over lanes, as one kernel.
+
+    Args:
+        fn: an associative function of two pytrees like `elems`, fn(earlier, later), that returns a third. It is elementwise,
+            as the body of `scan` is.
+        elems: a pytree of arrays that have the same size along `axis` and otherwise broadcast against each other. Numbers of 16
+            bits are combined in float32 and rounded where they are stored.
+        reverse: scans from the last element to the first; fn is then called as fn(later, earlier).
+        axis: the axis that is scanned, negative from the end.
+
+    Returns: a pytree like `elems`: its element t is the combination of the elements up to t. Elements are combined in an order
+    that depends on the shapes alone, so results have the same bits in every run. Derivatives, of any order, are those of the loop
+    y[t] = fn(y[t - 1], x[t]).
+
+    Raises, when it is traced:
+        TypeError: fn is not elementwise over lanes; the error names the operation and the line in fn. fn returns another structure
+            or other types than it is given.
+        ValueError: `axis` is out of bounds, or sizes along it differ.
+
+    >>> import jax.numpy as jnp, jaxkern
+    >>> affine = lambda f, g: (f[0] * g[0], f[1] * g[0] + g[1])  # x -> a x + b, f before g
+    >>> a, b = jaxkern.associative_scan(affine, (jnp.full(4, 0.5), jnp.ones(4)))
+    >>> b.tolist()
+    [1.0, 1.5, 1.75, 1.875]
+
+    Source: Blelloch, "Prefix sums and their applications", 1990; Merrill and Garland, "Single-pass parallel prefix scan with
+    decoupled look-back", 2016.
+    """
+    name = "associative_scan"
+    validate.function(name, "fn", fn, "a function of two pytrees like elems")
+    leaves, tree = jax.tree.flatten(elems)
+    for x in leaves:
+        validate.check_array(name, "elems", "an array or a pytree of arrays", x)
+    if not leaves:
+        raise TypeError(f"jaxkern.{name}: elems must have at least one array")
+    reverse = validate.flag(name, "reverse", reverse)
+    along = validate.integer(name, "axis", axis)
+    leaves = list(map(jnp.asarray, leaves))
+    rank = leaves[0].ndim
+    if not -rank <= along < rank:
+        raise ValueError(f"jaxkern.{name}: axis {axis} is out of bounds for elems of shape {leaves[0].shape}")
+    along %= rank
+    if any(x.ndim != rank or x.shape[along] != leaves[0].shape[along] for x in leaves):
+        shapes = ", ".join(str(x.shape) for x in leaves)
+        raise ValueError(
+            f"jaxkern.{name}: elems must have one rank and one size along axis {axis}, got shapes {shapes}"
+        )
+
+    label = getattr(fn, "__name__", type(fn).__name__)
+    label = f"jaxkern.{name}: {'fn' if label == '<lambda>' else label}"
+    if not leaves[0].shape[along]:
+        return tree.unflatten(leaves)
+
+    def flat(*ab):
+        half = len(ab) // 2
+        found, structure = jax.tree.flatten(fn(tree.unflatten(ab[:half]), tree.unflatten(ab[half:])))
+        if structure != tree:
+            raise TypeError(f"jaxkern.{name}: fn must return the structure of elems, {tree}, got {structure}")
+        return found
+
+    step = [jax.ShapeDtypeStruct((*x.shape[:along], 2, *x.shape[along + 1 :]), x.dtype) for x in leaves]
+    closed, found = jax.make_jaxpr(flat, return_shape=True)(*step, *step)
+    for x, y in zip(step, found):
+        if (x.shape, x.dtype) != (y.shape, y.dtype):
+            kinds = f"{y.dtype}{list(y.shape)} for {x.dtype}{list(x.shape)}"
+            raise TypeError(f"jaxkern.{name}: fn must return arrays of the types of elems, got {kinds}")
+    core = Core(Program(closed.jaxpr, closed.consts, 0, 0, label))
+    if core.program.sums:
+        raise TypeError(f"{label}: fn sums over lanes, which is not elementwise")
+    scan = functools.partial(associative.associative_scan, axis=along, reverse=reverse, label=f"jaxkern.{name}")
+    whole = jnp.broadcast_shapes(*(x.shape for x in leaves))
+    arrays = [jnp.broadcast_to(x, whole) for x in leaves]
+    if _is_of_scalars(flat, leaves):
+        ys = scan(lambda a, b: flat(*a, *b), arrays)
+    elif core.consts or core.indices or any(e.primitive.name in CUSTOM for e in closed.jaxpr.eqns):
+        return lax.associative_scan(fn, elems, reverse=reverse, axis=along)
+    else:
+        ys = scan(
+            lambda a, b: core.function(*a, *b),
+            arrays,
+            element=lambda xs: [x.astype(computing(x.dtype)) for x in xs],
+            finish=lambda state, _: [y.astype(x.dtype) for x, y in zip(leaves, state)],
+        )
+    parts = [tuple(slice(0, n) for n in x.shape) for x in leaves]
+    return tree.unflatten([y[part] for y, part in zip(ys, parts)])
+
+
+def _is_of_scalars(f, leaves) -> bool:
+    """Whether f takes and returns scalars, too."""
+    given = [jax.ShapeDtypeStruct((), x.dtype) for x in leaves]
+    try:
+        return all(y.shape == () for y in jax.eval_shape(f, *given, *given))
+    except Exception:  # its type depends on what f does
+        return False
