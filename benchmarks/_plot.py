@@ -5,6 +5,8 @@ were measured elsewhere (peers.json) are drawn thin, scaled by their ratio to th
 
 Sharding: the time of a call and the fraction of perfect scaling against the number of devices.
 
+scan: time against lanes, a line for each number of steps.
+
 index_add: time over the floor, a copy of the bytes that must move, against how uneven the indices are.
 
 `overview` draws all families in one figure, which README.md shows.
@@ -21,6 +23,7 @@ from benchmarks import _goals, _report
 STYLES = {
     "jaxkern": {"color": "#d62728", "marker": "o", "linewidth": 2.0, "zorder": 5},
     "xla": {"color": "#1f77b4", "marker": "s"},
+    "associative_scan": {"color": "#2ca02c", "marker": "v"},
     "torch": {"color": "#ff7f0e", "marker": "^"},
     "pyg": {"color": "#ff7f0e", "marker": "D"},
     "copy": {"color": "black", "linestyle": "--", "linewidth": 1.2},
@@ -42,6 +45,8 @@ def plot(data: dict[str, Any], stem: pathlib.Path) -> list[pathlib.Path]:
 
     if data["operation"] == "index_add":
         return _skew(data, stem, plt)
+    if data["operation"] == "scan":
+        return _loops(data, stem, plt)
     if data["operation"] == "sharding":
         return _scaling(data, stem, plt)
     if data["operation"] == "programs":
@@ -186,6 +191,35 @@ def _skew(data: dict[str, Any], stem: pathlib.Path, plt: Any) -> list[pathlib.Pa
     )
     figure.tight_layout()
     path = stem.with_name(f"{stem.name}-skew.png")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return [path]
+
+
+def _loops(data: dict[str, Any], stem: pathlib.Path, plt: Any) -> list[pathlib.Path]:
+    """A panel for each number of steps: the time of a loop against its lanes."""
+    rows = [r for r in data["results"] if r["group"] == "sweep"]
+    lengths = sorted({r["shape"][0] for r in rows})
+    if not rows:
+        return []
+    figure, axes = plt.subplots(1, len(lengths), figsize=(3.4 * len(lengths), 3.4), squeeze=False, sharey=True)
+    labels = {"xla": "lax.scan", "associative_scan": "lax.associative_scan"}
+    for axis, length in zip(axes[0], lengths):
+        mine = sorted((r for r in rows if r["shape"][0] == length), key=lambda r: r["shape"][1])
+        for name in dict.fromkeys(k for r in mine for k in _report.medians(r)):
+            points = [(r["shape"][1], t[name]) for r, t in zip(mine, map(_report.medians, mine)) if name in t]
+            axis.plot(*zip(*points), label=labels.get(name, name), **{"markersize": 4} | STYLES.get(name, {}))
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_title(f"{length} steps", fontsize=10)
+        axis.set_xlabel("lanes")
+        axis.grid(alpha=0.25)
+    axes[0][0].set_ylabel("us")
+    axes[0][-1].legend(fontsize=8, frameon=False)
+    environment = data["environment"]
+    figure.suptitle(f"linear recurrence, float32: {environment['device']}, jax {environment['jax']}", fontsize=10)
+    figure.tight_layout()
+    path = stem.with_name(f"{stem.name}.png")
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return [path]

@@ -1,4 +1,5 @@
-"""Loops with an elementwise body, forward and backward, against `jax.lax.scan` and a copy.
+"""Loops with an elementwise body, forward and backward, against `jax.lax.scan` and a copy; a linear recurrence also against
+`jax.lax.associative_scan`.
 
     python -m benchmarks scan [--ops recurrence,gated]
 
@@ -147,6 +148,8 @@ CASES = [
     Case("many lanes", (1000, 65536), "neurons", "float32"),
     Case("many lanes", (4096, 8192), "average", "bfloat16"),
 ]
+SWEEP = [Case("sweep", (t, n), "recurrence", "float32") for t in (64, 512, 4096) for n in (256, 2048, 16384, 131072)]
+CASES += SWEEP
 CPU_CASES = [Case("cpu", (64, 1024), cpu=True)]
 QUICK = {"1024x16384", "1024x16x512", "4096x8192"}
 
@@ -179,7 +182,7 @@ class Cell(_cell.Cell):
         return sum(s.size * s.dtype.itemsize for s in (*given, *self.results(given)))
 
     def goals(self) -> list[dict[str, Any]]:
-        if self.case.group == "cpu":
+        if self.case.group in ("cpu", "sweep"):
             return [{"goal": "peers", "against": ["xla"]}]
         goal = self.function.goals[DIRECTIONS.index(self.direction)]
         own = {"goal": "copy", "required": goal} if goal <= 1 else {"goal": "time", "us": goal}
@@ -190,7 +193,7 @@ def cells(case: Case, dtype: str, ops: tuple[str, ...]) -> Iterator[Cell]:
     for op in ops:
         if case.op in ("", op) and case.dtype in ("", dtype):
             for direction in DIRECTIONS:
-                if direction == "forward" or FUNCTIONS[op].wrt:
+                if direction == "forward" or (FUNCTIONS[op].wrt and case.group != "sweep"):
                     yield Cell(case, dtype, op, direction)
 
 
@@ -210,10 +213,21 @@ def programs(cell: Cell, tiers: bool) -> list[Program]:
 
         return gradient
 
-    return [
+    made = [
         Program(_goals.OURS, program(jaxkern.scan), cell.operands()),
         Program("xla", program(jax.lax.scan), cell.operands()),
     ]
+    if cell.op == "recurrence":
+        made.append(Program("associative_scan", program(_associative), cell.operands()))
+    return made
+
+
+def _associative(step: Any, h: Any, xs: Any) -> Any:
+    """What `scan` gives for the linear recurrence, by `jax.lax.associative_scan`."""
+    join = lambda p, q: (q[0] * p[0], q[0] * p[1] + q[1])
+    a, x = jax.lax.associative_scan(join, xs)
+    hs = a * h + x
+    return hs[-1], hs
 
 
 def chosen_tier(cell: Cell) -> None:
