@@ -47,6 +47,7 @@ from jaxkern.segment import (
 from jaxkern.softmax import log_softmax, softmax
 from jaxkern.source import source
 from jaxkern.sparse import embedding_bag, graph_attention, moe_combine, moe_dispatch, spmm, spmm_graph
+from jaxkern.while_loop import while_loop
 
 if typing.TYPE_CHECKING:  # the functions of `elementwise`, which are made from a table
     from jaxkern.elementwise import __getattr__ as __getattr__
@@ -119,5 +120,6 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "spmm_graph",
     "tiers",
     "uninstall",
+    "while_loop",
     *elementwise.__all__,
 ]

@@ -73,6 +73,7 @@ CALLS = {
     "row_kernel": {"f": lambda x: x},
     "scale_norm": {"x": X},
     "scan": {"f": lambda carry, x: (carry, x), "init": X, "xs": X},
+    "while_loop": {"cond_fun": lambda x: jnp.zeros(x.shape, bool), "body_fun": lambda x: x, "init_val": X},
     "segment_max": SEGMENT,
     "segment_mean": SEGMENT,
     "segment_min": SEGMENT,
@@ -177,10 +178,10 @@ ARGUMENTS = {
     "positive": "eps epsilon soft_cap label_smoothing dropout_rate",
     "dtype": "dtype logits_dtype",
     "choice": "mode reduction precision platform",
-    "function": "f fn score epilogue",
+    "function": "f fn score epilogue cond_fun body_fun",
     "args": "score_args epilogue_args",
     "tree": "senders receivers edges",
-    "leaves": "init xs elems",
+    "leaves": "init xs elems init_val",
     "object": "graph order a quantize out_sharding",
     "names": "only without",
     "axis names": "axis_name",
@@ -216,6 +217,7 @@ RIGHT = {
     "group_norm.batch_axes": {"None"},
     "scan.unroll": {"bool"},
     **{f"{name}.axis": {"None"} for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")},
+    "while_loop.init_val": {"key", "keys"},
     "row_kernel.axis": set(OUT_OF_BOUNDS),  # until there are operands: see test_row_kernel.py
     **{f"{name}.axis": {"None"} for name in ("softmax", "log_softmax", "layer_norm", "rms_norm", "scale_norm")},
 }

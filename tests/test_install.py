@@ -103,6 +103,7 @@ def test_public_names():
         "softmax_cross_entropy_and_grad",
         "tiers",
         "uninstall",
+        "while_loop",
         *elementwise.NAMES,
     }
     assert jaxkern.__version__.count(".") == 2

@@ -513,12 +513,13 @@ def test_first_transformation_of_every_column(name, x64):
 def test_every_public_function_is_listed():
     listed = {name.split(",")[0] for name in CASES}
     # Elementwise operations share their rules; tests/test_elementwise.py has them all, and tests/test_elementwise_kernel.py
-    # those of user functions, as tests/test_row_kernel.py, tests/test_scan.py and tests/test_cumulative.py have. An order has no
+    # those of user functions, as tests/test_row_kernel.py, tests/test_scan.py, test_while_loop.py and test_cumulative.py have. An order has no
     # derivative.
     others = {
         "elementwise_kernel",
         "row_kernel",
         "scan",
+        "while_loop",
         "linear_recurrence",
         "associative_scan",
         "cumsum",

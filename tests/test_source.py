@@ -23,6 +23,7 @@ FUNCTIONS = {
     "row_kernel": (lambda x: jaxkern.row_kernel(lambda x: jnp.tanh(x) / x.sum(-1, keepdims=True))(x), "row_kernel"),
     "messages": (lambda x: jaxkern.edge_sum(jnp.tanh, GRAPH, senders=x[:3]), "edge_reduce"),
     "scan": (lambda x: jaxkern.scan(lambda c, x: (c + jnp.tanh(x), c), jnp.zeros(512), x), "scan"),
+    "while_loop": (lambda x: jaxkern.while_loop(lambda x: x < 1, lambda x: x + jnp.tanh(x), x), "while_loop"),
     "score": (lambda x: jaxkern.softmax(x, score=lambda s, q, k: jnp.tanh(s)), "softmax"),
 }
 

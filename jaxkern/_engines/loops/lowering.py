@@ -59,8 +59,8 @@ def read(ctx, jaxpr, consts, num_consts, num_carry, length, reverse, label) -> L
     return Loop(program, core, launches, length)
 
 
-def emit(ctx, operands, loop) -> list:
-    """Emits the kernels of a loop; returns the results of the scan."""
+def emit(ctx, operands, loop, target=TARGET) -> list:
+    """Emits the kernels of a loop; returns the results of the scan, or of the while loop."""
     program, core, length = loop.program, loop.core, loop.length
     rule = lambda f: switch.own_code(mlir.lower_fun(f, multiple_results=True))
     avals = list(map(compat.physical, ctx.avals_in))
@@ -74,7 +74,7 @@ def emit(ctx, operands, loop) -> list:
     reads = [*core.consts, *inits, *core.xs]
     writes = [jax.core.ShapedArray(shape, dtype) for shape, dtype in core.shapes(length)]
     inner = ctx.replace(avals_in=[avals[k] for k in reads], avals_out=writes)
-    found = launch.lower(inner, TARGET, loop.launches, [operands[k] for k in reads])
+    found = launch.lower(inner, target, loop.launches, [operands[k] for k in reads])
 
     sums = sorted(program.accumulators)
     given = [program.num_consts + k for k in sums]

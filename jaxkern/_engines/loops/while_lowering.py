@@ -1,0 +1,69 @@
+"""While loops on CUDA: the lowering rule of JAX's `while_p` for loops that `jaxkern.while_loop` has marked.
+
+A loop whose body selects by the mark of the lanes' conditions becomes one kernel, if every lane can run a loop of its own
+(while_program.py). Every other loop is lowered by JAX's rule.
+"""
+
+from jax import lax
+from jax.interpreters import mlir
+
+from jaxkern._core import algorithms, compat, device, environment, registry, switch
+from jaxkern._core.functor import Unsupported
+from jaxkern._engines.loops import lowering, while_plan, while_program
+from jaxkern._engines.loops.while_plan import WhileCore
+from jaxkern._engines.loops.while_program import lanes_p
+
+TARGET = "jaxkern_while_loop"
+
+
+def mark(going):
+    """The conditions of lanes, marked where the body of a loop for kernels selects by them."""
+    return lanes_p.bind(going)
+
+
+def find(ctx, operands, params, label) -> lowering.Loop:
+    """A while loop that is being lowered, as a Loop.
+
+    Raises: Unsupported, which says why there is no kernel.
+    """
+    if not all(isinstance(n, int) for a in (*ctx.avals_in, *ctx.avals_out) for n in a.shape):
+        raise Unsupported(f"{label} has symbolic shapes")
+    if not all(n for a in (*ctx.avals_in, *ctx.avals_out) for n in a.shape):
+        raise Unsupported(f"{label} has arrays without elements")
+    first = {}
+    equal = [first.setdefault(x, k) if hasattr(x, "type") else k for k, x in enumerate(operands)]
+    counts = params["cond_nconsts"], params["body_nconsts"]
+    program = while_program.read(params["cond_jaxpr"], params["body_jaxpr"], *counts, label, equal)
+    core = WhileCore(program)
+    launches = while_plan.plan(device.this_device(), core)
+    if launches is None:
+        raise Unsupported(f"{label} has too many arrays, dimensions, lanes or statements for a kernel")
+    return lowering.Loop(program, core, launches, 0)
+
+
+def _kernel(ctx, operands, params):
+    """The results of a marked loop from a kernel, or None."""
+    body = params["body_jaxpr"]
+    if environment.xla_only() or algorithms.xla_forced() or compat.partitioned_devices(ctx) > 1:
+        return None
+    if not registry.kernels_run() or not compat.calls(getattr(body, "jaxpr", body), lanes_p.name):
+        return None
+    try:
+        loop = find(ctx, operands, params, "jaxkern.while_loop")
+    except Unsupported:
+        return None
+    return lowering.emit(ctx, operands, loop, TARGET)
+
+
+def _register():
+    otherwise = compat.lowering_of(lax.while_p)
+
+    def rule(ctx, *operands, **params):
+        found = switch.own_promotion(_kernel)(ctx, operands, params)
+        return otherwise(ctx, *operands, **params) if found is None else found
+
+    registry.register_cuda_target(TARGET)
+    mlir.register_lowering(lax.while_p, rule, platform="cuda")
+
+
+_register()

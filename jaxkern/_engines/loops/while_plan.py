@@ -1,0 +1,50 @@
+"""The kernel of a while loop of which every lane stops on its own: what it reads and writes, its source, its launch."""
+
+import math
+
+from jaxkern._core import define, functor
+from jaxkern._core.define import ceil_div
+from jaxkern._core.launch import Launch, Plan
+from jaxkern._engines.loops import tuning
+from jaxkern._engines.loops.generate import Core
+from jaxkern._engines.loops.plan import MOST_ARRAYS, MOST_BYTES, NAME, arguments, bytes_of_arguments
+
+HEADER = "loops/while.cuh"
+
+
+class WhileCore(Core):
+    """What the kernel of a `WhileProgram` reads and writes. condition: the functor that says whether a lane goes on."""
+
+    def __init__(self, program):
+        super().__init__(program)
+        self.condition = self._function([program.condition])
+
+    def source(self, name, lanes):
+        text, maps = super().source(name, lanes)
+        return text + self.condition.source(f"{name}Condition"), maps
+
+
+def plan(device, core):
+    """The launch of a loop of at least one lane, or None where there is no kernel.
+
+    Operands are those that `core` reads: constants, initial carries. Results are `core.results`.
+    """
+    program = core.program
+    lanes = math.prod(d.size for d in program.dims)
+    size = core.function.size + core.condition.size
+    if (
+        len(core.consts) + 2 * len(core.carries) > MOST_ARRAYS
+        or bytes_of_arguments(core) > MOST_BYTES
+        or lanes >= 1 << 31
+    ):
+        return None
+    if size > functor.MOST:
+        functor.warn_of_size(program.label, size)
+        return None
+    source, maps = core.source(NAME, 1)
+    if any(len(groups) > define.MAP_RANK for groups in maps):
+        return None
+    block = tuning.THREADS if lanes >= tuning.THREADS * 2 * device.sm_count else tuning.FEW_THREADS
+    name = f"WhileKernel<{NAME}, {NAME}Condition, {block}>"
+    launch = Launch(HEADER, name, [arguments(core, maps, lanes, 0)], ceil_div(lanes, block), block, source=source)
+    return Plan("lane", (launch,))

@@ -1,0 +1,142 @@
+"""While loops that every lane runs on its own, as one kernel."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+from jaxkern._core import validate
+from jaxkern._engines.loops.while_lowering import mark
+from jaxkern._engines.loops.while_program import read
+
+LABEL = "jaxkern.while_loop"
+
+
+def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
+    """A while loop of which every lane stops on its own, as one kernel.
+
+    For arrays of lanes it computes what `jax.vmap` of `jax.lax.while_loop` computes for each lane: while the condition of a
+    lane is true, the lane takes a step; then it keeps its carry.
+
+    Args:
+        cond_fun: carry -> booleans, one for each lane, or a scalar for all.
+        body_fun: carry -> carry, a pytree of the same structure and dtypes.
+        init_val: the first carry, a pytree of arrays or numbers. Its arrays broadcast against each other and against what
+            cond_fun and body_fun return, so a counter that starts with 0 becomes a count for each lane.
+
+            Both functions are elementwise over lanes: no reductions, products of matrices, indexing or other loops. They may
+            close over arrays that broadcast. Numbers are of any real dtype; those of 16 bits are computed in float32 and
+            rounded in every step.
+
+    Returns: the last carry. In the kernel a thread keeps the carry of its lane in registers and stops when its condition is
+    false. XLA runs the loop where there is no kernel: on a CPU, and on several devices outside of `shard_map`. There, all
+    lanes take steps until the last one is done, and a selection keeps the carries of the others. Forward-mode derivatives and
+    batches are JAX's, and kernels too.
+
+    Raises, when it is traced:
+        TypeError: a function is not elementwise over lanes; the error names the operation and its line. cond_fun returns no
+            booleans, or body_fun another structure or dtype.
+        ValueError: shapes do not broadcast. In reverse mode: as for `jax.lax.while_loop`, there are no gradients, since the
+            number of steps is not known.
+
+    >>> import jax.numpy as jnp, jaxkern
+    >>> a = jnp.array([1.0, 2.0, 9.0])
+    >>> going = lambda c: abs(c[0] * c[0] - a) > 1e-5 * a
+    >>> root, steps = jaxkern.while_loop(going, lambda c: ((c[0] + a / c[0]) / 2, c[1] + 1), (jnp.ones(3), 0))
+    >>> steps.tolist()
+    [0, 4, 5]
+
+    Source: JAX's batching rule of `while_loop` defines the result; Aila and Laine, "Understanding the Efficiency of Ray
+    Traversal on GPUs", HPG 2009, discuss loops of different lengths in the threads of a warp.
+    """
+    validate.function("while_loop", "cond_fun", cond_fun, "a function of the carry")
+    validate.function("while_loop", "body_fun", body_fun, "a function of the carry")
+    for x in jax.tree.leaves(init_val):
+        validate.check_array("while_loop", "init_val", "an array or a pytree of arrays", x, keys=True)
+    leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, init_val))
+    cond = lambda xs: _condition(cond_fun(jax.tree.unflatten(tree, xs)))
+    body = lambda xs: _carry(body_fun(jax.tree.unflatten(tree, xs)), tree)
+    init = _broadcast(cond, body, leaves)
+
+    def step(xs):
+        going = mark(cond(xs))
+        return [jnp.where(going, y, x) for x, y in zip(xs, body(xs))]
+
+    loop = lambda *xs: lax.while_loop(lambda xs: jnp.any(mark(cond(xs))), step, list(xs))
+    closed = jax.make_jaxpr(loop)(*init)
+    if not any(0 in x.shape for x in init):
+        e = next(e for e in reversed(closed.jaxpr.eqns) if e.primitive is lax.while_p)
+        counts = e.params["cond_nconsts"], e.params["body_nconsts"]
+        read(e.params["cond_jaxpr"], e.params["body_jaxpr"], *counts, LABEL)
+    return jax.tree.unflatten(tree, map(_result, jaxpr_as_fun(closed)(*init)))
+
+
+def _condition(going):
+    if not isinstance(going, (jax.Array, np.ndarray, np.bool_, bool)) or not jnp.issubdtype(
+        jnp.result_type(going), jnp.bool_
+    ):
+        found = jax.tree.map(lambda x: jax.typeof(x).str_short(), going)
+        raise TypeError(f"{LABEL}: cond_fun must return an array of booleans, got {found}")
+    return jnp.asarray(going)
+
+
+def _carry(value, tree):
+    leaves, found = jax.tree.flatten(value)
+    if found != tree:
+        raise TypeError(f"{LABEL}: body_fun must return a pytree like init_val, {tree}, got {found}")
+    return list(map(jnp.asarray, leaves))
+
+
+def _broadcast(cond, body, init):
+    """The first carry, of the shapes that conditions and steps give it."""
+    promoted = False
+    while True:
+        like = [jax.typeof(x) for x in init]
+        going, new = jax.eval_shape(lambda xs: (cond(xs), body(xs)), init)
+        dtypes = [jnp.promote_types(a.dtype, b.dtype) if a.weak_type else a.dtype for a, b in zip(like, new)]
+        if not promoted and any(d != a.dtype for d, a in zip(dtypes, like)):
+            init, promoted = [x.astype(d) for x, d in zip(init, dtypes)], True
+            continue
+        for k, (a, b) in enumerate(zip(like, new)):
+            if a.dtype != b.dtype:
+                raise TypeError(f"{LABEL}: body_fun must keep dtypes, and returns {b.dtype} for carry {k} of {a.dtype}")
+        try:
+            shapes = [jnp.broadcast_shapes(a.shape, b.shape, going.shape) for a, b in zip(like, new)]
+        except ValueError:
+            found = ", ".join(str(x.shape) for x in (*like, *new))
+            raise ValueError(
+                f"{LABEL}: conditions of shape {going.shape} and carries {found} do not broadcast"
+            ) from None
+        if shapes == [a.shape for a in like]:
+            return init
+        init = [jnp.broadcast_to(x, shape) for x, shape in zip(init, shapes)]
+
+
+# The identity on results, without a derivative in reverse mode.
+_result_p = Primitive("jaxkern_while_loop_result")
+_result_p.def_impl(lambda x: x)
+_result_p.def_abstract_eval(lambda x: x)
+batching.defvectorized(_result_p)
+mlir.register_lowering(_result_p, lambda ctx, x: [x])
+
+
+def _transpose(ct, x):
+    del ct, x
+    raise ValueError(
+        "Reverse-mode differentiation does not work for jaxkern.while_loop, as for lax.while_loop: the number of steps is "
+        "not known. Use jaxkern.scan with a fixed number of steps, or give the function that calls the loop a rule by "
+        "jax.custom_vjp, or jax.lax.custom_root"
+    )
+
+
+ad.deflinear2(_result_p, _transpose)
+
+
+def _result(x):
+    return _result_p.bind(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
