@@ -10,7 +10,7 @@ A goal is plain data, so that result files carry both the requirement and the fi
     accurate        the largest error of XLA's result, or half a unit in the last place of the largest result if that is
                     more, over ours, all against float64, is at least `required` (likewise)
     scaling         the time on one device over that on several, as a fraction of the perfect one, is at least `required`
-    memory          the bytes that outputs and a few numbers a row take, over the peak: 1 (likewise)
+    memory          the bytes that outputs and a few numbers per row take, over the peak: 1 (likewise)
     published  copy / ours is at least what the best peer measured elsewhere (peers.json) reached
                against the copy of its own run, up to NOISE
 """

@@ -1,6 +1,6 @@
 """softmax_cross_entropy against XLA, PyTorch and a copy: the loss, and loss and gradient together.
 
-    forward    the losses                       moves one array of logits (and a few numbers a row)
+    forward    the losses                       moves one array of logits (and a few numbers per row)
     both       losses and their gradient        two: softmax_cross_entropy_and_grad
     step       value_and_grad of the mean       two
     backward   the gradient from what is kept   two
@@ -183,7 +183,7 @@ def chosen_tier(cell: Cell) -> str | None:
 
 
 class Inputs:
-    """Logits of one case and dtype, enough of them to go round cold; labels, and a number a row for anything else."""
+    """Logits of one case and dtype, enough of them to go round cold; labels, and a number per row for anything else."""
 
     def __init__(self, pool: _inputs.Pool, case: Case) -> None:
         self.case = case
@@ -228,7 +228,7 @@ def _torch_candidate(cell: Cell, inputs: Inputs) -> _timing.Candidate:
 
 
 def examine(cell: Cell, compiled: list[Program], inputs: Inputs, times: dict[str, float]) -> list[dict[str, Any]]:
-    """Memory beside the results: a few numbers a row, and the partial results of few rows."""
+    """Memory beside the results: a few numbers per row, and the partial results of few rows."""
     return _goals.memory(compiled, 64 * cell.case.shape[0] + (1 << 17))
 
 

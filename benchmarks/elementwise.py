@@ -1,6 +1,6 @@
 """The elementwise operations, forward and backward, against XLA, PyTorch and a copy.
 
-Every operation of the table at 2^28 elements; a few of them from 2^16 elements on, and with a bias or a scale a row
+Every operation of the table at 2^28 elements; a few of them from 2^16 elements on, and with a bias or a scale per row
 that are read in place.
 """
 
@@ -24,7 +24,7 @@ OPERATION = "elementwise"
 ROWS = primitive.ROWS
 OPS = (*ROWS, "cast_f32", "cast_f16")  # the casts: from the dtype to float32, or from float32 to it
 SOME = ("relu", "gelu_erf", "silu", "add", "swiglu")
-LARGE = 100e6  # bytes a call, from which bandwidth alone decides
+LARGE = 100e6  # bytes per call, from which bandwidth alone decides
 NEAR_COPY, NEAR_COPY_BROADCAST = 0.97, 0.95
 
 

@@ -286,7 +286,7 @@ def candidates(cell: Cell, compiled: list[Program], inputs: Inputs) -> list[_tim
 
 
 def examine(cell: Cell, compiled: list[Program], inputs: Inputs, times: dict[str, float]) -> list[dict[str, Any]]:
-    """Memory beside the results: some bytes a row."""
+    """Memory beside the results: some bytes per row."""
     return _goals.memory(compiled, ROW_BYTES * math.prod(cell.case.shape[:-1]))
 
 

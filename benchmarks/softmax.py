@@ -24,7 +24,7 @@ OPS = ("softmax", "log_softmax")
 DIRECTIONS = ("forward", "backward")
 TIERS = ("sub_warp", "warp", "block", "cluster", "pipeline", "streaming", "split", "column")
 
-LARGE = 100e6  # bytes a call, from which bandwidth alone decides
+LARGE = 100e6  # bytes per call, from which bandwidth alone decides
 NEAR_COPY, NEAR_COPY_UNALIGNED = 0.97, 0.93
 VECTOR = 16  # bytes: rows of whole vectors owe the higher ratio
 

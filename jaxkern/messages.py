@@ -53,7 +53,7 @@ class Graph:
     [20.0, 0.0, 22.0]
 
     Make a graph that does not change outside the training step: its edges are sorted when it is made, on the GPU by the
-    radix sort of `sort_indices`. It takes 32 bytes an edge. Under `vmap` the graphs of a batch become one, their disjoint
+    radix sort of `sort_indices`. It takes 32 bytes per edge. Under `vmap` the graphs of a batch become one, their disjoint
     union, and arrays that all of them share are copied for each.
 
     Edges that are split over devices are sorted where they are, and so is the graph: it is made in one `shard_map` and read

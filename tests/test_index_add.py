@@ -139,7 +139,7 @@ def test_ids_of_few_bits():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int32"])
 @pytest.mark.sweep(5)
 def test_runs_of_every_length(operation, ascending, width, dtype):
-    """As many updates a row as begin and end at any place of the chunks and tiles that they are cut into, or none."""
+    """As many updates per row as begin and end at any place of the chunks and tiles that they are cut into, or none."""
     rng = np.random.default_rng(0)
     lengths = [0, 0, 1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 18, 20, 21, 22, 31, 33, 34, 35, 38, 51, 64, 69, 200, 900]
     lengths = rng.permutation(np.repeat(lengths, 6))

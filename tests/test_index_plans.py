@@ -49,7 +49,7 @@ def test_plan_query_needs_no_gpu():
             plan = tiers.choose(op, **problem)
             assert plan in tiers.algorithms(op) and tiers.fits(op, plan, **problem)
             assert (plan == "gather") == (op == "index_select") and plan != "atomic"
-    # Fewer than four updates a row, and few enough for each block to look through all of them; or not.
+    # Fewer than four updates per row, and few enough for each block to look through all of them; or not.
     assert [tiers.choose("index_add", 2000, 3000, batch=b, dtype="float32") for b in (1, 4, 5)] == [
         "narrow",
         "narrow",

@@ -91,7 +91,7 @@ CASES = [  # shape, segments: what the ways through the kernels differ in
     ((5000, 1), 60),
     ((5000, 3), 700),  # narrow
     ((3000, 8), 100),
-    ((900, 5, 7), 40),  # a warp a chunk, of vectors and of elements
+    ((900, 5, 7), 40),  # a warp per chunk, of vectors and of elements
     ((700, 64), 30),
     ((400, 33), 1000),  # strips; slabs of a tile, for short segments
     ((300, 257), 1),  # one long segment

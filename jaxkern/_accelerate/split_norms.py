@@ -10,7 +10,7 @@ primitives pass the statistics from the norm to its gradient:
     jvp        (s[, scale], ds[, dscale][, dbias], [mean, ]variance) -> dy: the transpose of the gradient; left to XLA
 
 Where rows are whole, each device runs the kernel, which does not read the statistics, and XLA removes them. Where rows are
-split, XLA's operations use them, with one message for the gradient, of two numbers a row (rms_norm: one).
+split, XLA's operations use them, with one message for the gradient, of two numbers per row (rms_norm: one).
 
 There are two variants, as there are of plain layers: the variance is mean(x^2) - mean(x)^2 (`fast`), which takes one
 message, or the mean of squared deviations, which takes two.

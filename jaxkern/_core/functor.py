@@ -477,7 +477,7 @@ _OVERLOADS |= {"quotient": "quotient"}
 _JUMPS = frozenset("bitcast_convert_type ceil floor ge gt le lt rem round sign".split())
 # Those with an overload in namespace coarse too.
 _COARSE = frozenset("cos div quotient erf erfc exp exp2 expm1 log log1p logistic pow sin sqrt tanh".split())
-# Their code has branches and tables. Compiled for an H100 in a kernel of four elements a thread, 33 sines take 8 seconds, 300
+# Their code has branches and tables. Compiled for an H100 in a kernel of four elements per thread, 33 sines take 8 seconds, 300
 # exponentials with 300 multiply-adds 2 seconds, 600 multiply-adds half a second.
 _SLOW_TO_COMPILE = frozenset("bessel_i0e bessel_i1e cos digamma lgamma pow rem sin tan".split())
 _LONG = 50  # their weight

@@ -261,6 +261,6 @@ def _tiles(op, inputs, p, run, tiles, join, whole, contiguous, device):
     first = kernel("SegmentTiles", blocks)
     if join is None:
         return (first,)
-    # One wave of blocks, but no more than TILE_THREADS tiles a block.
+    # One wave of blocks, but no more than TILE_THREADS tiles per block.
     few = min(blocks, max(512, ceil_div(blocks, TILE_THREADS)))
     return first, join, kernel("SegmentRewrite", few, launch.i64(blocks))

@@ -633,7 +633,7 @@ def score(
             f"jaxkern::{row_type}<{op}, {vector}, {has}, {index}, {_cpp(ragged)}, {_cpp(full)}, {call}>"
         )
 
-    # A derivative is held beside each element: 16 elements a thread leave registers for them.
+    # A derivative is held beside each element: 16 elements per thread leave registers for them.
     held = 2 if p.itemsize == 2 and backward else 4
 
     def launches(algorithm, vector, aligned):
