@@ -112,6 +112,31 @@ def test_a_small_model_learns_the_same(name, arguments):
 
 
 @pytest.mark.process
+@pytest.mark.parametrize(
+    "name, arguments, words",
+    [
+        (
+            "recurrent_model",
+            ("--steps", 30, "--layers", 1, "--width", 32, "--context", 32, "--batch", 8),
+            "the curves agree",
+        ),
+        ("option_greeks", ("--batches", 4, "--paths", 2000, "--steps", 20), "the results agree"),
+    ],
+)
+def test_loops_are_those_of_jax(name, arguments, words, tmp_path):
+    pytest.importorskip("optax")
+    figure = tmp_path / "figure.png"
+    result = run(f"{name}.py", *arguments, "--out", figure)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert words in result.stdout and re.search(r"(30/30|4/4)", result.stderr)
+    if name == "recurrent_model":
+        first, *_, last = map(float, re.findall(r"jaxkern=([0-9.]+)", result.stderr))
+        assert last < 0.9 * first
+    picture = figure.read_bytes()
+    assert picture.startswith(PNG_SIGNATURE) and len(picture) > 10_000
+
+
+@pytest.mark.process
 def test_a_softmax_of_the_users():
     result = run("custom_softmax.py", "--tokens", 96, "--steps", 2)
     assert result.returncode == 0, result.stdout + result.stderr
