@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import plans
 import pytest
+import scan_reference
 from scan_functions import FUNCTIONS
 
 from jaxkern._core import compat, device, registry
@@ -104,7 +105,8 @@ def test_kernels_on_the_cpu(name, shape, length, dtype, gradient, algorithm, mon
             used.add(made.algorithm)
             plans.check_limits(made, FEW)
             args = [random(v.aval, rng) for v in e.invars]
-            wanted = list(map(numbers, compat.bind_equation(e, *(x if is_key(x) else jnp.asarray(x) for x in args))))
+            plain = scan_reference.scan if dtype in ("float16", "bfloat16") else compat.bind_equation
+            wanted = list(map(numbers, plain(e, *(x if is_key(x) else jnp.asarray(x) for x in args))))
             program, sums = core.program, core.program.accumulators
             captured = [c for _, c in program.captured.values()]
             given = list(map(np.asarray, program.split([*captured, *map(numbers, args)])))
@@ -118,7 +120,7 @@ def test_kernels_on_the_cpu(name, shape, length, dtype, gradient, algorithm, mon
                 for y, want in zip(program.join(ours), wanted, strict=True):
                     assert y.dtype == want.dtype
                     y, want = np.asarray(y, np.float64), np.asarray(want, np.float64)
-                    tolerance = {"float64": 1e-13, "float32": 3e-5, "float16": 1e-2, "bfloat16": 6e-2}[dtype]
+                    tolerance = {"float64": 1e-13, "float32": 3e-5, "float16": 3e-3, "bfloat16": 2e-2}[dtype]
                     np.testing.assert_allclose(y, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
         assert algorithm in used
 
