@@ -556,6 +556,20 @@ def test_every_threshold_names_its_measurements():
             assert as_said, (name, m, ratio)
 
 
+def test_no_problem_is_refused_before_its_program_is_read():
+    """Rules read the program only where updates that nothing makes, added to zeros, would be taken."""
+    rng, taken = np.random.default_rng(0), 0
+    for _ in range(2000):
+        sizes = (2 ** rng.integers(0, (2, 2, 24, 24, 9))).tolist()
+        dtype = jnp.dtype(str(rng.choice(["float32", "bfloat16", "int32", "float64"])))
+        facts = dict(zip(("is_sorted", "zeros", "moves_operand", "gathers", "fused"), map(bool, rng.integers(0, 2, 5))))
+        problem = gate.Scatter(str(rng.choice(switch.SCATTERS)), dtype, *sizes, **facts)
+        if gate.scatter(problem)[0]:
+            taken += 1
+            assert gate.scatter(problem._replace(zeros=True, gathers=False, fused=False))[0], problem
+    assert 200 < taken < 1800
+
+
 def test_no_program_loses():
     ratios = {(r["case"], r["dtype"]): gain(r) for r in results("programs")["results"]}
     assert all(ratio is None or ratio > 0.98 for ratio in ratios.values()), ratios

@@ -20,7 +20,7 @@ from jax import lax
 import jaxkern
 from jaxkern._accelerate import gate
 from jaxkern._accelerate.program import Program
-from jaxkern._core import decisions, registry
+from jaxkern._core import decisions, launch, registry
 
 SCATTERS = ("scatter_add", "scatter_max", "scatter_min")
 forced = jaxkern.accelerate(only=SCATTERS, force=True)
@@ -595,14 +595,28 @@ def attention(x, w, s, r):
     return jax.nn.elu(sums(x[s] * weights[:, None], r))
 
 
-@pytest.mark.parametrize("derivative", [False, True])
-def test_lowering_is_linear_in_the_program(derivative):
-    """Python functions that are called while layers are traced and lowered; and how many more than in the plain program."""
+def gated(x, w, s, r):
+    return jnp.tanh(sums((x * w[:WIDTH])[s] * x[r], r)) + x
+
+
+LOWERED = {
+    # settings, layer, edges, and how many calls of Python functions lowering makes for each of plain JAX's
+    "taken": (forced, attention, len(senders), 4.0),
+    "too small": (jaxkern.accelerate(), attention, len(senders), 1.05),
+    "left to XLA's fusions": (jaxkern.accelerate(), gated, 1 << 21, 1.5),
+}
+
+
+@pytest.mark.parametrize("case", LOWERED)
+def test_lowering_is_linear_in_the_program(case, measured_jaxlib):
+    """Python functions that are called while a gradient is lowered, for few layers, many, and in the plain program."""
+    accelerated, layer, edges, most = LOWERED[case]
+    indices = jax.ShapeDtypeStruct((edges,), jnp.int32)
 
     def calls(count, context):
         def f(x, w, s, r):
             for _ in range(count):
-                x = attention(x, w, s, r)
+                x = layer(x, w, s, r)
             return (x**2).sum()
 
         number = [0]
@@ -611,18 +625,20 @@ def test_lowering_is_linear_in_the_program(derivative):
             number[0] += event == "call"
 
         with context:
-            jitted = jax.jit(jax.grad(f) if derivative else f)
+            traced = jax.jit(jax.grad(f)).trace(nodes, weights, indices, indices)
             sys.setprofile(called)
             try:
-                jitted.trace(nodes, weights, senders, receivers).lower(lowering_platforms=("cuda",))
+                text = traced.lower(lowering_platforms=("cuda",)).as_text()
             finally:
                 sys.setprofile(None)
+        assert bool(launch.programs(text)) == (case == "taken" and context is accelerated)
         return number[0]
 
-    calls(1, forced), calls(1, jaxkern.accelerate(only=()))  # what is done once in a process
-    few, many = calls(4, forced), calls(16, forced)
+    plain = jaxkern.accelerate(only=())
+    calls(1, accelerated), calls(1, plain)  # what is done once in a process
+    few, many = calls(4, accelerated), calls(16, accelerated)
     assert many < 4.2 * few
-    assert many < 1.6 * calls(16, jaxkern.accelerate(only=()))
+    assert many < most * calls(16, plain)
 
 
 def test_nothing_is_kept_of_a_module_that_was_lowered():

@@ -33,7 +33,17 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkern._accelerate import layout as layouts
-from jaxkern._accelerate.nodes import EXACT, ROWS, Ends, Walk, has_features, index_key, reached, unwrapped_key
+from jaxkern._accelerate.nodes import (
+    EXACT,
+    ROWS,
+    Ends,
+    Walk,
+    has_features,
+    index_key,
+    is_floating,
+    reached,
+    unwrapped_key,
+)
 from jaxkern._accelerate.program import row_bytes
 from jaxkern._core import compat, functor
 from jaxkern._core.functor import computing
@@ -166,7 +176,7 @@ def _chain(walk, name, avals, indices, value, clip, alone) -> Chain | None:
     if len(operands) > MOST_OPERANDS or len(stored) > MOST_STORED:
         return None
     dtypes = [places[o.at].type[1] for o in operands]
-    reals = [walk.nodes[k].dtype for k in used if jnp.issubdtype(walk.nodes[k].dtype, jnp.floating)]
+    reals = [walk.nodes[k].dtype for k in used if is_floating(walk.nodes[k].dtype)]
     coarse = all(d.itemsize == 2 for d in reals)
     steps, places_of = [], {k: n for n, k in enumerate(used)}
     for k in used:

@@ -77,6 +77,11 @@ def _select(which, a, b):
 
 
 @functools.cache
+def is_floating(dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+@functools.cache
 def _converts(dtype):
     return lambda x: lax.convert_element_type(x, dtype)
 
@@ -192,7 +197,7 @@ class Walk:
             if op.splat is None:
                 return self.leaf(value, dims)
             return Node("constant", dtype, leaf=np.asarray(op.splat).astype(dtype))
-        if op.name == "convert" and value.constant is not None and jnp.issubdtype(dtype, jnp.floating):
+        if op.name == "convert" and value.constant is not None and is_floating(dtype):
             of = self.nodes[self.visit(op.operands[0], dims)]
             if of.name == "constant":
                 return Node("constant", dtype, leaf=of.leaf.astype(dtype))
@@ -284,7 +289,7 @@ class Walk:
         name, f, types = op.name, op.once(_elementwise), [v.type[1] for v in op.operands if v.type is not None]
         if f is None:
             return None
-        floats = jnp.issubdtype(types[-1], jnp.floating)
+        floats = is_floating(types[-1])
         before = len(self.nodes)
         if name == "select" and visit is None and (filled := self._filled(op, dims)) is not None:
             which, _, other = op.operands
@@ -337,9 +342,9 @@ def _elementwise(op):
         result = type_of(op.ir.results[0].type)
         if result is None or result[1] == jnp.bool_:
             return None
-        to_integer = jnp.issubdtype(first, jnp.floating) and not jnp.issubdtype(result[1], jnp.floating)
+        to_integer = is_floating(first) and not is_floating(result[1])
         return None if to_integer else _converts(computing(result[1]))
-    return (FLOAT if jnp.issubdtype(last, jnp.floating) else BOOL if last == jnp.bool_ else INTEGER).get(name)
+    return (FLOAT if is_floating(last) else BOOL if last == jnp.bool_ else INTEGER).get(name)
 
 
 def _offsets_of_rows(gather):

@@ -205,7 +205,7 @@ class Program:
 
     @staticmethod
     def of(ctx) -> "Program":
-        known = compat.of_module(ctx)
+        known = compat.of_module(ctx.module_context)
         if "program" not in known:
             known["program"] = Program(ctx.module_context.symbol_table)
         return known["program"]

@@ -151,45 +151,52 @@ def _partitioned(ctx, operands, params):
 # ---- the rules
 
 
+def _frames(ctx):
+    return functools.partial(compat.frames, ctx.traceback)
+
+
 @switch.own_promotion
 def _scatter(name, plain, ctx, operand, indices, updates, *, dimension_numbers, **params):
-    settings = switch.current()
-    fallback = functools.partial(plain, ctx, operand, indices, updates, dimension_numbers=dimension_numbers, **params)
-    if settings is None or name not in settings.operations or switch.in_own_code():
+    settings, avals, values = switch.current(), ctx.avals_in, (operand, indices, updates)
+    params = dict(params, dimension_numbers=dimension_numbers)
+    fallback = functools.partial(plain, ctx, *values, **params)
+    if not _is_wanted(name, settings):
         return fallback()
-    avals, values, platforms = ctx.avals_in, (operand, indices, updates), compat.platforms(ctx)
+    platforms, listened = compat.platforms(ctx), decisions.listened()
     if not settings.force and "cuda" not in platforms:
-        decisions.record(
-            name, False, switch.no_kernels(platforms[0]), avals, functools.partial(compat.frames, ctx.traceback)
-        )
+        if listened:
+            decisions.record(name, False, switch.no_kernels(platforms[0]), avals, _frames(ctx))
         return fallback()
-    found = _problem(name, ctx, values, dimension_numbers, params)
+    found = _problem(name, avals, params)
+    if not listened and not _may_be_taken(found, settings, ctx.module_context):
+        return fallback()
     if isinstance(found, str):
-        decisions.record(name, False, found, avals, functools.partial(compat.frames, ctx.traceback))
+        decisions.record(name, False, found, avals, _frames(ctx))
         return fallback()
-    problem, layout, onto_identity = found
+    problem, layout = found
     clip = params["mode"] == lax.GatherScatterMode.CLIP
     chain, why_not = _chain(name, ctx, values, problem, layout, clip, settings)
     if chain is not None:
         taken, why = True, chain.text
     else:
+        problem = _in_program(problem, ctx, operand, updates, listened or settings.force)
         taken, why = gate.can_scatter(problem) if settings.force else gate.scatter(problem)
         if not taken and why == gate.FUSED_GATHER and why_not:
             why = f"{why}, and {why_not}"
         if taken and (refusal := switch.refusal(ctx, settings)):
             taken, why = False, refusal
     size = problem.bytes if chain is None else chain.bytes
-    if not decisions.record(name, taken, why, avals, functools.partial(compat.frames, ctx.traceback), size):
-        return fallback()
+    if not decisions.record(name, taken, why, avals, _frames(ctx), size):
+        return compat.lower_inlined(plain, ctx, [operand.type], *values, **params)
+    onto_identity = _is_identity(name, ctx, operand)
     if chain is not None:
         made: dict = {}
         arrays = [Program.of(ctx).materialize(value, made) for value in chain.values]
         own = dict(chain=chain._replace(values=()), layout=layout, clip=clip, onto_identity=onto_identity)
-        lowered = switch.own_code(mlir.lower_fun(functools.partial(chains.run, **own), multiple_results=False))
-        ctx = ctx.replace(avals_in=chains.types(ctx, chain))
-        return compat.lower_shared(
-            "jaxkern_chain", tuple(own.values()), lowered, ctx, [operand.type], *values[:2], *arrays
-        )
+        lower = switch.own_code(mlir.lower_fun(functools.partial(chains.run, **own), multiple_results=False))
+        rule = lambda ctx, *values: lower(ctx.replace(avals_in=chains.types(ctx, chain)), *values)
+        key = tuple(own.values())
+        return compat.lower_shared("jaxkern_chain", key, rule, ctx, [operand.type], *values[:2], *arrays)
     own = dict(
         name=name,
         layout=layout,
@@ -216,60 +223,100 @@ class Orders(typing.NamedTuple):
     gathered: collections.Counter
 
 
+def _orders(module) -> Orders:
+    return compat.of_module(module).setdefault("orders", Orders(set(), collections.Counter()))
+
+
 def _chain(name, ctx, values, problem, layout, clip, settings):
     """The chain that makes the updates, where there is one that is to be taken, or None and why not; see chains.py."""
     if compat.partitioned_devices(ctx) > 1 or not chains.in_order(layout, ctx.avals_in):
         return None, ""
-    known = compat.of_module(ctx).setdefault("orders", Orders(set(), collections.Counter()))
-    program = Program.of(ctx)
+    known, program = _orders(ctx.module_context), Program.of(ctx)
     indices, updates = map(program.value, values[1:])
-    own = root(indices)
-    ordered = own[0] in known.made or known.gathered[own] > 1
+    own = root(indices) if any(known) else None
+    ordered = own is not None and (own[0] in known.made or known.gathered[own] > 1)
     taken, why = gate.can_scatter(problem) if settings.force else gate.chain(problem, ordered)
     if not taken or switch.refusal(ctx, settings):
         return None, "" if taken else why
     found = chains.find(program, name, ctx.avals_in, indices, updates, clip)
-    if found is None and gate.alone(problem, ordered):
+    if found is None and gate.alone(problem._replace(gathers=program.gathers(updates)), ordered):
         found = chains.find(program, name, ctx.avals_in, indices, updates, clip, alone=True)
     if found is not None:
-        known.made.add(own[0])
+        known.made.add(root(indices)[0])
         if isinstance(found.other, int):
             known.gathered[root(found.values[found.other])] += 1
     return found, ""
 
 
-def _problem(name, ctx, values, dimension_numbers, params):
-    """(problem, layout, whether the operand is the operation's identity), or why it is not one of rows."""
-    operand, indices, updates = ctx.avals_in
-    if operand.dtype != updates.dtype or jnp.issubdtype(operand.dtype, jax.dtypes.extended):
-        return f"updates of {updates.dtype} for {operand.dtype}"
-    if getattr(params["mode"], "name", None) not in MODES:
-        return f"mode {params['mode']}"
-    layout = layouts.of(dimension_numbers, operand.shape, indices.shape, updates.shape)
+def _problem(name, avals, params):
+    """(problem, layout), or why it is not one of rows. What only the program knows is as kernels would have it."""
+    mode = getattr(params["mode"], "name", str(params["mode"]))
+    wide, is_sorted = bool(jax.config.jax_enable_x64), bool(params["indices_are_sorted"])
+    types = tuple((a.shape, a.dtype) for a in avals)
+    return _problem_of(name, types, params["dimension_numbers"], mode, is_sorted, wide, compat.jaxlib())
+
+
+@functools.lru_cache(maxsize=1024)
+def _problem_of(name, types, dimension_numbers, mode, is_sorted, wide, jaxlib):
+    """wide: whether 64-bit types are on, which the numbers of rows depend on."""
+    (operand, dtype), (indices, _), (updates, of_updates) = types
+    if dtype != of_updates or jnp.issubdtype(dtype, jax.dtypes.extended):
+        return f"updates of {of_updates} for {dtype}"
+    if mode not in MODES:
+        return f"mode {mode}"
+    layout = layouts.of(dimension_numbers, operand, indices, updates)
     if isinstance(layout, str):
         return layout
-    if not layouts.numbers_rows(layout, operand.shape):
+    if not layouts.numbers_rows(layout, operand):
         return "more rows than 32 bits number"
+    moves = layouts.moves_operand(layout, operand)
+    sizes = layouts.sizes(layout, operand, indices)
+    return gate.Scatter(name, dtype, *sizes, is_sorted, True, moves, jaxlib=jaxlib), layout
+
+
+def _in_program(problem, ctx, operand, updates, whole):
+    """The problem with what the program says of it: all of that if `whole`, or else up to what decides against kernels."""
     program = Program.of(ctx)
-    value = program.value(values[0]).constant
-    onto_identity = value is not None and value == IDENTITY[name](operand.dtype)
-    batch, lead, rows, count, trail = layouts.sizes(layout, operand.shape, indices.shape)
-    problem = gate.Scatter(
-        name,
-        operand.dtype,
-        batch,
-        lead,
-        rows,
-        count,
-        trail,
-        bool(params["indices_are_sorted"]),
-        onto_identity,
-        layouts.moves_operand(layout, operand.shape),
-        program.gathers(program.value(values[2])),
-        stablehlo.is_arithmetic(ctx, values[2]),
-        compat.jaxlib(),
-    )
-    return problem, layout, onto_identity
+    facts = {
+        "gathers": lambda: program.gathers(program.value(updates)),
+        "fused": lambda: stablehlo.is_arithmetic(ctx, updates),
+        "zeros": lambda: _is_identity(problem.operation, ctx, operand),
+    }
+    for name, read in facts.items():
+        if whole or gate.scatter(problem)[0]:
+            problem = problem._replace(**{name: read()})
+    return problem
+
+
+def _is_identity(name, ctx, operand) -> bool:
+    value = Program.of(ctx).value(operand).constant
+    return value is not None and value == IDENTITY[name](ctx.avals_in[0].dtype)
+
+
+def _is_wanted(name, settings) -> bool:
+    return settings is not None and name in settings.operations and not switch.in_own_code()
+
+
+def _may_be_taken(found, settings, module) -> bool:
+    """Whether the program around a scatter decides if it is taken. found: what `_problem` returned."""
+    if isinstance(found, str):
+        return False
+    if settings.force:
+        return gate.can_scatter(found[0])[0]
+    return gate.scatter(found[0])[0] or gate.chain(found[0], any(_orders(module)))[0]
+
+
+def _reads_program(name, module, equation) -> bool:
+    """Whether the rule for an equation looks at the operations around it, or records what it decides.
+
+    JAX lowers any other once for all that are equal, as it does without these rules.
+    """
+    settings = switch.current()
+    if not _is_wanted(name, settings) or decisions.listened():
+        return _is_wanted(name, settings)
+    if not settings.force and "cuda" not in module.platforms:
+        return False
+    return _may_be_taken(_problem(name, [v.aval for v in equation.invars], equation.params), settings, module)
 
 
 RULES = {name: (getattr(lax, f"{name}_p"), _scatter) for name in switch.SCATTERS}
@@ -290,12 +337,12 @@ def register(platform: str) -> None:
                     f"jaxkern.accelerate: this version of JAX hides its rule for {name}, which stays as it is"
                 )
                 continue
-            wanted = functools.partial(_wanted, name)
-            # Not cached: a cached rule sees its operands as arguments of a function of its own.
-            compat.register_lowering_uncached_when(prim, functools.partial(rule, name, plain), platform, wanted)
-            compat.needs_devices_when(prim, wanted)
+            # A cached rule sees its operands as arguments of a function of its own.
+            uncached = functools.partial(_reads_program, name)
+            compat.register_lowering_uncached_when(prim, functools.partial(rule, name, plain), platform, uncached)
+            compat.needs_devices_when(prim, functools.partial(_may_be_wanted, name))
 
 
-def _wanted(name) -> bool:
+def _may_be_wanted(name) -> bool:
     settings = switch.current()
     return settings is not None and name in settings.operations

@@ -131,7 +131,7 @@ def shardy() -> bool:
 
 def register_uncached_lowering(prim, rule, platform) -> None:
     """Registers a lowering rule that is called for every use of `prim`, in the function that contains the use."""
-    register_lowering_uncached_when(prim, rule, platform, lambda: True)
+    register_lowering_uncached_when(prim, rule, platform, lambda module, equation: True)
 
 
 def moves_operations() -> bool:
@@ -290,6 +290,7 @@ def used_operands(closed) -> tuple:
 # ---- for jaxkern.accelerate
 
 
+@functools.cache
 def jaxlib() -> tuple[int, ...]:
     """The version of jaxlib, which brings XLA: its first three numbers."""
     return tuple(int(n) for n in re.findall(r"\d+", jaxlib_version)[:3])
@@ -348,14 +349,16 @@ def _lowers_without_devices() -> bool:
 
 
 def register_lowering_uncached_when(prim, rule, platform, condition) -> None:
-    """A lowering rule that, where `condition()` holds, sees the function that the operation stands in.
+    """A lowering rule that, where `condition(module, equation)` holds, sees the function that the operation stands in.
+
+    module: the context of the module. equation: of a jaxpr, the one that is being lowered.
 
     Elsewhere JAX caches it as before. It does so too in programs for several platforms, which it cannot lower uncached.
     """
 
     def uncached():
-        lowers = sys._getframe(2).f_locals.get("ctx")  # of the function that looks into the set
-        return condition() and len(getattr(lowers, "platforms", ())) < 2
+        lowers = sys._getframe(2).f_locals  # of the function that looks into the set
+        return len(lowers["ctx"].platforms) < 2 and condition(lowers["ctx"], lowers["eqn"])
 
     mlir.register_lowering(prim, rule, platform=platform)
     with contextlib.suppress(ImportError, AttributeError):
@@ -436,12 +439,12 @@ def lowering_rule(prim, platform):
     return None
 
 
-def of_module(ctx) -> dict:
+def of_module(module_context) -> dict:
     """What is noted about the module that is being lowered; it is gone when JAX has lowered the module.
 
     A dictionary that is keyed weakly by the module would keep it alive, since notes hold operations.
     """
-    return ctx.module_context.cached_primitive_lowerings.setdefault("jaxkern", {})
+    return module_context.cached_primitive_lowerings.setdefault("jaxkern", {})
 
 
 def lower_shared(name, key, rule, ctx, results, *operands):
@@ -449,7 +452,7 @@ def lower_shared(name, key, rule, ctx, results, *operands):
 
     key: hashable; with the types of the operands it determines what the rule emits. results: the MLIR types of the results.
     """
-    functions, types = of_module(ctx).setdefault("functions", {}), [x.type for x in operands]
+    functions, types = of_module(ctx.module_context).setdefault("functions", {}), [x.type for x in operands]
     where = platforms(ctx), ctx.module_context.axis_context, jax.config.jax_enable_x64
     key = (key, tuple(ctx.avals_in), tuple(types), where)
     if key not in functions:
@@ -462,6 +465,38 @@ def lower_shared(name, key, rule, ctx, results, *operands):
         functions[key] = function.name.value  # an operation would keep the module alive
     symbol = ir.FlatSymbolRefAttr.get(functions[key])
     return list(func.CallOp(results, symbol, list(operands)).results)
+
+
+def lower_inlined(rule, ctx, results, *operands, **params):
+    """Lowers an operation by `rule`, which is called once for all operations of a module that are equal.
+
+    What it emits is copied to where each operation stands, as JAX does with rules that it caches. results: the MLIR types of
+    the results.
+    """
+    copy = _copy_of_body()
+    if copy is None or ctx.dim_var_values:
+        return rule(ctx, *operands, **params)
+    functions = of_module(ctx.module_context).setdefault("inlined", {})
+    key = (rule, tuple(ctx.avals_in), platforms(ctx), ctx.jaxpr_eqn_ctx, tuple(sorted(params.items())))
+    if key not in functions:
+        function = func.FuncOp("inlined", ir.FunctionType.get([x.type for x in operands], results), ip=False)
+        with ir.InsertionPoint(function.add_entry_block()):
+            func.ReturnOp(list(rule(ctx, *function.arguments, **params)))
+        functions[key] = function
+    return copy(functions[key].operation, list(operands))
+
+
+@functools.cache
+def _copy_of_body():
+    """A function of a func.func and operands that copies its body to the insertion point; None where there is none."""
+    with contextlib.suppress(ImportError, AttributeError):
+        from jax._src.lib import jax_mlir_ext
+
+        copy = jax_mlir_ext.inlined_func_call
+        if "block:" in (copy.__doc__ or ""):  # jax < 0.10
+            return lambda function, operands: copy(function, operands, ir.InsertionPoint.current.block)
+        return copy
+    return None
 
 
 def callee(symbols, call):

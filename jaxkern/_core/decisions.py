@@ -71,6 +71,11 @@ def printed() -> bool:
     return environment.read("JAXKERN_EXPLAIN") == "1"
 
 
+def listened() -> bool:
+    """Whether decisions of this thread are recorded or printed."""
+    return not getattr(_local, "noted", False) and bool(_local.__dict__.get("lists") or printed())
+
+
 def record(operation, taken, reason, avals, frames, bytes=0) -> bool:
     """Notes a decision, prints it if JAXKERN_EXPLAIN=1, and returns whether the operation is taken.
 
