@@ -15,7 +15,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern._accelerate import functions, rules
+from jaxkern._accelerate import functions, loops, rules
 from jaxkern._core import arrays, compat, decisions, switch, validate
 from jaxkern._core.decisions import Explanation
 from jaxkern._core.switch import Settings
@@ -52,6 +52,8 @@ class accelerate(contextlib.ContextDecorator):
         "dot_product_attention"                       the softmax in `jax.nn.dot_product_attention`, in 16 bits, with its masks
         "log_softmax"                                 the gradient of `jax.nn.log_softmax` in 16 bits
         "softmax_cross_entropy"                       `optax.softmax_cross_entropy_with_integer_labels`, loss and gradient
+        "scan"                                        loops that are elementwise over lanes: `jax.lax.scan`, `jax.lax.fori_loop`,
+                                                      `jax.lax.map`, `jax.lax.while_loop` to a known count; their gradients
         "layer_norm", "rms_norm"                      the layers of `flax.linen`, `flax.nnx`, `equinox` and `haiku`: the
                                                       variance is computed differently
 
@@ -230,7 +232,7 @@ def explain(f: typing.Callable, platform: str = "cuda", **jit_options: typing.An
         )
         jitted, args, kwargs = _traceable(f, jit_options, args, kwargs)
         with decisions.recorded() as found, _active(settings):
-            rules.register(platform)
+            _register(platform)
             jitted.trace(*args, **kwargs).lower(lowering_platforms=(platform,))
         if platform != "cuda" and not settings.force:
             why = switch.no_kernels(platform)
@@ -293,8 +295,13 @@ def _prepare(settings) -> bool:
         )
         return False
     for platform in ("cuda", *(("cpu",) if settings.force else ()), *(OTHERS if decisions.printed() else ())):
-        rules.register(platform)
+        _register(platform)
     return True
+
+
+def _register(platform):
+    rules.register(platform)
+    loops.register(platform)
 
 
 @contextlib.contextmanager

@@ -66,6 +66,20 @@ ROWS = {
             "scatter_min",
             "f, arguments = lambda u, i: jax.ops.segment_min(u, i, 50000), (updates, ids)",
         ),
+        "jax.lax.scan": (
+            "scan",
+            "f, arguments = square(lambda x: jax.lax.scan(lambda h, x: (0.9 * h + x,) * 2, x[0], x)[1]), (big,)",
+        ),
+        "jax.lax.fori_loop": (
+            "scan",
+            "f, arguments = lambda x: jax.lax.fori_loop(0, 100, lambda i, x: x - 0.1 * jnp.sin(x), x), (big,)",
+        ),
+        "jax.lax.map": ("scan", "f, arguments = lambda x: jax.lax.map(jnp.sin, x), (big,)"),
+        "jax.lax.while_loop": (
+            "scan",
+            "body = lambda s: (s[0] + 1, jnp.cos(s[1]))\n"
+            "f, arguments = lambda x: jax.lax.while_loop(lambda s: s[0] < 100, body, (0, x))[1], (big,)",
+        ),
         "jax.nn.softmax": (
             "softmax",
             "f, arguments = jax.grad(lambda x, v: jnp.square(jax.nn.softmax(x) @ v).sum()), (rows, spec((1024, 64)))",

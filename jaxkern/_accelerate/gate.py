@@ -53,6 +53,10 @@ ATTENTION_ELEMENTS, ATTENTION_VECTOR = 1 << 22, 8
 # bytes gain nothing.
 NORM_ELEMENTS, NORM_VECTOR = 1 << 20, 8
 
+# Steps that XLA takes one after the other. Each starts its kernels anew, in 3 to 5 us on an H200, whatever the lanes are: a single
+# warp takes a step of a recurrence in a tenth of that. XLA unrolls shorter loops, and fuses them with what is around them.
+LOOP_STEPS = 8
+
 
 class Measured(typing.NamedTuple):
     """A case of benchmarks/results/FILE-NVIDIA_H200.json, and whether jaxkern wins, loses or is as fast (None) there."""
@@ -142,6 +146,7 @@ MEASURED = {
         Measured("norm", "layer_norm", "49152x128", "bfloat16", "forward", True),
         Measured("norm", "rms_norm", "49152x128", "bfloat16", "backward", True),
     ],
+    "LOOP_STEPS": [],
     "NORM_VECTOR": [Measured("norm", "rms_norm", "32768x4097", "bfloat16", "forward", None)],
 }
 
@@ -256,6 +261,17 @@ def alone(p: Scatter, ordered: bool) -> bool:
     if p.operation != "scatter_add":
         return True  # and those sums that follow a maximum, in a softmax over the edges of a node, find its order
     return ordered and (not p.gathers or p.trail * p.dtype.itemsize <= ALONE_BYTES)
+
+
+def steps(length: int, unroll: int) -> tuple[bool, str]:
+    """Whether a loop of this many steps is taken, of which XLA runs `unroll` at once."""
+    if not length:
+        return False, "a loop of no steps"
+    count = -(-length // max(unroll, 1))
+    if count < LOOP_STEPS:
+        unrolled = f", of which XLA takes {unroll} at once," if unroll > 1 else ""
+        return False, f"{length} steps{unrolled} are few"
+    return True, "one kernel for all steps"
 
 
 def logsumexp(dtype, rows: int, width: int) -> tuple[bool, str]:

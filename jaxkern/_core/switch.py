@@ -26,6 +26,8 @@ TAKEN = {
     "dot_product_attention": "the softmax in `jax.nn.dot_product_attention`, in 16 bits, with its masks",
     "log_softmax": "the gradient of `jax.nn.log_softmax` in 16 bits",
     "softmax_cross_entropy": "`optax.softmax_cross_entropy_with_integer_labels`, loss and gradient",
+    "scan": "loops that are elementwise over lanes: `jax.lax.scan`, `jax.lax.fori_loop`, `jax.lax.map`, `jax.lax.while_loop` to a "
+    "known count; their gradients",
     "layer_norm": "the LayerNorm of flax.linen, flax.nnx, equinox and haiku; the variance is computed differently",
     "rms_norm": "the RMSNorm of the same libraries",
 }

@@ -93,7 +93,8 @@ def lanes_of_a_thread(device, core, lanes) -> int:
     each = tuning.VECTOR_BYTES // max([2, *stored, *itemsizes(core.xs), *itemsizes(core.consts)])
     registers = values_of_a_lane(core) + tuning.LEAST_AHEAD * sum(itemsizes(core.xs)) / 4
     few = lambda each: lanes // each < tuning.VECTOR_THREADS * device.sm_count
-    while each > 1 and (lanes % each or few(each) or each * registers > tuning.VECTOR_REGISTERS):
+    long = lambda each: each * core.function.size * tuning.LEAST_AHEAD > tuning.BODY
+    while each > 1 and (lanes % each or few(each) or each * registers > tuning.VECTOR_REGISTERS or long(each)):
         each //= 2
     return each
 

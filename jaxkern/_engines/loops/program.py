@@ -19,12 +19,19 @@ from jax import lax
 
 from jaxkern._core import compat, functor
 from jaxkern._core.functor import Unsupported
+from jaxkern._core.jaxprs import inner_jaxprs
 from jaxkern._engines.jaxpr import REDUCTIONS, RENAMED, Constant, Flat, Step, Value
 from jaxkern._engines.loops import parts, rewrites
 
 MOVES = (*RENAMED, "broadcast_in_dim", "transpose")
 _ADD = ("add", "add_any")
 MOST_REPEATED = 600  # equations of a loop in the body
+NEVER = frozenset(
+    "dot_general conv_general_dilated sort top_k gather scatter scatter-add scatter-mul scatter-min scatter-max dynamic_slice "
+    "dynamic_update_slice cumsum cumprod cummax cummin cumlogsumexp reduce_window_sum reduce_window_max fft psum all_gather "
+    "all_to_all ppermute shard_map ffi_call pallas_call custom_partitioning rng_bit_generator cholesky triangular_solve "
+    "io_callback pure_callback debug_callback".split()
+)
 
 
 class Program(Flat):
@@ -43,6 +50,7 @@ class Program(Flat):
     def __init__(self, jaxpr, consts, num_consts, num_carry, label):
         self.label, self.steps, self._calls = label, [], []
         self.captured, self._moved = {}, []
+        self._refuse(jaxpr)
         inputs = [self._value(v.aval) for v in jaxpr.invars]
         self.results = self._inline(jaxpr, list(map(self._constant, consts)), inputs)
         self.operands = [*(v for v, _ in self.captured.values()), *inputs]
@@ -62,6 +70,16 @@ class Program(Flat):
         self._find_lanes()
         self._find_accumulators()
 
+    def _refuse(self, jaxpr):
+        """Fails at the first operation that no kernel of a loop has, before anything is read: bodies may be whole models."""
+        for e in jaxpr.eqns:
+            if e.primitive.name in NEVER:
+                self.fail(Step(e.primitive.name, [], [], e, {}, tuple(self._calls)), self.otherwise)
+            self._calls.append(e)
+            for inner in inner_jaxprs(e):
+                self._refuse(inner)
+            self._calls.pop()
+
     def _constant(self, c):
         """A number that is known, or else an operand in front of the others."""
         if np.ndim(c) == 0 and not isinstance(c, (jax.Array, jax.core.Tracer)):
@@ -80,7 +98,8 @@ class Program(Flat):
     def _equation(self, e, operands):
         if e.primitive.name == "scan":
             return self._unrolled(e, operands)
-        count = rewrites.fixed_count(e, lambda k: operands[k].value if isinstance(operands[k], Constant) else None)
+        known = lambda k: operands[k].value if isinstance(operands[k], Constant) else None
+        count = rewrites.fixed_count(e.params, known) if e.primitive.name == "while" else None
         if count is None:
             return super()._equation(e, operands)
         first, own = e.params["cond_nconsts"], e.params["body_nconsts"]

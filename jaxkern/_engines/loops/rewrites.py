@@ -7,6 +7,7 @@ arithmetic on counters. Salmon et al., "Parallel random numbers: as easy as 1, 2
 import functools
 import itertools
 import math
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -120,14 +121,12 @@ def rewritten(e):
     return None
 
 
-def fixed_count(e, known) -> int | None:
-    """How often the body of a `while` equation runs, if it counts from a known number to a known number.
+def fixed_count(params, known) -> int | None:
+    """How often the body of a while loop runs, if it counts from a known number to a known number.
 
-    known: a function of the positions of operands that returns their values, or None where they are not known.
+    params: of `lax.while_p`. known: a function of the positions of operands that returns their values, or None where they are
+    not known.
     """
-    if e.primitive.name != "while":
-        return None
-    params = e.params
     cond, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
     num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
     if len(cond.eqns) != 1 or cond.eqns[0].primitive.name not in ("lt", "gt", "le", "ge", "ne"):
@@ -137,7 +136,7 @@ def fixed_count(e, known) -> int | None:
         return None
 
     def value(v, jaxpr, own, first):
-        """The value of an operand in a jaxpr whose first `own` operands are operands of e from `first`, or None."""
+        """The value of an operand in a jaxpr whose first `own` operands are operands of the loop from `first`, or None."""
         if isinstance(v, Literal):
             return v.val
         at = next((k for k, w in enumerate(jaxpr.invars) if w is v), None)
@@ -166,6 +165,8 @@ def fixed_count(e, known) -> int | None:
         if first is None or not by or not jnp.issubdtype(test.invars[side].aval.dtype, jnp.integer):
             return None
         first, bound = int(first), int(bound)
+        if not getattr(operator, name)(first, bound):
+            return 0
         up, info = by > 0, jnp.iinfo(test.invars[side].aval.dtype)
         if name == "ne":
             if (bound - first) % by or (bound - first) // by < 0:
@@ -174,7 +175,7 @@ def fixed_count(e, known) -> int | None:
         if up != (name in ("lt", "le")):
             return None
         last = bound + {"lt": 0, "gt": 0, "le": 1, "ge": -1}[name]
-        count = max(0, -((first - last) // by) if up else -((last - first) // -by))
+        count = -((first - last) // by) if up else -((last - first) // -by)
         return count if info.min <= first + count * by <= info.max else None
     return None
 

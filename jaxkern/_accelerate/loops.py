@@ -1,0 +1,132 @@
+"""Lowering rules for the loops of plain JAX programs: `lax.scan`, and `lax.while_loop` that counts to a known number.
+
+`lax.fori_loop`, `lax.map` and the gradients of all these are scans too. A rule runs below derivatives and vmap, which remain
+JAX's own. It reads the body of the loop as the loop engine does, asks the gate, and emits the engine's kernel in place of the
+loop; otherwise it calls JAX's rule. A body that is not elementwise over lanes stays with XLA, and the record says at which
+operation.
+"""
+
+import functools
+import math
+import threading
+
+from jax import lax
+
+from jaxkern._accelerate import gate
+from jaxkern._accelerate.program import Program
+from jaxkern._core import algorithms, compat, decisions, stablehlo, switch
+from jaxkern._core.functor import Unsupported
+from jaxkern._engines.loops import lowering, rewrites
+
+OPERATION = "scan"
+LABEL = "the body"
+
+
+_local = (
+    threading.local()
+)  # scan: the line of the scan that JAX's rule lowers, and how many operands its while loop has
+
+
+def _line(ctx) -> str:
+    return decisions.source_of(compat.frames(ctx.traceback))
+
+
+def _wanted(*_) -> bool:
+    settings = switch.current()
+    return settings is not None and OPERATION in settings.operations and not switch.in_own_code()
+
+
+def _take(plain, ctx, avals, length, unroll, read, emit):
+    """The results of a loop: by `emit` of what `read()` returns, or by `plain`.
+
+    avals: of the arrays that the loop reads. length, unroll: its steps, and how many XLA takes at once.
+    """
+    settings = switch.current()
+    if algorithms.xla_forced():
+        return plain()
+    frames = functools.partial(compat.frames, ctx.traceback)
+    record = functools.partial(decisions.record, OPERATION, avals=avals or ctx.avals_out, frames=frames)
+    if not settings.force and "cuda" not in (platforms := compat.platforms(ctx)):
+        record(False, switch.no_kernels(platforms[0]))
+        return plain()
+    taken, why = gate.steps(length, unroll) if not settings.force else (True, "")
+    if taken and compat.partitioned_devices(ctx) > 1:
+        taken, why = False, "a loop on several devices"
+    loop = None
+    if taken:
+        try:
+            loop = read()
+            lanes = math.prod(d.size for d in loop.program.dims)
+            why = f"{length} steps of {lanes} lanes in one kernel"
+        except Unsupported as error:
+            taken, why = False, str(error)
+    if taken and (refusal := switch.refusal(ctx, settings)):
+        taken, why = False, refusal
+    size = sum(map(stablehlo.size, (*avals, *ctx.avals_out))) if taken else 0
+    if not record(taken, why, bytes=size) or "cuda" not in compat.platforms(ctx):
+        return plain()
+    return emit(loop)
+
+
+@switch.own_promotion
+def _scan(plain, ctx, *operands, **params):
+    jaxpr = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
+    plain = functools.partial(_by_jax, plain, ctx, *operands, **params)
+    if not _wanted() or compat.calls(jaxpr, lowering.loop_p.name):
+        return plain()
+    read = lambda: lowering.of_scan(ctx, params, LABEL)
+    unroll = params["length"] if params["unroll"] is True else int(params["unroll"])
+    emit = functools.partial(lowering.emit, ctx, operands)
+    return _take(plain, ctx, list(ctx.avals_in), params["length"], unroll, read, emit)
+
+
+def _by_jax(plain, ctx, *operands, **params):
+    """JAX's rule for a scan, which makes a while loop of its operands, a counter and buffers for ys."""
+    carry = compat.counts_of_scan(params)[1]
+    outer, _local.scan = getattr(_local, "scan", None), (_line(ctx), len(operands) + 1 + len(ctx.avals_out) - carry)
+    try:
+        return plain(ctx, *operands, **params)
+    finally:
+        _local.scan = outer
+
+
+@switch.own_promotion
+def _while(plain, ctx, *operands, **params):
+    plain = functools.partial(plain, ctx, *operands, **params)
+    if not _wanted() or (_line(ctx), len(operands)) == getattr(_local, "scan", None):
+        return plain()
+
+    def known(k):
+        constant = Program.of(ctx).value(operands[k]).constant
+        return None if constant is None or ctx.avals_in[k].shape else constant
+
+    count = rewrites.fixed_count(params, known)
+    if count is None:
+        return plain()
+    own, body = params["cond_nconsts"], params["body_jaxpr"]
+    inner = ctx.replace(avals_in=ctx.avals_in[own:])
+    carry = len(operands) - own - params["body_nconsts"]
+    read = lambda: lowering.read(inner, body.jaxpr, body.consts, params["body_nconsts"], carry, count, False, LABEL)
+    emit = functools.partial(lowering.emit, inner, operands[own:])
+    return _take(plain, ctx, list(inner.avals_in), count, 1, read, emit)
+
+
+_lock = threading.Lock()
+_registered: set = set()
+
+
+def register(platform: str) -> None:
+    """Puts the rules in place, once; they call JAX's wherever nothing is switched on."""
+    with _lock:
+        if platform in _registered:
+            return
+        _registered.add(platform)
+        for prim, rule in ((compat.scan_primitive(), _scan), (lax.while_p, _while)):
+            plain = compat.lowering_rule(prim, platform)
+            if plain is None:
+                compat.warn_once(
+                    f"jaxkern.accelerate: this version of JAX hides its rule for {prim}, which stays as it is"
+                )
+                continue
+            # Not cached: a cached rule sees its operands as arguments of a function of its own.
+            compat.register_lowering_uncached_when(prim, functools.partial(rule, plain), platform, _wanted)

@@ -1,0 +1,224 @@
+"""Loops under `jaxkern.accelerate`: which are taken, what is left and at which operation, and their results."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import random_loops
+from accelerated import both, close, forced
+from conftest import ON_GPU
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxkern
+from jaxkern._core import launch, registry
+
+needs_kernels = pytest.mark.skipif(not registry.kernels_run(), reason="no kernels")
+
+
+def spec(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def decay(h, x):
+    h = 0.9 * h + jnp.sin(x)
+    return h, h
+
+
+def gated(c, w, x, f):
+    def body(c, xf):
+        forget = jax.nn.sigmoid(xf[1] + w * c)
+        c = forget * c + (1 - forget) * xf[0]
+        return c, jnp.tanh(c)
+
+    return lax.scan(body, c, (x, f))[1]
+
+
+def griffin(x, w, gates, out):
+    """A block with products around a gated recurrence."""
+    h = jax.nn.gelu(x @ w)
+    a = jax.nn.sigmoid(x @ gates)
+    h = lax.scan(lambda h, ax: (ax[0] * h + jnp.sqrt(1 - ax[0] ** 2) * ax[1],) * 2, jnp.zeros_like(h[0]), (a, h))[1]
+    return x + h @ out
+
+
+def advantages(rewards, values, done):
+    def body(carry, x):
+        advantage, after = carry
+        reward, value, done = x
+        advantage = reward + 0.99 * after * (1 - done) - value + 0.95 * 0.99 * (1 - done) * advantage
+        return (advantage, value), advantage
+
+    first = jnp.zeros_like(values[0]), values[-1]
+    return lax.scan(body, first, (rewards, values, done), reverse=True)[1]
+
+
+def walk(key, x):
+    def body(carry, _):
+        key, x = carry
+        key, sub = jax.random.split(key)
+        return (key, x + jax.random.normal(sub, x.shape)), None
+
+    return lax.scan(body, (key, x), None, length=12)[0][1]
+
+
+def van_der_pol(x, v):
+    step = lambda _, s: (s[0] + 0.01 * s[1], s[1] + 0.01 * ((1 - s[0] * s[0]) * s[1] - s[0]))
+    return lax.fori_loop(0, 50, step, (x, v))
+
+
+def loss(f, argnums=0):
+    return jax.grad(lambda *a: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(f(*a))), argnums)
+
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(12, 4, 8)), jnp.float32)
+W = jnp.asarray(np.random.default_rng(1).normal(size=(8, 8)) / 4, jnp.float32)
+while_loop = lambda x: lax.while_loop(lambda s: s[1] > 3, lambda s: (jnp.cos(s[0]), s[1] - 2), (x, 40))[0]
+decays = lambda x: lax.scan(decay, x[0], x)[1]
+# What a program does, f, its arguments, how many kernels it has.
+TAKEN = {
+    "scan": (decays, (X,), 1),
+    "gradient": (loss(lambda c, w, x: gated(c, w, x, x), (0, 1, 2)), (X[0], W[0], X), 2),
+    "gradient of remat": (loss(jax.checkpoint(decays)), (X,), 3),
+    "vmap": (jax.vmap(decays, 1, 1), (X,), 1),
+    "vmap of the gradient": (
+        jax.vmap(loss(lambda c, w, x: gated(c, w, x, x), (0, 1)), (None, 0, None)),
+        (X[0], W, X),
+        2,
+    ),
+    "jvp": (lambda x: jax.jvp(decays, [x], [jnp.cos(x)]), (X,), 1),
+    "a block with products": (loss(griffin, (0, 1, 2, 3)), (X, W, W, W), 2),
+    "reverse": (advantages, (X, X * 0.5, (X > 1).astype(X.dtype)), 1),
+    "a key": (walk, (jax.random.key(0), X[0]), 1),
+    "a key for each lane": (jax.vmap(walk), (jax.random.split(jax.random.key(0), 4), X[0]), 1),
+    "words of a key": (walk, (jax.random.PRNGKey(0), X[0]), 1),
+    "fori_loop": (van_der_pol, (X, X), 1),
+    "map": (lambda x: lax.map(lambda y: jnp.sin(y) * W[0], x), (X,), 1),
+    "while_loop": (while_loop, (X,), 1),
+    "in a loop": (lambda x: lax.scan(lambda c, _: (decays(c) @ W, None), x, length=9)[0], (X,), 1),
+    "in a branch": (lambda x: lax.cond(x[0, 0, 0] > 0, decays, lambda x: x, x), (X,), 1),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("what", TAKEN)
+def test_taken(what):
+    """Loops become kernels, and no other loop is there; results are plain JAX's."""
+    f, args, kernels = TAKEN[what]
+    with jaxkern.accelerate():
+        text = jax.jit(lambda *a: f(*a)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    found = launch.programs(text)
+    assert len(found) == kernels and all("operation jaxkern_scan(" in p for p in found)
+    assert text.count("stablehlo.while") == (what == "in a loop")
+    plain, own, taken = both(f, *args)
+    close(plain, own)
+    assert taken.count("scan") >= kernels  # JAX makes random bits by loops on a CPU
+
+
+def few(x):
+    return lax.scan(decay, x[0], x[:4])[1]
+
+
+def recurrent(w, x):
+    return lax.scan(lambda h, x: (jnp.tanh(h @ w + x),) * 2, x[0], x)[1]
+
+
+def mean(x):
+    return lax.scan(lambda h, x: (h - jnp.max(x), h), x[0], x)[1]
+
+
+LEFT = {
+    "few steps": (few, (X,), "4 steps are few"),
+    "unrolled": (
+        lambda x: lax.scan(decay, x[0], x, unroll=True)[1],
+        (X,),
+        "12 steps, of which XLA takes 12 at once, are few",
+    ),
+    "a product": (recurrent, (W, X), "the body uses dot_general at .*test_accelerate_loops.py:[0-9]+.*not elementwise"),
+    "a reduction": (
+        mean,
+        (X,),
+        "the body uses reduce_max at .*test_accelerate_loops.py:[0-9]+.*a reduction over lanes",
+    ),
+    "an index": (lambda x: lax.fori_loop(0, 9, lambda i, s: s + x[i], x[0]), (X,), "the body uses dynamic_slice at"),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("what", LEFT)
+def test_left(what):
+    f, args, reason = LEFT[what]
+    (found,) = jaxkern.explain(f)(*args)
+    assert not found.taken and found.operation == "scan" and "test_accelerate_loops.py" in found.source
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(found.reason)
+
+
+@needs_kernels
+def test_settings():
+    """By name; jaxkern.scan is not an operation of the program; another platform; a count that is not known."""
+    assert not jaxkern.explain(lambda x: jaxkern.scan(decay, x[0], x)[1])(X)
+    with jaxkern.accelerate(without="scan"):
+        assert not jaxkern.explain(decays)(X)
+    (found,) = jaxkern.explain(decays)(X).taken
+    assert found.reason == "12 steps of 32 lanes in one kernel" and found.bytes == 2 * X.nbytes + X[0].nbytes * 2
+    (found,) = jaxkern.explain(decays, "tpu")(X)
+    assert found.reason == "programs for tpu run as they are"
+    counted = lambda x, n: lax.fori_loop(0, n, lambda _, x: jnp.sin(x), x)
+    assert not jaxkern.explain(counted)(X, jnp.int32(9)).taken
+    with jaxkern.tiers.force_xla():
+        assert not jaxkern.explain(lambda x: decays(x))(X)
+
+
+@pytest.mark.parametrize("bound", [(0, 40, 1), (5, 26, 4), (7, 7, 1), (9, 2, 1), (30, -1, -3)])
+@pytest.mark.parametrize("test", ["lt", "le", "ne", "gt", "ge"])
+def test_counts_of_while_loops(bound, test):
+    """The loop runs as often as Python's does, or its count is not known."""
+    from jaxkern._engines.loops import rewrites
+
+    first, last, by = bound
+    holds = lambda i: getattr(lax, test)(i, jnp.int32(last))
+    f = lambda i, x: lax.while_loop(lambda s: holds(s[0]), lambda s: (s[0] + by, s[1] * 2), (i, x))
+    (e,) = jax.make_jaxpr(f)(jnp.int32(first), 1.0).eqns
+    at = e.params["cond_nconsts"] + e.params["body_nconsts"]
+    known = lambda k: first if k == at else last if k == 0 else None
+    count, i = 0, first
+    while count <= 50 and bool(holds(jnp.int32(i))):
+        count, i = count + 1, i + by
+    found = rewrites.fixed_count(e.params, known)
+    assert found == count if count <= 50 else found is None
+
+
+def test_several_devices():
+    """Left where lanes are split; each device has its own kernel in shard_map."""
+    m = jax.make_mesh((1,), ("r",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    mapped = jax.shard_map(decays, mesh=m, in_specs=P(None, "r"), out_specs=P(None, "r"))
+    plain, own, taken = both(mapped, X)
+    close(plain, own)
+    assert taken == ["scan"]
+    x = jax.device_put(X, NamedSharding(m, P(None, "r")))
+    plain, own, _ = both(decays, x)
+    close(plain, own)
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_random_programs(number):
+    random_loops.lower(0, number)
+
+
+@pytest.mark.parametrize("number", [13, 17])
+def test_kernels_of_random_programs(number):
+    pytest.importorskip("emulated")
+    assert random_loops.run(0, number)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("number", range(40))
+def test_values_of_random_programs(number):
+    program = random_loops.Program(1, number)
+    plain = jax.jit(lambda *a: program.f(*a))(*program.args)
+    with forced:
+        own = jax.jit(lambda *a: program.f(*a))(*program.args)
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(own), strict=True):
+        random_loops.compare(program, np.asarray(random_loops.words(b)), np.asarray(random_loops.words(a)), None)
