@@ -8,11 +8,12 @@
     python -m benchmarks programs --pyg 30                     PyTorch Geometric for 30 s per model; 0 leaves it out
 
 Graph convolution and attention, an interaction network, a potential with forces, an embedding with a dense layer, a click
-model with bags of ids, and a classifier over a large vocabulary are written in plain JAX and optax. Where their libraries are
-installed, there are also the same with jraph and flax.linen, a mesh simulator of flax.linen, transformers of flax.nnx, equinox
-and haiku, and optimal transport with ott-jax. Steps are enqueued one after the other and timed by the host's clock. Where
-PyTorch Geometric is installed, the graph networks run in it, too. Indices are arguments of the step: XLA folds scatters of
-constants for half a minute.
+model with bags of ids, a classifier over a large vocabulary, and programs of loops (a recurrent layer, state space layers,
+advantages, random walks, oscillators) are written in plain JAX and optax. Where their libraries are installed, there are also
+the same with jraph and flax.linen, a mesh simulator of flax.linen, transformers of flax.nnx, equinox and haiku, and optimal
+transport with ott-jax. Steps are enqueued one after the other and timed by the host's clock. Where PyTorch Geometric is
+installed, the graph networks run in it, too. Indices are arguments of the step: XLA folds scatters of constants for half a
+minute.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkern
-from benchmarks import _geometric, _goals, _report, _run, _timing, _torch
+from benchmarks import _geometric, _goals, _loops, _report, _run, _timing, _torch
 from jaxkern._core import switch
 
 OPERATION = "programs"
@@ -49,9 +50,8 @@ class Training:
     data: tuple[np.ndarray, ...]
 
     def specs(self) -> tuple[Any, ...]:
-        of = lambda tree: jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype)), tree
-        )
+        dtype = lambda a: jax.dtypes.canonicalize_dtype(a.dtype, allow_extended_dtype=True)
+        of = lambda tree: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, dtype(a)), tree)
         return of(jax.eval_shape(self.init)), *of(self.data)
 
 
@@ -596,8 +596,22 @@ def programs() -> list[Program]:
     ):
         make = functools.partial(_transformer, model)
         found.append(Program(f"transformer, {name}", "bfloat16", make, 1.1, package=package))
+    found += [Program("griffin layer", t, functools.partial(_trained, _loops.griffin), 2) for t in both]
+    found.append(Program("state space layers", "float32", functools.partial(_trained, _loops.state_space), 0.97))
+    for name, make, required in (
+        ("advantages", _loops.advantages, 10),
+        ("random walks", _loops.walk, 20),
+        ("oscillators", _loops.oscillators, 20),
+    ):
+        found.append(Program(name, "float32", lambda t, small, make=make: Training(*make(t, small)), required))
     found.append(Program("sinkhorn, ott-jax", "float32", _sinkhorn, 1.0, package="ott"))
     return [p for p in found if not p.package or importlib.util.find_spec(p.package)]
+
+
+def _trained(make, dtype, small) -> Training:
+    import optax
+
+    return _optimized(optax.sgd(1e-2), *make(dtype, small))
 
 
 # --- what runs -----------------------------------------------------------------------------------

@@ -162,6 +162,10 @@ FOUND = {
     "mesh simulator, flax.linen": {"layer_norm", "scatter_add"},
     "potential with forces": {"scatter_add"},
     "sinkhorn, ott-jax": {"logsumexp"},
+    "griffin layer": {"scan"},
+    "advantages": {"scan"},
+    "random walks": {"scan"},
+    "oscillators": {"scan"},
 }
 
 
