@@ -555,3 +555,10 @@ def current_frames() -> list[tuple[str, int, str]]:
 @functools.cache
 def warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=3)
+
+
+def linear_loop(f, args):
+    """f(*args), a scan that is linear in args: on jax 0.8 it has a transpose only if it is the tangent of a scan."""
+    if jax.__version_info__ >= (0, 10, 2):
+        return f(*args)
+    return jax.jvp(f, [jnp.zeros_like(x) for x in args], list(args))[1]

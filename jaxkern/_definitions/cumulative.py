@@ -255,4 +255,5 @@ def _starts(name, x, ids, axis, reverse):
     elif ids.shape != x.shape:
         shapes = f"{x.shape} of x or {(x.shape[axis],)} of its axis"
         raise ValueError(f"jaxkern.{name}: segment_ids must have the shape {shapes}, got {ids.shape}")
-    return jnp.broadcast_to(ids != jnp.roll(ids, -1 if reverse else 1, axis), x.shape)
+    starts = jnp.broadcast_to(ids != jnp.roll(ids, -1 if reverse else 1, axis), x.shape)
+    return validate.split_like(starts, jax.typeof(x))

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxkern._core import validate
@@ -213,17 +214,20 @@ class _Steps:
         self.operands = [x.reshape((1,) * (len(self.shape) - x.ndim) + x.shape) for x in operands.values()]
 
     def carry(self, argument, x=None):
-        """The first carry, 0 by default, with all lanes."""
-        lanes = self.shape[: self.axis] + self.shape[self.axis + 1 :]
-        if x is None:
-            return jnp.zeros(lanes, self.wide)
+        """The first carry, 0 by default, with all lanes, and split over devices as the operands are."""
+        without_axis = lambda dims: tuple(n for a, n in enumerate(dims) if a != self.axis)
+        x = 0.0 if x is None else x
         validate.check_array(self.name, argument, "an array of real dtype", x)
         validate.real(self.name, argument, jnp.asarray(x))
+        x, lanes = jnp.asarray(x, self.wide), without_axis(self.shape)
         try:
-            return jnp.broadcast_to(jnp.asarray(x, self.wide), lanes)
+            first = jnp.broadcast_to(x, lanes)
         except ValueError:
-            shapes = f"{jnp.shape(x)} does not broadcast to {lanes}"
+            shapes = f"{x.shape} does not broadcast to {lanes}"
             raise ValueError(f"jaxkern.{self.name}: {argument} of shape {shapes}") from None
+        specs = zip(*(without_axis(validate.explicit_spec(operand)) for operand in self.operands))
+        spec = [next(filter(None, names), None) for names in specs]
+        return jax.sharding.reshard(first, PartitionSpec(*spec)) if any(spec) else first
 
     def scan(self, body, init, reverse):
         """The results of body(carry, *operands) in all steps. An operand that is the same in all steps is read once."""

@@ -132,8 +132,7 @@ def _scanned(element, combine, finish, dtypes, first, xs, axis, reverse):
 def _moved(x, first, axis, reverse):
     """x one step later, with a number before it."""
     n = x.shape[axis]
-    shape = tuple(min(1, n) if d == axis else size for d, size in enumerate(x.shape))
-    begin = jnp.full(shape, first, x.dtype)
+    begin = jnp.full_like(lax.slice_in_dim(x, 0, min(1, n), axis=axis), first)
     rest = lax.slice_in_dim(x, 1, n, axis=axis) if reverse else lax.slice_in_dim(x, 0, max(n - 1, 0), axis=axis)
     return jnp.concatenate([rest, begin] if reverse else [begin, rest], axis) if n else x
 
@@ -249,7 +248,7 @@ def _tangents(xs, dxs, active, spec, axis, reverse) -> list:
     steps = jnp.arange(length)
     is_first = steps == (length - 1 if reverse else 0)
     of_element, of_combine = spec.element.jvp(active), spec.combine.jvp((*real, *(n + k for k in real)))
-    zeros = [jnp.zeros(before[0].shape[1:], spec.states[k]) for k in real]
+    zeros = [jnp.zeros_like(before[k][0], dtype=spec.states[k]) for k in real]
 
     def body(ds, given):
         first, before, xs, dxs = given
@@ -258,8 +257,10 @@ def _tangents(xs, dxs, active, spec, axis, reverse) -> list:
         ds = mark([jnp.where(first, a, b) for a, b in zip(de, joined)])
         return ds, ds
 
-    given = (is_first, before, ahead(xs), ahead(dxs))
-    _, ds = lax.scan(body, mark(zeros), given, reverse=reverse)
+    def loop(*dxs):
+        return lax.scan(body, mark(zeros), (is_first, before, ahead(xs), ahead(dxs)), reverse=reverse)[1]
+
+    ds = compat.linear_loop(loop, dxs)
     ds = [jnp.moveaxis(d, 0, axis) for d in ds]
     if spec.first is not None:
         ds = [_moved(d, 0, axis, reverse) for d in ds]
