@@ -54,6 +54,8 @@ class accelerate(contextlib.ContextDecorator):
         "softmax_cross_entropy"                       `optax.softmax_cross_entropy_with_integer_labels`, loss and gradient
         "scan"                                        loops that are elementwise over lanes: `jax.lax.scan`, `jax.lax.fori_loop`,
                                                       `jax.lax.map`, `jax.lax.while_loop` to a known count; their gradients
+        "while_loop"                                  while loops of which every lane stops on its own: under `jax.vmap`, or
+                                                      with `jnp.any` over lanes as condition
         "layer_norm", "rms_norm"                      the layers of `flax.linen`, `flax.nnx`, `equinox` and `haiku`: the
                                                       variance is computed differently
 

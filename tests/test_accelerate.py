@@ -718,7 +718,7 @@ def test_no_rows_are_taken_out_of_arithmetic_that_xla_fuses(name):
     f, taken = ROWS[name]
     shapes = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4096, 64), (64, 512)))
     found = jaxkern.explain(f)(*shapes)
-    assert [d.taken for d in found if d.operation not in (*switch.SCATTERS, "scan")] == [taken], found
+    assert [d.taken for d in found if d.operation not in (*switch.SCATTERS, "scan", "while_loop")] == [taken], found
 
 
 @pytest.mark.skipif(not jaxkern._core.registry.kernels_run(), reason="no kernels")

@@ -75,6 +75,16 @@ ROWS = {
             "f, arguments = lambda x: jax.lax.fori_loop(0, 100, lambda i, x: x - 0.1 * jnp.sin(x), x), (big,)",
         ),
         "jax.lax.map": ("scan", "f, arguments = lambda x: jax.lax.map(jnp.sin, x), (big,)"),
+        "jax.vmap": (
+            "while_loop",
+            "root = lambda a: jax.lax.while_loop(lambda x: x * x - a > 1e-3, lambda x: (x + a / x) / 2, a)\n"
+            "f, arguments = jax.vmap(jax.vmap(root)), (big,)",
+        ),
+        "jnp.any": (
+            "while_loop",
+            "body = lambda x: jnp.where(x > 1, x / 2, x)\n"
+            "f, arguments = lambda x: jax.lax.while_loop(lambda x: jnp.any(x > 1), body, x), (big,)",
+        ),
         "jax.lax.while_loop": (
             "scan",
             "body = lambda s: (s[0] + 1, jnp.cos(s[1]))\n"

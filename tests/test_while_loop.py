@@ -1,6 +1,7 @@
 """while_loop: values against JAX's loops by vmap, derivatives, batches, kernels (run on the CPU, and compiled), bad input."""
 
 import functools
+import re
 
 import emulated
 import jax
@@ -33,14 +34,15 @@ def close(found, wanted, name, dtype):
         y, want = (np.asarray(x, np.float64) for x in (y, want))
         if name in EXACT or want.size == 0:
             np.testing.assert_array_equal(y, want)
-        elif name == "integrator" and np.dtype(dtype).itemsize > 2:  # values, errors, counts
+        elif name == "integrator":  # times, values, sizes of steps, counts
             assert np.mean(np.abs(y - want) <= tolerance * np.maximum(1, np.abs(want))) >= 0.98
         else:
             np.testing.assert_allclose(y, want, rtol=tolerance, atol=1 if counts else tolerance)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(
+    "name, dtype", [*((name, "float32") for name in FUNCTIONS), ("newton", "bfloat16"), ("sampler", "bfloat16")]
+)
 def test_values(name, dtype):
     for shape in SHAPES:
         run, operands = FUNCTIONS[name](shape, dtype)
@@ -368,3 +370,68 @@ def test_which_loops_have_lanes(name):
     else:
         with pytest.raises(Unsupported, match="^test "):
             loop_of(f, operands)
+
+
+# ---- under accelerate
+
+ROOT = lambda a: lax.while_loop(lambda x: x * x - a > 1e-3, lambda x: (x + a / x) / 2, a)
+MANY, FEW = jnp.linspace(1, 50, 2048), jnp.linspace(1, 50, 64)
+# f, its operand, whether it is taken, the reason.
+PROGRAMS = {
+    "vmap": (jax.vmap(ROOT), MANY, True, "2048 lanes that stop on their own"),
+    "vmap of vmap": (jax.vmap(jax.vmap(ROOT)), MANY.reshape(2, 1024), True, "2048 lanes"),
+    "jvp": (lambda a: jax.jvp(jax.vmap(ROOT), (a,), (a,)), MANY, True, "2048 lanes"),
+    "vmap of jvp": (jax.vmap(lambda a: jax.jvp(ROOT, (a,), (a,))), MANY, True, "2048 lanes"),
+    "vmap of jit in a scan": (
+        lambda a: lax.scan(lambda c, _: (jax.vmap(jax.jit(ROOT))(c @ jnp.eye(2048) + 1), None), a, length=9)[0],
+        MANY,
+        True,
+        "2048 lanes",
+    ),
+    "any": (
+        lambda a: lax.while_loop(
+            lambda x: jnp.any(x * x > a), lambda x: jnp.where(x * x > a, (x + a / x) / 2.01, x), a
+        ),
+        MANY,
+        True,
+        "2048 lanes",
+    ),
+    "few lanes": (jax.vmap(ROOT), FEW, False, "64 lanes are few"),
+    "one lane": (ROOT, MANY[0], False, "1 lanes are few"),
+    "any over some lanes": (
+        lambda a: lax.while_loop(lambda x: jnp.any(x[1:] > 1), lambda x: jnp.where(x > 1, x / 2, x), a),
+        MANY,
+        False,
+        "the body uses slice at .*test_while_loop.py",
+    ),
+    "another condition": (
+        lambda a: lax.while_loop(lambda x: jnp.any(x > 1), lambda x: jnp.where(x > 0, x / 2, x), a),
+        MANY,
+        False,
+        "carry 0 of shape .* changes in lanes whose own condition is false",
+    ),
+    "a product": (
+        jax.vmap(lambda a: lax.while_loop(lambda x: x[0] > 1, lambda x: jnp.ones((40, 40)) @ x / 50, a * jnp.ones(40))),
+        MANY,
+        False,
+        "the body uses dot_general at .*test_while_loop.py.* not elementwise",
+    ),
+}
+
+
+@plans.needs_runtime
+@pytest.mark.parametrize("what", PROGRAMS)
+def test_unchanged_programs(what):
+    f, x, taken, reason = PROGRAMS[what]
+    decided = [d for d in jaxkern.explain(f)(x) if d.operation == "while_loop"]
+    assert [d.taken for d in decided] == [taken] and re.search(reason, decided[0].reason)
+    assert "test_while_loop.py:" in decided[0].source
+    with jaxkern.accelerate(without="scan"):
+        kernels, loops = lowered(lambda x: f(x), x)
+    assert (kernels, loops) == (taken, (not taken) + ("in a scan" in what))
+    with jaxkern.accelerate(without=("scan", "while_loop")):
+        assert lowered(lambda x: f(x), x)[0] == 0
+    wanted = jax.jit(lambda x: f(x))(x)
+    with jaxkern.accelerate(force=True):
+        found = jax.jit(lambda x: f(x))(x)
+    jax.tree.map(lambda y, want: np.testing.assert_allclose(y, want, rtol=1e-3, atol=2e-4), found, wanted)

@@ -56,6 +56,9 @@ NORM_ELEMENTS, NORM_VECTOR = 1 << 20, 8
 # Steps that XLA takes one after the other. Each starts its kernels anew, in 3 to 5 us on an H200, whatever the lanes are: a single
 # warp takes a step of a recurrence in a tenth of that. XLA unrolls shorter loops, and fuses them with what is around them.
 LOOP_STEPS = 8
+# Of a while loop of which every lane stops on its own. XLA takes each step of all lanes with several kernels and a message to the
+# host; a kernel takes all steps of a lane in a thread. Fewer lanes were not measured.
+WHILE_LANES = 1024
 
 
 class Measured(typing.NamedTuple):
@@ -147,6 +150,7 @@ MEASURED = {
         Measured("norm", "rms_norm", "49152x128", "bfloat16", "backward", True),
     ],
     "LOOP_STEPS": [],
+    "WHILE_LANES": [],
     "NORM_VECTOR": [Measured("norm", "rms_norm", "32768x4097", "bfloat16", "forward", None)],
 }
 
@@ -272,6 +276,12 @@ def steps(length: int, unroll: int) -> tuple[bool, str]:
         unrolled = f", of which XLA takes {unroll} at once," if unroll > 1 else ""
         return False, f"{length} steps{unrolled} are few"
     return True, "one kernel for all steps"
+
+
+def while_loop(lanes: int) -> tuple[bool, str]:
+    """Whether a while loop of which every lane stops on its own is taken."""
+    enough = lanes >= WHILE_LANES
+    return enough, f"{lanes} lanes that stop on their own" if enough else f"{lanes} lanes are few"
 
 
 def logsumexp(dtype, rows: int, width: int) -> tuple[bool, str]:

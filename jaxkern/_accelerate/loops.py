@@ -1,4 +1,5 @@
-"""Lowering rules for the loops of plain JAX programs: `lax.scan`, and `lax.while_loop` that counts to a known number.
+"""Lowering rules for the loops of plain JAX programs: `lax.scan`, `lax.while_loop` that counts to a known number, and
+`lax.while_loop` of which every lane stops on its own.
 
 `lax.fori_loop`, `lax.map` and the gradients of all these are scans too. A rule runs below derivatives and vmap, which remain
 JAX's own. It reads the body of the loop as the loop engine does, asks the gate, and emits the engine's kernel in place of the
@@ -16,9 +17,9 @@ from jaxkern._accelerate import gate
 from jaxkern._accelerate.program import Program
 from jaxkern._core import algorithms, compat, decisions, stablehlo, switch
 from jaxkern._core.functor import Unsupported
-from jaxkern._engines.loops import lowering, rewrites
+from jaxkern._engines.loops import lowering, rewrites, while_lowering
 
-OPERATION = "scan"
+SCAN, WHILE = "scan", "while_loop"
 LABEL = "the body"
 
 
@@ -31,33 +32,35 @@ def _line(ctx) -> str:
     return decisions.source_of(compat.frames(ctx.traceback))
 
 
-def _wanted(*_) -> bool:
+def _wanted(*operations) -> bool:
+    """Whether one of these operations is switched on."""
     settings = switch.current()
-    return settings is not None and OPERATION in settings.operations and not switch.in_own_code()
+    return settings is not None and not settings.operations.isdisjoint(operations) and not switch.in_own_code()
 
 
-def _take(plain, ctx, avals, length, unroll, read, emit):
+def _take(operation, plain, ctx, avals, decision, read, decide, emit):
     """The results of a loop: by `emit` of what `read()` returns, or by `plain`.
 
-    avals: of the arrays that the loop reads. length, unroll: its steps, and how many XLA takes at once.
+    avals: of the arrays that the loop reads. decision: what the gate says before the body is read. decide(lanes): what it
+    says then.
     """
     settings = switch.current()
     if algorithms.xla_forced():
         return plain()
     frames = functools.partial(compat.frames, ctx.traceback)
-    record = functools.partial(decisions.record, OPERATION, avals=avals or ctx.avals_out, frames=frames)
+    record = functools.partial(decisions.record, operation, avals=avals or ctx.avals_out, frames=frames)
     if not settings.force and "cuda" not in (platforms := compat.platforms(ctx)):
         record(False, switch.no_kernels(platforms[0]))
         return plain()
-    taken, why = gate.steps(length, unroll) if not settings.force else (True, "")
+    taken, why = decision if not settings.force else (True, "")
     if taken and compat.partitioned_devices(ctx) > 1:
         taken, why = False, "a loop on several devices"
     loop = None
     if taken:
         try:
             loop = read()
-            lanes = math.prod(d.size for d in loop.program.dims)
-            why = f"{length} steps of {lanes} lanes in one kernel"
+            taken, why = decide(math.prod(d.size for d in loop.program.dims))
+            taken = taken or settings.force
         except Unsupported as error:
             taken, why = False, str(error)
     if taken and (refusal := switch.refusal(ctx, settings)):
@@ -72,12 +75,17 @@ def _take(plain, ctx, avals, length, unroll, read, emit):
 def _scan(plain, ctx, *operands, **params):
     jaxpr = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
     plain = functools.partial(_by_jax, plain, ctx, *operands, **params)
-    if not _wanted() or compat.calls(jaxpr, lowering.loop_p.name):
+    if not _wanted(SCAN) or compat.calls(jaxpr, lowering.loop_p.name):
         return plain()
     read = lambda: lowering.of_scan(ctx, params, LABEL)
     unroll = params["length"] if params["unroll"] is True else int(params["unroll"])
     emit = functools.partial(lowering.emit, ctx, operands)
-    return _take(plain, ctx, list(ctx.avals_in), params["length"], unroll, read, emit)
+    decision = gate.steps(params["length"], unroll)
+    return _take(SCAN, plain, ctx, list(ctx.avals_in), decision, read, _counted(params["length"]), emit)
+
+
+def _counted(length):
+    return lambda lanes: (True, f"{length} steps of {lanes} lanes in one kernel")
 
 
 def _by_jax(plain, ctx, *operands, **params):
@@ -93,7 +101,7 @@ def _by_jax(plain, ctx, *operands, **params):
 @switch.own_promotion
 def _while(plain, ctx, *operands, **params):
     plain = functools.partial(plain, ctx, *operands, **params)
-    if not _wanted() or (_line(ctx), len(operands)) == getattr(_local, "scan", None):
+    if not _wanted(SCAN, WHILE) or (_line(ctx), len(operands)) == getattr(_local, "scan", None):
         return plain()
 
     def known(k):
@@ -102,13 +110,24 @@ def _while(plain, ctx, *operands, **params):
 
     count = rewrites.fixed_count(params, known)
     if count is None:
+        return _of_lanes(plain, ctx, operands, params)
+    if not _wanted(SCAN):
         return plain()
     own, body = params["cond_nconsts"], params["body_jaxpr"]
     inner = ctx.replace(avals_in=ctx.avals_in[own:])
     carry = len(operands) - own - params["body_nconsts"]
     read = lambda: lowering.read(inner, body.jaxpr, body.consts, params["body_nconsts"], carry, count, False, LABEL)
     emit = functools.partial(lowering.emit, inner, operands[own:])
-    return _take(plain, ctx, list(inner.avals_in), count, 1, read, emit)
+    return _take(SCAN, plain, ctx, list(inner.avals_in), gate.steps(count, 1), read, _counted(count), emit)
+
+
+def _of_lanes(plain, ctx, operands, params):
+    """A loop that ends by what it computes, which may be in each lane on its own."""
+    if not _wanted(WHILE) or while_lowering.is_marked(params):
+        return plain()
+    read = lambda: while_lowering.find(ctx, operands, params, LABEL)
+    emit = functools.partial(lowering.emit, ctx, operands, target=while_lowering.TARGET)
+    return _take(WHILE, plain, ctx, list(ctx.avals_in), (True, ""), read, gate.while_loop, emit)
 
 
 _lock = threading.Lock()
@@ -128,5 +147,7 @@ def register(platform: str) -> None:
                     f"jaxkern.accelerate: this version of JAX hides its rule for {prim}, which stays as it is"
                 )
                 continue
+            operations = (SCAN,) if rule is _scan else (SCAN, WHILE)
+            wanted = lambda *_, operations=operations: _wanted(*operations)
             # Not cached: a cached rule sees its operands as arguments of a function of its own.
-            compat.register_lowering_uncached_when(prim, functools.partial(rule, plain), platform, _wanted)
+            compat.register_lowering_uncached_when(prim, functools.partial(rule, plain), platform, wanted)

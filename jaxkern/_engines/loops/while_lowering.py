@@ -21,6 +21,12 @@ def mark(going):
     return lanes_p.bind(going)
 
 
+def is_marked(params) -> bool:
+    """Whether a while loop is one of `jaxkern.while_loop`."""
+    body = params["body_jaxpr"]
+    return compat.calls(getattr(body, "jaxpr", body), lanes_p.name)
+
+
 def find(ctx, operands, params, label) -> lowering.Loop:
     """A while loop that is being lowered, as a Loop.
 
@@ -43,10 +49,9 @@ def find(ctx, operands, params, label) -> lowering.Loop:
 
 def _kernel(ctx, operands, params):
     """The results of a marked loop from a kernel, or None."""
-    body = params["body_jaxpr"]
     if environment.xla_only() or algorithms.xla_forced() or compat.partitioned_devices(ctx) > 1:
         return None
-    if not registry.kernels_run() or not compat.calls(getattr(body, "jaxpr", body), lanes_p.name):
+    if not registry.kernels_run() or not is_marked(params):
         return None
     try:
         loop = find(ctx, operands, params, "jaxkern.while_loop")

@@ -53,6 +53,8 @@ class WhileProgram(Program):
         (cond, of_cond), (body, of_body) = map(_parts, (cond, body))
         if cond.effects or body.effects:
             raise Unsupported(f"{label} has a condition or a body with side effects")
+        self._refuse(cond)
+        self._refuse(body)
         inputs = [self._value(v.aval) for v in (*cond.invars[:cond_nconsts], *body.invars)]
         for k, first in enumerate(equal):
             inputs[k] = inputs[first]
