@@ -54,6 +54,10 @@ def _buffers(arg):
 def check_limits(plan: launch.Plan, on: device.Device) -> None:
     """Every launch is one that a GPU can run, and touches scratch only where there is some."""
     for step in (*plan.launches, *(plan.unaligned or ())):
+        if isinstance(step, launch.Memset):
+            assert 0 <= step.buffer.offset and step.bytes >= 0
+            assert step.buffer.kind != "scratch" or step.buffer.offset + step.bytes <= plan.scratch
+            continue
         (x, y, z), block = step.grid3(), step.block3()
         assert 1 <= x < 2**31 and 1 <= y < 2**16 and 1 <= z < 2**16
         assert 1 <= block[0] * block[1] * block[2] <= 1024 and block[2] <= 64

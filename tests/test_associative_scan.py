@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jaxkern import tiers
+from jaxkern._core import compat
 from jaxkern._engines.loops.associative import associative_scan
 
 # (combine, number of arrays, the state before the first step)
@@ -125,3 +127,54 @@ def test_derivatives_of_sums_are_sums(dtype):
     f = ours("sum", 0, exclusive=True)
     jaxpr = str(jax.make_jaxpr(jax.grad(lambda x: f(x)[0].sum()))(jnp.ones((3, 2), dtype)))
     assert jaxpr.count("jaxkern_associative_scan[") == 2 and " scan[" not in jaxpr
+
+
+ON_THE_GPU = [
+    ("warp", (5001, 700), 1),
+    ("block", (300, 9000), 1),
+    ("tiles", (3, (1 << 23) + 1000), 1),
+    ("tiles", ((1 << 23) + 1,), 0),
+    ("lanes", (40, 300_002), 0),
+    ("columns", (3, 5000, 1033), 1),
+    ("column_tiles", (20_000, 70), 0),
+    ("column_tiles", (2, 50_001, 3), 1),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "int32"])
+@pytest.mark.parametrize("algorithm, shape, axis", ON_THE_GPU)
+def test_kernels(algorithm, shape, axis, dtype):
+    """Results are those of float64, no less exact than a loop in float32, and have the same bits in each run."""
+    rng = np.random.default_rng(0)
+    with compat.enable_x64(dtype == "float64"):
+        x = rng.integers(-9, 9, shape) if dtype == "int32" else rng.standard_normal(shape)
+        x = jnp.asarray(x, dtype)
+        for reverse in (False, True):
+            turned = lambda y: np.flip(y, axis) if reverse else y
+            f = lambda x: associative_scan(OPERATIONS["sum"][0], [x], axis=axis, reverse=reverse)[0]
+            with tiers.force(associative_scan=algorithm):
+                y, *others = (np.asarray(jax.jit(f)(x)) for _ in range(3))
+            for other in others:
+                np.testing.assert_array_equal(y.view(np.uint8), other.view(np.uint8))
+            exact = turned(np.cumsum(turned(np.asarray(x, np.float64)), axis))
+            loop = turned(
+                np.cumsum(turned(np.asarray(x, y.dtype if dtype in ("float64", "int32") else np.float32)), axis)
+            )
+            if dtype == "bfloat16":  # a float32 sum, rounded once
+                loop = np.asarray(jnp.asarray(loop).astype(dtype))
+            error = lambda y: np.abs(y.astype(np.float64) - exact).max()
+            assert error(y) <= error(loop)
+
+            a, b = (jnp.asarray(rng.uniform(0.5, 0.99, shape), dtype) for _ in range(2)) if dtype != "int32" else (x, x)
+            g = lambda a, b: associative_scan(OPERATIONS["affine"][0], [a, b], axis=axis, reverse=reverse)
+            with tiers.force(associative_scan=algorithm):
+                ours, again = (jax.jit(g)(a, b) for _ in range(2))
+            h = np.zeros(np.delete(shape, axis))
+            if dtype == "int32":
+                continue
+            wide = [np.moveaxis(turned(np.asarray(v, np.float64)), axis, 0) for v in (a, b, ours[1])]
+            for k in range(min(shape[axis], 3000)):
+                h = wide[0][k] * h + wide[1][k]
+                np.testing.assert_allclose(wide[2][k], h, rtol=1e-2 if dtype == "bfloat16" else 1e-5)
+            np.testing.assert_array_equal(np.asarray(ours[1]).view(np.uint8), np.asarray(again[1]).view(np.uint8))

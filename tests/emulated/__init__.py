@@ -108,7 +108,7 @@ def run(plan: launch.Plan, operands, results, unaligned=False, fused=False):
     fused: products and sums are contracted to multiply-adds, as NVRTC does, if `has_fused()`.
     """
     steps = plan.unaligned if unaligned and plan.unaligned is not None else plan.launches
-    kernels = tuple((s.header, s.name, s.source) for s in steps)
+    kernels = tuple((s.header, s.name, s.source) for s in steps if isinstance(s, launch.Launch))
     library = _compiled(kernels, fused)
     poison = lambda shape, dtype: np.frombuffer(
         b"\xa5" * int(np.prod(shape) * np.dtype(dtype).itemsize), dtype
@@ -118,9 +118,15 @@ def run(plan: launch.Plan, operands, results, unaligned=False, fused=False):
         "result": [_Guarded(poison(shape, dtype)) for shape, dtype in results],
         "scratch": [_Guarded(np.full(max(plan.scratch, 1), 0xA5, np.uint8))],
     }
-    for n, step in enumerate(steps):
+    n = 0
+    for step in steps:
+        if isinstance(step, launch.Memset):
+            at = step.buffer.offset
+            buffers[step.buffer.kind][step.buffer.index].array.view(np.uint8)[at : at + step.bytes] = step.value
+            continue
         (arg,) = step.args
         data = _bytes(arg, lambda b: buffers[b.kind][b.index].address + b.offset)
         x, y, _ = step.grid3()
         getattr(library, f"run{n}")(ctypes.c_char_p(data), x, y, step.block3()[0])
+        n += 1
     return [np.array(b.array) for b in buffers["result"]]

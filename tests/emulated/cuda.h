@@ -1,5 +1,5 @@
 // CUDA on the CPU, for kernels that are tested without a GPU: each thread of a block is a fiber, which runs to the next
-// point where threads of the block wait for each other. Every thread that has not ended must come to the same points.
+// point where it waits for the threads of its warp or block. It goes on when all of these that have not ended wait there too.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <type_traits>
@@ -29,18 +30,34 @@ constexpr int kStack = 1 << 16;
 inline uint3 thread, block, grid;
 inline ucontext_t scheduler;
 inline std::vector<ucontext_t> fibers;
-inline std::vector<char> ended;
+enum State : char { kRuns, kAtWarp, kAtBlock, kEnded };
+inline std::vector<State> state;
 inline std::vector<uint64_t> exchanged;
 inline void (*body)(void*);
 inline void* body_args;
 inline unsigned current;
 
-inline void Wait() { swapcontext(&fibers[current], &scheduler); }
+inline void Wait(State at = kAtWarp) {
+  state[current] = at;
+  swapcontext(&fibers[current], &scheduler);
+}
 
 inline void Begin() {
   body(body_args);
-  ended[current] = 1;
-  swapcontext(&fibers[current], &scheduler);
+  Wait(kEnded);
+}
+
+// Lets threads [begin, end) go on if they all wait at `at`, or have ended; whether some do.
+inline bool Release(unsigned begin, unsigned end, State at) {
+  bool some = false;
+  for (unsigned t = begin; t < end; ++t) {
+    if (state[t] != at && state[t] != kEnded) return false;
+    some = some || state[t] == at;
+  }
+  for (unsigned t = begin; t < end; ++t) {
+    if (state[t] == at) state[t] = kRuns;
+  }
+  return some;
 }
 
 template <class Kernel, class Args> struct Call {
@@ -67,7 +84,7 @@ template <class Args> void Run(void (*kernel)(Args), const void* args, unsigned 
   for (unsigned y = 0; y < gy; ++y) {
     for (unsigned x = 0; x < gx; ++x) {
       block = {x, y, 0};
-      ended.assign(threads, 0);
+      state.assign(threads, kRuns);
       for (unsigned t = 0; t < threads; ++t) {
         getcontext(&fibers[t]);
         fibers[t].uc_stack.ss_sp = stacks[t].get();
@@ -75,15 +92,24 @@ template <class Args> void Run(void (*kernel)(Args), const void* args, unsigned 
         fibers[t].uc_link = &scheduler;
         makecontext(&fibers[t], Begin, 0);
       }
-      for (bool left = true; left;) {
-        left = false;
+      for (;;) {
         for (unsigned t = 0; t < threads; ++t) {
-          if (ended[t]) continue;
+          if (state[t] != kRuns) continue;
           current = t;
           thread = {t, 0, 0};
           swapcontext(&scheduler, &fibers[t]);
-          left = left || !ended[t];
         }
+        bool goes_on = false;
+        for (unsigned w = 0; w < threads; w += 32) {
+          goes_on = Release(w, w + 32 < threads ? w + 32 : threads, kAtWarp) || goes_on;
+        }
+        if (goes_on || Release(0, threads, kAtBlock)) continue;
+        for (State own : state) {
+          if (own == kEnded) continue;
+          fprintf(stderr, "threads wait for each other at different places\n");
+          abort();
+        }
+        break;
       }
     }
   }
@@ -112,7 +138,7 @@ template <class T> T Unfused(T x) {  // the compiler cannot see where it comes f
 inline float __fmul_rn(float a, float b) { return Unfused(a * b); }
 inline double __dmul_rn(double a, double b) { return Unfused(a * b); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
-inline void __syncthreads() { emulated::Wait(); }
+inline void __syncthreads() { emulated::Wait(emulated::kAtBlock); }
 inline void __syncwarp() { emulated::Wait(); }
 // Of the threads that still run: used where they exchange nothing.
 inline void __syncwarp(unsigned) {}
@@ -133,7 +159,14 @@ template <class T> T __shfl_xor_sync(unsigned, T x, int lane) {
 template <class T> T __shfl_sync(unsigned, T x, int lane) {
   return emulated::Exchange(x, emulated::current / 32 * 32 + lane);
 }
-template <class T> T __shfl_up_sync(unsigned, T x, int lane) { return __shfl_xor_sync(0, x, lane); }  // never called
+template <class T> T __shfl_up_sync(unsigned, T x, int by) {
+  const unsigned own = emulated::current, lane = own % 32;
+  return emulated::Exchange(x, lane >= unsigned(by) ? own - by : own);
+}
+template <class T> T __shfl_down_sync(unsigned, T x, int by) {
+  const unsigned own = emulated::current, lane = own % 32;
+  return emulated::Exchange(x, lane + by < 32 ? own + by : own);
+}
 inline unsigned __ballot_sync(unsigned, bool x) {
   const unsigned own = emulated::current;
   emulated::exchanged[own] = x;

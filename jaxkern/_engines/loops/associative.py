@@ -18,11 +18,12 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
-from jaxkern._core import compat, partition
+from jaxkern._core import algorithms, compat, partition
 from jaxkern._core.define import primitive
 from jaxkern._core.functor import Function, of_scalars, trace
 from jaxkern._core.jaxprs import computing
 from jaxkern._core.primitive import bind
+from jaxkern._engines.loops import plan_associative
 from jaxkern._engines.loops.lowering import mark
 
 
@@ -279,6 +280,15 @@ def _transpose(cts, *xs, spec, axis, reverse):
     return [y if ad.is_undefined_primal(x) else None for x, y in zip(xs, found)]
 
 
-associative_p = primitive("jaxkern_associative_scan", _abstract, _batch, _reference, several=True, partition=_partition)
+associative_p = primitive(
+    "jaxkern_associative_scan",
+    _abstract,
+    _batch,
+    _reference,
+    several=True,
+    plan=plan_associative.plan,
+    partition=_partition,
+)
+algorithms.register(plan_associative, "associative_scan")
 ad.primitive_jvps[associative_p] = _jvp
 ad.primitive_transposes[associative_p] = _transpose

@@ -15,3 +15,21 @@ AHEAD_WORDS = (
 OWN_REGISTERS = 48  # of a thread, beside those for its values: addresses, counters, temporaries
 MOST_AHEAD, LEAST_AHEAD = 112, 4  # steps that are loaded ahead; 128 spilled
 BODY = 4000  # statements of an unrolled loop, which compile within seconds
+
+# ---- scans by an associative operation
+
+ROW_BYTES = 64  # of an array that a thread takes in a tile, where steps are adjacent
+MOST_ITEMS = 32
+SCAN_THREADS = 256  # of a block
+SCAN_BLOCKS = 4  # of a multiprocessor, which have 64 registers a thread
+WARP_STEPS = 1024  # that a warp walks through, at most
+ROW_BLOCKS = 24  # rows for each multiprocessor, from which a block walks through a row
+LANE_VECTORS = (
+    1024  # of 16 bytes that all lanes load in a step, for each multiprocessor, from which a thread runs all steps
+)
+COLUMN_BLOCKS = 24  # the same for blocks that walk through all steps of their lanes
+COLUMN_BYTES = 4  # of a thread's load, where the threads of a block share the steps of adjacent lanes
+COLUMN_STEPS = 16  # of a thread in a tile
+LANE_ITEMS = 32  # elements that a thread which runs all steps loads at once
+COLUMN_WORDS = 8  # of the states of a thread's lanes
+ROW_RADIX, COLUMN_RADIX = 32, 8  # tiles of a group that publishes its state, and groups of a supergroup

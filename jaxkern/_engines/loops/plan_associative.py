@@ -1,0 +1,189 @@
+"""How the steps of a scan by an associative operation are laid over the GPU, and its launch list.
+
+Arrays are seen as [outer, length, inner]. If inner is 1, the steps of a lane are adjacent:
+
+warp, block   a warp or a block walks through the steps of a lane
+tiles         blocks share the steps of a lane, and look back at the states that earlier ones publish
+
+Otherwise lanes are adjacent, and a block takes some of them:
+
+lanes         a thread runs all steps of its lanes
+columns       the threads of a block share the steps of a lane, and walk through them
+column_tiles  blocks share them too
+"""
+
+import math
+import typing
+
+import numpy as np
+
+from jaxkern._core import algorithms, define, functor, launch
+from jaxkern._core.define import ceil_div
+from jaxkern._core.launch import Launch, Memset, Plan, i64, struct
+from jaxkern._engines.loops import generate_associative, tuning
+
+HEADER = "loops/associative.cuh"
+NAME = "Body"
+ROWS, COLUMNS = ("warp", "block", "tiles"), ("lanes", "columns", "column_tiles")
+ALGORITHMS = (*ROWS, *COLUMNS)
+DTYPES = tuple(define.CUDA_TYPES)
+MOST_ARRAYS = 20
+SHARED = 48 * 1024  # bytes of static shared memory
+
+
+class Problem(typing.NamedTuple):
+    """itemsize: of the largest element. arrays: how many are read. words: of a state, 32 bits each."""
+
+    outer: int
+    length: int
+    inner: int
+    itemsize: int = 4
+    arrays: int = 1
+    words: int = 1
+
+
+class RowLayout(typing.NamedTuple):
+    """pack: elements of a vector. items: of a thread in a tile, a multiple of pack."""
+
+    pack: int
+    items: int
+    threads: int
+    blocks: int  # of a multiprocessor, at least, that registers must be enough for
+
+    def tile(self, algorithm) -> int:
+        return self.items * (32 if algorithm == "warp" else self.threads)
+
+
+class ColumnLayout(typing.NamedTuple):
+    """pack: lanes of a thread. lanes: threads side by side. parts: of the steps, in a block. items: steps of a thread."""
+
+    pack: int
+    lanes: int
+    parts: int
+    items: int
+    blocks: int
+
+    @property
+    def tile(self) -> int:
+        return self.parts * self.items
+
+
+def fits(algorithm, problem, device=None) -> bool:
+    if algorithm not in (ROWS if problem.inner == 1 else COLUMNS):
+        return False
+    return blocks_of(algorithm, problem, layout(algorithm, problem)) < 1 << 31
+
+
+def choose(problem, device=None) -> str:
+    sms = device.sm_count if device is not None else 132
+    lanes = problem.outer * problem.inner
+    if problem.inner == 1:
+        if problem.length <= tuning.WARP_STEPS:
+            return "warp"
+        tile = layout("block", problem).tile("block")
+        return "block" if problem.length <= tile or lanes >= tuning.ROW_BLOCKS * sms else "tiles"
+    vectors = lanes * problem.itemsize * problem.arrays / 16
+    if vectors >= tuning.LANE_VECTORS * sms or problem.length < 8:
+        return "lanes"
+    cut = layout("columns", problem)
+    blocks = blocks_of("columns", problem, cut)
+    return "columns" if problem.length <= cut.tile or blocks >= tuning.COLUMN_BLOCKS * sms else "column_tiles"
+
+
+def layout(algorithm, problem, vectors=True):
+    """RowLayout or ColumnLayout. vectors: the arrays are aligned to 16 bytes."""
+    length, inner = problem.length, problem.inner
+    most = max(1, 16 // problem.itemsize)
+    if inner == 1:
+        pack = min(most, 16) if vectors else 1
+        while length % pack:
+            pack //= 2
+        items = max(pack, tuning.ROW_BYTES // problem.itemsize // max(1, problem.arrays - 1))
+        items = min(items, tuning.MOST_ITEMS)
+        threads = tuning.SCAN_THREADS
+        group = 32 if algorithm == "warp" else threads
+        while items > max(pack, 4) and group * items >= 2 * length:
+            items //= 2
+        while algorithm == "block" and threads > 64 and threads * items >= 2 * length:
+            threads //= 2
+        return RowLayout(pack, max(items, pack), threads, max(1, tuning.SCAN_BLOCKS * tuning.SCAN_THREADS // threads))
+    pack = most if algorithm == "lanes" else max(1, tuning.COLUMN_BYTES // problem.itemsize)
+    while not vectors and pack > 1 or inner % pack or pack * problem.words > tuning.COLUMN_WORDS:
+        pack //= 2
+    if algorithm == "lanes":
+        return ColumnLayout(pack, 64, 1, max(1, min(tuning.LANE_ITEMS // pack, length)), 4)
+    lanes = 32
+    while lanes > 1 and lanes * pack >= 2 * inner * problem.outer:
+        lanes //= 2
+    items = max(4, tuning.COLUMN_STEPS // max(1, problem.arrays - 1))
+    return ColumnLayout(pack, lanes, tuning.SCAN_THREADS // lanes, items, tuning.SCAN_BLOCKS)
+
+
+def blocks_of(algorithm, problem, cut) -> int:
+    lanes = problem.outer * problem.inner
+    if problem.inner == 1:
+        tiles = ceil_div(problem.length, cut.tile(algorithm))
+        each = cut.threads // 32 if algorithm == "warp" else 1
+        return ceil_div(lanes, each) * (tiles if algorithm == "tiles" else 1)
+    tiles = ceil_div(problem.length, cut.tile)
+    return ceil_div(lanes, cut.lanes * cut.pack) * (tiles if algorithm == "column_tiles" else 1)
+
+
+def plan(device, operands, results, *, spec, axis, reverse):
+    """The launches of a scan, or None where there is no kernel."""
+    shape = operands[0].shape
+    outer, length, inner = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
+    arrays = [*operands, *results]
+    if len(arrays) > MOST_ARRAYS or not operands or (inner >= 1 << 32 and outer > 1):
+        return None
+    if generate_associative.size(spec) > functor.MOST:
+        functor.warn_of_size(spec.combine.label, generate_associative.size(spec))
+        return None
+    words = sum(2 if np.dtype(d).itemsize == 8 else 1 for d in spec.states)
+    itemsize = max(a.dtype.itemsize for a in arrays)
+    problem = Problem(outer, length, inner, itemsize, len(operands), words)
+    algorithm = algorithms.pick("associative_scan", algorithms.forced("associative_scan"), problem, device)
+    source, maps = generate_associative.source(NAME, spec, outer, length, inner)
+    carries = len(spec.states)
+    reads, writes = range(len(operands)), range(len(results))
+
+    def launches(vectors):
+        cut = layout(algorithm, problem, vectors)
+        if inner == 1:
+            tiles, over = ceil_div(length, cut.tile(algorithm)), f"kOver{algorithm.capitalize()}"
+            threads, radix, width = cut.threads, tuning.ROW_RADIX, outer
+            name, sizes = "RowScanKernel", f"{cut.pack}, {cut.items}, {threads}, {cut.blocks}"
+        else:
+            tiles, over = ceil_div(length, cut.tile), "kOverTiles" if algorithm == "column_tiles" else "kOverBlock"
+            threads, radix = cut.lanes * cut.parts, tuning.COLUMN_RADIX
+            name = "ColumnScanKernel"
+            sizes = f"{cut.pack}, {cut.lanes}, {cut.parts}, {cut.items}, {cut.blocks}"
+            width = ceil_div(outer * inner, cut.lanes * cut.pack) * cut.lanes * cut.pack
+        name = f"{name}<{NAME}, {sizes}, {radix}, {over}, {str(bool(reverse)).lower()}>"
+        published = tiles + tiles // radix + tiles // radix**2
+        scratch = 8 * words * width * published if over == "kOverTiles" else 0
+        args = struct(
+            struct(
+                *[launch.null] * (1 + carries + 1),
+                *map(launch.operand, reads),
+                *[launch.null] * (1 + carries + 1),
+                *map(launch.result, writes),
+                launch.null,
+                *map(define._index_map, maps),
+                define._index_map([]),
+                *[i64(inner) for _ in (*reads, None)],
+                *[i64(inner) for _ in (*writes, None)],
+                i64(outer * inner),
+                i64(length),
+            ),
+            launch.scratch() if scratch else launch.null,
+            i64(tiles),
+        )
+        kernel = Launch(HEADER, name, [args], blocks_of(algorithm, problem, cut), threads, source=source)
+        return ((Memset(launch.scratch(), scratch), kernel) if scratch else (kernel,)), scratch
+
+    aligned, scratch = launches(True)
+    if layout(algorithm, problem, False) == layout(algorithm, problem):
+        return Plan(algorithm, aligned, scratch)
+    unaligned, more = launches(False)
+    return Plan(algorithm, aligned, max(scratch, more), unaligned)

@@ -1,0 +1,99 @@
+"""Plans of scans by an associative operation: what the kernels compute (run on the CPU), and that they compile for GPUs."""
+
+import emulated
+import jax
+import jax.numpy as jnp
+import numpy as np
+import plans
+import pytest
+from test_associative_scan import OPERATIONS
+
+from jaxkern._core import algorithms, compat, device, registry
+from jaxkern._engines.loops import plan_associative, tuning
+from jaxkern._engines.loops.associative import associative_scan
+
+TOLERANCE = {"float64": 1e-13, "float32": 2e-5, "bfloat16": 1e-2, "float16": 2e-3, "int16": 0}
+
+
+def logsumexp(a, b):
+    largest = jnp.maximum(a[0], b[0])
+    return [largest, a[1] * jnp.exp(a[0] - largest) + b[1] * jnp.exp(b[0] - largest)]
+
+
+def scan(name, axis, reverse, exclusive):
+    """The scan as a function of a list of arrays."""
+    options = {"axis": axis, "reverse": reverse}
+    if name == "logsumexp":
+        options["element"] = lambda x: [x[0], jnp.ones_like(x[0])]
+        options["finish"] = lambda s, _: [s[0] + jnp.log(s[1])]
+        return lambda *xs: associative_scan(logsumexp, xs, **options)
+    combine, _, first = OPERATIONS[name]
+    return lambda *xs: associative_scan(combine, xs, exclusive=first if exclusive else None, **options)
+
+
+def planned(name, shape, axis, dtype, algorithm="auto", reverse=False, exclusive=False, on=device.H200):
+    """(plan, operands, function)."""
+    rng = np.random.default_rng(0)
+    count = OPERATIONS[name][1] if name in OPERATIONS else 1
+    draw = lambda: rng.integers(-9, 9, shape) if "int" in dtype else rng.uniform(0.5, 1.5, shape)
+    xs = [jnp.asarray(draw(), dtype) for _ in range(count)]
+    f = scan(name, axis, reverse, exclusive)
+    (e,) = (e for e in jax.make_jaxpr(f)(*xs).eqns if e.primitive.name == "jaxkern_associative_scan")
+    with algorithms.force({"associative_scan": algorithm}):
+        made = plan_associative.plan(on, [v.aval for v in e.invars], [v.aval for v in e.outvars], **e.params)
+    return made, list(map(np.asarray, xs)), f
+
+
+# Rows of several tiles, groups and supergroups; vectors, parts of them, and single elements; lanes that fill no block.
+CASES = [
+    ("warp", "sum", (5, 3, 300), 2, "float32"),
+    ("warp", "affine", (3, 68), 1, "bfloat16"),
+    ("block", "affine", (3, 1204), 1, "float32"),
+    ("block", "logsumexp", (2, 777), 1, "float16"),
+    ("tiles", "sum", (8700,), 0, "float32"),
+    ("tiles", "affine", (2, 3000), 1, "float64"),
+    ("tiles", "sum", (3, 2561), 1, "int16"),
+    ("tiles", "product", (2, 4000), 1, "bfloat16"),
+    ("lanes", "affine", (33, 6), 0, "float32"),
+    ("lanes", "logsumexp", (3, 20, 200), 1, "bfloat16"),
+    ("columns", "affine", (3, 150, 68), 1, "float32"),
+    ("columns", "sum", (100, 3), 0, "float64"),
+    ("column_tiles", "affine", (1000, 36), 0, "float32"),
+    ("column_tiles", "sum", (2, 900, 5), 1, "int16"),
+    ("column_tiles", "logsumexp", (700, 264), 0, "bfloat16"),
+]
+
+
+@pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
+@plans.needs_runtime
+@pytest.mark.parametrize("algorithm, name, shape, axis, dtype", CASES)
+def test_kernels_on_the_cpu(algorithm, name, shape, axis, dtype, monkeypatch):
+    """Every element is written, nothing is read or written out of bounds, at any alignment, and results are right."""
+    for constant, value in {"SCAN_THREADS": 64, "ROW_BYTES": 16, "ROW_RADIX": 4, "COLUMN_RADIX": 4}.items():
+        monkeypatch.setattr(tuning, constant, value)
+    with compat.enable_x64(dtype == "float64"):
+        for reverse in (False, True):
+            exclusive = reverse and name != "logsumexp"
+            made, xs, f = planned(name, shape, axis, dtype, algorithm, reverse, exclusive)
+            assert made.algorithm == algorithm
+            plans.check_limits(made, device.H200)
+            wanted = f(*map(jnp.asarray, xs))
+            for unaligned in (False, True):
+                ours = emulated.run(made, xs, [(y.shape, y.dtype) for y in wanted], unaligned)
+                for y, want in zip(ours, wanted, strict=True):
+                    y, want = np.asarray(y, np.float64), np.asarray(want, np.float64)
+                    np.testing.assert_allclose(y, want, TOLERANCE[dtype], TOLERANCE[dtype] * np.abs(want).max())
+
+
+@plans.needs_nvrtc
+@pytest.mark.parametrize("capability", (80, 90, 120))
+def test_kernels_compile(capability):
+    cases = {
+        80: ("affine", (1 << 20,), 0, "float32"),
+        90: ("sum", (4096, 32768), 1, "bfloat16"),
+        120: ("affine", (65536, 1536), 0, "bfloat16"),
+    }
+    made, *_ = planned(*cases[capability])
+    kernels = [s for s in (*made.launches, *(made.unaligned or ())) if hasattr(s, "header")]
+    for step in kernels:
+        assert registry.kernels.module.compile(step.header, step.name, capability, step.source)
