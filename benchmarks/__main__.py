@@ -20,6 +20,7 @@ OPERATIONS = (
     "elementwise_kernel",
     "row_kernel",
     "scan",
+    "associative_scan",
     "quantize",
     "reduction",
     "norm",

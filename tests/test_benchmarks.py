@@ -32,6 +32,7 @@ SMALL = {
     "elementwise_kernel": (1 << 18,),
     "row_kernel": (1024, 256),
     "scan": (16, 1024),
+    "associative_scan": (64, 1024),
     "quantize": (128, 256),
     "reduction": (1024, 256),
     "norm": (1024, 256),

@@ -10,6 +10,7 @@ from plans import needs_runtime
 import jaxkern
 from jaxkern import tiers
 from jaxkern._core import launch
+from jaxkern._engines.loops.associative import associative_scan
 
 X, IDS = jax.ShapeDtypeStruct((600, 40), "float32"), jax.ShapeDtypeStruct((600,), "int32")
 # Operations that do not take an array alone; two elementwise ones, whose operands are and are not of one shape.
@@ -20,6 +21,9 @@ CALLS = {
     "sort_indices": [(lambda ids: jaxkern.sort_indices(ids, 90), IDS)],
     "elementwise": [(jaxkern.gelu, X), (jaxkern.swiglu, X), (lambda x: jaxkern.multiply(x, x[:1]), X)],
 }
+CALLS["associative_scan"] = [
+    (lambda x, axis=axis: associative_scan(lambda a, b: [a[0] + b[0]], [x], axis=axis)[0], X) for axis in (0, 1)
+]
 CALLS["row_kernel"] = [(jaxkern.row_kernel(lambda x: x / jnp.sum(x, -1, keepdims=True)), X)]
 IMAGES = jnp.zeros((4, 32, 32, 128))
 CALLS |= {"group_norm": [(lambda x: jaxkern.group_norm(x, 8), IMAGES)], "batch_norm": [(jaxkern.batch_norm, IMAGES)]}

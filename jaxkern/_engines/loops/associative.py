@@ -210,7 +210,7 @@ def _jvp(primals, tangents, *, spec, axis, reverse):
     ys = bind(associative_p, *primals, spec=spec, axis=axis, reverse=reverse)
     dys = list(map(compat.zero_tangent, ys))
     active = tuple(k for k, t in enumerate(tangents) if type(t) is not ad.Zero)
-    if not active or not spec.finish.inexact_results:
+    if not active or not spec.finish.inexact_results or not primals[0].shape[axis]:
         return ys, dys
     sums = _as_sums(spec)
     if sums is not None:
