@@ -22,7 +22,6 @@ from jaxkern._core.define import ceil_div
 from jaxkern._core.launch import Launch, Memset, Plan, i64, struct
 from jaxkern._engines.loops import generate_associative, tuning
 
-HEADER = "loops/associative.cuh"
 NAME = "Body"
 ROWS, COLUMNS = ("warp", "block", "tiles"), ("lanes", "columns", "column_tiles")
 ALGORITHMS = (*ROWS, *COLUMNS)
@@ -49,6 +48,7 @@ class RowLayout(typing.NamedTuple):
     items: int
     threads: int
     blocks: int  # of a multiprocessor, at least, that registers must be enough for
+    ahead: bool  # whether a block loads its next tile while it finishes one
 
     def tile(self, algorithm) -> int:
         return self.items * (32 if algorithm == "warp" else self.threads)
@@ -62,6 +62,7 @@ class ColumnLayout(typing.NamedTuple):
     parts: int
     items: int
     blocks: int
+    ahead: bool
 
     @property
     def tile(self) -> int:
@@ -90,13 +91,15 @@ def choose(problem, device=None) -> str:
     return "columns" if problem.length <= cut.tile or blocks >= tuning.COLUMN_BLOCKS * sms else "column_tiles"
 
 
-def layout(algorithm, problem, vectors=True):
+def layout(algorithm, problem, vectors=True, reverse=True):
     """RowLayout or ColumnLayout. vectors: the arrays are aligned to 16 bytes."""
     length, inner = problem.length, problem.inner
     most = max(1, 16 // problem.itemsize)
     if inner == 1:
         pack = min(most, 16) if vectors else 1
-        while length % pack:
+        while length % pack and (
+            reverse or problem.outer > 1
+        ):  # rows, or tiles from the end, start in the middle of a vector
             pack //= 2
         items = max(pack, tuning.ROW_BYTES // problem.itemsize // max(1, problem.arrays - 1))
         items = min(items, tuning.MOST_ITEMS)
@@ -106,17 +109,18 @@ def layout(algorithm, problem, vectors=True):
             items //= 2
         while algorithm == "block" and threads > 64 and threads * items >= 2 * length:
             threads //= 2
-        return RowLayout(pack, max(items, pack), threads, max(1, tuning.SCAN_BLOCKS * tuning.SCAN_THREADS // threads))
+        blocks = max(1, tuning.SCAN_BLOCKS * tuning.SCAN_THREADS // threads)
+        return RowLayout(pack, max(items, pack), threads, blocks, problem.arrays == 1)
     pack = most if algorithm == "lanes" else max(1, tuning.COLUMN_BYTES // problem.itemsize)
     while not vectors and pack > 1 or inner % pack or pack * problem.words > tuning.COLUMN_WORDS:
         pack //= 2
     if algorithm == "lanes":
-        return ColumnLayout(pack, 64, 1, max(1, min(tuning.LANE_ITEMS // pack, length)), 4)
+        return ColumnLayout(pack, 64, 1, max(1, min(tuning.LANE_ITEMS // pack, length)), 4, True)
     lanes = 32
     while lanes > 1 and lanes * pack >= 2 * inner * problem.outer:
         lanes //= 2
     items = max(4, tuning.COLUMN_STEPS // max(1, problem.arrays - 1))
-    return ColumnLayout(pack, lanes, tuning.SCAN_THREADS // lanes, items, tuning.SCAN_BLOCKS)
+    return ColumnLayout(pack, lanes, tuning.SCAN_THREADS // lanes, items, tuning.SCAN_BLOCKS, problem.arrays == 1)
 
 
 def blocks_of(algorithm, problem, cut) -> int:
@@ -148,20 +152,21 @@ def plan(device, operands, results, *, spec, axis, reverse):
     reads, writes = range(len(operands)), range(len(results))
 
     def launches(vectors):
-        cut = layout(algorithm, problem, vectors)
+        cut = layout(algorithm, problem, vectors, reverse)
         if inner == 1:
             tiles, over = ceil_div(length, cut.tile(algorithm)), f"kOver{algorithm.capitalize()}"
             threads, radix, width = cut.threads, tuning.ROW_RADIX, outer
-            name, sizes = "RowScanKernel", f"{cut.pack}, {cut.items}, {threads}, {cut.blocks}"
+            kernel, sizes = "RowScan", (cut.pack, cut.items, threads, cut.blocks)
         else:
             tiles, over = ceil_div(length, cut.tile), "kOverTiles" if algorithm == "column_tiles" else "kOverBlock"
             threads, radix = cut.lanes * cut.parts, tuning.COLUMN_RADIX
-            name = "ColumnScanKernel"
-            sizes = f"{cut.pack}, {cut.lanes}, {cut.parts}, {cut.items}, {cut.blocks}"
+            kernel, sizes = "ColumnScan", (cut.pack, cut.lanes, cut.parts, cut.items, cut.blocks)
             width = ceil_div(outer * inner, cut.lanes * cut.pack) * cut.lanes * cut.pack
-        name = f"{name}<{NAME}, {sizes}, {radix}, {over}, {str(bool(reverse)).lower()}>"
+        ahead, backwards = (str(bool(flag)).lower() for flag in (cut.ahead, reverse))
+        name = f"{kernel}Kernel<{NAME}, {', '.join(map(str, sizes))}, {radix}, {ahead}, {over}, {backwards}>"
         published = tiles + tiles // radix + tiles // radix**2
-        scratch = 8 * words * width * published if over == "kOverTiles" else 0
+        shared = over == "kOverTiles"
+        scratch = 8 * (1 + words * width * published) if shared else 0
         args = struct(
             struct(
                 *[launch.null] * (1 + carries + 1),
@@ -179,11 +184,12 @@ def plan(device, operands, results, *, spec, axis, reverse):
             launch.scratch() if scratch else launch.null,
             i64(tiles),
         )
-        kernel = Launch(HEADER, name, [args], blocks_of(algorithm, problem, cut), threads, source=source)
-        return ((Memset(launch.scratch(), scratch), kernel) if scratch else (kernel,)), scratch
+        header, blocks = f"loops/{'row' if inner == 1 else 'column'}_scan.cuh", blocks_of(algorithm, problem, cut)
+        step = Launch(header, name, [args], blocks, threads, waves=int(shared), source=source)
+        return ((Memset(launch.scratch(), scratch), step) if shared else (step,)), scratch
 
     aligned, scratch = launches(True)
-    if layout(algorithm, problem, False) == layout(algorithm, problem):
+    if layout(algorithm, problem, False, reverse) == layout(algorithm, problem, True, reverse):
         return Plan(algorithm, aligned, scratch)
     unaligned, more = launches(False)
     return Plan(algorithm, aligned, max(scratch, more), unaligned)

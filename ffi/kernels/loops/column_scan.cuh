@@ -1,0 +1,299 @@
+// Scans by an associative operation whose lanes are adjacent in memory (see associative.cuh).
+//
+// A block takes kLanes * N adjacent lanes. Its threads are kParts parts of kLanes threads, and each part takes kItems steps of
+// a tile. A thread loads and stores N lanes of a step as a vector.
+#pragma once
+
+#include "associative.cuh"
+
+namespace jaxkern {
+
+template <class F, int N, int kLanes, int kParts, int kItems, int kRadix, bool kAhead, Over kOver, bool kReverse,
+          class Xs = typename F::Xs, class Ys = typename F::Ys>
+struct ColumnScan;
+
+template <class F, int N, int kLanes, int kParts, int kItems, int kRadix, bool kAhead, Over kOver, bool kReverse,
+          class... X, class... Y>
+struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse, Types<X...>, Types<Y...>> {
+  using Engine = AssociativeEngine<F, N>;
+  using Loop = typename Engine::Loop;
+  using State = typename Engine::State;
+  using Prefix = typename Engine::Prefix;
+  using XIndex = typename Loop::XIndex;
+  using YIndex = typename Loop::YIndex;
+  static constexpr int kTile = kParts * kItems, kWaits = (kRadix + kParts - 1) / kParts;
+  template <size_t L> static constexpr int kKind = F::XsKind(L);
+  template <size_t... L> static auto LoadedType(std::index_sequence<L...>)
+      -> Slots<XIndex, typename Loop::template Loaded<X, F::XsKind(L)>...>;
+  using Loaded = decltype(LoadedType(XIndex()));
+
+  // [part][lane]
+  template <int kCount> struct Room {
+    State of[kCount][kLanes][N];
+  };
+  // lanes: the number of the group of kLanes * N lanes.
+  struct Place {
+    int64_t lanes, tile;
+    bool exists;
+  };
+  struct Shared {
+    Room<kParts> part[2];
+    Room<kOver == kOverTiles ? kRadix : 1> tile, group;
+    Room<1> before;
+    Place next;
+  };
+
+  template <size_t... L> static __device__ __forceinline__ void Load(const typename Engine::Args& a, int64_t lane,
+                                                                     int64_t rank, Loaded (&x)[kItems],
+                                                                     std::index_sequence<L...>) {
+    Slots<XIndex, typename Loop::template Place<const X, F::XsKind(L), F::XsMap(L)>...> from;
+    const int64_t begin = kReverse ? a.loop.steps - 1 - rank : rank;
+    (At<L>(from).Set(a.loop, static_cast<const X*>(a.loop.x[L]) + begin * a.loop.x_step[L], lane), ...);
+    const int64_t left = a.loop.steps - rank;
+#pragma unroll
+    for (int u = 0; u < kItems; ++u) {
+      if (u < left) {
+        ((At<L>(x[u]) = Loop::template Load<X, F::XsKind(L), F::XsMap(L)>(At<L>(from)),
+          At<L>(from).first += kReverse ? -a.loop.x_step[L] : a.loop.x_step[L]),
+         ...);
+      } else {
+        ((At<L>(x[u]) = ZeroPack<X, F::XsKind(L) == kSame ? 1 : N>()), ...);
+      }
+    }
+  }
+  template <size_t... L>
+  static __device__ __forceinline__ typename Engine::Step Item(const Loaded& x, int i, std::index_sequence<L...>) {
+    typename Engine::Step step;
+    ((At<L>(step) = Wide<X>(Element(At<L>(x), F::XsKind(L) == kSame ? 0 : i))), ...);
+    return step;
+  }
+
+  template <size_t... M>
+  static __device__ __forceinline__ void Finish(const typename Engine::Args& a, int64_t lane, bool valid, int64_t rank,
+                                                const Loaded (&x)[kItems], const typename Engine::Lane (&numbers)[N],
+                                                typename Engine::Carry (&carry)[N], bool first,
+                                                std::index_sequence<M...>) {
+    Slots<YIndex, typename Loop::template Place<Y, F::YsKind(M), F::YsMap(M)>...> to;
+    const int64_t begin = kReverse ? a.loop.steps - 1 - rank : rank;
+    (At<M>(to).Set(a.loop, static_cast<Y*>(a.loop.y[M]) + begin * a.loop.y_step[M], lane), ...);
+    const uint32_t owners[sizeof...(M) + 1] = {(valid ? Loop::template Owners<F::YsOwner(M)>(a.loop, lane) : 0)..., 0};
+    const int64_t left = a.loop.steps - rank;
+#pragma unroll
+    for (int u = 0; u < kItems; ++u) {
+      if (u < left) {
+        Slots<YIndex, PerLane<Own<Y>, N>...> y;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          typename Engine::Stored value;
+          Engine::Run(u == 0 && first, numbers[i], carry[i], Item(x[u], i, XIndex()), value);
+          ((At<M>(y).of[i] = At<M>(value)), ...);
+        }
+        ((Loop::template Store<Y, F::YsKind(M), F::YsMap(M)>(At<M>(to), At<M>(y), owners[M]),
+          At<M>(to).first += kReverse ? -a.loop.y_step[M] : a.loop.y_step[M]),
+         ...);
+        if constexpr (F::kLast) {
+          if (u == left - 1 && valid) Engine::StoreLast(a, lane, carry, typename Loop::CarryIndex());
+        }
+      }
+    }
+  }
+
+  static __device__ __forceinline__ Place Numbered(const typename Engine::Args& a, int64_t number) {
+    const int64_t blocks = (a.loop.lanes + kLanes * N - 1) / (kLanes * N), tile = number / blocks;
+    return {number - tile * blocks, tile, tile < a.tiles};
+  }
+  static __device__ __forceinline__ Place First(const typename Engine::Args& a, Shared& shared) {
+    if constexpr (kOver == kOverTiles) {
+      if (threadIdx.x == 0) shared.next = Numbered(a, TakeTile(a.slots));
+      __syncthreads();
+      return shared.next;
+    } else {
+      return {blockIdx.x, 0, true};
+    }
+  }
+
+  static __device__ __forceinline__ void Run(const typename Engine::Args& a, Shared& shared) {
+    const int side = threadIdx.x % kLanes, part = threadIdx.x / kLanes;
+    Place place = First(a, shared);
+    if (!place.exists) return;
+    if constexpr (kOver == kOverTiles) __syncthreads();  // shared.next is free
+    // Threads without lanes compute on those of lane 0, and store nothing.
+    const auto first_lane = [&](const Place& place) { return (place.lanes * kLanes + side) * N; };
+    const auto known = [&](int64_t lane) { return lane < a.loop.lanes ? lane : 0; };
+    const auto rank_of = [&](const Place& place) { return place.tile * kTile + part * kItems; };
+
+    Loaded x[kItems];
+    Load(a, known(first_lane(place)), rank_of(place), x, XIndex());
+    typename Engine::Lane numbers[N];
+    typename Engine::Carry init[N];
+    Engine::Read(a, known(first_lane(place)), numbers, init);
+    Prefix walked[N];
+    for (int phase = 0;; phase ^= 1) {
+      int64_t taken = 0;
+      if (kOver == kOverTiles && threadIdx.x == 0) taken = TakeTile(a.slots);
+      State own[N];
+#pragma unroll
+      for (int i = 0; i < N; ++i) own[i] = Engine::ElementOf(numbers[i], Item(x[0], i, XIndex()));
+#pragma unroll
+      for (int u = 1; u < kItems; ++u) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          own[i] = Engine::Join(own[i], Engine::ElementOf(numbers[i], Item(x[u], i, XIndex())));
+        }
+      }
+      Place next = {place.lanes, place.tile + 1, place.tile + 1 < a.tiles};
+      // The other half of shared.part is read until all threads have come here again.
+      const Room<kParts>& parts = shared.part[phase];
+      if constexpr (kParts > 1 || kOver == kOverTiles) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) shared.part[phase].of[part][side][i] = own[i];
+        if (kOver == kOverTiles && threadIdx.x == 0) shared.next = Numbered(a, taken);
+        __syncthreads();
+        if constexpr (kOver == kOverTiles) next = shared.next;
+      }
+      Loaded ahead[kItems];
+      if (kAhead && next.exists) Load(a, known(first_lane(next)), rank_of(next), ahead, XIndex());
+
+      const int64_t lane = known(first_lane(place));
+      const bool valid = first_lane(place) < a.loop.lanes;
+      Prefix before[N];
+      if constexpr (kOver == kOverTiles) {
+        LookBack(a, first_lane(place), side, part, place.tile, own, before, parts, shared);
+      }
+      typename Engine::Carry carry[N];
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if constexpr (kOver != kOverTiles) {
+          before[i] = walked[i];
+          if constexpr (kParts > 1) walked[i].Append(Total(parts, kParts, side, i));
+          else walked[i].Append(own[i]);
+        }
+        if constexpr (kParts > 1) {
+          if (part > 0) before[i].Append(Total(parts, part, side, i));
+        }
+        carry[i] = Engine::Behind(init[i], before[i]);
+      }
+      Finish(a, lane, valid, rank_of(place), x, numbers, carry, !before[0].any, YIndex());
+      if (!next.exists) return;
+      if constexpr (kAhead) {
+#pragma unroll
+        for (int u = 0; u < kItems; ++u) x[u] = ahead[u];
+      } else {
+        Load(a, known(first_lane(next)), rank_of(next), x, XIndex());
+      }
+      if (kOver == kOverTiles && next.lanes != place.lanes) Engine::Read(a, known(first_lane(next)), numbers, init);
+      place = next;
+    }
+  }
+
+  // The states of the first `count` parts joined, count > 0.
+  static __device__ __forceinline__ State Total(const Room<kParts>& parts, int count, int side, int i) {
+    State all = parts.of[0][side][i];
+#pragma unroll
+    for (int p = 1; p < kParts; ++p) {
+      if (p < count) all = Engine::Join(all, parts.of[p][side][i]);
+    }
+    return all;
+  }
+
+  // Publishes the states of this block's tile, and what its block publishes of the tiles before it; sets `before` to the states
+  // of those. parts: the states of all parts. Contains a barrier.
+  static __device__ __forceinline__ void LookBack(const typename Engine::Args& a, int64_t place, int side, int part,
+                                                  int64_t tile, const State (&own)[N], Prefix (&before)[N],
+                                                  const Room<kParts>& parts, Shared& shared) {
+    const int64_t stride = (a.loop.lanes + kLanes * N - 1) / (kLanes * N) * (kLanes * N);
+    const int64_t each = Engine::kWords * stride;
+    typename Engine::Published published;
+    published.template Set<kRadix>(a.slots + 1 + place, a.tiles, each);
+    const int64_t group = tile / kRadix, super = group / kRadix;
+    const int tiles = static_cast<int>(tile % kRadix), groups = static_cast<int>(group % kRadix);
+    const bool closes = tiles == kRadix - 1, closes_super = closes && groups == kRadix - 1;
+    const bool publishes = part == kParts - 1;
+
+    State total[N];
+    if (publishes) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        total[i] = Total(parts, kParts, side, i);
+        Engine::Publish(published.tile + tile * each + i, stride, total[i]);
+      }
+    }
+    if (tile == 0) {
+      __syncthreads();
+      return;
+    }
+    typename Engine::Pending of_tile[kWaits][N], of_group[kWaits][N], of_super[N];
+#pragma unroll
+    for (int k = 0; k < kWaits; ++k) {
+      const int at = part + k * kParts;
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if (at < tiles) of_tile[k][i].Begin(published.tile + (group * kRadix + at) * each + i, stride);
+        if (at < groups) of_group[k][i].Begin(published.group + (super * kRadix + at) * each + i, stride);
+      }
+    }
+    if (super > 0 && part == 0) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) of_super[i].Begin(published.before + (super - 1) * each + i, stride);
+    }
+    const auto index = typename Engine::StateIndex();
+    if (tiles > 0) {
+#pragma unroll
+      for (int k = 0; k < kWaits; ++k) {
+        const int at = part + k * kParts;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          if (at < tiles) shared.tile.of[at][side][i] = of_tile[k][i].Finish(stride, index);
+        }
+      }
+      __syncthreads();
+      if (closes && publishes) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          Prefix all;
+          for (int k = 0; k < kRadix - 1; ++k) all.Append(shared.tile.of[k][side][i]);
+          Engine::Publish(published.group + group * each + i, stride, Engine::Join(all.state, total[i]));
+        }
+      }
+    }
+    if (group > 0) {
+#pragma unroll
+      for (int k = 0; k < kWaits; ++k) {
+        const int at = part + k * kParts;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          if (at < groups) shared.group.of[at][side][i] = of_group[k][i].Finish(stride, index);
+        }
+      }
+      if (super > 0 && part == 0) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) shared.before.of[0][side][i] = of_super[i].Finish(stride, index);
+      }
+      __syncthreads();
+    }
+    // Each part joins the same states in the same order.
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (super > 0) before[i].Append(shared.before.of[0][side][i]);
+      Prefix of_groups, of_tiles;
+      for (int k = 0; k < groups; ++k) of_groups.Append(shared.group.of[k][side][i]);
+      for (int k = 0; k < tiles; ++k) of_tiles.Append(shared.tile.of[k][side][i]);
+      before[i].Append(of_groups.any, of_groups.state);
+      before[i].Append(of_tiles.any, of_tiles.state);
+      if (closes_super && publishes) {
+        Engine::Publish(published.before + super * each + i, stride, Engine::Join(before[i].state, total[i]));
+      }
+    }
+  }
+};
+
+template <class F, int N, int kLanes, int kParts, int kItems, int kMinBlocks, int kRadix, bool kAhead, Over kOver,
+          bool kReverse>
+__global__ void __launch_bounds__(kLanes* kParts, kMinBlocks)
+    ColumnScanKernel(const __grid_constant__ typename AssociativeEngine<F, N>::Args a) {
+  using Scan = ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse>;
+  __shared__ typename Scan::Shared shared;
+  Scan::Run(a, shared);
+}
+
+}  // namespace jaxkern

@@ -1,0 +1,296 @@
+// Scans by an associative operation whose steps are adjacent in memory: what each warp or block runs (see associative.cuh).
+//
+// A warp loads 32 * kItems adjacent elements of a row as vectors, in the order of memory. It exchanges them in shared memory,
+// so that each lane has kItems adjacent elements, and exchanges results in the same way before it stores them.
+#pragma once
+
+#include "associative.cuh"
+
+namespace jaxkern {
+
+// Packs of N elements of a warp's kItems * 32 adjacent elements: a thread loads pack v * 32 + lane of them as number v, and
+// computes on packs lane * kPacks + v. Lanes exchange packs in shared memory, where a pack lies at its place with the lower
+// bits changed, so that neither order has bank conflicts.
+template <class T, int N, int kPacks> struct Chunk {
+  Pack<T, N> pack[kPacks];
+
+  static constexpr int kUnit = 128 / sizeof(Pack<T, N>);  // packs in all banks of shared memory
+  static __device__ __forceinline__ int At(int k) { return k ^ (k / kUnit % kUnit); }
+
+  // begin: of the warp's elements in the row, may be negative. Elements outside of [0, length) are 0.
+  __device__ __forceinline__ void Load(const T* row, int64_t begin, int64_t length) {
+    const int lane = threadIdx.x % 32;
+    const bool whole = begin >= 0 && begin + 32 * kPacks * N <= length;
+    if (whole) {
+#pragma unroll
+      for (int v = 0; v < kPacks; ++v) pack[v] = LoadLanes<T, N>(row + begin + (v * 32 + lane) * N);
+      return;
+    }
+#pragma unroll
+    for (int v = 0; v < kPacks; ++v) {
+      const int64_t at = begin + (v * 32 + lane) * N;
+      pack[v] = ZeroPack<T, N>();
+      if (at >= 0 && at + N <= length) {
+        pack[v] = LoadLanes<T, N>(row + at);
+      } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          if (at + i >= 0 && at + i < length) SetElement(pack[v], i, row[at + i]);
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void Store(T* row, int64_t begin, int64_t length) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int v = 0; v < kPacks; ++v) {
+      const int64_t at = begin + (v * 32 + lane) * N;
+      if (at >= 0 && at + N <= length) {
+        StoreLanes<T, N>(row + at, pack[v]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          if (at + i >= 0 && at + i < length) row[at + i] = Element(pack[v], i);
+        }
+      }
+    }
+  }
+
+  // `own`: the lane whose packs this thread computes on. room: of the warp, 32 * kPacks packs.
+  __device__ __forceinline__ void ToOwn(char* room, int own) {
+    if (kPacks == 1 && own == static_cast<int>(threadIdx.x % 32)) return;
+    Pack<T, N>* packs = reinterpret_cast<Pack<T, N>*>(room);
+    __syncwarp();
+#pragma unroll
+    for (int v = 0; v < kPacks; ++v) packs[At(v * 32 + threadIdx.x % 32)] = pack[v];
+    __syncwarp();
+#pragma unroll
+    for (int v = 0; v < kPacks; ++v) pack[v] = packs[At(own * kPacks + v)];
+  }
+  __device__ __forceinline__ void ToStriped(char* room, int own) {
+    if (kPacks == 1 && own == static_cast<int>(threadIdx.x % 32)) return;
+    Pack<T, N>* packs = reinterpret_cast<Pack<T, N>*>(room);
+    __syncwarp();
+#pragma unroll
+    for (int v = 0; v < kPacks; ++v) packs[At(own * kPacks + v)] = pack[v];
+    __syncwarp();
+#pragma unroll
+    for (int v = 0; v < kPacks; ++v) pack[v] = packs[At(v * 32 + threadIdx.x % 32)];
+  }
+};
+
+template <class... T> constexpr int MostBytes() {
+  int most = 4;
+  ((most = static_cast<int>(sizeof(T)) > most ? static_cast<int>(sizeof(T)) : most), ...);
+  return most;
+}
+
+template <class F, int N, int kItems, int kThreads, int kRadix, bool kAhead, Over kOver, bool kReverse,
+          class Xs = typename F::Xs, class Ys = typename F::Ys>
+struct RowScan;
+
+template <class F, int N, int kItems, int kThreads, int kRadix, bool kAhead, Over kOver, bool kReverse, class... X,
+          class... Y>
+struct RowScan<F, N, kItems, kThreads, kRadix, kAhead, kOver, kReverse, Types<X...>, Types<Y...>> {
+  using Engine = AssociativeEngine<F, 1>;
+  using Loop = typename Engine::Loop;
+  using State = typename Engine::State;
+  using XIndex = typename Loop::XIndex;
+  using YIndex = typename Loop::YIndex;
+  static constexpr int kWarps = kThreads / 32, kPacks = kItems / N;
+  static_assert(kRadix <= 32, "a lane for each tile of a group");
+  static constexpr int kTile = (kOver == kOverWarp ? 32 : kThreads) * kItems;
+  static constexpr int kRoom = 32 * kPacks * MostBytes<Pack<X, N>..., Pack<Y, N>...>();
+  template <class T> using ChunkOf = Chunk<T, N, kPacks>;
+  using Loaded = Slots<XIndex, ChunkOf<X>...>;
+
+  // What a block works on: in kOverTiles the tile with a number, else the first tile of its row.
+  struct Place {
+    int64_t row, tile;
+    bool exists;
+  };
+
+  struct Shared {
+    alignas(16) char room[kWarps][kRoom];
+    State warp[2][kWarps];
+    State before;
+    Place next;
+  };
+
+  template <size_t... L> static __device__ __forceinline__ void Load(const typename Engine::Args& a, int64_t row,
+                                                                     int64_t begin, Loaded& x,
+                                                                     std::index_sequence<L...>) {
+    (At<L>(x).Load(static_cast<const X*>(a.loop.x[L]) + Loop::template Offset<F::XsMap(L)>(a.loop, row), begin,
+                   a.loop.steps),
+     ...);
+  }
+  template <size_t... M> static __device__ __forceinline__ void Store(const typename Engine::Args& a, int64_t row,
+                                                                      int64_t begin, Slots<YIndex, ChunkOf<Y>...>& y,
+                                                                      char* room, int own, std::index_sequence<M...>) {
+    ((At<M>(y).ToStriped(room, own),
+      At<M>(y).Store(static_cast<Y*>(a.loop.y[M]) + Loop::template Offset<F::YsMap(M)>(a.loop, row), begin,
+                     a.loop.steps)),
+     ...);
+  }
+  template <size_t... L>
+  static __device__ __forceinline__ typename Engine::Step Item(const Loaded& x, int u, std::index_sequence<L...>) {
+    const int k = kReverse ? kItems - 1 - u : u;
+    typename Engine::Step step;
+    ((At<L>(step) = Wide<X>(Element(At<L>(x).pack[k / N], k % N))), ...);
+    return step;
+  }
+  template <size_t... M> static __device__ __forceinline__ void SetItem(Slots<YIndex, ChunkOf<Y>...>& y, int u,
+                                                                        const typename Engine::Stored& value,
+                                                                        std::index_sequence<M...>) {
+    const int k = kReverse ? kItems - 1 - u : u;
+    (SetElement(At<M>(y).pack[k / N], k % N, Stored<Y>(At<M>(value))), ...);
+  }
+  template <size_t... L>
+  static __device__ __forceinline__ void ToOwn(Loaded& x, char* room, int own, std::index_sequence<L...>) {
+    (At<L>(x).ToOwn(room, own), ...);
+  }
+
+  // Where the elements of this thread's warp begin in the row, in memory order.
+  static __device__ __forceinline__ int64_t Begin(const typename Engine::Args& a, int64_t tile) {
+    const int warp = kOver == kOverWarp ? 0 : threadIdx.x / 32;
+    const int64_t rank = tile * kTile + warp * 32 * kItems;
+    return kReverse ? a.loop.steps - rank - 32 * kItems : rank;
+  }
+
+  static __device__ __forceinline__ Place Numbered(const typename Engine::Args& a, int64_t number) {
+    const int64_t tile = number / a.loop.lanes;
+    return {number - tile * a.loop.lanes, tile, tile < a.tiles};
+  }
+  static __device__ __forceinline__ Place First(const typename Engine::Args& a, Shared& shared) {
+    if constexpr (kOver == kOverTiles) {
+      if (threadIdx.x == 0) shared.next = Numbered(a, TakeTile(a.slots));
+      __syncthreads();
+      return shared.next;
+    } else {
+      const int64_t row = kOver == kOverBlock ? blockIdx.x : blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
+      return {row, 0, row < a.loop.lanes};
+    }
+  }
+
+  static __device__ __forceinline__ void Run(const typename Engine::Args& a, Shared& shared) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int own = kReverse ? 31 - lane : lane;
+    Place place = First(a, shared);
+    if (!place.exists) return;
+    if constexpr (kOver == kOverTiles) __syncthreads();  // shared.next is free
+
+    Loaded x;
+    Load(a, place.row, Begin(a, place.tile), x, XIndex());
+    typename Engine::Lane numbers[1];
+    typename Engine::Carry init[1];
+    Engine::Read(a, place.row, numbers, init);
+    typename Engine::Prefix walked;
+    for (int phase = 0;; phase ^= 1) {
+      int64_t taken = 0;
+      if (kOver == kOverTiles && threadIdx.x == 0) taken = TakeTile(a.slots);
+      ToOwn(x, shared.room[warp], own, XIndex());
+      State inclusive = Engine::ElementOf(numbers[0], Item(x, 0, XIndex()));
+#pragma unroll
+      for (int u = 1; u < kItems; ++u) {
+        inclusive = Engine::Join(inclusive, Engine::ElementOf(numbers[0], Item(x, u, XIndex())));
+      }
+      inclusive = Engine::template Inclusive<32>(inclusive);
+      const State exclusive = Engine::Up(inclusive, 1);
+
+      typename Engine::Prefix before = walked;
+      Place next = {place.row, place.tile + 1, place.tile + 1 < a.tiles};
+      Loaded ahead;
+      if constexpr (kOver == kOverWarp) {
+        if (kAhead && next.exists) Load(a, next.row, Begin(a, next.tile), ahead, XIndex());
+        walked.Append(Engine::From(inclusive, 31));
+      } else {
+        // The other half of shared.warp is read until all threads have come here again.
+        State* const warps = shared.warp[phase];
+        if (lane == 31) warps[warp] = inclusive;
+        if (kOver == kOverTiles && threadIdx.x == 0) shared.next = Numbered(a, taken);
+        __syncthreads();
+        if constexpr (kOver == kOverTiles) next = shared.next;
+        if (kAhead && next.exists) Load(a, next.row, Begin(a, next.tile), ahead, XIndex());
+        const State all = Engine::template Inclusive<kWarps>(warps[lane % kWarps]);
+        const State total = Engine::From(all, kWarps - 1);
+        if constexpr (kOver == kOverTiles) {
+          if (warp == 0) LookBack(a, place.row, place.tile, total, shared);
+          __syncthreads();
+          before.Append(place.tile > 0, shared.before);
+        } else {
+          walked.Append(total);
+        }
+        const State earlier = Engine::From(all, (warp + kWarps - 1) % kWarps);
+        before.Append(warp > 0, earlier);
+      }
+      before.Append(lane > 0, exclusive);
+
+      const int64_t rank = place.tile * kTile + (kOver == kOverWarp ? lane : threadIdx.x) * kItems;
+      typename Engine::Carry carry[1] = {Engine::Behind(init[0], before)};
+      Slots<YIndex, ChunkOf<Y>...> y;
+#pragma unroll
+      for (int u = 0; u < kItems; ++u) {
+        typename Engine::Stored value;
+        Engine::Run(u == 0 && !before.any, numbers[0], carry[0], Item(x, u, XIndex()), value);
+        SetItem(y, u, value, YIndex());
+        if constexpr (F::kLast) {
+          if (rank + u == a.loop.steps - 1) Engine::StoreLast(a, place.row, carry, typename Loop::CarryIndex());
+        }
+      }
+      Store(a, place.row, Begin(a, place.tile), y, shared.room[warp], own, YIndex());
+      if (!next.exists) return;
+      if constexpr (kAhead) x = ahead;
+      else Load(a, next.row, Begin(a, next.tile), x, XIndex());
+      if (kOver == kOverTiles && next.row != place.row) Engine::Read(a, next.row, numbers, init);
+      place = next;
+    }
+  }
+
+  // Publishes the state of this block's tile, and what its block publishes of the tiles before it; leaves the state of those in
+  // shared.before. For warp 0.
+  static __device__ __forceinline__ void LookBack(const typename Engine::Args& a, int64_t row, int64_t tile,
+                                                  const State& total, Shared& shared) {
+    const int lane = threadIdx.x % 32;
+    typename Engine::Published published;
+    const int64_t each = Engine::kWords;
+    const int64_t of_row = (a.tiles + a.tiles / kRadix + a.tiles / (kRadix * kRadix)) * each;
+    published.template Set<kRadix>(a.slots + 1 + row * of_row, a.tiles, each);
+    if (lane == 0) Engine::Publish(published.tile + tile * each, 1, total);
+    const int64_t group = tile / kRadix, super = group / kRadix;
+    const int tiles = static_cast<int>(tile % kRadix), groups = static_cast<int>(group % kRadix);
+    const bool closes = tiles == kRadix - 1, closes_super = closes && groups == kRadix - 1;
+
+    typename Engine::Pending of_tile, of_group, of_super;
+    if (lane < tiles) of_tile.Begin(published.tile + (group * kRadix + lane) * each, 1);
+    if (lane < groups) of_group.Begin(published.group + (super * kRadix + lane) * each, 1);
+    if (super > 0) of_super.Begin(published.before + (super - 1) * each, 1);
+    typename Engine::Prefix in_group, before;
+    if (tiles > 0) {
+      State state = total;
+      if (lane < tiles) state = of_tile.Finish(1, typename Engine::StateIndex());
+      in_group.Append(Engine::Reduce(state, tiles));
+      if (closes && lane == 0) Engine::Publish(published.group + group * each, 1, Engine::Join(in_group.state, total));
+    }
+    if (super > 0) before.Append(of_super.Finish(1, typename Engine::StateIndex()));
+    if (groups > 0) {
+      State state = total;
+      if (lane < groups) state = of_group.Finish(1, typename Engine::StateIndex());
+      before.Append(Engine::Reduce(state, groups));
+    }
+    before.Append(tiles > 0, in_group.state);
+    if (lane == 0) {
+      if (tile > 0) shared.before = before.state;
+      if (closes_super) Engine::Publish(published.before + super * each, 1, Engine::Join(before.state, total));
+    }
+  }
+};
+
+template <class F, int N, int kItems, int kThreads, int kMinBlocks, int kRadix, bool kAhead, Over kOver, bool kReverse>
+__global__ void __launch_bounds__(kThreads, kMinBlocks)
+    RowScanKernel(const __grid_constant__ typename AssociativeEngine<F, 1>::Args a) {
+  using Scan = RowScan<F, N, kItems, kThreads, kRadix, kAhead, kOver, kReverse>;
+  __shared__ typename Scan::Shared shared;
+  Scan::Run(a, shared);
+}
+
+}  // namespace jaxkern
