@@ -56,7 +56,7 @@ def loss(f):
     return lambda *xs: sum(jnp.sum(jnp.sin(y)) for y in f(*xs))
 
 
-@pytest.mark.parametrize("reverse, exclusive", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("reverse, exclusive", [(False, False), (True, True)])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_values_and_derivatives(name, reverse, exclusive):
     xs = operands(OPERATIONS[name][1], (2, 5, 3))
@@ -85,7 +85,7 @@ def test_states_that_are_not_what_is_stored():
 
     wanted = lambda x: [lax.cumlogsumexp(x, 1)]
     close(f(x), wanted(x))
-    close(jax.grad(loss(f))(x), jax.grad(loss(wanted))(x))
+    close(*(jax.jit(jax.grad(loss(g)))(x) for g in (f, wanted)))
 
 
 def test_types_and_lengths():

@@ -46,51 +46,44 @@ def planned(name, shape, axis, dtype, algorithm="auto", reverse=False, exclusive
 
 # Rows of several tiles, groups and supergroups; vectors, parts of them, and single elements; lanes that fill no block.
 CASES = [
-    ("warp", "sum", (5, 3, 300), 2, "float32"),
-    ("warp", "affine", (3, 68), 1, "bfloat16"),
-    ("block", "affine", (3, 1204), 1, "float32"),
-    ("block", "logsumexp", (2, 777), 1, "float16"),
-    ("tiles", "sum", (8700,), 0, "float32"),
-    ("tiles", "affine", (2, 3000), 1, "float64"),
-    ("tiles", "sum", (3, 2561), 1, "int16"),
-    ("tiles", "product", (2, 4000), 1, "bfloat16"),
-    ("lanes", "affine", (33, 6), 0, "float32"),
-    ("lanes", "logsumexp", (3, 20, 200), 1, "bfloat16"),
-    ("columns", "affine", (3, 150, 68), 1, "float32"),
-    ("columns", "sum", (100, 3), 0, "float64"),
-    ("column_tiles", "affine", (1000, 36), 0, "float32"),
-    ("column_tiles", "sum", (2, 900, 5), 1, "int16"),
-    ("column_tiles", "logsumexp", (700, 264), 0, "bfloat16"),
+    ("warp", "affine", (3, 68), 1, "bfloat16", False),
+    ("block", "affine", (3, 1204), 1, "float32", False),
+    ("block", "logsumexp", (2, 777), 1, "float16", True),
+    ("tiles", "sum", (8700,), 0, "float32", False),
+    ("tiles", "affine", (2, 3000), 1, "float64", True),
+    ("lanes", "affine", (33, 6), 0, "float32", True),
+    ("columns", "affine", (3, 150, 68), 1, "float32", False),
+    ("column_tiles", "affine", (1000, 36), 0, "float32", True),
+    ("column_tiles", "sum", (2, 900, 5), 1, "int16", False),
+    ("column_tiles", "logsumexp", (700, 264), 0, "bfloat16", True),
 ]
 
 
 @pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
 @plans.needs_runtime
-@pytest.mark.parametrize("algorithm, name, shape, axis, dtype", CASES)
-def test_kernels_on_the_cpu(algorithm, name, shape, axis, dtype, monkeypatch):
+@pytest.mark.parametrize("algorithm, name, shape, axis, dtype, reverse", CASES)
+def test_kernels_on_the_cpu(algorithm, name, shape, axis, dtype, reverse, monkeypatch):
     """Every element is written, nothing is read or written out of bounds, at any alignment, and results are right."""
     for constant, value in {"SCAN_THREADS": 64, "ROW_BYTES": 16, "ROW_RADIX": 4, "COLUMN_RADIX": 4}.items():
         monkeypatch.setattr(tuning, constant, value)
     with compat.enable_x64(dtype == "float64"):
-        for reverse in (False, True):
-            exclusive = reverse and name != "logsumexp"
-            made, xs, f = planned(name, shape, axis, dtype, algorithm, reverse, exclusive)
-            assert made.algorithm == algorithm
-            plans.check_limits(made, device.H200)
-            wanted = f(*map(jnp.asarray, xs))
-            for unaligned in (False, True):
-                ours = emulated.run(made, xs, [(y.shape, y.dtype) for y in wanted], unaligned)
-                for y, want in zip(ours, wanted, strict=True):
-                    y, want = np.asarray(y, np.float64), np.asarray(want, np.float64)
-                    np.testing.assert_allclose(y, want, TOLERANCE[dtype], TOLERANCE[dtype] * np.abs(want).max())
+        exclusive = reverse and name != "logsumexp"
+        made, xs, f = planned(name, shape, axis, dtype, algorithm, reverse, exclusive)
+        assert made.algorithm == algorithm
+        plans.check_limits(made, device.H200)
+        wanted = f(*map(jnp.asarray, xs))
+        for unaligned in (False, True):
+            ours = emulated.run(made, xs, [(y.shape, y.dtype) for y in wanted], unaligned)
+            for y, want in zip(ours, wanted, strict=True):
+                y, want = np.asarray(y, np.float64), np.asarray(want, np.float64)
+                np.testing.assert_allclose(y, want, TOLERANCE[dtype], TOLERANCE[dtype] * np.abs(want).max())
 
 
 @plans.needs_nvrtc
-@pytest.mark.parametrize("capability", (80, 90, 120))
+@pytest.mark.parametrize("capability", (80, 120))
 def test_kernels_compile(capability):
     cases = {
-        80: ("affine", (1 << 20,), 0, "float32"),
-        90: ("sum", (4096, 32768), 1, "bfloat16"),
+        80: ("sum", (1 << 20,), 0, "bfloat16"),
         120: ("affine", (65536, 1536), 0, "bfloat16"),
     }
     made, *_ = planned(*cases[capability])

@@ -290,7 +290,7 @@ struct AssociativeEngine<F, N, Types<K...>, Types<C...>, Types<X...>, Types<Y...
     }
     typename F::Step()(At<I>(lane.constant)..., At<J>(carry)..., At<L>(x)..., lane.index[P]..., At<J>(carry)...,
                        At<M>(y)...);
-    ((At<J>(carry) = Wide<C>(jaxkern::Stored<C>(At<J>(carry)))), ...);  // as loops.cuh does
+    ((At<J>(carry) = Round<C>(At<J>(carry))), ...);  // as loops.cuh does
   }
   // One step. first: no state stands before it, and F has no initial carry.
   static __device__ __forceinline__ void Run(bool first, const Lane& lane, Carry& carry, const Step& x, Stored& y) {
@@ -335,7 +335,7 @@ struct AssociativeEngine<F, N, Types<K...>, Types<C...>, Types<X...>, Types<Y...
 #pragma unroll
     for (int i = 0; i < N; ++i) value.of[i] = At<J>(carry[i]);
     Loop::template Store<T, F::CarriesKind(J), F::CarriesMap(J)>(
-        place, value, Loop::template Owners<F::CarriesOwner(J)>(a.loop, lane));
+        place, 0, value, Loop::template Owners<F::CarriesOwner(J)>(a.loop, lane));
   }
 };
 

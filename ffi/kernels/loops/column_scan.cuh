@@ -22,7 +22,7 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
   using XIndex = typename Loop::XIndex;
   using YIndex = typename Loop::YIndex;
   static constexpr int kTile = kParts * kItems, kWaits = (kRadix + kParts - 1) / kParts;
-  template <size_t L> static constexpr int kKind = F::XsKind(L);
+  static constexpr int64_t kSign = kReverse ? -1 : 1;
   template <size_t... L> static auto LoadedType(std::index_sequence<L...>)
       -> Slots<XIndex, typename Loop::template Loaded<X, F::XsKind(L)>...>;
   using Loaded = decltype(LoadedType(XIndex()));
@@ -48,14 +48,12 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
                                                                      std::index_sequence<L...>) {
     Slots<XIndex, typename Loop::template Place<const X, F::XsKind(L), F::XsMap(L)>...> from;
     const int64_t begin = kReverse ? a.loop.steps - 1 - rank : rank;
-    (At<L>(from).Set(a.loop, static_cast<const X*>(a.loop.x[L]) + begin * a.loop.x_step[L], lane), ...);
+    (At<L>(from).Set(a.loop, static_cast<const X*>(a.loop.x[L]) + begin * F::XsStep(L), lane), ...);
     const int64_t left = a.loop.steps - rank;
 #pragma unroll
     for (int u = 0; u < kItems; ++u) {
       if (u < left) {
-        ((At<L>(x[u]) = Loop::template Load<X, F::XsKind(L), F::XsMap(L)>(At<L>(from)),
-          At<L>(from).first += kReverse ? -a.loop.x_step[L] : a.loop.x_step[L]),
-         ...);
+        ((At<L>(x[u]) = Loop::template Load<X, F::XsKind(L), F::XsMap(L)>(At<L>(from), kSign * u * F::XsStep(L))), ...);
       } else {
         ((At<L>(x[u]) = ZeroPack<X, F::XsKind(L) == kSame ? 1 : N>()), ...);
       }
@@ -75,7 +73,7 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
                                                 std::index_sequence<M...>) {
     Slots<YIndex, typename Loop::template Place<Y, F::YsKind(M), F::YsMap(M)>...> to;
     const int64_t begin = kReverse ? a.loop.steps - 1 - rank : rank;
-    (At<M>(to).Set(a.loop, static_cast<Y*>(a.loop.y[M]) + begin * a.loop.y_step[M], lane), ...);
+    (At<M>(to).Set(a.loop, static_cast<Y*>(a.loop.y[M]) + begin * F::YsStep(M), lane), ...);
     const uint32_t owners[sizeof...(M) + 1] = {(valid ? Loop::template Owners<F::YsOwner(M)>(a.loop, lane) : 0)..., 0};
     const int64_t left = a.loop.steps - rank;
 #pragma unroll
@@ -88,8 +86,7 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
           Engine::Run(u == 0 && first, numbers[i], carry[i], Item(x[u], i, XIndex()), value);
           ((At<M>(y).of[i] = At<M>(value)), ...);
         }
-        ((Loop::template Store<Y, F::YsKind(M), F::YsMap(M)>(At<M>(to), At<M>(y), owners[M]),
-          At<M>(to).first += kReverse ? -a.loop.y_step[M] : a.loop.y_step[M]),
+        (Loop::template Store<Y, F::YsKind(M), F::YsMap(M)>(At<M>(to), kSign * u * F::YsStep(M), At<M>(y), owners[M]),
          ...);
         if constexpr (F::kLast) {
           if (u == left - 1 && valid) Engine::StoreLast(a, lane, carry, typename Loop::CarryIndex());

@@ -143,7 +143,7 @@ struct RowScan<F, N, kItems, kThreads, kRadix, kAhead, kOver, kReverse, Types<X.
                                                                         const typename Engine::Stored& value,
                                                                         std::index_sequence<M...>) {
     const int k = kReverse ? kItems - 1 - u : u;
-    (SetElement(At<M>(y).pack[k / N], k % N, Stored<Y>(At<M>(value))), ...);
+    (SetElement(At<M>(y).pack[k / N], k % N, Rounded<Y>(At<M>(value))), ...);
   }
   template <size_t... L>
   static __device__ __forceinline__ void ToOwn(Loaded& x, char* room, int own, std::index_sequence<L...>) {

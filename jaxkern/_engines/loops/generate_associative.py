@@ -73,6 +73,7 @@ def source(name, spec, outer, length, inner):
     for k in ("Consts", "Carries", "Xs", "Ys"):
         lines.append(f"  static constexpr int {k}Kind(int) {{ return {kind}; }}")
         lines.append(f"  static constexpr int {k}Map(int) {{ return {at}; }}")
+        lines.append(f"  static constexpr int64_t {k}Step(int) {{ return {inner}; }}")
     for k, value in (("CarriesOwner", -2), ("YsOwner", -2), ("IsSum", 0), ("PlaceMap", -2)):
         lines.append(f"  static constexpr int {k}(int) {{ return {value}; }}")
     lines.append(f"  static constexpr int kIndices = 0, kMaps = {int(not whole)}, kStart = {start};")

@@ -176,8 +176,6 @@ def plan(device, operands, results, *, spec, axis, reverse):
                 launch.null,
                 *map(define._index_map, maps),
                 define._index_map([]),
-                *[i64(inner) for _ in (*reads, None)],
-                *[i64(inner) for _ in (*writes, None)],
                 i64(outer * inner),
                 i64(length),
             ),
