@@ -167,7 +167,7 @@ ARGUMENTS = {
     "mask": "where done",
     "index": "index ids segment_ids labels indices offsets",
     "key": "dropout_key",
-    "int": "ignore_index margin unroll",
+    "int": "ignore_index margin unroll checkpoint_every",
     "size": "bucket_size memory groups num_groups block",
     "count": "repeats num_segments num_bags num_slots num_nodes num_senders num_receivers length",
     "axis": "channel_axis",
@@ -216,6 +216,8 @@ RIGHT = {
     "accelerate.check": {"bool"},
     "group_norm.batch_axes": {"None"},
     "scan.unroll": {"bool"},
+    "scan.init": {"key", "keys"},
+    "scan.xs": {"key", "keys"},
     **{f"{name}.axis": {"None"} for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")},
     "while_loop.init_val": {"key", "keys"},
     "row_kernel.axis": set(OUT_OF_BOUNDS),  # until there are operands: see test_row_kernel.py
