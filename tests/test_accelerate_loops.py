@@ -116,6 +116,31 @@ def test_taken(what):
     assert taken.count("scan") >= kernels  # JAX makes random bits by loops on a CPU
 
 
+@needs_kernels
+def test_steps_along_another_axis():
+    """[batch, steps, features], transposed for the scan and back, is read and written in place, forward and backward."""
+
+    def f(x):
+        move = lambda y: jnp.swapaxes(y, 0, 1)
+        return move(lax.scan(decay, x[:, 0], move(x))[1])
+
+    for make, count in ((f, 1), (loss(f), 2), (jax.vmap(decays), 1)):
+        with jaxkern.accelerate():
+            text = (
+                jax.jit(lambda x, make=make: make(x))
+                .trace(spec(4, 16, 64))
+                .lower(lowering_platforms=("cuda",))
+                .as_text()
+            )
+        found = launch.programs(text)
+        assert len(found) == count and all("float32[4,16,64]" in p for p in found)
+        assert not any("float32[16,4,64]" in p for p in found)
+    x = lambda x: jnp.swapaxes(lax.scan(decay, x[:, 0], x.T)[1], 0, 1)  # steps are the fastest dimension: not in place
+    with jaxkern.accelerate():
+        text = jax.jit(lambda y: x(y)).trace(spec(64, 16)).lower(lowering_platforms=("cuda",)).as_text()
+    assert "float32[16,64]" in launch.programs(text)[0]
+
+
 def few(x):
     return lax.scan(decay, x[0], x[:4])[1]
 
@@ -221,4 +246,4 @@ def test_values_of_random_programs(number):
     with forced:
         own = jax.jit(lambda *a: program.f(*a))(*program.args)
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(own), strict=True):
-        random_loops.compare(program, np.asarray(random_loops.words(b)), np.asarray(random_loops.words(a)), None)
+        random_loops.compare(program, np.asarray(random_loops.words(b)), np.asarray(random_loops.words(a)))

@@ -125,6 +125,33 @@ def test_kernels_on_the_cpu(name, shape, length, dtype, gradient, algorithm, mon
         assert algorithm in used
 
 
+@pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
+@plans.needs_runtime
+@pytest.mark.parametrize("order, shape", [((1, 0, 2), (4, 512)), ((2, 0, 1), (8, 3)), ((1, 2, 0), (2, 5))])
+def test_steps_along_any_axis(order, shape, monkeypatch):
+    """xs and ys whose dimensions lie in memory in another order, steps among them."""
+    monkeypatch.setattr(tuning, "VECTOR_THREADS", 8)
+    rng = np.random.default_rng(0)
+    for e in traced("gated", shape, 7, "float32", True):
+        closed, (num_consts, num_carry) = e.params["jaxpr"], compat.counts_of_scan(e.params)
+        program = Program(closed.jaxpr, closed.consts, num_consts, num_carry, "test")
+        both = {k: v for k, v in enumerate((*program.operands, *program.results)) if len(v.set()) == len(program.dims)}
+        is_ys = lambda k: k - len(program.operands) >= num_carry
+        is_xs = lambda k: num_consts + num_carry <= k < len(program.operands)
+        orders = {k: order for k in both if is_xs(k) or is_ys(k)}
+        core = Core(program, orders, 7)
+        made = plan.plan(FEW, core, 7, e.params["reverse"])
+        args = [random(v.aval, rng) for v in e.invars]
+        wanted = compat.bind_equation(e, *map(jnp.asarray, args))
+        sums, lies = program.accumulators, lambda k: np.ascontiguousarray(args[k].transpose(orders.get(k)))
+        reads = [*core.consts, *(num_consts + k for k in range(num_carry) if k not in sums), *core.xs]
+        arrays = emulated.run(made, [lies(k) if k in orders else args[k] for k in reads], core.shapes(7), False)
+        inits = {k: args[num_consts + k] for k in sums}
+        ours = core.after(list(map(jnp.asarray, arrays)), inits, [v.aval for v in e.outvars])
+        for y, want in zip(ours, wanted, strict=True):
+            np.testing.assert_allclose(y, want, rtol=3e-5, atol=3e-5 * np.abs(want).max())
+
+
 @plans.needs_nvrtc
 @pytest.mark.parametrize("capability", (80, 90, 120))
 def test_kernels_compile(capability):

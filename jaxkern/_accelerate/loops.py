@@ -77,7 +77,7 @@ def _scan(plain, ctx, *operands, **params):
     plain = functools.partial(_by_jax, plain, ctx, *operands, **params)
     if not _wanted(SCAN) or compat.calls(jaxpr, lowering.loop_p.name):
         return plain()
-    read = lambda: lowering.of_scan(ctx, params, LABEL)
+    read = lambda: lowering.of_scan(ctx, operands, params, LABEL)
     unroll = params["length"] if params["unroll"] is True else int(params["unroll"])
     emit = functools.partial(lowering.emit, ctx, operands)
     decision = gate.steps(params["length"], unroll)
@@ -116,7 +116,9 @@ def _while(plain, ctx, *operands, **params):
     own, body = params["cond_nconsts"], params["body_jaxpr"]
     inner = ctx.replace(avals_in=ctx.avals_in[own:])
     carry = len(operands) - own - params["body_nconsts"]
-    read = lambda: lowering.read(inner, body.jaxpr, body.consts, params["body_nconsts"], carry, count, False, LABEL)
+    read = lambda: lowering.read(
+        inner, operands[own:], body.jaxpr, body.consts, params["body_nconsts"], carry, count, False, LABEL
+    )
     emit = functools.partial(lowering.emit, inner, operands[own:])
     return _take(SCAN, plain, ctx, list(inner.avals_in), gate.steps(count, 1), read, _counted(count), emit)
 

@@ -227,3 +227,11 @@ def _returned(ctx, call):
 def size(aval) -> int:
     """Bytes of an array."""
     return aval.size * aval.dtype.itemsize
+
+
+def transposed(value):
+    """(x, permutation) of a value that is a transpose of x; (None, None) of any other."""
+    operation = getattr(value, "owner", None)
+    if getattr(operation, "name", None) != "stablehlo.transpose":
+        return None, None
+    return operation.operands[0], tuple(dict(compat.attributes(operation))["permutation"])

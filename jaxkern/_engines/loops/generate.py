@@ -26,24 +26,44 @@ _WHOLE, _NONE = -1, -2  # the map of an array with all lanes in order, and of on
 
 @dataclasses.dataclass(eq=False)
 class Array:
-    """An array in memory. shape: of one step. dims: of the lanes, None where it lacks one or has size 1."""
+    """An array in memory. dims: of one step, of the lanes; None where it lacks one or has size 1.
+
+    order: of an array of all steps, its dimensions as they lie in memory, slowest first: 0 is that of steps, k dims[k - 1].
+        Empty if they lie in this order. length: the number of steps; needed for another order.
+    """
 
     dims: tuple
     dtype: np.dtype
+    order: tuple = ()
+    length: int = 1
+
+    def strides(self) -> tuple:
+        """({dimension: distance of two elements along it}, distance of two steps)."""
+        found, stride, of_steps = {}, 1, 0
+        for axis in reversed(self.order or range(len(self.dims) + 1)):
+            if axis == 0:
+                of_steps, stride = stride, stride * self.length
+            elif (d := self.dims[axis - 1]) is not None:
+                found[d], stride = stride, stride * d.size
+        return found, of_steps
 
     @property
-    def size(self) -> int:
-        return int(np.prod([d.size for d in self.dims if d is not None], dtype=np.int64))
+    def step(self) -> int:
+        """The distance of two steps."""
+        return self.strides()[1]
 
 
 class Core:
     """What the kernel reads and writes.
 
     consts, xs: positions of the operands that it reads. last, ys: the arrays that it writes, the carries first.
+
+    orders: {position of an operand or, behind them, of a result: how its dimensions lie in memory, see Array}, of xs and ys.
+    length: the number of steps; needed for orders.
     """
 
-    def __init__(self, program):
-        self.program = program
+    def __init__(self, program, orders=None, length=1):
+        self.program, self.orders, self.length = program, orders or {}, length
         first_x = program.num_consts + program.num_carry
         self.consts = [k for k in program.used if k < program.num_consts]
         self.xs = [k for k in program.used if k >= first_x]
@@ -60,15 +80,18 @@ class Core:
                 self.carries.append(Array(accumulated(program.accumulators[k]), computing(v.dtype)))
             else:
                 self.carries.append(Array(v.dims, v.dtype))
-        self.ys = [self._array(v) for v in program.results[program.num_carry :]]
+        first_y = len(program.operands) + program.num_carry
+        order = lambda k: (self.orders.get(first_y + k, ()), length)
+        ys = program.results[program.num_carry :]
+        self.ys = [Array(v.dims, np.dtype(v.aval.dtype), *order(k)) for k, v in enumerate(ys)]
         for k, dims in program.sums.items():
             own = program.results[k].dtype
             self.ys[k - program.num_carry] = Array(accumulated(dims), computing(own))
         self.function = self._function(program.results)
 
-    @staticmethod
-    def _array(v) -> Array:
-        return Array(v.dims, np.dtype(v.aval.dtype))
+    def operand(self, k) -> Array:
+        v = self.program.operands[k]
+        return Array(v.dims, v.dtype, self.orders.get(k, ()), self.length)
 
     @property
     def results(self) -> list:
@@ -78,8 +101,13 @@ class Core:
 
     def shapes(self, length) -> list:
         """(shape, dtype) of each array that the kernel writes."""
-        count = len(self.carries)
-        return [((length, *shape) if k >= count else shape, dtype) for k, (shape, dtype) in enumerate(self.results)]
+        found = []
+        for a, (shape, dtype) in zip((*self.carries, *self.ys), self.results):
+            if len(found) >= len(self.carries):
+                shape = (length, *shape)
+                shape = tuple(shape[axis] for axis in a.order) or shape
+            found.append((shape, dtype))
+        return found
 
     def after(self, arrays, inits, avals) -> list:
         """The results of the scan, of these types, from what the kernel wrote: sums over lanes are taken.
@@ -87,7 +115,9 @@ class Core:
         inits: {position: initial carry} of the accumulators.
         """
         program, results = self.program, []
-        for k, (y, aval) in enumerate(zip(arrays, avals, strict=True)):
+        for k, (y, a, aval) in enumerate(zip(arrays, (*self.carries, *self.ys), avals, strict=True)):
+            if a.order:
+                y = jnp.transpose(y, np.argsort(a.order))
             if k in program.accumulators or k in program.sums:
                 step = int(k >= program.num_carry)  # ys have the dimension of steps in front
                 own = [d for d in program.results[k].dims if d is not None]
@@ -125,17 +155,13 @@ class Core:
 
     # ---- how lanes lie in arrays
 
-    def _groups(self, dims) -> list:
-        strides, stride = {}, 1
-        for d in reversed(dims):
-            if d is not None:
-                strides[d] = stride
-                stride *= d.size
+    def _groups(self, array) -> list:
+        strides, _ = array.strides()
         return merged((d.size, strides.get(d, 0)) for d in reversed(self.program.dims))
 
     def kind(self, array, lanes) -> int:
         """How `lanes` adjacent lanes lie in an array."""
-        groups = self._groups(array.dims)
+        groups = self._groups(array)
         if not groups:
             return SAME
         size, stride = groups[0]
@@ -160,11 +186,10 @@ class Core:
             """The place of a lane along the dimensions that an array lacks."""
             own = {d for d in array.dims if d is not None}
             lacking = [d for d in self.program.dims if d not in own]
-            return self._groups(lacking)
+            return self._groups(Array(tuple(lacking), array.dtype))
 
         program = self.program
-        operand = lambda k: self._array(program.operands[k])
-        consts, xs = [operand(k) for k in self.consts], [operand(k) for k in self.xs]
+        consts, xs = list(map(self.operand, self.consts)), list(map(self.operand, self.xs))
         types = {"Consts": consts, "Carries": self.carries, "Xs": xs, "Ys": self.ys}
         text = [f"  using {k} = Types<{', '.join(cpp_type(a.dtype) for a in v)}>;" for k, v in types.items()]
 
@@ -174,9 +199,9 @@ class Core:
 
         for kind, arrays in types.items():
             table(f"{kind}Kind", (self.kind(a, lanes) for a in arrays), SAME)
-            table(f"{kind}Map", (number(self._groups(a.dims)) for a in arrays), _NONE)
+            table(f"{kind}Map", (number(self._groups(a)) for a in arrays), _NONE)
         for kind in ("Xs", "Ys"):
-            table(f"{kind}Step", (a.size for a in types[kind]), 0, "int64_t")
+            table(f"{kind}Step", (a.step for a in types[kind]), 0, "int64_t")
         table("CarriesOwner", (number(missing(a)) for a in self.carries), _NONE)
         table("YsOwner", (number(missing(a)) for a in self.ys), _NONE)
         sums = (int(k in program.accumulators) for k in range(len(self.carries)))

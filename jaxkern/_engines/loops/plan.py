@@ -32,7 +32,7 @@ def plan(device, core, length, reverse):
         source, maps = core.source(NAME, each)
         if any(len(groups) > define.MAP_RANK for groups in maps):
             return None
-        xs = [core._array(program.operands[k]) for k in core.xs]
+        xs = list(map(core.operand, core.xs))
         words = sum(ceil_div(a.dtype.itemsize * (each if core.kind(a, each) == PACK else 1), 4) for a in xs)
         threads = lanes // each
         ahead = steps_ahead(words, ceil_div(threads, device.sm_count), length, core.function.size * each)
