@@ -266,6 +266,12 @@ COUNTERPARTS = (
         lambda: [((_step, _array(3), _array(5, 3)), given) for given in ({}, {"reverse": True, "unroll": 2})],
         without={"_split_transpose": "for XLA's loops alone"},
     ),
+    Counterpart(
+        "while_loop",
+        "jax.lax.while_loop",
+        jax.lax.while_loop,
+        lambda: [((lambda c: c[1] < 9, lambda c: (c[0] * 0.5, c[1] + 2), (jnp.float32(1), jnp.int32(0))), {})],
+    ),
     Counterpart("index_add", "x.at[index].add", _at_add, _add_calls, order=False),
     Counterpart(
         "index_select",
@@ -474,6 +480,20 @@ DIFFERENCES = (
                 lambda: jaxkern.scan(lambda c, x: (c @ x, None), jnp.ones((2, 2)), jnp.ones((4, 2, 2))), TypeError
             )
             and jax.lax.associative_scan(jnp.matmul, jnp.ones((4, 2, 2))).shape == (4, 2, 2)
+        ),
+    ),
+    Difference(
+        "`while_loop`",
+        "each lane stops on its own: the condition is an array",
+        "the condition is a scalar, and a vmap over lanes makes it an array",
+        "lanes need not wait for each other",
+        lambda: (
+            jaxkern.while_loop(lambda c: c < 5, lambda c: 2 * c, jnp.array([3, 9, 1])).tolist() == [6, 9, 8]
+            and jax.vmap(lambda c: jax.lax.while_loop(lambda c: c < 5, lambda c: 2 * c, c))(
+                jnp.array([3, 9, 1])
+            ).tolist()
+            == [6, 9, 8]
+            and _raises(lambda: jax.lax.while_loop(lambda c: c < 5, lambda c: 2 * c, jnp.array([3, 9])), TypeError)
         ),
     ),
     Difference(
