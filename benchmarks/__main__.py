@@ -20,6 +20,7 @@ OPERATIONS = (
     "elementwise_kernel",
     "row_kernel",
     "scan",
+    "while_loop",
     "associative_scan",
     "quantize",
     "reduction",

@@ -134,3 +134,38 @@ def oscillators(dtype: str, small: bool) -> tuple[Any, ...]:
         return (x, v), jnp.square(x).mean()
 
     return lambda: (jnp.full(oscillators, 2, dtype), jnp.zeros(oscillators, dtype)), step, (damping,)
+
+
+def integrator(dtype: str, small: bool) -> tuple[Any, ...]:
+    """Van der Pol's oscillators under `vmap`, each with steps of its own size.
+
+    Bogacki and Shampine, "A 3(2) pair of Runge-Kutta formulas", 1989, as libraries of solvers write it: a state of several
+    numbers, the norm of its error, the last slope of a step as the first one of the next.
+    """
+    lanes = 8 if small else 65536
+    damping = np.random.default_rng(0).uniform(0.1, 8, lanes).astype(dtype)
+
+    def solve(y, damping):
+        slope = lambda y: jnp.stack([y[1], damping * (1 - y[0] ** 2) * y[1] - y[0]])
+
+        def body(state):
+            t, h, y, k1 = state
+            h = jnp.minimum(h, 2 - t)
+            k2 = slope(y + h / 2 * k1)
+            k3 = slope(y + 3 / 4 * h * k2)
+            new = y + h * (2 / 9 * k1 + 1 / 3 * k2 + 4 / 9 * k3)
+            k4 = slope(new)
+            error = h * (-5 / 72 * k1 + 1 / 12 * k2 + 1 / 9 * k3 - 1 / 8 * k4)
+            scaled = error / (1e-5 + 1e-5 * jnp.maximum(jnp.abs(y), jnp.abs(new)))
+            norm = jnp.sqrt(jnp.mean(scaled**2))
+            keep = lambda a, b: jnp.where(norm <= 1, a, b)
+            return keep(t + h, t), h * jnp.clip(0.9 * norm ** (-1 / 3), 0.2, 5), keep(new, y), keep(k4, k1)
+
+        first = jnp.zeros((), dtype), jnp.asarray(0.01, dtype), y, slope(y)
+        return jax.lax.while_loop(lambda state: state[0] < 2, body, first)[2]
+
+    def step(state, damping):
+        y = jax.vmap(solve)(state, damping)
+        return y, jnp.square(y).mean()
+
+    return lambda: jnp.tile(jnp.asarray([2, 0], dtype), (lanes, 1)), step, (damping,)

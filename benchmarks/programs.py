@@ -7,13 +7,13 @@
                                                                beside the default, also under accelerate(only=...)
     python -m benchmarks programs --pyg 30                     PyTorch Geometric for 30 s per model; 0 leaves it out
 
-Graph convolution and attention, an interaction network, a potential with forces, an embedding with a dense layer, a click
-model with bags of ids, a classifier over a large vocabulary, and programs of loops (a recurrent layer, state space layers,
-advantages, random walks, oscillators) are written in plain JAX and optax. Where their libraries are installed, there are also
-the same with jraph and flax.linen, a mesh simulator of flax.linen, transformers of flax.nnx, equinox and haiku, and optimal
-transport with ott-jax. Steps are enqueued one after the other and timed by the host's clock. Where PyTorch Geometric is
-installed, the graph networks run in it, too. Indices are arguments of the step: XLA folds scatters of constants for half a
-minute.
+Graph convolution and attention, an interaction network, a potential with forces, an embedding with a dense layer, a
+click model with bags of ids, a classifier over a large vocabulary, and programs of loops (a recurrent layer, state
+space layers, advantages, random walks, oscillators, an adaptive integrator) are written in plain JAX and optax. Where
+their libraries are installed, there are also the same with jraph and flax.linen, a mesh simulator of flax.linen,
+transformers of flax.nnx, equinox and haiku, and optimal transport with ott-jax. Steps are enqueued one after the
+other and timed by the host's clock. Where PyTorch Geometric is installed, the graph networks run in it, too. Indices
+are arguments of the step: XLA folds scatters of constants for half a minute.
 """
 
 from __future__ import annotations
@@ -602,6 +602,7 @@ def programs() -> list[Program]:
         ("advantages", _loops.advantages, 10),
         ("random walks", _loops.walk, 20),
         ("oscillators", _loops.oscillators, 20),
+        ("adaptive integrator", _loops.integrator, 20),
     ):
         found.append(Program(name, "float32", lambda t, small, make=make: Training(*make(t, small)), required))
     found.append(Program("sinkhorn, ott-jax", "float32", _sinkhorn, 1.0, package="ott"))

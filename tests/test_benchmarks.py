@@ -32,6 +32,7 @@ SMALL = {
     "elementwise_kernel": (1 << 18,),
     "row_kernel": (1024, 256),
     "scan": (16, 1024),
+    "while_loop": (256,),
     "associative_scan": (64, 1024),
     "quantize": (128, 256),
     "reduction": (1024, 256),
@@ -167,6 +168,7 @@ FOUND = {
     "advantages": {"scan"},
     "random walks": {"scan"},
     "oscillators": {"scan"},
+    "adaptive integrator": {"while_loop"},
 }
 
 
