@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import jaxkern
-from jaxkern._core import compat
+from jaxkern._core import compat, launch
 
 # The operation of two numbers in NumPy, and its identity.
 OPERATIONS = {
@@ -136,6 +136,15 @@ def test_transformations(name, x64):
     for k in wanted:
         for y, want in zip(jax.tree.leaves(ours[k]), jax.tree.leaves(wanted[k]), strict=True):
             np.testing.assert_allclose(y, want, 1e-9, 1e-9, err_msg=k)
+
+
+@every_operation
+def test_gradients_are_kernels(name):
+    """Those of segments, too, without a loop of XLA's."""
+    f = functools.partial(getattr(jaxkern, name), axis=1, segment_ids=IDS)
+    step = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(f(x)))))
+    text = step.trace(jnp.ones(SHAPE)).lower(lowering_platforms=("cuda",)).as_text()
+    assert launch.programs(text) and "stablehlo.while" not in text
 
 
 @every_operation

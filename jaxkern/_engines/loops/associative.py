@@ -13,6 +13,7 @@ that depends on shapes alone.
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -251,11 +252,15 @@ def _tangents(xs, dxs, active, spec, axis, reverse) -> list:
     of_element, of_combine = spec.element.jvp(active), spec.combine.jvp((*real, *(n + k for k in real)))
     zeros = [jnp.zeros_like(before[k][0], dtype=spec.states[k]) for k in real]
 
-    def body(ds, given):
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # the gradient reads what the body reads, and nothing else
+    def step(ds, given):
         first, before, xs, dxs = given
         e, de = spec.element.unrounded(*xs), of_element.unrounded(*xs, *dxs)
         joined = of_combine.unrounded(*before, *e, *ds, *de)
-        ds = mark([jnp.where(first, a, b) for a, b in zip(de, joined)])
+        return [jnp.where(first, a, b) for a, b in zip(de, joined)]
+
+    def body(ds, given):
+        ds = mark(step(ds, given))
         return ds, ds
 
     def loop(*dxs):
