@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from row_functions import FUNCTIONS, operands
+from row_functions import FUNCTIONS, operands, rms_norm
 from sharding import mesh, messages, same, several
 
 import jaxkern
@@ -75,3 +75,14 @@ def test_inside_shard_map():
     )
     wanted = on_one_device("rms_norm")
     same(jax.jit(step)(*args), wanted, 2e-5)
+
+
+@several
+def test_rows_that_do_not_divide():
+    """The last device has fewer rows, and XLA pads its part."""
+    grid = mesh(names=("r",))
+    x, w = np.random.default_rng(0).normal(size=(13, 24)).astype(np.float32), np.ones(24, np.float32)
+    f = jaxkern.row_kernel(rms_norm)
+    split = lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(grid, P("r")))
+    run = lambda g: jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(jnp.sin(f(g(x), w))), (0, 1)))(x, w)
+    same(run(split), run(lambda x: x), 2e-5)

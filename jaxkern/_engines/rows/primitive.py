@@ -15,7 +15,7 @@ from jax.interpreters import ad
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkern._core import algorithms, compat, device, partition, validate
-from jaxkern._core.define import primitive
+from jaxkern._core.define import ceil_div, primitive
 from jaxkern._core.functor import Unsupported
 from jaxkern._core.primitive import bind
 from jaxkern._engines.rows import plan
@@ -157,7 +157,7 @@ def _part(function, names, over, parts):
     axes = {d: over.get(n, ()) for d, n in names.items()}
     split = lambda dims: tuple(a for d in dims for a in axes[d])
     local = {
-        "size": lambda d: d.size // lax.psum(1, axes[d]) if axes[d] else d.size,
+        "size": lambda d: ceil_div(d.size, lax.psum(1, axes[d])) if axes[d] else d.size,  # the last part may be shorter
         "start": lambda d: lax.axis_index(axes[d]) * (d.size // lax.psum(1, axes[d])) if axes[d] else jnp.int32(0),
         "collective": lambda step, ys: (
             [_COLLECTIVES[step.name](y, split(program.over(step))) for y in ys] if split(program.over(step)) else ys
