@@ -21,14 +21,13 @@ import jax.numpy as jnp
 import jaxkern
 from benchmarks import _cell, _goals, _timing, _torch, softmax
 from benchmarks._program import Program
-from jaxkern._definitions import operation
+from jaxkern._definitions.traced import of_rows
 from jaxkern._ops.group_norm.primitive import PRIMITIVES as GROUP_PRIMITIVES
-from jaxkern._ops.norm.primitive import PRIMITIVES
 
 OPERATION = "norm"
 GROUP_OPS = ("group_norm", "batch_norm")
 DIRECTIONS = ("forward", "backward")
-TIERS = ("warp", "block", "streaming", "one_pass", "two_pass")
+TIERS = ("generated", "warp", "block", "cluster", "streaming", "one_pass", "two_pass")
 EPS = 1e-6
 GROUPS = 32
 
@@ -257,10 +256,10 @@ def _xla(cell: Cell) -> Callable[..., Any]:
 
 
 def _ours(cell: Cell, tier: str) -> Callable[..., Any]:
-    """The public function; for gradients, which have none, the primitive."""
+    """The public function; for gradients, what it calls."""
     if cell.case.images:
         return _ours_groups(cell, tier)
-    residual, biased = cell.case.residual, cell.op == "layer_norm"
+    residual = cell.case.residual
 
     def forward(x: jax.Array, *rest: jax.Array) -> Any:
         more = {"residual": rest[0]} if residual else {}
@@ -268,19 +267,7 @@ def _ours(cell: Cell, tier: str) -> Callable[..., Any]:
             return getattr(jaxkern, cell.op)(x, *rest[residual:], eps=EPS, **more)
 
     def backward(s: jax.Array, g: jax.Array, *rest: jax.Array) -> Any:
-        if cell.op not in PRIMITIVES:
-            return _from_sum(cell, s, g, rest, tier)
-        f32 = jnp.dtype(jnp.float32)
-        return PRIMITIVES[cell.op].grad.bind(
-            s,
-            g,
-            *(rest[:-1] if biased else rest),  # the bias is not read
-            operation=cell.op,
-            extras="residual scale" if residual else "scale",
-            eps=EPS,
-            sums=(f32, f32 if biased else None),
-            algorithm=tier,
-        )
+        return _from_sum(cell, s, g, rest, tier)
 
     return forward if cell.direction == "forward" else backward
 
@@ -293,7 +280,7 @@ def _from_sum(cell: Cell, s: jax.Array, g: jax.Array, rest: tuple[jax.Array, ...
 
     def norm(s: jax.Array, *parameters: jax.Array) -> list[jax.Array]:
         operands = {"x": s, **dict(zip(("scale", "bias"), parameters))}
-        return operation.of_rows(own, operands, [], keeps_x=cell.case.residual, **given)
+        return of_rows(own, operands, [], keeps_x=cell.case.residual, **given)
 
     return jax.vjp(norm, s, *parameters)[1](cotangents)
 
@@ -337,7 +324,7 @@ def chosen_tier(cell: Cell) -> str | None:
 
 def _asks(op: str) -> bool:
     """Whether `jaxkern.tiers` knows the operation by the sizes of a cell."""
-    return op in PRIMITIVES or op in GROUP_OPS
+    return op in GROUP_OPS or "generated" in jaxkern.tiers.algorithms(op)
 
 
 Inputs = softmax.Inputs

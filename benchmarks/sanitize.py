@@ -374,26 +374,32 @@ def _compare(calls, dtype: str) -> str:
 
 def run_norm(op: str, tier: str, dtype: str, width: int) -> str | None:
     """Runs a norm and its gradient in a tier once; "" or what went wrong, None where the tier cannot run it."""
+    import jaxkern
     from jaxkern import tiers
-    from jaxkern._ops.norm import primitive, reference
+    from jaxkern._definitions.traced import traced
+    from jaxkern._engines.rows.primitive import PRIMITIVES
 
     rows, bias, residual = 67 if width <= 2048 else 5, op == "layer_norm", width % 2 == 0
-    given = {"bias": bias, "residual": residual, "backward": True, "scale_sum": True}
-    if not tiers.fits(op, tier, rows, width, 1, dtype, **given):
+    kinds = {"bias": bias, "residual": residual, "backward": True, "scale_sum": True}
+    if not tiers.fits(op, tier, rows, width, 1, dtype, **kinds):
         return None
     generator, np_dtype = np.random.default_rng(width), jnp.dtype(dtype)
-    x, g, more = (generator.standard_normal((rows, width)).astype(np_dtype) for _ in range(3))
     wide = jnp.dtype(np.float64 if dtype == "float64" else np.float32)
-    vectors = [generator.standard_normal(width).astype(wide) for _ in range(1 + bias)]
-    extras = ["residual"] * residual + ["scale", "bias"][: 1 + bias]
-    common = {"operation": op, "eps": 1e-6, "algorithm": tier}
-    forward = common | {"extras": " ".join(extras), "dtype": np_dtype}
-    names = " ".join(e for e in extras if e != "bias")
-    backward = common | {"extras": names, "sums": (wide, wide if bias else None)}
-    calls = (
-        (primitive.PRIMITIVES[op].forward, reference.norm, [x, *[more] * residual, *vectors], forward),
-        (primitive.PRIMITIVES[op].grad, reference.norm_grad, [x, g, *[more] * residual, vectors[0]], backward),
-    )
+    full, vector = ((rows, width), np_dtype), ((width,), wide)
+    names = ["x", *["residual"] * residual, "scale", *["bias"] * bias]
+    given = {"numbers": (("eps", 1e-6),), "dtype": np_dtype, "function": None, "algorithm": tier}
+
+    def function(names: list[str], **more: bool) -> Any:
+        types = tuple(full if name in ("x", "residual") else vector for name in names)
+        return traced(getattr(jaxkern, op).operation, tuple(names), types, **given, **more)
+
+    of_sum = [name for name in names if name != "residual"]
+    count = len(of_sum)
+    gradient = function(of_sum, keeps_x=residual).jvp(range(count)).transpose(range(count, 2 * count))
+    calls = []
+    for f in (function(names), gradient.select(gradient.used())):
+        operands = [generator.standard_normal(a.shape).astype(a.dtype) for a in f.avals]
+        calls.append((PRIMITIVES[op].whole, lambda *xs, function: function(*xs), operands, {"function": f}))
     return _compare(calls, dtype)
 
 

@@ -371,6 +371,21 @@ def test_no_elements(name, shape):
     assert y.shape == dx.shape == shape and not dscale.any()
 
 
+def test_rows_of_one_element():
+    """The deviation is 0 and rstd 1000, and nothing is left of g * scale - mean(g * scale), however it is rounded."""
+    x, scale, *_ = arguments("rms_norm", (300, 1), (1,), "float32", "float32")
+    dx, dscale = jax.jit(jax.grad(lambda x, s: jnp.sin(jaxkern.layer_norm(x, s)).sum(), (0, 1)))(x, scale)
+    assert not dx.any() and not dscale.any()
+
+
+def test_sums_are_rounded_as_a_conversion_rounds_them():
+    """Subnormal numbers of float16, too. The rounded sum is what is normalised."""
+    x = jnp.asarray(np.random.default_rng().normal(size=(4, 512)) * 2.0 ** np.arange(-26, -10, 4)[:, None], "float16")
+    y, total = jax.jit(lambda x: jaxkern.rms_norm(x, residual=x / 3, eps=0, dtype="float32"))(x)
+    np.testing.assert_array_equal(total, (x.astype("float32") + (x / 3).astype("float32")).astype("float16"))
+    np.testing.assert_allclose(y, jaxkern.rms_norm(total, eps=0, dtype="float32"), 1e-6)
+
+
 @every_name
 def test_the_same_bits_every_time(name):
     x, scale, bias, _ = arguments(name, (3000, 515), (515,), "bfloat16", "float32", seed=4)
@@ -476,18 +491,9 @@ def test_a_step_is_two_calls():
     both = lambda x, r, s: jnp.stack(jaxkern.layer_norm(x, s, s, residual=r)).astype(jnp.float32).sum()
     forward, backward = lowered(jax.value_and_grad(both, (0, 1, 2)), x, x, scale)
     assert "jaxkern_layer_norm(" in forward and len(launch.kernels(forward)) == 2  # for any address too
-    assert "jaxkern_layer_norm_grad(" in backward and "NormSums" in backward
+    assert "jaxkern_layer_norm_core(" in backward and "NormSums" in backward
     (backward,) = lowered(jax.grad(lambda x: jaxkern.rms_norm(x, scale).astype(jnp.float32).sum()), x)
     assert "NormBackward" in backward and "NormSums" not in backward
-
-
-def test_derivatives_reach_the_kernels():
-    """The transpose of the forward derivative is the backward pass again."""
-    x, scale = jnp.zeros((8, 16)), jnp.ones(16)
-    f = lambda x, s: jaxkern.rms_norm(x, s).sum()
-    text = str(jax.make_jaxpr(jax.grad(lambda x: jax.jvp(f, (x, scale), (x, scale))[1]))(x))
-    assert "jaxkern_rms_norm_jvp" in str(jax.make_jaxpr(lambda x: jax.jvp(f, (x, scale), (x, scale)))(x))
-    assert "jaxkern_rms_norm_grad" in text
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "group_norm", "batch_norm"])

@@ -15,7 +15,7 @@ from test_quantize import DTYPES, TYPES, every_dtype, every_type, rows, same, wa
 import jaxkern
 from jaxkern import DelayedScale, Quantization
 from jaxkern._core import compat, device, functor, launch, registry
-from jaxkern._ops.norm import quantized
+from jaxkern._ops.norm import quantized_plan
 from jaxkern._ops.quantize import plan, reference
 
 NAMES = ("rms_norm", "layer_norm")
@@ -390,10 +390,9 @@ def norm_plan(name, shape, dtype, extras, to, block=None, given=False, tier="aut
     operands += [of((shape[0], 1), "float32")] * (function is not None) + [of((), "float32")] * given
     scales = (shape[0],) if block is None else (shape[0], shape[1] // block)
     results = [(shape, np.uint8), (scales, np.float32), *[(shape, jnp.dtype(dtype))] * ("residual" in extras)]
-    params = dict(
-        operation=name, extras=extras, eps=EPS, to=to, block=block, given=given, algorithm=tier, function=function
-    )
-    return quantized.launches(on, operands, None, **params), operands, results, params
+    params = dict(extras=extras, numbers=(("eps", EPS),), to=to, block=block, given=given)
+    params |= dict(algorithm=tier, function=function)
+    return quantized_plan.launches(name, on, operands, None, **params), operands, results, params
 
 
 @pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")

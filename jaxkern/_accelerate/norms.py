@@ -25,12 +25,13 @@ import weakref
 import jax
 import jax.numpy as jnp
 
-from jaxkern import norm
-from jaxkern._accelerate import gate, split_norms
+from jaxkern._accelerate import gate, norm_derivatives, norm_primitives, split_norms
 from jaxkern._accelerate.arguments import decide, is_plain
 from jaxkern._core import compat, decisions, stablehlo, switch
 from jaxkern._core.algorithms import forced
-from jaxkern._ops.norm import derivatives, primitive, reference
+from jaxkern._core.primitive import bind
+from jaxkern._definitions.operation import column, flat, restored
+from jaxkern._definitions.traced import computing, vectors
 
 NAMES = ("layer_norm", "rms_norm")
 
@@ -53,9 +54,9 @@ def _left(prim, ctx, operands, params) -> bool:
     return not decisions.record(params["operation"], not why, why or reason, [x], frames, size)
 
 
-PRIMITIVES = {name: primitive.variant(name, "plain", _left) for name in NAMES}
+PRIMITIVES = {name: norm_primitives.variant(name, "plain", _left) for name in NAMES}
 for _primitives in PRIMITIVES.values():
-    derivatives.define(_primitives)
+    norm_derivatives.define(_primitives)
 # By (operation, whether the variance is mean(x^2) - mean(x)^2 in the plain layer).
 SPLIT = {
     (name, fast): split_norms.variant(name, fast, PRIMITIVES[name], _left) for name in NAMES for fast in (False, True)
@@ -68,16 +69,15 @@ def _normalized(operation, x, scale, bias, axes, eps, dtype, fast=False):
 
     fast: the plain layer has the variance as mean(x^2) - mean(x)^2.
     """
-    given = {
-        "name": operation,
-        "axis": axes,
-        "eps": float(eps),
-        "dtype": jnp.dtype(dtype),
-        "algorithm": forced(operation),
-    }
     # Where there is one device, rows are split over none.
     primitives = PRIMITIVES[operation] if jax.device_count() == 1 else SPLIT[operation, fast]
-    return norm.norm(x, scale, bias, None, None, [], function=None, primitives=primitives, **given)[0]
+    count, row = len(axes), tuple(x.shape[a] for a in axes)
+    columns = {k: column(operation, k, x, row, a) for k, a in (("scale", scale), ("bias", bias)) if a is not None}
+    columns = {k: a.reshape(math.prod(row)) for k, a in vectors(row, computing(x.dtype), columns).items()}
+    params = {"operation": operation, "extras": " ".join(columns), "eps": float(eps), "dtype": jnp.dtype(dtype)}
+    order = list(range(x.ndim))
+    (y,) = bind(primitives.forward, flat(x, order, count), *columns.values(), algorithm=forced(operation), **params)
+    return restored(y, x, order, count)
 
 
 def _is_asked(operation) -> bool:
@@ -107,7 +107,7 @@ def _are_parameters(x, *parameters) -> bool:
     given = [p for p in parameters if p is not None]
     if _is_strict() and any(p.dtype != x.dtype for p in given):
         return False
-    wide = reference.computing(x.dtype)
+    wide = computing(x.dtype)
     return all(is_plain(p) and _widens(p.dtype, wide) for p in given)
 
 
@@ -165,7 +165,7 @@ def _why_not(x, a) -> str:
         return "dtype"
     if _is_strict() and wide != x.dtype:
         return f"strict promotion: x is {x.dtype}, its statistics are {wide}"
-    return "" if wide == reference.computing(x.dtype) else f"statistics in {wide}"
+    return "" if wide == computing(x.dtype) else f"statistics in {wide}"
 
 
 def statistics(original, *arguments, **named):
@@ -278,7 +278,7 @@ def equinox(operation, original, layer, x, state, **named):
         return NotImplemented
     if x.shape != shape or not all(is_plain(p) and p.shape == shape for p in parameters):
         return NotImplemented
-    wide = reference.computing(x.dtype)
+    wide = computing(x.dtype)
     weight, bias = (p.astype(wide) if p is not None and not _widens(p.dtype, wide) else p for p in (weight, bias))
     y = _normalized(operation, x, weight, bias, tuple(range(x.ndim)), eps, x.dtype)
     default = inspect.signature(original).parameters["state"].default

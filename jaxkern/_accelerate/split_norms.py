@@ -24,12 +24,13 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jaxkern._accelerate import norm_primitives as norms
+from jaxkern._accelerate import norm_reference as reference
+from jaxkern._accelerate.norm_primitives import Primitives
 from jaxkern._core import compat, define, partition, rows, switch, validate
 from jaxkern._core.autodiff import defmultilinear, defvjp
 from jaxkern._core.primitive import bind, evaluate, set_jvp
-from jaxkern._ops.norm import primitive as norms
-from jaxkern._ops.norm import reference
-from jaxkern._ops.norm.primitive import Primitives
+from jaxkern._definitions.traced import computing
 
 COUNT = {"layer_norm": 2, "rms_norm": 1}  # of statistics
 
@@ -47,7 +48,7 @@ def _means(arrays, over):
 
 
 def statistics(fast, x, *, operation, over=()):
-    x = x.astype(reference.computing(x.dtype))
+    x = x.astype(computing(x.dtype))
     if operation == "rms_norm":
         return _means([x * x], over)
     if fast:
@@ -60,7 +61,7 @@ def statistics(fast, x, *, operation, over=()):
 
 def _deviation(x, eps, *found):
     """(x - mean, rstd); rms_norm: (x, rstd)."""
-    x = x.astype(reference.computing(x.dtype))
+    x = x.astype(computing(x.dtype))
     if len(found) == 2:
         x = x - found[0][..., None]
     rstd = lax.rsqrt(found[-1] + eps)[..., None]
@@ -115,7 +116,7 @@ norm_jvp = _without(reference.norm_jvp)
 
 
 def _kept_shape(x, *rest, operation, **params):
-    own = rows.without_axis(x, x.ndim - 1).update(dtype=reference.computing(x.dtype))
+    own = rows.without_axis(x, x.ndim - 1).update(dtype=computing(x.dtype))
     return [*norms._norm_shape(x, *rest, operation=operation, **params), *[own] * COUNT[operation]]
 
 
@@ -177,7 +178,7 @@ def _partition(prim, kind, f, part, of_rows, ctx, operands, params):
     def shard(over, *parts, **params):
         if "sums" not in params:
             return compute(over, *parts, **params)
-        wide = tuple(None if d is None else reference.computing(parts[0].dtype) for d in params["sums"])
+        wide = tuple(None if d is None else computing(parts[0].dtype) for d in params["sums"])
         inside = _inside(ctx.avals_in[0].shape[:-1], parts[0].shape[:-1], [over[name] for name in full[:-1]])
         if inside is None:
             ds, *sums = compute(over, *parts, **(params | {"sums": wide}))
@@ -298,14 +299,14 @@ def _jvp_transpose(primitives, operands, cotangents, params):
 
 def variant(name: str, fast: bool, inner: Primitives, left) -> Primitives:
     """The operation `name` as primitives for `norm.norm`. inner: what one device runs."""
-    label, own = f"split_{name}{'_fast' if fast else ''}", norms.PRIMITIVES[name]
+    label, own = f"split_{name}{'_fast' if fast else ''}", norms.PARTS[name]
     of_rows, run = functools.partial(statistics, fast), (inner.forward, own.forward, left)
     forward = _primitive(label, "forward", norms._norm_shape, functools.partial(norm, fast), *run)
     kept_p = _primitive(f"{label}_kept", "kept", _kept_shape, functools.partial(kept, fast), *run, of_rows)
     shape = _without_statistics(norms._grad_shape)
     grad = _primitive(f"{label}_grad", "grad", shape, norm_grad, inner.grad, own.grad, left)
     jvp = _primitive(f"{label}_jvp", "jvp", _without_statistics(norms._jvp_shape), norm_jvp)
-    found = Primitives(forward, grad, jvp, None)
+    found = Primitives(forward, grad, jvp)
     defvjp(
         forward,
         lambda *operands, active, **params: _norm(operands, found, kept_p, active, tuple(params.items())),

@@ -2,7 +2,7 @@
 
     @operation(columns=("scale",))
     def scale_norm(x, scale=1.0, *, axis=-1, eps=1e-5):
-        return x * (scale * lax.rsqrt(jnp.maximum(jnp.sum(x * x, -1, keepdims=True), eps * eps)))
+        return scale * x * lax.rsqrt(jnp.maximum(jnp.sum(x * x, -1, keepdims=True), eps * eps))
 
 The public function has the signature and the docstring of the definition. It checks and converts its arguments; the definition
 is called with them while a row function is traced:
@@ -22,35 +22,33 @@ These arguments of the signature are none of the definition. `operation` applies
     epsilon                    another name of eps
     residual                   an array like x that is added to x first; the rounded sum is the second result
     epilogue, epilogue_args    a function of scalars that is applied to each element of the result
+    quantize                   a Quantization of the result, which is then not rounded before
 """
 
-import contextlib
 import functools
 import inspect
 import math
-import threading
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec as P
 
 from jaxkern._core import functor, validate
 from jaxkern._core.algorithms import forced
 from jaxkern._core.rows import mask_shape
-from jaxkern._engines.rows.function import trace
-from jaxkern._engines.rows.primitive import apply, define
+from jaxkern._definitions import quantized
+from jaxkern._definitions.traced import computing, of_rows
+from jaxkern._engines.rows.primitive import define
+from jaxkern.quantize import checked_quantization
 
-OPTIONS = ("axis", "dtype", "epsilon", "residual", "epilogue", "epilogue_args")
-TRACES = 1024  # row functions that are kept
+OPTIONS = ("axis", "dtype", "epsilon", "residual", "epilogue", "epilogue_args", "quantize")
 
 
-def operation(*, columns=(), masks=()):
-    """A decorator; see the module."""
+def operation(*, columns=(), masks=(), by_hand=None):
+    """A decorator; see the module. by_hand: as for `define` of row functions."""
 
     def make(definition):
-        own = Operation(definition, columns, masks)
+        own = Operation(definition, columns, masks, by_hand)
 
         @functools.wraps(definition)
         def call(*args, **named):
@@ -65,14 +63,15 @@ def operation(*, columns=(), masks=()):
 class Operation:
     """A definition, and which of its arguments are what. Two are never equal."""
 
-    def __init__(self, definition, columns, masks):
+    def __init__(self, definition, columns, masks, by_hand=None):
         self.name, self.definition, self.columns, self.masks = definition.__name__, definition, columns, masks
         self.signature = inspect.signature(definition)
         names = list(self.signature.parameters)
         self.numbers = {
             k: self.signature.parameters[k].default for k in names[1:] if k not in (*columns, *masks, *OPTIONS)
         }
-        define(self.name)
+        define(self.name, by_hand)
+        self.quantized = quantized.primitive(self) if "quantize" in names else None
 
     def arguments(self, args, named) -> dict:
         try:
@@ -92,6 +91,7 @@ class Operation:
         residual=None,
         epilogue=None,
         epilogue_args=(),
+        quantize=None,
         **own,
     ):
         name, args = self.name, epilogue_args
@@ -107,6 +107,9 @@ class Operation:
         dtype = None if dtype is None else validate.floating_dtype(name, "dtype", dtype)
         for argument, value in masks.items():
             validate.check_array(name, argument, "a boolean array", value)
+        to, block, given = None, None, None
+        if quantize is not None:
+            to, block, given = checked_quantization(name, quantize, x, axis, dtype)
         function = None
         if epilogue is not None or not isinstance(args, (tuple, list)) or args:
             x = validate.floating(name, jnp.asarray(x))
@@ -117,12 +120,15 @@ class Operation:
             masks,
             residual,
             list(args),
+            given,
             operation=self,
             axis=validate.static_axis(name, axis),
             numbers=tuple(numbers.items()),
             dtype=dtype,
             algorithm=forced(name),
             function=function,
+            to=to,
+            block=block,
         )
         return y[0] if residual is None else tuple(y)
 
@@ -169,20 +175,20 @@ def traced_epilogue(name, epilogue, x, args):
     return function, [*args, *(jnp.asarray(c).reshape((1,) * x.ndim) for c in captured)]
 
 
-def computing(dtype):
-    """The type in which a definition computes rows of `dtype`."""
-    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
-
-
 # ---- arguments as operands: rows along the last dimension
 
 
 # Inlined, so that a jaxpr holds the primitive alone. Jitted, so that an eager call costs no more than a jnp function.
 @functools.partial(
-    jax.jit, static_argnames=("operation", "axis", "numbers", "dtype", "algorithm", "function"), inline=True
+    jax.jit,
+    static_argnames=("operation", "axis", "numbers", "dtype", "algorithm", "function", "to", "block"),
+    inline=True,
 )
-def _run(x, columns, masks, residual, args, *, operation, axis, numbers, dtype, algorithm, function):
-    """[the result], or with a residual [the result, x + residual]."""
+def _run(x, columns, masks, residual, args, given, *, operation, axis, numbers, dtype, algorithm, function, to, block):
+    """[the result], or with a residual [the result, x + residual].
+
+    to: quantize to this type, with a scale for `block` neighbours, for a row, or `given`; the result is a tuple then.
+    """
     name, x = operation.name, validate.floating(operation.name, x)
     axes = validate.sorted_axes(name, axis, x.shape)
     if not axes:
@@ -203,8 +209,10 @@ def _run(x, columns, masks, residual, args, *, operation, axis, numbers, dtype, 
     operands |= {k: value.reshape(math.prod(value.shape)) for k, value in columns.items()}
     operands |= {k: _part(mask, x, order, count) for k, mask in masks.items()}
     args = [_part(a, x, order, count) for a in args]
-    given = {"numbers": numbers, "dtype": x.dtype if dtype is None else dtype, "algorithm": algorithm}
-    ys = of_rows(operation, operands, args, function=function, **given)
+    more = {"numbers": numbers, "algorithm": algorithm, "function": function}
+    if to is not None:
+        return quantized.run(operation, operands, args, given, to=to, block=block, **more)
+    ys = of_rows(operation, operands, args, dtype=x.dtype if dtype is None else dtype, **more)
     return [restored(y, x, order, count) for y in ys]
 
 
@@ -251,110 +259,3 @@ def restored(y, x, order, count):
         if any(spec[a] for a in order[-count:]):
             y = jax.sharding.reshard(y, P(*(spec[a] for a in order)))
     return y if order == list(range(x.ndim)) else y.transpose([order.index(a) for a in range(x.ndim)])
-
-
-# ---- row functions
-
-
-def of_rows(operation, operands, args, keeps_x=False, **given) -> list:
-    """The results for arrays whose rows are their last dimension. operands: by name. args: of the epilogue.
-
-    keeps_x: x is the second result.
-    """
-    arrays = [*operands.values(), *args]
-    traced = functools.partial(_traced, operation, **given)
-    types = tuple((a.shape, a.dtype) for a in arrays)
-    function = traced(tuple(operands), types, keeps_x=keeps_x)
-    if "residual" not in operands:
-        return apply(function, arrays)
-    # Derivatives start from the rounded sum.
-    rest = tuple(k for k in operands if k != "residual")
-    return _from_sum(function, traced(rest, (types[0], *types[2:]), keeps_x=True), arrays)
-
-
-def _from_sum(function, of_sum, operands) -> list:
-    """`function` of (x, residual, ...), whose results are y and the sum, with the derivatives of `of_sum` of (sum, ...)."""
-
-    @jax.custom_jvp
-    def call(*operands):
-        return tuple(apply(function, operands))
-
-    def jvp(primals, tangents):
-        y, total = call(*primals)
-        x, residual = (None if isinstance(t, SymbolicZero) else t for t in tangents[:2])
-        of_total = x + residual if x is not None and residual is not None else residual if x is None else x
-        given = [SymbolicZero(jax.typeof(total)) if of_total is None else of_total, *tangents[2:]]
-        active = [k for k, t in enumerate(given) if not isinstance(t, SymbolicZero)]
-        if not active:
-            return (y, total), (jnp.zeros_like(y), jnp.zeros_like(total))
-        found = apply(of_sum.jvp(active), [total, *primals[2:], *(given[k] for k in active)])
-        return (y, total), tuple(found)
-
-    call.defjvp(jvp, symbolic_zeros=True)
-    return list(call(*operands))
-
-
-@functools.lru_cache(maxsize=TRACES)
-def _traced(operation, names, types, *, numbers, dtype, function, algorithm, keeps_x=False, for_cpu=False):
-    """The RowFunction of operands of these names and types. keeps_x: whether x is the second result."""
-
-    def f(x, *rest):
-        named, args = dict(zip(names[1:], rest)), rest[len(names) - 1 :]
-        wide, own = computing(x.dtype), x.dtype
-        x = x.astype(wide)  # for both results, so that their cotangents are added before they are rounded
-        if "residual" in named:
-            x = _rounded(x + named.pop("residual").astype(wide), own)
-        given = {k: a if k in operation.masks else a.astype(wide) for k, a in named.items()}
-        absent = dict.fromkeys((*operation.columns, *operation.masks))
-        y = operation.definition(x, **(absent | given | dict(numbers)))
-        if function is not None:
-            (y,) = function.unrounded(y, *args)
-        y = jnp.broadcast_to(y, x.shape).astype(dtype)
-        return [y, x.astype(own)] if keeps_x or "residual" in names else [y]
-
-    avals = [jax.ShapeDtypeStruct(*t) for t in types]
-    with _cpu_rules() if for_cpu else contextlib.nullcontext():
-        found, captured, _ = trace(f, avals, -1, f"jaxkern.{operation.name}", operation.name, algorithm)
-    assert not captured
-    if not for_cpu:
-        found.on_cpu = lambda: _traced(
-            operation,
-            names,
-            types,
-            numbers=numbers,
-            dtype=dtype,
-            function=function,
-            algorithm=algorithm,
-            keeps_x=keeps_x,
-            for_cpu=True,
-        )
-    return found
-
-
-def _rounded(x, dtype):
-    """x with the precision of `dtype`. A conversion alone would not round where 16 bits are computed in float32."""
-    if dtype.itemsize > 2:
-        return x
-    if dtype.itemsize < 2:
-        return x.astype(dtype).astype(x.dtype)
-    info = jnp.finfo(dtype)
-    return lax.reduce_precision(x, info.nexp, info.nmant)
-
-
-# ---- what definitions may ask
-
-_local = threading.local()
-
-
-def on_cpu() -> bool:
-    """Whether a definition is traced as XLA:CPU runs it."""
-    return getattr(_local, "on_cpu", False)
-
-
-@contextlib.contextmanager
-def _cpu_rules():
-    _local.on_cpu = True
-    try:
-        yield
-    finally:
-        _local.on_cpu = False

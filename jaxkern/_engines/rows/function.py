@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import hashlib
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -53,16 +54,27 @@ def _row_of(closed, own, axis):
     return (found[0], len(shapes[found[0]]) + axis) if found else None
 
 
+class Roles(typing.NamedTuple):
+    """What the operands and results of a function are, for hand-written kernels that compute the same.
+
+    operands, results: names. A tangent or cotangent of `x` is `d x`. facts: (name, value) pairs that hold for the operation.
+    """
+
+    operands: tuple
+    results: tuple
+    facts: tuple
+
+
 class RowFunction:
     """A jaxpr of arrays that is a row function, equal to any other with equal jaxpr and derivative rules.
 
     closed: the jaxpr. row: (array, dimension) that is the row, or None; results are numbered after the operands. label: names
     the public function and the user's, for errors. name: of the operation, and so of its primitives. algorithm: the one that
-    its caller forces, or "auto". on_cpu: None, or a function that returns the same function as XLA:CPU runs it fastest.
-    avals, results: the types of its operands and results.
+    its caller forces, or "auto". roles: a `Roles`, or None. variant: None, or a function that returns the same function
+    as XLA runs it fastest, on a CPU for "cpu" and elsewhere for "xla". avals, results: the types of its operands and results.
     """
 
-    on_cpu = None
+    roles = variant = None
 
     def __init__(self, closed, row, label, name="row_kernel", algorithm="auto"):
         self.closed, self.row, self.label, self.name, self.algorithm = closed, row, label, name, algorithm
@@ -155,7 +167,20 @@ class RowFunction:
                 ),
                 None,
             )
-        return RowFunction(closed, row, self.label, self.name, self.algorithm)
+        found = RowFunction(closed, row, self.label, self.name, self.algorithm)
+        if self.roles is not None:
+            found.roles = self.roles._replace(results=self.output_roles())
+        return found
+
+    def output_roles(self) -> tuple:
+        """The roles of the outputs of a kernel: of the results that are made of one alone, by conversions and reshapes."""
+        core, roles = self.core, {}
+        step_of = {v: step for step in core.epilogue for v in step.results}
+        for v, role in zip(self.program.results, self.roles.results):
+            while v in step_of and len(step_of[v].operands) == 1:
+                v = step_of[v].operands[0]
+            roles[v] = role
+        return tuple(roles.get(o.result) for o in core.outputs)
 
     # ---- derivatives and batches
 
@@ -224,20 +249,29 @@ def _made(of, f, avals, operands, results, shifted=None):
 CACHED = 1024  # derivatives and batches that are kept
 
 
-def _derived(make):
-    """Keeps what `make` makes of a RowFunction, and makes the same of its version for the CPU."""
+def _derived(roles):
+    """Keeps what the decorated function makes of a RowFunction, and makes the same of its variants.
 
-    @functools.lru_cache(maxsize=CACHED)
-    def of(function, *parameters):
-        found = make(function, *parameters)
-        if function.on_cpu is not None:
-            found.on_cpu = lambda: of(function.on_cpu(), *parameters)
-        return found
+    roles(function, names of operands, names of results, *parameters): the names of operands and results of what it makes.
+    """
 
-    return of
+    def derived(make):
+        @functools.lru_cache(maxsize=CACHED)
+        def of(function, *parameters):
+            found = make(function, *parameters)
+            if function.roles is not None and roles is not None:
+                operands, results, facts = function.roles
+                found.roles = Roles(*map(tuple, roles(function, operands, results, *parameters)), facts)
+            if function.variant is not None:
+                found.variant = lambda runner: of(function.variant(runner), *parameters)
+            return found
+
+        return of
+
+    return derived
 
 
-@_derived
+@_derived(lambda _, operands, results, arguments: ([operands[k] for k in arguments], results))
 def _select(self, arguments):
     def f(*xs):
         given = dict(zip(arguments, xs))
@@ -257,7 +291,11 @@ def _inexact_of(self, xs, wrt):
     return f
 
 
-@_derived
+def _roles_of_jvp(function, operands, results, wrt):
+    return [*operands, *(f"d {operands[k]}" for k in wrt)], [f"d {results[k]}" for k in function.inexact_results]
+
+
+@_derived(_roles_of_jvp)
 def _jvp(self, wrt):
     n = len(self.avals)
 
@@ -269,7 +307,7 @@ def _jvp(self, wrt):
     return _made(self, pushforward, avals, operands, results)
 
 
-@_derived
+@_derived(None)
 def _forward(self, wrt):
     def primal(*xs):
         def f(*ws):
@@ -284,7 +322,7 @@ def _forward(self, wrt):
     return _made(self, primal, self.avals, range(len(self.avals)), self._results())
 
 
-@_derived
+@_derived(None)
 def _vjp(self, wrt):
     n = len(self.avals)
 
@@ -299,7 +337,12 @@ def _vjp(self, wrt):
     return _made(self, pullback, avals, [*range(n), *results], wrt)
 
 
-@_derived
+def _roles_of_transpose(function, operands, results, linear):
+    others = [name for k, name in enumerate(operands) if k not in linear]
+    return [*others, *(results[k] for k in function.inexact_results)], [operands[k] for k in linear]
+
+
+@_derived(_roles_of_transpose)
 def _transpose(self, linear):
     others = [k for k in range(len(self.avals)) if k not in linear]
 
@@ -320,7 +363,7 @@ def _transpose(self, linear):
     return _made(self, pullback, [*(self.avals[k] for k in others), *cotangents], operands, linear)
 
 
-@_derived
+@_derived(lambda _, operands, results, *__: (operands, results))
 def _batched(self, dims, size):
     avals = [jax.ShapeDtypeStruct((size, *a.shape) if d == 0 else a.shape, a.dtype) for a, d in zip(self.avals, dims)]
     mapped = [k for k, d in enumerate(dims) if d == 0]

@@ -40,6 +40,12 @@ class Problem(typing.NamedTuple):
     strided: bool = False
 
 
+# Modules of hand-written kernels, by the name of the operation. by_hand(device, operands, results, function) returns the plan of
+# one, None if XLA is faster than any kernel, or GENERATED.
+BY_HAND: dict = {}
+GENERATED = "generated"
+
+
 def outputs(function) -> list:
     """(shape, dtype) of each output of the kernel."""
     size = lambda v: tuple(1 if d is None else d.size for d in v.dims)
@@ -69,6 +75,8 @@ def choose(problem, device=None) -> str:
 
 def _picked(function, problem, device) -> str:
     """The algorithm that the caller of the function forced, that is forced here, or that is chosen."""
+    if function.name in BY_HAND:  # which has algorithms of its own
+        return choose(problem, device)
     forced = algorithms.forced(function.name) if function.algorithm == "auto" else function.algorithm
     return algorithms.pick(function.name, forced, problem, device)
 
@@ -110,6 +118,10 @@ def _layout(algorithm, problem, most_kept):
 
 def plan(device, operands, results, *, function):
     """The launches of a row function, or None where there is no kernel."""
+    if function.name in BY_HAND:
+        found = BY_HAND[function.name].by_hand(device, operands, results, function)
+        if found != GENERATED:
+            return found
     core, program = function.core, function.program
     arrays = [*(operands[k] for k in program.used), *results]
     if not program.has_full:

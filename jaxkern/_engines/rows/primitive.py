@@ -5,6 +5,7 @@ derivative or a batch of the function. Where kernels run, it is a call of a seco
 `jaxkern_row_kernel_core`, whose results are those of one kernel, and what remains to be done with them on smaller arrays.
 """
 
+import functools
 import typing
 
 import jax
@@ -50,16 +51,14 @@ def _with_vjp(function):
     return call
 
 
-def _reference(*operands, function):
+def _reference(*operands, function, runner="xla"):
+    if function.variant is not None:
+        return function.variant(runner)(*operands)
     try:
         function.program  # noqa: B018
     except Unsupported:  # a derivative that is no row function
         return function(*operands)
     return function.wide(*operands)
-
-
-def _on_cpu(*operands, function):
-    return _reference(*operands, function=function) if function.on_cpu is None else function.on_cpu()(*operands)
 
 
 def _abstract(*operands, function):
@@ -137,7 +136,7 @@ def _partition(prim, ctx, operands, params):
     kept = {names[d] for step in program.steps if step.name not in _COLLECTIVES for d in program.over(step)}
 
     def shard(over, *parts, function):
-        return _part(function, names, over, parts)
+        return part(function, names, over, parts)
 
     exact = {names[d] for d in used} | summed
     gone = tuple(n for n in names.values() if not any(n in own for own in dims[len(operands) :]))
@@ -147,8 +146,8 @@ def _partition(prim, ctx, operands, params):
 _COLLECTIVES = {"reduce_sum": lax.psum, "reduce_max": lax.pmax, "reduce_min": lax.pmin}
 
 
-def _part(function, names, over, parts):
-    """The part of one device.
+def part(function, names, over, parts):
+    """The part of one device. names: {Dim: its name}. over: {name: the mesh axes that split it}.
 
     Kernels compute it where the row is whole, and devices add up what they summed over rows. Otherwise XLA does, and devices
     exchange the result of each reduction.
@@ -198,8 +197,11 @@ class Primitives(typing.NamedTuple):
 PRIMITIVES: dict[str, Primitives] = {}
 
 
-def define(name: str) -> None:
-    """Defines the primitives of the row functions with this name, whose algorithms `jaxkern.tiers` then knows."""
+def define(name: str, by_hand=None) -> None:
+    """Defines the primitives of the row functions with this name, whose algorithms `jaxkern.tiers` then knows.
+
+    by_hand: a module of hand-written kernels for some of them; see plan.BY_HAND and _core/algorithms.py.
+    """
     core = primitive(
         f"jaxkern_{name}_core",
         lambda *operands, function: [
@@ -213,7 +215,7 @@ def define(name: str) -> None:
         _abstract,
         _batch,
         _reference,
-        on_cpu=_on_cpu,
+        on_cpu=functools.partial(_reference, runner="cpu"),
         several=True,
         plan=lambda *args, function: plan.plan(*args, function=function) if plan.is_whole(function) else None,
         adapt=_adapt,
@@ -221,7 +223,11 @@ def define(name: str) -> None:
     )
     ad.primitive_jvps[whole] = _jvp
     ad.primitive_transposes[whole] = _transpose
-    algorithms.register(plan, name)
+    if by_hand is None:
+        algorithms.register(plan, name)
+    else:
+        plan.BY_HAND[name] = by_hand
+        algorithms.register(by_hand, name, **by_hand.FIXED[name])
     PRIMITIVES[name] = Primitives(whole, core)
 
 

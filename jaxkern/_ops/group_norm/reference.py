@@ -11,7 +11,8 @@ import math
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern._ops.norm.reference import computing, variance
+from jaxkern._definitions.moments import variance
+from jaxkern._definitions.traced import computing
 
 
 def reduced(ndim, batch, channel) -> tuple:

@@ -1,5 +1,6 @@
-"""Which kernels run RMSNorm, LayerNorm and their gradients on CUDA, and how they are launched.
+"""Hand-written kernels of RMSNorm, LayerNorm and their gradients on CUDA: which run, and how they are launched.
 
+    generated   the kernel that the engine of rows makes of the definition: see _engines/rows/plan.py
     warp        rows up to 2 KB: 1 to 32 lanes per row, in registers
     block       rows up to 128 KB, gradients 16 to 32 KB: a block per row, in registers
     cluster     sm_90 and newer, rows of whole vectors up to 1 MB, gradients 0.4 to 1 MB: a row in the registers of 2 to 16
@@ -15,11 +16,13 @@ bits, are mostly left to XLA: streaming runs what lies at any address, and what 
 import math
 import typing
 
-from jaxkern._core.algorithms import pick
+from jaxkern._core import algorithms
 from jaxkern._core.define import CUDA_TYPES, EMPTY_VIEW, broadcast_view, ceil_div
 from jaxkern._core.launch import Launch, Plan, boolean, f64, i32, i64, null, operand, result, scratch, struct
+from jaxkern._engines.rows.plan import GENERATED
 
-ALGORITHMS = ("warp", "block", "cluster", "streaming")
+ALGORITHMS = (GENERATED, "warp", "block", "cluster", "streaming")
+FIXED = {"rms_norm": {"centre": False}, "layer_norm": {"centre": True}}  # fields of Problem
 
 _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 DTYPES = tuple(_ITEMSIZE)
@@ -155,17 +158,58 @@ def fits(algorithm: str, p: Problem, device) -> bool:
             return held is not None
         packs, threads = ceil_div(p.width // p.pack, held[1]), held[1]
         return 2 * _stage_bytes(p, packs, threads, threads) <= device.shared_memory - 4096
-    return algorithm == "streaming" or p.vectors <= _WARP_VECTORS
+    return algorithm in (GENERATED, "streaming") or p.vectors <= _WARP_VECTORS
 
 
 def choose(p: Problem, device) -> str:
-    """The algorithm that runs the problem by default, unless it is `left_to_xla`.
+    """The algorithm that runs the problem by default, unless it is `left_to_xla`."""
+    return GENERATED if generated(p) else written(p, device)
+
+
+def generated(p: Problem) -> bool:
+    """Whether the generated kernel is as fast as the hand-written one, or at most 3 % slower.
+
+    Measured on an H200, in microseconds, generated and hand-written. float32, gradients: rms_norm of 1048576 x 128, 395 and 412,
+    of 32768 x 4096, 388 and 406, but of 131072 x 512, 208 and 202; layer_norm of 32768 x 4096, 402 and 420, but of 131072 x 512,
+    263 and 199, of 8192 x 5120, 175 and 134. Gradients of odd rows: rms_norm of float32 524288 x 77, 136 and 188, of bfloat16
+    32768 x 4097, 352 and 445. Forward: float32 rows of 2048 to 8192, within 1 %; layer_norm of bfloat16 32768 x 4096, 132 and
+    143, but of 8192 x 5120, 54 and 48, and with a residual 16384 x 8192, 325 and 267. The gradients of bfloat16 rows in whole
+    vectors: rms_norm of 32768 x 4096, 259 and 228, layer_norm 325 and 238.
+    """
+    size, power = _ITEMSIZE[p.dtype], p.width & (p.width - 1) == 0
+    if size > 4 or p.itemsizes[0] != p.itemsizes[1] or p.width > 8192:
+        return _is_partial(p) and p.backward and not p.centre and p.scale_sum
+    if not p.backward:
+        if size == 4:
+            return p.pack == p.vector and p.width >= 2048
+        return p.centre and not p.residual and power and p.width >= 2048
+    if not p.scale_sum:
+        return False
+    if p.pack == 1 or (_is_partial(p) and not p.centre):
+        return True
+    if size == 2 or p.pack < p.vector:
+        return False
+    return 1024 <= p.width <= 4096 and power if p.centre else p.width <= 128 or p.width >= 2048
+
+
+def _is_partial(p: Problem) -> bool:
+    """Whether rows are of 16-bit elements, no whole vectors, and take a block each."""
+    return _ITEMSIZE[p.dtype] == 2 and p.pack < p.vector and p.vectors > _WARP_VECTORS
+
+
+def pick(operation: str, algorithm: str, p: Problem, device) -> str:
+    """The hand-written algorithm that is forced or chosen."""
+    return written(p, device) if algorithm in ("auto", GENERATED) else algorithms.pick(operation, algorithm, p, device)
+
+
+def written(p: Problem, device) -> str:
+    """The fastest hand-written algorithm.
 
     A block has rows of many small packs: bfloat16 65536 x 1001, microseconds of warp, block and XLA: rms_norm 144, 83 and 97,
     its gradient 253, 179 and 230, the gradient of layer_norm 512, 228 and 358 (H200).
     """
     warp = fits("warp", p, device) and p.width <= 32 * _WARP_PACKS * p.pack
-    return next(a for a in ALGORITHMS[not warp :] if fits(a, p, device))
+    return next(a for a in ALGORITHMS[1 + (not warp) :] if fits(a, p, device))
 
 
 def left_to_xla(p: Problem, algorithm: str) -> bool:
@@ -181,8 +225,7 @@ def left_to_xla(p: Problem, algorithm: str) -> bool:
         return not p.centre or p.rows < _STREAM_ROWS
     if algorithm == "cluster":
         return p.backward and not p.centre and _ITEMSIZE[p.dtype] == 2 and p.width > _CLUSTER_WIDTH
-    partial = _ITEMSIZE[p.dtype] == 2 and p.pack < p.vector and p.vectors > _WARP_VECTORS
-    return partial and not (p.backward and p.centre)
+    return _is_partial(p) and not (p.backward and p.centre)
 
 
 # ---- launches
@@ -207,7 +250,7 @@ class _Norm(typing.NamedTuple):
     p: Problem
     device: typing.Any
     parameters: str  # dtype of scale and bias
-    gradients: tuple  # dtypes of the gradients of scale and bias
+    gradients: tuple  # (number, dtype) of the results that are gradients of scale and bias
     arrays: typing.Any  # the pointers at the start of NormParams
     eps: float
     epilogue: typing.Any = None
@@ -240,9 +283,10 @@ class _Norm(typing.NamedTuple):
             return []
         p = self.p
         computing = CUDA_TYPES[p.computing]
-        args = [struct(scratch(offset), result(1), result(len(self.gradients)), i64(p.width), i32(blocks))]
+        first, last = self.gradients[0], self.gradients[-1]
+        args = [struct(scratch(offset), result(first[0]), result(last[0]), i64(p.width), i32(blocks))]
         grid = ceil_div(p.width, _SUMS_COLUMNS)
-        name = f"NormSums<{computing}, {CUDA_TYPES[self.gradients[0]]}>"
+        name = f"NormSums<{computing}, {CUDA_TYPES[first[1]]}>"
         return [Launch("norm/backward.cuh", name, args, (grid, len(self.gradients)), _SUMS_THREADS)]
 
     def sums_bytes(self, blocks: int) -> int:
@@ -319,22 +363,58 @@ def _streaming(n: _Norm, pack: int) -> tuple[list[Launch], int]:
     return [*launches, *n.sums(parts, numbers)], numbers + n.sums_bytes(parts)
 
 
-def norm(device, operands, results, *, operation, extras, eps, dtype, algorithm, function=None) -> Plan | None:
-    """The plan of a norm for arrays of these types; function: applied before the store, to it and the last operands."""
-    del dtype  # that of the result
-    at = dict(zip(extras.split(), range(1, len(operands))))
-    parameters = [operands[at[name]].dtype.name for name in ("scale", "bias") if name in at]
-    pointers = [operand(at[name]) if name in at else null for name in ("residual", "scale", "bias")]
-    x, y = operands[0], results[0]
-    more = result(1) if "residual" in at else null
-    arrays = (operand(0), pointers[0], null, *pointers[1:], result(0), more)
+def by_hand(device, operands, results, function):
+    """The plan of a row function of an operation; None if XLA is faster than any kernel, or GENERATED."""
+    if function.roles is None:
+        return GENERATED
+    outputs = function.output_roles()
+    given = dict(zip(function.roles.operands, enumerate(operands)))
+    made = dict(zip(outputs, enumerate(results)))
+    facts, names = dict(function.roles.facts), set(given)
+    args = [name for name in function.roles.operands if name.startswith("argument ")]
+    backward = "d y" in names
+    if backward:
+        known = names <= {"x", "scale", "bias", "d y", "d sum"} and "d x" in outputs and facts["function"] is None
+        known = known and set(outputs) <= {"d x", "d scale", "d bias"}
+    else:
+        known = names <= {"x", "residual", "scale", "bias", *args} and "y" in outputs
+        known = known and set(outputs) == {"y", *["sum"] * ("residual" in names)}
+    rows = ("x", "residual", "y", "sum", "d x", "d y", "d sum")
+    columns = ("scale", "bias", "d scale", "d bias")
+    if not known or "x" not in names:
+        return GENERATED
+    x = given["x"][1]
+    if any(a.shape != x.shape for of in (given, made) for k, (_, a) in of.items() if k in rows):
+        return GENERATED
+    if any(a.shape != x.shape[-1:] for of in (given, made) for k, (_, a) in of.items() if k in columns):
+        return GENERATED
+    read = lambda name: operand(given[name][0]) if name in given else null
+    write = lambda name: result(made[name][0]) if name in made else null
+    vectors = [given[k][1].dtype.name for k in ("scale", "bias") if k in given and not (backward and k == "bias")]
     epilogue = None
-    if function is not None:
-        epilogue = _epilogue(function, x, operands[1 + len(at) :], 1 + len(at))
-        if epilogue is None:
-            return None
-    p = _problem(x, y, operation, at, "bias" in at)
-    return _plan(p, device, operation, parameters, [], arrays, eps, algorithm, epilogue)
+    if backward:
+        p = problem(x, given["d y"][1], function.name, {*names} - {"residual"}, "d bias" in outputs)
+        p = p._replace(backward=True, scale_sum="d scale" in outputs, residual="d sum" in names)
+        arrays = (read("x"), read("d sum"), read("d y"), read("scale"), null, write("d x"), null)
+    else:
+        p = problem(x, made["y"][1], function.name, names, "bias" in names)
+        arrays = (read("x"), read("residual"), null, read("scale"), read("bias"), write("y"), write("sum"))
+        if facts["function"] is not None:
+            first = given[args[0]][0] if args else len(operands)
+            epilogue = _epilogue(facts["function"], x, [given[name][1] for name in args], first)
+            if epilogue is None:
+                return GENERATED
+    if p.dtype not in _ITEMSIZE or p.out_dtype not in _ITEMSIZE:
+        return GENERATED
+    forced = algorithms.forced(function.name) if function.algorithm == "auto" else function.algorithm
+    if algorithms.pick(function.name, forced, p, device) == GENERATED:
+        return GENERATED
+    sums = [(made[k][0], made[k][1].dtype.name) for k in ("d scale", "d bias") if k in made]
+    if not _has_kernel(p, vectors, [dtype for _, dtype in sums]):
+        return GENERATED
+    return written_plan(
+        p, device, function.name, vectors, sums, arrays, dict(facts["numbers"])["eps"], forced, epilogue
+    )
 
 
 def _epilogue(function, x, args, first) -> _Epilogue | None:
@@ -351,30 +431,26 @@ def _epilogue(function, x, args, first) -> _Epilogue | None:
     return _Epilogue(source, f"jaxkern::NormEpilogue<{', '.join(types)}>", (*pointers, *maps))
 
 
-def norm_grad(device, operands, results, *, operation, extras, eps, sums, algorithm) -> Plan | None:
-    """The plan of a gradient for arrays of these types."""
-    at = dict(zip(extras.split(), range(2, len(operands))))
-    parameters = [operands[at[name]].dtype.name for name in ("scale",) if name in at]
-    pointers = [operand(at[name]) if name in at else null for name in ("residual", "scale")]
-    p = _problem(operands[0], operands[1], operation, at, sums[1] is not None)
-    p = p._replace(backward=True, scale_sum=sums[0] is not None)
-    arrays = (operand(0), pointers[0], operand(1), pointers[1], null, result(0), null)
-    gradients = [a.dtype.name for a in results[1:]]
-    return _plan(p, device, operation, parameters, gradients, arrays, eps, algorithm)
-
-
-def _problem(x, y, operation, names, bias) -> Problem:
+def problem(x, y, operation, names, bias) -> Problem:
     kinds = {"centre": operation == "layer_norm", "scale": "scale" in names, "bias": bias}
     rows, width = math.prod(x.shape[:-1]), x.shape[-1]
     return Problem(rows, width, 1, x.dtype.name, y.dtype.name, residual="residual" in names, **kinds)
 
 
-def _plan(p, device, operation, parameters, gradients, arrays, eps, algorithm, epilogue=None) -> Plan | None:
+def _has_kernel(p, parameters, gradients) -> bool:
+    """Whether there is a kernel for these types: one for scale and bias; float64 for all arrays of rows, or for none."""
     wide = {p.dtype, p.out_dtype, *parameters, *gradients}
-    # Kernels have one type for scale and bias. What they compute in is float64 for all arrays of rows, or for none.
-    if len(set(parameters)) > 1 or len(set(gradients)) > 1 or not wide <= _ITEMSIZE.keys() or p.width >= 1 << 30:
-        return None
-    if "float64" in wide and not p.dtype == p.out_dtype == "float64":
+    one = len(set(parameters)) <= 1 and len(set(gradients)) <= 1 and wide <= _ITEMSIZE.keys()
+    return one and p.width < 1 << 30 and ("float64" not in wide or p.dtype == p.out_dtype == "float64")
+
+
+def written_plan(p, device, operation, parameters, gradients, arrays, eps, algorithm, epilogue=None) -> Plan | None:
+    """The plan of a hand-written kernel.
+
+    parameters: dtypes of scale and bias. arrays: the first seven pointers of NormParams. gradients: (number, dtype) of the
+    results that are gradients of scale and bias.
+    """
+    if not _has_kernel(p, parameters, [dtype for _, dtype in gradients]):
         return None
     automatic, algorithm = algorithm == "auto", pick(operation, algorithm, p, device)
     if automatic and left_to_xla(p, algorithm):

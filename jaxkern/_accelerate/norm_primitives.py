@@ -1,14 +1,12 @@
-"""The primitives of RMSNorm and LayerNorm: shapes, batching, partitioning.
+"""The primitives of RMSNorm and LayerNorm in plain programs, which may be left to XLA where they are lowered.
 
-    forward    (x[, residual][, scale][, bias])           -> y[, s], where s = x + residual
-    grad       (s, g[, sum_g][, scale])                   -> ds[, dscale][, dbias]
-    jvp        (s[, scale], ds[, dscale][, dbias])        -> dy[, ds]: the transpose of the gradient; left to XLA
-    epilogue   as forward, then arguments of `function`   -> function(y, *arguments)[, s]
+    forward    (x[, scale][, bias])                 -> y
+    grad       (s, g[, scale])                      -> ds[, dscale][, dbias]
+    jvp        (s[, scale], ds[, dscale][, dbias])  -> dy: the transpose of the gradient; left to XLA
 
-each for both operations, which `operation` names: PRIMITIVES["rms_norm"].grad. Rows lie along the last axis of x; scale
-and bias are vectors of a row's width. `extras` names the optional operands: residual, scale, bias, in this order; of the gradient residual (the
-cotangent sum_g of s) and scale, of the jvp residual (whether ds is returned) and scale. `dtype` is the type of y, and
-`sums` the types of dscale and dbias, each None if there is no such array.
+each for both operations, which `operation` names. Rows lie along the last axis of x; scale and bias are vectors of a row's width.
+`extras` names the optional operands: scale and bias, in this order; of the others scale. `dtype` is the type of y, and `sums` the
+types of dscale and dbias, each None if there is no such array. The kernels are those of _ops/norm/plan.py.
 
 Rows that are split over devices are normalised by XLA's operations and a message or two of a number per row; split
 otherwise, each device runs the kernel on its rows, and the sums over rows are added. Rows that do not divide evenly are
@@ -24,12 +22,10 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkern._core import algorithms, define, partition, validate
+from jaxkern._accelerate import norm_reference as reference
+from jaxkern._core import define, launch, partition, validate
 from jaxkern._core.primitive import bind
-from jaxkern._ops.norm import plan, reference
-
-algorithms.register(plan, "rms_norm", centre=False)
-algorithms.register(plan, "layer_norm", centre=True)
+from jaxkern._ops.norm import plan
 
 
 def _check(name, x, wide, vectors):
@@ -46,26 +42,20 @@ def _vector(x, dtype):
     return x.update(shape=x.shape[-1:], dtype=dtype, weak_type=False, **more)
 
 
-def _norm_shape(x, *rest, operation, extras, eps, dtype, algorithm, function=None):
-    names, residual = extras.split(), extras.split().count("residual")
-    _check(f"jaxkern_{operation}", x, rest[:residual], rest[residual : len(names)])
-    args = rest[len(names) :]
-    if any(a.ndim != x.ndim or any(b not in (1, n) for n, b in zip(x.shape, a.shape)) for a in args):
-        raise ValueError(f"jaxkern_{operation}: arguments {args} do not broadcast to {x.str_short()}")
-    return [x.update(dtype=dtype, weak_type=False), *[x.update(weak_type=False)] * residual]
+def _norm_shape(x, *rest, operation, extras, eps, dtype, algorithm):
+    _check(f"jaxkern_{operation}", x, (), rest)
+    return [x.update(dtype=dtype, weak_type=False)]
 
 
 def _grad_shape(s, g, *rest, operation, extras, eps, sums, algorithm):
-    residual = extras.split().count("residual")
-    _check(f"jaxkern_{operation}_grad", s, (g, *rest[:residual]), rest[residual:])
+    _check(f"jaxkern_{operation}_grad", s, (g,), rest)
     return [s.update(weak_type=False), *(_vector(s, d) for d in sums if d is not None)]
 
 
 def _jvp_shape(s, *rest, operation, extras, eps, dtype, sums, algorithm):
-    names = extras.split()
-    scale = names.count("scale")
+    scale = extras.split().count("scale")
     _check(f"jaxkern_{operation}_jvp", s, rest[scale : scale + 1], rest[:scale] + rest[scale + 1 :])
-    return [s.update(dtype=dtype, weak_type=False), *[s.update(weak_type=False)] * names.count("residual")]
+    return [s.update(dtype=dtype, weak_type=False)]
 
 
 # ---- batching
@@ -84,24 +74,20 @@ def _batch_reference(f, operands, dims, params):
 
 
 def _norm_batch(prim, operands, dims, **params):
-    wide, args = 1 + params["extras"].split().count("residual"), 1 + len(params["extras"].split())
-    if any(d is not None for d in dims[wide:args]):
+    if any(d is not None for d in dims[1:]):
         return _batch_reference(reference.norm, operands, dims, params)
-    size = next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
-    rows = _leading(operands[:wide], dims[:wide], size)
-    given = [x[None] if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands[args:], dims[args:])]
-    ys = bind(prim, *rows, *operands[wide:args], *given, **params)
+    size = operands[0].shape[dims[0]]
+    ys = bind(prim, *_leading(operands[:1], dims[:1], size), *operands[1:], **params)
     return ys, [0] * len(ys)
 
 
 def _grad_batch(prim, operands, dims, **params):
     """Each example has sums over rows of its own, which XLA computes."""
-    wide = 2 + params["extras"].split().count("residual")
-    if any(d is not None for d in dims[wide:]):
+    if any(d is not None for d in dims[2:]):
         return _batch_reference(reference.norm_grad, operands, dims, params)
     size = next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
-    rows = _leading(operands[:wide], dims[:wide], size)
-    ys = bind(prim, *rows, *operands[wide:], **(params | {"sums": (None, None)}))
+    rows = _leading(operands[:2], dims[:2], size)
+    ys = bind(prim, *rows, *operands[2:], **(params | {"sums": (None, None)}))
     # Comparing dtypes with None will not do: NumPy reads it as float64.
     some = any(d is not None for d in params["sums"])
     sums = _batch_reference(reference.norm_grad, operands, dims, params)[0][1:] if some else []
@@ -153,37 +139,52 @@ def _primitive(name, shape, batch, f, launches=None, part=None, **options):
     )
 
 
+# ---- plans
+
+
+def _norm_plan(device, operands, results, *, operation, extras, eps, dtype, algorithm):
+    at = dict(zip(extras.split(), range(1, len(operands))))
+    read = lambda name: launch.operand(at[name]) if name in at else launch.null
+    arrays = (launch.operand(0), launch.null, launch.null, read("scale"), read("bias"), launch.result(0), launch.null)
+    p = plan.problem(operands[0], results[0], operation, at, "bias" in at)
+    return plan.written_plan(
+        p, device, operation, [operands[k].dtype.name for k in at.values()], [], arrays, eps, algorithm
+    )
+
+
+def _grad_plan(device, operands, results, *, operation, extras, eps, sums, algorithm):
+    scale = launch.operand(2) if "scale" in extras else launch.null
+    p = plan.problem(operands[0], operands[1], operation, extras.split(), sums[1] is not None)
+    p = p._replace(backward=True, scale_sum=sums[0] is not None)
+    arrays = (launch.operand(0), launch.null, launch.operand(1), scale, launch.null, launch.result(0), launch.null)
+    gradients = [(k, a.dtype.name) for k, a in enumerate(results) if k]
+    parameters = [a.dtype.name for a in operands[2:]]
+    return plan.written_plan(p, device, operation, parameters, gradients, arrays, eps, algorithm)
+
+
 class Primitives(typing.NamedTuple):
     """The primitives of an operation."""
 
     forward: Primitive
     grad: Primitive
     jvp: Primitive
-    epilogue: Primitive | None
 
 
-def _primitives(name) -> Primitives:
+def _primitives(label, parts=None, **options) -> Primitives:
+    forward, grad = (parts.forward, parts.grad) if parts else (None, None)
     return Primitives(
-        _primitive(name, _norm_shape, _norm_batch, reference.norm, plan.norm),
-        _primitive(f"{name}_grad", _grad_shape, _grad_batch, reference.norm_grad, plan.norm_grad),
-        _primitive(f"{name}_jvp", _jvp_shape, _jvp_batch, reference.norm_jvp),
-        _primitive(f"{name}_epilogue", _norm_shape, _norm_batch, reference.norm, plan.norm),
+        _primitive(label, _norm_shape, _norm_batch, reference.norm, _norm_plan, forward, **options),
+        _primitive(f"{label}_grad", _grad_shape, _grad_batch, reference.norm_grad, _grad_plan, grad, **options),
+        _primitive(f"{label}_jvp", _jvp_shape, _jvp_batch, reference.norm_jvp),
     )
 
 
-PRIMITIVES = {name: _primitives(name) for name in ("rms_norm", "layer_norm")}
+PARTS = {name: _primitives(f"{name}_part") for name in ("rms_norm", "layer_norm")}
 
 
 def variant(name: str, label: str, left) -> Primitives:
-    """The same operation as primitives that may be left to XLA where they are lowered; without `epilogue`.
+    """The primitives of an operation. left: as for `define.lower_to_kernels`.
 
-    left: as for `define.lower_to_kernels`. Where it returns False, each of several devices runs PRIMITIVES[name].
+    Where it returns False, each of several devices runs PARTS[name].
     """
-    own, options = PRIMITIVES[name], {"left": left, "cached": False}
-    forward = _primitive(f"{label}_{name}", _norm_shape, _norm_batch, reference.norm, plan.norm, own.forward, **options)
-    grad = _primitive(
-        f"{label}_{name}_grad", _grad_shape, _grad_batch, reference.norm_grad, plan.norm_grad, own.grad, **options
-    )
-    return Primitives(
-        forward, grad, _primitive(f"{label}_{name}_jvp", _jvp_shape, _jvp_batch, reference.norm_jvp), None
-    )
+    return _primitives(f"{label}_{name}", PARTS[name], left=left, cached=False)
