@@ -131,6 +131,7 @@ def test_derivatives_of_sums_are_sums(dtype):
 
 ON_THE_GPU = [
     ("warp", (5001, 700), 1),
+    ("warp", (50_001, 20), 1),
     ("block", (300, 9000), 1),
     ("tiles", (2, (1 << 22) + 5000), 1),
     ("tiles", ((1 << 22) + 4099,), 0),

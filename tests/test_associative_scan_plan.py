@@ -47,6 +47,7 @@ def planned(name, shape, axis, dtype, algorithm="auto", reverse=False, exclusive
 # Rows of several tiles, groups and supergroups; vectors, parts of them, and single elements; lanes that fill no block.
 CASES = [
     ("warp", "affine", (3, 68), 1, "bfloat16", False),
+    ("warp", "sum", (700, 6), 1, "float32", True),
     ("block", "affine", (3, 1204), 1, "float32", False),
     ("block", "logsumexp", (2, 777), 1, "float16", True),
     ("tiles", "sum", (8700,), 0, "float32", False),

@@ -1,7 +1,7 @@
 // Loops whose steps are joined by an associative operation: all steps of a lane are spread over the threads of a block, or
 // over many blocks.
 //
-//     RowScanKernel<F, N, kItems, kThreads, kMinBlocks, kRadix, kAhead, kOver, kReverse>               row_scan.cuh
+//     RowScanKernel<F, N, kItems, kLanes, kThreads, kMinBlocks, kRadix, kAhead, kOver, kReverse>       row_scan.cuh
 //     ColumnScanKernel<F, N, kLanes, kParts, kItems, kMinBlocks, kRadix, kAhead, kOver, kReverse>      column_scan.cuh
 //
 // In the first the steps of a lane are adjacent in memory, in the second lanes are.
@@ -43,7 +43,7 @@ namespace jaxkern {
 
 enum Start { kGiven, kNumbers, kOpen };
 
-// What shares the steps of a lane: one warp, one block, or the blocks of several tiles.
+// What shares the steps of a lane: lanes of one warp, one block, or the blocks of several tiles.
 enum Over { kOverWarp, kOverBlock, kOverTiles };
 
 __device__ __forceinline__ void PublishSlot(uint64_t* slot, uint32_t word) {

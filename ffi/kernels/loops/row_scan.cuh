@@ -1,34 +1,39 @@
 // Scans by an associative operation whose steps are adjacent in memory: what each warp or block runs (see associative.cuh).
 //
-// A warp loads 32 * kItems adjacent elements of a row as vectors, in the order of memory. It exchanges them in shared memory,
-// so that each lane has kItems adjacent elements, and exchanges results in the same way before it stores them.
+// kLanes lanes of a warp load kLanes * kItems adjacent elements of a row as vectors, in the order of memory. They exchange them
+// in shared memory, so that each lane has kItems adjacent elements, and exchange results in the same way before they store
+// them. kLanes is 32 but for short rows, of which a warp takes several.
 #pragma once
 
 #include "associative.cuh"
 
 namespace jaxkern {
 
-// Packs of N elements of a warp's kItems * 32 adjacent elements: a thread loads pack v * 32 + lane of them as number v, and
-// computes on packs lane * kPacks + v. Lanes exchange packs in shared memory, where a pack lies at its place with the lower
-// bits changed, so that neither order has bank conflicts.
-template <class T, int N, int kPacks> struct Chunk {
+// Packs of N elements of kLanes * kPacks adjacent ones: a lane loads pack v * kLanes + lane of them as number v, and computes on
+// packs lane * kPacks + v. Lanes exchange packs in shared memory, where a pack lies at its place with the lower bits changed,
+// so that neither order has bank conflicts.
+template <class T, int N, int kPacks, int kLanes> struct Chunk {
   Pack<T, N> pack[kPacks];
 
   static constexpr int kUnit = 128 / sizeof(Pack<T, N>);  // packs in all banks of shared memory
-  static __device__ __forceinline__ int At(int k) { return k ^ (k / kUnit % kUnit); }
+  // The place of pack k of this thread's lanes in the room of the warp.
+  static __device__ __forceinline__ int At(int k) {
+    k += threadIdx.x % 32 / kLanes * (kLanes * kPacks);
+    return k ^ (k / kUnit % kUnit);
+  }
 
-  // begin: of the warp's elements in the row, may be negative. Elements outside of [0, length) are 0.
+  // begin: of the lanes' elements in the row, may be negative. Elements outside of [0, length) are 0.
   __device__ __forceinline__ void Load(const T* row, int64_t begin, int64_t length) {
-    const int lane = threadIdx.x % 32;
-    const bool whole = begin >= 0 && begin + 32 * kPacks * N <= length;
+    const int lane = threadIdx.x % kLanes;
+    const bool whole = begin >= 0 && begin + kLanes * kPacks * N <= length;
     if (whole) {
 #pragma unroll
-      for (int v = 0; v < kPacks; ++v) pack[v] = LoadLanes<T, N>(row + begin + (v * 32 + lane) * N);
+      for (int v = 0; v < kPacks; ++v) pack[v] = LoadLanes<T, N>(row + begin + (v * kLanes + lane) * N);
       return;
     }
 #pragma unroll
     for (int v = 0; v < kPacks; ++v) {
-      const int64_t at = begin + (v * 32 + lane) * N;
+      const int64_t at = begin + (v * kLanes + lane) * N;
       pack[v] = ZeroPack<T, N>();
       if (at >= 0 && at + N <= length) {
         pack[v] = LoadLanes<T, N>(row + at);
@@ -41,10 +46,10 @@ template <class T, int N, int kPacks> struct Chunk {
     }
   }
   __device__ __forceinline__ void Store(T* row, int64_t begin, int64_t length) const {
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % kLanes;
 #pragma unroll
     for (int v = 0; v < kPacks; ++v) {
-      const int64_t at = begin + (v * 32 + lane) * N;
+      const int64_t at = begin + (v * kLanes + lane) * N;
       if (at >= 0 && at + N <= length) {
         StoreLanes<T, N>(row + at, pack[v]);
       } else {
@@ -58,24 +63,24 @@ template <class T, int N, int kPacks> struct Chunk {
 
   // `own`: the lane whose packs this thread computes on. room: of the warp, 32 * kPacks packs.
   __device__ __forceinline__ void ToOwn(char* room, int own) {
-    if (kPacks == 1 && own == static_cast<int>(threadIdx.x % 32)) return;
+    if (kPacks == 1 && own == static_cast<int>(threadIdx.x % kLanes)) return;
     Pack<T, N>* packs = reinterpret_cast<Pack<T, N>*>(room);
     __syncwarp();
 #pragma unroll
-    for (int v = 0; v < kPacks; ++v) packs[At(v * 32 + threadIdx.x % 32)] = pack[v];
+    for (int v = 0; v < kPacks; ++v) packs[At(v * kLanes + threadIdx.x % kLanes)] = pack[v];
     __syncwarp();
 #pragma unroll
     for (int v = 0; v < kPacks; ++v) pack[v] = packs[At(own * kPacks + v)];
   }
   __device__ __forceinline__ void ToStriped(char* room, int own) {
-    if (kPacks == 1 && own == static_cast<int>(threadIdx.x % 32)) return;
+    if (kPacks == 1 && own == static_cast<int>(threadIdx.x % kLanes)) return;
     Pack<T, N>* packs = reinterpret_cast<Pack<T, N>*>(room);
     __syncwarp();
 #pragma unroll
     for (int v = 0; v < kPacks; ++v) packs[At(own * kPacks + v)] = pack[v];
     __syncwarp();
 #pragma unroll
-    for (int v = 0; v < kPacks; ++v) pack[v] = packs[At(v * 32 + threadIdx.x % 32)];
+    for (int v = 0; v < kPacks; ++v) pack[v] = packs[At(v * kLanes + threadIdx.x % kLanes)];
   }
 };
 
@@ -85,13 +90,13 @@ template <class... T> constexpr int MostBytes() {
   return most;
 }
 
-template <class F, int N, int kItems, int kThreads, int kRadix, bool kAhead, Over kOver, bool kReverse,
+template <class F, int N, int kItems, int kLanes, int kThreads, int kRadix, bool kAhead, Over kOver, bool kReverse,
           class Xs = typename F::Xs, class Ys = typename F::Ys>
 struct RowScan;
 
-template <class F, int N, int kItems, int kThreads, int kRadix, bool kAhead, Over kOver, bool kReverse, class... X,
-          class... Y>
-struct RowScan<F, N, kItems, kThreads, kRadix, kAhead, kOver, kReverse, Types<X...>, Types<Y...>> {
+template <class F, int N, int kItems, int kLanes, int kThreads, int kRadix, bool kAhead, Over kOver, bool kReverse,
+          class... X, class... Y>
+struct RowScan<F, N, kItems, kLanes, kThreads, kRadix, kAhead, kOver, kReverse, Types<X...>, Types<Y...>> {
   using Engine = AssociativeEngine<F, 1>;
   using Loop = typename Engine::Loop;
   using State = typename Engine::State;
@@ -99,15 +104,16 @@ struct RowScan<F, N, kItems, kThreads, kRadix, kAhead, kOver, kReverse, Types<X.
   using YIndex = typename Loop::YIndex;
   static constexpr int kWarps = kThreads / 32, kPacks = kItems / N;
   static_assert(kRadix <= 32, "a lane for each tile of a group");
-  static constexpr int kTile = (kOver == kOverWarp ? 32 : kThreads) * kItems;
+  static_assert(kLanes == 32 || kOver == kOverWarp, "");
+  static constexpr int kTile = (kOver == kOverWarp ? kLanes : kThreads) * kItems;
   static constexpr int kRoom = 32 * kPacks * MostBytes<Pack<X, N>..., Pack<Y, N>...>();
-  template <class T> using ChunkOf = Chunk<T, N, kPacks>;
+  template <class T> using ChunkOf = Chunk<T, N, kPacks, kLanes>;
   using Loaded = Slots<XIndex, ChunkOf<X>...>;
 
   // What a block works on: in kOverTiles the tile with a number, else the first tile of its row.
   struct Place {
     int64_t row, tile;
-    bool exists;
+    bool exists;  // whether there is such a tile, of all rows of the warp or block
   };
 
   struct Shared {
@@ -117,19 +123,19 @@ struct RowScan<F, N, kItems, kThreads, kRadix, kAhead, kOver, kReverse, Types<X.
     Place next;
   };
 
-  template <size_t... L> static __device__ __forceinline__ void Load(const typename Engine::Args& a, int64_t row,
-                                                                     int64_t begin, Loaded& x,
-                                                                     std::index_sequence<L...>) {
-    (At<L>(x).Load(static_cast<const X*>(a.loop.x[L]) + Loop::template Offset<F::XsMap(L)>(a.loop, row), begin,
-                   a.loop.steps),
+  template <size_t... L> static __device__ __forceinline__ void Load(const typename Engine::Args& a, const Place& place,
+                                                                     Loaded& x, std::index_sequence<L...>) {
+    (At<L>(x).Load(static_cast<const X*>(a.loop.x[L]) + Loop::template Offset<F::XsMap(L)>(a.loop, place.row),
+                   Begin(a, place.tile), Length(a, place)),
      ...);
   }
-  template <size_t... M> static __device__ __forceinline__ void Store(const typename Engine::Args& a, int64_t row,
-                                                                      int64_t begin, Slots<YIndex, ChunkOf<Y>...>& y,
-                                                                      char* room, int own, std::index_sequence<M...>) {
+  template <size_t... M> static __device__ __forceinline__ void Store(const typename Engine::Args& a,
+                                                                      const Place& place,
+                                                                      Slots<YIndex, ChunkOf<Y>...>& y, char* room,
+                                                                      int own, std::index_sequence<M...>) {
     ((At<M>(y).ToStriped(room, own),
-      At<M>(y).Store(static_cast<Y*>(a.loop.y[M]) + Loop::template Offset<F::YsMap(M)>(a.loop, row), begin,
-                     a.loop.steps)),
+      At<M>(y).Store(static_cast<Y*>(a.loop.y[M]) + Loop::template Offset<F::YsMap(M)>(a.loop, place.row),
+                     Begin(a, place.tile), Length(a, place))),
      ...);
   }
   template <size_t... L>
@@ -150,11 +156,15 @@ struct RowScan<F, N, kItems, kThreads, kRadix, kAhead, kOver, kReverse, Types<X.
     (At<L>(x).ToOwn(room, own), ...);
   }
 
-  // Where the elements of this thread's warp begin in the row, in memory order.
+  // Where the elements of this thread's lanes begin in the row, in the order of memory.
   static __device__ __forceinline__ int64_t Begin(const typename Engine::Args& a, int64_t tile) {
     const int warp = kOver == kOverWarp ? 0 : threadIdx.x / 32;
     const int64_t rank = tile * kTile + warp * 32 * kItems;
-    return kReverse ? a.loop.steps - rank - 32 * kItems : rank;
+    return kReverse ? a.loop.steps - rank - kLanes * kItems : rank;
+  }
+  // Lanes without a row have one of length 0 to load and store.
+  static __device__ __forceinline__ int64_t Length(const typename Engine::Args& a, const Place& place) {
+    return kOver != kOverWarp || place.row < a.loop.lanes ? a.loop.steps : 0;
   }
 
   static __device__ __forceinline__ Place Numbered(const typename Engine::Args& a, int64_t number) {
@@ -167,23 +177,23 @@ struct RowScan<F, N, kItems, kThreads, kRadix, kAhead, kOver, kReverse, Types<X.
       __syncthreads();
       return shared.next;
     } else {
-      const int64_t row = kOver == kOverBlock ? blockIdx.x : blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
-      return {row, 0, row < a.loop.lanes};
+      const int64_t first = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+      return {kOver == kOverBlock ? blockIdx.x : first / kLanes, 0, true};
     }
   }
 
   static __device__ __forceinline__ void Run(const typename Engine::Args& a, Shared& shared) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int own = kReverse ? 31 - lane : lane;
+    const int lane = threadIdx.x % kLanes, warp = threadIdx.x / 32;
+    const int own = kReverse ? kLanes - 1 - lane : lane;
     Place place = First(a, shared);
     if (!place.exists) return;
     if constexpr (kOver == kOverTiles) __syncthreads();  // shared.next is free
 
     Loaded x;
-    Load(a, place.row, Begin(a, place.tile), x, XIndex());
+    Load(a, place, x, XIndex());
     typename Engine::Lane numbers[1];
     typename Engine::Carry init[1];
-    Engine::Read(a, place.row, numbers, init);
+    Engine::Read(a, Length(a, place) ? place.row : 0, numbers, init);
     typename Engine::Prefix walked;
     for (int phase = 0;; phase ^= 1) {
       int64_t taken = 0;
@@ -194,15 +204,15 @@ struct RowScan<F, N, kItems, kThreads, kRadix, kAhead, kOver, kReverse, Types<X.
       for (int u = 1; u < kItems; ++u) {
         inclusive = Engine::Join(inclusive, Engine::ElementOf(numbers[0], Item(x, u, XIndex())));
       }
-      inclusive = Engine::template Inclusive<32>(inclusive);
+      inclusive = Engine::template Inclusive<kLanes>(inclusive);
       const State exclusive = Engine::Up(inclusive, 1);
 
       typename Engine::Prefix before = walked;
       Place next = {place.row, place.tile + 1, place.tile + 1 < a.tiles};
       Loaded ahead;
       if constexpr (kOver == kOverWarp) {
-        if (kAhead && next.exists) Load(a, next.row, Begin(a, next.tile), ahead, XIndex());
-        walked.Append(Engine::From(inclusive, 31));
+        if (kAhead && next.exists) Load(a, next, ahead, XIndex());
+        walked.Append(Engine::From(inclusive, threadIdx.x % 32 / kLanes * kLanes + kLanes - 1));
       } else {
         // The other half of shared.warp is read until all threads have come here again.
         State* const warps = shared.warp[phase];
@@ -210,7 +220,7 @@ struct RowScan<F, N, kItems, kThreads, kRadix, kAhead, kOver, kReverse, Types<X.
         if (kOver == kOverTiles && threadIdx.x == 0) shared.next = Numbered(a, taken);
         __syncthreads();
         if constexpr (kOver == kOverTiles) next = shared.next;
-        if (kAhead && next.exists) Load(a, next.row, Begin(a, next.tile), ahead, XIndex());
+        if (kAhead && next.exists) Load(a, next, ahead, XIndex());
         const State all = Engine::template Inclusive<kWarps>(warps[lane % kWarps]);
         const State total = Engine::From(all, kWarps - 1);
         if constexpr (kOver == kOverTiles) {
@@ -234,13 +244,13 @@ struct RowScan<F, N, kItems, kThreads, kRadix, kAhead, kOver, kReverse, Types<X.
         Engine::Run(u == 0 && !before.any, numbers[0], carry[0], Item(x, u, XIndex()), value);
         SetItem(y, u, value, YIndex());
         if constexpr (F::kLast) {
-          if (rank + u == a.loop.steps - 1) Engine::StoreLast(a, place.row, carry, typename Loop::CarryIndex());
+          if (rank + u == Length(a, place) - 1) Engine::StoreLast(a, place.row, carry, typename Loop::CarryIndex());
         }
       }
-      Store(a, place.row, Begin(a, place.tile), y, shared.room[warp], own, YIndex());
+      Store(a, place, y, shared.room[warp], own, YIndex());
       if (!next.exists) return;
       if constexpr (kAhead) x = ahead;
-      else Load(a, next.row, Begin(a, next.tile), x, XIndex());
+      else Load(a, next, x, XIndex());
       if (kOver == kOverTiles && next.row != place.row) Engine::Read(a, next.row, numbers, init);
       place = next;
     }
@@ -285,10 +295,11 @@ struct RowScan<F, N, kItems, kThreads, kRadix, kAhead, kOver, kReverse, Types<X.
   }
 };
 
-template <class F, int N, int kItems, int kThreads, int kMinBlocks, int kRadix, bool kAhead, Over kOver, bool kReverse>
+template <class F, int N, int kItems, int kLanes, int kThreads, int kMinBlocks, int kRadix, bool kAhead, Over kOver,
+          bool kReverse>
 __global__ void __launch_bounds__(kThreads, kMinBlocks)
     RowScanKernel(const __grid_constant__ typename AssociativeEngine<F, 1>::Args a) {
-  using Scan = RowScan<F, N, kItems, kThreads, kRadix, kAhead, kOver, kReverse>;
+  using Scan = RowScan<F, N, kItems, kLanes, kThreads, kRadix, kAhead, kOver, kReverse>;
   __shared__ typename Scan::Shared shared;
   Scan::Run(a, shared);
 }

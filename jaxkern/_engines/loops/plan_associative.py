@@ -42,16 +42,17 @@ class Problem(typing.NamedTuple):
 
 
 class RowLayout(typing.NamedTuple):
-    """pack: elements of a vector. items: of a thread in a tile, a multiple of pack."""
+    """pack: elements of a vector. items: of a thread in a tile, a multiple of pack. lanes: of a warp, in a row."""
 
     pack: int
     items: int
+    lanes: int
     threads: int
     blocks: int  # of a multiprocessor, at least, that registers must be enough for
     ahead: bool  # whether a block loads its next tile while it finishes one
 
     def tile(self, algorithm) -> int:
-        return self.items * (32 if algorithm == "warp" else self.threads)
+        return self.items * (self.lanes if algorithm == "warp" else self.threads)
 
 
 class ColumnLayout(typing.NamedTuple):
@@ -101,16 +102,19 @@ def layout(algorithm, problem, vectors=True, reverse=True):
             reverse or problem.outer > 1
         ):  # rows, or tiles from the end, start in the middle of a vector
             pack //= 2
-        items = max(pack, tuning.ROW_BYTES // problem.itemsize // max(1, problem.arrays - 1))
-        items = min(items, tuning.MOST_ITEMS)
-        threads = tuning.SCAN_THREADS
-        group = 32 if algorithm == "warp" else threads
-        while items > max(pack, 4) and group * items >= 2 * length:
-            items //= 2
-        while algorithm == "block" and threads > 64 and threads * items >= 2 * length:
-            threads //= 2
+        items = max(pack, min(tuning.MOST_ITEMS, tuning.ROW_BYTES // problem.itemsize // max(1, problem.arrays - 1)))
+        lanes, threads = 32, tuning.SCAN_THREADS
+        if algorithm == "warp":
+            whole = 1 << (length - 1).bit_length()
+            items = max(pack, min(items, whole // tuning.ROW_LANES))
+            lanes = max(1, min(32, whole // items))
+        elif algorithm == "block":
+            while items > max(pack, 4) and threads * items >= 2 * length:
+                items //= 2
+            while threads > 64 and threads * items >= 2 * length:
+                threads //= 2
         blocks = max(1, tuning.SCAN_BLOCKS * tuning.SCAN_THREADS // threads)
-        return RowLayout(pack, max(items, pack), threads, blocks, problem.arrays == 1)
+        return RowLayout(pack, items, lanes, threads, blocks, problem.arrays == 1)
     pack = most if algorithm == "lanes" else max(1, tuning.COLUMN_BYTES // problem.itemsize)
     while not vectors and pack > 1 or inner % pack or pack * problem.words > tuning.COLUMN_WORDS:
         pack //= 2
@@ -127,7 +131,7 @@ def blocks_of(algorithm, problem, cut) -> int:
     lanes = problem.outer * problem.inner
     if problem.inner == 1:
         tiles = ceil_div(problem.length, cut.tile(algorithm))
-        each = cut.threads // 32 if algorithm == "warp" else 1
+        each = cut.threads // cut.lanes if algorithm == "warp" else 1
         return ceil_div(lanes, each) * (tiles if algorithm == "tiles" else 1)
     tiles = ceil_div(problem.length, cut.tile)
     return ceil_div(lanes, cut.lanes * cut.pack) * (tiles if algorithm == "column_tiles" else 1)
@@ -156,7 +160,7 @@ def plan(device, operands, results, *, spec, axis, reverse):
         if inner == 1:
             tiles, over = ceil_div(length, cut.tile(algorithm)), f"kOver{algorithm.capitalize()}"
             threads, radix, width = cut.threads, tuning.ROW_RADIX, outer
-            kernel, sizes = "RowScan", (cut.pack, cut.items, threads, cut.blocks)
+            kernel, sizes = "RowScan", (cut.pack, cut.items, cut.lanes, threads, cut.blocks)
         else:
             tiles, over = ceil_div(length, cut.tile), "kOverTiles" if algorithm == "column_tiles" else "kOverBlock"
             threads, radix = cut.lanes * cut.parts, tuning.COLUMN_RADIX

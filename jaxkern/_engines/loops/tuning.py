@@ -20,6 +20,7 @@ BODY = 4000  # statements of an unrolled loop, which compile within seconds
 
 ROW_BYTES = 64  # of an array that a thread takes in a tile, where steps are adjacent
 MOST_ITEMS = 32
+ROW_LANES = 4  # of a warp that share a short row, at least
 SCAN_THREADS = 256  # of a block
 SCAN_BLOCKS = 4  # of a multiprocessor, which have 64 registers a thread
 WARP_STEPS = 1024  # that a warp walks through, at most
