@@ -1,6 +1,7 @@
 """cumsum, cumprod, cummax, cummin and cumlogsumexp: results for all elements so far along an axis."""
 
 import functools
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -224,28 +225,57 @@ def _cumulative(x, segment_ids, *, name, axis, reverse, exclusive, dtype):
         x = x.astype(dtype)
     known = lambda dtype: dtype if dtype.name in CUDA_TYPES else jnp.dtype(jnp.float32 if floats else jnp.int32)
     x, stored = x.astype(known(x.dtype)), known(dtype)
+    wide = computing(x.dtype)
     operation, identity = _OPERATIONS[name]
-    wide, first = computing(x.dtype), np.asarray(identity(dtype), computing(x.dtype))
-    scan = functools.partial(associative_scan, axis=axis, reverse=reverse, label=f"jaxkern.{name}")
-    if ids is None:
-        (y,) = scan(
-            lambda a, b: [operation(a[0], b[0])],
-            [x],
-            exclusive=[first] if exclusive else None,
-            element=lambda xs: [xs[0].astype(wide)],
-            finish=lambda state, _: [state[0].astype(stored)],
-        )
-        return y.astype(dtype)
-    starts = _starts(name, x, ids, axis, reverse)
-    restart = lambda starts, y: jnp.where(starts, first, y)
-    (y,) = scan(
-        lambda a, b: [operation(restart(b[1], a[0]), b[0]), a[1] | b[1]],
-        [x, starts],
-        exclusive=[first, False] if exclusive else None,
-        element=lambda xs: [xs[0].astype(wide), xs[1]],
-        finish=lambda state, xs: [(restart(xs[1], state[0]) if exclusive else state[0]).astype(stored)],
-    )
+    inputs, segmented = [x], ids is not None
+    if segmented:
+        inputs.append(_starts(name, x, ids, axis, reverse))
+    first = np.asarray(identity(dtype), wide)
+    options = _scan(_Form(lambda a, b: [operation(a[0], b[0])], [first]), wide, stored, segmented, exclusive)
+    if name == "cumlogsumexp":
+        form = _Form(_join_sums, [first, wide.type(0)], lambda x: [x, jnp.ones_like(x)], lambda s: s[0] + jnp.log(s[1]))
+        options = _scan(form, wide, stored, segmented, exclusive) | {"derivative": options}
+    (y,) = associative_scan(elems=inputs, axis=axis, reverse=reverse, label=f"jaxkern.{name}", **options)
     return y.astype(dtype)
+
+
+class _Form(typing.NamedTuple):
+    """A cumulative operation: how states are joined, the state of no elements, and of an element, and the result of a state."""
+
+    combine: typing.Callable
+    first: list
+    element: typing.Callable = lambda x: [x]
+    finish: typing.Callable = lambda state: state[0]
+
+
+def _join_sums(a, b):
+    """(m, s) stands for exp(m) s, where m is the largest element. One exponential, as one of both sums is not scaled."""
+    (m, s), (n, t) = a, b
+    difference = jnp.where(m == n, 0, m - n)
+    factor = jnp.exp2(-jnp.abs(difference) * np.log2(np.e).astype(m.dtype))
+    return [jnp.maximum(m, n), jnp.where(m > n, t * factor + s, s * factor + t)]
+
+
+def _scan(form, wide, stored, segmented, exclusive) -> dict:
+    """The arguments of `associative_scan`. If segmented, the last operand and the last member of a state say where one starts."""
+    restart = lambda starts, state: [jnp.where(starts, c, s) for c, s in zip(form.first, state)]
+
+    def combine(a, b):
+        if not segmented:
+            return form.combine(a, b)
+        return [*form.combine(restart(b[-1], a[:-1]), b[:-1]), a[-1] | b[-1]]
+
+    def finish(state, xs):
+        if segmented:
+            state = restart(xs[1], state[:-1]) if exclusive else state[:-1]
+        return [form.finish(state).astype(stored)]
+
+    return {
+        "combine": combine,
+        "exclusive": [*form.first, *[False] * segmented] if exclusive else None,
+        "element": lambda xs: [*form.element(xs[0].astype(wide)), *xs[1:]],
+        "finish": finish,
+    }
 
 
 def _starts(name, x, ids, axis, reverse):

@@ -34,12 +34,14 @@ class Associative:
 
     element: (xs) -> a state. combine: (earlier state, later state) -> a state. finish: (state, xs) -> ys.
     first: the state before the first step if scans are exclusive, one number for each of its members; None if inclusive.
+    derivative: a scan with the same results, whose derivatives are taken; None: those of this one.
     """
 
     element: Function
     combine: Function
     finish: Function
     first: tuple | None = None
+    derivative: "Associative | None" = None
 
     @property
     def states(self) -> tuple:
@@ -48,7 +50,7 @@ class Associative:
 
 
 def associative_scan(
-    combine, elems, *, axis, reverse=False, exclusive=None, element=None, finish=None, label=""
+    combine, elems, *, axis, reverse=False, exclusive=None, element=None, finish=None, label="", derivative=None
 ) -> list:
     """The states of all prefixes along an axis.
 
@@ -61,6 +63,8 @@ def associative_scan(
         element: (list of elements of elems) -> list of the members of the step's state; by default the elements themselves.
         finish: (list of the members of a state, list of elements of elems) -> list of what is stored; by default the state.
         label: the public function, for errors.
+        derivative: the arguments combine, exclusive, element and finish, as a dict, of a scan with the same results that has
+            better derivatives. Its functions close over no arrays.
 
     Returns: a list of arrays, of the shape of elems.
 
@@ -69,45 +73,52 @@ def associative_scan(
         ValueError: combine returns another number of results.
     """
     xs, name = [jnp.asarray(x) for x in elems], label.removeprefix("jaxkern.") or "associative_scan"
-    axis = axis % xs[0].ndim
-    dtypes = [x.dtype for x in xs]
+    axis, dtypes = axis % xs[0].ndim, [x.dtype for x in xs]
+    made, captured, first = _functions(name, dtypes, combine, exclusive, element, finish)
+    if captured:  # arrays of one number, which these Functions take as arguments of their own
+        return _with_captured(made, captured, xs, first, axis, reverse)
+    spec = _spec(made, first)
+    if derivative is not None:
+        other, _, first = _functions(name, dtypes, **derivative)
+        spec = dataclasses.replace(spec, derivative=_spec(other, first))
+    return bind(associative_p, *xs, spec=spec, axis=axis, reverse=bool(reverse))
+
+
+def _functions(name, dtypes, combine, exclusive=None, element=None, finish=None):
+    """([element, combine, finish] as Functions, the arrays of one number that they close over, the first state)."""
     made, captured = [], []
 
-    def scalars(f, dtypes, results=None):
+    def scalars(f, user, dtypes, results=None):
+        f.__name__ = getattr(user, "__name__", None) or type(user).__name__
         function, values = trace(f, dtypes, name=name, results=results, coarse=False)
         made.append(function)
         captured.extend(values)
         return function
 
-    identity = lambda xs: list(xs)
-    of_step = scalars(_named(lambda *xs: (element or identity)(list(xs)), element or combine), dtypes)
-    states = of_step.out_dtypes
-    n, wide = len(states), tuple(map(computing, states))
-    joined = scalars(_named(lambda *ab: combine(list(ab[:n]), list(ab[n:])), combine), states * 2, n)
+    start = element or (lambda xs: list(xs))
+    states = scalars(lambda *xs: start(list(xs)), element or combine, dtypes).out_dtypes
+    n = len(states)
+    joined = scalars(lambda *ab: combine(list(ab[:n]), list(ab[n:])), combine, states * 2, n)
     if joined.out_dtypes != states:
         took, gave = (", ".join(d.name for d in dtypes) for dtypes in (states, joined.out_dtypes))
         raise TypeError(f"{joined.label} takes states of {took} and must return the same, not {gave}")
-    stored = scalars(
-        _named(lambda *sx: (finish or (lambda s, _: s))(list(sx[:n]), list(sx[n:])), finish or combine),
-        [*states, *dtypes],
-    )
-    first = (
-        None if exclusive is None else tuple(np.asarray(c, d).item() for c, d in zip(exclusive, states, strict=True))
-    )
-    if captured:  # arrays of one number, which these Functions take as arguments of their own
-        return _with_captured(made, captured, xs, first, axis, reverse)
-    spec = Associative(
-        of_step.with_results(wide),
-        of_scalars(joined.scalars, wide * 2, wide, joined.label, False),
-        of_scalars(stored.scalars, (*wide, *dtypes), stored.out_dtypes, stored.label, False),
+    end = finish or (lambda state, _: state)
+    scalars(lambda *sx: end(list(sx[:n]), list(sx[n:])), finish or combine, [*states, *dtypes])
+    numbers = None
+    if exclusive is not None:
+        numbers = tuple(np.asarray(c, d).item() for c, d in zip(exclusive, states, strict=True))
+    return made, captured, numbers
+
+
+def _spec(functions, first) -> Associative:
+    element, combine, finish = functions
+    wide = tuple(map(computing, element.out_dtypes))
+    return Associative(
+        element.with_results(wide),
+        of_scalars(combine.scalars, wide * 2, wide, combine.label, False),
+        of_scalars(finish.scalars, (*wide, *element.in_dtypes), finish.out_dtypes, finish.label, False),
         first,
     )
-    return bind(associative_p, *xs, spec=spec, axis=axis, reverse=bool(reverse))
-
-
-def _named(f, user):
-    f.__name__ = getattr(user, "__name__", None) or type(user).__name__
-    return f
 
 
 def _with_captured(functions, captured, xs, first, axis, reverse):
@@ -213,6 +224,7 @@ def _jvp(primals, tangents, *, spec, axis, reverse):
     active = tuple(k for k, t in enumerate(tangents) if type(t) is not ad.Zero)
     if not active or not spec.finish.inexact_results or not primals[0].shape[axis]:
         return ys, dys
+    spec = spec.derivative or spec
     sums = _as_sums(spec)
     if sums is not None:
         given = [ad.instantiate_zeros(t) for t in tangents]
