@@ -158,13 +158,13 @@ def test_kernels(algorithm, shape, axis, dtype):
                 y, *others = (np.asarray(jax.jit(f)(x)) for _ in range(3))
             for other in others:
                 np.testing.assert_array_equal(y.view(np.uint8), other.view(np.uint8))
-            exact = turned(np.cumsum(turned(np.asarray(x, np.float64)), axis))
+            exact = turned(np.cumsum(turned(np.asarray(x, np.longdouble)), axis))
             loop = turned(
                 np.cumsum(turned(np.asarray(x, y.dtype if dtype in ("float64", "int32") else np.float32)), axis)
             )
             if dtype == "bfloat16":  # a float32 sum, rounded once
                 loop = np.asarray(jnp.asarray(loop).astype(dtype))
-            error = lambda y: np.abs(y.astype(np.float64) - exact).max()
+            error = lambda y: np.abs(y.astype(np.longdouble) - exact).max()
             assert error(y) <= error(loop)
 
             a, b = (jnp.asarray(rng.uniform(0.5, 0.99, shape), dtype) for _ in range(2)) if dtype != "int32" else (x, x)

@@ -167,11 +167,6 @@ template <class T> T __shfl_down_sync(unsigned, T x, int by) {
   const unsigned own = emulated::current, lane = own % 32;
   return emulated::Exchange(x, lane + by < 32 ? own + by : own);
 }
-template <class T> T atomicAdd(T* at, T x) {
-  const T before = *at;
-  *at += x;
-  return before;
-}
 inline unsigned __ballot_sync(unsigned, bool x) {
   const unsigned own = emulated::current;
   emulated::exchanged[own] = x;

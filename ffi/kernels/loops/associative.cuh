@@ -25,12 +25,11 @@
 // kRadix adjacent tiles are a group, and kRadix adjacent groups a supergroup. A block publishes the state of its tile, the
 // last block of a group the state of the group, and the last block of a supergroup the state of all steps up to its end.
 // What stands before a tile is the state before its supergroup, the states of earlier groups in it, and the states of earlier
-// tiles in its group, joined in this order. Blocks take tiles from a counter until there are none left, so a block waits only for
-// tiles that running blocks have taken.
+// tiles in its group, joined in this order. A block waits only for blocks with smaller indices, which the GPU starts first.
 //
-// kAhead: a block loads its next tile while it waits for what stands before the present one.
+// kAhead: a block that walks through tiles loads the next one while it finishes one.
 //
-// Published states lie in `slots`, behind the counter; all are 0 at the start. Each word of a state has 64 bits, with a flag in the upper half
+// Published states lie in `slots`, which are 0 at the start. Each word of a state has 64 bits, with a flag in the upper half
 // that says that it is there, so that no fence is needed: a store of 64 bits is seen whole or not at all.
 //
 // Steps behind the last, in the last tile, have states of zeros or of anything. They come after all others, and nothing that is
@@ -63,11 +62,6 @@ __device__ __forceinline__ uint64_t ReadSlot(const uint64_t* slot) {
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(bits) : "l"(slot) : "memory");
   return bits;
 #endif
-}
-
-// The next tile of a launch, for the block that calls it. Whatever a tile waits for has been taken before it, by a block that runs.
-__device__ __forceinline__ int64_t TakeTile(uint64_t* counter) {
-  return static_cast<int64_t>(atomicAdd(reinterpret_cast<unsigned long long*>(counter), 1ull));
 }
 
 // Lanes of a warp exchange numbers of 32 or 64 bits.

@@ -31,16 +31,10 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
   template <int kCount> struct Room {
     State of[kCount][kLanes][N];
   };
-  // lanes: the number of the group of kLanes * N lanes.
-  struct Place {
-    int64_t lanes, tile;
-    bool exists;
-  };
   struct Shared {
     Room<kParts> part[2];
     Room<kOver == kOverTiles ? kRadix : 1> tile, group;
     Room<1> before;
-    Place next;
   };
 
   template <size_t... L> static __device__ __forceinline__ void Load(const typename Engine::Args& a, int64_t lane,
@@ -95,39 +89,23 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
     }
   }
 
-  static __device__ __forceinline__ Place Numbered(const typename Engine::Args& a, int64_t number) {
-    const int64_t blocks = (a.loop.lanes + kLanes * N - 1) / (kLanes * N), tile = number / blocks;
-    return {number - tile * blocks, tile, tile < a.tiles};
-  }
-  static __device__ __forceinline__ Place First(const typename Engine::Args& a, Shared& shared) {
-    if constexpr (kOver == kOverTiles) {
-      if (threadIdx.x == 0) shared.next = Numbered(a, TakeTile(a.slots));
-      __syncthreads();
-      return shared.next;
-    } else {
-      return {blockIdx.x, 0, true};
-    }
-  }
-
   static __device__ __forceinline__ void Run(const typename Engine::Args& a, Shared& shared) {
     const int side = threadIdx.x % kLanes, part = threadIdx.x / kLanes;
-    Place place = First(a, shared);
-    if (!place.exists) return;
-    if constexpr (kOver == kOverTiles) __syncthreads();  // shared.next is free
+    const int64_t blocks = (a.loop.lanes + kLanes * N - 1) / (kLanes * N);
+    int64_t tile = kOver == kOverTiles ? blockIdx.x / blocks : 0;
+    const int64_t end = kOver == kOverTiles ? tile + 1 : a.tiles;
     // Threads without lanes compute on those of lane 0, and store nothing.
-    const auto first_lane = [&](const Place& place) { return (place.lanes * kLanes + side) * N; };
-    const auto known = [&](int64_t lane) { return lane < a.loop.lanes ? lane : 0; };
-    const auto rank_of = [&](const Place& place) { return place.tile * kTile + part * kItems; };
+    const int64_t place = (blockIdx.x % blocks * kLanes + side) * N;
+    const bool valid = place < a.loop.lanes;
+    const int64_t lane = valid ? place : 0;
 
     Loaded x[kItems];
-    Load(a, known(first_lane(place)), rank_of(place), x, XIndex());
+    Load(a, lane, tile * kTile + part * kItems, x, XIndex());
     typename Engine::Lane numbers[N];
     typename Engine::Carry init[N];
-    Engine::Read(a, known(first_lane(place)), numbers, init);
+    Engine::Read(a, lane, numbers, init);
     Prefix walked[N];
     for (int phase = 0;; phase ^= 1) {
-      int64_t taken = 0;
-      if (kOver == kOverTiles && threadIdx.x == 0) taken = TakeTile(a.slots);
       State own[N];
 #pragma unroll
       for (int i = 0; i < N; ++i) own[i] = Engine::ElementOf(numbers[i], Item(x[0], i, XIndex()));
@@ -138,24 +116,21 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
           own[i] = Engine::Join(own[i], Engine::ElementOf(numbers[i], Item(x[u], i, XIndex())));
         }
       }
-      Place next = {place.lanes, place.tile + 1, place.tile + 1 < a.tiles};
+      const int64_t rank = tile * kTile + part * kItems;
+      const bool goes_on = ++tile < end;
       // The other half of shared.part is read until all threads have come here again.
       const Room<kParts>& parts = shared.part[phase];
       if constexpr (kParts > 1 || kOver == kOverTiles) {
 #pragma unroll
         for (int i = 0; i < N; ++i) shared.part[phase].of[part][side][i] = own[i];
-        if (kOver == kOverTiles && threadIdx.x == 0) shared.next = Numbered(a, taken);
         __syncthreads();
-        if constexpr (kOver == kOverTiles) next = shared.next;
       }
       Loaded ahead[kItems];
-      if (kAhead && next.exists) Load(a, known(first_lane(next)), rank_of(next), ahead, XIndex());
+      if (kAhead && goes_on) Load(a, lane, rank + kTile, ahead, XIndex());
 
-      const int64_t lane = known(first_lane(place));
-      const bool valid = first_lane(place) < a.loop.lanes;
       Prefix before[N];
       if constexpr (kOver == kOverTiles) {
-        LookBack(a, first_lane(place), side, part, place.tile, own, before, parts, shared);
+        LookBack(a, place, side, part, tile - 1, own, before, parts, shared);
       }
       typename Engine::Carry carry[N];
 #pragma unroll
@@ -170,16 +145,14 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
         }
         carry[i] = Engine::Behind(init[i], before[i]);
       }
-      Finish(a, lane, valid, rank_of(place), x, numbers, carry, !before[0].any, YIndex());
-      if (!next.exists) return;
+      Finish(a, lane, valid, rank, x, numbers, carry, !before[0].any, YIndex());
+      if (!goes_on) return;
       if constexpr (kAhead) {
 #pragma unroll
         for (int u = 0; u < kItems; ++u) x[u] = ahead[u];
       } else {
-        Load(a, known(first_lane(next)), rank_of(next), x, XIndex());
+        Load(a, lane, rank + kTile, x, XIndex());
       }
-      if (kOver == kOverTiles && next.lanes != place.lanes) Engine::Read(a, known(first_lane(next)), numbers, init);
-      place = next;
     }
   }
 
@@ -201,7 +174,7 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
     const int64_t stride = (a.loop.lanes + kLanes * N - 1) / (kLanes * N) * (kLanes * N);
     const int64_t each = Engine::kWords * stride;
     typename Engine::Published published;
-    published.template Set<kRadix>(a.slots + 1 + place, a.tiles, each);
+    published.template Set<kRadix>(a.slots + place, a.tiles, each);
     const int64_t group = tile / kRadix, super = group / kRadix;
     const int tiles = static_cast<int>(tile % kRadix), groups = static_cast<int>(group % kRadix);
     const bool closes = tiles == kRadix - 1, closes_super = closes && groups == kRadix - 1;

@@ -110,17 +110,14 @@ struct RowScan<F, N, kItems, kLanes, kThreads, kRadix, kAhead, kOver, kReverse, 
   template <class T> using ChunkOf = Chunk<T, N, kPacks, kLanes>;
   using Loaded = Slots<XIndex, ChunkOf<X>...>;
 
-  // What a block works on: in kOverTiles the tile with a number, else the first tile of its row.
   struct Place {
     int64_t row, tile;
-    bool exists;  // whether there is such a tile, of all rows of the warp or block
   };
 
   struct Shared {
     alignas(16) char room[kWarps][kRoom];
     State warp[2][kWarps];
     State before;
-    Place next;
   };
 
   template <size_t... L> static __device__ __forceinline__ void Load(const typename Engine::Args& a, const Place& place,
@@ -167,28 +164,17 @@ struct RowScan<F, N, kItems, kLanes, kThreads, kRadix, kAhead, kOver, kReverse, 
     return kOver != kOverWarp || place.row < a.loop.lanes ? a.loop.steps : 0;
   }
 
-  static __device__ __forceinline__ Place Numbered(const typename Engine::Args& a, int64_t number) {
-    const int64_t tile = number / a.loop.lanes;
-    return {number - tile * a.loop.lanes, tile, tile < a.tiles};
-  }
-  static __device__ __forceinline__ Place First(const typename Engine::Args& a, Shared& shared) {
-    if constexpr (kOver == kOverTiles) {
-      if (threadIdx.x == 0) shared.next = Numbered(a, TakeTile(a.slots));
-      __syncthreads();
-      return shared.next;
-    } else {
-      const int64_t first = blockIdx.x * int64_t{kThreads} + threadIdx.x;
-      return {kOver == kOverBlock ? blockIdx.x : first / kLanes, 0, true};
-    }
+  static __device__ __forceinline__ Place First(const typename Engine::Args& a) {
+    const int64_t block = blockIdx.x, thread = block * kThreads + threadIdx.x;
+    if (kOver == kOverTiles) return {block % a.loop.lanes, block / a.loop.lanes};
+    return {kOver == kOverBlock ? block : thread / kLanes, 0};
   }
 
   static __device__ __forceinline__ void Run(const typename Engine::Args& a, Shared& shared) {
     const int lane = threadIdx.x % kLanes, warp = threadIdx.x / 32;
     const int own = kReverse ? kLanes - 1 - lane : lane;
-    Place place = First(a, shared);
-    if (!place.exists) return;
-    if constexpr (kOver == kOverTiles) __syncthreads();  // shared.next is free
-
+    Place place = First(a);
+    const int64_t end = kOver == kOverTiles ? place.tile + 1 : a.tiles;
     Loaded x;
     Load(a, place, x, XIndex());
     typename Engine::Lane numbers[1];
@@ -196,8 +182,6 @@ struct RowScan<F, N, kItems, kLanes, kThreads, kRadix, kAhead, kOver, kReverse, 
     Engine::Read(a, Length(a, place) ? place.row : 0, numbers, init);
     typename Engine::Prefix walked;
     for (int phase = 0;; phase ^= 1) {
-      int64_t taken = 0;
-      if (kOver == kOverTiles && threadIdx.x == 0) taken = TakeTile(a.slots);
       ToOwn(x, shared.room[warp], own, XIndex());
       State inclusive = Engine::ElementOf(numbers[0], Item(x, 0, XIndex()));
 #pragma unroll
@@ -208,19 +192,18 @@ struct RowScan<F, N, kItems, kLanes, kThreads, kRadix, kAhead, kOver, kReverse, 
       const State exclusive = Engine::Up(inclusive, 1);
 
       typename Engine::Prefix before = walked;
-      Place next = {place.row, place.tile + 1, place.tile + 1 < a.tiles};
+      const Place next = {place.row, place.tile + 1};
+      const bool goes_on = next.tile < end;
       Loaded ahead;
       if constexpr (kOver == kOverWarp) {
-        if (kAhead && next.exists) Load(a, next, ahead, XIndex());
+        if (kAhead && goes_on) Load(a, next, ahead, XIndex());
         walked.Append(Engine::From(inclusive, threadIdx.x % 32 / kLanes * kLanes + kLanes - 1));
       } else {
         // The other half of shared.warp is read until all threads have come here again.
         State* const warps = shared.warp[phase];
         if (lane == 31) warps[warp] = inclusive;
-        if (kOver == kOverTiles && threadIdx.x == 0) shared.next = Numbered(a, taken);
         __syncthreads();
-        if constexpr (kOver == kOverTiles) next = shared.next;
-        if (kAhead && next.exists) Load(a, next, ahead, XIndex());
+        if (kAhead && goes_on) Load(a, next, ahead, XIndex());
         const State all = Engine::template Inclusive<kWarps>(warps[lane % kWarps]);
         const State total = Engine::From(all, kWarps - 1);
         if constexpr (kOver == kOverTiles) {
@@ -248,10 +231,9 @@ struct RowScan<F, N, kItems, kLanes, kThreads, kRadix, kAhead, kOver, kReverse, 
         }
       }
       Store(a, place, y, shared.room[warp], own, YIndex());
-      if (!next.exists) return;
+      if (!goes_on) return;
       if constexpr (kAhead) x = ahead;
       else Load(a, next, x, XIndex());
-      if (kOver == kOverTiles && next.row != place.row) Engine::Read(a, next.row, numbers, init);
       place = next;
     }
   }
@@ -264,7 +246,7 @@ struct RowScan<F, N, kItems, kLanes, kThreads, kRadix, kAhead, kOver, kReverse, 
     typename Engine::Published published;
     const int64_t each = Engine::kWords;
     const int64_t of_row = (a.tiles + a.tiles / kRadix + a.tiles / (kRadix * kRadix)) * each;
-    published.template Set<kRadix>(a.slots + 1 + row * of_row, a.tiles, each);
+    published.template Set<kRadix>(a.slots + row * of_row, a.tiles, each);
     if (lane == 0) Engine::Publish(published.tile + tile * each, 1, total);
     const int64_t group = tile / kRadix, super = group / kRadix;
     const int tiles = static_cast<int>(tile % kRadix), groups = static_cast<int>(group % kRadix);

@@ -113,8 +113,11 @@ def layout(algorithm, problem, vectors=True, reverse=True):
                 items //= 2
             while threads > 64 and threads * items >= 2 * length:
                 threads //= 2
-        blocks = max(1, tuning.SCAN_BLOCKS * tuning.SCAN_THREADS // threads)
-        return RowLayout(pack, items, lanes, threads, blocks, problem.arrays == 1)
+        resident = tuning.SCAN_BLOCKS
+        if algorithm == "tiles":  # the larger a tile, the fewer blocks wait for each other
+            items, resident = min(tuning.MOST_ITEMS, 2 * items), tuning.SCAN_BLOCKS // 2
+        blocks = max(1, resident * tuning.SCAN_THREADS // threads)
+        return RowLayout(pack, items, lanes, threads, blocks, problem.arrays == 1 and algorithm != "tiles")
     pack = most if algorithm == "lanes" else max(1, tuning.COLUMN_BYTES // problem.itemsize)
     while not vectors and pack > 1 or inner % pack or pack * problem.words > tuning.COLUMN_WORDS:
         pack //= 2
@@ -123,6 +126,8 @@ def layout(algorithm, problem, vectors=True, reverse=True):
     lanes = 32
     while lanes > 1 and lanes * pack >= 2 * inner * problem.outer:
         lanes //= 2
+    if problem.arrays == 1 and algorithm == "column_tiles":
+        return ColumnLayout(pack, lanes, tuning.SCAN_THREADS // lanes, 2 * tuning.COLUMN_STEPS, 3, False)
     items = max(4, tuning.COLUMN_STEPS // max(1, problem.arrays - 1))
     return ColumnLayout(pack, lanes, tuning.SCAN_THREADS // lanes, items, tuning.SCAN_BLOCKS, problem.arrays == 1)
 
@@ -170,7 +175,7 @@ def plan(device, operands, results, *, spec, axis, reverse):
         name = f"{kernel}Kernel<{NAME}, {', '.join(map(str, sizes))}, {radix}, {ahead}, {over}, {backwards}>"
         published = tiles + tiles // radix + tiles // radix**2
         shared = over == "kOverTiles"
-        scratch = 8 * (1 + words * width * published) if shared else 0
+        scratch = 8 * words * width * published if shared else 0
         args = struct(
             struct(
                 *[launch.null] * (1 + carries + 1),
@@ -187,7 +192,7 @@ def plan(device, operands, results, *, spec, axis, reverse):
             i64(tiles),
         )
         header, blocks = f"loops/{'row' if inner == 1 else 'column'}_scan.cuh", blocks_of(algorithm, problem, cut)
-        step = Launch(header, name, [args], blocks, threads, waves=int(shared), source=source)
+        step = Launch(header, name, [args], blocks, threads, source=source)
         return ((Memset(launch.scratch(), scratch), step) if shared else (step,)), scratch
 
     aligned, scratch = launches(True)
