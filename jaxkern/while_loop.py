@@ -10,8 +10,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
 
-from jaxkern._core import validate
+from jaxkern._core import compat, validate
 from jaxkern._engines.loops.while_lowering import mark
 from jaxkern._engines.loops.while_program import read
 
@@ -35,7 +36,7 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
             rounded in every step.
 
     Returns: the last carry. In the kernel a thread keeps the carry of its lane in registers and stops when its condition is
-    false. XLA runs the loop where there is no kernel: on a CPU, and on several devices outside of `shard_map`. There, all
+    false. On several devices each runs the loops of its own lanes, and nothing is sent. Where there is no kernel, on a CPU, all
     lanes take steps until the last one is done, and a selection keeps the carries of the others. Forward-mode derivatives and
     batches are JAX's, and kernels too.
 
@@ -98,7 +99,9 @@ def _broadcast(cond, body, init):
     promoted = False
     while True:
         like = [jax.typeof(x) for x in init]
-        going, new = jax.eval_shape(lambda xs: (cond(xs), body(xs)), init)
+        closed = jax.make_jaxpr(lambda *xs: (cond(xs), *body(xs)))(*init)
+        avals: list[Any] = [v.aval for v in closed.jaxpr.outvars]
+        going, *new = avals
         dtypes = [jnp.promote_types(a.dtype, b.dtype) if a.weak_type else a.dtype for a, b in zip(like, new)]
         if not promoted and any(d != a.dtype for d, a in zip(dtypes, like)):
             init, promoted = [x.astype(d) for x, d in zip(init, dtypes)], True
@@ -113,9 +116,23 @@ def _broadcast(cond, body, init):
             raise ValueError(
                 f"{LABEL}: conditions of shape {going.shape} and carries {found} do not broadcast"
             ) from None
-        if shapes == [a.shape for a in like]:
+        axes = frozenset().union(*map(compat.varying_axes, (*like, *new, going)))
+        specs = [_spec(shape, (a, b, going)) for shape, a, b in zip(shapes, like, new)]
+        known = shapes == [a.shape for a in like] and specs == list(map(validate.explicit_spec, like))
+        if known and all(compat.varying_axes(a) == axes for a in like):
             return init
         init = [jnp.broadcast_to(x, shape) for x, shape in zip(init, shapes)]
+        init = [jax.sharding.reshard(x, PartitionSpec(*s)) if any(s) else x for x, s in zip(init, specs)]
+        init = [compat.cast_varying(x, axes - own) if axes - (own := compat.varying_axes(x)) else x for x in init]
+
+
+def _spec(shape, avals) -> tuple:
+    """How an array to which these broadcast is split, on a mesh with explicit axes."""
+    found: list = [None] * len(shape)
+    for a in avals:
+        for k, axes in zip(range(-a.ndim, 0), validate.explicit_spec(a)):
+            found[k] = found[k] or (axes if a.shape[k] == shape[k] else None)
+    return tuple(found)
 
 
 # The identity on results, without a derivative in reverse mode.

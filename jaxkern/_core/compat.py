@@ -25,7 +25,7 @@ from jaxkern._core import environment
 
 def varying_axes(x) -> frozenset:
     """The manual mesh axes that `x` varies over, inside `shard_map`; empty elsewhere."""
-    aval = jax.typeof(x)
+    aval = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
     if hasattr(aval, "manual_axis_type"):  # jax >= 0.10
         return frozenset(aval.manual_axis_type.varying)
     return frozenset(getattr(aval, "vma", ()))

@@ -4,16 +4,19 @@ A loop whose body selects by the mark of the lanes' conditions becomes one kerne
 (while_program.py). Every other loop is lowered by JAX's rule.
 """
 
+import functools
+
 from jax import lax
 from jax.interpreters import mlir
 
 from jaxkern._core import algorithms, compat, device, environment, registry, switch
 from jaxkern._core.functor import Unsupported
-from jaxkern._engines.loops import lowering, while_plan, while_program
+from jaxkern._engines.loops import lowering, while_plan, while_program, while_sharding
 from jaxkern._engines.loops.while_plan import WhileCore
 from jaxkern._engines.loops.while_program import lanes_p
 
 TARGET = "jaxkern_while_loop"
+LABEL = "jaxkern.while_loop"
 
 
 def mark(going):
@@ -23,8 +26,8 @@ def mark(going):
 
 def is_marked(params) -> bool:
     """Whether a while loop is one of `jaxkern.while_loop`."""
-    body = params["body_jaxpr"]
-    return compat.calls(getattr(body, "jaxpr", body), lanes_p.name)
+    cond = params["cond_jaxpr"]
+    return compat.calls(getattr(cond, "jaxpr", cond), lanes_p.name)
 
 
 def find(ctx, operands, params, label) -> lowering.Loop:
@@ -49,12 +52,10 @@ def find(ctx, operands, params, label) -> lowering.Loop:
 
 def _kernel(ctx, operands, params):
     """The results of a marked loop from a kernel, or None."""
-    if environment.xla_only() or algorithms.xla_forced() or compat.partitioned_devices(ctx) > 1:
-        return None
-    if not registry.kernels_run() or not is_marked(params):
+    if compat.partitioned_devices(ctx) > 1 or not registry.kernels_run():
         return None
     try:
-        loop = find(ctx, operands, params, "jaxkern.while_loop")
+        loop = find(ctx, operands, params, LABEL)
     except Unsupported:
         return None
     return lowering.emit(ctx, operands, loop, TARGET)
@@ -63,12 +64,19 @@ def _kernel(ctx, operands, params):
 def _register():
     otherwise = compat.lowering_of(lax.while_p)
 
-    def rule(ctx, *operands, **params):
-        found = switch.own_promotion(_kernel)(ctx, operands, params)
+    def rule(platform, ctx, *operands, **params):
+        found = None
+        if is_marked(params) and not environment.xla_only() and not algorithms.xla_forced():
+            if compat.may_partition_itself(ctx):
+                found = switch.own_promotion(while_sharding.lower)(ctx, operands, params, LABEL)
+            elif platform == "cuda":
+                found = switch.own_promotion(_kernel)(ctx, operands, params)
         return otherwise(ctx, *operands, **params) if found is None else found
 
     registry.register_cuda_target(TARGET)
-    mlir.register_lowering(lax.while_p, rule, platform="cuda")
+    compat.needs_devices(lanes_p)
+    for platform in ("cuda", "cpu"):
+        mlir.register_lowering(lax.while_p, functools.partial(rule, platform), platform=platform)
 
 
 _register()

@@ -40,6 +40,7 @@ class WhileProgram(Program):
     """See the module.
 
     operands: constants of the condition, constants of the body, carries; results: new carries. condition: of a lane.
+    given: the operands before small dimensions are taken apart.
 
     equal: for each operand of the loop, the position of the first one that is the same array. join: whether a condition that
         joins others by `any` is a condition for each of these.
@@ -58,7 +59,7 @@ class WhileProgram(Program):
         inputs = [self._value(v.aval) for v in (*cond.invars[:cond_nconsts], *body.invars)]
         for k, first in enumerate(equal):
             inputs[k] = inputs[first]
-        carries = inputs[cond_nconsts + body_nconsts :]
+        self.given, carries = inputs, inputs[cond_nconsts + body_nconsts :]
         constants = lambda values: list(map(self._constant, values))
         (whole,) = self._inline(cond, constants(of_cond), [*inputs[:cond_nconsts], *carries])
         condition, joined = self._of_lanes(whole) if join else (whole, False)
