@@ -15,7 +15,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern._accelerate import functions, loops, rules
+from jaxkern._accelerate import cumulative, functions, loops, rules
 from jaxkern._core import arrays, compat, decisions, switch, validate
 from jaxkern._core.decisions import Explanation
 from jaxkern._core.switch import Settings
@@ -56,6 +56,9 @@ class accelerate(contextlib.ContextDecorator):
                                                       `jax.lax.map`, `jax.lax.while_loop` to a known count; their gradients
         "while_loop"                                  while loops of which every lane stops on its own: under `jax.vmap`, or
                                                       with `jnp.any` over lanes as condition
+        "associative_scan"                            `jax.lax.associative_scan` of a function that is elementwise over lanes
+        "cumsum", "cumprod", "cummax", "cummin",      `jnp.cumsum`, `jnp.cumprod`, and the functions of these names in `jax.lax`
+        "cumlogsumexp"
         "layer_norm", "rms_norm"                      the layers of `flax.linen`, `flax.nnx`, `equinox` and `haiku`: the
                                                       variance is computed differently
 
@@ -304,6 +307,7 @@ def _prepare(settings) -> bool:
 def _register(platform):
     rules.register(platform)
     loops.register(platform)
+    cumulative.register(platform)
 
 
 @contextlib.contextmanager

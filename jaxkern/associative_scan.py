@@ -44,6 +44,11 @@ def associative_scan(fn: Callable, elems: Any, reverse: bool = False, axis: int 
     Source: Blelloch, "Prefix sums and their applications", 1990; Merrill and Garland, "Single-pass parallel prefix scan with
     decoupled look-back", 2016.
     """
+    return of_pytrees(fn, elems, reverse, axis)
+
+
+def of_pytrees(fn, elems, reverse, axis, replaced=False):
+    """The same. replaced: whether it stands for a scan of a program that `jaxkern.accelerate` replaced."""
     name = "associative_scan"
     validate.function(name, "fn", fn, "a function of two pytrees like elems")
     leaves, tree = jax.tree.flatten(elems)
@@ -85,7 +90,8 @@ def associative_scan(fn: Callable, elems: Any, reverse: bool = False, axis: int 
     core = Core(Program(closed.jaxpr, closed.consts, 0, 0, label))
     if core.program.sums:
         raise TypeError(f"{label}: fn sums over lanes, which is not elementwise")
-    scan = functools.partial(associative.associative_scan, axis=along, reverse=reverse, label=f"jaxkern.{name}")
+    options = {"axis": along, "reverse": reverse, "label": f"jaxkern.{name}", "replaced": replaced}
+    scan = functools.partial(associative.associative_scan, **options)
     whole = jnp.broadcast_shapes(*(x.shape for x in leaves))
     arrays = [jnp.broadcast_to(x, whole) for x in leaves]
     if _is_of_scalars(flat, leaves):

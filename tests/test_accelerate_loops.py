@@ -180,6 +180,45 @@ def test_left(what):
         raise AssertionError(found.reason)
 
 
+join = lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])
+CUMULATIVE = {
+    "associative_scan": lambda x: lax.associative_scan(join, (x, x), axis=1)[1],
+    "cumsum": lambda x: jnp.cumsum(x, 1),
+    "cumprod": lambda x: lax.cumprod(x, 1, reverse=True),
+    "cummax": lambda x: lax.cummax(x, 1),
+    "cummin": lambda x: lax.cummin(x, 1, reverse=True),
+    "cumlogsumexp": lambda x: lax.cumlogsumexp(x, 1),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", CUMULATIVE)
+def test_cumulative_operations(name):
+    """Values and gradients are plain JAX's; kernels run them from a size on."""
+    f = CUMULATIVE[name]
+    x = jnp.asarray(np.random.default_rng(0).uniform(0.5, 1, (3, 70, 2)), jnp.float32)
+    for g in (f, loss(f))[: 1 + (name in ("associative_scan", "cumprod"))]:
+        plain, own, taken = both(g, x)
+        close(plain, own)
+        assert taken
+    for shape, takes in (((64, 4096, 64), True), ((64, 40, 4096), False), ((4, 4096, 4), False)):
+        found = jaxkern.explain(f)(spec(*shape))
+        assert [(d.operation, d.taken) for d in found] == [(name, takes)]
+    with jaxkern.accelerate(export=True):  # on a machine without a GPU, too
+        text = jax.jit(lambda x: f(x)).trace(spec(64, 4096, 64)).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(launch.programs(text)) == 1
+
+
+@needs_kernels
+def test_associative_scans_that_are_left():
+    products = lambda x: lax.associative_scan(jnp.matmul, x)
+    (found,) = jaxkern.explain(products)(spec(128, 64, 64))
+    assert not found.taken and "dot_general" in found.reason
+    assert not jaxkern.explain(lambda x: lax.associative_scan(lambda a, b: a + b, x))(
+        spec(128, 64, dtype=jnp.complex64)
+    )
+
+
 @needs_kernels
 def test_settings():
     """By name; jaxkern.scan is not an operation of the program; another platform; a count that is not known."""
@@ -227,7 +266,7 @@ def test_several_devices():
     close(plain, own)
 
 
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", range(8))
 def test_random_programs(number):
     random_loops.lower(0, number)
 

@@ -90,6 +90,17 @@ ROWS = {
             "body = lambda s: (s[0] + 1, jnp.cos(s[1]))\n"
             "f, arguments = lambda x: jax.lax.while_loop(lambda s: s[0] < 100, body, (0, x))[1], (big,)",
         ),
+        "jax.lax.associative_scan": (
+            "associative_scan",
+            "join = lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])\n"
+            "f, arguments = lambda x: jax.lax.associative_scan(join, (x, x))[1], (big,)",
+        ),
+        "jnp.cumsum": ("cumsum", "f, arguments = lambda x: jnp.cumsum(x, 1), (big,)"),
+        "jnp.cumprod": ("cumprod", "f, arguments = lambda x: jnp.cumprod(x, 1), (big,)"),
+        **{
+            f"jax.lax.{name}": (name, f"f, arguments = lambda x: jax.lax.{name}(x, 1, reverse=True), (big,)")
+            for name in switch.CUMULATIVE
+        },
         "jax.nn.softmax": (
             "softmax",
             "f, arguments = jax.grad(lambda x, v: jnp.square(jax.nn.softmax(x) @ v).sum()), (rows, spec((1024, 64)))",

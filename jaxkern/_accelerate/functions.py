@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, mlir
 
-from jaxkern._accelerate import attention, gate, norms
+from jaxkern._accelerate import attention, cumulative, gate, norms
 from jaxkern._accelerate.arguments import decide, is_plain
 from jaxkern._core import compat, decisions, stablehlo, switch, validate
 from jaxkern._core.algorithms import forced
@@ -288,6 +288,7 @@ TARGETS = (
         functools.partial(_softmax_like, "log_softmax", gate.log_softmax, row_log_softmax_p),
     ),
     Target(("softmax_cross_entropy",), "optax", "softmax_cross_entropy_with_integer_labels", _cross_entropy),
+    Target(("associative_scan",), "jax.lax", "associative_scan", cumulative.associative_scan, "fn elems reverse axis"),
     *(Target(*fields) for fields in (*attention.REPLACED, *norms.REPLACED)),
 )
 

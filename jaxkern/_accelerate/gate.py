@@ -56,6 +56,11 @@ NORM_ELEMENTS, NORM_VECTOR = 1 << 20, 8
 # Steps that XLA takes one after the other. Each starts its kernels anew, in 3 to 5 us on an H200, whatever the lanes are: a single
 # warp takes a step of a recurrence in a tenth of that. XLA unrolls shorter loops, and fuses them with what is around them.
 LOOP_STEPS = 8
+# Associative scans: XLA computes the levels of a tree one after the other, twice log2(length) of them. The gradient of ours is a
+# loop over the steps, whose lanes must be many.
+ASSOCIATIVE_LENGTH, ASSOCIATIVE_LANES = 64, 1 << 12
+# Cumulative sums and their kin: XLA has a tree of windows, at 0.17 to 0.30 of a copy in float32.
+CUMULATIVE_LENGTH, CUMULATIVE_ELEMENTS = 64, 1 << 20
 # Of a while loop of which every lane stops on its own. XLA takes each step of all lanes with several kernels and a message to the
 # host; a kernel takes all steps of a lane in a thread. Fewer lanes were not measured.
 WHILE_LANES = 1024
@@ -150,6 +155,10 @@ MEASURED = {
         Measured("norm", "rms_norm", "49152x128", "bfloat16", "backward", True),
     ],
     "LOOP_STEPS": [],
+    "ASSOCIATIVE_LENGTH": [],
+    "ASSOCIATIVE_LANES": [],
+    "CUMULATIVE_LENGTH": [],
+    "CUMULATIVE_ELEMENTS": [],
     "WHILE_LANES": [],
     "NORM_VECTOR": [Measured("norm", "rms_norm", "32768x4097", "bfloat16", "forward", None)],
 }
@@ -282,6 +291,18 @@ def while_loop(lanes: int) -> tuple[bool, str]:
     """Whether a while loop of which every lane stops on its own is taken."""
     enough = lanes >= WHILE_LANES
     return enough, f"{lanes} lanes that stop on their own" if enough else f"{lanes} lanes are few"
+
+
+def associative(length: int, lanes: int) -> tuple[bool, str]:
+    if length < ASSOCIATIVE_LENGTH:
+        return False, f"{length} steps are few"
+    return lanes >= ASSOCIATIVE_LANES, f"{lanes} lanes are few for its gradient, a loop"
+
+
+def cumulative(length: int, elements: int) -> tuple[bool, str]:
+    if length < CUMULATIVE_LENGTH:
+        return False, f"{length} steps are few"
+    return elements >= CUMULATIVE_ELEMENTS, f"{elements} elements are few"
 
 
 def logsumexp(dtype, rows: int, width: int) -> tuple[bool, str]:

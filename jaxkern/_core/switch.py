@@ -15,6 +15,7 @@ import jax
 from jaxkern._core import compat, registry
 
 SCATTERS = ("scatter_add", "scatter_max", "scatter_min")
+CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 # The operations, and what each is in a program. docs/accelerate.md shows this, and a test runs everything that it names.
 TAKEN = {
     "scatter_add": "scatters of rows: `x.at[ids].add`, `jax.ops.segment_sum`, jraph's models; the gradients of `x[ids]`, "
@@ -28,6 +29,12 @@ TAKEN = {
     "softmax_cross_entropy": "`optax.softmax_cross_entropy_with_integer_labels`, loss and gradient",
     "scan": "loops that are elementwise over lanes: `jax.lax.scan`, `jax.lax.fori_loop`, `jax.lax.map`, `jax.lax.while_loop` to a "
     "known count; their gradients",
+    "associative_scan": "`jax.lax.associative_scan` of a function that is elementwise over lanes",
+    "cumsum": "`jnp.cumsum`, `jax.lax.cumsum`",
+    "cumprod": "`jnp.cumprod`, `jax.lax.cumprod`",
+    "cummax": "`jax.lax.cummax`",
+    "cummin": "`jax.lax.cummin`",
+    "cumlogsumexp": "`jax.lax.cumlogsumexp`",
     "while_loop": "while loops of which every lane stops on its own: under `jax.vmap`, or with `jnp.any` over lanes as condition",
     "layer_norm": "the LayerNorm of flax.linen, flax.nnx, equinox and haiku; the variance is computed differently",
     "rms_norm": "the RMSNorm of the same libraries",

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
-from jaxkern._core import algorithms, compat, partition
+from jaxkern._core import algorithms, compat, decisions, partition, stablehlo, switch
 from jaxkern._core.define import primitive
 from jaxkern._core.functor import Function, of_scalars, trace
 from jaxkern._core.jaxprs import computing
@@ -35,6 +35,7 @@ class Associative:
     element: (xs) -> a state. combine: (earlier state, later state) -> a state. finish: (state, xs) -> ys.
     first: the state before the first step if scans are exclusive, one number for each of its members; None if inclusive.
     derivative: a scan with the same results, whose derivatives are taken; None: those of this one.
+    replaced: whether it stands for a scan of a program that jaxkern.accelerate replaced.
     """
 
     element: Function
@@ -42,6 +43,7 @@ class Associative:
     finish: Function
     first: tuple | None = None
     derivative: "Associative | None" = None
+    replaced: bool = False
 
     @property
     def states(self) -> tuple:
@@ -50,7 +52,17 @@ class Associative:
 
 
 def associative_scan(
-    combine, elems, *, axis, reverse=False, exclusive=None, element=None, finish=None, label="", derivative=None
+    combine,
+    elems,
+    *,
+    axis,
+    reverse=False,
+    exclusive=None,
+    element=None,
+    finish=None,
+    label="",
+    derivative=None,
+    replaced=False,
 ) -> list:
     """The states of all prefixes along an axis.
 
@@ -65,6 +77,7 @@ def associative_scan(
         label: the public function, for errors.
         derivative: the arguments combine, exclusive, element and finish, as a dict, of a scan with the same results that has
             better derivatives. Its functions close over no arrays.
+        replaced: see `Associative`.
 
     Returns: a list of arrays, of the shape of elems.
 
@@ -77,7 +90,7 @@ def associative_scan(
     made, captured, first = _functions(name, dtypes, combine, exclusive, element, finish)
     if captured:  # arrays of one number, which these Functions take as arguments of their own
         return _with_captured(made, captured, xs, first, axis, reverse)
-    spec = _spec(made, first)
+    spec = dataclasses.replace(_spec(made, first), replaced=replaced)
     if derivative is not None:
         other, _, first = _functions(name, dtypes, **derivative)
         spec = dataclasses.replace(spec, derivative=_spec(other, first))
@@ -153,6 +166,7 @@ def _moved(x, first, axis, reverse):
 # ---- the primitive
 
 
+@switch.own_code  # under jaxkern.accelerate lax.associative_scan would come back here
 def _reference(*xs, spec, axis, reverse):
     ys = _scanned(
         spec.element.unrounded,
@@ -183,6 +197,21 @@ def _batch(prim, xs, dims, *, spec, axis, reverse):
     ]
     ys = bind(prim, *xs, spec=spec, axis=axis + 1, reverse=reverse)
     return ys, [0] * len(ys)
+
+
+def _left(prim, ctx, operands, params) -> bool:
+    """Whether a scan that `jaxkern.accelerate` replaced is left to XLA; records the decision."""
+    if not params["spec"].replaced:
+        return False
+    why, x = switch.refusal(ctx, switch.current()), ctx.avals_in[0]
+    steps = x.shape[params["axis"]]
+    taken = f"{steps} steps of {x.size // max(steps, 1)} lanes in one kernel"
+    size, frames = (
+        sum(map(stablehlo.size, (*ctx.avals_in, *ctx.avals_out))),
+        functools.partial(compat.frames, ctx.traceback),
+    )
+    decisions.record("associative_scan", not why, why or taken, ctx.avals_in, frames, size)
+    return bool(why)
 
 
 def _partition(prim, ctx, operands, params):
@@ -305,6 +334,8 @@ associative_p = primitive(
     several=True,
     plan=plan_associative.plan,
     partition=_partition,
+    left=_left,
+    cached=False,
 )
 algorithms.register(plan_associative, "associative_scan")
 ad.primitive_jvps[associative_p] = _jvp
