@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ DIRECTIONS = ("forward", "backward")
 FORWARD = 0.93  # of a copy
 BACKWARD = {"float32": 0.85, "bfloat16": 0.75}
 ODD = 0.8  # forward, where rows are no whole vectors
+LONG = 0.73  # gradients of rows that take several blocks: 0.65 of the memory's bandwidth
 
 
 def scale_norm(x, scale):
@@ -72,6 +73,15 @@ def entropy(x):
     return -jnp.sum(jnp.exp(logp) * logp, -1)
 
 
+def rms_norm(x, scale):
+    return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+
+
+def layer_norm(x, scale, bias):
+    d = x - jnp.mean(x, -1, keepdims=True)
+    return d * lax.rsqrt(jnp.mean(d * d, -1, keepdims=True) + 1e-6) * scale + bias
+
+
 # Operands of each: x full, c a column, l an integer for each row, s a scalar.
 FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {
     "scale_norm": (scale_norm, "xs"),
@@ -82,8 +92,16 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {
     "smoothed_loss": (smoothed_loss, "xl"),
     "huber": (huber, "xx"),
     "entropy": (entropy, "x"),
+    "softmax": (jax.nn.softmax, "x"),
+    "rms_norm": (rms_norm, "xc"),
+    "layer_norm": (layer_norm, "xcc"),
 }
 OPS = tuple(FUNCTIONS)
+LONG_OPS = (
+    "softmax",
+    "rms_norm",
+    "layer_norm",
+)  # of rows that take several blocks; the others are for the shorter ones
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +133,7 @@ class Case:
 DTYPES = {"gpu": ("float32", "bfloat16"), "cpu": ("float32",)}
 CASES = [Case("even", ((1 << 27) // n, n)) for n in (128, 512, 1024, 4096, 8192, 16384)]
 CASES += [Case("odd", ((1 << 27) // n, n)) for n in (777, 12345)]
+CASES += [Case("long", ((1 << 27) // n, n)) for n in (32768, 65536, 131072)]
 CPU_CASES = [Case("cpu", (2048, 1024), cpu=True)]
 QUICK = {"1048576x128", "32768x4096", "8192x16384", "172739x777"}
 
@@ -155,7 +174,16 @@ class Cell(_cell.Cell):
         required = BACKWARD[self.dtype] if backward else FORWARD
         if self.case.group == "odd":
             required = min(required, ODD)
+        if self.case.group == "long" and backward:
+            required = LONG
         return [peers | ({"required": 2.0} if backward else {}), {"goal": "copy", "required": required}]
+
+
+def cells(case: Case, dtype: str, ops: tuple[str, ...]) -> Iterator[Cell]:
+    for op in ops:
+        if (op in LONG_OPS) == (case.group == "long"):
+            for direction in DIRECTIONS:
+                yield Cell(case, dtype, op, direction)
 
 
 def programs(cell: Cell, tiers: bool) -> list[Program]:

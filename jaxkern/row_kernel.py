@@ -35,9 +35,8 @@ def row_kernel(f: Callable | None = None, *, axis: int = -1, name: str | None = 
     to rounding. Each operand is read once, in place, also if it lacks some axes (a bias, a mask, a label for each row), and each
     result is written once. 16-bit types are computed in float32, sums too, and rounded where they are stored. Gradients of
     any order are row functions as well, one kernel each; those of operands that broadcast are summed in that kernel, in the
-    same order in every run. XLA runs f where there is no kernel: on a CPU, where the last axes of two operands are different ones,
-    and for gradients of columns whose sums do not fit the registers of a block (about 8192 columns in float32, 16384 in 16
-    bits).
+    same order in every run. A row of any length has a kernel. XLA runs f where there is none: on a CPU, and where the last axes
+    of two operands are different ones.
 
     Raises, in a call:
         TypeError: f does what no row function does. The error names the operation and the line in f.

@@ -470,13 +470,13 @@ _OVERLOADS = {
     ).split()
 }
 _OVERLOADS |= {name: f"{name}_" for name in ("and", "or", "xor", "not")} | {"add_any": "add"}
-# quotient(x, y, 1 / y), for a divisor of many.
+# quotient(x, y, 1 / (y * scale), scale), for a divisor of many; scale: scale_of_divisor(y).
 quotient_p = Primitive("quotient")
-quotient_p.def_abstract_eval(lambda x, y, inverse: x)
+quotient_p.def_abstract_eval(lambda x, y, inverse, scale: x)
 _OVERLOADS |= {"quotient": "quotient"}
 _JUMPS = frozenset("bitcast_convert_type ceil floor ge gt le lt rem round sign".split())
 # Those with an overload in namespace coarse too.
-_COARSE = frozenset("cos div quotient erf erfc exp exp2 expm1 log log1p logistic pow sin sqrt tanh".split())
+_COARSE = frozenset("cos div erf erfc exp exp2 expm1 log log1p logistic pow sin sqrt tanh".split())
 # Their code has branches and tables. Compiled for an H100 in a kernel of four elements per thread, 33 sines take 8 seconds, 300
 # exponentials with 300 multiply-adds 2 seconds, 600 multiply-adds half a second.
 _SLOW_TO_COMPILE = frozenset("bessel_i0e bessel_i1e cos digamma lgamma pow rem sin tan".split())

@@ -1,9 +1,8 @@
 """Runs launch plans on the CPU: kernels compiled by the host's C++ compiler, a fiber for each thread of a block.
 
-For kernels without inline assembly (but that of common/pack.cuh) or more than one block in a cluster, whose dynamic shared
-memory is declared as in norm/norm.cuh. This checks the arithmetic
-of indices and that nothing is read or written out of bounds (buffers end at guard pages); it says nothing of races
-between warps, nor of the compiler for GPUs.
+For kernels without inline assembly (but that of common/pack.cuh), whose dynamic shared memory is declared as in norm/norm.cuh,
+and with more than one block in a cluster as in rows/exchange.cuh. This checks the arithmetic of indices and that nothing is read
+or written out of bounds (buffers end at guard pages); it says nothing of races between warps, nor of the compiler for GPUs.
 """
 
 import ctypes
@@ -58,8 +57,8 @@ def _compiled(kernels, fused):
     for n, (_, name, source) in enumerate(kernels):
         text.append(f"namespace jaxkern {{ namespace own{n} {{\n{source}\n")
         text.append(
-            f'extern "C" void run{n}(const void* a, unsigned x, unsigned y, unsigned t) '
-            f"{{ emulated::Run(&{name}, a, x, y, t); }} }} }}"
+            f'extern "C" void run{n}(const void* a, unsigned x, unsigned y, unsigned t, unsigned c) '
+            f"{{ emulated::Run(&{name}, a, x, y, t, c); }} }} }}"
         )
     flags = FUSED if fused else ["-O1", "-ffp-contract=off"]
     # Libraries have functors of the same name, and must not share the shared memory of a kernel.
@@ -127,6 +126,6 @@ def run(plan: launch.Plan, operands, results, unaligned=False, fused=False):
         (arg,) = step.args
         data = _bytes(arg, lambda b: buffers[b.kind][b.index].address + b.offset)
         x, y, _ = step.grid3()
-        getattr(library, f"run{n}")(ctypes.c_char_p(data), x, y, step.block3()[0])
+        getattr(library, f"run{n}")(ctypes.c_char_p(data), x, y, step.block3()[0], step.cluster)
         n += 1
     return [np.array(b.array) for b in buffers["result"]]

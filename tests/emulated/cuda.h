@@ -1,5 +1,6 @@
 // CUDA on the CPU, for kernels that are tested without a GPU: each thread of a block is a fiber, which runs to the next
-// point where it waits for the threads of its warp or block. It goes on when all of these that have not ended wait there too.
+// point where it waits for the threads of its warp, block or cluster. It goes on when all of these that have not ended wait there
+// too.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -7,6 +8,7 @@
 #include <ucontext.h>
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -22,15 +24,29 @@
 #define __grid_constant__
 #define __shared__ static
 #define JAXKERN_EMULATED
-#define JAXKERN_DYNAMIC_SHARED(name) alignas(128) static char name[227 * 1024]
+// Shared memory that each block of a cluster has.
+#define JAXKERN_SHARED(type, name) \
+  static type name##_of[16];       \
+  type& name = name##_of[emulated::rank]
+#define JAXKERN_DYNAMIC_SHARED(name)                  \
+  alignas(128) static char name##_of[16][227 * 1024]; \
+  char* const name = name##_of[emulated::rank]
 
 namespace emulated {
 
 constexpr int kStack = 1 << 16;
 inline uint3 thread, block, grid;
+inline unsigned rank;  // of the block in its cluster
+
+// What `at`, which lies in the `shared` of this block, is in block `peer` of the cluster. `shared`: of JAXKERN_SHARED.
+template <class V, class Shared> V* Peer(V* at, const Shared& shared, unsigned peer) {
+  const auto distance = (static_cast<std::ptrdiff_t>(peer) - static_cast<std::ptrdiff_t>(rank)) * sizeof shared;
+  return reinterpret_cast<V*>(reinterpret_cast<char*>(at) + distance);
+}
+
 inline ucontext_t scheduler;
 inline std::vector<ucontext_t> fibers;
-enum State : char { kRuns, kAtWarp, kAtBlock, kEnded };
+enum State : char { kRuns, kAtWarp, kAtBlock, kAtCluster, kEnded };
 inline std::vector<State> state;
 inline std::vector<uint64_t> exchanged;
 inline void (*body)(void*);
@@ -65,7 +81,8 @@ template <class Kernel, class Args> struct Call {
   const Args* args;
 };
 
-template <class Args> void Run(void (*kernel)(Args), const void* args, unsigned gx, unsigned gy, unsigned threads) {
+template <class Args>
+void Run(void (*kernel)(Args), const void* args, unsigned gx, unsigned gy, unsigned threads, unsigned cluster) {
   using Own = std::remove_const_t<Args>;
   static Call<void (*)(Args), Own> call;
   Own copy;
@@ -76,16 +93,16 @@ template <class Args> void Run(void (*kernel)(Args), const void* args, unsigned 
     own->kernel(*own->args);
   };
   body_args = &call;
-  fibers.resize(threads);
-  exchanged.resize(threads);
+  const unsigned all = threads * cluster;
+  fibers.resize(all);
+  exchanged.resize(all);
   std::vector<std::unique_ptr<char[]>> stacks;
   grid = {gx, gy, 1};
-  for (unsigned t = 0; t < threads; ++t) stacks.emplace_back(new char[kStack]);
+  for (unsigned t = 0; t < all; ++t) stacks.emplace_back(new char[kStack]);
   for (unsigned y = 0; y < gy; ++y) {
-    for (unsigned x = 0; x < gx; ++x) {
-      block = {x, y, 0};
-      state.assign(threads, kRuns);
-      for (unsigned t = 0; t < threads; ++t) {
+    for (unsigned x = 0; x < gx; x += cluster) {
+      state.assign(all, kRuns);
+      for (unsigned t = 0; t < all; ++t) {
         getcontext(&fibers[t]);
         fibers[t].uc_stack.ss_sp = stacks[t].get();
         fibers[t].uc_stack.ss_size = kStack;
@@ -93,17 +110,20 @@ template <class Args> void Run(void (*kernel)(Args), const void* args, unsigned 
         makecontext(&fibers[t], Begin, 0);
       }
       for (;;) {
-        for (unsigned t = 0; t < threads; ++t) {
+        for (unsigned t = 0; t < all; ++t) {
           if (state[t] != kRuns) continue;
-          current = t;
-          thread = {t, 0, 0};
+          current = t, rank = t / threads;
+          thread = {t % threads, 0, 0}, block = {x + rank, y, 0};
           swapcontext(&scheduler, &fibers[t]);
         }
         bool goes_on = false;
-        for (unsigned w = 0; w < threads; w += 32) {
-          goes_on = Release(w, w + 32 < threads ? w + 32 : threads, kAtWarp) || goes_on;
+        for (unsigned b = 0; b < all; b += threads) {
+          for (unsigned w = 0; w < threads; w += 32) {
+            goes_on = Release(b + w, b + (w + 32 < threads ? w + 32 : threads), kAtWarp) || goes_on;
+          }
+          goes_on = Release(b, b + threads, kAtBlock) || goes_on;
         }
-        if (goes_on || Release(0, threads, kAtBlock)) continue;
+        if (goes_on || Release(0, all, kAtCluster)) continue;
         for (State own : state) {
           if (own == kEnded) continue;
           fprintf(stderr, "threads wait for each other at different places\n");
@@ -137,6 +157,9 @@ template <class T> T Unfused(T x) {  // the compiler cannot see where it comes f
 }
 inline float __fmul_rn(float a, float b) { return Unfused(a * b); }
 inline double __dmul_rn(double a, double b) { return Unfused(a * b); }
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t bits) {
+  return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> (bits & 31));
+}
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline void __syncthreads() { emulated::Wait(emulated::kAtBlock); }
 inline void __syncwarp() { emulated::Wait(); }

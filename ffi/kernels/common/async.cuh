@@ -60,6 +60,16 @@ __device__ __forceinline__ void BulkCopy(void* shared, const void* global, uint3
       : "memory");
 }
 
+// Starts to read the whole 16-byte vectors among `bytes` bytes at p into L2. It is a hint; one thread calls it for many.
+__device__ __forceinline__ void PrefetchL2(const void* p, int bytes, ReadPolicy policy) {
+  const uint64_t from = (reinterpret_cast<uint64_t>(p) + 15) / 16 * 16,
+                 to = (reinterpret_cast<uint64_t>(p) + bytes) / 16 * 16;
+  if (from >= to) return;
+  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from),
+               "r"(static_cast<uint32_t>(to - from)), "l"(policy.bits)
+               : "memory");
+}
+
 __device__ __forceinline__ uint32_t ClusterRank() {
   uint32_t r;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
@@ -102,6 +112,10 @@ template <class V> __device__ __forceinline__ void StoreRemote(V* at, const V& v
                  : "memory");
   }
 }
+
+#else
+
+__device__ __forceinline__ void PrefetchL2(const void*, int, ReadPolicy) {}
 
 #endif  // JAXKERN_HAS_BULK_COPY
 

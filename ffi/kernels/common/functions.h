@@ -126,11 +126,16 @@ template <class T> JAXKERN_FN T div(T x, T y) {
     return static_cast<T>(x / y);
   }
 }
-// x / y for a y that divides many x and has the inverse `inverse`: the quotient is corrected once. Where the inverse is zero
-// or not finite, the correction is NaN, and x is divided.
-JAXKERN_FN float quotient(float x, float y, float inverse) {
-  const float q = x * inverse, z = fmaf(fmaf(-q, y, x), inverse, q);
-  return z == z ? z : x / y;
+// x / y for a y that divides many x. scale: scale_of_divisor(y); inverse: 1 / (y * scale). The quotient is corrected once; where
+// that is NaN, because x or y is 0, infinite or NaN or the quotient overflows, it is right as it is. There are no branches.
+JAXKERN_FN float quotient(float x, float y, float inverse, float scale) {
+  const float xs = x * scale, q = xs * inverse, z = fmaf(fmaf(-q, y * scale, xs), inverse, q);
+  return z == z ? z : q;
+}
+// A power of two that keeps y and its inverse from the ends of the range.
+JAXKERN_FN float scale_of_divisor(float y) {
+  const float size = ::fabsf(y);
+  return size < 0x1p-100f ? 0x1p64f : size > 0x1p100f ? 0x1p-64f : 1.0f;
 }
 template <class T> JAXKERN_FN T rem(T x, T y) {
   if constexpr (kReal<T>) {
@@ -480,7 +485,6 @@ JAXKERN_COARSE(sqrt, Sqrt)
 JAXKERN_COARSE(tanh, Tanh)
 #undef JAXKERN_COARSE
 JAXKERN_FN float div(float x, float y) { return Coarse::Divide(x, y); }
-JAXKERN_FN float quotient(float x, float, float inverse) { return x * inverse; }
 JAXKERN_FN float pow(float x, float y) { return Coarse::Power(x, y); }
 template <class Y> JAXKERN_FN float pow(float x, Y y) { return lax::pow(x, y); }
 #else

@@ -1,12 +1,12 @@
 // Row functions: functions in jnp that are elementwise along all dimensions but one, and reduce along that one.
 //
-//     RowsKernel<F, N, kLanes, kPacks, kThreads, kMinBlocks, kEnds, kStays, kStreams>
+//     RowsKernel<F, N, kLanes, kPacks, kThreads, kMinBlocks, kEnds, kStays, kStreams, kShared>
 //     SumOverBlocks<T, Result>
 //
 // F is generated from a jaxpr (jaxkern/_engines/rows/generate.py) and computes one element at a time; the kernel owns memory,
-// threads and barriers. A row is read in packs of N elements. kLanes selects the threads that hold a row: 1 to 32 lanes of a
-// warp, or, if 0, a block of kThreads threads. Thread t of the n threads of a row holds packs t, t + n, and so on, kPacks of them.
-// All loads are issued before the first use.
+// threads and barriers. A row is read in packs of N elements (packs.cuh); kEnds says how rows end. kLanes selects the threads that
+// hold a row: lanes of a warp, a block of kThreads threads, or a cluster of blocks (exchange.cuh). Thread t of the n threads of a
+// row holds packs t, t + n, and so on, kPacks of them. All loads are issued before the first use.
 //
 // F works in stages. Each stage reduces values that F computes from the elements of the row, its columns and its numbers, and
 // then computes more numbers from the results. Nothing but packs as they were read and numbers lives from one stage to the
@@ -16,97 +16,21 @@
 // Memory traffic: each row is read once and each result is written once. With kStreams a row is longer than the packs of its
 // threads; each stage reads it again, mostly from L2.
 //
-// kEnds says how rows end: kWhole, the packs of all threads fill a row exactly; kPart, some packs are absent; kRagged, rows
-// start and end in the middle of 16-byte vectors: packs are aligned in memory, and the first and the last of a row are read and
-// written element by element.
-//
-// With kStays, blocks stay for many rows, a multiple of the grid's apart, and add up sums over rows: of elements, which give
-// one number for each column, and of numbers. Each block writes its sums, and SumOverBlocks adds them in the order of the blocks,
-// so results have the same bits in every run on one GPU.
+// With kStays, blocks or clusters stay for many rows, a multiple of their number apart, and add up sums over rows: of elements,
+// which give one number for each column, and of numbers. While clusters compute a row, the next one is on its way to L2. Each block or
+// cluster writes its sums, and SumOverBlocks adds them in their order, so results have the same bits in every run on one GPU. Sums of
+// elements are in registers, or, with kShared, in shared memory (sums.cuh).
 #pragma once
 
-#include "../common/broadcast.h"
 #include "../common/functions.h"
-#include "../common/pack.cuh"
-#include "../common/reduce.cuh"
 #include "../common/slots.h"
+#include "exchange.cuh"
+#include "packs.cuh"
+#include "sums.cuh"
 
 namespace jaxkern {
 
-// The offset of a row. kRank: the number of groups of dimensions of the map.
-template <int kRank> __device__ __forceinline__ int64_t MapRow(const IndexMap& map, int64_t row) {
-  if constexpr (kRank == 0) return 0;
-  else if constexpr (kRank == 1) return row * map.stride[0];
-  else return map(row);
-}
-
 template <int s> using Stage = std::integral_constant<int, s>;
-
-enum RowEnds { kWhole, kPart, kRagged };
-
-// --- Packs of any type
-
-template <class T> constexpr int kPieces = 16 / static_cast<int>(sizeof(T));
-
-template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadRowPack(const T* p, ReadPolicy policy) {
-  if constexpr (N * sizeof(T) > 16) {
-    Pack<T, N> pack;
-#pragma unroll
-    for (int i = 0; i < N / kPieces<T>; ++i) {
-      const Pack<T, kPieces<T>> piece = LoadVector<T, kPieces<T>>(p + i * kPieces<T>, policy);
-#pragma unroll
-      for (int w = 0; w < 4; ++w) pack.word[4 * i + w] = piece.word[w];
-    }
-    return pack;
-  } else {
-    return LoadVector<T, N>(p, policy);
-  }
-}
-
-// Columns: through L1.
-template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadColumnPack(const T* p) {
-  if constexpr (N * sizeof(T) > 16) {
-    Pack<T, N> pack;
-#pragma unroll
-    for (int i = 0; i < N / kPieces<T>; ++i) {
-      const Pack<T, kPieces<T>> piece = LoadVector<T, kPieces<T>>(p + i * kPieces<T>);
-#pragma unroll
-      for (int w = 0; w < 4; ++w) pack.word[4 * i + w] = piece.word[w];
-    }
-    return pack;
-  } else {
-    return LoadVector<T, N>(p);
-  }
-}
-
-template <class T, int N> __device__ __forceinline__ void StoreRowPack(T* p, const Pack<T, N>& pack) {
-  if constexpr (N * sizeof(T) > 16) {
-#pragma unroll
-    for (int i = 0; i < N / kPieces<T>; ++i) {
-      Pack<T, kPieces<T>> piece;
-#pragma unroll
-      for (int w = 0; w < 4; ++w) piece.word[w] = pack.word[4 * i + w];
-      StoreVector<T, kPieces<T>>(p + i * kPieces<T>, piece);
-    }
-  } else {
-    StoreVector<T, N>(p, pack);
-  }
-}
-
-// Exchanges the words of a struct between lanes.
-template <class P> __device__ __forceinline__ P FromLane(const P& mine, int distance) {
-  static_assert(sizeof(P) % 4 == 0, "");
-  constexpr int kWords = sizeof(P) / 4;
-  uint32_t words[kWords];
-  memcpy(words, &mine, sizeof mine);
-#pragma unroll
-  for (int w = 0; w < kWords; ++w) words[w] = __shfl_xor_sync(0xffffffffu, words[w], distance);
-  P other;
-  memcpy(&other, words, sizeof other);
-  return other;
-}
-
-// --- The kernel
 
 template <class F, class Rows = typename F::Rows, class Columns = typename F::Columns,
           class Numbers = typename F::NumberOperands, class Results = typename F::Results,
@@ -139,40 +63,24 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
     IndexMap row_map[kRows + 1], number_map[kNumbers + 1], result_map[kResults + 1],
         number_result_map[kNumberResults + 1], index_map[F::kIndices + 1];
     int64_t rows, width;
+    int64_t walkers;  // blocks or clusters that write sums over rows
     bool exceeds_l2;
   };
 
   template <int N> using RowPacks = Slots<RowIndex, Pack<R, N>...>;
   template <int N> using ColumnPacks = Slots<ColumnIndex, Pack<C, N>...>;
 
-  // The packs of a row at `column`. `first`, `size`: of the elements in the row. kEnds: see above.
   template <int N, int kEnds, size_t... I>
-  static __device__ __forceinline__ void Load(const Args& a, const int64_t (&at)[kRows + 1], int64_t column,
-                                              RowPacks<N>& x, ReadPolicy policy, std::index_sequence<I...>) {
-    const bool inside = kEnds != kRagged || (column >= 0 && column + N <= a.width);
-    if (inside) {
-      ((At<I>(x) = LoadRowPack<R, N>(static_cast<const R*>(a.row[I]) + at[I] + column, policy)), ...);
-    } else {
-      ((At<I>(x) = Elements<R, N>(static_cast<const R*>(a.row[I]) + at[I], column, a.width)), ...);
-    }
-  }
-  template <class E, int N>
-  static __device__ __forceinline__ Pack<E, N> Elements(const E* p, int64_t column, int64_t width) {
-    Pack<E, N> pack = ZeroPack<E, N>();
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      if (column + i >= 0 && column + i < width) SetElement(pack, i, p[column + i]);
-    }
-    return pack;
+  static __device__ __forceinline__ void Load(const Args& a, const int64_t (&at)[kRows + 1], int column, RowPacks<N>& x,
+                                              ReadPolicy policy, std::index_sequence<I...>) {
+    const int width = static_cast<int>(a.width);
+    ((At<I>(x) = LoadRowPack<R, N, kEnds>(static_cast<const R*>(a.row[I]) + at[I], column, width, policy)), ...);
   }
   template <int N, int kEnds, size_t... I>
-  static __device__ __forceinline__ void LoadColumns(const Args& a, int64_t column, ColumnPacks<N>& c,
+  static __device__ __forceinline__ void LoadColumns(const Args& a, int column, ColumnPacks<N>& c,
                                                      std::index_sequence<I...>) {
-    if constexpr (kEnds == kRagged) {
-      ((At<I>(c) = Elements<C, N>(static_cast<const C*>(a.column[I]), column, a.width)), ...);
-    } else {
-      ((At<I>(c) = LoadColumnPack<C, N>(static_cast<const C*>(a.column[I]) + column)), ...);
-    }
+    const int width = static_cast<int>(a.width);
+    ((At<I>(c) = LoadColumnPack<C, N, kEnds>(static_cast<const C*>(a.column[I]), column, width)), ...);
   }
 
   // A thread that holds many elements has no registers for what it computed of them in an earlier stage.
@@ -184,106 +92,119 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
 
   template <int s> using Partial = decltype(F::Identity(Stage<s>(), std::declval<const Numbers&>()));
 
-  // Reduces a pack into `sum`.
+  // Bytes of the largest partial result of the stages from s on.
+  template <int s> static constexpr int LargestPartial() {
+    if constexpr (s < F::kStages) {
+      constexpr int own = sizeof(Partial<s>), rest = LargestPartial<s + 1>();
+      return own > rest ? own : rest;
+    } else {
+      return 0;
+    }
+  }
+
+  // Reduces a pack into `sum`. partial: the pack may have elements that are not of the row.
   template <int s, int N, int kEnds, size_t... I, size_t... J>
-  static __device__ __forceinline__ void ReducePack(const Args& a, const Numbers& n, int64_t column,
+  static __device__ __forceinline__ void ReducePack(const Args& a, const Numbers& n, int column, bool partial,
                                                     const RowPacks<N>& x, typename F::Kept (&kept)[N], Partial<s>& sum,
                                                     std::index_sequence<I...>, std::index_sequence<J...> columns) {
     ColumnPacks<N> c;
     LoadColumns<N, kEnds>(a, column, c, columns);
     const auto combine = [](const Partial<s>& p, const Partial<s>& q) { return F::Combine(Stage<s>(), p, q); };
     Partial<s> value[N];
+    const uint32_t own = OfRow<N>(column, static_cast<int>(a.width));
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      F::Reduce(Stage<s>(), n, static_cast<int32_t>(column) + i, kept[i], value[i], Wide<R>(Element(At<I>(x), i))...,
+      F::Reduce(Stage<s>(), n, column + i, kept[i], value[i], Wide<R>(Element(At<I>(x), i))...,
                 Wide<C>(Element(At<J>(c), i))...);
-      if (kEnds == kRagged && !(column + i >= 0 && column + i < a.width)) value[i] = F::Identity(Stage<s>(), n);
+      if (partial && !(own >> i & 1)) value[i] = F::Identity(Stage<s>(), n);
     }
     sum = combine(sum, Fold(value, combine));
   }
 
-  // Combines over the threads of a row.
-  template <int s, int kLanes, int kThreads> static __device__ __forceinline__ void Join(Partial<s>& sum, int turn) {
-    constexpr int kGroup = kLanes ? kLanes : kWarp, kWarps = kThreads / kWarp;
-#pragma unroll
-    for (int d = kGroup / 2; d > 0; d /= 2) sum = F::Combine(Stage<s>(), sum, FromLane(sum, d));
-    if constexpr (!kLanes && kWarps > 1) {
-      __shared__ Partial<s> room[2][kWarps];
-      if (threadIdx.x % kWarp == 0) room[turn][threadIdx.x / kWarp] = sum;
+  // Combines over the threads of a row. turn: the number of earlier rows of this block.
+  template <int s, int kLanes, int kThreads, class Room>
+  static __device__ __forceinline__ void Join(Partial<s>& sum, uint32_t turn, Room& cluster) {
+    const auto combine = [](const Partial<s>& p, const Partial<s>& q) { return F::Combine(Stage<s>(), p, q); };
+    sum = JoinLanes<(kLanes > 0 ? kLanes : kWarp)>(sum, combine);
+    if constexpr (kLanes < 0) {
+      sum = cluster.Join(sum, turn * F::kStages + s, combine);
+    } else if constexpr (kLanes == 0 && kThreads > kWarp) {
+      __shared__ Partial<s> room[2][kThreads / kWarp];
+      if (threadIdx.x % kWarp == 0) room[turn % 2][threadIdx.x / kWarp] = sum;
       __syncthreads();
-      sum = room[turn][threadIdx.x % kWarps];
-#pragma unroll
-      for (int d = kWarps / 2; d > 0; d /= 2) sum = F::Combine(Stage<s>(), sum, FromLane(sum, d));
+      sum = JoinRoom<kThreads / kWarp>(room[turn % 2], combine);
     }
   }
 
-  // Calls f(i, column) for each pack of this thread in a tile of the row.
-  template <int N, int kGroup, int kPacks, int kEnds, class Do>
-  static __device__ __forceinline__ void EachPack(const Args& a, int lane, int64_t begin, Do f) {
+  // Calls f(i, column, partial) for each pack of this thread in a tile of the row, which begins at `begin`.
+  template <int N, int kGroup, int kPacks, int kEnds, bool kStreams, class Do>
+  static __device__ __forceinline__ void EachPack(const Args& a, int lane, int begin, Do f) {
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
-      const int64_t column = begin + static_cast<int64_t>(lane + i * kGroup) * N;
-      if (kEnds == kWhole || column < a.width) f(i, column);
+      const int column = begin + (lane + i * kGroup) * N;
+      // The row begins in the first pack of a thread, and ends in one of the last two: it may begin early enough to need
+      // no element of the last.
+      const bool partial = kEnds == kRagged && (kStreams || i == 0 || i >= kPacks - 2);
+      if (kEnds == kWhole || column < static_cast<int>(a.width)) f(i, column, partial);
     }
   }
 
-  template <int s, int N, int kLanes, int kPacks, int kThreads, int kEnds, bool kStreams>
-  static __device__ __forceinline__ void Stages(const Args& a, const int64_t (&at)[kRows + 1], int lane, int64_t begin,
+  template <int s, int N, int kLanes, int kPacks, int kThreads, int kEnds, bool kStreams, class Room>
+  static __device__ __forceinline__ void Stages(const Args& a, const int64_t (&at)[kRows + 1], int lane, int begin,
                                                 Numbers& n, RowPacks<N> (&x)[kPacks],
-                                                typename F::Kept (&kept)[kPacks][N], ReadPolicy policy, int turn) {
+                                                typename F::Kept (&kept)[kPacks][N], ReadPolicy policy, uint32_t turn,
+                                                Room& cluster) {
     if constexpr (s < F::kStages) {
-      constexpr int kGroup = kLanes ? kLanes : kThreads;
+      constexpr int kGroup = Owners<kLanes, kThreads>::kGroup;
       Partial<s> sum = F::Identity(Stage<s>(), n);
-      for (int64_t tile = begin; tile < (kStreams ? a.width : begin + 1); tile += kGroup * kPacks * N) {
+      for (int tile = begin; tile < (kStreams ? static_cast<int>(a.width) : begin + 1); tile += kGroup * kPacks * N) {
         if constexpr (kStreams) {
-          EachPack<N, kGroup, kPacks, kEnds>(
-              a, lane, tile, [&](int i, int64_t column) { Load<N, kEnds>(a, at, column, x[i], policy, RowIndex()); });
+          EachPack<N, kGroup, kPacks, kEnds, kStreams>(
+              a, lane, tile, [&](int i, int column, bool) { Load<N, kEnds>(a, at, column, x[i], policy, RowIndex()); });
         }
-        EachPack<N, kGroup, kPacks, kEnds>(a, lane, tile, [&](int i, int64_t column) {
+        EachPack<N, kGroup, kPacks, kEnds, kStreams>(a, lane, tile, [&](int i, int column, bool partial) {
           if constexpr (s > 0 && kForgets<N, kPacks>) ForgetAll(x[i], RowIndex());
-          ReducePack<s, N, kEnds>(a, n, column, x[i], kept[i], sum, RowIndex(), ColumnIndex());
+          ReducePack<s, N, kEnds>(a, n, column, partial, x[i], kept[i], sum, RowIndex(), ColumnIndex());
         });
       }
-      Join<s, kLanes, kThreads>(sum, turn);
+      Join<s, kLanes, kThreads>(sum, turn, cluster);
       F::After(Stage<s>(), n, sum);
-      Stages<s + 1, N, kLanes, kPacks, kThreads, kEnds, kStreams>(a, at, lane, begin, n, x, kept, policy, turn);
+      Stages<s + 1, N, kLanes, kPacks, kThreads, kEnds, kStreams>(a, at, lane, begin, n, x, kept, policy, turn,
+                                                                  cluster);
     }
   }
 
-  template <int N> struct Sums {
-    Slots<ColumnSumIndex, S[N]...> of_columns;
-  };
+  template <int N, int kPacks, int kThreads, bool kShared> using Sums =
+      std::conditional_t<kShared, SharedSums<N, kPacks, kThreads, S...>, RegisterSums<N, kPacks, S...>>;
+  template <int N, int kPacks> using SumsOf = RegisterSums<N, kPacks, S...>;
+  using TotalSlots = Slots<TotalIndex, T...>;
+  template <size_t L> using SumType = typename TypeAt<L, S..., void>::type;
+  template <size_t I> using TotalType = typename TypeAt<I, T..., void>::type;
 
   // Computes the results of a pack, stores those that are rows and adds the others to `sums`.
-  template <int N, int kEnds, size_t... I, size_t... J, size_t... K, size_t... L>
-  static __device__ __forceinline__ void StorePackOf(const Args& a, const Numbers& n, bool live, int64_t column,
-                                                     const int64_t (&to)[kResults + 1], const RowPacks<N>& x,
-                                                     const typename F::Kept (&kept)[N], Sums<N>& sums,
-                                                     std::index_sequence<I...>, std::index_sequence<J...> columns,
-                                                     std::index_sequence<K...>, std::index_sequence<L...>) {
+  template <int N, int kEnds, class AnySums, size_t... I, size_t... J, size_t... K, size_t... L>
+  static __device__ __forceinline__ void StorePackOf(const Args& a, const Numbers& n, bool live, int number, int column,
+                                                     bool partial, const int64_t (&to)[kResults + 1],
+                                                     const RowPacks<N>& x, const typename F::Kept (&kept)[N],
+                                                     AnySums& sums, std::index_sequence<I...>,
+                                                     std::index_sequence<J...> columns, std::index_sequence<K...>,
+                                                     std::index_sequence<L...>) {
     ColumnPacks<N> c;
     LoadColumns<N, kEnds>(a, column, c, columns);
     Slots<ResultIndex, Pack<Y, N>...> y;
     ((At<K>(y) = ZeroPack<Y, N>()), ...);
+    Slots<ColumnSumIndex, S[N]...> term;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       Slots<ResultIndex, Own<Y>...> value;
-      Slots<ColumnSumIndex, S...> term;
-      F::Result(n, static_cast<int32_t>(column) + i, kept[i], Wide<R>(Element(At<I>(x), i))...,
-                Wide<C>(Element(At<J>(c), i))..., At<K>(value)..., At<L>(term)...);
+      F::Result(n, column + i, kept[i], Wide<R>(Element(At<I>(x), i))..., Wide<C>(Element(At<J>(c), i))...,
+                At<K>(value)..., At<L>(term)[i]...);
       (SetElement(At<K>(y), i, Stored<Y>(At<K>(value))), ...);
-      ((At<L>(sums.of_columns)[i] += live ? At<L>(term) : S(0)), ...);
     }
     if (!live) return;
-    if (kEnds != kRagged || (column >= 0 && column + N <= a.width)) {
-      (StoreRowPack<Y, N>(static_cast<Y*>(a.result[K]) + to[K] + column, At<K>(y)), ...);
-    } else {
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        if (column + i >= 0 && column + i < a.width)
-          ((static_cast<Y*>(a.result[K])[to[K] + column + i] = Element(At<K>(y), i)), ...);
-      }
-    }
+    (sums.template Add<L>(number, At<L>(term)), ...);
+    const int width = static_cast<int>(a.width);
+    (StoreRowPack(static_cast<Y*>(a.result[K]) + to[K], column, width, partial, At<K>(y)), ...);
   }
 
   template <size_t... I, size_t... J> static __device__ __forceinline__ Numbers Begin(const Args& a, int64_t row,
@@ -313,91 +234,161 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
     ((At<I>(totals) += At<I>(value)), ...);
   }
 
-  // Writes the block's sums of column sum L. kThreads * kPacks * N numbers of shared memory.
-  template <size_t L, class E, int N, int kLanes, int kPacks, int kThreads>
-  static __device__ __forceinline__ void WriteColumnSums(const Args& a, int lane, int group, Sums<N> (&sums)[kPacks]) {
-    constexpr int kGroup = kLanes ? kLanes : kThreads, kGroups = kThreads / kGroup;
-    E* const out = static_cast<E*>(a.sum[L]) + static_cast<int64_t>(blockIdx.x) * a.width;
-    if constexpr (kGroups == 1) {
-#pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-          const int64_t column = static_cast<int64_t>(lane + i * kGroup) * N + j;
-          if (column < a.width) out[column] = At<L>(sums[i].of_columns)[j];
-        }
+  // The rows of a walker: `first`, then every step-th. Where rows begin in the middle of packs and columns are summed, the rows of
+  // a walker all begin at the same place of a pack, so that a thread always has the same columns: those that are a multiple of N
+  // apart. There are N walkers or more then, or a walker for each row.
+  template <int N, int kEnds> struct Walk {
+    int64_t first, step;
+    __device__ __forceinline__ Walk(int64_t walker, int64_t walkers) : first(walker), step(walkers) {
+      if constexpr (kEnds == kRagged && kColumnSums > 0) {
+        step = N * ((walkers - walker % N + N - 1) / N);
       }
+    }
+    // The first column of the first pack of a row: 0, or less where it begins in the middle of a pack.
+    static __device__ __forceinline__ int Begin(int64_t row, int64_t width) {
+      return kEnds == kRagged ? -static_cast<int>(static_cast<uint64_t>(row * width) % N) : 0;
+    }
+  };
+
+  // Writes sums L of a thread whose packs begin at `first` and are kGroup packs apart, as those of a block or cluster.
+  template <size_t L, int N, int kGroup, int kPacks, class AnySums>
+  static __device__ __forceinline__ void WriteOwnColumns(const Args& a, AnySums& sums, int64_t first, int64_t walker) {
+    SumType<L>* const out = static_cast<SumType<L>*>(a.sum[L]) + walker * a.width;
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      SumType<L> own[N];
+      sums.template Read<L>(i, own);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const int64_t column = first + i * (kGroup * N) + j;
+        if (column >= 0 && column < a.width) out[column] = own[j];
+      }
+    }
+  }
+
+  // Writes the sums of column sum L of a block or cluster. Of a cluster, each block writes its own columns. Where rows belong to
+  // lanes, the block adds up the sums of all its rows first.
+  // begin: the first column of the packs of this thread's rows.
+  template <size_t L, int N, int kLanes, int kPacks, int kThreads, class AnySums>
+  static __device__ __forceinline__ void WriteColumnSums(const Args& a, AnySums& sums, int begin) {
+    using Own = Owners<kLanes, kThreads>;
+    const int lane = Own::Lane();
+    if constexpr (Own::kGroups == 1) {
+      WriteOwnColumns<L, N, Own::kGroup, kPacks>(a, sums, begin + lane * N, Own::Walker());
+      ClearMissing(static_cast<SumType<L>*>(a.sum[L]), a.width, a.walkers, Own());
     } else {
-      __shared__ E room[kThreads * kPacks * N];
+      constexpr int kRow = Own::kGroup * kPacks * N;
+      __shared__ SumType<L> room[Own::kGroups * kRow];
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
+        SumType<L> own[N];
+        sums.template Read<L>(i, own);
 #pragma unroll
-        for (int j = 0; j < N; ++j)
-          room[group * (kGroup * kPacks * N) + (lane + i * kGroup) * N + j] = At<L>(sums[i].of_columns)[j];
+        for (int j = 0; j < N; ++j) room[Own::Group() * kRow + (lane + i * Own::kGroup) * N + j] = own[j];
       }
       __syncthreads();
       for (int c = threadIdx.x; c < a.width; c += kThreads) {
-        E sum = 0;
-        for (int g = 0; g < kGroups; ++g) sum += room[g * (kGroup * kPacks * N) + c];
-        out[c] = sum;
+        SumType<L> sum = 0;
+        for (int g = 0; g < Own::kGroups; ++g) sum += room[g * kRow + c];
+        static_cast<SumType<L>*>(a.sum[L])[Own::Walker() * a.width + c] = sum;
       }
       __syncthreads();
     }
   }
 
-  template <size_t I, class E, int kThreads> static __device__ __forceinline__ void WriteTotal(const Args& a, E mine) {
-    __shared__ E room[kThreads];
+  // The plan may count on more clusters than the GPU runs at once: those that there are write zeros for the others.
+  template <class E, class Own>
+  static __device__ __forceinline__ void ClearMissing(E* sums, int64_t width, int64_t walkers, Own) {
+    if constexpr (Own::kBlocks > 1) {
+      for (int64_t b = Own::Walker() + Own::Walkers(); b < walkers; b += Own::Walkers()) {
+        for (int64_t c = Own::Lane(); c < width; c += Own::kGroup) sums[b * width + c] = 0;
+      }
+    }
+  }
+
+  // Writes total I of a block or cluster: `mine` of all threads of a block.
+  template <size_t I, int kThreads>
+  static __device__ __forceinline__ void WriteTotal(const Args& a, TotalType<I> mine, int64_t walker) {
+    __shared__ TotalType<I> room[kThreads];
     room[threadIdx.x] = mine;
     __syncthreads();
     for (int half = kThreads / 2; half > 0; half /= 2) {
       if (threadIdx.x < half) room[threadIdx.x] += room[threadIdx.x + half];
       __syncthreads();
     }
-    if (threadIdx.x == 0) static_cast<E*>(a.sum[kColumnSums + I])[blockIdx.x] = room[0];
+    if (threadIdx.x == 0) static_cast<TotalType<I>*>(a.sum[kColumnSums + I])[walker] = room[0];
     __syncthreads();
   }
-
-  template <int N, int kLanes, int kPacks, int kThreads, int kEnds, bool kStays, bool kStreams, size_t... I,
-            size_t... K, size_t... L, size_t... T_>
-  static __device__ __forceinline__ void Run(const Args& a, std::index_sequence<I...>, std::index_sequence<K...>,
-                                             std::index_sequence<L...>, std::index_sequence<T_...>) {
-    constexpr int kGroup = kLanes ? kLanes : kThreads, kGroups = kThreads / kGroup;
-    const int lane = kLanes ? threadIdx.x % kGroup : threadIdx.x, group = threadIdx.x / kGroup;
-    const ReadPolicy policy = MakeReadPolicy(a.exceeds_l2);
-    Sums<N> sums[kPacks];
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-#pragma unroll
-      for (int j = 0; j < N; ++j) ((At<L>(sums[i].of_columns)[j] = 0), ...);
+  template <size_t I, int kThreads, class Own>
+  static __device__ __forceinline__ void WriteTotals(const Args& a, const TotalSlots& totals) {
+    if constexpr (Own::kBlocks > 1) {  // the first thread of a cluster has the totals
+      TotalType<I>* const out = static_cast<TotalType<I>*>(a.sum[kColumnSums + I]);
+      if (Own::Lane() == 0) out[Own::Walker()] = At<I>(totals);
+      ClearMissing(out, 1, a.walkers, Own());
+    } else {
+      WriteTotal<I, kThreads>(a, At<I>(totals), Own::Walker());
     }
-    Slots<TotalIndex, T...> totals;
+  }
+
+  // Starts to read the part of a row that the block will load next.
+  template <int N, int kGroup, int kPacks, int kThreads, size_t... I>
+  static __device__ __forceinline__ void Prefetch(const Args& a, int64_t row, int lane, ReadPolicy policy,
+                                                  std::index_sequence<I...>) {
+    const int first = (lane - static_cast<int>(threadIdx.x) + static_cast<int>(threadIdx.x) * kGroup) * N;
+    if (threadIdx.x >= kPacks) return;
+    const int elements = min(kThreads * N, static_cast<int>(a.width) - first);
+    if (elements <= 0) return;
+    (PrefetchL2(static_cast<const R*>(a.row[I]) + MapRow<F::RowRank(I)>(a.row_map[I], row) + first,
+                elements * static_cast<int>(sizeof(R)), policy),
+     ...);
+  }
+
+  template <int N, int kLanes, int kPacks, int kThreads, int kEnds, bool kStays, bool kStreams, bool kShared,
+            class Room, size_t... I, size_t... K, size_t... L, size_t... T_>
+  static __device__ __forceinline__ void Run(const Args& a, Room& cluster, std::index_sequence<I...>,
+                                             std::index_sequence<K...>, std::index_sequence<L...>,
+                                             std::index_sequence<T_...>) {
+    using Own = Owners<kLanes, kThreads>;
+    constexpr int kGroup = Own::kGroup, kGroups = Own::kGroups;
+    const int lane = Own::Lane(), group = Own::Group();
+    cluster.Init();
+    const ReadPolicy policy = MakeReadPolicy(a.exceeds_l2);
+    Sums<N, kPacks, kThreads, kShared> sums;
+    sums.Clear();
+    TotalSlots totals;
     ((At<T_>(totals) = 0), ...);
-    int turn = 0;
-    for (int64_t first = static_cast<int64_t>(blockIdx.x) * kGroups; first < a.rows;
-         first += static_cast<int64_t>(gridDim.x) * kGroups, turn ^= 1) {
+    uint32_t turn = 0;
+    using RowWalk = Walk<N, kEnds>;
+    const RowWalk walk(Own::Walker(), Own::Walkers());
+    for (int64_t first = walk.first * kGroups; first < a.rows; first += walk.step * kGroups, ++turn) {
       const bool live = first + group < a.rows;
       const int64_t row = live ? first + group : a.rows - 1;
       const int64_t at[kRows + 1] = {MapRow<F::RowRank(I)>(a.row_map[I], row)..., 0},
                                to[kResults + 1] = {MapRow<F::ResultRank(K)>(a.result_map[K], row)..., 0};
-      // The first element of the row that is aligned for packs, 0 or less.
-      const int64_t begin = kEnds == kRagged ? -static_cast<int64_t>(static_cast<uint64_t>(row * a.width) % N) : 0;
+      const int begin = RowWalk::Begin(row, a.width);
       RowPacks<N> x[kPacks];
       typename F::Kept kept[kPacks][N];
       if constexpr (!kStreams) {
-        EachPack<N, kGroup, kPacks, kEnds>(
-            a, lane, begin, [&](int i, int64_t column) { Load<N, kEnds>(a, at, column, x[i], policy, RowIndex()); });
+        EachPack<N, kGroup, kPacks, kEnds, kStreams>(
+            a, lane, begin, [&](int i, int column, bool) { Load<N, kEnds>(a, at, column, x[i], policy, RowIndex()); });
+        if constexpr (kStays && kLanes < 0) {
+          const int64_t next = first + walk.step;
+          if (next < a.rows) Prefetch<N, kGroup, kPacks, kThreads>(a, next, lane, policy, RowIndex());
+        }
       }
+      if (turn == 0) cluster.Ready();
       Numbers n = Begin(a, row, NumberIndex(), std::make_index_sequence<F::kIndices>());
-      Stages<0, N, kLanes, kPacks, kThreads, kEnds, kStreams>(a, at, lane, begin, n, x, kept, policy, turn);
+      Stages<0, N, kLanes, kPacks, kThreads, kEnds, kStreams>(a, at, lane, begin, n, x, kept, policy, turn, cluster);
       if constexpr (kResults + kColumnSums > 0) {
-        for (int64_t tile = begin; tile < (kStreams ? a.width : begin + 1); tile += kGroup * kPacks * N) {
+        for (int tile = begin; tile < (kStreams ? static_cast<int>(a.width) : begin + 1); tile += kGroup * kPacks * N) {
           if constexpr (kStreams) {
-            EachPack<N, kGroup, kPacks, kEnds>(
-                a, lane, tile, [&](int i, int64_t column) { Load<N, kEnds>(a, at, column, x[i], policy, RowIndex()); });
+            EachPack<N, kGroup, kPacks, kEnds, kStreams>(a, lane, tile, [&](int i, int column, bool) {
+              Load<N, kEnds>(a, at, column, x[i], policy, RowIndex());
+            });
           }
-          EachPack<N, kGroup, kPacks, kEnds>(a, lane, tile, [&](int i, int64_t column) {
+          EachPack<N, kGroup, kPacks, kEnds, kStreams>(a, lane, tile, [&](int i, int column, bool partial) {
             if constexpr (F::kStages > 0 && kForgets<N, kPacks>) ForgetAll(x[i], RowIndex());
-            StorePackOf<N, kEnds>(a, n, live, column, to, x[i], kept[i], sums[i], RowIndex(), ColumnIndex(),
+            StorePackOf<N, kEnds>(a, n, live, i, column, partial, to, x[i], kept[i], sums, RowIndex(), ColumnIndex(),
                                   ResultIndex(), ColumnSumIndex());
           });
         }
@@ -408,45 +399,29 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
       }
       if constexpr (!kStays) break;
     }
-    (WriteColumnSums<L, S, N, kLanes, kPacks, kThreads>(a, lane, group, sums), ...);
-    (WriteTotal<T_, T, kThreads>(a, At<T_>(totals)), ...);
+    (WriteColumnSums<L, N, kLanes, kPacks, kThreads>(a, sums, RowWalk::Begin(walk.first, a.width)), ...);
+    (WriteTotals<T_, kThreads, Own>(a, totals), ...);
   }
 };
 
-template <class F, int N, int kLanes, int kPacks, int kThreads, int kMinBlocks, int kEnds, bool kStays, bool kStreams>
+template <class F, int N, int kLanes, int kPacks, int kThreads, int kMinBlocks, int kEnds, bool kStays, bool kStreams,
+          bool kShared>
 __global__ void __launch_bounds__(kThreads, kMinBlocks)
     RowsKernel(const __grid_constant__ typename RowEngine<F>::Args a) {
   using Engine = RowEngine<F>;
-  Engine::template Run<N, kLanes, kPacks, kThreads, kEnds, kStays, kStreams>(
-      a, typename Engine::RowIndex(), typename Engine::ResultIndex(), typename Engine::ColumnSumIndex(),
-      typename Engine::TotalIndex());
-}
-
-struct SumOverBlocksArgs {
-  const void* partial;  // [blocks][count]
-  void* out;            // [count]
-  int64_t blocks, count;
-};
-
-constexpr int kSumThreads = 512;
-
-// out[c] = the sum of partial[b][c] over b. A block takes 32 columns; its 16 warps take every 16th b.
-template <class E, class Result> __global__ void __launch_bounds__(kSumThreads)
-    SumOverBlocks(const __grid_constant__ SumOverBlocksArgs a) {
-  __shared__ E room[kSumThreads / kWarp][kWarp];
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarp + lane;
-  E sum = 0;
-  if (column < a.count) {
-    const E* const from = static_cast<const E*>(a.partial) + column;
-#pragma unroll 8
-    for (int64_t b = warp; b < a.blocks; b += kSumThreads / kWarp) sum += from[b * a.count];
-  }
-  room[warp][lane] = sum;
-  __syncthreads();
-  if (warp == 0 && column < a.count) {
-    for (int w = 1; w < kSumThreads / kWarp; ++w) sum += room[w][lane];
-    static_cast<Result*>(a.out)[column] = Stored<Result>(sum);
+  const auto run = [&](auto& room) {
+    Engine::template Run<N, kLanes, kPacks, kThreads, kEnds, kStays, kStreams, kShared>(
+        a, room, typename Engine::RowIndex(), typename Engine::ResultIndex(), typename Engine::ColumnSumIndex(),
+        typename Engine::TotalIndex());
+  };
+  constexpr int kBytes = Engine::template LargestPartial<0>();
+  if constexpr (kLanes < 0 && kBytes > 0) {
+    using Room = ClusterRoom<-kLanes, kThreads / kWarp, kBytes>;
+    JAXKERN_SHARED(Room, room);
+    run(room);
+  } else {
+    NoRoom room;
+    run(room);
   }
 }
 

@@ -43,9 +43,9 @@ template <class F, int N, int kParts, int kHeld> struct StridedRows {
 
   template <class... R, size_t... I>
   __device__ __forceinline__ void Load(Packs& pack, int element, Types<R...>, std::index_sequence<I...>) {
-    ((At<I>(pack) =
-          live ? LoadRowPack<R, N>(static_cast<const R*>(a.rows.row[I]) + at[I] + element * a.row_stride[I], policy)
-               : ZeroPack<R, N>()),
+    ((At<I>(pack) = live ? LoadRowPack<R, N, kWhole>(
+                               static_cast<const R*>(a.rows.row[I]) + at[I] + element * a.row_stride[I], 0, N, policy)
+                         : ZeroPack<R, N>()),
      ...);
   }
 
@@ -123,7 +123,8 @@ template <class F, int N, int kParts, int kHeld> struct StridedRows {
       ((At<L>(sum) += live ? At<L>(term) : S(0)), ...);
     }
     if (live)
-      (StoreRowPack<Y, N>(static_cast<Y*>(a.rows.result[K]) + to[K] + element * a.result_stride[K], At<K>(y)), ...);
+      (StoreRowPack(static_cast<Y*>(a.rows.result[K]) + to[K] + element * a.result_stride[K], 0, N, false, At<K>(y)),
+       ...);
     (WriteColumnSum<L, S>(element, At<L>(sum)), ...);
   }
 
@@ -142,7 +143,7 @@ template <class F, int N, int kParts, int kHeld> struct StridedRows {
 #pragma unroll
       for (int i = 0; i < N; ++i) Engine::AddTotals(n[i], totals, typename Engine::TotalIndex());
     }
-    (Engine::template WriteTotal<I, T, kParts * kWarp>(a.rows, At<I>(totals)), ...);
+    (Engine::template WriteTotal<I, kParts * kWarp>(a.rows, At<I>(totals), blockIdx.x), ...);
   }
 
   template <size_t... I, size_t... K>

@@ -14,7 +14,7 @@ from jaxkern._core import canonical, compat
 from jaxkern._core.functor import Unsupported
 from jaxkern._core.jaxprs import computing
 from jaxkern._engines.jaxpr import Constant, widened
-from jaxkern._engines.rows.generate import Core
+from jaxkern._engines.rows.core import Core
 from jaxkern._engines.rows.program import Program, evaluate
 
 

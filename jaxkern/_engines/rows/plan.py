@@ -1,10 +1,6 @@
-"""Which algorithm runs a row function, and its launch list.
+"""The launch list of a row function, for the algorithm and the layout that `layout.py` chooses."""
 
-lanes, warp, block   threads of a part of a warp, of a warp, or of a block hold a row in registers
-streaming            a block reads a row again in each stage: any length
-strided              the row is not the last dimension: threads take adjacent rows, and warps parts of them
-"""
-
+import functools
 import math
 import typing
 
@@ -15,29 +11,14 @@ from jaxkern._core.jaxprs import computing
 from jaxkern._core.launch import Launch, Plan, boolean, i64, struct
 from jaxkern._engines.jaxpr import Value, merged
 from jaxkern._engines.rows import tuning
+from jaxkern._engines.rows.generate import source
+from jaxkern._engines.rows.layout import Layout, Problem, choose, fits, layout, resident, shares
 
 HEADER = "rows/rows.cuh"
 NAME = "Function"
-ALGORITHMS = ("lanes", "warp", "block", "streaming", "strided")
-DTYPES = tuple(define.CUDA_TYPES)
 MOST_ARRAYS = 20
+MOST_SIZE = (1 << 31) - (1 << 20)  # of a dimension: the columns of the last tile of a row are numbers of 32 bits
 SHARED = 48 * 1024  # bytes of static shared memory, which functions of a kernel do not share
-
-
-class Problem(typing.NamedTuple):
-    """rows: how many. width: their length. bytes: of an element of all arrays that are rows. pack: elements of a thread's load.
-
-    sums: bytes of what a thread adds up over rows, for each element. kept: words of an element that are computed once if
-    there are registers for them. strided: the row is not the last dimension; pack counts rows then.
-    """
-
-    rows: int
-    width: int
-    bytes: int = 4
-    pack: int = 4
-    sums: int = 0
-    kept: int = 0
-    strided: bool = False
 
 
 # Modules of hand-written kernels, by the name of the operation. by_hand(device, operands, results, function) returns the plan of
@@ -59,61 +40,12 @@ def is_whole(function) -> bool:
         return False
 
 
-def fits(algorithm, problem, device=None) -> bool:
-    if problem.strided or algorithm == "strided":
-        return problem.strided and algorithm == "strided"
-    if algorithm == "streaming":
-        return not problem.sums
-    return layout(algorithm, problem) is not None
-
-
-def choose(problem, device=None) -> str:
-    in_registers = ("lanes", "warp", "block")
-    keep = (a for a in in_registers if problem.kept and not problem.strided and _layout(a, problem, tuning.KEPT_WORDS))
-    return next(keep, None) or next(a for a in ALGORITHMS if fits(a, problem, device))
-
-
 def _picked(function, problem, device) -> str:
     """The algorithm that the caller of the function forced, that is forced here, or that is chosen."""
     if function.name in BY_HAND:  # which has algorithms of its own
         return choose(problem, device)
     forced = algorithms.forced(function.name) if function.algorithm == "auto" else function.algorithm
     return algorithms.pick(function.name, forced, problem, device)
-
-
-def layout(algorithm, problem):
-    """(lanes, packs, threads) of an algorithm that holds rows in registers; None if the rows are too long for it.
-
-    Rows are spread over enough threads to keep dear values, if there is such a layout.
-    """
-    return problem.kept and _layout(algorithm, problem, tuning.KEPT_WORDS) or _layout(algorithm, problem, None)
-
-
-def _layout(algorithm, problem, most_kept):
-    width, pack = problem.width, problem.pack
-    count = ceil_div(
-        width + (pack - 1) * (width % pack != 0), pack
-    )  # packs of a row, which may start in the middle of one
-
-    def fits(packs, most, threads=tuning.GROUP_THREADS):
-        elements = packs * pack
-        few = threads < tuning.WIDE_THREADS or elements <= tuning.WIDE_ELEMENTS
-        keeps = most_kept is None or (elements * problem.kept <= most_kept and few)
-        return keeps and elements * (problem.bytes + problem.sums) / 4 <= most
-
-    if algorithm in ("lanes", "warp"):
-        each = max(1, tuning.LANE_BYTES // max(1, pack * problem.bytes))
-        for lanes in (32,) if algorithm == "warp" else (1, 2, 4, 8, 16):
-            packs = ceil_div(count, lanes)
-            if fits(packs, tuning.WARP_WORDS) and (packs <= each or lanes >= 16):
-                return lanes, packs, tuning.GROUP_THREADS
-        return None
-    for threads in (64, 128, 256, 512, 1024):
-        packs = ceil_div(count, threads)
-        if fits(packs, tuning.BLOCK_WORDS if threads < 1024 else tuning.BLOCK_WORDS / 2, threads):
-            if threads >= 256 or packs * pack <= 16 or fits(packs, 16):
-                return 0, packs, threads
-    return None
 
 
 def plan(device, operands, results, *, function):
@@ -126,7 +58,7 @@ def plan(device, operands, results, *, function):
     arrays = [*(operands[k] for k in program.used), *results]
     if not program.has_full:
         return None
-    if len(arrays) > MOST_ARRAYS or any(d.size >= 1 << 31 for d in (program.row, *program.others)):
+    if len(arrays) > MOST_ARRAYS or any(d.size >= MOST_SIZE for d in (program.row, *program.others)):
         return None
     mapped = [*(program.operands[k] for k in program.used), *(o.result for o in core.outputs)]
     if any(isinstance(v, Value) and len(program.groups(v)) > define.MAP_RANK for v in mapped):
@@ -141,60 +73,112 @@ def plan(device, operands, results, *, function):
     pack = tuning.PACK_BYTES // max(2, min(row_bytes))
     same = all([d for d in v.dims if d is not None] == [*program.others, program.row] for v in views)
     summed = sum(computing(o.value.aval.dtype).itemsize for o in columns)
-    while width % pack and (not same or summed):
-        pack //= 2  # packs start where rows do
+    if not same or (summed and width < tuning.RAGGED_PACKS * pack):
+        pack = math.gcd(width, pack)  # packs start where rows do
     held = sum(operands[k].dtype.itemsize for k in core.rows) or row_bytes[0]
-    problem = Problem(rows, width, held, pack, summed, core.kept_words)
-    if not any(fits(a, problem, device) for a in ALGORITHMS):
-        return None
+    problem = Problem(rows, width, held, pack, summed, core.kept_words, len(core.stages))
     algorithm = _picked(function, problem, device)
-
-    def launches(pack, problem):
-        if algorithm == "streaming":
-            lanes, packs, threads = 0, tuning.STREAM_PACKS, tuning.STREAM_THREADS
-        else:
-            lanes, packs, threads = layout(algorithm, problem)
-        group = lanes or threads
-        groups = threads // group
-        stays = bool(columns or core.of_kind("total"))
-        blocks = ceil_div(rows, groups)
-        if stays:
-            blocks = min(blocks, tuning.SUM_BLOCKS * device.sm_count * max(1, 512 // threads))
-        if blocks >= 1 << 31:
-            return None
-        ends = "kRagged" if width % pack else "kWhole" if width == group * packs * pack else "kPart"
-        room = threads * packs * pack * problem.sums if groups > 1 else 0
-        if room + 2 * threads // 32 * sum(core.partial_bytes) + threads * core.total_bytes > SHARED:
-            return None
-        sums, scratch, after = _sums(core, blocks, width)
-        args = _arguments(core, program, rows, width, sums, arrays, device)
-        resident = max(1, min(2048 // threads, tuning_blocks(threads, problem, packs)))
-        keeps = algorithm != "streaming" and packs * pack * problem.kept <= tuning.KEPT_WORDS
-        source = core.source(NAME, keeps)
-        if core.size > functor.MOST:
-            functor.warn_of_size(function.label, core.size)
-            return None
-        flags = ", ".join(str(f).lower() for f in (stays, algorithm == "streaming"))
-        name = f"RowsKernel<{NAME}, {pack}, {lanes}, {packs}, {threads}, {resident}, {ends}, {flags}>"
-        return (Launch(HEADER, name, [args], blocks, threads, source=source), *after), scratch
-
-    aligned = launches(pack, problem)
-    if aligned is None:
-        return None
+    own = _Rows(device, function, arrays, rows, width)
+    launches = own.split if algorithm == "split" else functools.partial(own.launches, algorithm)
+    aligned = launches(problem)
     if pack == 1:
-        return Plan(algorithm, *aligned)
+        return aligned and Plan(algorithm, *aligned)
     single = problem._replace(pack=1)
-    unaligned = launches(1, single) if fits(algorithm, single, device) else None
-    if unaligned is None:
+    unaligned = launches(single) if fits(algorithm, single, device) else own.split(single)
+    aligned = aligned or unaligned
+    if aligned is None or unaligned is None:
         return None
     return Plan(algorithm, aligned[0], max(aligned[1], unaligned[1]), unaligned[0])
 
 
-def tuning_blocks(threads, problem, packs) -> int:
-    """Blocks of a multiprocessor that leave enough registers for the packs of each thread."""
-    words = packs * problem.pack * max((problem.bytes + problem.sums) / 4, problem.kept)
-    registers = 40 if words <= 8 else 64 if words <= 24 else 128
-    return max(1, 65536 // (registers * threads))
+class _Rows(typing.NamedTuple):
+    """A function and its arrays. The methods return (launches, bytes of scratch), or None where there is no kernel."""
+
+    device: typing.Any
+    function: typing.Any
+    arrays: list
+    rows: int
+    width: int
+
+    @property
+    def core(self):
+        return self.function.core
+
+    def code(self, keeps) -> str | None:
+        found = source(self.core, NAME, keeps)
+        if found.size > functor.MOST:
+            functor.warn_of_size(self.function.label, found.size)
+            return None
+        return found.text
+
+    def arguments(self, walkers, sums):
+        return _arguments(
+            self.core, self.function.program, self.rows, self.width, walkers, sums, self.arrays, self.device
+        )
+
+    def launches(self, algorithm, problem):
+        core, pack = self.core, problem.pack
+        streams = algorithm == "streaming"
+        how = (
+            Layout(0, tuning.STREAM_PACKS, tuning.STREAM_THREADS)
+            if streams
+            else layout(algorithm, problem, self.device)
+        )
+        elements, cluster = how.packs * pack, how.cluster
+        shared = how.threads * elements * problem.sums if shares(how, problem) else 0
+        stays = bool(core.of_kind("columns") or core.of_kind("total"))
+        blocks = resident(how, problem, shared, stays, self.device)
+        walkers, waves = ceil_div(self.rows, how.groups), 0  # blocks or clusters
+        if stays and cluster > 1:
+            # Parts of a GPU have different numbers of multiprocessors, so that it may run fewer clusters at once.
+            walkers, waves = max(1, min(walkers, self.device.sm_count * blocks // cluster)), 1
+        elif stays:
+            walkers = min(walkers, tuning.SUM_BLOCKS * self.device.sm_count * max(1, 512 // how.threads))
+        if problem.sums and self.width % pack and walkers < min(self.rows, 2 * pack):
+            return None  # see Walk in rows.cuh
+        room = how.threads * elements * problem.sums if how.groups > 1 else 0
+        partials = 2 * how.threads // 32 * cluster * (max if cluster > 1 else sum)([0, *core.partial_bytes])
+        code = self.code(keeps=not streams and elements * problem.kept <= tuning.KEPT_WORDS)
+        if code is None or walkers * cluster >= 1 << 31 or room + partials + how.threads * core.total_bytes > SHARED:
+            return None
+        sums, scratch, after = _sums(core, walkers, self.width)
+        ends = "kRagged" if self.width % pack else "kWhole" if self.width == how.group * elements else "kPart"
+        flags = ", ".join(str(f).lower() for f in (stays, streams, shared > 0))
+        name = f"RowsKernel<{NAME}, {pack}, {how.lanes}, {how.packs}, {how.threads}, {blocks}, {ends}, {flags}>"
+        args, grid = [self.arguments(walkers, sums)], walkers * cluster
+        launch = Launch(HEADER, name, args, grid, how.threads, cluster=cluster, shared=shared, waves=waves, source=code)
+        return (launch, *after), scratch
+
+    def split(self, problem):
+        core, pack, threads = self.core, problem.pack, tuning.SPLIT_THREADS
+        packs = next(
+            p for p in (4, 2, 1) if p == 1 or p * pack * (problem.bytes + problem.sums) / 4 <= tuning.SPLIT_WORDS
+        )
+        ragged = self.width % pack != 0
+        parts = ceil_div(self.width + (pack - 1) * ragged, threads * packs * pack)
+        walkers = self.rows
+        if core.of_kind("columns") or core.of_kind("total"):
+            walkers = min(walkers, max(pack, ceil_div(tuning.SPLIT_BLOCKS * self.device.sm_count, parts)))
+        code, stages = self.code(keeps=False), len(core.stages)
+        used = threads // 32 * 2 * sum(core.partial_bytes) + threads * core.total_bytes
+        if code is None or walkers * parts >= 1 << 31 or used > SHARED:
+            return None
+        partials, scratch = [], 0
+        for size in core.partial_bytes:
+            partials.append(launch.scratch(scratch))
+            scratch += ceil_div(size * self.rows * parts, 256) * 256
+        sums, scratch, after = _sums(core, walkers, self.width, scratch)
+        args = struct(self.arguments(walkers, sums), *partials, launch.null, i64(parts))
+        ends = "kRagged" if ragged else "kWhole" if self.width == parts * threads * packs * pack else "kPart"
+        blocks = resident(Layout(0, packs, threads), problem, 0, False, self.device)
+        name = f"SplitRowsKernel<{NAME}, {pack}, {packs}, {threads}, {blocks}, {{}}, {ends}>"
+        return (
+            *(
+                Launch("rows/split.cuh", name.format(stage), [args], walkers * parts, threads, source=code)
+                for stage in range(stages + 1)
+            ),
+            *after,
+        ), scratch
 
 
 def _place(core, output) -> int:
@@ -206,21 +190,25 @@ def _last(value):
     return next(d for d in reversed(value.dims) if d is not None)
 
 
-def _sums(core, blocks, width):
-    """(buffers for the sums over rows of each block, bytes of scratch, launches that add them)."""
-    buffers, scratch, after = [], 0, []
+def _sums(core, blocks, width, scratch=0):
+    """(buffers for the sums over rows of each block or cluster, bytes of scratch, launches that add them).
+
+    scratch: the bytes that are in use already.
+    """
+    buffers, after = [], []
     for o in (*core.of_kind("columns"), *core.of_kind("total")):
         dtype = computing(o.value.aval.dtype)
         count = width if o.kind == "columns" else 1
         buffers.append(launch.scratch(scratch))
         args = [struct(launch.scratch(scratch), launch.result(_place(core, o)), i64(blocks), i64(count))]
-        name = f"SumOverBlocks<{cpp_type(dtype)}, {cpp_type(o.dtype)}>"
-        after.append(Launch(HEADER, name, args, ceil_div(count, 32), 512))
+        split = min(16, max(1, 1 << (blocks // 8).bit_length() >> 1))  # warps of 32 columns, of 16 in a block
+        name = f"SumOverBlocks<{cpp_type(dtype)}, {cpp_type(o.dtype)}, {split}>"
+        after.append(Launch(HEADER, name, args, ceil_div(count, 512 // split), 512))
         scratch += ceil_div(blocks * count * dtype.itemsize, 256) * 256
     return buffers, scratch, after
 
 
-def _arguments(core, program, rows, width, sums, arrays, device):
+def _arguments(core, program, rows, width, walkers, sums, arrays, device):
     """RowEngine::Args (rows.cuh)."""
     moved = sum(a.size * a.dtype.itemsize for a in arrays)
     pointers = lambda buffers: (*buffers, launch.null)
@@ -241,6 +229,7 @@ def _arguments(core, program, rows, width, sums, arrays, device):
         EMPTY_MAP,
         i64(rows),
         i64(width),
+        i64(walkers),
         boolean(moved > device.l2_bytes),
     )
 
@@ -271,19 +260,19 @@ def _strided(device, operands, arrays, function, views):
             parts //= 2
         each = ceil_div(width, parts)
         each = each if each * words <= tuning.STRIDED_WORDS else 0
-        source = core.source(NAME, keeps=bool(each))
+        code = source(core, NAME, keeps=bool(each))
         blocks = ceil_div(rows, 32 * pack)
-        if core.size > functor.MOST or blocks >= 1 << 31:
+        if code.size > functor.MOST or blocks >= 1 << 31:
             return None
         sums, scratch, after = _sums(core, blocks, width)
         views_of = lambda positions: [program.operands[k] for k in positions]
         args = struct(
-            _arguments(core, program, rows, width, sums, arrays, device),
+            _arguments(core, program, rows, width, blocks, sums, arrays, device),
             *strides(views_of(core.rows)),
             *strides(o.result for o in core.of_kind("row")),
         )
         name = f"StridedRowsKernel<{NAME}, {pack}, {parts}, {each}>"
-        return (Launch("rows/strided.cuh", name, [args], blocks, 32 * parts, source=source), *after), scratch
+        return (Launch("rows/strided.cuh", name, [args], blocks, 32 * parts, source=code.text), *after), scratch
 
     aligned = launches(pack)
     if aligned is None or pack == 1:

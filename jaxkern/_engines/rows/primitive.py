@@ -19,7 +19,7 @@ from jaxkern._core import algorithms, compat, device, partition, validate
 from jaxkern._core.define import ceil_div, primitive
 from jaxkern._core.functor import Unsupported
 from jaxkern._core.primitive import bind
-from jaxkern._engines.rows import plan
+from jaxkern._engines.rows import layout, plan
 
 
 def apply(function, operands) -> list:
@@ -224,7 +224,7 @@ def define(name: str, by_hand=None) -> None:
     ad.primitive_jvps[whole] = _jvp
     ad.primitive_transposes[whole] = _transpose
     if by_hand is None:
-        algorithms.register(plan, name)
+        algorithms.register(layout, name)
     else:
         plan.BY_HAND[name] = by_hand
         algorithms.register(by_hand, name, **by_hand.FIXED[name])

@@ -6,7 +6,31 @@ Those with a case in brackets were measured, others are starting points. H200, d
 PACK_BYTES = 16  # of a thread's load
 LANE_BYTES = 64  # of a row in a lane, before more lanes share it
 WARP_WORDS = 32  # of rows in a lane of a warp; beyond, a block holds the row
-BLOCK_WORDS = 64  # of rows in a thread of a block; beyond, rows stream
+BLOCK_WORDS = 64  # of rows in a thread of a block; beyond, a cluster holds the row
+# (most words of rows in a thread, blocks, threads of a block) of clusters; the first that holds a row
+# [norm, float32 2048 x 65536: 260 us with 32 words in 8 blocks, 342 with 64 in 4, 281 with 16 in 16].
+CLUSTERS = (*((32, blocks, 256) for blocks in (2, 4, 8, 16)), (64, 16, 256), (64, 16, 512))
+# The same for functions that keep dear values; smaller blocks wait for each other less
+# [soft cap, bfloat16 8192 x 16384: 154 us with 4 blocks of 128 threads, 166 with 2 of 256, 236 with one of 1024].
+KEPT_CLUSTERS = (*((32, blocks, 128) for blocks in (2, 4, 8, 16)), (32, 8, 256), (32, 16, 256))
+KEPT_THREADS = 256  # of a block that keeps values; beyond, a cluster does, where there are any
+# Reductions that wait for each other, at most, where a cluster sums over rows in registers; with more, sums are in shared memory
+# [layer norm, gradient, bfloat16 2048 x 65536: 394 us, in registers 536; one of RMS norm: 248, in registers 235].
+SHARED_STAGES = 2
+SHARED_BYTES = 96 * 1024  # of sums in shared memory, of a block
+COLUMN_BYTES = 8 * 1024  # of L1 for columns, of a block
+SPLIT_THREADS = 256
+SPLIT_WORDS = 32  # of rows and sums in a thread
+SPLIT_BLOCKS = 16  # of a multiprocessor that sum over rows
+SPLIT_ROWS = 2  # rows for each multiprocessor; if there are fewer, long ones are split
+# (words of rows and sums in a thread, registers), and where fewer are enough: for functions that keep dear values, and where sums are in
+# shared memory [soft cap, float32 8192 x 16384: 262 us with 80, 325 with 128; scale norm, gradient, bfloat16 131072 x 1024: 226, 200].
+REGISTERS = ((8, 40), (24, 64), (1 << 30, 128))
+FEW_REGISTERS = ((8, 40), (24, 64), (40, 80), (1 << 30, 128))
+# Packs of a row, at least, where it is not whole packs and columns are summed. Packs of shorter rows divide them
+# [layer scale, residual and norm, gradient, bfloat16 172738 x 777: 564 us in packs of 1, 627 in packs of 8; 10872 x 12345: 753
+# and 715].
+RAGGED_PACKS = 128
 GROUP_THREADS = 128  # threads of a block in which warps or lanes hold rows
 STREAM_THREADS = 512
 STREAM_PACKS = 4  # of a thread in flight
@@ -16,5 +40,7 @@ STRIDED_WORDS = 32  # of elements that a thread holds where the row is not the l
 # Words of values that a thread keeps from one stage to the next; where they are more, it computes them again
 # [entropy, gradient, bfloat16 16384 x 8192: 213 us with 32, 403 with 16].
 KEPT_WORDS = 32
+# Lanes of a warp keep those of few elements [soft cap, float32 131072 x 1024: 248 us with 16 in 64 threads, 260 with 32].
+KEPT_ELEMENTS = 16
 # Wide blocks keep fewer [soft cap, float32 8192 x 16384: 337 us with 1024 threads of 16 elements, 425 with 512 of 32].
 WIDE_THREADS, WIDE_ELEMENTS = 512, 16

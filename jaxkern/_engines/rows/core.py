@@ -1,0 +1,261 @@
+"""What one kernel computes of a row function, and which of its values live from one stage to the next.
+
+    core = Core(program)
+
+A kernel stores rows and numbers, and sums both over rows. What the program does with these sums, if anything, is the epilogue,
+which XLA runs. `generate.py` writes the kernel's code.
+"""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkern._core import functor
+from jaxkern._core.define import ceil_div
+from jaxkern._core.jaxprs import computing
+from jaxkern._engines.jaxpr import NOT_ELEMENTWISE, Value
+
+# Elementary functions, of which a multiprocessor computes fewer than it can read elements.
+DEAR = frozenset(
+    "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1 lgamma log log1p logistic pow "
+    "sin sinh sqrt rsqrt tan tanh".split()
+)
+
+
+@dataclasses.dataclass(eq=False)
+class Output:
+    """An array that a kernel writes. kind: "row", "number", "columns" (rows, summed) or "total" (numbers, summed).
+
+    value: what is stored or summed. result: the Value or Constant of the program that the array is.
+    """
+
+    value: object
+    result: object
+    kind: str
+    dtype: np.dtype
+
+
+class Core:
+    """The part of a program that a kernel computes.
+
+    outputs: the arrays that it writes. epilogue: the steps that remain, on arrays; empty if the results of the program are
+        the outputs.
+    rows, columns, numbers: positions of operands that are read as such. indices: other dimensions whose index is used.
+    members: {number: its member in the struct Numbers}. inverses, scales: {divisor of elements: the member of its inverse, of its scale}; see
+        `quotient` in functions.h, which coarse arithmetic does without.
+    stages: the reductions along the row, those of each stage. step_of: {value: the step that computes it}.
+    """
+
+    def __init__(self, program):
+        self.program = program
+        self._outputs()
+        self._members()
+        kinds = lambda test: tuple(k for k in program.used if test(program.operands[k]))
+        self.rows = kinds(lambda v: v.is_row and len(v.set()) > 1)
+        self.columns = kinds(lambda v: v.is_row and len(v.set()) == 1)
+        self.numbers = kinds(lambda v: not v.is_row)
+
+    def _outputs(self):
+        """Cuts the program where sums over rows are complete."""
+        program, found, summed = self.program, {}, []
+        others = frozenset(program.others)
+        for step in program.steps:
+            value, over = next(iter(step.operands), None), program.over(step) - {program.row}
+            if not over or value.summed:
+                if any(v.summed for v in step.results):
+                    summed.append(step)
+                continue
+            result, whole = step.result, value.set() - {program.row} == others == over
+            if step.name == "reduce_sum" and whole and isinstance(value, Value):
+                dtype = result.dtype if result in program.results else computing(result.dtype)
+                found[result] = Output(value, result, "columns" if value.is_row else "total", dtype)
+            else:  # XLA sums what the kernel stores
+                if isinstance(value, Value):
+                    kind = "row" if value.is_row else "number"
+                    found[value] = Output(value, value, kind, computing(value.dtype))
+                summed.append(step)
+        for v in program.results:
+            if isinstance(v, Value) and not v.summed and v not in found:
+                found[v] = Output(v, v, "row" if v.is_row else "number", v.dtype)
+        needed, epilogue = {v for v in program.results if isinstance(v, Value)}, []
+        for step in reversed(summed):
+            if needed.intersection(step.results) and not found.keys() & set(step.results):
+                needed.update(v for v in step.operands if isinstance(v, Value))
+                epilogue.append(step)
+        self.epilogue = epilogue[::-1]
+        # Values that the epilogue needs beside sums.
+        for v in needed:
+            if v not in found and not v.summed and v not in program.operands:
+                found[v] = Output(v, v, "row" if v.is_row else "number", computing(v.dtype))
+        order = {"row": 0, "number": 1, "columns": 2, "total": 3}
+        self.outputs = sorted((o for v, o in found.items() if v in needed), key=lambda o: order[o.kind])
+        self.outputs = [o for o in self.outputs if o.result not in program.operands or o.result in program.results]
+
+    def steps(self) -> list:
+        """The steps before the epilogue."""
+        return [s for s in self.program.steps if s not in self.epilogue]
+
+    @functools.cached_property
+    def coarse(self) -> bool:
+        """Whether coarse arithmetic is enough for what is stored: all real numbers that are stored have 16 bits."""
+        real = [o.dtype for o in self.outputs if jnp.issubdtype(o.dtype, jnp.inexact)]
+        return bool(real) and all(d.itemsize == 2 for d in real)
+
+    @functools.cached_property
+    def precise(self) -> frozenset:
+        """The steps that coarse arithmetic is not enough for, because a discontinuous operation depends on their results."""
+        found, pending = set(), []
+        for step in self.program.steps:
+            if step.name in NOT_ELEMENTWISE or functor._jumps(step.equation):
+                pending += step.operands
+        while pending:
+            step = self.step_of.get(pending.pop())
+            if step is not None and step not in found:
+                found.add(step)
+                pending += step.operands
+        return frozenset(step for step in found if step.name in functor._COARSE)
+
+    def is_coarse(self, step) -> bool:
+        return self.coarse and step not in self.precise
+
+    def of_kind(self, kind) -> list:
+        return [o for o in self.outputs if o.kind == kind]
+
+    @functools.cached_property
+    def trivial(self) -> bool:
+        """Whether the outputs, in their order, are the results."""
+        return not self.epilogue and [o.result for o in self.outputs] == list(self.program.results)
+
+    # ---- which numbers live from one stage to the next
+
+    def _members(self):
+        program = self.program
+        self.step_of = {v: s for s in program.steps for v in s.results}
+        reductions = [s for s in program.steps if program.row in program.over(s)]
+        wanted = [o.value for o in self.outputs if isinstance(o.value, Value)]
+        # Backwards from the outputs: reductions that are needed, and the numbers that elements are computed with.
+        self.indices, leaves, needed, seen, pending = [], {}, set(), set(), list(wanted)
+        for o in self.outputs:
+            if isinstance(o.value, Value) and not o.value.is_row:
+                leaves[o.value] = None
+        while pending:
+            v = pending.pop()
+            if v in seen or not isinstance(v, Value):
+                continue
+            seen.add(v)
+            step = self.step_of.get(v)
+            if step is None:
+                if not v.is_row:
+                    leaves[v] = None
+                continue
+            if program.row in program.over(step):
+                needed.add(step)
+                leaves.update(dict.fromkeys(step.results))
+                if step.name == "reduce":
+                    leaves.update({x: None for x in step.operands[len(step.results) :] if isinstance(x, Value)})
+            elif step.name == "iota" and not v.is_row:
+                self._index(step)
+            elif step.name == "iota" and v.dims[step.params["dimension"]] is not program.row:
+                self._index(step)
+            for x in step.operands:
+                if isinstance(x, Value) and v.is_row and not x.is_row:
+                    leaves[x] = None
+                pending.append(x)
+        self.members = {v: f"n{k}" for k, v in enumerate(leaves)}
+        # Divisors of elements: a row divides once, and its elements are multiplied.
+        divisions = [s for v in seen if v.is_row and (s := self.step_of.get(v)) is not None and s.name == "div"]
+        self.inverses = {}
+        for step in divisions:
+            y = step.operands[1]
+            if y in self.members and computing(y.dtype) == np.float32:
+                self.inverses.setdefault(y, f"d{len(self.inverses)}")
+        self.scales = {y: f"e{d[1:]}" for y, d in self.inverses.items() if not all(map(self.is_coarse, divisions))}
+        stages = sorted({s.result.stage for s in reductions if s in needed})
+        self.stages = [[s for s in reductions if s in needed and s.result.stage == k] for k in stages]
+        self.stage_of = lambda v: sum(k <= v.stage for k in stages)
+
+    def _plan_kept(self):
+        """Values of elements that a stage computes and a later one needs, if they are dear: {value: stage}.
+
+        Of the values that one stage computes and the later one would compute again, those nearest to what the later one wants.
+        """
+        wanted = [[v for s in steps for v in s.operands[: len(s.results)]] for steps in self.stages]
+        wanted.append([o.value for o in self.outputs if o.kind in ("row", "columns")])
+        computed, kept = {}, {}
+        for stage, values in enumerate(wanted):
+            seen, pending = set(), list(values)
+            while pending:
+                v = pending.pop()
+                step = self.step_of.get(v) if isinstance(v, Value) and v.is_row else None
+                if step is None or v in seen or v in kept:
+                    continue
+                if v in computed and self._is_dear(v, kept):
+                    kept[v] = computed[v]
+                    continue
+                seen.add(v)
+                pending += step.operands
+            for v in seen:
+                computed.setdefault(v, stage)
+        return kept
+
+    def _is_dear(self, value, kept) -> bool:
+        """Whether an element of the value costs an elementary function, given those that are kept."""
+        pending, seen = [value], set()
+        while pending:
+            v = pending.pop()
+            step = self.step_of.get(v) if isinstance(v, Value) and v.is_row else None
+            if step is None or v in seen or v in kept:
+                continue
+            seen.add(v)
+            if step.name in DEAR:
+                return True
+            pending += step.operands
+        return False
+
+    @functools.cached_property
+    def kept_values(self) -> dict:
+        return self._plan_kept()
+
+    @functools.cached_property
+    def kept_words(self) -> int:
+        """The most words that kept values of an element take at a time."""
+        last = {}
+        wanted = [[v for s in steps for v in s.operands[: len(s.results)]] for steps in self.stages]
+        wanted.append([o.value for o in self.outputs if o.kind in ("row", "columns")])
+        for stage, values in enumerate(wanted):
+            pending, seen = list(values), set()
+            while pending:
+                v = pending.pop()
+                if not isinstance(v, Value) or v in seen or not v.is_row:
+                    continue
+                seen.add(v)
+                if v in self.kept_values and self.kept_values[v] < stage:
+                    last[v] = stage
+                    continue
+                step = self.step_of.get(v)
+                pending += step.operands if step is not None else []
+        alive = lambda stage: sum(
+            max(1, computing(v.dtype).itemsize // 4)
+            for v, first in self.kept_values.items()
+            if first < stage <= last.get(v, -1)
+        )
+        return max((alive(stage) for stage in range(1, len(self.stages) + 1)), default=0)
+
+    @functools.cached_property
+    def partial_bytes(self) -> list:
+        """Bytes of what a thread has reduced, for each stage."""
+        places = lambda step: 4 * (step.name in ("argmax", "argmin"))
+        size = lambda step: sum(max(4, computing(v.dtype).itemsize) for v in step.results) + places(step)
+        return [8 * ceil_div(sum(map(size, steps)), 8) for steps in self.stages]
+
+    @functools.cached_property
+    def total_bytes(self) -> int:
+        """Bytes of the numbers that a thread adds up over rows."""
+        return sum(computing(o.value.aval.dtype).itemsize for o in self.of_kind("total"))
+
+    def _index(self, step):
+        dim = step.result.dims[step.params["dimension"]]
+        if dim is not None and dim not in self.indices:
+            self.indices.append(dim)

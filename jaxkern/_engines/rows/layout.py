@@ -1,0 +1,159 @@
+"""Which algorithm runs a row function, and how many threads hold a row.
+
+lanes, warp, block   threads of a part of a warp, of a warp, or of a block hold a row in registers
+cluster              sm_90 and newer: 2 to 16 blocks hold a row in registers
+streaming            a block reads a row again in each stage: any length
+split                blocks reduce parts of a row, in a launch for each stage: any length, also with sums over rows
+strided              the row is not the last dimension: threads take adjacent rows, and warps parts of them
+"""
+
+import typing
+
+from jaxkern._core.define import CUDA_TYPES, ceil_div
+from jaxkern._engines.rows import tuning
+
+ALGORITHMS = ("lanes", "warp", "block", "cluster", "streaming", "split", "strided")
+DTYPES = tuple(CUDA_TYPES)
+IN_REGISTERS = ("lanes", "warp", "block", "cluster")
+
+
+class Problem(typing.NamedTuple):
+    """rows: how many. width: their length. bytes: of an element of all arrays that are rows. pack: elements of a thread's load.
+
+    sums: bytes of what a thread adds up over rows, for each element. kept: words of an element that are computed once if
+    there are registers for them. stages: reductions along the row that wait for each other. strided: the row is not the last
+    dimension; pack counts rows then.
+    """
+
+    rows: int
+    width: int
+    bytes: int = 4
+    pack: int = 4
+    sums: int = 0
+    kept: int = 0
+    stages: int = 1
+    strided: bool = False
+
+
+class Layout(typing.NamedTuple):
+    """How threads hold a row, as the kernel is told: lanes of a warp, 0 for a block, -b for a cluster of b blocks."""
+
+    lanes: int
+    packs: int
+    threads: int
+
+    @property
+    def cluster(self) -> int:
+        return max(1, -self.lanes)
+
+    @property
+    def group(self) -> int:
+        """Threads of a row."""
+        return self.lanes if self.lanes > 0 else self.threads * self.cluster
+
+    @property
+    def groups(self) -> int:
+        """Rows of a block or a cluster at a time."""
+        return self.threads // self.lanes if self.lanes > 0 else 1
+
+
+def fits(algorithm, problem, device=None) -> bool:
+    if problem.strided or algorithm == "strided":
+        return problem.strided and algorithm == "strided"
+    if algorithm == "streaming":
+        return not problem.sums
+    return algorithm == "split" or layout(algorithm, problem, device) is not None
+
+
+def choose(problem, device=None) -> str:
+    if problem.strided:
+        return "strided"
+    keep = (a for a in IN_REGISTERS if problem.kept and _layout(a, problem, tuning.KEPT_WORDS, device))
+    found = next(keep, None) or next(a for a in ALGORITHMS if fits(a, problem, device))
+    if found == "streaming" and (device is None or problem.rows < tuning.SPLIT_ROWS * device.sm_count):
+        return "split"
+    return found
+
+
+def shares(how, problem) -> bool:
+    """Whether sums over rows of a layout are in shared memory, which leaves the registers to more blocks.
+
+    Clusters whose threads have no registers for them do, and those that wait for each other often.
+    """
+    words = how.packs * problem.pack * (problem.bytes + problem.sums) / 4
+    return (
+        problem.sums > 0 and how.cluster > 1 and (words > tuning.BLOCK_WORDS or problem.stages > tuning.SHARED_STAGES)
+    )
+
+
+def resident(how, problem, shared, stays, device) -> int:
+    """Blocks of a multiprocessor that leave enough registers for the packs of each thread.
+
+    shared: bytes of a block for sums over rows. stays: blocks stay for many rows.
+    """
+    sums = 0 if shared else problem.sums
+    words = how.packs * problem.pack * max((problem.bytes + sums) / 4, problem.kept)
+    few = shared or (problem.kept and not stays)  # registers are enough
+    registers = next(r for most, r in (tuning.FEW_REGISTERS if few else tuning.REGISTERS) if words <= most)
+    blocks = min(2048, 65536 // registers) // how.threads
+    if shared:
+        blocks = min(blocks, device.shared_memory // (shared + tuning.COLUMN_BYTES))
+    return max(1, blocks)
+
+
+def layout(algorithm, problem, device=None) -> Layout | None:
+    """The layout of an algorithm that holds rows in registers; None if the rows are too long for it.
+
+    Rows are spread over enough threads to keep dear values, if there is such a layout.
+    """
+    keeps = problem.kept and _layout(algorithm, problem, tuning.KEPT_WORDS, device)
+    return keeps or _layout(algorithm, problem, None, device)
+
+
+def _layout(algorithm, problem, most_kept, device) -> Layout | None:
+    width, pack = problem.width, problem.pack
+    count = ceil_div(
+        width + (pack - 1) * (width % pack != 0), pack
+    )  # packs of a row, which may start in the middle of one
+
+    def fits(packs, most, threads=tuning.GROUP_THREADS, sums=problem.sums):
+        elements = packs * pack
+        few = threads < tuning.WIDE_THREADS or elements <= tuning.WIDE_ELEMENTS
+        keeps = most_kept is None or (elements * problem.kept <= most_kept and few)
+        return keeps and elements * (problem.bytes + sums) / 4 <= most
+
+    if algorithm in ("lanes", "warp"):
+        if problem.sums and width % pack:  # rows of a block begin at different places of a pack
+            return None
+        each = max(1, tuning.LANE_BYTES // max(1, pack * problem.bytes))
+        for lanes in (32,) if algorithm == "warp" else (1, 2, 4, 8, 16):
+            packs = ceil_div(count, lanes)
+            if most_kept is not None and width % pack == 0 and packs * pack > tuning.KEPT_ELEMENTS:
+                continue
+            if fits(packs, tuning.WARP_WORDS) and (packs <= each or lanes >= 16):
+                return Layout(lanes, packs, tuning.GROUP_THREADS)
+        return None
+    if algorithm == "cluster":
+        if not _has_clusters(device):
+            return None
+        for words, blocks, threads in tuning.CLUSTERS if most_kept is None else tuning.KEPT_CLUSTERS:
+            if device is not None and blocks > device.sm_count:
+                continue
+            how = Layout(-blocks, ceil_div(count, blocks * threads), threads)
+            room = how.packs * pack * threads * problem.sums if shares(how, problem) else 0
+            if fits(how.packs, words, threads, 0) and room <= tuning.SHARED_BYTES:
+                return how
+        return None
+    for threads in (64, 128, 256, 512, 1024):
+        packs = ceil_div(count, threads)
+        if most_kept is not None and threads > tuning.KEPT_THREADS and _has_clusters(device):
+            return None
+        if fits(packs, tuning.BLOCK_WORDS if threads < 1024 else tuning.BLOCK_WORDS / 2, threads):
+            if threads >= 256 or packs * pack <= 16 or fits(packs, 16):
+                return Layout(0, packs, threads)
+    return None
+
+
+def _has_clusters(device) -> bool:
+    """Whether a device runs clusters of 16 blocks, as GPUs of data centres do."""
+    return device is None or device.compute_capability >= 90 and device.shared_memory >= 227 * 1024
