@@ -20,6 +20,8 @@ from jaxkern._core import algorithms
 from jaxkern._core.define import CUDA_TYPES, EMPTY_VIEW, broadcast_view, ceil_div
 from jaxkern._core.launch import Launch, Plan, boolean, f64, i32, i64, null, operand, result, scratch, struct
 from jaxkern._engines.rows.plan import GENERATED
+from jaxkern._ops.norm import tuning
+from jaxkern._ops.norm.tuning import generated, left_to_xla
 
 ALGORITHMS = (GENERATED, "warp", "block", "cluster", "streaming")
 FIXED = {"rms_norm": {"centre": False}, "layer_norm": {"centre": True}}  # fields of Problem
@@ -27,7 +29,6 @@ FIXED = {"rms_norm": {"centre": False}, "layer_norm": {"centre": True}}  # field
 _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 DTYPES = tuple(_ITEMSIZE)
 
-_WARP_VECTORS = 128
 _WARP_PACKS = 8  # of a lane, by default
 _FORWARD_THREADS, _BACKWARD_THREADS = 128, 256  # of a block whose rows belong to lanes; a gradient's of long rows: 128
 _BLOCK_THREADS, _MOST_THREADS = 512, 1024  # at most, of a block per row; the latter forward, for rows that need it
@@ -37,10 +38,8 @@ _KEPT_WORDS = 80  # kNormKept
 _BUSY_THREADS, _RESIDENT_THREADS = 480, 1024  # of the gradient, on a multiprocessor: wanted, and at most
 _CLUSTERS = (2, 4, 8, 16)  # blocks
 _CLUSTER_VECTORS = 512  # of a block, at least, where there are few rows
-_CLUSTER_WIDTH = 1 << 17  # of 16-bit elements, that 8 blocks hold
 _STAGES = 4  # rows of a thread in shared memory
 _STREAM_THREADS, _COLUMN_THREADS, _SUMS_COLUMNS, _SUMS_THREADS = 512, 128, 32, 512
-_STREAM_ROWS = 128  # at least: a row takes a block
 _MOST_GRID_X = 2**31 - 1
 _MOST_EPILOGUE_ARGS = 16
 _EPILOGUE_DTYPES = {*DTYPES, "int32", "uint32", "int64"}
@@ -158,43 +157,12 @@ def fits(algorithm: str, p: Problem, device) -> bool:
             return held is not None
         packs, threads = ceil_div(p.width // p.pack, held[1]), held[1]
         return 2 * _stage_bytes(p, packs, threads, threads) <= device.shared_memory - 4096
-    return algorithm in (GENERATED, "streaming") or p.vectors <= _WARP_VECTORS
+    return algorithm in (GENERATED, "streaming") or p.vectors <= tuning.WARP_VECTORS
 
 
 def choose(p: Problem, device) -> str:
     """The algorithm that runs the problem by default, unless it is `left_to_xla`."""
     return GENERATED if generated(p) else written(p, device)
-
-
-def generated(p: Problem) -> bool:
-    """Whether the generated kernel is as fast as the hand-written one, or at most 3 % slower.
-
-    Measured on an H200, in microseconds, generated and hand-written. float32, gradients: rms_norm of 1048576 x 128, 395 and 412,
-    of 32768 x 4096, 388 and 406, but of 131072 x 512, 208 and 202; layer_norm of 32768 x 4096, 402 and 420, but of 131072 x 512,
-    263 and 199, of 8192 x 5120, 175 and 134. Gradients of odd rows: rms_norm of float32 524288 x 77, 136 and 188, of bfloat16
-    32768 x 4097, 352 and 445. Forward: float32 rows of 2048 to 8192, within 1 %; layer_norm of bfloat16 32768 x 4096, 132 and
-    143, but of 8192 x 5120, 54 and 48, and with a residual 16384 x 8192, 325 and 267. The gradients of bfloat16 rows in whole
-    vectors: rms_norm of 32768 x 4096, 259 and 228, layer_norm 325 and 238.
-    """
-    size, power = _ITEMSIZE[p.dtype], p.width & (p.width - 1) == 0
-    if size > 4 or p.itemsizes[0] != p.itemsizes[1] or p.width > 8192:
-        return _is_partial(p) and p.backward and not p.centre and p.scale_sum
-    if not p.backward:
-        if size == 4:
-            return p.pack == p.vector and p.width >= 2048
-        return p.centre and not p.residual and power and p.width >= 2048
-    if not p.scale_sum:
-        return False
-    if p.pack == 1 or (_is_partial(p) and not p.centre):
-        return True
-    if size == 2 or p.pack < p.vector:
-        return False
-    return 1024 <= p.width <= 4096 and power if p.centre else p.width <= 128 or p.width >= 2048
-
-
-def _is_partial(p: Problem) -> bool:
-    """Whether rows are of 16-bit elements, no whole vectors, and take a block each."""
-    return _ITEMSIZE[p.dtype] == 2 and p.pack < p.vector and p.vectors > _WARP_VECTORS
 
 
 def pick(operation: str, algorithm: str, p: Problem, device) -> str:
@@ -210,22 +178,6 @@ def written(p: Problem, device) -> str:
     """
     warp = fits("warp", p, device) and p.width <= 32 * _WARP_PACKS * p.pack
     return next(a for a in ALGORITHMS[1 + (not warp) :] if fits(a, p, device))
-
-
-def left_to_xla(p: Problem, algorithm: str) -> bool:
-    """Whether XLA runs the problem by default, where this algorithm was chosen.
-
-    Measured on an H200, in microseconds, kernel and what XLA makes of the reference. Streaming: float32 2048 x 65536, rms_norm
-    415 and 382, its gradient 804 and 723, but layer_norm 470 and 510, its gradient 797 and 864; layer_norm of 16 rows of 2^20,
-    469 and 81. The gradient of rms_norm in clusters of 16 blocks, bfloat16 512 x 262144: 452 and 417, but layer_norm's 581 and
-    623. Rows of 16-bit elements that are not whole vectors and take a block each, bfloat16 32768 x 4097: rms_norm 337
-    and 180, its gradient 734 and 445, but the gradient of layer_norm 471 and 672.
-    """
-    if algorithm == "streaming":
-        return not p.centre or p.rows < _STREAM_ROWS
-    if algorithm == "cluster":
-        return p.backward and not p.centre and _ITEMSIZE[p.dtype] == 2 and p.width > _CLUSTER_WIDTH
-    return _is_partial(p) and not (p.backward and p.centre)
 
 
 # ---- launches

@@ -1,0 +1,52 @@
+"""Which norms run on hand-written kernels, on generated ones or on XLA, by what was measured."""
+
+WARP_VECTORS = 128  # of a row that lanes of a warp hold
+CLUSTER_WIDTH = 1 << 17  # of 16-bit elements, that 8 blocks hold
+STREAM_ROWS = 128  # at least: a row takes a block
+
+
+def generated(p) -> bool:
+    """Whether the generated kernel is as fast as the hand-written one, or at most 3 % slower.
+
+    Measured on an H200, in microseconds, generated and hand-written. float32, gradients: rms_norm of 1048576 x 128, 395 and 412,
+    of 32768 x 4096, 388 and 406, but of 131072 x 512, 208 and 202; layer_norm of 32768 x 4096, 402 and 420, but of 131072 x 512,
+    263 and 199, of 8192 x 5120, 175 and 134. Gradients of odd rows: rms_norm of float32 524288 x 77, 136 and 188, of bfloat16
+    32768 x 4097, 352 and 445. Forward: float32 rows of 2048 to 8192, within 1 %; layer_norm of bfloat16 32768 x 4096, 132 and
+    143, but of 8192 x 5120, 54 and 48, and with a residual 16384 x 8192, 325 and 267. The gradients of bfloat16 rows in whole
+    vectors: rms_norm of 32768 x 4096, 259 and 228, layer_norm 325 and 238.
+    """
+    size, power = p.itemsizes[0], p.width & (p.width - 1) == 0
+    if size > 4 or p.itemsizes[0] != p.itemsizes[1] or p.width > 8192:
+        return _is_partial(p) and p.backward and not p.centre and p.scale_sum
+    if not p.backward:
+        if size == 4:
+            return p.pack == p.vector and p.width >= 2048
+        return p.centre and not p.residual and power and p.width >= 2048
+    if not p.scale_sum:
+        return False
+    if p.pack == 1 or (_is_partial(p) and not p.centre):
+        return True
+    if size == 2 or p.pack < p.vector:
+        return False
+    return 1024 <= p.width <= 4096 and power if p.centre else p.width <= 128 or p.width >= 2048
+
+
+def _is_partial(p) -> bool:
+    """Whether rows are of 16-bit elements, no whole vectors, and take a block each."""
+    return p.itemsizes[0] == 2 and p.pack < p.vector and p.vectors > WARP_VECTORS
+
+
+def left_to_xla(p, algorithm: str) -> bool:
+    """Whether XLA runs the problem by default, where this algorithm was chosen.
+
+    Measured on an H200, in microseconds, kernel and what XLA makes of the reference. Streaming: float32 2048 x 65536, rms_norm
+    415 and 382, its gradient 804 and 723, but layer_norm 470 and 510, its gradient 797 and 864; layer_norm of 16 rows of 2^20,
+    469 and 81. The gradient of rms_norm in clusters of 16 blocks, bfloat16 512 x 262144: 452 and 417, but layer_norm's 581 and
+    623. Rows of 16-bit elements that are not whole vectors and take a block each, bfloat16 32768 x 4097: rms_norm 337
+    and 180, its gradient 734 and 445, but the gradient of layer_norm 471 and 672.
+    """
+    if algorithm == "streaming":
+        return not p.centre or p.rows < STREAM_ROWS
+    if algorithm == "cluster":
+        return p.backward and not p.centre and p.itemsizes[0] == 2 and p.width > CLUSTER_WIDTH
+    return _is_partial(p) and not (p.backward and p.centre)
