@@ -199,5 +199,6 @@ inline unsigned __ballot_sync(unsigned, bool x) {
   emulated::Wait();
   return found;
 }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 template <class A, class B> constexpr std::common_type_t<A, B> min(A a, B b) { return b < a ? b : a; }
 template <class A, class B> constexpr std::common_type_t<A, B> max(A a, B b) { return a < b ? b : a; }

@@ -44,7 +44,9 @@ def plan(device, core):
     source, maps = core.source(NAME, 1)
     if any(len(groups) > define.MAP_RANK for groups in maps):
         return None
-    block = tuning.THREADS if lanes >= tuning.THREADS * 2 * device.sm_count else tuning.FEW_THREADS
-    name = f"WhileKernel<{NAME}, {NAME}Condition, {block}>"
-    launch = Launch(HEADER, name, [arguments(core, maps, lanes, 0)], ceil_div(lanes, block), block, source=source)
-    return Plan("lane", (launch,))
+    rounds = max(1, min(tuning.WHILE_ROUNDS, lanes // (tuning.WHILE_THREADS * device.sm_count)))
+    threads = 32 * ceil_div(lanes, 32 * rounds)
+    block = tuning.THREADS if threads >= tuning.THREADS * 2 * device.sm_count else tuning.FEW_THREADS
+    name = f"WhileKernel<{NAME}, {NAME}Condition, {block}, {tuning.WHILE_IDLE}>"
+    given = [arguments(core, maps, lanes, 32 * rounds)]
+    return Plan("lane", (Launch(HEADER, name, given, ceil_div(threads, block), block, source=source),))
