@@ -195,7 +195,7 @@ def loop_of(f, operands):
     raise AssertionError("no loop")
 
 
-FEW = device.Device(1, 90, 227 * 1024, 60 << 20)
+SMALL = device.Device(1, 90, 227 * 1024, 60 << 20)
 CASES = [
     ("newton", (37,), "float32"),
     ("newton", (3, 5), "bfloat16"),
@@ -213,7 +213,7 @@ def test_kernels_on_the_cpu(name, shape, dtype, monkeypatch):
     run, operands = FUNCTIONS[name](shape, dtype, seed=1)
     monkeypatch.setattr(tuning, "WHILE_THREADS", 32)  # warps take several lanes for each thread
     for make in (ours(run), per_lane(run, operands))[: 1 + (name == "newton")]:
-        check_kernel(make, operands, lambda ys, wanted: close(ys, wanted, name, dtype), FEW)
+        check_kernel(make, operands, lambda ys, wanted: close(ys, wanted, name, dtype), SMALL)
 
 
 @pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
