@@ -17,7 +17,7 @@ from while_functions import FUNCTIONS, over_arrays, per_lane
 import jaxkern
 from jaxkern._core import compat, device, launch, registry
 from jaxkern._core.functor import Unsupported
-from jaxkern._engines.loops import tuning, while_plan
+from jaxkern._engines.loops import tuning, while_plan, while_sharding
 from jaxkern._engines.loops.while_program import read
 
 EXACT = ("sampler", "collatz")  # integers; where the others end depends on rounding
@@ -141,7 +141,9 @@ def test_what_is_left_to_xla(monkeypatch):
     exported = jax.export.export(jax.jit(lambda *a: f(*a)), platforms=["cuda"])(
         jax.ShapeDtypeStruct((n,), "float32"), operands[1]
     )
-    assert "jaxkern_while" not in exported.mlir_module().replace("jaxkern_while_loop_result", "")
+    assert "@jaxkern_while_loop(" not in exported.mlir_module()
+    exported = jax.export.export(jax.jit(f), platforms=["cuda"], disabled_checks=jaxkern.export_checks())(*operands)
+    assert "@jaxkern_while_loop(" in exported.mlir_module()
     assert lowered(per_lane(run, operands), *operands) == (0, 1)
     assert lowered(functools.partial(run, over_arrays), *operands) == (0, 1)
 
@@ -349,6 +351,10 @@ LANES = {
         jax.vmap(lambda x: lax.while_loop(lambda c: c[:2].sum() < 5, lambda c: c + c[::-1], x[:2])),
         True,
     ),
+    "vmap over rows of three, any of each": (
+        jax.vmap(lambda x: lax.while_loop(lambda c: jnp.any(c < 5), lambda c: c + 1, x[:3])),
+        True,
+    ),
     "vmap of selections": (jax.vmap(joined(lambda c: jnp.any(GOING(c)))), True),
     "vmap over rows, one condition each": (
         jax.vmap(lambda x, y: lax.while_loop(lambda c: c[1] < y, lambda c: (c[0] * 2, c[1] + 1), (x, 0))),
@@ -368,7 +374,10 @@ def test_which_loops_have_lanes(name):
     x = np.random.default_rng(0).uniform(0, 9, (20, 20)).astype(np.float32)
     operands = (x, x[:, 0]) if "one condition each" in name else (x,)
     if wanted:
-        loop_of(f, operands)
+        program, args, results = loop_of(f, operands)
+        given = [*(c for _, c in program.captured.values()), *args]
+        for y, want in zip(while_sharding.part(while_plan.WhileCore(program), {}, given), results, strict=True):
+            np.testing.assert_array_equal(y, want)
     else:
         with pytest.raises(Unsupported, match="^test "):
             loop_of(f, operands)

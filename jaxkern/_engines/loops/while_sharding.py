@@ -53,16 +53,18 @@ def lower(ctx, operands, params, label):
 
 
 def part(core, axes, parts) -> list:
-    """The results of the lanes of a device. axes: {dimension of the lanes: the mesh axes that split it}."""
+    """The results of the lanes of a device, from its parts of what the loop captured and of its operands.
+
+    axes: {dimension of the lanes: the mesh axes that split it}.
+    """
     program = core.program
     operands = program.split(parts)
-    split = lambda d: lax.psum(1, axes[d]) if axes[d] else 1
-    size = {d: d.size // split(d) for d in program.dims}
+    size = {d: d.size for d in program.dims}
     for v, x in zip(program.operands, operands):
         size.update({d: n for d, n in zip(v.dims, x.shape) if d is not None})
     places = []
     for d in core.indices:
-        first = lax.axis_index(axes[d]) * size[d] if axes[d] else 0
+        first = lax.axis_index(axes[d]) * size[d] if axes.get(d) else 0
         places.append((first + jnp.arange(size[d], dtype=np.int32), (d,)))
     inits = range(program.num_consts, len(operands))
     consts, carries = ([(operands[k], program.operands[k].dims) for k in ks] for ks in (core.consts, inits))
