@@ -355,6 +355,14 @@ LANES = {
         jax.vmap(lambda x: lax.while_loop(lambda c: jnp.any(c < 5), lambda c: c + 1, x[:3])),
         True,
     ),
+    "a carry that begins as a constant": (
+        lambda x: lax.while_loop(lambda c: jnp.any(c < 3 * x), lambda c: jnp.where(c < 3 * x, c + x, c), x),
+        True,
+    ),
+    "two carries that begin as one array": (
+        jax.vmap(jax.vmap(lambda x: lax.while_loop(lambda c: c[0] < 9, lambda c: (c[0] + c[1], c[1] + 1), (x, x)))),
+        True,
+    ),
     "vmap of selections": (jax.vmap(joined(lambda c: jnp.any(GOING(c)))), True),
     "vmap over rows, one condition each": (
         jax.vmap(lambda x, y: lax.while_loop(lambda c: c[1] < y, lambda c: (c[0] * 2, c[1] + 1), (x, 0))),
