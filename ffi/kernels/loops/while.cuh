@@ -49,7 +49,8 @@ template <class F, class Condition, class... K, class... C> struct WhileEngine<F
     };
 
     const int64_t begin = warp * a.steps, end = begin + a.steps < a.lanes ? begin + a.steps : a.lanes;
-    int64_t lane = begin + thread, next = begin + 32;  // next: of the lanes that no thread has begun; the same in the warp
+    int64_t lane = begin + thread,
+            next = begin + 32;  // next: of the lanes that no thread has begun; the same in the warp
     if (lane < end) read(lane);
     while (true) {
       bool goes_on = lane < end;

@@ -42,8 +42,8 @@ class WhileProgram(Program):
     operands: constants of the condition, constants of the body, carries; results: new carries. condition: of a lane.
     given: the operands before small dimensions are taken apart.
 
-    equal: for each operand of the loop, the position of the first one that is the same array; constants are merged. join: whether a condition that
-        joins others by `any` is a condition for each of these.
+    equal: for each operand of the loop, the position of the first one that is the same array; equal constants are merged.
+    join: whether a condition that joins others by `any` is a condition for each of these.
 
     Raises: Unsupported, naming the equation and the user's line.
     """
@@ -57,7 +57,9 @@ class WhileProgram(Program):
         self._refuse(cond)
         self._refuse(body)
         inputs = [self._value(v.aval) for v in (*cond.invars[:cond_nconsts], *body.invars)]
-        for k, first in enumerate(equal[: cond_nconsts + body_nconsts]):  # not carries, which only begin as the same array
+        for k, first in enumerate(
+            equal[: cond_nconsts + body_nconsts]
+        ):  # not carries, which only begin as the same array
             inputs[k] = inputs[first]
         self.given, carries = inputs, inputs[cond_nconsts + body_nconsts :]
         constants = lambda values: list(map(self._constant, values))
