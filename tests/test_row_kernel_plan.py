@@ -10,7 +10,7 @@ from row_functions import FUNCTIONS, operands
 
 from jaxkern import tiers
 from jaxkern._core import device, registry
-from jaxkern._engines.rows import plan
+from jaxkern._engines.rows import layout, plan
 from jaxkern._engines.rows.function import trace
 
 # So few multiprocessors that blocks which sum over rows take several.
@@ -189,6 +189,22 @@ def test_any_shape_has_a_plan_within_the_limits_of_the_device(on):
         plans.check_limits(found, on)
         norm = planned(traced_shape("rms_norm", shape, "float32", gradient=True), on=on)
         plans.check_limits(norm, on)
+
+
+@pytest.mark.parametrize(
+    "problem, on_h200, on_a100",
+    [
+        (layout.Problem(10**6, 64), "lanes", "lanes"),
+        (layout.Problem(10**5, 1024), "warp", "warp"),
+        (layout.Problem(10**4, 8192, bytes=8, sums=4), "block", "block"),
+        (layout.Problem(8192, 16384, bytes=2, pack=8, kept=1), "cluster", "block"),
+        (layout.Problem(2048, 65536, bytes=8, sums=4), "cluster", "split"),
+        (layout.Problem(4096, 1 << 20), "streaming", "streaming"),
+        (layout.Problem(16, 1 << 20), "split", "split"),
+    ],
+)
+def test_which_algorithm(problem, on_h200, on_a100):
+    assert layout.choose(problem, device.H200) == on_h200 and layout.choose(problem, device.A100) == on_a100
 
 
 def test_packs_of_transposed_operands_start_where_rows_do():

@@ -111,47 +111,65 @@ def layout(algorithm, problem, device=None) -> Layout | None:
 
 
 def _layout(algorithm, problem, most_kept, device) -> Layout | None:
-    width, pack = problem.width, problem.pack
-    count = ceil_div(
-        width + (pack - 1) * (width % pack != 0), pack
-    )  # packs of a row, which may start in the middle of one
+    """most_kept: words of kept values in a thread, at most; None if values are computed again."""
+    make = {"block": _block, "cluster": _cluster}.get(algorithm, _lanes)
+    return make(algorithm, problem, most_kept, device)
 
-    def fits(packs, most, threads=tuning.GROUP_THREADS, sums=problem.sums):
-        elements = packs * pack
-        few = threads < tuning.WIDE_THREADS or elements <= tuning.WIDE_ELEMENTS
-        keeps = most_kept is None or (elements * problem.kept <= most_kept and few)
-        return keeps and elements * (problem.bytes + sums) / 4 <= most
 
-    if algorithm in ("lanes", "warp"):
-        if problem.sums and width % pack:  # rows of a block begin at different places of a pack
-            return None
-        each = max(1, tuning.LANE_BYTES // max(1, pack * problem.bytes))
-        for lanes in (32,) if algorithm == "warp" else (1, 2, 4, 8, 16):
-            packs = ceil_div(count, lanes)
-            if most_kept is not None and width % pack == 0 and packs * pack > tuning.KEPT_ELEMENTS:
-                continue
-            if fits(packs, tuning.WARP_WORDS) and (packs <= each or lanes >= 16):
-                return Layout(lanes, packs, tuning.GROUP_THREADS)
+def _lanes(algorithm, problem, most_kept, device) -> Layout | None:
+    pack = problem.pack
+    if problem.sums and problem.width % pack:  # rows of a block begin at different places of a pack
         return None
-    if algorithm == "cluster":
-        if not _has_clusters(device):
-            return None
-        for words, blocks, threads in tuning.CLUSTERS if most_kept is None else tuning.KEPT_CLUSTERS:
-            if device is not None and blocks > device.sm_count:
-                continue
-            how = Layout(-blocks, ceil_div(count, blocks * threads), threads)
-            room = how.packs * pack * threads * problem.sums if shares(how, problem) else 0
-            if fits(how.packs, words, threads, 0) and room <= tuning.SHARED_BYTES:
-                return how
-        return None
+    each = max(1, tuning.LANE_BYTES // max(1, pack * problem.bytes))
+    few = most_kept is not None and problem.width % pack == 0
+    for lanes in (32,) if algorithm == "warp" else (1, 2, 4, 8, 16):
+        how = Layout(lanes, ceil_div(_packs(problem), lanes), tuning.GROUP_THREADS)
+        if few and how.packs * pack > tuning.KEPT_ELEMENTS:
+            continue
+        if _holds(how, problem, tuning.WARP_WORDS, most_kept) and (how.packs <= each or lanes >= 16):
+            return how
+    return None
+
+
+def _block(_, problem, most_kept, device) -> Layout | None:
     for threads in (64, 128, 256, 512, 1024):
-        packs = ceil_div(count, threads)
         if most_kept is not None and threads > tuning.KEPT_THREADS and _has_clusters(device):
             return None
-        if fits(packs, tuning.BLOCK_WORDS if threads < 1024 else tuning.BLOCK_WORDS / 2, threads):
-            if threads >= 256 or packs * pack <= 16 or fits(packs, 16):
-                return Layout(0, packs, threads)
+        how = Layout(0, ceil_div(_packs(problem), threads), threads)
+        most = tuning.BLOCK_WORDS if threads < 1024 else tuning.BLOCK_WORDS / 2
+        wide = threads >= 256 or how.packs * problem.pack <= 16 or _holds(how, problem, 16, most_kept)
+        if wide and _holds(how, problem, most, most_kept):
+            return how
     return None
+
+
+def _cluster(_, problem, most_kept, device) -> Layout | None:
+    if not _has_clusters(device):
+        return None
+    for words, blocks, threads in tuning.CLUSTERS if most_kept is None else tuning.KEPT_CLUSTERS:
+        if device is not None and blocks > device.sm_count:
+            continue
+        how = Layout(-blocks, ceil_div(_packs(problem), blocks * threads), threads)
+        room = how.packs * problem.pack * threads * problem.sums if shares(how, problem) else 0
+        if _holds(how, problem._replace(sums=0), words, most_kept) and room <= tuning.SHARED_BYTES:
+            return how
+    return None
+
+
+def _packs(problem) -> int:
+    """The most packs of a row, which may begin in the middle of one."""
+    ragged = problem.width % problem.pack != 0
+    return ceil_div(problem.width + (problem.pack - 1) * ragged, problem.pack)
+
+
+def _holds(how, problem, most, most_kept) -> bool:
+    """Whether a thread has at most so many words of rows and sums, and of kept values."""
+    elements = how.packs * problem.pack
+    if most_kept is not None:
+        wide = how.threads >= tuning.WIDE_THREADS and elements > tuning.WIDE_ELEMENTS
+        if wide or elements * problem.kept > most_kept:
+            return False
+    return elements * (problem.bytes + problem.sums) / 4 <= most
 
 
 def _has_clusters(device) -> bool:
