@@ -25,6 +25,8 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
+from benchmarks import _sanitize_scan  # noqa: E402
+
 # Row bytes at which one tier gives way to the next, and those that each tier is run around.
 EDGES = {
     "sub_warp": (16, 64, 128, 256, 512),
@@ -234,14 +236,19 @@ def run_indexed(op: str, plan: str, dtype: str, rows: int, count: int, inner: in
     return f"wrong at {np.argwhere(~same)[0].tolist()} of {got.shape}, {int((~same).sum())} elements"
 
 
-def sanitize_indexed(dtypes: list[str], plans: Sequence[str]) -> tuple[int, list[str]]:
-    """Every operation at indices in each of these plans that can run it."""
+INDEXED_OPERATIONS = ("index_add", "segment_sum", "segment_max", "segment_prod", "index_select")
+
+
+def sanitize_indexed(
+    dtypes: list[str], plans: Sequence[str], operations: Sequence[str], quick: bool
+) -> tuple[int, list[str]]:
+    """These operations at indices in each of these plans that can run them. quick: at a seventh of the sizes."""
     done, wrong = 0, []
     for plan in plans:
         for dtype, op, sizes, lie in itertools.product(
             dtypes,
-            ("index_add", "segment_sum", "segment_max", "segment_prod", "index_select"),
-            [*INDEXED, MANY],
+            operations,
+            INDEXED[::7] if quick else [*INDEXED, MANY],
             LIES if plan in ("sorted", "unique") else (False,),
         ):
             if sizes == MANY and (plan not in ("sort", "narrow") or op != "segment_sum"):
@@ -661,14 +668,20 @@ def sanitize_elementwise_kernel(dtypes: list[str]) -> tuple[int, list[str]]:
     return done, wrong
 
 
-def sanitize_row_kernel(dtypes: list[str]) -> tuple[int, list[str]]:
-    """A norm with a scale and its gradients, along the last axis and across it, by every algorithm, around packs and tiles."""
+def sanitize_row_kernel(dtypes: list[str], quick: bool) -> tuple[int, list[str]]:
+    """A norm with a scale and its gradients, along the last axis and across it, by every algorithm, around packs and tiles.
+
+    quick: one problem for each algorithm, the first that it can run of those that are not tiny.
+    """
     import jaxkern
 
     done, wrong = 0, []
     generator = np.random.default_rng(0)
     shapes = ((1, 2), (3, 34), (37, 130), (67, 1024), (5, 777), (9, 5000), (3, 40002))
-    for dtype, shape, axis in itertools.product(dtypes, shapes, (1, 0)):
+    algorithms = list(jaxkern.tiers.algorithms("row_kernel"))
+    for dtype, shape, axis in itertools.product(dtypes, shapes[2:] if quick else shapes, (1, 0)):
+        if not algorithms:
+            break
 
         def norm(x: jax.Array, w: jax.Array, axis: int = axis) -> jax.Array:
             return x * jax.lax.rsqrt(jnp.mean(x * x, axis, keepdims=True) + 1e-3) * jnp.expand_dims(w, 1 - axis)
@@ -678,13 +691,16 @@ def sanitize_row_kernel(dtypes: list[str]) -> tuple[int, list[str]]:
         w = jax.device_put(generator.standard_normal(shape[axis]).astype(jnp.dtype(dtype)))
         both = lambda f, x, w, g: (f(x, w), *jax.vjp(f, x, w)[1](g))
         want = jax.jit(functools.partial(both, norm))(*(a.astype(jnp.float32) for a in (x, w, g)))
-        for algorithm in jaxkern.tiers.algorithms("row_kernel"):
+        for algorithm in list(algorithms):
             try:
                 with jaxkern.tiers.force(row_kernel=algorithm):
                     got = jax.jit(functools.partial(both, jaxkern.row_kernel(norm, axis=axis)))(x, w, g)
             except ValueError:  # the algorithm cannot run the forward pass or the gradient
                 continue
             done += 1
+            if quick:
+                algorithms.remove(algorithm)
+                print(f"  {algorithm} {shape} axis {axis}", flush=True)
             for k, (a, b) in enumerate(zip(got, want)):
                 a, b = np.asarray(a).astype(np.float64), np.asarray(b).astype(np.float64)
                 terms = np.sqrt(x.size / max(1, b.size))
@@ -845,6 +861,7 @@ FAMILIES = (
     "elementwise",
     "elementwise_kernel",
     "row_kernel",
+    "scan",
     "reduction",
     "norm",
     "group_norm",
@@ -862,6 +879,12 @@ def main() -> int:
     parser.add_argument("--tiers", default=",".join(EDGES), help="of softmax")
     parser.add_argument("--plans", default="", help="of index_add and its family")
     parser.add_argument("--only", default=",".join(FAMILIES), help="families of operations; all: %(default)s")
+    parser.add_argument("--indexed", default=",".join(INDEXED_OPERATIONS), help="operations of index_add's family")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="few problems of row_kernel, scan and index_add, for racecheck in 40 s each",
+    )
     parser.add_argument("--wide", action="store_true", help="rows of 1 MB and more as well")
     parser.add_argument(
         "--honest",
@@ -903,7 +926,7 @@ def main() -> int:
     others = {
         "fused": sanitize_fused,
         "score": sanitize_score,
-        "index_add": lambda dtypes: sanitize_indexed(dtypes, plans),
+        "index_add": lambda dtypes: sanitize_indexed(dtypes, plans, arguments.indexed.split(","), arguments.quick),
         "segment_softmax": sanitize_segment_softmax,
         "reduction": sanitize_reductions,
         "norm": sanitize_norms,
@@ -912,7 +935,8 @@ def main() -> int:
         "quantize": sanitize_quantize,
         "elementwise": sanitize_elementwise,
         "elementwise_kernel": sanitize_elementwise_kernel,
-        "row_kernel": sanitize_row_kernel,
+        "row_kernel": lambda dtypes: sanitize_row_kernel(dtypes, arguments.quick),
+        "scan": lambda dtypes: _sanitize_scan.sanitize(dtypes, arguments.quick, TOLERANCE),
         "messages": sanitize_messages,
     }
     for family, sanitize in others.items():

@@ -185,13 +185,8 @@ def _primitives(name) -> Primitives:
     found = lambda: PRIMITIVES[name]
     make = functools.partial(define.primitive, several=True)
     over = lambda rule: functools.partial(rule, found)
-    computing_moments = lambda label, shape, batch, f, **rest: make(
-        label, shape, batch, f, on_cpu=functools.partial(f, quick=True), **rest
-    )
     return Primitives(
-        computing_moments(
-            f"jaxkern_{name}", _norm_shape, _batch, reference.norm, plan=plan.norm, partition=over(_partition_norm)
-        ),
+        make(f"jaxkern_{name}", _norm_shape, _batch, reference.norm, plan=plan.norm, partition=over(_partition_norm)),
         make(
             f"jaxkern_{name}_grad",
             _grad_shape,
@@ -201,7 +196,7 @@ def _primitives(name) -> Primitives:
             partition=over(_partition_grad),
         ),
         make(f"jaxkern_{name}_jvp", _jvp_shape, _batch, reference.norm_jvp),
-        computing_moments(f"jaxkern_{name}_moments", _moments_shape, None, reference.moments, plan=plan.moments),
+        make(f"jaxkern_{name}_moments", _moments_shape, None, reference.moments, plan=plan.moments),
         make(f"jaxkern_{name}_sums", _sums_shape, None, reference.sums, plan=plan.sums),
     )
 

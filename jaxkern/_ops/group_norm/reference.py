@@ -11,7 +11,6 @@ import math
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern._definitions.moments import variance
 from jaxkern._definitions.traced import computing
 
 
@@ -41,13 +40,13 @@ def _count(x, batch, channel, dtype):
     return float(max(n, 1)) if isinstance(n, int) else jnp.asarray(n, dtype)
 
 
-def moments(x, *, batch, channel, quick=False, **_):
-    """[mean, variance] of each sample and group. quick: see `norm.reference.variance`."""
+def moments(x, *, batch, channel, **_):
+    """[mean, variance] of each sample and group."""
     wide, axes = x.astype(computing(x.dtype)), reduced(x.ndim, batch, channel)
     n = _count(x, batch, channel, wide.dtype)
     mean_of = lambda a: jnp.sum(a, axes, keepdims=True) / n
     mean = mean_of(wide)
-    return [jnp.squeeze(a, axes) for a in (mean, variance(wide, mean, mean_of, quick))]
+    return [jnp.squeeze(a, axes) for a in (mean, mean_of(jnp.square(wide - mean)))]
 
 
 def merged(mean, var, over):
@@ -77,9 +76,9 @@ def applied(x, mean, var, *rest, extras, batch, keep, channel, eps, dtype, funct
     return y.astype(dtype)
 
 
-def norm(x, *rest, batch, channel, quick=False, **params):
+def norm(x, *rest, batch, channel, **params):
     """[y, mean, variance]. rest: the operands that `extras` names."""
-    mean, var = moments(x, batch=batch, channel=channel, quick=quick)
+    mean, var = moments(x, batch=batch, channel=channel)
     return [applied(x, mean, var, *rest, batch=batch, channel=channel, **params), mean, var]
 
 

@@ -10,11 +10,9 @@ import jax.numpy as jnp
 from jaxkern._core import functor, partition
 from jaxkern._core.rows import (
     computed,
-    gradient_without_selects,
     lowest_for_infinity,
     row_sum,
     unless_nan,
-    worthwhile,
 )
 
 
@@ -56,17 +54,13 @@ def score(x, *parts, axis, algorithm, log, function, indexed, extras, unscored, 
     return jnp.where(kept, jnp.exp(s - largest) / _nonzero(total), 0).astype(x.dtype)
 
 
-def _scores_on_cpu(x, parts, function, indexed, extras):
-    """(arguments, scores). Only masks make scores -inf here."""
-    arguments, mask = operands(x, parts, function, indexed, extras)
-    s = _unrounded(function, arguments, x.shape)
-    return arguments, s if mask is None else jnp.where(mask, s, -jnp.inf)
-
-
 def score_on_cpu(x, *parts, axis, algorithm, log, function, indexed, extras, unscored):
     # Rows with NaN or +inf are NaN even where an element takes no part, and so are rows without scores: see `unless_nan`.
+    # 1.2 to 5.6 times as fast as `score`.
     params = dict(function=function, indexed=indexed, extras=extras)
-    _, s = _scores_on_cpu(x, parts, **params)
+    arguments, mask = operands(x, parts, **params)
+    s = _unrounded(function, arguments, x.shape)
+    s = s if mask is None else jnp.where(mask, s, -jnp.inf)
     y = lowest_for_infinity((jax.nn.log_softmax if log else jax.nn.softmax)(s, axis), x.dtype)
     return unless_nan(
         y, axis, lambda: score(x, *parts, axis=axis, algorithm=algorithm, log=log, unscored=unscored, **params)
@@ -96,34 +90,8 @@ def score_grads(x, g, *parts, axis, algorithm, log, function, indexed, extras, u
     return [_chain(function, arguments, ds, kept).astype(x.dtype), ds.astype(x.dtype)]
 
 
-def score_grads_on_cpu(*operands, unscored, **params):
-    return _grads_on_cpu((0, 1), *operands, unscored=unscored, **params)
-
-
 def score_grad(*operands, unscored, **params):
     return score_grads(*operands, unscored=unscored, **params)[unscored]
-
-
-def score_grad_on_cpu(*operands, unscored, **params):
-    return _grads_on_cpu((int(unscored),), *operands, unscored=unscored, **params)[0]
-
-
-def _grads_on_cpu(which, x, g, *parts, axis, algorithm, log, function, indexed, extras, unscored):
-    """Returns [dx, ds] at the positions in `which`. Excluded elements may make the quick result NaN; see `unless_nan`."""
-    params = dict(function=function, indexed=indexed, extras=extras)
-
-    def exact():
-        found = score_grads(x, g, *parts, axis=axis, algorithm=algorithm, log=log, unscored=unscored, **params)
-        return [found[k] for k in which]
-
-    if log or not worthwhile(x):
-        return exact()
-    arguments, s = _scores_on_cpu(x, parts, **params)
-    ds = gradient_without_selects(jax.nn.softmax(s, axis), g, axis)
-    # Not only the first element of each row is looked at: the derivative of the function may be infinite in any.
-    fast = [_unrounded(function.vjp((0,)), [*arguments, ds], x.shape) if k == 0 else ds for k in which]
-    total = sum(map(jnp.sum, fast))
-    return jax.lax.cond(jnp.isfinite(total), lambda: [a.astype(x.dtype) for a in fast], exact)
 
 
 def score_jvp(x, t, *parts, unscored, **params):

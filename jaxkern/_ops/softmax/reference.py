@@ -147,13 +147,24 @@ def log_softmax_jvp(x, t, *mask, axis, algorithm, over=()):
 # must not count.
 
 
+FEW, SHORT = 1 << 14, 32  # elements, and of a row: below, the condition takes longer than it saves
+
+
+def _unless_empty(x, axis, fast, exact):
+    """`fast()`, which is NaN in rows of -inf, or exact() if a row begins with -inf."""
+    if not all(isinstance(n, int) for n in x.shape) or x.size < FEW or x.shape[axis] < SHORT:
+        return exact()
+    first = jax.lax.slice_in_dim(x, 0, 1, axis=axis)
+    return jax.lax.cond(jnp.any(first == -jnp.inf), exact, fast)
+
+
 def softmax_on_cpu(x, *mask, axis, algorithm):
     """`jax.nn.softmax` unless a row begins with -inf, as every row of -inf does.
 
-    XLA:CPU computes maxima and exponentials in one loop only if nothing is done to the maxima in between. 1.3 to 1.5 times
-    as fast for 1000 columns of float32 and more.
+    XLA:CPU computes maxima and exponentials in one loop only if nothing is done to the maxima in between. 1.2 to 1.5 times
+    as fast for float32.
     """
-    if mask or x.dtype.itemsize <= 2 or not worthwhile(x):
+    if mask or x.dtype.itemsize <= 2:
         return softmax(x, *mask, axis=axis, algorithm=algorithm)
 
     def exact():
@@ -161,8 +172,15 @@ def softmax_on_cpu(x, *mask, axis, algorithm):
         e = jnp.exp(x - jnp.max(jnp.maximum(x, jnp.finfo(x.dtype).min), axis, keepdims=True))
         return e / _lifted(row_sum(e, axis))
 
-    first = jax.lax.slice_in_dim(x, 0, 1, axis=axis)
-    return jax.lax.cond(jnp.any(first == -jnp.inf), exact, lambda: jax.nn.softmax(x, axis))
+    return _unless_empty(x, axis, lambda: jax.nn.softmax(x, axis), exact)
+
+
+def log_softmax_on_cpu(x, *mask, axis, algorithm):
+    """The same, of `jax.nn.log_softmax`."""
+    exact = lambda: log_softmax(x, *mask, axis=axis, algorithm=algorithm)
+    if mask or x.dtype.itemsize <= 2 or not worthwhile(x):
+        return exact()
+    return _unless_empty(x, axis, lambda: jax.nn.log_softmax(x, axis), exact)
 
 
 def softmax_grad_on_cpu(y, g, *mask, axis, algorithm):
@@ -174,9 +192,18 @@ def softmax_grad_on_cpu(y, g, *mask, axis, algorithm):
 
 
 def log_softmax_grad_on_cpu(x, g, *mask, axis, algorithm):
-    """For 16 bits without a mask 1.2 to 1.6 times as fast."""
+    """Without a mask 1.2 to 1.6 times as fast for 16 bits, and 1.1 to 1.3 times for float32, where it is as fast as JAX's."""
     exact = lambda: log_softmax_grad(x, g, *mask, axis=axis, algorithm=algorithm)
-    if mask or x.dtype.itemsize > 2 or not worthwhile(x):
+    if mask:
+        return exact()
+    if x.dtype.itemsize > 2:
+
+        def fast():
+            e = jnp.exp(x - jnp.max(x, axis, keepdims=True))
+            return g - e * (row_sum(g, axis) / row_sum(e, axis))
+
+        return _unless_empty(x, axis, fast, exact)
+    if not worthwhile(x):
         return exact()
     h, p = computed(g), jnp.exp(computed(x))
     empty = jnp.any(jnp.max(x, axis) == -jnp.inf)
