@@ -150,10 +150,14 @@ def log_softmax_jvp(x, t, *mask, axis, algorithm, over=()):
 FEW, SHORT = 1 << 14, 32  # elements, and of a row: below, the condition takes longer than it saves
 
 
+def _is_wide(x, axis, mask):
+    """Whether `_unless_empty` pays for x: in float32 and float64, without a mask."""
+    static = all(isinstance(n, int) for n in x.shape)
+    return not mask and x.dtype.itemsize > 2 and static and x.size >= FEW and x.shape[axis] >= SHORT
+
+
 def _unless_empty(x, axis, fast, exact):
     """`fast()`, which is NaN in rows of -inf, or exact() if a row begins with -inf."""
-    if not all(isinstance(n, int) for n in x.shape) or x.size < FEW or x.shape[axis] < SHORT:
-        return exact()
     first = jax.lax.slice_in_dim(x, 0, 1, axis=axis)
     return jax.lax.cond(jnp.any(first == -jnp.inf), exact, fast)
 
@@ -164,7 +168,7 @@ def softmax_on_cpu(x, *mask, axis, algorithm):
     XLA:CPU computes maxima and exponentials in one loop only if nothing is done to the maxima in between. 1.2 to 1.5 times
     as fast for float32.
     """
-    if mask or x.dtype.itemsize <= 2:
+    if not _is_wide(x, axis, mask):
         return softmax(x, *mask, axis=axis, algorithm=algorithm)
 
     def exact():
@@ -178,7 +182,7 @@ def softmax_on_cpu(x, *mask, axis, algorithm):
 def log_softmax_on_cpu(x, *mask, axis, algorithm):
     """The same, of `jax.nn.log_softmax`."""
     exact = lambda: log_softmax(x, *mask, axis=axis, algorithm=algorithm)
-    if mask or x.dtype.itemsize <= 2 or not worthwhile(x):
+    if not (_is_wide(x, axis, mask) and worthwhile(x)):
         return exact()
     return _unless_empty(x, axis, lambda: jax.nn.log_softmax(x, axis), exact)
 
@@ -194,16 +198,14 @@ def softmax_grad_on_cpu(y, g, *mask, axis, algorithm):
 def log_softmax_grad_on_cpu(x, g, *mask, axis, algorithm):
     """Without a mask 1.2 to 1.6 times as fast for 16 bits, and 1.1 to 1.3 times for float32, where it is as fast as JAX's."""
     exact = lambda: log_softmax_grad(x, g, *mask, axis=axis, algorithm=algorithm)
-    if mask:
-        return exact()
-    if x.dtype.itemsize > 2:
+    if _is_wide(x, axis, mask):
 
         def fast():
             e = jnp.exp(x - jnp.max(x, axis, keepdims=True))
             return g - e * (row_sum(g, axis) / row_sum(e, axis))
 
         return _unless_empty(x, axis, fast, exact)
-    if not worthwhile(x):
+    if mask or x.dtype.itemsize > 2 or not worthwhile(x):
         return exact()
     h, p = computed(g), jnp.exp(computed(x))
     empty = jnp.any(jnp.max(x, axis) == -jnp.inf)
