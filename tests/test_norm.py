@@ -237,7 +237,7 @@ def modulated(v, shift, gain, kind):
     return jnp.where(kind > 0, jax.nn.silu(v * (1 + gain) + shift), v)
 
 
-@every_norm
+@every_name
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("axis", [-1, (1, 2)])
 def test_epilogue(name, dtype, axis):
@@ -298,7 +298,7 @@ def test_epilogue_transformed(x64):
 # ---- special rows
 
 
-@every_norm
+@every_name
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("width", [8, 33, 600])
 def test_rows_with_nan_and_infinity(name, dtype, width):
