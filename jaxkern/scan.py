@@ -30,9 +30,9 @@ def scan(
 
     Args:
         f: the body, (carry, x) -> (carry, y), on pytrees of arrays or None, as for `jax.lax.scan`. Between arrays that depend
-            on the carry it is elementwise: no reductions, products of matrices or indexing by arrays. Arrays broadcast
+            on the carry it is elementwise: no reductions over lanes, products of matrices or indexing by arrays. Arrays broadcast
             against each other, so a carry may be a scalar counter, and a weight that f closes over may be one number for each
-            feature. Dimensions of at most 16 elements may be sliced, concatenated and stacked: the columns of a state. The
+            feature. Dimensions of at most 16 elements may be sliced, concatenated, stacked and reduced: the columns of a state. The
             body may have branches (`jax.lax.cond`), loops of few steps and fixed count, and keys of `jax.random`, which it may
             split. Numbers are of any real dtype; those of 16 bits are computed in float32 and rounded where they are stored,
             carries in every step.

@@ -192,28 +192,48 @@ def _of_parts(program, step, parts, new, part, apart) -> list:
             return []
     if step.name in REDUCTIONS and not apart.isdisjoint(program.over(step)):
         return _reduced(program, step, parts, part, apart)
-    steps = []
+    steps, add = _adder(step, parts)
     for place in parts[step.result]:
         at = dict(zip((d for d in step.result.dims if d in apart), place))
         pick = lambda v: part(v, {a: at.get(d) for a, d in enumerate(v.dims)})
         operands = list(map(pick, step.operands))
         results = [parts[v][place] for v in step.results]
-        params = step.params
-        if step.name in REDUCTIONS or step.name == "iota":
-            params = _moved_axes(step, apart)
-        same = len(parts[step.result]) == 1 and all(a is b for a, b in zip(operands, step.operands))
-        steps.append(step if same else dataclasses.replace(step, operands=operands, results=results, params=params))
+        if len(parts[step.result]) == 1 and all(a is b for a, b in zip(operands, step.operands)):
+            steps.append(step)
+        elif step.name in REDUCTIONS:
+            add(place, _over_lanes(step, operands, results, apart))
+        else:
+            params = step.params
+            if step.name == "iota":
+                params = params | {"dimension": results[0].dims.index(step.result.dims[params["dimension"]])}
+            steps.append(dataclasses.replace(step, operands=operands, results=results, params=params))
     return steps
 
 
-def _moved_axes(step, apart, gone=()):
-    """The parameters of a reduction or an iota on parts; gone: axes that are reduced already."""
-    v = step.result if step.name == "iota" else step.operands[0]
-    kept = [a for a, d in enumerate(v.dims) if d not in apart]
-    if step.name == "iota":
-        return step.params | {"dimension": kept.index(step.params["dimension"])}
-    key = "dimensions" if step.name == "reduce" else "axes"
-    return step.params | {key: tuple(kept.index(a) for a in step.params[key] if a in kept and a not in gone)}
+def _adder(step, parts):
+    """(steps, add): add(place, found) adds to steps, or notes the part of the result that is a Constant."""
+    steps: list = []
+
+    def add(place, found):
+        if isinstance(found, Constant):
+            parts[step.result][place] = found
+        else:
+            steps.append(found)
+
+    return steps, add
+
+
+def _over_lanes(step, operands, results, apart) -> Step | Constant:
+    """A reduction of parts over the lanes among its dimensions, which a part that was moved may have at other axes."""
+    x, key = operands[0], "dimensions" if step.name == "reduce" else "axes"
+    over = [step.operands[0].dims[a] for a in step.params[key]]
+    over = [d for d in over if d is not None and d not in apart]
+    if isinstance(x, Constant) and over:
+        count = math.prod(d.size for d in over)
+        value = {"add": x.value * count, "mul": x.value**count}.get(REDUCTIONS[step.name], x.value)
+        return Constant(np.asarray(value, x.value.dtype))
+    params = step.params | {key: tuple(x.dims.index(d) for d in over)}
+    return dataclasses.replace(step, operands=operands, results=results, params=params)
 
 
 def _reduced(program, step, parts, part, apart) -> list:
@@ -224,7 +244,7 @@ def _reduced(program, step, parts, part, apart) -> list:
     scalar = jax.ShapeDtypeStruct((), x.dtype)
     equation = jax.make_jaxpr(combine)(scalar, scalar).eqns[0]
     mine = [a for a in axes_of(step.name, step.params) if x.dims[a] in apart]
-    steps = []
+    steps, add = _adder(step, parts)
     for place in parts[step.result]:
         at = dict(zip((d for d in step.result.dims if d in apart), place))
         total = None
@@ -249,6 +269,5 @@ def _reduced(program, step, parts, part, apart) -> list:
                 )
             )
             total = result
-        params = _moved_axes(step, apart, mine)
-        steps.append(dataclasses.replace(step, operands=[total], results=[parts[step.result][place]], params=params))
+        add(place, _over_lanes(step, [total], [parts[step.result][place]], apart))
     return steps

@@ -48,16 +48,33 @@ class Program(Flat):
     otherwise = "which is not elementwise over lanes"
 
     def __init__(self, jaxpr, consts, num_consts, num_carry, label):
-        self.label, self.steps, self._calls = label, [], []
-        self.captured, self._moved = {}, []
+        self.label, self._calls = label, []
         self._refuse(jaxpr)
+        try:
+            self._read_body(jaxpr, consts, num_consts, num_carry, False)
+        except Unsupported:
+            # Sums over lanes are taken behind the loop where they can be; reductions of few elements in a lane otherwise.
+            small = [d for step in self.steps for d in self.over(step) if d.size <= parts.MOST]
+            if not small:
+                raise
+            try:
+                self._read_body(jaxpr, consts, num_consts, num_carry, True)
+            except Unsupported:
+                small = []
+            if not small:
+                raise
+
+    def _read_body(self, jaxpr, consts, num_consts, num_carry, reduces):
+        """reduces: whether small dimensions are taken apart also where the body reduces them."""
+        self.steps, self._calls = [], []
+        self.captured, self._moved = {}, []
         inputs = [self._value(v.aval) for v in jaxpr.invars]
         self.results = self._inline(jaxpr, list(map(self._constant, consts)), inputs)
         self.operands = [*(v for v, _ in self.captured.values()), *inputs]
         self.num_consts, self.num_carry = len(self.captured) + num_consts, num_carry
         self.carries_of_scan = num_carry
         for v in (*self.operands, *self.results):
-            functor.check_dtype(label, v.aval.dtype)
+            functor.check_dtype(self.label, v.aval.dtype)
         self._remove_unused()
         carries = zip(self.carries, self.results)
         for a, b in carries:
@@ -65,6 +82,8 @@ class Program(Flat):
                 if d is not None:
                     d.unite(e)
         self._unite()
+        for step in self.steps if reduces else ():
+            self._moved += [(d, step) for d in self.over(step) if d.size <= parts.MOST]
         parts.split(self, self._moved)
         self._remove_unused()
         self._find_lanes()
