@@ -34,8 +34,6 @@ COLUMN_STEPS = 16  # of a thread in a tile
 LANE_ITEMS = 32  # elements that a thread which runs all steps loads at once
 COLUMN_WORDS = 8  # of the states of a thread's lanes
 ROW_RADIX, COLUMN_RADIX = 32, 8  # tiles of a group that publishes its state, and groups of a supergroup
-WHILE_THREADS = (
-    512  # of a multiprocessor, at least, where the threads of a while loop run several lanes one after the other
-)
+WHILE_THREADS = 256  # of a multiprocessor, at least, where threads of a while loop run several lanes in turn
 WHILE_ROUNDS = 16  # lanes of such a thread, at most
 WHILE_IDLE = 8  # threads of a warp that are done before they begin other lanes
