@@ -81,6 +81,18 @@ def neurons(scan: Any, v: Any, current: Any) -> Any:
     return scan(body, v, current)
 
 
+def oscillators(scan: Any, re: Any, im: Any, decay: Any, angle: Any, b: Any, x: Any) -> Any:
+    """A diagonal state space layer, whose states are complex; Gu et al., "On the Parameterization and Initialization of Diagonal
+    State Space Models", 2022."""
+    a = jax.nn.sigmoid(decay) * jnp.exp(1j * angle)
+
+    def body(h, x):
+        h = a * h + b * x
+        return h, h.real
+
+    return scan(body, jax.lax.complex(re, im), x)[1]
+
+
 def average(scan: Any, m: Any, x: Any) -> Any:
     return scan(lambda m, x: (0.9 * m + 0.1 * x,) * 2, m, x)
 
@@ -107,19 +119,21 @@ FUNCTIONS = {
     "heston": Function(heston, "hhssxx", (162, 1780), (0, 1, 2, 3), 8),
     "neurons": Function(neurons, "hx", (187,)),
     "average": Function(average, "hx", (0.7,)),
+    "oscillators": Function(oscillators, "hhwwwx", (0.6, 0.3), (2, 3, 4, 5), 7),
 }
 OPS = tuple(FUNCTIONS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """steps x lanes. op, dtype: what runs; empty for all."""
+    """steps x lanes. op, dtype: what runs; empty for all. goals: in place of the function's."""
 
     group: str
     shape: tuple[int, ...]
     op: str = ""
     dtype: str = ""
     cpu: bool = False
+    goals: tuple[float, ...] = ()
 
     arrays = 6  # that a backward pass moves
 
@@ -147,6 +161,10 @@ CASES = [
     Case("many lanes", (252, 262144), "heston", "float32"),
     Case("many lanes", (1000, 65536), "neurons", "float32"),
     Case("many lanes", (4096, 8192), "average", "bfloat16"),
+    Case("few lanes", (2048, 2048), "recurrence", "float32", goals=(50, 100)),
+    Case("few lanes", (65536, 1536), "recurrence", "float32", goals=(0.6, 0.5)),
+    Case("few lanes", (1024, 2048), "advantages", "float32", goals=(0.4,)),
+    Case("few lanes", (4096, 8, 128), "oscillators", "float32"),
 ]
 SWEEP = [Case("sweep", (t, n), "recurrence", "float32") for t in (64, 512, 4096) for n in (256, 2048, 16384, 131072)]
 CASES += SWEEP
@@ -184,7 +202,7 @@ class Cell(_cell.Cell):
     def goals(self) -> list[dict[str, Any]]:
         if self.case.group in ("cpu", "sweep"):
             return [{"goal": "peers", "against": ["xla"]}]
-        goal = self.function.goals[DIRECTIONS.index(self.direction)]
+        goal = (self.case.goals or self.function.goals)[DIRECTIONS.index(self.direction)]
         own = {"goal": "copy", "required": goal} if goal <= 1 else {"goal": "time", "us": goal}
         return [{"goal": "peers", "required": 20.0 if self.direction == "forward" else 4.0}, own]
 

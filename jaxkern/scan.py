@@ -34,8 +34,8 @@ def scan(
             against each other, so a carry may be a scalar counter, and a weight that f closes over may be one number for each
             feature. Dimensions of at most 16 elements may be sliced, concatenated, stacked and reduced: the columns of a state. The
             body may have branches (`jax.lax.cond`), loops of few steps and fixed count, and keys of `jax.random`, which it may
-            split. Numbers are of any real dtype; those of 16 bits are computed in float32 and rounded where they are stored,
-            carries in every step.
+            split. Numbers are of any real or complex dtype; those of 16 bits are computed in float32 and rounded where they are
+            stored, carries in every step.
         init: the first carry.
         xs: arrays that are scanned along their first axis.
         length: the number of steps; needed if xs has no arrays.
@@ -50,9 +50,9 @@ def scan(
     lanes in registers, loads later elements of xs while it computes, and writes each element of ys once. Derivatives and batches
     are JAX's, of any order, and are kernels too. A gradient stores the carry of each step, and computes the rest of a step again, as
     with `jax.checkpoint`. Gradients of what broadcasts over lanes are added up in each lane, and summed over lanes once, behind
-    the loop. XLA runs the loop where there is no kernel: on a CPU, on several devices outside of `shard_map`,
-    and for derivatives that are not elementwise. A thread runs the loop of a
-    lane, so few lanes leave most of a GPU idle.
+    the loop. XLA runs the loop where there is no kernel: on a CPU, on several devices outside of `shard_map`, and for derivatives
+    that are not elementwise. A thread runs the loop of a lane. Few lanes would leave most of a GPU idle: if the body is affine in
+    the carry, blocks share the steps of a lane then (see "Few lanes" in docs/loops.md).
 
     Raises, when it is traced:
         TypeError: f is not elementwise over lanes. The error names the operation and the line in f.
@@ -119,16 +119,17 @@ def linear_recurrence(
     """h with h[t] = a[t] h[t - 1] + b[t] along an axis, in every lane.
 
     Args:
-        a, b: arrays of real dtype that broadcast against each other.
+        a, b: arrays of real or complex dtype that broadcast against each other.
         axis: the axis of t in their common shape.
         reverse: h[t] = a[t] h[t + 1] + b[t].
         initial: h before the first step; it broadcasts to the common shape without the axis. 0 by default.
 
     Returns: h, of the common shape and dtype. It is one kernel where `scan` is, and its gradients are, by a, b and initial.
     A number a that is the same in all steps is read once. 16-bit numbers are added in 16 bits: convert long sums to float32.
+    With few lanes, blocks share the steps of a lane. They compute products of successive a, which must not overflow.
 
     Raises:
-        TypeError: an operand is not an array of real dtype, or axis not an int.
+        TypeError: an operand is not an array of numbers, or axis not an int.
         ValueError: shapes do not broadcast, or axis is out of bounds.
 
     >>> import jax.numpy as jnp, jaxkern
@@ -140,8 +141,8 @@ def linear_recurrence(
     name = "linear_recurrence"
     given = {"a": a, "b": b} | ({} if initial is None else {"initial": initial})
     for argument, x in given.items():
-        validate.check_array(name, argument, "an array of real dtype", x)
-        validate.real(name, argument, jnp.asarray(x))
+        validate.check_array(name, argument, "an array of numbers", x)
+        validate.number_array(name, argument, jnp.asarray(x))
     reverse = validate.flag(name, "reverse", reverse)
     along = validate.static_axis(name, axis)
     if not isinstance(along, int):

@@ -165,6 +165,45 @@ def plain(shape, length, dtype, seed=0):
     return run, [_real(rng, dtype, length, *shape), rng.integers(0, 9, length).astype(np.int8)]
 
 
+def _complex(rng, dtype, *shape):
+    wide = np.float64 if dtype == "float64" else np.float32
+    return _real(rng, wide, *shape) + np.asarray(1j, np.result_type(wide, np.complex64)) * _real(rng, wide, *shape)
+
+
+def oscillators(shape, length, dtype, seed=0):
+    """A diagonal state space layer: complex carries, a decay and a weight for each feature, a real input."""
+    rng = np.random.default_rng(seed)
+
+    def run(scan, h, a, b, x):
+        def body(h, x):
+            h = a * h + b * x
+            return h, jnp.real(jnp.conj(b) * h).astype(x.dtype)
+
+        return scan(body, h, x)[1]
+
+    features = shape[-1:]
+    operands = [_complex(rng, dtype, *shape), _complex(rng, dtype, *features), _complex(rng, dtype, *features)]
+    return run, [*operands, _real(rng, dtype, length, *shape)]
+
+
+def modes(shape, length, dtype, seed=0):
+    """The operations on complex numbers that kernels have, in a body that is not affine."""
+    rng = np.random.default_rng(seed)
+
+    def run(scan, h, w, x, a):
+        def body(h, xa):
+            x, a = xa
+            h = jnp.exp(w) * a * h + x.astype(h.dtype) + jnp.where(x > 0, h, -h) / (3 + h.imag)
+            y = jnp.abs(h) + jnp.real(jnp.log(3 + h) + (2 + h) ** 3 - jnp.square(a)) + (h == a)
+            return h * 0.5, y
+
+        h, y = scan(body, h, (x, a))
+        return h.real, jnp.abs(h), y
+
+    operands = [_complex(rng, dtype, *shape), _complex(rng, dtype, *shape[-1:])]
+    return run, [*operands, _real(rng, dtype, length, *shape), _complex(rng, dtype, length, *shape)]
+
+
 def scalars(shape, length, dtype, seed=0):
     """A single lane."""
     rng = np.random.default_rng(seed)
@@ -226,6 +265,8 @@ FUNCTIONS = {
         (counters, False),
         (plain, True),
         (scalars, True),
+        (oscillators, True),
+        (modes, True),
         (walk, True),
         (orbit, True),
     )

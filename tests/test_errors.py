@@ -134,6 +134,7 @@ def without(kind, name):
 KINDS = {
     "array": NOT_ARRAYS,
     "real": NOT_ARRAYS | COMPLEX,
+    "numbers": NOT_ARRAYS,
     "scalar": NOT_ARRAYS | COMPLEX | {"array": np.ones(2, np.float32)},
     "mask": NOT_ARRAYS | COMPLEX | {"numbers": X, "shape": np.ones(7, bool)},
     "index": NOT_ARRAYS | COMPLEX | {"float32": np.ones(4, np.float32), "bool": np.ones(4, bool)},
@@ -193,7 +194,7 @@ OF |= {
     "Graph.receivers": "index",
     "accelerate.check": "positive",
     "index_add.x": "array",
-    **{f"linear_recurrence.{name}": "real" for name in ("a", "b", "initial")},
+    **{f"linear_recurrence.{name}": "numbers" for name in ("a", "b", "initial")},
     "linear_recurrence.axis": "axis",
     "exponential_moving_average.initial": "real",
     "advantages.values": "real",

@@ -228,3 +228,41 @@ def test_a_reset_stops_what_is_not_finite():
     x[2], reset[5] = np.nan, 1
     loop = agree(body, [], [np.inf], [x, reset])
     assert np.isfinite(cut(loop, [], [np.inf], [x, reset])[0][6:]).all()
+
+
+@pytest.mark.parametrize("name", ["decay", "signs", "integrator", "rotation", "sum"])
+def test_errors_of_rounding(name):
+    """At most twice the error of a float32 loop, as docs/loops.md says."""
+    rng, steps, lanes = np.random.default_rng(0), 1200, 24
+    x = rng.normal(size=(steps, lanes)).astype(np.float32)
+    a = {"decay": rng.uniform(0.9, 1, x.shape), "signs": rng.choice([-1, 1], x.shape) * rng.uniform(0.5, 1, x.shape)}
+    angle = np.exp(1j * rng.uniform(0, 1, x.shape))
+    a = a.get(name, angle if name == "rotation" else np.ones(x.shape)).astype("c8" if name == "rotation" else "f4")
+    body, count = {
+        "integrator": (lambda c, h, x: ([h[0] + x[0] * h[1] * 0.1, 0.9 * h[1] + x[1]], []), 2),
+        "sum": (lambda c, h, x: ([h[0] + x[1]], []), 1),
+    }.get(name, (lambda c, h, x: ([x[0] * h[0] + x[1]], []), 1))
+    carries = [np.zeros((), a.dtype)[()]] * count
+    loop = read(body, [], carries, [a[0, 0], x[0, 0]])
+
+    join = lambda earlier, later: (loop.combine(earlier, later),) * 2
+    joined = lambda maps: lax.scan(join, [m[0] for m in maps], [m[1:] for m in maps])
+
+    def in_parts(a, x):
+        """A lane in parts of 12 steps, as a thread of a kernel takes them."""
+        a, x = a.reshape(-1, 12), x.reshape(-1, 12)
+        totals, _ = jax.vmap(joined)(jax.vmap(jax.vmap(lambda a, x: loop.element([], [a, x], ())))(a, x))
+        before = [jnp.concatenate([m[:1], later[:-1]]) for m, later in zip(totals, joined(totals)[1])]
+        run = lambda first, a, x: lax.scan(lambda h, ax: (body([], h, ax)[0],) * 2, first, (a, x))[1][0]
+        own = jax.vmap(lambda a, x, *state: run(loop.apply(state, carries), a, x))(a[1:], x[1:], *before)
+        return jnp.concatenate([run(carries, a[0], x[0])[None], own]).reshape(-1)
+
+    def stepped(dtype):
+        kind = np.result_type(dtype, np.complex64) if np.iscomplexobj(a) else dtype
+        step = lambda h, ax: (body([], h, ax)[0],) * 2
+        first = [jnp.zeros(lanes, kind)] * count
+        return np.asarray(lax.scan(step, first, (jnp.asarray(a, kind), jnp.asarray(x, dtype)))[1][0])
+
+    exact = stepped(np.dtype("f8"))
+    error = lambda y: np.sqrt(np.mean(np.abs(y - exact) ** 2))
+    assert 0 < error(np.asarray(jax.jit(jax.vmap(in_parts, 1, 1))(a, x))) <= 2 * error(stepped(np.dtype("f4")))

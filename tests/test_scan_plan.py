@@ -9,7 +9,7 @@ import pytest
 import scan_reference
 from scan_functions import FUNCTIONS
 
-from jaxkern._core import compat, device, registry
+from jaxkern._core import algorithms, compat, device, registry
 from jaxkern._engines.loops import plan, tuning
 from jaxkern._engines.loops.generate import Core
 from jaxkern._engines.loops.program import Program
@@ -38,7 +38,9 @@ def traced(name, shape, length, dtype, gradient):
     def loss(*ws):
         given = dict(zip(at, ws))
         ys = jax.tree.leaves(f(*(given.get(k, x) for k, x in enumerate(operands))))
-        return sum(jnp.sum(jnp.sin(y.astype(jnp.float32))) for y in ys if jnp.issubdtype(y.dtype, jnp.inexact))
+        return sum(
+            jnp.sum(jnp.sin(jnp.real(y).astype(jnp.float32))) for y in ys if jnp.issubdtype(y.dtype, jnp.inexact)
+        )
 
     return scans(jax.make_jaxpr(jax.grad(loss, range(len(at))))(*(operands[k] for k in at)).jaxpr)
 
@@ -57,7 +59,10 @@ def random(aval, rng):
         return rng.random(aval.shape) < 0.5
     if jnp.issubdtype(aval.dtype, jnp.integer):
         return rng.integers(0, 9, aval.shape).astype(aval.dtype)
-    return np.asarray(rng.uniform(0.1, 0.9, aval.shape), aval.dtype)
+    x = rng.uniform(0.1, 0.9, aval.shape)
+    if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+        return np.asarray(x * np.exp(6j * rng.random(aval.shape)), aval.dtype)
+    return np.asarray(x, aval.dtype)
 
 
 def is_key(x) -> bool:
@@ -86,6 +91,10 @@ CASES = [
     ("walk", (1024,), 3, "float32", True, "lanes"),
     ("walk", (2, 3), 4, "bfloat16", False, "lane"),
     ("orbit", (5,), 6, "float32", True, "lane"),
+    ("modes", (3, 4), 5, "float32", True, "lane"),
+    ("recurrence", (1,), 9000, "float32", False, "tiles"),
+    ("advantages", (3,), 700, "float32", False, "columns"),
+    ("oscillators", (40,), 600, "float32", True, "columns"),
 ]
 
 
@@ -95,34 +104,40 @@ CASES = [
 def test_kernels_on_the_cpu(name, shape, length, dtype, gradient, algorithm, monkeypatch):
     """Every element is written, nothing is read or written out of bounds, at any alignment, and results are right."""
     monkeypatch.setattr(tuning, "VECTOR_THREADS", 8)
-    rng = np.random.default_rng(0)
     with compat.enable_x64(dtype == "float64"):
         found = traced(name, shape, length, dtype, gradient)
         assert len(found) == 1 + gradient
-        used = set()
-        for e in found:
-            made, core = planned(e, FEW)
-            used.add(made.algorithm)
-            plans.check_limits(made, FEW)
-            args = [random(v.aval, rng) for v in e.invars]
-            plain = scan_reference.scan if dtype in ("float16", "bfloat16") else compat.bind_equation
-            wanted = list(map(numbers, plain(e, *(x if is_key(x) else jnp.asarray(x) for x in args))))
-            program, sums = core.program, core.program.accumulators
-            captured = [c for _, c in program.captured.values()]
-            given = list(map(np.asarray, program.split([*captured, *map(numbers, args)])))
-            carry = given[program.num_consts :]
-            inits = [program.num_consts + k for k in range(len(core.carries)) if k not in sums]
-            reads = [given[k] for k in (*core.consts, *inits, *core.xs)]
-            avals = program.parts_of([compat.physical(v.aval) for v in e.outvars])
-            for unaligned in (False, True):
-                arrays = emulated.run(made, reads, core.shapes(length), unaligned)
-                ours = core.after(list(map(jnp.asarray, arrays)), {k: carry[k] for k in sums}, avals)
-                for y, want in zip(program.join(ours), wanted, strict=True):
-                    assert y.dtype == want.dtype
-                    y, want = np.asarray(y, np.float64), np.asarray(want, np.float64)
-                    tolerance = {"float64": 1e-13, "float32": 3e-5, "float16": 3e-3, "bfloat16": 2e-2}[dtype]
-                    np.testing.assert_allclose(y, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
-        assert algorithm in used
+        forced = "lanes" if algorithm in ("lane", "lanes") else algorithm
+        with algorithms.force({"scan": forced}):
+            made = [planned(e, FEW) for e in found]
+        for e, (launches, core) in zip(found, made):
+            assert launches.algorithm == forced
+            run_on_the_cpu(e, launches, core, dtype)
+        vectors = any(launches.unaligned is not None for launches, _ in made)
+        assert forced != "lanes" or vectors == (algorithm == "lanes")
+
+
+def run_on_the_cpu(e, made, core, dtype):
+    plans.check_limits(made, FEW)
+    rng = np.random.default_rng(0)
+    args = [random(v.aval, rng) for v in e.invars]
+    plain = scan_reference.scan if dtype in ("float16", "bfloat16") else compat.bind_equation
+    wanted = list(map(numbers, plain(e, *(x if is_key(x) else jnp.asarray(x) for x in args))))
+    program, sums = core.program, core.program.accumulators
+    captured = [c for _, c in program.captured.values()]
+    given = list(map(np.asarray, program.split([*captured, *map(numbers, args)])))
+    carry = given[program.num_consts :]
+    inits = [program.num_consts + k for k in range(len(core.carries)) if k not in sums]
+    reads = [given[k] for k in (*core.consts, *inits, *core.xs)]
+    avals = program.parts_of([compat.physical(v.aval) for v in e.outvars])
+    for unaligned in (False, True):
+        arrays = emulated.run(made, reads, core.shapes(e.params["length"]), unaligned)
+        ours = core.after(list(map(jnp.asarray, arrays)), {k: carry[k] for k in sums}, avals)
+        for y, want in zip(program.join(ours), wanted, strict=True):
+            assert y.dtype == want.dtype
+            y, want = (np.asarray(v, np.complex128 if np.iscomplexobj(v) else np.float64) for v in (y, want))
+            tolerance = {"float64": 1e-13, "float32": 3e-5, "float16": 3e-3, "bfloat16": 2e-2}[dtype]
+            np.testing.assert_allclose(y, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
 
 
 @pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
@@ -157,12 +172,12 @@ def test_steps_along_any_axis(order, shape, monkeypatch):
 def test_kernels_compile(capability):
     name, shape, dtype = {
         80: ("gated", (64, 128), "bfloat16"),
-        90: ("recurrence", (16384,), "float32"),
+        90: ("oscillators", (64,), "float32"),
         120: ("shapes", (512, 1024), "float32"),
     }[capability]
-    for e in traced(name, shape, 64, dtype, name != "shapes"):
+    for e in traced(name, shape, 600 if name == "oscillators" else 64, dtype, name != "shapes"):
         made, _ = planned(e)
-        for step in (*made.launches, *(made.unaligned or ())):
+        for step in made.launches[-1:] + (made.unaligned or ())[-1:]:
             assert registry.kernels.module.compile(step.header, step.name, capability, step.source)
 
 
@@ -178,6 +193,34 @@ def traced_shape(shape, length, dtype):
     array = lambda *s: jax.ShapeDtypeStruct(s, dtype)
     f = lambda h, a, x: jax.lax.scan(lambda h, ax: (ax[0] * h + ax[1],) * 2, h, (a, x))
     return scans(jax.make_jaxpr(f)(array(*shape), array(length, *shape), array(length, *shape)).jaxpr)
+
+
+@pytest.mark.parametrize(
+    "name, shape, length, algorithm",
+    [
+        ("recurrence", (2048,), 2048, "columns"),
+        ("recurrence", (1,), 100_000, "tiles"),
+        ("recurrence", (16384,), 4096, "lanes"),
+        ("recurrence", (2048,), 128, "lanes"),
+        ("average", (1024,), 4096, "columns"),
+        ("oscillators", (16, 64), 2048, "columns"),
+        ("counters", (64,), 2048, "lanes"),
+        ("gated", (64,), 2048, "lanes"),
+    ],
+)
+def test_which_loops_are_cut(name, shape, length, algorithm):
+    """Affine bodies with few lanes and many steps; their gradients too, with gradients of constants among them."""
+    run, operands = FUNCTIONS[name][0](shape, 2, "float32")
+    steps = [
+        jax.ShapeDtypeStruct((length, *x.shape[1:]) if x.shape[:1] == (2,) else x.shape, x.dtype) for x in operands
+    ]
+    f = lambda *xs: run(jax.lax.scan, *xs)
+    at = [k for k, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    loss = lambda *xs: sum(jnp.sum(jnp.real(y)) for y in jax.tree.leaves(f(*xs)))
+    jaxpr = jax.make_jaxpr(f if name == "counters" else jax.grad(loss, at))(*steps).jaxpr
+    found = [planned(e)[0].algorithm for e in scans(jaxpr)]
+    # The derivative of `gated` is affine.
+    assert found == (["lanes", "columns"] if name == "gated" else [algorithm] * (1 + (name != "counters")))
 
 
 @pytest.mark.parametrize("length", [1, 3, 100, 1000, 1009, 4096, 1 << 20])

@@ -26,6 +26,8 @@ CALLS["associative_scan"] = [
     (lambda x, axis=axis: associative_scan(lambda a, b: [a[0] + b[0]], [x], axis=axis)[0], X) for axis in (0, 1)
 ]
 CALLS["row_kernel"] = [(jaxkern.row_kernel(lambda x: x / jnp.sum(x, -1, keepdims=True)), X)]
+CALLS["scan"] = [(lambda x: jaxkern.linear_recurrence(0.5, x), X)]
+CALLS["scan"] += [(lambda x: jaxkern.linear_recurrence(0.5, x), jax.ShapeDtypeStruct((600,), "float32"))]
 IMAGES = jnp.zeros((4, 32, 32, 128))
 CALLS |= {"group_norm": [(lambda x: jaxkern.group_norm(x, 8), IMAGES)], "batch_norm": [(jaxkern.batch_norm, IMAGES)]}
 CALLS |= {

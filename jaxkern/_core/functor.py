@@ -428,7 +428,7 @@ def _check_effects(label, closed):
 
 def cpp_type(dtype) -> str:
     """The type of a value of a computing type."""
-    return CUDA_TYPES[np.dtype(dtype).name]
+    return (CUDA_TYPES | COMPLEX_TYPES)[np.dtype(dtype).name]
 
 
 def _literal(value, dtype) -> str:
@@ -459,6 +459,10 @@ def _inverse(value) -> str | None:
     return _literal(np.float32(1 / value), np.float32)
 
 
+# What memory holds; functors take them apart by `real` and `imag`, and put them together by `complex`.
+COMPLEX_TYPES = {"complex64": "Complex<float>", "complex128": "Complex<double>"}
+_PARTS = ("real", "imag", "complex")
+
 # Primitives with an overload of the same name in functions.h, or of the one given.
 _OVERLOADS = {
     name: name
@@ -466,7 +470,7 @@ _OVERLOADS = {
         "abs acos acosh add asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz cos cosh digamma div eq "
         "erf erf_inv erfc exp exp2 expm1 floor ge gt is_finite le lgamma log log1p log2 logistic lt max min mul ne neg "
         "nextafter one_minus_square population_count pow rem rsqrt shift_left shift_right_arithmetic "
-        "shift_right_logical sign sin sinh sqrt square sub tan tanh"
+        "shift_right_logical sign sin sinh sqrt square sub tan tanh real imag complex"
     ).split()
 }
 _OVERLOADS |= {name: f"{name}_" for name in ("and", "or", "xor", "not")} | {"add_any": "add"}
@@ -490,7 +494,7 @@ _TEMPLATES = {
 
 # Primitives of scalars that have a counterpart in C++.
 ELEMENTWISE = frozenset(
-    (*_OVERLOADS, *_TEMPLATES, "convert_element_type", "bitcast_convert_type", "select_n", "polynomial")
+    (*_OVERLOADS, *_TEMPLATES, "convert_element_type", "bitcast_convert_type", "select_n", "polynomial", "conj")
 )
 
 
@@ -575,7 +579,7 @@ class _Translation:
                 self._fail(
                     e, f"with an array, {v.aval.str_short()}, and functions in kernels see one element at a time"
                 )
-            if v.aval.dtype.name not in CUDA_TYPES:
+            if v.aval.dtype.name not in CUDA_TYPES and name not in _PARTS:
                 self._fail(e, f"and kernels have no arithmetic of {v.aval.dtype}")
         if name in (*CALLS, *CUSTOM):
             return self.run(*called_jaxpr(e), operands)

@@ -149,6 +149,12 @@ def real(name: str, argument: str, x) -> None:
         raise TypeError(f"jaxkern.{name}: {argument} must be real, got {_dtype_name(x.dtype)}{list(x.shape)}")
 
 
+def number_array(name: str, argument: str, x) -> None:
+    """Raises unless the elements of an array are numbers, real or complex."""
+    if not jnp.issubdtype(x.dtype, jnp.number):
+        raise TypeError(f"jaxkern.{name}: {argument} must be of numbers, got {_dtype_name(x.dtype)}{list(x.shape)}")
+
+
 def floating(name: str, x, argument: str = "x"):
     """Promotes integers to floating-point as `jax.nn` does; errors name `x` as `argument`."""
     if jnp.issubdtype(x.dtype, jnp.integer):

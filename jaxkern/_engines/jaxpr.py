@@ -168,10 +168,14 @@ class Flat:
         results = [self._value(v.aval) for v in e.outvars]
         step = Step(name, operands, results, e, dict(e.params), tuple(self._calls), self._origin)
         for v in (*operands, *results):
-            if v.aval.dtype.name not in CUDA_TYPES:
+            if not self.computes(v.aval.dtype, e):
                 self.fail(step, f"and kernels have no arithmetic of {v.aval.dtype}")
         self.steps.append(step)
         return step.results
+
+    def computes(self, dtype, equation) -> bool:
+        """Whether kernels have the operation of an equation on numbers of a dtype."""
+        return dtype.name in CUDA_TYPES
 
     def rewritten(self, e, operands):
         """(operands, function in jnp of them) that stand for an equation; None if the equation stays as it is."""
@@ -295,7 +299,10 @@ def compute(step, xs) -> list:
             y = jnp.where(index == k, cases[k], y)
         return [y]
     if step.name == "convert_element_type":
-        return [lax.convert_element_type(xs[0], computing(step.result.dtype))]
+        (x,), to = xs, computing(step.result.dtype)
+        if jnp.iscomplexobj(x) and not jnp.issubdtype(to, jnp.complexfloating):
+            x = lax.real(x)
+        return [lax.convert_element_type(x, to)]
     if step.name in _AS_WRITTEN:
         xs = [lax.convert_element_type(x, v.aval.dtype) for v, x in zip(step.operands, xs)]
     ys = compat.bind_equation(step.equation, *xs)

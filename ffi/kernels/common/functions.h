@@ -61,6 +61,14 @@ using Double = Library<double>;
 #endif
 
 namespace jaxkern {
+
+// A complex number as it lies in memory. Functors compute with its parts.
+template <class T> struct alignas(2 * sizeof(T)) Complex {
+  T re, im;
+  Complex() = default;
+  JAXKERN_FN Complex(T real, T imag = 0) : re(real), im(imag) {}
+};
+
 namespace lax {
 
 template <class T> constexpr bool kReal = std::is_floating_point_v<T>;
@@ -96,6 +104,10 @@ template <class T> JAXKERN_FN T infinity() {
   if constexpr (sizeof(T) == 8) return BitsAs<T>(uint64_t{0x7ff0000000000000});
   else return BitsAs<T>(uint32_t{0x7f800000});
 }
+
+template <class T> JAXKERN_FN T real(Complex<T> x) { return x.re; }
+template <class T> JAXKERN_FN T imag(Complex<T> x) { return x.im; }
+template <class T> JAXKERN_FN Complex<T> complex(T re, T im) { return {re, im}; }
 
 // --- Arithmetic ----------------------------------------------------------------------------------------------------
 

@@ -86,6 +86,9 @@ template <class T, int N> __device__ __forceinline__ void SetElement(Pack<T, N>&
     word = i % 2 ? (word & 0x0000ffffu) | bits << 16 : (word & 0xffff0000u) | bits;
   } else if constexpr (sizeof(T) == 4) {
     pack.word[i] = *reinterpret_cast<const uint32_t*>(&x);
+  } else if constexpr (sizeof(T) == 16) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) pack.word[4 * i + w] = reinterpret_cast<const uint32_t*>(&x)[w];
   } else {
     const uint64_t bits = *reinterpret_cast<const uint64_t*>(&x);
     pack.word[2 * i] = static_cast<uint32_t>(bits);
@@ -103,6 +106,8 @@ template <class T, int N> __device__ __forceinline__ T Element(const Pack<T, N>&
     return x;
   } else if constexpr (sizeof(T) == 4) {
     return *reinterpret_cast<const T*>(&pack.word[i]);
+  } else if constexpr (sizeof(T) == 16) {
+    return *reinterpret_cast<const T*>(&pack.word[4 * i]);
   } else {
     const uint64_t bits = static_cast<uint64_t>(pack.word[2 * i + 1]) << 32 | pack.word[2 * i];
     return *reinterpret_cast<const T*>(&bits);

@@ -12,11 +12,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from jaxkern._core import functor
 from jaxkern._core.functor import cpp_type
 from jaxkern._core.jaxprs import computing
 from jaxkern._engines.jaxpr import REDUCTIONS, Constant, compute, merged, widened
+from jaxkern._engines.loops import pairs
 from jaxkern._engines.loops.program import MOVES
 
 INDEX = np.dtype(np.int32)
@@ -151,6 +153,11 @@ class Core:
 
         takes = [*(computing(v.dtype) for v in operands), *[INDEX] * len(self.indices)]
         gives = [computing(np.dtype(v.aval.dtype)) for v in results]
+        self.body = None  # the closed jaxpr of f, if it has complex numbers
+        if any(pairs.is_complex(v.aval.dtype) for s in program.steps for v in (*s.operands, *s.results)):
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                self.body = jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct((), d) for d in takes))
+            f = pairs.expanded(f, takes)
         return functor.of_scalars(f, takes, gives, program.label, False)
 
     # ---- how lanes lie in arrays

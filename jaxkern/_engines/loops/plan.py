@@ -1,17 +1,48 @@
-"""The launch list of a loop: how many lanes a thread takes, and how many steps it loads ahead."""
+"""The launch list of a loop: whether it is cut in time, how many lanes a thread takes, and how many steps it loads ahead.
+
+lanes      a thread runs all steps of its lanes
+columns    threads and blocks share the steps of a lane, for few lanes whose body is affine in the carry
+tiles      the same for one lane
+"""
 
 import math
+import sys
+import typing
 
-from jaxkern._core import define, functor, launch
+from jaxkern._core import algorithms, define, functor, launch
 from jaxkern._core.define import ceil_div
 from jaxkern._core.launch import Launch, Plan, i64, struct
-from jaxkern._engines.loops import tuning
+from jaxkern._engines.loops import cut, tuning
 from jaxkern._engines.loops.generate import PACK
 
 HEADER = "loops/loops.cuh"
 NAME = "Body"
 MOST_ARRAYS = 40
 MOST_BYTES = 4000  # of the arguments of a kernel
+ALGORITHMS = ("lanes", "columns", "tiles")
+DTYPES = tuple(define.CUDA_TYPES)
+
+
+class Problem(typing.NamedTuple):
+    """numbers: of the map of a step, in words of 32 bits. affine: whether the body is affine in its carries."""
+
+    lanes: int
+    steps: int
+    numbers: int = 2
+    affine: bool = True
+
+
+def fits(algorithm, problem, device=None) -> bool:
+    if algorithm == "lanes":
+        return True
+    return problem.affine and problem.steps < 1 << 31 and (problem.lanes == 1) == (algorithm == "tiles")
+
+
+def choose(problem, device=None) -> str:
+    sms = device.sm_count if device is not None else 132
+    few = problem.steps >= tuning.CUT_STEPS and problem.lanes < tuning.CUT_LANES * sms
+    cuts = "tiles" if problem.lanes == 1 else "columns"
+    return cuts if few and fits(cuts, problem, device) else "lanes"
 
 
 def plan(device, core, length, reverse):
@@ -46,12 +77,20 @@ def plan(device, core, length, reverse):
 
     if bytes_of_arguments(core) > MOST_BYTES:
         return None
+    maps = cut.Maps(core)
+    problem = Problem(lanes, length, max(1, maps.words), bool(maps.numbers) and maps.size <= functor.MOST)
+    algorithm = algorithms.pick("scan", algorithms.forced("scan"), problem, device)
+    if algorithm != "lanes":
+        args = lambda groups: arguments(core, groups, lanes, length)
+        found = cut.plan(device, maps, algorithm, lanes, length, reverse, NAME, args)
+        if found is not None:
+            return found
     each = lanes_of_a_thread(device, core, lanes)
     single = launches(1)
     if single is None or each == 1:
-        return single and Plan("lane", single)
+        return single and Plan("lanes", single)
     several = launches(each)
-    return Plan("lanes", several, 0, single) if several is not None else Plan("lane", single)
+    return Plan("lanes", several, 0, single) if several is not None else Plan("lanes", single)
 
 
 def bytes_of_arguments(core) -> int:
@@ -115,3 +154,6 @@ def steps_ahead(words, threads, length, statements) -> int:
     wanted = min(wanted, most)
     # The fewest steps that fill no round, of about as many steps ahead.
     return min(range(ceil_div(3 * wanted, 4), wanted + 1), key=lambda n: (length % n, -n))
+
+
+algorithms.register(sys.modules[__name__], "scan")

@@ -21,7 +21,7 @@ from jaxkern._core import compat, functor
 from jaxkern._core.functor import Unsupported
 from jaxkern._core.jaxprs import inner_jaxprs
 from jaxkern._engines.jaxpr import REDUCTIONS, RENAMED, Constant, Flat, Step, Value
-from jaxkern._engines.loops import parts, rewrites
+from jaxkern._engines.loops import pairs, parts, rewrites
 
 MOVES = (*RENAMED, "broadcast_in_dim", "transpose")
 _ADD = ("add", "add_any")
@@ -74,7 +74,8 @@ class Program(Flat):
         self.num_consts, self.num_carry = len(self.captured) + num_consts, num_carry
         self.carries_of_scan = num_carry
         for v in (*self.operands, *self.results):
-            functor.check_dtype(self.label, v.aval.dtype)
+            if not pairs.is_complex(v.aval.dtype):
+                functor.check_dtype(self.label, v.aval.dtype)
         self._remove_unused()
         carries = zip(self.carries, self.results)
         for a, b in carries:
@@ -109,6 +110,11 @@ class Program(Flat):
 
     def _value(self, aval):
         return super()._value(compat.physical(aval))
+
+    def computes(self, dtype, equation) -> bool:
+        if pairs.is_complex(dtype):
+            return pairs.known(equation) or equation.primitive.name in parts.MOVES
+        return super().computes(dtype, equation)
 
     def rewritten(self, e, operands):
         f = rewrites.rewritten(e)
@@ -249,7 +255,7 @@ class Program(Flat):
                     continue
             elif started:
                 pass
-            elif name in MOVES and out.set() == step.operands[0].set() or name in ("neg", *REDUCTIONS):
+            elif name in MOVES and out.set() == step.operands[0].set() or name in ("neg", "conj", *REDUCTIONS):
                 partial[out] = terms.pop()
                 continue
             elif name == "convert_element_type" and jnp.issubdtype(out.dtype, jnp.inexact):

@@ -37,3 +37,17 @@ ROW_RADIX, COLUMN_RADIX = 32, 8  # tiles of a group that publishes its state, an
 WHILE_THREADS = 256  # of a multiprocessor, at least, where threads of a while loop run several lanes in turn
 WHILE_ROUNDS = 16  # lanes of such a thread, at most
 WHILE_IDLE = 8  # threads of a warp that are done before they begin other lanes
+
+# ---- loops that are cut in time
+
+CUT_STEPS = 256  # of a loop that is cut, at least: at 256 x 2048 lanes both take 3.9 us
+CUT_LANES = 96  # for each multiprocessor, below which a loop is cut: at 4096 x 16384 lanes both reach 0.84 of a copy
+CUT_THREADS = 256  # of a block, at most
+CUT_PARTS = 16  # of the steps of a block, at most: each thread joins the maps of those before its own
+CUT_ITEMS = 16  # steps of a thread
+CUT_ROW_BYTES = 128  # of an array that a thread takes at a time, where the steps of one lane are adjacent
+CUT_WORDS = 48  # registers of a thread that hold elements of xs
+CUT_NUMBERS = 8  # words of the maps of a thread's lanes
+CUT_BLOCKS = 8  # for each multiprocessor, from which a thread takes several lanes
+CUT_RESIDENT = 3  # blocks of a multiprocessor, which have 80 registers a thread
+MANY_NUMBERS = 4  # words of a map, from which there is a block less: advantages of 1024 x 2048 take 15.8 -> 11.2 us

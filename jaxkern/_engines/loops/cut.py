@@ -1,0 +1,171 @@
+"""Loops that are cut in time: the struct that row_scan.cuh and column_scan.cuh take for an affine body, and its launches.
+
+maps = Maps(core)                                   the functors of the maps of a body
+plan(device, maps, "columns", lanes, length, ...)   a launch.Plan
+
+columns    a block takes some lanes. Its threads share their steps, and so do blocks if there are many steps
+tiles      the same for the steps of one lane, which are adjacent
+"""
+
+import functools
+import typing
+
+from jaxkern._core import define, functor, launch
+from jaxkern._core.define import ceil_div
+from jaxkern._core.functor import cpp_type
+from jaxkern._core.jaxprs import computing
+from jaxkern._core.launch import Launch, Memset, Plan, i64, struct
+from jaxkern._engines.loops import pairs, tuning
+from jaxkern._engines.loops.affine import affine
+from jaxkern._engines.loops.generate import INDEX
+
+_SHARED = 48 * 1024  # bytes of static shared memory
+
+
+class Maps:
+    """The maps of a Core's body as functors.
+
+    loop: the Affine of the body; None if it is not affine. numbers: the dtypes of a map, with complex numbers as pairs; ()
+    if the body is not affine.
+    """
+
+    def __init__(self, core):
+        self.core = core
+        stored = [a.dtype for a in core.carries]
+        body = core.body or core.function.closed
+        found = affine(body, len(core.consts), stored, len(core.xs)) if stored else None
+        self.loop = found if found is not None and found.dtypes and not found.counters else None
+        self.numbers = ()
+        if self.loop is not None:
+            parts = lambda d: (pairs.real_of(d),) * 2 if pairs.is_complex(d) else (d,)
+            self.numbers = tuple(p for d in self.loop.dtypes for p in parts(d))
+
+    @property
+    def words(self) -> int:
+        return sum(ceil_div(d.itemsize, 4) for d in self.numbers)
+
+    @functools.cached_property
+    def functions(self) -> dict:
+        """{name in associative.cuh: Function}."""
+        core, loop, numbers = self.core, self.loop, self.numbers
+        operand = lambda k: computing(core.program.operands[k].dtype)
+        consts, xs = [operand(k) for k in core.consts], [operand(k) for k in core.xs]
+        carries, n = [computing(a.dtype) for a in core.carries], len(numbers)
+        first, last = len(consts) + len(carries), len(consts) + len(carries) + len(xs)
+        state = lambda parts: pairs.joined(parts, loop.dtypes)
+
+        def make(f, takes, gives):
+            return functor.of_scalars(pairs.expanded(f, takes), takes, gives, core.program.label, False)
+
+        element = lambda *a: pairs.split(loop.element(a[: len(consts)], a[first:last], a[last:]))
+        combine = lambda *ab: pairs.split(loop.combine(state(ab[:n]), state(ab[n:])))
+        apply = lambda *sc: loop.apply(state(sc[:n]), sc[n:])
+        return {
+            "Element": make(element, (*consts, *carries, *xs, *[INDEX] * len(core.indices)), numbers),
+            "Combine": make(combine, numbers * 2, numbers),
+            "Apply": make(apply, (*numbers, *carries), carries),
+        }
+
+    @property
+    def size(self) -> int:
+        """Statements of a step."""
+        return self.core.function.size + sum(f.size for f in self.functions.values())
+
+    def source(self, name, lanes):
+        """As `Core.source`, with what associative.cuh needs."""
+        text, maps = self.core.source(f"{name}Loop", lanes)
+        text += "".join(f.source(f"{name}{k}") for k, f in self.functions.items())
+        lines = [f"  using {k} = {name}{k};" for k in self.functions]
+        lines.append(f"  using States = Types<{', '.join(map(cpp_type, self.numbers))}>;")
+        lines.append("  static constexpr int kStart = kGiven;\n  static constexpr bool kLast = true;")
+        return text + "\n".join([f"struct {name} : {name}Loop {{", *lines, "};"]) + "\n", maps
+
+
+def _flag(value) -> str:
+    return str(bool(value)).lower()
+
+
+class Layout(typing.NamedTuple):
+    """pack: lanes of a thread; steps of a vector for `tiles`. lanes, parts: threads of a block. items: steps of a thread."""
+
+    pack: int
+    lanes: int
+    parts: int
+    items: int
+    blocks: int  # of a multiprocessor, that registers must be enough for
+    ahead: bool = False  # whether a block loads its next tile while it finishes one
+
+    @property
+    def tile(self) -> int:
+        """Steps of a block at a time."""
+        return self.parts * self.items
+
+
+def layout(device, maps, algorithm, lanes, length, vectors) -> Layout:
+    """vectors: the arrays are aligned to 16 bytes."""
+    core = maps.core
+    xs = [core.program.operands[k].dtype.itemsize for k in core.xs]
+    itemsize = max([1, *xs, *(a.dtype.itemsize for a in core.ys)])
+    words = lambda pack: sum(ceil_div(pack * n, 4) for n in xs)  # that a thread loads in a step
+    items = tuning.CUT_ITEMS
+    while items > 4 and (items * words(1) > tuning.CUT_WORDS or items * maps.size > tuning.BODY):
+        items //= 2
+    resident = tuning.CUT_RESIDENT if maps.words < tuning.MANY_NUMBERS else tuning.CUT_RESIDENT - 1
+    pack = tuning.VECTOR_BYTES // itemsize if vectors else 1
+    if algorithm == "tiles":
+        items = max(pack, min(items, tuning.CUT_ROW_BYTES // itemsize))
+        while length % pack:
+            pack //= 2
+        return Layout(pack, 1, tuning.CUT_THREADS, items, resident)
+    across = min(32, 1 << (lanes - 1).bit_length())
+    parts_of = lambda across: min(tuning.CUT_THREADS // across, tuning.CUT_PARTS)
+    shared = lambda across: across * (2 * parts_of(across) + 2 * tuning.COLUMN_RADIX + 1) * 4 * maps.words
+    while shared(across) > _SHARED:  # `Shared` of ColumnScan
+        across //= 2
+    parts = parts_of(across)
+    few = lambda pack: lanes * ceil_div(length, parts * items) < tuning.CUT_BLOCKS * device.sm_count * across * pack
+    held = lambda pack: items * words(pack) > tuning.CUT_WORDS or pack * maps.words > tuning.CUT_NUMBERS
+    while pack > 1 and (lanes % pack or few(pack) or held(pack) or pack * items * maps.size > tuning.BODY):
+        pack //= 2
+    return Layout(pack, across, parts, items, resident)
+
+
+def plan(device, maps, algorithm, lanes, length, reverse, name, arguments):
+    """The Plan of a loop that is cut; None if arrays have too many dimensions.
+
+    arguments(groups of each index map): `LoopEngine::Args` of loops.cuh.
+    """
+
+    def launches(vectors):
+        cut = layout(device, maps, algorithm, lanes, length, vectors)
+        source, groups = maps.source(name, 1 if algorithm == "tiles" else cut.pack)
+        if any(len(g) > define.MAP_RANK for g in groups):
+            return None
+        tiles = ceil_div(length, cut.tile)
+        if algorithm == "tiles":
+            kernel, sizes, width, radix = "Row", (cut.pack, cut.items, 32, cut.parts), 1, tuning.ROW_RADIX
+        else:
+            kernel, sizes, radix = "Column", (cut.pack, cut.lanes, cut.parts, cut.items), tuning.COLUMN_RADIX
+            width = ceil_div(lanes, cut.lanes * cut.pack)
+        over = "kOverTiles" if tiles > 1 else "kOverBlock"
+        values = ", ".join(map(str, (*sizes, cut.blocks, radix, _flag(cut.ahead), over, _flag(reverse))))
+        states = width * cut.lanes * (1 if algorithm == "tiles" else cut.pack)
+        published = states * (tiles + tiles // radix + tiles // radix**2)
+        scratch = 8 * maps.words * published if tiles > 1 else 0
+        args = struct(arguments(groups), launch.scratch() if scratch else launch.null, i64(tiles))
+        step = Launch(
+            f"loops/{kernel.lower()}_scan.cuh",
+            f"{kernel}ScanKernel<{name}, {values}>",
+            [args],
+            width * tiles,
+            cut.lanes * cut.parts,
+            source=source,
+        )
+        return ((Memset(launch.scratch(), scratch), step) if scratch else (step,)), scratch
+
+    aligned, any_address = launches(True), launches(False)
+    if aligned is None or any_address is None:
+        return None
+    if aligned == any_address:
+        return Plan(algorithm, *aligned)
+    return Plan(algorithm, aligned[0], max(aligned[1], any_address[1]), any_address[0])
