@@ -234,7 +234,7 @@ def _cumulative(x, segment_ids, *, name, axis, reverse, exclusive, dtype):
     options = _scan(_Form(lambda a, b: [operation(a[0], b[0])], [first]), wide, stored, segmented, exclusive)
     if name == "cumlogsumexp":
         form = _Form(_join_sums, [first, wide.type(0)], lambda x: [x, jnp.ones_like(x)], lambda s: s[0] + jnp.log(s[1]))
-        options = _scan(form, wide, stored, segmented, exclusive) | {"derivative": options}
+        options = _scan(form, wide, stored, segmented, exclusive) | {"derivative": options, "coarse": True}
     (y,) = associative_scan(elems=inputs, axis=axis, reverse=reverse, label=f"jaxkern.{name}", **options)
     return y.astype(dtype)
 

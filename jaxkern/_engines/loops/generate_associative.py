@@ -13,38 +13,53 @@ from jaxkern._core.jaxprs import computing
 
 @functools.lru_cache(maxsize=256)
 def _functions(spec):
-    """{name in associative.cuh: Function}, with the arguments that it names. Carries are states."""
-    n, xs, ys = len(spec.states), spec.element.in_dtypes, spec.finish.out_dtypes
-    element, combine, finish = spec.element.scalars, spec.combine.scalars, spec.finish.scalars
-    label, states = spec.combine.label, spec.states
-    results = (*states, *map(computing, ys))
-    make = lambda f, takes, gives: of_scalars(f, takes, gives, label, False)
-
-    def step(*carry_x):
-        before, x = carry_x[:n], carry_x[n:]
-        after = combine(*before, *element(*x))
-        return [*after, *finish(*(after if spec.first is None else before), *x)]
-
-    def first(*x):
-        state = element(*x)
-        return [*state, *finish(*state, *x)]
-
+    """{name: Function}. Carries are states; Element has them as arguments, as in associative.cuh."""
+    n, states, label = len(spec.states), spec.states, spec.combine.label
+    element = lambda *carry_x: spec.element.scalars(*carry_x[n:])
     functions = {
-        "Element": make(lambda *carry_x: element(*carry_x[n:]), (*states, *xs), states),
+        "Element": of_scalars(element, (*states, *spec.element.in_dtypes), states, label, False),
         "Combine": spec.combine,
-        "Step": make(step, (*states, *xs), results),
+        "Finish": spec.finish,
     }
-    if spec.first is None:
-        functions["First"] = make(first, xs, results)
-    else:
-        functions["Apply"] = make(lambda *sc: combine(*sc[n:], *sc[:n]), (*states, *states), states)
-        functions["Start"] = make(lambda: [d.type(c) for c, d in zip(spec.first, states)], (), states)
+    if spec.first is not None:
+        numbers = lambda: [d.type(c) for c, d in zip(spec.first, states)]
+        functions["Start"] = of_scalars(numbers, (), states, label, False)
     return functions
 
 
 def size(spec) -> int:
     """Statements of the functions of a step."""
     return sum(f.size for f in _functions(spec).values())
+
+
+def _step(name, spec) -> str:
+    """The functors Step, First and Apply, which call those of `_functions`."""
+    states, xs, ys = (
+        [cpp_type(computing(d)) for d in dtypes]
+        for dtypes in (spec.states, spec.element.in_dtypes, spec.finish.out_dtypes)
+    )
+    declared = lambda types, letter, reference="": [f"{t}{reference} {letter}{k}" for k, t in enumerate(types)]
+    named = lambda types, letter: [f"{letter}{k}" for k in range(len(types))]
+    results = [*declared(states, "next", "&"), *declared(ys, "y", "&")]
+    local = lambda letter: "".join(f"    {line};\n" for line in declared(states, letter))
+    keep = lambda letter: "".join(f"    next{k} = {letter}{k};\n" for k in range(len(states)))
+    call = lambda function, *groups: f"    {name}{function}()({', '.join(a for group in groups for a in group)});\n"
+    finish = lambda letter: call("Finish", named(states, letter), named(xs, "x"), named(ys, "y"))
+    element = lambda carry: local("e") + call("Element", carry, named(xs, "x"), named(states, "e"))
+
+    def functor(kind, arguments, body):
+        return (
+            f"struct {name}{kind} {{\n  JAXKERN_FN void operator()({', '.join(arguments)}) const {{\n{body}  }}\n}};\n"
+        )
+
+    carry, joined = named(states, "c"), "s" if spec.first is None else "c"
+    body = element(carry) + local("s") + call("Combine", carry, named(states, "e"), named(states, "s"))
+    text = functor("Step", [*declared(states, "c"), *declared(xs, "x"), *results], body + finish(joined) + keep("s"))
+    if spec.first is None:
+        zeros = [f"{t}(0)" for t in states]
+        return text + functor("First", [*declared(xs, "x"), *results], element(zeros) + finish("e") + keep("e"))
+    arguments = [*declared(states, "s"), *declared(states, "c"), *declared(states, "next", "&")]
+    return text + functor("Apply", arguments, call("Combine", carry, named(states, "s"), named(states, "next")))
 
 
 def lanes_of(outer, length, inner) -> list:
@@ -56,7 +71,7 @@ def lanes_of(outer, length, inner) -> list:
 
 def source(name, spec, outer, length, inner):
     functions = _functions(spec)
-    text = "".join(f.source(f"{name}{k}") for k, f in functions.items())
+    text = "".join(f.source(f"{name}{k}") for k, f in functions.items()) + _step(name, spec)
     groups = lanes_of(outer, length, inner)
     whole = groups == [(inner, 1)]
     start = "kOpen" if spec.first is None else "kNumbers"
@@ -68,7 +83,8 @@ def source(name, spec, outer, length, inner):
         "States": spec.states,
     }
     lines = [f"  using {k} = Types<{', '.join(map(cpp_type, dtypes))}>;" for k, dtypes in types.items()]
-    lines += [f"  using {k} = {name}{k};" for k in functions]
+    used = ["Element", "Combine", "Step", *(["First"] if spec.first is None else ["Start", "Apply"])]
+    lines += [f"  using {k} = {name}{k};" for k in used]
     kind, at = "kEach" if inner == 1 else "kPack", -1 if whole else 0
     for k in ("Consts", "Carries", "Xs", "Ys"):
         lines.append(f"  static constexpr int {k}Kind(int) {{ return {kind}; }}")
