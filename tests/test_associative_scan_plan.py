@@ -91,3 +91,21 @@ def test_kernels_compile(capability):
     kernels = [s for s in (*made.launches, *(made.unaligned or ())) if hasattr(s, "header")]
     for step in kernels:
         assert registry.kernels.module.compile(step.header, step.name, capability, step.source)
+
+
+@pytest.mark.parametrize(
+    "shape, axis, algorithm",
+    [
+        ((1 << 27,), 0, "tiles"),
+        ((4096, 32768), 1, "block"),
+        ((100, 1 << 20), 1, "tiles"),
+        ((1 << 20, 16), 1, "warp"),
+        ((32768, 4096), 0, "column_tiles"),
+        ((4, 1 << 20), 0, "lanes"),
+    ],
+)
+@pytest.mark.parametrize("on", plans.DEVICES)
+def test_the_choice(shape, axis, algorithm, on):
+    outer, length, inner = np.prod(shape[:axis], dtype=int), shape[axis], np.prod(shape[axis + 1 :], dtype=int)
+    problem = plan_associative.Problem(int(outer), length, int(inner))
+    assert plan_associative.choose(problem, on) == algorithm
