@@ -125,8 +125,6 @@ def _partition(f, part, prim, ctx, operands, params):
 
 
 def _primitive(name, shape, batch, f, launches=None, part=None, **options):
-    if f is reference.norm:
-        options["on_cpu"] = functools.partial(f, quick=True)
     return define.primitive(
         f"jaxkern_{name}",
         shape,

@@ -9,7 +9,6 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern._definitions.moments import variance
 from jaxkern._definitions.traced import computing
 
 
@@ -21,21 +20,21 @@ def _mean(x, over):
     return total / (float(max(width, 1)) if isinstance(width, int) else jnp.asarray(width, x.dtype))
 
 
-def statistics(s, operation, eps, over=(), quick=False):
-    """(s - mean, rstd) of rows, in their computing type. quick: see `variance`."""
+def statistics(s, operation, eps, over=()):
+    """(s - mean, rstd) of rows, in their computing type."""
     s = s.astype(computing(s.dtype))
     mean_of = functools.partial(_mean, over=over)
     if operation == "rms_norm":
         return s, lax.rsqrt(mean_of(s * s) + eps)
     mean = mean_of(s)
-    return s - mean, lax.rsqrt(variance(s, mean, mean_of, quick) + eps)
+    return s - mean, lax.rsqrt(mean_of(jnp.square(s - mean)) + eps)
 
 
-def norm(x, *rest, operation, extras, eps, dtype, algorithm, over=(), quick=False):
+def norm(x, *rest, operation, extras, eps, dtype, algorithm, over=()):
     """[y]. rest: the operands that `extras` names."""
     del algorithm
     named = dict(zip(extras.split(), rest, strict=True))
-    deviation, rstd = statistics(x, operation, eps, over, quick)
+    deviation, rstd = statistics(x, operation, eps, over)
     y = deviation * (rstd * named["scale"].astype(rstd.dtype) if "scale" in named else rstd)
     if "bias" in named:
         y = y + named["bias"].astype(y.dtype)

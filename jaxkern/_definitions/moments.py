@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern._core.rows import MANY
 from jaxkern._definitions.traced import runner
 
 
@@ -62,11 +61,7 @@ def _standardized(run):
         each = share(x, where)
         mean = total(x, where) * each
         c = x - mean
-        if run == "cpu" and where is None:
-            var = variance(x, mean, lambda x: total(x) * each, quick=True)
-        else:
-            var = mean_square(c, where, run)
-        r = inverse_root(var + eps, x, where)
+        r = inverse_root(mean_square(c, where, run) + eps, x, where)
         return c, r, c * r
 
     @jax.custom_jvp
@@ -84,18 +79,3 @@ def _standardized(run):
         return z, t * r - of_mean - c * of_root
 
     return f
-
-
-def variance(x, mean, mean_of, quick):
-    """The mean of (x - mean)^2; `mean_of` computes means.
-
-    quick: what XLA:CPU runs fastest, the mean of squares minus the square of the mean, for rows whose mean is at most a quarter
-    of a standard deviation from 0. There the difference loses nothing. Other rows do not change what a row gets.
-    """
-    of_deviations = lambda: mean_of(jnp.square(x - mean))
-    # XLA:CPU compiles all of a short row to one loop.
-    if not quick or not isinstance(x.size, int) or x.size < max(MANY, 513 * mean.size):
-        return of_deviations()
-    var = mean_of(x * x) - mean * mean
-    near = 16 * mean * mean <= var
-    return lax.cond(jnp.all(near), lambda: var, lambda: jnp.where(near, var, of_deviations()))
