@@ -1,5 +1,7 @@
 """Plans of scans by an associative operation: what the kernels compute (run on the CPU), and that they compile for GPUs."""
 
+import itertools
+
 import emulated
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from jaxkern._core import algorithms, compat, device, registry
 from jaxkern._engines.loops import plan_associative, tuning
 from jaxkern._engines.loops.associative import associative_scan
 
+MANY = {"four sums": 4, "nine sums": 9}  # arrays
 TOLERANCE = {"float64": 1e-13, "float32": 2e-5, "bfloat16": 1e-2, "float16": 2e-3, "int16": 0}
 
 
@@ -27,6 +30,8 @@ def scan(name, axis, reverse, exclusive):
         options["element"] = lambda x: [x[0], jnp.ones_like(x[0])]
         options["finish"] = lambda s, _: [s[0] + jnp.log(s[1])]
         return lambda *xs: associative_scan(logsumexp, xs, **options)
+    if name in MANY:
+        return lambda *xs: associative_scan(lambda a, b: [p + q for p, q in zip(a, b)], xs, **options)
     combine, _, first = OPERATIONS[name]
     return lambda *xs: associative_scan(combine, xs, exclusive=first if exclusive else None, **options)
 
@@ -34,7 +39,7 @@ def scan(name, axis, reverse, exclusive):
 def planned(name, shape, axis, dtype, algorithm="auto", reverse=False, exclusive=False, on=device.H200):
     """(plan, operands, function)."""
     rng = np.random.default_rng(0)
-    count = OPERATIONS[name][1] if name in OPERATIONS else 1
+    count = OPERATIONS[name][1] if name in OPERATIONS else MANY.get(name, 1)
     draw = lambda: rng.integers(-9, 9, shape) if "int" in dtype else rng.uniform(0.5, 1.5, shape)
     xs = [jnp.asarray(draw(), dtype) for _ in range(count)]
     f = scan(name, axis, reverse, exclusive)
@@ -57,6 +62,9 @@ CASES = [
     ("column_tiles", "affine", (1000, 36), 0, "float32", True),
     ("column_tiles", "sum", (2, 900, 5), 1, "int16", False),
     ("column_tiles", "logsumexp", (700, 264), 0, "bfloat16", True),
+    ("warp", "four sums", (5, 60), 1, "float32", False),
+    ("tiles", "four sums", (2, 2100), 1, "float16", False),
+    ("column_tiles", "nine sums", (300, 6), 0, "float32", False),
 ]
 
 
@@ -68,7 +76,7 @@ def test_kernels_on_the_cpu(algorithm, name, shape, axis, dtype, reverse, monkey
     for constant, value in {"SCAN_THREADS": 64, "ROW_BYTES": 16, "ROW_RADIX": 4, "COLUMN_RADIX": 4}.items():
         monkeypatch.setattr(tuning, constant, value)
     with compat.enable_x64(dtype == "float64"):
-        exclusive = reverse and name != "logsumexp"
+        exclusive = reverse and name in OPERATIONS
         made, xs, f = planned(name, shape, axis, dtype, algorithm, reverse, exclusive)
         assert made.algorithm == algorithm
         plans.check_limits(made, device.H200)
@@ -78,6 +86,20 @@ def test_kernels_on_the_cpu(algorithm, name, shape, axis, dtype, reverse, monkey
             for y, want in zip(ours, wanted, strict=True):
                 y, want = np.asarray(y, np.float64), np.asarray(want, np.float64)
                 np.testing.assert_allclose(y, want, TOLERANCE[dtype], TOLERANCE[dtype] * np.abs(want).max())
+
+
+def test_layouts_of_many_arrays():
+    """A thread's elements are whole vectors, lanes of a warp a power of two, and states of a block fit shared memory."""
+    for itemsize, arrays, length in itertools.product((1, 2, 4, 8), range(1, 20), (3, 32, 100, 1000, 1 << 20)):
+        for algorithm, vectors, reverse in itertools.product(plan_associative.ROWS, (True, False), (True, False)):
+            problem = plan_associative.Problem(3, length, 1, itemsize, arrays, arrays)
+            cut = plan_associative.layout(algorithm, problem, vectors, reverse)
+            assert cut.items % cut.pack == 0 and 32 % cut.lanes == 0
+    for words, inner in itertools.product(range(1, plan_associative.MOST_WORDS + 1), (2, 6, 64, 1000)):
+        for algorithm in plan_associative.COLUMNS[1:]:
+            cut = plan_associative.layout(algorithm, plan_associative.Problem(1, 4096, inner, 4, 1, words))
+            states = cut.pack * cut.lanes * (2 * cut.parts + 2 * tuning.COLUMN_RADIX + 1)
+            assert cut.pack > 0 and 4 * words * states <= plan_associative.SHARED
 
 
 @plans.needs_nvrtc

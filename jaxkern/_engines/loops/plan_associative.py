@@ -27,7 +27,8 @@ ROWS, COLUMNS = ("warp", "block", "tiles"), ("lanes", "columns", "column_tiles")
 ALGORITHMS = (*ROWS, *COLUMNS)
 DTYPES = tuple(define.CUDA_TYPES)
 MOST_ARRAYS = 20
-SHARED = 48 * 1024  # bytes of static shared memory
+MOST_WORDS = 32  # of a state, whose copies for a block fit shared memory
+SHARED = 36 * 1024  # bytes of them at most, of 48 KiB: members of 8 bytes may need padding
 
 
 class Problem(typing.NamedTuple):
@@ -102,7 +103,8 @@ def layout(algorithm, problem, vectors=True, reverse=True):
             reverse or problem.outer > 1
         ):  # rows, or tiles from the end, start in the middle of a vector
             pack //= 2
-        items = max(pack, min(tuning.MOST_ITEMS, tuning.ROW_BYTES // problem.itemsize // max(1, problem.arrays - 1)))
+        items = min(tuning.MOST_ITEMS, tuning.ROW_BYTES // problem.itemsize // max(1, problem.arrays - 1))
+        items = max(pack, 1 << items.bit_length() >> 1)  # a power of two
         lanes, threads = 32, tuning.SCAN_THREADS
         if algorithm == "warp":
             whole = 1 << (length - 1).bit_length()
@@ -119,17 +121,21 @@ def layout(algorithm, problem, vectors=True, reverse=True):
         blocks = max(1, resident * tuning.SCAN_THREADS // threads)
         return RowLayout(pack, items, lanes, threads, blocks, problem.arrays == 1 and algorithm != "tiles")
     pack = most if algorithm == "lanes" else max(1, tuning.COLUMN_BYTES // problem.itemsize)
-    while not vectors and pack > 1 or inner % pack or pack * problem.words > tuning.COLUMN_WORDS:
+    while pack > 1 and (not vectors or inner % pack or pack * problem.words > tuning.COLUMN_WORDS):
         pack //= 2
     if algorithm == "lanes":
         return ColumnLayout(pack, 64, 1, max(1, min(tuning.LANE_ITEMS // pack, length)), 4, True)
     lanes = 32
     while lanes > 1 and lanes * pack >= 2 * inner * problem.outer:
         lanes //= 2
+    parts = tuning.SCAN_THREADS // lanes
+    copies = 2 * parts + 2 * tuning.COLUMN_RADIX + 1  # `Shared` of ColumnScan
+    while lanes > 1 and 4 * problem.words * pack * lanes * copies > SHARED:
+        lanes //= 2
     if problem.arrays == 1 and algorithm == "column_tiles":
-        return ColumnLayout(pack, lanes, tuning.SCAN_THREADS // lanes, 2 * tuning.COLUMN_STEPS, 3, False)
+        return ColumnLayout(pack, lanes, parts, 2 * tuning.COLUMN_STEPS, 3, False)
     items = max(4, tuning.COLUMN_STEPS // max(1, problem.arrays - 1))
-    return ColumnLayout(pack, lanes, tuning.SCAN_THREADS // lanes, items, tuning.SCAN_BLOCKS, problem.arrays == 1)
+    return ColumnLayout(pack, lanes, parts, items, tuning.SCAN_BLOCKS, problem.arrays == 1)
 
 
 def blocks_of(algorithm, problem, cut) -> int:
@@ -153,6 +159,8 @@ def plan(device, operands, results, *, spec, axis, reverse):
         functor.warn_of_size(spec.combine.label, generate_associative.size(spec))
         return None
     words = sum(2 if np.dtype(d).itemsize == 8 else 1 for d in spec.states)
+    if words > MOST_WORDS:
+        return None
     itemsize = max(a.dtype.itemsize for a in arrays)
     problem = Problem(outer, length, inner, itemsize, len(operands), words)
     algorithm = algorithms.pick("associative_scan", algorithms.forced("associative_scan"), problem, device)
