@@ -8,6 +8,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxkern._core import validate
@@ -163,6 +164,10 @@ def linear_recurrence(
     except ValueError:
         raise ValueError(f"jaxkern.{name}: initial of shape {first.shape} does not broadcast to {lanes}") from None
     a, b = (jnp.moveaxis(x.reshape((1,) * (len(shape) - x.ndim) + x.shape), along, 0) for x in (a, b))
+    specs = zip(validate.explicit_spec(first), *(validate.explicit_spec(x)[1:] for x in (a, b)))
+    spec = [next(filter(None, axes), None) for axes in specs]
+    if any(spec):
+        first = jax.sharding.reshard(first, PartitionSpec(*spec))
     constant = a.shape[0] == 1 < shape[along]
     b = jnp.broadcast_to(b, (shape[along], *b.shape[1:]))
 
