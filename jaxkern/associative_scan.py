@@ -88,8 +88,8 @@ def of_pytrees(fn, elems, reverse, axis, replaced=False):
             kinds = f"{y.dtype}{list(y.shape)} for {x.dtype}{list(x.shape)}"
             raise TypeError(f"jaxkern.{name}: fn must return arrays of the types of elems, got {kinds}")
     core = Core(Program(closed.jaxpr, closed.consts, 0, 0, label))
-    if core.program.sums:
-        raise TypeError(f"{label}: fn sums over lanes, which is not elementwise")
+    if core.program.sums or any(p is not None for p in core.program.operand_parts):
+        raise TypeError(f"{label} combines elements of different lanes, which is not elementwise")
     options = {"axis": along, "reverse": reverse, "label": f"jaxkern.{name}", "replaced": replaced}
     scan = functools.partial(associative.associative_scan, **options)
     whole = jnp.broadcast_shapes(*(x.shape for x in leaves))

@@ -316,7 +316,7 @@ def test_random_chains(message, mode, onto, dtype):
 @pytest.mark.skipif(not registry.kernels_run(), reason="no kernels")
 def test_random_programs_are_lowered():
     """tests/random_programs.py lowers any number of others."""
-    found = [d for number in range(50) for d in random_programs.lower(0, number)]
+    found = [d for number in range(40) for d in random_programs.lower(0, number)]
     assert len(chains(found)) > 10 and not all(d.taken for d in found)
 
 
@@ -327,7 +327,7 @@ def test_random_programs_have_one_result():
 
 
 def test_random_programs_compute_the_same():
-    assert len(chains([d for number in range(10) for d in random_programs.run(0, number)])) > 0
+    assert len(chains([d for number in range(6) for d in random_programs.run(0, number)])) > 0
 
 
 # ---- what a GPU runs

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from jaxkern._core import switch
 from jaxkern._engines.rows.function import Roles, trace
 from jaxkern._engines.rows.primitive import apply
 
@@ -80,7 +81,7 @@ def traced(operation, names, types, *, numbers, dtype, function, algorithm, keep
             x = _rounded(x + named.pop("residual").astype(wide), own)
         given = {k: a if k in operation.masks else a.astype(wide) for k, a in named.items()}
         absent = dict.fromkeys((*operation.columns, *operation.masks))
-        y = operation.definition(x, **(absent | given | dict(numbers)))
+        y = switch.own_promotion(operation.definition)(x, **(absent | given | dict(numbers)))
         if function is not None:
             (y,) = function.unrounded(y, *args)
         y = jnp.broadcast_to(y, x.shape).astype(dtype)
