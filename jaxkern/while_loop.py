@@ -51,7 +51,7 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
     >>> going = lambda c: abs(c[0] * c[0] - a) > 1e-5 * a
     >>> root, steps = jaxkern.while_loop(going, lambda c: ((c[0] + a / c[0]) / 2, c[1] + 1), (jnp.ones(3), 0))
     >>> steps.tolist()
-    [0, 4, 5]
+    [0, 3, 5]
 
     Source: JAX's batching rule of `while_loop` defines the result; Aila and Laine, "Understanding the Efficiency of Ray
     Traversal on GPUs", HPG 2009, discuss loops of different lengths in the threads of a warp.

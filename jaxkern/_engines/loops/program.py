@@ -46,6 +46,8 @@ class Program(Flat):
     """
 
     otherwise = "which is not elementwise over lanes"
+    operand_parts: tuple  # see parts.split
+    result_parts: tuple
 
     def __init__(self, jaxpr, consts, num_consts, num_carry, label):
         self.label, self._calls = label, []
