@@ -54,7 +54,7 @@ class accelerate(contextlib.ContextDecorator):
         "softmax_cross_entropy"                       `optax.softmax_cross_entropy_with_integer_labels`, loss and gradient
         "scan"                                        loops that are elementwise over lanes: `jax.lax.scan`, `jax.lax.fori_loop`,
                                                       `jax.lax.map`, `jax.lax.while_loop` to a known count; their gradients
-        "while_loop"                                  while loops of which every lane stops on its own: under `jax.vmap`, or
+        "while_loop"                                  while loops in which each lane stops on its own: under `jax.vmap`, or
                                                       with `jnp.any` over lanes as condition
         "associative_scan"                            `jax.lax.associative_scan` of a function that is elementwise over lanes
         "cumsum", "cumprod", "cummax", "cummin",      `jnp.cumsum`, `jnp.cumprod`, and the functions of these names in `jax.lax`

@@ -20,7 +20,7 @@ LABEL = "jaxkern.while_loop"
 
 
 def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
-    """A while loop of which every lane stops on its own, as one kernel.
+    """A while loop in which each lane stops on its own, as one kernel.
 
     For arrays of lanes it computes what `jax.vmap` of `jax.lax.while_loop` computes for each lane: while the condition of a
     lane is true, the lane takes a step; then it keeps its carry.

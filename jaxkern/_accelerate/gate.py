@@ -61,7 +61,7 @@ LOOP_STEPS = 8
 ASSOCIATIVE_LENGTH, ASSOCIATIVE_LANES = 64, 1 << 12
 # Cumulative sums and their kin: XLA has a tree of windows, at 0.17 to 0.30 of a copy in float32.
 CUMULATIVE_LENGTH, CUMULATIVE_ELEMENTS = 64, 1 << 20
-# Of a while loop of which every lane stops on its own. XLA takes each step of all lanes with several kernels and a message to the
+# Of a while loop in which each lane stops on its own. XLA takes each step of all lanes with several kernels and a message to the
 # host; a kernel takes all steps of a lane in a thread. Fewer lanes were not measured.
 WHILE_LANES = 1024
 
@@ -288,7 +288,7 @@ def steps(length: int, unroll: int) -> tuple[bool, str]:
 
 
 def while_loop(lanes: int) -> tuple[bool, str]:
-    """Whether a while loop of which every lane stops on its own is taken."""
+    """Whether a while loop in which each lane stops on its own is taken."""
     enough = lanes >= WHILE_LANES
     return enough, f"{lanes} lanes that stop on their own" if enough else f"{lanes} lanes are few"
 

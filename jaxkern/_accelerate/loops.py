@@ -1,5 +1,5 @@
 """Lowering rules for the loops of plain JAX programs: `lax.scan`, `lax.while_loop` that counts to a known number, and
-`lax.while_loop` of which every lane stops on its own.
+`lax.while_loop` in which each lane stops on its own.
 
 `lax.fori_loop`, `lax.map` and the gradients of all these are scans too. A rule runs below derivatives and vmap, which remain
 JAX's own. It reads the body of the loop as the loop engine does, asks the gate, and emits the engine's kernel in place of the

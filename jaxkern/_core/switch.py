@@ -35,7 +35,7 @@ TAKEN = {
     "cummax": "`jax.lax.cummax`",
     "cummin": "`jax.lax.cummin`",
     "cumlogsumexp": "`jax.lax.cumlogsumexp`",
-    "while_loop": "while loops of which every lane stops on its own: under `jax.vmap`, or with `jnp.any` over lanes as condition",
+    "while_loop": "while loops in which each lane stops on its own: under `jax.vmap`, or with `jnp.any` over lanes as condition",
     "layer_norm": "the LayerNorm of flax.linen, flax.nnx, equinox and haiku; the variance is computed differently",
     "rms_norm": "the RMSNorm of the same libraries",
 }

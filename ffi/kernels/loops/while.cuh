@@ -1,4 +1,4 @@
-// While loops of which every lane stops on its own.
+// While loops in which each lane stops on its own.
 //
 //     WhileKernel<F, Condition, kThreads, kIdle>
 //

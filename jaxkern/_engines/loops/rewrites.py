@@ -99,17 +99,7 @@ def rewritten(e):
         shape = e.outvars[0].aval.shape
         spread = lambda k, n: (jnp.broadcast_to(k, (*shape, *impl.key_shape)), jnp.broadcast_to(n, shape))
         return lambda k, n: _each(impl.fold_in, len(shape), 2)(*spread(k, n))
-    if name in (
-        "select_n",
-        "broadcast_in_dim",
-        "reshape",
-        "squeeze",
-        "expand_dims",
-        "transpose",
-        "slice",
-        "concatenate",
-        "rev",
-    ):
+    if name in _OF_WORDS:
         # Its parameters name dimensions of the array of keys, which the array of each word of them has.
         (count,) = impl.key_shape
 

@@ -1,4 +1,4 @@
-"""The kernel of a while loop of which every lane stops on its own: what it reads and writes, its source, its launch."""
+"""The kernel of a while loop in which each lane stops on its own: what it reads and writes, its source, its launch."""
 
 import math
 
