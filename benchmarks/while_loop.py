@@ -1,4 +1,4 @@
-"""While loops of which every lane stops on its own, against `jax.lax.while_loop` under `jax.vmap`.
+"""While loops in which each lane stops on its own, against `jax.lax.while_loop` under `jax.vmap`.
 
     python -m benchmarks while_loop [--ops newton,integrator]
 
