@@ -83,7 +83,7 @@ def dot_product_attention(
     product = functools.partial(jnp.einsum, "btkgh,bskh->bkgts", grouped, key, preferred_element_type=wide)
     try:
         logits = product(precision=precision)
-    except ValueError:  # as in JAX: a platform may refuse this precision, and says so at once outside of jit
+    except (ValueError, jax.errors.JaxRuntimeError):  # as in JAX: a platform may refuse it, at once outside of jit
         logits = product()
     logits = logits.reshape(batch, heads, queries, keys)
     scale = width**-0.5 if scale is None else float(scale)
