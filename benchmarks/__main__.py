@@ -57,9 +57,9 @@ def _parser() -> argparse.ArgumentParser:
         )
         p.add_argument("--repeats", type=int, default=0, help="timed executions of each candidate")
         p.add_argument(
-            "--tiers",
+            "--algorithms",
             action="store_true",
-            help="time every tier that can run a case, not only the default one (GPU)",
+            help="time every algorithm that can run a case, not only the default one (GPU)",
         )
         p.add_argument("--inspect", action="store_true", help="errors against float64 instead of times")
         _add_out(p)
@@ -181,7 +181,7 @@ def _operation(arguments: argparse.Namespace) -> int:
             f"benchmarks: {arguments.command} has no {', '.join(sorted(unknown))}; it has {', '.join(operation.OPS)}"
         )
     options = _run.Options(
-        arguments.quick, arguments.cases, arguments.dtypes, arguments.ops, arguments.repeats, arguments.tiers
+        arguments.quick, arguments.cases, arguments.dtypes, arguments.ops, arguments.repeats, arguments.algorithms
     )
     if arguments.inspect:
         accuracy = importlib.import_module(f"benchmarks.{arguments.command}_accuracy")

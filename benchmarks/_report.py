@@ -49,7 +49,7 @@ def table(data: dict[str, Any]) -> str:
     rows = data["results"]
     names = list(dict.fromkeys(k for r in rows for k in r["times"]))
     shown = [_goals.COPY, _goals.OURS, *(p for p in PEERS if p in names)]
-    tiers = [k for k in names if ":" in k]
+    algorithms = [k for k in names if ":" in k]
     peaks = [next((g["peak_bytes"] for g in r["goals"] if g["goal"] == "memory"), None) for r in rows]
     with_peaks = any(p is not None for p in peaks)
     lines = [
@@ -60,9 +60,9 @@ def table(data: dict[str, Any]) -> str:
             *shown,
             "copy/ours",
             "best published",
-            "tier",
+            "algorithm",
             *["peak MB"] * with_peaks,
-            *(t.split(":")[1] for t in tiers),
+            *(t.split(":")[1] for t in algorithms),
             "verdict",
         ]
     ]
@@ -96,9 +96,9 @@ def table(data: dict[str, Any]) -> str:
                 *(time_text(times.get(k)) for k in shown),
                 "-" if ratio is None else f"{ratio:.3f}",
                 f"{known[best]:.2f} {best}" if best else "-",
-                r.get("tier") or "-",
+                r.get("algorithm") or "-",
                 *["-" if peak is None else f"{peak / 1e6:.1f}"] * with_peaks,
-                *(time_text(times.get(t)) for t in tiers),
+                *(time_text(times.get(t)) for t in algorithms),
                 verdict,
             ]
         )

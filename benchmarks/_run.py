@@ -37,7 +37,7 @@ class Options:
     dtypes: tuple[str, ...] = ()
     ops: tuple[str, ...] = ()
     repeats: int = 0
-    tiers: bool = False
+    algorithms: bool = False
 
 
 def run(operation: ModuleType, options: Options) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def run(operation: ModuleType, options: Options) -> dict[str, Any]:
 
     plan = [(dtype, case, list(_cell.cells(operation, case, dtype, ops))) for dtype in dtypes for case in chosen]
     with turn(alone=False):
-        compiled = _compile(operation, [cell for _, _, cells in plan for cell in cells], options.tiers)
+        compiled = _compile(operation, [cell for _, _, cells in plan for cell in cells], options.algorithms)
     with turn(alone=True):
         return _measured(operation, options, chosen, plan, compiled, repeats, list(dtypes), list(ops))
 
@@ -159,8 +159,8 @@ def _that_fit(chosen: list[Any], itemsize: int) -> list[Any]:
     return fit
 
 
-def _compile(operation: ModuleType, cells: list[Any], tiers: bool) -> dict[Any, list[Any]]:
-    programs = {cell: operation.programs(cell, tiers) for cell in cells}
+def _compile(operation: ModuleType, cells: list[Any], algorithms: bool) -> dict[Any, list[Any]]:
+    programs = {cell: operation.programs(cell, algorithms) for cell in cells}
     everything = [p for found in programs.values() for p in found]
     threads = max(1, min(8, (os.cpu_count() or 2) // 2))
     with concurrent.futures.ThreadPoolExecutor(threads) as executor:
@@ -206,7 +206,7 @@ def _measure(
                 "copy_ratio": {k: round(copy / v, 4) for k, v in medians.items()} if copy else {},
                 "goals": _goals.evaluate(cell.goals(), medians) + examined(cell, compiled[cell], inputs, medians),
                 "handlers": native[0] if native else [],
-                "tier": operation.chosen_tier(cell),
+                "algorithm": operation.chosen_algorithm(cell),
             }
         )
     return rows

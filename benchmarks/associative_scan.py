@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks import _cell, _goals, _timing, elementwise
 from benchmarks._program import Program
-from jaxkern import tiers
+from jaxkern import algorithms
 from jaxkern._engines.loops.associative import associative_scan
 
 OPERATION = "associative_scan"
@@ -144,7 +144,7 @@ def cells(case: Case, dtype: str, ops: tuple[str, ...]) -> Iterator[Cell]:
             yield Cell(case, dtype, op)
 
 
-def programs(cell: Cell, tiers: bool) -> list[Program]:
+def programs(cell: Cell, algorithms: bool) -> list[Program]:
     """This library's and XLA's programs of a cell."""
     function, axis = cell.function, cell.case.axis
     return [
@@ -153,9 +153,9 @@ def programs(cell: Cell, tiers: bool) -> list[Program]:
     ]
 
 
-def chosen_tier(cell: Cell) -> str:
+def chosen_algorithm(cell: Cell) -> str:
     itemsize = np.dtype(cell.dtype).itemsize
-    return tiers.choose(OPERATION, *cell.case.problem, itemsize, cell.function.arrays)
+    return algorithms.choose(OPERATION, *cell.case.problem, itemsize, cell.function.arrays)
 
 
 Inputs = elementwise.Inputs

@@ -27,7 +27,7 @@ from benchmarks._program import Program
 OPERATION = "cross_entropy"
 OPS = ("cross_entropy",)
 DIRECTIONS = ("forward", "both", "step", "backward")
-TIERS = ("sub_warp", "warp", "block", "pipeline", "streaming", "split")
+ALGORITHMS = ("sub_warp", "warp", "block", "pipeline", "streaming", "split")
 NEAR_READ, NEAR_COPY, LARGE = 0.97, 0.95, 100e6
 
 
@@ -99,20 +99,22 @@ def _optax(x: jax.Array, labels: jax.Array) -> jax.Array:
     return jax.nn.logsumexp(x, -1) - of_label
 
 
-def _ours(cell: Cell, tier: str) -> Callable[..., Any]:
+def _ours(cell: Cell, algorithm: str) -> Callable[..., Any]:
     import jaxkern
 
     kernels = importlib.import_module("jaxkern._ops.cross_entropy.primitive")
 
     def run(x: jax.Array, labels: jax.Array, *rest: jax.Array) -> Any:
-        with jaxkern.tiers.force(softmax_cross_entropy=tier):
+        with jaxkern.algorithms.force(softmax_cross_entropy=algorithm):
             if cell.direction == "forward":
                 return jaxkern.softmax_cross_entropy(x, labels)
             if cell.direction == "both":
                 return jaxkern.softmax_cross_entropy_and_grad(x, labels, *rest)
             if cell.direction == "step":
                 return jax.value_and_grad(lambda x: jaxkern.softmax_cross_entropy(x, labels).mean())(x)
-        return kernels.cross_entropy_grad_p.bind(x, labels, *rest, axis=1, algorithm=tier, options=kernels.Options())
+        return kernels.cross_entropy_grad_p.bind(
+            x, labels, *rest, axis=1, algorithm=algorithm, options=kernels.Options()
+        )
 
     return run
 
@@ -147,34 +149,34 @@ def _specs(cell: Cell) -> list[jax.ShapeDtypeStruct]:
     ]
 
 
-def programs(cell: Cell, tiers: bool) -> list[Program]:
+def programs(cell: Cell, algorithms: bool) -> list[Program]:
     """This library's and XLA's programs of a cell."""
     found = [Program(_goals.OURS, _ours(cell, "auto"), _specs(cell))]
-    if tiers and jax.default_backend() == "gpu" and cell.direction != "step":
-        found += [Program(f"{_goals.OURS}:{t}", _ours(cell, t), _specs(cell)) for t in TIERS if _fits(cell, t)]
+    if algorithms and jax.default_backend() == "gpu" and cell.direction != "step":
+        found += [Program(f"{_goals.OURS}:{t}", _ours(cell, t), _specs(cell)) for t in ALGORITHMS if _fits(cell, t)]
     return [*found, Program("xla", _xla(cell), _specs(cell))]
 
 
 def _problem(cell: Cell) -> dict[str, Any]:
-    """The arguments with which to ask `jaxkern.tiers`."""
+    """The arguments with which to ask `jaxkern.algorithms`."""
     which = {"forward": "loss", "backward": "gradient"}.get(cell.direction, "both")
     return {"rows": cell.case.shape[0], "width": cell.case.shape[1], "dtype": cell.dtype, "which": which}
 
 
-def _fits(cell: Cell, tier: str) -> bool:
-    from jaxkern import tiers
+def _fits(cell: Cell, algorithm: str) -> bool:
+    from jaxkern import algorithms
 
-    return tiers.fits("softmax_cross_entropy", tier, **_problem(cell))
+    return algorithms.fits("softmax_cross_entropy", algorithm, **_problem(cell))
 
 
-def chosen_tier(cell: Cell) -> str | None:
-    """The tier that runs a cell by default on this GPU."""
-    from jaxkern import tiers
+def chosen_algorithm(cell: Cell) -> str | None:
+    """The algorithm that runs a cell by default on this GPU."""
+    from jaxkern import algorithms
 
     if jax.default_backend() != "gpu":
         return None
     try:
-        return tiers.choose("softmax_cross_entropy", **_problem(cell))
+        return algorithms.choose("softmax_cross_entropy", **_problem(cell))
     except RuntimeError:
         return None
 

@@ -131,7 +131,7 @@ def cells(case: Case, dtype: str, ops: tuple[str, ...]) -> Iterator[Cell]:
 # --- what runs -----------------------------------------------------------------------------------
 
 
-def programs(cell: Cell, tiers: bool) -> list[Program]:
+def programs(cell: Cell, algorithms: bool) -> list[Program]:
     """This library's and XLA's programs of a cell."""
     specs = cell.operands()
     if cell.row is None:
@@ -186,7 +186,7 @@ def _xla(cell: Cell) -> Callable[..., Any]:
     return forward if cell.direction == "forward" else backward
 
 
-def chosen_tier(cell: Cell) -> None:
+def chosen_algorithm(cell: Cell) -> None:
     return None
 
 

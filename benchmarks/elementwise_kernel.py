@@ -90,7 +90,7 @@ class Cell(_cell.Cell):
         return [peers] if self.case.size < 1 << 24 else [peers, {"goal": "copy", "required": GOALS[self.direction]}]
 
 
-def programs(cell: Cell, tiers: bool) -> list[Program]:
+def programs(cell: Cell, algorithms: bool) -> list[Program]:
     """This library's and XLA's programs of a cell."""
     specs = cell.operands()
 
@@ -106,7 +106,7 @@ def programs(cell: Cell, tiers: bool) -> list[Program]:
     ]
 
 
-def chosen_tier(cell: Cell) -> None:
+def chosen_algorithm(cell: Cell) -> None:
     return None
 
 

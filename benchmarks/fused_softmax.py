@@ -23,7 +23,7 @@ from benchmarks._program import Program
 OPERATION = "fused_softmax"
 OPS = ("scale", "mask", "bias", "causal", "dropout", "all")
 DIRECTIONS = ("forward", "backward")
-TIERS = ("warp", "block", "streaming")
+ALGORITHMS = ("warp", "block", "streaming")
 
 NEAR_COPY = 0.93
 BEFORE_XLA = 1.3  # all together
@@ -116,7 +116,7 @@ def _named(cell: Cell, extras: tuple[Any, ...]) -> dict[str, Any]:
     return dict(zip([f for f in ("mask", "bias", "dropout") if cell.has(f)], extras))
 
 
-def programs(cell: Cell, tiers: bool) -> list[Program]:
+def programs(cell: Cell, algorithms: bool) -> list[Program]:
     """This library's and XLA's programs of a cell."""
     x = jax.ShapeDtypeStruct(cell.case.shape, cell.dtype)
     forward = cell.direction == "forward"
@@ -126,21 +126,21 @@ def programs(cell: Cell, tiers: bool) -> list[Program]:
         ours = _ours(dataclasses.replace(cell, direction="forward"), "auto")
         return [Program(n, softmax.result_and_gradient(f), specs) for n, f in ((_goals.OURS, ours), ("xla", plain))]
     found = [Program(_goals.OURS, _ours(cell, "auto"), specs)]
-    if tiers and jax.default_backend() == "gpu":
-        found += [Program(f"{_goals.OURS}:{t}", _ours(cell, t), specs) for t in TIERS if _fits(cell, t)]
+    if algorithms and jax.default_backend() == "gpu":
+        found += [Program(f"{_goals.OURS}:{t}", _ours(cell, t), specs) for t in ALGORITHMS if _fits(cell, t)]
     if forward:
         return [*found, Program("xla", plain, specs)]
     kept = [jax.ShapeDtypeStruct(cell.case.shape, jnp.bool_)] if cell.has("dropout") else []
     return [*found, Program("xla", lambda p, g, *kept: _xla_backward(cell, p, g, *kept), [x, x, *kept])]
 
 
-def _ours(cell: Cell, tier: str) -> Callable[..., jax.Array]:
+def _ours(cell: Cell, algorithm: str) -> Callable[..., jax.Array]:
     import jaxkern
 
     def softmax(x: jax.Array, extras: tuple[Any, ...]) -> jax.Array:
         named = _named(cell, extras)
         dropout = {"dropout_rate": RATE, "dropout_key": named["dropout"]} if "dropout" in named else {}
-        with jaxkern.tiers.force(softmax=tier):
+        with jaxkern.algorithms.force(softmax=algorithm):
             return jaxkern.softmax(
                 x,
                 where=named.get("mask"),
@@ -153,21 +153,21 @@ def _ours(cell: Cell, tier: str) -> Callable[..., jax.Array]:
     if cell.direction == "forward":
         return lambda x, *extras: softmax(x, extras)
     if cell.op == "mask":  # the plain gradient, which reads the mask too
-        return lambda y, g, mask: _gradient_of_masked(y, g, mask, tier)
+        return lambda y, g, mask: _gradient_of_masked(y, g, mask, algorithm)
     if not cell.has("dropout"):  # has a gradient that starts from the result
-        return lambda y, g, *extras: _gradient_from_result(cell, y, g, tier)
+        return lambda y, g, *extras: _gradient_from_result(cell, y, g, algorithm)
     return lambda x, g, *extras: jax.vjp(lambda x: softmax(x, extras), x)[1](g)[0]  # the forward pass falls away
 
 
-def _gradient_of_masked(y: jax.Array, g: jax.Array, mask: jax.Array, tier: str) -> jax.Array:
+def _gradient_of_masked(y: jax.Array, g: jax.Array, mask: jax.Array, algorithm: str) -> jax.Array:
     import importlib
 
     return importlib.import_module("jaxkern._ops.softmax.primitive").softmax_grad_p.bind(
-        y, g, mask, axis=y.ndim - 1, algorithm=tier
+        y, g, mask, axis=y.ndim - 1, algorithm=algorithm
     )
 
 
-def _gradient_from_result(cell: Cell, y: jax.Array, g: jax.Array, tier: str) -> jax.Array:
+def _gradient_from_result(cell: Cell, y: jax.Array, g: jax.Array, algorithm: str) -> jax.Array:
     from jaxkern._ops.softmax import primitive
 
     scale = [jnp.full((1,) * y.ndim, SCALE, jnp.float32)] if cell.has("scale") else []
@@ -176,7 +176,7 @@ def _gradient_from_result(cell: Cell, y: jax.Array, g: jax.Array, tier: str) -> 
         g,
         *scale,
         axis=y.ndim - 1,
-        algorithm=tier,
+        algorithm=algorithm,
         log=False,
         extras="scale" if scale else "",
         causal=cell.has("causal"),
@@ -216,25 +216,25 @@ def _xla_backward(cell: Cell, p: jax.Array, g: jax.Array, kept: jax.Array | None
 
 
 def _problem(cell: Cell) -> dict[str, Any]:
-    """The arguments with which to ask `jaxkern.tiers`."""
+    """The arguments with which to ask `jaxkern.algorithms`."""
     shape = cell.case.shape
     problem = {"rows": math.prod(shape[:-1]), "width": shape[-1], "dtype": cell.dtype}
     problem |= {"backward": cell.direction == "backward"}
     return problem | ({"masked": True} if cell.op == "mask" else {"fused": True})
 
 
-def _fits(cell: Cell, tier: str) -> bool:
-    from jaxkern import tiers
+def _fits(cell: Cell, algorithm: str) -> bool:
+    from jaxkern import algorithms
 
-    return tiers.fits("softmax", tier, **_problem(cell))
+    return algorithms.fits("softmax", algorithm, **_problem(cell))
 
 
-def chosen_tier(cell: Cell) -> str | None:
-    """The tier that runs a cell by default on this GPU."""
-    from jaxkern import tiers
+def chosen_algorithm(cell: Cell) -> str | None:
+    """The algorithm that runs a cell by default on this GPU."""
+    from jaxkern import algorithms
 
     try:
-        return tiers.choose("softmax", **_problem(cell)) if jax.default_backend() == "gpu" else None
+        return algorithms.choose("softmax", **_problem(cell)) if jax.default_backend() == "gpu" else None
     except RuntimeError:
         return None
 

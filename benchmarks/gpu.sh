@@ -10,7 +10,7 @@
 #     JAXKERN_SKIP_BUILD  1: test the jaxkern that is installed or on PYTHONPATH
 #     PYTHON              the interpreter that has JAX with CUDA            python3
 #     PYTEST_ARGS         more arguments for pytest
-#     BENCH_ARGS          more arguments for the benchmarks of operations, such as --quick or --tiers
+#     BENCH_ARGS          more arguments for the benchmarks of operations, such as --quick or --algorithms
 #     PROGRAM_ARGS        and for that of programs, such as --quick
 #     OPERATIONS          which benchmarks             "softmax fused_softmax score elementwise elementwise_kernel row_kernel reduction norm quantize cross_entropy linear_cross_entropy index_add segment_softmax messages sparse programs"
 #                         sharding is another, for several GPUs

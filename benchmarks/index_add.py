@@ -215,7 +215,7 @@ def _function(cell: Cell, library: Any, plan: str = "auto") -> Any:
         function = jax.vmap(function, axes[cell.op])
 
     def run(*arguments):
-        with jaxkern.tiers.force(**{cell.op: plan}):
+        with jaxkern.algorithms.force(**{cell.op: plan}):
             return function(*arguments)
 
     return run
@@ -230,7 +230,7 @@ def _specs(cell: Cell) -> list[jax.ShapeDtypeStruct]:
     return {"index_add": [x, index, source], "segment_sum": [index, source], "index_select": [x, index]}[cell.op]
 
 
-def programs(cell: Cell, tiers: bool) -> list[Program]:
+def programs(cell: Cell, algorithms: bool) -> list[Program]:
     """This library's and XLA's programs of a cell."""
     import jaxkern
 
@@ -238,13 +238,13 @@ def programs(cell: Cell, tiers: bool) -> list[Program]:
     specs = _specs(cell)
     program = lambda name, function: Program(name, function, specs, donate)
     found = [program(_goals.OURS, _function(cell, jaxkern)), program("xla", _function(cell, jax))]
-    if tiers and jax.default_backend() == "gpu" and cell.op != "index_select":
+    if algorithms and jax.default_backend() == "gpu" and cell.op != "index_select":
         found += [program(f"{_goals.OURS}:{p}", _function(cell, jaxkern, p)) for p in PLANS if _fits(cell, p)]
     return found
 
 
 def _problem(cell: Cell) -> dict[str, Any]:
-    """As `jaxkern.tiers` asks for it."""
+    """As `jaxkern.algorithms` asks for it."""
     case = cell.case
     return dict(
         rows=case.shape[0],
@@ -257,19 +257,19 @@ def _problem(cell: Cell) -> dict[str, Any]:
 
 
 def _fits(cell: Cell, plan: str) -> bool:
-    from jaxkern import tiers
+    from jaxkern import algorithms
 
-    return tiers.fits(cell.op, plan, **_problem(cell), deterministic=plan != "atomic")
+    return algorithms.fits(cell.op, plan, **_problem(cell), deterministic=plan != "atomic")
 
 
-def chosen_tier(cell: Cell) -> str | None:
+def chosen_algorithm(cell: Cell) -> str | None:
     """The plan that runs a cell by default on this GPU."""
-    from jaxkern import tiers
+    from jaxkern import algorithms
 
     if jax.default_backend() != "gpu":
         return None
     try:
-        return tiers.choose(cell.op, **_problem(cell))
+        return algorithms.choose(cell.op, **_problem(cell))
     except RuntimeError:
         return None
 

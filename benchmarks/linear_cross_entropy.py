@@ -94,7 +94,7 @@ class Cell(_cell.Cell):
 
 def _mean(cell: Cell, algorithm: str) -> Callable[..., jax.Array]:
     def mean(h: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
-        with jaxkern.tiers.force(linear_softmax_cross_entropy=algorithm):
+        with jaxkern.algorithms.force(linear_softmax_cross_entropy=algorithm):
             return jaxkern.linear_softmax_cross_entropy(h, weight, labels, memory=BUDGETS[cell.direction])
 
     return mean
@@ -127,13 +127,13 @@ def _specs(cell: Cell) -> list[jax.ShapeDtypeStruct]:
     ]
 
 
-def programs(cell: Cell, tiers: bool) -> list[Program]:
+def programs(cell: Cell, algorithms: bool) -> list[Program]:
     """This library's and XLA's programs of a cell, and the products."""
     specs = _specs(cell)
     found = [Program(_goals.OURS, _directed(cell, _mean(cell, "auto")), specs)]
-    if tiers:
+    if algorithms:
         name = "linear_softmax_cross_entropy"
-        fitting = [a for a in jaxkern.tiers.algorithms(name) if jaxkern.tiers.fits(name, a, **_problem(cell))]
+        fitting = [a for a in jaxkern.algorithms.names(name) if jaxkern.algorithms.fits(name, a, **_problem(cell))]
         found += [Program(f"{_goals.OURS}:{a}", _directed(cell, _mean(cell, a)), specs) for a in fitting]
     found.append(Program("xla", _directed(cell, _plain), specs))
     if cell.direction != "forward":
@@ -142,7 +142,7 @@ def programs(cell: Cell, tiers: bool) -> list[Program]:
 
 
 def _problem(cell: Cell) -> dict[str, Any]:
-    """The arguments with which to ask `jaxkern.tiers`."""
+    """The arguments with which to ask `jaxkern.algorithms`."""
     problem = dict(zip(("rows", "width", "vocabulary"), cell.case.shape))
     problem |= {"dtype": cell.dtype, "weight_dtype": cell.weight_dtype}
     memory = BUDGETS[cell.direction]
@@ -151,9 +151,9 @@ def _problem(cell: Cell) -> dict[str, Any]:
     )
 
 
-def chosen_tier(cell: Cell) -> str | None:
+def chosen_algorithm(cell: Cell) -> str | None:
     """The algorithm of a cell, on any platform."""
-    return jaxkern.tiers.choose("linear_softmax_cross_entropy", **_problem(cell))
+    return jaxkern.algorithms.choose("linear_softmax_cross_entropy", **_problem(cell))
 
 
 # --- inputs --------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def checks(clock: Any) -> list[dict[str, Any]]:
     for algorithm, memory in budgets.items():
 
         def mean(h: jax.Array, w: jax.Array, y: jax.Array, a: str = algorithm, m: int | None = memory) -> jax.Array:
-            with jaxkern.tiers.force(linear_softmax_cross_entropy=a):
+            with jaxkern.algorithms.force(linear_softmax_cross_entropy=a):
                 return jaxkern.linear_softmax_cross_entropy(h, w, y, memory=m)
 
         ours = errors(leaves(mean))

@@ -195,11 +195,11 @@ def _function(cell: Cell, run: Any) -> Any:
     return both
 
 
-def programs(cell: Cell, tiers: bool) -> list[Program]:
+def programs(cell: Cell, algorithms: bool) -> list[Program]:
     """The fused program, XLA's composition, and the composition of this library's separate operations."""
     import jaxkern
 
-    del tiers
+    del algorithms
     reduction = "max" if cell.op == "edge_max" else "sum"
     plainly = _composed(cell, lambda x, i: x[i], getattr(jax.ops, f"segment_{reduction}"))
     apart = _composed(cell, lambda x, i: jaxkern.index_select(x, 0, i), getattr(jaxkern, f"segment_{reduction}"))
@@ -214,7 +214,7 @@ def programs(cell: Cell, tiers: bool) -> list[Program]:
     return [Program(name, _function(cell, run), specs) for name, run in runs.items()]
 
 
-def chosen_tier(cell: Cell) -> str | None:
+def chosen_algorithm(cell: Cell) -> str | None:
     """The way of laying out threads is chosen by width alone."""
     return None
 

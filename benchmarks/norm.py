@@ -1,6 +1,6 @@
 """Norms with scale and bias in float32, against XLA, PyTorch and a copy.
 
-    python -m benchmarks norm [--ops layer_norm] [--tiers]
+    python -m benchmarks norm [--ops layer_norm] [--algorithms]
 
 Backward is the gradients of x, scale and bias from x and the cotangent: statistics are computed again on all sides. With
 a residual, forward adds it and returns the sum, and backward starts from the sum and adds its cotangent. group_norm and
@@ -27,7 +27,7 @@ from jaxkern._ops.group_norm.primitive import PRIMITIVES as GROUP_PRIMITIVES
 OPERATION = "norm"
 GROUP_OPS = ("group_norm", "batch_norm")
 DIRECTIONS = ("forward", "backward")
-TIERS = ("generated", "warp", "block", "cluster", "streaming", "one_pass", "two_pass")
+ALGORITHMS = ("generated", "warp", "block", "cluster", "streaming", "one_pass", "two_pass")
 EPS = 1e-6
 GROUPS = 32
 
@@ -191,13 +191,13 @@ def _xla_groups(cell: Cell) -> Callable[..., Any]:
     return norm if cell.direction == "forward" else lambda x, g, *rest: _both(norm)(x, g, *rest[:2])[1]
 
 
-def _ours_groups(cell: Cell, tier: str) -> Callable[..., Any]:
+def _ours_groups(cell: Cell, algorithm: str) -> Callable[..., Any]:
     """The public function; for the gradient alone, the primitive."""
     norm, axis = _public_groups(cell), cell.case.axis % 4
     batch, groups = (1, GROUPS) if cell.op == "group_norm" else (0, cell.case.width)
 
     def forced(*arrays: jax.Array) -> Any:
-        with jaxkern.tiers.force(**{cell.op: tier}):
+        with jaxkern.algorithms.force(**{cell.op: algorithm}):
             return (_both(norm) if cell.direction == "both" else norm)(*arrays)
 
     def backward(x: jax.Array, g: jax.Array, scale: jax.Array, bias: jax.Array, mean: jax.Array, var: jax.Array) -> Any:
@@ -219,7 +219,7 @@ def _ours_groups(cell: Cell, tier: str) -> Callable[..., Any]:
             channel=axis,
             eps=EPS,
             sums=(f32, f32),
-            algorithm=tier,
+            algorithm=algorithm,
         )
         return dx.reshape(x.shape), *sums
 
@@ -255,27 +255,27 @@ def _xla(cell: Cell) -> Callable[..., Any]:
     return forward if cell.direction == "forward" else backward
 
 
-def _ours(cell: Cell, tier: str) -> Callable[..., Any]:
+def _ours(cell: Cell, algorithm: str) -> Callable[..., Any]:
     """The public function; for gradients, what it calls."""
     if cell.case.images:
-        return _ours_groups(cell, tier)
+        return _ours_groups(cell, algorithm)
     residual = cell.case.residual
 
     def forward(x: jax.Array, *rest: jax.Array) -> Any:
         more = {"residual": rest[0]} if residual else {}
-        with jaxkern.tiers.force(**{cell.op: tier}):
+        with jaxkern.algorithms.force(**{cell.op: algorithm}):
             return getattr(jaxkern, cell.op)(x, *rest[residual:], eps=EPS, **more)
 
     def backward(s: jax.Array, g: jax.Array, *rest: jax.Array) -> Any:
-        return _from_sum(cell, s, g, rest, tier)
+        return _from_sum(cell, s, g, rest, algorithm)
 
     return forward if cell.direction == "forward" else backward
 
 
-def _from_sum(cell: Cell, s: jax.Array, g: jax.Array, rest: tuple[jax.Array, ...], tier: str) -> Any:
+def _from_sum(cell: Cell, s: jax.Array, g: jax.Array, rest: tuple[jax.Array, ...], algorithm: str) -> Any:
     """The gradients of the sum, scale and bias."""
     own = getattr(jaxkern, cell.op).operation
-    given = {"numbers": (("eps", EPS),), "dtype": s.dtype, "function": None, "algorithm": tier}
+    given = {"numbers": (("eps", EPS),), "dtype": s.dtype, "function": None, "algorithm": algorithm}
     cotangents, parameters = [g, *rest[: cell.case.residual]], rest[cell.case.residual :]
 
     def norm(s: jax.Array, *parameters: jax.Array) -> list[jax.Array]:
@@ -285,23 +285,23 @@ def _from_sum(cell: Cell, s: jax.Array, g: jax.Array, rest: tuple[jax.Array, ...
     return jax.vjp(norm, s, *parameters)[1](cotangents)
 
 
-def programs(cell: Cell, tiers: bool) -> list[Program]:
+def programs(cell: Cell, algorithms: bool) -> list[Program]:
     """This library's and XLA's programs of a cell."""
     specs = _specs(cell)
     found = [Program(_goals.OURS, _ours(cell, "auto"), specs), Program("xla", _xla(cell), specs)]
-    if tiers and jax.default_backend() == "gpu":
+    if algorithms and jax.default_backend() == "gpu":
         found += [
             Program(f"{_goals.OURS}:{t}", _ours(cell, t), specs)
-            for t in TIERS
+            for t in ALGORITHMS
             if _asks(cell.op)
-            and t in jaxkern.tiers.algorithms(cell.op)
-            and jaxkern.tiers.fits(cell.op, t, **_problem(cell))
+            and t in jaxkern.algorithms.names(cell.op)
+            and jaxkern.algorithms.fits(cell.op, t, **_problem(cell))
         ]
     return found
 
 
 def _problem(cell: Cell) -> dict[str, Any]:
-    """The arguments with which to ask `jaxkern.tiers`."""
+    """The arguments with which to ask `jaxkern.algorithms`."""
     backward = cell.direction != "forward"
     if cell.case.images:
         shape, axis = cell.case.shape, cell.case.axis % 4
@@ -315,16 +315,18 @@ def _problem(cell: Cell) -> dict[str, Any]:
     return sizes | flags | {"backward": backward, "scale_sum": backward}
 
 
-def chosen_tier(cell: Cell) -> str | None:
-    """The tier that runs a cell by default on this GPU."""
+def chosen_algorithm(cell: Cell) -> str | None:
+    """The algorithm that runs a cell by default on this GPU."""
     return (
-        jaxkern.tiers.choose(cell.op, **_problem(cell)) if _asks(cell.op) and jax.default_backend() == "gpu" else None
+        jaxkern.algorithms.choose(cell.op, **_problem(cell))
+        if _asks(cell.op) and jax.default_backend() == "gpu"
+        else None
     )
 
 
 def _asks(op: str) -> bool:
-    """Whether `jaxkern.tiers` knows the operation by the sizes of a cell."""
-    return op in GROUP_OPS or "generated" in jaxkern.tiers.algorithms(op)
+    """Whether `jaxkern.algorithms` knows the operation by the sizes of a cell."""
+    return op in GROUP_OPS or "generated" in jaxkern.algorithms.names(op)
 
 
 Inputs = softmax.Inputs

@@ -105,9 +105,9 @@ def _xla(op: str) -> Callable[..., Any]:
     return norm if "norm" in kind else quantize
 
 
-def programs(cell: Cell, tiers: bool) -> list[Program]:
+def programs(cell: Cell, algorithms: bool) -> list[Program]:
     """This library's and XLA's programs of a cell; for a norm, this library's norm alone."""
-    del tiers  # there is one algorithm
+    del algorithms  # there is one algorithm
     specs = [jax.ShapeDtypeStruct(cell.case.shape, cell.dtype)]
     alone = []
     if "norm" in cell.op:
@@ -116,11 +116,13 @@ def programs(cell: Cell, tiers: bool) -> list[Program]:
     return [Program(_goals.OURS, _ours(cell.op), specs), Program("xla", _xla(cell.op), specs), *alone]
 
 
-def chosen_tier(cell: Cell) -> str | None:
+def chosen_algorithm(cell: Cell) -> str | None:
     if jax.default_backend() != "gpu":
         return None
     if "norm" in cell.op:
-        return jaxkern.tiers.choose("rms_norm", cell.case.size // cell.case.width, cell.case.width, dtype=cell.dtype)
+        return jaxkern.algorithms.choose(
+            "rms_norm", cell.case.size // cell.case.width, cell.case.width, dtype=cell.dtype
+        )
     return "tiles" if cell.kind == "transposed" else "registers"
 
 

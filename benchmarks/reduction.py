@@ -23,7 +23,7 @@ from benchmarks.softmax import Case, Inputs
 OPERATION = "reduction"
 DIRECTIONS = ("forward",)
 OPS = ("reduce_sum", "reduce_mean", "reduce_max", "reduce_min", "logsumexp")
-TIERS = ("sub_warp", "warp", "block", "split", "column")
+ALGORITHMS = ("sub_warp", "warp", "block", "split", "column")
 
 NEAR_SUM = 0.95  # of the fastest sum's bandwidth
 
@@ -66,11 +66,11 @@ class Cell(_cell.Cell):
 # --- what runs -----------------------------------------------------------------------------------
 
 
-def _ours(op: str, axis: int, tier: str = "auto") -> Callable[..., jax.Array]:
+def _ours(op: str, axis: int, algorithm: str = "auto") -> Callable[..., jax.Array]:
     import jaxkern
 
     def run(x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        with jaxkern.tiers.force(**{op: tier}):
+        with jaxkern.algorithms.force(**{op: algorithm}):
             return getattr(jaxkern, op)(x, axis=axis, where=mask)
 
     return run
@@ -87,7 +87,7 @@ def _xla(op: str, axis: int) -> Callable[..., jax.Array]:
     return lambda x, mask=None: function(x, axis, where=mask, **extra)
 
 
-def programs(cell: Cell, tiers: bool) -> list[Program]:
+def programs(cell: Cell, algorithms: bool) -> list[Program]:
     """This library's and XLA's programs of a cell, and beside logsumexp those of the sum."""
     case, axis = cell.case, cell.case.axis
     specs = [jax.ShapeDtypeStruct(case.shape, cell.dtype)]
@@ -99,15 +99,17 @@ def programs(cell: Cell, tiers: bool) -> list[Program]:
             Program(f"{_goals.OURS} sum", _ours("reduce_sum", axis), specs),
             Program("xla sum", _xla("reduce_sum", axis), specs),
         ]
-    if tiers and jax.default_backend() == "gpu":
-        found += [Program(f"{_goals.OURS}:{t}", _ours(cell.op, axis, t), specs) for t in TIERS if _ask("fits", cell, t)]
+    if algorithms and jax.default_backend() == "gpu":
+        found += [
+            Program(f"{_goals.OURS}:{t}", _ours(cell.op, axis, t), specs) for t in ALGORITHMS if _ask("fits", cell, t)
+        ]
     return found
 
 
 def _ask(question: str, cell: Cell, *first: str) -> Any:
-    tiers = importlib.import_module("jaxkern.tiers")
+    algorithms = importlib.import_module("jaxkern.algorithms")
     shape, axis = cell.case.shape, cell.case.axis % len(cell.case.shape)
-    return getattr(tiers, question)(
+    return getattr(algorithms, question)(
         cell.op,
         *first,
         math.prod(shape[:axis]),
@@ -118,8 +120,8 @@ def _ask(question: str, cell: Cell, *first: str) -> Any:
     )
 
 
-def chosen_tier(cell: Cell) -> str | None:
-    """The tier that runs a cell by default on this GPU."""
+def chosen_algorithm(cell: Cell) -> str | None:
+    """The algorithm that runs a cell by default on this GPU."""
     return _ask("choose", cell) if jax.default_backend() == "gpu" else None
 
 

@@ -186,7 +186,7 @@ def cells(case: Case, dtype: str, ops: tuple[str, ...]) -> Iterator[Cell]:
                 yield Cell(case, dtype, op, direction)
 
 
-def programs(cell: Cell, tiers: bool) -> list[Program]:
+def programs(cell: Cell, algorithms: bool) -> list[Program]:
     """This library's and XLA's programs of a cell."""
     specs = cell.operands()
     count = len(cell.primals())
@@ -213,7 +213,7 @@ def programs(cell: Cell, tiers: bool) -> list[Program]:
     ]
 
 
-def chosen_tier(cell: Cell) -> None:
+def chosen_algorithm(cell: Cell) -> None:
     return None
 
 

@@ -1,4 +1,4 @@
-"""Runs every tier and plan at the sizes where kernels break, for compute-sanitizer to watch.
+"""Runs every algorithm and plan at the sizes where kernels break, for compute-sanitizer to watch.
 
     compute-sanitizer --tool memcheck python -m benchmarks.sanitize [--dtypes ...] [--wide]
 
@@ -27,7 +27,7 @@ import numpy as np  # noqa: E402
 
 from benchmarks import _sanitize_scan  # noqa: E402
 
-# Row bytes at which one tier gives way to the next, and those that each tier is run around.
+# Row bytes at which one algorithm gives way to the next, and those that each algorithm is run around.
 EDGES = {
     "sub_warp": (16, 64, 128, 256, 512),
     "warp": (512, 1024, 2048),
@@ -44,19 +44,19 @@ LIES = [False, True]  # whether the hints of a call are right
 MASK_EVERY = 3  # one width in so many is run with a mask as well
 
 
-def widths(tier: str, itemsize: int, wide: bool) -> list[int]:
+def widths(algorithm: str, itemsize: int, wide: bool) -> list[int]:
     """Row lengths at each edge and one either side of it, and one that no vector width divides."""
     found = set()
-    for edge in EDGES[tier] + (WIDE.get(tier, ()) if wide else ()):
+    for edge in EDGES[algorithm] + (WIDE.get(algorithm, ()) if wide else ()):
         at = edge // itemsize
         found |= {at - 1, at, at + 1}
     found.add(max(found) // 2 + 3 | 1)
     return sorted(w for w in found if w > 0)
 
 
-def shape_of(tier: str, width: int) -> tuple[tuple[int, ...], int]:
-    """A problem for a tier: odd numbers of rows, so that the last block is ragged."""
-    if tier == "column":
+def shape_of(algorithm: str, width: int) -> tuple[tuple[int, ...], int]:
+    """A problem for an algorithm: odd numbers of rows, so that the last block is ragged."""
+    if algorithm == "column":
         return (3, width, 40 if width % 2 else 37), 1  # in vectors, and element by element
     rows = 67 if width <= 2048 else 5 if width <= 65536 else 2
     return (rows, width), 1
@@ -78,16 +78,16 @@ def reference(op: str, x: np.ndarray, g: np.ndarray, keep: np.ndarray, axis: int
     return y, np.where(keep, g - p * g.sum(axis, keepdims=True), 0)
 
 
-def run(tier: str, dtype: str, width: int, masked: bool, direction: str) -> str:
+def run(algorithm: str, dtype: str, width: int, masked: bool, direction: str) -> str:
     """Runs both operations once; "" or what went wrong."""
     kernels = importlib.import_module("jaxkern._ops.softmax.primitive")
-    shape, axis = shape_of(tier, width)
+    shape, axis = shape_of(algorithm, width)
     generator = np.random.default_rng(width)
     np_dtype = jnp.dtype(dtype)
     x, g = (generator.standard_normal(shape).astype(np_dtype) for _ in range(2))
     mask = None
     if masked:  # broadcast over the other dimensions, and every row keeps its first element
-        mask = generator.random((1, width, 1) if tier == "column" else (1, width)) < 0.8
+        mask = generator.random((1, width, 1) if algorithm == "column" else (1, width)) < 0.8
         mask[:, 0] = True
     keep = np.broadcast_to(True if mask is None else mask, shape)
     operands = [] if mask is None else [jax.device_put(mask)]
@@ -96,7 +96,7 @@ def run(tier: str, dtype: str, width: int, masked: bool, direction: str) -> str:
         name = f"{op}_p" if direction == "forward" else f"{op}_grad_p"
         primitive = getattr(kernels, name)
         given = [x] if direction == "forward" else [y.astype(np_dtype), g]
-        call = jax.jit(lambda *a: primitive.bind(*a, axis=axis, algorithm=tier))
+        call = jax.jit(lambda *a: primitive.bind(*a, axis=axis, algorithm=algorithm))
         got = np.asarray(jax.device_get(call(*map(jax.device_put, given), *operands))).astype(np.float64)
         want = y if direction == "forward" else dx
         with np.errstate(invalid="ignore"):  # -inf against -inf is equal, and their difference nothing
@@ -107,11 +107,11 @@ def run(tier: str, dtype: str, width: int, masked: bool, direction: str) -> str:
     return ""
 
 
-# Tiers of the fused kernels, and the widths that each is run around.
+# Algorithms of the fused kernels, and the widths that each is run around.
 FUSED = {"warp": (8, 256, 512), "block": (512, 2048, 8192), "streaming": (3, 1000, 20000)}
 
 
-def run_fused(tier: str, dtype: str, width: int) -> str:
+def run_fused(algorithm: str, dtype: str, width: int) -> str:
     """Runs softmax with everything fused, and its gradient, once; "" or what went wrong."""
     fused = importlib.import_module("jaxkern._ops.softmax.primitive")
     meaning = importlib.import_module("jaxkern._ops.softmax.reference")
@@ -148,7 +148,7 @@ def run_fused(tier: str, dtype: str, width: int) -> str:
             for c in (False, True)
         ),
     ):
-        call = jax.jit(lambda *a: prim.bind(*a, algorithm=tier, **params))
+        call = jax.jit(lambda *a: prim.bind(*a, algorithm=algorithm, **params))
         got = np.asarray(jax.device_get(call(*map(jax.device_put, (*arrays, *operands))))).astype(np.float64)
         with jax.default_device(jax.devices("cpu")[0]):
             want = np.asarray(reference(*map(jnp.asarray, (*arrays, *operands)), algorithm="auto", **params)).astype(
@@ -161,17 +161,17 @@ def run_fused(tier: str, dtype: str, width: int) -> str:
 
 
 def sanitize_fused(dtypes: list[str]) -> tuple[int, list[str]]:
-    """The fused kernels around the edges of their tiers."""
-    from jaxkern import tiers
+    """The fused kernels around the edges of their algorithms."""
+    from jaxkern import algorithms
 
     done, wrong = 0, []
-    for tier, dtype in itertools.product(FUSED, dtypes):
-        for width in sorted({edge + d for edge in FUSED[tier] for d in (-1, 0, 1)}):
-            if tiers.fits("softmax", tier, 66, width, dtype=dtype, fused=True):
-                problem = run_fused(tier, dtype, width)
+    for algorithm, dtype in itertools.product(FUSED, dtypes):
+        for width in sorted({edge + d for edge in FUSED[algorithm] for d in (-1, 0, 1)}):
+            if algorithms.fits("softmax", algorithm, 66, width, dtype=dtype, fused=True):
+                problem = run_fused(algorithm, dtype, width)
                 done += 1
                 if problem:
-                    wrong.append(f"fused {tier} {dtype} width {width}: {problem}")
+                    wrong.append(f"fused {algorithm} {dtype} width {width}: {problem}")
     print(f"fused: {done} problems run, {len(wrong)} wrong", flush=True)
     return done, wrong
 
@@ -186,14 +186,14 @@ def run_indexed(op: str, plan: str, dtype: str, rows: int, count: int, inner: in
 
     If the hints of the plan are a lie, nothing is right or wrong but where it reads and writes.
     """
-    from jaxkern import tiers
+    from jaxkern import algorithms
 
     generator = np.random.default_rng(count)
     hints = {"sorted": plan == "sorted", "unique": plan == "unique", "deterministic": plan != "atomic"}
     if (
         (plan == "unique" and count > rows and not lie)
-        or plan not in tiers.algorithms(op)
-        or not tiers.fits(op, plan, rows, count, inner, dtype, **(hints if op != "index_select" else {}))
+        or plan not in algorithms.names(op)
+        or not algorithms.fits(op, plan, rows, count, inner, dtype, **(hints if op != "index_select" else {}))
     ):
         return None
     index = generator.integers(-rows, 2 * rows, count)
@@ -313,20 +313,20 @@ def sanitize_segment_softmax(dtypes: list[str]) -> tuple[int, list[str]]:
 REDUCED = (1, 3, 8, 15, 32, 33, 127, 129, 256, 513, 1003, 4096, 8201, 70001)
 
 
-def run_reduction(op: str, tier: str, dtype: str, width: int, masked: bool) -> str | None:
-    """Runs a reduction in a tier once; "" or what went wrong, None where the tier cannot run it."""
-    from jaxkern import tiers
+def run_reduction(op: str, algorithm: str, dtype: str, width: int, masked: bool) -> str | None:
+    """Runs a reduction in an algorithm once; "" or what went wrong, None where the algorithm cannot run it."""
+    from jaxkern import algorithms
 
-    inner = 1 if tier != "column" else (1, 24, 37)[width % 3]
+    inner = 1 if algorithm != "column" else (1, 24, 37)[width % 3]
     rows = 67 if width <= 2048 else 3
-    if not tiers.fits(op, tier, rows, width, inner, dtype, masked=masked):
+    if not algorithms.fits(op, algorithm, rows, width, inner, dtype, masked=masked):
         return None
     generator = np.random.default_rng(width)
     x = generator.standard_normal((rows, width, inner)).astype(jnp.dtype(dtype))
     mask = generator.random((1, width, 1)) < 0.8 if masked else np.ones((1, 1, 1), bool)
     mask[:, 0] = True
     public = getattr(importlib.import_module("jaxkern.reduction"), op)
-    with tiers.force(**{op: tier}):
+    with algorithms.force(**{op: algorithm}):
         call = jax.jit(lambda x, m: public(x, axis=1, where=m)) if masked else jax.jit(lambda x, m: public(x, axis=1))
         got = np.asarray(jax.device_get(call(jax.device_put(x), jax.device_put(mask)))).astype(np.float64)
     x, keep = x.astype(np.float64), np.broadcast_to(mask, x.shape)
@@ -344,19 +344,19 @@ def run_reduction(op: str, tier: str, dtype: str, width: int, masked: bool) -> s
 
 
 def sanitize_reductions(dtypes: list[str]) -> tuple[int, list[str]]:
-    """Every reduction in every tier that can run it."""
-    from jaxkern import tiers
+    """Every reduction in every algorithm that can run it."""
+    from jaxkern import algorithms
 
     done, wrong = 0, []
-    for tier in tiers.algorithms("reduce_sum"):
+    for algorithm in algorithms.names("reduce_sum"):
         for dtype, op, width, masked in itertools.product(
             dtypes, ("reduce_sum", "reduce_mean", "reduce_max", "logsumexp"), REDUCED, (False, True)
         ):
-            problem = run_reduction(op, tier, dtype, width, masked)
+            problem = run_reduction(op, algorithm, dtype, width, masked)
             done += problem is not None
             if problem:
-                wrong.append(f"{tier} {op} {dtype} width {width}{' masked' if masked else ''}: {problem}")
-        print(f"{tier}: {done} reductions run so far, {len(wrong)} wrong", flush=True)
+                wrong.append(f"{algorithm} {op} {dtype} width {width}{' masked' if masked else ''}: {problem}")
+        print(f"{algorithm}: {done} reductions run so far, {len(wrong)} wrong", flush=True)
     return done, wrong
 
 
@@ -379,22 +379,22 @@ def _compare(calls, dtype: str) -> str:
     return ""
 
 
-def run_norm(op: str, tier: str, dtype: str, width: int) -> str | None:
-    """Runs a norm and its gradient in a tier once; "" or what went wrong, None where the tier cannot run it."""
+def run_norm(op: str, algorithm: str, dtype: str, width: int) -> str | None:
+    """Runs a norm and its gradient in an algorithm once; "" or what went wrong, None where the algorithm cannot run it."""
     import jaxkern
-    from jaxkern import tiers
+    from jaxkern import algorithms
     from jaxkern._definitions.traced import traced
     from jaxkern._engines.rows.primitive import PRIMITIVES
 
     rows, bias, residual = 67 if width <= 2048 else 5, op == "layer_norm", width % 2 == 0
     kinds = {"bias": bias, "residual": residual, "backward": True, "scale_sum": True}
-    if not tiers.fits(op, tier, rows, width, 1, dtype, **kinds):
+    if not algorithms.fits(op, algorithm, rows, width, 1, dtype, **kinds):
         return None
     generator, np_dtype = np.random.default_rng(width), jnp.dtype(dtype)
     wide = jnp.dtype(np.float64 if dtype == "float64" else np.float32)
     full, vector = ((rows, width), np_dtype), ((width,), wide)
     names = ["x", *["residual"] * residual, "scale", *["bias"] * bias]
-    given = {"numbers": (("eps", 1e-6),), "dtype": np_dtype, "function": None, "algorithm": tier}
+    given = {"numbers": (("eps", 1e-6),), "dtype": np_dtype, "function": None, "algorithm": algorithm}
 
     def function(names: list[str], **more: bool) -> Any:
         types = tuple(full if name in ("x", "residual") else vector for name in names)
@@ -410,7 +410,7 @@ def run_norm(op: str, tier: str, dtype: str, width: int) -> str | None:
     return _compare(calls, dtype)
 
 
-# Samples, rows, channels, groups, inner: around packs, tiles and the ends of tiers.
+# Samples, rows, channels, groups, inner: around packs, tiles and the ends of algorithms.
 GROUPED = (
     (1, 1, 1, 1, 1),
     (3, 70, 24, 4, 1),
@@ -426,13 +426,13 @@ GROUPED = (
 )
 
 
-def run_group_norm(op: str, tier: str, dtype: str, sizes: tuple[int, ...]) -> str | None:
-    """Runs a norm of groups and its gradient in a tier once; "" or what went wrong, None where it cannot run it."""
-    from jaxkern import tiers
+def run_group_norm(op: str, algorithm: str, dtype: str, sizes: tuple[int, ...]) -> str | None:
+    """Runs a norm of groups and its gradient in an algorithm once; "" or what went wrong, None where it cannot run it."""
+    from jaxkern import algorithms
     from jaxkern._ops.group_norm import primitive, reference
 
     samples, rows, channels, groups, inner = sizes
-    if not all(tiers.fits(op, tier, *sizes, dtype, dtype, each=samples, backward=b) for b in (False, True)):
+    if not all(algorithms.fits(op, algorithm, *sizes, dtype, dtype, each=samples, backward=b) for b in (False, True)):
         return None
     generator, np_dtype = np.random.default_rng(rows), jnp.dtype(dtype)
     shape = (samples, rows, groups, channels // groups, inner)
@@ -441,7 +441,7 @@ def run_group_norm(op: str, tier: str, dtype: str, sizes: tuple[int, ...]) -> st
     scale, bias = (generator.standard_normal(shape[2:4]).astype(wide) for _ in range(2))
     mean, var = map(np.asarray, reference.moments(jnp.asarray(x), batch=1, channel=2))
     of_mean, of_var = (generator.standard_normal(mean.shape).astype(wide) for _ in range(2))
-    common = {"operation": op, "batch": 1, "channel": 2, "algorithm": tier}
+    common = {"operation": op, "batch": 1, "channel": 2, "algorithm": algorithm}
     eps = common | {"eps": 1e-5}
     own = primitive.PRIMITIVES[op]
     calls = [
@@ -459,44 +459,44 @@ def run_group_norm(op: str, tier: str, dtype: str, sizes: tuple[int, ...]) -> st
 
 
 def sanitize_group_norms(dtypes: list[str]) -> tuple[int, list[str]]:
-    """group_norm, and batch_norm of one sample, forward and backward, in every tier that can run them."""
-    from jaxkern import tiers
+    """group_norm, and batch_norm of one sample, forward and backward, in every algorithm that can run them."""
+    from jaxkern import algorithms
 
     done, wrong = 0, []
-    for tier in tiers.algorithms("group_norm"):
+    for algorithm in algorithms.names("group_norm"):
         for dtype, sizes in itertools.product(dtypes, GROUPED):
             op = "batch_norm" if sizes[0] == 1 and sizes[2] == sizes[3] else "group_norm"
-            problem = run_group_norm(op, tier, dtype, sizes)
+            problem = run_group_norm(op, algorithm, dtype, sizes)
             done += problem is not None
             if problem:
-                wrong.append(f"{tier} {op} {dtype} {sizes}: {problem}")
-        print(f"{tier}: {done} norms of groups run so far, {len(wrong)} wrong", flush=True)
+                wrong.append(f"{algorithm} {op} {dtype} {sizes}: {problem}")
+        print(f"{algorithm}: {done} norms of groups run so far, {len(wrong)} wrong", flush=True)
     return done, wrong
 
 
 def sanitize_norms(dtypes: list[str]) -> tuple[int, list[str]]:
-    """Both norms, forward and backward, in every tier that can run them."""
-    from jaxkern import tiers
+    """Both norms, forward and backward, in every algorithm that can run them."""
+    from jaxkern import algorithms
 
     done, wrong = 0, []
-    for tier in tiers.algorithms("rms_norm"):
+    for algorithm in algorithms.names("rms_norm"):
         for dtype, op, width in itertools.product(dtypes, ("rms_norm", "layer_norm"), NORMALISED):
-            problem = run_norm(op, tier, dtype, width)
+            problem = run_norm(op, algorithm, dtype, width)
             done += problem is not None
             if problem:
-                wrong.append(f"{tier} {op} {dtype} width {width}: {problem}")
-        print(f"{tier}: {done} norms run so far, {len(wrong)} wrong", flush=True)
+                wrong.append(f"{algorithm} {op} {dtype} width {width}: {problem}")
+        print(f"{algorithm}: {done} norms run so far, {len(wrong)} wrong", flush=True)
     return done, wrong
 
 
-# Rows and classes: around packs, batches and the ends of tiers.
+# Rows and classes: around packs, batches and the ends of algorithms.
 LOSSES = [(rows, width) for rows in (1, 70) for width in (1, 7, 64, 129, 513, 1024, 2049)]
 LOSSES += [(540, 129), (5, 9001), (3, 40000), (2, 70001)]
 
 
-def run_loss(tier: str, dtype: str, rows: int, width: int, masked: bool) -> str | None:
-    """The loss and its gradient by both ways that the tier has; "" or what went wrong, None where it has none."""
-    from jaxkern import tiers
+def run_loss(algorithm: str, dtype: str, rows: int, width: int, masked: bool) -> str | None:
+    """The loss and its gradient by both ways that the algorithm has; "" or what went wrong, None where it has none."""
+    from jaxkern import algorithms
 
     reference = importlib.import_module("jaxkern._ops.cross_entropy.reference")
     kernels = importlib.import_module("jaxkern._ops.cross_entropy.primitive")
@@ -506,12 +506,14 @@ def run_loss(tier: str, dtype: str, rows: int, width: int, masked: bool) -> str 
     wide = np.float64 if dtype == "float64" else np.float32
     labels, g = generator.integers(-1, width, rows).astype(np.int32), generator.standard_normal(rows).astype(wide)
     mask = [generator.random((1, width)) < 0.8] if masked else []
-    params = {"axis": 1, "algorithm": tier, "options": options}
+    params = {"axis": 1, "algorithm": algorithm, "options": options}
     with jax.default_device(jax.devices("cpu")[0]):
         want = reference.both(*map(jnp.asarray, (x, labels, g, *mask)), **params)
     x, labels, g, *mask = map(jax.device_put, (x, labels, g, *mask))
     bind = lambda prim: jax.jit(functools.partial(prim.bind, **params))
-    fits = lambda which: tiers.fits("softmax_cross_entropy", tier, rows, width, dtype=dtype, which=which, masked=masked)
+    fits = lambda which: algorithms.fits(
+        "softmax_cross_entropy", algorithm, rows, width, dtype=dtype, which=which, masked=masked
+    )
     found = []
     if fits("loss"):
         loss, *kept = bind(kernels.cross_entropy_p)(x, labels, *mask)
@@ -531,17 +533,17 @@ def run_loss(tier: str, dtype: str, rows: int, width: int, masked: bool) -> str 
 
 
 def sanitize_losses(dtypes: list[str]) -> tuple[int, list[str]]:
-    """Cross-entropy in every tier that can run it."""
-    from jaxkern import tiers
+    """Cross-entropy in every algorithm that can run it."""
+    from jaxkern import algorithms
 
     done, wrong = 0, []
-    for tier in tiers.algorithms("softmax_cross_entropy"):
+    for algorithm in algorithms.names("softmax_cross_entropy"):
         for dtype, (rows, width), masked in itertools.product(dtypes, LOSSES, (False, True)):
-            problem = run_loss(tier, dtype, rows, width, masked)
+            problem = run_loss(algorithm, dtype, rows, width, masked)
             done += problem is not None
             if problem:
-                wrong.append(f"cross_entropy {tier} {dtype} {rows}x{width}{' masked' * masked}: {problem}")
-        print(f"cross_entropy {tier}: {done} problems run so far, {len(wrong)} wrong", flush=True)
+                wrong.append(f"cross_entropy {algorithm} {dtype} {rows}x{width}{' masked' * masked}: {problem}")
+        print(f"cross_entropy {algorithm}: {done} problems run so far, {len(wrong)} wrong", flush=True)
     return done, wrong
 
 
@@ -580,28 +582,34 @@ def sanitize_quantize(dtypes: list[str]) -> tuple[int, list[str]]:
 
 def _quantize_calls(dtypes: list[str]) -> Iterator[tuple[str, Callable[..., Any], list[Any]]]:
     """(label, function, operands): norms that quantize, in all algorithms; one scale for all; transposed copies."""
-    from jaxkern import Quantization, layer_norm, quantize_blocks, quantize_tensor, rms_norm, tiers
+    from jaxkern import Quantization, algorithms, layer_norm, quantize_blocks, quantize_tensor, rms_norm
     from jaxkern._ops.quantize import plan
 
-    def norm(x, scale, residual, *, name, tier, how):
+    def norm(x, scale, residual, *, name, algorithm, how):
         more = {"residual": residual, "quantize": how}
-        with tiers.force(**{name: tier}):
+        with algorithms.force(**{name: algorithm}):
             return layer_norm(x, scale, -scale, **more) if name == "layer_norm" else rms_norm(x, scale, **more)
 
     for n, dtype in enumerate(d for d in dtypes if d in plan.DTYPES):
         to = list(plan.TYPES)[n % 3]
-        for width, tier in itertools.product((7, 64, 128, 384, 1024, 1032, 8192, 33024), tiers.algorithms("rms_norm")):
+        for width, algorithm in itertools.product(
+            (7, 64, 128, 384, 1024, 1032, 8192, 33024), algorithms.names("rms_norm")
+        ):
             rows = 67 if width <= 1024 else 5
             generator = np.random.default_rng(width)
             normal = lambda *shape: generator.standard_normal(shape).astype(np.float32)
             x, more = (normal(rows, width).astype(jnp.dtype(dtype)) for _ in range(2))
             name = ("rms_norm", "layer_norm")[width % 3 % 2]
-            if not tiers.fits(name, tier, rows, width, 1, dtype, residual=True):
+            if not algorithms.fits(name, algorithm, rows, width, 1, dtype, residual=True):
                 continue
             for how in (Quantization(to), Quantization(to, scale=0.02), Quantization(to, 32), Quantization(to, 128)):
                 if width % (how.block or 1) == 0:
-                    label = f"{name} {tier} {dtype} {rows}x{width} to {how}"
-                    yield label, functools.partial(norm, name=name, tier=tier, how=how), [x, normal(width), more]
+                    label = f"{name} {algorithm} {dtype} {rows}x{width} to {how}"
+                    yield (
+                        label,
+                        functools.partial(norm, name=name, algorithm=algorithm, how=how),
+                        [x, normal(width), more],
+                    )
         for shape in ((128, 128), (2, 256, 384)):
             x = np.random.default_rng(0).standard_normal(shape).astype(jnp.dtype(dtype))
             yield f"transposed {dtype} {shape}", functools.partial(quantize_blocks, dtype=to, transposed=True), [x]
@@ -678,7 +686,7 @@ def sanitize_row_kernel(dtypes: list[str], quick: bool) -> tuple[int, list[str]]
     done, wrong = 0, []
     generator = np.random.default_rng(0)
     shapes = ((1, 2), (3, 34), (37, 130), (67, 1024), (5, 777), (9, 5000), (3, 40002))
-    algorithms = list(jaxkern.tiers.algorithms("row_kernel"))
+    algorithms = list(jaxkern.algorithms.names("row_kernel"))
     for dtype, shape, axis in itertools.product(dtypes, shapes[2:] if quick else shapes, (1, 0)):
         if not algorithms:
             break
@@ -693,7 +701,7 @@ def sanitize_row_kernel(dtypes: list[str], quick: bool) -> tuple[int, list[str]]
         want = jax.jit(functools.partial(both, norm))(*(a.astype(jnp.float32) for a in (x, w, g)))
         for algorithm in list(algorithms):
             try:
-                with jaxkern.tiers.force(row_kernel=algorithm):
+                with jaxkern.algorithms.force(row_kernel=algorithm):
                     got = jax.jit(functools.partial(both, jaxkern.row_kernel(norm, axis=axis)))(x, w, g)
             except ValueError:  # the algorithm cannot run the forward pass or the gradient
                 continue
@@ -711,9 +719,9 @@ def sanitize_row_kernel(dtypes: list[str], quick: bool) -> tuple[int, list[str]]
 
 
 def sanitize_score(dtypes: list[str]) -> tuple[int, list[str]]:
-    """Softmax and cross-entropy of a score function and all their gradients, with operands of several widths, around the edges of tiers."""
+    """Softmax and cross-entropy of a score function and all their gradients, with operands of several widths, around the edges of algorithms."""
     import jaxkern
-    from jaxkern import tiers
+    from jaxkern import algorithms
 
     def score(s, b, q, k, bias, kind, slope):
         return jnp.where(kind + k > 2, jnp.tanh(s) * 2 + bias + slope * (q - b) / 32, -jnp.inf)
@@ -725,9 +733,9 @@ def sanitize_score(dtypes: list[str]) -> tuple[int, list[str]]:
 
     done, wrong = 0, []
     generator = np.random.default_rng(0)
-    for tier, edges in FUSED.items():
+    for algorithm, edges in FUSED.items():
         for dtype, width in itertools.product(dtypes, sorted({e + d for e in edges for d in (-1, 0, 1)})):
-            if not tiers.fits("softmax", tier, 66, width, dtype=dtype, fused=True):
+            if not algorithms.fits("softmax", algorithm, 66, width, dtype=dtype, fused=True):
                 continue
             normal = lambda *shape: jax.device_put(generator.standard_normal(shape).astype(jnp.dtype(dtype)))
             x, g, bias, slope = normal(2, 33, width), normal(2, 33, width), normal(33, width), normal(2, 1, 1)
@@ -752,7 +760,7 @@ def sanitize_score(dtypes: list[str]) -> tuple[int, list[str]]:
                 z, back = jax.vjp(lambda x, bias, slope: loss(x, bias, kind, slope, mask), x, bias, slope)
                 return y, *pull(g), z, *back(g[..., 0].astype(z.dtype))
 
-            with tiers.force(softmax=tier):
+            with algorithms.force(softmax=algorithm):
                 got = jax.jit(functools.partial(both, ours, our_loss))(x, g, bias, slope)
             wide = [a.astype(jnp.float32) for a in (x, g, bias, slope)]
             want = jax.jit(functools.partial(both, plain, plain_loss))(*wide)
@@ -761,7 +769,7 @@ def sanitize_score(dtypes: list[str]) -> tuple[int, list[str]]:
                 a, b = np.asarray(a).astype(np.float64), np.asarray(b).astype(np.float64)
                 terms = np.sqrt(x.size / b.size)
                 if not (np.abs(a - b) <= 8 * TOLERANCE[dtype] * terms * np.maximum(1, np.abs(b))).all():
-                    wrong.append(f"score {tier} {dtype} width {width} result {n}")
+                    wrong.append(f"score {algorithm} {dtype} width {width} result {n}")
     print(f"score: {done} problems run, {len(wrong)} wrong", flush=True)
     return done, wrong
 
@@ -876,7 +884,7 @@ FAMILIES = (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtypes", default="float32,bfloat16", help="of float16,bfloat16,float32,float64")
-    parser.add_argument("--tiers", default=",".join(EDGES), help="of softmax")
+    parser.add_argument("--algorithms", default=",".join(EDGES), help="of softmax")
     parser.add_argument("--plans", default="", help="of index_add and its family")
     parser.add_argument("--only", default=",".join(FAMILIES), help="families of operations; all: %(default)s")
     parser.add_argument("--indexed", default=",".join(INDEXED_OPERATIONS), help="operations of index_add's family")
@@ -899,29 +907,34 @@ def main() -> int:
         LIES.remove(True)
     if "float64" in arguments.dtypes:
         jax.config.update("jax_enable_x64", True)
-    from jaxkern import tiers
+    from jaxkern import algorithms
 
     wrong, done, skipped = [], 0, 0
-    for tier in arguments.tiers.split(",") if "softmax" in only else ():
+    for algorithm in arguments.algorithms.split(",") if "softmax" in only else ():
         for dtype in arguments.dtypes.split(","):
-            for n, width in enumerate(widths(tier, jnp.dtype(dtype).itemsize, arguments.wide)):
-                shape, axis = shape_of(tier, width)
+            for n, width in enumerate(widths(algorithm, jnp.dtype(dtype).itemsize, arguments.wide)):
+                shape, axis = shape_of(algorithm, width)
                 inner = shape[2] if len(shape) == 3 else 1
                 masks = (False, True) if n % MASK_EVERY == 0 else (False,)
                 for direction, masked in itertools.product(("forward", "backward"), masks):
                     backward = direction == "backward"
-                    if not tiers.fits("softmax", tier, shape[0], width, inner, dtype, backward=backward, masked=masked):
+                    if not algorithms.fits(
+                        "softmax", algorithm, shape[0], width, inner, dtype, backward=backward, masked=masked
+                    ):
                         skipped += 1
                         continue
-                    problem = run(tier, dtype, width, masked, direction)
+                    problem = run(algorithm, dtype, width, masked, direction)
                     done += 1
                     if problem:
-                        wrong.append(f"{tier} {dtype} width {width}{' masked' if masked else ''}: {problem}")
-        print(f"{tier}: {done} problems run so far, {skipped} do not fit their tier, {len(wrong)} wrong", flush=True)
+                        wrong.append(f"{algorithm} {dtype} width {width}{' masked' if masked else ''}: {problem}")
+        print(
+            f"{algorithm}: {done} problems run so far, {skipped} do not fit their algorithm, {len(wrong)} wrong",
+            flush=True,
+        )
     plans = (
         arguments.plans.split(",")
         if arguments.plans
-        else (*tiers.algorithms("index_add"), *tiers.algorithms("index_select"))
+        else (*algorithms.names("index_add"), *algorithms.names("index_select"))
     )
     others = {
         "fused": sanitize_fused,

@@ -215,7 +215,7 @@ def cells(case: Case, dtype: str, ops: tuple[str, ...]) -> Iterator[Cell]:
                     yield Cell(case, dtype, op, direction)
 
 
-def programs(cell: Cell, tiers: bool) -> list[Program]:
+def programs(cell: Cell, algorithms: bool) -> list[Program]:
     """This library's and XLA's programs of a cell."""
     function = cell.function
 
@@ -248,7 +248,7 @@ def _associative(step: Any, h: Any, xs: Any) -> Any:
     return hs[-1], hs
 
 
-def chosen_tier(cell: Cell) -> None:
+def chosen_algorithm(cell: Cell) -> None:
     return None
 
 

@@ -1,7 +1,7 @@
 """softmax of a score function: soft cap, relative bias, window and documents, forward and gradient by x, against XLA and a
 copy.
 
-    python -m benchmarks score [--ops cap_bias] [--tiers]
+    python -m benchmarks score [--ops cap_bias] [--algorithms]
 
 Attention logits of [batch, heads, queries, keys]; the relative bias [heads, queries, keys] broadcasts over the batch.
 The gradient starts from the logits and the cotangent: neither the scores nor the result are kept. The copy is of all bytes,
@@ -26,7 +26,7 @@ OPERATION = "score"
 DIRECTIONS = ("forward", "backward")
 GOALS = {"forward": 0.9, "backward": 0.85}  # of a copy
 BEFORE_XLA = 1.5
-TIERS = fused_softmax.TIERS
+ALGORITHMS = fused_softmax.ALGORITHMS
 CAP, SIZE = 30.0, 128  # of the soft cap; of the window and of a document
 
 
@@ -92,12 +92,12 @@ class Cell(_cell.Cell):
 # --- what runs -----------------------------------------------------------------------------------
 
 
-def programs(cell: Cell, tiers: bool) -> list[Program]:
+def programs(cell: Cell, algorithms: bool) -> list[Program]:
     """This library's and XLA's programs of a cell."""
     specs = cell.operands()
     found = [Program(_goals.OURS, _directed(cell, _ours(cell, "auto")), specs)]
-    if tiers and jax.default_backend() == "gpu":
-        fitting = [t for t in TIERS if jaxkern.tiers.fits("softmax", t, **_problem(cell))]
+    if algorithms and jax.default_backend() == "gpu":
+        fitting = [t for t in ALGORITHMS if jaxkern.algorithms.fits("softmax", t, **_problem(cell))]
         found += [Program(f"{_goals.OURS}:{t}", _directed(cell, _ours(cell, t)), specs) for t in fitting]
     return [*found, Program("xla", _directed(cell, _composition(cell)), specs)]
 
@@ -108,9 +108,9 @@ def _directed(cell: Cell, f: Callable[..., jax.Array]) -> Callable[..., jax.Arra
     return lambda x, g, *bias: jax.vjp(lambda x: f(x, *bias), x)[1](g)[0]
 
 
-def _ours(cell: Cell, tier: str) -> Callable[..., jax.Array]:
+def _ours(cell: Cell, algorithm: str) -> Callable[..., jax.Array]:
     def softmax(x: jax.Array, *bias: jax.Array) -> jax.Array:
-        with jaxkern.tiers.force(softmax=tier):
+        with jaxkern.algorithms.force(softmax=algorithm):
             return jaxkern.softmax(x, score=FUNCTIONS[cell.op], score_args=[*bias, *_documents(cell)])
 
     return softmax
@@ -139,16 +139,16 @@ def _composition(cell: Cell) -> Callable[..., jax.Array]:
 
 
 def _problem(cell: Cell) -> dict[str, Any]:
-    """The arguments with which to ask `jaxkern.tiers`."""
+    """The arguments with which to ask `jaxkern.algorithms`."""
     rows = math.prod(cell.case.shape[:-1])
     problem = {"rows": rows, "width": cell.case.width, "dtype": cell.dtype, "fused": True}
     return problem | {"backward": cell.direction == "backward"}
 
 
-def chosen_tier(cell: Cell) -> str | None:
-    """The tier that runs a cell by default on this GPU."""
+def chosen_algorithm(cell: Cell) -> str | None:
+    """The algorithm that runs a cell by default on this GPU."""
     try:
-        return jaxkern.tiers.choose("softmax", **_problem(cell)) if jax.default_backend() == "gpu" else None
+        return jaxkern.algorithms.choose("softmax", **_problem(cell)) if jax.default_backend() == "gpu" else None
     except RuntimeError:
         return None
 

@@ -136,11 +136,11 @@ def _function(cell: Cell, softmax: Any) -> Any:
     return both
 
 
-def programs(cell: Cell, tiers: bool) -> list[Program]:
+def programs(cell: Cell, algorithms: bool) -> list[Program]:
     """This library's and XLA's programs of a cell."""
     import jaxkern
 
-    del tiers  # one way for sorted ids, and the same behind a sort for others
+    del algorithms  # one way for sorted ids, and the same behind a sort for others
     data = jax.ShapeDtypeStruct(cell.case.shape, cell.dtype)
     specs = [data, jax.ShapeDtypeStruct((cell.case.count,), jnp.int32), data][: 2 if cell.direction == "forward" else 3]
     return [
@@ -149,14 +149,16 @@ def programs(cell: Cell, tiers: bool) -> list[Program]:
     ]
 
 
-def chosen_tier(cell: Cell) -> str | None:
+def chosen_algorithm(cell: Cell) -> str | None:
     """The plan that runs a cell by default on this GPU."""
-    from jaxkern import tiers
+    from jaxkern import algorithms
 
     if jax.default_backend() != "gpu":
         return None
     case = cell.case
-    return tiers.choose("segment_softmax", case.segments, case.count, case.width, cell.dtype, sorted=case.ascending)
+    return algorithms.choose(
+        "segment_softmax", case.segments, case.count, case.width, cell.dtype, sorted=case.ascending
+    )
 
 
 # --- inputs --------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from benchmarks._program import Program
 OPERATION = "softmax"
 OPS = ("softmax", "log_softmax")
 DIRECTIONS = ("forward", "backward")
-TIERS = ("sub_warp", "warp", "block", "cluster", "pipeline", "streaming", "split", "column")
+ALGORITHMS = ("sub_warp", "warp", "block", "cluster", "pipeline", "streaming", "split", "column")
 
 LARGE = 100e6  # bytes per call, from which bandwidth alone decides
 NEAR_COPY, NEAR_COPY_UNALIGNED = 0.97, 0.93
@@ -132,7 +132,7 @@ def _reference(op: str, axis: int) -> Callable[..., jax.Array]:
     return lambda x, mask=None: function(x, axis=axis, where=mask)
 
 
-def programs(cell: Cell, tiers: bool) -> list[Program]:
+def programs(cell: Cell, algorithms: bool) -> list[Program]:
     """This library's and XLA's programs of a cell."""
     case = cell.case
     x = jax.ShapeDtypeStruct(case.shape, cell.dtype)
@@ -145,8 +145,8 @@ def programs(cell: Cell, tiers: bool) -> list[Program]:
     if _kernels() is not None:
         specs = [*([x] if cell.direction == "forward" else [x, x]), *mask]
         found.append(Program(_goals.OURS, _ours(cell, "auto"), specs))
-        if tiers and jax.default_backend() == "gpu":
-            found += [Program(f"{_goals.OURS}:{t}", _ours(cell, t), specs) for t in TIERS if _fits(cell, t)]
+        if algorithms and jax.default_backend() == "gpu":
+            found += [Program(f"{_goals.OURS}:{t}", _ours(cell, t), specs) for t in ALGORITHMS if _fits(cell, t)]
     reference = _reference(cell.op, case.axis)
     if cell.direction == "forward":
         found.append(Program("xla", reference, [x, *mask]))
@@ -168,24 +168,24 @@ def result_and_gradient(f: Callable[..., jax.Array]) -> Callable[..., Any]:
     return both
 
 
-def _ours(cell: Cell, tier: str) -> Callable[..., jax.Array]:
+def _ours(cell: Cell, algorithm: str) -> Callable[..., jax.Array]:
     """The public function, and for the gradient, which has none, the primitive."""
     import jaxkern
 
     axis = cell.case.axis % len(cell.case.shape)
     if cell.direction == "backward":
         primitive = getattr(_kernels(), f"{cell.op}_grad_p")
-        return lambda *operands: primitive.bind(*operands, axis=axis, algorithm=tier)
+        return lambda *operands: primitive.bind(*operands, axis=axis, algorithm=algorithm)
 
     def forward(x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        with jaxkern.tiers.force(**{cell.op: tier}):
+        with jaxkern.algorithms.force(**{cell.op: algorithm}):
             return getattr(jaxkern, cell.op)(x, axis, mask)
 
     return forward
 
 
 def _problem(cell: Cell) -> dict[str, Any]:
-    """The arguments with which to ask `jaxkern.tiers`."""
+    """The arguments with which to ask `jaxkern.algorithms`."""
     shape, axis = cell.case.shape, cell.case.axis % len(cell.case.shape)
     return {
         "rows": math.prod(shape[:axis]),
@@ -197,23 +197,23 @@ def _problem(cell: Cell) -> dict[str, Any]:
     }
 
 
-def _fits(cell: Cell, tier: str) -> bool:
-    from jaxkern import tiers
+def _fits(cell: Cell, algorithm: str) -> bool:
+    from jaxkern import algorithms
 
     try:
-        return tiers.fits(cell.op, tier, **_problem(cell))
+        return algorithms.fits(cell.op, algorithm, **_problem(cell))
     except RuntimeError:
-        return True  # nobody to ask: a tier that does not fit says so when it runs
+        return True  # nobody to ask: an algorithm that does not fit says so when it runs
 
 
-def chosen_tier(cell: Cell) -> str | None:
-    """The tier that runs a cell by default on this GPU."""
+def chosen_algorithm(cell: Cell) -> str | None:
+    """The algorithm that runs a cell by default on this GPU."""
     if _kernels() is None or jax.default_backend() != "gpu":
         return None
-    from jaxkern import tiers
+    from jaxkern import algorithms
 
     try:
-        return tiers.choose(cell.op, **_problem(cell))
+        return algorithms.choose(cell.op, **_problem(cell))
     except RuntimeError:
         return None
 

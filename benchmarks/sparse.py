@@ -220,16 +220,16 @@ def _function(cell: Cell, run: Callable[..., jax.Array]) -> Callable[..., Any]:
     return both
 
 
-def programs(cell: Cell, tiers: bool) -> list[Program]:
+def programs(cell: Cell, algorithms: bool) -> list[Program]:
     """This library's and XLA's programs of a cell."""
-    del tiers
+    del algorithms
     specs = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), _index(cell.case)), *_operands(cell)]
     if cell.direction == "both":
         specs.append(jax.eval_shape(_ours(cell), *specs))
     return [Program(n, _function(cell, f), specs) for n, f in ((_goals.OURS, _ours(cell)), ("xla", _xla(cell)))]
 
 
-def chosen_tier(cell: Cell) -> str | None:
+def chosen_algorithm(cell: Cell) -> str | None:
     """There is one way."""
     return None
 

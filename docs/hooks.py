@@ -235,12 +235,12 @@ def switches() -> str:
 
 
 def algorithms() -> str:
-    from jaxkern import tiers
+    from jaxkern import algorithms
 
     code = lambda names: ", ".join(f"`{name}`" for name in names)
     groups: dict = {}
-    for name in tiers.operations():
-        groups.setdefault(tiers.algorithms(name), []).append(name)
+    for name in algorithms.operations():
+        groups.setdefault(algorithms.names(name), []).append(name)
     return table(["operations", "algorithms"], [[code(names), code(group)] for group, names in groups.items()])
 
 

@@ -21,14 +21,14 @@ def test_readme_has_blocks():
 
 def test_drawing_of_rows():
     """Each size in the drawing is the longest float32 row that the algorithm runs on an H200."""
-    from jaxkern import tiers
+    from jaxkern import algorithms
 
     drawing = (README.parent / "docs" / "drawings" / "rows.svg").read_text()
     found = re.findall(r">(\w+)</text>\s*<text[^>]*>up to ([\d.]+) (bytes|KB|MB)</text>", drawing)
     assert len(found) == 5
     for algorithm, size, unit in found:
         width = int(float(size) * {"bytes": 1, "KB": 1 << 10, "MB": 1 << 20}[unit]) // 4
-        choose = lambda width: tiers.choose("softmax", 8192, width, device=tiers.H200)
+        choose = lambda width: algorithms.choose("softmax", 8192, width, device=algorithms.H200)
         assert choose(width) == algorithm != choose(width + 4)
 
 
@@ -36,5 +36,5 @@ def test_api_lists_every_public_name():
     import jaxkern
 
     listed = set(re.findall(r"^::: jaxkern\.[\w.]*?(\w+)$", (README.parent / "docs" / "api.md").read_text(), re.M))
-    missing = set(jaxkern.__all__) - set(jaxkern.elementwise.__all__) - {"tiers"} - listed
+    missing = set(jaxkern.__all__) - set(jaxkern.elementwise.__all__) - {"algorithms"} - listed
     assert not missing, f"docs/api.md lacks {', '.join(sorted(missing))}"

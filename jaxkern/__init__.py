@@ -10,7 +10,8 @@ __version__ = "0.2.0"
 
 import typing
 
-from jaxkern import elementwise, tiers
+from jaxkern import algorithms, elementwise
+from jaxkern import tiers as tiers  # the former name of `algorithms`
 from jaxkern._core.registry import export_checks
 from jaxkern._definitions.cumulative import cumlogsumexp, cummax, cummin, cumprod, cumsum
 from jaxkern._definitions.recurrences import advantages, discounted_returns, exponential_moving_average
@@ -59,6 +60,7 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "Quantization",
     "accelerate",
     "advantages",
+    "algorithms",
     "associative_scan",
     "batch_norm",
     "benchmark",
@@ -118,7 +120,6 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "source",
     "spmm",
     "spmm_graph",
-    "tiers",
     "uninstall",
     "while_loop",
     *elementwise.__all__,

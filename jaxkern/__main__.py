@@ -20,7 +20,7 @@ import jaxlib.version
 import numpy as np
 
 import jaxkern
-from jaxkern import tiers
+from jaxkern import algorithms
 from jaxkern._core import cache, compat, device, environment, registry, runtime
 
 
@@ -412,7 +412,7 @@ ALGORITHM = "  algorithm" if jax.default_backend() == "gpu" else ""
 
 def algorithm_of(operation, *sizes, **problem) -> str:
     """The algorithm that runs a problem on this GPU; empty where XLA runs it."""
-    return tiers.choose(operation, *sizes, **problem) if ALGORITHM and registry.kernels_run() else ""
+    return algorithms.choose(operation, *sizes, **problem) if ALGORITHM and registry.kernels_run() else ""
 
 
 def show_speed() -> None:

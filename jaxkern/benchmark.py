@@ -11,7 +11,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from jaxkern import tiers
+from jaxkern import algorithms
 from jaxkern._core import arrays, validate
 
 __all__ = ["Benchmark", "benchmark"]
@@ -29,7 +29,7 @@ class Benchmark:
     """Times of a call in microseconds, each the median of several readings.
 
     us: `jax.jit(f)`.
-    xla_us: `jax.jit(f)` under `jaxkern.tiers.force_xla()`.
+    xla_us: `jax.jit(f)` under `jaxkern.algorithms.force_xla()`.
     copy_us: a copy that reads and writes `bytes` in total.
     bytes: the sizes of the operands and results of `f`.
     enqueue_us: the time that the host takes to enqueue a call of `jax.jit(f)`. No other time can be below it.
@@ -112,7 +112,7 @@ def _benchmark(f, args, repeats: int) -> Benchmark:
     ]  # they run at once, also while something is traced
     first = tuple(copied(x) for copied, x in zip(copies, operands))
     ours = jax.jit(function).lower(*first).compile()
-    with tiers.force_xla():
+    with algorithms.force_xla():
         xla = jax.jit(function).lower(*first).compile()
     results = ours(*first)
     moved = sum(x.nbytes for x in (*first, *results))

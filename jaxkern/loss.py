@@ -191,8 +191,8 @@ def linear_softmax_cross_entropy(
         vocabulary    about the budget    where an accumulator is too large: the gradient of `weight` in chunks of columns,
                                           of which some logits are computed twice (a third more work at most)
 
-    `jaxkern._ops.linear_cross_entropy.plan` has the formulas in full, `jaxkern.tiers.choose("linear_softmax_cross_entropy",
-    rows, d, vocabulary, dtype=..., memory=...)` says which algorithm runs, and `jaxkern.tiers.force` forces one, on every
+    `jaxkern._ops.linear_cross_entropy.plan` has the formulas in full, `jaxkern.algorithms.choose("linear_softmax_cross_entropy",
+    rows, d, vocabulary, dtype=..., memory=...)` says which algorithm runs, and `jaxkern.algorithms.force` forces one, on every
     platform. On platforms without kernels, XLA may hold two copies of a chunk.
 
     Args:

@@ -18,7 +18,7 @@ class Kernel:
     """One kernel of a program, as it is launched.
 
     operation: the operation of jaxkern, with the types of its operands and results.
-    algorithm: the algorithm that its plan chose; see `jaxkern.tiers`.
+    algorithm: the algorithm that its plan chose; see `jaxkern.algorithms`.
     kernel: the kernel with its template arguments.
     header: the file that defines it, relative to the folder of kernels in the package.
     source: the C++ that is generated from user functions; empty if a kernel of the library has no such function.
@@ -72,7 +72,7 @@ class Kernel:
 class Source(collections.abc.Sequence):
     """What `jaxkern.source` found: a sequence of `Kernel`, one for each distinct kernel. As text, it shows all of them.
 
-    device: the GPU that the plans are made for and the kernels are compiled for, a `jaxkern.tiers.Device`.
+    device: the GPU that the plans are made for and the kernels are compiled for, a `jaxkern.algorithms.Device`.
     """
 
     def __init__(self, kernels: collections.abc.Iterable[Kernel], device: device.Device, problem: str = ""):
@@ -103,7 +103,7 @@ def source(f: typing.Callable) -> typing.Callable[..., Source]:
     """A function of the arguments of `f` that returns the kernels of jaxkern that `jax.jit(f)` would run on a GPU.
 
     It runs nothing, and needs no GPU. Plans are made and kernels are compiled for the GPU of this machine, or for an H200 if
-    there is none. In a block of `jaxkern.accelerate` or `jaxkern.tiers.force`, it returns the kernels of that block.
+    there is none. In a block of `jaxkern.accelerate` or `jaxkern.algorithms.force`, it returns the kernels of that block.
 
     Args:
         f: a function that uses jaxkern: row functions, elementwise functions, messages, scores, or any other operation.

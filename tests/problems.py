@@ -39,7 +39,7 @@ ROWS = [  # shape, axis, mask shape
     ((2, 2, 2, 3, 2, 2, 2, 2, 2, 2), 3, (2, 2, 2, 3, 1, 2, 1, 2, 1, 2)),
 ]
 
-# Around the ends of packs (16 bytes) and of the tiers that rows of so many bytes run in.
+# Around the ends of packs (16 bytes) and of the algorithms that rows of so many bytes run in.
 WIDTHS = sorted(
     {max(1, w + d) for w in (1, 8, 16, 64, 128, 256, 1024, 2048) for d in (-1, 0, 1)}
     | {4097, 8191, 16384, 16387, 32771, 50257}

@@ -22,7 +22,7 @@ import plans
 from jax import lax
 
 import jaxkern
-from jaxkern import tiers
+from jaxkern import algorithms
 from jaxkern._core import compat, device
 from jaxkern._core.functor import Unsupported
 from jaxkern._engines.rows import plan
@@ -433,7 +433,7 @@ def check_kernels(seed, number, counts=None):
         algorithm = RandomRows.any(ALGORITHMS, rng)
         results = [jax.ShapeDtypeStruct(*o) for o in plan.outputs(function)]
         try:
-            with tiers.force(row_kernel=algorithm):
+            with algorithms.force(row_kernel=algorithm):
                 found = plan.plan(device.H200, function.avals, results, function=function)
         except ValueError:
             return f"not {algorithm}"

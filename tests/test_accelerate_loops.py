@@ -236,7 +236,7 @@ def test_settings():
     assert found.reason == "programs for tpu run as they are"
     counted = lambda x, n: lax.fori_loop(0, n, lambda _, x: jnp.sin(x), x)
     assert not jaxkern.explain(counted)(X, jnp.int32(9)).taken
-    with jaxkern.tiers.force_xla():
+    with jaxkern.algorithms.force_xla():
         assert not jaxkern.explain(lambda x: decays(x))(X)
 
 

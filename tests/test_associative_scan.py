@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxkern import tiers
+from jaxkern import algorithms
 from jaxkern._core import compat
 from jaxkern._engines.loops.associative import associative_scan
 
@@ -154,7 +154,7 @@ def test_kernels(algorithm, shape, axis, dtype):
         for reverse in (False, True):
             turned = lambda y: np.flip(y, axis) if reverse else y
             f = lambda x: associative_scan(OPERATIONS["sum"][0], [x], axis=axis, reverse=reverse)[0]
-            with tiers.force(associative_scan=algorithm):
+            with algorithms.force(associative_scan=algorithm):
                 y, *others = (np.asarray(jax.jit(f)(x)) for _ in range(3))
             for other in others:
                 np.testing.assert_array_equal(y.view(np.uint8), other.view(np.uint8))
@@ -169,7 +169,7 @@ def test_kernels(algorithm, shape, axis, dtype):
 
             a, b = (jnp.asarray(rng.uniform(0.5, 0.99, shape), dtype) for _ in range(2)) if dtype != "int32" else (x, x)
             g = lambda a, b: associative_scan(OPERATIONS["affine"][0], [a, b], axis=axis, reverse=reverse)
-            with tiers.force(associative_scan=algorithm):
+            with algorithms.force(associative_scan=algorithm):
                 ours, again = (jax.jit(g)(a, b) for _ in range(2))
             h = np.zeros(np.delete(shape, axis))
             if dtype == "int32":

@@ -12,7 +12,7 @@ from conftest import ON_GPU
 from reference import DTYPES, _sum_error, assert_rounded, gradient, wide
 
 import jaxkern
-from jaxkern import tiers
+from jaxkern import algorithms
 from jaxkern._core import compat, registry
 from jaxkern._ops.softmax import dropout
 
@@ -392,7 +392,7 @@ def test_keys_of_every_kind():
     "dtype, width", [("bfloat16", 40), ("float32", 1001), ("float16", 512), ("float32", 2048), ("float64", 100)]
 )
 def test_the_same_bits_everywhere(dtype, width):
-    """Every tier, the CPU, jnp, the gradient: those of the numpy generator."""
+    """Every algorithm, the CPU, jnp, the gradient: those of the numpy generator."""
     with compat.enable_x64(dtype == "float64"):
         x = jnp.zeros((3, 70, width), dtype)
         wanted = kept(x.shape)
@@ -403,10 +403,12 @@ def test_the_same_bits_everywhere(dtype, width):
             return y != 0, pull(jnp.broadcast_to(g, x.shape))[0] != 0
 
         names = [
-            t for t in ("warp", "block", "streaming") if tiers.fits("softmax", t, 210, width, dtype=dtype, fused=True)
+            t
+            for t in ("warp", "block", "streaming")
+            if algorithms.fits("softmax", t, 210, width, dtype=dtype, fused=True)
         ]
         for name in ("auto", *names) if ON_GPU else ("auto",):
-            with tiers.force(softmax=name):
+            with algorithms.force(softmax=name):
                 y, dx = jax.jit(draws)(x)
             np.testing.assert_array_equal(y, wanted)
             # One element of each row has a cotangent; if it is dropped, nothing has a gradient.
@@ -603,28 +605,28 @@ def test_one_kernel_each_way_and_nothing_materialised():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tier", ["warp", "block", "streaming"])
+@pytest.mark.parametrize("algorithm", ["warp", "block", "streaming"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tiers(tier, dtype):
+def test_algorithms(algorithm, dtype):
     done = 0
     for width in (5, 64, 333, 1024, 1030, 4096, 8000):
-        if tiers.fits("softmax", tier, 6, width, dtype=dtype, fused=True):
-            with tiers.force(softmax=tier):
+        if algorithms.fits("softmax", algorithm, 6, width, dtype=dtype, fused=True):
+            with algorithms.force(softmax=algorithm):
                 check(FEATURES, (2, 3, width), dtype, mask_shape=(2, 3, width), bias_shape=(3, width))
                 if width in (64, 1024, 4096):  # whole packs, for which some features have kernels of their own
                     for feature in ("scale", "bias", "causal", "dropout"):
                         check((feature,), (2, 3, width), dtype, bias_shape=(3, width))
             done += 1
-    assert done or (dtype == "float64" and tier != "streaming")
+    assert done or (dtype == "float64" and algorithm != "streaming")
 
 
-def test_tiers_are_the_three():
-    fits = lambda tier, **problem: tiers.fits("softmax", tier, 64, fused=True, **problem)
-    assert tiers.choose("softmax", 64, 512, dtype="bfloat16", fused=True) == "warp"
-    assert tiers.choose("softmax", 64, 2048, dtype="bfloat16", fused=True, backward=True) == "block"
-    assert tiers.choose("softmax", 64, 16384, dtype="float16", fused=True) == "block"
-    assert tiers.choose("softmax", 64, 16393, dtype="float16", fused=True) == "streaming"
-    assert tiers.choose("softmax", 64, 100, dtype="float64", fused=True) == "streaming"
+def test_algorithms_are_the_three():
+    fits = lambda algorithm, **problem: algorithms.fits("softmax", algorithm, 64, fused=True, **problem)
+    assert algorithms.choose("softmax", 64, 512, dtype="bfloat16", fused=True) == "warp"
+    assert algorithms.choose("softmax", 64, 2048, dtype="bfloat16", fused=True, backward=True) == "block"
+    assert algorithms.choose("softmax", 64, 16384, dtype="float16", fused=True) == "block"
+    assert algorithms.choose("softmax", 64, 16393, dtype="float16", fused=True) == "streaming"
+    assert algorithms.choose("softmax", 64, 100, dtype="float64", fused=True) == "streaming"
     assert not any(fits(t, width=64) for t in ("sub_warp", "cluster", "pipeline", "split", "column"))
 
 

@@ -13,7 +13,7 @@ from conftest import ON_GPU
 from reference import DTYPES
 
 import jaxkern
-from jaxkern import tiers
+from jaxkern import algorithms
 from jaxkern._core import compat, launch, registry
 from jaxkern._ops.group_norm import plan
 
@@ -132,12 +132,12 @@ def test_large(name, shape, groups, channel_axis, dtype):
     check(name, shape, groups, dtype, channel_axis=channel_axis)
 
 
-@pytest.mark.parametrize("tier", plan.ALGORITHMS)
+@pytest.mark.parametrize("algorithm", plan.ALGORITHMS)
 @pytest.mark.parametrize("shape", [(4, 9, 9, 64), (1, 3, 32), (2, 1000, 256), (3, 70, 40)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.sweep(7)
-def test_tiers(tier, shape, dtype):
-    with tiers.force(group_norm=tier, batch_norm=tier if shape[0] == 1 else "two_pass"):
+def test_algorithms(algorithm, shape, dtype):
+    with algorithms.force(group_norm=algorithm, batch_norm=algorithm if shape[0] == 1 else "two_pass"):
         check("group_norm", shape, 8, dtype)
         check("batch_norm", shape, None, dtype)
 

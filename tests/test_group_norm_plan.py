@@ -42,7 +42,7 @@ def found(
     on=device.H200,
     out=None,
     parameters="float32",
-    tier="auto",
+    algorithm="auto",
     keep=0,
     sums=True,
 ):
@@ -50,7 +50,7 @@ def found(
     of = lambda shape, dtype: jax.core.ShapedArray(shape, jnp.dtype(dtype))
     x, y, vector = of(shape, dtype), of(shape, out or dtype), of((*shape[:keep], *shape[2:4]), parameters)
     stat = of((shape[0], shape[2]), reference.computing(x.dtype))
-    at = {"operation": operation, "batch": 1, "channel": 2, "algorithm": tier}
+    at = {"operation": operation, "batch": 1, "channel": 2, "algorithm": algorithm}
     scale = [vector] * ("scale" in extras)
     wanted = tuple(vector.dtype if sums and name in extras else None for name in ("scale", "bias"))
     more = {"keep": keep, "eps": 1e-5}
@@ -84,17 +84,17 @@ def operation_of(shape):
 @pytest.mark.parametrize("dtype", plan.DTYPES)
 def test_every_problem_has_a_plan(dtype, on):
     with compat.enable_x64():
-        for shape, extras, tier in itertools.product(SHAPES, ("", "scale bias"), ("auto", *plan.ALGORITHMS)):
+        for shape, extras, algorithm in itertools.product(SHAPES, ("", "scale bias"), ("auto", *plan.ALGORITHMS)):
             samples, rows, groups, within, inner = shape
             p = plan.Problem(samples, rows, groups * within, groups, inner, dtype, dtype)
-            if tier != "auto" and not all(plan.fits(tier, p._replace(backward=b), on) for b in (False, True)):
+            if algorithm != "auto" and not all(plan.fits(algorithm, p._replace(backward=b), on) for b in (False, True)):
                 continue
-            for name, (chosen, *_) in found(operation_of(shape), shape, dtype, extras, on, tier=tier).items():
+            for name, (chosen, *_) in found(operation_of(shape), shape, dtype, extras, on, algorithm=algorithm).items():
                 if chosen is None:
-                    assert tier == "auto" and plan.left_to_xla(p)
+                    assert algorithm == "auto" and plan.left_to_xla(p)
                     continue
-                assert not (tier == "auto" and plan.left_to_xla(p))
-                assert chosen.algorithm == tier or tier == "auto" or name in ("moments", "sums")
+                assert not (algorithm == "auto" and plan.left_to_xla(p))
+                assert chosen.algorithm == algorithm or algorithm == "auto" or name in ("moments", "sums")
                 check_limits(chosen, on)
                 check_coverage(chosen, p._replace(backward=name in ("norm_grad", "sums")))
 
@@ -170,17 +170,17 @@ def test_kernels(shape, dtype, options):
     """On a device of two multiprocessors; one of them at any address, too."""
     on, rng = device.A100._replace(sm_count=2), np.random.default_rng(0)  # without clusters
     with compat.enable_x64(dtype == "float64"):
-        for tier in plan.ALGORITHMS if fits_one_pass(shape, dtype, on) else ("two_pass",):
+        for algorithm in plan.ALGORITHMS if fits_one_pass(shape, dtype, on) else ("two_pass",):
             for name, (chosen, operands, results, params) in found(
-                operation_of(shape), shape, dtype, on=on, tier=tier, **options
+                operation_of(shape), shape, dtype, on=on, algorithm=algorithm, **options
             ).items():
-                if name in ("moments", "sums") and (shape[1] not in (37, 1) or tier != "two_pass"):
+                if name in ("moments", "sums") and (shape[1] not in (37, 1) or algorithm != "two_pass"):
                     continue  # the first launches of others
                 given = [jnp.asarray(rng.normal(3, 1, a.shape), a.dtype) for a in operands]
                 if len(given) > 3:
                     given[1:3] = reference.moments(given[0], batch=1, channel=2)
                 wanted = getattr(reference, name)(*given, **params)
-                for unaligned in (False, True)[: 1 + (shape[1] == 37 and tier == "two_pass")]:
+                for unaligned in (False, True)[: 1 + (shape[1] == 37 and algorithm == "two_pass")]:
                     ours = emulated.run(
                         chosen, list(map(np.asarray, given)), [(a.shape, a.dtype) for a in results], unaligned
                     )
@@ -190,21 +190,21 @@ def test_kernels(shape, dtype, options):
                         a, b = a.astype(np.float64), np.asarray(b, np.float64)
                         rounding = float(jnp.finfo(kind).eps)
                         atol = 2e-6 * math.sqrt(shape[1] * shape[4]) * (1 + np.abs(b).max())
-                        np.testing.assert_allclose(a, b, rounding, atol, err_msg=f"{name} {tier}")
+                        np.testing.assert_allclose(a, b, rounding, atol, err_msg=f"{name} {algorithm}")
 
 
-def with_epilogue(shape, on, tier):
+def with_epilogue(shape, on, algorithm):
     """The plan of a norm with a function before the store, and what its reference is called with."""
     function, _ = functor.trace(lambda v: jax.nn.silu(v) + 0.5, ["float32"], name="group_norm", results=1)
-    _, operands, results, params = found("group_norm", shape, "bfloat16", on=on, tier=tier)["norm"]
+    _, operands, results, params = found("group_norm", shape, "bfloat16", on=on, algorithm=algorithm)["norm"]
     params |= {"function": function}
     return plan.norm(on, operands, results, **params), operands, results, params
 
 
 @pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
-@pytest.mark.parametrize("tier", plan.ALGORITHMS)
-def test_kernels_with_a_function(tier):
-    chosen, operands, results, params = with_epilogue((2, 37, 2, 12, 1), device.A100._replace(sm_count=2), tier)
+@pytest.mark.parametrize("algorithm", plan.ALGORITHMS)
+def test_kernels_with_a_function(algorithm):
+    chosen, operands, results, params = with_epilogue((2, 37, 2, 12, 1), device.A100._replace(sm_count=2), algorithm)
     given = [jnp.asarray(np.random.default_rng(0).normal(0, 2, a.shape), a.dtype) for a in operands]
     ys = emulated.run(chosen, list(map(np.asarray, given)), [(a.shape, a.dtype) for a in results])
     for y, wanted in zip(ys, reference.norm(*given, **params), strict=True):
@@ -212,9 +212,9 @@ def test_kernels_with_a_function(tier):
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("tier", plan.ALGORITHMS)
-def test_kernels_with_a_function_compile(tier):
-    chosen, *_ = with_epilogue((64, 4096, 32, 8, 1), device.H200, tier)
+@pytest.mark.parametrize("algorithm", plan.ALGORITHMS)
+def test_kernels_with_a_function_compile(algorithm):
+    chosen, *_ = with_epilogue((64, 4096, 32, 8, 1), device.H200, algorithm)
     step = chosen.launches[-1]
     assert step.header == "norm/group_epilogue.cuh"
     assert registry.kernels.module.compile(step.header, step.name, 90, step.source)
@@ -243,7 +243,7 @@ def test_kernels_compile(capability):
     on = device.H200._replace(compute_capability=capability)
     which = "one_pass" if capability <= 90 else "two_pass"
     with compat.enable_x64():
-        for name, (chosen, *_) in found(operation_of(shape), shape, dtype, on=on, tier=which).items():
+        for name, (chosen, *_) in found(operation_of(shape), shape, dtype, on=on, algorithm=which).items():
             if name in ("norm", "norm_grad"):
                 assert chosen.algorithm == which
                 for header, kernel in sorted(kernels(chosen, unaligned=capability == 100)):

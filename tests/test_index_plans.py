@@ -19,47 +19,47 @@ from indexed import (
 )
 
 import jaxkern
-from jaxkern import tiers
+from jaxkern import algorithms
 from jaxkern._core import compat
 
 
 def test_plans_are_forced_on_what_they_are_for():
     x, index = jnp.ones((3, 4)), jnp.zeros(2, jnp.int32)
     gradient = jax.grad(lambda x: jaxkern.index_select(x, 0, index).sum())
-    with tiers.force(segment_sum="sort"):
+    with algorithms.force(segment_sum="sort"):
         text = str(jax.make_jaxpr(gradient)(x))
         assert "plan='sort'" in text and "plan='auto'" in text  # the gather's own
         assert "algorithm=auto" in str(jax.make_jaxpr(jaxkern.softmax)(x))
-    with tiers.force(index_select="gather"):
+    with algorithms.force(index_select="gather"):
         assert "plan='gather'" in str(jax.make_jaxpr(gradient)(x)).split("segment_sum")[0]
     assert "plan='sort'" not in str(jax.make_jaxpr(gradient)(x))
     with (
         pytest.raises(ValueError, match="index_add has no algorithm 'sorts', there are unique"),
-        tiers.force(index_add="sorts"),
+        algorithms.force(index_add="sorts"),
     ):
         pass
 
 
 def test_plan_query_needs_no_gpu():
     for device, dtype, rows, count, inner in itertools.product(
-        (tiers.H200, tiers.A100), FLOATS + INTEGERS, (1, 1000, 1 << 20), (1, 1000, 1 << 20), (1, 7, 128)
+        (algorithms.H200, algorithms.A100), FLOATS + INTEGERS, (1, 1000, 1 << 20), (1, 1000, 1 << 20), (1, 7, 128)
     ):
         for op in ("index_add", "segment_sum", "segment_max", "segment_min", "segment_prod", "index_select"):
             problem = dict(rows=rows, count=count, inner=inner, dtype=dtype, device=device)
-            plan = tiers.choose(op, **problem)
-            assert plan in tiers.algorithms(op) and tiers.fits(op, plan, **problem)
+            plan = algorithms.choose(op, **problem)
+            assert plan in algorithms.names(op) and algorithms.fits(op, plan, **problem)
             assert (plan == "gather") == (op == "index_select") and plan != "atomic"
     # Fewer than four updates per row, and few enough for each block to look through all of them; or not.
-    assert [tiers.choose("index_add", 2000, 3000, batch=b, dtype="float32") for b in (1, 4, 5)] == [
+    assert [algorithms.choose("index_add", 2000, 3000, batch=b, dtype="float32") for b in (1, 4, 5)] == [
         "narrow",
         "narrow",
         "sort",
     ]
     for words, call in {
-        "complex64": lambda: tiers.choose("index_add", 1, 1, dtype="complex64"),
-        "float32": lambda: tiers.choose("index_add", 1, 1, index_dtype="float32"),
-        "positive": lambda: tiers.choose("index_add", 0, 1),
-        "no algorithm 'sorts'": lambda: tiers.fits("index_add", "sorts", 1, 1),
+        "complex64": lambda: algorithms.choose("index_add", 1, 1, dtype="complex64"),
+        "float32": lambda: algorithms.choose("index_add", 1, 1, index_dtype="float32"),
+        "positive": lambda: algorithms.choose("index_add", 0, 1),
+        "no algorithm 'sorts'": lambda: algorithms.fits("index_add", "sorts", 1, 1),
     }.items():
         with pytest.raises(ValueError, match=words):
             call()
@@ -90,7 +90,7 @@ PROBLEMS = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("plan", (*tiers.algorithms("index_add"), "gather"))
+@pytest.mark.parametrize("plan", (*algorithms.names("index_add"), "gather"))
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
 @pytest.mark.parametrize("operation", [*REDUCTIONS, "index_select"])
 def test_every_plan(plan, dtype, operation):
@@ -101,15 +101,17 @@ def test_every_plan(plan, dtype, operation):
     if operation != "index_add":
         hints.pop("deterministic")
     asked = {"segment_mean": "segment_sum"}.get(operation, operation)
-    if plan not in tiers.algorithms(asked):
+    if plan not in algorithms.names(asked):
         pytest.skip("of other operations")
     problem = dict(sorted=plan == "sorted", unique=plan == "unique", deterministic=plan != "atomic")
     for rows, count, inner in PROBLEMS:
         if plan == "unique" and count > rows:
             continue
-        if not tiers.fits(asked, plan, rows, count, inner, dtype, **(problem if operation != "index_select" else {})):
+        if not algorithms.fits(
+            asked, plan, rows, count, inner, dtype, **(problem if operation != "index_select" else {})
+        ):
             continue
-        with compat.enable_x64("64" in dtype), tiers.force(**{asked: plan}):
+        with compat.enable_x64("64" in dtype), algorithms.force(**{asked: plan}):
             x, source = values((rows, inner), dtype), values((count, inner), dtype, 2)
             index = indices(rows, count, kind="sorted" if plan == "sorted" else "wild")
             if plan == "unique":
@@ -141,7 +143,7 @@ def test_plans_of_many_updates(plan, rows, count, batch):
     total = functools.partial(jaxkern.segment_sum, num_segments=rows)
     for dtype in ("int32", "float32", "bfloat16"):
         source = values(shape, dtype)
-        with tiers.force(segment_sum=plan):
+        with algorithms.force(segment_sum=plan):
             found = [np.asarray(jax.jit(total if batch is None else jax.vmap(total))(source, index)) for _ in range(2)]
         assert found[0].tobytes() == found[1].tobytes()
         for f, s, i in zip(*(np.asarray(a).reshape(-1, a.shape[-1]) for a in (found[0], source, index)), strict=True):
@@ -160,5 +162,5 @@ def test_windows_of_several_slices(count):
 
 @pytest.mark.gpu
 def test_a_plan_that_does_not_fit_is_an_error():
-    with tiers.force(segment_sum="sorted"), pytest.raises(Exception, match="jaxkern.segment_sum.*sorted"):
+    with algorithms.force(segment_sum="sorted"), pytest.raises(Exception, match="jaxkern.segment_sum.*sorted"):
         jax.block_until_ready(jaxkern.segment_sum(jnp.ones(5), jnp.zeros(5, int), 3))

@@ -14,7 +14,7 @@ from indexed import FLOATS, INTEGERS
 from plans import DEVICES, layout, needs_nvrtc, needs_runtime, on_other_gpus
 
 import jaxkern
-from jaxkern import tiers
+from jaxkern import algorithms
 from jaxkern._core import compat, launch, registry, runtime
 from jaxkern._ops.indexing import plan, sort
 from jaxkern._ops.indexing.primitive import Rules
@@ -111,7 +111,7 @@ def test_choices_that_were_measured():
 @pytest.mark.parametrize("name", [a for a in plan.ALGORITHMS if a in ("unique", "sorted", "atomic", "narrow")])
 def test_a_plan_that_does_not_fit_is_an_error(name):
     x, ids = jax.ShapeDtypeStruct((5000, 3), "float32"), jax.ShapeDtypeStruct((5000,), "int32")
-    with tiers.force(segment_sum=name), pytest.raises(ValueError, match=f"segment_sum.*'{name}' cannot run"):
+    with algorithms.force(segment_sum=name), pytest.raises(ValueError, match=f"segment_sum.*'{name}' cannot run"):
         jax.jit(lambda x, i: jaxkern.segment_sum(x, i, 9)).trace(x, ids).lower(lowering_platforms=("cuda",))
 
 
@@ -323,7 +323,7 @@ def test_programs():
             deterministic=hints["deterministic"],
         )
         data = jax.ShapeDtypeStruct(DATA.shape, "float32")
-        with tiers.force(index_add=algorithm):
+        with algorithms.force(index_add=algorithm):
             text = lowered(f, data, IDS)
         assert names(text)[-1] == "jaxkern_index_add"
         for program in launch.programs(text):

@@ -110,13 +110,13 @@ def test_public_names():
         "softmax",
         "softmax_cross_entropy",
         "softmax_cross_entropy_and_grad",
-        "tiers",
+        "algorithms",
         "uninstall",
         "while_loop",
         *elementwise.NAMES,
     }
     assert jaxkern.__version__.count(".") == 2
-    assert isinstance(jaxkern.tiers, types.ModuleType) and callable(jaxkern.softmax)
+    assert isinstance(jaxkern.algorithms, types.ModuleType) and callable(jaxkern.softmax)
 
 
 def test_installed_version_is_that_of_the_source():
@@ -130,7 +130,7 @@ def test_installed_version_is_that_of_the_source():
 
 
 def test_public_functions_are_annotated():
-    for module in (jaxkern, jaxkern.tiers):
+    for module in (jaxkern, jaxkern.algorithms):
         for name in module.__all__:
             if inspect.isfunction(function := getattr(module, name)):
                 assert {*inspect.signature(function).parameters, "return"} == set(function.__annotations__), name
@@ -149,7 +149,7 @@ def test_public_functions_are_annotated():
         "accelerate",
         "source",
         "benchmark",
-        "tiers",
+        "algorithms",
         "_core.registry",
         "scan",
         "associative_scan",

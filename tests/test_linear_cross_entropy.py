@@ -16,7 +16,7 @@ from reference import DTYPES, computing
 from test_loss import exact
 
 import jaxkern
-from jaxkern import tiers
+from jaxkern import algorithms
 from jaxkern._core import compat, launch
 from jaxkern._ops.linear_cross_entropy import plan
 
@@ -115,7 +115,7 @@ def check(
             "transpose_weight": transposed,
             **options,
         }
-        with tiers.force(linear_softmax_cross_entropy=algorithm):
+        with algorithms.force(linear_softmax_cross_entropy=algorithm):
             return jaxkern.linear_softmax_cross_entropy(h, weight.T if transposed else weight, labels, bias, **given)
 
     with compat.enable_x64(dtype == "float64"):
@@ -186,7 +186,7 @@ def test_logits_may_be_float32(algorithm):
     """They lose nothing then, where those of the type of the activations would."""
     h, weight, labels, *_ = problem(64, 24, 152, "bfloat16")
     memory = None if algorithm == "whole" else small_budget(algorithm, 64, 24, 152, logits_dtype="float32")
-    with tiers.force(linear_softmax_cross_entropy=algorithm):
+    with algorithms.force(linear_softmax_cross_entropy=algorithm):
         f = jax.jit(
             lambda h, dtype: jaxkern.linear_softmax_cross_entropy(
                 h, weight, labels, reduction="none", logits_dtype=dtype, memory=memory
@@ -211,7 +211,7 @@ def test_rows_without_a_label(algorithm, reduction, dtype):
         )
         return loss.sum(), loss
 
-    with tiers.force(linear_softmax_cross_entropy=algorithm):
+    with algorithms.force(linear_softmax_cross_entropy=algorithm):
         f = jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))
         found = f(h, weight, jnp.full_like(labels, -1))
         bad = f(h, weight, labels.at[3].set(46).at[4].set(45).at[5].set(-2).at[6].set(-1))
@@ -351,7 +351,7 @@ def test_memory(algorithm, memory, reduction):
         jax.ShapeDtypeStruct(shape, dtype)
         for shape, dtype in (((rows, width), "float32"), ((width, vocabulary), "float32"), ((rows,), "int32"))
     ]
-    with tiers.force(linear_softmax_cross_entropy=algorithm):
+    with algorithms.force(linear_softmax_cross_entropy=algorithm):
         compiled = jax.jit(jax.value_and_grad(f, (0, 1))).lower(*types).compile()
     temporary = compiled.memory_analysis().temp_size_in_bytes
     shapes = re.findall(r"\w\d+\[([\d,]+)\]", compiled.as_text())
@@ -386,7 +386,10 @@ LLAMA = functools.partial(plan.Problem, 8192, 4096, 128256)
 )
 def test_choice(asked, algorithm):
     assert plan.choose(asked) == algorithm
-    assert tiers.choose("linear_softmax_cross_entropy", **{k: v for k, v in asked._asdict().items() if v}) == algorithm
+    assert (
+        algorithms.choose("linear_softmax_cross_entropy", **{k: v for k, v in asked._asdict().items() if v})
+        == algorithm
+    )
 
 
 @pytest.mark.sweep(3)
@@ -431,11 +434,11 @@ def test_algorithms_are_forced_on_every_platform():
     types = [jax.ShapeDtypeStruct(s, d) for s, d in (((rows, width), "float32"), ((width, vocabulary), "float32"))]
     asked = plan.Problem(rows, width, vocabulary, "float32", memory=1_000_000)
     for algorithm, loops in (("rows", 1), ("vocabulary", 2), ("auto", 2 if plan.choose(asked) == "vocabulary" else 1)):
-        with tiers.force(linear_softmax_cross_entropy=algorithm):
+        with algorithms.force(linear_softmax_cross_entropy=algorithm):
             text = jax.jit(jax.grad(f, (0, 1))).lower(*types, jax.ShapeDtypeStruct((rows,), "int32")).as_text()
         assert text.count("stablehlo.while") == loops
     with (
-        tiers.force(linear_softmax_cross_entropy="whole"),
+        algorithms.force(linear_softmax_cross_entropy="whole"),
         pytest.raises(ValueError, match="'whole' cannot run .*; rows, voc"),
     ):
         jax.jit(jax.grad(f, (0, 1))).lower(*types, jax.ShapeDtypeStruct((rows,), "int32"))

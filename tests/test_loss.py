@@ -1,4 +1,4 @@
-"""softmax_cross_entropy: numbers, labels, extremes, derivatives, batches, memory, tiers, bad input."""
+"""softmax_cross_entropy: numbers, labels, extremes, derivatives, batches, memory, algorithms, bad input."""
 
 import functools
 import itertools
@@ -14,7 +14,7 @@ from problems import random_mask
 from reference import DTYPES, computing, spacing, wide
 
 import jaxkern
-from jaxkern import tiers
+from jaxkern import algorithms
 from jaxkern._core import compat, registry
 from jaxkern._ops.cross_entropy import primitive as primitives
 
@@ -157,7 +157,7 @@ def test_against_numpy(dtype, shape, axis, mask):
         check(*problem(shape, dtype, axis), axis, None if mask is None else random_mask(mask), **options)
 
 
-# Around the ends of packs (16 bytes) and of the tiers that rows of so many bytes run in.
+# Around the ends of packs (16 bytes) and of the algorithms that rows of so many bytes run in.
 WIDTHS = sorted(
     {max(1, w + d) for w in (1, 8, 16, 64, 256, 512, 2048) for d in (-1, 0, 1)} | {8191, 16387, 32768, 50257}
 )
@@ -337,7 +337,7 @@ def as_written(x, labels, g, algorithm, which):
     """(loss, gradient) with the rows of logsumexp(x) - x[label]; None where this algorithm is not for these passes."""
     rows, width = x.shape
     params = {"axis": 1, "algorithm": algorithm, "options": primitives.Options(as_written=True)}
-    fits = functools.partial(tiers.fits, OPERATION, algorithm, rows, width, dtype=x.dtype.name)
+    fits = functools.partial(algorithms.fits, OPERATION, algorithm, rows, width, dtype=x.dtype.name)
     if which == "both":
         if algorithm != "auto" and not fits(which=which):
             return None
@@ -368,8 +368,8 @@ def test_special_rows_as_jax_has_them(dtype, width):
     with compat.enable_x64(dtype == "float64"):
         x = jnp.asarray(x, dtype)
         g = jnp.linspace(-1, 2, 9, dtype=computing(dtype))
-        algorithms = ("auto", *tiers.algorithms(OPERATION)) if ON_GPU else ("auto",)
-        found = [as_written(x, labels, g, a, which) for a in algorithms for which in ("separate", "both")]
+        forced = ("auto", *algorithms.names(OPERATION)) if ON_GPU else ("auto",)
+        found = [as_written(x, labels, g, a, which) for a in forced for which in ("separate", "both")]
         wide = x.astype(computing(dtype))
         at = lambda x: jnp.where(labels == -1, jnp.nan, jnp.take_along_axis(x, labels[:, None], 1)[:, 0])
         wanted, pull = jax.vjp(lambda x: jax.nn.logsumexp(x, 1) - at(x), wide)
@@ -698,9 +698,9 @@ def test_memory_is_a_few_numbers_a_row():
 OPERATION = "softmax_cross_entropy"
 
 
-def test_tier_query_needs_no_gpu():
+def test_algorithm_query_needs_no_gpu():
     for device, width, inner, dtype, which, masked, rows in itertools.product(
-        (tiers.H200, tiers.A100),
+        (algorithms.H200, algorithms.A100),
         (1, 64, 1000, 4096, 50257, 1 << 20),
         (1, 7),
         DTYPES,
@@ -709,21 +709,21 @@ def test_tier_query_needs_no_gpu():
         (1, 49152),
     ):
         asked = dict(rows=rows, width=width, inner=inner, dtype=dtype, which=which, masked=masked, device=device)
-        tier = tiers.choose(OPERATION, **asked)
-        assert tiers.fits(OPERATION, tier, **asked)
-        assert (tier == "column") == (inner != 1)
-        assert device is tiers.H200 or tier != "pipeline"  # Hopper's
-    assert tiers.choose(OPERATION, 32768, 131072, dtype="bfloat16", which="both") == "pipeline"
-    assert tiers.choose(OPERATION, 32768, 4096) == "warp"
-    assert tiers.choose(OPERATION, 1, 1 << 20) == "split"
-    with tiers.force(softmax="cluster"):
+        algorithm = algorithms.choose(OPERATION, **asked)
+        assert algorithms.fits(OPERATION, algorithm, **asked)
+        assert (algorithm == "column") == (inner != 1)
+        assert device is algorithms.H200 or algorithm != "pipeline"  # Hopper's
+    assert algorithms.choose(OPERATION, 32768, 131072, dtype="bfloat16", which="both") == "pipeline"
+    assert algorithms.choose(OPERATION, 32768, 4096) == "warp"
+    assert algorithms.choose(OPERATION, 1, 1 << 20) == "split"
+    with algorithms.force(softmax="cluster"):
         assert "algorithm=auto" in str(
             jax.make_jaxpr(jaxkern.softmax_cross_entropy)(jnp.ones((2, 3)), jnp.zeros(2, int))
         )
     with pytest.raises(ValueError, match="no algorithm 'wrap'"):
-        tiers.fits(OPERATION, "wrap", 1, 1)
+        algorithms.fits(OPERATION, "wrap", 1, 1)
     with pytest.raises(ValueError, match="which must be"):
-        tiers.choose(OPERATION, 1, 1, which="backward")
+        algorithms.choose(OPERATION, 1, 1, which="backward")
 
 
 EDGES = (
@@ -753,38 +753,40 @@ EDGES = (
 
 @pytest.mark.gpu
 @every_dtype
-@pytest.mark.parametrize("tier", tiers.algorithms(OPERATION))
-def test_every_tier(tier, dtype):
-    """Each kernel where it fits, with every option and with a mask, at widths around every tier's edges."""
+@pytest.mark.parametrize("algorithm", algorithms.names(OPERATION))
+def test_every_algorithm(algorithm, dtype):
+    """Each kernel where it fits, with every option and with a mask, at widths around every algorithm's edges."""
     ran, rows = 0, 5
-    # Not those of the functions above: what is compiled for one tier is not for another.
+    # Not those of the functions above: what is compiled for one algorithm is not for another.
     for n, width in enumerate(EDGES):
-        fits = lambda which, masked=False: tiers.fits(
-            OPERATION, tier, rows, width, dtype=dtype, which=which, masked=masked
+        fits = lambda which, masked=False: algorithms.fits(
+            OPERATION, algorithm, rows, width, dtype=dtype, which=which, masked=masked
         )
         args = problem((rows, width), dtype)
-        with tiers.force(softmax_cross_entropy=tier):
+        with algorithms.force(softmax_cross_entropy=algorithm):
             for masked in (False, True):
                 runs = [
                     run
                     for run, names in ((separate, ("loss", "gradient")), (together, ("both",)))
                     if all(fits(which, masked) for which in names)
                 ]
-                if tier in ("block", "streaming", "split") and fits("loss", masked):
+                if algorithm in ("block", "streaming", "split") and fits("loss", masked):
                     value = jax.jit(functools.partial(jaxkern.softmax_cross_entropy, label_smoothing=0.1))(*args[:2])
                     assert_near(value, *exact(*args, smoothing=0.1)[0], dtype)
                     ran += 1
                 check(*args, -1, random_mask((1, width)) if masked else None, runs=runs, **OPTIONS[n % len(OPTIONS)])
                 ran += len(runs)
     assert ran or not any(
-        tiers.fits(OPERATION, tier, 5, w, dtype=dtype, which=k) for w in EDGES for k in ("loss", "gradient", "both")
+        algorithms.fits(OPERATION, algorithm, 5, w, dtype=dtype, which=k)
+        for w in EDGES
+        for k in ("loss", "gradient", "both")
     )
 
 
 @needs_runtime
 def test_an_algorithm_that_does_not_fit_is_an_error():
     with (
-        tiers.force(softmax_cross_entropy="sub_warp"),
+        algorithms.force(softmax_cross_entropy="sub_warp"),
         pytest.raises(ValueError, match="jaxkern.softmax_cross_entropy.*sub_warp"),
     ):
         traced = jax.jit(jaxkern.softmax_cross_entropy).trace(jnp.ones((2, 100_003)), jnp.zeros(2, jnp.int32))

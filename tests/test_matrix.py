@@ -203,7 +203,7 @@ def linear_cross_entropy(ours, reduction, algorithm, x):
     weight, bias = jnp.cos(flat), jnp.sin(flat[:, 0])
     if ours:
         given = {"reduction": reduction, "transpose_weight": True, "soft_cap": 3.0, "memory": 1200}
-        with jaxkern.tiers.force(linear_softmax_cross_entropy=algorithm):
+        with jaxkern.algorithms.force(linear_softmax_cross_entropy=algorithm):
             found = jaxkern.linear_softmax_cross_entropy(x, weight, LABELS, bias, weights=weights, **given)
     else:
         logs = jax.nn.log_softmax(3 * jnp.tanh((x @ weight.T + bias) / 3))
@@ -530,7 +530,7 @@ def test_every_public_function_is_listed():
         "exponential_moving_average",
         "discounted_returns",
         "advantages",
-        "tiers",
+        "algorithms",
         "export_checks",
         # Without a derivative, or with that of x: tests/test_quantize.py and test_quantize_fused.py have them.
         "DelayedScale",

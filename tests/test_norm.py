@@ -15,7 +15,7 @@ from problems import WIDTHS
 from reference import DTYPES
 
 import jaxkern
-from jaxkern import tiers
+from jaxkern import algorithms
 from jaxkern._core import compat, launch, registry
 from jaxkern._ops.norm import plan
 
@@ -184,14 +184,14 @@ def test_dtypes(name, dtype, parameters, out):
 
 
 @pytest.mark.parametrize("rows", [1, 300, 20_000])
-@pytest.mark.parametrize("tier", plan.ALGORITHMS)
+@pytest.mark.parametrize("algorithm", plan.ALGORITHMS)
 @pytest.mark.sweep(5)
-def test_tiers(rows, tier):
+def test_algorithms(rows, algorithm):
     """Blocks that walk over many rows, and over fewer than their groups."""
     for width in (48, 64, 127):
-        if tier == "cluster" and width == 127:
+        if algorithm == "cluster" and width == 127:
             continue  # its rows are whole vectors
-        with tiers.force(rms_norm=tier, layer_norm=tier):
+        with algorithms.force(rms_norm=algorithm, layer_norm=algorithm):
             check("layer_norm", (rows, width), "bfloat16")
 
 
@@ -201,7 +201,7 @@ def test_tiers(rows, tier):
 @pytest.mark.parametrize("shape", [(700, 8200), (90, 16384), (2, 65544), (19, 98304)])
 def test_rows_of_several_blocks(name, dtype, shape):
     """Clusters of 2 to 16 blocks, forward and backward, that walk over few rows and over many."""
-    with tiers.force(rms_norm="cluster", layer_norm="cluster"):
+    with algorithms.force(rms_norm="cluster", layer_norm="cluster"):
         check(name, shape, dtype, residual=shape[0] == 90)
 
 

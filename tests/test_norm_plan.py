@@ -13,7 +13,7 @@ from plans import DEVICES, check_limits, kernels, needs_nvrtc
 from problems import WIDTHS
 
 import jaxkern
-from jaxkern import tiers
+from jaxkern import algorithms
 from jaxkern._core import compat, device, functor, launch, registry
 from jaxkern._definitions.traced import traced
 from jaxkern._engines.rows import plan as rows_plan
@@ -38,16 +38,18 @@ def problem(name, shape, dtype, extras, backward, out=None):
     )
 
 
-def found(name, shape, dtype, extras, backward, on=device.H200, out=None, parameters="float32", tier="auto"):
+def found(name, shape, dtype, extras, backward, on=device.H200, out=None, parameters="float32", algorithm="auto"):
     """The plan of a hand-written kernel; gradients of all operands if backward."""
     p = problem(name, shape, dtype, extras, backward, out)
     vectors = [parameters for e in extras.split() if e != "residual"]
     gradients = [(k + 1, d) for k, d in enumerate(vectors)] if backward else []
     arrays = [launch.operand(k) for k in range(5)] + [launch.result(0), launch.result(3)]
-    return plan.written_plan(p, on, name, vectors[: 1 if backward else None], gradients, arrays, 1e-6, tier)
+    return plan.written_plan(p, on, name, vectors[: 1 if backward else None], gradients, arrays, 1e-6, algorithm)
 
 
-def row_function(name, shape, dtype, extras, backward, out=None, parameters="float32", tier="auto", f=None, args=()):
+def row_function(
+    name, shape, dtype, extras, backward, out=None, parameters="float32", algorithm="auto", f=None, args=()
+):
     """The RowFunction of a norm, or of its gradients. f: before the store, a function of an element and of `args`."""
     wide = ["float32", *(d for _, d in args)]
     f = None if f is None else functor.trace(f, wide, name=name, results=1)[0]
@@ -59,7 +61,7 @@ def row_function(name, shape, dtype, extras, backward, out=None, parameters="flo
         for k in names
     ]
     types = tuple((s, jnp.dtype(d)) for s, d in (*types, *args))
-    more = dict(numbers=(("eps", 1e-6),), dtype=jnp.dtype(out or dtype), function=f, algorithm=tier)
+    more = dict(numbers=(("eps", 1e-6),), dtype=jnp.dtype(out or dtype), function=f, algorithm=algorithm)
     own = getattr(jaxkern, name).operation
     function = traced(own, tuple(names), types, keeps_x=backward and "residual" in extras, **more)
     if not backward:
@@ -93,7 +95,7 @@ def test_every_problem_has_a_plan(dtype, on):
                 assert shape[1] % 8 and shape[1] > 1024 and not (backward and name == "layer_norm")
             for algorithm in plan.ALGORITHMS[1:]:
                 if plan.fits(algorithm, p, on):
-                    other = found(name, shape, dtype, extras, backward, on, tier=algorithm)
+                    other = found(name, shape, dtype, extras, backward, on, algorithm=algorithm)
                     assert other is None or other.algorithm == algorithm
                     if other is not None:
                         check_limits(other, on)
@@ -101,7 +103,7 @@ def test_every_problem_has_a_plan(dtype, on):
                 else:
                     assert chosen is None or chosen.algorithm != algorithm
                     with pytest.raises(ValueError, match=f"{name}: the algorithm '{algorithm}' cannot run"):
-                        found(name, shape, dtype, extras, backward, on, tier=algorithm)
+                        found(name, shape, dtype, extras, backward, on, algorithm=algorithm)
 
 
 def check_coverage(chosen, shape, dtype, extras, backward, on):
@@ -139,14 +141,14 @@ def check_coverage(chosen, shape, dtype, extras, backward, on):
 
 
 def test_algorithms():
-    choose = functools.partial(tiers.choose, device=device.H200)
+    choose = functools.partial(algorithms.choose, device=device.H200)
     widths = (128, 512, 1001, 4096, 65536, 65544, 1 << 19, 1 << 20, 65541)
     expected = ["warp"] * 2 + ["block"] * 3 + ["cluster"] * 2 + ["streaming"] * 2
     assert [choose("rms_norm", 8192, n, dtype="bfloat16") for n in widths] == expected
     assert choose("rms_norm", 8192, 65536, dtype="bfloat16", backward=True) == "cluster"
-    assert tiers.choose("rms_norm", 8192, 65544, dtype="bfloat16", device=DEVICES[1]) == "streaming"
+    assert algorithms.choose("rms_norm", 8192, 65544, dtype="bfloat16", device=DEVICES[1]) == "streaming"
     assert choose("layer_norm", 8192, 8192, backward=True, scale_sum=True, bias=True) == "block"
-    assert "rms_norm" in tiers.operations() and tiers.algorithms("layer_norm") == plan.ALGORITHMS
+    assert "rms_norm" in algorithms.operations() and algorithms.names("layer_norm") == plan.ALGORITHMS
 
 
 @pytest.mark.parametrize(
@@ -168,7 +170,7 @@ def test_generated_or_by_hand(name, shape, dtype, extras, forward, backward):
         chosen = row_plan(row_function(name, shape, dtype, extras, back))
         assert (chosen and chosen.algorithm) == algorithm
         kinds = dict(bias="bias" in extras, residual="residual" in extras, backward=back, scale_sum=back)
-        own = tiers.choose(name, *shape, dtype=dtype, device=device.H200, **kinds) != "generated"
+        own = algorithms.choose(name, *shape, dtype=dtype, device=device.H200, **kinds) != "generated"
         assert chosen is None or (chosen.launches[0].header == "rows/rows.cuh") != own
 
 
@@ -183,9 +185,9 @@ def test_row_functions_that_are_not_written_by_hand():
     more = dict(numbers=(("eps", 1e-6),), dtype=jnp.dtype("bfloat16"), function=None, algorithm="auto")
     types = tuple((s, jnp.dtype(d)) for s, d in types)
     assert generated(traced(own, ("x", "scale", "bias"), types, **more))
-    assert generated(row_function("layer_norm", (64, 256), "bfloat16", "scale", False, tier="generated"))
+    assert generated(row_function("layer_norm", (64, 256), "bfloat16", "scale", False, algorithm="generated"))
     with pytest.raises(ValueError, match="layer_norm: the algorithm 'warp' cannot run"):
-        row_plan(row_function("layer_norm", (64, 8192), "bfloat16", "scale", False, tier="warp"))
+        row_plan(row_function("layer_norm", (64, 8192), "bfloat16", "scale", False, algorithm="warp"))
 
 
 def test_long_rows_are_left_to_xla():
@@ -195,13 +197,13 @@ def test_long_rows_are_left_to_xla():
     for name, dtype, backward in itertools.product(NAMES, ("bfloat16", "float16", "float32"), (False, True)):
         kernel = dtype == "float32" or (name == "layer_norm" and backward)
         assert (of(name, (4096, 4097), dtype, backward=backward) is not None) == kernel
-        assert of(name, (4096, 4097), dtype, backward=backward, tier="block").algorithm == "block"
+        assert of(name, (4096, 4097), dtype, backward=backward, algorithm="block").algorithm == "block"
         for width in (77, 1001, 1024, 4096, 65536, 1 << 20):
             streams = width == 1 << 20  # too long for clusters in both directions and all dtypes
             for rows in (16, 4096):
                 left = streams and (name == "rms_norm" or rows == 16)
                 assert (of(name, (rows, width), dtype, backward=backward) is None) == left
-        assert of(name, (16, 1 << 20), dtype, backward=backward, tier="streaming").algorithm == "streaming"
+        assert of(name, (16, 1 << 20), dtype, backward=backward, algorithm="streaming").algorithm == "streaming"
 
 
 def test_what_kernels_do_not_take():
@@ -232,10 +234,10 @@ def test_kernels(name, shape, dtype, out, parameters, extras):
     """On a device of two multiprocessors, so that blocks walk over rows; once more at any address for one of them."""
     rng, on = np.random.default_rng(0), device.H200._replace(sm_count=2)
     for backward, unaligned in ((False, False), (True, False), *([(False, True), (True, True)] * (shape[1] == 76))):
-        tier = {64: "warp", 1025: "block", 1030: "block", 16500: "streaming" if backward else "auto"}.get(
+        algorithm = {64: "warp", 1025: "block", 1030: "block", 16500: "streaming" if backward else "auto"}.get(
             shape[1], "auto"
         )
-        f = row_function(name, shape, dtype, extras, backward, out=out, parameters=parameters, tier=tier)
+        f = row_function(name, shape, dtype, extras, backward, out=out, parameters=parameters, algorithm=algorithm)
         chosen = row_plan(f, on)
         given = [jnp.asarray(rng.normal(0.3, 1, a.shape), a.dtype) for a in f.avals]
         outputs = emulated.run(chosen, list(map(np.asarray, given)), rows_plan.outputs(f), unaligned)
@@ -251,7 +253,7 @@ def test_kernels(name, shape, dtype, out, parameters, extras):
 def test_short_rows_where_products_are_fused():
     """The variance may be near 0, so that what is left of g * scale - mean(g * scale) is multiplied by up to 1000."""
     rng = np.random.default_rng(0)
-    f = row_function("layer_norm", (300, 2), "float32", "scale bias", True, tier="warp")
+    f = row_function("layer_norm", (300, 2), "float32", "scale bias", True, algorithm="warp")
     given = [rng.normal(0.5, 1, a.shape).astype(a.dtype) for a in f.avals]
     dx, _, _ = emulated.run(row_plan(f), given, [(a.shape, a.dtype) for a in f.results], fused=True)
     with compat.enable_x64():
@@ -264,10 +266,10 @@ def test_short_rows_where_products_are_fused():
     assert (np.abs(dx - np.asarray(exact)) / unit).max() < 4 * np.finfo("float32").eps
 
 
-def with_epilogue(name, shape, args, dtype="bfloat16", tier="warp"):
+def with_epilogue(name, shape, args, dtype="bfloat16", algorithm="warp"):
     """The RowFunction of a norm with a function of arguments of these (shape, dtype)."""
     f = lambda v, *args: jax.nn.silu(v) + sum(args, 0.5)
-    return row_function(name, shape, dtype, "scale", False, tier=tier, f=f, args=args)
+    return row_function(name, shape, dtype, "scale", False, algorithm=algorithm, f=f, args=args)
 
 
 @pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
@@ -299,7 +301,7 @@ def test_kernels_with_a_function_compile():
     for shape in ((64, 128), (8, 1 << 20)):
         args = [((1, shape[1]), "bfloat16"), ((1, 1), "float32")]
         for step in row_plan(
-            with_epilogue("layer_norm", shape, args, tier="warp" if shape[1] == 128 else "streaming")
+            with_epilogue("layer_norm", shape, args, algorithm="warp" if shape[1] == 128 else "streaming")
         ).launches:
             assert registry.kernels.module.compile(step.header, step.name, 90, step.source)
 
@@ -318,7 +320,7 @@ def test_kernels_compile(capability):
         name, shape, dtype, extras = calls[[80, 90, 100, 120].index(capability)]
         parameters = "float64" if dtype == "float64" else "float32"
         for backward in (False, True):
-            tier = {4097: "block", 1 << 20: "streaming"}.get(shape[1], "auto")
-            chosen = found(name, shape, dtype, extras, backward, parameters=parameters, tier=tier)
+            algorithm = {4097: "block", 1 << 20: "streaming"}.get(shape[1], "auto")
+            chosen = found(name, shape, dtype, extras, backward, parameters=parameters, algorithm=algorithm)
             for header, kernel in sorted(kernels(chosen, unaligned=capability == 90)):
                 assert registry.kernels.module.compile(header, kernel, capability)

@@ -382,7 +382,7 @@ def test_batches_of_matrices():
 # ---- the kernels
 
 
-def norm_plan(name, shape, dtype, extras, to, block=None, given=False, tier="auto", on=device.H200, function=None):
+def norm_plan(name, shape, dtype, extras, to, block=None, given=False, algorithm="auto", on=device.H200, function=None):
     """The plan, avals of operands and results, and parameters."""
     of = lambda shape, dtype: jax.core.ShapedArray(shape, jnp.dtype(dtype))
     operands = [of(shape, dtype), *(of(shape if e == "residual" else shape[-1:], dtype) for e in extras.split())]
@@ -391,7 +391,7 @@ def norm_plan(name, shape, dtype, extras, to, block=None, given=False, tier="aut
     scales = (shape[0],) if block is None else (shape[0], shape[1] // block)
     results = [(shape, np.uint8), (scales, np.float32), *[(shape, jnp.dtype(dtype))] * ("residual" in extras)]
     params = dict(extras=extras, numbers=(("eps", EPS),), to=to, block=block, given=given)
-    params |= dict(algorithm=tier, function=function)
+    params |= dict(algorithm=algorithm, function=function)
     return quantized_plan.launches(name, on, operands, None, **params), operands, results, params
 
 

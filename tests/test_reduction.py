@@ -1,4 +1,4 @@
-"""reduce_sum, reduce_mean, reduce_max, reduce_min and logsumexp: numbers, extremes, bad input, tiers."""
+"""reduce_sum, reduce_mean, reduce_max, reduce_min and logsumexp: numbers, extremes, bad input, algorithms."""
 
 import functools
 import itertools
@@ -15,7 +15,7 @@ from reductions import JAX, OPERATIONS, OURS, SELECTING, call, every_operation
 from reference import DTYPES, assert_rounded, computing, whole, wide
 
 import jaxkern
-from jaxkern import reduction, tiers
+from jaxkern import algorithms, reduction
 from jaxkern._core import compat, registry
 from jaxkern._core.algorithms import forced
 
@@ -624,19 +624,19 @@ def test_bad_arguments(operation, given, kind, words):
         OURS[operation](**({"x": jnp.ones((2, 3))} | given))
 
 
-# ---- tiers
+# ---- algorithms
 
 
 def test_force():
-    with tiers.force(logsumexp="split"):
+    with algorithms.force(logsumexp="split"):
         assert "algorithm=split" in str(jax.make_jaxpr(jaxkern.logsumexp)(jnp.ones(3)))
-    with tiers.force(softmax="pipeline"):
+    with algorithms.force(softmax="pipeline"):
         assert "algorithm=auto" in str(jax.make_jaxpr(jaxkern.logsumexp)(jnp.ones(3)))
 
 
-def test_tier_query_needs_no_gpu():
+def test_algorithm_query_needs_no_gpu():
     for device, width, inner, dtype, masked, rows in itertools.product(
-        (tiers.H200, tiers.A100),
+        (algorithms.H200, algorithms.A100),
         (1, 64, 1000, 4096, 50257, 1 << 20),
         (1, 7),
         ("bfloat16", "float64", "uint8"),
@@ -644,9 +644,9 @@ def test_tier_query_needs_no_gpu():
         (1, 49152),
     ):
         problem = dict(rows=rows, width=width, inner=inner, dtype=dtype, masked=masked, device=device)
-        tier = tiers.choose("reduce_sum", **problem)
-        assert tier in tiers.algorithms("reduce_sum") and tiers.fits("reduce_sum", tier, **problem)
-        assert (tier == "column") == (inner != 1)
+        algorithm = algorithms.choose("reduce_sum", **problem)
+        assert algorithm in algorithms.names("reduce_sum") and algorithms.fits("reduce_sum", algorithm, **problem)
+        assert (algorithm == "column") == (inner != 1)
     wanted = {
         (49152, 32): "sub_warp",
         (49152, 1024): "warp",
@@ -655,8 +655,8 @@ def test_tier_query_needs_no_gpu():
         (64, 1 << 20): "split",
         (1, 1 << 26): "split",
     }
-    assert {shape: tiers.choose("reduce_sum", *shape, device=tiers.H200) for shape in wanted} == wanted
-    assert not tiers.fits("reduce_sum", "sub_warp", 8, 129, masked=True)
+    assert {shape: algorithms.choose("reduce_sum", *shape, device=algorithms.H200) for shape in wanted} == wanted
+    assert not algorithms.fits("reduce_sum", "sub_warp", 8, 129, masked=True)
 
 
 @pytest.mark.parametrize(
@@ -666,20 +666,20 @@ def test_tier_query_needs_no_gpu():
         (dict(width=0), ValueError, "width must be positive, got 0"),
         (dict(inner=2.0), TypeError, "inner must be an int, got 2.0"),
         (dict(masked=1), TypeError, "masked must be True or False, got 1"),
-        (dict(device="H200"), TypeError, "device must be a jaxkern.tiers.Device or None, got str"),
+        (dict(device="H200"), TypeError, "device must be a jaxkern.algorithms.Device or None, got str"),
     ],
 )
-def test_bad_tier_query(problem, kind, words):
+def test_bad_algorithm_query(problem, kind, words):
     problem = {"rows": 8, "width": 64, **problem}
     for name, ask in (
-        ("choose", lambda **p: tiers.choose("reduce_max", **p)),
-        ("fits", lambda **p: tiers.fits("reduce_max", "warp", **p)),
+        ("choose", lambda **p: algorithms.choose("reduce_max", **p)),
+        ("fits", lambda **p: algorithms.fits("reduce_max", "warp", **p)),
     ):
         with pytest.raises(kind) as error:
             ask(**problem)
-        assert str(error.value).startswith(f"jaxkern.tiers.{name}: {words}")
+        assert str(error.value).startswith(f"jaxkern.algorithms.{name}: {words}")
     with pytest.raises(ValueError, match="reduce_max has no algorithm 'pipeline', there are sub_warp"):
-        tiers.fits("reduce_max", "pipeline", 8, 64)
+        algorithms.fits("reduce_max", "pipeline", 8, 64)
 
 
 EDGES = (
@@ -713,26 +713,26 @@ EDGES = (
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES + ("int8", "uint16", "int32", "uint64"))
-@pytest.mark.parametrize("tier", tiers.algorithms("reduce_sum"))
-def test_every_tier(tier, dtype):
-    """Each kernel where it fits, with a mask too, at widths around every tier's edges; right and the same twice."""
+@pytest.mark.parametrize("algorithm", algorithms.names("reduce_sum"))
+def test_every_algorithm(algorithm, dtype):
+    """Each kernel where it fits, with a mask too, at widths around every algorithm's edges; right and the same twice."""
     ran, whole = 0, dtype in INTEGERS
     for width, operation, masked in itertools.product(EDGES, OPERATIONS, (False, True)):
         if whole and operation in ("reduce_mean", "logsumexp"):
             continue
         shapes = (
             [((37, width, 24), 1), ((3, width, 5), 1), ((1, width, 70), 1)]
-            if tier == "column"
+            if algorithm == "column"
             else [((37 if width < 5000 else 3, width), 1)]
         )
         for shape, axis in shapes:
             inner = int(np.prod(shape[2:]))
             if (
-                not tiers.fits(operation, tier, shape[0], width, inner, dtype, masked=masked)
+                not algorithms.fits(operation, algorithm, shape[0], width, inner, dtype, masked=masked)
                 or np.prod(shape) > 3_000_000
             ):
                 continue
-            with compat.enable_x64(jnp.dtype(dtype).itemsize == 8), tiers.force(**{operation: tier}):
+            with compat.enable_x64(jnp.dtype(dtype).itemsize == 8), algorithms.force(**{operation: algorithm}):
                 mask = random_mask((1, width, *shape[2:])) if masked else None
                 if whole:
                     x = integers(shape, dtype)
@@ -764,7 +764,7 @@ def test_every_tier(tier, dtype):
 def test_an_algorithm_that_does_not_fit_is_an_error():
     if registry.kernels.module is None:
         pytest.skip(registry.kernels.reason)
-    with tiers.force(logsumexp="sub_warp"), pytest.raises(ValueError, match="jaxkern.logsumexp.*sub_warp"):
+    with algorithms.force(logsumexp="sub_warp"), pytest.raises(ValueError, match="jaxkern.logsumexp.*sub_warp"):
         jax.jit(jaxkern.logsumexp).trace(jnp.ones((2, 100_003))).lower(lowering_platforms=("cuda",))
 
 

@@ -8,7 +8,7 @@ import plans
 import pytest
 from row_functions import FUNCTIONS, operands
 
-from jaxkern import tiers
+from jaxkern import algorithms
 from jaxkern._core import device, registry
 from jaxkern._engines.rows import layout, plan
 from jaxkern._engines.rows.function import trace
@@ -35,7 +35,7 @@ def traced(name, shape, dtype, gradient, seed=0):
 
 def planned(function, algorithm=None, on=device.H200):
     results = [jax.ShapeDtypeStruct(*o) for o in plan.outputs(function)]
-    with tiers.force(row_kernel=algorithm or "auto"):
+    with algorithms.force(row_kernel=algorithm or "auto"):
         return plan.plan(on, function.avals, results, function=function)
 
 

@@ -123,7 +123,7 @@ def test_scans_are_kernels(name):
 def test_what_is_left_to_xla(monkeypatch):
     run, operands = FUNCTIONS["recurrence"][0]((3, 4), 5, "float32")
     f = functools.partial(run, jaxkern.scan)
-    with jaxkern.tiers.force_xla():
+    with jaxkern.algorithms.force_xla():
         assert lowered(f, *operands) == ([], 1)
     monkeypatch.setenv("JAXKERN_BACKEND", "xla")
     assert lowered(lambda *a: f(*a), *operands) == ([], 1)

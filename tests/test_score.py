@@ -15,7 +15,7 @@ import pytest
 from conftest import ON_GPU
 
 import jaxkern
-from jaxkern import tiers
+from jaxkern import algorithms
 from jaxkern._core import compat, launch, registry, runtime
 from jaxkern._ops.softmax import plan
 
@@ -232,7 +232,7 @@ def test_other_axes_types_and_numbers():
 @pytest.mark.parametrize("algorithm", ("warp", "block", "streaming"))
 def test_forced_algorithms(algorithm):
     for dtype, width in (("bfloat16", 512), ("float32", 333), ("float16", 1000)):
-        with tiers.force(softmax=algorithm):
+        with algorithms.force(softmax=algorithm):
             check("softmax", everything, (2, 3, 5, width), dtype)
             check("softmax", band, (2, 3, 5, width), dtype)
 
@@ -409,10 +409,10 @@ def test_one_call_forward_and_one_backward():
 def test_forced_algorithms_are_lowered():
     x = jax.ShapeDtypeStruct((4, 8, 512), "float32")
     for name in ("warp", "block", "streaming"):
-        with tiers.force(softmax=name):
+        with algorithms.force(softmax=name):
             (program,) = launch.programs(lowered(lambda x: jaxkern.softmax(x, score=lambda s, b, q, k: s * 2), x))
         assert re.search(rf"^operation jaxkern_softmax_score\(.*, {name}$", program, re.M)
-    with tiers.force(softmax="cluster"), pytest.raises(ValueError, match="the algorithm 'cluster' cannot run"):
+    with algorithms.force(softmax="cluster"), pytest.raises(ValueError, match="the algorithm 'cluster' cannot run"):
         lowered(lambda x: jaxkern.softmax(x, score=lambda s, b, q, k: s * 2), x)
 
 

@@ -278,8 +278,8 @@ def test_kernels_compile(shape, dtype, mask, capability):
 @pytest.mark.skipif(not ON_GPU, reason="no GPU")
 @pytest.mark.parametrize("algorithm", ("warp", "block", "streaming"))
 def test_forced_algorithms(algorithm):
-    from jaxkern import tiers
+    from jaxkern import algorithms
 
     for dtype, width in (("bfloat16", 512), ("float32", 333), ("float16", 1000)):
-        with tiers.force(softmax=algorithm):
+        with algorithms.force(softmax=algorithm):
             check((3, 5, width), dtype, OPTIONS[0])

@@ -14,7 +14,7 @@ from jax import export
 from reference import DTYPES, assert_rounded, wide
 
 import jaxkern
-from jaxkern import tiers
+from jaxkern import algorithms
 from jaxkern._core import compat, registry
 from jaxkern._ops.indexing.primitive import Rules
 from jaxkern._ops.segment_softmax.primitive import segment_softmax_grad_p
@@ -427,12 +427,12 @@ def test_bad_input(call, kind, words):
 
 def test_algorithms():
     problem = dict(rows=50_000, count=1_166_243, inner=8, operation="segment_softmax")
-    assert tiers.choose(**problem) == "sort" and not tiers.fits(algorithm="sorted", **problem)
-    assert tiers.choose(**problem, sorted=True) == "sorted"
-    with tiers.force(segment_softmax="sort"):
+    assert algorithms.choose(**problem) == "sort" and not algorithms.fits(algorithm="sorted", **problem)
+    assert algorithms.choose(**problem, sorted=True) == "sorted"
+    with algorithms.force(segment_softmax="sort"):
         text = str(jax.make_jaxpr(lambda x: jaxkern.segment_softmax(x, IDS, 5))(jnp.ones(12)))
     assert "plan='sort'" in text
-    with tiers.force(segment_sum="narrow"):  # another operation's
+    with algorithms.force(segment_sum="narrow"):  # another operation's
         assert "plan='auto'" in str(jax.make_jaxpr(lambda x: jaxkern.segment_softmax(x, IDS, 5))(jnp.ones(12)))
 
 
@@ -455,7 +455,7 @@ def test_every_plan(dtype):
         ids = indices(rows, count, kind="sorted")
         found = []
         for algorithm in ("sort", "sorted", "sorted"):
-            with tiers.force(segment_softmax=algorithm):
+            with algorithms.force(segment_softmax=algorithm):
                 found.append(check(dtype, (count, width), rows, ids, indices_are_sorted=True))
         for y, dx in found[1:]:
             assert np.asarray(y).tobytes() == np.asarray(found[0][0]).tobytes()
@@ -472,7 +472,7 @@ def test_a_promise_that_is_broken_does_no_harm():
                 values((30_000, width), "float32"), ids, values((30_000, width), "float32")
             )
         )
-    with tiers.force(segment_softmax="sorted"), pytest.raises(Exception, match="jaxkern.segment_softmax.*sorted"):
+    with algorithms.force(segment_softmax="sorted"), pytest.raises(Exception, match="jaxkern.segment_softmax.*sorted"):
         jax.block_until_ready(jaxkern.segment_softmax(jnp.ones(5), jnp.zeros(5, int), 3))
 
 

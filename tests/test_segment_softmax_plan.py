@@ -15,7 +15,7 @@ from indexed import FLOATS, values
 from plans import on_other_gpus
 
 import jaxkern
-from jaxkern import tiers
+from jaxkern import algorithms
 from jaxkern._core import compat, device, launch, registry
 from jaxkern._ops.indexing.primitive import Rules
 from jaxkern._ops.segment_softmax import plan, primitive, reference
@@ -336,9 +336,9 @@ def test_what_has_no_kernel_runs_the_reference():
 
 @needs_runtime
 def test_a_forced_algorithm_that_does_not_fit():
-    with tiers.force(segment_softmax="sorted"), pytest.raises(ValueError, match="jaxkern.segment_softmax.*sorted"):
+    with algorithms.force(segment_softmax="sorted"), pytest.raises(ValueError, match="jaxkern.segment_softmax.*sorted"):
         lowered(lambda x, ids: jaxkern.segment_softmax(x, ids, 60), spec((5000, 8)), spec((5000,), "int32"))
-    with tiers.force(segment_softmax="sort"):
+    with algorithms.force(segment_softmax="sort"):
         text = lowered(
             lambda x, ids: jaxkern.segment_softmax(x, ids, 60, indices_are_sorted=True),
             spec((5000, 8)),

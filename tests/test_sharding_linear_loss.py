@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from sharding import mesh, messages, put, same, several
 
 import jaxkern
-from jaxkern import tiers
+from jaxkern import algorithms
 
 ROWS, WIDTH, VOCABULARY = 32, 8, 64
 IGNORED = 5  # a class
@@ -31,7 +31,7 @@ def operands():
 
 def step(reduction, algorithm, memory=None, **options):
     def f(h, weight, bias, labels):
-        with tiers.force(linear_softmax_cross_entropy=algorithm):
+        with algorithms.force(linear_softmax_cross_entropy=algorithm):
             loss = jaxkern.linear_softmax_cross_entropy(
                 h, weight, labels, bias, reduction=reduction, memory=memory, **options
             )

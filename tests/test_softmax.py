@@ -1,4 +1,4 @@
-"""softmax and log_softmax and their gradients: numbers, shapes, extremes, bad input, tiers."""
+"""softmax and log_softmax and their gradients: numbers, shapes, extremes, bad input, algorithms."""
 
 import functools
 import itertools
@@ -14,7 +14,7 @@ from problems import ROWS, WIDTHS, normal, random_mask
 from reference import DTYPES, OPERATIONS, assert_rounded, forward, gradient
 
 import jaxkern
-from jaxkern import tiers
+from jaxkern import algorithms
 from jaxkern._core import compat, registry
 from jaxkern._core.algorithms import forced
 
@@ -413,31 +413,31 @@ def test_axes_of_any_integer_type(operation):
         np.testing.assert_array_equal(OURS[operation](x, axis), OURS[operation](x, same))
 
 
-# ---- tiers
+# ---- algorithms
 
 
 def test_force_is_local_and_restored():
     assert forced("softmax") == "auto"
-    with tiers.force(softmax="block", log_softmax="warp"):
-        with tiers.force(softmax="auto"):
+    with algorithms.force(softmax="block", log_softmax="warp"):
+        with algorithms.force(softmax="auto"):
             assert forced("softmax") == "auto" and forced("log_softmax") == "warp"
         assert "algorithm=block" in str(jax.make_jaxpr(jaxkern.softmax)(jnp.ones(3)))
     assert "algorithm=auto" in str(jax.make_jaxpr(jaxkern.softmax)(jnp.ones(3)))
-    f = jax.jit(jaxkern.softmax)  # neither way round may a program of another tier be reused
-    for tier in ("auto", "warp", "auto", "split"):
-        with tiers.force(softmax=tier):
-            assert f"algorithm={tier}" in str(jax.make_jaxpr(f)(jnp.ones(3)))
+    f = jax.jit(jaxkern.softmax)  # neither way round may a program of another algorithm be reused
+    for algorithm in ("auto", "warp", "auto", "split"):
+        with algorithms.force(softmax=algorithm):
+            assert f"algorithm={algorithm}" in str(jax.make_jaxpr(f)(jnp.ones(3)))
     with (
         pytest.raises(ValueError, match="softmax has no algorithm 'blok', there are sub_warp"),
-        tiers.force(softmax="blok"),
+        algorithms.force(softmax="blok"),
     ):
         pass
-    with pytest.raises(ValueError, match="no operation 'softmix', there are"), tiers.force(softmix="block"):
+    with pytest.raises(ValueError, match="no operation 'softmix', there are"), algorithms.force(softmix="block"):
         pass
 
 
-def test_tier_query_needs_no_gpu():
-    for device in (tiers.H200, tiers.A100):
+def test_algorithm_query_needs_no_gpu():
+    for device in (algorithms.H200, algorithms.A100):
         for width, inner, dtype, backward, masked in itertools.product(
             (1, 64, 1000, 4096, 50257, 1 << 20), (1, 7), DTYPES, (False, True), (False, True)
         ):
@@ -445,15 +445,15 @@ def test_tier_query_needs_no_gpu():
                 problem = dict(
                     rows=rows, width=width, inner=inner, dtype=dtype, backward=backward, masked=masked, device=device
                 )
-                tier = tiers.choose("softmax", **problem)
-                assert tier in tiers.algorithms("softmax") and tiers.fits("softmax", tier, **problem)
-                assert (tier == "column") == (inner != 1)
-                assert device is tiers.H200 or tier not in ("cluster", "pipeline")  # Hopper's
-    assert tiers.choose("softmax", 49152, 32, dtype=jnp.bfloat16) == "sub_warp"
-    assert tiers.choose("softmax", 1, 1 << 20) == "split"
-    assert not tiers.fits("softmax", "cluster", 49152, 8192, device=tiers.A100)
+                algorithm = algorithms.choose("softmax", **problem)
+                assert algorithm in algorithms.names("softmax") and algorithms.fits("softmax", algorithm, **problem)
+                assert (algorithm == "column") == (inner != 1)
+                assert device is algorithms.H200 or algorithm not in ("cluster", "pipeline")  # Hopper's
+    assert algorithms.choose("softmax", 49152, 32, dtype=jnp.bfloat16) == "sub_warp"
+    assert algorithms.choose("softmax", 1, 1 << 20) == "split"
+    assert not algorithms.fits("softmax", "cluster", 49152, 8192, device=algorithms.A100)
     with pytest.raises(ValueError, match="no algorithm 'wrap'"):
-        tiers.fits("softmax", "wrap", 1, 1)
+        algorithms.fits("softmax", "wrap", 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -471,22 +471,22 @@ def test_tier_query_needs_no_gpu():
         (dict(width=1 << 63), ValueError, "width must be below 9223372036854775808, got 9223372036854775808"),
         (dict(backward=1), TypeError, "backward must be True or False, got 1"),
         (dict(masked=None), TypeError, "masked must be True or False, got None"),
-        (dict(device="H200"), TypeError, "device must be a jaxkern.tiers.Device or None, got str"),
-        (dict(device=(132, 90, 1)), TypeError, "device must be a jaxkern.tiers.Device or None, got tuple"),
-        (dict(device=tiers.Device(132, 9.0, 1)), TypeError, "device.compute_capability must be an int, got 9.0"),
-        (dict(device=tiers.Device(0, 90, 1)), ValueError, "device.sm_count must be positive, got 0"),
+        (dict(device="H200"), TypeError, "device must be a jaxkern.algorithms.Device or None, got str"),
+        (dict(device=(132, 90, 1)), TypeError, "device must be a jaxkern.algorithms.Device or None, got tuple"),
+        (dict(device=algorithms.Device(132, 9.0, 1)), TypeError, "device.compute_capability must be an int, got 9.0"),
+        (dict(device=algorithms.Device(0, 90, 1)), ValueError, "device.sm_count must be positive, got 0"),
     ],
 )
-def test_bad_tier_query(problem, kind, words):
+def test_bad_algorithm_query(problem, kind, words):
     problem = {"rows": 8, "width": 64, **problem}
     for name, ask in (
-        ("choose", functools.partial(tiers.choose, "softmax")),
-        ("fits", functools.partial(tiers.fits, "log_softmax", "warp")),
+        ("choose", functools.partial(algorithms.choose, "softmax")),
+        ("fits", functools.partial(algorithms.fits, "log_softmax", "warp")),
     ):
         with pytest.raises(kind) as error:
             ask(**problem)
         message = str(error.value)
-        assert message.startswith(f"jaxkern.tiers.{name}: {words}") and "\n" not in message, message
+        assert message.startswith(f"jaxkern.algorithms.{name}: {words}") and "\n" not in message, message
 
 
 EDGES = (
@@ -520,27 +520,30 @@ EDGES = (
 
 @pytest.mark.gpu
 @every_dtype
-@pytest.mark.parametrize("tier", tiers.algorithms("softmax"))
-def test_every_tier(tier, dtype):
-    """Each kernel where it fits, right and the same with a mask, at widths around every tier's edges."""
+@pytest.mark.parametrize("algorithm", algorithms.names("softmax"))
+def test_every_algorithm(algorithm, dtype):
+    """Each kernel where it fits, right and the same with a mask, at widths around every algorithm's edges."""
     ran = 0
     for width, operation in itertools.product(EDGES, OPERATIONS):
         rows = 5
-        if not all(tiers.fits(operation, tier, rows, width, dtype=dtype, backward=b) for b in (False, True)):
+        if not all(algorithms.fits(operation, algorithm, rows, width, dtype=dtype, backward=b) for b in (False, True)):
             continue
-        with tiers.force(**{operation: tier}):
+        with algorithms.force(**{operation: algorithm}):
             check(operation, normal((rows, width), dtype))
             if all(
-                tiers.fits(operation, tier, rows, width, dtype=dtype, backward=b, masked=True) for b in (False, True)
+                algorithms.fits(operation, algorithm, rows, width, dtype=dtype, backward=b, masked=True)
+                for b in (False, True)
             ):
                 check(operation, normal((rows, width), dtype), -1, random_mask((1, width)))
         ran += 1
-    assert ran or not any(tiers.fits("softmax", tier, 5, w, dtype=dtype) for w in EDGES)  # a tier of another device
+    assert ran or not any(
+        algorithms.fits("softmax", algorithm, 5, w, dtype=dtype) for w in EDGES
+    )  # an algorithm of another device
 
 
 @pytest.mark.gpu
-def test_a_tier_that_does_not_fit_is_an_error():
-    with tiers.force(softmax="sub_warp"), pytest.raises(Exception, match="jaxkern.softmax.*sub_warp"):
+def test_a_algorithm_that_does_not_fit_is_an_error():
+    with algorithms.force(softmax="sub_warp"), pytest.raises(Exception, match="jaxkern.softmax.*sub_warp"):
         jax.block_until_ready(jaxkern.softmax(jnp.ones((2, 100_003))))
 
 

@@ -305,7 +305,7 @@ def test_without_a_kernel():
 
 def test_a_forced_algorithm_that_does_not_fit_is_refused():
     with (
-        jaxkern.tiers.force(softmax="sub_warp"),
+        jaxkern.algorithms.force(softmax="sub_warp"),
         pytest.raises(ValueError, match="jaxkern.softmax: the algorithm 'sub_warp'"),
     ):
         lowered(jaxkern.softmax, of_type((2, 100_003)))

@@ -114,7 +114,7 @@ def test_no_operation_sorts_more_than_xla_can():
         (lambda t, i, x: t.at[i].add(jnp.sin(x)), table, ids, data),
     ]
     sorts = {"index_add": "sort", "segment_sum": "sort", "segment_max": "sort", "segment_softmax": "sort"}
-    for context in (jaxkern.tiers.force(**sorts), jaxkern.accelerate(force=True)):
+    for context in (jaxkern.algorithms.force(**sorts), jaxkern.accelerate(force=True)):
         with context:
             for f, *operands in calls:
                 text = jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()

@@ -164,7 +164,7 @@ def lowered(f, x):
 def test_force_xla(name):
     f, x = program(name)
     assert "@jaxkern_" in lowered(f, x)
-    with jaxkern.tiers.force_xla():
+    with jaxkern.algorithms.force_xla():
         assert "@jaxkern_" not in lowered(f, x)
         again = jax.jit(f)(x)
     assert "@jaxkern_" in lowered(f, x)

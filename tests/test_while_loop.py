@@ -132,7 +132,7 @@ def test_no_gradient_in_reverse_mode():
 def test_what_is_left_to_xla(monkeypatch):
     run, operands = FUNCTIONS["newton"]((3,), "float32")
     f = ours(run)
-    with jaxkern.tiers.force_xla():
+    with jaxkern.algorithms.force_xla():
         assert lowered(f, *operands) == (0, 1)
     monkeypatch.setenv("JAXKERN_BACKEND", "xla")
     assert lowered(lambda *a: f(*a), *operands) == (0, 1)

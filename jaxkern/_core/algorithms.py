@@ -2,7 +2,7 @@
 
 The plan module of a family lists its algorithms in `ALGORITHMS` and the dtypes of its kernels in `DTYPES`, and defines
 `Problem` (a NamedTuple), `fits(algorithm, problem, device)` and `choose(problem, device)`. `register` makes them known
-under the name of an operation; `jaxkern.tiers` is the public side.
+under the name of an operation; `jaxkern.algorithms` is the public side.
 """
 
 import contextlib

@@ -129,7 +129,7 @@ template <class T, bool kRagged> struct BothRow : SoftmaxRow<BothForward<T>, kVe
     if (p.Smoothing()) {
       whole.above = ReduceLanes<kLanes == kBlockLanes ? kWarp : kLanes>(above, SumOf());
       if constexpr (kLanes == kBlockLanes) {
-        constexpr int kMaxWarps = kBlockTierThreads / kWarp;
+        constexpr int kMaxWarps = kBlockThreads / kWarp;
         using S = typename LossStat<T>::S;
         __shared__ S room[kMaxWarps];
         whole.above = ReduceWarps<kMaxWarps>(

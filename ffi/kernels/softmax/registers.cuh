@@ -22,9 +22,9 @@ namespace jaxkern {
 
 constexpr int kBlockLanes = 0, kClusterLanes = -1;
 
-constexpr int kWarpTierThreads = 128;
-constexpr int kBlockTierThreads = 512;  // maximum
-constexpr int kStagedElements = 8;      // per lane
+constexpr int kWarpThreads = 128;
+constexpr int kBlockThreads = 512;  // maximum
+constexpr int kStagedElements = 8;  // per lane
 
 // Minimum number of blocks of 512 threads per multiprocessor, which limits a thread to 64 or 128 registers.
 template <class Op, int kPacks, bool kManyRegisters> constexpr int kMinBlocks =
@@ -62,7 +62,7 @@ template <class Op> struct ClusterMailbox {
 
 // Returns the maximum over the block of one value per warp.
 template <class C> __device__ __forceinline__ C BlockMax(C max) {
-  constexpr int kMaxWarps = kBlockTierThreads / kWarp;
+  constexpr int kMaxWarps = kBlockThreads / kWarp;
   __shared__ C room[kMaxWarps];
   return ReduceWarps<kMaxWarps>(
       max, room, blockDim.x / kWarp, -Infinity<C>(), [] { __syncthreads(); },
@@ -81,7 +81,7 @@ template <class Op, class RowOf, int kPacks> constexpr int kMinGroupBlocks =
 //     kPacks  packs of a row that a thread holds
 //     kRows   rows that a thread holds at once
 template <class Op, class RowOf, int kLanes, int kPacks, int kRows>
-__global__ void __launch_bounds__(kLanes > 0 ? kWarpTierThreads : kBlockTierThreads,
+__global__ void __launch_bounds__(kLanes > 0 ? kWarpThreads : kBlockThreads,
                                   kLanes > 0 ? kMinGroupBlocks<Op, RowOf, kPacks>
                                              : kMinBlocks<Op, kPacks, RowOf::kManyRegisters>)
     SoftmaxRegisters(const __grid_constant__ typename RowOf::Params p) {
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kLanes > 0 ? kWarpTierThreads : kBlockTierThre
 #endif
   const int lanes = kGroup ? kLanes : static_cast<int>(blocks * blockDim.x);
   const int lane = kGroup ? threadIdx.x % lanes : rank * blockDim.x + threadIdx.x;
-  constexpr int kGroups = kGroup ? kWarpTierThreads / (kGroup ? kLanes : 1) : 1;
+  constexpr int kGroups = kGroup ? kWarpThreads / (kGroup ? kLanes : 1) : 1;
   const int64_t first_row =
       kGroup ? static_cast<int64_t>(blockIdx.x) * (kGroups * kRows) + threadIdx.x / lanes : blockIdx.x / blocks;
 
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kLanes > 0 ? kWarpTierThreads : kBlockTierThre
       else return max;
     });
     if constexpr (!kGroup) {
-      __shared__ typename Op::Stat room[kBlockTierThreads / kWarp];
+      __shared__ typename Op::Stat room[kBlockThreads / kWarp];
       stat = ReduceBlock<Op>(stat, room);
     }
 #ifdef JAXKERN_HAS_BULK_COPY
@@ -173,11 +173,11 @@ __global__ void __launch_bounds__(kLanes > 0 ? kWarpTierThreads : kBlockTierThre
 // Rows of at most kLanes * kStagedElements elements. A block has `rows_per_block` rows in shared memory at once; each
 // of the inputs has `room_packs` packs. The output replaces input 0. Op: operation; see ops.cuh. kLanes: threads of a
 // row. kMasked: p.mask is applied.
-template <class Op, int kLanes, bool kMasked> __global__ void __launch_bounds__(kWarpTierThreads)
+template <class Op, int kLanes, bool kMasked> __global__ void __launch_bounds__(kWarpThreads)
     SoftmaxStaged(const __grid_constant__ SoftmaxParams p, int rows_per_block, int room_packs) {
   using T = typename Op::T;
   using C = typename Op::C;
-  constexpr int N = kVector<T>, kHeld = kStagedElements, kGroups = kWarpTierThreads / kLanes;
+  constexpr int N = kVector<T>, kHeld = kStagedElements, kGroups = kWarpThreads / kLanes;
   extern __shared__ __align__(128) char shared_bytes[];
   auto* const room = reinterpret_cast<Pack<T, N>*>(shared_bytes);  // [kInputs][room_packs]
 
@@ -190,7 +190,7 @@ template <class Op, int kLanes, bool kMasked> __global__ void __launch_bounds__(
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
 #pragma unroll
   for (int k = 0; k < Op::kInputs; ++k) {
-    for (int i = threadIdx.x; i < packs; i += kWarpTierThreads) {
+    for (int i = threadIdx.x; i < packs; i += kWarpThreads) {
       room[k * room_packs + i] =
           stretch.Load(static_cast<const T*>(p.input[k]), i, FromCompute<T>(Op::Neutral(k)), policy);
     }
@@ -235,7 +235,7 @@ template <class Op, int kLanes, bool kMasked> __global__ void __launch_bounds__(
     }
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < packs; i += kWarpTierThreads) {
+  for (int i = threadIdx.x; i < packs; i += kWarpThreads) {
     stretch.Store(static_cast<T*>(p.out), i, room[i]);
   }
 }

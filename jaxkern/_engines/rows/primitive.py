@@ -198,7 +198,7 @@ PRIMITIVES: dict[str, Primitives] = {}
 
 
 def define(name: str, by_hand=None) -> None:
-    """Defines the primitives of the row functions with this name, whose algorithms `jaxkern.tiers` then knows.
+    """Defines the primitives of the row functions with this name, whose algorithms `jaxkern.algorithms` then knows.
 
     by_hand: a module of hand-written kernels for some of them; see plan.BY_HAND and _core/algorithms.py.
     """

@@ -36,7 +36,7 @@ def fits(algorithm: str, problem: Problem, device=None) -> bool:
 
 def choose(problem: Problem, device=None) -> str:
     if not fits("registers", problem, device):
-        raise ValueError(f"jaxkern.tiers.choose: rows of {problem.width} elements are quantized by XLA")
+        raise ValueError(f"jaxkern.algorithms.choose: rows of {problem.width} elements are quantized by XLA")
     return "registers"
 
 

@@ -1,4 +1,4 @@
-"""jaxkern.tiers: every operation has algorithms, which can be asked for and forced, and a misfit is an error."""
+"""jaxkern.algorithms: every operation has algorithms, which can be asked for and forced, and a misfit is an error."""
 
 import functools
 
@@ -8,7 +8,7 @@ import pytest
 from plans import needs_runtime
 
 import jaxkern
-from jaxkern import tiers
+from jaxkern import algorithms
 from jaxkern._core import launch
 from jaxkern._engines.loops.associative import associative_scan
 from jaxkern._engines.rows import layout as rows
@@ -32,12 +32,12 @@ IMAGES = jnp.zeros((4, 32, 32, 128))
 CALLS |= {"group_norm": [(lambda x: jaxkern.group_norm(x, 8), IMAGES)], "batch_norm": [(jaxkern.batch_norm, IMAGES)]}
 CALLS |= {
     name: [(lambda x, ids, name=name: getattr(jaxkern, name)(x, ids, 90), X, IDS)]
-    for name in tiers.operations()
+    for name in algorithms.operations()
     if name.startswith("segment_")
 }
 CALLS |= {
     name: [(functools.partial(getattr(jaxkern, name), axis=-1), X)]
-    for name in tiers.operations()
+    for name in algorithms.operations()
     if name == "logsumexp" or name.startswith("reduce_")
 }
 
@@ -57,13 +57,13 @@ COMPOSED = ("linear_softmax_cross_entropy",)
 
 
 @needs_runtime
-@pytest.mark.parametrize("operation", [name for name in tiers.operations() if name not in COMPOSED])
+@pytest.mark.parametrize("operation", [name for name in algorithms.operations() if name not in COMPOSED])
 def test_every_algorithm_is_forced_or_refused(operation):
     forced, refused = set(), set()
     for f, *arguments in CALLS.get(operation, [(getattr(jaxkern, operation, None), X)]):
-        for algorithm in tiers.algorithms(operation):
+        for algorithm in algorithms.names(operation):
             try:
-                with tiers.force(**{operation: algorithm}):
+                with algorithms.force(**{operation: algorithm}):
                     found = launched(f, *arguments, operation=operation)
                 # The launch list of segment_softmax names its kernel: the order comes from a sort or from a promise. That of a
                 # generated kernel names the algorithm of the engine.
@@ -75,19 +75,19 @@ def test_every_algorithm_is_forced_or_refused(operation):
                 words = str(error)
                 assert f"jaxkern.{operation}: the algorithm '{algorithm}' cannot run" in words
                 fitting = words.rsplit("; ", 1)[1].removesuffix(" can").split(", ")
-                assert fitting and algorithm not in fitting and set(fitting) <= set(tiers.algorithms(operation))
+                assert fitting and algorithm not in fitting and set(fitting) <= set(algorithms.names(operation))
                 refused.add(algorithm)
         default = launched(f, *arguments, operation=operation)
         known = {*forced, *(rows.ALGORITHMS if "generated" in forced else ())}
         assert default and (operation == "segment_softmax" or default[0] in known)
-    assert forced and forced | refused == set(tiers.algorithms(operation))
+    assert forced and forced | refused == set(algorithms.names(operation))
 
 
 @needs_runtime
 def test_force_inside_jit_outlives_the_block():
     @jax.jit
     def f(x):
-        with tiers.force(elementwise="strided"):
+        with algorithms.force(elementwise="strided"):
             return jaxkern.silu(x)
 
     assert launched(f, X, operation="elementwise") == ["strided"]
@@ -95,36 +95,42 @@ def test_force_inside_jit_outlives_the_block():
     assert set(launched(gradient, X, operation="elementwise")) == {"strided"}
 
 
-@pytest.mark.parametrize("operation", tiers.operations())
+@pytest.mark.parametrize("operation", algorithms.operations())
 def test_the_choice_fits(operation):
     sizes = {"elementwise": [((3, 5), (1, 5))], "sort_indices": (90, 600)}.get(operation, (90, 600, 8))
-    for device in (tiers.H200, tiers.A100):
-        algorithm = tiers.choose(operation, *sizes, device=device)
-        assert algorithm in tiers.algorithms(operation)
-        assert tiers.fits(operation, algorithm, *sizes, device=device)
+    for device in (algorithms.H200, algorithms.A100):
+        algorithm = algorithms.choose(operation, *sizes, device=device)
+        assert algorithm in algorithms.names(operation)
+        assert algorithms.fits(operation, algorithm, *sizes, device=device)
 
 
 @pytest.mark.parametrize(
     "call, kind, words",
     [
-        (lambda: tiers.choose("softmix", 1, 1), ValueError, "choose: no operation 'softmix', there are"),
-        (lambda: tiers.algorithms("softmix"), ValueError, "algorithms: no operation 'softmix', there are"),
-        (lambda: tiers.choose("softmax", 1), TypeError, "choose: softmax needs width"),
-        (lambda: tiers.choose("softmax", 1, 1, rows=1), TypeError, "choose: softmax takes rows, width"),
-        (lambda: tiers.choose("softmax", 1, 1, log=True), TypeError, "choose: softmax takes rows, width"),
-        (lambda: tiers.fits("sort_indices", "radix", 1, 1, 1, 1), TypeError, "fits: sort_indices takes rows"),
+        (lambda: algorithms.choose("softmix", 1, 1), ValueError, "choose: no operation 'softmix', there are"),
+        (lambda: algorithms.names("softmix"), ValueError, "names: no operation 'softmix', there are"),
+        (lambda: algorithms.choose("softmax", 1), TypeError, "choose: softmax needs width"),
+        (lambda: algorithms.choose("softmax", 1, 1, rows=1), TypeError, "choose: softmax takes rows, width"),
+        (lambda: algorithms.choose("softmax", 1, 1, log=True), TypeError, "choose: softmax takes rows, width"),
+        (lambda: algorithms.fits("sort_indices", "radix", 1, 1, 1, 1), TypeError, "fits: sort_indices takes rows"),
     ],
 )
 def test_bad_questions(call, kind, words):
     with pytest.raises(kind) as error:
         call()
-    assert str(error.value).startswith(f"jaxkern.tiers.{words}")
+    assert str(error.value).startswith(f"jaxkern.algorithms.{words}")
 
 
 def test_force_changes_no_result():
     """Forcing changes the launches only; on the CPU nothing."""
     x = jnp.linspace(-2, 2, 12).reshape(3, 4)
     plain = jax.value_and_grad(lambda x: jaxkern.silu(x).sum())(x)
-    with tiers.force(elementwise="strided"):
+    with algorithms.force(elementwise="strided"):
         forced = jax.value_and_grad(lambda x: jaxkern.silu(x).sum())(x)
     assert jax.tree.all(jax.tree.map(lambda a, b: jnp.array_equal(a, b), plain, forced))
+
+
+def test_the_former_name():
+    former = jaxkern.tiers
+    assert former.algorithms is algorithms.names
+    assert all(getattr(former, name) is getattr(algorithms, name) for name in set(algorithms.__all__) - {"names"})
