@@ -3,7 +3,7 @@
     python -m benchmarks programs                              every program
     python -m benchmarks programs --cases 'graph.*uniform'     those whose name matches
     python -m benchmarks programs --explain                    what would be taken on a GPU, without one
-    python -m benchmarks programs --only default,layer_norm --only rms_norm
+    python -m benchmarks programs --only default,log_softmax --only scatter_add
                                                                beside the default, also under accelerate(only=...)
     python -m benchmarks programs --pyg 30                     PyTorch Geometric for 30 s per model; 0 leaves it out
 

@@ -9,6 +9,7 @@ import functools
 import inspect
 import itertools
 import typing
+import warnings
 
 import jax
 import jax.core
@@ -59,10 +60,9 @@ class accelerate(contextlib.ContextDecorator):
         "associative_scan"                            `jax.lax.associative_scan` of a function that is elementwise over lanes
         "cumsum", "cumprod", "cummax", "cummin",      `jnp.cumsum`, `jnp.cumprod`, and the functions of these names in `jax.lax`
         "cumlogsumexp"
-        "layer_norm", "rms_norm"                      the layers of `flax.linen`, `flax.nnx`, `equinox` and `haiku`: the
-                                                      variance is computed differently
 
-    log_softmax, layer_norm and rms_norm are taken on request alone, by `only`.
+    log_softmax is taken on request alone, by `only`. LayerNorm and RMSNorm of other libraries run as they are:
+    `jaxkern.layer_norm` and `jaxkern.rms_norm` are functions to call in their place.
 
     Where gathers of rows and elementwise arithmetic make the updates of a scatter, as in `segment_sum(x[senders] *
     w[:, None], receivers)`, one kernel runs all of it, and no array of edges x features is stored.
@@ -83,15 +83,17 @@ class accelerate(contextlib.ContextDecorator):
             stand for its kernels. For tests.
         export: also in programs that `jax.export` makes, which then need `disabled_checks=jaxkern.export_checks()`.
 
-    Results differ from plain JAX's by rounding. Sums of 16-bit numbers are made in float32. The variance of a row is the mean of
-    its squared deviations; flax's layers compute mean(x^2) - mean(x)^2 by default, which is less accurate, and haiku's round to
-    the type of x after each operation. Sums have the same bits in every run. The docstring of jaxkern/_accelerate/functions.py
-    says what else differs, for rows of infinite logits and for logits that are converted from bfloat16 to float32.
+    Results differ from plain JAX's by rounding. Sums of 16-bit numbers are made in float32. Sums have the same bits in every run.
+    The docstring of jaxkern/_accelerate/functions.py says what else differs, for rows of infinite logits and for logits that are
+    converted from bfloat16 to float32.
 
     Raises:
         ValueError: a name is unknown, or `check` is negative.
         TypeError: `check` is used in a `with` statement, or under jit, grad or vmap; or a generator or coroutine is decorated,
             whose body runs after the call.
+
+    Warns:
+        FutureWarning: a name is "layer_norm" or "rms_norm". These were operations, and have no effect any more.
 
     >>> import jax, jax.numpy as jnp, jaxkern
     >>> step = jax.jit(jax.grad(lambda table, ids: (table[ids] ** 2).sum()))
@@ -264,7 +266,7 @@ def _traceable(f, options, args, kwargs):
 
 
 def _settings(only, without, force, export, name="accelerate") -> Settings:
-    """The settings that these arguments of the function `name` stand for."""
+    """The settings that these arguments of the function `name` stand for, which the user's code has called."""
     if callable(only) and name == "accelerate":
         raise TypeError(
             "jaxkern.accelerate: only is a function; as a decorator: @jaxkern.accelerate(), with parentheses"
@@ -285,11 +287,14 @@ def _operations(function, argument, given) -> tuple[str, ...]:
             f"jaxkern.{function}: {argument} must be the name of an operation or several names, got {validate.shown(given)}"
         )
     for n in names:
-        if n not in switch.OPERATIONS:
+        if n in switch.FORMER:
+            message = f"jaxkern.{function}: {argument} has no operation {n!r} any more: {switch.FORMER[n]}"
+            warnings.warn(message, FutureWarning, stacklevel=4)
+        elif n not in switch.OPERATIONS:
             raise ValueError(
                 f"jaxkern.{function}: {argument} has no operation {n!r}, there are {', '.join(switch.OPERATIONS)}"
             )
-    return names
+    return tuple(n for n in names if n not in switch.FORMER)
 
 
 def _prepare(settings) -> bool:

@@ -4,6 +4,7 @@
 tests run the kernels.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -422,6 +423,23 @@ def test_arguments():
     for traced, x in (jax.jit(checked), 1.0), (jax.grad(checked), 1.0), (jax.vmap(checked), jnp.ones(3)):
         with pytest.raises(TypeError, match="put the decorator above"):
             traced(x)
+
+
+@pytest.mark.parametrize("function", [jaxkern.accelerate, jaxkern.install])
+@pytest.mark.parametrize("name", switch.FORMER)
+def test_former_operations(name, function):
+    """A program that names them still runs. A warning at its own line says what to call in their place."""
+    what = f"has no operation {name!r} any more: .* run as they are; call jaxkern.{name} in their place"
+    try:
+        for names in ({"only": ["logsumexp", name]}, {"without": name}):
+            with pytest.warns(FutureWarning, match=f"jaxkern.{function.__name__}: {next(iter(names))} {what}") as found:
+                active = function(**names)
+            assert [w.filename for w in found] == [__file__]
+            with active or contextlib.nullcontext():
+                wanted = ("logsumexp",) if "only" in names else switch.DEFAULT
+                assert jaxkern.installed() == wanted and callable(getattr(jaxkern, name))
+    finally:
+        jaxkern.uninstall()
 
 
 def test_check_of_an_array_that_is_rounding_alone():

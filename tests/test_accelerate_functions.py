@@ -5,16 +5,19 @@
 
 import contextlib
 import re
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from accelerated import ALL, both, close, forced
+from accelerated import ALL, PLATFORM, both, close, forced
 from jax.experimental import checkify
 
 import jaxkern
+from jaxkern._accelerate import functions
 from jaxkern._core import switch
 
 inf, nan = jnp.inf, jnp.nan
@@ -158,24 +161,12 @@ def test_the_loss_is_checked_as_before():
         assert np.isposinf(loss(x, jnp.array([1, 2, 3, 4]))[0])
 
 
-def layer(name):
-    def f(x):
-        linen = pytest.importorskip("flax.linen")
-        return getattr(linen, name)(use_scale=False, **({"use_bias": False} if name == "LayerNorm" else {})).apply(
-            {}, x
-        )
-
-    return f
-
-
 REPLACED = {
     "softmax": jax.nn.softmax,
     "log_softmax": jax.nn.log_softmax,
     "logsumexp": lambda x: jax.nn.logsumexp(x, -1),
     "optax": lambda x: optax.softmax_cross_entropy_with_integer_labels(x, jnp.arange(len(x))),
     "attention": lambda x: jax.nn.dot_product_attention(*[jnp.stack([x] * 8)[:, None]] * 3, is_causal=True),
-    "layer_norm": layer("LayerNorm"),
-    "rms_norm": layer("RMSNorm"),
 }
 
 
@@ -264,3 +255,33 @@ def test_errors_stay():
             call()
         with forced, pytest.raises(plain.type):
             call()
+
+
+NORMS = {
+    "flax.linen": lambda nn: nn.LayerNorm(parent=None).init_with_output(jax.random.key(0), SPECIAL)[0],
+    "flax.nnx": lambda nn: nn.RMSNorm(4, rngs=nn.Rngs(0))(SPECIAL),
+    "equinox": lambda eqx: jax.vmap(eqx.nn.LayerNorm(4))(SPECIAL),
+    "haiku": lambda hk: hk.transform(lambda: hk.RMSNorm(-1)(SPECIAL)).init(jax.random.key(0)),
+}
+
+
+@pytest.mark.parametrize("library", NORMS)
+def test_norms_of_other_libraries_stay(library):
+    """They are called directly as jaxkern's own functions, or run as they are."""
+    nn = pytest.importorskip(library)
+    text = lambda: jax.jit(lambda: NORMS[library](nn)).lower().as_text()
+    plain = text()
+    with forced:
+        assert text() == plain and not jaxkern.explain(lambda: NORMS[library](nn), PLATFORM)()
+
+
+def test_other_signatures_stay(monkeypatch):
+    """A function of another version of a library is left, with one warning."""
+    module = types.ModuleType("another_version")
+    exec("def associative_scan(fn, elems, along): return elems", module.__dict__)
+    monkeypatch.setitem(sys.modules, "another_version", module)
+    target = next(t for t in functions.TARGETS if t.operation == "associative_scan")
+    monkeypatch.setattr(functions, "TARGETS", (target._replace(module="another_version"),))
+    code = module.associative_scan.__code__
+    with pytest.warns(UserWarning, match=r"another_version\.associative_scan cannot be replaced"), forced:
+        assert module.associative_scan.__code__ is code

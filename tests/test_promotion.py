@@ -3,18 +3,14 @@
 jaxkern's own code promotes: the settings are about the program's code.
 """
 
-import importlib.util
-
 import jax
 import jax.numpy as jnp
-import layers
 import numpy as np
 import optax
 import pytest
 from accelerated import ALL, both, close
 
 import jaxkern
-from jaxkern._accelerate import functions
 
 NODES, EDGES, FEATURES = 6, 20, 8
 SENDERS, RECEIVERS = (jnp.asarray(np.random.default_rng(k).integers(0, NODES, EDGES), jnp.int32) for k in range(2))
@@ -24,14 +20,6 @@ SENDERS, RECEIVERS = (jnp.asarray(np.random.default_rng(k).integers(0, NODES, ED
 def _forbidden():
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
-
-
-@pytest.fixture(autouse=True)
-def _stand_ins(monkeypatch):
-    """The layers of layers.py, beside those of equinox."""
-    found = [t for t in functions.TARGETS if t.module == "equinox.nn._normalisation"]
-    more = [t._replace(module="layers") for t in found]
-    monkeypatch.setattr(functions, "TARGETS", (*functions.TARGETS, *more))
 
 
 def rows(dtype, seed=0):
@@ -61,21 +49,6 @@ def loss(x):
     return optax.softmax_cross_entropy_with_integer_labels(x, RECEIVERS[:NODES])
 
 
-def norm(library, name):
-    def f(x):
-        if library == "equinox":
-            if importlib.util.find_spec("equinox") is None:
-                pytest.skip("equinox is not installed")
-            import equinox
-
-            layer = getattr(equinox.nn, name)(FEATURES)
-        else:
-            layer = getattr(layers, name)(FEATURES)
-        return jax.vmap(layer)(x)
-
-    return f
-
-
 PROGRAMS = {
     "segment_sum": segment_sum,
     "weighted": weighted,
@@ -85,11 +58,6 @@ PROGRAMS = {
     "softmax": lambda x: jax.nn.softmax(x, -1),
     "log_softmax": lambda x: jax.nn.log_softmax(x, -1),
     "loss": loss,
-    **{
-        f"{library} {name}": norm(library, name)
-        for library in ("stand-in", "equinox")
-        for name in ("LayerNorm", "RMSNorm")
-    },
 }
 
 

@@ -149,14 +149,8 @@ def _mean_where_blind(seen, causal, value, shape):
     return jnp.where(blind, mean, jnp.zeros((), value.dtype))
 
 
-REPLACED = (
-    (
-        (NAME,),
-        "jax.nn",
-        "dot_product_attention",
-        dot_product_attention,
-        "query key value bias mask scale is_causal query_seq_lengths key_value_seq_lengths local_window_size"
-        " implementation",
-        "return_residual",
-    ),
+# Parameters of JAX's function that the replacement knows: all versions have NEEDS, some also have MAY.
+NEEDS = (
+    "query key value bias mask scale is_causal query_seq_lengths key_value_seq_lengths local_window_size implementation"
 )
+MAY = "return_residual"

@@ -1,4 +1,4 @@
-"""Functions of JAX, optax, flax, equinox and haiku that leave no operation of their own in a program: their code is replaced.
+"""Functions of JAX and optax that leave no operation of their own in a program: their code is replaced.
 
 `f.__code__` is replaced, not the name `f` in a module, so that other names of the same function, imported before, run the new
 code too. At every call, the new code checks whether this thread runs on jaxkern, and runs the old code if it does not, or if
@@ -11,7 +11,7 @@ the replacement does not compute the same. Results differ from the old code's in
   converted back. A program that uses the float32 gradient has it in the precision of bfloat16.
 * The gradient of softmax is 0 where the softmax is 0, even if a cotangent is infinite or NaN.
 
-`jax.nn.dot_product_attention` is in attention.py, the layers of flax, equinox and haiku are in norms.py.
+`jax.nn.dot_product_attention` is in attention.py, `jax.lax.associative_scan` in cumulative.py.
 
 jraph's functions need nothing here: they consist of lax.scatter and arithmetic. Its segment_softmax is NaN for segments of
 -inf, and takes rows of others where ids are out of range: `jaxkern.segment_softmax` does neither.
@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, mlir
 
-from jaxkern._accelerate import attention, cumulative, gate, norms
+from jaxkern._accelerate import attention, cumulative, gate
 from jaxkern._accelerate.arguments import decide, is_plain
 from jaxkern._core import compat, decisions, stablehlo, switch, validate
 from jaxkern._core.algorithms import forced
@@ -253,18 +253,16 @@ def _cross_entropy(original, logits, labels, axis=-1, where=None):
 class Target(typing.NamedTuple):
     """A function to replace. `replacement(original, *arguments)` returns NotImplemented to leave a call to the original.
 
-    operations: the function is replaced for any of these. attribute: its name in the module, which may have dots.
+    attribute: its name in the module.
     needs, may: the names of the parameters that it must have and may have; not checked if `needs` is empty.
-    decides: whether a call is an operation of the program, and not a part of one.
     """
 
-    operations: tuple[str, ...]
+    operation: str
     module: str
     attribute: str
     replacement: typing.Callable
     needs: str = ""
     may: str = ""
-    decides: bool = True
 
     @property
     def name(self) -> str:
@@ -273,23 +271,30 @@ class Target(typing.NamedTuple):
 
 TARGETS = (
     # One function, by the name of either module: a process may have imported one of them alone.
-    Target(("logsumexp",), "jax.nn", "logsumexp", _logsumexp),
-    Target(("logsumexp",), "jax.scipy.special", "logsumexp", _logsumexp),
+    Target("logsumexp", "jax.nn", "logsumexp", _logsumexp),
+    Target("logsumexp", "jax.scipy.special", "logsumexp", _logsumexp),
     Target(
-        ("softmax",),
+        "softmax",
         "jax.nn",
         "softmax",
         functools.partial(_softmax_like, "softmax", gate.softmax, row_softmax_p),
     ),
     Target(
-        ("log_softmax",),
+        "log_softmax",
         "jax.nn",
         "log_softmax",
         functools.partial(_softmax_like, "log_softmax", gate.log_softmax, row_log_softmax_p),
     ),
-    Target(("softmax_cross_entropy",), "optax", "softmax_cross_entropy_with_integer_labels", _cross_entropy),
-    Target(("associative_scan",), "jax.lax", "associative_scan", cumulative.associative_scan, "fn elems reverse axis"),
-    *(Target(*fields) for fields in (*attention.REPLACED, *norms.REPLACED)),
+    Target("softmax_cross_entropy", "optax", "softmax_cross_entropy_with_integer_labels", _cross_entropy),
+    Target("associative_scan", "jax.lax", "associative_scan", cumulative.associative_scan, "fn elems reverse axis"),
+    Target(
+        "dot_product_attention",
+        "jax.nn",
+        "dot_product_attention",
+        attention.dot_product_attention,
+        attention.NEEDS,
+        attention.MAY,
+    ),
 )
 
 
@@ -310,12 +315,11 @@ def call(name, arguments, named):
     """Runs the replacement of the function of this name, or the function: its new code calls this."""
     settings, place = switch.current(), _replaced.get(name) or _retired[name]
     target, original = place.target, place.original
-    operations = [n for n in target.operations if settings is not None and n in settings.operations]
-    if not operations or switch.in_own_code():
+    if settings is None or target.operation not in settings.operations or switch.in_own_code():
         return original(*arguments, **named)
     if not _on_gpu(settings):
-        if target.decides and decisions.printed():
-            _left_on(jax.default_backend(), operations, (*arguments, *named.values()))
+        if decisions.printed():
+            _left_on(jax.default_backend(), target.operation, (*arguments, *named.values()))
         return original(*arguments, **named)
     found = target.replacement(original, *arguments, **named)
     return original(*arguments, **named) if found is NotImplemented else found
@@ -326,11 +330,11 @@ def _on_gpu(settings) -> bool:
     return settings.force or settings.export or settings.session > 0 or jax.default_backend() == "gpu"
 
 
-def _left_on(platform, operations, arguments):
+def _left_on(platform, operation, arguments):
     """Records that a call is left since the program is for a platform that has no kernels."""
     x = next((a for a in arguments if isinstance(a, jax.Array)), None)
     if x is not None:
-        decide(" or ".join(operations), False, switch.no_kernels(platform), x)
+        decide(operation, False, switch.no_kernels(platform), x)
 
 
 def _new_code(function, name) -> types.CodeType:
@@ -358,10 +362,8 @@ def _replace(target: Target) -> None:
     """Replaces a function, if its module is imported and it is a plain function with the expected parameters."""
     if target.name in _replaced or target.module not in sys.modules:
         return
-    function = sys.modules[target.module]
-    for part in target.attribute.split("."):
-        function = getattr(function, part, None)
-    # A wrapper, such as that of jax.named_scope, holds the function in a variable of its own.
+    function = getattr(sys.modules[target.module], target.attribute, None)
+    # A wrapper, such as the one that jax.named_scope makes, holds the function in a variable of its own.
     if not inspect.isfunction(function) or function.__code__.co_freevars:
         function = getattr(function, "__wrapped__", function)
     if not inspect.isfunction(function) or function.__code__.co_freevars or not _has_parameters(function, target):

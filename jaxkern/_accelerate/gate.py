@@ -49,10 +49,6 @@ SOFTMAX_ELEMENTS, SOFTMAX_ROWS, LOG_SOFTMAX_ROWS = 1 << 18, 8, 1 << 11  # gradie
 
 ATTENTION_ELEMENTS, ATTENTION_VECTOR = 1 << 22, 8
 
-# Forward and gradient. Nothing is measured below this many elements, or in float64. 16-bit rows that are not whole vectors of 16
-# bytes gain nothing.
-NORM_ELEMENTS, NORM_VECTOR = 1 << 20, 8
-
 # Steps that XLA takes one after the other. Each starts its kernels anew, in 3 to 5 us on an H200, whatever the lanes are: a single
 # warp takes a step of a recurrence in a tenth of that. XLA unrolls shorter loops, and fuses them with what is around them.
 LOOP_STEPS = 8
@@ -150,17 +146,12 @@ MEASURED = {
     ],
     "ATTENTION_ELEMENTS": _programs(("transformer, flax.nnx", "bfloat16", True)),  # 8 x 12 heads of 1024 x 1024
     "ATTENTION_VECTOR": _programs(("transformer, flax.nnx", "bfloat16", True)),
-    "NORM_ELEMENTS": [
-        Measured("norm", "layer_norm", "49152x128", "bfloat16", "forward", True),
-        Measured("norm", "rms_norm", "49152x128", "bfloat16", "backward", True),
-    ],
     "LOOP_STEPS": [],
     "ASSOCIATIVE_LENGTH": [],
     "ASSOCIATIVE_LANES": [],
     "CUMULATIVE_LENGTH": [],
     "CUMULATIVE_ELEMENTS": [],
     "WHILE_LANES": [],
-    "NORM_VECTOR": [Measured("norm", "rms_norm", "32768x4097", "bfloat16", "forward", None)],
 }
 
 
@@ -342,12 +333,3 @@ def log_softmax(dtype, rows: int, width: int) -> tuple[bool, str]:
         return False, f"the gradient of rows of -inf would be 0, not NaN, in {dtype}"
     enough = rows >= LOG_SOFTMAX_ROWS and rows * width >= SOFTMAX_ELEMENTS
     return enough, "the gradient in one read" if enough else f"{rows} rows of {width} are few"
-
-
-def norm(dtype, rows: int, width: int) -> tuple[bool, str]:
-    if dtype not in FLOATS or dtype.itemsize > 4:
-        return False, f"no norms of {dtype} were measured"
-    if dtype.itemsize == 2 and width % NORM_VECTOR:
-        return False, f"{width} elements of 16 bits are not whole vectors of 16 bytes"
-    enough = rows * width >= NORM_ELEMENTS
-    return enough, "one read" if enough else f"{rows * width} elements are few"

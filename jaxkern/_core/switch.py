@@ -36,14 +36,16 @@ TAKEN = {
     "cummin": "`jax.lax.cummin`",
     "cumlogsumexp": "`jax.lax.cumlogsumexp`",
     "while_loop": "while loops in which each lane stops on its own: under `jax.vmap`, or with `jnp.any` over lanes as condition",
-    "layer_norm": "the LayerNorm of flax.linen, flax.nnx, equinox and haiku; the variance is computed differently",
-    "rms_norm": "the RMSNorm of the same libraries",
 }
 OPERATIONS = tuple(TAKEN)
-# Taken only if named: less close to the original, or without a gain in the programs measured. All others are the default.
-# The docstring of `accelerate` names them too.
-ON_REQUEST = ("log_softmax", "layer_norm", "rms_norm")
+# Taken only if named: less close to the original. All others are the default. The docstring of `accelerate` names them too.
+ON_REQUEST = ("log_softmax",)
 DEFAULT = tuple(name for name in OPERATIONS if name not in ON_REQUEST)
+# {a former name: what to do in its place}
+FORMER = {
+    name: f"LayerNorm and RMSNorm of other libraries run as they are; call jaxkern.{name} in their place"
+    for name in ("layer_norm", "rms_norm")
+}
 
 
 class Settings(typing.NamedTuple):
