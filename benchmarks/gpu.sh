@@ -14,7 +14,7 @@
 #     PROGRAM_ARGS        and for that of programs, such as --quick
 #     OPERATIONS          which benchmarks             "softmax fused_softmax score elementwise elementwise_kernel row_kernel reduction norm quantize cross_entropy linear_cross_entropy index_add segment_softmax messages sparse programs"
 #                         sharding is another, for several GPUs
-#     SANITIZE_FAMILIES   lists of operations, a process each     all, in four processes
+#     SANITIZE_FAMILIES   lists of operations, a process each     all, in five processes
 #     SANITIZE_TOOLS      of compute-sanitizer         "memcheck racecheck initcheck synccheck"
 #     SANITIZE_ARGS       more arguments for sanitize.py, such as --wide
 set -u

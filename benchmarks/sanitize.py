@@ -25,7 +25,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-from benchmarks import _sanitize_scan  # noqa: E402
+from benchmarks import _sanitize_loops  # noqa: E402
 
 # Row bytes at which one algorithm gives way to the next, and those that each algorithm is run around.
 EDGES = {
@@ -870,6 +870,8 @@ FAMILIES = (
     "elementwise_kernel",
     "row_kernel",
     "scan",
+    "associative_scan",
+    "while_loop",
     "reduction",
     "norm",
     "group_norm",
@@ -891,7 +893,7 @@ def main() -> int:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="few problems of row_kernel, scan and index_add, for racecheck in 40 s each",
+        help="few problems of row_kernel, loops and index_add, for racecheck in 40 s each",
     )
     parser.add_argument("--wide", action="store_true", help="rows of 1 MB and more as well")
     parser.add_argument(
@@ -949,7 +951,11 @@ def main() -> int:
         "elementwise": sanitize_elementwise,
         "elementwise_kernel": sanitize_elementwise_kernel,
         "row_kernel": lambda dtypes: sanitize_row_kernel(dtypes, arguments.quick),
-        "scan": lambda dtypes: _sanitize_scan.sanitize(dtypes, arguments.quick, TOLERANCE),
+        "scan": lambda dtypes: _sanitize_loops.sanitize_scans(dtypes, arguments.quick, TOLERANCE),
+        "associative_scan": lambda dtypes: _sanitize_loops.sanitize_associative_scans(
+            dtypes, arguments.quick, TOLERANCE
+        ),
+        "while_loop": lambda dtypes: _sanitize_loops.sanitize_while_loops(dtypes, arguments.quick, TOLERANCE),
         "messages": sanitize_messages,
     }
     for family, sanitize in others.items():
