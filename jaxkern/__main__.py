@@ -25,7 +25,7 @@ from jaxkern._core import cache, compat, device, environment, registry, runtime
 
 
 def parse(arguments: list[str]) -> None:
-    """Runs `cache`, and ends the process where arguments ask for anything but the report."""
+    """Runs the command `cache`, and ends the process unless the arguments request the report."""
     if arguments[:1] == ["cache"]:
         sys.exit(cache.main(arguments[1:]))
     parser = argparse.ArgumentParser(prog="python -m jaxkern", description=__doc__)
@@ -40,10 +40,10 @@ if __name__ == "__main__":  # before a backend of JAX starts
 OPERATIONS = ("softmax", "log_softmax")
 REDUCTIONS = ("reduce_sum", "reduce_mean", "reduce_max", "reduce_min", "logsumexp")
 INDEXED = ("index_add", "index_select", "segment_sum", "segment_max")
-# Shape, axis and mask shape: rows of whole vectors, odd ones under a broadcast mask, an axis in the middle.
+# (shape, axis, shape of the mask): rows of whole vectors, odd rows under a broadcast mask, an axis in the middle.
 PROBLEMS = (((64, 1024), -1, None), ((4, 16, 1003), -1, (4, 1, 1003)), ((8, 200, 12), 1, None))
-# What rounding explains, in epsilons of the dtype times the largest element: half of one where the arithmetic is wider than
-# the result, some more where it is not, and most where XLA adds thousands of numbers one after the other.
+# The largest error that rounding explains, in epsilons of the dtype times the largest element: half an epsilon if the arithmetic
+# is wider than the result, more if it is not, and most if XLA adds thousands of numbers one after the other.
 WIDE = 8.0 if jax.default_backend() == "gpu" else 32.0
 TOLERANCE = {"float16": 1.0, "bfloat16": 1.0, "float32": WIDE, "float64": WIDE}
 if jax.default_backend() == "cpu":  # there XLA runs the same formulas in every dtype: two are enough, in half the time
@@ -75,7 +75,7 @@ def show_versions() -> None:
 
 
 def show_runtime() -> bool:
-    """Prints where the compiler of CUDA kernels, its headers and its cache lie; True unless a GPU is there that it cannot serve."""
+    """Prints the paths of the CUDA compiler, its headers and its cache; False if there is a GPU that it cannot compile for."""
     module = registry.kernels.module
     if module is None:
         print(f"{'CUDA runtime':14} not loaded: {registry.kernels.reason}")
@@ -85,7 +85,7 @@ def show_runtime() -> bool:
     print(f"{'CUDA runtime':14} loaded, built for XLA FFI {'.'.join(map(str, module.api_version))}")
     needed = "" if registry.gpu_present() else "; without a GPU it is not needed"
     print(f"{'NVRTC':14} " + (f"not usable: {error}{needed}" if error else f"{version}, {library}"))
-    print(f"{'CUDA headers':14} {', '.join(includes) or 'those of NVRTC'}")
+    print(f"{'CUDA headers':14} {', '.join(includes) or 'included in NVRTC'}")
     print(f"{'kernels':14} {runtime.kernels_folder()}")
     folder = runtime.cache_folder()
     sizes = [entry.bytes for entry in cache.entries(folder)] if folder else []
@@ -108,7 +108,7 @@ def expected(operation, x, mask, axis):
 
 
 def expected_gradient(operation, x, y, g, mask, axis):
-    """The gradient for the cotangent `g`, likewise; from the result `y` but for wide log_softmax."""
+    """The gradient for the cotangent `g` by numpy; computed from the result `y`, except for log_softmax of wide types."""
     g = np.where(mask, g.astype(np.longdouble), 0)
     if operation == "softmax":
         y = y.astype(np.longdouble)
@@ -300,8 +300,8 @@ def check_linear_loss(dtype) -> tuple[float, float]:
 
 
 def check_quantize(dtype) -> tuple[float]:
-    """The worst error of scales, infinite if numbers are not rounded to neighbours of what they should be: of rows, of
-    blocks and their transpose, and of a norm."""
+    """The worst error of the scales of rows, of blocks and their transpose, and of a norm; infinite if a quantized number
+    is not a neighbour of the exact one."""
     worst, rng = 0.0, np.random.default_rng(0)
     x = jnp.asarray(rng.normal(0, 2, (256, 1024)), dtype)
     exact = np.asarray(x).astype(np.longdouble)
@@ -316,7 +316,7 @@ def check_quantize(dtype) -> tuple[float]:
         apart = wanted.reshape(len(wanted), scale.shape[-1], -1)
         most = np.abs(apart).max(-1, keepdims=True)
         rounded = np.asarray(q).astype(np.longdouble).reshape(apart.shape) * most / 448
-        # A number is rounded by up to a 16th of itself, or half the least step.
+        # Rounding changes a number by up to a 16th of itself, or by half the smallest step.
         near = np.abs(rounded - apart) <= 1.001 * np.maximum(np.abs(apart) / 16, 2.0**-10 * most / 448)
         error = epsilons(np.asarray(scale), most[..., 0] / 448, dtype if dtype != "float64" else "float32")
         worst = max(worst, error if near.all() else np.inf)
@@ -369,7 +369,7 @@ def show_checks() -> bool:
         progress.advance(operation)
         return errors if isinstance(errors, tuple) else (errors,)
 
-    # Side by side, since most of the time is the compilers'.
+    # Run in parallel, since compilers take most of the time.
     jobs = [(operation, dtype) for operation in checks for dtype in TOLERANCE]
     with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         found = dict(zip(jobs, pool.map(errors_of, jobs)))
@@ -416,7 +416,7 @@ def algorithm_of(operation, *sizes, **problem) -> str:
 
 
 def show_speed() -> None:
-    # Larger than the caches, so that the copy is one of memory.
+    # Larger than the caches, so that the copy moves bytes of memory.
     rows = 65536 if jax.default_backend() == "gpu" else 2048
     print(
         f"\nmilliseconds a call on {jax.devices()[0].device_kind}, [{rows}, 2048]; the gradient reads two arrays, a reduction "
@@ -429,7 +429,7 @@ def show_speed() -> None:
         for operation in OPERATIONS:
             ours, theirs = (getattr(m, operation) for m in (jaxkern, jax.nn))
             rows_of_table = [("", seconds(jax.jit(ours), x), seconds(jax.jit(theirs), x))]
-            # What the backward pass keeps is an argument, and no constant of the program.
+            # The residuals of the backward pass are arguments, not constants of the program.
             pull = jax.jit(lambda pull, g: pull(g))
             kept = [jax.vjp(f, x)[1] for f in (ours, theirs)]
             rows_of_table.append((" grad", *(seconds(pull, k, x) for k in kept)))

@@ -64,8 +64,8 @@ class accelerate(contextlib.ContextDecorator):
     log_softmax is taken on request alone, by `only`. LayerNorm and RMSNorm of other libraries run as they are:
     `jaxkern.layer_norm` and `jaxkern.rms_norm` are functions to call in their place.
 
-    Where gathers of rows and elementwise arithmetic make the updates of a scatter, as in `segment_sum(x[senders] *
-    w[:, None], receivers)`, one kernel runs all of it, and no array of edges x features is stored.
+    If gathers of rows and elementwise arithmetic compute the updates of a scatter, as in `segment_sum(x[senders] *
+    w[:, None], receivers)`, one kernel runs the whole chain, and no array of edges x features is stored.
 
     A case is taken only where it was measured, or is estimated, to be faster; `explain` shows which cases are. Functions that
     are already compiled are compiled again for the block, and JAX keeps both versions. Put the block around the call of a
@@ -77,10 +77,10 @@ class accelerate(contextlib.ContextDecorator):
         without: names of operations not to take.
         check: as a decorator: calls run the plain function as well, on copies of the arguments, and compare the results.
             True, or the error to allow, relative to the largest element of each array. An array may also differ by a 64th of
-            it, relative to the largest element of all arrays in the same result. On the CPU, jaxkern's references stand for
-            its kernels. Raises `CheckError`.
+            this error, relative to the largest element of all arrays in the same result. On the CPU, jaxkern's references
+            run in place of its kernels. Raises `CheckError`.
         force: takes every case that the kernels can run, whatever its size, also on the CPU, where jaxkern's references
-            stand for its kernels. For tests.
+            run in place of its kernels. For tests.
         export: also in programs that `jax.export` makes, which then need `disabled_checks=jaxkern.export_checks()`.
 
     Results differ from plain JAX's by rounding. Sums of 16-bit numbers are made in float32. Sums have the same bits in every run.
@@ -157,7 +157,7 @@ def install(
     force: bool = False,
     export: bool = False,
 ) -> None:
-    """The same as `accelerate` for the whole process: every thread, until `uninstall`. Arguments as there.
+    """`accelerate` for the whole process: every thread, until `uninstall`. The arguments are the same.
 
     >>> import jaxkern
     >>> jaxkern.install(without="scatter_max")
@@ -204,8 +204,8 @@ def installed() -> tuple[str, ...]:
 def explain(f: typing.Callable, platform: str = "cuda", **jit_options: typing.Any) -> typing.Callable[..., Explanation]:
     """A function of the arguments of `f` that reports which operations of `f` would run on jaxkern; it runs nothing.
 
-    It takes the settings of the enclosing `accelerate` or `install`, or those of `accelerate()`. Operations that are taken on
-    request alone are listed as left, with the reason "on request: ...".
+    It uses the settings of the enclosing `accelerate` or `install`; without one, the settings of `accelerate()`. Operations
+    that are taken only on request are listed as left, with the reason "on request: ...".
 
     Args:
         f: a callable, jitted or not: a function, a method, `equinox.filter_jit(f)`, a partial function.

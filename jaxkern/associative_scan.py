@@ -27,8 +27,8 @@ def associative_scan(fn: Callable, elems: Any, reverse: bool = False, axis: int 
         axis: the axis that is scanned, negative from the end.
 
     Returns: a pytree like `elems`: its element t is the combination of the elements up to t. Elements are combined in an order
-    that depends on the shapes alone, so results have the same bits in every run. Derivatives, of any order, are those of the loop
-    y[t] = fn(y[t - 1], x[t]).
+    that depends on the shapes alone, so results have the same bits in every run. Derivatives, of any order, are the derivatives
+    of the loop y[t] = fn(y[t - 1], x[t]).
 
     Raises, when it is traced:
         TypeError: fn is not elementwise over lanes; the error names the operation and the line in fn. fn returns another structure

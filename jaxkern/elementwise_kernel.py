@@ -13,28 +13,29 @@ from jaxkern._ops.function.primitive import apply
 
 
 def elementwise_kernel(f: Callable | None = None, *, name: str | None = None) -> Callable:
-    """Makes a function of scalars into one of arrays that broadcast: one kernel, and one for all its gradients.
+    """Turns a function of scalars into a function of arrays that broadcast: one kernel, and one for all its gradients.
 
     Args:
         f: function of one or more real scalars that returns a scalar or a pytree of scalars, in terms of `jax.numpy`,
             `jax.lax` and this library's elementwise functions: arithmetic, elementary functions, activations,
-            comparisons, `where`, bits, casts, `lax.cond`. Functions
-            with derivatives of their own (`jax.custom_jvp`, `jax.custom_vjp`) keep them. f may close over scalars,
-            traced ones too, and has gradients by them. Left out, the result is a decorator.
+            comparisons, `where`, bits, casts, `lax.cond`. Functions with derivatives of their own (`jax.custom_jvp`,
+            `jax.custom_vjp`) keep them. f may close over scalars, traced ones too, and has gradients by them. If f is left
+            out, the result is a decorator.
         name: how errors name f; its own name by default.
 
     Returns: a function of arrays of any real dtype and of Python numbers, one for each argument of f. They broadcast as in
-    `jnp`, and what they broadcast is not copied. The results have the common shape and the dtypes that f has for scalars
-    of the operands' dtypes. f sees these dtypes and is traced with them, so that limits and constants are those of the
-    operand's type, as in `jnp`. The kernel computes float16 and bfloat16 in float32 and rounds where it stores; what f
-    converts from float32 to 16 bits is rounded there, too. Gradients of operands that were broadcast are summed in float32
-    or wider, in the same kernel if the broadcast dimensions lead or trail, and are the same bits in every run. f is traced
+    `jnp`, without copies. The results have the common shape and the dtypes that f returns for scalars of the operands'
+    dtypes. f is traced with the operands' dtypes, so limits and constants have the type of the operand, as in `jnp`. The
+    kernel computes float16 and bfloat16 in float32 and rounds where it stores; if f converts a float32 number to 16 bits,
+    the number is rounded there, too. Gradients of operands that were broadcast are summed in float32 or wider, in the same
+    kernel if the broadcast dimensions lead or trail, and have the same bits in every run. f is traced
     once for each combination of dtypes, unless it closes over traced scalars. XLA runs functions of more than about 2000
     operations (40 of `sin`, `pow` and their like), which take minutes to compile as kernels; a warning gives the size.
 
     Raises, in a call:
-        TypeError: f does what a kernel cannot: arrays inside f, loops, side effects, complex numbers, a primitive without
-            a counterpart. The error names the primitive and the line in f. An operand is not an array, or is given by name.
+        TypeError: f contains something that a kernel cannot run: arrays inside f, loops, side effects, complex numbers, a
+            primitive without a counterpart. The error names the primitive and the line in f. An operand is not an array, or
+            is given by name.
         ValueError: f returns arrays, or nothing; shapes do not broadcast.
 
     >>> import jax, jax.numpy as jnp, jaxkern

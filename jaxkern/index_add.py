@@ -45,12 +45,12 @@ def index_add(
             float32 or wider, float64 in float64, and rounded once; int32, int64 and uint32 wrap. Other dtypes use XLA.
         axis: an int, the dimension of `x` that is indexed.
         index: array of one dimension and any integer dtype, with x64 on or off. Negative indices count from the end.
-        source: array of the shape of `x`, except that its size along `axis` is that of `index`, or an array or a number
-            that broadcasts to this shape, which costs a copy. If the dtypes differ, both are promoted, and the sum is
-            rounded to the dtype of `x`. Adding floating-point numbers to integers is an error.
+        source: array of the shape of `x`, except that it has the size of `index` along `axis`, or an array or a number that
+            broadcasts to this shape, which costs a copy. If the dtypes differ, both are promoted, and the sum is rounded to
+            the dtype of `x`. Adding floating-point numbers to integers is an error.
         alpha: a factor: a number, or a scalar array, which may be traced.
         mode: how to treat indices that are still out of range: None, "drop" and "fill" drop them, "clip" uses the nearest
-            row, "promise_in_bounds" promises that there are none (they are dropped: nothing is written out of bounds).
+            row, "promise_in_bounds" promises that no index is (such indices are dropped; nothing is written out of bounds).
             A `jax.lax.GatherScatterMode` is accepted too.
         indices_are_sorted: a promise that the indices ascend, after negative ones are resolved.
         unique_indices: a promise that no row is named twice.
@@ -72,8 +72,8 @@ def index_add(
     >>> jaxkern.index_add(x, 0, jnp.array([2, 0, -1, 7]), jnp.ones((4, 2)), alpha=0.5).tolist()
     [[0.5, 0.5], [0.0, 0.0], [1.0, 1.0]]
 
-    Source: sorting before adding after Bell and Garland, "Implementing sparse matrix-vector multiplication
-    on throughput-oriented processors", 2009, whose segmented reduction this is.
+    Source: sorting before adding and the segmented reduction after Bell and Garland, "Implementing sparse matrix-vector
+    multiplication on throughput-oriented processors", 2009.
     """
     name = "index_add"
     rules = _rules(
@@ -109,14 +109,14 @@ def index_select(
         axis: an int, the dimension of `x` that is indexed.
         index: array of one dimension and any integer dtype. Negative indices count from the end.
         mode: how to treat indices that are still out of range: None, "fill" and "drop" give `fill_value`; "clip" uses the
-            nearest row; "promise_in_bounds" promises that there are none (they are clipped). A
+            nearest row; "promise_in_bounds" promises that no index is (such indices are clipped). A
             `jax.lax.GatherScatterMode` is accepted too.
         fill_value: a number, or a scalar array, which may be traced; converted to the dtype of `x`. None: NaN, the lowest
             value of a signed or the greatest of an unsigned dtype.
         order: as for `index_add`; the gradient uses it.
 
     Returns:
-        Array of the shape of `x`, except that its size along `axis` is that of `index`. Its gradient is a `segment_sum`,
+        Array of the shape of `x`, except that it has the size of `index` along `axis`. Its gradient is a `segment_sum`,
         which writes every row once.
 
     Raises:
@@ -157,7 +157,7 @@ def embedding_lookup(
 
     Raises:
         TypeError: `ids` is not of an integer dtype; `table` or `ids` is not an array; `fill_value` is not a number.
-        ValueError: `table` is a scalar; `fill_value` is not.
+        ValueError: `table` is a scalar; `fill_value` is not a scalar.
 
     >>> import jax, jax.numpy as jnp, jaxkern
     >>> table, ids = jnp.eye(3), jnp.array([[0, 2], [2, -1]])

@@ -63,8 +63,8 @@ def softmax_cross_entropy(
         score, score_args: as for `softmax`: x above is then `score(logit, *indices, *args)`, a function of scalars that is
             compiled into the kernels. A class with a score of -inf counts as masked.
 
-    With `score` too, the loss is one kernel, which reads the logits once; the score of the label is gathered. All
-    gradients, those of `score_args` and of closed-over scalars included, are one kernel, which computes the scores again:
+    With `score` too, the loss is one kernel, which reads the logits once; the score of the label is gathered. One kernel
+    computes all gradients, including the gradients of `score_args` and of closed-over scalars. It computes the scores again:
     it reads the logits once and writes the gradient once, and never overwrites the logits. Loss and gradient are not
     computed in one read, and label smoothing takes one more read. Gradients that sum over rows need a second, small
     kernel for the sums.
@@ -77,7 +77,7 @@ def softmax_cross_entropy(
 
     Raises:
         TypeError: `logits`, `labels` or `where` is of the wrong type; `label_smoothing` or `z_loss` is not a Python number;
-            `score` does what a kernel cannot, or does not take these arguments.
+            `score` contains an operation that a kernel cannot run, or does not take these arguments.
         ValueError: the shapes or `axis` do not match; `label_smoothing` is not in [0, 1]; an array of `score_args` does not
             broadcast to the logits.
 
@@ -98,7 +98,7 @@ def softmax_cross_entropy(
     axis = validate.integer(name, "axis", axis)
     if score is not None or not isinstance(score_args, (tuple, list)) or len(score_args) > 0:
         x, operands, static = prepare_scores(name, "logits", logits, axis, where, score, score_args)
-        # The kernels are those of softmax.
+        # This uses the kernels of softmax.
         return _loss_of_scores(
             x, safe_index(labels), where, operands, algorithm=forced("softmax"), options=options, **static
         )
@@ -183,13 +183,13 @@ def linear_softmax_cross_entropy(
     products, as many as with all logits at once. With "none" the cotangents are not known yet, so that the backward pass
     computes the logits again. Derivatives of higher order use all logits at once.
 
-    Memory beside operands and results, for n rows, a vocabulary of v and logits of e bytes, of which a chunk of rows has r:
+    Memory beside operands and results, for n rows, chunks of r rows, a vocabulary of v and logits of e bytes:
 
         whole         n v e               where this is within the budget: one chunk
         rows          r v e + 4 d v       chunks of rows; with an accumulator in float32 for the gradient of `weight`, unless
                                           that is float32 itself, or is not asked for
-        vocabulary    about the budget    where an accumulator is too large: the gradient of `weight` in chunks of columns,
-                                          of which some logits are computed twice (a third more work at most)
+        vocabulary    about the budget    where an accumulator is too large: the gradient of `weight` in chunks of columns;
+                                          some logits are computed twice (a third more work at most)
 
     `jaxkern._ops.linear_cross_entropy.plan` has the formulas in full, `jaxkern.algorithms.choose("linear_softmax_cross_entropy",
     rows, d, vocabulary, dtype=..., memory=...)` says which algorithm runs, and `jaxkern.algorithms.force` forces one, on every
@@ -198,17 +198,17 @@ def linear_softmax_cross_entropy(
     Args:
         h: activations [..., d]: float16, bfloat16, float32 or float64.
         weight: [d, vocabulary]. It is converted to the type of `h` for the products; its gradient is rounded once, to its own
-            type. So a float32 weight with bfloat16 activations has a float32 gradient, and needs no accumulator.
+            type. A float32 weight with bfloat16 activations has a float32 gradient, and needs no accumulator.
         labels: classes, integers of the shape of `h` without the last dimension.
         bias: [vocabulary], added to the logits.
         weights: a number for each row, broadcast to the shape of `labels`; ones by default.
-        reduction: "mean": sum(weights * loss) / sum(weights) over the rows that are not ignored, 0 if there are none. "sum":
+        reduction: "mean": sum(weights * loss) / sum(weights) over the rows that are not ignored, 0 if all are. "sum":
             sum(weights * loss). "none": weights * loss.
         label_smoothing, z_loss, ignore_index: as for `softmax_cross_entropy`.
-        soft_cap: a positive Python number. The loss is that of soft_cap * tanh(logits / soft_cap).
+        soft_cap: a positive Python number. The logits are replaced by soft_cap * tanh(logits / soft_cap).
         transpose_weight: `weight` is [vocabulary, d], as the table of an embedding is (tied embeddings).
-        logits_dtype: what logits are rounded to: the type of `h` (the default), or float32.
-        precision: of the products, as for `jnp.dot`.
+        logits_dtype: the type that logits are rounded to: the type of `h` (the default), or float32.
+        precision: the precision of the products, as for `jnp.dot`.
         memory: the budget in bytes, per device. The default is 512 MiB of logits and the accumulator.
 
     Returns:

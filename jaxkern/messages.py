@@ -1,4 +1,4 @@
-"""Messages on graphs: gather, a function of your own and the sum over edges, in one kernel.
+"""Messages on graphs: one kernel gathers, applies a user function and sums over edges.
 
 `edge_sum(f, graph, senders=x, edges=w)` is `jax.ops.segment_sum(f(x[graph.senders], w), graph.receivers)`, without the
 array of messages in between. Their primitives are in _ops/messages.
@@ -38,8 +38,8 @@ class Graph:
             known while tracing. Required under jit.
         num_senders, num_receivers: instead of num_nodes, where senders and receivers are two sets of nodes.
         axis_name: for edges that are split over devices, inside `jax.shard_map`: the mesh axis, or a tuple of axes, that
-            splits them. `senders` and `receivers` are the edges on one device, whose ends are any nodes, and the results at
-            nodes are those of the edges of all devices.
+            splits them. `senders` and `receivers` are the edges on one device, whose ends may be any nodes, and the result at a
+            node combines the edges of all devices.
 
     Raises:
         TypeError: `senders` or `receivers` is not an array of integers; a number of nodes is not an int, or is missing
@@ -52,9 +52,9 @@ class Graph:
     >>> jaxkern.edge_sum(lambda x: 2 * x, graph, senders=jnp.array([1.0, 10.0, 100.0])).tolist()
     [20.0, 0.0, 22.0]
 
-    Make a graph that does not change outside the training step: its edges are sorted when it is made, on the GPU by the
-    radix sort of `sort_indices`. It takes 32 bytes per edge. Under `vmap` the graphs of a batch become one, their disjoint
-    union, and arrays that all of them share are copied for each.
+    If the graph is fixed, build it once, outside the training step: building it sorts its edges, on the GPU by the radix
+    sort of `sort_indices`. It takes 32 bytes per edge. Under `vmap` the graphs of a batch become one, their disjoint union,
+    and arrays that all of them share are copied for each.
 
     Edges that are split over devices are sorted where they are, and so is the graph: it is made in one `shard_map` and read
     in others. Each reduction reduces the edges on a device and sends one message, the sum (the maximum) of the results; a
@@ -176,7 +176,7 @@ def _in_range(index, n):
 
 
 def _ordered(valid, rows, others, n) -> Edges:
-    """The edges by `rows`, those that are none last."""
+    """The edges sorted by `rows`, with padding last."""
     if rows.shape[0] == 0 or n == 0:
         order = jnp.arange(rows.shape[0], dtype=jnp.uint32)
         return Edges(jnp.full(rows.shape, n, jnp.uint32), order, others, jnp.zeros((n + 1,), jnp.uint32))
@@ -195,10 +195,10 @@ def edge_sum(
     e from s to i.
 
     Args:
-        f: a function of scalars in JAX, called with one element of `senders`, `receivers` and `edges`, of which it gets
-            those that are given, as pytrees where these are. It returns a scalar or a pytree of scalars. It may use
-            traced scalars from outside, which have gradients too; elementwise operations only. f sees the dtypes of its
-            operands, and is computed in float32 where these are float16 or bfloat16.
+        f: a function of scalars in JAX. Its arguments are one element each of `senders`, `receivers` and `edges`, as far as
+            they are given; a pytree of arrays becomes a pytree of elements. It returns a scalar or a pytree of scalars. It
+            may use elementwise operations only, and traced scalars from outside, which have gradients too. f sees the dtypes
+            of its operands, and is computed in float32 where these are float16 or bfloat16.
         graph: a `Graph`.
         senders, receivers, edges: arrays, or pytrees of arrays, of shapes (graph.num_senders, ...),
             (graph.num_receivers, ...) and (graph.num_edges, ...). Their features, the trailing dimensions, broadcast as
@@ -207,11 +207,11 @@ def edge_sum(
     Returns:
         An array (or a pytree as f returns it) of shape (graph.num_receivers, ...), 0 where no edge ends. 16-bit and
         float32 messages are computed and summed in float32, and rounded once; the bits are the same every time.
-        Nothing of the size edges x features is written; the gradients are sums of messages in turn.
+        No array of the size edges x features is written; the gradients are sums of messages too.
 
     Raises:
-        TypeError: `graph` is not a Graph; an array is of a type that kernels have no arithmetic of; f does something that
-            no kernel can (the error names it).
+        TypeError: `graph` is not a Graph; an array has a type that kernels cannot compute with; f contains an operation that
+            a kernel cannot run (the error names it).
         ValueError: shapes do not fit the graph, or features do not broadcast.
 
     >>> import jax, jax.numpy as jnp, jaxkern
@@ -245,10 +245,10 @@ def edge_max(
 ) -> PyTree:
     """Maxima of messages at their receivers, feature by feature; -inf, or the least integer, where no edge ends.
 
-    Arguments and errors as for `edge_sum`. NaN wins. The gradient goes to the first of the edges that attain the maximum:
-    nothing but that edge is kept for it. `jax.ops.segment_max` divides it evenly among all of them, for which each message
-    would have to be kept, or computed again to the last bit. Where edges are split over devices, the first ones on each
-    device that has the maximum have equal shares.
+    Arguments and errors as for `edge_sum`. NaN wins. The gradient goes to the first of the edges that attain the maximum,
+    because only that edge is kept. `jax.ops.segment_max` divides it evenly among all of them; each message would have to be
+    kept for that, or computed again to the last bit. If edges are split over devices, the first edge on each device that
+    has the maximum gets an equal share.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> graph = jaxkern.Graph(jnp.array([0, 1, 2]), jnp.array([1, 1, 0]), num_nodes=3)
@@ -263,8 +263,8 @@ def edge_min(
 ) -> PyTree:
     """Minima of messages at their receivers, feature by feature; inf, or the greatest integer, where no edge ends.
 
-    Arguments and errors as for `edge_sum`. NaN wins. The gradient is that of `edge_max`: it goes to the first of the edges
-    that attain the minimum.
+    Arguments and errors as for `edge_sum`. NaN wins. The gradient goes to the first of the edges that attain the minimum, as
+    in `edge_max`.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> graph = jaxkern.Graph(jnp.array([0, 1, 2]), jnp.array([1, 1, 0]), num_nodes=3)
@@ -306,7 +306,7 @@ def edge_map(
 
 
 def _edge_map(name, function, f, graph, senders, receivers, edges, reduce_features):
-    """edge_map, called by the public function `name`, whose argument `function` is f."""
+    """`edge_map` for the public function `name`, whose argument called `function` is f."""
     call = _Call(name, f, graph, senders, receivers, edges, function=function)
     rank = len(call.features)
     axes = validate.static_axis(name, reduce_features, "reduce_features")

@@ -41,15 +41,15 @@ def group_norm(
     Args:
         x: array of any shape. float16, bfloat16 and float32 are computed in float32, float64 in float64. Integers
             promote as in `jax.nn`. float8 uses XLA.
-        groups: how many groups of adjacent channels there are; it divides the number of channels. 1 normalises whole
-            examples, as many as there are channels each channel (instance normalisation).
+        groups: the number of groups of adjacent channels; it divides the number of channels. 1 normalises whole examples;
+            the number of channels normalises each channel (instance normalisation).
         num_groups: flax's name of `groups`.
         scale, bias: arrays that broadcast to [channels], of a floating-point dtype of their own. None: 1 and 0.
-        channel_axis: the dimension of x along which channels lie. Any is read in place.
-        batch_axes: the dimensions of examples, an int, a tuple of ints, or () if x is one example, as in equinox. Other
-            than leading dimensions are first moved to the front, and the result back, which costs two copies.
+        channel_axis: the dimension of x along which channels lie. Any dimension is read in place.
+        batch_axes: the dimensions of examples, an int, a tuple of ints, or () if x is one example, as in equinox. Dimensions
+            that do not lead are first moved to the front, and the result back, which costs two copies.
         eps, epsilon: as for `rms_norm`.
-        dtype: of the result; default: that of `x`.
+        dtype: the type of the result; by default the type of `x`.
         epilogue: function of a scalar, such as `jax.nn.silu`, applied to each normalised element in the computing type,
             before it is rounded and stored. It is compiled into the kernel, unless it closes over traced scalars. XLA
             computes its derivative, from `x` and the statistics: the result of the norm is never stored.
@@ -61,7 +61,7 @@ def group_norm(
     Raises:
         TypeError: an array is complex or not an array; `groups` or `channel_axis` is not an int; `groups` or `eps` is given
             under both of its names; `eps` is not a Python number; `dtype` is not floating-point; `epilogue` is not
-            callable, or does what a kernel cannot.
+            callable, or contains an operation that a kernel cannot run.
         ValueError: an axis is out of bounds or repeated, or the channels are an axis of examples; `groups` does not
             divide the channels; `eps` is negative; a shape does not fit.
 
@@ -108,19 +108,19 @@ def batch_norm(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(x - mean) / sqrt(var + eps) * scale + bias, with the mean and variance of each channel, which it returns too.
 
-    The same as the layers of flax, haiku and equinox, whose running averages are left to the caller: they are averages of
-    the returned mean and variance. The variance is the biased one, as theirs, and is computed from deviations.
+    This is the layer of flax, haiku and equinox without its running averages: the caller averages the returned mean and
+    variance. As in these libraries, the variance is the biased one; it is computed from deviations.
 
     Args:
         x, scale, bias, channel_axis, dtype, epilogue: as for `group_norm`. Statistics are over all other dimensions.
         eps, epsilon: as for `group_norm`. The default is flax's, haiku's and equinox's.
-        mean, var: arrays that broadcast to [channels]: normalise with these, as in inference, which is left to XLA. Both
-            or neither.
+        mean, var: arrays that broadcast to [channels], to normalise with, as in inference; XLA computes the result. Give
+            both or neither.
 
     Returns:
         (y, mean, var): y of the shape of `x`, and the statistics that it is normalised with, [channels] in float32 (in
-        float64 for float64). All have derivatives. Under `jit`, the statistics of a split array are those of the whole
-        array; inside `shard_map` they are those of each device's part.
+        float64 for float64). All have derivatives. Under `jit`, statistics cover the whole array even if it is split over
+        devices; inside `shard_map` they cover the part of each device.
 
     Raises:
         as `group_norm`; TypeError: one of `mean` and `var` is given without the other.

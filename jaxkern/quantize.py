@@ -44,20 +44,20 @@ def quantize_rows(
     computes longer rows. Neither result has a derivative: see `fake_quantize`.
 
     Args:
-        x: [..., n], floating-point. It is computed on in float32.
+        x: [..., n], floating-point. The kernel computes in float32.
         dtype: float8_e4m3fn, float8_e5m2 or int8.
         scale: a scale that is known already: a number, or an array that broadcasts to `x`. Then q = x / scale, saturated
-            at `most`. Left to XLA; `quantize_tensor` has a kernel for one number.
-        transposed: also quantize the transposed matrix, over the last two dimensions, with scales of its own rows: that is
-            what a product of 8-bit matrices takes that contracts the other dimension, as those of a backward pass do. A
-            column's maximum takes a pass of its own: this is two calls, of which the second reads a transposed copy.
+            at `most`. XLA computes this; `quantize_tensor` has a kernel for one number.
+        transposed: also quantize the transposed matrix, over the last two dimensions, with scales for its own rows. A
+            product of 8-bit matrices that contracts the other dimension, as in a backward pass, needs it. The maxima of
+            columns take another pass: this makes two calls, and the second reads a transposed copy.
 
     Returns:
         (q, scale): q of the shape of `x`; scale float32 [..., 1], or as it was given. If `transposed`, a pair of these: of
         `x`, and of `x` transposed.
 
     Raises:
-        TypeError: `x` is not real, or `dtype` none of the three.
+        TypeError: `x` is not real, or `dtype` is not one of the three.
         ValueError: `x` has no elements in a row, `scale` does not broadcast, or `transposed` is used with `scale` or
             without a matrix.
 
@@ -72,7 +72,7 @@ def quantize_rows(
     if validate.flag("quantize_rows", "transposed", transposed):
         _check_matrix("quantize_rows", x)
         if scale is not None:
-            raise ValueError("jaxkern.quantize_rows: transposed goes with scales that are computed, not with scale")
+            raise ValueError("jaxkern.quantize_rows: transposed cannot be used with scale, only with computed scales")
         return _call(_both, x, dtype=dtype, block=None)
     if scale is None:
         return _call(_rows, x, dtype=dtype, block=x.shape[-1])
@@ -151,14 +151,14 @@ def quantize_tensor(
     """Rounds all of `x` to 8 bits with one scale, and returns max|x|, from which the next scale can be computed.
 
     q = x * (1 / scale), saturated at the largest number of `dtype` and rounded to nearest even. With a scale that is known
-    already, as of `DelayedScale`, one kernel reads `x` once; else a pass before it finds the maximum. Its kernel takes rows
-    of up to 32768 elements; XLA computes longer rows. No result has a derivative: see `dequantize`.
+    already, such as the scale of a `DelayedScale`, one kernel reads `x` once; otherwise a pass before it finds the maximum.
+    The kernel takes rows of up to 32768 elements; XLA computes longer rows. No result has a derivative: see `dequantize`.
 
     Args:
-        x, dtype: as for `quantize_rows`; of any shape but a scalar's.
+        x, dtype: as for `quantize_rows`; x is not a scalar.
         scale: a number. None: max|x| / most, where `most` is the largest number of `dtype`; 1 if x is 0 everywhere.
-        transposed: also return the transpose of q, over the last two dimensions. Where 128 divides both the same kernel
-            writes it; else q is transposed by XLA.
+        transposed: also return the transpose of q, over the last two dimensions. If 128 divides both, the same kernel
+            writes it; otherwise XLA transposes q.
 
     Returns:
         (q, scale, amax): q of the shape of `x`; scale and amax = max|x| float32 []. amax is NaN if `x` contains NaN. If
@@ -188,8 +188,9 @@ class Quantization:
 
     Attributes:
         dtype: float8_e4m3fn, float8_e5m2 or int8.
-        block: None: a scale for each row; or a scale for each `block` neighbours in a row.
-        scale: one scale for all that is known already, a number, as of `DelayedScale`; then block is None.
+        block: the number of neighbours in a row that share a scale; None: a scale for each row.
+        scale: a number, one scale for the whole array that is known already, such as the scale of a `DelayedScale`; then
+            block is None.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> (q, scale) = jaxkern.rms_norm(jnp.ones((4, 256)), quantize=jaxkern.Quantization(block=128))
@@ -258,8 +259,8 @@ class DelayedScale:
         """The state before the first step, with a history of zeros and this scale.
 
         Raises:
-            TypeError: `dtype` is not one that `quantize_tensor` takes, or another argument is of the wrong type.
-            ValueError: `length` is not positive, or `scale` not one number.
+            TypeError: `quantize_tensor` does not take this `dtype`, or another argument is of the wrong type.
+            ValueError: `length` is not positive, or `scale` is not one number.
         """
         name = "DelayedScale.create"
         known = _type(name, dtype)
@@ -273,7 +274,8 @@ class DelayedScale:
     def update(self, amax: ArrayLike) -> "DelayedScale":
         """The state after a step in which the largest magnitude was `amax`, a number.
 
-        Inside a `shard_map`, `amax` is of a device's part: take `jax.lax.pmax` of it first, for one state on all devices.
+        Inside a `shard_map`, `amax` covers the part of one device: apply `jax.lax.pmax` first, so that all devices have the
+        same state.
         """
         newest = _one_scale("DelayedScale.update", amax, "amax").reshape(1)
         history = jnp.concatenate([newest, self.history[:-1]])
@@ -294,8 +296,8 @@ def dequantize(
 
     Args:
         q: [..., n]. scale: [..., m], where m divides n: one number for n / m neighbours; or a number.
-        straight_through: an array of the shape of q, what was quantized: the derivative of the result is that of this
-            array, as if it had not been. Its values are not used: under `jit` XLA removes what computes them alone.
+        straight_through: the array that was quantized, of the shape of q. The result has the derivative of this array, as
+            if it had not been quantized. Its values are not used: under `jit` XLA removes operations that only compute them.
 
     Raises:
         ValueError: the shapes do not match.
@@ -325,7 +327,7 @@ def dequantize(
         like = validate.floating("dequantize", jnp.asarray(straight_through), "straight_through")
         if like.shape != q.shape:
             raise ValueError(
-                f"jaxkern.dequantize: straight_through of shape {like.shape} must have that of q, {q.shape}"
+                f"jaxkern.dequantize: straight_through of shape {like.shape} must have the shape of q, {q.shape}"
             )
         return _straight_through(like, dequantize(q, scale, dtype))
     last = scale.shape[-1] if scale.ndim else 1
@@ -352,13 +354,13 @@ def _straight_through_jvp(primals, tangents):
 
 
 def fake_quantize(x: ArrayLike, dtype: DTypeLike = jnp.float8_e4m3fn, *, block: int | None = None) -> jax.Array:
-    """`x` as it is after quantisation, in its own type; its derivative is that of `x` (straight through).
+    """`x` as it is after quantisation, in its own type, with the derivative of `x` (straight through).
 
     Args:
         x, dtype: as for `quantize_rows`. block: as for `quantize_blocks`; None: a scale for each row.
 
     Raises:
-        As these.
+        As `quantize_rows` and `quantize_blocks`.
 
     >>> import jax, jax.numpy as jnp, jaxkern
     >>> jax.grad(lambda x: jaxkern.fake_quantize(x).sum())(jnp.array([1.0, 0.3])).tolist()
@@ -400,7 +402,7 @@ def _checked(name, x, dtype):
 
 def _check_matrix(name, x) -> None:
     if x.ndim < 2 or 0 in x.shape[-2:]:
-        raise ValueError(f"jaxkern.{name}: transposed takes matrices, and x has the shape {x.shape}")
+        raise ValueError(f"jaxkern.{name}: transposed takes matrices, got x of shape {x.shape}")
 
 
 def _block(name, x, block, dim=-1) -> int:
@@ -416,7 +418,7 @@ def _one_scale(name, scale, argument="scale"):
     validate.check_array(name, argument, "a number", scale)
     scale = validate.floating(name, jnp.asarray(scale), argument)
     if scale.size != 1:
-        raise ValueError(f"jaxkern.{name}: {argument} must be one number, got the shape {scale.shape}")
+        raise ValueError(f"jaxkern.{name}: {argument} must be one number, got shape {scale.shape}")
     return jax.lax.stop_gradient(scale.astype(jnp.float32).reshape(()))
 
 
@@ -430,7 +432,7 @@ def checked_quantization(name, quantize, x, axis, dtype):
         raise ValueError(f"jaxkern.{name}: quantize takes rows along the last dimension of x, got axis {axis}")
     to = _type(name, quantize.dtype)
     if jnp.shape(x)[-1] == 0:
-        raise ValueError(f"jaxkern.{name}: quantize takes rows with elements, and x has the shape {jnp.shape(x)}")
+        raise ValueError(f"jaxkern.{name}: quantize takes rows with elements, got x of shape {jnp.shape(x)}")
     if quantize.scale is None:
         return to, None if quantize.block is None else _block(name, jnp.asarray(x), quantize.block), None
     if quantize.block is not None:

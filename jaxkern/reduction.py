@@ -42,7 +42,7 @@ def reduce_sum(
             float32.
         axis: an int, a tuple of ints, or None (the default) for all axes. Any single axis, and neighbouring ones, are
             read in place. Axes with other dimensions between them are first made neighbours, which costs a copy.
-        dtype: of the result, floating-point or integer; by default the type of `x`, with integers promoted. The kernel
+        dtype: the type of the result, floating-point or integer; by default the type of `x`, with integers promoted. The kernel
             writes float32 sums of 16-bit numbers. float64 sums of other types, and sums across integer and
             floating-point types, first convert `x`, which costs a copy.
         keepdims: whether the result keeps the axes, with size 1.
@@ -100,8 +100,8 @@ def reduce_max(
 ) -> jax.Array:
     """Maximum along `axis`, as `jnp.max`: NaN if an element is NaN (on the CPU, XLA computes it and may lose the NaN).
 
-    Arguments and errors as for `reduce_sum`; the result is no less than `initial`. A ValueError if the axes hold no
-    element and neither `where` nor `initial` is given. The maximum of a row that is entirely masked is `initial`, by
+    Arguments and errors as for `reduce_sum`; the result is no less than `initial`. It raises a ValueError if the axes hold
+    no element and neither `where` nor `initial` is given. The maximum of a row that is entirely masked is `initial`, by
     default -inf, or the lowest number of a dtype without infinity; `jnp.max` requires `initial` there. Elements that
     equal the maximum share its gradient equally.
 

@@ -20,13 +20,13 @@ def row_kernel(f: Callable | None = None, *, axis: int = -1, name: str | None = 
     Args:
         f: an ordinary function of arrays, or of pytrees of arrays, in terms of `jax.numpy`, `jax.nn` and `jax.lax`. Along
             `axis`, the row, it may reduce (sum, mean, max, min, prod, any, all, argmax, argmin, and `lax.reduce` with a
-            function of scalars) and broadcast what it reduced. Along the other axes it is elementwise; its results may be
-            summed over them, last of all. It may pick one element of each row (`jnp.take_along_axis`,
+            function of scalars) and broadcast the results. Along the other axes it is elementwise; only its results may
+            be summed over them. It may pick one element of each row (`jnp.take_along_axis`,
             `x[jnp.arange(n), labels]`, `x[..., 0]`, a product with a one-hot array), multiply rows by vectors
             (`jnp.vecdot`, `x @ w`), compare indices (`jnp.arange`), use `lax.cond`, and have derivatives of its own
             (`lax.stop_gradient`, `jax.custom_jvp`, `jax.custom_vjp`). It may close over arrays, traced ones too, and has
             gradients by them. It returns an array or a pytree of arrays. As under `jax.jit`, f is traced once for operands of
-            the same types: a Python number or a global that changes afterwards is not seen. Left out, the result is a
+            the same types: a Python number or a global that changes afterwards is not seen. If f is left out, the result is a
             decorator.
         axis: the axis of the row in the operand with most dimensions.
         name: how errors name f; its own name by default.
@@ -34,12 +34,11 @@ def row_kernel(f: Callable | None = None, *, axis: int = -1, name: str | None = 
     Returns: a function of arrays of any real dtype and of Python numbers, with `row_kernel(f)(*args)` equal to `f(*args)` up
     to rounding. Each operand is read once, in place, also if it lacks some axes (a bias, a mask, a label for each row), and each
     result is written once. 16-bit types are computed in float32, sums too, and rounded where they are stored. Gradients of
-    any order are row functions as well, one kernel each; those of operands that broadcast are summed in that kernel, in the
-    same order in every run. A row of any length has a kernel. XLA runs f where there is none: on a CPU, and where the last axes
-    of two operands are different ones.
+    any order are row functions as well, one kernel each. This kernel also sums gradients of operands that broadcast, in the
+    same order in every run. Rows may have any length. XLA runs f on a CPU, and where two operands end in different axes.
 
     Raises, in a call:
-        TypeError: f does what no row function does. The error names the operation and the line in f.
+        TypeError: f contains an operation that a row function may not use. The error names it and its line in f.
         ValueError: `axis` is out of bounds, or f returns no array.
 
     >>> import jax, jax.numpy as jnp, jaxkern
@@ -52,7 +51,7 @@ def row_kernel(f: Callable | None = None, *, axis: int = -1, name: str | None = 
     >>> round(float(jax.grad(lambda scale: scale_norm(x, scale).sum())(1.0)), 6)
     2.4
 
-    Source: a function is cut at its reductions, as in Zheng et al., "AStitch", ASPLOS 2022; its derivatives are those of
+    Source: a function is cut at its reductions, as in Zheng et al., "AStitch", ASPLOS 2022; its derivatives come from
     `jax.vjp`.
     """
     if name is not None and not isinstance(name, str):

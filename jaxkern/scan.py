@@ -35,13 +35,13 @@ def scan(
             against each other, so a carry may be a scalar counter, and a weight that f closes over may be one number for each
             feature. Dimensions of at most 16 elements may be sliced, concatenated, stacked and reduced: the columns of a state. The
             body may have branches (`jax.lax.cond`), loops of few steps and fixed count, and keys of `jax.random`, which it may
-            split. Numbers are of any real or complex dtype; those of 16 bits are computed in float32 and rounded where they are
-            stored, carries in every step.
+            split. Numbers have any real or complex dtype. 16-bit numbers are computed in float32 and rounded where they are
+            stored; a carry is rounded in every step.
         init: the first carry.
         xs: arrays that are scanned along their first axis.
         length: the number of steps; needed if xs has no arrays.
         reverse: scans from the last element to the first.
-        unroll: as for `jax.lax.scan`, where XLA runs the loop. The kernel has its own.
+        unroll: as for `jax.lax.scan`; used where XLA runs the loop. The kernel chooses its own.
         checkpoint_every: how many steps run between two carries that are kept for the gradient. The gradient runs these steps
             again, and needs memory for the residuals of that many steps and for one carry of each chunk, rather than for
             the residuals of all steps. About the square root of the number of steps needs the least. If it does not divide the
@@ -50,10 +50,10 @@ def scan(
     Returns: (carry, ys), equal to the results of `jax.lax.scan` up to rounding. In the kernel a thread keeps the carry of its
     lanes in registers, loads later elements of xs while it computes, and writes each element of ys once. Derivatives and batches
     are JAX's, of any order, and are kernels too. A gradient stores the carry of each step, and computes the rest of a step again, as
-    with `jax.checkpoint`. Gradients of what broadcasts over lanes are added up in each lane, and summed over lanes once, behind
-    the loop. XLA runs the loop where there is no kernel: on a CPU, on several devices outside of `shard_map`, and for derivatives
-    that are not elementwise. A thread runs the loop of a lane. Few lanes would leave most of a GPU idle: if the body is affine in
-    the carry, blocks share the steps of a lane then (see "Few lanes" in docs/loops.md).
+    with `jax.checkpoint`. Gradients of operands that broadcast over lanes are added up in each lane, and summed over lanes once,
+    after the loop. XLA runs the loop where there is no kernel: on a CPU, on several devices outside of `shard_map`, and for
+    derivatives that are not elementwise. A thread runs the loop of a lane. If there are few lanes and the body is affine in the
+    carry, blocks share the steps of a lane instead (see "Few lanes" in docs/loops.md).
 
     Raises, when it is traced:
         TypeError: f is not elementwise over lanes. The error names the operation and the line in f.
@@ -117,7 +117,7 @@ def _check(f, carry, xs):
 def linear_recurrence(
     a: ArrayLike, b: ArrayLike, *, axis: int = 0, reverse: bool = False, initial: ArrayLike | None = None
 ) -> jax.Array:
-    """h with h[t] = a[t] h[t - 1] + b[t] along an axis, in every lane.
+    """Returns h with h[t] = a[t] h[t - 1] + b[t] along an axis, in every lane.
 
     Args:
         a, b: arrays of real or complex dtype that broadcast against each other.
@@ -125,8 +125,8 @@ def linear_recurrence(
         reverse: h[t] = a[t] h[t + 1] + b[t].
         initial: h before the first step; it broadcasts to the common shape without the axis. 0 by default.
 
-    Returns: h, of the common shape and dtype. It is one kernel where `scan` is, and its gradients are, by a, b and initial.
-    A number a that is the same in all steps is read once. 16-bit numbers are added in 16 bits: convert long sums to float32.
+    Returns: h, of the common shape and dtype. It is one kernel where `scan` is one, and so are its gradients by a, b and
+    initial. If a is the same in all steps, it is read once. 16-bit numbers are added in 16 bits: convert long sums to float32.
     With few lanes, blocks share the steps of a lane. They compute products of successive a, which must not overflow.
 
     Raises:

@@ -49,7 +49,7 @@ def segment_sum(
         mode: how to treat ids outside [0, num_segments), including negative ones: None, "drop", "fill" and
             "promise_in_bounds" drop them, "clip" uses the nearest row.
         out_sharding: the sharding of the result on a mesh with explicit axes, a `NamedSharding` or a `PartitionSpec`.
-            None: that of `data`, with rows replicated.
+            None: the sharding of `data`, with rows replicated.
         order: the result of `jaxkern.sort_indices(segment_ids, num_segments)`, which saves sorting the ids again. It
             holds the ids: `segment_ids` and `num_segments` may be None.
 

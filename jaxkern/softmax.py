@@ -1,6 +1,6 @@
 """softmax and log_softmax.
 
-A scale, a bias, a causal limit or dropout selects the fused primitives; a score function selects those of _ops/score.
+A scale, a bias, a causal limit or dropout selects the fused primitives; a score function selects the primitives of _ops/score.
 """
 
 import functools
@@ -38,7 +38,7 @@ def softmax(
     """Softmax of `scale * x + bias`, or of `score(x)`, along `axis`, as `jax.nn.softmax`.
 
     One kernel reads `x` once, or twice if its rows are too long to be kept, and writes the result, whichever arguments are
-    given. The gradient is one kernel, too. Its residual is the result; with dropout the residuals are `x` and these
+    given. The gradient is one kernel, too. Its residual is the result. With dropout the residuals are `x` and the other
     arguments, and the gradient recomputes the softmax.
 
     Args:
@@ -51,8 +51,8 @@ def softmax(
             where it is False are masked: they do not enter the sum, and their result is 0.
         scale: a real number, or a scalar array, which may be traced and is differentiable.
         bias: floating-point array that broadcasts to the shape of `x`; the kernel reads it without materialising it.
-            Its gradient is summed over the dimensions that it broadcasts over. A dtype other than that of `x` or of
-            the computation is converted first.
+            Its gradient is summed over the dimensions that it broadcasts over. It is converted first if its dtype is
+            neither the dtype of `x` nor the computing type.
         causal: the last two dimensions of `x` are queries and keys. Query i sees keys 0 .. i + keys - queries, so that
             the last query sees all of them. Requires `axis` to be the last one.
         dropout_rate: a number in [0, 1), rounded to a multiple of 2**-16: the probability that an element of the
@@ -62,17 +62,17 @@ def softmax(
             `score(value, *indices, *args)`: with an element of `x`, its int32 indices along every dimension of `x`, and
             an element of each of `score_args`; it returns the score, a real number. It is compiled into the kernels,
             and may do what a function given to `elementwise_kernel` may do: closed-over scalars can be traced, and have
-            gradients. An element with a score of -inf counts as masked; where indices and broadcast operands alone decide
-            that, as in `where(query >= key, value, -inf)`, whole vectors of such elements are not read. `score` combines
+            gradients. An element with a score of -inf counts as masked. If indices and broadcast operands alone decide
+            this, as in `where(query >= key, value, -inf)`, whole vectors of such elements are not read. `score` combines
             with `where`, but not with `scale`, `bias`, `causal` and dropout: write the first three in `score`. `axis` must
             be a single dimension.
         score_args: arrays of any real dtype that broadcast to the shape of `x`; the kernel reads them without
             materialising them. Floating-point ones have gradients, which are summed over the dimensions that they
             broadcast over. Arrays that `score` would index (`slopes[head]`, `document[query]`) are passed here with
             dimensions of size 1 where they do not vary.
-        dtype: of the result, a floating-point type; that of `x` by default. The kernel rounds once and writes 16 bits where
-            `x` is float32, and the gradient is then computed from the result, in 16 bits too: for products in 16 bits
-            that follow logits in float32. Other combinations convert the result.
+        dtype: the floating-point type of the result; by default the type of `x`. If `x` is float32 and `dtype` has 16 bits,
+            the kernel rounds once and writes 16 bits, and the gradient is computed from the 16-bit result: use it for
+            16-bit matrix products that follow float32 logits. Other combinations convert the result.
 
     Which elements are dropped depends only on the key, the number of the row among all rows of `x`, and the position in
     the row. The result is therefore the same on the CPU and on CUDA, under `jit`, `jax.checkpoint` and any sharding.
@@ -81,8 +81,8 @@ def softmax(
 
     The fused kernels run if `axis` is the last dimension that has more than one element. Other axes use XLA, with the
     same dropout bits. With `score` the residuals are `x` and these arguments, and the gradient by `x` is one kernel.
-    Gradients of `score_args` and of closed-over scalars take one kernel more for the derivative of the scores, and one
-    for all sums. Under `vmap` the indices are those in each example, inside `shard_map` those in the part on one device.
+    Gradients of `score_args` and of closed-over scalars take one more kernel for the derivative of the scores, and one
+    for all sums. Under `vmap` indices count within each example, inside `shard_map` within the part on one device.
 
     Score functions for attention logits `x[batch, head, query, key]`:
 
@@ -99,8 +99,9 @@ def softmax(
 
     Raises:
         TypeError: `x` is boolean, complex or not an array; `where` is not boolean; `bias` or `dtype` is not
-            floating-point; `scale` or `dropout_rate` is not a number; `dropout_key` is not a key; `score` does what a
-            kernel cannot, does not take these arguments, or is given with an argument that it does not combine with.
+            floating-point; `scale` or `dropout_rate` is not a number; `dropout_key` is not a key; `score` contains an
+            operation that a kernel cannot run, does not take these arguments, or is given with an argument that it does
+            not combine with.
         ValueError: `axis` is out of bounds or repeats a dimension; `where` or `bias` does not broadcast to `x`; `scale`
             is not a scalar; `causal` is given with an axis other than the last; `dropout_rate` is not in [0, 1), or is
             not 0 without a key; an array of `score_args` does not broadcast to `x`; `score` is given with several axes,

@@ -1,4 +1,4 @@
-"""What messages are used for: embedding_bag, spmm, graph_attention, moe_combine and moe_dispatch.
+"""Operations built on messages: embedding_bag, spmm, graph_attention, moe_combine and moe_dispatch.
 
 Each is one or a few calls of the primitives of `jaxkern.messages`, which compute the gradients as well.
 """
@@ -39,20 +39,21 @@ def embedding_bag(
 
     Args:
         table: array of shape (rows, ...).
-        ids: integer array: of shape (bags, ids of a bag), or of shape (count,) with segment_ids or offsets. An id that is
-            not in [0, rows), -1 as well, pads and has no part in its bag.
-        segment_ids: integer array of shape (count,): the bag of each id; one that is out of range belongs to none.
-        num_bags: how many bags segment_ids name, an int. None: the largest and 1, which must be known while tracing.
+        ids: integer array: of shape (bags, ids of a bag), or of shape (count,) with segment_ids or offsets. An id outside
+            [0, rows), such as -1, is padding: it contributes nothing to its bag.
+        segment_ids: integer array of shape (count,): the bag of each id. An id whose bag is out of range is left out.
+        num_bags: the number of bags, an int, with segment_ids. None: the largest segment id plus 1, which must be known
+            while tracing.
         offsets: integer array of shape (bags,): where each bag begins in `ids`, ascending from 0; the last one ends with
-            `ids`. As `torch.nn.functional.embedding_bag`.
-        weights: array of the shape of ids, which rows are multiplied by; for mode "sum".
+            `ids`, as in `torch.nn.functional.embedding_bag`.
+        weights: array of the shape of ids, by which rows are multiplied; for mode "sum".
         mode: "sum", "mean" or "max".
         indices_are_sorted: a promise that segment_ids ascend, which saves sorting them.
 
     Returns:
         Array of shape (bags, *table.shape[1:]) and the type of table, or of table and weights; 0 for a bag without ids.
-        Rows are gathered and added up in float32 or wider, by one kernel; if `ids` is an array of bags of up to 64 ids, by one
-        loop of XLA. The gradient with respect to table sorts the ids.
+        One kernel gathers the rows and adds them up in float32 or wider; if `ids` is an array of bags of up to 64 ids, one
+        XLA loop does. The gradient with respect to table sorts the ids.
 
     Raises:
         TypeError: `table` or `weights` is not an array of numbers; `ids`, `segment_ids` or `offsets` is not an array of
@@ -139,8 +140,8 @@ def _indices(name, argument, index):
 
 
 def _in_bags(ids, bag_of, starts, rows):
-    """(graph, valid) of ids that lie bag by bag: none is sorted but for the gradient. Those that pad are still edges,
-    from row 0, of which `valid` says so."""
+    """(graph, valid) of ids that lie bag by bag. They are sorted for the gradient alone. An id that is padding is an edge
+    from row 0 for which `valid` is False."""
     position = jnp.arange(ids.shape[0], dtype=jnp.uint32)
     valid = _in_range(ids, rows) & (position >= starts[0])
     other = jnp.where(valid, ids, 0).astype(jnp.uint32)
@@ -152,15 +153,15 @@ def _in_bags(ids, bag_of, starts, rows):
 
 
 def _row_of(starts, position):
-    """The row that each position lies in; 0 in front of the first, the number of rows behind the last."""
+    """The row that contains each position; 0 before the first row, the number of rows after the last."""
     after = jnp.searchsorted(starts, position, side="right", method="scan_unrolled").astype(jnp.uint32)
     return jnp.maximum(after, 1) - 1
 
 
 def _sorted_graph(senders, receivers, num_senders, num_receivers):
-    """The same of receivers that ascend; those that are out of range may stand at either end."""
+    """The graph of these edges, whose receivers ascend; receivers out of range may be at either end."""
     wide = receivers if receivers.dtype.itemsize >= 4 else receivers.astype(jnp.int32)
-    # Offsets of rows, and edges that belong to none in front of and behind them.
+    # Offsets of rows, and edges that belong to no row, before and after them.
     starts = jnp.searchsorted(wide, jnp.arange(num_receivers + 1, dtype=wide.dtype), method="scan_unrolled")
     row = jnp.where(wide < 0, 0, jnp.where(_in_range(wide, num_receivers), wide, num_receivers)).astype(jnp.uint32)
     return _in_bags(senders, row, starts.astype(jnp.uint32), num_senders)
@@ -190,7 +191,7 @@ def _mean(total, table, count):
 
 
 def _total(table, weights, graph, valid, dtype=None):
-    """The sum of each bag; its dtype is `dtype`, or else that of table and weights."""
+    """The sum of each bag; its dtype is `dtype`, by default the common dtype of table and weights."""
     if weights is not None:
         return edge_sum(_weigh, graph, senders=table, edges=(weights.reshape(-1), valid))
     take = lambda x, on: jnp.where(on, x, jnp.zeros_like(x))
@@ -200,7 +201,7 @@ def _total(table, weights, graph, valid, dtype=None):
 def _even(table, weights, graph, valid, shape, mode):
     """Sums or means of bags that all have the same number of ids. shape: (bags, ids of a bag).
 
-    XLA computes the result. Derivatives are those of `_total`.
+    XLA computes the result. Derivatives come from `_total`.
     """
     table = validate.whole(table, 0)
     if mode == "sum":
@@ -240,7 +241,7 @@ def _even_total_jvp(shape, dtype, primals, tangents):
 
 
 def _weigh(x, edge):
-    """x times a weight, or 0 for what pads: also in derivatives, where the row or the weight that pads is NaN."""
+    """x times a weight, or 0 for padding, also in derivatives and if the row or weight of the padding is NaN."""
     weight, on = edge
     return jnp.where(on, x, jnp.zeros_like(x)) * jnp.where(on, weight, jnp.zeros_like(weight))
 
@@ -255,11 +256,11 @@ def spmm(a: sparse.BCOO | sparse.BCSR, b: ArrayLike, *, graph: Graph | None = No
     Args:
         a: `jax.experimental.sparse.BCOO` or `BCSR` of shape (m, n), without batch or dense dimensions.
         b: array of shape (n, ...).
-        graph: what `spmm_graph(a)` returned, of a matrix whose elements are at the same places: then nothing is sorted.
+        graph: the result of `spmm_graph` for a matrix whose elements are at the same positions. Then nothing is sorted.
 
     Returns:
-        Array of shape (m, *b.shape[1:]). Products are summed in float32 or wider and rounded once; equal bits every time.
-        The gradients by b and by a's elements are a kernel each; the latter is sampled at them alone.
+        Array of shape (m, *b.shape[1:]). Products are summed in float32 or wider and rounded once, with the same bits in
+        every run. The gradients by b and by a's elements are one kernel each; the latter is computed only at a's elements.
 
     Raises:
         TypeError: `a` is not a sparse matrix of numbers, or `b` is not an array of numbers; `graph` is not a Graph.
@@ -280,7 +281,7 @@ def spmm(a: sparse.BCOO | sparse.BCSR, b: ArrayLike, *, graph: Graph | None = No
         raise TypeError(f"jaxkern.spmm: graph must be what jaxkern.spmm_graph returns, got {type(graph).__name__}")
     if (graph.num_receivers, graph.num_senders) != a.shape or graph.num_edges != a.nse:
         raise ValueError(
-            f"jaxkern.spmm: graph is {graph!r}, which is not of a matrix of shape {a.shape} with {a.nse} elements"
+            f"jaxkern.spmm: graph is {graph!r}, which is not the graph of a matrix of shape {a.shape} with {a.nse} elements"
         )
     on = _in_range(graph.senders, a.shape[1])
     return edge_sum(_weigh, graph, senders=b, edges=(a.data, on))
@@ -306,7 +307,7 @@ def spmm_graph(a: sparse.BCOO | sparse.BCSR) -> Graph:
         graph, valid = _sorted_graph(a.indices[:, 1], a.indices[:, 0], columns, rows)
     else:
         return Graph(a.indices[:, 1], a.indices[:, 0], num_senders=columns, num_receivers=rows)
-    # spmm asks the graph which elements pad: they name no column.
+    # Elements that are padding have no column; `spmm` finds them by the graph.
     senders = jnp.where(valid, graph.senders.astype(jnp.int32), -1)
     return Graph.tree_unflatten((columns, rows, None), (senders, graph.receivers, graph.into, graph.out_of))
 
@@ -338,14 +339,14 @@ def graph_attention(
         score: a function of scalars in JAX, called as f in `edge_sum` with one element of `senders`, `receivers` and
             `edges`; it returns the score of an edge.
         graph: a `Graph`.
-        values: array of shape (graph.num_senders, *heads, ...), with a weight for each of the dimensions of a score.
-        senders, receivers, edges: arrays or pytrees of arrays, as for `edge_sum`; what scores are made of.
+        values: array of shape (graph.num_senders, *heads, ...); *heads is the shape of a score.
+        senders, receivers, edges: arrays or pytrees of arrays, as for `edge_sum`, from which scores are computed.
         reduce_features: axes of their features to sum scores over, as in `edge_map`: the last one for dot products.
 
     Returns:
-        Array of shape (graph.num_receivers, *values.shape[1:]), 0 where no edge ends. Forward there are a kernel for the
-        scores, one for the softmax, and one for the weighted sum; of arrays of the size of the edges only scores and
-        weights are written, one number for each edge and head.
+        Array of shape (graph.num_receivers, *values.shape[1:]), 0 where no edge ends. The forward pass runs one kernel for
+        the scores, one for the softmax, and one for the weighted sum. The only arrays of the size of the edges that it
+        writes are the scores and the weights, one number for each edge and head.
 
     Raises:
         TypeError, ValueError: as for `edge_map`. TypeError: `values` is not an array of numbers, or `score` does not
@@ -384,7 +385,7 @@ def graph_attention(
 
 
 def _attention_over_devices(graph, scores, values):
-    """The attention of edges that are split over devices: a maximum and two sums of all, exponentials in between."""
+    """The attention of edges that are split over devices, by one maximum and two sums over all devices."""
     top = jax.lax.stop_gradient(edge_max(lambda s: s, graph, edges=jax.lax.stop_gradient(scores)))
     wide = lambda array: array.reshape(*array.shape, *[1] * (values.ndim - array.ndim))
     dtype, scores = jnp.result_type(values, scores), scores.astype(computing(scores.dtype))
@@ -396,17 +397,17 @@ def _attention_over_devices(graph, scores, values):
 
 
 def moe_combine(x: ArrayLike, indices: ArrayLike, weights: ArrayLike | None = None) -> jax.Array:
-    """Weighted sums of experts' results for each token, of a mixture of experts: from slots back to tokens.
+    """Weighted sums of the experts' results for each token of a mixture of experts: from slots back to tokens.
 
     Args:
         x: array of shape (slots, ...), the results of all experts.
-        indices: integer array of shape (tokens, k): the slot of each of a token's k experts; -1, or any index that is out
-            of range, for a token that was dropped there.
+        indices: integer array of shape (tokens, k): the slot of each of a token's k experts. An index out of range, such as
+            -1, means that the expert dropped the token.
         weights: array of shape (tokens, k), or None for 1.
 
     Returns:
-        Array of shape (tokens, *x.shape[1:]), summed in float32 or wider and rounded once. Nothing of the size
-        tokens * k * features is written. The gradient by x sorts the indices, that by weights does not.
+        Array of shape (tokens, *x.shape[1:]), summed in float32 or wider and rounded once. No array of the size
+        tokens * k * features is written. The gradient by x sorts the indices; the gradient by weights does not.
 
     Raises:
         TypeError: `x` or `weights` is not an array of numbers, or `indices` is not an array of integers.
@@ -436,8 +437,8 @@ def moe_dispatch(x: ArrayLike, indices: ArrayLike, num_slots: int) -> jax.Array:
 
     Args:
         x: array of shape (tokens, ...).
-        indices: as for `moe_combine`. Slots that several tokens name get the sum of these.
-        num_slots: how many slots there are, an int.
+        indices: as for `moe_combine`. A slot that several tokens name gets the sum of these tokens.
+        num_slots: the number of slots, an int.
 
     Returns:
         Array of shape (num_slots, *x.shape[1:]), 0 in slots that no token is in. The gradient is `moe_combine`.
@@ -456,7 +457,7 @@ def moe_dispatch(x: ArrayLike, indices: ArrayLike, num_slots: int) -> jax.Array:
     if x.ndim < 1 or x.shape[0] != tokens:
         raise ValueError(f"jaxkern.{name}: x of shape {x.shape} and indices of shape {indices.shape} do not match")
     num_slots = _count(num_slots, "num_slots", name=name)
-    # Tokens are in order, so that what the gradient goes by is not sorted.
+    # Tokens are in order, so that the gradient needs no sort.
     starts = jnp.arange(tokens + 1, dtype=jnp.uint32) * jnp.uint32(k)
     token = jnp.arange(tokens * k, dtype=jnp.uint32) // jnp.uint32(max(k, 1))
     back, valid = _in_bags(indices.reshape(-1), token, starts, num_slots)

@@ -32,12 +32,12 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
             cond_fun and body_fun return, so a counter that starts with 0 becomes a count for each lane.
 
             Both functions are elementwise over lanes: no reductions, products of matrices, indexing or other loops. They may
-            close over arrays that broadcast. Numbers are of any real dtype; those of 16 bits are computed in float32 and
-            rounded in every step.
+            close over arrays that broadcast. Numbers have any real dtype. 16-bit numbers are computed in float32 and rounded
+            in every step.
 
     Returns: the last carry. In the kernel a thread keeps the carry of its lane in registers and stops when its condition is
-    false. On several devices each runs the loops of its own lanes, and nothing is sent. Where there is no kernel, on a CPU, all
-    lanes take steps until the last one is done, and a selection keeps the carries of the others. Forward-mode derivatives and
+    false. Each of several devices runs the loops of its own lanes, and sends nothing. On a CPU, which has no kernel, all lanes
+    take steps until the last one is done, and a selection keeps the carries of the others. Forward-mode derivatives and
     batches are JAX's, and kernels too.
 
     Raises, when it is traced:

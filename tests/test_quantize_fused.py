@@ -617,7 +617,11 @@ def test_kernels_compile(capability):
             ValueError,
             "quantize_rows: transposed takes matrices",
         ),
-        (lambda x: jaxkern.quantize_rows(x, scale=1.0, transposed=True), ValueError, "quantize_rows: transposed goes"),
+        (
+            lambda x: jaxkern.quantize_rows(x, scale=1.0, transposed=True),
+            ValueError,
+            "quantize_rows: transposed cannot be used with scale",
+        ),
         (
             lambda x: jaxkern.quantize_blocks(x, block=8, transposed=True),
             ValueError,
