@@ -170,6 +170,12 @@ def _complex(rng, dtype, *shape):
     return _real(rng, wide, *shape) + np.asarray(1j, np.result_type(wide, np.complex64)) * _real(rng, wide, *shape)
 
 
+def _decays(rng, dtype, *shape):
+    """Complex numbers of magnitude below one. Loops that multiply by them stay bounded, and so do errors of rounding."""
+    kind = np.complex128 if dtype == "float64" else np.complex64
+    return np.asarray(rng.uniform(0.2, 0.9, shape) * np.exp(1j * rng.uniform(-3, 3, shape)), kind)
+
+
 def oscillators(shape, length, dtype, seed=0):
     """A diagonal state space layer: complex carries, a decay and a weight for each feature, a real input."""
     rng = np.random.default_rng(seed)
@@ -182,7 +188,7 @@ def oscillators(shape, length, dtype, seed=0):
         return scan(body, h, x)[1]
 
     features = shape[-1:]
-    operands = [_complex(rng, dtype, *shape), _complex(rng, dtype, *features), _complex(rng, dtype, *features)]
+    operands = [_complex(rng, dtype, *shape), _decays(rng, dtype, *features), _complex(rng, dtype, *features)]
     return run, [*operands, _real(rng, dtype, length, *shape)]
 
 
@@ -194,14 +200,16 @@ def modes(shape, length, dtype, seed=0):
         def body(h, xa):
             x, a = xa
             h = jnp.exp(w) * a * h + x.astype(h.dtype) + jnp.where(x > 0, h, -h) / (3 + h.imag)
-            y = jnp.abs(h) + jnp.real(jnp.log(3 + h) + (2 + h) ** 3 - jnp.square(a)) + (h == a)
+            y = jnp.abs(2 + h) + jnp.real(jnp.log(3 + h) + (2 + h) ** 3 - jnp.square(a)) + (h == a)
             return h * 0.5, y
 
         h, y = scan(body, h, (x, a))
-        return h.real, jnp.abs(h), y
+        return h.real, jnp.abs(2 + h), y
 
-    operands = [_complex(rng, dtype, *shape), _complex(rng, dtype, *shape[-1:])]
-    return run, [*operands, _real(rng, dtype, length, *shape), _complex(rng, dtype, length, *shape)]
+    # Carries stay within the unit circle: half of 0.9 + 0.5 + 1 / 2 at most.
+    x = np.clip(_real(rng, dtype, length, *shape), -0.5, 0.5)
+    operands = [_decays(rng, dtype, *shape), np.log(_decays(rng, dtype, *shape[-1:])), x]
+    return run, [*operands, _decays(rng, dtype, length, *shape)]
 
 
 def scalars(shape, length, dtype, seed=0):
