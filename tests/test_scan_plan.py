@@ -181,6 +181,29 @@ def test_kernels_compile(capability):
             assert registry.kernels.module.compile(step.header, step.name, capability, step.source)
 
 
+def test_lanes_of_a_thread_far_apart():
+    """Where steps lie along another axis, distances of lanes need 64 bits from 2^31 elements on."""
+    for steps, far in ((1 << 20, "false"), (1 << 30, "true")):
+        (e,) = traced_shape((3, 3), 1, "bfloat16")
+        closed, counts = e.params["jaxpr"], compat.counts_of_scan(e.params)
+        program = Program(closed.jaxpr, closed.consts, *counts, "test")
+        core = Core(program, {sum(counts): (1, 0, 2)}, steps)
+        assert f"kFar = {far}" in core.source("Body", 2)[0]
+
+
+def test_maps_of_mixed_numbers_fit_shared_memory():
+    """Doubles among floats are aligned to 8 bytes: nine words take twelve."""
+    with compat.enable_x64():
+        body = lambda hs, x: (tuple((x * h).astype(h.dtype) for h in hs), hs[0])
+        f = lambda x: jax.lax.scan(body, tuple(jnp.ones(64, d) for d in ("float32", "float64") * 3), x)
+        (e,) = scans(jax.make_jaxpr(f)(jax.ShapeDtypeStruct((4096, 64), "float32")).jaxpr)
+        made, core = planned(e)
+        assert made.algorithm == "columns"
+        _, lanes, parts, *_ = (int(n) for n in made.launches[-1].name.split(", ")[1:5])
+        radix = tuning.COLUMN_RADIX
+        assert lanes * (2 * parts + 2 * radix + 1) * 3 * 16 <= 48 * 1024
+
+
 @pytest.mark.parametrize("on", plans.DEVICES)
 def test_any_shape_has_a_plan_within_the_limits_of_the_device(on):
     for length in (1, 2, 1000):

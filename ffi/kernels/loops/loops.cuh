@@ -11,7 +11,7 @@
 // immediate offsets: where few warps run, instructions for addresses would cost more than the body.
 //
 // An array that lacks a dimension of the lanes is read through an index map, and written by the lanes whose place along that
-// dimension is 0. Carries that are accumulators (IsSum) start at 0, and every lane writes its own.
+// dimension is 0. kFar: lanes of one thread may lie 2^31 or more elements apart in an array. Carries that are accumulators (IsSum) start at 0, and every lane writes its own.
 //
 // Memory traffic: each element of xs is read once, each element of ys is written once; constants and carries are read and
 // written once per loop.
@@ -99,15 +99,16 @@ struct LoopEngine<F, N, Types<K...>, Types<C...>, Types<X...>, Types<Y...>> {
 
   // Where the N lanes of a thread lie in one array: a pointer to the first, and the distances of the others from it.
   template <class T, int kKind, int kMap> struct Place {
+    using Distance = std::conditional_t<F::kFar, int64_t, int32_t>;
     T* first;
-    int32_t from_first[kKind == kEach ? N : 1];
+    Distance from_first[kKind == kEach ? N : 1];
 
     __device__ __forceinline__ void Set(const Args& a, T* array, int64_t lane) {
       const int64_t at = Offset<kMap>(a, lane);
       first = array + at;
       if constexpr (kKind == kEach) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) from_first[i] = static_cast<int32_t>(Offset<kMap>(a, lane + i) - at);
+        for (int i = 0; i < N; ++i) from_first[i] = static_cast<Distance>(Offset<kMap>(a, lane + i) - at);
       }
     }
     __device__ __forceinline__ T* At(int i, int64_t step) const {

@@ -10,6 +10,8 @@ tiles      the same for the steps of one lane, which are adjacent
 import functools
 import typing
 
+import numpy as np
+
 from jaxkern._core import define, functor, launch
 from jaxkern._core.define import ceil_div
 from jaxkern._core.functor import cpp_type
@@ -42,7 +44,9 @@ class Maps:
 
     @property
     def words(self) -> int:
-        return sum(ceil_div(d.itemsize, 4) for d in self.numbers)
+        """Of 32 bits, of the numbers of a map in a block's shared memory."""
+        fields = [(f"n{k}", d) for k, d in enumerate(self.numbers)]
+        return ceil_div(np.dtype(fields, align=True).itemsize, 4)
 
     @functools.cached_property
     def functions(self) -> dict:

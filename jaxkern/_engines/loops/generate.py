@@ -54,6 +54,11 @@ class Array:
         """The distance of two steps."""
         return self.strides()[1]
 
+    @property
+    def reach(self) -> int:
+        """The distance of the first and the last lane of a step."""
+        return sum((d.size - 1) * stride for d, stride in self.strides()[0].items())
+
 
 class Core:
     """What the kernel reads and writes.
@@ -215,6 +220,8 @@ class Core:
         table("IsSum", sums, 0)
         place = lambda dim: merged((d.size, int(d is dim)) for d in reversed(program.dims))
         table("PlaceMap", (number(place(d)) for d in self.indices), _NONE)
+        far = max((a.reach for v in types.values() for a in v), default=0) >= 1 << 31
+        text.append(f"  static constexpr bool kFar = {str(far).lower()};")
         text.append(f"  static constexpr int kIndices = {len(self.indices)}, kMaps = {len(maps)};")
         text.append(f"  using Step = {name}Step;")
         return self.function.source(f"{name}Step") + "\n".join([f"struct {name} {{", *text, "};"]) + "\n", maps

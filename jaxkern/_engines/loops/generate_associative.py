@@ -93,5 +93,5 @@ def source(name, spec, outer, length, inner):
     for k, value in (("CarriesOwner", -2), ("YsOwner", -2), ("IsSum", 0), ("PlaceMap", -2)):
         lines.append(f"  static constexpr int {k}(int) {{ return {value}; }}")
     lines.append(f"  static constexpr int kIndices = 0, kMaps = {int(not whole)}, kStart = {start};")
-    lines.append("  static constexpr bool kLast = false;")
+    lines.append("  static constexpr bool kLast = false, kFar = false;")
     return text + "\n".join([f"struct {name} {{", *lines, "};"]) + "\n", [] if whole else [groups]
