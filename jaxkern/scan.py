@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxkern._core import validate
+from jaxkern._core.jaxprs import held
 from jaxkern._engines.loops.chunks import checkpointed
 from jaxkern._engines.loops.lowering import mark
 from jaxkern._engines.loops.program import Program
@@ -35,8 +36,9 @@ def scan(
             against each other, so a carry may be a scalar counter, and a weight that f closes over may be one number for each
             feature. Dimensions of at most 16 elements may be sliced, concatenated, stacked and reduced: the columns of a state. The
             body may have branches (`jax.lax.cond`), loops of few steps and fixed count, and keys of `jax.random`, which it may
-            split. Numbers have any real or complex dtype. 16-bit numbers are computed in float32 and rounded where they are
-            stored; a carry is rounded in every step.
+            split. Numbers are complex, float16, bfloat16, float32, float64, boolean, or integers of 8 to 64 bits; convert others, such
+            as float8 and int4, before the loop. 16-bit numbers are computed in float32 and rounded where they are stored; a
+            carry is rounded in every step.
         init: the first carry.
         xs: arrays that are scanned along their first axis.
         length: the number of steps; needed if xs has no arrays.
@@ -149,7 +151,8 @@ def linear_recurrence(
     if not isinstance(along, int):
         raise TypeError(f"jaxkern.{name}: axis must be an int, got {validate.shown(axis)}")
     dtype = jnp.result_type(*given.values())
-    a, b = (jnp.asarray(x, dtype) for x in (a, b))
+    stored = dtype if jnp.issubdtype(dtype, jnp.complexfloating) else held(dtype)
+    a, b = (jnp.asarray(x, stored) for x in (a, b))
     try:
         shape = jnp.broadcast_shapes(a.shape, b.shape)
     except ValueError:
@@ -158,18 +161,24 @@ def linear_recurrence(
         raise ValueError(f"jaxkern.{name}: axis {axis} is out of bounds for shape {shape}")
     along %= len(shape)
     lanes = shape[:along] + shape[along + 1 :]
-    first = jnp.zeros((), dtype) if initial is None else jnp.asarray(initial, dtype)
+    first = jnp.zeros((), stored) if initial is None else jnp.asarray(initial, stored)
     try:
         first = jnp.broadcast_to(first, lanes)
     except ValueError:
         raise ValueError(f"jaxkern.{name}: initial of shape {first.shape} does not broadcast to {lanes}") from None
-    a, b = (jnp.moveaxis(x.reshape((1,) * (len(shape) - x.ndim) + x.shape), along, 0) for x in (a, b))
+    operands = [x.reshape((1,) * (len(shape) - x.ndim) + x.shape) for x in (a, b)]
+    run = functools.partial(_recurrence, first, shape[along], along, reverse)
+    return along_whole_steps(run, operands, along).astype(dtype)
+
+
+def _recurrence(first, steps, along, reverse, operands):
+    a, b = (jnp.moveaxis(x, along, 0) for x in operands)
     specs = zip(validate.explicit_spec(first), *(validate.explicit_spec(x)[1:] for x in (a, b)))
     spec = [next(filter(None, axes), None) for axes in specs]
     if any(spec):
         first = jax.sharding.reshard(first, PartitionSpec(*spec))
-    constant = a.shape[0] == 1 < shape[along]
-    b = jnp.broadcast_to(b, (shape[along], *b.shape[1:]))
+    constant = a.shape[0] == 1 < steps
+    b = jnp.broadcast_to(b, (steps, *b.shape[1:]))
 
     def step(h, x):
         a, b = x if not constant else (decay, x)
@@ -178,3 +187,18 @@ def linear_recurrence(
 
     decay = a[0] if constant else None
     return jnp.moveaxis(scan(step, first, b if constant else (a, b), reverse=reverse)[1], 0, along)
+
+
+def along_whole_steps(run, operands, axis):
+    """run(operands), of arrays of one rank, on a mesh with explicit axes that may split the axis of the steps.
+
+    The operands of `run` have all steps on every device; its result is split as they were.
+    """
+    split = next(filter(None, (validate.explicit_spec(x)[axis] for x in operands)), None)
+    y = run([validate.whole(x, axis) for x in operands])
+    spec = list(validate.explicit_spec(y))
+    names = lambda entry: entry if isinstance(entry, tuple) else (entry,)
+    if split is None or any(set(names(split)).intersection(names(entry)) for entry in spec):
+        return y
+    spec[axis] = split
+    return jax.sharding.reshard(y, PartitionSpec(*spec))

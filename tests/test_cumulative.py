@@ -190,7 +190,13 @@ def test_float8_and_int4():
     x = numbers("float32", (9,))
     assert np.array_equal(jaxkern.cummax(jnp.asarray(x, "float8_e4m3fn")), lax.cummax(jnp.asarray(x, "float8_e4m3fn")))
     assert float(jaxkern.cummax(jnp.asarray(x, "float8_e4m3fn"), exclusive=True)[0]) == -448
+    eighths = jnp.asarray([1, 0.5, 2], "float8_e4m3fn")
+    average = jaxkern.exponential_moving_average(eighths, jnp.asarray(0.5, eighths.dtype), initial=0)
+    assert average.dtype == eighths.dtype and average.tolist() == [0.5, 0.5, 1.25]
+    h = jaxkern.linear_recurrence(jnp.asarray(0.5, eighths.dtype), eighths)
+    assert h.dtype == eighths.dtype and h.tolist() == [1, 1, 2.5]
     small = jnp.asarray([3, 3, 3], "int4")
+    assert jaxkern.linear_recurrence(jnp.asarray(1, "int4"), small).tolist() == [3, 6, -7]
     assert jaxkern.cumsum(small).dtype == small.dtype and jaxkern.cumsum(small).tolist() == [3, 6, -7]
 
 

@@ -8,7 +8,7 @@ from sharding import mesh, messages, put, same, several
 
 import jaxkern
 
-X = jnp.sin(jnp.arange(5 * 8 * 16, dtype=jnp.float32)).reshape(5, 8, 16)
+X = jnp.sin(jnp.arange(8 * 8 * 16, dtype=jnp.float32)).reshape(8, 8, 16)
 
 
 def run(a, b, initial):
@@ -39,3 +39,18 @@ def test_first_carry_is_split_as_operands_are(specs):
     same(found, jax.jit(run)(a, X, initial))
     if specs[1] == P(None, "r", "c"):
         assert not messages(compiled.as_text())
+
+
+@several
+@pytest.mark.parametrize("specs", [(P("r", None, "c"), P(None, "r")), (P(), P(("r", "c"))), (P("c"), P("c"))], ids=str)
+def test_split_steps(specs):
+    """`jax.lax.scan` refuses them. Results are split as the operands are, unless another dimension has the axis of the mesh."""
+    grid = mesh("Explicit")
+    average = lambda a, b: jaxkern.exponential_moving_average(b, a)
+    a = 0.5 * jnp.abs(X) if specs[0] != P() else jnp.float32(0.5)
+    split = put(grid, [a, X], specs)
+    for f in (jaxkern.linear_recurrence, average):
+        with jax.set_mesh(grid):
+            found = jax.jit(f)(*split)
+        same(found, jax.jit(f)(a, X))
+        assert found.sharding.spec[0] == (None if specs[1] == P(None, "r") else specs[1][0])

@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
 from jaxkern._core import compat
-from jaxkern._core.define import references
+from jaxkern._core.define import CUDA_TYPES, references
 
 CALLS = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "checkpoint", "remat", "remat2")
 CUSTOM_JVP = ("custom_jvp_call",)
@@ -35,6 +35,13 @@ def computing(dtype) -> np.dtype:
     """The dtype in which a kernel holds a value of `dtype`."""
     dtype = np.dtype(dtype)
     return np.dtype(np.float32) if _is_narrow(dtype) else dtype
+
+
+def held(dtype) -> np.dtype:
+    """The dtype in which kernels read and write numbers of a real dtype: float32 or int32 for those that they do not have."""
+    dtype = np.dtype(dtype)
+    wide = np.float32 if jnp.issubdtype(dtype, jnp.floating) else np.int32
+    return dtype if dtype.name in CUDA_TYPES else np.dtype(wide)
 
 
 def _is_narrow(dtype) -> bool:

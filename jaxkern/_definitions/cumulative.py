@@ -10,8 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxkern._core import validate
-from jaxkern._core.define import CUDA_TYPES
-from jaxkern._core.jaxprs import computing
+from jaxkern._core.jaxprs import computing, held
 from jaxkern._engines.loops.associative import associative_scan
 from jaxkern.index_add import integers, safe_index
 
@@ -223,8 +222,7 @@ def _cumulative(x, segment_ids, *, name, axis, reverse, exclusive, dtype):
     floats = jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(dtype, jnp.floating)
     if not floats or dtype == jnp.float64:
         x = x.astype(dtype)
-    known = lambda dtype: dtype if dtype.name in CUDA_TYPES else jnp.dtype(jnp.float32 if floats else jnp.int32)
-    x, stored = x.astype(known(x.dtype)), known(dtype)
+    x, stored = x.astype(held(x.dtype)), held(dtype)
     wide = computing(x.dtype)
     operation, identity = _OPERATIONS[name]
     inputs, segmented = [x], ids is not None

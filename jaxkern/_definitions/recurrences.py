@@ -1,13 +1,15 @@
 """Recurrences by name: exponential_moving_average, discounted_returns and advantages. Each is the body of a `scan`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxkern._core import validate
-from jaxkern._core.jaxprs import computing
-from jaxkern.scan import linear_recurrence, scan
+from jaxkern._core.jaxprs import computing, held
+from jaxkern.scan import along_whole_steps, linear_recurrence, scan
 
 
 def exponential_moving_average(
@@ -48,7 +50,7 @@ def exponential_moving_average(
 
         def step(y, x, decay):
             y = decay * y + (1 - decay) * x
-            return y, y.astype(steps.dtype)
+            return y, y.astype(steps.stored)
 
         return steps.scan(step, first, reverse)
     ones = jnp.ones([n if a == steps.axis else 1 for a, n in enumerate(steps.shape)], steps.wide)
@@ -57,7 +59,7 @@ def exponential_moving_average(
 
     def mean(total, x, decay, weight):
         total = decay * total + x
-        return total, (total / weight).astype(steps.dtype)
+        return total, (total / weight).astype(steps.stored)
 
     return steps.scan(mean, first, reverse)
 
@@ -99,7 +101,7 @@ def discounted_returns(
 
     def step(g, reward, discount, done):
         g = reward + jnp.where(done, 0, discount * g)
-        return g, g.astype(steps.dtype)
+        return g, g.astype(steps.stored)
 
     return steps.scan(step, steps.carry("bootstrap", bootstrap), reverse=True)
 
@@ -155,7 +157,7 @@ def advantages(
         advantage, after = carry
         discount = jnp.where(done, 0, discount)
         advantage = reward + discount * after - value + discount * decay * advantage
-        return (advantage, value), advantage.astype(steps.dtype)
+        return (advantage, value), advantage.astype(steps.stored)
 
     return steps.scan(step, (steps.carry("advantage"), steps.carry("bootstrap", bootstrap)), reverse=True)
 
@@ -187,7 +189,8 @@ def _axis(name, axis, shape) -> int:
 class _Steps:
     """Operands of a recurrence, of one rank, real ones in the type in which they are computed.
 
-    shape: the common shape; axis: the axis of the steps in it, not negative. dtype: of the result; wide: of the carries.
+    shape: the common shape; axis: the axis of the steps in it, not negative. dtype: of the result; stored: of what bodies
+    return; wide: of the carries.
     """
 
     def __init__(self, name, given, axis, **masks):
@@ -197,7 +200,8 @@ class _Steps:
         dtype = jnp.result_type(*given.values())
         self.name = name
         self.dtype = dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.result_type(dtype, 1.0)
-        self.wide = computing(self.dtype)
+        self.stored = held(self.dtype)
+        self.wide = computing(self.stored)
         operands = {argument: jnp.asarray(x, self.wide) for argument, x in given.items()}
         for argument, mask in masks.items():
             mask = False if mask is None else mask
@@ -231,8 +235,12 @@ class _Steps:
 
     def scan(self, body, init, reverse):
         """The results of body(carry, *operands) in all steps. An operand that is the same in all steps is read once."""
+        run = functools.partial(self._scan, body, init, reverse)
+        return along_whole_steps(run, self.operands, self.axis).astype(self.dtype)
+
+    def _scan(self, body, init, reverse, operands):
         steps = self.shape[self.axis]
-        operands = [jnp.moveaxis(x, self.axis, 0) for x in self.operands]
+        operands = [jnp.moveaxis(x, self.axis, 0) for x in operands]
         constants = {k: x[0] for k, x in enumerate(operands) if x.shape[0] == 1 != steps}
         xs = [x for k, x in enumerate(operands) if k not in constants]
 
