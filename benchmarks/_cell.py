@@ -15,7 +15,7 @@ from benchmarks._program import Program
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A row: how large, of which type, which operation, which way. An operation's own adds its bytes and its goals."""
+    """A row of the table: case, dtype, operation and direction. The subclass of an operation adds its bytes and its goals."""
 
     case: Any
     dtype: str

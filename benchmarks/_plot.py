@@ -119,7 +119,7 @@ def overview(files: list[dict[str, Any]], path: pathlib.Path) -> pathlib.Path:
     axis.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
     axis.set_xscale("log")
     axis.grid(alpha=0.25)
-    axis.set_xlabel("speed over that of a copy of the same bytes (geometric mean)")
+    axis.set_xlabel("fraction of the speed of a copy of the same bytes (geometric mean)")
     axis.set_title(", ".join(dict.fromkeys(data["environment"]["device"] for data in files)), fontsize=10)
     figure.legend(fontsize=8, loc="lower center", ncols=4, frameon=False)
     figure.tight_layout(rect=(0, 0.04, 1, 1))

@@ -130,7 +130,7 @@ def summary(data: dict[str, Any]) -> str:
             elif "note" in t:
                 lines.append(f"note: {_label(r)} {name}: {t['note']}")
     if data["results"] and not any(r["handlers"] for r in data["results"]):
-        lines.append("note: no handler of this library was called; its figures are those of the XLA fallback")
+        lines.append("note: no handler of this library was called; its figures come from the XLA fallback")
     for c in data["checks"]:
         if not c["met"]:
             lines.append(f"missed: {c['check']} (handlers {c['handlers']}, moves {c.get('moves', [])})")
@@ -171,7 +171,7 @@ def _key(r: dict[str, Any]) -> tuple[str, ...]:
 
 
 def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """The cells of `new`, and those of `old` that it lacks, which keep the date and commit that they were measured at.
+    """The cells of `new`, and the cells of `old` that it lacks, with the date and commit at which they were measured.
 
     Raises ValueError if the machines, or the versions of what the times depend on, differ.
     """

@@ -2,8 +2,8 @@
 
 On a GPU the time of a call is the sum over every kernel, copy and memset that it runs, as CUPTI
 records them. `jax.profiler` switches CUPTI on and `jax.profiler.ProfileData` reads the result; the
-records are those of the whole process, so PyTorch's kernels are in the same trace and are read the
-same way. One trace holds many candidates: before each, a kernel that nobody else launches is run as
+records cover the whole process, so PyTorch's kernels are in the same trace and are read in the
+same way. One trace holds many candidates: before each, a kernel that nothing else launches is run as
 a marker, and everything between two markers belongs to the candidate between them.
 
 Host time around a dispatch would measure Python for every kernel under about 50 us.

@@ -194,7 +194,7 @@ def examine(cell: Cell, compiled: list[Program], inputs: Inputs, times: dict[str
 
 
 def checks(clock: Any) -> list[dict[str, Any]]:
-    """The root mean square errors of loss and gradients against float64 do not exceed those of the whole-logits composition."""
+    """The root mean square errors of loss and gradients against float64 do not exceed the errors with whole logits."""
     from jaxkern._core import compat
 
     rows, width, vocabulary = (4096, 512, 16384) if jax.default_backend() == "gpu" else (256, 64, 1024)

@@ -88,7 +88,7 @@ def _xla(op: str, axis: int) -> Callable[..., jax.Array]:
 
 
 def programs(cell: Cell, algorithms: bool) -> list[Program]:
-    """This library's and XLA's programs of a cell, and beside logsumexp those of the sum."""
+    """This library's and XLA's programs of a cell, and beside logsumexp the programs of the sum."""
     case, axis = cell.case, cell.case.axis
     specs = [jax.ShapeDtypeStruct(case.shape, cell.dtype)]
     if case.mask:

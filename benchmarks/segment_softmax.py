@@ -38,7 +38,7 @@ class Case:
     group: str
     shape: tuple[int, ...]
     segments: int
-    kind: str = "sorted"  # or uniform, zipf, half, same (of which the last is sorted too)
+    kind: str = "sorted"  # or uniform, zipf, half, same ("same" is sorted too)
     cpu: bool = False
 
     @property

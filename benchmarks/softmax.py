@@ -1,7 +1,7 @@
 """softmax and log-softmax, forward and backward, against XLA, PyTorch and a copy.
 
-The sweep over widths is that of OneFlow's softmax article (49152 rows), carried on to 262144 columns;
-beside it few long rows, other axes than the last, and a mask that broadcasts over attention heads.
+The sweep over widths comes from OneFlow's softmax article (49152 rows), continued to 262144 columns. Other
+cases are few long rows, axes other than the last, and a mask that broadcasts over attention heads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Errors of softmax and log-softmax against float64, beside those of `jax.nn` on the same input.
+"""Errors of softmax and log-softmax against float64, beside the errors of `jax.nn` on the same input.
 
 The whole problem runs on the device, so that the kernel is the one that would run; the reference is
 computed by NumPy for a sample of the rows. Forward and backward are separate programs, as they are in a

@@ -1,4 +1,4 @@
-"""The Python blocks of README.md, run like those of the pages beside this file, and what the pages must name."""
+"""Runs the Python blocks of README.md, and checks that the pages name what they must name."""
 
 import pathlib
 import re

@@ -2,10 +2,10 @@
 
     python examples/graph_attention.py
 
-The data are those of graph_network.py: the modules of the Python that runs this, edges between those that import each
-other, and the package that a module belongs to, to be told from the words of its source and from its neighbours.
+The data are the same as in graph_network.py: the modules of the Python that runs this, edges between modules that import each
+other, and as labels the packages that modules belong to, to be predicted from the words of a module's source and its neighbours.
 
-The network is that of Velickovic et al. (2018): two layers in which a module takes the average of its neighbours, weighted
+The network is due to Velickovic et al. (2018): two layers in which a module takes the average of its neighbours, weighted
 by a softmax of leaky_relu(a_s . h_s + a_r . h_r), by heads of their own. With jaxkern a layer is one call of
 `graph_attention`, on a `Graph` that is sorted once, and the score a function of two numbers; no array of the size of edges
 and features is written. The other is `jraph.GAT`, which gathers the features of both ends of each edge, or the same of

@@ -3,11 +3,11 @@
     python examples/graph_network.py
 
 The graph is the import graph of the Python that runs this: a node is a module of the standard library or
-of an installed package, an edge joins two modules of which one imports the other. The label of a module is
-the package that it belongs to; the eight packages with the most modules are learnt, and a module knows
-nothing of itself but hashed words of its source code, package names taken out, and who its neighbours are.
+of an installed package, and an edge joins two modules if one imports the other. The label of a module is the
+package that it belongs to; the eight packages with the most modules are learnt. The features of a module are
+hashed words of its source code, without package names.
 
-The network is that of Kipf and Welling (2017): twice `relu(A X W)`, where A averages over neighbours and is
+The network is due to Kipf and Welling (2017): twice `relu(A X W)`, where A averages over neighbours and is
 never built. jaxkern's `edge_mean` gathers rows along edges and averages them in one kernel, on a `Graph` that is
 sorted once, outside the step; with jax.ops rows are gathered, added up by `segment_sum` and divided. It is trained
 twice from one seed; the two trainings share all their code but the functions in LIBRARIES, and take turns

@@ -24,8 +24,8 @@ disagree by more than the preset's bounds.
   --preset tiny    seconds; for the tests. Its bounds, too, are for its own number of steps:
                    rounding grows with training, and thousands of steps outgrow any bound.
 
-With --dropout RATE both drop attention weights, from the same keys but each by its library's generator: then
-the curves are those of two trainings, which are compared loosely.
+With --dropout RATE both drop attention weights, from the same keys but each by its library's generator. The
+curves then belong to two different trainings, and are compared loosely.
 
 The text is every .py file of the standard library, or of --text DIR. Held-out text is cut into
 windows of the context's length, each read from nothing; the bits of all predicted tokens are
@@ -284,7 +284,7 @@ def main():
         parser.error("--steps and --batch start at 1")
     if not 0 <= p.dropout < 1:
         parser.error("--dropout is at least 0 and below 1")
-    if p.dropout:  # other elements are dropped: two trainings, of which the curves agree roughly
+    if p.dropout:  # different elements are dropped: two trainings, whose curves agree roughly
         p = dataclasses.replace(p, curve_bound=0.3, norm_bound=0.3)
     if not args.out.parent.is_dir():  # said now, not after the training
         parser.error(f"--out: there is no folder {args.out.parent}")

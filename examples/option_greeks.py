@@ -9,9 +9,9 @@ stored. `jaxkern.scan` makes one kernel of the loop, and another of its derivati
 their sensitivities to the stock (delta), its variance (vega), the interest rate (rho) and the model, and to each strike, which
 is the distribution of the price at maturity.
 
-Each batch of paths is run with `jaxkern.scan` and with `jax.lax.scan` from the same keys. Printed at the end: values and
-sensitivities, their standard errors, and those of Heston's formula; drawn: prices and the distribution by strike. The exit
-status is 1 if the two loops disagree, or if the simulation is too far from the formula.
+Each batch of paths is run with `jaxkern.scan` and with `jax.lax.scan` from the same keys. At the end the example prints values
+and sensitivities, their standard errors, and the results of Heston's formula, and draws prices and the distribution by strike.
+The exit status is 1 if the two loops disagree, or if the simulation is too far from the formula.
 
 Needs the `examples` extra: tqdm and matplotlib. Takes half a minute on 2 cores.
 """
@@ -149,9 +149,11 @@ def draw(out, found, errors, wanted, title):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--paths", type=int, default=20_000, help="of a batch")
-    parser.add_argument("--steps", type=int, default=100, help="of a path")
-    parser.add_argument("--batches", type=int, default=16, help="the standard errors are those of so many numbers")
+    parser.add_argument("--paths", type=int, default=20_000, help="paths of a batch")
+    parser.add_argument("--steps", type=int, default=100, help="steps of a path")
+    parser.add_argument(
+        "--batches", type=int, default=16, help="number of batches, from which standard errors are computed"
+    )
     parser.add_argument("--seed", type=int, default=0)
     default_out = pathlib.Path(__file__).with_suffix(".png")
     parser.add_argument("--out", type=pathlib.Path, default=default_out, help="the figure's file")

@@ -294,7 +294,7 @@ class Program:
             return None
 
     def _rounds(self, updates, k):
-        """Whether sums of all updates, each of which is 4 at most, may be rounded in their type."""
+        """Whether sums of all updates, each at most 4, may be rounded in their type."""
         return 4 * (np.prod(updates.shape[:k]) + 1) > 2 / jnp.finfo(updates.dtype).eps
 
     def _scatter(self, rng):

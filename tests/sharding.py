@@ -52,9 +52,9 @@ def messages(text):
 
 
 def check(text, listed, kernel=True, most=None):
-    """Fails on what is not `listed`: kind -> how many, at most.
+    """Fails if the program sends more than `listed`: {kind: the largest number}.
 
-    A reduce-scatter may stand for an all-reduce, of which each device keeps a part.
+    A reduce-scatter may replace an all-reduce if each device keeps only a part of the result.
     """
     sent = messages(text)
     count = collections.Counter({kind: len(sizes) for kind, sizes in sent.items()})

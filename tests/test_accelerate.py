@@ -741,7 +741,7 @@ def test_no_rows_are_taken_out_of_arithmetic_that_xla_fuses(name):
 
 @pytest.mark.skipif(not jaxkern._core.registry.kernels_run(), reason="no kernels")
 def test_the_gradient_of_attention():
-    """A matrix product makes the cotangent of the first, arithmetic that of the second."""
+    """A matrix product makes the cotangent of the first softmax, and arithmetic the cotangent of the second."""
     q, k = (jax.ShapeDtypeStruct((8, 512, 64), jnp.bfloat16) for _ in range(2))
     attend = lambda q, k: jax.nn.softmax(q @ k.mT) @ k
     dropped = lambda q, k: (jax.nn.softmax(q @ k.mT) * 2) @ k

@@ -116,7 +116,11 @@ def test_what_is_left_to_jax(options):
 @pytest.mark.parametrize(
     "shapes",
     [
-        ((2, 12, 4, 8), (2, 16, 3, 8), (2, 16, 3, 8)),  # heads are no multiple of those of the keys
+        (
+            (2, 12, 4, 8),
+            (2, 16, 3, 8),
+            (2, 16, 3, 8),
+        ),  # the number of heads is no multiple of the number of heads of the keys
         ((2, 12, 4, 8), (2, 16, 4, 8), (2, 15, 4, 8)),
         ((2, 12, 4, 8), (1, 16, 4, 8), (1, 16, 4, 8)),
     ],

@@ -163,7 +163,7 @@ LEFT = {
     "unrolled": (
         lambda x: lax.scan(decay, x[0], x, unroll=True)[1],
         (X,),
-        "12 steps, of which XLA takes 12 at once, are few",
+        "12 steps unrolled by 12 are few",
     ),
     "a product": (recurrent, (W, X), "the body uses dot_general at .*test_accelerate_loops.py:[0-9]+.*not elementwise"),
     "a reduction": (

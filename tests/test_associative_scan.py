@@ -146,7 +146,7 @@ ON_THE_GPU = [
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "int32"])
 @pytest.mark.parametrize("algorithm, shape, axis", ON_THE_GPU)
 def test_kernels(algorithm, shape, axis, dtype):
-    """Results are those of float64, no less exact than a loop in float32, and have the same bits in each run."""
+    """Results match float64, are no less exact than a loop in float32, and have the same bits in each run."""
     rng = np.random.default_rng(0)
     with compat.enable_x64(dtype == "float64"):
         x = rng.integers(-9, 9, shape) if dtype == "int32" else rng.standard_normal(shape)

@@ -227,7 +227,7 @@ def test_third_gather_is_read_where_it_is_stored():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_gradient_of_a_maximum_finds_it(dtype):
-    """It compares the updates with their maximum, of which a value that is computed anew may miss the last digit."""
+    """It compares the updates with their maximum; an update that is computed anew may differ from it in the last digit."""
 
     def f(x, w, s, r):
         y = jax.ops.segment_max(x[s] * w[:, None] + x[r], r, NODES)

@@ -87,7 +87,7 @@ def test_values(name, dtype):
         assert y.dtype == wanted and y.shape == want.shape
         if not jnp.issubdtype(wanted, jnp.floating):
             assert np.array_equal(y, want)
-        else:  # one rounding, and those of sums of a few numbers in float32
+        else:  # one rounding, and the rounding errors of a sum of a few numbers in float32
             near = float(jnp.finfo(wanted).eps) * (0.5 if dtype.endswith("16") else 4) + 2e-6 * (dtype != "float64")
             np.testing.assert_allclose(np.asarray(y, np.float64), want, near, near)
 
@@ -348,7 +348,7 @@ def test_returns_and_advantages():
 
 
 def test_derivatives_of_recurrences(x64):
-    """By all operands, against those of `lax.scan`."""
+    """Derivatives by all operands match the derivatives of `lax.scan`."""
     x = jnp.asarray(numbers("float64", (5, 2)))
     by, decay, initial = (
         jnp.asarray(np.random.default_rng(k).uniform(0.2, 0.9, s)) for k, s in enumerate([(2,), (5, 1), ()])

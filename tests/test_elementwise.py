@@ -404,7 +404,7 @@ def test_nothing_is_materialised():
 
 
 def test_more_than_32_bits_count_is_left_to_xla():
-    """Of operands that broadcast, dimensions of which one is too long for the kernels' indices."""
+    """XLA runs operands that broadcast if one of their dimensions is too long for the kernels' indices."""
     kernel = []
     for rows in (1 << 20, 1 << 32):
         shapes = (jax.ShapeDtypeStruct(shape, jnp.float16) for shape in ((rows, 2, 2), (1, 2, 1)))
@@ -433,7 +433,7 @@ def test_gradient(row, x64):
         found = results[dtype]
         exact = in_float64(exact_gradient, g, *operands)
         for k, (a, b) in enumerate(zip(found, exact)):
-            # A derivative is a sum of terms, of which the largest may be this much larger than itself.
+            # A derivative is a sum of terms, and its largest term may be this much larger than the sum.
             largest = np.abs(np.asarray(g, np.float64)) * np.maximum(1, np.abs(np.asarray(operands[0], np.float64)))
             eps = float(jnp.finfo(reference.computing(jnp.dtype(dtype))).eps)
             if dtype in ("float16", "bfloat16"):
@@ -444,7 +444,7 @@ def test_gradient(row, x64):
 
 @by_name
 def test_forward_and_second_derivatives(row):
-    """jvp is the derivative that vjp has, grad of grad that of the row's expression; under vmap and scan too."""
+    """jvp equals vjp, and grad of grad equals the second derivative of the row's expression; under vmap and scan too."""
     if row.types in ("test", "compare", "logical"):
         x = tuple(numbers(row, (6,), "float32"))
         tangents = tuple(np.zeros(6, jax.dtypes.float0) if a.dtype == bool else jnp.ones(6) for a in x)

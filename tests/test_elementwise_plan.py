@@ -35,7 +35,7 @@ def array(type_, shape):
 
 
 def planned(kernel, shapes, full, device=H200):
-    """The plan of a kernel of the table for operands of these shapes, the last of which repeats."""
+    """The plan of a kernel of the table for operands of these shapes; the last shape repeats."""
     arrays = len(kernel.operands) - kernel.parameters
     shapes = [*shapes, *[shapes[-1]] * arrays][:arrays] + [(1,) * len(full)] * kernel.parameters
     operands = [array(t, shape) for t, shape in zip(kernel.operands, shapes)]

@@ -30,7 +30,7 @@ class Case:
     ulps: how far its result may be from XLA's, of the result, or of `scale` if that is larger; None: not at all, in the
         sign of 0 neither.
     domain: the largest operand.
-    bits: the bits of the 16-bit operand, computed from the result; those of any NaN are right for a NaN.
+    bits: the bits of the 16-bit operand, computed from the result; for a NaN the bits of any NaN are right.
     """
 
     def __init__(self, name, f, arity, dtypes, ulps=None, domain=None, scale=0, bits=None):
@@ -623,7 +623,7 @@ def test_functions_that_take_long_to_compile_are_left_to_xla(name, monkeypatch):
     assert has_function(lower())
     monkeypatch.setattr(functor, "MOST", 20)
     compat.warn_once.cache_clear()
-    with pytest.warns(UserWarning, match=r"has a size of \d+ statements, of which kernels take 20: XLA runs it"):
+    with pytest.warns(UserWarning, match=r"has a size of \d+ statements, above the limit of 20: XLA runs it"):
         assert not has_function(lower())
 
 

@@ -392,7 +392,7 @@ def test_keys_of_every_kind():
     "dtype, width", [("bfloat16", 40), ("float32", 1001), ("float16", 512), ("float32", 2048), ("float64", 100)]
 )
 def test_the_same_bits_everywhere(dtype, width):
-    """Every algorithm, the CPU, jnp, the gradient: those of the numpy generator."""
+    """Every algorithm, the CPU, jnp and the gradient use the bits of the generator in numpy."""
     with compat.enable_x64(dtype == "float64"):
         x = jnp.zeros((3, 70, width), dtype)
         wanted = kept(x.shape)
@@ -456,7 +456,7 @@ def test_vmap_over_each_operand(at):
 
 
 def plain(x, scale, bias, where, keep, log):
-    """The composition in jnp, of which JAX derives everything itself; no row is empty here."""
+    """The composition in jnp, which JAX differentiates; no row is empty here."""
     s = scale * x + bias
     queries, keys = x.shape[-2:]
     part = where if log else where & (jnp.arange(keys) <= jnp.arange(queries)[:, None] + keys - queries)

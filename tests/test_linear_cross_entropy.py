@@ -74,7 +74,7 @@ def plain(h, weight, labels, bias, g, cap=0.0, **options):
 
 
 def distance(found, exact):
-    """Root mean square of the error, of that of the values."""
+    """The root mean square of the error, divided by the root mean square of the values."""
     found = np.asarray(found, np.float64)
     assert found.shape == exact.shape
     return np.sqrt(np.mean((found - exact) ** 2)) / (np.sqrt(np.mean(exact**2)) or 1)
@@ -183,7 +183,7 @@ def test_a_float32_weight_has_a_gradient_that_is_not_rounded():
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_logits_may_be_float32(algorithm):
-    """They lose nothing then, where those of the type of the activations would."""
+    """float32 logits lose no accuracy; logits in the type of the activations would."""
     h, weight, labels, *_ = problem(64, 24, 152, "bfloat16")
     memory = None if algorithm == "whole" else small_budget(algorithm, 64, 24, 152, logits_dtype="float32")
     with algorithms.force(linear_softmax_cross_entropy=algorithm):

@@ -405,7 +405,7 @@ def test_masks(dtype, width):
     mask = np.random.default_rng(1).random((5, width)) < 0.5
     mask[0], mask[1:, 0], mask[1:, 1] = False, True, False
     x[2, 1] = np.nan
-    labels = jnp.array([0, 0, 0, 1, 0])  # that of row 3 is masked
+    labels = jnp.array([0, 0, 0, 1, 0])  # the label of row 3 is masked
     for smoothing in (0.0, 0.1):
         with compat.enable_x64(dtype == "float64"):
             x = jnp.asarray(x, dtype)
@@ -430,7 +430,7 @@ def test_empty(shape, axis, smoothing):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_infinite_cotangents(dtype, smoothing):
-    """NaN and infinities of the gradient are those of JAX's derivative: an infinite cotangent makes the label's entry the
+    """The gradient has the NaNs and infinities of JAX's derivative: with an infinite cotangent the label's entry is the
     difference of two infinities."""
     with compat.enable_x64(dtype == "float64"):
         x, labels, _ = problem((6, 24), dtype)
@@ -486,7 +486,7 @@ def test_more_than_2_to_31_elements():
 
 
 def plain(x, labels, mask=None, smoothing=0.1, z_loss=1e-2, ignore=-1):
-    """The loss in jnp, of which JAX derives everything itself; along the last axis."""
+    """The loss in jnp along the last axis, which JAX differentiates."""
     if mask is not None:
         x = jnp.where(mask, x, -jnp.inf)
     lse = jax.nn.logsumexp(x, -1)
@@ -757,7 +757,7 @@ EDGES = (
 def test_every_algorithm(algorithm, dtype):
     """Each kernel where it fits, with every option and with a mask, at widths around every algorithm's edges."""
     ran, rows = 0, 5
-    # Not those of the functions above: what is compiled for one algorithm is not for another.
+    # New functions, not the functions above: a function compiled for one algorithm is not compiled again for another.
     for n, width in enumerate(EDGES):
         fits = lambda which, masked=False: algorithms.fits(
             OPERATION, algorithm, rows, width, dtype=dtype, which=which, masked=masked

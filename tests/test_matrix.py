@@ -512,9 +512,8 @@ def test_first_transformation_of_every_column(name, x64):
 
 def test_every_public_function_is_listed():
     listed = {name.split(",")[0] for name in CASES}
-    # Elementwise operations share their rules; tests/test_elementwise.py has them all, and tests/test_elementwise_kernel.py
-    # those of user functions, as tests/test_row_kernel.py, tests/test_scan.py, test_while_loop.py and test_cumulative.py have. An order has no
-    # derivative.
+    # Elementwise operations share their rules; tests/test_elementwise.py tests all of them. tests/test_elementwise_kernel.py,
+    # test_row_kernel.py, test_scan.py, test_while_loop.py and test_cumulative.py test user functions. An order has no derivative.
     others = {
         "elementwise_kernel",
         "row_kernel",
@@ -532,7 +531,7 @@ def test_every_public_function_is_listed():
         "advantages",
         "algorithms",
         "export_checks",
-        # Without a derivative, or with that of x: tests/test_quantize.py and test_quantize_fused.py have them.
+        # Without a derivative, or with the derivative of x: tested in tests/test_quantize.py and test_quantize_fused.py.
         "DelayedScale",
         "Quantization",
         "quantize_rows",

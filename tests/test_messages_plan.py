@@ -89,7 +89,7 @@ FLOAT, HALF, BFLOAT, DOUBLE = "float32", "float16", "bfloat16", "float64"
     ],
 )
 def test_reductions(shapes, dtypes, reduction):
-    """Rows of all lengths, of which some are cut into chunks; vectors, their remains, and addresses that are no vectors'."""
+    """Rows of all lengths, some cut into chunks; whole vectors, partial vectors, and addresses that are not aligned."""
     p = Problem(shapes, dtypes)
     same(*p.run(reduction=reduction))
     assert p.algorithm == "chunks"

@@ -221,7 +221,7 @@ def test_scale_and_bias_broadcast_and_differ_in_dtype(name):
 @every_name
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_where_is_flax_mask(name, dtype):
-    """Statistics of some elements, all of which are normalised."""
+    """Statistics cover some elements, and all elements are normalised."""
     where = jnp.asarray(np.random.default_rng(0).random((5, 1, 9)) < 0.7).at[:, :, 0].set(True)
     check(name, (5, 3, 9), dtype, where=where)
     check(name, (5, 3, 9), dtype, where=where, residual=True, axis=(0, 2))

@@ -165,7 +165,7 @@ def test_algorithms():
     ],
 )
 def test_generated_or_by_hand(name, shape, dtype, extras, forward, backward):
-    """The plan of a row function is that of the faster kernel, and what is chosen has a plan; None: XLA is faster."""
+    """The plan of a row function runs the faster kernel, and every chosen algorithm has a plan; None: XLA is faster."""
     for back, algorithm in ((False, forward), (True, backward)):
         chosen = row_plan(row_function(name, shape, dtype, extras, back))
         assert (chosen and chosen.algorithm) == algorithm

@@ -292,7 +292,7 @@ def test_delayed_scale_in_a_loop():
 
 @every_name
 def test_derivatives(name):
-    """None through q and scale; that of the norm straight through; that of the sum."""
+    """q and scale have no derivative; straight through, the result has the derivative of the norm; the sum has its own."""
     x, more, vectors = arguments(name, (6, 256), "float32", True)
     g = jnp.asarray(np.random.default_rng(0).normal(size=x.shape), jnp.float32)
     norm = getattr(jaxkern, name)

@@ -285,7 +285,7 @@ MARKED = {
 
 
 class Program:
-    """A random function of `arity` scalars: steps (name, operands, mark, factor), each of which makes a value."""
+    """A random function of `arity` scalars: each step (name, operands, mark, factor) makes a value."""
 
     def __init__(self, rng, exact):
         self.arity = int(rng.integers(1, 4))
@@ -322,7 +322,7 @@ class Program:
 def check(program, dtype, shapes, operands, cotangents):
     """Results and derivatives, which an equal function may have made before, against jnp. Nothing is compiled.
 
-    Numbers of 16 bits are compared with those of float32, in which the programs are exact, rounded once.
+    16-bit results are compared with float32 results rounded once; the programs are exact in float32.
     """
     f, wrt = program.function(), range(program.arity)
     function = trace(f, *[dtype] * program.arity)

@@ -113,7 +113,7 @@ def test_kernels_on_the_cpu(name, shape, dtype, gradient, algorithm):
 
 
 def check(found, function, args, dtype):
-    """The results of a plan, on aligned and unaligned buffers, are those of the function."""
+    """The results of a plan, on aligned and unaligned buffers, match the function."""
     plans.check_limits(found, device.H200)
     wanted = function.wide(*map(jnp.asarray, args))
     for unaligned in (False, True):
@@ -141,7 +141,7 @@ def test_columns_of_another_type_at_any_alignment():
 @needs_compiler
 @plans.needs_runtime
 def test_division_by_a_number_of_the_row():
-    """Quotients are those of a division for divisors of any size, though a row divides once."""
+    """Quotients equal the result of a division for divisors of any size, though a row divides only once."""
     tiny, huge = np.float32(3e-40), np.float32(3e38)
     rows = [[1, 3, 7, 0.1], [tiny, tiny / 3, 1, 0], [huge, 1e38, 1, 1e-30], [np.inf, 1, 0, huge], [0, 0, 0, 0]]
     x = np.array([*rows, [1e-30, 1e-38, tiny, 1e20], [np.nan, 1, 2, 3]], np.float32)

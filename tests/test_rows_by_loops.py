@@ -84,8 +84,8 @@ def test_special_rows(operation, special, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_infinite_cotangents(masked, dtype):
-    """The gradient of an element that is masked is 0, even if a cotangent of its row is infinite; on the CPU, that of an
-    element of -inf too. Kernels give NaN for it, as jax.nn.softmax does."""
+    """The gradient of a masked element is 0, even if a cotangent of its row is infinite. On the CPU the gradient of an
+    element of -inf is 0, too; kernels give NaN for it, as jax.nn.softmax does."""
     x, g = jnp.zeros(SHAPE, dtype).at[:, :, 5].set(-jnp.inf), jnp.ones(SHAPE, dtype).at[0, 1, 7].set(jnp.inf)
     where = jnp.ones(SHAPE, bool).at[:, :, 9].set(False) if masked else None
     dx = np.asarray(jax.vjp(lambda x: jaxkern.softmax(x, where=where), x)[1](g)[0], np.float32)

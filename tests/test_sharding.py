@@ -1,7 +1,7 @@
 """Arrays spread over several devices: right numbers always, and no more communication than is listed here.
 
-Runs on the 2, 4 or 8 devices that there are. On a machine with one the first test runs this file and those of operations
-at indices and of cross-entropy again, in a process with eight CPU devices, and reports what happened there.
+Runs on 2, 4 or 8 devices. On a machine with one device the first test runs this file, test_sharding_indices.py and
+test_sharding_loss.py again in a process with eight CPU devices, and reports the results.
 """
 
 import functools

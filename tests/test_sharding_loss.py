@@ -26,7 +26,7 @@ LOSSES = {  # arguments of softmax_cross_entropy
 
 
 def logits_and_labels(rows, classes, mask_shape, special=True):
-    """Every kind of label, and rows that have a part of nothing, or are nothing; of which a NaN and inf."""
+    """Every kind of label; rows that are masked or -inf in part or entirely; a NaN and an infinity."""
     x, _, mask = arrays((rows, classes), mask_shape)
     labels = jnp.asarray(np.random.default_rng(1).integers(0, classes, rows), jnp.int32)
     if special:

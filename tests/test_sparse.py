@@ -108,7 +108,7 @@ def test_embedding_bag_keeps_its_type_without_ids():
 
 
 def test_ids_that_pad_have_no_part_in_gradients():
-    """Neither NaN of the row that is read in their place nor that of their weights."""
+    """Neither a NaN in the row that is read in their place nor a NaN weight reaches a gradient."""
     table, ids = jnp.ones((3, 2)).at[0].set(jnp.nan), jnp.array([[1, -1], [2, 3]])
     weights = jnp.array([[2.0, jnp.nan], [3.0, jnp.inf]])
     y, pull = jax.vjp(lambda t, w: jaxkern.embedding_bag(t, ids, weights=w), table, weights)

@@ -23,7 +23,7 @@ MASKS = {"whole": None, "full": SHAPE, "broadcast": (3, 1, 5), "row": (4, 1)}
 
 
 def plain(operation, x, axis, mask):
-    """The operation in jnp, of which JAX derives everything itself; no row is empty here."""
+    """The operation in jnp, which JAX differentiates; no row is empty here."""
     x = x if mask is None else jnp.where(mask, x, -jnp.inf)
     shifted = x - lax.stop_gradient(x.max(axis, keepdims=True))
     y = shifted - jnp.log(jnp.exp(shifted).sum(axis, keepdims=True))
@@ -317,7 +317,7 @@ def test_command_buffers_and_scan():
 
 
 def step_of_many_calls(x, labels):
-    """Calls of every family, one after the other, and those of their gradients."""
+    """Calls of every family, one after the other, and calls of their gradients."""
 
     def loss(x):
         for _ in range(3):

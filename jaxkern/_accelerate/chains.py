@@ -6,8 +6,8 @@
 kernel that it reads by node, values per edge become operands that it reads by edge, and the elementwise operations become
 a `functor.Function`. Functions under jit are looked into (program.py). Whatever is unknown ends the chain there and becomes
 an operand. Nothing is removed from the program, in which XLA drops what is
-unused. Cheap arithmetic on nodes of which only a gather reads the result, `(h * scale[:, None])[senders]`, is done for
-each edge instead, so that it takes no pass over memory.
+unused. If only a gather reads the result of cheap arithmetic on nodes, `(h * scale[:, None])[senders]`, the kernel computes
+it for each edge instead, which saves a pass over memory.
 
 The order of the edges is a sort, which XLA shares between all chains of a program that have the same indices. Where it is
 there already, updates that no chain makes are reduced by the message kernel, too.
@@ -17,8 +17,8 @@ split is not known when a scatter is lowered; where they are, the kernel would n
 program need not send (it may add up parts of what is gathered). In a `shard_map` over all axes of the mesh each device has its
 own graph, and chains are taken.
 
-Semantics are those of the operations replaced. Out-of-range indices: `stablehlo.gather` clamps, so does the kernel, and a
-gather that fills shows as a select by a mask of its indices, which is an operand per edge. Edges that the scatter drops are
+A chain gives the results of the operations that it replaces. Out-of-range indices: `stablehlo.gather` clamps, and so does the
+kernel; a gather that fills appears as a select by a mask of its indices, which is an operand per edge. Edges that the scatter drops are
 not in the order. Values of 16 bits are rounded after every operation, the message itself is not: it is added in float32.
 """
 
@@ -59,9 +59,9 @@ MOST_STORED = 2  # of them of edges x features: XLA may fuse several into one
 
 
 class Operand(typing.NamedTuple):
-    """What the kernel reads: the value at place `at` among those of the program, as an array of shape [rows, *features].
+    """An operand of the kernel: value number `at` of the chain's values, as an array of shape [rows, *features].
 
-    dims: for each of its dimensions that of the updates, -1 for rows that an index names, or None where its size is 1.
+    dims: for each of its dimensions the dimension of the updates, -1 for rows that an index names, or None where its size is 1.
     """
 
     end: str
@@ -73,7 +73,7 @@ class Operand(typing.NamedTuple):
 class Chain(typing.NamedTuple):
     """A chain that was found. values: of the program, besides the scatter's operand and indices.
 
-    full: the shape of the updates, of which the first `counts` dimensions are those of the indices.
+    full: the shape of the updates; its first `counts` dimensions are the dimensions of the indices.
     other: which nodes are at the edges' other ends: the place of their indices among `values`; or, where a value is
         repeated along some dimensions of the indices, those along which it is not, which number its rows; or None.
     """

@@ -268,12 +268,12 @@ def alone(p: Scatter, ordered: bool) -> bool:
 
 
 def steps(length: int, unroll: int) -> tuple[bool, str]:
-    """Whether a loop of this many steps is taken, of which XLA runs `unroll` at once."""
+    """Whether a loop of this many steps is taken, if XLA runs `unroll` steps at once."""
     if not length:
         return False, "a loop of no steps"
     count = -(-length // max(unroll, 1))
     if count < LOOP_STEPS:
-        unrolled = f", of which XLA takes {unroll} at once," if unroll > 1 else ""
+        unrolled = f" unrolled by {unroll}" if unroll > 1 else ""
         return False, f"{length} steps{unrolled} are few"
     return True, "one kernel for all steps"
 

@@ -25,7 +25,7 @@ class Layout(typing.NamedTuple):
     index_count: tuple  # of the indices: the others, without the last one
     update_batch: tuple  # of the updates, for each of `batch`
     update_count: tuple  # of the updates, for each of `index_count`
-    update_window: tuple  # pairs of a dimension of the operand and that of the updates
+    update_window: tuple  # pairs (dimension of the operand, dimension of the updates)
 
     @property
     def permutation(self) -> tuple:

@@ -104,7 +104,7 @@ class Node(typing.NamedTuple):
 
 
 class Leaf(typing.NamedTuple):
-    """An array of the program. dims: for each of its dimensions that of the updates, or None where its size is 1."""
+    """An array of the program. dims: for each of its dimensions the dimension of the updates, or None where its size is 1."""
 
     value: typing.Any
     dims: tuple
@@ -141,9 +141,9 @@ class Walk:
         self._depth = 0  # of recursion
 
     def in_range_key(self, mask, dims, rows) -> int | None:
-        """The key of i, if this tells for each edge that 0 <= i < rows, or that i is in a smaller range.
+        """The key of i, if this mask implies for each edge that 0 <= i < rows, or that i is in a smaller range.
 
-        dims: for each dimension of the mask that of the updates.
+        dims: for each dimension of the mask the dimension of the updates.
         """
         op = mask.op
         while op is not None and (inner := self._moved(op, mask.type[0], dims)) is not None:

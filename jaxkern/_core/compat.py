@@ -312,7 +312,7 @@ def set_global(context, value) -> bool:
 
 
 class _Conditional(set):
-    """A set of primitives, some of which are in it only while a condition holds."""
+    """A set of primitives that contains some of them only while a condition holds."""
 
     def __init__(self, members=()):
         super().__init__(members)
@@ -323,9 +323,9 @@ class _Conditional(set):
 
 
 def needs_devices_when(prim, condition) -> None:
-    """The same as `needs_devices`, but only where `condition()` holds, a function of a user context.
+    """The same as `needs_devices`, but only while `condition()`, a function of a user context, holds.
 
-    JAX caches what it finds by the trace context, of which a user context is a part.
+    JAX's caches use the trace context as a key, and it includes the user contexts.
     """
     primitives = _primitives_that_need_devices()
     if primitives is None:

@@ -55,13 +55,13 @@ def trace(f, dtypes, *, name, weak=None, results=None, label=None, coarse=None):
 
     dtypes: of the arguments of f, as the user sees them.
     name: of the public function that f is given to, for errors.
-    weak: for each argument, whether its dtype is weak, as that of a Python number is.
+    weak: for each argument, whether its dtype is weak, like the dtype of a Python number.
     results: how many scalars f must return; None: one or more.
     label: how errors name f; its own name by default.
     coarse: see `Function`; None: where f has 16-bit numbers alone, and `_is_coarse`.
 
     Returns (function, captured). captured are scalar arrays and tracers that f closes over; they are further arguments of
-    `function`, behind those of f. `function.out_tree` is the structure of what f returns.
+    `function`, after the arguments of f. `function.out_tree` is the structure of the result of f.
 
     Raises: TypeError, ValueError.
     """
@@ -210,8 +210,8 @@ def of_scalars(f, in_dtypes, out_dtypes, label, coarse) -> "Function":
 
 def warn_of_size(label, size) -> None:
     compat.warn_once(
-        f"{label} has a size of {size} statements, of which kernels take {MOST}: XLA runs it. Several smaller functions "
-        "compile faster"
+        f"{label} has a size of {size} statements, above the limit of {MOST}: XLA runs it. Several smaller functions compile "
+        "faster"
     )
 
 
@@ -309,7 +309,7 @@ class Function:
 
     @property
     def inexact_results(self) -> tuple:
-        """Positions of the results that have a cotangent: those of floating-point types."""
+        """Positions of the results that have a cotangent: results of floating-point types."""
         return tuple(k for k, d in enumerate(self.out_dtypes) if jnp.issubdtype(d, jnp.inexact))
 
     def vjp(self, wrt) -> "Function":
@@ -511,7 +511,7 @@ class _Statement:
 class _Cond(_Statement):
     """A branch for each value of `index`, a pair of a translation and the expressions of its results.
 
-    The lines are those of the results that `keep` was told of.
+    The lines belong to the results that were passed to `keep`.
     """
 
     def __init__(self, names, types, index, branches):
@@ -629,7 +629,7 @@ class _Translation:
                 return f"{which} ? {cases[1]} : {cases[0]}" if len(cases) == 2 else cases[0]
             tests = [f"{which} == {k} ? {case} : " for k, case in enumerate(cases[:-1])]
             return "".join(tests) + cases[-1]
-        if name == "polynomial":  # x, then coefficients from that of x^0
+        if name == "polynomial":  # x, then its coefficients, starting with x^0
             x, *coefficients = operands
             text = coefficients[-1]
             for c in reversed(coefficients[:-1]):

@@ -5,7 +5,7 @@ Kernels compute 16-bit numbers in float32. A jaxpr is traced with the user's dty
 - Arithmetic on 16-bit values is arithmetic on float32 values, and nothing is rounded in between.
 - Literals and constants keep the value that they have in 16 bits.
 - A conversion from another floating-point type to 16 bits rounds. A conversion from 16 bits to float32 does nothing.
-- Bitcasts and `nextafter` act on the 16-bit numbers that their operands round to. The bits of a NaN are those of some NaN.
+- Bitcasts and `nextafter` act on the 16-bit numbers that their operands round to. The bits of a NaN are the bits of some NaN.
 - A `custom_jvp` or `custom_vjp` rule sees the 16-bit types that it was written for, and is widened in the same way.
 """
 

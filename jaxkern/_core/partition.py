@@ -75,8 +75,8 @@ def lower(ctx, prim, operands, params, dims, shard, exact=(), summed=(), whole=(
 def function_name(prim, params) -> str:
     """Name of the jitted function that wraps the partitioning callback of `prim`; lowering may append a numeric suffix.
 
-    The compilation cache may see the callback's address, which can be that of another callback in another process. So the
-    name identifies what the callback does.
+    The compilation cache may see the callback's address, and another callback may have this address in another process. The
+    name therefore identifies what the callback does.
     """
     facts = repr((jaxkern.__version__, sorted(params.items())))
     return f"{prim.name}_{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
@@ -156,8 +156,8 @@ def row_sums(axis, over, *arrays):
 def row_exponentials(x, axis, over, weights=(), others=()):
     """(largest, sums): the largest element of each row of x, and sums over the row, with two messages.
 
-    The sums are those of exp(x - largest), of exp(x - largest) times each of the weights, and of each of the others. For a
-    row that is entirely -inf, the largest element is 0 and the sums of exponentials are 0.
+    It sums exp(x - largest), exp(x - largest) times each of the weights, and each of the other arrays. For a row that is
+    entirely -inf, the largest element is 0 and the sums of exponentials are 0.
     """
     if over:
         largest, *sums = _in_one_read(x, weights, axis)

@@ -126,7 +126,7 @@ def mask_shape(full, part, axis: int):
 
 
 def _groups(full, part) -> int:
-    """Alternating groups of broadcast and other dimensions, not counting those of size 1."""
+    """The number of alternating groups of broadcast and other dimensions, without dimensions of size 1."""
     kinds = [b == 1 for a, b in zip(full, part) if a != 1]
     if any(a >= 1 << 32 for a in full):
         return MASK_GROUPS + 1 if len(set(kinds)) > 1 else 1

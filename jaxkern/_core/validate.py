@@ -230,8 +230,8 @@ def one_axis(x, parts, axes):
     parts: a list of operands that have the rank of `x` and broadcast to it, or None.
 
     Neighbouring axes are merged by a reshape, which moves no data; dimensions of size 1 between them do not matter. Other
-    axes are first moved to the end, which copies the array. All other dimensions keep their order, except that those of
-    size 1 between the axes may disappear. Without axes, a new one of size 1 is added.
+    axes are first moved to the end, which copies the array. All other dimensions keep their order, but dimensions of size 1
+    between the axes may disappear. Without axes, a new one of size 1 is added.
     """
     long = [a for a in axes if x.shape[a] != 1]
     if len(long) == 1 or (not long and axes):

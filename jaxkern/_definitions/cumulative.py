@@ -30,11 +30,11 @@ def cumsum(
         x: array of any shape and real dtype. float16, bfloat16 and float32 are summed in float32, float64 in float64, and each
             element is rounded once. Integers wrap; booleans are counted.
         axis: an int, negative from the end, or None (the default) for the flattened array.
-        dtype: of the result, floating-point or integer; by default the type of `x`, and for booleans that of `jnp.sum`.
+        dtype: the type of the result, floating-point or integer; by default the type of `x`, for booleans as in `jnp.sum`.
         reverse: sums of the elements from `t` to the end.
         exclusive: leaves element t out of sum t. The first sum, or the last one if `reverse`, is 0.
         segment_ids: integer array of the shape of `x`, or of the shape of its axis: sums start again where the id differs
-            from that of the element before.
+            from the id of the previous element.
 
     Returns:
         Array of the shape of `x`, or of (x.size,) if `axis` is None. Bitwise reproducible.
@@ -151,7 +151,7 @@ def _logaddexp(a, b):
 
 @_logaddexp.defjvp
 def _logaddexp_jvp(primals, tangents):
-    """With weights of 0 where both are -inf, for which JAX has NaN, and those of an infinite sum 0 or 1."""
+    """The weights are 0 where both operands are -inf, where JAX has NaN, and 0 or 1 if the sum is infinite."""
     y = _logaddexp(*primals)
     weight = lambda x: jnp.where(y == -jnp.inf, 0, jnp.exp(jnp.where(x == y, 0, x - y)))
     a, b = (weight(x) * t for x, t in zip(primals, tangents))

@@ -46,29 +46,29 @@ def rms_norm(
         where: boolean array that broadcasts to the shape of `x`. Statistics are of the elements where it is True; all
             elements are normalised with them, as with flax's `mask`. A row without such elements is 0 (with a bias:
             the bias).
-        dtype: of the result; default: that of `x`.
+        dtype: the type of the result; by default the type of `x`.
         epilogue: function of scalars, applied to each normalised element before it is rounded and stored, after scale
             and bias: an activation, or a scale and shift by a condition. It is called with the element, in the
             computing type, and an element of each of `epilogue_args`, and returns a real number. It is compiled into
             the kernel, and its derivative into the gradient's. It may close over scalars.
         epilogue_args: arrays that broadcast to the shape of `x`, read in place by the kernel.
         quantize: return the result in 8 bits, with scales, as `quantize_rows` and `quantize_blocks` do. The same kernel
-            rounds the result in the computing type once, to 8 bits; so q and scale are those of `rms_norm(...,
-            dtype=float32)`, up to the order in which float32 numbers are added. They have no derivative, x + residual has:
-            `dequantize` says how to get the norm's (straight through). Takes the last axis, and no `dtype`. float64 is left
-            to XLA.
+            rounds the result once, from the computing type to 8 bits. q and scale are therefore the same as for the result of
+            `rms_norm(..., dtype=float32)`, up to the order in which float32 numbers are added. They have no derivative, but
+            x + residual has one; `dequantize` gives the result the derivative of the norm (straight through). Needs the last
+            axis, and no `dtype`. XLA computes float64.
 
     Returns:
-        Array of the shape of `x`; with `quantize` instead of it (q, scale), q of the shape of `x` and scale float32 [..., 1]
-        or [..., n / block], or, if the scale is given, (q, scale, amax), amax = max|result|, as `quantize_tensor` does. With
-        `residual` a pair, that and x + residual. Bitwise reproducible, and so are
-        the gradients. A row with NaN or an infinity contains NaN. Kernels divide squares by the width before they add
-        them, so that float32 values up to 1.8e19 do not overflow; elsewhere a row is 0 if its sum of squares does.
+        Array of the shape of `x`. With `quantize` instead (q, scale), q of the shape of `x` and scale float32 [..., 1] or
+        [..., n / block]; if the scale is given, (q, scale, amax), amax = max|result|, as `quantize_tensor` returns. With
+        `residual` a pair: this result, and x + residual. Results and gradients are bitwise reproducible. A row with NaN or
+        an infinity contains NaN. Kernels divide squares by the width before they add them, so that float32 values up to
+        1.8e19 do not overflow; elsewhere a row is 0 if its sum of squares overflows.
 
     Raises:
         TypeError: an array is complex or not an array; `residual` has another dtype than `x`; `where` is not boolean;
-            `eps` is not a Python number; `dtype` is not floating-point; `epilogue` is not callable, or does what a
-            kernel cannot; `quantize` is not a `Quantization`, or its dtype none that it can have.
+            `eps` is not a Python number; `dtype` is not floating-point; `epilogue` is not callable, or contains an
+            operation that a kernel cannot run; `quantize` is not a `Quantization`, or has an unsupported dtype.
         ValueError: `axis` is out of bounds, empty or repeats a dimension; `eps` is negative; a shape does not fit;
             `quantize` is used with another axis or with `dtype`, or its block does not divide the rows.
 

@@ -63,7 +63,7 @@ def _quantized(y, given, to, block, over=(), mark=None):
 
 
 def _split(operands, given):
-    """(those of the norm, the given scale or None)."""
+    """(the operands of the norm, the given scale or None)."""
     return (operands[:-1], operands[-1]) if given else (operands, None)
 
 

@@ -94,7 +94,7 @@ def discounted_returns(
     >>> jaxkern.discounted_returns(jnp.ones(4), 0.5, bootstrap=8.0, done=jnp.array([False, True, False, False])).tolist()
     [1.5, 1.0, 3.5, 5.0]
 
-    Source: Sutton and Barto, "Reinforcement Learning", 2018, section 3.3. Indices are those of `rlax.discounted_returns`.
+    Source: Sutton and Barto, "Reinforcement Learning", 2018, section 3.3. Indices count as in `rlax.discounted_returns`.
     """
     name = "discounted_returns"
     steps = _Steps(name, {"rewards": rewards, "discounts": discounts}, axis, done=done)

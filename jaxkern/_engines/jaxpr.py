@@ -38,7 +38,7 @@ class Dim:
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """An array of the jaxpr. dims: a `Dim` for each dimension, None for those of size 1."""
+    """An array of the jaxpr. dims: a `Dim` for each dimension, None for a dimension of size 1."""
 
     aval: jax.core.ShapedArray
     dims: tuple = ()

@@ -1,7 +1,7 @@
 """Runs launch plans on the CPU: kernels compiled by the host's C++ compiler, a fiber for each thread of a block.
 
-For kernels without inline assembly (but that of common/pack.cuh), whose dynamic shared memory is declared as in norm/norm.cuh,
-and with more than one block in a cluster as in rows/exchange.cuh. This checks the arithmetic of indices and that nothing is read
+Kernels may use no inline assembly except the assembly of common/pack.cuh, must declare dynamic shared memory as norm/norm.cuh does,
+and must use clusters of more than one block as rows/exchange.cuh does. This checks the arithmetic of indices and that nothing is read
 or written out of bounds (buffers end at guard pages); it says nothing of races between warps, nor of the compiler for GPUs.
 """
 

@@ -379,7 +379,7 @@ template <int kBytes> __device__ __forceinline__ void CopyAsync(void* shared, co
   else asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(global) : "memory");
 }
 
-// Copies 16 bytes, of which only the first `bytes` are read; the others become 0.
+// Copies the first `bytes` of 16 bytes, and sets the others to 0 without reading them.
 __device__ __forceinline__ void CopyAsyncFront(void* shared, const void* global, int bytes) {
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");

@@ -324,7 +324,7 @@ struct Coarse : Float {
   }
 };
 
-// For packs of which no angle is far.
+// For packs in which no angle is far.
 struct CoarseNear : Coarse {
   static JAXKERN_FN C Sin(C x) { return Turned<false>(x); }
   static JAXKERN_FN C Cos(C x) { return Turned<true>(x); }

@@ -94,7 +94,7 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
     const int64_t blocks = (a.loop.lanes + kLanes * N - 1) / (kLanes * N);
     int64_t tile = kOver == kOverTiles ? blockIdx.x / blocks : 0;
     const int64_t end = kOver == kOverTiles ? tile + 1 : a.tiles;
-    // Threads without lanes compute on those of lane 0, and store nothing.
+    // Threads without lanes compute lane 0, and store nothing.
     const int64_t place = (blockIdx.x % blocks * kLanes + side) * N;
     const bool valid = place < a.loop.lanes;
     const int64_t lane = valid ? place : 0;

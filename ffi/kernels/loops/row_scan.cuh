@@ -2,7 +2,7 @@
 //
 // kLanes lanes of a warp load kLanes * kItems adjacent elements of a row as vectors, in the order of memory. They exchange them
 // in shared memory, so that each lane has kItems adjacent elements, and exchange results in the same way before they store
-// them. kLanes is 32 but for short rows, of which a warp takes several.
+// them. kLanes is 32, or less for short rows: a warp then takes several rows.
 #pragma once
 
 #include "associative.cuh"

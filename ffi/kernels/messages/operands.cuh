@@ -9,7 +9,7 @@
 //     keys[p]      row of the edge at position p of the order, ascending; `rows` or more for an edge that is none
 //     order[p]     the edge at position p
 //     other[p]     the node at the other end of that edge
-//     offsets[r]   the first position of row r; that of row `rows` ends the last row
+//     offsets[r]   the first position of row r; offsets[rows] is the end of the last row
 //
 // Indices are limited to their arrays before anything is read at them, so that no content of these four arrays, however
 // wrong, leads out of bounds.
@@ -117,8 +117,8 @@ template <class T, int N> struct Elements {
 
 // --- Operands ----------------------------------------------------------------------------------------
 
-// Which of its rows an operand gives to an edge: that of the edge's row in this order, of the node at its other end, of
-// the edge itself, or the one row that it has for all.
+// Which row of an operand an edge reads: the row of the edge's row in this order, of the node at its other end, of the
+// edge itself, or the only row of the operand.
 enum class End { kRow, kOther, kEdge, kShared };
 
 // An operand of T. kVector: it has the inner features, whose elements lie side by side; else one for all of them.
@@ -149,7 +149,7 @@ struct EdgeArgs {
 };
 static_assert(sizeof(EdgeArgs) == 40);
 
-// Elements of an operand from its row's first to that of the feature `column`.
+// The offset of the feature `column` in a row of an operand, in elements.
 __device__ __forceinline__ uint32_t FeatureOffset(const OperandArgs& a, const FeatureArgs& f, uint32_t column,
                                                   bool vector) {
   if (f.inner.divisor == f.width) return vector ? column : 0;  // operands have all features or none

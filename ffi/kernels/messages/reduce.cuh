@@ -4,9 +4,9 @@
 //     FoldChunks<Op, T>                                                          long rows, of their chunks
 //
 // A group of `lanes` threads handles one row: each thread owns kParts vectors of N features, spread by `lanes` vectors,
-// and walks the edges of the row, of which it has U in flight: their indices, then their operands, then f, accumulated
-// in the computing type of the result. Operands that are the same for all edges of a row are read once. Rows that are
-// narrow are handled by kSplit times as many threads, each of which takes every kSplit-th edge; a shuffle adds them up.
+// and walks the edges of the row with U edges in flight: it loads their indices, then their operands, and accumulates f
+// in the computing type of the result. Operands that are the same for all edges of a row are read once. Narrow rows have
+// kSplit times as many threads; each takes every kSplit-th edge, and a shuffle adds their sums.
 //
 // A row of more than `chunk` edges is long. The order of edges is cut into chunks of that many positions. Two groups of
 // threads belong to each chunk: one reduces the chunk's part of a long row that its first position belongs to, one that
@@ -191,9 +191,9 @@ __global__ void __launch_bounds__(kMessageThreads)
 
 // --- Long rows -----------------------------------------------------------------------------------------
 
-// A block looks at kFoldChunks chunks for long rows that begin there. A group of its threads combines the slots of a row
-// that has few of them, in order; the groups together combine those of one that has many, and a tree in shared memory
-// what they find.
+// A block looks at kFoldChunks chunks for long rows that begin there. If a row has few slots, one group of its threads
+// combines them in order. If a row has many, all groups combine some of them, and a tree in shared memory combines the
+// results of the groups.
 constexpr int kFoldThreads = 512, kFoldChunks = kWarp, kFoldInFlight = 8, kFewSlots = 16;
 
 struct FoldArgs {

@@ -1,4 +1,4 @@
-// Gradients of RMSNorm and LayerNorm: dx (which is also that of the residual), dscale and dbias in one pass.
+// Gradients of RMSNorm and LayerNorm: dx (which is also the gradient of the residual), dscale and dbias in one pass.
 //
 //     NormBackward<Norm<...>, N, kLanes, kPacks, kThreads, kStages, kWhole, kBlocks>   dx; sums over the rows of each block
 //     NormSums<C, S>                                                                  over the blocks: dscale, dbias

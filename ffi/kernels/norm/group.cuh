@@ -193,7 +193,7 @@ __device__ __forceinline__ void AddToSums(const Pack<typename Op::T, Op::N>& x, 
   }
 }
 
-// dx of a pack. Three fused operations per element, or if groups are small, five of which none rounds h and shift apart.
+// dx of a pack. Three fused operations per element; if groups are small, five, which do not round h and shift separately.
 template <class Op> struct GroupSlope {
   using C = typename Op::C;
   C scale[Op::kChannels], shift[Op::kStats], slope[Op::kStats];
@@ -277,7 +277,7 @@ __device__ __forceinline__ void FinishMoments(int count, const C (&shift)[N], C 
   }
 }
 
-// Moments of the N channels of a pack to those of all of them, which have `count` elements each.
+// Merges the moments of the N channels of a pack, which have `count` elements each.
 template <int N, class C>
 __device__ __forceinline__ Pair<C> FoldMoments(int count, const C (&mean)[N], const C (&square)[N]) {
   C delta = 0, rest = 0;

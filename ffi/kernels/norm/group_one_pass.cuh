@@ -6,7 +6,7 @@
 //                                                                               channel
 //
 // Channels lie last. A cluster of kBlocks = `parts` blocks owns a tile of whole groups of a sample, and each block `length`
-// rows, of which a thread holds kHeld packs in registers and kShared packs in dynamic shared memory; backward it holds x in
+// rows of it. A thread holds kHeld packs in registers and kShared packs in dynamic shared memory; backward it holds x in
 // registers and g in shared memory. A thread reads only packs that it has copied itself. All loads are issued before the
 // first use. kWhole: every thread of every block has all its packs. Blocks send what they found to the shared memory of all
 // blocks of the cluster, and each merges it in the order of the ranks. Memory traffic: one read and one write forward; two

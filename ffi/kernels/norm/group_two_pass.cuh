@@ -1,7 +1,7 @@
 // GroupNorm and BatchNorm of any shape, in two passes over x forward, and over x and g backward.
 //
-//     GroupMoments<Group<...>>      mean and sum of squared deviations of each entry of a part: a channel, or those of a pack
-//                                   if they are of one group
+//     GroupMoments<Group<...>>      mean and sum of squared deviations of each entry of a part: a channel, or the channels of
+//                                   a pack if they belong to one group
 //     GroupStatistics<C, kEntries, kThreads>  merges them: mean and variance of a sample and group
 //     GroupApply<Group<...>>        y
 //     GroupSums<Group<...>>         sums of g and g * z of each channel of a part
@@ -25,9 +25,9 @@ __device__ __forceinline__ void KeepLoadsHere() {
 #endif
 }
 
-// Calls load(u, step, more) and use(u, step, more) for the steps `step + more` of a thread, of which kAhead are loaded ahead: slot u is loaded again as
-// soon as the kBatch slots used with it are. init() runs while the first loads are in flight. kReverse: from the last step to the
-// first.
+// Calls load(u, step, more) and use(u, step, more) for the steps `step + more` of a thread. kAhead steps are loaded ahead: slot u
+// is loaded again as soon as the kBatch slots in its batch are used. init() runs while the first loads are in flight. kReverse:
+// from the last step to the first.
 template <int kAhead, int kBatch, bool kReverse, class Op, class Load, class Init, class Use>
 __device__ __forceinline__ void EachStep(const GroupParams& p, const GroupWalk<Op>& walk, const Load& load,
                                          const Init& init, const Use& use) {

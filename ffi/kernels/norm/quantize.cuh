@@ -42,7 +42,7 @@ template <class Q, int kSpan, class E = NoEpilogue> struct NormQuantize {
     E::Apply(p, row, column, v);
   }
 
-  // Writes a row, of which a thread has the packs i with has(i); normalise(i, v) computes one. All threads of the warp
+  // Writes a row. A thread has the packs i with has(i), and normalise(i, v) computes one. All threads of the warp
   // (kLanes = 0: of the block) take part, also those whose row is not `live`, because it does not exist. kLanes = 0: called
   // once, and contains a barrier.
   template <int N, int kLanes, int kThreads, int kPacks, class Has, class Normalise>

@@ -35,7 +35,7 @@ template <class T, int N, class F> __device__ __forceinline__ void EachPack(cons
   for (int64_t c = int64_t{threadIdx.x} * N; c < p.width; c += kNormStreamThreads * N) f(c);
 }
 
-// Mean and rstd of a row, of which load(column, v) reads a pack; the whole block takes part.
+// Mean and rstd of a row; load(column, v) reads a pack of it. The whole block takes part.
 template <class Op, int N, class Load> __device__ __forceinline__ void RowStats(const NormParams& p, const Load& load,
                                                                                 typename Op::C* mean,
                                                                                 typename Op::C* rstd) {

@@ -20,7 +20,7 @@ template <int kLanes, int kThreads> struct Owners {
   static constexpr int kGroup = kLanes > 0 ? kLanes : kThreads * kBlocks;  // threads of a row
   static constexpr int kGroups = kLanes > 0 ? kThreads / kLanes : 1;       // rows of a block or a cluster at a time
 
-  // The place of this thread among those of its row, and the place of its row in the block.
+  // The place of this thread among the threads of its row, and the place of its row in the block.
   static __device__ __forceinline__ int Lane() {
     return kLanes > 0 ? threadIdx.x % kGroup : blockIdx.x % kBlocks * kThreads + threadIdx.x;
   }
@@ -62,9 +62,9 @@ template <int kCount, class P, class Combine> __device__ __forceinline__ P JoinR
 // Mailboxes of a block in a cluster, in shared memory. Each warp of the cluster sends its value to all blocks, and the threads of a
 // block wait until all values have arrived; no other barrier is needed.
 //
-// Calls use two mailboxes in turn. A warp sends the values of a call after it has read those of the call before, and a call is
-// complete when all warps have sent; so nobody still reads a mailbox when its next values arrive. A block may end after its last
-// call, because nothing more is sent to it. Every thread calls Init, then Ready, then Join, equally often in all blocks.
+// Calls use two mailboxes in turn. A warp sends the values of a call after it has read the values of the previous call, and a call
+// is complete when all warps have sent. So no thread still reads a mailbox when its next values arrive. A block may end after its
+// last call, because nothing more is sent to it. Every thread calls Init, then Ready, then Join, equally often in all blocks.
 // kBytes: of the largest value.
 template <int kBlocks, int kWarps, int kBytes> struct ClusterRoom {
   static constexpr int kSenders = kBlocks * kWarps, kWords = (kBytes + 7) / 8;

@@ -250,7 +250,7 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
     }
   };
 
-  // Writes sums L of a thread whose packs begin at `first` and are kGroup packs apart, as those of a block or cluster.
+  // Writes sums L of a thread whose packs begin at `first` and are kGroup packs apart, as in a block or cluster.
   template <size_t L, int N, int kGroup, int kPacks, class AnySums>
   static __device__ __forceinline__ void WriteOwnColumns(const Args& a, AnySums& sums, int64_t first, int64_t walker) {
     SumType<L>* const out = static_cast<SumType<L>*>(a.sum[L]) + walker * a.width;

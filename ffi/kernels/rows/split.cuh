@@ -9,7 +9,7 @@
 //
 // Memory traffic: each launch reads each row once, from L2 if the rows fit there, and each result is written once.
 //
-// Sums over rows: the blocks of a part add up their columns, and SumOverBlocks (sums.cuh) adds those of all blocks in order.
+// Sums over rows: the blocks of a part add up their columns, and SumOverBlocks (sums.cuh) adds the sums of all blocks in order.
 // The grid has `parts` blocks for each of gridDim.x / parts sets of rows.
 #pragma once
 

@@ -6,8 +6,8 @@ A body h' = A h + b, where A and b do not depend on the carries h, can be cut in
 (A, b), the compositions are joined, and then each part runs its own steps from the carries before them. `Affine` has the
 functions of scalars that this takes.
 
-The numbers of a map are the entries of A that are neither always 0 nor always 1 in compositions of maps, then those of b that
-are not always 0.
+The numbers of a map are the entries of A that are neither always 0 nor always 1 in compositions of maps, then the entries of b
+that are not always 0.
 
 The body is read by abstract interpretation. A scalar is a `Form`, a sum of coefficients times carries plus an offset, or None if
 it depends on carries in another way. Integer carries to which each step adds the same number, counters, and carries that do
@@ -302,7 +302,7 @@ def affine(body, num_consts, stored, num_xs):
 
 
 def _closed(entries, n) -> dict:
-    """The entries of A in compositions of maps, from those of one map: ONE, or None for a number."""
+    """The entries of A in compositions of maps, from the entries of one map: ONE, or None for a number."""
     known = {at: ONE if c is ONE else None for at, c in entries.items()}
     while True:
         product = {}

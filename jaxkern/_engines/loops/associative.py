@@ -6,7 +6,7 @@ A step has a state: a few numbers, `element(xs)`. The state of a prefix is `comb
 What is stored is `finish(state, xs)`. So the arrays in memory may be smaller than states: a sum of squares, or a logsumexp
 whose state is a maximum and a sum.
 
-Kernels hold states in computing types: those of 16 bits are float32 until they are stored. `combine` is applied in an order
+Kernels hold states in computing types: 16-bit states are float32 until they are stored. `combine` is applied in an order
 that depends on shapes alone.
 """
 
@@ -34,8 +34,8 @@ class Associative:
 
     element: (xs) -> a state. combine: (earlier state, later state) -> a state. finish: (state, xs) -> ys.
     first: the state before the first step if scans are exclusive, one number for each of its members; None if inclusive.
-    derivative: a scan with the same results, whose derivatives are taken; None: those of this one.
-    replaced: whether it stands for a scan of a program that jaxkern.accelerate replaced.
+    derivative: a scan with the same results, whose derivatives are used; None: use the derivatives of this scan.
+    replaced: whether it replaces a scan of a program under jaxkern.accelerate.
     """
 
     element: Function
@@ -68,8 +68,8 @@ def associative_scan(
     """The states of all prefixes along an axis.
 
     Args:
-        combine: (list of the members of an earlier state, list of those of a later one) -> list of the members of both
-            together; associative, of scalars, or elementwise on arrays. Results have the dtypes of their operands.
+        combine: (members of an earlier state, members of a later state) -> members of the combined state, each a list;
+            associative, of scalars, or elementwise on arrays. Results have the dtypes of their operands.
         elems: arrays of one shape.
         axis: an int. reverse: prefixes begin at the last element.
         exclusive: a list of numbers, the state before the first step: the result of a step is then the state before it.

@@ -30,8 +30,8 @@ _WHOLE, _NONE = -1, -2  # the map of an array with all lanes in order, and of on
 class Array:
     """An array in memory. dims: of one step, of the lanes; None where it lacks one or has size 1.
 
-    order: of an array of all steps, its dimensions as they lie in memory, slowest first: 0 is that of steps, k dims[k - 1].
-        Empty if they lie in this order. length: the number of steps; needed for another order.
+    order: the order in memory of the dimensions of an array of all steps, slowest first: 0 is the dimension of steps, k is
+        dims[k - 1]. Empty if they are in order. length: the number of steps; needed for another order.
     """
 
     dims: tuple

@@ -33,7 +33,7 @@ def size(spec) -> int:
 
 
 def _step(name, spec) -> str:
-    """The functors Step, First and Apply, which call those of `_functions`."""
+    """The functors Step, First and Apply, which call the functors of `_functions`."""
     states, xs, ys = (
         [cpp_type(computing(d)) for d in dtypes]
         for dtypes in (spec.states, spec.element.in_dtypes, spec.finish.out_dtypes)

@@ -230,7 +230,7 @@ class Numbers:
 
 
 def read(cond, body, cond_nconsts, body_nconsts, label, equal=()) -> WhileProgram:
-    """The WhileProgram of a while loop. Lanes are what its conditions are joined over, or else those of `vmap` alone."""
+    """The WhileProgram of a while loop. Lanes are the dimensions that its condition is joined over, by default those of `vmap`."""
     given = cond, body, cond_nconsts, body_nconsts, label, equal
     try:
         return WhileProgram(*given)

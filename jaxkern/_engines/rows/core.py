@@ -17,7 +17,7 @@ from jaxkern._core.define import ceil_div
 from jaxkern._core.jaxprs import computing
 from jaxkern._engines.jaxpr import NOT_ELEMENTWISE, Value
 
-# Elementary functions, of which a multiprocessor computes fewer than it can read elements.
+# Elementary functions that a multiprocessor computes more slowly than it reads elements.
 DEAR = frozenset(
     "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1 lgamma log log1p logistic pow "
     "sin sinh sqrt rsqrt tan tanh".split()
@@ -45,7 +45,7 @@ class Core:
     rows, columns, numbers: positions of operands that are read as such. indices: other dimensions whose index is used.
     members: {number: its member in the struct Numbers}. inverses, scales: {divisor of elements: the member of its inverse, of its scale}; see
         `quotient` in functions.h, which coarse arithmetic does without.
-    stages: the reductions along the row, those of each stage. step_of: {value: the step that computes it}.
+    stages: for each stage its reductions along the row. step_of: {value: the step that computes it}.
     """
 
     def __init__(self, program):

@@ -140,9 +140,9 @@ class RowFunction:
         return self.rounded(self._all(self.core.epilogue, env, parts or {}))
 
     def of_outputs(self, shapes, size) -> "RowFunction":
-        """The function whose results are the outputs of a kernel, for operands of which each device has a part.
+        """The function whose results are the outputs of a kernel, for operands that are split over devices.
 
-        shapes: of the parts. size(dim): the size of a dimension there.
+        shapes: the shapes of the parts. size(dim): the size of a dimension of a part.
         """
         wanted = self.core.outputs
         dtype = lambda o: computing(o.dtype) if o.kind in ("columns", "total") else o.dtype

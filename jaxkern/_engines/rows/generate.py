@@ -5,7 +5,7 @@
 Its functions compute one element at a time. Each is a functor that _core/functor.py writes from scalar operations:
 
     Begin, After     the numbers of a row before the first stage, and after each: members of the struct Numbers
-    Reduce           the values of an element that a stage reduces; Identity and Combine are those of its reductions
+    Reduce           the values of an element that a stage reduces; Identity and Combine belong to its reductions
     Result           the values of an element that are stored, or summed over rows
     NumberResult, Total   numbers that are stored, or summed over rows
 """

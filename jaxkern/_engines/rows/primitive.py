@@ -2,7 +2,7 @@
 
 Each operation has a primitive of its name, such as `jaxkern_row_kernel`. Its derivatives and batches are the same primitive with a
 derivative or a batch of the function. Where kernels run, it is a call of a second primitive, such as
-`jaxkern_row_kernel_core`, whose results are those of one kernel, and what remains to be done with them on smaller arrays.
+`jaxkern_row_kernel_core`, which is one kernel, followed by operations on smaller arrays that complete its results.
 """
 
 import functools

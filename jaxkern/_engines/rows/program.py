@@ -90,10 +90,10 @@ class Program(Flat):
         return results
 
     def _place(self, row):
-        """Makes dimensions equal that nothing relates, those of operands that meet in no operation and of constants.
+        """Identifies dimensions that no operation relates: dimensions of constants, and of operands used separately.
 
-        Two dimensions of one size may be one if no array has both. Those of an array are placed like those of the largest
-        array with the row, from the last dimension, or, without the row, from the first.
+        Two dimensions of one size may be one if no array has both. The dimensions of an array are matched with the dimensions
+        of the largest array with the row, from the last dimension, or, without the row, from the first.
         """
         arrays = [*(self.operands[k] for k in self.used), *(v for v in self.results if isinstance(v, Value))]
         arrays.sort(key=lambda v: row not in v.dims)

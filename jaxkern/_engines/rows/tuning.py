@@ -40,7 +40,7 @@ STRIDED_WORDS = 32  # of elements that a thread holds where the row is not the l
 # Words of values that a thread keeps from one stage to the next; where they are more, it computes them again
 # [entropy, gradient, bfloat16 16384 x 8192: 213 us with 32, 403 with 16].
 KEPT_WORDS = 32
-# Lanes of a warp keep those of few elements [soft cap, float32 131072 x 1024: 248 us with 16 in 64 threads, 260 with 32].
+# Lanes of a warp keep the values of few elements [soft cap, float32 131072 x 1024: 248 us with 16 in 64 threads, 260 with 32].
 KEPT_ELEMENTS = 16
 # Wide blocks keep fewer [soft cap, float32 8192 x 16384: 337 us with 1024 threads of 16 elements, 425 with 512 of 32].
 WIDE_THREADS, WIDE_ELEMENTS = 512, 16

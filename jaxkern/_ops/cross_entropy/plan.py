@@ -10,8 +10,8 @@
     split        several blocks per row         as warp       one after the other
     column       the axis is not the last one   the same      one after the other
 
-If loss and gradient are computed one after the other, the logits are read twice; else once. Limits are those of the kernels
-(ffi/kernels/cross_entropy); the preferences were measured (benchmarks/NOTES.md, benchmarks/results).
+If loss and gradient are computed one after the other, the logits are read twice; otherwise once. The limits come from the kernels
+(ffi/kernels/cross_entropy), the preferences from measurements (benchmarks/NOTES.md, benchmarks/results).
 """
 
 import math
@@ -72,7 +72,7 @@ class Problem(typing.NamedTuple):
 
     @property
     def touched(self) -> int:
-        """Vectors of which at least a part belongs to a row, at most."""
+        """The largest number of vectors that a row covers, in whole or in part."""
         return self.vectors if self.whole else (self.width + 2 * self.vector - 2) // self.vector
 
     @property

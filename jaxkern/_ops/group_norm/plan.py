@@ -44,7 +44,8 @@ _MOST_GRID_X = 2**31 - 1
 class Problem(typing.NamedTuple):
     """Arrays of [samples, rows, channels, inner]; batch_norm has one sample, and as many groups as channels.
 
-    out_dtype: of the result and its cotangent, if not that of x. each: samples that share scale and bias.
+    out_dtype: the type of the result and its cotangent, if it differs from the type of x. each: samples that share scale and
+    bias.
     """
 
     samples: int
@@ -220,7 +221,7 @@ class _Group(typing.NamedTuple):
         return f"jaxkern::Group<{types}, {flags}, {pack}, {w.lanes}, {p.per_group}, {w.across}>"
 
     def per_entry(self, w: _Walk) -> int:
-        """Channels that share moments of a part: those of a pack, if they are of one group."""
+        """The number of channels that share moments of a part: a whole pack if its channels belong to one group."""
         return 1 if self.p.inner > 1 or self.p.per_group % w.pack else w.pack
 
     def params(self, w: _Walk):
@@ -358,7 +359,7 @@ def norm(
     device, operands, results, *, operation, extras, batch, keep, channel, eps, dtype, algorithm, function=None
 ) -> Plan | None:
     """The plan of a norm for arrays of these types."""
-    del dtype  # that of the result
+    del dtype  # results[0] has it
     x, *parameters = operands
     at = dict(zip(extras.split(), range(1, len(operands))))
     kinds = {a.dtype.name for a in parameters}

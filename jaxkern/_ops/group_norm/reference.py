@@ -94,8 +94,8 @@ def sums(x, mean, var, g, *, batch, channel, eps, **_):
 def norm_grad(x, mean, var, *rest, extras, batch, keep, channel, eps, sums, whole=None, split=1, **_):
     """[dx], then the gradients of scale and bias where `sums` has a dtype for them.
 
-    rest: scale, if `extras` names it; the cotangents of y, mean and variance. whole: what the function `sums` returns for all
-    devices, of which `split` share a sample.
+    rest: scale, if `extras` names it; the cotangents of y, mean and variance. whole: the result of `sums` for all devices;
+    `split` devices share a sample.
     """
     *scale, g, of_mean, of_var = rest
     of = lambda stat: spread(stat, x.ndim, batch, channel)

@@ -41,7 +41,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "uint32
 INDEX_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 SMALL_COUNT = 1024  # indices: 32 for each lane of a warp
-FILL_ROW_BYTES, FILL_BYTES, FILL_ROWS = 32, 1 << 22, 8  # see _fills_first; rows are those of one update
+FILL_ROW_BYTES, FILL_BYTES, FILL_ROWS = 32, 1 << 22, 8  # see _fills_first; FILL_ROWS are rows of one update
 
 
 # ---- which algorithm

@@ -22,7 +22,7 @@ from jaxkern._core import algorithms, compat, launch, validate
 from jaxkern._core.define import ceil_div, divider, primitive
 from jaxkern._core.primitive import bind, set_jvp
 
-# The most keys (one of which is for dropped updates) and positions that one run of the kernels can number in 32 bits.
+# The most keys (including one for dropped updates) and positions that one run of the kernels can number in 32 bits.
 MAX_KEYS, MAX_POSITIONS = 1 << 31, 1 << 30
 # The most elements that XLA sorts on a GPU, and so the most positions of an order.
 MAX_ORDERED = (1 << 31) - 1
@@ -114,8 +114,8 @@ def _on_cpu(index, **params):
 
 
 def _batch(prim, operands, dims, *, rows, **params):
-    """One sort of all, in which each element of the batch is found again: its keys are those of its own rows, and those that
-    name no row, at the end of all, lie in the order of their positions."""
+    """One sort of the whole batch, from which each element of the batch is extracted. Keys of different elements are
+    different, and keys that name no row, at the end, are in the order of their positions."""
     (index,), (d,) = operands, dims
     index = jnp.moveaxis(index, d, 0)
     size, batch, count = index.shape

@@ -1,8 +1,8 @@
 """Derivatives of the linear cross-entropy.
 
 If the cotangent is a single number, as of a sum or a mean, the forward pass computes the gradients too, and the backward
-pass multiplies them by it. The loss per row computes its logits again in the backward pass. Derivatives of higher order are
-those of the plain composition, which has all logits at once.
+pass multiplies them by it. The loss per row computes its logits again in the backward pass. Derivatives of higher order come
+from the plain composition, which has all logits at once.
 """
 
 import jax

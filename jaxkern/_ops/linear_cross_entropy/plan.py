@@ -59,7 +59,8 @@ class Problem(typing.NamedTuple):
 class Chunks(typing.NamedTuple):
     """An algorithm and its chunks. bytes: what the formula says of them.
 
-    rows: of a chunk. kept, columns: of `vocabulary`: the columns that are stored, and those of a chunk of the others.
+    rows: the rows of a chunk. kept, columns (of `vocabulary`): the columns that are stored, and the columns of each chunk of
+    the others.
     """
 
     algorithm: str

@@ -298,7 +298,7 @@ def tangent(h, weight, labels, *rest, spec, wanted, biased, split=WHOLE):
 
 
 def both(h, weight, labels, c, *bias, spec, wanted, split=WHOLE):
-    """The loss per row, and the gradients of sum(c * loss) by those of h, weight and bias that are wanted."""
+    """The loss per row, and the gradients of sum(c * loss) by the arrays in `wanted`, of h, weight and bias."""
     chunks = _chunks(h, weight, spec, wanted)
     run = _by_columns if chunks.algorithm == "vocabulary" else _by_rows
     head = _Head(h, weight, bias, spec, split)
@@ -312,7 +312,7 @@ def gradient(*operands, **params):
 
 
 def _gradient_of_rows(head, dz, dtype):
-    """The gradient of h from those of the logits; devices that have other classes contribute."""
+    """The gradient of h from the gradients of the logits, summed over devices that have other classes."""
     if not head.split.classes:
         return _by_h(dz, head.weight, dtype, head.spec)
     return head.sum_classes(_by_h(dz, head.weight, accumulating(dtype), head.spec)).astype(dtype)

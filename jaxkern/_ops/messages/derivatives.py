@@ -3,8 +3,8 @@
 Let y[r] be the sum of f(x_r, x_s, w_e) over the edges e from s to r, and g the cotangent of y. The cotangents of
 
     x_r   are the sum of  f'(x_r, x_s, w_e) g_r   over the edges of row r,
-    x_s   are that over the edges of s, in the order of the other ends (`back`),
-    w_e   are that of each edge, summed over the features that w lacks,
+    x_s   are this sum over the edges of s, in the order of the other ends (`back`),
+    w_e   are this term for each edge, summed over the features that w lacks,
 
 where f' is the derivative of f by that operand, times g. The cotangents of a message per edge are the same with g_e. So
 the gradient is made of the two primitives that it is the gradient of, and of operands that the function f' reads. A mean
@@ -46,9 +46,9 @@ from jaxkern._ops.messages.reference import computing
 def _pullback(function, wrt, given, kind):
     """(f', used): the derivative of f by the operands at `wrt`, and the positions of the operands that it reads.
 
-    Positions are those of the operands of f, then for kind "mean" of a factor, for "max" of the edges that attain the
-    results at `given` and of the edge, then of the cotangents of the results at `given`. For "max" the other edges get
-    nothing. One operand is always read.
+    Positions count the operands of f first, then for kind "mean" a factor, for "max" the edges that attain the results at
+    `given` and the edge, then the cotangents of the results at `given`. For "max" the other edges get nothing. One operand
+    is always read.
     """
     n = len(function.in_dtypes)
     cotangents = [function.out_dtypes[k] for k in given]
@@ -103,7 +103,7 @@ def _by_operands(edges, back, arrays, beside, cts, wanted, *, function, ends, ki
     for (end, dims), wrt in groups.items():
         f, used = _pullback(function, tuple(wrt), given, kind)
         read, at = [operands[k] for k in used], [places[k] for k in used]
-        own = features_of(read)  # without those of operands that are not read
+        own = features_of(read)  # without the features of operands that are not read
         if end == EDGE:
             dtypes = [arrays[k].dtype for k in wrt]
             ds = _summed_map(edges, back, read, f, at, [d for d in dims if not _is_one(own[d])], dtypes)
@@ -123,7 +123,7 @@ def _is_one(n):
 
 
 def _cotangent(d, times, x):
-    """The cotangent of x: d, of which each element counts so many times, summed over dimensions that x has not."""
+    """The cotangent of x: d, with each element counted `times` times, summed over the dimensions that x lacks."""
     dims = tuple(k for k, (n, m) in enumerate(zip(d.shape, x.shape)) if _is_one(m) and not _is_one(n))
     d = jnp.sum(d, dims, keepdims=True) if dims else d
     d = d * times if not _is_one(times) else d
@@ -232,7 +232,7 @@ def _differentiate(prim, gradients):
     set_jvp(prim, jvp)
 
     def transpose(cts, *operands, **params):
-        """The primitive is linear in each of the operands that are undefined, of which f' reads none."""
+        """The primitive is linear in each undefined operand; f' does not read it."""
         linear = [k - 2 * WIDTH for k, x in enumerate(operands) if ad.is_undefined_primal(x)]
         result = [None] * len(operands)
         if all(type(ct) is ad.Zero for ct in cts):

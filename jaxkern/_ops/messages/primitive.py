@@ -11,9 +11,9 @@ their other ends:
     other [count]       the node at its other end; any node for an edge that is none
     offsets [rows + 1]  the first position of each row; the last one ends the last row
 
-An array has the shape [n, *features] with as many features as every other, each 1 or of one size. `ends` says for each
-which of its rows a message reads: that of the edge's row, of the node at its other end, of the edge itself, or its only
-one. `function` is a `functor.Function` of scalars. A primitive has a result of dtype `dtypes[k]` for each result of it.
+An array has the shape [n, *features]. All arrays have the same number of feature dimensions, and each dimension has size 1 or one
+common size. `ends` says for each array which row a message reads: the row of the edge's row, of the node at its other end, of the
+edge itself, or the only row. `function` is a `functor.Function` of scalars. A primitive has a result of dtype `dtypes[k]` for each result of it.
 The reductions max_at and min_at have as many results of type uint32 behind these: the edge that attains the maximum, the
 first one in the order, or 2**32 - 1.
 `back` is read by derivatives alone: kernels get what they read (`ordered_reduce_p`, `ordered_map_p`), so that an order
@@ -87,7 +87,7 @@ def _check(prim, arrays, function, ends):
 
 
 def _type(arrays, shape, dtype, features):
-    """The type of a result: its `features` are split as those of the arrays."""
+    """The type of a result: its `features` are split like the features of the arrays."""
     more = {}
     mesh = next((a.sharding.mesh for a in arrays if not a.sharding.mesh.empty), None)
     if mesh is not None:
@@ -154,9 +154,9 @@ def _joinable(size, operands, dims):
 
 
 def _of_union(prim, size, operands, dims, *, ends, **params):
-    """The results for the union of `size` graphs, of which node n and edge e are number b * nodes + n and b * edges + e.
+    """The results for the union of `size` graphs: node n and edge e of graph b are number b * nodes + n and b * edges + e.
 
-    Arrays that all graphs share are copied for each, since the rows of results and the gradients are those of the union.
+    Arrays that all graphs share are copied for each, since results and gradients have a row for each node of the union.
     """
     operands = [
         jnp.broadcast_to(x, (size, *x.shape)) if d is None else validate.whole(jnp.moveaxis(x, d, 0), 0)

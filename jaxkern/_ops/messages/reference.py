@@ -1,4 +1,4 @@
-"""Messages in jnp: what runs where there is no kernel. Arguments are those of the ordered primitives."""
+"""Messages in jnp, which run where there is no kernel. The arguments are the arguments of the ordered primitives."""
 
 import jax
 import jax.numpy as jnp

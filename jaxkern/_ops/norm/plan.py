@@ -7,7 +7,7 @@
                 blocks, which exchange their sums
     streaming   any row: a block reads it twice; gradients in two launches, which both read all rows
 
-Gradients of scale and bias are sums over rows: each block adds its own, and one more launch adds those of the blocks.
+Gradients of scale and bias are sums over rows: each block adds its own rows, and one more launch adds the sums of the blocks.
 `vectors` below are 16 bytes of the widest array. If the width is no multiple of one, a thread holds several packs of the
 largest power of two that divides the width instead. Rows that no registers hold, and long ones of many small packs in 16
 bits, are mostly left to XLA: streaming runs what lies at any address, and what is forced.
@@ -49,8 +49,8 @@ class Problem(typing.NamedTuple):
     """Rows of `width` elements.
 
     inner: elements behind the axis, which is then moved to the end, so that there are `inner` times as many rows.
-    out_dtype: of the result and its cotangent, if not that of x. backward: then `scale_sum` and `bias` say whether the
-    gradients of scale and bias are computed.
+    out_dtype: the type of the result and its cotangent, if it differs from the type of x. backward: then `scale_sum` and
+    `bias` say whether the gradients of scale and bias are computed.
     """
 
     rows: int

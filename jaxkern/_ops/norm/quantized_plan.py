@@ -25,7 +25,7 @@ class _Kind:
             return -1 if self.given else 0
         lanes = plan._layout(self.p, algorithm, device)[0] or _WARP
         span = self.block // self.p.pack
-        # Blocks are aligned groups of lanes, each of which has one pack of its block.
+        # Blocks are aligned groups of lanes; each lane has one pack of its block.
         fits = self.block % self.p.pack == 0 and span & (span - 1) == 0 and lanes % span == 0
         return span if fits else None
 

@@ -7,7 +7,7 @@
     column      the axis is not the last one: threads along the inner dimension; if that leaves too few blocks, each
                 column is spread over several, in two launches with partial results in scratch
 
-Limits are those of the kernels (ffi/kernels/reduction); the preferences were measured (benchmarks/NOTES.md,
+The limits come from the kernels (ffi/kernels/reduction), the preferences from measurements (benchmarks/NOTES.md,
 benchmarks/results).
 """
 
@@ -213,7 +213,7 @@ def _flip_and_neutral(op: str, p: Problem) -> tuple[int, int]:
         flip = 1 << (63 if p.itemsize == 8 else 31) if op == "min" else 0
         neutral = infinity | (0 if flip else sign) if extreme or op == "logsumexp" else 0
     else:
-        # A signed minimum is computed in 32 or 64 bits, all of which are flipped.
+        # A signed minimum is computed in 32 or 64 bits; all of these bits are flipped.
         flip = ((1 << 64) - 1 if signed else ones) if op == "min" else 0
         neutral = ((sign if signed else 0) ^ flip) & ones if extreme else 0
     return flip, int.from_bytes(neutral.to_bytes(p.itemsize, "little") * (8 // p.itemsize), "little")
@@ -347,7 +347,7 @@ def reduce(op: str, device, operands, results, *, axis: int, dtype, algorithm: s
 
     Operands: x and perhaps a mask. Results: one, or of logsumexp three.
     """
-    del dtype  # those of the results
+    del dtype  # the results have it
     x, mask, out = operands[0], operands[1:], results[0].dtype
     shape = x.shape
     view = broadcast_view(shape, mask[0].shape, axis) if mask else None

@@ -2,8 +2,8 @@
 
     softmax_score_loss_p    (x, labels, *args[, mask])    -> loss, largest, log_total[, count]
 
-Operands are those of softmax_score_p (primitive.py) with labels behind x: int32, of the shape of x with size 1 along the
-axis, IGNORED or BAD where there is no class. All results have size 1 along the axis and the computing type. `largest` and
+The operands are the operands of softmax_score_p (primitive.py) with labels after x: int32, of the shape of x with size 1 along
+the axis, IGNORED or BAD where there is no class. All results have size 1 along the axis and the computing type. `largest` and
 `log_total` are the results of softmax_score_sums_p, one kernel; `count`, of label smoothing alone, is the number of
 participants, or 1 if there is none. The score of the label is gathered: numbers per row.
 
@@ -13,8 +13,8 @@ The gradients are one kernel (_ops/function), which computes the scores again. F
     b = g
 
 the cotangent of the score of an element is  a p - b (s / count + (1 - s) [label]),  where s is the label smoothing and
-p = exp(score - largest - log_total). `largest` is treated as a constant: all of the derivative of lse = largest + log_total
-is that of log_total. So the derivatives are closed, to any order.
+p = exp(score - largest - log_total). `largest` is treated as a constant: the derivative of lse = largest + log_total is the
+derivative of log_total. So the derivatives are closed, to any order.
 """
 
 import functools
@@ -91,7 +91,7 @@ def _score(function, arguments, masked):
 def _gradient(function, wrt, column, options, masked, dtype):
     """The Function of an element's gradients by the arguments of `function` at `wrt`.
 
-    Its arguments: those of `function`, the mask if there is one, the index along the axis, or nothing if it is the argument
+    Its arguments: the arguments of `function`; the mask if there is one; the index along the axis, unless it is the argument
     `column`; the numbers of the row: label, largest, log_total, with smoothing count, then b and a.
     """
     pullback = function.vjp(wrt)

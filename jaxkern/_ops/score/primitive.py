@@ -7,12 +7,12 @@
     softmax_score_jvp_p      the transpose of softmax_score_grad_p; left to XLA
     softmax_score_jvps_p     the transpose of softmax_score_grads_p, which takes two tangents; left to XLA
     softmax_score_sums_p     the largest s of each row, and log(sum(exp(s - largest))), -inf for a row without participants;
-                             both in the computing type, with size 1 along the axis. Its derivatives are those of the loss
+                             both in the computing type, with size 1 along the axis. It has the derivatives of the loss
                              (loss.py)
 
 Operands: x, for a gradient g, the arguments of `function` behind the indices, then those that the parameter `extras`
 names, in this order: the mask, and the origin, an int32 for each index, which says where a part of an array begins. All
-but the origin have the rank of x, with dimensions of size 1 or equal to those of x.
+except the origin have the rank of x, with dimensions of size 1 or as in x.
 
 function: a Function (_core/functor.py) of an element of x, of int32 indices and of `args`, that returns the score in the
 computing type. indexed: the dimensions of x that the indices count along.

@@ -1,7 +1,7 @@
 """The softmax of scores and its derivatives in jnp.
 
-Operands are those of primitive.py. `over` names the mesh axes that split the rows. An element takes part if it is not
-masked and its score is not -inf.
+primitive.py describes the operands. `over` names the mesh axes that split the rows. An element takes part if it is not masked
+and its score is not -inf.
 """
 
 import jax

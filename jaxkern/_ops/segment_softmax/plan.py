@@ -146,7 +146,7 @@ def backward(device, operands, results, *, rows, axis, batch_dims) -> launch.Pla
 
 
 def _plan(op, numbers, device, operands, rows, axis, batch_dims):
-    """numbers: that a Stat consists of. keys ascend, but those of no segment may lie anywhere; order: see run.cuh."""
+    """numbers: the count of numbers in a Stat. keys ascend, but keys of no segment may be anywhere; order: see run.cuh."""
     inputs = 1 if op == "SegmentForward" else 2
     x, itemsize = operands[0], operands[0].dtype.itemsize
     p = problem_of(x, rows, axis, batch_dims)

@@ -55,7 +55,7 @@ def gradient(y, g, index, *order, rows, rules, over=()):
 
 
 def _exists(index, rows, rules, rank):
-    """Whether each element is of a segment; of a shape that broadcasts to that of the arrays."""
+    """Whether each element belongs to a segment; its shape broadcasts to the shape of the arrays."""
     exists = jnp.ones(index.shape, bool) if rules.clip else index >= 0
     if not rules.clip and not (isinstance(rows, int) and rows > jnp.iinfo(index.dtype).max):  # rows may be symbolic
         index = index.astype(jnp.int32) if index.dtype.itemsize < 4 else index

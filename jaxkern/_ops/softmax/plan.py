@@ -10,7 +10,7 @@
     split       few long rows: each is spread over many blocks, in two launches with partial results in scratch
     column      the axis is not the last one: threads along the inner dimension
 
-Sizes and limits are those of the kernels (ffi/kernels/softmax); the preferences were measured (benchmarks/NOTES.md,
+Sizes and limits come from the kernels (ffi/kernels/softmax), the preferences from measurements (benchmarks/NOTES.md,
 benchmarks/results). The fused kernels, with scale, bias, causal limit or dropout, and those with a score function are warp,
 block and streaming.
 """

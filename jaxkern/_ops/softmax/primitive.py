@@ -22,8 +22,8 @@ in its dtype.
 
 `replaced` marks a call that stands for operations of a plain program: see `accelerate`. Such a program is exported plain.
 
-Operands: x, for a gradient g, then those of bias, scale, mask and key that the parameter `extras` names, in this order.
-Each has the rank of x, with dimensions of size 1 or equal to those of x. The key has one more dimension, for its two
+Operands: x, for a gradient g, then bias, scale, mask and key as far as the parameter `extras` names them, in this order.
+Each has the rank of x, with dimensions of size 1 or as in x. The key has one more dimension, for its two
 words. If the key has a dimension that is not 1, each index has its own key and numbers its rows separately.
 """
 

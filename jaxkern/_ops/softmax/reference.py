@@ -102,8 +102,8 @@ def log_softmax(x, *mask, axis, algorithm, over=()):
     return lowest_for_infinity(jnp.where(mask[0], y, -jnp.inf) if mask else y, x.dtype)
 
 
-# Sums of tangents and cotangents include those of empty rows, NaN included, but are not used there: knowing beforehand
-# which rows are empty would take another message between devices.
+# Sums of tangents and cotangents include empty rows, where they may be NaN and are not used: to know beforehand which rows
+# are empty would take another message between devices.
 
 
 def _kept(dx, alive, mask, dtype):
