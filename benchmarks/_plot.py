@@ -226,7 +226,7 @@ def _loops(data: dict[str, Any], stem: pathlib.Path, plt: Any) -> list[pathlib.P
 
 
 def _scaling(data: dict[str, Any], stem: pathlib.Path, plt: Any) -> list[pathlib.Path]:
-    """A column a case: the time of a call, and the fraction of perfect scaling, against the number of devices."""
+    """One column per case: the time of a call, and the fraction of perfect scaling, against the number of devices."""
     names = list(dict.fromkeys(r["of"] for r in data["results"]))
     figure, axes = plt.subplots(2, len(names), figsize=(2.6 * len(names), 5.4), squeeze=False, sharex=True)
     for (above, below), name in zip(axes.T, names):
@@ -246,7 +246,7 @@ def _scaling(data: dict[str, Any], stem: pathlib.Path, plt: Any) -> list[pathlib
         below.set_xlabel("devices")
         above.grid(alpha=0.25)
         below.grid(alpha=0.25)
-    axes[0][0].set_ylabel("ms a call")
+    axes[0][0].set_ylabel("ms per call")
     axes[1][0].set_ylabel("fraction of perfect scaling")
     axes[1][0].legend(fontsize=8, frameon=False)
     environment = data["environment"]

@@ -24,7 +24,7 @@ def save(data: dict[str, Any], directory: pathlib.Path) -> pathlib.Path:
     path = directory / f"{data['operation']}-{device}.json"
     rows = data["results"]
     head = json.dumps({**data, "results": []}, indent=1)
-    body = ",\n  ".join(json.dumps(r) for r in rows)  # one row a line keeps differences readable
+    body = ",\n  ".join(json.dumps(r) for r in rows)  # one row per line keeps differences readable
     path.write_text(head.replace('"results": []', '"results": [\n  ' + body + "\n ]") + "\n")
     return path
 

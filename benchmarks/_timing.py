@@ -59,7 +59,7 @@ class Timing:
 
     samples: list[float]
     source: str  # "profiler", "cuda events" or "host"
-    kernels: dict[str, float] = dataclasses.field(default_factory=dict)  # name: launches a call
+    kernels: dict[str, float] = dataclasses.field(default_factory=dict)  # name: launches per call
     kernel_us: dict[str, float] = dataclasses.field(
         default_factory=dict
     )  # name: time of these, where there are several

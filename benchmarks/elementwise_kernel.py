@@ -1,4 +1,4 @@
-"""Functions of the user's: five operations on three operands, forward and all gradients, against XLA and a copy.
+"""User functions: five operations on three operands, forward and all gradients, against XLA and a copy.
 
     python -m benchmarks elementwise_kernel [--ops five]
 
@@ -123,7 +123,7 @@ def checks(clock: Any) -> list[dict[str, Any]]:
     compiled.compile()
     return [
         {
-            "check": "value_and_grad of a function of the user's is one call forward and one backward",
+            "check": "value_and_grad of a user function is one call forward and one backward",
             "met": compiled.targets == ["jaxkern_elementwise_kernel"] * 2,
             "handlers": compiled.targets,
         }

@@ -118,7 +118,7 @@ def _pyg(kind: str, dtype: str, zipf: bool, small: bool) -> float:
 
 
 def times(dtype: str, zipf: bool = False, small: bool = False) -> dict[str, float | str]:
-    """Milliseconds of a step by name, or why there are none."""
+    """{name: milliseconds of a step, or the reason why it has no time}."""
     runs: dict[str, Callable[[], float]] = {
         "jaxkern": lambda: _jax(dtype, zipf, small, True),
         "xla": lambda: _jax(dtype, zipf, small, False),

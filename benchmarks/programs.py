@@ -652,7 +652,7 @@ def _compile_plainly(training: Training) -> None:
 
 
 def _peer(program: Program, training: Training, limit: float, known: dict[Any, Any]) -> Any:
-    """PyTorch Geometric's figures, a Failure, or None where it has none; programs of one model share them."""
+    """PyTorch Geometric's figures, a Failure, or None if there is no such model; programs of one model share them."""
     if not (program.pyg and limit and _torch.geometric()):
         return None
     key = program.pyg, program.dtype, program.name.rsplit(", ", 1)[-1]

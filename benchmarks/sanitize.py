@@ -261,7 +261,7 @@ def sanitize_indexed(
     return done, wrong
 
 
-# Rows of data and elements of a row: around stretches, tiles, vectors and slabs.
+# Rows of data and elements of a row: around the sizes of runs, tiles, vectors and column tiles.
 SEGMENTED = [(1, 1), (7937, 1), (40000, 1), (700, 3), (993, 8), (9000, 8), (497, 16), (3000, 40), (2001, 129)]
 
 
@@ -495,7 +495,7 @@ LOSSES += [(540, 129), (5, 9001), (3, 40000), (2, 70001)]
 
 
 def run_loss(algorithm: str, dtype: str, rows: int, width: int, masked: bool) -> str | None:
-    """The loss and its gradient by both ways that the algorithm has; "" or what went wrong, None where it has none."""
+    """Runs the loss and its gradient in both ways of the algorithm. Returns "", an error, or None if no way fits."""
     from jaxkern import algorithms
 
     reference = importlib.import_module("jaxkern._ops.cross_entropy.reference")
@@ -562,7 +562,7 @@ def sanitize_quantize(dtypes: list[str]) -> tuple[int, list[str]]:
         found = jax.jit(functools.partial(quantize_p.bind, dtype=to))(jax.device_put(x))
         (q, scale), (other, scales) = ([np.asarray(a).astype(np.float64) for a in pair] for pair in (found, want))
         done += 1
-        # A factor that is rounded otherwise moves few elements to a neighbour.
+        # If a factor is rounded differently, few elements move to a neighbour.
         if (q != other).mean() > 2e-3 or not np.allclose(scale, scales, rtol=1e-6):
             wrong.append(f"quantize {dtype} to {to} 71x{width}: {int((q != other).sum())} elements differ")
     for label, call, operands in _quantize_calls(dtypes):
@@ -649,7 +649,7 @@ def sanitize_elementwise(dtypes: list[str]) -> tuple[int, list[str]]:
 
 
 def sanitize_elementwise_kernel(dtypes: list[str]) -> tuple[int, list[str]]:
-    """A function of the user's and its gradients, whose sums are in the kernel, around packs, tiles and chunks."""
+    """A user function and its gradients, which are summed in the kernel, around packs, tiles and chunks."""
     import jaxkern
 
     def gate(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:

@@ -147,6 +147,6 @@ def _check_repeatability() -> bool:
             ]
         )
         print(f"copy moving {megabytes} MiB: cold {pair[0]:.2f} and {pair[1]:.2f} us, warm {warm:.2f} us")
-        if megabytes > 4:  # a copy of 2 us is mostly the clock's grain
+        if megabytes > 4:  # the resolution of the clock limits a copy of 2 us
             ok = ok and abs(pair[1] / pair[0] - 1) <= 2 * AGREE
     return ok

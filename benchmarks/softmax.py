@@ -169,7 +169,7 @@ def result_and_gradient(f: Callable[..., jax.Array]) -> Callable[..., Any]:
 
 
 def _ours(cell: Cell, algorithm: str) -> Callable[..., jax.Array]:
-    """The public function, and for the gradient, which has none, the primitive."""
+    """The public function; for the gradient, which has no public function, the primitive."""
     import jaxkern
 
     axis = cell.case.axis % len(cell.case.shape)

@@ -2,7 +2,7 @@
 
 The whole problem runs on the device, so that the kernel is the one that would run; the reference is
 computed by NumPy for a sample of the rows. Forward and backward are separate programs, as they are in a
-training step with anything between them: XLA would otherwise keep the output unrounded for the gradient.
+training step with anything between them: in one program XLA would keep the output unrounded for the gradient.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _sample(case: softmax.Case) -> np.ndarray:
 
 
 def _exact(op: str, x: np.ndarray, g: np.ndarray, keep: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """The operation and its gradient in float64, a row a row."""
+    """The operation and its gradient in float64, row by row."""
     keep = np.ones(x.shape, bool) if keep is None else keep
     shifted = np.where(keep, x, -np.inf)
     shifted = shifted - shifted.max(-1, keepdims=True)

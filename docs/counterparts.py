@@ -1,4 +1,4 @@
-"""The counterparts of jaxkern's functions: what docs/from_jax.md is made of, and what docs/test_counterparts.py checks.
+"""The counterparts of jaxkern's functions. docs/from_jax.md is generated from them; docs/test_counterparts.py checks them.
 
 The tables on the page come from the signatures of both sides. What they cannot say is here: why an argument is missing,
 and where results differ. The test calls both sides with the same arguments, and runs the check of every difference.
@@ -32,7 +32,7 @@ class Counterpart:
     run: Callable | None = None  # calls it, if `function` is only its signature
 
     def parameters(self) -> tuple[dict, dict]:
-        """The parameters of ours and of theirs, theirs by our names."""
+        """(parameters of our function, parameters of theirs), theirs under our names."""
         ours = dict(inspect.signature(getattr(jaxkern, self.ours)).parameters)
         theirs = inspect.signature(self.function).parameters
         return ours, {self.same.get(name, name): p for name, p in theirs.items()}
@@ -284,7 +284,7 @@ COUNTERPARTS = (
             "unique_indices": "`order` saves the gradient's sort",
             "indices_are_sorted": "`order` saves the gradient's sort",
         },
-        defaults={"axis": "has none: name it"},
+        defaults={"axis": "has no default"},
         order=False,
     ),
     Counterpart(
@@ -332,7 +332,7 @@ COUNTERPARTS = (
             ("group_size", "channels / size as `num_groups`"),
             ("reduction_axes", "`batch_axes` has the others"),
         ),
-        defaults={"epsilon": "`eps` has flax's", "num_groups": "has none: name it"},
+        defaults={"epsilon": "`eps` has flax's", "num_groups": "has no default"},
         order=False,
         run=_layer(nn.GroupNorm),
     ),

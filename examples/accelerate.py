@@ -112,7 +112,7 @@ def main():
         own = train(step, state, data, args.steps, "accelerated")
     plain = train(step, state, data, args.steps, "plain")
 
-    print(f"\n{'':12}{'first step, s':>15}{'ms a step':>12}{'last loss':>12}")
+    print(f"\n{'':12}{'first step, s':>15}{'ms per step':>12}{'last loss':>12}")
     for name, (losses, first, ms) in {"accelerated": own, "plain": plain}.items():
         print(f"{name:12}{first:>15.2f}{ms:>12.2f}{losses[-1]:>12.4f}")
     difference = float(np.abs(own[0] - plain[0]).mean())

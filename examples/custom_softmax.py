@@ -67,7 +67,7 @@ def main():
         jax.block_until_ready(out)
         ms = 1e3 * (time.perf_counter() - start) / max(args.steps, 1)
         found[name] = value, by_params["slopes"], by_q.astype(jnp.float32)
-        print(f"{name:10} value {float(value):.6f}   {ms:8.2f} ms a step", flush=True)
+        print(f"{name:10} value {float(value):.6f}   {ms:8.2f} ms per step", flush=True)
 
     allowed = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}[args.dtype]
     errors = [float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in zip(*found.values())]

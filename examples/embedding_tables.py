@@ -89,7 +89,7 @@ def main():
     runs = {"jaxkern": bags_of_jaxkern, "jax.numpy": bags_of_jax}
     found = {name: train(bags, params, data, args.steps, name) for name, bags in runs.items()}
 
-    print(f"\n{'':12}{'first loss':>12}{'last loss':>12}{'ms a step':>12}")
+    print(f"\n{'':12}{'first loss':>12}{'last loss':>12}{'ms per step':>12}")
     for name, (losses, ms) in found.items():
         print(f"{name:12}{losses[0]:>12.4f}{losses[-1]:>12.4f}{ms:>12.2f}")
     difference = float(np.abs(found["jaxkern"][0] - found["jax.numpy"][0]).mean())

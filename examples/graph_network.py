@@ -216,7 +216,7 @@ def report(runs, labels, held_out, title, out):
     """Prints the table and draws the curves; returns whether they agree."""
     accuracy = {name: run.accuracy(labels, held_out) for name, run in runs.items()}
     most = np.bincount(labels[held_out]).max() / held_out.sum()
-    print(f"\n{'':10}{'held out, accuracy':>20}{'ms a step':>12}")
+    print(f"\n{'':10}{'held out, accuracy':>20}{'ms per step':>12}")
     for name, run in runs.items():
         print(f"{name:10}{accuracy[name]:>20.4f}{run.milliseconds():>12.2f}")
     print(f"{'guessing':10}{most:>20.4f}")

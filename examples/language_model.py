@@ -319,7 +319,7 @@ def main():
     batches = corpus.even_windows(heldout, p.context, p.batch, p.heldout)
     scale = corpus.bits_per_byte(batches, bytes_of)
     bits = {name: run.heldout_nats(batches) * scale for name, run in runs.items()}
-    print(f"\n{'':10}{'held out, bits/byte':>22}{'ms a step':>14}{'first step, s':>16}")
+    print(f"\n{'':10}{'held out, bits/byte':>22}{'ms per step':>14}{'first step, s':>16}")
     for name, run in runs.items():
         print(f"{name:10}{bits[name]:>22.4f}{run.milliseconds():>14.1f}{run.seconds[0]:>16.1f}")
 

@@ -164,7 +164,7 @@ def main():
 
     batches = corpus.even_windows(heldout, args.context, args.batch, 256)
     bits = {name: run.heldout(batches) for name, run in runs.items()}
-    print(f"\n{'':10}{'held out, bits/byte':>22}{'ms a step':>14}{'first step, s':>16}")
+    print(f"\n{'':10}{'held out, bits/byte':>22}{'ms per step':>14}{'first step, s':>16}")
     for name, run in runs.items():
         ms = 1e3 * float(np.median(run.seconds[min(5, len(run.seconds) // 2) :]))
         print(f"{name:10}{bits[name]:>22.4f}{ms:>14.1f}{run.seconds[0]:>16.1f}")

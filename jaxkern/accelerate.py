@@ -357,8 +357,8 @@ def _compare(f, plain, result, allowed, explanation):
     name = getattr(f, "__name__", repr(f))
     if any(isinstance(x, jax.core.Tracer) for x in (*(x for _, x in wanted), *found)):
         raise TypeError(
-            f"jaxkern.accelerate: check compares the values that {name} returns, and under jit, grad or vmap there are none: "
-            "put the decorator above these"
+            f"jaxkern.accelerate: check compares the values that {name} returns, which are not known under jit, grad or "
+            "vmap: put the decorator above these"
         )
     if tree != same:
         raise CheckError(f"jaxkern.accelerate(check=True): {name} returned {same}, plainly {tree}")

@@ -21,7 +21,7 @@ def associative_scan(fn: Callable, elems: Any, reverse: bool = False, axis: int 
     Args:
         fn: an associative function of two pytrees like `elems`, fn(earlier, later), that returns a third. It is elementwise,
             as the body of `scan` is.
-        elems: a pytree of arrays that have the same size along `axis` and otherwise broadcast against each other. Numbers of 16
+        elems: a pytree of arrays with the same size along `axis` that broadcast against each other along other axes. Numbers of 16
             bits are combined in float32 and rounded where they are stored.
         reverse: scans from the last element to the first; fn is then called as fn(later, earlier).
         axis: the axis that is scanned, negative from the end.

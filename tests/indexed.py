@@ -25,7 +25,7 @@ every_dtype = pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
 
 
 def numpy_rows(index, rows, wrap, clip=False):
-    """The row of each index as a Python integer has it, -1 where it is none."""
+    """The row of each index, by the rules of Python integers; -1 for an index that names no row."""
     found = []
     for i in np.asarray(index).ravel().tolist():
         i += rows if wrap and i < 0 else 0

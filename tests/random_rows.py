@@ -58,7 +58,7 @@ def _(primals, tangents):
 class RandomRows:
     """The row function of this seed and number: `f(*args)`; its operands `args`; `axis`, its row.
 
-    kernels: whether generated kernels run, which empty arrays have none of.
+    kernels: whether generated kernels run; they do not for empty arrays.
     """
 
     def __init__(self, seed, number, dtype="float64", kernels=False):

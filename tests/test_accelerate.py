@@ -553,7 +553,7 @@ def results(name):
 
 
 def gain(row):
-    """XLA's time over ours; None where one of them has none."""
+    """XLA's time over ours; None if one of the two is missing."""
     times = [row["times"].get(who, {}).get("median_us") for who in ("xla", "jaxkern")]
     return None if None in times else times[0] / times[1]
 
@@ -640,7 +640,7 @@ def test_explain_tells_what_a_gpu_would_run(measured_jaxlib):
     cases += [(reversed, jnp.bfloat16, "16-bit sums"), (reversed, jnp.float32, "fuses the gather")]
     for f, dtype, reason in cases:
         found = jaxkern.explain(f)(*big(dtype))
-        assert len(found) == 1  # a product is none of ours
+        assert len(found) == 1  # products are not operations of jaxkern
         if kernels:
             (d,) = found
             assert d.taken == ("fuses" not in reason) and reason in d.reason

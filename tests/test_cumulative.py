@@ -140,7 +140,7 @@ def test_transformations(name, x64):
 
 @every_operation
 def test_gradients_are_kernels(name):
-    """Those of segments, too, without a loop of XLA's."""
+    """Cumulative operations of segments, too, need no XLA loop."""
     f = functools.partial(getattr(jaxkern, name), axis=1, segment_ids=IDS)
     step = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(f(x)))))
     text = step.trace(jnp.ones(SHAPE)).lower(lowering_platforms=("cuda",)).as_text()

@@ -29,7 +29,7 @@ def gradient(f):
 
 
 def programs():
-    """(function, arguments) of operations whose kernels have dynamic shared memory, and of some that have none."""
+    """(function, arguments) of operations with kernels that use dynamic shared memory, and of some that do not."""
     ids = of(100_000, dtype="int32")
     for width in (777, 40_000, 200_000):
         for dtype in ("float32", "bfloat16", "float64"):
@@ -51,7 +51,7 @@ def programs():
 
 @pytest.mark.parametrize("kilobytes", DEVICES)
 def test_shared_memory(kilobytes, monkeypatch, x64):
-    """Every launch list of every program, and the operations that have none are left to XLA."""
+    """Checks every launch list of every program; XLA runs the operations without one."""
     gpu = DEVICES[kilobytes]
     monkeypatch.setattr(device, "this_device", lambda: gpu)
     most = 0

@@ -117,7 +117,7 @@ def special(row, dtype):
         2.0**-12,
         -(2.0**-12),
     ]
-    if dtype == "float16":  # subnormal numbers of the arithmetic's own type are 0 in a thread of XLA's
+    if dtype == "float16":  # subnormal numbers of the computing type are 0 in XLA's threads
         values += [float(info.smallest_subnormal), -float(info.smallest_subnormal)]
     if len(row.arrays) == 3:
         values = values[1:3] + values[5:8] + values[13:17]
@@ -293,7 +293,7 @@ def narrowed(x, dtype):
 
 
 def assert_narrowed(x, dtype, found, of_xla):
-    """A kernel of ours rounds once. XLA may round twice, by way of float32: it must then give exactly that."""
+    """A jaxkern kernel rounds once. XLA may round twice, by way of float32: it must then give exactly that."""
     text = jax.jit(lambda x: jaxkern.cast(x, dtype)).lower(x).as_text()
     np.testing.assert_array_equal(found, narrowed(x, dtype) if "custom_call @jaxkern" in text else of_xla)
     with np.errstate(all="ignore"):

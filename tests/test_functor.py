@@ -1,4 +1,4 @@
-"""Functions of the user's as C++ functors: every primitive, compiled for the host and for GPUs, against jnp."""
+"""User functions as C++ functors: every primitive, compiled for the host and for GPUs, against jnp."""
 
 import ctypes
 import functools
@@ -349,7 +349,7 @@ OURS = {
 
 @pytest.mark.parametrize("name", OURS)
 def test_functions_of_this_library(name):
-    """Their derivatives, too; what is translated has none of their primitives."""
+    """Results and derivatives; the translation contains no primitive of this library."""
     ours, theirs = (trace(f, "float32", "float32")[0] for f in OURS[name])
     x, w = (jnp.asarray(np.random.default_rng(k).normal(size=20), "float32") for k in range(2))
     for ours, theirs in ((ours, theirs), (ours.vjp((0, 1)), theirs.vjp((0, 1)))):

@@ -374,7 +374,7 @@ def test_special_rows_as_jax_has_them(dtype, width):
         at = lambda x: jnp.where(labels == -1, jnp.nan, jnp.take_along_axis(x, labels[:, None], 1)[:, 0])
         wanted, pull = jax.vjp(lambda x: jax.nn.logsumexp(x, 1) - at(x), wide)
         wanted_dx = np.array(pull(g)[0], np.float64)
-        # A label that is no class: -1 counts from the end in JAX, and is none here.
+        # A label that is no class: in JAX -1 counts from the end, here it is out of range.
         wanted_dx[7] = np.asarray(g)[7] * np.asarray(jax.nn.softmax(wide[7]))
         rtol = {"float64": 1e-12, "float32": 2e-6}.get(dtype, 2e-2)
         for loss, dx in (f for f in found if f is not None):

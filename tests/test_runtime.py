@@ -475,7 +475,7 @@ def test_calls_leak_nothing(run_on_gpu):
         for _ in range(10_000):
             y = plain(x)
         y.block_until_ready()
-        print(f"{1e6 * seconds:.1f} us a call, x + 1: {1e2 * (time.perf_counter() - begin):.1f}")
+        print(f"{1e6 * seconds:.1f} us per call, x + 1: {1e2 * (time.perf_counter() - begin):.1f}")
     """)
     print(lines[-1])
 

@@ -99,7 +99,7 @@ def lowered(f, *operands):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_scans_are_kernels(name):
-    """Forward, gradient, gradient of a batch, and second derivative have no loop of XLA's."""
+    """Forward, gradient, gradient of a batch, and second derivative contain no XLA loop."""
     make, differentiable = FUNCTIONS[name]
     run, operands = make((2, 3), 4, "float32")
     found, loops = lowered(functools.partial(run, jaxkern.scan), *operands)

@@ -341,7 +341,7 @@ def test_reductions(kind, axis, spec, mask_spec, left, silent):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_reductions_of_split_rows(dtype, masked):
-    """Devices tell each other a number or two a row; NaN and infinity come through."""
+    """Devices exchange one or two numbers per row; NaN and infinity propagate."""
     m = mesh()
     x, _, mask = arrays((8, 64), (8, 64) if masked else None)
     x = x.at[1, 40].set(jnp.nan).at[2, 3].set(jnp.inf).at[3].set(-jnp.inf).astype(dtype)

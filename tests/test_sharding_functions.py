@@ -1,4 +1,4 @@
-"""Functions of the user's on arrays spread over several devices; see test_sharding.py."""
+"""User functions on arrays spread over several devices; see test_sharding.py."""
 
 import functools
 

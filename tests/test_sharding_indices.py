@@ -72,7 +72,7 @@ COUNT_SPLIT = (P(), P("r"), P("r"))
 BOTH_SPLIT = (P("r"), P("r"), P("r"))
 BESIDE = (P("c"), P("r"), P("r"))
 INNER = (P(None, ("r", "c")), P(), P(None, ("r", "c")))
-# Where nothing is listed nothing is sent. A gather of indices (integers, one a row) is listed where rows and
+# Where nothing is listed nothing is sent. A gather of indices (integers, one per row) is listed where rows and
 # indices are split by the same axis of the mesh; of rows never.
 SENT = [
     *[(name, (8,), (P("r"), P(), P("r")), P("r"), {}) for name in FUNCTIONS],
@@ -354,7 +354,7 @@ def test_donated_rows_are_updated_in_place():
 
 @several
 def test_exported_programs_run_on_several_devices():
-    """One program for all devices of a mesh: rows stay where they are, and what is split otherwise is gathered."""
+    """One program for all devices of a mesh: rows stay where they are, and arrays that are split differently are gathered."""
     pytest.importorskip("flatbuffers", reason="Exported.serialize needs it")
     m = mesh()
     x, index, source = indexed((8,))

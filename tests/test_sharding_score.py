@@ -53,7 +53,7 @@ def parts(spec, shapes):
     ids=str,
 )
 def test_indices_are_those_in_the_whole_array(kind, spec):
-    """Rows that are split exchange a few numbers; otherwise only the gradients of operands that broadcast are summed."""
+    """Split rows exchange a few numbers. In other cases devices only sum the gradients of operands that broadcast."""
     grid, given = mesh(kind), arrays()
     operation = "log_softmax" if spec[2] else "softmax"
     wanted = on_one_device(operation)

@@ -460,8 +460,7 @@ MAXIMA = {
 def test_gradients_of_maxima_under_jit(name):
     """XLA:CPU may compute the operand of a maximum twice, and round differently where the gradient compares the two.
 
-    Operands that are computed in a program of their own are the advice of docs/numerics.md. `edge_max` and `segment_softmax` need
-    no such program.
+    docs/numerics.md advises to compute the operands in a separate program. `edge_max` and `segment_softmax` do not need it.
     """
     shapes = (37, 4, 6), (37, 4, 1), (37, 1, 6)
     xs = [jax.random.normal(jax.random.key(k), shape) for k, shape in enumerate(shapes)]

@@ -80,8 +80,8 @@ LoadedKernel& KernelOf(const KernelName& name, int capability) {
 }
 
 // Threads that compile kernels before they are needed. A thread that needs a kernel compiles it itself unless one of these
-// has begun to, so that programs also run where there are none: where the process cannot create threads, and in a forked
-// child, which does not have its parent's.
+// has begun to. Programs therefore also run without such threads: where the process cannot create threads, and in a forked
+// child, which does not inherit its parent's threads.
 class CompilePool {
  public:
   void Add(LoadedKernel* kernel) {

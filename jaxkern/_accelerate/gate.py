@@ -52,7 +52,7 @@ ATTENTION_ELEMENTS, ATTENTION_VECTOR = 1 << 22, 8
 # Steps that XLA takes one after the other. Each starts its kernels anew, in 3 to 5 us on an H200, whatever the lanes are: a single
 # warp takes a step of a recurrence in a tenth of that. XLA unrolls shorter loops, and fuses them with what is around them.
 LOOP_STEPS = 8
-# Associative scans: XLA computes the levels of a tree one after the other, twice log2(length) of them. The gradient of ours is a
+# Associative scans: XLA computes the levels of a tree one after the other, twice log2(length) of them. The gradient of jaxkern's is a
 # loop over the steps, whose lanes must be many.
 ASSOCIATIVE_LENGTH, ASSOCIATIVE_LANES = 64, 1 << 12
 # Cumulative sums and their kin: XLA has a tree of windows, at 0.17 to 0.30 of a copy in float32.

@@ -300,7 +300,7 @@ class Walk:
         exact = all(self.nodes[k].exact for k in operands)
         equality = name == "compare" and floats and f in (lax.eq, lax.ne)
         if equality and not exact and operands[0] != operands[1]:  # x != x finds NaN
-            # What is computed anew may be rounded otherwise than the values with which it is to be equal.
+            # Values that are computed anew may be rounded differently than the values that they should equal.
             self._forget(before)
             return None
         exact &= name in EXACT or (name == "convert" and _is_wider(types[0], dtype)) or not floats and name != "convert"

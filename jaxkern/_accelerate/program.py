@@ -117,7 +117,7 @@ class Value:
 
     @property
     def type(self):
-        """(shape, dtype); None where they are not static, or the dtype is none of kernels'."""
+        """(shape, dtype); None if they are not static, or kernels do not support the dtype."""
         if self._type is _UNREAD:
             self._type = self._program.type(self.ir.type)
         return self._type
@@ -321,7 +321,7 @@ class Program:
 
 
 def type_of(mlir_type):
-    """(shape, dtype); None where they are not static, or the dtype is none of kernels'."""
+    """(shape, dtype); None if they are not static, or kernels do not support the dtype."""
     try:
         ranked = ir.RankedTensorType(mlir_type)
     except (TypeError, ValueError):

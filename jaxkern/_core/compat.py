@@ -488,7 +488,7 @@ def lower_inlined(rule, ctx, results, *operands, **params):
 
 @functools.cache
 def _copy_of_body():
-    """A function of a func.func and operands that copies its body to the insertion point; None where there is none."""
+    """A function (func.func, operands) that copies its body to the insertion point; None if jaxlib lacks it."""
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src.lib import jax_mlir_ext
 

@@ -222,7 +222,7 @@ class Function:
     captured: how many arguments at the end stand for what the user's function closes over.
     out_tree: the structure of what the user's function returns; None for a derivative.
     used: the positions of the arguments that the results depend on.
-    label: the names of the public function and of the user's, for errors.
+    label: the names of the public function and of the user function, for errors.
     closed: its jaxpr, of scalars of computing types.
     coarse: whether kernels compute it with relative errors of 2^-13, enough for 16-bit results.
     size: how long it takes to compile, in statements of simple arithmetic.

@@ -229,7 +229,7 @@ def lower(ctx, operation: str, plan: Plan, operands, **options):
     results = list(ctx.avals_out)
     program = text(operation, plan, ctx.avals_in, results)
     registry.prefetch(program)
-    if runtime.dump_folder() and not registry.gpu_present():  # where there is none, nothing else compiles them
+    if runtime.dump_folder() and not registry.gpu_present():  # without a GPU, nothing else compiles them
         for kernel in kernels(program):
             registry.dump(*kernel)
     if plan.scratch:

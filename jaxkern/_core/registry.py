@@ -132,7 +132,7 @@ def export_checks() -> list:
     >>> exported = jax.export.export(jax.jit(jaxkern.softmax), disabled_checks=jaxkern.export_checks())(shape)
 
     An artifact for CUDA contains launch lists, which name kernels of this version of the library. It runs only where this
-    version is imported, and otherwise raises an error that names the version. An artifact is code: trust it like code.
+    version is imported; with another version it raises an error that names the version. An artifact is code: trust it like code.
     """
     return [jax.export.DisabledSafetyCheck.custom_call(target) for target in sorted(cuda_targets)]
 

@@ -79,7 +79,7 @@ def is_pure(operation) -> bool:
 
 
 def is_arithmetic(ctx, value) -> bool:
-    """Whether XLA would compute `value` in the kernel that reads it, where a kernel of ours would read it from memory.
+    """Whether XLA would compute `value` in the kernel that reads it, whereas a jaxkern kernel would read it from memory.
 
     True for elementwise arithmetic, slices, gathers, broadcasts and the like, also through reshapes, calls and the functions
     that the operation stands in, and where it is not known what makes `value`. False for arguments of the program and of

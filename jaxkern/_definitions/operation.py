@@ -15,7 +15,7 @@ is called with them while a row function is traced:
 All floating-point arrays come in the computing type of x, and the result, an array of the shape of x, is rounded once. On a CPU
 XLA runs the definition, elsewhere the engine of rows makes kernels of it and of its derivatives: see _engines/rows.
 
-These arguments of the signature are none of the definition. `operation` applies them to any definition that names them:
+These arguments of the signature are not used by the definition. `operation` applies them for any definition that names them:
 
     axis                       an int, a tuple of ints, or None for all axes
     dtype                      of the result
@@ -156,7 +156,7 @@ def traced_epilogue(name, epilogue, x, args):
         validate.check_array(name, f"epilogue_args[{k}]", "an array or a number", a)
         functor.check_dtype(f"jaxkern.{name}: epilogue_args[{k}]", jnp.result_type(a))
     ranked = (validate.full_rank(name, f"epilogue_args[{k}]", x, jnp.asarray(a)) for k, a in enumerate(args))
-    args = [a for a in ranked if a is not None]  # none is
+    args = [a for a in ranked if a is not None]  # all are ranked
     scalars = f"a normalised element and an element of each of {len(args)} epilogue_args"
     validate.check_call(name, "epilogue", epilogue, 1 + len(args), scalars)
     wide = computing(x.dtype)
@@ -241,7 +241,7 @@ def flat(x, order, count):
 
 
 def _part(a, x, order, count):
-    """An array that broadcasts to x as `flat` has x; broadcast only where kernels could not read it otherwise."""
+    """An array that broadcasts to x, in the layout of `flat`; it is broadcast only if kernels could not read it in place."""
     rows, row = order[:-count], order[-count:]
     if any(a.shape[d] != 1 for d in row):
         a = jnp.broadcast_to(a, [n if d in row else a.shape[d] for d, n in enumerate(x.shape)])

@@ -161,7 +161,7 @@ def _partition(operation, prim, ctx, operands, params):
 
 
 def _jvp(prim, primals, tangents, **params):
-    """q and scales have none; x + residual has."""
+    """q and scales have no derivative; x + residual has one."""
     found = bind(prim, *primals, **params)
     zeros = [compat.zero_tangent(y) for y in found]
     if "residual" in params["extras"].split():

@@ -19,7 +19,7 @@
 //     +inf, and no NaN, in the row    the loss is inf, or NaN if the label's logit is +inf; the gradient has NaN
 //     the label is not a class        the loss is NaN; the gradient is the gradient of logsumexp(x)
 //
-//     Label      the class of a row, or the reason why it has none
+//     Label      the class of a row, or the reason why it has no class
 //     LossStat   statistics of a share of a row: largest logit, sum of exponentials, sums for smoothing
 //     WriteRow   stores the loss and the residuals, from the LossStat of the whole row
 //     Slope      maps a row's logits to their gradient

@@ -12,9 +12,9 @@
 //     Element(constants, carries, xs, indices, state&)        the state of one step; it does not depend on the carries
 //     Combine(earlier, later, state&)  associative
 //     Apply(state, carries, carries&)  the carries behind the steps of a state
-//     kStart                           kGiven: initial carries are operands. kNumbers: Start(carries&) returns them. kOpen:
-//                                      there are none. Then First(constants, xs, indices, carries&, ys&) is the first step,
-//                                      and carries have the types of the state
+//     kStart                           kGiven: initial carries are operands. kNumbers: Start(carries&) returns them. kOpen: there
+//                                      is no initial carry. Then First(constants, xs, indices, carries&, ys&) is the first
+//                                      step, and carries have the types of the state
 //     kLast                            the last carries are results
 //
 // A thread loads kItems adjacent steps into registers, joins their states, finds out the state of all steps before its own,

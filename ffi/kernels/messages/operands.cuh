@@ -6,7 +6,7 @@
 //
 // Edges are in the order of the rows that they belong to (jaxkern/_ops/messages/primitive.py):
 //
-//     keys[p]      row of the edge at position p of the order, ascending; `rows` or more for an edge that is none
+//     keys[p]      row of the edge at position p of the order, ascending; `rows` or more for padding
 //     order[p]     the edge at position p
 //     other[p]     the node at the other end of that edge
 //     offsets[r]   the first position of row r; offsets[rows] is the end of the last row

@@ -1,4 +1,4 @@
-// RMSNorm and LayerNorm with a function of the user's before the store: y = f(normalised, operands).
+// RMSNorm and LayerNorm with a user function before the store: y = f(normalised, operands).
 //
 //     NormForward<..., NormEpilogue<F, kSplat, types of the operands...>>, NormStream<..., the same>
 //

@@ -1,4 +1,4 @@
-// GroupNorm and BatchNorm with a function of the user's before the store: y = f(normalised).
+// GroupNorm and BatchNorm with a user function before the store: y = f(normalised).
 //
 //     GroupApply<..., GroupEpilogue<F>>, GroupNormOnePass<..., GroupEpilogue<F>>
 //

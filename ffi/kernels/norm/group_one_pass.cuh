@@ -29,7 +29,7 @@ __device__ __forceinline__ void WaitForQuarter(int n) {
   else WaitForCopyGroups<0>();
 }
 
-// What the blocks of a cluster send to each other: kCount values each. One thread calls Init for `count` values a block; all
+// Exchange of kCount values of each block of a cluster. One thread calls Init for `count` values per block; all
 // threads call Ready before any calls Send, and Wait before they read. Every value must be sent to every rank. A block that
 // has waited has everything sent to it, so that blocks may end at any time after Wait.
 template <class V, int kBlocks, int kCount> struct Exchange {

@@ -390,7 +390,7 @@ template <class Op, Rows kRows> __global__ void __launch_bounds__(kTileThreads, 
 }
 
 // Writes the rows of long runs, from the totals in the slots. A block takes every gridDim-th tile and slab, at most
-// kTileThreads of them. One thread per tile searches for such rows: mostly there are none, and otherwise they are in
+// kTileThreads of them. One thread per tile searches for such rows. Most launches have none; the others have them in
 // adjacent tiles. kRows: layout of the rows.
 template <class Op, Rows kRows> __global__ void __launch_bounds__(kTileThreads, 2)
     SegmentRewrite(const __grid_constant__ SegmentRun run, const __grid_constant__ TileShape s, int64_t tiles) {

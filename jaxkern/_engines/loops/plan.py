@@ -1,4 +1,4 @@
-"""The launch list of a loop: whether it is cut in time, how many lanes a thread takes, and how many steps it loads ahead.
+"""The launch list of a loop: whether it is cut in time, the lanes per thread, and the steps that are loaded ahead.
 
 lanes      a thread runs all steps of its lanes
 columns    threads and blocks share the steps of a lane, for few lanes whose body is affine in the carry

@@ -55,7 +55,7 @@ class Program(Flat):
         try:
             self._read_body(jaxpr, consts, num_consts, num_carry, False)
         except Unsupported:
-            # Sums over lanes are taken behind the loop where they can be; reductions of few elements in a lane otherwise.
+            # Sums over lanes follow the loop where possible. Other reductions are of few elements and run in a lane.
             small = [d for step in self.steps for d in self.over(step) if d.size <= parts.MOST]
             if not small:
                 raise

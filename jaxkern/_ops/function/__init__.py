@@ -1,1 +1,1 @@
-"""Functions of the user's, applied to every element."""
+"""User functions, applied to every element."""

@@ -1,4 +1,4 @@
-"""Which kernel of ffi/kernels/elementwise runs a function of the user's, and over which blocks.
+"""Which kernel of ffi/kernels/elementwise runs a user function, and over which blocks.
 
 flat, strided    without sums: the kernels of elementwise operations (elementwise.cuh)
 summed           with sums, over matrices: SummedKernel and SumPartials (function.cuh)

@@ -1,4 +1,4 @@
-"""The primitive of functions of the user's: `jaxkern_elementwise_kernel`.
+"""The primitive of user functions: `jaxkern_elementwise_kernel`.
 
 It takes arrays of equal rank, each dimension 1 or the common size, one for each argument of `function`, a Function of
 _core/functor.py, and returns an array for each result. `sums` says for each result over which dimensions it is summed;

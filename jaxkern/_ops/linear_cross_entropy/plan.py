@@ -187,7 +187,7 @@ def choose(problem: Problem, device: Device | None = None) -> str:
     """The fastest algorithm within the budget.
 
     Raises:
-        ValueError: none is.
+        ValueError: no algorithm fits.
     """
     del device
     if fits("whole", problem):

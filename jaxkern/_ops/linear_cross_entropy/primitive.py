@@ -7,7 +7,7 @@
     linear_cross_entropy_jvp_p    (h, weight, labels[, bias], *tangents)      -> the transpose of these, per row
 
 with h [*rows, d], labels and c [*rows], weight [d, vocabulary] or transposed, and bias [vocabulary]. `wanted`: whether the
-gradients of h, weight and bias are. No kernel is theirs: they are programs of XLA's products and of the primitives of
+gradients of h, weight and bias are. They have no kernels of their own: they consist of XLA's products and of the primitives of
 cross-entropy (reference.py), and `plan` cuts them into chunks. Rows and the vocabulary may be split over devices.
 """
 

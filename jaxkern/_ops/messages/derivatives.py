@@ -141,7 +141,7 @@ def _summed_map(edges, back, operands, function, ends, dims, dtypes):
 
 
 def _reduce_gradients(edges, back, arrays, ys, cts, wanted, *, function, ends, reduction, dtypes):
-    """{k: cotangent} of edge_reduce; cts holds None where a result has none."""
+    """{k: cotangent} of edge_reduce; cts holds None for a result without cotangent."""
     del dtypes
     cts = [None if ct is None else ct.astype(d) for ct, d in zip(cts, function.out_dtypes)]
     lift = lambda ct: None if ct is None else (ROW, ct)
@@ -159,7 +159,7 @@ def _reduce_gradients(edges, back, arrays, ys, cts, wanted, *, function, ends, r
 
 
 def _map_gradients(edges, back, arrays, cts, wanted, *, function, ends, summed, dtypes):
-    """{k: cotangent} of edge_map; cts holds None where a result has none."""
+    """{k: cotangent} of edge_map; cts holds None for a result without cotangent."""
     del dtypes
 
     def lift(ct, dtype):

@@ -6,9 +6,9 @@
 `edges` and `back` are four uint32 arrays each, the edges in the order of their rows and in the order of the nodes at
 their other ends:
 
-    keys [count]        row of the edge at each position, ascending; `rows` for an edge that is none, at either end
+    keys [count]        row of the edge at each position, ascending; `rows` for padding, which may be at either end
     order [count]       the edge at each position
-    other [count]       the node at its other end; any node for an edge that is none
+    other [count]       the node at its other end; any node for padding
     offsets [rows + 1]  the first position of each row; the last one ends the last row
 
 An array has the shape [n, *features]. All arrays have the same number of feature dimensions, and each dimension has size 1 or one
@@ -186,7 +186,7 @@ def _merged(x):
 
 
 def _union(edges, others) -> Edges:
-    """The edges of a batch of graphs, by the rows of all; those that are none are last again.
+    """The edges of a batch of graphs, sorted by the rows of all graphs; padding is last again.
 
     others: how many nodes there are at the other ends.
     """

@@ -53,7 +53,7 @@ def reduce_messages(keys, order, other, offsets, *arrays, function, ends, reduct
 
 
 def _stored(y):
-    """`y`, in memory. XLA would otherwise compute messages anew where they are compared, and round them differently.
+    """`y`, in memory. Without this, XLA could compute messages again where they are compared, and round them differently.
 
     XLA:CPU removes optimization barriers and conditions before it fuses loops, but no scatter.
     """

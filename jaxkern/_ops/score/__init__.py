@@ -1,1 +1,1 @@
-"""softmax and log_softmax of a function of the user's, its score function."""
+"""softmax and log_softmax of a user function, the score function."""

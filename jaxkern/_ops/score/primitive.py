@@ -1,4 +1,4 @@
-"""The primitives of softmax and log_softmax of a function of the user's.
+"""The primitives of softmax and log_softmax of a user function.
 
     softmax_score_p          y = softmax(s) or log_softmax(s), where s = function(x, *indices, *args)
     softmax_score_grad_p     dx from x and g: ds of the softmax, times the derivative of the function by x;

@@ -557,7 +557,7 @@ MOST_SCORE_OPERANDS = 16
 def score(
     device, operands, results, *, axis, algorithm, log, function, indexed, extras, unscored, backward=False, sums=False
 ) -> Plan | None:
-    """The plan of a softmax of a function of the user's, for arrays of these types.
+    """The plan of a softmax of a user function, for arrays of these types.
 
     sums: the results are the largest score of each row and the logarithm of the sum.
     """
