@@ -44,23 +44,6 @@ def maker(value):
     return None if isinstance(value.owner, ir.Block) else value.owner.operation
 
 
-def constant(value):
-    """The number that all elements of `value` are, or None if that is not known."""
-    operation = maker(value)
-    for _ in range(MOST):
-        if operation is None or operation.name not in (
-            "stablehlo.broadcast_in_dim",
-            "stablehlo.reshape",
-            "stablehlo.convert",
-            CONSTRAINT,
-        ):
-            break
-        operation = maker(operation.operands[0])
-    if operation is None or operation.name != "stablehlo.constant":
-        return None
-    return splat(operation)
-
-
 def splat(operation):
     """The number that all elements of a stablehlo.constant are; None if they differ, or it cannot be read."""
     with contextlib.suppress(TypeError, ValueError):  # complex numbers, of 8 bits

@@ -59,7 +59,6 @@ template <class T> struct Real : Basic<T> {
   static JAXKERN_FN C Divide(C a, C b) { return a / b; }
   static JAXKERN_FN C Sign(C x) { return x > 0 ? C(1) : x < 0 ? C(-1) : x; }  // keeps -0 and NaN
   static constexpr C kInfinity = C(__builtin_bit_cast(double, 0x7ff0000000000000ull));
-  static constexpr C kSqrtHalf = C(0.70710678118654752440);
   static constexpr C kInverseSqrt2Pi = C(0.39894228040143267794);
   static constexpr C kTwoInverseSqrtPi = C(1.12837916709551257390);
   static JAXKERN_FN bool IsInf(C x) { return x == kInfinity || x == -kInfinity; }

@@ -5,7 +5,7 @@
 //     few rows           BinSlices: every thread has its own bins
 //     up to kBins        BinSlices: every warp has its own bins. Updates of lanes that target the same bin are first
 //                        summed across the warp
-//     up to kWideBins    BinSlices: one set of bins per block, to which its warps add in turn
+//     up to WIDE_BINS    BinSlices: one set of bins per block, to which its warps add in turn
 //     more               BinSorted: a radix sort (sort.cuh) has grouped updates by the leading bits of their keys into
 //                        stretches; a block takes one stretch after the other
 //
@@ -24,7 +24,7 @@
 namespace jaxkern {
 
 constexpr int kBinBits = 11;
-constexpr int64_t kBins = int64_t{1} << kBinBits, kWideBins = 16384;
+constexpr int64_t kBins = int64_t{1} << kBinBits;
 constexpr int kBinWindow = 16;  // rows of a block
 constexpr int kBinThreads = 256, kBinWarps = kBinThreads / kWarp, kBinAhead = 8;
 constexpr int kWideThreads = 128, kWideWarps = kWideThreads / kWarp;
@@ -244,7 +244,7 @@ template <Reduction kOp, class C, bool kFew> struct BlockBins {
 
 // --- Kernels
 
-constexpr int kFewBins = 32, kPrefetched = 2048;       // kPrefetched: in updates
+constexpr int kPrefetched = 2048;                      // in updates
 constexpr int kWindowThreads = 768, kWindowEach = 16;  // kWindowEach: indices in flight per thread
 
 struct BinShape {
@@ -258,7 +258,7 @@ struct BinShape {
 };
 static_assert(sizeof(BinShape) == 104);
 
-// Up to kWideBins rows: one block per chunk of a slice reads index and source unsorted.
+// Up to WIDE_BINS rows: one block per chunk of a slice reads index and source unsorted.
 template <Reduction kOp, class T, bool kFew> __global__ void __launch_bounds__(kBinThreads)
     BinSlices(const __grid_constant__ IndexRun run, const __grid_constant__ BinShape s) {
   using C = Compute<T>;

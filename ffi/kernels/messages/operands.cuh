@@ -185,7 +185,6 @@ template <int N, size_t... i, class... Operands> struct VectorsOf<N, std::index_
   static constexpr int kOperands = sizeof...(Operands);
   static constexpr bool kReadsOther = ((Operands::kEnd == End::kOther) || ...);
   static constexpr bool kReadsEdge = ((Operands::kEnd == End::kEdge) || ...);
-  static constexpr bool kReadsRow = ((Operands::kEnd == End::kRow) || ...);
   // Whether an operand differs from one edge of a row to the next.
   static constexpr bool Varies(End end) { return end == End::kOther || end == End::kEdge; }
 
