@@ -16,7 +16,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern._accelerate import cumulative, functions, loops, rules
+from jaxkern._accelerate import cumulative, functions, loops, replace, rules
 from jaxkern._core import arrays, compat, decisions, switch, validate
 from jaxkern._core.decisions import Explanation
 from jaxkern._core.switch import Settings
@@ -171,7 +171,7 @@ def install(
         compat.warn_once("jaxkern.install: this version of JAX has no default to set; use `with jaxkern.accelerate()`")
         return
     if not _installed:
-        functions.acquire()
+        replace.acquire(functions.TARGETS)
     _installed = True
 
 
@@ -180,7 +180,7 @@ def uninstall() -> None:
     global _installed
     if _installed:
         switch.set_default(None)
-        functions.release()
+        replace.release()
     _installed = False
 
 
@@ -320,12 +320,12 @@ def _active(settings):
     if not _prepare(settings):
         yield
         return
-    functions.acquire()
+    replace.acquire(functions.TARGETS)
     try:
         with switch.using(settings):
             yield
     finally:
-        functions.release()
+        replace.release()
 
 
 # ---- check

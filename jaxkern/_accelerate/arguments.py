@@ -1,9 +1,9 @@
-"""Arguments of replaced functions: which ones have kernels, and notes of calls that are left."""
+"""Calls of replaced functions: arguments that have kernels, the gate's answer, and the record of it."""
 
 import jax
 
 from jaxkern._accelerate import gate
-from jaxkern._core import compat, decisions, stablehlo
+from jaxkern._core import compat, decisions, stablehlo, switch
 
 
 def is_plain(x) -> bool:
@@ -15,6 +15,12 @@ def is_plain(x) -> bool:
         and x.ndim > 0
         and all(isinstance(d, int) and d > 0 for d in x.shape)
     )
+
+
+def gated(rule, *problem) -> tuple[bool, str]:
+    """What `rule` of the gate says of a problem, (taken, why); where everything is forced, it is taken."""
+    settings = switch.current()
+    return (True, "forced") if settings and settings.force else rule(*problem)
 
 
 def decide(operation, taken, reason, x) -> bool:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern._accelerate import gate
-from jaxkern._accelerate.arguments import decide, is_plain
+from jaxkern._accelerate.arguments import decide, gated, is_plain
 from jaxkern._core import switch
 from jaxkern.softmax import replacement as softmax
 
@@ -70,9 +70,7 @@ def dot_product_attention(
         or any(n is not None and (n.shape != (batch,) or n.dtype != jnp.int32) for n in lengths)
     ):
         return NotImplemented  # which JAX refuses, or may
-    taken, why = gate.attention(query.dtype, batch * heads * queries, keys)
-    settings = switch.current()
-    taken, why = (True, "forced") if settings and settings.force else (taken, why)
+    taken, why = gated(gate.attention, query.dtype, batch * heads * queries, keys)
     decide(NAME, taken, why if taken else f"{why}: {heads} heads of {queries} x {keys}", given)
     if not taken:
         return NotImplemented
@@ -147,10 +145,3 @@ def _mean_where_blind(seen, causal, value, shape):
     blind = jnp.moveaxis(blind, -1, 1)[..., None]
     mean = jnp.mean(value, 1, keepdims=True)[:, :, :, None]
     return jnp.where(blind, mean, jnp.zeros((), value.dtype))
-
-
-# Parameters of JAX's function that the replacement knows: all versions have NEEDS, some also have MAY.
-NEEDS = (
-    "query key value bias mask scale is_causal query_seq_lengths key_value_seq_lengths local_window_size implementation"
-)
-MAY = "return_residual"

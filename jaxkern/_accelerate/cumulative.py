@@ -1,30 +1,24 @@
 """Cumulative operations and `lax.associative_scan` of plain JAX programs.
 
-Cumulative operations have a lowering rule each. `lax.associative_scan` leaves slices and concatenations in a program, so its code
-is replaced, as functions.py does it.
+Cumulative operations have a lowering rule each. `lax.associative_scan` leaves slices and concatenations in a program, so the
+function is replaced (functions.py).
 """
 
 import functools
-import threading
 
 import jax
 from jax import lax
 from jax.interpreters import mlir
 
-from jaxkern._accelerate import gate
-from jaxkern._accelerate.arguments import decide
+from jaxkern._accelerate import gate, registration
+from jaxkern._accelerate.arguments import decide, gated
 from jaxkern._core import algorithms, compat, decisions, stablehlo, switch
 from jaxkern._core.define import CUDA_TYPES
 from jaxkern._definitions import cumulative
 from jaxkern.associative_scan import of_pytrees
 
 
-def _wanted(name, *_) -> bool:
-    settings = switch.current()
-    return settings is not None and name in settings.operations and not switch.in_own_code()
-
-
-def _decided(name, ctx, aval, axis) -> tuple[bool, str]:
+def _decided(ctx, aval, axis) -> tuple[bool, str]:
     settings, platforms = switch.current(), compat.platforms(ctx)
     if not settings.force and "cuda" not in platforms:
         return False, switch.no_kernels(platforms[0])
@@ -42,10 +36,10 @@ def _decided(name, ctx, aval, axis) -> tuple[bool, str]:
 
 @switch.own_promotion
 def _cumulative(name, plain, ctx, x, *, axis, reverse):
-    if not _wanted(name) or algorithms.xla_forced():
+    if not switch.wanted(name) or algorithms.xla_forced():
         return plain(ctx, x, axis=axis, reverse=reverse)
     (aval,) = ctx.avals_in
-    taken, why = _decided(name, ctx, aval, axis)
+    taken, why = _decided(ctx, aval, axis)
     frames = functools.partial(compat.frames, ctx.traceback)
     if not decisions.record(name, taken, why, [aval], frames, 2 * stablehlo.size(aval) if taken else 0):
         return switch.own_code(plain)(ctx, x, axis=axis, reverse=reverse)  # it may be an associative scan
@@ -56,7 +50,7 @@ def _cumulative(name, plain, ctx, x, *, axis, reverse):
 def associative_scan(original, fn, elems, reverse=False, axis=0):
     """The replacement of `lax.associative_scan`; see functions.py."""
     del original
-    leaves, settings = jax.tree.leaves(elems), switch.current()
+    leaves = jax.tree.leaves(elems)
     known = lambda x: isinstance(x, jax.Array) and x.dtype.name in CUDA_TYPES and not jax.typeof(x).weak_type
     if not leaves or not all(map(known, leaves)) or any(x.shape != leaves[0].shape for x in leaves):
         return NotImplemented
@@ -64,7 +58,7 @@ def associative_scan(original, fn, elems, reverse=False, axis=0):
     if not all(isinstance(n, int) and n for n in x.shape) or not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
         return NotImplemented
     length = x.shape[axis]
-    taken, why = (True, "") if settings and settings.force else gate.associative(length, x.size // length)
+    taken, why = gated(gate.associative, length, x.size // length)
     if taken:
         try:
             return switch.own_code(of_pytrees)(fn, elems, reverse, axis, replaced=True)
@@ -74,24 +68,9 @@ def associative_scan(original, fn, elems, reverse=False, axis=0):
     return NotImplemented
 
 
-_lock = threading.Lock()
-_registered: set = set()
-
-
 def register(platform: str) -> None:
-    """Puts the rules in place, once; they call JAX's wherever nothing is switched on."""
-    with _lock:
-        if platform in _registered:
-            return
-        _registered.add(platform)
-        for name in switch.CUMULATIVE:
-            prim = getattr(lax, f"{name}_p")
-            plain = compat.lowering_rule(prim, platform)
-            if plain is None:
-                compat.warn_once(
-                    f"jaxkern.accelerate: this version of JAX hides its rule for {name}, which stays as it is"
-                )
-                continue
-            rule, wanted = functools.partial(_cumulative, name, plain), functools.partial(_wanted, name)
-            # Not cached, so that the record has the line of each.
-            compat.register_lowering_uncached_when(prim, rule, platform, wanted)
+    """Puts the rules in place. They call JAX's wherever nothing is switched on."""
+    for name in switch.CUMULATIVE:
+        rule = functools.partial(_cumulative, name)
+        # Each equation is lowered on its own, so that the record has the line of each.
+        registration.register(getattr(lax, f"{name}_p"), rule, platform, lambda *_, name=name: switch.wanted(name))

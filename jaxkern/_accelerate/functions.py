@@ -1,8 +1,7 @@
-"""Functions of JAX and optax that leave no operation of their own in a program: their code is replaced.
+"""Functions of JAX and optax that leave no operation of their own in a program: `TARGETS`, which replace.py replaces.
 
-`f.__code__` is replaced, not the name `f` in a module, so that other names of the same function, imported before, run the new
-code too. At every call, the new code checks whether this thread runs on jaxkern, and runs the old code if it does not, or if
-the replacement does not compute the same. Results differ from the old code's in these cases alone:
+A replacement leaves a call to the original if it does not compute the same. Results differ from the original's in these
+cases alone:
 
 * Arithmetic is in float32 or wider.
 * The gradient of `optax.softmax_cross_entropy_with_integer_labels` may be NaN throughout a row that holds +inf, where optax has
@@ -17,23 +16,16 @@ jraph's functions need nothing here: they consist of lax.scatter and arithmetic.
 -inf, and takes rows of others where ids are out of range: `jaxkern.segment_softmax` does neither.
 """
 
-import contextlib
 import functools
-import importlib.abc
-import importlib.util
-import inspect
 import math
-import sys
-import threading
-import types
-import typing
 
 import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, mlir
 
 from jaxkern._accelerate import attention, cumulative, gate
-from jaxkern._accelerate.arguments import decide, is_plain
+from jaxkern._accelerate.arguments import decide, gated, is_plain
+from jaxkern._accelerate.replace import Target
 from jaxkern._core import compat, decisions, stablehlo, switch, validate
 from jaxkern._core.algorithms import forced
 from jaxkern._core.autodiff import deflinear
@@ -56,11 +48,6 @@ def _axes(axis, rank):
         return None
     axes = sorted(a % rank for a in axes)
     return axes if axes == list(range(axes[0], axes[-1] + 1)) else None
-
-
-def _wins(rule, dtype, rows, width):
-    settings = switch.current()
-    return (True, "forced") if settings and settings.force else rule(dtype, rows, width)
 
 
 # ---- logsumexp
@@ -125,7 +112,7 @@ def _logsumexp(original, a, axis=None, b=None, keepdims=False, return_sign=False
     if axes is None or not isinstance(keepdims, bool):
         return NotImplemented
     width = math.prod(a.shape[d] for d in axes)
-    taken, why = _wins(gate.logsumexp, a.dtype, a.size // width, width)
+    taken, why = gated(gate.logsumexp, a.dtype, a.size // width, width)
     if not taken:
         decide("logsumexp", False, why, a)
         return NotImplemented
@@ -208,7 +195,7 @@ def _softmax_like(name, rule, prim, original, x, axis=-1, where=None):
     if axes is None or len(axes) > 1:
         return NotImplemented
     width = x.shape[axes[0]]
-    taken, why = _wins(rule, x.dtype, x.size // width, width)
+    taken, why = gated(rule, x.dtype, x.size // width, width)
     if not taken:
         decide(name, False, why, x)
         return NotImplemented
@@ -230,7 +217,7 @@ def _cross_entropy(original, logits, labels, axis=-1, where=None):
     classes = logits.shape[at]
     if labels.shape != logits.shape[:at] + logits.shape[at + 1 :] or classes > jnp.iinfo(jnp.int32).max:
         return NotImplemented
-    taken, why = _wins(gate.loss, logits.dtype, logits.size // classes, classes)
+    taken, why = gated(gate.loss, logits.dtype, logits.size // classes, classes)
     if not taken:
         decide("softmax_cross_entropy", False, why, logits)
         return NotImplemented
@@ -247,38 +234,11 @@ def _cross_entropy(original, logits, labels, axis=-1, where=None):
     return loss.astype(logits.dtype)
 
 
-# ---- putting them in place
-
-
-class Target(typing.NamedTuple):
-    """A function to replace. `replacement(original, *arguments)` returns NotImplemented to leave a call to the original.
-
-    attribute: its name in the module.
-    needs, may: the names of the parameters that it must have and may have; not checked if `needs` is empty.
-    """
-
-    operation: str
-    module: str
-    attribute: str
-    replacement: typing.Callable
-    needs: str = ""
-    may: str = ""
-
-    @property
-    def name(self) -> str:
-        return f"{self.module}.{self.attribute}"
-
-
 TARGETS = (
     # One function, by the name of either module: a process may have imported one of them alone.
     Target("logsumexp", "jax.nn", "logsumexp", _logsumexp),
     Target("logsumexp", "jax.scipy.special", "logsumexp", _logsumexp),
-    Target(
-        "softmax",
-        "jax.nn",
-        "softmax",
-        functools.partial(_softmax_like, "softmax", gate.softmax, row_softmax_p),
-    ),
+    Target("softmax", "jax.nn", "softmax", functools.partial(_softmax_like, "softmax", gate.softmax, row_softmax_p)),
     Target(
         "log_softmax",
         "jax.nn",
@@ -286,176 +246,6 @@ TARGETS = (
         functools.partial(_softmax_like, "log_softmax", gate.log_softmax, row_log_softmax_p),
     ),
     Target("softmax_cross_entropy", "optax", "softmax_cross_entropy_with_integer_labels", _cross_entropy),
-    Target("associative_scan", "jax.lax", "associative_scan", cumulative.associative_scan, "fn elems reverse axis"),
-    Target(
-        "dot_product_attention",
-        "jax.nn",
-        "dot_product_attention",
-        attention.dot_product_attention,
-        attention.NEEDS,
-        attention.MAY,
-    ),
+    Target("associative_scan", "jax.lax", "associative_scan", cumulative.associative_scan),
+    Target("dot_product_attention", "jax.nn", "dot_product_attention", attention.dot_product_attention),
 )
-
-
-class Replaced(typing.NamedTuple):
-    target: Target
-    function: types.FunctionType
-    code: types.CodeType  # the function's own
-    original: types.FunctionType  # a copy that has it
-
-
-_lock = threading.RLock()
-_users = 0
-_replaced: dict[str, Replaced] = {}
-_retired: dict[str, Replaced] = {}  # replaced earlier; other threads may still be calling them
-
-
-def call(name, arguments, named):
-    """Runs the replacement of the function of this name, or the function: its new code calls this."""
-    settings, place = switch.current(), _replaced.get(name) or _retired[name]
-    target, original = place.target, place.original
-    if settings is None or target.operation not in settings.operations or switch.in_own_code():
-        return original(*arguments, **named)
-    if not _on_gpu(settings):
-        if decisions.printed():
-            _left_on(jax.default_backend(), target.operation, (*arguments, *named.values()))
-        return original(*arguments, **named)
-    found = target.replacement(original, *arguments, **named)
-    return original(*arguments, **named) if found is NotImplemented else found
-
-
-def _on_gpu(settings) -> bool:
-    """Whether the program may be one for a GPU. While it is traced, JAX does not know where it will run."""
-    return settings.force or settings.export or settings.session > 0 or jax.default_backend() == "gpu"
-
-
-def _left_on(platform, operation, arguments):
-    """Records that a call is left since the program is for a platform that has no kernels."""
-    x = next((a for a in arguments if isinstance(a, jax.Array)), None)
-    if x is not None:
-        decide(operation, False, switch.no_kernels(platform), x)
-
-
-def _new_code(function, name) -> types.CodeType:
-    """Code of the same signature that calls `call`."""
-    parameters, passed, named = [], [], []
-    for p in inspect.signature(function).parameters.values():
-        if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
-            raise TypeError(f"{function.__name__} has a parameter {p}")
-        if p.kind is p.KEYWORD_ONLY and "*" not in parameters:
-            parameters.append("*")
-        parameters.append(p.name if p.default is p.empty else f"{p.name}=None")  # the function has the defaults
-        (named if p.kind is p.KEYWORD_ONLY else passed).append(p.name)
-    source = (
-        f"def {function.__name__}({', '.join(parameters)}):\n"
-        f"    from jaxkern._accelerate.functions import call\n"
-        f"    return call({name!r}, ({''.join(f'{n}, ' for n in passed)}), "
-        f"{{{', '.join(f'{n!r}: {n}' for n in named)}}})\n"
-    )
-    scope: dict = {}
-    exec(compile(source, "<jaxkern.accelerate>", "exec"), scope)
-    return scope[function.__name__].__code__
-
-
-def _replace(target: Target) -> None:
-    """Replaces a function, if its module is imported and it is a plain function with the expected parameters."""
-    if target.name in _replaced or target.module not in sys.modules:
-        return
-    function = getattr(sys.modules[target.module], target.attribute, None)
-    # A wrapper, such as the one that jax.named_scope makes, holds the function in a variable of its own.
-    if not inspect.isfunction(function) or function.__code__.co_freevars:
-        function = getattr(function, "__wrapped__", function)
-    if not inspect.isfunction(function) or function.__code__.co_freevars or not _has_parameters(function, target):
-        compat.warn_once(f"jaxkern.accelerate: {target.name} cannot be replaced and stays as it is")
-        return
-    if any(r.function is function for r in _replaced.values()):
-        return  # by another name
-    known = _retired.get(target.name)
-    if known is None or known.function is not function:
-        code = function.__code__
-        original = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
-        original.__kwdefaults__ = function.__kwdefaults__
-        known = Replaced(target, function, code, original)
-    _replaced[target.name] = known
-    function.__code__ = _new_code(function, target.name)
-
-
-def _has_parameters(function, target) -> bool:
-    """Whether the function has the parameters that its replacement knows. Versions of a library may differ."""
-    found, needs = set(inspect.signature(function).parameters), set(target.needs.split())
-    return not needs or needs <= found <= needs | set(target.may.split())
-
-
-def _leave_kernel_bodies(module: str) -> None:
-    """Leaves the bodies of Pallas kernels as they are, if this module of Pallas is imported.
-
-    Pallas has no lowering for primitives of this library. The settings are a part of the keys of JAX's caches, so a function
-    under jit that is called inside and outside a kernel has a trace for each.
-    """
-    if module in sys.modules and module not in _with_kernels:
-        _with_kernels.add(module)
-        compat.enter_in_kernel_bodies(sys.modules[module], lambda: switch.using(None))
-
-
-_with_kernels: set[str] = set()
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Replaces functions of a package when it is imported later."""
-
-    def find_spec(self, name, path=None, target=None):
-        wanted = [t for t in TARGETS if t.module == name]
-        if not (wanted or name in compat.KERNEL_BODIES) or getattr(_finding, "busy", False):
-            return None
-        _finding.busy = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            _finding.busy = False
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def exec_module(module):
-            execute(module)
-            with _lock:
-                if name in compat.KERNEL_BODIES:
-                    _leave_kernel_bodies(name)
-                for t in wanted if _users else ():
-                    _replace(t)
-
-        with contextlib.suppress(AttributeError):
-            spec.loader.exec_module = exec_module
-        return spec
-
-
-_finding = threading.local()
-_hook = _AfterImport()
-
-
-def acquire() -> None:
-    """Replaces the functions while somebody needs it."""
-    global _users
-    with _lock:
-        _users += 1
-        if _users == 1:
-            sys.meta_path.insert(0, _hook)
-        for target in TARGETS:
-            _replace(target)
-        for module in compat.KERNEL_BODIES:
-            _leave_kernel_bodies(module)
-
-
-def release() -> None:
-    global _users
-    with _lock:
-        _users -= 1
-        if _users:
-            return
-        sys.meta_path.remove(_hook)
-        for place in _replaced.values():
-            place.function.__code__ = place.code
-        # Another thread may be in a call, and ask for the original.
-        _retired.update(_replaced)
-        _replaced.clear()

@@ -13,7 +13,7 @@ import threading
 
 from jax import lax
 
-from jaxkern._accelerate import gate
+from jaxkern._accelerate import gate, registration
 from jaxkern._accelerate.program import Program
 from jaxkern._core import algorithms, compat, decisions, stablehlo, switch
 from jaxkern._core.functor import Unsupported
@@ -22,20 +22,12 @@ from jaxkern._engines.loops import lowering, rewrites, while_lowering
 SCAN, WHILE = "scan", "while_loop"
 LABEL = "the body"
 
-
-_local = (
-    threading.local()
-)  # scan: the line of the scan that JAX's rule lowers, and how many operands its while loop has
+# scan: the line of the scan that JAX's rule lowers, and how many operands its while loop has
+_local = threading.local()
 
 
 def _line(ctx) -> str:
     return decisions.source_of(compat.frames(ctx.traceback))
-
-
-def _wanted(*operations) -> bool:
-    """Whether one of these operations is switched on."""
-    settings = switch.current()
-    return settings is not None and not settings.operations.isdisjoint(operations) and not switch.in_own_code()
 
 
 def _take(operation, plain, ctx, avals, decision, read, decide, emit):
@@ -75,7 +67,7 @@ def _take(operation, plain, ctx, avals, decision, read, decide, emit):
 def _scan(plain, ctx, *operands, **params):
     jaxpr = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
     plain = functools.partial(_by_jax, plain, ctx, *operands, **params)
-    if not _wanted(SCAN) or compat.calls(jaxpr, lowering.loop_p.name):
+    if not switch.wanted(SCAN) or compat.calls(jaxpr, lowering.loop_p.name):
         return plain()
     read = lambda: lowering.of_scan(ctx, operands, params, LABEL)
     unroll = params["length"] if params["unroll"] is True else int(params["unroll"])
@@ -101,7 +93,7 @@ def _by_jax(plain, ctx, *operands, **params):
 @switch.own_promotion
 def _while(plain, ctx, *operands, **params):
     plain = functools.partial(plain, ctx, *operands, **params)
-    if not _wanted(SCAN, WHILE) or (_line(ctx), len(operands)) == getattr(_local, "scan", None):
+    if not switch.wanted(SCAN, WHILE) or (_line(ctx), len(operands)) == getattr(_local, "scan", None):
         return plain()
 
     def known(k):
@@ -111,7 +103,7 @@ def _while(plain, ctx, *operands, **params):
     count = rewrites.fixed_count(params, known)
     if count is None:
         return _of_lanes(plain, ctx, operands, params)
-    if not _wanted(SCAN):
+    if not switch.wanted(SCAN):
         return plain()
     own, body = params["cond_nconsts"], params["body_jaxpr"]
     inner = ctx.replace(avals_in=ctx.avals_in[own:])
@@ -125,31 +117,15 @@ def _while(plain, ctx, *operands, **params):
 
 def _of_lanes(plain, ctx, operands, params):
     """A loop that ends by what it computes, which may be in each lane on its own."""
-    if not _wanted(WHILE) or while_lowering.is_marked(params):
+    if not switch.wanted(WHILE) or while_lowering.is_marked(params):
         return plain()
     read = lambda: while_lowering.find(ctx, operands, params, LABEL)
     emit = functools.partial(lowering.emit, ctx, operands, target=while_lowering.TARGET)
     return _take(WHILE, plain, ctx, list(ctx.avals_in), (True, ""), read, gate.while_loop, emit)
 
 
-_lock = threading.Lock()
-_registered: set = set()
-
-
 def register(platform: str) -> None:
-    """Puts the rules in place, once; they call JAX's wherever nothing is switched on."""
-    with _lock:
-        if platform in _registered:
-            return
-        _registered.add(platform)
-        for prim, rule in ((compat.scan_primitive(), _scan), (lax.while_p, _while)):
-            plain = compat.lowering_rule(prim, platform)
-            if plain is None:
-                compat.warn_once(
-                    f"jaxkern.accelerate: this version of JAX hides its rule for {prim}, which stays as it is"
-                )
-                continue
-            operations = (SCAN,) if rule is _scan else (SCAN, WHILE)
-            wanted = lambda *_, operations=operations: _wanted(*operations)
-            # Not cached: a cached rule sees its operands as arguments of a function of its own.
-            compat.register_lowering_uncached_when(prim, functools.partial(rule, plain), platform, wanted)
+    """Puts the rules in place. They call JAX's wherever nothing is switched on."""
+    for prim, rule, operations in ((compat.scan_primitive(), _scan, (SCAN,)), (lax.while_p, _while, (SCAN, WHILE))):
+        wanted = lambda *_, operations=operations: switch.wanted(*operations)
+        registration.register(prim, rule, platform, wanted)

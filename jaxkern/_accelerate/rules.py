@@ -6,14 +6,11 @@ On several devices each computes its part (`_shard`): there are collectives only
 scatter, one each, of the result in its own type.
 
 Where gathers and elementwise arithmetic make the updates, one message kernel computes all of it (chains.py).
-
-Other primitives (sort, top_k, cumsum) get a rule by a function like `_scatter` and an entry in `RULES`.
 """
 
 import collections
 import functools
 import math
-import threading
 import typing
 
 import jax
@@ -22,7 +19,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jaxkern._accelerate import chains, gate
+from jaxkern._accelerate import chains, gate, registration
 from jaxkern._accelerate import layout as layouts
 from jaxkern._accelerate.program import Program, root
 from jaxkern._core import compat, decisions, partition, stablehlo, switch
@@ -160,7 +157,7 @@ def _scatter(name, plain, ctx, operand, indices, updates, *, dimension_numbers, 
     settings, avals, values = switch.current(), ctx.avals_in, (operand, indices, updates)
     params = dict(params, dimension_numbers=dimension_numbers)
     fallback = functools.partial(plain, ctx, *values, **params)
-    if not _is_wanted(name, settings):
+    if not switch.wanted(name):
         return fallback()
     platforms, listened = compat.platforms(ctx), decisions.listened()
     if not settings.force and "cuda" not in platforms:
@@ -293,10 +290,6 @@ def _is_identity(name, ctx, operand) -> bool:
     return value is not None and value == IDENTITY[name](ctx.avals_in[0].dtype)
 
 
-def _is_wanted(name, settings) -> bool:
-    return settings is not None and name in settings.operations and not switch.in_own_code()
-
-
 def _may_be_taken(found, settings, module) -> bool:
     """Whether the program around a scatter decides if it is taken. found: what `_problem` returned."""
     if isinstance(found, str):
@@ -307,42 +300,26 @@ def _may_be_taken(found, settings, module) -> bool:
 
 
 def _reads_program(name, module, equation) -> bool:
-    """Whether the rule for an equation looks at the operations around it, or records what it decides.
-
-    JAX lowers any other once for all that are equal, as it does without these rules.
-    """
+    """Whether the rule for an equation looks at the operations around it, or records what it decides."""
     settings = switch.current()
-    if not _is_wanted(name, settings) or decisions.listened():
-        return _is_wanted(name, settings)
+    if not switch.wanted(name):
+        return False
+    if decisions.listened():
+        return True
     if not settings.force and "cuda" not in module.platforms:
         return False
     return _may_be_taken(_problem(name, [v.aval for v in equation.invars], equation.params), settings, module)
 
 
-RULES = {name: (getattr(lax, f"{name}_p"), _scatter) for name in switch.SCATTERS}
-_lock = threading.Lock()
-_registered: set = set()
+def _needs_devices(name) -> bool:
+    settings = switch.current()
+    return settings is not None and name in settings.operations
 
 
 def register(platform: str) -> None:
-    """Puts the rules in place, once; they call JAX's wherever nothing is switched on."""
-    with _lock:
-        if platform in _registered:
-            return
-        _registered.add(platform)
-        for name, (prim, rule) in RULES.items():
-            plain = compat.lowering_rule(prim, platform)
-            if plain is None:
-                compat.warn_once(
-                    f"jaxkern.accelerate: this version of JAX hides its rule for {name}, which stays as it is"
-                )
-                continue
-            # A cached rule sees its operands as arguments of a function of its own.
-            uncached = functools.partial(_reads_program, name)
-            compat.register_lowering_uncached_when(prim, functools.partial(rule, name, plain), platform, uncached)
-            compat.needs_devices_when(prim, functools.partial(_may_be_wanted, name))
-
-
-def _may_be_wanted(name) -> bool:
-    settings = switch.current()
-    return settings is not None and name in settings.operations
+    """Puts the rules in place. They call JAX's wherever nothing is switched on."""
+    for name in switch.SCATTERS:
+        prim = getattr(lax, f"{name}_p")
+        rule, reads_program = functools.partial(_scatter, name), functools.partial(_reads_program, name)
+        registration.register(prim, rule, platform, reads_program)
+        compat.needs_devices_when(prim, functools.partial(_needs_devices, name))

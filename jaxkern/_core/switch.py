@@ -94,6 +94,12 @@ def in_own_code() -> bool:
     return getattr(_local, "depth", 0) > 0
 
 
+def wanted(*operations) -> bool:
+    """Whether one of these operations is switched on, and what is being lowered is code of the user."""
+    settings = current()
+    return settings is not None and not settings.operations.isdisjoint(operations) and not in_own_code()
+
+
 def own_promotion(f):
     """`f` with JAX's default promotion of dtypes and ranks, whatever the program sets for its own code."""
 
