@@ -1,1 +1,10 @@
-"""How plain JAX programs run on jaxkern: rules for lax.scatter_*, replaced functions, and what decides and explains."""
+"""How plain JAX programs run on jaxkern. `jaxkern/accelerate.py` is the public side.
+
+registration.py   puts lowering rules in place of JAX's own
+rules.py          scatters; layout.py reads one as an operation on rows
+chains.py         gathers and arithmetic before a scatter, as one message kernel; nodes.py and program.py read the StableHLO
+loops.py          scans and while loops
+cumulative.py     cumulative operations and `lax.associative_scan`
+replace.py        puts functions in place of others: of functions.py and attention.py, by their arguments (arguments.py)
+gate.py           which cases are taken, by what was measured
+"""

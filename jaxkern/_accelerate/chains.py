@@ -4,22 +4,21 @@
 
 `find` walks the StableHLO operations that make the updates of a scatter. Gathers of whole rows become operands of the
 kernel that it reads by node, values per edge become operands that it reads by edge, and the elementwise operations become
-a `functor.Function`. Functions under jit are looked into (program.py). Whatever is unknown ends the chain there and becomes
-an operand. Nothing is removed from the program, in which XLA drops what is
-unused. If only a gather reads the result of cheap arithmetic on nodes, `(h * scale[:, None])[senders]`, the kernel computes
-it for each edge instead, which saves a pass over memory.
+a `functor.Function`. Functions under jit are looked into (program.py). An unknown operation ends the chain: its result is an
+operand. Nothing is removed from the program: XLA drops unused operations. Cheap arithmetic on nodes whose result only a gather
+reads, `(h * scale[:, None])[senders]`, is done for each edge instead, so that it takes no pass over memory.
 
 The order of the edges is a sort, which XLA shares between all chains of a program that have the same indices. Where it is
 there already, updates that no chain makes are reduced by the message kernel, too.
 
-Where XLA splits a program over devices, chains are left to the rules of their parts. How the nodes that are gathered from are
-split is not known when a scatter is lowered; where they are, the kernel would need all of them, an all-gather that the plain
-program need not send (it may add up parts of what is gathered). In a `shard_map` over all axes of the mesh each device has its
-own graph, and chains are taken.
+Where XLA splits a program over devices, no chain is taken; its gathers and its scatter run as they do alone. When a scatter is
+lowered, it is not known how the nodes are split. If they are, the kernel needs all of them, an all-gather that the plain program
+need not send (it may add up parts of what is gathered). In a `shard_map` over all axes of the mesh each device has its own graph,
+and chains are taken.
 
-A chain gives the results of the operations that it replaces. Out-of-range indices: `stablehlo.gather` clamps, and so does the
-kernel; a gather that fills appears as a select by a mask of its indices, which is an operand per edge. Edges that the scatter drops are
-not in the order. Values of 16 bits are rounded after every operation, the message itself is not: it is added in float32.
+The message has the semantics of the operations that it replaces. `stablehlo.gather` clamps indices that are out of range, and so
+does the kernel; a gather that fills is a select by a mask of its indices, which is an operand per edge. Edges that the scatter
+drops are not in the order. Values of 16 bits are rounded after every operation, but for the message, which is added in float32.
 """
 
 import functools
@@ -59,9 +58,10 @@ MOST_STORED = 2  # of them of edges x features: XLA may fuse several into one
 
 
 class Operand(typing.NamedTuple):
-    """An operand of the kernel: value number `at` of the chain's values, as an array of shape [rows, *features].
+    """What the kernel reads: the value `Chain.values[at]` of the program, as an array of shape [rows, *features].
 
-    dims: for each of its dimensions the dimension of the updates, -1 for rows that an index names, or None where its size is 1.
+    dims: for each of its dimensions, the same dimension of the updates, ROWS for rows that an index names, or None where its
+        size is 1.
     """
 
     end: str
@@ -73,9 +73,9 @@ class Operand(typing.NamedTuple):
 class Chain(typing.NamedTuple):
     """A chain that was found. values: of the program, besides the scatter's operand and indices.
 
-    full: the shape of the updates; its first `counts` dimensions are the dimensions of the indices.
-    other: which nodes are at the edges' other ends: the place of their indices among `values`; or, where a value is
-        repeated along some dimensions of the indices, those along which it is not, which number its rows; or None.
+    full: the shape of the updates. Its first `counts` dimensions are the dimensions of the indices.
+    other: which nodes are at the edges' other ends. An int is the place of their indices among `values`. A tuple belongs to
+        a value that is repeated along some dimensions of the indices: it has the other dimensions, which number its rows.
     """
 
     values: tuple
@@ -130,92 +130,135 @@ def in_order(layout, avals) -> bool:
 
 
 def _chain(walk, name, avals, indices, value, clip, alone) -> Chain | None:
+    """The chain that `walk` finds in the updates, which are `value`; raises Ends where it cannot be one message."""
     operand, _, updates = avals
     dims = tuple(d if n != 1 else None for d, n in enumerate(walk.full))
     root = walk.numbered(walk.leaf(value, dims)) if alone else walk.visit(value, dims)
     used = reached(walk.nodes, root)
     if name != "scatter_add" and not walk.nodes[root].exact:
-        return None  # the gradient compares updates with their maximum, and these would be rounded otherwise
+        return None  # the gradient compares updates with their maximum, and these would be rounded differently
     at_row, by_index = _by_index(walk, used, operand.shape[0], indices, clip)
     weight = lambda nodes: sum(row_bytes(_source(walk.nodes[k])) for k in nodes)
     at_other = max(by_index.values(), key=weight, default=[])
     if not alone and not any(has_features(walk, walk.nodes[k].leaf.dims) for k in (*at_row, *at_other)):
         return None
-    places, operands, found, leaves = [], [], {}, {}
+    # XLA fuses a gather of wider types with the arithmetic that it would then store for the kernel.
+    read = _operands(walk, used, at_row, at_other, may_store_gathers=alone or updates.dtype.itemsize <= 2)
+    function = _function_of(walk, used, root, read)
+    other, others = None, 0
+    if at_other:
+        first = walk.nodes[at_other[0]]
+        others = read.operands[read.of_node[at_other[0]]].rows
+        other = read.place(first.leaf.index) if first.name == "rows" else _repeated(walk, first.leaf.dims)
+    chain = Chain(
+        values=tuple(read.values),
+        operands=tuple(read.operands),
+        other=other,
+        others=others,
+        function=function,
+        reduction=REDUCTIONS[name],
+        full=tuple(walk.full),
+        counts=walk.counts,
+        text=_text(walk, used, repeats=isinstance(other, tuple)),
+        bytes=0,
+    )
+    return _with_plan(chain, walk, operand, read.dtypes)
 
-    def place(value):
-        if value.key not in found:
-            found[value.key] = len(places)
-            places.append(value)
-        return found[value.key]
 
-    def add(k, end, value, dims, rows):
-        o = Operand(end, place(value), dims, rows)
-        if o not in operands:
-            operands.append(o)
-        leaves[k] = operands.index(o)
+class _Operands:
+    """What a message reads. values: of the program. operands: of the kernel. of_node: {leaf or rows: number of its operand}."""
 
+    def __init__(self):
+        self.values: list = []
+        self.operands: list[Operand] = []
+        self.of_node: dict[int, int] = {}
+        self._places: dict[int, int] = {}
+
+    def place(self, value) -> int:
+        """The place of a value among `values`, the same for equal ones."""
+        if value.key not in self._places:
+            self._places[value.key] = len(self.values)
+            self.values.append(value)
+        return self._places[value.key]
+
+    def add(self, node, end, value, dims, rows):
+        operand = Operand(end, self.place(value), dims, rows)
+        if operand not in self.operands:
+            self.operands.append(operand)
+        self.of_node[node] = self.operands.index(operand)
+
+    @property
+    def dtypes(self) -> list:
+        return [self.values[o.at].type[1] for o in self.operands]
+
+
+def _operands(walk, used, at_row, at_other, may_store_gathers) -> _Operands:
+    """The operands of the nodes `used`. at_row, at_other: nodes that are rows of the nodes at the ends of the edges.
+
+    may_store_gathers: whether an operand of edges x features may be arithmetic on a gather.
+    """
+    read = _Operands()
+    stored = set()  # operands of edges x features
     for k in used:
         node = walk.nodes[k]
         if node.name == "rows" and (k in at_row or k in at_other):
             x = node.leaf.x
-            add(k, ROW if k in at_row else OTHER, x, (ROWS, *node.leaf.dims), x.type[0][0])
+            read.add(k, ROW if k in at_row else OTHER, x, (ROWS, *node.leaf.dims), x.type[0][0])
         elif k in at_other:
             others = math.prod(walk.full[d] for d in _repeated(walk, node.leaf.dims))
-            add(k, OTHER, node.leaf.value, node.leaf.dims, others)
+            read.add(k, OTHER, node.leaf.value, node.leaf.dims, others)
         elif node.name in ("rows", "leaf"):
             leaf = node.leaf.result if node.name == "rows" else node.leaf
             if leaf is None:
                 raise Ends
             edge = any(d is not None and d < walk.counts for d in leaf.dims)
-            whole = {d for d in leaf.dims if d is not None} == walk.all
-            if edge and whole and not alone and updates.dtype.itemsize > 2 and walk.program.gathers(leaf.value):
-                return None  # XLA would fuse what is then stored
-            add(k, EDGE if edge else SHARED, leaf.value, leaf.dims, walk.edges if edge else 1)
-    stored = [o for o in operands if o.end == EDGE and {d for d in o.dims if d is not None} == walk.all]
-    if len(operands) > MOST_OPERANDS or len(stored) > MOST_STORED:
-        return None
-    dtypes = [places[o.at].type[1] for o in operands]
+            whole = edge and {d for d in leaf.dims if d is not None} == walk.all
+            if whole and not may_store_gathers and walk.program.gathers(leaf.value):
+                raise Ends
+            read.add(k, EDGE if edge else SHARED, leaf.value, leaf.dims, walk.edges if edge else 1)
+            if whole:
+                stored.add(read.of_node[k])
+    if len(read.operands) > MOST_OPERANDS or len(stored) > MOST_STORED:
+        raise Ends
+    return read
+
+
+def _function_of(walk, used, root, read) -> functor.Function:
+    """The nodes `used` as a function of the operands."""
     reals = [walk.nodes[k].dtype for k in used if is_floating(walk.nodes[k].dtype)]
     coarse = all(d.itemsize == 2 for d in reals)
-    steps, places_of = [], {k: n for n, k in enumerate(used)}
+    steps, numbers = [], {k: n for n, k in enumerate(used)}
     for k in used:
         node = walk.nodes[k]
-        own = node.leaf.item() if node.name == "constant" else leaves.get(k)
-        steps.append(Step(node.name, node.dtype, tuple(places_of[o] for o in node.operands), node.f, own))
-    function = _function(tuple(steps), places_of[root], tuple(dtypes), coarse, bool(jax.config.jax_enable_x64))
-    if tuple(function.in_dtypes) != tuple(dtypes):
-        return None
-    other, others = None, 0
-    if at_other:
-        first = walk.nodes[at_other[0]]
-        others = operands[leaves[at_other[0]]].rows
-        other = place(first.leaf.index) if first.name == "rows" else _repeated(walk, first.leaf.dims)
-    kinds = {"rows": "gather", **({"leaf": "broadcast"} if isinstance(other, tuple) else {})}
-    names = [kinds.get(walk.nodes[k].name, walk.nodes[k].name) for k in used]
-    names = [n for n in dict.fromkeys(names) if n not in ("leaf", "constant")]
-    text = f"one message kernel instead of {', '.join(names)} and scatter" if names else "in the order of the edges"
-    chain = Chain(
-        tuple(places),
-        tuple(operands),
-        other,
-        others,
-        function,
-        REDUCTIONS[name],
-        tuple(walk.full),
-        walk.counts,
-        text,
-        0,
-    )
-    shapes = [_arranged(o, chain) for o in operands]
-    ends, plans = tuple(o.end for o in operands), walk.program.plans
-    key = (function, ends, chain.reduction, walk.edges, operand.shape[0], tuple(shapes), tuple(dtypes), operand.dtype)
+        own = node.leaf.item() if node.name == "constant" else read.of_node.get(k)
+        steps.append(Step(node.name, node.dtype, tuple(numbers[o] for o in node.operands), node.f, own))
+    dtypes = tuple(read.dtypes)
+    function = _function(tuple(steps), numbers[root], dtypes, coarse, bool(jax.config.jax_enable_x64))
+    if tuple(function.in_dtypes) != dtypes:
+        raise Ends
+    return function
+
+
+def _text(walk, used, repeats) -> str:
+    """What the record says of a chain. repeats: nodes at the other ends are repeated, not gathered."""
+    kinds = {"rows": "gather", **({"leaf": "broadcast"} if repeats else {})}
+    names = dict.fromkeys(kinds.get(walk.nodes[k].name, walk.nodes[k].name) for k in used)
+    names = [n for n in names if n not in ("leaf", "constant")]
+    return f"one message kernel instead of {', '.join(names)} and scatter" if names else "in the order of the edges"
+
+
+def _with_plan(chain, walk, operand, dtypes) -> Chain | None:
+    """The chain with its bytes, if its message has a kernel. operand: of the scatter."""
+    shapes = [_arranged(o, chain) for o in chain.operands]
+    ends, plans = tuple(o.end for o in chain.operands), walk.program.plans
+    rows = operand.shape[0]
+    key = (chain.function, ends, chain.reduction, walk.edges, rows, tuple(shapes), tuple(dtypes), operand.dtype)
     if key not in plans:
         plans[key] = _has_plan(chain, operand, shapes, dtypes)
     if not plans[key]:
         return None
-    read = {ROW: operand.shape[0], OTHER: walk.edges, EDGE: walk.edges, SHARED: 1}
-    moved = [read[o.end] * math.prod(s[1:]) * d.itemsize for o, s, d in zip(operands, shapes, dtypes)]
+    read = {ROW: rows, OTHER: walk.edges, EDGE: walk.edges, SHARED: 1}
+    moved = [read[end] * math.prod(s[1:]) * d.itemsize for end, s, d in zip(ends, shapes, dtypes)]
     result = operand.size * operand.dtype.itemsize
     return chain._replace(bytes=sum(moved) + result + 3 * 4 * walk.edges)
 

@@ -2,8 +2,8 @@
 `lax.while_loop` in which each lane stops on its own.
 
 `lax.fori_loop`, `lax.map` and the gradients of all these are scans too. A rule runs below derivatives and vmap, which remain
-JAX's own. It reads the body of the loop as the loop engine does, asks the gate, and emits the engine's kernel in place of the
-loop; otherwise it calls JAX's rule. A body that is not elementwise over lanes stays with XLA, and the record says at which
+JAX's own. It reads the body of the loop as the loop engine does. If the gate takes the loop, the rule emits the engine's kernel in
+its place; if not, it calls JAX's rule. A body that is not elementwise over lanes stays with XLA, and the record says at which
 operation.
 """
 
@@ -116,7 +116,7 @@ def _while(plain, ctx, *operands, **params):
 
 
 def _of_lanes(plain, ctx, operands, params):
-    """A loop that ends by what it computes, which may be in each lane on its own."""
+    """A loop whose end depends on its state. Each lane may end on its own."""
     if not switch.wanted(WHILE) or while_lowering.is_marked(params):
         return plain()
     read = lambda: while_lowering.find(ctx, operands, params, LABEL)

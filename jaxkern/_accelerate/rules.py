@@ -1,9 +1,9 @@
 """Lowering rules for lax.scatter_add, scatter_max and scatter_min of plain JAX programs.
 
 A rule runs below derivatives, vmap and control flow, which remain JAX's own. It reads the scatter as an operation on rows
-(layout.py), asks the gate, and emits the primitives of jaxkern in place of the scatter; otherwise it calls JAX's rule.
-On several devices each computes its part (`_shard`): there are collectives only where indices are split, as in XLA's
-scatter, one each, of the result in its own type.
+(layout.py). If the gate takes it, the rule emits primitives of jaxkern in place of the scatter; if not, it calls JAX's rule.
+On several devices each computes its part (`_shard`). Where indices are split there is one collective, of the result in its own
+type, as in XLA's scatter; elsewhere there is none.
 
 Where gathers and elementwise arithmetic make the updates, one message kernel computes all of it (chains.py).
 """
@@ -211,9 +211,9 @@ def _scatter(name, plain, ctx, operand, indices, updates, *, dimension_numbers, 
 class Orders(typing.NamedTuple):
     """Of a module, what orders of edges it has or will have.
 
-    made: indices that chains have sorted. Wrapped around zero, they take one more sort: of what follows a maximum over
-        them, XLA's sums did not end in graph attention.
-    gathered: how many chains gather by these indices: their gradients are scatters by them.
+    made: indices that chains have sorted. The same indices wrapped around zero take one more sort, which costs less than
+        XLA's sums do: graph attention did not end with these after a maximum.
+    gathered: how many chains gather by these indices. The gradients of such chains are scatters by the indices.
     """
 
     made: set
@@ -246,7 +246,7 @@ def _chain(name, ctx, values, problem, layout, clip, settings):
 
 
 def _problem(name, avals, params):
-    """(problem, layout), or why it is not one of rows. What only the program knows is as kernels would have it."""
+    """(problem, layout), or why it is not one of rows. The facts that only the program knows are the best for kernels."""
     mode = getattr(params["mode"], "name", str(params["mode"]))
     wide, is_sorted = bool(jax.config.jax_enable_x64), bool(params["indices_are_sorted"])
     types = tuple((a.shape, a.dtype) for a in avals)
@@ -272,7 +272,7 @@ def _problem_of(name, types, dimension_numbers, mode, is_sorted, wide, jaxlib):
 
 
 def _in_program(problem, ctx, operand, updates, whole):
-    """The problem with what the program says of it: all of that if `whole`, or else up to what decides against kernels."""
+    """The problem with the facts that only the program knows; unless `whole`, up to the first that decides against kernels."""
     program = Program.of(ctx)
     facts = {
         "gathers": lambda: program.gathers(program.value(updates)),
