@@ -120,6 +120,15 @@ def test_scans_are_kernels(name):
     assert len(found) == 1 and not loops
 
 
+def test_what_all_lanes_share_runs_ahead():
+    """A kernel makes the keys, and another the walks."""
+    run, operands = FUNCTIONS["walk"][0]((1 << 16,), 4, "float32")
+    found, loops = lowered(functools.partial(run, jaxkern.scan), *operands)
+    assert len(found) == 2 and not loops
+    results = [text.split(" -> (")[1].split(")")[0] for text in found]
+    assert "float" not in results[0] and results[1] == "float32[65536]"
+
+
 def test_what_is_left_to_xla(monkeypatch):
     run, operands = FUNCTIONS["recurrence"][0]((3, 4), 5, "float32")
     f = functools.partial(run, jaxkern.scan)

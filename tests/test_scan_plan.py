@@ -10,7 +10,7 @@ import scan_reference
 from scan_functions import FUNCTIONS
 
 from jaxkern._core import algorithms, compat, device, registry
-from jaxkern._engines.loops import plan, tuning
+from jaxkern._engines.loops import ahead, plan, tuning
 from jaxkern._engines.loops.generate import Core
 from jaxkern._engines.loops.program import Program
 
@@ -89,7 +89,6 @@ CASES = [
     ("scalars", (), 9, "float32", True, "lane"),
     ("counters", (2, 2048), 7, "float32", False, "lanes"),
     ("walk", (1024,), 3, "float32", True, "lanes"),
-    ("walk", (2, 3), 4, "bfloat16", False, "lane"),
     ("orbit", (5,), 6, "float32", True, "lane"),
     ("modes", (3, 4), 5, "float32", True, "lane"),
     ("recurrence", (1,), 9000, "float32", False, "tiles"),
@@ -118,26 +117,84 @@ def test_kernels_on_the_cpu(name, shape, length, dtype, gradient, algorithm, mon
 
 
 def run_on_the_cpu(e, made, core, dtype):
-    plans.check_limits(made, FEW)
+    program, given, avals, wanted = evaluated(e, core.program, dtype)
+    for unaligned in (False, True):
+        agree(program.join(run(made, core, given, avals, e.params["length"], unaligned)), wanted, dtype)
+
+
+def evaluated(e, program, dtype):
+    """(program, its operands, the types of its results, the results of the scan) for random numbers."""
     rng = np.random.default_rng(0)
     args = [random(v.aval, rng) for v in e.invars]
     plain = scan_reference.scan if dtype in ("float16", "bfloat16") else compat.bind_equation
     wanted = list(map(numbers, plain(e, *(x if is_key(x) else jnp.asarray(x) for x in args))))
-    program, sums = core.program, core.program.accumulators
     captured = [c for _, c in program.captured.values()]
     given = list(map(np.asarray, program.split([*captured, *map(numbers, args)])))
-    carry = given[program.num_consts :]
+    return program, given, program.parts_of([compat.physical(v.aval) for v in e.outvars]), wanted
+
+
+def run(made, core, given, avals, length, unaligned) -> list:
+    """The results of a program by its kernel."""
+    plans.check_limits(made, FEW)
+    program, sums = core.program, core.program.accumulators
     inits = [program.num_consts + k for k in range(len(core.carries)) if k not in sums]
     reads = [given[k] for k in (*core.consts, *inits, *core.xs)]
-    avals = program.parts_of([compat.physical(v.aval) for v in e.outvars])
-    for unaligned in (False, True):
-        arrays = emulated.run(made, reads, core.shapes(e.params["length"]), unaligned)
-        ours = core.after(list(map(jnp.asarray, arrays)), {k: carry[k] for k in sums}, avals)
-        for y, want in zip(program.join(ours), wanted, strict=True):
-            assert y.dtype == want.dtype
-            y, want = (np.asarray(v, np.complex128 if np.iscomplexobj(v) else np.float64) for v in (y, want))
-            tolerance = {"float64": 1e-13, "float32": 3e-5, "float16": 3e-3, "bfloat16": 2e-2}[dtype]
-            np.testing.assert_allclose(y, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
+    arrays = emulated.run(made, reads, core.shapes(length), unaligned)
+    return core.after(list(map(jnp.asarray, arrays)), {k: given[program.num_consts + k] for k in sums}, avals)
+
+
+def agree(ours, wanted, dtype):
+    for y, want in zip(ours, wanted, strict=True):
+        assert y.dtype == want.dtype
+        y, want = (np.asarray(v, np.complex128 if np.iscomplexobj(v) else np.float64) for v in (y, want))
+        tolerance = {"float64": 1e-13, "float32": 3e-5, "float16": 3e-3, "bfloat16": 2e-2}[dtype]
+        np.testing.assert_allclose(y, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
+
+
+def walks(shape, length):
+    """A scan of walks with a key for each row, whose noise depends on the time, too."""
+
+    def body(carry, dt):
+        keys, count, x = carry
+        keys, subs = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
+        noise = jax.vmap(lambda key: jax.random.normal(key, shape[1:]))(subs)
+        x = x + noise * jnp.sqrt(dt) * (count % 3)
+        return (keys, count + 1, x), (jax.random.key_data(keys)[:, 0] % 7, 2 * x, dt)
+
+    keys = jax.random.split(jax.random.key(0), shape[0])
+    f = lambda keys, x, dt: jax.lax.scan(body, (keys, 0, x), dt)
+    return scans(jax.make_jaxpr(f)(keys, jnp.zeros(shape), jnp.ones(length)).jaxpr)
+
+
+@pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
+@plans.needs_runtime
+@pytest.mark.parametrize("name", ["walk", "walks"])
+def test_what_is_the_same_in_many_lanes_runs_ahead(name):
+    """Two kernels: one of keys, in one lane or in a lane for each key, and one of all lanes, which splits no key."""
+    (e,) = walks((3, 128), 5) if name == "walks" else traced("walk", (512,), 3, "float32", False)
+    closed, counts = e.params["jaxpr"], compat.counts_of_scan(e.params)
+    program = Program(closed.jaxpr, closed.consts, *counts, "test")
+    parts, length = ahead.split(program, FEW.sm_count), e.params["length"]
+    assert [len(part.program.dims) for part in parts] == [len(program.dims) - 1, len(program.dims)]
+    steps = [len(part.program.steps) for part in parts]
+    assert sum(steps) < 1.1 * len(program.steps) and steps[0] > 100
+    _, pool, avals, wanted = evaluated(e, program, "float32")
+    ours = {}
+    for part in parts:
+        core = Core(part.program, length=length)
+        made = plan.plan(FEW, core, length, e.params["reverse"])
+        ys = run(made, core, [pool[k] for k in part.given], ahead.types(part, avals, length), length, False)
+        pool += list(map(np.asarray, ys))
+        ours.update(zip(part.results, ys))
+    agree(program.join([ours[k] for k in range(len(ours))]), wanted, "float32")
+
+
+def test_what_does_not_run_ahead():
+    """Cheap steps, few lanes, and what depends on all lanes or has as many."""
+    for name, shape in (("counters", (64, 64)), ("heston", (4096,)), ("gated", (4, 1024)), ("walk", (128,))):
+        (e,) = traced(name, shape, 3, "float32", False)
+        closed, counts = e.params["jaxpr"], compat.counts_of_scan(e.params)
+        assert ahead.split(Program(closed.jaxpr, closed.consts, *counts, "test"), FEW.sm_count) is None
 
 
 @pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")

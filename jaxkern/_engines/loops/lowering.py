@@ -15,7 +15,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxkern._core import algorithms, compat, device, environment, launch, registry, stablehlo, switch
 from jaxkern._core.functor import Unsupported
 from jaxkern._engines.jaxpr import Value
-from jaxkern._engines.loops import plan
+from jaxkern._engines.loops import ahead, plan
 from jaxkern._engines.loops.generate import Core
 from jaxkern._engines.loops.program import Program
 
@@ -37,13 +37,18 @@ def mark(tree):
 
 
 class Loop(typing.NamedTuple):
-    """A scan as kernels: what the body does, what they read and write, and their plan."""
+    """A scan as kernels: what the body does, what they read and write, and their plan.
+
+    sources: {position of an operand: the array that is read in its place, see Core.orders}.
+    parts: (ahead.Part, its Loop) of each of two kernels; core and launches are None then.
+    """
 
     program: Program
-    core: Core
-    launches: launch.Plan
+    core: Core | None
+    launches: launch.Plan | None
     length: int
-    sources: dict = {}  # {position of an operand: the array that is read in its place, see Core.orders}
+    sources: dict = {}
+    parts: tuple = ()
 
 
 def read(ctx, operands, jaxpr, consts, num_consts, num_carry, length, reverse, label) -> Loop:
@@ -59,12 +64,22 @@ def read(ctx, operands, jaxpr, consts, num_consts, num_carry, length, reverse, l
     if not length or not all(n for a in (*ctx.avals_in, *ctx.avals_out) for n in a.shape):
         raise Unsupported(f"{label}: arrays without elements")
     program = Program(jaxpr, consts, num_consts, num_carry, label)
+    parts = ahead.split(program, device.this_device().sm_count)
+    if parts is not None:
+        loops = [_planned(part.program, length, reverse) for part in parts]
+        if None not in loops:
+            return Loop(program, None, None, length, {}, tuple(zip(parts, loops)))
     sources, orders = _transposed(program, operands) if not program.captured else ({}, {})
+    loop = _planned(program, length, reverse, sources, orders)
+    if loop is None:
+        raise Unsupported(f"{label}: a body of that many arrays, dimensions or statements has no kernel")
+    return loop
+
+
+def _planned(program, length, reverse, sources=None, orders=None) -> Loop | None:
     core = Core(program, orders, length)
     launches = plan.plan(device.this_device(), core, length, reverse)
-    if launches is None:
-        raise Unsupported(f"{label}: a body of that many arrays, dimensions or statements has no kernel")
-    return Loop(program, core, launches, length, sources)
+    return launches and Loop(program, core, launches, length, sources or {})
 
 
 def _transposed(program, operands):
@@ -101,18 +116,47 @@ def _is_read_in_runs(permutation, dims, dtype) -> bool:
 
 def emit(ctx, operands, loop, target=TARGET) -> list:
     """Emits the kernels of a loop; returns the results of the scan, or of the while loop."""
-    program, core, length = loop.program, loop.core, loop.length
-    rule = lambda f: switch.own_code(mlir.lower_fun(f, multiple_results=True))
+    program = loop.program
     avals = list(map(compat.physical, ctx.avals_in))
     if program.captured or any(program.operand_parts):
         captured = [c for _, c in program.captured.values()]
-        operands = rule(lambda *xs: program.split([*captured, *xs]))(ctx.replace(avals_in=avals), *operands)
+        operands = _in_jnp(ctx, lambda *xs: program.split([*captured, *xs]), avals, operands)
         avals = jax.eval_shape(lambda *xs: program.split([*captured, *xs]), *avals)
         avals = [jax.core.ShapedArray(a.shape, a.dtype) for a in avals]
-        operands = [v[0] if isinstance(v, (tuple, list)) else v for v in operands]
+    wanted = list(map(compat.physical, ctx.avals_out))
+    types = program.parts_of(wanted)
+    if loop.parts:
+        found = _parts(ctx, loop, operands, avals, types, target)
+    else:
+        found = _kernel(ctx, loop, operands, avals, types, target)
+    return _in_jnp(ctx, lambda *ys: program.join(ys), types, found) if any(program.result_parts) else found
+
+
+def _in_jnp(ctx, f, avals, operands) -> list:
+    """The results of f, a function in jnp that returns a list."""
+    rule = switch.own_code(mlir.lower_fun(f, multiple_results=True))
+    found = rule(ctx.replace(avals_in=avals), *operands)
+    return [v[0] if isinstance(v, (tuple, list)) else v for v in found]
+
+
+def _parts(ctx, loop, operands, avals, types, target) -> list:
+    """The results of a loop of several kernels. types: of the results."""
+    pool, pool_avals, found = list(operands), list(avals), {}
+    for part, own in loop.parts:
+        given, given_avals = ([values[k] for k in part.given] for values in (pool, pool_avals))
+        own_types = ahead.types(part, types, loop.length)
+        ys = _kernel(ctx, own, given, given_avals, own_types, target)
+        pool, pool_avals = [*pool, *ys], [*pool_avals, *own_types]
+        found.update(zip(part.results, ys))
+    return [found[k] for k in range(len(types))]
+
+
+def _kernel(ctx, loop, operands, avals, types, target) -> list:
+    """The results of a loop of one kernel. types: of the results."""
+    program, core = loop.program, loop.core
     inits = [program.num_consts + k for k in range(program.num_carry) if k not in program.accumulators]
     reads = [*core.consts, *inits, *core.xs]
-    writes = [jax.core.ShapedArray(shape, dtype) for shape, dtype in core.shapes(length)]
+    writes = [jax.core.ShapedArray(shape, dtype) for shape, dtype in core.shapes(loop.length)]
     in_memory = [
         avals[k].update(shape=tuple(avals[k].shape[a] for a in core.orders.get(k, range(avals[k].ndim)))) for k in reads
     ]
@@ -121,14 +165,8 @@ def emit(ctx, operands, loop, target=TARGET) -> list:
 
     sums = sorted(program.accumulators)
     given = [program.num_consts + k for k in sums]
-    wanted = list(map(compat.physical, ctx.avals_out))
-
-    def after(*arrays):
-        inits = dict(zip(sums, arrays))
-        return program.join(core.after(arrays[len(sums) :], inits, program.parts_of(wanted)))
-
-    rest = ctx.replace(avals_in=[*(avals[k] for k in given), *writes])
-    return rule(after)(rest, *(operands[k] for k in given), *found)
+    after = lambda *arrays: core.after(arrays[len(sums) :], dict(zip(sums, arrays)), types)
+    return _in_jnp(ctx, after, [*(avals[k] for k in given), *writes], [*(operands[k] for k in given), *found])
 
 
 def of_scan(ctx, operands, params, label) -> Loop:
@@ -140,7 +178,7 @@ def of_scan(ctx, operands, params, label) -> Loop:
     )
 
 
-def _kernel(ctx, operands, params):
+def _of_marked(ctx, operands, params):
     """The results of a marked scan from a kernel, or None."""
     if environment.xla_only() or algorithms.xla_forced() or not registry.kernels_run():
         return None
@@ -159,7 +197,7 @@ def _register():
     otherwise = compat.lowering_of(scan_p)
 
     def rule(ctx, *operands, **params):
-        found = switch.own_promotion(_kernel)(ctx, operands, params)
+        found = switch.own_promotion(_of_marked)(ctx, operands, params)
         return otherwise(ctx, *operands, **params) if found is None else found
 
     registry.register_cuda_target(TARGET)

@@ -16,6 +16,12 @@ OWN_REGISTERS = 48  # of a thread, beside those for its values: addresses, count
 MOST_AHEAD, LEAST_AHEAD = 112, 4  # steps that are loaded ahead; 128 spilled
 BODY = 4000  # statements of an unrolled loop, which compile within seconds
 
+# ---- loops of which a part runs ahead
+
+AHEAD_STEPS = 40  # operations that are the same in all lanes, at least: a block of Threefry has 110
+AHEAD_RATIO = 32  # lanes for each lane of the part, at least
+AHEAD_THREADS = 256  # lanes of a multiprocessor, at least: fewer wait for latency, and would wait for the part as well
+
 # ---- scans by an associative operation
 
 ROW_BYTES = 64  # of an array that a thread takes in a tile, where steps are adjacent
