@@ -9,21 +9,28 @@ from typing import Any
 
 import jax
 
+import jaxkern
+
 
 @dataclasses.dataclass
 class Program:
-    """A function to compile: `specs` are its arguments, told apart by what they hold."""
+    """A function to compile: `specs` are its arguments, told apart by what they hold.
+
+    forced: the algorithms that operations use which choose one where they are lowered.
+    """
 
     name: str
     function: Callable[..., Any]
     specs: list[jax.ShapeDtypeStruct]
     donate: tuple[int, ...] = ()
+    forced: dict[str, str] = dataclasses.field(default_factory=dict)
     compiled: Any = None
     error: str = ""
 
     def compile(self) -> None:
         try:
-            self.compiled = jax.jit(self.function, donate_argnums=self.donate).lower(*self.specs).compile()
+            with jaxkern.algorithms.force(**self.forced):
+                self.compiled = jax.jit(self.function, donate_argnums=self.donate).lower(*self.specs).compile()
         except Exception as e:
             self.error = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
 

@@ -110,6 +110,12 @@ CASES = [
     Case("rows", (4096, 32768), 1, "cumlogsumexp"),
     Case("columns", (32768, 4096), 0, "cumlogsumexp"),
 ]
+# What the gates of jaxkern/_accelerate/gate.py rest on: CUMULATIVE_LENGTH and CUMULATIVE_ELEMENTS, ASSOCIATIVE_LENGTH and
+# ASSOCIATIVE_LANES.
+CASES += [Case("gate", (1 << 20 >> k, 1 << k), 1, "cumsum") for k in (4, 6, 8)]
+CASES += [Case("gate", (1 << k, 1024), 1, "cumsum") for k in (6, 8)]
+CASES += [Case("gate", (1 << k, 1 << 16), 0, "recurrence") for k in (4, 6)]
+CASES += [Case("gate", (1024, 1 << k), 0, "recurrence") for k in (8, 12)]
 CPU_CASES = [Case("cpu", (64, 1024), 1, cpu=True)]
 QUICK = {"4096x32768 axis 1", "2048x2048 axis 0"}
 
@@ -132,7 +138,7 @@ class Cell(_cell.Cell):
         return (self.function.arrays + 1) * self.case.size * np.dtype(self.dtype).itemsize
 
     def goals(self) -> list[dict[str, Any]]:
-        if self.case.group == "cpu":
+        if self.case.group in ("cpu", "gate"):
             return [{"goal": "peers", "against": ["xla"]}]
         required = self.function.required[self.dtype] if self.case.size > 1 << 24 else 0.3
         return [{"goal": "peers", "required": 1.0}, {"goal": "copy", "required": required}]

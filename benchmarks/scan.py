@@ -93,6 +93,17 @@ def oscillators(scan: Any, re: Any, im: Any, decay: Any, angle: Any, b: Any, x: 
     return scan(body, jax.lax.complex(re, im), x)[1]
 
 
+def walk(scan: Any, x: Any) -> Any:
+    """Random walks whose key is split in the body: the keys run ahead."""
+
+    def body(carry, _):
+        key, x = carry
+        key, sub = jax.random.split(key)
+        return (key, x + jax.random.normal(sub, x.shape, x.dtype)), None
+
+    return scan(body, (jax.random.key(0), x), None, length=256)[0][1]
+
+
 def average(scan: Any, m: Any, x: Any) -> Any:
     return scan(lambda m, x: (0.9 * m + 0.1 * x,) * 2, m, x)
 
@@ -120,6 +131,7 @@ FUNCTIONS = {
     "neurons": Function(neurons, "hx", (187,)),
     "average": Function(average, "hx", (0.7,)),
     "oscillators": Function(oscillators, "hhwwwx", (0.6, 0.3), (2, 3, 4, 5), 7),
+    "walk": Function(walk, "h", ()),
 }
 OPS = tuple(FUNCTIONS)
 
@@ -168,6 +180,12 @@ CASES = [
 ]
 SWEEP = [Case("sweep", (t, n), "recurrence", "float32") for t in (64, 512, 4096) for n in (256, 2048, 16384, 131072)]
 CASES += SWEEP
+# What the constants of plans and gates rest on: LOOP_STEPS of _accelerate/gate.py, and CUT_STEPS, CUT_LANES and AHEAD_THREADS of
+# _engines/loops/tuning.py. Loops that may be cut run by every algorithm.
+CASES += [Case("few steps", (t, n), "recurrence", "float32") for t in (2, 4, 8, 16) for n in (1024, 65536)]
+CASES += [Case("cut", (t, 2048), "recurrence", "float32") for t in (128, 256, 512)]
+CASES += [Case("cut", (4096, n), "recurrence", "float32") for n in (8192, 12288, 16384)]
+CASES += [Case("ahead", (256, n), "walk", "float32") for n in (8192, 32768, 131072)]
 CPU_CASES = [Case("cpu", (64, 1024), cpu=True)]
 QUICK = {"1024x16384", "1024x16x512", "4096x8192"}
 
@@ -200,7 +218,7 @@ class Cell(_cell.Cell):
         return sum(s.size * s.dtype.itemsize for s in (*given, *self.results(given)))
 
     def goals(self) -> list[dict[str, Any]]:
-        if self.case.group in ("cpu", "sweep"):
+        if self.case.group in ("cpu", "sweep", "few steps", "cut", "ahead"):
             return [{"goal": "peers", "against": ["xla"]}]
         goal = (self.case.goals or self.function.goals)[DIRECTIONS.index(self.direction)]
         own = {"goal": "copy", "required": goal} if goal <= 1 else {"goal": "time", "us": goal}
@@ -211,7 +229,8 @@ def cells(case: Case, dtype: str, ops: tuple[str, ...]) -> Iterator[Cell]:
     for op in ops:
         if case.op in ("", op) and case.dtype in ("", dtype):
             for direction in DIRECTIONS:
-                if direction == "forward" or (FUNCTIONS[op].wrt and case.group != "sweep"):
+                has_gradient = FUNCTIONS[op].wrt and case.group not in ("sweep", "few steps", "cut")
+                if direction == "forward" or has_gradient:
                     yield Cell(case, dtype, op, direction)
 
 
@@ -235,6 +254,10 @@ def programs(cell: Cell, algorithms: bool) -> list[Program]:
         Program(_goals.OURS, program(jaxkern.scan), cell.operands()),
         Program("xla", program(jax.lax.scan), cell.operands()),
     ]
+    if cell.case.group == "cut" or (algorithms and cell.op == "recurrence"):
+        for name in ("lanes", "columns"):
+            ours = program(jaxkern.scan)
+            made.append(Program(f"{_goals.OURS}:{name}", ours, cell.operands(), forced={"scan": name}))
     if cell.op == "recurrence":
         made.append(Program("associative_scan", program(_associative), cell.operands()))
     return made

@@ -99,7 +99,9 @@ class Case:
 
 
 DTYPES = {"gpu": ("float32",), "cpu": ("float32",)}
-CASES = [Case("lanes", (1024,)), Case("lanes", (65536,)), Case("lanes", (1 << 20,))]
+# Few lanes are what WHILE_LANES of jaxkern/_accelerate/gate.py rests on.
+CASES = [Case("few lanes", (n,)) for n in (32, 256)]
+CASES += [Case("lanes", (1024,)), Case("lanes", (65536,)), Case("lanes", (1 << 20,))]
 CPU_CASES = [Case("cpu", (1024,), cpu=True)]
 QUICK = {"65536"}
 REQUIRED = {"newton": 3.0, "integrator": 20.0, "sampler": 3.0}
@@ -119,7 +121,7 @@ class Cell(_cell.Cell):
         return 2 * sum(s.size * s.dtype.itemsize for s in self.operands())
 
     def goals(self) -> list[dict[str, Any]]:
-        if self.case.group == "cpu":
+        if self.case.group in ("cpu", "few lanes"):
             return [{"goal": "peers", "against": ["xla"]}]
         return [{"goal": "peers", "required": REQUIRED[self.op]}]
 

@@ -50,15 +50,16 @@ SOFTMAX_ELEMENTS, SOFTMAX_ROWS, LOG_SOFTMAX_ROWS = 1 << 18, 8, 1 << 11  # gradie
 ATTENTION_ELEMENTS, ATTENTION_VECTOR = 1 << 22, 8
 
 # Steps that XLA takes one after the other. Each starts its kernels anew, in 3 to 5 us on an H200, whatever the lanes are: a single
-# warp takes a step of a recurrence in a tenth of that. XLA unrolls shorter loops, and fuses them with what is around them.
+# warp takes a step of a recurrence in a tenth of that. XLA unrolls shorter loops, and fuses them with what is around them. The
+# group "few steps" of `benchmarks scan` measures them.
 LOOP_STEPS = 8
 # Associative scans: XLA computes the levels of a tree one after the other, twice log2(length) of them. The gradient of jaxkern's is a
-# loop over the steps, whose lanes must be many.
+# loop over the steps, whose lanes must be many. The group "gate" of `benchmarks associative_scan` measures these and the next.
 ASSOCIATIVE_LENGTH, ASSOCIATIVE_LANES = 64, 1 << 12
 # Cumulative sums and their kin: XLA has a tree of windows, at 0.17 to 0.30 of a copy in float32.
 CUMULATIVE_LENGTH, CUMULATIVE_ELEMENTS = 64, 1 << 20
 # Of a while loop in which each lane stops on its own. XLA takes each step of all lanes with several kernels and a message to the
-# host; a kernel takes all steps of a lane in a thread. Fewer lanes were not measured.
+# host; a kernel takes all steps of a lane in a thread. The group "few lanes" of `benchmarks while_loop` measures fewer.
 WHILE_LANES = 1024
 
 

@@ -16,7 +16,7 @@ OWN_REGISTERS = 48  # of a thread, beside those for its values: addresses, count
 MOST_AHEAD, LEAST_AHEAD = 112, 4  # steps that are loaded ahead; 128 spilled
 BODY = 4000  # statements of an unrolled loop, which compile within seconds
 
-# ---- loops of which a part runs ahead
+# ---- loops of which a part runs ahead: the group "ahead" of `benchmarks scan`
 
 AHEAD_STEPS = 40  # operations that are the same in all lanes, at least: a block of Threefry has 110
 AHEAD_RATIO = 32  # lanes for each lane of the part, at least
@@ -44,7 +44,7 @@ WHILE_THREADS = 256  # of a multiprocessor, at least, where threads of a while l
 WHILE_ROUNDS = 16  # lanes of such a thread, at most
 WHILE_IDLE = 8  # threads of a warp that are done before they begin other lanes
 
-# ---- loops that are cut in time
+# ---- loops that are cut in time: the group "cut" of `benchmarks scan`
 
 CUT_STEPS = 256  # of a loop that is cut, at least: at 256 x 2048 lanes both take 3.9 us
 CUT_LANES = 96  # for each multiprocessor, below which a loop is cut: at 4096 x 16384 lanes both reach 0.84 of a copy
