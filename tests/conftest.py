@@ -14,6 +14,7 @@ os.environ.setdefault(
 
 import jax
 import pytest
+from golden import Golden, recorded
 
 from jaxkern._core import compat
 
@@ -29,9 +30,11 @@ if not ON_GPU:  # XLA does not make its own code for the CPU fast, nor do the pr
 def pytest_addoption(parser):
     parser.addoption("--programs", type=int, default=5, help="how many programs each test of random programs makes")
     parser.addoption("--seed", type=int, default=0, help="of random programs")
+    parser.addoption("--golden", default="compare", help="write launch lists to tests/golden/ (write) or to a folder")
 
 
 def pytest_configure(config):
+    config.golden = Golden(config.getoption("--golden"))
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line(
         "markers",
@@ -53,6 +56,22 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Compares the launch lists that a test of plans makes with the golden ones; plans depend on the GPU, if there is one."""
+    module = pyfuncitem.path.stem
+    if ON_GPU or not module.endswith("_plan"):
+        return (yield)
+    with recorded() as plans:
+        result = yield
+    pyfuncitem.config.golden.check(module, pyfuncitem.name, plans)
+    return result
+
+
+def pytest_sessionfinish(session):
+    session.config.golden.finish(keep=bool(session.config.getoption("keyword")))
 
 
 def _numbered(items):

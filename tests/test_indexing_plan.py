@@ -79,6 +79,11 @@ def buffers_of(p, ordered=False):
     )
 
 
+def planned(algorithm, p, buffers, aligned=True):
+    """`plan.launches` as a plan, as which the golden launch lists record it."""
+    return launch.Plan(algorithm, *plan.launches(algorithm, p, buffers, aligned))
+
+
 def buffers(value):
     if isinstance(value, launch.Struct):
         return [b for member in value.members for b in buffers(member)]
@@ -136,7 +141,7 @@ def test_few_updates_of_many_short_rows_find_them_filled():
     others = (of(op="index_add"), of(rows=4096), of(count=1 << 20), of(inner=8))
     for p, fills in (*((p, True) for p in few), *((p, False) for p in others)):
         algorithm = plan.choose(p)
-        steps, _ = plan.launches(algorithm, p, buffers_of(p))
+        steps = planned(algorithm, p, buffers_of(p)).launches
         assert [step.header == "indexing/fill.cuh" for step in steps].count(True) == fills
         assert steps[0].header == "indexing/fill.cuh" or not fills
 
@@ -154,7 +159,8 @@ def test_limits_and_bounds():
             ("result", 0): p.batch * p.outer * p.rows * p.row_bytes,
         }
         for aligned, given in itertools.product((True, False), {False, ordered}):
-            steps, scratch = plan.launches(algorithm, p, buffers_of(p, given), aligned)
+            found = planned(algorithm, p, buffers_of(p, given), aligned)
+            steps, scratch = found.launches, found.scratch
             assert scratch <= 64 * p.positions * max(1, p.outer) + 64 * p.positions * p.outer * p.inner // 16 + (
                 1 << 22
             )
@@ -175,15 +181,13 @@ def test_scratch_is_index_bytes_and_never_the_source():
     for rows, count, inner in ((128_256, 16_384, 4096), (169_343, 1_166_243, 128), (1 << 20, 64 << 20, 1)):
         p = problem((1, 1, rows, count, inner))
         algorithm = plan.choose(p)
-        _, scratch = plan.launches(algorithm, p, buffers_of(p))
-        assert 0 <= scratch <= max(64 * count, count * inner)
+        assert 0 <= planned(algorithm, p, buffers_of(p)).scratch <= max(64 * count, count * inner)
 
 
 def test_parts_of_scratch_do_not_overlap():
     """No two buffers that a launch writes, or reads and writes, begin at the same byte of scratch."""
     for algorithm, p in every_problem(("float32",)):
-        steps, _ = plan.launches(algorithm, p, buffers_of(p))
-        for step in steps:
+        for step in planned(algorithm, p, buffers_of(p)).launches:
             used = [b.offset for b in buffers(step.args[0]) if b.kind == "scratch"]
             assert len(set(used)) == len(used) or step.name.startswith("Radix")
 
@@ -217,7 +221,7 @@ def test_structs_are_laid_out_as_in_cpp():
     }
     seen = set()
     for algorithm, p in every_problem():
-        for step in plan.launches(algorithm, p, buffers_of(p))[0]:
+        for step in planned(algorithm, p, buffers_of(p)).launches:
             kernel = step.name.split("<")[0]
             seen.add(kernel)
             for name, arg in zip(names.get(kernel, ()), step.args):
@@ -239,7 +243,7 @@ def kernels(problems):
         (s.header, s.name)
         for algorithm, p in problems
         for aligned in (True, False)
-        for s in plan.launches(algorithm, p, buffers_of(p), aligned)[0]
+        for s in planned(algorithm, p, buffers_of(p), aligned).launches
     }
 
 

@@ -173,7 +173,8 @@ def _argument(arg, place) -> str:
     return f"{arg.type}:{value}"
 
 
-def _launches(launches, place):
+def lines(launches, place):
+    """The lines of a launch list. place(buffer): what stands for a buffer behind its `p`."""
     for step in launches:
         if isinstance(step, Memset):
             yield f"memset p{place(step.buffer)}+{step.buffer.offset} {step.value} {step.bytes}"
@@ -203,15 +204,14 @@ def text(operation: str, plan: Plan, operands, results) -> str:
 
     describe = lambda avals: ", ".join(f"{a.dtype.name}[{','.join(map(str, a.shape))}]" for a in avals)
     sizes = [a.size * a.dtype.itemsize for a in buffers] + [plan.scratch] * (plan.scratch > 0)
-    lines = [
+    head = [
         f"jaxkern {jaxkern.__version__}",
         f"operation {operation}({describe(operands)}) -> ({describe(results)}), {plan.algorithm}",
         f"bytes {' '.join(map(str, sizes))}",
     ]
-    if plan.unaligned is not None:
-        lines += ["alignment 16", *_launches(plan.launches, place)]
-    lines += ["alignment 1", *_launches(plan.launches if plan.unaligned is None else plan.unaligned, place)]
-    return "\n".join(lines) + "\n"
+    body = [] if plan.unaligned is None else ["alignment 16", *lines(plan.launches, place)]
+    body += ["alignment 1", *lines(plan.launches if plan.unaligned is None else plan.unaligned, place)]
+    return "\n".join(head + body) + "\n"
 
 
 def _key(program: str) -> np.int64:
