@@ -118,7 +118,7 @@ def _sum_of_parts(across, along, source, index, rows, rules):
     """A segment sum of indices that are split: one message, in the type of the sums, as XLA sends."""
     shared = tuple(a for a in across if a in along)
     if across:
-        index, rows, rules = sharding._own(index, rows, across, shared, rules)
+        index, rows, rules = sharding.local_indices(index, rows, across, shared, rules)
     y = primitive.segment_sum_p.bind(source, index, rows=rows, rules=rules)
     if shared:
         y = lax.psum_scatter(y, shared, scatter_dimension=rules.axis, tiled=True)
@@ -148,10 +148,6 @@ def _partitioned(ctx, operands, params):
 # ---- the rules
 
 
-def _frames(ctx):
-    return functools.partial(compat.frames, ctx.traceback)
-
-
 @switch.own_promotion
 def _scatter(name, plain, ctx, operand, indices, updates, *, dimension_numbers, **params):
     settings, avals, values = switch.current(), ctx.avals_in, (operand, indices, updates)
@@ -160,15 +156,16 @@ def _scatter(name, plain, ctx, operand, indices, updates, *, dimension_numbers, 
     if not switch.wanted(name):
         return fallback()
     platforms, listened = compat.platforms(ctx), decisions.listened()
+    frames = functools.partial(compat.frames, ctx.traceback)
+    record = functools.partial(decisions.record, name, avals=avals, frames=frames)
     if not settings.force and "cuda" not in platforms:
-        if listened:
-            decisions.record(name, False, switch.no_kernels(platforms[0]), avals, _frames(ctx))
+        record(False, switch.no_kernels(platforms[0]))
         return fallback()
     found = _problem(name, avals, params)
     if not listened and not _may_be_taken(found, settings, ctx.module_context):
         return fallback()
     if isinstance(found, str):
-        decisions.record(name, False, found, avals, _frames(ctx))
+        record(False, found)
         return fallback()
     problem, layout = found
     clip = params["mode"] == lax.GatherScatterMode.CLIP
@@ -182,30 +179,27 @@ def _scatter(name, plain, ctx, operand, indices, updates, *, dimension_numbers, 
             why = f"{why}, and {why_not}"
         if taken and (refusal := switch.refusal(ctx, settings)):
             taken, why = False, refusal
-    size = problem.bytes if chain is None else chain.bytes
-    if not decisions.record(name, taken, why, avals, _frames(ctx), size):
+    if not record(taken, why, bytes=problem.bytes if chain is None else chain.bytes):
         return compat.lower_inlined(plain, ctx, [operand.type], *values, **params)
-    onto_identity = _is_identity(name, ctx, operand)
+    own = dict(layout=layout, clip=clip, onto_identity=_is_identity(name, ctx, operand))
     if chain is not None:
-        made: dict = {}
-        arrays = [Program.of(ctx).materialize(value, made) for value in chain.values]
-        own = dict(chain=chain._replace(values=()), layout=layout, clip=clip, onto_identity=onto_identity)
-        lower = switch.own_code(mlir.lower_fun(functools.partial(chains.run, **own), multiple_results=False))
-        rule = lambda ctx, *values: lower(ctx.replace(avals_in=chains.types(ctx, chain)), *values)
-        key = tuple(own.values())
-        return compat.lower_shared("jaxkern_chain", key, rule, ctx, [operand.type], *values[:2], *arrays)
-    own = dict(
-        name=name,
-        layout=layout,
-        onto_identity=onto_identity,
-        clip=clip,
-        is_sorted=bool(params["indices_are_sorted"]),
-        is_unique=bool(params["unique_indices"]),
-    )
+        return _emit_chain(ctx, operand, indices, chain, own)
+    own |= dict(name=name, is_sorted=bool(params["indices_are_sorted"]), is_unique=bool(params["unique_indices"]))
     if compat.partitioned_devices(ctx) > 1:
         return _partitioned(ctx, values, own)
     body = functools.partial(_scatter_rows, **own)
     return switch.own_code(mlir.lower_fun(body, multiple_results=False))(ctx, *values)
+
+
+def _emit_chain(ctx, operand, indices, chain, params):
+    """The message kernel in place of a scatter. Equal chains of a module share a function."""
+    made: dict = {}
+    arrays = [Program.of(ctx).materialize(value, made) for value in chain.values]
+    params = dict(chain=chain._replace(values=()), **params)
+    lower = switch.own_code(mlir.lower_fun(functools.partial(chains.run, **params), multiple_results=False))
+    rule = lambda ctx, *values: lower(ctx.replace(avals_in=chains.types(ctx, chain)), *values)
+    key = tuple(params.values())
+    return compat.lower_shared("jaxkern_chain", key, rule, ctx, [operand.type], operand, indices, *arrays)
 
 
 class Orders(typing.NamedTuple):

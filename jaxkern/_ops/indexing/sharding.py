@@ -59,7 +59,7 @@ def _resolved(index, rows, rules):
     return jnp.clip(index, 0, rows - 1) if rules.clip else index
 
 
-def _own(index, rows, axes, shared, rules):
+def local_indices(index, rows, axes, shared, rules):
     """The indices relative to the rows of one device; indices of rows of other devices name no row.
 
     rows: the number of rows of the whole array, which `axes` split. The device holds all parts along the `shared` axes, one
@@ -101,7 +101,7 @@ def select(prim, over, x, index, *order, rules):
     own = _resolved(index, rows, rules)
     shared = tuple(a for a in along if a in across)
     everyone = lax.all_gather(index, shared, axis=index.ndim - 1, tiled=True) if shared else index
-    everyone, _, local = _own(everyone, rows, across, (), rules)
+    everyone, _, local = local_indices(everyone, rows, across, (), rules)
     y = prim.bind(x, everyone, rules=local._replace(fill_nan=False, sorted=False, unique=False))
     if shared:  # one device has the row, the others have zeros
         y = lax.psum_scatter(y, shared, scatter_dimension=axis, tiled=True)
@@ -125,7 +125,7 @@ def segments(prim, over, source, index, *order, rows, rules):
     shared = tuple(a for a in across if a in along)
     whole = rows
     if across:
-        index, rows, rules = _own(index, whole, across, shared, rules)
+        index, rows, rules = local_indices(index, whole, across, shared, rules)
     if not along:
         return prim.bind(source, index, rows=rows, rules=rules)
     if prim.name == "jaxkern_segment_sum":
@@ -184,5 +184,5 @@ def add(prim, segment_sum_p, over, x, index, source, *rest, rules):
             y = jnp.where(jnp.isfinite(factor) | (total != 0), x.astype(wide) + factor * total, x.astype(wide))
         return y.astype(x.dtype)
     if across:
-        index, _, rules = _own(index, x.shape[axis] * lax.psum(1, across), across, (), rules)
+        index, _, rules = local_indices(index, x.shape[axis] * lax.psum(1, across), across, (), rules)
     return prim.bind(x, index, source, *alpha, rules=rules)
