@@ -61,13 +61,17 @@ def _parser() -> argparse.ArgumentParser:
             action="store_true",
             help="time every algorithm that can run a case, not only the default one (GPU)",
         )
-        p.add_argument("--inspect", action="store_true", help="errors against float64 instead of times")
+        p.add_argument("--inspect", action="store_true", help="show errors against float64 instead of times")
         _add_out(p)
     p = commands.add_parser("sharding", help="measure what several devices are worth")
     p.add_argument("--quick", action="store_true", help="small arrays")
     p.add_argument("--cases", default="", metavar="REGEX", help="only the cases whose name matches, as in 'softmax'")
     p.add_argument(
-        "--devices", type=lambda text: [int(n) for n in _names(text)], default=(), metavar="A,B", help="how many"
+        "--devices",
+        type=lambda text: [int(n) for n in _names(text)],
+        default=(),
+        metavar="A,B",
+        help="numbers of devices",
     )
     p.add_argument("--repeats", type=int, default=0, help="readings of the clock")
     _add_out(p)
@@ -75,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--quick", action="store_true", help="small programs")
     p.add_argument("--cases", default="", metavar="REGEX", help="only the programs whose name and dtype match")
     p.add_argument("--repeats", type=int, default=0, help="readings of the clock")
-    p.add_argument("--explain", action="store_true", help="what would be taken on a GPU, instead of times")
+    p.add_argument("--explain", action="store_true", help="show what a GPU would take, instead of times")
     p.add_argument(
         "--only",
         action="append",
@@ -93,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=10.0,
         metavar="SECONDS",
-        help="for PyTorch Geometric, per graph network and dtype; 0 leaves it out",
+        help="time limit of PyTorch Geometric, per graph network and dtype; 0 leaves it out",
     )
     p.add_argument("--force", action="store_true", help="these sets take every case that kernels can run")
     _add_out(p)
@@ -103,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("old", type=pathlib.Path)
     p.add_argument("new", type=pathlib.Path)
     p = commands.add_parser("merge", help="put the cells of a new run of the same machine into a result file")
-    p.add_argument("file", type=pathlib.Path, help="cells that the new run lacks keep the commit they were measured at")
+    p.add_argument("file", type=pathlib.Path, help="result file; cells that the new run lacks keep their commit")
     p.add_argument("new", type=pathlib.Path)
     commands.add_parser("selftest", help="check the clock that the measurements rest on")
     return parser

@@ -885,9 +885,9 @@ FAMILIES = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dtypes", default="float32,bfloat16", help="of float16,bfloat16,float32,float64")
-    parser.add_argument("--algorithms", default=",".join(EDGES), help="of softmax")
-    parser.add_argument("--plans", default="", help="of index_add and its family")
+    parser.add_argument("--dtypes", default="float32,bfloat16", help="dtypes, from float16,bfloat16,float32,float64")
+    parser.add_argument("--algorithms", default=",".join(EDGES), help="algorithms of softmax")
+    parser.add_argument("--plans", default="", help="plans of index_add and its family")
     parser.add_argument("--only", default=",".join(FAMILIES), help="families of operations; all: %(default)s")
     parser.add_argument("--indexed", default=",".join(INDEXED_OPERATIONS), help="operations of index_add's family")
     parser.add_argument(
@@ -899,7 +899,7 @@ def main() -> int:
     parser.add_argument(
         "--honest",
         action="store_true",
-        help="only hints that are right: for initcheck, since a lie may have scratch read that nothing wrote",
+        help="only correct hints; for initcheck, since with a wrong hint kernels may read scratch that nothing wrote",
     )
     arguments = parser.parse_args()
     only = arguments.only.split(",")

@@ -421,8 +421,8 @@ DIFFERENCES = (
         ),
     ),
     Difference(
-        "all but operations at indices",
-        "complex numbers are refused",
+        "all except operations at indices",
+        "complex numbers raise an error",
         "they are accepted",
         "no kernel computes them",
         lambda: all(
@@ -434,7 +434,7 @@ DIFFERENCES = (
     Difference(
         "`reduce_*`, `softmax_cross_entropy`",
         "`keepdims`, `initial` and `where` are keyword arguments; so is the `axis` of the loss",
-        "they may be positional, behind `out`",
+        "they may be positional, after `out`",
         "there is no `out`",
         lambda: (
             _raises(lambda: jaxkern.reduce_max(_ONES, 1, None, True), TypeError)
@@ -454,15 +454,15 @@ DIFFERENCES = (
     ),
     Difference(
         "`reduce_sum`, `reduce_mean`",
-        "sums of a 16-bit `dtype` are made in float32 or wider and rounded once",
+        "sums with a 16-bit `dtype` are computed in float32 or wider and rounded once",
         "every addition is rounded, unless XLA fuses them",
         "as sums without a `dtype`",
         lambda: jaxkern.reduce_sum(jnp.ones(4096, "bfloat16"), dtype="bfloat16") == 4096,
     ),
     Difference(
         "`reduce_mean`",
-        "an integer `dtype` is refused",
-        "a division of integers",
+        "an integer `dtype` raises an error",
+        "it divides integers",
         "the mean of integers is no integer",
         lambda: (
             _raises(lambda: jaxkern.reduce_mean(_ONES, dtype="int32"), TypeError)
@@ -471,8 +471,8 @@ DIFFERENCES = (
     ),
     Difference(
         "`scan`, `associative_scan`",
-        "the function is elementwise over lanes; any other is refused",
-        "any function",
+        "the function must be elementwise over lanes; any other raises an error",
+        "any function is allowed",
         "a kernel runs all steps of a lane in one thread",
         lambda: (
             _raises(lambda: jaxkern.associative_scan(jnp.matmul, jnp.ones((4, 2, 2))), TypeError)
@@ -486,7 +486,7 @@ DIFFERENCES = (
         "`while_loop`",
         "each lane stops on its own: the condition is an array",
         "the condition is a scalar, and a vmap over lanes makes it an array",
-        "lanes need not wait for each other",
+        "lanes do not wait for each other",
         lambda: (
             jaxkern.while_loop(lambda c: c < 5, lambda c: 2 * c, jnp.array([3, 9, 1])).tolist() == [6, 9, 8]
             and jax.vmap(lambda c: jax.lax.while_loop(lambda c: c < 5, lambda c: 2 * c, c))(
@@ -519,8 +519,8 @@ DIFFERENCES = (
     Difference(
         "`cummax`, `cummin`",
         "of three or more equal elements the last one has half of the gradient, the one before it a quarter, and so on",
-        "parts that depend on the length of the array",
-        "it is the gradient of the loop; of two, each has half in both",
+        "their shares depend on the length of the array",
+        "it is the gradient of the loop; two equal elements have half each in both",
         lambda: (
             _gradient(lambda x: jaxkern.cummax(x)[2], jnp.ones(4)).tolist() == [0.25, 0.25, 0.5, 0]
             and _gradient(lambda x: jaxkern.cummax(x)[3], jnp.ones(4)).tolist() == [0.125, 0.125, 0.25, 0.5]
@@ -542,7 +542,7 @@ DIFFERENCES = (
     Difference(
         "`cumlogsumexp`",
         "gradients are finite for elements of -inf; integers become float32",
-        "NaN where two such elements come first; integers are refused",
+        "NaN where two such elements come first; integers raise an error",
         "-inf masks an element",
         lambda: (
             bool(jnp.isfinite(_gradient(lambda x: jaxkern.cumlogsumexp(x)[2], _EMPTY[0].at[2].set(0))).all())
@@ -565,7 +565,7 @@ DIFFERENCES = (
         "`softmax_cross_entropy`",
         "a label of -1 is no class: NaN, or 0 with `ignore_index=-1`",
         "the last class",
-        "-1 mostly means padding; a mistake shows",
+        "-1 mostly means padding, and NaN shows a mistake",
         lambda: (
             _all_nan(jaxkern.softmax_cross_entropy(_ONES, -_LABEL))
             and not jaxkern.softmax_cross_entropy(_ONES, -_LABEL, ignore_index=-1).any()
@@ -598,7 +598,7 @@ DIFFERENCES = (
     Difference(
         "`softmax_cross_entropy`",
         "a label that `where` masks has loss inf",
-        "finite: the sum lacks its term alone",
+        "finite: only its term is missing from the sum",
         "the class has probability 0",
         lambda: (
             bool(jnp.isposinf(jaxkern.softmax_cross_entropy(_ONES, _LABEL, where=_CLASSES)).all())
@@ -608,7 +608,7 @@ DIFFERENCES = (
     Difference(
         "`softmax_cross_entropy`",
         "`axis` is one int",
-        "or a tuple",
+        "it may also be a tuple",
         "reshape the logits",
         lambda: _raises(
             lambda: jaxkern.softmax_cross_entropy(jnp.ones((2, 3, 4)), jnp.array([1, 2]), axis=(1, 2)), TypeError
@@ -628,7 +628,7 @@ DIFFERENCES = (
     Difference(
         "`segment_sum`",
         "`bucket_size` has no effect",
-        "sums are made in buckets, and so more accurate",
+        "sums in buckets are more accurate",
         "sums are accurate without it",
         lambda: bool(
             (
@@ -641,7 +641,7 @@ DIFFERENCES = (
         "`segment_prod`",
         "it has derivatives for all ids",
         "NotImplementedError unless `unique_indices`",
-        "a scan over the sorted rows has them, for zeros too",
+        "jaxkern differentiates a scan over the sorted rows, which works for zeros too",
         lambda: (
             _gradient(lambda x: jaxkern.segment_prod(x, jnp.array([0, 0]), 1), jnp.array([0.0, 3.0])).tolist() == [3, 0]
             and _raises(
@@ -652,15 +652,15 @@ DIFFERENCES = (
     ),
     Difference(
         "`index_add`",
-        "floating-point updates of integers are refused",
+        "floating-point updates of integers raise an error",
         "they are rounded, with a warning",
-        "JAX announces that it will refuse them",
+        "JAX announces that it will raise an error",
         lambda: _raises(lambda: jaxkern.index_add(jnp.zeros(3, int), 0, _LABEL, jnp.array([1.5])), TypeError),
     ),
     Difference(
         "`index_select`",
-        'negative indices count from the end with `mode="clip"`, too; `mode="wrap"` is refused',
-        "of `jnp.take`, they are clipped to 0",
+        'negative indices count from the end with `mode="clip"`, too; `mode="wrap"` raises an error',
+        "`jnp.take` clips negative indices to 0",
         "as `x.at[index].get`",
         lambda: (
             jaxkern.index_select(jnp.arange(4), 0, -_LABEL, mode="clip")[0] == 3
@@ -672,8 +672,8 @@ DIFFERENCES = (
     Difference(
         "`rms_norm`, `layer_norm`, `group_norm`",
         "the result has the type of `x`",
-        "that to which `x`, scale and bias promote",
-        "parameters stay in float32 beside 16-bit activations; `dtype` asks for another",
+        "it has the type to which `x`, scale and bias promote",
+        "parameters stay in float32 beside 16-bit activations; `dtype` selects another type",
         lambda: (
             jaxkern.layer_norm(jnp.ones((2, 4), "bfloat16"), jnp.ones(4), jnp.zeros(4)).dtype == jnp.bfloat16
             and nn.LayerNorm().apply(_flax, jnp.ones((2, 4), "bfloat16")).dtype == jnp.float32
@@ -712,7 +712,7 @@ DIFFERENCES = (
     ),
     Difference(
         "elementwise arithmetic",
-        "booleans are refused",
+        "booleans raise an error",
         "many functions convert them",
         "this is mostly a mistake; `cast` converts them",
         lambda: all(

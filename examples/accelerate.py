@@ -89,11 +89,11 @@ def train(step, state, data, steps, name):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, default="small", help="size of the graph")
-    parser.add_argument("--steps", type=int, default=20, help="training steps, each way")
-    parser.add_argument("--width", type=int, default=64, help="of the hidden layers")
+    parser.add_argument("--steps", type=int, default=20, help="training steps with and without accelerate")
+    parser.add_argument("--width", type=int, default=64, help="width of the hidden layers")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--force", action="store_true", help="take every operation, on the CPU as well: a test")
+    parser.add_argument("--force", action="store_true", help="take every operation, on the CPU as well; for tests")
     args = parser.parse_args()
     if min(args.steps, args.width) < 1:
         parser.error("--steps and --width start at 1")

@@ -47,7 +47,7 @@ def main():
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--steps", type=int, default=20, help="to time")
+    parser.add_argument("--steps", type=int, default=20, help="number of steps to time")
     args = parser.parse_args()
 
     keys = jax.random.split(jax.random.key(0), 4)

@@ -76,8 +76,8 @@ def train(bags, params, data, steps, name):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=5000, help="of each table")
-    parser.add_argument("--batch", type=int, default=2048, help="impressions in a step")
+    parser.add_argument("--rows", type=int, default=5000, help="rows of each table")
+    parser.add_argument("--batch", type=int, default=2048, help="impressions per step")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -250,12 +250,12 @@ def draw(out, runs, accuracy, title):
 
 def arguments(parser, program):
     parser.add_argument("--steps", type=int, default=200, help="training steps of each network")
-    parser.add_argument("--width", type=int, default=64, help="of the hidden layer")
+    parser.add_argument("--width", type=int, default=64, help="width of the hidden layer")
     parser.add_argument("--rate", type=float, default=1e-2, help="learning rate")
-    parser.add_argument("--modules", type=int, default=MODULES, help="nodes, at most")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of who is held out")
+    parser.add_argument("--modules", type=int, default=MODULES, help="largest number of nodes")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the choice of held-out nodes")
     default_out = program.with_suffix(".png")
-    parser.add_argument("--out", type=pathlib.Path, default=default_out, help="the figure's file")
+    parser.add_argument("--out", type=pathlib.Path, default=default_out, help="file of the figure")
     args = parser.parse_args()
     if min(args.steps, args.width) < 1 or args.modules < 100:
         parser.error("--steps and --width start at 1, --modules at 100")

@@ -149,14 +149,14 @@ def draw(out, found, errors, wanted, title):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--paths", type=int, default=20_000, help="paths of a batch")
-    parser.add_argument("--steps", type=int, default=100, help="steps of a path")
+    parser.add_argument("--paths", type=int, default=20_000, help="paths per batch")
+    parser.add_argument("--steps", type=int, default=100, help="steps per path")
     parser.add_argument(
         "--batches", type=int, default=16, help="number of batches, from which standard errors are computed"
     )
     parser.add_argument("--seed", type=int, default=0)
     default_out = pathlib.Path(__file__).with_suffix(".png")
-    parser.add_argument("--out", type=pathlib.Path, default=default_out, help="the figure's file")
+    parser.add_argument("--out", type=pathlib.Path, default=default_out, help="file of the figure")
     args = parser.parse_args()
     if min(args.paths, args.steps) < 1 or args.batches < 2:
         parser.error("--paths and --steps start at 1, --batches at 2")

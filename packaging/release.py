@@ -179,8 +179,10 @@ POINTS = (version, changelog, metadata, name, tree, results, tests, wheels, docs
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="leave out what takes minutes")
-    parser.add_argument("--only", nargs="+", choices=[point.__name__ for point in POINTS], help="these points")
+    parser.add_argument("--quick", action="store_true", help="skip checks that take minutes")
+    parser.add_argument(
+        "--only", nargs="+", choices=[point.__name__ for point in POINTS], help="check only these points"
+    )
     arguments = parser.parse_args(argv)
     missing = 0
     for point in POINTS:

@@ -21,6 +21,6 @@ def register(prim, rule, platform: str, reads_program) -> None:
         _registered.add((prim, platform))
         plain = compat.lowering_rule(prim, platform)
         if plain is None:
-            compat.warn_once(f"jaxkern.accelerate: this version of JAX hides its rule for {prim}, which stays as it is")
+            compat.warn_once(f"jaxkern.accelerate: this version of JAX has no public rule for {prim}, which XLA runs")
             return
         compat.register_lowering_uncached_when(prim, functools.partial(rule, plain), platform, reads_program)

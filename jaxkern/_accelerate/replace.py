@@ -110,7 +110,7 @@ def _replace(target: Target) -> None:
     if not inspect.isfunction(function) or function.__code__.co_freevars:
         function = getattr(function, "__wrapped__", function)
     if not inspect.isfunction(function) or function.__code__.co_freevars or not _has_known_parameters(function, target):
-        compat.warn_once(f"jaxkern.accelerate: {target.name} cannot be replaced and stays as it is")
+        compat.warn_once(f"jaxkern.accelerate: {target.name} cannot be replaced and runs unchanged")
         return
     if any(r.function is function for r in _replaced.values()):
         return  # by another name

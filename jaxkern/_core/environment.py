@@ -1,7 +1,7 @@
 """The environment variables of jaxkern: their names, defaults and meanings, and the only place that reads them.
 
-docs/switches.md shows this table, and `python -m jaxkern` prints the variables that are set. A value that a variable cannot
-have raises a warning that names the variable, and the default holds. Only JAXKERN_BACKEND raises an error.
+docs/switches.md shows this table, and `python -m jaxkern` prints the variables that are set. An invalid value raises a warning
+that names the variable, and the default is used. Only JAXKERN_BACKEND raises an error.
 """
 
 import functools
@@ -37,21 +37,21 @@ VARIABLES = {
         Variable(
             "JAXKERN_DUMP",
             "",
-            "folder for the source, log and cubin of every kernel that is compiled; without a GPU, of every kernel of a program "
-            "that is lowered for CUDA",
+            "folder for the source, log and cubin of every kernel that is compiled; without a GPU, for the kernels of programs "
+            "that are lowered for CUDA",
             "at import",
         ),
         Variable(
             "JAXKERN_EXPLAIN",
             "0",
-            "`1`: prints to standard error what `accelerate` and `install` take and leave of every program",
+            "`1`: prints to standard error which operations of each program `accelerate` and `install` take and leave",
             "at every compilation",
             ("0", "1"),
         ),
         Variable(
             "JAXKERN_ONE_READ",
             "1",
-            "`0`: the loss and the gradient of cross-entropy are computed in two reads of the logits",
+            "`0`: cross-entropy computes loss and gradient in two reads of the logits",
             "at every compilation",
             ("0", "1"),
         ),
@@ -67,7 +67,7 @@ VARIABLES = {
 
 
 def read(name: str) -> str | None:
-    """The value of a variable of the table, or None if it is not set or cannot have this value."""
+    """The value of a variable of the table, or None if it is not set or its value is invalid."""
     value, allowed = os.environ.get(name), VARIABLES[name].values
     if value and allowed and value not in allowed:
         warn(name, f"it must be {' or '.join(map(repr, allowed))}, and is ignored")
@@ -76,7 +76,7 @@ def read(name: str) -> str | None:
 
 
 def warn(name: str, problem: str) -> None:
-    """Warns, once in a process, that the value of a variable cannot be used. `problem` says why and what holds instead."""
+    """Warns, once in a process, that the value of a variable cannot be used. `problem` says why and what is used instead."""
     _warn(f"{name} is {os.environ.get(name)!r}: {problem}")
 
 

@@ -413,14 +413,14 @@ def _at(equation) -> str:
 def check_dtype(label, dtype):
     """Raises, with an error that begins with `label`, unless kernels compute with this dtype."""
     if np.dtype(dtype).name not in CUDA_TYPES:
-        raise Unsupported(f"{label}: kernels have no arithmetic of {dtype}: compute it outside of the function")
+        raise Unsupported(f"{label}: kernels do not compute in {dtype}: compute it outside of the function")
 
 
 def _check_effects(label, closed):
     if closed.effects:
         e = next((e for e in closed.jaxpr.eqns if e.effects), None)
         what = f", in {e.primitive.name}{_at(e)}" if e is not None else ""
-        raise TypeError(f"{label} has side effects{what}. Functions in kernels have none: move it out of the function")
+        raise TypeError(f"{label} has side effects{what}, which kernels do not support: move them out of the function")
 
 
 # ---- C++
@@ -580,7 +580,7 @@ class _Translation:
                     e, f"with an array, {v.aval.str_short()}, and functions in kernels see one element at a time"
                 )
             if v.aval.dtype.name not in CUDA_TYPES and name not in _PARTS:
-                self._fail(e, f"and kernels have no arithmetic of {v.aval.dtype}")
+                self._fail(e, f"and kernels do not compute in {v.aval.dtype}")
         if name in (*CALLS, *CUSTOM):
             return self.run(*called_jaxpr(e), operands)
         if name in ("stop_gradient", *IDENTITIES, *REDUCTIONS):

@@ -169,7 +169,7 @@ class Flat:
         step = Step(name, operands, results, e, dict(e.params), tuple(self._calls), self._origin)
         for v in (*operands, *results):
             if not self.computes(v.aval.dtype, e):
-                self.fail(step, f"and kernels have no arithmetic of {v.aval.dtype}")
+                self.fail(step, f"and kernels do not compute in {v.aval.dtype}")
         self.steps.append(step)
         return step.results
 
