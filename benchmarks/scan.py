@@ -201,7 +201,7 @@ class Cell(_cell.Cell):
         return FUNCTIONS[self.op]
 
     def operands(self) -> list[jax.ShapeDtypeStruct]:
-        """Those of the function; of its gradient, the cotangents of the results behind them."""
+        """The operands of the function; for its gradient also the cotangents of the results."""
         given = [jax.ShapeDtypeStruct(self.case.operand(k), self.dtype) for k in self.function.kinds]
         return given + self.results(given) if self.direction == "backward" else given
 

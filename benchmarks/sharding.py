@@ -8,7 +8,7 @@
     step       a training step of examples/language_model.py, each device with the batch that one had alone
 
 Perfect scaling is 1: rows and the step take as long as on one device, the split array a part of it. XLA's own
-partitioning of what jax.nn and jnp have stands beside. Calls are enqueued one behind the other and timed by the
+partitioning of the functions of jax.nn and jnp is timed beside it. Calls are enqueued one after the other and timed by the
 host's clock, so that what is sent between devices and the start of every one's work are in it.
 """
 

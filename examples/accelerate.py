@@ -7,7 +7,7 @@
 The program is a graph network of three layers that classifies nodes: written with jraph where that is installed, with
 jax.ops.segment_sum otherwise, and trained with optax. A few nodes have most of the edges, as in citations. The example
 prints what `jaxkern.explain` says of a training step, trains the same steps both ways, and compares times and losses.
-Without a GPU both ways are the same, but for `--force`, which runs jaxkern's references on the CPU.
+Without a GPU both ways are the same, except for `--force`, which runs jaxkern's references on the CPU.
 """
 
 import argparse

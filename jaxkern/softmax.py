@@ -336,7 +336,7 @@ def _given(args) -> bool:
 
 
 def _scored(name: str, x, axis, where, score, args, others):
-    """The softmax of score(x). The function is traced here, so that the jitted function is not compiled anew for it."""
+    """The softmax of score(x). The function is traced here, so that the jitted function is not compiled again for it."""
     neutral = {"scale": 1, "bias": None, "causal": False, "dropout_rate": 0}
     for argument, value in others.items():
         if value is not neutral[argument] and not (

@@ -38,7 +38,7 @@ def forward(operation, x, axis=-1, mask=None):
 
 
 def gradient(operation, x, y, g, axis=-1, mask=None):
-    """(gradient, from the result as it was rounded but for wide log_softmax, error bound of the arithmetic)."""
+    """(gradient, from the result as it was rounded except for wide log_softmax, error bound of the arithmetic)."""
     g = np.asarray(g).astype(wide)
     kept = np.broadcast_to(whole(mask), g.shape)
     with np.errstate(all="ignore"):
@@ -79,7 +79,7 @@ def spacing(values, dtype):
 
 
 def assert_rounded(found, exact, slack, dtype):
-    """`found` is `exact` rounded to `dtype`, but for `slack` epsilons of the computing type."""
+    """`found` is `exact` rounded to `dtype`, except for `slack` epsilons of the computing type."""
     found = np.asarray(found)
     assert found.dtype == jnp.dtype(dtype) and found.shape == exact.shape
     found = found.astype(wide)

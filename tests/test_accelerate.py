@@ -102,7 +102,7 @@ def test_scatter(case):
 
 
 def test_identities_are_not_read():
-    """Sums onto zeros are segment sums, also behind a vmap; a maximum onto -inf needs no second maximum."""
+    """Sums onto zeros are segment sums, also under a vmap; a maximum onto -inf needs no second maximum."""
     ids, x = jnp.array([0, 2, 2]), jnp.arange(6.0).reshape(3, 2)
     with forced:
         segment = jax.jit(lambda x, ids: jax.ops.segment_sum(x, ids, 3)).lower(x, ids)

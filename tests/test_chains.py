@@ -40,7 +40,7 @@ def chains(decisions):
 
 def check(f, *args, rtol=2e-5):
     """Runs f plain and on jaxkern, and compares; returns the chains that were taken."""
-    jitted = jax.jit(lambda *args: f(*args))  # compiled anew
+    jitted = jax.jit(lambda *args: f(*args))  # compiled again
     plain = jitted(*args)
     with forced, decisions.recorded() as found:
         own = jitted(*args)
@@ -227,7 +227,7 @@ def test_third_gather_is_read_where_it_is_stored():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_gradient_of_a_maximum_finds_it(dtype):
-    """It compares the updates with their maximum; an update that is computed anew may differ from it in the last digit."""
+    """It compares the updates with their maximum; an update that is computed again may differ from it in the last digit."""
 
     def f(x, w, s, r):
         y = jax.ops.segment_max(x[s] * w[:, None] + x[r], r, NODES)

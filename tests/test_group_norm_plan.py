@@ -100,7 +100,7 @@ def test_every_problem_has_a_plan(dtype, on):
 
 
 def members(step):
-    """The numbers of GroupParams: the integers behind the pointers."""
+    """The numbers of GroupParams: the integers after the pointers."""
     ((arg,), names) = (
         step.args,
         "samples rows inner each eps channels per_group steps length parts across tiles per_step",

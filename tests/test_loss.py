@@ -83,7 +83,7 @@ def exact(x, labels, g, axis=-1, mask=None, smoothing=0.0, z_loss=0.0, ignore=No
 
 
 def assert_near(found, wanted, size, dtype):
-    """`found` is `wanted` rounded to its own dtype, but for `size` epsilons of what `dtype` is computed in."""
+    """`found` is `wanted` rounded to its own dtype, except for `size` epsilons of what `dtype` is computed in."""
     found = np.asarray(found)
     assert found.shape == wanted.shape
     info = jnp.finfo(computing(dtype))

@@ -77,7 +77,7 @@ def row_plan(function, on=device.H200):
 
 
 def numbers(step):
-    """The integers among a kernel's template arguments, behind the Norm."""
+    """The integers among a kernel's template arguments, after the Norm."""
     return [int(n) for n in step.name.split(">, ")[-1].rstrip(">").split(", ") if n.lstrip("-").isdigit()]
 
 

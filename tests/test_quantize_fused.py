@@ -53,7 +53,7 @@ def normalised(name, s, scale, bias):
 
 
 def close(found, exact, to, share=2e-3):
-    """q but for a few neighbours, and scales but for rounding."""
+    """q except for a few neighbours, and scales except for rounding."""
     (q, scale), (exact_q, exact_scale) = found, exact
     q, exact_q = (np.asarray(a).astype(np.float32) for a in (q, exact_q))
     np.testing.assert_allclose(np.asarray(scale), exact_scale, rtol=3e-6)
@@ -355,7 +355,7 @@ def test_batches(name):
 
 
 def alike(found, exact):
-    """Equal but for the order of sums, which XLA computes if parameters or scales are batched."""
+    """Equal except for the order of sums, which XLA computes if parameters or scales are batched."""
     np.testing.assert_allclose(
         *(np.asarray(a).astype(np.float32) for a in (found, exact)), 1e-5, found.dtype == jnp.int8
     )

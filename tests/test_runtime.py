@@ -303,7 +303,7 @@ def test_a_cache_that_others_could_write_is_not_used(run, tmp_path):
     folder = tmp_path / "cache"
     (file,) = files(folder)
     file.chmod(0o622)
-    assert run(cached) == ["False"]  # and the file is written anew
+    assert run(cached) == ["False"]  # and the file is written again
     assert run(cached) == ["True"]
     folder.chmod(0o777)
     assert run(cached) == ["False"]

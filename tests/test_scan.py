@@ -190,7 +190,7 @@ def test_linear_recurrence_of_complex_numbers():
 
 
 def largest(f, ws) -> int:
-    """The size of the largest array that a scan in the jaxpr of f makes, but for its xs, other scans and remat."""
+    """The size of the largest array that a scan in the jaxpr of f makes, except for its xs, other scans and remat."""
     found = []
     for e in compat.without_unused(jax.make_jaxpr(f)(*ws)).jaxpr.eqns:
         if e.primitive.name == "scan":

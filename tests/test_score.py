@@ -320,7 +320,7 @@ def test_in_programs():
     jaxkern.softmax(x, score=lambda s, b, q, k: s * 1.25)
     before = count()
     jaxkern.softmax(x, score=lambda s, b, q, k: s * 1.25)
-    assert count() == before  # a lambda that is written anew compiles nothing
+    assert count() == before  # a new lambda with the same source compiles nothing
 
 
 # ---- bad input

@@ -78,7 +78,7 @@ def on_one_device(operation, axis, shape, mask_shape):
         ((16, 64), -1, P(("r", "c")), None, None),
         ((8, 4, 64), -1, P("r", "c"), None, None),
         ((8, 64, 4), 1, P("r"), None, None),
-        ((8, 64, 4), 1, P("r", None, "c"), None, None),  # behind the row
+        ((8, 64, 4), 1, P("r", None, "c"), None, None),  # after the row
         ((8, 4, 64), -1, P("r", "c"), (8, 4, 64), P("r", "c")),
         ((8, 4, 64), -1, P("r", "c"), (8, 1, 64), P("r")),  # the mask has a dimension of size 1 where x is split
         ((8, 4, 64), -1, P("r", "c"), (64,), P()),
@@ -392,7 +392,7 @@ def test_elementwise_stays_where_it_is(kind):
         (2, P(("r", "c"), None, None)),
         (1, P("r", None, "c")),
     ):
-        wanted = jax.jit(lambda *a: both(*a))(x, y, bias)  # traced anew for each axis
+        wanted = jax.jit(lambda *a: both(*a))(x, y, bias)  # traced again for each axis
         split = [jax.device_put(a, NamedSharding(grid, spec)) for a in (x, y)] + [
             jax.device_put(bias, NamedSharding(grid, P(spec[-1])))
         ]

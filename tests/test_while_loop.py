@@ -26,7 +26,7 @@ ours = lambda run: lambda *xs: run(jaxkern.while_loop, *xs)
 
 
 def close(found, wanted, name, dtype):
-    """Equal, but for lanes whose number of steps rounding changes: their values are as close as the loop makes them."""
+    """Equal, except for lanes whose number of steps rounding changes: their values are as close as the loop makes them."""
     tolerance = 0.05 if np.dtype(dtype).itemsize == 2 else 2e-3
     for y, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert y.dtype == want.dtype and y.shape == want.shape

@@ -18,7 +18,7 @@ and chains are taken.
 
 The message has the semantics of the operations that it replaces. `stablehlo.gather` clamps indices that are out of range, and so
 does the kernel; a gather that fills is a select by a mask of its indices, which is an operand per edge. Edges that the scatter
-drops are not in the order. Values of 16 bits are rounded after every operation, but for the message, which is added in float32.
+drops are not in the order. Values of 16 bits are rounded after every operation, except for the message, which is added in float32.
 """
 
 import functools

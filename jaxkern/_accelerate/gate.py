@@ -49,7 +49,7 @@ SOFTMAX_ELEMENTS, SOFTMAX_ROWS, LOG_SOFTMAX_ROWS = 1 << 18, 8, 1 << 11  # gradie
 
 ATTENTION_ELEMENTS, ATTENTION_VECTOR = 1 << 22, 8
 
-# Steps that XLA takes one after the other. Each starts its kernels anew, in 3 to 5 us on an H200, whatever the lanes are: a single
+# Steps that XLA takes one after the other. Each starts its kernels again, in 3 to 5 us on an H200, whatever the lanes are: a single
 # warp takes a step of a recurrence in a tenth of that. XLA unrolls shorter loops, and fuses them with what is around them. The
 # group "few steps" of `benchmarks scan` measures them.
 LOOP_STEPS = 8

@@ -111,7 +111,7 @@ class Leaf(typing.NamedTuple):
 
 
 class Rows(typing.NamedTuple):
-    """A gather of rows x[index], which is `result`. dims: of x, but for the first one.
+    """A gather of rows x[index], which is `result`. dims: of x, except for the first one.
 
     result: None for part of the arithmetic below a gather, which the program computes before it.
     filled: it is read only where its indices are in range.
@@ -243,7 +243,7 @@ class Walk:
         """The node for what a gather reads.
 
         Cheap arithmetic that makes what is gathered from is done for each edge, if that reads no more bytes than the gather
-        of its result does, but for `SINK_BYTES`, and reads them from memory.
+        of its result does, except for `SINK_BYTES`, and reads them from memory.
         """
         if self.sinks and _sinks(rows.x):
             before, self.has_sunk = len(self.nodes), True
@@ -300,7 +300,7 @@ class Walk:
         exact = all(self.nodes[k].exact for k in operands)
         equality = name == "compare" and floats and f in (lax.eq, lax.ne)
         if equality and not exact and operands[0] != operands[1]:  # x != x finds NaN
-            # Values that are computed anew may be rounded differently than the values that they should equal.
+            # Values that are computed again may be rounded differently than the values that they should equal.
             self._forget(before)
             return None
         exact &= name in EXACT or (name == "convert" and _is_wider(types[0], dtype)) or not floats and name != "convert"

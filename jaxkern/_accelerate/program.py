@@ -143,7 +143,7 @@ class Value:
 
     @property
     def base(self):
-        """The value that this one is, but for dimensions of size 1."""
+        """The value that this one is, except for dimensions of size 1."""
         if self._base is _UNREAD:
             value = self
             while (source := _without_ones(value)) is not None:

@@ -12,7 +12,7 @@ namespace `coarse` where there are any. These are more accurate than rounding af
 inputs of discontinuous operations (see `_is_coarse`).
 
 Two Functions are equal if they compute the same and have the same derivatives (canonical.py), so a Function can be a
-parameter of a primitive: a lambda that is written anew in every call does not compile anew.
+parameter of a primitive: a lambda that is created in every call does not compile again.
 """
 
 import contextlib

@@ -174,7 +174,7 @@ def _argument(arg, place) -> str:
 
 
 def lines(launches, place):
-    """The lines of a launch list. place(buffer): what stands for a buffer behind its `p`."""
+    """The lines of a launch list. place(buffer): what stands for a buffer after its `p`."""
     for step in launches:
         if isinstance(step, Memset):
             yield f"memset p{place(step.buffer)}+{step.buffer.offset} {step.value} {step.bytes}"

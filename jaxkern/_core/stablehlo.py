@@ -21,7 +21,7 @@ ELEMENTWISE = frozenset(
 MOVES = frozenset(
     f"stablehlo.{name}" for name in "broadcast_in_dim reshape transpose slice reverse pad concatenate".split()
 )
-# What XLA fuses with a reduction that reads it. chlo's are elementwise, but for products and sorts.
+# What XLA fuses with a reduction that reads it. chlo's are elementwise, except for products and sorts.
 _FUSED = (
     ELEMENTWISE
     | MOVES

@@ -1,4 +1,4 @@
-"""What `jaxkern.accelerate` switches: a value in the keys of JAX's caches of traces and programs.
+"""The setting that `jaxkern.accelerate` changes. It is part of the keys with which JAX caches traces and programs.
 
 Each thread has its own value; `install` sets the value that threads begin with. If it is None, programs run as they are. A
 lowering rule that emits jnp code marks it with `own_code`, so that no rule for user code takes that code again. A program may

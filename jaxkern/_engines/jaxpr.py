@@ -266,7 +266,7 @@ def axes_of(name, params):
 
 
 def merged(dims) -> list:
-    """(size, stride) of dimensions, innermost first, with those merged that lie behind each other."""
+    """(size, stride) of dimensions, innermost first, with those merged that lie after each other."""
     groups = []
     for n, stride in dims:
         if groups and (groups[-1][1] == 0 if stride == 0 else groups[-1][1] * groups[-1][0] == stride != 0):

@@ -15,7 +15,7 @@
 //
 //     Flat       All arrays are contiguous or scalars (bits of `scalars`), which each thread reads once. With `tiles`,
 //                a block takes kUnroll packs per thread and loads all of them before it computes the first result.
-//                Elements behind the last whole pack are processed one by one. With zero packs the kernel supports any
+//                Elements after the last whole pack are processed one by one. With zero packs the kernel supports any
 //                alignment.
 //     Strided    Three dimensions. Operands may lack some of them (a bias, a scale per row), and rows of operands and
 //                results may have gaps (the halves of a gated operation). Bits of `columns` are set for operands that

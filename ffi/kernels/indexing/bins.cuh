@@ -405,7 +405,7 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kWindowThrea
       }
     }
   }
-  // The indices behind the last vector; all of them, if they are not plain or not aligned.
+  // The indices after the last vector; all of them, if they are not plain or not aligned.
 #pragma unroll 1
   for (uint32_t k = 4 * vectors + thread; k < run.count; k += threads) {
     const uint32_t row = RowKey(run, LoadIndex(run, int64_t{place} + k));

@@ -10,8 +10,8 @@
 // rows are not whole vectors, each thread handles kParts elements (or words) of a row at a fixed stride instead: the
 // work per place stays comparable and loads stay coalesced. A run is
 //
-//     short    if it ends at most ChunkReach places behind the chunk that it begins in: that chunk reduces all of it,
-//              and the next chunk begins behind it
+//     short    if it ends at most ChunkReach places after the chunk that it begins in: that chunk reduces all of it,
+//              and the next chunk begins after it
 //     long     otherwise: each chunk writes the partial sum of its part to a slot, which ReduceFixup (reduce.cuh) adds
 //              up
 //
@@ -33,7 +33,7 @@ constexpr int kReduceThreads = 128;
 constexpr int ReduceBlocks(bool whole_vectors, int element_bytes, int rows) {
   return !whole_vectors ? 4 : element_bytes > 2 ? 8 : rows == 4 ? 7 : 5;
 }
-// How many places behind its chunk a run may end for the chunk to reduce it alone. A longer reach would make the work
+// How many places after its chunk a run may end for the chunk to reduce it alone. A longer reach would make the work
 // of chunks too unequal.
 constexpr uint32_t ChunkReach(uint32_t chunk) { return chunk / 4; }
 

@@ -8,7 +8,7 @@ namespace jaxkern {
 
 template <int kThreads, int kVectors> __global__ void __launch_bounds__(kThreads)
     Fill(char* out, int64_t bytes, uint64_t pattern) {
-  // The array is up to 15 bytes ahead of the first whole vector, the vectors, and up to 15 bytes behind them.
+  // The array is up to 15 bytes ahead of the first whole vector, the vectors, and up to 15 bytes after them.
   const int64_t ahead = min((16 - reinterpret_cast<uintptr_t>(out) % 16) % 16, static_cast<uintptr_t>(bytes));
   const int64_t vectors = (bytes - ahead) / 16, tail = ahead + vectors * 16;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;

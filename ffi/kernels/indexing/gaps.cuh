@@ -14,7 +14,7 @@
 
 namespace jaxkern {
 
-constexpr uint32_t kNoKey = UINT32_MAX;  // stands before the first and behind the last place
+constexpr uint32_t kNoKey = UINT32_MAX;  // stands before the first and after the last place
 
 struct BandShape {
   uint32_t rows;  // rows of a band; 0: nothing to fill
@@ -82,7 +82,7 @@ template <class Fill> __device__ __forceinline__ void ForGaps(const IndexRun& ru
 }
 
 // Fills the gaps before the runs of a tile, which end at places `ends`, and, if the tile has the last place of all
-// (`last`), the gap behind it. keys[-1] is the key before the tile. All threads of a block must call it.
+// (`last`), the gap after it. keys[-1] is the key before the tile. All threads of a block must call it.
 template <class Fill> __device__ __forceinline__ void ForGapsOfTile(const IndexRun& run, const BandShape& f,
                                                                     const uint32_t* keys, const uint16_t* ends,
                                                                     int runs, bool last, Fill fill) {

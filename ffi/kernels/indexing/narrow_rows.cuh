@@ -22,7 +22,7 @@ constexpr int kNarrowThreads = 256;
 constexpr int NarrowStretch(int element_bytes) { return element_bytes == 8 ? 9 : 17; }
 
 // Dynamic shared memory: values, one carry and one mask per thread, the keys from the place before the tile to the one
-// behind it, the ends of runs.
+// after it, the ends of runs.
 struct NarrowTile {
   int values, places;  // elements of shared memory, including the offset to a 16-byte boundary; places of the tile
 };
@@ -108,7 +108,7 @@ template <Reduction kOp, class T> __global__ void __launch_bounds__(kNarrowThrea
 #pragma unroll 4
     for (int i = t; i < held; i += kNarrowThreads) keys[i] = KeyAt(run, begin + i);
   }
-  // A key that no row has stands before the first and behind the last update.
+  // A key that no row has stands before the first and after the last update.
   if (t == 0) keys[-1] = begin > 0 ? KeyAt(run, begin - 1) : kNoKey;
   if (t == kWarp) keys[held] = begin + held < run.positions ? KeyAt(run, begin + held) : kNoKey;
   if (contiguous) {

@@ -1,7 +1,7 @@
 // The first position of each row among ascending keys.
 //
 //     RowOffsets      one block per tile of keys writes the offsets of the rows that begin in it, each found by a binary
-//                     search in shared memory; the last block writes those behind all keys, too
+//                     search in shared memory; the last block writes those after all keys, too
 //
 // Memory traffic: keys are read once, offsets written once. No thread walks a gap between two keys alone.
 #pragma once

@@ -2,7 +2,7 @@
 // that spans several chunks leaves the partial sums of its parts in slots, two per chunk:
 //
 //     head    the part of the run that began in an earlier chunk
-//     tail    the part of the run that begins in this chunk and continues behind it
+//     tail    the part of the run that begins in this chunk and continues after it
 //
 //     ReduceGroups    adds up the heads within very long runs, kHeadGroup at a time; reads and writes run.partials
 //     ReduceFixup     adds up the parts of each long run; reads run.partials, writes rows of out
@@ -20,7 +20,7 @@ constexpr uint32_t kHeadGroup = 32;  // chunks whose heads are added up together
 
 struct ReduceShape {
   uint32_t chunk, chunks;
-  uint32_t reach;   // without ChunkInfos: places behind a chunk that belong to it if its last run ends there
+  uint32_t reach;   // without ChunkInfos: places after a chunk that belong to it if its last run ends there
   int64_t vectors;  // threads per row
   Divider by_vectors, by_chunks;
   int64_t threads;  // threads of the reduction

@@ -29,7 +29,7 @@ struct alignas(16) ChunkInfo {
   uint32_t start : 31;     // first place to reduce
   uint32_t long_head : 1;  // the run at its head is long and began in an earlier chunk
   uint32_t stop;           // end of the places to reduce
-  uint32_t parts;          // number of parts of the long run that begins here and continues behind; 0: none
+  uint32_t parts;          // number of parts of the long run that begins here and continues after; 0: none
   uint32_t key;            // key of the last place
 };
 
@@ -101,8 +101,8 @@ __device__ __forceinline__ uint32_t LowerBound(const IndexRun& run, uint32_t low
   return low;
 }
 
-// Whether the run that begins in `chunk` and continues behind it is divided among chunks. A run that ends within
-// `reach` places behind the chunk is not.
+// Whether the run that begins in `chunk` and continues after it is divided among chunks. A run that ends within
+// `reach` places after the chunk is not.
 template <Keys kKeys = Keys::kAny>
 __device__ __forceinline__ bool IsCut(const IndexRun& run, uint32_t chunk_places, uint32_t chunk, uint32_t reach) {
   const uint32_t begin = chunk * chunk_places, end = begin + chunk_places;
@@ -155,7 +155,7 @@ __device__ __forceinline__ void FindEnds(const IndexRun& run, EndSearch (&search
   }
 }
 
-// Returns the number of chunks that share the run that begins in `chunk` and continues behind it; 0 if it is not
+// Returns the number of chunks that share the run that begins in `chunk` and continues after it; 0 if it is not
 // divided.
 __device__ __forceinline__ uint32_t PartsOf(const IndexRun& run, uint32_t chunk_places, uint32_t chunks, uint32_t chunk,
                                             uint32_t reach) {

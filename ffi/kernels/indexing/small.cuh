@@ -270,7 +270,7 @@ template <class T, int N, int kKeys> __global__ void __launch_bounds__(kSmallThr
     }
   };
   load(part, source + int64_t{mine} * s.inner);
-  if constexpr (kKeys > 4) __syncthreads();  // keeps the loads below behind the ones above
+  if constexpr (kKeys > 4) __syncthreads();  // keeps the loads below after the ones above
   if (turn >= s.count) return;               // the whole warp exits, here and below
   const int32_t* const index = Pinned(s.index + lane);
   const int left = static_cast<int>(s.count - lane);

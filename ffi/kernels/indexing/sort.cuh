@@ -329,7 +329,7 @@ template <int kThreads, int kItems, Pass kPass> __global__ void __launch_bounds_
   }
   __syncthreads();
   // Convert ranks within the warp to places in the tile, and compute the offset from these to places in the output,
-  // behind the pairs of smaller digits and of preceding tiles.
+  // after the pairs of smaller digits and of preceding tiles.
   const bool owner = threadIdx.x < kOwners;
   uint32_t in_tile = 0;
 #pragma unroll

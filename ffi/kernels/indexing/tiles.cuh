@@ -9,7 +9,7 @@
 //     adds them up       one thread per run and column, from shared memory; it writes the row, whose neighbours in out
 //                        are mostly written at the same time
 //
-// A run that ends within kTileReach places behind the tile in which it begins is reduced by that tile, which reads the
+// A run that ends within kTileReach places after the tile in which it begins is reduced by that tile, which reads the
 // rest from memory; the next tile skips it. A longer run leaves its parts to ReduceFixup (reduce.cuh). Memory traffic:
 // source is read once, each touched row of out is read (with reads_out) and written once. Arrays may have any
 // alignment.
@@ -33,7 +33,7 @@ struct TileShape {
 static_assert(sizeof(TileShape) == 64);
 
 // Dynamic shared memory: the elements; the keys (two words of padding, two places before the tile, the tile, kTileReach
-// + 1 places behind it); the ends of runs, from the one before the first on. kOp: the reduction. T: element type.
+// + 1 places after it); the ends of runs, from the one before the first on. kOp: the reduction. T: element type.
 template <Reduction kOp, class T> __global__ void __launch_bounds__(kTileThreads, 5)
     ReduceTiles(const __grid_constant__ IndexRun run, const __grid_constant__ ReduceShape s,
                 const __grid_constant__ TileShape tile) {

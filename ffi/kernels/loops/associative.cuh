@@ -11,7 +11,7 @@
 //     States                           the types of its members, types that are computed in
 //     Element(constants, carries, xs, indices, state&)        the state of one step; it does not depend on the carries
 //     Combine(earlier, later, state&)  associative
-//     Apply(state, carries, carries&)  the carries behind the steps of a state
+//     Apply(state, carries, carries&)  the carries after the steps of a state
 //     kStart                           kGiven: initial carries are operands. kNumbers: Start(carries&) returns them. kOpen: there
 //                                      is no initial carry. Then First(constants, xs, indices, carries&, ys&) is the first
 //                                      step, and carries have the types of the state
@@ -32,7 +32,7 @@
 // Published states lie in `slots`, which are 0 at the start. Each word of a state has 64 bits, with a flag in the upper half
 // that says that it is there, so that no fence is needed: a store of 64 bits is seen whole or not at all.
 //
-// Steps behind the last, in the last tile, have states of zeros or of anything. They come after all others, and nothing that is
+// Steps after the last, in the last tile, have states of zeros or of anything. They come after all others, and nothing that is
 // stored depends on them.
 #pragma once
 
@@ -256,7 +256,7 @@ struct AssociativeEngine<F, N, Types<K...>, Types<C...>, Types<X...>, Types<Y...
                      typename Loop::PlaceIndex());
   }
 
-  // The carry behind the steps of a prefix. open: there is none.
+  // The carry after the steps of a prefix. open: there is none.
   template <size_t... J, size_t... G>
   static __device__ __forceinline__ Carry Behind(const Carry& init, const Prefix& prefix, std::index_sequence<J...>,
                                                  std::index_sequence<G...>) {

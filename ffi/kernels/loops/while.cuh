@@ -28,7 +28,7 @@ template <class F, class Condition, class... K, class... C> struct WhileEngine<F
   using Loop = LoopEngine<F, 1>;
   using Args = typename Loop::Args;
 
-  // a.steps: how many lanes a warp takes. All threads of the warp call this, also those behind the last lane.
+  // a.steps: how many lanes a warp takes. All threads of the warp call this, also those after the last lane.
   template <int kIdle, size_t... I, size_t... J, size_t... P>
   static __device__ __forceinline__ void Run(const Args& a, int64_t warp, int thread, std::index_sequence<I...>,
                                              std::index_sequence<J...>, std::index_sequence<P...>) {

@@ -33,7 +33,7 @@ template <int kOperands, int kResults> struct ReduceArgs {
   OperandArgs operand[kOperands];
   ReducedArgs result[kResults];
   FeatureArgs features;
-  uint32_t lanes;          // threads of a row, but for kSplit
+  uint32_t lanes;          // threads of a row, except for kSplit
   uint32_t items;          // rows that a block has
   uint32_t chunk, chunks;  // chunks: 0 where no row can be long
   FastDivmod by_lanes;     // the threads of a row that one block has
@@ -249,7 +249,7 @@ template <Reduce kOp, class T, int kColumns> __global__ void __launch_bounds__(k
   Stretch found = {0, 0, 0, false, false};
   bool begins = false;
   if (own < a.chunks && end < a.edges.edges) {
-    // A long row that crosses the end of a chunk is also at half a chunk before it, or at half a chunk behind it.
+    // A long row that crosses the end of a chunk is also at half a chunk before it, or at half a chunk after it.
     const uint32_t row = __ldg(a.edges.keys + end - 1), before = __ldg(a.edges.keys + end - a.chunk / 2),
                    behind = __ldg(a.edges.keys + min(end + a.chunk / 2, a.edges.edges - 1));
     if (row < a.edges.rows && (row == before || row == behind)) {

@@ -8,7 +8,7 @@
 // inputs are read, and their sum is written too. kWhole says that the packs of all threads fill a row exactly. The
 // epilogue is a function that is applied before the store (epilogue.cuh), or quantisation (quantize.cuh).
 //
-// The variance is computed in a second pass over registers, from deviations. Their sum, 0 but for rounding, corrects the
+// The variance is computed in a second pass over registers, from deviations. Their sum, 0 except for rounding, corrects the
 // mean (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983), so that a constant row has
 // variance 0.
 #pragma once

@@ -258,7 +258,7 @@ __device__ __forceinline__ typename Op::Stat ReduceRow(const ReduceParams& p, co
   const ReadPolicy policy = MakeReadPolicy(p.exceeds_l2);
   const auto load = [&](const T* at) {
     if constexpr (kMasked) return LoadVector<T, N>(at);
-    else return LoadVector<T, N>(at, policy);  // volatile: not moved behind the use of other packs
+    else return LoadVector<T, N>(at, policy);  // volatile: not moved after the use of other packs
   };
 
   // Elements before the first and after the last whole vector, fewer than the threads. They are loaded first and used

@@ -10,7 +10,7 @@
 //
 // F works in stages. Each stage reduces values that F computes from the elements of the row, its columns and its numbers, and
 // then computes more numbers from the results. Nothing but packs as they were read and numbers lives from one stage to the
-// next: values of elements are computed again, but for those that F keeps. Columns are read again in each stage; they lie
+// next: values of elements are computed again, except for those that F keeps. Columns are read again in each stage; they lie
 // in L1.
 //
 // Memory traffic: each row is read once and each result is written once. With kStreams a row is longer than the packs of its

@@ -55,7 +55,7 @@ template <class C, int n> __device__ __forceinline__ C TreeSum(C (&term)[n]) {
 }
 
 __device__ __forceinline__ bool EndsAt(uint32_t ends, int i) { return ends >> i & 1; }
-// Start of the run that continues behind the stretch.
+// Start of the run that continues after the stretch.
 __device__ __forceinline__ int TailOf(uint32_t ends) { return ends ? 32 - __clz(ends) : 0; }
 
 template <class T_> struct SegmentForward {

@@ -6,7 +6,7 @@
 //     place      number of a position in the order of keys
 //
 // Keys and positions are 32-bit numbers; offsets into arrays are 64-bit. Places are cut into tiles. A tile owns the
-// runs that begin in it, and follows a run for up to `reach` places beyond its own end. A run that ends further behind
+// runs that begin in it, and follows a run for up to `reach` places beyond its own end. A run that ends further on
 // is long. Each tile that it spans leaves the Stat of its part in a slot (head: the run continues from the tile before;
 // tail: it begins here). SegmentJoin merges the parts in order and writes the total to each slot, and a last kernel
 // reads these rows once more.

@@ -219,7 +219,7 @@ template <int kQ> struct RunEnds {
   uint32_t drops[kTileThreads];  // per stretch: places of no segment
   uint32_t some[kTileWarps];     // bit mask of the stretches with ends
 
-  // Computes the masks from the keys of the tile and of the place behind it. A barrier must follow.
+  // Computes the masks from the keys of the tile and of the place after it. A barrier must follow.
   __device__ __forceinline__ void Find(const uint32_t* keys, int stretches, uint32_t dropped) {
     const int t = threadIdx.x;
     uint32_t end = 0, drop = 0;
@@ -269,7 +269,7 @@ __device__ __forceinline__ bool LongHead(const SegmentRun& run, uint32_t begin, 
   return (end < run.positions && run.Key(end) == key) || (begin > run.places && run.Key(begin - run.places - 1) == key);
 }
 
-// Whether the run that begins in a tile and has the place `end` behind it is long.
+// True if the run that starts in this tile and ends at `end` is long.
 __device__ __forceinline__ bool LongTail(const SegmentRun& run, uint32_t end, uint32_t key) {
   return end + run.reach < run.positions && run.Key(end + run.reach) == key;
 }
@@ -324,7 +324,7 @@ template <class Op, Rows kRows> __global__ void __launch_bounds__(kTileThreads, 
   const int t = threadIdx.x, places = run.places, room = run.places + run.reach;
   const uint32_t left = run.positions - b.begin;  // places from the tile's first one on
 
-  // Keys of the tile, of the places in its reach, and of one place before and behind.
+  // Keys of the tile, of the places in its reach, and of one place before and after.
   uint32_t* const keys = reinterpret_cast<uint32_t*>(shared_bytes) + 1;
 #pragma unroll 8
   for (int i = t; i <= room; i += kTileThreads) {
@@ -399,7 +399,7 @@ template <class Op, Rows kRows> __global__ void __launch_bounds__(kTileThreads, 
   extern __shared__ __align__(16) char shared_bytes[];
   __shared__ typename Op::Final finals[kTileColumns];
   __shared__ int held_keys;
-  // Bits per tile: 1, for the run that continues into it, 2, for the run that continues behind it, if that is long.
+  // Bits per tile: 1, for the run that continues into it, 2, for the run that continues after it, if that is long.
   __shared__ uint8_t parts[kTileThreads];
   const auto tile = [](int i) { return blockIdx.x + static_cast<int64_t>(i) * gridDim.x; };
   const int number = static_cast<int>((tiles - blockIdx.x + gridDim.x - 1) / gridDim.x);

@@ -31,7 +31,7 @@ struct WalkShape {
 };
 static_assert(sizeof(WalkShape) == 72);
 
-// Whether the run that begins in a tile and has the place `end` behind it is long.
+// True if the run that starts in this tile and ends at `end` is long.
 __device__ __forceinline__ bool GoesOnLong(const SegmentRun& run, uint32_t end, uint32_t key) {
   return end + run.reach < run.positions && run.Key(end + run.reach) == key;
 }

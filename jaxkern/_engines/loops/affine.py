@@ -219,7 +219,7 @@ class Affine:
         return [np.zeros((), d)[()] if y is None else y for y, d in zip((*entries, *sums), self.dtypes)]
 
     def apply(self, state, carries) -> list:
-        """The carries behind a map, from those before it. Those of 16 bits are rounded, as they are in every step."""
+        """The carries after a map, from those before it. Those of 16 bits are rounded, as they are in every step."""
         rows, b = self._map(state)
         found = []
         for i, narrow in enumerate(self.stored):

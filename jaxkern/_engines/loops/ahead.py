@@ -23,7 +23,7 @@ _CHEAP += ("shift_right_logical", "select_n", "eq", "ne", "lt", "le", "gt", "ge"
 
 class Part(typing.NamedTuple):
     """program: a Program of some steps of another. given: where its operands are among the operands of the other program and,
-    behind them, the results of the part that runs ahead. results: where its results are among those of the other program, in
+    after them, the results of the part that runs ahead. results: where its results are among those of the other program, in
     order; it may have more."""
 
     program: Program
@@ -98,8 +98,8 @@ def _same_in_lanes(program, dims):
 
 
 def _part(program, carries, results, steps, dims, stored, read=(), before=0) -> Part:
-    """A Part with some of the carries, results and steps. stored: Values that it returns behind its results. read: Values that are
-    xs of it, which the part ahead returns behind its first `before` results."""
+    """A Part with some of the carries, results and steps. stored: Values that it returns after its results. read: Values that are
+    xs of it, which the part ahead returns after its first `before` results."""
     n, m = program.num_consts, program.num_consts + program.num_carry
     given = [*range(n), *(n + k for k in sorted(carries)), *range(m, len(program.operands))]
     if not read:  # the part ahead

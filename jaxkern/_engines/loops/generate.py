@@ -65,7 +65,7 @@ class Core:
 
     consts, xs: positions of the operands that it reads. last, ys: the arrays that it writes, the carries first.
 
-    orders: {position of an operand or, behind them, of a result: how its dimensions lie in memory, see Array}, of xs and ys.
+    orders: {position of an operand or, after them, of a result: how its dimensions lie in memory, see Array}, of xs and ys.
     length: the number of steps; needed for orders.
     """
 

@@ -48,7 +48,7 @@ def choose(problem, device=None) -> str:
 def plan(device, core, length, reverse):
     """The launches of a loop of at least one step and one lane, or None where there is no kernel.
 
-    Operands are those that `core` reads: constants, initial carries but for accumulators, xs. Results are `core.results`.
+    Operands are those that `core` reads: constants, initial carries except for accumulators, xs. Results are `core.results`.
     """
     program = core.program
     lanes = math.prod(d.size for d in program.dims)

@@ -1,4 +1,4 @@
-"""How the steps of a scan by an associative operation are laid over the GPU, and its launch list.
+"""How the steps of a scan by an associative operation map to the GPU, and its launch list.
 
 Arrays are seen as [outer, length, inner]. If inner is 1, the steps of a lane are adjacent:
 

@@ -8,7 +8,7 @@ lane the body computes on scalars, so a thread can run all steps of its lane. A 
 lanes along it.
 
 The gradient of a constant that lacks dimensions is a carry to which each step adds a sum over lanes. A sum over lanes is
-linear, so such a carry is an accumulator: each lane adds up its own terms, and the sum over lanes is taken once, behind the
+linear, so such a carry is an accumulator: each lane adds up its own terms, and the sum over lanes is taken once, after the
 loop. Up to that addition the terms may be multiplied by what lacks the same dimensions.
 """
 
@@ -39,7 +39,7 @@ class Program(Flat):
 
     operands: constants, carries, elements of xs; results: new carries, elements of ys. num_consts, num_carry: how many.
     dims: the lanes, slowest first. accumulators: {position among the carries: frozenset of dims of its terms}.
-    sums: {position among the results: the same}, of elements of ys that are sums over lanes; they are taken behind the loop.
+    sums: {position among the results: the same}, of elements of ys that are sums over lanes; they are taken after the loop.
     captured: {id: (Value, array)} of arrays that the jaxpr holds; they are operands in front of the others.
 
     Raises: Unsupported, naming the equation and the user's line.
@@ -273,12 +273,12 @@ class Program(Flat):
                 if len(terms) == 1:
                     partial[out] = terms.pop().union(others[0].set() if isinstance(others[0], Value) else ())
                     continue
-            self.fail(step, "on a sum over lanes, which is known only behind the loop")
+            self.fail(step, "on a sum over lanes, which is known only after the loop")
         for k, v in enumerate(self.results):
             if v in partial and k >= self.num_carry:
                 self.sums[k] = partial[v]
             elif v in partial or (v in summed and summed[v] != k) or (k in self.accumulators and v not in summed):
-                raise Unsupported(f"{self.label}: a carry is a sum over lanes, which is known only behind the loop")
+                raise Unsupported(f"{self.label}: a carry is a sum over lanes, which is known only after the loop")
 
     def _is_zero(self, v) -> bool:
         while isinstance(v, Value):

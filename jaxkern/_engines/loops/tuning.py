@@ -1,4 +1,4 @@
-"""Numbers that decide how loops are laid over the GPU."""
+"""Numbers that decide how loops map to the GPU."""
 
 VECTOR_BYTES = 16  # of a thread's load
 VECTOR_THREADS = 256  # of a multiprocessor, at least, where threads take several lanes

@@ -180,7 +180,7 @@ class _Writer:
         return lambda v: before.get(v) or self.elements.get(v) or number(v)
 
     def _numbers_after(self, stage, known) -> str:
-        """Statements that compute the numbers of a stage, but for those that are known."""
+        """Statements that compute the numbers of a stage, except for those that are known."""
         members = self.members
         of_stage = [v for v in members if not v.is_row and self.core.stage_of(v) == stage]
         own = [v for v in of_stage if v not in known]

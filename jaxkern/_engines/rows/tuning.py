@@ -1,4 +1,4 @@
-"""Numbers that decide how rows are laid over the GPU.
+"""Numbers that decide how rows map to the GPU.
 
 Those with a case in brackets were measured, others are starting points. H200, device time.
 """

@@ -12,7 +12,7 @@ and dbias, each None if there is no such array. Two more primitives compute what
     moments   (x)                    -> mean, variance
     sums      (x, mean, variance, g) -> sum of g, sum of g * z, per sample and channel
 
-Split samples and groups need no messages, but for the sums over samples in dscale and dbias. Samples that are split
+Split samples and groups need no messages, except for the sums over samples in dscale and dbias. Samples that are split
 themselves send their mean and variance, and backward the two sums per channel; XLA computes what depends on them.
 """
 

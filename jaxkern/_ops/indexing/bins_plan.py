@@ -81,7 +81,7 @@ def narrow_sorted(p, run, fills, scratch, template):
     chunk = bin_chunk(positions, BINS)
     chunks = ceil_div(positions, chunk)
     targets = [buffers[i % 2] for i in range(cut.passes)]
-    pairs = targets[-1][0]  # the keys; their payload lies directly behind them
+    pairs = targets[-1][0]  # the keys; their payload lies directly after them
     steps = radix_sort(
         indices,
         cut,

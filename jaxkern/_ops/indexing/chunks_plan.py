@@ -25,7 +25,7 @@ def reduces_tiles(algorithm, p) -> bool:
 
 def in_flight(p) -> int:
     """Updates that a thread of ReduceChunks keeps in flight; more hide more latency. Vectors of small elements have enough
-    threads for that, and each row of x that is read delays the updates behind it."""
+    threads for that, and each row of x that is read delays the updates after it."""
     if p.row_bytes % 16 != 0:
         return 8
     many_rows = p.adds and p.count < 32 * p.rows

@@ -131,7 +131,7 @@ def _segment_shape(name, source, index, *order, rows, rules):
 # ---- vmap
 #
 # A batch of indices becomes a leading batch dimension and is sorted separately. A batch of arrays with shared indices
-# keeps its position, behind the existing batch dimensions, and joins the dimensions before or after the axis.
+# keeps its position, after the existing batch dimensions, and joins the dimensions before or after the axis.
 
 
 def moved(x, d, at, size):
@@ -165,7 +165,7 @@ def size_of(operands, dims):
 
 
 def place(d, rules):
-    """The position of a new dimension that lies at d: there, but behind the batch dimensions."""
+    """The position of a new dimension that lies at d: there, but after the batch dimensions."""
     return max(d, rules.batch_dims)
 
 

@@ -25,7 +25,7 @@ class Rules(typing.NamedTuple):
 
 
 def parted(rest):
-    """Splits the operands behind the source of index_add into alpha (0 or 1) and order (0 or 2)."""
+    """Splits the operands after the source of index_add into alpha (0 or 1) and order (0 or 2)."""
     return rest[: len(rest) % 2], rest[len(rest) % 2 :]
 
 

@@ -9,7 +9,7 @@ Let y[r] be the sum of f(x_r, x_s, w_e) over the edges e from s to r, and g the 
 where f' is the derivative of f by that operand, times g. The cotangents of a message per edge are the same with g_e. So
 the gradient is made of the two primitives that it is the gradient of, and of operands that the function f' reads. A mean
 divides g by the number of edges of the row. The cotangent of a maximum goes to the first edge that attains it, which the
-maximum itself tells: messages that are computed anew may be rounded otherwise, and attain nothing.
+maximum itself records it: messages that are computed again may be rounded differently, and attain nothing.
 """
 
 import functools

@@ -129,7 +129,7 @@ def _known(p: Problem, function, dtypes, *sizes):
 
 
 class Rows(typing.NamedTuple):
-    """How threads are laid over rows: see ffi/kernels/messages/reduce.cuh."""
+    """How rows map to threads: see ffi/kernels/messages/reduce.cuh."""
 
     vector: int
     parts: int

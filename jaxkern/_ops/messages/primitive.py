@@ -14,7 +14,7 @@ their other ends:
 An array has the shape [n, *features]. All arrays have the same number of feature dimensions, and each dimension has size 1 or one
 common size. `ends` says for each array which row a message reads: the row of the edge's row, of the node at its other end, of the
 edge itself, or the only row. `function` is a `functor.Function` of scalars. A primitive has a result of dtype `dtypes[k]` for each result of it.
-The reductions max_at and min_at have as many results of type uint32 behind these: the edge that attains the maximum, the
+The reductions max_at and min_at have as many results of type uint32 after these: the edge that attains the maximum, the
 first one in the order, or 2**32 - 1.
 `back` is read by derivatives alone: kernels get what they read (`ordered_reduce_p`, `ordered_map_p`), so that an order
 that nothing else needs is not made.

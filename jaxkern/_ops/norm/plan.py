@@ -48,7 +48,7 @@ _EPILOGUE_DTYPES = {*DTYPES, "int32", "uint32", "int64"}
 class Problem(typing.NamedTuple):
     """Rows of `width` elements.
 
-    inner: elements behind the axis, which is then moved to the end, so that there are `inner` times as many rows.
+    inner: elements after the axis, which is then moved to the end, so that there are `inner` times as many rows.
     out_dtype: the type of the result and its cotangent, if it differs from the type of x. backward: then `scale_sum` and
     `bias` say whether the gradients of scale and bias are computed.
     """

@@ -4,7 +4,7 @@
     quantize_tiles_p  (x [..., M, 128, N, 128][, given [] ])   -> q like x, q_t [..., N, 128, M, 128], scale [..., M, 128, N],
                                                                   scale_t [..., N, 128, M]
 
-in float32 but for x, q and q_t. With a scale that is given the scales are replaced by the largest magnitude of each row, or
+in float32 except for x, q and q_t. With a scale that is given the scales are replaced by the largest magnitude of each row, or
 of each tile, [..., M, N].
 """
 

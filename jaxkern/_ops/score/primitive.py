@@ -10,7 +10,7 @@
                              both in the computing type, with size 1 along the axis. It has the derivatives of the loss
                              (loss.py)
 
-Operands: x, for a gradient g, the arguments of `function` behind the indices, then those that the parameter `extras`
+Operands: x, for a gradient g, the arguments of `function` after the indices, then those that the parameter `extras`
 names, in this order: the mask, and the origin, an int32 for each index, which says where a part of an array begins. All
 except the origin have the rank of x, with dimensions of size 1 or as in x.
 

@@ -75,7 +75,7 @@ def most_slices(problem: Problem) -> int:
 
 
 class Cut(typing.NamedTuple):
-    """Tiles of `places` that follow a run for up to `reach` places behind them: a run that ends later is long."""
+    """Tiles of `places` that follow a run for up to `reach` places after them: a run that ends later is long."""
 
     walk: bool
     places: int

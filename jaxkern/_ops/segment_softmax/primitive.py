@@ -53,7 +53,7 @@ def _shape(name, *operands, rows, rules):
 
 
 def _batch(prim, operands, dims, *, rows, rules):
-    """A batch of indices becomes a leading batch dimension; a batch of arrays alone stays behind the batch dimensions."""
+    """A batch of indices becomes a leading batch dimension; a batch of arrays alone stays after the batch dimensions."""
     arrays, index, order = split(prim.name, operands)
     at, di, of_order = split(prim.name, dims)
     size = indexing.size_of(operands, dims)

@@ -45,7 +45,7 @@ _MOST_GRID_X, _MOST_GRID_Y = 2**31 - 1, 2**16 - 1
 
 
 class Problem(typing.NamedTuple):
-    """A softmax over the middle dimension of [rows, width, inner]. causal: fused, and nothing else but perhaps a scale."""
+    """A softmax over the middle dimension of [rows, width, inner]. causal: the call is fused, and at most a scale is fused with it."""
 
     rows: int
     width: int
