@@ -45,7 +45,8 @@ _MOST_GRID_X, _MOST_GRID_Y = 2**31 - 1, 2**16 - 1
 
 
 class Problem(typing.NamedTuple):
-    """A softmax over the middle dimension of [rows, width, inner]. causal: the call is fused, and at most a scale is fused with it."""
+    """A softmax over the middle dimension of [rows, width, inner]. causal: a causal limit, beside which at most a scale is
+    fused."""
 
     rows: int
     width: int
