@@ -24,7 +24,7 @@ class Cell:
 
 
 def cells(operation: ModuleType, case: Any, dtype: str, ops: tuple[str, ...]) -> Iterator[Any]:
-    """Those of a case: an operation's own choice, or each of `ops` in each of its directions."""
+    """The cells of a case: an operation's own choice, or each of `ops` in each of its directions."""
     if hasattr(operation, "cells"):
         yield from operation.cells(case, dtype, ops)
         return

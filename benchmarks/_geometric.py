@@ -403,7 +403,7 @@ def _measured(run: Callable[[], Any], until: float) -> Measured:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without warnings, and without what torch.compile logs of errors, which are in the notes."""
+    """Suppresses warnings, and the log of errors of torch.compile, which are in the notes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.ERROR)

@@ -39,7 +39,7 @@ class Pool:
         self.data.block_until_ready()
 
     def _start(self, size: int, index: int) -> int:
-        """Where buffer `index` of a size begins: one after the other, then round again."""
+        """The start of buffer `index` of a size: buffers follow each other, then start again."""
         padded = -(-size // self._unit) * self._unit
         places = max(1, self.count // padded)
         # Later rounds start a little further on, so that no two buffers are equal.

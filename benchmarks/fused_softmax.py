@@ -101,7 +101,7 @@ class Cell(_cell.Cell):
 
 
 def _extras(cell: Cell) -> list[jax.ShapeDtypeStruct]:
-    """Those of mask, bias and key that a cell has."""
+    """The mask, bias and key that a cell has."""
     found = []
     if cell.has("mask"):
         found.append(jax.ShapeDtypeStruct(cell.case.mask, jnp.bool_))

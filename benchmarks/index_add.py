@@ -244,7 +244,7 @@ def programs(cell: Cell, algorithms: bool) -> list[Program]:
 
 
 def _problem(cell: Cell) -> dict[str, Any]:
-    """As `jaxkern.algorithms` asks for it."""
+    """The problem of a cell, as `jaxkern.algorithms` takes it."""
     case = cell.case
     return dict(
         rows=case.shape[0],

@@ -185,7 +185,7 @@ def _composed(cell: Cell, select: Any, reduce: Any) -> Any:
 
 
 def _function(cell: Cell, run: Any) -> Any:
-    """Of (graph, operands, cotangent)."""
+    """A function of (graph, operands, cotangent)."""
     if cell.direction == "forward":
         return run
 

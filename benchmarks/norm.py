@@ -37,7 +37,7 @@ def _rms_norm(x: jax.Array, mean: Callable[..., jax.Array]) -> jax.Array:
 
 
 def _layer_norm(x: jax.Array, mean: Callable[..., jax.Array]) -> jax.Array:
-    """As flax's layer computes it."""
+    """The layer norm as flax's layer computes it."""
     variance = mean(x * x) - mean(x) * mean(x)
     return (x - mean(x)) * jax.lax.rsqrt(jnp.maximum(variance, 0) + EPS)
 
@@ -104,7 +104,7 @@ class Cell(_cell.Cell):
 
     @property
     def bytes(self) -> int:
-        """Of both directions: one call forward and one backward, which reads x again."""
+        """The bytes of both directions: one call forward and one backward, which reads x again."""
         if self.direction == "both":
             return 5 * self.case.size * jnp.dtype(self.dtype).itemsize
         results = 1 + (self.case.residual and self.direction == "forward")
@@ -150,7 +150,7 @@ def _statistics(cell: Cell) -> tuple[int, ...]:
 
 
 def _plain_groups(cell: Cell) -> Callable[..., jax.Array]:
-    """As flax's layers compute it."""
+    """The norm as flax's layers compute it."""
     axis, case = cell.case.axis % 4, cell.case
     groups = GROUPS if cell.op == "group_norm" else case.width
     split = (*case.shape[:axis], groups, case.width // groups, *case.shape[axis + 1 :])
@@ -227,7 +227,7 @@ def _ours_groups(cell: Cell, algorithm: str) -> Callable[..., Any]:
 
 
 def _plain(cell: Cell) -> Callable[..., jax.Array]:
-    """In float32, rounded once."""
+    """The norm in float32, rounded once."""
 
     def norm(x: jax.Array, scale: jax.Array, *bias: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)

@@ -189,7 +189,7 @@ def _attention(layer, dtype, small) -> Training:
 
 
 def _interaction(dtype, small) -> Training:
-    """As in mesh simulators: an edge's network, sums at receivers, a node's network, five rounds."""
+    """A network as in mesh simulators: an edge's network, sums at receivers, a node's network, five rounds."""
     import optax
 
     rng = np.random.default_rng(0)
@@ -418,7 +418,7 @@ class _Sizes:
 
 
 def _causal_attention(qkv, heads):
-    """Of one example, or of several: (..., length, 3 * width)."""
+    """Causal attention of one example, or of several: (..., length, 3 * width)."""
     q, k, v = (a.reshape(*a.shape[:-1], heads, -1) for a in jnp.split(qkv, 3, -1))
     mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
     return mixed.reshape(*mixed.shape[:-2], -1)

@@ -132,6 +132,6 @@ def candidates(cell: Cell, compiled: list[Program], inputs: Inputs) -> list[_tim
 
 
 def checks(clock: Any) -> list[dict[str, Any]]:
-    """Nothing beside the properties of cells."""
+    """There are no checks beside the properties of cells."""
     del clock
     return []

@@ -297,7 +297,7 @@ def run_segment_softmax(plan: str, dtype: str, count: int, inner: int, segments:
 
 
 def sanitize_segment_softmax(dtypes: list[str]) -> tuple[int, list[str]]:
-    """In both plans, of segments short and long, and with ids that do not ascend although they were said to."""
+    """Runs both plans with short and long segments, and with ids that do not ascend although they are declared to."""
     done, wrong = 0, []
     for plan, dtype, sizes, segments in itertools.product(("sort", "sorted"), dtypes, SEGMENTED, (1, 40)):
         for lie in LIES if plan == "sorted" else (False,):
@@ -365,7 +365,7 @@ NORMALISED = (1, 7, 8, 31, 64, 76, 128, 257, 512, 1002, 1024, 4097, 8192, 33000,
 
 
 def _compare(calls, dtype: str) -> str:
-    """Where a primitive and its reference differ, for each (primitive, reference, operands, parameters); empty if nowhere."""
+    """The (primitive, reference, operands, parameters) in `calls` whose results differ, as text; empty if none differ."""
     for prim, meaning, operands, params in calls:
         call = jax.jit(lambda *a, prim=prim, params=params: prim.bind(*a, **params))
         got = jax.device_get(call(*map(jax.device_put, operands)))

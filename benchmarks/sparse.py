@@ -187,7 +187,7 @@ def _ours(cell: Cell) -> Callable[..., jax.Array]:
 
 
 def _xla(cell: Cell) -> Callable[..., jax.Array]:
-    """As a program without this library has it. Tokens are gathered by the sorted slots, which is faster than a scatter."""
+    """The operation in a program without this library. Tokens are gathered by the sorted slots, which is faster than a scatter."""
     case = cell.case
     summed = lambda values, graph: jax.ops.segment_sum(values, graph.receivers, case.rows, indices_are_sorted=True)
 
@@ -209,7 +209,7 @@ def _xla(cell: Cell) -> Callable[..., jax.Array]:
 
 
 def _function(cell: Cell, run: Callable[..., jax.Array]) -> Callable[..., Any]:
-    """Of the index, the operands and, backward, the cotangent."""
+    """A function of the index, the operands and, backward, the cotangent."""
     if cell.direction == "forward":
         return run
 
@@ -310,6 +310,6 @@ def examine(cell: Cell, compiled: list[Program], inputs: Inputs, times: dict[str
 
 
 def checks(clock: Any) -> list[dict[str, Any]]:
-    """Nothing beside the properties of cells."""
+    """There are no checks beside the properties of cells."""
     del clock
     return []

@@ -77,7 +77,7 @@ LIBRARIES = {
 
 
 def initial_params(key, widths):
-    """For each layer the weights, [inputs, heads * features], and the vectors of the scores, [2, heads, features]."""
+    """The weights of each layer, [inputs, heads * features], and the vectors of its scores, [2, heads, features]."""
     params = []
     for k, (inputs, features) in enumerate(zip(widths, widths[1:])):
         keys = jax.random.split(jax.random.fold_in(key, k))

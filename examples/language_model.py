@@ -70,7 +70,7 @@ def plain_swiglu(x):
 
 
 def plain_loss(h, table, labels):
-    """As in optax: the whole table of log-probabilities, and one of each row."""
+    """The loss as in optax: the whole table of log-probabilities, and one of each row."""
     logs = jax.nn.log_softmax((h @ table.astype(h.dtype).T).astype(jnp.float32))
     return -jnp.mean(jnp.take_along_axis(logs, labels[..., None], axis=-1))
 
@@ -80,7 +80,7 @@ def fused_loss(h, table, labels):
 
 
 def plain_rms_norm(x, gain, residual=None):
-    """In float32 whatever x is."""
+    """RMSNorm in float32, whatever the type of x."""
     x = x if residual is None else x + residual
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)

@@ -70,7 +70,7 @@ def log_return(scan, model, key, steps, paths):
 
 
 def prices(scan, model, strikes, key, steps, paths):
-    """Of calls, one for each strike."""
+    """Prices of calls, one for each strike."""
     stock = model["spot"] * jnp.exp(log_return(scan, model, key, steps, paths))
     payoff = jnp.maximum(stock - strikes[:, None], 0)
     return jnp.exp(-model["rate"] * MATURITY) * payoff.mean(1)
@@ -92,7 +92,7 @@ def make_batch(scan, steps, paths):
 
 
 def exact_prices(model, strikes):
-    """By the characteristic function of log S(T), in the form of Albrecher et al., "The little Heston trap", 2007."""
+    """Prices by the characteristic function of log S(T), in the form of Albrecher et al., "The little Heston trap", 2007."""
     s0, v0, kappa, theta, xi, rho, rate = model.values()
     u = (np.arange(4000) + 0.5) * 0.05
 

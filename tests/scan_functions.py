@@ -64,7 +64,7 @@ def gated(shape, length, dtype, seed=0):
 
 
 def heston(shape, length, dtype, seed=0):
-    """No results of steps; a step size for each step; scalars of the model."""
+    """Heston's model: steps without results, a step size for each step, scalars of the model."""
     rng = np.random.default_rng(seed)
 
     def run(scan, s, v, kappa, theta, dt, z, w):

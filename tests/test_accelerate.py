@@ -443,7 +443,7 @@ def test_former_operations(name, function):
 
 
 def test_check_of_an_array_that_is_rounding_alone():
-    """As the gradient of a bias of keys is: judged by the largest number of its result, and not of another result."""
+    """Such an array, like the gradient of a bias of keys, is judged by the largest number of its own result."""
     from jaxkern.accelerate import CheckError, _compare
 
     plain = (np.float32(100), {"w": np.array([1.0, -0.5], np.float32), "b": np.array([3e-5, -1e-5], np.float32)})
@@ -606,7 +606,7 @@ UPDATES = {
 @pytest.mark.skipif(not jaxkern._core.registry.kernels_run(), reason="no kernels")
 @pytest.mark.parametrize("name", UPDATES)
 def test_updates_are_not_taken_out_of_arithmetic(name, monkeypatch):
-    """In float32; 16-bit sums, and float32 where XLA adds by compare-and-swap, are taken anyway."""
+    """This holds in float32. 16-bit sums, and float32 where XLA adds by compare-and-swap, are taken anyway."""
     make, taken = UPDATES[name]
     f = lambda x, i: jax.ops.segment_sum(make(x, i), i, 40_000)
     x, i = jax.ShapeDtypeStruct((240_000, 128), jnp.float32), jax.ShapeDtypeStruct((240_000,), jnp.int32)

@@ -26,7 +26,7 @@ def lengths(*values):
 
 
 def a_mask(*shape, blind=()):
-    """With rows that exclude every key."""
+    """A mask; the rows `blind` exclude every key."""
     mask = np.random.default_rng().random(shape) < 0.7
     for row in blind:
         mask[..., row, :] = False

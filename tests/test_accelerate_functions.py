@@ -195,7 +195,7 @@ def test_debug_nans_is_as_in_the_plain_program(name, derivative):
 
 @pytest.mark.parametrize("name", REPLACED)
 def test_pallas_kernels_stay(name):
-    """Also where a function under jit is called inside and outside a kernel, in either order."""
+    """They stay even if a function under jit is called inside and outside a kernel, in either order."""
     from jax.experimental import pallas
 
     f, x = REPLACED[name], SPECIAL[:1] + 0.5

@@ -226,7 +226,7 @@ def test_associative_scans_that_are_left():
 
 @needs_kernels
 def test_settings():
-    """By name; jaxkern.scan is not an operation of the program; another platform; a count that is not known."""
+    """Loops off by name; jaxkern.scan, which is no operation of the program; another platform; a count that is not known."""
     assert not jaxkern.explain(lambda x: jaxkern.scan(decay, x[0], x)[1])(X)
     with jaxkern.accelerate(without="scan"):
         assert not jaxkern.explain(decays)(X)

@@ -97,7 +97,7 @@ def test_progress_without_a_terminal(monkeypatch, capsys):
 
 @pytest.mark.skipif(ON_GPU, reason="arrays of a gigabyte")
 def test_what_devices_are_worth(tmp_path):
-    """On as many as there are."""
+    """It runs on as many devices as there are."""
     options = argparse.Namespace(quick=True, cases="classes|index_add", devices=(), repeats=1)
     path = _report.save(data := sharding.run(options), tmp_path)
     rows = json.loads(path.read_text())["results"]
@@ -122,7 +122,7 @@ def test_whole_programs(tmp_path):
 
 @pytest.mark.parametrize("endless", ["", "four steps did not end"])
 def test_first_steps_are_compared_with_matrix_products_known(endless, monkeypatch):
-    """Where the goal is checked, the plain step is compiled once before all, and again where it is measured."""
+    """If the goal is checked, the plain step is compiled once before all others, and again where it is measured."""
     events = []
 
     def step(state, x):
@@ -174,7 +174,7 @@ FOUND = {
 
 @pytest.mark.parametrize("name", FOUND)
 def test_what_is_found_in_programs(name):
-    """With every operation, whatever its size: the same losses."""
+    """Every operation is taken, whatever its size, and the losses are the same."""
     found = [p for p in programs.programs() if p.name == name]
     if not found:
         pytest.skip("its package is not installed")
@@ -237,14 +237,14 @@ def test_sets_of_operations(tmp_path):
 
 
 def test_programs_of_full_size_are_traced(capsys):
-    """As they would be on a GPU: without arrays, and so without memory for them."""
+    """They are traced as on a GPU, but without arrays, which would not fit in memory."""
     programs.explain(argparse.Namespace(quick=False, cases="^embedding bfloat16"))
     assert "16-bit sums" in capsys.readouterr().out or not programs.jaxkern._core.registry.kernels_run()
 
 
 @pytest.mark.parametrize("name", [p.name for p in programs.programs() if p.pyg and p.dtype == "float32"])
 def test_pytorch_geometric_runs_the_same_models(name):
-    """From the same parameters: the same losses, in steps of Adam, of every way to run the model."""
+    """From the same parameters, every way to run the model has the same losses in steps of Adam."""
     if _torch.geometric() is None:
         pytest.skip("PyTorch Geometric is not installed")
     program = next(p for p in programs.programs() if p.name == name and p.dtype == "float32")
@@ -264,7 +264,7 @@ def test_pytorch_geometric_runs_the_same_models(name):
 
 
 def test_a_peer_that_fails_is_a_note(monkeypatch, tmp_path, capsys):
-    """And one that runs stands in the file, the table and the figure."""
+    """A peer that runs is in the file, the table and the figure."""
     measured = lambda: _geometric.Measured(_timing.Timing([1e6], "host", note="edge list"), 1.0, 2.0)
     peers = {"convolution": measured(), "interaction": _timing.Failure("out of memory")}
     monkeypatch.setattr(_torch, "geometric", lambda: True)
@@ -293,7 +293,7 @@ def test_a_peer_has_a_limit():
 
 
 def test_readings_of_steps():
-    """As many as asked for, each of whole steps, and none but the first after the end."""
+    """There are as many readings as requested, each of whole steps, and only the first may begin after the end."""
     calls, waits = [], []
     run, wait = lambda: calls.append(time.sleep(0.001)), lambda: waits.append(len(calls))
     assert len(_timing.steps(run, wait, 3, sample=0.01)) == 3

@@ -238,7 +238,7 @@ def test_gradient_of_a_maximum_finds_it(dtype):
 
 
 def test_16_bit_operations_are_rounded():
-    """As NumPy rounds them: a float16 that overflows does so here, too, and what is below the last digit is lost."""
+    """They are rounded as in NumPy: a float16 that overflows overflows here too, and digits below the last one are lost."""
     x = np.array([[300, 3.3], [1, 1], [300, 5.3]], np.float16)
     message = lambda y: (y * y) / y + ((y + 2048) - 2048)
     i = jnp.array([0, 2, 2])

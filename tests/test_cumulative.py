@@ -122,7 +122,7 @@ TRANSFORMATIONS = {
 
 @every_operation
 def test_transformations(name, x64):
-    """In float64; products have zeros among their factors, and maxima two elements that are equal."""
+    """The tests run in float64; products have zeros among their factors, and maxima two equal elements."""
     x, t = (jnp.asarray(numbers("float64", (2, 7), seed)) for seed in range(2))
     x = x.at[0, 2].set(0) if name == "cumprod" else x.at[:, 4].set(x[:, 3])
 

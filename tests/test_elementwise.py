@@ -173,7 +173,7 @@ def arrays_of(row, dtype, operands):
 
 
 def counterpart_error(theirs, key, exact):
-    """On the CPU, where XLA runs all of these: the error of the row's expression."""
+    """The error of the counterpart; on the CPU, where XLA runs everything, the error of the row's expression."""
     if theirs is None:
         return 0.0
     with np.errstate(all="ignore"):
@@ -252,7 +252,7 @@ def test_integers_wrap():
 
 
 def test_sizes():
-    """Around packs and blocks, odd ranks, nothing at all."""
+    """Sizes around packs and blocks, odd ranks, and empty arrays."""
     sizes = (0, 1, 2, 3, 7, 8, 9, 255, 1023, 1024, 1025, 40001, 140000)
     for n in sizes:
         x = jnp.asarray(np.random.default_rng(n).normal(size=n).astype(np.float32))
@@ -418,7 +418,7 @@ def test_more_than_32_bits_count_is_left_to_xla():
 @pytest.mark.parametrize("row", DIFFERENTIABLE, ids=lambda row: row.name)
 @pytest.mark.optimized
 def test_gradient(row, x64):
-    """Of arrays and parameters, against JAX's of the row's expression in float64."""
+    """Gradients by arrays and parameters match JAX's gradients of the row's expression in float64."""
     cases = {}
     for dtype in FLOATS:
         g = jnp.asarray(np.random.default_rng(3).normal(size=515).astype(jnp.dtype(dtype)))
@@ -479,7 +479,7 @@ def test_forward_and_second_derivatives(row):
 
 
 def test_corners():
-    """Where a function has a corner, the derivative is jax.nn's."""
+    """At a corner of a function, the derivative is jax.nn's."""
     corners = jnp.array([-6.0, -3.0, -1.0, -0.5, 0.0, 0.5, 1.0, 3.0, 6.0])
     of_nn = ("relu", "hard_tanh", "hard_sigmoid", "hard_swish", "elu", "celu", "leaky_relu", "selu")
     of_jnp = ("abs", "square", "sign", "floor", "maximum", "minimum")

@@ -66,7 +66,7 @@ def in_float64(f, arrays):
 
 
 def assert_close(found, wanted, dtype, terms=1):
-    """To one rounding of the dtype, and of sums to what float32 loses."""
+    """Allows one rounding of the dtype, and for sums the error of float32."""
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert a.shape == b.shape and a.dtype == jnp.dtype(dtype)
         atol = max(EPS[dtype], 2e-6 if dtype != "float64" else 0) * math.sqrt(terms) * 4
@@ -123,7 +123,7 @@ def test_derivatives_of_derivatives(shapes):
 
 
 def test_derivatives_of_rules():
-    """Of custom_jvp as the rule says, of custom_vjp in both modes."""
+    """A custom_jvp has the derivative of its rule, and a custom_vjp has derivatives in both modes."""
 
     @jax.custom_vjp
     def f(x):

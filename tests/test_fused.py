@@ -513,7 +513,7 @@ OF_LOG = ("vjp", "jvp", "forward over reverse", "reverse over reverse")
 
 @pytest.mark.parametrize("kind, names", [("dropout", OF_DROPOUT), ("softmax", OF_SOFTMAX), ("log", OF_LOG)])
 def test_derivatives(kind, names, x64):
-    """Of x, scale and bias, in float64, so that a wrong rule cannot hide behind rounding."""
+    """Derivatives by x, scale and bias, in float64, so that a wrong rule cannot hide behind rounding."""
     shape = (2, 3, 4, 5)
     draw = lambda shape, seed: jnp.asarray(np.random.default_rng(seed).normal(size=shape))
     where = np.random.default_rng(0).random((2, 1, 4, 5)) < 0.6

@@ -178,7 +178,7 @@ def test_layer_and_instance_norm():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_given_statistics(dtype):
-    """As in inference, with gradients of all arguments."""
+    """Statistics are given, as in inference; all arguments have gradients."""
     x, scale, bias, mean = random((4, 6, 5), dtype), *(random((6,), "float32") for _ in range(3))
     var, t = random((6,), "float32") ** 2 + 0.1, random((4, 6, 5), "float32")
 
@@ -233,7 +233,7 @@ def test_epilogue(name, dtype, captures):
 
 @every_name
 def test_epilogue_transformed(name, x64):
-    """Under vmap, forward over reverse, and with given statistics."""
+    """The epilogue works under vmap, forward over reverse, and with given statistics."""
     x = random((3, 4, 5, 6), "float64")
     f = lambda x: ours(name, x, 2, jnp.cos(x[0, 0]), epilogue=jnp.sin)[0]
     g = lambda x: jnp.sin(plain(name, x, 2, jnp.cos(x[0, 0]))[0])
@@ -330,7 +330,7 @@ def same(found, wanted):
 @every_name
 @pytest.mark.parametrize("dims", [(0, None, None), (None, 0, 0), (2, 1, None)])
 def test_vmap(name, dims, x64):
-    """Of values, of gradients for each example, of a derivative forward, and their derivatives; and twice."""
+    """vmap of values, of gradients for each example, of a forward derivative, and of their derivatives; and twice."""
     rng, shapes = np.random.default_rng(0), [(3, 5, 4), (4,), (4,)]
     batched = lambda shape, d: shape if d is None else (*shape[:d], 3, *shape[d:])
     args = [jnp.asarray(rng.normal(size=batched(s, d))) for s, d in zip(shapes, dims)]

@@ -167,7 +167,7 @@ def check_coverage(chosen, p):
     ],
 )
 def test_kernels(shape, dtype, options):
-    """On a device of two multiprocessors; one of them at any address, too."""
+    """The device has two multiprocessors; one of the kernels runs at any address, too."""
     on, rng = device.A100._replace(sm_count=2), np.random.default_rng(0)  # without clusters
     with compat.enable_x64(dtype == "float64"):
         for algorithm in plan.ALGORITHMS if fits_one_pass(shape, dtype, on) else ("two_pass",):

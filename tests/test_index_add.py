@@ -139,7 +139,7 @@ def test_ids_of_few_bits():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int32"])
 @pytest.mark.sweep(5)
 def test_runs_of_every_length(operation, ascending, width, dtype):
-    """As many updates per row as begin and end at any place of the chunks and tiles that they are cut into, or none."""
+    """Runs begin and end at every place of chunks and tiles, and some rows have no update."""
     rng = np.random.default_rng(0)
     lengths = [0, 0, 1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 18, 20, 21, 22, 31, 33, 34, 35, 38, 51, 64, 69, 200, 900]
     lengths = rng.permutation(np.repeat(lengths, 6))
@@ -569,7 +569,7 @@ def test_backend_is_the_one_under_test():
 
 @pytest.mark.parametrize("ids", [[0, 0, 1, 1, 1, 3, 3, -1, 9], [2] * 9, [3, 1, 0, 2, -1, 4, 9, 5, 7]], ids=str)
 def test_derivatives_of_products(ids, x64):
-    """Of rows with zeros (one, two and three in a segment), negative numbers and rows without a segment."""
+    """Rows have zeros (one, two and three in a segment), negative numbers, or no segment."""
     data = np.random.default_rng(0).normal(size=(9, 4))
     data[[0, 2, 3, 5, 8], 1] = 0
     data[:, 2] = 0

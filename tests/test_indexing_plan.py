@@ -135,7 +135,7 @@ def test_runs_cover_a_call():
 
 
 def test_few_updates_of_many_short_rows_find_them_filled():
-    """By a kernel of their own, whatever sums them, which then reads the rows back."""
+    """A separate kernel fills the rows, whatever algorithm sums them and reads them back."""
     of = lambda **changes: plan.Problem(1 << 22, 1000, op="segment_sum")._replace(**changes)
     few = (of(), of(batch=4096, rows=50257, count=1), of(op="segment_max", count=1 << 19), of(rows=2**31 - 2))
     others = (of(op="index_add"), of(rows=4096), of(count=1 << 20), of(inner=8))

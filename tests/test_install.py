@@ -220,7 +220,7 @@ def test_module_that_cannot_be_set_up(fake, monkeypatch):
 
 
 def test_warnings():
-    """Of a module that is absent only where there is a GPU; of what loaded, never."""
+    """A module that is absent causes a warning only if there is a GPU; a module that loaded never does."""
 
     def warned(module, gpu):
         with warnings.catch_warnings(record=True) as caught:

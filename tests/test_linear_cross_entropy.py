@@ -263,7 +263,7 @@ def test_without_rows_or_width(rows, width, reduction):
 
 
 def test_operands_that_are_not_differentiated():
-    """Nothing is computed for them: of a frozen weight there is no gradient, and no accumulator."""
+    """Nothing is computed for them: a frozen weight has neither a gradient nor an accumulator."""
     h, weight, labels, bias, _ = problem(64, 32, 256)
     f = lambda h, weight, bias: jaxkern.linear_softmax_cross_entropy(h, weight, labels, bias)
     all_of = jax.grad(f, (0, 1, 2))(h, weight, bias)
@@ -311,7 +311,7 @@ def test_microbatches_in_a_scan():
 
 
 def test_a_differentiated_mean_has_three_products():
-    """And a loss per row, whose logits are computed again, has four."""
+    """A loss per row, whose logits are computed again, has four."""
     h, weight, labels, *_ = problem(64, 32, 256)
     for reduction, products in (("mean", 3), ("none", 4)):
         f = lambda h, weight: jaxkern.linear_softmax_cross_entropy(h, weight, labels, reduction=reduction).mean()
@@ -448,7 +448,7 @@ def test_algorithms_are_forced_on_every_platform():
 @pytest.mark.parametrize("vocabulary", [128256, 50257])
 @pytest.mark.parametrize("memory", [2_800_000_000, 700_000_000, 1_600_000_000])
 def test_kernels_of_chunks_read_logits_once_and_overwrite_them(memory, vocabulary):
-    """In programs for a GPU; of a vocabulary that is padded too."""
+    """The programs are for a GPU; a vocabulary may be padded."""
     f = lambda h, w, y: jaxkern.linear_softmax_cross_entropy(h, w, y, memory=memory)
     shapes = ((8192, 4096), "bfloat16"), ((4096, vocabulary), "bfloat16"), ((8192,), "int32")
     traced = jax.jit(jax.value_and_grad(f, (0, 1))).trace(*(jax.ShapeDtypeStruct(*s) for s in shapes))

@@ -71,7 +71,7 @@ def graph():
 
 
 def messages(name, s):
-    """Between rows of the middle dimension; no edge ends at some."""
+    """Messages between rows of the middle dimension; at some rows no edge ends."""
     f = lambda x, y: x * jnp.cos(y)
     y = jax.vmap(lambda s: getattr(jaxkern, name)(f, graph(), senders=s, receivers=s))(s)
     return jnp.where(jnp.isfinite(y), y, 0)
@@ -93,7 +93,7 @@ SLOTS = np.stack([IDS, (IDS + 1) % (ROWS + 1)], 1)
 
 
 def bags(f):
-    """Of tables along the middle dimension, by vmap."""
+    """Bags of tables along the middle dimension, by vmap."""
     return lambda x: jax.vmap(f)(x)
 
 
@@ -198,7 +198,7 @@ def plain_batch_normalised(x):
 
 
 def linear_cross_entropy(ours, reduction, algorithm, x):
-    """Of activations, a weight, a bias and weights of rows that all depend on x."""
+    """The loss of activations, a weight, a bias and weights of rows that all depend on x."""
     flat, weights = x.reshape(-1, SHAPE[2]), 1 + x[..., 0] ** 2
     weight, bias = jnp.cos(flat), jnp.sin(flat[:, 0])
     if ours:
@@ -234,7 +234,7 @@ def attention(x):
 
 
 def curved(f):
-    """Not linear, so that no derivative is zero for want of something to derive."""
+    """A nonlinear function of the results of f, so that no derivative is zero."""
     return lambda x: f(jnp.sin(x) + 0.3 * x * x)
 
 
@@ -501,7 +501,7 @@ def test_every_transformation(name, column, x64):
 @pytest.mark.parametrize("name", [name for name in CASES if name not in THOROUGH])
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 def test_first_transformation_of_every_column(name, x64):
-    """Without a GPU, of every fourth column: of the next ones for the next case."""
+    """Without a GPU, each case runs every fourth column, and the next case the next ones."""
     first, step = (0, 1) if ON_GPU else (list(CASES).index(name) % 4, 4)
     columns = list(TRANSFORMATIONS.items())[first::step]
     check(*case(name), {f"{column}: {next(iter(runs))}": next(iter(runs.values())) for column, runs in columns})

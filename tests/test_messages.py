@@ -148,7 +148,7 @@ def test_values(op, name, dtype, x64):
 @pytest.mark.sweep(3)
 @pytest.mark.optimized
 def test_gradients(op, name, x64):
-    """By all operands, of float32; the cotangent of an empty row has no part in it."""
+    """Gradients by all operands, in float32; the cotangent of an empty row contributes nothing."""
     case, at, graph, operands = problem(op, name, "float32")
     wide = to64(operands)
     ours = lambda operands: call(op, case, graph, operands)
@@ -262,7 +262,7 @@ def test_gradients_beside_results_of_integers(op):
 
 
 def test_what_pads_contributes_nothing():
-    """Not even NaN, forward or backward."""
+    """Padding contributes nothing, not even NaN, forward or backward."""
     s, r = np.array([0, -1, 5, 1, 0], np.int32), np.array([1, 0, 0, 7, -4], np.int32)
     graph = messages.Graph(s, r, num_senders=2, num_receivers=3)
     e = jnp.array([1.0, *[jnp.nan] * 4])

@@ -241,7 +241,7 @@ def test_what_has_no_kernel():
 
 
 def test_struct_sizes():
-    """Those of the static_asserts."""
+    """The sizes match the static_asserts of the kernels."""
     assert layout(plan._edges(3, 4)) == (40, 8)
     f = function([FLOAT] * 3)
     operands = avals(SHAPES[2], [FLOAT] * 3, 1000, 10)

@@ -43,7 +43,7 @@ def random(shape, dtype, seed=None, scale=1.0, shift=0.5):
 
 
 def plain(name, x, scale=None, bias=None, axis=-1, where=None):
-    """In the dtype of x, as flax has it without its fast variance."""
+    """The norm in the dtype of x, as flax computes it without its fast variance."""
     y = NORMALISED[name](x, lambda x: x.mean(axis, keepdims=True, where=where))
     shape = np.array(x.shape)
     others = [d for d in range(x.ndim) if d not in np.atleast_1d(np.arange(x.ndim)[np.array(axis)])]
@@ -277,7 +277,7 @@ def test_epilogue(name, dtype, axis):
 
 
 def test_epilogue_transformed(x64):
-    """Under vmap with arguments of each example, forward and reverse, and with a mask."""
+    """The epilogue works under vmap with arguments of each example, forward and reverse, and with a mask."""
     x, b = random((4, 3, 8), "float64"), random((4, 8), "float64")
     ours_of = lambda x, b: jaxkern.layer_norm(x, epilogue=lambda v, b: jnp.sin(v * b), epilogue_args=[b])
     plain_of = lambda x, b: jnp.sin(plain("layer_norm", x) * b)
@@ -421,7 +421,7 @@ def loss(f):
     ],
 )
 def test_vmap(name, dims, x64):
-    """Of values, of gradients for each example, of a derivative forward, and their derivatives."""
+    """vmap of values, of gradients for each example, of a forward derivative, and of their derivatives."""
     rng, width = np.random.default_rng(0), 6
     shapes = [(4, 5, width), (width,), (width,)]
     batched = lambda shape, d: shape if d is None else (*shape[:d], 3, *shape[d:])

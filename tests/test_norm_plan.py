@@ -231,7 +231,7 @@ def test_what_kernels_do_not_take():
     ],
 )
 def test_kernels(name, shape, dtype, out, parameters, extras):
-    """On a device of two multiprocessors, so that blocks walk over rows; once more at any address for one of them."""
+    """The device has two multiprocessors, so that blocks walk over rows; one of the kernels runs once more at any address."""
     rng, on = np.random.default_rng(0), device.H200._replace(sm_count=2)
     for backward, unaligned in ((False, False), (True, False), *([(False, True), (True, True)] * (shape[1] == 76))):
         algorithm = {64: "warp", 1025: "block", 1030: "block", 16500: "streaming" if backward else "auto"}.get(

@@ -60,7 +60,7 @@ for f in (jaxkern.softmax, jaxkern.log_softmax, lambda x: jaxkern.softmax(x, 0),
 
 
 def test_second_run_finds_every_program_in_the_cache(tmp_path):
-    """And none that is another operation's: callbacks alone cannot be told apart from process to process."""
+    """It finds no program of another operation: addresses of callbacks are not unique between processes."""
     environment = {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

@@ -34,7 +34,7 @@ def rows(shape, dtype="float32", seed=0):
 
 
 def wanted(x, to):
-    """In NumPy, in float32 as the kernel computes."""
+    """The result by NumPy, in float32 as the kernel computes."""
     most = np.float32(reference.limit(to))
     wide = x.astype(np.float32)
     with np.errstate(all="ignore"):

@@ -42,7 +42,7 @@ def quantized_as(y, to, block=None, given=None):
 
 
 def normalised(name, s, scale, bias):
-    """In float64."""
+    """The normalised rows in float64."""
     s = s.astype(np.float64)
     with np.errstate(all="ignore"):
         if name == "layer_norm":
@@ -255,7 +255,7 @@ def test_transposed(shape, dtype, to):
 
 @pytest.mark.parametrize("most_recent", [False, True])
 def test_delayed_scale(most_recent):
-    """As Transformer Engine computes it, over steps with zeros and an infinity."""
+    """The scale follows Transformer Engine's, over steps with zeros and an infinity."""
     amaxes = [0.0, 4.0, 100.0, np.inf, 2.0, 1.0, 0.5, 0.0, 0.0, 0.0, 0.0]
     state = DelayedScale.create(jnp.int8, length=3, margin=1, most_recent=most_recent, scale=5.0)
     update = jax.jit(DelayedScale.update)
@@ -410,7 +410,7 @@ def norm_plan(name, shape, dtype, extras, to, block=None, given=False, algorithm
     ],
 )
 def test_norm_kernels(name, shape, dtype, extras, to, block, given, unaligned):
-    """On two multiprocessors, so that blocks walk over rows; the numbers of the norm are within rounding of NumPy's."""
+    """Two multiprocessors let blocks walk over rows; the norm's numbers are within rounding of NumPy's."""
     on = device.H200._replace(sm_count=2)
     found, operands, results, _ = norm_plan(name, shape, dtype, extras, to, block, given, on=on)
     check_limits(found, on)

@@ -107,7 +107,7 @@ def test_the_algorithms_of_the_benchmarks():
 
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS + ("bool",))
 def test_neutral_elements(dtype):
-    """As an element in memory, before it is flipped."""
+    """The neutral element as it is in memory, before it is flipped."""
     kind = np.dtype("uint8") if dtype == "bool" else jnp.dtype(dtype)
     of = lambda op: np.full(1, plan._flip_and_neutral(op, problem((8, 8), 1, dtype))[1], np.uint64).view(kind)
     if "float" in dtype:

@@ -169,7 +169,7 @@ assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_forked_child_exits(tmp_path):
-    """Without touching the parent's threads. JAX itself has no arrays here: its CPU client does not survive a fork."""
+    """It does not touch the parent's threads. JAX itself has no arrays here: its CPU client does not survive a fork."""
     text = launch.text("jaxkern_f", Plan("rows", (Launch("indexing/fill.cuh", "Fill<256, VECTOR>", [], 1, 1),)), [], [])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKED, text],

@@ -75,7 +75,7 @@ def operands(name, shape, dtype, rng):
 
 
 def plain(operation, f):
-    """Of arrays, in jnp."""
+    """The operation on arrays, in jnp."""
 
     def softmax(x, *args, where=True):
         indices = [jax.lax.broadcasted_iota(jnp.int32, x.shape, d) for d in range(x.ndim)]

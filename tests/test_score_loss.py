@@ -46,7 +46,7 @@ def arguments(shape, dtype, seed=None):
 
 
 def plain(x, labels, *args, f=score, where=True, axis=-1, label_smoothing=0.0, z_loss=0.0, ignore_index=None):
-    """In jnp, on arrays."""
+    """The loss of arrays, in jnp."""
     indices = [jax.lax.broadcasted_iota(jnp.int32, x.shape, d) for d in range(x.ndim)]
     s = jnp.broadcast_to(f(x, *indices, *args), x.shape)
     kept = jnp.broadcast_to(where & (s != -jnp.inf), s.shape)

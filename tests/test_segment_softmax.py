@@ -53,7 +53,7 @@ def softmax(x, at, rows):
 
 
 def gradient(y, g, at, rows):
-    """From the result as it was rounded; likewise."""
+    """The gradient by NumPy, from the result as it was rounded."""
     y, g = (np.asarray(a).astype(wide) for a in (y, g))
     with np.errstate(all="ignore"):
         product = np.where(y == 0, 0, y * g)
@@ -179,7 +179,7 @@ def test_the_same_bits_every_time():
 @pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
 @pytest.mark.parametrize("mode", [None, "clip"])
 def test_every_type_of_id(index_dtype, mode):
-    """Out of range by a little and by as much as the type can."""
+    """Ids are out of range by a little, and by as much as their type allows."""
     info = np.iinfo(index_dtype)
     ids = np.array([info.max, 3, 0, info.min, 5, 4, 0, 3, info.max, 100], index_dtype)
     for order in (np.arange(ids.size), np.argsort(ids, kind="stable")):
@@ -283,7 +283,7 @@ IDS = np.array([0, 2, 2, -1, 1, 0, 2, 5, 4, 2, 1, 9], np.int32)
 
 
 def plain(x, ids, rows, axis=0):
-    """In jnp, along an axis, differentiable to any order, 0 where there is no segment."""
+    """The operation in jnp along an axis, differentiable to any order; 0 where there is no segment."""
     one_hot = (ids[:, None] == np.arange(rows)).astype(x.dtype)
     x = jnp.moveaxis(x, axis, 0)
     of = lambda total: jnp.tensordot(one_hot, total, 1)

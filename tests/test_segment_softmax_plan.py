@@ -70,7 +70,7 @@ def as_problem(shape, axis, k, rows, dtype):
 
 
 def size_and_alignment(value):
-    """Of a C++ argument."""
+    """The size and alignment of a C++ argument."""
     if isinstance(value, launch.Struct):
         at, most = 0, value.align
         for member in value.members:

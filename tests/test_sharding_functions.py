@@ -34,7 +34,7 @@ def both(f):
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("spec", [P("r", None, None), P("r", None, "c"), P(("r", "c"), None, None), P(None, None, "c")])
 def test_stays_where_it_is(kind, spec):
-    """No message but the sum of the bias' gradient."""
+    """The only message is the sum of the bias' gradient."""
     grid, arrays = mesh(kind), operands()
     wanted = jax.jit(both(gate))(*arrays)
     specs = (spec, spec, P(spec[-1]))

@@ -41,7 +41,7 @@ def segments(name):
 
 
 def derivative(f, at):
-    """Of a function of x, index, source by the operand at `at`, at a cotangent that is made of the result."""
+    """The derivative of a function of x, index, source by operand number `at`, for a cotangent computed from the result."""
 
     def backward(*operands):
         of_one = lambda v: f(*operands[:at], v, *operands[at + 1 :])
@@ -168,7 +168,7 @@ def test_rows_at_indices_on_an_explicit_mesh(lead, x_spec, index_spec, source_sp
     ],
 )
 def test_gradients_on_an_explicit_mesh(name, x_spec, index_spec, source_spec):
-    """Of operands that are spread in ways of their own: what is taken at indices meets a source somewhere else."""
+    """Operands are split in different ways, so rows that are selected meet a source that is split differently."""
     m, operands = mesh("Explicit"), indexed(())
     f = FUNCTIONS[name]
     gradients = lambda *operands: [derivative(f, at)(*operands) for at in (0, 2)]

@@ -146,7 +146,7 @@ def test_no_less_accurate_than_jax(operation, dtype, shape, scale):
 )
 @pytest.mark.sweep(3)
 def test_rows_of_one_participant_are_exact(operation, dtype, shape, axis):
-    """As in jax.nn: a row's only element has the probability 1 and the logarithm 0, whatever it is."""
+    """The only element of a row has the probability 1 and the logarithm 0, whatever it is, as in jax.nn."""
     with compat.enable_x64(dtype == "float64"):
         x = normal(shape, dtype, 50.0)
         at = np.expand_dims(np.random.default_rng(3).integers(0, shape[axis], x.sum(axis).shape), axis)

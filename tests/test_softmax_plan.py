@@ -186,7 +186,7 @@ def test_struct_sizes():
 
 
 def test_rows_of_matrices_are_taken_by_runs():
-    """Where an operand broadcasts over matrices, and the arrays exceed L2."""
+    """This happens if an operand broadcasts over matrices and the arrays exceed L2."""
     by_runs = lambda *args: fused(*args).launches[0].args[0].members[-1].value
     assert by_runs((64, 2048, 2048), "bias") and by_runs((64, 2048, 2048), "mask")
     assert (

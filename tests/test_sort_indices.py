@@ -290,7 +290,7 @@ def test_a_given_order_is_not_sorted():
 
 @pytest.mark.gpu
 def test_xla_merges_equal_sorts():
-    """In the compiled program of a step with two layers, forward and backward, two sorts are left: by either end."""
+    """The compiled step of two layers, forward and backward, contains two sorts: by either end of the edges."""
 
     def layers(x, senders, receivers):
         for _ in range(2):

@@ -200,7 +200,7 @@ def test_graph_attention(heads, x64):
 
 
 def test_attention_by_dot_products(x64):
-    """No edge but one: its value."""
+    """A node with one edge gets the value of that edge."""
     graph = jaxkern.Graph(np.array([1]), np.array([0]), num_nodes=2)
     q = normal((2, 3, 4), "float32")
     y = jaxkern.graph_attention(lambda k, q: k * q, graph, q, senders=q, receivers=q, reduce_features=-1)

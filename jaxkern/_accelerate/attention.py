@@ -105,7 +105,7 @@ def _fits(mask, shape, dtype) -> bool:
 
 
 def _precision(dtype):
-    """As JAX's own: without it, the products of the gradient are in float32."""
+    """The precision that JAX's own function uses: without it, the products of the gradient are in float32."""
     presets = {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}
     return jax.lax.DotAlgorithmPreset[presets[dtype.name]] if dtype.name in presets else None
 

@@ -182,7 +182,7 @@ class Scatter(typing.NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Of the updates."""
+        """The number of elements of the updates."""
         return self.batch * self.lead * self.count * self.trail
 
     @property

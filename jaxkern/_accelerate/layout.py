@@ -33,7 +33,7 @@ class Layout(typing.NamedTuple):
 
     @property
     def axis(self) -> int:
-        """Of the rows."""
+        """The axis of the rows."""
         return len(self.batch) + len(self.lead)
 
 

@@ -69,17 +69,17 @@ class Op:
 
     @property
     def places(self) -> list[int]:
-        """Of a broadcast: the dimension of the result for each of the operand. Of a transpose: the permutation."""
+        """For a broadcast: for each dimension of the operand the dimension of the result. For a transpose: the permutation."""
         return self.once(_places)
 
     @property
     def direction(self) -> str:
-        """Of a comparison: EQ, NE, LT, LE, GT or GE."""
+        """The kind of a comparison: EQ, NE, LT, LE, GT or GE."""
         return self.once(_direction)
 
     @property
     def splat(self):
-        """Of a constant: the number that all elements are; None if they differ, or it cannot be read."""
+        """The number that all elements of a constant are; None if they differ, or it cannot be read."""
         return self.once(_splat)
 
 

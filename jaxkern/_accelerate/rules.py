@@ -203,7 +203,7 @@ def _emit_chain(ctx, operand, indices, chain, params):
 
 
 class Orders(typing.NamedTuple):
-    """Of a module, what orders of edges it has or will have.
+    """The orders of edges that a module has or will have.
 
     made: indices that chains have sorted. The same indices wrapped around zero take one more sort, which costs less than
         XLA's sums do: graph attention did not end with these after a maximum.

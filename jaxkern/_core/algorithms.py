@@ -13,7 +13,7 @@ import jax
 
 
 class Family(typing.NamedTuple):
-    """Where an operation's algorithms are defined. `fixed`: the fields of `Problem` that the operation determines."""
+    """The module that defines an operation's algorithms. `fixed`: the fields of `Problem` that the operation determines."""
 
     plan: types.ModuleType
     fixed: dict

@@ -133,7 +133,7 @@ def _usable_cache() -> str:
 
 @functools.cache  # at import
 def dump_folder() -> str:
-    """Where every kernel that is compiled is written. Empty for nowhere, with a warning if JAXKERN_DUMP cannot be used."""
+    """The folder that every compiled kernel is written to; empty for none. Warns if JAXKERN_DUMP cannot be used."""
     given = environment.read("JAXKERN_DUMP")
     if not given:
         return ""

@@ -169,7 +169,7 @@ class Affine:
 
     @property
     def dtypes(self) -> list:
-        """Of the numbers of a map."""
+        """The dtypes of the numbers of a map."""
         own = [computing(d) for d in self.stored]
         return [own[i] for i, _ in self._places()] + [own[i] for i in self.offsets]
 
@@ -318,7 +318,7 @@ def _closed(entries, n) -> dict:
 
 
 def _coupled(entries, n) -> list:
-    """For each carry, how many carries there are in its part; two carries are in one part if one depends on the other."""
+    """For each carry, the number of carries in its part. Two carries are in one part if one depends on the other."""
     parts = [{i} for i in range(n)]
     for i, j in entries:
         joined = parts[i] | parts[j]

@@ -319,7 +319,7 @@ def _tangents(xs, dxs, active, spec, axis, reverse) -> list:
 
 
 def _transpose(cts, *xs, spec, axis, reverse):
-    """Of cumulative sums, the only scans that are linear."""
+    """The transpose of cumulative sums, the only scans that are linear."""
     if all(type(ct) is ad.Zero for ct in cts):
         return [ad.Zero(x.aval) for x in xs]
     given = [ad.instantiate_zeros(ct) for ct in cts]

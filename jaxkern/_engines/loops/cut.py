@@ -44,7 +44,7 @@ class Maps:
 
     @property
     def words(self) -> int:
-        """Of 32 bits, of the numbers of a map in a block's shared memory."""
+        """The number of 32-bit words that the numbers of a map take in a block's shared memory."""
         fields = [(f"n{k}", d) for k, d in enumerate(self.numbers)]
         return ceil_div(np.dtype(fields, align=True).itemsize, 4)
 
@@ -76,7 +76,7 @@ class Maps:
         return self.core.function.size + sum(f.size for f in self.functions.values())
 
     def source(self, name, lanes):
-        """As `Core.source`, with what associative.cuh needs."""
+        """The struct of `Core.source`, with the members that associative.cuh needs."""
         text, maps = self.core.source(f"{name}Loop", lanes)
         text += "".join(f.source(f"{name}{k}") for k, f in self.functions.items())
         lines = [f"  using {k} = {name}{k};" for k in self.functions]

@@ -250,7 +250,7 @@ def _held(vectors: int) -> tuple[int, int]:
 
 
 def _both_in_registers(call: _Call, algorithm: str) -> list[Launch]:
-    """With softmax's kernel, whose arguments LossParams follow."""
+    """Launches softmax's kernel, whose arguments LossParams follow."""
     p, vectors = call.p, call.p.touched
     exceeds_l2 = 2 * p.rows * p.width * p.itemsize > call.device.l2_bytes
     softmax = struct(

@@ -287,7 +287,7 @@ def kernels_of(row: Row):
 
 
 def cast_kernels():
-    """From and to a floating-point type; the arithmetic in between is wide enough to round once."""
+    """Casts from and to a floating-point type; the arithmetic in between is wide enough to round once."""
     for a in CAST_TYPES:
         for b in CAST_TYPES:
             if a != b and (a in FLOATS or b in FLOATS):

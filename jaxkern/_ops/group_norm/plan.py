@@ -60,7 +60,7 @@ class Problem(typing.NamedTuple):
 
     @property
     def itemsizes(self) -> tuple[int, int]:
-        """Of x and of the result."""
+        """The bytes of an element of x and of the result."""
         return _ITEMSIZE[self.dtype], _ITEMSIZE[self.out_dtype or self.dtype]
 
     @property
@@ -261,7 +261,7 @@ class _Group(typing.NamedTuple):
         )
 
     def offsets(self, w: _Walk) -> tuple[int, int, int]:
-        """Where total and slope begin in scratch, and its size."""
+        """The offsets of total and slope in scratch, and the size of scratch."""
         p = self.p
         total = p.samples * p.channels * w.parts * self.pair
         slope = total + (p.samples * p.channels * self.pair if p.backward and p.each > 1 else 0)

@@ -247,7 +247,7 @@ def _partition(prim, ctx, operands, params):
 
 
 def _adapt(prim, *avals, rules, rows=None):
-    """If the algorithm is `sort`, a function that sorts the indices and binds `prim` with their order."""
+    """A function that sorts the indices and binds `prim` with their order, if the algorithm is `sort`; else None."""
     first, index, *rest = avals
     source, *rest = rest if rows is None else [first, *rest]
     k, axis = rules.batch_dims, rules.axis

@@ -202,7 +202,7 @@ def _differentiate(prim, gradients):
     f.defvjp(forward, backward)
 
     def jvp(primals, tangents, **params):
-        """As in `autodiff.defvjp`; the edges that attain maxima have no tangent."""
+        """The rule of `autodiff.defvjp`; the edges that attain maxima have no tangent."""
         active = [k for k, t in enumerate(tangents) if k >= 2 * WIDTH and type(t) is not ad.Zero]
         if not active:
             ys = bind(prim, *primals, **params)

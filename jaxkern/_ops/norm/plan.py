@@ -67,7 +67,7 @@ class Problem(typing.NamedTuple):
 
     @property
     def itemsizes(self) -> tuple[int, int]:
-        """Of x and of the result."""
+        """The bytes of an element of x and of the result."""
         return _ITEMSIZE[self.dtype], _ITEMSIZE[self.out_dtype or self.dtype]
 
     @property
@@ -246,7 +246,7 @@ class _Norm(typing.NamedTuple):
 
 
 def _stage_bytes(p: Problem, packs: int, threads: int, group: int) -> int:
-    """Of the rows in shared memory that the groups of a block have at a time; see NormSlots."""
+    """The bytes of the rows that the groups of a block hold in shared memory at a time; see NormSlots."""
     sizes = (*p.itemsizes, *p.itemsizes[:1] * p.residual)
     if p.pack * min(sizes) >= 4:
         return packs * threads * p.pack * sum(sizes)
