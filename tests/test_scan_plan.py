@@ -91,7 +91,7 @@ CASES = [
     ("walk", (1024,), 3, "float32", True, "lanes"),
     ("orbit", (5,), 6, "float32", True, "lane"),
     ("modes", (3, 4), 5, "float32", True, "lane"),
-    ("recurrence", (1,), 9000, "float32", False, "tiles"),
+    ("recurrence", (1,), 9000, "float32", False, "rows"),
     ("advantages", (3,), 700, "float32", False, "columns"),
     ("oscillators", (40,), 600, "float32", True, "columns"),
 ]
@@ -199,25 +199,38 @@ def test_what_does_not_run_ahead():
 
 @pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
 @plans.needs_runtime
-@pytest.mark.parametrize("order, shape", [((1, 0, 2), (4, 512)), ((2, 0, 1), (8, 3)), ((1, 2, 0), (2, 5))])
-def test_steps_along_any_axis(order, shape, monkeypatch):
+@pytest.mark.parametrize(
+    "name, shape, length, order, algorithm",
+    [
+        ("gated", (4, 512), 7, (1, 0, 2), "lanes"),
+        ("gated", (8, 3), 7, (2, 0, 1), "lanes"),
+        ("gated", (2, 5), 7, (1, 2, 0), "lanes"),
+        ("recurrence", (50,), 150, (1, 0), "rows over warps"),
+        ("recurrence", (3,), 2000, (1, 0), "rows over blocks"),
+        ("recurrence", (3,), 9001, (1, 0), "rows over tiles"),
+        ("advantages", (2, 3), 200, (1, 2, 0), "rows over warps"),
+    ],
+)
+def test_steps_along_any_axis(name, shape, length, order, algorithm, monkeypatch):
     """xs and ys whose dimensions lie in memory in another order, steps among them."""
     monkeypatch.setattr(tuning, "VECTOR_THREADS", 8)
     rng = np.random.default_rng(0)
-    for e in traced("gated", shape, 7, "float32", True):
+    for e in traced(name, shape, length, "float32", True):
         closed, (num_consts, num_carry) = e.params["jaxpr"], compat.counts_of_scan(e.params)
         program = Program(closed.jaxpr, closed.consts, num_consts, num_carry, "test")
         both = {k: v for k, v in enumerate((*program.operands, *program.results)) if len(v.set()) == len(program.dims)}
         is_ys = lambda k: k - len(program.operands) >= num_carry
         is_xs = lambda k: num_consts + num_carry <= k < len(program.operands)
         orders = {k: order for k in both if is_xs(k) or is_ys(k)}
-        core = Core(program, orders, 7)
-        made = plan.plan(FEW, core, 7, e.params["reverse"])
+        core = Core(program, orders, length)
+        made = plan.plan(FEW, core, length, e.params["reverse"])
+        assert made.algorithm == algorithm.split()[0]
+        assert made.algorithm == "lanes" or f"kOver{algorithm.split()[-1][:-1].title()}" in made.launches[-1].name
         args = [random(v.aval, rng) for v in e.invars]
         wanted = compat.bind_equation(e, *map(jnp.asarray, args))
         sums, lies = program.accumulators, lambda k: np.ascontiguousarray(args[k].transpose(orders.get(k)))
         reads = [*core.consts, *(num_consts + k for k in range(num_carry) if k not in sums), *core.xs]
-        arrays = emulated.run(made, [lies(k) if k in orders else args[k] for k in reads], core.shapes(7), False)
+        arrays = emulated.run(made, [lies(k) if k in orders else args[k] for k in reads], core.shapes(length), False)
         inits = {k: args[num_consts + k] for k in sums}
         ours = core.after(list(map(jnp.asarray, arrays)), inits, [v.aval for v in e.outvars])
         for y, want in zip(ours, wanted, strict=True):
@@ -279,7 +292,7 @@ def traced_shape(shape, length, dtype):
     "name, shape, length, algorithm",
     [
         ("recurrence", (2048,), 2048, "columns"),
-        ("recurrence", (1,), 100_000, "tiles"),
+        ("recurrence", (1,), 100_000, "rows"),
         ("recurrence", (16384,), 4096, "lanes"),
         ("recurrence", (2048,), 128, "lanes"),
         ("average", (1024,), 4096, "columns"),

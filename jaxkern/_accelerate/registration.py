@@ -12,8 +12,8 @@ _registered: set = set()
 def register(prim, rule, platform: str, reads_program) -> None:
     """Makes JAX lower `prim` for a platform by rule(plain, ctx, *operands, **params), where `plain` is JAX's own rule.
 
-    reads_program(module, equation): whether the rule looks at the operations around the equation, or records what it decides.
-        JAX lowers any other equation once for all that are equal, as it does without the rule.
+    reads_program(module, equation, operands): whether the rule looks at the operations around the equation, or records what it
+        decides. JAX lowers any other equation once for all that are equal, as it does without the rule.
     """
     with _lock:
         if (prim, platform) in _registered:

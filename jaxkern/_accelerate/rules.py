@@ -293,7 +293,7 @@ def _may_be_taken(found, settings, module) -> bool:
     return gate.scatter(found[0])[0] or gate.chain(found[0], any(_orders(module)))[0]
 
 
-def _reads_program(name, module, equation) -> bool:
+def _reads_program(name, module, equation, _) -> bool:
     """Whether the rule for an equation looks at the operations around it, or records what it decides."""
     settings = switch.current()
     if not switch.wanted(name):

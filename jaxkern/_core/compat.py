@@ -131,7 +131,7 @@ def shardy() -> bool:
 
 def register_uncached_lowering(prim, rule, platform) -> None:
     """Registers a lowering rule that is called for every use of `prim`, in the function that contains the use."""
-    register_lowering_uncached_when(prim, rule, platform, lambda module, equation: True)
+    register_lowering_uncached_when(prim, rule, platform, lambda *_: True)
 
 
 def moves_operations() -> bool:
@@ -349,24 +349,32 @@ def _lowers_without_devices() -> bool:
 
 
 def register_lowering_uncached_when(prim, rule, platform, condition) -> None:
-    """A lowering rule that, where `condition(module, equation)` holds, sees the function that the operation stands in.
+    """A lowering rule that, where `condition(module, equation, operands)` holds, sees the function that the operation stands in.
 
-    module: the context of the module. equation: of a jaxpr, the one that is being lowered.
+    module: the context of the module. equation: of a jaxpr, the one that is being lowered. operands: its values in the module.
 
-    Elsewhere JAX caches it as before. It does so too in programs for several platforms, which it cannot lower uncached.
+    Where no condition of the primitive holds, JAX caches it as before. It does so too in programs for several platforms, which
+    it cannot lower uncached.
     """
-
-    def uncached():
-        lowers = sys._getframe(2).f_locals  # of the function that looks into the set
-        return len(lowers["ctx"].platforms) < 2 and condition(lowers["ctx"], lowers["eqn"])
-
     mlir.register_lowering(prim, rule, platform=platform)
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src.interpreters import mlir as internal
 
         if not isinstance(internal._uncacheable_primitives, _Conditional):
             internal._uncacheable_primitives = _Conditional(internal._uncacheable_primitives)
+        conditions = _uncached_when.setdefault(prim, [])
+        conditions.append(condition)
+
+        def uncached():
+            lowers = sys._getframe(2).f_locals  # of the function that looks into the set
+            if len(lowers["ctx"].platforms) > 1:
+                return False
+            return any(c(lowers["ctx"], lowers["eqn"], lowers["in_nodes"]) for c in conditions)
+
         internal._uncacheable_primitives.conditions[prim] = uncached
+
+
+_uncached_when: dict = {}  # {primitive: conditions under which it is lowered uncached}
 
 
 def physical(aval):

@@ -4,7 +4,7 @@ maps = Maps(core)                                   the functors of the maps of 
 plan(device, maps, "columns", lanes, length, ...)   a launch.Plan
 
 columns    a block takes some lanes. Its threads share their steps, and so do blocks if there are many steps
-tiles      the same for the steps of one lane, which are adjacent
+rows       the steps of a lane are adjacent. A warp or a block takes a lane, or blocks share one
 """
 
 import functools
@@ -85,19 +85,16 @@ class Maps:
         return text + "\n".join([f"struct {name} : {name}Loop {{", *lines, "};"]) + "\n", maps
 
 
-def _flag(value) -> str:
-    return str(bool(value)).lower()
-
-
 class Layout(typing.NamedTuple):
-    """pack: lanes of a thread; steps of a vector for `tiles`. lanes, parts: threads of a block. items: steps of a thread."""
+    """pack: lanes of a thread. lanes, parts: threads of a block. items: steps of a thread. resident: blocks of a
+    multiprocessor, for which registers must be enough. over: the parameter kOver of the kernels."""
 
     pack: int
     lanes: int
     parts: int
     items: int
-    blocks: int  # of a multiprocessor, that registers must be enough for
-    ahead: bool = False  # whether a block loads its next tile while it finishes one
+    resident: int
+    over: str
 
     @property
     def tile(self) -> int:
@@ -105,22 +102,58 @@ class Layout(typing.NamedTuple):
         return self.parts * self.items
 
 
-def layout(device, maps, algorithm, lanes, length, vectors) -> Layout:
-    """vectors: the arrays are aligned to 16 bytes."""
+class RowLayout(typing.NamedTuple):
+    """pack: steps of a vector. items: steps of a thread. lanes: threads of a warp that share a lane. threads: of a block."""
+
+    pack: int
+    items: int
+    lanes: int
+    threads: int
+    resident: int
+    over: str
+
+    @property
+    def tile(self) -> int:
+        """Steps of a lane at a time."""
+        return self.items * (self.lanes if self.over == "kOverWarp" else self.threads)
+
+
+def _sizes(maps):
+    """(bytes of the largest element, f, steps of a thread, blocks of a multiprocessor).
+
+    f(lanes): registers that a thread loads in a step.
+    """
     core = maps.core
     xs = [core.program.operands[k].dtype.itemsize for k in core.xs]
-    itemsize = max([1, *xs, *(a.dtype.itemsize for a in core.ys)])
-    words = lambda pack: sum(ceil_div(pack * n, 4) for n in xs)  # that a thread loads in a step
+    words = lambda pack: sum(ceil_div(pack * n, 4) for n in xs)
     items = tuning.CUT_ITEMS
     while items > 4 and (items * words(1) > tuning.CUT_WORDS or items * maps.size > tuning.BODY):
         items //= 2
     resident = tuning.CUT_RESIDENT if maps.words < tuning.MANY_NUMBERS else tuning.CUT_RESIDENT - 1
+    return max([1, *xs, *(a.dtype.itemsize for a in core.ys)]), words, items, resident
+
+
+def row_layout(device, maps, lanes, length, vectors) -> RowLayout:
+    """vectors: the arrays are aligned to 16 bytes."""
+    itemsize, _, items, resident = _sizes(maps)
     pack = tuning.VECTOR_BYTES // itemsize if vectors else 1
-    if algorithm == "tiles":
-        items = max(pack, min(items, tuning.CUT_ROW_BYTES // itemsize))
-        while length % pack:
-            pack //= 2
-        return Layout(pack, 1, tuning.CUT_THREADS, items, resident)
+    items = max(pack, min(items, tuning.CUT_ROW_BYTES // itemsize))
+    while length % pack:
+        pack //= 2
+    across, threads, over = 32, tuning.CUT_THREADS, "kOverTiles"
+    if length <= 32 * items:
+        over, across = "kOverWarp", min(32, 1 << (ceil_div(length, items) - 1).bit_length())
+    elif lanes >= tuning.ROW_BLOCKS * device.sm_count or length <= threads * items:
+        over = "kOverBlock"
+        while threads > 64 and threads * items >= 2 * length:
+            threads //= 2
+    return RowLayout(pack, items, across, threads, max(1, resident * tuning.CUT_THREADS // threads), over)
+
+
+def column_layout(device, maps, lanes, length, vectors) -> Layout:
+    """vectors: the arrays are aligned to 16 bytes."""
+    itemsize, words, items, resident = _sizes(maps)
+    pack = tuning.VECTOR_BYTES // itemsize if vectors else 1
     across = min(32, 1 << (lanes - 1).bit_length())
     parts_of = lambda across: min(tuning.CUT_THREADS // across, tuning.CUT_PARTS)
     shared = lambda across: across * (2 * parts_of(across) + 2 * tuning.COLUMN_RADIX + 1) * 4 * maps.words
@@ -131,7 +164,7 @@ def layout(device, maps, algorithm, lanes, length, vectors) -> Layout:
     held = lambda pack: items * words(pack) > tuning.CUT_WORDS or pack * maps.words > tuning.CUT_NUMBERS
     while pack > 1 and (lanes % pack or few(pack) or held(pack) or pack * items * maps.size > tuning.BODY):
         pack //= 2
-    return Layout(pack, across, parts, items, resident)
+    return Layout(pack, across, parts, items, resident, "kOverTiles" if length > parts * items else "kOverBlock")
 
 
 def plan(device, maps, algorithm, lanes, length, reverse, name, arguments):
@@ -141,28 +174,32 @@ def plan(device, maps, algorithm, lanes, length, reverse, name, arguments):
     """
 
     def launches(vectors):
-        cut = layout(device, maps, algorithm, lanes, length, vectors)
-        source, groups = maps.source(name, 1 if algorithm == "tiles" else cut.pack)
+        rows = algorithm == "rows"
+        cut = (row_layout if rows else column_layout)(device, maps, lanes, length, vectors)
+        source, groups = maps.source(name, 1 if rows else cut.pack)
         if any(len(g) > define.MAP_RANK for g in groups):
             return None
         tiles = ceil_div(length, cut.tile)
-        if algorithm == "tiles":
-            kernel, sizes, width, radix = "Row", (cut.pack, cut.items, 32, cut.parts), 1, tuning.ROW_RADIX
+        if rows:
+            kernel, threads, radix = "Row", cut.threads, tuning.ROW_RADIX
+            sizes = cut.pack, cut.items, cut.lanes, threads
+            blocks, states = ceil_div(lanes, threads // cut.lanes) if cut.over == "kOverWarp" else lanes, lanes
         else:
-            kernel, sizes, radix = "Column", (cut.pack, cut.lanes, cut.parts, cut.items), tuning.COLUMN_RADIX
-            width = ceil_div(lanes, cut.lanes * cut.pack)
-        over = "kOverTiles" if tiles > 1 else "kOverBlock"
-        values = ", ".join(map(str, (*sizes, cut.blocks, radix, _flag(cut.ahead), over, _flag(reverse))))
-        states = width * cut.lanes * (1 if algorithm == "tiles" else cut.pack)
+            kernel, threads, radix = "Column", cut.lanes * cut.parts, tuning.COLUMN_RADIX
+            sizes = cut.pack, cut.lanes, cut.parts, cut.items
+            blocks = ceil_div(lanes, cut.lanes * cut.pack)
+            states = blocks * cut.lanes * cut.pack
+        shared = cut.over == "kOverTiles"
+        values = ", ".join(map(str, (*sizes, cut.resident, radix, "false", cut.over, str(bool(reverse)).lower())))
         published = states * (tiles + tiles // radix + tiles // radix**2)
-        scratch = 8 * maps.words * published if tiles > 1 else 0
+        scratch = 8 * maps.words * published if shared else 0
         args = struct(arguments(groups), launch.scratch() if scratch else launch.null, i64(tiles))
         step = Launch(
             f"loops/{kernel.lower()}_scan.cuh",
             f"{kernel}ScanKernel<{name}, {values}>",
             [args],
-            width * tiles,
-            cut.lanes * cut.parts,
+            blocks * (tiles if shared else 1),
+            threads,
             source=source,
         )
         return ((Memset(launch.scratch(), scratch), step) if scratch else (step,)), scratch

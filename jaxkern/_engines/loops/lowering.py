@@ -69,8 +69,12 @@ def read(ctx, operands, jaxpr, consts, num_consts, num_carry, length, reverse, l
         loops = [_planned(part.program, length, reverse) for part in parts]
         if None not in loops:
             return Loop(program, None, None, length, {}, tuple(zip(parts, loops)))
-    sources, orders = _transposed(program, operands) if not program.captured else ({}, {})
-    loop = _planned(program, length, reverse, sources, orders)
+    found = _adjacent(program, operands)
+    if found is not None:
+        loop = _planned(program, length, reverse, *found)
+        if loop is not None and loop.launches.algorithm == "rows":
+            return loop
+    loop = _planned(program, length, reverse, *_transposed(program, operands))
     if loop is None:
         raise Unsupported(f"{label}: a body of that many arrays, dimensions or statements has no kernel")
     return loop
@@ -84,7 +88,7 @@ def _planned(program, length, reverse, sources=None, orders=None) -> Loop | None
 
 def _transposed(program, operands):
     """(sources, orders) of the xs that were transposed; see Loop and Core."""
-    if any(program.operand_parts) or any(program.result_parts):
+    if program.captured or any(program.operand_parts) or any(program.result_parts):
         return {}, {}
     sources, orders, xs = {}, {}, []
     for k in program.used:
@@ -102,6 +106,28 @@ def _transposed(program, operands):
                 if k not in program.sums and _is_read_in_runs(np.argsort(order), v.dims, v.dtype):
                     orders[len(program.operands) + k] = order
     return sources, orders
+
+
+def _adjacent(program, operands):
+    """(sources, orders) by which the steps of each lane are adjacent in xs and ys; None if xs do not lie like that.
+
+    So lie arrays [batch, steps], which programs transpose for a scan.
+    """
+    if program.captured or any(program.operand_parts) or any(program.result_parts) or not program.dims:
+        return None
+    sources, orders = {}, {}
+    for k in program.used:
+        v = program.operands[k]
+        if k < program.num_consts + program.num_carry or not v.set():
+            continue
+        source, permutation = stablehlo.transposed(operands[k])
+        if source is None or permutation[0] != len(v.dims):
+            return None
+        sources[k], orders[k] = source, tuple(map(int, np.argsort(permutation)))
+    for k, v in enumerate(program.results[program.num_carry :], len(program.operands) + program.num_carry):
+        if isinstance(v, Value) and v.set():
+            orders[k] = (*range(1, len(v.dims) + 1), 0)
+    return (sources, orders) if sources else None
 
 
 def _is_read_in_runs(permutation, dims, dtype) -> bool:
@@ -178,12 +204,16 @@ def of_scan(ctx, operands, params, label) -> Loop:
     )
 
 
+def _is_marked(params) -> bool:
+    closed = params["jaxpr"]
+    return compat.calls(getattr(closed, "jaxpr", closed), loop_p.name)
+
+
 def _of_marked(ctx, operands, params):
     """The results of a marked scan from a kernel, or None."""
     if environment.xla_only() or algorithms.xla_forced() or not registry.kernels_run():
         return None
-    closed = params["jaxpr"]
-    if compat.partitioned_devices(ctx) > 1 or not compat.calls(getattr(closed, "jaxpr", closed), loop_p.name):
+    if compat.partitioned_devices(ctx) > 1 or not _is_marked(params):
         return None
     try:
         loop = of_scan(ctx, operands, params, "jaxkern.scan")
@@ -200,8 +230,12 @@ def _register():
         found = switch.own_promotion(_of_marked)(ctx, operands, params)
         return otherwise(ctx, *operands, **params) if found is None else found
 
+    def reads_transposed(module, equation, operands):
+        """Whether a marked scan may read an array as it was before it was transposed."""
+        return any(stablehlo.transposed(x)[0] is not None for x in operands) and _is_marked(equation.params)
+
     registry.register_cuda_target(TARGET)
-    mlir.register_lowering(scan_p, rule, platform="cuda")
+    compat.register_lowering_uncached_when(scan_p, rule, "cuda", reads_transposed)
 
 
 _register()

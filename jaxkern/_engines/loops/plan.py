@@ -19,29 +19,34 @@ HEADER = "loops/loops.cuh"
 NAME = "Body"
 MOST_ARRAYS = 40
 MOST_BYTES = 4000  # of the arguments of a kernel
-ALGORITHMS = ("lanes", "columns", "tiles")
+ALGORITHMS = ("lanes", "columns", "rows")
 DTYPES = tuple(define.CUDA_TYPES)
 
 
 class Problem(typing.NamedTuple):
-    """numbers: of the map of a step, in words of 32 bits. affine: whether the body is affine in its carries."""
+    """numbers: of the map of a step, in words of 32 bits. affine: whether the body is affine in its carries. adjacent: whether
+    the steps of a lane lie side by side in memory."""
 
     lanes: int
     steps: int
     numbers: int = 2
     affine: bool = True
+    adjacent: bool = False
 
 
 def fits(algorithm, problem, device=None) -> bool:
     if algorithm == "lanes":
         return True
-    return problem.affine and problem.steps < 1 << 31 and (problem.lanes == 1) == (algorithm == "tiles")
+    rows = problem.lanes == 1 or problem.adjacent
+    return problem.affine and problem.steps < 1 << 31 and (rows if algorithm == "rows" else problem.lanes > 1)
 
 
 def choose(problem, device=None) -> str:
     sms = device.sm_count if device is not None else 132
     few = problem.steps >= tuning.CUT_STEPS and problem.lanes < tuning.CUT_LANES * sms
-    cuts = "tiles" if problem.lanes == 1 else "columns"
+    if problem.adjacent and problem.lanes > 1:  # another algorithm would need transposed arrays
+        few = problem.steps >= tuning.CUT_ROW_STEPS
+    cuts = "rows" if problem.lanes == 1 or problem.adjacent else "columns"
     return cuts if few and fits(cuts, problem, device) else "lanes"
 
 
@@ -78,7 +83,9 @@ def plan(device, core, length, reverse):
     if bytes_of_arguments(core) > MOST_BYTES:
         return None
     maps = cut.Maps(core)
-    problem = Problem(lanes, length, max(1, maps.words), bool(maps.numbers) and maps.size <= functor.MOST)
+    affine = bool(maps.numbers) and maps.size <= functor.MOST
+    adjacent = all(a.step == 1 for a in (*map(core.operand, core.xs), *core.ys))
+    problem = Problem(lanes, length, max(1, maps.words), affine, adjacent)
     algorithm = algorithms.pick("scan", algorithms.forced("scan"), problem, device)
     if algorithm != "lanes":
         args = lambda groups: arguments(core, groups, lanes, length)

@@ -47,6 +47,7 @@ WHILE_IDLE = 8  # threads of a warp that are done before they begin other lanes
 # ---- loops that are cut in time: the group "cut" of `benchmarks scan`
 
 CUT_STEPS = 256  # of a loop that is cut, at least: at 256 x 2048 lanes both take 3.9 us
+CUT_ROW_STEPS = 32  # of a loop over adjacent steps of several lanes, at least: a sector of memory for each lane
 CUT_LANES = 96  # for each multiprocessor, below which a loop is cut: at 4096 x 16384 lanes both reach 0.84 of a copy
 CUT_THREADS = 256  # of a block, at most
 CUT_PARTS = 16  # of the steps of a block, at most: each thread joins the maps of those before its own
