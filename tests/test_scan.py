@@ -120,6 +120,18 @@ def test_scans_are_kernels(name):
     assert len(found) == 1 and not loops
 
 
+@pytest.mark.parametrize("shape, axis", [((5, 64), 1), ((3, 64, 8), 1), ((2, 3, 64), 2)])
+def test_steps_along_another_axis_are_read_in_place(shape, axis):
+    """Forward and backward, without transposed arrays."""
+    f = functools.partial(jaxkern.linear_recurrence, axis=axis)
+    a, b = jnp.linspace(0.1, 0.9, 2 * np.prod(shape)).reshape(2, *shape)
+    found, loops = lowered(jax.grad(loss(f), (0, 1)), a, b)
+    types = {t for p in found for t in p.splitlines()[1].split("(", 1)[1].replace(" -> (", ", ").split(", ")}
+    stored = f"float32[{','.join(map(str, shape))}]"
+    assert len(found) == 2 and not loops and stored in {t.rstrip(")") for t in types}
+    assert not any("[64," in t for t in types)
+
+
 def test_what_all_lanes_share_runs_ahead():
     """A kernel makes the keys, and another the walks."""
     run, operands = FUNCTIONS["walk"][0]((1 << 16,), 4, "float32")
