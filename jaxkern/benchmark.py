@@ -17,9 +17,7 @@ from jaxkern._core import arrays, validate
 __all__ = ["Benchmark", "benchmark"]
 
 COLD = 192 << 20  # bytes that calls touch before they come back to the same array: three times the L2 of an H200
-COPIES = (
-    256  # of the operands, at most. Calls on operands so small that these do not add up to COLD are bound by the host.
-)
+COPIES = 256  # copies of the operands, at most. If these do not add up to COLD, the host limits the calls anyway.
 READING = 0.01  # seconds that a reading of the clock takes at least
 ENQUEUED = 16  # calls of a reading whose enqueueing is timed; JAX lets the host be 32 calls ahead
 

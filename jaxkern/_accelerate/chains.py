@@ -71,7 +71,7 @@ class Operand(typing.NamedTuple):
 
 
 class Chain(typing.NamedTuple):
-    """A chain that was found. values: of the program, besides the scatter's operand and indices.
+    """A chain that was found. values: the values of the program that it reads, besides the scatter's operand and indices.
 
     full: the shape of the updates. Its first `counts` dimensions are the dimensions of the indices.
     other: which nodes are at the edges' other ends. An int is the place of their indices among `values`. A tuple belongs to
@@ -166,7 +166,8 @@ def _chain(walk, name, avals, indices, value, clip, alone) -> Chain | None:
 
 
 class _Operands:
-    """What a message reads. values: of the program. operands: of the kernel. of_node: {leaf or rows: number of its operand}."""
+    """The inputs of a message. values: values of the program. operands: operands of the kernel. of_node: {leaf or rows: number of
+    its operand}."""
 
     def __init__(self):
         self.values: list = []
@@ -248,7 +249,7 @@ def _text(walk, used, repeats) -> str:
 
 
 def _with_plan(chain, walk, operand, dtypes) -> Chain | None:
-    """The chain with its bytes, if its message has a kernel. operand: of the scatter."""
+    """The chain with its bytes, if its message has a kernel. operand: the operand of the scatter."""
     shapes = [_arranged(o, chain) for o in chain.operands]
     ends, plans = tuple(o.end for o in chain.operands), walk.program.plans
     rows = operand.shape[0]
@@ -304,7 +305,7 @@ def _repeated(walk, dims) -> tuple:
 class Step(typing.NamedTuple):
     """A node of a message as _function computes it. operands: numbers of earlier steps.
 
-    own: of a constant, its number; of a leaf, the number of its operand.
+    own: the number that a constant is, or the number of a leaf's operand.
     """
 
     name: str

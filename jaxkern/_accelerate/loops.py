@@ -33,7 +33,7 @@ def _line(ctx) -> str:
 def _take(operation, plain, ctx, avals, decision, read, decide, emit):
     """The results of a loop: by `emit` of what `read()` returns, or by `plain`.
 
-    avals: of the arrays that the loop reads. decision: what the gate says before the body is read. decide(lanes): what it
+    avals: the types of the arrays that the loop reads. decision: the answer of the gate before the body is read. decide(lanes): what it
     says then.
     """
     settings = switch.current()

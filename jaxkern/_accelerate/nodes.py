@@ -92,7 +92,7 @@ def _converts(dtype):
 class Node(typing.NamedTuple):
     """A value of the message. exact: it is computed without rounding from what memory holds.
 
-    f: of the values of `operands`; the same object for the same function.
+    f: a function of the values of `operands`; the same object for the same function.
     """
 
     name: str
@@ -111,7 +111,7 @@ class Leaf(typing.NamedTuple):
 
 
 class Rows(typing.NamedTuple):
-    """A gather of rows x[index], which is `result`. dims: of x, except for the first one.
+    """A gather of rows x[index], which is `result`. dims: the dimensions of x, except for the first one.
 
     result: None for part of the arithmetic below a gather, which the program computes before it.
     filled: it is read only where its indices are in range.

@@ -95,7 +95,7 @@ def _dims(layout, operand, indices, updates):
 
 
 def _shard(rows, over, operand, indices, updates, *, name, layout, onto_identity, **params):
-    """A device's part. rows: of the whole operand."""
+    """A device's part. rows: the number of rows of the whole operand."""
     x, index, source, rules = _rows(operand, indices, updates, layout=layout, **params)
     across = over.get("rows", ())
     along = tuple(a for i in layout.index_count for a in over[f"i{i}"])

@@ -351,7 +351,7 @@ def _lowers_without_devices() -> bool:
 def register_lowering_uncached_when(prim, rule, platform, condition) -> None:
     """A lowering rule that, where `condition(module, equation, operands)` holds, sees the function that the operation stands in.
 
-    module: the context of the module. equation: of a jaxpr, the one that is being lowered. operands: its values in the module.
+    module: the context of the module. equation: the equation of a jaxpr that is being lowered. operands: its values in the module.
 
     Where no condition of the primitive holds, JAX caches it as before. It does so too in programs for several platforms, which
     it cannot lower uncached.

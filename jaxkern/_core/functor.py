@@ -53,8 +53,8 @@ class Unsupported(TypeError):
 def trace(f, dtypes, *, name, weak=None, results=None, label=None, coarse=None):
     """`f`, a function of scalars that returns a scalar or a pytree of scalars, as a `Function`.
 
-    dtypes: of the arguments of f, as the user sees them.
-    name: of the public function that f is given to, for errors.
+    dtypes: the types of the arguments of f, as the user sees them.
+    name: the name of the public function that f is given to, for errors.
     weak: for each argument, whether its dtype is weak, like the dtype of a Python number.
     results: how many scalars f must return; None: one or more.
     label: how errors name f; its own name by default.
@@ -218,7 +218,7 @@ def warn_of_size(label, size) -> None:
 class Function:
     """A function of scalars, immutable, and equal to any other that computes the same and has the same derivatives.
 
-    in_dtypes, out_dtypes: of its arguments and results, as the user sees them.
+    in_dtypes, out_dtypes: the types of its arguments and results, as the user sees them.
     captured: how many arguments at the end stand for what the user's function closes over.
     out_tree: the structure of what the user's function returns; None for a derivative.
     used: the positions of the arguments that the results depend on.

@@ -227,7 +227,8 @@ def _of_real_operands(e, args):
 
 
 def jvp_rule(e) -> ClosedJaxpr:
-    """The rule of an equation: of its operands and tangents of the real ones; its results, then tangents of the real ones."""
+    """The rule of an equation: a function of its operands, then tangents of the real ones, that returns its results, then
+    tangents of the real ones."""
 
     def rule(*xs):
         args, tangents = xs[: len(e.invars)], xs[len(e.invars) :]
@@ -239,7 +240,8 @@ def jvp_rule(e) -> ClosedJaxpr:
 
 
 def vjp_rule(e) -> ClosedJaxpr:
-    """The rule of an equation: of its operands, then cotangents of its real results; cotangents of its real operands."""
+    """The rule of an equation: a function of its operands, then cotangents of its real results, that returns cotangents of its
+    real operands."""
 
     def rule(*xs):
         args, cotangents = xs[: len(e.invars)], xs[len(e.invars) :]

@@ -19,7 +19,7 @@ from jaxkern._core import environment
 
 
 def kernels_folder() -> pathlib.Path:
-    """The folder of kernel headers: of the checkout if this is one, else of the installed package."""
+    """The folder of kernel headers, in the checkout if this is one, else in the installed package."""
     checkout = pathlib.Path(__file__).resolve().parents[2] / "ffi" / "kernels"
     if checkout.is_dir():
         return checkout

@@ -189,8 +189,8 @@ def _axis(name, axis, shape) -> int:
 class _Steps:
     """Operands of a recurrence, of one rank, real ones in the type in which they are computed.
 
-    shape: the common shape; axis: the axis of the steps in it, not negative. dtype: of the result; stored: of what bodies
-    return; wide: of the carries.
+    shape: the common shape; axis: the axis of the steps in it, not negative. dtype: the type of the result;
+    stored: the type that bodies return; wide: the type of the carries.
     """
 
     def __init__(self, name, given, axis, **masks):

@@ -29,7 +29,7 @@ def vectors(shape, wide, columns) -> dict:
 
 
 def of_rows(operation, operands, args, keeps_x=False, **given) -> list:
-    """The results for arrays whose rows are their last dimension. operands: by name. args: of the epilogue.
+    """The results for arrays whose rows are their last dimension. operands: arrays by name. args: the arguments of the epilogue.
 
     keeps_x: x is the second result.
     """

@@ -14,7 +14,7 @@ namespace jaxkern {
 
 constexpr int kDirectThreads = 256, kDirectUpdates = 4;
 
-// vectors: of a row. threads: vectors of all updates.
+// vectors: vectors of a row. threads: vectors of all updates.
 struct DirectShape {
   int64_t vectors, threads;
   Divider by_vectors, by_positions;

@@ -4,7 +4,7 @@ A random walk of 262144 lanes has one key, which every step splits. Nothing of t
 lane would compute it again. Such steps of a body, with the carries that depend on nothing else, are a loop of their own. It
 stores what the other steps need in arrays of all steps, which are xs of the loop of all lanes.
 
-What is cheap is computed again rather than stored: of a key, two words are stored, and not the schedule of its rounds.
+Cheap values are computed again rather than stored: for a key, two words are stored, and not the schedule of its rounds.
 """
 
 import copy
@@ -44,7 +44,7 @@ def split(program, sm_count):
 
 
 def _parts(program, dims):
-    """The parts of a program of which the first has these dimensions."""
+    """The parts of a program; the first part has these dimensions."""
     carries, known, varying = _same_in_lanes(program, dims)
     moved = [s for s in program.steps if s.results[0] in varying]
     if len(moved) < tuning.AHEAD_STEPS:
@@ -119,7 +119,7 @@ def _part(program, carries, results, steps, dims, stored, read=(), before=0) -> 
 
 
 def types(part, avals, length) -> list:
-    """The types of all results of a part. avals: of the results of the whole program."""
+    """The types of all results of a part. avals: the types of the results of the whole program."""
     found = [avals[k] for k in part.results]
     more = part.program.results[len(found) :]
     return found + [jax.core.ShapedArray((length, *v.aval.shape), v.dtype) for v in more]

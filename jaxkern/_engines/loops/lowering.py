@@ -166,7 +166,7 @@ def _in_jnp(ctx, f, avals, operands) -> list:
 
 
 def _parts(ctx, loop, operands, avals, types, target) -> list:
-    """The results of a loop of several kernels. types: of the results."""
+    """The results of a loop of several kernels. types: the types of the results."""
     pool, pool_avals, found = list(operands), list(avals), {}
     for part, own in loop.parts:
         given, given_avals = ([values[k] for k in part.given] for values in (pool, pool_avals))
@@ -178,7 +178,7 @@ def _parts(ctx, loop, operands, avals, types, target) -> list:
 
 
 def _kernel(ctx, loop, operands, avals, types, target) -> list:
-    """The results of a loop of one kernel. types: of the results."""
+    """The results of a loop of one kernel. types: the types of the results."""
     program, core = loop.program, loop.core
     inits = [program.num_consts + k for k in range(program.num_carry) if k not in program.accumulators]
     reads = [*core.consts, *inits, *core.xs]

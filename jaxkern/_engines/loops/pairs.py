@@ -104,7 +104,7 @@ def known(equation) -> bool:
 
 
 def expanded(f, dtypes):
-    """See the module. dtypes: of the arguments of f, which returns a list of scalars."""
+    """See the module. dtypes: the types of the arguments of f, which returns a list of scalars."""
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         closed = jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct((), d) for d in dtypes))
 

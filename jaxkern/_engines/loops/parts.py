@@ -95,7 +95,7 @@ def unite(step, unite_pairs) -> list:
 def split(program, moved) -> None:
     """See the module. moved: (dimension, the step that moves data along it) of the program.
 
-    Sets program.operand_parts, program.result_parts: of each operand and result of the scan, None or its Parts.
+    Sets program.operand_parts, program.result_parts: for each operand and result of the scan, None or its Parts.
     """
     apart = {d.same() for d, _ in moved}
     for d, step in moved:
@@ -237,7 +237,7 @@ def _over_lanes(step, operands, results, apart) -> Step | Constant:
 
 
 def _reduced(program, step, parts, part, apart) -> list:
-    """A reduction over dimensions that are taken apart: of the parts one by one, then over lanes."""
+    """A reduction over dimensions that are taken apart: it reduces the parts one by one, then the lanes."""
     if REDUCTIONS[step.name] not in _COMBINE:
         program.fail(step, program.otherwise)
     combine, x = _COMBINE[REDUCTIONS[step.name]], step.operands[0]

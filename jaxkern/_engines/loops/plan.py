@@ -151,7 +151,7 @@ def values_of_a_lane(core) -> int:
 
 
 def steps_ahead(words, threads, length, statements) -> int:
-    """Steps that a thread loads ahead. words: that it loads in a step. threads: of a multiprocessor."""
+    """The steps that a thread loads ahead. words: its words per step. threads: threads per multiprocessor."""
     most = max(1, min(length, tuning.MOST_AHEAD, tuning.BODY // statements if statements else length))
     wanted = tuning.LEAST_AHEAD
     if words:

@@ -32,7 +32,7 @@ SHARED = 36 * 1024  # bytes of them at most, of 48 KiB: members of 8 bytes may n
 
 
 class Problem(typing.NamedTuple):
-    """itemsize: of the largest element. arrays: how many are read. words: of a state, 32 bits each."""
+    """itemsize: bytes of the largest element. arrays: the number of arrays that are read. words: 32-bit words of a state."""
 
     outer: int
     length: int
@@ -43,13 +43,13 @@ class Problem(typing.NamedTuple):
 
 
 class RowLayout(typing.NamedTuple):
-    """pack: elements of a vector. items: of a thread in a tile, a multiple of pack. lanes: of a warp, in a row."""
+    """pack: elements of a vector. items: elements of a thread in a tile, a multiple of pack. lanes: lanes of a warp in a row."""
 
     pack: int
     items: int
     lanes: int
     threads: int
-    blocks: int  # of a multiprocessor, at least, that registers must be enough for
+    blocks: int  # per multiprocessor, at least; registers must suffice for them
     ahead: bool  # whether a block loads its next tile while it finishes one
 
     def tile(self, algorithm) -> int:
@@ -57,7 +57,7 @@ class RowLayout(typing.NamedTuple):
 
 
 class ColumnLayout(typing.NamedTuple):
-    """pack: lanes of a thread. lanes: threads side by side. parts: of the steps, in a block. items: steps of a thread."""
+    """pack: lanes of a thread. lanes: threads side by side. parts: parts of the steps in a block. items: steps of a thread."""
 
     pack: int
     lanes: int

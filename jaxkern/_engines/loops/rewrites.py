@@ -114,7 +114,7 @@ def rewritten(e):
 def fixed_count(params, known) -> int | None:
     """How often the body of a while loop runs, if it counts from a known number to a known number.
 
-    params: of `lax.while_p`. known: a function of the positions of operands that returns their values, or None where they are
+    params: the parameters of `lax.while_p`. known: a function of the positions of operands that returns their values, or None where they are
     not known.
     """
     cond, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr

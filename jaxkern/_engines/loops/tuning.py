@@ -1,10 +1,10 @@
 """Numbers that decide how loops map to the GPU."""
 
 VECTOR_BYTES = 16  # of a thread's load
-VECTOR_THREADS = 256  # of a multiprocessor, at least, where threads take several lanes
+VECTOR_THREADS = 256  # per multiprocessor, at least, where threads take several lanes
 VECTOR_REGISTERS = 80  # of such a thread, at most, for its lanes: more would leave too few threads to hide latency
-THREADS = 128  # of a block
-FEW_THREADS = 64  # of a block, where blocks of THREADS would leave multiprocessors idle
+THREADS = 128  # per block
+FEW_THREADS = 64  # per block, where blocks of THREADS would leave multiprocessors idle
 IN_FLIGHT = (
     48 * 1024
 )  # bytes that a multiprocessor loads ahead, to keep memory busy: 65536 lanes of float32 at 0.90 of a copy
@@ -12,11 +12,11 @@ IN_FLIGHT_OF_FEW = 72 * 1024  # the same with fewer threads than VECTOR_THREADS:
 AHEAD_WORDS = (
     128  # registers of a thread that hold what is loaded ahead; with 176 gradients of a gated unit were slower
 )
-OWN_REGISTERS = 48  # of a thread, beside those for its values: addresses, counters, temporaries
+OWN_REGISTERS = 48  # per thread, beside those for its values: addresses, counters, temporaries
 MOST_AHEAD, LEAST_AHEAD = 112, 4  # steps that are loaded ahead; 128 spilled
 BODY = 4000  # statements of an unrolled loop, which compile within seconds
 
-# ---- loops of which a part runs ahead: the group "ahead" of `benchmarks scan`
+# ---- loops with a part that runs ahead: the group "ahead" of `benchmarks scan`
 
 AHEAD_STEPS = 40  # operations that are the same in all lanes, at least: a block of Threefry has 110
 AHEAD_RATIO = 32  # lanes for each lane of the part, at least
@@ -26,9 +26,9 @@ AHEAD_THREADS = 256  # lanes of a multiprocessor, at least: fewer wait for laten
 
 ROW_BYTES = 64  # of an array that a thread takes in a tile, where steps are adjacent
 MOST_ITEMS = 32
-ROW_LANES = 4  # of a warp that share a short row, at least
-SCAN_THREADS = 256  # of a block
-SCAN_BLOCKS = 4  # of a multiprocessor, with 64 registers per thread
+ROW_LANES = 4  # lanes that share a short row, at least
+SCAN_THREADS = 256  # per block
+SCAN_BLOCKS = 4  # per multiprocessor, with 64 registers per thread
 WARP_STEPS = 1024  # that a warp walks through, at most
 ROW_BLOCKS = 24  # rows for each multiprocessor, from which a block walks through a row
 LANE_VECTORS = (
@@ -36,11 +36,11 @@ LANE_VECTORS = (
 )
 COLUMN_BLOCKS = 24  # the same for blocks that walk through all steps of their lanes
 COLUMN_BYTES = 4  # of a thread's load, where the threads of a block share the steps of adjacent lanes
-COLUMN_STEPS = 16  # of a thread in a tile
+COLUMN_STEPS = 16  # per thread in a tile
 LANE_ITEMS = 32  # elements that a thread which runs all steps loads at once
 COLUMN_WORDS = 8  # of the states of a thread's lanes
 ROW_RADIX, COLUMN_RADIX = 32, 8  # tiles of a group that publishes its state, and groups of a supergroup
-WHILE_THREADS = 256  # of a multiprocessor, at least, where threads of a while loop run several lanes in turn
+WHILE_THREADS = 256  # per multiprocessor, at least, where threads of a while loop run several lanes in turn
 WHILE_ROUNDS = 16  # lanes of such a thread, at most
 WHILE_IDLE = 8  # threads of a warp that are done before they begin other lanes
 
@@ -49,7 +49,7 @@ WHILE_IDLE = 8  # threads of a warp that are done before they begin other lanes
 CUT_STEPS = 256  # of a loop that is cut, at least: at 256 x 2048 lanes both take 3.9 us
 CUT_ROW_STEPS = 32  # of a loop over adjacent steps of several lanes, at least: a sector of memory for each lane
 CUT_LANES = 96  # for each multiprocessor, below which a loop is cut: at 4096 x 16384 lanes both reach 0.84 of a copy
-CUT_THREADS = 256  # of a block, at most
+CUT_THREADS = 256  # per block, at most
 CUT_PARTS = 16  # of the steps of a block, at most: each thread joins the maps of those before its own
 CUT_ITEMS = 16  # steps of a thread
 CUT_ROW_BYTES = 128  # of an array that a thread takes at a time, where the steps of one lane are adjacent

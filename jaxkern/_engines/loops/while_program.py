@@ -39,7 +39,7 @@ mlir.register_lowering(lanes_p, lambda ctx, x: [x])
 class WhileProgram(Program):
     """See the module.
 
-    operands: constants of the condition, constants of the body, carries; results: new carries. condition: of a lane.
+    operands: constants of the condition, constants of the body, carries; results: new carries. condition: the condition of a lane.
     given: the operands before small dimensions are taken apart.
 
     equal: for each operand of the loop, the position of the first one that is the same array; equal constants are merged.
@@ -230,7 +230,7 @@ class Numbers:
 
 
 def read(cond, body, cond_nconsts, body_nconsts, label, equal=()) -> WhileProgram:
-    """The WhileProgram of a while loop. Lanes are the dimensions that its condition is joined over, by default those of `vmap`."""
+    """The WhileProgram of a while loop. Lanes are the dimensions that its condition is joined over, by default the dimensions of `vmap`."""
     given = cond, body, cond_nconsts, body_nconsts, label, equal
     try:
         return WhileProgram(*given)

@@ -44,7 +44,7 @@ def trace(f, avals, axis, label, name="row_kernel", algorithm="auto"):
 
 
 def _row_of(closed, own, axis):
-    """(operand, dimension) that is the row: of the operand with most dimensions, of those that f uses and whose rows are not 1.
+    """(operand, dimension) of the row, for the operand with most dimensions among operands that f uses and whose rows are not 1.
 
     Arrays that f closes over, all but the first `own`, have a row only if no other operand has one.
     """
@@ -69,7 +69,7 @@ class RowFunction:
     """A jaxpr of arrays that is a row function, equal to any other with equal jaxpr and derivative rules.
 
     closed: the jaxpr. row: (array, dimension) that is the row, or None; results are numbered after the operands. label: names
-    the public function and the user's, for errors. name: of the operation, and so of its primitives. algorithm: the one that
+    the public function and the user's, for errors. name: the name of the operation and its primitives. algorithm: the one that
     its caller forces, or "auto". roles: a `Roles`, or None. variant: None, or a function that returns the same function
     as XLA runs it fastest, on a CPU for "cpu" and elsewhere for "xla". avals, results: the types of its operands and results.
     """

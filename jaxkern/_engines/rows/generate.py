@@ -27,7 +27,7 @@ _MOVES = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose")
 
 
 class Source(typing.NamedTuple):
-    """text: the struct, as definitions for namespace jaxkern. size: of its functors, in statements; see `functor.Function`."""
+    """text: the struct, as definitions for namespace jaxkern. size: the statements of its functors; see `functor.Function`."""
 
     text: str
     size: int

@@ -18,7 +18,7 @@ IN_REGISTERS = ("lanes", "warp", "block", "cluster")
 
 
 class Problem(typing.NamedTuple):
-    """rows: how many. width: their length. bytes: of an element of all arrays that are rows. pack: elements of a thread's load.
+    """rows: their number. width: their length. bytes: the bytes of one element of all arrays of rows. pack: elements per load.
 
     sums: bytes of what a thread adds up over rows, for each element. kept: words of an element that are computed once if
     there are registers for them. stages: reductions along the row that wait for each other. strided: the row is not the last

@@ -13,7 +13,7 @@ CLUSTERS = (*((32, blocks, 256) for blocks in (2, 4, 8, 16)), (64, 16, 256), (64
 # The same for functions that keep dear values; smaller blocks wait for each other less
 # [soft cap, bfloat16 8192 x 16384: 154 us with 4 blocks of 128 threads, 166 with 2 of 256, 236 with one of 1024].
 KEPT_CLUSTERS = (*((32, blocks, 128) for blocks in (2, 4, 8, 16)), (32, 8, 256), (32, 16, 256))
-KEPT_THREADS = 256  # of a block that keeps values; beyond, a cluster does, where there are any
+KEPT_THREADS = 256  # threads of a block that keeps values; with more, a cluster keeps them if there are clusters
 # Reductions that wait for each other, at most, where a cluster sums over rows in registers; with more, sums are in shared memory
 # [layer norm, gradient, bfloat16 2048 x 65536: 394 us, in registers 536; one of RMS norm: 248, in registers 235].
 SHARED_STAGES = 2
@@ -21,7 +21,7 @@ SHARED_BYTES = 96 * 1024  # of sums in shared memory, of a block
 COLUMN_BYTES = 8 * 1024  # of L1 for columns, of a block
 SPLIT_THREADS = 256
 SPLIT_WORDS = 32  # of rows and sums in a thread
-SPLIT_BLOCKS = 16  # of a multiprocessor that sum over rows
+SPLIT_BLOCKS = 16  # per multiprocessor, to sum over rows
 SPLIT_ROWS = 2  # rows for each multiprocessor; if there are fewer, long ones are split
 # (words of rows and sums in a thread, registers), and where fewer are enough: for functions that keep dear values, and where sums are in
 # shared memory [soft cap, float32 8192 x 16384: 262 us with 80, 325 with 128; scale norm, gradient, bfloat16 131072 x 1024: 226, 200].
@@ -33,7 +33,7 @@ FEW_REGISTERS = ((8, 40), (24, 64), (40, 80), (1 << 30, 128))
 RAGGED_PACKS = 128
 GROUP_THREADS = 128  # threads of a block in which warps or lanes hold rows
 STREAM_THREADS = 512
-STREAM_PACKS = 4  # of a thread in flight
+STREAM_PACKS = 4  # per thread, in flight
 SUM_BLOCKS = 2  # blocks of a multiprocessor that stay to sum over rows
 STRIDED_WORDS = 32  # of elements that a thread holds where the row is not the last dimension
 

@@ -19,7 +19,7 @@ from jaxkern._ops.reduction.primitive import statistics
 
 
 def partitioned(prim, kinds, split, ctx, operands, params):
-    """Lowers `prim` to parts, which `split` computes; kinds: of the operands and of the results."""
+    """Lowers `prim` to parts, which `split` computes; kinds: the kinds of the operands and of the results."""
     full = [f"d{d}" for d in range(ctx.avals_in[0].ndim)]
     axis = params["axis"]
     full[axis] = "classes"

@@ -21,10 +21,10 @@ DTYPES = tuple(_ITEMSIZE)
 
 _THREADS = 256  # kGroupThreads
 _THREAD_STEPS = 128  # at most: of a thread whose moments are relative to its first element
-_FEW_STEPS = 8  # of a thread, where parts are made to occupy the GPU
+_FEW_STEPS = 8  # per thread, where parts are made to occupy the GPU
 _RESIDENT = 3  # blocks of a multiprocessor in two passes
 _WAVES = 2  # of blocks, where parts may be that small
-_WARP_STEPS = 64  # of a lane, where a warp has a channel; beyond, a block has one
+_WARP_STEPS = 64  # per lane, where a warp has a channel; beyond, a block has one
 _TILE_PACKS = (16, 64)  # of the channels, in a row of threads; fewer if there are no more
 _STATISTICS_ENTRIES = 256  # of a sample and group, from which a block merges them; below, a warp
 _SUMS_COLUMNS = 32
@@ -207,7 +207,7 @@ class _Group(typing.NamedTuple):
         return 2 * _ITEMSIZE[self.p.computing]
 
     def result(self, header: str, name: str, *args, **options) -> Launch:
-        """The launch that writes y or dx; name: of the kernel, without the last >."""
+        """The launch that writes y or dx; name: the name of the kernel, without the last >."""
         if self.function is None:
             return Launch(header, f"{name}>", *args, **options)
         name, source = f"{name}, jaxkern::GroupEpilogue<Epilogue>>", self.function.source("Epilogue")

@@ -23,7 +23,7 @@ from jaxkern._ops.linear_cross_entropy import plan
 class Spec(typing.NamedTuple):
     """The constants of a linear cross-entropy.
 
-    cap: of the logits, 0 for none. transposed: the weight is [vocabulary, d]. precision: of the products.
+    cap: the soft cap of the logits, 0 for none. transposed: the weight is [vocabulary, d]. precision: precision of the products.
     logits_dtype: the name of the type that logits are rounded to. memory: the budget in bytes, 0 for the default.
     algorithm: one of `plan.ALGORITHMS`, or "auto".
     """

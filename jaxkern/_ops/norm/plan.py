@@ -29,15 +29,18 @@ FIXED = {"rms_norm": {"centre": False}, "layer_norm": {"centre": True}}  # field
 _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 DTYPES = tuple(_ITEMSIZE)
 
-_WARP_PACKS = 8  # of a lane, by default
-_FORWARD_THREADS, _BACKWARD_THREADS = 128, 256  # of a block whose rows belong to lanes; a gradient's of long rows: 128
+_WARP_PACKS = 8  # per lane, by default
+_FORWARD_THREADS, _BACKWARD_THREADS = (
+    128,
+    256,
+)  # threads of a block whose rows belong to lanes; for gradients of long rows 128
 _BLOCK_THREADS, _MOST_THREADS = 512, 1024  # at most, of a block per row; the latter forward, for rows that need it
 _BLOCK_HELD = 8  # vectors per thread
 _SUM_WORDS = 64  # of registers, for a thread's sums over rows
 _KEPT_WORDS = 80  # kNormKept
 _BUSY_THREADS, _RESIDENT_THREADS = 480, 1024  # of the gradient, on a multiprocessor: wanted, and at most
 _CLUSTERS = (2, 4, 8, 16)  # blocks
-_CLUSTER_VECTORS = 512  # of a block, at least, where there are few rows
+_CLUSTER_VECTORS = 512  # per block, at least, where there are few rows
 _STAGES = 4  # rows of a thread in shared memory
 _STREAM_THREADS, _COLUMN_THREADS, _SUMS_COLUMNS, _SUMS_THREADS = 512, 128, 32, 512
 _MOST_GRID_X = 2**31 - 1

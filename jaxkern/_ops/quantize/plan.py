@@ -12,7 +12,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 TYPES = {"int8": "Int8", "float8_e4m3fn": "Float8<3>", "float8_e5m2": "Float8<2>"}
 
 _HEADER, _THREADS, _MOST_THREADS = "quantize/quantize.cuh", 256, 1024
-_ELEMENTS = 32  # of a thread, at most
+_ELEMENTS = 32  # per thread, at most
 TILE, _TILE_THREADS = 128, 256
 
 

@@ -44,7 +44,7 @@ _NARROW_ELEMENTS = 128  # of a row that a group of lanes reads element by elemen
 _ROWS_TOGETHER = 4
 _WARP_PACKS = 4  # per lane, of a row that a warp reads together with others
 _WARPS_OF_ROWS = 4
-_ROW_THREADS, _PART_THREADS = 256, 128  # of a block per row, and per part of a row; at most
+_ROW_THREADS, _PART_THREADS = 256, 128  # threads of a block per row, and of a block per part of a row; at most
 _MERGE_THREADS = 256
 _PARTIAL_BYTES = 16  # of a partial result, at most
 
