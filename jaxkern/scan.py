@@ -177,7 +177,7 @@ def _recurrence(first, steps, along, reverse, operands):
     spec = [next(filter(None, axes), None) for axes in specs]
     if any(spec):
         first = jax.sharding.reshard(first, PartitionSpec(*spec))
-    constant = a.shape[0] == 1 < steps
+    constant = a.shape[0] == 1 != steps
     b = jnp.broadcast_to(b, (steps, *b.shape[1:]))
 
     def step(h, x):

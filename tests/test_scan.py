@@ -163,6 +163,7 @@ def test_few_steps(length):
         run, operands = FUNCTIONS[name][0]((3, 4), length, "float32")
         given = [of_real(functools.partial(run, scan), operands) for scan in (jaxkern.scan, lax.scan)]
         close(*(jax.value_and_grad(loss(f), range(len(ws)))(*ws) for f, ws in given), "float32")
+    assert jaxkern.linear_recurrence(0.5, jnp.ones((length, 3))).shape == (length, 3)
 
 
 @pytest.mark.parametrize(
@@ -270,6 +271,7 @@ X, W = jnp.ones((20, 20)), jnp.ones(4)
         (lambda c, x: (c, lax.cumsum(x)), "which is not elementwise"),
         (lambda c, x: (c, x[::-1]), "which is not elementwise"),
         (lambda c, x: (c + c.T, x), "two dimensions"),
+        (lambda c, x: (c, jax.debug.print("{}", c)), "which has side effects|which is not elementwise"),
         (lambda c, x: (lax.fori_loop(0, jnp.int32(c[0, 0]), lambda _, c: c + 1, c), x), ""),
     ],
 )

@@ -167,6 +167,8 @@ class Flat:
             return operands if len(operands) == len(e.outvars) else operands[-1:]
         results = [self._value(v.aval) for v in e.outvars]
         step = Step(name, operands, results, e, dict(e.params), tuple(self._calls), self._origin)
+        if e.effects:
+            self.fail(step, "which has side effects")
         for v in (*operands, *results):
             if not self.computes(v.aval.dtype, e):
                 self.fail(step, f"and kernels do not compute in {v.aval.dtype}")
