@@ -53,9 +53,9 @@ def scan(
     lanes in registers, loads later elements of xs while it computes, and writes each element of ys once. Derivatives and batches
     are JAX's, of any order, and are kernels too. A gradient stores the carry of each step, and computes the rest of a step again, as
     with `jax.checkpoint`. Gradients of operands that broadcast over lanes are added up in each lane, and summed over lanes once,
-    after the loop. XLA runs the loop where there is no kernel: on a CPU, on several devices outside of `shard_map`, and for
-    derivatives that are not elementwise. A thread runs the loop of a lane. If there are few lanes and the body is affine in the
-    carry, blocks share the steps of a lane instead (see "Few lanes" in docs/loops.md).
+    after the loop. XLA runs the loop where there is no kernel: on a CPU, and for derivatives that are not elementwise. A thread
+    runs the loop of a lane. If there are few lanes and the body is affine in the carry, blocks share the steps of a lane instead
+    (see "Few lanes" in docs/loops.md). Several devices run the loops of their own lanes, or their own steps of an affine body.
 
     Raises, when it is traced:
         TypeError: f is not elementwise over lanes. The error names the operation and the line in f.
@@ -167,11 +167,11 @@ def linear_recurrence(
     except ValueError:
         raise ValueError(f"jaxkern.{name}: initial of shape {first.shape} does not broadcast to {lanes}") from None
     operands = [x.reshape((1,) * (len(shape) - x.ndim) + x.shape) for x in (a, b)]
-    run = functools.partial(_recurrence, first, shape[along], along, reverse)
-    return along_whole_steps(run, operands, along).astype(dtype)
+    run = functools.partial(_recurrence, shape[along], along, reverse)
+    return along_split_steps(run, operands, first, along).astype(dtype)
 
 
-def _recurrence(first, steps, along, reverse, operands):
+def _recurrence(steps, along, reverse, operands, first):
     a, b = (jnp.moveaxis(x, along, 0) for x in operands)
     specs = zip(validate.explicit_spec(first), *(validate.explicit_spec(x)[1:] for x in (a, b)))
     spec = [next(filter(None, axes), None) for axes in specs]
@@ -189,16 +189,17 @@ def _recurrence(first, steps, along, reverse, operands):
     return jnp.moveaxis(scan(step, first, b if constant else (a, b), reverse=reverse)[1], 0, along)
 
 
-def along_whole_steps(run, operands, axis):
-    """run(operands), of arrays of one rank, on a mesh with explicit axes that may split the axis of the steps.
+def along_split_steps(run, operands, first, axis):
+    """run(operands, first carry), of arrays of one rank, on a mesh with explicit axes that may split the axis of the steps.
 
-    The operands of `run` have all steps on every device; its result is split as they were.
+    JAX's scans refuse explicit axes there, so `run` sees these as automatic ones. Its result is split as the operands are.
     """
-    split = next(filter(None, (validate.explicit_spec(x)[axis] for x in operands)), None)
-    y = run([validate.whole(x, axis) for x in operands])
-    spec = list(validate.explicit_spec(y))
+    spec = [next(filter(None, entries), None) for entries in zip(*map(validate.explicit_spec, operands))]
     names = lambda entry: entry if isinstance(entry, tuple) else (entry,)
-    if split is None or any(set(names(split)).intersection(names(entry)) for entry in spec):
-        return y
-    spec[axis] = split
-    return jax.sharding.reshard(y, PartitionSpec(*spec))
+    if spec[axis] is None:
+        return run(operands, first)
+    own = names(spec[axis])
+    if any(name in own for a, entry in enumerate(spec) if a != axis for name in names(entry)):
+        return run([validate.whole(x, axis) for x in operands], first)
+    automatic: Callable = jax.sharding.auto_axes(run, axes=own, out_sharding=PartitionSpec(*spec))
+    return automatic(operands, first)

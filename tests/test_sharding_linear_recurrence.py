@@ -46,11 +46,19 @@ def test_first_carry_is_split_as_operands_are(specs):
 def test_split_steps(specs):
     """`jax.lax.scan` refuses them. Results are split as the operands are, unless another dimension has the axis of the mesh."""
     grid = mesh("Explicit")
-    average = lambda a, b: jaxkern.exponential_moving_average(b, a)
+    functions = {
+        "recurrence": jaxkern.linear_recurrence,
+        "average": lambda a, b: jaxkern.exponential_moving_average(b, a),
+        "advantages": lambda a, b: jaxkern.advantages(b, b, a, 0.9, bootstrap=1.0),
+    }
     a = 0.5 * jnp.abs(X) if specs[0] != P() else jnp.float32(0.5)
     split = put(grid, [a, X], specs)
-    for f in (jaxkern.linear_recurrence, average):
+    for name, f in functions.items():
+        run = lambda *xs, f=f: (f(*xs), jax.grad(lambda *xs: jnp.sum(jnp.sin(f(*xs))), (0, 1))(*xs))
         with jax.set_mesh(grid):
-            found = jax.jit(f)(*split)
-        same(found, jax.jit(f)(a, X))
-        assert found.sharding.spec[0] == (None if specs[1] == P(None, "r") else specs[1][0])
+            compiled = jax.jit(f).lower(*split).compile()
+            found = jax.jit(run)(*split)
+        same(found, jax.jit(run)(a, X))
+        assert found[0].sharding.spec[0] == (None if specs[1] == P(None, "r") else specs[1][0])
+        if specs[0] == P():  # a map for each device, where a is a number, and what begins the loop
+            assert max(n for sizes in messages(compiled.as_text()).values() for n in sizes) <= 8 * 8 * 16, name

@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 
 from jaxkern._core import validate
 from jaxkern._core.jaxprs import computing, held
-from jaxkern.scan import along_whole_steps, linear_recurrence, scan
+from jaxkern.scan import along_split_steps, linear_recurrence, scan
 
 
 def exponential_moving_average(
@@ -235,10 +235,10 @@ class _Steps:
 
     def scan(self, body, init, reverse):
         """The results of body(carry, *operands) in all steps. An operand that is the same in all steps is read once."""
-        run = functools.partial(self._scan, body, init, reverse)
-        return along_whole_steps(run, self.operands, self.axis).astype(self.dtype)
+        run = functools.partial(self._scan, body, reverse)
+        return along_split_steps(run, self.operands, init, self.axis).astype(self.dtype)
 
-    def _scan(self, body, init, reverse, operands):
+    def _scan(self, body, reverse, operands, init):
         steps = self.shape[self.axis]
         operands = [jnp.moveaxis(x, self.axis, 0) for x in operands]
         constants = {k: x[0] for k, x in enumerate(operands) if x.shape[0] == 1 != steps}
@@ -246,7 +246,8 @@ class _Steps:
 
         def step(carry, xs):
             xs = iter(xs)
-            return body(carry, *(constants[k] if k in constants else next(xs) for k in range(len(operands))))
+            new, y = body(carry, *(constants[k] if k in constants else next(xs) for k in range(len(operands))))
+            return jax.tree.map(lambda new, old: validate.split_like(new, jax.typeof(old)), new, carry), y
 
         ys = scan(step, init, xs, length=steps, reverse=reverse)[1]
         return jnp.moveaxis(ys, 0, self.axis)

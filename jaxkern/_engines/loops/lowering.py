@@ -4,6 +4,7 @@
 whose body has a mark becomes one kernel, if its body is elementwise over lanes; every other scan is lowered by JAX's rule.
 """
 
+import functools
 import typing
 
 import jax
@@ -15,11 +16,12 @@ from jax.interpreters import ad, batching, mlir
 from jaxkern._core import algorithms, compat, device, environment, launch, registry, stablehlo, switch
 from jaxkern._core.functor import Unsupported
 from jaxkern._engines.jaxpr import Value
-from jaxkern._engines.loops import ahead, plan
+from jaxkern._engines.loops import ahead, plan, scan_sharding
 from jaxkern._engines.loops.generate import Core
 from jaxkern._engines.loops.program import Program
 
 TARGET = "jaxkern_scan"
+LABEL = "jaxkern.scan"
 SECTOR = 32  # bytes that a GPU reads at once
 
 loop_p = Primitive("jaxkern_loop")
@@ -205,18 +207,17 @@ def of_scan(ctx, operands, params, label) -> Loop:
 
 
 def _is_marked(params) -> bool:
+    """Whether a scan is one of `jaxkern.scan`."""
     closed = params["jaxpr"]
     return compat.calls(getattr(closed, "jaxpr", closed), loop_p.name)
 
 
 def _of_marked(ctx, operands, params):
     """The results of a marked scan from a kernel, or None."""
-    if environment.xla_only() or algorithms.xla_forced() or not registry.kernels_run():
-        return None
-    if compat.partitioned_devices(ctx) > 1 or not _is_marked(params):
+    if compat.partitioned_devices(ctx) > 1 or not registry.kernels_run():
         return None
     try:
-        loop = of_scan(ctx, operands, params, "jaxkern.scan")
+        loop = of_scan(ctx, operands, params, LABEL)
     except Unsupported:
         return None
     return emit(ctx, operands, loop)
@@ -226,8 +227,13 @@ def _register():
     scan_p = compat.scan_primitive()
     otherwise = compat.lowering_of(scan_p)
 
-    def rule(ctx, *operands, **params):
-        found = switch.own_promotion(_of_marked)(ctx, operands, params)
+    def rule(platform, ctx, *operands, **params):
+        found = None
+        if _is_marked(params) and not environment.xla_only() and not algorithms.xla_forced():
+            if compat.may_partition_itself(ctx):
+                found = switch.own_promotion(scan_sharding.lower)(ctx, operands, params, mark, LABEL)
+            elif platform == "cuda":
+                found = switch.own_promotion(_of_marked)(ctx, operands, params)
         return otherwise(ctx, *operands, **params) if found is None else found
 
     def reads_transposed(module, equation, operands):
@@ -235,7 +241,9 @@ def _register():
         return any(stablehlo.transposed(x)[0] is not None for x in operands) and _is_marked(equation.params)
 
     registry.register_cuda_target(TARGET)
-    compat.register_lowering_uncached_when(scan_p, rule, "cuda", reads_transposed)
+    compat.needs_devices(loop_p)
+    compat.register_lowering_uncached_when(scan_p, functools.partial(rule, "cuda"), "cuda", reads_transposed)
+    mlir.register_lowering(scan_p, functools.partial(rule, "cpu"), platform="cpu")
 
 
 _register()

@@ -40,6 +40,7 @@ class Program(Flat):
     operands: constants, carries, elements of xs; results: new carries, elements of ys. num_consts, num_carry: how many.
     dims: the lanes, slowest first. accumulators: {position among the carries: frozenset of dims of its terms}.
     sums: {position among the results: the same}, of elements of ys that are sums over lanes; they are taken after the loop.
+    given, returned: what the jaxpr takes and returns, before arrays are taken apart.
     captured: {id: (Value, array)} of arrays that the jaxpr holds; they are operands in front of the others.
 
     Raises: Unsupported, naming the equation and the user's line.
@@ -72,6 +73,7 @@ class Program(Flat):
         self.captured, self._moved = {}, []
         inputs = [self._value(v.aval) for v in jaxpr.invars]
         self.results = self._inline(jaxpr, list(map(self._constant, consts)), inputs)
+        self.given, self.returned = tuple(inputs), tuple(self.results)
         self.operands = [*(v for v, _ in self.captured.values()), *inputs]
         self.num_consts, self.num_carry = len(self.captured) + num_consts, num_carry
         self.carries_of_scan = num_carry

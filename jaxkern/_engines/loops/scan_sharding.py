@@ -1,0 +1,224 @@
+"""Scans of arrays that are split over several devices.
+
+Where lanes are split, every device runs the loop of its own lanes and sends nothing, but for sums over lanes. Where the steps are
+split and the body is affine in its carries (affine.py), every device composes the maps of its own steps, all devices gather these
+maps, and each runs its steps from the carries before them: a map for each lane is all that is sent. Steps of other bodies are
+gathered. The part of a device is JAX's scan under vmap, from the scalar functions of the kernel. On CUDA its lowering rule makes
+a kernel of it.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Primitive
+
+from jaxkern._core import compat, partition
+from jaxkern._core.functor import Unsupported
+from jaxkern._core.jaxprs import computing
+from jaxkern._engines.jaxpr import Constant
+from jaxkern._engines.loops.cut import Maps
+from jaxkern._engines.loops.generate import Core
+from jaxkern._engines.loops.program import Program
+
+STEPS = "steps"
+
+# The whole scan, as XLA sees it before it is partitioned. results: types. loop: its text, for caches.
+_whole_p = Primitive("jaxkern_scan_lanes")
+_whole_p.multiple_results = True
+_whole_p.def_abstract_eval(lambda *_, results, loop: list(results))
+
+
+def lower(ctx, operands, params, mark, label):
+    """The results of a scan on several devices, or None where XLA partitions it. mark(tree): of carries and ys for kernels."""
+    avals = [*ctx.avals_in, *ctx.avals_out]
+    if not params["length"] or not all(isinstance(n, int) and n for a in avals for n in a.shape):
+        return None
+    closed, (num_consts, num_carry) = params["jaxpr"], compat.counts_of_scan(params)
+    jaxpr, consts = (closed.jaxpr, closed.consts) if isinstance(closed, ClosedJaxpr) else (closed, ())
+    try:
+        program = Program(jaxpr, consts, num_consts, num_carry, label)
+    except Unsupported:
+        return None
+    if program.captured:
+        return None
+    core = Core(program)
+    maps = Maps(core).loop
+    first_x = num_consts + num_carry
+    lanes = {d: f"d{k}" for k, d in enumerate(program.dims)}
+
+    def named(k, v, of_steps):
+        dims = [lanes.get(d and d.same()) or f"own{k}x{j}" for j, d in enumerate(v.dims)]
+        return [STEPS] * of_steps + dims
+
+    dims = [named(k, v, k >= first_x) for k, v in enumerate(program.given)]
+    dims += dims[num_consts:first_x]
+    dims += [named(len(dims) + k, v, True) for k, v in enumerate(program.returned[num_carry:])]
+    results = tuple(jax.core.ShapedArray(a.shape, a.dtype) for a in map(compat.physical, ctx.avals_out))
+    every = {name for names in dims for name in names}
+    summed = {lanes[d] for k in (*program.accumulators, *program.sums) for d in _terms(core, k) if d is not None}
+    exact = summed | {lanes[d] for d in core.indices} | {STEPS}
+    whole = every.difference(lanes.values(), {STEPS}) | (set() if maps is not None and core.xs else {STEPS})
+    gone = {STEPS, *lanes.values()}.intersection(every).difference(*dims[len(operands) :])
+    inner = ctx.replace(avals_in=list(map(compat.physical, ctx.avals_in)), avals_out=list(results))
+    given = {"results": results, "loop": f"{params['reverse']}\n{jaxpr}"}
+
+    def shard(over, *parts, results, loop):
+        del results, loop
+        axes = {d: tuple(over.get(name, ())) for d, name in lanes.items()}
+        return _Part(core, axes, parts, params["length"]).run(maps, tuple(over.get(STEPS, ())), params["reverse"], mark)
+
+    return partition.lower(inner, _whole_p, operands, given, dims, shard, exact=exact, summed=tuple(gone), whole=whole)
+
+
+def _terms(core, k) -> tuple:
+    """The dimensions of a result as a kernel writes it: an accumulator has a lane for each of its terms."""
+    return [*core.carries, *core.ys][k].dims
+
+
+class _Part:
+    """The part of a device. axes: {dimension of the lanes: the axes of the mesh that split it}. parts: of the operands.
+    length: of the whole loop."""
+
+    def __init__(self, core, axes, parts, length):
+        self.core, self.axes, self.program = core, axes, core.program
+        program = self.program
+        self.operands = program.split(parts)
+        self.size = {d: d.size for d in program.dims}
+        first_x = program.num_consts + program.num_carry
+        for k, (v, x) in enumerate(zip(program.operands, self.operands)):
+            self.size.update({d: n for d, n in zip(v.dims, x.shape[k >= first_x :]) if d is not None})
+        wide = lambda x: x.astype(computing(x.dtype))
+        in_order = lambda k: self._in_order(self.operands[k], program.operands[k].dims, k >= first_x)
+        self.consts = [(wide(in_order(k)), program.operands[k].dims) for k in core.consts]
+        self.xs = [in_order(k) for k in core.xs]
+        self.dims_of_xs = [program.operands[k].dims for k in core.xs]
+        self.length = self.xs[0].shape[0] if self.xs else length
+        self.places = []
+        for d in core.indices:
+            first = lax.axis_index(axes[d]) * self.size[d] if axes[d] else 0
+            self.places.append((first + jnp.arange(self.size[d], dtype=np.int32), (d,)))
+        self.dims = [a.dims for a in (*core.carries, *core.ys)]
+
+    def run(self, maps, over, reverse, mark) -> list:
+        """The results of the scan. over: the axes of the mesh that split the steps."""
+        program, core = self.program, self.core
+        count, dtypes = len(core.carries), [a.dtype for a in (*core.carries, *core.ys)]
+        consts, dims_of_consts = _apart(self.consts)
+        places, dims_of_places = _apart(self.places)
+        f = self._over_lanes(
+            core.function.scalars, (*dims_of_consts, *self.dims[:count], *self.dims_of_xs, *dims_of_places), self.dims
+        )
+        wide = lambda xs: [x.astype(computing(x.dtype)) for x in xs]
+
+        def body(carries, xs):
+            ys = f(*consts, *wide(carries), *wide(xs), *places)
+            ys = mark([y.astype(d) for y, d in zip(ys, dtypes)])
+            return ys[:count], ys[count:]
+
+        first = self._first()
+        if over:
+            first = self._behind_others(
+                maps, first, over, reverse, mark, (consts, dims_of_consts), (places, dims_of_places)
+            )
+        carries, ys = lax.scan(body, mark(first), self.xs, self.length, reverse)
+        if over:
+            at, n = lax.axis_index(over), lax.axis_size(over)
+            is_last = at == (0 if reverse else n - 1)
+            carries = lax.psum([jnp.where(is_last, c, jnp.zeros_like(c)) for c in carries], over)
+        return program.join([self._finished(k, y) for k, y in enumerate([*carries, *ys])])
+
+    def _first(self) -> list:
+        """The first carries. An accumulator starts with 0."""
+        program, found = self.program, []
+        for k, a in enumerate(self.core.carries):
+            if k in program.accumulators:
+                found.append(jnp.zeros([self.size[d] for d in a.dims], a.dtype))
+            else:
+                at = program.num_consts + k
+                found.append(self._in_order(self.operands[at], program.operands[at].dims, False))
+        return found
+
+    def _behind_others(self, maps, first, over, reverse, mark, consts, places) -> list:
+        """The carries before the steps of this device."""
+        lanes, count = self.program.dims, len(first)
+        size = [self.size[d] for d in lanes]
+        every = lambda n: [lanes] * n
+        (consts, dims_of_consts), (places, dims_of_places) = consts, places
+        nc, nx, n = len(consts), len(self.xs), len(maps.dtypes)
+        element = self._over_lanes(
+            lambda *a: maps.element(a[:nc], a[nc : nc + nx], a[nc + nx :]),
+            (*dims_of_consts, *self.dims_of_xs, *dims_of_places),
+            every(n),
+        )
+        combine = self._over_lanes(lambda *ab: maps.combine(ab[:n], ab[n:]), every(2 * n), every(n))
+        apply = self._over_lanes(lambda *sc: maps.apply(sc[:n], sc[n:]), every(n + count), every(count))
+        whole = lambda xs: [jnp.broadcast_to(x, size) for x in xs]
+        of_step = lambda xs: whole(element(*consts, *(x.astype(computing(x.dtype)) for x in xs), *places))
+        edge = slice(-1, None) if reverse else slice(0, 1)
+        rest = slice(0, -1) if reverse else slice(1, None)
+        own, _ = lax.scan(
+            lambda state, xs: (mark(whole(combine(*state, *of_step(xs)))), None),
+            mark(of_step([x[edge][0] for x in self.xs])),
+            [x[rest] for x in self.xs],
+            self.length - 1,
+            reverse,
+        )
+        gathered = lax.all_gather(own, over)
+        at = lax.axis_index(over)
+
+        def join(carries, given):
+            device, state = given
+            earlier = device > at if reverse else device < at
+            return mark([jnp.where(earlier, a, b) for a, b in zip(apply(*state, *carries), carries)]), None
+
+        wide = [self._spread(c.astype(computing(c.dtype)), d) for c, d in zip(first, self.dims)]
+        devices = jnp.arange(lax.axis_size(over))
+        wide, _ = lax.scan(join, mark(wide), (devices, gathered), reverse=reverse)
+        found = []
+        for c, dims, narrow in zip(wide, self.dims, first):
+            index = tuple(slice(None) if d in dims else 0 for d in lanes)
+            found.append(c[index].astype(narrow.dtype))
+        return found
+
+    def _finished(self, k, y):
+        """A result of the scan from what the loop made: sums over lanes are taken, and dimensions are put in order."""
+        program, step = self.program, int(k >= len(self.core.carries))
+        v, lanes = program.results[k], [d for d in program.dims if d in self.dims[k]]
+        if k in program.accumulators or k in program.sums:
+            gone = [d for d in lanes if d not in v.dims]
+            y = jnp.sum(y, [step + lanes.index(d) for d in gone])
+            axes = tuple(a for d in gone for a in self.axes[d])
+            y = lax.psum(y, axes) if axes else y
+            lanes = [d for d in lanes if d in v.dims]
+        dims = v.dims if not isinstance(v, Constant) else ()
+        present = [d for d in dims if d is not None]
+        y = jnp.transpose(y, [*range(step), *(step + lanes.index(d) for d in present)])
+        y = jnp.expand_dims(y, [step + a for a, d in enumerate(dims) if d is None])
+        if k in program.accumulators:
+            y = self.operands[program.num_consts + k] + y
+        return y.astype(v.aval.dtype)
+
+    def _in_order(self, x, dims, of_steps):
+        """The array with its dimensions in the order of the lanes, behind the dimension of steps."""
+        step = int(of_steps)
+        x = lax.squeeze(x, [step + a for a, d in enumerate(dims) if d is None])
+        present = [d for d in dims if d is not None]
+        return jnp.transpose(x, [*range(step), *(step + present.index(d) for d in self.program.dims if d in present)])
+
+    def _spread(self, x, dims):
+        """The array with all lanes."""
+        lanes = self.program.dims
+        x = jnp.expand_dims(x, [a for a, d in enumerate(lanes) if d not in dims])
+        return jnp.broadcast_to(x, [self.size[d] for d in lanes])
+
+    def _over_lanes(self, f, given, returned):
+        """f, a function of scalars, of arrays with these dimensions."""
+        for d in reversed(self.program.dims):
+            along = [[0 if d in dims else None for dims in group] for group in (given, returned)]
+            f = jax.vmap(f, along[0], along[1], axis_size=self.size[d])
+        return f
+
+
+def _apart(pairs):
+    return [x for x, _ in pairs], [dims for _, dims in pairs]

@@ -1,0 +1,84 @@
+"""Scans of arrays that are spread over several devices; see test_sharding.py.
+
+Split lanes send sums over lanes alone. Where steps are split, devices gather a map for each lane if the body is affine.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from scan_functions import FUNCTIONS
+from sharding import mesh, messages, put, same, several
+
+import jaxkern
+
+SHAPE, LENGTH = (4, 8), 16
+
+
+def close(found, wanted):
+    real = lambda y: np.asarray(y) if not jnp.issubdtype(y.dtype, jax.dtypes.prng_key) else jax.random.key_data(y)
+    same(jax.tree.map(real, found), jax.tree.map(real, wanted), 2e-5)
+
+
+def gradient(f, operands):
+    """f with its gradients by all real operands."""
+    at = [k for k, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+    def run(*xs):
+        loss = lambda *ws: _sum(f(*(dict(zip(at, ws)).get(k, x) for k, x in enumerate(xs))))
+        return f(*xs), jax.grad(loss, tuple(range(len(at))))(*(xs[k] for k in at))
+
+    return run
+
+
+def _sum(ys):
+    real = [y for y in jax.tree.leaves(ys) if jnp.issubdtype(y.dtype, jnp.inexact)]
+    return sum(jnp.sum(jnp.sin(jnp.real(y) + jnp.imag(y))) for y in real)
+
+
+def spec_of(x, steps, lanes):
+    if x.shape[:1] == (LENGTH,) and x.ndim in (1, 3):
+        return P(steps, *lanes[: x.ndim - 1])
+    return P(*lanes) if x.shape == SHAPE else P()
+
+
+@several
+@pytest.mark.parametrize("steps, lanes", [(None, ("r", "c")), ("r", (None, "c")), (("r", "c"), (None, None))], ids=str)
+@pytest.mark.parametrize("name", ["advantages", "gated", "heston", "oscillators", "counters"])
+def test_split_scans(name, steps, lanes):
+    """Results, and gradients with sums over lanes for constants."""
+    make, differentiable = FUNCTIONS[name]
+    run, operands = make(SHAPE, LENGTH, "float32")
+    operands = list(map(jnp.asarray, operands))
+    grid, f = mesh(), functools.partial(run, jaxkern.scan)
+    f = gradient(f, operands) if differentiable else f
+    split = put(grid, operands, [spec_of(x, steps, lanes) for x in operands])
+    compiled = jax.jit(f).lower(*split).compile()
+    close(compiled(*split), jax.jit(f)(*operands))
+
+
+@several
+@pytest.mark.parametrize("name, affine", [("recurrence", True), ("advantages", True), ("neurons", False)])
+def test_what_split_steps_send(name, affine):
+    """A map for each lane and device, and the last carry; all elements where the body is not affine."""
+    run, operands = FUNCTIONS[name][0](SHAPE, 1024, "float32")
+    grid = mesh(shape=(len(jax.devices()[:8]),), names=("r",))
+    split = put(grid, operands, [P("r") if x.shape[:1] == (1024,) else P() for x in operands])
+    text = jax.jit(functools.partial(run, jaxkern.scan)).lower(*split).compile().as_text()
+    sizes = [n for kind in messages(text).values() for n in kind]
+    assert sizes and (max(sizes) <= 8 * 4 * 32) == affine
+
+
+@several
+def test_split_lanes_send_nothing():
+    run, operands = FUNCTIONS["gated"][0](SHAPE, LENGTH, "float32")
+    grid = mesh()
+    split = put(grid, operands, [spec_of(x, None, ("r", "c")) for x in operands])
+    f = functools.partial(run, jaxkern.scan)
+    assert not messages(jax.jit(f).lower(*split).compile().as_text())
+    # The gradients of weights are sums over lanes.
+    sent = messages(jax.jit(gradient(f, operands)).lower(*split).compile().as_text())
+    assert set(sent) <= {"all-reduce"} and max(sent["all-reduce"]) <= 64
