@@ -17,9 +17,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxkern._core import validate
 from jaxkern._core.algorithms import forced
+from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind
 from jaxkern._ops.elementwise.primitive import PRIMITIVES, ROWS, cast_p
-from jaxkern._ops.elementwise.reference import computing
 
 
 def _call(row, arrays, parameters=(), split=-1):

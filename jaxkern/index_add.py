@@ -13,6 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxkern._core import validate
+from jaxkern._core.dtypes import computing
 from jaxkern._ops.indexing import primitive
 from jaxkern._ops.indexing.order import Order, with_order
 from jaxkern._ops.indexing.primitive import Rules
@@ -294,7 +295,7 @@ def _factor(name, alpha, dtype):
         raise ValueError(f"jaxkern.{name}: alpha must be a scalar, got shape {alpha.shape}")
     if _kind(alpha.dtype) > _kind(dtype):
         raise TypeError(f"jaxkern.{name}: alpha of type {alpha.dtype} cannot scale x of type {dtype}")
-    return alpha.astype(primitive.computing(dtype))
+    return alpha.astype(computing(dtype))
 
 
 def _mode(name, mode):

@@ -12,10 +12,11 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxkern._core import validate
 from jaxkern._core.algorithms import forced
+from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind
 from jaxkern._ops.cross_entropy import derivatives  # noqa: F401  registers itself
 from jaxkern._ops.cross_entropy.primitive import Options, cross_entropy_both_p, cross_entropy_p
-from jaxkern._ops.cross_entropy.reference import classes_of, computing
+from jaxkern._ops.cross_entropy.reference import classes_of
 from jaxkern._ops.linear_cross_entropy import derivatives as linear_derivatives  # noqa: F401  registers itself
 from jaxkern._ops.linear_cross_entropy import plan as linear_plan
 from jaxkern._ops.linear_cross_entropy.primitive import Spec, linear_cross_entropy_p, linear_cross_entropy_sum_p

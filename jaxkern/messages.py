@@ -15,12 +15,12 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxkern._core import compat, functor, validate
+from jaxkern._core.dtypes import computing
 from jaxkern._ops.indexing import sort
 from jaxkern._ops.messages import derivatives as _derivatives  # noqa: F401
 from jaxkern._ops.messages import lowering as _lowering  # noqa: F401  registers the primitives' lowerings
 from jaxkern._ops.messages.primitive import EDGE, OTHER, ROW, SHARED, Edges, edge_reduce, features_of
 from jaxkern._ops.messages.primitive import edge_map as bind_map
-from jaxkern._ops.messages.reference import computing
 from jaxkern.index_add import integers, safe_index
 
 PyTree = Any  # of arrays, or one array

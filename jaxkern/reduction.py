@@ -9,6 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxkern._core import validate
 from jaxkern._core.algorithms import forced
+from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind
 from jaxkern._core.validate import Axis
 from jaxkern._ops.reduction import derivatives, primitive, reference  # noqa: F401  derivatives are registered
@@ -260,12 +261,12 @@ def _types(name, x, dtype, promote, joined):
         keep = lambda x: jnp.sum(x, promote_integers=False)
         dtype = _sum_dtype(x.dtype) if promote else jax.eval_shape(keep, x).dtype
     if _integral(x.dtype) != _integral(dtype):
-        x = x.astype(dtype if _integral(dtype) else reference.computing(dtype))
+        x = x.astype(dtype if _integral(dtype) else computing(dtype))
     elif dtype == jnp.float64:
         x = x.astype(dtype)
     if _integral(x.dtype):
         return x, _sum_dtype(x.dtype), dtype
-    return x, x.dtype if dtype == x.dtype and not joined else reference.computing(x.dtype), dtype
+    return x, x.dtype if dtype == x.dtype and not joined else computing(x.dtype), dtype
 
 
 def _integral(dtype) -> bool:
@@ -299,7 +300,7 @@ def _weighted_logsumexp(x, b, where, *, axis, keepdims, return_sign):
     except ValueError:
         raise ValueError(f"jaxkern.{name}: x of shape {x.shape} and b of shape {b.shape} do not broadcast") from None
     dtype = jnp.promote_types(x.dtype, b.dtype)
-    x, b = (jnp.broadcast_to(a, shape).astype(reference.computing(dtype)) for a in (x, b))
+    x, b = (jnp.broadcast_to(a, shape).astype(computing(dtype)) for a in (x, b))
     mask = validate.full_rank_mask(name, x, where)
     axes = tuple(validate.sorted_axes(name, axis, shape))
     kept = b != 0 if mask is None else (b != 0) & mask

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxkern._core import validate
+from jaxkern._core.dtypes import computing
 from jaxkern._ops.indexing import primitive, sort
 from jaxkern._ops.indexing.order import Order, with_order
 from jaxkern._ops.segment_softmax.primitive import segment_softmax as bind_softmax
@@ -434,7 +435,7 @@ def _segment_jit(data, segment_ids, *order, name, rows, rules):
 
 def _mean(data, at, rows, rules):
     dtype = data.dtype if jnp.issubdtype(data.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
-    total = primitive.segment_sum(data.astype(primitive.computing(dtype)), *at, rows=rows, rules=rules)
+    total = primitive.segment_sum(data.astype(computing(dtype)), *at, rows=rows, rules=rules)
     count = primitive.segment_sum(jnp.ones(at[0].shape, jnp.int32), *at, rows=rows, rules=rules)
     count = jnp.maximum(count, 1).reshape(rows, *[1] * (data.ndim - 1))
     return (total / count.astype(total.dtype)).astype(dtype)

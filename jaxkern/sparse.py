@@ -13,9 +13,9 @@ from jax.typing import ArrayLike
 
 from jaxkern._core import functor, validate
 from jaxkern._core.define import CUDA_TYPES
+from jaxkern._core.dtypes import computing
 from jaxkern._ops.indexing.order import Order
 from jaxkern._ops.messages.primitive import Edges
-from jaxkern._ops.messages.reference import computing
 from jaxkern.index_add import integers, safe_index
 from jaxkern.messages import Graph, PyTree, _count, _edge_map, _in_range, _ordered, edge_max, edge_sum
 from jaxkern.segment import segment_softmax

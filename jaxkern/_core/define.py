@@ -197,6 +197,14 @@ def cuda_type(dtype) -> str:
     return CUDA_TYPES[dtype.name]
 
 
+def cpp_bool(flag) -> str:
+    """A template argument of type bool."""
+    return "true" if flag else "false"
+
+
+FLOAT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # of the floating-point types that have kernels
+
+
 # ---- the structs of ffi/kernels/common/broadcast.h, as kernel arguments
 
 

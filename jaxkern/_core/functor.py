@@ -28,6 +28,7 @@ from jax.sharding import AbstractMesh
 
 from jaxkern._core import canonical, compat
 from jaxkern._core.define import CUDA_TYPES, references
+from jaxkern._core.dtypes import computing
 from jaxkern._core.jaxprs import (
     CALLS,
     CUSTOM,
@@ -35,7 +36,6 @@ from jaxkern._core.jaxprs import (
     KERNEL,
     REDUCTIONS,
     called_jaxpr,
-    computing,
     evaluate,
     has_narrow,
     in_jnp,

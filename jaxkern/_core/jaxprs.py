@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from jaxkern._core import compat
 from jaxkern._core.define import CUDA_TYPES, references
+from jaxkern._core.dtypes import computing
 
 CALLS = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "checkpoint", "remat", "remat2")
 CUSTOM_JVP = ("custom_jvp_call",)
@@ -29,12 +30,6 @@ REDUCTIONS = tuple(f"reduce_{name}" for name in ("sum", "prod", "max", "min", "a
 _CONTEXTS = ("pvary", "pcast", "mesh_cast", "reshard")  # say where a program runs
 _ON_BITS = ("bitcast_convert_type", "nextafter")
 KERNEL = "jaxkern_elementwise_kernel"
-
-
-def computing(dtype) -> np.dtype:
-    """The dtype in which a kernel holds a value of `dtype`."""
-    dtype = np.dtype(dtype)
-    return np.dtype(np.float32) if _is_narrow(dtype) else dtype
 
 
 def held(dtype) -> np.dtype:

@@ -156,6 +156,16 @@ class Plan:
         return max((step.shared for step in steps if isinstance(step, Launch)), default=0)
 
 
+MOST_BLOCKS, MOST_BLOCKS_Y = 2**31 - 1, 2**16 - 1  # of a grid: along x, and along y or z
+
+
+def planned(algorithm: str, launches, scratch: int = 0, unaligned=None) -> Plan | None:
+    """The plan of these launches; None if one of them has more blocks along x than a grid may have."""
+    if any(step.grid3()[0] > MOST_BLOCKS for step in (*launches, *(unaligned or ())) if isinstance(step, Launch)):
+        return None
+    return Plan(algorithm, tuple(launches), scratch, None if unaligned is None else tuple(unaligned))
+
+
 def _three(size) -> tuple[int, int, int]:
     size = (size,) if isinstance(size, (int, np.integer)) else tuple(size)
     return (*map(int, size), *(1,) * (3 - len(size)))

@@ -35,9 +35,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkern._core import functor, validate
 from jaxkern._core.algorithms import forced
+from jaxkern._core.dtypes import computing
 from jaxkern._core.rows import mask_shape
 from jaxkern._definitions import quantized
-from jaxkern._definitions.traced import computing, of_rows
+from jaxkern._definitions.traced import of_rows
 from jaxkern._engines.rows.primitive import define
 from jaxkern.quantize import checked_quantization
 

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 
 from jaxkern._core import compat, define, partition, validate
+from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind, set_jvp
 from jaxkern._core.rows import without_axis
-from jaxkern._definitions.traced import computing, of_rows, traced, vectors
+from jaxkern._definitions.traced import of_rows, traced, vectors
 from jaxkern._engines.rows import primitive as rows_primitive
 from jaxkern._ops.norm import quantized_plan
 from jaxkern._ops.quantize import plan as quantize_plan

@@ -10,15 +10,11 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jaxkern._core import switch
+from jaxkern._core.dtypes import computing
 from jaxkern._engines.rows.function import Roles, trace
 from jaxkern._engines.rows.primitive import apply
 
 TRACES = 1024  # row functions that are kept
-
-
-def computing(dtype):
-    """The type in which a definition computes rows of `dtype`."""
-    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def vectors(shape, wide, columns) -> dict:

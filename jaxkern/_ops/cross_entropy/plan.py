@@ -18,13 +18,27 @@ import math
 import typing
 
 from jaxkern._core.algorithms import pick
-from jaxkern._core.define import CUDA_TYPES, EMPTY_VIEW, broadcast_view, ceil_div
-from jaxkern._core.launch import Launch, Plan, boolean, f32, f64, i32, i64, null, operand, result, scratch, struct
+from jaxkern._core.define import CUDA_TYPES, EMPTY_VIEW, FLOAT_BYTES, broadcast_view, ceil_div, cpp_bool
+from jaxkern._core.launch import (
+    MOST_BLOCKS_Y,
+    Launch,
+    Plan,
+    boolean,
+    f32,
+    f64,
+    i32,
+    i64,
+    null,
+    operand,
+    planned,
+    result,
+    scratch,
+    struct,
+)
 
 ALGORITHMS = ("sub_warp", "warp", "block", "pipeline", "streaming", "split", "column")
 
-_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-DTYPES = tuple(_ITEMSIZE)
+DTYPES = tuple(FLOAT_BYTES)
 PASSES = ("loss", "gradient", "both")
 _LABELS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
@@ -38,7 +52,6 @@ _RING_BYTES = 16 * _CHUNK_VECTORS * _SLOTS
 
 _GRADIENT_PART_VECTORS = 512  # of a row, that a group writes; down to a quarter if there are few
 _LOSS_PART_VECTORS = 2048  # of a row that several blocks share, at least
-_MOST_GRID_X, _MOST_GRID_Y = 2**31 - 1, 2**16 - 1
 
 
 class Problem(typing.NamedTuple):
@@ -53,7 +66,7 @@ class Problem(typing.NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        return _ITEMSIZE[self.dtype]
+        return FLOAT_BYTES[self.dtype]
 
     @property
     def vector(self) -> int:
@@ -154,7 +167,7 @@ class _Call(typing.NamedTuple):
 
     @property
     def masked(self) -> str:
-        return "true" if self.p.masked else "false"
+        return cpp_bool(self.p.masked)
 
     @property
     def gradient_result(self) -> int:
@@ -305,7 +318,7 @@ def _column(call: _Call, aligned=True) -> list[Launch]:
     vector = p.vector if aligned and not p.masked and p.itemsize < 8 and p.inner % p.vector == 0 else 1
     tiles = p.rows * ceil_div(p.inner, 32 * vector)
     useful = min(ceil_div(p.width, 4 * _COLUMN_WARPS), ceil_div(8 * call.device.sm_count, tiles))
-    grids = {"LossColumn": tiles, "GradientColumn": (tiles, min(max(useful, 1), _MOST_GRID_Y))}
+    grids = {"LossColumn": tiles, "GradientColumn": (tiles, min(max(useful, 1), MOST_BLOCKS_Y))}
     kernels = {"loss": ["LossColumn"], "gradient": ["GradientColumn"], "both": list(grids)}[p.which]
     return [
         Launch(
@@ -337,7 +350,7 @@ def cross_entropy(which: str, device, operands, results, *, axis: int, algorithm
     shape = logits.shape
     masked = len(operands) > {"loss": 2, "both": 3, "gradient": 5}[which]
     view = broadcast_view(shape, operands[-1].shape, axis) if masked else None
-    if logits.dtype.name not in _ITEMSIZE or labels.dtype.name not in _LABELS or (masked and view is None):
+    if logits.dtype.name not in FLOAT_BYTES or labels.dtype.name not in _LABELS or (masked and view is None):
         return None
     p = Problem(math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :]), logits.dtype.name, which, masked)
     algorithm = pick("softmax_cross_entropy", algorithm, p, device)
@@ -345,7 +358,5 @@ def cross_entropy(which: str, device, operands, results, *, axis: int, algorithm
     launches = tuple(_launches(call, algorithm))
     # Element by element, for arrays that are not aligned.
     unaligned = tuple(_column(call, aligned=False))
-    if any(step.grid3()[0] > _MOST_GRID_X for step in launches + unaligned):
-        return None
     size = p.rows * _parts(p, device) * p.stat_bytes if algorithm == "split" else 0
-    return Plan(algorithm, launches, size, unaligned)
+    return planned(algorithm, launches, size, unaligned)

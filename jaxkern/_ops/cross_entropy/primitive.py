@@ -18,10 +18,11 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from jaxkern._core import algorithms, compat, decisions, define, stablehlo, switch
+from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind
 from jaxkern._core.rows import adapt_mask, without_axis
 from jaxkern._ops.cross_entropy import one_read, plan, reference, sharding
-from jaxkern._ops.cross_entropy.reference import Options, computing  # noqa: F401
+from jaxkern._ops.cross_entropy.reference import Options  # noqa: F401
 
 algorithms.register(plan, "softmax_cross_entropy")
 

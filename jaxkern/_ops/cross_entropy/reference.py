@@ -5,6 +5,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
+from jaxkern._core.dtypes import computing
 from jaxkern._core.rows import largest_of
 
 
@@ -19,11 +20,6 @@ class Options(typing.NamedTuple):
     # For calls that `jaxkern.accelerate` puts into a program. Infinite logits, and labels that are not a class, have the
     # results that JAX has in logsumexp(x) - x[label]. If arithmetic makes the logits, the call is left to XLA.
     as_written: bool = False
-
-
-def computing(dtype):
-    """The type that logits of this type are computed in."""
-    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def _shifted(logits, mask, axis):

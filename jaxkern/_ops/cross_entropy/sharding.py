@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkern._core import partition
+from jaxkern._core.dtypes import computing
 from jaxkern._ops.cross_entropy import reference
 from jaxkern._ops.cross_entropy.reference import Options
 from jaxkern._ops.reduction.primitive import statistics
@@ -57,7 +58,7 @@ def _loss(loss_p, over, logits, labels, *mask, axis, algorithm, options):
     here = label.astype(jnp.int32) - first
     own = (here >= 0) & (here < logits.shape[axis])
     here = jnp.where(own, here, 0)
-    logit = jnp.take_along_axis(logits, here, axis, mode="clip").astype(reference.computing(logits.dtype))
+    logit = jnp.take_along_axis(logits, here, axis, mode="clip").astype(computing(logits.dtype))
     if mask:
         logit = jnp.where(
             jnp.take_along_axis(jnp.broadcast_to(mask[0], logits.shape), here, axis, mode="clip"), logit, -jnp.inf

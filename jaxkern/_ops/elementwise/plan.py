@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxkern._core import launch
 from jaxkern._core.algorithms import pick
-from jaxkern._core.define import ceil_div, fast_divmod
+from jaxkern._core.define import ceil_div, cpp_bool, fast_divmod
 from jaxkern._core.launch import Launch, Plan, boolean, i64, struct, u32
 from jaxkern._ops.elementwise import table
 
@@ -214,7 +214,7 @@ class _Call:
             args = struct(*self.pointers, i64(self.count), i64(packs), self.exceeds_l2)
             return Launch(
                 self.header,
-                f"FlatKernel<{self.template}, {scalars}, {'true' if in_tiles else 'false'}>",
+                f"FlatKernel<{self.template}, {scalars}, {cpp_bool(in_tiles)}>",
                 [args],
                 blocks,
                 block,
@@ -253,7 +253,7 @@ class _Call:
                 u32(middle),
                 self.exceeds_l2,
             )
-            name = f"StridedKernel<{self.template}, {'true' if in_packs else 'false'}, {columns}, {shared}>"
+            name = f"StridedKernel<{self.template}, {cpp_bool(in_packs)}, {columns}, {shared}>"
             return Launch(self.header, name, [args], blocks, block, source=self.source)
 
         return Plan("strided", (step(in_packs),), unaligned=(step(False),) if in_packs else None)

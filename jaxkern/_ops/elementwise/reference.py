@@ -5,11 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-
-def computing(dtype):
-    """The dtype that arithmetic on arrays of `dtype` is done in."""
-    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float64
-    return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
+from jaxkern._core.dtypes import computing
 
 
 def wide(x):

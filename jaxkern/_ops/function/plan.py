@@ -7,8 +7,9 @@ summed           with sums, over matrices: SummedKernel and SumPartials (functio
 import math
 
 from jaxkern._core import launch
-from jaxkern._core.define import ceil_div
-from jaxkern._core.functor import computing, cpp_type
+from jaxkern._core.define import ceil_div, cpp_bool
+from jaxkern._core.dtypes import computing
+from jaxkern._core.functor import cpp_type
 from jaxkern._core.launch import Launch, Plan, boolean, i64, struct
 from jaxkern._ops.elementwise.plan import GROUPS, THREADS, View, collapse, elementwise
 
@@ -101,7 +102,7 @@ def _summed(device, arrays, outs, shape, function, source):
         )
         types = [", ".join(v.cuda_type for v in vs) for vs in (outs, arrays)]
         name = (
-            f"SummedKernel<Summed<{FUNCTOR}, Types<{types[0]}>, Types<{types[1]}>, {'true' if packs else 'false'}, "
+            f"SummedKernel<Summed<{FUNCTOR}, Types<{types[0]}>, Types<{types[1]}>, {cpp_bool(packs)}, "
             f"{lanes}, {code}, {splat}, {shared}>>"
         )
         first = Launch(HEADER, name, [args], (tiles, chunks, matrices), THREADS, source=source)

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkern._core import compat, partition
 from jaxkern._core.define import primitive
-from jaxkern._core.functor import computing
+from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind, set_jvp, set_transpose
 from jaxkern._ops.function import plan
 

@@ -11,13 +11,12 @@ import math
 import typing
 
 from jaxkern._core.algorithms import pick
-from jaxkern._core.define import CUDA_TYPES, ceil_div, divider
-from jaxkern._core.launch import Launch, Plan, boolean, f64, i32, i64, null, operand, result, scratch, struct
+from jaxkern._core.define import CUDA_TYPES, FLOAT_BYTES, ceil_div, cpp_bool, divider
+from jaxkern._core.launch import Launch, Plan, boolean, f64, i32, i64, null, operand, planned, result, scratch, struct
 
 ALGORITHMS = ("one_pass", "two_pass")
 
-_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-DTYPES = tuple(_ITEMSIZE)
+DTYPES = tuple(FLOAT_BYTES)
 
 _THREADS = 256  # kGroupThreads
 _THREAD_STEPS = 128  # at most: of a thread whose moments are relative to its first element
@@ -38,7 +37,6 @@ _ONE_PASS_BYTES = (128, 64, 32)  # of a tile's rows
 _FEW_ELEMENTS = 1024  # of a group, below which its gradients are computed by kGroupSmall
 _SMALL_BYTES = 1 << 20
 _MOST = 1 << 30
-_MOST_GRID_X = 2**31 - 1
 
 
 class Problem(typing.NamedTuple):
@@ -61,7 +59,7 @@ class Problem(typing.NamedTuple):
     @property
     def itemsizes(self) -> tuple[int, int]:
         """The bytes of an element of x and of the result."""
-        return _ITEMSIZE[self.dtype], _ITEMSIZE[self.out_dtype or self.dtype]
+        return FLOAT_BYTES[self.dtype], FLOAT_BYTES[self.out_dtype or self.dtype]
 
     @property
     def pack(self) -> int:
@@ -110,7 +108,7 @@ def _held(p: Problem, device) -> _Held | None:
     for most, wanted in itertools.product(sizes, _ONE_PASS_BYTES):
         across = unit * ceil_div(wanted, unit * p.pack * max(p.itemsizes))
         across = min(across, packs, _ONE_PASS_PACKS // unit * unit)
-        down, pair = _THREADS // across, 2 * _ITEMSIZE[p.computing]
+        down, pair = _THREADS // across, 2 * FLOAT_BYTES[p.computing]
         most = min(most, _EXCHANGE_BYTES // (across * p.pack * pair))
         cluster = 1 << (ceil_div(p.rows, held * down) - 1).bit_length()
         if cluster <= most:
@@ -139,10 +137,6 @@ def left_to_xla(p: Problem) -> bool:
 
 
 # ---- launches
-
-
-def _cpp(flag: bool) -> str:
-    return "true" if flag else "false"
 
 
 class _Walk(typing.NamedTuple):
@@ -204,7 +198,7 @@ class _Group(typing.NamedTuple):
     @property
     def pair(self) -> int:
         """Bytes."""
-        return 2 * _ITEMSIZE[self.p.computing]
+        return 2 * FLOAT_BYTES[self.p.computing]
 
     def result(self, header: str, name: str, *args, **options) -> Launch:
         """The launch that writes y or dx; name: the name of the kernel, without the last >."""
@@ -285,7 +279,7 @@ def _sums(n: _Group, w: _Walk) -> list[Launch]:
     p, header = n.p, "norm/group_two_pass.cuh"
     threads = 256 if p.per_group > 2 else 32
     computing, sums = CUDA_TYPES[p.computing], CUDA_TYPES[n.gradients or p.computing]
-    options = f"{_cpp(n.scale != null)}, {_cpp(p.each == 1)}, {threads}"
+    options = f"{cpp_bool(n.scale != null)}, {cpp_bool(p.each == 1)}, {threads}"
     types = f"{computing}, {CUDA_TYPES[n.parameters or p.dtype]}, {sums}"
     launches = [
         Launch(header, f"GroupSums<{n.op(w)}>", [n.params(w)], p.samples * w.parts * w.tiles, _THREADS),
@@ -320,10 +314,10 @@ def _one_pass(n: _Group) -> tuple[list[Launch], int]:
     assert h is not None
     tiles = ceil_div(p.channels // p.pack, h.across)
     w = _Walk(p.pack, p.rows, ceil_div(p.rows, h.cluster), h.cluster, h.across, tiles)
-    kinds, name = f"{h.packs}, {h.shared}, {h.cluster}, {_cpp(h.whole)}", "GroupNormOnePass"
+    kinds, name = f"{h.packs}, {h.shared}, {h.cluster}, {cpp_bool(h.whole)}", "GroupNormOnePass"
     if p.backward:
-        sums = f"{CUDA_TYPES[n.gradients or p.computing]}, {_cpp(p.each == 1)}"
-        kinds = f"{sums}, {h.packs}, {h.cluster}, {_cpp(h.whole)}"
+        sums = f"{CUDA_TYPES[n.gradients or p.computing]}, {cpp_bool(p.each == 1)}"
+        kinds = f"{sums}, {h.packs}, {h.cluster}, {cpp_bool(h.whole)}"
         name = "GroupGradientOnePass"
     name, blocks = f"{name}<{n.op(w)}, {kinds}", p.samples * tiles * h.cluster
     shared = h.shared * _THREADS * p.pack * p.itemsizes[p.backward]
@@ -334,16 +328,14 @@ def _one_pass(n: _Group) -> tuple[list[Launch], int]:
 def _plan(n: _Group, operation, dtypes, algorithm, result=True) -> Plan | None:
     """dtypes: of all arrays."""
     p = n.p
-    if not dtypes <= _ITEMSIZE.keys() or ("float64" in dtypes and not p.dtype == p.out_dtype == "float64"):
+    if not dtypes <= FLOAT_BYTES.keys() or ("float64" in dtypes and not p.dtype == p.out_dtype == "float64"):
         return None
     if not fits(ALGORITHMS[-1], p, n.device) or (algorithm == "auto" and left_to_xla(p)):
         return None
     algorithm = pick(operation, algorithm, p, n.device) if result else "two_pass"
     launches, size = _one_pass(n) if algorithm == "one_pass" else _two_pass(n, p.pack, result)
     unaligned, more = _two_pass(n, 1, result)
-    if any(step.grid3()[0] > _MOST_GRID_X for step in (*launches, *unaligned)):
-        return None
-    return Plan(algorithm, tuple(launches), max(size, more), tuple(unaligned))
+    return planned(algorithm, launches, max(size, more), unaligned)
 
 
 def _problem(x, y, batch, channel, keep=0, backward=False) -> Problem:

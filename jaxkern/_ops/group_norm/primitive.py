@@ -25,6 +25,7 @@ from jax.extend.core import Primitive
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkern._core import algorithms, define, partition, validate
+from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind
 from jaxkern._ops.group_norm import plan, reference
 
@@ -42,7 +43,7 @@ def _typed(x, dims, dtype):
 
 
 def _statistic(x, batch, channel):
-    return _typed(x, (*range(batch), channel), reference.computing(x.dtype))
+    return _typed(x, (*range(batch), channel), computing(x.dtype))
 
 
 def _vector(x, keep, channel, dtype):

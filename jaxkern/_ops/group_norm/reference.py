@@ -11,7 +11,7 @@ import math
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern._definitions.traced import computing
+from jaxkern._core.dtypes import computing
 
 
 def reduced(ndim, batch, channel) -> tuple:

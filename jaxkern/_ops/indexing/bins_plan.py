@@ -2,7 +2,7 @@
 
 import functools
 
-from jaxkern._core.define import ceil_div, cuda_type
+from jaxkern._core.define import ceil_div, cpp_bool, cuda_type
 from jaxkern._core.launch import i32, i64, struct, u32
 from jaxkern._ops.indexing.problem import NO_FILL, WARP, fill_shape, kernel, power_of_two
 from jaxkern._ops.indexing.sort import bits_for, digits, radix_sort
@@ -60,7 +60,7 @@ def narrow(p, run, fills, aligned, scratch):
     shape = struct(u32(chunk), u32(chunks), i64(slices), i32(rows), i32(copies), u32(0), i64(0), NO_FILL)
     steps = [
         step(
-            f"BinSlices<{template}, {'true' if few else 'false'}>",
+            f"BinSlices<{template}, {cpp_bool(few)}>",
             [run.struct(), shape],
             slices * chunks,
             WIDE_THREADS if copies == 1 else BIN_THREADS,

@@ -4,7 +4,7 @@ narrow_rows.cuh for short rows; reduce.cuh adds what chunks share)."""
 import typing
 
 from jaxkern._core import launch
-from jaxkern._core.define import ceil_div, cuda_type, divider, fast_divmod
+from jaxkern._core.define import ceil_div, cpp_bool, cuda_type, divider, fast_divmod
 from jaxkern._core.launch import boolean, i32, i64, null, struct, u32
 from jaxkern._ops.indexing.problem import REDUCTIONS, WARP, Run, kernel, power_of_two, vector_of
 from jaxkern._ops.indexing.sort import sorted_into, source_rows
@@ -133,7 +133,7 @@ def describe(run, chunks):
     def step(keyed, describing, writing):
         return kernel(
             "chunks",
-            f"Describe<{'true' if keyed else 'false'}>",
+            f"Describe<{cpp_bool(keyed)}>",
             [run.struct(), u32(run.chunk), u32(chunks), u32(describing)],
             describing + writing,
             DESCRIBE_THREADS,
@@ -222,10 +222,7 @@ def chunked(p, run, fills, aligned):
     # Larger elements in whole vectors have 4 positions in flight, rows of partial vectors 8.
     rows = 4 if whole and (p.size > 2 or (REDUCTIONS[p.op] == "kSum" and in_flight(p) == 4)) else 8
     keys_aligned = aligned and all(b is null or b.offset % 16 == 0 for b in (run.keys, run.order))
-    name = (
-        f"ReduceChunks<{p.reduction}, {cuda_type(p.dtype)}, {n}, {per_thread}, {rows}, "
-        f"{'true' if keys_aligned else 'false'}>"
-    )
+    name = f"ReduceChunks<{p.reduction}, {cuda_type(p.dtype)}, {n}, {per_thread}, {rows}, {cpp_bool(keys_aligned)}>"
     blocks = shape.blocks + ceil_div(warps, REDUCE_THREADS // WARP)
     return [kernel("chunks", name, [run.struct(), shape.struct()], blocks, REDUCE_THREADS), *fixup(p, shape)]
 

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec
 
 from jaxkern._core import compat, validate
 from jaxkern._core.autodiff import defvjp
+from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import set_jvp, set_transpose
 from jaxkern._ops.indexing import reference, sort
 from jaxkern._ops.indexing.primitive import (
-    computing,
     index_add,
     index_add_p,
     index_select,

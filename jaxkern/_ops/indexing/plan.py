@@ -17,7 +17,7 @@ problem.py says what they are made for; the launches of `narrow` are in bins_pla
 
 from jaxkern._core import launch
 from jaxkern._core.algorithms import pick
-from jaxkern._core.define import ceil_div, cuda_type, divider, size_of
+from jaxkern._core.define import ceil_div, cpp_bool, cuda_type, divider, size_of
 from jaxkern._core.launch import i32, i64, null, struct, u32
 from jaxkern._ops.indexing.bins_plan import BINS, FEW_UPDATES, WIDE_BINS, narrow, windows_of
 from jaxkern._ops.indexing.chunks_plan import reduced
@@ -142,7 +142,7 @@ def direct(p, run, atomic, aligned):
     positions, vectors, each = run.indices.positions, p.inner // n, 256 * 4
     threads = p.outer * positions * vectors
     shape = struct(i64(vectors), i64(threads), divider(vectors), divider(positions))
-    name = f"DirectUpdates<jaxkern::Reduction::kSum, {cuda_type(p.dtype)}, {n}, {'true' if atomic else 'false'}>"
+    name = f"DirectUpdates<jaxkern::Reduction::kSum, {cuda_type(p.dtype)}, {n}, {cpp_bool(atomic)}>"
     return kernel("direct", name, [run.struct(), shape], ceil_div(threads, each), 256)
 
 
@@ -262,6 +262,4 @@ def plan(op, device, operands, results, *, rules, rows=None) -> launch.Plan | No
     )
     steps, scratch = launches(algorithm, p, buffers)
     unaligned, more = launches(algorithm, p, buffers, aligned=False)
-    if any(step.grid3()[0] >= 2**31 for step in (*steps, *unaligned)):
-        return None  # more blocks than one launch may have
-    return launch.Plan(algorithm, tuple(steps), max(scratch, more), None if unaligned == steps else tuple(unaligned))
+    return launch.planned(algorithm, steps, max(scratch, more), None if unaligned == steps else unaligned)

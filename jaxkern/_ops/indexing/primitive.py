@@ -24,10 +24,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkern._core import algorithms, define, partition, validate
 from jaxkern._core.algorithms import pick
+from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind
 from jaxkern._ops.indexing import gather_plan, plan, reference, sharding, sort
 from jaxkern._ops.indexing.problem import REDUCTIONS
-from jaxkern._ops.indexing.reference import Rules, computing, fill_value, greatest, least, parted  # noqa: F401
+from jaxkern._ops.indexing.reference import Rules, fill_value, greatest, least, parted  # noqa: F401
 
 for _op in REDUCTIONS:
     algorithms.register(plan, _op, op=_op)

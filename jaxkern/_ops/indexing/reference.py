@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern._core import compat
+from jaxkern._core.dtypes import computing
 from jaxkern._ops.indexing.sort import rows_of
 
 
@@ -27,12 +28,6 @@ class Rules(typing.NamedTuple):
 def parted(rest):
     """Splits the operands after the source of index_add into alpha (0 or 1) and order (0 or 2)."""
     return rest[: len(rest) % 2], rest[len(rest) % 2 :]
-
-
-def computing(dtype):
-    """The dtype of sums and of alpha: float32 for narrower floating-point dtypes."""
-    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-    return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
 
 
 def least(dtype):

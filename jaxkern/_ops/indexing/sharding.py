@@ -12,7 +12,8 @@ Sums and products of floating-point numbers are sent in float32 or wider, and ro
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern._ops.indexing.reference import computing, fill_value, parted
+from jaxkern._core.dtypes import computing
+from jaxkern._ops.indexing.reference import fill_value, parted
 
 LIMIT = 2**31 - 2  # the most rows that may be split: int32 numbers them
 SHARDS = {}  # for each primitive, the function that computes the part of one device; primitive.py fills it

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkern._core import algorithms, compat, define, partition
+from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind
 from jaxkern._core.rows import without_axis
-from jaxkern._ops.cross_entropy.reference import computing
 from jaxkern._ops.linear_cross_entropy import plan, reference
 from jaxkern._ops.linear_cross_entropy.reference import Spec, Split  # noqa: F401
 

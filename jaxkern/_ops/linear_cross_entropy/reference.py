@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkern._core.define import size_of
+from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind
 from jaxkern._ops.cross_entropy import reference as classes
 from jaxkern._ops.cross_entropy import sharding as split_classes
 from jaxkern._ops.cross_entropy.primitive import cross_entropy_both_p, cross_entropy_p
-from jaxkern._ops.cross_entropy.reference import Options, computing
+from jaxkern._ops.cross_entropy.reference import Options
 from jaxkern._ops.linear_cross_entropy import plan
 
 

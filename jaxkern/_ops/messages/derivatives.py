@@ -21,6 +21,7 @@ import numpy as np
 from jax.interpreters import ad
 
 from jaxkern._core import compat, functor, validate
+from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind, set_jvp, set_transpose
 from jaxkern._ops.messages.primitive import (
     EDGE,
@@ -37,7 +38,6 @@ from jaxkern._ops.messages.primitive import (
     edge_reduce_p,
     features_of,
 )
-from jaxkern._ops.messages.reference import computing
 
 # ---- functions
 

@@ -11,7 +11,7 @@ import math
 import typing
 
 from jaxkern._core import launch
-from jaxkern._core.define import CUDA_TYPES, ceil_div, divider, fast_divmod
+from jaxkern._core.define import CUDA_TYPES, ceil_div, cpp_bool, divider, fast_divmod
 from jaxkern._core.launch import Launch, Plan, struct, u32
 from jaxkern._ops.messages.primitive import LOCATED, WIDTH, features_of
 
@@ -42,7 +42,7 @@ class Operand(typing.NamedTuple):
         return self.strides[2] == 1
 
     def name(self) -> str:
-        vector = "true" if self.vector else "false"
+        vector = cpp_bool(self.vector)
         return f"jaxkern::Operand<{CUDA_TYPES[self.dtype.name]}, jaxkern::End::{_ENDS[self.end]}, {vector}>"
 
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from jaxkern._core.dtypes import computing
 from jaxkern._ops.messages.primitive import LOCATED, features_of
 
 _REDUCTIONS = {
@@ -26,12 +27,6 @@ def _messages(places, arrays, function, ends):
     operands = [rows(x, end) for x, end in zip(arrays, ends)]
     shape = (places["edge"].shape[0], *features_of(operands))
     return [jnp.broadcast_to(y.astype(computing(y.dtype)), shape) for y in function.unrounded(*operands)]
-
-
-def computing(dtype):
-    """The dtype that messages of `dtype` are reduced in."""
-    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float64
-    return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
 
 
 def reduce_messages(keys, order, other, offsets, *arrays, function, ends, reduction, dtypes):

@@ -7,8 +7,8 @@ up between the devices.
 import jax
 
 from jaxkern._core import partition
+from jaxkern._core.dtypes import computing
 from jaxkern._ops.messages.primitive import WIDTH
-from jaxkern._ops.messages.reference import computing
 
 
 def _features(rank):

@@ -17,8 +17,8 @@ import math
 import typing
 
 from jaxkern._core import algorithms
-from jaxkern._core.define import CUDA_TYPES, EMPTY_VIEW, broadcast_view, ceil_div
-from jaxkern._core.launch import Launch, Plan, boolean, f64, i32, i64, null, operand, result, scratch, struct
+from jaxkern._core.define import CUDA_TYPES, EMPTY_VIEW, FLOAT_BYTES, broadcast_view, ceil_div, cpp_bool
+from jaxkern._core.launch import Launch, Plan, boolean, f64, i32, i64, null, operand, planned, result, scratch, struct
 from jaxkern._engines.rows.plan import GENERATED
 from jaxkern._ops.norm import tuning
 from jaxkern._ops.norm.tuning import generated, left_to_xla
@@ -26,8 +26,7 @@ from jaxkern._ops.norm.tuning import generated, left_to_xla
 ALGORITHMS = (GENERATED, "warp", "block", "cluster", "streaming")
 FIXED = {"rms_norm": {"centre": False}, "layer_norm": {"centre": True}}  # fields of Problem
 
-_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-DTYPES = tuple(_ITEMSIZE)
+DTYPES = tuple(FLOAT_BYTES)
 
 _WARP_PACKS = 8  # per lane, by default
 _FORWARD_THREADS, _BACKWARD_THREADS = (
@@ -43,7 +42,6 @@ _CLUSTERS = (2, 4, 8, 16)  # blocks
 _CLUSTER_VECTORS = 512  # per block, at least, where there are few rows
 _STAGES = 4  # rows of a thread in shared memory
 _STREAM_THREADS, _COLUMN_THREADS, _SUMS_COLUMNS, _SUMS_THREADS = 512, 128, 32, 512
-_MOST_GRID_X = 2**31 - 1
 _MOST_EPILOGUE_ARGS = 16
 _EPILOGUE_DTYPES = {*DTYPES, "int32", "uint32", "int64"}
 
@@ -71,7 +69,7 @@ class Problem(typing.NamedTuple):
     @property
     def itemsizes(self) -> tuple[int, int]:
         """The bytes of an element of x and of the result."""
-        return _ITEMSIZE[self.dtype], _ITEMSIZE[self.out_dtype or self.dtype]
+        return FLOAT_BYTES[self.dtype], FLOAT_BYTES[self.out_dtype or self.dtype]
 
     @property
     def vector(self) -> int:
@@ -104,7 +102,7 @@ def _held(p: Problem, device) -> tuple[int, int] | None:
     microseconds in one block of 320 threads, 98 in three of 160; rms_norm of 16384 x 8192 takes 236 in one block of 512 and 221
     in two of 256 (H200).
     """
-    most = min(_BLOCK_HELD, _SUM_WORDS // max(1, p.sums * p.vector * _ITEMSIZE[p.computing] // 4))
+    most = min(_BLOCK_HELD, _SUM_WORDS // max(1, p.sums * p.vector * FLOAT_BYTES[p.computing] // 4))
     wanted = max(1, 16 // p.vector) if p.backward else 4
     best = None
     for held in range(1, (most if p.backward else _BLOCK_HELD) + 1):
@@ -122,8 +120,8 @@ def _held(p: Problem, device) -> tuple[int, int] | None:
 def _resident(p: Problem, device, packs: int, threads: int, group: int) -> int:
     """Blocks of the gradient on a multiprocessor."""
     # Sums over rows, and what NormBackward keeps of a row. The rest was found by looking for spills.
-    words = packs * p.pack * p.sums * _ITEMSIZE[p.computing] // 4
-    kept = packs * p.pack * (2 + p.sums) * _ITEMSIZE[p.computing] // 4
+    words = packs * p.pack * p.sums * FLOAT_BYTES[p.computing] // 4
+    kept = packs * p.pack * (2 + p.sums) * FLOAT_BYTES[p.computing] // 4
     registers = (48 if packs > 8 else 40) + (kept if kept <= _KEPT_WORDS else words + 32)
     shared = _stages_room(device) // (2 * _stage_bytes(p, packs, threads, group))
     return max(1, min(65536 // (registers * threads), _RESIDENT_THREADS // threads, shared))
@@ -186,10 +184,6 @@ def written(p: Problem, device) -> str:
 # ---- launches
 
 
-def _cpp(flag: bool) -> str:
-    return "true" if flag else "false"
-
-
 class _Epilogue(typing.NamedTuple):
     """A function before the store."""
 
@@ -245,7 +239,7 @@ class _Norm(typing.NamedTuple):
         return [Launch("norm/backward.cuh", name, args, (grid, len(self.gradients)), _SUMS_THREADS)]
 
     def sums_bytes(self, blocks: int) -> int:
-        return len(self.gradients) * blocks * self.p.width * _ITEMSIZE[self.p.computing]
+        return len(self.gradients) * blocks * self.p.width * FLOAT_BYTES[self.p.computing]
 
 
 def _stage_bytes(p: Problem, packs: int, threads: int, group: int) -> int:
@@ -277,7 +271,7 @@ def _registers(n: _Norm, algorithm: str) -> tuple[list[Launch], int]:
     lanes, held, threads = _layout(own, "block" if cluster > 1 else algorithm, n.device)
     group = lanes or threads * cluster
     packs = ceil_div(p.width // p.pack, group)
-    whole = _cpp(packs * group * p.pack == p.width)
+    whole = cpp_bool(packs * group * p.pack == p.width)
     owners = lanes if cluster == 1 else -cluster
     if not p.backward:
         rows = max(1, 4 // held >> p.residual) if lanes else 1
@@ -287,7 +281,7 @@ def _registers(n: _Norm, algorithm: str) -> tuple[list[Launch], int]:
     of_block = lanes or threads  # threads of a block that own a row
     stage = _stage_bytes(own, packs, threads, of_block)
     # The sums of all groups are added in shared memory, at the end.
-    sums = threads // lanes * p.width * _ITEMSIZE[p.computing] if lanes else 0
+    sums = threads // lanes * p.width * FLOAT_BYTES[p.computing] if lanes else 0
     resident = _resident(own, n.device, packs, threads, of_block)
     stages = max(2, min(_STAGES, _stages_room(n.device) // resident // stage))
     blocks = min(ceil_div(p.rows, threads // of_block), n.device.sm_count * resident // cluster)  # or clusters
@@ -306,7 +300,7 @@ def _streaming(n: _Norm, pack: int) -> tuple[list[Launch], int]:
     blocks = min(p.rows, 4 * n.device.sm_count)
     if not p.backward:
         return n.forward("norm/stream.cuh", f"NormStream<{n.op}, {pack}", blocks, blocks, _STREAM_THREADS), 0
-    numbers = p.rows * 4 * _ITEMSIZE[p.computing]
+    numbers = p.rows * 4 * FLOAT_BYTES[p.computing]
     tiles = ceil_div(p.width, pack * _COLUMN_THREADS)
     parts = min(p.rows, ceil_div(16 * n.device.sm_count, tiles), 65535)
     partial = scratch(numbers) if n.gradients else null
@@ -359,7 +353,7 @@ def by_hand(device, operands, results, function):
             epilogue = _epilogue(facts["function"], x, [given[name][1] for name in args], first)
             if epilogue is None:
                 return GENERATED
-    if p.dtype not in _ITEMSIZE or p.out_dtype not in _ITEMSIZE:
+    if p.dtype not in FLOAT_BYTES or p.out_dtype not in FLOAT_BYTES:
         return GENERATED
     forced = algorithms.forced(function.name) if function.algorithm == "auto" else function.algorithm
     if algorithms.pick(function.name, forced, p, device) == GENERATED:
@@ -395,7 +389,7 @@ def problem(x, y, operation, names, bias) -> Problem:
 def _has_kernel(p, parameters, gradients) -> bool:
     """Whether there is a kernel for these types: one for scale and bias; float64 for all arrays of rows, or for none."""
     wide = {p.dtype, p.out_dtype, *parameters, *gradients}
-    one = len(set(parameters)) <= 1 and len(set(gradients)) <= 1 and wide <= _ITEMSIZE.keys()
+    one = len(set(parameters)) <= 1 and len(set(gradients)) <= 1 and wide <= FLOAT_BYTES.keys()
     return one and p.width < 1 << 30 and ("float64" not in wide or p.dtype == p.out_dtype == "float64")
 
 
@@ -413,6 +407,4 @@ def written_plan(p, device, operation, parameters, gradients, arrays, eps, algor
     n = _Norm(p, device, (parameters or [p.dtype])[0], tuple(gradients), arrays, eps, epilogue)
     launches, size = _streaming(n, p.pack) if algorithm == "streaming" else _registers(n, algorithm)
     unaligned, more = _streaming(n, 1)
-    if any(step.grid3()[0] > _MOST_GRID_X for step in (*launches, *unaligned)):
-        return None
-    return Plan(algorithm, tuple(launches), max(size, more), tuple(unaligned))
+    return planned(algorithm, launches, max(size, more), unaligned)

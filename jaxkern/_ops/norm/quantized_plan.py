@@ -68,6 +68,4 @@ def launches(operation, device, operands, results, *, extras, numbers, to, block
     pack = math.gcd(p.pack, block or p.pack)
     found = _streaming(n, kind, inner, pack) if span is None else plan._registers(n, algorithm)[0]
     unaligned = _streaming(n, kind, inner, 1)
-    if any(step.grid3()[0] > plan._MOST_GRID_X for step in (*found, *unaligned)):
-        return None
-    return launch.Plan(algorithm, tuple(found), unaligned=tuple(unaligned))
+    return launch.planned(algorithm, found, unaligned=unaligned)

@@ -18,6 +18,7 @@ from jax.interpreters import ad
 
 from jaxkern._core import compat, validate
 from jaxkern._core.autodiff import defvjp
+from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind, set_jvp, set_transpose
 from jaxkern._ops.reduction.primitive import (
     logsumexp_p,
@@ -27,7 +28,7 @@ from jaxkern._ops.reduction.primitive import (
     reduce_min_p,
     reduce_sum_p,
 )
-from jaxkern._ops.reduction.reference import computing, count, finite
+from jaxkern._ops.reduction.reference import count, finite
 
 
 def _masked(x, mask):

@@ -15,8 +15,23 @@ import math
 import typing
 
 from jaxkern._core.algorithms import pick
-from jaxkern._core.define import CUDA_TYPES, EMPTY_VIEW, broadcast_view, ceil_div
-from jaxkern._core.launch import Launch, Plan, boolean, f64, i32, i64, null, operand, result, scratch, struct, u64
+from jaxkern._core.define import CUDA_TYPES, EMPTY_VIEW, broadcast_view, ceil_div, cpp_bool
+from jaxkern._core.launch import (
+    MOST_BLOCKS_Y,
+    Launch,
+    Plan,
+    boolean,
+    f64,
+    i32,
+    i64,
+    null,
+    operand,
+    planned,
+    result,
+    scratch,
+    struct,
+    u64,
+)
 
 ALGORITHMS = ("sub_warp", "warp", "block", "split", "column")
 
@@ -54,7 +69,6 @@ _PART_ROWS = 64  # rows of a column that occupy a block
 _TILE_BYTES = 512  # width of a block's tile of columns
 _COLUMN_BLOCKS = 4  # per multiprocessor, at a time
 _MOST_COLUMN_BLOCKS = 1280  # where columns are split
-_MOST_GRID_X, _MOST_GRID_Y = 2**31 - 1, 2**16 - 1
 
 
 class Problem(typing.NamedTuple):
@@ -93,10 +107,10 @@ class Problem(typing.NamedTuple):
 def parts_of(p: Problem, device) -> int:
     """How many blocks share a row or, if the axis is not the last one, a tile of columns; 1: they are not split."""
     if p.inner == 1:
-        return max(1, min(_BLOCKS_WANTED * device.sm_count // p.rows, p.vectors // (_PART_PACKS // 4), _MOST_GRID_Y))
+        return max(1, min(_BLOCKS_WANTED * device.sm_count // p.rows, p.vectors // (_PART_PACKS // 4), MOST_BLOCKS_Y))
     # The fewest parts that keep nine tenths of the multiprocessors' slots busy until the end; or else the busiest.
     tiles = p.rows * ceil_div(p.inner * p.itemsize, _TILE_BYTES)
-    most = min(p.width // _PART_ROWS, _MOST_COLUMN_BLOCKS // tiles, _MOST_GRID_Y)
+    most = min(p.width // _PART_ROWS, _MOST_COLUMN_BLOCKS // tiles, MOST_BLOCKS_Y)
     slots = _COLUMN_BLOCKS * device.sm_count
     best, best_busy = 1, 0.0
     for waves in range(ceil_div(tiles, slots), ceil_div(tiles, slots) + 4):
@@ -160,7 +174,7 @@ class _Reduction(typing.NamedTuple):
         kind = cuda_type(self.p.dtype)
         if self.op in ("sum", "mean"):
             flags = (counting and self.p.floating, short and self.p.floating and self.p.itemsize == 2)
-            return f"jaxkern::Sum_<{kind}, {', '.join(map(_cpp, flags))}>"
+            return f"jaxkern::Sum_<{kind}, {', '.join(map(cpp_bool, flags))}>"
         return f"jaxkern::{'LogSumExp_' if self.op == 'logsumexp' else 'Max_'}<{kind}>"
 
     def params(self, parts=1, each=None, rows=None, out=None, aligned=True):
@@ -194,10 +208,6 @@ def cuda_type(dtype: str) -> str:
     return "uint8_t" if dtype == "bool" else CUDA_TYPES[dtype]
 
 
-def _cpp(flag: bool) -> str:
-    return "true" if flag else "false"
-
-
 def _log2_ceil(n: int) -> int:
     return (n - 1).bit_length()
 
@@ -223,7 +233,7 @@ def _narrow(
     r: _Reduction, functor: str, vector: int, packs: int, rows: int, masked: bool, log_lanes: int
 ) -> list[Launch]:
     """packs: per lane, at most. rows: per group of lanes."""
-    name = f"ReduceNarrow<{functor}, {vector}, {packs}, {rows}, {_cpp(masked)}>"
+    name = f"ReduceNarrow<{functor}, {vector}, {packs}, {rows}, {cpp_bool(masked)}>"
     return [
         Launch(
             _HEADER,
@@ -253,7 +263,7 @@ def _sub_warp(r):
 
 def _rows(r: _Reduction, params, rows_each: int, grid, threads: int) -> list[Launch]:
     functor = r.functor(counting=r.op == "mean" and r.p.masked)
-    name = f"ReduceRows<{functor}, {r.p.vector}, {_cpp(r.p.masked)}>"
+    name = f"ReduceRows<{functor}, {r.p.vector}, {cpp_bool(r.p.masked)}>"
     return [Launch(_HEADER, name, [params, i32(rows_each)], grid, threads)]
 
 
@@ -361,7 +371,5 @@ def reduce(op: str, device, operands, results, *, axis: int, dtype, algorithm: s
     launches = tuple(_LAUNCHES[algorithm](r))
     # Element by element, for arrays that are not aligned.
     unaligned = tuple(_column(r, parts, aligned=False))
-    if any(step.grid3()[0] > _MOST_GRID_X for step in launches + unaligned):
-        return None
     size = p.rows * p.inner * parts * _PARTIAL_BYTES if parts > 1 else 0
-    return Plan(algorithm, launches, size, unaligned)
+    return planned(algorithm, launches, size, unaligned)

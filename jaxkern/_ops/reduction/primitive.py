@@ -15,6 +15,7 @@ import functools
 from jax import lax
 
 from jaxkern._core import algorithms
+from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind
 from jaxkern._core.rows import row_primitive
 from jaxkern._ops.reduction import plan, reference, sharding
@@ -46,5 +47,5 @@ def statistics(x, *mask, axis, algorithm, dtype=None):
 
     The sum is 0 where the largest element is -inf, and equals it where it is inf or NaN.
     """
-    wide = reference.computing(x.dtype)
+    wide = computing(x.dtype)
     return bind(logsumexp_statistics_p, x, *mask, axis=axis, algorithm=algorithm, dtype=(dtype or x.dtype, wide, wide))

@@ -9,12 +9,8 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkern._core.dtypes import computing
 from jaxkern._core.rows import largest_of
-
-
-def computing(dtype):
-    """The dtype that numbers of a floating-point dtype are computed in."""
-    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def count(shape, mask, axis, dtype):

@@ -6,8 +6,9 @@ over: the axes of the mesh that split the rows. The first argument is the primit
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind
-from jaxkern._ops.reduction.reference import bounds, computing, count, finite, logsumexp_of
+from jaxkern._ops.reduction.reference import bounds, count, finite, logsumexp_of
 
 
 def reduce_sum(sum_p, x, *mask, over, axis, dtype, algorithm):

@@ -20,8 +20,24 @@ import math
 import typing
 
 from jaxkern._core.algorithms import pick
-from jaxkern._core.define import CUDA_TYPES, EMPTY_VIEW, broadcast_view, ceil_div, fast_divmod
-from jaxkern._core.launch import Launch, Plan, boolean, f64, i32, i64, null, operand, result, scratch, struct, u32
+from jaxkern._core.define import CUDA_TYPES, EMPTY_VIEW, broadcast_view, ceil_div, cpp_bool, fast_divmod
+from jaxkern._core.launch import (
+    MOST_BLOCKS,
+    MOST_BLOCKS_Y,
+    Launch,
+    Plan,
+    boolean,
+    f64,
+    i32,
+    i64,
+    null,
+    operand,
+    planned,
+    result,
+    scratch,
+    struct,
+    u32,
+)
 from jaxkern._core.lowest import where_lowest
 
 ALGORITHMS = ("sub_warp", "warp", "block", "cluster", "pipeline", "streaming", "split", "column")
@@ -41,7 +57,6 @@ _RING_BYTES = 208 * 1024  # of rows in a block's shared memory
 
 _WARP_THREADS, _BLOCK_THREADS, _STREAM_THREADS, _COLUMN_THREADS = 128, 512, 512, 256
 _STAGED_ELEMENTS = 8  # per lane
-_MOST_GRID_X, _MOST_GRID_Y = 2**31 - 1, 2**16 - 1
 
 
 class Problem(typing.NamedTuple):
@@ -115,7 +130,7 @@ def fits(algorithm: str, p: Problem, device) -> bool:
         and _CLUSTER_BLOCKS < p.vectors <= _CLUSTER_BLOCKS * _CLUSTER_VECTORS * (2 if p.whole else 1),
         "pipeline": clusters and 16 * p.vectors * p.inputs <= _CLUSTER_BLOCKS * _RING_BYTES,
         "streaming": True,
-        "split": p.rows <= _MOST_GRID_Y,
+        "split": p.rows <= MOST_BLOCKS_Y,
     }[algorithm]
 
 
@@ -159,15 +174,11 @@ def choose(p: Problem, device) -> str:
 
 
 def _op(p: Problem) -> str:
-    return f"jaxkern::{'Backward' if p.backward else 'Forward'}<{_TYPES[p.dtype][0]}, {_cpp(p.log)}>"
-
-
-def _cpp(flag: bool) -> str:
-    return "true" if flag else "false"
+    return f"jaxkern::{'Backward' if p.backward else 'Forward'}<{_TYPES[p.dtype][0]}, {cpp_bool(p.log)}>"
 
 
 def _row(p: Problem, vector: int, index="int", ragged=True) -> str:
-    return f"jaxkern::SoftmaxRow<{_op(p)}, {vector}, {_cpp(p.masked)}, {index}, {_cpp(ragged)}>"
+    return f"jaxkern::SoftmaxRow<{_op(p)}, {vector}, {cpp_bool(p.masked)}, {index}, {cpp_bool(ragged)}>"
 
 
 def _stat_bytes(p: Problem, columns=False) -> int:
@@ -239,7 +250,7 @@ def _sub_warp(p, params, device):
     return [
         Launch(
             "softmax/registers.cuh",
-            f"SoftmaxStaged<{_op(p)}, {lanes}, {_cpp(p.masked)}>",
+            f"SoftmaxStaged<{_op(p)}, {lanes}, {cpp_bool(p.masked)}>",
             [params, i32(rows), i32(room)],
             ceil_div(p.rows, rows),
             _WARP_THREADS,
@@ -306,7 +317,7 @@ def _pipeline(p, params, device):
 
 
 def _rows_grid(rows: int) -> tuple[int, int]:
-    return min(rows, _MOST_GRID_X), ceil_div(rows, _MOST_GRID_X)
+    return min(rows, MOST_BLOCKS), ceil_div(rows, MOST_BLOCKS)
 
 
 def _streaming(p, params, device, vector=None):
@@ -324,7 +335,7 @@ def _split(p, params, device):
     return [
         Launch(
             "softmax/stream.cuh",
-            f"{kernel}<{_op(p)}, {p.vector}, {_cpp(p.masked)}>",
+            f"{kernel}<{_op(p)}, {p.vector}, {cpp_bool(p.masked)}>",
             [params, scratch()],
             grid,
             _STREAM_THREADS,
@@ -345,7 +356,7 @@ def _column(p, params, device, vector=None):
     else:
         held, lanes, warps = 8, 4, ceil_div(p.width, 8 * 8)
     tiles = ceil_div(p.inner, lanes * vector)
-    name = f"SoftmaxColumnRegisters<{_op(p)}::ForColumns, {held}, {_cpp(p.width <= alone)}>"
+    name = f"SoftmaxColumnRegisters<{_op(p)}::ForColumns, {held}, {cpp_bool(p.width <= alone)}>"
     grid = ceil_div(p.rows * tiles, 4) if warps == 1 else p.rows * tiles
     return [
         Launch("softmax/column.cuh", name, [params, i32(warps), i64(tiles)], grid, 32 * (4 if warps == 1 else warps))
@@ -369,7 +380,7 @@ def _column_in_shared_memory(p, params, device, vector):
     tiles = ceil_div(across, lanes)
     return Launch(
         "softmax/column.cuh",
-        f"SoftmaxColumn<{_op(p)}::ForColumns, {vector}, {_cpp(p.masked)}>",
+        f"SoftmaxColumn<{_op(p)}::ForColumns, {vector}, {cpp_bool(p.masked)}>",
         [params, struct(i32(lanes), boolean(resident), i64(tiles))],
         p.rows * tiles,
         _COLUMN_THREADS,
@@ -403,10 +414,8 @@ def plan(p: Problem, device, mask=(null, EMPTY_VIEW), algorithm="auto") -> Plan 
     # Element by element, for arrays that are not aligned.
     generic = _streaming if p.inner == 1 else _column
     unaligned = tuple(generic(p, _params(p, device, mask, aligned=False), device, 1))
-    if any(step.grid3()[0] > _MOST_GRID_X for step in launches + unaligned):
-        return None
     size = p.rows * _split_blocks(p, device) * _stat_bytes(p) if algorithm == "split" else 0
-    return Plan(algorithm, launches, size, unaligned)
+    return planned(algorithm, launches, size, unaligned)
 
 
 def problem_of(aval, axis: int, **flags) -> Problem:
@@ -438,7 +447,7 @@ def _fused_op(p: Problem, from_output: bool, out: str) -> str:
     if from_output:
         return f"jaxkern::FusedFromOutput<{cpp}>"
     narrower = "" if out == p.dtype else f", {_TYPES[out][0]}"
-    return f"jaxkern::{'FusedBackward' if p.backward else 'FusedForward'}<{cpp}, {_cpp(p.log)}{narrower}>"
+    return f"jaxkern::{'FusedBackward' if p.backward else 'FusedForward'}<{cpp}, {cpp_bool(p.log)}{narrower}>"
 
 
 def _row_launch(
@@ -537,7 +546,7 @@ def fused(
     op = _fused_op(p, from_output, dtype or p.dtype)
 
     def row(vector):
-        return lambda index, ragged, _: f"jaxkern::FusedRow<{op}, {vector}, {has}, {index}, {_cpp(ragged)}>"
+        return lambda index, ragged, _: f"jaxkern::FusedRow<{op}, {vector}, {has}, {index}, {cpp_bool(ragged)}>"
 
     return Plan(
         algorithm,
@@ -621,7 +630,7 @@ def score(
         after = any(args[k - len(indexed)].shape[axis] != 1 for k in masks.used if k >= len(indexed))
     column = indexed.index(axis) if axis in indexed else -1
     splat = sum((a.shape[axis] == 1) << k for k, a in enumerate(args))
-    call = ["Score", gradient, mask_name, _cpp(after), len(indexed), column, splat]
+    call = ["Score", gradient, mask_name, cpp_bool(after), len(indexed), column, splat]
     call += [CUDA_TYPES[a.dtype.name] for a in args]
     call = f"jaxkern::ScoreCall<{', '.join(map(str, call))}>"
     has = p.masked * _HAS_MASK
@@ -631,7 +640,7 @@ def score(
 
     def row(vector):
         return lambda index, ragged, full: (
-            f"jaxkern::{row_type}<{op}, {vector}, {has}, {index}, {_cpp(ragged)}, {_cpp(full)}, {call}>"
+            f"jaxkern::{row_type}<{op}, {vector}, {has}, {index}, {cpp_bool(ragged)}, {cpp_bool(full)}, {call}>"
         )
 
     # A derivative is held beside each element: 16 elements per thread leave registers for them.
