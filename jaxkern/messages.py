@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 
 from jaxkern._core import compat, functor, validate
 from jaxkern._core.dtypes import computing
+from jaxkern._core.partition import largest, smallest
 from jaxkern._ops.indexing import sort
 from jaxkern._ops.messages import derivatives as _derivatives  # noqa: F401
 from jaxkern._ops.messages import lowering as _lowering  # noqa: F401  registers the primitives' lowerings
@@ -333,44 +334,13 @@ def _reduce(name, reduction, f, graph, senders=None, receivers=None, edges=None)
     axis = graph.axis_name
     if reduction in ("max", "min"):
         ys = reduce(reduction=reduction, dtypes=out)
-        return call.tree([_extreme(y, axis, reduction == "min") for y in ys])
+        return call.tree([(smallest if reduction == "min" else largest)(y, axis) for y in ys])
     ys = jax.lax.psum(reduce(reduction="sum", dtypes=tuple(map(computing, out))), axis)
     if reduction == "mean":
         offsets = graph.into.offsets
         count = jax.lax.psum(offsets[1:] - offsets[:-1], axis)
         ys = [y / jnp.maximum(count, 1).astype(y.dtype).reshape(-1, *[1] * (y.ndim - 1)) for y in ys]
     return call.tree([y.astype(d) for y, d in zip(ys, out)])
-
-
-def _extreme(y, axis, least):
-    """The largest y of all devices, or the least one; NaN if there is one."""
-    if not jnp.issubdtype(y.dtype, jnp.inexact):
-        return jax.lax.pmin(y, axis) if least else jax.lax.pmax(y, axis)
-    wide = y.astype(computing(y.dtype))
-    most = _most(-wide if least else wide, axis)
-    return (-most if least else most).astype(y.dtype)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _most(y, axis):
-    """The largest y, as integers that are in the order of y, NaN last: a maximum of numbers may lose NaN.
-
-    Its derivative is shared evenly by the devices that have it.
-    """
-    integer = jnp.dtype(f"int{8 * y.dtype.itemsize}")
-    last = jnp.asarray(jnp.iinfo(integer).max, integer)
-    turned = lambda bits: jnp.where(bits < 0, bits ^ last, bits)
-    key = jnp.where(y != y, last, turned(jax.lax.bitcast_convert_type(y, integer)))
-    return jax.lax.bitcast_convert_type(turned(jax.lax.pmax(key, axis)), y.dtype)
-
-
-@_most.defjvp
-def _most_jvp(axis, primals, tangents):
-    (y,), (t,) = primals, tangents
-    most = _most(y, axis)
-    has = (y == most) | ((y != y) & (most != most))
-    share = jnp.where(has, 1 / jax.lax.psum(has.astype(y.dtype), axis), 0).astype(y.dtype)
-    return most, jax.lax.psum(share * t, axis)
 
 
 class _Call:

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkern
 from jaxkern._core import compat
+from jaxkern._core.dtypes import computing
 
 # ---- a callback that computes each device's part
 
@@ -199,3 +200,37 @@ def merge_exponentials(largest, sums, over, scaled=1):
 
 def _summed(sums, over):
     return list(lax.psum(jnp.stack(sums), over)) if over else sums
+
+
+# ---- extremes over devices: `lax.pmax` and `lax.pmin` may lose NaN
+
+
+def largest(x, axes):
+    """The largest x of the devices along `axes`, NaN if one of them is; devices that have it share its gradient evenly."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return lax.pmax(x, axes)
+    return _largest(x.astype(computing(x.dtype)), axes).astype(x.dtype)
+
+
+def smallest(x, axes):
+    """The smallest x of the devices along `axes`, like `largest`."""
+    return lax.pmin(x, axes) if not jnp.issubdtype(x.dtype, jnp.floating) else -largest(-x, axes)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _largest(x, axes):
+    """The maximum of integers that are in the order of x, with NaN last."""
+    integer = jnp.dtype(f"int{8 * x.dtype.itemsize}")
+    last = jnp.asarray(jnp.iinfo(integer).max, integer)
+    turned = lambda bits: jnp.where(bits < 0, bits ^ last, bits)
+    key = jnp.where(jnp.isnan(x), last, turned(lax.bitcast_convert_type(x, integer)))
+    return lax.bitcast_convert_type(turned(lax.pmax(key, axes)), x.dtype)
+
+
+@_largest.defjvp
+def _largest_jvp(axes, primals, tangents):
+    (x,), (t,) = primals, tangents
+    most = _largest(x, axes)
+    has = (x == most) | (jnp.isnan(x) & jnp.isnan(most))
+    share = jnp.where(has, 1 / lax.psum(has.astype(x.dtype), axes), 0).astype(x.dtype)
+    return most, lax.psum(share * t, axes)

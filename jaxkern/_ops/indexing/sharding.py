@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkern._core.dtypes import computing
+from jaxkern._core.partition import largest, smallest
 from jaxkern._ops.indexing.reference import fill_value, parted
 
 LIMIT = 2**31 - 2  # the most rows that may be split: int32 numbers them
@@ -140,29 +141,11 @@ def segments(prim, over, source, index, *order, rows, rules):
         y = jnp.prod(lax.all_gather(y, along), 0).astype(source.dtype)
     else:
         y = prim.bind(source, index, rows=rows, rules=rules)
-        y = _largest(y, along) if prim.name == "jaxkern_segment_max" else _smallest(y, along)
+        y = largest(y, along) if prim.name == "jaxkern_segment_max" else smallest(y, along)
     if shared:
         here, parts = _place(shared)
         y = lax.dynamic_slice_in_dim(y, here * (rows // parts), rows // parts, rules.axis)
     return y
-
-
-def _smallest(x, axes):
-    if jnp.issubdtype(x.dtype, jnp.integer):
-        return ~_largest(~x, axes)
-    return -_largest(-x, axes)
-
-
-def _largest(x, axes):
-    """lax.pmax that propagates NaN, by comparing the bits of floating-point numbers as integers."""
-    if jnp.issubdtype(x.dtype, jnp.integer):
-        return lax.pmax(x, axes)
-    wide = x.astype(computing(x.dtype))
-    wide = jnp.where(jnp.isnan(wide), jnp.nan, wide)  # a positive NaN is above inf
-    bits = jnp.int64 if wide.dtype == jnp.float64 else jnp.int32
-    ordered = lambda b: b ^ ((b >> (8 * wide.dtype.itemsize - 1)) & jnp.iinfo(bits).max)
-    largest = lax.pmax(ordered(lax.bitcast_convert_type(wide, bits)), axes)
-    return lax.bitcast_convert_type(ordered(largest), wide.dtype).astype(x.dtype)
 
 
 # ---- index_add

@@ -12,9 +12,7 @@ along one axis, which the result lacks, each with an optional mask of the elemen
 
 import functools
 
-from jax import lax
-
-from jaxkern._core import algorithms
+from jaxkern._core import algorithms, partition
 from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind
 from jaxkern._core.rows import row_primitive
@@ -31,7 +29,7 @@ def _primitive(name, op, reference, split, dtypes=FLOATS, **options):
     return row_primitive(f"jaxkern_{name}", 1, reference, launches, split, dtypes=dtypes, **options)
 
 
-_maximum, _minimum = (functools.partial(sharding.extreme, *end) for end in ((0, lax.pmax), (1, lax.pmin)))
+_maximum, _minimum = (functools.partial(sharding.extreme, found) for found in (partition.largest, partition.smallest))
 reduce_sum_p = _primitive("reduce_sum", "sum", reference.reduce_sum, sharding.reduce_sum, plan.DTYPES)
 reduce_mean_p = _primitive("reduce_mean", "mean", reference.reduce_mean, sharding.reduce_mean(reduce_sum_p))
 reduce_max_p = _primitive("reduce_max", "max", reference.reduce_max, _maximum, NUMBERS)

@@ -8,7 +8,7 @@ from jax import lax
 
 from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind
-from jaxkern._ops.reduction.reference import bounds, count, finite, logsumexp_of
+from jaxkern._ops.reduction.reference import count, finite, logsumexp_of
 
 
 def reduce_sum(sum_p, x, *mask, over, axis, dtype, algorithm):
@@ -28,13 +28,8 @@ def reduce_mean(sum_p):
     return split
 
 
-def extreme(end, collective, prim, x, *mask, over, axis, dtype, algorithm):
-    y = bind(prim, x, *mask, axis=axis, dtype=dtype, algorithm=algorithm)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return collective(y, over)
-    # A collective maximum need not propagate NaN.
-    nan = lax.psum(jnp.isnan(y).astype(jnp.int32), over)
-    return jnp.where(nan > 0, jnp.nan, collective(jnp.where(jnp.isnan(y), bounds(dtype)[end], y), over)).astype(dtype)
+def extreme(over_devices, prim, x, *mask, over, axis, dtype, algorithm):
+    return over_devices(bind(prim, x, *mask, axis=axis, dtype=dtype, algorithm=algorithm), over)
 
 
 def logsumexp(statistics_p):
