@@ -6,12 +6,11 @@
 `python -m jaxkern` reports what is loaded on this machine, checks results, and measures speed.
 """
 
-__version__ = "0.2.0"
-
 import typing
 
 from jaxkern import algorithms, elementwise
 from jaxkern import tiers as tiers  # the former name of `algorithms`
+from jaxkern._core.package import __version__ as __version__
 from jaxkern._core.registry import export_checks
 from jaxkern._definitions.cumulative import cumlogsumexp, cummax, cummin, cumprod, cumsum
 from jaxkern._definitions.recurrences import advantages, discounted_returns, exponential_moving_average

@@ -5,22 +5,18 @@ Their primitives are in _ops/indexing.
 
 import functools
 import numbers
-import typing
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from jaxkern._core import validate
 from jaxkern._core.dtypes import computing
 from jaxkern._ops.indexing import primitive
+from jaxkern._ops.indexing.arguments import Mode, integers, rules_of, safe_index, scatter_mode
 from jaxkern._ops.indexing.order import Order, with_order
 from jaxkern._ops.indexing.primitive import Rules
 from jaxkern._ops.indexing.sort import rows_of
-
-Mode = str | jax.lax.GatherScatterMode | None
-MODES = ("None", "'fill'", "'drop'", "'clip'", "'promise_in_bounds'")
 
 
 def index_add(
@@ -77,7 +73,7 @@ def index_add(
     multiplication on throughput-oriented processors", 2009.
     """
     name = "index_add"
-    rules = _rules(
+    rules = rules_of(
         name,
         axis,
         mode,
@@ -131,8 +127,8 @@ def index_select(
     [[2.0, 1.0, 2.0], [4.0, 3.0, 4.0]]
     """
     _check_arrays("index_select", x=x, index=index, fill_value=fill_value)
-    rules = _rules("index_select", axis, mode, wrap=True, fill_nan=fill_value is None)
-    promised = _mode("index_select", mode) == jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    rules = rules_of("index_select", axis, mode, wrap=True, fill_nan=fill_value is None)
+    promised = scatter_mode("index_select", mode) == jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
     index, order_operands, rules = with_order(
         "index_select", "index", index, order, rules, mode, _rows_of(x, rules, order)
     )
@@ -247,25 +243,6 @@ def _rows_of(x, rules, order):
     return shape[rules.axis] if order is not None and -len(shape) <= rules.axis < len(shape) else None
 
 
-def safe_index(index: typing.Any) -> typing.Any:
-    """Clips 64-bit NumPy indices to int32 if x64 is off, because jit would truncate them.
-
-    An index that does not fit becomes a limit of int32, which is out of range too.
-    """
-    wide = isinstance(index, (np.ndarray, np.generic)) and index.dtype.kind in "iu" and index.dtype.itemsize == 8
-    if wide and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
-        limits = np.iinfo(np.int32)
-        return np.clip(index, max(limits.min, int(np.iinfo(str(index.dtype)).min)), limits.max).astype(np.int32)
-    return index
-
-
-def integers(name: str, argument: str, index: typing.Any) -> jax.Array:
-    """Checks that `index` is an integer array; widens integers of fewer than 8 bits."""
-    if not jnp.issubdtype(index.dtype, jnp.integer):
-        raise TypeError(f"jaxkern.{name}: {argument} must be of an integer type, got {index.dtype}{list(index.shape)}")
-    return index.astype(jnp.int8) if jnp.iinfo(index.dtype).bits < 8 else index
-
-
 def _along(name, x, index, rules):
     """Checks the index and the axis; returns the index, and rules with a non-negative axis."""
     index = integers(name, "index", index)
@@ -296,19 +273,3 @@ def _factor(name, alpha, dtype):
     if _kind(alpha.dtype) > _kind(dtype):
         raise TypeError(f"jaxkern.{name}: alpha of type {alpha.dtype} cannot scale x of type {dtype}")
     return alpha.astype(computing(dtype))
-
-
-def _mode(name, mode):
-    try:
-        found = jax.lax.GatherScatterMode.from_any(mode)
-    except (ValueError, TypeError):
-        found = None
-    if found is None or found.name not in ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS"):
-        raise ValueError(f"jaxkern.{name}: mode must be one of {', '.join(MODES)}, got {validate.shown(mode)}")
-    return found
-
-
-def _rules(name, axis, mode, **others):
-    return Rules(
-        validate.integer(name, "axis", axis), clip=_mode(name, mode) == jax.lax.GatherScatterMode.CLIP, **others
-    )

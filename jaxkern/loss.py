@@ -17,12 +17,12 @@ from jaxkern._core.primitive import bind
 from jaxkern._ops.cross_entropy import derivatives  # noqa: F401  registers itself
 from jaxkern._ops.cross_entropy.primitive import Options, cross_entropy_both_p, cross_entropy_p
 from jaxkern._ops.cross_entropy.reference import classes_of
+from jaxkern._ops.indexing.arguments import integers, safe_index
 from jaxkern._ops.linear_cross_entropy import derivatives as linear_derivatives  # noqa: F401  registers itself
 from jaxkern._ops.linear_cross_entropy import plan as linear_plan
 from jaxkern._ops.linear_cross_entropy.primitive import Spec, linear_cross_entropy_p, linear_cross_entropy_sum_p
 from jaxkern._ops.linear_cross_entropy.reference import problem as linear_problem
 from jaxkern._ops.score import loss as scores
-from jaxkern.index_add import integers, safe_index
 from jaxkern.softmax import prepare_scores
 
 

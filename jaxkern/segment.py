@@ -18,9 +18,9 @@ from jax.typing import ArrayLike
 from jaxkern._core import validate
 from jaxkern._core.dtypes import computing
 from jaxkern._ops.indexing import primitive, sort
+from jaxkern._ops.indexing.arguments import Mode, integers, rules_of, safe_index
 from jaxkern._ops.indexing.order import Order, with_order
 from jaxkern._ops.segment_softmax.primitive import segment_softmax as bind_softmax
-from jaxkern.index_add import Mode, _rules, integers, safe_index
 
 
 def segment_sum(
@@ -274,7 +274,7 @@ def segment_softmax(
     """
     name = "segment_softmax"
     validate.flag(name, "unique_indices", unique_indices)  # saves nothing
-    rules = _rules(name, 0, mode, sorted=validate.flag(name, "indices_are_sorted", indices_are_sorted), unique=False)
+    rules = rules_of(name, 0, mode, sorted=validate.flag(name, "indices_are_sorted", indices_are_sorted), unique=False)
     if isinstance(order, Order) and order.wrap:
         raise ValueError(f"jaxkern.{name}: the order must be made with wrap=False")
     return _with_order(name, data, segment_ids, num_segments, rules, mode, order)
@@ -315,7 +315,7 @@ def sort_indices(ids: ArrayLike, num_segments: int, *, mode: Mode = None, wrap: 
     algorithms for manycore GPUs", 2009.
     """
     name = "sort_indices"
-    rules = _rules(name, 0, mode, wrap=validate.flag(name, "wrap", wrap))
+    rules = rules_of(name, 0, mode, wrap=validate.flag(name, "wrap", wrap))
     validate.check_array(name, "ids", "an array of integers", ids)
     if num_segments is None:
         raise TypeError(f"jaxkern.{name}: num_segments must be an int, got None")
@@ -349,7 +349,7 @@ def _with_order(name, data, segment_ids, num_segments, rules, mode, order):
 def _segment(
     name, data, segment_ids, num_segments, indices_are_sorted, unique_indices, bucket_size, mode, out_sharding, order
 ):
-    rules = _rules(
+    rules = rules_of(
         name,
         0,
         mode,

@@ -14,10 +14,11 @@ from jax.typing import ArrayLike
 from jaxkern._core import functor, validate
 from jaxkern._core.define import CUDA_TYPES
 from jaxkern._core.dtypes import computing
+from jaxkern._ops.indexing.arguments import integers, safe_index
 from jaxkern._ops.indexing.order import Order
+from jaxkern._ops.messages.graphs import in_range, mapped, node_count, ordered_edges
 from jaxkern._ops.messages.primitive import Edges
-from jaxkern.index_add import integers, safe_index
-from jaxkern.messages import Graph, PyTree, _count, _edge_map, _in_range, _ordered, edge_max, edge_sum
+from jaxkern.messages import Graph, PyTree, edge_max, edge_sum
 from jaxkern.segment import segment_softmax
 
 MODES = ("sum", "mean", "max")
@@ -110,7 +111,7 @@ def embedding_bag(
     else:
         validate.check_array(name, "segment_ids", "an array of integers", segment_ids)
         # Counted before they become an array of JAX, which is a tracer under jit.
-        bags = _count(num_bags, "num_bags", safe_index(segment_ids), "segment_ids", name)
+        bags = node_count(num_bags, "num_bags", safe_index(segment_ids), "segment_ids", name)
         segment_ids = _indices(name, "segment_ids", segment_ids)
         if segment_ids.shape != ids.shape:
             raise ValueError(
@@ -143,12 +144,12 @@ def _in_bags(ids, bag_of, starts, rows):
     """(graph, valid) of ids that lie bag by bag. They are sorted for the gradient alone. An id that is padding is an edge
     from row 0 for which `valid` is False."""
     position = jnp.arange(ids.shape[0], dtype=jnp.uint32)
-    valid = _in_range(ids, rows) & (position >= starts[0])
+    valid = in_range(ids, rows) & (position >= starts[0])
     other = jnp.where(valid, ids, 0).astype(jnp.uint32)
     bags = starts.shape[0] - 1
     into = Edges(bag_of, position, other, starts)
     known = valid & (bag_of < bags)
-    back = _ordered(known, other, jnp.where(known, bag_of, 0), rows)
+    back = ordered_edges(known, other, jnp.where(known, bag_of, 0), rows)
     return Graph.tree_unflatten((rows, bags, None), (other, bag_of, into, back)), valid
 
 
@@ -163,7 +164,7 @@ def _sorted_graph(senders, receivers, num_senders, num_receivers):
     wide = receivers if receivers.dtype.itemsize >= 4 else receivers.astype(jnp.int32)
     # Offsets of rows, and edges that belong to no row, before and after them.
     starts = jnp.searchsorted(wide, jnp.arange(num_receivers + 1, dtype=wide.dtype), method="scan_unrolled")
-    row = jnp.where(wide < 0, 0, jnp.where(_in_range(wide, num_receivers), wide, num_receivers)).astype(jnp.uint32)
+    row = jnp.where(wide < 0, 0, jnp.where(in_range(wide, num_receivers), wide, num_receivers)).astype(jnp.uint32)
     return _in_bags(senders, row, starts.astype(jnp.uint32), num_senders)
 
 
@@ -283,7 +284,7 @@ def spmm(a: sparse.BCOO | sparse.BCSR, b: ArrayLike, *, graph: Graph | None = No
         raise ValueError(
             f"jaxkern.spmm: graph is {graph!r}, which is not the graph of a matrix of shape {a.shape} with {a.nse} elements"
         )
-    on = _in_range(graph.senders, a.shape[1])
+    on = in_range(graph.senders, a.shape[1])
     return edge_sum(_weigh, graph, senders=b, edges=(a.data, on))
 
 
@@ -363,7 +364,7 @@ def graph_attention(
     """
     name = "graph_attention"
     values = _numbers(name, "values", values)
-    scores = _edge_map(name, "score", score, graph, senders, receivers, edges, reduce_features)
+    scores = mapped(name, "score", score, graph, senders, receivers, edges, reduce_features)
     if not isinstance(scores, jax.Array):
         raise ValueError(f"jaxkern.{name}: score must return one scalar, got {jax.tree.structure(scores)}")
     validate.real(name, "the result of score", scores)
@@ -376,7 +377,7 @@ def graph_attention(
         )
     if graph.axis_name is not None:
         return _attention_over_devices(graph, scores, values)
-    valid = _in_range(graph.senders, graph.num_senders) & _in_range(graph.receivers, graph.num_receivers)
+    valid = in_range(graph.senders, graph.num_senders) & in_range(graph.receivers, graph.num_receivers)
     ids = jnp.where(valid, graph.receivers, -1).astype(jnp.int32)
     order = Order(ids, graph.into.keys, graph.into.order, graph.num_receivers, False, False)
     weights = segment_softmax(scores, None, order=order)
@@ -456,7 +457,7 @@ def moe_dispatch(x: ArrayLike, indices: ArrayLike, num_slots: int) -> jax.Array:
     tokens, k = indices.shape
     if x.ndim < 1 or x.shape[0] != tokens:
         raise ValueError(f"jaxkern.{name}: x of shape {x.shape} and indices of shape {indices.shape} do not match")
-    num_slots = _count(num_slots, "num_slots", name=name)
+    num_slots = node_count(num_slots, "num_slots", name=name)
     # Tokens are in order, so that the gradient needs no sort.
     starts = jnp.arange(tokens + 1, dtype=jnp.uint32) * jnp.uint32(k)
     token = jnp.arange(tokens * k, dtype=jnp.uint32) // jnp.uint32(max(k, 1))

@@ -38,14 +38,14 @@ def run(*command: str, **options) -> str:
 
 
 def version_of_source() -> str:
-    return re.search(r'^__version__ = "(.+)"$', read("jaxkern/__init__.py"), re.M)[1]
+    return re.search(r'^__version__ = "(.+)"$', read("jaxkern/_core/package.py"), re.M)[1]
 
 
 # ---- the points
 
 
 def version() -> str:
-    """One version: jaxkern/__init__.py has it, pyproject.toml reads it, and CITATION.cff names the same."""
+    """One version: jaxkern/_core/package.py has it, pyproject.toml reads it, and CITATION.cff names the same."""
     found = version_of_source()
     if not re.fullmatch(r"\d+\.\d+\.\d+", found):
         raise Missing(f"{found} is not of the form 1.2.3")

@@ -14,7 +14,6 @@ import threading
 import jax
 import numpy as np
 
-import jaxkern
 from jaxkern._core import environment, switch
 
 
@@ -102,7 +101,7 @@ def _line(d: Decision) -> str:
     return f"{'took' if d.taken else 'left'} {d.operation} {d.shapes} at {d.source}: {d.reason}"
 
 
-_OWN = [str(pathlib.Path(p).parent) + os.sep for p in (jax.__file__, np.__file__, jaxkern.__file__)]
+_OWN = [str(pathlib.Path(p).parent) + os.sep for p in (jax.__file__, np.__file__, pathlib.Path(__file__).parent)]
 _PACKAGES = tuple(
     {
         sysconfig.get_path("purelib"),

@@ -21,8 +21,8 @@ import typing
 import jax
 import numpy as np
 
-import jaxkern
 from jaxkern._core import registry, runtime
+from jaxkern._core.package import __version__
 
 
 class Buffer(typing.NamedTuple):
@@ -215,7 +215,7 @@ def text(operation: str, plan: Plan, operands, results) -> str:
     describe = lambda avals: ", ".join(f"{a.dtype.name}[{','.join(map(str, a.shape))}]" for a in avals)
     sizes = [a.size * a.dtype.itemsize for a in buffers] + [plan.scratch] * (plan.scratch > 0)
     head = [
-        f"jaxkern {jaxkern.__version__}",
+        f"jaxkern {__version__}",
         f"operation {operation}({describe(operands)}) -> ({describe(results)}), {plan.algorithm}",
         f"bytes {' '.join(map(str, sizes))}",
     ]

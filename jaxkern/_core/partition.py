@@ -18,9 +18,9 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jaxkern
 from jaxkern._core import compat
 from jaxkern._core.dtypes import computing
+from jaxkern._core.package import __version__
 
 # ---- a callback that computes each device's part
 
@@ -79,7 +79,7 @@ def function_name(prim, params) -> str:
     The compilation cache may see the callback's address, and another callback may have this address in another process. The
     name therefore identifies what the callback does.
     """
-    facts = repr((jaxkern.__version__, sorted(params.items())))
+    facts = repr((__version__, sorted(params.items())))
     return f"{prim.name}_{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
 
 

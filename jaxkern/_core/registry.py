@@ -8,10 +8,8 @@ import atexit
 import dataclasses
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import os
-import pathlib
 import types
 import warnings
 
@@ -19,8 +17,7 @@ import jax
 import jax.export
 import jaxlib.version
 
-import jaxkern
-from jaxkern._core import compat, device, environment, runtime
+from jaxkern._core import compat, device, environment, package, runtime
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,17 +26,6 @@ class Module:
 
     module: types.ModuleType | None = None
     reason: str = ""
-
-
-def find_installed(package=jaxkern) -> None:
-    """Makes a checkout use the extension module of the installed package."""
-    try:
-        installed = importlib.metadata.distribution("jaxkern")
-    except importlib.metadata.PackageNotFoundError:
-        return
-    folder = pathlib.Path(str(installed.locate_file("jaxkern")))
-    if folder.is_dir() and installed.version == package.__version__ and str(folder) not in package.__path__:
-        package.__path__.append(str(folder))
 
 
 def load(name: str, api_version=None) -> Module:
@@ -137,7 +123,7 @@ def export_checks() -> list:
     return [jax.export.DisabledSafetyCheck.custom_call(target) for target in sorted(cuda_targets)]
 
 
-find_installed()
+package.find_installed()
 kernels = load("_runtime")
 cuda_targets: set[str] = set()
 warn(kernels, gpu_present())

@@ -14,8 +14,7 @@ import pathlib
 import stat
 import tempfile
 
-import jaxkern
-from jaxkern._core import environment
+from jaxkern._core import environment, package
 
 
 def kernels_folder() -> pathlib.Path:
@@ -23,7 +22,7 @@ def kernels_folder() -> pathlib.Path:
     checkout = pathlib.Path(__file__).resolve().parents[2] / "ffi" / "kernels"
     if checkout.is_dir():
         return checkout
-    return next(p for p in (pathlib.Path(folder) / "kernels" for folder in jaxkern.__path__) if p.is_dir())
+    return next(p for p in (pathlib.Path(folder) / "kernels" for folder in package.folders()) if p.is_dir())
 
 
 def _nvidia_folders():
@@ -157,7 +156,7 @@ def configure(module) -> None:
     folder = kernels_folder()
     nvrtc, builtins, includes = find_nvrtc()
     module.configure(
-        version=jaxkern.__version__,
+        version=package.__version__,
         nvrtc=nvrtc,
         builtins=builtins,
         includes=[str(folder), *includes],

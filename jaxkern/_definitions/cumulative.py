@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxkern._core import validate
 from jaxkern._core.jaxprs import computing, held
 from jaxkern._engines.loops.associative import associative_scan
-from jaxkern.index_add import integers, safe_index
+from jaxkern._ops.indexing.arguments import integers, safe_index
 
 
 def cumsum(
