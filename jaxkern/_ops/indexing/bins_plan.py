@@ -3,10 +3,12 @@
 import functools
 
 from jaxkern._core.define import ceil_div, cpp_bool, cuda_type
-from jaxkern._core.launch import i32, i64, struct, u32
-from jaxkern._ops.indexing.problem import NO_FILL, WARP, fill_shape, kernel, power_of_two
+from jaxkern._core.launch import u32
+from jaxkern._core.params import Params
+from jaxkern._ops.indexing.problem import FILL_SHAPE, WARP, fill_shape, kernel, power_of_two
 from jaxkern._ops.indexing.sort import bits_for, digits, radix_sort
 
+BIN_SHAPE = Params("indexing/bins.cuh", "BinShape")
 FEW_UPDATES = 16384  # few enough that every block may read all indices
 BIN_BITS, BINS, WIDE_BINS, FEW_BINS, BIN_WINDOW = 11, 1 << 11, 16384, 32, 16
 BIN_THREADS, WIDE_THREADS, BIN_WARPS, WINDOW_THREADS, WINDOW_EACH, STRETCH_THREADS = 256, 128, 8, 768, 16, 512
@@ -57,7 +59,16 @@ def narrow(p, run, fills, aligned, scratch):
     chunks, few = ceil_div(count, chunk), rows <= FEW_BINS
     if chunks > 1:
         run = run.replace(partials=scratch.take(4 * slices * chunks * rows))
-    shape = struct(u32(chunk), u32(chunks), i64(slices), i32(rows), i32(copies), u32(0), i64(0), NO_FILL)
+    shape = BIN_SHAPE(
+        chunk=chunk,
+        chunks=chunks,
+        slices=slices,
+        bins=rows,
+        copies=copies,
+        stretches=0,
+        fill_after=0,
+        fill=FILL_SHAPE.empty,
+    )
     steps = [
         step(
             f"BinSlices<{template}, {cpp_bool(few)}>",
@@ -91,9 +102,16 @@ def narrow_sorted(p, run, fills, scratch, template):
         (run.source, run.source_extra, p.size),
     )
     run = run.replace(pairs=pairs, sorted_bits=cut.passes * cut.bits, partials=scratch.take(4 * 2 * chunks * BINS))
-    fill, fill_blocks = fill_shape(indices.dropped, 1, 1, p.size) if fills else (NO_FILL, 0)
-    shape = struct(
-        u32(chunk), u32(chunks), i64(1), i32(0), i32(BIN_WARPS), u32((1 << run.sorted_bits) - 1), i64(chunks), fill
+    fill, fill_blocks = fill_shape(indices.dropped, 1, 1, p.size) if fills else (FILL_SHAPE.empty, 0)
+    shape = BIN_SHAPE(
+        chunk=chunk,
+        chunks=chunks,
+        slices=1,
+        bins=0,
+        copies=BIN_WARPS,
+        stretches=(1 << run.sorted_bits) - 1,
+        fill_after=chunks,
+        fill=fill,
     )
     steps.append(
         step(

@@ -4,11 +4,15 @@ narrow_rows.cuh for short rows; reduce.cuh adds what chunks share)."""
 import typing
 
 from jaxkern._core import launch
-from jaxkern._core.define import ceil_div, cpp_bool, cuda_type, divider, fast_divmod
-from jaxkern._core.launch import boolean, i32, i64, null, struct, u32
+from jaxkern._core.define import ceil_div, cpp_bool, cuda_type, divider
+from jaxkern._core.launch import i64, null, u32
+from jaxkern._core.params import Params
 from jaxkern._ops.indexing.problem import REDUCTIONS, WARP, Run, kernel, power_of_two, vector_of
 from jaxkern._ops.indexing.sort import sorted_into, source_rows
 
+REDUCE_SHAPE, FIXUP_SHAPE = Params("indexing/reduce.cuh", "ReduceShape"), Params("indexing/reduce.cuh", "FixupShape")
+BAND_SHAPE = Params("indexing/gaps.cuh", "BandShape")
+NARROW_TILE, TILE_SHAPE = Params("indexing/narrow_rows.cuh", "NarrowTile"), Params("indexing/tiles.cuh", "TileShape")
 NARROW_INNER = 8  # the longest row, in elements, for narrow_rows.cuh
 REDUCE_THREADS, DESCRIBE_THREADS, KEYS_WRITTEN = 128, 128, 16
 NARROW_THREADS, TILE_THREADS = 256, 256
@@ -162,20 +166,17 @@ class Shape(typing.NamedTuple):
         return ceil_div(self.run.indices.positions, self.run.chunk)
 
     def struct(self) -> launch.Struct:
-        return struct(
-            u32(self.run.chunk),
-            u32(self.chunks),
-            u32(self.reach),
-            i64(self.vectors),
-            divider(self.vectors),
-            divider(self.chunks),
-            i64(self.threads),
-            i64(self.blocks),
-            self.bands,
+        return REDUCE_SHAPE(
+            chunk=self.run.chunk,
+            chunks=self.chunks,
+            reach=self.reach,
+            vectors=self.vectors,
+            by_vectors=self.vectors,
+            by_chunks=self.chunks,
+            threads=self.threads,
+            blocks=self.blocks,
+            bands=self.bands,
         )
-
-
-NO_BANDS = struct(u32(0), i64(0), u32(0), i64(0), i64(0), i64(0), u32(0), i64(0), i64(0), *[divider(1)] * 4)
 
 
 def band_shape(run, vectors, size, gaps):
@@ -194,21 +195,22 @@ def band_shape(run, vectors, size, gaps):
         stretches = (positions + stretch) // stretch  # plus one for the end of the positions
         gap_warps = run.outer * stretches * slabs
     warps = run.outer * bands * slabs + gap_warps
-    return struct(
-        u32(rows),
-        i64(bands),
-        u32(slice_bands),
-        i64(slab),
-        i64(slabs),
-        i64(stretches),
-        u32(stretch),
-        i64(gap_warps),
-        i64(warps),
-        divider(slabs),
-        divider(bands),
-        divider(slice_bands),
-        divider(max(stretches, 1)),
-    ), warps
+    shape = BAND_SHAPE(
+        rows=rows,
+        bands=bands,
+        slice_bands=slice_bands,
+        slab=slab,
+        slabs=slabs,
+        stretches=stretches,
+        stretch=stretch,
+        gap_warps=gap_warps,
+        warps=warps,
+        by_slabs=slabs,
+        by_bands=bands,
+        by_slice=slice_bands,
+        by_stretches=max(stretches, 1),
+    )
+    return shape, warps
 
 
 def chunked(p, run, fills, aligned):
@@ -217,7 +219,7 @@ def chunked(p, run, fills, aligned):
     per_thread = 1 if whole else 4
     vectors, chunks = ceil_div(p.inner // n, per_thread), ceil_div(run.indices.positions, run.chunk)
     threads = p.outer * chunks * vectors
-    bands, warps = band_shape(run, p.inner // n, n * p.size, True) if fills else (NO_BANDS, 0)
+    bands, warps = band_shape(run, p.inner // n, n * p.size, True) if fills else (BAND_SHAPE.empty, 0)
     shape = Shape(run, vectors, threads, ceil_div(threads, REDUCE_THREADS), 0, bands)
     # Larger elements in whole vectors have 4 positions in flight, rows of partial vectors 8.
     rows = 4 if whole and (p.size > 2 or (REDUCTIONS[p.op] == "kSum" and in_flight(p) == 4)) else 8
@@ -229,7 +231,7 @@ def chunked(p, run, fills, aligned):
 
 def narrow_reduced(p, run, fills):
     chunks, n = ceil_div(run.indices.positions, run.chunk), 16 // p.size
-    bands, warps = band_shape(run, p.inner, p.size, False) if fills else (NO_BANDS, 0)
+    bands, warps = band_shape(run, p.inner, p.size, False) if fills else (BAND_SHAPE.empty, 0)
     shape = Shape(run, p.inner, 0, p.outer * chunks, 0, bands)
     values = (run.chunk * p.inner + 2 * n) // n * n
     shared = values * p.sum_bytes + NARROW_THREADS * (p.sum_bytes + 4) + (run.chunk + 2) * 4 + run.chunk * 2
@@ -238,7 +240,7 @@ def narrow_reduced(p, run, fills):
         kernel(
             "narrow_rows",
             f"ReduceNarrow<{p.reduction}, {cuda_type(p.dtype)}>",
-            [run.struct(), shape.struct(), struct(i32(values), i32(run.chunk))],
+            [run.struct(), shape.struct(), NARROW_TILE(values=values, places=run.chunk)],
             blocks,
             NARROW_THREADS,
             shared,
@@ -252,10 +254,16 @@ def tiled(p, run, fills):
     slabs, chunks = ceil_div(p.inner, tile.slab), ceil_div(run.indices.positions, run.chunk)
     values = (places * tile.pitch + 3 * n) // n * n
     each = next((e for e in (8, 4, 2) if places > e // 2 * TILE_THREADS), 1)
-    bands, warps = band_shape(run, p.inner, p.size, False) if fills else (NO_BANDS, 0)
+    bands, warps = band_shape(run, p.inner, p.size, False) if fills else (BAND_SHAPE.empty, 0)
     shape = Shape(run, 1, 0, p.outer * chunks * slabs, TILE_REACH, bands)
-    tile = struct(
-        i32(tile.slab), i32(tile.pitch), i64(slabs), divider(slabs), fast_divmod(tile.slab), i32(values), i32(each)
+    tile = TILE_SHAPE(
+        slab=tile.slab,
+        pitch=tile.pitch,
+        slabs=slabs,
+        by_slabs=slabs,
+        by_columns=tile.slab,
+        values=values,
+        each=each,
     )
     shared = values * p.size + (places + TILE_REACH + 5) * 4 + (places + 1) * 2
     blocks = shape.blocks + ceil_div(warps, TILE_THREADS // WARP)
@@ -303,7 +311,7 @@ def fixup(p, shape):
                 HEAD_THREADS,
             )
         )
-    fix = struct(i32(lanes), u32(each), u32(step), i64(slabs), boolean(grouped))
+    fix = FIXUP_SHAPE(lanes=lanes, chunks=each, step=step, slabs=slabs, grouped=grouped)
     steps.append(
         kernel(
             "reduce",

@@ -5,9 +5,11 @@ import typing
 import numpy as np
 
 from jaxkern._core import launch
-from jaxkern._core.define import ceil_div, cuda_type, divider, size_of
+from jaxkern._core.define import ceil_div, cuda_type, size_of
+from jaxkern._core.params import Params
 
 HEADER, THREADS, GATHERED = "indexing/gather.cuh", 256, 4
+SHAPE = Params(HEADER, "GatherShape")
 VECTORS = {16: "uint4", 8: "uint2", 4: "uint32_t", 2: "uint16_t"}
 FEW_BYTES = 8 << 20  # an x of this size stays in L2 without hints, and the result may stay there too
 
@@ -56,18 +58,18 @@ def index_select(device, operands, results, *, rules) -> launch.Plan | None:
         vectors = row_bytes // vector
         total, each = slices * count * vectors, THREADS * GATHERED
         number = "uint32_t" if total < 2**31 - 1 - each else "int64_t"
-        shape = launch.struct(
-            launch.i64(vectors),
-            launch.i64(total),
-            launch.i64(count),
-            launch.i64(rows),
-            divider(vectors),
-            divider(count),
-            divider(size_of(x.shape[k:axis])),
-            launch.u64(fill),
-            launch.boolean(rules.wrap and np.issubdtype(index.dtype, np.signedinteger)),
-            launch.boolean(rules.clip),
-            launch.boolean(slices * rows * row_bytes > FEW_BYTES),
+        shape = SHAPE(
+            vectors=vectors,
+            total=total,
+            count=count,
+            rows=rows,
+            by_vectors=vectors,
+            by_count=count,
+            by_outer=size_of(x.shape[k:axis]),
+            fill=fill,
+            wrap=rules.wrap and np.issubdtype(index.dtype, np.signedinteger),
+            clip=rules.clip,
+            streams=slices * rows * row_bytes > FEW_BYTES,
         )
         name = f"Gather<{VECTORS[vector]}, {cuda_type(index.dtype)}, {number}>"
         return (

@@ -17,12 +17,13 @@ problem.py says what they are made for; the launches of `narrow` are in bins_pla
 
 from jaxkern._core import launch
 from jaxkern._core.algorithms import pick
-from jaxkern._core.define import ceil_div, cpp_bool, cuda_type, divider, size_of
-from jaxkern._core.launch import i32, i64, null, struct, u32
+from jaxkern._core.define import ceil_div, cpp_bool, cuda_type, size_of
+from jaxkern._core.launch import null, struct, u32
+from jaxkern._core.params import Params
 from jaxkern._ops.indexing.bins_plan import BINS, FEW_UPDATES, WIDE_BINS, narrow, windows_of
 from jaxkern._ops.indexing.chunks_plan import reduced
 from jaxkern._ops.indexing.problem import (
-    NO_FILL,
+    FILL_SHAPE,
     WARP,
     Buffers,
     Problem,
@@ -40,6 +41,7 @@ ALGORITHMS = ("unique", "small", "sorted", "sort", "narrow", "atomic")
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "uint32")
 INDEX_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
+DIRECT_SHAPE, SMALL_SHAPE = Params("indexing/direct.cuh", "DirectShape"), Params("indexing/small.cuh", "SmallShape")
 SMALL_COUNT = 1024  # indices: 32 for each lane of a warp
 FILL_ROW_BYTES, FILL_BYTES, FILL_ROWS = 32, 1 << 22, 8  # see _fills_first; FILL_ROWS are rows of one update
 
@@ -141,7 +143,7 @@ def direct(p, run, atomic, aligned):
     n = vector_of(p, aligned)
     positions, vectors, each = run.indices.positions, p.inner // n, 256 * 4
     threads = p.outer * positions * vectors
-    shape = struct(i64(vectors), i64(threads), divider(vectors), divider(positions))
+    shape = DIRECT_SHAPE(vectors=vectors, threads=threads, by_vectors=vectors, by_positions=positions)
     name = f"DirectUpdates<jaxkern::Reduction::kSum, {cuda_type(p.dtype)}, {n}, {cpp_bool(atomic)}>"
     return kernel("direct", name, [run.struct(), shape], ceil_div(threads, each), 256)
 
@@ -191,9 +193,19 @@ def small(p, run, fills, aligned):
         each *= 2
     slabs, words = ceil_div(vectors, WARP * each), ceil_div(count, WARP)
     blocks = slabs * groups * run.indices.part.batch * p.outer
-    fill, fill_blocks = fill_shape(run.indices.dropped, p.outer, vectors, n * p.size) if fills else (NO_FILL, 0)
-    shape = struct(
-        i64(vectors), i64(slabs), i32(each), i64(groups), divider(slabs), divider(groups), i32(words), i64(blocks), fill
+    fill, fill_blocks = (
+        fill_shape(run.indices.dropped, p.outer, vectors, n * p.size) if fills else (FILL_SHAPE.empty, 0)
+    )
+    shape = SMALL_SHAPE(
+        vectors=vectors,
+        slabs=slabs,
+        each=each,
+        groups=groups,
+        by_slabs=slabs,
+        by_groups=groups,
+        words=words,
+        fill_after=blocks,
+        fill=fill,
     )
     return [
         kernel(

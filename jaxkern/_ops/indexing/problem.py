@@ -10,9 +10,10 @@ import typing
 import numpy as np
 
 from jaxkern._core import launch
-from jaxkern._core.define import ceil_div, divider
-from jaxkern._core.launch import boolean, i32, i64, null, struct, u32, u64
-from jaxkern._ops.indexing.sort import MAX_KEYS, MAX_POSITIONS, Indices, Part
+from jaxkern._core.define import ceil_div
+from jaxkern._core.launch import i64, null, u64
+from jaxkern._core.params import Params
+from jaxkern._ops.indexing.sort import INDICES, MAX_KEYS, MAX_POSITIONS, Indices, Part
 
 REDUCTIONS = {
     "index_add": "kSum",
@@ -22,6 +23,7 @@ REDUCTIONS = {
     "segment_prod": "kProd",
 }
 WARP = 32
+INDEX_RUN, FILL_SHAPE = Params("indexing/run.cuh", "IndexRun", INDICES), Params("indexing/run.cuh", "FillShape")
 
 
 class Problem(typing.NamedTuple):
@@ -126,30 +128,9 @@ class Run:
     sorted_keys: bool = False
 
     def struct(self) -> launch.Struct:
-        return struct(
-            *self.indices.members(),
-            self.keys,
-            self.order,
-            self.pairs,
-            self.keys_out,
-            self.order_out,
-            self.chunks,
-            self.source,
-            self.alpha,
-            self.out,
-            self.partials,
-            i64(self.outer),
-            i64(self.inner),
-            i64(self.source_stride),
-            i64(self.out_stride),
-            i64(self.source_extra),
-            i64(self.out_extra),
-            divider(self.indices.part.rows),
-            u32(self.chunk),
-            i32(self.sorted_bits),
-            boolean(self.sorted_keys),
-            boolean(self.reads_out),
-        )
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        indices = own.pop("indices")
+        return INDEX_RUN(**indices.members(), **own, by_rows=indices.part.rows)
 
     def replace(self, **fields) -> "Run":
         return dataclasses.replace(self, **fields)
@@ -223,7 +204,5 @@ def fill_shape(keys, outer, vectors, size):
     slabs, rows = ceil_div(vectors, slab), min(max(tile // (slab * size), 1), most)
     row_tiles = ceil_div(keys, rows)
     blocks = row_tiles * slabs * outer
-    return struct(i64(rows), i64(slab), i64(slabs), i64(row_tiles), divider(slab), i64(blocks)), blocks
-
-
-NO_FILL = struct(*[i64(0)] * 4, divider(1), i64(0))
+    shape = FILL_SHAPE(rows=rows, vectors=slab, slabs=slabs, row_tiles=row_tiles, by_vectors=slab, blocks=blocks)
+    return shape, blocks

@@ -19,7 +19,8 @@ import numpy as np
 from jax.interpreters import ad
 
 from jaxkern._core import algorithms, compat, launch, validate
-from jaxkern._core.define import ceil_div, divider, primitive
+from jaxkern._core.define import ceil_div, primitive
+from jaxkern._core.params import Params
 from jaxkern._core.primitive import bind, set_jvp
 
 # The most keys (including one for dropped updates) and positions that one run of the kernels can number in 32 bits.
@@ -162,6 +163,7 @@ def choose(p: Problem, device=None) -> str:
 
 algorithms.register(sys.modules[__name__], "sort_indices")
 HEADER = "indexing/sort.cuh"
+INDICES, RADIX_PASS = Params("indexing/indices.cuh", "Indices"), Params(HEADER, "RadixPass")
 RADIX_BITS = 9  # kRadixBitsMax
 THREADS, SMALL_TILE, TILE, LARGE_TILE = 512, 2048, 4608, 8192
 UNSCANNED_TILES = 32  # up to so many of the smallest tiles, each block of RadixScatter adds up the counts itself
@@ -207,27 +209,27 @@ class Indices(typing.NamedTuple):
     def plain(self) -> bool:
         return self.dtype.itemsize == 4 and self.signed and not self.clip and self.part.rows == self.all_rows
 
-    def members(self) -> tuple:
-        p, u32 = self.part, launch.u32
-        return (
-            self.buffer,
-            launch.i64(self.all_rows),
-            launch.i64(p.row),
-            u32(p.rows),
-            u32(p.count),
-            u32(p.batch),
-            u32(self.positions),
-            u32(self.dropped),
-            launch.i32(self.dtype.itemsize),
-            launch.boolean(self.signed),
-            launch.boolean(self.wrap and self.signed),
-            launch.boolean(self.clip),
-            launch.boolean(self.plain),
-            divider(p.count),
+    def members(self) -> dict:
+        p = self.part
+        return dict(
+            index=self.buffer,
+            all_rows=self.all_rows,
+            first_row=p.row,
+            rows=p.rows,
+            count=p.count,
+            batch=p.batch,
+            positions=self.positions,
+            dropped=self.dropped,
+            index_bytes=self.dtype.itemsize,
+            index_signed=self.signed,
+            wrap=self.wrap and self.signed,
+            clip=self.clip,
+            plain=self.plain,
+            by_count=p.count,
         )
 
     def struct(self) -> launch.Struct:
-        return launch.struct(*self.members())
+        return INDICES(**self.members())
 
 
 class Scratch:
@@ -277,19 +279,19 @@ def radix_sort(indices: Indices, cut: Digits, low: int, targets, counts, element
         pairs = keys if elements and i == cut.passes - 1 else null
         source, extra, size = elements if elements and i == 0 else (null, 0, 0)
         kind = "kLater" if i else f"kFirstOfElements{size}" if elements else "kFirstOfPositions"
-        sort = launch.struct(
-            launch.i32(low + i * cut.bits),
-            launch.i32(cut.bits),
-            launch.u32(cut.tiles),
-            launch.boolean(scanned),
-            counts,
-            keys_in,
-            payload_in,
-            keys,
-            payload,
-            pairs,
-            source,
-            launch.i64(extra),
+        sort = RADIX_PASS(
+            shift=low + i * cut.bits,
+            bits=cut.bits,
+            tiles=cut.tiles,
+            scanned=scanned,
+            counts=counts,
+            keys_in=keys_in,
+            payload_in=payload_in,
+            keys_out=keys,
+            payload_out=payload,
+            pairs_out=pairs,
+            source=source,
+            source_extra=extra,
         )
         tiled = functools.partial(launch.Launch, HEADER, args=[run, sort], grid=cut.tiles, block=THREADS)
         steps.append(tiled(name=f"RadixCount<{THREADS}, {items}, {'false' if i else 'true'}>"))
