@@ -15,7 +15,7 @@ from plans import DEVICES, layout, needs_nvrtc, needs_runtime, on_other_gpus
 
 import jaxkern
 from jaxkern import algorithms
-from jaxkern._core import compat, launch, registry, runtime
+from jaxkern._core import compat, launch, params, registry, runtime
 from jaxkern._ops.indexing import plan, sort
 from jaxkern._ops.indexing.primitive import Rules
 from jaxkern._ops.indexing.problem import REDUCTIONS
@@ -227,6 +227,23 @@ def test_structs_are_laid_out_as_in_cpp():
             for name, arg in zip(names.get(kernel, ()), step.args):
                 assert layout(arg)[0] == int(sizes[name]), (kernel, name)
     assert seen >= set(names)
+
+
+def test_members_are_given_by_name():
+    shape = params.Params("indexing/direct.cuh", "DirectShape")
+    given = dict(vectors=4, threads=400, by_vectors=4, by_positions=100)
+    assert shape(**given).members[:2] == (launch.i64(4), launch.i64(400))
+    for wrong, match in (
+        (dict(positions=1), "unknown members: positions"),
+        (dict(vectors=launch.operand(0)), "int"),
+        (dict(vectors=2**63), "does not fit"),
+    ):
+        with pytest.raises((TypeError, OverflowError), match=match):
+            shape(**given | wrong)
+    with pytest.raises(TypeError, match="pointer"):
+        sort.INDICES(**{name: 1 for name in sort.INDICES.members})
+    with pytest.raises(ValueError, match="no struct Other"):
+        params.Params("indexing/direct.cuh", "Other")()
 
 
 def test_shared_memory_of_the_scatter():

@@ -85,5 +85,5 @@ def _member(type: str, value):
         isinstance(value, launch.Buffer) or value is launch.null if type == "*" else isinstance(value, launch.Struct)
     )
     if not wanted:
-        raise TypeError(f"a member of type {type} cannot be {value}")
+        raise TypeError(f"a {'pointer' if type == '*' else type} cannot be {value}")
     return value

@@ -11,11 +11,15 @@ import math
 import typing
 
 from jaxkern._core import launch
-from jaxkern._core.define import CUDA_TYPES, ceil_div, cpp_bool, divider, fast_divmod
-from jaxkern._core.launch import Launch, Plan, struct, u32
+from jaxkern._core.define import CUDA_TYPES, ceil_div, cpp_bool
+from jaxkern._core.launch import Launch, Plan
+from jaxkern._core.params import Params
 from jaxkern._ops.messages.primitive import LOCATED, WIDTH, features_of
 
-REDUCE, MAP = "messages/reduce.cuh", "messages/map.cuh"
+REDUCE, MAP, _OPERANDS = "messages/reduce.cuh", "messages/map.cuh", "messages/operands.cuh"
+EDGES, OPERAND, FEATURES = (Params(_OPERANDS, name) for name in ("EdgeArgs", "OperandArgs", "FeatureArgs"))
+REDUCED, REDUCE_ARGS, FOLD_ARGS = (Params(REDUCE, name) for name in ("ReducedArgs", "ReduceArgs", "FoldArgs"))
+MAP_ARGS = Params(MAP, "MapArgs")
 THREADS = 128  # kMessageThreads
 CHUNK, SHORTEST_CHUNK = 256, 32  # edges of a row that one group of threads reduces alone, at most; of a small graph
 FOLD_THREADS, FOLD_CHUNKS = 512, 32  # kFoldThreads, kFoldChunks
@@ -101,17 +105,18 @@ def vector_of(p: Problem, dtypes) -> int:
 
 
 def _edges(edges, rows):
-    return struct(*map(launch.operand, range(WIDTH)), u32(edges), u32(rows))
+    keys, order, other, offsets = map(launch.operand, range(WIDTH))
+    return EDGES(keys=keys, order=order, other=other, offsets=offsets, edges=edges, rows=rows)
 
 
 def _operands(p: Problem):
     for k, (o, length) in enumerate(zip(p.operands, p.lengths)):
-        row = length * o.dtype.itemsize
-        yield struct(launch.operand(WIDTH + k), *map(u32, (row, o.rows - 1, o.strides[0], o.strides[1])))
+        row, (outer, middle, *_) = length * o.dtype.itemsize, o.strides
+        yield OPERAND(data=launch.operand(WIDTH + k), row=row, last=o.rows - 1, outer=outer, middle=middle)
 
 
 def _features(p: Problem):
-    return struct(fast_divmod(p.features[2]), fast_divmod(p.features[1]), u32(p.width))
+    return FEATURES(inner=p.features[2], middle=p.features[1], width=p.width)
 
 
 def _types(dtypes):
@@ -180,8 +185,13 @@ def reduce_plan(device, operands, results, *, function, ends, reduction, dtypes,
     located = reduction in LOCATED
     reduced, at = [], 0
     for k, d in enumerate(dtypes):
-        partials = launch.scratch(at) if chunks else launch.null
-        reduced.append(struct(launch.result(k), partials, launch.result(k + len(dtypes)) if located else launch.null))
+        reduced.append(
+            REDUCED(
+                out=launch.result(k),
+                partials=launch.scratch(at) if chunks else launch.null,
+                edges=launch.result(k + len(dtypes)) if located else launch.null,
+            )
+        )
         at += ceil_div(2 * chunks * p.width * _COMPUTED_BYTES.get(d.name, 4) * (1 + located), 256) * 256
     source = function.source("Message")
 
@@ -193,13 +203,16 @@ def reduce_plan(device, operands, results, *, function, ends, reduction, dtypes,
             f"EdgeReduce<Message, jaxkern::Reduce::{_REDUCTIONS[reduction]}, {r.vector}, {r.parts}, {r.split}, "
             f"{r.in_flight}, {_types(dtypes)}, {', '.join(o.name() for o in p.operands)}>"
         )
-        args = struct(
-            _edges(edges, nodes),
-            *_operands(p),
-            *reduced,
-            _features(p),
-            *map(u32, (r.lanes, items, chunk, chunks)),
-            fast_divmod(of_block),
+        args = REDUCE_ARGS(
+            edges=_edges(edges, nodes),
+            operand=_operands(p),
+            result=reduced,
+            features=_features(p),
+            lanes=r.lanes,
+            items=items,
+            chunk=chunk,
+            chunks=chunks,
+            by_lanes=of_block,
         )
         return (Launch(REDUCE, template, [args], grid, THREADS, source=source), *folds)
 
@@ -209,7 +222,7 @@ def reduce_plan(device, operands, results, *, function, ends, reduction, dtypes,
         grid = (ceil_div(chunks, FOLD_CHUNKS), ceil_div(p.width, columns))
         if grid[1] >= 1 << 16:
             return None
-        args = struct(_edges(edges, nodes), reduced[k], *map(u32, (p.width, chunk, chunks)))
+        args = FOLD_ARGS(edges=_edges(edges, nodes), result=reduced[k], width=p.width, chunk=chunk, chunks=chunks)
         template = f"FoldChunks<jaxkern::Reduce::{_REDUCTIONS[reduction]}, {CUDA_TYPES[d.name]}, {columns}>"
         folds.append(Launch(REDUCE, template, [args], grid, FOLD_THREADS))
 
@@ -253,20 +266,21 @@ def map_plan(device, operands, results, *, function, ends, summed, dtypes) -> Pl
         if summed:
             kept = p.width // length
             lanes = min(8, 1 << (ceil_div(length, vector) - 1).bit_length())
-            threads, sizes = items * kept * lanes, (kept, length)
+            threads = items * kept * lanes
             name = f"EdgeDot<Message, {vector}, {lanes}"
         else:
             kept = p.width // vector
-            threads, sizes = items * kept, (kept, vector)
+            threads = items * kept
             name = f"EdgeMap<Message, {vector}"
         template = f"{name}, {in_flight}, {_types(dtypes)}, {', '.join(o.name() for o in p.operands)}>"
-        args = struct(
-            _edges(edges, nodes),
-            *_operands(p),
-            *(launch.result(k) for k in range(len(dtypes))),
-            _features(p),
-            *(u32(n) for n in sizes),
-            divider(kept),
+        args = MAP_ARGS(
+            edges=_edges(edges, nodes),
+            operand=_operands(p),
+            out=map(launch.result, range(len(dtypes))),
+            features=_features(p),
+            kept=kept,
+            summed=length if summed else vector,
+            by_kept=kept,
         )
         return Launch(MAP, template, [args], ceil_div(threads, THREADS), THREADS, source=source)
 

@@ -15,13 +15,19 @@ and two kernels. The shapes alone determine the kernel, and with it the order of
 import typing
 
 from jaxkern._core import launch
-from jaxkern._core.define import ceil_div, cuda_type, divider, fast_divmod, size_of
+from jaxkern._core.define import ceil_div, cuda_type, size_of
+from jaxkern._core.params import Params
 
 ALGORITHMS = ("sorted", "sort")
 _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 DTYPES = tuple(_ITEMSIZE)
 # Keys and positions of a call are 32-bit numbers; a key identifies the slice of the batch and the segment.
 MOST_KEYS, MOST_POSITIONS = 2**31 - 2, 2**30
+RUN = Params("segment_softmax/run.cuh", "SegmentRun")
+WALK_SHAPE, TILE_SHAPE = (
+    Params("segment_softmax/walk.cuh", "WalkShape"),
+    Params("segment_softmax/tiles.cuh", "TileShape"),
+)
 
 TILE_THREADS, TILE_COLUMNS = 256, 16
 SHARED_BYTES = 99 << 10  # of shared memory, which the kernels need at most
@@ -156,22 +162,21 @@ def _plan(op, numbers, device, operands, rows, axis, batch_dims):
     scratch = 2 * tiles * p.outer * p.inner * numbers * max(itemsize, 4) if long else 0
     ordered = len(operands) > inputs + 1
     extra = (p.outer - 1) * p.count if p.batch > 1 else 0
-    run = launch.struct(
-        launch.operand(inputs),
-        launch.operand(inputs + 1) if ordered else launch.null,
-        launch.operand(0),
-        launch.operand(1) if inputs == 2 else launch.null,
-        launch.result(0),
-        launch.scratch() if long else launch.null,
-        launch.i64(p.inner),
-        launch.i64(p.count),
-        launch.i64(extra),
-        launch.u32(positions),
-        launch.u32(p.batch * p.rows),
-        launch.u32(cut.places),
-        launch.u32(cut.reach),
-        launch.u32(tiles),
-        divider(p.count),
+    run = RUN(
+        keys=launch.operand(inputs),
+        order=launch.operand(inputs + 1) if ordered else launch.null,
+        input=[launch.operand(0), launch.operand(1) if inputs == 2 else launch.null],
+        out=launch.result(0),
+        slots=launch.scratch() if long else launch.null,
+        inner=p.inner,
+        count=p.count,
+        extra=extra,
+        positions=positions,
+        dropped=p.batch * p.rows,
+        places=cut.places,
+        reach=cut.reach,
+        tiles=tiles,
+        by_count=p.count,
     )
 
     slabs, groups = ceil_div(p.inner, JOIN_COLUMNS), ceil_div(tiles, JOIN_TILES)
@@ -205,14 +210,14 @@ def _walk(op, inputs, p, run, tiles, join, whole, contiguous, device):
     def walk(each, rewrites):
         groups = ceil_div(tiles, each)
         warps = p.outer * groups * strips
-        shape = launch.struct(
-            launch.i64(warps),
-            divider(strips),
-            divider(groups),
-            launch.i32(side.bit_length() - 1),
-            launch.i32(strips),
-            launch.u32(each),
-            launch.boolean(rewrites),
+        shape = WALK_SHAPE(
+            warps=warps,
+            by_strips=strips,
+            by_groups=groups,
+            log_lanes=side.bit_length() - 1,
+            strips=strips,
+            tiles=each,
+            rewrites=rewrites,
         )
         return launch.Launch(
             "segment_softmax/walk.cuh",
@@ -235,16 +240,16 @@ def _tiles(op, inputs, p, run, tiles, join, whole, contiguous, device):
     contiguous = contiguous and tile.slabs == 1  # whose kernel copes with any alignment
     rows = "kContiguous" if contiguous else "kVectors" if vectors else "kElements"
     held = (tile.stretches * stretch * tile.columns + 2 * n) // n * n
-    shape = launch.struct(
-        launch.i32(tile.columns),
-        launch.i32(tile.slabs),
-        launch.i32(tile.stretches),
-        launch.i32(held),
-        divider(tile.slabs),
-        divider(tiles),
-        fast_divmod(tile.columns),
-        fast_divmod(tile.stretches),
-        fast_divmod(tile.columns // n if rows == "kVectors" else tile.columns),
+    shape = TILE_SHAPE(
+        columns=tile.columns,
+        slabs=tile.slabs,
+        stretches=tile.stretches,
+        held=held,
+        by_slabs=tile.slabs,
+        by_tiles=tiles,
+        by_columns=tile.columns,
+        by_stretches=tile.stretches,
+        by_parts=tile.columns // n if rows == "kVectors" else tile.columns,
     )
     blocks, shared = p.outer * tiles * tile.slabs, inputs * held * max(p.itemsize, 4)
 
