@@ -241,7 +241,7 @@ def test_members_are_given_by_name():
         with pytest.raises((TypeError, OverflowError), match=match):
             shape(**given | wrong)
     with pytest.raises(TypeError, match="pointer"):
-        sort.INDICES(**{name: 1 for name in sort.INDICES.members})
+        sort.INDICES(**dict.fromkeys(sort.INDICES.members, 1))
     with pytest.raises(ValueError, match="no struct Other"):
         params.Params("indexing/direct.cuh", "Other")()
 

@@ -14,6 +14,8 @@ benchmarks/results).
 import math
 import typing
 
+import numpy as np
+
 from jaxkern._core.algorithms import pick
 from jaxkern._core.define import CUDA_TYPES, EMPTY_VIEW, broadcast_view, ceil_div, cpp_bool
 from jaxkern._core.launch import (
@@ -36,22 +38,7 @@ from jaxkern._core.launch import (
 ALGORITHMS = ("sub_warp", "warp", "block", "split", "column")
 
 _HEADER = "reduction/reduction.cuh"
-_ITEMSIZE = {
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "uint8": 1,
-    "uint16": 2,
-    "uint32": 4,
-    "uint64": 8,
-    "bool": 1,
-}
-DTYPES = tuple(_ITEMSIZE)
+DTYPES = tuple(CUDA_TYPES)
 
 # Of the kernels.
 _NARROW_THREADS = 128
@@ -82,7 +69,7 @@ class Problem(typing.NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        return _ITEMSIZE[self.dtype]
+        return np.dtype(self.dtype).itemsize
 
     @property
     def floating(self) -> bool:

@@ -15,12 +15,11 @@ and two kernels. The shapes alone determine the kernel, and with it the order of
 import typing
 
 from jaxkern._core import launch
-from jaxkern._core.define import ceil_div, cuda_type, size_of
+from jaxkern._core.define import FLOAT_BYTES, ceil_div, cuda_type, size_of
 from jaxkern._core.params import Params
 
 ALGORITHMS = ("sorted", "sort")
-_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-DTYPES = tuple(_ITEMSIZE)
+DTYPES = tuple(FLOAT_BYTES)
 # Keys and positions of a call are 32-bit numbers; a key identifies the slice of the batch and the segment.
 MOST_KEYS, MOST_POSITIONS = 2**31 - 2, 2**30
 RUN = Params("segment_softmax/run.cuh", "SegmentRun")
@@ -48,7 +47,7 @@ class Problem(typing.NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        return _ITEMSIZE[self.dtype]
+        return FLOAT_BYTES[self.dtype]
 
 
 def fits(algorithm: str, problem: Problem, device=None) -> bool:
