@@ -26,7 +26,8 @@ def mesh(kind="Auto", shape=None, names=("r", "c")):
 
 
 def put(m, arrays, specs):
-    return [None if a is None else jax.device_put(a, NamedSharding(m, s)) for a, s in zip(arrays, specs)]
+    # From NumPy: JAX would compile a program that cuts an array of a device, for every shape and spec.
+    return [None if a is None else jax.device_put(np.asarray(a), NamedSharding(m, s)) for a, s in zip(arrays, specs)]
 
 
 # XLA on the CPU adds float32 numbers in float32, in an order that depends on how they are split.

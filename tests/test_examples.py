@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).resolve().parent.parent / "examples"
@@ -47,9 +48,19 @@ def test_language_model_trains_the_same_with_both_libraries(tmp_path):
         (["--out", "{empty}/no/such.png"], "there is no folder"),
     ],
 )
-def test_language_model_refuses_bad_arguments(tmp_path, arguments, message):
-    result = run("language_model.py", *(a.format(empty=tmp_path) for a in arguments))
-    assert result.returncode == 2 and message in result.stderr
+def test_language_model_refuses_bad_arguments(tmp_path, arguments, message, monkeypatch, capsys):
+    """In this process, which has imported JAX."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import language_model
+
+    monkeypatch.setattr(sys, "argv", ["language_model.py", *(a.format(empty=tmp_path) for a in arguments)])
+    precision = jax.config.jax_default_matmul_precision
+    try:
+        with pytest.raises(SystemExit) as end:
+            language_model.main()
+    finally:
+        jax.config.update("jax_default_matmul_precision", precision)
+    assert end.value.code == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.process

@@ -148,7 +148,6 @@ def test_public_functions_are_annotated():
         "segment",
         "accelerate",
         "source",
-        "benchmark",
         "algorithms",
         "_core.registry",
         "scan",

@@ -60,7 +60,7 @@ def _compiled(kernels, fused):
             f'extern "C" void run{n}(const void* a, unsigned x, unsigned y, unsigned t, unsigned c) '
             f"{{ emulated::Run(&{name}, a, x, y, t, c); }} }} }}"
         )
-    flags = FUSED if fused else ["-O1", "-ffp-contract=off"]
+    flags = FUSED if fused else ["-O0", "-ffp-contract=off"]
     # Libraries have functors of the same name, and must not share the shared memory of a kernel.
     flags = ("-std=c++20", *flags, "-w", "-fpermissive", "-fPIC", "-fno-gnu-unique")
     path = _folder() / hashlib.sha256("\n".join([*flags, *text]).encode()).hexdigest()[:16]
