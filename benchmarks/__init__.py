@@ -3,9 +3,9 @@
     python -m benchmarks softmax            measure, print a table, write JSON and plots
     python -m benchmarks plot [FILE.json]   draw the plots again
     python -m benchmarks compare OLD NEW    what changed between two result files
-    python -m benchmarks selftest           does the profiler's clock agree with the others here
+    python -m benchmarks selftest           check that the profiler's clock agrees with the others
 
-One file an operation (`softmax.py`) says what is measured and what is good enough; the rest is
-shared: `_timing.py` measures, `_inputs.py` makes cold random inputs, `_torch.py` holds the optional
-PyTorch peer, `_report.py` prints and stores, `_plot.py` draws.
+One file per operation, such as `softmax.py`, defines the cases and their goals. The rest is shared: `_timing.py`
+measures, `_inputs.py` makes cold random inputs, `_torch.py` holds the optional PyTorch peer, `_report.py` prints and
+stores, `_plot.py` draws.
 """

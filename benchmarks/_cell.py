@@ -1,4 +1,4 @@
-"""One row of a result table, and the candidates that are compiled programs of JAX."""
+"""A row of a result table, and the candidates that are compiled JAX programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is good enough: goals of a cell, and whether its times meet them.
+"""The goals of a cell, and whether its times meet them.
 
 A goal is plain data, so that result files carry both the requirement and the figure:
 

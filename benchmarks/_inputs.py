@@ -1,9 +1,9 @@
 """Inputs that are random and cold.
 
-Zeros can run faster than data, and an input that is still in the L2 faster than one that is not. So all
-inputs are cut from one pool of random numbers a dtype, and a candidate goes round enough of them that
-one is long evicted when its turn comes again. The copy that everything is compared with reads the
-pool itself.
+Zeros can run faster than random data, and an input that is still in the L2 faster than one that is not.
+Therefore all inputs are cut from one pool of random numbers per dtype, and a candidate cycles through
+enough of them that each is evicted before it is used again. The copy that serves as the baseline reads
+the pool itself.
 """
 
 from __future__ import annotations

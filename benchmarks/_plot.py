@@ -1,6 +1,6 @@
 """Softmax and norms: the figure of OneFlow's softmax article: effective bandwidth against the number of columns.
 
-One panel a direction and dtype, one line an implementation, the copy as the dashed limit. Peers that
+One panel per direction and dtype, one line per implementation, the copy as the dashed limit. Peers that
 were measured elsewhere (peers.json) are drawn thin, scaled by their ratio to the copy of their run.
 
 Sharding: the time of a call and the fraction of perfect scaling against the number of devices.

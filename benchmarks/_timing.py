@@ -1,4 +1,4 @@
-"""How long a call takes: device time on a GPU, host time on a CPU.
+"""The time of a call: device time on a GPU, host time on a CPU.
 
 On a GPU the time of a call is the sum over every kernel, copy and memset that it runs, as CUPTI
 records them. `jax.profiler` switches CUPTI on and `jax.profiler.ProfileData` reads the result; the

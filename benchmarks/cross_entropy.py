@@ -5,8 +5,8 @@
     step       value_and_grad of the mean       two
     backward   the gradient from what is kept   two
 
-XLA runs the formula of optax. A copy of as many bytes reads half of them and writes the other. The sweep is that
-of the published figures of QuACK and Liger, with the vocabularies of GPT-2 and Llama.
+XLA runs the formula of optax. A copy of as many bytes reads half of them and writes the other half. The sweep follows
+the published figures of QuACK and Liger, with the vocabularies of GPT-2 and Llama.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m benchmarks.first_use [--out FILE]
 
-A process of its own each time compiles and runs a jitted operation, once with an empty kernel cache, once with the cache
-that the first one left; the plain JAX counterpart is timed in both. Kernels compile beside XLA, so what they add to a
-first call is less than what they take. Printed in milliseconds; `kernel` is the slowest kernel of the operation.
+A new process each time compiles and runs a jitted operation, once with an empty kernel cache, and once with the cache that the
+first process left; the plain JAX counterpart is timed in both. Kernels compile while XLA compiles, so they add less to a first
+call than they take. Times are in milliseconds; `kernel` is the slowest kernel of the operation.
 """
 
 from __future__ import annotations

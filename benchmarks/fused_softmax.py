@@ -1,9 +1,9 @@
 """softmax with scale, mask, bias, causal limit and dropout, each alone and all together, against XLA and a copy.
 
-Attention weights of [batch, heads, queries, keys]: the mask broadcasts over heads, the bias over the batch. A
-causal call need not read what lies above the diagonal, and its bytes are counted without it; a gradient without
-dropout starts from the result, and needs neither bias nor, beside another feature, mask. Beside the time
-stands the memory that a compiled call takes beyond its operands and results.
+The arrays are attention weights of [batch, heads, queries, keys]: the mask broadcasts over heads, the bias over the batch. A
+causal call need not read elements above the diagonal, and its bytes are counted without them. A gradient without dropout
+starts from the result, and needs neither the bias nor, beside another feature, the mask. The report shows the time, and the
+memory that a compiled call takes beyond its operands and results.
 """
 
 from __future__ import annotations

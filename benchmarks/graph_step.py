@@ -3,8 +3,8 @@
     python -m benchmarks.graph_step [--zipf] [--small]
 
 Three layers 128, 256, 256, 40 wide on a graph of ogbn-arxiv's size, 169 343 nodes, 1.17 million edges and each node's edge
-to itself, in the symmetric normalisation of Kipf and Welling; Adam. 16-bit steps have master weights in float32. All take
-what does not change from outside the step: the sorted graph, the norms of the edges, PyTorch Geometric's cached ones.
+to itself, in the symmetric normalisation of Kipf and Welling; Adam. 16-bit steps have master weights in float32. In all of them
+the arrays that do not change come from outside the step: the sorted graph, the norms of the edges, PyTorch Geometric's caches.
 Steps are enqueued one after the other and timed by the host's clock; the figure is the median of readings.
 
 PyTorch Geometric runs GCNConv, as it is and compiled, and a sparse product of an EdgeIndex (benchmarks/_geometric.py); the

@@ -1,12 +1,12 @@
 """index_add, segment_sum and index_select against XLA, PyTorch and the floor.
 
 The floor of a call is a copy of the bytes that must move: for index_add the source once and the touched rows
-twice; for segment_sum the source once and every row once; for index_select a row read and a row written an
+twice; for segment_sum the source once and every row once; for index_select one row read and one row written per
 index; and the indices. index_add's x is donated, as is `.at[].add`'s, and PyTorch's index_add_ works in place.
 
-The cases are the five shapes of the PyTorch and OneFlow comparison, gradients of embeddings, graphs,
-histograms and what users of JAX report as slow; one graph is run from even indices to all on one row. On a
-CPU rows and indices are a tenth. Results are examined too: they have the same bits every
+The cases are the five shapes of the PyTorch and OneFlow comparison, gradients of embeddings, graphs, histograms
+and cases that users of JAX report as slow; one graph is run with indices from even to all on one row. On a CPU
+there are a tenth of the rows and indices. Results are examined too: they have the same bits every
 time, and an error like XLA's.
 """
 

@@ -4,8 +4,8 @@ PyTorch gathers and adds up, and with PyTorch Geometric multiplies by a sparse m
 
 `forward` is the sum of `silu(x) * w` over the edges into a node, x of the sender and w of the edge; `both` its
 gradients by x and by w for a cotangent, in one program. `scale` is the sum of `x * w`. The graph is sorted once,
-outside the program, and the composition is told that receivers ascend. The sizes are ogbn-arxiv's: 169 343 nodes and
-1.17 M edges. Receivers are uniform, Zipf, or half of all edges end at one node. The floor counts what must move: for
+outside the program, and the composition gets `indices_are_sorted=True`. The sizes are ogbn-arxiv's: 169 343 nodes and
+1.17 M edges. Receivers are uniform, Zipf, or half of all edges end at one node. The floor counts the bytes that must move: for
 each edge its row of x, its weight and its indices, and for each node its result; a kernel may be faster, where the
 cache has rows that several edges read.
 """

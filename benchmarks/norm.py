@@ -2,7 +2,7 @@
 
     python -m benchmarks norm [--ops layer_norm] [--algorithms]
 
-Backward is the gradients of x, scale and bias from x and the cotangent: statistics are computed again on all sides. With
+Backward computes the gradients of x, scale and bias from x and the cotangent; all candidates compute the statistics again. With
 a residual, forward adds it and returns the sum, and backward starts from the sum and adds its cotangent. group_norm and
 batch_norm have a third direction, both: the result and all gradients in one program, as in a training step. Their backward
 alone is given the statistics.

@@ -3,8 +3,8 @@
     compute-sanitizer --tool memcheck python -m benchmarks.sanitize [--dtypes ...] [--wide]
 
 Only kernels of this library run: inputs come from NumPy, and each compiled program is one call. With
-XLA_PYTHON_CLIENT_ALLOCATOR=platform every array is an allocation of its own, so that memcheck sees a
-step over its edge. Values are checked too.
+XLA_PYTHON_CLIENT_ALLOCATOR=platform every array is a separate allocation, so that memcheck detects an
+access beyond its end. Values are checked too.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """segment_softmax against XLA's composition, PyTorch's, and the copy of the bytes that must move.
 
-The peers compose it of what they have: maxima of segments, a gather, an exponential, sums of segments, a gather, a
-division. `forward` is the softmax alone, `both` the softmax and its gradient in one program. The floor of the first is
-to read and write the data once, of both to read data, result and cotangent and to write result and gradient; and the
-ids. Cases are the attention weights of graphs: 1.17 M edges of 8 heads, and of wide rows, with segments from even to one
-that has everything. On a CPU rows and segments are a tenth. Results are examined too: they have the same
-bits every time, an error like XLA's, and take no more memory than outputs, sorted ids and a few numbers for each long
-segment.
-"""
+The peers compose it of separate operations: maxima of segments, a gather, an exponential, sums of segments, a gather, a
+division. `forward` is the softmax alone, `both` the softmax and its gradient in one program. The floor of `forward`
+reads and writes the data once; the floor of `both` reads data, result and cotangent, and writes result and gradient.
+Both read the ids. Cases are the attention weights of graphs: 1.17 M edges of 8 heads, and of wide rows, with segments
+from even to one that has everything. On a CPU rows and segments are a tenth. Results are examined too: they have the
+same bits every time, an error like XLA's, and take no more memory than outputs, sorted ids and a few numbers for each
+long segment.
+""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs test suites of other libraries under `jaxkern.install(force=True)`, and what fails once more in plain JAX.
+"""Runs test suites of other libraries under `jaxkern.install(force=True)`, and failing tests again in plain JAX.
 
     python tests/run_suites.py SUITE[=SOURCE] ... [-n WORKERS] [--files A.py ...] [-k EXPRESSION] [--only NAMES]
 

@@ -1,4 +1,4 @@
-"""What the tests of arrays spread over several devices share: meshes, and what a compiled program sends."""
+"""Shared by the tests of arrays spread over several devices: meshes, and the messages of a compiled program."""
 
 import collections
 import functools

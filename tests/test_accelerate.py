@@ -1,4 +1,4 @@
-"""Plain JAX programs under `jaxkern.accelerate`: the same results, and only what is asked for and wins is taken.
+"""Plain JAX programs under `jaxkern.accelerate`: the same results, and only requested operations that win are taken.
 
 `force=True` takes every case that kernels can run: on the CPU jaxkern's references stand for them, and on a GPU the same
 tests run the kernels.

@@ -1,4 +1,4 @@
-"""jaxkern.algorithms: every operation has algorithms, which can be asked for and forced, and a misfit is an error."""
+"""jaxkern.algorithms: every operation has algorithms, which can be queried and forced, and a misfit is an error."""
 
 import functools
 

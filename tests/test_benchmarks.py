@@ -1,4 +1,4 @@
-"""The benchmarks run: each family's whole way, on one small case, from the command line's options to the file."""
+"""The benchmarks run: each family on one small case, from the options of the command line to the result file."""
 
 import argparse
 import dataclasses

@@ -1,6 +1,6 @@
 """Chains of gathers, arithmetic and a scatter of rows, which `jaxkern.accelerate` runs as one message kernel.
 
-On the CPU jaxkern's references stand for the kernels; on a GPU the same tests run the kernels.
+On the CPU jaxkern's references run in place of the kernels; on a GPU the same tests run the kernels.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""What programs ask of GPUs: no more shared memory than a block has, and nothing of GPUs that kernels are not written for."""
+"""Programs need no more shared memory than a block has, and XLA runs them on GPUs that kernels are not written for."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The examples run as a user runs them: in a process of their own, from the command line."""
+"""The examples run as a user runs them: each in its own process, from the command line."""
 
 import pathlib
 import re

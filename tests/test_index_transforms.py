@@ -1,4 +1,4 @@
-"""What the transformations of test_matrix.py leave open: the index_add family under vmap of each operand, and in programs."""
+"""Transformations that test_matrix.py leaves open: the index_add family under vmap of each operand, and in programs."""
 
 import functools
 import re

@@ -1,6 +1,6 @@
 """Every operation under every transformation of JAX, against plain jnp under the same one, in float64.
 
-An operation is covered by being listed in CASES; the last test holds that every public function is.
+Each operation is listed in CASES; the last test checks that every public function is.
 """
 
 import functools

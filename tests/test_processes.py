@@ -1,4 +1,4 @@
-"""What several processes share: the compiler's cache, and the devices of one program."""
+"""Resources that several processes share: the compiler's cache, and the devices of one program."""
 
 import os
 import pathlib

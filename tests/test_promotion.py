@@ -1,6 +1,6 @@
 """Programs that forbid implicit promotion of dtypes and ranks, as equinox's own tests do, on jaxkern.
 
-jaxkern's own code promotes: the settings are about the program's code.
+jaxkern's own code promotes; the settings concern only the code of the program.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""The reductions under what test_matrix.py leaves open, in float64 so that a wrong rule cannot hide behind rounding."""
+"""The reductions under transformations that test_matrix.py leaves open, in float64, so that a wrong rule cannot hide behind rounding."""
 
 import functools
 

@@ -1,6 +1,6 @@
 """The runtime of CUDA kernels, without a GPU: launch lists, compilation, the cache on disk, the handler's plumbing.
 
-Each test runs a program of its own in a process of its own, on a stand-in for the driver (runtime/fake_cuda.cc).
+Each test runs its own program in a new process, on a stand-in for the driver (runtime/fake_cuda.cc).
 """
 
 import concurrent.futures

@@ -1,6 +1,6 @@
 """Row functions of arrays spread over several devices; see test_sharding.py.
 
-Split rows send nothing but sums over rows; along the row, devices exchange the result of each reduction.
+If rows are split, devices only send sums over rows. If the row itself is split, they exchange the result of each reduction.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Scans of arrays that are spread over several devices; see test_sharding.py.
 
-Split lanes send sums over lanes alone. Where steps are split, devices gather a map for each lane if the body is affine.
+If lanes are split, devices only send sums over lanes. If steps are split, they gather a map for each lane if the body is affine.
 """
 
 import functools

@@ -1,6 +1,6 @@
-"""What the transformations of test_matrix.py leave open: softmax under vmap, in programs, and with NaN about.
+"""Transformations that test_matrix.py leaves open: softmax under vmap, in programs, and with NaN.
 
-In float64, so that a wrong rule cannot hide behind rounding; what XLA compiles is read in float32.
+Values are float64, so that a wrong rule cannot hide behind rounding; compiled programs are read in float32.
 """
 
 import functools

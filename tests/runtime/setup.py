@@ -1,4 +1,4 @@
-"""What the programs of test_runtime.py begin with: the runtime on the stand-in for the driver, and launch lists.
+"""The first lines of the programs of test_runtime.py: the runtime on the stand-in for the driver, and launch lists.
 
 python setup.py FAKE_LIBRARY STATEMENTS      on host memory
 python setup.py cuda STATEMENTS              on the GPU
