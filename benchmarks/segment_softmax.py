@@ -7,7 +7,7 @@ Both read the ids. Cases are the attention weights of graphs: 1.17 M edges of 8 
 from even to one that has everything. On a CPU rows and segments are a tenth. Results are examined too: they have the
 same bits every time, an error like XLA's, and take no more memory than outputs, sorted ids and a few numbers for each
 long segment.
-""
+"""
 
 from __future__ import annotations
 
