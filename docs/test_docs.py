@@ -38,3 +38,23 @@ def test_api_lists_every_public_name():
     listed = set(re.findall(r"^::: jaxkern\.[\w.]*?(\w+)$", (README.parent / "docs" / "api.md").read_text(), re.M))
     missing = set(jaxkern.__all__) - set(jaxkern.elementwise.__all__) - {"algorithms"} - listed
     assert not missing, f"docs/api.md lacks {', '.join(sorted(missing))}"
+
+
+@pytest.mark.parametrize(
+    ("path", "function"),
+    [
+        ("jaxkern/_definitions/norms.py", "scale_norm"),
+        ("jaxkern/_definitions/recurrences.py", "discounted_returns"),
+        ("jaxkern/segment.py", "_mean"),
+    ],
+)
+def test_contributing_quotes_the_code(path, function):
+    """Every line of the body of a quoted function, without its signature and docstring, stands in the source."""
+    source = (README.parent / path).read_text()
+    blocks = re.findall(r"```python\n(.*?)```", (README.parent / "CONTRIBUTING.md").read_text(), re.S)
+    (block,) = (b for b in blocks if re.search(rf'def {function}\(|"{function}"', b))
+    lines = [line.strip() for line in block.splitlines()]
+    body = [line for line in lines if line and '"""' not in line and not line.startswith(f"def {function}(")]
+    assert len(body) > 2
+    missing = [line for line in body if line not in source]
+    assert not missing, f"{path} lacks {missing}"
