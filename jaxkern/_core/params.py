@@ -7,8 +7,8 @@ are those of the declaration:
     SHAPE(vectors=4, threads=4 * 100, by_vectors=4, by_positions=100)
 
 Numbers become scalars of the type of the member, and dividers where it is a Divider or a FastDivmod. Pointers are buffers or
-`launch.null`, arrays sequences. Members that are structs themselves are given as structs. The members of a base class precede
-the others.
+`launch.null`; arrays are sequences of all their elements. Members that are structs themselves are given as structs. The members
+of a base class precede the others.
 """
 
 import functools
@@ -68,11 +68,10 @@ class Params:
             # A declaration, not a part of a member function: functions are declared behind all members.
             if "(" in line:
                 break
-            if declared := re.fullmatch(r"  (?:const )?(\w+\*?) ([\w*, ]+)(\[\w+\])?;\s*", line):
-                type, names, array = declared.groups()
-                for name in names.split(","):
-                    kind = "*" if "*" in type + name else type
-                    members[name.strip(" *")] = f"{kind}[]" if array else kind
+            if declared := re.fullmatch(r"  (?:const )?(\w+\*?) (.+);\s*", line):
+                for name, array in re.findall(r"(\*?\w+)((?:\[[^]]+\])*)", declared[2]):
+                    kind = "*" if "*" in declared[1] + name else declared[1]
+                    members[name.lstrip("*")] = f"{kind}[]" if array else kind
             elif line.strip():
                 raise ValueError(f"{self.header}: {self.name} has a member that a plan cannot give: {line.strip()}")
         return members

@@ -35,9 +35,11 @@ from jaxkern._core.launch import (
     scratch,
     struct,
 )
+from jaxkern._core.params import Params
 
 ALGORITHMS = ("sub_warp", "warp", "block", "pipeline", "streaming", "split", "column")
 
+SOFTMAX_PARAMS = Params("softmax/row.cuh", "SoftmaxParams")
 DTYPES = tuple(FLOAT_BYTES)
 PASSES = ("loss", "gradient", "both")
 _LABELS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -266,17 +268,16 @@ def _both_in_registers(call: _Call, algorithm: str) -> list[Launch]:
     """Launches softmax's kernel, whose arguments LossParams follow."""
     p, vectors = call.p, call.p.touched
     exceeds_l2 = 2 * p.rows * p.width * p.itemsize > call.device.l2_bytes
-    softmax = struct(
-        operand(0),
-        null,
-        result(call.gradient_result),
-        i64(p.rows),
-        i64(p.width),
-        i32(p.vector),
-        boolean(exceeds_l2),
-        i64(1),
-        null,
-        EMPTY_VIEW,
+    softmax = SOFTMAX_PARAMS(
+        input=[operand(0), null],
+        out=result(call.gradient_result),
+        rows=p.rows,
+        width=p.width,
+        grain=p.vector,
+        exceeds_l2=exceeds_l2,
+        inner=1,
+        mask=null,
+        mask_view=EMPTY_VIEW,
     )
     grid, threads = p.rows, _GROUP_THREADS
     if vectors <= _WARP_VECTORS:

@@ -13,12 +13,14 @@ import numpy as np
 
 from jaxkern._core import launch
 from jaxkern._core.algorithms import pick
-from jaxkern._core.define import ceil_div, cpp_bool, fast_divmod
-from jaxkern._core.launch import Launch, Plan, boolean, i64, struct, u32
+from jaxkern._core.define import ceil_div, cpp_bool
+from jaxkern._core.launch import Launch, Plan
+from jaxkern._core.params import Params
 from jaxkern._ops.elementwise import table
 
 ALGORITHMS = ("flat", "strided")
 HEADER = "elementwise/elementwise.cuh"
+FLAT_ARGS, STRIDED_ARGS = Params(HEADER, "FlatArgs"), Params(HEADER, "StridedArgs")
 GROUPS = 3  # runs of neighbouring dimensions that each array either broadcasts over or not
 THREADS = 256
 BLOCKS = 6  # per multiprocessor: kBlocksPerSm
@@ -174,10 +176,13 @@ class _Call:
         self.pack = 16 // widest
         self.unroll = 1 if widest == 8 or len(arrays) > 2 else 2
         moved = sum(v.bytes * self.count for v, s in zip((*arrays, *outs), self.strides) if any(s))
-        self.exceeds_l2 = boolean(moved > device.l2_bytes)
+        self.exceeds_l2 = moved > device.l2_bytes
         ins, results = (", ".join(_CUDA_TYPES[v.type] for v in vs) for vs in (arrays, outs))
         self.template = f"Elementwise<{functor}, {len(parameters)}, Types<{results}>, Types<{ins}>>"
-        self.pointers = [v.buffer for v in (*arrays, *outs, *parameters)] + [launch.null] * (not parameters)
+        buffers = lambda views: [v.buffer for v in views]
+        self.pointers = dict(
+            **{"in": buffers(arrays)}, out=buffers(outs), parameter=buffers(parameters) or [launch.null]
+        )
 
     def __repr__(self):
         return f"operands of shapes {', '.join(str(tuple(v.shape)) for v in self.arrays)}"
@@ -211,7 +216,7 @@ class _Call:
 
         def step(packs, threads, in_tiles):
             blocks, block = self.grid(threads)
-            args = struct(*self.pointers, i64(self.count), i64(packs), self.exceeds_l2)
+            args = FLAT_ARGS(**self.pointers, count=self.count, packs=packs, exceeds_l2=self.exceeds_l2)
             return Launch(
                 self.header,
                 f"FlatKernel<{self.template}, {scalars}, {cpp_bool(in_tiles)}>",
@@ -244,14 +249,16 @@ class _Call:
             runs, units = ceil_div(middle, rows), inner // (self.pack if in_packs else 1)
             count = outer * runs * units
             blocks, block = self.grid(count)
-            args = struct(
-                *self.pointers,
-                *(i64(n) for s in self.strides for n in s[:2]),
-                i64(count),
-                fast_divmod(units),
-                fast_divmod(runs),
-                u32(middle),
-                self.exceeds_l2,
+            strides = [s[:2] for s in self.strides]
+            args = STRIDED_ARGS(
+                **self.pointers,
+                in_stride=itertools.chain(*strides[: len(self.arrays)]),
+                out_stride=itertools.chain(*strides[len(self.arrays) :]),
+                count=count,
+                inner=units,
+                middle=runs,
+                middle_size=middle,
+                exceeds_l2=self.exceeds_l2,
             )
             name = f"StridedKernel<{self.template}, {cpp_bool(in_packs)}, {columns}, {shared}>"
             return Launch(self.header, name, [args], blocks, block, source=self.source)

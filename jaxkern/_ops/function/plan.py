@@ -10,10 +10,12 @@ from jaxkern._core import launch
 from jaxkern._core.define import ceil_div, cpp_bool
 from jaxkern._core.dtypes import computing
 from jaxkern._core.functor import cpp_type
-from jaxkern._core.launch import Launch, Plan, boolean, i64, struct
+from jaxkern._core.launch import Launch, Plan, i64
+from jaxkern._core.params import Params
 from jaxkern._ops.elementwise.plan import GROUPS, THREADS, View, collapse, elementwise
 
 HEADER = "elementwise/function.cuh"
+SUMMED_ARGS = Params(HEADER, "SummedArgs")
 FUNCTOR = "Function"
 MOST_ARRAYS = 16  # operands and results of a kernel
 WAVES = 4  # of SummedKernel, whose blocks number RESIDENT on a multiprocessor
@@ -89,16 +91,16 @@ def _summed(device, arrays, outs, shape, function, source):
                 scratch += ceil_div(several * count * computing(dtype).itemsize, 128) * 128
         splat, shared = (sum((s[d] == 0) << k for k, s in enumerate(ins)) for d in (2, 1))
         moved = sum(v.bytes * math.prod(v.shape) for v in arrays)
-        args = struct(
-            *(v.buffer for v in arrays),
-            *pointers,
-            *(i64(s[1]) for s in ins),
-            *(i64(s[0]) for s in ins),
-            i64(rows),
-            i64(columns),
-            i64(last),
-            i64(chunk),
-            boolean(moved > device.l2_bytes),
+        args = SUMMED_ARGS(
+            **{"in": [v.buffer for v in arrays]},
+            out=pointers,
+            in_stride=[s[1] for s in ins],
+            in_matrix=[s[0] for s in ins],
+            rows=rows,
+            columns=columns,
+            last_columns=last,
+            chunk=chunk,
+            exceeds_l2=moved > device.l2_bytes,
         )
         types = [", ".join(v.cuda_type for v in vs) for vs in (outs, arrays)]
         name = (

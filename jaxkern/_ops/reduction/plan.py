@@ -22,8 +22,6 @@ from jaxkern._core.launch import (
     MOST_BLOCKS_Y,
     Launch,
     Plan,
-    boolean,
-    f64,
     i32,
     i64,
     null,
@@ -31,14 +29,14 @@ from jaxkern._core.launch import (
     planned,
     result,
     scratch,
-    struct,
-    u64,
 )
+from jaxkern._core.params import Params
 
 ALGORITHMS = ("sub_warp", "warp", "block", "split", "column")
 
 _HEADER = "reduction/reduction.cuh"
 DTYPES = tuple(CUDA_TYPES)
+PARAMS = Params("reduction/ops.cuh", "ReduceParams")
 
 # Of the kernels.
 _NARROW_THREADS = 128
@@ -169,25 +167,25 @@ class _Reduction(typing.NamedTuple):
         p = self.p
         flip, neutral = _flip_and_neutral(self.op, p)
         largest, total = (result(1), result(2)) if self.statistics else (null, null)
-        return struct(
-            operand(0),
-            out or (scratch() if parts > 1 else result(0)),
-            largest,
-            total,
-            i64(rows or p.rows),
-            i64(p.width),
-            i64(p.inner),
-            i64(parts),
-            i64(each or p.width),
-            u64(flip),
-            u64(neutral),
-            f64(1 / p.width if self.op == "mean" else 1),
-            boolean(self.op == "mean"),
-            boolean(self.wide),
-            boolean(aligned and p.whole),
-            boolean(p.rows * p.width * p.inner * p.itemsize > self.device.l2_bytes),
-            operand(1) if self.mask_view else null,
-            self.mask_view or EMPTY_VIEW,
+        return PARAMS(
+            x=operand(0),
+            out=out or (scratch() if parts > 1 else result(0)),
+            largest=largest,
+            total=total,
+            rows=rows or p.rows,
+            width=p.width,
+            inner=p.inner,
+            parts=parts,
+            each=each or p.width,
+            flip=flip,
+            neutral=neutral,
+            scale=1 / p.width if self.op == "mean" else 1,
+            mean=self.op == "mean",
+            wide=self.wide,
+            whole=aligned and p.whole,
+            exceeds_l2=p.rows * p.width * p.inner * p.itemsize > self.device.l2_bytes,
+            mask=operand(1) if self.mask_view else null,
+            mask_view=self.mask_view or EMPTY_VIEW,
         )
 
 

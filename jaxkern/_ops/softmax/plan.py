@@ -39,7 +39,9 @@ from jaxkern._core.launch import (
     u32,
 )
 from jaxkern._core.lowest import where_lowest
+from jaxkern._core.params import Params
 
+PARAMS = Params("softmax/row.cuh", "SoftmaxParams")
 ALGORITHMS = ("sub_warp", "warp", "block", "cluster", "pipeline", "streaming", "split", "column")
 
 _TYPES = {"float16": ("__half", 2), "bfloat16": ("__nv_bfloat16", 2), "float32": ("float", 4), "float64": ("double", 8)}
@@ -196,16 +198,17 @@ def _exceeds_l2(p: Problem, device) -> bool:
 
 def _params(p: Problem, device, mask=(null, EMPTY_VIEW), aligned=True):
     """SoftmaxParams. Operands: x, or for a gradient y or x, and g. mask: its pointer and its BroadcastView."""
-    return struct(
-        operand(0),
-        operand(1) if p.backward else null,
-        result(0),
-        i64(p.rows),
-        i64(p.width),
-        i32(p.grain // p.itemsize if aligned else 1),
-        boolean(_exceeds_l2(p, device)),
-        i64(p.inner),
-        *mask,
+    pointer, view = mask
+    return PARAMS(
+        input=[operand(0), operand(1) if p.backward else null],
+        out=result(0),
+        rows=p.rows,
+        width=p.width,
+        grain=p.grain // p.itemsize if aligned else 1,
+        exceeds_l2=_exceeds_l2(p, device),
+        inner=p.inner,
+        mask=pointer,
+        mask_view=view,
     )
 
 
