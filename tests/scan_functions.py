@@ -260,6 +260,21 @@ def orbit(shape, length, dtype, seed=0):
     return run, [_real(rng, dtype, *shape, 4), keys]
 
 
+def hidden(shape, length, dtype, seed=0):
+    """The forward algorithm of a hidden Markov model of 3 states: a matrix, whose dimensions are both the state's."""
+    rng = np.random.default_rng(seed)
+
+    def run(scan, state, transitions, emissions):
+        def body(state, emission):
+            state = jax.nn.logsumexp(state[..., :, None] + transitions, -2) + emission
+            return state.astype(emission.dtype), state[..., 0]
+
+        return scan(body, state, emissions)
+
+    operands = [_real(rng, dtype, *shape, 3), _real(rng, dtype, 3, 3) - np.asarray(1, dtype)]
+    return run, [*operands, _real(rng, dtype, length, *shape, 3)]
+
+
 FUNCTIONS = {
     f.__name__: (f, differentiable)
     for f, differentiable in (
@@ -277,5 +292,6 @@ FUNCTIONS = {
         (modes, True),
         (walk, True),
         (orbit, True),
+        (hidden, True),
     )
 }

@@ -91,6 +91,7 @@ CASES = [
     ("walk", (1024,), 3, "float32", True, "lanes"),
     ("orbit", (5,), 6, "float32", True, "lane"),
     ("modes", (3, 4), 5, "float32", True, "lane"),
+    ("hidden", (5,), 4, "float32", True, "lane"),
     ("recurrence", (1,), 9000, "float32", False, "rows"),
     ("advantages", (3,), 700, "float32", False, "columns"),
     ("oscillators", (40,), 600, "float32", True, "columns"),

@@ -223,7 +223,11 @@ class Flat:
         for step in self.steps:
             for v in step.results:
                 if len(v.set()) < sum(d is not None for d in v.dims):
-                    self.fail(step, "whose result has two dimensions that must be equal elsewhere")
+                    self._doubled(step, v)
+
+    def _doubled(self, step, v):
+        """Called for a result of a step that has a dimension twice."""
+        self.fail(step, "whose result has two dimensions that must be equal elsewhere")
 
     def _unite_step(self, step):
         name, out, params = step.name, step.result, step.params

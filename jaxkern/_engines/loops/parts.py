@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxkern._engines.jaxpr import REDUCTIONS, Constant, Step, Value, axes_of
+from jaxkern._engines.jaxpr import REDUCTIONS, RENAMED, Constant, Step, Value, axes_of
 
-MOST = 16  # parts of an array
+MOST = 16  # elements of a dimension that is taken apart
+MOST_PARTS = 64  # of an array
 MOVES = ("slice", "concatenate", "pad", "rev")  # operations that move data along the dimensions that they change
 _COMBINE = {"add": lax.add, "max": lax.max, "min": lax.min, "mul": lax.mul}
 _COMBINE |= {"and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitwise_xor}
@@ -110,7 +111,7 @@ def split(program, moved) -> None:
     def of_value(v):
         axes = tuple(a for a, d in enumerate(v.dims) if d in apart)
         found = Parts(axes, tuple(v.aval.shape)) if axes else None
-        if found and math.prod(v.aval.shape[a] for a in axes) > MOST:
+        if found and math.prod(v.aval.shape[a] for a in axes) > MOST_PARTS:
             step = next(step for d, step in moved if d.same() in v.dims)
             program.fail(step, program.otherwise)
         return found
@@ -194,8 +195,8 @@ def _of_parts(program, step, parts, new, part, apart) -> list:
         return _reduced(program, step, parts, part, apart)
     steps, add = _adder(step, parts)
     for place in parts[step.result]:
-        at = dict(zip((d for d in step.result.dims if d in apart), place))
-        pick = lambda v: part(v, {a: at.get(d) for a, d in enumerate(v.dims)})
+        at = dict(zip((a for a, d in enumerate(step.result.dims) if d in apart), place))
+        pick = lambda v: part(v, {a: at.get(b) for a, b in _axes(step, v).items()})
         operands = list(map(pick, step.operands))
         results = [parts[v][place] for v in step.results]
         if len(parts[step.result]) == 1 and all(a is b for a, b in zip(operands, step.operands)):
@@ -208,6 +209,21 @@ def _of_parts(program, step, parts, new, part, apart) -> list:
                 params = params | {"dimension": results[0].dims.index(step.result.dims[params["dimension"]])}
             steps.append(dataclasses.replace(step, operands=operands, results=results, params=params))
     return steps
+
+
+def _axes(step, v) -> dict:
+    """{axis of an operand: the same axis of the result} of a step that does not move data. A dimension may occur twice."""
+    own, out = ([a for a, d in enumerate(x.dims) if d is not None] for x in (v, step.result))
+    if step.name == "broadcast_in_dim":
+        return dict(enumerate(step.params["broadcast_dimensions"]))
+    if step.name in RENAMED:
+        return dict(zip(own, out))
+    if step.name == "transpose":
+        return {a: k for k, a in enumerate(step.params["permutation"])}
+    if step.name in REDUCTIONS:
+        gone = axes_of(step.name, step.params)
+        return {a: k for k, a in enumerate(a for a in range(len(v.dims)) if a not in gone)}
+    return {a: a for a in range(len(v.dims))}
 
 
 def _adder(step, parts):
@@ -245,11 +261,12 @@ def _reduced(program, step, parts, part, apart) -> list:
     equation = jax.make_jaxpr(combine)(scalar, scalar).eqns[0]
     mine = [a for a in axes_of(step.name, step.params) if x.dims[a] in apart]
     steps, add = _adder(step, parts)
+    kept = _axes(step, x)
     for place in parts[step.result]:
-        at = dict(zip((d for d in step.result.dims if d in apart), place))
+        at = dict(zip((a for a, d in enumerate(step.result.dims) if d in apart), place))
         total = None
         for own in itertools.product(*(range(x.aval.shape[a]) for a in mine)):
-            here = {a: at.get(d) for a, d in enumerate(x.dims)} | dict(zip(mine, own))
+            here = {a: at.get(b) for a, b in kept.items()} | dict(zip(mine, own))
             value = part(x, here)
             if total is None:
                 total = value

@@ -17,7 +17,7 @@ from jaxkern._engines.loops.generate import PACK
 
 HEADER = "loops/loops.cuh"
 NAME = "Body"
-MOST_ARRAYS = 40
+MOST_ARRAYS = 256
 MOST_BYTES = 4000  # of the arguments of a kernel
 ALGORITHMS = ("lanes", "columns", "rows")
 DTYPES = tuple(define.CUDA_TYPES)

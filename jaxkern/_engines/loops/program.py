@@ -175,6 +175,13 @@ class Program(Flat):
         unite = lambda pairs: [a.unite(b) for a, b in pairs if a is not None and b is not None]
         self._moved += [(d, step) for d in parts.unite(step, unite)]
 
+    def _doubled(self, step, v):
+        """A matrix of a state, such as probabilities of transitions, is taken apart if its dimensions are small."""
+        twice = {d for d in v.set() if v.dims.count(d) > 1}
+        if any(d.size > parts.MOST for d in twice):
+            super()._doubled(step, v)
+        self._moved += [(d, step) for d in twice]
+
     # ---- arrays of the scan
 
     def split(self, arrays) -> list:
