@@ -166,7 +166,7 @@ def _programs(data: dict[str, Any], stem: pathlib.Path, plt: Any) -> list[pathli
 
 
 def _skew(data: dict[str, Any], stem: pathlib.Path, plt: Any) -> list[pathlib.Path]:
-    """One panel a dtype and operation, over the cases of one shape from even indices to all on one row."""
+    """One panel per dtype and operation, over the cases of one shape from even indices to all on one row."""
     rows = [r for r in data["results"] if r["group"] == "skew" and "copy" in _report.medians(r)]
     if not rows:
         return []

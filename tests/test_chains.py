@@ -201,7 +201,7 @@ ENDS = {
         lambda x, w, s, r: sums(jnp.where(jnp.tri(EDGES, WIDTH, dtype=bool), x[s], 0), r),
         ["add, compare, gather, select and scatter"],
     ),
-    "a maximum of what would be rounded otherwise": (
+    "a maximum of values that would be rounded differently": (
         lambda x, w, s, r: jax.ops.segment_max(x[s] * w[:, None], r, NODES),
         [],
     ),
@@ -321,7 +321,7 @@ def test_random_programs_are_lowered():
 
 
 def test_random_programs_have_one_result():
-    """Their scatters do not depend on the order of the updates, so that other orders on a GPU show nothing but faults."""
+    """Their scatters do not depend on the order of the updates, so a difference on a GPU is always a fault."""
     for number in range(10):
         random_programs.run_backwards(0, number)
 

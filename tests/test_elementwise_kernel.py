@@ -380,7 +380,7 @@ class Memory:
 
 
 def run_summed(step, memory, function):
-    """What SummedKernel does, block by block. Follows function.cuh; packs differ in nothing but their size."""
+    """SummedKernel in NumPy, block by block. It follows function.cuh; packs differ only in their size."""
     outs, ins, packs, lanes, kinds, splat, shared = re.search(
         r"Types<(.*?)>, Types<(.*?)>, (true|false), (\d+), (\d+), (\d+), (\d+)>>$", step.name
     ).groups()

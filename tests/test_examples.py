@@ -49,7 +49,7 @@ def test_language_model_trains_the_same_with_both_libraries(tmp_path):
     ],
 )
 def test_language_model_refuses_bad_arguments(tmp_path, arguments, message, monkeypatch, capsys):
-    """In this process, which has imported JAX."""
+    """Runs an example in this process, which has imported JAX."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import language_model
 

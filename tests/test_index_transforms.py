@@ -262,7 +262,7 @@ GRAPHED = {  # one after the other in a program, each under scan
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", GRAPHED)
 def test_command_buffers_and_scan(name):
-    """In CUDA graphs: several calls in one program and some under scan, three times, with other data each time."""
+    """CUDA graphs run several calls in one program, and some under scan, three times, with other data each time."""
     f, index = GRAPHED[name], jnp.arange(5000) * 7
 
     def program(x):

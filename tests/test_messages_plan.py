@@ -230,7 +230,7 @@ def test_vectors_and_threads():
 
 
 def test_what_has_no_kernel():
-    """Too many alternations of features, results that are rounded otherwise, more edges than 32 bits number."""
+    """Too many alternations of features, results that are rounded differently, more edges than 32 bits number."""
     f = function([FLOAT] * 3)
     params = dict(function=f, ends=ENDS, reduction="sum", dtypes=f.out_dtypes)
     many = [(2, 1, 2, 1), (1, 2, 1, 2), (1, 1, 1, 1)]

@@ -52,7 +52,7 @@ i = jnp.arange(8) % 3
 for f in (jaxkern.softmax, jaxkern.log_softmax, lambda x: jaxkern.softmax(x, 0), lambda x: jaxkern.segment_max(x, i, 4),
           lambda x: jaxkern.segment_min(x, i, 4), lambda x: jaxkern.index_add(x, 0, i, x), lambda x: jaxkern.softmax(x, scale=0.5),
           lambda x: jaxkern.softmax_cross_entropy(x, i), lambda x: jaxkern.softmax_cross_entropy(x, i, z_loss=0.5)):
-    g = lambda x: f(x)  # of one name, so that nothing but the operation tells the programs apart
+    g = lambda x: f(x)  # all have one name, so that only the operation distinguishes the programs
     hits.clear()
     compiled = jax.jit(g).lower(x).compile()
     print(len(hits), float(np.clip(compiled(x), -9, 9).ravel() @ np.arange(compiled(x).size)))

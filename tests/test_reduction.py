@@ -293,7 +293,7 @@ def test_laws(values, shift):
 
 @every_dtype
 def test_statistics_of_rows(dtype):
-    """In rows and columns, of one chunk and of many; where 16 bits round the base of exponentials; of nothing, infinity and NaN."""
+    """Rows and columns of one chunk and of many; bases of exponentials that 16 bits round; no elements, infinity and NaN."""
     for shape, axis, mask in (
         ((5, 1003), 1, None),
         ((70, 40), 1, (70, 40)),

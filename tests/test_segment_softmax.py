@@ -439,7 +439,7 @@ def test_algorithms():
 @pytest.mark.gpu
 @every_dtype
 def test_every_plan(dtype):
-    """Around tiles, chunks, stretches and vectors; the plans agree to the bit, as do two runs."""
+    """At sizes around tiles, chunks, stretches and vectors, the plans agree to the bit, and so do two runs."""
     for count, width, rows in (
         (1, 1, 1),
         (7937, 1, 3),

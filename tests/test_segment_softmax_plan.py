@@ -121,7 +121,7 @@ def test_structs_are_as_large_as_in_the_kernels():
 
 
 def test_every_place_is_in_one_tile():
-    """And in one column of a slab or strip."""
+    """Every place is in one tile, and every column in one slab or strip."""
     for problem, dtype, ordered, backward in EVERY:
         rows, p = problem[-1], as_problem(*problem, dtype)
         found, _, _ = planned(problem, dtype, ordered, backward)

@@ -1,6 +1,6 @@
 """Replacing functions of other libraries: the code of each, while `install` or a block of `accelerate` needs it.
 
-    acquire(targets)     replaces the functions, also those of modules that are imported later
+    acquire(targets)     replaces the functions, also in modules that are imported later
     release()            restores them, when it is called as often as `acquire`
 
 `f.__code__` is replaced, not the name `f` in a module, so that other names of the same function, imported before, run the new

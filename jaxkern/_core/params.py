@@ -1,7 +1,7 @@
 """Structs of kernel arguments, by name.
 
 A struct is declared once, in C++, in a header of ffi/kernels. A plan gives its members by name; their order and their types
-are those of the declaration:
+come from the declaration:
 
     SHAPE = Params("indexing/direct.cuh", "DirectShape")
     SHAPE(vectors=4, threads=4 * 100, by_vectors=4, by_positions=100)

@@ -137,7 +137,7 @@ def no_kernels(platform) -> str:
 def refusal(ctx, settings) -> str:
     """Why kernels cannot run in the program that is being lowered in `ctx`; "" if they can."""
     if compat.for_export(ctx) and not (settings is not None and settings.export):
-        return "exported programs run without jaxkern, but for accelerate(export=True)"
+        return "exported programs run without jaxkern, unless accelerate(export=True) is used"
     if "cuda" in compat.platforms(ctx) and (reason := registry.refusal()):
         return f"no kernels here: {reason}"
     if compat.partitioned_devices(ctx) > 1 and not compat.may_partition_itself(ctx):

@@ -44,7 +44,7 @@ template <class T, int N> __device__ __forceinline__ Two<T> LargestTwo(const Pac
   return Fold(all, MaxOfTwo());
 }
 
-// The element type of an Op's result: Op::Out, or T where it has none.
+// The element type of an Op's result: Op::Out, or T for an Op without Out.
 template <class Op, class = void> struct ResultOf {
   using Type = typename Op::T;
 };

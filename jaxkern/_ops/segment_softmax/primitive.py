@@ -5,7 +5,7 @@
 
 data, y, g and the result have the shape (*lead, count, *trail) and index (*batch, count), as for `indexing.Rules`,
 which these take too: batch is the first dimensions of lead, and the rest of lead shares its indices. `rows` is the
-number of segments. An element of no segment is 0, and so is a segment of nothing but -inf. keys and order are what
+number of segments. An element of no segment is 0, and so is a segment that is -inf throughout. keys and order are what
 `sort_indices` made of the index, which kernels then do not sort again.
 
 On CUDA ids are sorted first. Primitives of the same names then take (data, keys[, order]) or (y, g, keys[, order]).
