@@ -20,7 +20,7 @@ from jax import lax
 from jaxkern._engines.jaxpr import REDUCTIONS, RENAMED, Constant, Step, Value, axes_of
 
 MOST = 16  # elements of a dimension that is taken apart
-MOST_PARTS = 64  # of an array
+MOST_PARTS = 64  # of an array that has lanes besides, or is a matrix that acts on a state; of another one MOST
 MOVES = ("slice", "concatenate", "pad", "rev")  # operations that move data along the dimensions that they change
 _COMBINE = {"add": lax.add, "max": lax.max, "min": lax.min, "mul": lax.mul}
 _COMBINE |= {"and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitwise_xor}
@@ -111,7 +111,8 @@ def split(program, moved) -> None:
     def of_value(v):
         axes = tuple(a for a, d in enumerate(v.dims) if d in apart)
         found = Parts(axes, tuple(v.aval.shape)) if axes else None
-        if found and math.prod(v.aval.shape[a] for a in axes) > MOST_PARTS:
+        acts = len(axes) > len({v.dims[a] for a in axes}) or not v.set() <= apart
+        if found and math.prod(v.aval.shape[a] for a in axes) > (MOST_PARTS if acts else MOST):
             step = next(step for d, step in moved if d.same() in v.dims)
             program.fail(step, program.otherwise)
         return found
