@@ -8,9 +8,9 @@ runtime (ffi/runtime) compiles the kernels before the first execution and launch
            args=[operand(0), result(0), i64(rows), struct(u32(3), i64(5))])
 
 names a kernel template in a header of ffi/kernels, and all its arguments. Arguments are pointers to buffers (`operand`,
-`result`, `scratch`), scalars, or structs of these, laid out as C++ lays out a struct without base classes. Template
-arguments are constants that change the code. Sizes, strides and seeds are arguments of the kernel, so that one compiled
-kernel serves many shapes.
+`result`, `scratch`), scalars, or structs of these, laid out as C++ lays out a struct without base classes; params.py makes
+structs from the names of their members. Template arguments are constants that change the code. Sizes, strides and seeds are
+arguments of the kernel, so that one compiled kernel serves many shapes.
 """
 
 import dataclasses

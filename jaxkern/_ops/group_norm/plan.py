@@ -11,11 +11,13 @@ import math
 import typing
 
 from jaxkern._core.algorithms import pick
-from jaxkern._core.define import CUDA_TYPES, FLOAT_BYTES, ceil_div, cpp_bool, divider
-from jaxkern._core.launch import Launch, Plan, boolean, f64, i32, i64, null, operand, planned, result, scratch, struct
+from jaxkern._core.define import CUDA_TYPES, FLOAT_BYTES, ceil_div, cpp_bool
+from jaxkern._core.launch import Launch, Plan, null, operand, planned, result, scratch
+from jaxkern._core.params import Params
 
 ALGORITHMS = ("one_pass", "two_pass")
 
+PARAMS = Params("norm/group.cuh", "GroupParams")
 DTYPES = tuple(FLOAT_BYTES)
 
 _THREADS = 256  # kGroupThreads
@@ -222,36 +224,28 @@ class _Group(typing.NamedTuple):
         """GroupParams. Scratch: partial results, sums of each sample and channel, slopes."""
         p = self.p
         total, slope, _ = self.offsets(w)
-        return struct(
-            operand(0),
-            self.g,
-            self.scale,
-            self.bias,
-            self.y,
-            self.mean,
-            self.var,
-            self.of_mean,
-            self.of_var,
-            scratch(),
-            scratch(total) if p.backward and p.each > 1 else null,
-            scratch(slope) if p.backward and self.slopes else null,
-            self.dscale,
-            self.dbias,
-            i64(p.samples),
-            i64(p.rows),
-            i64(p.inner),
-            i64(p.each),
-            f64(self.eps),
-            i32(p.channels),
-            i32(p.per_group),
-            i32(w.steps),
-            i32(w.length),
-            i32(w.parts),
-            i32(w.across),
-            i32(w.tiles),
-            i32(w.pack if p.inner > 1 else self.per_entry(w)),
-            divider(p.inner // w.pack if p.inner > 1 else 1),
-            boolean(p.bytes > self.device.l2_bytes),
+        given = ("g", "scale", "bias", "y", "mean", "var", "of_mean", "of_var", "dscale", "dbias")
+        return PARAMS(
+            x=operand(0),
+            **{name: getattr(self, name) for name in given},
+            partial=scratch(),
+            total=scratch(total) if p.backward and p.each > 1 else null,
+            slope=scratch(slope) if p.backward and self.slopes else null,
+            samples=p.samples,
+            rows=p.rows,
+            inner=p.inner,
+            each=p.each,
+            eps=self.eps,
+            channels=p.channels,
+            per_group=p.per_group,
+            steps=w.steps,
+            length=w.length,
+            parts=w.parts,
+            across=w.across,
+            tiles=w.tiles,
+            per_step=w.pack if p.inner > 1 else self.per_entry(w),
+            run=p.inner // w.pack if p.inner > 1 else 1,
+            exceeds_l2=p.bytes > self.device.l2_bytes,
         )
 
     def offsets(self, w: _Walk) -> tuple[int, int, int]:

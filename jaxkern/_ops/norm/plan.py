@@ -18,7 +18,8 @@ import typing
 
 from jaxkern._core import algorithms
 from jaxkern._core.define import CUDA_TYPES, EMPTY_VIEW, FLOAT_BYTES, broadcast_view, ceil_div, cpp_bool
-from jaxkern._core.launch import Launch, Plan, boolean, f64, i32, i64, null, operand, planned, result, scratch, struct
+from jaxkern._core.launch import Launch, Plan, null, operand, planned, result, scratch, struct
+from jaxkern._core.params import Params
 from jaxkern._engines.rows.plan import GENERATED
 from jaxkern._ops.norm import tuning
 from jaxkern._ops.norm.tuning import generated, left_to_xla
@@ -26,6 +27,8 @@ from jaxkern._ops.norm.tuning import generated, left_to_xla
 ALGORITHMS = (GENERATED, "warp", "block", "cluster", "streaming")
 FIXED = {"rms_norm": {"centre": False}, "layer_norm": {"centre": True}}  # fields of Problem
 
+PARAMS, SUMS_PARAMS = Params("norm/norm.cuh", "NormParams"), Params("norm/backward.cuh", "NormSumsParams")
+_ARRAYS = ("x", "residual", "g", "scale", "bias", "y", "sum")  # members of NormParams
 DTYPES = tuple(FLOAT_BYTES)
 
 _WARP_PACKS = 8  # per lane, by default
@@ -200,7 +203,7 @@ class _Norm(typing.NamedTuple):
     device: typing.Any
     parameters: str  # dtype of scale and bias
     gradients: tuple  # (number, dtype) of the results that are gradients of scale and bias
-    arrays: typing.Any  # the pointers at the start of NormParams
+    arrays: typing.Any  # the pointers of _ARRAYS
     eps: float
     epilogue: typing.Any = None
 
@@ -214,9 +217,15 @@ class _Norm(typing.NamedTuple):
         """NormParams. rows: scratch for numbers of each row."""
         p = self.p
         arrays = sum(self.p.itemsizes) + p.itemsizes[0] * (p.backward + p.residual * (2 - p.backward))
-        pointers = (*self.arrays[:6], rows if p.backward else self.arrays[6], partial)
-        exceeds = p.rows * p.width * arrays > self.device.l2_bytes
-        params = struct(*pointers, i64(p.rows), i64(p.width), f64(self.eps), i32(blocks), boolean(exceeds))
+        params = PARAMS(
+            **dict(zip(_ARRAYS, self.arrays)) | ({"sum": rows} if p.backward else {}),
+            partial=partial,
+            rows=p.rows,
+            width=p.width,
+            eps=self.eps,
+            blocks=blocks,
+            exceeds_l2=p.rows * p.width * arrays > self.device.l2_bytes,
+        )
         return params if self.epilogue is None else struct(params, *self.epilogue.args)
 
     def forward(self, header: str, name: str, blocks: int, grid: int, threads: int, cluster: int = 1) -> list[Launch]:
@@ -233,7 +242,8 @@ class _Norm(typing.NamedTuple):
         p = self.p
         computing = CUDA_TYPES[p.computing]
         first, last = self.gradients[0], self.gradients[-1]
-        args = [struct(scratch(offset), result(first[0]), result(last[0]), i64(p.width), i32(blocks))]
+        out = [result(first[0]), result(last[0])]
+        args = [SUMS_PARAMS(partial=scratch(offset), out=out, width=p.width, blocks=blocks)]
         grid = ceil_div(p.width, _SUMS_COLUMNS)
         name = f"NormSums<{computing}, {CUDA_TYPES[first[1]]}>"
         return [Launch("norm/backward.cuh", name, args, (grid, len(self.gradients)), _SUMS_THREADS)]
@@ -396,7 +406,7 @@ def _has_kernel(p, parameters, gradients) -> bool:
 def written_plan(p, device, operation, parameters, gradients, arrays, eps, algorithm, epilogue=None) -> Plan | None:
     """The plan of a hand-written kernel.
 
-    parameters: dtypes of scale and bias. arrays: the first seven pointers of NormParams. gradients: (number, dtype) of the
+    parameters: dtypes of scale and bias. arrays: the pointers of _ARRAYS. gradients: (number, dtype) of the
     results that are gradients of scale and bias.
     """
     if not _has_kernel(p, parameters, [dtype for _, dtype in gradients]):
