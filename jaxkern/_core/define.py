@@ -171,6 +171,14 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def per_thread(vectors: int, most: int) -> tuple[int, int]:
+    """(vectors per thread, threads) of a block for a row of so many vectors: 4 or 8 vectors, whichever leaves fewer threads of
+    the last warp idle. most: the threads of a block with 4 vectors each, at most."""
+    four, eight = (32 * ceil_div(ceil_div(vectors, each), 32) for each in (4, 8))
+    better = 4 * four < 8 * eight or (4 * four == 8 * eight and vectors < 512)
+    return (4, four) if better and four <= most else (8, eight)
+
+
 def size_of(shape) -> int:
     return math.prod(shape)
 

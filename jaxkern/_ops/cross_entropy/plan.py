@@ -18,7 +18,7 @@ import math
 import typing
 
 from jaxkern._core.algorithms import pick
-from jaxkern._core.define import CUDA_TYPES, EMPTY_VIEW, FLOAT_BYTES, broadcast_view, ceil_div, cpp_bool
+from jaxkern._core.define import CUDA_TYPES, EMPTY_VIEW, FLOAT_BYTES, broadcast_view, ceil_div, cpp_bool, per_thread
 from jaxkern._core.launch import (
     MOST_BLOCKS_Y,
     Launch,
@@ -257,13 +257,6 @@ def _gradient(call: _Call, algorithm: str) -> list[Launch]:
     return [_rows(call, "GradientRows", lanes, call.params(parts), ceil_div(p.rows * parts, groups))]
 
 
-def _held(vectors: int) -> tuple[int, int]:
-    """(vectors per thread, threads) of a block: 4 or 8 vectors, whichever leaves fewer threads idle."""
-    four, eight = (32 * ceil_div(ceil_div(vectors, held), 32) for held in (4, 8))
-    better = 4 * four < 8 * eight or (4 * four == 8 * eight and vectors < 512)
-    return (4, four) if better and four <= _BLOCK_THREADS else (8, eight)
-
-
 def _both_in_registers(call: _Call, algorithm: str) -> list[Launch]:
     """Launches softmax's kernel, whose arguments LossParams follow."""
     p, vectors = call.p, call.p.touched
@@ -285,7 +278,7 @@ def _both_in_registers(call: _Call, algorithm: str) -> list[Launch]:
         held, grid = 4, ceil_div(p.rows, _GROUP_THREADS // lanes)
     else:
         lanes = "jaxkern::kBlockLanes"
-        held, threads = (4, 32 * ceil_div(vectors, 4 * 32)) if p.itemsize == 2 else _held(vectors)
+        held, threads = (4, 32 * ceil_div(vectors, 4 * 32)) if p.itemsize == 2 else per_thread(vectors, _BLOCK_THREADS)
     row = f"jaxkern::BothRow<{call.kind}, {'false' if p.whole else 'true'}>"
     name = f"SoftmaxRegisters<jaxkern::BothForward<{call.kind}>, {row}, {lanes}, {held}, 1>"
     return [Launch("cross_entropy/registers.cuh", name, [struct(softmax, call.params())], grid, threads)]

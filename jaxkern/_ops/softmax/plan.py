@@ -20,7 +20,7 @@ import math
 import typing
 
 from jaxkern._core.algorithms import pick
-from jaxkern._core.define import CUDA_TYPES, EMPTY_VIEW, broadcast_view, ceil_div, cpp_bool, fast_divmod
+from jaxkern._core.define import CUDA_TYPES, EMPTY_VIEW, broadcast_view, ceil_div, cpp_bool, fast_divmod, per_thread
 from jaxkern._core.launch import (
     MOST_BLOCKS,
     MOST_BLOCKS_Y,
@@ -221,13 +221,6 @@ def _warps(threads: int) -> int:
     return 32 * ceil_div(threads, 32)
 
 
-def _held(vectors: int) -> tuple[int, int]:
-    """(vectors per thread, threads) of a block: 4 or 8, whichever leaves fewer threads of the last warp idle."""
-    four, eight = (_warps(ceil_div(vectors, held)) for held in (4, 8))
-    better = 4 * four < 8 * eight or (4 * four == 8 * eight and vectors < 512)
-    return (4, four) if better and four <= _BLOCK_THREADS else (8, eight)
-
-
 def _sub_warp(p, params, device):
     for vector in (p.vector, p.vector // 2):
         longest = 32 * vector if vector == p.vector else 16 * p.vector
@@ -271,7 +264,7 @@ def _warp(p, params, device):
 
 
 def _block(p, params, device):
-    held, threads = _held(p.width // p.vector if p.whole else p.vectors)
+    held, threads = per_thread(p.width // p.vector if p.whole else p.vectors, _BLOCK_THREADS)
     return [Launch("softmax/registers.cuh", _registers(p, "jaxkern::kBlockLanes", held), [params], p.rows, threads)]
 
 
@@ -284,7 +277,7 @@ def _cluster(p, params, device):
     while blocks < _CLUSTER_BLOCKS and p.rows * 2 * blocks <= 2 * device.sm_count and ceil_div(vectors, blocks) > 256:
         blocks *= 2
     each = ceil_div(vectors, blocks)
-    held, threads = _held(each) if p.whole else (4, _warps(ceil_div(each, 4)))
+    held, threads = per_thread(each, _BLOCK_THREADS) if p.whole else (4, _warps(ceil_div(each, 4)))
     return [
         Launch(
             "softmax/registers.cuh",
