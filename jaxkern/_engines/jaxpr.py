@@ -72,6 +72,7 @@ class Step:
     """One operation. name: the primitive's, or "select", which picks one of its operands by the first.
 
     calls: the equations that call the jaxpr it is in, outermost first. origin: the equation that it was rewritten from.
+    stage: of the results, at least.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Step:
     params: dict
     calls: tuple = ()
     origin: object = None
+    stage: int = 0
 
     @property
     def result(self) -> Value:
@@ -89,6 +91,7 @@ class Step:
 
 # Operations that move no data between elements, under which dimensions are kept in their order.
 RENAMED = ("reshape", "squeeze", "expand_dims")
+MOVES = (*RENAMED, "broadcast_in_dim", "transpose")  # an element of the result is one of the operand
 _SAME = ("copy", "copy_p", "stop_gradient", "optimization_barrier", "name", "pvary", "pcast", "reshard", "mesh_cast")
 _SAME += ("sharding_constraint", "tie", "jaxkern_loop")
 REDUCTIONS = {
@@ -269,6 +272,19 @@ class Flat:
 def axes_of(name, params):
     """The axes of a reduction."""
     return params["dimensions" if name == "reduce" else "axes"]
+
+
+def source(made, v):
+    """The value that v is a copy of, perhaps broadcast or in another type that is computed in the same one.
+
+    made: {value: the step that computes it}.
+    """
+    while (step := made.get(v)) is not None and step.name in (*MOVES, "convert_element_type"):
+        x = step.operands[0]
+        if not isinstance(x, Value) or computing(x.dtype) != computing(v.dtype):
+            break
+        v = x
+    return v
 
 
 def merged(dims) -> list:

@@ -114,6 +114,15 @@ template <class T, int N> __device__ __forceinline__ T Element(const Pack<T, N>&
   }
 }
 
+// An element in its own type. A bfloat16 is the upper half of a float: one instruction, where a shift of its bits takes two.
+template <class T, int N> __device__ __forceinline__ Own<T> WideElement(const Pack<T, N>& pack, int i) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __uint_as_float(i % 2 ? pack.word[i / 2] & 0xffff0000u : pack.word[i / 2] << 16);
+  } else {
+    return Wide<T>(Element(pack, i));
+  }
+}
+
 // Where a vector is then loaded under a condition, NVRTC would read the zeros of `= {}` from global memory first.
 template <class T, int N> __device__ __forceinline__ Pack<T, N> ZeroPack() {
   Pack<T, N> pack;

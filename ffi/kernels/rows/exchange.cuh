@@ -49,14 +49,15 @@ template <int kLanes, class P, class Combine> __device__ __forceinline__ P JoinL
   return mine;
 }
 
-// Combines the values that the warps of a block have left in `room`, one from each; a barrier precedes the call.
+// Combines the values that the warps of a block have left in `room`, one from each; a barrier precedes the call. `combine` is a
+// function of two values; its member Lanes<n>(value) combines those of n lanes.
 template <int kCount, class P, class Combine> __device__ __forceinline__ P JoinRoom(const P* room, Combine combine) {
   const int lane = threadIdx.x % kWarp;
   constexpr int kSlots = kCount < kWarp ? kCount : kWarp;
   P mine = room[lane % kSlots];
 #pragma unroll
   for (int k = kSlots; k < kCount; k += kSlots) mine = combine(mine, room[lane + k]);
-  return JoinLanes<kSlots>(mine, combine);
+  return combine.template Lanes<kSlots>(mine);
 }
 
 // Mailboxes of a block in a cluster, in shared memory. Each warp of the cluster sends its value to all blocks, and the threads of a
@@ -83,7 +84,7 @@ template <int kBlocks, int kWarps, int kBytes> struct ClusterRoom {
   }
   __device__ __forceinline__ void Ready() { WaitOpened<kBlocks>(); }
 
-  // Combines the values of all warps; the lanes of a warp pass the same. `call`: the number of earlier calls.
+  // Combines the values of all warps; the lanes of a warp pass the same. `call`: the number of earlier calls. `combine`: see JoinRoom.
   template <class P, class Combine> __device__ __forceinline__ P Join(P mine, uint32_t call, Combine combine) {
     struct alignas(8) Letter {
       P value;
@@ -107,7 +108,7 @@ template <int kBlocks, int kWarps, int kBytes> struct ClusterRoom {
     mine = box[lane % kSlots].value;
 #pragma unroll
     for (int k = kSlots; k < kSenders; k += kSlots) mine = combine(mine, box[lane + k].value);
-    return JoinLanes<kSlots>(mine, combine);
+    return combine.template Lanes<kSlots>(mine);
   }
 };
 

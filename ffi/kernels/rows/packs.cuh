@@ -1,9 +1,9 @@
 // Packs of rows and columns: N adjacent elements, which a thread reads, computes and writes together.
 //
 // Packs of a row are aligned to their size in memory, so that they are read in vectors of 16 bytes. If the width of the rows is a
-// multiple of N, they start where rows do. If it is not (kRagged), the first and the last pack of a row may be partial: they hold
-// elements of the rows before and after it as well. Such a pack is read as whole vectors, because the vectors that hold an element
-// of an array lie in its memory; a partial pack is written element by element.
+// multiple of N, they start where rows do. If it is not (kRagged), rows begin and end in the middle of a pack. The whole packs in
+// between are the body of the row. Its edges, the elements before and after the body, are read and written one by one, at most one
+// by each thread, or a few where few threads hold a row.
 #pragma once
 
 #include "../common/broadcast.h"
@@ -18,61 +18,80 @@ template <int kRank> __device__ __forceinline__ int64_t MapRow(const IndexMap& m
   else return map(row);
 }
 
-// kWhole: the packs of all threads fill a row exactly. kPart: some packs are absent. kRagged: see above.
+// kWhole: the packs of all threads fill a row exactly. kPart: the last packs of some threads are absent. kRagged: see above.
 enum RowEnds { kWhole, kPart, kRagged };
+
+// The elements of the edges of a row that each of kGroup threads holds, at most. A plan counts on it, see `edges` in layout.py.
+template <int N, int kGroup, int kEnds> constexpr int kEdges = kEnds == kRagged ? (2 * N - 2 + kGroup - 1) / kGroup : 0;
+
+// The packs of a row hold its columns [begin, end).
+struct Body {
+  int begin, end;
+
+  // Column e of those in no pack; there is none if the result is not less than the width.
+  __device__ __forceinline__ int Edge(int e) const { return e < begin ? e : e - begin + end; }
+};
+
+// The body of a row of which threads hold `most` packs.
+template <int N, int kEnds> __device__ __forceinline__ Body BodyOf(int64_t row, int64_t row_width, int most) {
+  const int width = static_cast<int>(row_width);
+  if constexpr (kEnds == kRagged) {
+    const int begin = min(width, static_cast<int>((0 - static_cast<uint64_t>(row * row_width)) % N));
+    return {begin, begin + min((width - begin) / N, most) * N};
+  } else {
+    return {0, width};
+  }
+}
 
 template <class T> constexpr int kPieces = 16 / static_cast<int>(sizeof(T));
 
-// Bit i says whether element i of the pack at `column` is one of the row. Columns before the row are negative.
-template <int N> __device__ __forceinline__ uint32_t OfRow(int column, int width) {
-  const int before = column < 0 ? -column : 0, after = column + N > width ? column + N - width : 0;
-  constexpr uint32_t kAll = (1u << N) - 1;
-  return (kAll << before) & (kAll >> after);
-}
-
-// The elements of the row alone, one by one; the others are 0.
-template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadElements(const T* row, int column, int width) {
-  Pack<T, N> pack = ZeroPack<T, N>();
-  const uint32_t own = OfRow<N>(column, width);
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    if (own >> i & 1) SetElement(pack, i, row[column + i]);
+// One element. The compiler moves it below no other load of a row: it would wait for the element where it is needed, and for
+// the others before.
+template <class T> __device__ __forceinline__ Pack<T, 1> LoadRowElement(const T* at, ReadPolicy policy) {
+  Pack<T, 1> pack = ZeroPack<T, 1>();
+#ifndef JAXKERN_EMULATED
+  if constexpr (sizeof(T) == 2) {
+    uint16_t bits;
+    asm volatile("ld.global.L2::cache_hint.u16 %0, [%1], %2;" : "=h"(bits) : "l"(at), "l"(policy.bits));
+    pack.word[0] = bits;
+    return pack;
+  } else if constexpr (sizeof(T) == 4) {
+    asm volatile("ld.global.L2::cache_hint.u32 %0, [%1], %2;" : "=r"(pack.word[0]) : "l"(at), "l"(policy.bits));
+    return pack;
   }
+#endif
+  SetElement(pack, 0, *at);
   return pack;
 }
 
-// A pack that has an element of the row. Elements outside the row are arbitrary.
-template <class T, int N, int kEnds>
-__device__ __forceinline__ Pack<T, N> LoadRowPack(const T* row, int column, int width, ReadPolicy policy) {
+template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadRowPack(const T* at, ReadPolicy policy) {
   if constexpr (N * sizeof(T) > 16) {
     Pack<T, N> pack;
 #pragma unroll
     for (int i = 0; i < N; i += kPieces<T>) {
-      Pack<T, kPieces<T>> piece = ZeroPack<T, kPieces<T>>();
-      if (kEnds != kRagged || column + i < width) piece = LoadVector<T, kPieces<T>>(row + column + i, policy);
+      const Pack<T, kPieces<T>> piece = LoadVector<T, kPieces<T>>(at + i, policy);
 #pragma unroll
       for (int w = 0; w < 4; ++w) pack.word[i / kPieces<T> * 4 + w] = piece.word[w];
     }
     return pack;
-  } else if constexpr (kEnds == kRagged && N * sizeof(T) < 8) {  // no vector
-    return LoadElements<T, N>(row, column, width);
+  } else if constexpr (N == 1) {
+    return LoadRowElement<T>(at, policy);
   } else {
-    return LoadVector<T, N>(row + column, policy);
+    return LoadVector<T, N>(at, policy);
   }
 }
 
 // Elements [column, column + N) of an array of columns, at any alignment, through the aligned vectors that hold them: reading them
-// one by one would take as many instructions as elements. Those outside the row are arbitrary.
+// one by one would take as many instructions as elements.
 template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadShifted(const T* columns, int column, int width) {
   constexpr int kEach = kPieces<T>, kVectors = (N + kEach - 1) / kEach + 1, kPerWord = 4 / static_cast<int>(sizeof(T));
-  const int first = column >= 0 ? column / kEach * kEach : -((kEach - 1 - column) / kEach * kEach),
-            shift = column - first;
+  const int shift = column % kEach, first = column - shift;
   uint32_t word[4 * kVectors];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const int at = first + v * kEach;
     Pack<T, kEach> piece = ZeroPack<T, kEach>();
-    if (at >= 0 && at < width) piece = LoadVector<T, kEach>(columns + at);
+    if (at < width) piece = LoadVector<T, kEach>(columns + at);
 #pragma unroll
     for (int w = 0; w < 4; ++w) word[4 * v + w] = piece.word[w];
   }
@@ -96,7 +115,10 @@ __device__ __forceinline__ Pack<T, N> LoadColumnPack(const T* columns, int colum
   if constexpr (kEnds == kRagged && sizeof(T) <= 4 && N > 4) {  // elsewhere instructions are no limit
     return LoadShifted<T, N>(columns, column, width);
   } else if constexpr (kEnds == kRagged) {
-    return LoadElements<T, N>(columns, column, width);
+    Pack<T, N> pack = ZeroPack<T, N>();
+#pragma unroll
+    for (int i = 0; i < N; ++i) SetElement(pack, i, columns[column + i]);
+    return pack;
   } else if constexpr (N * sizeof(T) > 16) {
     Pack<T, N> pack;
 #pragma unroll
@@ -111,25 +133,17 @@ __device__ __forceinline__ Pack<T, N> LoadColumnPack(const T* columns, int colum
   }
 }
 
-// partial: the pack may be partial.
-template <class T, int N>
-__device__ __forceinline__ void StoreRowPack(T* row, int column, int width, bool partial, const Pack<T, N>& pack) {
-  if (partial && !(column >= 0 && column + N <= width)) {
-    const uint32_t own = OfRow<N>(column, width);
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      if (own >> i & 1) row[column + i] = Element(pack, i);
-    }
-  } else if constexpr (N * sizeof(T) > 16) {
+template <class T, int N> __device__ __forceinline__ void StoreRowPack(T* at, const Pack<T, N>& pack) {
+  if constexpr (N * sizeof(T) > 16) {
 #pragma unroll
     for (int i = 0; i < N; i += kPieces<T>) {
       Pack<T, kPieces<T>> piece;
 #pragma unroll
       for (int w = 0; w < 4; ++w) piece.word[w] = pack.word[i / kPieces<T> * 4 + w];
-      StoreVector<T, kPieces<T>>(row + column + i, piece);
+      StoreVector<T, kPieces<T>>(at + i, piece);
     }
   } else {
-    StoreVector<T, N>(row + column, pack);
+    StoreVector<T, N>(at, pack);
   }
 }
 

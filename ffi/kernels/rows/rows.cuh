@@ -9,7 +9,8 @@
 // row holds packs t, t + n, and so on, kPacks of them. All loads are issued before the first use.
 //
 // F works in stages. Each stage reduces values that F computes from the elements of the row, its columns and its numbers, and
-// then computes more numbers from the results. Nothing but packs as they were read and numbers lives from one stage to the
+// then computes more numbers from the results. A stage is one pass over the packs of a thread, or two: a maximum, and sums with
+// exponentials relative to it (Pivoted). Nothing but packs as they were read and numbers lives from one stage to the
 // next: values of elements are computed again, except for those that F keeps. Columns are read again in each stage; they lie
 // in L1.
 //
@@ -22,15 +23,12 @@
 // elements are in registers, or, with kShared, in shared memory (sums.cuh).
 #pragma once
 
-#include "../common/functions.h"
 #include "../common/slots.h"
-#include "exchange.cuh"
 #include "packs.cuh"
+#include "stages.cuh"
 #include "sums.cuh"
 
 namespace jaxkern {
-
-template <int s> using Stage = std::integral_constant<int, s>;
 
 template <class F, class Rows = typename F::Rows, class Columns = typename F::Columns,
           class Numbers = typename F::NumberOperands, class Results = typename F::Results,
@@ -70,11 +68,21 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
   template <int N> using RowPacks = Slots<RowIndex, Pack<R, N>...>;
   template <int N> using ColumnPacks = Slots<ColumnIndex, Pack<C, N>...>;
 
-  template <int N, int kEnds, size_t... I>
+  // What a thread holds of a row: packs of N elements as they were read, and the values of them that F keeps.
+  template <int N, int kCount> struct Held {
+    RowPacks<N> x[kCount > 0 ? kCount : 1];
+    typename F::Kept kept[kCount > 0 ? kCount : 1][N];
+  };
+
+  template <int N, int kCount, class Do> static __device__ __forceinline__ void EachKept(Held<N, kCount>& held, Do f) {
+#pragma unroll
+    for (int e = 0; e < kCount * N; ++e) f(held.kept[e / N][e % N]);
+  }
+
+  template <int N, size_t... I>
   static __device__ __forceinline__ void Load(const Args& a, const int64_t (&at)[kRows + 1], int column, RowPacks<N>& x,
                                               ReadPolicy policy, std::index_sequence<I...>) {
-    const int width = static_cast<int>(a.width);
-    ((At<I>(x) = LoadRowPack<R, N, kEnds>(static_cast<const R*>(a.row[I]) + at[I], column, width, policy)), ...);
+    ((At<I>(x) = LoadRowPack<R, N>(static_cast<const R*>(a.row[I]) + at[I] + column, policy)), ...);
   }
   template <int N, int kEnds, size_t... I>
   static __device__ __forceinline__ void LoadColumns(const Args& a, int column, ColumnPacks<N>& c,
@@ -90,93 +98,123 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
     (Forget(At<I>(x)), ...);
   }
 
-  template <int s> using Partial = decltype(F::Identity(Stage<s>(), std::declval<const Numbers&>()));
+  using Stages = RowStages<F>;
+  template <int p> using Reduced = typename Stages::template Reduced<p>;
+  template <int s> using Partial = typename Stages::template Partial<s>;
 
-  // Bytes of the largest partial result of the stages from s on.
-  template <int s> static constexpr int LargestPartial() {
-    if constexpr (s < F::kStages) {
-      constexpr int own = sizeof(Partial<s>), rest = LargestPartial<s + 1>();
-      return own > rest ? own : rest;
-    } else {
-      return 0;
-    }
-  }
-
-  // Reduces a pack into `sum`. partial: the pack may have elements that are not of the row.
-  template <int s, int N, int kEnds, size_t... I, size_t... J>
-  static __device__ __forceinline__ void ReducePack(const Args& a, const Numbers& n, int column, bool partial,
-                                                    const RowPacks<N>& x, typename F::Kept (&kept)[N], Partial<s>& sum,
+  // Reduces a pack into `sum`.
+  template <int p, int kEnds, int N, size_t... I, size_t... J>
+  static __device__ __forceinline__ void ReducePack(const Args& a, const Numbers& n, int column, const RowPacks<N>& x,
+                                                    typename F::Kept (&kept)[N], Reduced<p>& sum,
                                                     std::index_sequence<I...>, std::index_sequence<J...> columns) {
     ColumnPacks<N> c;
     LoadColumns<N, kEnds>(a, column, c, columns);
-    const auto combine = [](const Partial<s>& p, const Partial<s>& q) { return F::Combine(Stage<s>(), p, q); };
-    Partial<s> value[N];
-    const uint32_t own = OfRow<N>(column, static_cast<int>(a.width));
+    Reduced<p> value[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      F::Reduce(Stage<s>(), n, column + i, kept[i], value[i], Wide<R>(Element(At<I>(x), i))...,
-                Wide<C>(Element(At<J>(c), i))...);
-      if (partial && !(own >> i & 1)) value[i] = F::Identity(Stage<s>(), n);
+      F::Reduce(Pass<p>(), n, column + i, kept[i], value[i], WideElement(At<I>(x), i)..., WideElement(At<J>(c), i)...);
     }
+    const typename Stages::template CombineReduced<p> combine;
     sum = combine(sum, Fold(value, combine));
   }
 
-  // Combines over the threads of a row. turn: the number of earlier rows of this block.
-  template <int s, int kLanes, int kThreads, class Room>
-  static __device__ __forceinline__ void Join(Partial<s>& sum, uint32_t turn, Room& cluster) {
-    const auto combine = [](const Partial<s>& p, const Partial<s>& q) { return F::Combine(Stage<s>(), p, q); };
-    sum = JoinLanes<(kLanes > 0 ? kLanes : kWarp)>(sum, combine);
-    if constexpr (kLanes < 0) {
-      sum = cluster.Join(sum, turn * F::kStages + s, combine);
-    } else if constexpr (kLanes == 0 && kThreads > kWarp) {
-      __shared__ Partial<s> room[2][kThreads / kWarp];
-      if (threadIdx.x % kWarp == 0) room[turn % 2][threadIdx.x / kWarp] = sum;
-      __syncthreads();
-      sum = JoinRoom<kThreads / kWarp>(room[turn % 2], combine);
+  // Reduces the packs of a thread into `sum` in a pass. each(pass, f): calls f(column, pack, kept values) for all of them.
+  template <int p, int kEnds, class Each>
+  static __device__ __forceinline__ void ReduceAll(const Args& a, const Numbers& n, Reduced<p>& sum, Each each) {
+    const auto reduce = [&](int column, const auto& x, auto& kept) {
+      ReducePack<p, kEnds>(a, n, column, x, kept, sum, RowIndex(), ColumnIndex());
+    };
+    each(Pass<p>(), reduce);
+  }
+  // The same in a stage. Exponents are relative to the largest element of this thread.
+  template <int s, int kEnds, class Each>
+  static __device__ __forceinline__ void ReduceStage(const Args& a, const Numbers& n, Partial<s>& sum, Each each) {
+    constexpr int kFirst = F::FirstPass(s), kLast = F::LastPass(s);
+    if constexpr (F::Pivots(s)) {
+      Partial<s> own = Stages::template Identity<s>(n);
+      ReduceAll<kFirst, kEnds>(a, n, own.most, each);
+      Numbers near = n;
+      F::Pivot(Pass<s>(), near) = PivotOf(own.most.v0);
+      // Always true. Without a branch the compiler keeps what it unpacked in the first pass, and spills.
+      if (a.width > 0) ReduceAll<kLast, kEnds>(a, near, own.sum, each);
+      sum = typename Stages::template Combine<s>()(sum, own);
+    } else {
+      ReduceAll<kFirst, kEnds>(a, n, sum, each);
     }
   }
 
-  // Calls f(i, column, partial) for each pack of this thread in a tile of the row, which begins at `begin`.
-  template <int N, int kGroup, int kPacks, int kEnds, bool kStreams, class Do>
-  static __device__ __forceinline__ void EachPack(const Args& a, int lane, int begin, Do f) {
+  // Calls f(i, column) for each pack of this thread in a tile of the row, which begins at `begin`. Only the last pack of a thread
+  // may be absent, unless the row is cut into tiles.
+  template <int N, int kGroup, int kPacks, int kEnds, bool kTiles, class Do>
+  static __device__ __forceinline__ void EachPack(const Body& body, int lane, int begin, Do f) {
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       const int column = begin + (lane + i * kGroup) * N;
-      // The row begins in the first pack of a thread, and ends in one of the last two: it may begin early enough to need
-      // no element of the last.
-      const bool partial = kEnds == kRagged && (kStreams || i == 0 || i >= kPacks - 2);
-      if (kEnds == kWhole || column < static_cast<int>(a.width)) f(i, column, partial);
+      if (kEnds == kWhole || (!kTiles && i < kPacks - 1) || column < body.end) f(i, column);
     }
   }
 
-  template <int s, int N, int kLanes, int kPacks, int kThreads, int kEnds, bool kStreams, class Room>
-  static __device__ __forceinline__ void Stages(const Args& a, const int64_t (&at)[kRows + 1], int lane, int begin,
-                                                Numbers& n, RowPacks<N> (&x)[kPacks],
-                                                typename F::Kept (&kept)[kPacks][N], ReadPolicy policy, uint32_t turn,
-                                                Room& cluster) {
+  // Calls f(k, column) for each element of the edges that this thread has.
+  template <int kCount, int kGroup, class Do>
+  static __device__ __forceinline__ void EachEdge(const Args& a, const Body& body, int lane, Do f) {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      const int column = body.Edge(lane + k * kGroup);
+      if (column < static_cast<int>(a.width)) f(k, column);
+    }
+  }
+
+  template <int s, int N, int kLanes, int kPacks, int kThreads, int kEnds, bool kStreams, int kEdge, class Room>
+  static __device__ __forceinline__ void RunStages(const Args& a, const int64_t (&at)[kRows + 1], int lane,
+                                                   const Body& body, Numbers& n, Held<N, kPacks>& packs,
+                                                   Held<1, kEdge>& edges, ReadPolicy policy, uint32_t turn,
+                                                   Room& cluster) {
     if constexpr (s < F::kStages) {
       constexpr int kGroup = Owners<kLanes, kThreads>::kGroup;
-      Partial<s> sum = F::Identity(Stage<s>(), n);
-      for (int tile = begin; tile < (kStreams ? static_cast<int>(a.width) : begin + 1); tile += kGroup * kPacks * N) {
-        if constexpr (kStreams) {
-          EachPack<N, kGroup, kPacks, kEnds, kStreams>(
-              a, lane, tile, [&](int i, int column, bool) { Load<N, kEnds>(a, at, column, x[i], policy, RowIndex()); });
-        }
-        EachPack<N, kGroup, kPacks, kEnds, kStreams>(a, lane, tile, [&](int i, int column, bool partial) {
-          if constexpr (s > 0 && kForgets<N, kPacks>) ForgetAll(x[i], RowIndex());
-          ReducePack<s, N, kEnds>(a, n, column, partial, x[i], kept[i], sum, RowIndex(), ColumnIndex());
+      const auto each = [&](int tile, auto pass, auto f) {
+        EachPack<N, kGroup, kPacks, kEnds, kStreams>(body, lane, tile, [&](int i, int column) {
+          if constexpr (decltype(pass)::value > 0 && kForgets<N, kPacks>) ForgetAll(packs.x[i], RowIndex());
+          f(column, packs.x[i], packs.kept[i]);
         });
+        if (!kStreams || tile == body.begin) {
+          EachEdge<kEdge, kGroup>(a, body, lane, [&](int k, int column) { f(column, edges.x[k], edges.kept[k]); });
+        }
+      };
+      if constexpr (kLanes > 0) {  // lanes exchange numbers at no cost
+        const auto reduce = [&](auto pass) {
+          constexpr int p = decltype(pass)::value;
+          Reduced<p> sum = F::Identity(pass, n);
+          ReduceAll<p, kEnds>(a, n, sum, [&](auto pass, auto f) { each(body.begin, pass, f); });
+          F::After(pass, n, JoinLanes<kLanes>(sum, typename Stages::template CombineReduced<p>()));
+        };
+        reduce(Pass<F::FirstPass(s)>());
+        if constexpr (F::Pivots(s)) reduce(Pass<F::LastPass(s)>());
+      } else {
+        Partial<s> sum = Stages::template Identity<s>(n);
+        for (int tile = body.begin; tile < (kStreams ? body.end : body.begin + 1); tile += kGroup * kPacks * N) {
+          if constexpr (kStreams) {
+            EachPack<N, kGroup, kPacks, kEnds, kStreams>(
+                body, lane, tile, [&](int i, int column) { Load<N>(a, at, column, packs.x[i], policy, RowIndex()); });
+          }
+          ReduceStage<s, kEnds>(a, n, sum, [&](auto pass, auto f) { each(tile, pass, f); });
+        }
+        const Partial<s> own = sum;
+        Stages::template Join<s, kLanes, kThreads>(sum, turn, cluster);
+        Stages::template After<s>(n, sum);
+        if constexpr (F::Pivots(s) && !kStreams) {
+          const float scale = lax::exp(own.most.v0 - F::Pivot(Pass<s>(), n));
+          EachKept(packs, [&](auto& kept) { F::Rescale(Pass<s>(), kept, scale); });
+          EachKept(edges, [&](auto& kept) { F::Rescale(Pass<s>(), kept, scale); });
+        }
       }
-      Join<s, kLanes, kThreads>(sum, turn, cluster);
-      F::After(Stage<s>(), n, sum);
-      Stages<s + 1, N, kLanes, kPacks, kThreads, kEnds, kStreams>(a, at, lane, begin, n, x, kept, policy, turn,
-                                                                  cluster);
+      RunStages<s + 1, N, kLanes, kPacks, kThreads, kEnds, kStreams>(a, at, lane, body, n, packs, edges, policy, turn,
+                                                                     cluster);
     }
   }
 
   template <int N, int kPacks, int kThreads, bool kShared> using Sums =
       std::conditional_t<kShared, SharedSums<N, kPacks, kThreads, S...>, RegisterSums<N, kPacks, S...>>;
-  template <int N, int kPacks> using SumsOf = RegisterSums<N, kPacks, S...>;
+  template <int N, int kCount> using SumsOf = RegisterSums<N, (kCount > 0 ? kCount : 1), S...>;
   using TotalSlots = Slots<TotalIndex, T...>;
   template <size_t L> using SumType = typename TypeAt<L, S..., void>::type;
   template <size_t I> using TotalType = typename TypeAt<I, T..., void>::type;
@@ -184,11 +222,10 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
   // Computes the results of a pack, stores those that are rows and adds the others to `sums`.
   template <int N, int kEnds, class AnySums, size_t... I, size_t... J, size_t... K, size_t... L>
   static __device__ __forceinline__ void StorePackOf(const Args& a, const Numbers& n, bool live, int number, int column,
-                                                     bool partial, const int64_t (&to)[kResults + 1],
-                                                     const RowPacks<N>& x, const typename F::Kept (&kept)[N],
-                                                     AnySums& sums, std::index_sequence<I...>,
-                                                     std::index_sequence<J...> columns, std::index_sequence<K...>,
-                                                     std::index_sequence<L...>) {
+                                                     const int64_t (&to)[kResults + 1], const RowPacks<N>& x,
+                                                     const typename F::Kept (&kept)[N], AnySums& sums,
+                                                     std::index_sequence<I...>, std::index_sequence<J...> columns,
+                                                     std::index_sequence<K...>, std::index_sequence<L...>) {
     ColumnPacks<N> c;
     LoadColumns<N, kEnds>(a, column, c, columns);
     Slots<ResultIndex, Pack<Y, N>...> y;
@@ -197,14 +234,13 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       Slots<ResultIndex, Own<Y>...> value;
-      F::Result(n, column + i, kept[i], Wide<R>(Element(At<I>(x), i))..., Wide<C>(Element(At<J>(c), i))...,
-                At<K>(value)..., At<L>(term)[i]...);
+      F::Result(n, column + i, kept[i], WideElement(At<I>(x), i)..., WideElement(At<J>(c), i)..., At<K>(value)...,
+                At<L>(term)[i]...);
       (SetElement(At<K>(y), i, Stored<Y>(At<K>(value))), ...);
     }
     if (!live) return;
     (sums.template Add<L>(number, At<L>(term)), ...);
-    const int width = static_cast<int>(a.width);
-    (StoreRowPack(static_cast<Y*>(a.result[K]) + to[K], column, width, partial, At<K>(y)), ...);
+    (StoreRowPack(static_cast<Y*>(a.result[K]) + to[K] + column, At<K>(y)), ...);
   }
 
   template <size_t... I, size_t... J> static __device__ __forceinline__ Numbers Begin(const Args& a, int64_t row,
@@ -244,37 +280,30 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
         step = N * ((walkers - walker % N + N - 1) / N);
       }
     }
-    // The first column of the first pack of a row: 0, or less where it begins in the middle of a pack.
-    static __device__ __forceinline__ int Begin(int64_t row, int64_t width) {
-      return kEnds == kRagged ? -static_cast<int>(static_cast<uint64_t>(row * width) % N) : 0;
-    }
   };
 
-  // Writes sums L of a thread whose packs begin at `first` and are kGroup packs apart, as in a block or cluster.
-  template <size_t L, int N, int kGroup, int kPacks, class AnySums>
-  static __device__ __forceinline__ void WriteOwnColumns(const Args& a, AnySums& sums, int64_t first, int64_t walker) {
-    SumType<L>* const out = static_cast<SumType<L>*>(a.sum[L]) + walker * a.width;
+  // Writes the sums L of N columns of a block or cluster, which a thread has as those of pack i.
+  template <size_t L, int N, class AnySums>
+  static __device__ __forceinline__ void WriteSums(const Args& a, AnySums& sums, int i, int column, int64_t walker) {
+    SumType<L> own[N];
+    sums.template Read<L>(i, own);
 #pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      SumType<L> own[N];
-      sums.template Read<L>(i, own);
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        const int64_t column = first + i * (kGroup * N) + j;
-        if (column >= 0 && column < a.width) out[column] = own[j];
-      }
-    }
+    for (int j = 0; j < N; ++j) static_cast<SumType<L>*>(a.sum[L])[walker * a.width + column + j] = own[j];
   }
 
   // Writes the sums of column sum L of a block or cluster. Of a cluster, each block writes its own columns. Where rows belong to
   // lanes, the block adds up the sums of all its rows first.
-  // begin: the first column of the packs of this thread's rows.
-  template <size_t L, int N, int kLanes, int kPacks, int kThreads, class AnySums>
-  static __device__ __forceinline__ void WriteColumnSums(const Args& a, AnySums& sums, int begin) {
+  // body: of all rows of this block or cluster.
+  template <size_t L, int N, int kLanes, int kPacks, int kThreads, int kEnds, int kEdge, class AnySums>
+  static __device__ __forceinline__ void WriteColumnSums(const Args& a, AnySums& sums, SumsOf<1, kEdge>& edge_sums,
+                                                         const Body& body) {
     using Own = Owners<kLanes, kThreads>;
     const int lane = Own::Lane();
     if constexpr (Own::kGroups == 1) {
-      WriteOwnColumns<L, N, Own::kGroup, kPacks>(a, sums, begin + lane * N, Own::Walker());
+      EachPack<N, Own::kGroup, kPacks, kEnds, false>(
+          body, lane, body.begin, [&](int i, int column) { WriteSums<L, N>(a, sums, i, column, Own::Walker()); });
+      EachEdge<kEdge, Own::kGroup>(a, body, lane,
+                                   [&](int k, int column) { WriteSums<L, 1>(a, edge_sums, k, column, Own::Walker()); });
       ClearMissing(static_cast<SumType<L>*>(a.sum[L]), a.width, a.walkers, Own());
     } else {
       constexpr int kRow = Own::kGroup * kPacks * N;
@@ -296,28 +325,11 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
     }
   }
 
-  // The plan may count on more clusters than the GPU runs at once: those that there are write zeros for the others.
-  template <class E, class Own>
-  static __device__ __forceinline__ void ClearMissing(E* sums, int64_t width, int64_t walkers, Own) {
-    if constexpr (Own::kBlocks > 1) {
-      for (int64_t b = Own::Walker() + Own::Walkers(); b < walkers; b += Own::Walkers()) {
-        for (int64_t c = Own::Lane(); c < width; c += Own::kGroup) sums[b * width + c] = 0;
-      }
-    }
-  }
-
   // Writes total I of a block or cluster: `mine` of all threads of a block.
   template <size_t I, int kThreads>
   static __device__ __forceinline__ void WriteTotal(const Args& a, TotalType<I> mine, int64_t walker) {
-    __shared__ TotalType<I> room[kThreads];
-    room[threadIdx.x] = mine;
-    __syncthreads();
-    for (int half = kThreads / 2; half > 0; half /= 2) {
-      if (threadIdx.x < half) room[threadIdx.x] += room[threadIdx.x + half];
-      __syncthreads();
-    }
-    if (threadIdx.x == 0) static_cast<TotalType<I>*>(a.sum[kColumnSums + I])[walker] = room[0];
-    __syncthreads();
+    mine = SumOverThreads<kThreads>(mine);
+    if (threadIdx.x == 0) static_cast<TotalType<I>*>(a.sum[kColumnSums + I])[walker] = mine;
   }
   template <size_t I, int kThreads, class Own>
   static __device__ __forceinline__ void WriteTotals(const Args& a, const TotalSlots& totals) {
@@ -353,8 +365,11 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
     const int lane = Own::Lane(), group = Own::Group();
     cluster.Init();
     const ReadPolicy policy = MakeReadPolicy(a.exceeds_l2);
+    constexpr int kEdge = kEdges<N, kGroup, kEnds>, kMost = kStreams ? 1 << 30 : kGroup * kPacks;
     Sums<N, kPacks, kThreads, kShared> sums;
+    SumsOf<1, kEdge> edge_sums;
     sums.Clear();
+    edge_sums.Clear();
     TotalSlots totals;
     ((At<T_>(totals) = 0), ...);
     uint32_t turn = 0;
@@ -365,12 +380,14 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
       const int64_t row = live ? first + group : a.rows - 1;
       const int64_t at[kRows + 1] = {MapRow<F::RowRank(I)>(a.row_map[I], row)..., 0},
                                to[kResults + 1] = {MapRow<F::ResultRank(K)>(a.result_map[K], row)..., 0};
-      const int begin = RowWalk::Begin(row, a.width);
-      RowPacks<N> x[kPacks];
-      typename F::Kept kept[kPacks][N];
+      const Body body = BodyOf<N, kEnds>(row, a.width, kMost);
+      Held<N, kPacks> packs;
+      Held<1, kEdge> edges;
+      EachEdge<kEdge, kGroup>(a, body, lane,
+                              [&](int k, int column) { Load<1>(a, at, column, edges.x[k], policy, RowIndex()); });
       if constexpr (!kStreams) {
         EachPack<N, kGroup, kPacks, kEnds, kStreams>(
-            a, lane, begin, [&](int i, int column, bool) { Load<N, kEnds>(a, at, column, x[i], policy, RowIndex()); });
+            body, lane, body.begin, [&](int i, int column) { Load<N>(a, at, column, packs.x[i], policy, RowIndex()); });
         if constexpr (kStays && kLanes < 0) {
           const int64_t next = first + walk.step;
           if (next < a.rows) Prefetch<N, kGroup, kPacks, kThreads>(a, next, lane, policy, RowIndex());
@@ -378,20 +395,24 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
       }
       if (turn == 0) cluster.Ready();
       Numbers n = Begin(a, row, NumberIndex(), std::make_index_sequence<F::kIndices>());
-      Stages<0, N, kLanes, kPacks, kThreads, kEnds, kStreams>(a, at, lane, begin, n, x, kept, policy, turn, cluster);
+      RunStages<0, N, kLanes, kPacks, kThreads, kEnds, kStreams>(a, at, lane, body, n, packs, edges, policy, turn,
+                                                                 cluster);
       if constexpr (kResults + kColumnSums > 0) {
-        for (int tile = begin; tile < (kStreams ? static_cast<int>(a.width) : begin + 1); tile += kGroup * kPacks * N) {
+        for (int tile = body.begin; tile < (kStreams ? body.end : body.begin + 1); tile += kGroup * kPacks * N) {
           if constexpr (kStreams) {
-            EachPack<N, kGroup, kPacks, kEnds, kStreams>(a, lane, tile, [&](int i, int column, bool) {
-              Load<N, kEnds>(a, at, column, x[i], policy, RowIndex());
-            });
+            EachPack<N, kGroup, kPacks, kEnds, kStreams>(
+                body, lane, tile, [&](int i, int column) { Load<N>(a, at, column, packs.x[i], policy, RowIndex()); });
           }
-          EachPack<N, kGroup, kPacks, kEnds, kStreams>(a, lane, tile, [&](int i, int column, bool partial) {
-            if constexpr (F::kStages > 0 && kForgets<N, kPacks>) ForgetAll(x[i], RowIndex());
-            StorePackOf<N, kEnds>(a, n, live, i, column, partial, to, x[i], kept[i], sums, RowIndex(), ColumnIndex(),
+          EachPack<N, kGroup, kPacks, kEnds, kStreams>(body, lane, tile, [&](int i, int column) {
+            if constexpr (F::kStages > 0 && kForgets<N, kPacks>) ForgetAll(packs.x[i], RowIndex());
+            StorePackOf<N, kEnds>(a, n, live, i, column, to, packs.x[i], packs.kept[i], sums, RowIndex(), ColumnIndex(),
                                   ResultIndex(), ColumnSumIndex());
           });
         }
+        EachEdge<kEdge, kGroup>(a, body, lane, [&](int k, int column) {
+          StorePackOf<1, kEnds>(a, n, live, k, column, to, edges.x[k], edges.kept[k], edge_sums, RowIndex(),
+                                ColumnIndex(), ResultIndex(), ColumnSumIndex());
+        });
       }
       if (live && lane == 0) {
         if constexpr (kNumberResults > 0) StoreNumbers(a, row, n, NumberResultIndex());
@@ -399,7 +420,8 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
       }
       if constexpr (!kStays) break;
     }
-    (WriteColumnSums<L, N, kLanes, kPacks, kThreads>(a, sums, RowWalk::Begin(walk.first, a.width)), ...);
+    const Body body = BodyOf<N, kEnds>(walk.first, a.width, kMost);
+    (WriteColumnSums<L, N, kLanes, kPacks, kThreads, kEnds, kEdge>(a, sums, edge_sums, body), ...);
     (WriteTotals<T_, kThreads, Own>(a, totals), ...);
   }
 };
@@ -414,7 +436,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
         a, room, typename Engine::RowIndex(), typename Engine::ResultIndex(), typename Engine::ColumnSumIndex(),
         typename Engine::TotalIndex());
   };
-  constexpr int kBytes = Engine::template LargestPartial<0>();
+  constexpr int kBytes = Engine::Stages::template LargestPartial<0>();
   if constexpr (kLanes < 0 && kBytes > 0) {
     using Room = ClusterRoom<-kLanes, kThreads / kWarp, kBytes>;
     JAXKERN_SHARED(Room, room);

@@ -1,16 +1,17 @@
-// Row functions of rows that no cluster holds, or of few long rows: a row is cut into parts of kThreads * kPacks * N elements, and
-// each stage is a launch of its own.
+// Row functions of rows that no cluster holds, or of few long rows: a row is cut into tiles of kThreads * kPacks * N elements, which
+// blocks share, and each stage is a launch of its own.
 //
 //     SplitRowsKernel<F, N, kPacks, kThreads, kMinBlocks, kStage, kEnds>
 //
-// F is as in rows.cuh. A block has the same part of many rows. The launch with kStage = s < F::kStages reduces stage s of each part
+// F is as in rows.cuh. A block has the same part of many rows: tile p of part p, and every parts-th after it; where columns are summed,
+// this one alone. The launch with kStage = s < F::kStages reduces stage s of each part
 // and leaves the result in scratch; all later launches read the results of all parts of a row, combine them in order and compute the
 // numbers of the row. The launch with kStage = F::kStages computes the results of F.
 //
 // Memory traffic: each launch reads each row once, from L2 if the rows fit there, and each result is written once.
 //
 // Sums over rows: the blocks of a part add up their columns, and SumOverBlocks (sums.cuh) adds the sums of all blocks in order.
-// The grid has `parts` blocks for each of gridDim.x / parts sets of rows.
+// The grid has `parts` blocks for each of gridDim.x / parts sets of rows, or one for each set where only numbers are left.
 #pragma once
 
 #include "rows.cuh"
@@ -35,11 +36,12 @@ template <class F, int N, int kPacks, int kThreads, int kStage, int kEnds> struc
   static __device__ __forceinline__ void Known(const SplitRowArgs<F>& a, int64_t row, uint32_t turn, Numbers& n) {
     if constexpr (s < kStage) {
       const auto* const parts = static_cast<const Partial<s>*>(a.partial[s]) + row * a.parts;
-      Partial<s> sum = F::Identity(Stage<s>(), n);
-      for (int64_t p = threadIdx.x; p < a.parts; p += kThreads) sum = F::Combine(Stage<s>(), sum, parts[p]);
+      Partial<s> sum = Engine::Stages::template Identity<s>(n);
+      for (int64_t p = threadIdx.x; p < a.parts; p += kThreads)
+        sum = typename Engine::Stages::template Combine<s>()(sum, parts[p]);
       NoRoom room;
-      Engine::template Join<s, 0, kThreads>(sum, turn, room);
-      F::After(Stage<s>(), n, sum);
+      Engine::Stages::template Join<s, 0, kThreads>(sum, turn, room);
+      Engine::Stages::template After<s>(n, sum);
       Known<s + 1>(a, row, turn, n);
     }
   }
@@ -48,16 +50,20 @@ template <class F, int N, int kPacks, int kThreads, int kStage, int kEnds> struc
   static __device__ __forceinline__ void Run(const SplitRowArgs<F>& args, std::index_sequence<I...>,
                                              std::index_sequence<K...>, std::index_sequence<L...>,
                                              std::index_sequence<T_...>) {
-    constexpr bool kLast = kStage == F::kStages;
+    constexpr bool kLast = kStage == F::kStages, kAlone = kLast && kResults + Engine::kColumnSums == 0;
     const typename Engine::Args& a = args.rows;
     // What the launch before has read last may still be in L2: every other launch begins at the end.
     const int64_t block = kStage % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-    const int64_t part = block % args.parts, walker = block / args.parts, walkers = gridDim.x / args.parts;
+    const int64_t parts = kAlone ? 1 : args.parts;
+    const int64_t part = block % parts, walker = block / parts, walkers = gridDim.x / parts;
     const int lane = threadIdx.x;
     const ReadPolicy policy = MakeReadPolicy(a.exceeds_l2);
+    constexpr int kEdge = kEdges<N, kThreads, kEnds>;
     typename Engine::template SumsOf<N, kPacks> sums;
+    typename Engine::template SumsOf<1, kEdge> edge_sums;
     typename Engine::TotalSlots totals;
     sums.Clear();
+    edge_sums.Clear();
     ((At<T_>(totals) = 0), ...);
     uint32_t turn = 0;
     using RowWalk = typename Engine::template Walk<N, kEnds>;
@@ -65,30 +71,63 @@ template <class F, int N, int kPacks, int kThreads, int kStage, int kEnds> struc
     for (int64_t row = walk.first; row < a.rows; row += walk.step, ++turn) {
       const int64_t at[kRows + 1] = {MapRow<F::RowRank(I)>(a.row_map[I], row)..., 0},
                                to[kResults + 1] = {MapRow<F::ResultRank(K)>(a.result_map[K], row)..., 0};
-      const int begin = static_cast<int>(part) * kTile + RowWalk::Begin(row, a.width);
-      typename Engine::template RowPacks<N> x[kPacks];
-      typename F::Kept kept[kPacks][N];
-      const auto each = [&](auto f) { Engine::template EachPack<N, kThreads, kPacks, kEnds, true>(a, lane, begin, f); };
-      each([&](int i, int column, bool) {
-        Engine::template Load<N, kEnds>(a, at, column, x[i], policy, typename Engine::RowIndex());
-      });
+      const Body body = BodyOf<N, kEnds>(row, a.width, 1 << 30);
+      typename Engine::template Held<N, kPacks> packs;
+      typename Engine::template Held<1, kEdge> edges;
+      const int64_t first = body.begin + part * kTile;
+      const auto each_pack = [&](int64_t tile, auto f) {
+        Engine::template EachPack<N, kThreads, kPacks, kEnds, true>(body, lane, static_cast<int>(tile), f);
+      };
+      const auto each_edge = [&](int64_t tile, auto f) {  // beside the first tile of the row
+        if (part == 0 && tile == first) Engine::template EachEdge<kEdge, kThreads>(a, body, lane, f);
+      };
+      const auto load = [&](int64_t tile) {
+        each_pack(tile, [&](int i, int column) {
+          Engine::template Load<N>(a, at, column, packs.x[i], policy, typename Engine::RowIndex());
+        });
+        each_edge(tile, [&](int k, int column) {
+          Engine::template Load<1>(a, at, column, edges.x[k], policy, typename Engine::RowIndex());
+        });
+      };
+      if constexpr (!kAlone) load(first);
+      // Calls f(tile) for the tiles of this block, which are in registers then.
+      const auto each_tile = [&](auto f) {
+        f(first);
+        if constexpr (Engine::kColumnSums == 0) {
+          for (int64_t tile = first + parts * kTile; tile < body.end; tile += parts * kTile) {
+            load(tile);
+            f(tile);
+          }
+        }
+      };
       Numbers n = Engine::Begin(a, row, typename Engine::NumberIndex(), std::make_index_sequence<F::kIndices>());
       Known<0>(args, row, turn, n);
       if constexpr (!kLast) {
-        Partial<kStage> sum = F::Identity(Stage<kStage>(), n);
-        each([&](int i, int column, bool partial) {
-          Engine::template ReducePack<kStage, N, kEnds>(a, n, column, partial, x[i], kept[i], sum,
-                                                        typename Engine::RowIndex(), typename Engine::ColumnIndex());
+        Partial<kStage> sum = Engine::Stages::template Identity<kStage>(n);
+        each_tile([&](int64_t tile) {
+          Engine::template ReduceStage<kStage, kEnds>(a, n, sum, [&](auto, auto f) {
+            each_pack(tile, [&](int i, int column) { f(column, packs.x[i], packs.kept[i]); });
+            each_edge(tile, [&](int k, int column) { f(column, edges.x[k], edges.kept[k]); });
+          });
         });
         NoRoom room;
-        Engine::template Join<kStage, 0, kThreads>(sum, turn, room);
+        Engine::Stages::template Join<kStage, 0, kThreads>(sum, turn, room);
         if (lane == 0) static_cast<Partial<kStage>*>(args.partial[kStage])[row * args.parts + part] = sum;
       } else {
-        each([&](int i, int column, bool partial) {
-          Engine::template StorePackOf<N, kEnds>(a, n, true, i, column, partial, to, x[i], kept[i], sums,
-                                                 typename Engine::RowIndex(), typename Engine::ColumnIndex(),
-                                                 typename Engine::ResultIndex(), typename Engine::ColumnSumIndex());
-        });
+        if constexpr (!kAlone) {
+          each_tile([&](int64_t tile) {
+            each_pack(tile, [&](int i, int column) {
+              Engine::template StorePackOf<N, kEnds>(a, n, true, i, column, to, packs.x[i], packs.kept[i], sums,
+                                                     typename Engine::RowIndex(), typename Engine::ColumnIndex(),
+                                                     typename Engine::ResultIndex(), typename Engine::ColumnSumIndex());
+            });
+            each_edge(tile, [&](int k, int column) {
+              Engine::template StorePackOf<1, kEnds>(a, n, true, k, column, to, edges.x[k], edges.kept[k], edge_sums,
+                                                     typename Engine::RowIndex(), typename Engine::ColumnIndex(),
+                                                     typename Engine::ResultIndex(), typename Engine::ColumnSumIndex());
+            });
+          });
+        }
         if (part == 0 && lane == 0) {
           if constexpr (Engine::kNumberResults > 0)
             Engine::StoreNumbers(a, row, n, typename Engine::NumberResultIndex());
@@ -97,8 +136,15 @@ template <class F, int N, int kPacks, int kThreads, int kStage, int kEnds> struc
       }
     }
     if constexpr (kLast) {
-      const int64_t first = part * kTile + RowWalk::Begin(walk.first, a.width) + lane * N;
-      (Engine::template WriteOwnColumns<L, N, kThreads, kPacks>(a, sums, first, walker), ...);
+      const Body body = BodyOf<N, kEnds>(walk.first, a.width, 1 << 30);
+      Engine::template EachPack<N, kThreads, kPacks, kEnds, true>(
+          body, lane, body.begin + static_cast<int>(part) * kTile,
+          [&](int i, int column) { (Engine::template WriteSums<L, N>(a, sums, i, column, walker), ...); });
+      if (part == 0) {
+        Engine::template EachEdge<kEdge, kThreads>(a, body, lane, [&](int k, int column) {
+          (Engine::template WriteSums<L, 1>(a, edge_sums, k, column, walker), ...);
+        });
+      }
       if (part == 0) (Engine::template WriteTotal<T_, kThreads>(a, At<T_>(totals), walker), ...);
     }
   }

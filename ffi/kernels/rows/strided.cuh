@@ -5,9 +5,9 @@
 // F is as in rows.cuh. Adjacent rows lie next to each other in memory, so a thread takes N adjacent rows at a time and a warp
 // takes 32 * N: a block of kParts warps computes as many rows, each warp every kParts-th element of all of them. The warps join
 // what they reduced through shared memory. A thread holds its elements in registers if it has kHeld of each row at most; with
-// kHeld = 0 each stage reads the rows again.
+// kHeld = 0 each pass reads the rows again.
 //
-// Memory traffic: each row is read once, with kHeld = 0 once for each stage and mostly from L2, and each result is written once.
+// Memory traffic: each row is read once, with kHeld = 0 once for each pass and mostly from L2, and each result is written once.
 //
 // Sums over rows: each block writes the sums of its own rows, one for each element of a row. SumOverBlocks adds
 // them in order.
@@ -29,7 +29,7 @@ template <class F, int N, int kParts, int kHeld> struct StridedRows {
   using Engine = RowEngine<F>;
   using Numbers = typename Engine::Numbers;
   using Packs = typename Engine::template RowPacks<N>;
-  template <int s> using Partial = typename Engine::template Partial<s>;
+  template <int p> using Reduced = typename Engine::template Reduced<p>;
   static constexpr int kRows = Engine::kRows, kResults = Engine::kResults;
   static constexpr int kCopies = kHeld ? kHeld : 1;
 
@@ -43,9 +43,9 @@ template <class F, int N, int kParts, int kHeld> struct StridedRows {
 
   template <class... R, size_t... I>
   __device__ __forceinline__ void Load(Packs& pack, int element, Types<R...>, std::index_sequence<I...>) {
-    ((At<I>(pack) = live ? LoadRowPack<R, N, kWhole>(
-                               static_cast<const R*>(a.rows.row[I]) + at[I] + element * a.row_stride[I], 0, N, policy)
-                         : ZeroPack<R, N>()),
+    ((At<I>(pack) =
+          live ? LoadRowPack<R, N>(static_cast<const R*>(a.rows.row[I]) + at[I] + element * a.row_stride[I], policy)
+               : ZeroPack<R, N>()),
      ...);
   }
 
@@ -66,29 +66,29 @@ template <class F, int N, int kParts, int kHeld> struct StridedRows {
     }
   }
 
-  template <int s, class... R, class... C, size_t... I, size_t... J>
-  __device__ __forceinline__ void Reduce(int k, int element, Partial<s> (&sum)[N], Types<R...>, Types<C...>,
+  template <int p, class... R, class... C, size_t... I, size_t... J>
+  __device__ __forceinline__ void Reduce(int k, int element, Reduced<p> (&sum)[N], Types<R...>, Types<C...>,
                                          std::index_sequence<I...>, std::index_sequence<J...>) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      Partial<s> value;
-      F::Reduce(Stage<s>(), n[i], element, kept[k][i], value, Wide<R>(Element(At<I>(x[k]), i))...,
+      Reduced<p> value;
+      F::Reduce(Pass<p>(), n[i], element, kept[k][i], value, WideElement(At<I>(x[k]), i)...,
                 Wide<C>(static_cast<const C*>(a.rows.column[J])[element])...);
-      sum[i] = F::Combine(Stage<s>(), sum[i], value);
+      sum[i] = F::Combine(Pass<p>(), sum[i], value);
     }
   }
 
-  template <int s> __device__ __forceinline__ void Stages() {
-    if constexpr (s < F::kStages) {
-      Partial<s> sum[N];
+  template <int p> __device__ __forceinline__ void Passes() {
+    if constexpr (p < F::kPasses) {
+      Reduced<p> sum[N];
 #pragma unroll
-      for (int i = 0; i < N; ++i) sum[i] = F::Identity(Stage<s>(), n[i]);
+      for (int i = 0; i < N; ++i) sum[i] = F::Identity(Pass<p>(), n[i]);
       Each([&](int k, int element) {
-        Reduce<s>(k, element, sum, typename F::Rows(), typename F::Columns(), typename Engine::RowIndex(),
+        Reduce<p>(k, element, sum, typename F::Rows(), typename F::Columns(), typename Engine::RowIndex(),
                   typename Engine::ColumnIndex());
       });
       if constexpr (kParts > 1) {
-        __shared__ Partial<s> room[kParts][N][kWarp];
+        __shared__ Reduced<p> room[kParts][N][kWarp];
         const int lane = threadIdx.x % kWarp;
 #pragma unroll
         for (int i = 0; i < N; ++i) room[threadIdx.x / kWarp][i][lane] = sum[i];
@@ -96,12 +96,12 @@ template <class F, int N, int kParts, int kHeld> struct StridedRows {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
           sum[i] = room[0][i][lane];
-          for (int p = 1; p < kParts; ++p) sum[i] = F::Combine(Stage<s>(), sum[i], room[p][i][lane]);
+          for (int k = 1; k < kParts; ++k) sum[i] = F::Combine(Pass<p>(), sum[i], room[k][i][lane]);
         }
       }
 #pragma unroll
-      for (int i = 0; i < N; ++i) F::After(Stage<s>(), n[i], sum[i]);
-      Stages<s + 1>();
+      for (int i = 0; i < N; ++i) F::After(Pass<p>(), n[i], sum[i]);
+      Passes<p + 1>();
     }
   }
 
@@ -117,14 +117,12 @@ template <class F, int N, int kParts, int kHeld> struct StridedRows {
     for (int i = 0; i < N; ++i) {
       Slots<std::index_sequence<K...>, Own<Y>...> value;
       Slots<std::index_sequence<L...>, S...> term;
-      F::Result(n[i], element, kept[k][i], Wide<R>(Element(At<I>(x[k]), i))...,
+      F::Result(n[i], element, kept[k][i], WideElement(At<I>(x[k]), i)...,
                 Wide<C>(static_cast<const C*>(a.rows.column[J])[element])..., At<K>(value)..., At<L>(term)...);
       (SetElement(At<K>(y), i, Stored<Y>(At<K>(value))), ...);
       ((At<L>(sum) += live ? At<L>(term) : S(0)), ...);
     }
-    if (live)
-      (StoreRowPack(static_cast<Y*>(a.rows.result[K]) + to[K] + element * a.result_stride[K], 0, N, false, At<K>(y)),
-       ...);
+    if (live) (StoreRowPack(static_cast<Y*>(a.rows.result[K]) + to[K] + element * a.result_stride[K], At<K>(y)), ...);
     (WriteColumnSum<L, S>(element, At<L>(sum)), ...);
   }
 
@@ -161,7 +159,7 @@ template <class F, int N, int kParts, int kHeld> struct StridedRows {
     for (int i = 0; i < N; ++i) {
       n[i] = Engine::Begin(a.rows, row + i, typename Engine::NumberIndex(), std::make_index_sequence<F::kIndices>());
     }
-    Stages<0>();
+    Passes<0>();
     if constexpr (kResults + Engine::kColumnSums > 0) {
       Each([&](int k, int element) {
         Store(k, element, typename F::Rows(), typename F::Columns(), typename F::Results(), typename F::ColumnSums(),

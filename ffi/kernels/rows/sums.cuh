@@ -83,6 +83,28 @@ template <int N, int kPacks, int kThreads, class... S> struct SharedSums {
   }
 };
 
+// The sum over the threads of a block, in a fixed order; thread 0 gets it, and others get arbitrary values.
+template <int kThreads, class E> __device__ __forceinline__ E SumOverThreads(E mine) {
+  __shared__ E room[kThreads];
+  room[threadIdx.x] = mine;
+  __syncthreads();
+  for (int half = kThreads / 2; half > 0; half /= 2) {
+    if (threadIdx.x < half) room[threadIdx.x] += room[threadIdx.x + half];
+    __syncthreads();
+  }
+  return room[threadIdx.x];
+}
+
+// The plan may count on more clusters than the GPU runs at once: those that there are, of Owners `Own`, write zeros for the others.
+template <class E, class Own>
+__device__ __forceinline__ void ClearMissing(E* sums, int64_t width, int64_t walkers, Own) {
+  if constexpr (Own::kBlocks > 1) {
+    for (int64_t b = Own::Walker() + Own::Walkers(); b < walkers; b += Own::Walkers()) {
+      for (int64_t c = Own::Lane(); c < width; c += Own::kGroup) sums[b * width + c] = 0;
+    }
+  }
+}
+
 struct SumOverBlocksArgs {
   const void* partial;  // [blocks][count]
   void* out;            // [count]

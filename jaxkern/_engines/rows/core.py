@@ -1,4 +1,4 @@
-"""What one kernel computes of a row function, and which of its values live from one stage to the next.
+"""What one kernel computes of a row function, and which of its values live from one pass to the next.
 
     core = Core(program)
 
@@ -8,6 +8,7 @@ which XLA runs. `generate.py` writes the kernel's code.
 
 import dataclasses
 import functools
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from jaxkern._core import functor
 from jaxkern._core.define import ceil_div
 from jaxkern._core.jaxprs import computing
-from jaxkern._engines.jaxpr import NOT_ELEMENTWISE, Value
+from jaxkern._engines.jaxpr import MOVES, NOT_ELEMENTWISE, Value, source
 
 # Elementary functions that a multiprocessor computes more slowly than it reads elements.
 DEAR = frozenset(
@@ -45,7 +46,9 @@ class Core:
     rows, columns, numbers: positions of operands that are read as such. indices: other dimensions whose index is used.
     members: {number: its member in the struct Numbers}. inverses, scales: {divisor of elements: the member of its inverse, of its scale}; see
         `quotient` in functions.h, which coarse arithmetic does without.
-    stages: for each stage its reductions along the row. step_of: {value: the step that computes it}.
+    passes: for each pass over the row its reductions along it. stages: the passes of each stage, between which threads exchange
+        what they reduced: one, or a maximum and sums with exponentials relative to it, which need one exchange.
+    pivots: {stage of two passes: the number that exponents are relative to}. step_of: {value: the step that computes it}.
     """
 
     def __init__(self, program):
@@ -128,7 +131,7 @@ class Core:
         """Whether the outputs, in their order, are the results."""
         return not self.epilogue and [o.result for o in self.outputs] == list(self.program.results)
 
-    # ---- which numbers live from one stage to the next
+    # ---- which numbers live from one pass to the next
 
     def _members(self):
         program = self.program
@@ -172,19 +175,70 @@ class Core:
             if y in self.members and computing(y.dtype) == np.float32:
                 self.inverses.setdefault(y, f"d{len(self.inverses)}")
         self.scales = {y: f"e{d[1:]}" for y, d in self.inverses.items() if not all(map(self.is_coarse, divisions))}
-        stages = sorted({s.result.stage for s in reductions if s in needed})
-        self.stages = [[s for s in reductions if s in needed and s.result.stage == k] for k in stages]
-        self.stage_of = lambda v: sum(k <= v.stage for k in stages)
+        order = sorted({s.result.stage for s in reductions if s in needed})
+        self.passes = [[s for s in reductions if s in needed and s.result.stage == k] for k in order]
+        self.pass_of = lambda v: sum(k <= v.stage for k in order)
+
+    # ---- stages
+
+    @functools.cached_property
+    def stages(self) -> list:
+        stages, p = [], 0
+        while p < len(self.passes):
+            count = 2 if p in self._pivots else 1
+            stages.append(list(range(p, p + count)))
+            p += count
+        return stages
+
+    @functools.cached_property
+    def pivots(self) -> dict:
+        return {s: self._pivots[passes[0]] for s, passes in enumerate(self.stages) if len(passes) > 1}
+
+    @functools.cached_property
+    def _pivots(self) -> dict:
+        """{pass that reduces the maximum of v: the number q}, where the next pass sums products with exp(v - q)."""
+        found = {}
+        for p, (first, second) in enumerate(itertools.pairwise(self.passes)):
+            if p - 1 in found or [s.name for s in first] != ["reduce_max"]:
+                continue
+            exps = {self._exponential(s.operands[0], p) if s.name == "reduce_sum" else None for s in second}
+            exp = exps.pop()
+            if exps or exp is None or exp in self.precise or computing(exp.result.dtype) != np.float32:
+                continue
+            sub = self.step_of.get(source(self.step_of, exp.operands[0]))
+            if sub is None or sub.name != "sub":
+                continue
+            x, q = sub.operands
+            while q.is_row and q in self.step_of and self.step_of[q].name in MOVES:
+                q = self.step_of[q].operands[0]
+            if source(self.step_of, x) is not source(self.step_of, first[0].operands[0]) or q not in self.members:
+                continue
+            kept = [v for v, at in self.kept_values.items() if at == p + 1]
+            if self.pass_of(q) == p + 1 and all(source(self.step_of, v) is exp.result for v in kept):
+                found[p] = q
+        return found
+
+    def _exponential(self, v, p):
+        """The step of the one exponential that v is a product with, all of whose other factors are known before pass p."""
+        step = self.step_of.get(source(self.step_of, v))
+        if step is None or step.name == "exp":
+            return step
+        if step.name == "mul":
+            later = [x for x in step.operands if self.pass_of(x) > p]
+            return self._exponential(later[0], p) if len(later) == 1 else None
+        return None
+
+    # ---- values that live from one pass to the next
 
     def _plan_kept(self):
-        """Values of elements that a stage computes and a later one needs, if they are dear: {value: stage}.
+        """Values of elements that a pass computes and a later one needs, if they are dear: {value: pass}.
 
-        Of the values that one stage computes and the later one would compute again, those nearest to what the later one wants.
+        Of the values that one pass computes and the later one would compute again, those nearest to what the later one wants.
         """
-        wanted = [[v for s in steps for v in s.operands[: len(s.results)]] for steps in self.stages]
+        wanted = [[v for s in steps for v in s.operands[: len(s.results)]] for steps in self.passes]
         wanted.append([o.value for o in self.outputs if o.kind in ("row", "columns")])
         computed, kept = {}, {}
-        for stage, values in enumerate(wanted):
+        for pass_, values in enumerate(wanted):
             seen, pending = set(), list(values)
             while pending:
                 v = pending.pop()
@@ -197,7 +251,7 @@ class Core:
                 seen.add(v)
                 pending += step.operands
             for v in seen:
-                computed.setdefault(v, stage)
+                computed.setdefault(v, pass_)
         return kept
 
     def _is_dear(self, value, kept) -> bool:
@@ -222,33 +276,33 @@ class Core:
     def kept_words(self) -> int:
         """The most words that kept values of an element take at a time."""
         last = {}
-        wanted = [[v for s in steps for v in s.operands[: len(s.results)]] for steps in self.stages]
+        wanted = [[v for s in steps for v in s.operands[: len(s.results)]] for steps in self.passes]
         wanted.append([o.value for o in self.outputs if o.kind in ("row", "columns")])
-        for stage, values in enumerate(wanted):
+        for pass_, values in enumerate(wanted):
             pending, seen = list(values), set()
             while pending:
                 v = pending.pop()
                 if not isinstance(v, Value) or v in seen or not v.is_row:
                     continue
                 seen.add(v)
-                if v in self.kept_values and self.kept_values[v] < stage:
-                    last[v] = stage
+                if v in self.kept_values and self.kept_values[v] < pass_:
+                    last[v] = pass_
                     continue
                 step = self.step_of.get(v)
                 pending += step.operands if step is not None else []
-        alive = lambda stage: sum(
+        alive = lambda pass_: sum(
             max(1, computing(v.dtype).itemsize // 4)
             for v, first in self.kept_values.items()
-            if first < stage <= last.get(v, -1)
+            if first < pass_ <= last.get(v, -1)
         )
-        return max((alive(stage) for stage in range(1, len(self.stages) + 1)), default=0)
+        return max((alive(pass_) for pass_ in range(1, len(self.passes) + 1)), default=0)
 
     @functools.cached_property
     def partial_bytes(self) -> list:
         """Bytes of what a thread has reduced, for each stage."""
         places = lambda step: 4 * (step.name in ("argmax", "argmin"))
         size = lambda step: sum(max(4, computing(v.dtype).itemsize) for v in step.results) + places(step)
-        return [8 * ceil_div(sum(map(size, steps)), 8) for steps in self.stages]
+        return [8 * ceil_div(sum(size(s) for p in passes for s in self.passes[p]), 8) for passes in self.stages]
 
     @functools.cached_property
     def total_bytes(self) -> int:

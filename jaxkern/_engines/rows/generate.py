@@ -4,8 +4,10 @@
 
 Its functions compute one element at a time. Each is a functor that _core/functor.py writes from scalar operations:
 
-    Begin, After     the numbers of a row before the first stage, and after each: members of the struct Numbers
-    Reduce           the values of an element that a stage reduces; Identity and Combine belong to its reductions
+    Begin, After     the numbers of a row before the first pass, and after each: members of the struct Numbers
+    Reduce           the values of an element that a pass reduces; Identity and Combine belong to its reductions
+    Pivot, Rescale   in a stage of two passes, a maximum and sums with exponentials: the number that exponents are relative to;
+                     multiplies sums and kept exponentials, to make them relative to another number
     Result           the values of an element that are stored, or summed over rows
     NumberResult, Total   numbers that are stored, or summed over rows
 """
@@ -20,10 +22,9 @@ import numpy as np
 from jaxkern._core import functor
 from jaxkern._core.functor import cpp_type
 from jaxkern._core.jaxprs import computing
-from jaxkern._engines.jaxpr import NOT_ELEMENTWISE, REDUCTIONS, Constant, compute, widened
+from jaxkern._engines.jaxpr import MOVES, NOT_ELEMENTWISE, REDUCTIONS, Constant, compute, widened
 
 INDEX = np.dtype(np.int32)  # of places along a dimension
-_MOVES = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose")
 
 
 class Source(typing.NamedTuple):
@@ -34,7 +35,7 @@ class Source(typing.NamedTuple):
 
 
 def source(core, name, keeps=False) -> Source:
-    """The struct of a `Core`. keeps: whether dear values live from one stage to the next."""
+    """The struct of a `Core`. keeps: whether dear values live from one pass to the next."""
     writer = _Writer(core, name, keeps)
     return Source(writer.struct(), writer.size)
 
@@ -65,9 +66,10 @@ class _Writer:
             f"  struct Kept {{ {kept} }};",
             self._begin(),
         ]
-        for s in range(len(core.stages)):
-            body += self._stage(s)
-        if not core.stages:  # the kernel's code names them
+        for p in range(len(core.passes)):
+            body += self._pass(p)
+        body += map(self._pivot, core.pivots)
+        if not core.passes:  # the kernel's code names them
             body.append("  template <class S> static int Identity(S, const Numbers&);")
         body += [self._result(), self._of_numbers("number", "NumberResult"), self._of_numbers("total", "Total")]
         return "\n".join([*self.functors, f"struct {self.name} {{", *body, "};"]) + "\n"
@@ -92,7 +94,10 @@ class _Writer:
         lists = {name: ", ".join(cpp_type(np.dtype(d)) for d in dtypes) for name, dtypes in types.items()}
         return [
             *(f"  using {name} = Types<{found}>;" for name, found in lists.items()),
-            f"  static constexpr int kStages = {len(core.stages)}, kIndices = {len(core.indices)};",
+            f"  static constexpr int kPasses = {len(core.passes)}, kStages = {len(core.stages)}, kIndices = {len(core.indices)};",
+            f"  static constexpr int FirstPass(int s) {{ return {_cases(p[0] for p in core.stages)}; }}",
+            f"  static constexpr int LastPass(int s) {{ return {_cases(p[-1] for p in core.stages)}; }}",
+            "  static constexpr bool Pivots(int s) { return FirstPass(s) != LastPass(s); }",
         ]
 
     def _ranks(self):
@@ -117,12 +122,12 @@ class _Writer:
         body = f"{loads} {self._numbers_after(0, set(given))}"
         return f"  static JAXKERN_FN void Begin({', '.join(['Numbers& n', *arguments])}) {{ {body} }}"
 
-    def _stage(self, s) -> list:
-        """Partial, Identity, Combine, Reduce and After of a stage."""
-        steps = self.core.stages[s]
+    def _pass(self, p) -> list:
+        """Reduced, Identity, Combine, Reduce and After of a pass."""
+        steps = self.core.passes[p]
         parts, identity, combine, after, reduced, values = [], [], [], [], [], []
         for step in steps:
-            own = _Reduction(self, step, s, len(parts))
+            own = _Reduction(self, step, p, len(parts))
             parts += own.parts
             identity += own.identity
             combine += own.combine
@@ -134,29 +139,40 @@ class _Writer:
             values += [(part, f"t{len(reduced) + k}") for k, (_, part) in enumerate(own.parts[: len(own.operands)])]
             values += [(part, "at") for _, part in own.parts[len(own.operands) :]]
             reduced += own.operands
-        here = {v: f"k.{m}" for v, m in self.kept.items() if self.core.kept_values[v] == s}
+        here = {v: f"k.{m}" for v, m in self.kept.items() if self.core.kept_values[v] == p}
         locals_ = [f"t{k}" for k in range(len(reduced))]
         declare = " ".join(f"{_type(v)} {t};" for v, t in zip(reduced, locals_))
         targets = [*locals_, *here.values()]
-        reduce = self._call(f"{self.name}Reduce{s}", [*reduced, *here], self._given_in(s), targets)
+        reduce = self._call(f"{self.name}Reduce{p}", [*reduced, *here], self._given_in(p), targets)
         sets = " ".join(f"p.{part} = {value};" for part, value in values)
         members = " ".join(f"{_part_type(d)} {v};" for d, v in parts)
-        later = self._numbers_after(s + 1, {v for step in steps for v in step.results})
-        arguments = [f"Stage<{s}>", "const Numbers& n", "int32_t at", "Kept& k", f"Partial{s}& p", *self.signature]
+        later = self._numbers_after(p + 1, {v for step in steps for v in step.results})
+        arguments = [f"Pass<{p}>", "const Numbers& n", "int32_t at", "Kept& k", f"Reduced{p}& p", *self.signature]
         return [
-            f"  struct Partial{s} {{ {members} }};",
-            f"  static JAXKERN_FN Partial{s} Identity(Stage<{s}>, const Numbers& n) {{ return {{{', '.join(identity)}}}; }}",
-            f"  static JAXKERN_FN Partial{s} Combine(Stage<{s}>, const Partial{s}& p, const Partial{s}& q) {{",
-            f"    Partial{s} y; {' '.join(combine)} return y;",
+            f"  struct Reduced{p} {{ {members} }};",
+            f"  static JAXKERN_FN Reduced{p} Identity(Pass<{p}>, const Numbers& n) {{ return {{{', '.join(identity)}}}; }}",
+            f"  static JAXKERN_FN Reduced{p} Combine(Pass<{p}>, const Reduced{p}& p, const Reduced{p}& q) {{",
+            f"    Reduced{p} y; {' '.join(combine)} return y;",
             "  }",
             f"  static JAXKERN_FN void Reduce({', '.join(arguments)}) {{ {declare} {reduce} {sets} }}",
-            f"  static JAXKERN_FN void After(Stage<{s}>, Numbers& n, const Partial{s}& p) {{ {' '.join(after)} {later} }}",
+            f"  static JAXKERN_FN void After(Pass<{p}>, Numbers& n, const Reduced{p}& p) {{ {' '.join(after)} {later} }}",
         ]
+
+    def _pivot(self, s) -> str:
+        """Pivot and Rescale of a stage of two passes."""
+        last = self.core.stages[s][-1]
+        kept = [m for v, m in self.kept.items() if self.core.kept_values[v] == last]
+        sums = " ".join(f"p.v{k} *= scale;" for k in range(len(self.core.passes[last])))
+        return (
+            f"  static JAXKERN_FN void Rescale(Pass<{s}>, Reduced{last}& p, float scale) {{ {sums} }}\n"
+            f"  static JAXKERN_FN float& Pivot(Pass<{s}>, Numbers& n) {{ return n.{self.members[self.core.pivots[s]]}; }}\n"
+            f"  static JAXKERN_FN void Rescale(Pass<{s}>, Kept& k, float scale) {{ {' '.join(f'k.{m} *= scale;' for m in kept)} }}"
+        )
 
     def _result(self) -> str:
         wanted = [o.value for kind in ("row", "columns") for o in self.core.of_kind(kind)]
         outs = [f"y{k}" for k in range(len(wanted))]
-        given = self._given_in(len(self.core.stages))
+        given = self._given_in(len(self.core.passes))
         body = self._call(f"{self.name}Result", wanted, given, outs) if wanted else ""
         arguments = ["const Numbers& n", "int32_t at", "const Kept& k", *self.signature]
         arguments += [f"{_type(v)}& {y}" for v, y in zip(wanted, outs)]
@@ -173,23 +189,23 @@ class _Writer:
     def number(self, v) -> str:
         return functor._literal(widened(v)[()], v.aval.dtype) if isinstance(v, Constant) else f"n.{self.members[v]}"
 
-    def _given_in(self, stage):
-        """given(value): the expression of a value that is known of an element in a stage, or None."""
-        before = {v: f"k.{m}" for v, m in self.kept.items() if self.core.kept_values[v] < stage}
+    def _given_in(self, p):
+        """given(value): the expression of a value that is known of an element in a pass, or None."""
+        before = {v: f"k.{m}" for v, m in self.kept.items() if self.core.kept_values[v] < p}
         number = lambda v: f"n.{self.members[v]}" if v in self.members else None
         return lambda v: before.get(v) or self.elements.get(v) or number(v)
 
-    def _numbers_after(self, stage, known) -> str:
-        """Statements that compute the numbers of a stage, except for those that are known."""
+    def _numbers_after(self, count, known) -> str:
+        """Statements that compute the numbers that are complete after so many passes, except for those that are known."""
         members = self.members
-        of_stage = [v for v in members if not v.is_row and self.core.stage_of(v) == stage]
-        own = [v for v in of_stage if v not in known]
+        complete = [v for v in members if not v.is_row and self.core.pass_of(v) == count]
+        own = [v for v in complete if v not in known]
         given = lambda v: f"n.{members[v]}" if v in members and v not in own else None
         text = ""
         if own:
-            text = self._call(f"{self.name}After{stage}", own, given, [f"n.{members[v]}" for v in own])
+            text = self._call(f"{self.name}After{count}", own, given, [f"n.{members[v]}" for v in own])
         for v, inverse in self.core.inverses.items():
-            if v in of_stage:
+            if v in complete:
                 y = f"n.{members[v]}"
                 if v in self.core.scales:
                     scale = f"n.{self.core.scales[v]}"
@@ -280,21 +296,21 @@ class _Writer:
     def _is_identity(self, step) -> bool:
         """Whether an element of the result is the element of the operand."""
         reduces = step.name in REDUCTIONS and step.name not in NOT_ELEMENTWISE
-        return step.name in _MOVES or (reduces and not self.program.over(step))
+        return step.name in MOVES or (reduces and not self.program.over(step))
 
     def _place(self, dim) -> str:
         return "at" if dim is self.program.row else f"i{self.core.indices.index(dim)}"
 
 
 class _Reduction:
-    """How a stage reduces the operands of a step.
+    """How a pass reduces the operands of a step.
 
     operands: the values of an element that are reduced. parts: (dtype, member) of what threads have reduced, one for each operand,
     and the place for argmax and argmin; members are numbered from `first`. identity: an expression for each part. combine:
     statements that make y, all parts, of p and q.
     """
 
-    def __init__(self, writer, step, stage, first):
+    def __init__(self, writer, step, number, first):
         kind, count = REDUCTIONS[step.name], len(step.results)
         self.operands = step.operands[:count] if kind == "reduce" else step.operands[:1]
         types = [computing(np.dtype(v.aval.dtype)) for v in self.operands]
@@ -305,7 +321,7 @@ class _Reduction:
         p, q, y = ([f"{side}.{m}" for m in members] for side in "pqy")
         if kind == "reduce":
             self.identity = [writer.number(v) for v in step.operands[count:]]
-            name = f"{writer.name}Combine{stage}_{first}"
+            name = f"{writer.name}Combine{number}_{first}"
             writer.functors.append(_combine(name, step, types))
             self.combine = [f"{name}()({', '.join([*p, *q, *y])});"]
         elif kind in ("argmax", "argmin"):
@@ -320,6 +336,11 @@ class _Reduction:
             overload = {"and": "and_", "or": "or_", "xor": "xor_"}.get(kind, kind)
             own = cpp_type(types[0])
             self.combine = [f"{y[0]} = lax::{overload}({own}({p[0]}), {own}({q[0]}));"]
+
+
+def _cases(values) -> str:
+    """The expression of values[s]."""
+    return "".join(f"s == {s} ? {v} : " for s, v in enumerate(values)) + "0"
 
 
 def _type(v) -> str:

@@ -41,6 +41,7 @@ class Layout(typing.NamedTuple):
     lanes: int
     packs: int
     threads: int
+    keeps: bool = False  # dear values, whatever their number
 
     @property
     def cluster(self) -> int:
@@ -92,8 +93,9 @@ def resident(how, problem, shared, stays, device) -> int:
     shared: bytes of a block for sums over rows. stays: blocks stay for many rows.
     """
     sums = 0 if shared else problem.sums
-    words = how.packs * problem.pack * max((problem.bytes + sums) / 4, problem.kept)
-    few = shared or (problem.kept and not stays)  # registers are enough
+    packs = how.packs + (problem.width % problem.pack != 0)  # room for elements in no pack, and to shift columns
+    words = packs * problem.pack * max((problem.bytes + sums) / 4, problem.kept)
+    few = shared or not stays  # registers are enough
     registers = next(r for most, r in (tuning.FEW_REGISTERS if few else tuning.REGISTERS) if words <= most)
     blocks = min(2048, 65536 // registers) // how.threads
     if shared:
@@ -123,7 +125,7 @@ def _lanes(algorithm, problem, most_kept, device) -> Layout | None:
     each = max(1, tuning.LANE_BYTES // max(1, pack * problem.bytes))
     few = most_kept is not None and problem.width % pack == 0
     for lanes in (32,) if algorithm == "warp" else (1, 2, 4, 8, 16):
-        how = Layout(lanes, ceil_div(_packs(problem), lanes), tuning.GROUP_THREADS)
+        how = Layout(lanes, _packs(problem, lanes), tuning.GROUP_THREADS)
         if few and how.packs * pack > tuning.KEPT_ELEMENTS:
             continue
         if _holds(how, problem, tuning.WARP_WORDS, most_kept) and (how.packs <= each or lanes >= 16):
@@ -135,7 +137,7 @@ def _block(_, problem, most_kept, device) -> Layout | None:
     for threads in (64, 128, 256, 512, 1024):
         if most_kept is not None and threads > tuning.KEPT_THREADS and _has_clusters(device):
             return None
-        how = Layout(0, ceil_div(_packs(problem), threads), threads)
+        how = Layout(0, _packs(problem, threads), threads)
         most = tuning.BLOCK_WORDS if threads < 1024 else tuning.BLOCK_WORDS / 2
         wide = threads >= 256 or how.packs * problem.pack <= 16 or _holds(how, problem, 16, most_kept)
         if wide and _holds(how, problem, most, most_kept):
@@ -146,20 +148,28 @@ def _block(_, problem, most_kept, device) -> Layout | None:
 def _cluster(_, problem, most_kept, device) -> Layout | None:
     if not _has_clusters(device):
         return None
-    for words, blocks, threads in tuning.CLUSTERS if most_kept is None else tuning.KEPT_CLUSTERS:
+    sizes = tuning.KEPT_CLUSTERS if most_kept is not None else ((w, None, b, t) for w, b, t in tuning.CLUSTERS)
+    for words, kept, blocks, threads in sizes:
         if device is not None and blocks > device.sm_count:
             continue
-        how = Layout(-blocks, ceil_div(_packs(problem), blocks * threads), threads)
+        how = Layout(-blocks, _packs(problem, blocks * threads), threads, kept is not None)
         room = how.packs * problem.pack * threads * problem.sums if shares(how, problem) else 0
-        if _holds(how, problem._replace(sums=0), words, most_kept) and room <= tuning.SHARED_BYTES:
+        if _holds(how, problem._replace(sums=0), words, kept) and room <= tuning.SHARED_BYTES:
             return how
     return None
 
 
-def _packs(problem) -> int:
-    """The most packs of a row, which may begin in the middle of one."""
-    ragged = problem.width % problem.pack != 0
-    return ceil_div(problem.width + (problem.pack - 1) * ragged, problem.pack)
+def _packs(problem, group) -> int:
+    """Packs of each thread of a group. Rows that are not whole packs have elements in no pack, a few for each thread."""
+    elements, pack = problem.width, problem.pack
+    if elements % pack:
+        elements -= group * edges(pack, group)
+    return max(1, ceil_div(elements, group * pack))
+
+
+def edges(pack, group) -> int:
+    """The most elements of a thread before and after the whole packs of a row (kEdges in packs.cuh)."""
+    return ceil_div(2 * pack - 2, group)
 
 
 def _holds(how, problem, most, most_kept) -> bool:

@@ -138,7 +138,7 @@ class _Rows(typing.NamedTuple):
             return None  # see Walk in rows.cuh
         room = how.threads * elements * problem.sums if how.groups > 1 else 0
         partials = 2 * how.threads // 32 * cluster * (max if cluster > 1 else sum)([0, *core.partial_bytes])
-        code = self.code(keeps=not streams and elements * problem.kept <= tuning.KEPT_WORDS)
+        code = self.code(keeps=how.keeps or (not streams and elements * problem.kept <= tuning.KEPT_WORDS))
         if code is None or walkers * cluster >= 1 << 31 or room + partials + how.threads * core.total_bytes > SHARED:
             return None
         sums, scratch, after = _sums(core, walkers, self.width)
@@ -155,10 +155,12 @@ class _Rows(typing.NamedTuple):
             p for p in (4, 2, 1) if p == 1 or p * pack * (problem.bytes + problem.sums) / 4 <= tuning.SPLIT_WORDS
         )
         ragged = self.width % pack != 0
-        parts = ceil_div(self.width + (pack - 1) * ragged, threads * packs * pack)
-        walkers = self.rows
+        parts = ceil_div(self.width, threads * packs * pack)
+        walkers, most = self.rows, tuning.SPLIT_BLOCKS * self.device.sm_count
+        if not core.of_kind("columns"):
+            parts = min(parts, ceil_div(most, self.rows))
         if core.of_kind("columns") or core.of_kind("total"):
-            walkers = min(walkers, max(pack, ceil_div(tuning.SPLIT_BLOCKS * self.device.sm_count, parts)))
+            walkers = min(walkers, max(pack, ceil_div(most, parts)))
         code, stages = self.code(keeps=False), len(core.stages)
         used = threads // 32 * 2 * sum(core.partial_bytes) + threads * core.total_bytes
         if code is None or walkers * parts >= 1 << 31 or used > SHARED:
@@ -172,13 +174,19 @@ class _Rows(typing.NamedTuple):
         ends = "kRagged" if ragged else "kWhole" if self.width == parts * threads * packs * pack else "kPart"
         blocks = resident(Layout(0, packs, threads), problem, 0, False, self.device)
         name = f"SplitRowsKernel<{NAME}, {pack}, {packs}, {threads}, {blocks}, {{}}, {ends}>"
-        return (
-            *(
-                Launch("rows/split.cuh", name.format(stage), [args], walkers * parts, threads, source=code)
-                for stage in range(stages + 1)
-            ),
-            *after,
-        ), scratch
+        last = walkers * (parts if core.of_kind("row") or core.of_kind("columns") else 1)
+        launches = [
+            Launch(
+                "rows/split.cuh",
+                name.format(stage),
+                [args],
+                last if stage == stages else walkers * parts,
+                threads,
+                source=code,
+            )
+            for stage in range(stages + 1)
+        ]
+        return (*launches, *after), scratch
 
 
 def _place(core, output) -> int:

@@ -34,6 +34,7 @@ from jaxkern._engines.jaxpr import (
     merged,
     widened,
 )
+from jaxkern._engines.rows.linear import split_sums
 from jaxkern._engines.rows.picks import PICKS, REWRITTEN, of_one_element, of_parts, without_places
 
 
@@ -61,6 +62,8 @@ class Program(Flat):
         self._place(dims[at])
         self.row = dims[at].same()
         self._classify()
+        while split_sums(self):
+            self._classify()
 
     def rewritten(self, e, operands):
         name, of_index = e.primitive.name, ()
@@ -131,7 +134,7 @@ class Program(Flat):
             elif over and summed:
                 self.fail(step, "a reduction along the row of what was summed over other dimensions")
             for v in step.results:
-                v.is_row, v.summed, v.stage = row in v.dims, summed, stage + along
+                v.is_row, v.summed, v.stage = row in v.dims, summed, max(stage + along, step.stage)
         arrays = [*(self.operands[k] for k in self.used), *(s.result for s in self.steps)]
         dims = [d for v in arrays for d in v.dims if d not in (None, row)]
         full = max((v for v in arrays if v.is_row), key=lambda v: len(v.set()), default=None)

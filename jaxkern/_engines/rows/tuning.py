@@ -10,18 +10,25 @@ BLOCK_WORDS = 64  # of rows in a thread of a block; beyond, a cluster holds the 
 # (most words of rows in a thread, blocks, threads of a block) of clusters; the first that holds a row
 # [norm, float32 2048 x 65536: 260 us with 32 words in 8 blocks, 342 with 64 in 4, 281 with 16 in 16].
 CLUSTERS = (*((32, blocks, 256) for blocks in (2, 4, 8, 16)), (64, 16, 256), (64, 16, 512))
-# The same for functions that keep dear values; smaller blocks wait for each other less
-# [soft cap, bfloat16 8192 x 16384: 154 us with 4 blocks of 128 threads, 166 with 2 of 256, 236 with one of 1024].
-KEPT_CLUSTERS = (*((32, blocks, 128) for blocks in (2, 4, 8, 16)), (32, 8, 256), (32, 16, 256))
+# (most words of rows, most words of kept values, blocks, threads) for functions that keep dear values; smaller blocks wait for each other
+# less [soft cap, bfloat16 8192 x 16384: 154 us with 4 blocks of 128 threads, 166 with 2 of 256, 236 with one of 1024; softmax, bfloat16
+# 2048 x 65536: 134 us with 64 words in 8 blocks, 153 with 32 in 16].
+KEPT_CLUSTERS = (
+    *((32, 32, blocks, 128) for blocks in (2, 4, 8)),
+    (32, 64, 8, 128),
+    (32, 32, 16, 128),
+    (32, 32, 8, 256),
+    (32, 32, 16, 256),
+)
 KEPT_THREADS = 256  # threads of a block that keeps values; with more, a cluster keeps them if there are clusters
-# Reductions that wait for each other, at most, where a cluster sums over rows in registers; with more, sums are in shared memory
-# [layer norm, gradient, bfloat16 2048 x 65536: 394 us, in registers 536; one of RMS norm: 248, in registers 235].
-SHARED_STAGES = 2
+# Exchanges for each row, at most, where a cluster sums over rows in registers; with more, sums are in shared memory
+# [layer norm, gradient, float32 2048 x 65536: 494 us, in registers 546; RMS norm, which has one, bfloat16: 248, in registers 235].
+SHARED_STAGES = 1
 SHARED_BYTES = 96 * 1024  # of sums in shared memory, of a block
 COLUMN_BYTES = 8 * 1024  # of L1 for columns, of a block
 SPLIT_THREADS = 256
 SPLIT_WORDS = 32  # of rows and sums in a thread
-SPLIT_BLOCKS = 16  # per multiprocessor, to sum over rows
+SPLIT_BLOCKS = 16  # per multiprocessor, that share rows [lse, float32 64 x 1048576: 65 us, 74 with 8]
 SPLIT_ROWS = 2  # rows for each multiprocessor; if there are fewer, long ones are split
 # (words of rows and sums in a thread, registers), and where fewer are enough: for functions that keep dear values, and where sums are in
 # shared memory [soft cap, float32 8192 x 16384: 262 us with 80, 325 with 128; scale norm, gradient, bfloat16 131072 x 1024: 226, 200].

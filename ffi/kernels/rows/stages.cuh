@@ -1,0 +1,105 @@
+// The stages of a row function F (rows.cuh), between which the threads of a row exchange what they have reduced.
+//
+// F reduces in passes over the packs of a thread, in which Reduce computes the values of an element and Combine adds them up. A stage
+// is one pass, or two, where one exchange is enough for both: a maximum, and sums with exponentials relative to it.
+#pragma once
+
+#include "../common/functions.h"
+#include "exchange.cuh"
+
+namespace jaxkern {
+
+template <int p> using Pass = std::integral_constant<int, p>;
+
+// A maximum, and sums of products with exponentials relative to PivotOf(maximum). Both take one exchange between warps: each thread
+// takes exponentials relative to the largest of its own elements.
+template <class M, class S> struct Pivoted {
+  M most;
+  S sum;
+};
+// Finite, so that elements that are -inf add 0, though there may be no others.
+__device__ __forceinline__ float PivotOf(float most) { return lax::is_finite(most) ? most : 0.0f; }
+
+template <class F> struct RowStages {
+  using Numbers = typename F::Numbers;
+
+  // What a thread has reduced in a pass, and in a stage.
+  template <int p> using Reduced = decltype(F::Identity(Pass<p>(), std::declval<const Numbers&>()));
+  template <int s> using Partial =
+      std::conditional_t<F::Pivots(s), Pivoted<Reduced<F::FirstPass(s)>, Reduced<F::LastPass(s)>>,
+                         Reduced<F::FirstPass(s)>>;
+
+  // Bytes of the largest partial result of the stages from s on.
+  template <int s> static constexpr int LargestPartial() {
+    if constexpr (s < F::kStages) {
+      constexpr int own = sizeof(Partial<s>), rest = LargestPartial<s + 1>();
+      return own > rest ? own : rest;
+    } else {
+      return 0;
+    }
+  }
+
+  template <int s> static __device__ __forceinline__ Partial<s> Identity(const Numbers& n) {
+    if constexpr (F::Pivots(s))
+      return {F::Identity(Pass<F::FirstPass(s)>(), n), F::Identity(Pass<F::LastPass(s)>(), n)};
+    else return F::Identity(Pass<F::FirstPass(s)>(), n);
+  }
+  template <int p> struct CombineReduced {
+    __device__ __forceinline__ Reduced<p> operator()(const Reduced<p>& x, const Reduced<p>& y) const {
+      return F::Combine(Pass<p>(), x, y);
+    }
+    template <int kLanes> __device__ __forceinline__ Reduced<p> Lanes(const Reduced<p>& mine) const {
+      return JoinLanes<kLanes>(mine, *this);
+    }
+  };
+  template <int s> struct CombinePivoted {
+    static constexpr int kFirst = F::FirstPass(s), kLast = F::LastPass(s);
+    __device__ __forceinline__ Partial<s> operator()(const Partial<s>& x, const Partial<s>& y) const {
+      Partial<s> both;
+      both.most = F::Combine(Pass<kFirst>(), x.most, y.most);
+      const float pivot = PivotOf(both.most.v0);
+      Reduced<kLast> other = y.sum;
+      both.sum = x.sum;
+      F::Rescale(Pass<s>(), both.sum, lax::exp(x.most.v0 - pivot));
+      F::Rescale(Pass<s>(), other, lax::exp(y.most.v0 - pivot));
+      both.sum = F::Combine(Pass<kLast>(), both.sum, other);
+      return both;
+    }
+    // The maximum first, so that each lane has one exponential to compute.
+    template <int kLanes> __device__ __forceinline__ Partial<s> Lanes(Partial<s> mine) const {
+      const float own = mine.most.v0;
+      mine.most = JoinLanes<kLanes>(mine.most, CombineReduced<kFirst>());
+      F::Rescale(Pass<s>(), mine.sum, lax::exp(own - PivotOf(mine.most.v0)));
+      mine.sum = JoinLanes<kLanes>(mine.sum, CombineReduced<kLast>());
+      return mine;
+    }
+  };
+  template <int s> using Combine = std::conditional_t<F::Pivots(s), CombinePivoted<s>, CombineReduced<F::FirstPass(s)>>;
+
+  // The numbers after a stage.
+  template <int s> static __device__ __forceinline__ void After(Numbers& n, Partial<s> sum) {
+    if constexpr (F::Pivots(s)) {
+      F::After(Pass<F::FirstPass(s)>(), n, sum.most);
+      F::Rescale(Pass<s>(), sum.sum, lax::exp(PivotOf(sum.most.v0) - F::Pivot(Pass<s>(), n)));
+      F::After(Pass<F::LastPass(s)>(), n, sum.sum);
+    } else {
+      F::After(Pass<F::FirstPass(s)>(), n, sum);
+    }
+  }
+
+  // Combines over the threads of a block or a cluster that holds a row. turn: the number of earlier rows of this block.
+  template <int s, int kLanes, int kThreads, class Room>
+  static __device__ __forceinline__ void Join(Partial<s>& sum, uint32_t turn, Room& cluster) {
+    sum = Combine<s>().template Lanes<kWarp>(sum);
+    if constexpr (kLanes < 0) {
+      sum = cluster.Join(sum, turn * F::kStages + s, Combine<s>());
+    } else if constexpr (kThreads > kWarp) {
+      __shared__ Partial<s> room[2][kThreads / kWarp];
+      if (threadIdx.x % kWarp == 0) room[turn % 2][threadIdx.x / kWarp] = sum;
+      __syncthreads();
+      sum = JoinRoom<kThreads / kWarp>(room[turn % 2], Combine<s>());
+    }
+  }
+};
+
+}  // namespace jaxkern

@@ -1,0 +1,145 @@
+"""Sums along a row that need no pass of their own.
+
+The sum of `r * a + p * d`, in which r and p are numbers of the row, is `r * sum(a) + p * sum(d)`. If r and p depend on reductions and
+a and d do not, or on fewer, the sums of a and d are taken together with those reductions. Derivatives have such sums: the
+gradient of a layer norm needs two passes over a row, and three as it is written. In the gradient of a softmax, the sum of
+`g * (e / z)` is `sum(g * e) / z`; this is done only where e is exp(x - max(x)), so that no product overflows.
+"""
+
+import math
+
+from jax import lax
+
+from jaxkern._core.jaxprs import computing
+from jaxkern._engines.jaxpr import MOVES, Value, source
+
+MOST_TERMS = 3  # sums instead of one
+
+
+def split_sums(program) -> bool:
+    """Rewrites the sums of the last pass for which this is possible, and of those before it; False if there is none."""
+    along = [s for s in program.steps if program.row in program.over(s)]
+    for stage in sorted({s.result.stage for s in along}, reverse=True):
+        steps = [s for s in along if s.result.stage == stage]
+        found = [_terms_of(program, s) for s in steps]
+        if stage > 1 and all(found):
+            for step, terms in zip(steps, found):
+                _rewrite(program, step, terms, stage - 1)
+            return True
+    return False
+
+
+def _terms_of(program, step):
+    """[(sign, numbers, divisors, values)] whose quotients of products add up to what a step sums; None if there is no such sum.
+
+    All values are complete one pass before the numbers are.
+    """
+    value = step.operands[0]
+    if step.name != "reduce_sum" or program.over(step) != {program.row} or not isinstance(value, Value):
+        return None
+    if value.summed or computing(value.dtype).kind != "f":
+        return None
+    made = {v: s for s in program.steps for v in s.results}
+    terms, pending = [], [(1, (), value)]
+    while pending:
+        sign, numbers, v = pending.pop()
+        v = source(made, v)
+        if v.is_row and v.stage < value.stage:
+            terms.append((sign, numbers, (), (v,)))
+            continue
+        s = made.get(v) if v.is_row else None
+        name, operands = (s.name, s.operands) if s is not None else (None, ())
+        if name == "neg":
+            pending.append((-sign, numbers, operands[0]))
+        elif name in ("add", "add_any", "sub"):
+            pending += [(sign, numbers, operands[0]), (-sign if name == "sub" else sign, numbers, operands[1])]
+        elif name == "mul" and any(_number(made, x) is not None for x in operands):
+            own = int(_number(made, operands[0]) is None)
+            pending.append((sign, (*numbers, _number(made, operands[own])), operands[1 - own]))
+        else:
+            found = _product(made, v, value.stage)
+            if found is None:
+                return None
+            terms.append((sign, (*numbers, *found[0]), *found[1:]))
+    size = math.prod(step.result.aval.shape)
+    values = {v for *_, own in terms for v in own}
+    fits = all(v.aval.shape == value.aval.shape and v.dims == value.dims and v.stage < value.stage for v in values)
+    numbers = [n for _, factors, divisors, _ in terms for n in (*factors, *divisors) if isinstance(n, Value)]
+    same = all(math.prod(n.aval.shape) in (1, size) for n in numbers)
+    return terms if fits and same and len({own for *_, own in terms}) <= MOST_TERMS else None
+
+
+def _product(made, value, stage):
+    """(numbers, divisors, values) of a product of rows and numbers; None where a product of the values alone may overflow."""
+    numbers, divisors, values, pending = [], [], [], [value]
+    while pending:
+        v = source(made, pending.pop())
+        s, number = made.get(v), _number(made, v)
+        if number is not None:
+            numbers.append(number)
+        elif v.stage < stage:
+            values.append(v)
+        elif s is not None and s.name == "mul":
+            pending += s.operands
+        elif s is not None and s.name == "div" and (divisor := _number(made, s.operands[1])) is not None:
+            divisors.append(divisor)
+            pending.append(s.operands[0])
+        else:
+            return None
+    unbounded = [v for v in values if not _at_most_one(made, v)]
+    return (tuple(numbers), tuple(divisors), tuple(values)) if 1 <= len(values) > len(unbounded) <= 1 else None
+
+
+def _at_most_one(made, v) -> bool:
+    """Whether a value is exp(x - max(x))."""
+    exp = made.get(v)
+    sub = made.get(source(made, exp.operands[0])) if exp is not None and exp.name == "exp" else None
+    if sub is None or sub.name != "sub":
+        return False
+    most, pending = _number(made, sub.operands[1]), []
+    while most is not None and (s := made.get(most)) is not None:
+        if s.name == "reduce_max" and source(made, s.operands[0]) is source(made, sub.operands[0]):
+            return True
+        pending += [x for x in s.operands if isinstance(x, Value) and not x.is_row]
+        most = pending.pop() if pending else None
+    return False
+
+
+def _number(made, v):
+    """The number, or constant, that all elements of a row are; None if they differ."""
+    while v.is_row and (s := made.get(v)) is not None and s.name in (*MOVES, "convert_element_type"):
+        v = s.operands[0]
+    return None if v.is_row else v
+
+
+def _rewrite(program, step, terms, stage):
+    """Replaces a sum by sums of terms, which are complete after the passes of `stage`."""
+    values = list(dict.fromkeys(v for *_, own in terms for v in own))
+    numbers = list(dict.fromkeys(n for _, factors, divisors, _ in terms for n in (*factors, *divisors)))
+    shape, axes = step.result.aval.shape, step.params["axes"]
+
+    def f(*xs):
+        given = dict(zip([*values, *numbers], xs))
+        sums, total = {}, None
+        for sign, factors, divisors, own in terms:
+            if own not in sums:
+                sums[own] = lax.reduce_sum(math.prod(given[v] for v in own), axes)
+            y = sums[own] if sign > 0 else -sums[own]
+            for n in (*factors, *divisors):
+                x = given[n].astype(y.dtype)
+                x = x.reshape(shape if x.size == math.prod(shape) else ())
+                y = y / x if n in divisors else y * x
+            total = y if total is None else total + y
+        return total.astype(step.result.dtype)
+
+    at = program.steps.index(step)
+    before, after, program.steps = program.steps[:at], program.steps[at + 1 :], []
+    (total,) = program._inlined(step.equation, [*values, *numbers], f)
+    for s in program.steps:
+        s.stage = stage if s.name == "reduce_sum" else 0
+        program._unite_step(s)
+    for s in program.steps:
+        for v in s.results:
+            v.dims = tuple(d and d.same() for d in v.dims)
+        s.results = [step.result if v is total else v for v in s.results]
+    program.steps = [*before, *program.steps, *after]
