@@ -59,7 +59,7 @@ def kalman(scan, n):
     return run, [jnp.eye(n) + 0.1 * numbers(n, n), numbers(STEPS, LANES)]
 
 
-@pytest.mark.parametrize("make, n", [(backward, 8), (sinkhorn, 5), (kalman, 2)])
+@pytest.mark.parametrize("make, n", [(backward, 4), (sinkhorn, 3), (kalman, 2)])
 def test_small_states(make, n):
     (f, operands), (g, _) = (make(scan, n) for scan in (jaxkern.scan, lax.scan))
     loss = lambda f: lambda *xs: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(f(*xs)))
@@ -71,3 +71,15 @@ def test_small_states(make, n):
             assert lowered(run, *operands)[1] == 0
             found, loops = lowered(jax.grad(loss(run), every), *operands)
             assert len(found) == 2 and not loops
+
+
+def test_a_call_has_at_most_64_arrays():
+    """The gradient of a matrix of so many numbers is left to XLA; the forward loop is a kernel."""
+    f, operands = backward(jaxkern.scan, 5)
+    found, loops = lowered(f, *operands)
+    assert len(found) == 1 and not loops
+    found, loops = lowered(jax.grad(lambda *xs: jnp.sum(f(*xs)[0])), *operands)
+    assert loops == 1
+    for text in found:
+        takes, gives = (part.count("[") for part in text.split("\n")[1].split(" -> "))
+        assert takes + gives <= 64

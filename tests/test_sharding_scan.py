@@ -82,3 +82,24 @@ def test_split_lanes_send_nothing():
     # The gradients of weights are sums over lanes.
     sent = messages(jax.jit(gradient(f, operands)).lower(*split).compile().as_text())
     assert set(sent) <= {"all-reduce"} and max(sent["all-reduce"]) <= 64
+
+
+@several
+def test_keys_and_chunks_of_split_lanes():
+    """A key in the carry is taken apart, and put together again in the shape that a device has; so are chunks of one step."""
+
+    def f(x):
+        def walk(carry, x):
+            key, total = carry
+            key, sub = jax.random.split(key)
+            return (key, 0.5 * total + x + jax.random.normal(sub, x.shape)), total
+
+        def loss(x):
+            (_, last), ys = jaxkern.scan(walk, (jax.random.key(0), jnp.zeros(x.shape[1:])), x, checkpoint_every=4)
+            return jnp.sum(jnp.sin(last)) + jnp.sum(jnp.sin(ys))
+
+        return jax.value_and_grad(loss)(x)
+
+    x = jnp.sin(jnp.arange(16.0 * 32).reshape(16, 4, 8))
+    (split,) = put(mesh(), [x], [P(None, "r", "c")])
+    close(jax.jit(f)(split), jax.jit(f)(x))

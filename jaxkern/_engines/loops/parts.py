@@ -20,7 +20,7 @@ from jax import lax
 from jaxkern._engines.jaxpr import REDUCTIONS, RENAMED, Constant, Step, Value, axes_of
 
 MOST = 16  # elements of a dimension that is taken apart
-MOST_PARTS = 64  # of an array that has lanes besides, or is a matrix that acts on a state; of another one MOST
+MOST_PARTS = 36  # of an array that has lanes besides, or is a matrix that acts on a state; of another one MOST
 MOVES = ("slice", "concatenate", "pad", "rev")  # operations that move data along the dimensions that they change
 _COMBINE = {"add": lax.add, "max": lax.max, "min": lax.min, "mul": lax.mul}
 _COMBINE |= {"and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitwise_xor}

@@ -17,7 +17,7 @@ from jaxkern._engines.loops.generate import PACK
 
 HEADER = "loops/loops.cuh"
 NAME = "Body"
-MOST_ARRAYS = 256
+MOST_ARRAYS = 63  # of a call, beside scratch: kMostBuffers of ffi/runtime/handler.cc
 MOST_BYTES = 4000  # of the arguments of a kernel
 ALGORITHMS = ("lanes", "columns", "rows")
 DTYPES = tuple(define.CUDA_TYPES)
@@ -57,8 +57,8 @@ def plan(device, core, length, reverse):
     """
     program = core.program
     lanes = math.prod(d.size for d in program.dims)
-    arrays = [*core.consts, *core.carries, *core.xs, *core.carries, *core.ys]
-    if len(arrays) > MOST_ARRAYS or lanes >= 1 << 31:
+    inits = len(core.carries) - len(program.accumulators)
+    if len(core.consts) + inits + len(core.xs) + len(core.results) > MOST_ARRAYS or lanes >= 1 << 31:
         return None
     if core.function.size > functor.MOST:
         functor.warn_of_size(program.label, core.function.size)

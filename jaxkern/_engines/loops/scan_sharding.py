@@ -16,7 +16,6 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jaxkern._core import compat, partition
 from jaxkern._core.functor import Unsupported
 from jaxkern._core.jaxprs import computing
-from jaxkern._engines.jaxpr import Constant
 from jaxkern._engines.loops.cut import Maps
 from jaxkern._engines.loops.generate import Core
 from jaxkern._engines.loops.program import Program
@@ -64,9 +63,11 @@ def lower(ctx, operands, params, mark, label):
     given = {"results": results, "loop": f"{params['reverse']}\n{jaxpr}"}
 
     def shard(over, *parts, results, loop):
-        del results, loop
+        del loop
         axes = {d: tuple(over.get(name, ())) for d, name in lanes.items()}
-        return _Part(core, axes, parts, params["length"]).run(maps, tuple(over.get(STEPS, ())), params["reverse"], mark)
+        return _Part(core, axes, parts, params["length"]).run(
+            maps, tuple(over.get(STEPS, ())), params["reverse"], mark, results
+        )
 
     return partition.lower(inner, _whole_p, operands, given, dims, shard, exact=exact, summed=tuple(gone), whole=whole)
 
@@ -100,8 +101,8 @@ class _Part:
             self.places.append((first + jnp.arange(self.size[d], dtype=np.int32), (d,)))
         self.dims = [a.dims for a in (*core.carries, *core.ys)]
 
-    def run(self, maps, over, reverse, mark) -> list:
-        """The results of the scan. over: the axes of the mesh that split the steps."""
+    def run(self, maps, over, reverse, mark, results) -> list:
+        """The results of the scan. over: the axes of the mesh that split the steps. results: types, on all devices together."""
         program, core = self.program, self.core
         count, dtypes = len(core.carries), [a.dtype for a in (*core.carries, *core.ys)]
         consts, dims_of_consts = _apart(self.consts)
@@ -126,7 +127,10 @@ class _Part:
             at, n = lax.axis_index(over), lax.axis_size(over)
             is_last = at == (0 if reverse else n - 1)
             carries = lax.psum([jnp.where(is_last, c, jnp.zeros_like(c)) for c in carries], over)
-        return program.join([self._finished(k, y) for k, y in enumerate([*carries, *ys])])
+        types = program.parts_of(results)
+        return program.join(
+            [self._finished(k, y, a) for k, (y, a) in enumerate(zip([*carries, *ys], types, strict=True))]
+        )
 
     def _first(self) -> list:
         """The first carries. An accumulator starts with 0."""
@@ -181,8 +185,11 @@ class _Part:
             found.append(c[index].astype(narrow.dtype))
         return found
 
-    def _finished(self, k, y):
-        """A result of the scan from what the loop made: sums over lanes are taken, and dimensions are put in order."""
+    def _finished(self, k, y, aval):
+        """A result of the scan from what the loop made: sums over lanes are taken, and dimensions are put in order.
+
+        aval: its type on all devices together.
+        """
         program, step = self.program, int(k >= len(self.core.carries))
         v, lanes = program.results[k], [d for d in program.dims if d in self.dims[k]]
         if k in program.accumulators or k in program.sums:
@@ -191,13 +198,13 @@ class _Part:
             axes = tuple(a for d in gone for a in self.axes[d])
             y = lax.psum(y, axes) if axes else y
             lanes = [d for d in lanes if d in v.dims]
-        dims = v.dims if not isinstance(v, Constant) else ()
-        present = [d for d in dims if d is not None]
+        present = [d for d in v.dims if d is not None]
         y = jnp.transpose(y, [*range(step), *(step + lanes.index(d) for d in present)])
-        y = jnp.expand_dims(y, [step + a for a, d in enumerate(dims) if d is None])
+        sizes = iter(y.shape[step:])
+        y = y.reshape([*y.shape[:step], *(1 if n == 1 else next(sizes) for n in aval.shape[step:])])
         if k in program.accumulators:
             y = self.operands[program.num_consts + k] + y
-        return y.astype(v.aval.dtype)
+        return y.astype(aval.dtype)
 
     def _in_order(self, x, dims, of_steps):
         """The array with its dimensions in the order of the lanes, behind the dimension of steps."""
