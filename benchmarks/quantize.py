@@ -119,11 +119,13 @@ def programs(cell: Cell, algorithms: bool) -> list[Program]:
 def chosen_algorithm(cell: Cell) -> str | None:
     if jax.default_backend() != "gpu":
         return None
-    if "norm" in cell.op:
-        return jaxkern.algorithms.choose(
-            "rms_norm", cell.case.size // cell.case.width, cell.case.width, dtype=cell.dtype
-        )
-    return "tiles" if cell.kind == "transposed" else "registers"
+    if cell.kind == "transposed":
+        return "tiles"
+    name, width = (
+        "rms_norm" if "norm" in cell.op else "quantize_rows",
+        BLOCK if cell.kind == "blocks" else cell.case.width,
+    )
+    return jaxkern.algorithms.choose(name, cell.case.size // width, width, dtype=cell.dtype)
 
 
 def candidates(cell: Cell, compiled: list[Program], inputs: Inputs) -> list[_timing.Candidate]:

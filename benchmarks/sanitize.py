@@ -548,9 +548,10 @@ def sanitize_losses(dtypes: list[str]) -> tuple[int, list[str]]:
 
 
 def sanitize_quantize(dtypes: list[str]) -> tuple[int, list[str]]:
-    """Rows of all groups and vectors, to every type, against the reference on the CPU."""
-    from jaxkern._ops.quantize import plan, reference
-    from jaxkern._ops.quantize.primitive import quantize_p
+    """Rows in every algorithm, to every type, against the definition on the CPU."""
+    from jaxkern import algorithms, quantize_rows
+    from jaxkern._definitions.quantize import quantize
+    from jaxkern._ops.quantize import plan
 
     done, wrong = 0, []
     for dtype, to, width in itertools.product(dtypes, plan.TYPES, (1, 7, 24, 128, 130, 513, 1024, 2056, 8200)):
@@ -558,13 +559,19 @@ def sanitize_quantize(dtypes: list[str]) -> tuple[int, list[str]]:
             continue
         x = np.random.default_rng(width).standard_normal((71, width)).astype(jnp.dtype(dtype))
         with jax.default_device(jax.devices("cpu")[0]):
-            want = reference.quantize(jnp.asarray(x), dtype=to)
-        found = jax.jit(functools.partial(quantize_p.bind, dtype=to))(jax.device_put(x))
-        (q, scale), (other, scales) = ([np.asarray(a).astype(np.float64) for a in pair] for pair in (found, want))
-        done += 1
-        # If a factor is rounded differently, few elements move to a neighbour.
-        if (q != other).mean() > 2e-3 or not np.allclose(scale, scales, rtol=1e-6):
-            wrong.append(f"quantize {dtype} to {to} 71x{width}: {int((q != other).sum())} elements differ")
+            q, scale = (np.asarray(a).astype(np.float64) for a in quantize(jnp.asarray(x), dtype=to))
+        for algorithm in algorithms.names("quantize_rows"):
+            if width == 1 or not algorithms.fits("quantize_rows", algorithm, *x.shape, dtype=dtype):
+                continue
+            with algorithms.force(quantize_rows=algorithm):
+                found = jax.jit(functools.partial(quantize_rows, dtype=to))(jax.device_put(x))
+            other, scales = (np.asarray(a).astype(np.float64) for a in found)
+            done += 1
+            # If a factor is rounded differently, few elements move to a neighbour.
+            if (q != other).mean() > 2e-3 or not np.allclose(scale, scales[:, 0], rtol=1e-6):
+                wrong.append(
+                    f"quantize {algorithm} {dtype} to {to} 71x{width}: {int((q != other).sum())} elements differ"
+                )
     for label, call, operands in _quantize_calls(dtypes):
         with jax.default_device(jax.devices("cpu")[0]):
             want = jax.jit(call)(*map(jnp.asarray, operands))

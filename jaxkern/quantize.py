@@ -12,8 +12,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxkern._core import validate
 from jaxkern._core.primitive import bind
-from jaxkern._ops.quantize import plan, reference
-from jaxkern._ops.quantize.primitive import quantize_p, quantize_tiles_p
+from jaxkern._definitions import quantize as definition
+from jaxkern._ops.quantize import plan
+from jaxkern._ops.quantize.primitive import quantize_tiles_p
 
 Pair = tuple[jax.Array, jax.Array]
 
@@ -40,8 +41,8 @@ def quantize_rows(
     """Rounds each row of `x`, along its last dimension, to 8 bits with a scale: x is about q * scale.
 
     The scale is max|x| / most, where `most` is the largest number of `dtype` (448, 57344 or 127), and 1 for a row of zeros;
-    q = x * (most / max|x|), rounded to nearest even. One kernel reads `x` once if a row has up to 32768 elements; XLA
-    computes longer rows. Neither result has a derivative: see `fake_quantize`.
+    q = x * (most / max|x|), rounded to nearest even. One kernel reads `x` once. Neither result has a
+    derivative: see `fake_quantize`.
 
     Args:
         x: [..., n], floating-point. The kernel computes in float32.
@@ -83,7 +84,7 @@ def quantize_rows(
         raise ValueError(
             f"jaxkern.quantize_rows: scale of shape {scale.shape} does not broadcast to x of shape {x.shape}"
         )
-    q = reference.rounded(jax.lax.stop_gradient(x.astype(jnp.float32) / scale), dtype)
+    q = definition.rounded(jax.lax.stop_gradient(x.astype(jnp.float32) / scale), dtype)
     return q, scale
 
 
@@ -152,7 +153,7 @@ def quantize_tensor(
 
     q = x * (1 / scale), saturated at the largest number of `dtype` and rounded to nearest even. With a scale that is known
     already, such as the scale of a `DelayedScale`, one kernel reads `x` once; otherwise a pass before it finds the maximum.
-    The kernel takes rows of up to 32768 elements; XLA computes longer rows. No result has a derivative: see `dequantize`.
+    No result has a derivative: see `dequantize`.
 
     Args:
         x, dtype: as for `quantize_rows`; x is not a scalar.
@@ -280,7 +281,7 @@ class DelayedScale:
         newest = _one_scale("DelayedScale.update", amax, "amax").reshape(1)
         history = jnp.concatenate([newest, self.history[:-1]])
         largest = history[0] if self.most_recent else jnp.max(history)
-        scale = largest / reference.limit(self.dtype) * math.ldexp(1.0, self.margin)
+        scale = largest / definition.limit(self.dtype) * math.ldexp(1.0, self.margin)
         usable = jnp.isfinite(largest) & (largest > 0) & (scale > 0)
         return dataclasses.replace(self, scale=jnp.where(usable, scale, self.scale), history=history)
 
@@ -453,9 +454,9 @@ def _compiled(f, *operands, **static):
 
 def _rows(x, *, dtype, block):
     if block == x.shape[-1]:
-        q, scale = bind(quantize_p, x, dtype=dtype)
+        q, scale = definition.quantized_rows(x, dtype=dtype)
         return q, scale[..., None]
-    q, scale = bind(quantize_p, _split(x, {x.ndim - 1: block}), dtype=dtype)
+    q, scale = definition.quantized_rows(_split(x, {x.ndim - 1: block}), dtype=dtype)
     return _merged(q, {x.ndim - 1}), scale
 
 
@@ -474,15 +475,15 @@ def _both(x, *, dtype, block):
 def _tensor(x, scale, *, dtype, transposed):
     amax = None
     if scale is None:
-        amax = jax.lax.stop_gradient(reference.largest(x))
-        scale = jnp.where(amax == 0, 1, amax / reference.limit(dtype))
+        amax = jax.lax.stop_gradient(definition.largest(x))
+        scale = jnp.where(amax == 0, 1, amax / definition.limit(dtype))
     if transposed and not (x.shape[-1] % plan.TILE or x.shape[-2] % plan.TILE):
         q, q_t, most = bind(quantize_tiles_p, _tiles(x), scale, dtype=dtype)
         q, q_t = (_merged(a, {x.ndim - 2, x.ndim - 1}) for a in (q, q_t))
     else:
-        q, most = bind(quantize_p, x, scale, dtype=dtype)
+        q, most = definition.quantized_rows(x, scale, dtype=dtype)
         q_t = jnp.swapaxes(q, -1, -2) if transposed else None
-    amax = reference.largest(most) if amax is None else amax
+    amax = definition.largest(most) if amax is None else amax
     return (q, scale, amax, q_t) if transposed else (q, scale, amax)
 
 

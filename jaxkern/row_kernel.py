@@ -35,7 +35,8 @@ def row_kernel(f: Callable | None = None, *, axis: int = -1, name: str | None = 
     to rounding. Each operand is read once, in place, also if it lacks some axes (a bias, a mask, a label for each row), and each
     result is written once. 16-bit types are computed in float32, sums too, and rounded where they are stored. Gradients of
     any order are row functions as well, one kernel each. This kernel also sums gradients of operands that broadcast, in the
-    same order in every run. Rows may have any length. XLA runs f on a CPU, and where two operands end in different axes.
+    same order in every run. Results may be float8_e4m3fn or float8_e5m2, operands may not. Rows may have any length. XLA runs f
+    on a CPU, and where two operands end in different axes.
 
     Raises, in a call:
         TypeError: f contains an operation that a row function may not use. The error names it and its line in f.

@@ -10,13 +10,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from plans import DEVICES, check_limits, kernels, needs_nvrtc, needs_runtime
 from problems import WIDTHS
-from test_quantize import DTYPES, TYPES, every_dtype, every_type, rows, same, wanted
+from test_quantize import DTYPES, TYPES, every_dtype, every_type, plan_of, rows, same, wanted
 
 import jaxkern
 from jaxkern import DelayedScale, Quantization
 from jaxkern._core import compat, device, functor, launch, registry
+from jaxkern._definitions.quantize import limit
 from jaxkern._ops.norm import quantized_plan
-from jaxkern._ops.quantize import plan, reference
+from jaxkern._ops.quantize import plan
 
 NAMES = ("rms_norm", "layer_norm")
 EPS = 1e-6
@@ -25,7 +26,7 @@ every_name = pytest.mark.parametrize("name", NAMES)
 
 def given_scale(x, to, factor):
     """The rounding of x / factor in NumPy, and max|x| of its rows."""
-    most = np.float32(reference.limit(to))
+    most = np.float32(limit(to))
     with np.errstate(all="ignore"):
         y = np.clip(x.astype(np.float32) * (np.float32(1) / np.float32(factor)), -most, most)
         q = np.where(np.isnan(y), 0, np.round(y)).astype(np.int8) if to == "int8" else y.astype(TYPES[to])
@@ -225,7 +226,7 @@ def test_tensor(shape, dtype, to):
         same(rest, [np.swapaxes(exact, -1, -2)])
     x[np.isnan(x.astype(np.float32))] = 0
     q, scale, amax = jaxkern.quantize_tensor(x, to)
-    np.testing.assert_allclose(scale, np.abs(x.astype(np.float32)).max() / reference.limit(to), rtol=1e-6)
+    np.testing.assert_allclose(scale, np.abs(x.astype(np.float32)).max() / limit(to), rtol=1e-6)
     same([amax], [np.abs(x.astype(np.float32)).max()])
     close((q, amax), (given_scale(x, to, scale)[0], np.asarray(amax)), to)
 
@@ -499,7 +500,7 @@ def test_tile_kernels(dtype, to, given, unaligned):
 def test_a_row_kernel_with_a_given_scale():
     x = rows((70, 264), "bfloat16")
     avals = [jax.core.ShapedArray(x.shape, jnp.dtype("bfloat16")), jax.core.ShapedArray((), jnp.dtype("float32"))]
-    found = plan.quantize(device.H200, avals, None, dtype="float8_e4m3fn")
+    found = plan_of(avals, "float8_e4m3fn")
     q, most = emulated.run(found, [x, np.float32(0.3)], [(x.shape, np.uint8), ((70,), np.float32)])
     exact, exact_most = given_scale(x, "float8_e4m3fn", 0.3)
     same([q.view(TYPES["float8_e4m3fn"]), most[:, None]], [exact, exact_most])
@@ -546,11 +547,11 @@ def test_what_kernels_do_not_take():
     [
         (lambda x: jaxkern.rms_norm(x, quantize=Quantization(block=128)), ["NormForward"]),
         (lambda x: jaxkern.layer_norm(x, residual=x, quantize=Quantization(scale=0.5)), ["NormForward"]),
-        (lambda x: jaxkern.quantize_tensor(x, scale=0.5), ["Quantize<"]),
+        (lambda x: jaxkern.quantize_tensor(x, scale=0.5), ["RowsKernel<"]),
         (lambda x: jaxkern.quantize_tensor(x, scale=0.5, transposed=True), ["QuantizeTiles"]),
         (lambda x: jaxkern.quantize_blocks(x, transposed=True), ["QuantizeTiles"]),
-        (lambda x: jaxkern.quantize_blocks(x, block=64, transposed=True), ["Quantize<", "Quantize<"]),
-        (lambda x: jaxkern.quantize_rows(x, transposed=True), ["Quantize<", "Quantize<"]),
+        (lambda x: jaxkern.quantize_blocks(x, block=64, transposed=True), ["RowsKernel<", "RowsKernel<"]),
+        (lambda x: jaxkern.quantize_rows(x, transposed=True), ["RowsKernel<", "RowsKernel<"]),
     ],
 )
 def test_programs(call, named):

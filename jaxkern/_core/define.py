@@ -201,6 +201,10 @@ CUDA_TYPES = {
 }
 
 
+# Types that kernels store, and do not compute with.
+FLOAT8 = {"float8_e4m3fn": "Float8<3>", "float8_e5m2": "Float8<2>"}
+
+
 def cuda_type(dtype) -> str:
     return CUDA_TYPES[dtype.name]
 

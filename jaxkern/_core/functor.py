@@ -27,7 +27,7 @@ from jax.extend.core import ClosedJaxpr, Literal, Primitive
 from jax.sharding import AbstractMesh
 
 from jaxkern._core import canonical, compat
-from jaxkern._core.define import CUDA_TYPES, references
+from jaxkern._core.define import CUDA_TYPES, FLOAT8, references
 from jaxkern._core.dtypes import computing
 from jaxkern._core.jaxprs import (
     CALLS,
@@ -427,8 +427,8 @@ def _check_effects(label, closed):
 
 
 def cpp_type(dtype) -> str:
-    """The type of a value of a computing type."""
-    return (CUDA_TYPES | COMPLEX_TYPES)[np.dtype(dtype).name]
+    """The type of a value of a computing type, or of one that is stored."""
+    return (CUDA_TYPES | FLOAT8 | COMPLEX_TYPES)[np.dtype(dtype).name]
 
 
 def _literal(value, dtype) -> str:

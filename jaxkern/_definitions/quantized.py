@@ -20,12 +20,11 @@ from jaxkern._core import compat, define, partition, validate
 from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind, set_jvp
 from jaxkern._core.rows import without_axis
+from jaxkern._definitions.quantize import largest, on_cpu, quantize
 from jaxkern._definitions.traced import of_rows, traced, vectors
 from jaxkern._engines.rows import primitive as rows_primitive
 from jaxkern._ops.norm import quantized_plan
 from jaxkern._ops.quantize import plan as quantize_plan
-from jaxkern._ops.quantize import reference as quantize_reference
-from jaxkern._ops.quantize.reference import largest
 
 
 def run(operation, operands, args, given, *, numbers, algorithm, function, to, block):
@@ -59,7 +58,7 @@ def _quantized(y, given, to, block, over=(), mark=None):
     """q in the shape of y, and the scales, or with a given one the maxima of rows."""
     blocks = y if block is None else y.reshape(*y.shape[:-1], y.shape[-1] // block, block)
     scales = [] if given is None else [given]
-    q, second = quantize_reference.quantize(blocks, *scales, dtype=to, over=over, mark=mark)
+    q, second = quantize(blocks, *scales, dtype=to, over=over, mark=mark)
     return [q.reshape(y.shape), second]
 
 
@@ -75,7 +74,7 @@ def _traced(operation, operands, extras, numbers, function, algorithm):
 
 
 def _reference(operation, *operands, extras, numbers, to, block, given, algorithm, function, mark=None, runner="xla"):
-    """mark: for the CPU, see quantize/reference.py."""
+    """mark: for the CPU, see _definitions/quantize.py."""
     operands, scale = _split(operands, given)
     f = _traced(operation, operands, extras, numbers, function, algorithm)
     y, *total = f.variant(runner)(*operands)
@@ -93,7 +92,7 @@ def primitive(operation):
         functools.partial(_shape, f"jaxkern_{operation.name}_quantize"),
         functools.partial(_batch, reference),
         reference,
-        on_cpu=functools.partial(quantize_reference.on_cpu, functools.partial(reference, runner="cpu"), 1),
+        on_cpu=functools.partial(on_cpu, functools.partial(reference, runner="cpu"), 1),
         several=True,
         makes_nan=False,
         plan=functools.partial(quantized_plan.launches, operation.name),

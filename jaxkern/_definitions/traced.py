@@ -62,6 +62,31 @@ def _from_sum(function, of_sum, operands) -> list:
     return list(call(*operands))
 
 
+def row_function(name, definition, arrays, algorithm="auto", **static):
+    """The RowFunction of an operation `name`, for arrays of these types whose rows are their last dimension.
+
+    definition(*arrays, **static): an array or several. Definitions are compared by identity; static can be hashed.
+    """
+    types = tuple((a.shape, a.dtype) for a in arrays)
+    return _function(name, definition, types, tuple(static.items()), algorithm)
+
+
+@functools.lru_cache(maxsize=TRACES)
+def _function(name, definition, types, static, algorithm, runner="kernels"):
+    f = switch.own_promotion(functools.partial(definition, **dict(static)))
+    found = _traced(name, f, types, algorithm, runner)
+    found.variant = lambda runner: _function(name, definition, types, static, algorithm, runner)
+    return found
+
+
+def _traced(name, f, types, algorithm, runner):
+    with _traced_for(runner):
+        avals = [jax.ShapeDtypeStruct(*t) for t in types]
+        found, captured, _ = trace(f, avals, -1, f"jaxkern.{name}", name, algorithm)
+    assert not captured
+    return found
+
+
 @functools.lru_cache(maxsize=TRACES)
 def traced(operation, names, types, *, numbers, dtype, function, algorithm, keeps_x=False, runner="kernels"):
     """The RowFunction of operands of these names and types.
@@ -83,10 +108,7 @@ def traced(operation, names, types, *, numbers, dtype, function, algorithm, keep
         y = jnp.broadcast_to(y, x.shape).astype(dtype)
         return [y, x.astype(own)] if keeps_x or "residual" in names else [y]
 
-    avals = [jax.ShapeDtypeStruct(*t) for t in types]
-    with _traced_for(runner):
-        found, captured, _ = trace(f, avals, -1, f"jaxkern.{operation.name}", operation.name, algorithm)
-    assert not captured
+    found = _traced(operation.name, f, types, algorithm, runner)
     if runner == "kernels":
         arguments = (f"argument {k}" for k in range(len(types) - len(names)))
         results = ("y", "sum")[: len(found.results)]

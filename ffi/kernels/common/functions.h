@@ -282,6 +282,14 @@ template <class T> JAXKERN_FN T clz(T x) {
 template <class To, class From> JAXKERN_FN To convert(From x) {
   if constexpr (std::is_same_v<To, bool>) {
     return x != From(0);
+#ifdef __CUDA_ARCH__
+  } else if constexpr (std::is_same_v<From, float> && std::is_same_v<To, uint32_t>) {
+    return __float2uint_rz(x);  // which saturates, and makes 0 of NaN
+  } else if constexpr (std::is_same_v<From, float> && !kReal<To> && sizeof(To) <= 4) {
+    const int32_t whole = __float2int_rz(x);
+    constexpr int32_t low = kLowest<To>, high = kHighest<To>;
+    return static_cast<To>(whole > high ? high : whole < low ? low : whole);
+#endif
   } else if constexpr (kReal<From> && !kReal<To>) {
     // The bounds are powers of two, or 0: exact in either type.
     constexpr From low = static_cast<From>(kLowest<To>);

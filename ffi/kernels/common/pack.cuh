@@ -98,7 +98,9 @@ template <class T, int N> __device__ __forceinline__ void SetElement(Pack<T, N>&
 
 template <class T, int N> __device__ __forceinline__ T Element(const Pack<T, N>& pack, int i) {
   if constexpr (sizeof(T) == 1) {
-    return static_cast<T>(pack.word[i / 4] >> i % 4 * 8 & 0xff);
+    const uint8_t bits = static_cast<uint8_t>(pack.word[i / 4] >> i % 4 * 8);
+    if constexpr (std::is_same_v<Own<T>, T>) return static_cast<T>(bits);
+    else return *reinterpret_cast<const T*>(&bits);  // an 8-bit float
   } else if constexpr (sizeof(T) == 2) {
     const uint16_t bits = static_cast<uint16_t>(i % 2 ? pack.word[i / 2] >> 16 : pack.word[i / 2]);
     T x;

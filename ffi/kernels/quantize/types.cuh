@@ -1,50 +1,11 @@
-// The types of 8 bits that numbers are quantized to, the factor of a row or block, and reading and writing of a few elements.
+// What numbers are quantized to in 8 bits, beside Float8; the factor of a row or block, and reading and writing of a few elements.
 #pragma once
 
+#include "common/float8.cuh"
 #include "common/pack.cuh"
 #include "common/reduce.cuh"
 
 namespace jaxkern {
-
-// An 8-bit float with kMantissa mantissa bits, rounded to nearest even and saturated at kMost.
-template <int kMantissa> struct Float8 {
-  static constexpr int kBias = kMantissa == 3 ? 7 : 15;
-  static constexpr float kMost = kMantissa == 3 ? 448.0f : 57344.0f;
-
-  static __device__ __forceinline__ uint32_t From(float x) {
-    const uint32_t bits = __float_as_uint(x), sign = bits >> 24 & 0x80u;
-    uint32_t size = bits & 0x7fffffffu;
-    if (size > 0x7f800000u) return sign | (kMantissa == 3 ? 0x7fu : 0x7eu);
-    size = min(size, __float_as_uint(kMost));
-    constexpr int kShift = 23 - kMantissa;
-    if (size < static_cast<uint32_t>(128 - kBias) << 23) {
-      // Subnormal: the addition rounds at the last place of the result.
-      constexpr uint32_t kUnit = static_cast<uint32_t>(127 + 24 - kBias - kMantissa) << 23;
-      return sign | (__float_as_uint(__uint_as_float(size) + __uint_as_float(kUnit)) - kUnit);
-    }
-    size += (1u << (kShift - 1)) - 1 + (size >> kShift & 1);
-    return sign | ((size >> kShift) - (static_cast<uint32_t>(127 - kBias) << kMantissa));
-  }
-
-  // Converts four numbers; the first is in the lowest byte.
-  template <bool> static __device__ __forceinline__ uint32_t Four(float a, float b, float c, float d) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    return Pair(a, b) | static_cast<uint32_t>(Pair(c, d)) << 16;
-#else
-    return From(a) | From(b) << 8 | From(c) << 16 | From(d) << 24;
-#endif
-  }
-  static __device__ __forceinline__ uint16_t Pair(float a, float b) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    uint16_t pair;
-    if constexpr (kMantissa == 3) asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(b), "f"(a));
-    else asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(b), "f"(a));
-    return pair;
-#else
-    return static_cast<uint16_t>(From(a) | From(b) << 8);
-#endif
-  }
-};
 
 struct Int8 {
   static constexpr float kMost = 127.0f;
@@ -64,15 +25,6 @@ struct Int8 {
   template <bool kBounded> static __device__ __forceinline__ uint32_t Four(float a, float b, float c, float d) {
     if constexpr (kBounded) return LowBytes(Rounded(a), Rounded(b), Rounded(c), Rounded(d));
     else return LowBytes(Saturated(a), Saturated(b), Saturated(c), Saturated(d));
-  }
-
- private:
-  static __device__ __forceinline__ uint32_t LowBytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-#ifdef __CUDA_ARCH__
-    return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
-#else
-    return (a & 0xff) | (b & 0xff) << 8 | (c & 0xff) << 16 | d << 24;
-#endif
   }
 };
 

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "../common/broadcast.h"
+#include "../common/float8.cuh"
 #include "../common/pack.cuh"
 
 namespace jaxkern {

@@ -231,12 +231,12 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
     Slots<ResultIndex, Pack<Y, N>...> y;
     ((At<K>(y) = ZeroPack<Y, N>()), ...);
     Slots<ColumnSumIndex, S[N]...> term;
+    Slots<ResultIndex, Own<Y>[N]...> value;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      Slots<ResultIndex, Own<Y>...> value;
-      F::Result(n, column + i, kept[i], WideElement(At<I>(x), i)..., WideElement(At<J>(c), i)..., At<K>(value)...,
+      F::Result(n, column + i, kept[i], WideElement(At<I>(x), i)..., WideElement(At<J>(c), i)..., At<K>(value)[i]...,
                 At<L>(term)[i]...);
-      (SetElement(At<K>(y), i, Stored<Y>(At<K>(value))), ...);
+      (StoreElement(At<K>(y), i, At<K>(value)), ...);
     }
     if (!live) return;
     (sums.template Add<L>(number, At<L>(term)), ...);

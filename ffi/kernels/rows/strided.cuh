@@ -113,13 +113,13 @@ template <class F, int N, int kParts, int kHeld> struct StridedRows {
     Slots<std::index_sequence<L...>, S...> sum;
     ((At<K>(y) = ZeroPack<Y, N>()), ...);
     ((At<L>(sum) = 0), ...);
+    Slots<std::index_sequence<K...>, Own<Y>[N]...> value;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      Slots<std::index_sequence<K...>, Own<Y>...> value;
       Slots<std::index_sequence<L...>, S...> term;
       F::Result(n[i], element, kept[k][i], WideElement(At<I>(x[k]), i)...,
-                Wide<C>(static_cast<const C*>(a.rows.column[J])[element])..., At<K>(value)..., At<L>(term)...);
-      (SetElement(At<K>(y), i, Stored<Y>(At<K>(value))), ...);
+                Wide<C>(static_cast<const C*>(a.rows.column[J])[element])..., At<K>(value)[i]..., At<L>(term)...);
+      (StoreElement(At<K>(y), i, At<K>(value)), ...);
       ((At<L>(sum) += live ? At<L>(term) : S(0)), ...);
     }
     if (live) (StoreRowPack(static_cast<Y*>(a.rows.result[K]) + to[K] + element * a.result_stride[K], At<K>(y)), ...);

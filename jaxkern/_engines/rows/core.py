@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkern._core import functor
-from jaxkern._core.define import ceil_div
+from jaxkern._core.define import FLOAT8, ceil_div
 from jaxkern._core.jaxprs import computing
-from jaxkern._engines.jaxpr import MOVES, NOT_ELEMENTWISE, Value, source
+from jaxkern._engines.jaxpr import MOVES, NOT_ELEMENTWISE, Constant, Value, source
 
 # Elementary functions that a multiprocessor computes more slowly than it reads elements.
 DEAR = frozenset(
@@ -29,13 +29,15 @@ DEAR = frozenset(
 class Output:
     """An array that a kernel writes. kind: "row", "number", "columns" (rows, summed) or "total" (numbers, summed).
 
-    value: what is stored or summed. result: the Value or Constant of the program that the array is.
+    value: what is stored or summed. result: the Value or Constant of the program that the array is. saturates: what is stored is
+    clamped to the range of an 8-bit float.
     """
 
     value: object
     result: object
     kind: str
     dtype: np.dtype
+    saturates: bool = False
 
 
 class Core:
@@ -81,7 +83,8 @@ class Core:
                 summed.append(step)
         for v in program.results:
             if isinstance(v, Value) and not v.summed and v not in found:
-                found[v] = Output(v, v, "row" if v.is_row else "number", v.dtype)
+                clamped = self._clamped(v)
+                found[v] = Output(clamped or v, v, "row" if v.is_row else "number", v.dtype, clamped is not None)
         needed, epilogue = {v for v in program.results if isinstance(v, Value)}, []
         for step in reversed(summed):
             if needed.intersection(step.results) and not found.keys() & set(step.results):
@@ -95,6 +98,17 @@ class Core:
         order = {"row": 0, "number": 1, "columns": 2, "total": 3}
         self.outputs = sorted((o for v, o in found.items() if v in needed), key=lambda o: order[o.kind])
         self.outputs = [o for o in self.outputs if o.result not in program.operands or o.result in program.results]
+
+    def _clamped(self, v):
+        """What is clamped to the range of 8-bit floats and then converted to `v`; None if v is something else."""
+        made = {y: step for step in self.program.steps for y in step.results}
+        clamp = made.get(made[v].operands[0]) if v.is_row and v.dtype.name in FLOAT8 and v in made else None
+        if clamp is None or clamp.name != "clamp":
+            return None
+        low, x, high = clamp.operands
+        most = float(jnp.finfo(v.dtype).max)
+        bounds = [float(b.value) for b in (low, high) if isinstance(b, Constant)]
+        return x if bounds == [-most, most] and isinstance(x, Value) and x.is_row else None
 
     def steps(self) -> list:
         """The steps before the epilogue."""

@@ -79,9 +79,9 @@ class _Writer:
     def _types(self) -> list:
         """The types of all arrays in memory, and of sums."""
         core = self.core
-        at = lambda positions: [self.program.operands[k].aval.dtype for k in positions]
-        stored = lambda kind: [o.dtype for o in core.of_kind(kind)]
-        summed = lambda kind: [computing(o.value.aval.dtype) for o in core.of_kind(kind)]
+        at = lambda positions: [cpp_type(self.program.operands[k].dtype) for k in positions]
+        stored = lambda kind: [_stored(o) for o in core.of_kind(kind)]
+        summed = lambda kind: [cpp_type(computing(o.value.aval.dtype)) for o in core.of_kind(kind)]
         types = {
             "Rows": at(core.rows),
             "Columns": at(core.columns),
@@ -91,9 +91,8 @@ class _Writer:
             "ColumnSums": summed("columns"),
             "Totals": summed("total"),
         }
-        lists = {name: ", ".join(cpp_type(np.dtype(d)) for d in dtypes) for name, dtypes in types.items()}
         return [
-            *(f"  using {name} = Types<{found}>;" for name, found in lists.items()),
+            *(f"  using {name} = Types<{', '.join(found)}>;" for name, found in types.items()),
             f"  static constexpr int kPasses = {len(core.passes)}, kStages = {len(core.stages)}, kIndices = {len(core.indices)};",
             f"  static constexpr int FirstPass(int s) {{ return {_cases(p[0] for p in core.stages)}; }}",
             f"  static constexpr int LastPass(int s) {{ return {_cases(p[-1] for p in core.stages)}; }}",
@@ -346,6 +345,12 @@ def _cases(values) -> str:
 def _type(v) -> str:
     """The C++ type that a value is computed in."""
     return cpp_type(computing(np.dtype(v.aval.dtype)))
+
+
+def _stored(output) -> str:
+    """The C++ type of an array that a kernel writes."""
+    own = cpp_type(output.dtype)
+    return f"{own[:-1]}, true>" if output.saturates else own
 
 
 def _part_type(dtype) -> str:

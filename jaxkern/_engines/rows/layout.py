@@ -22,7 +22,7 @@ class Problem(typing.NamedTuple):
 
     sums: bytes of what a thread adds up over rows, for each element. kept: words of an element that are computed once if
     there are registers for them. stages: reductions along the row that wait for each other. strided: the row is not the last
-    dimension; pack counts rows then.
+    dimension; pack counts rows then. narrow: results are rows of 8 bits.
     """
 
     rows: int
@@ -33,6 +33,7 @@ class Problem(typing.NamedTuple):
     kept: int = 0
     stages: int = 1
     strided: bool = False
+    narrow: bool = False
 
 
 class Layout(typing.NamedTuple):
@@ -122,7 +123,8 @@ def _lanes(algorithm, problem, most_kept, device) -> Layout | None:
     pack = problem.pack
     if problem.sums and problem.width % pack:  # rows of a block begin at different places of a pack
         return None
-    each = max(1, tuning.LANE_BYTES // max(1, pack * problem.bytes))
+    bytes_of = 4 if problem.narrow else problem.bytes
+    each = max(1, tuning.LANE_BYTES // max(1, pack * bytes_of))
     few = most_kept is not None and problem.width % pack == 0
     for lanes in (32,) if algorithm == "warp" else (1, 2, 4, 8, 16):
         how = Layout(lanes, _packs(problem, lanes), tuning.GROUP_THREADS)
@@ -138,7 +140,8 @@ def _block(_, problem, most_kept, device) -> Layout | None:
         if most_kept is not None and threads > tuning.KEPT_THREADS and _has_clusters(device):
             return None
         how = Layout(0, _packs(problem, threads), threads)
-        most = tuning.BLOCK_WORDS if threads < 1024 else tuning.BLOCK_WORDS / 2
+        most = tuning.NARROW_WORDS if problem.narrow and _has_clusters(device) else tuning.BLOCK_WORDS
+        most = most if threads < 1024 else most / 2
         wide = threads >= 256 or how.packs * problem.pack <= 16 or _holds(how, problem, 16, most_kept)
         if wide and _holds(how, problem, most, most_kept):
             return how

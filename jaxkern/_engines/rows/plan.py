@@ -76,7 +76,8 @@ def plan(device, operands, results, *, function):
     if not same or (summed and width < tuning.RAGGED_PACKS * pack):
         pack = math.gcd(width, pack)  # packs start where rows do
     held = sum(operands[k].dtype.itemsize for k in core.rows) or row_bytes[0]
-    problem = Problem(rows, width, held, pack, summed, core.kept_words, len(core.stages))
+    narrow = any(o.dtype.itemsize == 1 for o in core.of_kind("row"))
+    problem = Problem(rows, width, held, pack, summed, core.kept_words, len(core.stages), narrow=narrow)
     algorithm = _picked(function, problem, device)
     own = _Rows(device, function, arrays, rows, width)
     launches = own.split if algorithm == "split" else functools.partial(own.launches, algorithm)

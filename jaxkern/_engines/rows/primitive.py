@@ -19,7 +19,7 @@ from jaxkern._core import algorithms, compat, device, partition, validate
 from jaxkern._core.define import ceil_div, primitive
 from jaxkern._core.functor import Unsupported
 from jaxkern._core.primitive import bind
-from jaxkern._engines.rows import layout, plan
+from jaxkern._engines.rows import layout, plan, queries
 
 
 def apply(function, operands) -> list:
@@ -197,10 +197,11 @@ class Primitives(typing.NamedTuple):
 PRIMITIVES: dict[str, Primitives] = {}
 
 
-def define(name: str, by_hand=None) -> None:
+def define(name: str, by_hand=None, makes_nan=True, **fixed) -> None:
     """Defines the primitives of the row functions with this name, whose algorithms `jaxkern.algorithms` then knows.
 
-    by_hand: a module of hand-written kernels for some of them; see plan.BY_HAND and _core/algorithms.py.
+    by_hand: a module of hand-written kernels for some of them; see plan.BY_HAND and _core/algorithms.py. makes_nan: as for
+    `define.primitive`. fixed: the fields of the Problem in queries.py that the operation determines.
     """
     core = primitive(
         f"jaxkern_{name}_core",
@@ -208,6 +209,7 @@ def define(name: str, by_hand=None) -> None:
             operands[0].update(shape=shape, dtype=dtype, weak_type=False) for shape, dtype in plan.outputs(function)
         ],
         several=True,
+        makes_nan=makes_nan,
         plan=plan.plan,
     )
     whole = primitive(
@@ -217,6 +219,7 @@ def define(name: str, by_hand=None) -> None:
         _reference,
         on_cpu=functools.partial(_reference, runner="cpu"),
         several=True,
+        makes_nan=makes_nan,
         plan=lambda *args, function: plan.plan(*args, function=function) if plan.is_whole(function) else None,
         adapt=_adapt,
         partition=_partition,
@@ -224,7 +227,7 @@ def define(name: str, by_hand=None) -> None:
     ad.primitive_jvps[whole] = _jvp
     ad.primitive_transposes[whole] = _transpose
     if by_hand is None:
-        algorithms.register(layout, name)
+        algorithms.register(layout if name == "row_kernel" else queries, name, **fixed)
     else:
         plan.BY_HAND[name] = by_hand
         algorithms.register(by_hand, name, **by_hand.FIXED[name])

@@ -18,6 +18,7 @@ XLA where it may use excess precision.
 import jax
 from jax import lax
 
+from jaxkern._core.define import FLOAT8
 from jaxkern._core.functor import Unsupported
 from jaxkern._core.jaxprs import computing
 from jaxkern._engines.jaxpr import (
@@ -64,6 +65,12 @@ class Program(Flat):
         self._classify()
         while split_sums(self):
             self._classify()
+
+    def computes(self, dtype, equation):
+        """8-bit floats are results of the function: nothing is computed from them."""
+        (to,) = (v.aval.dtype for v in equation.outvars[:1])
+        converts = equation.primitive.name == "convert_element_type" and to == dtype and dtype.name in FLOAT8
+        return converts or super().computes(dtype, equation)
 
     def rewritten(self, e, operands):
         name, of_index = e.primitive.name, ()

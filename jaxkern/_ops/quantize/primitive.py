@@ -1,11 +1,10 @@
-"""The primitives of quantisation; their derivatives are zero.
+"""The primitive of the quantisation of a matrix and its transpose; its derivative is zero.
 
-    quantize_p        (x [..., width][, given [] ])            -> q like x, scale [...]
     quantize_tiles_p  (x [..., M, 128, N, 128][, given [] ])   -> q like x, q_t [..., N, 128, M, 128], scale [..., M, 128, N],
                                                                   scale_t [..., N, 128, M]
 
-in float32 except for x, q and q_t. With a scale that is given the scales are replaced by the largest magnitude of each row, or
-of each tile, [..., M, N].
+in float32 except for x, q and q_t. With a scale that is given the scales are replaced by the largest magnitude of each tile,
+[..., M, N].
 """
 
 import functools
@@ -14,20 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkern._core import algorithms, compat, define, partition, validate
+from jaxkern._core import compat, define, partition, validate
 from jaxkern._core.primitive import bind, set_jvp
-from jaxkern._core.rows import without_axis
+from jaxkern._definitions.quantize import on_cpu
 from jaxkern._ops.quantize import plan, reference
-
-algorithms.register(plan, "quantize_rows")
-
-
-def _shape(x, *given, dtype):
-    del given
-    return [
-        x.update(dtype=jnp.dtype(dtype), weak_type=False),
-        without_axis(x, x.ndim - 1).update(dtype=jnp.dtype("float32")),
-    ]
 
 
 def permuted(x, dims, dtype):
@@ -39,7 +28,7 @@ def permuted(x, dims, dtype):
     return x.update(shape=tuple(x.shape[d] for d in dims), dtype=jnp.dtype(dtype), weak_type=False, **more)
 
 
-def _tiles_shape(x, *given, dtype):
+def _shape(x, *given, dtype):
     *batch, m, row, n, column = range(x.ndim)
     if given:
         return [
@@ -64,16 +53,6 @@ def _batch(f, prim, operands, dims, **params):
 
 
 def _partition(prim, ctx, operands, params):
-    names = [*(f"d{d}" for d in range(ctx.avals_in[0].ndim - 1)), "row"]
-    dims = [names, *[[]] * (len(ctx.avals_in) - 1), names, names[:-1]]
-
-    def shard(over, *parts, **params):
-        return reference.quantize(*parts, over=over["row"], **params) if over["row"] else prim.bind(*parts, **params)
-
-    return partition.lower(ctx, prim, operands, params, dims, shard, exact={"row"})
-
-
-def _tiles_partition(prim, ctx, operands, params):
     batch = [f"d{d}" for d in range(ctx.avals_in[0].ndim - 4)]
     given = len(ctx.avals_in) > 1
     results = [("m", "row", "n", "column"), ("n", "column", "m", "row")]
@@ -83,29 +62,16 @@ def _tiles_partition(prim, ctx, operands, params):
     return partition.lower(ctx, prim, operands, params, dims, shard, whole={"row", "column"})
 
 
-quantize_p = define.primitive(
-    "jaxkern_quantize_rows",
-    _shape,
-    functools.partial(_batch, reference.quantize),
-    reference.quantize,
-    on_cpu=functools.partial(reference.on_cpu, reference.quantize, -1),
-    several=True,
-    makes_nan=False,
-    plan=plan.quantize,
-    partition=_partition,
-    dtypes=plan.DTYPES,
-)
-
 quantize_tiles_p = define.primitive(
     "jaxkern_quantize_tiles",
-    _tiles_shape,
+    _shape,
     functools.partial(_batch, reference.quantize_tiles),
     reference.quantize_tiles,
-    on_cpu=functools.partial(reference.on_cpu, reference.quantize_tiles, -1),
+    on_cpu=functools.partial(on_cpu, reference.quantize_tiles, -1),
     several=True,
     makes_nan=False,
     plan=plan.tiles,
-    partition=_tiles_partition,
+    partition=_partition,
     dtypes=plan.DTYPES,
 )
 
@@ -116,5 +82,4 @@ def _jvp(prim, primals, tangents, **params):
     return found, [compat.zero_tangent(y) for y in found]
 
 
-for _prim in (quantize_p, quantize_tiles_p):
-    set_jvp(_prim, functools.partial(_jvp, _prim))
+set_jvp(quantize_tiles_p, functools.partial(_jvp, quantize_tiles_p))
