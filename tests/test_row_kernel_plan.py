@@ -259,10 +259,14 @@ def traced_shape(name, shape, dtype, gradient=False):
     return function
 
 
-def test_one_kernel_serves_any_number_of_rows():
+@pytest.mark.parametrize(
+    "name, width, gradient, rows",
+    [("rms_norm", 512, True, (5000, 20000, 1 << 20)), ("soft_cap", 1 << 21, False, (2, 9, 99))],
+)
+def test_one_kernel_serves_any_number_of_rows(name, width, gradient, rows):
     names = {
-        tuple((s.name, s.source) for s in planned(traced_shape("rms_norm", (rows, 512), "bfloat16", True)).launches)
-        for rows in (5000, 20000, 1 << 20)
+        tuple((s.name, s.source) for s in planned(traced_shape(name, (n, width), "bfloat16", gradient)).launches)
+        for n in rows
     }
     assert len(names) == 1
 

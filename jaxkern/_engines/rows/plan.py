@@ -155,8 +155,8 @@ class _Rows(typing.NamedTuple):
         packs = next(
             p for p in (4, 2, 1) if p == 1 or p * pack * (problem.bytes + problem.sums) / 4 <= tuning.SPLIT_WORDS
         )
-        ragged = self.width % pack != 0
-        parts = ceil_div(self.width, threads * packs * pack)
+        ragged, tile = self.width % pack != 0, threads * packs * pack
+        parts = ceil_div(self.width, tile)
         walkers, most = self.rows, tuning.SPLIT_BLOCKS * self.device.sm_count
         if not core.of_kind("columns"):
             parts = min(parts, ceil_div(most, self.rows))
@@ -172,7 +172,7 @@ class _Rows(typing.NamedTuple):
             scratch += ceil_div(size * self.rows * parts, 256) * 256
         sums, scratch, after = _sums(core, walkers, self.width, scratch)
         args = struct(self.arguments(walkers, sums), *partials, launch.null, i64(parts))
-        ends = "kRagged" if ragged else "kWhole" if self.width == parts * threads * packs * pack else "kPart"
+        ends = "kRagged" if ragged else "kPart" if self.width % tile else "kWhole"
         blocks = resident(Layout(0, packs, threads), problem, 0, False, self.device)
         name = f"SplitRowsKernel<{NAME}, {pack}, {packs}, {threads}, {blocks}, {{}}, {ends}>"
         last = walkers * (parts if core.of_kind("row") or core.of_kind("columns") else 1)
