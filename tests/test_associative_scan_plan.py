@@ -73,7 +73,8 @@ CASES = [
 @pytest.mark.parametrize("algorithm, name, shape, axis, dtype, reverse", CASES)
 def test_kernels_on_the_cpu(algorithm, name, shape, axis, dtype, reverse, monkeypatch):
     """Every element is written, nothing is read or written out of bounds, at any alignment, and results are right."""
-    for constant, value in {"SCAN_THREADS": 64, "ROW_BYTES": 16, "ROW_RADIX": 4, "COLUMN_RADIX": 4}.items():
+    smaller = {"SCAN_THREADS": 64, "ROW_BYTES": 16, "STAGED_BYTES": 2048, "ROW_RADIX": 4, "COLUMN_RADIX": 4}
+    for constant, value in smaller.items():
         monkeypatch.setattr(tuning, constant, value)
     with compat.enable_x64(dtype == "float64"):
         exclusive = reverse and name in OPERATIONS

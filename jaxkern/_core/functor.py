@@ -224,7 +224,8 @@ class Function:
     used: the positions of the arguments that the results depend on.
     label: the names of the public function and of the user function, for errors.
     closed: its jaxpr, of scalars of computing types.
-    coarse: whether kernels compute it with relative errors of 2^-13, enough for 16-bit results.
+    coarse: whether kernels compute it with relative errors of 2^-13, enough for 16-bit results; "approximate": whether they
+        compute exp2 and log alone by the GPU's approximate instructions (namespace approximate in common/functions.h).
     size: how long it takes to compile, in statements of simple arithmetic.
     """
 
@@ -481,6 +482,7 @@ _OVERLOADS |= {"quotient": "quotient"}
 _JUMPS = frozenset("bitcast_convert_type ceil floor ge gt le lt rem round sign".split())
 # Those with an overload in namespace coarse too.
 _COARSE = frozenset("cos div erf erfc exp exp2 expm1 log log1p logistic pow sin sqrt tanh".split())
+_APPROXIMATE = frozenset(("exp2", "log"))  # those with an overload in namespace approximate
 # Their code has branches and tables. Compiled for an H100 in a kernel of four elements per thread, 33 sines take 8 seconds, 300
 # exponentials with 300 multiply-adds 2 seconds, 600 multiply-adds half a second.
 _SLOW_TO_COMPILE = frozenset("bessel_i0e bessel_i1e cos digamma lgamma pow rem sin tan".split())
@@ -651,7 +653,11 @@ class _Translation:
             self._fail(e, "a loop, which functions in kernels cannot have")
         else:
             self._fail(e, "which has no counterpart in kernels")
-        space = "coarse" if self.coarse and name in _COARSE and out == np.float32 else "lax"
+        space = "lax"
+        if out == np.float32 and self.coarse == "approximate":
+            space = "approximate" if name in _APPROXIMATE else "lax"
+        elif out == np.float32 and self.coarse:
+            space = "coarse" if name in _COARSE else "lax"
         return self._rounded(f"{space}::{function}({', '.join(operands)})", out)
 
     def _rounded(self, text, dtype):

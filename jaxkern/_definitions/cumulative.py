@@ -135,7 +135,8 @@ def cumlogsumexp(
     """log(sum(exp(x))) of all elements so far along `axis`, as `jax.lax.cumlogsumexp`, without overflow.
 
     Arguments and errors as for `cummax`; `dtype` is floating-point, and integers promote as in `jax.nn`. The first exclusive
-    result is -inf. Gradients are finite where elements or results are -inf.
+    result is -inf. Gradients are finite where elements or results are -inf. On a GPU, exponentials of float32 have relative errors
+    of 2^-22; a logarithm has an absolute error of 2^-22 below log(2), and a relative one above.
 
     >>> import jax.numpy as jnp, jaxkern
     >>> [round(y, 3) for y in jaxkern.cumlogsumexp(jnp.array([-jnp.inf, 1000.0, 1000.0])).tolist()]
@@ -232,7 +233,7 @@ def _cumulative(x, segment_ids, *, name, axis, reverse, exclusive, dtype):
     options = _scan(_Form(lambda a, b: [operation(a[0], b[0])], [first]), wide, stored, segmented, exclusive)
     if name == "cumlogsumexp":
         form = _Form(_join_sums, [first, wide.type(0)], lambda x: [x, jnp.ones_like(x)], lambda s: s[0] + jnp.log(s[1]))
-        options = _scan(form, wide, stored, segmented, exclusive) | {"derivative": options, "coarse": True}
+        options = _scan(form, wide, stored, segmented, exclusive) | {"derivative": options, "approximate": True}
     (y,) = associative_scan(elems=inputs, axis=axis, reverse=reverse, label=f"jaxkern.{name}", **options)
     return y.astype(dtype)
 
@@ -249,7 +250,10 @@ class _Form(typing.NamedTuple):
 def _join_sums(a, b):
     """(m, s) stands for exp(m) s, where m is the largest element. One exponential, as one of both sums is not scaled."""
     (m, s), (n, t) = a, b
-    difference = jnp.where(m == n, 0, m - n)
+    # Of two equal infinities, the difference is NaN and becomes `most`: the later sum stays, and is finite. Kernels take the
+    # minimum in one instruction.
+    difference, most = m - n, jnp.finfo(m.dtype).max
+    difference = jnp.where(difference < most, difference, most)
     factor = jnp.exp2(-jnp.abs(difference) * np.log2(np.e).astype(m.dtype))
     return [jnp.maximum(m, n), jnp.where(m > n, t * factor + s, s * factor + t)]
 

@@ -17,17 +17,18 @@
 //                                      step, and carries have the types of the state
 //     kLast                            the last carries are results
 //
-// A thread loads kItems adjacent steps into registers, joins their states, finds out the state of all steps before its own,
+// A thread loads kItems adjacent steps, joins their states, finds out the state of all steps before its own,
 // and runs the loop's Step over its own from there. So each element of xs is read once, and each of ys written once.
 //
 // How states are joined depends on shapes alone, so results are the same in each run: in a thread in order, then over the
 // lanes of a warp and over warps in trees of fixed shape. Where several blocks share the steps of a lane, each takes a tile.
-// kRadix adjacent tiles are a group, and kRadix adjacent groups a supergroup. A block publishes the state of its tile, the
-// last block of a group the state of the group, and the last block of a supergroup the state of all steps up to its end.
-// What stands before a tile is the state before its supergroup, the states of earlier groups in it, and the states of earlier
-// tiles in its group, joined in this order. A block waits only for blocks with smaller indices, which the GPU starts first.
+// kRadix adjacent tiles are a group, and kRadix adjacent groups a supergroup. A block publishes the state of its tile, and the
+// last block of a group the state of the group. The state before a tile joins the state before its supergroup, the states of
+// earlier groups in it, and the states of earlier tiles in its group, in this order. A block waits only for blocks with
+// smaller indices, which the GPU starts first.
 //
-// kAhead: a block that walks through tiles loads the next one while it finishes one.
+// kAhead: a block that walks through tiles loads the next one while it finishes one. A block of one tile (kOverTiles) copies its
+// elements to shared memory instead, where they take no registers, so that more blocks are resident while some wait.
 //
 // Published states lie in `slots`, which are 0 at the start. Each word of a state has 64 bits, with a flag in the upper half
 // that says that it is there, so that no fence is needed: a store of 64 bits is seen whole or not at all.
@@ -187,17 +188,17 @@ struct AssociativeEngine<F, N, Types<K...>, Types<C...>, Types<X...>, Types<Y...
     Publish(at, stride, a, StateIndex());
   }
 
-  // What has been read of a published state. Finish waits until all of it is there.
+  // What has been read of a published state. Finish waits until all of it is there; it takes the same arguments as Begin, which
+  // need no registers meanwhile.
   struct Pending {
-    const uint64_t* at;
     uint64_t word[kWords];
 
-    __device__ __forceinline__ void Begin(const uint64_t* slots, int64_t stride) {
-      at = slots;
+    __device__ __forceinline__ void Begin(const uint64_t* at, int64_t stride) {
 #pragma unroll
       for (int w = 0; w < kWords; ++w) word[w] = ReadSlot(at + w * stride);
     }
-    template <size_t... I> __device__ __forceinline__ State Finish(int64_t stride, std::index_sequence<I...>) {
+    template <size_t... I>
+    __device__ __forceinline__ State Finish(const uint64_t* at, int64_t stride, std::index_sequence<I...>) {
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
         while (!(word[w] >> 32)) word[w] = ReadSlot(at + w * stride);
@@ -206,6 +207,9 @@ struct AssociativeEngine<F, N, Types<K...>, Types<C...>, Types<X...>, Types<Y...
       int w = 0;
       ((At<I>(a) = Member<S>(w)), ...);
       return a;
+    }
+    __device__ __forceinline__ State Finish(const uint64_t* at, int64_t stride) {
+      return Finish(at, stride, StateIndex());
     }
     template <class T> __device__ __forceinline__ T Member(int& w) const {
       if constexpr (sizeof(T) == 8) {

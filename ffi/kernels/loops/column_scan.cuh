@@ -1,7 +1,10 @@
 // Scans by an associative operation whose lanes are adjacent in memory (see associative.cuh).
 //
 // A block takes kLanes * N adjacent lanes. Its threads are kParts parts of kLanes threads, and each part takes kItems steps of
-// a tile. A thread loads and stores N lanes of a step as a vector.
+// a tile. A thread loads and stores N lanes of a step as a vector. It keeps what it loads in registers, or, with kOverTiles and
+// kAhead, in places of shared memory that no other thread reads.
+//
+// The last block of a supergroup publishes the state of all steps up to its end.
 #pragma once
 
 #include "associative.cuh"
@@ -26,6 +29,20 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
   template <size_t... L> static auto LoadedType(std::index_sequence<L...>)
       -> Slots<XIndex, typename Loop::template Loaded<X, F::XsKind(L)>...>;
   using Loaded = decltype(LoadedType(XIndex()));
+  static constexpr bool kStaged = kOver == kOverTiles && kAhead;
+
+  // The elements of a thread's steps of a tile, in registers.
+  struct Registers {
+    Loaded x[kItems];
+    __device__ __forceinline__ Loaded& Get(int u) { return x[u]; }
+    __device__ __forceinline__ const Loaded& Get(int u) const { return x[u]; }
+  };
+  // The same in shared memory, [step][thread].
+  struct Staged {
+    Loaded (*x)[kLanes * kParts];
+    __device__ __forceinline__ Loaded& Get(int u) const { return x[u][threadIdx.x]; }
+  };
+  using Held = std::conditional_t<kStaged, Staged, Registers>;
 
   // [part][lane]
   template <int kCount> struct Room {
@@ -35,23 +52,38 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
     Room<kParts> part[2];
     Room<kOver == kOverTiles ? kRadix : 1> tile, group;
     Room<1> before;
+    Loaded staged[kStaged ? kItems : 1][kStaged ? kLanes * kParts : 1];
   };
 
   template <size_t... L> static __device__ __forceinline__ void Load(const typename Engine::Args& a, int64_t lane,
-                                                                     int64_t rank, Loaded (&x)[kItems],
-                                                                     std::index_sequence<L...>) {
+                                                                     int64_t rank, Held& x, std::index_sequence<L...>) {
     Slots<XIndex, typename Loop::template Place<const X, F::XsKind(L), F::XsMap(L)>...> from;
     const int64_t begin = kReverse ? a.loop.steps - 1 - rank : rank;
     (At<L>(from).Set(a.loop, static_cast<const X*>(a.loop.x[L]) + begin * F::XsStep(L), lane), ...);
-    const int64_t left = a.loop.steps - rank;
+    // Steps behind the last are 0. Loads without conditions are all in flight at once.
+    const int left = Left(a, rank);
+    if (left == kItems) {
+#pragma unroll
+      for (int u = 0; u < kItems; ++u) (LoadStep<L, X>(At<L>(from), kSign * u * F::XsStep(L), At<L>(x.Get(u))), ...);
+      return;
+    }
 #pragma unroll
     for (int u = 0; u < kItems; ++u) {
-      if (u < left) {
-        ((At<L>(x[u]) = Loop::template Load<X, F::XsKind(L), F::XsMap(L)>(At<L>(from), kSign * u * F::XsStep(L))), ...);
-      } else {
-        ((At<L>(x[u]) = ZeroPack<X, F::XsKind(L) == kSame ? 1 : N>()), ...);
-      }
+      if (u < left) (LoadStep<L, X>(At<L>(from), kSign * u * F::XsStep(L), At<L>(x.Get(u))), ...);
+      else ((At<L>(x.Get(u)) = ZeroPack<X, F::XsKind(L) == kSame ? 1 : N>()), ...);
     }
+  }
+  // The steps of a thread from `rank` on, kItems at most.
+  static __device__ __forceinline__ int Left(const typename Engine::Args& a, int64_t rank) {
+    const int64_t left = a.loop.steps - rank;
+    return static_cast<int>(left < 0 ? 0 : left < kItems ? left : kItems);
+  }
+  // Loads a step of an array, or begins to copy it to shared memory.
+  template <size_t L, class T, class From, class Pack>
+  static __device__ __forceinline__ void LoadStep(const From& from, int64_t step, Pack& to) {
+    constexpr bool kAsync = kStaged && F::XsKind(L) == kPack && N * sizeof(T) >= 4;
+    if constexpr (kAsync) CopyAsync<N * sizeof(T)>(&to, from.first + step);
+    else to = Loop::template Load<T, F::XsKind(L), F::XsMap(L)>(from, step);
   }
   template <size_t... L>
   static __device__ __forceinline__ typename Engine::Step Item(const Loaded& x, int i, std::index_sequence<L...>) {
@@ -60,60 +92,62 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
     return step;
   }
 
-  template <size_t... M>
-  static __device__ __forceinline__ void Finish(const typename Engine::Args& a, int64_t lane, bool valid, int64_t rank,
-                                                const Loaded (&x)[kItems], const typename Engine::Lane (&numbers)[N],
-                                                typename Engine::Carry (&carry)[N], bool first,
-                                                std::index_sequence<M...>) {
+  template <size_t... M> static __device__ __forceinline__ void Finish(const typename Engine::Args& a, int64_t lane,
+                                                                       bool valid, int64_t rank, const Held& x,
+                                                                       const typename Engine::Lane (&numbers)[N],
+                                                                       typename Engine::Carry (&carry)[N], bool first,
+                                                                       std::index_sequence<M...>) {
     Slots<YIndex, typename Loop::template Place<Y, F::YsKind(M), F::YsMap(M)>...> to;
     const int64_t begin = kReverse ? a.loop.steps - 1 - rank : rank;
     (At<M>(to).Set(a.loop, static_cast<Y*>(a.loop.y[M]) + begin * F::YsStep(M), lane), ...);
-    const uint32_t owners[sizeof...(M) + 1] = {(valid ? Loop::template Owners<F::YsOwner(M)>(a.loop, lane) : 0)..., 0};
-    const int64_t left = a.loop.steps - rank;
+    const uint32_t owners[sizeof...(M) + 1] = {Loop::template Owners<F::YsOwner(M)>(a.loop, lane)..., 0};
+    const int left = valid ? Left(a, rank) : 0;
 #pragma unroll
     for (int u = 0; u < kItems; ++u) {
-      if (u < left) {
-        Slots<YIndex, PerLane<Own<Y>, N>...> y;
+      Slots<YIndex, PerLane<Own<Y>, N>...> y;
+      const Loaded step = x.Get(u);
 #pragma unroll
-        for (int i = 0; i < N; ++i) {
-          typename Engine::Stored value;
-          Engine::Run(u == 0 && first, numbers[i], carry[i], Item(x[u], i, XIndex()), value);
-          ((At<M>(y).of[i] = At<M>(value)), ...);
-        }
-        (Loop::template Store<Y, F::YsKind(M), F::YsMap(M)>(At<M>(to), kSign * u * F::YsStep(M), At<M>(y), owners[M]),
-         ...);
-        if constexpr (F::kLast) {
-          if (u == left - 1 && valid) Engine::StoreLast(a, lane, carry, typename Loop::CarryIndex());
-        }
+      for (int i = 0; i < N; ++i) {
+        typename Engine::Stored value;
+        Engine::Run(u == 0 && first, numbers[i], carry[i], Item(step, i, XIndex()), value);
+        ((At<M>(y).of[i] = At<M>(value)), ...);
+      }
+      (Loop::template Store<Y, F::YsKind(M), F::YsMap(M)>(At<M>(to), kSign * u * F::YsStep(M), At<M>(y),
+                                                          u < left ? owners[M] : 0),
+       ...);
+      if constexpr (F::kLast) {
+        if (u == left - 1) Engine::StoreLast(a, lane, carry, typename Loop::CarryIndex());
       }
     }
   }
 
   static __device__ __forceinline__ void Run(const typename Engine::Args& a, Shared& shared) {
     const int side = threadIdx.x % kLanes, part = threadIdx.x / kLanes;
-    const int64_t blocks = (a.loop.lanes + kLanes * N - 1) / (kLanes * N);
+    const uint32_t blocks = static_cast<uint32_t>((a.loop.lanes + kLanes * N - 1) / (kLanes * N));
     int64_t tile = kOver == kOverTiles ? blockIdx.x / blocks : 0;
     const int64_t end = kOver == kOverTiles ? tile + 1 : a.tiles;
     // Threads without lanes compute lane 0, and store nothing.
-    const int64_t place = (blockIdx.x % blocks * kLanes + side) * N;
+    const int64_t place = (static_cast<int64_t>(blockIdx.x % blocks) * kLanes + side) * N;
     const bool valid = place < a.loop.lanes;
     const int64_t lane = valid ? place : 0;
 
-    Loaded x[kItems];
+    Held x;
+    if constexpr (kStaged) x.x = shared.staged;
     Load(a, lane, tile * kTile + part * kItems, x, XIndex());
     typename Engine::Lane numbers[N];
     typename Engine::Carry init[N];
     Engine::Read(a, lane, numbers, init);
     Prefix walked[N];
+    if constexpr (kStaged) WaitForCopies();
     for (int phase = 0;; phase ^= 1) {
       State own[N];
 #pragma unroll
-      for (int i = 0; i < N; ++i) own[i] = Engine::ElementOf(numbers[i], Item(x[0], i, XIndex()));
-#pragma unroll
-      for (int u = 1; u < kItems; ++u) {
+      for (int u = 0; u < kItems; ++u) {
+        const Loaded step = x.Get(u);
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          own[i] = Engine::Join(own[i], Engine::ElementOf(numbers[i], Item(x[u], i, XIndex())));
+          const State element = Engine::ElementOf(numbers[i], Item(step, i, XIndex()));
+          own[i] = u == 0 ? element : Engine::Join(own[i], element);
         }
       }
       const int64_t rank = tile * kTile + part * kItems;
@@ -125,8 +159,8 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
         for (int i = 0; i < N; ++i) shared.part[phase].of[part][side][i] = own[i];
         __syncthreads();
       }
-      Loaded ahead[kItems];
-      if (kAhead && goes_on) Load(a, lane, rank + kTile, ahead, XIndex());
+      Held ahead;
+      if (kAhead && !kStaged && goes_on) Load(a, lane, rank + kTile, ahead, XIndex());
 
       Prefix before[N];
       if constexpr (kOver == kOverTiles) {
@@ -147,12 +181,8 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
       }
       Finish(a, lane, valid, rank, x, numbers, carry, !before[0].any, YIndex());
       if (!goes_on) return;
-      if constexpr (kAhead) {
-#pragma unroll
-        for (int u = 0; u < kItems; ++u) x[u] = ahead[u];
-      } else {
-        Load(a, lane, rank + kTile, x, XIndex());
-      }
+      if constexpr (kAhead) x = ahead;
+      else Load(a, lane, rank + kTile, x, XIndex());
     }
   }
 
@@ -192,28 +222,30 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
       __syncthreads();
       return;
     }
+    const auto tile_slot = [&](int at, int i) { return published.tile + (group * kRadix + at) * each + i; };
+    const auto group_slot = [&](int at, int i) { return published.group + (super * kRadix + at) * each + i; };
+    const auto super_slot = [&](int i) { return published.before + (super - 1) * each + i; };
     typename Engine::Pending of_tile[kWaits][N], of_group[kWaits][N], of_super[N];
 #pragma unroll
     for (int k = 0; k < kWaits; ++k) {
       const int at = part + k * kParts;
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        if (at < tiles) of_tile[k][i].Begin(published.tile + (group * kRadix + at) * each + i, stride);
-        if (at < groups) of_group[k][i].Begin(published.group + (super * kRadix + at) * each + i, stride);
+        if (at < tiles) of_tile[k][i].Begin(tile_slot(at, i), stride);
+        if (at < groups) of_group[k][i].Begin(group_slot(at, i), stride);
       }
     }
     if (super > 0 && part == 0) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) of_super[i].Begin(published.before + (super - 1) * each + i, stride);
+      for (int i = 0; i < N; ++i) of_super[i].Begin(super_slot(i), stride);
     }
-    const auto index = typename Engine::StateIndex();
     if (tiles > 0) {
 #pragma unroll
       for (int k = 0; k < kWaits; ++k) {
         const int at = part + k * kParts;
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          if (at < tiles) shared.tile.of[at][side][i] = of_tile[k][i].Finish(stride, index);
+          if (at < tiles) shared.tile.of[at][side][i] = of_tile[k][i].Finish(tile_slot(at, i), stride);
         }
       }
       __syncthreads();
@@ -232,12 +264,12 @@ struct ColumnScan<F, N, kLanes, kParts, kItems, kRadix, kAhead, kOver, kReverse,
         const int at = part + k * kParts;
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          if (at < groups) shared.group.of[at][side][i] = of_group[k][i].Finish(stride, index);
+          if (at < groups) shared.group.of[at][side][i] = of_group[k][i].Finish(group_slot(at, i), stride);
         }
       }
       if (super > 0 && part == 0) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) shared.before.of[0][side][i] = of_super[i].Finish(stride, index);
+        for (int i = 0; i < N; ++i) shared.before.of[0][side][i] = of_super[i].Finish(super_slot(i), stride);
       }
       __syncthreads();
     }

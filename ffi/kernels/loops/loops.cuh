@@ -94,6 +94,7 @@ struct LoopEngine<F, N, Types<K...>, Types<C...>, Types<X...>, Types<Y...>> {
   template <int map> static __device__ __forceinline__ int64_t Offset(const Args& a, int64_t lane) {
     if constexpr (map == -1) return lane;
     else if constexpr (map == -2) return 0;
+    else if constexpr (map == -3) return lane * a.steps;
     else return a.map[map](lane);
   }
 

@@ -63,7 +63,7 @@ def associative_scan(
     label="",
     derivative=None,
     replaced=False,
-    coarse=False,
+    approximate=False,
 ) -> list:
     """The states of all prefixes along an axis.
 
@@ -79,7 +79,8 @@ def associative_scan(
         derivative: the arguments combine, exclusive, element and finish, as a dict, of a scan with the same results that has
             better derivatives. Its functions close over no arrays.
         replaced: see `Associative`.
-        coarse: whether kernels compute functions in combine as for results of 16 bits; of float32, exp2 is within 2^-22.
+        approximate: whether kernels compute exp2 and log of float32 with relative errors of 2^-22; the logarithm of a number
+            between 0.5 and 2 has an absolute error of 2^-22.
 
     Returns: a list of arrays, of the shape of elems.
 
@@ -92,7 +93,7 @@ def associative_scan(
     made, captured, first = _functions(name, dtypes, combine, exclusive, element, finish)
     if captured:  # arrays of one number, which these Functions take as arguments of their own
         return _with_captured(made, captured, xs, first, axis, reverse)
-    spec = dataclasses.replace(_spec(made, first, coarse), replaced=replaced)
+    spec = dataclasses.replace(_spec(made, first, approximate), replaced=replaced)
     if derivative is not None:
         other, _, first = _functions(name, dtypes, **derivative)
         spec = dataclasses.replace(spec, derivative=_spec(other, first))
@@ -125,13 +126,13 @@ def _functions(name, dtypes, combine, exclusive=None, element=None, finish=None)
     return made, captured, numbers
 
 
-def _spec(functions, first, coarse=False) -> Associative:
+def _spec(functions, first, approximate=False) -> Associative:
     element, combine, finish = functions
-    wide = tuple(map(computing, element.out_dtypes))
+    wide, coarse = tuple(map(computing, element.out_dtypes)), "approximate" if approximate else False
     return Associative(
         element.with_results(wide),
         of_scalars(combine.scalars, wide * 2, wide, combine.label, coarse),
-        of_scalars(finish.scalars, (*wide, *element.in_dtypes), finish.out_dtypes, finish.label, False),
+        of_scalars(finish.scalars, (*wide, *element.in_dtypes), finish.out_dtypes, finish.label, coarse),
         first,
     )
 

@@ -20,6 +20,7 @@ from jaxkern._core.launch import Launch, Memset, Plan, i64, struct
 from jaxkern._engines.loops import pairs, tuning
 from jaxkern._engines.loops.affine import affine
 from jaxkern._engines.loops.generate import INDEX
+from jaxkern._engines.loops.plan_associative import slots
 
 _SHARED = 48 * 1024  # bytes of static shared memory
 
@@ -95,6 +96,7 @@ class Layout(typing.NamedTuple):
     items: int
     resident: int
     over: str
+    staged: bool = False  # whether elements of a tile are kept in shared memory
 
     @property
     def tile(self) -> int:
@@ -153,17 +155,20 @@ def row_layout(device, maps, lanes, length, vectors) -> RowLayout:
 def column_layout(device, maps, lanes, length, vectors) -> Layout:
     """vectors: the arrays are aligned to 16 bytes."""
     itemsize, words, items, resident = _sizes(maps)
-    pack = tuning.VECTOR_BYTES // itemsize if vectors else 1
     across = min(32, 1 << (lanes - 1).bit_length())
     parts_of = lambda across: min(tuning.CUT_THREADS // across, tuning.CUT_PARTS)
     shared = lambda across: across * (2 * parts_of(across) + 2 * tuning.COLUMN_RADIX + 1) * 4 * maps.words
     while shared(across) > _SHARED:  # `Shared` of ColumnScan
         across //= 2
-    parts = parts_of(across)
+    parts, pack = parts_of(across), max(1, tuning.COLUMN_BYTES // itemsize) if vectors else 1
     few = lambda pack: lanes * ceil_div(length, parts * items) < tuning.CUT_BLOCKS * device.sm_count * across * pack
     held = lambda pack: items * words(pack) > tuning.CUT_WORDS or pack * maps.words > tuning.CUT_NUMBERS
     while pack > 1 and (lanes % pack or few(pack) or held(pack) or pack * items * maps.size > tuning.BODY):
         pack //= 2
+    free = _SHARED - pack * shared(across) - 1024
+    staged = free // (across * parts * words(pack) * 4) // 4 * 4 if pack > 1 and words(1) else 0
+    if length > parts * staged >= parts * items and pack * staged * maps.size <= tuning.BODY:
+        return Layout(pack, across, parts, staged, tuning.STAGED_COLUMNS, "kOverTiles", True)
     return Layout(pack, across, parts, items, resident, "kOverTiles" if length > parts * items else "kOverBlock")
 
 
@@ -190,8 +195,9 @@ def plan(device, maps, algorithm, lanes, length, reverse, name, arguments):
             blocks = ceil_div(lanes, cut.lanes * cut.pack)
             states = blocks * cut.lanes * cut.pack
         shared = cut.over == "kOverTiles"
-        values = ", ".join(map(str, (*sizes, cut.resident, radix, "false", cut.over, str(bool(reverse)).lower())))
-        published = states * (tiles + tiles // radix + tiles // radix**2)
+        staged = "true" if not rows and cut.staged else "false"
+        values = ", ".join(map(str, (*sizes, cut.resident, radix, staged, cut.over, str(bool(reverse)).lower())))
+        published = states * slots(tiles, radix, rows)
         scratch = 8 * maps.words * published if shared else 0
         args = struct(arguments(groups), launch.scratch() if scratch else launch.null, i64(tiles))
         step = Launch(

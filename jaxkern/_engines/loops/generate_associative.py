@@ -64,8 +64,6 @@ def _step(name, spec) -> str:
 
 def lanes_of(outer, length, inner) -> list:
     """The groups of the index map from a lane to its first element, innermost first."""
-    if inner == 1:
-        return [(outer, length)]
     return [(inner, 1)] if outer == 1 else [(inner, 1), (outer, length * inner)]
 
 
@@ -73,7 +71,7 @@ def source(name, spec, outer, length, inner):
     functions = _functions(spec)
     text = "".join(f.source(f"{name}{k}") for k, f in functions.items()) + _step(name, spec)
     groups = lanes_of(outer, length, inner)
-    whole = groups == [(inner, 1)]
+    whole = inner == 1 or outer == 1
     start = "kOpen" if spec.first is None else "kNumbers"
     types = {
         "Consts": (),
@@ -85,7 +83,7 @@ def source(name, spec, outer, length, inner):
     lines = [f"  using {k} = Types<{', '.join(map(cpp_type, dtypes))}>;" for k, dtypes in types.items()]
     used = ["Element", "Combine", "Step", *(["First"] if spec.first is None else ["Start", "Apply"])]
     lines += [f"  using {k} = {name}{k};" for k in used]
-    kind, at = "kEach" if inner == 1 else "kPack", -1 if whole else 0
+    kind, at = ("kEach", -3) if inner == 1 else ("kPack", -1 if whole else 0)
     for k in ("Consts", "Carries", "Xs", "Ys"):
         lines.append(f"  static constexpr int {k}Kind(int) {{ return {kind}; }}")
         lines.append(f"  static constexpr int {k}Map(int) {{ return {at}; }}")

@@ -28,11 +28,15 @@ ALGORITHMS = (*ROWS, *COLUMNS)
 DTYPES = tuple(define.CUDA_TYPES)
 MOST_ARRAYS = 20
 MOST_WORDS = 32  # of a state, whose copies for a block fit shared memory
+STATIC = 47 * 1024  # bytes of static shared memory that a kernel uses at most
 SHARED = 36 * 1024  # bytes of them at most, of 48 KiB: members of 8 bytes may need padding
 
 
 class Problem(typing.NamedTuple):
-    """itemsize: bytes of the largest element. arrays: the number of arrays that are read. words: 32-bit words of a state."""
+    """itemsize: bytes of the largest element. arrays: the number of arrays that are read. words: 32-bit words of a state.
+
+    alike: whether all arrays have elements of this size, and no more arrays are written than read.
+    """
 
     outer: int
     length: int
@@ -40,6 +44,7 @@ class Problem(typing.NamedTuple):
     itemsize: int = 4
     arrays: int = 1
     words: int = 1
+    alike: bool = False
 
 
 class RowLayout(typing.NamedTuple):
@@ -50,7 +55,7 @@ class RowLayout(typing.NamedTuple):
     lanes: int
     threads: int
     blocks: int  # per multiprocessor, at least; registers must suffice for them
-    ahead: bool  # whether a block loads its next tile while it finishes one
+    ahead: bool  # whether a block loads its next tile while it finishes one, or keeps its only one in shared memory
 
     def tile(self, algorithm) -> int:
         return self.items * (self.lanes if algorithm == "warp" else self.threads)
@@ -118,6 +123,11 @@ def layout(algorithm, problem, vectors=True, reverse=True):
         resident = tuning.SCAN_BLOCKS
         if algorithm == "tiles":  # the larger a tile, the fewer blocks wait for each other
             items, resident = min(tuning.MOST_ITEMS, 2 * items), tuning.SCAN_BLOCKS // 2
+            staged = tuning.STAGED_BYTES // (threads * problem.itemsize * problem.arrays) // pack * pack
+            if problem.alike and pack * problem.itemsize >= 4 and staged:
+                return RowLayout(pack, staged, lanes, threads, tuning.STAGED_BLOCKS, True)
+        elif items * problem.words > tuning.MOST_ITEMS:
+            resident -= 1  # 64 registers would spill: cumlogsumexp of bfloat16 0.60 -> 0.76 of a copy
         blocks = max(1, resident * tuning.SCAN_THREADS // threads)
         return RowLayout(pack, items, lanes, threads, blocks, problem.arrays == 1 and algorithm != "tiles")
     pack = most if algorithm == "lanes" else max(1, tuning.COLUMN_BYTES // problem.itemsize)
@@ -132,10 +142,16 @@ def layout(algorithm, problem, vectors=True, reverse=True):
     copies = 2 * parts + 2 * tuning.COLUMN_RADIX + 1  # `Shared` of ColumnScan
     while lanes > 1 and 4 * problem.words * pack * lanes * copies > SHARED:
         lanes //= 2
+    if problem.arrays == 1 and algorithm == "column_tiles" and problem.words > 1 and pack > 1:
+        free = STATIC - 4 * problem.words * pack * lanes * copies
+        items = min(2 * tuning.COLUMN_STEPS, free // (lanes * parts * pack * problem.itemsize) // 4 * 4)
+        return ColumnLayout(pack, lanes, parts, items, tuning.STAGED_COLUMNS, True)
     if problem.arrays == 1 and algorithm == "column_tiles":
-        return ColumnLayout(pack, lanes, parts, 2 * tuning.COLUMN_STEPS, 3, False)
+        steps, resident = (3, 2) if pack > 1 else (2, 3)  # two lanes of a thread need more registers
+        return ColumnLayout(pack, lanes, parts, steps * tuning.COLUMN_STEPS, resident, False)
     items = max(4, tuning.COLUMN_STEPS // max(1, problem.arrays - 1))
-    return ColumnLayout(pack, lanes, parts, items, tuning.SCAN_BLOCKS, problem.arrays == 1)
+    resident = tuning.SCAN_BLOCKS if problem.words == 1 else 3 if pack * problem.words == 2 else 2  # without spills
+    return ColumnLayout(pack, lanes, parts, items, resident, problem.arrays == 1)
 
 
 def blocks_of(algorithm, problem, cut) -> int:
@@ -146,6 +162,11 @@ def blocks_of(algorithm, problem, cut) -> int:
         return ceil_div(lanes, each) * (tiles if algorithm == "tiles" else 1)
     tiles = ceil_div(problem.length, cut.tile)
     return ceil_div(lanes, cut.lanes * cut.pack) * (tiles if algorithm == "column_tiles" else 1)
+
+
+def slots(tiles, radix, rows) -> int:
+    """States that the tiles of a lane publish: row_scan.cuh if `rows`, else column_scan.cuh."""
+    return tiles + (2 * (tiles // radix + 1) if rows else tiles // radix + tiles // radix**2)
 
 
 def plan(device, operands, results, *, spec, axis, reverse):
@@ -162,7 +183,8 @@ def plan(device, operands, results, *, spec, axis, reverse):
     if words > MOST_WORDS:
         return None
     itemsize = max(a.dtype.itemsize for a in arrays)
-    problem = Problem(outer, length, inner, itemsize, len(operands), words)
+    alike = all(a.dtype.itemsize == itemsize for a in arrays) and len(results) <= len(operands)
+    problem = Problem(outer, length, inner, itemsize, len(operands), words, alike)
     algorithm = algorithms.pick("associative_scan", algorithms.forced("associative_scan"), problem, device)
     source, maps = generate_associative.source(NAME, spec, outer, length, inner)
     carries = len(spec.states)
@@ -181,7 +203,7 @@ def plan(device, operands, results, *, spec, axis, reverse):
             width = ceil_div(outer * inner, cut.lanes * cut.pack) * cut.lanes * cut.pack
         ahead, backwards = (str(bool(flag)).lower() for flag in (cut.ahead, reverse))
         name = f"{kernel}Kernel<{NAME}, {', '.join(map(str, sizes))}, {radix}, {ahead}, {over}, {backwards}>"
-        published = tiles + tiles // radix + tiles // radix**2
+        published = slots(tiles, radix, inner == 1)
         shared = over == "kOverTiles"
         scratch = 8 * words * width * published if shared else 0
         args = struct(
