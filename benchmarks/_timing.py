@@ -34,6 +34,7 @@ WARM_UP = 3  # calls of a candidate before it is timed
 SLOW = 0.25  # seconds a call: what takes longer is called once more, by the host's clock
 HOPELESS = 2.0  # and what takes this long is never called again in the run, nor is its like
 ROUNDS = 2  # turns that every candidate gets in a trace, so that a drifting clock hits all alike
+TURN = 0.05  # seconds of a turn, from which calls are fewer: a loop of XLA has thousands of kernels, each an event of the trace
 MARKER = "benchmark_marker"
 MARKER_KERNEL = "popcnt"  # the HLO that the marker compiles to, and so part of its kernel's name
 
@@ -248,6 +249,11 @@ def short_name(kernel: str) -> str:
 # --- clocks --------------------------------------------------------------------------------------
 
 
+def calls_of_a_turn(repeats: int, seconds: float) -> int:
+    """How often a candidate is called in one of its turns, if a call takes so long: at least once, and in TURN seconds."""
+    return max(1, min(-(-repeats // ROUNDS), int(TURN / seconds)))
+
+
 class ProfilerClock:
     """Device time on a GPU, from CUPTI through `jax.profiler`."""
 
@@ -256,6 +262,7 @@ class ProfilerClock:
     def __init__(self) -> None:
         self._next: collections.Counter[str] = collections.Counter()
         self._hopeless: dict[str, float] = {}  # seconds that a call took, by `like`
+        self._pace: dict[str, float] = {}  # seconds that a call takes after the first, by name, in this measurement
         self.single_traces = 0  # measurements whose markers were lost
         with trace():  # the first trace of a process loads CUPTI and may come back incomplete
             _marker_call()()
@@ -280,24 +287,24 @@ class ProfilerClock:
             else:
                 ready.append(c)
 
-        calls = -(-repeats // ROUNDS)
+        calls = {c.name: calls_of_a_turn(repeats, self._pace[c.name]) for c in ready}
         turns = [c for _ in range(ROUNDS) for c in ready]
         segments = self._segments(turns, calls)
         if len(segments) != len(turns):
             self.single_traces += 1
-            segments = [self._alone(c, calls) for c in turns]
+            segments = [self._alone(c, calls[c.name]) for c in turns]
 
         events: dict[str, list[Event]] = {c.name: [] for c in ready}
         for c, segment in zip(turns, segments):
             events[c.name].extend(segment)
         for c in ready:
             if events[c.name]:
-                results[c.name] = _timing_from(events[c.name], calls * ROUNDS, c.span)
+                results[c.name] = _timing_from(events[c.name], calls[c.name] * ROUNDS, c.span)
             elif c.torch:  # its kernels are not in XLA's trace
                 from benchmarks import _torch
 
                 results[c.name] = Timing(
-                    _torch.event_times(functools.partial(self._step, c), calls * ROUNDS), "cuda events"
+                    _torch.event_times(functools.partial(self._step, c), calls[c.name] * ROUNDS), "cuda events"
                 )
             else:
                 results[c.name] = Failure("the profiler recorded no kernels")
@@ -314,13 +321,16 @@ class ProfilerClock:
             return Failure(f"not called: {self._hopeless[c.like]:.0f} s a call of its like")
         seconds = self._seconds(c)
         if seconds < SLOW:
+            start = time.perf_counter()
             self._run(c, WARM_UP - 1)
+            self._pace[c.name] = (time.perf_counter() - start) / (WARM_UP - 1)
             return None
         if c.like and seconds > HOPELESS:
             self._hopeless[c.like] = seconds
         else:
             seconds = self._seconds(c)  # without what the first call alone has to do
             if seconds < SLOW:
+                self._pace[c.name] = seconds
                 return None
         return Timing([seconds * 1e6], "host", note=f"{seconds:.2g} s a call: timed once, by the host's clock")
 
@@ -336,13 +346,13 @@ class ProfilerClock:
         c.sync(kept[-1])
 
     # The candidates of a case read the same arrays: without the flush, of small ones the first alone would find none in the L2.
-    def _segments(self, turns: list[Candidate], calls: int) -> list[list[Event]]:
+    def _segments(self, turns: list[Candidate], calls: dict[str, int]) -> list[list[Event]]:
         with trace() as events:
             for c in turns:
                 _marker_call()()
                 _flush_call()()
                 _marker_call()()
-                self._run(c, calls)
+                self._run(c, calls[c.name])
             _marker_call()()
         return split_by_marker(events)[1:-1:2]
 

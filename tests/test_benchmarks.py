@@ -303,6 +303,11 @@ def test_readings_of_steps():
     assert len(calls) == 1 and us >= 1000
 
 
+def test_slow_candidates_are_called_less_often():
+    """A trace holds every kernel, and a loop of XLA has thousands."""
+    assert [_timing.calls_of_a_turn(24, seconds) for seconds in (1e-5, 5e-3, 0.1)] == [12, 10, 1]
+
+
 def test_results_of_two_runs_become_one():
     def run(commit, cells, **more):
         environment = {"device": "A", "driver": "1", "jax": "1", "jaxlib": "1", "torch": "", "clock": "host"}
