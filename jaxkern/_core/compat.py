@@ -362,19 +362,24 @@ def register_lowering_uncached_when(prim, rule, platform, condition) -> None:
 
         if not isinstance(internal._uncacheable_primitives, _Conditional):
             internal._uncacheable_primitives = _Conditional(internal._uncacheable_primitives)
-        conditions = _uncached_when.setdefault(prim, [])
-        conditions.append(condition)
+        of_platform = _uncached_when.setdefault(prim, {})
+        of_platform.setdefault(platform, []).append(condition)
 
         def uncached():
             lowers = sys._getframe(2).f_locals  # of the function that looks into the set
-            if len(lowers["ctx"].platforms) > 1:
+            module = lowers["ctx"]
+            if len(module.platforms) > 1:
                 return False
-            return any(c(lowers["ctx"], lowers["eqn"], lowers["in_nodes"]) for c in conditions)
+            for conditions in of_platform.get(module.platforms[0], ()), of_platform.get(None, ()):
+                for holds in conditions:
+                    if holds(module, lowers["eqn"], lowers["in_nodes"]):
+                        return True
+            return False
 
         internal._uncacheable_primitives.conditions[prim] = uncached
 
 
-_uncached_when: dict = {}  # {primitive: conditions under which it is lowered uncached}
+_uncached_when: dict = {}  # {primitive: {platform: conditions under which it is lowered uncached}}
 
 
 def physical(aval):
