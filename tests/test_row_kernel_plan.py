@@ -9,7 +9,7 @@ import pytest
 from row_functions import FUNCTIONS, layer_norm, operands
 
 from jaxkern import algorithms
-from jaxkern._core import device, registry
+from jaxkern._core import compat, device, registry
 from jaxkern._engines.rows import layout, plan
 from jaxkern._engines.rows.function import trace
 
@@ -103,8 +103,6 @@ def test_strided_kernels_on_the_cpu(name, f, shape, dtype, gradient):
 @pytest.mark.parametrize("name, shape, dtype, gradient, algorithm", CASES)
 def test_kernels_on_the_cpu(name, shape, dtype, gradient, algorithm):
     """Every element is written, nothing is read or written out of bounds, at any alignment, and results are right."""
-    from jaxkern._core import compat
-
     with compat.enable_x64(dtype == "float64"):
         function, args = traced(name, shape, dtype, gradient)
         found = planned(function, algorithm, SMALL)
@@ -187,6 +185,96 @@ def test_sums_of_terms_with_factors_of_the_row_take_no_pass_of_their_own(f, pass
     assert len(function.core.passes) == passes
 
 
+def _centred(x, k):
+    scale = jax.lax.rsqrt(jnp.mean((x - jnp.mean(x, -1, keepdims=True)) ** 2, -1, keepdims=True) + 1)
+    return x - jnp.sum(k(scale) * (scale * (x * x)), -1, keepdims=True)
+
+
+def _soft(x):
+    e = jnp.exp(x - jnp.max(x, -1, keepdims=True))
+    return e, jnp.sum(e, -1, keepdims=True)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, k: (lambda e, total: jnp.sum(total * (x * (e / total)), -1))(*_soft(x)),
+        lambda x, k: _centred(x, lambda _: jnp.broadcast_to(k, x.shape).transpose(1, 0, 2)),
+        lambda x, k: _centred(x, lambda n: jnp.broadcast_to(9 * n, x.shape).astype(jnp.int32).astype(x.dtype)),
+    ],
+    ids=["multiplied_and_divided", "transposed", "rounded"],
+)
+def test_factors_of_the_row_that_sums_are_multiplied_by(f):
+    x = np.random.default_rng(0).normal(size=(3, 3, 50)).astype(np.float32)
+    args = [x, x[:, :, :1].copy()]
+    function, _, _ = trace(f, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args], -1, "f")
+    np.testing.assert_allclose(function.wide(*args)[0], f(*args), rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
+@plans.needs_runtime
+@pytest.mark.parametrize("algorithm", ["block", "split"])
+def test_masked_elements_of_an_entropy_overflow_nothing(algorithm):
+    """Threads and blocks whose elements are all masked by the lowest number sum the products of it with exp(0)."""
+
+    def f(x):
+        e, total = _soft(x)
+        return jnp.sum(e * x, -1) / total[..., 0]
+
+    x = np.random.default_rng(0).normal(size=(3, 2048)).astype(np.float32)
+    x[0, 700:], x[1, :2000] = np.finfo(np.float32).min, np.finfo(np.float32).min
+    function, _, _ = trace(f, [jax.ShapeDtypeStruct(x.shape, x.dtype)], -1, "f")
+    assert len(function.core.stages) == 1
+    (y,) = emulated.run(planned(function, algorithm), [x], plan.outputs(function))
+    np.testing.assert_allclose(y, f(x), rtol=1e-5, atol=1e-6)
+
+
+@needs_compiler
+@plans.needs_runtime
+def test_kept_exponentials_of_rows_with_infinities():
+    """The others are finite numbers over infinity, though those that a thread kept were relative to a large number."""
+
+    def f(x):
+        most = jnp.max(x, -1, keepdims=True)
+        e = jnp.exp(x - jnp.where(jnp.isfinite(most), most, 0))
+        return e / jnp.sum(e, -1, keepdims=True)
+
+    x = np.random.default_rng(0).normal(size=(3, 2048)).astype(np.float32)
+    x[0, 5], x[0, 700:900], x[0, 1600:], x[1] = np.inf, 95, -np.inf, -np.inf
+    function, _, _ = trace(f, [jax.ShapeDtypeStruct(x.shape, x.dtype)], -1, "f")
+    assert len(function.core.stages) == 1
+    (y,) = emulated.run(planned(function, "block"), [x], plan.outputs(function))
+    np.testing.assert_allclose(y, f(x), rtol=1e-5, atol=1e-6)
+
+
+@needs_compiler
+@plans.needs_runtime
+@pytest.mark.parametrize("width", [2, 5, 13])
+def test_streaming_reads_the_edges_of_rows_without_a_whole_pack(width):
+    f = lambda x: x - jnp.sum(x, -1, keepdims=True)
+    x = np.random.default_rng(0).normal(size=(3, width)).astype(np.float32)
+    function, _, _ = trace(f, [jax.ShapeDtypeStruct(x.shape, x.dtype)], -1, "f")
+    check(planned(function, "streaming"), function, [x], "float32")
+
+
+@needs_compiler
+@plans.needs_runtime
+def test_integers_are_clamped_to_the_range_of_an_8_bit_float():
+    x = np.arange(-900, 900, 20, np.int32).reshape(2, -1)
+    f = lambda x: jax.lax.clamp(np.int32(-448), x, np.int32(448)).astype(jnp.float8_e4m3fn)
+    function, _, _ = trace(f, [jax.ShapeDtypeStruct(x.shape, x.dtype)], -1, "f")
+    (y,) = emulated.run(planned(function), [x], plan.outputs(function))
+    np.testing.assert_array_equal(y.astype(np.float32), np.asarray(f(x), np.float32))
+
+
+def test_partial_results_have_room_for_their_padding():
+    with compat.enable_x64(True):
+        shapes = [jax.ShapeDtypeStruct((4, 64), d) for d in ("float32", "float64")]
+        f = lambda x, y: (jnp.sum(x, -1), jnp.sum(y, -1), jnp.max(x, -1))
+        function, _, _ = trace(f, shapes, -1, "f")
+        assert function.core.partial_bytes == [24]
+
+
 @pytest.mark.parametrize("jumps, divides", [(lambda e, z: e > 0.1, False), (lambda e, z: e / z > 0.1, True)])
 def test_only_what_a_comparison_depends_on_is_precise(jumps, divides):
     """In 16 bits: a value that is compared is computed with the accuracy of float32, and what follows it is not."""
@@ -209,8 +297,6 @@ def test_kernels_compile(capability):
         90: ("loss", (64, 5001), "float32", True),
         120: ("totals", (64, 33), "float64", False),
     }[capability]
-    from jaxkern._core import compat
-
     with compat.enable_x64(dtype == "float64"):
         found = planned(traced(name, shape, dtype, gradient)[0])
     for step in {step.name: step for step in found.launches}.values():

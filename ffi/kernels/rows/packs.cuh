@@ -29,6 +29,8 @@ template <int N, int kGroup, int kEnds> constexpr int kEdges = kEnds == kRagged 
 struct Body {
   int begin, end;
 
+  // The end of the tiles of a row. There is one, for the columns in no pack, though it may have no packs.
+  __device__ __forceinline__ int TilesEnd() const { return max(end, begin + 1); }
   // Column e of those in no pack; there is none if the result is not less than the width.
   __device__ __forceinline__ int Edge(int e) const { return e < begin ? e : e - begin + end; }
 };

@@ -191,7 +191,7 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
         if constexpr (F::Pivots(s)) reduce(Pass<F::LastPass(s)>());
       } else {
         Partial<s> sum = Stages::template Identity<s>(n);
-        for (int tile = body.begin; tile < (kStreams ? body.end : body.begin + 1); tile += kGroup * kPacks * N) {
+        for (int tile = body.begin; tile < (kStreams ? body.TilesEnd() : body.begin + 1); tile += kGroup * kPacks * N) {
           if constexpr (kStreams) {
             EachPack<N, kGroup, kPacks, kEnds, kStreams>(
                 body, lane, tile, [&](int i, int column) { Load<N>(a, at, column, packs.x[i], policy, RowIndex()); });
@@ -202,9 +202,14 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
         Stages::template Join<s, kLanes, kThreads>(sum, turn, cluster);
         Stages::template After<s>(n, sum);
         if constexpr (F::Pivots(s) && !kStreams) {
-          const float scale = lax::exp(own.most.v0 - F::Pivot(Pass<s>(), n));
-          EachKept(packs, [&](auto& kept) { F::Rescale(Pass<s>(), kept, scale); });
-          EachKept(edges, [&](auto& kept) { F::Rescale(Pass<s>(), kept, scale); });
+          const auto rescale = [&](float scale) {
+            EachKept(packs, [&](auto& kept) { F::Rescale(Pass<s>(), kept, scale); });
+            EachKept(edges, [&](auto& kept) { F::Rescale(Pass<s>(), kept, scale); });
+          };
+          const float most = own.most.v0;
+          float by = (most < 0 ? most : PivotOf(most)) - F::Pivot(Pass<s>(), n);
+          if (by > 0) rescale(lax::exp(by /= 2));  // the factor may overflow, though products with it do not
+          rescale(lax::exp(by));
         }
       }
       RunStages<s + 1, N, kLanes, kPacks, kThreads, kEnds, kStreams>(a, at, lane, body, n, packs, edges, policy, turn,
@@ -398,7 +403,7 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
       RunStages<0, N, kLanes, kPacks, kThreads, kEnds, kStreams>(a, at, lane, body, n, packs, edges, policy, turn,
                                                                  cluster);
       if constexpr (kResults + kColumnSums > 0) {
-        for (int tile = body.begin; tile < (kStreams ? body.end : body.begin + 1); tile += kGroup * kPacks * N) {
+        for (int tile = body.begin; tile < (kStreams ? body.TilesEnd() : body.begin + 1); tile += kGroup * kPacks * N) {
           if constexpr (kStreams) {
             EachPack<N, kGroup, kPacks, kEnds, kStreams>(
                 body, lane, tile, [&](int i, int column) { Load<N>(a, at, column, packs.x[i], policy, RowIndex()); });

@@ -20,6 +20,12 @@ template <class M, class S> struct Pivoted {
 // Finite, so that elements that are -inf add 0, though there may be no others.
 __device__ __forceinline__ float PivotOf(float most) { return lax::is_finite(most) ? most : 0.0f; }
 
+// A sum of products with exponentials, made relative to another number. Where the factor is 0, the products are, though their sum may
+// have overflowed: terms like x exp(x - max(x)) of elements that are masked by the lowest finite number.
+__device__ __forceinline__ float Rescaled(float sum, float factor) {
+  return factor == 0 && sum == sum ? 0.0f : sum * factor;
+}
+
 template <class F> struct RowStages {
   using Numbers = typename F::Numbers;
 
@@ -80,7 +86,9 @@ template <class F> struct RowStages {
   template <int s> static __device__ __forceinline__ void After(Numbers& n, Partial<s> sum) {
     if constexpr (F::Pivots(s)) {
       F::After(Pass<F::FirstPass(s)>(), n, sum.most);
-      F::Rescale(Pass<s>(), sum.sum, lax::exp(PivotOf(sum.most.v0) - F::Pivot(Pass<s>(), n)));
+      // If the maximum is inf, so are sums that are not NaN.
+      const float most = sum.most.v0 > 0 ? sum.most.v0 : PivotOf(sum.most.v0);
+      F::Rescale(Pass<s>(), sum.sum, lax::exp(most - F::Pivot(Pass<s>(), n)));
       F::After(Pass<F::LastPass(s)>(), n, sum.sum);
     } else {
       F::After(Pass<F::FirstPass(s)>(), n, sum);

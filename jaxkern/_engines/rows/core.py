@@ -108,7 +108,8 @@ class Core:
         low, x, high = clamp.operands
         most = float(jnp.finfo(v.dtype).max)
         bounds = [float(b.value) for b in (low, high) if isinstance(b, Constant)]
-        return x if bounds == [-most, most] and isinstance(x, Value) and x.is_row else None
+        fits = bounds == [-most, most] and isinstance(x, Value) and x.is_row and computing(x.dtype) == np.float32
+        return x if fits else None
 
     def steps(self) -> list:
         """The steps before the epilogue."""
@@ -314,9 +315,10 @@ class Core:
     @functools.cached_property
     def partial_bytes(self) -> list:
         """Bytes of what a thread has reduced, for each stage."""
-        places = lambda step: 4 * (step.name in ("argmax", "argmin"))
-        size = lambda step: sum(max(4, computing(v.dtype).itemsize) for v in step.results) + places(step)
-        return [8 * ceil_div(sum(size(s) for p in passes for s in self.passes[p]), 8) for passes in self.stages]
+        places = lambda step: [4] * (step.name in ("argmax", "argmin"))
+        sizes = lambda step: [*(max(4, computing(v.dtype).itemsize) for v in step.results), *places(step)]
+        members = ([n for p in passes for s in self.passes[p] for n in sizes(s)] for passes in self.stages)
+        return [8 * ceil_div(len(own) * max(own), 8) for own in members]  # members of 4 bytes may need padding
 
     @functools.cached_property
     def total_bytes(self) -> int:

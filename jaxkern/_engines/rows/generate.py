@@ -161,7 +161,7 @@ class _Writer:
         """Pivot and Rescale of a stage of two passes."""
         last = self.core.stages[s][-1]
         kept = [m for v, m in self.kept.items() if self.core.kept_values[v] == last]
-        sums = " ".join(f"p.v{k} *= scale;" for k in range(len(self.core.passes[last])))
+        sums = " ".join(f"p.v{k} = Rescaled(p.v{k}, scale);" for k in range(len(self.core.passes[last])))
         return (
             f"  static JAXKERN_FN void Rescale(Pass<{s}>, Reduced{last}& p, float scale) {{ {sums} }}\n"
             f"  static JAXKERN_FN float& Pivot(Pass<{s}>, Numbers& n) {{ return n.{self.members[self.core.pivots[s]]}; }}\n"

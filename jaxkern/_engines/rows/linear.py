@@ -61,11 +61,11 @@ def _terms_of(program, step):
             if found is None:
                 return None
             terms.append((sign, (*numbers, *found[0]), *found[1:]))
-    size = math.prod(step.result.aval.shape)
+    dims = lambda v: [d.same() for d in v.dims if d is not None]
     values = {v for *_, own in terms for v in own}
     fits = all(v.aval.shape == value.aval.shape and v.dims == value.dims and v.stage < value.stage for v in values)
     numbers = [n for _, factors, divisors, _ in terms for n in (*factors, *divisors) if isinstance(n, Value)]
-    same = all(math.prod(n.aval.shape) in (1, size) for n in numbers)
+    same = all(dims(n) in ([], dims(step.result)) for n in numbers)  # not transposed
     return terms if fits and same and len({own for *_, own in terms}) <= MOST_TERMS else None
 
 
@@ -108,6 +108,8 @@ def _at_most_one(made, v) -> bool:
 def _number(made, v):
     """The number, or constant, that all elements of a row are; None if they differ."""
     while v.is_row and (s := made.get(v)) is not None and s.name in (*MOVES, "convert_element_type"):
+        if computing(s.operands[0].aval.dtype) != computing(v.dtype):  # which may round
+            return None
         v = s.operands[0]
     return None if v.is_row else v
 
@@ -125,10 +127,10 @@ def _rewrite(program, step, terms, stage):
             if own not in sums:
                 sums[own] = lax.reduce_sum(math.prod(given[v] for v in own), axes)
             y = sums[own] if sign > 0 else -sums[own]
-            for n in (*factors, *divisors):
+            for n, divides in (*((n, False) for n in factors), *((n, True) for n in divisors)):
                 x = given[n].astype(y.dtype)
                 x = x.reshape(shape if x.size == math.prod(shape) else ())
-                y = y / x if n in divisors else y * x
+                y = y / x if divides else y * x
             total = y if total is None else total + y
         return total.astype(step.result.dtype)
 
