@@ -317,6 +317,16 @@ def test_which_loops_are_cut(name, shape, length, algorithm):
     assert found == (["lanes", "columns"] if name == "gated" else [algorithm] * (1 + (name != "counters")))
 
 
+def test_steps_of_arrays_without_lanes_do_not_lie_side_by_side():
+    """Many lanes that read the same numbers, or none, are not cut."""
+    array = lambda *s: jax.ShapeDtypeStruct(s, "float32")
+    for xs in (None, array(1024)):
+        f = lambda h, xs: jax.lax.scan(lambda h, x: (0.5 * h + (1 if x is None else x), None), h, xs, 1024)
+        for lanes, algorithm in ((1 << 20, "lanes"), (1024, "columns")):
+            (e,) = scans(jax.make_jaxpr(f)(array(lanes), xs).jaxpr)
+            assert planned(e)[0].algorithm == algorithm
+
+
 @pytest.mark.parametrize("length", [1, 3, 100, 1000, 1009, 4096, 1 << 20])
 def test_few_steps_fill_no_round(length):
     """These run before the others have begun to load, so that they cost the latency of memory once more."""

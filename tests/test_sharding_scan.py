@@ -4,11 +4,13 @@ If lanes are split, devices only send sums over lanes. If steps are split, they 
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from scan_functions import FUNCTIONS
 from sharding import mesh, messages, put, same, several
@@ -103,3 +105,21 @@ def test_keys_and_chunks_of_split_lanes():
     x = jnp.sin(jnp.arange(16.0 * 32).reshape(16, 4, 8))
     (split,) = put(mesh(), [x], [P(None, "r", "c")])
     close(jax.jit(f)(split), jax.jit(f)(x))
+
+
+@several
+def test_split_dimensions_that_only_results_have():
+    """A device makes its own part of them; and loops that differ in their number of steps alone have their own callbacks."""
+
+    def f(x, length=3):
+        wide = lambda c: (c[:, None] + jnp.arange(8.0), jnp.broadcast_to(c[:, None], (4, 8)))
+        return jaxkern.scan(lambda c, _: (0.5 * c + 1, wide(c)), x, None, length)
+
+    x = jnp.arange(4.0)
+    (split,) = put(mesh(), [x], [P("r")])
+    out = (P("r"), (P(None, "r", "c"), P(None, "r", "c")))
+    out = jax.tree.map(lambda spec: NamedSharding(mesh(), spec), out, is_leaf=lambda spec: isinstance(spec, P))
+    close(jax.jit(f, out_shardings=out)(split), jax.jit(f)(x))
+    last = lambda length: jax.jit(lambda x: f(x, length)[0]).lower(split).as_text()
+    names = [re.search(r"jaxkern_scan_lanes_\w+", last(length))[0] for length in (3, 4)]
+    assert names[0] != names[1]

@@ -25,7 +25,7 @@ DTYPES = tuple(define.CUDA_TYPES)
 
 class Problem(typing.NamedTuple):
     """numbers: of the map of a step, in words of 32 bits. affine: whether the body is affine in its carries. adjacent: whether
-    the steps of a lane lie side by side in memory."""
+    the steps of each lane lie side by side in memory, in arrays with all lanes."""
 
     lanes: int
     steps: int
@@ -84,7 +84,9 @@ def plan(device, core, length, reverse):
         return None
     maps = cut.Maps(core)
     affine = bool(maps.numbers) and maps.size <= functor.MOST
-    adjacent = all(a.step == 1 for a in (*map(core.operand, core.xs), *core.ys))
+    of_steps = [*map(core.operand, core.xs), *core.ys]
+    every_lane = any(set(program.dims).issubset(a.dims) for a in of_steps)
+    adjacent = every_lane and all(a.step == 1 for a in of_steps)
     problem = Problem(lanes, length, max(1, maps.words), affine, adjacent)
     algorithm = algorithms.pick("scan", algorithms.forced("scan"), problem, device)
     if algorithm != "lanes":

@@ -56,11 +56,12 @@ def lower(ctx, operands, params, mark, label):
     results = tuple(jax.core.ShapedArray(a.shape, a.dtype) for a in map(compat.physical, ctx.avals_out))
     every = {name for names in dims for name in names}
     summed = {lanes[d] for k in (*program.accumulators, *program.sums) for d in _terms(core, k) if d is not None}
-    exact = summed | {lanes[d] for d in core.indices} | {STEPS}
+    unread = set(lanes.values()).difference(*dims[: len(operands)])  # only results have them
+    exact = summed | {lanes[d] for d in core.indices} | unread | {STEPS}
     whole = every.difference(lanes.values(), {STEPS}) | (set() if maps is not None and core.xs else {STEPS})
     gone = {STEPS, *lanes.values()}.intersection(every).difference(*dims[len(operands) :])
     inner = ctx.replace(avals_in=list(map(compat.physical, ctx.avals_in)), avals_out=list(results))
-    given = {"results": results, "loop": f"{params['reverse']}\n{jaxpr}"}
+    given = {"results": results, "loop": f"{params['length']} {params['reverse']}\n{jaxpr}"}
 
     def shard(over, *parts, results, loop):
         del loop
@@ -85,7 +86,7 @@ class _Part:
         self.core, self.axes, self.program = core, axes, core.program
         program = self.program
         self.operands = program.split(parts)
-        self.size = {d: d.size for d in program.dims}
+        self.size = {d: d.size // (lax.axis_size(axes[d]) if axes[d] else 1) for d in program.dims}
         first_x = program.num_consts + program.num_carry
         for k, (v, x) in enumerate(zip(program.operands, self.operands)):
             self.size.update({d: n for d, n in zip(v.dims, x.shape[k >= first_x :]) if d is not None})
