@@ -152,6 +152,22 @@ def agree(ours, wanted, dtype):
         np.testing.assert_allclose(y, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
 
 
+@pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
+@plans.needs_runtime
+def test_gradients_of_parts_of_a_constant():
+    """The gradient of each row of w is padded with zeros and added to the others; all are sums over lanes."""
+
+    def loss(w, x):
+        body = lambda h, x: ((1 - w[0]) * h + w[1] * jnp.tanh(w[2] * h + x), h)
+        return jnp.sum(jnp.sin(jax.lax.scan(body, jnp.zeros(x.shape[1:]), x)[1]))
+
+    array = lambda *s: jax.ShapeDtypeStruct(s, "float32")
+    again = jax.make_jaxpr(jax.grad(jax.checkpoint(loss), (0, 1)))(array(3, 4), array(5, 40, 4)).jaxpr
+    made, core = planned(scans(again)[-1], FEW)
+    assert len(core.program.accumulators) == 3
+    run_on_the_cpu(scans(again)[-1], made, core, "float32")
+
+
 def walks(shape, length):
     """A scan of walks with a key for each row, whose noise depends on the time, too."""
 

@@ -236,9 +236,11 @@ class Program(Flat):
     def _find_accumulators(self):
         uses = [v for s in self.steps for v in s.operands]
         once = lambda v: uses.count(v) == 1 and v not in self.results
+        is_last_or_once = lambda v, k: once(v) or v is self.results[k]
         first = {v: k for k, v in enumerate(self.carries) if once(v) and jnp.issubdtype(v.dtype, jnp.inexact)}
         partial = {}  # value: dims of its terms, for values that are still to be summed over lanes
         summed = {}  # value: the accumulator that it is
+        zeros: set = set()  # sums of nothing but zeros
         self.accumulators, self.sums = {}, {}
         for step in self.steps:
             name, out = step.name, step.result
@@ -251,6 +253,20 @@ class Program(Flat):
                     self.fail(step, "a reduction over lanes of a constant")
                 partial[out] = partial.get(v, v.set())
                 continue
+            rest = [v for v in step.operands if v not in zeros and not (isinstance(v, Constant) and not v.value)]
+            if name in _ADD and len(rest) < 2:
+                # Gradients of parts of a constant are padded with zeros, and added up.
+                v = rest[0] if rest else None
+                if v is None:
+                    zeros.add(out)
+                elif v in partial:
+                    partial[out] = partial[v]
+                elif v in first and once(out):
+                    first[out] = first[v]
+                elif v in summed and is_last_or_once(out, summed[v]):
+                    summed[out] = summed[v]
+                if v not in summed or out in summed:
+                    continue
             started = [v for v in step.operands if v in summed]
             if not waiting and not started:
                 continue
@@ -259,9 +275,7 @@ class Program(Flat):
             known = [v for v in others if v in first or v in summed]
             if name in _ADD and len(waiting) == 1 and len(known) == 1:
                 k = first.get(known[0], summed.get(known[0]))
-                if self.accumulators.setdefault(k, *terms) == next(iter(terms)) and (
-                    once(out) or out is self.results[k]
-                ):
+                if self.accumulators.setdefault(k, *terms) == next(iter(terms)) and is_last_or_once(out, k):
                     summed[out] = k
                     continue
             elif started:
