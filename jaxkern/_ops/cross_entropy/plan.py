@@ -35,11 +35,10 @@ from jaxkern._core.launch import (
     scratch,
     struct,
 )
-from jaxkern._core.params import Params
+from jaxkern._ops.softmax.plan import PARAMS as SOFTMAX_PARAMS
 
 ALGORITHMS = ("sub_warp", "warp", "block", "pipeline", "streaming", "split", "column")
 
-SOFTMAX_PARAMS = Params("softmax/row.cuh", "SoftmaxParams")
 DTYPES = tuple(FLOAT_BYTES)
 PASSES = ("loss", "gradient", "both")
 _LABELS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
