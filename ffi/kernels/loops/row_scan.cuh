@@ -12,7 +12,7 @@
 
 namespace jaxkern {
 
-// The N elements of a row from `at` on, of which those outside of [0, length) are 0.
+// The N elements of a row from `at` on. Elements outside of [0, length) are 0.
 template <class T, int N> __device__ __forceinline__ Pack<T, N> LoadSome(const T* row, int64_t at, int64_t length) {
   Pack<T, N> pack = ZeroPack<T, N>();
 #pragma unroll
@@ -222,7 +222,7 @@ struct RowScan<F, N, kItems, kLanes, kThreads, kRadix, kAhead, kOver, kReverse, 
     ((At<L>(step) = Wide<X>(Element(At<L>(x).Get(k / N), k % N))), ...);
     return step;
   }
-  // Sets item u of y. Items are set in order; `packs` holds those of a pack until all are set.
+  // Sets item u of y. Items are set in order; `packs` holds the items of a pack until all of them are set.
   template <size_t... M> static __device__ __forceinline__ void SetItem(Slots<YIndex, ChunkOf<Y>...>& y,
                                                                         Slots<YIndex, Pack<Y, N>...>& packs, int u,
                                                                         const typename Engine::Stored& value,

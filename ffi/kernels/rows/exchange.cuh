@@ -50,7 +50,7 @@ template <int kLanes, class P, class Combine> __device__ __forceinline__ P JoinL
 }
 
 // Combines the values that the warps of a block have left in `room`, one from each; a barrier precedes the call. `combine` is a
-// function of two values; its member Lanes<n>(value) combines those of n lanes.
+// function of two values; its member Lanes<n>(value) combines the values of n lanes.
 template <int kCount, class P, class Combine> __device__ __forceinline__ P JoinRoom(const P* room, Combine combine) {
   const int lane = threadIdx.x % kWarp;
   constexpr int kSlots = kCount < kWarp ? kCount : kWarp;

@@ -35,7 +35,7 @@ struct Body {
   __device__ __forceinline__ int Edge(int e) const { return e < begin ? e : e - begin + end; }
 };
 
-// The body of a row of which threads hold `most` packs.
+// The body of a row. Threads hold at most `most` packs of it.
 template <int N, int kEnds> __device__ __forceinline__ Body BodyOf(int64_t row, int64_t row_width, int most) {
   const int width = static_cast<int>(row_width);
   if constexpr (kEnds == kRagged) {

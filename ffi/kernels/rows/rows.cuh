@@ -287,7 +287,7 @@ struct RowEngine<F, Types<R...>, Types<C...>, Types<M...>, Types<Y...>, Types<Z.
     }
   };
 
-  // Writes the sums L of N columns of a block or cluster, which a thread has as those of pack i.
+  // Writes the sums L of N columns of a block or cluster. They are the sums of the thread's pack i.
   template <size_t L, int N, class AnySums>
   static __device__ __forceinline__ void WriteSums(const Args& a, AnySums& sums, int i, int column, int64_t walker) {
     SumType<L> own[N];
