@@ -39,8 +39,8 @@ def rows(shape, dtype="float32", seed=0):
     return np.asarray(x).astype(jnp.dtype(dtype))
 
 
-def wanted(x, to):
-    """The result by NumPy, in float32 as kernels and XLA compute: they multiply by 1 / most rather than divide by this constant."""
+def wanted(x, to, divided=True):
+    """The result by NumPy, in float32. divided: by the largest number of the type; kernels of rows and XLA multiply by its inverse."""
     most = np.float32(quantize.limit(to))
     wide = x.astype(np.float32)
     with np.errstate(all="ignore"):
@@ -48,7 +48,8 @@ def wanted(x, to):
         factor = np.where(largest == 0, np.float32(1), np.minimum(most / largest, np.finfo(np.float32).max))
         y = np.clip(wide * factor, -most, most)
         q = np.where(np.isnan(y), 0, np.round(y)).astype(np.int8) if to == "int8" else y.astype(TYPES[to])
-    return q, np.where(largest == 0, np.float32(1), largest * np.float32(1 / np.float64(most)))
+    scale = largest / most if divided else largest * np.float32(1 / np.float64(most))
+    return q, np.where(largest == 0, np.float32(1), scale)
 
 
 def same(found, exact):
@@ -158,7 +159,7 @@ def test_kernel(shape, dtype, to, unaligned):
     found = planned(shape, dtype, to)
     check_limits(found, device.H200)
     q, scale = emulated.run(found, [x], [(shape, np.uint8), (shape[:-1], np.float32)], unaligned)
-    exact, exact_scale = wanted(x, to)
+    exact, exact_scale = wanted(x, to, divided=False)
     same([q.view(TYPES[to]), scale[..., None]], [exact, exact_scale])
 
 
