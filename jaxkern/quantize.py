@@ -281,7 +281,7 @@ class DelayedScale:
         newest = _one_scale("DelayedScale.update", amax, "amax").reshape(1)
         history = jnp.concatenate([newest, self.history[:-1]])
         largest = history[0] if self.most_recent else jnp.max(history)
-        scale = largest / definition.limit(self.dtype) * math.ldexp(1.0, self.margin)
+        scale = definition.scale_of(largest, self.dtype) * math.ldexp(1.0, self.margin)
         usable = jnp.isfinite(largest) & (largest > 0) & (scale > 0)
         return dataclasses.replace(self, scale=jnp.where(usable, scale, self.scale), history=history)
 
@@ -476,7 +476,7 @@ def _tensor(x, scale, *, dtype, transposed):
     amax = None
     if scale is None:
         amax = jax.lax.stop_gradient(definition.largest(x))
-        scale = jnp.where(amax == 0, 1, amax / definition.limit(dtype))
+        scale = definition.scale_of(amax, dtype)
     if transposed and not (x.shape[-1] % plan.TILE or x.shape[-2] % plan.TILE):
         q, q_t, most = bind(quantize_tiles_p, _tiles(x), scale, dtype=dtype)
         q, q_t = (_merged(a, {x.ndim - 2, x.ndim - 1}) for a in (q, q_t))

@@ -5,11 +5,16 @@ import gc
 import os
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several test processes share a GPU
+import jaxlib.version
+
 # XLA then compiles for the CPU in half the time: older emitters, and one object file per program, where 32 compiled in
-# parallel would take more work. With XLA_FLAGS= in the environment it generates a user's code.
+# parallel would take more work. Before jaxlib 0.10.2 the older emitters convert float32 to 8-bit floats with two roundings,
+# through float16. With XLA_FLAGS= in the environment XLA generates a user's code.
 os.environ.setdefault(
     "XLA_FLAGS",
-    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1",
+    "--xla_cpu_parallel_codegen_split_count=1"
+    + " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+    * (jaxlib.version.__version_info__ >= (0, 10, 2)),
 )
 
 import jax

@@ -70,7 +70,8 @@ def scaled(x, most, dtype, mark=None):
 
 
 def scale_of(most, dtype):
-    return jnp.where(most == 0, 1, most / limit(dtype))
+    """max|x| over the largest number of a type, as a product with its inverse: XLA divides by a constant that way, but not always."""
+    return jnp.where(most == 0, 1, most * np.float32(1 / limit(dtype)))
 
 
 def given_factor(scale):
@@ -85,7 +86,7 @@ def largest(x):
 def quantize(x, *given, dtype, over=(), mark=None):
     """[q, scale] of rows along the last dimension, which are split over the mesh axes `over`.
 
-        scale = max|x| / most,  q = round(x * (most / max|x|))
+        scale = max|x| * (1 / most),  q = round(x * (most / max|x|))
 
     where `most` is the largest number of `dtype`. The scale of a row of zeros is 1. The scale of a row with NaN or infinity is NaN
     or infinite. given: a scale for all, float32 []; then q = round(x * (1 / given)), saturated, and the second result is max|x|.

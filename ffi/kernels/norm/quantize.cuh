@@ -5,8 +5,8 @@
 //
 // y, the result of the norm (and of the epilogue) in float, is never rounded to another type:
 //
-//     scale = max|y| / most,  q = round(y * (most / max|y|))      per row, or per block of neighbouring columns
-//     q = round(y * (1 / given)),  scale = max|y| of the row      kGiven
+//     scale = max|y| * (1 / most),  q = round(y * (most / max|y|))   per row, or per block of neighbouring columns
+//     q = round(y * (1 / given)),  scale = max|y| of the row         kGiven
 //
 // Q and `most` are as in quantize/types.cuh. kSpan: the lanes of a warp that share a scale, a power of two, and have one pack
 // each of its columns; 0: a row has one scale; -1: kGiven. Memory traffic: each element is read once and written once; of

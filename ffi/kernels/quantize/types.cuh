@@ -146,7 +146,8 @@ template <class Q> __device__ __forceinline__ float QuantizeFactor(uint32_t larg
 }
 template <class Q> __device__ __forceinline__ float QuantizeScale(uint32_t largest) {
   const float most = __uint_as_float(largest);
-  return most == 0 ? 1.0f : most / Q::kMost;
+  constexpr float kInverse = 1.0f / Q::kMost;
+  return most == 0 ? 1.0f : most * kInverse;
 }
 
 // The same for a scale that is given.
