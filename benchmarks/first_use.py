@@ -34,6 +34,13 @@ def cases() -> dict[str, tuple[Any, Any, list[Any]]]:
     data = jnp.ones((100_000, 128), jnp.float32)
     grad = lambda f: jax.grad(lambda x, *rest: f(x, *rest).astype(jnp.float32).sum())
     plain_loss = lambda x, y: -jnp.take_along_axis(jax.nn.log_softmax(x.astype(jnp.float32)), y[:, None], -1)
+    cap = lambda x, w: jax.nn.softmax(30 * jnp.tanh(x / 30 * w), -1)  # a function that jaxkern does not know
+    w = jnp.ones(1024, jnp.bfloat16)
+    plain_norm = lambda x, w: (
+        x * jax.lax.rsqrt(jnp.square(x.astype(jnp.float32)).mean(-1, keepdims=True) + 1e-6).astype(x.dtype) * w
+    )
+    step = lambda h, ab: (ab[0] * h + ab[1],) * 2
+    plain_recurrence = lambda a, b: jax.lax.scan(step, jnp.zeros(128), (a, b))[1]
     return {
         "gelu": (jaxkern.gelu, lambda x: jax.nn.gelu(x, approximate=False), [x]),
         "swiglu and gradient": (grad(jaxkern.swiglu), grad(lambda x: jax.nn.silu(x[:, 512:]) * x[:, :512]), [x]),
@@ -43,6 +50,10 @@ def cases() -> dict[str, tuple[Any, Any, list[Any]]]:
         "softmax and gradient": (grad(jaxkern.softmax), grad(jax.nn.softmax), [x]),
         "softmax, wide": (jaxkern.softmax, jax.nn.softmax, [wide]),
         "cross-entropy and gradient": (grad(jaxkern.softmax_cross_entropy), grad(plain_loss), [wide, labels]),
+        "row function": (jaxkern.row_kernel(cap), cap, [x, w]),
+        "row function and gradient": (grad(jaxkern.row_kernel(cap)), grad(cap), [x, w]),
+        "rms_norm and gradient": (grad(jaxkern.rms_norm), grad(plain_norm), [x, w]),
+        "scan": (lambda a, b: jaxkern.linear_recurrence(a, b), plain_recurrence, [data, data]),
         "index_select": (lambda x, i: jaxkern.index_select(x, 0, i), lambda x, i: x[i], [data, ids]),
         "segment_sum": (
             lambda x, i: jaxkern.segment_sum(x, i, 7919),

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxkern._core import functor, validate
+from jaxkern._core import cpp, functor, validate
 from jaxkern._core.algorithms import forced
+from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import bind
 from jaxkern._core.rows import computed, lowest_for_infinity
 from jaxkern._core.validate import Axis
@@ -373,7 +374,7 @@ def prepare_scores(name: str, argument: str, x, axis, where, score, args):
             )
     for k, a in enumerate(args):
         validate.full_rank(name, f"score_args[{k}]", x, a, argument)
-        functor.check_dtype(f"jaxkern.{name}: score_args[{k}]", a.dtype)
+        cpp.check_dtype(f"jaxkern.{name}: score_args[{k}]", a.dtype)
     function, captured = _traced(name, score, x, args)
     used = sorted({0, *function.used})
     indexed = tuple(k - 1 for k in used if 0 < k <= x.ndim)
@@ -395,7 +396,7 @@ def _traced(name, score, x, args):
     weak = [False] * (1 + x.ndim) + [a.weak_type for a in args]
     trace = functools.partial(functor.trace, dtypes=dtypes, name=name, weak=weak, results=1, label=label)
     function, captured = trace(score)
-    if functor.computing(function.out_dtypes[0]) == wide:
+    if computing(function.out_dtypes[0]) == wide:
         return function.with_results((wide,)), captured
     function, captured = trace(lambda *scalars: jax.tree.map(_number(wide), score(*scalars)))
     if function.out_dtypes[0] != wide:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import sparse
 from jax.typing import ArrayLike
 
-from jaxkern._core import functor, validate
+from jaxkern._core import cpp, validate
 from jaxkern._core.define import CUDA_TYPES
 from jaxkern._core.dtypes import computing
 from jaxkern._ops.indexing.arguments import integers, safe_index
@@ -129,7 +129,7 @@ def _numbers(name, argument, x):
     """`x` as an array of a type that kernels have."""
     validate.check_array(name, argument, "an array", x)
     x = jnp.asarray(x)
-    functor.check_dtype(f"jaxkern.{name}: {argument}", x.dtype)
+    cpp.check_dtype(f"jaxkern.{name}: {argument}", x.dtype)
     if x.dtype == jnp.bool_:
         raise TypeError(f"jaxkern.{name}: {argument} must be numbers, got bool{list(x.shape)}")
     return x

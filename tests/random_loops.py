@@ -21,7 +21,7 @@ from jax import lax
 
 import jaxkern
 from jaxkern._core import compat, decisions, device
-from jaxkern._core.functor import Unsupported
+from jaxkern._core.cpp import Unsupported
 from jaxkern._engines.loops import plan
 from jaxkern._engines.loops.generate import Core
 from jaxkern._engines.loops.program import Program as Body

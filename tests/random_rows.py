@@ -24,7 +24,7 @@ from jax import lax
 import jaxkern
 from jaxkern import algorithms
 from jaxkern._core import compat, device
-from jaxkern._core.functor import Unsupported
+from jaxkern._core.cpp import Unsupported
 from jaxkern._engines.rows import plan
 from jaxkern._engines.rows.function import trace
 

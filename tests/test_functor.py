@@ -12,7 +12,8 @@ import pytest
 from jax import lax
 
 import jaxkern
-from jaxkern._core import compat, functor, launch, registry, runtime
+from jaxkern._core import compat, cpp, functor, launch, registry, runtime
+from jaxkern._core.dtypes import computing
 from jaxkern._core.lowest import where_lowest
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")
@@ -142,7 +143,7 @@ def traced(k):
 def loop(k):
     """A C function that applies function k to arrays of computing types."""
     f = traced(k)
-    types = [functor.cpp_type(functor.computing(d)) for d in (*f.in_dtypes, *f.out_dtypes)]
+    types = [cpp.cpp_type(computing(d)) for d in (*f.in_dtypes, *f.out_dtypes)]
     n = len(f.in_dtypes)
     arguments = [f"static_cast<{'const ' * (i < n)}{t}*>(p[{i}])[i]" for i, t in enumerate(types)]
     return (
@@ -156,7 +157,7 @@ def library(tmp_path_factory):
     folder = tmp_path_factory.mktemp("functor")
     structs = "".join(traced(k).source(f"Function{k}") for k in range(len(FUNCTIONS)))
     loops = "".join(map(loop, range(len(FUNCTIONS))))
-    (folder / "all.cc").write_text(f'#include "{functor.HEADER}"\nnamespace jaxkern {{\n{structs}}}\n{loops}')
+    (folder / "all.cc").write_text(f'#include "{cpp.HEADER}"\nnamespace jaxkern {{\n{structs}}}\n{loops}')
     command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", f"-I{runtime.kernels_folder()}"]
     subprocess.run([*command, "-o", folder / "all.so", folder / "all.cc"], check=True)
     return ctypes.CDLL(folder / "all.so")
@@ -179,8 +180,8 @@ def test_primitives_on_the_host(library, k):
     case, dtype = FUNCTIONS[k]
     f, xs, wanted = traced(k), operands(case, dtype), expected()[k]
     out = f.out_dtypes[0]
-    wide = [np.ascontiguousarray(x.astype(functor.computing(x.dtype))) for x in xs]
-    y = np.zeros(wanted.shape, functor.computing(out))
+    wide = [np.ascontiguousarray(x.astype(computing(x.dtype))) for x in xs]
+    y = np.zeros(wanted.shape, computing(out))
     pointers = (ctypes.c_void_p * (len(xs) + 1))(*(a.ctypes.data for a in (*wide, y)))
     getattr(library, f"run{k}")(pointers, ctypes.c_long(y.size))
     with np.errstate(all="ignore"):
@@ -212,12 +213,12 @@ def test_primitives_compile_for_gpus():
     structs, calls = [], []
     for k, (_, dtype) in enumerate(FUNCTIONS):
         if dtype in ("float32", "bfloat16", "int32", "uint8", "bool"):  # others take long, and differ in types alone
-            types = [functor.cpp_type(functor.computing(d)) for d in (*traced(k).in_dtypes, *traced(k).out_dtypes)]
+            types = [cpp.cpp_type(computing(d)) for d in (*traced(k).in_dtypes, *traced(k).out_dtypes)]
             arguments = ", ".join(f"*static_cast<{t}*>(p[{i}])" for i, t in enumerate(types))
             structs.append(traced(k).source(f"Function{k}"))
             calls.append(f"if (n == {k}) Function{k}()({arguments});")
     kernel = f"template <int> __global__ void All(void** p, int n) {{ {' '.join(calls)} }}"
-    assert registry.kernels.module.compile(functor.HEADER, "All<0>", 90, "".join(structs) + kernel)
+    assert registry.kernels.module.compile(cpp.HEADER, "All<0>", 90, "".join(structs) + kernel)
 
 
 def trace(f, *dtypes, **options):

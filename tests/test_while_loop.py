@@ -16,7 +16,7 @@ from while_functions import FUNCTIONS, over_arrays, per_lane
 
 import jaxkern
 from jaxkern._core import compat, device, launch, registry
-from jaxkern._core.functor import Unsupported
+from jaxkern._core.cpp import Unsupported
 from jaxkern._engines.loops import tuning, while_plan, while_sharding
 from jaxkern._engines.loops.while_program import read
 

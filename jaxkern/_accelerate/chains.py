@@ -44,8 +44,8 @@ from jaxkern._accelerate.nodes import (
     unwrapped_key,
 )
 from jaxkern._accelerate.program import row_bytes
-from jaxkern._core import compat, functor
-from jaxkern._core.functor import computing
+from jaxkern._core import compat, cpp, functor
+from jaxkern._core.dtypes import computing
 from jaxkern._ops.indexing import sort
 from jaxkern._ops.messages import lowering as _lowering  # noqa: F401  registers the lowerings of messages
 from jaxkern._ops.messages import plan
@@ -105,7 +105,7 @@ def find(program, name, avals, indices, updates, clip, *, alone=False) -> Chain 
         try:
             if (chain := _chain(walk, name, avals, indices, updates, clip, alone)) is not None:
                 return chain
-        except (Ends, functor.Unsupported):
+        except (Ends, cpp.Unsupported):
             pass
         if not walk.has_sunk:
             break

@@ -16,7 +16,7 @@ from jax import lax
 from jaxkern._accelerate import gate, registration
 from jaxkern._accelerate.program import Program
 from jaxkern._core import algorithms, compat, decisions, stablehlo, switch
-from jaxkern._core.functor import Unsupported
+from jaxkern._core.cpp import Unsupported
 from jaxkern._engines.loops import lowering, rewrites, while_lowering
 
 SCAN, WHILE = "scan", "while_loop"

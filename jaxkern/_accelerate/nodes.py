@@ -16,7 +16,7 @@ from jax.extend.mlir.dialects import stablehlo as dialect
 
 from jaxkern._accelerate.program import Program, row_bytes, type_of
 from jaxkern._core import compat
-from jaxkern._core.functor import computing
+from jaxkern._core.dtypes import computing
 
 MOST_NODES = 64  # operations of a message
 SINK_BYTES = 16  # that arithmetic below a gather may read more for each edge than its result has

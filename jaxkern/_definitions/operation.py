@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkern._core import functor, validate
+from jaxkern._core import cpp, functor, validate
 from jaxkern._core.algorithms import forced
 from jaxkern._core.dtypes import computing
 from jaxkern._core.rows import mask_shape
@@ -155,7 +155,7 @@ def traced_epilogue(name, epilogue, x, args):
         raise TypeError(f"jaxkern.{name}: epilogue_args must be a list or a tuple of arrays, got {type(args).__name__}")
     for k, a in enumerate(args):
         validate.check_array(name, f"epilogue_args[{k}]", "an array or a number", a)
-        functor.check_dtype(f"jaxkern.{name}: epilogue_args[{k}]", jnp.result_type(a))
+        cpp.check_dtype(f"jaxkern.{name}: epilogue_args[{k}]", jnp.result_type(a))
     ranked = (validate.full_rank(name, f"epilogue_args[{k}]", x, jnp.asarray(a)) for k, a in enumerate(args))
     args = [a for a in ranked if a is not None]  # all are ranked
     scalars = f"a normalised element and an element of each of {len(args)} epilogue_args"

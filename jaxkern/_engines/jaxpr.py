@@ -13,8 +13,8 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jaxkern._core import compat
+from jaxkern._core.cpp import ELEMENTWISE, Unsupported
 from jaxkern._core.define import CUDA_TYPES, references
-from jaxkern._core.functor import ELEMENTWISE, Unsupported
 from jaxkern._core.jaxprs import CALLS, CUSTOM, called_jaxpr, computing
 
 

@@ -13,8 +13,8 @@ import typing
 import numpy as np
 
 from jaxkern._core import define, functor, launch
+from jaxkern._core.cpp import cpp_type
 from jaxkern._core.define import ceil_div
-from jaxkern._core.functor import cpp_type
 from jaxkern._core.jaxprs import computing
 from jaxkern._core.launch import Launch, Memset, Plan, i64, struct
 from jaxkern._engines.loops import pairs, tuning

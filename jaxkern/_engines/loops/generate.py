@@ -3,7 +3,7 @@
     core = Core(program)            what the kernel reads and writes
     core.source("Body", lanes=4)    the struct, for threads of 4 lanes, and its index maps
 
-The body is one functor, which _core/functor.py writes from scalar operations: constants, carries, elements of xs and indices
+The body is one functor, which _core/cpp.py writes from scalar operations: constants, carries, elements of xs and indices
 in; new carries and elements of ys out.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from jaxkern._core import functor
-from jaxkern._core.functor import cpp_type
+from jaxkern._core.cpp import cpp_type
 from jaxkern._core.jaxprs import computing
 from jaxkern._engines.jaxpr import REDUCTIONS, Constant, compute, merged, widened
 from jaxkern._engines.loops import pairs

@@ -7,7 +7,8 @@ Arrays are [outer, length, inner], and a lane is a place in [outer, inner].
 
 import functools
 
-from jaxkern._core.functor import cpp_type, of_scalars
+from jaxkern._core.cpp import cpp_type
+from jaxkern._core.functor import of_scalars
 from jaxkern._core.jaxprs import computing
 
 

@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxkern._core import algorithms, compat, device, environment, launch, registry, stablehlo, switch
-from jaxkern._core.functor import Unsupported
+from jaxkern._core.cpp import Unsupported
 from jaxkern._engines.jaxpr import Value
 from jaxkern._engines.loops import ahead, plan, scan_sharding
 from jaxkern._engines.loops.generate import Core

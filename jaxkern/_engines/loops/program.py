@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxkern._core import compat, functor
-from jaxkern._core.functor import Unsupported
+from jaxkern._core import compat
+from jaxkern._core.cpp import Unsupported, check_dtype
 from jaxkern._core.jaxprs import inner_jaxprs
 from jaxkern._engines.jaxpr import REDUCTIONS, RENAMED, Constant, Flat, Step, Value
 from jaxkern._engines.loops import pairs, parts, rewrites
@@ -79,7 +79,7 @@ class Program(Flat):
         self.carries_of_scan = num_carry
         for v in (*self.operands, *self.results):
             if not pairs.is_complex(v.aval.dtype):
-                functor.check_dtype(self.label, v.aval.dtype)
+                check_dtype(self.label, v.aval.dtype)
         self._remove_unused()
         carries = zip(self.carries, self.results)
         for a, b in carries:

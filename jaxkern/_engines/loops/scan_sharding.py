@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Primitive
 
 from jaxkern._core import compat, partition
-from jaxkern._core.functor import Unsupported
+from jaxkern._core.cpp import Unsupported
 from jaxkern._core.jaxprs import computing
 from jaxkern._engines.loops.cut import Maps
 from jaxkern._engines.loops.generate import Core

@@ -10,7 +10,7 @@ from jax import lax
 from jax.interpreters import mlir
 
 from jaxkern._core import algorithms, compat, device, environment, registry, switch
-from jaxkern._core.functor import Unsupported
+from jaxkern._core.cpp import Unsupported
 from jaxkern._engines.loops import lowering, while_plan, while_program, while_sharding
 from jaxkern._engines.loops.while_plan import WhileCore
 from jaxkern._engines.loops.while_program import lanes_p

@@ -18,8 +18,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxkern._core import functor
-from jaxkern._core.functor import Unsupported
+from jaxkern._core.cpp import Unsupported, check_dtype
 from jaxkern._engines.jaxpr import Constant, Value
 from jaxkern._engines.loops import parts
 from jaxkern._engines.loops.program import MOVES, Program
@@ -73,7 +72,7 @@ class WhileProgram(Program):
         self.carries_of_scan = len(carries)
         self.results = [*results, condition]
         for v in (*self.operands, *self.results):
-            functor.check_dtype(label, v.aval.dtype)
+            check_dtype(label, v.aval.dtype)
         self._remove_unused()
         for carry, result in zip(carries, results):
             for dims in (whole.dims, result.dims):  # conditions of several loops have the first dimensions of carries

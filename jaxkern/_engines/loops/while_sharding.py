@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from jaxkern._core import compat, partition
-from jaxkern._core.functor import Unsupported
+from jaxkern._core.cpp import Unsupported
 from jaxkern._core.jaxprs import computing
 from jaxkern._engines.loops.while_plan import WhileCore
 from jaxkern._engines.loops.while_program import lanes_p, read

@@ -13,7 +13,7 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern._core import functor
+from jaxkern._core.coarse import COARSE, jumps
 from jaxkern._core.define import FLOAT8, ceil_div
 from jaxkern._core.jaxprs import computing
 from jaxkern._engines.jaxpr import MOVES, NOT_ELEMENTWISE, Constant, Value, source
@@ -126,14 +126,14 @@ class Core:
         """The steps that coarse arithmetic is not enough for, because a discontinuous operation depends on their results."""
         found, pending = set(), []
         for step in self.program.steps:
-            if step.name in NOT_ELEMENTWISE or functor._jumps(step.equation):
+            if step.name in NOT_ELEMENTWISE or jumps(step.equation):
                 pending += step.operands
         while pending:
             step = self.step_of.get(pending.pop())
             if step is not None and step not in found:
                 found.add(step)
                 pending += step.operands
-        return frozenset(step for step in found if step.name in functor._COARSE)
+        return frozenset(step for step in found if step.name in COARSE)
 
     def is_coarse(self, step) -> bool:
         return self.coarse and step not in self.precise

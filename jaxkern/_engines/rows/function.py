@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from jaxkern._core import canonical, compat
-from jaxkern._core.functor import Unsupported
+from jaxkern._core.cpp import Unsupported
 from jaxkern._core.jaxprs import computing
 from jaxkern._engines.jaxpr import Constant, widened
 from jaxkern._engines.rows.core import Core

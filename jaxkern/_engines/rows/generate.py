@@ -2,7 +2,7 @@
 
     source(core, "Function")      the struct, as text
 
-Its functions compute one element at a time. Each is a functor that _core/functor.py writes from scalar operations:
+Its functions compute one element at a time. Each is a functor that _core/cpp.py writes from scalar operations:
 
     Begin, After     the numbers of a row before the first pass, and after each: members of the struct Numbers
     Reduce           the values of an element that a pass reduces; Identity and Combine belong to its reductions
@@ -19,8 +19,8 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern._core import functor
-from jaxkern._core.functor import cpp_type
+from jaxkern._core import cpp, functor
+from jaxkern._core.cpp import cpp_type
 from jaxkern._core.jaxprs import computing
 from jaxkern._engines.jaxpr import MOVES, NOT_ELEMENTWISE, REDUCTIONS, Constant, compute, widened
 
@@ -186,7 +186,7 @@ class _Writer:
     # ---- expressions and statements
 
     def number(self, v) -> str:
-        return functor._literal(widened(v)[()], v.aval.dtype) if isinstance(v, Constant) else f"n.{self.members[v]}"
+        return cpp.literal(widened(v)[()], v.aval.dtype) if isinstance(v, Constant) else f"n.{self.members[v]}"
 
     def _given_in(self, p):
         """given(value): the expression of a value that is known of an element in a pass, or None."""
@@ -235,7 +235,7 @@ class _Writer:
                     if scale is None:
                         env[step.result] = x * inverse
                     else:
-                        env[step.result] = functor.quotient_p.bind(x, y, inverse, scale)
+                        env[step.result] = cpp.quotient_p.bind(x, y, inverse, scale)
                 else:
                     env.update(zip(step.results, compute(step, [read(x) for x in step.operands])))
             return [jnp.asarray(read(v)) for v in wanted]
@@ -363,16 +363,14 @@ def _least(dtype, kind) -> str:
     dtype = np.dtype(dtype)
     if kind in ("max", "min"):
         if jnp.issubdtype(dtype, jnp.floating):
-            return functor._literal(np.asarray(-np.inf if kind == "max" else np.inf, dtype), dtype)
+            return cpp.literal(np.asarray(-np.inf if kind == "max" else np.inf, dtype), dtype)
         if dtype == np.bool_:
             return "false" if kind == "max" else "true"
         info = jnp.iinfo(dtype)
-        return functor._literal(info.min if kind == "max" else info.max, dtype)
+        return cpp.literal(info.min if kind == "max" else info.max, dtype)
     if kind == "and":
-        return (
-            "true" if dtype == np.bool_ else functor._literal(-1 if dtype.kind == "i" else jnp.iinfo(dtype).max, dtype)
-        )
-    return functor._literal(np.asarray(1 if kind == "mul" else 0, dtype), dtype)
+        return "true" if dtype == np.bool_ else cpp.literal(-1 if dtype.kind == "i" else jnp.iinfo(dtype).max, dtype)
+    return cpp.literal(np.asarray(1 if kind == "mul" else 0, dtype), dtype)
 
 
 def _combine(name, step, types) -> str:

@@ -5,8 +5,8 @@ import math
 import typing
 
 from jaxkern._core import algorithms, define, functor, launch
+from jaxkern._core.cpp import Unsupported, cpp_type
 from jaxkern._core.define import ceil_div
-from jaxkern._core.functor import Unsupported, cpp_type
 from jaxkern._core.jaxprs import computing
 from jaxkern._core.launch import Launch, Plan, boolean, i64, struct
 from jaxkern._engines.jaxpr import Value, merged

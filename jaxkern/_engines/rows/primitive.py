@@ -16,8 +16,8 @@ from jax.interpreters import ad
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkern._core import algorithms, compat, device, partition, validate
+from jaxkern._core.cpp import Unsupported
 from jaxkern._core.define import ceil_div, primitive
-from jaxkern._core.functor import Unsupported
 from jaxkern._core.primitive import bind
 from jaxkern._engines.rows import layout, plan, queries
 

@@ -18,8 +18,8 @@ XLA where it may use excess precision.
 import jax
 from jax import lax
 
+from jaxkern._core.cpp import Unsupported
 from jaxkern._core.define import FLOAT8
-from jaxkern._core.functor import Unsupported
 from jaxkern._core.jaxprs import computing
 from jaxkern._engines.jaxpr import (
     NOT_ELEMENTWISE,

@@ -7,9 +7,9 @@ summed           with sums, over matrices: SummedKernel and SumPartials (functio
 import math
 
 from jaxkern._core import launch
+from jaxkern._core.cpp import cpp_type
 from jaxkern._core.define import ceil_div, cpp_bool
 from jaxkern._core.dtypes import computing
-from jaxkern._core.functor import cpp_type
 from jaxkern._core.launch import Launch, Plan, i64
 from jaxkern._core.params import Params
 from jaxkern._ops.elementwise.plan import GROUPS, THREADS, View, collapse, elementwise

@@ -7,7 +7,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern._core import compat, functor, validate
+from jaxkern._core import compat, cpp, functor, validate
 from jaxkern._ops.indexing import sort
 from jaxkern._ops.indexing.arguments import integers
 from jaxkern._ops.messages.primitive import EDGE, OTHER, ROW, SHARED, Edges, edge_map, features_of
@@ -153,7 +153,7 @@ def _varying(x, axes):
 def _leaf(name, argument, x, count):
     validate.check_array(name, argument, "an array or a pytree of arrays", x)
     x = jnp.asarray(x)
-    functor.check_dtype(f"jaxkern.{name}: {argument}", x.dtype)
+    cpp.check_dtype(f"jaxkern.{name}: {argument}", x.dtype)
     if x.ndim == 0 or x.shape[0] != count:
         raise ValueError(
             f"jaxkern.{name}: {argument} of shape {x.shape} must have {count} rows, one for each of the graph's"
