@@ -118,6 +118,13 @@ PICKS = {
     "constant results": (lambda x: (jax.nn.softmax(x), jnp.zeros_like(x), jnp.arange(x.shape[-1]) * 1.0), "x"),
     "an operand as result": (lambda x, c: (c, x, x, jnp.sum(x, -1)), "xc"),
     "transposed": (lambda x, y: x * jnp.swapaxes(y, 0, 1), "xx"),
+    "indices of other dimensions": (
+        lambda x: (
+            x * jax.lax.broadcasted_iota(x.dtype, x.shape, 0),
+            jax.lax.broadcasted_iota(x.dtype, x.shape, 1).sum(-1),
+        ),
+        "x",
+    ),
 }
 
 
