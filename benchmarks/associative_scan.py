@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jaxkern
 from benchmarks import _cell, _goals, _timing, elementwise
 from benchmarks._program import Program
 from jaxkern import algorithms
@@ -23,10 +24,6 @@ from jaxkern._engines.loops.associative import associative_scan
 
 OPERATION = "associative_scan"
 DIRECTIONS = ("forward",)
-
-
-def cumsum(x: Any, axis: int) -> Any:
-    return associative_scan(lambda a, b: [a[0] + b[0]], [x], axis=axis)[0]
 
 
 def _maps(a: Any, b: Any) -> list[Any]:
@@ -42,16 +39,6 @@ def xla_recurrence(a: Any, x: Any, axis: int) -> Any:
     return jax.lax.associative_scan(lambda a, b: tuple(_maps(a, b)), (a, x), axis=axis)[1]
 
 
-def cumlogsumexp(x: Any, axis: int) -> Any:
-    def combine(a: Any, b: Any) -> list[Any]:
-        largest = jnp.maximum(a[0], b[0])
-        base = jnp.where(largest == -jnp.inf, 0, largest)
-        return [largest, a[1] * jnp.exp(a[0] - base) + b[1] * jnp.exp(b[0] - base)]
-
-    start = lambda x: [x[0], jnp.ones_like(x[0])]
-    return associative_scan(combine, [x], axis=axis, element=start, finish=lambda s, _: [s[0] + jnp.log(s[1])])[0]
-
-
 @dataclasses.dataclass(frozen=True)
 class Function:
     """arrays: operands. required: of a copy, by dtype."""
@@ -63,9 +50,9 @@ class Function:
 
 
 FUNCTIONS = {
-    "cumsum": Function(cumsum, jnp.cumsum, 1, {"float32": 0.9, "bfloat16": 0.85}),
+    "cumsum": Function(jaxkern.cumsum, jnp.cumsum, 1, {"float32": 0.9, "bfloat16": 0.85}),
     "recurrence": Function(recurrence, xla_recurrence, 2, {"float32": 0.6, "bfloat16": 0.6}),
-    "cumlogsumexp": Function(cumlogsumexp, jax.lax.cumlogsumexp, 1, {"float32": 0.7, "bfloat16": 0.7}),
+    "cumlogsumexp": Function(jaxkern.cumlogsumexp, jax.lax.cumlogsumexp, 1, {"float32": 0.7, "bfloat16": 0.7}),
 }
 OPS = tuple(FUNCTIONS)
 
