@@ -88,7 +88,7 @@ def speeds(data: dict[str, Any]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, list[float]]] = {}
     for r in data["results"]:
         times = _report.medians(r)
-        if _goals.COPY not in times or _goals.OURS not in times:
+        if _goals.COPY not in times or _goals.OURS not in times or _report.is_compute_bound(data, r):
             continue
         for name, us in times.items():
             if name in STYLES and name != _goals.COPY:
@@ -105,7 +105,6 @@ def overview(files: list[dict[str, Any]], path: pathlib.Path) -> pathlib.Path:
     import matplotlib.pyplot as plt
 
     rows = []
-    files = [data for data in files if data["operation"] not in _report.COMPUTE_BOUND]
     for data in sorted(files, key=lambda data: data["operation"], reverse=True):
         for direction, who in reversed(speeds(data).items()):
             rows.append((f"{data['operation']}, {DIRECTIONS.get(direction, direction)}", who))
@@ -198,7 +197,7 @@ def _skew(data: dict[str, Any], stem: pathlib.Path, plt: Any) -> list[pathlib.Pa
 
 def _loops(data: dict[str, Any], stem: pathlib.Path, plt: Any) -> list[pathlib.Path]:
     """A panel for each number of steps: the time of a loop against its lanes."""
-    rows = [r for r in data["results"] if r["group"] == "sweep"]
+    rows = [r for r in data["results"] if r["group"] == "lanes"]
     lengths = sorted({r["shape"][0] for r in rows})
     if not rows:
         return []

@@ -14,7 +14,7 @@ PEERS = ("xla", "torch")
 # Under what name, if not its own, peers.json has an operation or a direction.
 PUBLISHED = {"cross_entropy": "cross_entropy", "step": "both"}
 CHANGED = 0.03  # a difference between two runs that is worth a mark
-COMPUTE_BOUND = {"linear_cross_entropy"}  # matrix products take its time: a copy says nothing of it
+COMPUTE_BOUND = {"linear_cross_entropy", "while_loop", "walk"}  # operations and functions
 
 
 def save(data: dict[str, Any], directory: pathlib.Path) -> pathlib.Path:
@@ -31,6 +31,11 @@ def save(data: dict[str, Any], directory: pathlib.Path) -> pathlib.Path:
 
 def load(path: str | pathlib.Path) -> dict[str, Any]:
     return json.loads(pathlib.Path(path).read_text())
+
+
+def is_compute_bound(data: dict[str, Any], row: dict[str, Any]) -> bool:
+    """True if arithmetic decides the time of a cell, so that a copy says nothing of it."""
+    return not COMPUTE_BOUND.isdisjoint((data["operation"], row["op"]))
 
 
 def medians(row: dict[str, Any]) -> dict[str, float]:

@@ -178,8 +178,7 @@ CASES = [
     Case("few lanes", (1024, 2048), "advantages", "float32", goals=(0.4,)),
     Case("few lanes", (4096, 8, 128), "oscillators", "float32"),
 ]
-SWEEP = [Case("sweep", (t, n), "recurrence", "float32") for t in (64, 512, 4096) for n in (256, 2048, 16384, 131072)]
-CASES += SWEEP
+CASES += [Case("lanes", (t, n), "recurrence", "float32") for t in (64, 512, 4096) for n in (256, 2048, 16384, 131072)]
 # What the constants of plans and gates rest on: LOOP_STEPS of _accelerate/gate.py, and CUT_STEPS, CUT_LANES and AHEAD_THREADS of
 # _engines/loops/tuning.py. Loops that may be cut run by every algorithm.
 CASES += [Case("few steps", (t, n), "recurrence", "float32") for t in (2, 4, 8, 16) for n in (1024, 65536)]
@@ -218,18 +217,19 @@ class Cell(_cell.Cell):
         return sum(s.size * s.dtype.itemsize for s in (*given, *self.results(given)))
 
     def goals(self) -> list[dict[str, Any]]:
-        if self.case.group in ("cpu", "sweep", "few steps", "cut", "ahead"):
+        if self.case.group in ("cpu", "lanes", "few steps", "cut", "ahead"):
             return [{"goal": "peers", "against": ["xla"]}]
         goal = (self.case.goals or self.function.goals)[DIRECTIONS.index(self.direction)]
         own = {"goal": "copy", "required": goal} if goal <= 1 else {"goal": "time", "us": goal}
-        return [{"goal": "peers", "required": 20.0 if self.direction == "forward" else 4.0}, own]
+        required = 20.0 if self.direction == "forward" else 4.0
+        return [{"goal": "peers", "against": ["xla"], "required": required}, {"goal": "peers"}, own]
 
 
 def cells(case: Case, dtype: str, ops: tuple[str, ...]) -> Iterator[Cell]:
     for op in ops:
         if case.op in ("", op) and case.dtype in ("", dtype):
             for direction in DIRECTIONS:
-                has_gradient = FUNCTIONS[op].wrt and case.group not in ("sweep", "few steps", "cut")
+                has_gradient = FUNCTIONS[op].wrt and case.group not in ("lanes", "few steps", "cut")
                 if direction == "forward" or has_gradient:
                     yield Cell(case, dtype, op, direction)
 

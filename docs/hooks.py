@@ -96,6 +96,8 @@ def _rows(data) -> str:
     for r in data["results"]:
         times = _report.medians(r)
         if _goals.OURS in times:
+            if _report.is_compute_bound(data, r):
+                times.pop(_goals.COPY, None)
             groups.setdefault((r["op"], r["direction"], r["dtype"]), []).append(times)
     if data["operation"] == "elementwise":  # 65 operations: one row for each dtype
         merged: dict = {}
@@ -105,8 +107,7 @@ def _rows(data) -> str:
     rows = []
     for (op, direction, dtype), cells in groups.items():
         speed = [t["xla"] / t[_goals.OURS] for t in cells if "xla" in t]
-        bound = data["operation"] in _report.COMPUTE_BOUND
-        copy = [t[_goals.COPY] / t[_goals.OURS] for t in cells if _goals.COPY in t and not bound]
+        copy = [t[_goals.COPY] / t[_goals.OURS] for t in cells if _goals.COPY in t]
         range_ = f"{min(speed):.2f} to {_number(max(speed))}" if speed else "-"
         rows.append([f"`{op}`", direction, dtype, len(cells), _mean(speed), range_, _mean(copy)])
     head = ["operation", "direction", "dtype", "cells", "times as fast as XLA", "range", "fraction of a copy's speed"]
