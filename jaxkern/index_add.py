@@ -84,8 +84,8 @@ def index_add(
     )
     _check_arrays(name, x=x, index=index, source=source, alpha=alpha)
     index, order_operands, rules = with_order(name, "index", index, order, rules, mode, _rows_of(x, rules, order))
-    factor = () if _is_one(alpha, x) else (alpha,)
-    return _index_add(x, safe_index(index), source, *factor, *order_operands, rules=rules)
+    factor = None if _is_one(alpha, x) else alpha
+    return _index_add(x, safe_index(index), source, factor, *order_operands, rules=rules)
 
 
 def index_select(
@@ -173,9 +173,8 @@ def embedding_lookup(
 
 # Inlined, so that a jaxpr holds the primitive alone. Jitted, so that an eager call costs no more than a jnp function.
 @functools.partial(jax.jit, static_argnames="rules", inline=True)
-def _index_add(x, index, source, *rest, rules):
+def _index_add(x, index, source, alpha, *order, rules):
     name = "index_add"
-    alpha, order = primitive.parted(rest)
     if x.dtype == jnp.bool_:
         raise TypeError(f"jaxkern.{name}: x must not be boolean, got bool{list(x.shape)}")
     index, rules = _along(name, x, index, rules)
@@ -192,10 +191,9 @@ def _index_add(x, index, source, *rest, rules):
         raise TypeError(f"jaxkern.{name}: source of type {source.dtype} cannot be added to x of type {x.dtype}")
     weak = jax.typeof(source).weak_type  # as of a Python scalar: it takes the dtype of x if it can
     dtype = jnp.result_type(x, source) if weak else jnp.promote_types(x.dtype, source.dtype)
-    factor = tuple(_factor(name, a, dtype) for a in alpha)
-    return primitive.index_add(x.astype(dtype), index, source.astype(dtype), *factor, *order, rules=rules).astype(
-        x.dtype
-    )
+    alpha = None if alpha is None else _factor(name, alpha, dtype)
+    y = primitive.index_add(x.astype(dtype), index, source.astype(dtype), alpha, *order, rules=rules)
+    return y.astype(x.dtype)
 
 
 @functools.partial(jax.jit, static_argnames="rules", inline=True)

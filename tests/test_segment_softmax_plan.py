@@ -60,9 +60,9 @@ def planned(problem, dtype, ordered, backward, on=device.H200):
         x = jax.core.ShapedArray(shape, jnp.dtype(dtype))
         count = int(plan.size_of(shape[:k])) * shape[axis]
         keys = jax.core.ShapedArray((count,), jnp.dtype("uint32"))
-    operands = [x] * (1 + backward) + [keys] * (1 + ordered)
+    operands = plan.Ordered((x,) * (1 + backward), keys, keys if ordered else None)
     make = plan.backward if backward else plan.forward
-    return make(on, operands, [x], rows=rows, axis=axis, batch_dims=k), operands, [x]
+    return make(on, operands, [x], rows=rows, rules=Rules(axis, k)), jax.tree.leaves(operands), [x]
 
 
 def as_problem(shape, axis, k, rows, dtype):
@@ -196,31 +196,30 @@ def test_kernels_compile():
 # ---- what kernels are handed
 
 
-class InNumpy:
-    """An ordered primitive, as the kernels understand its operands."""
-
-    @staticmethod
-    def bind(x, keys, *order, rows, axis, batch_dims):
-        x, keys = np.asarray(x), np.asarray(keys).view(np.uint32)
-        batch, outer, count = (
-            math.prod(d) for d in (x.shape[:batch_dims], x.shape[batch_dims:axis], x.shape[axis : axis + 1])
-        )
-        flat, y = (a.reshape(batch * outer * count, -1) for a in (x, np.full(x.shape, np.nan)))
-        place = np.arange(batch * count)
-        row = np.asarray(order[0]).astype(int) if order else place + place // count * (outer - 1) * count
-        alive = keys[keys < batch * rows]
-        assert (np.diff(alive.astype(int)) >= 0).all() and len(keys) == batch * count
-        for o in range(outer):
-            y[o * count + row[keys >= batch * rows]] = 0
-            for key in np.unique(alive):
-                at = o * count + row[keys == key]
-                e = np.exp(flat[at])
-                y[at] = e / e.sum(0)
-        return jnp.asarray(y.reshape(x.shape).astype(x.dtype))
+def in_numpy(operands, rows, rules):
+    """The softmax, as kernels understand their operands."""
+    (x,), order = operands.arrays, operands.order
+    axis, k = rules.axis, rules.batch_dims
+    x, keys = np.asarray(x), np.asarray(operands.keys).view(np.uint32)
+    batch, outer, count = (math.prod(d) for d in (x.shape[:k], x.shape[k:axis], x.shape[axis : axis + 1]))
+    flat, y = (a.reshape(batch * outer * count, -1) for a in (x, np.full(x.shape, np.nan)))
+    place = np.arange(batch * count)
+    row = place + place // count * (outer - 1) * count if order is None else np.asarray(order).astype(int)
+    alive = keys[keys < batch * rows]
+    assert (np.diff(alive.astype(int)) >= 0).all() and len(keys) == batch * count
+    for o in range(outer):
+        y[o * count + row[keys >= batch * rows]] = 0
+        for key in np.unique(alive):
+            at = o * count + row[keys == key]
+            e = np.exp(flat[at])
+            y[at] = e / e.sum(0)
+    return jnp.asarray(y.reshape(x.shape).astype(x.dtype))
 
 
 def in_order(x, ids, rows, rules):
-    return primitive._in_order(primitive.segment_softmax_p, InNumpy, x, ids, rows=rows, rules=rules)
+    params = {"rows": rows, "rules": rules}
+    ordered = primitive.ordered_operands(x, ids, None, None, **params)
+    return in_numpy(ordered(x, ids, None, None, **params), **params)
 
 
 @pytest.mark.parametrize("clip", [False, True])
@@ -247,15 +246,14 @@ def test_a_batch_in_parts(monkeypatch):
     rules = Rules(2, 1)
     bound = []
 
-    class Whole:
-        name = primitive.segment_softmax_p.name
+    def bind(prim, x, ids, *, rows, rules):
+        bound.append(ids.shape)
+        return in_order(x, ids, rows, rules)
 
-        @staticmethod
-        def bind(x, ids, *, rows, rules):
-            bound.append(ids.shape)
-            return in_order(x, ids, rows, rules)
-
-    found = primitive._in_order(Whole, InNumpy, x, jnp.asarray(ids), rows=20, rules=rules)
+    monkeypatch.setattr(primitive, "bind", bind)
+    params = {"rows": 20, "rules": rules}
+    parts = primitive.in_parts(primitive.segment_softmax_p, x, ids, None, None, **params)
+    found = parts(x, jnp.asarray(ids), None, None, **params)
     assert bound == [(2, 40), (2, 40), (1, 40)]
     np.testing.assert_allclose(found, reference.softmax(x, jnp.asarray(ids), rows=20, rules=rules), rtol=2e-6)
 

@@ -32,6 +32,7 @@ SEGMENT = {
     "scatter_max": primitive.segment_max_p,
     "scatter_min": primitive.segment_min_p,
 }
+ACROSS = {"scatter_add": sharding.SUM, "scatter_max": sharding.MAXIMUM, "scatter_min": sharding.MINIMUM}
 JOIN = {"scatter_max": jnp.maximum, "scatter_min": jnp.minimum}
 MODES = ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")
 
@@ -99,18 +100,15 @@ def _shard(rows, over, operand, indices, updates, *, name, layout, onto_identity
     x, index, source, rules = _rows(operand, indices, updates, layout=layout, **params)
     across = over.get("rows", ())
     along = tuple(a for i in layout.index_count for a in over[f"i{i}"])
-    batch = {f"d{k}": over[f"d{d}"] for k, d in enumerate(layout.batch)}
-    over = {"rows": across, "count": along, **batch}
-    if name != "scatter_add":
-        y = sharding.SHARDS[SEGMENT[name]](over, source, index, rows=rows, rules=rules)
-        y = y if onto_identity else JOIN[name](x, y)
-    elif along:
+    over = {"rows": across, "count": along, "batch": tuple(a for d in layout.batch for a in over[f"d{d}"])}
+    if name == "scatter_add" and along:
         y = _sum_of_parts(across, along, source, index, rows, rules)
         y = y if onto_identity else x + y
-    elif onto_identity:
-        y = sharding.SHARDS[primitive.segment_sum_p](over, source, index, rows=rows, rules=rules)
+    elif name == "scatter_add" and not onto_identity:
+        y = sharding.add(primitive.segment_sum_p, primitive.index_add_p, over, x, index, source, rules=rules)
     else:
-        y = sharding.SHARDS[primitive.index_add_p](over, x, index, source, rules=rules)
+        y = sharding.segments(ACROSS[name], SEGMENT[name], over, source, index, rows=rows, rules=rules)
+        y = y if onto_identity else JOIN[name](x, y)
     return layouts.original(layout, y, operand.shape)
 
 
@@ -120,10 +118,7 @@ def _sum_of_parts(across, along, source, index, rows, rules):
     if across:
         index, rows, rules = sharding.local_indices(index, rows, across, shared, rules)
     y = primitive.segment_sum_p.bind(source, index, rows=rows, rules=rules)
-    if shared:
-        y = lax.psum_scatter(y, shared, scatter_dimension=rules.axis, tiled=True)
-    rest = tuple(a for a in along if a not in shared)
-    return lax.psum(y, rest) if rest else y
+    return sharding.summed(y, along, shared, rules.axis)
 
 
 def _partitioned(ctx, operands, params):

@@ -9,7 +9,7 @@ import jax
 from jax.interpreters import ad
 
 from jaxkern._core import compat, validate
-from jaxkern._core.primitive import bind, set_jvp, set_transpose
+from jaxkern._core.primitive import bind, has_tangent, set_jvp, set_transpose
 
 
 def defvjp(prim, f_vjp, differentiable, tell_active=False):
@@ -17,12 +17,12 @@ def defvjp(prim, f_vjp, differentiable, tell_active=False):
 
     f_vjp(*operands, **params): returns the same as `prim`, one array or several. A `jax.custom_vjp` inside it binds
         `prim`, and its backward rule is linear in the cotangent.
-    differentiable: positions of the operands that have a derivative; a call may omit trailing ones.
+    differentiable: positions of the operands that have a derivative; some may be absent.
     tell_active: also pass `active`, the positions of the operands with a nonzero tangent.
     """
 
     def rule(primals, tangents, **params):
-        active = [k for k in differentiable if k < len(tangents) and type(tangents[k]) is not ad.Zero]
+        active = [k for k in differentiable if k < len(tangents) and has_tangent(tangents[k])]
 
         told = {"active": tuple(active)} if tell_active else {}
 
@@ -52,11 +52,11 @@ def deflinear(prim, position, jvp, transpose):
     def jvp_rule(primals, tangents, **params):
         out = bind(prim, *primals, **params)
         terms = []
-        if type(tangents[position]) is not ad.Zero:
+        if has_tangent(tangents[position]):
             operands = list(primals)
             operands[position] = tangents[position]
             terms.append(bind(prim, *operands, **params))
-        if type(tangents[0]) is not ad.Zero:
+        if has_tangent(tangents[0]):
             terms.append(jvp(*primals, tangents[0], **params))
         if not terms:
             return out, compat.zero_tangent(out)
@@ -87,12 +87,12 @@ def linear_jvp(prim, reference, linear, primals, tangents, **params):
     """The JVP of a primitive that is linear in the operands at the positions `linear`, together, and in no other."""
     out = bind(prim, *primals, **params)
     terms = []
-    if any(type(tangents[k]) is not ad.Zero for k in linear):
+    if any(has_tangent(tangents[k]) for k in linear):
         operands = list(primals)
         for k in linear:
             operands[k] = ad.instantiate_zeros(tangents[k])
         terms.append(bind(prim, *operands, **params))
-    active = [k for k, t in enumerate(tangents) if k not in linear and type(t) is not ad.Zero]
+    active = [k for k, t in enumerate(tangents) if k not in linear and has_tangent(t)]
     if active:
 
         def f(*xs):

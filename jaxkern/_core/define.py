@@ -10,6 +10,7 @@ device computes its part with the reference. `autodiff` defines derivatives.
 import functools
 import math
 
+import jax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
@@ -75,6 +76,7 @@ def lower_to_kernels(
     partition=None,
     aliases=None,
     adapt=None,
+    prepare=None,
     dtypes=None,
     instead=None,
     left=None,
@@ -92,6 +94,8 @@ def lower_to_kernels(
     aliases: {operand: result} that must share memory, or a function of (operands, params) that returns it.
     adapt(*avals, **params): None if kernels can read operands of these types. Otherwise a function in jnp that takes the
         same operands and params, and binds `prim` on operands that kernels can read.
+    prepare(*avals, **params): None if kernels read operands of these types. Otherwise a function in jnp of the same operands
+        and params that returns the operands that they read, as a pytree. `plan` then gets the pytree of their types.
     dtypes: names of the first operand's dtypes that have kernels. None: `plan` decides.
     instead(ctx, operands, params, lower): results that replace the call of the kernels or the parts, or None.
         lower(prim, ctx, operands, params) lowers a call of another primitive here.
@@ -104,8 +108,11 @@ def lower_to_kernels(
         adapted = adapt(*ctx.avals_in, **params) if adapt is not None else None
         if adapted is not None:
             return mlir.lower_fun(adapted, multiple_results=prim.multiple_results)(ctx, *operands, **params)
+        read, prepared = list(ctx.avals_in), prepare and prepare(*ctx.avals_in, **params)
+        if prepared:
+            ctx, operands, read = _prepared(prepared, ctx, operands, params)
         gpu = device.this_device()
-        launches = plan(gpu, ctx.avals_in, ctx.avals_out, **params)
+        launches = plan(gpu, read, ctx.avals_out, **params)
         if launches is None or launches.shared > gpu.shared_memory:
             return None
         shared = aliases(operands, params) if callable(aliases) else aliases
@@ -141,6 +148,16 @@ def lower_to_kernels(
             mlir.register_lowering(prim, _rules[prim, platform], platform=platform)
         else:
             compat.register_uncached_lowering(prim, _rules[prim, platform], platform)
+
+
+def _prepared(f, ctx, operands, params) -> tuple:
+    """(the context of the results of `f`, these, the pytree of their types)"""
+    inner = ctx.replace(avals_in=list(map(compat.not_varying, ctx.avals_in)))
+    found = jax.eval_shape(functools.partial(f, **params), *inner.avals_in)
+    types = jax.tree.map(lambda s: jax.core.ShapedArray(s.shape, s.dtype), found)
+    rule = mlir.lower_fun(lambda *a, **params: jax.tree.leaves(f(*a, **params)), multiple_results=True)
+    own = rule(inner.replace(avals_out=jax.tree.leaves(types)), *operands, **params)
+    return ctx.replace(avals_in=jax.tree.leaves(types)), own, types
 
 
 _rules = {}

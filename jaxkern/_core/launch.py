@@ -15,6 +15,7 @@ arguments of the kernel, so that one compiled kernel serves many shapes.
 
 import dataclasses
 import hashlib
+import itertools
 import re
 import typing
 
@@ -49,6 +50,12 @@ class Struct(typing.NamedTuple):
 
 def operand(index: int, offset: int = 0) -> Buffer:
     return Buffer("operand", index, offset)
+
+
+def operands(types):
+    """The buffers of the operands in a NamedTuple, `null` for None."""
+    numbers = itertools.count()
+    return type(types)(*(null if a is None else operand(next(numbers)) for a in types))
 
 
 def result(index: int, offset: int = 0) -> Buffer:

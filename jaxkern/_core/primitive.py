@@ -8,13 +8,17 @@ from jax.interpreters import ad
 
 from jaxkern._core import compat, switch
 
+signatures = {}  # of the primitives that have one: see signature.py
+
 
 def bind(prim, *operands, **params):
     """`prim.bind`, with the operands first marked as varying over the same axes of a `shard_map`.
 
     Without that, the gradient of a replicated operand that is bound together with a varying one would lack the sum over
-    devices.
+    devices. If the primitive has a signature, optional operands may be None.
     """
+    if prim in signatures:
+        operands, params = signatures[prim].compress(operands, params)
     axes = [compat.varying_axes(x) for x in operands]
     union = frozenset().union(*axes)
     operands = [compat.cast_varying(x, union - own) if union - own else x for x, own in zip(operands, axes)]
@@ -53,11 +57,32 @@ def _compiled(prim, params, *operands):
     return prim.bind(*operands, **dict(params))
 
 
+def _expand(prim, operands, params):
+    return signatures[prim].expand(operands, params) if prim in signatures else (operands, params)
+
+
 def set_jvp(prim, rule):
-    """Makes `rule` the forward derivative of `prim`."""
-    ad.primitive_jvps[prim] = switch.own_promotion(rule)
+    """Makes `rule` the forward derivative of `prim`. It takes all operands of a signature, None for those that are absent."""
+
+    def jvp(primals, tangents, **params):
+        tangents, _ = _expand(prim, tangents, params)
+        primals, params = _expand(prim, primals, params)
+        return rule(primals, tangents, **params)
+
+    ad.primitive_jvps[prim] = switch.own_promotion(jvp)
 
 
 def set_transpose(prim, rule):
-    """Makes `rule` the transpose of `prim`."""
-    ad.primitive_transposes[prim] = switch.own_promotion(rule)
+    """Makes `rule` the transpose of `prim`. It takes and returns a value for each operand of a signature, as for `set_jvp`."""
+
+    def transpose(cotangents, *operands, **params):
+        operands, params = _expand(prim, operands, params)
+        found = rule(cotangents, *operands, **params)
+        return [ct for ct, x in zip(found, operands, strict=True) if x is not None]
+
+    ad.primitive_transposes[prim] = switch.own_promotion(transpose)
+
+
+def has_tangent(t) -> bool:
+    """Whether `t` is the tangent or cotangent of an operand that is present, and not a symbolic zero."""
+    return t is not None and type(t) is not ad.Zero

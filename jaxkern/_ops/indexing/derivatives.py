@@ -14,20 +14,19 @@ from jaxkern._core import compat, validate
 from jaxkern._core.autodiff import defvjp
 from jaxkern._core.dtypes import computing
 from jaxkern._core.primitive import set_jvp, set_transpose
+from jaxkern._core.signature import distinct
 from jaxkern._ops.indexing import reference, sort
 from jaxkern._ops.indexing.primitive import (
     index_add,
     index_add_p,
     index_select,
     index_select_p,
-    parted,
     segment,
     segment_max_p,
     segment_min_p,
     segment_prod_p,
     segment_sum,
     segment_sum_p,
-    unused,
 )
 
 
@@ -45,21 +44,21 @@ def _beside(source, g, at, rules):
     taken = index_select(g, *at, rules=rules)
     if not _shared(source, at[0], rules):
         return validate.split_like(taken, source)
-    k = (
-        rules.batch_dims
-    )  # the source is broadcast over them, and the rows may be split along the other axes of the mesh
+    # The source is broadcast over the batch dimensions, and the rows may be split along the other axes of the mesh.
+    k = rules.batch_dims
     here, own = validate.explicit_spec(taken), validate.explicit_spec(source)[k:]
-    spec = (*unused(here[:k], own), *own)
+    batch = distinct((*own, *here[:k]))[len(own) :]
+    spec = (*batch, *own)
     return taken if spec == here else jax.sharding.reshard(taken, PartitionSpec(*spec))
 
 
-def _taken(g, at, source, *factor, rules):
+def _taken(g, at, source, alpha=None, *, rules):
     """The cotangent of a source of this type: the rows of g that it was added to, times alpha."""
     taken = _beside(source, g, at, rules._replace(fill_nan=False))
     shared = _shared(source, at[0], rules)
-    if shared or factor:
+    if shared or alpha is not None:
         wide = taken.astype(computing(g.dtype))
-        taken = _summed(wide * factor[0] if factor else wide, shared, g.dtype)
+        taken = _summed(wide if alpha is None else wide * alpha, shared, g.dtype)
     return validate.split_like(taken, source)
 
 
@@ -78,42 +77,23 @@ def _alpha_cotangent(g, at, source, rules):
 # backward rules do not need are passed as types, in static arguments.
 
 
-def _add_vjp(x, index, source, *rest, rules):
-    alpha, order = parted(rest)
-    if alpha:
-        return _add_scaled_vjp(x, (index, *order), source, *alpha, jax.typeof(source), rules)
-    return _add_unscaled_vjp(x, (index, *order), source, jax.typeof(source), rules)
-
-
-def _add(x, at, source, *alpha, rules):
-    return index_add(x, at[0], source, *alpha, *at[1:], rules=rules)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _add_unscaled_vjp(x, at, source, source_type, rules):
-    return _add(x, at, source, rules=rules)
-
-
-_add_unscaled_vjp.defvjp(
-    lambda x, at, source, source_type, rules: (_add(x, at, source, rules=rules), at),
-    lambda source_type, rules, at, g: (g, None, _taken(g, at, source_type, rules=rules)),
-)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _add_scaled_vjp(x, at, source, alpha, source_type, rules):
-    return _add(x, at, source, alpha, rules=rules)
+def _add_vjp(x, at, source, alpha, source_type, rules):
+    return index_add(x, at[0], source, alpha, *at[1:], rules=rules)
 
 
-def _add_scaled_backward(source_type, rules, residuals, g):
+def _add_forward(x, at, source, alpha, source_type, rules):
+    y = index_add(x, at[0], source, alpha, *at[1:], rules=rules)
+    return y, (at, None if alpha is None else source, alpha)
+
+
+def _add_backward(source_type, rules, residuals, g):
     at, source, alpha = residuals
-    return g, None, _taken(g, at, source_type, alpha, rules=rules), _alpha_cotangent(g, at, source, rules)
+    by_alpha = None if alpha is None else _alpha_cotangent(g, at, source, rules)
+    return g, None, _taken(g, at, source_type, alpha, rules=rules), by_alpha
 
 
-_add_scaled_vjp.defvjp(
-    lambda x, at, source, alpha, source_type, rules: (_add(x, at, source, alpha, rules=rules), (at, source, alpha)),
-    _add_scaled_backward,
-)
+_add_vjp.defvjp(_add_forward, _add_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -163,7 +143,13 @@ def _extreme_vjp(prim):
     return lambda source, *at, rows, rules: f(source, at, rows, rules)
 
 
-defvjp(index_add_p, _add_vjp, differentiable=(0, 2, 3))
+defvjp(
+    index_add_p,
+    lambda x, index, source, alpha, *order, rules: _add_vjp(
+        x, (index, *order), source, alpha, jax.typeof(source), rules
+    ),
+    differentiable=(0, 2, 3),
+)
 defvjp(index_select_p, lambda x, *at, rules: _select_vjp(x, at, jax.typeof(x), rules), differentiable=(0,))
 defvjp(
     segment_sum_p,
@@ -190,17 +176,16 @@ def _product_jvp(primals, tangents, *, rows, rules):
 set_jvp(segment_prod_p, _product_jvp)
 
 
-def _transpose_add(ct, x, index, source, *rest, rules):
+def _transpose_add(ct, x, index, source, alpha, *order, rules):
     """Transposes with respect to x and source, or with respect to alpha if both are known."""
-    operands = (x, index, source, *rest)
-    alpha, order = parted(rest)
+    operands = (x, index, source, alpha, *order)
     linear = [ad.is_undefined_primal(v) for v in operands]
     if type(ct) is ad.Zero:
         return [ad.Zero(v.aval) if is_linear else None for v, is_linear in zip(operands, linear)]
     cts = [ct if linear[0] else None, *[None] * (len(operands) - 1)]
     if linear[2]:
-        cts[2] = _taken(ct, (index, *order), source.aval, *alpha, rules=rules)
-    if any(linear[3:]):
+        cts[2] = _taken(ct, (index, *order), source.aval, alpha, rules=rules)
+    if linear[3]:
         if any(linear[:3]):
             raise NotImplementedError("jaxkern.index_add is linear in source and alpha one at a time")
         cts[3] = _alpha_cotangent(ct, (index, *order), source, rules)

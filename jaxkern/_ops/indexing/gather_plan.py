@@ -47,7 +47,7 @@ def choose(problem: Problem, device=None) -> str:
 
 def index_select(device, operands, results, *, rules) -> launch.Plan | None:
     """The plan for x and an index of these types; None if the dtype has no kernel."""
-    (x, index), axis, k = operands, rules.axis, rules.batch_dims
+    (x, index), axis, k = operands[:2], rules.axis, rules.batch_dims
     if x.dtype.name not in FILL:
         return None
     size, rows, count = x.dtype.itemsize, x.shape[axis], index.shape[k]

@@ -246,32 +246,30 @@ def problem_of(op, rows_shape, source, index, rules) -> Problem | None:
     )
 
 
+def rows_shape(operands, rules, rows=None) -> tuple:
+    """The shape of the result. operands: those of index_add or a segment operation, or their types."""
+    if rows is None:
+        return operands.x.shape
+    source, k, axis = operands.source, rules.batch_dims, rules.axis
+    return (*operands.index.shape[:k], *source.shape[k:axis], rows, *source.shape[axis + 1 :])
+
+
 def plan(op, device, operands, results, *, rules, rows=None) -> launch.Plan | None:
     """The plan of index_add or a segment operation, for operands as in primitive.py; None if there is no kernel.
 
     Without an order, each run sorts its updates in scratch.
     """
     del device, rows
-    adds = op == "index_add"
-    index, source = (operands[1], operands[2]) if adds else (operands[1], operands[0])
-    rest = operands[3 if adds else 2 :]
-    alphas = len(rest) % 2
-    given = len(rest) > alphas
-    p = problem_of(op, results[0].shape, source, index, rules)
+    p = problem_of(op, results[0].shape, operands.source, operands.index, rules)
     if p is None:
         return None
-    algorithm = pick(op, rules.plan, p)
-    given = given and len(parts(p)) == 1
-    if given and algorithm == "sorted" and rules.plan == "auto":
+    algorithm, given = pick(op, rules.plan, p), launch.operands(operands)._asdict()
+    if operands.order is None or len(parts(p)) > 1:
+        given |= {"keys": None, "order": None}
+    elif algorithm == "sorted" and rules.plan == "auto":
         algorithm = "sort"  # over the given order
-    at = len(operands) - 2
-    buffers = Buffers(
-        index=launch.operand(1),
-        source=launch.operand(2 if adds else 0),
-        out=launch.result(0),
-        alpha=launch.operand(3) if alphas else null,
-        **(dict(keys=launch.operand(at), order=launch.operand(at + 1)) if given else {}),
-    )
+    out = launch.result(0)
+    buffers = Buffers(**{"alpha": null, "out": out} | {n: b for n, b in given.items() if n != "x"})
     steps, scratch = launches(algorithm, p, buffers)
     unaligned, more = launches(algorithm, p, buffers, aligned=False)
     return launch.planned(algorithm, steps, max(scratch, more), None if unaligned == steps else unaligned)

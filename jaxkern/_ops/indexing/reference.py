@@ -25,11 +25,6 @@ class Rules(typing.NamedTuple):
     plan: str = "auto"
 
 
-def parted(rest):
-    """Splits the operands after the source of index_add into alpha (0 or 1) and order (0 or 2)."""
-    return rest[: len(rest) % 2], rest[len(rest) % 2 :]
-
-
 def least(dtype):
     if jnp.issubdtype(dtype, jnp.inexact):
         return -jnp.inf
@@ -82,23 +77,21 @@ def _is_large(rows) -> bool:
     return isinstance(rows, int) and rows >= 2**31
 
 
-def add(x, index, source, *rest, rules):
-    alpha, _ = parted(rest)
+def add(x, index, source, alpha=None, keys=None, order=None, *, rules):
     wide = computing(x.dtype)
 
     def one(x, index, source, rules):
-        if not alpha:
+        if alpha is None:
             return _at(x.astype(wide), index, rules, "add", source.astype(wide), mode="drop").astype(x.dtype)
         total = _at(jnp.zeros_like(x, wide), index, rules, "add", source.astype(wide), mode="drop")
         # 0 * inf is NaN, where nothing is added.
         touched = _at(jnp.zeros_like(x, bool), index, rules, "set", True, mode="drop")
-        return jnp.where(touched, (x.astype(wide) + alpha[0] * total).astype(x.dtype), x)
+        return jnp.where(touched, (x.astype(wide) + alpha * total).astype(x.dtype), x)
 
     return _for_each_batch(one, rules)(x, index, _whole(source, index, rules))
 
 
-def select(x, index, *order, rules):
-    del order
+def select(x, index, keys=None, order=None, *, rules):
     value = fill_value(x.dtype) if rules.fill_nan else 0
 
     def one(x, index, rules):
@@ -119,15 +112,13 @@ def select(x, index, *order, rules):
     return _for_each_batch(one, rules)(x, index)
 
 
-def total(source, index, *order, rows, rules):
-    del order
+def total(source, index, keys=None, order=None, *, rows, rules):
     k, axis = rules.batch_dims, rules.axis
     zeros = jnp.zeros((*index.shape[:k], *source.shape[k:axis], rows, *source.shape[axis + 1 :]), source.dtype)
     return add(zeros, index, source, rules=rules)
 
 
-def _extreme(method, identity, source, index, *order, rows, rules):
-    del order
+def _extreme(method, identity, source, index, keys=None, order=None, *, rows, rules):
 
     def one(source, index, rules):
         shape = (*source.shape[: rules.axis], rows, *source.shape[rules.axis + 1 :])
@@ -141,7 +132,7 @@ largest = functools.partial(_extreme, "max", least)
 smallest = functools.partial(_extreme, "min", greatest)
 
 
-def product(source, index, *order, rows, rules):
+def product(source, index, keys=None, order=None, *, rows, rules):
     one = lambda dtype: 1
     found = _extreme("multiply", one, source.astype(computing(source.dtype)), index, rows=rows, rules=rules)
     return found.astype(source.dtype)

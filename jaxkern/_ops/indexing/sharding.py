@@ -9,38 +9,50 @@
 Sums and products of floating-point numbers are sent in float32 or wider, and rounded once. A product gathers the parts.
 """
 
+import functools
+import typing
+
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkern._core import partition
 from jaxkern._core.dtypes import computing
-from jaxkern._core.partition import largest, smallest
-from jaxkern._ops.indexing.reference import fill_value, parted
+from jaxkern._core.primitive import bind
+from jaxkern._ops.indexing.reference import fill_value
 
 LIMIT = 2**31 - 2  # the most rows that may be split: int32 numbers them
-SHARDS = {}  # for each primitive, the function that computes the part of one device; primitive.py fills it
 
 
-def dims(prim, avals, rules):
-    """Names for the dimensions of each operand and of the result, for partition.lower."""
-    axis, k, ranks = rules.axis, rules.batch_dims, [a.ndim for a in avals]
-    full = [f"d{d}" for d in range(max(ranks))]
-    along = lambda name: [*full[:axis], name, *full[axis + 1 :]]
-    rows, source, index = along("rows"), along("count"), [*full[:k], "count"]
-    if prim.name == "jaxkern_index_add":
-        alpha, order = parted(ranks[3:])
-        return [rows, index, source, *(full[:rank] for rank in alpha), *[["ordered"]] * len(order), rows]
-    order = [["ordered"]] * len(ranks[2:])
-    return [rows, index, *order, source] if prim.name == "jaxkern_index_select" else [source, index, *order, rows]
+class Join(typing.NamedTuple):
+    """How devices join the results for their parts of the indices."""
+
+    across: typing.Callable  # (y, mesh axes of the indices, those of them that split rows too, axis of the rows)
+    wide: bool  # results are sent in the computing dtype
 
 
-def _keeps_order(over, rules):
+def summed(y, axes, shared, axis):
+    """The sum of y over devices along `axes`; each keeps its part of the rows, as `shared` axes split them."""
+    y = lax.psum_scatter(y, shared, scatter_dimension=axis, tiled=True) if shared else y
+    rest = tuple(a for a in axes if a not in shared)
+    return lax.psum(y, rest) if rest else y
+
+
+def _joined(join, y, axes, shared, axis):
+    y = join(y, axes)
+    if not shared:
+        return y
+    here, parts = _place(shared)
+    return lax.dynamic_slice_in_dim(y, here * (y.shape[axis] // parts), y.shape[axis] // parts, axis)
+
+
+SUM = Join(summed, True)
+PRODUCT = Join(functools.partial(_joined, lambda y, axes: jnp.prod(lax.all_gather(y, axes), 0)), True)
+MAXIMUM, MINIMUM = (Join(functools.partial(_joined, join), False) for join in (partition.largest, partition.smallest))
+
+
+def keeps_order(over):
     """Whether the order of the whole index is valid for the part of one device."""
-    return not (over["rows"] or over["count"] or any(over[f"d{d}"] for d in range(rules.batch_dims)))
-
-
-def summed(prim):
-    """The names of `dims` that the result lacks."""
-    return ("rows",) if prim.name == "jaxkern_index_select" else ("count",)
+    return not (over.get("rows") or over["count"] or over["batch"])
 
 
 def _place(axes):
@@ -86,29 +98,21 @@ def local_indices(index, rows, axes, shared, rules):
     return jnp.where(mine, kept * height + row, unit * height), unit * height, rules._replace(sorted=False)
 
 
-def _without(axes, others):
-    return tuple(a for a in axes if a not in others)
-
-
 # ---- index_select
 
 
-def select(prim, over, x, index, *order, rules):
-    del order
+def select(prim, over, x, index, keys, order, *, rules):
     across, along = over["rows"], over["count"]
     if not across:
-        return prim.bind(x, index, rules=rules)
+        return bind(prim, x, index, rules=rules)
     axis = rules.axis
     rows = x.shape[axis] * lax.psum(1, across)
     own = _resolved(index, rows, rules)
     shared = tuple(a for a in along if a in across)
     everyone = lax.all_gather(index, shared, axis=index.ndim - 1, tiled=True) if shared else index
     everyone, _, local = local_indices(everyone, rows, across, (), rules)
-    y = prim.bind(x, everyone, rules=local._replace(fill_nan=False, sorted=False, unique=False))
-    if shared:  # one device has the row, the others have zeros
-        y = lax.psum_scatter(y, shared, scatter_dimension=axis, tiled=True)
-    if _without(across, shared):
-        y = lax.psum(y, _without(across, shared))
+    y = bind(prim, x, everyone, rules=local._replace(fill_nan=False, sorted=False, unique=False))
+    y = summed(y, across, shared, axis)  # one device has the row, the others have zeros
     if not rules.fill_nan or rules.clip:
         return y
     exists = jnp.expand_dims(
@@ -120,53 +124,37 @@ def select(prim, over, x, index, *order, rules):
 # ---- segments
 
 
-def segments(prim, over, source, index, *order, rows, rules):
-    if _keeps_order(over, rules):
-        return prim.bind(source, index, *order, rows=rows, rules=rules)
+def segments(join, prim, over, source, index, keys=None, order=None, *, rows, rules):
+    if keeps_order(over):
+        return bind(prim, source, index, keys, order, rows=rows, rules=rules)
     across, along = over["rows"], over["count"]
     shared = tuple(a for a in across if a in along)
     whole = rows
     if across:
         index, rows, rules = local_indices(index, whole, across, shared, rules)
     if not along:
-        return prim.bind(source, index, rows=rows, rules=rules)
-    if prim.name == "jaxkern_segment_sum":
-        y = prim.bind(source.astype(computing(source.dtype)), index, rows=rows, rules=rules)
-        if shared:
-            y = lax.psum_scatter(y, shared, scatter_dimension=rules.axis, tiled=True)
-        rest = _without(along, shared)
-        return (lax.psum(y, rest) if rest else y).astype(source.dtype)
-    if prim.name == "jaxkern_segment_prod":
-        y = prim.bind(source.astype(computing(source.dtype)), index, rows=rows, rules=rules)
-        y = jnp.prod(lax.all_gather(y, along), 0).astype(source.dtype)
-    else:
-        y = prim.bind(source, index, rows=rows, rules=rules)
-        y = largest(y, along) if prim.name == "jaxkern_segment_max" else smallest(y, along)
-    if shared:
-        here, parts = _place(shared)
-        y = lax.dynamic_slice_in_dim(y, here * (rows // parts), rows // parts, rules.axis)
-    return y
+        return bind(prim, source, index, rows=rows, rules=rules)
+    y = bind(prim, source.astype(computing(source.dtype)) if join.wide else source, index, rows=rows, rules=rules)
+    return join.across(y, along, shared, rules.axis).astype(source.dtype)
 
 
 # ---- index_add
 
 
-def add(prim, segment_sum_p, over, x, index, source, *rest, rules):
-    if _keeps_order(over, rules):
-        return prim.bind(x, index, source, *rest, rules=rules)
-    alpha, _ = parted(rest)
+def add(segment_sum_p, prim, over, x, index, source, alpha=None, keys=None, order=None, *, rules):
+    if keeps_order(over):
+        return bind(prim, x, index, source, alpha, keys, order, rules=rules)
     across, along, axis = over["rows"], over["count"], rules.axis
     if along:
         rows = x.shape[axis] * (lax.psum(1, across) if across else 1)
         wide = computing(x.dtype)
-        total = segments(segment_sum_p, over, source.astype(wide), index, rows=rows, rules=rules)
+        total = segments(SUM, segment_sum_p, over, source.astype(wide), index, rows=rows, rules=rules)
         y = x.astype(wide) + total
-        if alpha:
-            factor = jnp.expand_dims(alpha[0], range(alpha[0].ndim, x.ndim))
+        if alpha is not None:
             # 0 * inf is NaN, but a row without updates must not change. To know these rows would take another message; so
             # rows whose sum is 0 are left as they are.
-            y = jnp.where(jnp.isfinite(factor) | (total != 0), x.astype(wide) + factor * total, x.astype(wide))
+            y = jnp.where(jnp.isfinite(alpha) | (total != 0), x.astype(wide) + alpha * total, x.astype(wide))
         return y.astype(x.dtype)
     if across:
         index, _, rules = local_indices(index, x.shape[axis] * lax.psum(1, across), across, (), rules)
-    return prim.bind(x, index, source, *alpha, rules=rules)
+    return bind(prim, x, index, source, alpha, rules=rules)

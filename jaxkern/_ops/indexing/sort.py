@@ -89,14 +89,18 @@ class _Mode(typing.NamedTuple):
     clip: bool
 
 
-def reference(index, *, rows, wrap, clip, sort=None):
-    batch, count = index.shape
-    row = rows_of(index, rows, _Mode(wrap, clip))
+def keys_of(index, rows, rules):
+    """The key of each index [batch, count], in the order of their positions. rules: `Rules`, or their wrap and clip."""
+    batch = index.shape[0]
+    row = rows_of(index, rows, rules)
     exists = (row >= 0) & (row < jnp.asarray(rows, row.dtype))
     first = jnp.arange(batch, dtype=jnp.uint32)[:, None] * jnp.asarray(rows, jnp.uint32)
-    keys = jnp.where(exists, row.astype(jnp.uint32) + first, jnp.asarray(batch * rows, jnp.uint32)).reshape(-1)
-    positions = jax.lax.iota(jnp.uint32, batch * count)
-    return (sort or _pairs_sorted)(keys, positions)
+    return jnp.where(exists, row.astype(jnp.uint32) + first, jnp.asarray(batch * rows, jnp.uint32)).reshape(-1)
+
+
+def reference(index, *, rows, wrap, clip, sort=None):
+    positions = jax.lax.iota(jnp.uint32, index.shape[0] * index.shape[1])
+    return (sort or _pairs_sorted)(keys_of(index, rows, _Mode(wrap, clip)), positions)
 
 
 def _pairs_sorted(keys, positions):

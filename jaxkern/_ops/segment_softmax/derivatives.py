@@ -30,9 +30,8 @@ def _backward(rows, rules, residuals, g):
 _vjp.defvjp(_forward, _backward)
 
 
-def _grad_jvp(y, g, index, *rest, rows, rules):
+def _grad_jvp(y, g, index, keys, order, dy, *, rows, rules):
     """dy * (g - sum(y * g)) - y * sum(dy * g); elements with y = 0, and their dy, do not contribute."""
-    dy = rest[-1]
     dtype, takes_part = y.dtype, y != 0
     y, g, dy = (jnp.where(takes_part, computed(a), 0) for a in (y, g, dy))
     of_segment = totals(index, rows, rules)

@@ -140,26 +140,36 @@ def _most_blocks(p: Problem) -> int:
 # ---- launches
 
 
-def forward(device, operands, results, *, rows, axis, batch_dims) -> launch.Plan:
-    """The plan of (data, keys[, order]) -> y; see `_plan`."""
-    return _plan("SegmentForward", 2, device, operands, rows, axis, batch_dims)
+class Ordered(typing.NamedTuple):
+    """The operands of kernels: data, or y and g, the ascending keys, among which keys of no segment may be anywhere, and
+    the order: see run.cuh."""
+
+    arrays: tuple
+    keys: typing.Any
+    order: typing.Any = None
 
 
-def backward(device, operands, results, *, rows, axis, batch_dims) -> launch.Plan:
-    """The plan of (y, g, keys[, order]) -> the gradient."""
-    return _plan("SegmentBackward", 1, device, operands, rows, axis, batch_dims)
+def forward(device, operands, results, *, rows, rules) -> launch.Plan | None:
+    """The plan of y; None if the operands are not `Ordered`."""
+    return _plan("SegmentForward", 2, device, operands, rows, rules)
 
 
-def _plan(op, numbers, device, operands, rows, axis, batch_dims):
-    """numbers: the count of numbers in a Stat. keys ascend, but keys of no segment may be anywhere; order: see run.cuh."""
-    inputs = 1 if op == "SegmentForward" else 2
-    x, itemsize = operands[0], operands[0].dtype.itemsize
-    p = problem_of(x, rows, axis, batch_dims)
+def backward(device, operands, results, *, rows, rules) -> launch.Plan | None:
+    """The plan of the gradient, likewise."""
+    return _plan("SegmentBackward", 1, device, operands, rows, rules)
+
+
+def _plan(op, numbers, device, operands, rows, rules):
+    """numbers: the count of numbers in a Stat."""
+    if not isinstance(operands, Ordered):
+        return None
+    inputs, x, ordered = len(operands.arrays), operands.arrays[0], operands.order is not None
+    itemsize = x.dtype.itemsize
+    p = problem_of(x, rows, rules.axis, rules.batch_dims)
     op = f"jaxkern::{op}<{cuda_type(x.dtype)}>"
     cut, positions = cut_of(p), p.batch * p.count
     tiles, long = ceil_div(positions, cut.places), positions > cut.places + cut.reach
     scratch = 2 * tiles * p.outer * p.inner * numbers * max(itemsize, 4) if long else 0
-    ordered = len(operands) > inputs + 1
     extra = (p.outer - 1) * p.count if p.batch > 1 else 0
     run = RUN(
         keys=launch.operand(inputs),

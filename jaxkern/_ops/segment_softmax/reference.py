@@ -26,8 +26,7 @@ def totals(index, rows, rules, over=(), empty=0):
     return of_segment
 
 
-def softmax(data, index, *order, rows, rules, over=()):
-    del order
+def softmax(data, index, keys=None, order=None, *, rows, rules, over=()):
     if isinstance(rows, int) and rows == 0:
         return jnp.zeros_like(data)
     x = computed(data)
@@ -43,8 +42,7 @@ def softmax(data, index, *order, rows, rules, over=()):
     return jnp.where(exists, e / total, 0).astype(data.dtype)
 
 
-def gradient(y, g, index, *order, rows, rules, over=()):
-    del order
+def gradient(y, g, index, keys=None, order=None, *, rows, rules, over=()):
     if isinstance(rows, int) and rows == 0:
         return jnp.zeros_like(y)
     wide = computed(y)
